@@ -1,0 +1,181 @@
+"""The host lock: one flock(2) that is held for microseconds, and only to try and take leases and tickets."""
+
+from __future__ import annotations
+
+import os
+import time
+
+from .. import procfs
+from ..errors import LockTimeout, StateDirError
+from .files import StateDir, state_dir_path
+
+__all__ = ["MINIMUM_PATIENCE", "ForkGuard", "HostLock", "LockedHost", "fork_guard", "lock_file", "unlock_file"]
+
+MINIMUM_PATIENCE = 10.0
+"""Seconds that host.lock is waited for even by a claim that waits for no GPU."""
+
+
+def lock_file(fd: int) -> bool:
+    """Try once to lock a descriptor of our own, exclusively; False where another open file holds the lock."""
+    from filelock import lock_descriptor
+
+    return lock_descriptor(fd, blocking=False)
+
+
+def unlock_file(fd: int) -> None:
+    """Give the lock back before closing: a child forked meanwhile holds a copy of the descriptor and would keep it."""
+    from filelock import unlock_descriptor
+
+    unlock_descriptor(fd)
+
+
+class ForkGuard:
+    """Descriptors whose locks must not live on in a forked child: they are closed there.
+
+    Leases are not among them: a child that outlives its parent keeps the parent's GPUs, since it may be using them.
+    """
+
+    def __init__(self) -> None:
+        self._fds: set[int] = set()
+        self._registered = False
+
+    def add(self, fd: int) -> None:
+        """Close this descriptor in children forked from now on."""
+        if not self._registered:
+            os.register_at_fork(after_in_child=self._close_all)
+            self._registered = True
+        self._fds.add(fd)
+
+    def discard(self, fd: int) -> None:
+        """Forget a descriptor, before it is closed."""
+        self._fds.discard(fd)
+
+    def __contains__(self, fd: int) -> bool:
+        return fd in self._fds
+
+    def _close_all(self) -> None:
+        for fd in self._fds:
+            try:
+                os.close(fd)
+            except OSError:
+                pass
+        self._fds.clear()
+
+
+fork_guard = ForkGuard()
+
+
+class LockedHost:
+    """What may be done while host.lock is held: leases and tickets live in these directories.
+
+    Every function that probes a lease or a ticket takes one of these, so that no probe can happen without the lock.
+    """
+
+    def __init__(self, root: StateDir) -> None:
+        self.leases = StateDir("leases", root)
+        try:
+            self.queue = StateDir("queue", root)
+        except BaseException:
+            self.leases.close()
+            raise
+
+    def close(self) -> None:
+        """Close the directories."""
+        self.leases.close()
+        self.queue.close()
+
+
+class HostLock:
+    """``with HostLock(deadline) as host:`` takes host.lock, and the state directory is made where it is missing.
+
+    Args:
+        deadline: ``time.monotonic()`` value after which LockTimeout is raised; None waits for ever.
+        path: the state directory; default :func:`~safe_gpu.coordination.files.state_dir_path`.
+
+    Raises:
+        LockTimeout: not to be had before the deadline; names the holder where /proc/locks shows it.
+        StateDirError: the state directory cannot be used.
+    """
+
+    def __init__(self, deadline: float | None, path: str | None = None) -> None:
+        self._deadline = deadline
+        self._path = path or state_dir_path()
+        self._fd = -1
+        self._pid = -1
+        self._host: LockedHost | None = None
+
+    def __enter__(self) -> LockedHost:
+        # Opened anew each time, by path: a state directory that was cleaned away or replaced is noticed at once.
+        with StateDir(self._path) as root:
+            self._fd = self._lock(root)
+            self._pid = os.getpid()
+            fork_guard.add(self._fd)
+            try:
+                self._host = LockedHost(root)
+            except BaseException:
+                self._unlock()
+                raise
+        return self._host
+
+    def __exit__(self, *exc: object) -> None:
+        if self._host is not None:
+            self._host.close()
+            self._host = None
+        self._unlock()
+
+    def _unlock(self) -> None:
+        if self._fd >= 0:
+            fd, self._fd = self._fd, -1
+            if self._pid == os.getpid():  # a child forked inside the block has had its copy closed already
+                fork_guard.discard(fd)
+                unlock_file(fd)
+                os.close(fd)
+
+    def _lock(self, root: StateDir) -> int:
+        while True:
+            fd = root.open_or_create("host.lock")
+            try:
+                if self._wait_for(fd) and root.is_current("host.lock", fd):
+                    return fd
+            except OSError as err:
+                os.close(fd)
+                if isinstance(err, LockTimeout):
+                    raise
+                raise StateDirError(
+                    f"{root.path}/host.lock cannot be locked ({err.strerror}): set SAFE_GPU_DIR to a directory on a "
+                    "local file system",
+                    path=root.path,
+                    errno=err.errno,
+                ) from err
+            except BaseException:
+                os.close(fd)
+                raise
+            os.close(fd)  # a cleaner of /tmp took the file away meanwhile: lock what stands there now
+
+    def _wait_for(self, fd: int) -> bool:
+        while not lock_file(fd):
+            if self._deadline is not None and time.monotonic() >= self._deadline:
+                raise self._timeout(fd)
+            # Uneven pauses, so that many waiters do not come at once; short, since the lock is held for microseconds.
+            time.sleep(0.001 + time.monotonic_ns() % 4_000_000 / 1e9)
+        return True
+
+    def _timeout(self, fd: int) -> LockTimeout:
+        path = os.path.join(self._path, "host.lock")
+        inode = os.fstat(fd).st_ino
+        pids = procfs.flock_holders({inode}).get(inode, [])
+        if not pids:
+            return LockTimeout(
+                f"{path} is locked by a process that cannot be seen from here (another container or user): try again, "
+                "and if it stays, end the process that holds it",
+                path=path,
+            )
+        pid = pids[0]
+        user = procfs.user_of(pid)
+        stopped = ", which is stopped: continue or end it" if procfs.is_stopped(pid) else ": try again, or end it"
+        return LockTimeout(
+            f"{path} is held by process {pid} of {user or 'unknown'} ({procfs.command_of(pid) or 'gone'}){stopped}",
+            path=path,
+            pid=pid,
+            user=user,
+        )

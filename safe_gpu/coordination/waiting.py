@@ -1,0 +1,311 @@
+"""The queue: first come, first served, without a daemon.
+
+A ticket is a file ``queue/SEQ.ticket`` that its waiter keeps locked; the number orders, the lock says that the waiter
+lives. Whoever competes for the same GPUs and came later sleeps on the ticket before it.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from .. import procfs
+from ..errors import SafeGpuError, StateDirError
+from .files import write_all
+from .host_lock import MINIMUM_PATIENCE, HostLock, LockedHost, fork_guard, lock_file, unlock_file
+
+__all__ = ["Ahead", "Demand", "Ticket", "Waiter", "live_tickets", "tidy_on_signals"]
+
+_SUFFIX = ".ticket"
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What a waiter wants, as far as others must know it.
+
+    ``gpus`` are the lease names' stems that it could use (UUIDs, or ``UUID.inner`` inside a scope); ``min_memory`` in
+    bytes, None where it does not matter.
+    """
+
+    nb_gpus: int
+    gpus: frozenset[str]
+    min_memory: int | None = None
+
+    def competes_with(self, other: Demand) -> bool:
+        """Whether both could end up wanting the same GPU."""
+        return not self.gpus.isdisjoint(other.gpus)
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """A place in the queue as others see it. ``since``: Unix seconds; ``demand`` None: unreadable."""
+
+    seq: int
+    inode: int
+    pid: int
+    user: str
+    since: float
+    demand: Demand | None
+
+    def competes_with(self, demand: Demand) -> bool:
+        """Whether it wants any of the same GPUs; a ticket that cannot be read is taken to."""
+        return self.demand is None or self.demand.competes_with(demand)
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """The nearest live competitor ahead, with a descriptor of its ticket to sleep on, owned by whoever gets this."""
+
+    ticket: Ticket
+    fd: int
+
+
+def _encode(pid: int, demand: Demand) -> bytes:
+    import json
+
+    request = {"nb_gpus": demand.nb_gpus, "gpus": sorted(demand.gpus), "min_memory": demand.min_memory}
+    user = procfs.user_name(os.geteuid())
+    return json.dumps({"pid": pid, "user": user, "request": request, "since": round(time.time(), 3)}).encode() + b"\n"
+
+
+def _decode(seq: int, inode: int, data: bytes) -> Ticket:
+    import json
+
+    try:
+        raw: dict[str, Any] = json.loads(data)
+        request = raw["request"]
+        memory = request.get("min_memory")
+        demand = Demand(
+            int(request["nb_gpus"]), frozenset(map(str, request["gpus"])), None if memory is None else int(memory)
+        )
+        return Ticket(seq, inode, int(raw["pid"]), str(raw["user"]), float(raw["since"]), demand)
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
+        return Ticket(seq, inode, 0, "unknown", 0.0, None)
+
+
+class _Book:
+    """What this process knows of the queue's files: whose ticket, and which are dead. Keyed by number and inode."""
+
+    def __init__(self) -> None:
+        self._read: dict[tuple[int, int], Ticket] = {}
+        self._dead: set[tuple[int, int]] = set()
+
+    def numbers(self, host: LockedHost) -> list[tuple[int, int]]:
+        """(seq, inode) of every ticket file that is not known to be dead, in order."""
+        found = []
+        with os.scandir(host.queue.fd) as entries:
+            for entry in entries:
+                stem = entry.name[: -len(_SUFFIX)]
+                if entry.name.endswith(_SUFFIX) and stem.isdecimal() and stem.isascii():
+                    found.append((int(stem), entry.inode()))
+        present = set(found)
+        self._dead &= present
+        self._read = {key: ticket for key, ticket in self._read.items() if key in present}
+        return sorted(found)
+
+    def is_dead(self, key: tuple[int, int]) -> bool:
+        return key in self._dead
+
+    def look(self, host: LockedHost, key: tuple[int, int]) -> tuple[Ticket, int] | None:
+        """The ticket and an open descriptor; None where it is gone or closed to us.
+
+        A ticket that we may not open was left by a process killed while it made it: nobody else is making one now.
+        """
+        try:
+            fd = host.queue.open(f"{key[0]}{_SUFFIX}")
+        except StateDirError:
+            self._dead.add(key)
+            return None
+        if fd is None:
+            return None
+        ticket = self._read.get(key)
+        if ticket is None:
+            ticket = self._read[key] = _decode(*key, os.pread(fd, 1 << 20, 0))
+        return ticket, fd
+
+    def is_live(self, host: LockedHost, key: tuple[int, int], fd: int) -> bool:
+        """Whether its waiter holds it; the dead are remembered, and unlinked where this user may."""
+        import fcntl
+
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        unlock_file(fd)
+        if not host.queue.unlink(f"{key[0]}{_SUFFIX}"):
+            self._dead.add(key)
+        return False
+
+
+def live_tickets(host: LockedHost) -> list[Ticket]:
+    """Everyone who waits, first come first."""
+    book = _Book()
+    found = []
+    for key in book.numbers(host):
+        if (seen := book.look(host, key)) is not None:
+            ticket, fd = seen
+            try:
+                if book.is_live(host, key, fd):
+                    found.append(ticket)
+            finally:
+                os.close(fd)
+    return found
+
+
+class Waiter:
+    """This process's place in the queue, from the first look on; it holds a ticket only after :meth:`join`."""
+
+    def __init__(self, demand: Demand) -> None:
+        self.demand = demand
+        self._book = _Book()
+        self._seq: int | None = None
+        self._fd = -1
+        self._sleeper: _Sleeper | None = None
+
+    @property
+    def queued(self) -> bool:
+        """Whether it holds a ticket."""
+        return self._seq is not None
+
+    def join(self, host: LockedHost) -> None:
+        """Take a ticket behind everyone who is there.
+
+        Raises:
+            StateDirError: no room, or the queue is closed to us.
+        """
+        numbers = self._book.numbers(host)
+        seq = numbers[-1][0] + 1 if numbers else 1
+        fd = host.queue.create(name := f"{seq}{_SUFFIX}")
+        if fd is None:  # host.lock is held and the number was free: somebody meddles
+            raise StateDirError(f"{host.queue.path}/{name} appeared while host.lock was held", path=host.queue.path)
+        try:
+            lock_file(fd)
+            write_all(fd, _encode(os.getpid(), self.demand), os.path.join(host.queue.path, name))
+        except BaseException:
+            host.queue.unlink(name)
+            os.close(fd)
+            raise
+        fork_guard.add(fd)
+        self._seq, self._fd = seq, fd
+
+    def ahead(self, host: LockedHost, may_pass: Callable[[Demand], bool]) -> Ahead | None:
+        """The nearest live ticket ahead that competes and may not be passed; without a ticket, all are ahead."""
+        for key in reversed(self._book.numbers(host)):
+            if (self._seq is not None and key[0] >= self._seq) or self._book.is_dead(key):
+                continue
+            seen = self._book.look(host, key)
+            if seen is None:
+                continue
+            ticket, fd = seen
+            stands = (
+                ticket.competes_with(self.demand)
+                and self._book.is_live(host, key, fd)
+                and not (ticket.demand is not None and may_pass(ticket.demand))
+            )
+            if stands:
+                return Ahead(ticket, fd)
+            os.close(fd)
+        return None
+
+    def position(self, host: LockedHost) -> int:
+        """1 for the head of those who compete with it, counting itself."""
+        return 1 + sum(
+            (self._seq is None or ticket.seq < self._seq) and ticket.competes_with(self.demand)
+            for ticket in live_tickets(host)
+        )
+
+    def sleep_behind(self, ahead: Ahead, seconds: float) -> bool:
+        """Sleep until that ticket goes (True), or so many seconds have passed. Takes over the descriptor."""
+        key = (ahead.ticket.seq, ahead.ticket.inode)
+        if self._sleeper is not None and self._sleeper.key == key and not self._sleeper.done.is_set():
+            os.close(ahead.fd)
+        else:
+            self._sleeper = _Sleeper(key, ahead.fd)
+        return self._sleeper.done.wait(seconds)
+
+    def leave(self) -> None:
+        """Give the ticket back; safe to call twice, and without one."""
+        if self._seq is None:
+            return
+        try:
+            with HostLock(time.monotonic() + MINIMUM_PATIENCE) as host:
+                self.abandon(host)
+        except SafeGpuError:
+            self._close()  # the unlocked file counts for nothing, and the next one who passes removes it
+
+    def abandon(self, host: LockedHost) -> None:
+        """Give the ticket back, host.lock being held already."""
+        if self._seq is not None and self._fd in fork_guard and host.queue.is_current(self._name, self._fd):
+            host.queue.unlink(self._name)
+        self._close()
+
+    @property
+    def _name(self) -> str:
+        return f"{self._seq}{_SUFFIX}"
+
+    def _close(self) -> None:
+        fd, self._fd, self._seq = self._fd, -1, None
+        if fd in fork_guard:  # in a forked child it is not: the ticket is its parent's, the descriptor is closed
+            fork_guard.discard(fd)
+            unlock_file(fd)
+            os.close(fd)
+
+
+class _Sleeper:
+    """Waits in a daemon thread for one lock: flock(2) knows no deadline, and a thread can be left behind."""
+
+    def __init__(self, key: tuple[int, int], fd: int) -> None:
+        import threading
+
+        self.key = key
+        self.done = threading.Event()
+        fork_guard.add(fd)
+        threading.Thread(target=self._run, args=(fd,), name="safe_gpu-waiter", daemon=True).start()
+
+    def _run(self, fd: int) -> None:
+        import fcntl
+
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH)
+            unlock_file(fd)
+        except OSError:
+            pass  # looked at anew by whoever waits
+        finally:
+            fork_guard.discard(fd)
+            os.close(fd)
+            self.done.set()
+
+
+@contextmanager
+def tidy_on_signals() -> Iterator[None]:
+    """While inside, SIGTERM and SIGHUP unwind the stack first, where they would have killed the process at once.
+
+    Only in the main thread and only for signals at their default action; afterwards the process dies of the signal as
+    it would have.
+    """
+    import signal
+    import threading
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    caught: list[int] = []
+
+    def unwind(number: int, frame: object) -> None:
+        caught.append(number)
+        raise SystemExit(128 + number)
+
+    mine = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL]
+    for number in mine:
+        signal.signal(number, unwind)
+    try:
+        yield
+    finally:
+        for number in mine:
+            signal.signal(number, signal.SIG_DFL)
+        if caught:
+            os.kill(os.getpid(), caught[0])

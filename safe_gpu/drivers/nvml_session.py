@@ -1,0 +1,228 @@
+"""NVML between nvmlInit and nvmlShutdown: the boundary behind which its return codes stay.
+
+Every question either has an answer or raises :class:`Fault`, which says in words what happened and which of three
+kinds it is: this question has no answer here, this GPU is gone, or NVML as a whole is. Calls that newer drivers
+renamed fall back to their older names. Source: NVML API reference, nvmlReturn_t.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from ..devices import ProcessKind
+from ..errors import NoDriverError
+from .base import normalize_bus_id
+from .nvml_processes import ProcessRow, read_rows, symbols
+
+__all__ = ["LIBRARY", "Fault", "Session"]
+
+LIBRARY = "libnvidia-ml.so.1"
+
+_UNINITIALIZED = 1
+_NOT_SUPPORTED = 3
+_NO_PERMISSION = 4
+_DRIVER_NOT_LOADED = 9
+_LIBRARY_NOT_FOUND = 12
+_FUNCTION_NOT_FOUND = 13
+_GPU_IS_LOST = 15
+_RESET_REQUIRED = 16
+_LIB_RM_VERSION_MISMATCH = 18
+_ARGUMENT_VERSION_MISMATCH = 25
+_DEPRECATED = 26
+_GPU_NOT_FOUND = 28
+_UNKNOWN = 999
+
+_ABSENT = frozenset({_NOT_SUPPORTED, _FUNCTION_NOT_FOUND, _ARGUMENT_VERSION_MISMATCH, _DEPRECATED})
+_LOST = frozenset({_GPU_IS_LOST, _RESET_REQUIRED, _GPU_NOT_FOUND})
+_SESSION_OVER = frozenset({_UNINITIALIZED, _DRIVER_NOT_LOADED, _LIB_RM_VERSION_MISMATCH})
+
+_WORDS = {
+    2: "invalid argument",
+    _NOT_SUPPORTED: "not supported",
+    _NO_PERMISSION: "no permission",
+    6: "not found",
+    7: "the answer never fitted",
+    8: "its power cables are not properly attached",
+    10: "the driver timed out",
+    11: "interrupt trouble",
+    _FUNCTION_NOT_FOUND: "unknown to this driver",
+    14: "its infoROM is corrupted",
+    _GPU_IS_LOST: "it fell off the bus",
+    _RESET_REQUIRED: "it needs a reset",
+    17: "the operating system refused",
+    19: "in use",
+    _ARGUMENT_VERSION_MISMATCH: "unknown to this driver",
+    _DEPRECATED: "no longer supported by this driver",
+    _GPU_NOT_FOUND: "no such GPU",
+    _UNKNOWN: "unknown error",
+}
+
+_NO_DRIVER = {
+    _UNINITIALIZED: "The NVML session keeps ending: something else in this process calls nvmlShutdown once too often.",
+    _NO_PERMISSION: "This user may not open the NVIDIA devices: check the permissions of /dev/nvidiactl.",
+    _DRIVER_NOT_LOADED: "The NVIDIA kernel driver is not loaded: run `modprobe nvidia`, or start the container with "
+    "GPUs, until nvidia-smi works.",
+    _LIBRARY_NOT_FOUND: "NVML is missing: install the NVIDIA driver (libnvidia-ml.so.1) and the Python package "
+    "nvidia-ml-py.",
+    _LIB_RM_VERSION_MISMATCH: "The NVIDIA driver was upgraded while its old kernel module is still loaded (driver and "
+    "library versions differ): reboot, or unload and load the nvidia modules.",
+    _GPU_NOT_FOUND: "The NVIDIA driver is loaded but finds no GPU: check `nvidia-smi -L` and lspci.",
+    _UNKNOWN: "NVML fails with an unknown error: in a container that lost its access to /dev/nvidia0 restart it, "
+    "elsewhere look for NVRM in dmesg.",
+}
+
+
+class Fault(Exception):
+    """One NVML call that failed; ``str`` is a few words for people. It never leaves the NVML driver."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(_WORDS.get(code) or f"NVML error {code}")
+        self._code = code
+
+    @property
+    def absent(self) -> bool:
+        """This question has no answer here, now or ever."""
+        return self._code in _ABSENT
+
+    @property
+    def no_permission(self) -> bool:
+        """This process may not ask."""
+        return self._code == _NO_PERMISSION
+
+    @property
+    def gpu_lost(self) -> bool:
+        """The GPU as a whole is gone."""
+        return self._code in _LOST
+
+    @property
+    def session_over(self) -> bool:
+        """NVML as a whole is gone, at least for this session."""
+        return self._code in _SESSION_OVER
+
+    def as_no_driver(self) -> NoDriverError:
+        """The error for the user when it stops NVML as a whole."""
+        return NoDriverError(_NO_DRIVER.get(self._code) or f"NVML cannot be used: {self}.", driver="nvml")
+
+
+class Session:
+    """NVML, initialised in this process.
+
+    Args:
+        pynvml: the module of nvidia-ml-py, or an older one of that name: what it lacks counts as absent.
+
+    Raises:
+        Fault: from every method, and nothing else.
+    """
+
+    def __init__(self, pynvml: Any) -> None:
+        import ctypes
+
+        self.pid = os.getpid()
+        self._ctypes = ctypes
+        self._pynvml = pynvml
+        try:
+            # pynvml binds the newest calls only. The older ones go through a handle of our own on the same library.
+            self._library = ctypes.CDLL(LIBRARY)
+        except OSError as err:
+            raise Fault(_LIBRARY_NOT_FOUND) from err
+        self._lists = {
+            kind: [(function, stride) for name, stride in symbols(kind) if (function := self._symbol(name))]
+            for kind in (ProcessKind.COMPUTE, ProcessKind.GRAPHICS, ProcessKind.MPS)
+        }
+        self._newest("nvmlInit", ("nvmlInit_v2", "nvmlInit"))
+
+    def ask(self, name: str, *args: Any) -> Any:
+        """Call a function of pynvml by name."""
+        function = getattr(self._pynvml, name, None)
+        if function is None:
+            raise Fault(_FUNCTION_NOT_FOUND)
+        try:
+            answer = function(*args)
+            return answer.decode() if isinstance(answer, bytes) else answer
+        except self._pynvml.NVMLError as err:
+            raise Fault(int(err.value)) from err
+        except UnicodeDecodeError as err:
+            raise Fault(_UNKNOWN) from err
+
+    def ask_or(self, default: Any, name: str, *args: Any) -> Any:
+        """The same for a question that may go unanswered, unless the GPU or the session is gone altogether."""
+        try:
+            return self.ask(name, *args)
+        except Fault as fault:
+            if fault.gpu_lost or fault.session_over:
+                raise
+            return default
+
+    def count(self) -> int:
+        """How many GPUs NVML numbers, lost ones included."""
+        number = self._ctypes.c_uint(0)
+        answer = self._newest("nvmlDeviceGetCount", ("nvmlDeviceGetCount",), result=number)
+        return int(number.value if answer is number else answer)
+
+    def handle(self, number: int) -> Any:
+        """The GPU with this number."""
+        handle = self._pynvml.c_nvmlDevice_t()
+        return self._newest("nvmlDeviceGetHandleByIndex", ("nvmlDeviceGetHandleByIndex",), number, result=handle)
+
+    def bus_id(self, handle: Any) -> str:
+        """PCI bus id in sysfs's form."""
+        # Newer layouts only append to older ones, so the newest has room for all.
+        info = self._pynvml.nvmlPciInfo_t()
+        older = ("nvmlDeviceGetPciInfo_v2", "nvmlDeviceGetPciInfo")
+        info = self._newest("nvmlDeviceGetPciInfo", older, handle, result=info)
+        for text in (info.busId, getattr(info, "busIdLegacy", "")):
+            if text:
+                return normalize_bus_id(text.decode("ascii", "replace") if isinstance(text, bytes) else text)
+        return f"{info.domain:04x}:{info.bus:02x}:{info.device:02x}.0"
+
+    def memory(self, handle: Any) -> tuple[int | None, int | None, int | None]:
+        """Total, used and free bytes, None where it does not say.
+
+        Version 2, where there is one, keeps what the driver reserves for itself out of "used", as nvidia-smi does.
+        """
+        info = None
+        version = getattr(self._pynvml, "nvmlMemory_v2", None)
+        if version is not None:
+            info = self.ask_or(None, "nvmlDeviceGetMemoryInfo", handle, version)
+        if info is None:
+            info = self.ask_or(None, "nvmlDeviceGetMemoryInfo", handle)
+        if info is None:
+            return None, None, None
+        total, used, free = (None if value == 2**64 - 1 else int(value) for value in (info.total, info.used, info.free))
+        return total, used, free
+
+    def processes(self, kind: str, handle: Any) -> list[ProcessRow]:
+        """The processes of one kind on a GPU or MIG instance, by the newest list that this driver answers."""
+        code = _FUNCTION_NOT_FOUND
+        for function, stride in self._lists[kind]:
+            code, rows = read_rows(function, handle, stride)
+            if code == 0:
+                return rows
+            if code not in _ABSENT:
+                break
+        raise Fault(code)
+
+    def close(self) -> None:
+        """End it, if it is this process's own; one that is over already is fine."""
+        if self.pid == os.getpid():
+            try:
+                self.ask("nvmlShutdown")
+            except Fault:
+                pass
+
+    def _symbol(self, name: str) -> Any:
+        return getattr(self._library, name, None)
+
+    def _newest(self, name: str, older: tuple[str, ...], *args: Any, result: Any = None) -> Any:
+        """pynvml's answer, else ``result`` as filled in by the first of the older functions that exists."""
+        try:
+            return self.ask(name, *args)
+        except Fault as fault:
+            function = next((found for symbol in older if (found := self._symbol(symbol))), None)
+            if fault._code != _FUNCTION_NOT_FOUND or function is None:
+                raise
+        code = function(*args) if result is None else function(*args, self._ctypes.byref(result))
+        if code:
+            raise Fault(int(code))
+        return result

@@ -74,6 +74,7 @@ class _Chooser:
                 if other != position:
                     self.links[position] |= 1 << other
                     self.links[other] |= 1 << position
+        self.linked = any(self.links)
 
     def best(self) -> tuple[Gpu, ...]:
         # GPUs without a display come first: either they are enough, or all of them are taken.
@@ -83,15 +84,33 @@ class _Chooser:
             taken, spare = 0, plain
         else:
             taken, spare = plain, everything & ~plain
-        sets = self._sets(taken, spare, self.count - taken.bit_count())
-        chosen = min(islice(sets, _EXACT_LIMIT), key=lambda mask: (self._score(mask), tuple(_positions(mask))))
-        return tuple(self.pool[position] for position in _positions(chosen))
+        best = self._least(islice(self._sets(taken, spare, self.count - taken.bit_count()), _EXACT_LIMIT))
+        return tuple(self.pool[position] for position in _positions(best))
+
+    def _least(self, sets: Iterator[int]) -> int:
+        best = next(sets)
+        lowest = self._score(best)
+        for mask in sets:
+            score = self._score(mask)
+            apart = mask ^ best
+            # Equally good: the one that has the lowest position in which they differ.
+            if score < lowest or (score == lowest and mask & apart & -apart):
+                best, lowest = mask, score
+        return best
 
     def _score(self, mask: int) -> _Score:
         """Lower is better, in the order of the words in :func:`choose`."""
-        used = [members for members in self.nodes.values() if members & mask]
-        links = sum((self.links[position] & mask).bit_count() for position in _positions(mask))
-        return len(used), -links, -(mask & self.near).bit_count(), sum(members.bit_count() for members in used)
+        nodes = room = links = 0
+        for members in self.nodes.values():
+            if members & mask:
+                nodes += 1
+                room += members.bit_count()
+        if self.linked:
+            rest = mask
+            while rest:
+                links += (self.links[rest.bit_length() - 1] & mask).bit_count()
+                rest ^= 1 << rest.bit_length() - 1
+        return nodes, -links, -(mask & self.near).bit_count(), room
 
     def _sets(self, taken: int, spare: int, missing: int) -> Iterator[int]:
         """Sets worth comparing: ``taken`` and ``missing`` of ``spare``, on the fewest nodes; a good one comes first."""

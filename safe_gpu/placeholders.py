@@ -142,6 +142,10 @@ _CAUSES = (
         r"SYSTEM_NOT_READY|system not yet initialized",
         "the GPUs of this host wait for the NVIDIA Fabric Manager: start nvidia-fabricmanager",
     ),
+    (
+        r"ERROR_UNKNOWN|OPERATING_SYSTEM|unknown error",
+        "the driver is in a bad state, or its nvidia-uvm module is not loaded (nvidia-modprobe -u): see dmesg",
+    ),
     (r"ERROR_MPS_|ErrorMps", "the MPS server of this GPU is in the way: see the log of its control daemon"),
     (
         r"ECC_UNCORRECTABLE|ECCUncorrectable|uncorrectable ECC|HARDWARE_STACK|ERROR_CONTAINED",
@@ -164,9 +168,11 @@ def _failed(name: str, device_no: int, err: Exception) -> PlaceholderError:
 
 
 def _first_line(err: BaseException) -> str:
-    """The start of an error's text: frameworks add pages of advice after it."""
-    lines = str(err).strip().splitlines()
-    return f"{type(err).__name__}: {lines[0]}" if lines and lines[0].strip() else type(err).__name__
+    """The start of an error's text, for frameworks add pages of advice after it; led by its type unless it is ours."""
+    line = (str(err).strip().splitlines() or [""])[0]
+    if isinstance(err, SafeGpuError):
+        return line
+    return f"{type(err).__name__}: {line}" if line else type(err).__name__
 
 
 def _name(placeholder: object) -> str:

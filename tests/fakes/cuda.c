@@ -5,6 +5,7 @@
  *                         bytes that it uses; removed by the last release. This is what the fake NVML shows.
  * $FAKE_GPU_DIR/options   key=value, one a line:
  *     cuda_init_error=CODE    cuInit answers this
+ *     cuda_init_ms=N          cuInit takes N ms
  *     ctx_error=CODE          cuDevicePrimaryCtxRetain answers this
  *     alloc_error=CODE        cuMemAlloc answers this
  *     ctx_ms=N                creating a context takes N ms
@@ -328,6 +329,13 @@ static int enter(const struct gpu *gpu)
     return result;
 }
 
+static void sleep_for(const char *key)
+{
+    long long pause = option(key, 0);
+    struct timespec span = {pause / 1000, pause % 1000 * 1000000};
+    nanosleep(&span, NULL);
+}
+
 /* --- the driver API ---------------------------------------------------------------------------------------------- */
 
 #define API __attribute__((visibility("default"))) int
@@ -354,6 +362,7 @@ API cuInit(unsigned flags)
     if (!init_pid) {
         init_pid = getpid();
         look();
+        sleep_for("cuda_init_ms");
         init_result = option("cuda_init_error", seen_count ? SUCCESS : NO_DEVICE);
     }
     int result = init_pid == getpid() ? init_result : NOT_INITIALIZED;
@@ -428,9 +437,7 @@ API cuDevicePrimaryCtxRetain(struct context **context, int device)
     int result = option("ctx_error", SUCCESS);
     pthread_mutex_lock(&mutex);
     if (result == SUCCESS && !contexts[device].references) {
-        long long pause = option("ctx_ms", 0);
-        struct timespec span = {pause / 1000, pause % 1000 * 1000000};
-        nanosleep(&span, NULL);
+        sleep_for("ctx_ms");
         result = enter(&seen[device]);
         contexts[device].used = CONTEXT_BYTES;
         contexts[device].allocations = 0;

@@ -45,7 +45,7 @@ __all__ = [
 class Placeholder(Protocol):
     """What a claim needs of a placeholder; ``prepare()`` and ``release(thing)`` may be there besides."""
 
-    def __call__(self, device_no: int) -> Any:
+    def __call__(self, device_no: int, /) -> Any:
         """Occupy a little of the GPU and return what holds it."""
 
 
@@ -124,7 +124,11 @@ _CAUSES = (
         "see nvidia-smi and ulimit -v",
     ),
     (
-        r"not compiled with CUDA|Unknown backend|sees 0 GPUs|to the CPU",
+        r"not compiled with CUDA|Unknown backend",
+        "this build of the framework is for CPUs only: install the CUDA build, or leave placeholder_fn out",
+    ),
+    (
+        r"sees 0 GPUs|on the CPU",
         "this build of the framework may be for CPUs only, or CUDA was initialised before the claim: install the CUDA "
         "build and claim first",
     ),
@@ -328,7 +332,7 @@ class TensorflowPlaceholder(_Base):
             tensor = tensorflow.constant([1.0])
         # TensorFlow's soft placement falls back to the CPU without a word.
         if "CPU" in str(getattr(tensor, "device", "")):
-            raise RuntimeError(f"TensorFlow put the tensor on {tensor.device}, that is, to the CPU")
+            raise RuntimeError(f"TensorFlow put the tensor on the CPU ({tensor.device})")
         return tensor
 
     def release(self, placeholder: Any) -> None:

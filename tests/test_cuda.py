@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import pickle
-import shutil
 import subprocess
 import sys
 import types
@@ -35,6 +33,26 @@ WAKE = "import ctypes; lib = ctypes.CDLL('libcuda.so.1'); assert lib.cuInit(0) =
 MAP = "import ctypes; lib = ctypes.CDLL('libcuda.so.1')"
 
 
+def run(code: str, environment: dict[str, str]) -> Any:
+    """What `code` leaves in `result`, run in a new process; an exception of ours arrives as [class, message]."""
+    script = """
+import json, os, sys
+from safe_gpu import cuda
+from safe_gpu.errors import SafeGpuError
+result = None
+try:
+    exec(sys.argv[1])
+except SafeGpuError as err:
+    result = [type(err).__name__, str(err)]
+print(json.dumps(result), flush=True)
+"""
+    environment = {**environment, "PYTHONPATH": str(Path(cuda.__file__).parents[1])}
+    command = [sys.executable, "-S", "-c", script, code]
+    child = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert child.returncode == 0, child.stderr
+    return json.loads(child.stdout.splitlines()[-1])
+
+
 class Host:
     """A host with fake GPUs, and Python processes on it."""
 
@@ -52,30 +70,11 @@ class Host:
     def environment(self, **variables: str) -> dict[str, str]:
         kept = {name: value for name, value in os.environ.items() if not name.startswith("CUDA_")}
         place = {"LD_LIBRARY_PATH": str(self.library.parent), "FAKE_GPU_DIR": str(self.directory)}
-        return {**kept, **place, "PYTHONPATH": str(Path(cuda.__file__).parents[1]), **variables}
+        return {**kept, **place, **variables}
 
     def run(self, code: str, **variables: str) -> Any:
-        """What `code` leaves in `result`, run in a new process; an exception of ours arrives as [class, message]."""
-        script = """
-import json, os, sys
-from safe_gpu import cuda
-from safe_gpu.errors import SafeGpuError
-result = None
-try:
-    exec(sys.argv[1])
-except SafeGpuError as err:
-    result = [type(err).__name__, str(err)]
-print(json.dumps(result), flush=True)
-"""
-        child = subprocess.run(
-            [sys.executable, "-S", "-c", script, code],
-            env=self.environment(**variables),
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-        assert child.returncode == 0, child.stderr
-        return json.loads(child.stdout.splitlines()[-1])
+        """As the function, where libcuda is the fake one."""
+        return run(code, self.environment(**variables))
 
     def holders(self) -> list[str]:
         """The processes that stand on a GPU, as UUID/PID."""
@@ -89,25 +88,9 @@ print(json.dumps(result), flush=True)
         return [line.split()[1] for line in log.read_text().splitlines()] if log.exists() else []
 
 
-@pytest.fixture(scope="session")
-def build_libcuda(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    compiler = shutil.which("gcc") or shutil.which("cc")
-    if compiler is None:
-        pytest.skip("needs a C compiler to build the fake libcuda")
-    source = Path(__file__).parent / "fakes" / "cuda.c"
-
-    def build(*flags: str) -> Path:
-        library = tmp_path_factory.mktemp("libcuda") / "libcuda.so.1"
-        command = [compiler, "-shared", "-fPIC", "-O1", "-pthread", *flags, "-Wl,-soname,libcuda.so.1"]
-        subprocess.run([*command, "-o", str(library), str(source)], check=True)
-        return library
-
-    return functools.cache(build)
-
-
 @pytest.fixture
-def host(tmp_path: Path, build_libcuda: Callable[..., Path]) -> Host:
-    return Host(tmp_path, build_libcuda())
+def host(tmp_path: Path, build_library: Callable[..., Path]) -> Host:
+    return Host(tmp_path, build_library("cuda.c", "libcuda.so.1"))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -464,8 +447,8 @@ def test_forked_child_leaves_its_parents_context_alone(host: Host) -> None:
     assert host.run(code) is True
 
 
-def test_older_driver_without_versioned_functions(host: Host, build_libcuda: Callable[..., Path]) -> None:
-    host.library = build_libcuda("-DOLD")
+def test_older_driver_without_versioned_functions(host: Host, build_library: Callable[..., Path]) -> None:
+    host.library = build_library("cuda.c", "libcuda.so.1", "-DOLD")
     assert host.run("held = cuda.PrimaryContext.retain(0); held.release(); result = held.uuid") == B
     assert host.holders() == []
     name, message = host.run("cuda.PrimaryContext.retain(9)")
@@ -514,8 +497,6 @@ def test_call_error_survives_pickling() -> None:
 class TestRealDriver:
     @pytest.fixture(autouse=True)
     def _needs_a_gpu(self) -> None:
-        if not os.path.exists("/dev/nvidiactl"):
-            pytest.skip("needs a real NVIDIA GPU")
         try:
             if not cuda.visible_in_child():
                 pytest.skip("CUDA sees no GPU here")
@@ -523,22 +504,7 @@ class TestRealDriver:
             pytest.skip(f"needs a real NVIDIA GPU: {err}")
 
     def run(self, code: str, **variables: str) -> Any:
-        script = f"""
-import json, os, sys
-from safe_gpu import cuda
-from safe_gpu.errors import SafeGpuError
-result = None
-try:
-    exec({code!r})
-except SafeGpuError as err:
-    result = [type(err).__name__, str(err)]
-print(json.dumps(result), flush=True)
-"""
-        environment = {**os.environ, "PYTHONPATH": str(Path(cuda.__file__).parents[1]), **variables}
-        command = [sys.executable, "-c", script]
-        child = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
-        assert child.returncode == 0, child.stderr
-        return json.loads(child.stdout.splitlines()[-1])
+        return run(code, {**os.environ, **variables})
 
     def test_awake_only_after_the_context(self) -> None:
         before, during, uuid, after = self.run(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["ComputeMode", "Gpu", "GpuProcess", "GpuRequest", "GpuVerdict", "HostSnapshot", "ProcessKind"]
+__all__ = ["ComputeMode", "Gpu", "GpuProcess", "GpuRequest", "GpuVerdict", "Holder", "HostSnapshot", "ProcessKind"]
 
 
 class ComputeMode:
@@ -118,8 +118,11 @@ class HostSnapshot:
 
     @property
     def needs_uuids(self) -> bool:
-        """Whether CUDA's numbers differ from ours here (MIG on, or a lost GPU), so that only UUIDs are safe."""
-        return any(gpu.mig_enabled or gpu.lost or gpu.is_mig_instance for gpu in self.gpus)
+        """Whether CUDA numbers GPUs otherwise than we do here, so that only UUIDs are safe.
+
+        It leaves out GPUs that are lost or that this process may not open, and counts MIG instances its own way.
+        """
+        return any(gpu.unusable or gpu.mig_enabled or gpu.lost or gpu.is_mig_instance for gpu in self.gpus)
 
     @property
     def shared_display(self) -> bool:
@@ -147,12 +150,23 @@ class GpuRequest:
 
 
 @dataclass(frozen=True)
+class Holder:
+    """Who holds the lease of a device, as far as its record tells; ``since`` is in Unix seconds."""
+
+    pid: int | None = None
+    user: str | None = None
+    job: str | None = None
+    command: str | None = None
+    since: float | None = None
+
+
+@dataclass(frozen=True)
 class GpuVerdict:
     """Whether one GPU may be taken, and if not, why.
 
     ``state`` is one of ``free claimed busy display unusable`` (the GPU's own condition) or ``outside`` (the request or
     the fence leaves it out). ``reason`` is a sentence for people, "" when free. ``pid`` and ``user`` name the one in
-    the way where that is known; ``memory_used`` is in bytes.
+    the way where that is known, ``holder`` the claim where it is one.
     """
 
     gpu: Gpu
@@ -160,6 +174,7 @@ class GpuVerdict:
     reason: str = ""
     pid: int | None = None
     user: str | None = None
+    holder: Holder | None = None
 
     @property
     def free(self) -> bool:

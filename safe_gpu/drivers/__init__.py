@@ -49,8 +49,8 @@ def _auto(_preset: str) -> Driver:
         from ..errors import NoDriverError
 
         raise NoDriverError(
-            f"There is no NVIDIA driver here: {reason}, and nvidia-smi is not on PATH. On a GPU host, install the driver "
-            f"and nvidia-ml-py; {_TRY_SIMULATED}.",
+            f"There is no NVIDIA driver here: {reason}, and nvidia-smi is not on PATH. On a GPU host, install the "
+            f"driver and nvidia-ml-py; {_TRY_SIMULATED}.",
             driver="auto",
         )
     return NvidiaSmiDriver()

@@ -124,7 +124,7 @@ static unsigned long long option(const char *key, unsigned long long otherwise) 
 }
 
 static void log_call(const char *name) {
-    if (!option("log", 0)) return;
+    if (!name || !option("log", 0)) return;
     char path[LINE];
     path_to(path, sizeof path, "calls");
     FILE *file = fopen(path, "a");
@@ -526,7 +526,7 @@ API nvmlDeviceGetP2PStatus(void *handle, void *other, unsigned index, unsigned *
     Gpu peer;
     int peer_slot;
     char list[LINE], uuid[96];
-    code = resolve(__func__, other, &peer, &peer_slot);
+    code = resolve(NULL, other, &peer, &peer_slot);
     if (code) return code;
     if (index != 2) return INVALID_ARGUMENT;
     value_of(peer.line, "uuid", uuid, sizeof uuid);

@@ -1,0 +1,274 @@
+"""What all tests share: no test touches a real GPU unless it says so, and there is a host of fake GPUs to test on."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import safe_gpu
+
+_state_dirs = itertools.count()
+FAKES = Path(__file__).parent / "fakes"
+PACKAGE_ROOT = Path(safe_gpu.__file__).parents[1]
+DRIVER_LIBRARIES = ("libnvidia-ml.so.1", "libcuda.so.1")
+
+# What a scheduler, a launcher or the person who runs the tests has set must not decide their outcome.
+OUTER_PREFIXES = ("SAFE_GPU_", "CUDA_", "SLURM_", "SGE_", "OMPI_", "PMI_", "PMIX_", "MPI_", "HOROVOD_", "TORCHELASTIC_")
+OUTER_NAMES = ("LOCAL_RANK", "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "JOB_ID", "NSLOTS", "FAKE_GPU_DIR")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") and not real_gpu():
+        pytest.skip("no NVIDIA GPU on this machine")
+
+
+def real_gpu() -> bool:
+    """Whether this machine has a GPU that the kernel driver shows."""
+    return any(name[6:].isdigit() for name in os.listdir("/dev") if name.startswith("nvidia"))
+
+
+class DriverLibraries:
+    """Which files stand for the NVIDIA driver's libraries in this process: none, unless a test names one."""
+
+    def __init__(self) -> None:
+        self.stand_ins: dict[str, str] = {}
+
+    def path(self, name: str) -> str:
+        """The file to load for a library's name."""
+        if name in DRIVER_LIBRARIES and name not in self.stand_ins:
+            # Not an exception that code under test might swallow.
+            pytest.fail(f"this test reaches for the real {name}: use the fake_gpus fixture, or mark the test `gpu`")
+        return self.stand_ins.get(name, name)
+
+
+@pytest.fixture(autouse=True)
+def driver_libraries(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[DriverLibraries]:
+    """Keep tests off real GPUs, off the shared state directory and out of the outer job's environment.
+
+    In this process loading a driver library fails the test; child processes find unusable files in their place.
+    """
+    libraries = DriverLibraries()
+    for name in list(os.environ):
+        if name.startswith(OUTER_PREFIXES) or name in OUTER_NAMES:
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("SAFE_GPU_DIR", str(_fresh_state_dir(tmp_path_factory)))
+    if request.node.get_closest_marker("gpu"):
+        yield libraries
+        return
+
+    class GuardedCDLL(ctypes.CDLL):
+        def __init__(self, name: str | None, mode: int = ctypes.DEFAULT_MODE, *args: Any, **kwargs: Any) -> None:
+            asks_only = mode & os.RTLD_NOLOAD
+            super().__init__(name if name is None or asks_only else libraries.path(name), mode, *args, **kwargs)
+
+    monkeypatch.setattr(ctypes, "CDLL", GuardedCDLL)
+    monkeypatch.setenv("SAFE_GPU_DRIVER", "simulated:dgx-a100")
+    monkeypatch.setenv(
+        "LD_LIBRARY_PATH", f"{_unusable_libraries(tmp_path_factory)}:{os.environ.get('LD_LIBRARY_PATH', '')}"
+    )
+    yield libraries
+
+
+def _fresh_state_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A path where there is nothing yet; far cheaper per test than a temporary directory of pytest's."""
+    parent = tmp_path_factory.getbasetemp() / "state"
+    parent.mkdir(exist_ok=True)
+    return parent / str(next(_state_dirs))
+
+
+def _unusable_libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.getbasetemp() / "no-gpu"
+    if not directory.exists():
+        directory.mkdir()
+        for name in DRIVER_LIBRARIES:
+            (directory / name).touch()  # the loader stops at "file too short" and looks no further
+    return directory
+
+
+@pytest.fixture(scope="session")
+def build_library(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """``build_library("nvml.c", "libnvidia-ml.so.1", "-DNO_V3")`` compiles a fake, once; skips without a compiler."""
+    built: dict[tuple[str, ...], Path] = {}
+
+    def build(source: str, name: str, *flags: str) -> Path:
+        compiler = shutil.which("gcc") or shutil.which("cc")
+        if compiler is None:
+            pytest.skip("no C compiler for the fake driver libraries")
+        key = (source, name, *flags)
+        if key not in built:
+            path = tmp_path_factory.mktemp("library") / name
+            command = [compiler, "-shared", "-fPIC", "-O1", "-pthread", "-fvisibility=default", f"-Wl,-soname,{name}"]
+            subprocess.run([*command, *flags, "-o", str(path), str(FAKES / source)], check=True, timeout=120)
+            path.chmod(0o755)
+            built[key] = path
+        return built[key]
+
+    return build
+
+
+class FakeGpus:
+    """A host of fake GPUs behind real shared libraries; ``tests/fakes/nvml.c`` documents the files and keys.
+
+    ``env`` is the environment for child processes that are to see these GPUs. ``variant("-DNO_V3")`` before use
+    chooses another build of the fake NVML. Files are replaced whole, so that running children never read half of one.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        build: Callable[..., Path],
+        libraries: DriverLibraries,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        self.directory = directory
+        self.gpus: list[dict[str, str]] = []
+        self._build = build
+        self._libraries = libraries
+        self._monkeypatch = monkeypatch
+        self._libdir = directory / "lib"
+        self._libdir.mkdir()
+        (directory / "procs").mkdir()
+        self.variant()
+        self.set(8)
+
+    @property
+    def env(self) -> dict[str, str]:
+        """os.environ with these GPUs in place of any others."""
+        return {
+            **os.environ,
+            "LD_LIBRARY_PATH": str(self._libdir),
+            "FAKE_GPU_DIR": str(self.directory),
+            "SAFE_GPU_DRIVER": "nvml",
+            "PYTHONPATH": str(PACKAGE_ROOT),
+        }
+
+    @property
+    def uuids(self) -> list[str]:
+        """UUIDs of the GPUs, in NVML's order."""
+        return [gpu["uuid"] for gpu in self.gpus]
+
+    def set(self, count: int, **values: object) -> None:
+        """Have ``count`` equal GPUs, idle, with these values of keys."""
+        self.write(*({**_default_gpu(i), **_strings(values)} for i in range(count)))
+
+    def write(self, *gpus: Mapping[str, object]) -> None:
+        """Have these GPUs, each given by key and value; what is not given is as in :meth:`set`."""
+        self.gpus = [{**_default_gpu(i), **_strings(gpu)} for i, gpu in enumerate(gpus)]
+        self._replace("gpus", "".join(" ".join(f"{k}={v}" for k, v in gpu.items()) + "\n" for gpu in self.gpus))
+
+    def change(self, number: int, **values: object) -> None:
+        """Change keys of one GPU."""
+        gpus = list(self.gpus)
+        gpus[number] = {**gpus[number], **_strings(values)}
+        self.write(*gpus)
+
+    def options(self, **values: object) -> None:
+        """Set the options of the fake libraries, all of them anew."""
+        self._replace("options", "".join(f"{key}={value}\n" for key, value in values.items()))
+
+    def process(
+        self, uuid: str, pid: int, memory: int | None = 1 << 30, *, kind: str = "", static: bool = False
+    ) -> Path:
+        """Put a process on a GPU or MIG instance; ``static`` for a pid that does not run here. Unlink to end it."""
+        name = f"{pid}{'.static' if static else ''}{f'.{kind}' if kind else ''}"
+        (self.directory / "procs" / uuid).mkdir(exist_ok=True)
+        return self._replace(f"procs/{uuid}/{name}", "" if memory is None else str(memory))
+
+    def calls(self) -> list[str]:
+        """Names of the NVML functions called since the last time this was asked; needs the option ``log=1``."""
+        path = self.directory / "calls"
+        names = path.read_text().split() if path.exists() else []
+        path.unlink(missing_ok=True)
+        return names
+
+    def variant(self, *flags: str) -> None:
+        """Use a fake NVML compiled with these flags."""
+        for source, name, chosen in (("nvml.c", DRIVER_LIBRARIES[0], flags), ("cuda.c", DRIVER_LIBRARIES[1], ())):
+            link = self._libdir / name
+            link.unlink(missing_ok=True)
+            link.symlink_to(self._build(source, name, *chosen))
+
+    def here(self) -> None:
+        """Show these GPUs to NVML in this very process (CUDA keeps state for good: use a child for it)."""
+        import pynvml
+
+        path = str((self._libdir / DRIVER_LIBRARIES[0]).resolve())
+        self._libraries.stand_ins[DRIVER_LIBRARIES[0]] = path
+        self._monkeypatch.setenv("FAKE_GPU_DIR", str(self.directory))
+        self._monkeypatch.setenv("SAFE_GPU_DRIVER", "nvml")
+        self._monkeypatch.setattr(pynvml, "CDLL", ctypes.CDLL)
+        self._monkeypatch.setattr(pynvml, "nvmlLib", None)
+        self._monkeypatch.setattr(pynvml, "_nvmlGetFunctionPointer_cache", {})
+
+    def python(self, code: str, *arguments: str, timeout: float = 60.0, **environment: str) -> str:
+        """Output of Python code that runs in a child which sees these GPUs."""
+        child = subprocess.run(
+            [sys.executable, "-c", code, *arguments],
+            env={**self.env, **environment},
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+        )
+        assert child.returncode == 0, child.stderr
+        return child.stdout
+
+    def _replace(self, name: str, text: str) -> Path:
+        path = self.directory / name
+        fresh = path.with_name("new-" + path.name)
+        fresh.write_text(text)
+        fresh.replace(path)
+        return path
+
+
+def _strings(values: Mapping[str, object]) -> dict[str, str]:
+    return {key: str(value).replace(" ", "_") for key, value in values.items()}
+
+
+def _default_gpu(number: int) -> dict[str, str]:
+    return {
+        "uuid": f"GPU-{number:08x}-aaaa-bbbb-cccc-{number:012x}",
+        "name": "NVIDIA_A100-SXM4-80GB",
+        "bus": f"00000000:{7 + 8 * number:02X}:00.0",
+        "mem": str(80 << 30),
+        "speed": "1",
+    }
+
+
+@pytest.fixture
+def fake_gpus(
+    tmp_path: Path,
+    build_library: Callable[..., Path],
+    driver_libraries: DriverLibraries,
+    monkeypatch: pytest.MonkeyPatch,
+) -> FakeGpus:
+    """Eight idle fake GPUs behind real libnvidia-ml.so.1 and libcuda.so.1 files; see :class:`FakeGpus`."""
+    directory = tmp_path / "gpus"
+    directory.mkdir()
+    return FakeGpus(directory, build_library, driver_libraries, monkeypatch)
+
+
+@pytest.fixture
+def fake_nvidia_smi(fake_gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch) -> Callable[[Mapping[str, object]], None]:
+    """An nvidia-smi on PATH that shows ``fake_gpus``; call it with its quirks (``tests/fakes/nvidia_smi.py``)."""
+    program = fake_gpus.directory / "bin" / "nvidia-smi"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -I -S "{FAKES / "nvidia_smi.py"}" "$@"\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("FAKE_GPU_DIR", str(fake_gpus.directory))
+
+    def set_quirks(quirks: Mapping[str, object]) -> None:
+        (fake_gpus.directory / "smi").write_text("".join(f"{key}={value}\n" for key, value in quirks.items()))
+
+    return set_quirks

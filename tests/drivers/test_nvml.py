@@ -1,0 +1,553 @@
+"""The NVML driver against a real shared library with made-up GPUs: faults, old and odd drivers, MIG, forks."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import pickle
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from safe_gpu.devices import ComputeMode, Gpu, GpuProcess, ProcessKind
+from safe_gpu.drivers import nvml, nvml_processes
+from safe_gpu.errors import NoDriverError
+
+# nvmlReturn_t, as the fake answers it
+UNINITIALIZED, NOT_SUPPORTED, NO_PERMISSION, DRIVER_NOT_LOADED, TIMEOUT, IRQ_ISSUE = 1, 3, 4, 9, 10, 11
+FUNCTION_NOT_FOUND, GPU_IS_LOST, RESET_REQUIRED, VERSION_MISMATCH, UNKNOWN = 13, 15, 16, 18, 999
+
+HIDDEN = 4_000_000  # above every pid that Linux gives: what a container sees of the host's processes
+
+
+@pytest.fixture
+def host(fake_gpus: Any) -> Any:
+    fake_gpus.here()
+    return fake_gpus
+
+
+@pytest.fixture
+def driver(host: Any) -> Iterator[nvml.NvmlDriver]:
+    opened = nvml.NvmlDriver()
+    yield opened
+    opened.close()
+
+
+def pids(gpu: Gpu) -> set[tuple[int, str]]:
+    assert gpu.processes is not None, gpu.process_error
+    return {(process.pid, process.kind) for process in gpu.processes}
+
+
+# ---- identity and order ----
+
+
+def test_order_is_by_bus_id_as_numbers_whatever_nvml_says(host: Any, driver: nvml.NvmlDriver) -> None:
+    buses = ["00000000:C1:00.0", "00000000:0A:00.0", "00010000:01:00.0", "00000000:09:00.0"]
+    host.write(*({"bus": bus} for bus in buses))
+    gpus = driver.snapshot().gpus
+    assert [gpu.index for gpu in gpus] == [0, 1, 2, 3]
+    assert [gpu.uuid for gpu in gpus] == [host.uuids[number] for number in (3, 1, 0, 2)]
+    assert [gpu.pci_bus_id for gpu in gpus] == ["0000:09:00.0", "0000:0a:00.0", "0000:c1:00.0", "10000:01:00.0"]
+
+
+def test_sixteen_mixed_gpus(host: Any, driver: nvml.NvmlDriver) -> None:
+    host.write(
+        *({"name": "NVIDIA T4" if number % 2 else "Tesla V100-SXM2-32GB", "mem": number << 30} for number in range(16))
+    )
+    gpus = driver.snapshot().gpus
+    assert [gpu.index for gpu in gpus] == list(range(16))
+    assert [gpu.name for gpu in gpus[:2]] == ["Tesla V100-SXM2-32GB", "NVIDIA T4"]
+    assert [gpu.memory_total for gpu in gpus] == [number << 30 for number in range(16)]
+
+
+def test_a_snapshot_says_who_answers(host: Any) -> None:
+    host.options(driver_version="470.82.01")
+    snapshot = nvml.NvmlDriver().snapshot()
+    assert (snapshot.driver, snapshot.driver_version) == ("nvml", "470.82.01")
+
+
+def test_no_gpu_at_all(host: Any, driver: nvml.NvmlDriver) -> None:
+    host.set(0)
+    assert driver.snapshot().gpus == ()
+
+
+def test_dynamic_fields(host: Any, driver: nvml.NvmlDriver) -> None:
+    host.write({"used": 5 << 20, "util": 37, "mode": 3, "display": 1}, {"mode": 2, "util": "NA"}, {"mode": 1})
+    first, second, third = driver.snapshot().gpus
+    assert (first.memory_used, first.memory_free) == (5 << 20, (80 << 30) - (5 << 20))
+    assert (first.utilization, first.compute_mode, first.display_active) == (37, ComputeMode.EXCLUSIVE_PROCESS, True)
+    assert (second.utilization, second.compute_mode, second.display_active) == (None, ComputeMode.PROHIBITED, False)
+    assert third.compute_mode == ComputeMode.EXCLUSIVE_PROCESS
+
+
+def test_a_host_whose_gpus_change(host: Any, driver: nvml.NvmlDriver) -> None:
+    before = driver.snapshot().gpus
+    host.write({"uuid": "GPU-new", "bus": "00000000:01:00.0"}, *host.gpus)
+    after = driver.snapshot().gpus
+    assert [gpu.uuid for gpu in after] == ["GPU-new", *(gpu.uuid for gpu in before)]
+    host.set(2)
+    assert len(driver.snapshot().gpus) == 2
+
+
+@pytest.mark.parametrize(("content", "node"), [("1\n", 1), ("0\0\0\n", 0), ("-1\n", None), ("?", None), (None, None)])
+def test_numa_node_comes_from_sysfs(
+    host: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, content: str | None, node: int | None
+) -> None:
+    host.set(1, bus="00000000:0F:00.0")
+    device = tmp_path / "sys/bus/pci/devices/0000:0f:00.0"
+    device.mkdir(parents=True)
+    if content is not None:
+        (device / "numa_node").write_text(content)
+    monkeypatch.setenv("SAFE_GPU_FSROOT", str(tmp_path))
+    assert nvml.NvmlDriver().snapshot().gpus[0].numa_node == node
+
+
+def test_nvlink_is_asked_once(host: Any, driver: nvml.NvmlDriver) -> None:
+    host.set(4)
+    one, two, *_ = host.uuids
+    host.change(0, nvlink=two)
+    host.options(log=1)
+    gpus = driver.snapshot().gpus
+    assert [gpu.nvlink_peers for gpu in gpus] == [{two}, {one}, set(), set()]
+    assert host.calls().count("nvmlDeviceGetP2PStatus") == 6
+    assert driver.snapshot().gpus == gpus
+    assert host.calls().count("nvmlDeviceGetP2PStatus") == 0
+
+
+def test_a_poll_makes_few_calls(host: Any, driver: nvml.NvmlDriver) -> None:
+    driver.snapshot()
+    host.options(log=1)
+    driver.snapshot()
+    calls = host.calls()
+    assert "nvmlInit" not in " ".join(calls)
+    assert len(calls) <= 1 + 10 * len(host.gpus)
+
+
+# ---- processes ----
+
+
+def test_lists_by_kind(host: Any, driver: nvml.NvmlDriver) -> None:
+    uuid = host.uuids[2]
+    host.process(uuid, os.getpid(), 3 << 20)
+    host.process(uuid, os.getpid(), 3 << 20, kind="graphics")
+    host.process(uuid, HIDDEN, None, static=True)
+    host.process(uuid, HIDDEN + 1, 7, static=True, kind="mps")
+    gpus = driver.snapshot().gpus
+    assert gpus[2].processes is not None
+    by_kind = {(process.kind, process.pid): process for process in gpus[2].processes}
+    assert len(by_kind) == len(gpus[2].processes) == 4
+    own = by_kind[ProcessKind.COMPUTE, os.getpid()]
+    assert own == GpuProcess(os.getpid(), ProcessKind.COMPUTE, 3 << 20, sys.executable) or own.name
+    assert (ProcessKind.GRAPHICS, os.getpid()) in by_kind
+    assert by_kind[ProcessKind.COMPUTE, HIDDEN] == GpuProcess(HIDDEN, ProcessKind.COMPUTE, None, None)
+    assert by_kind[ProcessKind.MPS, HIDDEN + 1].memory_used == 7
+    assert all(gpu.processes == () for gpu in gpus if gpu.index != 2)
+
+
+def test_a_pid_that_is_listed_twice_counts_once() -> None:
+    rows = [(ProcessKind.COMPUTE, nvml_processes.ProcessRow(7, memory, None, None)) for memory in (None, 5, 3)]
+    merged = nvml_processes.merge([*rows, (ProcessKind.MPS, rows[0][1])], {7: "train"})
+    assert merged == (
+        GpuProcess(7, ProcessKind.COMPUTE, 5, "train"),
+        GpuProcess(7, ProcessKind.MPS, None, "train"),
+    )
+
+
+def test_more_processes_than_expected(host: Any, driver: nvml.NvmlDriver) -> None:
+    for number in range(150):
+        host.process(host.uuids[0], HIDDEN + number, number, static=True)
+    gpu = driver.snapshot().gpus[0]
+    assert pids(gpu) == {(HIDDEN + number, ProcessKind.COMPUTE) for number in range(150)}
+    assert {process.memory_used for process in gpu.processes or ()} == set(range(150))
+
+
+@pytest.mark.parametrize(("races", "listed"), [(3, True), (1000, False)])
+def test_processes_that_start_during_the_call(host: Any, driver: nvml.NvmlDriver, races: int, listed: bool) -> None:
+    host.options(race=races)
+    host.set(1)
+    host.process(host.uuids[0], HIDDEN, static=True)
+    gpu = driver.snapshot().gpus[0]
+    if listed:
+        assert pids(gpu) == {(HIDDEN, ProcessKind.COMPUTE)}
+    else:
+        assert gpu.processes is None
+        assert gpu.processes_supported
+        assert gpu.process_error
+
+
+@pytest.mark.parametrize(
+    "flags", [(), ("-DSTRIDE_V3=32",), ("-DNO_V3",), ("-DNO_V2",), ("-DANCIENT", "-DNO_V2", "-DNO_MIG", "-DNO_SCOPE")]
+)
+def test_every_generation_of_driver(host: Any, flags: tuple[str, ...]) -> None:
+    host.variant(*flags)
+    host.here()
+    host.set(3, used=100 << 20)
+    uuid = host.uuids[1]
+    for number, kind in enumerate(("", "", "", "graphics", "mps")):
+        host.process(uuid, HIDDEN + number, (10 + number) << 20, static=True, kind=kind)
+    driver = nvml.NvmlDriver()
+    gpus = driver.snapshot().gpus
+    assert [gpu.uuid for gpu in gpus] == host.uuids
+    assert [gpu.pci_bus_id for gpu in gpus] == ["0000:07:00.0", "0000:0f:00.0", "0000:17:00.0"]
+    assert gpus[0].processes == gpus[2].processes == ()
+    assert gpus[0].memory_used == 100 << 20
+    assert {(process.pid, process.kind, process.memory_used) for process in gpus[1].processes or ()} == {
+        (HIDDEN, ProcessKind.COMPUTE, 10 << 20),
+        (HIDDEN + 1, ProcessKind.COMPUTE, 11 << 20),
+        (HIDDEN + 2, ProcessKind.COMPUTE, 12 << 20),
+        (HIDDEN + 3, ProcessKind.GRAPHICS, 13 << 20),
+        (HIDDEN + 4, ProcessKind.MPS, 14 << 20),
+    }
+
+
+def test_a_driver_without_mps_lists(host: Any) -> None:
+    host.variant("-DNO_MPS")
+    host.here()
+    host.process(host.uuids[0], HIDDEN, static=True)
+    assert pids(nvml.NvmlDriver().snapshot().gpus[0]) == {(HIDDEN, ProcessKind.COMPUTE)}
+
+
+def test_a_driver_without_process_lists(host: Any) -> None:
+    host.variant("-DNO_PROCESSES")
+    host.here()
+    gpus = nvml.NvmlDriver().snapshot().gpus
+    assert all(gpu.processes is None and not gpu.processes_supported and gpu.process_error for gpu in gpus)
+
+
+@pytest.mark.parametrize("code", [NOT_SUPPORTED, FUNCTION_NOT_FOUND])
+def test_a_gpu_that_cannot_list(host: Any, driver: nvml.NvmlDriver, code: int) -> None:
+    host.change(1, compute_error=code)
+    host.change(2, mps_error=code, graphics_error=code)
+    host.process(host.uuids[2], HIDDEN, static=True)
+    gpus = driver.snapshot().gpus
+    assert (gpus[1].processes, gpus[1].processes_supported) == (None, False)
+    assert pids(gpus[2]) == {(HIDDEN, ProcessKind.COMPUTE)}
+    assert gpus[3].processes == ()
+
+
+@pytest.mark.parametrize("field", ["compute_error", "mps_error"])
+@pytest.mark.parametrize("code", [NO_PERMISSION, TIMEOUT, IRQ_ISSUE, UNKNOWN, 12345])
+def test_a_list_that_fails_this_time(host: Any, driver: nvml.NvmlDriver, field: str, code: int) -> None:
+    host.change(0, **{field: code})
+    first, second, *_ = driver.snapshot().gpus
+    assert first.processes is None
+    assert first.processes_supported
+    assert "processes" in first.process_error
+    assert first.unusable is None
+    assert second.processes == ()
+    host.change(0, **{field: 0})
+    assert driver.snapshot().gpus[0].processes == ()
+
+
+def test_stride_falls_back_to_the_header_when_nothing_tells() -> None:
+    # A driver that clears the whole buffer leaves no trace of its row size.
+    def function(_handle: object, count: Any, buffer: Any) -> int:
+        ctypes.memset(buffer, 0, 32 * 4)
+        ctypes.memmove(buffer, (7).to_bytes(4, "little"), 4)
+        ctypes.memmove(ctypes.byref(buffer, 24), (8).to_bytes(4, "little"), 4)
+        count._obj.value = 2
+        return 0
+
+    code, rows = nvml_processes.read_rows(function, None, 24)
+    assert (code, [row.pid for row in rows]) == (0, [7, 8])
+
+
+# ---- faults of one GPU ----
+
+HARMLESS = {
+    "name_error": ("name", ""),
+    "memory_error": ("memory_total", None),
+    "util_error": ("utilization", None),
+    "mode_error": ("compute_mode", ComputeMode.DEFAULT),
+    "display_error": ("display_active", False),
+    "mig_error": ("mig_enabled", False),
+}
+
+
+@pytest.mark.parametrize("code", [NOT_SUPPORTED, NO_PERMISSION, FUNCTION_NOT_FOUND, UNKNOWN])
+@pytest.mark.parametrize("field", HARMLESS)
+def test_an_unanswered_question_costs_its_answer_only(host: Any, field: str, code: int) -> None:
+    host.change(1, **{field: code})
+    gpu = nvml.NvmlDriver().snapshot().gpus[1]
+    name, value = HARMLESS[field]
+    assert getattr(gpu, name) == value
+    assert (gpu.uuid, gpu.unusable, gpu.processes) == (host.uuids[1], None, ())
+
+
+def test_memory_falls_back_to_version_1(host: Any, driver: nvml.NvmlDriver) -> None:
+    host.set(1, memory_v2_error=25, used=9)
+    assert driver.snapshot().gpus[0].memory_used == 9
+
+
+def test_memory_that_is_not_available(host: Any, driver: nvml.NvmlDriver) -> None:
+    host.set(1, used=2**64 - 1)
+    assert driver.snapshot().gpus[0].memory_used is None
+
+
+@pytest.mark.parametrize("values", [{"lost": 1}, {"lost": 2}, {"handle_error": GPU_IS_LOST}, {"handle_error": UNKNOWN}])
+def test_a_gpu_lost_between_polls_keeps_its_identity(host: Any, driver: nvml.NvmlDriver, values: Any) -> None:
+    before = driver.snapshot().gpus
+    host.change(3, **values)
+    snapshot = driver.snapshot()
+    lost = snapshot.gpus[3]
+    assert (lost.index, lost.uuid, lost.name, lost.pci_bus_id) == (
+        3,
+        before[3].uuid,
+        before[3].name,
+        before[3].pci_bus_id,
+    )
+    assert lost.lost
+    assert lost.unusable
+    assert lost.processes is None
+    assert snapshot.needs_uuids
+    assert [gpu for gpu in snapshot.gpus if not gpu.lost] == [gpu for gpu in before if gpu.index != 3]
+
+
+@pytest.mark.parametrize("code", [GPU_IS_LOST, RESET_REQUIRED])
+@pytest.mark.parametrize("field", ["uuid", "memory", "util", "mode", "display", "mig", "compute", "graphics", "mps"])
+def test_a_gpu_lost_during_the_poll(host: Any, driver: nvml.NvmlDriver, field: str, code: int) -> None:
+    driver.snapshot()
+    host.change(0, **{f"{field}_error": code})
+    first, second, *_ = driver.snapshot().gpus
+    assert (first.uuid, first.lost) == (host.uuids[0], True)
+    assert first.unusable
+    assert not second.lost
+
+
+def test_gpus_lost_from_the_start_stand_where_nvml_counts_them(host: Any, driver: nvml.NvmlDriver) -> None:
+    host.change(2, lost=2)
+    host.change(5, lost=1)
+    gpus = driver.snapshot().gpus
+    assert [gpu.index for gpu in gpus] == list(range(8))
+    assert [gpu.index for gpu in gpus if gpu.lost] == [2, 5]
+    assert len({gpu.uuid for gpu in gpus}) == 8
+    assert [gpu.uuid for gpu in gpus if not gpu.lost] == [host.uuids[number] for number in (0, 1, 3, 4, 6, 7)]
+
+
+def test_a_gpu_that_comes_back(host: Any, driver: nvml.NvmlDriver) -> None:
+    before = driver.snapshot()
+    host.change(3, lost=2)
+    driver.snapshot()
+    host.change(3, lost=0)
+    assert driver.snapshot() == before
+
+
+def test_a_gpu_that_this_process_may_not_open(host: Any, driver: nvml.NvmlDriver) -> None:
+    host.change(0, handle_error=NO_PERMISSION)
+    snapshot = driver.snapshot()
+    assert snapshot.gpus[0].unusable
+    assert "may not open" in snapshot.gpus[0].unusable
+    assert not snapshot.gpus[0].lost
+    assert snapshot.needs_uuids, "CUDA does not number it either"
+
+
+# ---- the session ----
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (DRIVER_NOT_LOADED, "modprobe"),
+        (VERSION_MISMATCH, "reboot"),
+        (NO_PERMISSION, "/dev/nvidiactl"),
+        (UNKNOWN, "container"),
+        (28, "no GPU"),
+        (12345, "12345"),
+    ],
+)
+def test_nvml_that_does_not_start(host: Any, code: int, words: str) -> None:
+    host.options(init_error=code)
+    with pytest.raises(NoDriverError, match=words) as caught:
+        nvml.NvmlDriver()
+    assert caught.value.driver == "nvml"
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+@pytest.mark.parametrize("code", [UNINITIALIZED, DRIVER_NOT_LOADED, VERSION_MISMATCH])
+def test_a_driver_that_goes_and_comes_back(host: Any, driver: nvml.NvmlDriver, code: int) -> None:
+    before = driver.snapshot()
+    host.options(session_error=code)
+    for _ in range(2):
+        with pytest.raises(NoDriverError):
+            driver.snapshot()
+        with pytest.raises(NoDriverError):
+            driver.cpu_affinity(host.uuids[0], "node")
+    host.options(driver_version="580.1")
+    after = driver.snapshot()
+    assert after.gpus == before.gpus
+    assert after.driver_version == "580.1"
+
+
+def test_a_session_that_another_ended(host: Any, driver: nvml.NvmlDriver) -> None:
+    import pynvml
+
+    before = driver.snapshot()
+    pynvml.nvmlShutdown()
+    assert driver.snapshot() == before
+
+
+def test_count_that_fails(host: Any, driver: nvml.NvmlDriver) -> None:
+    host.options(session_error=UNKNOWN)
+    with pytest.raises(NoDriverError, match="unknown error"):
+        driver.snapshot()
+
+
+def test_one_session_serves_all_and_close_ends_it(host: Any) -> None:
+    host.options(log=1)
+    driver = nvml.NvmlDriver()
+    for _ in range(3):
+        driver.snapshot()
+    driver.close()
+    driver.close()
+    calls = host.calls()
+    assert [call for call in calls if "Init" in call or "Shutdown" in call] == ["nvmlInitWithFlags", "nvmlShutdown"]
+    assert len(driver.snapshot().gpus) == 8
+    driver.close()
+
+
+def test_threads_share_a_driver(host: Any, driver: nvml.NvmlDriver) -> None:
+    expected = driver.snapshot()
+    answers: list[Any] = []
+    threads = [threading.Thread(target=lambda: answers.append(driver.snapshot())) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert answers == [expected] * 8
+
+
+FORK = """
+import os, sys, threading
+from safe_gpu.drivers import open_driver
+driver = open_driver()
+before = driver.snapshot()
+driver._lock.acquire()  # as if another thread polled at the moment of the fork
+child = os.fork()
+if child == 0:
+    same = driver.snapshot() == before
+    driver.close()
+    os._exit(0 if same else 1)
+driver._lock.release()
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+assert driver.snapshot() == before
+"""
+
+
+def test_a_forked_child_opens_its_own_session(fake_gpus: Any) -> None:
+    fake_gpus.options(log=1)
+    fake_gpus.python(FORK)
+    calls = fake_gpus.calls()
+    assert calls.count("nvmlInitWithFlags") == 2
+    assert calls.count("nvmlShutdown") == 1, "the child ends its own session only"
+
+
+def test_nothing_is_imported_before_it_is_needed(fake_gpus: Any) -> None:
+    fake_gpus.python("import sys, safe_gpu.drivers, safe_gpu.drivers.nvml; assert 'pynvml' not in sys.modules")
+
+
+# ---- CPUs ----
+
+
+def test_cpu_affinity(host: Any, driver: nvml.NvmlDriver) -> None:
+    host.set(2, node_cpus="0-3,64-67,4000", socket_cpus="0-7")
+    host.change(1, node_cpus="")
+    one, two = host.uuids
+    assert driver.cpu_affinity(one, "node") == {0, 1, 2, 3, 64, 65, 66, 67, 4000}
+    assert driver.cpu_affinity(one, "socket") == set(range(8))
+    assert driver.cpu_affinity(two, "node") is None, "an empty set is no answer"
+    assert driver.cpu_affinity("GPU-stranger", "node") is None
+    host.change(0, lost=2)
+    assert driver.cpu_affinity(one, "node") is None
+
+
+def test_cpu_affinity_of_a_driver_without_scopes(host: Any) -> None:
+    host.variant("-DNO_SCOPE")
+    host.here()
+    host.set(1, node_cpus="0-3", socket_cpus="0-7")
+    driver = nvml.NvmlDriver()
+    assert driver.cpu_affinity(host.uuids[0], "node") == {0, 1, 2, 3}
+    assert driver.cpu_affinity(host.uuids[0], "socket") is None
+
+
+# ---- MIG ----
+
+
+@pytest.fixture
+def sliced(host: Any) -> Any:
+    """GPU 0 is whole, GPU 1 is cut in two with a gap between the slots, GPU 2 has MIG on and no instance."""
+    host.write(
+        {"mig": 0}, {"mig": 1, "instances": "MIG-a,,MIG-c", "imem": 20 << 30, "node_cpus": "0-3", "mode": 3}, {"mig": 1}
+    )
+    return host
+
+
+def test_mig_instances_follow_their_gpu(sliced: Any, driver: nvml.NvmlDriver) -> None:
+    snapshot = driver.snapshot()
+    whole, parent, first, second, empty = snapshot.gpus
+    assert snapshot.physical == (whole, parent, empty)
+    assert snapshot.needs_uuids
+    assert (whole.unusable, whole.mig_enabled) == (None, False)
+    assert parent.unusable == empty.unusable == "MIG mode is on: claim one of its instances"
+    assert parent.mig_enabled
+    assert [gpu.uuid for gpu in (first, second)] == ["MIG-a", "MIG-c"]
+    assert [gpu.label for gpu in (first, second)] == ["1:0", "1:2"]
+    for gpu in (first, second):
+        assert (gpu.index, gpu.mig_parent, gpu.pci_bus_id) == (1, parent.uuid, parent.pci_bus_id)
+        assert (gpu.memory_total, gpu.unusable, gpu.processes) == (20 << 30, None, ())
+        assert gpu.compute_mode == ComputeMode.EXCLUSIVE_PROCESS
+        assert driver.cpu_affinity(gpu.uuid, "node") == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("code", [0, NOT_SUPPORTED, FUNCTION_NOT_FOUND])
+def test_processes_of_mig_instances(sliced: Any, driver: nvml.NvmlDriver, code: int) -> None:
+    # With an error here only the GPU lists them, with the ids of the instance.
+    sliced.change(1, icompute_error=code)
+    sliced.process("MIG-c", HIDDEN, 5 << 20, static=True)
+    _, parent, first, second, _ = driver.snapshot().gpus
+    assert pids(parent) == pids(second) == {(HIDDEN, ProcessKind.COMPUTE)}
+    assert pids(first) == set()
+
+
+def test_a_mig_process_without_ids_counts_everywhere(sliced: Any, driver: nvml.NvmlDriver) -> None:
+    sliced.change(1, icompute_error=NOT_SUPPORTED)
+    sliced.process(sliced.uuids[1], HIDDEN, static=True)
+    _, _, first, second, _ = driver.snapshot().gpus
+    assert pids(first) == pids(second) == {(HIDDEN, ProcessKind.COMPUTE)}
+
+
+def test_mig_lists_that_fail(sliced: Any, driver: nvml.NvmlDriver) -> None:
+    sliced.change(1, icompute_error=UNKNOWN, imemory_error=NO_PERMISSION)
+    _, parent, first, *_ = driver.snapshot().gpus
+    assert parent.processes == ()
+    assert (first.processes, first.processes_supported, first.memory_total) == (None, True, None)
+    sliced.change(1, icompute_error=NOT_SUPPORTED, compute_error=NOT_SUPPORTED)
+    _, _, first, *_ = driver.snapshot().gpus
+    assert (first.processes, first.processes_supported) == (None, False)
+
+
+def test_mig_on_a_lost_gpu(sliced: Any, driver: nvml.NvmlDriver) -> None:
+    driver.snapshot()
+    sliced.change(1, lost=1)
+    gpus = driver.snapshot().gpus
+    assert [(gpu.index, gpu.lost) for gpu in gpus] == [(0, False), (1, True), (2, False)]
+
+
+# ---- a real one ----
+
+
+@pytest.mark.gpu
+def test_a_real_driver() -> None:
+    driver = nvml.NvmlDriver()
+    snapshot = driver.snapshot()
+    assert snapshot.gpus
+    assert snapshot.driver_version
+    for gpu in snapshot.gpus:
+        assert gpu.uuid.startswith(("GPU-", "MIG-"))
+        assert gpu.name
+        assert gpu.processes_supported
+        assert gpu.memory_total is None or gpu.memory_total > 1 << 30
+    assert [gpu.uuid for gpu in driver.snapshot().gpus] == [gpu.uuid for gpu in snapshot.gpus]
+    driver.close()

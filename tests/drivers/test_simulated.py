@@ -1,0 +1,462 @@
+"""The simulated hosts: what they are made of, and that their processes live and die with real ones."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+
+from safe_gpu.devices import HostSnapshot, ProcessKind
+from safe_gpu.drivers.presets import CONTEXT_BYTES, PRESETS, preset
+from safe_gpu.drivers.simulated import SimulatedContext, SimulatedDriver, SimulatedPlaceholder
+from safe_gpu.errors import PlaceholderError, StateDirError, UnsatisfiableRequestError
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.fixture()
+def driver(tmp_path: Path) -> SimulatedDriver:
+    return SimulatedDriver("dgx-a100", str(tmp_path / "state"))
+
+
+@pytest.fixture()
+def contexts() -> Iterator[list[SimulatedContext]]:
+    opened: list[SimulatedContext] = []
+    yield opened
+    for context in opened:
+        context.close()
+
+
+def pids(snapshot: HostSnapshot, index: int = 0) -> list[int]:
+    return [process.pid for process in snapshot.gpus[index].processes or ()]
+
+
+def entries(driver: SimulatedDriver) -> list[str]:
+    return sorted(os.listdir(os.path.join(driver._state_dir, "simulated", "dgx-a100")))
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline, "the condition never came true"
+        time.sleep(0.002)
+
+
+class Other:
+    """Another process that occupies GPU 0 of the same host, then runs ``then`` and waits for its standard input."""
+
+    def __init__(self, driver: SimulatedDriver, then: str = "", before: str = "") -> None:
+        code = f"""
+import os, signal, sys
+{before}
+from safe_gpu.drivers.simulated import SimulatedDriver
+driver = SimulatedDriver({driver.name.partition(":")[2]!r}, {driver._state_dir!r})
+context = driver.occupy({driver.idle.gpus[0].uuid!r})
+{then}
+print("ready", flush=True)
+sys.stdin.read()
+"""
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", code],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        )
+        assert self.process.stdout is not None
+        assert select.select([self.process.stdout], [], [], 30)[0]
+        self.said = self.process.stdout.readline().split()
+
+    def __enter__(self) -> Other:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+# What the hosts are
+
+
+def test_the_hosts_there_are() -> None:
+    assert list(PRESETS) == ["dgx-a100", "dgx-h100", "workstation-mixed", "laptop", "big-16", "mig-h100"]
+
+
+@pytest.mark.parametrize("name", ["", "dgx", "DGX-A100", "../etc", "dgx-a100/"])
+def test_an_unknown_host(name: str, tmp_path: Path) -> None:
+    with pytest.raises(UnsatisfiableRequestError) as caught:
+        SimulatedDriver(name, str(tmp_path))
+    assert repr(name) in str(caught.value)
+    assert "workstation-mixed" in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_devices_are_as_a_driver_reports_them(name: str, tmp_path: Path) -> None:
+    driver = SimulatedDriver(name, str(tmp_path))
+    snapshot = driver.snapshot()
+    assert snapshot.driver == driver.name == f"simulated:{name}"
+    assert not driver.uses_cuda
+    physical = snapshot.physical
+    assert [gpu.index for gpu in physical] == list(range(len(physical)))
+    assert [gpu.pci_bus_id for gpu in physical] == sorted(gpu.pci_bus_id for gpu in physical)
+    assert len({gpu.uuid for gpu in snapshot.gpus}) == len(snapshot.gpus)
+    for gpu in snapshot.gpus:
+        assert gpu.processes == ()
+        assert gpu.memory_total is not None
+        assert (gpu.memory_used or 0) + (gpu.memory_free or 0) == gpu.memory_total
+        assert all(snapshot.by_uuid(peer) is not None for peer in gpu.nvlink_peers)
+        assert gpu.uuid not in gpu.nvlink_peers
+    assert SimulatedDriver(name, str(tmp_path / "elsewhere")).snapshot() == snapshot
+    assert list(tmp_path.iterdir()) == []  # looking leaves nothing behind
+
+
+def test_what_tells_the_hosts_apart() -> None:
+    snapshots = {name: HostSnapshot(preset(name).gpus()) for name in PRESETS}
+    assert [gpu.pci_bus_id[5:7] for gpu in snapshots["dgx-a100"].gpus] == [
+        "07",
+        "0f",
+        "47",
+        "4e",
+        "87",
+        "90",
+        "b7",
+        "bd",
+    ]
+    assert [gpu.numa_node for gpu in snapshots["dgx-a100"].gpus] == [3, 3, 1, 1, 7, 7, 5, 5]
+    assert [gpu.numa_node for gpu in snapshots["dgx-h100"].gpus] == [0] * 4 + [1] * 4
+    assert len(snapshots["big-16"].gpus) == 16
+    assert len({gpu.name for gpu in snapshots["workstation-mixed"].gpus}) == 3
+    assert len({gpu.memory_total for gpu in snapshots["workstation-mixed"].gpus}) == 3
+    assert [gpu.display_active for gpu in snapshots["workstation-mixed"].gpus] == [True, False, False]
+    assert snapshots["laptop"].shared_display
+    assert snapshots["mig-h100"].needs_uuids
+    assert [gpu.label for gpu in snapshots["mig-h100"].gpus] == ["0", "0:0", "0:1", "0:2", "0:3", "1"]
+    assert all(gpu.uuid.startswith("MIG-") for gpu in snapshots["mig-h100"].gpus if gpu.is_mig_instance)
+    for one, other in combinations(snapshots["big-16"].gpus, 2):
+        assert other.uuid in one.nvlink_peers
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_processors_fit_together(name: str, tmp_path: Path) -> None:
+    driver = SimulatedDriver(name, str(tmp_path))
+    topology = driver.host_topology()
+    for parts in (topology.cores, topology.nodes.values(), topology.packages.values(), topology.llc):
+        together = [cpu for part in parts for cpu in part]
+        assert sorted(together) == sorted(topology.cpus)
+    assert all(len(core) == 2 for core in topology.cores)
+    for core in topology.cores:
+        assert any(core <= group for group in topology.llc)
+    for group in topology.llc:
+        assert any(group <= cpus for cpus in topology.nodes.values())
+    assert set(topology.distances) == set(topology.nodes)
+    for one, row in topology.distances.items():
+        assert row[one] == 10 == min(row.values())
+        assert all(topology.distances[other][one] == far for other, far in row.items())
+    assert [place.uuid for place in topology.gpus] == [gpu.uuid for gpu in driver.idle.physical]
+    for place in topology.gpus:
+        assert place.numa_node is not None
+        assert place.node_cpus == topology.nodes[place.numa_node] == driver.cpu_affinity(place.uuid, "node")
+        assert place.socket_cpus in topology.packages.values()
+        assert place.node_cpus <= place.socket_cpus
+        assert place.socket_cpus == driver.cpu_affinity(place.uuid, "socket")
+
+
+def test_the_numbers_of_a_dgx_a100(driver: SimulatedDriver) -> None:
+    topology = driver.host_topology()
+    assert topology.nodes[3] == frozenset([*range(48, 64), *range(176, 192)])
+    assert topology.cores[5] == {5, 133}
+    assert len(topology.packages[1]) == 128
+    assert topology.distances[0][3] < topology.distances[0][4]
+
+
+def test_instances_stand_where_their_gpu_does(tmp_path: Path) -> None:
+    driver = SimulatedDriver("mig-h100", str(tmp_path))
+    parent, instance = driver.idle.gpus[:2]
+    assert driver.cpu_affinity(instance.uuid, "node") == driver.cpu_affinity(parent.uuid, "node")
+    assert driver.cpu_affinity("GPU-of-nobody", "node") is None
+
+
+# Processes
+
+
+def test_a_context_shows_until_it_is_closed(driver: SimulatedDriver) -> None:
+    gpu = driver.idle.gpus[2]
+    with driver.occupy(gpu.uuid) as context:
+        busy = driver.snapshot()
+        assert pids(busy, 2) == [os.getpid()] == [context.pid]
+        assert busy.gpus[2].memory_used == (gpu.memory_used or 0) + CONTEXT_BYTES
+        assert busy.gpus[2].memory_free == (gpu.memory_free or 0) - CONTEXT_BYTES
+        assert [index for index in range(8) if pids(busy, index)] == [2]
+    assert driver.snapshot() == driver.idle
+    assert entries(driver) == []
+    context.close()
+
+
+def test_contexts_of_one_process_add_up(driver: SimulatedDriver, contexts: list[SimulatedContext]) -> None:
+    uuid = driver.idle.gpus[0].uuid
+    contexts += [driver.occupy(uuid, memory=1000), driver.occupy(uuid, memory=500)]
+    contexts += [driver.occupy(uuid, memory=7, kind=ProcessKind.GRAPHICS), driver.occupy(uuid, memory=3, pid=4_000_000)]
+    shown = driver.snapshot().gpus[0].processes
+    assert shown is not None
+    assert [(process.pid, process.kind, process.memory_used) for process in shown] == sorted(
+        [(os.getpid(), "compute", 1500), (os.getpid(), "graphics", 7), (4_000_000, "compute", 3)]
+    )
+    contexts[0].close()
+    assert sum(process.memory_used or 0 for process in driver.snapshot().gpus[0].processes or ()) == 510
+
+
+def test_memory_never_goes_below_nothing(driver: SimulatedDriver, contexts: list[SimulatedContext]) -> None:
+    contexts.append(driver.occupy(driver.idle.gpus[0].uuid, memory=1 << 40))
+    gpu = driver.snapshot().gpus[0]
+    assert (gpu.memory_used, gpu.memory_free) == (gpu.memory_total, 0)
+
+
+def test_two_drivers_see_the_same_host_and_not_that_of_another_kind(
+    driver: SimulatedDriver, contexts: list[SimulatedContext]
+) -> None:
+    contexts.append(driver.occupy(driver.idle.gpus[0].uuid))
+    assert pids(SimulatedDriver("dgx-a100", driver._state_dir).snapshot()) == [os.getpid()]
+    other = SimulatedDriver("dgx-h100", driver._state_dir)
+    assert other.snapshot() == other.idle
+
+
+def test_devices_that_nothing_can_run_on(tmp_path: Path) -> None:
+    driver = SimulatedDriver("mig-h100", str(tmp_path))
+    for uuid in (driver.idle.gpus[0].uuid, "GPU-of-nobody", "../../escape"):
+        with pytest.raises(PlaceholderError) as caught:
+            driver.occupy(uuid)
+        assert caught.value.uuid == uuid
+    with driver.occupy(driver.idle.gpus[1].uuid):
+        assert pids(driver.snapshot(), 1) == [os.getpid()]
+
+
+def test_a_killed_process_is_gone_before_anyone_buries_it(driver: SimulatedDriver) -> None:
+    with Other(driver) as other:
+        assert pids(driver.snapshot()) == [other.process.pid]
+        other.process.send_signal(signal.SIGSTOP)
+        assert pids(driver.snapshot()) == [other.process.pid]
+        other.process.kill()
+        os.waitid(os.P_PID, other.process.pid, os.WEXITED | os.WNOWAIT)  # it stays a zombie
+        assert driver.snapshot() == driver.idle
+        assert entries(driver) == []
+
+
+def test_a_process_that_becomes_another_program_has_left_the_gpu(driver: SimulatedDriver) -> None:
+    then = "os.execv('/bin/sh', ['sh', '-c', 'echo ready; read line'])"
+    with Other(driver, then) as other:
+        assert other.process.poll() is None
+        assert driver.snapshot() == driver.idle
+
+
+def test_a_child_does_not_keep_what_its_parent_held(driver: SimulatedDriver) -> None:
+    then = """
+child = os.fork()
+if not child:
+    context.close()  # not the child's to close
+    signal.pause()
+print(child, end=" ")
+"""
+    with Other(driver, then) as other:
+        child = int(other.said[0])
+        try:
+            assert pids(driver.snapshot()) == [other.process.pid]
+            other.process.kill()
+            other.process.wait()
+            os.kill(child, 0)
+            assert driver.snapshot() == driver.idle
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+
+def test_a_poll_never_takes_a_new_context_for_a_dead_one(driver: SimulatedDriver) -> None:
+    uuid = driver.idle.gpus[0].uuid
+    poll = "\nif not os.fork():\n    os.dup2(os.open('/dev/null', 1), 1)\n    while os.getppid() == parent: driver.snapshot()\n    os._exit(0)"
+    with Other(driver, f"context.close(); parent = os.getpid(){poll}"):
+        for _ in range(300):
+            with driver.occupy(uuid):
+                assert pids(driver.snapshot()) == [os.getpid()]
+            assert driver.snapshot() == driver.idle
+
+
+def test_what_the_dead_left_is_cleared_away_and_nothing_else(driver: SimulatedDriver) -> None:
+    uuid = driver.idle.gpus[0].uuid
+    with driver.occupy(uuid):
+        place = Path(driver._state_dir, "simulated", "dgx-a100")
+        outside = Path(driver._state_dir, "precious")
+        outside.write_text("keep")
+        (place / f"{uuid}.1-1000-compute-5").touch()
+        (place / f"{uuid}.1-1000-compute-6").symlink_to(outside)
+        (place / "notes").touch()
+        (place / f"{uuid}.x-1000-compute-7").touch()
+        assert pids(driver.snapshot()) == [os.getpid()]
+        left = entries(driver)
+    assert outside.read_text() == "keep"
+    assert f"{uuid}.1-1000-compute-5" not in left
+    assert {"notes", f"{uuid}.x-1000-compute-7"} <= set(left)
+    assert driver.snapshot() == driver.idle
+
+
+def test_a_taken_name_is_passed_over(driver: SimulatedDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    uuid = driver.idle.gpus[0].uuid
+    numbers = iter([1, 2, 2, 3])
+    monkeypatch.setattr("safe_gpu.drivers.simulated._numbers", numbers)
+    with driver.occupy(uuid), driver.occupy(uuid), driver.occupy(uuid):
+        assert [name[-1] for name in entries(driver)] == ["1", "2", "3"]
+
+
+# The state directory
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to act as two users")
+def test_users_with_narrow_umasks_share_the_host(driver: SimulatedDriver, tmp_path: Path) -> None:
+    for directory in (tmp_path, *tmp_path.parents):
+        if directory.stat().st_mode & 0o005 != 0o005:
+            directory.chmod(directory.stat().st_mode | 0o055)
+    state = Path(driver._state_dir)
+    state.mkdir()
+    state.chmod(0o1777)
+    before = "os.umask(0o077); os.setgid({0}); os.setuid({0})"
+    if not os.access(REPOSITORY, os.R_OK | os.X_OK):
+        pytest.skip("other users cannot read the package")
+    with Other(driver, before=before.format(54321)) as first, Other(driver, before=before.format(54322)) as second:
+        assert sorted(pids(driver.snapshot())) == sorted([first.process.pid, second.process.pid])
+        seen = "print(sorted(p.pid for p in driver.snapshot().gpus[0].processes), end=' ')"
+        with Other(driver, seen, before.format(54323)) as third:
+            together = sorted([first.process.pid, second.process.pid, third.process.pid])
+            assert " ".join(third.said[:-1]) == str(together)
+        first.process.kill()
+        first.process.wait()
+        # The second user may not remove what the dead first one left, and is not misled by it either.
+        with Other(driver, seen, before.format(54322)) as fourth:
+            assert " ".join(fourth.said[:-1]) == str(sorted([second.process.pid, fourth.process.pid]))
+
+
+@pytest.mark.parametrize("level", [0, 1, 2])
+def test_links_are_never_followed(driver: SimulatedDriver, tmp_path: Path, level: int) -> None:
+    uuid = driver.idle.gpus[0].uuid
+    target = tmp_path / "target"
+    target.mkdir()
+    place = [
+        Path(driver._state_dir),
+        Path(driver._state_dir, "simulated"),
+        Path(driver._state_dir, "simulated/dgx-a100"),
+    ]
+    place[level].parent.mkdir(parents=True, exist_ok=True)
+    place[level].symlink_to(target)
+    with pytest.raises(StateDirError, match="SAFE_GPU_DIR"):
+        driver.snapshot()
+    with pytest.raises(StateDirError, match="link"):
+        driver.occupy(uuid)
+    assert list(target.iterdir()) == []
+
+
+def test_a_file_in_its_place(driver: SimulatedDriver) -> None:
+    Path(driver._state_dir).write_text("")
+    with pytest.raises(StateDirError, match="SAFE_GPU_DIR"):
+        driver.snapshot()
+
+
+@pytest.mark.parametrize("broken", ["fchmod", "open"])
+def test_a_full_disk(driver: SimulatedDriver, broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with driver.occupy(driver.idle.gpus[0].uuid):
+        pass
+    descriptors = len(os.listdir("/proc/self/fd"))
+    real_open = os.open
+
+    def full(*args: object, **options: object) -> int:
+        if broken == "open" and not int(args[1]) & os.O_CREAT:  # type: ignore[call-overload]
+            return real_open(*args, **options)  # type: ignore[arg-type]
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, broken, full)
+        with pytest.raises(StateDirError, match="No space left on device") as caught:
+            driver.occupy(driver.idle.gpus[0].uuid)
+    assert caught.value.errno == 28
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert driver.snapshot() == driver.idle
+
+
+def test_the_default_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SAFE_GPU_DIR", str(tmp_path / "mine"))
+    driver = SimulatedDriver("laptop")
+    with driver.occupy(driver.idle.gpus[0].uuid):
+        assert (tmp_path / "mine" / "simulated" / "laptop").is_dir()
+        assert (tmp_path / "mine").stat().st_mode & 0o7777 == 0o1777
+
+
+# The placeholder
+
+
+@pytest.mark.parametrize(
+    ("visible", "order", "device_no", "index"),
+    [
+        (None, None, 0, 0),
+        (None, None, 7, 7),
+        ("5,2", "PCI_BUS_ID", 1, 2),
+        ("5,2", None, 0, 5),
+        ("GPU-9e5cb3bf", None, 0, 1),
+    ],
+)
+def test_the_placeholder_takes_what_cuda_would_show(
+    driver: SimulatedDriver,
+    monkeypatch: pytest.MonkeyPatch,
+    visible: str | None,
+    order: str | None,
+    device_no: int,
+    index: int,
+) -> None:
+    for name, value in (("CUDA_VISIBLE_DEVICES", visible), ("CUDA_DEVICE_ORDER", order)):
+        if value is None:
+            monkeypatch.delenv(name, raising=False)
+        else:
+            monkeypatch.setenv(name, value)
+    placeholder = driver.default_placeholder()
+    held = placeholder(device_no)
+    assert [number for number in range(8) if pids(driver.snapshot(), number)] == [index]
+    placeholder.release(held)
+    assert driver.snapshot() == driver.idle
+
+
+def test_a_device_that_is_not_there(driver: SimulatedDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    for device_no in (1, -1):
+        with pytest.raises(PlaceholderError, match="CUDA_VISIBLE_DEVICES=3 shows 1") as caught:
+            driver.default_placeholder()(device_no)
+        assert caught.value.device_no == device_no
+    assert driver.snapshot() == driver.idle
+
+
+def test_the_placeholder_finds_its_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("SAFE_GPU_DIR", str(tmp_path))
+    monkeypatch.setenv("SAFE_GPU_DRIVER", "nvml")
+    with pytest.raises(PlaceholderError, match="SAFE_GPU_DRIVER=simulated:"):
+        SimulatedPlaceholder().prepare()
+    monkeypatch.setenv("SAFE_GPU_DRIVER", "simulated:big-16")
+    with SimulatedPlaceholder(memory=1 << 30)(12) as context:
+        (process,) = SimulatedDriver("big-16").snapshot().gpus[12].processes or ()
+        assert (process.pid, process.memory_used, context.memory) == (os.getpid(), 1 << 30, 1 << 30)
+
+
+def test_a_slow_start_shows_only_at_its_end(driver: SimulatedDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+
+    def nap(seconds: float) -> None:
+        slept.append(seconds)
+        assert driver.snapshot() == driver.idle
+
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(time, "sleep", nap)
+    with SimulatedPlaceholder(driver=driver, delay=2.5)(0):
+        assert slept == [2.5]
+        assert pids(driver.snapshot()) == [os.getpid()]

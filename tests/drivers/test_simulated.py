@@ -7,8 +7,9 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import combinations
 from pathlib import Path
 
@@ -22,12 +23,12 @@ from safe_gpu.errors import PlaceholderError, StateDirError, UnsatisfiableReques
 REPOSITORY = Path(__file__).parents[2]
 
 
-@pytest.fixture()
+@pytest.fixture
 def driver(tmp_path: Path) -> SimulatedDriver:
     return SimulatedDriver("dgx-a100", str(tmp_path / "state"))
 
 
-@pytest.fixture()
+@pytest.fixture
 def contexts() -> Iterator[list[SimulatedContext]]:
     opened: list[SimulatedContext] = []
     yield opened
@@ -43,21 +44,14 @@ def entries(driver: SimulatedDriver) -> list[str]:
     return sorted(os.listdir(os.path.join(driver._state_dir, "simulated", "dgx-a100")))
 
 
-def eventually(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline, "the condition never came true"
-        time.sleep(0.002)
-
-
 class Other:
     """Another process that occupies GPU 0 of the same host, then runs ``then`` and waits for its standard input."""
 
     def __init__(self, driver: SimulatedDriver, then: str = "", before: str = "") -> None:
         code = f"""
 import os, signal, sys
-{before}
 from safe_gpu.drivers.simulated import SimulatedDriver
+{before}
 driver = SimulatedDriver({driver.name.partition(":")[2]!r}, {driver._state_dir!r})
 context = driver.occupy({driver.idle.gpus[0].uuid!r})
 {then}
@@ -279,8 +273,16 @@ print(child, end=" ")
 
 def test_a_poll_never_takes_a_new_context_for_a_dead_one(driver: SimulatedDriver) -> None:
     uuid = driver.idle.gpus[0].uuid
-    poll = "\nif not os.fork():\n    os.dup2(os.open('/dev/null', 1), 1)\n    while os.getppid() == parent: driver.snapshot()\n    os._exit(0)"
-    with Other(driver, f"context.close(); parent = os.getpid(){poll}"):
+    then = """
+context.close()
+parent = os.getpid()
+if not os.fork():
+    os.dup2(os.open("/dev/null", os.O_WRONLY), 1)
+    while os.getppid() == parent:
+        driver.snapshot()
+    os._exit(0)
+"""
+    with Other(driver, then):
         for _ in range(300):
             with driver.occupy(uuid):
                 assert pids(driver.snapshot()) == [os.getpid()]
@@ -317,26 +319,25 @@ def test_a_taken_name_is_passed_over(driver: SimulatedDriver, monkeypatch: pytes
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to act as two users")
-def test_users_with_narrow_umasks_share_the_host(driver: SimulatedDriver, tmp_path: Path) -> None:
-    for directory in (tmp_path, *tmp_path.parents):
-        if directory.stat().st_mode & 0o005 != 0o005:
-            directory.chmod(directory.stat().st_mode | 0o055)
-    state = Path(driver._state_dir)
-    state.mkdir()
-    state.chmod(0o1777)
-    before = "os.umask(0o077); os.setgid({0}); os.setuid({0})"
-    if not os.access(REPOSITORY, os.R_OK | os.X_OK):
-        pytest.skip("other users cannot read the package")
-    with Other(driver, before=before.format(54321)) as first, Other(driver, before=before.format(54322)) as second:
+def test_users_with_narrow_umasks_share_the_host() -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as everyones:
+        os.chmod(everyones, 0o1777)
+        driver = SimulatedDriver("dgx-a100", os.path.join(everyones, "state"))
+        share_the_host(driver)
+
+
+def share_the_host(driver: SimulatedDriver) -> None:
+    become = "os.umask(0o077); os.setgid({0}); os.setuid({0})"
+    with Other(driver, before=become.format(54321)) as first, Other(driver, before=become.format(54322)) as second:
         assert sorted(pids(driver.snapshot())) == sorted([first.process.pid, second.process.pid])
         seen = "print(sorted(p.pid for p in driver.snapshot().gpus[0].processes), end=' ')"
-        with Other(driver, seen, before.format(54323)) as third:
+        with Other(driver, seen, become.format(54323)) as third:
             together = sorted([first.process.pid, second.process.pid, third.process.pid])
             assert " ".join(third.said[:-1]) == str(together)
         first.process.kill()
         first.process.wait()
         # The second user may not remove what the dead first one left, and is not misled by it either.
-        with Other(driver, seen, before.format(54322)) as fourth:
+        with Other(driver, seen, become.format(54322)) as fourth:
             assert " ".join(fourth.said[:-1]) == str(sorted([second.process.pid, fourth.process.pid]))
 
 

@@ -1,0 +1,309 @@
+"""The hosts that can be simulated: their GPUs and CPUs, as real machines of these kinds have them.
+
+Everything is made on demand from a few lines of facts: :func:`preset` by name, then the devices as an idle driver would
+report them (:meth:`Preset.gpus`) and the CPUs as the kernel would (:meth:`Preset.topology`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ..devices import Gpu
+from ..errors import UnsatisfiableRequestError
+
+if TYPE_CHECKING:
+    from ..affinity.topology import HostTopology
+
+__all__ = ["CONTEXT_BYTES", "PRESETS", "Cpus", "Preset", "SimulatedGpu", "SimulatedInstance", "preset"]
+
+MIB = 1 << 20
+
+CONTEXT_BYTES = 400 * MIB
+"""What one CUDA context costs on a data-centre GPU, roughly."""
+
+_RESERVED = 4 * MIB
+_DESKTOP = 350 * MIB
+
+
+@dataclass(frozen=True)
+class Cpus:
+    """The processors of a host: ``packages`` sockets of ``nodes`` NUMA nodes of ``cores`` cores of two threads.
+
+    ``llc`` cores share a last-level cache. With ``adjacent`` the threads of a core have neighbouring numbers; else the
+    second threads are numbered after all first ones, as servers do. ``distances`` are those of the firmware's table, to
+    the same node, to another one of the socket, and to another socket.
+    """
+
+    packages: int
+    nodes: int
+    cores: int
+    llc: int
+    adjacent: bool = False
+    distances: tuple[int, int, int] = (10, 12, 32)
+
+    @property
+    def total(self) -> int:
+        """Number of cores in the host."""
+        return self.packages * self.nodes * self.cores
+
+    def threads(self, first: int, count: int) -> frozenset[int]:
+        """Logical CPUs of ``count`` cores from the ``first`` on."""
+        if self.adjacent:
+            return frozenset(range(2 * first, 2 * (first + count)))
+        return frozenset(range(first, first + count)) | frozenset(range(self.total + first, self.total + first + count))
+
+    def of_node(self, node: int) -> frozenset[int]:
+        """Logical CPUs of a NUMA node."""
+        return self.threads(node * self.cores, self.cores)
+
+    def of_package(self, package: int) -> frozenset[int]:
+        """Logical CPUs of a socket."""
+        return self.threads(package * self.nodes * self.cores, self.nodes * self.cores)
+
+
+@dataclass(frozen=True)
+class SimulatedInstance:
+    """One MIG instance: its profile ("3g.40gb") and memory in MiB."""
+
+    uuid: str
+    profile: str
+    mib: int
+
+
+@dataclass(frozen=True)
+class SimulatedGpu:
+    """One GPU: PCI bus number, NUMA node, memory in MiB; MIG mode is on where it has ``instances``."""
+
+    uuid: str
+    bus: int
+    node: int
+    name: str
+    mib: int
+    display: bool = False
+    instances: tuple[SimulatedInstance, ...] = ()
+
+
+@dataclass(frozen=True)
+class Preset:
+    """One simulated host; its GPUs stand in PCI bus order. ``nvswitch``: NVLink connects each with every other."""
+
+    name: str
+    cpus: Cpus
+    devices: tuple[SimulatedGpu, ...]
+    nvswitch: bool = False
+
+    def gpus(self) -> tuple[Gpu, ...]:
+        """All devices as the driver of an idle host reports them, MIG instances after their GPU."""
+        everyone = frozenset(device.uuid for device in self.devices) if self.nvswitch else frozenset()
+        found = []
+        for index, device in enumerate(self.devices):
+            mig = bool(device.instances)
+            used = _RESERVED + (_DESKTOP if device.display else 0)
+            whole = Gpu(
+                index=index,
+                uuid=device.uuid,
+                name=device.name,
+                pci_bus_id=f"0000:{device.bus:02x}:00.0",
+                numa_node=device.node,
+                memory_total=device.mib * MIB,
+                memory_used=used,
+                memory_free=device.mib * MIB - used,
+                utilization=None if mig else 0,
+                display_active=device.display,
+                unusable="MIG mode is on: claim one of its instances" if mig else None,
+                mig_enabled=mig,
+                nvlink_peers=everyone - {device.uuid},
+            )
+            found.append(whole)
+            found += [
+                Gpu(
+                    index=index,
+                    uuid=instance.uuid,
+                    name=f"{device.name} MIG {instance.profile}",
+                    pci_bus_id=whole.pci_bus_id,
+                    numa_node=device.node,
+                    memory_total=instance.mib * MIB,
+                    memory_used=_RESERVED,
+                    memory_free=instance.mib * MIB - _RESERVED,
+                    mig_parent=device.uuid,
+                    mig_instance=number,
+                )
+                for number, instance in enumerate(device.instances)
+            ]
+        return tuple(found)
+
+    def topology(self) -> HostTopology:
+        """The CPUs of the host, and where its GPUs are among them."""
+        from ..affinity.topology import GpuLocality, HostTopology
+
+        cpus = self.cpus
+        nodes = range(cpus.packages * cpus.nodes)
+        same, socket, remote = cpus.distances
+        return HostTopology(
+            cpus=frozenset(range(2 * cpus.total)),
+            cores=tuple(cpus.threads(core, 1) for core in range(cpus.total)),
+            nodes={node: cpus.of_node(node) for node in nodes},
+            packages={package: cpus.of_package(package) for package in range(cpus.packages)},
+            llc=tuple(cpus.threads(first, cpus.llc) for first in range(0, cpus.total, cpus.llc)),
+            distances={
+                one: {
+                    other: same if one == other else socket if one // cpus.nodes == other // cpus.nodes else remote
+                    for other in nodes
+                }
+                for one in nodes
+            },
+            gpus=tuple(
+                GpuLocality(
+                    index=index,
+                    uuid=device.uuid,
+                    numa_node=device.node,
+                    node_cpus=cpus.of_node(device.node),
+                    socket_cpus=cpus.of_package(device.node // cpus.nodes),
+                    pci_bus_id=f"0000:{device.bus:02x}:00.0",
+                    source=f"simulated:{self.name}",
+                )
+                for index, device in enumerate(self.devices)
+            ),
+        )
+
+    def node_of(self, uuid: str) -> int | None:
+        """The NUMA node of a GPU or MIG instance; None for a UUID that is not of this host."""
+        for device in self.devices:
+            if uuid == device.uuid or any(uuid == instance.uuid for instance in device.instances):
+                return device.node
+        return None
+
+
+def preset(name: str) -> Preset:
+    """The simulated host of this name.
+
+    Raises:
+        UnsatisfiableRequestError: there is none; the message lists those there are.
+    """
+    found = PRESETS.get(name)
+    if found is None:
+        raise UnsatisfiableRequestError(
+            f"there is no simulated host {name!r}: choose SAFE_GPU_DRIVER=simulated: with one of {', '.join(PRESETS)}",
+            value=name,
+        )
+    return found
+
+
+def _alike(name: str, mib: int, *places: tuple[int, int, str]) -> tuple[SimulatedGpu, ...]:
+    """GPUs of one model, from (bus, node, UUID without its prefix)."""
+    return tuple(SimulatedGpu(f"GPU-{uuid}", bus, node, name, mib) for bus, node, uuid in places)
+
+
+_DGX_A100 = Preset(
+    "dgx-a100",
+    Cpus(packages=2, nodes=4, cores=16, llc=4),  # two EPYC 7742, four NUMA nodes per socket
+    _alike(
+        "NVIDIA A100-SXM4-80GB",
+        81920,
+        (0x07, 3, "ef7dbe0b-0496-e4d0-6312-be5b5d9cf278"),
+        (0x0F, 3, "9e5cb3bf-4bef-417c-86ff-1898f0035f21"),
+        (0x47, 1, "3428af49-220e-a18a-5dab-1b44d872ecb1"),
+        (0x4E, 1, "80f89ab6-a3a8-075a-cdd6-d082b8b8519b"),
+        (0x87, 7, "b7ee056f-76fe-6316-b7df-8e24833f4ed3"),
+        (0x90, 7, "89f2771c-8622-baae-6d71-0b4cd7f36650"),
+        (0xB7, 5, "b80a3163-1a18-c740-e6c7-2111acf85dd4"),
+        (0xBD, 5, "3a492e5f-3158-20c8-3551-c260b0002aff"),
+    ),
+    nvswitch=True,
+)
+
+_DGX_H100 = Preset(
+    "dgx-h100",
+    Cpus(packages=2, nodes=1, cores=56, llc=56, distances=(10, 10, 21)),  # two Xeon Platinum 8480C
+    _alike(
+        "NVIDIA H100 80GB HBM3",
+        81559,
+        (0x1B, 0, "7712d67f-4b92-0cd7-9582-4fb17bbdfe1a"),
+        (0x43, 0, "f4681da6-cd67-bb3a-42bd-2f6132e6b676"),
+        (0x52, 0, "9727d12b-8b7b-00b1-83ee-a3686ddb954b"),
+        (0x61, 0, "8dd5a67d-e405-0fad-bbf3-5596eafda6dd"),
+        (0x9D, 1, "b8971a84-e5c9-ab93-27d8-f9f15d81bade"),
+        (0xC3, 1, "afbbbaee-462c-011f-837c-e094b7f6bdcf"),
+        (0xD1, 1, "bf28f7da-d983-d560-a186-bc83f1608bbe"),
+        (0xDF, 1, "3ca4f5ab-a0c5-e19a-d772-f15cba13d6d0"),
+    ),
+    nvswitch=True,
+)
+
+_WORKSTATION_MIXED = Preset(
+    "workstation-mixed",
+    Cpus(packages=1, nodes=1, cores=24, llc=6),  # a Threadripper PRO 5965WX
+    (
+        SimulatedGpu("GPU-d0309c32-ecf1-b22f-2e21-3d634af0547b", 0x01, 0, "NVIDIA RTX A2000 12GB", 12282, display=True),
+        SimulatedGpu("GPU-8908c767-7109-c1e0-1fcc-05bc3d309491", 0x21, 0, "NVIDIA GeForce RTX 4090", 24564),
+        SimulatedGpu("GPU-c1a92806-ab77-a665-e02e-f674696ceee1", 0x41, 0, "NVIDIA GeForce RTX 3090", 24576),
+    ),
+)
+
+_LAPTOP = Preset(
+    "laptop",
+    Cpus(packages=1, nodes=1, cores=8, llc=8, adjacent=True),  # a Ryzen 7 7840HS
+    (
+        SimulatedGpu(
+            "GPU-4f667d77-15c7-524b-c32d-5340d78b712e",
+            0x01,
+            0,
+            "NVIDIA GeForce RTX 4070 Laptop GPU",
+            8188,
+            display=True,
+        ),
+    ),
+)
+
+_BIG_16 = Preset(
+    "big-16",
+    Cpus(packages=2, nodes=1, cores=24, llc=24, distances=(10, 10, 21)),  # two Xeon Platinum 8168, as in a DGX-2
+    _alike(
+        "Tesla V100-SXM3-32GB",
+        32510,
+        (0x34, 0, "d4acffe1-ef41-73f2-5f97-74a147ba95ac"),
+        (0x36, 0, "33bc8e3b-66b7-db0e-0d8c-58ba0ca34a19"),
+        (0x39, 0, "5f1ef1e4-717d-e4b1-7883-7097b829b92d"),
+        (0x3B, 0, "12ad696c-a968-05d0-9430-79fe203a58c6"),
+        (0x57, 0, "acf4b0ea-2a17-3b23-af6f-adc3532d08e9"),
+        (0x59, 0, "0db7d6b0-6649-d6cd-8d99-309382e2868c"),
+        (0x5C, 0, "4a88ef7c-94a6-feeb-616c-164e8e481f34"),
+        (0x5E, 0, "e9736f0e-8543-5b72-b49f-96b25e421304"),
+        (0xB7, 1, "7963d1ae-6f01-7ef3-cb0e-114e86debc24"),
+        (0xB9, 1, "29a5ea43-1b9b-b7ca-4f0c-6e3e1fc1b134"),
+        (0xBC, 1, "60db92f7-0ca8-eedb-28cc-7ba015037478"),
+        (0xBE, 1, "43dcb2aa-6bd1-6600-e1d9-04d02c160f79"),
+        (0xE0, 1, "6287c384-e97d-6cd5-9c18-7058eb7007e1"),
+        (0xE2, 1, "153a555b-dee3-ba46-0982-451548b25174"),
+        (0xE5, 1, "bf672bde-bb81-bbf8-fcab-ad1739004f88"),
+        (0xE7, 1, "fe420698-57d9-a969-a3d0-124ddcccadef"),
+    ),
+    nvswitch=True,
+)
+
+_MIG_H100 = Preset(
+    "mig-h100",
+    Cpus(packages=2, nodes=1, cores=32, llc=32, distances=(10, 10, 21)),
+    (
+        SimulatedGpu(
+            "GPU-12c7deae-45ed-f3ee-588c-80c6e90aa234",
+            0x17,
+            0,
+            "NVIDIA H100 PCIe",
+            81559,
+            instances=(
+                SimulatedInstance("MIG-834b07f6-c0c6-14fb-47cf-dd20e5ee0207", "3g.40gb", 40320),
+                SimulatedInstance("MIG-e52114e3-f535-c645-6b06-9fc38ab5d42e", "2g.20gb", 19968),
+                SimulatedInstance("MIG-299d2235-1b33-1592-4960-fbf69de48f18", "1g.10gb", 9856),
+                SimulatedInstance("MIG-641b266c-0be3-b981-57dd-f4b81cb01398", "1g.10gb", 9856),
+            ),
+        ),
+        SimulatedGpu("GPU-f1e80895-0f46-5c25-6602-ecdeaeceaf92", 0xCA, 1, "NVIDIA H100 PCIe", 81559),
+    ),
+)
+
+PRESETS: dict[str, Preset] = {
+    host.name: host for host in (_DGX_A100, _DGX_H100, _WORKSTATION_MIXED, _LAPTOP, _BIG_16, _MIG_H100)
+}
+"""Name -> host."""

@@ -1,0 +1,353 @@
+"""A driver without GPUs: a preset host whose processes are files in the state directory.
+
+It simulates the driver only. Who is on which GPU is as real as elsewhere: a context is an open, locked file, and the
+kernel closes it when its process ends in whatever way, or becomes another program. So nothing is guessed from pids,
+which may be recycled or belong to another container.
+
+    <state directory>/simulated/<preset>/<uuid>.<pid>-<bytes>-<kind>-<number>     empty, mode 0644, flocked while alive
+
+All users of a host share one directory of mode 1777. Files that nobody locks are the dead's: they do not count, and
+whoever may unlinks them in passing.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+from ..coordination.files import StateDir, state_dir_path
+from ..devices import Gpu, GpuProcess, HostSnapshot, ProcessKind
+from ..errors import PlaceholderError, StateDirError
+from .presets import CONTEXT_BYTES
+from .presets import preset as find_preset
+
+if TYPE_CHECKING:
+    from ..affinity.topology import HostTopology
+
+__all__ = ["SimulatedContext", "SimulatedDriver", "SimulatedPlaceholder"]
+
+_VERSION = "550.54.15"
+_TREE = "simulated"
+_ENTRY = re.compile(r"((?:GPU|MIG)-[0-9a-f-]{36})\.([0-9]{1,10})-([0-9]{1,15})-(compute|graphics|mps)-[0-9]+")
+_Usage = dict["tuple[int, str]", int]
+"""(pid, kind) -> bytes, on one device."""
+
+_OPEN_DIR = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_OPEN_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+
+class SimulatedDriver:
+    """The driver of a simulated host; see :class:`~safe_gpu.drivers.base.Driver`.
+
+    Args:
+        preset: name of the host (``dgx-a100``, ``dgx-h100``, ``workstation-mixed``, ``laptop``, ``big-16``,
+            ``mig-h100``).
+        state_dir: where the processes are kept; None: ``SAFE_GPU_DIR``, else ``/tmp/safe-gpu``. It is made when the
+            first process comes.
+
+    Raises:
+        UnsatisfiableRequestError: no such preset.
+    """
+
+    def __init__(self, preset: str, state_dir: str | None = None) -> None:
+        self._host = find_preset(preset)
+        self._state_dir = state_dir_path() if state_dir is None else state_dir
+        self._idle = HostSnapshot(self._host.gpus(), self.name, _VERSION)
+        self._polled: dict[str, tuple[_Usage, Gpu]] = {}
+
+    @property
+    def name(self) -> str:
+        return f"simulated:{self._host.name}"
+
+    @property
+    def uses_cuda(self) -> bool:
+        return False
+
+    @property
+    def idle(self) -> HostSnapshot:
+        """The host with nobody on it; asks nothing."""
+        return self._idle
+
+    def snapshot(self) -> HostSnapshot:
+        """Poll: the host with the processes that live now.
+
+        Raises:
+            StateDirError: the tree of processes cannot be read.
+        """
+        try:
+            tree = self._open_tree()
+            try:
+                entries = [
+                    entry for name in os.listdir(tree) if (entry := _ENTRY.fullmatch(name)) and _alive(name, tree)
+                ]
+            finally:
+                os.close(tree)
+        except FileNotFoundError:
+            return self._idle
+        except OSError as err:
+            raise self._unreadable(err) from err
+        if not entries:
+            return self._idle
+        usage: dict[str, _Usage] = {}
+        for entry in entries:
+            used = usage.setdefault(entry[1], {})
+            key = int(entry[2]), entry[4]
+            used[key] = used.get(key, 0) + int(entry[3])
+        gpus = tuple(self._used(gpu, usage[gpu.uuid]) if gpu.uuid in usage else gpu for gpu in self._idle.gpus)
+        return HostSnapshot(gpus, self._idle.driver, self._idle.driver_version)
+
+    def _used(self, gpu: Gpu, usage: _Usage) -> Gpu:
+        """The device with its processes; the same record as at the last poll where nothing has changed."""
+        known = self._polled.get(gpu.uuid)
+        if known is None or known[0] != usage:
+            total = gpu.memory_total or 0
+            taken = min((gpu.memory_used or 0) + sum(usage.values()), total)
+            processes = tuple(GpuProcess(pid, kind, memory) for (pid, kind), memory in sorted(usage.items()))
+            known = usage, replace(gpu, memory_used=taken, memory_free=total - taken, processes=processes)
+            self._polled[gpu.uuid] = known
+        return known[1]
+
+    def occupy(
+        self, uuid: str, *, memory: int = CONTEXT_BYTES, kind: str = ProcessKind.COMPUTE, pid: int | None = None
+    ) -> SimulatedContext:
+        """Put a process on a device: it shows there until the context is closed or this process ends.
+
+        Args:
+            uuid: the device.
+            memory: bytes that it uses.
+            kind: one of :class:`~safe_gpu.devices.ProcessKind`.
+            pid: the number to show; None is this process's own. Another one plays a process whose pid means nothing
+                here, such as one in a container.
+
+        Raises:
+            PlaceholderError: the host has no such device, or MIG is on and it is to be used by its instances.
+            StateDirError: the state directory cannot be written.
+        """
+        gpu = self._idle.by_uuid(uuid)
+        if gpu is None or gpu.unusable:
+            reason = gpu.unusable if gpu else "no such device"
+            raise PlaceholderError(f"{self.name} cannot run anything on {uuid}: {reason}", uuid=uuid)
+        place = (self._state_dir, _TREE, self._host.name)
+        return SimulatedContext(place, uuid, memory, kind, os.getpid() if pid is None else pid)
+
+    def visible(self) -> tuple[str, ...]:
+        """UUIDs that CUDA would show this process now, by ordinal, as its environment says."""
+        from ..visibility import parse
+
+        fence = parse(
+            os.environ.get("CUDA_VISIBLE_DEVICES"), self._idle, device_order=os.environ.get("CUDA_DEVICE_ORDER")
+        )
+        if fence is not None:
+            return fence.uuids
+        return tuple(gpu.uuid for gpu in self._idle.gpus if not gpu.unusable)
+
+    def cpu_affinity(self, uuid: str, scope: str) -> frozenset[int] | None:
+        node = self._host.node_of(uuid)
+        if node is None:
+            return None
+        cpus = self._host.cpus
+        return cpus.of_package(node // cpus.nodes) if scope == "socket" else cpus.of_node(node)
+
+    def host_topology(self) -> HostTopology:
+        return self._host.topology()
+
+    def default_placeholder(self, logger: Any = None) -> SimulatedPlaceholder:
+        return SimulatedPlaceholder(logger, driver=self)
+
+    def close(self) -> None:
+        """Nothing is open between polls; contexts belong to their process, as with a real driver."""
+
+    def _open_tree(self) -> int:
+        """The directory of this host's processes, reached without following a link."""
+        tree = os.open(self._state_dir, _OPEN_DIR)
+        for name in (_TREE, self._host.name):
+            above = tree
+            try:
+                tree = os.open(name, _OPEN_DIR, dir_fd=above)
+            finally:
+                os.close(above)
+        return tree
+
+    def _unreadable(self, err: OSError) -> StateDirError:
+        path = os.path.join(self._state_dir, _TREE, self._host.name)
+        return StateDirError(
+            f"the simulated host cannot read {path} ({err.strerror}): make it and what is above it plain directories "
+            "with mode 1777, or set SAFE_GPU_DIR to another directory",
+            path=path,
+            errno=err.errno,
+        )
+
+
+def _alive(name: str, directory: int) -> bool:
+    """Whether somebody holds the lock of this entry; if nobody does, it is removed where this user may."""
+    try:
+        fd = os.open(name, _OPEN_FILE, dir_fd=directory)
+    except OSError:
+        return False  # gone meanwhile, or not an entry at all
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    else:
+        # Under our shared lock: its maker, if this is a context in the making, sees that the name is gone.
+        with suppress(OSError):
+            os.unlink(name, dir_fd=directory)
+        return False
+    finally:
+        os.close(fd)
+
+
+_contexts: set[SimulatedContext] = set()
+_numbers = count()
+
+
+def _forget() -> None:
+    """In a forked child: the contexts are its parent's, and must not outlive that one through copies of the locks."""
+    for context in _contexts:
+        context._disown()
+    _contexts.clear()
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
+class SimulatedContext:
+    """A live process on a simulated GPU; made by :meth:`SimulatedDriver.occupy`.
+
+    It lives until it is closed (``with`` does), or its process ends or executes another program.
+
+    Attributes: ``uuid`` of the device, ``pid`` as the driver shows it, ``memory`` in bytes.
+    """
+
+    def __init__(self, place: tuple[str, ...], uuid: str, memory: int, kind: str, pid: int) -> None:
+        self.uuid = uuid
+        self.pid = pid
+        self.memory = memory
+        with ExitStack() as stack:
+            directory: StateDir | None = None
+            for name in place:
+                directory = stack.enter_context(StateDir(name, directory))
+            assert directory is not None
+            self._fd, self._name = _enter(directory, f"{uuid}.{pid}-{memory}-{kind}")
+            self._directory = os.dup(directory.fd)
+        _contexts.add(self)
+
+    def close(self) -> None:
+        """Leave the GPU; safe to call twice, and without effect in a forked child, whose context it is not."""
+        if self._fd < 0:
+            return
+        with suppress(OSError):
+            os.unlink(self._name, dir_fd=self._directory)
+        self._disown()
+        _contexts.discard(self)
+
+    def _disown(self) -> None:
+        for fd in (self._fd, self._directory):
+            if fd >= 0:
+                os.close(fd)
+        self._fd = self._directory = -1
+
+    def __enter__(self) -> SimulatedContext:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def _enter(directory: StateDir, stem: str) -> tuple[int, str]:
+    """Make the entry of a context and take its lock; returns its descriptor and name."""
+    fd = -1
+    try:
+        while True:
+            name = f"{stem}-{next(_numbers)}"
+            try:
+                fd = os.open(name, _OPEN_FILE | os.O_CREAT | os.O_EXCL, 0o644, dir_fd=directory.fd)
+            except FileExistsError:
+                continue  # left by a dead process with our pid, of a user whose files we cannot remove
+            os.fchmod(fd, 0o644)
+            with suppress(BlockingIOError):
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.fstat(fd).st_nlink:
+                    return fd, name
+            # A poll came between, took it for a dead one's and removes it.
+            os.close(fd)
+            fd = -1
+    except OSError as err:
+        if fd >= 0:
+            os.close(fd)
+        raise StateDirError(
+            f"the simulated host cannot write {directory.path} ({err.strerror}): free some space there, "
+            "or set SAFE_GPU_DIR to another directory",
+            path=directory.path,
+            errno=err.errno,
+        ) from err
+
+
+class SimulatedPlaceholder:
+    """Holds a simulated GPU by a context of this process, as the other placeholders hold real ones.
+
+    Args:
+        logger: where trouble on release is told.
+        driver: the simulated host; None: the one that ``SAFE_GPU_DRIVER`` names when it is used.
+        memory: bytes that the context takes.
+        delay: seconds that it takes to start, for slow frameworks.
+    """
+
+    def __init__(
+        self,
+        logger: Any = None,
+        *,
+        driver: SimulatedDriver | None = None,
+        memory: int = CONTEXT_BYTES,
+        delay: float = 0.0,
+    ) -> None:
+        self.logger = logger
+        self.memory = memory
+        self.delay = delay
+        self._driver = driver
+
+    def prepare(self) -> None:
+        """Find the simulated host.
+
+        Raises:
+            PlaceholderError: ``SAFE_GPU_DRIVER`` names none.
+        """
+        if self._driver is None:
+            kind, _, name = os.environ.get("SAFE_GPU_DRIVER", "").partition(":")
+            if kind != "simulated":
+                raise PlaceholderError(
+                    "SimulatedPlaceholder needs a simulated host: set SAFE_GPU_DRIVER=simulated:dgx-a100, "
+                    "or use CudaPlaceholder on real GPUs"
+                )
+            self._driver = SimulatedDriver(name)
+
+    def __call__(self, device_no: int) -> SimulatedContext:
+        """Start a context on the device that CUDA_VISIBLE_DEVICES shows as ``device_no``.
+
+        Raises:
+            PlaceholderError: it shows fewer devices.
+            StateDirError: the state directory cannot be written.
+        """
+        self.prepare()
+        assert self._driver is not None
+        visible = self._driver.visible()
+        if not 0 <= device_no < len(visible):
+            raise PlaceholderError(
+                f"there is no simulated CUDA device {device_no}: CUDA_VISIBLE_DEVICES="
+                f"{os.environ.get('CUDA_VISIBLE_DEVICES')} shows {len(visible)} of {self._driver.name}",
+                device_no=device_no,
+            )
+        if self.delay > 0:
+            import time
+
+            time.sleep(self.delay)
+        return self._driver.occupy(visible[device_no], memory=self.memory)
+
+    def release(self, thing: SimulatedContext) -> None:
+        """Leave the GPU."""
+        thing.close()

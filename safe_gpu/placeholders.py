@@ -356,10 +356,8 @@ class PyCudaPlaceholder(_Base):
         driver = self._import()
         driver.init()
         context = driver.Device(device_no).make_context()
-        # PyCUDA aborts a process that ends with a context on its stack.
-        if not self._held:
-            atexit.register(self._at_exit, os.getpid())
         self._held.append(context)
+        atexit.register(self._at_exit, os.getpid())  # PyCUDA aborts a process that ends with a context on its stack
         return context
 
     def release(self, placeholder: Any) -> None:

@@ -58,7 +58,9 @@ def test_only_the_free_ones_count() -> None:
         pytest.param([gpu(0, 0), gpu(1, 0), gpu(2, 1)], 2, frozenset({1}), ["0", "1"], id="one node before near"),
         pytest.param([gpu(0, 0), gpu(1, 0, [3]), gpu(2, 0), gpu(3, 0, [1])], 2, None, ["1", "3"], id="linked"),
         pytest.param([gpu(0, 0, [2]), gpu(1, 0), gpu(2, 1), gpu(3, 0)], 2, None, ["0", "1"], id="nodes before links"),
-        pytest.param([gpu(0, 0, [1]), gpu(1, 0)], 2, None, ["0", "1"], id="a link that one side tells"),
+        pytest.param(
+            [gpu(0, 0, [1]), gpu(1, 0), gpu(2, 0, [3]), gpu(3, 0, [2])], 2, None, ["0", "1"], id="links are mutual"
+        ),
         pytest.param([gpu(0), gpu(1), gpu(2, 0)], 2, None, ["0", "1"], id="unknown nodes are one node"),
         pytest.param([instance(0, 0), instance(0, 1), gpu(1)], 1, None, ["1"], id="whole before instance"),
         pytest.param([instance(0, 1), instance(0, 0)], 1, None, ["0:0"], id="an instance"),

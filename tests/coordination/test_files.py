@@ -1,0 +1,261 @@
+"""The state directory: made once for everybody, refused where it is a trap."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from safe_gpu.coordination import files
+from safe_gpu.coordination.files import StateDir, file_system_type, state_dir_path, write_all
+from safe_gpu.errors import StateDirError
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to act as other users")
+not_for_root = pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+
+
+def mode_of(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+@pytest.fixture(params=[0o022, 0o077, 0o000])
+def umask(request: pytest.FixtureRequest):
+    before = os.umask(request.param)
+    yield request.param
+    os.umask(before)
+
+
+def test_is_made_open_to_all_whatever_the_umask(state_dir: Path, umask: int) -> None:
+    with StateDir(str(state_dir)) as root, StateDir("leases", root) as leases:
+        os.close(leases.open_or_create("a.lock"))
+    assert mode_of(state_dir) == 0o1777
+    assert mode_of(state_dir / "leases") == 0o1777
+    assert mode_of(state_dir / "leases" / "a.lock") == 0o666
+    assert os.listdir(state_dir / "leases") == ["a.lock"]
+
+
+def test_default_and_relative_paths_are_absolute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("SAFE_GPU_DIR", raising=False)
+    assert state_dir_path() == "/tmp/safe-gpu"
+    monkeypatch.setenv("SAFE_GPU_DIR", "")
+    assert state_dir_path() == "/tmp/safe-gpu"
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SAFE_GPU_DIR", "here")
+    assert state_dir_path() == str(tmp_path / "here")
+
+
+def test_a_directory_with_other_things_in_it_is_used_but_not_opened_up(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    home.mkdir(mode=0o700)
+    (home / "thesis.tex").touch()
+    StateDir(str(home)).close()
+    assert mode_of(home) == 0o700
+
+
+def test_a_first_use_that_was_killed_before_its_chmod_is_completed(tmp_path: Path) -> None:
+    (tmp_path / "state").mkdir(mode=0o700)
+    StateDir(str(tmp_path / "state")).close()
+    assert mode_of(tmp_path / "state") == 0o1777
+
+
+@pytest.mark.parametrize("level", ["root", "leases", "file"])
+def test_a_symbolic_link_is_never_followed(state_dir: Path, tmp_path: Path, level: str) -> None:
+    target = tmp_path / "target"
+    if level == "file":
+        target.write_text("precious")
+        (state_dir / "leases").mkdir(parents=True)
+        (state_dir / "leases" / "a.lock").symlink_to(target)
+    else:
+        target.mkdir()
+        if level == "leases":
+            state_dir.mkdir()
+        (state_dir if level == "root" else state_dir / level).symlink_to(target)
+    with pytest.raises(StateDirError, match=r"symbolic link.*SAFE_GPU_DIR") as caught:
+        with StateDir(str(state_dir)) as root, StateDir("leases", root) as leases:
+            leases.open_or_create("a.lock")
+    assert str(state_dir) in str(caught.value)
+    assert target.is_dir() or target.read_text() == "precious"
+
+
+def test_a_dangling_link_in_its_place_is_refused_too(state_dir: Path) -> None:
+    state_dir.symlink_to("/nowhere/at/all")
+    with pytest.raises(StateDirError, match="symbolic link"):
+        StateDir(str(state_dir))
+
+
+def test_a_file_in_its_place_or_a_missing_parent_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StateDirError, match="is not a directory"):
+        StateDir(str(tmp_path / "file"))
+    with pytest.raises(StateDirError, match=f"{tmp_path}/none does not exist"):
+        StateDir(str(tmp_path / "none" / "state"))
+
+
+def test_a_fifo_in_the_place_of_a_lock_file_is_refused(state_dir: Path) -> None:
+    with StateDir(str(state_dir)) as root:
+        os.mkfifo(state_dir / "host.lock")
+        with pytest.raises(StateDirError, match="not a regular file"):
+            root.open("host.lock")
+
+
+def test_a_directory_closed_by_another_user_is_named_with_its_fix(state_dir: Path, as_user) -> None:
+    state_dir.mkdir(mode=0o755)
+
+    def work(say, listen) -> None:
+        try:
+            StateDir(str(state_dir))
+        except StateDirError as err:
+            say(err)
+
+    said = as_user(work, uid=65534).hear()
+    assert "mode 0755 and belongs to uid 0" in said
+    assert f"chmod 1777 {state_dir}" in said
+
+
+@pytest.mark.parametrize("mode", [0o700, 0o755])
+def test_the_moment_between_anothers_mkdir_and_chmod_is_waited_out(
+    state_dir: Path, as_user, monkeypatch: pytest.MonkeyPatch, mode: int
+) -> None:
+    state_dir.mkdir(mode=mode)  # root's first use, stopped in the middle
+    monkeypatch.setattr(files, "_CREATION_PATIENCE", 60.0)
+
+    def work(say, listen) -> None:
+        real = os.open
+
+        def spy(*args, **kwargs):
+            os.open = real
+            try:
+                return real(*args, **kwargs)
+            finally:
+                say("tried")
+
+        os.open = spy
+        StateDir(str(state_dir)).close()
+        say("in")
+
+    other = as_user(work, uid=65534)
+    assert other.hear() == "tried"
+    state_dir.chmod(0o1777)
+    assert other.hear() == "in"
+
+
+@not_for_root
+def test_a_read_only_directory_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "closed").mkdir(mode=0o555)
+    with pytest.raises(StateDirError, match="cannot be created"):
+        StateDir(str(tmp_path / "closed" / "state"))
+
+
+def test_o_creat_is_never_used_on_a_name_that_may_exist(state_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """fs.protected_regular answers EACCES to O_CREAT on another's file in a sticky directory, even to root."""
+    with StateDir(str(state_dir)) as root:
+        os.close(root.open_or_create("host.lock"))
+        real = os.open
+
+        def protected(path, flags, *args, **kwargs):
+            if flags & os.O_CREAT and (state_dir / os.fspath(path)).exists():
+                raise PermissionError(errno.EACCES, "Permission denied")
+            return real(path, flags, *args, **kwargs)
+
+        monkeypatch.setattr(os, "open", protected)
+        os.close(root.open_or_create("host.lock"))
+
+
+def test_two_creators_at_once_end_with_one_file(state_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with StateDir(str(state_dir)) as root:
+        real = os.link
+
+        def outrun(source, target, **kwargs):
+            monkeypatch.setattr(os, "link", real)
+            os.close(root.open_or_create(target))
+            return real(source, target, **kwargs)
+
+        monkeypatch.setattr(os, "link", outrun)
+        fd = root.open_or_create("host.lock")
+        assert root.is_current("host.lock", fd)
+        os.close(fd)
+        assert os.listdir(state_dir) == ["host.lock"]
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_is_said_and_leaves_nothing(state_dir: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    with StateDir(str(state_dir)) as root:
+
+        def full(*args, **kwargs):
+            raise OSError(code, os.strerror(code))
+
+        monkeypatch.setattr(os, "link", full)
+        with pytest.raises(StateDirError, match="no room for") as caught:
+            root.open_or_create("host.lock")
+        assert caught.value.errno == code
+    assert os.listdir(state_dir) == []
+
+
+@needs_root
+def test_a_really_full_tmpfs(tmp_path: Path) -> None:
+    mount = tmp_path / "small"
+    mount.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4096", "tmpfs", mount], capture_output=True).returncode:
+        pytest.skip("cannot mount a tmpfs here")
+    try:
+        (mount / "filler").write_bytes(b"x" * 4096)
+        fd = os.open(mount / "a", os.O_RDWR | os.O_CREAT)
+        with pytest.raises(StateDirError, match="cannot write .*No space left"):
+            write_all(fd, b"{}\n", str(mount / "a"))
+        os.close(fd)
+    finally:
+        subprocess.run(["umount", mount], check=True)
+
+
+@needs_root
+def test_a_read_only_file_system(tmp_path: Path) -> None:
+    mount = tmp_path / "ro"
+    mount.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", mount], capture_output=True).returncode:
+        pytest.skip("cannot mount a tmpfs here")
+    try:
+        with pytest.raises(StateDirError, match="[Rr]ead-only"):
+            StateDir(str(mount / "state"))
+        with pytest.raises(StateDirError, match="[Rr]ead-only"), StateDir(str(mount)) as root:
+            root.open_or_create("host.lock")
+    finally:
+        subprocess.run(["umount", mount], check=True)
+
+
+@pytest.mark.parametrize("kind", ["nfs4", "lustre", "fuse.sshfs", "9p"])
+def test_a_network_file_system_is_refused(state_dir: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    monkeypatch.setattr(files, "file_system_type", lambda fd: kind)
+    with pytest.raises(StateDirError, match=rf"network file system \({kind}\).*SAFE_GPU_DIR"):
+        StateDir(str(state_dir))
+
+
+def test_the_file_system_is_known_by_its_mount(tmp_path: Path) -> None:
+    fd = os.open(tmp_path, os.O_RDONLY)
+    expected = subprocess.run(["stat", "-f", "-c", "%T", tmp_path], capture_output=True, text=True).stdout.strip()
+    kind = file_system_type(fd)
+    os.close(fd)
+    assert kind
+    assert kind.rstrip("234") == expected.split("/")[0].rstrip("234") or expected.startswith(("UNKNOWN", "overlay"))
+
+
+def test_a_replaced_file_is_noticed(state_dir: Path) -> None:
+    with StateDir(str(state_dir)) as root:
+        fd = root.open_or_create("host.lock")
+        assert root.is_current("host.lock", fd)
+        (state_dir / "host.lock").unlink()
+        assert not root.is_current("host.lock", fd)
+        os.close(root.open_or_create("host.lock"))
+        assert not root.is_current("host.lock", fd)
+        os.close(fd)
+
+
+def test_a_shorter_record_replaces_a_longer_one(tmp_path: Path) -> None:
+    fd = os.open(tmp_path / "record", os.O_RDWR | os.O_CREAT)
+    write_all(fd, b"a long line\n", "record")
+    write_all(fd, b"short\n", "record")
+    assert (tmp_path / "record").read_bytes() == b"short\n"
+    os.close(fd)

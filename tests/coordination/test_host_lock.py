@@ -1,0 +1,147 @@
+"""The host lock: exclusive, given back by the kernel, its holder named."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from safe_gpu import errors
+from safe_gpu.coordination.host_lock import HostLock, fork_guard
+
+HOLD = """
+from safe_gpu.coordination.host_lock import HostLock
+with HostLock(None) as host:
+    say("held")
+    listen()
+say("released")
+"""
+
+
+def soon() -> float:
+    return time.monotonic() + 30
+
+
+def test_directories_are_there_while_it_is_held(state_dir: Path) -> None:
+    with HostLock(soon()) as host:
+        assert os.path.samestat(os.fstat(host.leases.fd), (state_dir / "leases").stat())
+        assert os.path.samestat(os.fstat(host.queue.fd), (state_dir / "queue").stat())
+    assert sorted(os.listdir(state_dir)) == ["host.lock", "leases", "queue"]
+    assert len(fork_guard._fds) == 0
+
+
+def test_a_timeout_names_the_holder(state_dir: Path, child) -> None:
+    holder = child(HOLD)
+    assert holder.hear() == "held"
+    with pytest.raises(errors.LockTimeout) as caught, HostLock(time.monotonic()):
+        pass
+    assert caught.value.pid == holder.pid
+    assert caught.value.user
+    assert str(holder.pid) in str(caught.value)
+    assert isinstance(caught.value, TimeoutError)
+
+
+def test_a_stopped_holder_is_called_stopped(state_dir: Path, child, eventually) -> None:
+    holder = child(HOLD)
+    assert holder.hear() == "held"
+    os.kill(holder.pid, signal.SIGSTOP)
+    eventually(lambda: Path(f"/proc/{holder.pid}/stat").read_text().split()[2] == "T")
+    with pytest.raises(errors.LockTimeout, match="which is stopped"), HostLock(time.monotonic()):
+        pass
+
+
+def test_a_killed_holder_holds_nothing(state_dir: Path, child) -> None:
+    holder = child(HOLD)
+    assert holder.hear() == "held"
+    holder.kill()
+    with HostLock(soon()):
+        pass
+
+
+def test_a_forked_child_does_not_keep_it(state_dir: Path) -> None:
+    """The parent is killed inside; its child lives on, and must not hold the host for everybody."""
+    ready, write = os.pipe()
+    parent = os.fork()
+    if parent == 0:
+        with HostLock(None):
+            survivor = os.fork()
+            if survivor == 0:
+                os.write(write, b"%d\n" % os.getpid())
+                signal.pause()
+            signal.pause()
+    survivor = int(os.read(ready, 20))
+    os.kill(parent, signal.SIGKILL)
+    os.waitpid(parent, 0)
+    try:
+        with HostLock(soon()):
+            pass
+        os.kill(survivor, 0)
+    finally:
+        os.kill(survivor, signal.SIGKILL)
+        os.close(ready)
+        os.close(write)
+
+
+def test_a_file_that_was_cleaned_away_meanwhile_is_not_locked(state_dir: Path, child) -> None:
+    """A cleaner of /tmp unlinks host.lock while somebody waits for it: the waiter must end with the new file."""
+    holder = child(HOLD)
+    assert holder.hear() == "held"
+    spy = """
+from safe_gpu.coordination import host_lock
+real, told = host_lock.lock_file, []
+def lock_file(fd):
+    got = real(fd)
+    if not told: told.append(say("waiting"))
+    return got
+host_lock.lock_file = lock_file
+"""
+    waiter = child(spy + HOLD)
+    assert waiter.hear() == "waiting"  # for the old file
+    (state_dir / "host.lock").unlink()
+    third = child(HOLD)
+    assert third.hear() == "held"  # on a new file
+    holder.tell()
+    assert holder.hear() == "released"
+    third.tell()
+    assert third.hear() == "released"
+    assert waiter.hear() == "held"
+    with pytest.raises(errors.LockTimeout), HostLock(time.monotonic()):
+        pass  # so the waiter holds the file that stands there now
+
+
+def test_a_file_that_cannot_be_locked_is_a_state_dir_error(state_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object) -> None:
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(errors.StateDirError, match="cannot be locked"), HostLock(soon()):
+        pass
+
+
+def test_only_one_at_a_time(state_dir: Path, child, tmp_path: Path) -> None:
+    """Two detectors: an occupancy marker that must not exist on entry, and a counter that loses updates in a race."""
+    counter = tmp_path / "counter"
+    counter.write_text("0")
+    code = f"""
+import os
+from safe_gpu.coordination.host_lock import HostLock
+say("ready"); listen()
+for _ in range(200):
+    with HostLock(None):
+        os.close(os.open({str(tmp_path / "occupied")!r}, os.O_CREAT | os.O_EXCL))
+        count = int(open({str(counter)!r}).read())
+        open({str(counter)!r}, "w").write(str(count + 1))
+        os.unlink({str(tmp_path / "occupied")!r})
+"""
+    workers = [child(code) for _ in range(4)]
+    for worker in workers:
+        assert worker.hear() == "ready"
+    for worker in workers:
+        worker.tell()
+    for worker in workers:
+        worker.finish()
+    assert counter.read_text() == "800"

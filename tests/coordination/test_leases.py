@@ -1,0 +1,272 @@
+"""Leases: the kernel holds them for as long as the claim lives, and no longer."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import resource
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from safe_gpu.coordination import leases as leases_module
+from safe_gpu.coordination.host_lock import HostLock
+from safe_gpu.coordination.leases import Lease, LeaseRecord, inner_name, lease_name, probe, read_record, try_lease
+from safe_gpu.errors import StateDirError
+
+NAME = lease_name("GPU-1")
+
+HOLD = """
+import os
+from safe_gpu.coordination.host_lock import HostLock
+from safe_gpu.coordination.leases import try_lease
+with HostLock(None) as host:
+    lease = try_lease(host, "GPU-1.lock")
+say("held" if lease else "refused")
+"""
+
+
+def take(name: str = NAME, **options: bool) -> Lease | None:
+    with HostLock(time.monotonic() + 30) as host:
+        return try_lease(host, name, **options)
+
+
+def held(name: str = NAME) -> bool:
+    with HostLock(time.monotonic() + 30) as host:
+        return probe(host, name)
+
+
+def test_names_are_those_of_the_protocol() -> None:
+    assert lease_name("GPU-ab") == "GPU-ab.lock"
+    assert inner_name("GPU-ab") == "GPU-ab.inner.lock"
+    assert "/" not in lease_name("MIG-GPU-ab/1/0")
+
+
+def test_one_holder_at_a_time_and_probes_take_nothing(state_dir: Path) -> None:
+    assert not held()
+    lease = take()
+    assert lease is not None
+    assert held()
+    assert take() is None
+    lease.release()
+    lease.release()
+    assert not held()
+    again = take()
+    assert again is not None
+    again.release()
+
+
+def test_shared_holders_stand_side_by_side_and_keep_others_out(state_dir: Path) -> None:
+    first, second = take(shared=True), take(shared=True)
+    assert first is not None
+    assert second is not None
+    assert take() is None
+    assert held()
+    first.release()
+    second.release()
+    assert not held()
+
+
+@pytest.mark.parametrize("end", ["exit", "kill", "release", "exec"])
+def test_ends_with_the_process_however_it_ends(state_dir: Path, child, eventually, end: str) -> None:
+    endings = {
+        "exit": "",
+        "kill": "os.kill(os.getpid(), 9)",
+        "release": "lease.release(); say('done'); listen()",
+        "exec": "os.execv('/bin/true', ['true'])",
+    }
+    holder = child(HOLD + "listen()\n" + endings[end])
+    assert holder.hear() == "held"
+    assert held()
+    holder.tell()
+    if end == "release":
+        assert holder.hear() == "done"
+    else:
+        holder.process.wait(30)
+    assert not held()
+
+
+def test_a_child_that_lives_on_keeps_it_and_cannot_give_it_back(state_dir: Path, child) -> None:
+    code = """
+if os.fork() == 0:
+    lease.release()            # in a child this only closes the child's copy
+    say("child"); listen(); os._exit(0)
+listen()
+os._exit(0)
+"""
+    holder = child(HOLD + code)
+    assert [holder.hear(), holder.hear()] == ["held", "child"]
+    assert held()
+
+    keeper = "import signal\nif os.fork() == 0:\n    say(os.getpid()); signal.pause()\nlisten()\nos._exit(0)"
+    second = child(HOLD.replace("GPU-1", "GPU-2") + keeper)
+    assert second.hear() == "held"
+    orphan = int(second.hear())
+    second.kill()
+    assert held("GPU-2.lock")
+    os.kill(orphan, signal.SIGKILL)
+    while held("GPU-2.lock"):
+        pass
+
+
+def test_release_frees_it_although_a_child_has_a_copy(state_dir: Path, child) -> None:
+    code = "import signal\nif os.fork() == 0:\n    say('child'); signal.pause()\nlisten(); lease.release(); say('released'); listen()"
+    holder = child(HOLD + code)
+    assert [holder.hear(), holder.hear()] == ["held", "child"]
+    holder.tell()
+    assert holder.hear() == "released"
+    assert not held()
+
+
+def test_travels_through_exec_above_what_scripts_use(state_dir: Path, child) -> None:
+    script = "exec 3>/dev/null 9>/dev/null; echo $$; ls -l /proc/$$/fd; read line"
+    holder = child(HOLD + f"lease.keep_across_exec()\nos.execv('/bin/bash', ['bash', '-c', {script!r}])")
+    assert holder.hear() == "held"
+    assert int(holder.hear()) == holder.pid
+    while "GPU-1.lock" not in (line := holder.hear()):
+        pass
+    assert int(line.split(" -> ")[0].split()[-1]) >= 500
+    assert held()
+    holder.kill()
+    assert not held()
+
+
+def test_a_low_limit_of_descriptors_is_respected(state_dir: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lease = take()
+    assert lease is not None
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
+        lease.keep_across_exec()
+        assert 3 <= lease.fd < 64
+        assert os.get_inheritable(lease.fd)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        lease.release()
+
+
+def test_a_lease_file_that_was_cleaned_away_is_not_held_by_its_old_inode(state_dir: Path) -> None:
+    old = take()
+    assert old is not None
+    (state_dir / "leases" / NAME).unlink()
+    new = take()
+    assert new is not None  # the driver's process list is what protects the old holder now
+    assert held()
+    old.release()
+    assert held()
+    new.release()
+
+
+def test_another_users_file_is_leased_too(state_dir: Path, as_user) -> None:
+    def work(say, listen) -> None:
+        lease = take()
+        say("held" if lease else "refused")
+        listen()
+        lease.release()
+        say("released")
+        listen()
+
+    for uid, other, umask in ((65534, 12345, 0o077), (12345, 65534, 0o022)):
+        first = as_user(work, uid=uid, umask=umask)
+        assert first.hear() == "held"
+        second = as_user(work, uid=other, umask=0o077)
+        assert second.hear() == "refused"
+        first.tell()
+        assert first.hear() == "released"
+        third = as_user(work, uid=other, umask=0o077)
+        assert third.hear() == "held"
+        third.tell()
+        assert third.hear() == "released"
+
+
+# Records
+
+
+def record(**changes: object) -> LeaseRecord:
+    fields = dict(
+        pid=1,
+        start=2,
+        uid=3,
+        user="alice",
+        host="h",
+        job="7.1",
+        command="python x.py",
+        gpus=("GPU-1",),
+        since=4.5,
+        token="",
+    )
+    return LeaseRecord(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def test_the_record_is_one_line_of_json_with_the_keys_of_the_protocol(state_dir: Path) -> None:
+    lease = take()
+    assert lease is not None
+    lease.write(LeaseRecord.of_this_process(("GPU-1",), "12.3", "t", None).encode())
+    text = (state_dir / "leases" / NAME).read_text()
+    assert text.endswith("\n")
+    assert text.count("\n") == 1
+    raw = json.loads(text)
+    keys = {"v", "pid", "start", "uid", "user", "host", "job", "command", "gpus", "since", "token"}
+    assert set(raw) == keys
+    assert raw["v"] == 1
+    assert raw["pid"] == os.getpid()
+    assert raw["uid"] == os.geteuid()
+    assert raw["host"] == os.uname().nodename
+    assert raw["job"] == "12.3"
+    assert raw["gpus"] == ["GPU-1"]
+    assert raw["token"] == "t"
+    assert abs(raw["since"] - time.time()) < 3600
+    lease.release()
+
+
+texts = st.text(max_size=30)
+
+
+@given(st.builds(record, user=texts, job=st.none() | texts, command=st.none() | texts, token=texts, start=st.none()))
+def test_records_survive_the_round_trip(one: LeaseRecord) -> None:
+    assert LeaseRecord.decode(one.encode()) == one
+
+
+@given(
+    st.binary(max_size=200) | st.sampled_from([b"", b"[]", b"1", b"{}", b'{"pid": "x"}', b'{"pid": 1, "since": "y"}'])
+)
+def test_nonsense_in_a_record_is_no_record(data: bytes) -> None:
+    assert LeaseRecord.decode(data) is None or isinstance(LeaseRecord.decode(data), LeaseRecord)
+
+
+@given(st.integers(min_value=0, max_value=100))
+def test_a_torn_record_is_no_record(cut: int) -> None:
+    data = record().encode()
+    assert LeaseRecord.decode(data[: min(cut, len(data) - 2)]) is None
+
+
+def test_a_torn_record_is_read_again(state_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lease = take()
+    assert lease is not None
+    lease.write(record().encode())
+    real, answers = os.pread, iter([b"", b'{"pid": 1, "us'])
+    monkeypatch.setattr(leases_module.os, "pread", lambda *args: next(answers, None) or real(*args))
+    with HostLock(time.monotonic() + 30) as host:
+        assert read_record(host.leases, NAME) == record()
+    lease.release()
+
+
+def test_no_room_for_the_record_is_an_error(state_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lease = take()
+    assert lease is not None
+
+    def full(*args: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(StateDirError, match="cannot write .*No space left"):
+        lease.write(b"{}\n")
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: 1)
+    with pytest.raises(StateDirError, match="no room to write"):
+        lease.write(b"{}\n")
+    lease.release()

@@ -1,0 +1,41 @@
+"""Batch schedulers and launchers: what the environment says about the job and the rank that this process is.
+
+Each scheduler is a pure function from an environment to a :class:`JobContext`, or None where it is not the one. Nothing
+is asked of a scheduler but in :func:`number_for_job` and :func:`declared_gpus`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from . import lsf, pbs, ranks, sge, slurm
+from .context import JobContext
+from .number import declared_gpus, number_for_job
+
+__all__ = ["JobContext", "current", "declared_gpus", "in_batch_job", "number_for_job"]
+
+# Slurm first: sbatch passes on the environment it is called in, so a Slurm job may carry another scheduler's variables.
+_SCHEDULERS = (slurm.parse, sge.parse, pbs.parse, lsf.parse)
+
+
+def current(environ: Mapping[str, str] | None = None) -> JobContext:
+    """The job and the rank that this process is; ``environ`` None is the process's own environment.
+
+    The job comes from the batch scheduler, the rank from the innermost launcher: an MPI rank in a Slurm job has Slurm's
+    job number and MPI's rank. A variable with a senseless value counts as not set.
+    """
+    if environ is None:
+        environ = os.environ
+    job = next(filter(None, (parse(environ) for parse in _SCHEDULERS)), None)
+    rank = ranks.parse(environ)
+    if job is None or rank is None:
+        return job or rank or JobContext()
+    return JobContext(
+        job.scheduler, job.job_id, job.task_id, rank.local_rank, rank.local_size, job.allowed, job.requested_gpus
+    )
+
+
+def in_batch_job(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether this process is part of a batch job, which has declared its GPUs and may wait longer for them."""
+    return current(environ).scheduler is not None

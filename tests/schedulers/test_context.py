@@ -1,0 +1,214 @@
+"""One contract over every scheduler and launcher, with environments as the real ones set them."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import FrozenInstanceError
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from safe_gpu.schedulers import JobContext, current, in_batch_job
+
+SGE = {"JOB_ID": "1234", "SGE_TASK_ID": "undefined", "SGE_ROOT": "/var/lib/gridengine", "NSLOTS": "1", "NHOSTS": "1"}
+SLURM = {"SLURM_JOB_ID": "77", "SLURM_JOBID": "77", "SLURM_LOCALID": "0", "SLURM_PROCID": "0", "SLURM_NODEID": "0"}
+OMPI = {"OMPI_COMM_WORLD_LOCAL_RANK": "3", "OMPI_COMM_WORLD_LOCAL_SIZE": "4", "OMPI_COMM_WORLD_RANK": "7"}
+
+# name: (environment, context, label)
+CASES: dict[str, tuple[dict[str, str], JobContext, str | None]] = {
+    "nothing": ({"PATH": "/bin"}, JobContext(), None),
+    "sge": (SGE, JobContext("sge", "1234"), "sge:1234"),
+    "sge array": ({**SGE, "SGE_TASK_ID": "5"}, JobContext("sge", "1234", 5), "sge:1234.5"),
+    "sge, JOB_ID unset": (
+        {"SGE_TASK_ID": "undefined", "SGE_JOB_SPOOL_DIR": "/spool/execd/h1/active_jobs/1234.1"},
+        JobContext("sge", "1234"),
+        "sge:1234",
+    ),
+    "sge, a task that qrsh -inherit started, JOB_ID unset": (
+        {"SGE_TASK_ID": "7", "SGE_JOB_SPOOL_DIR": "/spool/execd/h2/active_jobs/1234.7/1.h2"},
+        JobContext("sge", "1234", 7),
+        "sge:1234.7",
+    ),
+    "sge that tells no number": ({"SGE_TASK_ID": "undefined"}, JobContext("sge"), None),
+    "univa, resource map": (
+        {**SGE, "SGE_HGR_gpu": "1 3"},
+        JobContext("sge", "1234", allowed=("1", "3"), requested_gpus=2),
+        "sge:1234",
+    ),
+    "univa, resource map of another name": (
+        {**SGE, "SGE_HGR_accel": "gpu0", "SAFE_GPU_SGE_RESOURCE": "accel"},
+        JobContext("sge", "1234", allowed=("gpu0",), requested_gpus=1),
+        "sge:1234",
+    ),
+    "JOB_ID of something else": ({"JOB_ID": "1234"}, JobContext(), None),
+    "a submit host of Grid Engine": ({"SGE_ROOT": "/opt/sge", "SGE_CELL": "default"}, JobContext(), None),
+    "slurm without gres": (SLURM, JobContext("slurm", "77", local_rank=0), "slurm:77"),
+    "slurm, batch script": (
+        {**SLURM, "SLURM_GPUS_ON_NODE": "4", "SLURM_JOB_GPUS": "0,1,2,3", "SLURM_TASKS_PER_NODE": "2"},
+        JobContext("slurm", "77", None, 0, None, ("0", "1", "2", "3"), 4),
+        "slurm:77",
+    ),
+    "slurm, array": (
+        {**SLURM, "SLURM_ARRAY_JOB_ID": "70", "SLURM_ARRAY_TASK_ID": "3"},
+        JobContext("slurm", "70", 3, 0),
+        "slurm:70.3",
+    ),
+    "slurm, device cgroup: its numbers count from 0 in every job": (
+        {**SLURM, "SLURM_JOB_GPUS": "5", "SLURM_GPUS_ON_NODE": "1", "CUDA_VISIBLE_DEVICES": "0"},
+        JobContext("slurm", "77", None, 0, None, ("5",), 1),
+        "slurm:77",
+    ),
+    "slurm, device cgroup, gres that tells no numbers": (
+        {**SLURM, "SLURM_GPUS_ON_NODE": "1", "CUDA_VISIBLE_DEVICES": "0"},
+        JobContext("slurm", "77", None, 0, None, None, 1),
+        "slurm:77",
+    ),
+    "slurm, one of two tasks on the second node": (
+        {
+            **SLURM,
+            "SLURM_LOCALID": "1",
+            "SLURM_PROCID": "4",
+            "SLURM_NODEID": "1",
+            "SLURM_STEP_TASKS_PER_NODE": "3,2(x2)",
+            "SLURM_GPUS_ON_NODE": "2",
+            "SLURM_STEP_GPUS": "1",
+            "SLURM_JOB_GPUS": "0,1",
+        },
+        JobContext("slurm", "77", None, 1, 2, ("1",), 2),
+        "slurm:77",
+    ),
+    "slurm before 20.11": (
+        {**SLURM, "SLURM_JOB_GPUS": "0,2"},
+        JobContext("slurm", "77", None, 0, None, ("0", "2"), 2),
+        "slurm:77",
+    ),
+    "srun with PMI-2": (
+        {**SLURM, "SLURM_LOCALID": "1", "SLURM_PROCID": "5", "PMI_RANK": "5"},
+        JobContext("slurm", "77", None, 1),
+        "slurm:77",
+    ),
+    "mpirun in slurm: its daemon's SLURM_LOCALID says nothing": (
+        {**SLURM, **OMPI, "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_GPUS_ON_NODE": "4"},
+        JobContext("slurm", "77", None, 3, 4, None, 4),
+        "slurm:77",
+    ),
+    "an old hydra in slurm": (
+        {**SLURM, "PMI_RANK": "2", "PMI_SIZE": "4"},
+        JobContext("slurm", "77", None, 2),
+        "slurm:77",
+    ),
+    "mpirun in sge": ({**SGE, **OMPI}, JobContext("sge", "1234", None, 3, 4), "sge:1234"),
+    "sbatch called in an sge job": ({**SGE, **SLURM}, JobContext("slurm", "77", local_rank=0), "slurm:77"),
+    "mpirun": (OMPI, JobContext(local_rank=3, local_size=4), None),
+    "mpich, intel": (
+        {"MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2", "PMI_RANK": "5", "PMI_SIZE": "8"},
+        JobContext(local_rank=1, local_size=2),
+        None,
+    ),
+    "old mpich": ({"PMI_RANK": "1", "PMI_SIZE": "2"}, JobContext(local_rank=1), None),
+    "mvapich": (
+        {"MV2_COMM_WORLD_LOCAL_RANK": "0", "MV2_COMM_WORLD_LOCAL_SIZE": "2", "PMI_RANK": "2"},
+        JobContext(local_rank=0, local_size=2),
+        None,
+    ),
+    "horovod with gloo": (
+        {"HOROVOD_LOCAL_RANK": "1", "HOROVOD_LOCAL_SIZE": "2", "HOROVOD_RANK": "3", "HOROVOD_SIZE": "4"},
+        JobContext(local_rank=1, local_size=2),
+        None,
+    ),
+    "torchrun": (
+        {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "8", "RANK": "8", "WORLD_SIZE": "16"},
+        JobContext(local_rank=0, local_size=8),
+        None,
+    ),
+    "torchrun, one on each node, by mpirun": (
+        {**OMPI, "OMPI_COMM_WORLD_LOCAL_RANK": "0", "LOCAL_RANK": "6", "LOCAL_WORLD_SIZE": "8"},
+        JobContext(local_rank=6, local_size=8),
+        None,
+    ),
+    "torchrun in slurm": (
+        {**SLURM, "SLURM_STEP_TASKS_PER_NODE": "1", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "4"},
+        JobContext("slurm", "77", None, 2, 4),
+        "slurm:77",
+    ),
+    "a bare LOCAL_RANK": ({"LOCAL_RANK": "2"}, JobContext(local_rank=2), None),
+    "a bare LOCAL_RANK yields to MPI": ({**OMPI, "LOCAL_RANK": "2"}, JobContext(local_rank=3, local_size=4), None),
+    "pbs": ({"PBS_JOBID": "12.head.site"}, JobContext("pbs", "12"), "pbs:12"),
+    "pbs, gpus": ({"PBS_JOBID": "12.head", "PBS_NGPUS": "2"}, JobContext("pbs", "12", requested_gpus=2), "pbs:12"),
+    "pbs, array": ({"PBS_JOBID": "12[5].head", "PBS_ARRAY_INDEX": "5"}, JobContext("pbs", "12", 5), "pbs:12.5"),
+    "torque, array": ({"PBS_JOBID": "12[5].head", "PBS_ARRAYID": "5"}, JobContext("pbs", "12", 5), "pbs:12.5"),
+    "pbs, array, number in the name only": ({"PBS_JOBID": "12[5].head"}, JobContext("pbs", "12", 5), "pbs:12.5"),
+    "lsf": ({"LSB_JOBID": "9", "LSB_JOBINDEX": "0"}, JobContext("lsf", "9"), "lsf:9"),
+    "lsf, array": ({"LSB_JOBID": "9", "LSB_JOBINDEX": "4"}, JobContext("lsf", "9", 4), "lsf:9.4"),
+    "jsrun in lsf": (
+        {"LSB_JOBID": "9", "JSM_NAMESPACE_LOCAL_RANK": "1", "JSM_NAMESPACE_LOCAL_SIZE": "6"},
+        JobContext("lsf", "9", None, 1, 6),
+        "lsf:9",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_environment_to_context(name: str) -> None:
+    environ, expected, label = CASES[name]
+    before = dict(environ)
+    context = current(environ)
+    assert context == expected
+    assert context.job_label == label
+    assert in_batch_job(environ) is (expected.scheduler is not None)
+    assert environ == before
+    assert pickle.loads(pickle.dumps(context)) == context
+    with pytest.raises(FrozenInstanceError):
+        context.job_id = "other"  # type: ignore[misc]
+
+
+NAMES = sorted({name for environ, _, _ in CASES.values() for name in environ} | {"SLURM_STEP_TASKS_PER_NODE"})
+SENSELESS = [
+    "",
+    " ",
+    "undefined",
+    "x",
+    "-1",
+    "1.5",
+    "²",
+    "٣",
+    "0x1",
+    "9" * 30,
+    "1 2,3",
+    "(x2)",
+    "2(x",
+    "[]",
+    "[7]",
+    ",",
+    "1;rm",
+]
+
+
+@given(st.dictionaries(st.sampled_from(NAMES), st.sampled_from([*SENSELESS, "0", "1", "17"]) | st.text(max_size=8)))
+def test_senseless_values_never_raise_and_never_show(environ: dict[str, str]) -> None:
+    context = current(environ)
+    assert context.scheduler in (None, "sge", "slurm", "pbs", "lsf")
+    assert context.job_id is None or context.job_id.isdecimal()
+    for number in (context.task_id, context.local_rank, context.local_size, context.requested_gpus):
+        assert number is None or (type(number) is int and 0 <= number < 10**18)
+    assert context.local_size != 0
+
+
+@pytest.mark.parametrize("value", SENSELESS)
+@pytest.mark.parametrize(
+    "name", ["SLURM_LOCALID", "SLURM_GPUS_ON_NODE", "SLURM_ARRAY_TASK_ID", "OMPI_COMM_WORLD_LOCAL_RANK"]
+)
+def test_a_senseless_value_is_as_if_unset(name: str, value: str) -> None:
+    environ = {"SLURM_JOB_ID": "77", "SLURM_ARRAY_JOB_ID": "70"}
+    assert current({**environ, name: value}) == current(environ)
+
+
+def test_own_environment_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in NAMES:
+        monkeypatch.delenv(name, raising=False)
+    assert current() == JobContext()
+    assert not in_batch_job()
+    monkeypatch.setenv("LSB_JOBID", "31")
+    assert current().job_label == "lsf:31"
+    assert in_batch_job()

@@ -1,0 +1,259 @@
+"""What nb_gpus="job" means."""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from safe_gpu.errors import UnsatisfiableRequestError
+from safe_gpu.schedulers import declared_gpus, number_for_job
+from safe_gpu.schedulers.qstat import QstatError, Request, Slots, hard_request, here, slots
+
+SLURM = {"SLURM_JOB_ID": "77"}
+
+
+def qstat_xml(requests: str, job: str = "1234", environment: str = "") -> str:
+    """An answer of ``qstat -j JOB -xml`` (Son of Grid Engine 8.1.9), shortened."""
+    return f"""<?xml version='1.0'?>
+<detailed_job_info  xmlns:xsd="http://arc.liv.ac.uk/repos/darcs/sge/source/dist/util/resources/schemas/qstat/detailed_job_info.xsd">
+  <djob_info>
+    <element>
+      <JB_job_number>{job}</JB_job_number>
+      <JB_owner>gpujobs</JB_owner>
+      {requests}
+      <JB_soft_resource_list>{request("gpus", 7)}</JB_soft_resource_list>
+      <JB_env_list><job_sublist><VA_variable>X</VA_variable><VA_value>{environment}</VA_value></job_sublist></JB_env_list>
+    </element>
+  </djob_info>
+</detailed_job_info>
+"""
+
+
+def request(name: str, number: float, consumable: int = 1, valtype: int = 1) -> str:
+    return f"""<qstat_l_requests>
+          <CE_name>{name}</CE_name>
+          <CE_valtype>{valtype}</CE_valtype>
+          <CE_stringval>{number:g}</CE_stringval>
+          <CE_doubleval>{number:f}</CE_doubleval>
+          <CE_relop>0</CE_relop>
+          <CE_consumable>{consumable}</CE_consumable>
+        </qstat_l_requests>"""
+
+
+def hard(*requests: str) -> str:
+    return f"<JB_hard_resource_list>{''.join(requests)}</JB_hard_resource_list>"
+
+
+@pytest.mark.parametrize(
+    ("environ", "number"),
+    [
+        ({"SAFE_GPU_NB_GPUS": "3"}, 3),
+        ({"SAFE_GPU_NB_GPUS": " 2 ", **SLURM, "SLURM_GPUS_ON_NODE": "4"}, 2),
+        ({"SAFE_GPU_NB_GPUS": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}, 2),
+        ({**SLURM, "SLURM_GPUS_ON_NODE": "4"}, 4),
+        ({**SLURM, "SLURM_GPUS_ON_NODE": "4", "SLURM_NODEID": "0", "SLURM_STEP_TASKS_PER_NODE": "4"}, 1),
+        ({**SLURM, "SLURM_GPUS_ON_NODE": "8", "OMPI_COMM_WORLD_LOCAL_RANK": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, 2),
+        ({**SLURM, "SLURM_GPUS_ON_NODE": "8", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "3"}, 2),
+        ({"PBS_JOBID": "1.h", "PBS_NGPUS": "2"}, 2),
+        ({"PBS_JOBID": "1.h", "CUDA_VISIBLE_DEVICES": "GPU-1,GPU-2,GPU-3"}, 3),
+        ({"LSB_JOBID": "1", "CUDA_VISIBLE_DEVICES": "0,3"}, 2),
+        ({"SGE_TASK_ID": "undefined", "JOB_ID": "4", "SGE_HGR_gpu": "2 5"}, 2),
+    ],
+)
+def test_the_number(environ: dict[str, str], number: int) -> None:
+    assert number_for_job(environ, ask=False) == number
+
+
+@pytest.mark.parametrize(
+    ("environ", "names"),
+    [
+        ({"SAFE_GPU_NB_GPUS": "two"}, ["SAFE_GPU_NB_GPUS='two'", "whole number"]),
+        ({"SAFE_GPU_NB_GPUS": "0"}, ["SAFE_GPU_NB_GPUS='0'"]),
+        ({"SAFE_GPU_NB_GPUS": "-1", **SLURM, "SLURM_GPUS_ON_NODE": "4"}, ["SAFE_GPU_NB_GPUS='-1'"]),
+        ({}, ["in no batch job", "set SAFE_GPU_NB_GPUS=N"]),
+        (SLURM, ["slurm:77", "not known", "set SAFE_GPU_NB_GPUS=N"]),
+        ({**SLURM, "SLURM_GPUS_ON_NODE": "0"}, ["slurm:77 asked for no GPU", "set SAFE_GPU_NB_GPUS=N"]),
+        (
+            {**SLURM, "SLURM_GPUS_ON_NODE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4"},
+            ["slurm:77 asked for 2 GPU(s)", "4 processes"],
+        ),
+        ({"SGE_TASK_ID": "undefined", "JOB_ID": "4"}, ["sge:4", "not known", "set SAFE_GPU_NB_GPUS=N"]),
+        ({"SGE_TASK_ID": "undefined"}, ["of unknown number", "set SAFE_GPU_NB_GPUS=N"]),
+        ({"LSB_JOBID": "1"}, ["lsf:1", "set SAFE_GPU_NB_GPUS=N"]),
+    ],
+)
+def test_no_number_names_the_way_out(environ: dict[str, str], names: list[str]) -> None:
+    with pytest.raises(UnsatisfiableRequestError) as caught:
+        number_for_job(environ, ask=False)
+    for name in names:
+        assert name in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("requests", "found"),
+    [
+        (hard(request("gpu", 2)), Request(2, "slot")),
+        (hard(request("ngpus", 2, consumable=2), request("h_rt", 100, valtype=3)), Request(2, "job")),
+        (hard(request("gpus", 1, consumable=3, valtype=10)), Request(1, "host")),
+        (hard(request("GPU", 4)), Request(4, "slot")),
+        (hard(request("gpu_ram", 20)), None),
+        (hard(request("gpu", 1, valtype=5)), None),
+        (hard(), None),
+        ("", None),
+    ],
+)
+def test_hard_request(requests: str, found: Request | None) -> None:
+    assert hard_request(qstat_xml(requests, environment="a & b <\x01"), ("gpu", "gpus", "ngpus")) == found
+
+
+def test_hard_request_in_a_broken_list() -> None:
+    with pytest.raises(QstatError, match="cannot be read"):
+        hard_request("<JB_hard_resource_list><CE_name>gpu</JB_hard_resource_list>", ("gpu",))
+
+
+@pytest.mark.parametrize(
+    ("request_", "granted", "number"),
+    [
+        (Request(2, "slot"), Slots(1, True), 2),
+        (Request(1, "slot"), Slots(4, False), 4),
+        (Request(0.5, "slot"), Slots(4, True), 2),
+        (Request(1, "slot"), Slots(None, True), None),
+        (Request(2, "job"), Slots(4, True), 2),
+        (Request(2, "job"), Slots(4, False), 0),
+        (Request(2, "host"), Slots(None, False), 2),
+    ],
+)
+def test_request_on_this_host(request_: Request, granted: Slots, number: int | None) -> None:
+    assert here(request_, granted) == number
+
+
+class TestSlots:
+    """How much of a parallel job is on this host."""
+
+    def test_serial_job(self) -> None:
+        assert slots({"NSLOTS": "1", "NHOSTS": "1"}) == Slots(1, True)
+        assert slots({}) == Slots(1, True)
+
+    def test_host_file(self, tmp_path: Path) -> None:
+        own = os.uname().nodename.split(".")[0]
+        path = tmp_path / "pe_hostfile"
+        path.write_text(f"other 3 all.q@other UNDEFINED\n{own}.site.org 2 all.q@x UNDEFINED\n{own} 1 b.q@x UNDEFINED\n")
+        environ = {"PE_HOSTFILE": str(path), "NSLOTS": "6", "NHOSTS": "2"}
+        assert slots(environ) == Slots(3, False)
+        path.write_text(f"{own} 2 all.q@{own} UNDEFINED\nother 2 all.q@other UNDEFINED\n")
+        assert slots(environ) == Slots(2, True)
+        path.write_text("other 2 all.q@other UNDEFINED\n")
+        assert slots(environ) == Slots(None, False)
+
+    def test_task_of_qrsh_on_the_host_of_the_script(self, tmp_path: Path) -> None:
+        (tmp_path / "pe_hostfile").write_text(f"{os.uname().nodename} 2 all.q@x UNDEFINED\nother 2 all.q@y UNDEFINED\n")
+        (tmp_path / "1.host").mkdir()
+        assert slots({"SGE_JOB_SPOOL_DIR": str(tmp_path / "1.host"), "NSLOTS": "4", "NHOSTS": "2"}) == Slots(2, True)
+
+    def test_task_of_qrsh_elsewhere(self, tmp_path: Path) -> None:
+        (tmp_path / "config").write_text("pe=mpi\npe_slots=4\nhost_slots=2\n")
+        assert slots({"SGE_JOB_SPOOL_DIR": str(tmp_path), "NSLOTS": "4", "NHOSTS": "2"}) == Slots(2, False)
+
+    def test_nothing_known_of_a_job_on_two_hosts(self) -> None:
+        assert slots({"NSLOTS": "4", "NHOSTS": "2", "PE_HOSTFILE": "/nowhere"}) == Slots(None, False)
+
+
+Qstat = Callable[..., dict[str, str]]
+
+
+@pytest.fixture
+def fake_qstat(tmp_path: Path) -> Qstat:
+    """A qstat that answers what it is told to, and the environment of a job that finds it."""
+
+    def make(answer: str = "", *, status: int = 0, error: str = "", hang: str = "") -> dict[str, str]:
+        (tmp_path / "answer").write_text(answer)
+        program = tmp_path / "qstat"
+        program.write_text(
+            f"#!{sys.executable}\nimport sys\n"
+            f"assert sys.argv[1:] == ['-j', '1234', '-xml'], sys.argv\n"
+            f"{f'open({hang!r}).read()' if hang else ''}\n"
+            f"sys.stderr.write({error!r})\nsys.stdout.write(open({str(tmp_path / 'answer')!r}).read())\n"
+            f"sys.exit({status})\n"
+        )
+        program.chmod(program.stat().st_mode | stat.S_IXUSR)
+        return {"SGE_TASK_ID": "undefined", "JOB_ID": "1234", "NSLOTS": "1", "NHOSTS": "1", "PATH": str(tmp_path)}
+
+    return make
+
+
+def test_asking_qstat(fake_qstat: Qstat) -> None:
+    environ = fake_qstat(qstat_xml(hard(request("gpu", 2))))
+    assert number_for_job(environ) == 2
+    assert declared_gpus(environ) == 2
+    assert declared_gpus(environ, ask=False) is None
+    assert number_for_job({**environ, "SAFE_GPU_NB_GPUS": "1"}) == 1
+
+
+def test_qstat_off_the_path_of_the_job(fake_qstat: Qstat) -> None:
+    environ = fake_qstat(qstat_xml(hard(request("gpu", 2))))
+    assert number_for_job({**environ, "SGE_BINARY_PATH": environ["PATH"], "PATH": "/nowhere"}) == 2
+
+
+def test_slots_and_ranks_share_what_qstat_says(fake_qstat: Qstat) -> None:
+    environ = {**fake_qstat(qstat_xml(hard(request("gpu", 1)))), "NSLOTS": "4"}
+    assert number_for_job(environ) == 4
+    assert number_for_job({**environ, "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}) == 1
+
+
+def test_a_resource_of_another_name(fake_qstat: Qstat) -> None:
+    environ = fake_qstat(qstat_xml(hard(request("accel", 3))))
+    assert declared_gpus(environ) == 0
+    assert number_for_job({**environ, "SAFE_GPU_SGE_RESOURCE": "accel"}) == 3
+
+
+def test_a_job_that_asked_for_none(fake_qstat: Qstat) -> None:
+    environ = fake_qstat(qstat_xml(""))
+    with pytest.raises(UnsatisfiableRequestError, match="asked for no GPU on this host") as caught:
+        number_for_job(environ)
+    assert caught.value.value == 0
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        (
+            {"status": 1, "error": 'denied: host "n1" is neither submit nor admin host\n'},
+            "neither submit nor admin host",
+        ),
+        ({"answer": "<?xml version='1.0'?>\n<unknown_jobs >\n<ST_name>1234</ST_name></unknown_jobs>"}, "job 1234"),
+        ({"answer": qstat_xml("", job="12345")}, "job 1234"),
+        ({"status": 3}, "exit status 3"),
+    ],
+)
+def test_qstat_that_does_not_tell(fake_qstat: Qstat, answer: dict[str, object], says: str) -> None:
+    environ = fake_qstat(**answer)
+    with pytest.raises(UnsatisfiableRequestError, match="set SAFE_GPU_NB_GPUS=N") as caught:
+        number_for_job(environ)
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert declared_gpus(environ) is None
+
+
+def test_no_qstat(tmp_path: Path) -> None:
+    environ = {"SGE_TASK_ID": "undefined", "JOB_ID": "1234", "PATH": str(tmp_path)}
+    with pytest.raises(UnsatisfiableRequestError, match=r"qstat is not on PATH here.*set SAFE_GPU_NB_GPUS=N"):
+        number_for_job(environ)
+    assert declared_gpus(environ) is None
+
+
+def test_qstat_that_hangs(fake_qstat: Qstat, tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    environ = fake_qstat(hang=str(pipe))
+    answer: list[int | None] = [-1]
+    asking = threading.Thread(target=lambda: answer.append(declared_gpus(environ, patience=0.2)), daemon=True)
+    asking.start()
+    asking.join(30)
+    assert answer == [-1, None]

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from .choice import capacity, choose
-from .devices import ComputeMode, GpuVerdict, ProcessKind
+from .devices import ComputeMode, GpuVerdict, Holder, ProcessKind
 from .errors import UnsatisfiableRequestError
 from .request import format_bytes, matches_model, names_device, parse_bytes, parse_request, unknown_names
 
@@ -40,17 +39,6 @@ Describe = Callable[[int], "tuple[str | None, str | None] | None"]
 """Tells a process's user and command line from its pid; None where the pid does not resolve here."""
 
 _MPS_SERVER = "nvidia-cuda-mps-server"
-
-
-@dataclass(frozen=True)
-class Holder:
-    """Who holds the lease of a device, as far as its record tells; ``since`` is in Unix seconds."""
-
-    pid: int | None = None
-    user: str | None = None
-    job: str | None = None
-    command: str | None = None
-    since: float | None = None
 
 
 def judge(
@@ -114,7 +102,7 @@ def _judge_one(
     if snapshot.shared_display:
         return GpuVerdict(gpu, "display", _why_prohibited(gpu) or _why_too_full(gpu, request, disregarded))
     if holder is not None:
-        return GpuVerdict(gpu, "claimed", _claimed_by(holder), holder.pid, holder.user)
+        return GpuVerdict(gpu, "claimed", _claimed_by(holder), holder.pid, holder.user, holder)
     if not gpu.processes_supported:
         return GpuVerdict(gpu, "unusable", _why_unwatchable(gpu, snapshot))
     if gpu.processes is None:

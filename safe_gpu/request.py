@@ -8,7 +8,6 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Iterable
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from .devices import GpuRequest
@@ -25,9 +24,10 @@ _UNITS = {
     **{f"{letter}{tail}": 1 << (10 * power) for power, letter in enumerate("kmgt", 1) for tail in ("", "ib")},
     **{f"{letter}b": 1000**power for power, letter in enumerate("kmgt", 1)},
 }
-_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([a-zA-Z]*)\s*")
-_RANGE = re.compile(r"([0-9]{1,4})-([0-9]{1,4})")
-_NAME = re.compile(r"[0-9]{1,4}(:[0-9]{1,4})?|(GPU|MIG)-[0-9A-Za-z/-]*")
+# Compiled when first used, by re's own cache: most claims need none of them.
+_SIZE = r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([a-zA-Z]*)\s*"
+_RANGE = r"([0-9]{1,4})-([0-9]{1,4})"
+_NAME = r"[0-9]{1,4}(:[0-9]{1,4})?|(GPU|MIG)-[0-9A-Za-z/-]*"
 
 
 def parse_request(
@@ -93,7 +93,7 @@ def parse_bytes(value: object, *, name: str = "min_memory") -> int:
     """
     way_out = 'give bytes as a whole number, or a size such as "20GiB"'
     if isinstance(value, str):
-        size = _SIZE.fullmatch(value)
+        size = re.fullmatch(_SIZE, value)
         factor = _UNITS.get(size.group(2).lower()) if size else None
         if size is None or factor is None:
             raise _refused(name, value, way_out)
@@ -120,10 +120,10 @@ def _names(argument: str, value: object) -> tuple[str, ...]:
     names: dict[str, None] = {}
     for item in _flat(argument, value):
         text = item.strip()
-        span = _RANGE.fullmatch(text)
+        span = re.fullmatch(_RANGE, text)
         if span is not None and int(span.group(1)) <= int(span.group(2)):
             names.update((str(index), None) for index in range(int(span.group(1)), int(span.group(2)) + 1))
-        elif _NAME.fullmatch(text):
+        elif re.fullmatch(_NAME, text):
             names[":".join(str(int(part)) for part in text.split(":")) if text[0].isdigit() else text] = None
         else:
             raise _bad_names(argument, value)
@@ -178,6 +178,8 @@ def matches_model(pattern: str, name: str) -> bool:
     A plain pattern is looked for anywhere in the name. One with ``*``, ``?`` or ``[`` is a glob for the whole name, or
     for its rest from any word on, so that both ``"NVIDIA A100*"`` and ``"A100*80GB"`` fit ``NVIDIA A100-SXM4-80GB``.
     """
+    from fnmatch import fnmatchcase
+
     pattern, name = pattern.lower(), name.lower()
     if not any(sign in pattern for sign in "*?["):
         return pattern in name

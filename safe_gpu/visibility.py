@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 __all__ = ["Fence", "parse", "render"]
 
 _BLANKS = " \t\n\v\f\r"
-_NUMBER = re.compile(r"[+-]?[0-9]+")
-_NUMBERED_INSTANCE = re.compile(r"MIG-(GPU-[^/]+)/[0-9]+/[0-9]+")
+# Compiled when first used, by re's own cache: most claims inherit no CUDA_VISIBLE_DEVICES.
+_NUMBER = r"[+-]?[0-9]+"
+_NUMBERED_INSTANCE = r"MIG-(GPU-[^/]+)/[0-9]+/[0-9]+"
 
 
 @dataclass(frozen=True)
@@ -70,14 +71,14 @@ def parse(value: str | None, snapshot: HostSnapshot, *, device_order: str | None
     if value is None:
         return None
     entries = [entry.lstrip(_BLANKS) for entry in value.split(",")]
-    by_number = _NUMBER.match(entries[0]) is not None
+    by_number = re.match(_NUMBER, entries[0]) is not None
     countable = _in_cuda_order(snapshot)
     chosen: list[Gpu] = []
     highest = -1
     doubt = ""
     for entry in entries:
         if by_number:
-            number = _NUMBER.match(entry)
+            number = re.match(_NUMBER, entry)
             position = int(number.group()) if number else -1
             highest = max(highest, position)
             found = countable[position] if 0 <= position < len(countable) else None
@@ -121,7 +122,7 @@ def _by_uuid(entry: str, snapshot: HostSnapshot) -> tuple[Gpu | None, str]:
         if found.lost:
             return None, ""
         return (_first_instance(found, snapshot) if found.mig_enabled else found), ""
-    numbered = _NUMBERED_INSTANCE.fullmatch(entry)
+    numbered = re.fullmatch(_NUMBERED_INSTANCE, entry)
     if numbered is None:
         return None, ""
     instances = [gpu for gpu in snapshot.gpus if gpu.mig_parent == numbered.group(1)]

@@ -6,8 +6,7 @@ report them (:meth:`Preset.gpus`) and the CPUs as the kernel would (:meth:`Prese
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..devices import Gpu
 from ..errors import UnsatisfiableRequestError
@@ -26,8 +25,7 @@ _RESERVED = 4 * MIB
 _DESKTOP = 350 * MIB
 
 
-@dataclass(frozen=True)
-class Cpus:
+class Cpus(NamedTuple):
     """The processors of a host: ``packages`` sockets of ``nodes`` NUMA nodes of ``cores`` cores of two threads.
 
     ``llc`` cores share a last-level cache. With ``adjacent`` the threads of a core have neighbouring numbers; else the
@@ -62,8 +60,7 @@ class Cpus:
         return self.threads(package * self.nodes * self.cores, self.nodes * self.cores)
 
 
-@dataclass(frozen=True)
-class SimulatedInstance:
+class SimulatedInstance(NamedTuple):
     """One MIG instance: its profile ("3g.40gb") and memory in MiB."""
 
     uuid: str
@@ -71,8 +68,7 @@ class SimulatedInstance:
     mib: int
 
 
-@dataclass(frozen=True)
-class SimulatedGpu:
+class SimulatedGpu(NamedTuple):
     """One GPU: PCI bus number, NUMA node, memory in MiB; MIG mode is on where it has ``instances``."""
 
     uuid: str
@@ -84,8 +80,7 @@ class SimulatedGpu:
     instances: tuple[SimulatedInstance, ...] = ()
 
 
-@dataclass(frozen=True)
-class Preset:
+class Preset(NamedTuple):
     """One simulated host; its GPUs stand in PCI bus order. ``nvswitch``: NVLink connects each with every other."""
 
     name: str

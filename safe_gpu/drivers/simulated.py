@@ -33,7 +33,7 @@ __all__ = ["SimulatedContext", "SimulatedDriver", "SimulatedPlaceholder"]
 
 _VERSION = "550.54.15"
 _TREE = "simulated"
-_ENTRY = re.compile(r"((?:GPU|MIG)-[0-9a-f-]{36})\.([0-9]{1,10})-([0-9]{1,15})-(compute|graphics|mps)-[0-9]+")
+_ENTRY = r"((?:GPU|MIG)-[0-9a-f-]{36})\.([0-9]{1,10})-([0-9]{1,15})-(compute|graphics|mps)-[0-9]+"
 _Usage = dict["tuple[int, str]", int]
 """(pid, kind) -> bytes, on one device."""
 
@@ -83,7 +83,7 @@ class SimulatedDriver:
             tree = self._open_tree()
             try:
                 entries = [
-                    entry for name in os.listdir(tree) if (entry := _ENTRY.fullmatch(name)) and _alive(name, tree)
+                    entry for name in os.listdir(tree) if (entry := re.fullmatch(_ENTRY, name)) and _alive(name, tree)
                 ]
             finally:
                 os.close(tree)

@@ -1,0 +1,431 @@
+"""From a request to leases: look, lock, lease or queue, look again.
+
+Nothing slow is done under host.lock: the driver is polled before and after, and what was true meanwhile is checked
+again once the leases are held.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+from . import procfs
+from .claims import Claim, describe_process, survey
+from .coordination.host_lock import MINIMUM_PATIENCE, HostLock, LockedHost
+from .coordination.leases import (
+    Lease,
+    LeaseRecord,
+    inner_name,
+    lease_name,
+    probe,
+    read_record,
+    try_lease,
+)
+from .coordination.legacy import take_legacy_lock
+from .coordination.waiting import Ahead, Demand, Waiter, tidy_on_signals
+from .devices import Gpu, GpuRequest, GpuVerdict, Holder, HostSnapshot
+from .drivers.base import Driver
+from .errors import ClaimTimeout, NotEnoughGpusError, UnsatisfiableRequestError
+from .selection import can_be_met_by_releases, candidates, check_possible, choose, judge
+from .visibility import Fence
+
+__all__ = ["Acquisition", "WaitNews"]
+
+# How often the head of the queue looks at leases: often enough for a hand-over that no one notices.
+_LEASE_PAUSE = 0.010
+# How often it asks the driver about GPUs whose leases are free; a slow driver takes at most a tenth of the time.
+_DRIVER_PAUSE = 0.100
+# Sleepers look anyway so often, and waiting is reported so often.
+_MINUTE = 60.0
+
+
+@dataclass(frozen=True)
+class WaitNews:
+    """What a waiter may tell its user. ``position`` is 1 for the head of those who compete for the same GPUs."""
+
+    position: int
+    free: int
+    needed: int
+    verdicts: tuple[GpuVerdict, ...]
+
+
+@dataclass
+class _Look:
+    """What one hold of host.lock found out: leases, or who or what is in the way."""
+
+    chosen: tuple[Gpu, ...] = ()
+    leases: list[Lease] = field(default_factory=list)
+    unleased: frozenset[str] = frozenset()
+    ahead: Ahead | None = None
+
+
+class Acquisition:
+    """One attempt to get GPUs, from the first poll to leases that a second poll confirmed.
+
+    Args:
+        driver: polled outside every lock; snapshot: its latest poll.
+        request: checked by ``selection.parse_request``.
+        fence: the UUIDs to choose from, or None.
+        timeout: seconds until ClaimTimeout; 0 does not wait, None waits for ever.
+        scope: value of SAFE_GPU_SCOPE, or None.
+        token: what the records shall carry so that claims inside are possible; "" for none.
+        must_delegate: whether a claim that turns out to be inside another may not silently drop the token.
+        own: driver pids that are this process.
+        near: NUMA nodes of the CPUs that this process may use, where that narrows anything.
+        job, command: for the records; command None is this process's own.
+        logger: gets the steps at INFO.
+        on_wait: called when waiting begins and once a minute.
+    """
+
+    def __init__(
+        self,
+        driver: Driver,
+        snapshot: HostSnapshot,
+        request: GpuRequest,
+        *,
+        fence: Fence | None = None,
+        timeout: float | None = 0.0,
+        scope: str | None = None,
+        token: str = "",
+        must_delegate: bool = False,
+        own: Collection[int] = (),
+        near: frozenset[int] | None = None,
+        job: str | None = None,
+        command: str | None = None,
+        logger: Any,
+        on_wait: Callable[[WaitNews], None] | None = None,
+    ) -> None:
+        now = time.monotonic()
+        self._driver = driver
+        self._request = request
+        self._fence = fence
+        self._timeout = timeout
+        self._deadline = None if timeout is None else now + timeout
+        self._lock_deadline = None if timeout is None else now + max(timeout, MINIMUM_PATIENCE)
+        self._scope = scope
+        self._token = token
+        self._must_delegate = must_delegate
+        self._own = own
+        self._near = near
+        self._job = job
+        self._command = command
+        self._log = logger
+        self._on_wait = on_wait
+
+        self._snapshot = snapshot
+        self._waiter: Waiter | None = None
+        self._outer: dict[str, LeaseRecord] = {}
+        self._polled_for: frozenset[str] | None = None
+        self._next_poll = 0.0
+        self._next_news = 0.0
+        self._looks = 0
+        self._tried_last = timeout == 0
+
+    def claim(self) -> Claim:
+        """Leases on N GPUs, or none.
+
+        Raises:
+            UnsatisfiableRequestError: this host can never satisfy the request; nothing was waited for.
+            NotEnoughGpusError, ClaimTimeout: busy now, or until the deadline.
+            LockTimeout, StateDirError, NoDriverError: the host's lock, directory or driver cannot be had.
+        """
+
+        def confirm(look: _Look) -> Claim | None:
+            claim = Claim(
+                look.chosen,
+                look.leases,
+                self._snapshot,
+                token="" if self._outer else self._token,
+                inner=bool(self._outer),
+                explained=self._explained(),
+            )
+            try:
+                return claim if self._confirm(claim) else None
+            except BaseException:
+                claim.release()
+                raise
+
+        claim = self._until(confirm, keep=True)
+        assert isinstance(claim, Claim)
+        return claim
+
+    def wait(self) -> tuple[Gpu, ...]:
+        """The GPUs that the request could have now, without taking them; the same errors as :meth:`claim`."""
+        gpus = self._until(lambda look: look.chosen, keep=False)
+        assert isinstance(gpus, tuple)
+        return gpus
+
+    def _until(self, finish: Callable[[_Look], Claim | tuple[Gpu, ...] | None], *, keep: bool) -> Any:
+        check_possible(self._snapshot, self._request, self._fence)
+        self._log.info("acquiring lock")
+        result: Claim | tuple[Gpu, ...] | None = None
+        with ExitStack() as tidy:
+            try:
+                while result is None:
+                    look = self._look(keep)
+                    if look.chosen:
+                        result = finish(look)
+                    else:
+                        self._refuse_or_wait(look, tidy)
+            finally:
+                try:
+                    if self._waiter is not None:
+                        self._waiter.leave()
+                except BaseException:
+                    if isinstance(result, Claim):
+                        result.release()
+                    raise
+        return result
+
+    # One look, under host.lock
+
+    def _look(self, keep: bool) -> _Look:
+        with HostLock(self._lock_deadline) as host:
+            usable = self._usable(host)
+            if self._waiter is None:
+                stems = (f"{gpu.uuid}.inner" if self._outer else gpu.uuid for gpu in usable)
+                demand = Demand(self._request.nb_gpus, frozenset(stems), self._request.min_memory)
+                self._waiter = Waiter(demand)
+            look = self._try(host, usable, keep, self._waiter)
+            if not look.chosen and not self._waiter.queued and self._may_wait():
+                self._waiter.join(host)
+        if look.chosen or not self._looks:
+            self._log.info("lock acquired")
+            self._log.info("lock released")
+        self._looks += 1
+        return look
+
+    def _usable(self, host: LockedHost) -> list[Gpu]:
+        """The GPUs that this request may ever have; inside another claim, among that claim's."""
+        usable = list(candidates(self._snapshot, self._request, self._fence))
+        if not self._scope:
+            return usable
+        self._outer = {}
+        for gpu in self._snapshot.gpus:
+            record = read_record(host.leases, lease_name(gpu.uuid)) if probe(host, lease_name(gpu.uuid)) else None
+            if record is not None and record.token == self._scope:
+                self._outer[gpu.uuid] = record
+        if not self._outer:
+            self._log.warning(
+                "SAFE_GPU_SCOPE=%s names no living claim here (it leaks through qsub -V, ssh and tmux): ignored",
+                self._scope,
+            )
+            self._scope = None
+            if self._waiter is not None:
+                self._waiter.abandon(host)
+                self._waiter = None
+            return usable
+        if self._must_delegate:
+            raise UnsatisfiableRequestError(
+                "delegate=True is not possible inside another claim (SAFE_GPU_SCOPE): one level only; claim without it",
+                value=True,
+            )
+        inside = [gpu for gpu in usable if gpu.uuid in self._outer]
+        if len(inside) < self._request.nb_gpus:
+            outer = next(iter(self._outer.values()))
+            raise UnsatisfiableRequestError(
+                f"{self._request.nb_gpus} GPUs asked for inside the claim of process {outer.pid}, which can give "
+                f"{len(inside)} of its {len(self._outer)}: ask for fewer, or make the outer claim larger",
+                value=self._request.nb_gpus,
+            )
+        return inside
+
+    def _try(self, host: LockedHost, usable: list[Gpu], keep: bool, waiter: Waiter) -> _Look:
+        held: dict[str, Lease] = {}
+        tried = False
+
+        def hold() -> dict[str, Lease]:
+            nonlocal tried
+            if not tried:
+                tried = True
+                for gpu in usable:
+                    if (lease := self._try_one(host, gpu)) is not None:
+                        held[gpu.uuid] = lease
+            return held
+
+        kept: set[str] = set()
+        try:
+            ahead = waiter.ahead(host, lambda demand: self._may_pass(host, demand, hold()))
+            if ahead is not None:
+                return _Look(ahead=ahead)
+            leased = {gpu.uuid: Holder() for gpu in usable if gpu.uuid not in hold()}
+            chosen = choose(self._judge(leased), self._request.nb_gpus, near=self._near)
+            look = _Look(unleased=frozenset(held))
+            if chosen is None or any(gpu.uuid not in held for gpu in chosen):
+                return look
+            look.chosen = chosen
+            if keep:
+                look.leases = [held[gpu.uuid] for gpu in chosen]
+                self._record(look)
+                kept = {gpu.uuid for gpu in chosen}
+            return look
+        finally:
+            for uuid, lease in held.items():
+                if uuid not in kept:
+                    lease.release()
+
+    def _try_one(self, host: LockedHost, gpu: Gpu) -> Lease | None:
+        if self._outer:
+            return try_lease(host, inner_name(gpu.uuid))
+        lease = try_lease(host, lease_name(gpu.uuid), shared=self._snapshot.shared_display)
+        if lease is not None and probe(host, inner_name(gpu.uuid)):
+            lease.release()  # an outer claim died and one inside it lives on
+            return None
+        return lease
+
+    def _record(self, look: _Look) -> None:
+        uuids = tuple(gpu.uuid for gpu in look.chosen)
+        token = "" if self._outer else self._token
+        line = LeaseRecord.of_this_process(uuids, self._job, token, self._command).encode()
+        for lease in look.leases:
+            lease.write(line)
+
+    def _may_pass(self, host: LockedHost, demand: Demand, free: Mapping[str, Lease]) -> bool:
+        """Whether the release of leases alone could not satisfy that waiter: a stranger sits on what it needs."""
+        wanted = {stem.removesuffix(".inner") for stem in demand.gpus}
+        leased: dict[str, Holder] = {}
+        leaving = set()
+        for uuid in wanted:
+            gpu = self._snapshot.by_uuid(uuid)
+            if gpu is None:
+                continue
+            name = inner_name(uuid) if self._outer else lease_name(uuid)
+            if uuid not in free and probe(host, name):
+                leased[uuid] = Holder()
+            elif gpu.processes:
+                record = read_record(host.leases, name)
+                if record is not None and any(process.pid == record.pid for process in gpu.processes):
+                    leaving.add(uuid)  # its last holder is still dying: no stranger
+        verdicts = judge(
+            self._snapshot,
+            GpuRequest(demand.nb_gpus, min_memory=demand.min_memory),
+            leased=leased,
+            fence=None,
+            own=self._own,
+            explained=self._explained(),
+            describe=describe_process,
+        )
+        return not can_be_met_by_releases(wanted, demand.nb_gpus, verdicts, leaving)
+
+    def _judge(self, leased: Mapping[str, Holder]) -> tuple[GpuVerdict, ...]:
+        return judge(
+            self._snapshot,
+            self._request,
+            leased=leased,
+            fence=self._fence,
+            own=self._own,
+            explained=self._explained(),
+            describe=describe_process,
+        )
+
+    def _explained(self) -> dict[str, tuple[int, ...]]:
+        return {uuid: (record.pid,) for uuid, record in self._outer.items()}
+
+    # Outside every lock of ours
+
+    def _confirm(self, claim: Claim) -> bool:
+        """Whether the GPUs are still free of strangers now that the leases are held; else everything is given back."""
+        claim.legacy = take_legacy_lock(self._deadline, self._log)
+        self._poll()
+        claim.before = self._snapshot
+        verdicts = {verdict.gpu.uuid: verdict for verdict in self._judge({})}
+        for gpu in claim.gpus:
+            verdict = verdicts.get(gpu.uuid)
+            if verdict is None or not verdict.free:
+                reason = "it is gone" if verdict is None else verdict.reason
+                self._log.info("GPU %s was taken meanwhile (%s): starting over", gpu.label, reason)
+                claim.release()
+                return False
+        claim.gpus = tuple(verdicts[gpu.uuid].gpu for gpu in claim.gpus)
+        return True
+
+    def _poll(self) -> None:
+        began = time.monotonic()
+        self._snapshot = self._driver.snapshot()
+        now = time.monotonic()
+        self._next_poll = now + max(_DRIVER_PAUSE, 9 * (now - began))
+
+    def _may_wait(self) -> bool:
+        return self._deadline is None or time.monotonic() < self._deadline
+
+    def _refuse_or_wait(self, look: _Look, tidy: ExitStack) -> None:
+        try:
+            if not self._may_wait():
+                if self._tried_last:
+                    raise self._refusal(look)
+                self._tried_last = True
+                self._poll()
+                return
+            if time.monotonic() >= self._next_news:
+                if not self._next_news:
+                    tidy.enter_context(tidy_on_signals())
+                self._next_news = time.monotonic() + _MINUTE
+                self._tell(look)
+        except BaseException:
+            if look.ahead is not None:
+                os.close(look.ahead.fd)
+            raise
+        self._pause(look)
+
+    def _pause(self, look: _Look) -> None:
+        left = _MINUTE if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+        if look.ahead is not None:
+            assert self._waiter is not None
+            if not self._waiter.sleep_behind(look.ahead, min(left, _MINUTE)):
+                self._poll()  # a minute passed: has a stranger come or gone?
+            return
+        changed = look.unleased != self._polled_for
+        if len(look.unleased) >= self._request.nb_gpus and (changed or time.monotonic() >= self._next_poll):
+            self._polled_for = look.unleased
+            self._poll()
+            return
+        time.sleep(min(left, _LEASE_PAUSE + time.monotonic_ns() % 10_000_000 / 1e9))
+
+    def _state(self) -> tuple[tuple[GpuVerdict, ...], int]:
+        """Every GPU's verdict with its holder, and our position; for people."""
+        with HostLock(self._lock_deadline) as host:
+            leased = survey(host, self._snapshot.gpus, inner=bool(self._outer))
+            position = self._waiter.position(host) if self._waiter is not None else 1
+        return self._judge(leased), position
+
+    def _tell(self, look: _Look) -> None:
+        if look.ahead is None:
+            self._poll()
+        verdicts, position = self._state()
+        self._refuse_what_the_parent_holds(verdicts)
+        if self._on_wait is not None:
+            free = sum(verdict.free for verdict in verdicts)
+            self._on_wait(WaitNews(position, free, self._request.nb_gpus, verdicts))
+
+    def _refuse_what_the_parent_holds(self, verdicts: tuple[GpuVerdict, ...]) -> None:
+        """A child that waits for its parent, which waits for the child, would wait for ever."""
+        family = {os.getpid(), *procfs.ancestors(os.getpid())}
+        held = [verdict for verdict in verdicts if verdict.state == "claimed" and verdict.pid in family]
+        usable = {gpu.uuid for gpu in candidates(self._snapshot, self._request, self._fence)}
+        if not held or len(usable - {verdict.gpu.uuid for verdict in held}) >= self._request.nb_gpus:
+            return
+        labels = ", ".join(verdict.gpu.label for verdict in held)
+        who = "this process itself" if held[0].pid == os.getpid() else f"process {held[0].pid}, a parent of this one,"
+        raise NotEnoughGpusError(
+            f"{who} holds GPU {labels}: claim there with delegate=True (or start this under `safe-gpu run`) so that "
+            "its children may claim from it, or use its GPUs without claiming",
+            nb_gpus=self._request.nb_gpus,
+            verdicts=verdicts,
+        )
+
+    def _refusal(self, look: _Look) -> NotEnoughGpusError:
+        from .report import refusal_message
+
+        verdicts, position = self._state()
+        self._refuse_what_the_parent_holds(verdicts)
+        waited = self._timeout or 0.0
+        message = refusal_message(self._request, verdicts, fence=self._fence, position=position, waited=waited)
+        if look.ahead is not None:
+            os.close(look.ahead.fd)
+        if waited:
+            return ClaimTimeout(message, nb_gpus=self._request.nb_gpus, verdicts=verdicts, timeout=waited)
+        return NotEnoughGpusError(message, nb_gpus=self._request.nb_gpus, verdicts=verdicts)

@@ -1,0 +1,378 @@
+"""The story of a claim: what happens between ``claim_gpus(2)`` and two GPUs that nobody else will touch."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from _thread import allocate_lock
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+from . import placeholders
+from .acquisition import Acquisition, WaitNews
+from .claims import Claim, describe_process, survey
+from .coordination.host_lock import MINIMUM_PATIENCE, HostLock
+from .devices import Gpu, GpuRequest
+from .durations import DEFAULT, DefaultTimeout
+from .errors import AlreadyClaimedError, GPUAffinityError, PlaceholderError, UnsatisfiableRequestError
+from .preconditions import boundaries, checked, job_label
+from .report import waiting_message
+from .selection import judge
+from .verification import rivals, verify_alone, verify_devices
+from .visibility import render
+
+if TYPE_CHECKING:
+    from .affinity import AffinityOptions, BindingReport
+    from .drivers.base import Driver
+
+__all__ = ["GPUOwner", "claim_gpus", "get_free_gpus", "release_gpus"]
+
+gpu_owner: GPUOwner | None = None
+"""The implicit owner, made by :func:`claim_gpus`."""
+
+# A first poll older than this (the placeholder's framework was imported meanwhile) is taken again.
+_STALE = 0.1
+
+
+class _ByDefault(str):
+    """The default of ``affinity``: the same mode as when asked for, but a failure only warns."""
+
+
+_NODE_BY_DEFAULT = _ByDefault("node")
+
+# The owner that holds GPUs in this process, implicit or not: CUDA_VISIBLE_DEVICES is one per process.
+_current: GPUOwner | None = None
+_current_lock = allocate_lock()
+
+
+class GPUOwner:
+    """GPUs that are claimed from construction until :meth:`release_gpus`, the end of ``with``, or exit.
+
+    Dropping the object lets go of nothing. The arguments are those of :func:`claim_gpus`.
+
+    Attributes:
+        devices_taken: indices as nvidia-smi shows them, in the order in which CUDA numbers the GPUs from 0.
+        gpus: the same as :class:`~safe_gpu.devices.Gpu`, as the driver showed them before the placeholder.
+        placeholders: what ``placeholder_fn`` returned, one per GPU.
+        cpus: the CPUs that this process was bound to; empty where it was not bound.
+        binding: the report of that binding, or None.
+    """
+
+    def __init__(
+        self,
+        nb_gpus: int | str = 1,
+        placeholder_fn: Callable[[int], Any] | None = None,
+        logger: Any = None,
+        debug_sleep: float = 0.0,
+        *,
+        timeout: float | str | DefaultTimeout | None = DEFAULT,
+        affinity: str | AffinityOptions | None = _NODE_BY_DEFAULT,
+        memory: str | None = None,
+        min_memory: int | str | None = None,
+        model: str | None = None,
+        exclude: str | int | Iterable[str | int] = (),
+        only: str | int | Iterable[str | int] = (),
+        visible_as: str = "index",
+        delegate: bool = False,
+        _on_wait: Callable[[WaitNews], None] | None = None,
+        _command: str | None = None,
+    ) -> None:
+        if logger is None:
+            import logging
+
+            logger = logging.getLogger("safe_gpu")
+        self.logger = logger
+        self.devices_taken: list[int] = []
+        self.gpus: tuple[Gpu, ...] = ()
+        self.placeholders: list[Any] = []
+        self.cpus: set[int] = set()
+        self.binding: BindingReport | None = None
+
+        self._pid = os.getpid()
+        self._claim: Claim | None = None
+        self._environment: dict[str, tuple[str, str | None]] = {}
+        self._placeholder_fn: Any = placeholder_fn
+        # Driver pids that are this process: where a container shows host pids, learnt from its first placeholder.
+        self._own = {os.getpid()}
+
+        _become_current(self)
+        try:
+            request, wait, options = checked(
+                nb_gpus, timeout, affinity, memory, min_memory, model, exclude, only, visible_as, logger
+            )
+            with _opened_driver() as driver:
+                snapshot, polled = driver.snapshot(), time.monotonic()
+                frozen, fence = boundaries(driver, snapshot, request)
+                self._prepare(driver)
+                acquisition = Acquisition(
+                    driver,
+                    snapshot if time.monotonic() - polled < _STALE else driver.snapshot(),
+                    request,
+                    fence=fence,
+                    timeout=wait,
+                    scope=os.environ.get("SAFE_GPU_SCOPE"),
+                    token=os.urandom(8).hex() if delegate else "",
+                    must_delegate=delegate and _command is None,
+                    own=self._own,
+                    near=self._near_nodes(driver),
+                    job=job_label(),
+                    command=_command,
+                    logger=logger,
+                    on_wait=_on_wait or (lambda news: logger.info(waiting_message(news))),
+                )
+                self._claim = claim = acquisition.claim()
+                self._take_over(claim, frozen)
+                self._set_environment(claim, visible_as)
+                time.sleep(max(0.0, debug_sleep))
+                self._hold(driver)
+                if driver.uses_cuda:
+                    verify_devices(claim.gpus)
+                verify_alone(driver, claim, self._own, holding=placeholders.holds_gpu(self._placeholder_fn))
+                self._bind(driver, options, memory, required=affinity is not _NODE_BY_DEFAULT or memory is not None)
+        except BaseException:
+            self._undo()
+            raise
+
+    def __enter__(self) -> GPUOwner:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.release_gpus()
+
+    def release_gpus(self) -> None:
+        """Give everything back: placeholders, leases, environment and affinity as they were. Safe to call twice.
+
+        In a forked child it only forgets: GPUs, context and leases are the parent's.
+        """
+        for device, placeholder in zip(self.devices_taken, self.placeholders, strict=False):
+            if self._pid == os.getpid():
+                self.logger.info("Releasing placeholder on CUDA device: %s", device)
+                placeholders.release(self._placeholder_fn, placeholder)
+        self._undo(placed=False)
+
+    def keep_across_exec(self) -> None:
+        """Let the leases survive exec(2) of this process, so that the command which it becomes holds the GPUs."""
+        assert self._claim is not None
+        for lease in self._claim.leases:
+            lease.keep_across_exec()
+
+    # The steps of a claim
+
+    def _near_nodes(self, driver: Driver) -> frozenset[int] | None:
+        """NUMA nodes of the CPUs that this process may use, where its mask is narrower than the host."""
+        if len(os.sched_getaffinity(0)) >= (os.cpu_count() or 1):
+            return None
+        from .locality import nodes_of_this_process
+
+        return nodes_of_this_process(driver)
+
+    def _prepare(self, driver: Driver) -> None:
+        if self._placeholder_fn is None:
+            self._placeholder_fn = driver.default_placeholder(self.logger)
+        placeholders.prepare(self._placeholder_fn)
+
+    def _take_over(self, claim: Claim, frozen: tuple[str, ...] | None) -> None:
+        if frozen is not None:  # CUDA is awake: its numbering stands
+            claim.gpus = tuple(sorted(claim.gpus, key=lambda gpu: frozen.index(gpu.uuid)))
+        self.gpus = claim.gpus
+        self.devices_taken = [gpu.index for gpu in claim.gpus]
+        self.logger.info(
+            "Leased GPU %s (%s)",
+            ",".join(gpu.label for gpu in claim.gpus),
+            ", ".join(gpu.uuid for gpu in claim.gpus),
+            extra={"safe_gpu_uuids": [gpu.uuid for gpu in claim.gpus], "safe_gpu_devices": self.devices_taken},
+        )
+
+    def _set_environment(self, claim: Claim, visible_as: str) -> None:
+        variables = render(claim.gpus, visible_as=visible_as, snapshot=claim.before)
+        if claim.token:
+            variables["SAFE_GPU_SCOPE"] = claim.token
+        for name, value in variables.items():
+            self._environment[name] = (value, os.environ.get(name))
+            os.environ[name] = value
+        self.logger.info(
+            "Set CUDA_VISIBLE_DEVICES=%s",
+            variables["CUDA_VISIBLE_DEVICES"],
+            extra={"safe_gpu_environment": variables},
+        )
+
+    def _hold(self, driver: Driver) -> None:
+        for device_no, gpu in enumerate(self.gpus):
+            try:
+                self.placeholders.append(placeholders.allocate(self._placeholder_fn, device_no))
+            except PlaceholderError as err:
+                self.logger.error("Failed to acquire placeholder on GPU %s: %s", gpu.label, err)
+                others = rivals(driver, gpu, self._own)
+                raise PlaceholderError(
+                    f"{err} [GPU {gpu.label}, {gpu.uuid}{f'; on it: {others}' if others else ''}]",
+                    device_no=device_no,
+                    uuid=gpu.uuid,
+                ) from err
+        if placeholders.holds_gpu(self._placeholder_fn):
+            self.logger.info("Placeholder holds GPU %s", ",".join(gpu.label for gpu in self.gpus))
+
+    def _bind(self, driver: Driver, options: AffinityOptions | None, memory: str | None, *, required: bool) -> None:
+        if options is None and memory is None:
+            return
+        from .locality import bind_claim
+
+        try:
+            self.binding = bind_claim(self.gpus, driver, options, memory)
+            self.cpus = set(self.binding.cpus)
+            self.logger.info("%s", self.binding)
+        except GPUAffinityError as err:
+            if required:
+                raise
+            self.logger.warning("CPU affinity was left as it is: %s", err)
+
+    # The way back
+
+    def _undo(self, *, placed: bool = True) -> None:
+        """Put everything back, in whatever state the claim is."""
+        mine = self._pid == os.getpid()
+        if placed and mine:
+            for placeholder in self.placeholders:
+                placeholders.release(self._placeholder_fn, placeholder)
+        self.placeholders = []
+        if self._claim is not None:
+            self._claim.release()
+            self._claim = None
+        if mine:
+            for name, (ours, earlier) in self._environment.items():
+                if os.environ.get(name) == ours:  # what the program set since is its own
+                    if earlier is None:
+                        del os.environ[name]
+                    else:
+                        os.environ[name] = earlier
+            if self.binding is not None:
+                from .affinity.binding import undo
+
+                undo()
+        self._environment = {}
+        self.binding = None
+        self.cpus = set()
+        self.devices_taken = []
+        self.gpus = ()
+        _resign(self)
+
+
+def claim_gpus(
+    nb_gpus: int | str = 1,
+    placeholder_fn: Callable[[int], Any] | None = None,
+    logger: Any = None,
+    debug_sleep: float = 0.0,
+    *,
+    timeout: float | str | DefaultTimeout | None = DEFAULT,
+    affinity: str | AffinityOptions | None = _NODE_BY_DEFAULT,
+    memory: str | None = None,
+    min_memory: int | str | None = None,
+    model: str | None = None,
+    exclude: str | int | Iterable[str | int] = (),
+    only: str | int | Iterable[str | int] = (),
+    visible_as: str = "index",
+    delegate: bool = False,
+) -> GPUOwner:
+    """Claim GPUs for this process; call it before anything touches CUDA.
+
+    Args:
+        nb_gpus: how many, or ``"job"`` for the number that the batch job asked for.
+        placeholder_fn: called with each CUDA ordinal from 0, returns what holds that GPU; default: a CUDA context.
+        logger: gets the steps at INFO; default: the logger ``safe_gpu``.
+        debug_sleep: seconds between setting CUDA_VISIBLE_DEVICES and the placeholders.
+        timeout: seconds to wait for GPUs; 0 does not wait, None waits for ever. Default: SAFE_GPU_TIMEOUT, else 300
+            inside a batch job, else 10.
+        affinity: CPUs to bind to: None, "node", "socket", "exclusive", "core-complex" or AffinityOptions.
+        memory: NUMA memory policy next to the GPUs: None, "preferred" or "bind".
+        min_memory: bytes that must be free on each GPU, or text such as "20GiB".
+        model: pattern of the GPU's name. exclude, only: indices, UUIDs or prefixes of UUIDs.
+        visible_as: write CUDA_VISIBLE_DEVICES as "index" (with CUDA_DEVICE_ORDER=PCI_BUS_ID) or as "uuid".
+        delegate: let child processes claim from this claim.
+
+    Returns:
+        The owner, which is also ``safe_gpu.gpu_owner`` until :func:`release_gpus`.
+
+    Raises:
+        NotEnoughGpusError: too few are free (ClaimTimeout after a wait, GpuContendedError when a stranger came along).
+        UnsatisfiableRequestError: this host can never do it, or an argument makes no sense.
+        AlreadyClaimedError, CudaInitializedError, NoDriverError, LockTimeout, StateDirError, PlaceholderError,
+        WrongDeviceError, GPUAffinityError: as their names say. Whatever is raised, nothing is left behind.
+    """
+    global gpu_owner
+    gpu_owner = GPUOwner(
+        nb_gpus,
+        placeholder_fn,
+        logger,
+        debug_sleep,
+        timeout=timeout,
+        affinity=affinity,
+        memory=memory,
+        min_memory=min_memory,
+        model=model,
+        exclude=exclude,
+        only=only,
+        visible_as=visible_as,
+        delegate=delegate,
+    )
+    return gpu_owner
+
+
+def release_gpus() -> None:
+    """Release what :func:`claim_gpus` took; without a claim it does nothing."""
+    global gpu_owner
+    owner, gpu_owner = gpu_owner, None
+    if owner is not None:
+        owner.release_gpus()
+
+
+def get_free_gpus() -> list[str]:
+    """Indices of the GPUs that nobody holds or uses, in numeric order; volatile.
+
+    Speaks of the host: neither CUDA_VISIBLE_DEVICES nor what this process claimed matters. A MIG instance is ``"3:1"``.
+    """
+    with _opened_driver() as driver:
+        snapshot = driver.snapshot()
+    with HostLock(time.monotonic() + MINIMUM_PATIENCE) as host:
+        leased = survey(host, snapshot.gpus)
+    verdicts = judge(snapshot, GpuRequest(), leased=leased, describe=describe_process)
+    return [verdict.gpu.label for verdict in verdicts if verdict.free]
+
+
+def current_owner() -> GPUOwner | None:
+    """The owner that holds GPUs in this process, implicit or not; None in a forked child of such a process."""
+    return _current if _current is not None and _current._pid == os.getpid() else None
+
+
+def _become_current(owner: GPUOwner) -> None:
+    global _current
+    with _current_lock:
+        holder = current_owner()
+        if holder is not None:
+            devices = holder.devices_taken
+            what = f"GPU {','.join(map(str, devices))}" if devices else "a claim in another thread that is not done yet"
+            raise AlreadyClaimedError(
+                f"this process holds {what} already: release_gpus() first, or ask for all GPUs in one claim",
+                devices=devices,
+            )
+        _current = owner
+
+
+def _resign(owner: GPUOwner) -> None:
+    global _current
+    if _current is owner:
+        _current = None
+
+
+class _opened_driver:
+    """The driver that SAFE_GPU_DRIVER names, closed at the end."""
+
+    def __enter__(self) -> Driver:
+        from .drivers import open_driver
+
+        if sys.platform != "linux":
+            raise UnsatisfiableRequestError(f"safe_gpu works on Linux only, and this is {sys.platform}")
+        self._driver = open_driver()
+        return self._driver
+
+    def __exit__(self, *exc: object) -> None:
+        self._driver.close()

@@ -1,0 +1,125 @@
+"""What must be right before a claim touches anything: its arguments, CUDA's state, the GPUs it may choose from."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from . import cuda
+from .devices import GpuRequest, HostSnapshot
+from .durations import DefaultTimeout, parse_timeout
+from .errors import CudaInitializedError, NoDriverError, UnsatisfiableRequestError
+from .request import parse_request
+from .visibility import Fence, parse, render
+
+if TYPE_CHECKING:
+    from .affinity import AffinityOptions
+    from .drivers.base import Driver
+
+__all__ = ["boundaries", "checked", "job_label"]
+
+
+def checked(
+    nb_gpus: int | str,
+    timeout: float | str | DefaultTimeout | None,
+    affinity: str | AffinityOptions | None,
+    memory: str | None,
+    min_memory: int | str | None,
+    model: str | None,
+    exclude: str | int | Iterable[str | int],
+    only: str | int | Iterable[str | int],
+    visible_as: str,
+    logger: Any,
+) -> tuple[GpuRequest, float | None, AffinityOptions | None]:
+    """Every argument as what it means; nothing is touched before all of them are right."""
+    from .schedulers import current, in_batch_job, number_for_job
+
+    count: int | str = number_for_job(os.environ) if nb_gpus == "job" else nb_gpus
+    request = parse_request(count, min_memory=min_memory, model=model, only=only, exclude=exclude)
+    wait = parse_timeout(timeout, os.environ, in_batch_job=in_batch_job(os.environ))
+    render((), visible_as=visible_as, snapshot=HostSnapshot(()))
+    options = None
+    if affinity is not None or memory is not None:
+        from .affinity.options import check_memory_mode, parse_affinity
+
+        check_memory_mode(memory)
+        options = parse_affinity(affinity)
+    declared = current(os.environ).requested_gpus
+    if declared is not None and nb_gpus != "job" and request.nb_gpus > declared:
+        logger.warning(
+            "This claim takes %d GPUs, but the job asked its scheduler for %d: declare what you take",
+            request.nb_gpus,
+            declared,
+        )
+    return request, wait, options
+
+
+def boundaries(
+    driver: Driver, snapshot: HostSnapshot, request: GpuRequest
+) -> tuple[tuple[str, ...] | None, Fence | None]:
+    """UUIDs that CUDA is frozen to (None while it sleeps), and what CUDA_VISIBLE_DEVICES leaves to choose from."""
+    if not snapshot.gpus:
+        raise NoDriverError(
+            f"the driver ({driver.name}) works, but this host or container has no GPU: pass one in (docker run --gpus), "
+            "or try SAFE_GPU_DRIVER=simulated:dgx-a100",
+            driver=driver.name,
+        )
+    visible = cuda.visible_if_awake() if driver.uses_cuda else None
+    if visible is not None:
+        return _frozen(snapshot, request, visible)
+    if os.environ.get("SAFE_GPU_FENCE") == "ignore":
+        return None, None
+    value = os.environ.get("CUDA_VISIBLE_DEVICES")
+    fence = parse(value, snapshot, device_order=os.environ.get("CUDA_DEVICE_ORDER"))
+    if fence is not None and fence.ambiguous:
+        fence = Fence(fence.value, _resolved(driver, snapshot, fence), uses_indices=fence.uses_indices)
+    return None, fence
+
+
+def _frozen(snapshot: HostSnapshot, request: GpuRequest, visible: tuple[str, ...]) -> tuple[tuple[str, ...], Fence]:
+    """CUDA is awake: a claim of exactly what it sees changes nothing and is fine, any other comes too late."""
+    found = _claimable(snapshot, visible)
+    if found is None or len(found) != request.nb_gpus:
+        raise CudaInitializedError(
+            f"CUDA is awake in this process already and sees {len(visible)} GPU(s), so a claim of {request.nb_gpus} "
+            "cannot change which ones it uses: call claim_gpus() before torch.cuda.is_available(), device_count() and "
+            "anything else that touches CUDA, or start a new process",
+            visible=visible,
+        )
+    return found, Fence("(what CUDA sees in this process)", found)
+
+
+def _resolved(driver: Driver, snapshot: HostSnapshot, fence: Fence) -> tuple[str, ...]:
+    trouble = ""
+    if driver.uses_cuda:
+        try:
+            found = _claimable(snapshot, cuda.visible_in_child())
+            if found is not None:
+                return found
+            trouble = "; CUDA itself shows GPUs that the driver does not"
+        except NoDriverError as err:
+            trouble = f"; CUDA itself could not be asked: {err}"
+    raise UnsatisfiableRequestError(
+        f"CUDA_VISIBLE_DEVICES={fence.value} is ambiguous: {fence.doubt}{trouble}; set CUDA_DEVICE_ORDER=PCI_BUS_ID "
+        "with numbers as nvidia-smi shows them, or name UUIDs, or set SAFE_GPU_FENCE=ignore",
+        value=fence.value,
+    )
+
+
+def _claimable(snapshot: HostSnapshot, visible: Iterable[str]) -> tuple[str, ...] | None:
+    """CUDA's UUIDs as the driver writes them, in CUDA's order; None where one is not among the driver's."""
+    found = []
+    for uuid in visible:
+        gpu = next((gpu for gpu in reversed(snapshot.gpus) if cuda.same_device(uuid, gpu.uuid)), None)
+        if gpu is None:
+            return None
+        found.append(gpu.uuid)
+    return tuple(found)
+
+
+def job_label() -> str | None:
+    """The batch job that this process belongs to, as lease records name it; None outside."""
+    from .schedulers import current
+
+    return current(os.environ).job_label

@@ -1,0 +1,83 @@
+"""CPU and node sets as the kernel writes them: lists (``0-3,8``) and masks (``00000000,0000010f``).
+
+Text from sysfs is not trusted: saved trees are padded with NUL bytes, containers show odd files, and a range like
+``0-4294967295`` must not eat the memory. Whatever does not parse is None, which callers treat as a missing file.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+__all__ = ["LIMIT", "format_cpulist", "parse_cpulist", "parse_cpumask"]
+
+LIMIT = 1 << 16
+"""Numbers of CPUs and nodes are below this (Linux knows at most 8,192 CPUs and 1,024 nodes)."""
+
+_ITEM = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
+_HEX = re.compile(r"[0-9a-fA-F]{1,8}")
+_LONG_HEX = re.compile(r"[0-9a-fA-F]+")
+
+
+def parse_cpulist(text: str | None) -> frozenset[int] | None:
+    """The numbers in a kernel list; None where it is None or malformed, an empty set where it is blank.
+
+    >>> sorted(parse_cpulist("0-2,8"))
+    [0, 1, 2, 8]
+    """
+    if text is None:
+        return None
+    numbers: set[int] = set()
+    for raw in text.replace("\0", "").split(","):
+        item = raw.strip()
+        if not item:
+            continue
+        match = _ITEM.fullmatch(item)
+        if match is None:
+            return None
+        first = int(match[1])
+        last = first if match[2] is None else int(match[2])
+        if last < first or last >= LIMIT:
+            return None
+        numbers.update(range(first, last + 1))
+    return frozenset(numbers)
+
+
+def parse_cpumask(text: str | None) -> frozenset[int] | None:
+    """The numbers in a kernel bit mask, 32-bit groups with the highest first; None where it is None or malformed.
+
+    >>> sorted(parse_cpumask("1,80000003"))
+    [0, 1, 31, 32]
+    """
+    if text is None:
+        return None
+    text = text.replace("\0", "").strip()
+    if not text:
+        return frozenset()
+    groups = text.split(",")
+    value = 0
+    if len(groups) == 1:
+        if not _LONG_HEX.fullmatch(text) or len(text) > LIMIT // 4:
+            return None
+        value = int(text, 16)
+    else:
+        if len(groups) > LIMIT // 32 or not all(_HEX.fullmatch(group.strip()) for group in groups):
+            return None
+        for group in groups:
+            value = value << 32 | int(group, 16)
+    return frozenset(number for number in range(value.bit_length()) if value >> number & 1)
+
+
+def format_cpulist(numbers: Iterable[int]) -> str:
+    """Numbers as ranges, the way the kernel and numactl write them; "" for none.
+
+    >>> format_cpulist({0, 1, 2, 8})
+    '0-2,8'
+    """
+    ranges: list[list[int]] = []
+    for number in sorted(numbers):
+        if ranges and number == ranges[-1][1] + 1:
+            ranges[-1][1] = number
+        else:
+            ranges.append([number, number])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)

@@ -1,0 +1,143 @@
+"""What can be asked of affinity: the modes, their options, and the check of both.
+
+``Mode``, ``Scope`` and ``Multithreading`` are NVIDIA gpu_affinity's enumerations, member for member; the four other
+modes (``node``, ``socket``, ``exclusive``, ``core-complex``) are torch.numa's and are given as strings.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from ..errors import GPUAffinityError
+
+__all__ = [
+    "DIVIDING_MODES",
+    "MEMORY_MODES",
+    "MODES",
+    "AffinityOptions",
+    "Mode",
+    "Multithreading",
+    "Scope",
+    "check_memory_mode",
+    "parse_options",
+]
+
+
+class _Text(str, Enum):
+    def __str__(self) -> str:
+        return str(self.value)
+
+
+class Mode(_Text):
+    """gpu_affinity's modes."""
+
+    ALL = "all"
+    SINGLE = "single"
+    SINGLE_UNIQUE = "single_unique"
+    UNIQUE_INTERLEAVED = "unique_interleaved"
+    UNIQUE_CONTIGUOUS = "unique_contiguous"
+
+
+class Scope(_Text):
+    """What counts as near a GPU: the CPUs of its NUMA node, or of its processor socket."""
+
+    NODE = "node"
+    SOCKET = "socket"
+
+
+class Multithreading(_Text):
+    """All hardware threads of a physical core, or only the lowest that is allowed."""
+
+    ALL_LOGICAL = "all_logical"
+    SINGLE_LOGICAL = "single_logical"
+
+
+MODES = ("node", "socket", "exclusive", "core-complex", *(mode.value for mode in Mode))
+"""Every mode, torch.numa's four first."""
+
+DIVIDING_MODES = frozenset({"exclusive", "single_unique", "unique_interleaved", "unique_contiguous"})
+"""The modes in which a physical core goes to one GPU only."""
+
+MEMORY_MODES = ("preferred", "bind")
+
+
+def _text(value: object) -> object:
+    return value.value if isinstance(value, Enum) else value
+
+
+def _choice(what: str, value: object, choices: tuple[str, ...]) -> str:
+    text = _text(value)
+    if not isinstance(text, str) or text not in choices:
+        raise GPUAffinityError(f"unknown {what} {text!r}: choose one of {', '.join(choices)}")
+    return str(text)
+
+
+def _count(what: str, value: object, least: int) -> int:
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise GPUAffinityError(f"{what} must be a whole number, not {value!r}")
+    number = int(value.__index__())
+    if number < least:
+        raise GPUAffinityError(f"{what}={number} is too small: it must be at least {least}")
+    return number
+
+
+@dataclass(frozen=True)
+class AffinityOptions:
+    """How a GPU's CPUs are chosen. Strings and enumeration members (gpu_affinity's own, torch's own) are both fine.
+
+    Attributes:
+        mode: one of :data:`MODES`.
+        scope: "node" or "socket"; multithreading: "all_logical" or "single_logical"; balanced: an equal number of
+            physical cores for every GPU; min_physical_cores, max_physical_cores: bounds per GPU, None is no bound.
+            These five are gpu_affinity's and act on its modes; node, socket, exclusive and core-complex say all
+            by their name and leave them aside.
+
+    Raises:
+        GPUAffinityError: a value that is none of these.
+    """
+
+    mode: str = "node"
+    scope: str = "node"
+    multithreading: str = "all_logical"
+    balanced: bool = True
+    min_physical_cores: int = 1
+    max_physical_cores: int | None = None
+
+    def __post_init__(self) -> None:
+        put = object.__setattr__
+        put(self, "mode", _choice("affinity mode", self.mode, MODES))
+        put(self, "scope", _choice("affinity scope", self.scope, tuple(scope.value for scope in Scope)))
+        threading = tuple(choice.value for choice in Multithreading)
+        put(self, "multithreading", _choice("multithreading mode", self.multithreading, threading))
+        if not isinstance(self.balanced, bool):
+            raise GPUAffinityError(f"balanced must be True or False, not {self.balanced!r}")
+        put(self, "min_physical_cores", _count("min_physical_cores", self.min_physical_cores, 0))
+        if self.max_physical_cores is not None:
+            put(self, "max_physical_cores", _count("max_physical_cores", self.max_physical_cores, 1))
+            if self.max_physical_cores < self.min_physical_cores:
+                raise GPUAffinityError(
+                    f"max_physical_cores={self.max_physical_cores} is below "
+                    f"min_physical_cores={self.min_physical_cores}"
+                )
+
+
+def parse_options(affinity: object, memory: object = None) -> AffinityOptions | None:
+    """What a caller gave as ``affinity``: None, a mode by name, or the options themselves; ``memory`` is checked too.
+
+    Raises:
+        GPUAffinityError: it is none of these, or ``memory`` is not None, "preferred" or "bind".
+    """
+    check_memory_mode(memory)
+    if affinity is None or isinstance(affinity, AffinityOptions):
+        return affinity
+    return AffinityOptions(mode=affinity)  # type: ignore[arg-type]  # checked there, with the message that names it
+
+
+def check_memory_mode(memory: object) -> str | None:
+    """``memory`` as given by a caller: None, "preferred" or "bind".
+
+    Raises:
+        GPUAffinityError: it is none of these.
+    """
+    return None if memory is None else _choice("memory policy", memory, MEMORY_MODES)

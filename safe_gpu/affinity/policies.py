@@ -1,0 +1,316 @@
+"""Which CPUs each GPU gets: pure functions from a topology to sets, nothing read and nothing applied.
+
+The modes are those of torch.numa (node, socket, exclusive, core-complex) and of NVIDIA gpu_affinity (all, single,
+single_unique, unique_interleaved, unique_contiguous). A CPU outside ``allowed`` is never handed out, and the modes
+that divide never split a physical core between GPUs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import zip_longest
+
+from ..errors import GPUAffinityError
+from .cpulist import format_cpulist
+from .options import DIVIDING_MODES, MODES, AffinityOptions, Mode, Multithreading, Scope
+from .topology import GpuLocality, HostTopology
+
+__all__ = ["MODES", "AffinityOptions", "Mode", "Multithreading", "Scope", "is_remote", "plan"]
+
+Core = tuple[int, ...]
+"""The allowed hardware threads of one physical core, lowest first."""
+
+
+def plan(
+    topology: HostTopology,
+    *,
+    mode: str,
+    scope: str = "node",
+    multithreading: str = "all_logical",
+    balanced: bool = True,
+    min_physical_cores: int = 1,
+    max_physical_cores: int | None = None,
+    allowed: Iterable[int] | None = None,
+    gpus: Iterable[int] | None = None,
+) -> list[frozenset[int]]:
+    """The CPUs of each GPU.
+
+    Args:
+        topology: the host.
+        mode: node, socket, exclusive, core-complex (torch.numa's, with no further options), or all, single,
+            single_unique, unique_interleaved, unique_contiguous (gpu_affinity's).
+        scope, multithreading, balanced, min_physical_cores, max_physical_cores: options of gpu_affinity's modes, see
+            :class:`~safe_gpu.affinity.options.AffinityOptions`.
+        allowed: CPUs that may be handed out (taskset, cpuset, a scheduler's binding); None: all that are online.
+        gpus: indices of the GPUs that divide the cores among them, first come first in line; None: all of the host.
+
+    Returns:
+        One non-empty set for each GPU, in the order of ``gpus``.
+
+    Raises:
+        GPUAffinityError: an argument makes no sense, or some GPU would be left without a share.
+    """
+    options = AffinityOptions(mode, scope, multithreading, balanced, min_physical_cores, max_physical_cores)
+    if not isinstance(topology, HostTopology):
+        raise GPUAffinityError(f"a plan needs a HostTopology, not {topology!r}")
+    chosen = _chosen(topology, gpus)
+    if not chosen:
+        return []
+    planner = _Planner(topology, chosen, _allowed(topology, allowed), options)
+    shares = planner.shares()
+    for gpu, share in zip(chosen, shares, strict=True):
+        if not share:
+            raise GPUAffinityError(f"no physical core is left for GPU {gpu.index} with mode {options.mode}")
+    return shares
+
+
+def is_remote(topology: HostTopology, gpu: GpuLocality, share: frozenset[int]) -> bool:
+    """Whether a share has no CPU on the GPU's own node (a GPU without a known place is remote to nothing)."""
+    if gpu.numa_node is None and not gpu.node_cpus:
+        return False
+    return not share & topology.node_set(gpu)
+
+
+def _allowed(topology: HostTopology, allowed: Iterable[int] | None) -> frozenset[int]:
+    if allowed is None:
+        cpus = topology.cpus
+    else:
+        try:
+            cpus = topology.cpus.intersection(allowed)
+        except TypeError as err:
+            raise GPUAffinityError(f"allowed must be a set of CPU numbers, not {allowed!r}") from err
+    if not cpus:
+        raise GPUAffinityError(
+            f"none of the {len(topology.cpus)} online CPUs ({format_cpulist(topology.cpus)}) may be used: "
+            f"the mask of allowed CPUs leaves nothing"
+        )
+    return cpus
+
+
+def _chosen(topology: HostTopology, gpus: Iterable[int] | None) -> list[GpuLocality]:
+    if gpus is None:
+        return sorted(topology.gpus, key=lambda gpu: gpu.index)
+    try:
+        indices = sorted(gpus) if isinstance(gpus, (set, frozenset)) else list(gpus)
+    except TypeError as err:
+        raise GPUAffinityError(f"gpus must be GPU indices, not {gpus!r}") from err
+    chosen = [topology.gpu(index) for index in indices]
+    doubled = next((gpu.index for at, gpu in enumerate(chosen) if gpu in chosen[:at]), None)
+    if doubled is not None:
+        raise GPUAffinityError(f"GPU {doubled} is named twice in gpus={indices}: each GPU takes one share")
+    return chosen
+
+
+class _Planner:
+    """One plan in the making: the GPUs that take part, the CPUs that may be used, and the physical cores of those."""
+
+    def __init__(
+        self,
+        topology: HostTopology,
+        gpus: Sequence[GpuLocality],
+        allowed: frozenset[int],
+        options: AffinityOptions,
+    ) -> None:
+        self.topology = topology
+        self.gpus = gpus
+        self.allowed = allowed
+        self.options = options
+        # A core goes by its lowest thread, allowed or not: that is the order of cores for both peers.
+        self.core_of = {cpu: min(core) for core in topology.cores for cpu in core}
+        self.near = [topology.node_set(gpu) & allowed for gpu in gpus]
+
+    def shares(self) -> list[frozenset[int]]:
+        """One set for each GPU, empty where there was nothing to give."""
+        mode = self.options.mode
+        if mode in DIVIDING_MODES:
+            self._check_disjoint(self.near, "NUMA node")
+        if mode == "node":
+            return [near or self._nearest(gpu) for gpu, near in zip(self.gpus, self.near, strict=True)]
+        if mode == "socket":
+            return [self._socket(gpu) or self._nearest(gpu) for gpu in self.gpus]
+        if mode == "core-complex":
+            return self._core_complex()
+        dealers: dict[str, Callable[[], list[list[Core]]]] = {
+            "exclusive": self._exclusive,
+            Mode.ALL: self._all,
+            Mode.SINGLE: lambda: [self._cores(near)[:1] for near in self.near],
+            Mode.SINGLE_UNIQUE: self._single_unique,
+            Mode.UNIQUE_INTERLEAVED: lambda: self._unique(self._interleaved),
+            Mode.UNIQUE_CONTIGUOUS: lambda: self._unique(self._contiguous),
+        }
+        dealt = dealers[mode]()
+        threads = 1 if mode != "exclusive" and self.options.multithreading == Multithreading.SINGLE_LOGICAL else None
+        return [frozenset(cpu for core in cores for cpu in core[:threads]) for cores in dealt]
+
+    # What is where
+
+    def _cores(self, cpus: frozenset[int]) -> list[Core]:
+        """The physical cores of a set, as the threads that are in it, by the lowest thread of the whole core."""
+        cores: dict[int, list[int]] = {}
+        for cpu in sorted(cpus):
+            cores.setdefault(self.core_of.get(cpu, cpu), []).append(cpu)
+        return [tuple(cores[key]) for key in sorted(cores)]
+
+    def _keys(self, cpus: frozenset[int]) -> frozenset[int]:
+        return frozenset(self.core_of.get(cpu, cpu) for cpu in cpus)
+
+    def _socket(self, gpu: GpuLocality) -> frozenset[int]:
+        return self.topology.socket_set(gpu, self.allowed) & self.allowed
+
+    def _nearest(self, gpu: GpuLocality) -> frozenset[int]:
+        """Allowed CPUs of the node nearest to a GPU that has none of its own left."""
+        node = self.topology.node_of(gpu)
+        row = {} if node is None else self.topology.distances.get(node, {})
+        left = {other: cpus & self.allowed for other, cpus in self.topology.nodes.items()}
+        nearest = min((other for other in row if left.get(other)), key=lambda other: (row[other], other), default=None)
+        if nearest is None:
+            raise GPUAffinityError(
+                f"none of the CPUs near GPU {gpu.index} ({self._place(gpu)}) may be used, and the host does not tell "
+                f"which other node is nearest; allowed are {format_cpulist(self.allowed)}"
+            )
+        return left[nearest]
+
+    def _place(self, gpu: GpuLocality) -> str:
+        cpus = format_cpulist(self.topology.node_set(gpu)) or "no CPUs"
+        return f"CPUs {cpus}" if gpu.numa_node is None else f"NUMA node {gpu.numa_node}, CPUs {cpus}"
+
+    def _groups(self, sets: Sequence[frozenset[int]]) -> dict[frozenset[int], list[int]]:
+        """Positions of the GPUs that have the same set."""
+        groups: dict[frozenset[int], list[int]] = {}
+        for position, cpus in enumerate(sets):
+            groups.setdefault(cpus, []).append(position)
+        return groups
+
+    def _check_disjoint(self, sets: Sequence[frozenset[int]], what: str) -> None:
+        """Sets that divide must be the same or have no physical core in common."""
+        owner: dict[int, frozenset[int]] = {}
+        for cpus in dict.fromkeys(sets):
+            for key in self._keys(cpus):
+                other = owner.setdefault(key, cpus)
+                if other is not cpus:
+                    raise GPUAffinityError(
+                        f"GPUs cannot divide cores here: the {what} sets {format_cpulist(other)} and "
+                        f"{format_cpulist(cpus)} overlap without being the same (physical core of CPU {key})"
+                    )
+
+    # The modes
+
+    def _exclusive(self) -> list[list[Core]]:
+        dealt: list[list[Core]] = [[] for _ in self.gpus]
+        for cpus, positions in self._groups(self.near).items():
+            cores = self._cores(cpus)
+            each, more = divmod(len(cores), len(positions))
+            if each < 1:
+                raise self._too_few(len(cores), positions, 1)
+            start = 0
+            for nth, position in enumerate(positions):
+                end = start + each + (nth < more)
+                dealt[position] = cores[start:end]
+                start = end
+        return dealt
+
+    def _core_complex(self) -> list[frozenset[int]]:
+        effective = [near or self._nearest(gpu) for gpu, near in zip(self.gpus, self.near, strict=True)]
+        shares = [frozenset[int]()] * len(self.gpus)
+        for cpus, positions in self._groups(effective).items():
+            caches = self._caches(cpus)
+            for nth, position in enumerate(positions):
+                shares[position] = caches[nth % len(caches)]
+        return shares
+
+    def _caches(self, cpus: frozenset[int]) -> list[frozenset[int]]:
+        """Last-level cache groups of a set, cut to it: the largest first, then by lowest CPU of the whole group."""
+        found = [(min(group), group & cpus) for group in self.topology.llc if group & cpus]
+        rest = cpus.difference(*self.topology.llc)
+        for package in self.topology.packages.values():
+            if rest & package:
+                found.append((min(rest & package), rest & package))
+                rest -= package
+        if rest:
+            found.append((min(rest), rest))
+        return [group for _, group in sorted(found, key=lambda item: (-len(item[1]), item[0]))]
+
+    def _all(self) -> list[list[Core]]:
+        dealt = []
+        for position, (gpu, near) in enumerate(zip(self.gpus, self.near, strict=True)):
+            cores = self._cores(near)
+            if self.options.scope == Scope.SOCKET:
+                own = self._keys(near)
+                cores += [core for core in self._cores(self._socket(gpu) | near) if self._key(core) not in own]
+            dealt.append(self._bounded(cores, [position]))
+        return dealt
+
+    def _key(self, core: Core) -> int:
+        return self.core_of.get(core[0], core[0])
+
+    def _single_unique(self) -> list[list[Core]]:
+        taken: set[Core] = set()
+        dealt = []
+        for position, near in enumerate(self.near):
+            cores = self._cores(near)
+            core = next((core for core in cores if core not in taken), None)
+            if core is None:
+                positions = [at for at, other in enumerate(self.near) if other == near]
+                raise self._too_few(len(cores), positions or [position], 1)
+            taken.add(core)
+            dealt.append([core])
+        return dealt
+
+    @staticmethod
+    def _interleaved(cores: list[Core], gpus: int) -> list[list[Core]]:
+        return [cores[nth::gpus] for nth in range(gpus)]
+
+    @staticmethod
+    def _contiguous(cores: list[Core], gpus: int) -> list[list[Core]]:
+        each = len(cores) // gpus
+        return [cores[nth * each : (nth + 1) * each] for nth in range(gpus)]
+
+    def _unique(self, deal: Callable[[list[Core], int], list[list[Core]]]) -> list[list[Core]]:
+        groups = {cpus: (self._cores(cpus), positions) for cpus, positions in self._groups(self.near).items()}
+        dealt: list[list[Core]] = [[] for _ in self.gpus]
+        common = min(len(cores) // len(positions) for cores, positions in groups.values())
+        for cores, positions in groups.values():
+            divided = cores[: common * len(positions)] if self.options.balanced else cores
+            for position, share in zip(positions, deal(divided, len(positions)), strict=True):
+                dealt[position] = share
+        if not all(dealt):
+            cores, positions = min(groups.values(), key=lambda group: len(group[0]) / len(group[1]))
+            raise self._too_few(len(cores), positions, 1)
+        if self.options.scope == Scope.SOCKET:
+            dealt = self._with_socket_cores(dealt)
+        return [self._bounded(cores, [position]) for position, cores in enumerate(dealt)]
+
+    def _with_socket_cores(self, dealt: list[list[Core]]) -> list[list[Core]]:
+        """Each share and after it the socket's other cores: they are dealt, like cards, to the cores of the nodes."""
+        sockets = [self._socket(gpu) | near for gpu, near in zip(self.gpus, self.near, strict=True)]
+        self._check_disjoint(sockets, "socket")
+        assigned = frozenset[int]().union(*(self._keys(near) for near in self.near))
+        extra: dict[Core, list[Core]] = {}
+        for cpus, positions in self._groups(sockets).items():
+            # By lowest allowed thread, which is how a core compares: not the order in which cores are divided.
+            receivers = sorted({core for position in positions for core in self._cores(self.near[position])})
+            others = sorted(core for core in self._cores(cpus) if self._key(core) not in assigned)
+            for nth, receiver in enumerate(receivers):
+                extra[receiver] = others[nth :: len(receivers)]
+        extended = [
+            share + [core for turn in zip_longest(*(extra[core] for core in share)) for core in turn if core]
+            for share in dealt
+        ]
+        if self.options.balanced:
+            common = min(map(len, extended))
+            extended = [share[:common] for share in extended]
+        return extended
+
+    def _bounded(self, cores: list[Core], positions: list[int]) -> list[Core]:
+        least = self.options.min_physical_cores
+        if len(cores) < least or not cores:
+            raise self._too_few(len(cores), positions, max(least, 1))
+        return cores[: self.options.max_physical_cores]
+
+    def _too_few(self, cores: int, positions: Sequence[int], least: int) -> GPUAffinityError:
+        names = ", ".join(str(self.gpus[position].index) for position in positions)
+        gpus = f"GPU {names}" if len(positions) == 1 else f"{len(positions)} GPUs ({names})"
+        return GPUAffinityError(
+            f"{cores} physical core{'' if cores == 1 else 's'} near {gpus} may be used, and mode {self.options.mode} "
+            f"needs at least {least * len(positions)} there: allow more CPUs, ask for fewer GPUs, or use mode node"
+        )

@@ -1,0 +1,181 @@
+"""Hosts for the tests: saved sysfs trees of any shape, and topologies worked out from a few numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from safe_gpu.affinity.topology import GpuLocality, HostTopology
+
+
+def as_list(cpus: Iterable[int]) -> str:
+    """Deliberately not the package's own formatter: single numbers are a list too."""
+    return ",".join(str(cpu) for cpu in sorted(cpus))
+
+
+def as_mask(cpus: Iterable[int]) -> str:
+    value = sum(1 << cpu for cpu in cpus)
+    groups = []
+    while value or not groups:
+        groups.append(f"{value & 0xFFFFFFFF:08x}")
+        value >>= 32
+    return ",".join(reversed(groups))
+
+
+class SavedTree:
+    """A root directory with ``sys`` and ``proc`` in the manner of a saved host."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def __fspath__(self) -> str:
+        return str(self.root)
+
+    def write(self, path: str, text: str) -> None:
+        file = self.root / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text + "\n")
+
+    def remove(self, path: str) -> None:
+        for file in self.root.glob(path):
+            file.unlink()
+
+    def cpus(
+        self,
+        cores: Sequence[Iterable[int]],
+        *,
+        packages: Sequence[Iterable[int]] = (),
+        package_ids: Sequence[int] | None = None,
+        caches: Sequence[Iterable[int]] = (),
+        masks: bool = False,
+        old_names: bool = False,
+        offline: Collection[int] = (),
+        as_the_kernel: bool = False,
+    ) -> None:
+        """CPUs with their siblings, packages and last-level caches.
+
+        ``masks`` writes hex masks instead of lists; ``as_the_kernel`` writes both and names offline CPUs nowhere.
+        """
+        base = "sys/devices/system/cpu"
+        siblings, socket = ("thread_siblings", "core_siblings") if old_names else ("core_cpus", "package_cpus")
+        writers = [(as_mask, "", "map")] if masks else [(as_list, "_list", "list")]
+        if as_the_kernel:
+            writers = [(as_mask, "", "map"), (as_list, "_list", "list")]
+            cores, packages, caches = (
+                [[cpu for cpu in group if cpu not in offline] for group in groups]
+                for groups in (cores, packages, caches)
+            )
+            for cpu in offline:
+                self.write(f"{base}/cpu{cpu}/online", "0")
+        everything = sorted(cpu for core in cores for cpu in core)
+        packages = packages or [everything]
+        for core in cores:
+            for cpu in core:
+                if cpu in offline:
+                    self.write(f"{base}/cpu{cpu}/online", "0")
+                    continue
+                number, package = next((n, group) for n, group in enumerate(packages) if cpu in group)
+                for put, suffix, _ in writers:
+                    self.write(f"{base}/cpu{cpu}/topology/{siblings}{suffix}", put(core))
+                    self.write(f"{base}/cpu{cpu}/topology/{socket}{suffix}", put(package))
+                identity = number if package_ids is None else package_ids[number]
+                self.write(f"{base}/cpu{cpu}/topology/physical_package_id", str(identity))
+                cache = next((group for group in caches if cpu in group), None)
+                if cache is not None:
+                    levels = [("1", "Data", core), ("1", "Instruction", core), ("2", "Unified", core)]
+                    for index, (level, kind, shared) in enumerate([*levels, ("3", "Unified", cache)]):
+                        path = f"{base}/cpu{cpu}/cache/index{index}"
+                        self.write(f"{path}/level", level)
+                        self.write(f"{path}/type", kind)
+                        for put, _, suffix in writers:
+                            self.write(f"{path}/shared_cpu_{suffix}", put(shared))
+        if not masks:
+            self.write(f"{base}/online", as_list(set(everything) - set(offline)))
+
+    def nodes(
+        self,
+        nodes: Mapping[int, Iterable[int]],
+        *,
+        distance: Callable[[int, int], int] | None = None,
+        masks: bool = False,
+    ) -> None:
+        base = "sys/devices/system/node"
+        for node, cpus in nodes.items():
+            if masks:
+                self.write(f"{base}/node{node}/cpumap", as_mask(cpus))
+            else:
+                self.write(f"{base}/node{node}/cpulist", as_list(cpus))
+            if distance is not None:
+                self.write(f"{base}/node{node}/distance", " ".join(str(distance(node, to)) for to in sorted(nodes)))
+        if not masks:
+            self.write(f"{base}/online", as_list(nodes))
+
+    def gpu(self, bus_id: str, *, node: int | None = None, cpus: Iterable[int] | None = None, **files: str) -> None:
+        base = f"sys/bus/pci/devices/{bus_id}"
+        for name, text in {"vendor": "0x10de", "class": "0x030200", **files}.items():
+            self.write(f"{base}/{name}", text)
+        if node is not None:
+            self.write(f"{base}/numa_node", str(node))
+        if cpus is not None:
+            self.write(f"{base}/local_cpulist", as_list(cpus))
+
+    def pad_with_nul(self) -> None:
+        for file in self.root.rglob("*"):
+            if file.is_file():
+                file.write_bytes(file.read_bytes() + b"\0" * 37)
+
+
+@pytest.fixture
+def saved_tree(tmp_path: Path) -> SavedTree:
+    return SavedTree(tmp_path / "fsroot")
+
+
+def make_host(
+    *,
+    cores_per_node: int,
+    nodes: int,
+    nodes_per_package: int = 1,
+    smt: int = 2,
+    gpu_nodes: Sequence[int | None] = (),
+    caches_per_node: int = 1,
+    distances: bool = False,
+) -> HostTopology:
+    """A regular host numbered as Linux does on x86: thread t of core c is CPU ``c + t * number of cores``."""
+    count = cores_per_node * nodes
+    cores = [frozenset(core + thread * count for thread in range(smt)) for core in range(count)]
+
+    def of(first: int, last: int) -> frozenset[int]:
+        return frozenset().union(*cores[first:last])
+
+    by_node = {node: of(node * cores_per_node, (node + 1) * cores_per_node) for node in range(nodes)}
+    step = max(1, cores_per_node // caches_per_node)
+    return HostTopology(
+        cpus=frozenset(range(count * smt)),
+        cores=cores,
+        nodes=by_node,
+        packages={
+            package: of(
+                package * nodes_per_package * cores_per_node, (package + 1) * nodes_per_package * cores_per_node
+            )
+            for package in range(-(-nodes // nodes_per_package))
+        },
+        llc=[
+            of(first, min(first + step, (node + 1) * cores_per_node))
+            for node in range(nodes)
+            for first in range(node * cores_per_node, (node + 1) * cores_per_node, step)
+        ],
+        distances={
+            a: {b: 10 if a == b else 12 if a // nodes_per_package == b // nodes_per_package else 32 for b in by_node}
+            for a in by_node
+        }
+        if distances
+        else {},
+        gpus=[GpuLocality(index, f"GPU-{index}", node) for index, node in enumerate(gpu_nodes)],
+    )
+
+
+@pytest.fixture
+def host() -> Callable[..., HostTopology]:
+    return make_host

@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from safe_gpu.affinity.cpulist import LIMIT, format_cpulist, parse_cpulist, parse_cpumask
+
+
+@pytest.mark.parametrize(
+    ("text", "numbers"),
+    [
+        ("0", {0}),
+        ("0-3", {0, 1, 2, 3}),
+        ("0-1,8,10-11\n", {0, 1, 8, 10, 11}),
+        ("0-1\n\0\0\0", {0, 1}),
+        (" 2 , 4 ", {2, 4}),
+        ("", set()),
+        ("\n", set()),
+    ],
+)
+def test_lists(text: str, numbers: set[int]) -> None:
+    assert parse_cpulist(text) == numbers
+
+
+@pytest.mark.parametrize(
+    "text", ["x", "3-1", "0-", "-1", "0--3", "0-4294967295", str(LIMIT), "9" * 5000, "0-3:2", "٣", "(null)", "1 2"]
+)
+def test_malformed_lists_are_none(text: str) -> None:
+    assert parse_cpulist(text) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "numbers"),
+    [
+        ("f", {0, 1, 2, 3}),
+        ("00000000,00000001", {0}),
+        ("1,00000000", {32}),
+        ("00000001,00000000,00000002\0\0", {1, 64}),
+        ("0", set()),
+        ("ff00000000000000", set(range(56, 64))),
+    ],
+)
+def test_masks(text: str, numbers: set[int]) -> None:
+    assert parse_cpumask(text) == numbers
+
+
+@pytest.mark.parametrize("text", ["g", "0x1", "1,,1", "000000000,1", "-1", "f" * 70_000, "1," * 3000 + "1"])
+def test_malformed_masks_are_none(text: str) -> None:
+    assert parse_cpumask(text) is None
+
+
+def test_no_text_is_none() -> None:
+    assert parse_cpulist(None) is None
+    assert parse_cpumask(None) is None
+
+
+@given(st.frozensets(st.integers(0, 2000)))
+def test_written_and_read_back(numbers: frozenset[int]) -> None:
+    assert parse_cpulist(format_cpulist(numbers)) == numbers
+
+
+def test_ranges_are_as_short_as_the_kernels() -> None:
+    assert format_cpulist([7, 0, 1, 2, 5]) == "0-2,5,7"
+    assert format_cpulist(()) == ""
+
+
+@given(st.text(max_size=30))
+def test_no_text_is_an_exception(text: str) -> None:
+    for parse in (parse_cpulist, parse_cpumask):
+        found = parse(text)
+        assert found is None or all(0 <= number < LIMIT for number in found)

@@ -41,17 +41,13 @@ STUB_LIBRARY = 34
 NO_DEVICE = 100
 INVALID_DEVICE = 101
 
-# Names that matter where a library lacks cuGetErrorName.
+# What placeholders are explained by, where a library lacks cuGetErrorName.
 _NAMES = {
-    1: "CUDA_ERROR_INVALID_VALUE",
     2: "CUDA_ERROR_OUT_OF_MEMORY",
-    3: "CUDA_ERROR_NOT_INITIALIZED",
-    4: "CUDA_ERROR_DEINITIALIZED",
-    34: "CUDA_ERROR_STUB_LIBRARY",
+    NOT_INITIALIZED: "CUDA_ERROR_NOT_INITIALIZED",
     46: "CUDA_ERROR_DEVICE_UNAVAILABLE",
-    100: "CUDA_ERROR_NO_DEVICE",
-    101: "CUDA_ERROR_INVALID_DEVICE",
-    201: "CUDA_ERROR_INVALID_CONTEXT",
+    NO_DEVICE: "CUDA_ERROR_NO_DEVICE",
+    INVALID_DEVICE: "CUDA_ERROR_INVALID_DEVICE",
     999: "CUDA_ERROR_UNKNOWN",
 }
 
@@ -276,16 +272,12 @@ def _tell() -> int:
         library = load()
         library.initialize()
         uuids = library.uuids()
-    except CudaCallError as err:
-        if err.code != NO_DEVICE:
+    except SafeGpuError as err:
+        if not (isinstance(err, CudaCallError) and err.code == NO_DEVICE):
             print(err, file=sys.stderr)
             return 1
         uuids = ()
-    except NoDriverError as err:
-        print(err, file=sys.stderr)
-        return 1
-    for uuid in uuids:
-        print(_MARK + uuid)
+    print(*(_MARK + uuid for uuid in uuids), sep="\n")
     return 0
 
 

@@ -526,6 +526,32 @@ class TestRealDriver:
     def test_nothing_visible(self) -> None:
         assert self.run("result = cuda.visible_in_child()", CUDA_VISIBLE_DEVICES="") == []
 
+    def test_wake_up_that_finds_no_gpu_is_not_taken_for_a_fork(self) -> None:
+        code = f"{MAP}; found = lib.cuInit(0); result = [found, cuda.visible_if_awake()]"
+        assert self.run(code, CUDA_VISIBLE_DEVICES="") in ([100, None], [100, []])
+
+    def test_context_takes_memory_and_gives_it_back(self) -> None:
+        before, during, after = self.run(
+            """
+import subprocess, time
+def used():
+    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "-i", uuid]
+    return int(subprocess.check_output(query, text=True))
+uuid = cuda.visible_in_child()[0]
+before = used()
+held = cuda.PrimaryContext.retain(0)
+during = used()
+held.release()
+deadline = time.monotonic() + 10
+while used() >= during and time.monotonic() < deadline:
+    pass
+result = [before, during, used()]
+"""
+        )
+        print(f"a context costs {during - before} MiB, {after - before} MiB stay in the process after release")
+        assert during > before
+        assert after < during
+
     def test_forked_child_is_told_to_spawn_whoever_woke_cuda(self) -> None:
         for wake in (WAKE, "held = cuda.PrimaryContext.retain(0)"):
             name, message = self.run(wake + in_child("cuda.visible_if_awake()"))

@@ -318,8 +318,11 @@ static int enter(const struct gpu *gpu)
     int mode = current_mode(gpu), result = SUCCESS;
     process_dir(gpu, directory, sizeof directory);
     snprintf(path, sizeof path, "%s/.lock", directory);
-    int lock = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0666);
-    fchmod(lock, 0666);
+    int lock = open(path, O_RDWR | O_CLOEXEC);
+    if (lock < 0) { /* never O_CREAT on another user's file: fs.protected_regular forbids it in a sticky directory */
+        lock = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0666);
+        fchmod(lock, 0666);
+    }
     flock(lock, LOCK_EX);
     if (mode == 2 || (mode == 3 && others_on(gpu)))
         result = DEVICE_UNAVAILABLE;

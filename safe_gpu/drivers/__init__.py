@@ -69,10 +69,9 @@ def _nvidia_smi(_preset: str) -> Driver:
 
 
 def _simulated(preset: str) -> Driver:
-    from ..coordination.files import state_dir_path
     from .simulated import SimulatedDriver
 
-    return SimulatedDriver(preset, state_dir_path())
+    return SimulatedDriver(preset)
 
 
 _FACTORIES: dict[str, Callable[[str], Driver]] = {

@@ -88,7 +88,7 @@ class NvidiaSmiDriver:
             )
         self._path = path
         self._timeout = timeout
-        self._fields = _FIELDS
+        self._fields: tuple[str, ...] = _FIELDS
         self._known: dict[str, tuple[str, str]] = {}  # UUID and name by bus id, for a GPU that no longer tells
 
     def snapshot(self) -> HostSnapshot:

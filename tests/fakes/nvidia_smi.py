@@ -4,9 +4,10 @@ It answers --query-gpu and --query-compute-apps (format csv,noheader,nounits) an
 misbehave, key=value, one a line:
     before=TEXT  after=TEXT     extra lines around the answer ("\\n" separates)
     version_lacks=a,b           fields that this version does not know
-    hang=gpu|compute-apps       that query never ends
+    hang=gpu|compute-apps       that query never ends; its pid is written to $FAKE_GPU_DIR/hung
     fail=gpu|compute-apps|all   that query ends with this status:  status=N (default 1), and says:  says=TEXT
     FIELD=TEXT                  that field reads TEXT on every row (e.g. pid=[N/A], memory.used=[N/A])
+    mig_rows=instance           processes of MIG instances are listed by the instance's UUID instead of its GPU's
     units=1                     units are shown in spite of nounits
 """
 
@@ -85,9 +86,11 @@ def command_name(pid):
 
 def app_rows():
     for gpu in GPUS:
-        for pid, memory in processes(gpu["uuid"]):
-            used = mib(memory) if memory else "[N/A]"
-            yield {"gpu_uuid": gpu["uuid"], "pid": pid, "used_memory": used, "process_name": command_name(pid)}
+        for uuid in [gpu["uuid"], *filter(None, gpu.get("instances", "").split(","))]:
+            shown = uuid if QUIRKS.get("mig_rows") == "instance" else gpu["uuid"]
+            for pid, memory in processes(uuid):
+                used = mib(memory) if memory else "[N/A]"
+                yield {"gpu_uuid": shown, "pid": pid, "used_memory": used, "process_name": command_name(pid)}
 
 
 def answer(kind, fields, rows):
@@ -96,6 +99,8 @@ def answer(kind, fields, rows):
         print(f'Field "{lacking[0]}" is not a valid field to query.\n')
         return 2
     if QUIRKS.get("hang") == kind:
+        with open(os.path.join(ROOT, "hung"), "w") as file:
+            file.write(str(os.getpid()))
         signal.pause()
     if QUIRKS.get("fail") in (kind, "all"):
         print(QUIRKS.get("says", "Unknown Error").replace("\\n", "\n"))

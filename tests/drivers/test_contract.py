@@ -1,0 +1,244 @@
+"""What every driver promises, asked of all three with the same words."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from safe_gpu.devices import Gpu, ProcessKind
+from safe_gpu.drivers import open_driver, pci
+from safe_gpu.drivers.base import Driver
+
+HIDDEN = 4_000_000  # above every pid that Linux gives
+MEMORY = 512 << 20
+
+
+class Bench:
+    """A driver over some host, and the means to put processes on its GPUs."""
+
+    def __init__(self, driver: Driver, occupy: Callable[[str, int], Any], spawn: Callable[[str], Any]) -> None:
+        self.driver = driver
+        self.occupy = occupy  # (uuid, pid): a process with this pid is on the device until .close() of the result
+        self.spawn = spawn  # (uuid): a child process that is on the device
+
+    def gpu(self, uuid: str) -> Gpu:
+        gpu = self.driver.snapshot().by_uuid(uuid)
+        assert gpu is not None
+        return gpu
+
+    def claimable(self) -> list[Gpu]:
+        return [gpu for gpu in self.driver.snapshot().gpus if gpu.unusable is None]
+
+
+class Entry:
+    """A process file of the fake GPUs."""
+
+    def __init__(self, path: Path) -> None:
+        self.close = path.unlink
+
+
+def over_fake_gpus(fake_gpus: Any, mig: bool, name: str) -> Bench:
+    fake_gpus.here()
+    if mig:
+        fake_gpus.write({"mig": 0}, {"mig": 1, "instances": "MIG-0a,MIG-0b"}, {"mig": 0})
+    else:
+        fake_gpus.write(*({"bus": f"00000000:{bus}:00.0"} for bus in ("0A", "C1", "09")))
+
+    def occupy(uuid: str, pid: int) -> Entry:
+        return Entry(fake_gpus.process(uuid, pid, MEMORY, static=pid == HIDDEN))
+
+    def spawn(uuid: str) -> subprocess.Popen[str]:
+        child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"], text=True)
+        fake_gpus.process(uuid, child.pid, MEMORY)
+        return child
+
+    return Bench(open_driver(name), occupy, spawn)
+
+
+OCCUPY = """
+import signal, sys
+from safe_gpu.drivers.simulated import SimulatedDriver
+context = SimulatedDriver(sys.argv[1]).occupy(sys.argv[2])
+print("on", flush=True)
+signal.pause()
+"""
+
+
+def simulated(preset: str) -> Bench:
+    driver: Any = open_driver(f"simulated:{preset}")
+
+    def occupy(uuid: str, pid: int) -> Any:
+        return driver.occupy(uuid, memory=MEMORY, pid=pid)
+
+    def spawn(uuid: str) -> subprocess.Popen[str]:
+        environment = {**os.environ, "PYTHONPATH": str(Path(sys.modules["safe_gpu"].__file__ or "").parents[1])}
+        command = [sys.executable, "-c", OCCUPY, preset, uuid]
+        child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+        assert child.stdout is not None
+        assert child.stdout.readline() == "on\n"
+        return child
+
+    return Bench(driver, occupy, spawn)
+
+
+def make(name: str, mig: bool, request: pytest.FixtureRequest) -> Bench:
+    if name == "simulated":
+        return simulated("mig-h100" if mig else "workstation-mixed")
+    if name == "nvidia-smi":
+        request.getfixturevalue("fake_nvidia_smi")
+    return over_fake_gpus(request.getfixturevalue("fake_gpus"), mig, name)
+
+
+@pytest.fixture(params=["nvml", "nvidia-smi", "simulated"])
+def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
+    made = make(request.param, False, request)
+    yield made
+    made.driver.close()
+
+
+@pytest.fixture(params=["nvml", "nvidia-smi", "simulated"])
+def mig_bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
+    made = make(request.param, True, request)
+    yield made
+    made.driver.close()
+
+
+def test_it_says_who_it_is(bench: Bench) -> None:
+    snapshot = bench.driver.snapshot()
+    assert snapshot.driver == bench.driver.name
+    assert snapshot.driver_version
+    assert bench.driver.uses_cuda == (not bench.driver.name.startswith("simulated:"))
+    assert (bench.driver.host_topology() is None) == bench.driver.uses_cuda
+
+
+def test_gpus_are_numbered_by_bus_id(bench: Bench) -> None:
+    gpus = bench.driver.snapshot().physical
+    assert len(gpus) > 1
+    assert [gpu.index for gpu in gpus] == list(range(len(gpus)))
+    keys = [pci.bus_order(gpu.pci_bus_id) for gpu in gpus]
+    assert None not in keys
+    assert keys == sorted(keys)  # type: ignore[type-var]
+    assert all(gpu.pci_bus_id == gpu.pci_bus_id.lower() and len(gpu.pci_bus_id) == 12 for gpu in gpus)
+    assert len({gpu.uuid for gpu in gpus}) == len(gpus)
+    assert all(gpu.uuid.startswith("GPU-") and gpu.name for gpu in gpus)
+
+
+def test_an_idle_host(bench: Bench) -> None:
+    for gpu in bench.driver.snapshot().gpus:
+        assert (gpu.unusable, gpu.lost, gpu.mig_enabled, gpu.is_mig_instance) == (None, False, False, False)
+        assert (gpu.processes, gpu.process_error, gpu.processes_supported) == ((), "", True)
+        assert gpu.memory_total is not None
+        assert gpu.memory_used is not None
+        assert gpu.memory_total > 1 << 30, "bytes"
+        assert gpu.memory_free == gpu.memory_total - gpu.memory_used
+
+
+def test_nothing_changes_by_itself(bench: Bench) -> None:
+    assert bench.driver.snapshot() == bench.driver.snapshot()
+
+
+@pytest.mark.parametrize("pid", [os.getpid(), HIDDEN])
+def test_a_process_shows_on_its_gpu_and_goes(bench: Bench, pid: int) -> None:
+    before = bench.driver.snapshot()
+    target = before.gpus[1]
+    context = bench.occupy(target.uuid, pid)
+    during = bench.driver.snapshot()
+    processes = during.gpus[1].processes
+    assert processes is not None
+    assert [(process.pid, process.kind, process.memory_used) for process in processes] == [
+        (pid, ProcessKind.COMPUTE, MEMORY)
+    ]
+    assert during.gpus[1].memory_used == (target.memory_used or 0) + MEMORY
+    assert [gpu for gpu in during.gpus if gpu.index != 1] == [gpu for gpu in before.gpus if gpu.index != 1]
+    context.close()
+    assert bench.driver.snapshot() == before
+
+
+def test_a_killed_process_is_gone(bench: Bench) -> None:
+    uuid = bench.claimable()[0].uuid
+    child = bench.spawn(uuid)
+    try:
+        assert [process.pid for process in bench.gpu(uuid).processes or ()] == [child.pid]
+        child.send_signal(signal.SIGKILL)
+        child.wait()
+        assert bench.gpu(uuid).processes == ()
+    finally:
+        child.kill()
+        child.communicate()
+
+
+def test_visibility_is_of_no_concern(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = bench.driver.snapshot()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert bench.driver.snapshot() == before
+
+
+def test_a_forked_child_may_ask(bench: Bench) -> None:
+    before = bench.driver.snapshot()
+    child = os.fork()
+    if child == 0:
+        try:
+            os._exit(0 if bench.driver.snapshot() == before else 1)
+        finally:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert bench.driver.snapshot() == before
+
+
+def test_cpus_are_a_set_or_unknown(bench: Bench) -> None:
+    for gpu in bench.driver.snapshot().gpus:
+        for scope in ("node", "socket"):
+            cpus = bench.driver.cpu_affinity(gpu.uuid, scope)
+            assert cpus is None or (isinstance(cpus, frozenset) and cpus)
+    assert bench.driver.cpu_affinity("GPU-stranger", "node") is None
+
+
+def test_closing_twice_does_no_harm(bench: Bench) -> None:
+    before = bench.driver.snapshot()
+    bench.driver.close()
+    bench.driver.close()
+    assert bench.driver.snapshot() == before
+
+
+def test_it_brings_its_own_placeholder(bench: Bench) -> None:
+    placeholder = bench.driver.default_placeholder()
+    assert callable(placeholder)
+    assert callable(placeholder.release)
+
+
+def test_mig_instances_are_the_devices(mig_bench: Bench) -> None:
+    snapshot = mig_bench.driver.snapshot()
+    assert snapshot.needs_uuids
+    parents = [gpu for gpu in snapshot.gpus if gpu.mig_enabled]
+    instances = [gpu for gpu in snapshot.gpus if gpu.is_mig_instance]
+    assert parents
+    assert instances
+    assert all(gpu.unusable == "MIG mode is on: claim one of its instances" for gpu in parents)
+    by_uuid = {gpu.uuid: gpu for gpu in parents}
+    for gpu in instances:
+        parent = by_uuid[gpu.mig_parent or ""]
+        assert gpu.uuid.startswith("MIG-")
+        assert (gpu.index, gpu.pci_bus_id, gpu.unusable) == (parent.index, parent.pci_bus_id, None)
+        assert gpu.mig_instance is not None
+        behind = snapshot.gpus[snapshot.gpus.index(parent) + 1 :][: len(instances)]
+        assert gpu in behind, "instances follow their GPU"
+
+
+def test_a_process_on_a_mig_instance(mig_bench: Bench) -> None:
+    uuid = next(gpu.uuid for gpu in mig_bench.driver.snapshot().gpus if gpu.is_mig_instance)
+    context = mig_bench.occupy(uuid, os.getpid())
+    for gpu in mig_bench.driver.snapshot().gpus:
+        if gpu.uuid == uuid:
+            # A driver that cannot tell must say so rather than call the instance idle.
+            listed = [process.pid for process in gpu.processes or ()]
+            assert listed == [os.getpid()] or (gpu.processes is None and gpu.process_error)
+        elif not gpu.mig_enabled and gpu.processes is not None:
+            assert gpu.processes == ()
+    context.close()

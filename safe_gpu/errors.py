@@ -19,6 +19,7 @@ __all__ = [
     "CudaInitializedError",
     "GPUAffinityError",
     "GpuContendedError",
+    "HolderLostError",
     "LockTimeout",
     "NoDriverError",
     "NotEnoughGpusError",
@@ -209,3 +210,14 @@ class WrongDeviceError(SafeGpuError, RuntimeError):
 
 class GPUAffinityError(SafeGpuError, RuntimeError):
     """CPU or memory affinity could not be planned or applied."""
+
+
+class HolderLostError(SafeGpuError, RuntimeError):
+    """The process that holds a host's GPUs for a claim across hosts could not be started there, or is gone.
+
+    Attribute ``host``: where, as the engine names it.
+    """
+
+    def __init__(self, message: str = "", *, host: str = "") -> None:
+        super().__init__(message)
+        self.host = host

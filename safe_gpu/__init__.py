@@ -23,7 +23,6 @@ if TYPE_CHECKING:
         split_share,
         wrap_command,
     )
-    from .locality import bind
     from .devices import Gpu, GpuProcess, GpuVerdict
     from .errors import (
         AlreadyClaimedError,
@@ -41,6 +40,7 @@ if TYPE_CHECKING:
         UnsatisfiableRequestError,
         WrongDeviceError,
     )
+    from .locality import bind
     from .owner import GPUOwner, claim_gpus, get_free_gpus, release_gpus
     from .placeholders import (
         CudaPlaceholder,

@@ -30,7 +30,7 @@ from .coordination.waiting import Ahead, Demand, Waiter, tidy_on_signals
 from .devices import Gpu, GpuRequest, GpuVerdict, Holder, HostSnapshot
 from .drivers.base import Driver
 from .errors import ClaimTimeout, NotEnoughGpusError, UnsatisfiableRequestError
-from .selection import can_be_met_by_releases, candidates, check_possible, choose, judge
+from .selection import can_be_met_by_releases, candidates, check_possible, choose, fence_hint, judge
 from .visibility import Fence
 
 __all__ = ["Acquisition", "WaitNews"]
@@ -311,12 +311,12 @@ class Acquisition:
         )
         return not can_be_met_by_releases(wanted, demand.nb_gpus, verdicts, leaving)
 
-    def _judge(self, leased: Mapping[str, Holder]) -> tuple[GpuVerdict, ...]:
+    def _judge(self, leased: Mapping[str, Holder], *, fenced: bool = True) -> tuple[GpuVerdict, ...]:
         return judge(
             self._snapshot,
             self._request,
             leased=leased,
-            fence=self._fence,
+            fence=self._fence if fenced else None,
             own=self._own,
             explained=self._explained(),
             describe=describe_process,
@@ -385,17 +385,18 @@ class Acquisition:
             return
         time.sleep(min(left, _LEASE_PAUSE + time.monotonic_ns() % 10_000_000 / 1e9))
 
-    def _state(self) -> tuple[tuple[GpuVerdict, ...], int]:
-        """Every GPU's verdict with its holder, and our position; for people."""
-        with HostLock(self._lock_deadline) as host:
+    def _state(self) -> tuple[dict[str, Holder], int]:
+        """Who holds which GPU, and our position; for people."""
+        with HostLock(time.monotonic() + MINIMUM_PATIENCE) as host:
             leased = survey(host, self._snapshot.gpus, inner=bool(self._outer))
             position = self._waiter.position(host) if self._waiter is not None else 1
-        return self._judge(leased), position
+        return leased, position
 
     def _tell(self, look: _Look) -> None:
         if look.ahead is None:
             self._poll()
-        verdicts, position = self._state()
+        leased, position = self._state()
+        verdicts = self._judge(leased)
         self._refuse_what_the_parent_holds(verdicts)
         if self._on_wait is not None:
             free = sum(verdict.free for verdict in verdicts)
@@ -410,9 +411,14 @@ class Acquisition:
             return
         labels = ", ".join(verdict.gpu.label for verdict in held)
         who = "this process itself" if held[0].pid == os.getpid() else f"process {held[0].pid}, a parent of this one,"
+        way_out = (
+            "claims inside claims go one level deep, so use its GPUs without claiming"
+            if self._outer
+            else "claim there with delegate=True (or start this under `safe-gpu run`) so that its children may claim from "
+            "it, or use its GPUs without claiming"
+        )
         raise NotEnoughGpusError(
-            f"{who} holds GPU {labels}: claim there with delegate=True (or start this under `safe-gpu run`) so that "
-            "its children may claim from it, or use its GPUs without claiming",
+            f"{who} holds GPU {labels}: {way_out}",
             nb_gpus=self._request.nb_gpus,
             verdicts=verdicts,
         )
@@ -420,10 +426,12 @@ class Acquisition:
     def _refusal(self, look: _Look) -> NotEnoughGpusError:
         from .report import refusal_message
 
-        verdicts, position = self._state()
+        leased, position = self._state()
+        verdicts = self._judge(leased)
         self._refuse_what_the_parent_holds(verdicts)
         waited = self._timeout or 0.0
-        message = refusal_message(self._request, verdicts, fence=self._fence, position=position, waited=waited)
+        hint = fence_hint(self._judge(leased, fenced=False), self._fence)
+        message = refusal_message(self._request, verdicts, hint=hint, position=position, waited=waited)
         if look.ahead is not None:
             os.close(look.ahead.fd)
         if waited:

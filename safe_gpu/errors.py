@@ -175,7 +175,7 @@ class LockTimeout(_OsError, TimeoutError):
 
 
 class StateDirError(_OsError):
-    """The state directory, or a file in it, cannot be used. Attributes ``path`` and ``errno`` (None: a rule of ours)."""
+    """The state directory, or a file in it, cannot be used. Attributes: path, errno (None: a rule of ours)."""
 
 
 class CudaInitializedError(SafeGpuError, RuntimeError):

@@ -9,13 +9,19 @@ from _thread import allocate_lock
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from . import placeholders
+from . import cuda, placeholders
 from .acquisition import Acquisition, WaitNews
 from .claims import Claim, describe_process, survey
 from .coordination.host_lock import MINIMUM_PATIENCE, HostLock
 from .devices import Gpu, GpuRequest
 from .durations import DEFAULT, DefaultTimeout
-from .errors import AlreadyClaimedError, GPUAffinityError, PlaceholderError, UnsatisfiableRequestError
+from .errors import (
+    AlreadyClaimedError,
+    CudaInitializedError,
+    GPUAffinityError,
+    PlaceholderError,
+    UnsatisfiableRequestError,
+)
 from .preconditions import boundaries, checked, job_label
 from .report import waiting_message
 from .selection import judge
@@ -170,7 +176,13 @@ class GPUOwner:
     def _prepare(self, driver: Driver) -> None:
         if self._placeholder_fn is None:
             self._placeholder_fn = driver.default_placeholder(self.logger)
+        asleep = driver.uses_cuda and cuda.visible_if_awake() is None
         placeholders.prepare(self._placeholder_fn)
+        if asleep and cuda.visible_if_awake() is not None:
+            raise CudaInitializedError(
+                "the placeholder's prepare() initialised CUDA, which fixed the GPUs that this process sees: let it "
+                "only import, and leave the rest to its call"
+            )
 
     def _take_over(self, claim: Claim, frozen: tuple[str, ...] | None) -> None:
         if frozen is not None:  # CUDA is awake: its numbering stands
@@ -323,6 +335,42 @@ def release_gpus() -> None:
     owner, gpu_owner = gpu_owner, None
     if owner is not None:
         owner.release_gpus()
+
+
+def wait_for_gpus(
+    nb_gpus: int | str = 1,
+    *,
+    timeout: float | str | DefaultTimeout | None = None,
+    min_memory: int | str | None = None,
+    model: str | None = None,
+    exclude: str | int | Iterable[str | int] = (),
+    only: str | int | Iterable[str | int] = (),
+    on_wait: Callable[[WaitNews], None] | None = None,
+) -> tuple[Gpu, ...]:
+    """Wait in the queue until a claim with these arguments would succeed, and claim nothing; same errors.
+
+    Returns:
+        The GPUs that the claim would have got; by now somebody else may have them.
+    """
+    import logging
+
+    logger = logging.getLogger("safe_gpu")
+    request, wait, _ = checked(nb_gpus, timeout, None, None, min_memory, model, exclude, only, "index", logger)
+    with _opened_driver() as driver:
+        snapshot = driver.snapshot()
+        _, fence = boundaries(driver, snapshot, request)
+        acquisition = Acquisition(
+            driver,
+            snapshot,
+            request,
+            fence=fence,
+            timeout=wait,
+            scope=os.environ.get("SAFE_GPU_SCOPE"),
+            own={os.getpid()},
+            logger=logger,
+            on_wait=on_wait,
+        )
+        return acquisition.wait()
 
 
 def get_free_gpus() -> list[str]:

@@ -41,10 +41,9 @@ def checked(
     render((), visible_as=visible_as, snapshot=HostSnapshot(()))
     options = None
     if affinity is not None or memory is not None:
-        from .affinity.options import check_memory_mode, parse_affinity
+        from .affinity.options import parse_options
 
-        check_memory_mode(memory)
-        options = parse_affinity(affinity)
+        options = parse_options(affinity, memory)
     declared = current(os.environ).requested_gpus
     if declared is not None and nb_gpus != "job" and request.nb_gpus > declared:
         logger.warning(
@@ -61,7 +60,7 @@ def boundaries(
     """UUIDs that CUDA is frozen to (None while it sleeps), and what CUDA_VISIBLE_DEVICES leaves to choose from."""
     if not snapshot.gpus:
         raise NoDriverError(
-            f"the driver ({driver.name}) works, but this host or container has no GPU: pass one in (docker run --gpus), "
+            f"the driver ({driver.name}) works, but there is no GPU here: pass one into the container (docker --gpus), "
             "or try SAFE_GPU_DRIVER=simulated:dgx-a100",
             driver=driver.name,
         )

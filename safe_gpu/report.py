@@ -6,12 +6,9 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from .selection import fence_hint
-
 if TYPE_CHECKING:
     from .acquisition import WaitNews
     from .devices import GpuRequest, GpuVerdict
-    from .visibility import Fence
 
 __all__ = ["format_age", "refusal_message", "waiting_message"]
 
@@ -50,7 +47,7 @@ def refusal_message(
     request: GpuRequest,
     verdicts: Sequence[GpuVerdict],
     *,
-    fence: Fence | None = None,
+    hint: str = "",
     position: int = 1,
     waited: float = 0.0,
 ) -> str:
@@ -58,6 +55,7 @@ def refusal_message(
 
     Args:
         verdicts: of every device, with holders.
+        hint: how far CUDA_VISIBLE_DEVICES stands in the way, see ``selection.fence_hint``.
         position: in the queue; above 1 others were first.
         waited: seconds that the claim waited.
     """
@@ -68,7 +66,6 @@ def refusal_message(
         text += f", and {_plural(position - 1, 'claim')} waiting ahead"
     advice = "wait longer (timeout=)" if waited else "wait for them (timeout=)"
     text += f": {advice}, or ask for fewer."
-    hint = fence_hint([verdict for verdict in verdicts if verdict.state != "unusable"], fence) if fence else ""
     if hint:
         text += f" {hint} (SAFE_GPU_FENCE=ignore disregards it)."
     return "\n".join([text, *_lines(verdicts)])

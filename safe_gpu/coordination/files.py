@@ -106,12 +106,13 @@ class StateDir:
             fd = self.open(name)
             if fd is not None:
                 return fd
-            fd = self.create(name)
-            if fd is not None:
-                return fd
+            self._create(name)
 
     def create(self, name: str) -> int | None:
         """A descriptor of a new, empty file with mode 0666; None where the name is taken."""
+        return self.open(name) if self._create(name) else None
+
+    def _create(self, name: str) -> bool:
         temporary = f".{name}.{os.getpid()}.{time.monotonic_ns():x}"
         try:
             fd = os.open(temporary, _OPEN_FILE | os.O_CREAT | os.O_EXCL, 0o666, dir_fd=self.fd)
@@ -121,14 +122,13 @@ class StateDir:
             os.fchmod(fd, 0o666)
             os.link(temporary, name, src_dir_fd=self.fd, dst_dir_fd=self.fd, follow_symlinks=False)
         except FileExistsError:
-            os.close(fd)
-            return None
+            return False
         except OSError as err:
-            os.close(fd)
             raise self._error(name, err) from err
         finally:
+            os.close(fd)
             self.unlink(temporary)
-        return fd
+        return True
 
     def is_current(self, name: str, fd: int) -> bool:
         """Whether the name still means this open file (a cleaner of /tmp may have unlinked or replaced it)."""
@@ -223,7 +223,7 @@ def _make(name: str, path: str, parent: int | None) -> bool:
     except FileExistsError:
         return False
     except OSError as err:
-        if err.errno == errno.ENOENT:
+        if err.errno == errno.ENOENT and not os.path.isdir(os.path.dirname(path)):
             what = f"{os.path.dirname(path)} does not exist: create it"
         elif err.errno in (errno.ENOSPC, errno.EDQUOT):
             what = f"no room for {path} ({err.strerror}): free some space there"

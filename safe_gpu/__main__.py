@@ -1,0 +1,9 @@
+"""``python -m safe_gpu`` is the command ``safe-gpu``."""
+
+from __future__ import annotations
+
+import sys
+
+from .cli import main
+
+sys.exit(main())

@@ -1,0 +1,283 @@
+"""A room for real batch jobs: a safe_gpu that an ordinary user's jobs can run, a referee, real schedulers.
+
+The jobs run on simulated GPUs; everything else about them is real.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import json
+import os
+import pwd
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+
+import safe_gpu
+
+TOOLS = Path(__file__).parents[2] / "tools"
+JOB = Path(__file__).parent / "job.py"
+USER = "gpujobs"
+# Set where a missing part is a failure rather than a skip. Read here: fixtures hide SAFE_GPU_* from the tests.
+REQUIRED = os.environ.get("SAFE_GPU_REQUIRE_REAL") == "1"
+
+
+def unavailable(reason: str) -> NoReturn:
+    """Skip, or fail where nothing may be missing."""
+    if REQUIRED:
+        pytest.fail(reason)
+    pytest.skip(reason)
+
+
+def _wait_for(condition: Callable[[], Any], what: str, seconds: float = 60.0) -> Any:
+    """The first true answer of ``condition``, asked again and again."""
+    deadline = time.monotonic() + seconds
+    while True:
+        answer = condition()
+        if answer:
+            return answer
+        if time.monotonic() > deadline:
+            pytest.fail(f"after {seconds:g} s: no {what}")
+        time.sleep(0.05)
+
+
+class Room:
+    """A directory where an ordinary user's jobs find what they need and leave what they saw.
+
+    It lies outside /tmp, which a scheduler may make private to each job. Each host (or Slurm node: they share a
+    machine) has a state directory of its own.
+    """
+
+    def __init__(self, path: Path, python: str) -> None:
+        self.path = path
+        self.python = python
+        self._numbers = itertools.count(1)
+        self.referee = self.state = path  # set by fresh()
+        self.fresh()
+
+    def fresh(self) -> None:
+        """Forget all that happened: a new log, new state directories."""
+        self.referee = self._open_directory(f"referee-{next(self._numbers)}")
+        self.state = self._open_directory(f"{self.referee.name}/state")
+
+    def _open_directory(self, name: str) -> Path:
+        path = self.path / name
+        path.mkdir(mode=0o1777)
+        path.chmod(0o1777)
+        return path
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What jobs need in their environment."""
+        return {
+            "PYTHONPATH": str(self.path / "lib"),
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "SAFE_GPU_DRIVER": "simulated:dgx-a100",
+            "REFEREE": str(self.referee),
+        }
+
+    def script(self, *lines: str) -> str:
+        """The path of a new job script with these lines; ``$CLAIM`` in them is job.py, ``$SAFE_GPU`` the command."""
+        path = self.path / f"script-{next(self._numbers)}.sh"
+        exports = [f"export {name}={value}" for name, value in self.environment.items()]
+        path.write_text("\n".join(["#!/bin/bash", *exports, self.per_host, *lines, ""]))
+        path.chmod(0o755)
+        return str(path)
+
+    @property
+    def per_host(self) -> str:
+        """Shell code for what differs from host to host."""
+        return (
+            f'export SAFE_GPU_DIR={self.state}/"${{SLURMD_NODENAME:-$(hostname)}}"\n'
+            f'CLAIM="{self.python} {self.path}/job.py" SAFE_GPU="{self.python} -m safe_gpu"'
+        )
+
+    def output(self, name: str) -> Path:
+        """A file that jobs may write."""
+        return self.referee / name
+
+    def records(self, event: str) -> list[dict[str, Any]]:
+        """What jobs have written so far, in order."""
+        path = self.referee / "log"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [record for record in map(json.loads, lines) if record["event"] == event]
+
+    def leases(self, host: str) -> dict[str, dict[str, Any]]:
+        """Lease records on a host by UUID, those of ended claims too."""
+        files = (self.state / host / "leases").glob("GPU-*.lock")
+        return {path.stem: json.loads(path.read_text()) for path in files if path.stat().st_size}
+
+    def waiting(self, host: str) -> int:
+        """Tickets in the queue of a host."""
+        return len(list((self.state / host / "queue").glob("*.ticket")))
+
+    def go(self) -> None:
+        """Let the jobs end that hold their GPUs until told."""
+        (self.referee / "go").touch()
+
+    def verdict(self, *, killed: Sequence[int] = ()) -> list[dict[str, Any]]:
+        """All claims, after two independent checks that no GPU was ever held twice: locks and times.
+
+        ``killed`` are pids that were not allowed to end in order.
+        """
+        assert self.records("collision") == []
+        claims = self.records("claim")
+        ends = {(record["pid"], gpu): record["time"] for record in self.records("end") for gpu in record["gpus"]}
+        taken: dict[str, list[tuple[float, float]]] = {}
+        for claim in claims:
+            for gpu in claim["gpus"]:
+                end = ends.get((claim["pid"], gpu))
+                if end is None:
+                    assert claim["pid"] in killed, f"{claim} never ended"
+                    end = claim["time"]
+                taken.setdefault(f"{claim['host']}/{gpu}", []).append((claim["time"], end))
+        for gpu, intervals in taken.items():
+            intervals.sort()
+            for (_, end), (start, _) in itertools.pairwise(intervals):
+                assert end <= start, f"GPU {gpu} was held twice at a time: {intervals}"
+        return claims
+
+
+def _python_for(user: str | None) -> str:
+    """An interpreter that the user can run: this one, unless it lies in someone's home directory."""
+    for python in (sys.executable, "/usr/bin/python3"):
+        check = [python, "-c", "import sys; sys.exit(sys.version_info < (3, 10))"]
+        if subprocess.run([*_become(user), *check], capture_output=True, cwd="/", timeout=60).returncode == 0:
+            return python
+    unavailable("no Python >= 3.10 that an ordinary user may run: try one outside root's home directory")
+
+
+def _become(user: str | None) -> list[str]:
+    # setpriv itself still opens what root may; what env starts, the user must be able to.
+    return [] if user is None else ["setpriv", "--reuid", user, "--regid", user, "--init-groups", "env"]
+
+
+def _make_room(user: str | None) -> Room:
+    path = Path(tempfile.mkdtemp(prefix="safe-gpu-jobs-", dir="/var/tmp"))
+    path.chmod(0o1777)
+    lib = path / "lib"
+    lib.mkdir()
+    ignore = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(Path(safe_gpu.__file__).parent, lib / "safe_gpu", ignore=ignore)
+    for name in ("filelock", "pynvml", "typing_extensions"):
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.origin is not None:
+            origin = Path(spec.origin)
+            if origin.name == "__init__.py":
+                shutil.copytree(origin.parent, lib / name, ignore=ignore)
+            else:
+                shutil.copy(origin, lib)
+    shutil.copy(JOB, path)
+    subprocess.run(["chmod", "-R", "a+rX", str(path)], check=True)
+    subprocess.run([sys.executable, "-m", "compileall", "-q", str(lib)], check=False)
+    return Room(path, _python_for(user))
+
+
+@pytest.fixture(scope="session")
+def _shared_room() -> Iterator[Room]:
+    if os.geteuid() == 0:
+        try:
+            pwd.getpwnam(USER)
+        except KeyError:
+            subprocess.run(["useradd", "-m", "-s", "/bin/bash", USER], check=True)
+    room = _make_room(USER if os.geteuid() == 0 else None)
+    yield room
+    shutil.rmtree(room.path, ignore_errors=True)
+
+
+@pytest.fixture
+def room(_shared_room: Room) -> Iterator[Room]:
+    """The room, as new. What the jobs said is shown where a test fails."""
+    _shared_room.fresh()
+    yield _shared_room
+    for path in sorted(_shared_room.referee.iterdir()):
+        if path.is_file() and path.stat().st_size:
+            print(f"---- {path.name}\n{path.read_text(errors='replace')}")
+
+
+class Cluster:
+    """A scheduler that tools/ brought up, and how to run things beside it."""
+
+    def __init__(self, script: str, **settings: str) -> None:
+        scratch = tempfile.mkdtemp(prefix="safe-gpu-cluster-", dir="/var/tmp")
+        os.chmod(scratch, 0o755)
+        self.scratch = Path(scratch)
+        self._tool = str(TOOLS / script)
+        name = "SGE_SCRATCH" if script.startswith("sge") else "SLURM_SCRATCH"
+        self._env = {"PATH": os.environ["PATH"], name: scratch, "JOB_USER": USER, **settings}
+
+    def tool(self, *words: str, check: bool = True, timeout: float = 90.0) -> subprocess.CompletedProcess[str]:
+        """Run the tool; with ``check``, the test fails with its output where it fails."""
+        done = subprocess.run(
+            [self._tool, *words], env=self._env, cwd="/", capture_output=True, text=True, timeout=timeout
+        )
+        if check and done.returncode != 0:
+            pytest.fail(f"{' '.join(words)} exited with {done.returncode}:\n{done.stdout}{done.stderr}")
+        return done
+
+    def run(self, *words: str, check: bool = True, timeout: float = 90.0) -> str:
+        """Run a command as the ordinary user on the submit host, and return what it says."""
+        return self.tool("run", *words, check=check, timeout=timeout).stdout
+
+    def start(self, *words: str) -> subprocess.Popen[str]:
+        """Start a command as the ordinary user on the submit host."""
+        return subprocess.Popen(
+            [self._tool, "run", *words],
+            env=self._env,
+            cwd="/",
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def close(self) -> None:
+        """End it and all its jobs."""
+        self.tool("down", check=False)
+        shutil.rmtree(self.scratch, ignore_errors=True)
+
+
+def _bring_up(script: str, programs: Sequence[str], **settings: str) -> Cluster:
+    """A running cluster, or a skip with the reason."""
+    if os.geteuid() != 0:
+        unavailable(f"only root can bring up a scheduler: tools/{script}")
+    missing = [name for name in programs if shutil.which(name, path="/usr/sbin:/usr/bin:/sbin:/bin") is None]
+    if missing and not REQUIRED:
+        pytest.skip(f"{', '.join(missing)} not installed: tools/{script} up installs what is missing")
+    cluster = Cluster(script, **settings)
+    done = cluster.tool("up", check=False, timeout=300)
+    if done.returncode != 0:
+        cluster.close()
+        unavailable(f"tools/{script} up failed: {done.stdout}{done.stderr}")
+    return cluster
+
+
+@pytest.fixture(scope="session")
+def bring_up(_shared_room: Room) -> Callable[..., Cluster]:
+    """``bring_up("sge_up.sh", ["qsub"], HOSTS="2")``: a cluster, which the caller closes; skips where there is none."""
+    return _bring_up
+
+
+@pytest.fixture(scope="session")
+def wait_for() -> Callable[..., Any]:
+    """``wait_for(condition, "what", seconds)`` returns the first true answer, or fails saying what did not come."""
+    return _wait_for
+
+
+@pytest.fixture(scope="session")
+def mpirun() -> list[str]:
+    """Open MPI's mpirun, more ranks than cores allowed; skips where there is none."""
+    if shutil.which("mpirun") is None:
+        unavailable("no mpirun: apt-get install openmpi-bin")
+    said = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, timeout=60).stdout
+    if "Open MPI" not in said:
+        unavailable(f"mpirun is not Open MPI's: {said.splitlines()[:1]}")
+    return ["mpirun", "--oversubscribe", "--bind-to", "none"]

@@ -1,0 +1,216 @@
+"""Grid Engine for real: jobs that declare GPUs, on two simulated hosts of 8 GPUs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.scheduler, pytest.mark.timeout(300)]
+
+HOST1, HOST2 = "sgehost", "sgehost2"
+ON_HOST1, ON_HOST2 = ("-q", f"all.q@{HOST1}"), ("-q", f"all.q@{HOST2}")
+
+
+class GridEngine:
+    """The cluster, as an ordinary user sees it from the submit host."""
+
+    def __init__(self, cluster: Any, room: Any, wait_for: Callable[..., Any]) -> None:
+        self.cluster = cluster
+        self.room = room
+        self.wait_for = wait_for
+
+    def submit(self, *words: str) -> str:
+        """qsub with these options and the command; the job's number. Its output goes to a file of that number."""
+        output = f"{self.room.referee}/$JOB_ID.$TASK_ID"
+        return (
+            self.cluster.run("qsub", "-terse", "-S", "/bin/bash", "-j", "y", "-o", output, *words).split(".")[0].strip()
+        )
+
+    def finish(self, *jobs: str) -> None:
+        """Wait until these jobs are gone."""
+        self.wait_for(lambda: not set(jobs) & set(self.jobs()), f"end of jobs {jobs}", 120)
+
+    def jobs(self) -> dict[str, str]:
+        """States of the jobs that are not over."""
+        lines = [line.split() for line in self.cluster.run("qstat").splitlines()[2:]]
+        return {line[0]: line[4] for line in lines}
+
+    def output(self, job: str, task: str = "0") -> str:
+        """What a job has said."""
+        return (self.room.referee / f"{job}.{task}").read_text()
+
+
+@pytest.fixture(scope="module")
+def cluster(bring_up: Callable[..., Any]) -> Iterator[Any]:
+    cluster = bring_up("sge_up.sh", ["sge_qmaster", "sge_execd", "qsub"], HOSTS="2", SLOTS="32", GPUS="8")
+    yield cluster
+    cluster.close()
+
+
+@pytest.fixture
+def sge(cluster: Any, room: Any, wait_for: Callable[..., Any]) -> Iterator[GridEngine]:
+    engine = GridEngine(cluster, room, wait_for)
+    yield engine
+    left = list(engine.jobs())
+    if left:
+        cluster.run("qdel", *left, check=False)
+        engine.finish(*left)
+
+
+def test_twelve_jobs_of_one_two_and_four_gpus(sge: GridEngine, room: Any) -> None:
+    """Half of them claim a number, half ask Grid Engine what the job declared."""
+    jobs = {}
+    for round_ in range(4):
+        for number in (4, 2, 1):
+            script = room.script(f"$CLAIM claim {'job' if round_ % 2 else number}")
+            jobs[sge.submit(*ON_HOST1, "-l", f"gpu={number}", script)] = number
+    sge.finish(*jobs)
+    claims = room.verdict()
+    assert {claim["about"]["JOB_ID"]: len(claim["gpus"]) for claim in claims} == jobs
+    assert {claim["job"] for claim in claims} == {f"sge:{job}" for job in jobs}
+    assert {claim["host"] for claim in claims} == {HOST1}
+
+
+def test_jobs_that_declare_nothing_wait_for_each_other(sge: GridEngine, room: Any) -> None:
+    """Grid Engine lets all run at once: 6 jobs of 4 GPUs on 8, so the claims have to wait in line."""
+    script = room.script("$CLAIM claim 4")
+    jobs = [sge.submit(*ON_HOST1, script) for _ in range(6)]
+    sge.finish(*jobs)
+    assert len(room.verdict()) == 6
+
+
+def test_array(sge: GridEngine, room: Any) -> None:
+    job = sge.submit(*ON_HOST1, "-t", "1-8", "-tc", "4", "-l", "gpu=2", room.script("$CLAIM claim job"))
+    sge.finish(job)
+    claims = room.verdict()
+    assert sorted(claim["job"] for claim in claims) == [f"sge:{job}.{task}" for task in range(1, 9)]
+    assert {len(claim["gpus"]) for claim in claims} == {2}
+
+
+def test_parallel_environment_over_two_hosts(sge: GridEngine, room: Any) -> None:
+    """A consumable counts per slot: 3 slots on each host are 3 GPUs there, for every task of the job."""
+    task = room.script("$CLAIM claim job --hold go")
+    script = room.script(
+        f"for host in $(cut -d' ' -f1 $PE_HOSTFILE); do qrsh -inherit -nostdin $host {task} & done", "wait"
+    )
+    job = sge.submit("-pe", "mpi", "6", "-l", "gpu=1", script)
+    sge.wait_for(lambda: len(room.records("claim")) == 2, "claims on both hosts")
+    room.go()
+    sge.finish(job)
+    assert {claim["host"]: len(claim["gpus"]) for claim in room.verdict()} == {HOST1: 3, HOST2: 3}
+    assert {claim["job"] for claim in room.records("claim")} == {f"sge:{job}"}
+
+
+def test_mpi_ranks_of_a_parallel_environment(sge: GridEngine, room: Any, mpirun: list[str]) -> None:
+    """Open MPI starts its daemons through Grid Engine; each rank claims its share, one GPU of the 2 on its host."""
+    rank = room.script("$CLAIM claim job --hold go")
+    job = sge.submit("-pe", "mpi", "4", "-l", "gpu=1", room.script(f"{' '.join(mpirun)} {rank}"))
+    sge.wait_for(lambda: len(room.records("claim")) == 4, "claims of 4 ranks")
+    room.go()
+    sge.finish(job)
+    claims = room.verdict()
+    assert sorted((claim["host"], len(claim["gpus"])) for claim in claims) == [(HOST1, 1)] * 2 + [(HOST2, 1)] * 2
+    assert len({(claim["host"], *claim["gpus"]) for claim in claims}) == 4
+
+
+def test_qdel_in_mid_claim_and_in_the_queue(sge: GridEngine, room: Any) -> None:
+    """The first is killed between its lease and its placeholder, the second while it waits; the third gets the GPUs."""
+    wait_for = sge.wait_for
+    holder = sge.submit(*ON_HOST1, room.script("$CLAIM claim 8 --debug-sleep 600"))
+    wait_for(lambda: len(room.leases(HOST1)) == 8, "lease of the first")
+    waiter = sge.submit(*ON_HOST1, room.script("$CLAIM claim 8"))
+    wait_for(lambda: room.waiting(HOST1) == 1, "ticket of the second")
+    heir = sge.submit(*ON_HOST1, room.script("$CLAIM claim 8"))
+    wait_for(lambda: room.waiting(HOST1) == 2, "ticket of the third")
+    sge.cluster.run("qdel", waiter)
+    sge.finish(waiter)
+    sge.cluster.run("qdel", holder)
+    sge.finish(holder, heir)
+    assert [claim["job"] for claim in room.verdict()] == [f"sge:{heir}"]
+
+
+def test_linear_binding_is_kept(sge: GridEngine, room: Any) -> None:
+    """Grid Engine binds each job to a core; the claim binds within that, next to its GPU or not."""
+    script = room.script("grep Cpus_allowed_list /proc/self/status", "$CLAIM claim 1 --hold go")
+    jobs = [sge.submit(*ON_HOST1, "-binding", "linear:1", "-l", "gpu=1", script) for _ in range(2)]
+    claims = sge.wait_for(lambda: room.records("claim") if len(room.records("claim")) == 2 else None, "two claims")
+    room.go()
+    sge.finish(*jobs)
+    room.verdict()
+    bound = {claim["about"]["JOB_ID"]: claim["cpus"] for claim in claims}
+    for job in jobs:
+        given = re.search(r"Cpus_allowed_list:\s*(\S+)", sge.output(job))
+        assert given is not None
+        assert given[1].isdecimal(), "Grid Engine did not bind the job to one core"
+        assert bound[job] == [int(given[1])]
+
+
+def test_a_claim_larger_than_declared_warns(sge: GridEngine, room: Any) -> None:
+    job = sge.submit(*ON_HOST1, "-l", "gpu=2", room.script("$CLAIM claim 3"))
+    sge.finish(job)
+    assert [len(claim["gpus"]) for claim in room.verdict()] == [3]
+    assert re.search(r"WARNING .*takes 3 GPUs.*for 2", sge.output(job))
+
+
+def test_a_host_that_may_not_ask(sge: GridEngine, room: Any) -> None:
+    """Many sites let execution hosts submit nothing; a number in the environment helps."""
+    root = ("root", "qconf")
+    for host in (HOST1, HOST2):
+        sge.cluster.tool(*root, "-ds", host)
+    sge.cluster.tool(*root, "-dh", HOST2)
+    try:
+        sge.cluster.tool(*root, "-as", HOST1)
+        job = sge.submit(*ON_HOST2, "-l", "gpu=2", room.script("$CLAIM claim job"))
+        helped = sge.submit(*ON_HOST2, "-l", "gpu=2", room.script("export SAFE_GPU_NB_GPUS=2", "$CLAIM claim job"))
+        sge.finish(job, helped)
+    finally:
+        sge.cluster.tool(*root, "-as", HOST2)
+        sge.cluster.tool(*root, "-ah", HOST2)
+    assert [claim["about"]["JOB_ID"] for claim in room.verdict()] == [helped]
+    said = sge.output(job)
+    assert "neither submit nor admin host" in said
+    assert "set SAFE_GPU_NB_GPUS=N" in said
+
+
+STARTER = r"""
+case $1 in
+  */job_scripts/*) set -- "$SGE_STARTER_SHELL_PATH" "$@" ;;
+esac
+if [ "$JOB_SCRIPT" = QRSH ]; then set -- "${SHELL:-/bin/sh}" -c "$*"; fi
+exec $SAFE_GPU run -n job -- "$@"
+"""
+
+
+@pytest.fixture
+def starter(sge: GridEngine, room: Any) -> Iterator[str]:
+    """A queue that starts every job under ``safe-gpu run -n job``."""
+    path = room.script(STARTER)
+    sge.cluster.tool("root", "qconf", "-mattr", "queue", "starter_method", path, "all.q")
+    yield path
+    sge.cluster.tool("root", "qconf", "-mattr", "queue", "starter_method", "NONE", "all.q")
+
+
+def test_starter_method_gives_gpus_to_jobs_that_know_nothing(sge: GridEngine, room: Any, starter: str) -> None:
+    """Job scripts and programs alike see only their GPUs, and keep them as long as they run."""
+    script = room.script("$CLAIM given --hold go")
+    jobs = {sge.submit(*ON_HOST1, "-l", f"gpu={number}", script): number for number in (1, 2, 4)}
+    program = [room.python, f"{room.path}/job.py", "given", "--hold", "go"]
+    jobs[sge.submit(*ON_HOST1, "-l", "gpu=1", "-v", f"REFEREE={room.referee}", "-b", "y", *program)] = 1
+    claims = sge.wait_for(lambda: room.records("claim") if len(room.records("claim")) == 4 else None, "four claims")
+    assert {claim["about"]["JOB_ID"]: len(claim["gpus"]) for claim in claims} == jobs
+    records = room.leases(HOST1).values()
+    assert {record["pid"] for record in records} == {claim["pid"] for claim in claims}  # no process stays in between
+    room.go()
+    sge.finish(*jobs)
+    room.verdict()
+
+
+def test_starter_method_gives_none_to_jobs_that_declare_none(sge: GridEngine, room: Any, starter: str) -> None:
+    job = sge.submit(*ON_HOST1, room.script("$CLAIM given", 'echo "visible: <$CUDA_VISIBLE_DEVICES>"'))
+    sge.finish(job)
+    assert [claim["gpus"] for claim in room.verdict()] == [[]]
+    assert "visible: <>" in sge.output(job)
+    assert room.leases(HOST1) == {}

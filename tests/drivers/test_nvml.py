@@ -203,6 +203,14 @@ def test_every_generation_of_driver(host: Any, flags: tuple[str, ...]) -> None:
     }
 
 
+@pytest.mark.parametrize("code", [NOT_SUPPORTED, FUNCTION_NOT_FOUND])
+def test_a_list_that_exists_and_does_not_work(host: Any, driver: nvml.NvmlDriver, code: int) -> None:
+    host.change(0, v3_error=code)
+    host.process(host.uuids[0], HIDDEN, static=True)
+    host.process(host.uuids[0], HIDDEN, static=True, kind="mps")
+    assert pids(driver.snapshot().gpus[0]) == {(HIDDEN, ProcessKind.COMPUTE), (HIDDEN, ProcessKind.MPS)}
+
+
 def test_a_driver_without_mps_lists(host: Any) -> None:
     host.variant("-DNO_MPS")
     host.here()
@@ -325,6 +333,14 @@ def test_gpus_lost_from_the_start_stand_where_nvml_counts_them(host: Any, driver
     assert [gpu.index for gpu in gpus if gpu.lost] == [2, 5]
     assert len({gpu.uuid for gpu in gpus}) == 8
     assert [gpu.uuid for gpu in gpus if not gpu.lost] == [host.uuids[number] for number in (0, 1, 3, 4, 6, 7)]
+
+
+def test_a_lost_gpu_is_not_taken_for_another_when_the_numbers_have_changed(host: Any, driver: nvml.NvmlDriver) -> None:
+    known = {gpu.uuid for gpu in driver.snapshot().gpus}
+    host.write({"uuid": "GPU-new", "bus": "00000000:01:00.0", "lost": 2}, *host.gpus)
+    gpus = driver.snapshot().gpus
+    assert [gpu.lost for gpu in gpus] == [True] + 8 * [False]
+    assert gpus[0].uuid not in known
 
 
 def test_a_gpu_that_comes_back(host: Any, driver: nvml.NvmlDriver) -> None:

@@ -114,7 +114,8 @@ def answer(kind, fields, rows):
 
 def main():
     if os.environ.get("LC_ALL") != "C":
-        QUIRKS["before"] = "Achtung: dies ist nicht die Sprache, die erwartet wird"
+        print("Die Ausgabe ist nicht in der Sprache, die erwartet wird")
+        return 1
     for argument in sys.argv[1:]:
         option, _, fields = argument.partition("=")
         if option == "--query-gpu":

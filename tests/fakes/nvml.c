@@ -19,6 +19,7 @@
  *     speed=N                 for the fake CUDA: rank in FASTEST_FIRST order, highest first
  *     FIELD_error=CODE        that question answers this NVML code; FIELD is one of handle uuid name pci memory memory_v2
  *                             util mode display mig compute graphics mps imemory icompute (the last two: MIG instances)
+ *                             v3 (the process lists with that suffix, though they exist)
  *
  * $FAKE_GPU_DIR/procs/UUID/PID   a process on that GPU or MIG instance; the content is its memory in bytes in decimal
  *     (empty: not available). It counts only while that process runs (a zombie does not). Suffixes, in this
@@ -278,6 +279,7 @@ static int list_processes(const char *name, void *handle, const char *kind, unsi
     int code = resolve(name, handle, &gpu, &slot);
     const char *field = slot >= 0 ? "icompute_error" : !*kind ? "compute_error" : *kind == 'g' ? "graphics_error" : "mps_error";
     if (!code) code = (int)number_of(gpu.line, field, 0);
+    if (!code && strstr(name, "_v3")) code = (int)number_of(gpu.line, "v3_error", 0);
     if (code) return code;
     unsigned found = list_device(gpu.line, slot, kind, rows);
     if (found && races < (int)option("race", 0)) {

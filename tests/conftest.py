@@ -142,10 +142,8 @@ class FakeGpus:
         self._build = build
         self._libraries = libraries
         self._monkeypatch = monkeypatch
-        self._libdir = directory / "lib"
-        self._libdir.mkdir()
+        self._flags: tuple[str, ...] = ()
         (directory / "procs").mkdir()
-        self.variant()
         self.set(8)
 
     @property
@@ -153,7 +151,7 @@ class FakeGpus:
         """os.environ with these GPUs in place of any others."""
         return {
             **os.environ,
-            "LD_LIBRARY_PATH": str(self._libdir),
+            "LD_LIBRARY_PATH": str(self._libraries_dir()),
             "FAKE_GPU_DIR": str(self.directory),
             "SAFE_GPU_DRIVER": "nvml",
             "PYTHONPATH": str(PACKAGE_ROOT),
@@ -199,18 +197,24 @@ class FakeGpus:
         return names
 
     def variant(self, *flags: str) -> None:
-        """Use a fake NVML compiled with these flags."""
-        for source, name, chosen in (("nvml.c", DRIVER_LIBRARIES[0], flags), ("cuda.c", DRIVER_LIBRARIES[1], ())):
-            link = self._libdir / name
-            link.unlink(missing_ok=True)
-            link.symlink_to(self._build(source, name, *chosen))
+        """Use a fake NVML compiled with these flags from now on."""
+        self._flags = flags
+
+    def _libraries_dir(self) -> Path:
+        directory = self.directory / "lib"
+        directory.mkdir(exist_ok=True)
+        for source, name, flags in (("nvml.c", DRIVER_LIBRARIES[0], self._flags), ("cuda.c", DRIVER_LIBRARIES[1], ())):
+            library, link = self._build(source, name, *flags), directory / name
+            if not link.is_symlink() or link.readlink() != library:
+                link.unlink(missing_ok=True)
+                link.symlink_to(library)
+        return directory
 
     def here(self) -> None:
         """Show these GPUs to NVML in this very process (CUDA keeps state for good: use a child for it)."""
         import pynvml
 
-        path = str((self._libdir / DRIVER_LIBRARIES[0]).resolve())
-        self._libraries.stand_ins[DRIVER_LIBRARIES[0]] = path
+        self._libraries.stand_ins[DRIVER_LIBRARIES[0]] = str(self._build("nvml.c", DRIVER_LIBRARIES[0], *self._flags))
         self._monkeypatch.setenv("FAKE_GPU_DIR", str(self.directory))
         self._monkeypatch.setenv("SAFE_GPU_DRIVER", "nvml")
         self._monkeypatch.setattr(pynvml, "CDLL", ctypes.CDLL)

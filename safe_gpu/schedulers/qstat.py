@@ -62,10 +62,8 @@ def ask(environ: Mapping[str, str], job_id: str, *, patience: float = 10.0) -> i
         raise QstatError(f"qstat cannot be run here ({err.strerror or err})") from err
     text = answer.stdout.decode(errors="replace")
     if answer.returncode != 0 or f"<JB_job_number>{job_id}</JB_job_number>" not in text:
-        said = (answer.stderr.decode(errors="replace") + text).strip().splitlines() or [
-            f"exit status {answer.returncode}"
-        ]
-        raise QstatError(f"qstat does not tell about job {job_id}: {said[0].strip()}")
+        said = _reason(text, answer.stderr.decode(errors="replace")) or f"exit status {answer.returncode}"
+        raise QstatError(f"qstat does not tell about job {job_id}: {said}")
     request = hard_request(text, resource_names(environ))
     if request is None:
         return 0
@@ -135,6 +133,16 @@ def slots(environ: Mapping[str, str]) -> Slots:
         return Slots(int(note[1]), alone)
     total = environ.get("NSLOTS", "1")
     return Slots(int(total) if alone and total.isdecimal() else None, alone)
+
+
+def _reason(answer: str, error: str) -> str:
+    """What qstat says instead of an answer. Son of Grid Engine refuses in XML on stdout, with exit status 0."""
+    from html import unescape
+
+    if "<unknown_jobs" in answer:
+        return "it knows no such job"
+    texts = re.findall(r"<AN_text>(.*?)</AN_text>", answer, re.DOTALL) or [error, answer]
+    return next((unescape(text).strip().splitlines()[0] for text in texts if text.strip()), "")
 
 
 def _number(*texts: str | None) -> float | None:

@@ -18,6 +18,18 @@ from safe_gpu.schedulers.qstat import QstatError, Request, Slots, hard_request, 
 SLURM = {"SLURM_JOB_ID": "77"}
 
 
+# As Son of Grid Engine 8.1.9 says it, on stdout, with exit status 0.
+REFUSAL = """<?xml version='1.0'?>
+<comunication_error >
+  <element>
+    <AN_status>8</AN_status>
+    <AN_text>denied: host &quot;n1&quot; is neither submit nor admin host</AN_text>
+    <AN_quality>1</AN_quality>
+  </element>
+</comunication_error>
+"""
+
+
 def qstat_xml(requests: str, job: str = "1234", environment: str = "") -> str:
     """An answer of ``qstat -j JOB -xml`` (Son of Grid Engine 8.1.9), shortened."""
     return f"""<?xml version='1.0'?>
@@ -227,7 +239,8 @@ def test_a_job_that_asked_for_none(fake_qstat: Qstat) -> None:
             {"status": 1, "error": 'denied: host "n1" is neither submit nor admin host\n'},
             "neither submit nor admin host",
         ),
-        ({"answer": "<?xml version='1.0'?>\n<unknown_jobs >\n<ST_name>1234</ST_name></unknown_jobs>"}, "job 1234"),
+        ({"answer": REFUSAL}, 'job 1234: denied: host "n1" is neither submit nor admin host)'),
+        ({"answer": "<?xml version='1.0'?>\n<unknown_jobs >\n<ST_name>1234</ST_name></unknown_jobs>"}, "no such job"),
         ({"answer": qstat_xml("", job="12345")}, "job 1234"),
         ({"status": 3}, "exit status 3"),
     ],

@@ -8,9 +8,10 @@ Every name here is loaded when it is first used; importing the package costs nex
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
+TYPE_CHECKING = False  # importing typing costs more than all of this module
 if TYPE_CHECKING:
+    from typing import Any
+
     from .affinity import (
         AffinityOptions,
         BindingReport,

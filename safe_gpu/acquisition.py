@@ -414,8 +414,8 @@ class Acquisition:
         way_out = (
             "claims inside claims go one level deep, so use its GPUs without claiming"
             if self._outer
-            else "claim there with delegate=True (or start this under `safe-gpu run`) so that its children may claim from "
-            "it, or use its GPUs without claiming"
+            else "claim there with delegate=True (or start this under `safe-gpu run`) so that its children may claim "
+            "from it, or use its GPUs without claiming"
         )
         raise NotEnoughGpusError(
             f"{who} holds GPU {labels}: {way_out}",

@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from . import __version__
 from .errors import (
@@ -203,7 +203,9 @@ def _run(options: argparse.Namespace) -> int:
     from .placeholders import NoPlaceholder
     from .waitline import WaitLine
 
-    choice = {} if options.affinity is None else {"affinity": None if options.affinity == "none" else options.affinity}
+    choice: dict[str, Any] = {}
+    if options.affinity is not None:
+        choice["affinity"] = None if options.affinity == "none" else options.affinity
     with WaitLine(sys.stderr) as line:
         owner = GPUOwner(
             options.nb_gpus,
@@ -293,9 +295,9 @@ def _bind(options: argparse.Namespace) -> int:
     path = _find_command(options.command)
     if isinstance(path, int):
         return path
-    from .locality import bind
+    from .locality import bind_rank
 
-    report = bind(options.gpu, mode=options.mode, memory=options.memory)
+    report = bind_rank(options.gpu, mode=options.mode, memory=options.memory)
     if report.notes:
         print(f"safe-gpu: {report}", file=sys.stderr)
     return _become(path, options.command)
@@ -411,12 +413,12 @@ def _pid(text: str) -> int:
 
 
 def _affinity(options: argparse.Namespace) -> int:
-    from .locality import affinity_table, placement_text
+    from .locality import affinity_text, placement_text
 
     if options.of is not None:
         print(placement_text(options.of, as_json=options.json))
         return 0
-    text = affinity_table(
+    text = affinity_text(
         mode=options.mode,
         scope=options.scope,
         multithreading=options.multithreading,

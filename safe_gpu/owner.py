@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from .affinity import AffinityOptions, BindingReport
     from .drivers.base import Driver
 
-__all__ = ["GPUOwner", "claim_gpus", "get_free_gpus", "release_gpus"]
+__all__ = ["GPUOwner", "claim_gpus", "current_owner", "get_free_gpus", "latest_gpus", "release_gpus", "wait_for_gpus"]
 
 gpu_owner: GPUOwner | None = None
 """The implicit owner, made by :func:`claim_gpus`."""
@@ -98,7 +98,7 @@ class GPUOwner:
         self._pid = os.getpid()
         self._claim: Claim | None = None
         self._environment: dict[str, tuple[str, str | None]] = {}
-        self._placeholder_fn: Any = placeholder_fn
+        self._placeholder_fn: Any = None
         # Driver pids that are this process: where a container shows host pids, learnt from its first placeholder.
         self._own = {os.getpid()}
 
@@ -107,10 +107,10 @@ class GPUOwner:
             request, wait, options = checked(
                 nb_gpus, timeout, affinity, memory, min_memory, model, exclude, only, visible_as, logger
             )
-            with _opened_driver() as driver:
+            with opened_driver() as driver:
                 snapshot, polled = driver.snapshot(), time.monotonic()
                 frozen, fence = boundaries(driver, snapshot, request)
-                self._prepare(driver)
+                self._prepare(driver, placeholder_fn)
                 acquisition = Acquisition(
                     driver,
                     snapshot if time.monotonic() - polled < _STALE else driver.snapshot(),
@@ -134,7 +134,8 @@ class GPUOwner:
                 self._hold(driver)
                 if driver.uses_cuda:
                     verify_devices(claim.gpus)
-                verify_alone(driver, claim, self._own, holding=placeholders.holds_gpu(self._placeholder_fn))
+                holding = placeholders.holds_gpu(self._placeholder_fn)
+                verify_alone(driver, claim, self._own, holding=holding)
                 self._bind(driver, options, memory, required=affinity is not _NODE_BY_DEFAULT or memory is not None)
         except BaseException:
             self._undo()
@@ -169,13 +170,12 @@ class GPUOwner:
         """NUMA nodes of the CPUs that this process may use, where its mask is narrower than the host."""
         if len(os.sched_getaffinity(0)) >= (os.cpu_count() or 1):
             return None
-        from .locality import nodes_of_this_process
+        from .affinity.shares import nodes_of_cpus
 
-        return nodes_of_this_process(driver)
+        return nodes_of_cpus(os.sched_getaffinity(0), driver)
 
-    def _prepare(self, driver: Driver) -> None:
-        if self._placeholder_fn is None:
-            self._placeholder_fn = driver.default_placeholder(self.logger)
+    def _prepare(self, driver: Driver, placeholder_fn: Any) -> None:
+        self._placeholder_fn = driver.default_placeholder(self.logger) if placeholder_fn is None else placeholder_fn
         asleep = driver.uses_cuda and cuda.visible_if_awake() is None
         placeholders.prepare(self._placeholder_fn)
         if asleep and cuda.visible_if_awake() is not None:
@@ -227,10 +227,10 @@ class GPUOwner:
     def _bind(self, driver: Driver, options: AffinityOptions | None, memory: str | None, *, required: bool) -> None:
         if options is None and memory is None:
             return
-        from .locality import bind_claim
+        from .affinity.shares import bind_claim
 
         try:
-            self.binding = bind_claim(self.gpus, driver, options, memory)
+            self.binding = bind_claim(self.gpus, driver, options=options, memory=memory)
             self.cpus = set(self.binding.cpus)
             self.logger.info("%s", self.binding)
         except GPUAffinityError as err:
@@ -258,9 +258,9 @@ class GPUOwner:
                     else:
                         os.environ[name] = earlier
             if self.binding is not None:
-                from .affinity.binding import undo
+                from .affinity.shares import undo_binding
 
-                undo()
+                undo_binding()
         self._environment = {}
         self.binding = None
         self.cpus = set()
@@ -356,7 +356,7 @@ def wait_for_gpus(
 
     logger = logging.getLogger("safe_gpu")
     request, wait, _ = checked(nb_gpus, timeout, None, None, min_memory, model, exclude, only, "index", logger)
-    with _opened_driver() as driver:
+    with opened_driver() as driver:
         snapshot = driver.snapshot()
         _, fence = boundaries(driver, snapshot, request)
         acquisition = Acquisition(
@@ -378,7 +378,7 @@ def get_free_gpus() -> list[str]:
 
     Speaks of the host: neither CUDA_VISIBLE_DEVICES nor what this process claimed matters. A MIG instance is ``"3:1"``.
     """
-    with _opened_driver() as driver:
+    with opened_driver() as driver:
         snapshot = driver.snapshot()
     with HostLock(time.monotonic() + MINIMUM_PATIENCE) as host:
         leased = survey(host, snapshot.gpus)
@@ -389,6 +389,11 @@ def get_free_gpus() -> list[str]:
 def current_owner() -> GPUOwner | None:
     """The owner that holds GPUs in this process, implicit or not; None in a forked child of such a process."""
     return _current if _current is not None and _current._pid == os.getpid() else None
+
+
+def latest_gpus() -> tuple[Gpu, ...]:
+    """The GPUs that this process holds, or that the one held from which it was forked."""
+    return _current.gpus if _current is not None else ()
 
 
 def _become_current(owner: GPUOwner) -> None:
@@ -411,7 +416,7 @@ def _resign(owner: GPUOwner) -> None:
         _current = None
 
 
-class _opened_driver:
+class opened_driver:
     """The driver that SAFE_GPU_DRIVER names, closed at the end."""
 
     def __enter__(self) -> Driver:

@@ -14,7 +14,11 @@ __all__ = [
     "descendants",
     "exists",
     "flock_holders",
+    "has_ended",
     "is_stopped",
+    "open_files",
+    "pids",
+    "printable",
     "start_time",
     "user_name",
     "user_of",
@@ -39,6 +43,22 @@ def exists(pid: int) -> bool:
     return os.path.exists(f"/proc/{pid}")
 
 
+def pids() -> list[int]:
+    """All processes that can be seen, in ascending order."""
+    return sorted(int(name) for name in os.listdir("/proc") if name.isdecimal())
+
+
+def has_ended(pid: int) -> bool:
+    """Whether no such process runs (a zombie has ended); one that is merely hidden from this user has not."""
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return True
+    except OSError:
+        pass  # another user's
+    return _stat_fields(pid)[:1] in ([b"Z"], [b"X"])
+
+
 def start_time(pid: int) -> int | None:
     """Start of the process in clock ticks since boot; with the pid it names one process for ever."""
     fields = _stat_fields(pid)
@@ -61,6 +81,25 @@ def is_stopped(pid: int) -> bool:
             events = _read("/sys/fs/cgroup" + os.fsdecode(line[3:]) + "/cgroup.events")
             return b"frozen 1" in events
     return False
+
+
+def open_files(pid: int) -> dict[int, str] | None:
+    """Descriptor -> what it is open on, as the kernel words it (``/path``, ``/path (deleted)``, ``pipe:[1]``).
+
+    None where the process is gone or this user may not look.
+    """
+    directory = f"/proc/{pid}/fd"
+    try:
+        numbers = os.listdir(directory)
+    except OSError:
+        return None
+    found = {}
+    for number in numbers:
+        try:
+            found[int(number)] = os.readlink(f"{directory}/{number}")
+        except OSError:
+            continue  # closed meanwhile
+    return found
 
 
 def ancestors(pid: int) -> list[int]:
@@ -113,8 +152,12 @@ def command_of(pid: int, limit: int = 200) -> str | None:
         text = arguments.replace(b"\0", b" ").decode("utf-8", "replace")
     else:
         text = _read(f"/proc/{pid}/comm").decode("utf-8", "replace").strip()
-    printable = "".join(c if c.isprintable() else " " for c in text)
-    return printable[:limit] or None
+    return printable(text)[:limit] or None
+
+
+def printable(text: str) -> str:
+    """Text from others, fit for a terminal: what could move its cursor or reverse its letters becomes a blank."""
+    return "".join(c if c.isprintable() else " " for c in text)
 
 
 def flock_holders(inodes: set[int]) -> dict[int, list[int]]:

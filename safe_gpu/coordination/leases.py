@@ -14,6 +14,9 @@ from .host_lock import LockedHost, lock_file, unlock_file
 
 __all__ = ["Lease", "LeaseRecord", "inner_name", "lease_name", "probe", "read_record", "try_lease"]
 
+# No time of ours is later (the year 5138); time.localtime fails on numbers that JSON allows.
+_LATEST = 1e11
+
 
 def lease_name(uuid: str) -> str:
     """The lease file of a device.
@@ -76,21 +79,27 @@ class LeaseRecord:
 
     @classmethod
     def decode(cls, data: bytes) -> LeaseRecord | None:
-        """The record in this line, or None where it is torn, empty or somebody's nonsense."""
+        """The record in this line, or None where it is torn, empty or somebody's nonsense.
+
+        Anybody may have written it: text comes out printable, and a time that cannot be as 0.
+        """
         import json
 
         try:
             raw: dict[str, Any] = json.loads(data)
+            pid, since = int(raw["pid"]), float(raw.get("since") or 0.0)
+            if not 0 < pid < 1 << 31:
+                return None
             return cls(
-                pid=int(raw["pid"]),
+                pid=pid,
                 start=None if raw.get("start") is None else int(raw["start"]),
                 uid=int(raw.get("uid", -1)),
-                user=str(raw.get("user", "")),
-                host=str(raw.get("host", "")),
-                job=None if raw.get("job") is None else str(raw["job"]),
-                command=None if raw.get("command") is None else str(raw["command"]),
+                user=procfs.printable(str(raw.get("user", ""))),
+                host=procfs.printable(str(raw.get("host", ""))),
+                job=None if raw.get("job") is None else procfs.printable(str(raw["job"])),
+                command=None if raw.get("command") is None else procfs.printable(str(raw["command"])),
                 gpus=tuple(str(uuid) for uuid in raw.get("gpus") or ()),
-                since=float(raw.get("since") or 0.0),
+                since=since if 0 <= since < _LATEST else 0.0,
                 token=str(raw.get("token") or ""),
                 v=int(raw.get("v", 1)),
             )

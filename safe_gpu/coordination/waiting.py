@@ -82,7 +82,10 @@ def _decode(seq: int, inode: int, data: bytes) -> Ticket:
         demand = Demand(
             int(request["nb_gpus"]), frozenset(map(str, request["gpus"])), None if memory is None else int(memory)
         )
-        return Ticket(seq, inode, int(raw["pid"]), str(raw["user"]), float(raw["since"]), demand)
+        pid, since = int(raw["pid"]), float(raw["since"])
+        if not 0 < pid < 1 << 31:
+            pid = 0
+        return Ticket(seq, inode, pid, procfs.printable(str(raw["user"])), since if 0 <= since < 1e11 else 0.0, demand)
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
         return Ticket(seq, inode, 0, "unknown", 0.0, None)
 

@@ -18,6 +18,7 @@ from safe_gpu.coordination import leases as leases_module
 from safe_gpu.coordination.host_lock import HostLock
 from safe_gpu.coordination.leases import Lease, LeaseRecord, inner_name, lease_name, probe, read_record, try_lease
 from safe_gpu.errors import StateDirError
+from safe_gpu.procfs import printable
 
 NAME = lease_name("GPU-1")
 
@@ -224,7 +225,7 @@ def test_the_record_is_one_line_of_json_with_the_keys_of_the_protocol(state_dir:
     lease.release()
 
 
-texts = st.text(max_size=30)
+texts = st.text(max_size=30).map(printable)
 
 
 @given(st.builds(record, user=texts, job=st.none() | texts, command=st.none() | texts, token=texts, start=st.none()))
@@ -237,6 +238,19 @@ def test_records_survive_the_round_trip(one: LeaseRecord) -> None:
 )
 def test_nonsense_in_a_record_is_no_record(data: bytes) -> None:
     assert LeaseRecord.decode(data) is None or isinstance(LeaseRecord.decode(data), LeaseRecord)
+
+
+def test_what_others_wrote_cannot_play_tricks_on_a_terminal_or_a_clock() -> None:
+    read = LeaseRecord.decode(record(user="\x1b[2J", job="\u202ecba", command="x\r\ud800y").encode())
+    assert read is not None
+    assert (read.user, read.job, read.command) == (" [2J", " cba", "x  y")
+    for since in ("NaN", "Infinity", "-1", "1e300"):
+        line = json.dumps({"pid": 1, "since": 0}).replace(": 0}", f": {since}}}")
+        read = LeaseRecord.decode(line.encode())
+        assert read is not None
+        assert read.since == 0.0
+    for pid in (0, -1, 1 << 31):
+        assert LeaseRecord.decode(record(pid=pid).encode()) is None
 
 
 @given(st.integers(min_value=0, max_value=100))

@@ -1,0 +1,193 @@
+"""Slurm for real: jobs, arrays and steps with and without a gres, on two simulated nodes of 8 GPUs."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.scheduler, pytest.mark.timeout(300)]
+
+PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun")
+ON_NODE1 = ("-w", "n1")
+
+
+class Slurm:
+    """The cluster, as an ordinary user sees it from the submit host."""
+
+    def __init__(self, cluster: Any, room: Any, wait_for: Callable[..., Any]) -> None:
+        self.cluster = cluster
+        self.room = room
+        self.wait_for = wait_for
+
+    def submit(self, *words: str) -> str:
+        """sbatch with these options and the script; the job's number. Its output goes to a file of that number."""
+        output = ("-o", f"{self.room.referee}/%A.%a", "-D", str(self.room.referee))
+        return self.cluster.run("sbatch", "--parsable", *output, *words).strip()
+
+    def srun(self, *words: str) -> str:
+        """A job of one step, to its end."""
+        return self.cluster.run("srun", "-D", str(self.room.referee), *words)
+
+    def jobs(self) -> set[str]:
+        """Numbers of the jobs that are not over."""
+        return set(self.cluster.run("squeue", "-h", "-o", "%A %F").split())
+
+    def finish(self, *jobs: str) -> None:
+        """Wait until these jobs are gone."""
+        self.wait_for(lambda: not set(jobs) & self.jobs(), f"end of jobs {jobs}", 120)
+
+    def output(self, job: str) -> str:
+        """What a job has said; its number in no array is what sbatch writes for %a."""
+        return next(self.room.referee.glob(f"{job}.*")).read_text()
+
+
+def brought_up(
+    bring_up: Callable[..., Any], room: Any, wait_for: Callable[..., Any], **settings: str
+) -> Iterator[Slurm]:
+    cluster = bring_up("slurm_up.sh", PROGRAMS, CPUS="32", GPUS="8", **settings)
+    yield Slurm(cluster, room, wait_for)
+    cluster.close()
+
+
+@pytest.fixture(scope="module")
+def cluster(bring_up: Callable[..., Any]) -> Iterator[Any]:
+    cluster = bring_up("slurm_up.sh", PROGRAMS, NODES="2", CPUS="32", GPUS="8")
+    yield cluster
+    cluster.close()
+
+
+@pytest.fixture
+def slurm(cluster: Any, room: Any, wait_for: Callable[..., Any]) -> Iterator[Slurm]:
+    slurm = Slurm(cluster, room, wait_for)
+    yield slurm
+    left = slurm.jobs()
+    if left:
+        cluster.run("scancel", *left, check=False)
+        slurm.finish(*left)
+
+
+def test_jobs_with_gres_take_what_slurm_gave_them(slurm: Slurm, room: Any) -> None:
+    """Slurm's own choice is a fence; what the job asked for is SLURM_GPUS_ON_NODE."""
+    jobs = {}
+    for number in (4, 2, 1, 1):
+        script = room.script('echo "given $CUDA_VISIBLE_DEVICES"', "$CLAIM claim job --hold go")
+        jobs[slurm.submit(*ON_NODE1, f"--gres=gpu:{number}", script)] = number
+    claims = slurm.wait_for(lambda: room.records("claim") if len(room.records("claim")) == 4 else None, "four claims")
+    room.go()
+    slurm.finish(*jobs)
+    room.verdict()
+    assert {claim["about"]["SLURM_JOB_ID"]: len(claim["gpus"]) for claim in claims} == jobs
+    assert {claim["job"] for claim in claims} == {f"slurm:{job}" for job in jobs}
+    for claim in claims:
+        assert f"given {','.join(claim['gpus'])}\n" in slurm.output(claim["about"]["SLURM_JOB_ID"])
+
+
+def test_jobs_without_gres_wait_for_each_other(slurm: Slurm, room: Any) -> None:
+    """Slurm knows nothing of the GPUs and lets all run at once: 6 jobs of 4 GPUs on 8."""
+    script = room.script("$CLAIM claim 4")
+    jobs = [slurm.submit(*ON_NODE1, script) for _ in range(6)]
+    slurm.finish(*jobs)
+    assert [len(claim["gpus"]) for claim in room.verdict()] == [4] * 6
+
+
+def test_the_number_of_a_job_without_gres_is_not_known(slurm: Slurm, room: Any) -> None:
+    job = slurm.submit(room.script("$SAFE_GPU run -n job -- true; echo exit code $?"))
+    slurm.finish(job)
+    assert "set SAFE_GPU_NB_GPUS=N" in slurm.output(job)
+    assert "exit code 78" in slurm.output(job)
+
+
+def test_array(slurm: Slurm, room: Any) -> None:
+    script = room.script("$SAFE_GPU run -n job -- $CLAIM claim")  # run lets the command claim from its claim
+    job = slurm.submit(*ON_NODE1, "--array=1-8%4", "--gres=gpu:1", script)
+    slurm.finish(job)
+    claims = room.verdict()
+    assert {len(claim["gpus"]) for claim in claims} == {1}
+    assert sorted(claim["job"] for claim in claims) == [f"slurm:{job}.{task}" for task in range(1, 9)]
+
+
+def test_tasks_of_srun_share_what_the_job_has(slurm: Slurm, room: Any) -> None:
+    """Four tasks on each of two nodes, 8 GPUs a node: two for each task."""
+    step = room.script("$CLAIM claim job --hold go")
+    running = slurm.cluster.start("srun", "-N2", "--ntasks-per-node=4", "--gres=gpu:8", step)
+    slurm.wait_for(lambda: len(room.records("claim")) == 8, "claims of 8 tasks")
+    room.go()
+    output, _ = running.communicate(timeout=90)
+    assert running.returncode == 0, output
+    claims = room.verdict()
+    assert sorted((claim["host"], len(claim["gpus"])) for claim in claims) == [("n1", 2)] * 4 + [("n2", 2)] * 4
+
+
+def test_tasks_that_srun_binds_to_a_gpu_each(slurm: Slurm, room: Any) -> None:
+    slurm.srun("-N1", "-n4", "--gpus-per-task=1", room.script("$CLAIM claim job"))
+    assert sorted(gpu for claim in room.verdict() for gpu in claim["gpus"]) == ["0", "1", "2", "3"]
+
+
+def test_mpi_ranks_in_a_job(slurm: Slurm, room: Any, mpirun: list[str]) -> None:
+    """mpirun's daemons are Slurm's tasks: every rank inherits SLURM_LOCALID=0, and has a rank of its own."""
+    rank = room.script("$CLAIM claim job --hold go")
+    script = room.script(f"{' '.join(mpirun)} {rank}")
+    job = slurm.submit("-N2", "--ntasks-per-node=2", "--gres=gpu:4", script)
+    slurm.wait_for(lambda: len(room.records("claim")) == 4, "claims of 4 ranks")
+    room.go()
+    slurm.finish(job)
+    claims = room.verdict()
+    assert sorted((claim["host"], len(claim["gpus"])) for claim in claims) == [("n1", 2)] * 2 + [("n2", 2)] * 2
+
+
+def test_scancel_in_mid_claim_and_in_the_queue(slurm: Slurm, room: Any) -> None:
+    """The first is killed between its lease and its placeholder, the second while it waits; the third gets the GPUs."""
+    holder = slurm.submit(*ON_NODE1, room.script("exec $CLAIM claim 8 --debug-sleep 600"))
+    slurm.wait_for(lambda: len(room.leases("n1")) == 8, "lease of the first")
+    waiter = slurm.submit(*ON_NODE1, room.script("exec $CLAIM claim 8"))
+    slurm.wait_for(lambda: room.waiting("n1") == 1, "ticket of the second")
+    heir = slurm.submit(*ON_NODE1, room.script("$CLAIM claim 8"))
+    slurm.wait_for(lambda: room.waiting("n1") == 2, "ticket of the third")
+    slurm.cluster.run("scancel", waiter)
+    slurm.finish(waiter)
+    slurm.cluster.run("scancel", holder)
+    slurm.finish(holder, heir)
+    assert [claim["job"] for claim in room.verdict()] == [f"slurm:{heir}"]
+
+
+@pytest.fixture
+def constrained(bring_up: Callable[..., Any], room: Any, wait_for: Callable[..., Any]) -> Iterator[Slurm]:
+    if not os.path.isdir("/sys/fs/cgroup/devices"):
+        pytest.skip("ConstrainDevices is tried with cgroup v1 only, which this machine does not have")
+    yield from brought_up(bring_up, room, wait_for, NODES="1", CONSTRAIN="1")
+
+
+def test_numbers_that_count_from_0_in_every_job(constrained: Slurm, room: Any) -> None:
+    """Under ConstrainDevices each job sees CUDA_VISIBLE_DEVICES=0. Where the driver shows all GPUs nevertheless, as the
+    simulated one does, that is one GPU for all: they must take turns."""
+    script = room.script('echo "given $CUDA_VISIBLE_DEVICES of $SLURM_JOB_GPUS"', "$CLAIM claim job")
+    jobs = [constrained.submit("--gres=gpu:1", script) for _ in range(3)]
+    constrained.finish(*jobs)
+    assert [claim["gpus"] for claim in room.verdict()] == [["0"]] * 3
+    assert {constrained.output(job).splitlines()[0] for job in jobs} == {f"given 0 of {gpu}" for gpu in range(3)}
+
+
+@pytest.fixture
+def private_tmp(bring_up: Callable[..., Any], room: Any, wait_for: Callable[..., Any]) -> Iterator[Slurm]:
+    yield from brought_up(bring_up, room, wait_for, NODES="1", PRIVATE_TMP="1")
+
+
+def test_private_tmp_blinds_jobs_to_each_other_and_a_shared_directory_helps(private_tmp: Slurm, room: Any) -> None:
+    """job_container/tmpfs: each job has a /tmp of its own, so the default state directory is no meeting point."""
+    blind = room.script("unset SAFE_GPU_DIR", "$SAFE_GPU doctor --json", "$CLAIM given --hold go")
+    jobs = [private_tmp.submit(blind) for _ in range(2)]
+    private_tmp.wait_for(lambda: len(room.records("claim")) == 2, "two jobs side by side")
+    room.go()
+    private_tmp.finish(*jobs)
+    for job in jobs:
+        report = json.JSONDecoder().raw_decode(private_tmp.output(job))[0]
+        assert "SAFE_GPU_DIR" in json.dumps(report)
+
+    room.fresh()
+    jobs = [private_tmp.submit(room.script("$CLAIM claim 8")) for _ in range(2)]
+    private_tmp.finish(*jobs)
+    assert len(room.verdict()) == 2

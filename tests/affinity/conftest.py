@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import pickle
+import traceback
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from safe_gpu.affinity.topology import GpuLocality, HostTopology
+from safe_gpu.devices import Gpu, HostSnapshot
 
 
 def as_list(cpus: Iterable[int]) -> str:
@@ -179,3 +184,61 @@ def make_host(
 @pytest.fixture
 def host() -> Callable[..., HostTopology]:
     return make_host
+
+
+class FakeDriver:
+    uses_cuda = False
+
+    def __init__(self, gpus: list[Gpu], affinity: dict[tuple[str, str], frozenset[int]] | None = None) -> None:
+        self.name = "nvml"
+        self.gpus = gpus
+        self.affinity = affinity or {}
+        self.own: HostTopology | None = None
+
+    def snapshot(self) -> HostSnapshot:
+        return HostSnapshot(tuple(self.gpus))
+
+    def cpu_affinity(self, uuid: str, scope: str) -> frozenset[int] | None:
+        return self.affinity.get((uuid, scope))
+
+    def host_topology(self) -> HostTopology | None:
+        return self.own
+
+    def default_placeholder(self, logger: Any = None) -> Any:
+        return None
+
+    def close(self) -> None: ...
+
+
+@pytest.fixture
+def fake_driver() -> type[FakeDriver]:
+    """A driver that says what it is told to say."""
+    return FakeDriver
+
+
+@pytest.fixture
+def in_child() -> Callable[[Callable[[], Any]], Any]:
+    """Runs a function in a forked child, where masks and memory policies may be changed, and returns its result."""
+
+    def run(function: Callable[[], Any]) -> Any:
+        reading, writing = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                try:
+                    answer = (True, function())
+                except BaseException as err:
+                    answer = (False, f"{type(err).__name__}: {err}\n{traceback.format_exc()}")
+                with os.fdopen(writing, "wb") as file:
+                    pickle.dump(answer, file)
+            finally:
+                os._exit(0)
+        os.close(writing)
+        with os.fdopen(reading, "rb") as file:
+            answer = file.read()
+        os.waitpid(pid, 0)
+        done, value = pickle.loads(answer)
+        assert done, value
+        return value
+
+    return run

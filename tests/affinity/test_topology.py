@@ -311,40 +311,16 @@ def test_a_gpu_on_a_node_of_memory_only(saved_tree: Any) -> None:
 # GPUs of a driver
 
 
-class FakeDriver:
-    uses_cuda = False
-
-    def __init__(self, gpus: list[Gpu], affinity: dict[tuple[str, str], frozenset[int]] | None = None) -> None:
-        self.name = "nvml"
-        self.gpus = gpus
-        self.affinity = affinity or {}
-        self.own: HostTopology | None = None
-
-    def snapshot(self) -> HostSnapshot:
-        return HostSnapshot(tuple(self.gpus))
-
-    def cpu_affinity(self, uuid: str, scope: str) -> frozenset[int] | None:
-        return self.affinity.get((uuid, scope))
-
-    def host_topology(self) -> HostTopology | None:
-        return self.own
-
-    def default_placeholder(self, logger: Any = None) -> Any:
-        return None
-
-    def close(self) -> None: ...
-
-
-def test_the_drivers_word_comes_before_pci(saved_tree: Any) -> None:
+def test_the_drivers_word_comes_before_pci(saved_tree: Any, fake_driver: Any) -> None:
     two_sockets(saved_tree)
     saved_tree.gpu("0000:01:00.0", node=0)
     near = frozenset([4, 5, 6, 7, 12, 13, 14, 15])
-    driver = FakeDriver([Gpu(0, "GPU-a", pci_bus_id="0000:01:00.0", numa_node=0)], {("GPU-a", "node"): near})
+    driver = fake_driver([Gpu(0, "GPU-a", pci_bus_id="0000:01:00.0", numa_node=0)], {("GPU-a", "node"): near})
     (gpu,) = HostTopology.from_host(saved_tree, driver).gpus
     assert gpu == GpuLocality(0, "GPU-a", 1, near, near, "0000:01:00.0", "nvml")
 
 
-def test_a_silent_driver_leaves_it_to_pci(saved_tree: Any) -> None:
+def test_a_silent_driver_leaves_it_to_pci(saved_tree: Any, fake_driver: Any) -> None:
     two_sockets(saved_tree)
     saved_tree.gpu("0000:02:00.0", node=1)
     gpus = [
@@ -352,25 +328,25 @@ def test_a_silent_driver_leaves_it_to_pci(saved_tree: Any) -> None:
         Gpu(1, "GPU-b", pci_bus_id="0000:77:00.0", numa_node=0),  # sysfs of a container may lack the device
         Gpu(1, "MIG-b", pci_bus_id="0000:77:00.0", mig_parent="GPU-b"),
     ]
-    found = HostTopology.from_host(saved_tree, FakeDriver(gpus, {("GPU-a", "node"): frozenset()})).gpus
+    found = HostTopology.from_host(saved_tree, fake_driver(gpus, {("GPU-a", "node"): frozenset()})).gpus
     assert [(gpu.uuid, gpu.numa_node, gpu.source) for gpu in found] == [
         ("GPU-a", 1, "numa_node"),
         ("GPU-b", 0, "numa_node"),
     ]
 
 
-def test_a_driver_may_bring_its_own_host(saved_tree: Any) -> None:
+def test_a_driver_may_bring_its_own_host(saved_tree: Any, fake_driver: Any) -> None:
     two_sockets(saved_tree)
-    driver = FakeDriver([])
+    driver = fake_driver([])
     driver.own = HostTopology(cpus=frozenset([1]))
     assert HostTopology.from_host("/", driver) is driver.own
     check_two_sockets(HostTopology.from_host(saved_tree, driver))
 
 
-def test_a_driver_that_fails_is_our_error(saved_tree: Any) -> None:
+def test_a_driver_that_fails_is_our_error(saved_tree: Any, fake_driver: Any) -> None:
     two_sockets(saved_tree)
 
-    class Broken(FakeDriver):
+    class Broken(fake_driver):
         def snapshot(self) -> HostSnapshot:
             raise NoDriverError("the driver was unloaded")
 
@@ -378,12 +354,12 @@ def test_a_driver_that_fails_is_our_error(saved_tree: Any) -> None:
         HostTopology.from_host(saved_tree, Broken([]))
 
 
-def test_the_cpuset_that_nvml_cut_its_answer_to_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cpuset_that_nvml_cut_its_answer_to_is_undone(monkeypatch: pytest.MonkeyPatch, fake_driver: Any) -> None:
     """Jobs in different cpusets must divide the same cores, or their exclusive shares would overlap."""
     host = HostTopology.from_host("/")
     mine = min(os.sched_getaffinity(0))
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {mine})
-    driver = FakeDriver([Gpu(0, "GPU-a")], {("GPU-a", "node"): frozenset([mine])})
+    driver = fake_driver([Gpu(0, "GPU-a")], {("GPU-a", "node"): frozenset([mine])})
     (gpu,) = HostTopology.from_host("/", driver).gpus
     assert gpu.node_cpus == next(cpus for cpus in host.nodes.values() if mine in cpus)
 
@@ -400,11 +376,11 @@ def test_the_cpuset_that_nvml_cut_its_answer_to_is_undone(monkeypatch: pytest.Mo
         (Gpu(0, "GPU-x"), None),
     ],
 )
-def test_the_short_way_to_one_gpus_node(saved_tree: Any, gpu: Gpu, expected: Any) -> None:
+def test_the_short_way_to_one_gpus_node(saved_tree: Any, fake_driver: Any, gpu: Gpu, expected: Any) -> None:
     two_sockets(saved_tree)
     saved_tree.gpu("0000:02:00.0", node=1)
     saved_tree.gpu("0000:03:00.0", node=-1, cpus=[0, 1])
-    driver = FakeDriver([gpu], {("GPU-told", "node"): frozenset([1, 2])})
+    driver = fake_driver([gpu], {("GPU-told", "node"): frozenset([1, 2])})
     assert node_cpus_of(gpu, driver, saved_tree) == expected
 
 

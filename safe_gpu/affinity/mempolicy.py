@@ -1,0 +1,112 @@
+"""The NUMA memory policy of the calling thread, by raw system call: neither libnuma nor numactl is needed.
+
+set_mempolicy(2) has no argument for another thread: it acts on the caller, and threads and processes that the caller
+starts later inherit it. Containers often refuse it (seccomp, EPERM), kernels without NUMA do not know it (ENOSYS).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ..errors import GPUAffinityError
+from .cpulist import format_cpulist
+
+__all__ = ["MemoryPolicy", "get_policy", "policy_for", "set_policy"]
+
+# Numbers of set_mempolicy and get_mempolicy (syscall_64.tbl and asm-generic/unistd.h in the kernel).
+_CALLS = {"x86_64": (238, 239), "aarch64": (237, 236)}
+_DEFAULT, _PREFERRED, _BIND, _LOCAL, _PREFERRED_MANY = 0, 1, 2, 4, 5
+_FLAGS = 0xE000  # MPOL_F_STATIC_NODES, MPOL_F_RELATIVE_NODES, MPOL_F_NUMA_BALANCING ride along in the mode
+_NAMES = {_DEFAULT: "default", _PREFERRED: "preferred", _BIND: "bind", 3: "interleave", _LOCAL: "local"}
+_BITS = 4096  # no kernel knows more nodes; get_mempolicy wants at least as many bits as the kernel has nodes
+_WORD = 64
+
+
+@dataclass(frozen=True)
+class MemoryPolicy:
+    """A policy as the kernel holds it; ``mode`` is an ``MPOL_`` number with its flags."""
+
+    mode: int = _DEFAULT
+    nodes: frozenset[int] = frozenset()
+
+    def __str__(self) -> str:
+        name = _NAMES.get(self.mode & ~_FLAGS, "preferred" if self.mode & ~_FLAGS == _PREFERRED_MANY else "other")
+        plural = "s" if len(self.nodes) > 1 else ""
+        return f"{name} on node{plural} {format_cpulist(self.nodes)}" if self.nodes else name
+
+
+def policy_for(mode: str, nodes: Iterable[int]) -> MemoryPolicy:
+    """ "preferred" or "bind" on some nodes. "bind" never spills: a process that fills its nodes is killed.
+
+    Raises:
+        GPUAffinityError: no node, or a number that is none.
+    """
+    wanted = frozenset(nodes)
+    if not wanted or not all(isinstance(node, int) and 0 <= node < _BITS for node in wanted):
+        raise GPUAffinityError(f"a memory policy needs NUMA nodes, not {sorted(wanted, key=str)!r}")
+    number = _BIND if mode == "bind" else _PREFERRED if len(wanted) == 1 else _PREFERRED_MANY
+    return MemoryPolicy(number, wanted)
+
+
+def get_policy() -> MemoryPolicy:
+    """The calling thread's policy.
+
+    Raises:
+        OSError: the kernel or a container's filter refuses to tell.
+    """
+    import ctypes
+
+    mode = ctypes.c_int()
+    words = (ctypes.c_ulong * (_BITS // _WORD))()
+    _call(1, ctypes.byref(mode), words, ctypes.c_ulong(_BITS + 1), None, ctypes.c_ulong(0))
+    nodes = (at * _WORD + bit for at, word in enumerate(words) if word for bit in range(_WORD) if word >> bit & 1)
+    return MemoryPolicy(mode.value, frozenset(nodes))
+
+
+def set_policy(policy: MemoryPolicy) -> MemoryPolicy:
+    """Set the calling thread's policy; returns what took effect.
+
+    That differs where the kernel (before 5.15) knows "preferred" for one node only: the lowest is taken then.
+
+    Raises:
+        OSError: the kernel or a container's filter refuses.
+    """
+    import errno
+
+    try:
+        _set(policy)
+    except OSError as err:
+        if policy.mode != _PREFERRED_MANY or err.errno != errno.EINVAL:
+            raise
+        policy = MemoryPolicy(_PREFERRED, frozenset([min(policy.nodes)]))
+        _set(policy)
+    return policy
+
+
+def _set(policy: MemoryPolicy) -> None:
+    import ctypes
+
+    if not policy.nodes:
+        _call(0, ctypes.c_int(policy.mode), None, ctypes.c_ulong(0))
+        return
+    words = (ctypes.c_ulong * (max(policy.nodes) // _WORD + 1))()
+    for node in policy.nodes:
+        words[node // _WORD] |= 1 << node % _WORD
+    # The kernel takes one off the number of bits that it is given.
+    _call(0, ctypes.c_int(policy.mode), words, ctypes.c_ulong(len(words) * _WORD + 1))
+
+
+def _call(which: int, *arguments: object) -> None:
+    import ctypes
+    import errno
+
+    numbers = _CALLS.get(os.uname().machine)
+    if numbers is None or ctypes.sizeof(ctypes.c_ulong) * 8 != _WORD:
+        raise OSError(errno.ENOSYS, f"the call's number is not known for {os.uname().machine}")
+    syscall = ctypes.CDLL(None, use_errno=True).syscall
+    syscall.restype = ctypes.c_long
+    if syscall(ctypes.c_long(numbers[which]), *arguments) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))

@@ -1,0 +1,377 @@
+"""Real masks, real threads, real policies: each test changes a process of its own."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import json
+import os
+import pickle
+import platform
+import shutil
+import subprocess
+import sys
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from safe_gpu.affinity import binding, mempolicy
+from safe_gpu.affinity.binding import BindingReport, PartReport, bind_process, enter, leave, original_mask, undo
+from safe_gpu.errors import GPUAffinityError
+
+InChild = Callable[[Callable[[], Any]], Any]
+
+MASK = sorted(os.sched_getaffinity(0))
+needs_two_cpus = pytest.mark.skipif(len(MASK) < 2, reason="this process may use one CPU only")
+
+
+def masks() -> dict[int, set[int]]:
+    return {int(tid): os.sched_getaffinity(int(tid)) for tid in os.listdir("/proc/self/task")}
+
+
+WARM = """
+import json, os, sys, threading
+import numpy
+numpy.ones((600, 600)) @ numpy.ones((600, 600))  # starts the pool of the BLAS library
+from safe_gpu.affinity.binding import bind_process, original_mask, undo
+first, second = map(int, sys.argv[1:])
+
+def masks():
+    return {int(tid): sorted(os.sched_getaffinity(int(tid))) for tid in os.listdir("/proc/self/task")}
+
+ready, done = threading.Barrier(4), threading.Event()
+def idle(mask):
+    os.sched_setaffinity(0, mask)
+    ready.wait()
+    done.wait()
+threads = [threading.Thread(target=idle, args=(mask,)) for mask in ({first}, {second}, {first, second})]
+for thread in threads: thread.start()
+ready.wait()
+before = masks()
+report = bind_process({second})
+bound = masks()
+again = bind_process({first})
+rebound = masks()
+start = sorted(original_mask())
+undo()
+after = masks()
+done.set()
+print(json.dumps({"before": before, "bound": bound, "rebound": rebound, "after": after, "start": start,
+                  "count": report.threads.count, "text": str(report)}))
+"""
+
+
+@needs_two_cpus
+def test_every_thread_moves_and_comes_back_to_its_own_mask() -> None:
+    pytest.importorskip("numpy", reason="numpy, whose thread pool is the point, is not installed")
+    first, second = MASK[:2]
+    out = subprocess.run(
+        [sys.executable, "-c", WARM, str(first), str(second)],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "OPENBLAS_NUM_THREADS": "4"},
+    ).stdout
+    said = json.loads(out)
+    assert len(said["before"]) >= 5  # main, three of ours, at least one of the pool
+    assert set(map(tuple, said["bound"].values())) == {(second,)}
+    assert set(map(tuple, said["rebound"].values())) == {(first,)}
+    assert said["after"] == said["before"]
+    assert len(set(map(tuple, said["after"].values()))) == 3
+    assert said["start"] == MASK
+    assert said["count"] == len(said["before"])
+    assert f"to CPUs {second}" in said["text"]
+
+
+@needs_two_cpus
+def test_threads_that_are_born_meanwhile(in_child: InChild) -> None:
+    """A thread that starts others as fast as it can: whoever slips through the first look is found by a later one."""
+
+    def child() -> bool:
+        stop = threading.Event()
+
+        def breed() -> None:
+            while not stop.is_set():
+                threads = [threading.Thread(target=stop.wait, args=(0.001,)) for _ in range(4)]
+                for thread in threads:
+                    thread.start()
+                for thread in threads:
+                    thread.join()
+
+        breeders = [threading.Thread(target=breed) for _ in range(3)]
+        for breeder in breeders:
+            breeder.start()
+        right = True
+        for cpu in MASK[:2] * 5:
+            report = bind_process({cpu})
+            right = right and report.ok and set(map(frozenset, masks().values())) == {frozenset([cpu])}
+        undo()
+        right = right and set(map(frozenset, masks().values())) == {frozenset(MASK)}
+        stop.set()
+        for breeder in breeders:
+            breeder.join()
+        return right
+
+    assert in_child(child)
+
+
+@needs_two_cpus
+def test_a_second_call_starts_from_the_original_mask(in_child: InChild) -> None:
+    def child() -> list[set[int]]:
+        seen = []
+        for cpu in MASK[:2]:
+            bind_process({cpu})
+            seen += [os.sched_getaffinity(0), set(original_mask())]
+        undo()
+        undo()
+        return [*seen, os.sched_getaffinity(0), set(original_mask())]
+
+    everything = set(MASK)
+    assert in_child(child) == [{MASK[0]}, everything, {MASK[1]}, everything, everything, everything]
+
+
+@needs_two_cpus
+def test_a_moment_can_be_come_back_to(in_child: InChild) -> None:
+    """What a program bound before a claim is there again after it."""
+
+    def child() -> list[set[int]]:
+        bind_process({MASK[0]})
+        enter()
+        bind_process({MASK[1]})
+        inside = set(original_mask())
+        leave()
+        after = os.sched_getaffinity(0)
+        undo()
+        leave()
+        return [inside, after, os.sched_getaffinity(0)]
+
+    assert in_child(child) == [set(MASK), {MASK[0]}, set(MASK)]
+
+
+@needs_two_cpus
+def test_a_forked_worker_starts_from_the_original_mask(in_child: InChild) -> None:
+    """A DataLoader worker inherits the narrowed mask, and what it was before."""
+
+    def child() -> tuple[Any, ...]:
+        bind_process({MASK[0]})
+
+        def worker() -> tuple[Any, ...]:
+            inherited = os.sched_getaffinity(0)
+            report = bind_process({MASK[1]})
+            mine = os.sched_getaffinity(0)
+            undo()
+            return inherited, report.cpus, mine, os.sched_getaffinity(0)
+
+        return (*in_child(worker), os.sched_getaffinity(0))
+
+    assert in_child(child) == ({MASK[0]}, {MASK[1]}, {MASK[1]}, set(MASK), {MASK[0]})
+
+
+def test_what_the_kernel_refuses_leaves_nothing_behind(in_child: InChild) -> None:
+    def child() -> tuple[Any, ...]:
+        before = masks()
+        with pytest.raises(GPUAffinityError, match=r"CPUs 60000-60001.*it may use"):
+            bind_process({60000, 60001})
+        return before == masks(), len(binding._stack)
+
+    assert in_child(child) == (True, 0)
+
+
+@pytest.mark.parametrize("cpus", [(), {-1}, {1 << 40}, {"0"}, 3, {1.5}])
+def test_sets_that_are_none(cpus: Any) -> None:
+    with pytest.raises(GPUAffinityError):
+        bind_process(cpus)
+    assert not binding._stack
+
+
+# cgroups
+
+
+@pytest.fixture
+def cpuset() -> Iterator[Callable[[int], Callable[[], None]]]:
+    """Makes a cpuset of one CPU and returns what a child calls to enter it."""
+    made: list[Path] = []
+
+    def make(cpu: int) -> Callable[[], None]:
+        name = f"safe-gpu-test-{uuid.uuid4().hex[:8]}"
+        old, new = Path("/sys/fs/cgroup/cpuset"), Path("/sys/fs/cgroup")
+        try:
+            root = old if old.is_dir() else new
+            (root / name).mkdir()
+            made.append(root / name)
+            if root is new:
+                (new / "cgroup.subtree_control").write_text("+cpuset")
+            mems = (root / ("cpuset.mems" if root is old else "cpuset.mems.effective")).read_text().strip()
+            (root / name / "cpuset.mems").write_text(mems)
+            (root / name / "cpuset.cpus").write_text(str(cpu))
+        except OSError as err:
+            pytest.skip(f"no cpuset can be made here: {err}")
+        return lambda: (made[-1] / "cgroup.procs").write_text("0") and None  # type: ignore[func-returns-value]
+
+    yield make
+    for path in made:
+        path.rmdir()
+
+
+@needs_two_cpus
+def test_a_cpuset_is_respected(cpuset: Any, in_child: InChild) -> None:
+    join = cpuset(MASK[1])
+
+    def child() -> tuple[Any, ...]:
+        join()
+        report = bind_process(MASK[:2])
+        with pytest.raises(GPUAffinityError):
+            bind_process({MASK[0]})
+        return report.cpus, report.threads.done, report.threads.asked, report.notes
+
+    cpus, done, asked, notes = in_child(child)
+    assert cpus == done == {MASK[1]}
+    assert asked == set(MASK[:2])
+    assert "cpuset" in " ".join(notes)
+
+
+# Memory
+
+
+def first_node() -> int:
+    nodes = [int(name[4:]) for name in os.listdir("/sys/devices/system/node") if name[4:].isdigit()]
+    return min(nodes)
+
+
+@pytest.fixture
+def memory_node() -> int:
+    try:
+        mempolicy.get_policy()
+        return first_node()
+    except OSError as err:
+        pytest.skip(f"NUMA memory policies cannot be used here: {err}")
+
+
+@pytest.mark.parametrize("mode", ["bind", "preferred"])
+def test_memory_policy_is_set_inherited_and_given_back(in_child: InChild, memory_node: int, mode: str) -> None:
+    def child() -> tuple[Any, ...]:
+        before = mempolicy.get_policy()
+        report = bind_process(None, [memory_node], mode)
+        now = mempolicy.get_policy()
+        maps = subprocess.run(["cat", "/proc/self/numa_maps"], check=True, capture_output=True, text=True).stdout
+        bind_process(None, [memory_node], "bind")
+        undo()
+        return report, now, maps, before == mempolicy.get_policy()
+
+    report, now, maps, restored = in_child(child)
+    assert report.memory == PartReport(frozenset([memory_node]), frozenset([memory_node]), count=1)
+    assert report.threads == PartReport()
+    assert now == mempolicy.policy_for(mode, [memory_node])
+    word = "bind" if mode == "bind" else "prefer"
+    assert f" {word}:{memory_node} " in maps  # another program, started after it
+    assert restored
+    assert f"memory {'bound to' if mode == 'bind' else 'preferred on'} node {memory_node}" in str(report)
+
+
+def test_a_node_that_is_not_there_is_reported(in_child: InChild, memory_node: int) -> None:
+    report = in_child(lambda: bind_process(None, [1000], "bind"))
+    assert not report.ok
+    assert report.memory.asked == {1000}
+    assert not report.memory.done
+    assert "Invalid argument" in str(report)
+
+
+def refuse_memory_policies() -> None:
+    """A seccomp filter on this process like Docker's: set_mempolicy and get_mempolicy answer EPERM."""
+
+    class Filter(ctypes.Structure):
+        _fields_ = [("code", ctypes.c_ushort), ("jt", ctypes.c_ubyte), ("jf", ctypes.c_ubyte), ("k", ctypes.c_uint)]
+
+    class Program(ctypes.Structure):
+        _fields_ = [("len", ctypes.c_ushort), ("filter", ctypes.POINTER(Filter))]
+
+    setting, getting = mempolicy._CALLS[platform.machine()]
+    steps = (Filter * 5)(
+        Filter(0x20, 0, 0, 0),  # load the call's number
+        Filter(0x15, 2, 0, setting),
+        Filter(0x15, 1, 0, getting),
+        Filter(0x06, 0, 0, 0x7FFF0000),  # allow
+        Filter(0x06, 0, 0, 0x00050000 | errno.EPERM),
+    )
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.prctl(38, 1, 0, 0, 0) == 0  # PR_SET_NO_NEW_PRIVS
+    program = Program(5, ctypes.cast(steps, ctypes.POINTER(Filter)))
+    assert libc.prctl(22, 2, ctypes.byref(program), 0, 0) == 0  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
+
+
+@pytest.mark.skipif(platform.machine() not in mempolicy._CALLS, reason="the calls' numbers are not known here")
+def test_a_container_that_refuses_memory_policies(in_child: InChild) -> None:
+    """Reported, not raised; the CPUs are bound all the same."""
+
+    def child() -> tuple[Any, ...]:
+        refuse_memory_policies()
+        report = bind_process({MASK[0]}, [0], "bind")
+        undo()
+        return report, os.sched_getaffinity(0)
+
+    report, after = in_child(child)
+    assert report.cpus == {MASK[0]}
+    assert report.memory.refused == ("memory policy bind on node 0: Operation not permitted",)
+    assert not report.ok
+    assert after == set(MASK)
+
+
+def test_an_architecture_whose_calls_are_not_known(monkeypatch: pytest.MonkeyPatch, in_child: InChild) -> None:
+    monkeypatch.setattr(mempolicy, "_CALLS", {})
+    report = in_child(lambda: bind_process(None, [0], "preferred"))
+    assert platform.machine() in report.memory.refused[0] or "ENOSYS" in report.memory.refused[0]
+
+
+@pytest.mark.parametrize(("kernel_knows_many", "nodes"), [(True, {0, 1}), (False, {0})])
+def test_preferred_on_several_nodes(monkeypatch: pytest.MonkeyPatch, kernel_knows_many: bool, nodes: set[int]) -> None:
+    """MPOL_PREFERRED_MANY is of Linux 5.15; before, EINVAL: then the lowest node alone."""
+
+    def kernel(policy: mempolicy.MemoryPolicy) -> None:
+        if policy.mode == 5 and not kernel_knows_many:
+            raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(mempolicy, "_set", kernel)
+    assert mempolicy.set_policy(mempolicy.policy_for("preferred", [0, 1])).nodes == nodes
+
+
+def test_memory_without_a_node() -> None:
+    with pytest.raises(GPUAffinityError, match="NUMA node"):
+        bind_process(None, [], "bind")
+    with pytest.raises(GPUAffinityError, match="interleave"):
+        bind_process(None, [0], "interleave")
+
+
+# The report
+
+
+def test_the_report_travels_and_prints() -> None:
+    report = BindingReport(
+        frozenset([0, 1]),
+        PartReport(frozenset([0, 1]), frozenset([0, 1]), count=3),
+        PartReport(frozenset([1]), refused=("memory policy bind on node 1: Operation not permitted",)),
+        "bind",
+        ("CPUs 0-1 are remote to GPU 3 (on NUMA node 1)",),
+    )
+    assert pickle.loads(pickle.dumps(report)) == report
+    assert str(report) == (
+        "bound 3 threads to CPUs 0-1; refused: memory policy bind on node 1: Operation not permitted; "
+        "CPUs 0-1 are remote to GPU 3 (on NUMA node 1)"
+    )
+    with pytest.raises(AttributeError):
+        report.cpus = frozenset()  # type: ignore[misc]
+
+
+@needs_two_cpus
+def test_under_taskset() -> None:
+    if shutil.which("taskset") is None:
+        pytest.skip("taskset is not installed")
+    code = "from safe_gpu.affinity.binding import original_mask; print(sorted(original_mask()))"
+    out = subprocess.run(
+        ["taskset", "-c", str(MASK[1]), sys.executable, "-c", code], check=True, capture_output=True, text=True
+    ).stdout
+    assert json.loads(out) == [MASK[1]]

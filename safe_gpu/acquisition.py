@@ -253,9 +253,10 @@ class Acquisition:
             if ahead is not None:
                 return _Look(ahead=ahead)
             leased = {gpu.uuid: Holder() for gpu in usable if gpu.uuid not in hold()}
-            chosen = choose(self._judge(leased), self._request.nb_gpus, near=self._near)
+            verdicts = [verdict for verdict in self._judge(leased) if verdict.gpu.uuid in held]
+            chosen = choose(verdicts, self._request.nb_gpus, near=self._near)
             look = _Look(unleased=frozenset(held))
-            if chosen is None or any(gpu.uuid not in held for gpu in chosen):
+            if chosen is None:
                 return look
             look.chosen = chosen
             if keep:
@@ -356,7 +357,7 @@ class Acquisition:
         try:
             if not self._may_wait():
                 if self._tried_last:
-                    raise self._refusal(look)
+                    raise self._refusal()
                 self._tried_last = True
                 self._poll()
                 return
@@ -365,11 +366,10 @@ class Acquisition:
                     tidy.enter_context(tidy_on_signals())
                 self._next_news = time.monotonic() + _MINUTE
                 self._tell(look)
-        except BaseException:
+            self._pause(look)
+        finally:
             if look.ahead is not None:
-                os.close(look.ahead.fd)
-            raise
-        self._pause(look)
+                look.ahead.close()
 
     def _pause(self, look: _Look) -> None:
         left = _MINUTE if self._deadline is None else max(0.0, self._deadline - time.monotonic())
@@ -389,8 +389,7 @@ class Acquisition:
         """Who holds which GPU, and our position; for people."""
         with HostLock(time.monotonic() + MINIMUM_PATIENCE) as host:
             leased = survey(host, self._snapshot.gpus, inner=bool(self._outer))
-            position = self._waiter.position(host) if self._waiter is not None else 1
-        return leased, position
+        return leased, 1 if self._waiter is None else self._waiter.position()
 
     def _tell(self, look: _Look) -> None:
         if look.ahead is None:
@@ -423,7 +422,7 @@ class Acquisition:
             verdicts=verdicts,
         )
 
-    def _refusal(self, look: _Look) -> NotEnoughGpusError:
+    def _refusal(self) -> NotEnoughGpusError:
         from .report import refusal_message
 
         leased, position = self._state()
@@ -432,8 +431,6 @@ class Acquisition:
         waited = self._timeout or 0.0
         hint = fence_hint(self._judge(leased, fenced=False), self._fence)
         message = refusal_message(self._request, verdicts, hint=hint, position=position, waited=waited)
-        if look.ahead is not None:
-            os.close(look.ahead.fd)
         if waited:
             return ClaimTimeout(message, nb_gpus=self._request.nb_gpus, verdicts=verdicts, timeout=waited)
         return NotEnoughGpusError(message, nb_gpus=self._request.nb_gpus, verdicts=verdicts)

@@ -125,7 +125,7 @@ class GPUOwner:
                     job=job_label(),
                     command=_command,
                     logger=logger,
-                    on_wait=_on_wait or (lambda news: logger.info(waiting_message(news))),
+                    on_wait=_on_wait or _log_waiting(logger),
                 )
                 self._claim = claim = acquisition.claim()
                 self._take_over(claim, frozen)
@@ -389,6 +389,14 @@ def get_free_gpus() -> list[str]:
 def current_owner() -> GPUOwner | None:
     """The owner that holds GPUs in this process, implicit or not; None in a forked child of such a process."""
     return _current if _current is not None and _current._pid == os.getpid() else None
+
+
+def _log_waiting(logger: Any) -> Callable[[WaitNews], None] | None:
+    """Tell the logger about a wait, where anybody listens: among hundreds of waiters the news has a price."""
+    is_enabled = getattr(logger, "isEnabledFor", None)  # the module logging is a logger for the older package
+    if is_enabled is not None and not is_enabled(20):
+        return None
+    return lambda news: logger.info("%s", waiting_message(news))
 
 
 def latest_gpus() -> tuple[Gpu, ...]:

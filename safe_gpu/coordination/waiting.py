@@ -15,7 +15,7 @@ from typing import Any
 
 from .. import procfs
 from ..errors import SafeGpuError, StateDirError
-from .files import write_all
+from .files import StateDir, state_dir_path, write_all
 from .host_lock import MINIMUM_PATIENCE, HostLock, LockedHost, fork_guard, lock_file, unlock_file
 
 __all__ = ["Ahead", "Demand", "Ticket", "Waiter", "live_tickets", "tidy_on_signals"]
@@ -56,12 +56,18 @@ class Ticket:
         return self.demand is None or self.demand.competes_with(demand)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Ahead:
     """The nearest live competitor ahead, with a descriptor of its ticket to sleep on, owned by whoever gets this."""
 
     ticket: Ticket
     fd: int
+
+    def close(self) -> None:
+        """Close the descriptor, unless a sleeper took it over; safe to call twice."""
+        if self.fd >= 0:
+            fd, self.fd = self.fd, -1
+            os.close(fd)
 
 
 def _encode(pid: int, demand: Demand) -> bytes:
@@ -97,10 +103,10 @@ class _Book:
         self._read: dict[tuple[int, int], Ticket] = {}
         self._dead: set[tuple[int, int]] = set()
 
-    def numbers(self, host: LockedHost) -> list[tuple[int, int]]:
-        """(seq, inode) of every ticket file that is not known to be dead, in order."""
+    def numbers(self, queue: StateDir) -> list[tuple[int, int]]:
+        """(seq, inode) of every ticket file, in order."""
         found = []
-        with os.scandir(host.queue.fd) as entries:
+        with os.scandir(queue.fd) as entries:
             for entry in entries:
                 stem = entry.name[: -len(_SUFFIX)]
                 if entry.name.endswith(_SUFFIX) and stem.isdecimal() and stem.isascii():
@@ -113,13 +119,13 @@ class _Book:
     def is_dead(self, key: tuple[int, int]) -> bool:
         return key in self._dead
 
-    def look(self, host: LockedHost, key: tuple[int, int]) -> tuple[Ticket, int] | None:
+    def look(self, queue: StateDir, key: tuple[int, int]) -> tuple[Ticket, int] | None:
         """The ticket and an open descriptor; None where it is gone or closed to us.
 
         A ticket that we may not open was left by a process killed while it made it: nobody else is making one now.
         """
         try:
-            fd = host.queue.open(f"{key[0]}{_SUFFIX}")
+            fd = queue.open(f"{key[0]}{_SUFFIX}")
         except StateDirError:
             self._dead.add(key)
             return None
@@ -127,8 +133,20 @@ class _Book:
             return None
         ticket = self._read.get(key)
         if ticket is None:
-            ticket = self._read[key] = _decode(*key, os.pread(fd, 1 << 20, 0))
+            ticket = _decode(*key, os.pread(fd, 1 << 20, 0))
+            if ticket.demand is not None:  # read without host.lock, it may just not be written yet
+                self._read[key] = ticket
         return ticket, fd
+
+    def read(self, queue: StateDir, key: tuple[int, int]) -> Ticket | None:
+        """The ticket alone."""
+        if key in self._read:
+            return self._read[key]
+        seen = self.look(queue, key)
+        if seen is None:
+            return None
+        os.close(seen[1])
+        return seen[0]
 
     def is_live(self, host: LockedHost, key: tuple[int, int], fd: int) -> bool:
         """Whether its waiter holds it; the dead are remembered, and unlinked where this user may."""
@@ -148,8 +166,8 @@ def live_tickets(host: LockedHost) -> list[Ticket]:
     """Everyone who waits, first come first."""
     book = _Book()
     found = []
-    for key in book.numbers(host):
-        if (seen := book.look(host, key)) is not None:
+    for key in book.numbers(host.queue):
+        if (seen := book.look(host.queue, key)) is not None:
             ticket, fd = seen
             try:
                 if book.is_live(host, key, fd):
@@ -180,7 +198,7 @@ class Waiter:
         Raises:
             StateDirError: no room, or the queue is closed to us.
         """
-        numbers = self._book.numbers(host)
+        numbers = self._book.numbers(host.queue)
         seq = numbers[-1][0] + 1 if numbers else 1
         fd = host.queue.create(name := f"{seq}{_SUFFIX}")
         if fd is None:  # host.lock is held and the number was free: somebody meddles
@@ -197,10 +215,10 @@ class Waiter:
 
     def ahead(self, host: LockedHost, may_pass: Callable[[Demand], bool]) -> Ahead | None:
         """The nearest live ticket ahead that competes and may not be passed; without a ticket, all are ahead."""
-        for key in reversed(self._book.numbers(host)):
+        for key in reversed(self._book.numbers(host.queue)):
             if (self._seq is not None and key[0] >= self._seq) or self._book.is_dead(key):
                 continue
-            seen = self._book.look(host, key)
+            seen = self._book.look(host.queue, key)
             if seen is None:
                 continue
             ticket, fd = seen
@@ -214,20 +232,27 @@ class Waiter:
             os.close(fd)
         return None
 
-    def position(self, host: LockedHost) -> int:
-        """1 for the head of those who compete with it, counting itself."""
-        return 1 + sum(
-            (self._seq is None or ticket.seq < self._seq) and ticket.competes_with(self.demand)
-            for ticket in live_tickets(host)
-        )
+    def position(self) -> int:
+        """1 for the head of those who compete with it, counting itself.
+
+        Reads tickets and probes none, so it needs no lock and holds up nobody; one that died a moment ago may count.
+        """
+        ahead = 0
+        with StateDir(state_dir_path()) as root, StateDir("queue", root) as queue:
+            for key in self._book.numbers(queue):
+                if (self._seq is not None and key[0] >= self._seq) or self._book.is_dead(key):
+                    continue
+                ticket = self._book.read(queue, key)
+                ahead += ticket is not None and ticket.competes_with(self.demand)
+        return 1 + ahead
 
     def sleep_behind(self, ahead: Ahead, seconds: float) -> bool:
         """Sleep until that ticket goes (True), or so many seconds have passed. Takes over the descriptor."""
         key = (ahead.ticket.seq, ahead.ticket.inode)
-        if self._sleeper is not None and self._sleeper.key == key and not self._sleeper.done.is_set():
-            os.close(ahead.fd)
-        else:
-            self._sleeper = _Sleeper(key, ahead.fd)
+        if self._sleeper is None or self._sleeper.key != key or self._sleeper.done.is_set():
+            fd, ahead.fd = ahead.fd, -1
+            self._sleeper = _Sleeper(key, fd)
+        ahead.close()
         return self._sleeper.done.wait(seconds)
 
     def leave(self) -> None:

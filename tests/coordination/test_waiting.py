@@ -109,8 +109,8 @@ def test_the_nearest_competitor_counts_and_nobody_behind(state_dir: Path, join) 
     assert ahead_of(third) == 3
     assert ahead_of(second) == 1
     assert ahead_of(first) is None
-    with host() as locked:
-        assert third.position(locked) == 3
+    assert third.position() == 3
+    assert first.position() == 1
 
 
 def test_a_ticket_that_may_be_passed_is_passed_and_the_next_counts(state_dir: Path, join) -> None:
@@ -162,8 +162,7 @@ def test_a_dead_ticket_that_may_not_be_unlinked_is_skipped(state_dir: Path, as_u
         say(ahead_of(waiter))
         listen()
         say(ahead_of(waiter))
-        with host() as locked:
-            say(waiter.position(locked))
+        say(waiter.position())
         waiter.leave()
         say(os.listdir(state_dir / "queue"))
 

@@ -193,8 +193,12 @@ def _move_threads(wanted: frozenset[int]) -> PartReport:
         before.masks.add(done)
     refused: dict[int, str] = {}
     tries: dict[int, int] = {}
-    # Until a whole round finds everyone in place: a thread that was not moved yet may just have started another.
-    while behind := [tid for tid in _tids() if tid not in refused and _mask_of(tid) not in (None, done)]:
+    # A thread that was not moved yet may have started another, and one in the midst of being started has the old mask
+    # and is not listed yet: two rounds in a row must find everyone in place.
+    quiet = 0
+    while quiet < 2:
+        behind = [tid for tid in _tids() if tid not in refused and _mask_of(tid) not in (None, done)]
+        quiet = 0 if behind else quiet + 1
         for tid in behind:
             for before in _stack:  # born after that moment
                 before.threads.setdefault(tid, before.caller)

@@ -30,7 +30,13 @@ needs_two_cpus = pytest.mark.skipif(len(MASK) < 2, reason="this process may use 
 
 
 def masks() -> dict[int, set[int]]:
-    return {int(tid): os.sched_getaffinity(int(tid)) for tid in os.listdir("/proc/self/task")}
+    found = {}
+    for tid in map(int, os.listdir("/proc/self/task")):
+        try:
+            found[tid] = os.sched_getaffinity(tid)
+        except ProcessLookupError:
+            continue  # it ended
+    return found
 
 
 WARM = """

@@ -1,0 +1,196 @@
+"""Where processes run: real ones, on CPUs and with threads that the test chose."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from safe_gpu.affinity.placements import placement
+from safe_gpu.devices import Gpu, GpuProcess
+from safe_gpu.errors import GPUAffinityError
+
+InChild = Callable[[Callable[[], Any]], Any]
+
+MASK = sorted(os.sched_getaffinity(0))
+pytestmark = pytest.mark.skipif(len(MASK) < 2, reason="this process may use one CPU only")
+
+# A process with a second thread, on one CPU, and a child of its own; it says when all are there.
+FAMILY = """
+import os, subprocess, sys, threading
+first, second = map(int, sys.argv[1:3])
+os.sched_setaffinity(0, {first})
+def other():
+    os.sched_setaffinity(0, {second})
+    ready.set()
+    stop.wait()
+ready, stop = threading.Event(), threading.Event()
+threading.Thread(target=other, daemon=True).start()
+ready.wait()
+more = dict(argument.split("=") for argument in sys.argv[3:])
+child = subprocess.Popen(["cat"], stdin=subprocess.PIPE, env={**os.environ, **more})
+print(child.pid, flush=True)
+sys.stdin.read()
+child.stdin.close(); child.wait()
+"""
+
+
+@pytest.fixture
+def two_nodes(saved_tree: Any, fake_driver: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    first, second = MASK[:2]
+    saved_tree.cpus([(first,), (second,)])
+    saved_tree.nodes({0: [first], 1: [second]})
+    gpus = [Gpu(number, f"GPU-{number}", pci_bus_id=f"0000:0{number + 1}:00.0", numa_node=number) for number in (0, 1)]
+    for gpu in gpus:
+        saved_tree.gpu(gpu.pci_bus_id, node=gpu.index)
+    monkeypatch.setenv("SAFE_GPU_FSROOT", os.fspath(saved_tree))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return fake_driver(gpus)
+
+
+@pytest.fixture
+def family() -> Iterator[Callable[..., tuple[int, int]]]:
+    started = []
+
+    def start(*environment: str, **more: str) -> tuple[int, int]:
+        process = subprocess.Popen(
+            [sys.executable, "-c", FAMILY, str(MASK[0]), str(MASK[1]), *environment],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, **more},
+        )
+        started.append(process)
+        assert process.stdout
+        return process.pid, int(process.stdout.readline())
+
+    yield start
+    for process in started:
+        process.communicate(timeout=30)
+
+
+def test_threads_children_and_memory(two_nodes: Any, family: Any) -> None:
+    pid, child = family()
+    report = placement(pid, driver=two_nodes, gpus=[0])
+    parent, below = report.processes
+    assert (parent.pid, below.pid, below.parent) == (pid, child, pid)
+    main, other = parent.threads
+    assert (main.tid, main.cpu, main.node, main.cpus_allowed) == (pid, MASK[0], 0, {MASK[0]})
+    assert (other.cpu, other.node, other.cpus_allowed) == (MASK[1], 1, {MASK[1]})
+    assert main.mems_allowed
+    assert (main.matches, other.matches) == (True, False)
+    assert parent.matches is False
+    assert (parent.gpus, parent.gpu_nodes, parent.gpu_source) == ((0,), {0}, "given")
+    assert (below.gpus, below.gpu_source, below.matches) == ((0,), "parent", True)
+    assert report.matches is False
+    if parent.memory is not None:
+        assert sum(parent.memory.values()) > 1 << 20
+
+
+def test_it_reads_like_a_report(two_nodes: Any, family: Any) -> None:
+    pid, _ = family()
+    first, second = str(placement(pid, driver=two_nodes, gpus=[0])).split("process ")[1:]
+    assert "GPU node: 0 (GPU 0 by given)" in first
+    assert "CPU node: 0 " in first
+    assert f"CPUs allowed: {MASK[1]} (1 of 2 threads)" in first
+    assert "mem binding: [" in first
+    assert "GPU and CPU NUMA nodes do NOT match" in first
+    assert "GPU and CPU NUMA nodes match" in second
+
+
+def test_json(two_nodes: Any, family: Any) -> None:
+    pid, _ = family()
+    document = json.loads(json.dumps(placement(pid, driver=two_nodes, gpus=[1]).as_dict()))
+    assert document["matches"] is False
+    assert document["processes"][0]["threads"][0]["cpus_allowed"] == str(MASK[0])
+    assert document["processes"][0]["gpu_nodes"] == "1"
+
+
+def test_the_drivers_process_list_knows_the_gpu(two_nodes: Any, family: Any) -> None:
+    pid, child = family()
+    gpu = two_nodes.gpus[1]
+    two_nodes.gpus[1] = Gpu(1, gpu.uuid, pci_bus_id=gpu.pci_bus_id, processes=(GpuProcess(child),))
+    parent, below = placement(pid, driver=two_nodes).processes
+    assert (parent.gpus, parent.matches) == ((), None)
+    assert (below.gpus, below.gpu_source, below.matches) == ((1,), "driver", False)
+
+
+def test_visible_devices_of_each_process(two_nodes: Any, family: Any) -> None:
+    pid, _ = family("CUDA_VISIBLE_DEVICES=1", CUDA_VISIBLE_DEVICES="0")
+    parent, below = placement(pid, driver=two_nodes).processes
+    assert (parent.gpus, parent.gpu_source) == ((0,), "CUDA_VISIBLE_DEVICES")
+    assert (below.gpus, below.gpu_source) == ((1,), "CUDA_VISIBLE_DEVICES")
+
+
+def test_this_process_and_a_forked_worker(two_nodes: Any, in_child: InChild) -> None:
+    """A claim sets the variable after the start, and a forked worker shows its parent's old environment."""
+
+    def child() -> Any:
+        os.environ["CUDA_VISIBLE_DEVICES"] = "1"
+        ready, stop = os.pipe(), os.pipe()
+        worker = os.fork()
+        if worker == 0:
+            os.close(stop[1])
+            os.write(ready[1], b".")
+            os.read(stop[0], 1)
+            os._exit(0)
+        os.read(ready[0], 1)
+        report = placement(driver=two_nodes)
+        os.close(stop[1])
+        os.waitpid(worker, 0)
+        return report, os.getpid(), worker
+
+    report, pid, worker = in_child(child)
+    assert [process.pid for process in report.processes] == [pid, worker]
+    assert [process.gpus for process in report.processes] == [(1,), (1,)]
+    assert [process.gpu_source for process in report.processes] == ["CUDA_VISIBLE_DEVICES", "parent"]
+
+
+def test_a_thread_that_sleeps_since_it_was_bound_matches(two_nodes: Any, in_child: InChild) -> None:
+    """It still shows the CPU from before; where it may run is what counts."""
+
+    def child() -> Any:
+        sleeping, stop = threading.Event(), threading.Event()
+
+        def sleep() -> None:
+            os.sched_setaffinity(0, {MASK[1]})
+            sleeping.set()
+            stop.wait()
+
+        thread = threading.Thread(target=sleep)
+        thread.start()
+        sleeping.wait()
+        for tid in os.listdir("/proc/self/task"):
+            os.sched_setaffinity(int(tid), {MASK[0]})
+        report = placement(driver=two_nodes, gpus=[0])
+        stop.set()
+        thread.join()
+        return report.matches
+
+    assert in_child(child) is True
+
+
+@pytest.mark.parametrize("pid", [0, -1, "1", True, 1.5, 1 << 30])
+def test_no_such_process(two_nodes: Any, pid: Any) -> None:
+    with pytest.raises(GPUAffinityError, match=str(pid)):
+        placement(pid, driver=two_nodes)
+
+
+def test_without_a_driver_the_rest_is_told(two_nodes: Any, family: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import safe_gpu.drivers
+    from safe_gpu.errors import NoDriverError
+
+    def none(name: str | None = None) -> Any:
+        raise NoDriverError("there is no NVIDIA driver here")
+
+    monkeypatch.setattr(safe_gpu.drivers, "open_driver", none)
+    pid, _ = family()
+    report = placement(pid)
+    assert report.matches is None
+    assert report.processes[0].threads[0].node == 0
+    assert "no NVIDIA driver" in str(report)

@@ -62,6 +62,13 @@ class _Look:
     unleased: frozenset[str] = frozenset()
     ahead: Ahead | None = None
 
+    def give_back(self) -> None:
+        """Hold nothing; safe to call twice."""
+        for lease in self.leases:
+            lease.release()
+        if self.ahead is not None:
+            self.ahead.close()
+
 
 class Acquisition:
     """One attempt to get GPUs, from the first poll to leases that a second poll confirmed.
@@ -155,7 +162,13 @@ class Acquisition:
 
     def wait(self) -> tuple[Gpu, ...]:
         """The GPUs that the request could have now, without taking them; the same errors as :meth:`claim`."""
-        gpus = self._until(lambda look: look.chosen, keep=False)
+
+        def confirm(look: _Look) -> tuple[Gpu, ...] | None:
+            self._poll()  # what the last poll showed may be as old as the wait
+            free = {verdict.gpu.uuid for verdict in self._judge({}) if verdict.free}
+            return look.chosen if free.issuperset(gpu.uuid for gpu in look.chosen) else None
+
+        gpus = self._until(confirm, keep=False)
         assert isinstance(gpus, tuple)
         return gpus
 
@@ -164,13 +177,20 @@ class Acquisition:
         self._log.info("acquiring lock")
         result: Claim | tuple[Gpu, ...] | None = None
         with ExitStack() as tidy:
+            look = _Look()
             try:
                 while result is None:
-                    look = self._look(keep)
+                    look = _Look()  # ours before it holds anything: an interrupt may come at any line
+                    self._look(look, keep, tidy)
                     if look.chosen:
                         result = finish(look)
                     else:
-                        self._refuse_or_wait(look, tidy)
+                        self._refuse_or_wait(look)
+                    if result is None:
+                        look.give_back()
+            except BaseException:
+                look.give_back()
+                raise
             finally:
                 try:
                     if self._waiter is not None:
@@ -183,21 +203,21 @@ class Acquisition:
 
     # One look, under host.lock
 
-    def _look(self, keep: bool) -> _Look:
+    def _look(self, look: _Look, keep: bool, tidy: ExitStack) -> None:
         with HostLock(self._lock_deadline) as host:
             usable = self._usable(host)
             if self._waiter is None:
                 stems = (f"{gpu.uuid}.inner" if self._outer else gpu.uuid for gpu in usable)
                 demand = Demand(self._request.nb_gpus, frozenset(stems), self._request.min_memory)
                 self._waiter = Waiter(demand)
-            look = self._try(host, usable, keep, self._waiter)
+            self._try(look, host, usable, keep, self._waiter)
             if not look.chosen and not self._waiter.queued and self._may_wait():
+                tidy.enter_context(tidy_on_signals())
                 self._waiter.join(host)
         if look.chosen or not self._looks:
             self._log.info("lock acquired")
             self._log.info("lock released")
         self._looks += 1
-        return look
 
     def _usable(self, host: LockedHost) -> list[Gpu]:
         """The GPUs that this request may ever have; inside another claim, among that claim's."""
@@ -234,7 +254,7 @@ class Acquisition:
             )
         return inside
 
-    def _try(self, host: LockedHost, usable: list[Gpu], keep: bool, waiter: Waiter) -> _Look:
+    def _try(self, look: _Look, host: LockedHost, usable: list[Gpu], keep: bool, waiter: Waiter) -> None:
         held: dict[str, Lease] = {}
         tried = False
 
@@ -249,21 +269,20 @@ class Acquisition:
 
         kept: set[str] = set()
         try:
-            ahead = waiter.ahead(host, lambda demand: self._may_pass(host, demand, hold()))
-            if ahead is not None:
-                return _Look(ahead=ahead)
+            look.ahead = waiter.ahead(host, lambda demand: self._may_pass(host, demand, hold()))
+            if look.ahead is not None:
+                return
             leased = {gpu.uuid: Holder() for gpu in usable if gpu.uuid not in hold()}
             verdicts = [verdict for verdict in self._judge(leased) if verdict.gpu.uuid in held]
             chosen = choose(verdicts, self._request.nb_gpus, near=self._near)
-            look = _Look(unleased=frozenset(held))
+            look.unleased = frozenset(held)
             if chosen is None:
-                return look
-            look.chosen = chosen
+                return
             if keep:
                 look.leases = [held[gpu.uuid] for gpu in chosen]
-                self._record(look)
+                self._record(chosen, look.leases)
                 kept = {gpu.uuid for gpu in chosen}
-            return look
+            look.chosen = chosen
         finally:
             for uuid, lease in held.items():
                 if uuid not in kept:
@@ -278,11 +297,11 @@ class Acquisition:
             return None
         return lease
 
-    def _record(self, look: _Look) -> None:
-        uuids = tuple(gpu.uuid for gpu in look.chosen)
+    def _record(self, chosen: tuple[Gpu, ...], leases: list[Lease]) -> None:
+        uuids = tuple(gpu.uuid for gpu in chosen)
         token = "" if self._outer else self._token
         line = LeaseRecord.of_this_process(uuids, self._job, token, self._command).encode()
-        for lease in look.leases:
+        for lease in leases:
             lease.write(line)
 
     def _may_pass(self, host: LockedHost, demand: Demand, free: Mapping[str, Lease]) -> bool:
@@ -353,23 +372,17 @@ class Acquisition:
     def _may_wait(self) -> bool:
         return self._deadline is None or time.monotonic() < self._deadline
 
-    def _refuse_or_wait(self, look: _Look, tidy: ExitStack) -> None:
-        try:
-            if not self._may_wait():
-                if self._tried_last:
-                    raise self._refusal()
-                self._tried_last = True
-                self._poll()
-                return
-            if time.monotonic() >= self._next_news:
-                if not self._next_news:
-                    tidy.enter_context(tidy_on_signals())
-                self._next_news = time.monotonic() + _MINUTE
-                self._tell(look)
-            self._pause(look)
-        finally:
-            if look.ahead is not None:
-                look.ahead.close()
+    def _refuse_or_wait(self, look: _Look) -> None:
+        if not self._may_wait():
+            if self._tried_last:
+                raise self._refusal()
+            self._tried_last = True
+            self._poll()
+            return
+        if time.monotonic() >= self._next_news:
+            self._next_news = time.monotonic() + _MINUTE
+            self._tell(look)
+        self._pause(look)
 
     def _pause(self, look: _Look) -> None:
         left = _MINUTE if self._deadline is None else max(0.0, self._deadline - time.monotonic())

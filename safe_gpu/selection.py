@@ -26,6 +26,7 @@ __all__ = [
     "candidates",
     "check_possible",
     "choose",
+    "computes",
     "fence_hint",
     "judge",
     "parse_bytes",
@@ -107,7 +108,7 @@ def _judge_one(
         return GpuVerdict(gpu, "unusable", _why_unwatchable(gpu, snapshot))
     if gpu.processes is None:
         return GpuVerdict(gpu, "busy", f"its process list failed: {gpu.process_error or 'the driver does not say why'}")
-    computing = [process for process in gpu.processes if process.pid not in disregarded and _counts(process, describe)]
+    computing = [process for process in gpu.processes if process.pid not in disregarded and computes(process, describe)]
     if computing:
         computing.sort(key=lambda process: (-(process.memory_used or 0), process.pid))
         user, text = _name_processes(computing, describe)
@@ -180,7 +181,7 @@ def _why_haunted(gpu: Gpu, processes: Collection[GpuProcess], limit: int) -> str
     return ""
 
 
-def _counts(process: GpuProcess, describe: Describe) -> bool:
+def computes(process: GpuProcess, describe: Describe) -> bool:
     """Whether a process makes a device busy: all but graphics, and all but the MPS server that waits for clients."""
     if process.kind == ProcessKind.GRAPHICS:
         return False

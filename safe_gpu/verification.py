@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from . import cuda, procfs
 from .claims import Claim, describe_process
-from .devices import Gpu, GpuProcess, GpuRequest, HostSnapshot, ProcessKind
-from .errors import GpuContendedError, NoDriverError, WrongDeviceError
-from .selection import judge
+from .devices import Gpu, GpuProcess, GpuRequest, HostSnapshot
+from .errors import GpuContendedError, NotEnoughGpusError, SafeGpuError, WrongDeviceError
+from .selection import computes, judge
 
 if TYPE_CHECKING:
     from .drivers.base import Driver
@@ -21,11 +21,11 @@ __all__ = ["rivals", "verify_alone", "verify_devices"]
 _SHOWING = 2.0
 
 
-def verify_devices(gpus: Iterable[Gpu], uuid_of_ordinal: Callable[[int], str | None] = cuda.uuid_of_ordinal) -> None:
+def verify_devices(gpus: Sequence[Gpu], uuid_of_ordinal: Callable[[int], str | None] = cuda.uuid_of_ordinal) -> None:
     """Compare each CUDA ordinal with the GPU that was claimed for it, as far as CUDA is awake.
 
     Raises:
-        WrongDeviceError: CUDA has another GPU there, or none.
+        WrongDeviceError: CUDA has another GPU there, or none, or sees more than was claimed.
     """
     for device_no, gpu in enumerate(gpus):
         actual = uuid_of_ordinal(device_no)
@@ -38,6 +38,14 @@ def verify_devices(gpus: Iterable[Gpu], uuid_of_ordinal: Callable[[int], str | N
                 expected=gpu.uuid,
                 actual=actual,
             )
+    further = uuid_of_ordinal(len(gpus))
+    if further:
+        raise WrongDeviceError(
+            f"CUDA device {len(gpus)} is {further}, which was not claimed: CUDA was probably initialised while this "
+            "process claimed, or CUDA_VISIBLE_DEVICES was changed since; claim first in the program",
+            device_no=len(gpus),
+            actual=further,
+        )
 
 
 def verify_alone(driver: Driver, claim: Claim, own: set[int], *, holding: bool) -> None:
@@ -49,6 +57,7 @@ def verify_alone(driver: Driver, claim: Claim, own: set[int], *, holding: bool) 
 
     Raises:
         GpuContendedError: a process came since the last poll that is not us.
+        NotEnoughGpusError: a claimed GPU was lost.
     """
     until = time.monotonic() + _SHOWING
     while True:
@@ -65,11 +74,13 @@ def _refuse_strangers(claim: Claim, snapshot: HostSnapshot, own: set[int], holdi
     shown = True
     for gpu in claim.gpus:
         before, now = claim.before.by_uuid(gpu.uuid), snapshot.by_uuid(gpu.uuid)
-        if now is None or now.processes is None or before is None or before.processes is None:
+        if now is None or now.lost:
+            raise _lost(gpu, claim, snapshot, own)
+        if now.processes is None or before is None or before.processes is None:
             shown = False  # the driver does not tell just now: there is nothing to compare
             continue
-        known = {process.pid for process in before.processes} | set(claim.explained.get(gpu.uuid, ()))
-        new = _distinct(process for process in now.processes if process.pid not in known | own)
+        known = {process.pid for process in _computing(before.processes)} | set(claim.explained.get(gpu.uuid, ()))
+        new = [process for process in _computing(now.processes) if process.pid not in known | own]
         hidden = [process for process in new if not procfs.exists(process.pid)]
         if holding and len(own) == 1 and len(hidden) == 1 and not any(p.pid in own for p in now.processes):
             own.add(hidden[0].pid)
@@ -94,19 +105,28 @@ def _contended(
     )
 
 
+def _lost(gpu: Gpu, claim: Claim, snapshot: HostSnapshot, own: Collection[int]) -> NotEnoughGpusError:
+    return NotEnoughGpusError(
+        f"the driver lost GPU {gpu.label} ({gpu.uuid}) while it was being claimed: everything was given back, claim "
+        "again to get another",
+        nb_gpus=len(claim.gpus),
+        verdicts=judge(snapshot, GpuRequest(), leased={}, own=own, describe=describe_process),
+    )
+
+
 def rivals(driver: Driver, gpu: Gpu, own: Collection[int]) -> str:
     """Who else is on a GPU whose placeholder failed, for the message; "" where nobody is."""
     try:
         now = driver.snapshot().by_uuid(gpu.uuid)
-    except NoDriverError as err:
+    except SafeGpuError as err:
         return str(err)
-    strangers = [process for process in (now.processes if now else None) or () if process.pid not in own]
+    strangers = [process for process in _computing((now.processes if now else None) or ()) if process.pid not in own]
     return ", ".join(_process_text(process) for process in strangers)
 
 
-def _distinct(processes: Iterable[GpuProcess]) -> list[GpuProcess]:
-    """One entry a pid, graphics left out: a compute process may draw too."""
-    found = {process.pid: process for process in processes if process.kind != ProcessKind.GRAPHICS}
+def _computing(processes: Iterable[GpuProcess]) -> list[GpuProcess]:
+    """One entry a pid. Not those that only draw, and not the MPS server, which our own placeholder may have started."""
+    found = {process.pid: process for process in processes if computes(process, describe_process)}
     return list(found.values())
 
 

@@ -77,7 +77,8 @@ class Acquisition:
         driver: polled outside every lock; snapshot: its latest poll.
         request: checked by ``selection.parse_request``.
         fence: the UUIDs to choose from, or None.
-        timeout: seconds until ClaimTimeout; 0 does not wait, None waits for ever.
+        timeout: seconds until ClaimTimeout; 0 does not wait, None waits for ever. They count from ``began``, a
+            ``time.monotonic()`` value; None is now.
         scope: value of SAFE_GPU_SCOPE, or None.
         token: what the records shall carry so that claims inside are possible; "" for none.
         must_delegate: whether a claim that turns out to be inside another may not silently drop the token.
@@ -96,6 +97,7 @@ class Acquisition:
         *,
         fence: Fence | None = None,
         timeout: float | None = 0.0,
+        began: float | None = None,
         scope: str | None = None,
         token: str = "",
         must_delegate: bool = False,
@@ -106,7 +108,7 @@ class Acquisition:
         logger: Any,
         on_wait: Callable[[WaitNews], None] | None = None,
     ) -> None:
-        now = time.monotonic()
+        now = time.monotonic() if began is None else began
         self._driver = driver
         self._request = request
         self._fence = fence
@@ -204,7 +206,7 @@ class Acquisition:
     # One look, under host.lock
 
     def _look(self, look: _Look, keep: bool, tidy: ExitStack) -> None:
-        with HostLock(self._lock_deadline) as host:
+        with HostLock(self._lock_until()) as host:
             usable = self._usable(host)
             if self._waiter is None:
                 stems = (f"{gpu.uuid}.inner" if self._outer else gpu.uuid for gpu in usable)
@@ -218,6 +220,12 @@ class Acquisition:
             self._log.info("lock acquired")
             self._log.info("lock released")
         self._looks += 1
+
+    def _lock_until(self) -> float | None:
+        """A look at the end of a long wait has time for host.lock too, or a crowd would end in LockTimeout."""
+        if self._lock_deadline is None:
+            return None
+        return max(self._lock_deadline, time.monotonic() + MINIMUM_PATIENCE)
 
     def _usable(self, host: LockedHost) -> list[Gpu]:
         """The GPUs that this request may ever have; inside another claim, among that claim's."""
@@ -290,9 +298,9 @@ class Acquisition:
 
     def _try_one(self, host: LockedHost, gpu: Gpu) -> Lease | None:
         if self._outer:
-            return try_lease(host, inner_name(gpu.uuid))
+            return try_lease(host, inner_name(gpu.uuid), shared=self._snapshot.shared_display)
         lease = try_lease(host, lease_name(gpu.uuid), shared=self._snapshot.shared_display)
-        if lease is not None and probe(host, inner_name(gpu.uuid)):
+        if lease is not None and not self._snapshot.shared_display and probe(host, inner_name(gpu.uuid)):
             lease.release()  # an outer claim died and one inside it lives on
             return None
         return lease
@@ -416,8 +424,14 @@ class Acquisition:
 
     def _refuse_what_the_parent_holds(self, verdicts: tuple[GpuVerdict, ...]) -> None:
         """A child that waits for its parent, which waits for the child, would wait for ever."""
-        family = {os.getpid(), *procfs.ancestors(os.getpid())}
-        held = [verdict for verdict in verdicts if verdict.state == "claimed" and verdict.pid in family]
+        family = {pid: procfs.start_time(pid) for pid in (os.getpid(), *procfs.ancestors(os.getpid()))}
+        held = [
+            verdict
+            for verdict in verdicts
+            if verdict.state == "claimed"
+            and verdict.pid in family
+            and (verdict.holder is None or verdict.holder.start in (None, family[verdict.pid]))
+        ]
         usable = {gpu.uuid for gpu in candidates(self._snapshot, self._request, self._fence)}
         if not held or len(usable - {verdict.gpu.uuid for verdict in held}) >= self._request.nb_gpus:
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from . import procfs
@@ -37,9 +38,10 @@ class Claim:
 
     def release(self) -> None:
         """Give everything back; safe to call twice."""
-        self.release_legacy()
-        for lease in self.leases:
-            lease.release()
+        with ExitStack() as steps:  # each step is taken, whatever becomes of the others
+            for lease in self.leases:
+                steps.callback(lease.release)
+            steps.callback(self.release_legacy)
 
 
 def describe_process(pid: int) -> tuple[str, str] | None:
@@ -65,4 +67,4 @@ def survey(host: LockedHost, gpus: Collection[Gpu], *, inner: bool = False) -> d
 
 
 def _holder(record: LeaseRecord) -> Holder:
-    return Holder(pid=record.pid, user=record.user, job=record.job, command=record.command, since=record.since)
+    return Holder(record.pid, record.user, record.job, record.command, record.since, record.start)

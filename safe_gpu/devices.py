@@ -151,13 +151,18 @@ class GpuRequest:
 
 @dataclass(frozen=True)
 class Holder:
-    """Who holds the lease of a device, as far as its record tells; ``since`` is in Unix seconds."""
+    """Who holds the lease of a device, as far as its record tells.
+
+    ``since`` is in Unix seconds; ``start`` is the holder's start in clock ticks since boot, which tells it from a
+    process of another container that has the same pid.
+    """
 
     pid: int | None = None
     user: str | None = None
     job: str | None = None
     command: str | None = None
     since: float | None = None
+    start: int | None = None
 
 
 @dataclass(frozen=True)

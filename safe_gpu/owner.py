@@ -7,6 +7,7 @@ import sys
 import time
 from _thread import allocate_lock
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from . import cuda, placeholders
@@ -22,7 +23,7 @@ from .errors import (
     PlaceholderError,
     UnsatisfiableRequestError,
 )
-from .preconditions import boundaries, checked, job_label
+from .preconditions import boundaries, check_placeholder, checked, checked_pause, job_label
 from .report import waiting_message
 from .selection import judge
 from .verification import rivals, verify_alone, verify_devices
@@ -50,6 +51,10 @@ _NODE_BY_DEFAULT = _ByDefault("node")
 # The owner that holds GPUs in this process, implicit or not: CUDA_VISIBLE_DEVICES is one per process.
 _current: GPUOwner | None = None
 _current_lock = allocate_lock()
+
+# Pid -> the driver's pids of that process, this one or one that it was forked from. Where a container shows host pids,
+# a first placeholder teaches ours; a framework may keep its context there, which a later claim must know for our own.
+_learnt: dict[int, frozenset[int]] = {}
 
 
 class GPUOwner:
@@ -84,6 +89,7 @@ class GPUOwner:
         _on_wait: Callable[[WaitNews], None] | None = None,
         _command: str | None = None,
     ) -> None:
+        began = time.monotonic()
         if logger is None:
             import logging
 
@@ -99,14 +105,15 @@ class GPUOwner:
         self._claim: Claim | None = None
         self._environment: dict[str, tuple[str, str | None]] = {}
         self._placeholder_fn: Any = None
-        # Driver pids that are this process: where a container shows host pids, learnt from its first placeholder.
-        self._own = {os.getpid()}
+        self._own = _own_pids()
 
         _become_current(self)
         try:
             request, wait, options = checked(
                 nb_gpus, timeout, affinity, memory, min_memory, model, exclude, only, visible_as, logger
             )
+            pause = checked_pause(debug_sleep)
+            check_placeholder(placeholder_fn)
             with opened_driver() as driver:
                 snapshot, polled = driver.snapshot(), time.monotonic()
                 frozen, fence = boundaries(driver, snapshot, request)
@@ -117,6 +124,7 @@ class GPUOwner:
                     request,
                     fence=fence,
                     timeout=wait,
+                    began=began,
                     scope=os.environ.get("SAFE_GPU_SCOPE"),
                     token=os.urandom(8).hex() if delegate else "",
                     must_delegate=delegate and _command is None,
@@ -130,12 +138,12 @@ class GPUOwner:
                 self._claim = claim = acquisition.claim()
                 self._take_over(claim, frozen)
                 self._set_environment(claim, visible_as)
-                time.sleep(max(0.0, debug_sleep))
+                time.sleep(pause)
                 self._hold(driver)
                 if driver.uses_cuda:
                     verify_devices(claim.gpus)
-                holding = placeholders.holds_gpu(self._placeholder_fn)
-                verify_alone(driver, claim, self._own, holding=holding)
+                verify_alone(driver, claim, self._own, holding=self._holds_gpu())
+                _learnt[os.getpid()] = frozenset(self._own)
                 self._bind(driver, options, memory, required=affinity is not _NODE_BY_DEFAULT or memory is not None)
         except BaseException:
             self._undo()
@@ -152,11 +160,7 @@ class GPUOwner:
 
         In a forked child it only forgets: GPUs, context and leases are the parent's.
         """
-        for device, placeholder in zip(self.devices_taken, self.placeholders, strict=False):
-            if self._pid == os.getpid():
-                self.logger.info("Releasing placeholder on CUDA device: %s", device)
-                placeholders.release(self._placeholder_fn, placeholder)
-        self._undo(placed=False)
+        self._undo()
 
     def keep_across_exec(self) -> None:
         """Let the leases survive exec(2) of this process, so that the command which it becomes holds the GPUs."""
@@ -221,8 +225,11 @@ class GPUOwner:
                     device_no=device_no,
                     uuid=gpu.uuid,
                 ) from err
-        if placeholders.holds_gpu(self._placeholder_fn):
+        if self._holds_gpu():
             self.logger.info("Placeholder holds GPU %s", ",".join(gpu.label for gpu in self.gpus))
+
+    def _holds_gpu(self) -> bool:
+        return placeholders.holds_gpu(self._placeholder_fn)
 
     def _bind(self, driver: Driver, options: AffinityOptions | None, memory: str | None, *, required: bool) -> None:
         if options is None and memory is None:
@@ -240,28 +247,39 @@ class GPUOwner:
 
     # The way back
 
-    def _undo(self, *, placed: bool = True) -> None:
+    def _undo(self) -> None:
         """Put everything back, in whatever state the claim is."""
         mine = self._pid == os.getpid()
-        if placed and mine:
-            for placeholder in self.placeholders:
-                placeholders.release(self._placeholder_fn, placeholder)
-        self.placeholders = []
-        if self._claim is not None:
-            self._claim.release()
-            self._claim = None
-        if mine:
-            for name, (ours, earlier) in self._environment.items():
-                if os.environ.get(name) == ours:  # what the program set since is its own
-                    if earlier is None:
-                        del os.environ[name]
-                    else:
-                        os.environ[name] = earlier
-            if self.binding is not None:
+        with ExitStack() as steps:  # the last one first, and each is taken whatever becomes of those before it
+            steps.callback(self._forget)
+            if mine and self.binding is not None:
                 from .affinity.shares import undo_binding
 
-                undo_binding()
+                steps.callback(undo_binding)
+            if mine:
+                steps.callback(self._restore_environment)
+            if self._claim is not None:
+                steps.callback(self._claim.release)
+            if mine:
+                while self.placeholders:
+                    steps.callback(self._let_go, self.placeholders.pop(), len(self.placeholders))
+
+    def _let_go(self, placeholder: Any, device_no: int) -> None:
+        self.logger.info("Releasing placeholder on CUDA device: %s", self.devices_taken[device_no])
+        placeholders.release(self._placeholder_fn, placeholder)
+
+    def _restore_environment(self) -> None:
+        for name, (ours, earlier) in self._environment.items():
+            if os.environ.get(name) == ours:  # what the program set since is its own
+                if earlier is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = earlier
+
+    def _forget(self) -> None:
+        self._claim = None
         self._environment = {}
+        self.placeholders = []
         self.binding = None
         self.cpus = set()
         self.devices_taken = []
@@ -366,7 +384,7 @@ def wait_for_gpus(
             fence=fence,
             timeout=wait,
             scope=os.environ.get("SAFE_GPU_SCOPE"),
-            own={os.getpid()},
+            own=_own_pids(),
             logger=logger,
             on_wait=on_wait,
         )
@@ -419,9 +437,16 @@ def _become_current(owner: GPUOwner) -> None:
 
 
 def _resign(owner: GPUOwner) -> None:
-    global _current
+    global _current, gpu_owner
+    if gpu_owner is owner:
+        gpu_owner = None
     if _current is owner:
         _current = None
+
+
+def _own_pids() -> set[int]:
+    """The numbers by which the driver may know this process."""
+    return {os.getpid(), *_learnt.get(os.getpid(), ())}
 
 
 class opened_driver:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from . import cuda
 from .devices import GpuRequest, HostSnapshot
 from .durations import DefaultTimeout, parse_timeout
-from .errors import CudaInitializedError, NoDriverError, UnsatisfiableRequestError
+from .errors import CudaInitializedError, NoDriverError, PlaceholderError, UnsatisfiableRequestError
 from .request import parse_request
 from .visibility import Fence, parse, render
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from .affinity import AffinityOptions
     from .drivers.base import Driver
 
-__all__ = ["boundaries", "checked", "job_label"]
+__all__ = ["boundaries", "check_placeholder", "checked", "checked_pause", "job_label"]
 
 
 def checked(
@@ -35,6 +36,10 @@ def checked(
     """Every argument as what it means; nothing is touched before all of them are right."""
     from .schedulers import current, in_batch_job, number_for_job
 
+    if not callable(getattr(logger, "info", None)):
+        raise UnsatisfiableRequestError(
+            f"logger={logger!r} is no logger: pass a logging.Logger, or leave it out", value=logger
+        )
     count: int | str = number_for_job(os.environ) if nb_gpus == "job" else nb_gpus
     request = parse_request(count, min_memory=min_memory, model=model, only=only, exclude=exclude)
     wait = parse_timeout(timeout, os.environ, in_batch_job=in_batch_job(os.environ))
@@ -52,6 +57,28 @@ def checked(
             declared,
         )
     return request, wait, options
+
+
+def checked_pause(debug_sleep: object) -> float:
+    """Seconds to sleep; an argument that ``time.sleep`` would refuse is refused before anything is touched."""
+    try:
+        seconds = float(debug_sleep)  # type: ignore[arg-type]
+        if 0 <= seconds < math.inf and not isinstance(debug_sleep, str):
+            return seconds
+    except (TypeError, ValueError, OverflowError):
+        pass
+    raise UnsatisfiableRequestError(
+        f"debug_sleep={debug_sleep!r} is no number of seconds: pass 0 or a positive number", value=debug_sleep
+    )
+
+
+def check_placeholder(placeholder_fn: object) -> None:
+    """Refuse what could not hold a GPU, before anything is touched."""
+    if placeholder_fn is not None and not callable(placeholder_fn):
+        raise PlaceholderError(
+            f"placeholder_fn={placeholder_fn!r} cannot be called: pass a function of the CUDA ordinal that returns "
+            "what holds that GPU, such as PytorchPlaceholder(), or leave it out"
+        )
 
 
 def boundaries(

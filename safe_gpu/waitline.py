@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING, TextIO
 
 from .report import format_age, waiting_message
@@ -14,13 +16,19 @@ if TYPE_CHECKING:
 
 __all__ = ["WaitLine"]
 
+_ERASE = "\r\x1b[K"
+
 
 class WaitLine:
-    """Shows the news of a wait on a stream; on a terminal as one line with a running clock, wiped at the end."""
+    """Shows the news of a wait on a stream; on a terminal as one line with a running clock, wiped at the end.
+
+    A stream that fails (a terminal that was closed, a pipe that nobody reads) costs the news, not the place in the
+    queue.
+    """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self._live = stream.isatty()
+        self._live = stream.isatty() and os.environ.get("TERM") != "dumb"
         self._began = time.monotonic()
         self._text = ""
         self._thread: Thread | None = None
@@ -33,14 +41,13 @@ class WaitLine:
         if self._ended is not None and self._thread is not None:
             self._ended.set()
             self._thread.join()
-            self._stream.write("\r\x1b[K")
-            self._stream.flush()
+            self._write(_ERASE)
 
     def show(self, news: WaitNews) -> None:
         """Tell the user where the wait stands."""
         self._text = f"safe-gpu: {waiting_message(news)}"
         if not self._live:
-            print(self._text, file=self._stream, flush=True)
+            self._write(f"{self._text}\n")
         elif self._thread is None:
             import threading
 
@@ -49,14 +56,26 @@ class WaitLine:
             self._thread.start()
 
     def _tick(self) -> None:
-        import shutil
-
         assert self._ended is not None
         while True:
-            width = shutil.get_terminal_size().columns - 1
-            clock = f" ({format_age(time.monotonic() - self._began)})"
-            line = self._text if len(self._text) + len(clock) <= width else self._text[: width - len(clock) - 3] + "..."
-            self._stream.write(f"\r\x1b[K{line}{clock}")
-            self._stream.flush()
+            self._write(_ERASE + self._line(self._columns() - 1))
             if self._ended.wait(1.0):
                 return
+
+    def _columns(self) -> int:
+        with suppress(OSError, ValueError):
+            return os.get_terminal_size(self._stream.fileno()).columns or 80
+        return 80
+
+    def _line(self, width: int) -> str:
+        """The news and for how long we wait, cut where a terminal of this width would break it."""
+        clock = f" ({format_age(time.monotonic() - self._began)})"
+        room = width - len(clock)
+        if len(self._text) <= room:
+            return self._text + clock
+        return f"{self._text[: room - 3]}...{clock}" if room > 3 else self._text[: max(width, 0)]
+
+    def _write(self, text: str) -> None:
+        with suppress(OSError, ValueError):
+            self._stream.write(text)
+            self._stream.flush()

@@ -457,6 +457,8 @@ class Acquisition:
         self._refuse_what_the_parent_holds(verdicts)
         waited = self._timeout or 0.0
         hint = fence_hint(self._judge(leased, fenced=False), self._fence)
+        if hint and self._fence is not None and not self._fence.frozen:
+            hint += " (SAFE_GPU_FENCE=ignore disregards it)"
         message = refusal_message(self._request, verdicts, hint=hint, position=position, waited=waited)
         if waited:
             return ClaimTimeout(message, nb_gpus=self._request.nb_gpus, verdicts=verdicts, timeout=waited)

@@ -113,7 +113,7 @@ def _frozen(snapshot: HostSnapshot, request: GpuRequest, visible: tuple[str, ...
             "anything else that touches CUDA, or start a new process",
             visible=visible,
         )
-    return found, Fence("(what CUDA sees in this process)", found)
+    return found, Fence(os.environ.get("CUDA_VISIBLE_DEVICES", ""), found, frozen=True)
 
 
 def _resolved(driver: Driver, snapshot: HostSnapshot, fence: Fence) -> tuple[str, ...]:

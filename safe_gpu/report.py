@@ -55,7 +55,7 @@ def refusal_message(
 
     Args:
         verdicts: of every device, with holders.
-        hint: how far CUDA_VISIBLE_DEVICES stands in the way, see ``selection.fence_hint``.
+        hint: how far CUDA_VISIBLE_DEVICES stands in the way, see ``selection.fence_hint``; a sentence without its stop.
         position: in the queue; above 1 others were first.
         waited: seconds that the claim waited.
     """
@@ -67,7 +67,7 @@ def refusal_message(
     advice = "wait longer (timeout=)" if waited else "wait for them (timeout=)"
     text += f": {advice}, or ask for fewer."
     if hint:
-        text += f" {hint} (SAFE_GPU_FENCE=ignore disregards it)."
+        text += f" {hint}."
     return "\n".join([text, *_lines(verdicts)])
 
 

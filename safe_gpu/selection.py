@@ -142,7 +142,7 @@ def _why_outside(gpu: Gpu, request: GpuRequest, fence: Fence | None) -> str:
     if request.min_memory is not None and gpu.memory_total is not None and gpu.memory_total < request.min_memory:
         return f"it has {format_bytes(gpu.memory_total)} in all, and {format_bytes(request.min_memory)} are asked for"
     if fence is not None and gpu.uuid not in fence:
-        return f"CUDA_VISIBLE_DEVICES={fence.value} leaves it out"
+        return f"{fence.title} leaves it out"
     return ""
 
 
@@ -262,7 +262,8 @@ def check_possible(
     )
     if not problem and fence is not None and capacity(reachable) < request.nb_gpus:
         hint = fence_hint(judge(snapshot, request, leased=leased or {}), fence)
-        problem = f"{hint}: ask for fewer GPUs or among those, or set SAFE_GPU_FENCE=ignore to disregard the variable"
+        way_out = "" if fence.frozen else ", or set SAFE_GPU_FENCE=ignore to disregard the variable"
+        problem = f"{hint}: ask for fewer GPUs or among those{way_out}"
     if problem:
         asked = "1 GPU is" if request.nb_gpus == 1 else f"{request.nb_gpus} GPUs are"
         raise UnsatisfiableRequestError(
@@ -323,8 +324,7 @@ def fence_hint(unfenced: Sequence[GpuVerdict], fence: Fence | None) -> str:
     inside = len(claimable) - len(beyond)
     free = sum(verdict.free for verdict in beyond)
     others = "1 other is" if free == 1 else f"{free or 'none of the'} others are"
-    shown = fence.value or "'' (set, but empty)"
-    return f"CUDA_VISIBLE_DEVICES={shown} limits this process to {inside} of {len(claimable)} GPUs; {others} free"
+    return f"{fence.title} limits this process to {inside} of {len(claimable)} GPUs; {others} free"
 
 
 def can_be_met_by_releases(

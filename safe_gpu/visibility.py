@@ -40,6 +40,7 @@ class Fence:
         ambiguous: the text alone does not tell which devices these are (see ``doubt``); ask the CUDA driver, or refuse.
         uses_indices: it holds numbers rather than UUIDs.
         doubt: why it is ambiguous, as a clause ("this host's GPUs are of different models and ..."), else "".
+        frozen: it is not the variable but CUDA, awake in this process already, that leaves no other choice.
     """
 
     value: str
@@ -47,6 +48,14 @@ class Fence:
     ambiguous: bool = False
     uses_indices: bool = False
     doubt: str = ""
+    frozen: bool = False
+
+    @property
+    def title(self) -> str:
+        """What stands in the way, for messages."""
+        if self.frozen:
+            return "CUDA, awake in this process already,"
+        return f"CUDA_VISIBLE_DEVICES={self.value or repr(self.value) + ' (set, but empty)'}"
 
     def __contains__(self, uuid: object) -> bool:
         return uuid in self.uuids

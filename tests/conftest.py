@@ -437,3 +437,124 @@ def eventually() -> Callable[[Callable[[], bool]], None]:
             time.sleep(0.005)
 
     return wait
+
+
+class Command:
+    """The command ``safe-gpu`` as users start it, on the simulated host of this test; ``path`` is on PATH as well."""
+
+    def __init__(self, directory: Path) -> None:
+        self.path = directory / "safe-gpu"
+        self.path.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m safe_gpu "$@"\n')
+        self.path.chmod(0o755)
+        self._started: list[subprocess.Popen[str]] = []
+
+    def run(self, *arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
+        """Run it to its end."""
+        process = self.start(*arguments, **options)
+        out, err = process.communicate(timeout=60)
+        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+    def start(self, *arguments: object, env: Mapping[str, str] | None = None, **options: Any) -> subprocess.Popen[str]:
+        """Start it; its output is captured as text."""
+        streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        process: subprocess.Popen[str] = subprocess.Popen(
+            [sys.executable, "-m", "safe_gpu", *map(str, arguments)],
+            env={**os.environ, "PYTHONPATH": str(PACKAGE_ROOT), **(env or {})},
+            text=True,
+            **{**streams, **options},
+        )
+        self._started.append(process)
+        return process
+
+    def end(self) -> None:
+        """Let nothing that was started outlive the test."""
+        for process in self._started:
+            if process.poll() is None:
+                process.kill()
+                process.wait(30)
+            for stream in (process.stdin, process.stdout, process.stderr):
+                if stream is not None:
+                    stream.close()
+
+
+@pytest.fixture
+def command(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, driver_libraries: DriverLibraries
+) -> Iterator[Command]:
+    """Start ``safe-gpu`` as users do; see :class:`Command`."""
+    command = Command(tmp_path_factory.mktemp("bin"))
+    monkeypatch.setenv("PATH", f"{command.path.parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHONPATH", str(PACKAGE_ROOT))
+    yield command
+    command.end()
+
+
+class Ground:
+    """What lies in this test's state directory: who holds which GPU, who waits. Others can be played here."""
+
+    def __init__(self) -> None:
+        from safe_gpu.drivers.presets import preset
+
+        self.uuids = [gpu.uuid for gpu in preset("dgx-a100").gpus()]
+        self._held: dict[str, Any] = {}
+        self._contexts: list[Any] = []
+
+    @property
+    def directory(self) -> Path:
+        return Path(os.environ["SAFE_GPU_DIR"])
+
+    def leased(self, *, inner: bool = False) -> list[int]:
+        """Indices of the GPUs whose lease is held, by a played holder too."""
+        from safe_gpu.coordination.host_lock import HostLock
+        from safe_gpu.coordination.leases import inner_name, lease_name, probe
+
+        name = inner_name if inner else lease_name
+        with HostLock(time.monotonic() + 30) as host:
+            return [index for index, uuid in enumerate(self.uuids) if probe(host, name(uuid))]
+
+    def tickets(self) -> list[str]:
+        """Names in the queue's directory, in order."""
+        try:
+            names = os.listdir(self.directory / "queue")
+        except FileNotFoundError:
+            return []
+        return sorted(names, key=lambda name: (len(name), name))
+
+    def hold(self, *indices: int) -> None:
+        """Play somebody else's claim of these GPUs, one that left no record."""
+        from safe_gpu.coordination.host_lock import HostLock
+        from safe_gpu.coordination.leases import lease_name, try_lease
+
+        with HostLock(time.monotonic() + 30) as host:
+            for index in indices:
+                lease = try_lease(host, lease_name(self.uuids[index]))
+                assert lease is not None
+                lease.write(b"")
+                self._held[self.uuids[index]] = lease
+
+    def let_go(self, *indices: int) -> None:
+        """End that claim, on these GPUs or on all."""
+        for uuid in [self.uuids[index] for index in indices] or list(self._held):
+            self._held.pop(uuid).release()
+
+    def occupy(self, *indices: int, kind: str = "compute") -> list[Any]:
+        """Put a stranger's process on GPUs; close() on what is returned ends it."""
+        from safe_gpu.drivers.simulated import SimulatedDriver
+
+        driver = SimulatedDriver("dgx-a100")
+        contexts = [driver.occupy(self.uuids[index], kind=kind) for index in indices]
+        self._contexts += contexts
+        return contexts
+
+    def clear(self) -> None:
+        self.let_go()
+        for context in self._contexts:
+            context.close()
+
+
+@pytest.fixture
+def ground(driver_libraries: DriverLibraries) -> Iterator[Ground]:
+    """The state directory of this test, and others who hold or use GPUs there; see :class:`Ground`."""
+    ground = Ground()
+    yield ground
+    ground.clear()

@@ -232,11 +232,14 @@ class _Planner:
 
     def _all(self) -> list[list[Core]]:
         dealt = []
+        someones = frozenset[int]().union(*(self._keys(near) for near in self.near))
         for position, (gpu, near) in enumerate(zip(self.gpus, self.near, strict=True)):
             cores = self._cores(near)
             if self.options.scope == Scope.SOCKET:
                 own = self._keys(near)
-                cores += [core for core in self._cores(self._socket(gpu) | near) if self._key(core) not in own]
+                others = [core for core in self._cores(self._socket(gpu)) if self._key(core) not in own]
+                # After its own node the other GPUs', then the rest: gpu_affinity has this order, but for own first.
+                cores += sorted(others, key=lambda core: self._key(core) not in someones)
             dealt.append(self._bounded(cores, [position]))
         return dealt
 

@@ -103,10 +103,12 @@ def test_dgx_a100(dgx_a100: HostTopology) -> None:
     assert few[0] == "32,48-55"
     # A complex is 4 cores; the two GPUs of a node take its first and second.
     assert shares(dgx_a100, "core-complex")[:4] == ["48-51,176-179", "52-55,180-183", "16-19,144-147", "20-23,148-151"]
-    # All of the socket, own node first: 20 cores are the 16 own and the socket's lowest 4.
+    # All of the socket, own node first, then those of the socket's other GPUs: 20 cores are 16 own and 4 of theirs.
     some = shares(dgx_a100, "all", scope="socket", multithreading="single_logical", max_physical_cores=20)
-    assert some[0] == "0-3,48-63"
-    assert some[2] == "0-3,16-31"
+    assert some[0] == "16-19,48-63"
+    assert some[2] == "16-31,48-51"
+    most = shares(dgx_a100, "all", scope="socket", multithreading="single_logical", max_physical_cores=33)
+    assert most[0] == most[2] == "0,16-31,48-63"
 
 
 def test_dgx_h100(dgx_h100: HostTopology) -> None:

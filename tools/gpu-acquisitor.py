@@ -1,0 +1,138 @@
+#!/usr/bin/env python3
+"""Watch two processes claim GPUs at the same moment, with the time between choice and use drawn out.
+
+    python3 gpu-acquisitor.py --id 1 --nb-gpus 1 & python3 gpu-acquisitor.py --id 2 --nb-gpus 2
+
+Each instance chooses its GPUs and then sleeps for --sleep seconds before it puts anything on them. Whoever polls
+nvidia-smi meanwhile sees these GPUs as free; the second instance leaves them alone all the same, and without waiting
+for the first one: the lease of a GPU is taken at once, under a lock that is held for a moment only.
+
+Where there is no GPU: --backend simulated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+import time
+from typing import Any
+
+from safe_gpu import safe_gpu
+from safe_gpu.errors import SafeGpuError
+from safe_gpu.placeholders import CudaPlaceholder, PyCudaPlaceholder, PytorchPlaceholder, TensorflowPlaceholder
+
+
+def placeholder_of(backend: str, logger: logging.Logger) -> Any:
+    """What holds each GPU; None means the driver's own, which is what a simulated host has."""
+    classes = {
+        "pytorch": PytorchPlaceholder,
+        "tf": TensorflowPlaceholder,
+        "pycuda": PyCudaPlaceholder,
+        "cuda": CudaPlaceholder,
+    }
+    return classes[backend](logger) if backend in classes else None
+
+
+def work(backend: str, owner: safe_gpu.GPUOwner) -> list[Any]:
+    """Put something on every claimed GPU, by the numbers that the framework knows them by: from 0."""
+    numbers = range(len(owner.devices_taken))
+    if backend == "pytorch":
+        import torch
+
+        return [torch.ones((2, 2), device=f"cuda:{number}") * 2 for number in numbers]
+    if backend == "tf":
+        import tensorflow
+
+        results = []
+        for number in numbers:
+            with tensorflow.device(f"GPU:{number}"):
+                results.append(tensorflow.constant([1.0]) + 1.0)
+        return results
+    if backend == "pycuda":
+        import pycuda.driver
+
+        for context in owner.placeholders:
+            context.push()
+            try:
+                memory = pycuda.driver.mem_alloc(32)
+                pycuda.driver.memcpy_htod(memory, bytes(32))
+                memory.free()
+            finally:
+                pycuda.driver.Context.pop()
+        return []
+    return []  # the driver's context is all there is
+
+
+class Stopwatch(logging.Handler):
+    """When each step of the claim was logged first, by the first word of its line."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: dict[str, float] = {}
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.steps.setdefault(record.getMessage().split()[0], time.monotonic())
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--sleep",
+        type=float,
+        default=10.0,
+        metavar="SECONDS",
+        help="between choosing the GPUs and putting something on them, and for the work (default: %(default)s)",
+    )
+    parser.add_argument("--id", default="1", help="names this instance in the log (default: %(default)s)")
+    parser.add_argument("--nb-gpus", type=int, default=1, metavar="N", help="how many GPUs (default: %(default)s)")
+    parser.add_argument(
+        "--backend",
+        choices=["pytorch", "tf", "pycuda", "cuda", "simulated"],
+        default="pytorch",
+        help="what holds the GPUs: a framework, the CUDA driver, or a simulated host (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--explicit-owner-object",
+        action="store_true",
+        help="construct a GPUOwner instead of calling claim_gpus()",
+    )
+    return parser.parse_args()
+
+
+def main() -> int:
+    args = arguments()
+    logging.basicConfig(format="%(name)s %(asctime)s [%(levelname)s] %(message)s")
+    logger = logging.getLogger(f"GPUOwner{args.id}")
+    logger.setLevel(logging.INFO)
+    stopwatch = Stopwatch()
+    logger.addHandler(stopwatch)
+    if args.backend == "simulated" and not os.environ.get("SAFE_GPU_DRIVER", "").startswith("simulated:"):
+        os.environ["SAFE_GPU_DRIVER"] = "simulated:dgx-a100"
+
+    claim = safe_gpu.GPUOwner if args.explicit_owner_object else safe_gpu.claim_gpus
+    try:
+        owner = claim(args.nb_gpus, placeholder_of(args.backend, logger), logger, args.sleep)
+    except SafeGpuError as err:
+        logger.error("%s", err)
+        return 1
+    chosen = stopwatch.steps["Set"]
+    logger.info(
+        "Allocated devices: %s (chosen and leased in %.2f s; it took another %.1f s to put something on them, "
+        "for which no other claim had to wait)",
+        owner.devices_taken,
+        chosen - stopwatch.steps["acquiring"],
+        time.monotonic() - chosen,
+    )
+
+    results = work(args.backend, owner)
+    time.sleep(args.sleep)
+    del results
+    owner.release_gpus()
+    logger.info("Finished")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from . import procfs
-from .claims import Claim, describe_process, survey
+from .claims import Claim, WaitNews, describe_process, survey
 from .coordination.host_lock import MINIMUM_PATIENCE, HostLock, LockedHost
 from .coordination.leases import (
     Lease,
@@ -33,7 +33,7 @@ from .errors import ClaimTimeout, NotEnoughGpusError, UnsatisfiableRequestError
 from .selection import can_be_met_by_releases, candidates, check_possible, choose, fence_hint, judge
 from .visibility import Fence
 
-__all__ = ["Acquisition", "WaitNews"]
+__all__ = ["Acquisition"]
 
 # How often the head of the queue looks at leases: often enough for a hand-over that no one notices.
 _LEASE_PAUSE = 0.010
@@ -41,16 +41,6 @@ _LEASE_PAUSE = 0.010
 _DRIVER_PAUSE = 0.100
 # Sleepers look anyway so often, and waiting is reported so often.
 _MINUTE = 60.0
-
-
-@dataclass(frozen=True)
-class WaitNews:
-    """What a waiter may tell its user. ``position`` is 1 for the head of those who compete for the same GPUs."""
-
-    position: int
-    free: int
-    needed: int
-    verdicts: tuple[GpuVerdict, ...]
 
 
 @dataclass

@@ -10,9 +10,9 @@ from . import procfs
 from .coordination.host_lock import LockedHost
 from .coordination.leases import Lease, LeaseRecord, inner_name, lease_name, probe, read_record
 from .coordination.legacy import LegacyLock
-from .devices import Gpu, Holder, HostSnapshot
+from .devices import Gpu, GpuVerdict, Holder, HostSnapshot
 
-__all__ = ["Claim", "describe_process", "survey"]
+__all__ = ["Claim", "WaitNews", "describe_process", "survey"]
 
 
 @dataclass
@@ -42,6 +42,16 @@ class Claim:
             for lease in self.leases:
                 steps.callback(lease.release)
             steps.callback(self.release_legacy)
+
+
+@dataclass(frozen=True)
+class WaitNews:
+    """What a waiter may tell its user. ``position`` is 1 for the head of those who compete for the same GPUs."""
+
+    position: int
+    free: int
+    needed: int
+    verdicts: tuple[GpuVerdict, ...]
 
 
 def describe_process(pid: int) -> tuple[str, str] | None:

@@ -11,8 +11,8 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from . import cuda, placeholders
-from .acquisition import Acquisition, WaitNews
-from .claims import Claim, describe_process, survey
+from .acquisition import Acquisition
+from .claims import Claim, WaitNews, describe_process, survey
 from .coordination.host_lock import MINIMUM_PATIENCE, HostLock
 from .devices import Gpu, GpuRequest
 from .durations import DEFAULT, DefaultTimeout

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .acquisition import WaitNews
+    from .claims import WaitNews
     from .devices import GpuRequest, GpuVerdict
 
 __all__ = ["format_age", "refusal_message", "waiting_message"]

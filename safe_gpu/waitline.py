@@ -12,7 +12,7 @@ from .report import format_age, waiting_message
 if TYPE_CHECKING:
     from threading import Event, Thread
 
-    from .acquisition import WaitNews
+    from .claims import WaitNews
 
 __all__ = ["WaitLine"]
 

@@ -49,7 +49,7 @@ class StateDir:
     """
 
     def __init__(self, path: str, parent: StateDir | None = None) -> None:
-        self.path = os.path.join(parent.path, path) if parent else path
+        self.path: str = os.path.join(parent.path, path) if parent else path
         self.fd: int = _open_shared(path, self.path, parent.fd if parent else None)
         if parent is None:
             try:

@@ -76,7 +76,8 @@ def _allowed(topology: HostTopology, allowed: Iterable[int] | None) -> frozenset
         cpus = topology.cpus
     else:
         try:
-            cpus = topology.cpus.intersection(allowed)
+            usable = frozenset(allowed)
+            cpus = frozenset(cpu for cpu in topology.cpus if cpu in usable)
         except TypeError as err:
             raise GPUAffinityError(f"allowed must be a set of CPU numbers, not {allowed!r}") from err
     if not cpus:

@@ -150,7 +150,12 @@ def _bind_near(
         told = {index: found[0] for index, found in near.items() if found is not None}
         if len(told) == len(indices):  # the whole host need not be read
             shares = _cut(told, mask)
-            return bind_process(shares.cpus, notes=shares.notes)
+            remote = [
+                f"CPUs {format_cpulist(share)} are remote to GPU {index}"
+                for index, share in shares.shares.items()
+                if not share & told[index]
+            ]
+            return bind_process(shares.cpus, notes=(*shares.notes, *remote))
     topology = HostTopology.from_host(fsroot, driver)
     nodes = memory_nodes(topology, indices) if memory is not None else frozenset[int]()
     if options is None:

@@ -65,7 +65,7 @@ class GpuLocality:
 
     def __post_init__(self) -> None:
         for name in ("node_cpus", "socket_cpus"):
-            object.__setattr__(self, name, _cpu_set(name, getattr(self, name)))
+            object.__setattr__(self, name, _cpu_set(name, getattr(self, name) or ()))
 
 
 @dataclass(frozen=True)

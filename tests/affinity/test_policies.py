@@ -230,6 +230,21 @@ def test_partly_overlapping_sets(host: MakeHost) -> None:
             assert len(plan(one, mode=mode)) == 2
 
 
+def test_partly_overlapping_sockets(host: MakeHost) -> None:
+    """Only where the sockets are divided; dealing CPU 2 twice would give it to both."""
+    one = replace(
+        host(cores_per_node=6, nodes=1, smt=1),
+        gpus=[
+            GpuLocality(0, "a", None, cpus("0-1"), cpus("0-3")),
+            GpuLocality(1, "b", None, cpus("4-5"), cpus("2-5")),
+        ],
+    )
+    assert shares(one, "unique_contiguous", scope="node") == ["0-1", "4-5"]
+    assert shares(one, "all", scope="socket") == ["0-3", "2-5"]
+    with pytest.raises(GPUAffinityError, match="socket sets 0-3 and 2-5 overlap"):
+        plan(one, mode="unique_contiguous", scope="socket")
+
+
 def test_a_core_astride_two_nodes_is_not_split(host: MakeHost) -> None:
     """Cores {0,2} {1,3}; a node set through the middle of core {0,2}."""
     one = replace(
@@ -302,6 +317,11 @@ def test_the_result_is_in_the_order_of_gpus(dgx1: HostTopology) -> None:
     assert shares(dgx1, "exclusive", gpus=[5, 0, 4]) == ["20-29,60-69", "0-19,40-59", "30-39,70-79"]
     assert plan(dgx1, mode="exclusive", gpus={1, 0}) == plan(dgx1, mode="exclusive", gpus=[0, 1])
     assert plan(dgx1, mode="exclusive", gpus=iter([0, 1])) == plan(dgx1, mode="exclusive", gpus=(0, 1))
+
+
+def test_numbers_of_any_kind_in_allowed_come_back_as_ints(dgx1: HostTopology) -> None:
+    (share,) = plan(dgx1, mode="node", gpus=[0], allowed=[1.0, 2, 90.0])
+    assert sorted(map(repr, share)) == ["1", "2"]
 
 
 def test_no_gpus_no_shares(dgx1: HostTopology, host: MakeHost) -> None:

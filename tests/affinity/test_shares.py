@@ -161,7 +161,8 @@ def test_a_claim_is_bound_and_given_back(small_host: Any, fake_driver: Any, in_c
     assert two == ({MASK[1]}, ())
     assert both == (set(MASK[:2]), ())
     assert remote[0] == set(MASK)
-    assert "GPU 2" in remote[1][0]
+    assert "none of GPU 2's CPUs 5000" in remote[1][0]
+    assert "remote to GPU 2" in remote[1][1]
     assert after == set(MASK)
 
 

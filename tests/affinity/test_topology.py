@@ -447,10 +447,10 @@ needs_hwloc = pytest.mark.skipif(
 
 
 @needs_hwloc
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(10))
 def test_hwloc_sees_the_same_host(saved_tree: Any, seed: int) -> None:
     chance = random.Random(seed)
-    smt, packages = chance.choice([1, 2, 4, 8]), chance.choice([1, 2, 4])
+    smt, packages = chance.choice([(1, 4), (2, 1), (2, 4), (4, 2), (8, 1)])
     nodes_each, cores_each = chance.choice([1, 2]), chance.choice([2, 3])
     count = packages * nodes_each * cores_each
     if chance.random() < 0.5:

@@ -74,7 +74,7 @@ def who_holds(file: LockedFile, named: int | None, start: int | None, openers: O
     if named is not None and named in lockers:
         return _left_behind(named, openers.of(file))
     if living:
-        if named is not None and _are_family(named, living):
+        if named is not None and _has_open(named, file):  # a launcher locked it and passed it on
             return Holding(named)
         return Holding(living[0], False, _lie(named, living[0]))
     heirs = openers.of(file)
@@ -111,15 +111,13 @@ def _may_hold(pid: int, file: LockedFile) -> bool:
     return identities is None or (file.device, file.inode) in identities
 
 
+def _has_open(pid: int, file: LockedFile) -> bool:
+    return (file.device, file.inode) in (_identities(pid, {file.name}) or ())
+
+
 def _is_the_same(pid: int, start: int | None) -> bool:
     began = procfs.start_time(pid)
     return start is None or began is None or began == start
-
-
-def _are_family(named: int, living: Collection[int]) -> bool:
-    """Whether a launcher locked for the process that is named, or the other way round."""
-    above = set(procfs.ancestors(named))
-    return any(pid in above or named in procfs.ancestors(pid) for pid in living)
 
 
 def _left_behind(named: int, heirs: list[int]) -> Holding:

@@ -45,7 +45,7 @@ class HostFacts:
 
 
 def look(path: str, gpus: Collection[Gpu]) -> HostFacts:
-    """Probe every lease and ticket in a state directory, which is not made where it is missing; trouble is a warning."""
+    """Probe every lease and ticket in a state directory, never made where it is missing; trouble is a warning."""
     found = HostFacts()
     if _is_untouched(path):
         return found

@@ -82,8 +82,8 @@ class _Row:
 
 
 def _gpu_table(status: HostStatus, width: int, color: bool) -> list[str]:
-    rows = [_row(one, status.taken_at) for one in status.gpus]
     roomy = width >= 100
+    rows = [_row(one, status.taken_at, roomy) for one in status.gpus]
     columns = [
         _column("GPU", [row.label for row in rows], right=True),
         _column("STATE", [row.state for row in rows]),
@@ -91,9 +91,9 @@ def _gpu_table(status: HostStatus, width: int, color: bool) -> list[str]:
         _column("UTIL", [row.load for row in rows], right=True),
     ]
     who = [
-        _column("USER", [row.user for row in rows], most=24 if roomy else 10),
+        _column("USER", [row.user for row in rows], most=24 if roomy else 8),
         _column("PID", [row.pid for row in rows], right=True),
-        _column("JOB", [row.job for row in rows], most=30 if roomy else 14),
+        _column("JOB", [row.job for row in rows], most=30 if roomy else 12),
         _column("FOR", [row.age for row in rows], right=True),
     ]
     taken = _GAP.join(_padded(column.title, column) for column in columns)
@@ -103,6 +103,8 @@ def _gpu_table(status: HostStatus, width: int, color: bool) -> list[str]:
     for number, row in enumerate(rows):
         head = [_padded(column.cells[number], column) for column in columns]
         head[1] = paint(head[1], row.color, color)
+        if row.load == "idle":
+            head[3] = paint(head[3], row.color, color)
         tail = [_padded(column.cells[number], column) for column in who if column.width]
         rest = row.says or _GAP.join([*tail, row.command])
         lines.append(_GAP.join([*head, cut(rest, max(0, room))]).rstrip())
@@ -135,10 +137,10 @@ def _padded(text: str, column: _Column) -> str:
     return blanks + text if column.right else text + blanks
 
 
-def _row(one: GpuStatus, now: float) -> _Row:
-    state = "claimed idle" if one.idle and one.state == "claimed" else one.state
-    head = (one.gpu.label, state, "yellow" if one.idle else _STATE_COLORS.get(one.state, "dim"))
-    numbers = (_memory(one.gpu), "-" if one.gpu.utilization is None else f"{one.gpu.utilization}%")
+def _row(one: GpuStatus, now: float, roomy: bool) -> _Row:
+    head = (one.gpu.label, one.state, "yellow" if one.idle else _STATE_COLORS.get(one.state, "dim"))
+    load = "-" if one.gpu.utilization is None else f"{one.gpu.utilization}%"
+    numbers = (_memory(one.gpu), "idle" if one.idle else load)
     if one.claim is not None:
         claim = one.claim
         return _Row(
@@ -146,7 +148,7 @@ def _row(one: GpuStatus, now: float) -> _Row:
             *numbers,
             user=printable(claim.user or "?"),
             pid=str(claim.pid or "?"),
-            job=printable(claim.job or ""),
+            job=_job(claim.job or "", roomy),
             age=short_age(now - claim.since) if claim.since else "?",
             command=_short(claim.command or "?"),
             remarks=_remarks(one),
@@ -154,25 +156,30 @@ def _row(one: GpuStatus, now: float) -> _Row:
     computing = [process for process in one.processes if process.kind != "graphics"]
     if one.state == "busy" and computing:
         first = max(computing, key=lambda process: process.memory_used or 0)
-        more = len({process.pid for process in computing}) - 1
+        number = len({process.pid for process in computing})
         return _Row(
             *head,
             *numbers,
             user=printable(first.user or "?"),
             pid=str(first.pid),
-            command=_command_of(first) + (f" (+{more} more)" if more else ""),
+            command=(f"(1 of {number}) " if number > 1 else "") + _command_of(first),
         )
     return _Row(*head, *numbers, says=printable(one.reason))
 
 
 def _command_of(process: ProcessStatus) -> str:
-    return _short(process.command or "(not to be seen from here)")
+    return _short(process.command or "(cannot be seen here)")
 
 
 def _short(command: str) -> str:
     """A command line without the directory of its program: columns are few."""
     program, blank, arguments = printable(command).partition(" ")
     return (program.rpartition("/")[2] or program) + blank + arguments
+
+
+def _job(label: str, roomy: bool) -> str:
+    """``sge:1234.5``; the number alone where columns are few."""
+    return printable(label if roomy else label.rpartition(":")[2])
 
 
 def _remarks(one: GpuStatus) -> tuple[str, ...]:
@@ -279,11 +286,11 @@ def cut(text: str, width: int) -> str:
 
 
 def wrapped(text: str, width: int, indent: str = "", hanging: str | None = None) -> list[str]:
-    """Lines of at most ``width`` columns; ``hanging`` indents all but the first (None: as the first)."""
+    """Printable lines of at most ``width`` columns; ``hanging`` indents all but the first (None: as the first)."""
     later = indent if hanging is None else hanging
     lines: list[str] = []
     line = indent
-    for word in text.split():
+    for word in printable(text).split():
         room = width - display_width(line) - (0 if line in (indent, later) else 1)
         if display_width(word) > room and line.strip():
             lines.append(line)

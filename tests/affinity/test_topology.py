@@ -384,6 +384,13 @@ def test_the_short_way_to_one_gpus_node(saved_tree: Any, fake_driver: Any, gpu: 
     assert node_cpus_of(gpu, driver, saved_tree) == expected
 
 
+def test_there_is_no_short_way_on_a_host_that_the_driver_brings(fake_driver: Any) -> None:
+    """Its node 0 is not this machine's."""
+    driver = fake_driver([])
+    driver.own = HostTopology(cpus=frozenset([1]))
+    assert node_cpus_of(Gpu(0, "GPU-0", numa_node=0), driver, "/") is None
+
+
 @pytest.mark.parametrize(
     "broken",
     [

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from .coordination.waiting import Ticket
     from .drivers.base import Driver
 
-__all__ = ["ClaimStatus", "GpuStatus", "HostStatus", "ProcessStatus", "WaiterStatus", "gather", "render"]
+__all__ = ["ClaimStatus", "GpuStatus", "HostStatus", "ProcessStatus", "WaiterStatus", "gather", "render", "status_of"]
 
 
 @dataclass(frozen=True)
@@ -159,6 +159,11 @@ def gather(driver: Driver | None = None) -> HostStatus:
             opened.close()
     else:
         snapshot = driver.snapshot()
+    return status_of(snapshot)
+
+
+def status_of(snapshot: HostSnapshot) -> HostStatus:
+    """What :func:`gather` answers, for a poll of the driver that was just taken."""
     path = state_dir_path()
     found = look(path, snapshot.gpus)
     openers = Openers([*found.files, *(_ticket_name(ticket) for ticket in found.tickets)])

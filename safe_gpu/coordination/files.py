@@ -14,7 +14,7 @@ import time
 
 from ..errors import StateDirError
 
-__all__ = ["DEFAULT_DIR", "StateDir", "file_system_type", "state_dir_path", "write_all"]
+__all__ = ["DEFAULT_DIR", "NETWORK_TYPES", "StateDir", "file_system_type", "state_dir_path", "write_all"]
 
 DEFAULT_DIR = "/tmp/safe-gpu"
 
@@ -24,12 +24,12 @@ _CREATION_PATIENCE = 1.0
 _OPEN_DIR = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _OPEN_FILE = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
 
-# flock(2) is something else there: emulated by byte-range locks, local to the client, or not there at all.
-_NETWORK_TYPES = frozenset(
+NETWORK_TYPES = frozenset(
     "9p acfs afs beegfs ceph cephfs cifs coda davfs fuse.ceph fuse.glusterfs fuse.juicefs fuse.mfs fuse.s3fs "
     "fuse.sshfs gfs gfs2 glusterfs gpfs lustre ncpfs nfs nfs4 ocfs2 orangefs panfs pvfs2 "
     "smb2 smb3 smbfs weka wekafs".split()
 )
+"""File systems where flock(2) is something else: emulated by byte-range locks, local to the client, or absent."""
 
 
 def state_dir_path() -> str:
@@ -282,7 +282,7 @@ def file_system_type(fd: int) -> str:
 
 def _refuse_network(fd: int, path: str) -> None:
     kind = file_system_type(fd)
-    if kind in _NETWORK_TYPES:
+    if kind in NETWORK_TYPES:
         raise StateDirError(
             f"{path} is on a network file system ({kind}), where locks do not work as on a local one: "
             "set SAFE_GPU_DIR to a directory on a local disk or tmpfs that all jobs of this host share",

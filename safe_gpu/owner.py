@@ -14,7 +14,7 @@ from . import cuda, placeholders
 from .acquisition import Acquisition
 from .claims import Claim, WaitNews, describe_process, survey
 from .coordination.host_lock import MINIMUM_PATIENCE, HostLock
-from .devices import Gpu, GpuRequest
+from .devices import Gpu, GpuRequest, HostSnapshot
 from .durations import DEFAULT, DefaultTimeout
 from .errors import (
     AlreadyClaimedError,
@@ -105,7 +105,7 @@ class GPUOwner:
         self._claim: Claim | None = None
         self._environment: dict[str, tuple[str, str | None]] = {}
         self._placeholder_fn: Any = None
-        self._own = _own_pids()
+        self._own = {os.getpid()}
 
         _become_current(self)
         try:
@@ -117,6 +117,7 @@ class GPUOwner:
             with opened_driver() as driver:
                 snapshot, polled = driver.snapshot(), time.monotonic()
                 frozen, fence = boundaries(driver, snapshot, request)
+                self._own = _own_pids(snapshot)
                 self._prepare(driver, placeholder_fn)
                 acquisition = Acquisition(
                     driver,
@@ -384,7 +385,7 @@ def wait_for_gpus(
             fence=fence,
             timeout=wait,
             scope=os.environ.get("SAFE_GPU_SCOPE"),
-            own=_own_pids(),
+            own=_own_pids(snapshot),
             logger=logger,
             on_wait=on_wait,
         )
@@ -444,9 +445,12 @@ def _resign(owner: GPUOwner) -> None:
         _current = None
 
 
-def _own_pids() -> set[int]:
-    """The numbers by which the driver may know this process."""
-    return {os.getpid(), *_learnt.get(os.getpid(), ())}
+def _own_pids(snapshot: HostSnapshot) -> set[int]:
+    """The numbers by which the driver knows this process. One that it shows no more may be anybody's tomorrow."""
+    pid = os.getpid()
+    shown = {process.pid for gpu in snapshot.gpus for process in gpu.processes or ()}
+    _learnt[pid] = _learnt.get(pid, frozenset()) & shown
+    return {pid, *_learnt[pid]}
 
 
 class opened_driver:

@@ -186,7 +186,9 @@ class ClusterGpu:
         index, uuid: as nvidia-smi shows them there.
         cpus: the CPUs next to it that its workers shall use; empty: no preference.
         cores: the same, as the hardware threads of each physical core.
+        numa_node: the NUMA node whose memory is next to it; None is unknown.
         environment: the variables that show exactly this GPU to CUDA, and let its workers claim it.
+        inherited_position: its place in the CUDA_VISIBLE_DEVICES that the holder was started with; None without one.
     """
 
     host: str
@@ -195,7 +197,9 @@ class ClusterGpu:
     uuid: str
     cpus: frozenset[int] = frozenset()
     cores: tuple[tuple[int, ...], ...] = field(default=(), repr=False)
+    numa_node: int | None = field(default=None, repr=False)
     environment: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
+    inherited_position: int | None = field(default=None, repr=False)
 
 
 class ClusterClaim:

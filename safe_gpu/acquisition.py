@@ -330,7 +330,7 @@ class Acquisition:
         return not can_be_met_by_releases(wanted, demand.nb_gpus, verdicts, leaving)
 
     def _judge(self, leased: Mapping[str, Holder], *, fenced: bool = True) -> tuple[GpuVerdict, ...]:
-        return judge(
+        verdicts = judge(
             self._snapshot,
             self._request,
             leased=leased,
@@ -339,6 +339,11 @@ class Acquisition:
             explained=self._explained(),
             describe=describe_process,
         )
+        if not self._outer:
+            return verdicts
+        outer = next(iter(self._outer.values()))
+        beyond = f"outside the claim of process {outer.pid}, inside which this one is made (SAFE_GPU_SCOPE)"
+        return tuple(v if v.gpu.uuid in self._outer else GpuVerdict(v.gpu, "outside", beyond) for v in verdicts)
 
     def _explained(self) -> dict[str, tuple[int, ...]]:
         return {uuid: (record.pid,) for uuid, record in self._outer.items()}

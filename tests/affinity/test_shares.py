@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from safe_gpu.affinity import shares
+from safe_gpu.affinity.binding import bind_process
 from safe_gpu.affinity.cpulist import parse_cpulist
 from safe_gpu.affinity.options import AffinityOptions
 from safe_gpu.affinity.policies import MODES, plan
@@ -140,6 +141,20 @@ def small_host(saved_tree: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def three_gpus() -> list[Gpu]:
     return [Gpu(number, f"GPU-{number}", pci_bus_id=f"0000:0{number + 1}:00.0") for number in range(3)]
+
+
+@needs_two_cpus
+def test_what_was_bound_before_the_claim_is_there_again_after_it(
+    small_host: Any, fake_driver: Any, in_child: InChild
+) -> None:
+    def child() -> list[set[int]]:
+        bind_process({MASK[0]})
+        bind_claim(three_gpus()[1:2], fake_driver([]), options=AffinityOptions())
+        inside = os.sched_getaffinity(0)
+        undo_binding()
+        return [inside, os.sched_getaffinity(0)]
+
+    assert in_child(child) == [{MASK[1]}, {MASK[0]}]
 
 
 @needs_two_cpus

@@ -285,16 +285,15 @@ def cut(text: str, width: int) -> str:
     return (kept + "..")[: max(0, width)]
 
 
-def wrapped(text: str, width: int, indent: str = "", hanging: str | None = None) -> list[str]:
-    """Printable lines of at most ``width`` columns; ``hanging`` indents all but the first (None: as the first)."""
-    later = indent if hanging is None else hanging
+def wrapped(text: str, width: int, indent: str = "") -> list[str]:
+    """The text as printable lines of at most ``width`` columns."""
     lines: list[str] = []
     line = indent
     for word in printable(text).split():
-        room = width - display_width(line) - (0 if line in (indent, later) else 1)
+        room = width - display_width(line) - (0 if line == indent else 1)
         if display_width(word) > room and line.strip():
             lines.append(line)
-            line = later
+            line = indent
         line += word if not line.strip() else f" {word}"
     return [cut(line, width) for line in [*lines, line] if line.strip()]
 

@@ -72,12 +72,23 @@ def claim_shares(
         max_physical_cores=options.max_physical_cores,
     )
     found = _cut({gpu.index: share for gpu, share in zip(everyone, planned, strict=True) if gpu in chosen}, mask)
-    remote = [
-        f"CPUs {format_cpulist(share)} are remote to GPU {index} (on {_node_name(topology, index)})"
+    remote = (
+        (index, f"CPUs {format_cpulist(share)} are remote to {{}} (on {_node_name(topology, index)})")
         for index, share in found.shares.items()
         if is_remote(topology, places[index], share)
+    )
+    return ClaimShares(found.cpus, found.shares, (*found.notes, *_notes(remote)))
+
+
+def _notes(said: Iterable[tuple[int, str]]) -> list[str]:
+    """One sentence for all GPUs of which the same is to be said, in the place of its braces."""
+    gpus: dict[str, list[int]] = {}
+    for index, sentence in said:
+        gpus.setdefault(sentence, []).append(index)
+    return [
+        sentence.format(f"GPU{'s' if len(indices) > 1 else ''} {', '.join(map(str, indices))}")
+        for sentence, indices in gpus.items()
     ]
-    return ClaimShares(found.cpus, found.shares, (*found.notes, *remote))
 
 
 def _node_name(topology: HostTopology, index: int) -> str:
@@ -92,14 +103,12 @@ def _cut(planned: dict[int, frozenset[int]], mask: Iterable[int]) -> ClaimShares
         raise GPUAffinityError("the mask of allowed CPUs is empty")
     cut = {index: share & whole for index, share in planned.items()}
     cpus = frozenset[int]().union(*cut.values())
-    notes = []
-    for index, share in planned.items():
-        if not cut[index]:
-            rest = "whole mask" if not cpus else "claim's other CPUs"
-            notes.append(
-                f"this process may use none of GPU {index}'s CPUs {format_cpulist(share)}, so the {rest} "
-                f"{format_cpulist(cpus or whole)} must do"
-            )
+    rest = f"claim's other CPUs {format_cpulist(cpus)}" if cpus else f"whole mask {format_cpulist(whole)}"
+    notes = _notes(
+        (index, f"this process may use none of the CPUs {format_cpulist(share)} of {{}}, so the {rest} must do")
+        for index, share in planned.items()
+        if not cut[index]
+    )
     cpus = cpus or whole
     return ClaimShares(cpus, {index: share or cpus for index, share in cut.items()}, tuple(notes))
 
@@ -150,12 +159,12 @@ def _bind_near(
         told = {index: found[0] for index, found in near.items() if found is not None}
         if len(told) == len(indices):  # the whole host need not be read
             shares = _cut(told, mask)
-            remote = [
-                f"CPUs {format_cpulist(share)} are remote to GPU {index}"
+            remote = (
+                (index, f"CPUs {format_cpulist(share)} are remote to {{}}")
                 for index, share in shares.shares.items()
                 if not share & told[index]
-            ]
-            return bind_process(shares.cpus, notes=(*shares.notes, *remote))
+            )
+            return bind_process(shares.cpus, notes=(*shares.notes, *_notes(remote)))
     topology = HostTopology.from_host(fsroot, driver)
     nodes = memory_nodes(topology, indices) if memory is not None else frozenset[int]()
     if options is None:

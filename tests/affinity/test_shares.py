@@ -66,7 +66,7 @@ def test_when_the_cut_leaves_nothing_the_mask_is_the_share(host: MakeHost) -> No
     found = claim_shares(topology, AffinityOptions(), [0], cpus("5-6"))
     assert found.cpus == found.shares[0] == cpus("5-6")
     text = " ".join(found.notes)
-    assert "none of GPU 0's CPUs 0-3" in text
+    assert "none of the CPUs 0-3 of GPU 0" in text
     assert "remote to GPU 0 (on NUMA node 0)" in text
 
 
@@ -76,6 +76,14 @@ def test_one_of_two_gpus_has_no_cpu_in_the_mask(host: MakeHost) -> None:
     assert found.cpus == cpus("2-3")
     assert found.shares == {0: cpus("2-3"), 1: cpus("2-3")}
     assert "claim's other CPUs 2-3 must do" in " ".join(found.notes)
+
+
+def test_what_holds_for_several_gpus_is_said_once(host: MakeHost) -> None:
+    topology = host(cores_per_node=4, nodes=2, smt=1, gpu_nodes=[0, 0, 1])
+    assert claim_shares(topology, AffinityOptions(), [0, 1, 2], cpus("5")).notes == (
+        "this process may use none of the CPUs 0-3 of GPUs 0, 1, so the claim's other CPUs 5 must do",
+        "CPUs 5 are remote to GPUs 0, 1 (on NUMA node 0)",
+    )
 
 
 def test_cpus_of_another_node_are_remote(host: MakeHost) -> None:
@@ -176,7 +184,7 @@ def test_a_claim_is_bound_and_given_back(small_host: Any, fake_driver: Any, in_c
     assert two == ({MASK[1]}, ())
     assert both == (set(MASK[:2]), ())
     assert remote[0] == set(MASK)
-    assert "none of GPU 2's CPUs 5000" in remote[1][0]
+    assert "none of the CPUs 5000 of GPU 2" in remote[1][0]
     assert "remote to GPU 2" in remote[1][1]
     assert after == set(MASK)
 

@@ -31,6 +31,8 @@ _SIMULATED = "simulated:dgx-a100"
 _ENOUGH = 4.0
 # What a program does between its look at the GPUs and its use of one, seconds; importing PyTorch takes far longer.
 _START_UP = 0.05
+# How long a racer may take for anything, seconds: a GPU in trouble can hang whoever touches it.
+_PATIENCE = 60.0
 # How long each GPU is used where everybody waits for a turn, seconds.
 _TURN = 0.05
 
@@ -357,11 +359,13 @@ def _start(racers: Sequence[_Racer], watched: Callable[[], Any], pause: float) -
         os.close(hear)
         outcomes = [_heard(line, runner.pid or 0) for line, runner in zip(lines, runners, strict=True)]
         looks, sightings = watch.stop()
-        for line, runner in zip(lines, runners, strict=True):
-            with suppress(BrokenPipeError):
+        for line in lines:
+            with suppress(OSError):
                 line.send("let go")  # whoever still holds a GPU
+        for runner in runners:
+            runner.join(_PATIENCE)
+            runner.kill()
             runner.join()
-            line.close()
     for outcome in outcomes:
         outcome.began -= fired
         outcome.ended -= fired
@@ -370,9 +374,11 @@ def _start(racers: Sequence[_Racer], watched: Callable[[], Any], pause: float) -
 
 def _heard(line: Connection[Any, Any], pid: int) -> _Outcome:
     try:
-        outcome = line.recv()
-        assert isinstance(outcome, _Outcome)
-        return outcome
+        if line.poll(_PATIENCE):
+            outcome = line.recv()
+            assert isinstance(outcome, _Outcome)
+            return outcome
+        return _Outcome(pid, 0, failed=f"it neither got a GPU nor gave up in {_PATIENCE:.0f} s")
     except EOFError:
         return _Outcome(pid, 0, failed="it ended without a word")
 

@@ -39,6 +39,7 @@ class Markers:
         except FileExistsError:
             return self._holder(uuid)
         with os.fdopen(fd, "wb", buffering=0) as file:
+            os.fchmod(fd, 0o644)  # whatever the umask: others are to read it
             file.write(b"%d" % os.getpid())
         return None
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import fcntl
 import os
 import re
+import time
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from itertools import count
@@ -33,6 +34,7 @@ __all__ = ["SimulatedContext", "SimulatedDriver", "SimulatedPlaceholder"]
 
 _VERSION = "550.54.15"
 _TREE = "simulated"
+_CREATION_PATIENCE = 1.0  # how long another user's first use may take between its mkdir and its chmod, seconds
 _ENTRY = r"((?:GPU|MIG)-[0-9a-f-]{36})\.([0-9]{1,10})-([0-9]{1,15})-(compute|graphics|mps)-[0-9]+"
 _Usage = dict["tuple[int, str]", int]
 """(pid, kind) -> bytes, on one device."""
@@ -164,6 +166,16 @@ class SimulatedDriver:
 
     def _open_tree(self) -> int:
         """The directory of this host's processes, reached without following a link."""
+        patience = time.monotonic() + _CREATION_PATIENCE
+        while True:
+            try:
+                return self._descend()
+            except PermissionError:  # perhaps another user has made it just now and opens it up next
+                if time.monotonic() >= patience:
+                    raise
+            time.sleep(0.005)
+
+    def _descend(self) -> int:
         tree = os.open(self._state_dir, _OPEN_DIR)
         for name in (_TREE, self._host.name):
             above = tree
@@ -343,8 +355,6 @@ class SimulatedPlaceholder:
                 device_no=device_no,
             )
         if self.delay > 0:
-            import time
-
             time.sleep(self.delay)
         return self._driver.occupy(visible[device_no], memory=self.memory)
 

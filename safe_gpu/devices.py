@@ -7,7 +7,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["ComputeMode", "Gpu", "GpuProcess", "GpuRequest", "GpuVerdict", "Holder", "HostSnapshot", "ProcessKind"]
+__all__ = [
+]
+    "ComputeMode",
+    "Gpu",
+    "GpuProcess",
+    "GpuRequest",
+    "GpuVerdict",
+    "Holder",
+    "HostSnapshot",
+    "ProcessKind",
+    "normalize_bus_id",
+]
 
 
 class ComputeMode:
@@ -185,3 +196,17 @@ class GpuVerdict:
     def free(self) -> bool:
         """Whether nothing stands in the way of taking it."""
         return self.state in ("free", "display") and not self.reason
+
+
+def normalize_bus_id(bus_id: str) -> str:
+    """NVML's ``00000000:07:00.0`` as sysfs writes it, ``0000:07:00.0``; lower case; wider domains keep their digits.
+
+    >>> normalize_bus_id("00000000:0F:00.0")
+    '0000:0f:00.0'
+    >>> normalize_bus_id("00010000:0F:00.0")
+    '10000:0f:00.0'
+    """
+    domain, colon, rest = bus_id.strip().lower().partition(":")
+    if not colon or ":" not in rest:
+        return bus_id.strip().lower()
+    return f"{domain.lstrip('0').rjust(4, '0')}:{rest}"

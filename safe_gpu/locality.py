@@ -156,9 +156,7 @@ def placement_text(pid: int, *, as_json: bool) -> str:
     report = placement(pid)
     if not as_json:
         return str(report)
-    from dataclasses import asdict
-
-    return _json(asdict(report))
+    return _json(report.as_dict())
 
 
 def _json(value: dict[str, Any]) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeVar
 
-from ..drivers.base import normalize_bus_id
+from ..devices import normalize_bus_id
 from ..errors import GPUAffinityError, SafeGpuError
 from .sysfs import Tree
 

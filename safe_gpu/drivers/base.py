@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from ..affinity.topology import HostTopology
     from ..devices import HostSnapshot
 
-__all__ = ["Driver", "normalize_bus_id"]
+__all__ = ["Driver"]
 
 
 class Driver(Protocol):
@@ -44,17 +44,3 @@ class Driver(Protocol):
 
     def close(self) -> None:
         """End the session; safe to call twice."""
-
-
-def normalize_bus_id(bus_id: str) -> str:
-    """NVML's ``00000000:07:00.0`` as sysfs writes it, ``0000:07:00.0``; lower case; wider domains keep their digits.
-
-    >>> normalize_bus_id("00000000:0F:00.0")
-    '0000:0f:00.0'
-    >>> normalize_bus_id("00010000:0F:00.0")
-    '10000:0f:00.0'
-    """
-    domain, colon, rest = bus_id.strip().lower().partition(":")
-    if not colon or ":" not in rest:
-        return bus_id.strip().lower()
-    return f"{domain.lstrip('0').rjust(4, '0')}:{rest}"

@@ -13,10 +13,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ..devices import ComputeMode, Gpu, GpuProcess, HostSnapshot
+from ..devices import ComputeMode, Gpu, GpuProcess, HostSnapshot, normalize_bus_id
 from ..errors import NoDriverError
 from . import pci
-from .base import normalize_bus_id
 
 if TYPE_CHECKING:
     import subprocess

@@ -10,9 +10,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from ..devices import ProcessKind
+from ..devices import ProcessKind, normalize_bus_id
 from ..errors import NoDriverError
-from .base import normalize_bus_id
 from .nvml_processes import ProcessRow, read_rows, symbols
 
 __all__ = ["LIBRARY", "Fault", "Session"]

@@ -108,7 +108,9 @@ def _watch(report: Connection[object, object], open_driver: Callable[[], Driver]
     report.send("ready")
     seen: set[Sighting] = set()
     looks = 0
-    while not report.poll(pause):
+    stopped = False
+    while not stopped:
+        stopped = report.poll(pause)  # one more look is taken then: whoever is there now has been seen
         looks += 1
         for uuid, pids in _users(driver.snapshot()).items():
             newcomers = pids - residents[uuid] if uuid in residents else pids

@@ -127,8 +127,8 @@ def process_namespace(host: Host) -> Finding:
     name = host.link("proc/self/ns/pid")
     if unseen - hidden:
         return warning(
-            f"{len(unseen - hidden)} of {len(pids)} processes on the GPUs cannot be seen from here (a container?): their "
-            "GPUs count as busy, but nobody can say whose they are",
+            f"{len(unseen - hidden)} of {len(pids)} processes on the GPUs cannot be seen from here (a container?): "
+            "their GPUs count as busy, but nobody can say whose they are",
             "start the container with --pid=host",
         )
     mount = _mount_of("/proc", _mounts(host.read("proc/self/mountinfo") or ""))

@@ -185,7 +185,6 @@ class Waiter:
         self._book = _Book()
         self._seq: int | None = None
         self._fd = -1
-        self._sleeper: _Sleeper | None = None
 
     @property
     def queued(self) -> bool:
@@ -248,12 +247,14 @@ class Waiter:
 
     def sleep_behind(self, ahead: Ahead, seconds: float) -> bool:
         """Sleep until that ticket goes (True), or so many seconds have passed. Takes over the descriptor."""
-        key = (ahead.ticket.seq, ahead.ticket.inode)
-        if self._sleeper is None or self._sleeper.key != key or self._sleeper.done.is_set():
+        status = os.fstat(ahead.fd)
+        key = (os.getpid(), status.st_dev, status.st_ino)
+        sleeper = _sleepers.get(key)
+        if sleeper is None or sleeper.done.is_set():
             fd, ahead.fd = ahead.fd, -1
-            self._sleeper = _Sleeper(key, fd)
+            sleeper = _Sleeper(key, fd)
         ahead.close()
-        return self._sleeper.done.wait(seconds)
+        return sleeper.done.wait(seconds)
 
     def leave(self) -> None:
         """Give the ticket back; safe to call twice, and without one."""
@@ -284,15 +285,19 @@ class Waiter:
 
 
 class _Sleeper:
-    """Waits in a daemon thread for one lock: flock(2) knows no deadline, and a thread can be left behind."""
+    """Waits in a daemon thread for one lock: flock(2) knows no deadline, and a thread can be left behind.
 
-    def __init__(self, key: tuple[int, int], fd: int) -> None:
+    Whoever sleeps on that lock next finds the one that was left behind, so that there is never more than one for each.
+    """
+
+    def __init__(self, key: tuple[int, int, int], fd: int) -> None:
         import threading
 
         self.key = key
         self.done = threading.Event()
         fork_guard.add(fd)
         threading.Thread(target=self._run, args=(fd,), name="safe_gpu-waiter", daemon=True).start()
+        _sleepers[key] = self
 
     def _run(self, fd: int) -> None:
         import fcntl
@@ -306,6 +311,11 @@ class _Sleeper:
             fork_guard.discard(fd)
             os.close(fd)
             self.done.set()
+            _sleepers.pop(self.key, None)
+
+
+_sleepers: dict[tuple[int, int, int], _Sleeper] = {}
+"""Process, device and inode -> who sleeps on that ticket."""
 
 
 @contextmanager

@@ -15,6 +15,8 @@ __all__ = ["declared_gpus", "number_for_job"]
 
 _WAY_OUT = "set SAFE_GPU_NB_GPUS=N, or ask for a number of GPUs instead of 'job'"
 
+_COUNTED = {"slurm": "SLURM_GPUS_ON_NODE", "pbs": "PBS_NGPUS"}
+
 # Where the scheduler gives GPUs but does not count them in a variable of its own, it sets this one.
 _LISTED = {"lsf", "pbs"}
 
@@ -91,4 +93,5 @@ def _declared(environ: Mapping[str, str], context: JobContext, ask: bool, patien
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if context.scheduler in _LISTED and visible is not None:
         return len([entry for entry in visible.split(",") if entry.strip() not in ("", "-1", "NoDevFiles")]), ""
-    return None, " (the scheduler's variables do not say)"
+    variable = _COUNTED.get(context.scheduler or "")
+    return None, f" ({variable} is not set)" if variable else ""

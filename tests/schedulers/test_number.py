@@ -89,7 +89,7 @@ def test_the_number(environ: dict[str, str], number: int) -> None:
         ({"SAFE_GPU_NB_GPUS": "0"}, ["SAFE_GPU_NB_GPUS='0'"]),
         ({"SAFE_GPU_NB_GPUS": "-1", **SLURM, "SLURM_GPUS_ON_NODE": "4"}, ["SAFE_GPU_NB_GPUS='-1'"]),
         ({}, ["in no batch job", "set SAFE_GPU_NB_GPUS=N"]),
-        (SLURM, ["slurm:77", "not known", "set SAFE_GPU_NB_GPUS=N"]),
+        (SLURM, ["slurm:77", "not known (SLURM_GPUS_ON_NODE is not set)", "set SAFE_GPU_NB_GPUS=N"]),
         ({**SLURM, "SLURM_GPUS_ON_NODE": "0"}, ["slurm:77 asked for no GPU", "set SAFE_GPU_NB_GPUS=N"]),
         (
             {**SLURM, "SLURM_GPUS_ON_NODE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4"},

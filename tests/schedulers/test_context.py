@@ -78,6 +78,11 @@ CASES: dict[str, tuple[dict[str, str], JobContext, str | None]] = {
         JobContext("slurm", "77", None, 1, 2, ("1",), 2),
         "slurm:77",
     ),
+    "slurm, a task on the third node": (
+        {**SLURM, "SLURM_NODEID": "2", "SLURM_STEP_TASKS_PER_NODE": "2(x2),3"},
+        JobContext("slurm", "77", None, 0, 3),
+        "slurm:77",
+    ),
     "slurm before 20.11": (
         {**SLURM, "SLURM_JOB_GPUS": "0,2"},
         JobContext("slurm", "77", None, 0, None, ("0", "2"), 2),

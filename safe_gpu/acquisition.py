@@ -289,11 +289,9 @@ class Acquisition:
     def _try_one(self, host: LockedHost, gpu: Gpu) -> Lease | None:
         if self._outer:
             return try_lease(host, inner_name(gpu.uuid), shared=self._snapshot.shared_display)
-        lease = try_lease(host, lease_name(gpu.uuid), shared=self._snapshot.shared_display)
-        if lease is not None and not self._snapshot.shared_display and probe(host, inner_name(gpu.uuid)):
-            lease.release()  # an outer claim died and one inside it lives on
-            return None
-        return lease
+        if not self._snapshot.shared_display and probe(host, inner_name(gpu.uuid)):
+            return None  # an outer claim died and one inside it lives on
+        return try_lease(host, lease_name(gpu.uuid), shared=self._snapshot.shared_display)
 
     def _record(self, chosen: tuple[Gpu, ...], leases: list[Lease]) -> None:
         uuids = tuple(gpu.uuid for gpu in chosen)

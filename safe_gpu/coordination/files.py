@@ -154,6 +154,8 @@ class StateDir:
             what = f"{path} is closed to user {os.geteuid()} ({err.strerror}): ask its owner or root for mode 0666"
         elif err.errno in (errno.ENOSPC, errno.EDQUOT):
             what = f"no room for {path} ({err.strerror}): free some space there"
+        elif err.errno in (errno.EMFILE, errno.ENFILE):
+            what = f"{path} cannot be opened ({err.strerror}): let this process open more (ulimit -n)"
         elif err.errno == errno.EROFS:
             what = f"{path} is on a read-only file system"
         else:
@@ -255,6 +257,8 @@ def _unusable(name: str, path: str, parent: int | None, err: OSError) -> StateDi
         what = f"{path} is a symbolic link, which is never followed: remove it"
     elif err.errno == errno.ENOTDIR:
         what = f"{path} is not a directory: remove it"
+    elif err.errno in (errno.EMFILE, errno.ENFILE):
+        what = f"{path} cannot be opened ({err.strerror}): let this process open more (ulimit -n)"
     elif err.errno == errno.EACCES:
         what = f"{path} is closed to user {os.geteuid()}: ask its owner or root for `chmod 1777 {path}`"
     else:

@@ -92,6 +92,8 @@ class SimulatedDriver:
         except FileNotFoundError:
             return self._idle
         except OSError as err:
+            with StateDir(self._state_dir):
+                pass  # where it is the state directory itself, this says more
             raise self._unreadable(err) from err
         if not entries:
             return self._idle
@@ -245,8 +247,12 @@ class SimulatedContext:
             for name in place:
                 directory = stack.enter_context(StateDir(name, directory))
             assert directory is not None
-            self._fd, self._name = _enter(directory, f"{uuid}.{pid}-{memory}-{kind}")
             self._directory = os.dup(directory.fd)
+            try:
+                self._fd, self._name = _enter(directory, f"{uuid}.{pid}-{memory}-{kind}")
+            except BaseException:
+                os.close(self._directory)
+                raise
         _contexts.add(self)
 
     def close(self) -> None:

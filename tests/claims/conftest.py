@@ -256,7 +256,7 @@ def _descriptors() -> dict[str, str]:
 def _locked(path: Path) -> bool:
     try:
         fd = os.open(path, os.O_RDWR)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

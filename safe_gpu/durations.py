@@ -64,7 +64,7 @@ def parse_timeout(timeout: object, environ: Mapping[str, str], *, in_batch_job: 
         seconds = float(timeout)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError):
         seconds = math.nan
-    if isinstance(timeout, bool) or math.isnan(seconds) or seconds < 0:
+    if isinstance(timeout, (bool, bytes, bytearray)) or math.isnan(seconds) or seconds < 0:
         raise UnsatisfiableRequestError(
             f"timeout={timeout!r} is not a number of seconds: pass 0 (no wait), a positive number, or None (for ever)",
             value=timeout,

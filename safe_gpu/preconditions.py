@@ -63,7 +63,7 @@ def checked_pause(debug_sleep: object) -> float:
     """Seconds to sleep; an argument that ``time.sleep`` would refuse is refused before anything is touched."""
     try:
         seconds = float(debug_sleep)  # type: ignore[arg-type]
-        if 0 <= seconds < math.inf and not isinstance(debug_sleep, str):
+        if 0 <= seconds < math.inf and not isinstance(debug_sleep, (str, bytes, bytearray)):
             return seconds
     except (TypeError, ValueError, OverflowError):
         pass

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import fcntl
 from functools import partial
 from typing import Any
 
@@ -15,56 +15,64 @@ from safe_gpu.referee import Watch
 NOTHING = safe_gpu.NoPlaceholder()
 
 
-def run_round(track: Any, racers: list[Any], *, at_once: bool) -> dict[str, list[Any]]:
-    """Start all racers from one gun and let them go: those that hold GPUs when all have tried, or at once.
+class Field:
+    """Racers that race again and again; whoever is killed is replaced before the next round."""
 
-    Returns:
-        What was said, by its first word.
-    """
-    gun, trigger = os.pipe()
+    def __init__(self, track: Any, size: int) -> None:
+        self._track = track
+        self._gun = track.state_dir.parent / "gun"
+        self._gun.touch()
+        self.racers = [self._new() for _ in range(size)]
 
-    def wait_for_gun(work: Any, line: Any) -> None:
-        os.close(trigger)
-        os.read(gun, 1)
-        work(line)
+    def _new(self) -> Any:
+        return self._track.start(self._race)
 
-    running = [track.start(partial(wait_for_gun, work), **options) for work, options in racers]
-    os.close(gun)
-    os.close(trigger)
-    said: dict[str, list[Any]] = {"holds": [], "refused": [], "gone": []}
-    open_racers = list(running)
-    holding = []
-    while open_racers:
-        racer, word = track.next_word(open_racers)
-        open_racers.remove(racer)
-        said[word[0]].append(word[1:])
-        if word[0] == "holds":
-            if at_once:
+    def _race(self, line: Any) -> None:
+        while True:
+            nb_gpus, options = line.recv()
+            with self._gun.open() as gun:
+                fcntl.flock(gun, fcntl.LOCK_SH)
+            self._track.claim_and_hold(line, nb_gpus, **options)
+
+    def round(self, orders: list[tuple[int, dict[str, Any]]], *, at_once: bool) -> dict[str, list[Any]]:
+        """Everybody claims at the same moment. GPUs are held until all have tried, or let go at once.
+
+        Returns:
+            What was said, by its first word.
+        """
+        with self._gun.open() as gun:
+            fcntl.flock(gun, fcntl.LOCK_EX)
+            for racer, order in zip(self.racers, orders, strict=True):
+                racer.line.send(order)
+        said: dict[str, list[Any]] = {"holds": [], "refused": [], "gone": []}
+        silent = list(self.racers)
+        holding = []
+        while silent:
+            racer, word = self._track.next_word(silent)
+            silent.remove(racer)
+            said[word[0]].append(word[1:])
+            if word[0] == "holds":
+                holding.append(racer)
+                if at_once:
+                    racer.tell("let go")
+            elif word[0] == "gone":
+                self.racers[self.racers.index(racer)] = self._new()
+        for racer in holding:
+            if not at_once:
                 racer.tell("let go")
-            holding.append(racer)
-    for racer in holding:
-        if not at_once:
-            racer.tell("let go")
-        assert racer.hear() == ("done",)
-    for racer in running:
-        racer.join()
-        racer.line.close()
-    track.racers.clear()
-    return said
-
-
-def work(track: Any, nb_gpus: int = 1, **options: Any) -> Any:
-    return lambda line: track.claim_and_hold(line, nb_gpus, **options)
+            assert racer.hear() == ("done",)
+        return said
 
 
 @pytest.mark.timeout(300)
 def test_64_processes_race_for_8_gpus_and_some_are_killed(track: Any, steps: Any) -> None:
     """Half of the rounds without waiting, half where everyone waits for a turn; a fifth of the racers is killed."""
     with_placeholder = steps(lambda: safe_gpu.GPUOwner(1, None, timeout=0, affinity=None).release_gpus())
+    field = Field(track, 64)
     claims = killed = 0
     for number in range(50):
         waits = number % 2 == 1
-        racers = []
+        orders = []
         for i in range(64):
             victim = number % 5 != 0 and track.random.random() < 0.2
             options = {
@@ -72,8 +80,8 @@ def test_64_processes_race_for_8_gpus_and_some_are_killed(track: Any, steps: Any
                 "placeholder": NOTHING if i % 2 else None,
                 "die_at": track.random.randint(1, with_placeholder) if victim else 0,
             }
-            racers.append((work(track, track.random.choice((1, 1, 1, 2)), **options), {}))
-        said = run_round(track, racers, at_once=waits)
+            orders.append((track.random.choice((1, 1, 1, 2)), options))
+        said = field.round(orders, at_once=waits)
 
         assert [rivals for _, rivals in said["holds"] if rivals] == []
         claims += sum(len(uuids) for uuids, _ in said["holds"])
@@ -96,7 +104,7 @@ def test_64_processes_race_for_8_gpus_and_some_are_killed(track: Any, steps: Any
 def test_without_the_locks_the_referee_sees_collisions(track: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (host_lock, leases, waiting):
         monkeypatch.setattr(module, "lock_file", lambda fd: True)
-    said = run_round(track, [(work(track, placeholder=NOTHING), {}) for _ in range(16)], at_once=False)
+    said = Field(track, 16).round([(1, {"placeholder": NOTHING})] * 16, at_once=False)
     assert len(said["holds"]) == 16
     assert sum(len(rivals) for _, rivals in said["holds"]) >= 8
     assert track.counters.total() < 16

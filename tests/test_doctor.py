@@ -384,6 +384,7 @@ SYSTEMD = {"run/systemd/system/x": "", "usr/lib/tmpfiles.d/tmp.conf": "# comment
             "warning",
             "after 0",
         ),
+        ({**SYSTEMD, "etc/tmpfiles.d/a.conf": "d /tmp/safe-gpu 1777 root root -\n"}, "passed", "no rule"),
         ({"etc/cron.daily/tmpreaper": ""}, "warning", "tmpreaper"),
     ],
 )
@@ -428,6 +429,24 @@ def test_signs_of_a_private_directory(tmp_path: Path, mounts: str, says: str) ->
     host = rooted(tmp_path, {"proc/self/mountinfo": PLAIN + mounts.replace(" /tmp rw", " /elsewhere rw")})
     if "overlay" not in mounts:
         assert finding("private /tmp", host).status == "passed"
+
+
+@pytest.mark.parametrize(
+    ("inside", "outside", "status"),
+    [
+        ("", "", "passed"),
+        ("40 27 0:50 / /tmp rw - tmpfs none rw\n", "", "warning"),
+        ("40 27 0:50 / /tmp rw - tmpfs none rw\n", "40 27 0:50 / /tmp rw - tmpfs none rw\n", "passed"),
+        ("40 27 0:51 / /tmp rw - tmpfs none rw\n", "40 27 0:50 / /tmp rw - tmpfs none rw\n", "warning"),
+        ("40 27 254:0 /tmp /tmp rw - ext4 /dev/vda rw\n", "", "passed"),
+        ("40 27 254:0 /data /tmp rw - ext4 /dev/vda rw\n", "", "warning"),
+        ("40 27 254:0 /tmp/safe-gpu /tmp/safe-gpu rw - ext4 /dev/vda rw\n", "", "passed"),
+        ("40 27 0:50 / /tmp/safe rw - tmpfs none rw\n", "", "passed"),
+    ],
+)
+def test_the_same_name_outside(tmp_path: Path, inside: str, outside: str, status: str) -> None:
+    files = {"proc/self/mountinfo": PLAIN + inside, "proc/1/mountinfo": PLAIN + outside}
+    assert finding("private /tmp", rooted(tmp_path, files)).status == status
 
 
 def test_a_directory_of_one_jobs_user_is_private(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ The jobs run on simulated GPUs; everything else about them is real.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import itertools
 import json
@@ -49,6 +50,11 @@ def _wait_for(condition: Callable[[], Any], what: str, seconds: float = 60.0) ->
         time.sleep(0.05)
 
 
+def become_user() -> list[str]:
+    """What to put before a command so that an ordinary user runs it."""
+    return ["setpriv", "--reuid", USER, "--regid", USER, "--init-groups"] if os.geteuid() == 0 else []
+
+
 class Room:
     """A directory where an ordinary user's jobs find what they need and leave what they saw.
 
@@ -56,9 +62,8 @@ class Room:
     machine) has a state directory of its own.
     """
 
-    def __init__(self, path: Path, python: str) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
-        self.python = python
         self._numbers = itertools.count(1)
         self.referee = self.state = path  # set by fresh()
         self.fresh()
@@ -73,6 +78,19 @@ class Room:
         path.mkdir(mode=0o1777)
         path.chmod(0o1777)
         return path
+
+    @functools.cached_property
+    def python(self) -> str:
+        """An interpreter that the jobs' user may run: this one, unless it lies in someone's home directory."""
+        for python in (sys.executable, "/usr/bin/python3"):
+            check = [python, "-c", "import sys; sys.exit(sys.version_info < (3, 10))"]
+            # setpriv itself still opens what root may; what env starts, the user must be able to.
+            if (
+                subprocess.run([*become_user(), "env", *check], capture_output=True, cwd="/", timeout=60).returncode
+                == 0
+            ):
+                return python
+        unavailable("no Python >= 3.10 that an ordinary user may run: try one outside root's home directory")
 
     @property
     def environment(self) -> dict[str, str]:
@@ -146,21 +164,7 @@ class Room:
         return claims
 
 
-def _python_for(user: str | None) -> str:
-    """An interpreter that the user can run: this one, unless it lies in someone's home directory."""
-    for python in (sys.executable, "/usr/bin/python3"):
-        check = [python, "-c", "import sys; sys.exit(sys.version_info < (3, 10))"]
-        if subprocess.run([*_become(user), *check], capture_output=True, cwd="/", timeout=60).returncode == 0:
-            return python
-    unavailable("no Python >= 3.10 that an ordinary user may run: try one outside root's home directory")
-
-
-def _become(user: str | None) -> list[str]:
-    # setpriv itself still opens what root may; what env starts, the user must be able to.
-    return [] if user is None else ["setpriv", "--reuid", user, "--regid", user, "--init-groups", "env"]
-
-
-def _make_room(user: str | None) -> Room:
+def _make_room() -> Room:
     path = Path(tempfile.mkdtemp(prefix="safe-gpu-jobs-", dir="/var/tmp"))
     path.chmod(0o1777)
     lib = path / "lib"
@@ -178,17 +182,12 @@ def _make_room(user: str | None) -> Room:
     shutil.copy(JOB, path)
     subprocess.run(["chmod", "-R", "a+rX", str(path)], check=True)
     subprocess.run([sys.executable, "-m", "compileall", "-q", str(lib)], check=False)
-    return Room(path, _python_for(user))
+    return Room(path)
 
 
 @pytest.fixture(scope="session")
 def _shared_room() -> Iterator[Room]:
-    if os.geteuid() == 0:
-        try:
-            pwd.getpwnam(USER)
-        except KeyError:
-            subprocess.run(["useradd", "-m", "-s", "/bin/bash", USER], check=True)
-    room = _make_room(USER if os.geteuid() == 0 else None)
+    room = _make_room()
     yield room
     shutil.rmtree(room.path, ignore_errors=True)
 
@@ -261,7 +260,7 @@ def _bring_up(script: str, programs: Sequence[str], **settings: str) -> Cluster:
 
 
 @pytest.fixture(scope="session")
-def bring_up(_shared_room: Room) -> Callable[..., Cluster]:
+def bring_up() -> Callable[..., Cluster]:
     """``bring_up("sge_up.sh", ["qsub"], HOSTS="2")``: a cluster, which the caller closes; skips where there is none."""
     return _bring_up
 
@@ -274,10 +273,33 @@ def wait_for() -> Callable[..., Any]:
 
 @pytest.fixture(scope="session")
 def mpirun() -> list[str]:
-    """Open MPI's mpirun, more ranks than cores allowed; skips where there is none."""
+    """Open MPI's mpirun, more ranks than cores allowed, and a user for its ranks; skips where there is none."""
     if shutil.which("mpirun") is None:
         unavailable("no mpirun: apt-get install openmpi-bin")
     said = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, timeout=60).stdout
     if "Open MPI" not in said:
         unavailable(f"mpirun is not Open MPI's: {said.splitlines()[:1]}")
+    if os.geteuid() == 0:
+        try:
+            pwd.getpwnam(USER)
+        except KeyError:
+            subprocess.run(["useradd", "-m", "-s", "/bin/bash", USER], check=True)
     return ["mpirun", "--oversubscribe", "--bind-to", "none"]
+
+
+@pytest.fixture
+def run_as_user(room: Room) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """``run_as_user(*command)`` runs a command as an ordinary user, to its end."""
+
+    def run(*command: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*become_user(), "env", *command],
+            cwd=room.path,
+            env={"PATH": os.environ["PATH"], "HOME": "/", "TMPDIR": str(room.referee)},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=100,
+        )
+
+    return run

@@ -65,7 +65,7 @@ def refusal_message(
     if position > 1:
         text += f", and {_plural(position - 1, 'claim')} waiting ahead"
     advice = "wait longer (timeout=)" if waited else "wait for them (timeout=)"
-    text += f": {advice}, or ask for fewer."
+    text += f": {advice}, or ask for fewer." if request.nb_gpus > 1 else f": {advice}."
     if hint:
         text += f" {hint}."
     return "\n".join([text, *_lines(verdicts)])

@@ -1,0 +1,180 @@
+"""What the package offers, what importing it costs, and the names that the older package had."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import safe_gpu
+
+ROOT = Path(safe_gpu.__file__).parents[1]
+CONTRACT = """
+claim_gpus release_gpus gpu_owner GPUOwner get_free_gpus
+PytorchPlaceholder TensorflowPlaceholder PyCudaPlaceholder CupyPlaceholder JaxPlaceholder CudaPlaceholder NoPlaceholder
+pytorch_placeholder tensorflow_placeholder
+set_affinity Mode Scope Multithreading GPUAffinityError bind placement wrap_command AffinityOptions
+SafeGpuError NoDriverError NvidiasmiError NotEnoughGpusError ClaimTimeout GpuContendedError UnsatisfiableRequestError
+AlreadyClaimedError LockTimeout StateDirError CudaInitializedError PlaceholderError WrongDeviceError
+""".split()
+
+
+def python(code: str, **environment: str) -> str:
+    child = subprocess.run(
+        [sys.executable, "-S", "-c", code],
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert child.returncode == 0, child.stderr
+    return child.stdout
+
+
+@pytest.mark.parametrize("name", sorted({*safe_gpu.__all__, *CONTRACT}))
+def test_every_name_is_there(name: str) -> None:
+    assert name in safe_gpu.__all__
+    assert name in dir(safe_gpu)
+    value = getattr(safe_gpu, name)
+    if callable(value) and name not in ("pytorch_placeholder", "tensorflow_placeholder"):
+        assert inspect.getdoc(value), f"{name} is not explained"
+
+
+def test_no_name_is_there_twice_and_unknown_ones_are_not() -> None:
+    assert len(safe_gpu.__all__) == len(set(safe_gpu.__all__))
+    with pytest.raises(AttributeError, match="claim_gpu'"):
+        safe_gpu.claim_gpu  # noqa: B018
+
+
+def test_the_star_import_brings_them_all() -> None:
+    namespace: dict[str, object] = {}
+    exec("from safe_gpu import *", namespace)
+    assert set(safe_gpu.__all__) <= set(namespace)
+
+
+def test_the_arguments_of_a_claim() -> None:
+    expected = {
+        "nb_gpus": 1,
+        "placeholder_fn": None,
+        "logger": None,
+        "debug_sleep": 0.0,
+        "timeout": inspect.signature(safe_gpu.claim_gpus).parameters["timeout"].default,
+        "affinity": "node",
+        "memory": None,
+        "min_memory": None,
+        "model": None,
+        "exclude": (),
+        "only": (),
+        "visible_as": "index",
+        "delegate": False,
+    }
+    for callable_ in (safe_gpu.claim_gpus, safe_gpu.GPUOwner):
+        parameters = inspect.signature(callable_).parameters
+        public = {name: p.default for name, p in parameters.items() if not name.startswith("_")}
+        assert public == expected
+        positional = [name for name, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
+        assert positional == ["nb_gpus", "placeholder_fn", "logger", "debug_sleep"]
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import safe_gpu",
+        "from safe_gpu import SafeGpuError, NotEnoughGpusError",
+        "import safe_gpu; safe_gpu.gpu_owner, safe_gpu.claim_gpus, safe_gpu.CudaPlaceholder",
+        "from safe_gpu import safe_gpu; safe_gpu.claim_gpus",
+    ],
+)
+def test_importing_loads_nothing_heavy(code: str) -> None:
+    heavy = ["torch", "tensorflow", "numpy", "pynvml", "filelock", "ctypes", "subprocess", "logging", "asyncio"]
+    loaded = json.loads(python(f"{code}; import json, sys; print(json.dumps(sorted(sys.modules)))"))
+    assert [name for name in heavy if name in loaded] == []
+
+
+def test_importing_the_package_itself_loads_none_of_its_modules() -> None:
+    loaded = json.loads(python("import safe_gpu, json, sys; print(json.dumps(sorted(sys.modules)))"))
+    assert [name for name in loaded if name.startswith("safe_gpu.")] == []
+
+
+def test_a_claim_on_a_simulated_host_needs_neither_nvml_nor_a_framework() -> None:
+    code = (
+        "import safe_gpu, json, sys; safe_gpu.claim_gpus(1, timeout=0); safe_gpu.release_gpus();"
+        "print(json.dumps(sorted(sys.modules)))"
+    )
+    site = str(Path(importlib.import_module("filelock").__file__ or "").parents[1])
+    loaded = json.loads(python(code, PYTHONPATH=f"{ROOT}:{site}"))
+    assert [name for name in ("torch", "pynvml", "numpy", "subprocess") if name in loaded] == []
+
+
+def test_elsewhere_than_on_linux_the_import_works_and_a_claim_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(safe_gpu.UnsatisfiableRequestError, match="Linux only, and this is darwin"):
+        safe_gpu.claim_gpus(1)
+
+
+def test_the_version_is_the_distributions() -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+    assert f'version = "{safe_gpu.__version__}"' in text
+
+
+def test_it_is_typed() -> None:
+    assert (Path(safe_gpu.__file__).parent / "py.typed").exists()
+
+
+# The older package's module
+
+
+OLDER = """
+from safe_gpu import safe_gpu
+import logging, sys
+logging.basicConfig(level=logging.INFO, format="%(name)s %(message)s", stream=sys.stdout)
+assert safe_gpu.gpu_owner is None
+assert safe_gpu.get_free_gpus() == [str(index) for index in range(8)]
+try:
+    safe_gpu.claim_gpus(2, lambda device_no: f"tensor {device_no}", logging.getLogger("mine"), 0.0)
+except safe_gpu.NvidiasmiError:
+    raise
+assert isinstance(safe_gpu.gpu_owner, safe_gpu.GPUOwner)
+assert safe_gpu.gpu_owner.devices_taken == [0, 1]
+assert safe_gpu.gpu_owner.placeholders == ["tensor 0", "tensor 1"]
+assert "gpu-lock-magic" in safe_gpu.LOCK_FILENAME
+safe_gpu.release_gpus()
+assert safe_gpu.gpu_owner is None
+owner = safe_gpu.GPUOwner(3)
+assert safe_gpu.gpu_owner is None
+try:
+    safe_gpu.claim_gpus()
+except RuntimeError as err:
+    assert "already" in str(err)
+owner.release_gpus()
+try:
+    safe_gpu.claim_gpus(9)
+except RuntimeError as err:
+    print("too few:", err)
+"""
+
+
+def test_code_for_the_older_package_runs_unchanged() -> None:
+    site = str(Path(importlib.import_module("filelock").__file__ or "").parents[1])
+    lines = python(OLDER, PYTHONPATH=f"{ROOT}:{site}").splitlines()
+    mine = [line.removeprefix("mine ") for line in lines if line.startswith("mine ")]
+    story = ["acquiring lock", "lock acquired", "lock released", "Set CUDA_VISIBLE_DEVICES=0,1"]
+    assert [line for line in mine if line in story] == story
+    assert "safe_gpu acquiring lock" in lines
+    assert lines[-1].startswith("too few: 9 GPUs")
+
+
+def test_both_modules_speak_of_the_same_things() -> None:
+    older = importlib.import_module("safe_gpu.safe_gpu")
+    for name in older.__all__:
+        if name in safe_gpu.__all__:
+            assert getattr(older, name) is getattr(safe_gpu, name)
+    with safe_gpu.claim_gpus(1, timeout=0) as owner:
+        assert older.gpu_owner is owner is safe_gpu.gpu_owner
+    assert older.gpu_owner is None

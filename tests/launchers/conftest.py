@@ -37,7 +37,8 @@ class Ranks:
     @property
     def environment(self) -> Mapping[str, str]:
         """The environment of what is started."""
-        return {**os.environ, "PYTHONPATH": str(Path(safe_gpu.__file__).parents[1])}
+        path = [str(Path(safe_gpu.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+        return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))}
 
     def finish(self, *processes: subprocess.Popen[str]) -> str:
         """Wait for all; their output. Fails with it where one failed."""

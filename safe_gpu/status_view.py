@@ -164,7 +164,8 @@ def _row(one: GpuStatus, now: float, roomy: bool) -> _Row:
             pid=str(first.pid),
             command=(f"(1 of {number}) " if number > 1 else "") + _command_of(first),
         )
-    return _Row(*head, *numbers, says=printable(one.reason))
+    shared = "free, shared with the display" if one.state == "display" else ""
+    return _Row(*head, *numbers, says=printable(one.reason) or shared)
 
 
 def _command_of(process: ProcessStatus) -> str:

@@ -502,10 +502,11 @@ def test_mig_lost_gpus_and_values_the_driver_does_not_give(fake_gpus, state_dir:
 
 def test_a_display_that_everyone_shares(state_dir: Path, child) -> None:
     environment = {"SAFE_GPU_DRIVER": "simulated:laptop"}
-    process = child(CLAIM + "claim(1); say('held'); listen()", env=environment)
-    assert process.hear() == "held"
     from safe_gpu.drivers import open_driver
 
+    assert "free, shared with the display" in table(look(open_driver("simulated:laptop")))
+    process = child(CLAIM + "claim(1); say('held'); listen()", env=environment)
+    assert process.hear() == "held"
     status = look(open_driver("simulated:laptop"))
     (one,) = status.gpus
     assert one.state == "display"

@@ -1,0 +1,192 @@
+"""Run by test_older_package.py where no one else's lock of the older package can be reached; see there.
+
+    old_and_new.py SCENARIO DIRECTORY_OF_THE_OLDER_PACKAGE
+
+It starts processes with one of the two packages each, tells them what to do, and asserts what they may do. Each process
+says on its standard output what it does, a word and its arguments a line.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+ROOT = os.environ["FAKE_GPU_DIR"]
+MARKERS = os.path.join(ROOT, "markers")
+
+COMMON = """
+import logging, os, sys
+def say(*words): print(*words, flush=True)
+def listen():
+    if not sys.stdin.readline(): os._exit(1)
+class Steps(logging.Handler):
+    def emit(self, record): say("log", record.getMessage())
+logger = logging.getLogger("racer"); logger.setLevel(logging.INFO); logger.addHandler(Steps()); logger.propagate = False
+gpus = [line.split()[0].partition("=")[2] for line in open(os.environ["FAKE_GPU_DIR"] + "/gpus")]
+def mine(): return [gpus[int(n)] for n in os.environ["CUDA_VISIBLE_DEVICES"].split(",")]
+def mark():
+    for uuid in mine():
+        try: os.close(os.open(os.environ["FAKE_GPU_DIR"] + "/markers/" + uuid, os.O_CREAT | os.O_EXCL))
+        except FileExistsError: say("collision", uuid)
+def finish():
+    mark(); say("holds", *mine()); listen(); os._exit(0)
+"""
+OLD = (
+    COMMON
+    + """
+sys.path.insert(0, sys.argv[1])
+from safe_gpu import safe_gpu
+import safe_gpu as package
+assert package.__file__.startswith(sys.argv[1])
+def context(device_no):
+    say("placing"); listen()
+    uuid = mine()[device_no]
+    os.makedirs(os.environ["FAKE_GPU_DIR"] + "/procs/" + uuid, exist_ok=True)
+    open(os.environ["FAKE_GPU_DIR"] + f"/procs/{uuid}/{os.getpid()}", "w").write("1048576")
+    say("placed"); return uuid
+safe_gpu.claim_gpus(int(sys.argv[2]), context, logger)
+finish()
+"""
+)
+NEW = (
+    COMMON
+    + """
+import safe_gpu
+assert safe_gpu.__version__ >= "3"
+class Context(safe_gpu.CudaPlaceholder):
+    def _allocate(self, device_no):
+        say("placing"); listen(); thing = super()._allocate(device_no); say("placed"); return thing
+safe_gpu.claim_gpus(int(sys.argv[2]), Context(), logger, timeout=100, affinity=None)
+finish()
+"""
+)
+
+
+class Process:
+    def __init__(self, code: str, nb_gpus: int = 1) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", code, sys.argv[2], str(nb_gpus)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.gpus: list[str] = []
+
+    def hear(self) -> list[str]:
+        line = self.process.stdout.readline()
+        assert line, "a process ended early"
+        return line.split()
+
+    def until(self, *words: str) -> list[str]:
+        """Its words up to the line that begins with these."""
+        while True:
+            said = self.hear()
+            assert said[0] != "collision", f"collision on {said[1]}"
+            if said[: len(words)] == list(words):
+                return said
+
+    def go_on(self) -> None:
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+
+    def place(self) -> None:
+        """From its placeholder to GPUs that it holds."""
+        self.go_on()
+        self.until("placed")
+
+    def hold(self) -> None:
+        self.gpus = self.until("holds")[1:]
+
+    def waits_for_a_posix_lock(self) -> bool:
+        with open("/proc/locks") as file:
+            return any("->" in line and "POSIX" in line and f" {self.process.pid} " in line for line in file)
+
+
+def until(condition) -> None:
+    import time
+
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, "the condition never came true"
+        time.sleep(0.01)
+
+
+def check_apart(processes: list[Process]) -> None:
+    held = [uuid for process in processes for uuid in process.gpus]
+    assert len(held) == len(set(held)), held
+    assert sorted(os.listdir(MARKERS)) == sorted(held)
+
+
+def side_by_side() -> None:
+    """Ours are all in their placeholders together, while an old one, come later, is kept out."""
+    first = Process(OLD)  # makes the lock file, which is how its package is noticed
+    first.until("placing")
+    first.place()
+    first.hold()
+    ours = [Process(NEW) for _ in range(4)]
+    for process in ours:
+        process.until("placing")  # none of them has been told to go on, and yet all of them come here
+    late = Process(OLD)
+    late.until("log", "acquiring", "lock")
+    until(late.waits_for_a_posix_lock)
+    for process in ours:
+        process.place()
+    for process in ours:
+        process.hold()
+    late.until("placing")
+    late.place()
+    late.hold()
+    check_apart([first, late, *ours])
+
+
+def kept_out() -> None:
+    """While an old one is between its look and its context, ours wait, and then take other GPUs."""
+    old = Process(OLD, 3)
+    old.until("placing")
+    ours = [Process(NEW) for _ in range(3)]
+    for process in ours:
+        process.until("log", "lock", "released")  # it has a lease, of a GPU that the old one has chosen already
+    for process in ours:
+        until(lambda process=process: "gpu-lock-magic" in " ".join(open_files(process)))
+    for _ in range(3):
+        old.place()
+    for process in ours:
+        process.until("placing")
+        process.place()
+    old.hold()
+    for process in ours:
+        process.hold()
+    check_apart([old, *ours])
+
+
+def open_files(process: Process) -> list[str]:
+    directory = f"/proc/{process.process.pid}/fd"
+    found = []
+    for name in os.listdir(directory):
+        try:
+            found.append(os.readlink(f"{directory}/{name}"))
+        except FileNotFoundError:
+            pass
+    return found
+
+
+def rush() -> None:
+    """Eight GPUs and eight processes, half old and half new, at once: everybody gets one."""
+    for _ in range(2):
+        processes = [Process(code) for code in (OLD, NEW) * 4]
+        for process in processes:
+            process.go_on()
+        for process in processes:
+            process.hold()
+        check_apart(processes)
+        for process in processes:
+            process.process.kill()
+            process.process.wait()
+        for name in os.listdir(MARKERS):
+            os.unlink(os.path.join(MARKERS, name))
+
+
+os.mkdir(MARKERS)
+{"side_by_side": side_by_side, "kept_out": kept_out, "rush": rush}[sys.argv[1]]()
+print("as it should be")

@@ -1,0 +1,92 @@
+"""Claims of this package and of safe-gpu 2.0.0, the real one, on one host of fake GPUs."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+
+HERE = Path(__file__).parent
+FAKES = HERE.parent / "fakes"
+LOCK_DIRECTORY = Path("/tmp/safe_gpu")
+
+
+# Read at import: tests run without the variables of the outer environment.
+REQUIRED = os.environ.get("SAFE_GPU_REQUIRE_REAL") == "1"
+
+
+def unavailable(reason: str) -> NoReturn:
+    """Skip, or fail where the real thing is required."""
+    if REQUIRED:
+        pytest.fail(reason)
+    pytest.skip(reason)
+
+
+@pytest.fixture(scope="module")
+def older_package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with the older package in it."""
+    target = tmp_path_factory.mktemp("older")
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps"]
+    try:
+        done = subprocess.run(
+            [*pip, "--retries=1", "--timeout=10", f"--target={target}", "safe-gpu==2.0.0"],
+            capture_output=True,
+            text=True,
+            timeout=100,
+        )
+    except subprocess.TimeoutExpired:
+        unavailable("safe-gpu 2.0.0 could not be installed in 100 s")
+    if done.returncode:
+        unavailable(f"safe-gpu 2.0.0 could not be installed: {done.stderr.strip()[-200:]}")
+    return target
+
+
+@pytest.fixture
+def private_lock() -> Iterator[list[str]]:
+    """A command prefix: what it runs sees an empty directory where the older package has its lock."""
+    unshare = shutil.which("unshare")
+    if unshare is None:
+        unavailable("unshare(1) is not installed")
+    made = not LOCK_DIRECTORY.exists()
+    LOCK_DIRECTORY.mkdir(exist_ok=True)
+    mount = f'mount -t tmpfs -o mode=0777 none {LOCK_DIRECTORY} && exec "$@"'
+    prefix = [unshare, "--mount", *([] if os.geteuid() == 0 else ["--map-root-user"]), "sh", "-c", mount, "sh"]
+    try:
+        if subprocess.run([*prefix, "true"], capture_output=True, timeout=30).returncode:
+            unavailable("this user may not make a mount namespace")
+        yield prefix
+    finally:
+        if made and not any(LOCK_DIRECTORY.iterdir()):
+            LOCK_DIRECTORY.rmdir()
+
+
+@pytest.mark.parametrize("scenario", ["side_by_side", "kept_out", "rush"])
+def test_old_and_new_claims(scenario: str, older_package: Path, private_lock: list[str], fake_gpus: Any) -> None:
+    program = fake_gpus.directory / "bin" / "nvidia-smi"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -I -S "{FAKES / "old_nvidia_smi.py"}" "$@"\n')
+    program.chmod(0o755)
+    running = subprocess.Popen(
+        [*private_lock, sys.executable, str(HERE / "old_and_new.py"), scenario, str(older_package)],
+        env={**fake_gpus.env, "PATH": f"{program.parent}:{os.environ['PATH']}"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        said, _ = running.communicate(timeout=100)
+    finally:
+        try:
+            os.killpg(running.pid, signal.SIGKILL)  # whoever still holds a GPU
+        except ProcessLookupError:
+            pass
+    assert running.returncode == 0, said
+    assert said.endswith("as it should be\n")

@@ -183,22 +183,28 @@ def _run(options: argparse.Namespace) -> int:
     choice: dict[str, Any] = {}
     if options.affinity is not None:
         choice["affinity"] = None if options.affinity == "none" else options.affinity
-    with tidy_on_signals(), WaitLine(sys.stderr) as line:
-        owner = GPUOwner(
-            options.nb_gpus,
-            NoPlaceholder(),
-            timeout=timeout_of(options),
-            memory=options.memory,
-            min_memory=options.min_memory,
-            model=options.model,
-            exclude=options.exclude,
-            only=options.only,
-            visible_as=options.visible_as,
-            delegate=True,
-            _on_wait=line.show,
-            _command=" ".join(options.command)[:200],
-            **choice,
-        )
+    try:
+        with tidy_on_signals(), WaitLine(sys.stderr) as line:
+            owner = GPUOwner(
+                options.nb_gpus,
+                NoPlaceholder(),
+                timeout=timeout_of(options),
+                memory=options.memory,
+                min_memory=options.min_memory,
+                model=options.model,
+                exclude=options.exclude,
+                only=options.only,
+                visible_as=options.visible_as,
+                delegate=True,
+                _on_wait=line.show,
+                _command=" ".join(options.command)[:200],
+                **choice,
+            )
+    except UnsatisfiableRequestError as err:
+        if options.nb_gpus != "job" or err.value != 0:
+            raise
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the job asked for no GPU, so it shall see none
+        become(path, options.command)
     try:
         owner.keep_across_exec()
         become(path, options.command)

@@ -23,7 +23,14 @@ from .errors import (
     PlaceholderError,
     UnsatisfiableRequestError,
 )
-from .preconditions import boundaries, check_placeholder, checked, checked_pause, job_label
+from .preconditions import (
+    boundaries,
+    check_placeholder,
+    checked,
+    checked_pause,
+    job_label,
+    warn_of_more_than_declared,
+)
 from .report import waiting_message
 from .selection import judge
 from .verification import rivals, verify_alone, verify_devices
@@ -107,8 +114,8 @@ class GPUOwner:
         self._placeholder_fn: Any = None
         self._own = {os.getpid()}
 
-        _become_current(self)
         try:
+            _become_current(self)
             request, wait, options = checked(
                 nb_gpus, timeout, affinity, memory, min_memory, model, exclude, only, visible_as, logger
             )
@@ -146,6 +153,8 @@ class GPUOwner:
                 verify_alone(driver, claim, self._own, holding=self._holds_gpu())
                 _learnt[os.getpid()] = frozenset(self._own)
                 self._bind(driver, options, memory, required=affinity is not _NODE_BY_DEFAULT or memory is not None)
+            if nb_gpus != "job":
+                warn_of_more_than_declared(len(claim.gpus), logger)
         except BaseException:
             self._undo()
             raise

@@ -18,7 +18,14 @@ if TYPE_CHECKING:
     from .affinity import AffinityOptions
     from .drivers.base import Driver
 
-__all__ = ["boundaries", "check_placeholder", "checked", "checked_pause", "job_label"]
+__all__ = [
+    "boundaries",
+    "check_placeholder",
+    "checked",
+    "checked_pause",
+    "job_label",
+    "warn_of_more_than_declared",
+]
 
 
 def checked(
@@ -34,7 +41,7 @@ def checked(
     logger: Any,
 ) -> tuple[GpuRequest, float | None, AffinityOptions | None]:
     """Every argument as what it means; nothing is touched before all of them are right."""
-    from .schedulers import current, in_batch_job, number_for_job
+    from .schedulers import in_batch_job, number_for_job
 
     if not callable(getattr(logger, "info", None)):
         raise UnsatisfiableRequestError(
@@ -49,14 +56,18 @@ def checked(
         from .affinity.options import parse_options
 
         options = parse_options(affinity, memory)
-    declared = current(os.environ).requested_gpus
-    if declared is not None and nb_gpus != "job" and request.nb_gpus > declared:
-        logger.warning(
-            "This claim takes %d GPUs, but the job asked its scheduler for %d: declare what you take",
-            request.nb_gpus,
-            declared,
-        )
     return request, wait, options
+
+
+def warn_of_more_than_declared(nb_gpus: int, logger: Any) -> None:
+    """Say so when a batch job takes more GPUs than it asked its scheduler for; the others on the host pay for that."""
+    from .schedulers import declared_gpus
+
+    declared = declared_gpus(os.environ, patience=5.0)
+    if declared is not None and nb_gpus > declared:
+        logger.warning(
+            "This claim takes %d GPUs, but the job asked its scheduler for %d: declare what you take", nb_gpus, declared
+        )
 
 
 def checked_pause(debug_sleep: object) -> float:

@@ -148,7 +148,6 @@ def test_linear_binding_is_kept(sge: GridEngine, room: Any) -> None:
         assert bound[job] == [int(given[1])]
 
 
-@pytest.mark.xfail(reason="claims do not ask qstat what the job declared", strict=True)
 def test_a_claim_larger_than_declared_warns(sge: GridEngine, room: Any) -> None:
     job = sge.submit(*ON_HOST1, "-l", "gpu=2", room.script("$CLAIM claim 3"))
     sge.finish(job)
@@ -211,7 +210,6 @@ def test_starter_method_gives_gpus_to_jobs_that_know_nothing(sge: GridEngine, ro
     room.verdict()
 
 
-@pytest.mark.xfail(reason="run -n job refuses a job that asked for no GPU", strict=True)
 def test_starter_method_gives_none_to_jobs_that_declare_none(sge: GridEngine, room: Any, starter: str) -> None:
     job = sge.submit(*ON_HOST1, room.script("$CLAIM given", 'echo "visible: <$CUDA_VISIBLE_DEVICES>"'))
     sge.finish(job)

@@ -274,7 +274,7 @@ def _status(options: argparse.Namespace) -> int:
             text = f"\x1b[H\x1b[2J{text}"
         print(text, flush=True)
         if not options.watch:
-            return 0
+            return EX_STATE_DIR if status.warnings else 0
         import time
 
         time.sleep(2.0)

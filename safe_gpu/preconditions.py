@@ -63,7 +63,8 @@ def warn_of_more_than_declared(nb_gpus: int, logger: Any) -> None:
     """Say so when a batch job takes more GPUs than it asked its scheduler for; the others on the host pay for that."""
     from .schedulers import declared_gpus
 
-    declared = declared_gpus(os.environ, patience=5.0)
+    # A claim of one is not worth a question to the scheduler: thousands of array tasks would ask.
+    declared = declared_gpus(os.environ, ask=nb_gpus > 1, patience=2.0)
     if declared is not None and nb_gpus > declared:
         logger.warning(
             "This claim takes %d GPUs, but the job asked its scheduler for %d: declare what you take", nb_gpus, declared

@@ -18,7 +18,14 @@ import safe_gpu
 from safe_gpu import GPUOwner
 from safe_gpu.coordination.host_lock import HostLock
 from safe_gpu.coordination.leases import inner_name, lease_name, read_record
-from safe_gpu.errors import AlreadyClaimedError, NotEnoughGpusError, PlaceholderError, UnsatisfiableRequestError
+from safe_gpu.errors import (
+    AlreadyClaimedError,
+    GPUAffinityError,
+    NoDriverError,
+    NotEnoughGpusError,
+    PlaceholderError,
+    UnsatisfiableRequestError,
+)
 
 CLAIM = "import os, safe_gpu\nowner = safe_gpu.claim_gpus(2, timeout=0)\nsay(*owner.devices_taken)\n"
 OTHERS = [str(index) for index in range(2, 8)]
@@ -136,6 +143,71 @@ def test_the_record_says_who_holds_it(host: Any, monkeypatch: pytest.MonkeyPatch
     assert record.gpus == tuple(gpu.uuid for gpu in owner.gpus)
 
 
+@pytest.fixture
+def narrowing(host_of: Any) -> dict[str, Any]:
+    """Arguments of a claim that binds this process to fewer CPUs than it may use, and its host."""
+    host = host_of("laptop")
+    arguments = {"timeout": 0, "affinity": safe_gpu.AffinityOptions(mode="single", multithreading="single_logical")}
+    mask = os.sched_getaffinity(0)
+    with GPUOwner(**arguments) as owner:
+        if not owner.cpus < mask:
+            pytest.skip(f"CPUs {mask} leave nothing to narrow to")
+    assert os.sched_getaffinity(0) == mask
+    return {"host": host, **arguments}
+
+
+def masks() -> dict[str, set[int]]:
+    return {tid: os.sched_getaffinity(int(tid)) for tid in os.listdir("/proc/self/task")}
+
+
+def test_every_thread_is_bound_and_gets_its_own_mask_back(narrowing: dict[str, Any], untouched: Any) -> None:
+    narrowing.pop("host")
+    go = threading.Event()
+    thread = threading.Thread(target=go.wait, args=(30,))
+    thread.start()
+    try:
+        with untouched():
+            owner = GPUOwner(**narrowing)
+            assert set(map(frozenset, masks().values())) == {frozenset(owner.cpus)}
+            assert owner.binding is not None
+            owner.release_gpus()
+    finally:
+        go.set()
+        thread.join()
+
+
+def test_a_failure_after_the_binding_gives_the_masks_back(narrowing: dict[str, Any], untouched: Any) -> None:
+    host = narrowing.pop("host")
+    bound: list[dict[str, set[int]]] = []
+
+    def fail(event: str) -> None:
+        if event == "close":
+            bound.append(masks())
+            raise NoDriverError("gone")
+
+    mask = os.sched_getaffinity(0)
+    host.on_event = fail
+    with untouched(), pytest.raises(NoDriverError):
+        GPUOwner(**narrowing)
+    assert all(narrowed < mask for narrowed in bound[0].values())
+
+
+def test_an_affinity_that_cannot_be_had_fails_the_claim_only_where_it_was_asked_for(
+    host: Any, untouched: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise GPUAffinityError("the CPUs are not to be had")
+
+    monkeypatch.setattr("safe_gpu.affinity.shares.bind_process", refuse)
+    with untouched():
+        with GPUOwner(1, timeout=0) as owner:
+            assert (owner.cpus, owner.binding) == (set(), None)
+        assert "the CPUs are not to be had" in caplog.text
+        for arguments in ({"affinity": "node"}, {"memory": "preferred"}, {"affinity": "socket"}):
+            with pytest.raises(GPUAffinityError):
+                GPUOwner(1, timeout=0, **arguments)
+
+
 # One claim a process
 
 
@@ -191,8 +263,9 @@ def test_claims_of_many_sizes_one_after_the_other(host: Any, untouched: Any) -> 
 # Forked children
 
 
-def test_a_forked_child_frees_nothing(host: Any) -> None:
-    owner = safe_gpu.claim_gpus(2, timeout=0)
+@pytest.mark.parametrize("placeholder", [None, safe_gpu.NoPlaceholder()], ids=["context", "lease only"])
+def test_a_forked_child_frees_nothing(host: Any, placeholder: Any) -> None:
+    owner = safe_gpu.claim_gpus(2, placeholder, timeout=0)
     environment = dict(os.environ)
 
     def work() -> list[object]:
@@ -203,11 +276,11 @@ def test_a_forked_child_frees_nothing(host: Any) -> None:
     assert in_forked_child(work) == [True, OTHERS, True]
     assert safe_gpu.get_free_gpus() == OTHERS
     assert owner.devices_taken == [0, 1]
-    assert all(context._fd >= 0 for context in owner.placeholders)
+    assert all(context is None or context._fd >= 0 for context in owner.placeholders)
 
 
 def test_a_forked_child_that_exits_frees_nothing(host: Any) -> None:
-    safe_gpu.claim_gpus(2, timeout=0)
+    safe_gpu.claim_gpus(2, safe_gpu.NoPlaceholder(), timeout=0)
     pid = os.fork()
     if pid == 0:
         os._exit(0)
@@ -231,9 +304,10 @@ def test_a_forked_child_leaves_the_placeholders_alone(host: Any) -> None:
     assert released == [0, 1]
 
 
-def test_a_forked_child_that_claims_its_parents_gpus_is_told_so(host: Any) -> None:
+@pytest.mark.parametrize("timeout", [0, 60, None])
+def test_a_forked_child_that_claims_its_parents_gpus_is_told_so(host: Any, timeout: float | None) -> None:
     safe_gpu.claim_gpus(2, timeout=0)
-    name, message = in_forked_child(lambda: safe_gpu.claim_gpus(1, timeout=60).devices_taken)
+    name, message = in_forked_child(lambda: safe_gpu.claim_gpus(1, timeout=timeout).devices_taken)
     assert name == "NotEnoughGpusError"
     assert f"process {os.getpid()}, a parent of this one, holds GPU 0, 1" in message
     assert "delegate=True" in message
@@ -338,6 +412,10 @@ def test_claims_share_the_only_gpu_where_a_display_is_on_it(child: Any, host_of:
     assert owner.devices_taken == [0]
     inside = [child("import safe_gpu\nsay(safe_gpu.claim_gpus(timeout=0).devices_taken)\nlisten()") for _ in range(2)]
     assert [process.hear() for process in inside] == ["[0]", "[0]"]
+    beside = child(
+        "import os, safe_gpu\ndel os.environ['SAFE_GPU_SCOPE']\nsay(safe_gpu.claim_gpus(timeout=0).devices_taken)"
+    )
+    assert beside.hear() == "[0]"
     owner.release_gpus()
     with pytest.raises(UnsatisfiableRequestError, match="only 1"):
         safe_gpu.claim_gpus(2, timeout=0)

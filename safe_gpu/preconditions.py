@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from . import cuda
+from .coordination.legacy import legacy_mode
 from .devices import GpuRequest, HostSnapshot
 from .durations import DefaultTimeout, parse_timeout
 from .errors import CudaInitializedError, NoDriverError, PlaceholderError, UnsatisfiableRequestError
@@ -51,6 +52,7 @@ def checked(
     request = parse_request(count, min_memory=min_memory, model=model, only=only, exclude=exclude)
     wait = parse_timeout(timeout, os.environ, in_batch_job=in_batch_job(os.environ))
     render((), visible_as=visible_as, snapshot=HostSnapshot(()))
+    legacy_mode()
     options = None
     if affinity is not None or memory is not None:
         from .affinity.options import parse_options

@@ -15,7 +15,7 @@ from typing import Any
 from .. import procfs
 from ..errors import LockTimeout, UnsatisfiableRequestError
 
-__all__ = ["LOCK_FILE", "LegacyLock", "take_legacy_lock"]
+__all__ = ["LOCK_FILE", "LegacyLock", "legacy_mode", "take_legacy_lock"]
 
 LOCK_FILE = "/tmp/safe_gpu/gpu-lock-magic-RaNdOM-This_Name-NEED_BE-THE_SAME-Across_Users"
 
@@ -35,6 +35,20 @@ class LegacyLock:
             os.close(fd)
 
 
+def legacy_mode() -> str:
+    """What ``SAFE_GPU_LEGACY_LOCK`` says: auto, always or never.
+
+    Raises:
+        UnsatisfiableRequestError: it says something else.
+    """
+    mode = os.environ.get("SAFE_GPU_LEGACY_LOCK") or "auto"
+    if mode not in ("auto", "always", "never"):
+        raise UnsatisfiableRequestError(
+            f"SAFE_GPU_LEGACY_LOCK={mode} is unknown: set it to auto, always or never", value=mode
+        )
+    return mode
+
+
 def take_legacy_lock(deadline: float | None, logger: Any) -> LegacyLock | None:
     """Take it shared where the older package is present (``SAFE_GPU_LEGACY_LOCK`` = auto, always or never).
 
@@ -48,11 +62,7 @@ def take_legacy_lock(deadline: float | None, logger: Any) -> LegacyLock | None:
         LockTimeout: the older package held it until the deadline.
         UnsatisfiableRequestError: an unknown value of the variable.
     """
-    mode = os.environ.get("SAFE_GPU_LEGACY_LOCK") or "auto"
-    if mode not in ("auto", "always", "never"):
-        raise UnsatisfiableRequestError(
-            f"SAFE_GPU_LEGACY_LOCK={mode} is unknown: set it to auto, always or never", value=mode
-        )
+    mode = legacy_mode()
     if mode == "never":
         return None
     try:

@@ -121,6 +121,7 @@ def test_variables(
     monkeypatch.setenv(name, value)
     with untouched():
         refused(kind, parts)
+    assert not Path(os.environ["SAFE_GPU_DIR"]).exists()
 
 
 @pytest.mark.parametrize("value", ["", "auto"])

@@ -167,6 +167,8 @@ class _Attempt(Generic[_GrantT]):
         try:
             self._grants.append(claimer.outcome())
         except SafeGpuError as err:
+            if isinstance(err, ClaimTimeout) and self._timeout is not None:
+                err.timeout = self._timeout  # the host only saw what was left of it
             raise on_host(claimer.host, err) from None
 
 

@@ -131,7 +131,7 @@ class RayClaim(HeldClaim["_RayHolder"]):
             "cpus": sorted(gpu.cpus),
             "numa_node": gpu.numa_node,
             "memory": self._memory,
-            "then": next((name for name in (theirs.get(hook), job.get(hook)) if name != _SETUP), None),
+            "then": next((name for name in (theirs.get(hook), job.get(hook)) if name and name != _SETUP), None),
         }
         ours = {**_HANDS_OFF, **gpu.environment, hook: _SETUP, _WORKER: json.dumps(setup)}
         return {

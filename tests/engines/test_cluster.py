@@ -227,6 +227,12 @@ def test_the_deadline_is_one_for_all_hosts() -> None:
     assert caught.value.nb_gpus == 8
 
 
+def test_a_timeout_names_what_was_asked_for_not_what_was_left() -> None:
+    with pytest.raises(ClaimTimeout) as caught:
+        claim_on_all([Scripted("a", [], busy(), late())], 90)
+    assert caught.value.timeout == 90
+
+
 def test_whatever_interrupts_leaves_nothing() -> None:
     class Interrupted(Claimer):
         def outcome(self) -> str:

@@ -1,0 +1,178 @@
+"""Several hosts of one machine, with simulated GPUs, for real engines to run across.
+
+The programs that run on them are in ``programs/``; they check things themselves and fail loudly. Engines may live in
+other environments than pytest does: SAFE_GPU_RAY_PYTHON and SAFE_GPU_DRAGON_PYTHON name their interpreters.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import safe_gpu
+
+HERE = Path(__file__).parent
+TOOLS = HERE.parents[1] / "tools"
+PACKAGE_ROOT = Path(safe_gpu.__file__).parents[1]
+NAMES = ("hosta", "hostb", "hostc", "hostd")
+
+
+def missing(reason: str) -> None:
+    """Skip, or fail where every real part is expected to be there."""
+    if os.environ.get("SAFE_GPU_REQUIRE_REAL") == "1":
+        pytest.fail(reason)
+    pytest.skip(reason)
+
+
+def python_with(module: str) -> str:
+    """An interpreter that has an engine; skips where there is none."""
+    python = os.environ.get(f"SAFE_GPU_{module.upper()}_PYTHON", sys.executable)
+    code = f"import importlib.util as u, sys; sys.exit(u.find_spec({module!r}) is None)"
+    if subprocess.run([python, "-c", code], cwd="/", timeout=60).returncode:
+        missing(f"{module} is not installed in {python}: pip install 'safe-gpu[{module}]'")
+    return python
+
+
+def wait_until(condition: Callable[[], bool], what: str, seconds: float = 60.0) -> None:
+    """Return as soon as the condition holds; fail when it does not come true."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"not in {seconds:g} s: {what}"
+        time.sleep(0.01)
+
+
+class Hosts:
+    """Hosts that are up, each with its own name, network, boot id and state directory, and all with ``/tmp``."""
+
+    def __init__(self, count: int, preset: str) -> None:
+        # Short, since Ray puts sockets below it and their paths may have 107 characters.
+        self.scratch = Path(tempfile.mkdtemp(prefix="sg-", dir="/tmp"))
+        self.names = NAMES[:count]
+        self.state = self.scratch / "state"
+        self.marks = self.scratch / "marks"
+        self.marks.mkdir()
+        (self.scratch / "home").mkdir()
+        self.env = {
+            "HOME": str(self.scratch / "home"),
+            "PATH": "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin",
+            "PYTHONPATH": str(PACKAGE_ROOT),
+            "HOSTS_SCRATCH": str(self.scratch),
+            "SAFE_GPU_DIR": str(self.state),
+            "SAFE_GPU_DRIVER": f"simulated:{preset}",
+            "TEST_MARKS": str(self.marks),
+        }
+        self.up()
+
+    def _tool(self, *words: str) -> None:
+        done = subprocess.run(
+            [str(TOOLS / "hosts.sh"), *words], env=self.env, stdin=subprocess.DEVNULL, capture_output=True, timeout=60
+        )
+        if done.returncode:
+            raise RuntimeError(done.stderr.decode())
+
+    def up(self) -> None:
+        self._tool("up", str(len(self.names)))
+
+    def down(self) -> None:
+        """End everything on the hosts, and the hosts."""
+        self._tool("down")
+
+    def start(self, host: str, *command: str, **env: str) -> subprocess.Popen[str]:
+        """Start a command on a host, its output into a file; see :meth:`run`."""
+        output = tempfile.NamedTemporaryFile(dir=self.scratch, prefix="out-", delete=False)  # noqa: SIM115
+        process = subprocess.Popen(
+            [str(TOOLS / "hosts.sh"), "run", host, *command],
+            env={**self.env, **env},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            cwd=self.scratch,
+            text=True,
+        )
+        process.output = Path(output.name)  # type: ignore[attr-defined]
+        return process
+
+    def finish(self, process: subprocess.Popen[str], timeout: float) -> str:
+        """Output of a started command, which must end well and in time."""
+        try:
+            process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait(10)
+            raise AssertionError(f"not done in {timeout:g} s:\n{self.output(process)}") from None
+        assert process.returncode == 0, f"exit code {process.returncode}:\n{self.output(process)}"
+        return self.output(process)
+
+    @staticmethod
+    def output(process: subprocess.Popen[str]) -> str:
+        text: str = process.output.read_text(errors="replace")  # type: ignore[attr-defined]
+        return text
+
+    def run(self, host: str, *command: str, timeout: float = 90.0, **env: str) -> str:
+        """Run a command on a host. Output goes to a file: what a killed runtime leaves behind would hold a pipe."""
+        return self.finish(self.start(host, *command, **env), timeout)
+
+    def leased(self, *hosts: str) -> set[str]:
+        """host:UUID of every GPU that is leased, on these hosts or all."""
+        found = set()
+        for host in hosts or self.names:
+            for path in (self.scratch / f"{host}.state" / "leases").glob("*.lock"):
+                with path.open("rb") as file:
+                    try:
+                        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                    except BlockingIOError:
+                        found.add(f"{host}:{path.name.removesuffix('.lock')}")
+        return found
+
+    def remove(self) -> None:
+        self.down()
+        shutil.rmtree(self.scratch, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def make_hosts() -> Iterator[Callable[..., Hosts]]:
+    """``make_hosts(2)`` brings up hosts with 8 simulated GPUs each."""
+    lacking = [tool for tool in ("ip", "unshare", "nsenter") if shutil.which(tool) is None]
+    if os.geteuid() or lacking:
+        missing(f"several hosts on one machine need {' and '.join(lacking) if lacking else 'root'}")
+    made: list[Hosts] = []
+
+    def make(count: int, preset: str = "dgx-h100") -> Hosts:
+        try:
+            made.append(Hosts(count, preset))
+        except RuntimeError as err:
+            missing(f"this machine cannot make hosts of itself: {err}")
+        return made[-1]
+
+    yield make
+    for hosts in made:
+        hosts.remove()
+
+
+@pytest.fixture(scope="session")
+def until() -> Callable[..., None]:
+    """:func:`wait_until`."""
+    return wait_until
+
+
+@pytest.fixture(scope="session")
+def engine_python() -> Callable[[str], str]:
+    """:func:`python_with`."""
+    return python_with
+
+
+@pytest.fixture(scope="session")
+def programs() -> Path:
+    """Where the programs for the hosts are."""
+    return HERE / "programs"

@@ -1,0 +1,247 @@
+"""Scenarios on a Ray cluster of two hosts: on_ray.py ADDRESS SCENARIO [ARGUMENTS]."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import ray
+from race import race
+from referee import MARKS, using, wait
+
+import safe_gpu
+from safe_gpu.engines.ray import claim
+
+HERE = Path(__file__).parent
+
+
+def raises(kind: type[BaseException], *words: str, call: Any) -> Any:
+    """The error that ``call`` raises; it must be of this kind and have these words in its message."""
+    caught = None
+    try:
+        call()
+    except kind as err:
+        caught = err
+    assert caught is not None, f"no {kind.__name__}"
+    for word in words:
+        assert word in str(caught), f"{word!r} is not in: {caught}"
+    return caught
+
+
+def look() -> dict[str, Any]:
+    """What a worker of a claim finds."""
+    visible, order = os.environ["CUDA_VISIBLE_DEVICES"], os.environ.get("CUDA_DEVICE_ORDER")
+    with safe_gpu.GPUOwner(1, timeout=10, affinity=None) as owner:  # its own, inside the claim
+        return {
+            "host": socket.gethostname(),
+            "visible": visible,
+            "order": order,
+            "uuid": owner.gpus[0].uuid,
+            "cpus": sorted(os.sched_getaffinity(0)),
+            "threads": sorted({cpu for tid in os.listdir("/proc/self/task") for cpu in os.sched_getaffinity(int(tid))}),
+            "hook": os.environ.get("JOB_HOOK_RAN"),
+            "mine": os.environ.get("MINE"),
+        }
+
+
+@ray.remote
+def task() -> dict[str, Any]:
+    return look()
+
+
+@ray.remote(num_gpus=1)  # what options() say replaces this
+class Trainer:
+    def look(self) -> dict[str, Any]:
+        return look()
+
+    def train(self, uuid: str, go_on: str) -> str:
+        with safe_gpu.GPUOwner(1, timeout=0, affinity=None), using(uuid):
+            open(f"{go_on}.started", "w").close()
+            wait(lambda: os.path.exists(go_on), "the end of training", 300)
+        return uuid
+
+
+def job_hook() -> None:
+    os.environ["JOB_HOOK_RAN"] = "yes"
+
+
+def free_here() -> list[str]:
+    return safe_gpu.get_free_gpus()
+
+
+def holder_of(lease: str) -> int:
+    """The pid in a lease record of this host."""
+    return int(json.loads((Path(os.environ["SAFE_GPU_DIR"]) / "leases" / f"{lease}.lock").read_text())["pid"])
+
+
+def workers() -> None:
+    """Every worker sees its own GPU alone, next to its own CPUs, and may claim it; all of it ends with the claim."""
+    single = safe_gpu.AffinityOptions(mode="single_unique")  # CPU 0 for GPU 0, CPU 1 for GPU 1, on this host
+    assert free_here() == [str(number) for number in range(8)]
+    with claim(nodes=2, gpus_per_node=2, affinity=single) as held:
+        assert len(held.gpus) == 4
+        assert set(held.hosts) == {"hosta", "hostb"}
+        assert free_here() == [str(number) for number in range(2, 8)]
+        mine = {"env_vars": {"MINE": "kept"}}
+        found = ray.get([task.options(**held.options(gpu, runtime_env=mine, num_cpus=0)).remote() for gpu in held.gpus])
+        actors = [Trainer.options(**held.options(gpu, num_cpus=0)).remote() for gpu in held.gpus[::3]]
+        found += ray.get([actor.look.remote() for actor in actors])
+        for gpu, worker in zip((*held.gpus, *held.gpus[::3]), found, strict=True):
+            assert worker["host"] == gpu.host, worker
+            assert (worker["visible"], worker["order"]) == (str(gpu.index), "PCI_BUS_ID"), worker
+            assert worker["uuid"] == gpu.uuid, worker
+            assert gpu.cpus == {gpu.index}, gpu
+            assert worker["cpus"] == worker["threads"] == [gpu.index], worker
+            assert worker["hook"] == "yes", worker
+        assert found[0]["mine"] == "kept"
+        for actor in actors:
+            ray.kill(actor)
+        held.check()
+        other = held.gpus[0]
+    wait(lambda: len(free_here()) == 8, "GPUs given back")
+    raises(safe_gpu.UnsatisfiableRequestError, "claim again", call=held.check)
+    raises(safe_gpu.UnsatisfiableRequestError, "claim again", call=lambda: held.options(other))
+    with claim(nodes=["hostb"], gpus_per_node=1, affinity=None, visible_as="uuid") as held:
+        assert held.hosts == ("hostb",)
+        assert held.gpus[0].cpus == frozenset()
+        assert ray.get(task.options(**held.options(held.gpus[0])).remote())["visible"] == held.gpus[0].uuid
+        raises(safe_gpu.UnsatisfiableRequestError, "is no GPU of", call=lambda: held.options(other))
+    assert os.environ.get("CUDA_VISIBLE_DEVICES") is None
+
+
+def refusals() -> None:
+    """What cannot be, is said, with the host where it was found; nothing is held afterwards."""
+    refused = safe_gpu.UnsatisfiableRequestError
+    raises(refused, "3 nodes asked for", "hosta", call=lambda: claim(nodes=3))
+    raises(refused, "hostx", "hosta, hostb", call=lambda: claim(nodes=["hosta", "hostx"]))
+    raises(refused, "named twice", call=lambda: claim(nodes=["hosta", "hosta"]))
+    raises(refused, call=lambda: claim(nodes=0))
+    raises(refused, "hosta: ", call=lambda: claim(nodes=2, gpus_per_node=9))
+    raises(refused, "hosta: ", call=lambda: claim(nodes=2, model="V100"))
+    stop = f"{MARKS}/stop"
+    with subprocess.Popen(
+        [sys.executable, str(HERE / "neighbour.py"), stop, "3", "hold"], stdout=subprocess.PIPE, text=True
+    ) as other:
+        try:
+            among_three(other, stop)
+        finally:
+            open(stop, "w").close()
+    assert other.returncode == 0
+
+
+def among_three(other: subprocess.Popen[str], stop: str) -> None:
+    """Another user holds three GPUs of this host until there is a file ``stop``."""
+    assert other.stdout is not None
+    assert "holding [0, 1, 2]" in other.stdout.readline()
+    hosta, hostb = "hosta", "hostb"
+    both = [hostb, hosta]
+    busy = raises(safe_gpu.NotEnoughGpusError, f"{hosta}: 6 GPUs", call=lambda: claim(both, 6, timeout=0))
+    assert (busy.host, busy.nb_gpus, len(busy.verdicts)) == (hosta, 6, 8)
+    assert [verdict.pid for verdict in busy.verdicts if not verdict.free] == [other.pid] * 3
+    late = raises(safe_gpu.ClaimTimeout, hosta, str(other.pid), call=lambda: claim(both, 6, timeout=0.5))
+    assert (late.host, late.timeout) == (hosta, 0.5)
+    wait(lambda: len(free_here()) == 5, "what the failed claims held")
+    with claim(nodes=1, gpus_per_node=6, timeout=0) as held:  # any node: the one that can
+        assert held.hosts == (hostb,)
+    with claim(nodes=1, gpus_per_node=5, timeout=0) as held:  # and of those that can, the fullest
+        assert held.hosts == (hosta,)
+    with claim(nodes=2, gpus_per_node=5, timeout=0):
+        open(stop, "w").close()
+    with claim(both, 8, timeout=60):
+        assert free_here() == []
+
+
+def losses() -> None:
+    """A holder that dies gives its node's GPUs back, but not those that a worker holds; the claim says it is broken."""
+    held = claim(nodes=["hosta", "hostb"], gpus_per_node=4)
+    working, idle = held.gpus[0], held.gpus[1]
+    trainer = Trainer.options(**held.options(working)).remote()
+    go_on = f"{MARKS}/go-on"
+    training = trainer.train.remote(working.uuid, go_on)
+    wait(lambda: os.path.exists(f"{go_on}.started"), "training")
+    began = time.monotonic()
+    os.kill(holder_of(idle.uuid), signal.SIGKILL)
+    wait(lambda: len(free_here()) == 7, "GPUs of the dead holder")
+    print(f"holder: {1000 * (time.monotonic() - began):.0f} ms to free GPUs", flush=True)
+    assert str(working.index) not in free_here()
+    lost = raises(safe_gpu.SafeGpuError, "hosta: ", "gone", call=held.check)
+    assert lost.host == "hosta"
+    raises(type(lost), "hosta: ", call=lambda: held.options(idle))
+    held.options(held.gpus[-1])  # hostb's stand
+    with claim(nodes=["hosta"], gpus_per_node=7, timeout=0) as another:
+        assert working.uuid not in {gpu.uuid for gpu in another.gpus}
+    began = time.monotonic()
+    os.kill(holder_of(f"{working.uuid}.inner"), signal.SIGKILL)
+    wait(lambda: len(free_here()) == 8, "the dead worker's GPU")
+    print(f"worker: {1000 * (time.monotonic() - began):.0f} ms to a free GPU", flush=True)
+    raises(ray.exceptions.RayError, call=lambda: ray.get(training))
+    os.unlink(f"{MARKS}/hosta:{working.uuid}")  # its mark died with it
+    held.release()
+
+
+def among_others() -> None:
+    """Claims and their workers among users who take one and two GPUs all the time, on both hosts."""
+
+    @ray.remote
+    def work(uuid: str) -> str:
+        with using(uuid):
+            time.sleep(0.05)
+        return uuid
+
+    for _ in range(3):
+        with claim(nodes=2, gpus_per_node=6, timeout=100) as held:
+            tasks = [work.options(**held.options(gpu, num_cpus=0.1)).remote(gpu.uuid) for gpu in held.gpus[::3]]
+            assert ray.get(tasks) == [gpu.uuid for gpu in held.gpus[::3]]
+
+
+def driver(end: str) -> None:
+    """A claim that nobody releases: the driver is killed, or simply ends."""
+    held = claim(nodes=2, gpus_per_node=8)
+    Path(f"{MARKS}/driver").write_text(str(os.getpid()))
+    print(held, flush=True)
+    wait(lambda: os.path.exists(f"{MARKS}/end-driver"), "the end", 100)
+    if end == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def one_host_twice() -> None:
+    """Two Ray nodes on one host are one host: half of its GPUs for each, and no claim that waits for itself."""
+    with claim(nodes=2, gpus_per_node=4, timeout=0) as held:
+        assert len({gpu.node_id for gpu in held.gpus}) == 2
+        assert len({gpu.uuid for gpu in held.gpus}) == 8
+        found = ray.get([task.options(**held.options(gpu, num_cpus=0)).remote() for gpu in held.gpus[::3]])
+        assert [worker["uuid"] for worker in found] == [gpu.uuid for gpu in held.gpus[::3]]
+        raises(safe_gpu.NotEnoughGpusError, call=lambda: claim(nodes=2, gpus_per_node=1, timeout=0))
+
+
+def main() -> None:
+    address, scenario, *arguments = sys.argv[1:]
+    ray.init(
+        address=address,
+        _node_ip_address=os.environ["MY_ADDRESS"],
+        log_to_driver=False,
+        runtime_env={"worker_process_setup_hook": job_hook} if scenario == "workers" else None,
+    )
+    if scenario == "race":
+        race(claim, int(arguments[0]), int(arguments[1]))
+    else:
+        {
+            "workers": workers,
+            "refusals": refusals,
+            "losses": losses,
+            "among_others": among_others,
+            "driver": driver,
+            "one_host_twice": one_host_twice,
+        }[scenario](*arguments)
+    print("done", flush=True)
+
+
+if __name__ == "__main__":
+    main()

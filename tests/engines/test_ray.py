@@ -1,0 +1,143 @@
+"""Claims across a real Ray cluster of two hosts, while other users of safe_gpu are busy on both."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from subprocess import Popen
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(180)]
+
+ADDRESS = "10.77.0.1:6379"
+OPTIONS = ["--num-cpus=2", "--num-gpus=4", "--object-store-memory=80000000", "--disable-usage-stats"]
+
+
+class RayCluster:
+    """Two hosts with a Ray node each; programs run on them."""
+
+    def __init__(self, hosts: Any, python: str, programs: Path) -> None:
+        self.hosts = hosts
+        self.python = python
+        self.programs = programs
+        hosts.env["PATH"] = f"{Path(python).parent}:{hosts.env['PATH']}"
+        hosts.env["RAY_USAGE_STATS_ENABLED"] = "0"
+        hosts.env["RAY_AUTH_MODE"] = "token"
+        hosts.env["RAY_AUTH_TOKEN"] = secrets.token_hex(32)  # of this cluster alone, whatever ~/.ray holds
+        hosts.env["PYTHONPATH"] += f":{programs}"
+        head = ["--head", "--port=6379", "--include-dashboard=false", f"--temp-dir={hosts.scratch}/ray"]
+        for host, role in zip(hosts.names, (head, [f"--address={ADDRESS}"]), strict=True):
+            address = self.address(host)
+            hosts.run(host, "ray", "start", *role, f"--node-ip-address={address}", *OPTIONS)
+
+    def address(self, host: str) -> str:
+        return f"10.77.0.{self.hosts.names.index(host) + 1}"
+
+    def start(self, host: str, *arguments: str) -> Popen[str]:
+        command = [self.python, str(self.programs / "on_ray.py"), ADDRESS, *arguments]
+        process: Popen[str] = self.hosts.start(host, *command, MY_ADDRESS=self.address(host))
+        return process
+
+    def run(self, *arguments: str) -> str:
+        output: str = self.hosts.finish(self.start("hosta", *arguments), 120)
+        print(output)
+        return output
+
+    def neighbour(self, host: str, stop: Path, *arguments: str) -> Popen[str]:
+        command = [self.python, str(self.programs / "neighbour.py"), str(stop), *arguments]
+        process: Popen[str] = self.hosts.start(host, *command)
+        return process
+
+
+@pytest.fixture(scope="module")
+def cluster(
+    make_hosts: Callable[..., Any], engine_python: Callable[[str], str], programs: Path
+) -> Iterator[RayCluster]:
+    python = engine_python("ray")
+    return RayCluster(make_hosts(2), python, programs)
+
+
+@pytest.fixture(autouse=True)
+def no_leases_and_no_marks(request: pytest.FixtureRequest, until: Callable[..., None]) -> Iterator[None]:
+    yield
+    if "cluster" in request.fixturenames:
+        hosts = request.getfixturevalue("cluster").hosts
+        until(lambda: not hosts.leased(), "all leases given back")
+        left = [path.name for path in hosts.marks.iterdir() if not path.name.startswith(("meet-", "end-", "stop"))]
+        for path in hosts.marks.iterdir():
+            path.unlink()
+        assert not [name for name in left if name.startswith("host")], left
+
+
+def test_workers(cluster: RayCluster) -> None:
+    cluster.run("workers")
+
+
+def test_refusals(cluster: RayCluster) -> None:
+    cluster.run("refusals")
+
+
+def test_a_holder_and_a_worker_die(cluster: RayCluster) -> None:
+    cluster.run("losses")
+
+
+@pytest.mark.parametrize("end", ["kill", "exit"])
+def test_the_driver_ends(cluster: RayCluster, end: str, until: Callable[..., None]) -> None:
+    hosts = cluster.hosts
+    process = cluster.start("hosta", "driver", end)
+    until(lambda: (hosts.marks / "driver").exists() or process.poll() is not None, "the claim")
+    assert process.poll() is None, hosts.output(process)
+    assert len(hosts.leased()) == 16
+    began = time.monotonic()
+    if end == "kill":
+        os.kill(int((hosts.marks / "driver").read_text()), signal.SIGKILL)
+    (hosts.marks / "end-driver").touch()
+    until(lambda: not hosts.leased(), "leases of the driver that is gone")
+    print(f"driver, {end}: {1000 * (time.monotonic() - began):.0f} ms to free GPUs")
+    process.wait(30)
+
+
+def test_two_claims_from_opposite_ends(cluster: RayCluster) -> None:
+    """Twenty times: one wins, the other fails cleanly or waits; never a deadlock, nobody is booked twice."""
+    hosts = cluster.hosts
+    drivers = [cluster.start(host, "race", str(me), "20") for me, host in enumerate(hosts.names)]
+    wins = sum(int(hosts.finish(driver, 150).split("won ")[1].split()[0]) for driver in drivers)
+    assert wins == 10 + 2 * 10
+
+
+def test_other_users_on_both_hosts(cluster: RayCluster) -> None:
+    hosts = cluster.hosts
+    stop = hosts.marks / "stop"
+    others = [cluster.neighbour(host, stop, str(count)) for host in hosts.names for count in (1, 2)]
+    try:
+        cluster.run("among_others")
+    finally:
+        stop.touch()
+    for other in others:
+        assert "round 3" in hosts.finish(other, 30)
+
+
+def test_two_nodes_on_one_host(make_hosts: Callable[..., Any], cluster: RayCluster) -> None:
+    hosts = make_hosts(1)
+    env = cluster.hosts.env
+    hosts.env.update({name: env[name] for name in env if name.startswith("RAY_") or name in ("PATH", "PYTHONPATH")})
+    code = f"""
+import os, sys
+from ray.cluster_utils import Cluster
+cluster = Cluster(initialize_head=True, head_node_args={{"num_cpus": 1, "object_store_memory": 80000000}})
+cluster.add_node(num_cpus=1, object_store_memory=80000000)
+os.environ["MY_ADDRESS"] = cluster.head_node.node_ip_address
+sys.argv[1:] = [cluster.address, "one_host_twice"]
+sys.path.insert(0, {str(cluster.programs)!r})
+import on_ray
+on_ray.main()
+"""
+    assert "done" in hosts.run("hosta", cluster.python, "-c", code)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Collection, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -124,8 +123,11 @@ class Acquisition:
         self._looks = 0
         self._tried_last = timeout == 0
 
-    def claim(self) -> Claim:
+    def claim(self, keep: Callable[[Claim], object]) -> Claim:
         """Leases on N GPUs, or none.
+
+        Args:
+            keep: called with them as soon as they are held, so that an interrupt finds an owner that can release them.
 
         Raises:
             UnsatisfiableRequestError: this host can never satisfy the request; nothing was waited for.
@@ -142,14 +144,14 @@ class Acquisition:
                 inner=bool(self._outer),
                 explained=self._explained(),
             )
+            keep(claim)
             try:
                 return claim if self._confirm(claim) else None
             except BaseException:
                 claim.release()
                 raise
 
-        claim = self._until(confirm, keep=True)
-        assert isinstance(claim, Claim)
+        claim: Claim = self._until(confirm, take=True)
         return claim
 
     def wait(self) -> tuple[Gpu, ...]:
@@ -160,51 +162,51 @@ class Acquisition:
             free = {verdict.gpu.uuid for verdict in self._judge({}) if verdict.free}
             return look.chosen if free.issuperset(gpu.uuid for gpu in look.chosen) else None
 
-        gpus = self._until(confirm, keep=False)
-        assert isinstance(gpus, tuple)
+        gpus: tuple[Gpu, ...] = self._until(confirm, take=False)
         return gpus
 
-    def _until(self, finish: Callable[[_Look], Claim | tuple[Gpu, ...] | None], *, keep: bool) -> Any:
+    def _until(self, finish: Callable[[_Look], Claim | tuple[Gpu, ...] | None], *, take: bool) -> Any:
         check_possible(self._snapshot, self._request, self._fence)
         self._log.info("acquiring lock")
         result: Claim | tuple[Gpu, ...] | None = None
-        with ExitStack() as tidy:
-            look = _Look()
-            try:
-                while result is None:
-                    look = _Look()  # ours before it holds anything: an interrupt may come at any line
-                    self._look(look, keep, tidy)
-                    if look.chosen:
-                        result = finish(look)
-                    else:
-                        self._refuse_or_wait(look)
-                    if result is None:
-                        look.give_back()
-            except BaseException:
-                look.give_back()
-                raise
-            finally:
+        look = _Look()
+        try:
+            with tidy_on_signals():
                 try:
-                    if self._waiter is not None:
-                        self._waiter.leave()
-                except BaseException:
-                    if isinstance(result, Claim):
-                        result.release()
-                    raise
-        return result
+                    while result is None:
+                        look = _Look()  # ours before it holds anything: an interrupt may come at any line
+                        self._look(look, take)
+                        if look.chosen:
+                            result = finish(look)
+                        else:
+                            self._refuse_or_wait(look)
+                        if result is None:
+                            look.give_back()
+                finally:
+                    self._leave()
+            return result
+        except BaseException:
+            self._leave()  # again, where the interrupt came just there
+            look.give_back()
+            if isinstance(result, Claim):
+                result.release()
+            raise
+
+    def _leave(self) -> None:
+        if self._waiter is not None:
+            self._waiter.leave()
 
     # One look, under host.lock
 
-    def _look(self, look: _Look, keep: bool, tidy: ExitStack) -> None:
+    def _look(self, look: _Look, take: bool) -> None:
         with HostLock(self._lock_until()) as host:
             usable = self._usable(host)
             if self._waiter is None:
                 stems = (f"{gpu.uuid}.inner" if self._outer else gpu.uuid for gpu in usable)
                 demand = Demand(self._request.nb_gpus, frozenset(stems), self._request.min_memory)
                 self._waiter = Waiter(demand)
-            self._try(look, host, usable, keep, self._waiter)
+            self._try(look, host, usable, take, self._waiter)
             if not look.chosen and not self._waiter.queued and self._may_wait():
-                tidy.enter_context(tidy_on_signals())
                 self._waiter.join(host)
         if look.chosen or not self._looks:
             self._log.info("lock acquired")
@@ -252,7 +254,7 @@ class Acquisition:
             )
         return inside
 
-    def _try(self, look: _Look, host: LockedHost, usable: list[Gpu], keep: bool, waiter: Waiter) -> None:
+    def _try(self, look: _Look, host: LockedHost, usable: list[Gpu], take: bool, waiter: Waiter) -> None:
         held: dict[str, Lease] = {}
         tried = False
 
@@ -276,7 +278,7 @@ class Acquisition:
             look.unleased = frozenset(held)
             if chosen is None:
                 return
-            if keep:
+            if take:
                 look.leases = [held[gpu.uuid] for gpu in chosen]
                 self._record(chosen, look.leases)
                 kept = {gpu.uuid for gpu in chosen}

@@ -143,7 +143,7 @@ class GPUOwner:
                     logger=logger,
                     on_wait=_on_wait or _log_waiting(logger),
                 )
-                self._claim = claim = acquisition.claim()
+                claim = acquisition.claim(self._keep)
                 self._take_over(claim, frozen)
                 self._set_environment(claim, visible_as)
                 time.sleep(pause)
@@ -179,6 +179,9 @@ class GPUOwner:
             lease.keep_across_exec()
 
     # The steps of a claim
+
+    def _keep(self, claim: Claim) -> None:
+        self._claim = claim
 
     def _near_nodes(self, driver: Driver) -> frozenset[int] | None:
         """NUMA nodes of the CPUs that this process may use, where its mask is narrower than the host."""
@@ -261,6 +264,7 @@ class GPUOwner:
         """Put everything back, in whatever state the claim is."""
         mine = self._pid == os.getpid()
         with ExitStack() as steps:  # the last one first, and each is taken whatever becomes of those before it
+            steps.callback(_resign, self)
             steps.callback(self._forget)
             if mine and self.binding is not None:
                 from .affinity.shares import undo_binding
@@ -294,7 +298,6 @@ class GPUOwner:
         self.cpus = set()
         self.devices_taken = []
         self.gpus = ()
-        _resign(self)
 
 
 def claim_gpus(

@@ -22,6 +22,9 @@ __all__ = ["Ahead", "Demand", "Ticket", "Waiter", "live_tickets", "tidy_on_signa
 
 _SUFFIX = ".ticket"
 
+# How often to look where no thread can be had to sleep in.
+_THREADLESS_PAUSE = 0.1
+
 
 @dataclass(frozen=True)
 class Demand:
@@ -252,7 +255,11 @@ class Waiter:
         sleeper = _sleepers.get(key)
         if sleeper is None or sleeper.done.is_set():
             fd, ahead.fd = ahead.fd, -1
-            sleeper = _Sleeper(key, fd)
+            try:
+                sleeper = _Sleeper(key, fd)
+            except RuntimeError:  # no room for one more thread (ulimit -u, h_vmem): look now and then
+                time.sleep(min(seconds, _THREADLESS_PAUSE))
+                return True
         ahead.close()
         return sleeper.done.wait(seconds)
 
@@ -264,7 +271,9 @@ class Waiter:
             with HostLock(time.monotonic() + MINIMUM_PATIENCE) as host:
                 self.abandon(host)
         except SafeGpuError:
-            self._close()  # the unlocked file counts for nothing, and the next one who passes removes it
+            pass
+        finally:
+            self._close()  # an unlocked file counts for nothing, and the next one who passes removes it
 
     def abandon(self, host: LockedHost) -> None:
         """Give the ticket back, host.lock being held already."""
@@ -296,7 +305,12 @@ class _Sleeper:
         self.key = key
         self.done = threading.Event()
         fork_guard.add(fd)
-        threading.Thread(target=self._run, args=(fd,), name="safe_gpu-waiter", daemon=True).start()
+        try:
+            threading.Thread(target=self._run, args=(fd,), name="safe_gpu-waiter", daemon=True).start()
+        except RuntimeError:
+            fork_guard.discard(fd)
+            os.close(fd)
+            raise
         _sleepers[key] = self
 
     def _run(self, fd: int) -> None:

@@ -1,0 +1,294 @@
+"""Scenarios in a Dragon runtime of two hosts: on_dragon.py SCENARIO [ARGUMENTS]."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from dragon.infrastructure.policy import Policy
+from dragon.native.pool import Pool
+from dragon.native.process import Process, ProcessTemplate
+from dragon.native.process_group import ProcessGroup
+from race import race
+from referee import MARKS, using, wait
+
+import safe_gpu
+from safe_gpu.engines.dragon import WorkerCheck, claim
+
+RESULTS = f"{MARKS}/results"
+
+
+def raises(kind: type[BaseException], *words: str, call: Any) -> Any:
+    """The error that ``call`` raises; it must be of this kind and have these words in its message."""
+    caught = None
+    try:
+        call()
+    except kind as err:
+        caught = err
+    assert caught is not None, f"no {kind.__name__}"
+    for word in words:
+        assert word in str(caught), f"{word!r} is not in: {caught}"
+    return caught
+
+
+def me() -> tuple[str, str | None, tuple[int, ...], str | None]:
+    return (
+        socket.gethostname(),
+        os.environ.get("CUDA_VISIBLE_DEVICES"),
+        tuple(sorted(os.sched_getaffinity(0))),
+        os.environ.get("CUDA_DEVICE_ORDER"),
+    )
+
+
+def place(_: int) -> Any:
+    time.sleep(0.1)  # so that every worker of a pool gets some of the work
+    return me()
+
+
+def report(name: str, check: WorkerCheck | None = None) -> None:
+    """A process of a ProcessGroup: what it has, or what the check says, into a file."""
+    try:
+        gpu = check() if check is not None else None
+        if gpu is not None:
+            with safe_gpu.GPUOwner(1, timeout=10, affinity=None) as owner, using(gpu.uuid):  # inside the claim
+                assert owner.gpus[0].uuid == gpu.uuid
+        result: Any = me()
+    except safe_gpu.SafeGpuError as err:
+        result = err
+    path = Path(RESULTS, name)
+    path.with_suffix(".new").write_bytes(pickle.dumps(result))
+    path.with_suffix(".new").rename(path)
+
+
+def results(*names: str) -> list[Any]:
+    paths = [Path(RESULTS, name) for name in names]
+    wait(lambda: all(path.exists() for path in paths), "results")
+    found = [pickle.loads(path.read_bytes()) for path in paths]
+    for path in paths:
+        path.unlink()
+    return found
+
+
+def group(*templates: ProcessTemplate) -> None:
+    processes = ProcessGroup()
+    for template in templates:
+        processes.add_process(nproc=1, template=template)
+    processes.init()
+    processes.start()
+    processes.join()
+    processes.close()
+
+
+def workers() -> None:
+    """Pool, ProcessGroup, functions and executables, more workers than GPUs; what Dragon gives away is noticed."""
+    with claim(nodes=2, gpus_per_node=2) as held:
+        assert set(held.hosts) == {"hosta", "hostb"}
+        assert held.find_gpus() == [(gpu.host, gpu.index) for gpu in held.gpus]
+        gpus = {(gpu.host, str(gpu.index)): gpu for gpu in held.gpus}
+        assert safe_gpu.get_free_gpus() == [str(number) for number in range(2, 8)]
+
+        pool = Pool(policy=held.policies(processes_per_gpu=2), processes_per_policy=1, initializer=held.check_worker)
+        found = set(pool.map_async(place, range(40), 1).get(60))
+        pool.close()
+        pool.join()
+        for host, visible, cpus, order in found:
+            assert order == "PCI_BUS_ID"
+            assert cpus in ((0,), (1,)), "two workers of a GPU divide its two cores"
+            assert (host, visible) in gpus
+        assert {(host, visible) for host, visible, _, _ in found} == set(gpus), found
+
+        names = [f"worker{number}" for number in range(5)]
+        policies = held.make_policies(held.find_gpus(), nprocs=5)
+        group(
+            *(
+                ProcessTemplate(report, args=(name, held.check_worker), policy=policy)
+                for name, policy in zip(names, policies, strict=True)
+            )
+        )
+        for nth, found_one in enumerate(results(*names)):
+            gpu = held.gpus[nth % 4]
+            assert found_one[:2] == (gpu.host, str(gpu.index)), found_one
+            assert set(found_one[2]) == ({0} if nth == 0 else {1} if nth == 4 else set(gpu.cpus)), found_one
+
+        script = f"echo $(hostname) $CUDA_VISIBLE_DEVICES $CUDA_DEVICE_ORDER >{RESULTS}/exe-$CUDA_VISIBLE_DEVICES"
+        policy = held.make_policies([held.find_gpus()[-1]], nprocs=1)[0]
+        group(ProcessTemplate("/bin/sh", args=["-c", script], policy=policy))
+        last = held.gpus[-1]
+        wait(lambda: os.path.exists(f"{RESULTS}/exe-{last.index}"), "the executable")
+        assert Path(RESULTS, f"exe-{last.index}").read_text().split() == [last.host, str(last.index), "PCI_BUS_ID"]
+
+        def on(host: str, **more: Any) -> Policy:
+            return Policy(placement=Policy.Placement.HOST_NAME, host_name=host, **more)
+
+        failing = {
+            "unknown-gpu": on("hostb", gpu_affinity=[17], cpu_affinity=[0]),
+            "no-gpu": on("hostb", cpu_affinity=[0]),
+            "not-ours": on("hosta", gpu_affinity=[7]),
+        }
+        group(
+            *(
+                ProcessTemplate(report, args=(name, held.check_worker), policy=policy)
+                for name, policy in failing.items()
+            )
+        )
+        for name, error in zip(failing, results(*failing), strict=True):
+            assert isinstance(error, safe_gpu.WrongDeviceError), (name, error)
+        one_core = WorkerCheck(tuple(_with_cpus(gpu, frozenset({1})) for gpu in held.gpus))
+        group(ProcessTemplate(report, args=("cpu", one_core), policy=on("hosta", gpu_affinity=[0], cpu_affinity=[99])))
+        (error,) = results("cpu")
+        assert isinstance(error, safe_gpu.GPUAffinityError), error
+
+        raises(safe_gpu.UnsatisfiableRequestError, "GPU 7 of hosta", call=lambda: held.make_policies([("hosta", 7)]))
+        raises(safe_gpu.UnsatisfiableRequestError, call=lambda: held.policies(nprocs=0))
+        assert os.environ["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+    assert "CUDA_DEVICE_ORDER" not in os.environ
+    raises(safe_gpu.UnsatisfiableRequestError, "claim again", call=held.policies)
+    raises(safe_gpu.SafeGpuError, "no longer held", call=lambda: _as_worker(held.check_worker))
+
+
+def _with_cpus(gpu: Any, cpus: frozenset[int]) -> Any:
+    from dataclasses import replace
+
+    return replace(gpu, cpus=cpus)
+
+
+def _as_worker(check: WorkerCheck) -> None:
+    os.environ["CUDA_VISIBLE_DEVICES"] = "0"
+    try:
+        check()
+    finally:
+        del os.environ["CUDA_VISIBLE_DEVICES"]
+
+
+def refusals() -> None:
+    """What cannot be, is said, with the host where it was found; others' GPUs are waited for; nothing is left."""
+    refused = safe_gpu.UnsatisfiableRequestError
+    raises(refused, "3 nodes asked for", call=lambda: claim(nodes=3))
+    raises(refused, "hostx", call=lambda: claim(nodes=["hosta", "hostx"]))
+    raises(refused, "hosta: ", call=lambda: claim(nodes=2, gpus_per_node=9))
+    stop = f"{MARKS}/stop"
+    neighbour = [sys.executable, str(Path(__file__).with_name("neighbour.py")), stop, "3", "hold"]
+    with subprocess.Popen(neighbour, stdout=subprocess.PIPE, text=True) as other:
+        try:
+            assert other.stdout is not None
+            assert "holding [0, 1, 2]" in other.stdout.readline()
+            both = ["hostb", "hosta"]
+            busy = raises(safe_gpu.NotEnoughGpusError, "hosta: 6 GPUs", call=lambda: claim(both, 6, timeout=0))
+            assert (busy.host, busy.nb_gpus, len(busy.verdicts)) == ("hosta", 6, 8)
+            late = raises(safe_gpu.ClaimTimeout, "hosta: ", call=lambda: claim(both, 6, timeout=0.5))
+            assert (late.host, late.timeout) == ("hosta", 0.5)
+            with claim(nodes=1, gpus_per_node=6, timeout=0) as held:
+                assert held.hosts == ("hostb",)
+        finally:
+            open(stop, "w").close()
+    with claim(both, 8, timeout=60):
+        assert safe_gpu.get_free_gpus() == []
+
+
+def train(check: WorkerCheck, go_on: str) -> None:
+    gpu = check()
+    with safe_gpu.GPUOwner(1, timeout=0, affinity=None), using(gpu.uuid):
+        open(f"{go_on}.started", "w").close()
+        wait(lambda: os.path.exists(go_on), "the end of training", 300)
+
+
+def losses() -> None:
+    """A holder that dies gives its node's GPUs back, but not those that a worker holds; the claim says it is broken."""
+    held = claim(nodes=["hosta", "hostb"], gpus_per_node=4)
+    working, idle = held.gpus[0], held.gpus[1]
+    go_on = f"{MARKS}/go-on"
+    worker = Process(target=train, args=(held.check_worker, go_on), policy=held.policies()[0])
+    worker.start()
+    wait(lambda: os.path.exists(f"{go_on}.started"), "training")
+    began = time.monotonic()
+    os.kill(holder_of(idle.uuid), signal.SIGKILL)
+    wait(lambda: len(safe_gpu.get_free_gpus()) == 7, "GPUs of the dead holder")
+    print(f"holder: {1000 * (time.monotonic() - began):.0f} ms to free GPUs", flush=True)
+    assert str(working.index) not in safe_gpu.get_free_gpus()
+    lost = raises(safe_gpu.SafeGpuError, "hosta: ", "gone", call=held.check)
+    assert lost.host == "hosta"
+    raises(type(lost), "hosta: ", call=held.policies)
+    began = time.monotonic()
+    os.kill(holder_of(f"{working.uuid}.inner"), signal.SIGKILL)
+    wait(lambda: len(safe_gpu.get_free_gpus()) == 8, "the dead worker's GPU")
+    print(f"worker: {1000 * (time.monotonic() - began):.0f} ms to a free GPU", flush=True)
+    worker.join()
+    os.unlink(f"{MARKS}/hosta:{working.uuid}")  # its mark died with it
+    held.release()
+
+
+def holder_of(lease: str) -> int:
+    """The pid in a lease record of this host."""
+    return int(json.loads((Path(os.environ["SAFE_GPU_DIR"]) / "leases" / f"{lease}.lock").read_text())["pid"])
+
+
+def among_others() -> None:
+    """Claims and their workers among users who take one and two GPUs all the time, on both hosts."""
+    for _ in range(2):
+        with claim(nodes=2, gpus_per_node=6, timeout=100) as held:
+            names = [f"among{number}" for number in range(2)]
+            for name, policy in zip(names, held.policies()[::6], strict=True):
+                process = Process(target=report, args=(name, held.check_worker), policy=policy)
+                process.start()
+                process.join()
+            assert [found[0] for found in results(*names)] == list(held.hosts)
+
+
+def race_of_two(rounds: str) -> None:
+    racers = []
+    for number, host in enumerate(("hosta", "hostb")):
+        policy = Policy(placement=Policy.Placement.HOST_NAME, host_name=host)
+        racers.append(Process(target=race, args=(claim, number, int(rounds)), policy=policy))
+    for racer in racers:
+        racer.start()
+    for racer in racers:
+        racer.join()
+        assert racer.returncode == 0
+
+
+def driver(end: str) -> None:
+    """A claim that nobody releases: the driver is killed, or simply ends."""
+    held = claim(nodes=2, gpus_per_node=8)
+    print(held, flush=True)
+    Path(f"{MARKS}/driver").write_text(str(os.getpid()))
+    wait(lambda: os.path.exists(f"{MARKS}/end-driver"), "the end", 100)
+    if end == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def main() -> None:
+    open(f"{MARKS}/started", "w").close()
+    os.makedirs(RESULTS, exist_ok=True)
+    if sys.argv[1] == "driver":
+        driver(sys.argv[2])
+        return
+    scenarios = {
+        "workers": workers,
+        "refusals": refusals,
+        "losses": losses,
+        "among_others": among_others,
+        "race": lambda: race_of_two("20"),
+    }
+    try:
+        for name in sys.argv[1:]:
+            began = time.monotonic()
+            scenarios[name]()
+            print(f"{name}: done in {time.monotonic() - began:.1f} s", flush=True)
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)  # threads of a pool that is open still would wait for ever
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,164 @@
+"""Claims across a real Dragon runtime of two hosts, while other users of safe_gpu are busy on both."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from subprocess import Popen
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(240)]
+
+PREFIX = "--network-prefix=^hsn0"
+# Dragon 0.14 counts these lines; 0.15 asks a library, see fakes/cudart.c.
+NVIDIA_SMI = "#!/bin/sh\nfor i in 0 1 2 3 4 5 6 7; do echo GPU $i; done\n"
+
+
+class Dragon:
+    """Two hosts, and Dragon runtimes across them, one after the other.
+
+    Whatever a runtime leaves behind spins, so the hosts are made anew after each. A runtime that does not come up is
+    started again: on few cores its own agents now and then miss each other.
+    """
+
+    def __init__(self, hosts: Any, python: str, programs: Path, build_library: Callable[..., Path]) -> None:
+        self.hosts = hosts
+        self.programs = programs
+        fakes = hosts.scratch / "bin"
+        fakes.mkdir()
+        (fakes / "nvidia-smi").write_text(NVIDIA_SMI)
+        (fakes / "nvidia-smi").chmod(0o755)
+        env = hosts.env
+        stand_in = programs.parents[2] / "tools" / "ssh-stand-in"
+        env["PATH"] = f"{stand_in}:{Path(python).parent}:{fakes}:{env['PATH']}"
+        env["PYTHONPATH"] += f":{programs}"
+        if self.version(python) >= (0, 15):
+            env["LD_LIBRARY_PATH"] = str(build_library("cudart.c", "libcudart.so").parent)
+        self.config = hosts.scratch / "network.json"
+
+    @staticmethod
+    def version(python: str) -> tuple[int, ...]:
+        (metadata,) = Path(python).parents[1].glob("lib/python*/site-packages/dragonhpc-*.dist-info")
+        return tuple(int(number) for number in re.findall(r"\d+", metadata.name)[:2])
+
+    def _write_config(self) -> None:
+        """What ``dragon-network-config`` would write, but host by host: with ssh, 0.14's own way may never end."""
+        nodes = {}
+        command = ["dragon-network-config-launch-helper", PREFIX, "--port=6565"]
+        helpers = [self.hosts.start(host, *command) for host in self.hosts.names]
+        for number, helper in enumerate(helpers):
+            text = self.hosts.finish(helper, 60)
+            nodes[str(number)] = json.loads(text[text.index("{") : text.rindex("}") + 1])
+        nodes["0"]["is_primary"] = True
+        self.config.write_text(json.dumps(nodes))
+
+    def start(self, *arguments: str) -> Popen[str]:
+        """Start on_dragon.py and come back when it runs."""
+        started = self.hosts.marks / "started"
+        for _ in range(4):
+            self.fresh_hosts()
+            process: Popen[str] = self.hosts.start(
+                "hosta",
+                "dragon",
+                *("-w", "ssh", "-t", "tcp", f"--hostlist={','.join(self.hosts.names)}", PREFIX),
+                f"--network-config={self.config}",
+                str(self.programs / "on_dragon.py"),
+                *arguments,
+                DRAGON_RT_UID=str(time.monotonic_ns() % 1_000_000_007),
+            )
+            end = time.monotonic() + 40
+            while process.poll() is None and not started.exists() and time.monotonic() < end:
+                time.sleep(0.02)
+            if started.exists():
+                return process
+            self.kill(process)
+        raise AssertionError(f"Dragon does not start:\n{self.hosts.output(process)}")
+
+    def fresh_hosts(self) -> None:
+        self.hosts.down()
+        for path in self.hosts.marks.glob("*"):
+            if path.is_file():
+                path.unlink()
+        self.hosts.up()
+        # ssh starts from a fresh environment
+        names = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "SAFE_GPU_DIR", "SAFE_GPU_DRIVER", "TEST_MARKS")
+        line = " ".join(f"{name}={self.hosts.env[name]}" for name in names if name in self.hosts.env)
+        for host in self.hosts.names:
+            (self.hosts.scratch / f"{host}.env").write_text(line)
+        self._write_config()  # Dragon knows a host by its boot id
+
+    @staticmethod
+    def kill(process: Popen[str]) -> None:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait(10)
+
+    def finish(self, process: Popen[str], timeout: float = 150) -> str:
+        output: str = self.hosts.finish(process, timeout)
+        print(output)
+        assert not [path.name for path in self.hosts.marks.glob("host*:*")]
+        assert not list(self.hosts.marks.glob("*.DOUBLE"))
+        return output
+
+
+@pytest.fixture(scope="module")
+def dragon(
+    make_hosts: Callable[..., Any],
+    engine_python: Callable[[str], str],
+    programs: Path,
+    build_library: Callable[..., Path],
+) -> Iterator[Dragon]:
+    python = engine_python("dragon")
+    return Dragon(make_hosts(2), python, programs, build_library)
+
+
+def test_workers_refusals_and_deaths(dragon: Dragon, until: Callable[..., None]) -> None:
+    output = dragon.finish(dragon.start("workers", "refusals", "losses"))
+    assert output.count(": done in") == 3
+    until(lambda: not dragon.hosts.leased(), "all leases given back")
+
+
+@pytest.mark.parametrize("end", ["kill", "exit"])
+def test_the_driver_ends(dragon: Dragon, end: str, until: Callable[..., None]) -> None:
+    hosts = dragon.hosts
+    process = dragon.start("driver", end)
+    until(lambda: (hosts.marks / "driver").exists() or process.poll() is not None, "the claim")
+    assert process.poll() is None, hosts.output(process)
+    assert len(hosts.leased()) == 16
+    (hosts.marks / "end-driver").touch()
+    began = time.monotonic()
+    until(lambda: not hosts.leased(), "leases of the driver that is gone")
+    print(f"driver, {end}: {1000 * (time.monotonic() - began):.0f} ms to free GPUs")
+    dragon.kill(process)
+
+
+def test_two_claims_from_opposite_ends(dragon: Dragon, until: Callable[..., None]) -> None:
+    """Twenty times: one wins, the other fails cleanly or waits; never a deadlock, nobody is booked twice."""
+    output = dragon.finish(dragon.start("race"), 200)
+    assert sum(int(wins) for wins in re.findall(r"won (\d+) of 20", output)) == 10 + 2 * 10
+    until(lambda: not dragon.hosts.leased(), "all leases given back")
+
+
+def test_other_users_on_both_hosts(dragon: Dragon) -> None:
+    hosts = dragon.hosts
+    process = dragon.start("among_others")
+    stop = hosts.marks / "stop"
+    neighbour = [str(dragon.programs / "neighbour.py"), str(stop)]
+    others = [
+        hosts.start(host, "python3", *neighbour, str(count), PATH=hosts.env["PATH"])
+        for host in hosts.names
+        for count in (1, 2)
+    ]
+    until_done = hosts.finish(process, 150)
+    stop.touch()
+    for other in others:
+        assert "round 3" in hosts.finish(other, 30)
+    assert "done" in until_done
+    assert not list(hosts.marks.glob("*.DOUBLE"))

@@ -31,7 +31,7 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **options: Any) -> None:
         options.update(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
         super().__init__(**options)
-        self._negative_number_matcher = re.compile(r"-[0-9.].*")
+        self._negative_number_matcher = re.compile(r"-([0-9.].*|inf)$")
 
     def error(self, message: str) -> NoReturn:
         self.exit(EX_USAGE, f"{self.prog}: error: {' '.join(message.split())} (see {self.prog} --help)\n")

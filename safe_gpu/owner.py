@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from _thread import allocate_lock
 from collections.abc import Callable, Iterable
@@ -12,16 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 from . import cuda, placeholders
 from .acquisition import Acquisition
-from .claims import Claim, WaitNews, describe_process, survey
-from .coordination.host_lock import MINIMUM_PATIENCE, HostLock
-from .devices import Gpu, GpuRequest, HostSnapshot
+from .claims import Claim, WaitNews
+from .devices import Gpu
+from .drivers import opened_driver
 from .durations import DEFAULT, DefaultTimeout
 from .errors import (
     AlreadyClaimedError,
     CudaInitializedError,
     GPUAffinityError,
     PlaceholderError,
-    UnsatisfiableRequestError,
 )
 from .preconditions import (
     boundaries,
@@ -32,15 +30,14 @@ from .preconditions import (
     warn_of_more_than_declared,
 )
 from .report import waiting_message
-from .selection import judge
-from .verification import rivals, verify_alone, verify_devices
+from .verification import own_pids, remember_own_pids, rivals, verify_alone, verify_devices
 from .visibility import render
 
 if TYPE_CHECKING:
     from .affinity import AffinityOptions, BindingReport
     from .drivers.base import Driver
 
-__all__ = ["GPUOwner", "claim_gpus", "current_owner", "get_free_gpus", "latest_gpus", "release_gpus", "wait_for_gpus"]
+__all__ = ["GPUOwner", "claim_gpus", "current_owner", "latest_gpus", "release_gpus"]
 
 gpu_owner: GPUOwner | None = None
 """The implicit owner, made by :func:`claim_gpus`."""
@@ -58,10 +55,6 @@ _NODE_BY_DEFAULT = _ByDefault("node")
 # The owner that holds GPUs in this process, implicit or not: CUDA_VISIBLE_DEVICES is one per process.
 _current: GPUOwner | None = None
 _current_lock = allocate_lock()
-
-# Pid -> the driver's pids of that process, this one or one that it was forked from. Where a container shows host pids,
-# a first placeholder teaches ours; a framework may keep its context there, which a later claim must know for our own.
-_learnt: dict[int, frozenset[int]] = {}
 
 
 class GPUOwner:
@@ -124,7 +117,7 @@ class GPUOwner:
             with opened_driver() as driver:
                 snapshot, polled = driver.snapshot(), time.monotonic()
                 frozen, fence = boundaries(driver, snapshot, request)
-                self._own = _own_pids(snapshot)
+                self._own = own_pids(snapshot)
                 self._prepare(driver, placeholder_fn)
                 acquisition = Acquisition(
                     driver,
@@ -151,7 +144,7 @@ class GPUOwner:
                 if driver.uses_cuda:
                     verify_devices(claim.gpus)
                 verify_alone(driver, claim, self._own, holding=self._holds_gpu())
-                _learnt[os.getpid()] = frozenset(self._own)
+                remember_own_pids(self._own)
                 self._bind(driver, options, memory, required=affinity is not _NODE_BY_DEFAULT or memory is not None)
             if nb_gpus != "job":
                 warn_of_more_than_declared(len(claim.gpus), logger)
@@ -368,55 +361,6 @@ def release_gpus() -> None:
         owner.release_gpus()
 
 
-def wait_for_gpus(
-    nb_gpus: int | str = 1,
-    *,
-    timeout: float | str | DefaultTimeout | None = None,
-    min_memory: int | str | None = None,
-    model: str | None = None,
-    exclude: str | int | Iterable[str | int] = (),
-    only: str | int | Iterable[str | int] = (),
-    on_wait: Callable[[WaitNews], None] | None = None,
-) -> tuple[Gpu, ...]:
-    """Wait in the queue until a claim with these arguments would succeed, and claim nothing; same errors.
-
-    Returns:
-        The GPUs that the claim would have got; by now somebody else may have them.
-    """
-    import logging
-
-    logger = logging.getLogger("safe_gpu")
-    request, wait, _ = checked(nb_gpus, timeout, None, None, min_memory, model, exclude, only, "index", logger)
-    with opened_driver() as driver:
-        snapshot = driver.snapshot()
-        _, fence = boundaries(driver, snapshot, request)
-        acquisition = Acquisition(
-            driver,
-            snapshot,
-            request,
-            fence=fence,
-            timeout=wait,
-            scope=os.environ.get("SAFE_GPU_SCOPE"),
-            own=_own_pids(snapshot),
-            logger=logger,
-            on_wait=on_wait,
-        )
-        return acquisition.wait()
-
-
-def get_free_gpus() -> list[str]:
-    """Indices of the GPUs that nobody holds or uses, in numeric order; volatile.
-
-    Speaks of the host: neither CUDA_VISIBLE_DEVICES nor what this process claimed matters. A MIG instance is ``"3:1"``.
-    """
-    with opened_driver() as driver:
-        snapshot = driver.snapshot()
-    with HostLock(time.monotonic() + MINIMUM_PATIENCE) as host:
-        leased = survey(host, snapshot.gpus)
-    verdicts = judge(snapshot, GpuRequest(), leased=leased, describe=describe_process)
-    return [verdict.gpu.label for verdict in verdicts if verdict.free]
-
-
 def current_owner() -> GPUOwner | None:
     """The owner that holds GPUs in this process, implicit or not; None in a forked child of such a process."""
     return _current if _current is not None and _current._pid == os.getpid() else None
@@ -427,7 +371,17 @@ def _log_waiting(logger: Any) -> Callable[[WaitNews], None] | None:
     is_enabled = getattr(logger, "isEnabledFor", None)  # the module logging is a logger for the older package
     if is_enabled is not None and not is_enabled(20):
         return None
-    return lambda news: logger.info("%s", waiting_message(news))
+
+    def tell(news: WaitNews) -> None:
+        data = {
+            "safe_gpu_position": news.position,
+            "safe_gpu_free": news.free,
+            "safe_gpu_needed": news.needed,
+            "safe_gpu_verdicts": news.verdicts,
+        }
+        logger.info("%s", waiting_message(news), extra=data)
+
+    return tell
 
 
 def latest_gpus() -> tuple[Gpu, ...]:
@@ -455,26 +409,3 @@ def _resign(owner: GPUOwner) -> None:
         gpu_owner = None
     if _current is owner:
         _current = None
-
-
-def _own_pids(snapshot: HostSnapshot) -> set[int]:
-    """The numbers by which the driver knows this process. One that it shows no more may be anybody's tomorrow."""
-    pid = os.getpid()
-    shown = {process.pid for gpu in snapshot.gpus for process in gpu.processes or ()}
-    _learnt[pid] = _learnt.get(pid, frozenset()) & shown
-    return {pid, *_learnt[pid]}
-
-
-class opened_driver:
-    """The driver that SAFE_GPU_DRIVER names, closed at the end."""
-
-    def __enter__(self) -> Driver:
-        from .drivers import open_driver
-
-        if sys.platform != "linux":
-            raise UnsatisfiableRequestError(f"safe_gpu works on Linux only, and this is {sys.platform}")
-        self._driver = open_driver()
-        return self._driver
-
-    def __exit__(self, *exc: object) -> None:
-        self._driver.close()

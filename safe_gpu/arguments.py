@@ -15,6 +15,7 @@ __all__ = [
     "Parser",
     "add_command",
     "add_request",
+    "columns",
     "cores",
     "cpu_list",
     "gpu_list",
@@ -25,11 +26,29 @@ __all__ = [
 EX_USAGE = 2
 
 
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    """Knows its width by itself: argparse makes a formatter for every option and would import shutil for it."""
+
+    def __init__(self, prog: str, **options: Any) -> None:
+        super().__init__(prog, **{"width": columns() - 2, **options})
+
+
+def columns() -> int:
+    """The width of the terminal that stdout is, or what COLUMNS says, or 80."""
+    text = os.environ.get("COLUMNS", "")
+    if _is_number(text) and int(text) > 0:
+        return int(text)
+    try:
+        return os.get_terminal_size(1).columns or 80
+    except OSError:
+        return 80
+
+
 class Parser(argparse.ArgumentParser):
     """argparse, with usage errors of one line, and ``-5s`` taken for the value that it is."""
 
     def __init__(self, **options: Any) -> None:
-        options.update(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+        options.update(formatter_class=_Formatter, allow_abbrev=False)
         super().__init__(**options)
         self._negative_number_matcher = re.compile(r"-([0-9.].*|inf)$")
 

@@ -13,6 +13,7 @@ from .arguments import (
     Parser,
     add_command,
     add_request,
+    columns,
     cores,
     cpu_list,
     gpu_list,
@@ -120,7 +121,7 @@ environment: SAFE_GPU_DIR, SAFE_GPU_DRIVER, SAFE_GPU_TIMEOUT, SAFE_GPU_NB_GPUS,
 SAFE_GPU_FENCE; CUDA_VISIBLE_DEVICES limits which GPUs are chosen from""",
     )
     parser.add_argument("--version", action="version", version=f"safe-gpu {__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, prog=parser.prog)
     named = next((word for word in arguments if not word.startswith("-")), None)
     for name, (summary, configure) in _COMMANDS.items():
         command = commands.add_parser(name, help=summary)
@@ -269,7 +270,7 @@ def _status(options: argparse.Namespace) -> int:
 
             text = json.dumps(status.to_dict(), indent=None if options.watch else 2)
         else:
-            text = render(status, width=_width(), color=_color(sys.stdout))
+            text = render(status, width=columns(), color=_color(sys.stdout))
         if options.watch and not options.json and sys.stdout.isatty():
             text = f"\x1b[H\x1b[2J{text}"
         print(text, flush=True)
@@ -278,12 +279,6 @@ def _status(options: argparse.Namespace) -> int:
         import time
 
         time.sleep(2.0)
-
-
-def _width() -> int:
-    import shutil
-
-    return shutil.get_terminal_size().columns
 
 
 def _color(stream: object) -> bool:
@@ -299,7 +294,7 @@ def _configure_wait(parser: argparse.ArgumentParser) -> None:
 
 def _wait(options: argparse.Namespace) -> int:
     from .coordination.waiting import tidy_on_signals
-    from .owner import wait_for_gpus
+    from .inquiry import wait_for_gpus
     from .waitline import WaitLine
 
     with tidy_on_signals(), WaitLine(sys.stderr) as line:
@@ -330,7 +325,7 @@ def _doctor(options: argparse.Namespace) -> int:
 
         print(json.dumps(doctor.to_dict(checks), indent=2))
     else:
-        print(doctor.render(checks, color=_color(sys.stdout), width=_width()))
+        print(doctor.render(checks, color=_color(sys.stdout), width=columns()))
     return doctor.exit_code(checks)
 
 

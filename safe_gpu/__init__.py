@@ -41,8 +41,9 @@ if TYPE_CHECKING:
         UnsatisfiableRequestError,
         WrongDeviceError,
     )
+    from .inquiry import get_free_gpus
     from .locality import bind
-    from .owner import GPUOwner, claim_gpus, get_free_gpus, release_gpus
+    from .owner import GPUOwner, claim_gpus, release_gpus
     from .placeholders import (
         CudaPlaceholder,
         CupyPlaceholder,
@@ -118,7 +119,8 @@ _HOMES = {
         "LockTimeout NoDriverError NotEnoughGpusError NvidiasmiError PlaceholderError SafeGpuError "
         "StateDirError UnsatisfiableRequestError WrongDeviceError"
     ),
-    "owner": "GPUOwner claim_gpus get_free_gpus gpu_owner release_gpus",
+    "inquiry": "get_free_gpus",
+    "owner": "GPUOwner claim_gpus gpu_owner release_gpus",
     "placeholders": (
         "CudaPlaceholder CupyPlaceholder JaxPlaceholder NoPlaceholder PyCudaPlaceholder "
         "PytorchPlaceholder TensorflowPlaceholder pytorch_placeholder tensorflow_placeholder"

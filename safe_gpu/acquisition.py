@@ -6,13 +6,11 @@ again once the leases are held.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from . import procfs
 from .claims import Claim, WaitNews, describe_process, survey
 from .coordination.host_lock import MINIMUM_PATIENCE, HostLock, LockedHost
 from .coordination.leases import (
@@ -28,7 +26,8 @@ from .coordination.legacy import take_legacy_lock
 from .coordination.waiting import Ahead, Demand, Waiter, tidy_on_signals
 from .devices import Gpu, GpuRequest, GpuVerdict, Holder, HostSnapshot
 from .drivers.base import Driver
-from .errors import ClaimTimeout, NotEnoughGpusError, UnsatisfiableRequestError
+from .errors import ClaimTimeout, NotEnoughGpusError
+from .scopes import judged_inside, outer_claim, refuse_what_the_parent_holds, usable_inside
 from .selection import can_be_met_by_releases, candidates, check_possible, choose, fence_hint, judge
 from .visibility import Fence
 
@@ -224,35 +223,18 @@ class Acquisition:
         usable = list(candidates(self._snapshot, self._request, self._fence))
         if not self._scope:
             return usable
-        self._outer = {}
-        for gpu in self._snapshot.gpus:
-            record = read_record(host.leases, lease_name(gpu.uuid)) if probe(host, lease_name(gpu.uuid)) else None
-            if record is not None and record.token == self._scope:
-                self._outer[gpu.uuid] = record
-        if not self._outer:
-            self._log.warning(
-                "SAFE_GPU_SCOPE=%s names no living claim here (it leaks through qsub -V, ssh and tmux): ignored",
-                self._scope,
-            )
-            self._scope = None
-            if self._waiter is not None:
-                self._waiter.abandon(host)
-                self._waiter = None
-            return usable
-        if self._must_delegate:
-            raise UnsatisfiableRequestError(
-                "delegate=True is not possible inside another claim (SAFE_GPU_SCOPE): one level only; claim without it",
-                value=True,
-            )
-        inside = [gpu for gpu in usable if gpu.uuid in self._outer]
-        if len(inside) < self._request.nb_gpus:
-            outer = next(iter(self._outer.values()))
-            raise UnsatisfiableRequestError(
-                f"{self._request.nb_gpus} GPUs asked for inside the claim of process {outer.pid}, which can give "
-                f"{len(inside)} of its {len(self._outer)}: ask for fewer, or make the outer claim larger",
-                value=self._request.nb_gpus,
-            )
-        return inside
+        self._outer = outer_claim(host, self._snapshot, self._scope)
+        if self._outer:
+            return usable_inside(self._outer, usable, self._request, delegate=self._must_delegate)
+        self._log.warning(
+            "SAFE_GPU_SCOPE=%s names no living claim here (it leaks through qsub -V, ssh and tmux): ignored",
+            self._scope,
+        )
+        self._scope = None
+        if self._waiter is not None:
+            self._waiter.abandon(host)
+            self._waiter = None
+        return usable
 
     def _try(self, look: _Look, host: LockedHost, usable: list[Gpu], take: bool, waiter: Waiter) -> None:
         held: dict[str, Lease] = {}
@@ -341,9 +323,7 @@ class Acquisition:
         )
         if not self._outer:
             return verdicts
-        outer = next(iter(self._outer.values()))
-        beyond = f"outside the claim of process {outer.pid}, inside which this one is made (SAFE_GPU_SCOPE)"
-        return tuple(v if v.gpu.uuid in self._outer else GpuVerdict(v.gpu, "outside", beyond) for v in verdicts)
+        return judged_inside(self._outer, verdicts)
 
     def _explained(self) -> dict[str, tuple[int, ...]]:
         return {uuid: (record.pid,) for uuid, record in self._outer.items()}
@@ -401,6 +381,9 @@ class Acquisition:
             return
         time.sleep(min(left, _LEASE_PAUSE + time.monotonic_ns() % 10_000_000 / 1e9))
 
+    def _usable_uuids(self) -> set[str]:
+        return {gpu.uuid for gpu in candidates(self._snapshot, self._request, self._fence)}
+
     def _state(self) -> tuple[dict[str, Holder], int]:
         """Who holds which GPU, and our position; for people."""
         with HostLock(time.monotonic() + MINIMUM_PATIENCE) as host:
@@ -412,44 +395,17 @@ class Acquisition:
             self._poll()
         leased, position = self._state()
         verdicts = self._judge(leased)
-        self._refuse_what_the_parent_holds(verdicts)
+        refuse_what_the_parent_holds(verdicts, self._usable_uuids(), self._request, inner=bool(self._outer))
         if self._on_wait is not None:
             free = sum(verdict.free for verdict in verdicts)
             self._on_wait(WaitNews(position, free, self._request.nb_gpus, verdicts))
-
-    def _refuse_what_the_parent_holds(self, verdicts: tuple[GpuVerdict, ...]) -> None:
-        """A child that waits for its parent, which waits for the child, would wait for ever."""
-        family = {pid: procfs.start_time(pid) for pid in (os.getpid(), *procfs.ancestors(os.getpid()))}
-        held = [
-            verdict
-            for verdict in verdicts
-            if verdict.state == "claimed"
-            and verdict.pid in family
-            and (verdict.holder is None or verdict.holder.start in (None, family[verdict.pid]))
-        ]
-        usable = {gpu.uuid for gpu in candidates(self._snapshot, self._request, self._fence)}
-        if not held or len(usable - {verdict.gpu.uuid for verdict in held}) >= self._request.nb_gpus:
-            return
-        labels = ", ".join(verdict.gpu.label for verdict in held)
-        who = "this process itself" if held[0].pid == os.getpid() else f"process {held[0].pid}, a parent of this one,"
-        way_out = (
-            "claims inside claims go one level deep, so use its GPUs without claiming"
-            if self._outer
-            else "claim there with delegate=True (or start this under `safe-gpu run`) so that its children may claim "
-            "from it, or use its GPUs without claiming"
-        )
-        raise NotEnoughGpusError(
-            f"{who} holds GPU {labels}: {way_out}",
-            nb_gpus=self._request.nb_gpus,
-            verdicts=verdicts,
-        )
 
     def _refusal(self) -> NotEnoughGpusError:
         from .report import refusal_message
 
         leased, position = self._state()
         verdicts = self._judge(leased)
-        self._refuse_what_the_parent_holds(verdicts)
+        refuse_what_the_parent_holds(verdicts, self._usable_uuids(), self._request, inner=bool(self._outer))
         waited = self._timeout or 0.0
         hint = fence_hint(self._judge(leased, fenced=False), self._fence)
         if hint and self._fence is not None and not self._fence.frozen:

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, TextIO
 from .devices import HostSnapshot
 from .drivers import open_driver
 from .errors import NoDriverError, NotEnoughGpusError, SafeGpuError
-from .owner import claim_gpus, get_free_gpus, release_gpus
+from .inquiry import get_free_gpus
+from .owner import claim_gpus, release_gpus
 from .referee import Markers, Sighting, Watch
 
 if TYPE_CHECKING:

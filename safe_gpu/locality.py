@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from . import owner
+from .drivers import opened_driver
 from .errors import GPUAffinityError
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ def _bind(
 
     try:
         options = parse_options(mode, memory)
-        with owner.opened_driver() as driver:
+        with opened_driver() as driver:
             chosen = _named(gpus, driver.snapshot())
             if rank is not None and rank < len(chosen):
                 chosen = chosen[rank : rank + 1]
@@ -120,7 +121,7 @@ def affinity_text(
     from .affinity.topology import HostTopology
 
     options = AffinityOptions(mode, scope, multithreading, balanced, min_physical_cores, max_physical_cores)
-    with owner.opened_driver() as driver:
+    with opened_driver() as driver:
         topology = HostTopology.from_host(None, driver)
         usable = _usable(driver) if allowed is None else parse_cpulist(allowed)
     if allowed is not None and not usable:

@@ -7,7 +7,8 @@ from typing import Any
 from . import owner
 from .coordination.legacy import LOCK_FILE as LOCK_FILENAME
 from .errors import NvidiasmiError
-from .owner import GPUOwner, claim_gpus, get_free_gpus, release_gpus
+from .inquiry import get_free_gpus
+from .owner import GPUOwner, claim_gpus, release_gpus
 from .placeholders import (
     PyCudaPlaceholder,
     PytorchPlaceholder,

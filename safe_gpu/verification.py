@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
@@ -15,7 +16,11 @@ from .selection import computes, judge
 if TYPE_CHECKING:
     from .drivers.base import Driver
 
-__all__ = ["rivals", "verify_alone", "verify_devices"]
+__all__ = ["own_pids", "remember_own_pids", "rivals", "verify_alone", "verify_devices"]
+
+# Pid -> the driver's pids of that process, this one or one that it was forked from. Where a container shows host pids,
+# a first placeholder teaches ours; a framework may keep its context there, which a later claim must know for our own.
+_learnt: dict[int, frozenset[int]] = {}
 
 # The older package's lock is held until the driver shows our placeholder, or so long where it never does.
 _SHOWING = 2.0
@@ -134,3 +139,16 @@ def _process_text(process: GpuProcess) -> str:
     described = describe_process(process.pid)
     who = ", ".join(part for part in described or (process.name,) if part)
     return f"process {process.pid}{f' ({who})' if who else ''}"
+
+
+def own_pids(snapshot: HostSnapshot) -> set[int]:
+    """The numbers by which the driver knows this process. One that it shows no more may be anybody's tomorrow."""
+    pid = os.getpid()
+    shown = {process.pid for gpu in snapshot.gpus for process in gpu.processes or ()}
+    _learnt[pid] = _learnt.get(pid, frozenset()) & shown
+    return {pid, *_learnt[pid]}
+
+
+def remember_own_pids(pids: Collection[int]) -> None:
+    """Keep what was learnt for the next claim of this process."""
+    _learnt[os.getpid()] = frozenset(pids)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .base import Driver
 
-__all__ = ["open_driver"]
+__all__ = ["open_driver", "opened_driver"]
 
 _TRY_SIMULATED = "to try safe_gpu without a GPU, set SAFE_GPU_DRIVER=simulated:dgx-a100"
 
@@ -80,3 +81,22 @@ _FACTORIES: dict[str, Callable[[str], Driver]] = {
     "nvidia-smi": _nvidia_smi,
     "simulated": _simulated,
 }
+
+
+class opened_driver:
+    """``with opened_driver() as driver``: the driver that SAFE_GPU_DRIVER names, closed at the end.
+
+    Raises:
+        UnsatisfiableRequestError: this is not Linux; or as :func:`open_driver`, NoDriverError too.
+    """
+
+    def __enter__(self) -> Driver:
+        if sys.platform != "linux":
+            from ..errors import UnsatisfiableRequestError
+
+            raise UnsatisfiableRequestError(f"safe_gpu works on Linux only, and this is {sys.platform}")
+        self._driver = open_driver()
+        return self._driver
+
+    def __exit__(self, *exc: object) -> None:
+        self._driver.close()

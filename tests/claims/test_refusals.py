@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import safe_gpu
-from safe_gpu import acquisition, owner, verification
+from safe_gpu import acquisition, inquiry, verification
 from safe_gpu.coordination import legacy
 from safe_gpu.errors import (
     ClaimTimeout,
@@ -41,7 +41,7 @@ def stuck_lock() -> Any:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """host.lock is waited for a moment only."""
-    for module in (acquisition, owner):
+    for module in (acquisition, inquiry):
         monkeypatch.setattr(module, "MINIMUM_PATIENCE", SHORT)
 
 

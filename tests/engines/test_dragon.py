@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(480)]
 
 PREFIX = "--network-prefix=^hsn0"
 # Dragon 0.14 counts these lines; 0.15 asks a library, see fakes/cudart.c.
@@ -141,7 +141,7 @@ def test_the_driver_ends(dragon: Dragon, end: str, until: Callable[..., None]) -
 
 def test_two_claims_from_opposite_ends(dragon: Dragon, until: Callable[..., None]) -> None:
     """Twenty times: one wins, the other fails cleanly or waits; never a deadlock, nobody is booked twice."""
-    output = dragon.finish(dragon.start("race"), 200)
+    output = dragon.finish(dragon.start("race"), 420)
     assert sum(int(wins) for wins in re.findall(r"won (\d+) of 20", output)) == 10 + 2 * 10
     until(lambda: not dragon.hosts.leased(), "all leases given back")
 

@@ -15,7 +15,7 @@ import pytest
 if TYPE_CHECKING:
     from subprocess import Popen
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(360)]
 
 ADDRESS = "10.77.0.1:6379"
 OPTIONS = ["--num-cpus=2", "--num-gpus=4", "--object-store-memory=80000000", "--disable-usage-stats"]
@@ -47,7 +47,7 @@ class RayCluster:
         return process
 
     def run(self, *arguments: str) -> str:
-        output: str = self.hosts.finish(self.start("hosta", *arguments), 120)
+        output: str = self.hosts.finish(self.start("hosta", *arguments), 240)
         print(output)
         return output
 
@@ -109,7 +109,7 @@ def test_two_claims_from_opposite_ends(cluster: RayCluster) -> None:
     """Twenty times: one wins, the other fails cleanly or waits; never a deadlock, nobody is booked twice."""
     hosts = cluster.hosts
     drivers = [cluster.start(host, "race", str(me), "20") for me, host in enumerate(hosts.names)]
-    wins = sum(int(hosts.finish(driver, 150).split("won ")[1].split()[0]) for driver in drivers)
+    wins = sum(int(hosts.finish(driver, 300).split("won ")[1].split()[0]) for driver in drivers)
     assert wins == 10 + 2 * 10
 
 

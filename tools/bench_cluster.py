@@ -1,0 +1,169 @@
+#!/usr/bin/env python3
+"""What a claim across hosts costs, on 1, 2 and 4 hosts made of this machine: it must not grow with their number.
+
+    tools/bench_cluster.py ray             with a Python that has Ray, as root
+    tools/bench_cluster.py dragon          the same for Dragon 0.14
+
+Needs what tools/hosts.sh needs; GPUs are simulated. Four numbers per number of hosts, medians in milliseconds:
+
+    first    the first claim of a program: holders start, import Python, claim
+    claim    each later one: holders start anew
+    leases   of that, the claim itself: all hosts asked at once until all have answered
+    release  until everything is given back
+
+On a machine with few cores, processes of several "hosts" share them: starting twice as many takes twice as long there,
+which real hosts do not. The column leases is what this package adds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+NAMES = ("hosta", "hostb", "hostc", "hostd")
+SYSTEM_PATH = ("/usr/local/bin", "/usr/bin", "/bin", "/usr/sbin", "/sbin")
+MARK = "bench_cluster: "
+
+
+def measure(engine: str, hosts: int, rounds: int) -> None:
+    """Runs on the first host, inside the engine."""
+    from safe_gpu.engines import remote
+
+    if engine == "ray":
+        import ray
+
+        from safe_gpu.engines.ray import claim
+
+        ray.init(address="10.77.0.1:6379", _node_ip_address="10.77.0.1", log_to_driver=False)
+    else:
+        from safe_gpu.engines.dragon import claim
+
+    spent = []
+    real = remote.claim_on_all
+
+    def timed(*arguments: object, **more: object) -> object:
+        began = time.perf_counter()
+        try:
+            return real(*arguments, **more)  # type: ignore[arg-type]
+        finally:
+            spent.append(time.perf_counter() - began)
+
+    remote.claim_on_all = timed  # type: ignore[assignment]
+    claims, releases = [], []
+    for _ in range(rounds + 1):
+        began = time.perf_counter()
+        held = claim(nodes=hosts, gpus_per_node=8, timeout=60)
+        claims.append(time.perf_counter() - began)
+        began = time.perf_counter()
+        held.release()
+        releases.append(time.perf_counter() - began)
+    row = [claims[0], *(statistics.median(times[1:]) for times in (claims, spent, releases))]
+    print(MARK + json.dumps([1000 * seconds for seconds in row]), flush=True)
+
+
+class Bench:
+    """Hosts, an engine across them, one measurement."""
+
+    def __init__(self, engine: str, hosts: int, rounds: int) -> None:
+        self.engine, self.names, self.rounds = engine, NAMES[:hosts], rounds
+        self.scratch = Path(tempfile.mkdtemp(prefix="sg-", dir="/tmp"))
+        (self.scratch / "home").mkdir()
+        self.env = {
+            "HOME": str(self.scratch / "home"),
+            "PATH": ":".join(
+                [str(HERE / "ssh-stand-in"), str(Path(sys.executable).parent), str(self.scratch), *SYSTEM_PATH]
+            ),
+            "PYTHONPATH": str(HERE.parent),
+            "HOSTS_SCRATCH": str(self.scratch),
+            "SAFE_GPU_DIR": str(self.scratch / "state"),
+            "SAFE_GPU_DRIVER": "simulated:dgx-a100",
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "DRAGON_RT_UID": str(os.getpid()),
+        }
+
+    def run(self) -> list[float]:
+        self._tool("up", str(len(self.names)))
+        try:
+            output = self._ray() if self.engine == "ray" else self._dragon()
+        finally:
+            self._tool("down")
+            shutil.rmtree(self.scratch, ignore_errors=True)
+        for line in output.splitlines():
+            if line.startswith(MARK):
+                row: list[float] = json.loads(line.removeprefix(MARK))
+                return row
+        raise SystemExit(f"{self.engine} on {len(self.names)} hosts did not work:\n{output}")
+
+    def _tool(self, *words: str) -> None:
+        subprocess.run([HERE / "hosts.sh", *words], env=self.env, stdin=subprocess.DEVNULL, check=True)
+
+    def _on(self, host: str, *command: str, timeout: float = 120) -> str:
+        with tempfile.TemporaryFile("w+") as output:  # what an engine leaves behind would hold a pipe open
+            subprocess.run(
+                ["timeout", "-k", "2", str(timeout), str(HERE / "hosts.sh"), "run", host, *command],
+                env=self.env,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+            output.seek(0)
+            return output.read()
+
+    def _inside(self) -> list[str]:
+        return [str(Path(__file__).resolve()), self.engine, "--inside", str(len(self.names)), f"--rounds={self.rounds}"]
+
+    def _ray(self) -> str:
+        options = ["--num-cpus=1", "--object-store-memory=80000000", "--disable-usage-stats"]
+        for number, host in enumerate(self.names):
+            role = ["--address=10.77.0.1:6379"]
+            if number == 0:
+                role = ["--head", "--port=6379", "--include-dashboard=false", f"--temp-dir={self.scratch}/ray"]
+            self._on(host, "ray", "start", *role, f"--node-ip-address=10.77.0.{number + 1}", *options)
+        return self._on("hosta", sys.executable, *self._inside())
+
+    def _dragon(self) -> str:
+        smi = self.scratch / "nvidia-smi"
+        smi.write_text("#!/bin/sh\nfor i in 0 1 2 3 4 5 6 7; do echo GPU $i; done\n")
+        smi.chmod(0o755)
+        prefix = "--network-prefix=^hsn0"
+        nodes = {}
+        passed = " ".join(f"{name}={self.env[name]}" for name in self.env if name.startswith("SAFE_GPU_"))
+        for number, host in enumerate(self.names):
+            text = self._on(host, "dragon-network-config-launch-helper", prefix, "--port=6565")
+            nodes[str(number)] = json.loads(text[text.index("{") : text.rindex("}") + 1])
+            (self.scratch / f"{host}.env").write_text(f"{passed} PATH={self.env['PATH']}")
+        nodes["0"]["is_primary"] = True
+        config = self.scratch / "network.json"
+        config.write_text(json.dumps(nodes))
+        kind = ["-w", "ssh", "-t", "tcp", f"--hostlist={','.join(self.names)}", prefix, f"--network-config={config}"]
+        return self._on("hosta", "dragon", "-m", *kind, *self._inside())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("engine", choices=("ray", "dragon"))
+    parser.add_argument("--hosts", type=int, nargs="*", default=[1, 2, 4], help="numbers of hosts (1 2 4)")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--inside", type=int, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.inside:
+        measure(arguments.engine, arguments.inside, arguments.rounds)
+        return
+    print(f"{arguments.engine}, 8 GPUs per host, ms\n")
+    print("| hosts | first | claim | leases | release |\n|---|---|---|---|---|", flush=True)
+    for hosts in arguments.hosts:
+        row = Bench(arguments.engine, hosts, arguments.rounds).run()
+        print(f"| {hosts} | {' | '.join(f'{value:.0f}' for value in row)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

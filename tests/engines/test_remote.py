@@ -1,0 +1,160 @@
+"""From holders on nodes to a claim: which nodes, which GPUs of which holder, what happens to holders that fail."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+
+from safe_gpu.engines.cluster import ClusterGpu
+from safe_gpu.engines.holder import HostReport
+from safe_gpu.engines.remote import HeldClaim, claim_through, nodes_named
+from safe_gpu.errors import HolderLostError, NotEnoughGpusError, SafeGpuError, UnsatisfiableRequestError
+
+
+class Node:
+    """A holder without a process: grants what the node has free, first numbers first."""
+
+    hosts: dict[str, list[int]]
+
+    def __init__(self, node_id: str, host: str, free: dict[str, list[int]], *, lost: str = "") -> None:
+        self.node_id = node_id
+        self.host = host
+        self.free = free
+        self.held: list[int] = []
+        self.lost = lost
+        self.ended = False
+        self.calls: list[tuple[str, tuple[Any, ...]]] = []
+
+    def call(self, method: str, *arguments: Any) -> None:
+        self.calls.append((method, arguments))
+
+    def answer(self, limit: float | None) -> Any:
+        method, arguments = self.calls[-1]
+        if self.lost == method:
+            raise HolderLostError(f"{self.host}: gone", host=self.host)
+        return getattr(self, f"_{method}")(*arguments)
+
+    def _report(self, count_for: int) -> HostReport:
+        return HostReport(self.host, f"boot of {self.host}", len(self.free[self.host]) if count_for else 0)
+
+    def _claim(self, nb_gpus: int, timeout: float | None) -> tuple[ClusterGpu, ...] | SafeGpuError:
+        free = self.free[self.host]
+        if len(free) < nb_gpus:
+            return NotEnoughGpusError(f"{len(free)} of {nb_gpus} GPUs are free", nb_gpus=nb_gpus)
+        self.held, free[:nb_gpus] = free[:nb_gpus], []
+        return tuple(ClusterGpu("", "", index, f"GPU-{self.host}-{index}") for index in self.held)
+
+    def _release(self) -> None:
+        self.free[self.host] += self.held
+        self.held = []
+
+    def _ping(self) -> None:
+        pass
+
+    def end(self) -> None:
+        self.ended = True
+        self._release()
+
+
+def make(**free: int) -> tuple[list[Node], dict[str, list[int]]]:
+    """One node on each host, with that many free GPUs."""
+    gpus = {host: list(range(number)) for host, number in free.items()}
+    return [Node(f"id-{host}", host, gpus) for host in free], gpus
+
+
+def test_gpus_come_with_their_node_in_the_order_of_the_nodes() -> None:
+    nodes, free = make(z=4, a=4)
+    held = claim_through(nodes, 2, 2, 0)
+    assert [(gpu.host, gpu.node_id, gpu.index) for gpu in held] == [
+        ("z", "id-z", 0),
+        ("z", "id-z", 1),
+        ("a", "id-a", 0),
+        ("a", "id-a", 1),
+    ]
+    assert [holder.host for holder in held.values()] == ["z", "z", "a", "a"]
+    assert not any(node.ended for node in nodes)
+    assert [len(gpus) for gpus in free.values()] == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("free", "wanted", "chosen"),
+    [
+        ({"a": 8, "b": 2, "c": 4}, (1, 3), ["c"]),  # enough, and the fullest of those
+        ({"a": 8, "b": 2, "c": 4}, (2, 3), ["a", "c"]),
+        ({"a": 8, "b": 8, "c": 8}, (2, 8), ["a", "b"]),  # all the same: in their order
+        ({"a": 0, "b": 8, "c": 3}, (2, 3), ["b", "c"]),
+    ],
+)
+def test_nodes_with_enough_free_gpus_are_chosen(
+    free: dict[str, int], wanted: tuple[int, int], chosen: list[str]
+) -> None:
+    nodes, _ = make(**free)
+    held = claim_through(nodes, *wanted, 0)
+    assert list(dict.fromkeys(gpu.host for gpu in held)) == chosen
+    assert [node.host for node in nodes if not node.ended] == chosen
+
+
+def test_when_one_cannot_deliver_all_holders_are_ended() -> None:
+    nodes, free = make(a=4, b=1)
+    with pytest.raises(NotEnoughGpusError, match=r"^b: 1 of 2") as caught:
+        claim_through(nodes, 2, 2, 0)
+    assert caught.value.host == "b"  # type: ignore[attr-defined]
+    assert all(node.ended for node in nodes)
+    assert [len(gpus) for gpus in free.values()] == [4, 1]
+
+
+def test_a_node_that_does_not_start_is_left_out_where_there_are_others() -> None:
+    nodes, _ = make(a=4, b=4, c=4)
+    nodes[0].lost = "report"
+    assert {gpu.host for gpu in claim_through(nodes, 2, 1, 0)} == {"b", "c"}
+    nodes, _ = make(a=4, b=4)
+    nodes[0].lost = "report"
+    with pytest.raises(HolderLostError, match="a: gone"):
+        claim_through(nodes, 2, 1, 0)
+    assert all(node.ended for node in nodes)
+
+
+def test_nodes_that_are_one_host_make_one_claim() -> None:
+    free = {"a": list(range(8))}
+    nodes = [Node("1", "a", free), Node("2", "a", free)]
+    held = claim_through(nodes, 2, 4, 0)
+    assert [(gpu.node_id, gpu.index) for gpu in held] == [
+        (node, i) for node in "12" for i in range(4 * int(node) - 4, 4 * int(node))
+    ]
+    assert set(held.values()) == {nodes[0]}
+    assert nodes[1].ended
+
+
+def test_a_claim_says_which_holder_is_gone() -> None:
+    nodes, free = make(a=2, b=2)
+    claim = HeldClaim(claim_through(nodes, 2, 1, 0))
+    claim.check()
+    nodes[1].lost = "ping"
+    with pytest.raises(HolderLostError, match="b: gone"):
+        claim.check()
+    claim._known(claim.gpus[0])
+    with pytest.raises(HolderLostError):
+        claim._known(claim.gpus[1])
+    nodes[1].lost = "release"
+    claim.release()
+    assert all(node.ended for node in nodes)
+    assert [len(gpus) for gpus in free.values()] == [2, 2]
+
+
+def test_names_of_nodes() -> None:
+    nodes = {"id1": ("hosta", "10.0.0.1"), "id2": ("hostb", "10.0.0.2"), "id3": ("hostb", "10.0.0.3")}
+    assert nodes_named(["10.0.0.3", "hosta", "id2"], nodes) == ["id3", "id1", "id2"]
+    for names, words in (
+        (["hostx"], "'hostx' is no live node"),
+        (["hostb"], "2 nodes, name one by its id"),
+        (["hosta", "10.0.0.1"], "named twice"),
+    ):
+        with pytest.raises(UnsatisfiableRequestError, match=words):
+            nodes_named(names, nodes)
+
+
+def test_the_error_of_a_lost_holder_survives_pickling() -> None:
+    error = pickle.loads(pickle.dumps(HolderLostError("hosta: gone", host="hosta")))
+    assert (str(error), error.host) == ("hosta: gone", "hosta")

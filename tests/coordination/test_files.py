@@ -74,9 +74,12 @@ def test_a_symbolic_link_is_never_followed(state_dir: Path, tmp_path: Path, leve
         if level == "leases":
             state_dir.mkdir()
         (state_dir if level == "root" else state_dir / level).symlink_to(target)
-    with pytest.raises(StateDirError, match=r"symbolic link.*SAFE_GPU_DIR") as caught:
-        with StateDir(str(state_dir)) as root, StateDir("leases", root) as leases:
-            leases.open_or_create("a.lock")
+    with (
+        pytest.raises(StateDirError, match=r"symbolic link.*SAFE_GPU_DIR") as caught,
+        StateDir(str(state_dir)) as root,
+        StateDir("leases", root) as leases,
+    ):
+        leases.open_or_create("a.lock")
     assert str(state_dir) in str(caught.value)
     assert target.is_dir() or target.read_text() == "precious"
 
@@ -204,7 +207,7 @@ def test_a_really_full_tmpfs(tmp_path: Path) -> None:
     try:
         (mount / "filler").write_bytes(b"x" * 4096)
         fd = os.open(mount / "a", os.O_RDWR | os.O_CREAT)
-        with pytest.raises(StateDirError, match="cannot write .*No space left"):
+        with pytest.raises(StateDirError, match=r"cannot write .*No space left"):
             write_all(fd, b"{}\n", str(mount / "a"))
         os.close(fd)
     finally:
@@ -218,9 +221,9 @@ def test_a_read_only_file_system(tmp_path: Path) -> None:
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", mount], capture_output=True).returncode:
         pytest.skip("cannot mount a tmpfs here")
     try:
-        with pytest.raises(StateDirError, match="[Rr]ead-only"):
+        with pytest.raises(StateDirError, match=r"[Rr]ead-only"):
             StateDir(str(mount / "state"))
-        with pytest.raises(StateDirError, match="[Rr]ead-only"), StateDir(str(mount)) as root:
+        with pytest.raises(StateDirError, match=r"[Rr]ead-only"), StateDir(str(mount)) as root:
             root.open_or_create("host.lock")
     finally:
         subprocess.run(["umount", mount], check=True)

@@ -116,7 +116,12 @@ os._exit(0)
 
 
 def test_release_frees_it_although_a_child_has_a_copy(state_dir: Path, child) -> None:
-    code = "import signal\nif os.fork() == 0:\n    say('child'); signal.pause()\nlisten(); lease.release(); say('released'); listen()"
+    code = """
+import signal
+if os.fork() == 0:
+    say("child"); signal.pause()
+listen(); lease.release(); say("released"); listen()
+"""
     holder = child(HOLD + code)
     assert [holder.hear(), holder.hear()] == ["held", "child"]
     holder.tell()
@@ -189,18 +194,18 @@ def test_another_users_file_is_leased_too(state_dir: Path, as_user) -> None:
 
 
 def record(**changes: object) -> LeaseRecord:
-    fields = dict(
-        pid=1,
-        start=2,
-        uid=3,
-        user="alice",
-        host="h",
-        job="7.1",
-        command="python x.py",
-        gpus=("GPU-1",),
-        since=4.5,
-        token="",
-    )
+    fields: dict[str, object] = {
+        "pid": 1,
+        "start": 2,
+        "uid": 3,
+        "user": "alice",
+        "host": "h",
+        "job": "7.1",
+        "command": "python x.py",
+        "gpus": ("GPU-1",),
+        "since": 4.5,
+        "token": "",
+    }
     return LeaseRecord(**{**fields, **changes})  # type: ignore[arg-type]
 
 
@@ -278,7 +283,7 @@ def test_no_room_for_the_record_is_an_error(state_dir: Path, monkeypatch: pytest
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "pwrite", full)
-    with pytest.raises(StateDirError, match="cannot write .*No space left"):
+    with pytest.raises(StateDirError, match=r"cannot write .*No space left"):
         lease.write(b"{}\n")
     monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: 1)
     with pytest.raises(StateDirError, match="no room to write"):

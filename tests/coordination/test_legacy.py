@@ -32,7 +32,7 @@ def lock_file(open_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-@pytest.fixture()
+@pytest.fixture
 def present(lock_file: Path) -> Path:
     lock_file.parent.mkdir()
     lock_file.touch(0o666)
@@ -79,7 +79,7 @@ def test_always_makes_it_open_to_all(lock_file: Path, monkeypatch: pytest.Monkey
 
 def test_a_bad_value_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SAFE_GPU_LEGACY_LOCK", "sometimes")
-    with pytest.raises(UnsatisfiableRequestError, match="SAFE_GPU_LEGACY_LOCK=sometimes.*auto, always or never"):
+    with pytest.raises(UnsatisfiableRequestError, match=r"SAFE_GPU_LEGACY_LOCK=sometimes.*auto, always or never"):
         take_legacy_lock(0.0, logger)
 
 
@@ -114,9 +114,20 @@ def test_theirs_keeps_us_out_until_the_deadline(present: Path, child) -> None:
 def test_theirs_is_waited_for(present: Path, child) -> None:
     holder = theirs(child, present)
     other = child(
-        f"from safe_gpu.coordination import legacy\nimport logging, time\nlegacy.LOCK_FILE = {str(present)!r}\n"
-        "real = time.sleep\ndef nap(s):\n    global real\n    if real: say('waiting')\n    r, real = real, None\n    time.sleep = r\n    r(s)\n"
-        "time.sleep = nap\nlegacy.take_legacy_lock(None, logging); say('got it'); listen()"
+        f"PATH = {str(present)!r}"
+        """
+import logging, time
+from safe_gpu.coordination import legacy
+legacy.LOCK_FILE = PATH
+real = time.sleep
+def nap(seconds):
+    time.sleep = real
+    say("waiting")
+    real(seconds)
+time.sleep = nap
+legacy.take_legacy_lock(None, logging)
+say("got it"); listen()
+"""
     )
     assert other.hear() == "waiting"
     holder.tell()

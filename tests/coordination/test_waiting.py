@@ -29,7 +29,7 @@ def queue(state_dir: Path) -> list[str]:
     return sorted(os.listdir(state_dir / "queue"), key=lambda name: int(name.split(".")[0]))
 
 
-@pytest.fixture()
+@pytest.fixture
 def join():
     """Waiters of this process, each with a ticket."""
     joined: list[Waiter] = []

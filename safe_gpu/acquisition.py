@@ -39,6 +39,8 @@ _LEASE_PAUSE = 0.010
 _DRIVER_PAUSE = 0.100
 # Sleepers look anyway so often, and waiting is reported so often.
 _MINUTE = 60.0
+# Whoever passes a waiter because a stranger blocks it must have seen the stranger this recently.
+_RECENT = 1.0
 
 
 @dataclass
@@ -49,6 +51,8 @@ class _Look:
     leases: list[Lease] = field(default_factory=list)
     unleased: frozenset[str] = frozenset()
     ahead: Ahead | None = None
+    passed: bool = False
+    outdated: bool = False
 
     def give_back(self) -> None:
         """Hold nothing; safe to call twice."""
@@ -114,6 +118,7 @@ class Acquisition:
         self._on_wait = on_wait
 
         self._snapshot = snapshot
+        self._polled = time.monotonic()
         self._waiter: Waiter | None = None
         self._outer: dict[str, LeaseRecord] = {}
         self._polled_for: frozenset[str] | None = None
@@ -251,7 +256,7 @@ class Acquisition:
 
         kept: set[str] = set()
         try:
-            look.ahead = waiter.ahead(host, lambda demand: self._may_pass(host, demand, hold()))
+            look.ahead = waiter.ahead(host, lambda demand: self._may_pass(look, host, demand, hold()))
             if look.ahead is not None:
                 return
             leased = {gpu.uuid: Holder() for gpu in usable if gpu.uuid not in hold()}
@@ -259,6 +264,9 @@ class Acquisition:
             chosen = choose(verdicts, self._request.nb_gpus, near=self._near)
             look.unleased = frozenset(held)
             if chosen is None:
+                return
+            look.outdated = look.passed and time.monotonic() - self._polled > _RECENT
+            if look.outdated:
                 return
             if take:
                 look.leases = [held[gpu.uuid] for gpu in chosen]
@@ -284,7 +292,7 @@ class Acquisition:
         for lease in leases:
             lease.write(line)
 
-    def _may_pass(self, host: LockedHost, demand: Demand, free: Mapping[str, Lease]) -> bool:
+    def _may_pass(self, look: _Look, host: LockedHost, demand: Demand, free: Mapping[str, Lease]) -> bool:
         """Whether the release of leases alone could not satisfy that waiter: a stranger sits on what it needs."""
         wanted = {stem.removesuffix(".inner") for stem in demand.gpus}
         leased: dict[str, Holder] = {}
@@ -309,7 +317,9 @@ class Acquisition:
             explained=self._explained(),
             describe=describe_process,
         )
-        return not can_be_met_by_releases(wanted, demand.nb_gpus, verdicts, leaving)
+        passes = not can_be_met_by_releases(wanted, demand.nb_gpus, verdicts, leaving)
+        look.passed = look.passed or passes
+        return passes
 
     def _judge(self, leased: Mapping[str, Holder], *, fenced: bool = True) -> tuple[GpuVerdict, ...]:
         verdicts = judge(
@@ -349,13 +359,16 @@ class Acquisition:
     def _poll(self) -> None:
         began = time.monotonic()
         self._snapshot = self._driver.snapshot()
-        now = time.monotonic()
+        self._polled = now = time.monotonic()
         self._next_poll = now + max(_DRIVER_PAUSE, 9 * (now - began))
 
     def _may_wait(self) -> bool:
         return self._deadline is None or time.monotonic() < self._deadline
 
     def _refuse_or_wait(self, look: _Look) -> None:
+        if look.outdated:
+            self._poll()
+            return
         if not self._may_wait():
             if self._tried_last:
                 raise self._refusal()

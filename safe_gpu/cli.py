@@ -124,9 +124,10 @@ SAFE_GPU_FENCE; CUDA_VISIBLE_DEVICES limits which GPUs are chosen from""",
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, prog=parser.prog)
     named = next((word for word in arguments if not word.startswith("-")), None)
     for name, (summary, configure) in _COMMANDS.items():
-        command = commands.add_parser(name, help=summary)
-        if name == named:  # the options of the others cost time that `run` does not have
-            configure(command)
+        if name == named:
+            configure(commands.add_parser(name, help=summary))
+        elif named not in _COMMANDS or arguments[0] != named:  # to be listed; else it costs time that `run` has not
+            commands.add_parser(name, help=summary)
     if named is None and (unknown := [word for word in arguments if word not in ("-h", "--help", "--version")]):
         parser.error(f"unrecognized argument: {unknown[0]}")
     before, command_line = _split(arguments) if named in ("run", "bind") else (arguments, [])

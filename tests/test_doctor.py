@@ -685,13 +685,15 @@ def test_cuda_in_a_child(fake_gpus) -> None:
     assert "802" in ask()
 
 
-def test_mps_daemons_and_clients(fake_gpus) -> None:
+def test_mps_daemons_and_clients(fake_gpus, eventually) -> None:
     fake_gpus.here()
     assert finding("MPS").status == "passed"
     client = fake_gpus.process(fake_gpus.uuids[3], os.getpid(), kind="mps")
     assert "clients on GPU 3" in finding("MPS").detail
     client.unlink()
     daemon = subprocess.Popen(["/usr/bin/nvidia-cuda-mps-control", "60"], executable=shutil.which("sleep"))
+    # exec(2) closes the pipe that Popen waits for before the new command line can be read.
+    eventually(lambda: b"mps-control" in Path(f"/proc/{daemon.pid}/cmdline").read_bytes())
     try:
         found = finding("MPS")
         assert found.status == "warning"

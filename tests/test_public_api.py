@@ -119,7 +119,7 @@ def test_elsewhere_than_on_linux_the_import_works_and_a_claim_says_so(monkeypatc
 
 
 def test_the_version_is_the_distributions() -> None:
-    text = (ROOT / "pyproject.toml").read_text()
+    text = (Path(__file__).parents[1] / "pyproject.toml").read_text()
     assert f'version = "{safe_gpu.__version__}"' in text
 
 

@@ -74,7 +74,11 @@ def claim(
         HolderLostError: Ray could not start a holder, or it died.
         SafeGpuError: whatever else ``claim_gpus`` raises on a node. Whatever is raised, nothing is held.
     """
-    import ray
+    try:
+        import ray
+        from ray import is_initialized  # a directory named ray, such as Ray's own in /tmp, imports as well
+    except ImportError as err:
+        raise UnsatisfiableRequestError("Ray is not installed here: pip install 'safe-gpu[ray]'") from err
 
     from ..preconditions import checked
 
@@ -82,7 +86,7 @@ def claim(
         import logging
 
         logger = logging.getLogger("safe_gpu")
-    if not ray.is_initialized():
+    if not is_initialized():
         raise UnsatisfiableRequestError("Ray is not connected: call ray.init(address=...) before the claim")
     request, wait, _ = checked(
         gpus_per_node, timeout, affinity, memory, min_memory, model, exclude, only, visible_as, logger

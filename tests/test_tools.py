@@ -15,7 +15,8 @@ import pytest
 import safe_gpu
 
 ROOT = Path(safe_gpu.__file__).parents[1]
-ACQUISITOR = ROOT / "tools" / "gpu-acquisitor.py"
+TOOLS = Path(__file__).parents[1] / "tools"
+ACQUISITOR = TOOLS / "gpu-acquisitor.py"
 LINE = re.compile(r"(GPUOwner\w+) \d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} \[(INFO|ERROR|WARNING)\] (.*)")
 
 pytestmark = pytest.mark.skipif(not ACQUISITOR.exists(), reason="this is not a checkout: there is no tools/ here")
@@ -115,3 +116,44 @@ def test_bad_arguments() -> None:
     )
     assert done.returncode == 2
     assert "abacus" in done.stderr
+
+
+def bench(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(TOOLS / name), *arguments],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "lines"),
+    [
+        (
+            "bench_claim.py",
+            ("import", "claim", "crowd", "run", "--repeat=1"),
+            ["import safe_gpu", "claim and release", "8 processes at once", "safe-gpu run -- true"],
+        ),
+        (
+            "bench_waiting.py",
+            ("handover", "waiters", "memory", "--processes=10", "--waiters=3", "--seconds=0.1"),
+            ["hand-over, 10 for 8: median", "3 waiters arrive at once", "memory of a waiter, its share"],
+        ),
+    ],
+)
+def test_benchmarks_print_a_table_against_rivals(name: str, arguments: tuple[str, ...], lines: list[str]) -> None:
+    done = bench(name, *arguments)
+    assert done.returncode == 0, done.stderr
+    for line in lines:
+        assert re.search(rf"^{re.escape(line)}.* \d+\.\d\d ", done.stdout, re.MULTILINE), done.stdout
+    assert "rival: " in done.stdout
+    assert "of at most" in done.stdout
+
+
+@pytest.mark.parametrize("name", ["bench_claim.py", "bench_waiting.py"])
+def test_an_unknown_benchmark_is_refused(name: str) -> None:
+    done = bench(name, "everything")
+    assert done.returncode == 2
+    assert "'everything'" in done.stderr

@@ -111,7 +111,7 @@ class Bench:
             if line.startswith(MARK):
                 row: list[float] = json.loads(line.removeprefix(MARK))
                 return row
-        raise SystemExit(f"{self.engine} on {len(self.names)} hosts did not work:\n{output}")
+        raise RuntimeError(f"{self.engine} on {len(self.names)} hosts did not work:\n{output}")
 
     def _tool(self, *words: str) -> None:
         subprocess.run([HERE / "hosts.sh", *words], env=self.env, stdin=subprocess.DEVNULL, check=True)
@@ -158,6 +158,17 @@ class Bench:
         return self._on("hosta", "dragon", "-m", *kind, *self._inside())
 
 
+def measured(engine: str, hosts: int, rounds: int, tries: int = 4) -> list[float]:
+    """One row; on few cores the agents of an engine now and then miss each other at the start."""
+    while True:
+        tries -= 1
+        try:
+            return Bench(engine, hosts, rounds).run()
+        except RuntimeError:
+            if not tries:
+                raise
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("engine", choices=("ray", "dragon"))
@@ -171,7 +182,7 @@ def main() -> None:
     print(f"{arguments.engine}, 8 GPUs per host, ms\n")
     print("| hosts | claim | leases | slow | release |\n|---|---|---|---|---|", flush=True)
     for hosts in arguments.hosts:
-        row = Bench(arguments.engine, hosts, arguments.rounds).run()
+        row = measured(arguments.engine, hosts, arguments.rounds)
         print(f"| {hosts} | {' | '.join(f'{value:.0f}' for value in row)} |", flush=True)
 
 

@@ -144,7 +144,7 @@ def affinity_text(
 def _usable(driver: Driver) -> frozenset[int] | None:
     """This process's mask, where the topology is this host's."""
     from .affinity.binding import original_mask
-    from .affinity.topology import fsroot_or_default
+    from .affinity.near import fsroot_or_default
 
     foreign = fsroot_or_default(None) != "/" or driver.host_topology() is not None
     return None if foreign else original_mask()

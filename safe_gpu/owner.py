@@ -354,9 +354,8 @@ def claim_gpus(
 
 
 def release_gpus() -> None:
-    """Release what :func:`claim_gpus` took; without a claim it does nothing."""
-    global gpu_owner
-    owner, gpu_owner = gpu_owner, None
+    """Release what this process holds, through :func:`claim_gpus` or an owner that it lost sight of; else do nothing."""
+    owner = gpu_owner or current_owner()
     if owner is not None:
         owner.release_gpus()
 

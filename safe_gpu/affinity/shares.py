@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 from ..errors import GPUAffinityError
 from .binding import BindingReport, PartReport, bind_process, enter, leave, original_mask
 from .cpulist import format_cpulist
+from .near import fsroot_or_default, node_cpus_of
 from .options import AffinityOptions
-from .policies import is_remote, plan
-from .topology import HostTopology, fsroot_or_default, node_cpus_of
 
 if TYPE_CHECKING:
     from ..devices import Gpu
     from ..drivers.base import Driver
+    from .topology import HostTopology
 
 __all__ = [
     "ClaimShares",
@@ -59,6 +59,8 @@ def claim_shares(
     Raises:
         GPUAffinityError: this host cannot be divided so (fewer cores than GPUs), an unknown GPU, or an empty mask.
     """
+    from .policies import is_remote, plan
+
     everyone = sorted(topology.gpus, key=lambda gpu: gpu.index)
     places = {gpu.index: gpu for gpu in everyone}
     chosen = [topology.gpu(index) for index in gpus]
@@ -165,6 +167,8 @@ def _bind_near(
                 if not share & told[index]
             )
             return bind_process(shares.cpus, notes=(*shares.notes, *_notes(remote)))
+    from .topology import HostTopology
+
     topology = HostTopology.from_host(fsroot, driver)
     nodes = memory_nodes(topology, indices) if memory is not None else frozenset[int]()
     if options is None:

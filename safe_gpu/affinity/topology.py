@@ -11,14 +11,14 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeVar
 
 from ..devices import normalize_bus_id
-from ..errors import GPUAffinityError, SafeGpuError
+from ..errors import GPUAffinityError
+from .near import asked, fsroot_or_default
 from .sysfs import Tree
 
 if TYPE_CHECKING:
-    from ..devices import Gpu
     from ..drivers.base import Driver
 
-__all__ = ["GpuLocality", "HostTopology", "fsroot_or_default", "node_cpus_of", "socket_around"]
+__all__ = ["GpuLocality", "HostTopology", "socket_around"]
 
 _T = TypeVar("_T")
 
@@ -122,7 +122,7 @@ class HostTopology:
         """
         root = fsroot_or_default(fsroot)
         if driver is not None and root == "/":
-            own = _asked(driver, lambda: driver.host_topology())
+            own = asked(driver, lambda: driver.host_topology())
             if own is not None:
                 return own
         tree = Tree(root)
@@ -181,19 +181,6 @@ class HostTopology:
         return socket_around(self.node_set(gpu), self.nodes, self.packages, allowed) & self.cpus
 
 
-def fsroot_or_default(fsroot: str | os.PathLike[str] | None) -> str:
-    """The root to read under: as given, else ``SAFE_GPU_FSROOT``, else ``/``.
-
-    Raises:
-        GPUAffinityError: what was given is no path.
-    """
-    given = os.environ.get("SAFE_GPU_FSROOT") or "/" if fsroot is None else fsroot
-    try:
-        return os.path.normpath(os.fsdecode(given)) if given else "/"
-    except TypeError as err:
-        raise GPUAffinityError(f"fsroot must be a directory, not {given!r}") from err
-
-
 def socket_around(
     near: frozenset[int],
     nodes: Mapping[int, frozenset[int]],
@@ -224,21 +211,12 @@ def socket_around(
     return frozenset(found | (package - with_node))
 
 
-def _asked(driver: Driver, question: Callable[[], _T]) -> _T:
-    try:
-        return question()
-    except GPUAffinityError:
-        raise
-    except SafeGpuError as err:
-        raise GPUAffinityError(f"the GPU driver ({driver.name}) cannot say where its GPUs are: {err}") from err
-
-
 def _located_gpus(tree: Tree, host: HostTopology, driver: Driver | None) -> Iterable[GpuLocality]:
     if driver is None:
         for index, found in enumerate(tree.pci_gpus()):
             yield _by_pci(tree, host, index, found.uuid, found.bus_id, None)
         return
-    for gpu in _asked(driver, lambda: driver.snapshot()).physical:
+    for gpu in asked(driver, lambda: driver.snapshot()).physical:
         bus_id = normalize_bus_id(gpu.pci_bus_id)
         by_pci = _by_pci(tree, host, gpu.index, gpu.uuid, bus_id, gpu.numa_node)
         yield _by_driver(tree, host, driver, by_pci)
@@ -248,7 +226,7 @@ def _by_driver(tree: Tree, host: HostTopology, driver: Driver, by_pci: GpuLocali
     """The place as the driver tells it, else as PCI does."""
 
     def told(scope: str) -> frozenset[int]:
-        return (_asked(driver, lambda: driver.cpu_affinity(by_pci.uuid, scope)) or frozenset()) & host.cpus
+        return (asked(driver, lambda: driver.cpu_affinity(by_pci.uuid, scope)) or frozenset()) & host.cpus
 
     near = told("node")
     if not near:
@@ -296,32 +274,3 @@ def _by_pci(tree: Tree, host: HostTopology, index: int, uuid: str, bus_id: str, 
     else:
         node = None
     return GpuLocality(index, uuid, node, near, socket_around(near, host.nodes, host.packages), bus_id, source)
-
-
-def node_cpus_of(
-    gpu: Gpu, driver: Driver, fsroot: str | os.PathLike[str] | None = None
-) -> tuple[frozenset[int], str] | None:
-    """The CPUs of one GPU's node and the source of the fact, reading no more than its node's list: under 0.2 ms.
-
-    The set may hold CPUs that are offline, or lack CPUs that NVML hides from this process: cut it to the process's
-    mask. None where the place is not told this cheaply (no CPUs on the node, a simulated host, unknown): ask
-    :meth:`HostTopology.from_host`.
-
-    Raises:
-        GPUAffinityError: the driver does not answer.
-    """
-    root = fsroot_or_default(fsroot)
-    if root == "/" and _asked(driver, lambda: driver.host_topology()) is not None:
-        return None
-    near = _asked(driver, lambda: driver.cpu_affinity(gpu.mig_parent or gpu.uuid, "node"))
-    if near:
-        return near, driver.name.partition(":")[0] or "driver"
-    tree = Tree(root)
-    bus_id = normalize_bus_id(gpu.pci_bus_id)
-    node = tree.pci_node(bus_id)
-    if node is None:
-        node = gpu.numa_node
-    if node is not None and node >= 0 and node in tree.node_ids():
-        near = tree.node_cpus(node)
-        return (near, "numa_node") if near else None
-    return tree.pci_cpus(bus_id)

@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from safe_gpu.affinity import shares
 from safe_gpu.affinity.binding import bind_process
 from safe_gpu.affinity.cpulist import parse_cpulist
 from safe_gpu.affinity.options import AffinityOptions
@@ -198,7 +197,7 @@ def test_the_default_reads_no_whole_host(
     def whole(*_: Any) -> HostTopology:
         raise AssertionError("the whole host was read")
 
-    monkeypatch.setattr(shares.HostTopology, "from_host", whole)
+    monkeypatch.setattr(HostTopology, "from_host", whole)
     assert in_child(lambda: bind_near([gpus[1]], fake_driver(gpus), options=AffinityOptions()).cpus) == {MASK[1]}
 
 

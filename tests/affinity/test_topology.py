@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from safe_gpu.affinity.topology import GpuLocality, HostTopology, node_cpus_of
+from safe_gpu.affinity.near import node_cpus_of
+from safe_gpu.affinity.topology import GpuLocality, HostTopology
 from safe_gpu.devices import Gpu, HostSnapshot
 from safe_gpu.errors import GPUAffinityError, NoDriverError
 

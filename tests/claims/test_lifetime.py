@@ -73,6 +73,14 @@ def test_the_end_of_with_ends_it_whatever_happens_inside(host: Any, untouched: A
             assert safe_gpu.gpu_owner is not None
 
 
+def test_an_owner_that_was_dropped_can_still_be_released(host: Any) -> None:
+    GPUOwner(timeout=0)
+    assert len(safe_gpu.get_free_gpus()) == 7
+    safe_gpu.release_gpus()
+    assert len(safe_gpu.get_free_gpus()) == 8
+    safe_gpu.release_gpus()
+
+
 def test_the_implicit_owner_is_there_as_long_as_it_holds(host: Any) -> None:
     assert safe_gpu.gpu_owner is None
     owner = safe_gpu.claim_gpus(timeout=0)
@@ -81,7 +89,6 @@ def test_the_implicit_owner_is_there_as_long_as_it_holds(host: Any) -> None:
     assert safe_gpu.gpu_owner is None
     with GPUOwner(timeout=0):
         assert safe_gpu.gpu_owner is None
-        safe_gpu.release_gpus()  # speaks of the implicit one only
         assert len(safe_gpu.get_free_gpus()) == 7
 
 

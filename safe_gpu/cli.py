@@ -262,7 +262,8 @@ def _configure_status(parser: argparse.ArgumentParser) -> None:
 
 
 def _status(options: argparse.Namespace) -> int:
-    from .status import gather, render
+    from .status import gather
+    from .status_view import render
 
     while True:
         status = gather()

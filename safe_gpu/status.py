@@ -19,14 +19,13 @@ from .devices import Gpu, GpuProcess, GpuRequest, Holder, HostSnapshot, ProcessK
 from .holders import LockedFile, Openers, who_holds
 from .host_facts import HostFacts, look, names_of
 from .selection import judge
-from .status_view import render
 
 if TYPE_CHECKING:
     from .coordination.leases import LeaseRecord
     from .coordination.waiting import Ticket
     from .drivers.base import Driver
 
-__all__ = ["ClaimStatus", "GpuStatus", "HostStatus", "ProcessStatus", "WaiterStatus", "gather", "render", "status_of"]
+__all__ = ["ClaimStatus", "GpuStatus", "HostStatus", "ProcessStatus", "WaiterStatus", "gather", "status_of"]
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,8 @@ from safe_gpu.coordination.leases import lease_name
 from safe_gpu.devices import Gpu, GpuProcess, HostSnapshot
 from safe_gpu.drivers.presets import preset
 from safe_gpu.holders import Holding, LockedFile, Openers, who_holds
-from safe_gpu.status import ClaimStatus, GpuStatus, HostStatus, ProcessStatus, WaiterStatus, gather, render
+from safe_gpu.status import ClaimStatus, GpuStatus, HostStatus, ProcessStatus, WaiterStatus, gather
+from safe_gpu.status_view import render
 
 UUIDS = [gpu.uuid for gpu in preset("dgx-a100").gpus()]
 

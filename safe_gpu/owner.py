@@ -354,7 +354,7 @@ def claim_gpus(
 
 
 def release_gpus() -> None:
-    """Release what this process holds, through :func:`claim_gpus` or an owner that it lost sight of; else do nothing."""
+    """Release what this process holds, through :func:`claim_gpus` or an owner it lost sight of; else do nothing."""
     owner = gpu_owner or current_owner()
     if owner is not None:
         owner.release_gpus()

@@ -7,6 +7,9 @@ network several.
 The holder must not outlive its driver, however that ends. It asks Dragon now and then whether the driver is alive. (To
 have Dragon answer when the driver ends would be cheaper, but Dragon 0.14's global services break when the one who
 waits ends first.) It also watches its parent, the node's local services, for the case that Dragon itself is gone.
+
+No two threads of ours ask Dragon's global services at the same time: in 0.14 and 0.15 the one that gets its reply wakes
+the other just before it lets go of the lock that the other tries once, and on a busy host that one then waits for ever.
 """
 
 from __future__ import annotations
@@ -29,12 +32,12 @@ _IDLE_PAUSE = 0.02
 _LIFE_SIGN = 0.5
 _LIFE_SIGNS_PER_SECOND = 200
 _PARENT_SIGN = 0.1
-# How many are started at the same time.
-_STARTERS = 64
 
 
 def start_holders(nodes: Sequence[Any], wishes: Wishes) -> list[DragonHolder]:
-    """A holder on each of these nodes, started side by side since Dragon takes its time over each.
+    """A holder on each of these nodes.
+
+    Dragon is asked for one after the other, some tens of milliseconds each, and Python starts on all of them meanwhile.
 
     Raises:
         HolderLostError: Dragon refused; none is left.
@@ -43,32 +46,16 @@ def start_holders(nodes: Sequence[Any], wishes: Wishes) -> list[DragonHolder]:
 
     answers = _Answers(Queue())
     sign = max(_LIFE_SIGN, len(nodes) / _LIFE_SIGNS_PER_SECOND)
-    holders = [DragonHolder(node, wishes, answers, sign) for node in nodes]
-    todo = list(reversed(holders))
-    failures: list[HolderLostError] = []
-
-    def work() -> None:
-        while todo:
-            try:
-                holder = todo.pop()
-            except IndexError:
-                return
-            try:
-                holder.start()
-            except Exception as err:
-                failure = HolderLostError(f"{holder.host}: Dragon starts no holder there: {err}", host=holder.host)
-                failure.__cause__ = err
-                failures.append(failure)
-
-    threads = [Thread(target=work, daemon=True) for _ in range(min(_STARTERS, len(holders)))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failures:
+    holders: list[DragonHolder] = []
+    try:
+        for node in nodes:
+            holder = DragonHolder(node, wishes, answers, sign)
+            holders.append(holder)
+            holder.start()
+    except BaseException:
         for holder in holders:
             holder.end()
-        raise failures[0]
+        raise
     return holders
 
 
@@ -118,7 +105,10 @@ class DragonHolder:
         )
 
     def start(self) -> None:
-        self._process.start()
+        try:
+            self._process.start()
+        except Exception as err:
+            raise HolderLostError(f"{self.host}: Dragon starts no holder there: {err}", host=self.host) from err
         self._started = True
 
     def call(self, method: str, *arguments: Any) -> None:
@@ -172,11 +162,11 @@ def _serve(node_id: str, wishes: Wishes, label: str, answers: Any, driver: int, 
     """The life of a holder."""
     from dragon.native.queue import Queue
 
-    for watch in (_end_with_parent, lambda: _end_with_driver(driver, sign)):
-        Thread(target=watch, daemon=True).start()
+    Thread(target=_end_with_parent, daemon=True).start()
     holder = Holder(wishes, label)
     requests = Queue()
     answers.put((node_id, ("ready", requests)))
+    Thread(target=_end_with_driver, args=(driver, sign), daemon=True).start()  # from here it alone asks Dragon
     while True:
         try:
             method, arguments = requests.get(timeout=0)

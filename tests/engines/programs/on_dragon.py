@@ -48,8 +48,10 @@ def me() -> tuple[str, str | None, tuple[int, ...], str | None]:
     )
 
 
-def place(_: int) -> Any:
-    time.sleep(0.1)  # so that every worker of a pool gets some of the work
+def place(everyone: int) -> Any:
+    """One piece of work for each of a pool's workers: nobody ends before all have begun."""
+    open(f"{RESULTS}/place-{socket.gethostname()}-{os.getpid()}", "w").close()
+    wait(lambda: len(list(Path(RESULTS).glob("place-*"))) == everyone, "all workers of the pool")
     return me()
 
 
@@ -96,7 +98,7 @@ def workers() -> None:
         assert safe_gpu.get_free_gpus() == [str(number) for number in range(2, 8)]
 
         pool = Pool(policy=held.policies(processes_per_gpu=2), processes_per_policy=1, initializer=held.check_worker)
-        found = set(pool.map_async(place, range(40), 1).get(60))
+        found = set(pool.map_async(place, [8] * 8, 1).get(90))
         pool.close()
         pool.join()
         for host, visible, cpus, order in found:
@@ -104,6 +106,7 @@ def workers() -> None:
             assert cpus in ((0,), (1,)), "two workers of a GPU divide its two cores"
             assert (host, visible) in gpus
         assert {(host, visible) for host, visible, _, _ in found} == set(gpus), found
+        assert len(found) == 8, found
 
         names = [f"worker{number}" for number in range(5)]
         policies = held.make_policies(held.find_gpus(), nprocs=5)

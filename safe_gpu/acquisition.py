@@ -259,10 +259,12 @@ class Acquisition:
             look.ahead = waiter.ahead(host, lambda demand: self._may_pass(look, host, demand, hold()))
             if look.ahead is not None:
                 return
-            leased = {gpu.uuid: Holder() for gpu in usable if gpu.uuid not in hold()}
+            look.unleased = frozenset(hold())
+            if len(held) < self._request.nb_gpus:
+                return
+            leased = {gpu.uuid: Holder() for gpu in usable if gpu.uuid not in held}
             verdicts = [verdict for verdict in self._judge(leased) if verdict.gpu.uuid in held]
             chosen = choose(verdicts, self._request.nb_gpus, near=self._near)
-            look.unleased = frozenset(held)
             if chosen is None:
                 return
             look.outdated = look.passed and time.monotonic() - self._polled > _RECENT
@@ -279,11 +281,12 @@ class Acquisition:
                     lease.release()
 
     def _try_one(self, host: LockedHost, gpu: Gpu) -> Lease | None:
+        shared = self._snapshot.shared_display
         if self._outer:
-            return try_lease(host, inner_name(gpu.uuid), shared=self._snapshot.shared_display)
-        if not self._snapshot.shared_display and probe(host, inner_name(gpu.uuid)):
+            return try_lease(host, inner_name(gpu.uuid), shared=shared)
+        if not shared and probe(host, inner_name(gpu.uuid)):
             return None  # an outer claim died and one inside it lives on
-        return try_lease(host, lease_name(gpu.uuid), shared=self._snapshot.shared_display)
+        return try_lease(host, lease_name(gpu.uuid), shared=shared)
 
     def _record(self, chosen: tuple[Gpu, ...], leases: list[Lease]) -> None:
         uuids = tuple(gpu.uuid for gpu in chosen)
@@ -397,33 +400,34 @@ class Acquisition:
     def _usable_uuids(self) -> set[str]:
         return {gpu.uuid for gpu in candidates(self._snapshot, self._request, self._fence)}
 
-    def _state(self) -> tuple[dict[str, Holder], int]:
-        """Who holds which GPU, and our position; for people."""
+    def _holders(self) -> dict[str, Holder]:
+        """Who holds which GPU; for people."""
         with HostLock(time.monotonic() + MINIMUM_PATIENCE) as host:
-            leased = survey(host, self._snapshot.gpus, inner=bool(self._outer))
-        return leased, 1 if self._waiter is None else self._waiter.position()
+            return survey(host, self._snapshot.gpus, inner=bool(self._outer))
+
+    def _position(self) -> int:
+        return 1 if self._waiter is None else self._waiter.position()
 
     def _tell(self, look: _Look) -> None:
         if look.ahead is None:
             self._poll()
-        leased, position = self._state()
-        verdicts = self._judge(leased)
+        verdicts = self._judge(self._holders())
         refuse_what_the_parent_holds(verdicts, self._usable_uuids(), self._request, inner=bool(self._outer))
-        if self._on_wait is not None:
+        if self._on_wait is not None:  # where nobody listens, nobody reads all tickets ahead
             free = sum(verdict.free for verdict in verdicts)
-            self._on_wait(WaitNews(position, free, self._request.nb_gpus, verdicts))
+            self._on_wait(WaitNews(self._position(), free, self._request.nb_gpus, verdicts))
 
     def _refusal(self) -> NotEnoughGpusError:
         from .report import refusal_message
 
-        leased, position = self._state()
+        leased = self._holders()
         verdicts = self._judge(leased)
         refuse_what_the_parent_holds(verdicts, self._usable_uuids(), self._request, inner=bool(self._outer))
         waited = self._timeout or 0.0
         hint = fence_hint(self._judge(leased, fenced=False), self._fence)
         if hint and self._fence is not None and not self._fence.frozen:
             hint += " (SAFE_GPU_FENCE=ignore disregards it)"
-        message = refusal_message(self._request, verdicts, hint=hint, position=position, waited=waited)
+        message = refusal_message(self._request, verdicts, hint=hint, position=self._position(), waited=waited)
         if waited:
             return ClaimTimeout(message, nb_gpus=self._request.nb_gpus, verdicts=verdicts, timeout=waited)
         return NotEnoughGpusError(message, nb_gpus=self._request.nb_gpus, verdicts=verdicts)

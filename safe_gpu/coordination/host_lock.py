@@ -30,6 +30,10 @@ def unlock_file(fd: int) -> None:
     unlock_descriptor(fd)
 
 
+# However large the crowd at host.lock, each looks so often.
+_LONGEST_PAUSE = 0.1
+
+
 class ForkGuard:
     """Descriptors whose locks must not live on in a forked child: they are closed there.
 
@@ -215,6 +219,7 @@ class HostLock:
             self._give_back()  # a cleaner of /tmp took the file away meanwhile: lock what stands there now
 
     def _wait(self) -> None:
+        began = time.monotonic()
         while True:
             self._signals.hold_back()
             if lock_file(self._fd):
@@ -223,7 +228,9 @@ class HostLock:
             if self._deadline is not None and time.monotonic() >= self._deadline:
                 raise self._timeout(self._fd)
             # Uneven pauses, so that many waiters do not come at once; short, since the lock is held for microseconds.
-            time.sleep(0.001 + time.monotonic_ns() % 4_000_000 / 1e9)
+            # The longer the wait, the larger the crowd: hundreds that pause for so little leave no CPU to the holder.
+            pause = 0.001 + time.monotonic_ns() % 4_000_000 / 1e9
+            time.sleep(min(_LONGEST_PAUSE, pause * (1 + 100 * (time.monotonic() - began))))
 
     def _timeout(self, fd: int) -> LockTimeout:
         path = os.path.join(self._path, "host.lock")

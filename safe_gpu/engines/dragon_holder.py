@@ -4,12 +4,15 @@ Dragon's own waits spin, so both ends look, sleep and look again. A holder makes
 and all holders answer into one queue of the driver's: a look at a queue of the own node costs 0.2 ms, one across the
 network several.
 
-The holder must not outlive its driver, however that ends. It asks Dragon now and then whether the driver is alive. (To
-have Dragon answer when the driver ends would be cheaper, but Dragon 0.14's global services break when the one who
-waits ends first.) It also watches its parent, the node's local services, for the case that Dragon itself is gone.
+The holder must not outlive its driver, however that ends, so it asks Dragon now and then whether the driver is alive.
+It also watches its parent, the node's local services, for the case that Dragon itself is gone.
 
-No two threads of ours ask Dragon's global services at the same time: in 0.14 and 0.15 the one that gets its reply wakes
-the other just before it lets go of the lock that the other tries once, and on a busy host that one then waits for ever.
+Three things that would be simpler do not work with Dragon's global services, in 0.14 at least:
+
+* to have them answer when the driver ends (join): they break when the one who waits ends first;
+* to ask them from two threads: the one that gets its reply wakes the other just before it lets go of the lock that the
+  other tries once, and on a busy host that one then waits for ever;
+* to have them kill a holder: now and then that is never done and never answered. A holder is asked to end.
 """
 
 from __future__ import annotations
@@ -17,8 +20,9 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from queue import Empty
-from threading import Lock, Thread
+from itertools import count
+from queue import Empty, SimpleQueue
+from threading import Event, Lock, Thread, Timer
 from typing import Any
 
 from ..errors import HolderLostError
@@ -32,6 +36,8 @@ _IDLE_PAUSE = 0.02
 _LIFE_SIGN = 0.5
 _LIFE_SIGNS_PER_SECOND = 200
 _PARENT_SIGN = 0.1
+# Seconds for a holder to come up when it is to end already, and for Dragon to tidy up after one.
+_FAREWELL = 10.0
 
 
 def start_holders(nodes: Sequence[Any], wishes: Wishes) -> list[DragonHolder]:
@@ -42,14 +48,11 @@ def start_holders(nodes: Sequence[Any], wishes: Wishes) -> list[DragonHolder]:
     Raises:
         HolderLostError: Dragon refused; none is left.
     """
-    from dragon.native.queue import Queue
-
-    answers = _Answers(Queue())
     sign = max(_LIFE_SIGN, len(nodes) / _LIFE_SIGNS_PER_SECOND)
     holders: list[DragonHolder] = []
     try:
         for node in nodes:
-            holder = DragonHolder(node, wishes, answers, sign)
+            holder = DragonHolder(node, wishes, sign)
             holders.append(holder)
             holder.start()
     except BaseException:
@@ -60,15 +63,17 @@ def start_holders(nodes: Sequence[Any], wishes: Wishes) -> list[DragonHolder]:
 
 
 class _Answers:
-    """What holders put into the driver's queue, kept for whoever asks for it."""
+    """What all holders of this process put into its one queue, kept for whoever asks for it."""
 
-    def __init__(self, queue: Any) -> None:
-        self.queue = queue
+    def __init__(self) -> None:
+        from dragon.native.queue import Queue
+
+        self.queue = Queue()
         self._lock = Lock()
-        self._kept: dict[str, list[Any]] = {}
+        self._kept: dict[int, list[tuple[str, Any]]] = {}
 
-    def take(self, node_id: str) -> list[Any]:
-        """The next message of that node's holder, or []."""
+    def take(self, number: int) -> tuple[str, Any] | None:
+        """The next message of that holder: ("ready", its request queue) or ("answer", what a method returned)."""
         with self._lock:
             try:
                 sender, message = self.queue.get(timeout=0)
@@ -76,21 +81,30 @@ class _Answers:
                 pass
             else:
                 self._kept.setdefault(sender, []).append(message)
-            kept = self._kept.get(node_id)
-            return [kept.pop(0)] if kept else []
+            kept = self._kept.get(number)
+            return kept.pop(0) if kept else None
+
+
+# Dragon's queues are large and not cheap to make: one is enough for all claims of a process.
+_answers: _Answers | None = None
+_numbers = count(1)
 
 
 class DragonHolder:
     """A :class:`~safe_gpu.engines.remote.RemoteHolder` in a process of its own."""
 
-    def __init__(self, node: Any, wishes: Wishes, answers: _Answers, sign: float) -> None:
+    def __init__(self, node: Any, wishes: Wishes, sign: float) -> None:
         from dragon.infrastructure.policy import Policy
         from dragon.native.process import Process, current
 
+        global _answers
+        if _answers is None:
+            _answers = _Answers()
+        self._answers = _answers
         self.node = node
         self.host: str = node.hostname
         self.node_id = str(node.h_uid)
-        self._answers = answers
+        self._number = next(_numbers)
         self._sign = sign
         self._requests: Any = None
         self._asked: list[tuple[str, tuple[Any, ...]]] = []
@@ -98,7 +112,7 @@ class DragonHolder:
         label = f"dragon: claim of process {os.getpid()} on {os.uname().nodename}"
         self._process = Process(
             target=_serve,
-            args=(self.node_id, wishes, label, answers.queue, current().puid, sign),
+            args=(self._number, wishes, label, self._answers.queue, current().puid, sign),
             # The numbers in the CUDA_VISIBLE_DEVICES that Dragon sets there are nvidia-smi's.
             env={"CUDA_DEVICE_ORDER": "PCI_BUS_ID"},
             policy=Policy(placement=Policy.Placement.HOST_NAME, host_name=self.host),
@@ -120,13 +134,11 @@ class DragonHolder:
     def answer(self, limit: float | None) -> Any:
         began = asked = time.monotonic()
         while True:
-            for kind, content in self._answers.take(self.node_id):
-                if kind == "answer":
-                    return content
-                self._requests = content
-                for request in self._asked:
-                    self._requests.put(request)
-                self._asked = []
+            message = self._answers.take(self._number)
+            if message is not None and message[0] == "answer":
+                return message[1]
+            if message is not None:
+                self._begin_talking(message[1])
             now = time.monotonic()
             if limit is not None and now - began > limit:
                 raise HolderLostError(
@@ -137,6 +149,12 @@ class DragonHolder:
                 asked = now
                 self._check_alive()
             time.sleep(_PAUSE)
+
+    def _begin_talking(self, requests: Any) -> None:
+        self._requests = requests
+        for request in self._asked:
+            requests.put(request)
+        self._asked = []
 
     def _check_alive(self) -> None:
         try:
@@ -150,30 +168,66 @@ class DragonHolder:
             )
 
     def end(self) -> None:
-        if self._started:
-            self._started = False
-            try:
-                self._process.kill()
-            except Exception:
-                pass  # it has ended, or Dragon has
+        if not self._started:
+            return
+        self._started = False
+        try:
+            self.call("end")
+            deadline = time.monotonic() + _FAREWELL
+            while self._requests is None and time.monotonic() < deadline:  # it comes up, to end
+                message = self._answers.take(self._number)
+                if message is not None and message[0] == "ready":
+                    self._begin_talking(message[1])
+                time.sleep(_PAUSE)
+            self._requests = None
+        except Exception:
+            pass  # it has ended, or Dragon has
 
 
-def _serve(node_id: str, wishes: Wishes, label: str, answers: Any, driver: int, sign: float) -> None:
+def _serve(number: int, wishes: Wishes, label: str, answers: Any, driver: int, sign: float) -> None:
     """The life of a holder."""
     from dragon.native.queue import Queue
 
     Thread(target=_end_with_parent, daemon=True).start()
     holder = Holder(wishes, label)
-    requests = Queue()
-    answers.put((node_id, ("ready", requests)))
-    Thread(target=_end_with_driver, args=(driver, sign), daemon=True).start()  # from here it alone asks Dragon
+    requests = Queue(maxsize=16)
+    todo: SimpleQueue[tuple[str, tuple[Any, ...]]] = SimpleQueue()
+    idle, over = Event(), Event()
+    idle.set()
+    answers.put((number, ("ready", requests)))
+    Thread(target=_listen, args=(requests, todo, idle), daemon=True).start()
+    watch = Thread(target=_end_with_driver, args=(driver, sign, over), daemon=True)
+    watch.start()  # from here it alone asks Dragon anything
+    while True:
+        method, arguments = todo.get()
+        if method == "end":
+            break
+        answer = getattr(holder, method)(*arguments)
+        idle.set()
+        answers.put((number, ("answer", answer)))
+    holder.release()
+    goodbye = Timer(_FAREWELL, os._exit, (0,))
+    goodbye.daemon = True
+    goodbye.start()
+    over.set()
+    watch.join()
+
+
+def _listen(requests: Any, todo: SimpleQueue[tuple[str, tuple[Any, ...]]], idle: Event) -> None:
+    """Take requests, so that a holder which waits for GPUs can be ended."""
     while True:
         try:
-            method, arguments = requests.get(timeout=0)
+            request = requests.get(timeout=0)
         except Empty:
             time.sleep(_IDLE_PAUSE)
-        else:
-            answers.put((node_id, ("answer", getattr(holder, method)(*arguments))))
+            continue
+        if request[0] == "end" and not idle.is_set():
+            os._exit(0)
+        if request[0] != "end":
+            idle.clear()
+        todo.put(request)
+        if request[0] == "end":
+            return
 
 
 def _end_with_parent() -> None:
@@ -183,12 +237,14 @@ def _end_with_parent() -> None:
     os._exit(0)
 
 
-def _end_with_driver(driver: int, sign: float) -> None:
+def _end_with_driver(driver: int, sign: float, over: Event) -> None:
     from dragon.native.process import Process
 
     try:
         process = Process(None, ident=driver)
         while process.is_alive:
-            time.sleep(sign)
-    finally:  # dead, or nobody left to ask
-        os._exit(0)
+            if over.wait(sign):
+                return
+    except Exception:
+        pass  # nobody left to ask
+    os._exit(0)

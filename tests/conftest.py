@@ -9,6 +9,7 @@ import itertools
 import os
 import pkgutil
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -30,6 +31,11 @@ DRIVER_LIBRARIES = ("libnvidia-ml.so.1", "libcuda.so.1")
 # What a scheduler, a launcher or the person who runs the tests has set must not decide their outcome.
 OUTER_PREFIXES = ("SAFE_GPU_", "CUDA_", "SLURM_", "SGE_", "OMPI_", "PMI_", "PMIX_", "MPI_", "HOROVOD_", "TORCHELASTIC_")
 OUTER_NAMES = ("LOCAL_RANK", "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "JOB_ID", "NSLOTS", "FAKE_GPU_DIR")
+
+
+# A job that a shell put in the background ignores SIGINT, and so would every process that a test starts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

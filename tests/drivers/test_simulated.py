@@ -251,7 +251,7 @@ def test_a_process_that_becomes_another_program_has_left_the_gpu(driver: Simulat
         assert driver.snapshot() == driver.idle
 
 
-def test_a_child_does_not_keep_what_its_parent_held(driver: SimulatedDriver, eventually: Any) -> None:
+def test_a_child_does_not_keep_what_its_parent_held(driver: SimulatedDriver, eventually) -> None:
     then = """
 child = os.fork()
 if not child:

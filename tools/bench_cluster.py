@@ -90,7 +90,7 @@ class Bench:
         self.env = {
             "HOME": str(self.scratch / "home"),
             "PATH": ":".join(
-                [str(HERE / "ssh-stand-in"), str(Path(sys.executable).parent), str(self.scratch), *SYSTEM_PATH]
+                [str(self.scratch), str(HERE / "ssh-stand-in"), str(Path(sys.executable).parent), *SYSTEM_PATH]
             ),
             "PYTHONPATH": str(HERE.parent),
             "HOSTS_SCRATCH": str(self.scratch),
@@ -141,9 +141,11 @@ class Bench:
         return self._on("hosta", sys.executable, *self._inside())
 
     def _dragon(self) -> str:
-        smi = self.scratch / "nvidia-smi"
-        smi.write_text("#!/bin/sh\nfor i in 0 1 2 3 4 5 6 7; do echo GPU $i; done\n")
-        smi.chmod(0o755)
+        # dragon-cleanup looks for processes by name, and these hosts share their numbers with the machine
+        lines = {"nvidia-smi": "for i in 0 1 2 3 4 5 6 7; do echo GPU $i; done", "dragon-cleanup": "true"}
+        for name, line in lines.items():
+            (self.scratch / name).write_text(f"#!/bin/sh\n{line}\n")
+            (self.scratch / name).chmod(0o755)
         prefix = "--network-prefix=^hsn0"
         nodes = {}
         passed = " ".join(f"{name}={self.env[name]}" for name in self.env if name.startswith("SAFE_GPU_"))

@@ -33,11 +33,14 @@ class Dragon:
         self.programs = programs
         fakes = hosts.scratch / "bin"
         fakes.mkdir()
-        (fakes / "nvidia-smi").write_text(NVIDIA_SMI)
-        (fakes / "nvidia-smi").chmod(0o755)
+        # What Dragon runs after a crash looks for its processes by name, and these hosts share their process numbers
+        # with the machine.
+        for name, text in (("nvidia-smi", NVIDIA_SMI), ("dragon-cleanup", "#!/bin/sh\n")):
+            (fakes / name).write_text(text)
+            (fakes / name).chmod(0o755)
         env = hosts.env
         stand_in = programs.parents[2] / "tools" / "ssh-stand-in"
-        env["PATH"] = f"{stand_in}:{Path(python).parent}:{fakes}:{env['PATH']}"
+        env["PATH"] = f"{fakes}:{stand_in}:{Path(python).parent}:{env['PATH']}"
         env["PYTHONPATH"] += f":{programs}"
         if self.version(python) >= (0, 15):
             env["LD_LIBRARY_PATH"] = str(build_library("cudart.c", "libcudart.so").parent)

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .claims import Claim, WaitNews, describe_process, survey
 from .coordination.host_lock import MINIMUM_PATIENCE, HostLock, LockedHost
@@ -23,13 +22,16 @@ from .coordination.leases import (
     try_lease,
 )
 from .coordination.legacy import take_legacy_lock
-from .coordination.waiting import Ahead, Demand, Waiter, tidy_on_signals
+from .coordination.signals import tidy_on_signals
+from .coordination.waiting import Ahead, Demand, Waiter
 from .devices import Gpu, GpuRequest, GpuVerdict, Holder, HostSnapshot
-from .drivers.base import Driver
 from .errors import ClaimTimeout, NotEnoughGpusError
 from .scopes import judged_inside, outer_claim, refuse_what_the_parent_holds, usable_inside
 from .selection import can_be_met_by_releases, candidates, check_possible, choose, fence_hint, judge
 from .visibility import Fence
+
+if TYPE_CHECKING:
+    from .drivers.base import Driver
 
 __all__ = ["Acquisition"]
 
@@ -43,16 +45,16 @@ _MINUTE = 60.0
 _RECENT = 1.0
 
 
-@dataclass
 class _Look:
     """What one hold of host.lock found out: leases, or who or what is in the way."""
 
-    chosen: tuple[Gpu, ...] = ()
-    leases: list[Lease] = field(default_factory=list)
-    unleased: frozenset[str] = frozenset()
-    ahead: Ahead | None = None
-    passed: bool = False
-    outdated: bool = False
+    def __init__(self) -> None:
+        self.chosen: tuple[Gpu, ...] = ()
+        self.leases: list[Lease] = []
+        self.unleased: frozenset[str] = frozenset()
+        self.ahead: Ahead | None = None
+        self.passed = False
+        self.outdated = False
 
     def give_back(self) -> None:
         """Hold nothing; safe to call twice."""

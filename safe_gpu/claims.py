@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from . import procfs
 from .coordination.host_lock import LockedHost
@@ -15,20 +15,29 @@ from .devices import Gpu, GpuVerdict, Holder, HostSnapshot
 __all__ = ["Claim", "WaitNews", "describe_process", "survey"]
 
 
-@dataclass
 class Claim:
     """Leases held for these GPUs, as the driver showed them in the poll before any placeholder of ours.
 
     ``explained`` maps UUIDs to processes there that are the outer claim's own; ``token`` is set for claims inside.
     """
 
-    gpus: tuple[Gpu, ...]
-    leases: list[Lease]
-    before: HostSnapshot
-    token: str = ""
-    inner: bool = False
-    explained: Mapping[str, Collection[int]] = field(default_factory=dict)
-    legacy: LegacyLock | None = None
+    def __init__(
+        self,
+        gpus: tuple[Gpu, ...],
+        leases: list[Lease],
+        before: HostSnapshot,
+        *,
+        token: str,
+        inner: bool,
+        explained: Mapping[str, Collection[int]],
+    ) -> None:
+        self.gpus = gpus
+        self.leases = leases
+        self.before = before
+        self.token = token
+        self.inner = inner
+        self.explained = explained
+        self.legacy: LegacyLock | None = None
 
     def release_legacy(self) -> None:
         """Let the older package look for GPUs again."""
@@ -44,8 +53,7 @@ class Claim:
             steps.callback(self.release_legacy)
 
 
-@dataclass(frozen=True)
-class WaitNews:
+class WaitNews(NamedTuple):
     """What a waiter may tell its user. ``position`` is 1 for the head of those who compete for the same GPUs."""
 
     position: int

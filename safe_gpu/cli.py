@@ -177,7 +177,10 @@ exit codes: the command's; 2 usage, 69 no driver, 73 state directory unusable,
 
 def _run(options: argparse.Namespace) -> int:
     path = find_command(options.command[0])
-    from .coordination.waiting import tidy_on_signals
+    import gc
+
+    gc.set_threshold(50_000)  # imports make no garbage, and looking for it among them takes 2 ms
+    from .coordination.signals import tidy_on_signals
     from .owner import GPUOwner
     from .placeholders import NoPlaceholder
     from .waitline import WaitLine
@@ -295,7 +298,7 @@ def _configure_wait(parser: argparse.ArgumentParser) -> None:
 
 
 def _wait(options: argparse.Namespace) -> int:
-    from .coordination.waiting import tidy_on_signals
+    from .coordination.signals import tidy_on_signals
     from .inquiry import wait_for_gpus
     from .waitline import WaitLine
 

@@ -6,6 +6,7 @@ Memory is in bytes, utilisation in percent, and ``None`` always means "the drive
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 __all__ = [
     "ComputeMode",
@@ -18,6 +19,19 @@ __all__ = [
     "ProcessKind",
     "normalize_bus_id",
 ]
+
+
+class _Record:
+    """Equality, hash and text, which every dataclass would compile anew: a millisecond of each process that claims."""
+
+    def __eq__(self, other: object) -> bool:
+        return vars(self) == vars(other) if type(self) is type(other) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(tuple(vars(self).values()))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
 
 
 class ComputeMode:
@@ -36,8 +50,8 @@ class ProcessKind:
     MPS = "mps"
 
 
-@dataclass(frozen=True)
-class GpuProcess:
+@dataclass(frozen=True, eq=False, repr=False)
+class GpuProcess(_Record):
     """One process that the driver reports on a GPU.
 
     ``pid`` is as the driver numbers it: in a container that is a host pid, which may not resolve here. ``memory_used``
@@ -50,8 +64,8 @@ class GpuProcess:
     name: str | None = None
 
 
-@dataclass(frozen=True)
-class Gpu:
+@dataclass(frozen=True, eq=False, repr=False)
+class Gpu(_Record):
     """One claimable device, or one that cannot be claimed and why: a GPU, or a MIG instance of one.
 
     Attributes:
@@ -107,8 +121,8 @@ class Gpu:
         return f"{self.index}:{self.mig_instance}" if self.is_mig_instance else str(self.index)
 
 
-@dataclass(frozen=True)
-class HostSnapshot:
+@dataclass(frozen=True, eq=False, repr=False)
+class HostSnapshot(_Record):
     """One poll of a driver: all devices in index order (a MIG parent before its instances).
 
     Attributes:
@@ -144,8 +158,8 @@ class HostSnapshot:
         return next((gpu for gpu in self.gpus if gpu.uuid == uuid), None)
 
 
-@dataclass(frozen=True)
-class GpuRequest:
+@dataclass(frozen=True, eq=False, repr=False)
+class GpuRequest(_Record):
     """What a claim asks for, already checked and parsed (see ``selection.parse_request``).
 
     ``min_memory`` is in bytes. ``only`` and ``exclude`` hold indices (``"3"``), MIG labels (``"3:1"``) or (prefixes of)
@@ -159,8 +173,7 @@ class GpuRequest:
     exclude: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class Holder:
+class Holder(NamedTuple):
     """Who holds the lease of a device, as far as its record tells.
 
     ``since`` is in Unix seconds; ``start`` is the holder's start in clock ticks since boot, which tells it from a
@@ -175,8 +188,7 @@ class Holder:
     start: int | None = None
 
 
-@dataclass(frozen=True)
-class GpuVerdict:
+class GpuVerdict(NamedTuple):
     """Whether one GPU may be taken, and if not, why.
 
     ``state`` is one of ``free claimed busy display unusable`` (the GPU's own condition) or ``outside`` (the request or

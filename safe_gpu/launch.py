@@ -51,10 +51,10 @@ def become(path: str, command: Sequence[str]) -> NoReturn:
         CommandError: the kernel refused; nothing but the handling of SIGPIPE and SIGXFSZ has changed.
     """
     import errno
-    import signal
 
-    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and exec would hand that on
-        signal.signal(number, signal.SIG_DFL)
+    from .coordination.signals import unignore
+
+    unignore()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     try:

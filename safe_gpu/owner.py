@@ -29,7 +29,6 @@ from .preconditions import (
     job_label,
     warn_of_more_than_declared,
 )
-from .report import waiting_message
 from .verification import own_pids, remember_own_pids, rivals, verify_alone, verify_devices
 from .visibility import render
 
@@ -372,6 +371,8 @@ def _log_waiting(logger: Any) -> Callable[[WaitNews], None] | None:
         return None
 
     def tell(news: WaitNews) -> None:
+        from .report import waiting_message
+
         data = {
             "safe_gpu_position": news.position,
             "safe_gpu_free": news.free,

@@ -13,8 +13,9 @@ truly released. The others are for those who want their framework to have starte
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from .errors import PlaceholderError, SafeGpuError
 
@@ -42,11 +43,8 @@ __all__ = [
 ]
 
 
-class Placeholder(Protocol):
-    """What a claim needs of a placeholder; ``prepare()`` and ``release(thing)`` may be there besides."""
-
-    def __call__(self, device_no: int, /) -> Any:
-        """Occupy a little of the GPU and return what holds it."""
+Placeholder = Callable[[int], Any]
+"""What a claim needs of a placeholder; ``prepare()`` and ``release(thing)`` may be there besides."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------

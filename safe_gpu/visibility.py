@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from .errors import UnsatisfiableRequestError
 
@@ -30,8 +29,7 @@ _NUMBER = r"[+-]?[0-9]+"
 _NUMBERED_INSTANCE = r"MIG-(GPU-[^/]+)/[0-9]+/[0-9]+"
 
 
-@dataclass(frozen=True)
-class Fence:
+class Fence(NamedTuple):
     """The devices that an inherited CUDA_VISIBLE_DEVICES leaves to this process.
 
     Attributes:

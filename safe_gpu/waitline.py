@@ -7,8 +7,6 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, TextIO
 
-from .report import format_age, waiting_message
-
 if TYPE_CHECKING:
     from threading import Event, Thread
 
@@ -45,6 +43,8 @@ class WaitLine:
 
     def show(self, news: WaitNews) -> None:
         """Tell the user where the wait stands."""
+        from .report import waiting_message
+
         self._text = f"safe-gpu: {waiting_message(news)}"
         if not self._live:
             self._write(f"{self._text}\n")
@@ -69,6 +69,8 @@ class WaitLine:
 
     def _line(self, width: int) -> str:
         """The news and for how long we wait, cut where a terminal of this width would break it."""
+        from .report import format_age
+
         clock = f" ({format_age(time.monotonic() - self._began)})"
         room = width - len(clock)
         if len(self._text) <= room:

@@ -33,9 +33,11 @@ OUTER_PREFIXES = ("SAFE_GPU_", "CUDA_", "SLURM_", "SGE_", "OMPI_", "PMI_", "PMIX
 OUTER_NAMES = ("LOCAL_RANK", "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "JOB_ID", "NSLOTS", "FAKE_GPU_DIR")
 
 
-# A job that a shell put in the background ignores SIGINT, and so would every process that a test starts.
+# A job that a shell put in the background ignores SIGINT, one under nohup SIGHUP, and so would all that a test starts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -8,8 +8,9 @@ if TYPE_CHECKING:
     from .binding import BindingReport, PartReport, bind_process, original_mask, undo
     from .describe import affinity_json, affinity_table
     from .gpu_affinity import set_affinity, visible_indices
+    from .modes import Mode, Multithreading, Scope
     from .numactl import wrap_command
-    from .options import AffinityOptions, Mode, Multithreading, Scope, parse_options
+    from .options import AffinityOptions, parse_options
     from .placements import PlacementReport, placement
     from .policies import plan
     from .shares import (
@@ -60,8 +61,9 @@ _HOMES = {
     "binding": ("BindingReport", "PartReport", "bind_process", "original_mask", "undo"),
     "describe": ("affinity_json", "affinity_table"),
     "gpu_affinity": ("set_affinity", "visible_indices"),
+    "modes": ("Mode", "Multithreading", "Scope"),
     "numactl": ("wrap_command",),
-    "options": ("AffinityOptions", "Mode", "Multithreading", "Scope", "parse_options"),
+    "options": ("AffinityOptions", "parse_options"),
     "placements": ("PlacementReport", "placement"),
     "policies": ("plan",),
     "shares": (

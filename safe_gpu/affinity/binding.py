@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from operator import index
+from typing import NamedTuple
 
 from ..errors import GPUAffinityError
 from .cpulist import LIMIT, format_cpulist
@@ -19,25 +19,23 @@ from .options import check_memory_mode
 __all__ = ["BindingReport", "PartReport", "bind_process", "enter", "leave", "original_mask", "undo"]
 
 
-@dataclass(frozen=True)
-class PartReport:
+class PartReport(NamedTuple):
     """One part of a binding, in CPU numbers for the threads and node numbers for the memory.
 
     Attributes:
         asked: what was to be set.
         done: what is in effect now; empty when it was refused.
         refused: one sentence for each refusal, with the kernel's reason.
-        count: threads that were moved, for the threads; 1 for the memory policy (the calling thread) once set.
+        moved: how many threads were; for the memory policy 1 (the calling thread) once set.
     """
 
     asked: frozenset[int] = frozenset()
     done: frozenset[int] = frozenset()
     refused: tuple[str, ...] = ()
-    count: int = 0
+    moved: int = 0
 
 
-@dataclass(frozen=True)
-class BindingReport:
+class BindingReport(NamedTuple):
     """What a binding asked for, did and was refused. ``str()`` is one line for a log.
 
     Attributes:
@@ -62,7 +60,7 @@ class BindingReport:
     def __str__(self) -> str:
         parts = []
         if self.threads.done:
-            threads = "1 thread" if self.threads.count == 1 else f"{self.threads.count} threads"
+            threads = "1 thread" if self.threads.moved == 1 else f"{self.threads.moved} threads"
             parts.append(f"bound {threads} to CPUs {format_cpulist(self.threads.done)}")
         if self.memory.done:
             nodes = "node" if len(self.memory.done) == 1 else "nodes"
@@ -72,15 +70,15 @@ class BindingReport:
         return "; ".join([*(parts or ["nothing bound"]), *self.notes])
 
 
-@dataclass
 class _Before:
     """What every thread had at one moment, and the masks and policies that we set since."""
 
-    caller: frozenset[int]
-    threads: dict[int, frozenset[int]]
-    memory: object = None
-    masks: set[frozenset[int]] = field(default_factory=set)
-    policies: list[object] = field(default_factory=list)
+    def __init__(self, caller: frozenset[int], threads: dict[int, frozenset[int]]) -> None:
+        self.caller = caller
+        self.threads = threads
+        self.memory: object = None
+        self.masks: set[frozenset[int]] = set()
+        self.policies: list[object] = []
 
 
 _stack: list[_Before] = []
@@ -243,7 +241,7 @@ def _set_memory(mode: str, nodes: frozenset[int]) -> PartReport:
         if not before.policies:
             before.memory = earlier
         before.policies.append(policy)
-    return PartReport(nodes, policy.nodes, count=1)
+    return PartReport(nodes, policy.nodes, moved=1)
 
 
 def _restore(before: _Before) -> None:

@@ -14,9 +14,10 @@ __all__ = ["LIMIT", "format_cpulist", "parse_cpulist", "parse_cpumask"]
 LIMIT = 1 << 16
 """Numbers of CPUs and nodes are below this (Linux knows at most 8,192 CPUs and 1,024 nodes)."""
 
-_ITEM = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
-_HEX = re.compile(r"[0-9a-fA-F]{1,8}")
-_LONG_HEX = re.compile(r"[0-9a-fA-F]+")
+# Compiled when first used, by re's own cache: many claims only write lists.
+_ITEM = r"([0-9]{1,9})(?:-([0-9]{1,9}))?"
+_HEX = r"[0-9a-fA-F]{1,8}"
+_LONG_HEX = r"[0-9a-fA-F]+"
 
 
 def parse_cpulist(text: str | None) -> frozenset[int] | None:
@@ -32,7 +33,7 @@ def parse_cpulist(text: str | None) -> frozenset[int] | None:
         item = raw.strip()
         if not item:
             continue
-        match = _ITEM.fullmatch(item)
+        match = re.fullmatch(_ITEM, item)
         if match is None:
             return None
         first = int(match[1])
@@ -57,11 +58,11 @@ def parse_cpumask(text: str | None) -> frozenset[int] | None:
     groups = text.split(",")
     value = 0
     if len(groups) == 1:
-        if not _LONG_HEX.fullmatch(text) or len(text) > LIMIT // 4:
+        if not re.fullmatch(_LONG_HEX, text) or len(text) > LIMIT // 4:
             return None
         value = int(text, 16)
     else:
-        if len(groups) > LIMIT // 32 or not all(_HEX.fullmatch(group.strip()) for group in groups):
+        if len(groups) > LIMIT // 32 or not all(re.fullmatch(_HEX, group.strip()) for group in groups):
             return None
         for group in groups:
             value = value << 32 | int(group, 16)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import GPUAffinityError, SafeGpuError
 from .binding import bind_process, original_mask
-from .options import Mode, Multithreading, Scope
+from .modes import Mode, Multithreading, Scope
 from .policies import plan
 from .topology import HostTopology
 

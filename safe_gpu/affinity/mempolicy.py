@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..errors import GPUAffinityError
 from .cpulist import format_cpulist
@@ -24,8 +24,7 @@ _BITS = 4096  # no kernel knows more nodes; get_mempolicy wants at least as many
 _WORD = 64
 
 
-@dataclass(frozen=True)
-class MemoryPolicy:
+class MemoryPolicy(NamedTuple):
     """A policy as the kernel holds it; ``mode`` is an ``MPOL_`` number with its flags."""
 
     mode: int = _DEFAULT

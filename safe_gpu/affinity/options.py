@@ -1,13 +1,11 @@
 """What can be asked of affinity: the modes, their options, and the check of both.
 
-``Mode``, ``Scope`` and ``Multithreading`` are NVIDIA gpu_affinity's enumerations, member for member; the four other
-modes (``node``, ``socket``, ``exclusive``, ``core-complex``) are torch.numa's and are given as strings.
+Everything is text here; members of enumerations (:mod:`~safe_gpu.affinity.modes`, torch's) are taken for their values.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
 
 from ..errors import GPUAffinityError
 
@@ -15,46 +13,22 @@ __all__ = [
     "DIVIDING_MODES",
     "MEMORY_MODES",
     "MODES",
+    "MULTITHREADING",
+    "SCOPES",
     "AffinityOptions",
-    "Mode",
-    "Multithreading",
-    "Scope",
     "check_memory_mode",
     "parse_options",
 ]
 
 
-class _Text(str, Enum):
-    def __str__(self) -> str:
-        return str(self.value)
+MODES = (
+    *("node", "socket", "exclusive", "core-complex"),
+    *("all", "single", "single_unique", "unique_interleaved", "unique_contiguous"),
+)
+"""Every mode: torch.numa's four, then gpu_affinity's."""
 
-
-class Mode(_Text):
-    """gpu_affinity's modes."""
-
-    ALL = "all"
-    SINGLE = "single"
-    SINGLE_UNIQUE = "single_unique"
-    UNIQUE_INTERLEAVED = "unique_interleaved"
-    UNIQUE_CONTIGUOUS = "unique_contiguous"
-
-
-class Scope(_Text):
-    """What counts as near a GPU: the CPUs of its NUMA node, or of its processor socket."""
-
-    NODE = "node"
-    SOCKET = "socket"
-
-
-class Multithreading(_Text):
-    """All hardware threads of a physical core, or only the lowest that is allowed."""
-
-    ALL_LOGICAL = "all_logical"
-    SINGLE_LOGICAL = "single_logical"
-
-
-MODES = ("node", "socket", "exclusive", "core-complex", *(mode.value for mode in Mode))
-"""Every mode, torch.numa's four first."""
+SCOPES = ("node", "socket")
+MULTITHREADING = ("all_logical", "single_logical")
 
 DIVIDING_MODES = frozenset({"exclusive", "single_unique", "unique_interleaved", "unique_contiguous"})
 """The modes in which a physical core goes to one GPU only."""
@@ -63,7 +37,7 @@ MEMORY_MODES = ("preferred", "bind")
 
 
 def _text(value: object) -> object:
-    return value.value if isinstance(value, Enum) else value
+    return getattr(value, "value", value)
 
 
 def _choice(what: str, value: object, choices: tuple[str, ...]) -> str:
@@ -107,9 +81,8 @@ class AffinityOptions:
     def __post_init__(self) -> None:
         put = object.__setattr__
         put(self, "mode", _choice("affinity mode", self.mode, MODES))
-        put(self, "scope", _choice("affinity scope", self.scope, tuple(scope.value for scope in Scope)))
-        threading = tuple(choice.value for choice in Multithreading)
-        put(self, "multithreading", _choice("multithreading mode", self.multithreading, threading))
+        put(self, "scope", _choice("affinity scope", self.scope, SCOPES))
+        put(self, "multithreading", _choice("multithreading mode", self.multithreading, MULTITHREADING))
         if not isinstance(self.balanced, bool):
             raise GPUAffinityError(f"balanced must be True or False, not {self.balanced!r}")
         put(self, "min_physical_cores", _count("min_physical_cores", self.min_physical_cores, 0))

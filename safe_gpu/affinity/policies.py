@@ -12,7 +12,8 @@ from itertools import zip_longest
 
 from ..errors import GPUAffinityError
 from .cpulist import format_cpulist
-from .options import DIVIDING_MODES, MODES, AffinityOptions, Mode, Multithreading, Scope
+from .modes import Mode, Multithreading, Scope
+from .options import DIVIDING_MODES, MODES, AffinityOptions
 from .topology import GpuLocality, HostTopology
 
 __all__ = ["MODES", "AffinityOptions", "Mode", "Multithreading", "Scope", "is_remote", "plan"]

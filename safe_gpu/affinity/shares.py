@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..errors import GPUAffinityError
 from .binding import BindingReport, PartReport, bind_process, enter, leave, original_mask
@@ -34,8 +33,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True)
-class ClaimShares:
+class ClaimShares(NamedTuple):
     """The CPUs of a claim.
 
     Attributes:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
 
 from .. import procfs
 from ..errors import LockTimeout, StateDirError
 from .files import StateDir, state_dir_path
+from .signals import HeldBack
 
 __all__ = ["MINIMUM_PATIENCE", "ForkGuard", "HostLock", "LockedHost", "fork_guard", "lock_file", "unlock_file"]
 
@@ -70,57 +70,6 @@ class ForkGuard:
 fork_guard = ForkGuard()
 
 
-class _Signals:
-    """Holds back the Python handlers of signals for the microseconds in which host.lock is held.
-
-    A KeyboardInterrupt may come between any two lines. Here that would keep the whole host locked, or a lease held, for
-    as long as the process lives on, as a notebook does.
-    """
-
-    # SIGHUP, SIGINT, SIGUSR1, SIGUSR2, SIGALRM, SIGTERM: those whose handlers programs let raise.
-    _NUMBERS = (1, 2, 10, 12, 14, 15)
-
-    def __init__(self) -> None:
-        self._handlers: dict[int, Callable[[int, object], object]] = {}
-        self._caught: list[tuple[int, object]] = []
-
-    def hold_back(self) -> None:
-        """Let handlers wait for :meth:`let_go`."""
-        # What the module signal wraps: without its enumerations a twentieth of the time, on every claim's way.
-        import _signal  # type: ignore[import-not-found,unused-ignore]
-
-        for number in self._NUMBERS:
-            handler = _signal.getsignal(number)
-            if callable(handler):
-                self._handlers[number] = handler
-                try:
-                    _signal.signal(number, self._catch)
-                except ValueError:  # not the main thread, and only there do handlers run
-                    self._handlers.clear()
-                    return
-
-    def let_go(self) -> None:
-        """Put the handlers back, and run those whose signal came; safe to call twice."""
-        if not self._handlers:
-            return
-        import _signal  # type: ignore[import-not-found,unused-ignore]
-
-        handlers = dict(self._handlers)
-        try:
-            for number, handler in handlers.items():
-                _signal.signal(number, handler)
-        finally:
-            for number, handler in handlers.items():  # the first to be put back may have run at once
-                _signal.signal(number, handler)
-            self._handlers.clear()
-            caught, self._caught = self._caught, []
-        for number, frame in caught:
-            handlers[number](number, frame)
-
-    def _catch(self, number: int, frame: object) -> None:
-        self._caught.append((number, frame))
-
-
 class LockedHost:
     """What may be done while host.lock is held: leases and tickets live in these directories.
 
@@ -159,7 +108,7 @@ class HostLock:
         self._fd = -1
         self._pid = -1
         self._host: LockedHost | None = None
-        self._signals = _Signals()
+        self._signals = HeldBack()
 
     def __enter__(self) -> LockedHost:
         try:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from .. import procfs
 from ..errors import StateDirError
@@ -33,8 +32,7 @@ def inner_name(uuid: str) -> str:
     return uuid.replace("/", "_") + ".inner.lock"
 
 
-@dataclass(frozen=True)
-class LeaseRecord:
+class LeaseRecord(NamedTuple):
     """What a lease file says about its holder, for people: the lock is the truth, this is not.
 
     ``start`` is the holder's start in clock ticks since boot, ``since`` the claim's in Unix seconds, ``gpus`` the UUIDs
@@ -140,10 +138,9 @@ class Lease:
         To 500 or above, or as high as RLIMIT_NOFILE allows, so that a script's ``exec 3>`` does no harm.
         """
         import fcntl
-        import resource
 
-        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        floor = 500 if soft == resource.RLIM_INFINITY or soft > 564 else max(soft - 64, soft // 2, 3)
+        soft = os.sysconf("SC_OPEN_MAX")  # -1 where there is no limit
+        floor = 500 if soft < 0 or soft > 564 else max(soft - 64, soft // 2, 3)
         try:
             fd = fcntl.fcntl(self.fd, fcntl.F_DUPFD, floor)
         except OSError:

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from .. import procfs
 from ..errors import SafeGpuError, StateDirError
 from .files import StateDir, state_dir_path, write_all
 from .host_lock import MINIMUM_PATIENCE, HostLock, LockedHost, fork_guard, lock_file, unlock_file
 
-__all__ = ["Ahead", "Demand", "Ticket", "Waiter", "live_tickets", "tidy_on_signals"]
+__all__ = ["Ahead", "Demand", "Ticket", "Waiter", "live_tickets"]
 
 _SUFFIX = ".ticket"
 
@@ -26,8 +24,7 @@ _SUFFIX = ".ticket"
 _THREADLESS_PAUSE = 0.1
 
 
-@dataclass(frozen=True)
-class Demand:
+class Demand(NamedTuple):
     """What a waiter wants, as far as others must know it.
 
     ``gpus`` are the lease names' stems that it could use (UUIDs, or ``UUID.inner`` inside a scope); ``min_memory`` in
@@ -43,8 +40,7 @@ class Demand:
         return not self.gpus.isdisjoint(other.gpus)
 
 
-@dataclass(frozen=True)
-class Ticket:
+class Ticket(NamedTuple):
     """A place in the queue as others see it. ``since``: Unix seconds; ``demand`` None: unreadable."""
 
     seq: int
@@ -59,12 +55,12 @@ class Ticket:
         return self.demand is None or self.demand.competes_with(demand)
 
 
-@dataclass
 class Ahead:
     """The nearest live competitor ahead, with a descriptor of its ticket to sleep on, owned by whoever gets this."""
 
-    ticket: Ticket
-    fd: int
+    def __init__(self, ticket: Ticket, fd: int) -> None:
+        self.ticket = ticket
+        self.fd = fd
 
     def close(self) -> None:
         """Close the descriptor, unless a sleeper took it over; safe to call twice."""
@@ -330,34 +326,3 @@ class _Sleeper:
 
 _sleepers: dict[tuple[int, int, int], _Sleeper] = {}
 """Process, device and inode -> who sleeps on that ticket."""
-
-
-@contextmanager
-def tidy_on_signals() -> Iterator[None]:
-    """While inside, SIGTERM and SIGHUP unwind the stack first, where they would have killed the process at once.
-
-    Only in the main thread and only for signals at their default action; afterwards the process dies of the signal as
-    it would have.
-    """
-    import signal
-    import threading
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    caught: list[int] = []
-
-    def unwind(number: int, frame: object) -> None:
-        caught.append(number)
-        raise SystemExit(128 + number)
-
-    mine = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL]
-    for number in mine:
-        signal.signal(number, unwind)
-    try:
-        yield
-    finally:
-        for number in mine:
-            signal.signal(number, signal.SIG_DFL)
-        if caught:
-            os.kill(os.getpid(), caught[0])

@@ -7,16 +7,18 @@ is asked of a scheduler but in :func:`number_for_job` and :func:`declared_gpus`.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from importlib import import_module
 
-from . import lsf, pbs, ranks, sge, slurm
+from . import ranks
 from .context import JobContext
 from .number import declared_gpus, number_for_job
 
 __all__ = ["JobContext", "current", "declared_gpus", "in_batch_job", "number_for_job"]
 
 # Slurm first: sbatch passes on the environment it is called in, so a Slurm job may carry another scheduler's variables.
-_SCHEDULERS = (slurm.parse, sge.parse, pbs.parse, lsf.parse)
+# A scheduler that has set no variable is not even imported: every claim comes here.
+_SCHEDULERS = {"SLURM_": "slurm", "SGE_": "sge", "PBS_": "pbs", "LSB_": "lsf"}
 
 
 def current(environ: Mapping[str, str] | None = None) -> JobContext:
@@ -27,13 +29,19 @@ def current(environ: Mapping[str, str] | None = None) -> JobContext:
     """
     if environ is None:
         environ = os.environ
-    job = next(filter(None, (parse(environ) for parse in _SCHEDULERS)), None)
+    job = next(filter(None, _jobs(environ)), None)
     rank = ranks.parse(environ)
     if job is None or rank is None:
         return job or rank or JobContext()
     return JobContext(
         job.scheduler, job.job_id, job.task_id, rank.local_rank, rank.local_size, job.allowed, job.requested_gpus
     )
+
+
+def _jobs(environ: Mapping[str, str]) -> Iterator[JobContext | None]:
+    for prefix, name in _SCHEDULERS.items():
+        if any(variable.startswith(prefix) for variable in environ):
+            yield import_module(f".{name}", __name__).parse(environ)
 
 
 def in_batch_job(environ: Mapping[str, str] | None = None) -> bool:

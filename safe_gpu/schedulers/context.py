@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 __all__ = ["JobContext", "count", "words"]
 
 
-@dataclass(frozen=True)
-class JobContext:
+class JobContext(NamedTuple):
     """The job and the rank that a process is, as far as its environment says; None is "it does not say".
 
     Attributes:

@@ -67,7 +67,7 @@ undo()
 after = masks()
 done.set()
 print(json.dumps({"before": before, "bound": bound, "rebound": rebound, "after": after, "start": start,
-                  "count": report.threads.count, "text": str(report)}))
+                  "count": report.threads.moved, "text": str(report)}))
 """
 
 
@@ -270,7 +270,7 @@ def test_memory_policy_is_set_inherited_and_given_back(in_child: InChild, memory
         return report, now, maps, before == mempolicy.get_policy()
 
     report, now, maps, restored = in_child(child)
-    assert report.memory == PartReport(frozenset([memory_node]), frozenset([memory_node]), count=1)
+    assert report.memory == PartReport(frozenset([memory_node]), frozenset([memory_node]), moved=1)
     assert report.threads == PartReport()
     assert now == mempolicy.policy_for(mode, [memory_node])
     word = "bind" if mode == "bind" else "prefer"
@@ -358,7 +358,7 @@ def test_memory_without_a_node() -> None:
 def test_the_report_travels_and_prints() -> None:
     report = BindingReport(
         frozenset([0, 1]),
-        PartReport(frozenset([0, 1]), frozenset([0, 1]), count=3),
+        PartReport(frozenset([0, 1]), frozenset([0, 1]), moved=3),
         PartReport(frozenset([1]), refused=("memory policy bind on node 1: Operation not permitted",)),
         "bind",
         ("CPUs 0-1 are remote to GPU 3 (on NUMA node 1)",),

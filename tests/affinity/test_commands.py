@@ -15,8 +15,9 @@ import pytest
 import safe_gpu.drivers
 from safe_gpu.affinity.describe import affinity_json, affinity_table
 from safe_gpu.affinity.gpu_affinity import set_affinity, visible_indices
+from safe_gpu.affinity.modes import Mode, Multithreading, Scope
 from safe_gpu.affinity.numactl import numactl_options, wrap_command
-from safe_gpu.affinity.options import AffinityOptions, Mode, Multithreading, Scope
+from safe_gpu.affinity.options import MODES, MULTITHREADING, SCOPES, AffinityOptions
 from safe_gpu.affinity.policies import plan
 from safe_gpu.affinity.topology import HostTopology
 from safe_gpu.devices import Gpu, HostSnapshot
@@ -72,6 +73,12 @@ def test_ranks_follow_the_order_of_visible_gpus(
         return [found for rank in (0, 1) if (found := set_affinity(rank, 2)) == os.sched_getaffinity(0)]
 
     assert in_child(child) == [{MASK[at]} for at in expected]
+
+
+def test_enumerations_and_texts_are_the_same() -> None:
+    assert {mode.value for mode in Mode} < set(MODES)
+    assert tuple(scope.value for scope in Scope) == SCOPES
+    assert tuple(threads.value for threads in Multithreading) == MULTITHREADING
 
 
 @needs_two_cpus

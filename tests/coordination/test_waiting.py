@@ -291,7 +291,7 @@ def test_a_signal_that_kills_unwinds_first(state_dir: Path, child, number: int) 
         WAIT
         + """
 import signal
-from safe_gpu.coordination.waiting import tidy_on_signals
+from safe_gpu.coordination.signals import tidy_on_signals
 try:
     with tidy_on_signals():
         say("waiting"); signal.pause()
@@ -315,7 +315,7 @@ finally:
 def test_a_handler_of_the_program_is_left_alone(state_dir: Path, child) -> None:
     code = """
 import os, signal
-from safe_gpu.coordination.waiting import tidy_on_signals
+from safe_gpu.coordination.signals import tidy_on_signals
 signal.signal(signal.SIGTERM, lambda *a: say("mine"))
 with tidy_on_signals():
     os.kill(os.getpid(), signal.SIGTERM)

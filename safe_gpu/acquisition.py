@@ -6,10 +6,12 @@ again once the leases are held.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
+from . import procfs
 from .claims import Claim, WaitNews, describe_process, survey
 from .coordination.host_lock import MINIMUM_PATIENCE, HostLock, LockedHost
 from .coordination.leases import (
@@ -26,7 +28,7 @@ from .coordination.signals import tidy_on_signals
 from .coordination.waiting import Ahead, Demand, Waiter
 from .devices import Gpu, GpuRequest, GpuVerdict, Holder, HostSnapshot
 from .errors import ClaimTimeout, NotEnoughGpusError
-from .scopes import judged_inside, outer_claim, refuse_what_the_parent_holds, usable_inside
+from .scopes import family_may_hold, judged_inside, outer_claim, refuse_what_the_parent_holds, usable_inside
 from .selection import can_be_met_by_releases, candidates, check_possible, choose, fence_hint, judge
 from .visibility import Fence
 
@@ -205,8 +207,11 @@ class Acquisition:
     # One look, under host.lock
 
     def _look(self, look: _Look, take: bool) -> None:
+        usable = list(candidates(self._snapshot, self._request, self._fence))  # that it may ever have
+        procfs.user_name(os.geteuid())  # for records and tickets: a directory service is not asked under host.lock
         with HostLock(self._lock_until()) as host:
-            usable = self._usable(host)
+            if self._scope:
+                usable = self._inside(host, usable)
             if self._waiter is None:
                 stems = (f"{gpu.uuid}.inner" if self._outer else gpu.uuid for gpu in usable)
                 demand = Demand(self._request.nb_gpus, frozenset(stems), self._request.min_memory)
@@ -225,11 +230,9 @@ class Acquisition:
             return None
         return max(self._lock_deadline, time.monotonic() + MINIMUM_PATIENCE)
 
-    def _usable(self, host: LockedHost) -> list[Gpu]:
-        """The GPUs that this request may ever have; inside another claim, among that claim's."""
-        usable = list(candidates(self._snapshot, self._request, self._fence))
-        if not self._scope:
-            return usable
+    def _inside(self, host: LockedHost, usable: list[Gpu]) -> list[Gpu]:
+        """Inside another claim, those of the GPUs that are that claim's."""
+        assert self._scope is not None
         self._outer = outer_claim(host, self._snapshot, self._scope)
         if self._outer:
             return usable_inside(self._outer, usable, self._request, delegate=self._must_delegate)
@@ -411,11 +414,13 @@ class Acquisition:
         return 1 if self._waiter is None else self._waiter.position()
 
     def _tell(self, look: _Look) -> None:
+        if self._on_wait is None and not family_may_hold(self._usable_uuids(), inner=bool(self._outer)):
+            return  # where nobody listens, nobody asks who holds what: among hundreds of waiters that has its price
         if look.ahead is None:
             self._poll()
         verdicts = self._judge(self._holders())
         refuse_what_the_parent_holds(verdicts, self._usable_uuids(), self._request, inner=bool(self._outer))
-        if self._on_wait is not None:  # where nobody listens, nobody reads all tickets ahead
+        if self._on_wait is not None:
             free = sum(verdict.free for verdict in verdicts)
             self._on_wait(WaitNews(self._position(), free, self._request.nb_gpus, verdicts))
 

@@ -7,6 +7,7 @@ had (another pid namespace, hidepid, a process that just ended) is None or empty
 from __future__ import annotations
 
 import os
+from functools import cache
 
 __all__ = [
     "ancestors",
@@ -127,8 +128,12 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
+@cache
 def user_name(uid: int) -> str:
-    """The login name of a uid, or the number as text where it has none."""
+    """The login name of a uid, or the number as text where it has none.
+
+    Asked once in a process: where a directory service answers, it can take seconds.
+    """
     import pwd
 
     try:

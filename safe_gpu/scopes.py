@@ -10,12 +10,13 @@ import os
 from collections.abc import Collection, Iterable, Mapping
 
 from . import procfs
+from .coordination.files import StateDir, state_dir_path
 from .coordination.host_lock import LockedHost
-from .coordination.leases import LeaseRecord, lease_name, probe, read_record
+from .coordination.leases import LeaseRecord, inner_name, lease_name, probe, read_record
 from .devices import Gpu, GpuRequest, GpuVerdict, HostSnapshot
 from .errors import NotEnoughGpusError, UnsatisfiableRequestError
 
-__all__ = ["judged_inside", "outer_claim", "refuse_what_the_parent_holds", "usable_inside"]
+__all__ = ["family_may_hold", "judged_inside", "outer_claim", "refuse_what_the_parent_holds", "usable_inside"]
 
 
 def outer_claim(host: LockedHost, snapshot: HostSnapshot, token: str) -> dict[str, LeaseRecord]:
@@ -60,6 +61,15 @@ def judged_inside(outer: Mapping[str, LeaseRecord], verdicts: Iterable[GpuVerdic
 
 def _pid(outer: Mapping[str, LeaseRecord]) -> int:
     return next(iter(outer.values())).pid
+
+
+def family_may_hold(uuids: Iterable[str], *, inner: bool) -> bool:
+    """Whether the record of one of these leases names this process or one above it. Records prove nothing, and reading
+    them needs no lock."""
+    family = {os.getpid(), *procfs.ancestors(os.getpid())}
+    with StateDir(state_dir_path()) as root, StateDir("leases", root) as leases:
+        records = (read_record(leases, inner_name(uuid) if inner else lease_name(uuid)) for uuid in uuids)
+        return any(record is not None and record.pid in family for record in records)
 
 
 def refuse_what_the_parent_holds(

@@ -23,6 +23,8 @@ _CREATION_PATIENCE = 1.0
 
 _OPEN_DIR = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _OPEN_FILE = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
+# Old file systems know no O_TMPFILE, and without /proc such a file cannot be given a name.
+_NO_UNNAMED_FILES = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT)
 
 NETWORK_TYPES = frozenset(
     "9p acfs afs beegfs ceph cephfs cifs coda davfs fuse.ceph fuse.glusterfs fuse.juicefs fuse.mfs fuse.s3fs "
@@ -96,39 +98,51 @@ class StateDir:
         return fd
 
     def open_or_create(self, name: str) -> int:
-        """Like :meth:`open`, and creates it empty with mode 0666, whatever the umask, where it is missing.
-
-        A missing file is made under a name of its own and linked into place: no one ever sees it with a narrower mode.
-        O_CREAT is never used on a name that may exist: in a sticky directory fs.protected_regular refuses that even
-        to root.
-        """
+        """Like :meth:`open`, and creates it empty with mode 0666, whatever the umask, where it is missing."""
         while True:
             fd = self.open(name)
+            if fd is None:
+                fd = self.create(name)
             if fd is not None:
                 return fd
-            self._create(name)
 
     def create(self, name: str) -> int | None:
-        """A descriptor of a new, empty file with mode 0666; None where the name is taken."""
-        return self.open(name) if self._create(name) else None
+        """A descriptor of a new, empty file with mode 0666, whatever the umask; None where the name is taken.
 
-    def _create(self, name: str) -> bool:
-        temporary = f".{name}.{os.getpid()}.{time.monotonic_ns():x}"
+        It is made without a name and linked into place: no one ever sees it with a narrower mode, and a process that is
+        killed here leaves nothing. O_CREAT is never used on a name that may exist: in a sticky directory
+        fs.protected_regular refuses that even to root.
+        """
         try:
-            fd = os.open(temporary, _OPEN_FILE | os.O_CREAT | os.O_EXCL, 0o666, dir_fd=self.fd)
+            try:
+                self._create_unnamed(name)
+            except OSError as err:
+                if err.errno not in _NO_UNNAMED_FILES:
+                    raise
+                self._create_renamed(name)
+        except FileExistsError:
+            return None
         except OSError as err:
             raise self._error(name, err) from err
+        return self.open(name)  # /proc/PID/fd shows a descriptor that was there before the name as deleted
+
+    def _create_unnamed(self, name: str) -> None:
+        fd = os.open(".", os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o666, dir_fd=self.fd)
+        try:
+            os.fchmod(fd, 0o666)
+            os.link(f"/proc/self/fd/{fd}", name, dst_dir_fd=self.fd, follow_symlinks=True)
+        finally:
+            os.close(fd)
+
+    def _create_renamed(self, name: str) -> None:
+        temporary = f".{name}.{os.getpid()}.{time.monotonic_ns():x}"
+        fd = os.open(temporary, _OPEN_FILE | os.O_CREAT | os.O_EXCL, 0o666, dir_fd=self.fd)
         try:
             os.fchmod(fd, 0o666)
             os.link(temporary, name, src_dir_fd=self.fd, dst_dir_fd=self.fd, follow_symlinks=False)
-        except FileExistsError:
-            return False
-        except OSError as err:
-            raise self._error(name, err) from err
         finally:
             os.close(fd)
             self.unlink(temporary)
-        return True
 
     def is_current(self, name: str, fd: int) -> bool:
         """Whether the name still means this open file (a cleaner of /tmp may have unlinked or replaced it)."""
@@ -284,7 +298,14 @@ def file_system_type(fd: int) -> str:
     return ""
 
 
+_local_devices: set[int] = set()
+"""Where a state directory was found to be on a local file system: to find that out takes longer than to take a lock."""
+
+
 def _refuse_network(fd: int, path: str) -> None:
+    device = os.fstat(fd).st_dev
+    if device in _local_devices:
+        return
     kind = file_system_type(fd)
     if kind in NETWORK_TYPES:
         raise StateDirError(
@@ -292,3 +313,4 @@ def _refuse_network(fd: int, path: str) -> None:
             "set SAFE_GPU_DIR to a directory on a local disk or tmpfs that all jobs of this host share",
             path=path,
         )
+    _local_devices.add(device)

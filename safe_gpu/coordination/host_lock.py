@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
 
 from .. import procfs
 from ..errors import LockTimeout, StateDirError
@@ -30,8 +31,21 @@ def unlock_file(fd: int) -> None:
     unlock_descriptor(fd)
 
 
-# However large the crowd at host.lock, each looks so often.
-_LONGEST_PAUSE = 0.1
+# However large the crowd at host.lock, nobody pauses longer than this, times 1 to 5 ms.
+_SLOWEST = 20
+
+
+def _pauses() -> Iterator[float]:
+    """Seconds between tries at host.lock: short, since it is held for microseconds, and uneven, or a crowd comes in step.
+
+    The longer the wait, the larger the crowd: hundreds that pause for so little leave no CPU to the holder.
+    """
+    import random
+
+    uneven = random.Random().uniform  # the program's own sequence of random numbers stays as it is
+    began = time.monotonic()
+    while True:
+        yield min(1 + 100 * (time.monotonic() - began), _SLOWEST) * uneven(0.001, 0.005)
 
 
 class ForkGuard:
@@ -114,8 +128,8 @@ class HostLock:
         try:
             # Opened anew each time, by path: a state directory that was cleaned away or replaced is noticed at once.
             with StateDir(self._path) as root:
+                self._host = LockedHost(root)  # opened before, since others wait while the lock is held
                 self._lock(root)
-                self._host = LockedHost(root)
             return self._host
         except BaseException:
             self._give_back()
@@ -127,11 +141,11 @@ class HostLock:
     def _give_back(self) -> None:
         host, self._host = self._host, None
         try:
-            if host is not None:
-                host.close()
+            self._unlock()
         finally:
             try:
-                self._unlock()
+                if host is not None:
+                    host.close()
             finally:
                 self._signals.let_go()
 
@@ -165,10 +179,11 @@ class HostLock:
                     path=root.path,
                     errno=err.errno,
                 ) from err
-            self._give_back()  # a cleaner of /tmp took the file away meanwhile: lock what stands there now
+            self._unlock()  # a cleaner of /tmp took the file away meanwhile: lock what stands there now
+            self._signals.let_go()
 
     def _wait(self) -> None:
-        began = time.monotonic()
+        pauses = _pauses()
         while True:
             self._signals.hold_back()
             if lock_file(self._fd):
@@ -176,10 +191,7 @@ class HostLock:
             self._signals.let_go()
             if self._deadline is not None and time.monotonic() >= self._deadline:
                 raise self._timeout(self._fd)
-            # Uneven pauses, so that many waiters do not come at once; short, since the lock is held for microseconds.
-            # The longer the wait, the larger the crowd: hundreds that pause for so little leave no CPU to the holder.
-            pause = 0.001 + time.monotonic_ns() % 4_000_000 / 1e9
-            time.sleep(min(_LONGEST_PAUSE, pause * (1 + 100 * (time.monotonic() - began))))
+            time.sleep(next(pauses))
 
     def _timeout(self, fd: int) -> LockTimeout:
         path = os.path.join(self._path, "host.lock")

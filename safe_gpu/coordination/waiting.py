@@ -6,6 +6,7 @@ lives. Whoever competes for the same GPUs and came later sleeps on the ticket be
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from collections.abc import Callable
@@ -68,6 +69,17 @@ class Ahead:
             fd, self.fd = self.fd, -1
             os.close(fd)
 
+    def lets_pass(self, may_pass: Callable[[Demand], bool]) -> bool:
+        """Whether it may be passed; it is closed then."""
+        try:
+            passes = self.ticket.demand is not None and may_pass(self.ticket.demand)
+        except BaseException:
+            self.close()
+            raise
+        if passes:
+            self.close()
+        return passes
+
 
 def _encode(pid: int, demand: Demand) -> bytes:
     import json
@@ -95,81 +107,58 @@ def _decode(seq: int, inode: int, data: bytes) -> Ticket:
         return Ticket(seq, inode, 0, "unknown", 0.0, None)
 
 
-class _Book:
-    """What this process knows of the queue's files: whose ticket, and which are dead. Keyed by number and inode."""
+def _numbers(queue: StateDir) -> list[int]:
+    """The number of every ticket file, in order."""
+    stems = (name[: -len(_SUFFIX)] for name in queue.names() if name.endswith(_SUFFIX))
+    return sorted(int(stem) for stem in stems if stem.isdecimal() and stem.isascii())
 
-    def __init__(self) -> None:
-        self._read: dict[tuple[int, int], Ticket] = {}
-        self._dead: set[tuple[int, int]] = set()
 
-    def numbers(self, queue: StateDir) -> list[tuple[int, int]]:
-        """(seq, inode) of every ticket file, in order."""
-        found = []
-        with os.scandir(queue.fd) as entries:
-            for entry in entries:
-                stem = entry.name[: -len(_SUFFIX)]
-                if entry.name.endswith(_SUFFIX) and stem.isdecimal() and stem.isascii():
-                    found.append((int(stem), entry.inode()))
-        present = set(found)
-        self._dead &= present
-        self._read = {key: ticket for key, ticket in self._read.items() if key in present}
-        return sorted(found)
+def _open(queue: StateDir, seq: int, known: Ticket | None = None) -> tuple[Ticket, int] | None:
+    """A ticket and a descriptor of its file; None where it is gone or closed to us.
 
-    def is_dead(self, key: tuple[int, int]) -> bool:
-        return key in self._dead
+    A ticket that we may not open was left by a process killed while it made it: nobody else is making one now.
 
-    def look(self, queue: StateDir, key: tuple[int, int]) -> tuple[Ticket, int] | None:
-        """The ticket and an open descriptor; None where it is gone or closed to us.
+    Args:
+        known: what was read of it before; its file is not read again.
+    """
+    try:
+        fd = queue.open(f"{seq}{_SUFFIX}")
+    except StateDirError as err:
+        if err.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+            raise
+        return None
+    if fd is None:
+        return None
+    inode = os.fstat(fd).st_ino
+    if known is None:
+        return _decode(seq, inode, os.pread(fd, 1 << 20, 0)), fd
+    if known.inode != inode:  # the queue was cleaned away and began anew: whoever has the number now came later
+        os.close(fd)
+        return None
+    return known, fd
 
-        A ticket that we may not open was left by a process killed while it made it: nobody else is making one now.
-        """
-        try:
-            fd = queue.open(f"{key[0]}{_SUFFIX}")
-        except StateDirError:
-            self._dead.add(key)
-            return None
-        if fd is None:
-            return None
-        ticket = self._read.get(key)
-        if ticket is None:
-            ticket = _decode(*key, os.pread(fd, 1 << 20, 0))
-            if ticket.demand is not None:  # read without host.lock, it may just not be written yet
-                self._read[key] = ticket
-        return ticket, fd
 
-    def read(self, queue: StateDir, key: tuple[int, int]) -> Ticket | None:
-        """The ticket alone."""
-        if key in self._read:
-            return self._read[key]
-        seen = self.look(queue, key)
-        if seen is None:
-            return None
-        os.close(seen[1])
-        return seen[0]
+def _is_live(host: LockedHost, seq: int, fd: int) -> bool:
+    """Whether its waiter holds it; the dead are unlinked where this user may."""
+    import fcntl
 
-    def is_live(self, host: LockedHost, key: tuple[int, int], fd: int) -> bool:
-        """Whether its waiter holds it; the dead are remembered, and unlinked where this user may."""
-        import fcntl
-
-        try:
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        unlock_file(fd)
-        if not host.queue.unlink(f"{key[0]}{_SUFFIX}"):
-            self._dead.add(key)
-        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    unlock_file(fd)
+    host.queue.unlink(f"{seq}{_SUFFIX}")
+    return False
 
 
 def live_tickets(host: LockedHost) -> list[Ticket]:
     """Everyone who waits, first come first."""
-    book = _Book()
     found = []
-    for key in book.numbers(host.queue):
-        if (seen := book.look(host.queue, key)) is not None:
+    for seq in _numbers(host.queue):
+        if (seen := _open(host.queue, seq)) is not None:
             ticket, fd = seen
             try:
-                if book.is_live(host, key, fd):
+                if _is_live(host, seq, fd):
                     found.append(ticket)
             finally:
                 os.close(fd)
@@ -181,9 +170,14 @@ class Waiter:
 
     def __init__(self, demand: Demand) -> None:
         self.demand = demand
-        self._book = _Book()
         self._seq: int | None = None
         self._fd = -1
+        # The numbers ahead that may still stand in the way, in order. None comes to be ahead of a ticket, so with one
+        # they only grow fewer: among hundreds of waiters, to list the queue takes its time.
+        self._before: list[int] = []
+        self._highest = 0
+        self._listed: LockedHost | None = None
+        self._read: dict[int, Ticket] = {}
 
     @property
     def queued(self) -> bool:
@@ -196,8 +190,8 @@ class Waiter:
         Raises:
             StateDirError: no room, or the queue is closed to us.
         """
-        numbers = self._book.numbers(host.queue)
-        seq = numbers[-1][0] + 1 if numbers else 1
+        self._list(host)
+        seq = self._highest + 1
         fd = host.queue.create(name := f"{seq}{_SUFFIX}")
         if fd is None:  # host.lock is held and the number was free: somebody meddles
             raise StateDirError(f"{host.queue.path}/{name} appeared while host.lock was held", path=host.queue.path)
@@ -211,38 +205,63 @@ class Waiter:
         fork_guard.add(fd)
         self._seq, self._fd = seq, fd
 
+    def _list(self, host: LockedHost) -> None:
+        """Find out who is there, once for each hold of host.lock."""
+        if self._listed is not host:
+            self._listed = host
+            self._before = _numbers(host.queue)
+            self._highest = self._before[-1] if self._before else 0
+
     def ahead(self, host: LockedHost, may_pass: Callable[[Demand], bool]) -> Ahead | None:
         """The nearest live ticket ahead that competes and may not be passed; without a ticket, all are ahead."""
-        for key in reversed(self._book.numbers(host.queue)):
-            if (self._seq is not None and key[0] >= self._seq) or self._book.is_dead(key):
-                continue
-            seen = self._book.look(host.queue, key)
-            if seen is None:
-                continue
-            ticket, fd = seen
-            stands = (
-                ticket.competes_with(self.demand)
-                and self._book.is_live(host, key, fd)
-                and not (ticket.demand is not None and may_pass(ticket.demand))
-            )
-            if stands:
-                return Ahead(ticket, fd)
+        if not self.queued:
+            self._list(host)
+        never: set[int] = set()
+        try:
+            for seq in reversed(self._before):
+                competitor = self._competitor(host, seq)
+                if competitor is None:
+                    never.add(seq)
+                elif not competitor.lets_pass(may_pass):
+                    return competitor
+            return None
+        finally:
+            if never:
+                self._before = [seq for seq in self._before if seq not in never]
+
+    def _competitor(self, host: LockedHost, seq: int) -> Ahead | None:
+        """The live ticket with this number, where it competes; None where it does not, and then it never will."""
+        seen = _open(host.queue, seq, self._read.get(seq))
+        if seen is None:
+            return None
+        ticket, fd = seen
+        if not (ticket.competes_with(self.demand) and _is_live(host, seq, fd)):
             os.close(fd)
-        return None
+            return None
+        if ticket.demand is not None:
+            self._read[seq] = ticket
+        return Ahead(ticket, fd)
 
     def position(self) -> int:
         """1 for the head of those who compete with it, counting itself.
 
         Reads tickets and probes none, so it needs no lock and holds up nobody; one that died a moment ago may count.
         """
-        ahead = 0
         with StateDir(state_dir_path()) as root, StateDir("queue", root) as queue:
-            for key in self._book.numbers(queue):
-                if (self._seq is not None and key[0] >= self._seq) or self._book.is_dead(key):
-                    continue
-                ticket = self._book.read(queue, key)
-                ahead += ticket is not None and ticket.competes_with(self.demand)
-        return 1 + ahead
+            present = set(_numbers(queue))
+            return 1 + sum(self._stands(queue, seq) for seq in self._before if seq in present)
+
+    def _stands(self, queue: StateDir, seq: int) -> bool:
+        ticket = self._read.get(seq)
+        if ticket is None:
+            seen = _open(queue, seq)
+            if seen is None:
+                return False
+            ticket, fd = seen
+            os.close(fd)
+            if ticket.demand is not None:  # without host.lock, it may just not be written yet
+                self._read[seq] = ticket
+        return ticket.competes_with(self.demand)
 
     def sleep_behind(self, ahead: Ahead, seconds: float) -> bool:
         """Sleep until that ticket goes (True), or so many seconds have passed. Takes over the descriptor."""

@@ -202,6 +202,7 @@ def test_a_state_directory_whose_parent_is_missing(
 def test_a_state_directory_on_a_network_file_system(
     host: Any, monkeypatch: pytest.MonkeyPatch, untouched: Callable[[], Any]
 ) -> None:
+    monkeypatch.setattr(files, "_local_devices", set())
     monkeypatch.setattr(files, "file_system_type", lambda fd: "nfs4")
     state_error(untouched, os.environ["SAFE_GPU_DIR"], "network file system (nfs4)")
 

@@ -168,7 +168,49 @@ def test_o_creat_is_never_used_on_a_name_that_may_exist(state_dir: Path, monkeyp
         os.close(root.open_or_create("host.lock"))
 
 
-def test_two_creators_at_once_end_with_one_file(state_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(params=["unnamed files", "no unnamed files"])
+def unnamed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether the file system knows O_TMPFILE, as most do."""
+    real = os.open
+
+    def old(path, flags, *args, **kwargs):
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+        return real(path, flags, *args, **kwargs)
+
+    if request.param == "no unnamed files":
+        monkeypatch.setattr(os, "open", old)
+    return request.param == "unnamed files"
+
+
+def test_a_file_gets_its_name_when_it_is_ready(state_dir: Path, monkeypatch: pytest.MonkeyPatch, unnamed: bool) -> None:
+    seen = []
+    real = os.link
+
+    def look(source, target, **kwargs):
+        seen.extend(os.listdir(state_dir))
+        real(source, target, **kwargs)
+
+    monkeypatch.setattr(os, "link", look)
+    umask = os.umask(0o077)
+    try:
+        with StateDir(str(state_dir)) as root:
+            fd = root.create("a.lock")
+            assert fd is not None
+            assert root.is_current("a.lock", fd)
+            assert root.create("a.lock") is None
+            assert os.write(fd, b"x") == 1
+            os.close(fd)
+    finally:
+        os.umask(umask)
+    assert (state_dir / "a.lock").stat().st_mode & 0o777 == 0o666
+    assert (seen == ["a.lock"]) is unnamed  # a process killed there leaves nothing behind
+    assert os.listdir(state_dir) == ["a.lock"]
+
+
+def test_two_creators_at_once_end_with_one_file(
+    state_dir: Path, monkeypatch: pytest.MonkeyPatch, unnamed: bool
+) -> None:
     with StateDir(str(state_dir)) as root:
         real = os.link
 
@@ -185,7 +227,9 @@ def test_two_creators_at_once_end_with_one_file(state_dir: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
-def test_a_full_disk_is_said_and_leaves_nothing(state_dir: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+def test_a_full_disk_is_said_and_leaves_nothing(
+    state_dir: Path, monkeypatch: pytest.MonkeyPatch, code: int, unnamed: bool
+) -> None:
     with StateDir(str(state_dir)) as root:
 
         def full(*args, **kwargs):
@@ -231,6 +275,7 @@ def test_a_read_only_file_system(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["nfs4", "lustre", "fuse.sshfs", "9p"])
 def test_a_network_file_system_is_refused(state_dir: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    monkeypatch.setattr(files, "_local_devices", set())
     monkeypatch.setattr(files, "file_system_type", lambda fd: kind)
     with pytest.raises(StateDirError, match=rf"network file system \({kind}\).*SAFE_GPU_DIR"):
         StateDir(str(state_dir))

@@ -24,6 +24,7 @@ from .coordination.leases import (
     try_lease,
 )
 from .coordination.legacy import take_legacy_lock
+from .coordination.lookout import Lookout
 from .coordination.signals import tidy_on_signals
 from .coordination.waiting import Ahead, Demand, Waiter
 from .devices import Gpu, GpuRequest, GpuVerdict, Holder, HostSnapshot
@@ -37,8 +38,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Acquisition"]
 
-# How often the head of the queue looks at leases: often enough for a hand-over that no one notices.
+# How often the head of the queue looks at leases: often enough for a hand-over that no one notices; half as often once
+# it has waited for a second, since then nobody is in a hurry.
 _LEASE_PAUSE = 0.010
+# It looks in full so often, whatever it sees: a state directory may be cleaned away under it.
+_FULL_LOOK = 1.0
 # How often it asks the driver about GPUs whose leases are free; a slow driver takes at most a tenth of the time.
 _DRIVER_PAUSE = 0.100
 # Sleepers look anyway so often, and waiting is reported so often.
@@ -123,11 +127,14 @@ class Acquisition:
 
         self._snapshot = snapshot
         self._polled = time.monotonic()
+        self._usable_of: HostSnapshot | None = None
+        self._candidates: list[Gpu] = []
         self._waiter: Waiter | None = None
         self._outer: dict[str, LeaseRecord] = {}
         self._polled_for: frozenset[str] | None = None
         self._next_poll = 0.0
         self._next_news = 0.0
+        self._watching = 0.0
         self._looks = 0
         self._tried_last = timeout == 0
 
@@ -207,7 +214,7 @@ class Acquisition:
     # One look, under host.lock
 
     def _look(self, look: _Look, take: bool) -> None:
-        usable = list(candidates(self._snapshot, self._request, self._fence))  # that it may ever have
+        usable = self._usable()
         procfs.user_name(os.geteuid())  # for records and tickets: a directory service is not asked under host.lock
         with HostLock(self._lock_until()) as host:
             if self._scope:
@@ -254,8 +261,9 @@ class Acquisition:
             nonlocal tried
             if not tried:
                 tried = True
+                shared = self._snapshot.shared_display
                 for gpu in usable:
-                    if (lease := self._try_one(host, gpu)) is not None:
+                    if (lease := self._try_one(host, gpu, shared=shared)) is not None:
                         held[gpu.uuid] = lease
             return held
 
@@ -285,13 +293,14 @@ class Acquisition:
                 if uuid not in kept:
                     lease.release()
 
-    def _try_one(self, host: LockedHost, gpu: Gpu) -> Lease | None:
-        shared = self._snapshot.shared_display
+    def _try_one(self, host: LockedHost, gpu: Gpu, *, shared: bool) -> Lease | None:
         if self._outer:
             return try_lease(host, inner_name(gpu.uuid), shared=shared)
-        if not shared and probe(host, inner_name(gpu.uuid)):
-            return None  # an outer claim died and one inside it lives on
-        return try_lease(host, lease_name(gpu.uuid), shared=shared)
+        lease = try_lease(host, lease_name(gpu.uuid), shared=shared)
+        if lease is not None and not shared and probe(host, inner_name(gpu.uuid)):
+            lease.release()  # an outer claim died and one inside it lives on
+            return None
+        return lease
 
     def _record(self, chosen: tuple[Gpu, ...], leases: list[Lease]) -> None:
         uuids = tuple(gpu.uuid for gpu in chosen)
@@ -400,10 +409,33 @@ class Acquisition:
             self._polled_for = look.unleased
             self._poll()
             return
-        time.sleep(min(left, _LEASE_PAUSE + time.monotonic_ns() % 10_000_000 / 1e9))
+        self._watch(look, left)
+
+    def _watch(self, look: _Look, left: float) -> None:
+        """Sleep until a lease may have come free, the driver is to be asked again, or so many seconds have passed."""
+        now = time.monotonic()
+        self._watching = self._watching or now
+        until = now + min(left, _FULL_LOOK)
+        if len(look.unleased) >= self._request.nb_gpus:
+            until = min(until, self._next_poll)
+        name = inner_name if self._outer else lease_name
+        with Lookout(name(gpu.uuid) for gpu in self._usable() if gpu.uuid not in look.unleased) as lookout:
+            while now < until:
+                pause = _LEASE_PAUSE if now - self._watching < 1.0 else 2 * _LEASE_PAUSE
+                time.sleep(min(until - now, pause))
+                if lookout.stirs():
+                    return
+                now = time.monotonic()
+
+    def _usable(self) -> list[Gpu]:
+        """The GPUs that this request may ever have, as the latest poll shows them."""
+        if self._usable_of is not self._snapshot:
+            self._usable_of = self._snapshot
+            self._candidates = list(candidates(self._snapshot, self._request, self._fence))
+        return self._candidates
 
     def _usable_uuids(self) -> set[str]:
-        return {gpu.uuid for gpu in candidates(self._snapshot, self._request, self._fence)}
+        return {gpu.uuid for gpu in self._usable()}
 
     def _holders(self) -> dict[str, Holder]:
         """Who holds which GPU; for people."""

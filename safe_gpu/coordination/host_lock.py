@@ -36,7 +36,7 @@ _SLOWEST = 20
 
 
 def _pauses() -> Iterator[float]:
-    """Seconds between tries at host.lock: short, since it is held for microseconds, and uneven, or a crowd comes in step.
+    """Seconds between tries at host.lock: short, since it is held for microseconds, and uneven, or crowds go in step.
 
     The longer the wait, the larger the crowd: hundreds that pause for so little leave no CPU to the holder.
     """

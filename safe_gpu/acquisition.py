@@ -215,14 +215,16 @@ class Acquisition:
 
     def _look(self, look: _Look, take: bool) -> None:
         usable = self._usable()
+        if self._waiter is None and not self._scope:
+            self._waiter = self._waiter_for(usable)
+        if self._waiter is not None and self._may_wait():
+            self._waiter.prepare()
         procfs.user_name(os.geteuid())  # for records and tickets: a directory service is not asked under host.lock
         with HostLock(self._lock_until()) as host:
             if self._scope:
                 usable = self._inside(host, usable)
             if self._waiter is None:
-                stems = (f"{gpu.uuid}.inner" if self._outer else gpu.uuid for gpu in usable)
-                demand = Demand(self._request.nb_gpus, frozenset(stems), self._request.min_memory)
-                self._waiter = Waiter(demand)
+                self._waiter = self._waiter_for(usable)
             self._try(look, host, usable, take, self._waiter)
             if not look.chosen and not self._waiter.queued and self._may_wait():
                 self._waiter.join(host)
@@ -236,6 +238,10 @@ class Acquisition:
         if self._lock_deadline is None:
             return None
         return max(self._lock_deadline, time.monotonic() + MINIMUM_PATIENCE)
+
+    def _waiter_for(self, usable: list[Gpu]) -> Waiter:
+        stems = (f"{gpu.uuid}.inner" if self._outer else gpu.uuid for gpu in usable)
+        return Waiter(Demand(self._request.nb_gpus, frozenset(stems), self._request.min_memory))
 
     def _inside(self, host: LockedHost, usable: list[Gpu]) -> list[Gpu]:
         """Inside another claim, those of the GPUs that are that claim's."""
@@ -262,9 +268,13 @@ class Acquisition:
             if not tried:
                 tried = True
                 shared = self._snapshot.shared_display
+                name = inner_name if self._outer else lease_name
                 for gpu in usable:
-                    if (lease := self._try_one(host, gpu, shared=shared)) is not None:
-                        held[gpu.uuid] = lease
+                    if (lease := try_lease(host, name(gpu.uuid), shared=shared)) is None:
+                        continue
+                    held[gpu.uuid] = lease
+                    if not self._outer and not shared and probe(host, inner_name(gpu.uuid)):
+                        held.pop(gpu.uuid).release()  # an outer claim died and one inside it lives on
             return held
 
         kept: set[str] = set()
@@ -292,15 +302,6 @@ class Acquisition:
             for uuid, lease in held.items():
                 if uuid not in kept:
                     lease.release()
-
-    def _try_one(self, host: LockedHost, gpu: Gpu, *, shared: bool) -> Lease | None:
-        if self._outer:
-            return try_lease(host, inner_name(gpu.uuid), shared=shared)
-        lease = try_lease(host, lease_name(gpu.uuid), shared=shared)
-        if lease is not None and not shared and probe(host, inner_name(gpu.uuid)):
-            lease.release()  # an outer claim died and one inside it lives on
-            return None
-        return lease
 
     def _record(self, chosen: tuple[Gpu, ...], leases: list[Lease]) -> None:
         uuids = tuple(gpu.uuid for gpu in chosen)

@@ -197,6 +197,7 @@ def bench_waiters(options: argparse.Namespace) -> list[Row]:
 
 
 WAIT = "import safe_gpu; safe_gpu.claim_gpus(timeout=None, affinity=None)"
+GIVE_UP = "import safe_gpu; safe_gpu.claim_gpus(timeout=0.1, affinity=None)"
 BARE = "import time; print(flush=True); time.sleep(3600)"
 
 
@@ -212,6 +213,8 @@ def bench_memory(options: argparse.Namespace) -> list[Row]:
         warm_up()
         queue = Path(directory, "state", "queue")
         with all_held():
+            # One that gives up first, so that none of those measured has compiled what it imports.
+            subprocess.run([sys.executable, "-c", GIVE_UP], env=environment(), stderr=subprocess.DEVNULL)
             waiters = [subprocess.Popen([sys.executable, "-c", WAIT], env=environment()) for _ in range(5)]
             bare = [
                 subprocess.Popen([sys.executable, "-c", BARE], env=environment(), stdout=subprocess.PIPE)

@@ -23,8 +23,6 @@ _CREATION_PATIENCE = 1.0
 
 _OPEN_DIR = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _OPEN_FILE = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
-# Old file systems know no O_TMPFILE, and without /proc such a file cannot be given a name.
-_NO_UNNAMED_FILES = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT)
 
 NETWORK_TYPES = frozenset(
     "9p acfs afs beegfs ceph cephfs cifs coda davfs fuse.ceph fuse.glusterfs fuse.juicefs fuse.mfs fuse.s3fs "
@@ -106,19 +104,19 @@ class StateDir:
             if fd is not None:
                 return fd
 
-    def create(self, name: str) -> int | None:
-        """A descriptor of a new, empty file with mode 0666, whatever the umask; None where the name is taken.
+    def create(self, name: str, prepared: int | None = None) -> int | None:
+        """A descriptor of a new file with mode 0666, whatever the umask; None where the name is taken.
 
         It is made without a name and linked into place: no one ever sees it with a narrower mode, and a process that is
         killed here leaves nothing. O_CREAT is never used on a name that may exist: in a sticky directory
         fs.protected_regular refuses that even to root.
+
+        Args:
+            prepared: the file, from :meth:`prepare`, which is closed; None makes an empty one.
         """
         try:
-            try:
-                self._create_unnamed(name)
-            except OSError as err:
-                if err.errno not in _NO_UNNAMED_FILES:
-                    raise
+            unnamed = self.prepare() if prepared is None else prepared
+            if unnamed is None or not self._name(unnamed, name):
                 self._create_renamed(name)
         except FileExistsError:
             return None
@@ -126,13 +124,34 @@ class StateDir:
             raise self._error(name, err) from err
         return self.open(name)  # /proc/PID/fd shows a descriptor that was there before the name as deleted
 
-    def _create_unnamed(self, name: str) -> None:
-        fd = os.open(".", os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o666, dir_fd=self.fd)
+    def prepare(self) -> int | None:
+        """A descriptor of a new, empty file with mode 0666 that has no name yet; None where there is none such.
+
+        Raises:
+            OSError: no room, a read-only file system.
+        """
+        try:
+            fd = os.open(".", os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o666, dir_fd=self.fd)
+        except OSError as err:
+            if err.errno in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT):
+                return None
+            raise
         try:
             os.fchmod(fd, 0o666)
-            os.link(f"/proc/self/fd/{fd}", name, dst_dir_fd=self.fd, follow_symlinks=True)
-        finally:
+        except OSError:
             os.close(fd)
+            raise
+        return fd
+
+    def _name(self, unnamed: int, name: str) -> bool:
+        """Give the file a name and close it; False without /proc, where it can have none."""
+        try:
+            os.link(f"/proc/self/fd/{unnamed}", name, dst_dir_fd=self.fd, follow_symlinks=True)
+        except FileNotFoundError:
+            return False
+        finally:
+            os.close(unnamed)
+        return True
 
     def _create_renamed(self, name: str) -> None:
         temporary = f".{name}.{os.getpid()}.{time.monotonic_ns():x}"

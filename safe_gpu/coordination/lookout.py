@@ -26,36 +26,45 @@ class Lookout:
     """
 
     def __init__(self, names: Iterable[str]) -> None:
+        self._names = tuple(names)
         self._fds: list[int] = []
+        self._signals = HeldBack()
+
+    def __enter__(self) -> Lookout:
+        self._signals.hold_back()
         try:
-            with StateDir(state_dir_path()) as root, StateDir("leases", root) as leases:
-                self._keep(root.open_or_create("host.lock"))
-                for name in names:
-                    if (fd := leases.open(name)) is not None:
-                        self._keep(fd)
+            try:
+                with StateDir(state_dir_path()) as root, StateDir("leases", root) as leases:
+                    self._keep(root.open_or_create("host.lock"))
+                    for name in self._names:
+                        if (fd := leases.open(name)) is not None:
+                            self._keep(fd)
+            finally:
+                self._signals.let_go()
         except BaseException:
             self.__exit__()
             raise
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        try:
+            self._signals.hold_back()
+        finally:  # also when a signal came in the midst of that
+            while self._fds:
+                fd = self._fds.pop()
+                if fd in fork_guard:  # in a forked child they are closed already
+                    fork_guard.discard(fd)
+                    os.close(fd)
+            self._signals.let_go()
 
     def _keep(self, fd: int) -> None:
         fork_guard.add(fd)
         self._fds.append(fd)
 
-    def __enter__(self) -> Lookout:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        while self._fds:
-            fd = self._fds.pop()
-            if fd in fork_guard:  # in a forked child they are closed already
-                fork_guard.discard(fd)
-                os.close(fd)
-
     def stirs(self) -> bool:
         """Whether one of them is free now; also where host.lock is busy, and it cannot be told."""
         host, *leases = self._fds
-        signals = HeldBack()
-        signals.hold_back()
+        self._signals.hold_back()
         try:
             if not lock_file(host):
                 return True
@@ -64,7 +73,7 @@ class Lookout:
             finally:
                 unlock_file(host)
         finally:
-            signals.let_go()
+            self._signals.let_go()
 
 
 def _is_free(fd: int) -> bool:

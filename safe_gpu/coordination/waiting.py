@@ -178,6 +178,7 @@ class Waiter:
         self._highest = 0
         self._listed: LockedHost | None = None
         self._read: dict[int, Ticket] = {}
+        self._prepared: int | None = None
 
     @property
     def queued(self) -> bool:
@@ -192,18 +193,38 @@ class Waiter:
         """
         self._list(host)
         seq = self._highest + 1
-        fd = host.queue.create(name := f"{seq}{_SUFFIX}")
+        prepared, self._prepared = self._prepared, None
+        fd = host.queue.create(name := f"{seq}{_SUFFIX}", prepared)
         if fd is None:  # host.lock is held and the number was free: somebody meddles
             raise StateDirError(f"{host.queue.path}/{name} appeared while host.lock was held", path=host.queue.path)
         try:
             lock_file(fd)
-            write_all(fd, _encode(os.getpid(), self.demand), os.path.join(host.queue.path, name))
+            if not os.fstat(fd).st_size:
+                write_all(fd, self._line(), os.path.join(host.queue.path, name))
         except BaseException:
             host.queue.unlink(name)
             os.close(fd)
             raise
         fork_guard.add(fd)
         self._seq, self._fd = seq, fd
+
+    def prepare(self) -> None:
+        """Make a ticket ready where others wait already: to make a file takes longer than to lease a GPU, and a crowd
+        waits meanwhile. It has no name and means nothing until :meth:`join`."""
+        if self.queued or self._prepared is not None:
+            return
+        with StateDir(state_dir_path()) as root, StateDir("queue", root) as queue:
+            if not queue.names():
+                return
+            try:
+                self._prepared = queue.prepare()
+            except OSError:
+                return  # said by join, where it still matters
+            if self._prepared is not None:
+                write_all(self._prepared, self._line(), queue.path)
+
+    def _line(self) -> bytes:
+        return _encode(os.getpid(), self.demand)
 
     def _list(self, host: LockedHost) -> None:
         """Find out who is there, once for each hold of host.lock."""
@@ -281,6 +302,7 @@ class Waiter:
     def leave(self) -> None:
         """Give the ticket back; safe to call twice, and without one."""
         if self._seq is None:
+            self._close()
             return
         try:
             with HostLock(time.monotonic() + MINIMUM_PATIENCE) as host:
@@ -301,6 +323,9 @@ class Waiter:
         return f"{self._seq}{_SUFFIX}"
 
     def _close(self) -> None:
+        prepared, self._prepared = self._prepared, None
+        if prepared is not None:
+            os.close(prepared)
         fd, self._fd, self._seq = self._fd, -1, None
         if fd in fork_guard:  # in a forked child it is not: the ticket is its parent's, the descriptor is closed
             fork_guard.discard(fd)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import random
 import signal
 import time
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from safe_gpu import errors
-from safe_gpu.coordination.host_lock import HostLock, fork_guard
+from safe_gpu.coordination.host_lock import HostLock, _pauses, fork_guard
 
 HOLD = """
 from safe_gpu.coordination.host_lock import HostLock
@@ -145,3 +146,11 @@ for _ in range(200):
     for worker in workers:
         worker.finish()
     assert counter.read_text() == "800"
+
+
+def test_pauses_are_uneven_and_the_programs_own_random_numbers_stay() -> None:
+    before = random.getstate()
+    one, other = ([next(pauses) for _ in range(20)] for pauses in (_pauses(), _pauses()))
+    assert one != other
+    assert all(0.001 <= pause <= 0.1 for pause in one + other)
+    assert random.getstate() == before

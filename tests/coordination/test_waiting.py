@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -11,8 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from safe_gpu.coordination.files import StateDir
 from safe_gpu.coordination.host_lock import HostLock, fork_guard
 from safe_gpu.coordination.waiting import Demand, Waiter, live_tickets
+from safe_gpu.errors import StateDirError
 
 ANY = frozenset({"GPU-0", "GPU-1"})
 
@@ -191,6 +194,75 @@ def test_a_number_of_a_dead_ticket_that_stays_is_not_taken_for_its_successor(sta
     live = join()
     assert ahead_of(mine) == int(queue(state_dir)[-1].split(".")[0])
     live.leave()
+
+
+def test_a_ticket_made_ready_before_is_like_any_other(state_dir: Path, join) -> None:
+    first, mine = join(), join(nb_gpus=8, ticket=False)
+    mine.prepare()
+    assert queue(state_dir) == ["1.ticket"]
+    with host() as locked:
+        mine.join(locked)
+    assert json.loads((state_dir / "queue" / "2.ticket").read_text())["request"]["nb_gpus"] == 8
+    assert (state_dir / "queue" / "2.ticket").stat().st_mode & 0o777 == 0o666
+    assert live_in(state_dir) == [1, 2]
+    assert ahead_of(join(ticket=False)) == 2
+    first.leave()
+    assert ahead_of(mine) is None
+
+
+def test_nothing_is_made_ready_where_nobody_waits(state_dir: Path, join) -> None:
+    join().leave()
+    open_before = os.listdir("/proc/self/fd")
+    mine = join(ticket=False)
+    mine.prepare()
+    assert os.listdir("/proc/self/fd") == open_before
+    other = join()
+    mine.prepare()
+    assert len(os.listdir("/proc/self/fd")) == len(open_before) + 2
+    mine.leave()
+    other.leave()
+    assert os.listdir("/proc/self/fd") == open_before
+
+
+def test_whoever_waits_lists_the_queue_but_once(state_dir: Path, join, monkeypatch: pytest.MonkeyPatch) -> None:
+    """None comes to be ahead of a ticket, and the head of hundreds looks many times a second."""
+    first, passed, mine = join(), join(nb_gpus=8), join()
+    assert ahead_of(mine, lambda demand: demand.nb_gpus == 8) == 1
+    later = join()
+    monkeypatch.setattr(StateDir, "names", None)
+    assert ahead_of(mine) == 2
+    passed.leave()
+    assert ahead_of(mine) == 1
+    first.leave()
+    assert ahead_of(mine) is None
+    assert ahead_of(later) == 3
+
+
+def test_a_queue_that_was_cleaned_away_and_began_anew(state_dir: Path, join) -> None:
+    join()
+    mine = join()
+    assert ahead_of(mine) == 1
+    for name in queue(state_dir):
+        (state_dir / "queue" / name).unlink()
+    assert ahead_of(join()) is None
+    assert queue(state_dir) == ["1.ticket"]
+    assert ahead_of(mine) is None  # who has the number now came later
+
+
+def test_too_few_descriptors_do_not_make_a_ticket_look_dead(
+    state_dir: Path, join, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    join()
+    mine = join()
+
+    def full(self: StateDir, name: str) -> None:
+        raise StateDirError("too many open files", errno=errno.EMFILE)
+
+    with monkeypatch.context() as patch, host() as locked:
+        patch.setattr(StateDir, "open", full)
+        with pytest.raises(StateDirError, match="too many"):
+            mine.ahead(locked, never)
+    assert ahead_of(mine) == 1
 
 
 def test_rubbish_in_the_queue_is_ignored(state_dir: Path, join) -> None:

@@ -1,0 +1,78 @@
+"""What the head of the queue sees while it waits for a lease to come free."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from safe_gpu.coordination.host_lock import HostLock
+from safe_gpu.coordination.leases import lease_name, probe, try_lease
+from safe_gpu.coordination.lookout import Lookout
+
+NAMES = [lease_name(f"GPU-{number}") for number in range(3)]
+
+HOLD = f"""
+from safe_gpu.coordination.host_lock import HostLock
+from safe_gpu.coordination.leases import try_lease
+with HostLock(None) as host:
+    leases = [try_lease(host, name) for name in {NAMES!r}]
+say("held")
+listen()
+leases[1].release()
+say("released")
+listen()
+"""
+
+
+@pytest.fixture
+def holder(state_dir: Path, child):
+    one = child(HOLD)
+    assert one.hear() == "held"
+    return one
+
+
+def test_it_stirs_when_a_lease_comes_free_and_keeps_none(holder) -> None:
+    with Lookout(NAMES) as lookout:
+        assert not lookout.stirs()
+        holder.tell()
+        assert holder.hear() == "released"
+        assert lookout.stirs()
+        with HostLock(None) as host:
+            assert not probe(host, NAMES[1])
+            lease = try_lease(host, NAMES[1])
+        assert lease is not None
+        assert not lookout.stirs()
+        lease.release()
+        assert lookout.stirs()
+
+
+def test_it_stirs_when_the_holder_dies(holder) -> None:
+    with Lookout(NAMES) as lookout:
+        assert not lookout.stirs()
+        holder.kill()
+        assert lookout.stirs()
+
+
+def test_it_probes_nothing_while_another_has_host_lock(holder) -> None:
+    holder.tell()
+    assert holder.hear() == "released"
+    with Lookout(NAMES) as lookout, HostLock(None) as host:
+        lease = try_lease(host, NAMES[1])
+        assert lookout.stirs()  # it cannot tell
+        assert lease is not None
+    with HostLock(None) as host:
+        assert probe(host, NAMES[1])
+    lease.release()
+
+
+def test_it_leaves_no_descriptor(holder, child) -> None:
+    before = os.listdir("/proc/self/fd")
+    with Lookout([*NAMES, lease_name("GPU-missing")]) as lookout:
+        child_pid = os.fork()
+        if child_pid == 0:
+            os._exit(len(os.listdir("/proc/self/fd")) != len(before))
+        assert os.waitpid(child_pid, 0)[1] == 0
+        assert not lookout.stirs()
+    assert os.listdir("/proc/self/fd") == before

@@ -12,13 +12,12 @@ from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from . import procfs
-from .claims import Claim, WaitNews, describe_process, survey
+from .claims import Claim, WaitNews, survey
 from .coordination.host_lock import MINIMUM_PATIENCE, HostLock, LockedHost
 from .coordination.leases import (
     Lease,
     LeaseRecord,
     inner_name,
-    lease_name,
     probe,
     read_record,
     try_lease,
@@ -27,14 +26,15 @@ from .coordination.legacy import take_legacy_lock
 from .coordination.lookout import Lookout
 from .coordination.signals import tidy_on_signals
 from .coordination.waiting import Ahead, Demand, Waiter
-from .devices import Gpu, GpuRequest, GpuVerdict, Holder, HostSnapshot
+from .devices import Gpu, GpuRequest, Holder, HostSnapshot
 from .errors import ClaimTimeout, NotEnoughGpusError
-from .scopes import family_may_hold, judged_inside, outer_claim, refuse_what_the_parent_holds, usable_inside
-from .selection import can_be_met_by_releases, candidates, check_possible, choose, fence_hint, judge
-from .visibility import Fence
+from .scopes import family_may_hold, outer_claim, refuse_what_the_parent_holds, usable_inside
+from .selection import can_be_met_by_releases, check_possible, choose, fence_hint
+from .view import HostView
 
 if TYPE_CHECKING:
     from .drivers.base import Driver
+    from .visibility import Fence
 
 __all__ = ["Acquisition"]
 
@@ -43,8 +43,6 @@ __all__ = ["Acquisition"]
 _LEASE_PAUSE = 0.010
 # It looks in full so often, whatever it sees: a state directory may be cleaned away under it.
 _FULL_LOOK = 1.0
-# How often it asks the driver about GPUs whose leases are free; a slow driver takes at most a tenth of the time.
-_DRIVER_PAUSE = 0.100
 # Sleepers look anyway so often, and waiting is reported so often.
 _MINUTE = 60.0
 # Whoever passes a waiter because a stranger blocks it must have seen the stranger this recently.
@@ -109,7 +107,6 @@ class Acquisition:
         on_wait: Callable[[WaitNews], None] | None = None,
     ) -> None:
         now = time.monotonic() if began is None else began
-        self._driver = driver
         self._request = request
         self._fence = fence
         self._timeout = timeout
@@ -118,21 +115,15 @@ class Acquisition:
         self._scope = scope
         self._token = token
         self._must_delegate = must_delegate
-        self._own = own
         self._near = near
         self._job = job
         self._command = command
         self._log = logger
         self._on_wait = on_wait
 
-        self._snapshot = snapshot
-        self._polled = time.monotonic()
-        self._usable_of: HostSnapshot | None = None
-        self._candidates: list[Gpu] = []
+        self._view = HostView(driver, snapshot, request, fence, own)
         self._waiter: Waiter | None = None
-        self._outer: dict[str, LeaseRecord] = {}
         self._polled_for: frozenset[str] | None = None
-        self._next_poll = 0.0
         self._next_news = 0.0
         self._watching = 0.0
         self._looks = 0
@@ -154,10 +145,10 @@ class Acquisition:
             claim = Claim(
                 look.chosen,
                 look.leases,
-                self._snapshot,
-                token="" if self._outer else self._token,
-                inner=bool(self._outer),
-                explained=self._explained(),
+                self._view.snapshot,
+                token="" if self._view.outer else self._token,
+                inner=bool(self._view.outer),
+                explained=self._view.explained,
             )
             keep(claim)
             try:
@@ -173,15 +164,15 @@ class Acquisition:
         """The GPUs that the request could have now, without taking them; the same errors as :meth:`claim`."""
 
         def confirm(look: _Look) -> tuple[Gpu, ...] | None:
-            self._poll()  # what the last poll showed may be as old as the wait
-            free = {verdict.gpu.uuid for verdict in self._judge({}) if verdict.free}
+            self._view.poll()  # what the last poll showed may be as old as the wait
+            free = {verdict.gpu.uuid for verdict in self._view.judge({}) if verdict.free}
             return look.chosen if free.issuperset(gpu.uuid for gpu in look.chosen) else None
 
         gpus: tuple[Gpu, ...] = self._until(confirm, take=False)
         return gpus
 
     def _until(self, finish: Callable[[_Look], Claim | tuple[Gpu, ...] | None], *, take: bool) -> Any:
-        check_possible(self._snapshot, self._request, self._fence)
+        check_possible(self._view.snapshot, self._request, self._fence)
         self._log.info("acquiring lock")
         result: Claim | tuple[Gpu, ...] | None = None
         look = _Look()
@@ -214,7 +205,7 @@ class Acquisition:
     # One look, under host.lock
 
     def _look(self, look: _Look, take: bool) -> None:
-        usable = self._usable()
+        usable = self._view.usable
         if self._waiter is None and not self._scope:
             self._waiter = self._waiter_for(usable)
         if self._waiter is not None and self._may_wait():
@@ -240,15 +231,15 @@ class Acquisition:
         return max(self._lock_deadline, time.monotonic() + MINIMUM_PATIENCE)
 
     def _waiter_for(self, usable: list[Gpu]) -> Waiter:
-        stems = (f"{gpu.uuid}.inner" if self._outer else gpu.uuid for gpu in usable)
+        stems = (f"{gpu.uuid}.inner" if self._view.outer else gpu.uuid for gpu in usable)
         return Waiter(Demand(self._request.nb_gpus, frozenset(stems), self._request.min_memory))
 
     def _inside(self, host: LockedHost, usable: list[Gpu]) -> list[Gpu]:
         """Inside another claim, those of the GPUs that are that claim's."""
         assert self._scope is not None
-        self._outer = outer_claim(host, self._snapshot, self._scope)
-        if self._outer:
-            return usable_inside(self._outer, usable, self._request, delegate=self._must_delegate)
+        self._view.outer = outer_claim(host, self._view.snapshot, self._scope)
+        if self._view.outer:
+            return usable_inside(self._view.outer, usable, self._request, delegate=self._must_delegate)
         self._log.warning(
             "SAFE_GPU_SCOPE=%s names no living claim here (it leaks through qsub -V, ssh and tmux): ignored",
             self._scope,
@@ -267,13 +258,12 @@ class Acquisition:
             nonlocal tried
             if not tried:
                 tried = True
-                shared = self._snapshot.shared_display
-                name = inner_name if self._outer else lease_name
+                shared = self._view.snapshot.shared_display
                 for gpu in usable:
-                    if (lease := try_lease(host, name(gpu.uuid), shared=shared)) is None:
+                    if (lease := try_lease(host, self._view.lease_name(gpu.uuid), shared=shared)) is None:
                         continue
                     held[gpu.uuid] = lease
-                    if not self._outer and not shared and probe(host, inner_name(gpu.uuid)):
+                    if not self._view.outer and not shared and probe(host, inner_name(gpu.uuid)):
                         held.pop(gpu.uuid).release()  # an outer claim died and one inside it lives on
             return held
 
@@ -286,11 +276,11 @@ class Acquisition:
             if len(held) < self._request.nb_gpus:
                 return
             leased = {gpu.uuid: Holder() for gpu in usable if gpu.uuid not in held}
-            verdicts = [verdict for verdict in self._judge(leased) if verdict.gpu.uuid in held]
+            verdicts = [verdict for verdict in self._view.judge(leased) if verdict.gpu.uuid in held]
             chosen = choose(verdicts, self._request.nb_gpus, near=self._near)
             if chosen is None:
                 return
-            look.outdated = look.passed and time.monotonic() - self._polled > _RECENT
+            look.outdated = look.passed and self._view.age > _RECENT
             if look.outdated:
                 return
             if take:
@@ -305,7 +295,7 @@ class Acquisition:
 
     def _record(self, chosen: tuple[Gpu, ...], leases: list[Lease]) -> None:
         uuids = tuple(gpu.uuid for gpu in chosen)
-        token = "" if self._outer else self._token
+        token = "" if self._view.outer else self._token
         line = LeaseRecord.of_this_process(uuids, self._job, token, self._command).encode()
         for lease in leases:
             lease.write(line)
@@ -316,54 +306,29 @@ class Acquisition:
         leased: dict[str, Holder] = {}
         leaving = set()
         for uuid in wanted:
-            gpu = self._snapshot.by_uuid(uuid)
+            gpu = self._view.snapshot.by_uuid(uuid)
             if gpu is None:
                 continue
-            name = inner_name(uuid) if self._outer else lease_name(uuid)
+            name = self._view.lease_name(uuid)
             if uuid not in free and probe(host, name):
                 leased[uuid] = Holder()
             elif gpu.processes:
                 record = read_record(host.leases, name)
                 if record is not None and any(process.pid == record.pid for process in gpu.processes):
                     leaving.add(uuid)  # its last holder is still dying: no stranger
-        verdicts = judge(
-            self._snapshot,
-            GpuRequest(demand.nb_gpus, min_memory=demand.min_memory),
-            leased=leased,
-            fence=None,
-            own=self._own,
-            explained=self._explained(),
-            describe=describe_process,
-        )
+        verdicts = self._view.judge_for(GpuRequest(demand.nb_gpus, min_memory=demand.min_memory), leased)
         passes = not can_be_met_by_releases(wanted, demand.nb_gpus, verdicts, leaving)
         look.passed = look.passed or passes
         return passes
-
-    def _judge(self, leased: Mapping[str, Holder], *, fenced: bool = True) -> tuple[GpuVerdict, ...]:
-        verdicts = judge(
-            self._snapshot,
-            self._request,
-            leased=leased,
-            fence=self._fence if fenced else None,
-            own=self._own,
-            explained=self._explained(),
-            describe=describe_process,
-        )
-        if not self._outer:
-            return verdicts
-        return judged_inside(self._outer, verdicts)
-
-    def _explained(self) -> dict[str, tuple[int, ...]]:
-        return {uuid: (record.pid,) for uuid, record in self._outer.items()}
 
     # Outside every lock of ours
 
     def _confirm(self, claim: Claim) -> bool:
         """Whether the GPUs are still free of strangers now that the leases are held; else everything is given back."""
         claim.legacy = take_legacy_lock(self._deadline, self._log)
-        self._poll()
-        claim.before = self._snapshot
-        verdicts = {verdict.gpu.uuid: verdict for verdict in self._judge({})}
+        self._view.poll()
+        claim.before = self._view.snapshot
+        verdicts = {verdict.gpu.uuid: verdict for verdict in self._view.judge({})}
         for gpu in claim.gpus:
             verdict = verdicts.get(gpu.uuid)
             if verdict is None or not verdict.free:
@@ -374,24 +339,18 @@ class Acquisition:
         claim.gpus = tuple(verdicts[gpu.uuid].gpu for gpu in claim.gpus)
         return True
 
-    def _poll(self) -> None:
-        began = time.monotonic()
-        self._snapshot = self._driver.snapshot()
-        self._polled = now = time.monotonic()
-        self._next_poll = now + max(_DRIVER_PAUSE, 9 * (now - began))
-
     def _may_wait(self) -> bool:
         return self._deadline is None or time.monotonic() < self._deadline
 
     def _refuse_or_wait(self, look: _Look) -> None:
         if look.outdated:
-            self._poll()
+            self._view.poll()
             return
         if not self._may_wait():
             if self._tried_last:
                 raise self._refusal()
             self._tried_last = True
-            self._poll()
+            self._view.poll()
             return
         if time.monotonic() >= self._next_news:
             self._next_news = time.monotonic() + _MINUTE
@@ -403,12 +362,12 @@ class Acquisition:
         if look.ahead is not None:
             assert self._waiter is not None
             if not self._waiter.sleep_behind(look.ahead, min(left, _MINUTE)):
-                self._poll()  # a minute passed: has a stranger come or gone?
+                self._view.poll()  # a minute passed: has a stranger come or gone?
             return
         changed = look.unleased != self._polled_for
-        if len(look.unleased) >= self._request.nb_gpus and (changed or time.monotonic() >= self._next_poll):
+        if len(look.unleased) >= self._request.nb_gpus and (changed or time.monotonic() >= self._view.next_poll):
             self._polled_for = look.unleased
-            self._poll()
+            self._view.poll()
             return
         self._watch(look, left)
 
@@ -418,9 +377,9 @@ class Acquisition:
         self._watching = self._watching or now
         until = now + min(left, _FULL_LOOK)
         if len(look.unleased) >= self._request.nb_gpus:
-            until = min(until, self._next_poll)
-        name = inner_name if self._outer else lease_name
-        with Lookout(name(gpu.uuid) for gpu in self._usable() if gpu.uuid not in look.unleased) as lookout:
+            until = min(until, self._view.next_poll)
+        held = (gpu.uuid for gpu in self._view.usable if gpu.uuid not in look.unleased)
+        with Lookout(map(self._view.lease_name, held)) as lookout:
             while now < until:
                 pause = _LEASE_PAUSE if now - self._watching < 1.0 else 2 * _LEASE_PAUSE
                 time.sleep(min(until - now, pause))
@@ -428,31 +387,25 @@ class Acquisition:
                     return
                 now = time.monotonic()
 
-    def _usable(self) -> list[Gpu]:
-        """The GPUs that this request may ever have, as the latest poll shows them."""
-        if self._usable_of is not self._snapshot:
-            self._usable_of = self._snapshot
-            self._candidates = list(candidates(self._snapshot, self._request, self._fence))
-        return self._candidates
-
+    @property
     def _usable_uuids(self) -> set[str]:
-        return {gpu.uuid for gpu in self._usable()}
+        return {gpu.uuid for gpu in self._view.usable}
 
     def _holders(self) -> dict[str, Holder]:
         """Who holds which GPU; for people."""
         with HostLock(time.monotonic() + MINIMUM_PATIENCE) as host:
-            return survey(host, self._snapshot.gpus, inner=bool(self._outer))
+            return survey(host, self._view.snapshot.gpus, inner=bool(self._view.outer))
 
     def _position(self) -> int:
         return 1 if self._waiter is None else self._waiter.position()
 
     def _tell(self, look: _Look) -> None:
-        if self._on_wait is None and not family_may_hold(self._usable_uuids(), inner=bool(self._outer)):
+        if self._on_wait is None and not family_may_hold(self._usable_uuids, inner=bool(self._view.outer)):
             return  # where nobody listens, nobody asks who holds what: among hundreds of waiters that has its price
         if look.ahead is None:
-            self._poll()
-        verdicts = self._judge(self._holders())
-        refuse_what_the_parent_holds(verdicts, self._usable_uuids(), self._request, inner=bool(self._outer))
+            self._view.poll()
+        verdicts = self._view.judge(self._holders())
+        refuse_what_the_parent_holds(verdicts, self._usable_uuids, self._request, inner=bool(self._view.outer))
         if self._on_wait is not None:
             free = sum(verdict.free for verdict in verdicts)
             self._on_wait(WaitNews(self._position(), free, self._request.nb_gpus, verdicts))
@@ -461,10 +414,10 @@ class Acquisition:
         from .report import refusal_message
 
         leased = self._holders()
-        verdicts = self._judge(leased)
-        refuse_what_the_parent_holds(verdicts, self._usable_uuids(), self._request, inner=bool(self._outer))
+        verdicts = self._view.judge(leased)
+        refuse_what_the_parent_holds(verdicts, self._usable_uuids, self._request, inner=bool(self._view.outer))
         waited = self._timeout or 0.0
-        hint = fence_hint(self._judge(leased, fenced=False), self._fence)
+        hint = fence_hint(self._view.judge(leased, fenced=False), self._fence)
         if hint and self._fence is not None and not self._fence.frozen:
             hint += " (SAFE_GPU_FENCE=ignore disregards it)"
         message = refusal_message(self._request, verdicts, hint=hint, position=self._position(), waited=waited)

@@ -109,6 +109,10 @@ def _say(text: str) -> None:
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
+    if arguments and arguments[0] in _COMMANDS:
+        return _parse_command(
+            *arguments
+        )  # with its own parser alone: one of all commands costs time that `run` has not
     parser = Parser(
         prog="safe-gpu",
         description="Claim GPUs on a shared host without collisions.",
@@ -122,22 +126,25 @@ SAFE_GPU_FENCE; CUDA_VISIBLE_DEVICES limits which GPUs are chosen from""",
     )
     parser.add_argument("--version", action="version", version=f"safe-gpu {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, prog=parser.prog)
-    named = next((word for word in arguments if not word.startswith("-")), None)
-    for name, (summary, configure) in _COMMANDS.items():
-        if name == named:
-            configure(commands.add_parser(name, help=summary))
-        elif named not in _COMMANDS or arguments[0] != named:  # to be listed; else it costs time that `run` has not
-            commands.add_parser(name, help=summary)
-    if named is None and (unknown := [word for word in arguments if word not in ("-h", "--help", "--version")]):
+    for name, (summary, _) in _COMMANDS.items():
+        commands.add_parser(name, help=summary)
+    if unknown := [word for word in arguments if word.startswith("-") and word not in ("-h", "--help", "--version")]:
         parser.error(f"unrecognized argument: {unknown[0]}")
-    before, command_line = _split(arguments) if named in ("run", "bind") else (arguments, [])
+    return parser.parse_args(arguments)
+
+
+def _parse_command(name: str, *arguments: str) -> argparse.Namespace:
+    parser = Parser(prog=f"safe-gpu {name}")
+    _COMMANDS[name][1](parser)
+    if name not in ("run", "bind"):
+        return parser.parse_args(arguments)
+    before, command = _split(list(arguments))
     options = parser.parse_args(before)
-    if named in ("run", "bind"):
-        options.command = options.command + command_line
-        if options.command[:1] == ["--"]:
-            del options.command[0]
-        if not options.command:
-            options.parser.error("a command is missing: put it after --")
+    options.command += command
+    if options.command[:1] == ["--"]:
+        del options.command[0]
+    if not options.command:
+        parser.error("a command is missing: put it after --")
     return options
 
 
@@ -172,7 +179,7 @@ exit codes: the command's; 2 usage, 69 no driver, 73 state directory unusable,
         "--visible-as", choices=("index", "uuid"), default="index", help="how CUDA_VISIBLE_DEVICES names them"
     )
     add_command(parser)
-    parser.set_defaults(handler=_run, parser=parser)
+    parser.set_defaults(handler=_run)
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -235,7 +242,7 @@ def _configure_bind(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--memory", choices=("preferred", "bind"), help="NUMA memory policy next to the GPUs")
     parser.add_argument("--gpu", type=gpu_list, default=None, metavar="L", help="these GPUs instead: 0,3")
     add_command(parser)
-    parser.set_defaults(handler=_bind, parser=parser)
+    parser.set_defaults(handler=_bind)
 
 
 def _all_modes() -> tuple[str, ...]:

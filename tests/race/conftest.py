@@ -212,8 +212,6 @@ class Track:
         self.driver.snapshot()  # removes what dead processes had on the GPUs
         usual = {"host.lock", *(f"leases/{gpu.uuid}.lock" for gpu in self.driver.idle.gpus)}
         found = {str(path.relative_to(self.state_dir)) for path in self.state_dir.rglob("*") if not path.is_dir()}
-        # Who is killed while it makes a file may leave the unfinished one, under a name that nobody looks for.
-        found = {name for name in found if not Path(name).name.startswith(".")}
         return sorted(found - usual)
 
     def close(self) -> None:

@@ -12,7 +12,8 @@ from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from . import procfs
-from .claims import Claim, WaitNews, survey
+from .claims import Claim, survey
+from .coordination.files import StateDir, state_dir_path
 from .coordination.host_lock import MINIMUM_PATIENCE, HostLock, LockedHost
 from .coordination.leases import (
     Lease,
@@ -23,9 +24,7 @@ from .coordination.leases import (
     try_lease,
 )
 from .coordination.legacy import take_legacy_lock
-from .coordination.lookout import Lookout
 from .coordination.signals import tidy_on_signals
-from .coordination.waiting import Ahead, Demand, Waiter
 from .devices import Gpu, GpuRequest, Holder, HostSnapshot
 from .errors import ClaimTimeout, NotEnoughGpusError
 from .scopes import family_may_hold, outer_claim, refuse_what_the_parent_holds, usable_inside
@@ -33,7 +32,9 @@ from .selection import can_be_met_by_releases, check_possible, choose, fence_hin
 from .view import HostView
 
 if TYPE_CHECKING:
+    from .coordination.waiting import Ahead, Demand, Waiter
     from .drivers.base import Driver
+    from .report import WaitNews
     from .visibility import Fence
 
 __all__ = ["Acquisition"]
@@ -206,19 +207,17 @@ class Acquisition:
 
     def _look(self, look: _Look, take: bool) -> None:
         usable = self._view.usable
-        if self._waiter is None and not self._scope:
-            self._waiter = self._waiter_for(usable)
-        if self._waiter is not None and self._may_wait():
-            self._waiter.prepare()
+        if self._waiter is None and not self._scope and self._may_wait() and _somebody_waits():
+            self._stand_in_line(usable).prepare()
         procfs.user_name(os.geteuid())  # for records and tickets: a directory service is not asked under host.lock
         with HostLock(self._lock_until()) as host:
             if self._scope:
                 usable = self._inside(host, usable)
-            if self._waiter is None:
-                self._waiter = self._waiter_for(usable)
-            self._try(look, host, usable, take, self._waiter)
-            if not look.chosen and not self._waiter.queued and self._may_wait():
-                self._waiter.join(host)
+            if host.queue.names():
+                self._stand_in_line(usable)
+            self._try(look, host, usable, take)
+            if not look.chosen and self._may_wait():
+                self._stand_in_line(usable).join(host)
         if look.chosen or not self._looks:
             self._log.info("lock acquired")
             self._log.info("lock released")
@@ -230,9 +229,14 @@ class Acquisition:
             return None
         return max(self._lock_deadline, time.monotonic() + MINIMUM_PATIENCE)
 
-    def _waiter_for(self, usable: list[Gpu]) -> Waiter:
-        stems = (f"{gpu.uuid}.inner" if self._view.outer else gpu.uuid for gpu in usable)
-        return Waiter(Demand(self._request.nb_gpus, frozenset(stems), self._request.min_memory))
+    def _stand_in_line(self, usable: list[Gpu]) -> Waiter:
+        """This claim's place in the queue; most claims find nobody there and need none."""
+        if self._waiter is None:
+            from .coordination.waiting import Demand, Waiter
+
+            stems = (f"{gpu.uuid}.inner" if self._view.outer else gpu.uuid for gpu in usable)
+            self._waiter = Waiter(Demand(self._request.nb_gpus, frozenset(stems), self._request.min_memory))
+        return self._waiter
 
     def _inside(self, host: LockedHost, usable: list[Gpu]) -> list[Gpu]:
         """Inside another claim, those of the GPUs that are that claim's."""
@@ -250,7 +254,7 @@ class Acquisition:
             self._waiter = None
         return usable
 
-    def _try(self, look: _Look, host: LockedHost, usable: list[Gpu], take: bool, waiter: Waiter) -> None:
+    def _try(self, look: _Look, host: LockedHost, usable: list[Gpu], take: bool) -> None:
         held: dict[str, Lease] = {}
         tried = False
 
@@ -269,7 +273,8 @@ class Acquisition:
 
         kept: set[str] = set()
         try:
-            look.ahead = waiter.ahead(host, lambda demand: self._may_pass(look, host, demand, hold()))
+            if self._waiter is not None:
+                look.ahead = self._waiter.ahead(host, lambda demand: self._may_pass(look, host, demand, hold()))
             if look.ahead is not None:
                 return
             look.unleased = frozenset(hold())
@@ -373,6 +378,8 @@ class Acquisition:
 
     def _watch(self, look: _Look, left: float) -> None:
         """Sleep until a lease may have come free, the driver is to be asked again, or so many seconds have passed."""
+        from .coordination.lookout import Lookout
+
         now = time.monotonic()
         self._watching = self._watching or now
         until = now + min(left, _FULL_LOOK)
@@ -408,6 +415,8 @@ class Acquisition:
         refuse_what_the_parent_holds(verdicts, self._usable_uuids, self._request, inner=bool(self._view.outer))
         if self._on_wait is not None:
             free = sum(verdict.free for verdict in verdicts)
+            from .report import WaitNews
+
             self._on_wait(WaitNews(self._position(), free, self._request.nb_gpus, verdicts))
 
     def _refusal(self) -> NotEnoughGpusError:
@@ -424,3 +433,8 @@ class Acquisition:
         if waited:
             return ClaimTimeout(message, nb_gpus=self._request.nb_gpus, verdicts=verdicts, timeout=waited)
         return NotEnoughGpusError(message, nb_gpus=self._request.nb_gpus, verdicts=verdicts)
+
+
+def _somebody_waits() -> bool:
+    with StateDir(state_dir_path()) as root, StateDir("queue", root) as queue:
+        return bool(queue.names())

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack
-from typing import NamedTuple
 
 from . import procfs
 from .coordination.host_lock import LockedHost
 from .coordination.leases import Lease, LeaseRecord, inner_name, lease_name, probe, read_record
 from .coordination.legacy import LegacyLock
-from .devices import Gpu, GpuVerdict, Holder, HostSnapshot
+from .devices import Gpu, Holder, HostSnapshot
 
-__all__ = ["Claim", "WaitNews", "describe_process", "survey"]
+__all__ = ["Claim", "describe_process", "survey"]
 
 
 class Claim:
@@ -51,15 +50,6 @@ class Claim:
             for lease in self.leases:
                 steps.callback(lease.release)
             steps.callback(self.release_legacy)
-
-
-class WaitNews(NamedTuple):
-    """What a waiter may tell its user. ``position`` is 1 for the head of those who compete for the same GPUs."""
-
-    position: int
-    free: int
-    needed: int
-    verdicts: tuple[GpuVerdict, ...]
 
 
 def describe_process(pid: int) -> tuple[str, str] | None:

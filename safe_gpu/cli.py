@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -58,6 +59,7 @@ _CLAIM_MODES = ("none", "node", "socket", "exclusive", "core-complex")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; ``run`` and ``bind`` do not return but become their command."""
+    gc.set_threshold(50_000)  # imports make no garbage, and looking for it among them takes 2 ms
     _open_standard_streams()
     try:
         try:
@@ -184,9 +186,6 @@ exit codes: the command's; 2 usage, 69 no driver, 73 state directory unusable,
 
 def _run(options: argparse.Namespace) -> int:
     path = find_command(options.command[0])
-    import gc
-
-    gc.set_threshold(50_000)  # imports make no garbage, and looking for it among them takes 2 ms
     from .coordination.signals import tidy_on_signals
     from .owner import GPUOwner
     from .placeholders import NoPlaceholder

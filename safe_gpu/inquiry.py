@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
 from .acquisition import Acquisition
-from .claims import WaitNews, describe_process, survey
+from .claims import describe_process, survey
 from .coordination.host_lock import MINIMUM_PATIENCE, HostLock
 from .devices import Gpu, GpuRequest
 from .drivers import opened_driver
@@ -15,6 +16,9 @@ from .durations import DefaultTimeout
 from .preconditions import boundaries, checked
 from .selection import judge
 from .verification import own_pids
+
+if TYPE_CHECKING:
+    from .report import WaitNews
 
 __all__ = ["get_free_gpus", "wait_for_gpus"]
 

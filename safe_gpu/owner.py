@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import cuda, placeholders
 from .acquisition import Acquisition
-from .claims import Claim, WaitNews
+from .claims import Claim
 from .devices import Gpu
 from .drivers import opened_driver
 from .durations import DEFAULT, DefaultTimeout
@@ -35,6 +35,7 @@ from .visibility import render
 if TYPE_CHECKING:
     from .affinity import AffinityOptions, BindingReport
     from .drivers.base import Driver
+    from .report import WaitNews
 
 __all__ = ["GPUOwner", "claim_gpus", "current_owner", "latest_gpus", "release_gpus"]
 

@@ -42,13 +42,17 @@ def checked(
     logger: Any,
 ) -> tuple[GpuRequest, float | None, AffinityOptions | None]:
     """Every argument as what it means; nothing is touched before all of them are right."""
-    from .schedulers import in_batch_job, number_for_job
+    from .schedulers import in_batch_job
 
     if not callable(getattr(logger, "info", None)):
         raise UnsatisfiableRequestError(
             f"logger={logger!r} is no logger: pass a logging.Logger, or leave it out", value=logger
         )
-    count: int | str = number_for_job(os.environ) if nb_gpus == "job" else nb_gpus
+    count = nb_gpus
+    if nb_gpus == "job":
+        from .schedulers import number_for_job
+
+        count = number_for_job(os.environ)
     request = parse_request(count, min_memory=min_memory, model=model, only=only, exclude=exclude)
     wait = parse_timeout(timeout, os.environ, in_batch_job=in_batch_job(os.environ))
     render((), visible_as=visible_as, snapshot=HostSnapshot(()))
@@ -63,6 +67,10 @@ def checked(
 
 def warn_of_more_than_declared(nb_gpus: int, logger: Any) -> None:
     """Say so when a batch job takes more GPUs than it asked its scheduler for; the others on the host pay for that."""
+    from .schedulers import in_batch_job
+
+    if not in_batch_job(os.environ):
+        return
     from .schedulers import declared_gpus
 
     # A claim of one is not worth a question to the scheduler: thousands of array tasks would ask.

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from .claims import WaitNews
     from .devices import GpuRequest, GpuVerdict
 
-__all__ = ["format_age", "refusal_message", "waiting_message"]
+__all__ = ["WaitNews", "format_age", "refusal_message", "waiting_message"]
+
+
+class WaitNews(NamedTuple):
+    """What a waiter may tell its user. ``position`` is 1 for the head of those who compete for the same GPUs."""
+
+    position: int
+    free: int
+    needed: int
+    verdicts: tuple[GpuVerdict, ...]
 
 
 def format_age(seconds: float) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TextIO
 if TYPE_CHECKING:
     from threading import Event, Thread
 
-    from .claims import WaitNews
+    from .report import WaitNews
 
 __all__ = ["WaitLine"]
 

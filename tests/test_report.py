@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from safe_gpu.claims import WaitNews
 from safe_gpu.devices import Gpu, GpuRequest, GpuVerdict, Holder
-from safe_gpu.report import format_age, refusal_message, waiting_message
+from safe_gpu.report import WaitNews, format_age, refusal_message, waiting_message
 
 NOW = 1_000_000.0
 

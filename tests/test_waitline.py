@@ -16,9 +16,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from safe_gpu.claims import WaitNews
 from safe_gpu.devices import GpuVerdict, Holder
 from safe_gpu.drivers.presets import preset
+from safe_gpu.report import WaitNews
 from safe_gpu.waitline import WaitLine
 
 GPUS = preset("dgx-a100").gpus()

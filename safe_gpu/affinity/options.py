@@ -5,7 +5,7 @@ Everything is text here; members of enumerations (:mod:`~safe_gpu.affinity.modes
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..errors import GPUAffinityError
 
@@ -56,8 +56,16 @@ def _count(what: str, value: object, least: int) -> int:
     return number
 
 
-@dataclass(frozen=True)
-class AffinityOptions:
+class _Options(NamedTuple):
+    mode: str
+    scope: str
+    multithreading: str
+    balanced: bool
+    min_physical_cores: int
+    max_physical_cores: int | None
+
+
+class AffinityOptions(_Options):
     """How a GPU's CPUs are chosen. Strings and enumeration members (gpu_affinity's own, torch's own) are both fine.
 
     Attributes:
@@ -71,28 +79,27 @@ class AffinityOptions:
         GPUAffinityError: a value that is none of these.
     """
 
-    mode: str = "node"
-    scope: str = "node"
-    multithreading: str = "all_logical"
-    balanced: bool = True
-    min_physical_cores: int = 1
-    max_physical_cores: int | None = None
+    __slots__ = ()
 
-    def __post_init__(self) -> None:
-        put = object.__setattr__
-        put(self, "mode", _choice("affinity mode", self.mode, MODES))
-        put(self, "scope", _choice("affinity scope", self.scope, SCOPES))
-        put(self, "multithreading", _choice("multithreading mode", self.multithreading, MULTITHREADING))
-        if not isinstance(self.balanced, bool):
-            raise GPUAffinityError(f"balanced must be True or False, not {self.balanced!r}")
-        put(self, "min_physical_cores", _count("min_physical_cores", self.min_physical_cores, 0))
-        if self.max_physical_cores is not None:
-            put(self, "max_physical_cores", _count("max_physical_cores", self.max_physical_cores, 1))
-            if self.max_physical_cores < self.min_physical_cores:
-                raise GPUAffinityError(
-                    f"max_physical_cores={self.max_physical_cores} is below "
-                    f"min_physical_cores={self.min_physical_cores}"
-                )
+    def __new__(
+        cls,
+        mode: str = "node",
+        scope: str = "node",
+        multithreading: str = "all_logical",
+        balanced: bool = True,
+        min_physical_cores: int = 1,
+        max_physical_cores: int | None = None,
+    ) -> AffinityOptions:
+        mode = _choice("affinity mode", mode, MODES)
+        scope = _choice("affinity scope", scope, SCOPES)
+        multithreading = _choice("multithreading mode", multithreading, MULTITHREADING)
+        if not isinstance(balanced, bool):
+            raise GPUAffinityError(f"balanced must be True or False, not {balanced!r}")
+        least = _count("min_physical_cores", min_physical_cores, 0)
+        most = None if max_physical_cores is None else _count("max_physical_cores", max_physical_cores, 1)
+        if most is not None and most < least:
+            raise GPUAffinityError(f"max_physical_cores={most} is below min_physical_cores={least}")
+        return super().__new__(cls, mode, scope, multithreading, balanced, least, most)
 
 
 def parse_options(affinity: object, memory: object = None) -> AffinityOptions | None:

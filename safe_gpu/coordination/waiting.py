@@ -186,11 +186,13 @@ class Waiter:
         return self._seq is not None
 
     def join(self, host: LockedHost) -> None:
-        """Take a ticket behind everyone who is there.
+        """Take a ticket behind everyone who is there, where it has none yet.
 
         Raises:
             StateDirError: no room, or the queue is closed to us.
         """
+        if self.queued:
+            return
         self._list(host)
         seq = self._highest + 1
         prepared, self._prepared = self._prepared, None
@@ -209,13 +211,13 @@ class Waiter:
         self._seq, self._fd = seq, fd
 
     def prepare(self) -> None:
-        """Make a ticket ready where others wait already: to make a file takes longer than to lease a GPU, and a crowd
-        waits meanwhile. It has no name and means nothing until :meth:`join`."""
+        """Make a ticket ready: to make a file takes longer than to lease a GPU, and a crowd would wait meanwhile.
+
+        It has no name and means nothing until :meth:`join`.
+        """
         if self.queued or self._prepared is not None:
             return
         with StateDir(state_dir_path()) as root, StateDir("queue", root) as queue:
-            if not queue.names():
-                return
             try:
                 self._prepared = queue.prepare()
             except OSError:

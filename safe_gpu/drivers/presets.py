@@ -25,7 +25,7 @@ _RESERVED = 4 * MIB
 _DESKTOP = 350 * MIB
 
 
-class Cpus(NamedTuple):
+class Cpus:
     """The processors of a host: ``packages`` sockets of ``nodes`` NUMA nodes of ``cores`` cores of two threads.
 
     ``llc`` cores share a last-level cache. With ``adjacent`` the threads of a core have neighbouring numbers; else the
@@ -33,17 +33,22 @@ class Cpus(NamedTuple):
     the same node, to another one of the socket, and to another socket.
     """
 
-    packages: int
-    nodes: int
-    cores: int
-    llc: int
-    adjacent: bool = False
-    distances: tuple[int, int, int] = (10, 12, 32)
-
-    @property
-    def total(self) -> int:
-        """Number of cores in the host."""
-        return self.packages * self.nodes * self.cores
+    def __init__(
+        self,
+        packages: int,
+        nodes: int,
+        cores: int,
+        llc: int,
+        adjacent: bool = False,
+        distances: tuple[int, int, int] = (10, 12, 32),
+    ) -> None:
+        self.packages = packages
+        self.nodes = nodes
+        self.cores = cores
+        self.llc = llc
+        self.adjacent = adjacent
+        self.distances = distances
+        self.total = packages * nodes * cores
 
     def threads(self, first: int, count: int) -> frozenset[int]:
         """Logical CPUs of ``count`` cores from the ``first`` on."""
@@ -80,13 +85,14 @@ class SimulatedGpu(NamedTuple):
     instances: tuple[SimulatedInstance, ...] = ()
 
 
-class Preset(NamedTuple):
+class Preset:
     """One simulated host; its GPUs stand in PCI bus order. ``nvswitch``: NVLink connects each with every other."""
 
-    name: str
-    cpus: Cpus
-    devices: tuple[SimulatedGpu, ...]
-    nvswitch: bool = False
+    def __init__(self, name: str, cpus: Cpus, devices: tuple[SimulatedGpu, ...], nvswitch: bool = False) -> None:
+        self.name = name
+        self.cpus = cpus
+        self.devices = devices
+        self.nvswitch = nvswitch
 
     def gpus(self) -> tuple[Gpu, ...]:
         """All devices as the driver of an idle host reports them, MIG instances after their GPU."""

@@ -9,10 +9,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from . import ranks
 from .context import JobContext
-from .number import declared_gpus, number_for_job
+
+if TYPE_CHECKING:
+    from .number import declared_gpus, number_for_job
 
 __all__ = ["JobContext", "current", "declared_gpus", "in_batch_job", "number_for_job"]
 
@@ -47,3 +50,9 @@ def _jobs(environ: Mapping[str, str]) -> Iterator[JobContext | None]:
 def in_batch_job(environ: Mapping[str, str] | None = None) -> bool:
     """Whether this process is part of a batch job, which has declared its GPUs and may wait longer for them."""
     return current(environ).scheduler is not None
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("declared_gpus", "number_for_job"):  # few claims ask
+        return getattr(import_module(".number", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -210,18 +210,16 @@ def test_a_ticket_made_ready_before_is_like_any_other(state_dir: Path, join) -> 
     assert ahead_of(mine) is None
 
 
-def test_nothing_is_made_ready_where_nobody_waits(state_dir: Path, join) -> None:
+def test_a_ticket_made_ready_in_vain_leaves_nothing(state_dir: Path, join) -> None:
     join().leave()
     open_before = os.listdir("/proc/self/fd")
     mine = join(ticket=False)
-    mine.prepare()
-    assert os.listdir("/proc/self/fd") == open_before
-    other = join()
-    mine.prepare()
-    assert len(os.listdir("/proc/self/fd")) == len(open_before) + 2
+    for _ in range(2):
+        mine.prepare()
+        assert len(os.listdir("/proc/self/fd")) == len(open_before) + 1
     mine.leave()
-    other.leave()
     assert os.listdir("/proc/self/fd") == open_before
+    assert queue(state_dir) == []
 
 
 def test_whoever_waits_lists_the_queue_but_once(state_dir: Path, join, monkeypatch: pytest.MonkeyPatch) -> None:

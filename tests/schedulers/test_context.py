@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-from dataclasses import FrozenInstanceError
 
 import pytest
 from hypothesis import given
@@ -164,7 +163,7 @@ def test_environment_to_context(name: str) -> None:
     assert in_batch_job(environ) is (expected.scheduler is not None)
     assert environ == before
     assert pickle.loads(pickle.dumps(context)) == context
-    with pytest.raises(FrozenInstanceError):
+    with pytest.raises(AttributeError):
         context.job_id = "other"  # type: ignore[misc]
 
 

@@ -32,6 +32,7 @@ from .selection import can_be_met_by_releases, check_possible, choose, fence_hin
 from .view import HostView
 
 if TYPE_CHECKING:
+    from .coordination.lookout import Lookout
     from .coordination.waiting import Ahead, Demand, Waiter
     from .drivers.base import Driver
     from .report import WaitNews
@@ -124,6 +125,7 @@ class Acquisition:
 
         self._view = HostView(driver, snapshot, request, fence, own)
         self._waiter: Waiter | None = None
+        self._lookout: Lookout | None = None
         self._polled_for: frozenset[str] | None = None
         self._next_news = 0.0
         self._watching = 0.0
@@ -200,6 +202,8 @@ class Acquisition:
             raise
 
     def _leave(self) -> None:
+        if self._lookout is not None:
+            self._lookout.close()  # where the interrupt came before it was closed
         if self._waiter is not None:
             self._waiter.leave()
 
@@ -386,7 +390,8 @@ class Acquisition:
         if len(look.unleased) >= self._request.nb_gpus:
             until = min(until, self._view.next_poll)
         held = (gpu.uuid for gpu in self._view.usable if gpu.uuid not in look.unleased)
-        with Lookout(map(self._view.lease_name, held)) as lookout:
+        self._lookout = Lookout(map(self._view.lease_name, held))
+        with self._lookout as lookout:
             while now < until:
                 pause = _LEASE_PAUSE if now - self._watching < 1.0 else 2 * _LEASE_PAUSE
                 time.sleep(min(until - now, pause))

@@ -42,11 +42,15 @@ class Lookout:
             finally:
                 self._signals.let_go()
         except BaseException:
-            self.__exit__()
+            self.close()
             raise
         return self
 
     def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the files; safe to call twice."""
         try:
             self._signals.hold_back()
         finally:  # also when a signal came in the midst of that

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from . import procfs
-from .claims import Claim, survey
+from .claims import Claim
 from .coordination.files import StateDir, state_dir_path
 from .coordination.host_lock import MINIMUM_PATIENCE, HostLock, LockedHost
 from .coordination.leases import (
@@ -26,9 +26,9 @@ from .coordination.leases import (
 from .coordination.legacy import take_legacy_lock
 from .coordination.signals import tidy_on_signals
 from .devices import Gpu, GpuRequest, Holder, HostSnapshot
-from .errors import ClaimTimeout, NotEnoughGpusError
-from .scopes import family_may_hold, outer_claim, refuse_what_the_parent_holds, usable_inside
-from .selection import can_be_met_by_releases, check_possible, choose, fence_hint
+from .errors import NotEnoughGpusError
+from .scopes import family_may_hold, outer_claim, usable_inside
+from .selection import can_be_met_by_releases, check_possible, choose
 from .view import HostView
 
 if TYPE_CHECKING:
@@ -399,45 +399,26 @@ class Acquisition:
                     return
                 now = time.monotonic()
 
-    @property
-    def _usable_uuids(self) -> set[str]:
-        return {gpu.uuid for gpu in self._view.usable}
-
-    def _holders(self) -> dict[str, Holder]:
-        """Who holds which GPU; for people."""
-        with HostLock(time.monotonic() + MINIMUM_PATIENCE) as host:
-            return survey(host, self._view.snapshot.gpus, inner=bool(self._view.outer))
-
     def _position(self) -> int:
         return 1 if self._waiter is None else self._waiter.position()
 
     def _tell(self, look: _Look) -> None:
-        if self._on_wait is None and not family_may_hold(self._usable_uuids, inner=bool(self._view.outer)):
+        if self._on_wait is None and not family_may_hold(self._view.usable, inner=bool(self._view.outer)):
             return  # where nobody listens, nobody asks who holds what: among hundreds of waiters that has its price
         if look.ahead is None:
             self._view.poll()
-        verdicts = self._view.judge(self._holders())
-        refuse_what_the_parent_holds(verdicts, self._usable_uuids, self._request, inner=bool(self._view.outer))
+        from .explanation import judge_with_holders
+        from .report import WaitNews
+
+        verdicts = judge_with_holders(self._view, self._request)
         if self._on_wait is not None:
             free = sum(verdict.free for verdict in verdicts)
-            from .report import WaitNews
-
             self._on_wait(WaitNews(self._position(), free, self._request.nb_gpus, verdicts))
 
     def _refusal(self) -> NotEnoughGpusError:
-        from .report import refusal_message
+        from .explanation import refusal
 
-        leased = self._holders()
-        verdicts = self._view.judge(leased)
-        refuse_what_the_parent_holds(verdicts, self._usable_uuids, self._request, inner=bool(self._view.outer))
-        waited = self._timeout or 0.0
-        hint = fence_hint(self._view.judge(leased, fenced=False), self._fence)
-        if hint and self._fence is not None and not self._fence.frozen:
-            hint += " (SAFE_GPU_FENCE=ignore disregards it)"
-        message = refusal_message(self._request, verdicts, hint=hint, position=self._position(), waited=waited)
-        if waited:
-            return ClaimTimeout(message, nb_gpus=self._request.nb_gpus, verdicts=verdicts, timeout=waited)
-        return NotEnoughGpusError(message, nb_gpus=self._request.nb_gpus, verdicts=verdicts)
+        return refusal(self._view, self._request, self._fence, position=self._position(), waited=self._timeout or 0.0)
 
 
 def _somebody_waits() -> bool:

@@ -31,6 +31,7 @@ from .errors import (
     UnsatisfiableRequestError,
 )
 from .launch import CommandError, become, find_command
+from .streams import drop_output, open_standard_streams, say
 
 __all__ = ["main"]
 
@@ -60,7 +61,7 @@ _CLAIM_MODES = ("none", "node", "socket", "exclusive", "core-complex")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; ``run`` and ``bind`` do not return but become their command."""
     gc.set_threshold(50_000)  # imports make no garbage, and looking for it among them takes 2 ms
-    _open_standard_streams()
+    open_standard_streams()
     try:
         try:
             options = _parse(list(sys.argv[1:] if argv is None else argv))
@@ -70,44 +71,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return int(code)
     except CommandError as err:
-        _say(str(err))
+        say(str(err))
         return err.code
     except SafeGpuError as err:
-        _say(str(err))
+        say(str(err))
         return next(code for kind, code in _EXIT_CODES if isinstance(err, kind))
     except KeyboardInterrupt:
         return EX_INTERRUPTED
     except BrokenPipeError:  # whoever read our output has seen enough
-        _drop_output()
+        drop_output()
         return EX_BROKEN_PIPE
     except OSError as err:
-        _drop_output()
-        _say(str(err))
+        drop_output()
+        say(str(err))
         return EX_OUTPUT
-
-
-def _open_standard_streams() -> None:
-    """Let none of the numbers 0 to 2 be free, or a lease takes it and is printed to; the command finds them closed."""
-    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
-        pass
-    os.close(fd)
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
-
-
-def _drop_output() -> None:
-    """What is still buffered cannot be written, and the interpreter would try once more at exit."""
-    fd = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(fd, sys.stdout.fileno())
-    os.close(fd)
-
-
-def _say(text: str) -> None:
-    try:
-        print(f"safe-gpu: {text}", file=sys.stderr, flush=True)
-    except OSError:
-        pass  # nobody listens
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
@@ -256,7 +233,7 @@ def _bind(options: argparse.Namespace) -> int:
 
     report = bind_rank(options.gpu, mode=options.mode, memory=options.memory)
     if report.notes:
-        _say(str(report))
+        say(str(report))
     become(path, options.command)
 
 

@@ -63,12 +63,13 @@ def _pid(outer: Mapping[str, LeaseRecord]) -> int:
     return next(iter(outer.values())).pid
 
 
-def family_may_hold(uuids: Iterable[str], *, inner: bool) -> bool:
+def family_may_hold(gpus: Iterable[Gpu], *, inner: bool) -> bool:
     """Whether the record of one of these leases names this process or one above it. Records prove nothing, and reading
     them needs no lock."""
     family = {os.getpid(), *procfs.ancestors(os.getpid())}
     with StateDir(state_dir_path()) as root, StateDir("leases", root) as leases:
-        records = (read_record(leases, inner_name(uuid) if inner else lease_name(uuid)) for uuid in uuids)
+        names = (inner_name(gpu.uuid) if inner else lease_name(gpu.uuid) for gpu in gpus)
+        records = (read_record(leases, name) for name in names)
         return any(record is not None and record.pid in family for record in records)
 
 

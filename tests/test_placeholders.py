@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from safe_gpu import cuda, placeholders
+from safe_gpu import causes, cuda, placeholders
 from safe_gpu.errors import CudaInitializedError, NotEnoughGpusError, PlaceholderError
 from safe_gpu.placeholders import (
     CudaPlaceholder,
@@ -619,7 +619,7 @@ def test_failing_release_is_logged_and_survived(caplog: pytest.LogCaptureFixture
     ],
 )
 def test_explain(text: str, hint: str) -> None:
-    explained = placeholders.explain(RuntimeError(text))
+    explained = causes.explain(RuntimeError(text))
     assert hint in explained
     assert bool(explained) is bool(hint)
 

@@ -58,7 +58,7 @@ def nodes_named(names: Sequence[str], nodes: Mapping[str, Sequence[str]]) -> lis
         UnsatisfiableRequestError: a name fits no node or several, or a node is named twice.
     """
     chosen: list[str] = []
-    known = ", ".join(other[0] for other in nodes.values()) or "none"
+    known = ", ".join(sorted(others[0] for others in nodes.values())) or "none"
     for name in names:
         fitting = [node for node, others in nodes.items() if name == node or name in others]
         if len(fitting) != 1:

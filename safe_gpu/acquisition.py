@@ -6,6 +6,7 @@ again once the leases are held.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -362,7 +363,8 @@ class Acquisition:
             self._view.poll()
             return
         if time.monotonic() >= self._next_news:
-            self._next_news = time.monotonic() + _MINUTE
+            # Where nobody listens, once: whether a parent holds what this claim waits for.
+            self._next_news = time.monotonic() + _MINUTE if self._on_wait is not None else math.inf
             self._tell(look)
         self._pause(look)
 
@@ -370,8 +372,9 @@ class Acquisition:
         left = _MINUTE if self._deadline is None else max(0.0, self._deadline - time.monotonic())
         if look.ahead is not None:
             assert self._waiter is not None
-            if not self._waiter.sleep_behind(look.ahead, min(left, _MINUTE)):
-                self._view.poll()  # a minute passed: has a stranger come or gone?
+            minute = _MINUTE * (0.75 + os.getpid() % 500 / 1000)  # or hundreds that came together look together
+            if not self._waiter.sleep_behind(look.ahead, min(left, minute)):
+                self._view.poll()  # has a stranger come or gone?
             return
         changed = look.unleased != self._polled_for
         if len(look.unleased) >= self._request.nb_gpus and (changed or time.monotonic() >= self._view.next_poll):

@@ -372,8 +372,7 @@ class Acquisition:
         left = _MINUTE if self._deadline is None else max(0.0, self._deadline - time.monotonic())
         if look.ahead is not None:
             assert self._waiter is not None
-            minute = _MINUTE * (0.75 + os.getpid() % 500 / 1000)  # or hundreds that came together look together
-            if not self._waiter.sleep_behind(look.ahead, min(left, minute)):
+            if not self._waiter.sleep_behind(look.ahead, min(left, self._minute())):
                 self._view.poll()  # has a stranger come or gone?
             return
         changed = look.unleased != self._polled_for
@@ -382,6 +381,13 @@ class Acquisition:
             self._view.poll()
             return
         self._watch(look, left)
+
+    def _minute(self) -> float:
+        """Seconds until a sleeper looks anyway: to the next news, or at a pace of its own where nobody hears any, since
+        hundreds that came together would else look together."""
+        if self._on_wait is not None:
+            return max(0.0, self._next_news - time.monotonic())
+        return _MINUTE * (0.75 + os.getpid() % 500 / 1000)
 
     def _watch(self, look: _Look, left: float) -> None:
         """Sleep until a lease may have come free, the driver is to be asked again, or so many seconds have passed."""
@@ -392,7 +398,8 @@ class Acquisition:
         until = now + min(left, _FULL_LOOK)
         if len(look.unleased) >= self._request.nb_gpus:
             until = min(until, self._view.next_poll)
-        held = (gpu.uuid for gpu in self._view.usable if gpu.uuid not in look.unleased)
+        within = self._view.outer or {gpu.uuid for gpu in self._view.usable}
+        held = (gpu.uuid for gpu in self._view.usable if gpu.uuid in within and gpu.uuid not in look.unleased)
         self._lookout = Lookout(map(self._view.lease_name, held))
         with self._lookout as lookout:
             while now < until:

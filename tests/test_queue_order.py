@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import random
 import signal
@@ -13,7 +14,7 @@ from dataclasses import dataclass, field
 import pytest
 
 import safe_gpu
-from safe_gpu import ClaimTimeout, NoPlaceholder, NotEnoughGpusError, claim_gpus
+from safe_gpu import ClaimTimeout, NoPlaceholder, NotEnoughGpusError, acquisition, claim_gpus
 from safe_gpu.coordination.host_lock import HostLock
 from safe_gpu.coordination.leases import LeaseRecord, lease_name
 from safe_gpu.coordination.waiting import Demand, Waiter
@@ -327,6 +328,27 @@ def test_a_crowd_of_all_sizes_is_served_in_order_whoever_dies(command, ground) -
     assert ground.leased() == []
     assert claim(1) == (0,)
     assert ground.tickets() == []  # the dead have been swept in passing
+
+
+@pytest.mark.parametrize("listens", [True, False])
+def test_a_sleeper_wakes_for_its_news_and_else_at_a_pace_of_its_own(
+    ground, line, monkeypatch: pytest.MonkeyPatch, listens: bool
+) -> None:
+    class Slept(Exception):
+        """Instead of sleeping."""
+
+    def sleep(self: Waiter, ahead: object, seconds: float) -> bool:
+        raise Slept(seconds)
+
+    line(8)
+    ground.hold(0)
+    logger = logging.Logger("sleeper", logging.INFO if listens else logging.WARNING)
+    monkeypatch.setattr(acquisition, "_MINUTE", 1e6)  # so that what the machine is busy with counts for nothing
+    monkeypatch.setattr(Waiter, "sleep_behind", sleep)
+    with pytest.raises(Slept) as slept:
+        claim_gpus(1, NoPlaceholder(), logger, affinity=None, timeout=None)
+    pace = 1.0 if listens else 0.75 + os.getpid() % 500 / 1000
+    assert slept.value.args[0] == pytest.approx(pace * 1e6, rel=0.001)
 
 
 # Interruptions

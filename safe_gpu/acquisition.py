@@ -369,7 +369,7 @@ class Acquisition:
         self._pause(look)
 
     def _pause(self, look: _Look) -> None:
-        left = _MINUTE if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+        left = math.inf if self._deadline is None else max(0.0, self._deadline - time.monotonic())
         if look.ahead is not None:
             assert self._waiter is not None
             if not self._waiter.sleep_behind(look.ahead, min(left, self._minute())):

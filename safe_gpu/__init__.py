@@ -1,14 +1,16 @@
-"""Claim GPUs safely on hosts that many share: no daemon, no root, no collisions.
+"""Claim GPUs on shared hosts without collisions. No daemon and no root rights are needed.
 
     import safe_gpu
-    safe_gpu.claim_gpus(2)      # before anything touches CUDA
+    safe_gpu.claim_gpus(2)      # before anything initialises CUDA
 
-Every name here is loaded when it is first used; importing the package costs next to nothing.
+Every name is loaded on first use, so that importing the package is fast.
 """
 
 from __future__ import annotations
 
-TYPE_CHECKING = False  # importing typing costs more than all of this module
+import sys
+
+TYPE_CHECKING = False  # importing typing would take longer than this whole module
 if TYPE_CHECKING:
     from typing import Any
 
@@ -24,6 +26,9 @@ if TYPE_CHECKING:
         split_share,
         wrap_command,
     )
+    from .claim.bind import bind
+    from .claim.free import get_free_gpus
+    from .claim.owner import GPUOwner, claim_gpus, release_gpus
     from .devices import Gpu, GpuProcess, GpuVerdict
     from .errors import (
         AlreadyClaimedError,
@@ -36,15 +41,13 @@ if TYPE_CHECKING:
         NotEnoughGpusError,
         NvidiasmiError,
         PlaceholderError,
+        PolicyError,
         SafeGpuError,
         StateDirError,
         UnsatisfiableRequestError,
         WrongDeviceError,
     )
-    from .inquiry import get_free_gpus
-    from .locality import bind
-    from .owner import GPUOwner, claim_gpus, release_gpus
-    from .placeholders import (
+    from .runtimes.placeholders import (
         CudaPlaceholder,
         CupyPlaceholder,
         JaxPlaceholder,
@@ -84,6 +87,7 @@ __all__ = [
     "NvidiasmiError",
     "PlaceholderError",
     "PlacementReport",
+    "PolicyError",
     "PyCudaPlaceholder",
     "PytorchPlaceholder",
     "SafeGpuError",
@@ -106,22 +110,22 @@ __all__ = [
     "wrap_command",
 ]
 
-# Where each name lives.
+# Module -> names that are loaded from it.
 _HOMES = {
     "affinity": (
         "AffinityOptions BindingReport Mode Multithreading PlacementReport Scope placement set_affinity "
         "split_share wrap_command"
     ),
-    "locality": "bind",
+    "claim.bind": "bind",
     "devices": "Gpu GpuProcess GpuVerdict",
     "errors": (
         "AlreadyClaimedError ClaimTimeout CudaInitializedError GPUAffinityError GpuContendedError "
-        "LockTimeout NoDriverError NotEnoughGpusError NvidiasmiError PlaceholderError SafeGpuError "
+        "LockTimeout NoDriverError NotEnoughGpusError NvidiasmiError PlaceholderError PolicyError SafeGpuError "
         "StateDirError UnsatisfiableRequestError WrongDeviceError"
     ),
-    "inquiry": "get_free_gpus",
-    "owner": "GPUOwner claim_gpus gpu_owner release_gpus",
-    "placeholders": (
+    "claim.free": "get_free_gpus",
+    "claim.owner": "GPUOwner claim_gpus gpu_owner release_gpus",
+    "runtimes.placeholders": (
         "CudaPlaceholder CupyPlaceholder JaxPlaceholder NoPlaceholder PyCudaPlaceholder "
         "PytorchPlaceholder TensorflowPlaceholder pytorch_placeholder tensorflow_placeholder"
     ),
@@ -132,11 +136,12 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split
 def __getattr__(name: str) -> Any:
     home = _HOME_OF.get(name)
     if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        # From name and obj Python makes its suggestion: "Did you mean: 'claim_gpus'?"
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=sys.modules[__name__])
     from importlib import import_module
 
     value = getattr(import_module(f".{home}", __name__), name)
-    if name != "gpu_owner":  # the one name whose value changes
+    if name != "gpu_owner":  # its value changes with every claim, so it must not be cached
         globals()[name] = value
     return value
 

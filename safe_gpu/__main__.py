@@ -1,4 +1,4 @@
-"""``python -m safe_gpu`` is the command ``safe-gpu``."""
+"""``python -m safe_gpu`` runs the command ``safe-gpu``."""
 
 from __future__ import annotations
 

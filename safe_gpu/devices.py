@@ -1,15 +1,20 @@
-"""What a GPU, a process on it, a host and a request are: frozen data, no behaviour beyond simple questions.
+"""Frozen records for GPUs, the processes on them, hosts, requests and verdicts.
 
-Memory is in bytes, utilisation in percent, and ``None`` always means "the driver does not say".
+Memory is in bytes and utilisation in percent. ``None`` means that the driver does not report the value.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from .spelling import Spelling
+
 __all__ = [
+    "VENDORS",
     "ComputeMode",
+    "Fault",
     "Gpu",
     "GpuProcess",
     "GpuRequest",
@@ -18,11 +23,22 @@ __all__ = [
     "HostSnapshot",
     "ProcessKind",
     "normalize_bus_id",
+    "vendor_of",
 ]
 
 
+VENDORS = ("nvidia", "amd")
+"""Of these GPUs; a claim that chooses none takes the first that the host has."""
+
+
+_SHORTEST_UUID = len("GPU-0123456789abcdef")
+
+
 class _Record:
-    """Equality, hash and text, which every dataclass would compile anew: a millisecond of each process that claims."""
+    """Equality, hash and repr of the dataclasses here.
+
+    Each dataclass would generate and compile its own, which adds a millisecond to every process that claims.
+    """
 
     def __eq__(self, other: object) -> bool:
         return vars(self) == vars(other) if type(self) is type(other) else NotImplemented
@@ -43,7 +59,7 @@ class ComputeMode:
 
 
 class ProcessKind:
-    """Which of the driver's process lists a process stands in."""
+    """Which of the driver's process lists a process is in."""
 
     COMPUTE = "compute"
     GRAPHICS = "graphics"
@@ -54,39 +70,48 @@ class ProcessKind:
 class GpuProcess(_Record):
     """One process that the driver reports on a GPU.
 
-    ``pid`` is as the driver numbers it: in a container that is a host pid, which may not resolve here. ``memory_used``
-    is in bytes. ``name`` is filled only where the driver tells it.
+    ``pid`` is the driver's number. In a container it may be a host pid, which may not exist in the container's /proc.
+    ``memory_used`` is in bytes. ``name`` is None unless the driver reports it. ``elsewhere`` is True if the process of
+    this number here has no NVIDIA device open, so that the driver must mean a process of another PID namespace.
     """
 
     pid: int
     kind: str = ProcessKind.COMPUTE
     memory_used: int | None = None
     name: str | None = None
+    elsewhere: bool = False
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Gpu(_Record):
-    """One claimable device, or one that cannot be claimed and why: a GPU, or a MIG instance of one.
+    """One device: a GPU, or a MIG instance of a GPU. It may be one that cannot be claimed.
 
     Attributes:
-        index: position by PCI bus id, as nvidia-smi shows it; a MIG instance carries its parent's.
-        uuid: ``GPU-...`` or ``MIG-...``; the key of everything.
+        index: position by PCI bus id, as nvidia-smi shows it; a MIG instance has the index of its parent. AMD GPUs have
+            ROCR's numbers.
+        uuid: ``GPU-...`` or ``MIG-...`` (``AMD-...`` for an AMD GPU without one); identifies the device everywhere.
         name: product name.
-        pci_bus_id: ``0000:07:00.0`` form (4-digit domain where it fits, as in sysfs, lower case).
+        pci_bus_id: as in sysfs: ``0000:07:00.0``, lower case, with a 4-digit domain unless it needs more.
         numa_node: the NUMA node of the PCI device; None is unknown.
         memory_total, memory_used, memory_free: bytes.
-        utilization: percent of time a kernel ran.
+        counts_reserved: whether ``memory_used`` includes what the driver reserves for itself (600 MiB and more).
+        memory_shared: whether ``memory_used`` may belong to no process on the GPU: it is a NUMA node, where the page
+            cache counts, or WSL2, where the Windows desktop does. Asked only where memory is unexplained.
+        utilization: percent of time in which a kernel ran; queried only for display (``Driver.detailed``).
         compute_mode: one of :class:`ComputeMode`.
         display_active: whether a display is initialised on it (NVML ``GetDisplayActive``).
-        processes: all processes on it, of every kind; None when the list failed this time (see ``process_error``).
+        processes: the processes on it; None if the query failed (see ``process_error``). Graphics processes may be
+            left out if the others account for all memory in use (``Driver.detailed`` adds them).
         process_error: why ``processes`` is None.
-        processes_supported: False when this driver can never list processes for this device.
-        unusable: why the device can never be claimed as it is ("MIG mode is on", "lost"), else None.
-        lost: the driver lost contact with it (fell off the bus, needs reset).
+        processes_supported: False if this driver can never list the processes of this device.
+        unusable: why the device cannot be claimed in its present state ("MIG mode is on", "lost"), else None.
+        lost: the driver lost contact with it (fell off the bus, needs a reset).
         mig_enabled: MIG mode is on (for a parent GPU).
         mig_parent: UUID of the parent GPU, for a MIG instance.
         mig_instance: number of the instance on its parent, for a MIG instance.
-        nvlink_peers: UUIDs of the GPUs reachable by NVLink (directly or through NVSwitch).
+        nvlink_peers: UUIDs of the GPUs reachable by NVLink, directly or through NVSwitch, or by xGMI; queried only for
+            claims of several GPUs (``Driver.linked``).
+        vendor: "nvidia" or "amd".
     """
 
     index: int
@@ -97,6 +122,8 @@ class Gpu(_Record):
     memory_total: int | None = None
     memory_used: int | None = None
     memory_free: int | None = None
+    counts_reserved: bool = True
+    memory_shared: bool = False
     utilization: int | None = None
     compute_mode: str = ComputeMode.DEFAULT
     display_active: bool = False
@@ -109,6 +136,7 @@ class Gpu(_Record):
     mig_parent: str | None = None
     mig_instance: int | None = None
     nvlink_peers: frozenset[str] = frozenset()
+    vendor: str = "nvidia"
 
     @property
     def is_mig_instance(self) -> bool:
@@ -117,8 +145,26 @@ class Gpu(_Record):
 
     @property
     def label(self) -> str:
-        """How people name it: ``3``, or ``3:1`` for MIG instance 1 of GPU 3."""
+        """The short name: ``3``, or ``3:1`` for MIG instance 1 of GPU 3."""
         return f"{self.index}:{self.mig_instance}" if self.is_mig_instance else str(self.index)
+
+    @property
+    def unexplained_memory(self) -> int:
+        """Bytes in use that no listed process accounts for; 0 if one of the figures is unknown.
+
+        Where the driver can never list processes, that is all memory in use.
+        """
+        if self.memory_used is None:
+            return 0
+        if self.processes is None:
+            return 0 if self.processes_supported else self.memory_used
+        # A process with both a compute and a graphics context is in both lists, with the same memory.
+        largest: dict[int, int] = {}
+        for process in self.processes:
+            if process.memory_used is None:
+                return 0
+            largest[process.pid] = max(largest.get(process.pid, 0), process.memory_used)
+        return max(0, self.memory_used - sum(largest.values()))
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -128,42 +174,60 @@ class HostSnapshot(_Record):
     Attributes:
         gpus: every device of the host, claimable or not.
         driver: name of the driver that was polled ("nvml", "nvidia-smi", "simulated:dgx-a100").
-        driver_version: of the kernel driver, "" where unknown.
+        driver_version: version of the kernel driver, "" if unknown.
+        names: what stands before UUIDs in the names of claimed GPUs; "" on a real host.
     """
 
     gpus: tuple[Gpu, ...]
     driver: str = ""
     driver_version: str = ""
+    names: str = ""
 
     @property
     def physical(self) -> tuple[Gpu, ...]:
         """The GPUs without their MIG instances."""
-        return tuple(gpu for gpu in self.gpus if not gpu.is_mig_instance)
+        return tuple(gpu for gpu in self.gpus if gpu.mig_parent is None)
+
+    @property
+    def vendor(self) -> str:
+        """The vendor of the GPUs; a snapshot has those of one only."""
+        return self.gpus[0].vendor if self.gpus else "nvidia"
 
     @property
     def needs_uuids(self) -> bool:
-        """Whether CUDA numbers GPUs otherwise than we do here, so that only UUIDs are safe.
+        """Whether CUDA's numbers of the GPUs may differ from ``index``, so that only UUIDs are safe.
 
-        It leaves out GPUs that are lost or that this process may not open, and counts MIG instances its own way.
+        CUDA does not count GPUs that are lost or that this process may not open, and it numbers MIG instances in its
+        own order.
         """
         return any(gpu.unusable or gpu.mig_enabled or gpu.lost or gpu.is_mig_instance for gpu in self.gpus)
 
     @property
     def shared_display(self) -> bool:
-        """One GPU in the host and a display active on it: claims do not exclude each other."""
-        return len(self.physical) == 1 and self.physical[0].display_active
+        """Whether the host has one GPU and a display is active on it. Claims of such a GPU are shared."""
+        whole = self.physical
+        return len(whole) == 1 and whole[0].display_active
 
     def by_uuid(self, uuid: str) -> Gpu | None:
         """The device with this UUID, or None."""
         return next((gpu for gpu in self.gpus if gpu.uuid == uuid), None)
+
+    def updated(self, gpus: Iterable[Gpu]) -> HostSnapshot:
+        """This poll with the records of these devices replaced."""
+        newer = {gpu.uuid: gpu for gpu in gpus}
+        return HostSnapshot(
+            tuple(newer.get(gpu.uuid, gpu) for gpu in self.gpus), self.driver, self.driver_version, self.names
+        )
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class GpuRequest(_Record):
     """What a claim asks for, already checked and parsed (see ``selection.parse_request``).
 
-    ``min_memory`` is in bytes. ``only`` and ``exclude`` hold indices (``"3"``), MIG labels (``"3:1"``) or (prefixes of)
-    UUIDs. ``model`` is a case-insensitive name pattern: a substring, or a glob where it has ``*``, ``?`` or ``[``.
+    ``min_memory`` is in bytes. ``only`` and ``exclude`` hold indices (``"3"``), MIG labels (``"3:1"``), UUIDs or
+    prefixes of UUIDs. ``model`` is a case-insensitive pattern of the product name: a glob if it has ``*``, ``?`` or
+    ``[``, else a substring. ``vendor`` is one of ``VENDORS``, or None for no choice. ``spelling`` says how messages
+    about the request write its arguments.
     """
 
     nb_gpus: int = 1
@@ -171,13 +235,30 @@ class GpuRequest(_Record):
     model: str | None = None
     only: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
+    vendor: str | None = None
+    spelling: type[Spelling] = Spelling
+
+    @property
+    def named_vendor(self) -> str | None:
+        """The vendor of the GPUs that ``only`` names, as far as a whole UUID tells."""
+        return next((vendor_of(name) for name in self.only if len(name) >= _SHORTEST_UUID), None)
+
+
+class Fault(NamedTuple):
+    """A note that a claim failed on a GPU: ``when`` in Unix seconds, and the ``error`` as text."""
+
+    when: float
+    error: str
 
 
 class Holder(NamedTuple):
-    """Who holds the lease of a device, as far as its record tells.
+    """Who holds the lease of a device, as its record says. A field is None if the record does not tell.
 
-    ``since`` is in Unix seconds; ``start`` is the holder's start in clock ticks since boot, which tells it from a
-    process of another container that has the same pid.
+    ``since`` is in Unix seconds, and so is ``until``, when the claim will probably end. ``start`` is the start time of
+    the holder in clock ticks since boot. It distinguishes the holder from a process in another container with the same
+    pid. ``elsewhere``: only the name of the GPU is held, and the lease file is not in this state directory. ``place``:
+    where ``pid`` is a number, such as "in a container"; "" if it is a process of this PID namespace. ``closed``: why
+    the lease file cannot be opened, so that nobody can claim the GPU; "" if it can be.
     """
 
     pid: int | None = None
@@ -186,14 +267,18 @@ class Holder(NamedTuple):
     command: str | None = None
     since: float | None = None
     start: int | None = None
+    elsewhere: bool = False
+    place: str = ""
+    until: float | None = None
+    closed: str = ""
 
 
 class GpuVerdict(NamedTuple):
     """Whether one GPU may be taken, and if not, why.
 
-    ``state`` is one of ``free claimed busy display unusable`` (the GPU's own condition) or ``outside`` (the request or
-    the fence leaves it out). ``reason`` is a sentence for people, "" when free. ``pid`` and ``user`` name the one in
-    the way where that is known, ``holder`` the claim where it is one.
+    ``state`` is one of ``free claimed busy display unusable`` (the condition of the GPU) or ``outside`` (the request or
+    the fence excludes it). ``reason`` is a text for people, "" if the GPU is free. ``pid`` and ``user`` name the
+    process that uses or holds the GPU, if known. ``holder`` is the claim that holds it, if there is one.
     """
 
     gpu: Gpu
@@ -205,12 +290,24 @@ class GpuVerdict(NamedTuple):
 
     @property
     def free(self) -> bool:
-        """Whether nothing stands in the way of taking it."""
+        """Whether the GPU may be taken."""
         return self.state in ("free", "display") and not self.reason
 
 
+def vendor_of(uuid: str) -> str:
+    """The vendor of the GPU with this UUID. AMD's have 16 hex digits, or are named by their place.
+
+    >>> vendor_of("GPU-a3f1c07e52d98b16"), vendor_of("AMD-0000:05:00.0-1")
+    ('amd', 'amd')
+    >>> vendor_of("GPU-4f667d77-15c7-524b-c32d-5340d78b712e")
+    'nvidia'
+    """
+    of_rocr = uuid.startswith("GPU-") and len(uuid) == _SHORTEST_UUID and "-" not in uuid[4:]
+    return "amd" if of_rocr or uuid.startswith("AMD-") else "nvidia"
+
+
 def normalize_bus_id(bus_id: str) -> str:
-    """NVML's ``00000000:07:00.0`` as sysfs writes it, ``0000:07:00.0``; lower case; wider domains keep their digits.
+    """A PCI bus id of NVML, such as ``00000000:07:00.0``, in the form of sysfs: lower case, domain of 4 digits or more.
 
     >>> normalize_bus_id("00000000:0F:00.0")
     '0000:0f:00.0'

@@ -1,80 +1,69 @@
-"""How long to wait: durations as people write them, and the default that fits where the process runs."""
+"""Durations as people write them: ``90``, ``15m``, ``1h30m``, ``01:30:00``, ``2-12:00:00``, ``inf``."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import re
 
 from .errors import UnsatisfiableRequestError
+from .spelling import Spelling
 
-__all__ = ["DEFAULT", "DefaultTimeout", "default_timeout", "parse_duration", "parse_timeout"]
+__all__ = ["parse_duration"]
 
-_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-
-# A batch job has declared its GPU, so one is owed to it; elsewhere only the job before may still be dying.
-_BATCH = 300.0
-_INTERACTIVE = 10.0
-
-
-class DefaultTimeout:
-    """Stands for "whatever fits here", see :func:`default_timeout`."""
-
-    def __repr__(self) -> str:
-        return "<default>"
+_UNITS = {"s": 1.0, "sec": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+# Compiled on first use by re's own cache, because most claims need none of these patterns.
+_NUMBER = r"[0-9]{1,9}"
+_SPANS = rf"(?:({_NUMBER})d)?\s*(?:({_NUMBER})h)?\s*(?:({_NUMBER})m(?:in)?)?\s*(?:({_NUMBER})s(?:ec)?)?"
+_CLOCK = rf"(?:({_NUMBER})-)?({_NUMBER}):({_NUMBER}):({_NUMBER})"
+_DAYS = rf"({_NUMBER})-({_NUMBER})(?::({_NUMBER}))?()"
+_UNCLEAR = rf"({_NUMBER}):({_NUMBER})"
 
 
-DEFAULT = DefaultTimeout()
+def parse_duration(text: str, name: str = "timeout", *, spelling: type[Spelling] = Spelling) -> float | None:
+    """Seconds of a duration; None for ``inf``.
 
-
-def parse_duration(text: str, name: str = "timeout") -> float | None:
-    """Seconds in ``90``, ``90s``, ``15m``, ``2h``, ``1d``; None for ``inf``.
+    The forms are ``90``, ``90s``, ``15m``, ``1h30m``, ``2d``, ``01:30:00`` (h:m:s) and ``2-12:00:00`` (days-h:m:s, as
+    in Slurm).
 
     Raises:
-        UnsatisfiableRequestError: naming ``name``, the value and the forms that are understood.
+        UnsatisfiableRequestError: names the argument ``name``, the value and the valid forms.
     """
     word = text.strip().lower()
-    if word in ("inf", "infinity", "none", "forever"):
+    if word in ("inf", "infinity", "infinite", "unlimited", "none", "forever"):
         return None
-    unit = _UNITS.get(word[-1:])
-    number = word[:-1] if unit is not None else word
-    try:
-        seconds = float(number) * (unit or 1.0)
-    except ValueError:
-        seconds = math.nan
-    if not (0 <= seconds < math.inf) or "_" in number:
+    seconds = _simple(word)
+    if seconds is None:
+        seconds = _compound(word)
+    if seconds is None:
+        written = spelling.setting(name, spelling.value(text))
+        if unclear := re.fullmatch(_UNCLEAR, word):
+            one, other = map(int, unclear.groups())
+            raise UnsatisfiableRequestError(
+                f"{written} may be hours or minutes: write {one}h{other}m or {one}m{other}s", value=text
+            )
         raise UnsatisfiableRequestError(
-            f"{name}={text!r} is no duration: write seconds (90 or 90s), 15m, 2h, 1d or inf", value=text
+            f"{written} is not a duration: write seconds (90 or 90s), 15m, 1h30m, 01:30:00, 2-12:00:00 (days first) or "
+            "inf",
+            value=text,
         )
     return seconds
 
 
-def parse_timeout(timeout: object, environ: Mapping[str, str], *, in_batch_job: bool) -> float | None:
-    """Seconds to wait, None for ever, of what a caller passed (a number, None, text as above, or DEFAULT).
-
-    Raises:
-        UnsatisfiableRequestError: negative, not a number, or of another kind.
-    """
-    if isinstance(timeout, DefaultTimeout):
-        return default_timeout(environ, in_batch_job=in_batch_job)
-    if timeout is None:
-        return None
-    if isinstance(timeout, str):
-        return parse_duration(timeout)
+def _simple(word: str) -> float | None:
+    """Seconds of a number with at most one unit; None if the text has another form."""
+    number = word.rstrip("abcdefghijklmnopqrstuvwxyz")
+    unit = _UNITS.get(word[len(number) :]) if number != word else 1.0
     try:
-        seconds = float(timeout)  # type: ignore[arg-type]
-    except (TypeError, ValueError, OverflowError):
-        seconds = math.nan
-    if isinstance(timeout, (bool, bytes, bytearray)) or math.isnan(seconds) or seconds < 0:
-        raise UnsatisfiableRequestError(
-            f"timeout={timeout!r} is not a number of seconds: pass 0 (no wait), a positive number, or None (for ever)",
-            value=timeout,
-        )
-    return None if math.isinf(seconds) else seconds
+        seconds = float(number) * (unit or math.nan)
+    except ValueError:
+        return None
+    return seconds if 0 <= seconds < math.inf and number.isascii() and "_" not in number else None
 
 
-def default_timeout(environ: Mapping[str, str], *, in_batch_job: bool) -> float | None:
-    """``SAFE_GPU_TIMEOUT``, else 300 s inside a batch job, else 10 s."""
-    text = environ.get("SAFE_GPU_TIMEOUT")
-    if text:
-        return parse_duration(text, "SAFE_GPU_TIMEOUT")
-    return _BATCH if in_batch_job else _INTERACTIVE
+def _compound(word: str) -> float | None:
+    """Seconds of ``1h30m``, ``01:30:00`` and similar forms, with whole numbers; None if the text has another form."""
+    found = re.fullmatch(_CLOCK, word) or re.fullmatch(_DAYS, word) or (word and re.fullmatch(_SPANS, word))
+    if not found:
+        return None
+    days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
+    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)

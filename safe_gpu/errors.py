@@ -1,14 +1,16 @@
-"""Every error that safe_gpu raises, under one root.
+"""All errors that safe_gpu raises, with a common base class.
 
-Each message is one sentence (or one sentence and a list) that a person can act on; the attributes carry the same
-facts for programs. All of them survive pickling with their attributes, since claims cross process boundaries
-(multiprocessing, Ray, Dragon).
+A message is one sentence, or a sentence and a list, and says what the user can do. The attributes give the same facts
+to programs. Errors keep their attributes when pickled, because multiprocessing, Ray and Dragon send them between
+processes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
+
+from .procfs import printable_lines
 
 if TYPE_CHECKING:
     from .devices import GpuProcess, GpuVerdict
@@ -21,10 +23,12 @@ __all__ = [
     "GpuContendedError",
     "HolderLostError",
     "LockTimeout",
+    "MissingPackageError",
     "NoDriverError",
     "NotEnoughGpusError",
     "NvidiasmiError",
     "PlaceholderError",
+    "PolicyError",
     "SafeGpuError",
     "StateDirError",
     "UnsatisfiableRequestError",
@@ -40,12 +44,13 @@ def _rebuild(cls: type[SafeGpuError], message: str, attributes: dict[str, Any]) 
 
 
 class SafeGpuError(Exception):
-    """The root of all errors of this package."""
+    """The base class of all errors of this package. Their text is lines that a terminal can show, whatever is in it."""
 
-    # Where an attribute lives outside __dict__ (OSError.errno), its name stands here, so that pickling keeps it.
+    # Names of attributes that are not in __dict__ (OSError.errno) and that pickling must keep.
     _extra: tuple[str, ...] = ()
 
     def __init__(self, message: str = "") -> None:
+        message = printable_lines(message)
         super().__init__(message)
         self.message = message
 
@@ -59,10 +64,10 @@ class SafeGpuError(Exception):
 
 
 class NoDriverError(SafeGpuError):
-    """No usable NVIDIA driver, or a driver and no GPU.
+    """There is no usable GPU driver, or the driver shows no GPU.
 
     Attributes:
-        driver: the driver that was asked for or tried, as in ``SAFE_GPU_DRIVER`` ("auto", "nvml", ...).
+        driver: the driver that was selected or tried, as in ``SAFE_GPU_DRIVER`` ("auto", "nvml", ...).
     """
 
     def __init__(self, message: str = "", *, driver: str = "auto") -> None:
@@ -71,7 +76,7 @@ class NoDriverError(SafeGpuError):
 
 
 NvidiasmiError = NoDriverError
-"""The name under which the older package raised it."""
+"""The name that the older package used."""
 
 
 class NotEnoughGpusError(SafeGpuError, RuntimeError):
@@ -103,10 +108,10 @@ class ClaimTimeout(NotEnoughGpusError, TimeoutError):
 
 
 class GpuContendedError(NotEnoughGpusError):
-    """A process that does not use safe_gpu came onto a claimed GPU at the same moment.
+    """A process that does not use safe_gpu started on a GPU while this process claimed it.
 
     Attributes:
-        uuid: the GPU; processes: the strangers, as :class:`~safe_gpu.devices.GpuProcess`.
+        uuid: the GPU; processes: those other processes, as :class:`~safe_gpu.devices.GpuProcess`.
     """
 
     def __init__(
@@ -124,10 +129,10 @@ class GpuContendedError(NotEnoughGpusError):
 
 
 class UnsatisfiableRequestError(SafeGpuError, ValueError, RuntimeError):
-    """The request makes no sense, or this host can never satisfy it; it is never waited for.
+    """The request is invalid, or this host can never satisfy it. A claim does not wait before it raises this.
 
     Attributes:
-        value: the offending value, where there is one; verdicts: as in :class:`NotEnoughGpusError`.
+        value: the offending value, if there is one; verdicts: as in :class:`NotEnoughGpusError`.
     """
 
     def __init__(self, message: str = "", *, value: object = None, verdicts: Sequence[GpuVerdict] = ()) -> None:
@@ -137,7 +142,7 @@ class UnsatisfiableRequestError(SafeGpuError, ValueError, RuntimeError):
 
 
 class AlreadyClaimedError(SafeGpuError, RuntimeError):
-    """This process holds a claim already. Attribute ``devices``: the indices that it holds."""
+    """This process already holds a claim. Attribute ``devices``: the indices of its GPUs."""
 
     def __init__(self, message: str = "", *, devices: Sequence[int] = ()) -> None:
         super().__init__(message)
@@ -154,10 +159,10 @@ class _OsError(SafeGpuError, OSError):
 
 
 class LockTimeout(_OsError, TimeoutError):
-    """The host lock (or the older package's lock) was not to be had in time.
+    """The host lock, or the lock of the older package, could not be taken in time.
 
     Attributes:
-        path: the lock file; pid, user: its holder where /proc/locks shows one, else None.
+        path: the lock file; pid, user: the holder of the lock if /proc/locks shows it, else None.
     """
 
     def __init__(
@@ -175,13 +180,17 @@ class LockTimeout(_OsError, TimeoutError):
 
 
 class StateDirError(_OsError):
-    """The state directory, or a file in it, cannot be used. Attributes: path, errno (None: a rule of ours)."""
+    """The state directory, or a file in it, cannot be used.
+
+    Attributes:
+        path: the directory or file; errno: of the failed call, None if safe_gpu itself refused the path.
+    """
 
 
 class CudaInitializedError(SafeGpuError, RuntimeError):
     """CUDA was initialised before the claim, so its choice of GPUs can no longer be changed.
 
-    Attribute ``visible``: UUIDs that CUDA sees, in its order, where it tells.
+    Attribute ``visible``: UUIDs of the GPUs that CUDA sees, in its order; empty if unknown.
     """
 
     def __init__(self, message: str = "", *, visible: Sequence[str] = ()) -> None:
@@ -190,12 +199,25 @@ class CudaInitializedError(SafeGpuError, RuntimeError):
 
 
 class PlaceholderError(SafeGpuError, RuntimeError):
-    """The placeholder could not be put on a GPU. Attributes ``device_no`` (CUDA ordinal) and ``uuid``."""
+    """The placeholder could not be allocated on a GPU. Attributes ``device_no`` (CUDA ordinal) and ``uuid``."""
 
     def __init__(self, message: str = "", *, device_no: int | None = None, uuid: str = "") -> None:
         super().__init__(message)
         self.device_no = device_no
         self.uuid = uuid
+
+
+class PolicyError(SafeGpuError, RuntimeError):
+    """The policy file of this host cannot be read, or a line of it is wrong.
+
+    Attributes:
+        path: the file; line: the number of the line, None if it is not about a line.
+    """
+
+    def __init__(self, message: str = "", *, path: str = "", line: int | None = None) -> None:
+        super().__init__(message)
+        self.path = path
+        self.line = line
 
 
 class WrongDeviceError(SafeGpuError, RuntimeError):
@@ -212,10 +234,17 @@ class GPUAffinityError(SafeGpuError, RuntimeError):
     """CPU or memory affinity could not be planned or applied."""
 
 
-class HolderLostError(SafeGpuError, RuntimeError):
-    """The process that holds a host's GPUs for a claim across hosts could not be started there, or is gone.
+class MissingPackageError(SafeGpuError, ImportError):
+    """A Python package that safe_gpu needs is not installed, or too old."""
 
-    Attribute ``host``: where, as the engine names it.
+    def __init__(self, message: str = "") -> None:
+        super().__init__(message)
+
+
+class HolderLostError(SafeGpuError, RuntimeError):
+    """The process that holds a host's GPUs for a claim across hosts could not be started there, or has exited.
+
+    Attribute ``host``: the host, as the engine names it.
     """
 
     def __init__(self, message: str = "", *, host: str = "") -> None:

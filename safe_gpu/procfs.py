@@ -1,69 +1,153 @@
-"""What /proc tells of processes: who they are, when they began, whom they descend from, which locks they hold.
+"""Facts about processes from /proc (proc(5)): user, command, start time, ancestors, open files and locks.
 
-Everything here is a question to the running kernel (proc(5)), always under the real ``/proc``; an answer that cannot be
-had (another pid namespace, hidepid, a process that just ended) is None or empty, never an error.
+The functions always read the real ``/proc``. If the kernel does not give an answer (another pid namespace, hidepid, a
+process that has just exited), the result is None or empty; no error is raised.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Collection, Iterator, Mapping
 from functools import cache
 
 __all__ = [
+    "FIRST_PID_NAMESPACE",
+    "LIMIT",
     "ancestors",
     "command_of",
     "descendants",
+    "describe_process",
     "exists",
     "flock_holders",
     "has_ended",
+    "is_exiting",
     "is_stopped",
+    "lines_of",
     "open_files",
+    "pid_namespace",
+    "pid_within",
     "pids",
+    "place_of",
     "printable",
+    "printable_lines",
+    "read_start",
+    "seconds_running",
     "start_time",
+    "thread_group",
+    "uid_of",
     "user_name",
     "user_of",
+    "well_formed",
 ]
 
+FIRST_PID_NAMESPACE = 4026531836
+"""The inode of the initial PID namespace, a constant of the kernel (PROC_PID_INIT_INO)."""
 
-def _read(path: str) -> bytes:
+LIMIT = 1 << 16
+"""Bytes that are read of one file of a process, or of a file that other users may write. They can make it larger."""
+
+_LONGEST_COMMAND = 1 << 12  # bytes of a command line
+_MOST_FILES = 1 << 12  # descriptors of one process
+
+_PF_EXITING = 0x4  # a flag of a task in the kernel (linux/sched.h), set before the task's files are closed
+
+
+def _read(path: str, limit: int = LIMIT) -> bytes:
+    return read_start(path, limit) or b""
+
+
+def read_start(path: str, limit: int = LIMIT) -> bytes | None:
+    """The first ``limit`` bytes of a file; None if it cannot be read.
+
+    The kernel returns a page or less of some files at a time.
+    """
+    parts = []
     try:
         with open(path, "rb", buffering=0) as file:
-            return file.read()
+            while limit > 0 and (part := file.read(limit)):
+                parts.append(part)
+                limit -= len(part)
     except OSError:
-        return b""
+        return None
+    return b"".join(parts)
 
 
 def _stat_fields(pid: int) -> list[bytes]:
-    """Fields of /proc/PID/stat from the third (state) on; the name before them may hold blanks and brackets."""
+    """Fields of /proc/PID/stat from the third (state) on. The second, the name, may contain blanks and brackets."""
     return _read(f"/proc/{pid}/stat").rpartition(b")")[2].split()
 
 
 def exists(pid: int) -> bool:
-    """Whether a process with this number can be seen from here (zombies included)."""
+    """Whether /proc shows a process with this pid (zombies included)."""
     return os.path.exists(f"/proc/{pid}")
 
 
 def pids() -> list[int]:
-    """All processes that can be seen, in ascending order."""
+    """The pids that /proc shows, in ascending order."""
     return sorted(int(name) for name in os.listdir("/proc") if name.isdecimal())
 
 
 def has_ended(pid: int) -> bool:
-    """Whether no such process runs (a zombie has ended); one that is merely hidden from this user has not."""
+    """Whether the process has exited. A zombie has; a process that is only hidden from this user has not."""
     try:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):
         return True
     except OSError:
-        pass  # another user's
+        pass  # it exists, but belongs to another user
     return _stat_fields(pid)[:1] in ([b"Z"], [b"X"])
 
 
+def is_exiting(pid: int) -> bool:
+    """Whether the process has exited or is exiting, so that the kernel may have released its locks already."""
+    fields = _stat_fields(pid)
+    return has_ended(pid) or (len(fields) > 6 and bool(int(fields[6]) & _PF_EXITING))
+
+
 def start_time(pid: int) -> int | None:
-    """Start of the process in clock ticks since boot; with the pid it names one process for ever."""
+    """Start time of the process in clock ticks since boot. Pid and start time together identify one process."""
     fields = _stat_fields(pid)
     return int(fields[19]) if len(fields) > 19 else None
+
+
+def seconds_running(pid: int) -> float | None:
+    """How long ago the process started; None for a process that cannot be seen."""
+    started, uptime = start_time(pid), _read("/proc/uptime").split()
+    return float(uptime[0]) - started / os.sysconf("SC_CLK_TCK") if uptime and started is not None else None
+
+
+def pid_namespace() -> int | None:
+    """The inode of this process's PID namespace, which identifies it on this host; None without /proc."""
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return None
+
+
+def place_of(namespace: int | None) -> str:
+    """Where the processes of a PID namespace are, seen from this one: "in a container" and the like; "" if here."""
+    own = pid_namespace()
+    if namespace is None or namespace == own:
+        return ""
+    if own == FIRST_PID_NAMESPACE:
+        return "in a container"
+    return "outside this container" if namespace == FIRST_PID_NAMESPACE else "in another container"
+
+
+def pid_within(pid: int) -> int | None:
+    """The number that the process has in its own, innermost PID namespace; None if it cannot be seen."""
+    for line in _read(f"/proc/{pid}/status").splitlines():
+        if line.startswith(b"NSpid:"):
+            return int(line.split()[-1])
+    return None
+
+
+def thread_group(pid: int) -> int | None:
+    """The pid of the process that has this thread, which is ``pid`` for its main thread; None if it cannot be seen."""
+    for line in _read(f"/proc/{pid}/status").splitlines():
+        if line.startswith(b"Tgid:"):
+            return int(line[5:])
+    return None
 
 
 def parent_of(pid: int) -> int | None:
@@ -72,39 +156,47 @@ def parent_of(pid: int) -> int | None:
     return int(fields[1]) if len(fields) > 1 else None
 
 
-def is_stopped(pid: int) -> bool:
-    """Whether it is stopped (SIGSTOP, a suspended job) or frozen by a cgroup v2 freezer."""
+def is_stopped(pid: int, frozen: dict[bytes, bool] | None = None) -> bool:
+    """Whether the process is stopped (SIGSTOP, a suspended job) or frozen by a cgroup v2 freezer.
+
+    Args:
+        frozen: cgroup -> whether it is frozen, filled here, so that a look at many processes reads each cgroup once.
+    """
     fields = _stat_fields(pid)
     if fields[:1] == [b"T"]:
         return True
+    known = {} if frozen is None else frozen
     for line in _read(f"/proc/{pid}/cgroup").splitlines():
         if line.startswith(b"0::"):
-            events = _read("/sys/fs/cgroup" + os.fsdecode(line[3:]) + "/cgroup.events")
-            return b"frozen 1" in events
+            if line not in known:
+                known[line] = b"frozen 1" in _read("/sys/fs/cgroup" + os.fsdecode(line[3:]) + "/cgroup.events")
+            return known[line]
     return False
 
 
 def open_files(pid: int) -> dict[int, str] | None:
-    """Descriptor -> what it is open on, as the kernel words it (``/path``, ``/path (deleted)``, ``pipe:[1]``).
+    """Descriptor -> the file it refers to, as the kernel writes it (``/path``, ``/path (deleted)``, ``pipe:[1]``).
 
-    None where the process is gone or this user may not look.
+    None if the process has exited, this user may not read its descriptors, or it has more than 4,096 of them.
     """
     directory = f"/proc/{pid}/fd"
+    found: dict[int, str] = {}
     try:
-        numbers = os.listdir(directory)
+        with os.scandir(directory) as entries:
+            for number, entry in enumerate(entries):
+                if number >= _MOST_FILES:
+                    return None
+                try:
+                    found[int(entry.name)] = os.readlink(f"{directory}/{entry.name}")
+                except OSError:
+                    continue  # closed meanwhile
     except OSError:
         return None
-    found = {}
-    for number in numbers:
-        try:
-            found[int(number)] = os.readlink(f"{directory}/{number}")
-        except OSError:
-            continue  # closed meanwhile
     return found
 
 
 def ancestors(pid: int) -> list[int]:
-    """The pids above this process, nearest first, as far as they can be seen."""
+    """The pids of the parent, its parent and so on, as far as /proc shows them."""
     found: list[int] = []
     parent = parent_of(pid)
     while parent and parent not in found:
@@ -114,7 +206,7 @@ def ancestors(pid: int) -> list[int]:
 
 
 def descendants(pid: int) -> list[int]:
-    """The pids below this process, in no particular order; a moving target."""
+    """The pids of the children, their children and so on, in no particular order. They may change at any time."""
     children: dict[int, list[int]] = {}
     for name in os.listdir("/proc"):
         if name.isdecimal() and (parent := parent_of(int(name))):
@@ -130,9 +222,9 @@ def descendants(pid: int) -> list[int]:
 
 @cache
 def user_name(uid: int) -> str:
-    """The login name of a uid, or the number as text where it has none.
+    """The login name of a uid, or the number as text if it has none.
 
-    Asked once in a process: where a directory service answers, it can take seconds.
+    Cached, because a directory service may take seconds to answer.
     """
     import pwd
 
@@ -142,17 +234,26 @@ def user_name(uid: int) -> str:
         return str(uid)
 
 
-def user_of(pid: int) -> str | None:
-    """Login name of the process's effective user."""
+def uid_of(pid: int) -> int | None:
+    """Effective uid of the process; None if it has exited."""
     try:
-        return user_name(os.stat(f"/proc/{pid}").st_uid)
+        return os.stat(f"/proc/{pid}").st_uid
     except OSError:
         return None
 
 
+def user_of(pid: int) -> str | None:
+    """Login name of the process's effective user; None if the process has exited."""
+    uid = uid_of(pid)
+    return None if uid is None else user_name(uid)
+
+
 def command_of(pid: int, limit: int = 200) -> str | None:
-    """Its command line as people type it, cut to ``limit`` characters; the bare name for kernel threads and zombies."""
-    arguments = _read(f"/proc/{pid}/cmdline").rstrip(b"\0")
+    """The command line, arguments separated by blanks, cut to ``limit`` characters.
+
+    Kernel threads and zombies have no command line; for them it is the name of the task.
+    """
+    arguments = _read(f"/proc/{pid}/cmdline", _LONGEST_COMMAND).rstrip(b"\0")
     if arguments:
         text = arguments.replace(b"\0", b" ").decode("utf-8", "replace")
     else:
@@ -160,26 +261,74 @@ def command_of(pid: int, limit: int = 200) -> str | None:
     return printable(text)[:limit] or None
 
 
+def describe_process(pid: int) -> tuple[str, str] | None:
+    """(user, command) of a process, or None if /proc does not show it."""
+    user = user_of(pid)
+    return None if user is None else (user, command_of(pid) or "")
+
+
 def printable(text: str) -> str:
-    """Text from others, fit for a terminal: what could move its cursor or reverse its letters becomes a blank."""
+    """Untrusted text, made safe for a terminal: unprintable characters, such as escape codes, become blanks."""
     return "".join(c if c.isprintable() else " " for c in text)
 
 
-def flock_holders(inodes: set[int]) -> dict[int, list[int]]:
-    """Inode -> pids that hold a flock or POSIX lock on it, by /proc/locks.
+def printable_lines(text: str, longest: int = 20_000) -> str:
+    """The same for a text of several lines, which is cut if it is longer than any of ours.
 
-    Only the inode is compared: the device numbers shown there differ from stat's on overlay file systems. Locks of
-    other pid namespaces are not shown by the kernel.
+    >>> printable_lines("one\x1b[2J\ntwo")
+    'one [2J\ntwo'
+    """
+    if len(text) > longest:
+        text = f"{text[:longest]} ..."
+    return text if text.isprintable() else "\n".join(map(printable, text.split("\n")))
+
+
+def well_formed(text: str) -> str:
+    """Text that every JSON parser accepts: lone surrogates, which stand for bytes that are not UTF-8, become U+FFFD.
+
+    >>> well_formed("caf\\udce9")
+    'caf\ufffd'
+    """
+    if text.isascii():
+        return text
+    return "".join("\ufffd" if "\ud800" <= c <= "\udfff" else c for c in text)
+
+
+def flock_holders(inodes: Collection[int], devices: Mapping[int, int] | None = None) -> dict[int, list[int]]:
+    """Inode -> pids that hold a flock or POSIX lock on it, from /proc/locks.
+
+    Only inodes are compared, because on overlay file systems the device numbers in /proc/locks differ from those of
+    stat. The kernel does not show locks held in other pid namespaces.
+
+    Args:
+        devices: inode -> device number. If there are locks of that inode on that device, those of the same inode on
+            other devices are left out.
     """
     holders: dict[int, list[int]] = {}
-    for line in _read("/proc/locks").decode("ascii", "replace").splitlines():
+    exact: dict[int, list[int]] = {}
+    for line in lines_of("/proc/locks"):
         fields = line.split()
-        if len(fields) < 8 or fields[1] == "->":
+        if len(fields) < 8 or fields[1] == b"->":
             continue
         try:
-            pid, inode = int(fields[4]), int(fields[5].rpartition(":")[2])
-        except ValueError:
+            major, minor, inode_text = fields[5].split(b":")
+            pid, inode = int(fields[4]), int(inode_text)
+            if inode not in inodes or pid <= 0:
+                continue
+            device = os.makedev(int(major, 16), int(minor, 16))
+        except (ValueError, OverflowError):
             continue
-        if inode in inodes and pid > 0:
-            holders.setdefault(inode, []).append(pid)
-    return holders
+        found = (holders, exact) if devices is not None and devices.get(inode) == device else (holders,)
+        for table in found:
+            if pid not in (known := table.setdefault(inode, [])):
+                known.append(pid)
+    return {**holders, **exact}
+
+
+def lines_of(path: str) -> Iterator[bytes]:
+    """The lines of a table of the kernel, one at a time: other users can make it long. None if it cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            yield from file
+    except OSError:
+        return

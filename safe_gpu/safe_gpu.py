@@ -1,15 +1,15 @@
-"""The module path of the older package: ``from safe_gpu import safe_gpu`` keeps working, with the names it had."""
+"""The module of the older package, with its names: ``from safe_gpu import safe_gpu`` keeps working."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from . import owner
+from .claim import owner
+from .claim.free import get_free_gpus
+from .claim.owner import GPUOwner, claim_gpus, release_gpus
 from .coordination.legacy import LOCK_FILE as LOCK_FILENAME
 from .errors import NvidiasmiError
-from .inquiry import get_free_gpus
-from .owner import GPUOwner, claim_gpus, release_gpus
-from .placeholders import (
+from .runtimes.placeholders import (
     PyCudaPlaceholder,
     PytorchPlaceholder,
     TensorflowPlaceholder,

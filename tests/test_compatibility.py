@@ -142,7 +142,7 @@ def test_the_owner_can_be_constructed_and_released_explicitly() -> None:
 @pytest.fixture(autouse=True)
 def forgotten() -> Iterator[None]:
     """An owner that a test dropped goes with it."""
-    from safe_gpu import owner
+    from safe_gpu.claim import owner
 
     yield
     if owner.current_owner() is not None:
@@ -171,10 +171,10 @@ def test_debug_sleep_falls_between_the_choice_and_the_placeholder(monkeypatch: p
     assert steps[:2] == [(12.5, "0"), "placeholder"]
 
 
-def test_too_few_free_gpus_is_a_runtime_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_few_free_gpus_is_a_runtime_error(monkeypatch: pytest.MonkeyPatch, stranger_pid: int) -> None:
     monkeypatch.setenv("SAFE_GPU_TIMEOUT", "0")
     driver = SimulatedDriver("dgx-a100")
-    contexts = [driver.occupy(gpu.uuid, pid=1) for gpu in driver.idle.gpus[:7]]
+    contexts = [driver.occupy(gpu.uuid, pid=stranger_pid) for gpu in driver.idle.gpus[:7]]
     with pytest.raises(RuntimeError, match="2 GPUs asked for, 1 free"):
         safe_gpu.claim_gpus(2)
     with pytest.raises(RuntimeError):

@@ -14,9 +14,9 @@ import pytest
 
 import safe_gpu
 from safe_gpu import errors
-from safe_gpu.cuda import CudaCallError
 from safe_gpu.devices import Gpu, GpuProcess, GpuVerdict, Holder
 from safe_gpu.errors import SafeGpuError
+from safe_gpu.runtimes.cuda import CudaCallError
 
 VERDICTS = (GpuVerdict(Gpu(0, "GPU-0"), "claimed", "claimed by process 7", 7, "ada", Holder(7, "ada", start=12)),)
 PROCESSES = (GpuProcess(7, memory_used=1 << 30),)
@@ -46,9 +46,11 @@ TABLE: list[tuple[type[SafeGpuError], dict[str, Any], tuple[type[BaseException],
     (errors.StateDirError, {"path": "/tmp/x", "errno": errno.ENOSPC}, (OSError,)),
     (errors.CudaInitializedError, {"visible": ("GPU-0",)}, (RuntimeError,)),
     (errors.PlaceholderError, {"device_no": 1, "uuid": "GPU-0"}, (RuntimeError,)),
+    (errors.PolicyError, {"path": "/etc/x", "line": 3}, (RuntimeError,)),
     (errors.WrongDeviceError, {"device_no": 1, "expected": "GPU-0", "actual": "GPU-1"}, (RuntimeError,)),
     (errors.GPUAffinityError, {}, (RuntimeError,)),
     (errors.HolderLostError, {"host": "node1"}, (RuntimeError,)),
+    (errors.MissingPackageError, {}, (ImportError,)),
     (CudaCallError, {"call": "cuInit", "code": 3, "name": "CUDA_ERROR_NOT_INITIALIZED"}, ()),
 ]
 CLASSES = pytest.mark.parametrize(

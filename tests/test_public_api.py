@@ -73,6 +73,8 @@ def test_the_arguments_of_a_claim() -> None:
         "only": (),
         "visible_as": "index",
         "delegate": False,
+        "hold_for": inspect.signature(safe_gpu.claim_gpus).parameters["hold_for"].default,
+        "vendor": None,
     }
     for callable_ in (safe_gpu.claim_gpus, safe_gpu.GPUOwner):
         parameters = inspect.signature(callable_).parameters

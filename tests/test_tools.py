@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -28,7 +29,7 @@ class Instance:
     def __init__(self, *arguments: str) -> None:
         self.process = subprocess.Popen(
             [sys.executable, str(ACQUISITOR), *arguments],
-            env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"},
+            env={**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}", "PYTHONUNBUFFERED": "1"},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
@@ -87,6 +88,58 @@ def test_the_second_instance_does_not_wait_for_the_first_ones_placeholder(instan
     assert any(step.startswith("Allocated devices: [") for step in second.steps)
 
 
+# PyCUDA as far as it matters here: a stack of contexts, and an abort at exit if one is left on it.
+PYCUDA = """
+import atexit, os
+stack = []
+class Context:
+    def push(self):
+        assert self.valid, "invalid context"
+        stack.append(self)
+    @staticmethod
+    def pop():
+        stack.pop()
+    def detach(self):
+        assert self.valid, "cannot detach from invalid context"
+        self.valid = False
+        stack[:] = [context for context in stack if context is not self]
+class Device:
+    def __init__(self, number):
+        pass
+    def make_context(self):
+        context = Context()
+        context.valid = True
+        context.push()
+        return context
+class Memory:
+    def free(self):
+        pass
+def init():
+    pass
+def mem_alloc(size):
+    assert stack, "no current context"
+    return Memory()
+def memcpy_htod(memory, data):
+    assert stack, "no current context"
+atexit.register(lambda: stack and os.abort())
+"""
+
+
+@pytest.mark.parametrize("how", [(), ("--explicit-owner-object",)])
+@pytest.mark.parametrize("nb_gpus", [1, 2])
+def test_pycuda(
+    instance: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, how: tuple[str, ...], nb_gpus: int
+) -> None:
+    (tmp_path / "pycuda").mkdir()
+    (tmp_path / "pycuda" / "__init__.py").touch()
+    (tmp_path / "pycuda" / "driver.py").write_text(PYCUDA)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    one = instance("--backend", "pycuda", "--nb-gpus", str(nb_gpus), "--sleep", "0", *how)
+    assert one.finish() == 0
+    assert one.steps[-1] == "Finished"
+    assert [step for step in one.steps if step.startswith("Released")] == ["Released a CUDA context"] * nb_gpus
+
+
 def test_it_says_why_it_got_nothing(instance: Any) -> None:
     greedy = instance("--backend", "simulated", "--nb-gpus", "9", "--sleep", "0")
     assert "only 8" in greedy.until("9 GPUs")
@@ -104,6 +157,19 @@ def test_a_missing_framework_is_named(instance: Any, monkeypatch: pytest.MonkeyP
     )
     assert done.returncode == 1
     assert "needs torch, which is not installed" in done.stderr
+
+
+def test_a_python_without_the_package_is_told_which_to_use(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", str(ACQUISITOR), "--help"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert ". .venv/bin/activate" in done.stderr
 
 
 def test_bad_arguments() -> None:
@@ -126,6 +192,27 @@ def bench(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         text=True,
         timeout=110,
     )
+
+
+def test_driver_calls_are_counted_beside_milliseconds() -> None:
+    if not (shutil.which("gcc") or shutil.which("cc")):
+        pytest.skip("no C compiler for the fake NVML")
+    done = bench("bench_claim.py", "calls", "--check")
+    assert done.returncode == 0, done.stdout + done.stderr
+    for name, most in (("first claim", 100), ("claim again", 62)):
+        line = re.search(rf"^{name}, fake NVML .* (\d+)  at most {most} calls: met$", done.stdout, re.MULTILINE)
+        assert line, done.stdout
+        assert 20 < int(line[1]) <= most
+    assert (
+        len(re.findall(r"^  once the leases are held .* \d+  at most 20 calls: met$", done.stdout, re.MULTILINE)) == 2
+    )
+
+
+def test_without_a_compiler_no_driver_calls_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nonexistent")
+    done = bench("bench_claim.py", "calls", "--check")
+    assert done.returncode == 0, done.stderr
+    assert "needs a C compiler" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -152,7 +239,34 @@ def test_benchmarks_print_a_table_against_rivals(name: str, arguments: tuple[str
     assert "of at most" in done.stdout
 
 
-@pytest.mark.parametrize("name", ["bench_claim.py", "bench_waiting.py"])
+def test_growth_is_printed_as_tables_and_plots() -> None:
+    done = bench("bench_scale.py", "--quick")
+    assert done.returncode == 0, done.stderr
+    for head in ("all wait (ms)", "claims/s", "the command (ms)"):
+        assert head in done.stdout
+    assert re.search(r"^ +4( +\d+\.\d\d){5}$", done.stdout, re.MULTILINE), done.stdout
+    assert "claims a second over processes for 8 GPUs, both logarithmic: * safe_gpu, o bare flock" in done.stdout
+
+
+def test_everything_in_one_table(tmp_path: Path) -> None:
+    package = tmp_path / "safe_gpu"  # a stand-in for the older package
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "safe_gpu.py").write_text("def claim_gpus(n, placeholder): placeholder(0)\ndef release_gpus(): pass\n")
+    done = bench("bench_all.py", "--quick", f"--older={tmp_path}")
+    assert done.returncode == 0, done.stderr
+    number = r"-?\d+\.\d\d"
+    for row in (
+        rf"claim and release, all of it \(ms\) +{number} +{number} +{number} +-  .* of at most 4.5 times flock: ",
+        rf"import safe_gpu \(ms\) +{number} +{number} +- +{number}  .* of at most \+25 ms over python: ",
+        rf"safe-gpu run -- true \(ms\) +{number} +- +- +{number}  .* of at most \+15 ms over python: ",
+        rf"hand-over, 10 for 8: median \(ms\) +{number} +- +{number} +-  at most 20 ms: ",
+        rf"3 waiters, share of a core \(%\) +{number} +- +{number} +-  at most 2 %: ",
+    ):
+        assert re.search(rf"^{row}(met|MISSED)$", done.stdout, re.MULTILINE), done.stdout
+
+
+@pytest.mark.parametrize("name", ["bench_claim.py", "bench_waiting.py", "bench_scale.py"])
 def test_an_unknown_benchmark_is_refused(name: str) -> None:
     done = bench(name, "everything")
     assert done.returncode == 2

@@ -1,18 +1,20 @@
 #!/usr/bin/env python3
-"""What a claim across hosts costs, on 1, 2 and 4 hosts made of this machine: it must not grow with their number.
+"""Measures the time of a claim across 1, 2 and 4 hosts, which are namespaces of this machine.
+
+The time must not grow with the number of hosts.
 
     tools/bench_cluster.py ray             with a Python that has Ray, as root
     tools/bench_cluster.py dragon          the same for Dragon 0.14
 
-Needs what tools/hosts.sh needs; GPUs are simulated. Medians in milliseconds for each number of hosts:
+It has the requirements of tools/hosts.sh. GPUs are simulated. Medians in milliseconds for each number of hosts:
 
-    claim    a whole claim: holders start, import Python, claim
-    leases   of that, the claim itself: all hosts asked at once until all have answered
-    slow     the same with GPUs whose placeholder takes 0.25 s, that is 2 s for the eight of a host
-    release  until everything is given back
+    claim    a whole claim: holders start, import modules, and claim
+    leases   the claims themselves, from the request to all hosts until all have answered
+    slow     the same as leases, with placeholders that take 0.25 s per GPU, that is 2 s for the eight GPUs of a host
+    release  until all GPUs are released
 
-Here the "hosts" share the cores of one machine, so what takes processor time (the start of holders, the engine's own
-agents) grows with their number, as it does not on real hosts. What takes time for other reasons must not: see slow.
+The "hosts" share the cores of one machine. So everything that takes processor time (the start of holders, the agents
+of the engine) grows with their number, unlike on real hosts. The column slow is dominated by sleeps and must not grow.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ MARK = "bench_cluster: "
 
 
 class SlowContext:
-    """A placeholder as slow as a CUDA context on a busy host."""
+    """A placeholder that takes as long as a CUDA context on a busy host."""
 
     holds_gpu = False
 
@@ -75,13 +77,13 @@ def measure(engine: str, hosts: int, rounds: int) -> None:
         began = time.perf_counter()
         held.release()
         releases.append(time.perf_counter() - began)
-    quick = slice(1, rounds + 1)  # the very first claim imports the engine
+    quick = slice(1, rounds + 1)  # the first claim imports the engine
     row = [statistics.median(times) for times in (claims[quick], spent[quick], spent[-3:], releases[quick])]
     print(MARK + json.dumps([1000 * seconds for seconds in row]), flush=True)
 
 
 class Bench:
-    """Hosts, an engine across them, one measurement."""
+    """One measurement: hosts, and an engine across them."""
 
     def __init__(self, engine: str, hosts: int, rounds: int) -> None:
         self.engine, self.names, self.rounds = engine, NAMES[:hosts], rounds
@@ -117,7 +119,9 @@ class Bench:
         subprocess.run([HERE / "hosts.sh", *words], env=self.env, stdin=subprocess.DEVNULL, check=True)
 
     def _on(self, host: str, *command: str, timeout: float = 120) -> str:
-        with tempfile.TemporaryFile("w+") as output:  # what an engine leaves behind would hold a pipe open
+        with tempfile.TemporaryFile(
+            "w+"
+        ) as output:  # not a pipe: processes that an engine leaves running would keep it open
             subprocess.run(
                 ["timeout", "-k", "2", str(timeout), str(HERE / "hosts.sh"), "run", host, *command],
                 env=self.env,
@@ -141,7 +145,7 @@ class Bench:
         return self._on("hosta", sys.executable, *self._inside())
 
     def _dragon(self) -> str:
-        # dragon-cleanup looks for processes by name, and these hosts share their numbers with the machine
+        # dragon-cleanup kills processes by name, and these hosts share their pid namespace with the machine.
         lines = {"nvidia-smi": "for i in 0 1 2 3 4 5 6 7; do echo GPU $i; done", "dragon-cleanup": "true"}
         for name, line in lines.items():
             (self.scratch / name).write_text(f"#!/bin/sh\n{line}\n")
@@ -161,7 +165,7 @@ class Bench:
 
 
 def measured(engine: str, hosts: int, rounds: int, tries: int = 4) -> list[float]:
-    """One row; on few cores the agents of an engine now and then miss each other at the start."""
+    """One row. It retries, because on few cores the agents of an engine sometimes fail to connect at the start."""
     while True:
         tries -= 1
         try:

@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
-"""What binding next to the GPU is worth on this host, as ratios within one run.
+"""Measures the gain of binding next to the GPU on this host, as ratios within one run.
 
-Two measurements, each in processes of their own that are bound or not before they touch memory:
+There are two measurements. Each runs in a new process that is bound, or not, before it allocates memory:
 
 * copies from page-locked host memory to the GPU, in GB/s;
-* a data-loading loop: worker processes make random images, the main process hands them to the GPU, in batches/s.
+* a data-loading loop: worker processes generate random images, the main process copies them to the GPU, in batches/s.
 
-"far" is bound to the node furthest from the GPU, which is what an unbound process gets in bad luck. The variants take
-turns, and the medians of the rounds are compared. Needs PyTorch and a GPU; without them it says so and exits with 69.
-On a shared host run it as ``safe-gpu run --affinity none -- tools/bench_locality.py``, or others disturb it.
+The variant "far" is bound to the node furthest from the GPU, the worst placement of an unbound process. The variants
+run in turns, and the medians of the rounds are compared. It needs PyTorch and a GPU; without them it prints a message
+and exits with 69. On a shared host run it as ``safe-gpu run --affinity none -- tools/bench_locality.py``, so that no
+other process uses the GPU.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from safe_gpu.affinity import AffinityOptions, HostTopology, bind_near, bind_process
+from safe_gpu.affinity import AffinityOptions, HostTopology, bind_near, bind_process, read_topology
 from safe_gpu.affinity.cpulist import format_cpulist
-from safe_gpu.affinity.gpu_affinity import visible_indices
+from safe_gpu.affinity.numbering import visible_indices
 from safe_gpu.drivers import open_driver
 from safe_gpu.errors import SafeGpuError
 
@@ -36,7 +37,7 @@ NO_GPU = 69
 
 
 def the_gpu() -> tuple[Driver, Gpu]:
-    """The first GPU that CUDA_VISIBLE_DEVICES leaves, which is CUDA's device 0."""
+    """The first GPU of CUDA_VISIBLE_DEVICES, which is device 0 of CUDA."""
     driver = open_driver()
     snapshot = driver.snapshot()
     index = visible_indices(snapshot, os.environ.get("CUDA_VISIBLE_DEVICES"))[0]
@@ -55,11 +56,11 @@ def far_node(topology: HostTopology, gpu_index: int) -> int | None:
 
 def bind(variant: str) -> str:
     if variant == "unbound":
-        return "as the kernel likes"
+        return "not bound"
     driver, gpu = the_gpu()
     if variant == "near":
         return str(bind_near([gpu], driver, options=AffinityOptions(mode="node"), memory="bind"))
-    topology = HostTopology.from_host(driver=driver)
+    topology = read_topology(driver=driver)
     node = far_node(topology, gpu.index)
     assert node is not None
     return str(bind_process(topology.nodes[node], [node], "bind"))
@@ -123,9 +124,9 @@ def worker(variant: str, device: str, seconds: float, loaders: int) -> dict[str,
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=3.0, help="of each measurement")
+    parser.add_argument("--seconds", type=float, default=3.0, help="duration of each measurement")
     parser.add_argument("--loaders", type=int, default=4, help="data-loading processes")
-    parser.add_argument("--cpu", action="store_true", help="rehearse without CUDA: the copies stay in host memory")
+    parser.add_argument("--cpu", action="store_true", help="run without CUDA: the copies stay in host memory")
     parser.add_argument("--variant", help=argparse.SUPPRESS)
     options = parser.parse_args()
     device = "cpu" if options.cpu else "cuda"
@@ -139,11 +140,11 @@ def main() -> int:
         return NO_GPU
     try:
         driver, gpu = the_gpu()
-        topology = HostTopology.from_host(driver=driver)
+        topology = read_topology(driver=driver)
     except SafeGpuError as err:
         print(f"This benchmark needs an NVIDIA GPU: {err}", file=sys.stderr)
         return NO_GPU
-    # Not torch.cuda.is_available(): whether the driver's GPU can be used is for the processes that measure.
+    # Not torch.cuda.is_available(): only the processes that measure use the GPU, and they report any error.
     if not options.cpu and torch.version.cuda is None:
         print("This benchmark needs a PyTorch that is built with CUDA; this one is not", file=sys.stderr)
         return NO_GPU
@@ -155,10 +156,10 @@ def main() -> int:
     )
     variants = ["unbound", "near"]
     if far_node(topology, gpu.index) is None:
-        print("This host has one NUMA node with CPUs: near is everywhere, and a ratio near 1 is what to expect.")
+        print("This host has one NUMA node with CPUs, so all CPUs are near: expect ratios close to 1.")
     else:
         variants.append("far")
-    environment = {**os.environ, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}  # CUDA's device 0 is then the GPU named above
+    environment = {**os.environ, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}  # so that device 0 of CUDA is the GPU named above
     results: dict[str, list[dict[str, Any]]] = {variant: [] for variant in variants}
     for _ in range(options.rounds):
         for variant in variants:

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""How long planning and reading a topology take, on hosts that are made up here: no GPU is needed.
+"""Measures planning and reading a topology on generated hosts. No GPU is needed.
 
 Planning 1,024 CPUs for 16 GPUs must stay under 20 ms in every mode; the exit code is 1 if it does not.
 """
@@ -15,15 +15,18 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from safe_gpu.affinity.near import node_cpus_of
 from safe_gpu.affinity.policies import MODES, plan
-from safe_gpu.affinity.topology import GpuLocality, HostTopology, node_cpus_of
+from safe_gpu.affinity.reading import read_topology
 from safe_gpu.devices import Gpu, HostSnapshot
+from safe_gpu.runtimes.runtime import Runtime
+from safe_gpu.topology import GpuLocality, HostTopology
 
 BUDGET_MS = 20.0
 
 
 def large_host(cores: int = 512, nodes: int = 8, packages: int = 2, gpus: int = 16) -> HostTopology:
-    """Two threads a core, numbered as Linux does on x86."""
+    """A host with two threads per core, numbered as Linux does on x86."""
     threads = [frozenset({core, core + cores}) for core in range(cores)]
 
     def of(part: int, parts: int) -> frozenset[int]:
@@ -41,7 +44,7 @@ def large_host(cores: int = 512, nodes: int = 8, packages: int = 2, gpus: int = 
 
 
 def save(host: HostTopology, root: Path) -> None:
-    """The host as a sysfs tree."""
+    """Write the host as a sysfs tree."""
 
     def write(path: str, text: object) -> None:
         file = root / "sys" / path
@@ -73,10 +76,10 @@ def save(host: HostTopology, root: Path) -> None:
 
 
 class SilentDriver:
-    """Knows the GPUs and not where they are, so that sysfs is asked."""
+    """A driver that does not know the places of GPUs, so that sysfs is read."""
 
     name = "bench"
-    uses_cuda = False
+    runtime = Runtime()
 
     def snapshot(self) -> HostSnapshot:
         return HostSnapshot(())
@@ -87,13 +90,11 @@ class SilentDriver:
     def host_topology(self) -> HostTopology | None:
         return None
 
-    def default_placeholder(self, logger: object = None) -> None: ...
-
     def close(self) -> None: ...
 
 
 def best_ms(action: Callable[[], object], repeats: int) -> float:
-    """The fastest of some runs: what the work costs, not what else the machine did."""
+    """Milliseconds of the fastest run, which other processes disturbed least."""
     times = []
     for _ in range(repeats):
         start = time.perf_counter()
@@ -117,7 +118,7 @@ def main() -> int:
         tree = Path(tempfile.mkdtemp(prefix="bench-topology-"))
         try:
             save(large_host(cores=cores), tree)
-            whole = best_ms(partial(HostTopology.from_host, tree), repeats)
+            whole = best_ms(partial(read_topology, tree), repeats)
             gpu = Gpu(15, "GPU-15", pci_bus_id="0000:10:00.0")
             one = best_ms(partial(node_cpus_of, gpu, SilentDriver(), tree), repeats)
         finally:

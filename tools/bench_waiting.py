@@ -1,13 +1,15 @@
 #!/usr/bin/env python3
-"""What waiting costs: how fast a GPU passes from hand to hand, and what five hundred waiters take.
+"""Measures waiting: the time to hand a GPU to the next waiter, and the cost of five hundred waiters.
 
-    python3 tools/bench_waiting.py [handover] [waiters] [memory] [--processes N] [--waiters N] [--seconds S] [--check]
+    python3 tools/bench_waiting.py [handover] [waiters] [backfill] [memory] [--processes N] [--waiters N]
+        [--seconds S] [--check]
 
-handover  64 processes for 8 GPUs: from one claim's release to the next one's start on that GPU
-waiters   500 processes wait for GPUs that do not come free: arrival of all at once, and the processor time they take
-memory    what a waiting process takes over a bare interpreter
+handover  64 processes for 8 GPUs: from the release of a GPU to the next claim of it
+waiters   500 processes wait for GPUs that do not become free: the time until all wait, and their processor time
+backfill  the same with an idle GPU: all say for how long they hold it, too long to pass the first, who wants all GPUs
+memory    the memory of a waiting process, minus that of a bare interpreter
 
-Run it at a quiet moment: it times the scheduler of the kernel as much as anything else.
+Run it on an idle machine: the figures depend on the kernel's scheduler as much as on safe_gpu.
 """
 
 from __future__ import annotations
@@ -27,11 +29,11 @@ from typing import Any
 from bench_support import Row, Worker, environment, print_table, simulated_host, start_all
 
 GPUS = 8
-WORK = 0.05  # how long each claim is used, seconds
+WORK = 0.05  # how long each claim is held, seconds
 
 
 class Polled:
-    """What people write: a lock file for each GPU, and a look at all of them every 50 ms."""
+    """The usual solution by hand: a lock file for each GPU, all tried every 50 ms."""
 
     def __init__(self, directory: str) -> None:
         self._paths = [f"{directory}/{number}.lock" for number in range(GPUS)]
@@ -39,7 +41,7 @@ class Polled:
     def claim(self) -> str:
         while True:
             for path in self._paths:
-                self._file = open(path, "w")  # noqa: SIM115 - held for as long as the claim
+                self._file = open(path, "w")  # noqa: SIM115 - open as long as the claim is held
                 try:
                     fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     return path
@@ -52,7 +54,7 @@ class Polled:
 
 
 def gaps(claim: Callable[[], str], release: Callable[[], None], processes: int) -> list[float]:
-    """Milliseconds from each release (its beginning) to the next claim of the same GPU (its return), sorted."""
+    """Milliseconds from the start of each release until the next claim of the same GPU returns, sorted."""
 
     def use(line: Any) -> None:
         gpu = claim()
@@ -82,27 +84,27 @@ def bench_handover(options: argparse.Namespace) -> list[Row]:
     with simulated_host() as directory:
 
         def claim() -> str:
-            return safe_gpu.claim_gpus(timeout=600, affinity=None).gpus[0].uuid
+            return safe_gpu.claim_gpus(timeout=600, affinity=None, hold_for=60).gpus[0].uuid
 
         warm_up()
-        ours = gaps(claim, safe_gpu.release_gpus, options.processes)
+        own = gaps(claim, safe_gpu.release_gpus, options.processes)
         polled = Polled(directory)
-        theirs = gaps(polled.claim, polled.release, options.processes)
+        other = gaps(polled.claim, polled.release, options.processes)
     name = f"hand-over, {options.processes} for {GPUS}"
     rival = "a lock file per GPU, tried every 50 ms"
     return [
-        Row(f"{name}: median", median(ours), median(theirs), rival, budget=20.0),
-        Row(f"{name}: worst", ours[-1], theirs[-1], rival, budget=100.0),
+        Row(f"{name}: median", median(own), median(other), rival, budget=20.0),
+        Row(f"{name}: worst", own[-1], other[-1], rival, budget=100.0),
     ]
 
 
 @contextmanager
-def all_held() -> Iterator[None]:
-    """A process holds every GPU; not this one, whose children would not wait for their parent."""
+def all_held(number: int = GPUS) -> Iterator[None]:
+    """Have another process hold GPUs. This process cannot, because its children would not wait for it."""
     import safe_gpu
 
     def hold(line: Any) -> None:
-        safe_gpu.claim_gpus(GPUS, affinity=None)
+        safe_gpu.claim_gpus(number, affinity=None, hold_for=3600)
         line.send("holds")
         line.recv()
 
@@ -115,7 +117,7 @@ def all_held() -> Iterator[None]:
 
 
 def warm_up() -> None:
-    """Have everything imported in this process before it forks, the parts for waiting too."""
+    """Import all modules in this process before it forks, also those for waiting."""
     import safe_gpu
 
     with all_held():
@@ -128,7 +130,7 @@ def warm_up() -> None:
 
 
 def processor_time(pids: list[int]) -> float:
-    """Seconds that all threads of these processes have run."""
+    """Processor time of all threads of these processes, seconds."""
     total = 0
     for pid in pids:
         for task in os.listdir(f"/proc/{pid}/task"):
@@ -138,7 +140,7 @@ def processor_time(pids: list[int]) -> float:
 
 
 def settled_processor_time(pids: list[int]) -> float:
-    """The same, once the processes have stopped getting ready."""
+    """:func:`processor_time` after the processes have finished their start-up."""
     before = processor_time(pids)
     while True:
         time.sleep(1.0)
@@ -146,6 +148,55 @@ def settled_processor_time(pids: list[int]) -> float:
         if now - before < 0.1:
             return now
         before = now
+
+
+def waiting(queue: Path) -> int:
+    """How many tickets there are."""
+    return sum(name.endswith(".ticket") for name in os.listdir(queue)) if queue.is_dir() else 0
+
+
+def cost_of(wait: Callable[[Any], None], number: int, queue: Path, seconds: float) -> tuple[float, float]:
+    """The time until all these waiters wait, in seconds, and the share of a core that they take together then."""
+    there = waiting(queue)
+    workers, fired = start_all(wait, number)
+    try:
+        while waiting(queue) < there + number:
+            time.sleep(0.01)
+        arrival = time.monotonic() - fired
+        pids = [worker.pid for worker in workers]
+        before, began = settled_processor_time(pids), time.monotonic()
+        time.sleep(seconds)
+        return arrival, (processor_time(pids) - before) / (time.monotonic() - began)
+    finally:
+        for worker in workers:
+            worker.kill()
+
+
+def bench_backfill(options: argparse.Namespace) -> list[Row]:
+    import safe_gpu
+
+    number = options.waiters
+    with simulated_host() as directory:
+        warm_up()
+        queue = Path(directory, "state", "queue")
+
+        def first(line: Any) -> None:
+            safe_gpu.claim_gpus(GPUS, timeout=3600, affinity=None, hold_for=60)
+
+        def wait(line: Any) -> None:
+            safe_gpu.claim_gpus(timeout=3600, affinity=None, hold_for=7200)
+
+        with all_held(GPUS - 1):
+            head = Worker(first)
+            try:
+                while not waiting(queue):
+                    time.sleep(0.01)
+                _, share = cost_of(wait, number, queue, options.seconds)
+            finally:
+                head.kill()
+    return [
+        Row(f"{number} waiters, an idle GPU, share of a core", share * 100, None, unit="%", budget=2.0),
+    ]
 
 
 def bench_waiters(options: argparse.Namespace) -> list[Row]:
@@ -157,7 +208,7 @@ def bench_waiters(options: argparse.Namespace) -> list[Row]:
         queue = Path(directory, "state", "queue")
 
         def wait(line: Any) -> None:
-            safe_gpu.claim_gpus(timeout=3600, affinity=None)
+            safe_gpu.claim_gpus(timeout=3600, affinity=None, hold_for=600)
 
         def wait_once(line: Any) -> None:
             try:
@@ -166,21 +217,12 @@ def bench_waiters(options: argparse.Namespace) -> list[Row]:
                 pass
 
         with all_held():
-            for worker in start_all(wait_once, number)[0]:  # a virtual machine gives a first crowd its memory slowly
+            for worker in start_all(wait_once, number)[
+                0
+            ]:  # warm-up: a virtual machine allocates memory slowly the first time
                 os.waitpid(worker.pid, 0)
                 worker.line.close()
-            workers, fired = start_all(wait, number)
-            try:
-                while sum(name.endswith(".ticket") for name in os.listdir(queue)) < number:
-                    time.sleep(0.01)
-                arrival = time.monotonic() - fired
-                pids = [worker.pid for worker in workers]
-                before, began = settled_processor_time(pids), time.monotonic()
-                time.sleep(options.seconds)
-                share = (processor_time(pids) - before) / (time.monotonic() - began)
-            finally:
-                for worker in workers:
-                    worker.kill()
+            arrival, share = cost_of(wait, number, queue, options.seconds)
         polled = Polled(directory)
 
         def poll(line: Any) -> None:
@@ -195,13 +237,13 @@ def bench_waiters(options: argparse.Namespace) -> list[Row]:
             pids = [worker.pid for worker in workers]
             before, began = processor_time(pids), time.monotonic()
             time.sleep(min(5.0, options.seconds))
-            theirs = (processor_time(pids) - before) / (time.monotonic() - began)
+            other = (processor_time(pids) - before) / (time.monotonic() - began)
         finally:
             for worker in workers:
                 worker.kill()
     return [
         Row(f"{number} waiters arrive at once", arrival, None, unit="s", budget=3.0),
-        Row(f"{number} waiters, share of a core", share * 100, theirs * 100, "tried every 50 ms", "%", budget=2.0),
+        Row(f"{number} waiters, share of a core", share * 100, other * 100, "tried every 50 ms", "%", budget=2.0),
     ]
 
 
@@ -211,7 +253,7 @@ BARE = "import time; print(flush=True); time.sleep(3600)"
 
 
 def memory_of(pid: int, key: str) -> float:
-    """MiB, by one line of /proc/PID/smaps_rollup."""
+    """MiB, from the line ``key`` of /proc/PID/smaps_rollup."""
     with open(f"/proc/{pid}/smaps_rollup") as file:
         sizes = {line.split()[0]: int(line.split()[1]) for line in file if line.endswith("kB\n")}
     return sizes[key] / 1024
@@ -222,7 +264,7 @@ def bench_memory(options: argparse.Namespace) -> list[Row]:
         warm_up()
         queue = Path(directory, "state", "queue")
         with all_held():
-            # One that gives up first, so that none of those measured has compiled what it imports.
+            # A first process compiles all modules, so that the measured processes do not.
             subprocess.run([sys.executable, "-c", GIVE_UP], env=environment(), stderr=subprocess.DEVNULL)
             waiters = [subprocess.Popen([sys.executable, "-c", WAIT], env=environment()) for _ in range(5)]
             bare = [
@@ -255,7 +297,7 @@ def bench_memory(options: argparse.Namespace) -> list[Row]:
     return rows
 
 
-PARTS = {"handover": bench_handover, "waiters": bench_waiters, "memory": bench_memory}
+PARTS = {"handover": bench_handover, "waiters": bench_waiters, "backfill": bench_backfill, "memory": bench_memory}
 
 
 def main() -> int:
@@ -264,9 +306,9 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=64, metavar="N", help="for handover (default: %(default)s)")
     parser.add_argument("--waiters", type=int, default=500, metavar="N", help="for waiters (default: %(default)s)")
     parser.add_argument(
-        "--seconds", type=float, default=20.0, metavar="S", help="how long waiters are watched (default: %(default)s)"
+        "--seconds", type=float, default=20.0, metavar="S", help="how long waiters are measured (default: %(default)s)"
     )
-    parser.add_argument("--check", action="store_true", help="exit 1 where a budget is missed")
+    parser.add_argument("--check", action="store_true", help="exit 1 if a budget is missed")
     options = parser.parse_args()
     for part in options.parts:
         if part not in PARTS:

@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
-"""Watch two processes claim GPUs at the same moment, with the time between choice and use drawn out.
+"""Shows two processes that claim GPUs at the same moment, with a long delay between the choice and the use of a GPU.
 
-    python3 gpu-acquisitor.py --id 1 --nb-gpus 1 & python3 gpu-acquisitor.py --id 2 --nb-gpus 2
+    . .venv/bin/activate
+    python tools/gpu-acquisitor.py --id 1 --nb-gpus 1 & python tools/gpu-acquisitor.py --id 2 --nb-gpus 2
 
-Each instance chooses its GPUs and then sleeps for --sleep seconds before it puts anything on them. Whoever polls
-nvidia-smi meanwhile sees these GPUs as free; the second instance leaves them alone all the same, and without waiting
-for the first one: the lease of a GPU is taken at once, under a lock that is held for a moment only.
+Each instance chooses its GPUs and then sleeps for --sleep seconds before it puts anything on them. Meanwhile nvidia-smi
+shows these GPUs as free. The second instance does not choose them, and it does not wait for the first one either: a
+claim takes the leases of its GPUs at once, under a lock that it holds for a moment only.
 
-Where there is no GPU: --backend simulated.
+Without a GPU use --backend simulated.
 """
 
 from __future__ import annotations
@@ -19,13 +20,21 @@ import sys
 import time
 from typing import Any
 
-from safe_gpu import safe_gpu
-from safe_gpu.errors import SafeGpuError
-from safe_gpu.placeholders import CudaPlaceholder, PyCudaPlaceholder, PytorchPlaceholder, TensorflowPlaceholder
+try:
+    from safe_gpu import safe_gpu
+    from safe_gpu.errors import SafeGpuError
+    from safe_gpu.runtimes.placeholders import (
+        CudaPlaceholder,
+        PyCudaPlaceholder,
+        PytorchPlaceholder,
+        TensorflowPlaceholder,
+    )
+except ModuleNotFoundError:
+    sys.exit(f"safe_gpu is not installed for {sys.executable}: activate its environment first (. .venv/bin/activate)")
 
 
 def placeholder_of(backend: str, logger: logging.Logger) -> Any:
-    """What holds each GPU; None means the driver's own, which is what a simulated host has."""
+    """The placeholder for each GPU; None means the default of the driver, which a simulated host uses."""
     classes = {
         "pytorch": PytorchPlaceholder,
         "tf": TensorflowPlaceholder,
@@ -36,7 +45,7 @@ def placeholder_of(backend: str, logger: logging.Logger) -> Any:
 
 
 def work(backend: str, owner: safe_gpu.GPUOwner) -> list[Any]:
-    """Put something on every claimed GPU, by the numbers that the framework knows them by: from 0."""
+    """Put something on every claimed GPU. Frameworks number the claimed GPUs from 0."""
     numbers = range(len(owner.devices_taken))
     if backend == "pytorch":
         import torch
@@ -62,11 +71,11 @@ def work(backend: str, owner: safe_gpu.GPUOwner) -> list[Any]:
             finally:
                 pycuda.driver.Context.pop()
         return []
-    return []  # the driver's context is all there is
+    return []  # the placeholder's context is on the GPU already
 
 
 class Stopwatch(logging.Handler):
-    """When each step of the claim was logged first, by the first word of its line."""
+    """Records when each step of the claim was first logged, by the first word of its message."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,15 +92,15 @@ def arguments() -> argparse.Namespace:
         type=float,
         default=10.0,
         metavar="SECONDS",
-        help="between choosing the GPUs and putting something on them, and for the work (default: %(default)s)",
+        help="delay between choosing the GPUs and using them, and duration of the work (default: %(default)s)",
     )
-    parser.add_argument("--id", default="1", help="names this instance in the log (default: %(default)s)")
-    parser.add_argument("--nb-gpus", type=int, default=1, metavar="N", help="how many GPUs (default: %(default)s)")
+    parser.add_argument("--id", default="1", help="name of this instance in the log (default: %(default)s)")
+    parser.add_argument("--nb-gpus", type=int, default=1, metavar="N", help="number of GPUs (default: %(default)s)")
     parser.add_argument(
         "--backend",
         choices=["pytorch", "tf", "pycuda", "cuda", "simulated"],
         default="pytorch",
-        help="what holds the GPUs: a framework, the CUDA driver, or a simulated host (default: %(default)s)",
+        help="the placeholder: of a framework, of the CUDA driver, or on a simulated host (default: %(default)s)",
     )
     parser.add_argument(
         "--explicit-owner-object",
@@ -120,7 +129,7 @@ def main() -> int:
     chosen = stopwatch.steps["Set"]
     logger.info(
         "Allocated devices: %s (chosen and leased in %.2f s; it took another %.1f s to put something on them, "
-        "for which no other claim had to wait)",
+        "and no other claim had to wait for that)",
         owner.devices_taken,
         chosen - stopwatch.steps["acquiring"],
         time.monotonic() - chosen,

@@ -1,15 +1,15 @@
 #!/bin/bash
-# Makes several hosts of one machine, for tests across hosts: hosta 10.77.0.1, hostb 10.77.0.2, ... up to hosth.
+# Simulates several hosts on one machine with namespaces, for tests: hosta 10.77.0.1, hostb 10.77.0.2, ... up to hosth.
 #
-#   hosts.sh up [N]        make N hosts (2); does nothing when there are some already
+#   hosts.sh up [N]        make N hosts (2); does nothing if there are some already
 #   hosts.sh run HOST CMD  run CMD on HOST
-#   hosts.sh down          remove them, and end everything that runs on them
+#   hosts.sh down          remove the hosts, and kill all processes on them
 #
-# Each host has a host name, a network, a /dev/shm, a safe_gpu state directory ($SAFE_GPU_DIR, /tmp/safe-gpu) and a boot
-# id of its own; the rest of the file system and the process numbers are shared. They are joined by a bridge, on the
-# interface hsn0, and no route leads out. ssh-stand-in/ beside this script is an ssh between them.
+# Each host has its own host name, network, /dev/shm, safe_gpu state directory ($SAFE_GPU_DIR, /tmp/safe-gpu) and boot
+# id. The hosts share the rest of the file system and the pid namespace. A bridge connects them, on the interface hsn0,
+# without a route to other networks. ssh-stand-in/ beside this script is an ssh between the hosts.
 #
-# Needs root, iproute2 and util-linux. HOSTS_SCRATCH: where it keeps its files (/tmp/safe-gpu-hosts).
+# Needs root, iproute2 and util-linux. HOSTS_SCRATCH is the directory of its files (/tmp/safe-gpu-hosts).
 set -euo pipefail
 
 scratch=${HOSTS_SCRATCH:-/tmp/safe-gpu-hosts}
@@ -42,7 +42,7 @@ start_host() {
 join_network() {
   local number=$1 pid switch
   pid=$(pid_of "${names[number - 1]}")
-  switch=(nsenter -t "$(pid_of hosta)" -n) # the switch lives on hosta
+  switch=(nsenter -t "$(pid_of hosta)" -n) # the bridge is in the network namespace of hosta
   if [ "$number" = 1 ]; then "${switch[@]}" sh -c 'ip link add br0 type bridge && ip link set br0 up'; fi
   "${switch[@]}" sh -c "ip link add p$number type veth peer name q$number && ip link set p$number master br0 &&
     ip link set p$number up && ip link set q$number netns $pid"
@@ -63,7 +63,7 @@ up() {
   done
 }
 
-down() { # by namespace, never by name; a pid of last time whose namespace is another one now is someone else's
+down() { # kills by network namespace. A recorded pid that is now in another namespace belongs to another process.
   local file host pid net process
   for file in "$scratch"/*.pid; do
     [ -e "$file" ] || continue

@@ -2,52 +2,33 @@
 # Brings up a real Slurm (Debian's packages) on this machine for tests, in seconds and without systemd: slurmctld and
 # NODES slurmd's, the nodes n1, n2, ...
 #
-#   slurm_up.sh [up]       install the packages that are missing and start it; does nothing when it runs already
+#   slurm_up.sh [up]       install missing packages and start Slurm; does nothing if it runs already
 #   slurm_up.sh run CMD..  run CMD as the ordinary user $JOB_USER on the submit host
 #   slurm_up.sh root CMD.. run CMD as root there
-#   slurm_up.sh down       end the daemons and every job
+#   slurm_up.sh down       end the daemons and all jobs
 #
 # Settings, from the environment of `up`:
-#   NODES=2        nodes
-#   GPUS=4         of the gres "gpu" per node; 0: this Slurm knows no GPUs
-#   CPUS=8         per node, pretended
+#   NODES=2        number of nodes
+#   GPUS=4         amount of the gres "gpu" on each node; 0: no gres is configured
+#   CPUS=8         configured CPUs of each node, independent of the real ones
 #   AUTH=munge     or none
 #   TASK=none      or affinity
-#   PRIVATE_TMP=1  job_container/tmpfs: each job has a /tmp and a /dev/shm of its own
+#   PRIVATE_TMP=1  job_container/tmpfs: each job has its own /tmp and /dev/shm
+#   GRES_FLAGS=    Flags of the GPUs in gres.conf, such as amd_gpu_env (only ROCR_VISIBLE_DEVICES is set)
 #   CONSTRAIN=1    ConstrainDevices, so that CUDA_VISIBLE_DEVICES counts from 0 in every job; needs cgroup v1
-#   JOB_USER       the user whom `run` becomes, made if need be (gpujobs)
-#   SLURM_SCRATCH  where pid and logs are kept (/tmp/safe-gpu-slurm)
+#   JOB_USER       the user for `run`, created if missing (gpujobs)
+#   SLURM_SCRATCH  directory for pid and logs (/tmp/safe-gpu-slurm)
 #
-# Needs root, iproute2 and util-linux. The daemons live in network, UTS, mount and pid namespaces of their own: nothing
-# of them can be reached from outside, they reach nothing, and ending pid 1 in there ends them all. Their state is on a
-# tmpfs. What stays on the machine: the packages, the user, $SLURM_SCRATCH. /tmp is the machine's own.
+# Needs root, iproute2 and util-linux. The daemons run in new namespaces (see namespaces.sh), with their state on a
+# tmpfs. The packages, the user and $SLURM_SCRATCH stay on the machine.
 set -euo pipefail
 
+scheduler=Slurm
 scratch=${SLURM_SCRATCH:-/tmp/safe-gpu-slurm}
-user=${JOB_USER:-gpujobs}
 nodes=${NODES:-2} gpus=${GPUS:-4} cpus=${CPUS:-8} auth=${AUTH:-munge} task=${TASK:-none}
-private_tmp=${PRIVATE_TMP:-} constrain=${CONSTRAIN:-}
-path=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
+private_tmp=${PRIVATE_TMP:-} constrain=${CONSTRAIN:-} gres_flags=${GRES_FLAGS:-}
 
-usage() { sed -n '5,8s/^# *//p' "$0" >&2; exit 2; }
-# The pid of last time may be someone else's by now.
-running() { [ -s "$scratch/pid" ] && grep -qs inside-namespaces "/proc/$(cat "$scratch/pid")/cmdline"; }
-need_running() { running || { echo "slurm_up.sh: not running: start it with '$0 up'" >&2; exit 1; }; }
-# /tmp is shared between the namespaces, so the caller's working directory is the same place in there.
-inside() { nsenter -t "$(cat "$scratch/pid")" -n -u -m -p --wd="$PWD" "$@"; }
-as_user=(setpriv --reuid "$user" --regid "$user" --init-groups env "HOME=/home/$user" "USER=$user" "LOGNAME=$user")
-
-install_packages() {
-  [ -x /usr/sbin/slurmctld ] && [ -x /usr/sbin/slurmd ] && [ -x /usr/sbin/munged ] && [ -x /usr/bin/sbatch ] && return
-  export DEBIAN_FRONTEND=noninteractive
-  if [ ! -e /usr/sbin/policy-rc.d ]; then # else the packages start daemons on the real network
-    printf '#!/bin/sh\nexit 101\n' >/usr/sbin/policy-rc.d
-    chmod +x /usr/sbin/policy-rc.d
-    trap 'rm -f /usr/sbin/policy-rc.d' EXIT
-  fi
-  apt-get install -y -qq --no-install-recommends slurmctld slurmd slurm-client munge \
-    >"$scratch/apt.log" 2>&1 || { tail -5 "$scratch/apt.log" >&2; exit 1; }
-}
+. "$(dirname "$(realpath "$0")")/namespaces.sh"
 
 up() {
   if running; then return; fi
@@ -56,59 +37,41 @@ up() {
     exit 1
   fi
   mkdir -p "$scratch"
-  install_packages
-  id "$user" >/dev/null 2>&1 || useradd -m -s /bin/bash "$user"
-  rm -f "$scratch/ready"
-  env -i PATH=$path LANG=C.UTF-8 SLURM_SCRATCH="$scratch" NODES="$nodes" GPUS="$gpus" CPUS="$cpus" AUTH="$auth" \
-    TASK="$task" PRIVATE_TMP="$private_tmp" CONSTRAIN="$constrain" \
-    setsid unshare --net --uts --mount --pid --fork --kill-child --mount-proc "$(realpath "$0")" inside-namespaces \
-    >"$scratch/init.log" 2>&1 </dev/null &
-  local unshare=$!
-  for _ in $(seq 300); do
-    if [ -e "$scratch/ready" ]; then break; fi
-    kill -0 $unshare 2>/dev/null || break
-    sleep .1
-  done
-  if [ ! -e "$scratch/ready" ]; then
-    kill -KILL $unshare 2>/dev/null || true # --kill-child ends what it started
-    echo "slurm_up.sh: Slurm did not come up:" >&2
-    cat "$scratch/init.log" >&2
-    exit 1
-  fi
-  pgrep -P $unshare >"$scratch/pid" # the only child of unshare is pid 1 inside
+  install_slurm
+  # job_container/tmpfs binds the mount namespace of a job to a file, which Linux allows only in a namespace with a lower
+  # id. Since Linux 6.18 each CPU hands out ids of its own range, so all namespaces are created on one CPU.
+  if [ "$private_tmp" ]; then on_cpus=(taskset -c "$(taskset -cp $$ | sed 's/.*: *\([0-9]*\).*/\1/')"); fi
+  start_inside SLURM_SCRATCH="$scratch" NODES="$nodes" GPUS="$gpus" CPUS="$cpus" AUTH="$auth" \
+    TASK="$task" PRIVATE_TMP="$private_tmp" CONSTRAIN="$constrain" GRES_FLAGS="$gres_flags"
 }
 
-down() {
-  local pid dir
-  if running; then
-    pid=$(cat "$scratch/pid")
-    kill -KILL "$pid" # pid 1 of its namespace: all in there die with it
-    while running; do sleep .05; done
-  fi
-  rm -f "$scratch/pid"
-  for dir in /sys/fs/cgroup/{devices,freezer,cpuset,memory}/slurm_n*; do # CONSTRAIN=1 leaves them
+install_slurm() {
+  [ -x /usr/sbin/slurmctld ] && [ -x /usr/sbin/slurmd ] && [ -x /usr/sbin/munged ] && [ -x /usr/bin/sbatch ] && return
+  install_packages slurmctld slurmd slurm-client munge
+}
+
+remove_cgroups() { # CONSTRAIN=1 leaves them
+  local dir
+  for dir in /sys/fs/cgroup/{devices,freezer,cpuset,memory}/slurm_n*; do
     if [ -d "$dir" ]; then find "$dir" -depth -type d -exec rmdir {} \; ; fi
   done
 }
 
-# ---- from here on: inside the namespaces, as their pid 1 ----
+# ---- The functions below run inside the namespaces, as their pid 1 ----
 
 network() {
-  # Slurm resolves names with AI_ADDRCONFIG: were there loopback addresses only, every look-up would fail. A veth pair
-  # with both its ends here, rather than one more address on lo: with that Open MPI finds no network interface.
+  # Slurm resolves names with AI_ADDRCONFIG, which fails if there are only loopback addresses. A veth pair with both ends
+  # in this namespace provides one. A further address on lo is not enough: Open MPI then finds no network interface.
   hostname slurmhost
-  ip link set lo up
-  ip link add sch0 type veth peer name sch1
-  ip addr add 10.77.0.1/24 dev sch0
-  ip link set sch0 up
+  veth_pair sch0 sch1
   ip link set sch1 up
   printf '127.0.0.1 localhost\n10.77.0.1 slurmhost %s\n' "${node_names[*]}" >"$scratch/hosts"
   mount --bind "$scratch/hosts" /etc/hosts
 }
 
 gpu_devices() {
-  # gres.conf wants character devices: plain files are accepted, but then jobs get no GPU numbers. Without CONSTRAIN
-  # they are twins of /dev/null; with it distinct ones, with nothing behind them, for the device cgroup to tell apart.
+  # gres.conf needs character devices: with plain files jobs get no GPU numbers. Without CONSTRAIN all of them have the
+  # device number of /dev/null. With CONSTRAIN their numbers differ and have no driver, for the device cgroup.
   local node gpu minor=0
   mkdir -p /run/fakegpu
   for node in "${node_names[@]}"; do
@@ -116,7 +79,7 @@ gpu_devices() {
       if [ "$constrain" ]; then mknod -m 666 "/run/fakegpu/$node-gpu$gpu" c 195 $((minor++))
       else mknod -m 666 "/run/fakegpu/$node-gpu$gpu" c 1 3; fi
     done
-    echo "NodeName=$node Name=gpu File=/run/fakegpu/$node-gpu[0-$((gpus - 1))]" >>/etc/slurm/gres.conf
+    echo "NodeName=$node Name=gpu File=/run/fakegpu/$node-gpu[0-$((gpus - 1))] ${gres_flags:+Flags=$gres_flags}" >>/etc/slurm/gres.conf
   done
 }
 
@@ -156,15 +119,14 @@ CONF
 }
 
 inside_namespaces() {
-  trap 'echo "failed at line $LINENO"' ERR
-  set -E
+  name_failures
   local node
   mapfile -t node_names < <(seq -f n%g "$nodes")
   network
   mkdir -p /etc/slurm
-  for dir in /run /etc/slurm; do mount -t tmpfs -o mode=755 tmpfs "$dir"; done # nothing of last time
+  for dir in /run /etc/slurm; do mount -t tmpfs -o mode=755 tmpfs "$dir"; done # empty, without files of an earlier run
   mkdir -p /run/slurm/ctld
-  if [ "$auth" = munge ]; then # its package has made /etc/munge/munge.key
+  if [ "$auth" = munge ]; then # its package has created /etc/munge/munge.key
     mkdir -p /run/munge
     chown munge: /run/munge
     setpriv --reuid munge --regid munge --clear-groups /usr/sbin/munged
@@ -179,14 +141,15 @@ inside_namespaces() {
     if [ "$(sinfo -h -N -t idle -o %N 2>/dev/null | wc -l)" = "$nodes" ]; then break; fi
     sleep .1
   done
-  touch "$scratch/ready"
-  trap : CHLD
-  while :; do sleep 86400 & wait; done # pid 1 reaps the orphans
+  stay
 }
 
 case ${1:-up} in
 up) up ;;
-down) down ;;
+down)
+  down
+  remove_cgroups
+  ;;
 run) need_running; inside "${as_user[@]}" "${@:2}" ;;
 root) need_running; inside "${@:2}" ;;
 inside-namespaces) inside_namespaces ;;

@@ -1,19 +1,17 @@
-"""CPUs and memory next to the GPUs. Names are loaded when they are first used: a claim needs only a few of them."""
+"""CPU and memory binding next to GPUs: read a host's topology, plan CPU shares, bind, and report where processes run.
+
+Nothing here claims a GPU or initialises CUDA. Names are imported on first use, because a claim needs only a few of
+them.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ..topology import GpuLocality, HostTopology
     from .binding import BindingReport, PartReport, bind_process, original_mask, undo
-    from .describe import affinity_json, affinity_table
-    from .gpu_affinity import set_affinity, visible_indices
-    from .modes import Mode, Multithreading, Scope
-    from .numactl import wrap_command
-    from .options import AffinityOptions, parse_options
-    from .placements import PlacementReport, placement
-    from .policies import plan
-    from .shares import (
+    from .cpu_shares import (
         ClaimShares,
         bind_claim,
         bind_near,
@@ -23,7 +21,15 @@ if TYPE_CHECKING:
         split_share,
         undo_binding,
     )
-    from .topology import GpuLocality, HostTopology
+    from .describe import affinity_json, affinity_table
+    from .gpu_affinity import set_affinity
+    from .modes import Mode, Multithreading, Scope
+    from .numactl import wrap_command
+    from .numbering import visible_indices
+    from .options import AffinityOptions, parse_options
+    from .placements import PlacementReport, placement
+    from .policies import plan
+    from .reading import read_topology
 
 __all__ = [
     "AffinityOptions",
@@ -48,6 +54,7 @@ __all__ = [
     "parse_options",
     "placement",
     "plan",
+    "read_topology",
     "set_affinity",
     "split_share",
     "undo",
@@ -56,17 +63,18 @@ __all__ = [
     "wrap_command",
 ]
 
-# Where each name lives.
+# The module of each public name, as a relative module name without its first dot.
 _HOMES = {
     "binding": ("BindingReport", "PartReport", "bind_process", "original_mask", "undo"),
     "describe": ("affinity_json", "affinity_table"),
-    "gpu_affinity": ("set_affinity", "visible_indices"),
+    "gpu_affinity": ("set_affinity",),
     "modes": ("Mode", "Multithreading", "Scope"),
     "numactl": ("wrap_command",),
+    "numbering": ("visible_indices",),
     "options": ("AffinityOptions", "parse_options"),
     "placements": ("PlacementReport", "placement"),
     "policies": ("plan",),
-    "shares": (
+    "cpu_shares": (
         "ClaimShares",
         "bind_claim",
         "bind_near",
@@ -76,7 +84,8 @@ _HOMES = {
         "split_share",
         "undo_binding",
     ),
-    "topology": ("GpuLocality", "HostTopology"),
+    "reading": ("read_topology",),
+    ".topology": ("GpuLocality", "HostTopology"),
 }
 
 

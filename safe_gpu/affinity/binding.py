@@ -1,8 +1,8 @@
-"""Move this process onto CPUs and memory nodes, say what came of it, and put it back.
+"""Bind this process to CPUs and memory nodes, report the result, and undo it.
 
-``sched_setaffinity`` acts on one thread, so every thread is moved and asked afterwards. A memory policy can only be
-set for the calling thread. What was before is remembered for the process, which is where affinity lives: a second
-binding starts from the mask before the first, not from what the first left of it.
+``sched_setaffinity`` acts on one thread, so every thread is moved and its mask is read back. A memory policy can only
+be set for the calling thread. The earlier masks and policy are kept per process: a second binding starts from the mask
+before the first binding, not from the narrower mask that the first one set.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ __all__ = ["BindingReport", "PartReport", "bind_process", "enter", "leave", "ori
 
 
 class PartReport(NamedTuple):
-    """One part of a binding, in CPU numbers for the threads and node numbers for the memory.
+    """One part of a binding: CPU numbers for the threads, node numbers for the memory.
 
     Attributes:
-        asked: what was to be set.
-        done: what is in effect now; empty when it was refused.
+        asked: the CPUs or nodes that were requested.
+        done: the CPUs or nodes in effect now; empty if the kernel refused.
         refused: one sentence for each refusal, with the kernel's reason.
-        moved: how many threads were; for the memory policy 1 (the calling thread) once set.
+        moved: the number of threads that were moved; for a memory policy 1 (the calling thread) once it is set.
     """
 
     asked: frozenset[int] = frozenset()
@@ -36,14 +36,15 @@ class PartReport(NamedTuple):
 
 
 class BindingReport(NamedTuple):
-    """What a binding asked for, did and was refused. ``str()`` is one line for a log.
+    """The result of a binding: what was requested, what is in effect, what was refused. ``str()`` is one log line.
 
     Attributes:
         cpus: the mask of the calling thread now.
-        threads: the CPU part; nothing asked where only memory was bound.
-        memory: the memory part; nothing asked where none was wanted.
+        threads: the CPU part; empty if only memory was bound.
+        memory: the memory part; empty if no memory policy was requested.
         memory_mode: "preferred", "bind" or None.
-        notes: what a person should know: remote CPUs, a mask taken as the share, a policy that reaches one thread.
+        notes: remarks for the user, such as remote CPUs, a mask used as the share, or a policy on one thread only.
+        target: the GPUs that the caller meant, and how they were found; "" for a claim, which has logged its GPUs.
     """
 
     cpus: frozenset[int]
@@ -51,6 +52,7 @@ class BindingReport(NamedTuple):
     memory: PartReport = PartReport()
     memory_mode: str | None = None
     notes: tuple[str, ...] = ()
+    target: str = ""
 
     @property
     def ok(self) -> bool:
@@ -67,11 +69,12 @@ class BindingReport(NamedTuple):
             verb = "bound to" if self.memory_mode == "bind" else "preferred on"
             parts.append(f"memory {verb} {nodes} {format_cpulist(self.memory.done)}")
         parts += [f"refused: {reason}" for reason in (*self.threads.refused, *self.memory.refused)]
-        return "; ".join([*(parts or ["nothing bound"]), *self.notes])
+        text = "; ".join([*(parts or ["nothing bound"]), *self.notes])
+        return f"next to {self.target}: {text}" if self.target else text
 
 
 class _Before:
-    """What every thread had at one moment, and the masks and policies that we set since."""
+    """The masks of all threads at one moment, and the masks and policies that this module has set since then."""
 
     def __init__(self, caller: frozenset[int], threads: dict[int, frozenset[int]]) -> None:
         self.caller = caller
@@ -82,28 +85,28 @@ class _Before:
 
 
 _stack: list[_Before] = []
-"""The moments that can be gone back to, the first one at the bottom. A forked child inherits it, which is right: its
-threads have other numbers, but masks that we set are told by being ours, and the mask before them is the same."""
+"""The saved states, the oldest first. A forked child inherits the list, and it stays valid there: the child's threads
+have other numbers, but the masks that this module set are recognised by value, and the mask before them is the same."""
 
 
 def original_mask() -> frozenset[int]:
-    """The CPUs this process could use before we bound it: the mask that every new binding starts from."""
+    """The CPUs that this process could use before its first binding. Every new binding starts from this mask."""
     return _stack[0].caller if _stack else frozenset(os.sched_getaffinity(0))
 
 
 def enter() -> None:
-    """Remember this moment, whatever was bound before; :func:`leave` comes back to it."""
+    """Save the masks of all threads as they are now; :func:`leave` restores them."""
     _stack.append(_now())
 
 
 def leave() -> None:
-    """Back to the latest moment remembered: every thread's own mask, the caller's memory policy. Safe to call twice."""
+    """Restore the latest saved state: every thread's mask and the caller's memory policy. Safe to call twice."""
     if _stack:
         _restore(_stack.pop())
 
 
 def undo() -> None:
-    """Back to before the first binding of all. Safe to call twice."""
+    """Restore the state before the first binding of this process. Safe to call twice."""
     if _stack:
         before = _stack[0]
         _stack.clear()
@@ -122,14 +125,15 @@ def bind_process(
     Args:
         cpus: logical CPUs; None leaves the threads where they are.
         memory_nodes: NUMA nodes for ``memory_mode``.
-        memory_mode: None, "preferred" (falls back to other nodes) or "bind" (never does: may get the process killed).
-        notes: go into the report.
+        memory_mode: None, "preferred" (falls back to other nodes) or "bind" (does not fall back: the kernel may kill
+            the process when the nodes are full).
+        notes: remarks that are added to the report.
 
     Returns:
-        The report. Refused memory policies, and threads that would not be moved, stand in it and do not raise.
+        The report. It lists refused memory policies and threads that could not be moved; these do not raise.
 
     Raises:
-        GPUAffinityError: the calling thread cannot be moved (everything is as before then), or an argument is wrong.
+        GPUAffinityError: the calling thread cannot be moved (nothing has changed then), or an argument is wrong.
     """
     mode = check_memory_mode(memory_mode)
     wanted = None if cpus is None else _checked(cpus)
@@ -178,7 +182,8 @@ def _now() -> _Before:
 
 
 def _move_threads(wanted: frozenset[int]) -> PartReport:
-    # The caller first: what it starts from here on inherits the mask, and if it cannot be moved nothing else is.
+    # The calling thread goes first: threads that it starts from now on inherit the mask. If it cannot be moved, no
+    # other thread is moved.
     try:
         os.sched_setaffinity(0, wanted)
     except (OSError, OverflowError, ValueError) as err:
@@ -191,14 +196,14 @@ def _move_threads(wanted: frozenset[int]) -> PartReport:
         before.masks.add(done)
     refused: dict[int, str] = {}
     tries: dict[int, int] = {}
-    # A thread that was not moved yet may have started another, and one in the midst of being started has the old mask
-    # and is not listed yet: two rounds in a row must find everyone in place.
+    # A thread that was not moved yet may start another one. A thread that is just being created has the old mask and
+    # is not listed yet. So two rounds in a row must find every thread with the new mask.
     quiet = 0
     while quiet < 2:
         behind = [tid for tid in _tids() if tid not in refused and _mask_of(tid) not in (None, done)]
         quiet = 0 if behind else quiet + 1
         for tid in behind:
-            for before in _stack:  # born after that moment
+            for before in _stack:  # setdefault: the thread may have been created after that state was saved
                 before.threads.setdefault(tid, before.caller)
             tries[tid] = tries.get(tid, 0) + 1
             if tries[tid] > 3:
@@ -207,7 +212,7 @@ def _move_threads(wanted: frozenset[int]) -> PartReport:
             try:
                 os.sched_setaffinity(tid, wanted)
             except ProcessLookupError:
-                continue  # it ended
+                continue  # the thread has ended
             except OSError as err:
                 refused[tid] = f"thread {tid} could not be moved: {err.strerror}"
     return PartReport(wanted, done, tuple(refused.values()), len(_tids()) - len(refused))
@@ -236,7 +241,7 @@ def _set_memory(mode: str, nodes: frozenset[int]) -> PartReport:
     try:
         policy = get_policy()
     except OSError:
-        pass  # set, and not to be read: what was set counts
+        pass  # the policy is set but cannot be read back: report the policy that was set
     for before in _stack:
         if not before.policies:
             before.memory = earlier
@@ -245,7 +250,11 @@ def _set_memory(mode: str, nodes: frozenset[int]) -> PartReport:
 
 
 def _restore(before: _Before) -> None:
-    """Every thread that was there gets its own mask back; one born since, if it has a mask of ours, the caller's."""
+    """Restore masks and memory policy.
+
+    A thread that existed then gets its own mask back. A newer thread gets the caller's mask, if its present mask is one
+    that this module set.
+    """
     seen: set[int] = set()
     while new := [tid for tid in _tids() if tid not in seen]:
         seen.update(new)
@@ -257,7 +266,7 @@ def _restore(before: _Before) -> None:
                 if earlier is not None and before.masks:
                     os.sched_setaffinity(tid, earlier)
             except OSError:
-                continue  # it ended, or its CPUs were taken from us meanwhile: there is nothing to go back to
+                continue  # the thread has ended, or its earlier CPUs are no longer in this process's cpuset
     if before.policies:
         from .mempolicy import MemoryPolicy, get_policy, set_policy
 
@@ -266,4 +275,4 @@ def _restore(before: _Before) -> None:
             if get_policy() in before.policies:
                 set_policy(earlier_policy)
         except OSError:
-            pass  # refused now as it would have been then
+            pass  # the kernel or a container's filter refuses; the policy stays

@@ -1,7 +1,7 @@
-"""CPU and node sets as the kernel writes them: lists (``0-3,8``) and masks (``00000000,0000010f``).
+"""CPU and node sets in the kernel's formats: lists (``0-3,8``) and masks (``00000000,0000010f``).
 
-Text from sysfs is not trusted: saved trees are padded with NUL bytes, containers show odd files, and a range like
-``0-4294967295`` must not eat the memory. Whatever does not parse is None, which callers treat as a missing file.
+Text from sysfs is not trusted. Files of saved trees are padded with NUL bytes, containers may replace files, and a
+range like ``0-4294967295`` must not exhaust memory. Malformed text gives None, which callers treat as a missing file.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from collections.abc import Iterable
 __all__ = ["LIMIT", "format_cpulist", "parse_cpulist", "parse_cpumask"]
 
 LIMIT = 1 << 16
-"""Numbers of CPUs and nodes are below this (Linux knows at most 8,192 CPUs and 1,024 nodes)."""
+"""CPU and node numbers must be below this (Linux supports at most 8,192 CPUs and 1,024 nodes)."""
 
-# Compiled when first used, by re's own cache: many claims only write lists.
+# Not compiled at import: many claims only format lists, and re caches compiled patterns.
 _ITEM = r"([0-9]{1,9})(?:-([0-9]{1,9}))?"
 _HEX = r"[0-9a-fA-F]{1,8}"
 _LONG_HEX = r"[0-9a-fA-F]+"
 
 
 def parse_cpulist(text: str | None) -> frozenset[int] | None:
-    """The numbers in a kernel list; None where it is None or malformed, an empty set where it is blank.
+    """The numbers in a kernel list; None if ``text`` is None or malformed, an empty set if it is blank.
 
     >>> sorted(parse_cpulist("0-2,8"))
     [0, 1, 2, 8]
@@ -29,6 +29,7 @@ def parse_cpulist(text: str | None) -> frozenset[int] | None:
     if text is None:
         return None
     numbers: set[int] = set()
+    size = 0
     for raw in text.replace("\0", "").split(","):
         item = raw.strip()
         if not item:
@@ -38,14 +39,15 @@ def parse_cpulist(text: str | None) -> frozenset[int] | None:
             return None
         first = int(match[1])
         last = first if match[2] is None else int(match[2])
-        if last < first or last >= LIMIT:
+        size += last - first + 1
+        if last < first or last >= LIMIT or size > LIMIT:  # the kernel names no number twice
             return None
         numbers.update(range(first, last + 1))
     return frozenset(numbers)
 
 
 def parse_cpumask(text: str | None) -> frozenset[int] | None:
-    """The numbers in a kernel bit mask, 32-bit groups with the highest first; None where it is None or malformed.
+    """The numbers in a kernel bit mask: 32-bit groups, the highest first. None if ``text`` is None or malformed.
 
     >>> sorted(parse_cpumask("1,80000003"))
     [0, 1, 31, 32]
@@ -70,7 +72,7 @@ def parse_cpumask(text: str | None) -> frozenset[int] | None:
 
 
 def format_cpulist(numbers: Iterable[int]) -> str:
-    """Numbers as ranges, the way the kernel and numactl write them; "" for none.
+    """Numbers as ranges, in the format of the kernel and numactl; "" for an empty set.
 
     >>> format_cpulist({0, 1, 2, 8})
     '0-2,8'

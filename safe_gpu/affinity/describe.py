@@ -1,22 +1,39 @@
-"""A plan as people and programs read it: a table with one line for each GPU, and a JSON document."""
+"""Renders an affinity plan: a table with one line for each GPU, one for each NUMA node, and a JSON document."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+from ..topology import GpuLocality, HostTopology
 from .cpulist import format_cpulist
 from .options import AffinityOptions
 from .policies import is_remote
-from .topology import HostTopology
 
-__all__ = ["affinity_json", "affinity_table"]
+__all__ = ["affinity_json", "affinity_table", "node_table"]
 
 _HEADER = ("GPU", "BUS", "NODE", "CPUS", "CORES", "MEMORY", "SOURCE")
 
 
-def affinity_json(topology: HostTopology, options: AffinityOptions, shares: Sequence[frozenset[int]]) -> dict[str, Any]:
-    """``{"mode", "gpus": [{"index", "uuid", "numa_node", "cpus"}]}``; ``shares`` are in the host's GPU order."""
+def affinity_json(
+    topology: HostTopology,
+    options: AffinityOptions,
+    shares: Sequence[frozenset[int]],
+    memory: Mapping[int, tuple[int, int]] | None = None,
+    shown: Collection[int] | None = None,
+) -> dict[str, Any]:
+    """The plan and the host's NUMA nodes.
+
+    ``{"mode", "gpus": [{"index", "uuid", "numa_node", "cpus"}],
+    "nodes": [{"node", "cpus", "memory_total", "memory_free", "distances"}]}``; memory is in bytes or null, and
+    ``distances`` maps a node (as text) to the kernel's relative distance.
+
+    Args:
+        shares: one for each GPU, in the host's GPU order.
+        memory: node -> bytes, all and free.
+        shown: indices of the GPUs to show; None for all.
+    """
+    known = memory or {}
     return {
         "mode": options.mode,
         "gpus": [
@@ -26,16 +43,31 @@ def affinity_json(topology: HostTopology, options: AffinityOptions, shares: Sequ
                 "numa_node": topology.node_of(gpu),
                 "cpus": format_cpulist(share),
             }
-            for gpu, share in zip(topology.gpus, shares, strict=True)
+            for gpu, share in _rows(topology, shares, shown)
+        ],
+        "nodes": [
+            {
+                "node": node,
+                "cpus": format_cpulist(cpus),
+                "memory_total": known[node][0] if node in known else None,
+                "memory_free": known[node][1] if node in known else None,
+                "distances": {str(to): far for to, far in topology.distances.get(node, {}).items()},
+            }
+            for node, cpus in sorted(topology.nodes.items())
         ],
     }
 
 
-def affinity_table(topology: HostTopology, options: AffinityOptions, shares: Sequence[frozenset[int]]) -> str:
-    """The plan as a table: GPU, bus, node, CPUs as ranges, physical cores, memory node, source of the fact."""
+def affinity_table(
+    topology: HostTopology,
+    options: AffinityOptions,
+    shares: Sequence[frozenset[int]],
+    shown: Collection[int] | None = None,
+) -> str:
+    """The plan as a table: GPU, bus, node, CPUs as ranges, physical cores, memory node, source of the GPU's place."""
     rows = [_HEADER]
     notes = []
-    for gpu, share in zip(topology.gpus, shares, strict=True):
+    for gpu, share in _rows(topology, shares, shown):
         node = topology.node_of(gpu)
         cores = sum(not core.isdisjoint(share) for core in topology.cores)
         rows.append(
@@ -50,7 +82,34 @@ def affinity_table(topology: HostTopology, options: AffinityOptions, shares: Seq
             )
         )
         if is_remote(topology, gpu, share):
-            notes.append(f"GPU {gpu.index}: its CPUs are on another node, its own may not be used")
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADER))]
-    lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join([f"mode {options.mode}", *lines, *notes])
+            notes.append(f"GPU {gpu.index}: its CPUs are on another node, because those of its own may not be used")
+    return "\n".join([f"mode {options.mode}", *_aligned(rows), *notes])
+
+
+def node_table(topology: HostTopology, memory: Mapping[int, tuple[int, int]]) -> str:
+    """The NUMA nodes as a table: CPUs, size of the memory, what of it is free, and the distance to each node.
+
+    Distances are the kernel's, relative to 10 for the node itself.
+    """
+    from ..text import format_bytes
+
+    rows = [("NODE", "CPUS", "SIZE", "FREE", "DISTANCES")]
+    for node, cpus in sorted(topology.nodes.items()):
+        sizes = [format_bytes(value) for value in memory[node]] if node in memory else ["-", "-"]
+        row = topology.distances.get(node, {})
+        distances = " ".join(str(row.get(to, "-")) for to in sorted(topology.nodes)) if row else "-"
+        rows.append((str(node), format_cpulist(cpus) or "-", sizes[0], sizes[1], distances))
+    return "\n".join(_aligned(rows))
+
+
+def _rows(
+    topology: HostTopology, shares: Sequence[frozenset[int]], shown: Collection[int] | None
+) -> Iterable[tuple[GpuLocality, frozenset[int]]]:
+    for gpu, share in zip(topology.gpus, shares, strict=True):
+        if shown is None or gpu.index in shown:
+            yield gpu, share
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -1,20 +1,19 @@
-"""``set_affinity`` as NVIDIA gpu_affinity has it, for programs that call it today."""
+"""A drop-in replacement for ``set_affinity`` of NVIDIA gpu_affinity."""
 
 from __future__ import annotations
 
+import logging
 import os
-from typing import TYPE_CHECKING
 
 from ..errors import GPUAffinityError, SafeGpuError
 from .binding import bind_process, original_mask
 from .modes import Mode, Multithreading, Scope
+from .numbering import by_ordinal, remember, visible
+from .options import AffinityOptions, doubt_about
 from .policies import plan
-from .topology import HostTopology
+from .reading import read_topology
 
-if TYPE_CHECKING:
-    from ..devices import HostSnapshot
-
-__all__ = ["set_affinity", "visible_indices"]
+__all__ = ["set_affinity"]
 
 
 def set_affinity(
@@ -28,69 +27,55 @@ def set_affinity(
     min_physical_cores: int = 1,
     max_physical_cores: int | None = None,
 ) -> set[int]:
-    """Bind this process for one GPU per process, dividing cores among ``nproc_per_node`` of them on this host.
+    """Bind this process to its GPU's share of the cores, which ``nproc_per_node`` processes of this host divide.
 
     Args:
-        gpu_id: 0 to ``nproc_per_node`` - 1, counted after CUDA_VISIBLE_DEVICES (indices or UUIDs), as CUDA does.
-        nproc_per_node: processes, and so GPUs, that take part.
+        gpu_id: 0 to ``nproc_per_node`` - 1, a position in CUDA_VISIBLE_DEVICES (indices or UUIDs), as in CUDA.
+        nproc_per_node: the number of processes that take part, with one GPU each.
         mode, scope, multithreading, balanced, min_physical_cores, max_physical_cores: see
-            :class:`~safe_gpu.affinity.options.AffinityOptions`; the other modes of this package are welcome too.
+            :class:`~safe_gpu.affinity.options.AffinityOptions`; ``mode`` takes the other modes of this package too.
 
     Returns:
         The logical CPUs on which the process may run now. All its threads are moved. A second call starts from the
-        mask before the first.
+        mask before the first call. An INFO line has the GPU and the mask.
+
+    Two shares differ from gpu_affinity's on purpose:
+
+    * Scope SOCKET, unique modes: each core of a GPU's node brings some of the socket's other cores along. Where they
+      do not divide evenly (a ragged mask, or GPUs on some nodes only), gpu_affinity drops all beyond the common number.
+      Here no core is lost, and ``balanced`` trims the shares to the smallest.
+    * Mode ALL with scope SOCKET: the cores of the GPU's own node come first, then those of the other GPUs' nodes, then
+      the rest. gpu_affinity does not put the own node first, which matters with ``max_physical_cores``.
 
     Raises:
-        GPUAffinityError: no such GPU, too few cores, no driver, or the kernel refuses.
+        GPUAffinityError: there is no such GPU, too few cores or no driver, or the kernel refuses.
     """
     for name, value, least in (("gpu_id", gpu_id, 0), ("nproc_per_node", nproc_per_node, 1)):
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise GPUAffinityError(f"{name} must be a whole number from {least} on, not {value!r}")
     if gpu_id >= nproc_per_node:
         raise GPUAffinityError(f"gpu_id={gpu_id} should be smaller than nproc_per_node={nproc_per_node}")
+    options = AffinityOptions(mode, scope, multithreading, balanced, min_physical_cores, max_physical_cores)
     from ..drivers import open_driver
 
     try:
         driver = open_driver()
-        visible = visible_indices(driver.snapshot(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+        snapshot = driver.snapshot()
+        shown = visible(snapshot, os.environ).gpus
     except GPUAffinityError:
         raise
     except SafeGpuError as err:
         raise GPUAffinityError(f"where GPU {gpu_id} is cannot be told: {err}") from err
-    if nproc_per_node > len(visible):
+    if nproc_per_node > len(shown):
         raise GPUAffinityError(
-            f"nproc_per_node={nproc_per_node} processes need as many GPUs, and {len(visible)} are visible"
-            + (f" with CUDA_VISIBLE_DEVICES={shown}" if (shown := os.environ.get("CUDA_VISIBLE_DEVICES")) else "")
+            f"nproc_per_node={nproc_per_node} processes need as many GPUs, and {len(shown)} are visible"
+            + (f" with CUDA_VISIBLE_DEVICES={listed}" if (listed := os.environ.get("CUDA_VISIBLE_DEVICES")) else "")
         )
-    shares = plan(
-        HostTopology.from_host(driver=driver),
-        mode=mode,
-        scope=scope,
-        multithreading=multithreading,
-        balanced=balanced,
-        min_physical_cores=min_physical_cores,
-        max_physical_cores=max_physical_cores,
-        allowed=original_mask(),
-        gpus=visible[:nproc_per_node],
-    )
-    return set(bind_process(shares[gpu_id]).cpus)
-
-
-def visible_indices(snapshot: HostSnapshot, visible_devices: str | None) -> list[int]:
-    """Indices of the GPUs that CUDA_VISIBLE_DEVICES shows, in its order; a MIG instance counts as its GPU.
-
-    Raises:
-        GPUAffinityError: it shows none.
-    """
-    from ..visibility import parse
-
-    # gpu_affinity takes numbers as nvidia-smi's, whatever CUDA_DEVICE_ORDER says, and so do we.
-    fence = parse(visible_devices, snapshot, device_order="PCI_BUS_ID")
-    if fence is None:
-        return [gpu.index for gpu in snapshot.physical]
-    found = [gpu.index for uuid in fence.uuids if (gpu := snapshot.by_uuid(uuid)) is not None]
-    if not found:
-        raise GPUAffinityError(
-            f"CUDA_VISIBLE_DEVICES={visible_devices} shows no GPU of this host, which has {len(snapshot.physical)}"
-        )
-    return found
+    taking_part = [gpu.index for gpu in shown[:nproc_per_node]]
+    shares = plan(read_topology(driver=driver), **options._asdict(), allowed=original_mask(), gpus=taking_part)
+    chosen = by_ordinal(gpu_id, snapshot, os.environ)
+    report = bind_process(shares[gpu_id], notes=filter(None, [*chosen.notes, doubt_about(options)]))
+    remember(chosen.gpus)
+    log = logging.getLogger("safe_gpu")
+    log.log(logging.WARNING if report.notes else logging.INFO, "%s", report._replace(target=chosen.title))
+    return set(report.cpus)

@@ -1,7 +1,7 @@
 """The NUMA memory policy of the calling thread, by raw system call: neither libnuma nor numactl is needed.
 
-set_mempolicy(2) has no argument for another thread: it acts on the caller, and threads and processes that the caller
-starts later inherit it. Containers often refuse it (seccomp, EPERM), kernels without NUMA do not know it (ENOSYS).
+set_mempolicy(2) acts on the calling thread only; threads and processes that it starts later inherit the policy.
+Containers often refuse the call (seccomp, EPERM). Kernels without NUMA do not have it (ENOSYS).
 """
 
 from __future__ import annotations
@@ -18,29 +18,42 @@ __all__ = ["MemoryPolicy", "get_policy", "policy_for", "set_policy"]
 # Numbers of set_mempolicy and get_mempolicy (syscall_64.tbl and asm-generic/unistd.h in the kernel).
 _CALLS = {"x86_64": (238, 239), "aarch64": (237, 236)}
 _DEFAULT, _PREFERRED, _BIND, _LOCAL, _PREFERRED_MANY = 0, 1, 2, 4, 5
-_FLAGS = 0xE000  # MPOL_F_STATIC_NODES, MPOL_F_RELATIVE_NODES, MPOL_F_NUMA_BALANCING ride along in the mode
-_NAMES = {_DEFAULT: "default", _PREFERRED: "preferred", _BIND: "bind", 3: "interleave", _LOCAL: "local"}
-_BITS = 4096  # no kernel knows more nodes; get_mempolicy wants at least as many bits as the kernel has nodes
+_FLAGS = 0xE000  # MPOL_F_STATIC_NODES, MPOL_F_RELATIVE_NODES and MPOL_F_NUMA_BALANCING: bits of the mode
+_NAMES = {
+    _DEFAULT: "default",
+    _PREFERRED: "preferred",
+    _BIND: "bind",
+    3: "interleave",
+    _LOCAL: "local",
+    _PREFERRED_MANY: "preferred",
+}
+_BITS = 4096  # no kernel supports more nodes; get_mempolicy needs at least as many bits as the kernel has nodes
 _WORD = 64
 
 
 class MemoryPolicy(NamedTuple):
-    """A policy as the kernel holds it; ``mode`` is an ``MPOL_`` number with its flags."""
+    """A policy in the kernel's terms; ``mode`` is an ``MPOL_`` number with its flags."""
 
     mode: int = _DEFAULT
     nodes: frozenset[int] = frozenset()
 
+    @property
+    def name(self) -> str:
+        """ "default", "preferred", "bind", "interleave", "local" or "other"."""
+        return _NAMES.get(self.mode & ~_FLAGS, "other")
+
     def __str__(self) -> str:
-        name = _NAMES.get(self.mode & ~_FLAGS, "preferred" if self.mode & ~_FLAGS == _PREFERRED_MANY else "other")
         plural = "s" if len(self.nodes) > 1 else ""
-        return f"{name} on node{plural} {format_cpulist(self.nodes)}" if self.nodes else name
+        return f"{self.name} on node{plural} {format_cpulist(self.nodes)}" if self.nodes else self.name
 
 
 def policy_for(mode: str, nodes: Iterable[int]) -> MemoryPolicy:
-    """ "preferred" or "bind" on some nodes. "bind" never spills: a process that fills its nodes is killed.
+    """The policy for mode "preferred" or "bind" on some nodes.
+
+    "bind" does not fall back to other nodes: the kernel kills a process that fills its nodes.
 
     Raises:
-        GPUAffinityError: no node, or a number that is none.
+        GPUAffinityError: ``nodes`` is empty, or has something that is not a node number.
     """
     wanted = frozenset(nodes)
     if not wanted or not all(isinstance(node, int) and 0 <= node < _BITS for node in wanted):
@@ -53,7 +66,7 @@ def get_policy() -> MemoryPolicy:
     """The calling thread's policy.
 
     Raises:
-        OSError: the kernel or a container's filter refuses to tell.
+        OSError: the kernel or a container's filter refuses.
     """
     import ctypes
 
@@ -65,9 +78,9 @@ def get_policy() -> MemoryPolicy:
 
 
 def set_policy(policy: MemoryPolicy) -> MemoryPolicy:
-    """Set the calling thread's policy; returns what took effect.
+    """Set the calling thread's policy and return the one in effect.
 
-    That differs where the kernel (before 5.15) knows "preferred" for one node only: the lowest is taken then.
+    The two differ on kernels before 5.15, which support "preferred" for one node only: the lowest node is used then.
 
     Raises:
         OSError: the kernel or a container's filter refuses.
@@ -93,7 +106,7 @@ def _set(policy: MemoryPolicy) -> None:
     words = (ctypes.c_ulong * (max(policy.nodes) // _WORD + 1))()
     for node in policy.nodes:
         words[node // _WORD] |= 1 << node % _WORD
-    # The kernel takes one off the number of bits that it is given.
+    # The kernel subtracts one from the number of bits that it is given.
     _call(0, ctypes.c_int(policy.mode), words, ctypes.c_ulong(len(words) * _WORD + 1))
 
 

@@ -1,6 +1,7 @@
-"""NVIDIA gpu_affinity's enumerations, member for member.
+"""The enumerations of NVIDIA gpu_affinity, with the same members.
 
-A room of their own, since making them takes longer than most claims take to bind: options are plain text.
+They have a module of their own because creating them takes longer than most bindings: the rest of the package uses
+plain strings.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ class _Text(str, Enum):
 
 
 class Mode(_Text):
-    """gpu_affinity's modes."""
+    """The modes of gpu_affinity."""
 
     ALL = "all"
     SINGLE = "single"
@@ -26,14 +27,14 @@ class Mode(_Text):
 
 
 class Scope(_Text):
-    """What counts as near a GPU: the CPUs of its NUMA node, or of its processor socket."""
+    """Which CPUs count as near a GPU: those of its NUMA node, or those of its processor socket."""
 
     NODE = "node"
     SOCKET = "socket"
 
 
 class Multithreading(_Text):
-    """All hardware threads of a physical core, or only the lowest that is allowed."""
+    """All hardware threads of a physical core, or only the lowest allowed one."""
 
     ALL_LOGICAL = "all_logical"
     SINGLE_LOGICAL = "single_logical"

@@ -1,83 +1,152 @@
-"""A command made to run next to a GPU by numactl, for launchers that start other programs."""
+"""Prefixes a command with numactl so that it runs next to a GPU, for launchers that start other programs."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from ..drivers import opened_driver
 from ..errors import GPUAffinityError, SafeGpuError
 from .binding import original_mask
+from .cpu_shares import memory_nodes
 from .cpulist import format_cpulist
-from .options import AffinityOptions, check_memory_mode, parse_options
+from .numbering import Meant, by_name, by_ordinal
+from .options import AffinityOptions, check_memory_mode, doubt_about, falls_back, parse_options
 from .policies import plan
-from .shares import memory_nodes
-from .topology import HostTopology
+from .reading import read_topology
 
 if TYPE_CHECKING:
+    from ..devices import HostSnapshot
     from ..drivers.base import Driver
 
 __all__ = ["numactl_options", "wrap_command"]
+
+# Seconds for "numactl OPTIONS true" to end.
+_PATIENCE = 30.0
 
 
 def wrap_command(
     command: Sequence[str],
     *,
-    gpu: int,
-    mode: str | AffinityOptions,
+    gpu: int | None = None,
+    ordinal: int | None = None,
+    mode: str | AffinityOptions | None,
     memory: str | None = None,
+    strict: bool = True,
+    check: bool = False,
     driver: Driver | None = None,
 ) -> list[str]:
-    """``command`` with ``numactl --physcpubind=...`` before it, bound as rank on ``gpu`` among all GPUs of the host.
+    """``command`` with ``numactl --physcpubind=...`` before it, for the share of one GPU among all GPUs of the host.
 
-    numactl need not be installed here, only where the command runs.
+    An INFO line has the GPU that was meant and the final command. numactl must be installed where the command runs;
+    here it is needed for ``check`` only.
 
     Args:
         command: the arguments, the program first.
         gpu: index as nvidia-smi shows it.
-        mode: as for :func:`~safe_gpu.affinity.policies.plan`, over the CPUs that this process may use.
-        memory: None, "preferred" (``--preferred``) or "bind" (``--membind``): the GPU's NUMA node.
+        ordinal: CUDA's number in this process, after CUDA_VISIBLE_DEVICES, instead of ``gpu``.
+        mode: as for :func:`~safe_gpu.affinity.policies.plan`, over the CPUs that this process may use, or torch's
+            ``NumaOptions``. None binds no CPUs; without ``memory`` the command is returned as it is.
+        memory: the policy for the GPU's NUMA node: None, "preferred" (``--preferred``) or "bind" (``--membind``).
+        strict: False logs a warning and returns the command as it is where the binding cannot be worked out or the
+            check fails, as does a NumaOptions with ``should_fall_back_if_binding_fails``.
+        check: run ``numactl`` with these options and ``true`` once, here.
         driver: None opens the one that ``SAFE_GPU_DRIVER`` names.
 
     Raises:
-        GPUAffinityError: there is no such GPU, no share for it, or no driver to say.
+        GPUAffinityError: an argument is wrong. Unless it falls back: there is no such GPU, no share for it, or no
+            driver, or numactl refuses.
     """
+    import logging
+    import shlex
+
     if isinstance(command, (str, bytes)) or not command or not all(isinstance(word, str) for word in command):
         raise GPUAffinityError(f"a command is a list of strings, the program first, not {command!r}")
     options = parse_options(mode, memory)
-    if options is None:
-        raise GPUAffinityError("wrap_command needs a mode: node, socket, exclusive, core-complex, ...")
+    if options is None and memory is None:
+        return list(command)
+    if (gpu is None) == (ordinal is None):
+        raise GPUAffinityError("name one GPU: gpu= as nvidia-smi shows it, or ordinal= as CUDA numbers it")
+    log = logging.getLogger("safe_gpu")
+    try:
+        chosen, prefix = _prefix(gpu, ordinal, options, memory, driver)
+        if check:
+            _try(prefix)
+    except SafeGpuError as err:
+        if not strict or falls_back(mode):
+            log.warning("the command runs unbound: %s", err)
+            return list(command)
+        if isinstance(err, GPUAffinityError):
+            raise
+        which = f"ordinal {ordinal}" if gpu is None else repr(gpu)
+        raise GPUAffinityError(f"where GPU {which} is cannot be told: {err}") from err
+    for note in (*chosen.notes, doubt_about(options)):
+        if note:
+            log.warning("%s", note)
+    wrapped = [*prefix, *command]
+    log.info("next to %s: %s", chosen.title, shlex.join(wrapped))
+    return wrapped
+
+
+def _prefix(
+    gpu: int | None,
+    ordinal: int | None,
+    options: AffinityOptions | None,
+    memory: str | None,
+    driver: Driver | None,
+) -> tuple[Meant, list[str]]:
+    """The GPU that is meant, and ``numactl`` with its options for that GPU."""
     if driver is None:
-        from ..drivers import open_driver
-
-        try:
-            driver = open_driver()
-        except SafeGpuError as err:
-            raise GPUAffinityError(f"where GPU {gpu!r} is cannot be told: {err}") from err
-    topology = HostTopology.from_host(driver=driver)
-    place = topology.gpu(gpu)
-    everyone = [other.index for other in topology.gpus]
-    shares = plan(
-        topology,
-        mode=options.mode,
-        scope=options.scope,
-        multithreading=options.multithreading,
-        balanced=options.balanced,
-        min_physical_cores=options.min_physical_cores,
-        max_physical_cores=options.max_physical_cores,
-        allowed=original_mask(),
-        gpus=everyone,
-    )
-    nodes = memory_nodes(topology, [place.index]) if memory is not None else frozenset[int]()
-    return ["numactl", *numactl_options(shares[everyone.index(place.index)], nodes, memory), *command]
+        with opened_driver() as opened:
+            return _prefix(gpu, ordinal, options, memory, opened)
+    chosen = _chosen(gpu, ordinal, driver.snapshot())
+    topology = read_topology(driver=driver)
+    indices = [place.index for place in topology.gpus]
+    own = chosen.gpus[0].index
+    nodes = memory_nodes(topology, [own]) if memory is not None else frozenset[int]()
+    cpus = None
+    if options is not None:
+        cpus = plan(topology, **options._asdict(), allowed=original_mask(), gpus=indices)[indices.index(own)]
+    return chosen, ["numactl", *numactl_options(cpus, nodes, memory)]
 
 
-def numactl_options(cpus: frozenset[int], nodes: frozenset[int] = frozenset(), memory: str | None = None) -> list[str]:
-    """The options of numactl(8) for a share and a memory policy.
+def _chosen(gpu: int | None, ordinal: int | None, snapshot: HostSnapshot) -> Meant:
+    if ordinal is not None:
+        return by_ordinal(ordinal, snapshot, os.environ)
+    if isinstance(gpu, bool) or not isinstance(gpu, int) or gpu < 0:
+        raise GPUAffinityError(f"gpu={gpu!r} is not an index as nvidia-smi shows it")
+    return by_name(gpu, snapshot)
+
+
+def _try(prefix: Sequence[str]) -> None:
+    """Run ``true`` under numactl.
+
+    Raises:
+        GPUAffinityError: numactl is not installed, or it refuses; the message has what it printed.
+    """
+    import subprocess
+
+    try:
+        done = subprocess.run([*prefix, "true"], capture_output=True, text=True, errors="replace", timeout=_PATIENCE)
+    except FileNotFoundError:
+        raise GPUAffinityError("numactl is not installed here (the package numactl of most distributions)") from None
+    except (OSError, subprocess.TimeoutExpired) as err:
+        raise GPUAffinityError(f"numactl cannot be run: {err}") from err
+    if done.returncode != 0:
+        said = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
+        raise GPUAffinityError(f"{' '.join(prefix)} fails here: {said}")
+
+
+def numactl_options(
+    cpus: frozenset[int] | None, nodes: frozenset[int] = frozenset(), memory: str | None = None
+) -> list[str]:
+    """The options of numactl(8) for a share (None is none) and a memory policy.
 
     Raises:
         GPUAffinityError: a memory policy without a node.
     """
-    options = [f"--physcpubind={format_cpulist(cpus)}"]
+    options = [] if cpus is None else [f"--physcpubind={format_cpulist(cpus)}"]
     if check_memory_mode(memory) is None:
         return options
     if not nodes:

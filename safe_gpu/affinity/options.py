@@ -1,11 +1,11 @@
-"""What can be asked of affinity: the modes, their options, and the check of both.
+"""The modes of CPU binding, their options, and the checks of both.
 
-Everything is text here; members of enumerations (:mod:`~safe_gpu.affinity.modes`, torch's) are taken for their values.
+All values are strings here. A member of an enumeration (:mod:`~safe_gpu.affinity.modes`, torch's) counts as its value.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..errors import GPUAffinityError
 
@@ -17,6 +17,8 @@ __all__ = [
     "SCOPES",
     "AffinityOptions",
     "check_memory_mode",
+    "doubt_about",
+    "falls_back",
     "parse_options",
 ]
 
@@ -25,13 +27,13 @@ MODES = (
     *("node", "socket", "exclusive", "core-complex"),
     *("all", "single", "single_unique", "unique_interleaved", "unique_contiguous"),
 )
-"""Every mode: torch.numa's four, then gpu_affinity's."""
+"""Every mode: the four of torch.numa, then those of gpu_affinity."""
 
 SCOPES = ("node", "socket")
 MULTITHREADING = ("all_logical", "single_logical")
 
 DIVIDING_MODES = frozenset({"exclusive", "single_unique", "unique_interleaved", "unique_contiguous"})
-"""The modes in which a physical core goes to one GPU only."""
+"""The modes that give a physical core to one GPU only."""
 
 MEMORY_MODES = ("preferred", "bind")
 
@@ -66,17 +68,22 @@ class _Options(NamedTuple):
 
 
 class AffinityOptions(_Options):
-    """How a GPU's CPUs are chosen. Strings and enumeration members (gpu_affinity's own, torch's own) are both fine.
+    """How a GPU's CPUs are chosen. Takes strings and members of enumerations (those of gpu_affinity and of torch).
+
+    The modes node, socket, exclusive and core-complex ignore every option but ``mode``; the other options belong to
+    gpu_affinity and act on its modes.
 
     Attributes:
         mode: one of :data:`MODES`.
-        scope: "node" or "socket"; multithreading: "all_logical" or "single_logical"; balanced: an equal number of
-            physical cores for every GPU; min_physical_cores, max_physical_cores: bounds per GPU, None is no bound.
-            These five are gpu_affinity's and act on its modes; node, socket, exclusive and core-complex say all
-            by their name and leave them aside.
+        scope: "node" or "socket".
+        multithreading: "all_logical" or "single_logical".
+        balanced: give every GPU the same number of physical cores.
+        min_physical_cores: too few physical cores for this are an error.
+        max_physical_cores: a share is trimmed to its first cores; None is no bound. As in gpu_affinity it wins over a
+            greater minimum (see :func:`doubt_about`).
 
     Raises:
-        GPUAffinityError: a value that is none of these.
+        GPUAffinityError: a value is not one of these.
     """
 
     __slots__ = ()
@@ -97,25 +104,45 @@ class AffinityOptions(_Options):
             raise GPUAffinityError(f"balanced must be True or False, not {balanced!r}")
         least = _count("min_physical_cores", min_physical_cores, 0)
         most = None if max_physical_cores is None else _count("max_physical_cores", max_physical_cores, 1)
-        if most is not None and most < least:
-            raise GPUAffinityError(f"max_physical_cores={most} is below min_physical_cores={least}")
         return super().__new__(cls, mode, scope, multithreading, balanced, least, most)
 
 
 def parse_options(affinity: object, memory: object = None) -> AffinityOptions | None:
-    """What a caller gave as ``affinity``: None, a mode by name, or the options themselves; ``memory`` is checked too.
+    """The options for an argument ``affinity``: None, the name of a mode, or the options themselves.
+
+    torch's ``NumaOptions`` counts as its ``affinity_mode``. It is known by its attributes; torch is not imported.
 
     Raises:
-        GPUAffinityError: it is none of these, or ``memory`` is not None, "preferred" or "bind".
+        GPUAffinityError: ``affinity`` is none of these, or ``memory`` is not None, "preferred" or "bind".
     """
     check_memory_mode(memory)
     if affinity is None or isinstance(affinity, AffinityOptions):
         return affinity
-    return AffinityOptions(mode=affinity)  # type: ignore[arg-type]  # checked there, with the message that names it
+    mode: Any = getattr(affinity, "affinity_mode", affinity)
+    return AffinityOptions(mode=mode)
+
+
+def falls_back(affinity: object) -> bool:
+    """Whether an argument ``affinity`` is a ``NumaOptions`` of torch that asks for going on where binding fails."""
+    return bool(getattr(affinity, "should_fall_back_if_binding_fails", False))
+
+
+def doubt_about(options: AffinityOptions | None) -> str:
+    """A warning about options that contradict each other; "" if they do not."""
+    if (
+        options is None
+        or options.max_physical_cores is None
+        or options.max_physical_cores >= options.min_physical_cores
+    ):
+        return ""
+    return (
+        f"max_physical_cores={options.max_physical_cores} is below min_physical_cores={options.min_physical_cores}: "
+        f"shares are trimmed to {options.max_physical_cores}"
+    )
 
 
 def check_memory_mode(memory: object) -> str | None:
-    """``memory`` as given by a caller: None, "preferred" or "bind".
+    """Check an argument ``memory``: None, "preferred" or "bind".
 
     Raises:
         GPUAffinityError: it is none of these.

@@ -1,168 +1,74 @@
-"""Where a process, its threads and its children really run, beside where their GPU is.
+"""Compares the NUMA nodes on which a process, its threads and its descendants run with the nodes of their GPUs.
 
-All of it is read from ``/proc``: the CPU a thread ran on last, the CPUs and memory nodes it may use, and on which nodes
-its pages lie.
+The data come from ``/proc``: the CPU on which a thread ran last, the CPUs and memory nodes that it may use, and the
+nodes of its pages. The memory policy of the calling thread comes from get_mempolicy(2).
 """
 
 from __future__ import annotations
 
 import os
-import re
-from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..errors import GPUAffinityError, SafeGpuError
-from ..procfs import command_of, descendants
-from .cpulist import format_cpulist, parse_cpulist
-from .topology import GpuLocality, HostTopology
+from ..procfs import command_of, descendants, lines_of, printable, read_start
+from ..runtimes.variables import names
+from ..topology import GpuLocality, HostTopology
+from .cpulist import parse_cpulist
+from .numa_maps import NumaMaps, parse_numa_maps
+from .numbering import BOUND, Names, by_name, by_ordinal, remembered, visible
+from .placement_report import PlacementReport, ProcessPlacement, ThreadPlacement
+from .reading import read_topology
 
 if TYPE_CHECKING:
-    from ..devices import HostSnapshot
+    from ..devices import Gpu, HostSnapshot
     from ..drivers.base import Driver
 
+# Threads that one report describes: a process can have as many as the host has pids.
+_MOST_THREADS = 1 << 14
+
 __all__ = ["PlacementReport", "ProcessPlacement", "ThreadPlacement", "placement"]
-
-
-@dataclass(frozen=True)
-class ThreadPlacement:
-    """One thread: where it ran last, and where it may run.
-
-    Attributes:
-        tid, name: its number and the name the program gave it.
-        cpu, node: the CPU it ran on last and that CPU's NUMA node (None where the kernel tells none).
-        cpus_allowed, mems_allowed: CPUs and memory nodes it may use.
-        matches: whether it runs on a node of its GPUs, or can run nowhere else; None without a known GPU.
-    """
-
-    tid: int
-    name: str
-    cpu: int
-    node: int | None
-    cpus_allowed: frozenset[int]
-    mems_allowed: frozenset[int]
-    matches: bool | None = None
-
-
-@dataclass(frozen=True)
-class ProcessPlacement:
-    """One process.
-
-    Attributes:
-        pid, parent, command: who it is.
-        threads: its threads, the main one first.
-        memory: bytes of its memory by NUMA node; None where the kernel does not let us read it.
-        gpus: indices of its GPUs; gpu_nodes: the NUMA nodes they are on.
-        gpu_source: how its GPUs are known: "driver", "CUDA_VISIBLE_DEVICES", "parent", "given", or "".
-    """
-
-    pid: int
-    parent: int
-    command: str
-    threads: tuple[ThreadPlacement, ...]
-    memory: Mapping[int, int] | None = None
-    gpus: tuple[int, ...] = ()
-    gpu_nodes: frozenset[int] = frozenset()
-    gpu_source: str = ""
-
-    @property
-    def matches(self) -> bool | None:
-        """Whether all its threads are where its GPUs are; None without a GPU whose node is known."""
-        known = [thread.matches for thread in self.threads if thread.matches is not None]
-        return all(known) if known else None
-
-    def __str__(self) -> str:
-        main = self.threads[0]
-        nodes = Counter(thread.node for thread in self.threads)
-        on = ", ".join(
-            f"{count} thread{'' if count == 1 else 's'} on node {_or_unknown(node)}"
-            for node, count in nodes.most_common()
-        )
-        gpus = f"GPU {', '.join(map(str, self.gpus))} by {self.gpu_source}" if self.gpus else "no GPU is known for it"
-        lines = [
-            f"process {self.pid} ({self.command})",
-            f"  GPU node: {format_cpulist(self.gpu_nodes) or 'unknown'} ({gpus})",
-            f"  CPU node: {_or_unknown(main.node)} (CPU {main.cpu}; {on})",
-        ]
-        for allowed, count in Counter(thread.cpus_allowed for thread in self.threads).most_common():
-            of = "" if count == len(self.threads) else f" ({count} of {len(self.threads)} threads)"
-            lines.append(f"  CPUs allowed: {format_cpulist(allowed)}{of}")
-        lines.append(f"  mem binding: {sorted(main.mems_allowed)}")
-        if self.memory is not None:
-            parts = [f"node {node} {size / 2**20:,.0f} MiB" for node, size in self.memory.items()]
-            lines.append(f"  memory: {', '.join(parts) or 'none yet'}")
-        if self.matches is not None:
-            lines.append(f"  GPU and CPU NUMA nodes {'match' if self.matches else 'do NOT match'}")
-        return "\n".join(lines)
-
-
-@dataclass(frozen=True)
-class PlacementReport:
-    """A process and all below it. ``str()`` is for people, :meth:`as_dict` for JSON.
-
-    Attributes:
-        processes: the one asked for first, its descendants by pid.
-        notes: what could not be found out and why.
-    """
-
-    processes: tuple[ProcessPlacement, ...]
-    notes: tuple[str, ...] = field(default=())
-
-    @property
-    def matches(self) -> bool | None:
-        """Whether every process runs where its GPUs are; None where no GPU's node is known."""
-        known = [process.matches for process in self.processes if process.matches is not None]
-        return all(known) if known else None
-
-    def __str__(self) -> str:
-        return "\n".join([*map(str, self.processes), *self.notes])
-
-    def as_dict(self) -> dict[str, Any]:
-        """Everything as JSON has it: sets as kernel lists ("0-3,8"), memory nodes as text."""
-
-        def plain(value: Any) -> Any:
-            if isinstance(value, (set, frozenset)):
-                return format_cpulist(value)
-            if isinstance(value, dict):
-                return {str(key): plain(item) for key, item in value.items()}
-            return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
-
-        processes = [{**plain(asdict(process)), "matches": process.matches} for process in self.processes]
-        return {"matches": self.matches, "processes": processes, "notes": list(self.notes)}
 
 
 def placement(
     pid: int | None = None,
     *,
     driver: Driver | None = None,
-    gpus: Iterable[int] | None = None,
+    gpus: Names | None = None,
+    ordinal: int | None = None,
     fsroot: str | os.PathLike[str] | None = None,
 ) -> PlacementReport:
-    """Look at a process, its threads and its descendants.
+    """Where a process, its threads and its descendants run.
 
     Args:
         pid: None is this process.
-        driver: tells which process is on which GPU; None opens the one that ``SAFE_GPU_DRIVER`` names, if it opens.
-        gpus: indices of the process's GPUs, where the caller knows them; else the driver's process list, else
-            CUDA_VISIBLE_DEVICES, else (for descendants) the parent's.
-        fsroot: root for the topology files; processes are always those of this host.
+        driver: the source of the process lists of the GPUs; None opens the one that ``SAFE_GPU_DRIVER`` names, if
+            possible.
+        gpus: indices of the process's GPUs as nvidia-smi shows them, or UUIDs. None takes, of each process, the first
+            that is known: the driver's process lists, the GPUs next to which it was bound by number (SAFE_GPU_BOUND),
+            CUDA_VISIBLE_DEVICES, and for a descendant the GPUs of its parent.
+        ordinal: CUDA's number of the process's GPU in that process, instead of ``gpus``.
+        fsroot: root of the topology files; processes are always read from this host.
 
     Raises:
-        GPUAffinityError: there is no such process, or it may not be read.
+        GPUAffinityError: there is no such process or GPU, or it may not be read.
+
+    A variable that another process has set since it started cannot be seen: give ``gpus`` for one that bound itself.
     """
     root = os.getpid() if pid is None else pid
     if isinstance(root, bool) or not isinstance(root, int) or root < 1:
         raise GPUAffinityError(f"a pid is a positive number, not {pid!r}")
     notes: list[str] = []
     driver, snapshot = _opened(driver, notes)
-    topology = HostTopology.from_host(fsroot, driver)
-    looker = _Looker(topology, snapshot)
-    if gpus is not None:
-        looker.known[root] = (tuple(topology.gpu(index).index for index in gpus), "given")
-    found = [process for number in (root, *sorted(descendants(root))) if (process := looker.process(number))]
+    topology = read_topology(fsroot, driver)
+    reader = _Reader(topology, snapshot)
+    if gpus is not None or ordinal is not None:
+        reader.known[root] = (_given(gpus, ordinal, root, topology, snapshot), "given")
+    found = [process for number in (root, *sorted(descendants(root))) if (process := reader.process(number))]
     if not found or found[0].pid != root:
-        raise GPUAffinityError(f"there is no process {root} that can be looked at from here")
+        raise GPUAffinityError(f"there is no process {root} that can be read from here")
+    if reader.left_out:
+        notes.append(f"{reader.left_out} threads are left out: only the first {_MOST_THREADS} are examined")
     return PlacementReport(tuple(found), tuple(notes))
 
 
@@ -173,12 +79,30 @@ def _opened(driver: Driver | None, notes: list[str]) -> tuple[Driver | None, Hos
         driver = driver or open_driver()
         return driver, driver.snapshot()
     except SafeGpuError as err:
-        notes.append(f"which GPUs are used is not known: {err}")
+        notes.append(f"the GPUs in use are not known: {err}")
         return None, None
 
 
-class _Looker:
-    """Reads processes one by one, parents before children, and remembers which GPUs each has."""
+def _given(
+    gpus: Names | None, ordinal: int | None, pid: int, topology: HostTopology, snapshot: HostSnapshot | None
+) -> tuple[int, ...]:
+    if gpus is not None and ordinal is not None:
+        raise GPUAffinityError("name the GPU once: gpus= as nvidia-smi shows it, or ordinal= as CUDA numbers it")
+    if snapshot is None:  # the kernel's list of GPUs has no UUIDs
+        if ordinal is not None:
+            raise GPUAffinityError(f"without a GPU driver it is not known which GPU CUDA's number {ordinal} is")
+        named = [gpus] if isinstance(gpus, (int, str)) else gpus or ()
+        return tuple(topology.gpu(int(name) if str(name).isdecimal() else -1).index for name in named)
+    if ordinal is not None:
+        chosen = by_ordinal(ordinal, snapshot, _variables(pid) or {})
+    else:
+        assert gpus is not None
+        chosen = by_name(gpus, snapshot)
+    return tuple(dict.fromkeys(topology.gpu(gpu.index).index for gpu in chosen.gpus))
+
+
+class _Reader:
+    """Reads processes one by one, parents before children, and keeps the GPUs of each."""
 
     def __init__(self, topology: HostTopology, snapshot: HostSnapshot | None) -> None:
         self.topology = topology
@@ -186,24 +110,34 @@ class _Looker:
         self.places = {gpu.index: gpu for gpu in topology.gpus}
         self.node_of_cpu = {cpu: node for node, cpus in topology.nodes.items() for cpu in cpus}
         self.known: dict[int, tuple[tuple[int, ...], str]] = {}
+        self.left_out = 0
+        self._room = _MOST_THREADS
+        self._sets: dict[str, frozenset[int]] = {}  # most threads have the same ones
 
     def process(self, pid: int) -> ProcessPlacement | None:
-        """None for one that has ended."""
+        """One process; None if it has ended."""
         parent = _parent(pid)
         if parent is None:
             return None
         gpus, source = self.known.setdefault(pid, self._gpus_of(pid, parent))
         places = [self.places[index] for index in gpus if index in self.places]
-        threads = tuple(thread for tid in _tids(pid) if (thread := self._thread(pid, tid, places)))
+        tids = _tids(pid)
+        self.left_out += max(0, len(tids) - self._room)
+        threads = tuple(thread for tid in tids[: self._room] if (thread := self._thread(pid, tid, places)))
         if not threads:
             return None
+        self._room -= len(threads)
         nodes = (self.topology.node_of(place) for place in places)
+        maps = parse_numa_maps(lines_of(f"/proc/{pid}/numa_maps"))
+        policy, policy_nodes = _policy(pid, maps)
         return ProcessPlacement(
             pid=pid,
             parent=parent,
             command=command_of(pid, limit=60) or "?",
             threads=threads,
-            memory=_memory(pid),
+            memory=None if maps is None else maps.memory,
+            policy=policy,
+            policy_nodes=policy_nodes,
             gpus=gpus,
             gpu_nodes=frozenset(node for node in nodes if node is not None),
             gpu_source=source,
@@ -216,18 +150,23 @@ class _Looker:
         if len(fields) < 37 or fields[0] in "ZX" or "Cpus_allowed_list" not in status:
             return None
         cpu = int(fields[36])
-        allowed = parse_cpulist(status["Cpus_allowed_list"]) or frozenset()
+        allowed = self._set(status["Cpus_allowed_list"])
         near = frozenset[int]().union(*(self.topology.node_set(place) for place in places))
         return ThreadPlacement(
             tid=tid,
-            name=status.get("Name", ""),
+            name=printable(status.get("Name", "")),
             cpu=cpu,
             node=self.node_of_cpu.get(cpu),
             cpus_allowed=allowed,
-            mems_allowed=parse_cpulist(status.get("Mems_allowed_list")) or frozenset(),
-            # A sleeping thread still shows the CPU from before it was bound.
+            mems_allowed=self._set(status.get("Mems_allowed_list", "")),
+            # /proc shows the last CPU of a sleeping thread, which may be from before the binding.
             matches=(cpu in near or allowed <= near) if near else None,
         )
+
+    def _set(self, text: str) -> frozenset[int]:
+        if text not in self._sets:
+            self._sets[text] = parse_cpulist(text) or frozenset()
+        return self._sets[text]
 
     def _gpus_of(self, pid: int, parent: int) -> tuple[tuple[int, ...], str]:
         if self.snapshot is None:
@@ -235,16 +174,19 @@ class _Looker:
         on = {gpu.index for gpu in self.snapshot.gpus for process in gpu.processes or () if process.pid == pid}
         if on:
             return tuple(sorted(on)), "driver"
-        environment = _environment(pid)
-        # A forked child shows its parent's environment from before the claim: what the parent has is more recent.
-        if parent in self.known and (environment is None or environment == _environment(parent)):
+        # /proc shows the environment at exec. A forked child therefore shows its parent's environment from before the
+        # claim; the parent's GPUs are more recent.
+        variables = _variables(pid)
+        forked = pid != os.getpid() and (variables is None or variables == _variables(parent, at_exec=True))
+        if parent in self.known and forked:
             return self.known[parent][0], "parent" if self.known[parent][0] else ""
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES") if pid == os.getpid() else _visible(environment)
-        if visible is not None:
-            from .gpu_affinity import visible_indices
-
+        bound = remembered(self.snapshot, variables or {})
+        if bound is not None:
+            return _indices(bound.gpus), BOUND
+        name = next((name for name in names(self.snapshot) if name in (variables or {})), "")
+        if name:
             try:
-                return tuple(visible_indices(self.snapshot, visible)), "CUDA_VISIBLE_DEVICES"
+                return _indices(visible(self.snapshot, variables or {}).gpus), name
             except GPUAffinityError:
                 return (), ""
         if parent in self.known:
@@ -252,16 +194,12 @@ class _Looker:
         return (), ""
 
 
-def _or_unknown(node: int | None) -> str:
-    return "unknown" if node is None else str(node)
+def _indices(gpus: Iterable[Gpu]) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(gpu.index for gpu in gpus))
 
 
 def _text(path: str) -> str:
-    try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            return file.read()
-    except OSError:
-        return ""
+    return (read_start(path) or b"").decode("utf-8", "replace")
 
 
 def _parent(pid: int) -> int | None:
@@ -276,31 +214,27 @@ def _tids(pid: int) -> list[int]:
         return []
 
 
-def _environment(pid: int) -> bytes | None:
-    """The environment it was started with; None where it may not be read."""
-    try:
-        with open(f"/proc/{pid}/environ", "rb") as file:
-            return file.read()
-    except OSError:
+def _variables(pid: int, *, at_exec: bool = False) -> Mapping[str, str] | None:
+    """A process's environment: as it is now for this process, else as it was at the start, its first 64 KiB.
+
+    None if it may not be read.
+    """
+    if pid == os.getpid() and not at_exec:
+        return os.environ
+    text = read_start(f"/proc/{pid}/environ")
+    if text is None:
         return None
+    return dict(os.fsdecode(entry).split("=", 1) for entry in text.split(b"\0") if b"=" in entry)
 
 
-def _visible(environment: bytes | None) -> str | None:
-    for entry in (environment or b"").split(b"\0"):
-        name, _, value = entry.partition(b"=")
-        if name == b"CUDA_VISIBLE_DEVICES":
-            return os.fsdecode(value)
-    return None
+def _policy(pid: int, maps: NumaMaps | None) -> tuple[str, frozenset[int]]:
+    """A process's memory policy and its nodes: of the calling thread in this process, else what the mappings show."""
+    if pid == os.getpid():
+        from .mempolicy import get_policy
 
-
-def _memory(pid: int) -> dict[int, int] | None:
-    """Bytes by node from numa_maps, whose lines end in ``N0=pages N1=pages kernelpagesize_kB=4``."""
-    text = _text(f"/proc/{pid}/numa_maps")
-    if not text:
-        return None
-    total: Counter[int] = Counter()
-    for line in text.splitlines():
-        size = re.search(r" kernelpagesize_kB=([0-9]+)", line)
-        for node, pages in re.findall(r" N([0-9]+)=([0-9]+)", line):
-            total[int(node)] += int(pages) * (int(size[1]) if size else 4) * 1024
-    return dict(sorted(total.items()))
+        try:
+            policy = get_policy()
+            return policy.name, policy.nodes
+        except OSError:
+            pass  # no such call, or a container's filter refuses it
+    return ("", frozenset()) if maps is None else (maps.policy, maps.nodes)

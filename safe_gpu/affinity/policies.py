@@ -1,8 +1,8 @@
-"""Which CPUs each GPU gets: pure functions from a topology to sets, nothing read and nothing applied.
+"""Plans the CPUs of each GPU. Pure: functions from a topology to sets of CPUs, which read and change nothing.
 
 The modes are those of torch.numa (node, socket, exclusive, core-complex) and of NVIDIA gpu_affinity (all, single,
-single_unique, unique_interleaved, unique_contiguous). A CPU outside ``allowed`` is never handed out, and the modes
-that divide never split a physical core between GPUs.
+single_unique, unique_interleaved, unique_contiguous). A share has only CPUs of ``allowed``. The modes that divide
+cores do not split a physical core between GPUs.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import zip_longest
 
 from ..errors import GPUAffinityError
+from ..topology import GpuLocality, HostTopology
 from .cpulist import format_cpulist
 from .modes import Mode, Multithreading, Scope
 from .options import DIVIDING_MODES, MODES, AffinityOptions
-from .topology import GpuLocality, HostTopology
 
 __all__ = ["MODES", "AffinityOptions", "Mode", "Multithreading", "Scope", "is_remote", "plan"]
 
@@ -42,14 +42,14 @@ def plan(
             single_unique, unique_interleaved, unique_contiguous (gpu_affinity's).
         scope, multithreading, balanced, min_physical_cores, max_physical_cores: options of gpu_affinity's modes, see
             :class:`~safe_gpu.affinity.options.AffinityOptions`.
-        allowed: CPUs that may be handed out (taskset, cpuset, a scheduler's binding); None: all that are online.
-        gpus: indices of the GPUs that divide the cores among them, first come first in line; None: all of the host.
+        allowed: CPUs that may be used (taskset, cpuset, a scheduler's binding); None: all online CPUs.
+        gpus: indices of the GPUs that divide the cores, in order of precedence; None: all GPUs of the host.
 
     Returns:
         One non-empty set for each GPU, in the order of ``gpus``.
 
     Raises:
-        GPUAffinityError: an argument makes no sense, or some GPU would be left without a share.
+        GPUAffinityError: an argument is wrong, or some GPU would have no share.
     """
     options = AffinityOptions(mode, scope, multithreading, balanced, min_physical_cores, max_physical_cores)
     if not isinstance(topology, HostTopology):
@@ -66,7 +66,7 @@ def plan(
 
 
 def is_remote(topology: HostTopology, gpu: GpuLocality, share: frozenset[int]) -> bool:
-    """Whether a share has no CPU on the GPU's own node (a GPU without a known place is remote to nothing)."""
+    """Whether a share has no CPU on the GPU's own node; False if that node is unknown."""
     if gpu.numa_node is None and not gpu.node_cpus:
         return False
     return not share & topology.node_set(gpu)
@@ -84,7 +84,7 @@ def _allowed(topology: HostTopology, allowed: Iterable[int] | None) -> frozenset
     if not cpus:
         raise GPUAffinityError(
             f"none of the {len(topology.cpus)} online CPUs ({format_cpulist(topology.cpus)}) may be used: "
-            f"the mask of allowed CPUs leaves nothing"
+            f"the mask of allowed CPUs has none of them"
         )
     return cpus
 
@@ -103,8 +103,8 @@ def _chosen(topology: HostTopology, gpus: Iterable[int] | None) -> list[GpuLocal
     return chosen
 
 
-class _Planner:
-    """One plan in the making: the GPUs that take part, the CPUs that may be used, and the physical cores of those."""
+class _Places:
+    """The input of a plan: the GPUs that take part, the CPUs that may be used, and their physical cores."""
 
     def __init__(
         self,
@@ -117,12 +117,76 @@ class _Planner:
         self.gpus = gpus
         self.allowed = allowed
         self.options = options
-        # A core goes by its lowest thread, allowed or not: that is the order of cores for both peers.
+        # The key of a core is its lowest thread, allowed or not. torch.numa and gpu_affinity order cores in this way.
         self.core_of = {cpu: min(core) for core in topology.cores for cpu in core}
         self.near = [topology.node_set(gpu) & allowed for gpu in gpus]
 
+    def _cores(self, cpus: frozenset[int]) -> list[Core]:
+        """The physical cores of a set of CPUs, as their threads in the set, by the lowest thread of the core."""
+        cores: dict[int, list[int]] = {}
+        for cpu in sorted(cpus):
+            cores.setdefault(self.core_of.get(cpu, cpu), []).append(cpu)
+        return [tuple(cores[key]) for key in sorted(cores)]
+
+    def _keys(self, cpus: frozenset[int]) -> frozenset[int]:
+        return frozenset(self.core_of.get(cpu, cpu) for cpu in cpus)
+
+    def _socket(self, gpu: GpuLocality) -> frozenset[int]:
+        return self.topology.socket_set(gpu, self.allowed) & self.allowed
+
+    def _nearest(self, gpu: GpuLocality) -> frozenset[int]:
+        """Allowed CPUs of the node nearest to a GPU, for a GPU whose own node has none."""
+        node = self.topology.node_of(gpu)
+        row = {} if node is None else self.topology.distances.get(node, {})
+        left = {other: cpus & self.allowed for other, cpus in self.topology.nodes.items()}
+        nearest = min((other for other in row if left.get(other)), key=lambda other: (row[other], other), default=None)
+        if nearest is None:
+            raise GPUAffinityError(
+                f"none of the CPUs near GPU {gpu.index} ({self._place(gpu)}) may be used, and the nearest other node "
+                f"is not known; allowed are {format_cpulist(self.allowed)}"
+            )
+        return left[nearest]
+
+    def _place(self, gpu: GpuLocality) -> str:
+        cpus = format_cpulist(self.topology.node_set(gpu)) or "no CPUs"
+        return f"CPUs {cpus}" if gpu.numa_node is None else f"NUMA node {gpu.numa_node}, CPUs {cpus}"
+
+    def _groups(self, sets: Sequence[frozenset[int]]) -> dict[frozenset[int], list[int]]:
+        """The positions of the GPUs by their set of CPUs."""
+        groups: dict[frozenset[int], list[int]] = {}
+        for position, cpus in enumerate(sets):
+            groups.setdefault(cpus, []).append(position)
+        return groups
+
+    def _check_disjoint(self, sets: Sequence[frozenset[int]], what: str) -> None:
+        """Raise unless any two of the sets are equal or have no physical core in common."""
+        owner: dict[int, frozenset[int]] = {}
+        for cpus in dict.fromkeys(sets):
+            for key in self._keys(cpus):
+                other = owner.setdefault(key, cpus)
+                if other is not cpus:
+                    raise GPUAffinityError(
+                        f"GPUs cannot divide cores here: the {what} sets {format_cpulist(other)} and "
+                        f"{format_cpulist(cpus)} overlap without being the same (physical core of CPU {key})"
+                    )
+
+    def _key(self, core: Core) -> int:
+        return self.core_of.get(core[0], core[0])
+
+    def _too_few(self, cores: int, positions: Sequence[int], least: int) -> GPUAffinityError:
+        names = ", ".join(str(self.gpus[position].index) for position in positions)
+        gpus = f"GPU {names}" if len(positions) == 1 else f"{len(positions)} GPUs ({names})"
+        return GPUAffinityError(
+            f"{cores} physical core{'' if cores == 1 else 's'} near {gpus} may be used, and mode {self.options.mode} "
+            f"needs at least {least * len(positions)} there: allow more CPUs, ask for fewer GPUs, or use mode node"
+        )
+
+
+class _Planner(_Places):
+    """Computes one plan; each mode has a method."""
+
     def shares(self) -> list[frozenset[int]]:
-        """One set for each GPU, empty where there was nothing to give."""
+        """One set for each GPU; empty if there is no CPU for it."""
         mode = self.options.mode
         if mode in DIVIDING_MODES:
             self._check_disjoint(self.near, "NUMA node")
@@ -143,59 +207,6 @@ class _Planner:
         dealt = dealers[mode]()
         threads = 1 if mode != "exclusive" and self.options.multithreading == Multithreading.SINGLE_LOGICAL else None
         return [frozenset(cpu for core in cores for cpu in core[:threads]) for cores in dealt]
-
-    # What is where
-
-    def _cores(self, cpus: frozenset[int]) -> list[Core]:
-        """The physical cores of a set, as the threads that are in it, by the lowest thread of the whole core."""
-        cores: dict[int, list[int]] = {}
-        for cpu in sorted(cpus):
-            cores.setdefault(self.core_of.get(cpu, cpu), []).append(cpu)
-        return [tuple(cores[key]) for key in sorted(cores)]
-
-    def _keys(self, cpus: frozenset[int]) -> frozenset[int]:
-        return frozenset(self.core_of.get(cpu, cpu) for cpu in cpus)
-
-    def _socket(self, gpu: GpuLocality) -> frozenset[int]:
-        return self.topology.socket_set(gpu, self.allowed) & self.allowed
-
-    def _nearest(self, gpu: GpuLocality) -> frozenset[int]:
-        """Allowed CPUs of the node nearest to a GPU that has none of its own left."""
-        node = self.topology.node_of(gpu)
-        row = {} if node is None else self.topology.distances.get(node, {})
-        left = {other: cpus & self.allowed for other, cpus in self.topology.nodes.items()}
-        nearest = min((other for other in row if left.get(other)), key=lambda other: (row[other], other), default=None)
-        if nearest is None:
-            raise GPUAffinityError(
-                f"none of the CPUs near GPU {gpu.index} ({self._place(gpu)}) may be used, and the host does not tell "
-                f"which other node is nearest; allowed are {format_cpulist(self.allowed)}"
-            )
-        return left[nearest]
-
-    def _place(self, gpu: GpuLocality) -> str:
-        cpus = format_cpulist(self.topology.node_set(gpu)) or "no CPUs"
-        return f"CPUs {cpus}" if gpu.numa_node is None else f"NUMA node {gpu.numa_node}, CPUs {cpus}"
-
-    def _groups(self, sets: Sequence[frozenset[int]]) -> dict[frozenset[int], list[int]]:
-        """Positions of the GPUs that have the same set."""
-        groups: dict[frozenset[int], list[int]] = {}
-        for position, cpus in enumerate(sets):
-            groups.setdefault(cpus, []).append(position)
-        return groups
-
-    def _check_disjoint(self, sets: Sequence[frozenset[int]], what: str) -> None:
-        """Sets that divide must be the same or have no physical core in common."""
-        owner: dict[int, frozenset[int]] = {}
-        for cpus in dict.fromkeys(sets):
-            for key in self._keys(cpus):
-                other = owner.setdefault(key, cpus)
-                if other is not cpus:
-                    raise GPUAffinityError(
-                        f"GPUs cannot divide cores here: the {what} sets {format_cpulist(other)} and "
-                        f"{format_cpulist(cpus)} overlap without being the same (physical core of CPU {key})"
-                    )
-
-    # The modes
 
     def _exclusive(self) -> list[list[Core]]:
         dealt: list[list[Core]] = [[] for _ in self.gpus]
@@ -221,7 +232,7 @@ class _Planner:
         return shares
 
     def _caches(self, cpus: frozenset[int]) -> list[frozenset[int]]:
-        """Last-level cache groups of a set, cut to it: the largest first, then by lowest CPU of the whole group."""
+        """Last-level cache groups, intersected with a set: the largest first, then by lowest CPU of the whole group."""
         found = [(min(group), group & cpus) for group in self.topology.llc if group & cpus]
         rest = cpus.difference(*self.topology.llc)
         for package in self.topology.packages.values():
@@ -234,19 +245,17 @@ class _Planner:
 
     def _all(self) -> list[list[Core]]:
         dealt = []
-        someones = frozenset[int]().union(*(self._keys(near) for near in self.near))
+        local_to_any = frozenset[int]().union(*(self._keys(near) for near in self.near))
         for position, (gpu, near) in enumerate(zip(self.gpus, self.near, strict=True)):
             cores = self._cores(near)
             if self.options.scope == Scope.SOCKET:
                 own = self._keys(near)
                 others = [core for core in self._cores(self._socket(gpu)) if self._key(core) not in own]
-                # After its own node the other GPUs', then the rest: gpu_affinity has this order, but for own first.
-                cores += sorted(others, key=lambda core: self._key(core) not in someones)
+                # The GPU's own node first, then the nodes of other GPUs, then the rest. gpu_affinity uses the same
+                # order, except that it does not put the GPU's own node first.
+                cores += sorted(others, key=lambda core: self._key(core) not in local_to_any)
             dealt.append(self._bounded(cores, [position]))
         return dealt
-
-    def _key(self, core: Core) -> int:
-        return self.core_of.get(core[0], core[0])
 
     def _single_unique(self) -> list[list[Core]]:
         taken: set[Core] = set()
@@ -286,13 +295,14 @@ class _Planner:
         return [self._bounded(cores, [position]) for position, cores in enumerate(dealt)]
 
     def _with_socket_cores(self, dealt: list[list[Core]]) -> list[list[Core]]:
-        """Each share and after it the socket's other cores: they are dealt, like cards, to the cores of the nodes."""
+        """Extend each share by the socket's other cores, distributed round-robin over the cores of the nodes."""
         sockets = [self._socket(gpu) | near for gpu, near in zip(self.gpus, self.near, strict=True)]
         self._check_disjoint(sockets, "socket")
         assigned = frozenset[int]().union(*(self._keys(near) for near in self.near))
         extra: dict[Core, list[Core]] = {}
         for cpus, positions in self._groups(sockets).items():
-            # By lowest allowed thread, which is how a core compares: not the order in which cores are divided.
+            # Cores compare by their lowest allowed thread here. This differs from the order of _cores on purpose: it
+            # is the order of gpu_affinity.
             receivers = sorted({core for position in positions for core in self._cores(self.near[position])})
             others = sorted(core for core in self._cores(cpus) if self._key(core) not in assigned)
             for nth, receiver in enumerate(receivers):
@@ -311,11 +321,3 @@ class _Planner:
         if len(cores) < least or not cores:
             raise self._too_few(len(cores), positions, max(least, 1))
         return cores[: self.options.max_physical_cores]
-
-    def _too_few(self, cores: int, positions: Sequence[int], least: int) -> GPUAffinityError:
-        names = ", ".join(str(self.gpus[position].index) for position in positions)
-        gpus = f"GPU {names}" if len(positions) == 1 else f"{len(positions)} GPUs ({names})"
-        return GPUAffinityError(
-            f"{cores} physical core{'' if cores == 1 else 's'} near {gpus} may be used, and mode {self.options.mode} "
-            f"needs at least {least * len(positions)} there: allow more CPUs, ask for fewer GPUs, or use mode node"
-        )

@@ -1,7 +1,7 @@
 """The CPUs, nodes and PCI devices of a host, read from ``/sys`` and ``/proc`` under any root.
 
-The root may be a saved tree (hwloc keeps such), so every file may be missing, padded with NUL bytes or malformed, and
-malformed counts as missing. Nothing here raises for what it finds.
+The root may be a saved tree (such as those of hwloc's tests), so any file may be missing, padded with NUL bytes or
+malformed. A malformed file counts as missing. Nothing here raises because of the content of a tree.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ GroupOf = Callable[[int], frozenset[int]]
 
 
 def pci_address(name: str) -> tuple[int, int, int, int] | None:
-    """A PCI bus id as numbers, which is the order of nvidia-smi; None where the name is none."""
+    """A PCI bus id as numbers, which sort in the order of nvidia-smi; None if the name is not a bus id."""
     match = _ADDRESS.fullmatch(name)
     return None if match is None else (int(match[1], 16), int(match[2], 16), int(match[3], 16), int(match[4], 16))
 
 
 @dataclass(frozen=True)
 class PciGpu:
-    """An NVIDIA GPU as sysfs and the kernel driver know it; ``uuid`` is "" where the driver is not there to tell."""
+    """A GPU in sysfs; ``uuid`` is "" if the kernel driver does not list the GPU. AMD's partitions share a bus id."""
 
     bus_id: str
     uuid: str = ""
 
 
-class Tree:
-    """One root directory and what stands under it. Sets of CPUs are cut to those online."""
+class Files:
+    """Reads texts, numbers and names under one root directory. Nothing raises."""
 
     def __init__(self, root: str) -> None:
         self.root = root
 
     def read(self, path: str) -> str | None:
-        """The text of a file without NUL bytes and outer blanks; None where it cannot be read or is empty."""
+        """The text of a file without NUL bytes and outer blanks; None if it cannot be read or is empty."""
         try:
-            # Not open(): a fifth of the cost, and a FIFO in a foreign tree cannot block it.
+            # os.open() takes a fifth of the time of open(), and with O_NONBLOCK a FIFO in the tree cannot block it.
             fd = os.open(f"{self.root}/{path}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except (OSError, ValueError):
             return None
@@ -65,7 +65,7 @@ class Tree:
         return b"".join(chunks).replace(b"\0", b"").decode("ascii", "replace").strip() or None
 
     def names(self, path: str) -> list[str]:
-        """The entries of a directory, sorted; none where there is no such directory."""
+        """The entries of a directory, sorted; an empty list if there is no such directory."""
         try:
             return sorted(os.listdir(f"{self.root}/{path}"))
         except (OSError, ValueError):
@@ -78,12 +78,19 @@ class Tree:
         return sorted(number for number in numbers if number < LIMIT)
 
     def number(self, path: str) -> int | None:
-        """A file with one decimal number, the sign included; None where it holds anything else."""
+        """The decimal number in a file, with an optional minus sign; None if the file holds anything else."""
         text = self.read(path)
         return int(text) if text is not None and re.fullmatch(r"-?[0-9]{1,10}", text) else None
 
+
+class Tree(Files):
+    """The CPUs, nodes and PCI devices under one root directory. Most sets hold online CPUs only."""
+
     def siblings(self, cpu: int, *names: str) -> frozenset[int]:
-        """The set around a CPU from the first of ``NAME_list`` and ``NAME``, name by name, that has the CPU in it."""
+        """The CPUs that share a topology level with ``cpu``; an empty set if no file has them.
+
+        For each name in turn the files ``NAME_list`` and ``NAME`` are read. The first set that contains ``cpu`` counts.
+        """
         path = f"{_CPU}/cpu{cpu}/topology"
         for name in names:
             for suffix, parse in (("_list", parse_cpulist), ("", parse_cpumask)):
@@ -93,7 +100,7 @@ class Tree:
         return frozenset()
 
     def online_cpus(self) -> frozenset[int]:
-        """CPUs with a topology that are not switched off, cut to the kernel's own list where there is one."""
+        """CPUs with a topology that are not switched off, within the kernel's list of online CPUs if it exists."""
         present = frozenset(
             cpu
             for cpu in self.numbered(_CPU, "cpu")
@@ -104,10 +111,10 @@ class Tree:
 
     def cores(self, online: frozenset[int]) -> tuple[frozenset[int], ...]:
         """The hardware threads of each physical core, by lowest CPU; each group is read once."""
-        return self._partition(online, lambda cpu: self.siblings(cpu, "core_cpus", "thread_siblings"))
+        return _partition(online, lambda cpu: self.siblings(cpu, "core_cpus", "thread_siblings"))
 
     def packages(self, online: frozenset[int], cores: Sequence[frozenset[int]]) -> dict[int, frozenset[int]]:
-        """CPUs by processor socket, under the kernel's ids; where it has none (-1), numbered by lowest CPU."""
+        """CPUs by processor socket, under the kernel's ids; sockets without an id (-1) are numbered by lowest CPU."""
         ids: dict[int, int] = {}
         for core in cores:
             for cpu in sorted(core):
@@ -117,7 +124,7 @@ class Tree:
                     break
         unknown = online - ids.keys()
         following = max(ids.values(), default=-1) + 1
-        groups = self._partition(unknown, lambda cpu: self.siblings(cpu, "package_cpus", "core_siblings") or unknown)
+        groups = _partition(unknown, lambda cpu: self.siblings(cpu, "package_cpus", "core_siblings") or unknown)
         for number, group in enumerate(groups, following):
             ids.update(dict.fromkeys(group, number))
         packages: dict[int, set[int]] = {}
@@ -126,18 +133,25 @@ class Tree:
         return {package: frozenset(packages[package]) for package in sorted(packages)}
 
     def node_ids(self) -> list[int]:
-        """Nodes that exist, which is not those that are possible; none where the kernel knows no nodes."""
+        """The nodes that exist (not all possible ones); an empty list if the kernel has no NUMA support."""
         existing = self.numbered(_NODE, "node")
         listed = parse_cpulist(self.read(f"{_NODE}/online"))
         return [node for node in existing if node in listed] if listed else existing
 
     def node_cpus(self, node: int) -> frozenset[int]:
-        """CPUs of one node as the kernel lists them, offline ones included; empty for a node of memory only."""
+        """The CPUs of one node in the kernel's list, which may have offline CPUs; empty for a memory-only node."""
         path = f"{_NODE}/node{node}"
         found = parse_cpulist(self.read(f"{path}/cpulist"))
         if found is None:
             found = parse_cpumask(self.read(f"{path}/cpumap"))
         return frozenset(self.numbered(path, "cpu")) if found is None else found
+
+    def node_memory(self, node: int) -> tuple[int, int] | None:
+        """The memory of one node in bytes: all of it, and what is free; None if the kernel does not tell."""
+        facts = dict(
+            re.findall(r"(MemTotal|MemFree):\s+([0-9]{1,15}) kB", self.read(f"{_NODE}/node{node}/meminfo") or "")
+        )
+        return (int(facts["MemTotal"]) * 1024, int(facts["MemFree"]) * 1024) if len(facts) == 2 else None
 
     def nodes(self, online: frozenset[int]) -> dict[int, frozenset[int]]:
         """Online CPUs by NUMA node, nodes without CPUs included; a CPU in several nodes belongs to the first."""
@@ -152,7 +166,7 @@ class Tree:
         return nodes
 
     def distances(self, nodes: Mapping[int, frozenset[int]]) -> dict[int, dict[int, int]]:
-        """The kernel's relative distances (10 is local). A row that does not fit the nodes is left out."""
+        """The kernel's relative distances (10 is local). A row with another number of nodes is left out."""
         existing = self.numbered(_NODE, "node")
         distances: dict[int, dict[int, int]] = {}
         for node in nodes:
@@ -170,7 +184,7 @@ class Tree:
         nodes: Mapping[int, frozenset[int]],
         packages: Mapping[int, frozenset[int]],
     ) -> tuple[frozenset[int], ...]:
-        """CPUs that share the highest data cache; where the kernel shows none, those of one package and node."""
+        """CPUs that share the last-level data cache; without cache files, the CPUs of one package and node."""
 
         def sharing(cpu: int) -> frozenset[int]:
             found = self._last_level(cpu)
@@ -179,7 +193,7 @@ class Tree:
             package = next(cpus for cpus in packages.values() if cpu in cpus)
             return package & next((cpus for cpus in nodes.values() if cpu in cpus), package)
 
-        return self._partition(online, sharing)
+        return _partition(online, sharing)
 
     def _last_level(self, cpu: int) -> frozenset[int] | None:
         path = f"{_CPU}/cpu{cpu}/cache"
@@ -197,21 +211,11 @@ class Tree:
                 best, highest = shared, level
         return best
 
-    @staticmethod
-    def _partition(cpus: frozenset[int], group_of: GroupOf) -> tuple[frozenset[int], ...]:
-        groups = []
-        seen: set[int] = set()
-        for cpu in sorted(cpus):
-            if cpu not in seen:
-                group = frozenset((group_of(cpu) & cpus) - seen) | {cpu}
-                seen |= group
-                groups.append(group)
-        return tuple(groups)
-
     def pci_gpus(self) -> list[PciGpu]:
         """NVIDIA GPUs in bus order: display devices of vendor 0x10de, and those that the kernel driver lists.
 
-        Where the driver is loaded, a card that another driver holds (passed on to a virtual machine) is no GPU here.
+        If the NVIDIA driver is loaded, a card that is bound to another driver (passed through to a virtual machine) is
+        left out.
         """
         known = {name: self._uuid(name) for name in self.names(_NVIDIA) if pci_address(name)}
         for name in self.names(_PCI):
@@ -230,11 +234,11 @@ class Tree:
         return vendor.lower() == "0x10de" and kind.lower().startswith("0x03")
 
     def _uuid(self, name: str) -> str:
-        match = re.search(r"GPU UUID:\s*(GPU-[0-9A-Za-z-]+)", self.read(f"{_NVIDIA}/{name}/information") or "")
+        match = re.search(r"GPU UUID:\s*(GPU-[0-9A-Za-z-]{1,90})", self.read(f"{_NVIDIA}/{name}/information") or "")
         return match[1] if match else ""
 
     def pci_node(self, bus_id: str) -> int | None:
-        """The NUMA node of a PCI device, negative where the firmware does not say; None without the file."""
+        """The NUMA node of a PCI device, negative if the firmware does not say; None without the file."""
         return self.number(f"{_PCI}/{bus_id}/numa_node") if pci_address(bus_id) else None
 
     def pci_cpus(self, bus_id: str) -> tuple[frozenset[int], str] | None:
@@ -246,3 +250,14 @@ class Tree:
             if cpus:
                 return cpus, name
         return None
+
+
+def _partition(cpus: frozenset[int], group_of: GroupOf) -> tuple[frozenset[int], ...]:
+    groups = []
+    seen: set[int] = set()
+    for cpu in sorted(cpus):
+        if cpu not in seen:
+            group = frozenset((group_of(cpu) & cpus) - seen) | {cpu}
+            seen |= group
+            groups.append(group)
+    return tuple(groups)

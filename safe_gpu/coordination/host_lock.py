@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 
 from .. import procfs
-from ..errors import LockTimeout, StateDirError
+from ..errors import LockTimeout, MissingPackageError, StateDirError
 from .files import StateDir, state_dir_path
 from .signals import HeldBack
 
@@ -19,15 +19,21 @@ MINIMUM_PATIENCE = 10.0
 
 def lock_file(fd: int) -> bool:
     """Try once to lock a descriptor of our own, exclusively; False where another open file holds the lock."""
-    from filelock import lock_descriptor
-
+    try:
+        from filelock import lock_descriptor
+    except ImportError as err:
+        raise MissingPackageError(
+            f"the Python package filelock is missing, or older than 3.30 ({err}): pip install 'filelock>=3.30'"
+        ) from err
     return lock_descriptor(fd, blocking=False)
 
 
 def unlock_file(fd: int) -> None:
     """Give the lock back before closing: a child forked meanwhile holds a copy of the descriptor and would keep it."""
-    from filelock import unlock_descriptor
-
+    try:
+        from filelock import unlock_descriptor
+    except ImportError:
+        return  # then nothing could be locked
     unlock_descriptor(fd)
 
 
@@ -98,6 +104,10 @@ class LockedHost:
             self.leases.close()
             raise
 
+    def is_removed(self) -> bool:
+        """Whether a cleaner has removed one of the directories."""
+        return self.leases.is_removed() or self.queue.is_removed()
+
     def close(self) -> None:
         """Close the directories."""
         self.leases.close()
@@ -125,15 +135,31 @@ class HostLock:
         self._signals = HeldBack()
 
     def __enter__(self) -> LockedHost:
+        self._signals.hold_back()
         try:
-            # Opened anew each time, by path: a state directory that was cleaned away or replaced is noticed at once.
-            with StateDir(self._path) as root:
-                self._host = LockedHost(root)  # opened before, since others wait while the lock is held
-                self._lock(root)
-            return self._host
+            while True:
+                # Opened anew each time, by path: a directory that was cleaned away or replaced is noticed at once.
+                with StateDir(self._path) as root:
+                    if self._enter(root):
+                        assert self._host is not None
+                        return self._host
+                self._give_back()
+                self._signals.hold_back()
         except BaseException:
             self._give_back()
             raise
+
+    def _enter(self, root: StateDir) -> bool:
+        """Take the lock in this state directory; False if a directory was removed meanwhile, so that it is not the one
+        that others use now."""
+        try:
+            self._host = LockedHost(root)  # opened before, since others wait while the lock is held
+            self._lock(root)
+        except StateDirError:
+            if root.is_removed() or (self._host is not None and self._host.is_removed()):
+                return False
+            raise
+        return not self._host.is_removed()
 
     def __exit__(self, *exc: object) -> None:
         self._give_back()
@@ -180,18 +206,15 @@ class HostLock:
                     errno=err.errno,
                 ) from err
             self._unlock()  # a cleaner of /tmp took the file away meanwhile: lock what stands there now
-            self._signals.let_go()
 
     def _wait(self) -> None:
         pauses = _pauses()
-        while True:
-            self._signals.hold_back()
-            if lock_file(self._fd):
-                return
-            self._signals.let_go()
+        while not lock_file(self._fd):
             if self._deadline is not None and time.monotonic() >= self._deadline:
                 raise self._timeout(self._fd)
+            self._signals.let_go()
             time.sleep(next(pauses))
+            self._signals.hold_back()
 
     def _timeout(self, fd: int) -> LockTimeout:
         path = os.path.join(self._path, "host.lock")

@@ -4,17 +4,37 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from .. import procfs
 from ..errors import StateDirError
-from .files import StateDir, write_all
+from . import names
+from .commands import own_command
+from .files import StateDir, survive_exec, write_all
 from .host_lock import LockedHost, lock_file, unlock_file
+from .signals import HeldBack
 
-__all__ = ["Lease", "LeaseRecord", "inner_name", "lease_name", "probe", "read_record", "try_lease"]
+__all__ = [
+    "Former",
+    "Lease",
+    "LeaseRecord",
+    "inner_name",
+    "is_empty",
+    "lease_name",
+    "may_be_held",
+    "probe",
+    "read_record",
+    "try_lease",
+]
 
-# No time of ours is later (the year 5138); time.localtime fails on numbers that JSON allows.
-_LATEST = 1e11
+_LARGEST = (1 << 63) - 1
+_INNER = ".inner.lock"
+_LONGEST_ENDING = 127  # endings.LONGEST, which a claim need not import
+
+
+_own: dict[int, int | None] = {}
+"""The start of this process, by its pid, since a forked child has another."""
 
 
 def lease_name(uuid: str) -> str:
@@ -29,14 +49,16 @@ def lease_name(uuid: str) -> str:
 
 def inner_name(uuid: str) -> str:
     """The lease file of a claim made inside another claim."""
-    return uuid.replace("/", "_") + ".inner.lock"
+    return uuid.replace("/", "_") + _INNER
 
 
 class LeaseRecord(NamedTuple):
     """What a lease file says about its holder, for people: the lock is the truth, this is not.
 
     ``start`` is the holder's start in clock ticks since boot, ``since`` the claim's in Unix seconds, ``gpus`` the UUIDs
-    that the claim holds, ``token`` the scope for claims inside it ("" where it has none).
+    that the claim holds, ``token`` the hash of what claims inside it carry ("" if there can be none). ``pidns`` is the
+    inode of the PID namespace in which ``pid`` and ``start`` are numbers, None where it is not known. ``until`` is when
+    the claim will probably end, in Unix seconds, None where it did not say.
     """
 
     pid: int
@@ -50,104 +72,199 @@ class LeaseRecord(NamedTuple):
     since: float
     token: str
     v: int = 1
+    pidns: int | None = None
+    until: float | None = None
+
+    @property
+    def of_the_dead(self) -> bool:
+        """Whether the process that wrote it has ended."""
+        return procfs.has_ended(self.pid) or self.start not in (None, procfs.start_time(self.pid))
 
     @classmethod
-    def of_this_process(cls, gpus: tuple[str, ...], job: str | None, token: str, command: str | None) -> LeaseRecord:
-        """The record of a claim that this process makes now."""
+    def of_this_process(cls, job: str | None, command: str | None) -> LeaseRecord:
+        """What a claim of this process says of it, whichever GPUs it gets.
+
+        Args:
+            command: as in records, of what this process will execute; None: of this process itself.
+        """
         pid = os.getpid()
+        if pid not in _own:
+            _own.clear()
+            _own[pid] = procfs.start_time(pid)
+        with HeldBack():  # an exception that comes in the midst of getpwuid(3) is lost if it knows no such user
+            user = procfs.user_name(os.geteuid())
         return cls(
             pid=pid,
-            start=procfs.start_time(pid),
+            start=_own[pid],
             uid=os.geteuid(),
-            user=procfs.user_name(os.geteuid()),
+            user=user,
             host=os.uname().nodename,
             job=job,
-            command=command or procfs.command_of(pid),
-            gpus=gpus,
-            since=round(time.time(), 3),
-            token=token,
+            command=command or own_command(),
+            gpus=(),
+            since=0.0,
+            token="",
+            pidns=procfs.pid_namespace(),
         )
+
+    def claiming(self, gpus: tuple[str, ...], token: str, hold_for: float | None = None) -> LeaseRecord:
+        """The record of a claim that gets these GPUs now. Everybody can read it, so it has a hash of the token.
+
+        Args:
+            hold_for: for how many seconds the claim will probably last; None is unknown.
+        """
+        now, code = round(time.time(), 3), names.digest(token) if token else ""
+        return self._replace(gpus=gpus, since=now, token=code, until=hold_for and round(now + hold_for, 3))
 
     def encode(self) -> bytes:
         """One line of JSON."""
         import json
 
-        keys = ("v", "pid", "start", "uid", "user", "host", "job", "command", "gpus", "since", "token")
-        return json.dumps({key: getattr(self, key) for key in keys}).encode() + b"\n"
+        keys = "v pid start uid user host job command gpus since until token pidns".split()
+        fields = {key: getattr(self, key) for key in keys}
+        for key, value in fields.items():
+            if isinstance(value, str):  # an argument of a command may be any bytes
+                fields[key] = procfs.well_formed(value)
+        return json.dumps(fields).encode() + b"\n"
 
     @classmethod
     def decode(cls, data: bytes) -> LeaseRecord | None:
         """The record in this line, or None where it is torn, empty or somebody's nonsense.
 
-        Anybody may have written it: text comes out printable, and a time that cannot be as 0.
+        Anybody may have written it: text comes out printable and cut, bytes that are not UTF-8 as U+FFFD, and a time
+        that cannot be as 0.
         """
         import json
 
+        from .decoding import listed, moment, seconds, text, whole
+
         try:
-            raw: dict[str, Any] = json.loads(data)
-            pid, since = int(raw["pid"]), float(raw.get("since") or 0.0)
-            if not 0 < pid < 1 << 31:
-                return None
+            raw: dict[str, Any] = json.loads(data.decode("utf-8", "replace"))
             return cls(
-                pid=pid,
-                start=None if raw.get("start") is None else int(raw["start"]),
-                uid=int(raw.get("uid", -1)),
-                user=procfs.printable(str(raw.get("user", ""))),
-                host=procfs.printable(str(raw.get("host", ""))),
-                job=None if raw.get("job") is None else procfs.printable(str(raw["job"])),
-                command=None if raw.get("command") is None else procfs.printable(str(raw["command"])),
-                gpus=tuple(str(uuid) for uuid in raw.get("gpus") or ()),
-                since=since if 0 <= since < _LATEST else 0.0,
-                token=str(raw.get("token") or ""),
-                v=int(raw.get("v", 1)),
+                pid=whole(raw["pid"], 1, _LARGEST >> 32),
+                start=None if raw.get("start") is None else whole(raw["start"], 0, _LARGEST),
+                uid=whole(raw.get("uid", -1), -1, _LARGEST >> 31),
+                user=text(raw.get("user", ""), 64),
+                host=text(raw.get("host", ""), 64),
+                job=None if raw.get("job") is None else text(raw["job"], 100),
+                command=None if raw.get("command") is None else text(raw["command"]),
+                gpus=tuple(text(uuid, 100) for uuid in listed(raw.get("gpus"))),
+                since=moment(raw.get("since") or 0.0),
+                token=text(raw.get("token") or "", 64),
+                v=whole(raw.get("v", 1), 0, _LARGEST),
+                pidns=None if raw.get("pidns") is None else whole(raw["pidns"], 0, _LARGEST),
+                until=seconds(raw.get("until"), 0),
             )
         except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
             return None
 
+    @property
+    def here(self) -> bool:
+        """Whether ``pid`` means a process of this PID namespace; True where the record does not say."""
+        return not procfs.place_of(self.pidns)
+
+
+class Former(NamedTuple):
+    """What the file of a lease said at ``read``: its content, and when it had last been changed, in Unix seconds."""
+
+    data: bytes = b""
+    changed: float = 0.0
+    read: float = 0.0
+
+    @classmethod
+    def of(cls, fd: int) -> Former:
+        """What an open file says; nothing if it cannot be read."""
+        try:
+            status = os.fstat(fd)
+            return cls(os.pread(fd, procfs.LIMIT, 0), status.st_mtime, time.time()) if status.st_size else cls()
+        except OSError:
+            return cls()
+
+    def record(self) -> LeaseRecord | None:
+        """The record of a claim that left it there when it died."""
+        return LeaseRecord.decode(self.data) if self.data else None
+
+    def ending(self) -> bytes:
+        """How the claim that it speaks of ended, as a line for the file; b"" if it speaks of none."""
+        from .endings import Ending, of_dead
+
+        if Ending.decode(self.data):
+            return self.data
+        record = self.record()
+        ending = record and of_dead(record.pid, record.since, round(self.changed, 3), round(self.read, 3))
+        return ending.encode() if ending else b""
+
 
 class Lease:
-    """A lease that this process holds. It ends by :meth:`release`, or with the last copy of its descriptor."""
+    """A lease that this process holds. It ends by :meth:`release`, or with the last copy of its descriptor.
 
-    def __init__(self, name: str, fd: int, path: str) -> None:
+    Attributes:
+        shared: others may hold it too, and the record is that of the last one.
+        former: what the file said before the first :meth:`write`.
+        noted: pid and beginning of this claim, once the history has been told of it.
+    """
+
+    def __init__(self, name: str, fd: int, path: str, *, shared: bool = False) -> None:
         self.name = name
         self.fd = fd
         self.path = path
+        self.shared = shared
         self.owner = os.getpid()
+        self.former = Former()
+        self.noted: tuple[int, float] | None = None
+        self._written = False
 
     def write(self, record: bytes) -> None:
-        """Say who holds it.
+        """Say who holds it. What was said of the claim before is kept in ``former``.
 
         Raises:
             StateDirError: no room, or the write failed.
         """
+        if not self._written:
+            self._written = True
+            self.former = Former.of(self.fd)
         write_all(self.fd, record, self.path)
 
     def release(self) -> None:
-        """Give it back; safe to call twice. In a forked child this only closes the child's copy."""
+        """Give it back, with its record replaced by the time of its end; safe to call twice.
+
+        In a forked child this only closes the child's copy.
+        """
         if self.fd >= 0:
             fd, self.fd = self.fd, -1
             try:
                 if os.getpid() == self.owner:
+                    if self._written and not self.shared:
+                        _leave(fd, self._last_words())
+                    elif not self.shared:
+                        _clear(fd, inner=self.inner)
                     unlock_file(fd)
             finally:
                 os.close(fd)
+
+    @property
+    def inner(self) -> bool:
+        """Whether it is of a claim inside another claim. The history does not tell of those."""
+        return self.name.endswith(_INNER)
+
+    def _last_words(self) -> bytes:
+        """What to leave in the file: how this claim ended, or the one before, if the history knows nothing of this."""
+        if self.inner:
+            return b""
+        from .endings import Ending
+
+        if self.noted is None:
+            return self.former.ending()
+        pid, since = self.noted
+        now = max(since, round(time.time(), 3))
+        return Ending(pid, since, now, now).encode()
 
     def keep_across_exec(self) -> None:
         """Move the descriptor out of the way of shell redirections and let it survive exec(2).
 
         To 500 or above, or as high as RLIMIT_NOFILE allows, so that a script's ``exec 3>`` does no harm.
         """
-        import fcntl
-
-        soft = os.sysconf("SC_OPEN_MAX")  # -1 where there is no limit
-        floor = 500 if soft < 0 or soft > 564 else max(soft - 64, soft // 2, 3)
-        try:
-            fd = fcntl.fcntl(self.fd, fcntl.F_DUPFD, floor)
-        except OSError:
-            os.set_inheritable(self.fd, True)  # no room up there: where it is will do
-            return
-        os.close(self.fd)
-        self.fd = fd
+        self.fd = survive_exec(self.fd)
 
 
 def try_lease(host: LockedHost, name: str, *, shared: bool = False) -> Lease | None:
@@ -170,7 +287,7 @@ def try_lease(host: LockedHost, name: str, *, shared: bool = False) -> Lease | N
             path = os.path.join(directory.path, name)
             raise StateDirError(f"{path} cannot be locked ({err.strerror})", path=path, errno=err.errno) from err
         if got and current:
-            return Lease(name, fd, os.path.join(directory.path, name))
+            return Lease(name, fd, os.path.join(directory.path, name), shared=shared)
         if got:
             unlock_file(fd)
         os.close(fd)
@@ -188,18 +305,66 @@ def _lock_shared(fd: int) -> bool:
     return True
 
 
+def _leave(fd: int, line: bytes) -> None:
+    """Replace the content of a lease file whose lock is ours; empty it if there is no room."""
+    written = 0
+    with suppress(OSError):
+        written = os.pwrite(fd, line, 0) if line else 0
+    with suppress(OSError):
+        os.ftruncate(fd, written)
+
+
+def _clear(fd: int, *, inner: bool) -> None:
+    """Remove the record of a lease whose lock is ours, since it tells everybody what ran there. Its end stays.
+
+    The record of a process that is only exiting stays too, since its memory is still on the GPU, and waiters have to
+    know whose.
+    """
+    former = Former.of(fd)
+    if former.data:
+        record = former.record()
+        if record is None or record.of_the_dead:
+            line = b"" if inner else former.ending()
+            if line != former.data:
+                _leave(fd, line)
+
+
+def is_empty(directory: StateDir, name: str) -> bool:
+    """Whether a lease file holds no record, or does not exist: then probably nobody holds the lease.
+
+    Records are longer than what a claim leaves when it ends (``endings.LONGEST``).
+    """
+    try:
+        return os.stat(name, dir_fd=directory.fd, follow_symlinks=False).st_size <= _LONGEST_ENDING
+    except OSError:
+        return True
+
+
 def probe(host: LockedHost, name: str) -> bool:
-    """Whether somebody holds this lease."""
+    """Whether somebody holds this lease. A record that its dead holder left is replaced by when that ended.
+
+    Raises:
+        StateDirError: the file cannot be opened.
+    """
     fd = host.leases.open(name)
     if fd is None:
         return False
     try:
         if not lock_file(fd):
             return True
+        _clear(fd, inner=name.endswith(_INNER))
         unlock_file(fd)
         return False
     finally:
         os.close(fd)
+
+
+def may_be_held(host: LockedHost, name: str) -> bool:
+    """Like :func:`probe`, and True where the file cannot be opened."""
+    try:
+        return probe(host, name)
+    except StateDirError:
+        return True
 
 
 def read_record(directory: StateDir, name: str) -> LeaseRecord | None:
@@ -212,7 +377,7 @@ def read_record(directory: StateDir, name: str) -> LeaseRecord | None:
         return None
     try:
         for _ in range(5):
-            record = LeaseRecord.decode(os.pread(fd, 65536, 0))
+            record = LeaseRecord.decode(os.pread(fd, procfs.LIMIT, 0))
             if record is not None:
                 return record
         return None

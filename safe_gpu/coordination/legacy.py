@@ -9,21 +9,23 @@ from __future__ import annotations
 
 import errno
 import os
-import time
+import stat
 from typing import Any
 
-from .. import procfs
-from ..errors import LockTimeout, UnsatisfiableRequestError
+from .. import procfs, settings
+from ..errors import LockTimeout, StateDirError
+from .signals import HeldBack
 
 __all__ = ["LOCK_FILE", "LegacyLock", "legacy_mode", "take_legacy_lock"]
 
 LOCK_FILE = "/tmp/safe_gpu/gpu-lock-magic-RaNdOM-This_Name-NEED_BE-THE_SAME-Across_Users"
 
-_OPEN = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
+_OPEN = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_OPEN_DIR = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class LegacyLock:
-    """A shared hold of it. Opened once: a POSIX lock vanishes when any descriptor of its file is closed."""
+    """A shared hold of it, which a forked child does not have."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -31,8 +33,10 @@ class LegacyLock:
     def release(self) -> None:
         """Let the older package go on; safe to call twice."""
         if self._fd >= 0:
+            from .record_locks import unlock
+
             fd, self._fd = self._fd, -1
-            os.close(fd)
+            unlock(fd)
 
 
 def legacy_mode() -> str:
@@ -41,25 +45,23 @@ def legacy_mode() -> str:
     Raises:
         UnsatisfiableRequestError: it says something else.
     """
-    mode = os.environ.get("SAFE_GPU_LEGACY_LOCK") or "auto"
-    if mode not in ("auto", "always", "never"):
-        raise UnsatisfiableRequestError(
-            f"SAFE_GPU_LEGACY_LOCK={mode} is unknown: set it to auto, always or never", value=mode
-        )
-    return mode
+    settings.check({"SAFE_GPU_LEGACY_LOCK": os.environ.get("SAFE_GPU_LEGACY_LOCK", "")})
+    return os.environ.get("SAFE_GPU_LEGACY_LOCK") or "auto"
 
 
-def take_legacy_lock(deadline: float | None, logger: Any) -> LegacyLock | None:
+def take_legacy_lock(deadline: float | None, logger: Any, signals: HeldBack | None = None) -> LegacyLock | None:
     """Take it shared where the older package is present (``SAFE_GPU_LEGACY_LOCK`` = auto, always or never).
 
     Args:
         deadline: ``time.monotonic()`` value; None waits for ever. It is always tried once.
+        signals: held back by the caller, who stores the lock before it lets them go; they pass while this waits.
 
     Returns:
         The lock, or None where the package is not present or its lock cannot be reached (which is warned of).
 
     Raises:
         LockTimeout: the older package held it until the deadline.
+        StateDirError: its file is kept under a file lease.
         UnsatisfiableRequestError: an unknown value of the variable.
     """
     mode = legacy_mode()
@@ -67,62 +69,67 @@ def take_legacy_lock(deadline: float | None, logger: Any) -> LegacyLock | None:
         return None
     try:
         fd = _open(create=mode == "always")
+    except StateDirError:
+        raise
     except OSError as err:
         logger.warning(
             "The lock of the older safe-gpu package (%s) cannot be taken (%s), so its users may collide with us: "
-            "ask the owner of %s to open it to all (chmod 1777)",
+            "ask its owner to open it and its directory to all (modes 0666 and 1777), or root to remove the directory",
             LOCK_FILE,
             err.strerror,
-            os.path.dirname(LOCK_FILE),
         )
         return None
     if fd is None:
         return None
-    try:
-        _lock(fd, deadline)
-    except BaseException:
-        os.close(fd)
-        raise
-    return LegacyLock(fd)
+    from .record_locks import lock_shared
+
+    inode = os.fstat(fd).st_ino
+    held = lock_shared(fd, deadline, signals)
+    if held is None:
+        raise _timeout(inode)
+    return LegacyLock(held)
 
 
 def _open(create: bool) -> int | None:
+    path, name = os.path.split(LOCK_FILE)
     try:
-        return os.open(LOCK_FILE, _OPEN)
+        directory = os.open(path, _OPEN_DIR)
     except FileNotFoundError:
         if not create:
             return None
-    directory = os.path.dirname(LOCK_FILE)
+        from .directories import make
+
+        make(path, path, None)
+        directory = os.open(path, _OPEN_DIR)
     try:
-        os.mkdir(directory)
-        os.chmod(directory, 0o1777)
-    except FileExistsError:
-        pass
-    try:
-        fd = os.open(LOCK_FILE, _OPEN | os.O_CREAT | os.O_EXCL, 0o666)
-    except FileExistsError:
-        return os.open(LOCK_FILE, _OPEN)
-    os.fchmod(fd, 0o666)
-    return fd
-
-
-def _lock(fd: int, deadline: float | None) -> None:
-    import fcntl
-
-    while True:
         try:
-            fcntl.lockf(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            return
-        except OSError as err:
-            if err.errno not in (errno.EAGAIN, errno.EACCES):
-                raise
-        if deadline is not None and time.monotonic() >= deadline:
-            raise _timeout(fd)
-        time.sleep(0.01)
+            return _open_in(directory, name)
+        except FileNotFoundError:
+            if not create:
+                return None
+        try:
+            fd = os.open(name, _OPEN | os.O_CREAT | os.O_EXCL, 0o666, dir_fd=directory)
+        except FileExistsError:
+            return _open_in(directory, name)
+        os.fchmod(fd, 0o666)
+        return fd
+    finally:
+        os.close(directory)
 
 
-def _timeout(fd: int) -> LockTimeout:
-    inode = os.fstat(fd).st_ino
+def _open_in(directory: int, name: str) -> int:
+    status = os.stat(name, dir_fd=directory, follow_symlinks=False)
+    if not stat.S_ISREG(status.st_mode):  # a device or a FIFO is not even opened
+        raise OSError(errno.EINVAL, "it is not a regular file")
+    try:
+        return os.open(name, _OPEN, dir_fd=directory)
+    except BlockingIOError as err:
+        from .refused import under_file_lease
+
+        raise under_file_lease(LOCK_FILE, status) from err
+
+
+def _timeout(inode: int) -> LockTimeout:
     pids = procfs.flock_holders({inode}).get(inode, [])
     holder = f"process {pids[0]} of user {procfs.user_of(pids[0]) or 'unknown'}" if pids else "another process"
     return LockTimeout(

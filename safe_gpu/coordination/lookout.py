@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 
+from ..errors import StateDirError
 from .files import StateDir, state_dir_path
 from .host_lock import fork_guard, lock_file, unlock_file
 from .signals import HeldBack
@@ -37,8 +39,9 @@ class Lookout:
                 with StateDir(state_dir_path()) as root, StateDir("leases", root) as leases:
                     self._keep(root.open_or_create("host.lock"))
                     for name in self._names:
-                        if (fd := leases.open(name)) is not None:
-                            self._keep(fd)
+                        with suppress(StateDirError):  # the next full look judges it
+                            if (fd := leases.open(name)) is not None:
+                                self._keep(fd)
             finally:
                 self._signals.let_go()
         except BaseException:
@@ -65,7 +68,7 @@ class Lookout:
         fork_guard.add(fd)
         self._fds.append(fd)
 
-    def stirs(self) -> bool:
+    def any_free(self) -> bool:
         """Whether one of them is free now; also where host.lock is busy, and it cannot be told."""
         host, *leases = self._fds
         self._signals.hold_back()

@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found,unused-ignore]
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
-__all__ = ["HeldBack", "tidy_on_signals", "unignore"]
+__all__ = ["HeldBack", "ignore", "tidy_on_signals", "unignore"]
 
 
 class HeldBack:
-    """Holds back the Python handlers of signals for the microseconds in which host.lock is held.
+    """Holds back the Python handlers of signals for microseconds: in ``with``, or between its two methods.
 
-    A KeyboardInterrupt may come between any two lines. Here that would keep the whole host locked, or a lease held, for
-    as long as the process lives on, as a notebook does.
+    A KeyboardInterrupt may come between any two lines, also between open(2) and the line that stores the descriptor.
+    Here that would keep the whole host locked, or a lease held, for as long as the process lives on, as a notebook
+    does. What was taken meanwhile must be stored before the end of ``with``, where the handlers run.
     """
 
     # Those whose handlers programs let raise.
@@ -34,33 +36,60 @@ class HeldBack:
         self._handlers: dict[int, Callable[[int, object], object]] = {}
         self._caught: list[tuple[int, object]] = []
 
+    def __enter__(self) -> HeldBack:
+        self.hold_back()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.let_go()
+
     def hold_back(self) -> None:
-        """Let handlers wait for :meth:`let_go`."""
-        for number in self._NUMBERS:
-            handler = _signal.getsignal(number)
-            if callable(handler):
-                self._handlers[number] = handler
-                try:
+        """Let handlers wait for :meth:`let_go`; safe to call twice. If a handler raises here, none is held back."""
+        if self._handlers:
+            return
+        try:
+            for number in self._NUMBERS:
+                handler = _signal.getsignal(number)
+                if callable(handler):
+                    self._handlers[number] = handler
                     _signal.signal(number, self._catch)
-                except ValueError:  # not the main thread, and only there do handlers run
-                    self._handlers.clear()
-                    return
+        except ValueError:  # not the main thread, and only there do handlers run
+            self._handlers.clear()
+        except BaseException:  # one that is not held back yet has raised
+            self.let_go()
+            raise
 
     def let_go(self) -> None:
         """Put the handlers back, and run those whose signal came; safe to call twice."""
-        if not self._handlers:
-            return
-        handlers = dict(self._handlers)
+        handlers, self._handlers = self._handlers, {}  # at once, or a second call would put them back once more
         try:
-            for number, handler in handlers.items():
-                _signal.signal(number, handler)
+            _set(handlers)
         finally:
-            for number, handler in handlers.items():  # the first to be put back may have run at once
-                _signal.signal(number, handler)
-            self._handlers.clear()
-            caught, self._caught = self._caught, []
+            try:
+                _set(handlers)  # the first to be put back may have run at once, and raised
+            finally:
+                caught, self._caught = self._caught, []
         for number, frame in caught:
             handlers[number](number, frame)
+
+    def through(self, give_back: Callable[[], None]) -> None:
+        """Run all of a function that gives something back, also where a handler raises before they are held back."""
+        try:
+            self.hold_back()
+        finally:
+            try:
+                give_back()
+            finally:
+                self.let_go()
+
+    @contextmanager
+    def passing(self) -> Iterator[None]:
+        """Let handlers run meanwhile, for what may take long."""
+        try:
+            self.let_go()
+            yield
+        finally:
+            self.hold_back()
 
     def _catch(self, number: int, frame: object) -> None:
         self._caught.append((number, frame))
@@ -85,18 +114,31 @@ def tidy_on_signals() -> Iterator[None]:
         raise SystemExit(128 + number)
 
     mine = [number for number in (_signal.SIGTERM, _signal.SIGHUP) if _signal.getsignal(number) == _signal.SIG_DFL]
-    for number in mine:
-        _signal.signal(number, unwind)
+    default = dict.fromkeys(mine, _signal.SIG_DFL)
     try:
+        _set(dict.fromkeys(mine, unwind))
         yield
     finally:
-        for number in mine:
-            _signal.signal(number, _signal.SIG_DFL)
+        try:
+            _set(default)
+        finally:
+            _set(default)  # another handler may have raised
         if caught:
             os.kill(os.getpid(), caught[0])
+
+
+def _set(handlers: Mapping[int, Any]) -> None:
+    for number, handler in handlers.items():
+        _signal.signal(number, handler)
 
 
 def unignore() -> None:
     """SIGPIPE and SIGXFSZ at their default action: Python ignores them, and exec(2) would hand that on."""
     for number in (_signal.SIGPIPE, _signal.SIGXFSZ):
         _signal.signal(number, _signal.SIG_DFL)
+
+
+def ignore() -> None:
+    """The same two ignored, as Python has them from its start."""
+    for number in (_signal.SIGPIPE, _signal.SIGXFSZ):
+        _signal.signal(number, _signal.SIG_IGN)

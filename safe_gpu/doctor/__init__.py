@@ -1,6 +1,7 @@
-"""Checks of a host and of the environment that a claim would be made in, each finding with its fix.
+"""Checks a host and the environment of a claim. Each finding comes with its fix.
 
-A check is a small function from :class:`Host` to :class:`Finding`; one that breaks is failed and hides no other.
+A check is a function from :class:`Host` to :class:`Finding`. A check that raises counts as failed, and the other
+checks still run.
 """
 
 from __future__ import annotations
@@ -9,20 +10,21 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from . import gpus, sharing, state, surroundings
+from . import gpus, listing, records, sharing, state, surroundings
 from .check import Check, Finding, Host
-from .view import render
+from .render import render_checks
 
-__all__ = ["CHECKS", "Check", "exit_code", "render", "run_checks", "to_dict"]
+__all__ = ["CHECKS", "Check", "exit_code", "render_checks", "run_checks", "to_dict"]
 
 CHECKS: tuple[tuple[str, Callable[[Host], Finding]], ...] = (
     ("platform", surroundings.platform),
     ("Python packages", surroundings.packages),
     ("GPU driver", gpus.driver),
+    ("other vendor", gpus.other_vendor),
     ("driver speed", gpus.driver_speed),
     ("CUDA", gpus.cuda_starts),
     ("lost GPUs", gpus.lost_gpus),
-    ("process lists", gpus.process_lists),
+    ("process lists", listing.process_lists),
     ("compute mode", gpus.compute_mode),
     ("MIG", gpus.mig),
     ("MPS", gpus.mps),
@@ -33,6 +35,8 @@ CHECKS: tuple[tuple[str, Callable[[Host], Finding]], ...] = (
     ("cleaning of old files", state.cleaning),
     ("removed leases", state.removed_leases),
     ("protected_regular", state.protected_regular),
+    ("policy", records.policy),
+    ("history", records.history),
     ("private /tmp", sharing.private_directory),
     ("process namespace", sharing.process_namespace),
     ("suspended processes", sharing.suspended),
@@ -47,11 +51,14 @@ CHECKS: tuple[tuple[str, Callable[[Host], Finding]], ...] = (
     ("CPU mask", surroundings.cpu_mask),
     ("OpenMP binding", surroundings.openmp),
 )
-"""Name and function of every check, in the order in which people read them."""
+"""Name and function of every check, in the order of the report."""
+
+# Names of checks where a claim would get AMD GPUs.
+_ON_AMD = {"CUDA": "HIP", "CUDA_VISIBLE_DEVICES": "ROCR_VISIBLE_DEVICES"}
 
 
 def run_checks(host: Host | None = None) -> list[Check]:
-    """Run all checks; ``host`` None is this host and this process's environment. Never raises for what it finds."""
+    """Run all checks; ``host`` None is this host with this process's environment. Errors in checks do not raise."""
     examined = Host() if host is None else host
     found = []
     try:
@@ -61,9 +68,10 @@ def run_checks(host: Host | None = None) -> list[Check]:
             except Exception as err:
                 finding = Finding(
                     "failed",
-                    f"the check itself broke: {type(err).__name__}: {err}",
-                    "look at what the message names; the other checks are not touched by it",
+                    f"the check itself failed: {type(err).__name__}: {err}",
+                    "look for the cause that the message names; the other checks are not affected",
                 )
+            name = _ON_AMD.get(name, name) if examined.is_amd else name
             found.append(Check(name, finding.status, finding.detail, finding.fix))
     finally:
         examined.close()
@@ -71,7 +79,7 @@ def run_checks(host: Host | None = None) -> list[Check]:
 
 
 def to_dict(checks: Sequence[Check]) -> dict[str, Any]:
-    """For JSON: ``{"host", "checks": [{"name", "status", "detail", "fix"}]}``."""
+    """The JSON document: ``{"host", "checks": [{"name", "status", "detail", "fix"}]}``."""
     return {
         "host": os.uname().nodename,
         "checks": [{"name": one.name, "status": one.status, "detail": one.detail, "fix": one.fix} for one in checks],
@@ -79,5 +87,5 @@ def to_dict(checks: Sequence[Check]) -> dict[str, Any]:
 
 
 def exit_code(checks: Sequence[Check]) -> int:
-    """1 where a check failed, else 0."""
+    """1 if a check failed, else 0."""
     return int(any(one.status == "failed" for one in checks))

@@ -1,4 +1,4 @@
-"""What a check is, and the host as checks see it: each fact is fetched once, when the first check asks for it."""
+"""The types of a check, and the host that checks read. Each fact is read once, when the first check needs it."""
 
 from __future__ import annotations
 
@@ -9,20 +9,22 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from ..coordination.files import state_dir_path
-from ..errors import SafeGpuError
+from ..errors import SafeGpuError, StateDirError
 
 if TYPE_CHECKING:
     from ..devices import Gpu, HostSnapshot
     from ..drivers.base import Driver
     from ..schedulers import JobContext
-    from ..status import HostStatus
+    from ..status.gather import HostStatus
 
-__all__ = ["Check", "Finding", "Host", "failed", "labels", "passed", "skipped", "warning"]
+__all__ = ["Check", "Finding", "Host", "failed", "gpus_named", "labels", "passed", "skipped", "warning"]
+
+_MOST = 1 << 20  # characters; mountinfo and the tables of tmpfiles.d can be long
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What a check found: ``status`` is passed, warning, failed or skipped; ``fix`` is one line, "" if none is due."""
+    """The result of a check: ``status`` is passed, warning, failed or skipped; ``fix`` is one line or ""."""
 
     status: str
     detail: str
@@ -40,60 +42,68 @@ class Check:
 
 
 def passed(detail: str) -> Finding:
-    """All is well; ``detail`` says what was looked at."""
+    """No problem; ``detail`` says what was checked."""
     return Finding("passed", detail)
 
 
 def skipped(detail: str) -> Finding:
-    """Nothing to check here, and why."""
+    """The check does not apply; ``detail`` says why."""
     return Finding("skipped", detail)
 
 
 def warning(detail: str, fix: str) -> Finding:
-    """It works, but not as well or not as safely as people expect."""
+    """Claims work, but less well or less safely than users expect."""
     return Finding("warning", detail, fix)
 
 
 def failed(detail: str, fix: str) -> Finding:
-    """Claims fail, or do not protect."""
+    """Claims fail, or do not protect GPUs."""
     return Finding("failed", detail, fix)
 
 
 def labels(gpus: list[Gpu]) -> str:
     """``GPU 3`` or ``GPUs 0,1,3:1``."""
-    return f"GPU{'s' if len(gpus) > 1 else ''} {','.join(gpu.label for gpu in gpus)}"
+    return gpus_named([gpu.label for gpu in gpus])
+
+
+def gpus_named(labels: list[str]) -> str:
+    """As :func:`labels`, of GPUs that are named already, such as ``amd:0`` on a host with those of two vendors."""
+    return f"GPU{'s' if len(labels) > 1 else ''} {','.join(labels)}"
 
 
 class Host:
     """The host that is checked.
 
     Args:
-        root: where the files of the kernel and of the system are read (``proc/...``, ``etc/...``).
+        root: the directory that has ``proc/...``, ``etc/...`` and so on.
         environ: the environment that is checked; None is this process's.
 
     Attributes:
         path: the state directory.
-        driver_error: why there is no driver; "" where there is one.
-        poll_seconds: how long opening and polling it took.
+        driver_error: why there is no driver; "" if there is one.
+        poll_seconds: how long opening and polling the driver took.
     """
 
     def __init__(self, root: str = "/", environ: Mapping[str, str] | None = None) -> None:
         self.root = root
         self.environ = os.environ if environ is None else environ
-        self.path = state_dir_path()
+        try:
+            self.path = state_dir_path()
+        except StateDirError as err:  # the check of the variables reports it
+            self.path = os.path.abspath(err.path)
         self.driver_error = ""
         self.poll_seconds = 0.0
 
     def read(self, name: str) -> str | None:
-        """The text of a file under the root, without trailing blanks; None where it cannot be read."""
+        """The text of a file under the root, its first MiB, without trailing blanks; None if it cannot be read."""
         try:
             with open(os.path.join(self.root, name), encoding="utf-8", errors="replace") as file:
-                return file.read().rstrip()
+                return file.read(_MOST).rstrip()
         except OSError:
             return None
 
     def link(self, name: str) -> str | None:
-        """Where a symbolic link under the root points; None where it cannot be read."""
+        """The target of a symbolic link under the root; None if it cannot be read."""
         try:
             return os.readlink(os.path.join(self.root, name))
         except OSError:
@@ -108,7 +118,7 @@ class Host:
         began = time.monotonic()
         try:
             driver = open_driver()
-            snapshot = driver.snapshot()
+            snapshot = driver.detailed(driver.snapshot())
         except SafeGpuError as err:
             self.driver_error = str(err)
             return None
@@ -117,35 +127,64 @@ class Host:
 
     @property
     def driver(self) -> Driver | None:
-        """The driver, as a claim would open it."""
+        """The driver that a claim would use; None if there is none."""
         return self._polled[0] if self._polled else None
 
     @property
     def snapshot(self) -> HostSnapshot | None:
-        """One poll of it, shared by all checks."""
+        """One poll of the driver, shared by all checks; None without a driver."""
         return self._polled[1] if self._polled else None
 
     @cached_property
-    def status(self) -> HostStatus:
-        """Who has claimed what and who waits; without a driver, who waits."""
-        from ..devices import HostSnapshot
-        from ..status import status_of
+    def others(self) -> tuple[list[HostSnapshot], list[str]]:
+        """One poll of the driver of the other vendor, where this host has its GPUs, and what is broken."""
+        from ..drivers import may_be_several, open_drivers
 
-        return status_of(self.snapshot or HostSnapshot(()))
+        found: list[HostSnapshot] = []
+        try:
+            if not may_be_several():
+                return [], []
+            drivers, broken = open_drivers()
+        except SafeGpuError:
+            return [], []
+        for driver in drivers:
+            try:
+                if len(drivers) > 1 or broken:
+                    found.append(driver.detailed(driver.snapshot()))
+            except SafeGpuError as err:
+                broken.append(str(err))
+            finally:
+                driver.close()
+        mine = self.snapshot.vendor if self.snapshot is not None else None
+        return [one for one in found if one.gpus and one.vendor != mine], broken
+
+    @property
+    def is_amd(self) -> bool:
+        """Whether a claim would get AMD GPUs."""
+        return self.snapshot is not None and self.snapshot.vendor == "amd"
+
+    @cached_property
+    def status(self) -> HostStatus:
+        """The claims and the queue; only the queue without a driver."""
+        from ..devices import HostSnapshot
+        from ..status.gather import status_of
+
+        shown = [*filter(None, [self.snapshot]), *self.others[0]]
+        return status_of(*(shown or [HostSnapshot(())]))
 
     @cached_property
     def job(self) -> JobContext:
-        """The batch job and rank that this process is."""
+        """The batch job and the rank of this process."""
         from ..schedulers import current
 
         return current(self.environ)
 
     @property
     def simulated(self) -> bool:
-        """Whether the GPUs are not real."""
-        return self.driver is not None and not self.driver.uses_cuda
+        """Whether the GPUs are simulated."""
+        return self.driver is not None and not self.driver.runtime.real
 
     def close(self) -> None:
-        """End the driver's session."""
+        """Close the driver."""
         if "_polled" in self.__dict__ and self.driver is not None:
             self.driver.close()

@@ -11,19 +11,23 @@ from ..errors import NoDriverError
 from .check import Finding, Host, failed, labels, passed, skipped, warning
 
 __all__ = [
+    "NO_DRIVER",
     "compute_mode",
     "cuda_starts",
     "driver",
     "driver_speed",
+    "gpus_where",
     "lost_gpus",
     "mig",
     "mps",
-    "process_lists",
+    "other_vendor",
 ]
 
-_NO_DRIVER = "there is no driver to ask"
+NO_DRIVER = "there is no driver"
+_OF_NVIDIA = "AMD GPUs have none: it is NVIDIA's"
 
-# A poll of eight awake cards takes milliseconds; without persistence mode each is woken up first, for seconds.
+# A poll of eight initialised GPUs takes milliseconds. Without persistence mode the kernel driver initialises each GPU
+# first, which takes seconds.
 _SLOW_POLL = 1.0
 
 
@@ -36,123 +40,138 @@ def driver(host: Host) -> Finding:
         )
     what = f"{snapshot.driver} {snapshot.driver_version}".strip()
     if not snapshot.gpus:
-        return failed(f"{what} shows no GPU", "pass GPUs into the container (docker run --gpus all), or see nvidia-smi")
+        way_out = "pass GPUs into the container (docker run --gpus all), or see nvidia-smi"
+        if snapshot.driver == "kfd":
+            way_out = "pass GPUs into the container (docker run --device /dev/kfd --device /dev/dri), or see rocminfo"
+        return failed(f"{what} shows no GPU", way_out)
     names = sorted({gpu.name for gpu in snapshot.physical if gpu.name})
     detail = f"{what}: {len(snapshot.physical)} GPU(s), {', '.join(names) or 'no names'}"
     if host.simulated and os.path.exists(os.path.join(host.root, "dev/nvidia0")):
         return warning(
-            f"{detail}, on a host with real GPUs: claims protect none of these",
+            f"{detail}, on a host with real GPUs: claims do not protect the real ones",
             "unset SAFE_GPU_DRIVER",
         )
     if snapshot.driver == "nvidia-smi" and host.environ.get("SAFE_GPU_DRIVER", "auto") in ("", "auto"):
         from ..drivers.nvml import why_missing
 
-        reason = why_missing() or "NVML was not to be had"
-        return warning(f"{detail}, asked through nvidia-smi: {reason}", "pip install nvidia-ml-py")
+        reason = why_missing() or "NVML is not available"
+        return warning(f"{detail}, polled through nvidia-smi: {reason}", "pip install nvidia-ml-py")
     return passed(detail)
 
 
+def other_vendor(host: Host) -> Finding:
+    """Does this host have GPUs of a second vendor, and does their driver work?"""
+    others, broken = host.others
+    if broken:
+        return warning(
+            f"a driver of one vendor does not work, and only claims of the other's GPUs can be made: {broken[0]}",
+            "repair that driver; --vendor (vendor=) chooses the GPUs of the one that works",
+        )
+    if host.snapshot is None or not others:
+        return passed("no GPUs of a second vendor")
+    other = others[0]
+    names = sorted({gpu.name for gpu in other.physical if gpu.name})
+    return passed(
+        f"{other.driver} {other.driver_version}: {len(other.physical)} GPU(s), {', '.join(names) or 'no names'}; "
+        f"claims get those with --vendor {other.vendor} (vendor={other.vendor!r})"
+    )
+
+
 def driver_speed(host: Host) -> Finding:
-    """Does a poll take so long that claims wait for it?"""
+    """Does a poll delay claims?"""
     if host.snapshot is None:
-        return skipped(_NO_DRIVER)
+        return skipped(NO_DRIVER)
     took = f"opening and polling the driver took {host.poll_seconds:.2f} s"
     if host.poll_seconds > _SLOW_POLL:
+        if host.is_amd:
+            return warning(took, "see dmesg for amdgpu: a GPU that is reset or wakes up answers slowly")
         return warning(took, "turn persistence mode on: start nvidia-persistenced, or `nvidia-smi -pm 1` as root")
     return passed(took)
 
 
 def cuda_starts(host: Host) -> Finding:
-    """Does CUDA start, and does it see the GPUs that the driver shows? Asked in a short-lived child."""
+    """Can CUDA be initialised, and does it see the GPUs that the driver shows? Tested in a short-lived child."""
     if host.snapshot is None:
-        return skipped(_NO_DRIVER)
+        return skipped(NO_DRIVER)
     if host.simulated:
-        return skipped("simulated GPUs have no CUDA")
-    from ..cuda import visible_in_child
+        return skipped(f"simulated GPUs have no {'HIP' if host.is_amd else 'CUDA'}")
+    assert host.driver is not None
+    from ..runtimes.variables import names
 
-    without_fence = {name: value for name, value in host.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+    title, chosen_by = host.driver.runtime.title, names(host.snapshot)
+    without_fence = {name: value for name, value in host.environ.items() if name not in chosen_by}
     try:
-        seen = visible_in_child(without_fence)
+        seen = host.driver.runtime.visible_in_child(without_fence)
     except NoDriverError as err:
         return failed(
             str(err),
             "install the driver's CUDA library of the same version as the kernel module; on NVSwitch hosts start "
-            "nvidia-fabricmanager; see dmesg",
+            "nvidia-fabricmanager; see dmesg"
+            if title == "CUDA"
+            else "install ROCm's HIP runtime, and join the groups that may open /dev/kfd and /dev/dri (render, video)",
         )
     usable = [gpu for gpu in host.snapshot.physical if not gpu.lost]
     plain = not any(gpu.mig_enabled for gpu in usable)
     if len(seen) < len(usable) and plain:
         return warning(
-            f"CUDA starts and sees {len(seen)} GPU(s), where the driver shows {len(usable)}",
-            "see dmesg for the others (Xid); claims of them end in WrongDeviceError or PlaceholderError",
+            f"{title} can be initialised and sees {len(seen)} GPU(s), but the driver shows {len(usable)}",
+            f"see dmesg for the others ({'amdgpu' if host.is_amd else 'Xid'}); claims of them fail with "
+            "WrongDeviceError or PlaceholderError",
         )
-    return passed(f"CUDA starts and sees {len(seen)} GPU(s)")
+    return passed(f"{title} can be initialised and sees {len(seen)} GPU(s)")
 
 
-def _gpus_where(host: Host, condition: Callable[[Gpu], bool]) -> list[Gpu]:
+def gpus_where(host: Host, condition: Callable[[Gpu], bool]) -> list[Gpu]:
+    """The devices for which ``condition`` is true; none without a driver."""
     return [gpu for gpu in (host.snapshot or HostSnapshot(())).gpus if condition(gpu)]
 
 
 def lost_gpus(host: Host) -> Finding:
     """Are there GPUs that the driver cannot reach?"""
     if host.snapshot is None:
-        return skipped(_NO_DRIVER)
-    lost = _gpus_where(host, lambda gpu: gpu.lost)
+        return skipped(NO_DRIVER)
+    lost = gpus_where(host, lambda gpu: gpu.lost)
     if lost:
         return warning(
             f"{labels(lost)}: {lost[0].unusable or 'the driver lost it'}",
-            "look for Xid in dmesg, then `nvidia-smi -r` as root, or reboot the host",
+            "look for amdgpu in dmesg, or reboot the host"
+            if host.is_amd
+            else "look for Xid in dmesg, then `nvidia-smi -r` as root, or reboot the host",
         )
-    closed = _gpus_where(host, lambda gpu: bool(gpu.unusable) and not gpu.mig_enabled)
+    closed = gpus_where(host, lambda gpu: bool(gpu.unusable) and not gpu.mig_enabled)
     if closed:
         return warning(f"{labels(closed)}: {closed[0].unusable}", "ask the scheduler or the container for these GPUs")
     return passed("the driver reaches all of them")
 
 
-def process_lists(host: Host) -> Finding:
-    """Does the driver say who is on a GPU? Without that nobody can tell whether it is free."""
-    if host.snapshot is None:
-        return skipped(_NO_DRIVER)
-    whole = _gpus_where(host, lambda gpu: not gpu.lost and not gpu.mig_enabled)
-    never = [gpu for gpu in whole if not gpu.processes_supported]
-    if never:
-        return failed(
-            f"{labels(never)}: {never[0].process_error or 'no process list'}; claims of these are refused",
-            "update the NVIDIA driver, or try SAFE_GPU_DRIVER=nvml or SAFE_GPU_DRIVER=nvidia-smi",
-        )
-    now = [gpu for gpu in whole if gpu.processes is None]
-    if now:
-        return warning(
-            f"{labels(now)}: {now[0].process_error or 'the process list failed'}; such a GPU counts as busy",
-            "try again; if it stays, see dmesg and restart the driver",
-        )
-    return passed("the driver lists the processes of every GPU")
-
-
 def compute_mode(host: Host) -> Finding:
-    """Do compute modes keep claims out, or a claim's own children?"""
+    """Do compute modes prevent claims, or keep out the child processes of a claim?"""
     if host.snapshot is None:
-        return skipped(_NO_DRIVER)
-    prohibited = _gpus_where(host, lambda gpu: gpu.compute_mode == ComputeMode.PROHIBITED)
+        return skipped(NO_DRIVER)
+    if host.is_amd:
+        return skipped(_OF_NVIDIA)
+    prohibited = gpus_where(host, lambda gpu: gpu.compute_mode == ComputeMode.PROHIBITED)
     if prohibited:
         return warning(
-            f"{labels(prohibited)}: compute mode PROHIBITED, nobody can claim it", "nvidia-smi -c DEFAULT, as root"
+            f"{labels(prohibited)}: compute mode PROHIBITED, no process can claim it", "nvidia-smi -c DEFAULT, as root"
         )
-    exclusive = _gpus_where(host, lambda gpu: gpu.compute_mode == ComputeMode.EXCLUSIVE_PROCESS)
+    exclusive = gpus_where(host, lambda gpu: gpu.compute_mode == ComputeMode.EXCLUSIVE_PROCESS)
     if exclusive:
         return warning(
-            f"{labels(exclusive)}: compute mode EXCLUSIVE_PROCESS, so the placeholder of a claim keeps even its own "
-            "child processes out",
+            f"{labels(exclusive)}: compute mode EXCLUSIVE_PROCESS, so the placeholder of a claim also keeps the "
+            "claim's own child processes out",
             "claim in the process that computes, or use `safe-gpu run` or NoPlaceholder; or nvidia-smi -c DEFAULT",
         )
     return passed("DEFAULT on every GPU")
 
 
 def mig(host: Host) -> Finding:
-    """Which GPUs are split, and is there an instance to claim?"""
+    """Which GPUs are in MIG mode, and do they have instances?"""
     if host.snapshot is None:
-        return skipped(_NO_DRIVER)
-    split = _gpus_where(host, lambda gpu: gpu.mig_enabled)
+        return skipped(NO_DRIVER)
+    if host.is_amd:
+        return skipped(_OF_NVIDIA)
+    split = gpus_where(host, lambda gpu: gpu.mig_enabled)
     if not split:
         return passed("off")
     parents = {gpu.mig_parent for gpu in host.snapshot.gpus if gpu.is_mig_instance}
@@ -163,22 +182,26 @@ def mig(host: Host) -> Finding:
             "make instances (nvidia-smi mig -cgi ... -C), or turn MIG off (nvidia-smi -mig 0), as root",
         )
     instances = sum(gpu.is_mig_instance for gpu in host.snapshot.gpus)
-    return passed(f"on for {labels(split)}: {instances} instance(s), one for each process; GPUs are named by UUID")
+    return passed(
+        f"on for {labels(split)}: {instances} instance(s); CUDA uses one of them per process, and UUIDs name them"
+    )
 
 
 def mps(host: Host) -> Finding:
     """Does the Multi-Process Service run?"""
+    if host.is_amd:
+        return skipped(_OF_NVIDIA)
     servers = [
         pid
         for pid in procfs.pids()
         if (procfs.command_of(pid) or "").split(" ")[0].rpartition("/")[2].startswith("nvidia-cuda-mps")
     ]
-    clients = _gpus_where(host, lambda gpu: any(one.kind == ProcessKind.MPS for one in gpu.processes or ()))
+    clients = gpus_where(host, lambda gpu: any(one.kind == ProcessKind.MPS for one in gpu.processes or ()))
     if not servers and not clients:
         return passed("not running")
-    who = f"process {servers[0]}" if servers else f"clients on {labels(clients)}"
+    sign = f"process {servers[0]}" if servers else f"clients on {labels(clients)}"
     return warning(
-        f"the Multi-Process Service runs ({who}); under it CUDA numbers GPUs its own way, and exclusivity binds the "
-        "server, not its clients",
+        f"the Multi-Process Service runs ({sign}); CUDA numbers GPUs differently under it, and exclusive compute modes "
+        "apply to the server, not to its clients",
         "claim with visible_as='uuid' (--visible-as uuid), or stop it: echo quit | nvidia-cuda-mps-control",
     )

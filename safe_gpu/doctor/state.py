@@ -1,14 +1,17 @@
-"""Checks of the state directory: is it there, is it open to all, does locking work in it, does it stay."""
+"""Checks of the state directory: whether it exists, all users may use it, locks work in it, and files in it persist."""
 
 from __future__ import annotations
 
 import os
+import shlex
 import stat
 import time
+from shlex import quote
 
 from .. import procfs
 from ..coordination.files import NETWORK_TYPES, StateDir, file_system_type
 from ..coordination.host_lock import HostLock, lock_file
+from ..coordination.leases import inner_name, lease_name
 from ..errors import LockTimeout, StateDirError
 from .check import Finding, Host, failed, passed, skipped, warning
 
@@ -16,6 +19,7 @@ __all__ = [
     "cleaning",
     "file_system",
     "locks",
+    "opened_to_all",
     "protected_regular",
     "removed_leases",
     "room",
@@ -26,104 +30,147 @@ _ELSEWHERE = "set SAFE_GPU_DIR, for all users, to a directory on a local disk th
 _PATIENCE = 5.0
 _LONG_HOLD = 1.0
 
+_RULE = "safe-gpu.conf"
+"""In /etc/tmpfiles.d."""
+
 _KIB = 1 << 10
 _LEAST_BYTES = 64 * _KIB
 _LEAST_FILES = 64
 
 
 def _existing(path: str) -> str:
-    """The directory itself, or the nearest above it that exists."""
+    """The directory itself, or the nearest existing directory above it."""
     while not os.path.isdir(path):
         path = os.path.dirname(path)
     return path
 
 
 def state_directory(host: Host) -> Finding:
-    """Is it a plain directory that everybody can use?"""
+    """Is it a plain directory that every user can use?"""
     path = host.path
     try:
         status = os.lstat(path)
     except FileNotFoundError:
         return _not_there(path)
     except OSError as err:
-        return failed(f"{path} cannot be looked at ({err.strerror})", _ELSEWHERE)
+        return failed(f"{path} cannot be examined ({err.strerror})", _ELSEWHERE)
     if stat.S_ISLNK(status.st_mode):
-        return failed(f"{path} is a symbolic link, which is never followed", f"rm {path}, or {_ELSEWHERE}")
+        return failed(f"{path} is a symbolic link, which is never followed", f"rm {quote(path)}, or {_ELSEWHERE}")
     if not stat.S_ISDIR(status.st_mode):
-        return failed(f"{path} is not a directory", f"rm {path}, or {_ELSEWHERE}")
+        return failed(f"{path} is not a directory", f"rm {quote(path)}, or {_ELSEWHERE}")
     for part in (path, os.path.join(path, "leases"), os.path.join(path, "queue")):
         trouble = _trouble_with_directory(part)
         if trouble is not None:
             return trouble
-    return _trouble_with_files(path) or _trouble_above(path) or passed(f"{path}, mode 1777, {_owner(status)}")
+    return (
+        _trouble_with_files(host)
+        or _trouble_above(path)
+        or _risk_of_owner(path)
+        or passed(f"{path}, mode 1777, {_owner(status)}")
+    )
 
 
 def _not_there(path: str) -> Finding:
     parent = os.path.dirname(path)
     if not os.path.isdir(parent):
-        return failed(f"{path} cannot be made: {parent} does not exist", f"mkdir -p {parent}, or {_ELSEWHERE}")
+        return failed(f"{path} cannot be created: no {parent}", f"mkdir -p {quote(parent)}, or {_ELSEWHERE}")
     if not os.access(parent, os.W_OK | os.X_OK):
-        return failed(f"{path} cannot be made: {parent} is closed to you", f"mkdir -m 1777 {path} as root")
-    return _trouble_above(path) or passed(f"{path} is not there yet: the first claim makes it")
+        return failed(
+            f"{path} cannot be created: you may not write to {parent}", f"as root: mkdir -m 1777 {quote(path)}"
+        )
+    return _trouble_above(path) or passed(f"{path} does not exist yet: the first claim creates it")
 
 
 def _owner(status: os.stat_result) -> str:
     return f"belongs to {procfs.user_name(status.st_uid)}"
 
 
+def _risk_of_owner(path: str) -> Finding | None:
+    """The sticky bit does not bind the owner of a directory."""
+    parts = [path, os.path.join(path, "leases"), os.path.join(path, "queue")]
+    for part in parts:
+        try:
+            uid = os.lstat(part).st_uid
+        except OSError:
+            continue  # the first claim creates it
+        if uid:
+            names = shlex.join(parts)
+            return warning(
+                f"{part} belongs to {procfs.user_name(uid)}, who can remove other users' files in it: waiters would "
+                "lose their places, and claims of older versions their GPUs",
+                # Its owner may put a link in the place of one of them meanwhile, so -h.
+                f"as root: chown -h root:root {names}; printf 'd %s 1777 root root -\\n' {names} > "
+                f"/etc/tmpfiles.d/{_RULE}, which makes them root's at boot",
+            )
+    return None
+
+
 def _trouble_with_directory(path: str) -> Finding | None:
     try:
         status = os.lstat(path)
     except FileNotFoundError:
-        return None  # a part that the first claim makes
+        return None  # the first claim creates it
     except OSError as err:
-        return failed(f"{path} cannot be looked at ({err.strerror})", f"chmod 1777 {os.path.dirname(path)}")
+        return failed(f"{path} cannot be examined ({err.strerror})", _ELSEWHERE)
     mode = stat.S_IMODE(status.st_mode)
     what = f"{path} has mode {mode:04o} and {_owner(status)}"
     if not stat.S_ISDIR(status.st_mode):
-        return failed(f"{path} is not a plain directory", f"rm {path}")
+        return failed(f"{path} is not a plain directory", f"rm {quote(path)}, as its owner or root")
     if not os.access(path, os.W_OK | os.X_OK | os.R_OK):
-        return failed(f"{what}: it is closed to you", f"chmod 1777 {path}, as its owner or root")
+        return failed(f"{what}: you may not use it", opened_to_all(path, status))
     if mode & 0o777 != 0o777:
-        return warning(f"{what}: other users cannot claim GPUs", f"chmod 1777 {path}, as its owner or root")
+        return warning(f"{what}: other users cannot claim GPUs", opened_to_all(path, status))
     if not mode & stat.S_ISVTX:
-        return warning(f"{what}: anybody may remove the leases of others", f"chmod 1777 {path}, as its owner or root")
+        return warning(f"{what}: every user may remove the leases of other users", opened_to_all(path, status))
     return None
 
 
-def _trouble_with_files(path: str) -> Finding | None:
-    leases = os.path.join(path, "leases")
-    names = [os.path.join(path, "host.lock")]
-    if os.path.isdir(leases):
-        names += sorted(entry.path for entry in os.scandir(leases) if entry.name.endswith(".lock"))
+def opened_to_all(path: str, status: os.stat_result) -> str:
+    """How to set the mode of a directory. Root is never told to change a name that another user can replace by a link.
+    That is the owner of the directory above, and the owner of the name where that one is sticky."""
+    command = f"chmod 1777 {quote(path)}"
+    above = os.stat(os.path.dirname(path))
+    if status.st_uid == above.st_uid == 0 and (above.st_mode & stat.S_ISVTX or not above.st_mode & 0o022):
+        return f"as root: {command}"
+    if status.st_uid == os.geteuid() != 0:
+        return command
+    user = procfs.user_name(status.st_uid)
+    return f"as {user}: {command}; or as root, which ends no claim: rm -r {quote(path)}"
+
+
+def _trouble_with_files(host: Host) -> Finding | None:
+    leases = os.path.join(host.path, "leases")
+    names = [os.path.join(host.path, "host.lock")]
+    for one in host.status.gpus:  # other users may have made files of any other name
+        names += [os.path.join(leases, lease_name(one.gpu.uuid)), os.path.join(leases, inner_name(one.gpu.uuid))]
     for name in names:
         try:
             status = os.lstat(name)
-        except FileNotFoundError:
+        except OSError:
             continue
+        fix = f"rm {quote(name)}, as its owner or root"
         if not stat.S_ISREG(status.st_mode):
-            return failed(f"{name} is not a regular file, which is never opened", f"rm {name}, as its owner or root")
+            return failed(f"{name} is not a regular file, and safe_gpu opens no other kind", fix)
         mode = stat.S_IMODE(status.st_mode)
         if mode & 0o666 != 0o666:
-            what = f"{name} has mode {mode:04o} and {_owner(status)}: it is closed to others"
-            fix = f"chmod 666 {name}, as its owner or root"
+            what = f"{name} has mode {mode:04o} and {_owner(status)}: other users may not open it"
             return warning(what, fix) if os.access(name, os.R_OK | os.W_OK) else failed(what, fix)
     return None
 
 
 def _trouble_above(path: str) -> Finding | None:
-    """A directory on the way that not everybody may enter splits a host's users: some claim, others do not see it."""
+    """A finding if not all users may enter the directories above: users who may not would not see the claims."""
     above = os.path.dirname(path)
     while above != "/":
         try:
             status = os.stat(above)
         except OSError as err:
-            return failed(f"{above}, above {path}, cannot be looked at ({err.strerror})", _ELSEWHERE)
+            return failed(f"{above}, above {path}, cannot be examined ({err.strerror})", _ELSEWHERE)
         if not status.st_mode & stat.S_IXOTH:
             mode = stat.S_IMODE(status.st_mode)
             return warning(
-                f"{above}, above {path}, has mode {mode:04o}: other users cannot come here, and claims do not protect "
-                "against them",
+                f"{above}, above {path}, has mode {mode:04o}: other users cannot enter it, and claims do not protect "
+                "GPUs from them",
                 _ELSEWHERE,
             )
         above = os.path.dirname(above)
@@ -131,7 +178,7 @@ def _trouble_above(path: str) -> Finding | None:
 
 
 def file_system(host: Host) -> Finding:
-    """Do locks work there as they must?"""
+    """Is it on a local, writable file system? Locks do not work reliably on a network file system."""
     where = _existing(host.path)
     try:
         fd = os.open(where, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -143,16 +190,14 @@ def file_system(host: Host) -> Finding:
     finally:
         os.close(fd)
     if kind in NETWORK_TYPES:
-        return failed(
-            f"{where} is on a network file system ({kind}), where locks do not work as on a local one", _ELSEWHERE
-        )
+        return failed(f"{where} is on a network file system ({kind}), where locks are not reliable", _ELSEWHERE)
     if read_only:
         return failed(f"{where} is on a read-only file system ({kind or 'unknown type'})", _ELSEWHERE)
     return passed(f"{kind or 'of unknown type'}, at {where}")
 
 
 def room(host: Host) -> Finding:
-    """Is there room for a few small files?"""
+    """Is there space for a few small files?"""
     where = _existing(host.path)
     numbers = os.statvfs(where)
     free = numbers.f_bavail * numbers.f_frsize
@@ -164,7 +209,7 @@ def room(host: Host) -> Finding:
 
 
 def locks(host: Host) -> Finding:
-    """Take host.lock, make a file and see that a second lock on it is refused."""
+    """Can host.lock be taken, and is a second lock on a locked file refused?"""
     if not os.path.lexists(os.path.join(host.path, "host.lock")):
         return skipped(f"nothing has been locked in {host.path} yet")
     began = time.monotonic()
@@ -173,18 +218,18 @@ def locks(host: Host) -> Finding:
             waited = time.monotonic() - began
         excluded = _try_a_lock(host.path)
     except LockTimeout as err:
-        fix = "end the process that holds it (it cannot be seen from here: look on the host, as root)"
+        fix = "end the process that holds it; it cannot be seen from here, so look on the host, as root"
         if err.pid is not None:
             fix = f"kill -CONT {err.pid} if it is stopped, else end it"
-        return failed(f"host.lock was not to be had in {_PATIENCE:g} s: {err}", fix)
+        return failed(f"host.lock could not be taken within {_PATIENCE:g} s: {err}", fix)
     except StateDirError as err:
         return failed(str(err), _ELSEWHERE)
     if not excluded:
         return failed(f"two locks on one file in {host.path} do not exclude each other", _ELSEWHERE)
     if waited > _LONG_HOLD:
         return warning(
-            f"host.lock was held by others for {waited:.1f} s; it should be for microseconds",
-            "look for a stopped or starved process that uses safe_gpu (safe-gpu status)",
+            f"host.lock was held by others for {waited:.1f} s; normal are microseconds",
+            "look for a process that uses safe_gpu and is stopped or gets no CPU time (safe-gpu status)",
         )
     return passed("host.lock was free, and locks exclude each other")
 
@@ -194,7 +239,7 @@ def _try_a_lock(path: str) -> bool:
     with StateDir(path) as root, StateDir("leases", root) as directory:
         first = directory.open_or_create(name)
         try:
-            second = os.open(name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=directory.fd)
+            second = os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=directory.fd)
             try:
                 return lock_file(first) and not lock_file(second)
             finally:
@@ -206,7 +251,7 @@ def _try_a_lock(path: str) -> bool:
             os.close(first)
 
 
-# What others do to the directory
+# Other programs that remove or protect files
 
 _RULES = ("etc/tmpfiles.d", "run/tmpfiles.d", "usr/local/lib/tmpfiles.d", "usr/lib/tmpfiles.d")
 _AGED_TYPES = frozenset("dDevqQC")
@@ -214,14 +259,13 @@ _CLEANERS = ("etc/cron.daily/tmpwatch", "etc/cron.daily/tmpreaper")
 
 
 def cleaning(host: Host) -> Finding:
-    """Does something remove files there that were not touched for days, lease files that are held among them?"""
-    exempt = "safe-gpu.conf"
-    fix = f"as root: echo 'x {host.path}' > /etc/tmpfiles.d/{exempt}"
+    """Does something remove old files there? It would also remove lease files that are held."""
+    fix = f"as root: echo {quote(f'x {host.path}')} > /etc/tmpfiles.d/{_RULE}"
     for cleaner in _CLEANERS:
         if os.path.exists(os.path.join(host.root, cleaner)) and host.path.startswith(("/tmp/", "/var/tmp/")):
             return warning(f"/{cleaner} removes old files below /tmp", f"exempt {host.path} in its configuration")
     if not os.path.isdir(os.path.join(host.root, "run/systemd/system")):
-        return passed("systemd, which would do it, does not run here")
+        return passed("systemd, which removes old files, does not run here")
     aged = ""
     longest = -1
     for kind, path, age, source in _rules(host):
@@ -232,7 +276,7 @@ def cleaning(host: Host) -> Finding:
             longest = len(path)
             aged = f"{path} after {age} ({source})" if age not in ("", "-") else ""
     if aged:
-        return warning(f"systemd-tmpfiles removes files below {aged}, lease files that are held among them", fix)
+        return warning(f"systemd-tmpfiles removes files below {aged}, also lease files that are held", fix)
     return passed("no rule of systemd-tmpfiles removes old files there")
 
 
@@ -257,7 +301,7 @@ def _rules(host: Host) -> list[tuple[str, str, str, str]]:
 
 
 def _covers(rule: str, path: str) -> bool:
-    """Whether a rule's path or glob is the directory or one above it."""
+    """Whether a rule's path or glob matches the directory or one above it."""
     from fnmatch import fnmatchcase
 
     while path != "/":
@@ -268,7 +312,7 @@ def _covers(rule: str, path: str) -> bool:
 
 
 def removed_leases(host: Host) -> Finding:
-    """Are there claims whose lease file was removed under them? To others their GPUs look unclaimed."""
+    """Are there claims whose lease file was removed? Other processes see their GPUs as unclaimed."""
     leases = os.path.join(os.path.realpath(host.path), "leases") + "/"
     for pid in procfs.pids():
         for number, target in (procfs.open_files(pid) or {}).items():
@@ -276,10 +320,10 @@ def removed_leases(host: Host) -> Finding:
                 name = target[len(leases) :].removesuffix(".lock (deleted)")
                 return warning(
                     f"the lease of {name} that process {pid} ({procfs.user_of(pid)}) holds was removed from {leases}: "
-                    "only the driver's process list protects that GPU now",
-                    "let nothing clean that directory; claim again in that process when it suits",
+                    "its name and the driver's process list protect that GPU now, but not from older versions",
+                    "stop what removes files from that directory; then release and claim again in that process",
                 )
-    return passed("no process that can be looked at holds a lease that was removed")
+    return passed("no process that can be examined holds a lease that was removed")
 
 
 def _is_locked(pid: int, number: int) -> bool:
@@ -291,13 +335,13 @@ def _is_locked(pid: int, number: int) -> bool:
 
 
 def protected_regular(host: Host) -> Finding:
-    """What the kernel's fs.protected_regular means for shared lock files."""
+    """The value of fs.protected_regular, which restricts opening files of other users in sticky directories."""
     value = host.read("proc/sys/fs/protected_regular")
     if value is None:
         return skipped("this kernel has no fs.protected_regular")
     meaning = {
-        "0": "anybody may open others' files in sticky directories with O_CREAT",
-        "1": "nobody may open others' files in world-writable sticky directories with O_CREAT",
-        "2": "nobody may open others' files in group- or world-writable sticky directories with O_CREAT",
+        "0": "O_CREAT may open files of other users in sticky directories",
+        "1": "O_CREAT may not open files of other users in world-writable sticky directories",
+        "2": "O_CREAT may not open files of other users in group- or world-writable sticky directories",
     }.get(value, "an unknown value")
-    return passed(f"{value}: {meaning}; safe_gpu does not need to")
+    return passed(f"{value}: {meaning}; safe_gpu does not depend on it")

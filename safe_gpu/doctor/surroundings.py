@@ -1,12 +1,14 @@
-"""Checks of this process: its packages, its environment variables, its limits, its CPUs."""
+"""Checks of this process: its Python packages, environment variables, limits and CPU mask."""
 
 from __future__ import annotations
 
 import os
 import sys
 
+from .. import settings
 from ..errors import GPUAffinityError, UnsatisfiableRequestError
-from .check import Finding, Host, failed, labels, passed, skipped, warning
+from ..selection.rules import MEMORY_VARIABLE, Rules
+from .check import Finding, Host, failed, gpus_named, labels, passed, skipped, warning
 
 __all__ = [
     "address_space",
@@ -23,16 +25,16 @@ __all__ = [
 
 
 def platform(host: Host) -> Finding:
-    """Linux, and which Python."""
+    """Is this Linux? Shows the versions of the kernel and of Python."""
     name = os.uname()
     detail = f"{name.sysname} {name.release} on {name.machine}, Python {'.'.join(map(str, sys.version_info[:3]))}"
     if name.sysname != "Linux":
-        return failed(detail, "use Linux: the locks and /proc files that claims rest on are Linux's")
+        return failed(detail, "use Linux: claims need its file locks and its /proc")
     return passed(detail)
 
 
 def packages(host: Host) -> Finding:
-    """The Python packages that are needed are there, and none that takes their place."""
+    """Are the required Python packages installed, and none that replaces their modules?"""
     import re
     from importlib import metadata
 
@@ -48,7 +50,7 @@ def packages(host: Host) -> Finding:
     colliding = [name for name in ("nvidia-ml-py3", "pynvml") if any(_is_old(name, v) for v in found.get(name, ()))]
     if colliding:
         return warning(
-            f"{' and '.join(colliding)} brings its own pynvml module in place of nvidia-ml-py's",
+            f"{' and '.join(colliding)} installs its own pynvml module in place of that of nvidia-ml-py",
             f"pip uninstall {' '.join(colliding)} && pip install --force-reinstall nvidia-ml-py",
         )
     own = found.get("safe-gpu", [])
@@ -65,32 +67,26 @@ def packages(host: Host) -> Finding:
 
 
 def _is_old(name: str, version: str) -> bool:
-    """From 12 on, the project named pynvml depends on nvidia-ml-py and brings no module of that name."""
+    """Whether a distribution installs a module pynvml. The project pynvml does not since version 12."""
     major = version.split(".")[0]
     return name != "pynvml" or not major.isdecimal() or int(major) < 12
 
 
 # Variables
 
-_PREFIX = "SAFE_GPU_"
-_VARIABLES = "DIR DRIVER TIMEOUT NB_GPUS FENCE FSROOT LEGACY_LOCK SCOPE SGE_RESOURCE".split()
-_CHOICES = {"SAFE_GPU_FENCE": ("ignore",), "SAFE_GPU_LEGACY_LOCK": ("auto", "always", "never")}
-
 
 def variables(host: Host) -> Finding:
-    """Every SAFE_GPU_* variable is one that exists, with a value that means something."""
-    from difflib import get_close_matches
-
-    known = [_PREFIX + name for name in _VARIABLES]
-    given = {name: value for name, value in sorted(host.environ.items()) if name.upper().startswith(_PREFIX)}
+    """Does every SAFE_GPU_* variable exist, and does it have a valid value?"""
+    for name, meant in settings.unknown(host.environ).items():
+        hint = f"did you mean {meant}? " if meant else ""
+        return warning(f"{name} is not a variable of safe_gpu and has no effect", f"{hint}unset {name}")
+    given = {name: value for name, value in sorted(host.environ.items()) if name in settings.VARIABLES}
     for name, value in given.items():
-        if name not in known:
-            close = get_close_matches(name.upper(), known, 1, 0.6)
-            hint = f"did you mean {close[0]}? " if close else ""
-            return warning(f"{name} is not a variable of safe_gpu, and nobody reads it", f"{hint}unset {name}")
         trouble = _trouble_with_value(name, value)
         if trouble:
-            return failed(trouble, f"set {name} to something that is understood, or unset it")
+            return failed(trouble, f"set {name} to a valid value, or unset it")
+    for doubt in settings.doubts(host.environ):
+        return warning(doubt, f"unset {doubt.partition('=')[0]}")
     if given.get("SAFE_GPU_FSROOT", "/") != "/":
         return warning(
             f"SAFE_GPU_FSROOT={given['SAFE_GPU_FSROOT']}: CPUs are bound by the topology of another host",
@@ -102,9 +98,10 @@ def variables(host: Host) -> Finding:
 
 
 def _trouble_with_value(name: str, value: str) -> str:
-    choices = _CHOICES.get(name)
-    if choices and value not in ("", *choices):
-        return f"{name}={value!r} is not understood: it takes {', '.join(choices)}"
+    try:
+        settings.check({name: value})
+    except UnsatisfiableRequestError as err:
+        return str(err)
     if name == "SAFE_GPU_TIMEOUT" and value:
         from ..durations import parse_duration
 
@@ -112,54 +109,75 @@ def _trouble_with_value(name: str, value: str) -> str:
             parse_duration(value, name)
         except UnsatisfiableRequestError as err:
             return str(err)
+    if name == MEMORY_VARIABLE:
+        try:
+            Rules.of({name: value})
+        except UnsatisfiableRequestError as err:
+            return str(err)
     if name == "SAFE_GPU_NB_GPUS" and value.strip() and not (value.strip().isdecimal() and int(value)):
-        return f"{name}={value!r} is no number of GPUs: a whole number from 1 up"
+        return f"{name}={value!r} is not a number of GPUs: a whole number from 1 up"
     if name == "SAFE_GPU_DIR" and value and not os.path.isabs(value):
-        return f"{name}={value!r} is relative, so it names another directory wherever a process is started"
+        return (
+            f"{name}={value!r} is relative, so processes with different working directories use different directories"
+        )
     if name == "SAFE_GPU_FSROOT" and value and not os.path.isdir(value):
         return f"{name}={value!r} is not a directory"
     return ""
 
 
 def scope(host: Host) -> Finding:
-    """SAFE_GPU_SCOPE, which a claim sets for claims inside it, belongs to a claim that lives."""
+    """Does SAFE_GPU_SCOPE, which a claim sets for claims inside it, belong to a claim that is held?"""
     token = host.environ.get("SAFE_GPU_SCOPE")
     if not token:
         return passed("not set: this is not inside another claim")
-    inside = [one for one in host.status.gpus if one.claim is not None and one.claim.token == token]
+    from ..coordination.names import digest
+
+    secret = digest(token)
+    inside = [one for one in host.status.gpus if one.claim is not None and one.claim.token == secret]
+    others = [one.claim for one in inside if one.claim is not None and one.claim.uid not in (None, os.geteuid())]
+    if others:
+        return warning(
+            f"SAFE_GPU_SCOPE belongs to the claim of process {others[0].pid} of {others[0].user}, another user: it is "
+            "ignored",
+            "unset SAFE_GPU_SCOPE, and claim as that user",
+        )
     if inside:
-        gpus = labels([one.gpu for one in inside])
+        gpus = gpus_named([one.label for one in inside])
         assert inside[0].claim is not None
         return passed(f"this is inside the claim of process {inside[0].claim.pid}, {gpus}")
     return warning(
-        f"SAFE_GPU_SCOPE={token} names no living claim here (it leaks through qsub -V, ssh and tmux): it is ignored",
+        f"SAFE_GPU_SCOPE={token} belongs to no held claim of this host (it leaks through qsub -V, ssh, sudo and tmux): "
+        "it is ignored",
         "unset SAFE_GPU_SCOPE",
     )
 
 
 def visible_devices(host: Host) -> Finding:
-    """An inherited CUDA_VISIBLE_DEVICES limits what can be claimed: how far, and does it say what it seems to?"""
-    value = host.environ.get("CUDA_VISIBLE_DEVICES")
+    """Does an inherited CUDA_VISIBLE_DEVICES, or ROCR_ or HIP_ for AMD GPUs, limit claims, and is its value clear?"""
+    from ..runtimes.variables import names
+
+    known = names(host.snapshot) if host.snapshot is not None else ("CUDA_VISIBLE_DEVICES",)
+    name, value = next(((name, value) for name in known if (value := host.environ.get(name)) is not None), ("", None))
     if value is None:
         return passed("not set: claims choose among all GPUs")
     if host.snapshot is None:
         return skipped("there is no driver to compare it with")
-    from ..visibility import parse
+    from ..runtimes.variables import read_once
 
-    fence = parse(value, host.snapshot, device_order=host.environ.get("CUDA_DEVICE_ORDER"))
+    fence = read_once(host.environ, host.snapshot)
     assert fence is not None
-    lift = "unset CUDA_VISIBLE_DEVICES, or set SAFE_GPU_FENCE=ignore"
-    if host.environ.get("SAFE_GPU_FENCE") == "ignore":
-        return passed(f"{value!r} is disregarded (SAFE_GPU_FENCE=ignore)")
+    lift = f"unset {name}, or set SAFE_GPU_FENCE=ignore"
+    if settings.ignores_fence(host.environ):
+        return passed(f"{value!r} is ignored (SAFE_GPU_FENCE=ignore)")
     if fence.ambiguous:
         return warning(
             f"{value!r} is ambiguous: {fence.doubt}",
             "set CUDA_DEVICE_ORDER=PCI_BUS_ID with numbers as nvidia-smi shows them, or name UUIDs",
         )
     if not fence.uuids:
-        return failed(f"{value!r} shows no GPU to CUDA, so none can be claimed", lift)
+        return failed(f"with {value!r} {fence.library} shows no GPU, so none can be claimed", lift)
     entries = [entry.strip() for entry in value.split(",")]
-    if len(entries) > len(fence.uuids):
+    if len(entries) > len(fence.uuids) and fence.library == "CUDA":
         return warning(
             f"{value!r}: CUDA stops reading at {entries[len(fence.uuids)]!r}, which names no GPU",
             "correct it, or " + lift,
@@ -174,20 +192,22 @@ def visible_devices(host: Host) -> Finding:
 
 
 def device_order(host: Host) -> Finding:
-    """CUDA_DEVICE_ORDER has a value that CUDA knows."""
+    """Does CUDA_DEVICE_ORDER have a value that CUDA knows?"""
+    if host.is_amd:
+        return skipped("HIP does not read it")
     value = host.environ.get("CUDA_DEVICE_ORDER")
     if value in ("PCI_BUS_ID", "FASTEST_FIRST"):
         return passed(value)
     if value is None:
-        return passed("not set: claims set it with the GPUs' numbers")
+        return passed("not set: a claim sets it together with CUDA_VISIBLE_DEVICES")
     return warning(
-        f"CUDA_DEVICE_ORDER={value!r} is unknown to CUDA, which takes FASTEST_FIRST then",
+        f"CUDA_DEVICE_ORDER={value!r} is unknown to CUDA, which uses FASTEST_FIRST then",
         "set CUDA_DEVICE_ORDER=PCI_BUS_ID, or unset it",
     )
 
 
 def batch_job(host: Host) -> Finding:
-    """The batch job and the rank that this is."""
+    """The batch job and the rank of this process."""
     job = host.job
     if job.scheduler is None:
         rank = "" if job.local_rank is None else f"; rank {job.local_rank} of {job.local_size or '?'} on this host"
@@ -197,8 +217,8 @@ def batch_job(host: Host) -> Finding:
         text += f", rank {job.local_rank} of {job.local_size or '?'} on this host"
     if job.requested_gpus == 0:
         return warning(
-            f"{text}, which asked for no GPU: the scheduler may start others on the GPUs that it claims",
-            "declare the GPUs that the job takes",
+            f"{text}, which asked for no GPU: the scheduler may start other jobs on the GPUs that this one claims",
+            "ask the scheduler for the GPUs that the job uses",
         )
     if job.requested_gpus is not None:
         text += f", {job.requested_gpus} GPU(s) asked for"
@@ -209,29 +229,29 @@ def batch_job(host: Host) -> Finding:
 
 
 def address_space(host: Host) -> Finding:
-    """A limit of the address space, which batch systems set for memory, may keep CUDA from starting."""
+    """Is the address space limited? Batch systems set that limit for memory, and CUDA may fail under it."""
     import resource
 
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     if limit == resource.RLIM_INFINITY:
         return passed("not limited")
     return warning(
-        f"limited to {limit / (1 << 30):.1f} GiB: CUDA reserves more address space than all memory of host and GPUs "
-        "together, and may fail with out of memory",
-        "ask for memory in another way than h_vmem or ulimit -v (such as m_mem_free, cgroups), or ulimit -v unlimited",
+        f"limited to {limit / (1 << 30):.1f} GiB: CUDA reserves more address space than the memory of the host and its "
+        "GPUs together, and may fail with out of memory",
+        "limit memory in another way than h_vmem or ulimit -v (such as m_mem_free, cgroups), or ulimit -v unlimited",
     )
 
 
 def cpu_mask(host: Host) -> Finding:
     """May this process use the CPUs next to the GPUs?"""
     if host.driver is None or host.snapshot is None:
-        return skipped("there is no driver to ask")
+        return skipped("there is no driver")
     if host.simulated:
-        return skipped("the CPUs next to simulated GPUs are simulated, too")
-    from ..affinity.topology import HostTopology
+        return skipped("the CPUs next to simulated GPUs are simulated too")
+    from ..affinity.reading import read_topology
 
     try:
-        topology = HostTopology.from_host(driver=host.driver)
+        topology = read_topology(driver=host.driver)
     except GPUAffinityError as err:
         return warning(str(err), "claim with affinity=None (--affinity none)")
     mask = frozenset(os.sched_getaffinity(0))
@@ -240,7 +260,7 @@ def cpu_mask(host: Host) -> Finding:
     for place in topology.gpus:
         gpu = by_uuid.get(place.uuid)
         if gpu is None or not place.source:
-            continue  # nobody knows what is next to it
+            continue  # it is not known which CPUs are next to it
         near = topology.node_set(place)
         if not near & mask:
             remote.append(gpu)
@@ -248,10 +268,10 @@ def cpu_mask(host: Host) -> Finding:
             narrowed.append(gpu)
     fix = "ask the batch system for cores next to the GPUs, or lift the binding (taskset -pc, mpirun --bind-to none)"
     if remote:
-        return warning(f"{labels(remote)}: this process may use no CPU next to it, {len(mask)} CPU(s) in all", fix)
+        return warning(f"{labels(remote)}: this process may use no CPU next to it, but {len(mask)} elsewhere", fix)
     if narrowed:
         return warning(
-            f"{labels(narrowed)}: this process may use a part of the CPUs next to it, {len(mask)} in all", fix
+            f"{labels(narrowed)}: this process may use only some of the CPUs next to it, {len(mask)} CPU(s) in all", fix
         )
     return passed(f"all CPUs next to the GPUs may be used, {len(mask)} in all")
 
@@ -264,12 +284,12 @@ _OPENMP = {
 
 
 def openmp(host: Host) -> Finding:
-    """Do OpenMP's variables move threads off the CPUs that a claim binds them to?"""
+    """Does a variable of OpenMP move threads away from the CPUs to which a claim binds them?"""
     for name, harmless in _OPENMP.items():
         value = host.environ.get(name)
         if value is not None and value.lower() not in harmless:
             return warning(
-                f"{name}={value} binds threads where OpenMP is loaded, against the binding of the claim",
+                f"{name}={value}: OpenMP binds threads itself when it is loaded, which undoes the binding of the claim",
                 f"unset {name}, or claim with affinity=None (--affinity none)",
             )
-    return passed("no variable binds threads against the claim")
+    return passed("no variable makes OpenMP bind threads")

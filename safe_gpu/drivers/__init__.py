@@ -1,43 +1,129 @@
-"""Where knowledge of the GPUs comes from, and the one place that chooses among the sources."""
+"""Where knowledge of the GPUs comes from, and the one place that chooses among the sources.
+
+Nothing here knows claims: a driver reports what it sees, and ``selection`` judges it.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
+
+from ..spelling import Spelling
 
 if TYPE_CHECKING:
+    from ..devices import GpuRequest
     from .base import Driver
 
-__all__ = ["open_driver", "opened_driver"]
+__all__ = ["may_be_several", "open_driver", "open_drivers", "opened_driver"]
 
 _TRY_SIMULATED = "to try safe_gpu without a GPU, set SAFE_GPU_DRIVER=simulated:dgx-a100"
 
 
-def open_driver(name: str | None = None) -> Driver:
-    """Open a driver by name: ``auto``, ``nvml``, ``nvidia-smi`` or ``simulated:PRESET``.
+class _Choice(NamedTuple):
+    """What was asked for: see :func:`open_driver`."""
+
+    preset: str
+    vendor: str | None
+    prefer: str | None
+    spelling: type[Spelling]
+
+
+def open_driver(
+    name: str | None = None,
+    *,
+    vendor: str | None = None,
+    prefer: str | None = None,
+    spelling: type[Spelling] = Spelling,
+) -> Driver:
+    """Open a driver by name: ``auto``, ``nvml``, ``nvidia-smi``, ``kfd`` or ``simulated:PRESET``.
 
     Args:
         name: None means what ``SAFE_GPU_DRIVER`` says, else ``auto``: NVML, or nvidia-smi where NVML's library or
-            Python module is missing. A driver that is there and does not work is reported, not worked around.
+            Python module is missing, or AMD's driver where there are no NVIDIA GPUs. A driver that is there and does
+            not work is reported, not worked around.
+        vendor: "nvidia" or "amd"; None leaves the choice to the host and to the claim around this process.
+        prefer: the same where a host has GPUs of both and this is not inside a claim; never an error.
+        spelling: how messages write ``vendor``.
 
     Raises:
-        UnsatisfiableRequestError: no such driver, or no such preset.
+        UnsatisfiableRequestError: no such driver, or no such preset, or it has no GPUs of that vendor, or the claim
+            around this process is of the other one.
         NoDriverError: the driver is missing or does not work.
     """
+    kind, preset = _parsed(name)
+    if vendor is not None:
+        from .vendors import check_inside, lacking
+
+        check_inside(vendor, spelling)
+        if _VENDORS.get(kind, vendor) != vendor:
+            raise lacking(vendor, kind, spelling)
+    return _FACTORIES[kind](_Choice(preset, vendor, prefer, spelling))
+
+
+def open_drivers() -> tuple[list[Driver], list[str]]:
+    """For viewers, such as ``status``: the drivers of all GPUs that ``SAFE_GPU_DRIVER`` names, one for each vendor.
+
+    Returns:
+        The drivers, NVIDIA's first, and sentences on those that do not work.
+
+    Raises:
+        UnsatisfiableRequestError: no such driver, or no such preset. NoDriverError: none works.
+    """
+    kind, preset = _parsed(None)
+    if kind == "auto" and _has_kfd():
+        from .vendors import open_each
+
+        return open_each(_nvidia)
+    if kind == "simulated":
+        from .presets import preset as find_preset
+        from .simulated import SimulatedDriver
+
+        return [SimulatedDriver(preset, vendor=vendor) for vendor in find_preset(preset).vendors], []
+    return [open_driver()], []
+
+
+def may_be_several() -> bool:
+    """Whether :func:`open_drivers` may open more than one driver. It opens none."""
+    kind, preset = _parsed(None)
+    if kind == "simulated":
+        from .presets import preset as find_preset
+
+        return len(find_preset(preset).vendors) > 1
+    return kind == "auto" and _has_kfd()
+
+
+def _parsed(name: str | None) -> tuple[str, str]:
     name = (os.environ.get("SAFE_GPU_DRIVER") if name is None else name) or "auto"
     kind, _, preset = name.partition(":")
-    factory = _FACTORIES.get(kind)
-    if factory is None or (preset and kind != "simulated"):
+    if kind not in _FACTORIES or (preset and kind != "simulated"):
         from ..errors import UnsatisfiableRequestError
 
         choices = ", ".join(_FACTORIES) + ":PRESET"
         raise UnsatisfiableRequestError(f"There is no driver {name!r}: choose one of {choices}.", value=name)
-    return factory(preset)
+    return kind, preset
 
 
-def _auto(_preset: str) -> Driver:
+def _has_kfd() -> bool:
+    """Whether the kernel's AMD driver is loaded. Every claim asks this, so it is one question to the file system."""
+    root = os.environ.get("SAFE_GPU_FSROOT") or "/"
+    return os.path.exists(os.path.join(root, "sys/class/kfd/kfd/topology/nodes"))
+
+
+def _auto(choice: _Choice) -> Driver:
+    if choice.vendor is not None:
+        from .vendors import open_of
+
+        return open_of(choice.vendor, _nvidia, choice.spelling)
+    if _has_kfd():
+        from .vendors import open_first
+
+        return open_first(choice.prefer, _nvidia, choice.spelling)
+    return _nvidia()
+
+
+def _nvidia() -> Driver:
     from .nvml import NvmlDriver, why_missing
 
     reason = why_missing()
@@ -57,45 +143,79 @@ def _auto(_preset: str) -> Driver:
     return NvidiaSmiDriver()
 
 
-def _nvml(_preset: str) -> Driver:
+def _nvml(_choice: _Choice) -> Driver:
     from .nvml import NvmlDriver
 
     return NvmlDriver()
 
 
-def _nvidia_smi(_preset: str) -> Driver:
+def _nvidia_smi(_choice: _Choice) -> Driver:
     from .nvidia_smi import NvidiaSmiDriver
 
     return NvidiaSmiDriver()
 
 
-def _simulated(preset: str) -> Driver:
+def _kfd(_choice: _Choice) -> Driver:
+    from .kfd import KfdDriver
+
+    return KfdDriver()
+
+
+def _simulated(choice: _Choice) -> Driver:
+    from .presets import preset as find_preset
     from .simulated import SimulatedDriver
 
-    return SimulatedDriver(preset)
+    vendors = find_preset(choice.preset).vendors
+    vendor = choice.vendor
+    if vendor is not None and vendor not in vendors:
+        from .vendors import lacking
+
+        raise lacking(vendor, f"simulated:{choice.preset}", choice.spelling)
+    if vendor is None and len(vendors) > 1:
+        from .vendors import meant_vendor
+
+        vendor = meant_vendor(os.environ, choice.prefer)
+    return SimulatedDriver(choice.preset, vendor=vendor)
 
 
-_FACTORIES: dict[str, Callable[[str], Driver]] = {
+_FACTORIES: dict[str, Callable[[_Choice], Driver]] = {
     "auto": _auto,
     "nvml": _nvml,
     "nvidia-smi": _nvidia_smi,
+    "kfd": _kfd,
     "simulated": _simulated,
 }
+# Of the drivers whose GPUs are all of one vendor.
+_VENDORS = {"nvml": "nvidia", "nvidia-smi": "nvidia", "kfd": "amd"}
 
 
 class opened_driver:
     """``with opened_driver() as driver``: the driver that SAFE_GPU_DRIVER names, closed at the end.
 
+    ``vendor``, ``prefer`` and ``spelling`` are those of :func:`open_driver`.
+
     Raises:
         UnsatisfiableRequestError: this is not Linux; or as :func:`open_driver`, NoDriverError too.
     """
+
+    def __init__(
+        self, vendor: str | None = None, *, prefer: str | None = None, spelling: type[Spelling] = Spelling
+    ) -> None:
+        self._vendor = vendor
+        self._prefer = prefer
+        self._spelling = spelling
+
+    @classmethod
+    def of(cls, request: GpuRequest) -> opened_driver:
+        """The driver for a request, which may name the vendor, or a GPU of it by its UUID."""
+        return cls(request.vendor, prefer=request.named_vendor, spelling=request.spelling)
 
     def __enter__(self) -> Driver:
         if sys.platform != "linux":
             from ..errors import UnsatisfiableRequestError
 
             raise UnsatisfiableRequestError(f"safe_gpu works on Linux only, and this is {sys.platform}")
-        self._driver = open_driver()
+        self._driver = open_driver(vendor=self._vendor, prefer=self._prefer, spelling=self._spelling)
         return self._driver
 
     def __exit__(self, *exc: object) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from ..affinity.topology import HostTopology
-    from ..devices import HostSnapshot
+    from collections.abc import Sequence
+
+    from ..devices import Gpu, HostSnapshot
+    from ..runtimes.runtime import Runtime
+    from ..topology import HostTopology
 
 __all__ = ["Driver"]
 
@@ -21,14 +24,32 @@ class Driver(Protocol):
 
     @property
     def name(self) -> str:
-        """``nvml``, ``nvidia-smi`` or ``simulated:PRESET``."""
+        """``nvml``, ``nvidia-smi``, ``kfd`` or ``simulated:PRESET``."""
 
     @property
-    def uses_cuda(self) -> bool:
-        """Whether its GPUs are those that the CUDA driver library sees in this process (False when simulated)."""
+    def runtime(self) -> Runtime:
+        """The library through which programs use its GPUs."""
 
     def snapshot(self) -> HostSnapshot:
-        """Poll every GPU of the host, whatever CUDA_VISIBLE_DEVICES says. May take seconds on a troubled host."""
+        """Poll every GPU of the host, whatever CUDA_VISIBLE_DEVICES says. May take seconds on a troubled host.
+
+        It holds what decides whether a GPU is free. Utilisation and NVLink may be missing, and so may processes that
+        only draw, but never where memory in use would be unexplained without them.
+        """
+
+    def usage(self, gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
+        """Ask again about some devices of an earlier poll: the narrow question of a claim that has leased them.
+
+        Returns:
+            Their records, in the same order: memory and processes as they are now, MIG mode too; the rest as given.
+            A device that the driver has lost, or that no longer has this UUID, is ``lost``.
+        """
+
+    def linked(self, snapshot: HostSnapshot) -> HostSnapshot:
+        """The same poll with ``nvlink_peers``, for claims of several GPUs: n GPUs are n * (n - 1) / 2 questions."""
+
+    def detailed(self, snapshot: HostSnapshot) -> HostSnapshot:
+        """The same poll with what only people look at: utilisation, and processes that only draw."""
 
     def cpu_affinity(self, uuid: str, scope: str) -> frozenset[int] | None:
         """Logical CPUs next to a GPU, for ``scope`` "node" or "socket"; None when the driver cannot tell.
@@ -38,9 +59,6 @@ class Driver(Protocol):
 
     def host_topology(self) -> HostTopology | None:
         """The CPUs of the host where the driver brings its own (a simulated host); None: read sysfs."""
-
-    def default_placeholder(self, logger: Any = None) -> Any:
-        """The placeholder that holds its GPUs when the caller names none."""
 
     def close(self) -> None:
         """End the session; safe to call twice."""

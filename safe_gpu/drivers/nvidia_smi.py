@@ -1,69 +1,50 @@
 """The NVIDIA driver through the nvidia-smi program, for hosts without NVML's Python module or library.
 
-Its output is taken with a pinch of salt: warnings stand before and after the rows, a value may be ``[N/A]``, ``[Not
-Supported]``, ``[Unknown Error]`` or ``ERR!``, old versions do not know every field, and on a host in trouble it hangs.
-Of MIG instances it tells no more than their UUIDs.
+One run of ``nvidia-smi -q -x`` answers a poll. Where a GPU has MIG instances, ``nvidia-smi -L`` tells their UUIDs, once
+for as long as they stay the same. On a host in trouble it prints complaints besides, or hangs.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
 
-from ..devices import ComputeMode, Gpu, GpuProcess, HostSnapshot, normalize_bus_id
+from .. import procfs
+from ..devices import ComputeMode, Gpu, HostSnapshot, normalize_bus_id
 from ..errors import NoDriverError
+from ..runtimes.cuda_runtime import CUDA
 from . import pci
-
-if TYPE_CHECKING:
-    import subprocess
+from .nvidia_host import is_wsl, memory_is_node, resolved
+from .nvidia_smi_report import GpuReport, MigReport, Processes, driver_version, read
 
 __all__ = ["NvidiaSmiDriver", "find_nvidia_smi"]
 
-# The name comes last, since it alone may contain the separator.
-_FIELDS = (
-    "uuid",
-    "pci.bus_id",
-    "memory.total",
-    "memory.used",
-    "memory.free",
-    "utilization.gpu",
-    "compute_mode",
-    "display_active",
-    "mig.mode.current",
-    "driver_version",
-    "name",
-)
-_BASIC_FIELDS = ("uuid", "pci.bus_id", "memory.total", "memory.used", "memory.free", "name")
-_APP_FIELDS = ("gpu_uuid", "pid", "used_memory", "process_name")
-
-_CSV = "--format=csv,noheader,nounits"
-
-_MIB = 1 << 20
-_UUID = re.compile(r"(GPU|MIG)-[0-9A-Za-z/-]+")
-_BAD_FIELD = re.compile(r'"([\w.]+)" is not a valid field', re.IGNORECASE)
+_REPORT = ("-q", "-x")
+_MOST_OUTPUT = 16 << 20
+_LONGEST_LINE = 1000
+_LONGEST_COMPLAINT = 200
+_UUID = re.compile(r"(GPU|MIG)-[0-9A-Za-z/-]{1,90}")
+_MOST_GPUS = 256
 _NO_HANDLE = re.compile(r"device handle for GPU\s*([0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-9a-f])\s*:?\s*(.*)", re.I)
-_LOST = re.compile(r"\bis lost\b|requires reset", re.I)
-_NEVER = re.compile(r"not supported|n/a", re.I)  # what is unsupported stays so; other trouble may pass
-_LISTED_GPU = re.compile(r"GPU\s+\d+:.*\(UUID:\s*(GPU-[^)\s]+)\s*\)")
-_LISTED_INSTANCE = re.compile(r"\s+MIG\s+(\S+)\s+Device\s+(\d+):.*\(UUID:\s*(MIG-[^)\s]+)\s*\)")
+_LISTED_GPU = re.compile(r"GPU\s+[0-9]+:.*\(UUID:\s*(GPU-[^)\s]+)\s*\)")
+_LISTED_INSTANCE = re.compile(r"\s+MIG\s+(\S+)\s+Device\s+([0-9]{1,6}):.*\(UUID:\s*(MIG-[^)\s]+)\s*\)")
 
 _MODES = {
     "exclusive_process": ComputeMode.EXCLUSIVE_PROCESS,
     "exclusive_thread": ComputeMode.EXCLUSIVE_PROCESS,
     "prohibited": ComputeMode.PROHIBITED,
 }
+_GONE = "nvidia-smi no longer shows it"
 _MIG_IS_ON = "MIG mode is on: claim one of its instances"
-_MIG_PROCESSES = "nvidia-smi does not tell which MIG instance a process is on: install nvidia-ml-py to ask NVML"
 
 
 def find_nvidia_smi() -> str | None:
-    """Path of nvidia-smi by PATH, or None."""
-    from shutil import which
+    """Path of nvidia-smi by PATH, or None; for root, only where no other user can change it."""
+    from ..runtimes.libraries import find_program
 
-    return which("nvidia-smi")
+    return find_program("nvidia-smi")
 
 
 class NvidiaSmiDriver:
@@ -77,7 +58,7 @@ class NvidiaSmiDriver:
     """
 
     name = "nvidia-smi"
-    uses_cuda = True
+    runtime = CUDA
 
     def __init__(self, timeout: float = 30.0) -> None:
         path = find_nvidia_smi()
@@ -87,18 +68,38 @@ class NvidiaSmiDriver:
             )
         self._path = path
         self._timeout = timeout
-        self._fields: tuple[str, ...] = _FIELDS
         self._known: dict[str, tuple[str, str]] = {}  # UUID and name by bus id, for a GPU that no longer tells
+        self._layout: tuple[object, ...] = ()  # the MIG instances for which -L was asked,
+        self._listed: dict[tuple[str, int], tuple[str, str]] = {}  # and UUID and profile by GPU and number
 
     def snapshot(self) -> HostSnapshot:
         """Poll every GPU of the host; see :class:`~safe_gpu.drivers.base.Driver`."""
-        rows = self._query_gpus()
-        rows.sort(key=lambda row: pci.bus_order(row["pci.bus_id"]) or ())
-        gpus = [self._gpu(index, row) for index, row in enumerate(rows)]
-        version = next((row["driver_version"] for row in rows if _value(row.get("driver_version", ""))), "")
-        if any(not gpu.lost for gpu in gpus):
-            gpus = list(self._with_processes(gpus))
-        return HostSnapshot(tuple(gpus), self.name, version)
+        code, text = self._run(*_REPORT)
+        gpus = tuple(self._gpus(text))
+        if not gpus and "no devices" not in text.lower():
+            said = _complaint(text) or f"exit status {code} and no output"
+            raise NoDriverError(f"nvidia-smi does not work on this host: {said}", driver=self.name)
+        return HostSnapshot(gpus, self.name, driver_version(text))
+
+    def usage(self, gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
+        """Ask again about these devices only, and about all where one of them does not answer like this."""
+        if not gpus:
+            return ()
+        asked = dict.fromkeys(gpu.mig_parent or gpu.uuid for gpu in gpus)
+        shown = {gpu.uuid: gpu for gpu in self._gpus(self._run(*_REPORT, "-i", ",".join(asked))[1])}
+        if not all(gpu.uuid in shown for gpu in gpus):
+            shown = {gpu.uuid: gpu for gpu in self.snapshot().gpus}
+        return tuple(
+            replace(shown[gpu.uuid], index=gpu.index) if gpu.uuid in shown else _unreachable(gpu, _GONE) for gpu in gpus
+        )
+
+    def linked(self, snapshot: HostSnapshot) -> HostSnapshot:
+        """The poll as it is: nvidia-smi tells of NVLink in tables for people only."""
+        return snapshot
+
+    def detailed(self, snapshot: HostSnapshot) -> HostSnapshot:
+        """The poll as it is: it holds all that nvidia-smi tells."""
+        return snapshot
 
     def cpu_affinity(self, uuid: str, scope: str) -> frozenset[int] | None:
         """None: nvidia-smi tells it in tables for people only."""
@@ -108,138 +109,88 @@ class NvidiaSmiDriver:
         """None: the CPUs are those of sysfs."""
         return
 
-    def default_placeholder(self, logger: Any = None) -> Any:
-        """A minimal allocation through the CUDA driver."""
-        from ..placeholders import CudaPlaceholder
-
-        return CudaPlaceholder(logger)
-
     def close(self) -> None:
         """Nothing is kept open."""
 
-    def _query_gpus(self) -> list[dict[str, str]]:
-        """One row a GPU, by field; a GPU of which nvidia-smi only complains has the complaint as its ``uuid``."""
-        while True:
-            code, text = self._run(f"--query-gpu={','.join(self._fields)}", _CSV)
-            rows = [row for row in _rows(text, self._fields) if pci.bus_order(row["pci.bus_id"])]
-            listed = {normalize_bus_id(row["pci.bus_id"]) for row in rows}
-            rows += [
-                {"pci.bus_id": bus_id, "uuid": complaint}
-                for bus_id, complaint in _NO_HANDLE.findall(text)
-                if normalize_bus_id(bus_id) not in listed
-            ]
-            if rows or "no devices" in text.lower():
-                return rows
-            unknown = set(_BAD_FIELD.findall(text)) - {"uuid", "pci.bus_id"}
-            fewer = tuple(field for field in self._fields if field not in unknown) if unknown else _BASIC_FIELDS
-            if "field" not in text.lower() or fewer == self._fields:
-                said = _complaint(text) or f"exit status {code} and no output"
-                raise NoDriverError(f"nvidia-smi does not work on this host: {said}", driver=self.name)
-            self._fields = fewer
+    def _gpus(self, text: str) -> Iterator[Gpu]:
+        """The devices of a report, a GPU before its MIG instances."""
+        reports = {report.bus_id: report for report in read(text)}
+        complaints = {normalize_bus_id(bus_id): said for bus_id, said in _NO_HANDLE.findall(text)}
+        bus_ids = sorted(filter(pci.bus_order, {**complaints, **reports}), key=_order)[:_MOST_GPUS]
+        self._list_instances(reports.values())
+        seen: set[str] = set()
+        for index, bus_id in enumerate(bus_ids):
+            report = reports.get(bus_id)
+            if report is None:
+                yield _unreachable(self._identified(index, bus_id), complaints[bus_id])
+            else:
+                for gpu in self._devices(index, report):
+                    if gpu.uuid not in seen:
+                        yield gpu
+                    elif not gpu.is_mig_instance:
+                        nobody = Gpu(index, f"unknown-{bus_id}", gpu.name, bus_id, gpu.numa_node)
+                        yield _unreachable(nobody, "another GPU has its UUID")
+                    seen.add(gpu.uuid)
 
-    def _gpu(self, index: int, row: dict[str, str]) -> Gpu:
-        bus_id = normalize_bus_id(row["pci.bus_id"])
-        lost = next((value for value in row.values() if _LOST.search(value)), None)
-        if _UUID.fullmatch(row["uuid"]):
-            self._known[bus_id] = row["uuid"], row.get("name", "")
-        elif lost is None:
-            lost = row["uuid"]
+    def _identified(self, index: int, bus_id: str) -> Gpu:
+        """A GPU that does not tell its UUID, as far as it is remembered."""
         uuid, name = self._known.get(bus_id, (f"unknown-{bus_id}", ""))
-        if lost is not None:
-            trouble = f"the driver cannot reach it ({lost.strip('[] .')}): reset it, or reboot the host"
-            return Gpu(
-                index,
-                uuid,
-                name,
-                bus_id,
-                pci.numa_node(bus_id),
-                processes=None,
-                process_error=trouble,
-                unusable=trouble,
-                lost=True,
-            )
-        mig = row.get("mig.mode.current", "").lower() == "enabled"
-        return Gpu(
-            index,
-            uuid,
-            name,
-            bus_id,
-            pci.numa_node(bus_id),
-            memory_total=_bytes(row.get("memory.total", "")),
-            memory_used=_bytes(row.get("memory.used", "")),
-            memory_free=_bytes(row.get("memory.free", "")),
-            utilization=_number(row.get("utilization.gpu", "")),
-            compute_mode=_MODES.get(row.get("compute_mode", "").lower(), ComputeMode.DEFAULT),
-            display_active=row.get("display_active", "").lower() == "enabled",
-            unusable=_MIG_IS_ON if mig else None,
-            mig_enabled=mig,
-        )
+        return Gpu(index, uuid, name, bus_id, pci.numa_node(bus_id))
 
-    def _with_processes(self, gpus: Sequence[Gpu]) -> Iterator[Gpu]:
-        """The GPUs with their processes, each with its MIG instances behind it."""
-        instances = self._instances() if any(gpu.mig_enabled for gpu in gpus) else {}
-        processes, failures, failure = self._query_processes()
-        for gpu in gpus:
-            if gpu.lost:
-                yield gpu
-                continue
-            error, supported = (failure, True) if failure else failures.get(gpu.uuid, ("", True))
-            yield replace(
-                gpu,
-                processes=None if error else tuple(processes.get(gpu.uuid, ())),
-                process_error=error,
-                processes_supported=supported,
-            )
-            for number, profile, uuid in instances.get(gpu.uuid, ()):
-                # A row that names an instance is believed; an idle one cannot be told from one that is not spoken of.
-                known = None if failure else processes.get(uuid)
-                yield Gpu(
-                    gpu.index,
-                    uuid,
-                    f"{gpu.name} MIG {profile}",
-                    gpu.pci_bus_id,
-                    gpu.numa_node,
-                    compute_mode=gpu.compute_mode,
-                    processes=None if known is None else tuple(known),
-                    process_error="" if known is not None else failure or _MIG_PROCESSES,
-                    processes_supported=known is not None or bool(failure),
-                    mig_parent=gpu.uuid,
-                    mig_instance=number,
+    def _devices(self, index: int, report: GpuReport) -> Iterator[Gpu]:
+        if _UUID.fullmatch(report.uuid):
+            self._known[report.bus_id] = report.uuid, report.name
+        gpu = self._identified(index, report.bus_id)
+        if report.trouble or not _UUID.fullmatch(report.uuid):
+            yield _unreachable(gpu, report.trouble or report.uuid or "it tells no UUID")
+            return
+        shared = is_wsl() or memory_is_node(report.bus_id)
+        gpu = replace(
+            gpu,
+            compute_mode=_MODES.get(report.compute_mode, ComputeMode.DEFAULT),
+            counts_reserved=report.counts_reserved,
+            memory_shared=shared,
+        )
+        yield replace(
+            _with_usage(gpu, report.memory, report.processes),
+            utilization=report.utilization,
+            display_active=report.display_active,
+            unusable=_MIG_IS_ON if report.mig else None,
+            mig_enabled=report.mig,
+        )
+        for instance in report.instances if report.mig else ():
+            uuid, profile = self._listed.get((gpu.uuid, instance.slot), (instance.uuid, ""))
+            if _UUID.fullmatch(uuid):
+                yield _with_usage(
+                    replace(
+                        gpu,
+                        uuid=uuid,
+                        name=f"{gpu.name} MIG {profile}".rstrip(),
+                        mig_parent=gpu.uuid,
+                        mig_instance=instance.slot,
+                    ),
+                    instance.memory,
+                    _of_instance(report.processes, instance),
                 )
 
-    def _query_processes(self) -> tuple[dict[str, list[GpuProcess]], dict[str, tuple[str, bool]], str]:
-        """Processes by UUID; by UUID why they cannot be listed, and whether that may change; why none can, or ""."""
-        try:
-            code, text = self._run(f"--query-compute-apps={','.join(_APP_FIELDS)}", _CSV)
-        except NoDriverError as err:
-            return {}, {}, str(err)
-        if code:
-            return {}, {}, f"nvidia-smi does not list processes: {_complaint(text) or f'exit status {code}'}"
-        processes: dict[str, list[GpuProcess]] = {}
-        failures: dict[str, tuple[str, bool]] = {}
-        for row in _rows(text, _APP_FIELDS):
-            uuid, pid = row["gpu_uuid"], row["pid"]
-            if not pid.isdecimal():
-                failures[uuid] = f"nvidia-smi does not list its processes: {pid}", not _NEVER.search(pid)
-            elif not _UUID.fullmatch(uuid):
-                return {}, {}, f"nvidia-smi does not tell which GPU process {pid} is on: {uuid}"
-            else:
-                listed = processes.setdefault(uuid, [])
-                if all(other.pid != int(pid) for other in listed):
-                    memory = _bytes(row["used_memory"])
-                    listed.append(GpuProcess(int(pid), memory_used=memory, name=_value(row["process_name"])))
-        return processes, failures, ""
-
-    def _instances(self) -> dict[str, list[tuple[int, str, str]]]:
-        """MIG instances as (number, profile, UUID), by their GPU's UUID."""
-        found: dict[str, list[tuple[int, str, str]]] = {}
-        parent = ""
+    def _list_instances(self, reports: Iterable[GpuReport]) -> None:
+        """Learn the UUIDs of MIG instances, where there are others than at the last time."""
+        layout = tuple(
+            (report.uuid, one.slot, one.gpu_instance, one.compute_instance, one.memory[0])
+            for report in reports
+            if report.mig
+            for one in report.instances
+            if not one.uuid
+        )
+        if set(layout) <= set(self._layout):  # a narrow report shows some of them only
+            return
+        self._layout, self._listed, parent = layout, {}, ""
         for line in self._run("-L")[1].splitlines():
+            line = procfs.printable(line[:_LONGEST_LINE])
             if gpu := _LISTED_GPU.match(line):
                 parent = gpu[1]
             elif instance := _LISTED_INSTANCE.match(line):
-                found.setdefault(parent, []).append((int(instance[2]), instance[1], instance[3]))
-        return found
+                self._listed[parent, int(instance[2])] = instance[3], instance[1]
 
     def _run(self, *arguments: str) -> tuple[int, str]:
         """Exit status and output of one run, complaints included.
@@ -247,77 +198,76 @@ class NvidiaSmiDriver:
         Raises:
             NoDriverError: it cannot be started, or does not end in time.
         """
-        import subprocess
+        from ..programs import TooLate, TooMuch, output_of
 
+        command, env = [self._path, *arguments], {**os.environ, "LC_ALL": "C"}
         try:
-            process = subprocess.Popen(
-                [self._path, *arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, "LC_ALL": "C"},
-                encoding="utf-8",
-                errors="replace",
-                start_new_session=True,
-            )
+            code, text, _ = output_of(command, env=env, timeout=self._timeout, most=_MOST_OUTPUT)
         except OSError as err:
             raise NoDriverError(f"{self._path} cannot be started: {err.strerror}.", driver=self.name) from err
-        try:
-            text, _ = process.communicate(timeout=self._timeout)
-        except BaseException as err:
-            _abandon(process)
-            if not isinstance(err, subprocess.TimeoutExpired):
-                raise
+        except TooMuch as err:
+            raise NoDriverError(
+                f"{self._path} prints more than {_MOST_OUTPUT >> 20} MiB: look at what `nvidia-smi -q -x` shows, and "
+                "whether that is NVIDIA's program.",
+                driver=self.name,
+            ) from err
+        except TooLate as err:
             raise NoDriverError(
                 f"nvidia-smi did not answer within {self._timeout:g} s, so the NVIDIA driver hangs: look for NVRM or "
                 "Xid in dmesg; usually the host needs a reboot.",
                 driver=self.name,
             ) from err
-        return process.returncode, text
+        return code, text
 
 
-def _abandon(process: subprocess.Popen[str]) -> None:
-    """Kill it with its children; a driver that hangs may keep it unkillable, so it is not waited for long."""
-    import signal
-    import subprocess
-
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
-    if process.stdout is not None:
-        process.stdout.close()
-    try:
-        process.wait(timeout=1.0)
-    except subprocess.TimeoutExpired:
-        pass
+def _with_usage(gpu: Gpu, memory: tuple[int | None, ...], processes: Processes) -> Gpu:
+    total, used, free = memory
+    return replace(
+        gpu,
+        memory_total=total,
+        memory_used=used,
+        memory_free=free,
+        processes=None if processes.error else resolved(row.process for row in processes.rows),
+        process_error=processes.error,
+        processes_supported=processes.supported,
+    )
 
 
-def _rows(text: str, fields: Sequence[str]) -> Iterator[dict[str, str]]:
-    """Lines that have all the fields; the last one may hold commas."""
-    for line in text.splitlines():
-        values = [value.strip() for value in line.split(",", len(fields) - 1)]
-        if len(values) == len(fields):
-            yield dict(zip(fields, values, strict=True))
+def _of_instance(processes: Processes, instance: MigReport) -> Processes:
+    """The processes of a GPU that are on one of its MIG instances."""
+    unplaced = next((row.process.pid for row in processes.rows if row.gpu_instance is None), None)
+    if unplaced is not None:
+        return Processes(error=f"nvidia-smi does not tell which MIG instance process {unplaced} is on")
+    same = (instance.compute_instance, None)
+    rows = (row for row in processes.rows if row.gpu_instance == instance.gpu_instance and row.compute_instance in same)
+    return processes._replace(rows=tuple(rows))
 
 
-def _value(text: str) -> str | None:
-    """None for ``[N/A]``, ``[Not Supported]``, ``N/A``, ``ERR!`` and the like."""
-    return None if text.startswith("[") or text in ("", "N/A", "ERR!") else text
+def _unreachable(gpu: Gpu, complaint: str) -> Gpu:
+    """A device of which only the identity is known."""
+    said = procfs.printable(complaint.strip("[] .")[:_LONGEST_COMPLAINT])
+    text = f"the driver cannot reach it ({said}): reset it, or reboot the host"
+    return Gpu(
+        gpu.index,
+        gpu.uuid,
+        gpu.name,
+        gpu.pci_bus_id,
+        gpu.numa_node,
+        processes=None,
+        process_error=text,
+        unusable=text,
+        lost=True,
+        mig_parent=gpu.mig_parent,
+        mig_instance=gpu.mig_instance,
+    )
 
 
-def _number(text: str) -> int | None:
-    found = re.match(r"\d+", text)
-    return int(found[0]) if found else None
-
-
-def _bytes(text: str) -> int | None:
-    """From MiB, with or without the unit."""
-    number = _number(text)
-    return None if number is None else number * _MIB
+def _order(bus_id: str) -> tuple[int, ...]:
+    return pci.bus_order(bus_id) or ()
 
 
 def _complaint(text: str) -> str:
     """The line of its output that says what is wrong: the last one, unless another speaks of a failure."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return next((line for line in lines if "fail" in line.lower()), lines[-1] if lines else "")
+    line = next((line for line in lines if "fail" in line.lower()), lines[-1] if lines else "")
+    return procfs.printable(line[:_LONGEST_COMPLAINT])

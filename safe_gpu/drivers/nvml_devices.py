@@ -1,271 +1,82 @@
-"""One poll of NVML, GPU by GPU: whatever fails about one of them shows in its record and stops nothing else."""
+"""What NVML shows of one GPU and its MIG instances, as far as it may change."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
+from .. import procfs
 from ..devices import ComputeMode, Gpu, ProcessKind
-from . import pci
+from .nvidia_host import is_wsl, resolved
 from .nvml_processes import ProcessRow, merge
 from .nvml_session import Fault, Session
 
-__all__ = ["Inventory"]
+__all__ = ["describe", "details", "instance_again", "unreachable", "used"]
 
 _COMPUTE_MODES = {1: ComputeMode.EXCLUSIVE_PROCESS, 2: ComputeMode.PROHIBITED, 3: ComputeMode.EXCLUSIVE_PROCESS}
+_MOST_INSTANCES = 64  # of a GPU; there are 7 today
 _MIG_IS_ON = "MIG mode is on: claim one of its instances"
 
-_SCOPES = {"node": 0, "socket": 1}  # NVML_AFFINITY_SCOPE_*
-_MASK_WORDS = 64  # of 64 bits: room for 4096 CPUs
-
-_P2P_NVLINK = 2  # NVML_P2P_CAPS_INDEX_NVLINK
-_P2P_OK = 0
+# An idle card shows a few MiB in use. Above this the processes that only draw are listed too, before anybody calls
+# memory unexplained.
+_IDLE_MEMORY = 16 << 20
 
 
-@dataclass(frozen=True)
-class _Facts:
-    """What never changes about a GPU."""
+def describe(session: Session, handle: Any, gpu: Gpu, without_mig: set[str], **known: Any) -> list[Gpu]:
+    """The GPU with all that decides whether it is free, followed by its MIG instances.
 
-    uuid: str
-    name: str = ""
-    bus_id: str = ""
-    numa_node: int | None = None
+    Args:
+        gpu: its record so far. without_mig: UUIDs of GPUs that cannot have MIG instances; one that says so is added.
+        known: further fields of its record.
 
-
-class _Found(NamedTuple):
-    """A GPU as NVML numbers it: with a handle, or with the fault that denies one and what is remembered."""
-
-    number: int
-    facts: _Facts
-    handle: Any = None
-    fault: Fault | None = None
-
-
-class Inventory:
-    """What is known of the host's GPUs over the polls of a driver, and over its sessions: plain data, no handles.
-
-    Its methods raise :class:`Fault` only when the session is over or NVML cannot even count.
+    Raises:
+        Fault: the GPU is lost, or the session is over; so too in the other functions.
     """
-
-    def __init__(self) -> None:
-        self._facts: dict[str, _Facts] = {}
-        self._uuids: dict[int, str] = {}  # by NVML's number, to know a GPU again when it no longer answers
-        self._numbers: dict[str, int] = {}  # of GPUs and, for MIG instances, of their GPU
-        self._links: tuple[tuple[str, ...], dict[str, frozenset[str]]] = ((), {})
-
-    def poll(self, session: Session) -> tuple[Gpu, ...]:
-        """All devices in nvidia-smi's order, a GPU before its MIG instances."""
-        count = session.count()
-        if count != len(self._uuids):
-            self._uuids.clear()  # the numbers mean other GPUs now
-        found = [self._identify(session, number) for number in range(count)]
-        peers = self._nvlink_peers(session, [entry for entry in found if entry.handle is not None])
-        gpus: list[Gpu] = []
-        numbers: dict[str, int] = {}
-        for index, entry in enumerate(_in_bus_order(found)):
-            facts = entry.facts
-            gpu = Gpu(index, facts.uuid, facts.name, facts.bus_id, facts.numa_node)
-            if entry.fault is None:
-                gpu = replace(gpu, nvlink_peers=peers.get(facts.uuid, frozenset()))
-                devices = _describe(session, entry.handle, gpu)
-            else:
-                devices = [_unreachable(gpu, entry.fault)]
-            numbers.update((device.uuid, entry.number) for device in devices)
-            gpus += devices
-        self._numbers = numbers
-        return tuple(gpus)
-
-    def cpus(self, session: Session, uuid: str, scope: str) -> frozenset[int] | None:
-        """CPUs next to a GPU (for a MIG instance, next to its GPU), by scope "node" or "socket"; None is unknown."""
-        if uuid not in self._numbers:
-            self.poll(session)
-        number = self._numbers.get(uuid)
-        if number is None:
-            return None
-        try:
-            handle = session.handle(number)
-            try:
-                words = session.ask("nvmlDeviceGetCpuAffinityWithinScope", handle, _MASK_WORDS, _SCOPES[scope])
-            except Fault as fault:
-                if not fault.absent or scope != "node":
-                    raise
-                words = session.ask("nvmlDeviceGetCpuAffinity", handle, _MASK_WORDS)
-        except Fault as fault:
-            if fault.session_over:
-                raise
-            return None
-        # Empty: all of them lie outside this process's cpuset.
-        return frozenset(64 * i + bit for i, word in enumerate(words) for bit in range(64) if word >> bit & 1) or None
-
-    def _identify(self, session: Session, number: int) -> _Found:
-        try:
-            handle = session.handle(number)
-            uuid = session.ask("nvmlDeviceGetUUID", handle)
-            if uuid not in self._facts:
-                self._facts[uuid] = _read_facts(session, handle, uuid)
-            self._uuids[number] = uuid
-            return _Found(number, self._facts[uuid], handle)
-        except Fault as fault:
-            if fault.session_over:
-                raise
-            uuid = self._uuids.setdefault(number, f"unknown-{number}")
-            return _Found(number, self._facts.get(uuid) or _Facts(uuid), fault=fault)
-
-    def _nvlink_peers(self, session: Session, found: list[_Found]) -> dict[str, frozenset[str]]:
-        """Who reaches whom by NVLink; asked once for a set of GPUs, since n of them make n * (n - 1) / 2 questions."""
-        uuids = tuple(entry.facts.uuid for entry in found)
-        if uuids != self._links[0]:
-            peers: dict[str, set[str]] = {uuid: set() for uuid in uuids}
-            for position, one in enumerate(found):
-                for other in found[position + 1 :]:
-                    if _linked(session, one.handle, other.handle):
-                        peers[one.facts.uuid].add(other.facts.uuid)
-                        peers[other.facts.uuid].add(one.facts.uuid)
-            self._links = (uuids, {uuid: frozenset(others) for uuid, others in peers.items()})
-        return self._links[1]
+    mode = session.ask_or(0, "nvmlDeviceGetComputeMode", handle)
+    lists = _Lists(session, handle)
+    known["compute_mode"] = _COMPUTE_MODES.get(mode, ComputeMode.DEFAULT)
+    gpu = _used(session, handle, gpu, lists, without_mig, known)
+    return [gpu, *(_instances(session, handle, gpu, lists) if gpu.mig_enabled else ())]
 
 
-def _linked(session: Session, one: Any, other: Any) -> bool:
-    try:
-        return bool(session.ask("nvmlDeviceGetP2PStatus", one, other, _P2P_NVLINK) == _P2P_OK)
-    except Fault as fault:
-        if fault.session_over:
-            raise
-        return False
+def used(session: Session, handle: Any, gpu: Gpu, without_mig: set[str]) -> Gpu:
+    """The GPU with its memory, processes and MIG mode of now; the rest is as in ``gpu``."""
+    return _used(session, handle, gpu, _Lists(session, handle), without_mig, {})
 
 
-def _read_facts(session: Session, handle: Any, uuid: str) -> _Facts:
-    try:
-        bus_id = session.bus_id(handle)
-    except Fault as fault:
-        if fault.gpu_lost or fault.session_over:
-            raise
-        bus_id = ""
-    return _Facts(uuid, session.ask_or("", "nvmlDeviceGetName", handle), bus_id, pci.numa_node(bus_id))
+def instance_again(session: Session, parent_handle: Any, gpu: Gpu) -> Gpu | None:
+    """The same for a MIG instance; None where the GPU no longer has it."""
+    assert gpu.mig_instance is not None
+    handle = _instance_handle(session, parent_handle, gpu.mig_instance)
+    if handle is None or session.ask_or("", "nvmlDeviceGetUUID", handle) != gpu.uuid:
+        return None
+    lists = _Lists(session, handle, _Lists(session, parent_handle))
+    return _with_usage(session, handle, gpu, lists, {"unusable": None, "lost": False})
 
 
-def _describe(session: Session, handle: Any, gpu: Gpu) -> list[Gpu]:
-    """The GPU with all that changes, followed by its MIG instances."""
-    try:
-        total, used, free = session.memory(handle)
-        utilization = session.ask_or(None, "nvmlDeviceGetUtilizationRates", handle)
-        mode = session.ask_or(0, "nvmlDeviceGetComputeMode", handle)
-        display = session.ask_or(0, "nvmlDeviceGetDisplayActive", handle)
-        mig = session.ask_or((0, 0), "nvmlDeviceGetMigMode", handle)[0] == 1
-        lists = _Lists(session, handle)
-        gpu = replace(
-            gpu,
-            memory_total=total,
-            memory_used=used,
-            memory_free=free,
-            utilization=None if utilization is None else int(utilization.gpu),
-            compute_mode=_COMPUTE_MODES.get(mode, ComputeMode.DEFAULT),
-            display_active=display == 1,
-            unusable=_MIG_IS_ON if mig else None,
-            mig_enabled=mig,
-            **lists.fields(),
-        )
-        return [gpu, *(_instances(session, handle, gpu, lists) if mig else ())]
-    except Fault as fault:
-        if fault.session_over:
-            raise
-        return [_unreachable(gpu, fault)]
+def details(session: Session, parent_handle: Any, gpu: Gpu) -> Gpu:
+    """The device with its utilisation and with processes that only draw, as far as it answers."""
+    handle = parent_handle
+    if gpu.mig_instance is not None:
+        handle = _instance_handle(session, parent_handle, gpu.mig_instance)
+        if handle is None:
+            return gpu
+    utilization = session.ask_or(None, "nvmlDeviceGetUtilizationRates", handle)
+    processes = gpu.processes
+    if processes is not None and all(process.kind != ProcessKind.GRAPHICS for process in processes):
+        processes += _Lists(session, handle, kinds=(ProcessKind.GRAPHICS,)).fields()["processes"] or ()
+    return replace(gpu, utilization=None if utilization is None else int(utilization.gpu), processes=processes)
 
 
-def _instances(session: Session, parent_handle: Any, parent: Gpu, parent_lists: _Lists) -> Iterator[Gpu]:
-    for slot in range(session.ask_or(0, "nvmlDeviceGetMaxMigDeviceCount", parent_handle)):
-        try:
-            handle = session.ask("nvmlDeviceGetMigDeviceHandleByIndex", parent_handle, slot)
-            uuid = session.ask("nvmlDeviceGetUUID", handle)
-        except Fault as fault:
-            if fault.gpu_lost or fault.session_over:
-                raise
-            continue  # an empty slot, or an instance that this user may not see
-        total, used, free = session.memory(handle)
-        lists = _Lists(session, handle)
-        lists.add_from(parent_lists, handle)
-        yield Gpu(
-            parent.index,
-            uuid,
-            session.ask_or("", "nvmlDeviceGetName", handle) or parent.name,
-            parent.pci_bus_id,
-            parent.numa_node,
-            memory_total=total,
-            memory_used=used,
-            memory_free=free,
-            compute_mode=parent.compute_mode,
-            mig_parent=parent.uuid,
-            mig_instance=slot,
-            **lists.fields(),
-        )
-
-
-class _Lists:
-    """The process lists of a device, or the fault that keeps them from us."""
-
-    def __init__(self, session: Session, handle: Any) -> None:
-        self._session = session
-        self._rows: list[tuple[str, ProcessRow]] = []
-        self._fault: Fault | None = None
-        try:
-            self._read(ProcessKind.COMPUTE, handle)
-            for kind in (ProcessKind.MPS, ProcessKind.GRAPHICS):
-                try:
-                    self._read(kind, handle)
-                except Fault as fault:
-                    if not fault.absent:
-                        raise
-        except Fault as fault:
-            if fault.gpu_lost or fault.session_over:
-                raise
-            self._fault = fault
-
-    def _read(self, kind: str, handle: Any) -> None:
-        self._rows += [(kind, row) for row in self._session.processes(kind, handle)]
-
-    def add_from(self, parent: _Lists, handle: Any) -> None:
-        """Add an instance's rows from the lists of its GPU: some drivers give them only there, with its ids."""
-        if parent._fault is not None or (self._fault is not None and not self._fault.absent):
-            return
-        if parent._rows:
-            gpu_instance = self._session.ask_or(None, "nvmlDeviceGetGpuInstanceId", handle)
-            compute_instance = self._session.ask_or(None, "nvmlDeviceGetComputeInstanceId", handle)
-            for kind, row in parent._rows:
-                if row.gpu_instance is None or gpu_instance is None:
-                    # It may run on any instance of the GPU, so it counts where the instance itself is mute.
-                    here = self._fault is not None
-                else:
-                    same_compute = None in (row.compute_instance, compute_instance)
-                    here = row.gpu_instance == gpu_instance and (
-                        same_compute or row.compute_instance == compute_instance
-                    )
-                if here:
-                    self._rows.append((kind, row))
-        self._fault = None
-
-    def fields(self) -> dict[str, Any]:
-        """What they say, as fields of a Gpu."""
-        if self._fault is not None:
-            return {
-                "processes": None,
-                "process_error": f"the driver does not list its processes: {self._fault}",
-                "processes_supported": not self._fault.absent,
-            }
-        names = {
-            row.pid: self._session.ask_or(None, "nvmlSystemGetProcessName", row.pid)
-            for kind, row in self._rows
-            if kind != ProcessKind.GRAPHICS
-        }
-        return {"processes": merge(self._rows, names)}
-
-
-def _unreachable(gpu: Gpu, fault: Fault) -> Gpu:
-    """A GPU of which only the identity is known."""
-    if fault.no_permission:
-        trouble = "this process may not open it: the job or container was given other GPUs"
+def unreachable(gpu: Gpu, trouble: Fault | str) -> Gpu:
+    """A device of which only the identity is known."""
+    if isinstance(trouble, str):
+        text, lost = trouble, True
+    elif trouble.no_permission:
+        text, lost = "this process may not open it: the job or container was given other GPUs", False
     else:
-        trouble = f"the driver cannot reach it ({fault}): reset it, or reboot the host"
+        text, lost = f"the driver cannot reach it ({trouble}): reset it, or reboot the host", True
     return Gpu(
         gpu.index,
         gpu.uuid,
@@ -273,17 +84,153 @@ def _unreachable(gpu: Gpu, fault: Fault) -> Gpu:
         gpu.pci_bus_id,
         gpu.numa_node,
         processes=None,
-        process_error=trouble,
-        unusable=trouble,
-        lost=not fault.no_permission,
+        process_error=text,
+        unusable=text,
+        lost=lost,
+        mig_parent=gpu.mig_parent,
+        mig_instance=gpu.mig_instance,
     )
 
 
-def _in_bus_order(found: list[_Found]) -> list[_Found]:
-    """By PCI bus id, as nvidia-smi numbers them; where it is unknown, the place that NVML's number gives."""
-    keyed = [(pci.bus_order(entry.facts.bus_id), entry) for entry in found]
-    ordered = [entry for _, entry in sorted(((key, e) for key, e in keyed if key), key=lambda pair: pair[0])]
-    for key, entry in keyed:
-        if key is None:
-            ordered.insert(entry.number, entry)
-    return ordered
+def _used(session: Session, handle: Any, gpu: Gpu, lists: _Lists, without_mig: set[str], known: dict[str, Any]) -> Gpu:
+    mig = gpu.uuid not in without_mig and _mig_is_on(session, handle, gpu.uuid, without_mig)
+    known.update(mig_enabled=mig, unusable=_MIG_IS_ON if mig else None, lost=False)
+    return _with_usage(session, handle, gpu, lists, known)
+
+
+def _mig_is_on(session: Session, handle: Any, uuid: str, without_mig: set[str]) -> bool:
+    try:
+        return bool(session.ask("nvmlDeviceGetMigMode", handle)[0] == 1)
+    except Fault as fault:
+        if fault.gpu_lost or fault.session_over:
+            raise
+        if fault.absent:
+            without_mig.add(uuid)
+        return False
+
+
+def _with_usage(session: Session, handle: Any, gpu: Gpu, lists: _Lists, known: dict[str, Any]) -> Gpu:
+    memory = session.memory(handle)
+    gpu = replace(
+        gpu,
+        memory_total=memory.total,
+        memory_used=memory.used,
+        memory_free=memory.free,
+        counts_reserved=memory.counts_reserved,
+        memory_shared=False,
+        **known,
+        **lists.fields(),
+    )
+    if gpu.unexplained_memory > _IDLE_MEMORY:
+        lists.read(ProcessKind.GRAPHICS)
+        gpu = replace(gpu, **lists.fields())
+    if gpu.unexplained_memory > _IDLE_MEMORY:
+        gpu = replace(gpu, memory_shared=is_wsl() or any(map(session.memory_is_node, lists.handles)))
+    return gpu
+
+
+def _instances(session: Session, parent_handle: Any, parent: Gpu, parent_lists: _Lists) -> Iterator[Gpu]:
+    slots = session.ask_or(0, "nvmlDeviceGetMaxMigDeviceCount", parent_handle)
+    for slot in range(min(slots, _MOST_INSTANCES)):
+        handle = _instance_handle(session, parent_handle, slot)
+        uuid = "" if handle is None else session.ask_or("", "nvmlDeviceGetUUID", handle)
+        if not uuid:
+            continue  # an empty slot, or an instance that this user may not see
+        instance = Gpu(
+            parent.index,
+            uuid,
+            session.ask_or("", "nvmlDeviceGetName", handle) or parent.name,
+            parent.pci_bus_id,
+            parent.numa_node,
+            compute_mode=parent.compute_mode,
+            mig_parent=parent.uuid,
+            mig_instance=slot,
+        )
+        yield _with_usage(session, handle, instance, _Lists(session, handle, parent_lists), {})
+
+
+def _instance_handle(session: Session, parent_handle: Any, slot: int) -> Any:
+    return session.ask_or(None, "nvmlDeviceGetMigDeviceHandleByIndex", parent_handle, slot)
+
+
+class _Lists:
+    """The process lists of a device, or the fault that keeps them from us.
+
+    Args:
+        parent: the lists of its GPU, for a MIG instance: some drivers give its rows only there, with its ids.
+        kinds: which lists are read at once; :meth:`read` adds others.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        handle: Any,
+        parent: _Lists | None = None,
+        kinds: tuple[str, ...] = (ProcessKind.COMPUTE, ProcessKind.MPS),
+    ) -> None:
+        self._session = session
+        self._handle = handle
+        self._parent = parent
+        self._rows: dict[str, list[ProcessRow]] = {}
+        self._fault: Fault | None = None
+        for kind in kinds:
+            self.read(kind)
+
+    def read(self, kind: str) -> None:
+        """Read one more list, unless it is there already, or one has failed before."""
+        if self._parent is not None:
+            self._parent.read(kind)
+        if self._fault is not None or kind in self._rows:
+            return
+        try:
+            self._rows[kind] = self._session.processes(kind, self._handle)
+        except Fault as fault:
+            if fault.gpu_lost or fault.session_over:
+                raise
+            if fault.absent and kind != ProcessKind.COMPUTE:
+                self._rows[kind] = []
+            else:
+                self._fault = fault
+
+    @property
+    def handles(self) -> tuple[Any, ...]:
+        """The device, and for a MIG instance its GPU."""
+        return (self._handle,) if self._parent is None else (self._handle, self._parent._handle)
+
+    def fields(self) -> dict[str, Any]:
+        """What they say, as fields of a Gpu."""
+        rows = [(kind, row) for kind, listed in self._rows.items() for row in listed]
+        fault = self._fault
+        if self._parent is not None and self._parent._fault is None and (fault is None or fault.absent):
+            rows += self._from_parent(self._parent, mute=fault is not None)
+            fault = None
+        if fault is not None:
+            return {
+                "processes": None,
+                "process_error": f"the driver does not list its processes: {fault}",
+                "processes_supported": not fault.absent,
+            }
+        names = {row.pid: self._name(row.pid) for kind, row in rows if kind != ProcessKind.GRAPHICS}
+        return {"processes": resolved(merge(rows, names)), "process_error": "", "processes_supported": True}
+
+    def _from_parent(self, parent: _Lists, *, mute: bool) -> Iterator[tuple[str, ProcessRow]]:
+        """The rows of the GPU that are this instance's."""
+        rows = [(kind, row) for kind, listed in parent._rows.items() for row in listed]
+        if not rows:
+            return
+        gpu_instance = self._session.ask_or(None, "nvmlDeviceGetGpuInstanceId", self._handle)
+        compute_instance = self._session.ask_or(None, "nvmlDeviceGetComputeInstanceId", self._handle)
+        for kind, row in rows:
+            if row.gpu_instance is None or gpu_instance is None:
+                # It may run on any instance of the GPU, so it counts where the instance itself is mute.
+                here = mute
+            else:
+                same_compute = None in (row.compute_instance, compute_instance)
+                here = row.gpu_instance == gpu_instance and (same_compute or row.compute_instance == compute_instance)
+            if here:
+                yield kind, row
+
+    def _name(self, pid: int) -> str | None:
+        """The command of a process; NVML is asked where /proc does not show it."""
+        name: str | None = procfs.command_of(pid) or self._session.ask_or(None, "nvmlSystemGetProcessName", pid)
+        return name

@@ -24,8 +24,10 @@ _SUFFIXES = (("_v3", 24), ("_v2", 24), ("", 16))
 
 _WIDEST = 32
 _STRIDES = (16, 24, _WIDEST)
-_PATTERN = 0xA5
+_PATTERN = b"\xa5"
+_FILLING = _PATTERN * _WIDEST
 _ROOM = 32  # rows at first: one call is enough on nearly every GPU
+_MOST = 1 << 16  # rows: a driver that says there are more is not believed
 _TRIES = 8  # each doubles the room
 
 _SUCCESS = 0
@@ -58,23 +60,21 @@ def read_rows(function: Any, handle: Any, stride: int) -> tuple[int, list[Proces
     room = _ROOM
     code = _INSUFFICIENT_SIZE
     for _ in range(_TRIES):
-        size = room * _WIDEST
-        buffer = ctypes.create_string_buffer(size)
-        ctypes.memset(buffer, _PATTERN, size)
+        buffer = ctypes.create_string_buffer(_FILLING * room, room * _WIDEST)
         count = ctypes.c_uint(room)
         code = function(handle, ctypes.byref(count), buffer)
         if code == _SUCCESS:
-            return code, _parse(buffer.raw, min(count.value, room), stride)
+            return code, _parse(buffer.raw, min(count.value, room), stride) if count.value else []
         if code != _INSUFFICIENT_SIZE:
             break
-        room = max(2 * room, count.value + _ROOM)
+        room = min(max(2 * room, count.value + _ROOM), _MOST)
     return code, []
 
 
 def _parse(raw: bytes, count: int, promised: int) -> list[ProcessRow]:
     from struct import unpack_from
 
-    written = len(raw.rstrip(bytes([_PATTERN])))
+    written = len(raw.rstrip(_PATTERN))
     stride = next((size for size in _STRIDES if size * count == written), promised)
     rows = []
     for offset in range(0, count * stride, stride):

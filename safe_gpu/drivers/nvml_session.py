@@ -8,17 +8,24 @@ renamed fall back to their older names. Source: NVML API reference, nvmlReturn_t
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Any, NamedTuple
 
+from .. import procfs
 from ..devices import ProcessKind, normalize_bus_id
 from ..errors import NoDriverError
+from ..runtimes import libraries
+from . import pci
 from .nvml_processes import ProcessRow, read_rows, symbols
 
-__all__ = ["LIBRARY", "Fault", "Session"]
+__all__ = ["LIBRARY", "UNKNOWN_ERROR", "Fault", "Memory", "Session"]
 
 LIBRARY = "libnvidia-ml.so.1"
 
+_MOST_GPUS = 256
+_LONGEST = 96  # NVML_DEVICE_UUID_V2_BUFFER_SIZE and NVML_DEVICE_NAME_V2_BUFFER_SIZE
+
 _UNINITIALIZED = 1
+_INVALID_ARGUMENT = 2
 _NOT_SUPPORTED = 3
 _NO_PERMISSION = 4
 _DRIVER_NOT_LOADED = 9
@@ -30,14 +37,14 @@ _LIB_RM_VERSION_MISMATCH = 18
 _ARGUMENT_VERSION_MISMATCH = 25
 _DEPRECATED = 26
 _GPU_NOT_FOUND = 28
-_UNKNOWN = 999
+UNKNOWN_ERROR = 999
 
 _ABSENT = frozenset({_NOT_SUPPORTED, _FUNCTION_NOT_FOUND, _ARGUMENT_VERSION_MISMATCH, _DEPRECATED})
 _LOST = frozenset({_GPU_IS_LOST, _RESET_REQUIRED, _GPU_NOT_FOUND})
 _SESSION_OVER = frozenset({_UNINITIALIZED, _DRIVER_NOT_LOADED, _LIB_RM_VERSION_MISMATCH})
 
 _WORDS = {
-    2: "invalid argument",
+    _INVALID_ARGUMENT: "invalid argument",
     _NOT_SUPPORTED: "not supported",
     _NO_PERMISSION: "no permission",
     6: "not found",
@@ -54,7 +61,7 @@ _WORDS = {
     _ARGUMENT_VERSION_MISMATCH: "unknown to this driver",
     _DEPRECATED: "no longer supported by this driver",
     _GPU_NOT_FOUND: "no such GPU",
-    _UNKNOWN: "unknown error",
+    UNKNOWN_ERROR: "unknown error",
 }
 
 _NO_DRIVER = {
@@ -67,7 +74,7 @@ _NO_DRIVER = {
     _LIB_RM_VERSION_MISMATCH: "The NVIDIA driver was upgraded while its old kernel module is still loaded (driver and "
     "library versions differ): reboot, or unload and load the nvidia modules.",
     _GPU_NOT_FOUND: "The NVIDIA driver is loaded but finds no GPU: check `nvidia-smi -L` and lspci.",
-    _UNKNOWN: "NVML fails with an unknown error: in a container that lost its access to /dev/nvidia0 restart it, "
+    UNKNOWN_ERROR: "NVML fails with an unknown error: in a container that lost its access to /dev/nvidia0 restart it, "
     "elsewhere look for NVRM in dmesg.",
 }
 
@@ -95,6 +102,11 @@ class Fault(Exception):
         return self._code in _LOST
 
     @property
+    def stale_handle(self) -> bool:
+        """A handle that was good earlier is none: somebody else has started NVML anew meanwhile."""
+        return self._code == _INVALID_ARGUMENT
+
+    @property
     def session_over(self) -> bool:
         """NVML as a whole is gone, at least for this session."""
         return self._code in _SESSION_OVER
@@ -102,6 +114,15 @@ class Fault(Exception):
     def as_no_driver(self) -> NoDriverError:
         """The error for the user when it stops NVML as a whole."""
         return NoDriverError(_NO_DRIVER.get(self._code) or f"NVML cannot be used: {self}.", driver="nvml")
+
+
+class Memory(NamedTuple):
+    """Bytes of a device, None where the driver does not say; ``counts_reserved`` as in :class:`~..devices.Gpu`."""
+
+    total: int | None = None
+    used: int | None = None
+    free: int | None = None
+    counts_reserved: bool = True
 
 
 class Session:
@@ -121,8 +142,9 @@ class Session:
         self._ctypes = ctypes
         self._pynvml = pynvml
         try:
-            # pynvml binds the newest calls only. The older ones go through a handle of our own on the same library.
-            self._library = ctypes.CDLL(LIBRARY)
+            # pynvml binds the newest calls only. The older ones go through a handle of our own on the same library,
+            # which is loaded first: pynvml then gets this one, wherever the loader would have looked.
+            self._library = libraries.load(LIBRARY)
         except OSError as err:
             raise Fault(_LIBRARY_NOT_FOUND) from err
         self._lists = {
@@ -132,17 +154,19 @@ class Session:
         self._newest("nvmlInit", ("nvmlInit_v2", "nvmlInit"))
 
     def ask(self, name: str, *args: Any) -> Any:
-        """Call a function of pynvml by name."""
+        """Call a function of pynvml by name. Text comes out printable, and no longer than NVML's own buffers."""
         function = getattr(self._pynvml, name, None)
         if function is None:
             raise Fault(_FUNCTION_NOT_FOUND)
         try:
             answer = function(*args)
-            return answer.decode() if isinstance(answer, bytes) else answer
+            if isinstance(answer, bytes):
+                answer = answer.decode()
+            return procfs.printable(answer[:_LONGEST]) if isinstance(answer, str) else answer
         except self._pynvml.NVMLError as err:
             raise Fault(int(err.value)) from err
         except UnicodeDecodeError as err:
-            raise Fault(_UNKNOWN) from err
+            raise Fault(UNKNOWN_ERROR) from err
 
     def ask_or(self, default: Any, name: str, *args: Any) -> Any:
         """The same for a question that may go unanswered, unless the GPU or the session is gone altogether."""
@@ -157,39 +181,58 @@ class Session:
         """How many GPUs NVML numbers, lost ones included."""
         number = self._ctypes.c_uint(0)
         answer = self._newest("nvmlDeviceGetCount", ("nvmlDeviceGetCount",), result=number)
-        return int(number.value if answer is number else answer)
+        return min(max(0, int(number.value if answer is number else answer)), _MOST_GPUS)
 
     def handle(self, number: int) -> Any:
         """The GPU with this number."""
         handle = self._pynvml.c_nvmlDevice_t()
         return self._newest("nvmlDeviceGetHandleByIndex", ("nvmlDeviceGetHandleByIndex",), number, result=handle)
 
+    def handle_of(self, uuid: str) -> Any:
+        """The GPU with this UUID; one question, where number and UUID are two."""
+        return self.ask("nvmlDeviceGetHandleByUUID", uuid)
+
     def bus_id(self, handle: Any) -> str:
-        """PCI bus id in sysfs's form."""
+        """PCI bus id in sysfs's form; "" if what NVML says is none."""
         # Newer layouts only append to older ones, so the newest has room for all.
         info = self._pynvml.nvmlPciInfo_t()
         older = ("nvmlDeviceGetPciInfo_v2", "nvmlDeviceGetPciInfo")
         info = self._newest("nvmlDeviceGetPciInfo", older, handle, result=info)
         for text in (info.busId, getattr(info, "busIdLegacy", "")):
             if text:
-                return normalize_bus_id(text.decode("ascii", "replace") if isinstance(text, bytes) else text)
-        return f"{info.domain:04x}:{info.bus:02x}:{info.device:02x}.0"
+                break
+        else:
+            text = f"{info.domain:04x}:{info.bus:02x}:{info.device:02x}.0"
+        bus_id = normalize_bus_id(text.decode("ascii", "replace") if isinstance(text, bytes) else text)
+        return bus_id if pci.bus_order(bus_id) else ""
 
-    def memory(self, handle: Any) -> tuple[int | None, int | None, int | None]:
-        """Total, used and free bytes, None where it does not say.
+    def memory(self, handle: Any) -> Memory:
+        """The memory of a device.
 
-        Version 2, where there is one, keeps what the driver reserves for itself out of "used", as nvidia-smi does.
+        Version 2, where there is one, leaves what the driver reserves for itself out of "used", as nvidia-smi does.
         """
         info = None
         version = getattr(self._pynvml, "nvmlMemory_v2", None)
         if version is not None:
             info = self.ask_or(None, "nvmlDeviceGetMemoryInfo", handle, version)
+        counts_reserved = info is None
         if info is None:
             info = self.ask_or(None, "nvmlDeviceGetMemoryInfo", handle)
         if info is None:
-            return None, None, None
+            return Memory()
         total, used, free = (None if value == 2**64 - 1 else int(value) for value in (info.total, info.used, info.free))
-        return total, used, free
+        return Memory(total, used, free, counts_reserved)
+
+    def memory_is_node(self, handle: Any) -> bool:
+        """Whether the device's memory is a NUMA node of the kernel (GH200, GB200), whose page cache counts as used."""
+        try:
+            node = self._ctypes.c_uint(0)
+            self._newest("nvmlDeviceGetNumaNodeId", ("nvmlDeviceGetNumaNodeId",), handle, result=node)
+        except Fault as fault:
+            if fault.gpu_lost or fault.session_over:
+                raise
+            return False
+        return True
 
     def processes(self, kind: str, handle: Any) -> list[ProcessRow]:
         """The processes of one kind on a GPU or MIG instance, by the newest list that this driver answers."""

@@ -6,174 +6,10 @@ report them (:meth:`Preset.gpus`) and the CPUs as the kernel would (:meth:`Prese
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
-
-from ..devices import Gpu
 from ..errors import UnsatisfiableRequestError
-
-if TYPE_CHECKING:
-    from ..affinity.topology import HostTopology
+from .simulated_host import CONTEXT_BYTES, Cpus, Preset, SimulatedGpu, SimulatedInstance
 
 __all__ = ["CONTEXT_BYTES", "PRESETS", "Cpus", "Preset", "SimulatedGpu", "SimulatedInstance", "preset"]
-
-MIB = 1 << 20
-
-CONTEXT_BYTES = 400 * MIB
-"""What one CUDA context costs on a data-centre GPU, roughly."""
-
-_RESERVED = 4 * MIB
-_DESKTOP = 350 * MIB
-
-
-class Cpus:
-    """The processors of a host: ``packages`` sockets of ``nodes`` NUMA nodes of ``cores`` cores of two threads.
-
-    ``llc`` cores share a last-level cache. With ``adjacent`` the threads of a core have neighbouring numbers; else the
-    second threads are numbered after all first ones, as servers do. ``distances`` are those of the firmware's table, to
-    the same node, to another one of the socket, and to another socket.
-    """
-
-    def __init__(
-        self,
-        packages: int,
-        nodes: int,
-        cores: int,
-        llc: int,
-        adjacent: bool = False,
-        distances: tuple[int, int, int] = (10, 12, 32),
-    ) -> None:
-        self.packages = packages
-        self.nodes = nodes
-        self.cores = cores
-        self.llc = llc
-        self.adjacent = adjacent
-        self.distances = distances
-        self.total = packages * nodes * cores
-
-    def threads(self, first: int, count: int) -> frozenset[int]:
-        """Logical CPUs of ``count`` cores from the ``first`` on."""
-        if self.adjacent:
-            return frozenset(range(2 * first, 2 * (first + count)))
-        return frozenset(range(first, first + count)) | frozenset(range(self.total + first, self.total + first + count))
-
-    def of_node(self, node: int) -> frozenset[int]:
-        """Logical CPUs of a NUMA node."""
-        return self.threads(node * self.cores, self.cores)
-
-    def of_package(self, package: int) -> frozenset[int]:
-        """Logical CPUs of a socket."""
-        return self.threads(package * self.nodes * self.cores, self.nodes * self.cores)
-
-
-class SimulatedInstance(NamedTuple):
-    """One MIG instance: its profile ("3g.40gb") and memory in MiB."""
-
-    uuid: str
-    profile: str
-    mib: int
-
-
-class SimulatedGpu(NamedTuple):
-    """One GPU: PCI bus number, NUMA node, memory in MiB; MIG mode is on where it has ``instances``."""
-
-    uuid: str
-    bus: int
-    node: int
-    name: str
-    mib: int
-    display: bool = False
-    instances: tuple[SimulatedInstance, ...] = ()
-
-
-class Preset:
-    """One simulated host; its GPUs stand in PCI bus order. ``nvswitch``: NVLink connects each with every other."""
-
-    def __init__(self, name: str, cpus: Cpus, devices: tuple[SimulatedGpu, ...], nvswitch: bool = False) -> None:
-        self.name = name
-        self.cpus = cpus
-        self.devices = devices
-        self.nvswitch = nvswitch
-
-    def gpus(self) -> tuple[Gpu, ...]:
-        """All devices as the driver of an idle host reports them, MIG instances after their GPU."""
-        everyone = frozenset(device.uuid for device in self.devices) if self.nvswitch else frozenset()
-        found = []
-        for index, device in enumerate(self.devices):
-            mig = bool(device.instances)
-            used = _RESERVED + (_DESKTOP if device.display else 0)
-            whole = Gpu(
-                index=index,
-                uuid=device.uuid,
-                name=device.name,
-                pci_bus_id=f"0000:{device.bus:02x}:00.0",
-                numa_node=device.node,
-                memory_total=device.mib * MIB,
-                memory_used=used,
-                memory_free=device.mib * MIB - used,
-                utilization=None if mig else 0,
-                display_active=device.display,
-                unusable="MIG mode is on: claim one of its instances" if mig else None,
-                mig_enabled=mig,
-                nvlink_peers=everyone - {device.uuid},
-            )
-            found.append(whole)
-            found += [
-                Gpu(
-                    index=index,
-                    uuid=instance.uuid,
-                    name=f"{device.name} MIG {instance.profile}",
-                    pci_bus_id=whole.pci_bus_id,
-                    numa_node=device.node,
-                    memory_total=instance.mib * MIB,
-                    memory_used=_RESERVED,
-                    memory_free=instance.mib * MIB - _RESERVED,
-                    mig_parent=device.uuid,
-                    mig_instance=number,
-                )
-                for number, instance in enumerate(device.instances)
-            ]
-        return tuple(found)
-
-    def topology(self) -> HostTopology:
-        """The CPUs of the host, and where its GPUs are among them."""
-        from ..affinity.topology import GpuLocality, HostTopology
-
-        cpus = self.cpus
-        nodes = range(cpus.packages * cpus.nodes)
-        same, socket, remote = cpus.distances
-        return HostTopology(
-            cpus=frozenset(range(2 * cpus.total)),
-            cores=tuple(cpus.threads(core, 1) for core in range(cpus.total)),
-            nodes={node: cpus.of_node(node) for node in nodes},
-            packages={package: cpus.of_package(package) for package in range(cpus.packages)},
-            llc=tuple(cpus.threads(first, cpus.llc) for first in range(0, cpus.total, cpus.llc)),
-            distances={
-                one: {
-                    other: same if one == other else socket if one // cpus.nodes == other // cpus.nodes else remote
-                    for other in nodes
-                }
-                for one in nodes
-            },
-            gpus=tuple(
-                GpuLocality(
-                    index=index,
-                    uuid=device.uuid,
-                    numa_node=device.node,
-                    node_cpus=cpus.of_node(device.node),
-                    socket_cpus=cpus.of_package(device.node // cpus.nodes),
-                    pci_bus_id=f"0000:{device.bus:02x}:00.0",
-                    source=f"simulated:{self.name}",
-                )
-                for index, device in enumerate(self.devices)
-            ),
-        )
-
-    def node_of(self, uuid: str) -> int | None:
-        """The NUMA node of a GPU or MIG instance; None for a UUID that is not of this host."""
-        for device in self.devices:
-            if uuid == device.uuid or any(uuid == instance.uuid for instance in device.instances):
-                return device.node
-        return None
 
 
 def preset(name: str) -> Preset:
@@ -304,7 +140,76 @@ _MIG_H100 = Preset(
     ),
 )
 
-PRESETS: dict[str, Preset] = {
-    host.name: host for host in (_DGX_A100, _DGX_H100, _WORKSTATION_MIXED, _LAPTOP, _BIG_16, _MIG_H100)
-}
+_MI250X = Preset(
+    "mi250x",
+    Cpus(packages=1, nodes=4, cores=16, llc=8),  # an EPYC 7A53, as in LUMI and Frontier: each die is next to one L3
+    _alike(
+        "AMD Instinct MI250X",
+        65520,
+        (0xC1, 3, "a3f1c07e52d98b16"),
+        (0xC6, 3, "0d7be93a41c6f528"),
+        (0xC9, 1, "5e2490b7fd13a86c"),
+        (0xCE, 1, "c86fa1350e7d94b2"),
+        (0xD1, 0, "71d4e8290ba35fc6"),
+        (0xD6, 0, "f90b6c5d3e1782a4"),
+        (0xD9, 2, "2ac7538e96f0d41b"),
+        (0xDE, 2, "b4187dfa60c2e935"),
+    ),
+    nvswitch=True,
+)
+
+
+def _partitioned(name: str, mib: int, partitions: int, *places: tuple[int, int, int]) -> tuple[SimulatedGpu, ...]:
+    """GPUs that are split into partitions, from (bus, node, first unique id). Partitions share a bus id."""
+    return tuple(
+        SimulatedGpu(f"GPU-{unique_id + partition:016x}", bus, node, name, mib)
+        for bus, node, unique_id in places
+        for partition in range(partitions)
+    )
+
+
+_MI300X_CPX = Preset(
+    "mi300x-cpx",
+    Cpus(packages=2, nodes=1, cores=96, llc=8, distances=(10, 10, 32)),  # two EPYC 9654
+    _partitioned(
+        "AMD Instinct MI300X",
+        24560,
+        8,
+        (0x05, 0, 0x9C41B2D7058EF310),
+        (0x26, 0, 0x1FD80A6E93B7C520),
+        (0x46, 0, 0xE07B54C81A2F9D30),
+        (0x65, 0, 0x48A3F61D7C05EB40),
+        (0x85, 1, 0xD2956E0BF84A1C50),
+        (0xA6, 1, 0x370CE8B15D9F2460),
+        (0xC6, 1, 0xAB62147F0E83D970),
+        (0xE5, 1, 0x6D1F93C052B8A780),
+    ),
+    nvswitch=True,
+)
+
+_TWO_VENDORS = Preset(
+    "two-vendors",
+    Cpus(packages=2, nodes=1, cores=32, llc=8, distances=(10, 10, 32)),  # two EPYC 7543
+    (
+        *_alike(
+            "NVIDIA A100-PCIE-40GB",
+            40960,
+            (0x21, 0, "0ad28a51-5c1e-7d04-9b1d-2f1f6e0c4b93"),
+            (0x24, 0, "5b3c9fe2-7a60-4c88-8e57-91d0ab5be6f4"),
+            (0xA1, 1, "9e01d7b6-3f42-2a95-b6c3-48e7705fd128"),
+            (0xA4, 1, "c47f2e80-1b9d-6e37-a20f-d35c98e614a7"),
+        ),
+        *_alike(
+            "AMD Instinct MI210",
+            65520,
+            (0x43, 0, "1c6e90fb35a7d284"),
+            (0x46, 0, "83f5a1d40e2b79c6"),
+            (0xC3, 1, "d70b4e9f68c13a52"),
+            (0xC6, 1, "49a2f8c7b05e6d31"),
+        ),
+    ),
+)
+
+_ALL = (_DGX_A100, _DGX_H100, _WORKSTATION_MIXED, _LAPTOP, _BIG_16, _MIG_H100, _MI250X, _MI300X_CPX, _TWO_VENDORS)
+PRESETS: dict[str, Preset] = {host.name: host for host in _ALL}
 """Name -> host."""

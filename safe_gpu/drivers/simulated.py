@@ -1,46 +1,51 @@
 """A driver without GPUs: a preset host whose processes are files in the state directory.
 
 It simulates the driver only. Who is on which GPU is as real as elsewhere: a context is an open, locked file, and the
-kernel closes it when its process ends in whatever way, or becomes another program. So nothing is guessed from pids,
-which may be recycled or belong to another container.
+kernel closes it when its process ends in whatever way, or becomes another program.
 
-    <state directory>/simulated/<preset>/<uuid>.<pid>-<bytes>-<kind>-<number>     empty, mode 0644, flocked while alive
+    <tree>/<preset>/<uuid>.<pid>-<bytes>-<kind>-<number>     empty, mode 0644, flocked while alive
+    <tree>/<preset>/<uuid>.bad                               a GPU that refuses contexts with the error that stands here
 
-All users of a host share one directory of mode 1777. Files that nobody locks are the dead's: they do not count, and
-whoever may unlinks them in passing.
+The tree is ``SAFE_GPU_SIMULATED_DIR``, else ``simulated`` in the state directory. All users of a host share one
+directory of mode 1777. Files that nobody locks were left by processes that have ended: they do not count, and a poll
+unlinks those that it may. It finds out by trying a shared lock for a moment. So who makes a file locks it without
+blocking, and makes another one where it is locked or has been unlinked meanwhile. ``kind`` is ``compute``, ``graphics``
+or ``mps``.
 """
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import time
-from contextlib import ExitStack, suppress
+from collections.abc import Container, Sequence
 from dataclasses import replace
-from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from ..coordination.files import StateDir, state_dir_path
+from ..coordination.names import simulated_prefix
+from ..coordination.signals import HeldBack
 from ..devices import Gpu, GpuProcess, HostSnapshot, ProcessKind
 from ..errors import PlaceholderError, StateDirError
+from ..runtimes.runtime import Runtime
+from .nvidia_host import resolved
 from .presets import CONTEXT_BYTES
 from .presets import preset as find_preset
+from .simulated_context import SimulatedContext, is_alive, set_trouble, trouble_of
 
 if TYPE_CHECKING:
-    from ..affinity.topology import HostTopology
+    from ..topology import HostTopology
 
-__all__ = ["SimulatedContext", "SimulatedDriver", "SimulatedPlaceholder"]
+__all__ = ["SimulatedDriver", "SimulatedPlaceholder", "SimulatedRuntime"]
 
-_VERSION = "550.54.15"
+_VERSIONS = {"nvidia": "550.54.15", "amd": "6.8.5"}
 _TREE = "simulated"
 _CREATION_PATIENCE = 1.0  # how long another user's first use may take between its mkdir and its chmod, seconds
-_ENTRY = r"((?:GPU|MIG)-[0-9a-f-]{36})\.([0-9]{1,10})-([0-9]{1,15})-(compute|graphics|mps)-[0-9]+"
+_ENTRY = r"((?:GPU|MIG)-[0-9a-f-]{36}|GPU-[0-9a-f]{16})\.([0-9]{1,10})-([0-9]{1,15})-(compute|graphics|mps)-[0-9]+"
 _Usage = dict["tuple[int, str]", int]
 """(pid, kind) -> bytes, on one device."""
 
-_OPEN_DIR = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_OPEN_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_OPEN_DIR = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 class SimulatedDriver:
@@ -48,18 +53,23 @@ class SimulatedDriver:
 
     Args:
         preset: name of the host (``dgx-a100``, ``dgx-h100``, ``workstation-mixed``, ``laptop``, ``big-16``,
-            ``mig-h100``).
-        state_dir: where the processes are kept; None: ``SAFE_GPU_DIR``, else ``/tmp/safe-gpu``. It is made when the
-            first process comes.
+            ``mig-h100``, ``mi250x``, ``mi300x-cpx``, ``two-vendors``).
+        state_dir: where the processes are kept, in ``simulated``; None: in ``SAFE_GPU_SIMULATED_DIR``, else in
+            ``simulated`` in the state directory. It is made when the first process comes.
+        vendor: whose GPUs it has, on a host with those of both; None: NVIDIA's there.
 
     Raises:
-        UnsatisfiableRequestError: no such preset.
+        UnsatisfiableRequestError: no such preset. StateDirError: a relative path.
     """
 
-    def __init__(self, preset: str, state_dir: str | None = None) -> None:
-        self._host = find_preset(preset)
+    def __init__(self, preset: str, state_dir: str | None = None, *, vendor: str | None = None) -> None:
+        self._host = find_preset(preset).of(vendor)
         self._state_dir = state_dir_path() if state_dir is None else state_dir
-        self._idle = HostSnapshot(self._host.gpus(), self.name, _VERSION)
+        self._place = (*_tree_of(state_dir, self._state_dir), self._host.name)
+        prefix = simulated_prefix(os.path.join(*self._place[:-1]))
+        gpus = self._host.gpus()
+        self._idle = HostSnapshot(gpus, self.name, _VERSIONS[gpus[0].vendor], prefix)
+        self._by_uuid = {gpu.uuid: gpu for gpu in self._idle.gpus}
         self._polled: dict[str, tuple[_Usage, Gpu]] = {}
 
     @property
@@ -67,8 +77,8 @@ class SimulatedDriver:
         return f"simulated:{self._host.name}"
 
     @property
-    def uses_cuda(self) -> bool:
-        return False
+    def runtime(self) -> SimulatedRuntime:
+        return SimulatedRuntime(self)
 
     @property
     def idle(self) -> HostSnapshot:
@@ -81,37 +91,64 @@ class SimulatedDriver:
         Raises:
             StateDirError: the tree of processes cannot be read.
         """
+        usage = self._usage(self._by_uuid)
+        if not usage:
+            return self._idle
+        gpus = tuple(self._used(gpu, usage[gpu.uuid]) if gpu.uuid in usage else gpu for gpu in self._idle.gpus)
+        return HostSnapshot(gpus, self._idle.driver, self._idle.driver_version, self._idle.names)
+
+    def usage(self, gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
+        """These devices with the processes that live now; the same errors as :meth:`snapshot`."""
+        usage = self._usage({gpu.uuid for gpu in gpus})
+        return tuple(
+            self._used(self._by_uuid[gpu.uuid], usage.get(gpu.uuid, {})) if gpu.uuid in self._by_uuid else _gone(gpu)
+            for gpu in gpus
+        )
+
+    def linked(self, snapshot: HostSnapshot) -> HostSnapshot:
+        """The poll as it is: NVLink is part of the preset."""
+        return snapshot
+
+    def detailed(self, snapshot: HostSnapshot) -> HostSnapshot:
+        """The poll as it is: it lists all processes, and utilisation is not simulated."""
+        return snapshot
+
+    def _usage(self, uuids: Container[str]) -> dict[str, _Usage]:
+        """What lives on these devices; idle ones are left out."""
+        with HeldBack():
+            return self._read_usage(uuids)
+
+    def _read_usage(self, uuids: Container[str]) -> dict[str, _Usage]:
+        usage: dict[str, _Usage] = {}
         try:
             tree = self._open_tree()
             try:
-                entries = [
-                    entry for name in os.listdir(tree) if (entry := re.fullmatch(_ENTRY, name)) and _alive(name, tree)
-                ]
+                for name in os.listdir(tree):
+                    entry = re.fullmatch(_ENTRY, name)
+                    if entry and entry[1] in uuids and is_alive(name, tree):
+                        used = usage.setdefault(entry[1], {})
+                        key = int(entry[2]), entry[4]
+                        used[key] = used.get(key, 0) + int(entry[3])
             finally:
                 os.close(tree)
         except FileNotFoundError:
-            return self._idle
+            return {}
         except OSError as err:
-            with StateDir(self._state_dir):
+            with StateDir(self._place[0]):
                 pass  # where it is the state directory itself, this says more
             raise self._unreadable(err) from err
-        if not entries:
-            return self._idle
-        usage: dict[str, _Usage] = {}
-        for entry in entries:
-            used = usage.setdefault(entry[1], {})
-            key = int(entry[2]), entry[4]
-            used[key] = used.get(key, 0) + int(entry[3])
-        gpus = tuple(self._used(gpu, usage[gpu.uuid]) if gpu.uuid in usage else gpu for gpu in self._idle.gpus)
-        return HostSnapshot(gpus, self._idle.driver, self._idle.driver_version)
+        return usage
 
     def _used(self, gpu: Gpu, usage: _Usage) -> Gpu:
         """The device with its processes; the same record as at the last poll where nothing has changed."""
+        if not usage:
+            return gpu
         known = self._polled.get(gpu.uuid)
         if known is None or known[0] != usage:
             total = gpu.memory_total or 0
             taken = min((gpu.memory_used or 0) + sum(usage.values()), total)
-            processes = tuple(GpuProcess(pid, kind, memory) for (pid, kind), memory in sorted(usage.items()))
+            listed = (GpuProcess(pid, kind, memory) for (pid, kind), memory in sorted(usage.items()))
+            processes = resolved(listed, by_devices=False)
             known = usage, replace(gpu, memory_used=taken, memory_free=total - taken, processes=processes)
             self._polled[gpu.uuid] = known
         return known[1]
@@ -136,16 +173,26 @@ class SimulatedDriver:
         if gpu is None or gpu.unusable:
             reason = gpu.unusable if gpu else "no such device"
             raise PlaceholderError(f"{self.name} cannot run anything on {uuid}: {reason}", uuid=uuid)
-        place = (self._state_dir, _TREE, self._host.name)
-        return SimulatedContext(place, uuid, memory, kind, os.getpid() if pid is None else pid)
+        trouble = trouble_of(self._place, uuid)
+        if trouble:
+            raise PlaceholderError(f"{self.name} cannot make a context on {uuid}: {trouble}", uuid=uuid)
+        return SimulatedContext(self._place, uuid, memory, kind, os.getpid() if pid is None else pid)
+
+    def damage(
+        self, uuid: str, error: str = "CUDA_ERROR_ECC_UNCORRECTABLE: uncorrectable ECC error encountered"
+    ) -> None:
+        """Let a device refuse contexts with this error until ``error`` is set to "".
+
+        Raises:
+            StateDirError: the state directory cannot be written.
+        """
+        set_trouble(self._place, uuid, error)
 
     def visible(self) -> tuple[str, ...]:
         """UUIDs that CUDA would show this process now, by ordinal, as its environment says."""
-        from ..visibility import parse
+        from ..runtimes.variables import read
 
-        fence = parse(
-            os.environ.get("CUDA_VISIBLE_DEVICES"), self._idle, device_order=os.environ.get("CUDA_DEVICE_ORDER")
-        )
+        fence = read(os.environ, self._idle)
         if fence is not None:
             return fence.uuids
         return tuple(gpu.uuid for gpu in self._idle.gpus if not gpu.unusable)
@@ -159,9 +206,6 @@ class SimulatedDriver:
 
     def host_topology(self) -> HostTopology:
         return self._host.topology()
-
-    def default_placeholder(self, logger: Any = None) -> SimulatedPlaceholder:
-        return SimulatedPlaceholder(logger, driver=self)
 
     def close(self) -> None:
         """Nothing is open between polls; contexts belong to their process, as with a real driver."""
@@ -178,8 +222,8 @@ class SimulatedDriver:
             time.sleep(0.005)
 
     def _descend(self) -> int:
-        tree = os.open(self._state_dir, _OPEN_DIR)
-        for name in (_TREE, self._host.name):
+        tree = os.open(self._place[0], _OPEN_DIR)
+        for name in self._place[1:]:
             above = tree
             try:
                 tree = os.open(name, _OPEN_DIR, dir_fd=above)
@@ -188,7 +232,7 @@ class SimulatedDriver:
         return tree
 
     def _unreadable(self, err: OSError) -> StateDirError:
-        path = os.path.join(self._state_dir, _TREE, self._host.name)
+        path = os.path.join(*self._place)
         return StateDirError(
             f"the simulated host cannot read {path} ({err.strerror}): make it and what is above it plain directories "
             "with mode 1777, or set SAFE_GPU_DIR to another directory",
@@ -197,113 +241,30 @@ class SimulatedDriver:
         )
 
 
-def _alive(name: str, directory: int) -> bool:
-    """Whether somebody holds the lock of this entry; if nobody does, it is removed where this user may."""
-    try:
-        fd = os.open(name, _OPEN_FILE, dir_fd=directory)
-    except OSError:
-        return False  # gone meanwhile, or not an entry at all
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    else:
-        # Under our shared lock: its maker, if this is a context in the making, sees that the name is gone.
-        with suppress(OSError):
-            os.unlink(name, dir_fd=directory)
-        return False
-    finally:
-        os.close(fd)
+def _tree_of(given: str | None, state_dir: str) -> tuple[str, ...]:
+    """Where the processes of simulated hosts are: a directory, and what is below it. Its path is the host's identity:
+    processes with two state directories and one tree are on one host."""
+    tree = os.environ.get("SAFE_GPU_SIMULATED_DIR") if given is None else None
+    if not tree:
+        return state_dir, _TREE
+    if not os.path.isabs(tree):
+        raise StateDirError(f"SAFE_GPU_SIMULATED_DIR={tree} is relative: set it to an absolute path", path=tree)
+    return (os.path.abspath(tree),)
 
 
-_contexts: set[SimulatedContext] = set()
-_numbers = count()
+def _gone(gpu: Gpu) -> Gpu:
+    text = "this host has no such device"
+    return replace(gpu, processes=None, process_error=text, unusable=text, lost=True)
 
 
-def _forget() -> None:
-    """In a forked child: the contexts are its parent's, and must not outlive that one through copies of the locks."""
-    for context in _contexts:
-        context._disown()
-    _contexts.clear()
+class SimulatedRuntime(Runtime):
+    """No library knows these GPUs; the placeholder is a context on the simulated host."""
 
+    def __init__(self, driver: SimulatedDriver) -> None:
+        self._driver = driver
 
-os.register_at_fork(after_in_child=_forget)
-
-
-class SimulatedContext:
-    """A live process on a simulated GPU; made by :meth:`SimulatedDriver.occupy`.
-
-    It lives until it is closed (``with`` does), or its process ends or executes another program.
-
-    Attributes: ``uuid`` of the device, ``pid`` as the driver shows it, ``memory`` in bytes.
-    """
-
-    def __init__(self, place: tuple[str, ...], uuid: str, memory: int, kind: str, pid: int) -> None:
-        self.uuid = uuid
-        self.pid = pid
-        self.memory = memory
-        with ExitStack() as stack:
-            directory: StateDir | None = None
-            for name in place:
-                directory = stack.enter_context(StateDir(name, directory))
-            assert directory is not None
-            self._directory = os.dup(directory.fd)
-            try:
-                self._fd, self._name = _enter(directory, f"{uuid}.{pid}-{memory}-{kind}")
-            except BaseException:
-                os.close(self._directory)
-                raise
-        _contexts.add(self)
-
-    def close(self) -> None:
-        """Leave the GPU; safe to call twice, and without effect in a forked child, whose context it is not."""
-        if self._fd < 0:
-            return
-        with suppress(OSError):
-            os.unlink(self._name, dir_fd=self._directory)
-        self._disown()
-        _contexts.discard(self)
-
-    def _disown(self) -> None:
-        for fd in (self._fd, self._directory):
-            if fd >= 0:
-                os.close(fd)
-        self._fd = self._directory = -1
-
-    def __enter__(self) -> SimulatedContext:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
-
-def _enter(directory: StateDir, stem: str) -> tuple[int, str]:
-    """Make the entry of a context and take its lock; returns its descriptor and name."""
-    fd = -1
-    try:
-        while True:
-            name = f"{stem}-{next(_numbers)}"
-            try:
-                fd = os.open(name, _OPEN_FILE | os.O_CREAT | os.O_EXCL, 0o644, dir_fd=directory.fd)
-            except FileExistsError:
-                continue  # left by a dead process with our pid, of a user whose files we cannot remove
-            os.fchmod(fd, 0o644)
-            with suppress(BlockingIOError):
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if os.fstat(fd).st_nlink:
-                    return fd, name
-            # A poll came between, took it for a dead one's and removes it.
-            os.close(fd)
-            fd = -1
-    except OSError as err:
-        if fd >= 0:
-            os.close(fd)
-        raise StateDirError(
-            f"the simulated host cannot write {directory.path} ({err.strerror}): free some space there, "
-            "or set SAFE_GPU_DIR to another directory",
-            path=directory.path,
-            errno=err.errno,
-        ) from err
+    def default_placeholder(self, logger: Any = None) -> SimulatedPlaceholder:
+        return SimulatedPlaceholder(logger, driver=self._driver)
 
 
 class SimulatedPlaceholder:
@@ -335,14 +296,21 @@ class SimulatedPlaceholder:
         Raises:
             PlaceholderError: ``SAFE_GPU_DRIVER`` names none.
         """
-        if self._driver is None:
-            kind, _, name = os.environ.get("SAFE_GPU_DRIVER", "").partition(":")
-            if kind != "simulated":
-                raise PlaceholderError(
-                    "SimulatedPlaceholder needs a simulated host: set SAFE_GPU_DRIVER=simulated:dgx-a100, "
-                    "or use CudaPlaceholder on real GPUs"
-                )
-            self._driver = SimulatedDriver(name)
+        self._found()
+
+    def _found(self) -> SimulatedDriver:
+        """The given host, else that of the GPUs that the environment names now: a claim sets it after ``prepare``."""
+        if self._driver is not None:
+            return self._driver
+        kind, _, name = os.environ.get("SAFE_GPU_DRIVER", "").partition(":")
+        if kind != "simulated":
+            raise PlaceholderError(
+                "SimulatedPlaceholder needs a simulated host: set SAFE_GPU_DRIVER=simulated:dgx-a100, "
+                "or use CudaPlaceholder on real GPUs"
+            )
+        from .vendors import meant_vendor
+
+        return SimulatedDriver(name, vendor=meant_vendor(os.environ))
 
     def __call__(self, device_no: int) -> SimulatedContext:
         """Start a context on the device that CUDA_VISIBLE_DEVICES shows as ``device_no``.
@@ -351,18 +319,17 @@ class SimulatedPlaceholder:
             PlaceholderError: it shows fewer devices.
             StateDirError: the state directory cannot be written.
         """
-        self.prepare()
-        assert self._driver is not None
-        visible = self._driver.visible()
+        driver = self._found()
+        visible = driver.visible()
         if not 0 <= device_no < len(visible):
             raise PlaceholderError(
                 f"there is no simulated CUDA device {device_no}: CUDA_VISIBLE_DEVICES="
-                f"{os.environ.get('CUDA_VISIBLE_DEVICES')} shows {len(visible)} of {self._driver.name}",
+                f"{os.environ.get('CUDA_VISIBLE_DEVICES')} shows {len(visible)} of {driver.name}",
                 device_no=device_no,
             )
         if self.delay > 0:
             time.sleep(self.delay)
-        return self._driver.occupy(visible[device_no], memory=self.memory)
+        return driver.occupy(visible[device_no], memory=self.memory)
 
     def release(self, thing: SimulatedContext) -> None:
         """Leave the GPU."""

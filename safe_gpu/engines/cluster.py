@@ -1,19 +1,20 @@
-"""All or nothing across hosts, without deadlock: what the engines share, driven by whatever can claim on one host.
+"""Claims all hosts or none, without deadlock. All engines use this module.
 
-Every cluster claim orders its hosts in the same way, and *waits* for a host only while it holds nothing but hosts that
-come before it. A ring of claims, each waiting for a host that the next one holds, would need one that waits for a host
-before one that it holds; there is none, so there is no deadlock, whatever the number of claims and hosts.
+Every cluster claim orders its hosts in the same way. It *waits* for a host only while all hosts that it holds come
+before that host. A deadlock is a cycle of claims, each waiting for a host that the next one holds. At least one claim
+in a cycle would have to wait for a host that comes before one that it holds. No claim does that, so there is no
+deadlock, whatever the number of claims and hosts.
 
-Waiting host by host would make a claim as slow as all its hosts together. So hosts are first *tried*, all at the same
-time and without waiting. Where all deliver, which is the common case, the claim has cost as much as its slowest host.
-Else everything behind the first host that did not deliver is given back, that one host is waited for (in its own queue,
-first come, first served, holding only hosts before it), and the rest is tried again. A try never waits, so it adds
-nothing to the argument above, and each wait adds a host that stays held: there are at most as many waits as hosts.
+Waiting for one host after the other would add up the times of all hosts. So hosts are first *tried*, all at the same
+time and without waiting. If all succeed, which is the common case, the claim takes as long as its slowest host.
+Otherwise the claim gives back all hosts after the first one that is busy, waits for the busy host (in that host's
+queue, first come, first served), and tries the rest again. A try never waits, so the argument above still holds. Each
+wait adds a host that stays held, so there are at most as many waits as hosts.
 
-A claim that may not wait (``timeout=0``) has no second chance after a try that met another claim's try: two claims of
-the same hosts, each with one of them in its hands, would both fail. It tries the first host alone and the others, all
-at once, when it has that one: of two claims that start at the same host one goes on, and the other stops without having
-touched the rest. That costs the time of two hosts instead of one, however many there are.
+A claim that may not wait (``timeout=0``) cannot try again after a conflict: two claims of the same hosts could each get
+one host, and both would fail. It therefore tries the first host alone, and the other hosts, all at once, after it has
+the first. Of two such claims with the same first host, one continues and the other fails without holding any host.
+This takes the time of two hosts instead of one, whatever the number of hosts.
 """
 
 from __future__ import annotations
@@ -33,39 +34,39 @@ _ErrorT = TypeVar("_ErrorT", bound=SafeGpuError)
 
 
 class HostClaimer(Protocol[_GrantT_co]):
-    """The claim on one host. Its calls only start things, so that many hosts work side by side."""
+    """The claim on one host. ``begin`` and ``give_back`` return at once, so that many hosts work at the same time."""
 
     @property
     def host(self) -> str:
-        """What errors call it."""
+        """The name of the host in errors."""
 
     @property
     def rank(self) -> tuple[str, ...]:
-        """Its place in the order of all hosts: different for different hosts, the same for every claim."""
+        """The sort key of this host: different for different hosts, the same for every claim."""
 
     def begin(self, timeout: float | None) -> None:
-        """Start claiming: seconds to wait for GPUs, 0 does not wait, None waits for ever."""
+        """Start claiming; ``timeout`` in seconds, 0 does not wait, None waits for ever."""
 
     def outcome(self) -> _GrantT_co:
-        """What ``begin`` led to, as soon as that is known.
+        """Wait for the result of ``begin`` and return what the host granted.
 
         Raises:
-            NotEnoughGpusError: busy, and nothing is held there.
-            SafeGpuError: anything else, and nothing is held there.
+            NotEnoughGpusError: the host is busy, and nothing is held there.
+            SafeGpuError: any other error, and nothing is held there.
         """
 
     def give_back(self) -> None:
-        """Start giving back what ``outcome`` granted."""
+        """Start to give back what ``outcome`` granted."""
 
     def given_back(self) -> None:
-        """Wait for what ``give_back`` started."""
+        """Wait for the end of ``give_back``."""
 
     def abandon(self) -> None:
-        """Let go in whatever state it is, also between ``begin`` and ``outcome``; nothing is called afterwards."""
+        """End the claim in any state, also between ``begin`` and ``outcome``. No call follows."""
 
 
 def on_host(host: str, error: _ErrorT) -> _ErrorT:
-    """The same error; its message and a new attribute ``host`` say where it happened."""
+    """The same error, with the host in its message and in a new attribute ``host``."""
     if not getattr(error, "host", None):
         error.host = host  # type: ignore[attr-defined]
         error.message = f"{host}: {error.message}"
@@ -84,23 +85,24 @@ def claim_on_all(
     Args:
         claimers: one per host, in any order.
         timeout: one deadline for all of them, in seconds; 0 does not wait, None waits for ever.
-        on_wait: called with the host and what it said, each time a host has to be waited for.
-        clock: seconds, never running backwards.
+        on_wait: called with the host and its refusal, each time before the claim waits for a host.
+        clock: a monotonic clock in seconds.
 
     Returns:
         What each host granted, in the order of ``claimers``.
 
     Raises:
-        SafeGpuError: from a host that did not deliver, see :func:`on_host`. All claimers have been abandoned then.
+        SafeGpuError: the error of a host, see :func:`on_host`. All claimers have been abandoned then.
     """
-    ordered = sorted(claimers, key=lambda claimer: claimer.rank)
+    order = sorted(range(len(claimers)), key=lambda number: claimers[number].rank)
     try:
-        grants = _Attempt(ordered, timeout, on_wait, clock).run()
+        grants = _Attempt([claimers[number] for number in order], timeout, on_wait, clock).run()
     except BaseException:
         for claimer in claimers:
             claimer.abandon()
         raise
-    return [grants[ordered.index(claimer)] for claimer in claimers]
+    by_number = dict(zip(order, grants, strict=True))
+    return [by_number[number] for number in range(len(claimers))]
 
 
 class _Attempt(Generic[_GrantT]):
@@ -116,7 +118,7 @@ class _Attempt(Generic[_GrantT]):
         self._on_wait = on_wait
         self._clock = clock
         self._deadline = None if timeout is None else clock() + timeout
-        self._grants: list[_GrantT] = []  # of the first hosts, which stay held from here
+        self._grants: list[_GrantT] = []  # of the first hosts in the order, which stay held
 
     def run(self) -> list[_GrantT]:
         while len(self._grants) < len(self._claimers):
@@ -129,11 +131,11 @@ class _Attempt(Generic[_GrantT]):
         return self._grants
 
     def _try(self, ahead: Sequence[HostClaimer[_GrantT]]) -> NotEnoughGpusError | None:
-        """Try hosts side by side and keep those before the first that is busy; what that one said, or None."""
+        """Try hosts at the same time and keep those before the first busy one; return its refusal, or None."""
         for claimer in ahead:
             claimer.begin(0)
         refusal: NotEnoughGpusError | None = None
-        hopeless: SafeGpuError | None = None
+        error: SafeGpuError | None = None
         behind: list[HostClaimer[_GrantT]] = []
         for claimer in ahead:
             try:
@@ -141,14 +143,14 @@ class _Attempt(Generic[_GrantT]):
             except NotEnoughGpusError as err:
                 refusal = refusal or on_host(claimer.host, err)
             except SafeGpuError as err:
-                hopeless = hopeless or on_host(claimer.host, err)
+                error = error or on_host(claimer.host, err)
             else:
                 if refusal is None:
                     self._grants.append(grant)
                 else:
                     behind.append(claimer)
-        if hopeless is not None:  # whatever the busy ones give later
-            raise hopeless
+        if error is not None:  # waiting for the busy hosts cannot help
+            raise error
         for claimer in behind:
             claimer.give_back()
         for claimer in behind:
@@ -168,7 +170,7 @@ class _Attempt(Generic[_GrantT]):
             self._grants.append(claimer.outcome())
         except SafeGpuError as err:
             if isinstance(err, ClaimTimeout) and self._timeout is not None:
-                err.timeout = self._timeout  # the host only saw what was left of it
+                err.timeout = self._timeout  # the host was given only the remaining time
             raise on_host(claimer.host, err) from None
 
 
@@ -183,14 +185,16 @@ class ClusterGpu:
     """One GPU of a cluster claim.
 
     Attributes:
-        host: the host's name, as the engine knows it.
-        node_id: the engine's own id of the node.
-        index, uuid: as nvidia-smi shows them there.
-        cpus: the CPUs next to it that its workers shall use; empty: no preference.
-        cores: the same, as the hardware threads of each physical core.
-        numa_node: the NUMA node whose memory is next to it; None is unknown.
-        environment: the variables that show exactly this GPU to CUDA, and let its workers claim it.
-        inherited_position: its place in the CUDA_VISIBLE_DEVICES that the holder was started with; None without one.
+        host: the engine's name of the host.
+        node_id: the engine's id of the node.
+        index, uuid: as nvidia-smi shows them on that host; ROCR's number and UUID of an AMD GPU.
+        cpus: the CPUs next to it, for its workers; empty: no preference.
+        cores: the same CPUs, as the hardware threads of each physical core.
+        numa_node: the NUMA node next to it; None is unknown.
+        vendor: "nvidia" or "amd".
+        environment: the variables that make only this GPU visible to CUDA or HIP, and allow its workers to claim it.
+        inherited_position: its position in the CUDA_VISIBLE_DEVICES, or ROCR_VISIBLE_DEVICES for an AMD GPU, that the
+            holder inherited; None without one.
     """
 
     host: str
@@ -200,6 +204,7 @@ class ClusterGpu:
     cpus: frozenset[int] = frozenset()
     cores: tuple[tuple[int, ...], ...] = field(default=(), repr=False)
     numa_node: int | None = field(default=None, repr=False)
+    vendor: str = field(default="nvidia", repr=False)
     environment: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
     inherited_position: int | None = field(default=None, repr=False)
 
@@ -207,10 +212,10 @@ class ClusterGpu:
 class ClusterClaim:
     """GPUs on one host or several, held from the claim to :meth:`release`, the end of ``with``, or exit.
 
-    Dropping the object lets go of nothing.
+    Deleting the last reference to the object does not release the GPUs.
 
     Attributes:
-        gpus: what is held, host by host in the order of ``nodes``, by index within each.
+        gpus: the held GPUs, host by host in the order of ``nodes``, by index within each host.
     """
 
     def __init__(self, gpus: Sequence[ClusterGpu]) -> None:
@@ -230,30 +235,30 @@ class ClusterClaim:
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """The hosts' names, in the order of ``gpus``, each once."""
+        """The names of the hosts, in the order of ``gpus``, without repeats."""
         return tuple(dict.fromkeys(gpu.host for gpu in self.gpus))
 
     def check(self) -> None:
-        """Make sure that every GPU is still held.
+        """Check that every GPU is still held.
 
         Raises:
-            HolderLostError: the process that holds a host's GPUs is gone, and with it the claim there.
+            HolderLostError: the process that held a host's GPUs has exited, so the claim on that host is lost.
             UnsatisfiableRequestError: the claim was released.
         """
         self._check_unreleased()
         self._check(self.gpus)
 
     def release(self) -> None:
-        """Give all GPUs back; safe to call twice."""
+        """Release all GPUs; safe to call twice."""
         if not self._released:
             self._released = True
             _live.discard(self)
             self._release()
 
     def _known(self, gpu: ClusterGpu) -> ClusterGpu:
-        """That GPU of ours; whoever passes another one has mixed up two claims."""
+        """The GPU itself, if it belongs to this claim and is still held."""
         if gpu not in self.gpus:
-            raise UnsatisfiableRequestError(f"{gpu!r} is no GPU of {self!r}: pass one of claim.gpus", value=gpu)
+            raise UnsatisfiableRequestError(f"{gpu!r} is not a GPU of {self!r}: pass one of claim.gpus", value=gpu)
         self._check_unreleased()
         self._check((gpu,))
         return gpu
@@ -269,5 +274,6 @@ class ClusterClaim:
         raise NotImplementedError
 
 
-# Engines end what nobody refers to any more (Ray an actor, Dragon a queue), and a claim is not to end that way.
+# References to all claims that are held. Engines end objects that have no references left (Ray an actor, Dragon a
+# queue), and that must not end a claim.
 _live: set[ClusterClaim] = set()

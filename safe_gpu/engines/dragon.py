@@ -5,33 +5,40 @@
     with claim(nodes=2, gpus_per_node=4) as held:
         pool = Pool(policy=held.policies(), processes_per_policy=1, initializer=held.check_worker)
 
-One holder process per node makes the node's claim, as any program there would, and keeps it. What comes back are
-Dragon's own Policy objects, for Pool, ProcessGroup and Process, for Python functions, executables and MPI ranks.
+One holder process per node claims GPUs there, as any other program does, and keeps them. The claim returns Policy
+objects of Dragon, which work for Pool, ProcessGroup and Process, for Python functions, executables and MPI ranks.
 
-Dragon reserves nothing and fails open: a GPU or CPU number that it does not know means all of them, and a process
-without a policy sees all GPUs. So policies are checked against what Dragon knows, and ``held.check_worker`` checks,
-in the worker, that it got what was promised.
+Dragon does not reserve GPUs or CPUs, and it fails open: an unknown GPU or CPU number means all of them, and a process
+without a policy sees all GPUs. So policies are checked against the numbers that Dragon knows, and
+``held.check_worker`` checks in the worker that it sees the right GPU and CPUs. Executables and MPI ranks get
+``held.template_env(policy)`` instead, which ``safe-gpu run`` and ``safe-gpu bind`` check.
 
-Dragon places by GPU number. Dragon 0.14 counts the lines of ``nvidia-smi -L`` and takes the numbers that its own
-CUDA_VISIBLE_DEVICES lists; 0.15 asks ``libcudart.so`` and counts from 0 within that variable. Both are numbers as
-nvidia-smi shows them only with CUDA_DEVICE_ORDER=PCI_BUS_ID, which the claim therefore sets in this process, whose
-environment Dragon's processes inherit. Where only UUIDs are safe (MIG on, a GPU lost), a claim says so and ends.
+Dragon places processes by GPU number. Dragon 0.14 counts the lines of ``nvidia-smi -L``, or takes the numbers in its
+CUDA_VISIBLE_DEVICES. Dragon 0.15 asks ``libcudart.so`` and counts from 0 within that variable. Both agree with the
+numbers of nvidia-smi only under CUDA_DEVICE_ORDER=PCI_BUS_ID. The claim therefore sets that variable in this process,
+whose environment Dragon's processes inherit. On a host where only UUIDs are safe (MIG is on, or a GPU is lost), the
+claim fails with an error.
+
+On AMD GPUs, Dragon 0.14 counts the lines of ``rocm-smi --showuniqueid --csv``, or takes the numbers in its
+ROCR_VISIBLE_DEVICES. Dragon 0.15 asks ``libamdhip64.so``. Both set ROCR_VISIBLE_DEVICES in a worker to the GPU of its
+policy, and may leave a HIP_VISIBLE_DEVICES or CUDA_VISIBLE_DEVICES of their own environment in it, which HIP would
+count within that one GPU. ``held.check_worker`` and ``held.template_env`` set these two to 0.
 """
 
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ..durations import DEFAULT, DefaultTimeout
+from ..claim.expected import EXPECT, is_held
+from ..claim.timeout import DEFAULT, DefaultTimeout
 from ..errors import GPUAffinityError, HolderLostError, UnsatisfiableRequestError, WrongDeviceError
 from .cluster import ClusterGpu
 from .dragon_holder import DragonHolder, start_holders
 from .holder import Wishes, enter_worker
-from .remote import HeldClaim, claim_through, nodes_named
+from .remote import HeldClaim, NodeFacts, choose_nodes, claim_through
 
 if TYPE_CHECKING:
     from ..affinity.options import AffinityOptions
@@ -52,47 +59,56 @@ def claim(
     model: str | None = None,
     exclude: str | int | Iterable[str | int] = (),
     only: str | int | Iterable[str | int] = (),
+    vendor: str | None = None,
 ) -> DragonClaim:
     """Claim GPUs on nodes of the Dragon runtime that this process belongs to: all of them, or none.
 
     Args:
-        nodes: how many, the ones with enough free GPUs first; or which, each by its host name or Dragon's h_uid.
-        gpus_per_node: how many on each.
+        nodes: the number of nodes (those with enough free GPUs are preferred), or a list of host names or h_uids.
+        gpus_per_node: the number of GPUs on each node.
         timeout: one deadline for all nodes, in seconds; 0 does not wait, None waits for ever. Default:
             SAFE_GPU_TIMEOUT, else 300 inside a batch job, else 10. The start of the holders does not count.
-        placeholder_fn: what holds each GPU on its node, picklable. Default: a CUDA context, but nothing on a node
-            where GPUs are in compute mode EXCLUSIVE_PROCESS: it would keep the workers out.
-        logger: is told at INFO what is waited for; default: the logger ``safe_gpu``.
-        affinity: the CPUs of the workers, as in ``claim_gpus``; memory: their memory policy, set by ``check_worker``.
-        min_memory, model, exclude, only: as in ``claim_gpus``, on every node.
+        placeholder_fn: the placeholder of each GPU on its node, picklable. Default: a context of CUDA or HIP. On a node
+            with GPUs in compute mode EXCLUSIVE_PROCESS the default is no placeholder, because it would keep workers
+            out.
+        logger: gets a message at INFO when the claim waits for a node; default: the logger ``safe_gpu``.
+        affinity: the CPUs of the workers, as in ``claim_gpus``.
+        memory: the memory policy of the workers, which ``check_worker`` sets.
+        min_memory, model, exclude, only, vendor: as in ``claim_gpus``, on every node. On hosts with GPUs of both
+            vendors Dragon places by those of NVIDIA only.
 
     Raises:
         NotEnoughGpusError: a node has too few free GPUs (ClaimTimeout: until the deadline). The message and the
-            attribute ``host`` say which node, ``verdicts`` what is in the way there.
-        UnsatisfiableRequestError: there are not so many nodes, one of them can never do it, Dragon sees no GPU there,
-            or this program was not started by ``dragon``.
-        HolderLostError: Dragon could not start a holder, or it died.
-        SafeGpuError: whatever else ``claim_gpus`` raises on a node. Whatever is raised, nothing is held.
+            attribute ``host`` name the node; ``verdicts`` has the reasons.
+        UnsatisfiableRequestError: there are too few nodes, a node can never satisfy the request, Dragon sees no GPU on
+            a node, or this program was not started by ``dragon``.
+        HolderLostError: Dragon could not start a holder, or a holder died.
+        SafeGpuError: any other error of ``claim_gpus`` on a node. After any error nothing is held.
     """
     if "DRAGON_MY_PUID" not in os.environ:
         raise UnsatisfiableRequestError("there is no Dragon runtime here: start this program with `dragon PROGRAM`")
     from dragon.native.machine import Node, System
 
-    from ..preconditions import checked
-
-    if logger is None:
-        import logging
-
-        logger = logging.getLogger("safe_gpu")
-    request, wait, _ = checked(
-        gpus_per_node, timeout, affinity, memory, min_memory, model, exclude, only, "index", logger
-    )
-    selection = {"min_memory": min_memory, "model": model, "exclude": exclude, "only": only}
+    selection = {"min_memory": min_memory, "model": model, "exclude": exclude, "only": only, "vendor": vendor}
     wishes = Wishes(placeholder_fn, affinity, memory, "index", selection)
-    candidates = _candidates(nodes, [Node(h_uid) for h_uid in System().nodes])
-    count = nodes if isinstance(nodes, int) else len(candidates)
-    held = claim_through(start_holders(candidates, wishes), count, request.nb_gpus, wait, logger)
-    return DragonClaim(held, memory)
+    terms = wishes.read(gpus_per_node, timeout, logger)
+    alive = {str(h_uid): Node(h_uid) for h_uid in System().nodes}
+    facts = {key: NodeFacts((node.hostname,), bool(node.gpus)) for key, node in alive.items()}
+    chosen, count = choose_nodes(nodes, facts, "the Dragon runtime")
+    _check_gpus_seen(nodes, [facts[key] for key in chosen])
+    holders = start_holders([alive[key] for key in chosen], wishes)
+    return DragonClaim(claim_through(holders, count, terms.request.nb_gpus, terms.timeout, terms.logger), memory)
+
+
+def _check_gpus_seen(nodes: int | Sequence[str], chosen: Sequence[NodeFacts]) -> None:
+    without = [facts.names[0] for facts in chosen if not facts.has_gpus]
+    if without:
+        raise UnsatisfiableRequestError(
+            f"Dragon sees no GPU on {', '.join(without)}: there, Dragon 0.14 needs nvidia-smi or rocm-smi on PATH, "
+            "0.15 needs libcudart.so or libamdhip64.so on LD_LIBRARY_PATH, and CUDA_VISIBLE_DEVICES (for AMD GPUs "
+            "ROCR_VISIBLE_DEVICES too) must not be empty",
+            value=nodes,
+        )
 
 
 class DragonClaim(HeldClaim[DragonHolder]):
@@ -110,51 +126,51 @@ class DragonClaim(HeldClaim[DragonHolder]):
 
     @property
     def check_worker(self) -> WorkerCheck:
-        """Checks, in a worker of this claim, that it got what was promised; see :class:`WorkerCheck`."""
+        """A function for workers of this claim that checks their GPU and CPUs; see :class:`WorkerCheck`."""
         return WorkerCheck(self.gpus, self._memory)
 
     def find_gpus(self) -> list[tuple[str, int]]:
-        """(host name, GPU number) of every GPU that is held, as Dragon's policies want them."""
+        """(host name, GPU number) of every held GPU, as Dragon's policies take them."""
         return [(gpu.host, self._numbers[gpu]) for gpu in self.gpus]
 
     def policies(self, processes_per_gpu: int = 1, nprocs: int | None = None) -> list[Any]:
         """A Policy for each of ``nprocs`` workers: for ``Pool(policy=..., processes_per_policy=1)``, or one for each
         ProcessTemplate of a ProcessGroup.
 
-        Each names host, GPU and CPUs. Workers go round the GPUs, as in :meth:`make_policies`.
+        Each policy names a host, a GPU and CPUs. Workers are assigned to GPUs as in :meth:`make_policies`.
 
         Args:
-            processes_per_gpu: workers on each GPU, which share its cores.
-            nprocs: their number where it is not ``processes_per_gpu`` for every GPU.
+            processes_per_gpu: the number of workers on each GPU; they divide its cores.
+            nprocs: the number of all workers; None: ``processes_per_gpu`` for every GPU.
 
         Raises:
-            HolderLostError: a node's holder is gone, so its GPUs are no longer held.
-            UnsatisfiableRequestError: a number below 1, a claim that was released, CPUs or GPUs unknown to Dragon.
+            HolderLostError: the holder of a node has exited, so its GPUs are no longer held.
+            UnsatisfiableRequestError: a number is below 1, the claim was released, or Dragon does not know the GPU.
         """
         return self.make_policies(None, len(self.gpus) * processes_per_gpu if nprocs is None else nprocs)
 
     def make_policies(self, all_gpus: Sequence[tuple[str, int]] | None = None, nprocs: int = 32) -> list[Any]:
-        """Policies for ``nprocs`` workers that go round ``all_gpus``, some or all of what :meth:`find_gpus` gave.
+        """Policies for ``nprocs`` workers, assigned round-robin to ``all_gpus``: some or all of :meth:`find_gpus`.
 
-        Workers that share a GPU get cores of their own of those next to it, until there are no more.
+        Workers that share a GPU get different cores next to it, as long as there are enough cores.
 
         Raises:
-            as :meth:`policies`; also UnsatisfiableRequestError: a GPU that this claim does not hold.
+            as :meth:`policies`; also UnsatisfiableRequestError: this claim does not hold one of the GPUs.
         """
         from dragon.infrastructure.policy import Policy
 
         self.check()
         if isinstance(nprocs, bool) or nprocs < 1:
             raise UnsatisfiableRequestError(f"{nprocs!r} workers asked for: it takes 1 or more", value=nprocs)
-        ours = dict(zip(self.find_gpus(), self.gpus, strict=True))
-        chosen = list(ours) if all_gpus is None else [(str(host), int(number)) for host, number in all_gpus]
+        held = dict(zip(self.find_gpus(), self.gpus, strict=True))
+        chosen = list(held) if all_gpus is None else [(str(host), int(number)) for host, number in all_gpus]
         for place in chosen:
-            if place not in ours:
+            if place not in held:
                 raise UnsatisfiableRequestError(f"GPU {place[1]} of {place[0]} is not held by {self!r}", value=place)
         if not chosen:
             raise UnsatisfiableRequestError("no GPUs to make policies for", value=all_gpus)
         shares = {
-            place: _split(ours[place].cores, -(-(nprocs - chosen.index(place)) // len(chosen))) for place in chosen
+            place: _split(held[place].cores, -(-(nprocs - chosen.index(place)) // len(chosen))) for place in chosen
         }
         policies = []
         for worker in range(nprocs):
@@ -170,6 +186,32 @@ class DragonClaim(HeldClaim[DragonHolder]):
             )
         return policies
 
+    def template_env(self, policy: Any) -> dict[str, str]:
+        """Environment variables for a worker with this policy: ``ProcessTemplate(..., policy=policy, env=...)``.
+
+        For executables and MPI ranks, which cannot call :attr:`check_worker`. The worker may claim its GPU, and
+        ``safe-gpu run`` and ``safe-gpu bind`` check that it is the only one that it sees. Dragon adds these variables
+        to the environment that the worker has anyway. A GPU number that Dragon does not know does then no harm.
+
+        Args:
+            policy: one of :meth:`policies` or :meth:`make_policies`.
+
+        Raises:
+            UnsatisfiableRequestError: the policy does not name exactly one GPU of this claim, or it was released.
+        """
+        self._check_unreleased()
+        numbers = list(policy.gpu_affinity or ())
+        place = (policy.host_name, numbers[0] if len(numbers) == 1 else None)
+        held = dict(zip(self.find_gpus(), self.gpus, strict=True))
+        if place not in held:
+            raise UnsatisfiableRequestError(
+                f"the policy names GPUs {numbers} of {policy.host_name!r} instead of one GPU of {self!r}: take it from "
+                "policies() or make_policies()",
+                value=policy,
+            )
+        gpu = held[place]
+        return {**gpu.environment, EXPECT: gpu.uuid}
+
     def _release(self) -> None:
         _DeviceOrder.leave(self)
         super()._release()
@@ -177,11 +219,12 @@ class DragonClaim(HeldClaim[DragonHolder]):
 
 @dataclass(frozen=True)
 class WorkerCheck:
-    """Call it in a worker, before CUDA wakes up: as the ``initializer`` of a Pool, or first thing in a function.
+    """Checks a worker. Call it in the worker before CUDA is initialised: as the ``initializer`` of a Pool, or first in
+    a function.
 
-    It makes sure that the worker is on a host of the claim, sees one of its GPUs alone, may use none but the CPUs next
-    to it, and that the GPU is still held. It sets the memory policy that the claim was asked for, and lets the worker
-    claim the GPU for itself (``safe_gpu.claim_gpus(1)``). It survives pickling.
+    It checks that the worker is on a host of the claim, sees exactly one GPU of the claim, may use only the CPUs next
+    to that GPU, and that the GPU is still held. It sets the claim's memory policy, and allows the worker to claim the
+    GPU for itself (``safe_gpu.claim_gpus(1)``). It can be pickled.
     """
 
     gpus: tuple[ClusterGpu, ...]
@@ -191,8 +234,8 @@ class WorkerCheck:
         """The worker's GPU.
 
         Raises:
-            WrongDeviceError: a host or a GPU that is not of this claim, or more GPUs than one.
-            GPUAffinityError: CPUs besides those next to the GPU.
+            WrongDeviceError: the host or the GPU does not belong to this claim, or the worker sees several GPUs.
+            GPUAffinityError: the worker may use CPUs that are not next to the GPU.
             HolderLostError: the GPU is no longer held.
         """
         from dragon.native.machine import current
@@ -200,16 +243,18 @@ class WorkerCheck:
         return self.at(current().hostname)
 
     def at(self, host: str) -> ClusterGpu:
-        """The same, on the host of this name."""
-        shown = os.environ.get("CUDA_VISIBLE_DEVICES")
-        here = {gpu.environment["CUDA_VISIBLE_DEVICES"]: gpu for gpu in self.gpus if gpu.host == host}
-        gpu = here.get(shown or "")
+        """:meth:`__call__` with the name of the host as an argument."""
+        here = [gpu for gpu in self.gpus if gpu.host == host]
+        name = next(map(_variable, here), "CUDA_VISIBLE_DEVICES")
+        shown = os.environ.get(name)
+        gpu = next((gpu for gpu in here if shown in _values(gpu)), None)
         if gpu is None:
+            numbers = " or ".join(_values(gpu)[0] for gpu in here)
             raise WrongDeviceError(
-                f"this worker got CUDA_VISIBLE_DEVICES={shown} on {host}, and the claim holds "
-                f"{'GPU ' + ' or '.join(sorted(here)) if here else 'nothing'} there: start it with a policy of "
+                f"this worker got {name}={shown} on {host}, and the claim holds "
+                f"{'GPU ' + numbers if here else 'nothing'} there: start it with a policy of "
                 "claim.policies() (to Dragon, no GPU number or an unknown one means all GPUs)",
-                expected=", ".join(gpu.uuid for gpu in here.values()),
+                expected=", ".join(gpu.uuid for gpu in here),
                 actual=shown or "",
             )
         cpus = os.sched_getaffinity(0)
@@ -221,30 +266,32 @@ class WorkerCheck:
                 f"{format_cpulist(gpu.cpus)}: start it with a policy of claim.policies() (to Dragon, no CPU number or "
                 "an unknown one means all CPUs)"
             )
-        _check_held(gpu)
+        if not is_held(gpu.uuid, gpu.environment.get("SAFE_GPU_SCOPE")):
+            raise HolderLostError(
+                f"{gpu.host}: GPU {gpu.index} is no longer held by this claim, because its holder has exited: claim "
+                "again",
+                host=gpu.host,
+            )
         os.environ.update(gpu.environment)
         if self.memory is not None:
             enter_worker((), gpu.numa_node, self.memory)
         return gpu
 
 
-def _check_held(gpu: ClusterGpu) -> None:
-    from ..coordination.host_lock import MINIMUM_PATIENCE, HostLock
-    from ..coordination.leases import lease_name, probe, read_record
+def _variable(gpu: ClusterGpu) -> str:
+    """The variable that Dragon sets for a GPU of this vendor."""
+    return "ROCR_VISIBLE_DEVICES" if gpu.vendor == "amd" else "CUDA_VISIBLE_DEVICES"
 
-    with HostLock(time.monotonic() + MINIMUM_PATIENCE) as host:
-        held = probe(host, lease_name(gpu.uuid))
-        record = read_record(host.leases, lease_name(gpu.uuid)) if held else None
-    token = gpu.environment.get("SAFE_GPU_SCOPE")
-    if not held or (token is not None and (record is None or record.token != token)):
-        raise HolderLostError(
-            f"{gpu.host}: GPU {gpu.index} is no longer held by this claim, its holder is gone: claim again",
-            host=gpu.host,
-        )
+
+def _values(gpu: ClusterGpu) -> tuple[str, ...]:
+    """The values of Dragon's variable for this GPU alone."""
+    if gpu.vendor == "amd":  # the number, or the UUID if Dragon has inherited UUIDs
+        return str(gpu.index), gpu.uuid
+    return (gpu.environment["CUDA_VISIBLE_DEVICES"],)
 
 
 class _DeviceOrder:
-    """CUDA_DEVICE_ORDER=PCI_BUS_ID in this process for as long as it has a claim: Dragon's processes inherit it."""
+    """Sets CUDA_DEVICE_ORDER=PCI_BUS_ID in this process while it has a claim. Dragon's processes inherit it."""
 
     _claims: ClassVar[set[DragonClaim]] = set()
     _before: ClassVar[str | None] = None
@@ -268,40 +315,20 @@ class _DeviceOrder:
                 os.environ["CUDA_DEVICE_ORDER"] = cls._before
 
 
-def _candidates(nodes: int | Sequence[str], alive: Sequence[Any]) -> list[Any]:
-    """The nodes to choose from, in Dragon's order, or in the order in which they were named."""
-    if not isinstance(nodes, int):
-        by_id = {str(node.h_uid): node for node in alive}
-        named = [nodes] if isinstance(nodes, str) else [str(node) for node in nodes]
-        if not named:
-            raise UnsatisfiableRequestError("nodes=[] names no node", value=nodes)
-        chosen = [by_id[key] for key in nodes_named(named, {key: (node.hostname,) for key, node in by_id.items()})]
-    else:
-        if isinstance(nodes, bool) or nodes < 1:
-            raise UnsatisfiableRequestError(f"nodes={nodes!r}: ask for 1 node or more, or name them", value=nodes)
-        if nodes > len(alive):
-            raise UnsatisfiableRequestError(
-                f"{nodes} nodes asked for, and the Dragon runtime has {len(alive)}: "
-                f"{', '.join(node.hostname for node in alive)}",
-                value=nodes,
-            )
-        with_gpus = [node for node in alive if node.gpus]
-        chosen = with_gpus if len(with_gpus) >= nodes else list(alive)
-    blind = [node.hostname for node in chosen if not node.gpus]
-    if blind:
-        raise UnsatisfiableRequestError(
-            f"Dragon sees no GPU on {', '.join(blind)}: there, Dragon 0.14 needs nvidia-smi on PATH, 0.15 needs "
-            "libcudart.so on LD_LIBRARY_PATH, and neither an empty CUDA_VISIBLE_DEVICES",
-            value=nodes,
-        )
-    return chosen
-
-
 def _dragon_number(gpu: ClusterGpu, node: Any) -> int:
-    """What Dragon calls this GPU. Its processes without a GPU of their own, as the holder is one, see all that Dragon
-    knows, in the order of its numbers."""
+    """Dragon's number of this GPU.
+
+    A Dragon process without a GPU in its policy, such as the holder, sees all GPUs that Dragon knows, in the order of
+    Dragon's numbers. So the position in the holder's CUDA_VISIBLE_DEVICES, or ROCR_VISIBLE_DEVICES, gives the number.
+    """
     numbers = node.gpus
-    if not gpu.environment["CUDA_VISIBLE_DEVICES"].isdecimal():
+    if node.gpu_env_str != _variable(gpu):
+        raise UnsatisfiableRequestError(
+            f"{gpu.host}: Dragon places there by {node.gpu_env_str}, and GPU {gpu.index} is one for "
+            f"{_variable(gpu)}: leave the host out of nodes, or claim GPUs of the other vendor",
+            value=gpu.host,
+        )
+    if gpu.vendor == "nvidia" and not gpu.environment["CUDA_VISIBLE_DEVICES"].isdecimal():
         raise UnsatisfiableRequestError(
             f"{gpu.host}: Dragon places by GPU number, and on this host only UUIDs are safe (MIG is on, or a GPU is "
             "lost): leave it out of nodes",
@@ -316,9 +343,9 @@ def _dragon_number(gpu: ClusterGpu, node: Any) -> int:
 
 
 def _split(cores: Sequence[Sequence[int]], workers: int) -> list[tuple[int, ...]]:
-    """The CPUs of each of some workers that share a GPU; fewer parts than workers where there are too few cores."""
-    from ..affinity.shares import split_share
-    from ..affinity.topology import HostTopology
+    """Split the cores of a GPU among its workers; there are fewer parts than workers if there are too few cores."""
+    from ..affinity.cpu_shares import split_share
+    from ..topology import HostTopology
 
     if not cores:
         return [()]

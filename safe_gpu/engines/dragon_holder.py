@@ -1,18 +1,19 @@
-"""Holders in processes of a Dragon runtime, both ends: what starts and asks them, and what runs in them.
+"""Holders in processes of a Dragon runtime: the driver's side that starts and calls them, and the code that they run.
 
-Dragon's own waits spin, so both ends look, sleep and look again. A holder makes its request queue itself, where it is,
-and all holders answer into one queue of the driver's: a look at a queue of the own node costs 0.2 ms, one across the
-network several.
+Dragon's blocking waits are busy loops, so both sides poll with sleeps in between. A poll of a queue on the same node
+takes 0.2 ms, a poll across the network several ms. So each holder creates its request queue on its own node, and all
+holders put their answers into one queue of the driver.
 
-The holder must not outlive its driver, however that ends, so it asks Dragon now and then whether the driver is alive.
-It also watches its parent, the node's local services, for the case that Dragon itself is gone.
+The holder must not outlive its driver, however the driver exits. So it asks Dragon regularly whether the driver is
+alive. It also watches its parent process, the local services of the node, in case that Dragon itself has exited.
 
-Three things that would be simpler do not work with Dragon's global services, in 0.14 at least:
+Three simpler ways do not work with Dragon's global services, at least in 0.14:
 
-* to have them answer when the driver ends (join): they break when the one who waits ends first;
-* to ask them from two threads: the one that gets its reply wakes the other just before it lets go of the lock that the
-  other tries once, and on a busy host that one then waits for ever;
-* to have them kill a holder: now and then that is never done and never answered. A holder is asked to end.
+* Joining the driver: the global services fail when the process that waits exits before the driver.
+* Asking them from two threads: the thread that gets its reply notifies the other one just before it releases a lock
+  that the other one tries only once. On a busy host the other thread then waits for ever.
+* Killing a holder through them: sometimes the holder is never killed and the call never returns. So the driver asks the
+  holder to exit.
 """
 
 from __future__ import annotations
@@ -32,21 +33,24 @@ __all__ = ["DragonHolder", "start_holders"]
 
 _PAUSE = 0.005
 _IDLE_PAUSE = 0.02
-# Seconds between two questions whether the driver, or the holder, is alive; longer for many holders, who all ask.
+# Seconds between two checks whether the driver, or the holder, is alive. The pause is longer if there are many holders,
+# because all of them ask Dragon.
 _LIFE_SIGN = 0.5
 _LIFE_SIGNS_PER_SECOND = 200
 _PARENT_SIGN = 0.1
-# Seconds for a holder to come up when it is to end already, and for Dragon to tidy up after one.
+# Seconds that the driver waits for a holder which is still starting and must end, and that a holder waits for Dragon's
+# clean-up before it exits.
 _FAREWELL = 10.0
 
 
 def start_holders(nodes: Sequence[Any], wishes: Wishes) -> list[DragonHolder]:
-    """A holder on each of these nodes.
+    """Start a holder on each of these nodes.
 
-    Dragon is asked for one after the other, some tens of milliseconds each, and Python starts on all of them meanwhile.
+    The requests to Dragon are sequential and take some tens of milliseconds each. The Python interpreters of all
+    holders start in parallel.
 
     Raises:
-        HolderLostError: Dragon refused; none is left.
+        HolderLostError: Dragon could not start a holder. All holders have been ended.
     """
     sign = max(_LIFE_SIGN, len(nodes) / _LIFE_SIGNS_PER_SECOND)
     holders: list[DragonHolder] = []
@@ -63,7 +67,7 @@ def start_holders(nodes: Sequence[Any], wishes: Wishes) -> list[DragonHolder]:
 
 
 class _Answers:
-    """What all holders of this process put into its one queue, kept for whoever asks for it."""
+    """The one queue into which all holders of this process put their messages, and the messages not taken yet."""
 
     def __init__(self) -> None:
         from dragon.native.queue import Queue
@@ -73,7 +77,7 @@ class _Answers:
         self._kept: dict[int, list[tuple[str, Any]]] = {}
 
     def take(self, number: int) -> tuple[str, Any] | None:
-        """The next message of that holder: ("ready", its request queue) or ("answer", what a method returned)."""
+        """The next message of a holder, or None: ("ready", its request queue) or ("answer", a method's result)."""
         with self._lock:
             try:
                 sender, message = self.queue.get(timeout=0)
@@ -85,7 +89,7 @@ class _Answers:
             return kept.pop(0) if kept else None
 
 
-# Dragon's queues are large and not cheap to make: one is enough for all claims of a process.
+# One queue for all claims of a process: a Dragon queue takes much memory and time to create.
 _answers: _Answers | None = None
 _numbers = count(1)
 
@@ -113,7 +117,7 @@ class DragonHolder:
         self._process = Process(
             target=_serve,
             args=(self._number, wishes, label, self._answers.queue, current().puid, sign),
-            # The numbers in the CUDA_VISIBLE_DEVICES that Dragon sets there are nvidia-smi's.
+            # With this order the numbers in the CUDA_VISIBLE_DEVICES that Dragon sets are those of nvidia-smi.
             env={"CUDA_DEVICE_ORDER": "PCI_BUS_ID"},
             policy=Policy(placement=Policy.Placement.HOST_NAME, host_name=self.host),
         )
@@ -122,7 +126,7 @@ class DragonHolder:
         try:
             self._process.start()
         except Exception as err:
-            raise HolderLostError(f"{self.host}: Dragon starts no holder there: {err}", host=self.host) from err
+            raise HolderLostError(f"{self.host}: Dragon could not start a holder there: {err}", host=self.host) from err
         self._started = True
 
     def call(self, method: str, *arguments: Any) -> None:
@@ -138,7 +142,7 @@ class DragonHolder:
             if message is not None and message[0] == "answer":
                 return message[1]
             if message is not None:
-                self._begin_talking(message[1])
+                self._connect(message[1])
             now = time.monotonic()
             if limit is not None and now - began > limit:
                 raise HolderLostError(
@@ -150,7 +154,7 @@ class DragonHolder:
                 self._check_alive()
             time.sleep(_PAUSE)
 
-    def _begin_talking(self, requests: Any) -> None:
+    def _connect(self, requests: Any) -> None:
         self._requests = requests
         for request in self._asked:
             requests.put(request)
@@ -163,7 +167,8 @@ class DragonHolder:
             alive = False
         if not alive:
             raise HolderLostError(
-                f"{self.host}: the process that held the GPUs there is gone, another may have taken them: claim again",
+                f"{self.host}: the process that held the GPUs there has exited, and others may have taken them: claim "
+                "again",
                 host=self.host,
             )
 
@@ -174,18 +179,18 @@ class DragonHolder:
         try:
             self.call("end")
             deadline = time.monotonic() + _FAREWELL
-            while self._requests is None and time.monotonic() < deadline:  # it comes up, to end
+            while self._requests is None and time.monotonic() < deadline:  # it is still starting
                 message = self._answers.take(self._number)
                 if message is not None and message[0] == "ready":
-                    self._begin_talking(message[1])
+                    self._connect(message[1])
                 time.sleep(_PAUSE)
             self._requests = None
         except Exception:
-            pass  # it has ended, or Dragon has
+            pass  # the holder or Dragon has exited
 
 
 def _serve(number: int, wishes: Wishes, label: str, answers: Any, driver: int, sign: float) -> None:
-    """The life of a holder."""
+    """The main function of a holder process."""
     from dragon.native.queue import Queue
 
     Thread(target=_end_with_parent, daemon=True).start()
@@ -197,7 +202,7 @@ def _serve(number: int, wishes: Wishes, label: str, answers: Any, driver: int, s
     answers.put((number, ("ready", requests)))
     Thread(target=_listen, args=(requests, todo, idle), daemon=True).start()
     watch = Thread(target=_end_with_driver, args=(driver, sign, over), daemon=True)
-    watch.start()  # from here it alone asks Dragon anything
+    watch.start()  # from now on only this thread may call Dragon's global services
     while True:
         method, arguments = todo.get()
         if method == "end":
@@ -214,7 +219,7 @@ def _serve(number: int, wishes: Wishes, label: str, answers: Any, driver: int, s
 
 
 def _listen(requests: Any, todo: SimpleQueue[tuple[str, tuple[Any, ...]]], idle: Event) -> None:
-    """Take requests, so that a holder which waits for GPUs can be ended."""
+    """Take requests in a thread, so that a request to end reaches a holder that waits for GPUs."""
     while True:
         try:
             request = requests.get(timeout=0)
@@ -246,5 +251,5 @@ def _end_with_driver(driver: int, sign: float, over: Event) -> None:
             if over.wait(sign):
                 return
     except Exception:
-        pass  # nobody left to ask
+        pass  # Dragon has exited
     os._exit(0)

@@ -1,36 +1,41 @@
-"""The process that holds one host's GPUs for a claim across hosts: what it does, whichever engine started it.
+"""The process that holds one host's GPUs for a claim across hosts. It is the same for all engines.
 
-It makes the host's claim like any other program on that host, so everyone there sees the leases and, where a context
-does no harm, the placeholder. It delegates: the claim's workers, which get its SAFE_GPU_SCOPE, may claim what it holds
-once more for themselves, and a claim of theirs keeps a GPU theirs even when the holder dies first. It is not bound to
-CPUs itself; it works out where its GPUs' workers belong.
+The holder claims GPUs like any other program on its host, so all users there see its leases and, unless the compute
+mode forbids it, its placeholder. It delegates: the workers of the claim get its SAFE_GPU_SCOPE and may claim its GPUs
+for themselves. Such an inner claim keeps the GPU even if the holder dies first. The holder does not bind itself to
+CPUs; it computes the CPUs of the workers.
 """
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ..affinity.options import AffinityOptions, parse_options
-from ..devices import ComputeMode, Gpu, HostSnapshot
+from ..devices import ComputeMode, Gpu, GpuRequest, HostSnapshot
+from ..drivers import opened_driver
 from ..errors import GPUAffinityError, SafeGpuError
-from ..visibility import parse
+from ..runtimes.variables import names, read, render
 from .cluster import ClusterGpu
 
 if TYPE_CHECKING:
+    from ..claim.owner import GPUOwner
+    from ..claim.terms import Terms
+    from ..claim.timeout import DefaultTimeout
     from ..drivers.base import Driver
-    from ..owner import GPUOwner
 
 __all__ = ["Holder", "HostReport", "Wishes", "enter_worker"]
 
 
 @dataclass(frozen=True)
 class Wishes:
-    """What a cluster claim asks of every host; the fields are arguments of ``claim_gpus``. Survives pickling.
+    """The arguments of a cluster claim for ``claim_gpus`` on every host. It can be pickled.
 
-    ``placeholder_fn`` None is the driver's own, and none at all where a context would keep the workers' out.
+    ``placeholder_fn`` None is the driver's default. On a host with GPUs in an exclusive compute mode it is no
+    placeholder, because a context of the holder would keep the workers out.
     """
 
     placeholder_fn: Callable[[int], Any] | None = None
@@ -39,15 +44,43 @@ class Wishes:
     visible_as: str = "index"
     selection: Mapping[str, Any] = field(default_factory=dict)
 
+    def read(self, nb_gpus: int, timeout: float | str | DefaultTimeout | None, logger: Any) -> Terms:
+        """Check the arguments of a claim of ``nb_gpus`` on one host, before any holder is started.
+
+        Raises:
+            UnsatisfiableRequestError, GPUAffinityError: an argument is wrong.
+        """
+        from ..claim.terms import read_terms
+
+        return read_terms(
+            nb_gpus,
+            logger=logger,
+            timeout=timeout,
+            affinity=self.affinity,
+            memory=self.memory,
+            visible_as=self.visible_as,
+            **self.selection,
+        )
+
+    def request(self, nb_gpus: int) -> GpuRequest:
+        """The request on one host.
+
+        Raises:
+            UnsatisfiableRequestError: an argument is wrong.
+        """
+        from ..selection.request import parse_request
+
+        return parse_request(nb_gpus, **self.selection)
+
 
 @dataclass(frozen=True)
 class HostReport:
-    """A host as a holder finds it.
+    """A holder's report on its host.
 
     Attributes:
-        name: its own name for itself.
-        place: what leases are made in there; two holders with the same place compete for the same GPUs.
-        free: how many GPUs the request could take now; -1 where it never can.
+        name: the host name.
+        place: identifies the boot and the state directory; two holders with the same place compete for the same GPUs.
+        free: the number of GPUs that the request could take now; -1 if it can never be satisfied.
     """
 
     name: str
@@ -56,14 +89,14 @@ class HostReport:
 
     @property
     def rank(self) -> tuple[str, ...]:
-        """The host's place in the order of all hosts, the same whichever engine asks."""
+        """The sort key of the host, the same for all engines."""
         return (self.name, self.place)
 
 
 class Holder:
     """Holds GPUs of its host from :meth:`claim` to :meth:`release` or the end of its process.
 
-    Errors of safe_gpu are returned, not raised: engines wrap what is raised into something of their own.
+    Errors of safe_gpu are returned, not raised, because engines wrap raised exceptions in their own types.
     """
 
     def __init__(self, wishes: Wishes, label: str) -> None:
@@ -72,7 +105,7 @@ class Holder:
         self._owner: GPUOwner | None = None
 
     def report(self, count_for: int = 0) -> HostReport:
-        """This host; with ``count_for``, also whether that many GPUs can be had here."""
+        """The report on this host; with ``count_for`` it has the number of free GPUs for a claim of that many."""
         import socket
 
         from ..coordination.files import state_dir_path
@@ -86,19 +119,14 @@ class Holder:
         return HostReport(socket.gethostname(), place, self._free(count_for) if count_for else 0)
 
     def claim(self, nb_gpus: int, timeout: float | None) -> tuple[ClusterGpu, ...] | SafeGpuError:
-        """The host's GPUs, host and node yet to be filled in, or why not."""
-        from ..owner import GPUOwner
+        """Claim GPUs; the result has no host and node yet. Returns the error if the claim fails."""
+        from ..claim.owner import GPUOwner
 
         wishes = self._wishes
-        scope = os.environ.get("SAFE_GPU_SCOPE")
+        inherited = dict(os.environ)
         try:
-            with _driver() as driver:
+            with opened_driver.of(wishes.request(nb_gpus)) as driver:
                 snapshot = driver.snapshot()
-                fence = parse(
-                    os.environ.get("CUDA_VISIBLE_DEVICES"),
-                    snapshot,
-                    device_order=os.environ.get("CUDA_DEVICE_ORDER"),
-                )
                 owner = GPUOwner(
                     nb_gpus,
                     wishes.placeholder_fn or _placeholder(snapshot),
@@ -111,18 +139,16 @@ class Holder:
                 )
                 self._owner = owner
                 try:
+                    snapshot = driver.snapshot()  # the claim may have waited, and a GPU may be lost since
                     places = _near(owner.gpus, driver, wishes)
                 except BaseException:
                     self.release()
                     raise
         except SafeGpuError as err:
             return err
-        shown = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
-        common = {"SAFE_GPU_SCOPE": now} if (now := os.environ.get("SAFE_GPU_SCOPE", "")) != scope else {}
-        if shown[0].isdigit():
-            common["CUDA_DEVICE_ORDER"] = os.environ["CUDA_DEVICE_ORDER"]
+        order = _inherited_order(inherited, snapshot)
         held = []
-        for gpu, name in zip(owner.gpus, shown, strict=True):
+        for gpu in owner.gpus:
             place = places[gpu.uuid]
             held.append(
                 ClusterGpu(
@@ -133,48 +159,46 @@ class Holder:
                     cpus=frozenset(cpu for core in place.cores for cpu in core),
                     cores=place.cores,
                     numa_node=place.numa_node,
-                    environment={"CUDA_VISIBLE_DEVICES": name, **common},
-                    inherited_position=fence.uuids.index(gpu.uuid) if fence and gpu.uuid in fence.uuids else None,
+                    vendor=snapshot.vendor,
+                    environment=_worker_environment(gpu, wishes.visible_as, snapshot, inherited),
+                    inherited_position=order.index(gpu.uuid) if gpu.uuid in order else None,
                 )
             )
         return tuple(sorted(held, key=lambda gpu: (gpu.index, gpu.uuid)))
 
     def release(self) -> None:
-        """Give back what :meth:`claim` took; safe to call at any time."""
+        """Release the GPUs of :meth:`claim`; safe to call at any time."""
         owner, self._owner = self._owner, None
         if owner is not None:
             owner.release_gpus()
 
     def ping(self) -> None:
-        """Answer."""
+        """Do nothing; the answer shows that the holder is alive."""
 
     def _free(self, nb_gpus: int) -> int:
-        import time
-
-        from ..claims import describe_process, survey
-        from ..coordination.host_lock import MINIMUM_PATIENCE, HostLock
-        from ..preconditions import boundaries
-        from ..request import parse_request
-        from ..selection import check_possible, judge
+        from ..claim.free import room_now, verdicts_now
+        from ..runtimes.fence import fence_of
+        from ..selection.possible import check_possible
+        from ..selection.rules import Rules
 
         try:
-            request = parse_request(nb_gpus, **self._wishes.selection)
-            with _driver() as driver:
+            request = self._wishes.request(nb_gpus)
+            with opened_driver.of(request) as driver:
                 snapshot = driver.snapshot()
-                _, fence = boundaries(driver, snapshot, request)
-            check_possible(snapshot, request, fence)
-            with HostLock(time.monotonic() + MINIMUM_PATIENCE) as host:
-                leased = survey(host, snapshot.gpus, inner=bool(os.environ.get("SAFE_GPU_SCOPE")))
+                fence = fence_of(snapshot, nb_gpus, driver.runtime)
+            check_possible(snapshot, request, fence, rules=Rules.of(os.environ))
+            inner = bool(os.environ.get("SAFE_GPU_SCOPE"))
+            verdicts = verdicts_now(snapshot, request, fence, inner=inner)
+            room = math.inf if inner else room_now(snapshot, nb_gpus)
         except SafeGpuError:
             return -1
-        verdicts = judge(snapshot, request, leased=leased, fence=fence, describe=describe_process)
-        return sum(verdict.free for verdict in verdicts)
+        return int(max(0, min(sum(verdict.free for verdict in verdicts), room)))
 
 
 def enter_worker(cpus: Iterable[int], numa_node: int | None, memory: str | None) -> str:
-    """Move this process, a worker of a claim, next to its GPU; what came of it, in one line.
+    """Bind this process, a worker of a claim, next to its GPU; returns one line for a log.
 
-    Never raises: a worker on the wrong cores is slow, one that does not start is lost.
+    It never raises: an unbound worker is slow, but one that does not start is worse.
     """
     from ..affinity.binding import bind_process
 
@@ -187,48 +211,54 @@ def enter_worker(cpus: Iterable[int], numa_node: int | None, memory: str | None)
         return f"not bound: {err}"
 
 
+def _inherited_order(inherited: Mapping[str, str], snapshot: HostSnapshot) -> tuple[str, ...]:
+    """The GPUs in the variable that Dragon sets: CUDA_VISIBLE_DEVICES, or ROCR_VISIBLE_DEVICES on AMD hosts."""
+    alone = (names(snapshot)[0], "CUDA_DEVICE_ORDER")
+    fence = read({name: inherited[name] for name in alone if name in inherited}, snapshot)
+    return () if fence is None else fence.uuids
+
+
+def _worker_environment(
+    gpu: Gpu, visible_as: str, snapshot: HostSnapshot, inherited: Mapping[str, str]
+) -> dict[str, str]:
+    """The variables that make this GPU alone visible to a process with the holder's inherited environment, and let it
+    claim the GPU, which this process has claimed."""
+    variables = render([gpu], visible_as=visible_as, snapshot=snapshot, environ=inherited)
+    scope = os.environ.get("SAFE_GPU_SCOPE", "")
+    return variables if scope == inherited.get("SAFE_GPU_SCOPE") else {**variables, "SAFE_GPU_SCOPE": scope}
+
+
 @dataclass(frozen=True)
 class _Place:
     cores: tuple[tuple[int, ...], ...] = ()
     numa_node: int | None = None
 
 
-class _driver:
-    def __enter__(self) -> Driver:
-        from ..drivers import open_driver
-
-        self._driver = open_driver()
-        return self._driver
-
-    def __exit__(self, *exc: object) -> None:
-        self._driver.close()
-
-
 def _placeholder(snapshot: HostSnapshot) -> Callable[[int], Any] | None:
-    """No context where it would be the only one allowed: the workers come in processes of their own."""
-    from ..placeholders import NoPlaceholder
+    """No placeholder if a compute mode allows one process only: the workers are other processes than the holder."""
+    from ..runtimes.placeholders import NoPlaceholder
 
     exclusive = any(gpu.compute_mode == ComputeMode.EXCLUSIVE_PROCESS for gpu in snapshot.gpus)
     return NoPlaceholder() if exclusive else None
 
 
 def _near(gpus: Sequence[Gpu], driver: Driver, wishes: Wishes) -> dict[str, _Place]:
-    """Where the workers of each GPU belong."""
+    """The cores and the NUMA node for the workers of each GPU."""
     options = parse_options(wishes.affinity, wishes.memory)
     if options is None and wishes.memory is None:
         return {gpu.uuid: _Place() for gpu in gpus}
-    from ..affinity.shares import claim_shares, memory_nodes
-    from ..affinity.topology import HostTopology
+    from ..affinity.cpu_shares import claim_shares, memory_nodes
+    from ..affinity.reading import read_topology
 
     indices = list(dict.fromkeys(gpu.index for gpu in gpus))
     try:
-        topology = HostTopology.from_host(driver=driver)
+        topology = read_topology(driver=driver)
         nodes = {index: next(iter(memory_nodes(topology, [index])), None) for index in indices}
         if options is None:
             return {gpu.uuid: _Place(numa_node=nodes[gpu.index]) for gpu in gpus}
         shares = claim_shares(topology, options, indices, os.sched_getaffinity(0)).shares
     except GPUAffinityError:
-        if options is not None and options.mode == "node" and wishes.memory is None:  # nice to have, and the default
+        if options is not None and options.mode == "node" and wishes.memory is None:  # the default: no reason to fail
             return {gpu.uuid: _Place() for gpu in gpus}
         raise
     places = {}

@@ -5,12 +5,13 @@
     with claim(nodes=2, gpus_per_node=4) as held:
         ray.get([train.options(**held.options(gpu)).remote() for gpu in held.gpus])
 
-One holder actor per node makes the node's claim, as any program there would, and keeps it. Ray numbers GPUs by itself
-and knows nothing of programs outside Ray, so its own GPU resource plays no part: workers ask for ``num_gpus=0``, are
-placed by node, and get their GPU from us, with Ray told to leave CUDA_VISIBLE_DEVICES alone.
+One holder actor per node claims GPUs there, as any other program does, and keeps them. Ray's own GPU resource is not
+used, because Ray does not know which GPUs programs outside Ray use. Workers ask for ``num_gpus=0`` and are placed by
+node. The claim sets their CUDA_VISIBLE_DEVICES, and Ray is told not to change it. Workers on AMD GPUs get
+HIP_VISIBLE_DEVICES, and never ROCR_VISIBLE_DEVICES, with which Ray 2.45 and later cannot be imported.
 
-Ray ends the holders when the driver ends, however it ends, and the kernel gives the GPUs back with them. A holder that
-dies takes its node's claim along: :meth:`RayClaim.check` and :meth:`RayClaim.options` say so.
+Ray ends the holders when the driver exits, for any reason, and the kernel releases their locks. If a holder dies, the
+claim on its node is lost; :meth:`RayClaim.check` and :meth:`RayClaim.options` raise an error then.
 """
 
 from __future__ import annotations
@@ -20,20 +21,23 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..durations import DEFAULT, DefaultTimeout
+from ..claim.timeout import DEFAULT, DefaultTimeout
 from ..errors import HolderLostError, UnsatisfiableRequestError
 from .cluster import ClusterGpu
 from .holder import Holder, Wishes, enter_worker
-from .remote import HeldClaim, claim_through, nodes_named
+from .remote import HeldClaim, NodeFacts, choose_nodes, claim_through
 
 if TYPE_CHECKING:
     from ..affinity.options import AffinityOptions
 
 __all__ = ["RayClaim", "claim"]
 
-# Ray leaves CUDA_VISIBLE_DEVICES alone in processes that have this.
-_HANDS_OFF = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
-# What a worker is to do before its first task: for us, and for the job's own setup hook, whose place we take.
+# Ray does not change these variables in processes that have this. Before 2.45 it set ROCR_VISIBLE_DEVICES on AMD GPUs.
+_KEEP_VISIBLE_DEVICES = {f"RAY_EXPERIMENTAL_NOSET_{name}_VISIBLE_DEVICES": "1" for name in ("CUDA", "HIP", "ROCR")}
+# What would limit HIP beside the variables of the claim, or contradict them, in the runtime environment of a user.
+_OTHERS_OF_AMD = ("ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
+# What _set_up_worker does before a worker's first task, as JSON: the binding, and the job's own setup hook, which
+# _set_up_worker replaces and calls.
 _WORKER = "SAFE_GPU_RAY_WORKER"
 _SETUP = "safe_gpu.engines.ray._set_up_worker"
 
@@ -52,51 +56,52 @@ def claim(
     exclude: str | int | Iterable[str | int] = (),
     only: str | int | Iterable[str | int] = (),
     visible_as: str = "index",
+    vendor: str | None = None,
 ) -> RayClaim:
     """Claim GPUs on nodes of the Ray cluster that this process is connected to: all of them, or none.
 
     Args:
-        nodes: how many, of those that are alive, the ones with enough free GPUs first; or which, each by its Ray node
-            id, host name or address.
-        gpus_per_node: how many on each.
+        nodes: the number of nodes (live ones; those with enough free GPUs are preferred), or a list of Ray node ids,
+            host names or addresses.
+        gpus_per_node: the number of GPUs on each node.
         timeout: one deadline for all nodes, in seconds; 0 does not wait, None waits for ever. Default:
             SAFE_GPU_TIMEOUT, else 300 inside a batch job, else 10. The start of the holders does not count.
-        placeholder_fn: what holds each GPU on its node, picklable. Default: a CUDA context, but nothing on a node
-            where GPUs are in compute mode EXCLUSIVE_PROCESS: it would keep the workers out.
-        logger: is told at INFO what is waited for; default: the logger ``safe_gpu``.
+        placeholder_fn: the placeholder of each GPU on its node, picklable. Default: a context of CUDA or HIP. On a node
+            with GPUs in compute mode EXCLUSIVE_PROCESS the default is no placeholder, because it would keep workers
+            out.
+        logger: gets a message at INFO when the claim waits for a node; default: the logger ``safe_gpu``.
         affinity, memory: the CPUs and the memory policy of the workers, as in ``claim_gpus``.
-        min_memory, model, exclude, only, visible_as: as in ``claim_gpus``, on every node.
+        min_memory, model, exclude, only, visible_as, vendor: as in ``claim_gpus``, on every node.
 
     Raises:
         NotEnoughGpusError: a node has too few free GPUs (ClaimTimeout: until the deadline). The message and the
-            attribute ``host`` say which node, ``verdicts`` what is in the way there.
-        UnsatisfiableRequestError: there are not so many nodes, one of them can never do it, or Ray is not connected.
-        HolderLostError: Ray could not start a holder, or it died.
-        SafeGpuError: whatever else ``claim_gpus`` raises on a node. Whatever is raised, nothing is held.
+            attribute ``host`` name the node; ``verdicts`` has the reasons.
+        UnsatisfiableRequestError: there are too few nodes, a node can never satisfy the request, or Ray is not
+            connected.
+        HolderLostError: Ray could not start a holder, or a holder died.
+        SafeGpuError: any other error of ``claim_gpus`` on a node. After any error nothing is held.
     """
     try:
         import ray
-        from ray import is_initialized  # a directory named ray, such as Ray's own in /tmp, imports as well
+        from ray import is_initialized  # fails for a directory named ray, such as Ray's own in /tmp
     except ImportError as err:
-        raise UnsatisfiableRequestError("Ray is not installed here: pip install 'safe-gpu[ray]'") from err
+        raise UnsatisfiableRequestError("Ray is not installed here: pip install 'ray>=2.40'") from err
 
-    from ..preconditions import checked
-
-    if logger is None:
-        import logging
-
-        logger = logging.getLogger("safe_gpu")
     if not is_initialized():
         raise UnsatisfiableRequestError("Ray is not connected: call ray.init(address=...) before the claim")
-    request, wait, _ = checked(
-        gpus_per_node, timeout, affinity, memory, min_memory, model, exclude, only, visible_as, logger
-    )
-    selection = {"min_memory": min_memory, "model": model, "exclude": exclude, "only": only}
+    selection = {"min_memory": min_memory, "model": model, "exclude": exclude, "only": only, "vendor": vendor}
     wishes = Wishes(placeholder_fn, affinity, memory, visible_as, selection)
-    candidates = _candidates(nodes, [node for node in ray.nodes() if node["Alive"]])
-    count = nodes if isinstance(nodes, int) else len(candidates)
-    holders = [_RayHolder(node, wishes) for node in candidates]
-    return RayClaim(claim_through(holders, count, request.nb_gpus, wait, logger), memory)
+    terms = wishes.read(gpus_per_node, timeout, logger)
+    alive = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
+    chosen, count = choose_nodes(nodes, {key: _facts(node) for key, node in alive.items()}, "the Ray cluster")
+    holders = [_RayHolder(alive[key], wishes) for key in chosen]
+    return RayClaim(claim_through(holders, count, terms.request.nb_gpus, terms.timeout, terms.logger), memory)
+
+
+def _facts(node: Mapping[str, Any]) -> NodeFacts:
+    # A node may have GPUs although Ray was told of none (--num-gpus 0). Nodes with GPUs are preferred all the same, so
+    # that no holder is started on a head node without GPUs.
+    return NodeFacts((node["NodeManagerHostname"], node["NodeManagerAddress"]), bool(node["Resources"].get("GPU")))
 
 
 class RayClaim(HeldClaim["_RayHolder"]):
@@ -109,20 +114,21 @@ class RayClaim(HeldClaim["_RayHolder"]):
     def options(
         self, gpu: ClusterGpu, *, runtime_env: Mapping[str, Any] | None = None, **options: Any
     ) -> dict[str, Any]:
-        """Options that put a task or an actor onto one GPU of this claim: ``task.options(**claim.options(gpu))``.
+        """Options that run a task or an actor on one GPU of this claim: ``task.options(**claim.options(gpu))``.
 
-        The worker runs on the GPU's node, sees this GPU alone, as device 0, is bound to the CPUs next to it before its
-        first task, and may claim the GPU for itself (``safe_gpu.claim_gpus(1)``). safe_gpu must be installed there.
+        The worker runs on the GPU's node and sees only this GPU, as device 0. It is bound to the CPUs next to the GPU
+        before its first task, and may claim the GPU for itself (``safe_gpu.claim_gpus(1)``). safe_gpu must be installed
+        on the node.
 
         Args:
             gpu: one of ``claim.gpus``.
-            runtime_env: a runtime environment of your own, to which ours is added. One that ``@ray.remote`` was given
-                is replaced by what ``.options`` gets, that is how Ray does it; the job's is merged.
-            options: more options for Ray; they win.
+            runtime_env: your runtime environment, to which the variables of the claim are added. As always in Ray, it
+                replaces the one given to ``@ray.remote`` and is merged with the job's.
+            options: more options for Ray; they take precedence.
 
         Raises:
-            HolderLostError: the node's holder is gone, so the GPU is no longer held.
-            UnsatisfiableRequestError: not a GPU of this claim, or it was released.
+            HolderLostError: the holder of the node has exited, so the GPU is no longer held.
+            UnsatisfiableRequestError: the GPU does not belong to this claim, or the claim was released.
         """
         import ray
         from ray._private.ray_constants import WORKER_PROCESS_SETUP_HOOK_ENV_VAR as hook
@@ -130,24 +136,27 @@ class RayClaim(HeldClaim["_RayHolder"]):
 
         self._known(gpu)
         job = ray.get_runtime_context().runtime_env.get("env_vars") or {}
-        theirs = (runtime_env or {}).get("env_vars") or {}
+        given = (runtime_env or {}).get("env_vars") or {}
+        if gpu.vendor == "amd":
+            given = {name: value for name, value in given.items() if name not in _OTHERS_OF_AMD}
         setup = {
             "cpus": sorted(gpu.cpus),
             "numa_node": gpu.numa_node,
             "memory": self._memory,
-            "then": next((name for name in (theirs.get(hook), job.get(hook)) if name and name != _SETUP), None),
+            "shows": next(iter(gpu.environment)),
+            "then": next((name for name in (given.get(hook), job.get(hook)) if name and name != _SETUP), None),
         }
-        ours = {**_HANDS_OFF, **gpu.environment, hook: _SETUP, _WORKER: json.dumps(setup)}
+        added = {**_KEEP_VISIBLE_DEVICES, **gpu.environment, hook: _SETUP, _WORKER: json.dumps(setup)}
         return {
             "num_gpus": 0,
             "scheduling_strategy": NodeAffinitySchedulingStrategy(gpu.node_id, soft=False),
-            "runtime_env": {**(runtime_env or {}), "env_vars": {**theirs, **ours}},
+            "runtime_env": {**(runtime_env or {}), "env_vars": {**given, **added}},
             **options,
         }
 
 
 class _RayHolder:
-    """A holder in an actor of its own."""
+    """A :class:`~safe_gpu.engines.remote.RemoteHolder` in a Ray actor."""
 
     def __init__(self, node: Mapping[str, Any], wishes: Wishes) -> None:
         import ray
@@ -156,11 +165,11 @@ class _RayHolder:
         self.host: str = node["NodeManagerHostname"]
         self.node_id: str = node["NodeID"]
         self._pending: Any = None
-        # Not detached, so it ends with its driver; one thread, the main one, so it does one thing at a time.
+        # Not detached, so the actor ends with its driver. It has one thread, so it runs one method at a time.
         actor = ray.remote(num_cpus=0, num_gpus=0, max_restarts=0, max_task_retries=0)(Holder)
         self._actor = actor.options(
             scheduling_strategy=NodeAffinitySchedulingStrategy(self.node_id, soft=False),
-            runtime_env={"env_vars": _HANDS_OFF},
+            runtime_env={"env_vars": _KEEP_VISIBLE_DEVICES},
         ).remote(wishes, f"ray: claim of process {os.getpid()} on {os.uname().nodename}")
 
     def call(self, method: str, *arguments: Any) -> None:
@@ -172,7 +181,7 @@ class _RayHolder:
         try:
             return ray.get(self._pending, timeout=limit)
         except ray.exceptions.RayTaskError:
-            raise  # a defect of ours, and its traceback
+            raise  # a bug in safe_gpu; the exception has the traceback
         except ray.exceptions.GetTimeoutError as err:
             raise HolderLostError(
                 f"{self.host}: the holder does not answer within {limit:g} s; is the node overloaded or cut off?",
@@ -180,7 +189,7 @@ class _RayHolder:
             ) from err
         except ray.exceptions.RayError as err:
             raise HolderLostError(
-                f"{self.host}: the process that holds the GPUs there is gone, another may have taken them: claim "
+                f"{self.host}: the process that held the GPUs there has exited, and others may have taken them: claim "
                 f"again ({' '.join(str(err).split())[:300]})",
                 host=self.host,
             ) from err
@@ -191,29 +200,7 @@ class _RayHolder:
         try:
             ray.kill(self._actor)
         except Exception:
-            pass  # Ray itself is gone, and all actors of this driver with it
-
-
-def _candidates(nodes: int | Sequence[str], alive: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The nodes to choose from, in Ray's order, or in the order in which they were named."""
-    if not isinstance(nodes, int):
-        by_id = {node["NodeID"]: node for node in alive}
-        names = {key: (node["NodeManagerHostname"], node["NodeManagerAddress"]) for key, node in by_id.items()}
-        named = [nodes] if isinstance(nodes, str) else list(nodes)
-        if not named:
-            raise UnsatisfiableRequestError("nodes=[] names no node", value=nodes)
-        return [by_id[key] for key in nodes_named(named, names)]
-    if isinstance(nodes, bool) or nodes < 1:
-        raise UnsatisfiableRequestError(f"nodes={nodes!r}: ask for 1 node or more, or name them", value=nodes)
-    if nodes > len(alive):
-        raise UnsatisfiableRequestError(
-            f"{nodes} nodes asked for, and the Ray cluster has {len(alive)}: "
-            f"{', '.join(node['NodeManagerHostname'] for node in alive)}",
-            value=nodes,
-        )
-    # Ray may have been told of no GPUs (--num-gpus 0), which is fine; but a head node without any is not worth asking.
-    with_gpus = [node for node in alive if node["Resources"].get("GPU")]
-    return with_gpus if len(with_gpus) >= nodes else list(alive)
+            pass  # Ray has exited, and so have all actors of this driver
 
 
 def _set_up_worker() -> None:
@@ -222,7 +209,7 @@ def _set_up_worker() -> None:
 
     setup = json.loads(os.environ[_WORKER])
     outcome = enter_worker(setup["cpus"], setup["numa_node"], setup["memory"])
-    logging.getLogger("safe_gpu").info("CUDA_VISIBLE_DEVICES=%s, %s", os.environ["CUDA_VISIBLE_DEVICES"], outcome)
+    logging.getLogger("safe_gpu").info("%s=%s, %s", setup["shows"], os.environ[setup["shows"]], outcome)
     if setup["then"]:
         from ray._private.runtime_env.setup_hook import load_and_execute_setup_hook
 

@@ -1,66 +1,110 @@
-"""The driver's side of a claim across hosts, the same for every engine: from holders on nodes to GPUs that are held."""
+"""The driver's side of a claim across hosts: chooses nodes and claims GPUs through their holders, for every engine."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from threading import Lock
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from ..errors import HolderLostError, NotEnoughGpusError, SafeGpuError, UnsatisfiableRequestError
 from .cluster import ClusterClaim, ClusterGpu, claim_on_all
 from .holder import HostReport
 
-__all__ = ["HeldClaim", "RemoteHolder", "claim_through", "nodes_named"]
+__all__ = ["HeldClaim", "NodeFacts", "RemoteHolder", "choose_nodes", "claim_through", "nodes_named"]
 
-# A cold node imports Python first, from a network file system perhaps; one that needs longer will not do it.
+# Seconds for a holder to start. It imports Python modules first, perhaps from a slow network file system.
 _START_LIMIT = 120.0
-# To give back and to answer takes milliseconds.
+# Seconds for a release or a ping, which normally take milliseconds.
 _ANSWER_LIMIT = 30.0
 
 
 class RemoteHolder(Protocol):
-    """A :class:`~safe_gpu.engines.holder.Holder` on some node. One call at a time, each followed by its answer."""
+    """A :class:`~safe_gpu.engines.holder.Holder` on a node. Each ``call`` must be followed by its ``answer``."""
 
     @property
     def host(self) -> str:
-        """The host's name, as the engine knows it."""
+        """The engine's name of the host."""
 
     @property
     def node_id(self) -> str:
-        """The engine's own id of the node."""
+        """The engine's id of the node."""
 
     def call(self, method: str, *arguments: Any) -> None:
         """Start a method of the holder."""
 
     def answer(self, limit: float | None) -> Any:
-        """What the method returned.
+        """The result of the method.
 
         Raises:
-            HolderLostError: the holder is gone, or did not answer within ``limit`` seconds.
+            HolderLostError: the holder has exited, or did not answer within ``limit`` seconds.
         """
 
     def end(self) -> None:
-        """End the holder, whatever it is doing, and with it what it holds. Safe to call twice."""
+        """End the holder in any state, which releases what it holds. Safe to call twice."""
 
 
 _HolderT = TypeVar("_HolderT", bound=RemoteHolder)
 
 
-def nodes_named(names: Sequence[str], nodes: Mapping[str, Sequence[str]]) -> list[str]:
-    """Node ids for what a user called nodes.
+class NodeFacts(NamedTuple):
+    """A live node of an engine: its names, the host name first, and whether the engine sees GPUs there."""
+
+    names: tuple[str, ...]
+    has_gpus: bool
+
+
+def choose_nodes(nodes: int | Sequence[Any], alive: Mapping[str, NodeFacts], engine: str) -> tuple[list[str], int]:
+    """The ids of the candidate nodes, and the number of nodes that the claim needs.
 
     Args:
-        names: each the id, or one of the other names, of one node.
-        nodes: all nodes, id -> other names.
+        nodes: the number of nodes, or a list of node ids or names.
+        alive: all live nodes by id, in the engine's order.
+        engine: for messages, "the Ray cluster".
+
+    Returns:
+        For a list, its nodes in that order. For a number, all nodes with GPUs, or all nodes if those are too few.
+
+    Raises:
+        UnsatisfiableRequestError: there are too few nodes, or a name fits no node, several, or one already named.
+    """
+    if not isinstance(nodes, int):
+        named = [nodes] if isinstance(nodes, str) else [str(node) for node in nodes]
+        if not named:
+            raise UnsatisfiableRequestError("nodes=[] names no node", value=nodes)
+        chosen = nodes_named(named, {node: facts.names for node, facts in alive.items()})
+        return chosen, len(chosen)
+    if isinstance(nodes, bool) or nodes < 1:
+        raise UnsatisfiableRequestError(f"nodes={nodes!r}: ask for 1 node or more, or name them", value=nodes)
+    if nodes > len(alive):
+        raise UnsatisfiableRequestError(
+            f"{nodes} nodes asked for, and {engine} has {len(alive)}: "
+            f"{', '.join(facts.names[0] for facts in alive.values())}",
+            value=nodes,
+        )
+    with_gpus = [node for node, facts in alive.items() if facts.has_gpus]
+    return (with_gpus if len(with_gpus) >= nodes else list(alive)), nodes
+
+
+def nodes_named(names: Sequence[str], nodes: Mapping[str, Sequence[str]]) -> list[str]:
+    """The node ids for names given by a user.
+
+    Args:
+        names: for each node its id or one of its names.
+        nodes: all nodes, id -> names.
 
     Raises:
         UnsatisfiableRequestError: a name fits no node or several, or a node is named twice.
     """
-    chosen: list[str] = []
+    by_name: dict[str, list[str]] = {}
+    for node, others in nodes.items():
+        for name in {node, *others}:
+            by_name.setdefault(name, []).append(node)
+    chosen: dict[str, None] = {}
     known = ", ".join(sorted(others[0] for others in nodes.values())) or "none"
     for name in names:
-        fitting = [node for node, others in nodes.items() if name == node or name in others]
+        fitting = by_name.get(name, [])
         if len(fitting) != 1:
             what = "no live node" if not fitting else f"{len(fitting)} nodes, name one by its id"
             raise UnsatisfiableRequestError(f"{name!r} is {what}; live nodes: {known}", value=name)
@@ -68,22 +112,28 @@ def nodes_named(names: Sequence[str], nodes: Mapping[str, Sequence[str]]) -> lis
             raise UnsatisfiableRequestError(
                 f"{name!r} is named twice in nodes: each node can be claimed once", value=name
             )
-        chosen += fitting
-    return chosen
+        chosen[fitting[0]] = None
+    return list(chosen)
 
 
 def claim_through(
-    holders: Sequence[_HolderT], nodes: int, gpus_per_node: int, timeout: float | None, logger: Any = None
+    holders: Sequence[_HolderT],
+    nodes: int,
+    gpus_per_node: int,
+    timeout: float | None,
+    logger: Any = None,
+    *,
+    clock: Callable[[], float] = time.monotonic,
 ) -> dict[ClusterGpu, _HolderT]:
-    """Claim on ``nodes`` of the nodes that have a holder; where there is a choice, those with enough free GPUs first.
+    """Claim on ``nodes`` of the nodes that have a holder; nodes with enough free GPUs are preferred.
 
     Returns:
-        The GPUs, node by node in the order of ``holders``, each with the holder that holds it.
+        The GPUs with their holders, node by node in the order of ``holders``. The other holders have been ended.
 
     Raises:
-        SafeGpuError: see :func:`~safe_gpu.engines.cluster.claim_on_all`. Holders that hold nothing have been ended.
+        SafeGpuError: see :func:`~safe_gpu.engines.cluster.claim_on_all`. All holders have been ended then.
     """
-    keep: list[_HolderT] = []
+    keep: set[_HolderT] = set()
     try:
         chosen = _best(_reports(holders, nodes, gpus_per_node), nodes, gpus_per_node)
         claimers = _one_per_host(chosen, gpus_per_node)
@@ -96,13 +146,13 @@ def claim_through(
             logger.info("Waiting for GPUs on %s: %s", host, refusal)
 
         held: dict[ClusterGpu, _HolderT] = {}
-        for claimer, grant in zip(claimers, claim_on_all(claimers, timeout, on_wait=on_wait), strict=True):
+        for claimer, grant in zip(claimers, claim_on_all(claimers, timeout, on_wait=on_wait, clock=clock), strict=True):
             for nth, gpu in enumerate(grant):
                 member = claimer.members[nth // gpus_per_node]
                 held[replace(gpu, host=member.host, node_id=member.node_id)] = claimer.holder
-        order = [holder.node_id for holder in holders]
-        held = dict(sorted(held.items(), key=lambda item: order.index(item[0].node_id)))
-        keep = list(held.values())
+        order = {holder.node_id: number for number, holder in enumerate(holders)}
+        held = dict(sorted(held.items(), key=lambda item: order[item[0].node_id]))
+        keep = set(held.values())
         return held
     finally:
         for holder in holders:
@@ -111,7 +161,7 @@ def claim_through(
 
 
 def _reports(holders: Sequence[_HolderT], nodes: int, gpus_per_node: int) -> dict[_HolderT, HostReport]:
-    """What holders find, those that could not start left out where others do."""
+    """The reports of all holders. A holder that did not start is left out if enough others did."""
     count_for = gpus_per_node if len(holders) > nodes else 0
     reports: dict[_HolderT, HostReport] = {}
     lost: HolderLostError | None = None
@@ -129,18 +179,19 @@ def _reports(holders: Sequence[_HolderT], nodes: int, gpus_per_node: int) -> dic
 
 
 def _best(reports: Mapping[_HolderT, HostReport], nodes: int, gpus_per_node: int) -> dict[_HolderT, HostReport]:
-    """Nodes that can deliver now, the fullest first so that large requests still find room; then the emptiest."""
+    """The best nodes: first those with enough free GPUs, by fewest free GPUs, which keeps room for large requests; then
+    the others, by most free GPUs."""
 
     def key(holder: _HolderT) -> tuple[int, int]:
         free = reports[holder].free
         return (0, free) if free >= gpus_per_node else (1, -free)
 
-    best = reports if len(reports) <= nodes else sorted(reports, key=key)[:nodes]
+    best = set(reports if len(reports) <= nodes else sorted(reports, key=key)[:nodes])
     return {holder: report for holder, report in reports.items() if holder in best}
 
 
 def _one_per_host(chosen: Mapping[_HolderT, HostReport], gpus_per_node: int) -> list[_Claimer[_HolderT]]:
-    """Nodes that are one host (an engine may run several there) make one claim, or two could wait for each other."""
+    """One claimer for each host. An engine may run several nodes on one host; two claims there could deadlock."""
     groups: dict[tuple[str, ...], list[_HolderT]] = {}
     for holder, report in chosen.items():
         groups.setdefault(report.rank, []).append(holder)
@@ -148,7 +199,7 @@ def _one_per_host(chosen: Mapping[_HolderT, HostReport], gpus_per_node: int) -> 
 
 
 class _Claimer(Generic[_HolderT]):
-    """A :class:`~safe_gpu.engines.cluster.HostClaimer`: the first of the nodes that are this host claims for all."""
+    """A :class:`~safe_gpu.engines.cluster.HostClaimer`: the holder of a host's first node claims for all of them."""
 
     def __init__(self, members: list[_HolderT], rank: tuple[str, ...], nb_gpus: int) -> None:
         self.members = members
@@ -178,16 +229,16 @@ class _Claimer(Generic[_HolderT]):
 
 
 class HeldClaim(ClusterClaim, Generic[_HolderT]):
-    """A claim that holders hold."""
+    """A claim whose GPUs are held by holders on nodes."""
 
     def __init__(self, held: Mapping[ClusterGpu, _HolderT]) -> None:
         super().__init__(tuple(held))
         self._holders = dict(held)
-        self._talking = Lock()
+        self._calls = Lock()
 
     def _check(self, gpus: Sequence[ClusterGpu]) -> None:
         holders = list(dict.fromkeys(self._holders[gpu] for gpu in gpus))
-        with self._talking:
+        with self._calls:
             for holder in holders:
                 holder.call("ping")
             lost: HolderLostError | None = None
@@ -201,13 +252,13 @@ class HeldClaim(ClusterClaim, Generic[_HolderT]):
 
     def _release(self) -> None:
         holders = list(dict.fromkeys(self._holders.values()))
-        with self._talking:
+        with self._calls:
             for holder in holders:
                 holder.call("release")
             for holder in holders:
                 try:
                     holder.answer(_ANSWER_LIMIT)
                 except HolderLostError:
-                    pass  # what it held went with it
+                    pass  # its locks were released when it exited
                 finally:
                     holder.end()

@@ -1,4 +1,4 @@
-"""What a batch scheduler and a launcher tell a process about its job, as frozen data."""
+"""The facts about a job and a rank that a batch scheduler and a launcher put into the environment, as frozen data."""
 
 from __future__ import annotations
 
@@ -9,18 +9,20 @@ __all__ = ["JobContext", "count", "words"]
 
 
 class JobContext(NamedTuple):
-    """The job and the rank that a process is, as far as its environment says; None is "it does not say".
+    """The job and the rank of a process according to its environment; None means "not known".
 
     Attributes:
-        scheduler: ``sge``, ``slurm``, ``pbs`` or ``lsf``; None outside a batch job.
+        scheduler: ``sge``, ``slurm``, ``pbs``, ``lsf`` or ``flux``; None outside a batch job.
         job_id: the job's number as its scheduler shows it, ``"1234"``; for an array, the number of the whole array.
         task_id: this task's number in an array.
-        local_rank: this process's place, from 0, among those that its launcher started on this host.
-        local_size: how many these are.
-        allowed: the GPUs that the scheduler says it gave to the job on this host, in the scheduler's own names. It is
-            never taken from CUDA_VISIBLE_DEVICES: under a device cgroup that counts from 0 in every job.
-        requested_gpus: how many GPUs the job has on this host, all its ranks together, where the environment says
-            it; see :func:`~safe_gpu.schedulers.declared_gpus` for the scheduler's own answer.
+        local_rank: the rank of this process, from 0, among those that its launcher started on this host.
+        local_size: the number of these processes.
+        allowed: the GPUs that the scheduler gave to the job on this host, in the scheduler's names. This is never
+            taken from CUDA_VISIBLE_DEVICES, which counts from 0 in every job under a device cgroup.
+        requested_gpus: the number of GPUs of the job on this host, for all its ranks together, if the environment has
+            it; :func:`~safe_gpu.schedulers.declared_gpus` also asks the scheduler.
+        ends: when the scheduler ends the job, in Unix seconds.
+        walltime: for how long the scheduler lets the job run, in seconds.
     """
 
     scheduler: str | None = None
@@ -30,11 +32,14 @@ class JobContext(NamedTuple):
     local_size: int | None = None
     allowed: tuple[str, ...] | None = None
     requested_gpus: int | None = None
+    ends: int | None = None
+    walltime: int | None = None
 
     @property
     def job_label(self) -> str | None:
-        """The job in one word, as lease records and ``status`` name it: ``sge:1234``, or ``sge:1234.5`` for task 5 of
-        an array; None outside a batch job, or in one that does not tell its number.
+        """The job as one word for lease records and ``status``, ``sge:1234``, or ``sge:1234.5`` for an array task.
+
+        None outside a batch job, or if the number of the job is not known.
 
         >>> JobContext("sge", "1234", 5).job_label
         'sge:1234.5'
@@ -46,7 +51,7 @@ class JobContext(NamedTuple):
 
 
 def count(environ: Mapping[str, str], *names: str) -> int | None:
-    """The first of these variables that is a whole number from 0 up; anything else is as if it were not set.
+    """The first of these variables that is a whole number from 0 up. Any other value counts as not set.
 
     >>> count({"SGE_TASK_ID": "undefined"}, "SGE_TASK_ID") is None
     True
@@ -59,7 +64,7 @@ def count(environ: Mapping[str, str], *names: str) -> int | None:
 
 
 def words(text: str | None) -> tuple[str, ...] | None:
-    """The words of a list with commas or blanks between them; None where there is none.
+    """The words of a list that is separated by commas or blanks; None if it has none.
 
     >>> words("0,1")
     ('0', '1')

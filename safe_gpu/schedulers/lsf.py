@@ -10,7 +10,7 @@ __all__ = ["parse"]
 
 
 def parse(environ: Mapping[str, str]) -> JobContext | None:
-    """The LSF job that this is, or None outside.
+    """The LSF job of this process; None outside one.
 
     LSF has no variable for the number of GPUs; ``LSB_JOBINDEX`` is 0 outside arrays.
     """

@@ -1,4 +1,4 @@
-"""How many GPUs the batch job asked for: what ``nb_gpus="job"`` means."""
+"""The number of GPUs that the batch job asked for, for ``nb_gpus="job"``."""
 
 from __future__ import annotations
 
@@ -6,48 +6,53 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from ..errors import UnsatisfiableRequestError
+from ..spelling import Spelling
 from .context import count
+from .job import current
 
 if TYPE_CHECKING:
     from .context import JobContext
 
 __all__ = ["declared_gpus", "number_for_job"]
 
-_WAY_OUT = "set SAFE_GPU_NB_GPUS=N, or ask for a number of GPUs instead of 'job'"
+_WAY_OUT = "set SAFE_GPU_NB_GPUS=N, or write the number of GPUs instead of job"
 
 _COUNTED = {"slurm": "SLURM_GPUS_ON_NODE", "pbs": "PBS_NGPUS"}
 
-# Where the scheduler gives GPUs but does not count them in a variable of its own, it sets this one.
+# These schedulers list the assigned GPUs in one of these variables and may have no variable with their number.
 _LISTED = {"lsf", "pbs"}
+_LISTS = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 
 
-def number_for_job(environ: Mapping[str, str], *, ask: bool = True) -> int:
+def number_for_job(environ: Mapping[str, str], *, ask: bool = True, spelling: type[Spelling] = Spelling) -> int:
     """The number of GPUs that this process is to claim, from 1 up.
 
-    ``SAFE_GPU_NB_GPUS`` comes first and is taken as it stands. Else it is what the job has on this host
-    (:func:`declared_gpus`), divided evenly where a launcher started several ranks here: 4 GPUs for 4 ranks are 1 each,
-    and what does not divide is left over, since ranks work in step.
+    ``SAFE_GPU_NB_GPUS`` takes precedence and is not divided. Otherwise the GPUs of the job on this host
+    (:func:`declared_gpus`) are divided by the number of ranks that a launcher started here, rounding down: ranks work
+    in step, so each gets the same number.
+
+    Args:
+        ask: whether qstat may be run.
+        spelling: how the caller writes arguments, for messages.
 
     Raises:
-        UnsatisfiableRequestError: the number is not known, or there is none to take; the message names the way out.
-            Its ``value`` is 0 where the job is known to have asked for no GPU.
+        UnsatisfiableRequestError: the number is not known, or it is too small. ``value`` is 0 if the job is known to
+            have asked for no GPU.
     """
-    from . import current
-
     own = environ.get("SAFE_GPU_NB_GPUS", "").strip()
     if own:
         number = count(environ, "SAFE_GPU_NB_GPUS")
         if not number:
             raise UnsatisfiableRequestError(
-                f"SAFE_GPU_NB_GPUS={own!r} is no number of GPUs: set it to a whole number from 1 up, or unset it",
+                f"SAFE_GPU_NB_GPUS={own!r} is not a number of GPUs: set it to a whole number from 1 up, or unset it",
                 value=own,
             )
         return number
     context = current(environ)
     if context.scheduler is None:
         raise UnsatisfiableRequestError(
-            f"nb_gpus='job' takes the number that the batch job asked for, and this process is in no batch job: "
-            f"{_WAY_OUT}",
+            f"{spelling.setting('nb_gpus', spelling.value('job'))} takes the number that the batch job asked for, and "
+            f"this process is in no batch job: {_WAY_OUT}",
             value="job",
         )
     job = f"job {context.job_label or '(of unknown number)'}"
@@ -69,18 +74,16 @@ def number_for_job(environ: Mapping[str, str], *, ask: bool = True) -> int:
 
 
 def declared_gpus(environ: Mapping[str, str], *, ask: bool = True, patience: float = 10.0) -> int | None:
-    """How many GPUs the batch job asked for on this host, all ranks together; None where nobody says.
+    """The number of GPUs that the batch job asked for on this host, for all ranks together; None if not known.
 
-    The scheduler's variables tell, except in Grid Engine, where ``ask`` allows to run qstat (about 0.1 s; ``patience``
-    seconds at most). It never raises: to warn of a claim larger than what the job declared is no reason to fail it.
+    The number comes from the scheduler's variables. In Grid Engine it comes from qstat, if ``ask`` is true (about
+    0.1 s, at most ``patience`` seconds). It never raises, because claims use it only for a warning.
     """
-    from . import current
-
     return _declared(environ, current(environ), ask, patience)[0]
 
 
 def _declared(environ: Mapping[str, str], context: JobContext, ask: bool, patience: float) -> tuple[int | None, str]:
-    """The number, and where there is none, why (as the tail of a sentence)."""
+    """The number, or None with the reason in brackets, for the end of a clause."""
     if context.requested_gpus is not None:
         return context.requested_gpus, ""
     if context.scheduler == "sge" and context.job_id is not None and ask:
@@ -90,7 +93,7 @@ def _declared(environ: Mapping[str, str], context: JobContext, ask: bool, patien
             return qstat.ask(environ, context.job_id, patience=patience), ""
         except qstat.QstatError as err:
             return None, f" ({err})"
-    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    visible = next((environ[name] for name in _LISTS if name in environ), None)
     if context.scheduler in _LISTED and visible is not None:
         return len([entry for entry in visible.split(",") if entry.strip() not in ("", "-1", "NoDevFiles")]), ""
     variable = _COUNTED.get(context.scheduler or "")

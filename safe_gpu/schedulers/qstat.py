@@ -1,69 +1,70 @@
-"""What a Grid Engine job asked for, from ``qstat -j JOB -xml``: the last resort, since only it knows.
+"""The number of GPUs that a Grid Engine job asked for, from ``qstat -j JOB -xml``.
 
-The answer is for this host: a consumable counts once per slot, per job or per host, and a parallel job has slots on
-several hosts. Only :func:`hard_request` and :func:`here` are pure; :func:`ask` runs qstat and reads the job's spool.
+Most versions of Grid Engine show the number nowhere else. The answer is for this host: a consumable counts per slot,
+per job or per host, and a parallel job has slots on several hosts. :func:`hard_request` and :func:`here` are pure;
+:func:`ask` runs qstat and reads the job's spool directory.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
+from ..procfs import printable
 from .sge import resource_names
 
 __all__ = ["QstatError", "Request", "Slots", "ask", "hard_request", "here", "slots"]
 
-_HARD = re.compile(r"<JB_hard_resource_list>.*?</JB_hard_resource_list>", re.DOTALL)
+_MOST_OUTPUT = 4 << 20
+_LONGEST = 300  # characters of a reason
+_BEGIN, _END = "<JB_hard_resource_list>", "</JB_hard_resource_list>"
+_SLOTS = "[0-9]{1,9}"
 _NUMBERS = {"1", "8", "10"}  # CE_valtype: INT, DOUBLE, RSMAP; a boolean "gpu" picks hosts and counts nothing
 _PER_SLOT, _PER_JOB = "1", "2"  # CE_consumable: YES, JOB; Univa's HOST is 3
 
 
 class QstatError(Exception):
-    """qstat does not answer here; the message says why."""
+    """qstat gives no usable answer on this host; the message says why."""
 
 
 class Request(NamedTuple):
-    """``amount`` GPUs, counted ``per`` "slot", "job" or "host"."""
+    """A request for ``amount`` GPUs per slot, per job or per host; ``per`` is "slot", "job" or "host"."""
 
     amount: float
     per: str
 
 
 class Slots(NamedTuple):
-    """How many slots the job has on this host (None: unknown), and whether its script runs here."""
+    """The number of slots of the job on this host (None: unknown), and whether its script runs here."""
 
     number: int | None
     master: bool
 
 
 def ask(environ: Mapping[str, str], job_id: str, *, patience: float = 10.0) -> int:
-    """GPUs that this job has on this host by its hard request, 0 where it asked for none. Takes about 0.1 s.
+    """The number of GPUs that this job has on this host by its hard request, 0 if it asked for none.
 
-    ``patience`` is in seconds.
+    It takes about 0.1 s, at most ``patience`` seconds.
 
     Raises:
-        QstatError: qstat is missing or refused (execution hosts need not be submit hosts), or its answer has no sense.
+        QstatError: qstat is missing or refused (execution hosts need not be submit hosts), or its answer is invalid.
     """
-    import subprocess
+    from ..programs import TooLate, TooMuch, output_of
 
+    command = [_program(environ), "-j", job_id, "-xml"]
     try:
-        answer = subprocess.run(
-            [_program(environ), "-j", job_id, "-xml"],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            env=dict(environ),
-            timeout=patience,
-        )
-    except subprocess.TimeoutExpired:
+        code, text, error = output_of(command, env=environ, timeout=patience, most=_MOST_OUTPUT, apart=True)
+    except TooLate:
         raise QstatError(f"qstat did not answer in {patience:g} s") from None
+    except TooMuch:
+        raise QstatError(f"qstat prints more than {_MOST_OUTPUT >> 20} MiB") from None
     except OSError as err:
         raise QstatError(f"qstat cannot be run here ({err.strerror or err})") from err
-    text = answer.stdout.decode(errors="replace")
-    if answer.returncode != 0 or f"<JB_job_number>{job_id}</JB_job_number>" not in text:
-        said = _reason(text, answer.stderr.decode(errors="replace")) or f"exit status {answer.returncode}"
-        raise QstatError(f"qstat does not tell about job {job_id}: {said}")
+    if code != 0 or f"<JB_job_number>{job_id}</JB_job_number>" not in text:
+        said = _reason(text, error) or f"exit status {code}"
+        raise QstatError(f"qstat gives no information on job {job_id}: {said}")
     request = hard_request(text, resource_names(environ))
     if request is None:
         return 0
@@ -74,18 +75,18 @@ def ask(environ: Mapping[str, str], job_id: str, *, patience: float = 10.0) -> i
 
 
 def hard_request(xml: str, names: Iterable[str]) -> Request | None:
-    """The GPUs among the hard requests in an answer of ``qstat -j JOB -xml``; None where there are none.
+    """The request for GPUs in the hard requests of an answer of ``qstat -j JOB -xml``; None if there is none.
 
-    Only that list is parsed: job names and environments elsewhere make some versions write broken XML. The first of
-    ``names`` that was asked for counts.
+    Only the list of hard requests is parsed, because some versions write broken XML in other parts (job names,
+    environments). The first of ``names`` that was requested counts.
 
     Raises:
-        QstatError: the list is no XML.
+        QstatError: the list is not valid XML.
     """
     from xml.etree import ElementTree
 
     found = {}
-    for part in _HARD.findall(xml):
+    for part in _lists(xml):
         try:
             root = ElementTree.fromstring(part)
         except ElementTree.ParseError as err:
@@ -98,10 +99,17 @@ def hard_request(xml: str, names: Iterable[str]) -> Request | None:
     return next((found[name.lower()] for name in names if name.lower() in found), None)
 
 
-def here(request: Request, slots: Slots) -> int | None:
-    """A request as a number of GPUs on this host; None where the slots would have to be known and are not.
+def _lists(xml: str) -> Iterator[str]:
+    start = xml.find(_BEGIN)
+    while start >= 0 and (stop := xml.find(_END, start)) >= 0:
+        yield xml[start : stop + len(_END)]
+        start = xml.find(_BEGIN, stop)
 
-    A consumable that counts per job is taken from the host where the job's script runs.
+
+def here(request: Request, slots: Slots) -> int | None:
+    """A request as a number of GPUs on this host; None if it depends on the number of slots and that is not known.
+
+    A request per job counts on the host where the job's script runs, and nowhere else.
 
     >>> here(Request(1.0, "slot"), Slots(4, True))
     4
@@ -114,35 +122,38 @@ def here(request: Request, slots: Slots) -> int | None:
 
 
 def slots(environ: Mapping[str, str]) -> Slots:
-    """How much of a parallel job is on this host. A job without a parallel environment has one slot.
+    """The slots of this job on this host. A job without a parallel environment has one slot.
 
-    The host file lists all hosts, that of the job's script first. A task that ``qrsh -inherit`` started elsewhere has
-    none; there the execution daemon's own note in the spool directory tells.
+    The host file lists all hosts, the host of the job's script first. A task that ``qrsh -inherit`` started on another
+    host has no host file; the file ``config`` of the execution daemon in the spool directory has the number there.
     """
     spool = environ.get("SGE_JOB_SPOOL_DIR", "")
     hostfile = _read(environ.get("PE_HOSTFILE", "")) or (_read(f"{spool}/../pe_hostfile") if spool else "")
     lines = [line.split() for line in hostfile.splitlines()]
-    hosts = [(line[0], int(line[1])) for line in lines if len(line) > 1 and line[1].isdecimal()]
+    hosts = [(line[0], int(line[1])) for line in lines if len(line) > 1 and re.fullmatch(_SLOTS, line[1])]
     if hosts:
         own = {_short(os.uname().nodename), _short(environ.get("HOSTNAME", ""))}
         numbers = [number for host, number in hosts if _short(host) in own]
         return Slots(sum(numbers) if numbers else None, bool(numbers) and _short(hosts[0][0]) in own)
     alone = environ.get("NHOSTS", "1") == "1"
-    note = re.search(r"^host_slots=([0-9]+)$", _read(f"{spool}/config") if spool else "", re.MULTILINE)
+    note = re.search(rf"^host_slots=({_SLOTS})$", _read(f"{spool}/config") if spool else "", re.MULTILINE)
     if note:
         return Slots(int(note[1]), alone)
     total = environ.get("NSLOTS", "1")
-    return Slots(int(total) if alone and total.isdecimal() else None, alone)
+    return Slots(int(total) if alone and re.fullmatch(_SLOTS, total) else None, alone)
 
 
 def _reason(answer: str, error: str) -> str:
-    """What qstat says instead of an answer. Son of Grid Engine refuses in XML on stdout, with exit status 0."""
+    """The reason why qstat gave no answer. Son of Grid Engine refuses in XML on stdout, with exit status 0."""
     from html import unescape
 
     if "<unknown_jobs" in answer:
         return "it knows no such job"
-    texts = re.findall(r"<AN_text>(.*?)</AN_text>", answer, re.DOTALL) or [error, answer]
-    return next((unescape(text).strip().splitlines()[0] for text in texts if text.strip()), "")
+    _, found, rest = answer.partition("<AN_text>")
+    text, ended, _ = rest.partition("</AN_text>")
+    texts = [text] if found and ended else [error, answer]
+    said = next((unescape(text[:_LONGEST]).strip() for text in texts if text.strip()), "")
+    return printable(said.partition("\n")[0])
 
 
 def _number(*texts: str | None) -> float | None:
@@ -162,14 +173,19 @@ def _short(host: str) -> str:
 
 def _read(path: str) -> str:
     try:
-        with open(path, encoding="utf-8", errors="replace") as file:
+        with open(path, encoding="utf-8", errors="replace", opener=_open) as file:
             return file.read(1 << 20)
     except (OSError, ValueError):
         return ""
 
 
+def _open(path: str, flags: int) -> int:
+    """A FIFO in its place does not block."""
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
 def _program(environ: Mapping[str, str]) -> str:
-    """qstat on PATH, else where Grid Engine keeps it: jobs may run with a PATH of their own."""
+    """The path of qstat, from PATH, else from Grid Engine's directories: a job's PATH may lack them."""
     import shutil
 
     own = [

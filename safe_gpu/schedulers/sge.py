@@ -1,6 +1,7 @@
 """Grid Engine (Sun, Son of, Open, Univa, Altair): the environment of a job as a :class:`JobContext`. Pure.
 
-Grid Engine counts GPUs and hands out none, so the environment rarely says how many a job asked for: see ``qstat``.
+Most versions of Grid Engine count GPUs but do not assign them, so the environment rarely has the number that a job
+asked for. The module ``qstat`` asks for it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from .context import JobContext, count, words
 
 __all__ = ["parse", "resource_names"]
 
-# What sites call the resource. SAFE_GPU_SGE_RESOURCE names another.
+# Common names of the resource. SAFE_GPU_SGE_RESOURCE names another.
 _RESOURCES = (
     "gpu",
     "gpus",
@@ -28,11 +29,11 @@ _RESOURCES = (
 
 
 def parse(environ: Mapping[str, str]) -> JobContext | None:
-    """The Grid Engine job that this is, or None outside.
+    """The Grid Engine job of this process; None outside one.
 
-    ``JOB_ID`` alone proves nothing, other programs use that name; ``SGE_ROOT`` is set on submit hosts too. Outside
-    arrays ``SGE_TASK_ID`` is the word ``undefined``. Where Univa's resource maps hand out GPUs, ``SGE_HGR_gpu`` lists
-    them.
+    ``JOB_ID`` alone is not enough, because other programs use that name. ``SGE_ROOT`` is set on submit hosts too.
+    Outside arrays ``SGE_TASK_ID`` is the word ``undefined``. If Univa's resource maps assign GPUs, ``SGE_HGR_gpu``
+    lists them.
     """
     job = count(environ, "JOB_ID")
     spool = environ.get("SGE_JOB_SPOOL_DIR", "")
@@ -54,7 +55,7 @@ def resource_names(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def _job_in(spool: str) -> str | None:
-    """The job's number in the path of its spool directory, ``.../active_jobs/1234.5`` or a folder in that."""
+    """The job's number from the path of its spool directory, ``.../active_jobs/1234.5`` or a directory in it."""
     _, found, rest = spool.partition("/active_jobs/")
     number = rest.split("/")[0].split(".")[0]
-    return number if found and number.isascii() and number.isdecimal() else None
+    return number if found and number.isascii() and number.isdecimal() and len(number) < 19 else None

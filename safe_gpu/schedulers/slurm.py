@@ -16,10 +16,10 @@ _TASKS = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
 
 
 def parse(environ: Mapping[str, str]) -> JobContext | None:
-    """The Slurm job that this is, or None outside.
+    """The Slurm job of this process; None outside one.
 
-    GPU variables exist only where the site has a gres for GPUs and the job asked for some. ``SLURM_LOCALID`` is 0 for
-    the batch script and for whatever it starts without srun; the number of ranks is known only in a step.
+    GPU variables exist only if the site has a gres for GPUs and the job asked for some. ``SLURM_LOCALID`` is 0 for the
+    batch script and for every process that it starts without srun. The number of ranks is known only in a step.
     """
     job = count(environ, "SLURM_JOB_ID", "SLURM_JOBID")
     if job is None:
@@ -38,11 +38,12 @@ def parse(environ: Mapping[str, str]) -> JobContext | None:
         allowed=allowed,
         # Slurm before 20.11 has no SLURM_GPUS_ON_NODE.
         requested_gpus=len(allowed) if requested is None and allowed else requested,
+        ends=count(environ, "SLURM_JOB_END_TIME"),  # Slurm 22.05 and later
     )
 
 
 def _tasks_here(environ: Mapping[str, str]) -> int | None:
-    """This node's entry of ``SLURM_STEP_TASKS_PER_NODE``, which reads like ``2(x3),1`` in the order of the nodes."""
+    """The entry of this node in ``SLURM_STEP_TASKS_PER_NODE``, a list such as ``2(x3),1`` in the order of the nodes."""
     node = count(environ, "SLURM_NODEID")
     if node is None:
         return None

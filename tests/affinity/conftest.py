@@ -11,8 +11,12 @@ from typing import Any
 
 import pytest
 
-from safe_gpu.affinity.topology import GpuLocality, HostTopology
+import safe_gpu.drivers
 from safe_gpu.devices import Gpu, HostSnapshot
+from safe_gpu.runtimes.runtime import Runtime
+from safe_gpu.topology import GpuLocality, HostTopology
+
+MASK = sorted(os.sched_getaffinity(0))
 
 
 def as_list(cpus: Iterable[int]) -> str:
@@ -137,6 +141,12 @@ def saved_tree(tmp_path: Path) -> SavedTree:
     return SavedTree(tmp_path / "fsroot")
 
 
+@pytest.fixture(scope="session")
+def make_tree() -> Callable[[Path], SavedTree]:
+    """Trees at a place of the test's own."""
+    return SavedTree
+
+
 def make_host(
     *,
     cores_per_node: int,
@@ -187,7 +197,7 @@ def host() -> Callable[..., HostTopology]:
 
 
 class FakeDriver:
-    uses_cuda = False
+    runtime = Runtime()
 
     def __init__(self, gpus: list[Gpu], affinity: dict[tuple[str, str], frozenset[int]] | None = None) -> None:
         self.name = "nvml"
@@ -203,9 +213,6 @@ class FakeDriver:
 
     def host_topology(self) -> HostTopology | None:
         return self.own
-
-    def default_placeholder(self, logger: Any = None) -> Any:
-        return None
 
     def close(self) -> None: ...
 
@@ -242,3 +249,33 @@ def in_child() -> Callable[[Callable[[], Any]], Any]:
         return value
 
     return run
+
+
+@pytest.fixture
+def four_gpus(saved_tree: Any, fake_driver: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Two nodes of one real CPU each, GPUs 0 and 2 on the first, 1 and 3 on the second."""
+    first, second = (MASK * 2)[:2]
+    saved_tree.cpus([(first,), (second,)])
+    saved_tree.nodes({0: [first], 1: [second]})
+    gpus = []
+    for number in range(4):
+        bus_id = f"0000:0{number + 1}:00.0"
+        saved_tree.gpu(bus_id, node=number % 2)
+        gpus.append(Gpu(number, f"GPU-{number}{number}ab", pci_bus_id=bus_id))
+    driver = fake_driver(gpus)
+    monkeypatch.setenv("SAFE_GPU_FSROOT", os.fspath(saved_tree))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(safe_gpu.drivers, "open_driver", lambda name=None, **choice: driver)
+    return driver
+
+
+@pytest.fixture
+def four_gpus_env(saved_tree: Any, fake_gpus: Any) -> dict[str, str]:
+    """The same host for child processes: their environment."""
+    first, second = (MASK * 2)[:2]
+    saved_tree.cpus([(first,), (second,)])
+    saved_tree.nodes({0: [first], 1: [second]}, distance=lambda a, b: 10 if a == b else 21)
+    fake_gpus.set(4)
+    for number, gpu in enumerate(fake_gpus.gpus):
+        saved_tree.gpu(gpu["bus"].lower().removeprefix("0000"), node=number % 2)
+    return {**fake_gpus.env, "SAFE_GPU_FSROOT": os.fspath(saved_tree)}

@@ -4,48 +4,32 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import subprocess
-import sys
 from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import pytest
 
+import safe_gpu
 import safe_gpu.drivers
-from safe_gpu.affinity.describe import affinity_json, affinity_table
-from safe_gpu.affinity.gpu_affinity import set_affinity, visible_indices
+from safe_gpu.affinity.describe import affinity_json, affinity_table, node_table
+from safe_gpu.affinity.gpu_affinity import set_affinity
 from safe_gpu.affinity.modes import Mode, Multithreading, Scope
+from safe_gpu.affinity.near import node_memory
 from safe_gpu.affinity.numactl import numactl_options, wrap_command
-from safe_gpu.affinity.options import MODES, MULTITHREADING, SCOPES, AffinityOptions
+from safe_gpu.affinity.numbering import visible_indices
+from safe_gpu.affinity.options import MODES, MULTITHREADING, SCOPES, AffinityOptions, parse_options
 from safe_gpu.affinity.policies import plan
-from safe_gpu.affinity.topology import HostTopology
+from safe_gpu.affinity.reading import read_topology
 from safe_gpu.devices import Gpu, HostSnapshot
 from safe_gpu.errors import GPUAffinityError, NoDriverError
+from safe_gpu.topology import HostTopology
 
 InChild = Callable[[Callable[[], Any]], Any]
 
 MASK = sorted(os.sched_getaffinity(0))
 needs_two_cpus = pytest.mark.skipif(len(MASK) < 2, reason="this process may use one CPU only")
-needs_numactl = pytest.mark.skipif(shutil.which("numactl") is None, reason="numactl is not installed")
-
-
-@pytest.fixture
-def four_gpus(saved_tree: Any, fake_driver: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Two nodes of one real CPU each, GPUs 0 and 2 on the first, 1 and 3 on the second."""
-    first, second = (MASK * 2)[:2]
-    saved_tree.cpus([(first,), (second,)])
-    saved_tree.nodes({0: [first], 1: [second]})
-    gpus = []
-    for number in range(4):
-        bus_id = f"0000:0{number + 1}:00.0"
-        saved_tree.gpu(bus_id, node=number % 2)
-        gpus.append(Gpu(number, f"GPU-{number}{number}ab", pci_bus_id=bus_id))
-    driver = fake_driver(gpus)
-    monkeypatch.setenv("SAFE_GPU_FSROOT", os.fspath(saved_tree))
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(safe_gpu.drivers, "open_driver", lambda name=None: driver)
-    return driver
 
 
 # set_affinity
@@ -107,9 +91,15 @@ def test_all_options_are_passed_on(four_gpus: Any, in_child: InChild) -> None:
         (("0", 2), {}, "'0'"),
         ((0, 0), {}, "nproc_per_node .* 0"),
         ((0, 5), {}, "nproc_per_node=5 .* 4 are visible"),
-        ((0, 4), {}, "1 physical core near 2 GPUs"),
+        pytest.param((0, 4), {}, "1 physical core near 2 GPUs", marks=needs_two_cpus),
         ((0, 2), {"mode": "best"}, "'best'"),
-        ((0, 2), {"min_physical_cores": 4, "max_physical_cores": 3}, "3.*4"),
+        pytest.param(
+            (0, 2),
+            {"min_physical_cores": 4, "max_physical_cores": 3},
+            "1 physical core .* at least 4",
+            marks=needs_two_cpus,
+        ),
+        ((0, 2), {"max_physical_cores": 0}, "max_physical_cores=0"),
         ((0, 2), {"mode": "all", "min_physical_cores": 7}, "at least 7"),
     ],
 )
@@ -126,11 +116,12 @@ def test_too_few_visible_gpus(four_gpus: Any, monkeypatch: pytest.MonkeyPatch, v
         set_affinity(0, 2)
 
 
-def test_no_driver_is_an_affinity_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def none(name: str | None = None) -> Any:
-        raise NoDriverError("there is no NVIDIA driver here")
+def no_driver(name: str | None = None, **choice: Any) -> Any:
+    raise NoDriverError("there is no NVIDIA driver here")
 
-    monkeypatch.setattr(safe_gpu.drivers, "open_driver", none)
+
+def test_no_driver_is_an_affinity_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(safe_gpu.drivers, "open_driver", no_driver)
     with pytest.raises(GPUAffinityError, match="no NVIDIA driver"):
         set_affinity(0, 1)
     with pytest.raises(GPUAffinityError, match="no NVIDIA driver"):
@@ -171,7 +162,11 @@ def test_the_wrapped_command(four_gpus: Any, gpu: int, at: int) -> None:
         (["true"], {"gpu": -1, "mode": "node"}),
         (["true"], {"gpu": "0", "mode": "node"}),
         (["true"], {"gpu": 0, "mode": "none"}),
-        (["true"], {"gpu": 0, "mode": None}),
+        (["true"], {"mode": "node"}),
+        (["true"], {"gpu": 0, "ordinal": 0, "mode": "node"}),
+        (["true"], {"ordinal": 4, "mode": "node"}),
+        (["true"], {"ordinal": -1, "mode": "node"}),
+        (["true"], {"ordinal": True, "mode": "node"}),
         (["true"], {"gpu": 0, "mode": "exclusive"}),  # one core for two GPUs
         (["true"], {"gpu": 0, "mode": "node", "memory": "here"}),
         ([], {"gpu": 0, "mode": "node"}),
@@ -184,30 +179,112 @@ def test_commands_that_cannot_be_wrapped(four_gpus: Any, command: Any, options: 
         wrap_command(command, **options)
 
 
-@needs_numactl
+# Fallback, and options as torch writes them
+
+
+class Theirs(str, Enum):
+    NODE = "node"
+    CORE_COMPLEX = "core-complex"
+    ELSEWHERE = "elsewhere"
+
+
+@dataclass(frozen=True)
+class NumaOptions:
+    """The attributes of torch.numa.binding.NumaOptions."""
+
+    affinity_mode: Any
+    should_fall_back_if_binding_fails: bool = False
+
+
 @needs_two_cpus
-@pytest.mark.parametrize("memory", [None, "bind", "preferred"])
-def test_numactl_runs_it(four_gpus: Any, memory: str | None) -> None:
-    code = "import os, json; print(json.dumps([sorted(os.sched_getaffinity(0)), open('/proc/self/numa_maps').read()]))"
-    wrapped = wrap_command([sys.executable, "-c", code], gpu=0, mode="node", memory=memory)
-    done = subprocess.run(wrapped, capture_output=True, text=True, timeout=60)
-    if done.returncode and memory:
-        pytest.skip(f"memory policies cannot be used here: {done.stderr.strip()}")
-    cpus, maps = json.loads(done.stdout)
-    assert cpus == [MASK[0]]
-    assert {None: " default ", "bind": " bind:0 ", "preferred": " prefer:0 "}[memory] in maps or (
-        memory == "preferred" and " prefer (many):0 " in maps
-    )
+def test_options_of_torch_are_taken_as_they_are(four_gpus: Any, in_child: InChild) -> None:
+    options = NumaOptions(Theirs.NODE)
+    assert parse_options(options) == AffinityOptions("node")
+    assert parse_options(NumaOptions(Theirs.CORE_COMPLEX)) == AffinityOptions("core-complex")
+    assert wrap_command(["true"], gpu=1, mode=options)[1] == f"--physcpubind={MASK[1]}"
+    assert in_child(lambda: sorted(safe_gpu.bind(1, mode=options).cpus)) == [MASK[1]]
+    with pytest.raises(GPUAffinityError, match="elsewhere"):
+        parse_options(NumaOptions(Theirs.ELSEWHERE))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"mode": "node", "strict": False}, {"mode": NumaOptions(Theirs.NODE, True)}],
+)
+@pytest.mark.parametrize("reason", ["no driver", "no such GPU", "no such ordinal", "no core", "numactl fails"])
+def test_falling_back_to_the_command(
+    four_gpus: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any, tmp_path: Any, options: Any, reason: str
+) -> None:
+    arguments = {"gpu": 0, **options}
+    if reason == "numactl fails" and len(MASK) < 2:
+        pytest.skip("GPU 0 is next to the second CPU")
+    if reason == "no driver":
+        monkeypatch.setattr(safe_gpu.drivers, "open_driver", no_driver)
+        why = "no NVIDIA driver"
+    elif reason == "no such GPU":
+        arguments["gpu"], why = 9, "no GPU 9"
+    elif reason == "no such ordinal":
+        arguments, why = {**options, "ordinal": 9}, "CUDA shows no GPU 9"
+    elif reason == "no core":
+        fallback = options.get("strict", True)
+        arguments["mode"] = "exclusive" if not fallback else NumaOptions("exclusive", True)
+        why = "physical core"
+    else:
+        arguments["check"], why = True, "numactl is not installed here"
+        monkeypatch.setenv("PATH", str(tmp_path))
+    command = ["./train", "--all"]
+    assert wrap_command(command, **arguments) == command
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "the command runs unbound: " in caplog.text
+    assert why in caplog.text
+    if "strict" in options:
+        with pytest.raises(GPUAffinityError, match=why):
+            wrap_command(command, **{**arguments, "strict": True})
+
+
+@pytest.mark.parametrize("wrong", [{"mode": "somewhere"}, {"memory": "here"}, {"gpu": None}, {"ordinal": 0}])
+def test_wrong_arguments_do_not_fall_back(four_gpus: Any, wrong: Any) -> None:
+    with pytest.raises(GPUAffinityError):
+        wrap_command(["true"], **{"gpu": 0, "mode": "node", "strict": False, **wrong})
+
+
+def test_no_mode_no_change(four_gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert wrap_command(("true",), gpu=0, mode=None, memory="bind") == ["numactl", "--membind=0", "true"]
+    monkeypatch.setattr(safe_gpu.drivers, "open_driver", no_driver)
+    assert wrap_command(("./train", "x y"), mode=None) == ["./train", "x y"]
+    assert wrap_command(["./train"], gpu=0, mode=None, check=True) == ["./train"]
+
+
+CLAIM = """
+import json
+from types import SimpleNamespace
+import safe_gpu
+def taken(fallback):
+    options = SimpleNamespace(affinity_mode="exclusive", should_fall_back_if_binding_fails=fallback)
+    try:
+        with safe_gpu.GPUOwner(1, safe_gpu.NoPlaceholder(), affinity=options) as owner:
+            return [owner.devices_taken, sorted(owner.cpus)]
+    except safe_gpu.GPUAffinityError as err:
+        return str(err)
+say(json.dumps([taken(False), taken(True)]))
+"""
+
+
+def test_a_claim_falls_back_with_torchs_options(child: Any, four_gpus_env: dict[str, str]) -> None:
+    """One core for two GPUs cannot be divided."""
+    refused, taken = json.loads(child(CLAIM, env=four_gpus_env).hear())
+    assert "physical core" in refused
+    assert taken == [[0], []]
 
 
 # The table
 
 
 def test_a_plan_as_table_and_json(host: Callable[..., HostTopology]) -> None:
-    topology = host(cores_per_node=2, nodes=2, gpu_nodes=[0, 1, None])
+    topology = host(cores_per_node=2, nodes=2, gpu_nodes=[0, 1, None], distances=True)
     shares = plan(topology, mode="node")
     options = AffinityOptions(mode="node")
-    document = affinity_json(topology, options, shares)
+    document = affinity_json(topology, options, shares, {0: (32 << 30, 5 << 30)})
     assert json.loads(json.dumps(document)) == {
         "mode": "node",
         "gpus": [
@@ -215,11 +292,61 @@ def test_a_plan_as_table_and_json(host: Callable[..., HostTopology]) -> None:
             {"index": 1, "uuid": "GPU-1", "numa_node": 1, "cpus": "2-3,6-7"},
             {"index": 2, "uuid": "GPU-2", "numa_node": None, "cpus": "0-7"},
         ],
+        "nodes": [
+            {
+                "node": 0,
+                "cpus": "0-1,4-5",
+                "memory_total": 32 << 30,
+                "memory_free": 5 << 30,
+                "distances": {"0": 10, "1": 32},
+            },
+            {
+                "node": 1,
+                "cpus": "2-3,6-7",
+                "memory_total": None,
+                "memory_free": None,
+                "distances": {"0": 32, "1": 10},
+            },
+        ],
     }
     table = affinity_table(topology, options, shares).splitlines()
     assert table[1].split() == ["GPU", "BUS", "NODE", "CPUS", "CORES", "MEMORY", "SOURCE"]
     assert table[2].split() == ["0", "-", "0", "0-1,4-5", "2", "0", "unknown"]
     assert len({line.index(text) for line, text in zip(table[2:], ["0-1,4-5", "2-3,6-7", "0-7"], strict=True)}) == 1
+    some = affinity_table(topology, options, shares, [1]).splitlines()
+    assert [line.split()[0] for line in some] == ["mode", "GPU", "1"]
+    assert [gpu["index"] for gpu in affinity_json(topology, options, shares, shown=[1])["gpus"]] == [1]
+
+
+def test_the_table_of_nodes(host: Callable[..., HostTopology], saved_tree: Any, fake_driver: Any) -> None:
+    """Sizes as numactl --hardware shows them, from the kernel's files."""
+    saved_tree.write("sys/devices/system/node/node1/meminfo", "Node 1 MemTotal: 2097152 kB\nNode 1 MemFree:  524288 kB")
+    saved_tree.write("sys/devices/system/node/node0/meminfo", "Node 0 MemTotal: many kB")
+    topology = host(cores_per_node=2, nodes=2, smt=1, distances=True)
+    driver = fake_driver([])
+    memory = node_memory(topology.nodes, driver, saved_tree)
+    assert memory == {1: (2 << 30, 512 << 20)}
+    assert [line.split() for line in node_table(topology, memory).splitlines()] == [
+        ["NODE", "CPUS", "SIZE", "FREE", "DISTANCES"],
+        ["0", "0-1", "-", "-", "10", "32"],
+        ["1", "2-3", "2", "GiB", "512", "MiB", "32", "10"],
+    ]
+    bare = host(cores_per_node=2, nodes=1, smt=1)
+    assert node_table(bare, {}).splitlines()[1].split() == ["0", "0-1", "-", "-", "-"]
+    driver.own = topology  # a made-up host has no memory of its own
+    assert node_memory(topology.nodes, driver) == {}
+
+
+def test_sizes_of_this_very_host(fake_driver: Any) -> None:
+    try:
+        nodes = read_topology().nodes
+    except GPUAffinityError as err:
+        pytest.skip(str(err))
+    memory = node_memory(nodes, fake_driver([]))
+    if not memory:
+        pytest.skip("this kernel shows no memory by node")
+    assert all(0 <= free <= size for size, free in memory.values())
+    assert sum(size for size, _ in memory.values()) > 100 << 20
 
 
 def test_the_table_says_what_is_remote(host: Callable[..., HostTopology]) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from safe_gpu.affinity.numa_maps import parse_numa_maps
 from safe_gpu.affinity.placements import placement
 from safe_gpu.devices import Gpu, GpuProcess
 from safe_gpu.errors import GPUAffinityError
@@ -98,7 +99,8 @@ def test_it_reads_like_a_report(two_nodes: Any, family: Any) -> None:
     assert "GPU node: 0 (GPU 0 by given)" in first
     assert "CPU node: 0 " in first
     assert f"CPUs allowed: {MASK[1]} (1 of 2 threads)" in first
-    assert "mem binding: [" in first
+    assert "memory nodes allowed (cpuset): 0" in first
+    assert "memory policy: " in first
     assert "GPU and CPU NUMA nodes do NOT match" in first
     assert "GPU and CPU NUMA nodes match" in second
 
@@ -198,6 +200,91 @@ def test_a_thread_that_sleeps_since_it_was_bound_matches(two_nodes: Any, in_chil
     assert in_child(child) is True
 
 
+def test_a_memory_policy_changes_the_policy_and_not_the_cpuset(two_nodes: Any, in_child: InChild) -> None:
+    def child() -> Any:
+        from safe_gpu.affinity.mempolicy import policy_for, set_policy
+
+        before = placement(driver=two_nodes, gpus=[0]).processes[0]
+        try:
+            set_policy(policy_for("bind", [0]))
+        except OSError as err:
+            return str(err)
+        after = placement(driver=two_nodes, gpus=[0]).processes[0]
+        other = placement(driver=two_nodes, gpus=[1])
+        assert before.threads[0].mems_allowed == after.threads[0].mems_allowed
+        return before.policy, after.policy, after.policy_nodes, after.memory_matches, str(other), other.as_dict()
+
+    found = in_child(child)
+    if isinstance(found, str):
+        pytest.skip(f"memory policies cannot be set here: {found}")
+    before, after, nodes, matches, text, document = found
+    assert (before, after, nodes, matches) == ("default", "bind", {0}, True)
+    assert "memory policy: bind on node 0" in text
+    assert "GPU node and memory policy do NOT match" in text
+    process = document["processes"][0]
+    assert (process["policy"], process["policy_nodes"], process["memory_matches"]) == ("bind", "0", False)
+
+
+BOUND_CHILD = """
+import sys
+from safe_gpu.affinity.mempolicy import policy_for, set_policy
+try:
+    set_policy(policy_for("preferred", [0]))
+    say("set")
+except OSError as err:
+    say(err)
+listen()
+"""
+
+
+def test_the_policy_of_another_process(two_nodes: Any, child: Any) -> None:
+    """Its mappings show it, where /proc has numa_maps."""
+    if not os.path.exists("/proc/self/numa_maps"):
+        pytest.skip("this kernel has no numa_maps")
+    other = child(BOUND_CHILD)
+    said = other.hear()
+    if said != "set":
+        pytest.skip(f"memory policies cannot be set here: {said}")
+    found = placement(other.pid, driver=two_nodes, gpus=[0]).processes[0]
+    assert (found.policy, found.policy_nodes, found.memory_matches) == ("preferred", {0}, True)
+    assert found.memory is not None
+    assert sum(found.memory.values()) > 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", None),
+        ("7f00 default anon=3 dirty=3 N0=2 N1=1 kernelpagesize_kB=4", ({0: 8192, 1: 4096}, "default", set())),
+        ("7f00 bind:0-1,3 file=/a\\040b N3=1 kernelpagesize_kB=2048", ({3: 2 << 20}, "bind", {0, 1, 3})),
+        ("7f00 bind=static:2", ({}, "bind", {2})),
+        ("7f00 prefer:1 heap", ({}, "preferred", {1})),
+        ("7f00 prefer (many):0-1", ({}, "preferred", {0, 1})),
+        ("7f00 weighted interleave:0-1 N0=1", ({0: 4096}, "weighted interleave", {0, 1})),
+        ("7f00 local", ({}, "local", set())),
+        ("7f00 interleave:0-1 a\n7f01 bind:1 N1=1\n7f02 bind:1 N1=1", ({1: 8192}, "bind", {1})),
+        ("rubbish", None),
+    ],
+)
+def test_numa_maps(text: str, expected: Any) -> None:
+    found = parse_numa_maps(text.encode().splitlines())
+    assert (found and tuple(found)) == expected
+
+
+def test_a_gpu_is_named_in_either_numbering(two_nodes: Any, family: Any) -> None:
+    pid, _ = family(CUDA_VISIBLE_DEVICES="1,0")
+
+    def gpus(**named: Any) -> list[tuple[int, ...]]:
+        return [process.gpus for process in placement(pid, driver=two_nodes, **named).processes]
+
+    assert gpus() == [(1, 0), (1, 0)]
+    assert gpus(ordinal=0) == [(1,), (1,)]
+    assert gpus(ordinal=1) == gpus(gpus=0) == gpus(gpus="GPU-0") == [(0,), (0,)]
+    for named in ({"gpus": 0, "ordinal": 0}, {"gpus": 7}, {"ordinal": 2}):
+        with pytest.raises(GPUAffinityError):
+            gpus(**named)
+
+
 @pytest.mark.parametrize("pid", [0, -1, "1", True, 1.5, 1 << 30])
 def test_no_such_process(two_nodes: Any, pid: Any) -> None:
     with pytest.raises(GPUAffinityError, match=str(pid)):
@@ -208,12 +295,16 @@ def test_without_a_driver_the_rest_is_told(two_nodes: Any, family: Any, monkeypa
     import safe_gpu.drivers
     from safe_gpu.errors import NoDriverError
 
-    def none(name: str | None = None) -> Any:
+    def none(name: str | None = None, **choice: Any) -> Any:
         raise NoDriverError("there is no NVIDIA driver here")
 
     monkeypatch.setattr(safe_gpu.drivers, "open_driver", none)
     pid, _ = family()
     report = placement(pid)
+    assert placement(pid, gpus=["1"]).processes[0].gpu_nodes == {1}  # the kernel's own list of GPUs
+    for named in ({"ordinal": 0}, {"gpus": 2}, {"gpus": "GPU-0"}):
+        with pytest.raises(GPUAffinityError):
+            placement(pid, **named)  # type: ignore[arg-type]
     assert report.matches is None
     assert report.processes[0].threads[0].node == 0
     assert "no NVIDIA driver" in str(report)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from safe_gpu.coordination import files
+from safe_gpu.coordination import directories, files
 from safe_gpu.coordination.files import StateDir, file_system_type, state_dir_path, write_all
 from safe_gpu.errors import StateDirError
 
@@ -38,14 +38,15 @@ def test_is_made_open_to_all_whatever_the_umask(state_dir: Path, umask: int) -> 
     assert os.listdir(state_dir / "leases") == ["a.lock"]
 
 
-def test_default_and_relative_paths_are_absolute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_default_path_and_a_relative_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("SAFE_GPU_DIR", raising=False)
     assert state_dir_path() == "/tmp/safe-gpu"
     monkeypatch.setenv("SAFE_GPU_DIR", "")
     assert state_dir_path() == "/tmp/safe-gpu"
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SAFE_GPU_DIR", "here")
-    assert state_dir_path() == str(tmp_path / "here")
+    with pytest.raises(StateDirError, match="SAFE_GPU_DIR=here is relative"):
+        state_dir_path()
 
 
 def test_a_directory_with_other_things_in_it_is_used_but_not_opened_up(tmp_path: Path) -> None:
@@ -54,6 +55,19 @@ def test_a_directory_with_other_things_in_it_is_used_but_not_opened_up(tmp_path:
     (home / "thesis.tex").touch()
     StateDir(str(home)).close()
     assert mode_of(home) == 0o700
+
+
+def test_a_folder_of_ones_own_in_it_is_not_opened_up(tmp_path: Path) -> None:
+    """SAFE_GPU_DIR=~, where somebody keeps a folder `queue`, and claimed here before."""
+    home = tmp_path / "home"
+    (home / "queue").mkdir(mode=0o700, parents=True)
+    (home / "queue" / "letter").touch()
+    (home / "host.lock").touch()
+    home.chmod(0o700)
+    with StateDir(str(home)) as root, StateDir("queue", root), StateDir("leases", root):
+        pass
+    assert mode_of(home) == mode_of(home / "queue") == 0o700
+    assert mode_of(home / "leases") == 0o1777  # made here
 
 
 def test_a_first_use_that_was_killed_before_its_chmod_is_completed(tmp_path: Path) -> None:
@@ -98,10 +112,48 @@ def test_a_file_in_its_place_or_a_missing_parent_is_refused(tmp_path: Path) -> N
         StateDir(str(tmp_path / "none" / "state"))
 
 
-def test_a_fifo_in_the_place_of_a_lock_file_is_refused(state_dir: Path) -> None:
+def test_a_fifo_in_the_place_of_a_lock_file_is_refused_unopened(
+    state_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with StateDir(str(state_dir)) as root:
         os.mkfifo(state_dir / "host.lock")
-        with pytest.raises(StateDirError, match="not a regular file"):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "open", None)
+            with pytest.raises(StateDirError, match="not a regular file: ask its owner"):
+                root.open("host.lock")
+
+
+def test_a_file_with_a_second_name_is_refused(state_dir: Path, tmp_path: Path) -> None:
+    """A record would be written over somebody's file."""
+    (tmp_path / "thesis.tex").write_text("precious")
+    with StateDir(str(state_dir)) as root, StateDir("leases", root) as leases:
+        try:
+            os.link(tmp_path / "thesis.tex", state_dir / "leases" / "a.lock")
+        except OSError:
+            pytest.skip("the two directories are on different file systems")
+        for mode in (0o644, 0o600, 0o667, 0o4666):
+            (tmp_path / "thesis.tex").chmod(mode)
+            with pytest.raises(StateDirError, match=rf"a\.lock has 2 names \(hard links\) and mode {mode:04o}"):
+                leases.open_or_create("a.lock")
+
+
+def test_a_second_link_to_one_of_our_files_locks_nobody_out(state_dir: Path, open_tmp: Path, as_user) -> None:
+    """Everybody may link a file of mode 0666, also where fs.protected_hardlinks is 1, and it stays for ever."""
+    with StateDir(str(state_dir)) as root:
+        os.close(root.open_or_create("host.lock"))
+        neighbour = as_user(lambda say, listen: say(os.link(state_dir / "host.lock", open_tmp / "x")), uid=54321)
+        assert neighbour.hear() == "None"
+        fd = root.open("host.lock")
+        assert fd is not None
+        assert os.fstat(fd).st_nlink == 2
+        os.close(fd)
+
+
+def test_a_file_lease_blocks_nobody_and_its_owner_is_named(state_dir: Path, file_lease) -> None:
+    with StateDir(str(state_dir)) as root:
+        os.close(root.open_or_create("host.lock"))
+        file_lease(state_dir / "host.lock", 54321)
+        with pytest.raises(StateDirError, match=r"host\.lock is kept under a file lease .* owner 54321, by process"):
             root.open("host.lock")
 
 
@@ -116,7 +168,7 @@ def test_a_directory_closed_by_another_user_is_named_with_its_fix(state_dir: Pat
 
     said = as_user(work, uid=65534).hear()
     assert "mode 0755 and belongs to uid 0" in said
-    assert f"chmod 1777 {state_dir}" in said
+    assert "ask its owner for mode 1777 or root to remove it" in said
 
 
 @pytest.mark.parametrize("mode", [0o700, 0o755])
@@ -236,6 +288,7 @@ def test_a_full_disk_is_said_and_leaves_nothing(
             raise OSError(code, os.strerror(code))
 
         monkeypatch.setattr(os, "link", full)
+        monkeypatch.setattr(directories, "rename_new", lambda source, target, parent: code)
         with pytest.raises(StateDirError, match="no room for") as caught:
             root.open_or_create("host.lock")
         assert caught.value.errno == code

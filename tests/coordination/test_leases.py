@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import resource
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -119,7 +121,7 @@ def test_release_frees_it_although_a_child_has_a_copy(state_dir: Path, child) ->
     code = """
 import signal
 if os.fork() == 0:
-    say("child"); signal.pause()
+    say("child"); signal.alarm(60); signal.pause()
 listen(); lease.release(); say("released"); listen()
 """
     holder = child(HOLD + code)
@@ -130,12 +132,12 @@ listen(); lease.release(); say("released"); listen()
 
 
 def test_travels_through_exec_above_what_scripts_use(state_dir: Path, child) -> None:
-    script = "exec 3>/dev/null 9>/dev/null; echo $$; ls -l /proc/$$/fd; read line"
+    script = "exec 3>/dev/null 9>/dev/null; echo $$; ls -l /proc/$$/fd; echo listed; read line"
     holder = child(HOLD + f"lease.keep_across_exec()\nos.execv('/bin/bash', ['bash', '-c', {script!r}])")
     assert holder.hear() == "held"
     assert int(holder.hear()) == holder.pid
-    while "GPU-1.lock" not in (line := holder.hear()):
-        pass
+    lines = list(iter(holder.hear, "listed"))  # to its end: ls holds the descriptor as well
+    (line,) = (line for line in lines if "GPU-1.lock" in line)
     assert int(line.split(" -> ")[0].split()[-1]) >= 500
     assert held()
     holder.kill()
@@ -212,20 +214,21 @@ def record(**changes: object) -> LeaseRecord:
 def test_the_record_is_one_line_of_json_with_the_keys_of_the_protocol(state_dir: Path) -> None:
     lease = take()
     assert lease is not None
-    lease.write(LeaseRecord.of_this_process(("GPU-1",), "12.3", "t", None).encode())
+    lease.write(LeaseRecord.of_this_process("12.3", None).claiming(("GPU-1",), "t").encode())
     text = (state_dir / "leases" / NAME).read_text()
     assert text.endswith("\n")
     assert text.count("\n") == 1
     raw = json.loads(text)
-    keys = {"v", "pid", "start", "uid", "user", "host", "job", "command", "gpus", "since", "token"}
+    keys = {"v", "pid", "start", "uid", "user", "host", "job", "command", "gpus", "since", "until", "token", "pidns"}
     assert set(raw) == keys
     assert raw["v"] == 1
     assert raw["pid"] == os.getpid()
+    assert raw["pidns"] == os.stat("/proc/self/ns/pid").st_ino
     assert raw["uid"] == os.geteuid()
     assert raw["host"] == os.uname().nodename
     assert raw["job"] == "12.3"
     assert raw["gpus"] == ["GPU-1"]
-    assert raw["token"] == "t"
+    assert raw["token"] == hashlib.sha256(b"t").hexdigest()[:16]
     assert abs(raw["since"] - time.time()) < 3600
     lease.release()
 
@@ -246,9 +249,9 @@ def test_nonsense_in_a_record_is_no_record(data: bytes) -> None:
 
 
 def test_what_others_wrote_cannot_play_tricks_on_a_terminal_or_a_clock() -> None:
-    read = LeaseRecord.decode(record(user="\x1b[2J", job="\u202ecba", command="x\r\ud800y").encode())
+    read = LeaseRecord.decode(record(user="\x1b[2J", job="\u202ecba", command="x\ry").encode())
     assert read is not None
-    assert (read.user, read.job, read.command) == (" [2J", " cba", "x  y")
+    assert (read.user, read.job, read.command) == (" [2J", " cba", "x y")
     for since in ("NaN", "Infinity", "-1", "1e300"):
         line = json.dumps({"pid": 1, "since": 0}).replace(": 0}", f": {since}}}")
         read = LeaseRecord.decode(line.encode())
@@ -256,6 +259,48 @@ def test_what_others_wrote_cannot_play_tricks_on_a_terminal_or_a_clock() -> None
         assert read.since == 0.0
     for pid in (0, -1, 1 << 31):
         assert LeaseRecord.decode(record(pid=pid).encode()) is None
+
+
+def test_endless_words_and_numbers_in_a_record_are_cut_or_refused() -> None:
+    read = LeaseRecord.decode(record(user="e\u0301" * 999, job="j" * 999, command="c" * 999, token="t" * 999).encode())
+    assert read is not None
+    assert [len(word) for word in (read.user, read.job or "", read.command or "", read.token)] == [64, 100, 200, 64]
+    for key in ("pid", "start", "uid", "v", "pidns"):
+        assert LeaseRecord.decode(record()._replace(**{key: 10**4000}).encode()) is None
+
+
+def test_a_record_is_never_written_over_a_file_with_another_name(state_dir: Path, as_user) -> None:
+    """Where fs.protected_hardlinks is 0, anybody may link what he can see into this directory."""
+    thesis = state_dir.parent / "thesis.tex"
+
+    def work(say, listen) -> None:
+        thesis.write_text("precious")
+        with HostLock(time.monotonic() + 30):
+            os.link(thesis, state_dir / "leases" / lease_name("GPU-0"))
+        say("linked")
+
+    assert as_user(work, uid=54321).hear() == "linked"
+    with HostLock(time.monotonic() + 30) as host, pytest.raises(StateDirError, match=r"has 2 names .* its owner 54321"):
+        try_lease(host, lease_name("GPU-0"))
+    assert thesis.read_text() == "precious"
+
+
+@pytest.mark.parametrize("written", [b"caf\xe9", rb"caf\udce9"])
+def test_a_byte_that_is_not_utf_8_costs_no_record(written: bytes) -> None:
+    read = LeaseRecord.decode(b'{"v":1,"pid":7,"user":"anna","command":"%b","since":4.5}\n' % written)
+    assert read is not None
+    assert (read.pid, read.user, read.since) == (7, "anna", 4.5)
+    assert read.command in ("caf\ufffd", "caf ")
+
+
+def test_a_byte_that_is_not_utf_8_is_written_as_a_replacement_character(command: Any, state_dir: Path) -> None:
+    done = command.run(
+        *("run", "--", "sh", "-c", 'cat "$SAFE_GPU_DIR"/leases/*.lock', b"caf\xe9".decode(errors="surrogateescape")),
+        env={"SAFE_GPU_RECORD_COMMAND": "full"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["command"].endswith(" caf\ufffd")
+    assert "\\udc" not in done.stdout
 
 
 @given(st.integers(min_value=0, max_value=100))

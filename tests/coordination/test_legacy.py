@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
+import threading
 import time
 from pathlib import Path
 
@@ -11,7 +13,7 @@ import pytest
 
 from safe_gpu.coordination import legacy
 from safe_gpu.coordination.legacy import take_legacy_lock
-from safe_gpu.errors import LockTimeout, UnsatisfiableRequestError
+from safe_gpu.errors import LockTimeout, StateDirError, UnsatisfiableRequestError
 
 logger = logging.getLogger("test")
 
@@ -90,17 +92,13 @@ def test_ours_pass_side_by_side_and_keep_theirs_out(present: Path, child) -> Non
         "lock = legacy.take_legacy_lock(0.0, logging)\nsay('shared' if lock else 'none'); listen(); lock.release()"
     )
     assert other.hear() == "shared"
-    probe = (
-        f"import fcntl, os\nfd = os.open({str(present)!r}, os.O_WRONLY)\n"
-        "try: fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB); say('theirs')\nexcept OSError: say('kept out')"
-    )
-    assert child(probe).hear() == "kept out"
+    assert not is_free(child, present)
     other.tell()
     other.process.wait(30)
-    assert child(probe).hear() == "kept out"
+    assert not is_free(child, present)
     mine.release()
     mine.release()
-    assert child(probe).hear() == "theirs"
+    assert is_free(child, present)
 
 
 def test_theirs_keeps_us_out_until_the_deadline(present: Path, child) -> None:
@@ -111,28 +109,217 @@ def test_theirs_keeps_us_out_until_the_deadline(present: Path, child) -> None:
     assert str(holder.pid) in str(caught.value)
 
 
-def test_theirs_is_waited_for(present: Path, child) -> None:
-    holder = theirs(child, present)
-    other = child(
-        f"PATH = {str(present)!r}"
-        """
-import logging, time
-from safe_gpu.coordination import legacy
+OURS = """
+import logging, os, signal, sys, threading, time
+from safe_gpu.coordination import legacy, record_locks
 legacy.LOCK_FILE = PATH
-real = time.sleep
-def nap(seconds):
-    time.sleep = real
-    say("waiting")
-    real(seconds)
-time.sleep = nap
-legacy.take_legacy_lock(None, logging)
-say("got it"); listen()
+def take(seconds=None):
+    return legacy.take_legacy_lock(None if seconds is None else time.monotonic() + seconds, logging)
 """
+
+
+def ours(child, path: Path, code: str):
+    return child(f"PATH = {str(path)!r}\n{OURS}\n{code}")
+
+
+def waiting_for(path: Path) -> int:
+    """How many wait in the kernel's queue for this file."""
+    inode = f":{path.stat().st_ino}"
+    return sum(
+        "->" in line and line.split()[-3].endswith(inode) for line in Path("/proc/locks").read_text().splitlines()
     )
-    assert other.hear() == "waiting"
+
+
+def is_free(child, path: Path) -> bool:
+    """Whether the older package could take its lock now."""
+    probe = (
+        f"import fcntl, os\nfd = os.open({str(path)!r}, os.O_WRONLY)\n"
+        "try: fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB); say('free')\nexcept OSError: say('kept out')"
+    )
+    return child(probe).hear() == "free"
+
+
+def test_theirs_is_waited_for_in_the_kernels_queue(present: Path, child, eventually) -> None:
+    holder = theirs(child, present)
+    other = ours(child, present, "take(); say('got it'); listen()")
+    eventually(lambda: waiting_for(present) == 1)
     holder.tell()
     assert holder.hear() == "released"
     assert other.hear() == "got it"
+    assert not is_free(child, present)
+
+
+TURNS = """
+import fcntl, os, time
+mine = open(os.open(PATH, os.O_WRONLY), "w")
+say("ready"); listen()
+while True:
+    fcntl.lockf(mine, fcntl.LOCK_EX)
+    fd = os.open(COUNT, os.O_WRONLY | os.O_APPEND); os.write(fd, b"x"); os.close(fd)
+    time.sleep(0.01)    # nvidia-smi, the import of a framework, a context
+    fcntl.lockf(mine, fcntl.LOCK_UN)
+"""
+
+
+def test_ours_get_their_turn_between_theirs(present: Path, child, tmp_path: Path) -> None:
+    """Who polls meets the lock free only by chance while two of theirs pass it to each other."""
+    count = tmp_path / "turns"
+    count.touch()
+    rivals = [child(f"PATH, COUNT = {str(present)!r}, {str(count)!r}\n{TURNS}") for _ in range(4)]
+    for rival in rivals:
+        assert rival.hear() == "ready"
+    for rival in rivals:
+        rival.tell()
+    for _ in range(10):
+        lock = take_legacy_lock(None, logger)
+        assert lock is not None
+        lock.release()
+    assert count.stat().st_size < 200  # polled, it is 600 to 4,000; in the queue, 5 to 70
+
+
+def test_waits_that_end_early_leave_one_thread_and_no_lock(present: Path, child, eventually) -> None:
+    threads, files = threading.active_count(), set(os.listdir("/proc/self/fd"))
+    holder = theirs(child, present)
+    piped = set(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        with pytest.raises(LockTimeout):
+            take_legacy_lock(time.monotonic() + 0.02, logger)
+    assert threading.active_count() == threads + 1
+    assert len(set(os.listdir("/proc/self/fd")) - piped) == 1
+    holder.tell()
+    assert holder.hear() == "released"
+    eventually(lambda: threading.active_count() == threads)
+    assert set(os.listdir("/proc/self/fd")) == piped != files
+    assert is_free(child, present)
+
+
+def test_a_wait_after_one_that_ended_early_gets_the_lock(present: Path, child, eventually) -> None:
+    holder = theirs(child, present)
+    one = ours(
+        child,
+        present,
+        """
+try: take(0.01)
+except Exception as err: say(type(err).__name__)
+lock = take(); say("got it"); listen()
+lock.release(); say(threading.active_count(), record_locks._left_behind); listen()
+""",
+    )
+    assert one.hear() == "LockTimeout"
+    holder.tell()
+    assert one.hear() == "got it"
+    assert not is_free(child, present)
+    one.tell()
+    assert one.hear() == "1 []"
+    assert is_free(child, present)
+
+
+def test_an_interrupt_ends_the_wait_and_leaves_no_lock(present: Path, child, eventually) -> None:
+    holder = theirs(child, present)
+    one = ours(
+        child,
+        present,
+        """
+try: take()
+except KeyboardInterrupt: say("interrupted")
+listen()
+while threading.active_count() > 1: time.sleep(0.01)
+say("alone"); listen()
+""",
+    )
+    eventually(lambda: waiting_for(present) == 1)
+    os.kill(one.pid, signal.SIGINT)
+    assert one.hear() == "interrupted"
+    holder.tell()
+    assert holder.hear() == "released"
+    one.tell()
+    assert one.hear() == "alone"
+    assert is_free(child, present)
+
+
+def test_the_thread_does_not_hold_up_the_end_of_the_interpreter(present: Path, child) -> None:
+    theirs(child, present)
+    one = ours(child, present, "try: take(0.01)\nexcept Exception as err: say(threading.active_count())")
+    assert one.finish() == "2\n"
+
+
+def test_a_forked_child_does_not_keep_the_lock(present: Path, child) -> None:
+    one = ours(
+        child,
+        present,
+        """
+lock = take(0)
+inside, outside = os.pipe()
+if os.fork() == 0:
+    lock.release()      # not the child's to give back
+    say("there"); os.read(inside, 1); os._exit(0)
+listen(); lock.release(); say("released"); listen()
+""",
+    )
+    assert one.hear() == "there"
+    assert not is_free(child, present)
+    one.tell()
+    assert one.hear() == "released"
+    assert is_free(child, present)
+    one.tell()
+
+
+def test_another_descriptor_of_the_file_may_be_closed_meanwhile(present: Path, child) -> None:
+    """That would end a lock of the process."""
+    lock = take_legacy_lock(0.0, logger)
+    os.close(os.open(present, os.O_RDONLY))
+    assert not is_free(child, present)
+    lock.release()
+
+
+@pytest.mark.parametrize(
+    "without",
+    [
+        "def refuse(thread): raise RuntimeError('no thread')\nthreading.Thread.start = refuse",
+        "def refuse(*arguments): raise OSError(22, 'Invalid argument')\nrecord_locks._command = refuse",
+    ],
+    ids=["threads", "locks of descriptions"],
+)
+def test_without_threads_or_such_locks_it_is_polled(present: Path, child, without: str) -> None:
+    holder = theirs(child, present)
+    one = ours(
+        child,
+        present,
+        f"{without}\ntry: take(0.01)\nexcept Exception as err: say(type(err).__name__)\n"
+        "lock = take(); say('got it'); listen(); lock.release(); say('released'); listen()",
+    )
+    assert one.hear() == "LockTimeout"
+    holder.tell()
+    assert one.hear() == "got it"
+    assert not is_free(child, present)
+    one.tell()
+    assert one.hear() == "released"
+    assert is_free(child, present)
+
+
+def test_a_file_lease_blocks_nobody_and_its_owner_is_named(present: Path, file_lease) -> None:
+    file_lease(present, 54321)
+    with pytest.raises(StateDirError, match=r"file lease \(F_SETLEASE\) by its owner 54321, by process \d+"):
+        take_legacy_lock(None, logger)
+
+
+@pytest.mark.parametrize("what", ["fifo", "directory"])
+def test_what_is_no_file_is_not_opened(lock_file: Path, what: str, monkeypatch, caplog) -> None:
+    lock_file.parent.mkdir()
+    os.mkfifo(lock_file) if what == "fifo" else lock_file.mkdir()
+    opened = []
+    real = os.open
+    monkeypatch.setattr(os, "open", lambda path, *rest, **more: opened.append(path) or real(path, *rest, **more))
+    assert take_legacy_lock(0.0, logger) is None
+    assert "is not a regular file" in caplog.text
+    assert opened == [str(lock_file.parent)]
+
+
+def test_a_link_to_another_directory_is_not_followed(lock_file: Path, tmp_path: Path, caplog) -> None:
+    (tmp_path / lock_file.name).touch()
+    lock_file.parent.symlink_to(tmp_path)
+    assert take_legacy_lock(0.0, logger) is None
+    assert "cannot be taken" in caplog.text
 
 
 def test_a_directory_that_cannot_be_entered_is_warned_of(present: Path, as_user) -> None:

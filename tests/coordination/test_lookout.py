@@ -35,24 +35,24 @@ def holder(state_dir: Path, child):
 
 def test_it_stirs_when_a_lease_comes_free_and_keeps_none(holder) -> None:
     with Lookout(NAMES) as lookout:
-        assert not lookout.stirs()
+        assert not lookout.any_free()
         holder.tell()
         assert holder.hear() == "released"
-        assert lookout.stirs()
+        assert lookout.any_free()
         with HostLock(None) as host:
             assert not probe(host, NAMES[1])
             lease = try_lease(host, NAMES[1])
         assert lease is not None
-        assert not lookout.stirs()
+        assert not lookout.any_free()
         lease.release()
-        assert lookout.stirs()
+        assert lookout.any_free()
 
 
 def test_it_stirs_when_the_holder_dies(holder) -> None:
     with Lookout(NAMES) as lookout:
-        assert not lookout.stirs()
+        assert not lookout.any_free()
         holder.kill()
-        assert lookout.stirs()
+        assert lookout.any_free()
 
 
 def test_it_probes_nothing_while_another_has_host_lock(holder) -> None:
@@ -60,19 +60,25 @@ def test_it_probes_nothing_while_another_has_host_lock(holder) -> None:
     assert holder.hear() == "released"
     with Lookout(NAMES) as lookout, HostLock(None) as host:
         lease = try_lease(host, NAMES[1])
-        assert lookout.stirs()  # it cannot tell
+        assert lookout.any_free()  # it cannot tell
         assert lease is not None
     with HostLock(None) as host:
         assert probe(host, NAMES[1])
     lease.release()
 
 
+def descriptors_of_a_child() -> int:
+    """How many descriptors a forked child has."""
+    child_pid = os.fork()
+    if child_pid == 0:
+        os._exit(len(os.listdir("/proc/self/fd")))
+    return os.waitstatus_to_exitcode(os.waitpid(child_pid, 0)[1])
+
+
 def test_it_leaves_no_descriptor(holder, child) -> None:
     before = os.listdir("/proc/self/fd")
+    in_child = descriptors_of_a_child()
     with Lookout([*NAMES, lease_name("GPU-missing")]) as lookout:
-        child_pid = os.fork()
-        if child_pid == 0:
-            os._exit(len(os.listdir("/proc/self/fd")) != len(before))
-        assert os.waitpid(child_pid, 0)[1] == 0
-        assert not lookout.stirs()
+        assert descriptors_of_a_child() == in_child
+        assert not lookout.any_free()
     assert os.listdir("/proc/self/fd") == before

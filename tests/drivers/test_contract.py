@@ -115,8 +115,8 @@ def test_it_says_who_it_is(bench: Bench) -> None:
     snapshot = bench.driver.snapshot()
     assert snapshot.driver == bench.driver.name
     assert snapshot.driver_version
-    assert bench.driver.uses_cuda == (not bench.driver.name.startswith("simulated:"))
-    assert (bench.driver.host_topology() is None) == bench.driver.uses_cuda
+    assert bench.driver.runtime.real == (not bench.driver.name.startswith("simulated:"))
+    assert (bench.driver.host_topology() is None) == bench.driver.runtime.real
 
 
 def test_gpus_are_numbered_by_bus_id(bench: Bench) -> None:
@@ -162,14 +162,61 @@ def test_a_process_shows_on_its_gpu_and_goes(bench: Bench, pid: int) -> None:
     assert bench.driver.snapshot() == before
 
 
+def test_the_narrow_question_sees_what_a_poll_sees(bench: Bench) -> None:
+    gpus = bench.driver.snapshot().gpus
+    assert bench.driver.usage(gpus) == gpus
+    context = bench.occupy(gpus[1].uuid, HIDDEN)
+    during = bench.driver.snapshot().gpus
+    assert during[1].processes
+    assert bench.driver.usage(gpus[1:2]) == during[1:2], "whatever the record said before"
+    assert bench.driver.usage((gpus[2], gpus[1])) == (gpus[2], during[1]), "in the order of the question"
+    context.close()
+    assert bench.driver.usage(during[1:2]) == gpus[1:2]
+    assert bench.driver.usage(()) == ()
+
+
+def test_the_narrow_question_needs_no_poll_before(bench: Bench) -> None:
+    gpus = bench.driver.snapshot().gpus
+    bench.driver.close()
+    assert bench.driver.usage(gpus[:1]) == gpus[:1]
+    other = open_driver(bench.driver.name)
+    assert other.usage(gpus[:1]) == gpus[:1]
+    other.close()
+
+
+def test_a_device_that_is_not_there(bench: Bench) -> None:
+    here = bench.driver.snapshot().gpus[0]
+    stranger = Gpu(0, "GPU-stranger", "Ghost", here.pci_bus_id)
+    gone, same = bench.driver.usage((stranger, here))
+    assert (gone.index, gone.uuid, gone.name, gone.lost, gone.processes) == (0, "GPU-stranger", "Ghost", True, None)
+    assert gone.unusable
+    assert gone.process_error
+    assert same == here
+    assert bench.driver.snapshot().gpus[0] == here
+
+
+def test_more_is_told_of_the_same_poll(bench: Bench) -> None:
+    snapshot = bench.driver.snapshot()
+    uuids = [gpu.uuid for gpu in snapshot.gpus]
+    for fuller in (bench.driver.linked(snapshot), bench.driver.detailed(snapshot)):
+        assert [gpu.uuid for gpu in fuller.gpus] == uuids
+        assert [gpu.processes for gpu in fuller.gpus] == [gpu.processes for gpu in snapshot.gpus]
+        assert (fuller.driver, fuller.driver_version) == (snapshot.driver, snapshot.driver_version)
+    for gpu in bench.driver.linked(snapshot).gpus:
+        assert gpu.uuid not in gpu.nvlink_peers
+        assert gpu.nvlink_peers <= set(uuids)
+
+
 def test_a_killed_process_is_gone(bench: Bench) -> None:
     uuid = bench.claimable()[0].uuid
     child = bench.spawn(uuid)
     try:
-        assert [process.pid for process in bench.gpu(uuid).processes or ()] == [child.pid]
+        gpu = bench.gpu(uuid)
+        assert [process.pid for process in gpu.processes or ()] == [child.pid]
         child.send_signal(signal.SIGKILL)
         child.wait()
         assert bench.gpu(uuid).processes == ()
+        assert bench.driver.usage((gpu,))[0].processes == ()
     finally:
         child.kill()
         child.communicate()
@@ -186,10 +233,12 @@ def test_a_forked_child_may_ask(bench: Bench) -> None:
     child = os.fork()
     if child == 0:
         try:
-            os._exit(0 if bench.driver.snapshot() == before else 1)
+            same = bench.driver.usage(before.gpus[:1]) == before.gpus[:1] and bench.driver.snapshot() == before
+            os._exit(0 if same else 1)
         finally:
             os._exit(2)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert bench.driver.usage(before.gpus[1:]) == before.gpus[1:]
     assert bench.driver.snapshot() == before
 
 
@@ -209,7 +258,7 @@ def test_closing_twice_does_no_harm(bench: Bench) -> None:
 
 
 def test_it_brings_its_own_placeholder(bench: Bench) -> None:
-    placeholder = bench.driver.default_placeholder()
+    placeholder = bench.driver.runtime.default_placeholder()
     assert callable(placeholder)
     assert callable(placeholder.release)
 
@@ -233,8 +282,11 @@ def test_mig_instances_are_the_devices(mig_bench: Bench) -> None:
 
 
 def test_a_process_on_a_mig_instance(mig_bench: Bench) -> None:
-    uuid = next(gpu.uuid for gpu in mig_bench.driver.snapshot().gpus if gpu.is_mig_instance)
+    idle = mig_bench.driver.snapshot().gpus
+    uuid = next(gpu.uuid for gpu in idle if gpu.is_mig_instance)
+    assert mig_bench.driver.usage(idle) == idle
     context = mig_bench.occupy(uuid, os.getpid())
+    assert mig_bench.driver.usage(idle) == mig_bench.driver.snapshot().gpus
     for gpu in mig_bench.driver.snapshot().gpus:
         if gpu.uuid == uuid:
             # A driver that cannot tell must say so rather than call the instance idle.

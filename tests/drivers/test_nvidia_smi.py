@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from safe_gpu.devices import ComputeMode
+from safe_gpu.devices import ComputeMode, ProcessKind
 from safe_gpu.drivers.nvidia_smi import NvidiaSmiDriver
 from safe_gpu.errors import NoDriverError
 
@@ -49,11 +49,11 @@ def test_all_fields(host: Any, driver: NvidiaSmiDriver) -> None:
 
 
 @pytest.mark.parametrize(
-    "value", ["[N/A]", "[Not Supported]", "[Unknown Error]", "N/A", "ERR!", "[Insufficient Permissions]"]
+    "value", ["[N/A]", "[Not Supported]", "Unknown Error", "N/A", "ERR!", "Insufficient Permissions"]
 )
 def test_values_that_are_none(host: Any, driver: NvidiaSmiDriver, value: str) -> None:
-    fields = ("memory.total", "memory.used", "memory.free", "utilization.gpu", "compute_mode", "display_active")
-    host.quirks(**dict.fromkeys((*fields, "mig.mode.current", "driver_version"), value))
+    fields = ("total", "used", "free", "gpu_util", "compute_mode", "display_active")
+    host.quirks(**dict.fromkeys((*fields, "current_mig", "driver_version"), value))
     snapshot = driver.snapshot()
     gpu = snapshot.gpus[0]
     assert (gpu.memory_total, gpu.memory_used, gpu.memory_free, gpu.utilization) == (None, None, None, None)
@@ -62,12 +62,12 @@ def test_values_that_are_none(host: Any, driver: NvidiaSmiDriver, value: str) ->
     assert snapshot.driver_version == ""
 
 
-def test_extra_lines_and_units(host: Any, driver: NvidiaSmiDriver) -> None:
+def test_extra_lines_and_elements_that_close_in_the_wrong_order(host: Any, driver: NvidiaSmiDriver) -> None:
     host.process(host.uuids[1], HIDDEN, 5 << 20, static=True)
     host.quirks(
         before="WARNING: infoROM is corrupted at gpu 0000:0F:00.0\\nHinweis: Grafikkarte, Speicher, und so weiter",
         after="\\nWARNING: one, two, three, four, five, six, seven, eight, nine, ten, eleven, twelve",
-        units=1,
+        broken=1,
     )
     gpus = driver.snapshot().gpus
     assert [gpu.uuid for gpu in gpus] == host.uuids
@@ -75,24 +75,69 @@ def test_extra_lines_and_units(host: Any, driver: NvidiaSmiDriver) -> None:
     assert [(process.pid, process.memory_used) for process in gpus[1].processes or ()] == [(HIDDEN, 5 << 20)]
 
 
-def test_commas_in_names(host: Any, driver: NvidiaSmiDriver) -> None:
+def test_odd_names(host: Any, driver: NvidiaSmiDriver) -> None:
     host.process(host.uuids[0], HIDDEN, static=True)
-    host.quirks(process_name="python train.py --gpus 0, 1, 2", name="Graphics Device, 8 GB")
-    gpu = driver.snapshot().gpus[0]
-    assert gpu.name == "Graphics Device, 8 GB"
-    assert [process.name for process in gpu.processes or ()] == ["python train.py --gpus 0, 1, 2"]
+    name = "python </processes> a&lt;b --gpus 0, 1, 2 </gpu>"
+    host.quirks(process_name=name, product_name="Graphics Device, 8 GB")
+    gpus = driver.snapshot().gpus
+    assert [gpu.uuid for gpu in gpus] == host.uuids
+    assert gpus[0].name == "Graphics Device, 8 GB"
+    assert [process.name for process in gpus[0].processes or ()] == [name.replace("&lt;", "<")]
+    assert gpus[1].processes == ()
 
 
-@pytest.mark.parametrize(
-    "lacking", ["mig.mode.current", "mig.mode.current,display_active,driver_version", "compute_mode,memory.free,name"]
-)
-def test_old_versions_lack_fields(host: Any, driver: NvidiaSmiDriver, lacking: str) -> None:
-    host.quirks(version_lacks=lacking)
-    for _ in range(2):
-        gpus = driver.snapshot().gpus
-        assert [gpu.uuid for gpu in gpus] == host.uuids
-        assert gpus[0].memory_total == 80 << 30
-        assert gpus[0].processes == ()
+@pytest.mark.parametrize("lacking", ["current_mig", "current_mig,display_active,driver_version", "compute_mode,free"])
+def test_old_versions_lack_elements(host: Any, driver: NvidiaSmiDriver, lacking: str) -> None:
+    host.process(host.uuids[1], HIDDEN, static=True)
+    host.quirks(version_lacks=f"{lacking},type,gpu_instance_id,compute_instance_id")
+    gpus = driver.snapshot().gpus
+    assert [gpu.uuid for gpu in gpus] == host.uuids
+    assert gpus[0].memory_total == 80 << 30
+    assert gpus[0].processes == ()
+    assert [(process.pid, process.kind) for process in gpus[1].processes or ()] == [(HIDDEN, ProcessKind.COMPUTE)]
+
+
+def test_processes_by_kind(host: Any, driver: NvidiaSmiDriver) -> None:
+    for number, kind in enumerate(("", "graphics", "mps")):
+        host.process(host.uuids[0], HIDDEN + number, 1 << 20, static=True, kind=kind)
+    snapshot = driver.snapshot()
+    expected = [
+        (HIDDEN, ProcessKind.COMPUTE),
+        (HIDDEN + 1, ProcessKind.GRAPHICS),
+        (HIDDEN + 2, ProcessKind.MPS),
+    ]
+    assert [(process.pid, process.kind) for process in snapshot.gpus[0].processes or ()] == expected
+    assert driver.usage(snapshot.gpus) == snapshot.gpus
+    assert driver.detailed(snapshot) == driver.linked(snapshot) == snapshot
+
+
+def runs(host: Any) -> list[str]:
+    """The arguments of each run since the last time this was asked."""
+    path = host.directory / "runs"
+    lines: list[str] = path.read_text().splitlines()
+    path.unlink()
+    return lines
+
+
+def test_one_run_answers_a_poll(host: Any, driver: NvidiaSmiDriver) -> None:
+    gpus = driver.snapshot().gpus
+    assert runs(host) == ["-q -x"]
+    driver.usage(gpus)
+    driver.usage(gpus[1:])
+    assert runs(host) == [f"-q -x -i {host.uuids[0]},{host.uuids[1]}", f"-q -x -i {host.uuids[1]}"]
+
+
+def test_where_not_all_answer_by_id_the_host_is_asked(host: Any, driver: NvidiaSmiDriver) -> None:
+    gpus = driver.snapshot().gpus
+    host.quirks(one_id=1)
+    assert driver.usage(gpus[::-1]) == gpus[::-1]
+    host.change(0, lost=1)
+    lost, other = driver.usage(gpus)
+    assert (lost.uuid, lost.lost, other) == (gpus[0].uuid, True, gpus[1])
+    assert "GPU is lost" in lost.process_error
+    host.quirks(fail=1, says="Failed to initialize NVML", status=9)
+    with pytest.raises(NoDriverError, match="Failed to initialize"):
+        driver.usage(gpus)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +149,7 @@ def test_old_versions_lack_fields(host: Any, driver: NvidiaSmiDriver, lacking: s
     ],
 )
 def test_a_driver_that_does_not_work(host: Any, driver: NvidiaSmiDriver, says: str) -> None:
-    host.quirks(fail="gpu", says=says, status=9)
+    host.quirks(fail=1, says=says, status=9)
     with pytest.raises(NoDriverError) as caught:
         driver.snapshot()
     assert says.split("\\n")[0] in str(caught.value)
@@ -112,7 +157,7 @@ def test_a_driver_that_does_not_work(host: Any, driver: NvidiaSmiDriver, says: s
 
 
 def test_silence_is_no_answer(host: Any, driver: NvidiaSmiDriver) -> None:
-    host.quirks(fail="gpu", says="", status=9)
+    host.quirks(fail=1, says="", status=9)
     with pytest.raises(NoDriverError, match="exit status 9"):
         driver.snapshot()
 
@@ -142,20 +187,23 @@ def test_a_lost_gpu_keeps_its_place_and_identity(host: Any, driver: NvidiaSmiDri
 
 @pytest.mark.parametrize("text", ["[GPU is lost]", "[GPU requires reset]"])
 def test_values_that_say_lost(host: Any, driver: NvidiaSmiDriver, text: str) -> None:
-    host.quirks(**{"memory.used": text})
+    host.quirks(used=text)
     assert [gpu.lost for gpu in driver.snapshot().gpus] == [True, True]
     host.quirks(uuid=text)
     assert [gpu.uuid for gpu in driver.snapshot().gpus] == host.uuids, "remembered"
 
 
-@pytest.mark.parametrize("quirks", [{"fail": "compute-apps", "says": "boom"}, {"gpu_uuid": "[Unknown Error]"}])
-def test_a_process_list_that_fails_fails_for_all(host: Any, driver: NvidiaSmiDriver, quirks: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    ("quirks", "supported"),
+    [({"processes": "N/A"}, False), ({"processes": "Unknown Error"}, True), ({"version_lacks": "processes"}, True)],
+)
+def test_no_process_list(host: Any, driver: NvidiaSmiDriver, quirks: dict[str, str], supported: bool) -> None:
     host.process(host.uuids[1], HIDDEN, static=True)
     host.quirks(**quirks)
-    for gpu in driver.snapshot().gpus:
-        assert gpu.processes is None
-        assert gpu.processes_supported
-        assert (quirks.get("says") or "[Unknown Error]") in gpu.process_error
+    gpus = driver.snapshot().gpus
+    for gpu in (*gpus, *driver.usage(gpus)):
+        assert (gpu.processes, gpu.processes_supported) == (None, supported)
+        assert quirks.get("processes", "does not list") in gpu.process_error
 
 
 @pytest.mark.parametrize(
@@ -174,17 +222,11 @@ def hung_process_is_gone(host: Any) -> bool:
     return not os.path.exists(f"/proc/{(host.directory / 'hung').read_text()}")
 
 
-def test_a_hung_query_of_gpus(host: Any) -> None:
-    host.quirks(hang="gpu")
+def test_a_hung_query(host: Any) -> None:
+    host.quirks(hang=1)
     with pytest.raises(NoDriverError, match="did not answer within 2 s"):
         NvidiaSmiDriver(timeout=2.0).snapshot()
     assert hung_process_is_gone(host)
-
-
-def test_a_hung_query_of_processes(host: Any) -> None:
-    host.quirks(hang="compute-apps")
-    gpus = NvidiaSmiDriver(timeout=2.0).snapshot().gpus
-    assert all(gpu.processes is None and "did not answer" in gpu.process_error for gpu in gpus)
 
 
 def test_an_interrupted_query_leaves_no_process(host: Any) -> None:
@@ -192,7 +234,7 @@ def test_an_interrupted_query_leaves_no_process(host: Any) -> None:
         if (host.directory / "hung").exists():
             raise KeyboardInterrupt
 
-    host.quirks(hang="gpu")
+    host.quirks(hang=1)
     old = signal.signal(signal.SIGALRM, interrupt)
     signal.setitimer(signal.ITIMER_REAL, 0.05, 0.05)
     try:
@@ -215,27 +257,44 @@ def test_it_needs_the_program(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) ->
         NvidiaSmiDriver().snapshot()
 
 
-def test_mig_instances_that_it_cannot_tell_about(host: Any, driver: NvidiaSmiDriver) -> None:
-    host.write({"mig": 1, "instances": "MIG-a,MIG-b"}, {"mig": 0})
-    parent, first, second, other = driver.snapshot().gpus
+def test_mig_instances(host: Any, driver: NvidiaSmiDriver) -> None:
+    host.write({"mig": 1, "instances": "MIG-a,MIG-b", "imem": 20 << 30}, {"mig": 0})
+    host.process("MIG-b", HIDDEN, 5 << 20, static=True)
+    parent, first, second, other = gpus = driver.snapshot().gpus
     assert parent.unusable
     assert [gpu.label for gpu in (first, second)] == ["0:0", "0:1"]
-    for gpu in (first, second):
-        assert (gpu.processes, gpu.processes_supported) == (None, False)
-        assert "nvidia-ml-py" in gpu.process_error
+    assert [gpu.name.endswith(" MIG 1g.10gb") for gpu in (first, second)] == [True, True]
+    assert [process.pid for process in parent.processes or ()] == [HIDDEN]
+    assert (first.processes, first.memory_used, first.memory_total) == ((), 0, 20 << 30)
+    assert [(process.pid, process.memory_used) for process in second.processes or ()] == [(HIDDEN, 5 << 20)]
+    assert second.memory_used == 5 << 20
     assert other.processes == ()
-    host.quirks(fail="compute-apps", says="boom")
-    assert [(gpu.processes, gpu.processes_supported) for gpu in driver.snapshot().gpus] == [(None, True)] * 4
+    assert driver.usage(gpus) == gpus
 
 
-def test_mig_instances_that_it_names(host: Any, driver: NvidiaSmiDriver) -> None:
+def test_which_instance_a_process_is_on_may_be_hidden(host: Any, driver: NvidiaSmiDriver) -> None:
     host.write({"mig": 1, "instances": "MIG-a,MIG-b"})
     host.process("MIG-b", HIDDEN, 5 << 20, static=True)
+    host.quirks(mig_ids="hidden")
     parent, first, second = driver.snapshot().gpus
     assert [process.pid for process in parent.processes or ()] == [HIDDEN]
-    assert first.processes is None
-    assert second.processes is None
-    host.quirks(mig_rows="instance")
-    parent, first, second = driver.snapshot().gpus
-    assert first.processes is None
-    assert [(process.pid, process.memory_used) for process in second.processes or ()] == [(HIDDEN, 5 << 20)]
+    for gpu in (first, second):
+        assert (gpu.processes, gpu.processes_supported) == (None, True)
+        assert f"which MIG instance process {HIDDEN} is on" in gpu.process_error
+
+
+def test_uuids_of_mig_instances_are_asked_for_when_there_are_others(host: Any, driver: NvidiaSmiDriver) -> None:
+    host.write({"mig": 1, "instances": "MIG-a,MIG-b"}, {"mig": 1, "instances": "MIG-c"})
+    gpus = driver.snapshot().gpus
+    assert runs(host) == ["-q -x", "-L"]
+    assert driver.snapshot().gpus == gpus
+    assert driver.usage(gpus[1:2]) == gpus[1:2]
+    assert driver.usage(gpus[4:]) == gpus[4:]
+    assert runs(host) == ["-q -x", *(f"-q -x -i {uuid}" for uuid in host.uuids)]
+    host.change(0, instances="MIG-a,MIG-b,MIG-d")
+    assert [gpu.uuid for gpu in driver.snapshot().gpus if gpu.is_mig_instance] == ["MIG-a", "MIG-b", "MIG-d", "MIG-c"]
+    host.change(0, instances="MIG-a")
+    first, second = driver.usage(gpus[1:3])
+    assert (first, second.lost, second.label) == (gpus[1], True, "0:1")
+    host.change(0, mig=0, instances="")
+    assert [gpu.lost for gpu in driver.usage(gpus[1:3])] == [True, True]

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+from support.kfd_host import KfdHost
 
 from safe_gpu.drivers import open_driver
 from safe_gpu.errors import UnsatisfiableRequestError
@@ -60,6 +61,17 @@ def test_no_driver_at_all_names_the_way_out(fake_gpus: Any, tmp_path: Any, argum
     assert ("nvidia-ml-py is not installed" if arguments else "libnvidia-ml.so.1") in message
 
 
+def test_auto_takes_amd_gpus_where_there_is_no_nvidia_driver(fake_gpus: Any, tmp_path: Any) -> None:
+    (tmp_path / "libnvidia-ml.so.1").touch()
+    (tmp_path / "root").mkdir()
+    KfdHost(tmp_path / "root").gpu(0x03, 1, 0xABC)
+    place = {"LD_LIBRARY_PATH": str(tmp_path), "PATH": str(tmp_path), "SAFE_GPU_FSROOT": str(tmp_path / "root")}
+    assert ask(fake_gpus, SAFE_GPU_DRIVER="auto", **place) == ["kfd", 1]
+    (tmp_path / "root/dev").mkdir()
+    (tmp_path / "root/dev/nvidiactl").touch()
+    assert ask(fake_gpus, SAFE_GPU_DRIVER="auto", **place)[0] == "NoDriverError"
+
+
 def test_nvml_by_name_without_the_module(fake_gpus: Any) -> None:
     error, message = ask(fake_gpus, "no-module", SAFE_GPU_DRIVER="nvml")
     assert error == "NoDriverError"
@@ -79,7 +91,7 @@ def test_the_environment_decides_unless_a_name_is_given(monkeypatch: pytest.Monk
     assert open_driver("simulated:big-16").name == "simulated:big-16"
 
 
-@pytest.mark.parametrize("name", ["rocm", "NVML", "nvml:0", "nvidia-smi:x", ":", "simulated", "simulated:dgx"])
+@pytest.mark.parametrize("name", ["rocm", "NVML", "nvml:0", "nvidia-smi:x", "kfd:0", ":", "simulated", "simulated:dgx"])
 def test_unknown_names(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SAFE_GPU_DRIVER", name)
     with pytest.raises(UnsatisfiableRequestError) as caught:
@@ -87,4 +99,4 @@ def test_unknown_names(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     message = str(caught.value)
     assert "dgx-a100" in message if name.startswith("simulated") else repr(name) in message
     if not name.startswith("simulated"):
-        assert all(choice in message for choice in ("auto", "nvml", "nvidia-smi", "simulated:PRESET"))
+        assert all(choice in message for choice in ("auto", "nvml", "nvidia-smi", "kfd", "simulated:PRESET"))

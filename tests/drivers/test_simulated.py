@@ -17,7 +17,8 @@ import pytest
 
 from safe_gpu.devices import HostSnapshot, ProcessKind
 from safe_gpu.drivers.presets import CONTEXT_BYTES, PRESETS, preset
-from safe_gpu.drivers.simulated import SimulatedContext, SimulatedDriver, SimulatedPlaceholder
+from safe_gpu.drivers.simulated import SimulatedDriver, SimulatedPlaceholder
+from safe_gpu.drivers.simulated_context import SimulatedContext
 from safe_gpu.errors import PlaceholderError, StateDirError, UnsatisfiableRequestError
 
 REPOSITORY = Path(__file__).parents[2]
@@ -50,6 +51,7 @@ class Other:
     def __init__(self, driver: SimulatedDriver, then: str = "", before: str = "") -> None:
         code = f"""
 import os, signal, sys
+import safe_gpu.coordination.directories  # while this interpreter can still be read
 from safe_gpu.drivers.simulated import SimulatedDriver
 {before}
 driver = SimulatedDriver({driver.name.partition(":")[2]!r}, {driver._state_dir!r})
@@ -81,7 +83,17 @@ sys.stdin.read()
 
 
 def test_the_hosts_there_are() -> None:
-    assert list(PRESETS) == ["dgx-a100", "dgx-h100", "workstation-mixed", "laptop", "big-16", "mig-h100"]
+    assert list(PRESETS) == [
+        "dgx-a100",
+        "dgx-h100",
+        "workstation-mixed",
+        "laptop",
+        "big-16",
+        "mig-h100",
+        "mi250x",
+        "mi300x-cpx",
+        "two-vendors",
+    ]
 
 
 @pytest.mark.parametrize("name", ["", "dgx", "DGX-A100", "../etc", "dgx-a100/"])
@@ -98,7 +110,7 @@ def test_devices_are_as_a_driver_reports_them(name: str, tmp_path: Path) -> None
     driver = SimulatedDriver(name, str(tmp_path))
     snapshot = driver.snapshot()
     assert snapshot.driver == driver.name == f"simulated:{name}"
-    assert not driver.uses_cuda
+    assert not driver.runtime.real
     physical = snapshot.physical
     assert [gpu.index for gpu in physical] == list(range(len(physical)))
     assert [gpu.pci_bus_id for gpu in physical] == sorted(gpu.pci_bus_id for gpu in physical)
@@ -109,7 +121,7 @@ def test_devices_are_as_a_driver_reports_them(name: str, tmp_path: Path) -> None
         assert (gpu.memory_used or 0) + (gpu.memory_free or 0) == gpu.memory_total
         assert all(snapshot.by_uuid(peer) is not None for peer in gpu.nvlink_peers)
         assert gpu.uuid not in gpu.nvlink_peers
-    assert SimulatedDriver(name, str(tmp_path / "elsewhere")).snapshot() == snapshot
+    assert SimulatedDriver(name, str(tmp_path / "elsewhere")).snapshot().gpus == snapshot.gpus
     assert list(tmp_path.iterdir()) == []  # looking leaves nothing behind
 
 
@@ -310,7 +322,7 @@ def test_what_the_dead_left_is_cleared_away_and_nothing_else(driver: SimulatedDr
 def test_a_taken_name_is_passed_over(driver: SimulatedDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     uuid = driver.idle.gpus[0].uuid
     numbers = iter([1, 2, 2, 3])
-    monkeypatch.setattr("safe_gpu.drivers.simulated._numbers", numbers)
+    monkeypatch.setattr("safe_gpu.drivers.simulated_context._numbers", numbers)
     with driver.occupy(uuid), driver.occupy(uuid), driver.occupy(uuid):
         assert [name[-1] for name in entries(driver)] == ["1", "2", "3"]
 
@@ -327,7 +339,8 @@ def test_users_with_narrow_umasks_share_the_host() -> None:
 
 
 def share_the_host(driver: SimulatedDriver) -> None:
-    become = "os.umask(0o077); os.setgid({0}); os.setuid({0})"
+    become = "from safe_gpu.coordination.names import digest; digest(''); "
+    become += "os.umask(0o077); os.setgid({0}); os.setuid({0})"
     with Other(driver, before=become.format(54321)) as first, Other(driver, before=become.format(54322)) as second:
         assert sorted(pids(driver.snapshot())) == sorted([first.process.pid, second.process.pid])
         seen = "print(sorted(p.pid for p in driver.snapshot().gpus[0].processes), end=' ')"
@@ -421,7 +434,7 @@ def test_the_placeholder_takes_what_cuda_would_show(
             monkeypatch.delenv(name, raising=False)
         else:
             monkeypatch.setenv(name, value)
-    placeholder = driver.default_placeholder()
+    placeholder = driver.runtime.default_placeholder()
     held = placeholder(device_no)
     assert [number for number in range(8) if pids(driver.snapshot(), number)] == [index]
     placeholder.release(held)
@@ -432,7 +445,7 @@ def test_a_device_that_is_not_there(driver: SimulatedDriver, monkeypatch: pytest
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     for device_no in (1, -1):
         with pytest.raises(PlaceholderError, match="CUDA_VISIBLE_DEVICES=3 shows 1") as caught:
-            driver.default_placeholder()(device_no)
+            driver.runtime.default_placeholder()(device_no)
         assert caught.value.device_no == device_no
     assert driver.snapshot() == driver.idle
 
@@ -461,3 +474,22 @@ def test_a_slow_start_shows_only_at_its_end(driver: SimulatedDriver, monkeypatch
     with SimulatedPlaceholder(driver=driver, delay=2.5)(0):
         assert slept == [2.5]
         assert pids(driver.snapshot()) == [os.getpid()]
+
+
+def test_partitions_of_one_gpu_are_apart(tmp_path: Path) -> None:
+    driver = SimulatedDriver("mi300x-cpx", str(tmp_path))
+    first, second, *_ = driver.snapshot().gpus
+    assert first.pci_bus_id == second.pci_bus_id
+    with driver.occupy(second.uuid):
+        busy = [gpu.index for gpu in driver.snapshot().gpus if gpu.processes]
+    assert busy == [1]
+    assert len(driver.snapshot().gpus) == 64
+
+
+def test_an_mi250x_node_is_wired_as_in_lumi(tmp_path: Path) -> None:
+    driver = SimulatedDriver("mi250x", str(tmp_path))
+    gpus = driver.snapshot().gpus
+    assert [gpu.numa_node for gpu in gpus] == [3, 3, 1, 1, 0, 0, 2, 2]
+    assert driver.cpu_affinity(gpus[0].uuid, "node") == frozenset((*range(48, 64), *range(112, 128)))
+    with driver.occupy(gpus[4].uuid):
+        assert [gpu.index for gpu in driver.snapshot().gpus if gpu.processes] == [4]

@@ -39,7 +39,7 @@ def python_with(module: str) -> str:
     python = os.environ.get(f"SAFE_GPU_{module.upper()}_PYTHON", sys.executable)
     code = f"import importlib.util as u, sys; sys.exit(u.find_spec({module!r}) is None)"
     if subprocess.run([python, "-c", code], cwd="/", timeout=60).returncode:
-        missing(f"{module} is not installed in {python}: pip install 'safe-gpu[{module}]'")
+        missing(f"{module} is not installed in {python}: pip install '.[{module}]'")
     return python
 
 
@@ -164,6 +164,12 @@ def make_hosts() -> Iterator[Callable[..., Hosts]]:
 def until() -> Callable[..., None]:
     """:func:`wait_until`."""
     return wait_until
+
+
+@pytest.fixture(scope="session")
+def needed() -> Callable[[str], None]:
+    """:func:`missing`."""
+    return missing
 
 
 @pytest.fixture(scope="session")

@@ -1,17 +1,23 @@
-"""What needs no Dragon: the check in a worker, and cores for workers that share a GPU."""
+"""What needs no Dragon: which nodes it is asked for, the check in a worker, cores for workers that share a GPU."""
 
 from __future__ import annotations
 
 import os
 import pickle
+import sys
+import types
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from safe_gpu import GPUAffinityError, UnsatisfiableRequestError, WrongDeviceError
+from safe_gpu.claim.expected import check_expected_gpu
+from safe_gpu.engines import dragon
 from safe_gpu.engines.cluster import ClusterGpu
-from safe_gpu.engines.dragon import WorkerCheck, _split, claim
+from safe_gpu.engines.dragon import DragonClaim, WorkerCheck, _split, claim
 from safe_gpu.engines.holder import Holder, Wishes
 from safe_gpu.errors import HolderLostError
 
@@ -81,6 +87,124 @@ def test_a_worker_after_the_claim(
         WorkerCheck(gpus).at("hosta")
 
 
+class Idle:
+    """A holder's side of the driver that has nothing to say."""
+
+    node = SimpleNamespace(gpus=list(range(8)), gpu_env_str="CUDA_VISIBLE_DEVICES")
+
+    def call(self, method: str, *arguments: Any) -> None:
+        pass
+
+    def answer(self, limit: float | None) -> None:
+        pass
+
+    def end(self) -> None:
+        pass
+
+
+@pytest.fixture
+def claimed(gpus: tuple[ClusterGpu, ...]) -> Iterator[DragonClaim]:
+    """GPU 0 and 1 of hosta, as a claim that Dragon knows."""
+    holder: Any = Idle()
+    with DragonClaim({replace(gpu, inherited_position=gpu.index): holder for gpu in gpus}) as claim:
+        yield claim
+
+
+def policy(host: str, *numbers: int) -> Any:
+    return SimpleNamespace(host_name=host, gpu_affinity=list(numbers))
+
+
+def test_the_environment_of_a_template_is_that_of_the_gpu_of_its_policy(
+    claimed: DragonClaim, gpus: tuple[ClusterGpu, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for gpu in gpus:
+        env = claimed.template_env(policy("hosta", gpu.index))
+        assert env == {**gpu.environment, "SAFE_GPU_EXPECT": gpu.uuid}
+        assert env["CUDA_VISIBLE_DEVICES"] == str(gpu.index)
+        for name, value in env.items():
+            monkeypatch.setenv(name, value)
+        check_expected_gpu()  # what ``run`` and ``bind`` do in the worker
+
+
+@pytest.mark.parametrize("wrong", [policy("hosta"), policy("hosta", 7), policy("hosta", 0, 1), policy("hostb", 0)])
+def test_a_policy_that_is_not_of_the_claim_has_no_environment(claimed: DragonClaim, wrong: Any) -> None:
+    with pytest.raises(UnsatisfiableRequestError, match="policies"):
+        claimed.template_env(wrong)
+
+
+def test_a_released_claim_has_no_environment(claimed: DragonClaim) -> None:
+    claimed.release()
+    with pytest.raises(UnsatisfiableRequestError, match="claim again"):
+        claimed.template_env(policy("hosta", 0))
+
+
+@pytest.fixture
+def amd(monkeypatch: pytest.MonkeyPatch) -> Iterator[DragonClaim]:
+    """GPU 2 and 3 of hosta, AMD ones, where Dragon was started with ROCR_VISIBLE_DEVICES=1,2,3."""
+    monkeypatch.setenv("SAFE_GPU_DRIVER", "simulated:mi250x")
+    monkeypatch.setenv("ROCR_VISIBLE_DEVICES", "1,2,3")
+    holder = Holder(Wishes(selection={"only": [2, 3]}), "a test")
+    granted = holder.claim(2, 0)
+    assert isinstance(granted, tuple), granted
+    monkeypatch.delenv("ROCR_VISIBLE_DEVICES")  # as in another process
+    monkeypatch.delenv("HIP_VISIBLE_DEVICES")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    idle: Any = Idle()
+    idle.node = SimpleNamespace(
+        gpus=[1, 2, 3], gpu_env_str="ROCR_VISIBLE_DEVICES"
+    )  # Dragon 0.14 numbers them as ROCR does
+    with DragonClaim({replace(gpu, host="hosta", node_id="1"): idle for gpu in granted}) as claim:
+        yield claim
+    holder.release()
+
+
+def test_amd_gpus_where_dragon_counts_those_of_nvidia(amd: DragonClaim) -> None:
+    """Its numbers are others' there, even if the holder has inherited a ROCR_VISIBLE_DEVICES."""
+    idle: Any = Idle()
+    with pytest.raises(UnsatisfiableRequestError, match="Dragon places there by CUDA_VISIBLE_DEVICES"):
+        DragonClaim(dict.fromkeys(amd.gpus, idle))
+
+
+def test_numbers_of_amd_gpus(amd: DragonClaim) -> None:
+    assert amd.find_gpus() == [("hosta", 2), ("hosta", 3)]
+
+
+@pytest.mark.parametrize("left_over", [{}, {"HIP_VISIBLE_DEVICES": "2,3"}, {"CUDA_VISIBLE_DEVICES": "3"}])
+@pytest.mark.parametrize("by_uuid", [False, True])
+def test_a_worker_on_an_amd_gpu(
+    amd: DragonClaim, by_uuid: bool, left_over: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dragon sets ROCR_VISIBLE_DEVICES; HIP would count the others, where there are any, within that."""
+    check = pickle.loads(pickle.dumps(amd.check_worker))
+    gpu = amd.gpus[1]
+    for name, value in {"ROCR_VISIBLE_DEVICES": gpu.uuid if by_uuid else "3", **left_over}.items():
+        monkeypatch.setenv(name, value)
+    assert check.at("hosta") == gpu
+    monkeypatch.setenv("SAFE_GPU_EXPECT", gpu.uuid)
+    check_expected_gpu()
+
+
+@pytest.mark.parametrize("visible", [None, "", "0", "2,3", "GPU-a3f1c07e52d98b16"])
+def test_a_worker_on_another_amd_gpu(amd: DragonClaim, visible: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    if visible is not None:
+        monkeypatch.setenv("ROCR_VISIBLE_DEVICES", visible)
+    with pytest.raises(WrongDeviceError, match=r"this worker got ROCR_VISIBLE_DEVICES=.* holds GPU 2 or 3 there"):
+        amd.check_worker.at("hosta")
+
+
+@pytest.mark.parametrize("left_over", [{}, {"HIP_VISIBLE_DEVICES": "2,3"}, {"CUDA_VISIBLE_DEVICES": "3"}])
+def test_the_environment_of_a_template_on_an_amd_gpu(
+    amd: DragonClaim, left_over: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    env = amd.template_env(policy("hosta", 3))
+    assert env == {**amd.gpus[1].environment, "SAFE_GPU_EXPECT": amd.gpus[1].uuid}
+    worker = {**left_over, **env, "ROCR_VISIBLE_DEVICES": "3"}  # Dragon's policy comes last
+    for name, value in worker.items():
+        monkeypatch.setenv(name, value)
+    check_expected_gpu()
+
+
 CORES = tuple((core, core + 8) for core in range(4))
 
 
@@ -105,3 +229,40 @@ def test_outside_of_a_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DRAGON_MY_PUID", raising=False)
     with pytest.raises(UnsatisfiableRequestError, match="start this program with `dragon"):
         claim()
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The nodes on which holders were to be started, in a runtime of nodea, without GPUs, and nodeb."""
+    found: list[list[str]] = []
+
+    def start(nodes: list[Any], wishes: Wishes) -> None:
+        found.append([node.hostname for node in nodes])
+        raise HolderLostError("none starts here")
+
+    nodes = {
+        1: SimpleNamespace(h_uid=1, hostname="nodea", gpus=[]),
+        2: SimpleNamespace(h_uid=2, hostname="nodeb", gpus=[0, 1]),
+    }
+    machine = types.ModuleType("dragon.native.machine")
+    machine.Node, machine.System = nodes.get, lambda: SimpleNamespace(nodes=[1, 2])  # type: ignore[attr-defined]
+    for name in ("dragon", "dragon.native"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, "dragon.native.machine", machine)
+    monkeypatch.setenv("DRAGON_MY_PUID", "1")
+    monkeypatch.setattr(dragon, "start_holders", start)
+    return found
+
+
+@pytest.mark.parametrize("nodes", [1, "nodeb", ["2"], [2]])
+def test_nodes_where_dragon_sees_gpus_are_asked(asked: list[list[str]], nodes: Any) -> None:
+    with pytest.raises(HolderLostError, match="none starts here"):
+        claim(nodes, 1, timeout=0)
+    assert asked == [["nodeb"]]
+
+
+@pytest.mark.parametrize("nodes", [2, "nodea"])
+def test_nodes_where_dragon_sees_no_gpu_are_refused(asked: list[list[str]], nodes: Any) -> None:
+    with pytest.raises(UnsatisfiableRequestError, match="Dragon sees no GPU on nodea"):
+        claim(nodes, 1, timeout=0)
+    assert asked == []

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -79,6 +81,107 @@ def test_uuids(make: Callable[..., Holder]) -> None:
     assert gpu.environment["CUDA_VISIBLE_DEVICES"] == gpu.uuid
     assert "CUDA_DEVICE_ORDER" not in gpu.environment
     assert (gpu.cpus, gpu.cores) == (frozenset(), ())
+
+
+# the UUIDs of simulated:mi250x, by index
+AMD = ("GPU-a3f1c07e52d98b16", "GPU-0d7be93a41c6f528", "GPU-5e2490b7fd13a86c", "GPU-c86fa1350e7d94b2")
+
+
+@pytest.fixture
+def amd_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SAFE_GPU_DRIVER", "simulated:mi250x")
+
+
+@pytest.mark.usefixtures("amd_host")
+def test_amd_gpus(make: Callable[..., Holder]) -> None:
+    before = dict(os.environ)
+    holder = make(selection={"only": [0, 1]})
+    held = holder.claim(2, 0)
+    assert isinstance(held, tuple)
+    scope = {"SAFE_GPU_SCOPE": os.environ["SAFE_GPU_SCOPE"]}
+    both = {"HIP_VISIBLE_DEVICES": "0", "CUDA_VISIBLE_DEVICES": "0"}
+    assert [gpu.uuid for gpu in held] == list(AMD[:2])
+    assert [gpu.environment for gpu in held] == [{"ROCR_VISIBLE_DEVICES": uuid, **both, **scope} for uuid in AMD[:2]]
+    assert {gpu.vendor for gpu in held} == {"amd"}
+    assert get_free_gpus() == ["2", "3", "4", "5", "6", "7"]
+    holder.release()
+    assert dict(os.environ) == before
+
+
+@pytest.mark.usefixtures("amd_host")
+@pytest.mark.parametrize(
+    ("inherited", "visible_as", "shown"),
+    [
+        ({}, "index", {"HIP_VISIBLE_DEVICES": "2"}),
+        ({}, "uuid", {"HIP_VISIBLE_DEVICES": AMD[2]}),
+        ({"CUDA_VISIBLE_DEVICES": "3,2"}, "index", {"HIP_VISIBLE_DEVICES": "2", "CUDA_VISIBLE_DEVICES": "2"}),
+        ({"ROCR_VISIBLE_DEVICES": "3,2"}, "index", {"HIP_VISIBLE_DEVICES": "1"}),
+    ],
+)
+def test_amd_gpus_under_ray(
+    make: Callable[..., Holder],
+    monkeypatch: pytest.MonkeyPatch,
+    inherited: dict[str, str],
+    visible_as: str,
+    shown: dict[str, str],
+) -> None:
+    """ROCR_VISIBLE_DEVICES stays as it is: Ray cannot be imported where it is set. An inner claim keeps to that."""
+    for name, value in {**inherited, "RAY_RAYLET_PID": "7"}.items():
+        monkeypatch.setenv(name, value)
+    (gpu,) = make(visible_as=visible_as, selection={"only": [2]}).claim(1, 0)  # type: ignore[misc]
+    environment = {name: value for name, value in gpu.environment.items() if name != "SAFE_GPU_SCOPE"}
+    assert environment == shown
+    worker = {**os.environ, **inherited, **gpu.environment}
+    code = """
+import os
+import safe_gpu
+with safe_gpu.GPUOwner(1, timeout=0, affinity=None) as owner:
+    print(owner.gpus[0].uuid, os.environ.get("ROCR_VISIBLE_DEVICES"))
+"""
+    inner = subprocess.run([sys.executable, "-c", code], env=worker, capture_output=True, text=True, timeout=60)
+    assert inner.stdout.split() == [AMD[2], str(inherited.get("ROCR_VISIBLE_DEVICES"))], inner.stderr
+
+
+@pytest.mark.usefixtures("amd_host")
+@pytest.mark.parametrize(
+    ("inherited", "positions"),
+    [
+        ({}, [None, None]),
+        ({"ROCR_VISIBLE_DEVICES": "3,2,1,0"}, [3, 2]),
+        ({"ROCR_VISIBLE_DEVICES": ",".join(reversed(AMD))}, [3, 2]),
+        # HIP's own variable limits the claim, and is no list of Dragon's
+        ({"ROCR_VISIBLE_DEVICES": "3,2,1,0", "HIP_VISIBLE_DEVICES": "2,3"}, [3, 2]),
+        ({"HIP_VISIBLE_DEVICES": "1,0"}, [None, None]),
+    ],
+)
+def test_the_place_in_an_inherited_list_of_amd_gpus(
+    make: Callable[..., Holder],
+    monkeypatch: pytest.MonkeyPatch,
+    inherited: dict[str, str],
+    positions: list[int | None],
+) -> None:
+    for name, value in inherited.items():
+        monkeypatch.setenv(name, value)
+    held = make(selection={"only": [0, 1]}).claim(2, 0)
+    assert isinstance(held, tuple)
+    assert [gpu.index for gpu in held] == [0, 1]
+    assert [gpu.inherited_position for gpu in held] == positions
+
+
+def test_the_vendor_is_chosen(make: Callable[..., Holder], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SAFE_GPU_DRIVER", "simulated:two-vendors")
+    for vendor in ("amd", "nvidia"):
+        holder = make(selection={"vendor": vendor})
+        report = holder.report(1)
+        assert report.free > 0
+        (gpu,) = holder.claim(1, 0)  # type: ignore[misc]
+        assert gpu.vendor == vendor
+        assert ("ROCR_VISIBLE_DEVICES" in gpu.environment) == (vendor == "amd")
+        holder.release()
+    monkeypatch.setenv("SAFE_GPU_DRIVER", "simulated:mi250x")
+    holder = make(selection={"vendor": "nvidia"})
+    assert isinstance(holder.claim(1, 0), UnsatisfiableRequestError)
+    assert holder.report(1).free == -1
 
 
 def test_the_report(make: Callable[..., Holder], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from safe_gpu.engines.cluster import ClusterGpu
 from safe_gpu.engines.holder import HostReport
-from safe_gpu.engines.remote import HeldClaim, claim_through, nodes_named
+from safe_gpu.engines.remote import HeldClaim, NodeFacts, choose_nodes, claim_through, nodes_named
 from safe_gpu.errors import HolderLostError, NotEnoughGpusError, SafeGpuError, UnsatisfiableRequestError
 
 
@@ -153,6 +153,43 @@ def test_names_of_nodes() -> None:
     ):
         with pytest.raises(UnsatisfiableRequestError, match=words):
             nodes_named(names, nodes)
+
+
+ALIVE = {
+    "id1": NodeFacts(("head", "10.0.0.1"), has_gpus=False),
+    "id2": NodeFacts(("hosta", "10.0.0.2"), has_gpus=True),
+    "id3": NodeFacts(("hostb", "10.0.0.3"), has_gpus=True),
+}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "chosen", "count"),
+    [
+        (1, ["id2", "id3"], 1),  # holders look for themselves which of the two has more to give
+        (2, ["id2", "id3"], 2),
+        (3, ["id1", "id2", "id3"], 3),
+        ("head", ["id1"], 1),
+        (["10.0.0.3", "hosta"], ["id3", "id2"], 2),
+    ],
+)
+def test_nodes_that_may_take_part(nodes: int | str | list[str], chosen: list[str], count: int) -> None:
+    assert choose_nodes(nodes, ALIVE, "the cluster") == (chosen, count)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "words"),
+    [
+        (0, "ask for 1 node or more"),
+        (True, "ask for 1 node or more"),
+        ([], "names no node"),
+        (4, "4 nodes asked for, and the cluster has 3: head, hosta, hostb"),
+        (["hosta", "id2"], "named twice"),
+    ],
+)
+def test_nodes_that_cannot_take_part(nodes: int | list[str], words: str) -> None:
+    with pytest.raises(UnsatisfiableRequestError, match=words) as caught:
+        choose_nodes(nodes, ALIVE, "the cluster")
+    assert caught.value.value is not None
 
 
 def test_the_error_of_a_lost_holder_survives_pickling() -> None:

@@ -1,6 +1,8 @@
 /* A stand-in for libcuda.so.1: a real shared library whose GPUs are those of the fake NVML beside it (nvml.c).
  *
- * $FAKE_GPU_DIR/gpus      as nvml.c describes it; read here: uuid name bus mem mode mig instances imem lost speed
+ * $FAKE_GPU_DIR/gpus      as nvml.c describes it; read here: uuid name bus mem mode mig instances imem lost speed, and
+ *     bad=CODE                cuDevicePrimaryCtxRetain answers this for that GPU
+ *     bad_init=CODE           cuInit answers this where that GPU is visible
  * $FAKE_GPU_DIR/procs/UUID/PID   made by the first retain of a primary context on that GPU or MIG instance, with the
  *                         bytes that it uses; removed by the last release. This is what the fake NVML shows.
  * $FAKE_GPU_DIR/options   key=value, one a line:
@@ -9,6 +11,8 @@
  *     ctx_error=CODE          cuDevicePrimaryCtxRetain answers this
  *     alloc_error=CODE        cuMemAlloc answers this
  *     ctx_ms=N                creating a context takes N ms
+ *     thread_ids=1            PID above is the id of the thread that made the context, as with drivers 535 to 570.144
+ *     listed_as=N             PID above is N: the process's number in another PID namespace
  *     log=1                   append "PID NAME" of every function called to $FAKE_GPU_DIR/cuda_calls
  *
  * As the real driver does, it reads CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER once, at the first cuInit, and answers
@@ -33,6 +37,7 @@
 #include <strings.h>
 #include <sys/file.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -48,7 +53,7 @@ enum {
 struct gpu {
     char uuid[96], parent[96], name[96], bus[32];
     long long mem, speed;
-    int mode, mig, lost;
+    int mode, mig, lost, bad, bad_init;
 };
 
 struct context { /* the primary context of a visible device */
@@ -135,6 +140,8 @@ static int read_gpus(struct gpu *gpus, char instances[][1024], long long *instan
             if (!strcmp(word, "mode")) gpu.mode = atoi(value);
             if (!strcmp(word, "mig")) gpu.mig = atoi(value);
             if (!strcmp(word, "lost")) gpu.lost = atoi(value);
+            if (!strcmp(word, "bad")) gpu.bad = atoi(value);
+            if (!strcmp(word, "bad_init")) gpu.bad_init = atoi(value);
         }
         if (!*gpu.uuid)
             continue;
@@ -256,11 +263,21 @@ static void process_dir(const struct gpu *gpu, char *path, size_t size)
         chmod(path, 01777);
 }
 
+/* The number under which the driver lists this process on a visible device. */
+static int number_on(const struct gpu *gpu)
+{
+    static int numbers[MAX];
+    int *number = &numbers[gpu - seen];
+    if (!*number)
+        *number = (int)option("listed_as", option("thread_ids", 0) ? (long long)syscall(SYS_gettid) : getpid());
+    return *number;
+}
+
 static void write_process(const struct gpu *gpu, long long bytes)
 {
     char directory[600], path[700], fresh[700];
     process_dir(gpu, directory, sizeof directory);
-    snprintf(path, sizeof path, "%s/%d", directory, (int)getpid());
+    snprintf(path, sizeof path, "%s/%d", directory, number_on(gpu));
     snprintf(fresh, sizeof fresh, "%s/.%d", directory, (int)getpid());
     FILE *file = fopen(fresh, "we");
     if (!file)
@@ -275,7 +292,7 @@ static void remove_process(const struct gpu *gpu)
 {
     char directory[600], path[700];
     process_dir(gpu, directory, sizeof directory);
-    snprintf(path, sizeof path, "%s/%d", directory, (int)getpid());
+    snprintf(path, sizeof path, "%s/%d", directory, number_on(gpu));
     unlink(path);
 }
 
@@ -367,6 +384,9 @@ API cuInit(unsigned flags)
         look();
         sleep_for("cuda_init_ms");
         init_result = option("cuda_init_error", seen_count ? SUCCESS : NO_DEVICE);
+        for (int i = 0; i < seen_count; i++)
+            if (seen[i].bad_init)
+                init_result = seen[i].bad_init;
     }
     int result = init_pid == getpid() ? init_result : NOT_INITIALIZED;
     pthread_mutex_unlock(&mutex);
@@ -437,7 +457,7 @@ API cuDeviceGetUuid(unsigned char *uuid, int device) /* of the GPU, also for an 
 API cuDevicePrimaryCtxRetain(struct context **context, int device)
 {
     DEVICE(device)
-    int result = option("ctx_error", SUCCESS);
+    int result = option("ctx_error", seen[device].bad);
     pthread_mutex_lock(&mutex);
     if (result == SUCCESS && !contexts[device].references) {
         sleep_for("ctx_ms");
@@ -451,6 +471,14 @@ API cuDevicePrimaryCtxRetain(struct context **context, int device)
     }
     pthread_mutex_unlock(&mutex);
     return result;
+}
+
+API cuDevicePrimaryCtxGetState(int device, unsigned *flags, int *active)
+{
+    DEVICE(device)
+    *flags = 0;
+    *active = contexts[device].references > 0;
+    return SUCCESS;
 }
 
 static int release(int device)
@@ -492,6 +520,8 @@ API cuGetErrorName(int code, const char **text)
         {DEVICE_UNAVAILABLE, "CUDA_ERROR_DEVICE_UNAVAILABLE"}, {NO_DEVICE, "CUDA_ERROR_NO_DEVICE"},
         {INVALID_DEVICE, "CUDA_ERROR_INVALID_DEVICE"}, {INVALID_CONTEXT, "CUDA_ERROR_INVALID_CONTEXT"},
         {UNKNOWN, "CUDA_ERROR_UNKNOWN"},
+        {214, "CUDA_ERROR_ECC_UNCORRECTABLE"}, {802, "CUDA_ERROR_SYSTEM_NOT_READY"},
+        {803, "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH"}, {804, "CUDA_ERROR_COMPAT_NOT_SUPPORTED_ON_DEVICE"},
     };
     for (size_t i = 0; i < sizeof names / sizeof *names; i++)
         if (names[i].code == code) {

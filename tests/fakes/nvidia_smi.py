@@ -1,14 +1,15 @@
 """A stand-in for the nvidia-smi program, over the GPUs and processes of the fake NVML (nvml.c describes the files).
 
-It answers --query-gpu and --query-compute-apps (format csv,noheader,nounits) and -L. ``$FAKE_GPU_DIR/smi`` makes it
-misbehave, key=value, one a line:
+It answers -q -x (with -i ID,ID too) and -L, and appends its arguments to ``$FAKE_GPU_DIR/runs``. ``$FAKE_GPU_DIR/smi``
+makes it misbehave, key=value, one a line:
     before=TEXT  after=TEXT     extra lines around the answer ("\\n" separates)
-    version_lacks=a,b           fields that this version does not know
-    hang=gpu|compute-apps       that query never ends; its pid is written to $FAKE_GPU_DIR/hung
-    fail=gpu|compute-apps|all   that query ends with this status:  status=N (default 1), and says:  says=TEXT
-    FIELD=TEXT                  that field reads TEXT on every row (e.g. pid=[N/A], memory.used=[N/A])
-    mig_rows=instance           processes of MIG instances are listed by the instance's UUID instead of its GPU's
-    units=1                     units are shown in spite of nounits
+    version_lacks=a,b           elements that this version does not know
+    hang=1                      the query never ends; its pid is written to $FAKE_GPU_DIR/hung
+    fail=1                      the query ends with this status:  status=N (default 1), and says:  says=TEXT
+    ELEMENT=TEXT                that element reads TEXT everywhere (e.g. pid=N/A, used=N/A, processes=N/A)
+    mig_ids=hidden              processes do not show which MIG instance they are on
+    broken=1                    the section of clocks closes its elements in the wrong order
+    one_id=1                    -i takes one id only
 """
 
 import os
@@ -47,99 +48,144 @@ def processes(uuid):
     except FileNotFoundError:
         return
     for name in names:
-        pid, _, kind = name.partition(".")
-        if pid.isdigit() and (kind == "static" or (kind == "" and alive(pid))):
+        pid, *suffixes = name.split(".")
+        if pid.isdigit() and ("static" in suffixes or alive(pid)):
             with open(os.path.join(ROOT, "procs", uuid, name)) as file:
-                yield pid, file.read().strip()
+                yield pid, file.read().strip(), next((one for one in suffixes if one != "static"), "")
 
 
-def mib(text):
-    return str(int(text) >> 20) + (" MiB" if QUIRKS.get("units") else "")
+def mib(number):
+    return f"{int(number) >> 20} MiB"
 
 
-def gpu_fields(index, gpu):
-    total = int(gpu.get("mem", 80 << 30))
-    used = int(gpu.get("used", 0)) + sum(int(memory or 0) for _, memory in processes(gpu["uuid"]))
-    return {
-        "index": str(index),
-        "uuid": gpu["uuid"],
-        "name": gpu.get("name", "Fake_GPU").replace("_", " "),
-        "pci.bus_id": gpu.get("bus", "").upper(),
-        "memory.total": mib(total),
-        "memory.used": mib(used),
-        "memory.free": mib(total - used),
-        "utilization.gpu": "[N/A]" if gpu.get("util") == "NA" else gpu.get("util", "0"),
-        "compute_mode": ("Default", "Exclusive_Thread", "Prohibited", "Exclusive_Process")[int(gpu.get("mode", 0))],
-        "display_active": "Enabled" if gpu.get("display") == "1" else "Disabled",
-        "mig.mode.current": {"1": "Enabled", "0": "Disabled"}.get(gpu.get("mig", ""), "[N/A]"),
-        "driver_version": "550.54.15",
-    }
+def element(name, text):
+    """One that may be missing, or say something else than it should."""
+    if name in QUIRKS.get("version_lacks", "").split(","):
+        return ""
+    return f"<{name}>{QUIRKS.get(name, text)}</{name}>\n"
+
+
+def memory(total, used):
+    parts = (("total", mib(total)), ("reserved", "600 MiB"), ("used", mib(used)), ("free", mib(total - used)))
+    return "<fb_memory_usage>" + "".join(element(*part) for part in parts) + "</fb_memory_usage>\n"
 
 
 def command_name(pid):
     try:
         with open(f"/proc/{pid}/cmdline") as file:
-            return file.read().split("\0")[0]
+            return file.read().split("\0")[0].replace("&", "&amp;").replace("<", "&lt;")
     except OSError:
         return "[Not Found]"
 
 
-def app_rows():
-    for gpu in GPUS:
-        for uuid in [gpu["uuid"], *filter(None, gpu.get("instances", "").split(","))]:
-            shown = uuid if QUIRKS.get("mig_rows") == "instance" else gpu["uuid"]
-            for pid, memory in processes(uuid):
-                used = mib(memory) if memory else "[N/A]"
-                yield {"gpu_uuid": shown, "pid": pid, "used_memory": used, "process_name": command_name(pid)}
+KINDS = {"": "C", "graphics": "G", "mps": "M+C"}
 
 
-def answer(kind, fields, rows):
-    lacking = [field for field in fields if field in QUIRKS.get("version_lacks", "").split(",")]
-    if lacking:
-        print(f'Field "{lacking[0]}" is not a valid field to query.\n')
-        return 2
-    if QUIRKS.get("hang") == kind:
+def process_infos(gpu):
+    for slot, uuid in enumerate([gpu["uuid"], *gpu.get("instances", "").split(",")]):
+        for pid, used, kind in processes(uuid) if uuid else ():
+            shown = slot and QUIRKS.get("mig_ids") != "hidden"
+            yield (
+                "<process_info>\n"
+                + "".join(
+                    (
+                        element("gpu_instance_id", str(slot) if shown else "N/A"),
+                        element("compute_instance_id", "0" if shown else "N/A"),
+                        element("pid", pid),
+                        element("type", KINDS[kind]),
+                        element("process_name", command_name(pid)),
+                        element("used_memory", mib(used) if used else "N/A"),
+                    )
+                )
+                + "</process_info>\n"
+            )
+
+
+def mig_devices(gpu):
+    for slot, uuid in enumerate(gpu.get("instances", "").split(",")):
+        if uuid:
+            total = int(gpu.get("imem", 10 << 30))
+            used = sum(int(memory or 0) for _, memory, _ in processes(uuid))
+            yield (
+                f"<mig_device>\n<index>{slot}</index>\n<gpu_instance_id>{slot + 1}</gpu_instance_id>\n"
+                f"<compute_instance_id>0</compute_instance_id>\n{memory(total, used)}</mig_device>\n"
+            )
+
+
+def report(gpu):
+    used = int(gpu.get("used", 0))
+    for uuid in (gpu["uuid"], *filter(None, gpu.get("instances", "").split(","))):
+        used += sum(int(memory or 0) for _, memory, _ in processes(uuid))
+    clocks = "<supported_mem_clock><value>1 MHz</supported_mem_clock></value>" if QUIRKS.get("broken") else ""
+    load = "N/A" if gpu.get("util") == "NA" else gpu.get("util", "0") + " %"
+    mig = {"1": "Enabled", "0": "Disabled"}.get(gpu.get("mig", ""), "N/A")
+    return "".join(
+        (
+            f'<gpu id="{gpu.get("bus", "").upper()}">\n',
+            element("product_name", gpu.get("name", "Fake_GPU").replace("_", " ")),
+            element("display_mode", "Enabled"),
+            element("display_active", "Enabled" if gpu.get("display") == "1" else "Disabled"),
+            f"<mig_mode>\n{element('current_mig', mig)}<pending_mig>Disabled</pending_mig>\n</mig_mode>\n",
+            f"<mig_devices>\n{''.join(mig_devices(gpu)) or 'None'}</mig_devices>\n",
+            element("uuid", gpu["uuid"]),
+            memory(int(gpu.get("mem", 80 << 30)), used),
+            "<bar1_memory_usage><total>7 MiB</total><used>7 MiB</used></bar1_memory_usage>\n",
+            element(
+                "compute_mode",
+                ("Default", "Exclusive_Thread", "Prohibited", "Exclusive_Process")[int(gpu.get("mode", 0))],
+            ),
+            f"<utilization>\n{element('gpu_util', load)}</utilization>\n",
+            clocks,
+            element("processes", "\n" + "".join(process_infos(gpu))),
+            "<accounted_processes></accounted_processes>\n</gpu>\n\n",
+        )
+    )
+
+
+def query(ids):
+    if QUIRKS.get("hang"):
         with open(os.path.join(ROOT, "hung"), "w") as file:
             file.write(str(os.getpid()))
         signal.pause()
-    if QUIRKS.get("fail") in (kind, "all"):
+    if QUIRKS.get("fail"):
         print(QUIRKS.get("says", "Unknown Error").replace("\\n", "\n"))
         return int(QUIRKS.get("status", "1"))
-    lines = [QUIRKS["before"].replace("\\n", "\n")] if "before" in QUIRKS else []
-    lines += [", ".join(QUIRKS.get(field, row[field]) for field in fields) for row in rows]
-    lines += [QUIRKS["after"].replace("\\n", "\n")] if "after" in QUIRKS else []
-    print("\n".join(lines))
+    wanted = [gpu for gpu in GPUS if ids is None or gpu["uuid"] in ids]
+    if not wanted or (ids and len(ids) > 1 and QUIRKS.get("one_id")):
+        print("No devices were found")
+        return 6
+    if "before" in QUIRKS:
+        print(QUIRKS["before"].replace("\\n", "\n"))
+    print('<?xml version="1.0" ?>\n<!DOCTYPE nvidia_smi_log SYSTEM "nvsmi_device_v12.dtd">\n<nvidia_smi_log>')
+    print(element("driver_version", "550.54.15") + f"<attached_gpus>{len(GPUS)}</attached_gpus>")
+    for gpu in wanted:
+        if gpu.get("lost", "0") == "0":
+            print(report(gpu))
+    print("</nvidia_smi_log>")
+    for gpu in wanted:
+        if gpu.get("lost", "0") != "0":
+            print(f"Unable to determine the device handle for GPU {gpu['bus']}: GPU is lost.  Reboot the system")
+            return 15
+    if "after" in QUIRKS:
+        print(QUIRKS["after"].replace("\\n", "\n"))
     return 0
 
 
 def main():
+    with open(os.path.join(ROOT, "runs"), "a") as file:
+        file.write(" ".join(sys.argv[1:]) + "\n")
     if os.environ.get("LC_ALL") != "C":
         print("Die Ausgabe ist nicht in der Sprache, die erwartet wird")
         return 1
-    for argument in sys.argv[1:]:
-        option, _, fields = argument.partition("=")
-        if option == "--query-gpu":
-            if not GPUS and "fail" not in QUIRKS:
-                print("No devices were found")
-                return 6
-            rows = [gpu_fields(index, gpu) for index, gpu in enumerate(GPUS) if gpu.get("lost", "0") == "0"]
-            code = answer("gpu", fields.split(","), rows)
-            for gpu in GPUS:
-                if gpu.get("lost", "0") != "0":
-                    print(
-                        f"Unable to determine the device handle for GPU {gpu['bus']}: GPU is lost.  Reboot the system"
-                    )
-                    code = 15
-            return code
-        if option == "--query-compute-apps":
-            return answer("compute-apps", fields.split(","), list(app_rows()))
-        if option == "-L":
-            for index, gpu in enumerate(GPUS):
-                print(f"GPU {index}: {gpu.get('name', 'Fake_GPU').replace('_', ' ')} (UUID: {gpu['uuid']})")
-                for slot, uuid in enumerate(gpu.get("instances", "").split(",")):
-                    if uuid:
-                        print(f"  MIG 1g.10gb     Device {slot:2}: (UUID: {uuid})")
-            return 0
+    if sys.argv[1:3] == ["-q", "-x"]:
+        return query(sys.argv[4].split(",") if sys.argv[3:4] == ["-i"] else None)
+    if sys.argv[1:] == ["-L"]:
+        for index, gpu in enumerate(GPUS):
+            print(f"GPU {index}: {gpu.get('name', 'Fake_GPU').replace('_', ' ')} (UUID: {gpu['uuid']})")
+            for slot, uuid in enumerate(gpu.get("instances", "").split(",")):
+                if uuid:
+                    print(f"  MIG 1g.10gb     Device {slot:2}: (UUID: {uuid})")
+        return 0
     return 1
 
 

@@ -8,6 +8,8 @@
  *     name=NVIDIA_A100        underscores are shown as spaces
  *     bus=00000000:07:00.0    PCI bus id, 8-digit domain
  *     mem=BYTES               total memory;   used=BYTES   in use besides the processes below (default 0)
+ *     reserved=BYTES          what the driver keeps for itself: the first version of the memory call counts it as used
+ *     memory_node=N           its memory is this NUMA node of the kernel; absent: NOT_SUPPORTED
  *     util=N                  percent;        util=NA      answers NOT_SUPPORTED
  *     mode=0..3               compute mode as NVML numbers it (0 default, 2 prohibited, 3 exclusive process)
  *     display=0|1             display active
@@ -34,6 +36,7 @@
  *     init_error=CODE         nvmlInit answers this
  *     session_error=CODE      every call but nvmlInit and nvmlShutdown answers this (the driver went away)
  *     lag_ms=N                a process shows N ms after its file was last written
+ *     hidden=1                the process lists are empty, whoever is on the GPUs; the memory in use is not
  *     log=1                   append the name of every NVML function called to $FAKE_GPU_DIR/calls
  *     race=N                  the first N process lists with rows answer INSUFFICIENT_SIZE whatever room they are given
  *
@@ -281,7 +284,7 @@ static int list_processes(const char *name, void *handle, const char *kind, unsi
     if (!code) code = (int)number_of(gpu.line, field, 0);
     if (!code && strstr(name, "_v3")) code = (int)number_of(gpu.line, "v3_error", 0);
     if (code) return code;
-    unsigned found = list_device(gpu.line, slot, kind, rows);
+    unsigned found = option("hidden", 0) ? 0 : list_device(gpu.line, slot, kind, rows);
     if (found && races < (int)option("race", 0)) {
         races++;
         *count = found;
@@ -412,6 +415,24 @@ static int handle_by_index(const char *name, unsigned number, void **handle) {
     return OK;
 }
 
+API nvmlDeviceGetHandleByUUID(const char *wanted, void **handle) {
+    static __thread Gpu gpus[MAX_GPUS];
+    int code = session_check(__func__);
+    if (code) return code;
+    int count = read_gpus(gpus);
+    for (int number = 0; number < count; number++) {
+        char uuid[96];
+        value_of(gpus[number].line, "uuid", uuid, sizeof uuid);
+        if (strcmp(uuid, wanted)) continue;
+        code = (int)number_of(gpus[number].line, "handle_error", 0);
+        if (code) return code;
+        if (number_of(gpus[number].line, "lost", 0)) return GPU_IS_LOST;
+        *handle = make_handle(number, -1);
+        return OK;
+    }
+    return NOT_FOUND;
+}
+
 typedef struct {
     char legacy[16];
     unsigned domain, bus, device, device_id, subsystem_id;
@@ -479,6 +500,7 @@ API nvmlDeviceGetMemoryInfo(void *handle, unsigned long long *out) { /* total, f
     RESOLVE("memory");
     if (slot >= 0 && (code = (int)number_of(gpu.line, "imemory_error", 0))) return code;
     memory_of(gpu.line, slot, &out[0], &out[2]);
+    out[2] += number_of(gpu.line, "reserved", 0);
     out[1] = out[0] - out[2];
     return OK;
 }
@@ -496,11 +518,19 @@ API nvmlDeviceGetMemoryInfo_v2(void *handle, Memory2 *out) {
     if (code) return code;
     if (out->version != (sizeof *out | 2u << 24)) return 25;
     memory_of(gpu.line, slot, &out->total, &out->used);
-    out->reserved = 0;
-    out->free = out->total - out->used;
+    out->reserved = number_of(gpu.line, "reserved", 0);
+    out->free = out->total - out->used - out->reserved;
     return OK;
 }
 #endif
+
+API nvmlDeviceGetNumaNodeId(void *handle, unsigned *node) {
+    RESOLVE("node");
+    char text[16];
+    if (slot >= 0 || !value_of(gpu.line, "memory_node", text, sizeof text)) return NOT_SUPPORTED;
+    *node = (unsigned)atoi(text);
+    return OK;
+}
 
 API nvmlDeviceGetUtilizationRates(void *handle, unsigned *out) { /* gpu, memory */
     RESOLVE("util");

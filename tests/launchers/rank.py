@@ -36,7 +36,7 @@ def rank(directory: Path, ranks: int, failing: bool = False) -> None:
 
     def placeholder(device_no: int) -> object:
         gather("placing")
-        return open_driver().default_placeholder()(device_no)
+        return open_driver().runtime.default_placeholder()(device_no)
 
     context = current()
     owner = safe_gpu.claim_gpus(1, placeholder)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import random
 import signal
 import sys
 import tempfile
-import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Pipe, wait
@@ -16,12 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.hip_host import HipHost
 
 import safe_gpu
-from safe_gpu import acquisition
-from safe_gpu.coordination import waiting
+from safe_gpu.claim import terms
+from safe_gpu.coordination import queue as waiting
+from safe_gpu.demo.referee import Markers
+from safe_gpu.drivers.kfd import KfdDriver
 from safe_gpu.drivers.simulated import SimulatedDriver
-from safe_gpu.referee import Markers
+from safe_gpu.runtimes import hip, hip_memory
 
 QUIET = logging.getLogger("safe_gpu.test_race")
 QUIET.propagate = False
@@ -84,7 +87,7 @@ class Racer:
 
 
 def kill_me_at(step: int) -> None:
-    """Die by SIGKILL at the so-manieth call of a function that enters the kernel, counted from now."""
+    """Die by SIGKILL at this call of a function that enters the kernel, counted from 1 and from now on."""
     left = step
 
     def profile(frame: Any, event: str, function: Any) -> None:
@@ -134,9 +137,16 @@ class Counters:
 
 
 class Track:
-    """A simulated host with eight GPUs, the referee's markers and counters, and the racers on it."""
+    """A simulated host, the referee's markers and counters, and the racers on it.
 
-    def __init__(self, directory: Path) -> None:
+    Attributes:
+        claims_once: a racer can choose its GPUs once only, since its runtime is initialised from then on.
+    """
+
+    claims_once = False
+
+    def __init__(self, directory: Path, preset: str = PRESET) -> None:
+        self.preset = preset
         self.racers: list[Racer] = []
         self.random = random.Random(20)
         self.use(directory)
@@ -146,7 +156,7 @@ class Track:
         directory.mkdir(exist_ok=True)
         directory.chmod(0o1777)
         self.state_dir = directory / "state"
-        self.driver = SimulatedDriver(PRESET, str(self.state_dir))
+        self.driver: Any = self.open_driver()
         self.markers_dir = directory / "markers"
         for path in (self.markers_dir, directory / "counters"):
             path.mkdir()
@@ -154,10 +164,30 @@ class Track:
         self.markers = Markers(str(self.markers_dir))
         self.counters = Counters(directory / "counters")
 
+    def open_driver(self) -> Any:
+        """The host's driver."""
+        return SimulatedDriver(self.preset, str(self.state_dir))
+
+    def opened(self, claim: Any) -> list[str]:
+        """Names of the GPUs that a claim has opened, in its order."""
+        return [gpu.uuid for gpu in claim.gpus]
+
+    def work_on(self, claim: Any) -> list[Callable[[], None]]:
+        """Compute on the claimed GPUs, as the driver shows it; returns what ends that."""
+        return [self.driver.occupy(gpu.uuid).close for gpu in claim.gpus]
+
+    def doubled(self) -> list[str]:
+        """The GPUs on which the driver shows several processes at this moment."""
+        found = {gpu.uuid: {process.pid for process in gpu.processes or ()} for gpu in self.driver.snapshot().gpus}
+        return [uuid for uuid, pids in found.items() if len(pids) > 1]
+
     def start(self, work: Callable[[Any], None], **options: Any) -> Racer:
         """Fork a process that does this work."""
         self.racers.append(Racer(work, **options))
         return self.racers[-1]
+
+    def bury(self, racer: Racer) -> None:
+        """Do what the kernel does after the end of a process."""
 
     def claim_and_hold(
         self,
@@ -168,7 +198,10 @@ class Track:
         placeholder: Any = None,
         die_at: int = 0,
     ) -> None:
-        """What a racer does: claim, hold until told to let go. It says ``refused`` or ``holds``, and ``done``."""
+        """What a racer does: claim, hold until told to let go. It says ``refused`` or ``holds``, and ``done``.
+
+        Told to ``work`` before, it computes on its GPUs and says ``works``.
+        """
         if die_at:
             kill_me_at(die_at)
         try:
@@ -178,23 +211,22 @@ class Track:
             line.send(("refused", err))
             return
         sys.setprofile(None)
-        uuids = [gpu.uuid for gpu in claim.gpus]
+        uuids = self.opened(claim)
         rivals = [rival for uuid in uuids if (rival := self.markers.enter(uuid)) is not None]
         counts = [self.counters.read(uuid) for uuid in uuids]
         line.send(("holds", uuids, rivals))
-        line.recv()
+        ends: list[Callable[[], None]] = []
+        if line.recv() == "work":
+            ends = self.work_on(claim)
+            line.send(("works",))
+            line.recv()
         for uuid, count in zip(uuids, counts, strict=True):
             self.counters.write(uuid, count + 1)
             self.markers.leave(uuid)
+        for end in ends:
+            end()
         safe_gpu.release_gpus()
         line.send(("done",))
-
-    def kill(self, racer: Racer) -> None:
-        """Kill a racer, and take down the markers of what it held."""
-        racer.kill()
-        for marker in self.markers_dir.iterdir():
-            if marker.read_text() == str(racer.pid):
-                marker.unlink()
 
     def next_word(self, racers: Sequence[Racer]) -> tuple[Racer, tuple[Any, ...]]:
         """The first of these to say something, and what."""
@@ -203,16 +235,17 @@ class Track:
         return racer, racer.hear()
 
     def claim_all(self) -> None:
-        """All eight GPUs can be had at once, by this process."""
-        with safe_gpu.GPUOwner(8, safe_gpu.NoPlaceholder(), QUIET, timeout=0, affinity=None) as claim:
-            assert claim.devices_taken == list(range(8))
+        """All GPUs can be had at once, by this process."""
+        every = len(self.driver.snapshot().gpus)
+        with safe_gpu.GPUOwner(every, safe_gpu.NoPlaceholder(), QUIET, timeout=0, affinity=None) as claim:
+            assert claim.devices_taken == list(range(every))
 
     def files(self) -> list[str]:
         """Everything in the state directory but what belongs there when nobody does anything."""
-        self.driver.snapshot()  # removes what dead processes had on the GPUs
-        usual = {"host.lock", *(f"leases/{gpu.uuid}.lock" for gpu in self.driver.idle.gpus)}
+        snapshot = self.driver.snapshot()  # removes what dead processes had on the simulated GPUs
+        usual = {"host.lock", *(f"leases/{gpu.uuid}.lock" for gpu in snapshot.gpus)}
         found = {str(path.relative_to(self.state_dir)) for path in self.state_dir.rglob("*") if not path.is_dir()}
-        return sorted(found - usual)
+        return sorted(name for name in found - usual if not name.startswith("history/"))
 
     def close(self) -> None:
         """End all racers."""
@@ -222,16 +255,58 @@ class Track:
         self.racers.clear()
 
 
+class HipTrack(Track):
+    """A host of eight fake AMD GPUs: HIP chooses by the variables, once in a process, and the kernel shows its use."""
+
+    claims_once = True
+
+    def __init__(self, directory: Path, host: HipHost) -> None:
+        self.host = host
+        super().__init__(directory)
+
+    def open_driver(self) -> KfdDriver:
+        return KfdDriver()
+
+    def start(self, work: Callable[[Any], None], **options: Any) -> Racer:
+        def with_hip(line: Any) -> None:
+            ctypes.CDLL(str(self.host.library))  # not in this process, whose other tests are to do without
+            work(line)
+
+        return super().start(with_hip, **options)
+
+    def opened(self, claim: Any) -> list[str]:
+        """What HIP says, in words of its own."""
+        shown = hip.load().all_shown()
+        assert len(shown) == len(claim.gpus)
+        for one, gpu in zip(shown, claim.gpus, strict=True):
+            assert hip.is_same_gpu(one, gpu.uuid, gpu.pci_bus_id), f"{one} was opened for {gpu}"
+        return [one.replace("/", "_") for one in shown]
+
+    def work_on(self, claim: Any) -> list[Callable[[], None]]:
+        return [hip_memory.HipMemory(number).release for number in range(len(claim.gpus))]
+
+    def bury(self, racer: Racer) -> None:
+        self.host.end(racer.pid)
+
+
 @pytest.fixture
-def track(monkeypatch: pytest.MonkeyPatch) -> Iterator[Track]:
-    """A fresh track, in a directory that other users can enter."""
+def track(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Track]:
+    """A fresh track, in a directory that other users can enter. Its parameter is a preset, or "hip"."""
+    kind = getattr(request, "param", PRESET)
     with tempfile.TemporaryDirectory(prefix="safe-gpu-race-") as path:
         os.chmod(path, 0o1777)
         monkeypatch.setenv("SAFE_GPU_DIR", f"{path}/state")
-        monkeypatch.setenv("SAFE_GPU_DRIVER", f"simulated:{PRESET}")
-        for module in (acquisition, waiting):  # a crowd on a busy machine may need longer for host.lock
+        for module in (terms, waiting):  # a crowd on a busy machine may need longer for host.lock
             monkeypatch.setattr(module, "MINIMUM_PATIENCE", 300.0)
-        track = Track(Path(path))
+        if kind == "hip":
+            library = request.getfixturevalue("build_library")("hip.c", "libamdhip64.so")
+            monkeypatch.setenv("SAFE_GPU_DRIVER", "kfd")
+            monkeypatch.setenv("SAFE_GPU_FSROOT", f"{path}/host")
+            os.mkdir(f"{path}/host")
+            track: Track = HipTrack(Path(path), HipHost(Path(path) / "host", library))
+        else:
+            monkeypatch.setenv("SAFE_GPU_DRIVER", f"simulated:{kind}")
+            track = Track(Path(path), kind)
         _warm_up(track)
         yield track
         track.close()
@@ -243,7 +318,12 @@ def _warm_up(track: Track) -> None:
         kept = os.environ["SAFE_GPU_DIR"]
         os.environ["SAFE_GPU_DIR"] = path
         try:
-            with safe_gpu.GPUOwner(8, None, QUIET, timeout=0, affinity=None):
+            # HIP is left alone: it would be initialised in all racers, which are forked from here.
+            every, placeholder = (
+                len(track.driver.snapshot().gpus),
+                safe_gpu.NoPlaceholder() if track.claims_once else None,
+            )
+            with safe_gpu.GPUOwner(every, placeholder, QUIET, timeout=0, affinity=None):
                 racer = Racer(lambda line: track.claim_and_hold(line))
                 assert racer.hear()[0] == "refused"
                 racer.join()
@@ -258,16 +338,3 @@ def _warm_up(track: Track) -> None:
 def steps() -> Callable[[Callable[[], None]], int]:
     """Counts the calls that enter the kernel."""
     return steps_of
-
-
-@pytest.fixture
-def eventually() -> Callable[[Callable[[], bool]], None]:
-    """Wait for a condition, with a deadline that only a hang reaches."""
-
-    def until(condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 60
-        while not condition():
-            assert time.monotonic() < deadline, "the condition never came true"
-            time.sleep(0.002)
-
-    return until

@@ -69,12 +69,25 @@ def test_a_holder_killed_in_the_middle_of_its_work_is_forgotten(track: Any) -> N
         assert {holder.hear()[0] for holder in holders} == {"holds"}
         with pytest.raises(safe_gpu.NotEnoughGpusError):
             safe_gpu.claim_gpus(1, NOTHING, timeout=0, affinity=None)
-        track.kill(holders[0])
+        holders[0].kill()
         with safe_gpu.GPUOwner(4, NOTHING, timeout=0, affinity=None):
             pass
-        track.kill(holders[1])
+        holders[1].kill()
         track.claim_all()
         assert track.files() == []
+
+
+def test_a_waiter_meets_no_marker_of_a_dead_holder(track: Any) -> None:
+    """The kernel gives a dying holder's GPUs back before anybody can have taken its markers away."""
+    for _ in range(3):
+        holder = track.start(claim(track, 8))
+        assert holder.hear()[0] == "holds"
+        waiter = track.start(claim(track, 8, timeout=60.0))
+        os.kill(holder.pid, signal.SIGKILL)
+        word, _, rivals = waiter.hear()
+        assert (word, rivals) == ("holds", [])
+        waiter.tell("let go")
+        assert waiter.hear() == ("done",)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can start processes of other users")
@@ -93,7 +106,7 @@ def test_two_users_share_a_state_directory(track: Any, umasks: tuple[int, int]) 
         holders = [verdict.pid for verdict in error.verdicts]
         assert sorted(holders) == sorted([holder.pid] * 6 + [guest.pid] * 2)
     waiter = track.start(claim(track, 8, timeout=60.0), uid=second, umask=other_mask)
-    track.kill(holder)
+    holder.kill()
     guest.tell("let go")
     assert guest.hear() == ("done",)
     assert waiter.hear()[0] == "holds"

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import fcntl
+import os
 from functools import partial
 from typing import Any
 
 import pytest
 
 import safe_gpu
-from safe_gpu.coordination import host_lock, leases, waiting
-from safe_gpu.referee import Watch
+from safe_gpu.coordination import host_lock, leases, names
+from safe_gpu.coordination import queue as waiting
+from safe_gpu.demo.referee import Watch
 
 NOTHING = safe_gpu.NoPlaceholder()
 
@@ -18,24 +20,37 @@ NOTHING = safe_gpu.NoPlaceholder()
 class Field:
     """Racers that race again and again; whoever is killed is replaced before the next round."""
 
-    def __init__(self, track: Any, size: int) -> None:
+    def __init__(self, track: Any, size: int, other_dir: str = "") -> None:
         self._track = track
+        self.doubled: list[str] = []  # GPUs on which the driver showed several processes while they were held
+        self._other_dir = other_dir  # the state directory of half of the racers
         self._gun = track.state_dir.parent / "gun"
         self._gun.touch()
-        self.racers = [self._new() for _ in range(size)]
+        self.racers = [self._new(number % 2 == 1) for number in range(size)]
 
-    def _new(self) -> Any:
-        return self._track.start(self._race)
+    def _new(self, other: bool = False) -> Any:
+        return self._track.start(partial(self._race, other and self._other_dir))
 
-    def _race(self, line: Any) -> None:
+    def _replaced(self, racer: Any) -> Any:
+        racer.kill()
+        self._track.bury(racer)
+        return self._new()
+
+    def _race(self, state_dir: str, line: Any) -> None:
+        if state_dir:
+            os.environ["SAFE_GPU_DIR"] = state_dir
         while True:
             nb_gpus, options = line.recv()
             with self._gun.open() as gun:
                 fcntl.flock(gun, fcntl.LOCK_SH)
             self._track.claim_and_hold(line, nb_gpus, **options)
 
-    def round(self, orders: list[tuple[int, dict[str, Any]]], *, at_once: bool) -> dict[str, list[Any]]:
+    def round(
+        self, orders: list[tuple[int, dict[str, Any]]], *, at_once: bool, work: bool = False
+    ) -> dict[str, list[Any]]:
         """Everybody claims at the same moment. GPUs are held until all have tried, or let go at once.
+
+        ``work``: when all have tried, those that hold GPUs compute on them, and the driver is asked who is where.
 
         Returns:
             What was said, by its first word.
@@ -56,11 +71,18 @@ class Field:
                 if at_once:
                     racer.tell("let go")
             elif word[0] == "gone":
-                self.racers[self.racers.index(racer)] = self._new()
+                self.racers[self.racers.index(racer)] = self._replaced(racer)
+        if work and not at_once:
+            for racer in holding:
+                racer.tell("work")
+                assert racer.hear() == ("works",)
+            self.doubled += self._track.doubled()
         for racer in holding:
             if not at_once:
                 racer.tell("let go")
             assert racer.hear() == ("done",)
+        if self._track.claims_once:
+            self.racers = [self._replaced(racer) for racer in self.racers]
         return said
 
 
@@ -101,9 +123,101 @@ def test_64_processes_race_for_8_gpus_and_some_are_killed(track: Any, steps: Any
     assert track.files() == []
 
 
-def test_without_the_locks_the_referee_sees_collisions(track: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+# A host, how many GPUs a racer may ask for (all together want more than there are), and the number of rounds.
+AMD_HOSTS = [("mi250x", (1, 2, 3), 12), ("mi300x-cpx", (1, 8, 24), 5), ("hip", (1, 2, 3), 8)]
+on_amd_hosts = pytest.mark.parametrize(
+    ("track", "sizes", "rounds"), AMD_HOSTS, indirect=["track"], ids=[host for host, _, _ in AMD_HOSTS]
+)
+
+
+def run_eight(track: Any, sizes: tuple[int, ...], rounds: int, *, kills: bool = True) -> tuple[int, int, Field]:
+    """Eight racers that use what they claim. Returns how often two met on a GPU, claimed GPUs, and the field."""
+    field = Field(track, 8)
+    met = claims = 0
+    for number in range(rounds):
+        waits = kills and number % 3 == 2
+        orders = [
+            (
+                track.random.choice(sizes),
+                {
+                    "timeout": 60.0 if waits else 0.0,
+                    "placeholder": NOTHING if i % 2 or not kills else None,
+                    "die_at": track.random.randint(1, 120) if kills and track.random.random() < 0.2 else 0,
+                },
+            )
+            for i in range(8)
+        ]
+        said = field.round(orders, at_once=waits, work=True)
+        met += sum(len(rivals) for _, rivals in said["holds"])
+        claims += sum(len(names) for names, _ in said["holds"])
+        assert not (waits and said["refused"])
+    return met, claims, field
+
+
+@pytest.mark.timeout(300)
+@on_amd_hosts
+def test_eight_processes_race_on_an_amd_host(track: Any, sizes: tuple[int, ...], rounds: int) -> None:
+    """Markers, counters and the list of processes see no collision, and those that are killed leave nothing."""
+    met, claims, field = run_eight(track, sizes, rounds)
+    assert met == 0
+    assert track.counters.total() == claims > rounds * 2, "a lost update, so two held one GPU"
+    assert field.doubled == []
+    track.claim_all()
+    assert track.files() == []
+
+
+@on_amd_hosts
+def test_on_an_amd_host_all_three_see_that_locks_are_missing(
+    track: Any, sizes: tuple[int, ...], rounds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_locks(monkeypatch)
+    met, claims, field = run_eight(track, sizes, min(rounds, 2), kills=False)
+    assert met > 0
+    assert track.counters.total() < claims
+    assert field.doubled
+
+
+def without_locks(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (host_lock, leases, waiting):
         monkeypatch.setattr(module, "lock_file", lambda fd: True)
+    without_names(monkeypatch)
+
+
+def without_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str) -> None:
+        raise PermissionError(1, "no names in this test")
+
+    monkeypatch.setattr(names, "bind", refuse)
+    monkeypatch.setattr(names, "in_use", frozenset)
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_with_two_state_directories_on_one_host(track: Any, monkeypatch: pytest.MonkeyPatch, named: bool) -> None:
+    """Half of the racers have another state directory, so only names keep them apart: markers and counters tell."""
+    monkeypatch.setenv("SAFE_GPU_SIMULATED_DIR", str(track.state_dir / "simulated"))
+    if not named:
+        without_names(monkeypatch)
+    field = Field(track, 24, str(track.state_dir.parent / "other"))
+    rivals = claims = 0
+    for number in range(6 if named else 1):
+        waits = number % 2 == 1
+        orders = [
+            (1 + (i + number) % 2, {"placeholder": NOTHING, "timeout": 60.0 if waits else 0.0}) for i in range(24)
+        ]
+        said = field.round(orders, at_once=waits)
+        rivals += sum(len(met) for _, met in said["holds"])
+        claims += sum(len(uuids) for uuids, _ in said["holds"])
+        assert not (waits and said["refused"])
+    if named:
+        assert rivals == 0
+        assert track.counters.total() == claims > 6 * 6
+    else:
+        assert rivals > 0
+        assert track.counters.total() < claims
+
+
+def test_without_the_locks_the_referee_sees_collisions(track: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    without_locks(monkeypatch)
     said = Field(track, 16).round([(1, {"placeholder": NOTHING})] * 16, at_once=False)
     assert len(said["holds"]) == 16
     assert sum(len(rivals) for _, rivals in said["holds"]) >= 8
@@ -114,17 +228,17 @@ class Stop:
     """A placeholder that stays on its GPU for as long as the test wants."""
 
     def __init__(self, track: Any, line: Any) -> None:
-        self._track = track
+        self._placeholder = track.driver.runtime.default_placeholder()
         self._line = line
 
     def __call__(self, device_no: int) -> Any:
-        context = self._track.driver.default_placeholder()(device_no)
+        context = self._placeholder(device_no)
         self._line.send(("placed",))
         self._line.recv()
         return context
 
     def release(self, context: Any) -> None:
-        context.close()
+        self._placeholder.release(context)
 
 
 def place(track: Any, line: Any) -> None:
@@ -133,18 +247,18 @@ def place(track: Any, line: Any) -> None:
 
 
 @pytest.mark.parametrize("locks", [True, False])
+@pytest.mark.parametrize("track", ["dgx-a100", "hip"], indirect=True)
 def test_the_process_lists_tell_too(track: Any, monkeypatch: pytest.MonkeyPatch, locks: bool) -> None:
     if not locks:
-        for module in (host_lock, leases, waiting):
-            monkeypatch.setattr(module, "lock_file", lambda fd: True)
+        without_locks(monkeypatch)
     watch = Watch(lambda: track.driver, 0.001)
     racers = [track.start(partial(place, track)) for _ in range(8)]
     for racer in racers:
         racer.tell("go")  # whoever polls before all others have placed something picks from the same free GPUs
     for racer in racers:
         assert racer.hear() == ("placed",)
-    looks, sightings = watch.stop()
-    assert looks > 0
+    watched = watch.stop()
+    assert watched.looks > 0
     pids = frozenset(racer.pid for racer in racers)
-    seen = [sighting for sighting in sightings if sighting.concerns(pids)]
+    seen = [sighting for sighting in watched.sightings if sighting.concerns(pids)]
     assert bool(seen) is not locks

@@ -72,14 +72,14 @@ class Desk:
 
     def kill_holder(self, number: int) -> None:
         racer, _ = self.holders[number]
-        self._track.kill(racer)
+        racer.kill()
         del self.holders[number]
         self.serve()
 
     def kill_waiter(self, number: int) -> None:
         racer, _ = self.queue[number]
         del self.queue[number]
-        self._track.kill(racer)
+        racer.kill()
         self.serve()
 
     def finish(self) -> None:

@@ -66,10 +66,12 @@ class Room:
         self.path = path
         self._numbers = itertools.count(1)
         self.referee = self.state = path  # set by fresh()
+        self.preset = "dgx-a100"
         self.fresh()
 
     def fresh(self) -> None:
-        """Forget all that happened: a new log, new state directories."""
+        """Forget all that happened: a new log, new state directories, and NVIDIA GPUs."""
+        self.preset = "dgx-a100"
         self.referee = self._open_directory(f"referee-{next(self._numbers)}")
         self.state = self._open_directory(f"{self.referee.name}/state")
 
@@ -98,7 +100,7 @@ class Room:
         return {
             "PYTHONPATH": str(self.path / "lib"),
             "PYTHONDONTWRITEBYTECODE": "1",
-            "SAFE_GPU_DRIVER": "simulated:dgx-a100",
+            "SAFE_GPU_DRIVER": f"simulated:{self.preset}",
             "REFEREE": str(self.referee),
         }
 

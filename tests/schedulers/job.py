@@ -3,8 +3,9 @@
     job.py claim N [--hold S|go] [--timeout S] [--debug-sleep S] [--placeholders-meet N] [--delegate] [--fail]
     job.py given [--hold S|go]
 
-It believes only CUDA_VISIBLE_DEVICES. Two detectors see a GPU that is used twice, neither of which is safe_gpu's: a
-lock file for each GPU of each host, and a log of the times. ``given`` does not import safe_gpu at all.
+It believes only CUDA_VISIBLE_DEVICES, or ROCR_VISIBLE_DEVICES on a host with AMD GPUs. Two detectors see a GPU that is
+used twice, neither of which is safe_gpu's: a lock file for each GPU of each host, and a log of the times. ``given``
+does not import safe_gpu at all.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import sys
 import time
 
 REFEREE = os.environ["REFEREE"]
+AMD = os.environ.get("SAFE_GPU_DRIVER") == "simulated:mi250x"
+VISIBLE = "ROCR_VISIBLE_DEVICES" if AMD else "CUDA_VISIBLE_DEVICES"
 HOST = os.environ.get("SLURMD_NODENAME") or os.uname().nodename
 ABOUT = ("JOB_ID", "SGE_TASK_ID", "SLURM_JOB_ID", "SLURM_ARRAY_TASK_ID", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK")
 
@@ -46,8 +49,8 @@ def until(condition, seconds: float = 90.0) -> None:
 
 
 def use_gpus(hold: str, **facts: object) -> None:
-    """Hold what CUDA_VISIBLE_DEVICES names, with the eyes open for others who hold it too."""
-    gpus = [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]
+    """Hold what the variable names, with the eyes open for others who hold it too."""
+    gpus = [gpu for gpu in os.environ.get(VISIBLE, "").split(",") if gpu]
     locks = []
     for gpu in gpus:
         lock = os.open(f"{REFEREE}/{HOST}-{gpu}.used", os.O_RDWR | os.O_CREAT, 0o666)
@@ -71,7 +74,7 @@ def meeting(parties: int):
     """A placeholder that is ready only when as many others are being made at the same time."""
     from safe_gpu.drivers import open_driver
 
-    hold = open_driver().default_placeholder()
+    hold = open_driver().runtime.default_placeholder()
 
     def placeholder(device_no: int) -> object:
         tell("meet")
@@ -116,9 +119,11 @@ def main() -> None:
         sys.exit(1)
     with open(f"{os.environ['SAFE_GPU_DIR']}/leases/{owner.gpus[0].uuid}.lock") as lease:
         record = json.load(lease)
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == ",".join(map(str, owner.devices_taken))
+    shown = [gpu.uuid for gpu in owner.gpus] if AMD else map(str, owner.devices_taken)
+    assert os.environ[VISIBLE] == ",".join(shown)
+    facts = {"indices": owner.devices_taken} if AMD else {}
     assert os.sched_getaffinity(0) <= allowed
-    use_gpus(args.hold, job=record["job"])
+    use_gpus(args.hold, job=record["job"], **facts)
     safe_gpu.release_gpus()
 
 

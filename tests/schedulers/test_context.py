@@ -11,6 +11,13 @@ from hypothesis import strategies as st
 from safe_gpu.schedulers import JobContext, current, in_batch_job
 
 SGE = {"JOB_ID": "1234", "SGE_TASK_ID": "undefined", "SGE_ROOT": "/var/lib/gridengine", "NSLOTS": "1", "NHOSTS": "1"}
+FLUX = {
+    "FLUX_JOB_ID": "ƒ3ETxsR9H",
+    "FLUX_JOB_SIZE": "1",
+    "FLUX_JOB_NNODES": "1",
+    "FLUX_TASK_RANK": "0",
+    "FLUX_TASK_LOCAL_ID": "0",
+}
 SLURM = {"SLURM_JOB_ID": "77", "SLURM_JOBID": "77", "SLURM_LOCALID": "0", "SLURM_PROCID": "0", "SLURM_NODEID": "0"}
 OMPI = {"OMPI_COMM_WORLD_LOCAL_RANK": "3", "OMPI_COMM_WORLD_LOCAL_SIZE": "4", "OMPI_COMM_WORLD_RANK": "7"}
 
@@ -42,6 +49,37 @@ CASES: dict[str, tuple[dict[str, str], JobContext, str | None]] = {
     ),
     "JOB_ID of something else": ({"JOB_ID": "1234"}, JobContext(), None),
     "a submit host of Grid Engine": ({"SGE_ROOT": "/opt/sge", "SGE_CELL": "default"}, JobContext(), None),
+    "flux, a task with GPUs of its own": (
+        {**FLUX, "CUDA_VISIBLE_DEVICES": "4,5", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"},
+        JobContext("flux", "f3ETxsR9H", local_rank=0, local_size=1, requested_gpus=2),
+        "flux:f3ETxsR9H",
+    ),
+    "flux, no GPUs": (
+        {**FLUX, "CUDA_VISIBLE_DEVICES": "-1"},
+        JobContext("flux", "f3ETxsR9H", local_rank=0, local_size=1, requested_gpus=0),
+        "flux:f3ETxsR9H",
+    ),
+    "flux, gpu-affinity=off": (FLUX, JobContext("flux", "f3ETxsR9H", local_rank=0, local_size=1), "flux:f3ETxsR9H"),
+    "flux, four tasks that share GPUs or not": (
+        {**FLUX, "FLUX_JOB_SIZE": "4", "FLUX_TASK_LOCAL_ID": "3", "FLUX_TASK_RANK": "3", "CUDA_VISIBLE_DEVICES": "3"},
+        JobContext("flux", "f3ETxsR9H", local_rank=3, local_size=4),
+        "flux:f3ETxsR9H",
+    ),
+    "flux, PMI's rank is that of all hosts": (
+        {**FLUX, "FLUX_JOB_SIZE": "8", "FLUX_JOB_NNODES": "2", "FLUX_TASK_RANK": "5", "PMI_RANK": "5"},
+        JobContext("flux", "f3ETxsR9H", local_rank=0),
+        "flux:f3ETxsR9H",
+    ),
+    "mpirun in a flux job": (
+        {**FLUX, "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "CUDA_VISIBLE_DEVICES": "0,1"},
+        JobContext("flux", "f3ETxsR9H", local_rank=1, local_size=2, requested_gpus=2),
+        "flux:f3ETxsR9H",
+    ),
+    "slurm, AMD GPUs": (
+        {**SLURM, "SLURM_JOB_GPUS": "4,5", "SLURM_GPUS_ON_NODE": "2", "ROCR_VISIBLE_DEVICES": "4,5"},
+        JobContext("slurm", "77", None, 0, None, ("4", "5"), 2),
+        "slurm:77",
+    ),
     "slurm without gres": (SLURM, JobContext("slurm", "77", local_rank=0), "slurm:77"),
     "slurm, batch script": (
         {**SLURM, "SLURM_GPUS_ON_NODE": "4", "SLURM_JOB_GPUS": "0,1,2,3", "SLURM_TASKS_PER_NODE": "2"},

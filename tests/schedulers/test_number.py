@@ -16,6 +16,7 @@ from safe_gpu.schedulers import declared_gpus, number_for_job
 from safe_gpu.schedulers.qstat import QstatError, Request, Slots, hard_request, here, slots
 
 SLURM = {"SLURM_JOB_ID": "77"}
+FLUX = {"FLUX_JOB_ID": "ƒABC"}
 
 
 # As Son of Grid Engine 8.1.9 says it, on stdout, with exit status 0.
@@ -75,6 +76,12 @@ def hard(*requests: str) -> str:
         ({"PBS_JOBID": "1.h", "PBS_NGPUS": "2"}, 2),
         ({"PBS_JOBID": "1.h", "CUDA_VISIBLE_DEVICES": "GPU-1,GPU-2,GPU-3"}, 3),
         ({"LSB_JOBID": "1", "CUDA_VISIBLE_DEVICES": "0,3"}, 2),
+        # AMD hosts
+        ({"LSB_JOBID": "1", "ROCR_VISIBLE_DEVICES": "0,3"}, 2),
+        ({"PBS_JOBID": "1.h", "HIP_VISIBLE_DEVICES": "1"}, 1),
+        ({"PBS_JOBID": "1.h", "CUDA_VISIBLE_DEVICES": "0,1", "ROCR_VISIBLE_DEVICES": "4,5"}, 2),
+        ({**SLURM, "SLURM_GPUS_ON_NODE": "2", "ROCR_VISIBLE_DEVICES": "4,5", "CUDA_VISIBLE_DEVICES": "4,5"}, 2),
+        ({**FLUX, "FLUX_JOB_SIZE": "2", "FLUX_JOB_NNODES": "2", "CUDA_VISIBLE_DEVICES": "4,5,6"}, 3),
         ({"SGE_TASK_ID": "undefined", "JOB_ID": "4", "SGE_HGR_gpu": "2 5"}, 2),
     ],
 )
@@ -98,6 +105,7 @@ def test_the_number(environ: dict[str, str], number: int) -> None:
         ({"SGE_TASK_ID": "undefined", "JOB_ID": "4"}, ["sge:4", "not known", "set SAFE_GPU_NB_GPUS=N"]),
         ({"SGE_TASK_ID": "undefined"}, ["of unknown number", "set SAFE_GPU_NB_GPUS=N"]),
         ({"LSB_JOBID": "1"}, ["lsf:1", "set SAFE_GPU_NB_GPUS=N"]),
+        ({**FLUX, "FLUX_JOB_SIZE": "4", "FLUX_JOB_NNODES": "1"}, ["flux:fABC", "set SAFE_GPU_NB_GPUS=N"]),
     ],
 )
 def test_no_number_names_the_way_out(environ: dict[str, str], names: list[str]) -> None:

@@ -1,0 +1,238 @@
+"""The CPUs of a process that claimed GPUs: plan over the whole host, intersect with the process's mask, bind.
+
+All cores of the host are divided among all its GPUs first. Only then is the share intersected with the mask of the
+process. In this way two independent jobs get disjoint cores, whatever their masks are.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from ..errors import GPUAffinityError
+from .binding import BindingReport, PartReport, bind_process, enter, leave, original_mask
+from .cpulist import format_cpulist
+from .near import fsroot_or_default, node_cpus_of
+from .options import AffinityOptions, doubt_about
+
+if TYPE_CHECKING:
+    from ..devices import Gpu
+    from ..drivers.base import Driver
+    from ..topology import HostTopology
+
+__all__ = [
+    "ClaimShares",
+    "bind_claim",
+    "bind_near",
+    "claim_shares",
+    "memory_nodes",
+    "nodes_of_cpus",
+    "split_share",
+    "undo_binding",
+]
+
+
+class ClaimShares(NamedTuple):
+    """The CPUs of a claim.
+
+    Attributes:
+        cpus: the CPUs that the process is bound to: the union of the shares.
+        shares: GPU index to its CPUs; a GPU without a CPU in the mask has all of ``cpus``.
+        notes: sentences for the report, about remote shares and about a mask that is used as the share.
+    """
+
+    cpus: frozenset[int]
+    shares: dict[int, frozenset[int]]
+    notes: tuple[str, ...] = ()
+
+
+def claim_shares(
+    topology: HostTopology, options: AffinityOptions, gpus: Iterable[int], mask: Iterable[int]
+) -> ClaimShares:
+    """The CPUs of a claim of ``gpus`` (indices) by a process that may use the CPUs in ``mask``.
+
+    The result is a subset of the mask and never empty: if the mask has none of the shares' CPUs, the whole mask is the
+    share.
+
+    Raises:
+        GPUAffinityError: the mode cannot divide this host (fewer cores than GPUs), a GPU is unknown, or the mask is
+            empty.
+    """
+    from .policies import is_remote, plan
+
+    all_gpus = sorted(topology.gpus, key=lambda gpu: gpu.index)
+    places = {gpu.index: gpu for gpu in all_gpus}
+    chosen = [topology.gpu(index) for index in gpus]
+    planned = plan(topology, **options._asdict())
+    found = _cut({gpu.index: share for gpu, share in zip(all_gpus, planned, strict=True) if gpu in chosen}, mask)
+    remote = (
+        (index, f"CPUs {format_cpulist(share)} are remote to {{}} (on {_node_name(topology, index)})")
+        for index, share in found.shares.items()
+        if is_remote(topology, places[index], share)
+    )
+    return ClaimShares(found.cpus, found.shares, (*found.notes, *_notes(remote)))
+
+
+def _notes(said: Iterable[tuple[int, str]]) -> list[str]:
+    """Merge equal sentences of several GPUs into one; the names of the GPUs replace the ``{}`` in it."""
+    gpus: dict[str, list[int]] = {}
+    for index, sentence in said:
+        gpus.setdefault(sentence, []).append(index)
+    return [
+        sentence.format(f"GPU{'s' if len(indices) > 1 else ''} {', '.join(map(str, indices))}")
+        for sentence, indices in gpus.items()
+    ]
+
+
+def _node_name(topology: HostTopology, index: int) -> str:
+    gpu = topology.gpu(index)
+    node = topology.node_of(gpu)
+    return f"CPUs {format_cpulist(topology.node_set(gpu))}" if node is None else f"NUMA node {node}"
+
+
+def _cut(planned: dict[int, frozenset[int]], mask: Iterable[int]) -> ClaimShares:
+    whole = frozenset(mask)
+    if not whole:
+        raise GPUAffinityError("the mask of allowed CPUs is empty")
+    cut = {index: share & whole for index, share in planned.items()}
+    cpus = frozenset[int]().union(*cut.values())
+    rest = f"claim's other CPUs {format_cpulist(cpus)}" if cpus else f"whole mask {format_cpulist(whole)}"
+    notes = _notes(
+        (index, f"this process may use none of the CPUs {format_cpulist(share)} of {{}}, so the {rest} must do")
+        for index, share in planned.items()
+        if not cut[index]
+    )
+    cpus = cpus or whole
+    return ClaimShares(cpus, {index: share or cpus for index, share in cut.items()}, tuple(notes))
+
+
+def memory_nodes(topology: HostTopology, gpus: Iterable[int]) -> frozenset[int]:
+    """The NUMA nodes of some GPUs, for a memory policy; a GPU whose node is unknown adds none."""
+    nodes = (topology.node_of(topology.gpu(index)) for index in gpus)
+    return frozenset(node for node in nodes if node is not None)
+
+
+def bind_near(
+    gpus: Sequence[Gpu],
+    driver: Driver,
+    *,
+    options: AffinityOptions | None,
+    memory: str | None = None,
+    strict: bool = True,
+    fsroot: str | None = None,
+) -> BindingReport:
+    """Bind this process next to some GPUs, starting from the mask before any earlier binding.
+
+    Args:
+        gpus: devices of the driver's snapshot; a MIG instance is where its parent GPU is.
+        options: how CPUs are chosen; None does not bind threads.
+        memory: None, "preferred" or "bind".
+        strict: if False, an error goes into the report instead of being raised.
+
+    Raises:
+        GPUAffinityError: the CPUs cannot be planned or bound (unless not ``strict``).
+    """
+    try:
+        return _bind_near(gpus, driver, options, memory, fsroot)
+    except GPUAffinityError as err:
+        if strict:
+            raise
+        return BindingReport(frozenset(os.sched_getaffinity(0)), PartReport(refused=(str(err),)), memory_mode=memory)
+
+
+def _bind_near(
+    gpus: Sequence[Gpu], driver: Driver, options: AffinityOptions | None, memory: str | None, fsroot: str | None
+) -> BindingReport:
+    if not gpus:
+        raise GPUAffinityError("there is no GPU to bind next to: claim one, or name some")
+    mask = original_mask()
+    indices = list(dict.fromkeys(gpu.index for gpu in gpus))
+    if options is not None and options.mode == "node" and memory is None:
+        near = {gpu.index: node_cpus_of(gpu, driver, fsroot) for gpu in gpus}
+        known = {index: found[0] for index, found in near.items() if found is not None}
+        if len(known) == len(indices):  # reading the whole host is not necessary
+            shares = _cut(known, mask)
+            remote = (
+                (index, f"CPUs {format_cpulist(share)} are remote to {{}}")
+                for index, share in shares.shares.items()
+                if not share & known[index]
+            )
+            return bind_process(shares.cpus, notes=(*shares.notes, *_notes(remote)))
+    from .reading import read_topology
+
+    topology = read_topology(fsroot, driver)
+    nodes = memory_nodes(topology, indices) if memory is not None else frozenset[int]()
+    if options is None:
+        return bind_process(None, nodes, memory)
+    shares = claim_shares(topology, options, indices, mask)
+    doubt = doubt_about(options)
+    return bind_process(shares.cpus, nodes, memory, notes=(*shares.notes, *([doubt] if doubt else [])))
+
+
+def bind_claim(
+    gpus: Sequence[Gpu], driver: Driver, *, options: AffinityOptions | None, memory: str | None = None
+) -> BindingReport:
+    """:func:`bind_near` for a claim: :func:`undo_binding` restores the state at the time of this call.
+
+    Raises:
+        GPUAffinityError: as for :func:`bind_near`; the earlier state has been restored then.
+    """
+    enter()
+    try:
+        return bind_near(gpus, driver, options=options, memory=memory)
+    except BaseException:
+        leave()
+        raise
+
+
+undo_binding = leave
+"""Restore every thread's mask and the memory policy as they were before the latest :func:`bind_claim`."""
+
+
+def nodes_of_cpus(cpus: Iterable[int], driver: Driver, fsroot: str | None = None) -> frozenset[int] | None:
+    """The NUMA nodes of some CPUs, from the node lists only; None if the kernel shows no node for them."""
+    from .sysfs import Tree
+
+    wanted = frozenset(cpus)
+    root = fsroot_or_default(fsroot)
+    own = driver.host_topology() if root == "/" else None
+    if own is not None:
+        by_node = dict(own.nodes)
+    else:
+        tree = Tree(root)
+        by_node = {node: tree.node_cpus(node) for node in tree.node_ids()}
+    return frozenset(node for node, near in by_node.items() if near & wanted) or None
+
+
+def split_share(cpus: Iterable[int], topology: HostTopology, n: int) -> list[frozenset[int]]:
+    """Split a share into ``n`` parts of whole physical cores, for several workers per GPU (or DataLoader workers).
+
+    The parts are contiguous, as in mode ``exclusive``. If the cores do not divide evenly, the first parts have one
+    core more.
+
+    Raises:
+        GPUAffinityError: ``n`` is not a positive number, or there are fewer than ``n`` physical cores.
+    """
+    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+        raise GPUAffinityError(f"a share can be split among 1 worker or more, not {n!r}")
+    left = set(cpus)
+    cores = []
+    for core in sorted(topology.cores, key=min):
+        if threads := core & left:
+            cores.append(threads)
+            left -= threads
+    cores += [frozenset([cpu]) for cpu in sorted(left)]
+    if len(cores) < n:
+        raise GPUAffinityError(
+            f"{n} workers cannot have a physical core each: CPUs {format_cpulist(cpus)} are {len(cores)} "
+            f"physical core{'' if len(cores) == 1 else 's'}; start fewer workers, or let them share"
+        )
+    each, more = divmod(len(cores), n)
+    parts = []
+    start = 0
+    for nth in range(n):
+        end = start + each + (nth < more)
+        parts.append(frozenset[int]().union(*cores[start:end]))
+        start = end
+    return parts

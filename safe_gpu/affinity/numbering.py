@@ -1,0 +1,179 @@
+"""Which GPUs a caller means: by nvidia-smi's index, by CUDA's ordinal, or those next to which it was bound before.
+
+nvidia-smi numbers the GPUs of the host. CUDA numbers the GPUs that it shows to one process, from 0 and in the order of
+CUDA_VISIBLE_DEVICES. The two differ as soon as that variable is set. On AMD GPUs the ordinal is HIP's, after
+ROCR_VISIBLE_DEVICES and HIP_VISIBLE_DEVICES.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+from ..errors import GPUAffinityError
+
+if TYPE_CHECKING:
+    from ..devices import Gpu, HostSnapshot
+
+__all__ = [
+    "BOUND",
+    "Meant",
+    "Names",
+    "by_name",
+    "by_ordinal",
+    "remember",
+    "remembered",
+    "visible",
+    "visible_indices",
+]
+
+BOUND = "SAFE_GPU_BOUND"
+"""The variable that holds the UUIDs of the GPUs next to which a process was bound by number. Children inherit it."""
+
+Names = int | str | Iterable[int | str]
+"""GPUs as nvidia-smi shows them: an index, a UUID or its first characters, or several of these."""
+
+
+class Meant(NamedTuple):
+    """GPUs that a caller means.
+
+    Attributes:
+        gpus: the devices, in the caller's order.
+        how: how they were found, as a clause; "" if they were named.
+        doubt: why CUDA may number the GPUs in another way, as a clause; "" if it cannot.
+    """
+
+    gpus: tuple[Gpu, ...]
+    how: str = ""
+    doubt: str = ""
+
+    @property
+    def title(self) -> str:
+        """For a log line: ``GPU 2 (GPU-5a...), CUDA ordinal 1 with CUDA_VISIBLE_DEVICES=7,2``."""
+        from ..text import gpu_ranges
+
+        gpus = f"GPU {gpu_ranges(gpu.label for gpu in self.gpus)}"
+        if len(self.gpus) == 1:
+            gpus += f" ({self.gpus[0].uuid})"
+        return f"{gpus}, {self.how}" if self.how else gpus
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """The doubt as a sentence for a report."""
+        return (f"it is not certain which GPU is meant: {self.doubt}",) if self.doubt else ()
+
+
+def by_name(names: Names, snapshot: HostSnapshot) -> Meant:
+    """GPUs by index as nvidia-smi shows it, range, or UUID (or its first characters).
+
+    Raises:
+        GPUAffinityError: this host has no such GPU. UnsatisfiableRequestError: a name has none of these forms.
+    """
+    from ..selection.naming import names_device
+    from ..selection.request import parse_names
+
+    wanted = parse_names(names, "gpus")
+    found = [gpu for gpu in snapshot.gpus if any(names_device(name, gpu) for name in wanted)]
+    missing = [name for name in wanted if not any(names_device(name, gpu) for gpu in found)]
+    if missing or not found:
+        raise GPUAffinityError(f"this host has no GPU {', '.join(missing) or repr(names)}: {_all_of(snapshot)}")
+    uuids = {gpu.uuid for gpu in found}
+    return Meant(tuple(gpu for gpu in found if gpu.mig_parent not in uuids))
+
+
+def by_ordinal(ordinal: int, snapshot: HostSnapshot, environ: Mapping[str, str], *, also: str = "") -> Meant:
+    """The GPU with CUDA's (HIP's) number ``ordinal`` in a process with this environment; ``also`` is for the report.
+
+    Raises:
+        GPUAffinityError: it is not a number from 0 on, or CUDA shows fewer GPUs.
+    """
+    library = "HIP" if snapshot.vendor == "amd" else "CUDA"
+    if isinstance(ordinal, bool) or not isinstance(ordinal, int) or ordinal < 0:
+        raise GPUAffinityError(f"ordinal={ordinal!r} is not a number of {library}'s: pass 0 or a greater whole number")
+    shown = visible(snapshot, environ)
+    if ordinal >= len(shown.gpus):
+        raise GPUAffinityError(
+            f"{library} shows no GPU {ordinal}: {len(shown.gpus)} {'is' if len(shown.gpus) == 1 else 'are'} visible"
+            + _with_variables(snapshot, environ)
+        )
+    how = f"{library} ordinal {ordinal}{also}" + _with_variables(snapshot, environ)
+    return Meant((shown.gpus[ordinal],), how, shown.doubt)
+
+
+def visible(snapshot: HostSnapshot, environ: Mapping[str, str]) -> Meant:
+    """The GPUs that CUDA shows to a process with this environment, in CUDA's order. CUDA is not asked.
+
+    On a host with GPUs of several models, CUDA numbers the fastest first unless ``CUDA_DEVICE_ORDER`` says otherwise.
+    PCI bus order is assumed there, as in gpu_affinity, and ``doubt`` says so.
+
+    Raises:
+        GPUAffinityError: CUDA_VISIBLE_DEVICES names no GPU of this host.
+    """
+    from ..runtimes.variables import read
+
+    order = environ.get("CUDA_DEVICE_ORDER") if snapshot.vendor == "nvidia" else "PCI_BUS_ID"
+    fence = read(environ, snapshot)
+    models = {gpu.name for gpu in snapshot.physical if not gpu.lost}
+    doubt = fence.doubt if fence is not None else ""
+    if not doubt and len(models) > 1 and order != "PCI_BUS_ID" and (fence is None or fence.uses_indices):
+        doubt = "the GPUs of this host are of different models; set CUDA_DEVICE_ORDER=PCI_BUS_ID"
+    if fence is None:
+        return Meant(tuple(gpu for gpu in snapshot.physical if not gpu.lost), "", doubt)
+    found = tuple(gpu for uuid in fence.uuids if (gpu := snapshot.by_uuid(uuid)) is not None)
+    if not found:
+        raise GPUAffinityError(
+            f"{fence.name}={fence.value} shows no GPU of this host, which has {len(snapshot.physical)}"
+        )
+    return Meant(found, f"all that {fence.name}={fence.value} shows", doubt)
+
+
+def visible_indices(snapshot: HostSnapshot, visible_devices: str | None) -> list[int]:
+    """Indices of the GPUs in CUDA_VISIBLE_DEVICES, in its order; a MIG instance counts as its GPU.
+
+    Raises:
+        GPUAffinityError: it names no GPU of this host.
+    """
+    environ = {} if visible_devices is None else {"CUDA_VISIBLE_DEVICES": visible_devices}
+    return [gpu.index for gpu in visible(snapshot, environ).gpus]
+
+
+def remember(gpus: Iterable[Gpu]) -> None:
+    """Write GPUs to this process's environment, from which :func:`remembered` reads them here and in children."""
+    os.environ[BOUND] = ",".join(gpu.uuid for gpu in gpus)
+
+
+def remembered(snapshot: HostSnapshot, environ: Mapping[str, str]) -> Meant | None:
+    """The GPUs next to which a process with this environment was bound by number.
+
+    None if it was not, and if CUDA does not show all of them: then the variable is older than CUDA_VISIBLE_DEVICES.
+    """
+    value = environ.get(BOUND)
+    if not value:
+        return None
+    found = [snapshot.by_uuid(uuid) for uuid in value.split(",")]
+    try:
+        shown = visible(snapshot, environ).gpus
+    except GPUAffinityError:
+        return None
+    gpus = tuple(gpu for gpu in found if gpu is not None)
+    if len(gpus) < len(found) or not all(_shows(shown, gpu) for gpu in gpus):
+        return None
+    return Meant(gpus, f"as in the binding before this one ({BOUND})")
+
+
+def _shows(shown: Iterable[Gpu], gpu: Gpu) -> bool:
+    return any(gpu.uuid in (other.uuid, other.mig_parent) or gpu.mig_parent == other.uuid for other in shown)
+
+
+def _with_variables(snapshot: HostSnapshot, environ: Mapping[str, str]) -> str:
+    from ..runtimes.variables import names
+
+    given = " ".join(f"{name}={environ[name]}" for name in names(snapshot) if name in environ)
+    return f" with {given}" if given else ""
+
+
+def _all_of(snapshot: HostSnapshot) -> str:
+    from ..text import gpu_ranges
+
+    return f"it has GPU {gpu_ranges(gpu.label for gpu in snapshot.gpus)}" if snapshot.gpus else "it has none"

@@ -1,0 +1,126 @@
+"""Functions that claim nothing: list the free GPUs, judge all GPUs, and wait until enough are free."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+from .. import settings
+from ..coordination.host_lock import MINIMUM_PATIENCE, HostLock
+from ..coordination.survey import survey
+from ..devices import Gpu, GpuRequest
+from ..drivers import opened_driver
+from ..procfs import describe_process
+from ..selection.request import parse_request
+from ..selection.rules import Rules
+from ..selection.verdicts import judge
+from ..spelling import Spelling
+from .acquisition import foresee
+from .host_view import HostView
+from .terms import read_terms
+from .timeout import DEFAULT, DefaultTimeout
+
+if TYPE_CHECKING:
+    from ..devices import GpuVerdict, HostSnapshot
+    from ..runtimes.visible_devices import Fence
+    from .why_not import WaitNews
+
+__all__ = ["get_free_gpus", "room_now", "verdicts_now", "wait_for_gpus"]
+
+
+def wait_for_gpus(
+    nb_gpus: int | str = 1,
+    *,
+    timeout: float | str | DefaultTimeout | None = None,
+    min_memory: int | str | None = None,
+    model: str | None = None,
+    exclude: str | int | Iterable[str | int] = (),
+    only: str | int | Iterable[str | int] = (),
+    hold_for: float | str | DefaultTimeout | None = DEFAULT,
+    vendor: str | None = None,
+    logger: Any = None,
+    on_wait: Callable[[WaitNews], None] | None = None,
+    spelling: type[Spelling] = Spelling,
+) -> tuple[Gpu, ...]:
+    """Wait in the queue until a claim with these arguments would succeed, but claim nothing. The errors are the same.
+
+    Returns:
+        The GPUs that the claim would have got. Another process may take them at any time.
+    """
+    terms = read_terms(
+        nb_gpus,
+        timeout=timeout,
+        min_memory=min_memory,
+        model=model,
+        exclude=exclude,
+        only=only,
+        hold_for=hold_for,
+        vendor=vendor,
+        logger=logger,
+        on_wait=on_wait,
+        spelling=spelling,
+    )
+    with opened_driver.of(terms.request) as driver:
+        return foresee(HostView.of(driver, driver.snapshot(), terms.request), terms)
+
+
+def get_free_gpus(*, vendor: str | None = None) -> list[str]:
+    """Indices of the GPUs that nobody holds or uses, in numeric order. The result may be outdated at once.
+
+    CUDA_VISIBLE_DEVICES is not considered, and GPUs that this process holds are not free. A MIG instance is ``"3:1"``.
+
+    Args:
+        vendor: as for :func:`~safe_gpu.claim_gpus`, whose default it has too.
+    """
+    request = parse_request(1, vendor=vendor)
+    with opened_driver.of(request) as driver:
+        snapshot = driver.snapshot()
+    return [verdict.gpu.label for verdict in verdicts_now(snapshot, GpuRequest()) if verdict.free]
+
+
+def verdicts_now(
+    snapshot: HostSnapshot, request: GpuRequest, fence: Fence | None = None, *, inner: bool = False
+) -> tuple[GpuVerdict, ...]:
+    """Which GPUs of a new poll a request could have, with the holders of the others.
+
+    Args:
+        inner: whether the claim would be made inside another claim.
+
+    Raises:
+        LockTimeout, StateDirError: the leases cannot be read.
+        UnsatisfiableRequestError: a variable that sets a rule has no valid value.
+    """
+    with HostLock(time.monotonic() + MINIMUM_PATIENCE) as host:
+        leased = survey(host, snapshot.gpus, inner=inner, prefix=snapshot.names)
+    rules = Rules.of(os.environ)
+    return judge(snapshot, request, leased=leased, fence=fence, describe=describe_process, rules=rules)
+
+
+def room_now(snapshot: HostSnapshot, nb_gpus: int) -> float:
+    """How many GPUs more the policy of this host lets this user hold; ``math.inf`` if nothing limits that.
+
+    Args:
+        nb_gpus: how many would be claimed at once.
+
+    Raises:
+        UnsatisfiableRequestError: the policy never allows that many.
+        PolicyError: the policy file cannot be used. LockTimeout, StateDirError: the leases cannot be read.
+    """
+    path = settings.policy_file(os.environ)
+    if not os.path.lexists(path):
+        return math.inf
+    import logging
+
+    from .quota import check_count, quota_of
+
+    quota = quota_of(path, logging.getLogger("safe_gpu").warning)
+    if quota is None or quota.limits.max_gpus is None:
+        return math.inf
+    check_count(nb_gpus, quota.limits)
+    with HostLock(time.monotonic() + MINIMUM_PATIENCE) as host:
+        spent = quota.holdings(host, snapshot.gpus, {}).own_spent(quota.limits.max_gpus + 1)
+    assert spent is not None  # one GPU more than the limit is never allowed
+    return spent.most - spent.held

@@ -1,0 +1,103 @@
+"""How long a claim will probably hold its GPUs: parsing, and the default inside batch jobs and other claims."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from .. import procfs
+from ..durations import parse_duration
+from ..errors import UnsatisfiableRequestError
+from ..schedulers import JobContext
+from ..spelling import Spelling
+from .timeout import DefaultTimeout
+
+__all__ = ["UNKNOWN", "Hold", "parse_hold_for"]
+
+_DAY = 86400.0
+
+
+class Hold(NamedTuple):
+    """How long a claim will probably hold its GPUs, from the moment that it gets them.
+
+    Attributes:
+        seconds: at least 1; None if that is not known.
+        end: when the batch job ends, Unix seconds; used if ``seconds`` is None.
+        said: whether the caller said it. If not, a claim inside another one ends with that one.
+    """
+
+    seconds: float | None = None
+    end: float | None = None
+    said: bool = False
+
+    def at(self, now: float, outer_end: float | None = None) -> float | None:
+        """Seconds for a claim that gets its GPUs at ``now``, at least 1; None is unknown.
+
+        Args:
+            outer_end: when the claim around this one will probably end, Unix seconds; None if there is none, or if
+                that is not known.
+        """
+        if self.said or (self.seconds is not None and outer_end is None):
+            return self.seconds
+        end = self.end if outer_end is None else outer_end
+        return None if end is None or end <= now else max(1.0, round(end - now, 3))
+
+
+UNKNOWN = Hold()
+
+
+def parse_hold_for(
+    hold_for: object, environ: Mapping[str, str], job: JobContext, *, spelling: type[Spelling] = Spelling
+) -> Hold:
+    """The meaning of ``hold_for``: seconds, a text for ``parse_duration``, None for unknown, or DEFAULT.
+
+    The default is ``SAFE_GPU_FOR``, else the end of the batch job if that is at most a day away, else unknown.
+
+    Raises:
+        UnsatisfiableRequestError: less than a second, not a number, or of another type.
+    """
+    if isinstance(hold_for, DefaultTimeout):
+        text = environ.get("SAFE_GPU_FOR")
+        if text:
+            return Hold(_seconds_of(text, "SAFE_GPU_FOR", spelling=Spelling))
+        return Hold(end=_end_of(job))
+    if hold_for is None:
+        return Hold(said=True)
+    if isinstance(hold_for, str):
+        return Hold(_seconds_of(hold_for, "hold_for", spelling=spelling), said=True)
+    try:
+        seconds = float(hold_for)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        seconds = math.nan
+    if isinstance(hold_for, (bool, bytes, bytearray)) or not seconds >= 1:
+        raise _refused(hold_for, "hold_for", spelling)
+    return Hold(None if math.isinf(seconds) else seconds, said=True)
+
+
+def _seconds_of(text: str, name: str, *, spelling: type[Spelling]) -> float | None:
+    if text.strip().lower() == "unknown":
+        return None
+    seconds = parse_duration(text, name, spelling=spelling)
+    if seconds is not None and seconds < 1:
+        raise _refused(text, name, spelling)
+    return seconds
+
+
+def _refused(value: object, name: str, spelling: type[Spelling]) -> UnsatisfiableRequestError:
+    written = spelling.setting(name, spelling.value(value))
+    return UnsatisfiableRequestError(
+        f"{written} is not a time to hold GPUs: a second is the least, and unknown says nothing", value=value
+    )
+
+
+def _end_of(job: JobContext) -> float | None:
+    """When the batch job ends, Unix seconds; None if that is not known, past, or more than a day away."""
+    now = time.time()
+    end: float | None = job.ends
+    if end is None and job.walltime is not None:
+        # The job began with its session. In a later session the end is estimated too late, which delays nobody.
+        end = now - (procfs.seconds_running(os.getsid(0)) or 0.0) + job.walltime
+    return end if end is not None and now < end <= now + _DAY else None

@@ -1,0 +1,332 @@
+"""One look under host.lock: who is ahead in the queue, which leases are free, and whether they are enough."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import TYPE_CHECKING
+
+from ..coordination import names
+from ..coordination.host_lock import HostLock
+from ..coordination.leases import inner_name, is_empty, probe, try_lease
+from ..errors import StateDirError
+from ..selection.best import choose
+from .decision import Seen, Spent
+from .nested import check_possible_inside, outer_claim
+from .passing import Moment
+
+if TYPE_CHECKING:
+    from ..coordination.files import StateDir
+    from ..coordination.host_lock import LockedHost
+    from ..coordination.leases import Lease
+    from ..coordination.names import Name
+    from ..coordination.queue import Ahead
+    from ..coordination.tickets import Ticket
+    from ..devices import Fault, Gpu
+    from .claim import Claim
+    from .host_view import HostView
+    from .line import Line
+    from .quota import Holdings
+    from .terms import Terms
+
+__all__ = ["Look"]
+
+# A waiter blocked by a process without a lease may be passed only if the poll is at most this old, in seconds.
+_RECENT = 1.0
+
+
+class Look:
+    """The result of one look.
+
+    Attributes:
+        seen: the facts for ``decide``.
+        chosen: the GPUs that the request can have. They are leased if there is a claim to hold the leases.
+        ahead: the nearest ticket that may not be passed; it stays open until :meth:`close`.
+        stopped: the nearest ticket that was passed because its waiter is stopped.
+    """
+
+    def __init__(self) -> None:
+        self.seen = Seen()
+        self.chosen: tuple[Gpu, ...] = ()
+        self.ahead: Ahead | None = None
+        self.stopped: Ticket | None = None
+        self._passed = False  # on the ground of the poll
+
+    def close(self) -> None:
+        """Close the ticket ahead. Safe to call twice."""
+        if self.ahead is not None:
+            self.ahead.close()
+
+    def take(self, view: HostView, line: Line, claim: Claim | None, terms: Terms, *, may_wait: bool) -> None:
+        """Look, and fill ``claim`` if enough GPUs are free; else join the queue if ``may_wait``.
+
+        Args:
+            claim: an empty claim; None takes no leases.
+
+        Raises:
+            LockTimeout, StateDirError: host.lock, a lease, a record or a ticket cannot be used.
+            UnsatisfiableRequestError: the outer claim can never satisfy the request.
+        """
+        if terms.quota is not None:
+            terms.quota.prepare()
+        with HostLock(terms.lock_deadline) as host:
+            if view.scope:
+                self._enter_scope(host, view, line, terms)
+            if host.queue.names():
+                line.stand()
+            trouble = self._try(host, view, line, claim, terms)
+            if not self.chosen and may_wait:
+                line.stand().join(host)
+        if trouble is not None:
+            terms.logger.warning(
+                "the GPUs are claimed by their lease files alone, since their names cannot be bound (%s): processes "
+                "with another state directory or a private /tmp do not see the claim",
+                trouble,
+            )
+
+    def _enter_scope(self, host: LockedHost, view: HostView, line: Line, terms: Terms) -> None:
+        """Limit the view to the GPUs of the outer claim, or ignore a scope of which no claim exists any more."""
+        view.outer = outer_claim(host, view.snapshot, view.scope)
+        if view.outer:
+            delegate = terms.delegate and terms.command is None
+            check_possible_inside(view.outer, view.usable, view.request, delegate=delegate)
+            return
+        terms.logger.warning(
+            "SAFE_GPU_SCOPE=%s names no living claim of this user here (it leaks through qsub -V, ssh, sudo and tmux): "
+            "ignored",
+            view.scope,
+        )
+        view.scope = ""
+        line.abandon(host)
+
+    def _try(self, host: LockedHost, view: HostView, line: Line, claim: Claim | None, terms: Terms) -> OSError | None:
+        """Returns why names could not be bound, where that was so for another reason than another's claim."""
+        if claim is not None:
+            claim.inner = bool(view.outer)
+        leases = _Leases(host, view, claim)
+        if terms.quota is not None and not view.outer:
+            leases.holdings = terms.quota.holdings(host, view.snapshot.gpus, leases.held)
+        try:
+            among = self._open(leases, line)
+            spent = leases.spent()
+            chosen = leases.choose(among) if spent is None else None
+            if chosen is None:
+                if self.ahead is not None:
+                    self.seen = Seen(behind=True, spent=spent)
+                    return None
+                if spent is not None:
+                    self.seen = Seen(spent=spent)
+                    return None
+                unleased = frozenset(leases.all())
+                named = leases.named(unleased) | (leases.dropped & unleased)
+                self.seen = Seen(unleased=unleased - named, named=named)
+                return None
+            if self._passed and view.age > _RECENT:
+                self.seen = Seen(outdated=True)
+                return None
+            self.seen = Seen(enough=True)
+            if claim is not None:
+                claim.take(host, chosen, leases.held, leases.names, line.hold_for())
+            self.chosen = chosen
+            return leases.trouble
+        finally:
+            leases.give_back()
+
+    def _open(self, leases: _Leases, line: Line) -> Collection[str] | None:
+        """UUIDs of the GPUs to choose from; None is all, if nobody ahead competes. Sets ``ahead``."""
+        waiter = line.waiter
+        ahead = None if waiter is None else waiter.nearest(leases.host)
+        if waiter is None or ahead is None:
+            return None
+        moment = Moment(leases.host, leases.view, leases.all(), leases.named, leases.holdings)
+        try:
+            while ahead is not None and moment.is_absent(ahead.ticket):
+                ahead = waiter.nearest(leases.host, beyond=ahead)
+            if ahead is None:
+                return None
+            free = leases.view.unoccupied.keys() & leases.held.keys()
+            if len(free) < leases.view.request.nb_gpus:
+                return ()
+            demand = waiter.demand._replace(hold_for=line.hold_for())
+            return moment.open_to(demand, waiter.everybody_ahead(leases.host), free)
+        except BaseException:
+            if ahead is not None:
+                ahead.close()
+                ahead = None
+            raise
+        finally:
+            self.ahead, self.stopped, self._passed = ahead, moment.stopped, moment.by_poll
+
+
+class _Leases:
+    """The leases of the view's usable GPUs. Each is tried at most once, and only when it is needed.
+
+    Attributes:
+        held: UUID -> lease, for the leases that were taken here.
+        names: UUID -> names, for the GPUs that were chosen for a claim.
+        dropped: UUIDs of the GPUs that were not chosen because others hold their names.
+        trouble: why a name could not be bound, if that was not another claim.
+        holdings: which users hold what; None if there are no limits here.
+        closed: UUIDs of the GPUs whose lease files cannot be opened.
+    """
+
+    def __init__(self, host: LockedHost, view: HostView, claim: Claim | None) -> None:
+        self.host = host
+        self.view = view
+        self.held: dict[str, Lease] = {}
+        self.names: dict[str, list[Name]] = {}
+        self.dropped: frozenset[str] = frozenset()
+        self.trouble: OSError | None = None
+        self.holdings: Holdings | None = None
+        self.closed: set[str] = set()
+        self._claim = claim
+        self._tried: set[str] = set()
+
+    def all(self) -> dict[str, Lease]:
+        """Try the leases of all usable GPUs, and return those that are held."""
+        for gpu in self.view.usable:
+            self._try(gpu.uuid)
+        return self.held
+
+    def choose(self, among: Collection[str] | None = None) -> tuple[Gpu, ...] | None:
+        """The best GPUs that nobody holds or uses, leased; None if there are too few.
+
+        Args:
+            among: UUIDs to choose from; None is all.
+
+        The choice depends on which other GPUs are free. An empty lease file is taken as free without trying the lease,
+        because a holder writes its record into the file. The leases of the chosen GPUs are always tried.
+        """
+        unoccupied, count = self.view.unoccupied, self.view.request.nb_gpus
+        if among is not None:
+            if len(among) < count:
+                return None
+            unoccupied = {uuid: verdict for uuid, verdict in unoccupied.items() if uuid in among}
+        self.view.faults, last = _faults(self.host.leases, unoccupied)
+        available = {uuid for uuid in unoccupied if self._seems_free(uuid) or self._try(uuid)}
+        while True:
+            free = (verdict for uuid, verdict in unoccupied.items() if uuid in available)
+            chosen = choose(free, count, near=self.view.near, last=last)
+            if chosen is None:
+                return None
+            taken = {gpu.uuid for gpu in chosen if not self._try(gpu.uuid)}
+            if not taken:
+                taken |= self._name(chosen)
+                self.dropped |= taken
+            if not taken:
+                return chosen
+            available -= taken
+
+    def spent(self) -> Spent | None:
+        """The limit of this user, if it does not allow as many GPUs more as are asked for."""
+        if self.holdings is None or self.view.snapshot.shared_display:
+            return None
+        return self.holdings.own_spent(self.view.request.nb_gpus)
+
+    def give_back(self) -> None:
+        """Release the leases and names that no claim took over."""
+        self._give_back_names()
+        for lease in self.held.values():
+            lease.release()
+
+    def named(self, uuids: Collection[str]) -> frozenset[str]:
+        """Those of these GPUs that another process holds by name."""
+        if self.view.snapshot.shared_display:
+            return frozenset()
+        return names.held_among(uuids, self.view.snapshot.names, inner=bool(self.view.outer))
+
+    def _name(self, chosen: tuple[Gpu, ...]) -> frozenset[str]:
+        """Take the names of these GPUs, whose leases are ours. Returns those that others have; then none is taken.
+
+        In the order of UUIDs, up to the first that is another's: of two state directories' claims one gets all.
+        """
+        if self._claim is None:
+            return self.named([gpu.uuid for gpu in chosen])
+        if self.view.snapshot.shared_display:
+            return frozenset()
+        for uuid in sorted(gpu.uuid for gpu in chosen):
+            try:
+                free = self._bind(uuid)
+            except OSError as err:
+                self.trouble = err
+                continue
+            if not free:
+                self._give_back_names()
+                return self.named([gpu.uuid for gpu in chosen]) | {uuid}
+        return frozenset()
+
+    def _bind(self, uuid: str) -> bool:
+        """Take a GPU's names; False where one of them is another's.
+
+        Raises:
+            OSError: they cannot be bound.
+        """
+        prefix = self.view.snapshot.names
+        wanted = [self.view.name(uuid)]
+        if self._claim is not None and self._claim.token:
+            wanted.append(names.scope_of(uuid, self._claim.token, prefix))
+        mine = self.names.setdefault(uuid, [])
+        for name in wanted:
+            one = names.bind(name)
+            if one is None:
+                return False
+            mine.append(one)
+        if self.view.outer:
+            return True
+        inside = names.bind(names.inner_of(uuid, prefix))  # an outer claim died and one inside it lives on?
+        if inside is None:
+            return False
+        inside.release()
+        return True
+
+    def _give_back_names(self) -> None:
+        for uuid in list(self.names):
+            for name in self.names[uuid]:
+                name.release()
+            del self.names[uuid]
+
+    def _seems_free(self, uuid: str) -> bool:
+        return uuid not in self._tried and is_empty(self.host.leases, self.view.lease_name(uuid))
+
+    def _try(self, uuid: str) -> bool:
+        """Whether this look has the lease of a GPU, which is tried if it was not yet.
+
+        Raises:
+            StateDirError: its file cannot be opened, and without such GPUs the request can never be met.
+        """
+        if uuid not in self._tried:
+            self._tried.add(uuid)
+            try:
+                self._take(uuid)
+            except StateDirError:
+                self.closed.add(uuid)
+                if len(self.view.usable) - len(self.closed) < self.view.request.nb_gpus:
+                    raise
+        return uuid in self.held
+
+    def _take(self, uuid: str) -> None:
+        shared = self.view.snapshot.shared_display
+        lease = try_lease(self.host, self.view.lease_name(uuid), shared=shared)
+        if lease is None:
+            return
+        self.held[uuid] = lease
+        try:
+            # The outer claim may have exited while a claim inside it still exists.
+            free = self.view.outer or shared or not probe(self.host, inner_name(uuid))
+        except StateDirError:
+            self.held.pop(uuid).release()
+            raise
+        if not free:
+            self.held.pop(uuid).release()
+
+
+def _faults(leases: StateDir, uuids: Iterable[str]) -> tuple[Mapping[str, Fault], Collection[str]]:
+    """The notes on these GPUs, and which of them are taken last. Almost always there is no note on the host."""
+    if not any(name.endswith(".fault") for name in leases.names()):
+        return {}, ()
+    import time
+
+    from ..coordination.faults import read_faults
+    from ..selection.faults import recent
+
+    noted = read_faults(leases, uuids)
+    return noted, recent(noted, time.time())

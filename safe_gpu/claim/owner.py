@@ -1,0 +1,390 @@
+"""``GPUOwner`` and ``claim_gpus``: the steps of a claim in their order, and its release."""
+
+from __future__ import annotations
+
+import os
+import time
+from _thread import allocate_lock
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+from ..coordination.leases import LeaseRecord
+from ..coordination.signals import HeldBack
+from ..devices import Gpu
+from ..drivers import opened_driver
+from ..errors import AlreadyClaimedError, GPUAffinityError, PlaceholderError
+from ..runtimes.fence import remember_initializer
+from ..runtimes.variables import render
+from ..spelling import Spelling
+from .acquisition import acquire
+from .claim import Claim
+from .environment import Environment
+from .fall_over import FallOver
+from .holding import Holding
+from .host_view import HostView
+from .recheck import other_processes, verify_alone, verify_devices
+from .terms import NODE_BY_DEFAULT, read_terms, warn_of_more_than_declared
+from .timeout import DEFAULT, DefaultTimeout
+
+if TYPE_CHECKING:
+    from ..affinity import AffinityOptions, BindingReport
+    from ..drivers.base import Driver
+    from ..runtimes.visible_devices import Fence
+    from .terms import Terms
+    from .why_not import WaitNews
+
+__all__ = ["GPUOwner", "claim_gpus", "current_owner", "latest_gpus", "release_gpus"]
+
+gpu_owner: GPUOwner | None = None
+"""The owner that :func:`claim_gpus` made, until its release."""
+
+# If the first poll is older than this, in seconds, it is repeated. Importing the placeholder's framework takes time.
+_STALE = 1.0
+
+# The owner that holds GPUs in this process. There is at most one, because a process has one CUDA_VISIBLE_DEVICES.
+_current: GPUOwner | None = None
+_current_lock = allocate_lock()
+
+
+class GPUOwner:
+    """GPUs that are claimed from construction until :meth:`release_gpus`, the end of ``with``, or process exit.
+
+    Deleting the object releases nothing. The arguments are those of :func:`claim_gpus`.
+
+    Attributes:
+        devices_taken: indices as nvidia-smi shows them, in the order in which CUDA numbers the GPUs from 0.
+        gpus: the same GPUs as :class:`~safe_gpu.devices.Gpu`, as polled before the placeholders were allocated.
+        cpus: the CPUs that this process was bound to; empty if it was not bound.
+        binding: the report of that binding, or None.
+    """
+
+    def __init__(
+        self,
+        nb_gpus: int | str = 1,
+        placeholder_fn: Callable[[int], Any] | None = None,
+        logger: Any = None,
+        debug_sleep: float = 0.0,
+        *,
+        timeout: float | str | DefaultTimeout | None = DEFAULT,
+        affinity: str | AffinityOptions | None = NODE_BY_DEFAULT,
+        memory: str | None = None,
+        min_memory: int | str | None = None,
+        model: str | None = None,
+        exclude: str | int | Iterable[str | int] = (),
+        only: str | int | Iterable[str | int] = (),
+        visible_as: str = "index",
+        delegate: bool = False,
+        hold_for: float | str | DefaultTimeout | None = DEFAULT,
+        vendor: str | None = None,
+        _on_wait: Callable[[WaitNews], None] | None = None,
+        _command: str | None = None,
+        _spelling: type[Spelling] = Spelling,
+    ) -> None:
+        self.devices_taken: list[int] = []
+        self.gpus: tuple[Gpu, ...] = ()
+        self.cpus: set[int] = set()
+        self.binding: BindingReport | None = None
+
+        self._pid = os.getpid()
+        self._claim: Claim | None = None
+        self._environment = Environment()
+        self._signals = HeldBack()
+        self._holding = Holding(self._signals)
+
+        try:
+            _become_current(self)
+            terms = read_terms(
+                nb_gpus,
+                placeholder_fn=placeholder_fn,
+                logger=logger,
+                debug_sleep=debug_sleep,
+                timeout=timeout,
+                affinity=affinity,
+                memory=memory,
+                min_memory=min_memory,
+                model=model,
+                exclude=exclude,
+                only=only,
+                visible_as=visible_as,
+                delegate=delegate,
+                hold_for=hold_for,
+                vendor=vendor,
+                command=_command,
+                on_wait=_on_wait,
+                spelling=_spelling,
+            )
+            self.logger = terms.logger
+            with opened_driver.of(terms.request) as driver:
+                view = HostView.of(driver, driver.snapshot(), terms.request)
+                self._holding.prepare(driver.runtime, terms.placeholder_fn, self.logger)
+                if view.age > _STALE:
+                    view.poll()
+                bad = FallOver(view, self._holding.make, self.logger)
+                claim = self._take_and_hold(view, terms, bad)
+                if driver.runtime.real:
+                    remember_initializer(view.fence, self._holding.make, driver.runtime)
+                    verify_devices(self.gpus, driver.runtime)
+                verify_alone(view, claim, terms, holding=self._holding.on_gpu)
+                view.remember_own_pids()
+                bad.worked(claim, holding=self._holding.on_gpu)
+                self._bind(driver, terms)
+            if not terms.by_job and terms.job.scheduler is not None:
+                warn_of_more_than_declared(len(self.gpus), self.logger)
+        except BaseException:
+            self._undo()
+            raise
+
+    def __enter__(self) -> GPUOwner:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.release_gpus()
+
+    def __repr__(self) -> str:
+        """``<GPUOwner: GPU 0,1 (NVIDIA A100-SXM4-80GB), CPUs 0-15>``, for notebooks."""
+        if not self.gpus:
+            return "<GPUOwner: released>"
+        from ..affinity.cpulist import format_cpulist
+        from ..text import gpus_by_model
+
+        parts = [gpus_by_model((gpu.label, gpu.name) for gpu in self.gpus)]
+        if self.cpus:
+            parts.append(f"{'CPU' if len(self.cpus) == 1 else 'CPUs'} {format_cpulist(self.cpus)}")
+        if self._pid != os.getpid():
+            parts.append(f"held by process {self._pid}")
+        return f"<GPUOwner: {', '.join(parts)}>"
+
+    @property
+    def placeholders(self) -> list[Any]:
+        """What ``placeholder_fn`` returned, one per GPU."""
+        return self._holding.placed
+
+    def release_gpus(self) -> None:
+        """Release placeholders and leases, and restore the environment and the affinity. Safe to call twice.
+
+        In a forked child it only clears this object, because the GPUs, contexts and leases belong to the parent.
+        """
+        self._undo()
+
+    def keep_across_exec(self) -> None:
+        """Keep the claim across exec(2), so that the command that this process executes holds the GPUs."""
+        assert self._claim is not None
+        self._claim.keep_across_exec()
+
+    # The steps of a claim
+
+    def _take_and_hold(self, view: HostView, terms: Terms, bad: FallOver) -> Claim:
+        """Lease GPUs and put the placeholder on them; if one of them proves to be bad, give all back and try others."""
+        record = LeaseRecord.of_this_process(terms.job.job_label, terms.command)
+        while True:
+            self._claim = claim = Claim(record, os.urandom(8).hex() if terms.delegate else "")
+            acquire(view, terms, claim)
+            self._take_over(claim, view.fence)
+            self._set_environment(claim, terms.visible_as)
+            if terms.pause:  # even time.sleep(0) yields the CPU
+                time.sleep(terms.pause)
+            try:
+                bad.try_doubtful(claim)
+                self._hold(view, bad)
+                return claim
+            except PlaceholderError as err:
+                bad.go_on(claim, err)
+            self._give_back()
+
+    def _take_over(self, claim: Claim, fence: Fence | None) -> None:
+        gpus = claim.gpus
+        if fence is not None and fence.frozen:  # CUDA is initialised, so its numbering cannot change
+            gpus = tuple(sorted(gpus, key=lambda gpu: fence.uuids.index(gpu.uuid)))
+        self.gpus = claim.gpus = gpus
+        self.devices_taken = [gpu.index for gpu in gpus]
+        self.logger.info(
+            "Leased GPU %s (%s)",
+            ",".join(gpu.label for gpu in gpus),
+            ", ".join(gpu.uuid for gpu in gpus),
+            extra={"safe_gpu_uuids": [gpu.uuid for gpu in gpus], "safe_gpu_devices": self.devices_taken},
+        )
+
+    def _set_environment(self, claim: Claim, visible_as: str) -> None:
+        variables = render(claim.gpus, visible_as=visible_as, snapshot=claim.before, environ=os.environ)
+        if claim.token:
+            variables["SAFE_GPU_SCOPE"] = claim.token
+        self._environment.set(variables)
+        self.logger.info(
+            "Set %s=%s",
+            *next(iter(variables.items())),
+            extra={"safe_gpu_environment": variables},
+        )
+
+    def _hold(self, view: HostView, bad: FallOver) -> None:
+        for device_no, gpu in enumerate(self.gpus):
+            try:
+                self._holding.place()
+            except PlaceholderError as err:
+                raise bad.described(err, gpu, device_no, other_processes(view, gpu)) from err
+        if self._holding.on_gpu:
+            self.logger.info("Placeholder holds GPU %s", ",".join(gpu.label for gpu in self.gpus))
+
+    def _bind(self, driver: Driver, terms: Terms) -> None:
+        if terms.options is None and terms.memory is None:
+            return
+        from ..affinity.cpu_shares import bind_claim
+
+        try:
+            self.binding = bind_claim(self.gpus, driver, options=terms.options, memory=terms.memory)
+            self.cpus = set(self.binding.cpus)
+            self.logger.info("%s", self.binding)
+        except GPUAffinityError as err:
+            if terms.binding_required:
+                raise
+            self.logger.warning("CPU affinity was left as it is: %s", err)
+
+    # Release
+
+    def _undo(self) -> None:
+        """Release and restore everything, whichever steps of the claim have been done. Then handlers of signals run."""
+        self._signals.through(self._undo_now)
+
+    def _undo_now(self) -> None:
+        with ExitStack() as steps:  # the steps run in reverse order, each even if an earlier one raised
+            steps.callback(_clear_current, self)
+            if self._pid == os.getpid() and self.binding is not None:
+                from ..affinity.cpu_shares import undo_binding
+
+                steps.callback(undo_binding)
+            steps.callback(self._give_back)
+
+    def _give_back(self) -> None:
+        """Give back GPUs and environment, so that others can be claimed."""
+        mine = self._pid == os.getpid()
+        with ExitStack() as steps:
+            steps.callback(self._forget)
+            if mine:
+                steps.callback(self._environment.restore)
+            if self._claim is not None:
+                steps.callback(self._claim.release)
+            if mine:
+                placed = self._holding.placed
+                while placed:
+                    steps.callback(self._release_placeholder, placed.pop(), len(placed))
+
+    def _release_placeholder(self, placeholder: Any, device_no: int) -> None:
+        self.logger.info("Releasing placeholder on CUDA device: %s", self.devices_taken[device_no])
+        self._holding.give_back(placeholder)
+
+    def _forget(self) -> None:
+        self._claim = None
+        self._holding.placed = []
+        self.binding = None
+        self.cpus = set()
+        self.devices_taken = []
+        self.gpus = ()
+
+
+def claim_gpus(
+    nb_gpus: int | str = 1,
+    placeholder_fn: Callable[[int], Any] | None = None,
+    logger: Any = None,
+    debug_sleep: float = 0.0,
+    *,
+    timeout: float | str | DefaultTimeout | None = DEFAULT,
+    affinity: str | AffinityOptions | None = NODE_BY_DEFAULT,
+    memory: str | None = None,
+    min_memory: int | str | None = None,
+    model: str | None = None,
+    exclude: str | int | Iterable[str | int] = (),
+    only: str | int | Iterable[str | int] = (),
+    visible_as: str = "index",
+    delegate: bool = False,
+    hold_for: float | str | DefaultTimeout | None = DEFAULT,
+    vendor: str | None = None,
+) -> GPUOwner:
+    """Claim GPUs for this process. Call it before anything initialises CUDA.
+
+    Args:
+        nb_gpus: how many, or ``"job"`` for the number that the batch job asked for.
+        placeholder_fn: called with each CUDA ordinal from 0; returns what holds that GPU. Default: a CUDA context.
+        logger: gets the steps at INFO; default: the logger ``safe_gpu``.
+        debug_sleep: seconds between setting CUDA_VISIBLE_DEVICES and the placeholders.
+        timeout: seconds to wait for GPUs; 0 does not wait, None waits for ever. Default: SAFE_GPU_TIMEOUT, else 300
+            inside a batch job, else 10.
+        affinity: CPUs to bind to: None, "node", "socket", "exclusive", "core-complex" or AffinityOptions.
+        memory: NUMA memory policy next to the GPUs: None, "preferred" or "bind".
+        min_memory: bytes that must be free on each GPU, or text such as "20GiB".
+        model: pattern of the GPU's name. exclude, only: indices, UUIDs or prefixes of UUIDs.
+        visible_as: write CUDA_VISIBLE_DEVICES as "index" (with CUDA_DEVICE_ORDER=PCI_BUS_ID) or as "uuid".
+        delegate: let child processes claim from this claim.
+        hold_for: how long the GPUs will probably be held, in seconds or "2h"; None is unknown. It gets short claims in
+            earlier and ends nothing. Default: SAFE_GPU_FOR, else until the end of the batch job, else unknown.
+        vendor: "nvidia" or "amd". Default: that of the claim around this process, else "nvidia" where there are such.
+
+    Returns:
+        The owner, which is also ``safe_gpu.gpu_owner`` until :func:`release_gpus`.
+
+    Raises:
+        NotEnoughGpusError: too few are free (ClaimTimeout after a wait; GpuContendedError if a process without safe_gpu
+            started on a GPU during the claim).
+        UnsatisfiableRequestError: this host can never satisfy the request, or an argument is invalid.
+        AlreadyClaimedError, CudaInitializedError, NoDriverError, LockTimeout, StateDirError, PlaceholderError,
+            WrongDeviceError, GPUAffinityError: as their names say.
+
+    After an error nothing stays claimed, and the environment is restored.
+    """
+    global gpu_owner
+    gpu_owner = GPUOwner(
+        nb_gpus,
+        placeholder_fn,
+        logger,
+        debug_sleep,
+        timeout=timeout,
+        affinity=affinity,
+        memory=memory,
+        min_memory=min_memory,
+        model=model,
+        exclude=exclude,
+        only=only,
+        visible_as=visible_as,
+        delegate=delegate,
+        hold_for=hold_for,
+        vendor=vendor,
+    )
+    return gpu_owner
+
+
+def release_gpus() -> None:
+    """Release the GPUs that this process holds, through :func:`claim_gpus` or any owner; do nothing without any."""
+    owner = gpu_owner or current_owner()
+    if owner is not None:
+        owner.release_gpus()
+
+
+def current_owner() -> GPUOwner | None:
+    """The owner that holds GPUs in this process, or None. In a forked child the parent's owner does not count."""
+    return _current if _current is not None and _current._pid == os.getpid() else None
+
+
+def latest_gpus() -> tuple[Gpu, ...]:
+    """The GPUs that this process holds, or that its parent held when this process was forked."""
+    return _current.gpus if _current is not None else ()
+
+
+def _become_current(owner: GPUOwner) -> None:
+    global _current
+    with _current_lock:
+        holder = current_owner()
+        if holder is not None:
+            devices = holder.devices_taken
+            what = f"GPU {','.join(map(str, devices))}" if devices else "a claim in another thread that is not done yet"
+            raise AlreadyClaimedError(
+                f"this process holds {what} already: release_gpus() first, or ask for all GPUs in one claim",
+                devices=devices,
+            )
+        _current = owner
+
+
+def _clear_current(owner: GPUOwner) -> None:
+    global _current, gpu_owner
+    if gpu_owner is owner:
+        gpu_owner = None
+    if _current is owner:
+        _current = None

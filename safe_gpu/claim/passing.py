@@ -1,0 +1,172 @@
+"""The waiters ahead and the GPUs, as one hold of host.lock shows them: who is absent, and which GPUs are open.
+
+The rule is that of :mod:`safe_gpu.selection.backfill`. This module gathers what it needs.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import TYPE_CHECKING
+
+from .. import procfs
+from ..coordination.leases import may_be_held, read_record
+from ..devices import GpuRequest, Holder
+from ..selection.backfill import Want, free_at, open_gpus
+from ..selection.possible import can_be_met_by_releases
+
+if TYPE_CHECKING:
+    from ..coordination.files import StateDir
+    from ..coordination.host_lock import LockedHost
+    from ..coordination.tickets import Demand, Ticket
+    from ..devices import Gpu, GpuVerdict
+    from .host_view import HostView
+    from .quota import Holdings
+
+__all__ = ["Moment", "stem_of", "want_of"]
+
+
+def stem_of(view: HostView, uuid: str) -> str:
+    """The name of a GPU in tickets of requests that compete with this one."""
+    return f"{uuid}.inner" if view.outer else uuid
+
+
+def want_of(demand: Demand) -> Want:
+    """A ticket's request as the rule takes it."""
+    return Want(demand.nb_gpus, demand.gpus, math.inf if demand.hold_for is None else demand.hold_for)
+
+
+def _last_holder(leases: StateDir, name: str) -> int | None:
+    """The pid of the process that holds this lease or held it last, from its record or what is left of that."""
+    record = read_record(leases, name)
+    if record is not None:
+        return record.pid
+    from ..coordination.decoding import beginning
+    from ..coordination.endings import LONGEST, Ending
+
+    ending = Ending.decode(beginning(leases, name, LONGEST))
+    return None if ending is None else ending.pid
+
+
+def _is_leaving(last_holder: int, gpu: Gpu) -> bool:
+    """Whether the last holder of the lease is on the GPU and exits. One that let go and lives on is a stranger."""
+    return any(process.pid == last_holder for process in gpu.processes or ()) and procfs.is_exiting(last_holder)
+
+
+class Moment:
+    """The GPUs of the host under one hold of host.lock.
+
+    Args:
+        mine: UUIDs of the usable GPUs whose leases this look holds.
+        named: returns those of some UUIDs that another process holds by name.
+        holdings: which users hold what; None if there are no limits.
+
+    Attributes:
+        stopped: the nearest ticket that was found to be stopped.
+        by_poll: whether a waiter was found absent on the ground of the latest poll.
+    """
+
+    def __init__(
+        self,
+        host: LockedHost,
+        view: HostView,
+        mine: Collection[str],
+        named: Callable[[Collection[str]], Collection[str]],
+        holdings: Holdings | None = None,
+    ) -> None:
+        self.stopped: Ticket | None = None
+        self.by_poll = False
+        self._host = host
+        self._view = view
+        self._holdings = holdings
+        self._verdicts: dict[int | None, tuple[GpuVerdict, ...]] = {}
+        self._leased: dict[str, Holder] = {}
+        self._leaving: set[str] = set()
+        self._frozen: dict[bytes, bool] = {}
+        usable = {gpu.uuid for gpu in view.usable}
+        used = set()
+        for gpu in view.snapshot.gpus:
+            name = view.lease_name(gpu.uuid)
+            if gpu.uuid in usable and gpu.uuid not in mine:
+                self._leased[gpu.uuid] = Holder()
+                continue
+            # Read first: to probe a lease replaces the record of a holder that has just gone.
+            last = _last_holder(host.leases, name) if gpu.processes else None
+            if gpu.uuid not in usable and may_be_held(host, name):
+                self._leased[gpu.uuid] = Holder()
+            elif gpu.processes:
+                used.add(gpu.uuid)
+                if last is not None and _is_leaving(last, gpu):
+                    self._leaving.add(gpu.uuid)
+        if used:
+            self._leased.update(dict.fromkeys(named(used), Holder(elsewhere=True)))
+
+    def is_absent(self, ticket: Ticket) -> bool:
+        """Whether a waiter counts as absent: it is stopped, its user is at a limit, or no release of leases can satisfy
+        it.
+
+        A ticket that cannot be read never does.
+        """
+        if ticket.demand is None:
+            return False
+        if ticket.is_stopped(self._frozen):
+            self.stopped = self.stopped or ticket
+            return True
+        if self._holdings is not None and self._holdings.is_at_limit(ticket):
+            return True
+        wanted = {stem.removesuffix(".inner") for stem in ticket.demand.gpus}
+        verdicts = self._judged(ticket.demand.min_memory)
+        absent = not can_be_met_by_releases(wanted, ticket.demand.nb_gpus, verdicts, self._leaving)
+        self.by_poll = self.by_poll or absent
+        return absent
+
+    def open_to(self, demand: Demand, ahead: Iterable[Ticket], free: Collection[str]) -> frozenset[str]:
+        """UUIDs of the free GPUs that a request may take past the waiters ahead; too few: it may not pass.
+
+        Args:
+            ahead: in the order of the queue. Only those are read that decide.
+            free: UUIDs.
+        """
+        now = time.time()
+        stems = {stem_of(self._view, uuid): uuid for uuid in free}
+        left = open_gpus(want_of(demand), self._wants(demand, ahead), stems, self.free_at(now), now)
+        return frozenset(stems[stem] for stem in left)
+
+    def free_at(self, now: float) -> dict[str, float]:
+        """When each GPU is expected to be free, by the stem of its lease, in Unix seconds."""
+        free = {verdict.gpu.uuid for verdict in self._judged(None) if verdict.free} | self._leaving
+        found = {}
+        for gpu in self._view.snapshot.gpus:
+            when = now if gpu.uuid in free else math.inf
+            holder = self._leased.get(gpu.uuid)
+            if holder is not None:
+                record = None if holder.elsewhere else read_record(self._host.leases, self._view.lease_name(gpu.uuid))
+                when = math.inf if record is None else free_at(now, since=record.since, until=record.until)
+            found[stem_of(self._view, gpu.uuid)] = when
+        return found
+
+    def _wants(self, demand: Demand, ahead: Iterable[Ticket]) -> Iterator[Want]:
+        for ticket in ahead:
+            if ticket.demand is None:
+                yield Want(len(demand.gpus) + 1, demand.gpus)  # nobody passes it
+            elif not self.is_absent(ticket):
+                yield self._fitting(ticket.demand)
+
+    def _fitting(self, demand: Demand) -> Want:
+        """What a waiter wants, without the GPUs that nobody holds and that are too full for it."""
+        want = want_of(demand)
+        if not demand.min_memory:
+            return want
+        full = {
+            stem_of(self._view, verdict.gpu.uuid)
+            for verdict in self._judged(demand.min_memory)
+            if not verdict.free and verdict.gpu.uuid not in self._leased and verdict.gpu.uuid not in self._leaving
+        }
+        return want._replace(gpus=want.gpus - full)
+
+    def _judged(self, min_memory: int | None) -> tuple[GpuVerdict, ...]:
+        if min_memory not in self._verdicts:
+            request = GpuRequest(min_memory=min_memory)
+            self._verdicts[min_memory] = self._view.judge_for(request, self._leased)
+        return self._verdicts[min_memory]

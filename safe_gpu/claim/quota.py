@@ -1,0 +1,175 @@
+"""The limits of the policy file at a claim: those of this user, and of users who wait ahead.
+
+Limits are resolved while no lock is held, because a directory service may have to be asked for groups. Who holds what
+is read under host.lock. The module is loaded only if there is a policy file.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterable, Mapping
+from typing import TYPE_CHECKING
+
+from .. import policy
+from ..coordination.files import state_dir_path
+from ..coordination.leases import lease_name
+from ..coordination.ownership import lease_owners
+from ..errors import UnsatisfiableRequestError
+from ..text import format_age, plural
+from .decision import Spent
+
+if TYPE_CHECKING:
+    from ..coordination.host_lock import LockedHost
+    from ..coordination.leases import Lease
+    from ..coordination.tickets import Ticket
+    from ..devices import Gpu
+    from ..policy import Limits, Policy
+    from ..spelling import Spelling
+    from .hold_for import Hold
+
+__all__ = ["Holdings", "Quota", "check_count", "check_terms", "hold_within", "quota_of"]
+
+
+class Quota:
+    """The limits that one claim has to consider.
+
+    Attributes:
+        limits: those of this user.
+        unresolved: whether a look has met a waiter whose limit was not known. :meth:`prepare` finds it out.
+    """
+
+    def __init__(self, rules: Policy, limits: Limits) -> None:
+        self.limits = limits
+        self.unresolved = False
+        self._rules = rules
+        self._most: dict[int, int | None] = {os.geteuid(): limits.max_gpus}
+
+    def prepare(self) -> None:
+        """Resolve the limits of the users who wait. Call it while host.lock is not held, before each look."""
+        self.unresolved = False
+        queue = f"{state_dir_path()}/queue"
+        try:
+            if not self._rules.limits_gpus or not os.listdir(queue):
+                return
+        except OSError:
+            return  # there is none yet, or the same error is raised later, under host.lock
+        from ..coordination.tickets import ticket_owners
+
+        for uid in ticket_owners(queue):
+            if uid not in self._most:
+                self._most[uid] = policy.limits_of_user(self._rules, uid).max_gpus
+
+    def holdings(self, host: LockedHost, gpus: Iterable[Gpu], tried: Mapping[str, Lease]) -> Holdings:
+        """Who holds what during one look.
+
+        Args:
+            gpus: of this host. tried: the leases that this process takes during the look.
+        """
+        return Holdings(self, host, [lease_name(gpu.uuid) for gpu in gpus], tried)
+
+    def most_of(self, uid: int) -> int | None:
+        """How many GPUs a user may hold at once; None is no limit, or not known yet."""
+        if uid not in self._most:
+            self.unresolved = self.unresolved or self._rules.limits_gpus
+            return None
+        return self._most[uid]
+
+
+class Holdings:
+    """Who holds which leases, read from the kernel under host.lock at the first question."""
+
+    def __init__(self, quota: Quota, host: LockedHost, names: Collection[str], tried: Mapping[str, Lease]) -> None:
+        self._quota = quota
+        self._host = host
+        self._names = names
+        self._tried = tried
+        self._owners: Mapping[str, frozenset[int]] | None = None
+
+    def own_spent(self, nb_gpus: int) -> Spent | None:
+        """The limit of the user of this claim, if it does not allow that many GPUs more."""
+        return self._spent(os.geteuid(), nb_gpus)
+
+    def _spent(self, uid: int, nb_gpus: int) -> Spent | None:
+        most = self._quota.most_of(uid)
+        if most is None:
+            return None
+        held = self._held_by(uid)
+        return Spent(len(held), most, held) if len(held) + nb_gpus > most else None
+
+    def is_at_limit(self, ticket: Ticket) -> bool:
+        """Whether that waiter, of another user, cannot take its GPUs before leases of its user end. It may be passed.
+
+        Waiters of this user keep their order, and those inside a claim have no limit.
+        """
+        if ticket.demand is None or ticket.uid == os.geteuid():
+            return False
+        if any(stem.endswith(".inner") for stem in ticket.demand.gpus):
+            return False
+        return self._spent(ticket.uid, ticket.demand.nb_gpus) is not None
+
+    def _held_by(self, uid: int) -> frozenset[str]:
+        if self._owners is None:
+            mine = {lease.name for lease in self._tried.values()}
+            self._owners = lease_owners(self._host, self._names, mine)
+        return frozenset(name for name, uids in self._owners.items() if uid in uids)
+
+
+def quota_of(path: str, warn: object) -> Quota | None:
+    """What the policy file demands of this claim; None if it is ignored, with a warning.
+
+    Args:
+        warn: called with a format and arguments, as ``logging.Logger.warning``.
+
+    Raises:
+        PolicyError: the file cannot be read, or a line of it is wrong.
+    """
+    rules, doubt = policy.read(path)
+    if doubt:
+        warn("%s", doubt)  # type: ignore[operator]
+    return None if rules is None else Quota(rules, policy.limits_of_this_user(rules))
+
+
+def check_terms(nb_gpus: int, hold: Hold, limits: Limits, spelling: type[Spelling]) -> None:
+    """Refuse a claim that is not made inside another one and that the policy never allows.
+
+    Raises:
+        UnsatisfiableRequestError: more GPUs, or a longer time, than the policy allows.
+    """
+    check_count(nb_gpus, limits)
+    if limits.max_hold is not None and hold.seconds is not None and hold.seconds > limits.max_hold:
+        name = spelling.option("hold_for") if hold.said else "SAFE_GPU_FOR"
+        raise UnsatisfiableRequestError(
+            f"{name} says {format_age(hold.seconds)}, and {limits.path} allows you {format_age(limits.max_hold)} "
+            f"({limits.sections['max_hold']}): say less, or ask the administrator",
+            value=hold.seconds,
+        )
+
+
+def check_count(nb_gpus: int, limits: Limits) -> None:
+    """Refuse more GPUs than the user may hold at once.
+
+    Raises:
+        UnsatisfiableRequestError: says how many are allowed, and by which section of the file.
+    """
+    most = limits.max_gpus
+    if most is not None and nb_gpus > most:
+        number, way_out = (f"{most} at once", "ask for fewer, or ") if most else ("none", "")
+        raise UnsatisfiableRequestError(
+            f"{plural(nb_gpus)} asked for, and {limits.path} allows you {number} on this host "
+            f"({limits.sections['max_gpus']}): {way_out}ask the administrator",
+            value=nb_gpus,
+        )
+
+
+def hold_within(seconds: float | None, limits: Limits, *, said: bool) -> float | None:
+    """For how long a claim will probably hold its GPUs, by its own word and by the policy; None is unknown.
+
+    Args:
+        seconds: by its own word, or by that of the batch job.
+        said: whether the claim said it. If not, and nothing is known, the default of the policy applies.
+    """
+    if seconds is None and not said:
+        seconds = limits.default_hold
+    if limits.max_hold is None:
+        return seconds
+    return limits.max_hold if seconds is None else min(seconds, limits.max_hold)

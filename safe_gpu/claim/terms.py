@@ -1,0 +1,218 @@
+"""Checks and parses the arguments of a claim, before the claim changes anything."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from .. import settings
+from ..coordination.host_lock import MINIMUM_PATIENCE
+from ..devices import GpuRequest, HostSnapshot
+from ..errors import PlaceholderError, UnsatisfiableRequestError
+from ..runtimes.visible_devices import render
+from ..schedulers import JobContext, current
+from ..selection.request import parse_request
+from ..spelling import Spelling
+from .hold_for import UNKNOWN, Hold, parse_hold_for
+from .timeout import DEFAULT, DefaultTimeout, parse_timeout
+
+if TYPE_CHECKING:
+    from ..affinity import AffinityOptions
+    from .quota import Quota
+    from .why_not import WaitNews
+
+__all__ = ["NODE_BY_DEFAULT", "Terms", "read_terms", "under_policy"]
+
+
+class _ByDefault(str):
+    """The default of ``affinity``: equal to the mode "node", but a failure to bind only warns."""
+
+
+NODE_BY_DEFAULT = _ByDefault("node")
+
+
+class Terms(NamedTuple):
+    """The checked arguments of a claim.
+
+    Attributes:
+        request: which GPUs, and how many.
+        timeout: seconds to wait from ``began``, a ``time.monotonic()`` value; 0 does not wait, None waits for ever.
+        logger: gets the steps at INFO.
+        hold: how long the GPUs will probably be held.
+        placeholder_fn: returns what holds a GPU; None is the default of the driver.
+        options: CPU affinity; None does not change it. memory: NUMA memory policy, or None.
+        binding_required: whether the claim fails if binding fails.
+        visible_as: how CUDA_VISIBLE_DEVICES names the GPUs.
+        pause: seconds between setting CUDA_VISIBLE_DEVICES and the placeholders.
+        delegate: whether child processes may claim from this claim.
+        job: the batch job of this process. by_job: whether the number of GPUs is that of the job.
+        command: the command as in records, set by ``safe-gpu run``; None is that of this process.
+        quota: the limits of the policy file; None if there is no such file.
+        wait_limit: the policy file, if it made ``timeout`` shorter than was asked for.
+        on_wait: called when waiting begins, when another claim comes to be ahead, and once a minute. None: the logger
+            gets these reports.
+    """
+
+    request: GpuRequest
+    timeout: float | None
+    began: float
+    logger: Any
+    placeholder_fn: Callable[[int], Any] | None = None
+    options: AffinityOptions | None = None
+    memory: str | None = None
+    binding_required: bool = False
+    visible_as: str = "index"
+    pause: float = 0.0
+    delegate: bool = False
+    job: JobContext = JobContext()
+    by_job: bool = False
+    command: str | None = None
+    on_wait: Callable[[WaitNews], None] | None = None
+    hold: Hold = UNKNOWN
+    quota: Quota | None = None
+    wait_limit: str = ""
+
+    @property
+    def deadline(self) -> float:
+        """``time.monotonic()`` value at which the wait ends; ``math.inf`` if it never does."""
+        return math.inf if self.timeout is None else self.began + self.timeout
+
+    @property
+    def lock_deadline(self) -> float | None:
+        """``time.monotonic()`` value until which a look waits for host.lock; None waits for ever.
+
+        It is always some time ahead. Otherwise the last look of a claim would fail whenever many processes use the
+        lock.
+        """
+        if self.timeout is None:
+            return None
+        return max(self.began + self.timeout, time.monotonic() + MINIMUM_PATIENCE)
+
+
+def read_terms(
+    nb_gpus: int | str = 1,
+    *,
+    placeholder_fn: Callable[[int], Any] | None = None,
+    logger: Any = None,
+    debug_sleep: float = 0.0,
+    timeout: float | str | DefaultTimeout | None = DEFAULT,
+    affinity: str | AffinityOptions | None = None,
+    memory: str | None = None,
+    min_memory: int | str | None = None,
+    model: str | None = None,
+    exclude: str | int | Iterable[str | int] = (),
+    only: str | int | Iterable[str | int] = (),
+    visible_as: str = "index",
+    delegate: bool = False,
+    hold_for: float | str | DefaultTimeout | None = DEFAULT,
+    vendor: str | None = None,
+    command: str | None = None,
+    on_wait: Callable[[WaitNews], None] | None = None,
+    spelling: type[Spelling] = Spelling,
+) -> Terms:
+    """Check the arguments of ``claim_gpus``. The timeout counts from this call.
+
+    Raises:
+        UnsatisfiableRequestError: names the argument, its value and what to do.
+        PlaceholderError: ``placeholder_fn`` is not callable.
+    """
+    began = time.monotonic()
+    if logger is None:
+        import logging
+
+        logger = logging.getLogger("safe_gpu")
+    elif not callable(getattr(logger, "info", None)):
+        raise UnsatisfiableRequestError(
+            f"logger={logger!r} is not a logger: pass a logging.Logger, or leave it out", value=logger
+        )
+    environ = dict(os.environ)  # one copy costs less than the look-ups below, each of which encodes and decodes
+    job = current(environ)
+    count = nb_gpus
+    if nb_gpus == "job":
+        from ..schedulers import number_for_job
+
+        count = number_for_job(environ, spelling=spelling)
+    request = parse_request(
+        count, min_memory=min_memory, model=model, only=only, exclude=exclude, vendor=vendor, spelling=spelling
+    )
+    wait = parse_timeout(timeout, environ, in_batch_job=job.scheduler is not None, spelling=spelling)
+    hold = parse_hold_for(hold_for, environ, job, spelling=spelling)
+    render((), visible_as=visible_as, snapshot=HostSnapshot(()))
+    settings.check(environ)
+    options = None
+    binding_required = affinity is not NODE_BY_DEFAULT or memory is not None
+    if affinity is not None or memory is not None:
+        from ..affinity.options import falls_back, parse_options
+
+        options = parse_options(affinity, memory)
+        binding_required = binding_required and not falls_back(affinity)
+    pause = _pause(debug_sleep)
+    if placeholder_fn is not None and not callable(placeholder_fn):
+        raise PlaceholderError(
+            f"placeholder_fn={placeholder_fn!r} cannot be called: pass a function of the CUDA ordinal that returns "
+            "what holds that GPU, such as PytorchPlaceholder(), or leave it out"
+        )
+    for doubt in settings.doubts(environ):
+        logger.warning("%s", doubt)
+    return Terms(
+        request,
+        wait,
+        began,
+        logger,
+        placeholder_fn,
+        options,
+        memory,
+        binding_required=binding_required,
+        visible_as=visible_as,
+        pause=pause,
+        delegate=delegate,
+        job=job,
+        by_job=nb_gpus == "job",
+        command=command,
+        on_wait=on_wait,
+        hold=hold,
+    )
+
+
+def under_policy(terms: Terms) -> Terms:
+    """The terms with the limits of the policy file of this host, if there is one. Takes no lock.
+
+    Raises:
+        PolicyError: the file cannot be read, or a line of it is wrong.
+    """
+    path = settings.policy_file(os.environ)
+    if not os.path.lexists(path):
+        if os.environ.get("SAFE_GPU_POLICY"):
+            terms.logger.warning("SAFE_GPU_POLICY=%s does not exist: nothing is limited", path)
+        return terms
+    from .quota import quota_of
+
+    return terms._replace(quota=quota_of(path, terms.logger.warning))
+
+
+def _pause(debug_sleep: object) -> float:
+    """Seconds of ``debug_sleep``. A value that ``time.sleep`` would refuse is refused here, before the claim begins."""
+    try:
+        seconds = float(debug_sleep)  # type: ignore[arg-type]
+        if 0 <= seconds < math.inf and not isinstance(debug_sleep, (str, bytes, bytearray)):
+            return seconds
+    except (TypeError, ValueError, OverflowError):
+        pass
+    raise UnsatisfiableRequestError(
+        f"debug_sleep={debug_sleep!r} is not a number of seconds: pass 0 or a positive number", value=debug_sleep
+    )
+
+
+def warn_of_more_than_declared(taken: int, logger: Any) -> None:
+    """Warn if a batch job takes more GPUs than it asked its scheduler for; other jobs would then lack them."""
+    from ..schedulers import declared_gpus
+
+    # For a claim of one GPU the scheduler is not asked, because thousands of array tasks would ask it.
+    declared = declared_gpus(os.environ, ask=taken > 1, patience=2.0)
+    if declared is not None and taken > declared:
+        logger.warning(
+            "This claim takes %d GPUs, but the job asked its scheduler for %d: declare what you take", taken, declared
+        )

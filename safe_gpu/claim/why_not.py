@@ -1,0 +1,333 @@
+"""Messages on why a claim waits or was refused: who is ahead in the queue, and who holds or uses the GPUs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from ..coordination.files import StateDir, state_dir_path
+from ..coordination.host_lock import MINIMUM_PATIENCE, HostLock
+from ..coordination.leases import inner_name
+from ..coordination.signals import HeldBack
+from ..coordination.survey import recorded_holder, survey
+from ..devices import Holder
+from ..errors import ClaimTimeout, NotEnoughGpusError
+from ..selection.verdicts import fence_hint
+from ..text import format_age, gpu_ranges, plural
+from .nested import refuse_gpus_of_ancestors
+
+if TYPE_CHECKING:
+    from ..coordination.tickets import Ticket
+    from ..devices import GpuRequest, GpuVerdict
+    from .decision import Spent
+    from .forecast import Expected
+    from .host_view import HostView
+
+__all__ = [
+    "ClaimAhead",
+    "WaitNews",
+    "refusal",
+    "refusal_message",
+    "refuse_if_ancestor_holds",
+    "wait_news",
+    "waiting_message",
+]
+
+
+class ClaimAhead(NamedTuple):
+    """The nearest waiter ahead that wants some of the same GPUs.
+
+    ``since`` is in Unix seconds. ``stopped`` is True if its process is stopped or frozen (a suspended job). If its
+    ticket cannot be read, ``pid`` is 0, ``nb_gpus`` None and ``since`` 0.
+    """
+
+    pid: int
+    user: str
+    nb_gpus: int | None
+    since: float
+    stopped: bool = False
+
+    @classmethod
+    def of(cls, ticket: Ticket) -> ClaimAhead:
+        """The claim that a ticket describes. /proc tells whether its process is stopped."""
+        nb_gpus = None if ticket.demand is None else ticket.demand.nb_gpus
+        return cls(ticket.pid, ticket.user, nb_gpus, ticket.since, ticket.is_stopped())
+
+
+class WaitNews(NamedTuple):
+    """The state of a wait, for a report to the user.
+
+    ``needed`` GPUs are asked for. If another claim is ahead in the queue, it is ``ahead``, ``verdicts`` is empty and
+    ``free`` is None. Otherwise ``verdicts`` has one entry for each GPU, and ``free`` of them are free. ``position`` is
+    1 for the first of the waiters that compete for the same GPUs, and 0 if it was not counted. ``expected`` is when it
+    can expect to start; None if that was not looked up. If a limit of the user stands in the way, it is ``spent``, with
+    ``held`` and ``most``; ``verdicts`` is empty then and ``free`` is None.
+    """
+
+    position: int
+    free: int | None
+    needed: int
+    verdicts: tuple[GpuVerdict, ...] = ()
+    ahead: ClaimAhead | None = None
+    expected: Expected | None = None
+    spent: Spent | None = None
+
+
+# Gathering the facts
+
+
+def wait_news(
+    view: HostView,
+    ticket: Ticket | None,
+    unleased: Collection[str],
+    position: int,
+    named: Collection[str] = (),
+    spent: Spent | None = None,
+) -> WaitNews:
+    """The state of a wait after the latest look. It takes no lock and does not poll the driver.
+
+    Args:
+        ticket: the nearest ticket ahead that may not be passed, if any.
+        unleased: UUIDs of the usable GPUs that nobody holds; used only if there is no such ticket.
+        position: in the queue, or 0 if it was not counted.
+        named: UUIDs of the GPUs that are held by name only.
+        spent: the limit of this user, if it stands in the way.
+    """
+    if spent is not None:
+        return WaitNews(position, None, view.request.nb_gpus, spent=spent)
+    if ticket is not None:
+        return WaitNews(position, None, view.request.nb_gpus, ahead=ClaimAhead.of(ticket))
+    verdicts = view.judge(_recorded(view, unleased, named))
+    return WaitNews(position, sum(verdict.free for verdict in verdicts), view.request.nb_gpus, verdicts)
+
+
+def _recorded(view: HostView, unleased: Collection[str], named: Collection[str]) -> dict[str, Holder]:
+    """UUID -> holder of the leases that others hold, from their records alone."""
+    with HeldBack(), StateDir(state_dir_path()) as root, StateDir("leases", root) as leases:
+        return {
+            gpu.uuid: Holder(elsewhere=True)
+            if gpu.uuid in named
+            else recorded_holder(leases, view.lease_name(gpu.uuid), inner_name(gpu.uuid))
+            for gpu in view.usable
+            if gpu.uuid not in unleased
+        }
+
+
+def refuse_if_ancestor_holds(view: HostView) -> None:
+    """Call :func:`~safe_gpu.claim.nested.refuse_gpus_of_ancestors` with the present holders. Takes host.lock.
+
+    Raises:
+        NotEnoughGpusError: an ancestor of this process holds the GPUs that it waits for.
+        LockTimeout, StateDirError: the leases cannot be read.
+    """
+    _judge(view, _holders(view))
+
+
+def refusal(
+    view: HostView,
+    *,
+    ticket: Ticket | None,
+    stopped: Ticket | None = None,
+    spent: Spent | None = None,
+    position: int,
+    waited: float,
+    wait_limit: str = "",
+) -> NotEnoughGpusError:
+    """The error with which a claim fails: ClaimTimeout if it waited (``waited`` in seconds), else NotEnoughGpusError.
+
+    ``ticket``, ``spent`` and ``position`` are those of :func:`wait_news`; ``stopped`` was passed, because its waiter is
+    stopped; ``wait_limit`` is the policy file, if that set the timeout.
+
+    Raises:
+        NotEnoughGpusError, LockTimeout, StateDirError: as in :func:`refuse_if_ancestor_holds`.
+    """
+    request, fence = view.request, view.fence
+    holders = _holders(view)
+    verdicts = _judge(view, holders)
+    hint = fence_hint(view.judge(holders, fenced=False), fence)
+    if hint and fence is not None and not fence.frozen:
+        hint += " (SAFE_GPU_FENCE=ignore disregards it)"
+    ahead = None if ticket is None else ClaimAhead.of(ticket)
+    passed = None if stopped is None else ClaimAhead.of(stopped)._replace(stopped=True)
+    message = refusal_message(
+        request,
+        verdicts,
+        hint=hint,
+        ahead=ahead,
+        passed=passed,
+        spent=spent,
+        position=position,
+        waited=waited,
+        wait_limit=wait_limit,
+    )
+    if waited:
+        return ClaimTimeout(message, nb_gpus=request.nb_gpus, verdicts=verdicts, timeout=waited)
+    return NotEnoughGpusError(message, nb_gpus=request.nb_gpus, verdicts=verdicts)
+
+
+def _holders(view: HostView) -> dict[str, Holder]:
+    with HostLock(time.monotonic() + MINIMUM_PATIENCE) as host:
+        return survey(host, view.snapshot.gpus, inner=bool(view.outer), prefix=view.snapshot.names)
+
+
+def _judge(view: HostView, holders: dict[str, Holder]) -> tuple[GpuVerdict, ...]:
+    verdicts = view.judge(holders)
+    refuse_gpus_of_ancestors(verdicts, {gpu.uuid for gpu in view.usable}, view.request, inner=bool(view.outer))
+    return verdicts
+
+
+# Writing the messages
+
+
+def refusal_message(
+    request: GpuRequest,
+    verdicts: Sequence[GpuVerdict],
+    *,
+    hint: str = "",
+    ahead: ClaimAhead | None = None,
+    passed: ClaimAhead | None = None,
+    spent: Spent | None = None,
+    position: int = 0,
+    waited: float = 0.0,
+    wait_limit: str = "",
+    now: float | None = None,
+) -> str:
+    """Why a request was not met: one sentence, then one line for the GPUs that share a reason.
+
+    Args:
+        verdicts: of every device, with holders.
+        hint: what CUDA_VISIBLE_DEVICES excludes, see ``fence_hint``; a sentence without the full stop.
+        ahead, position: as in :class:`WaitNews`.
+        passed: a waiter that stands ahead and is stopped.
+        spent, wait_limit: as in :func:`refusal`.
+        waited: seconds that the claim waited.
+        now: in Unix seconds; None reads the clock.
+    """
+    free = sum(verdict.free for verdict in verdicts)
+    text = f"{plural(request.nb_gpus)} asked for, {free} free"
+    if waited:
+        text += f" after {format_age(waited)}"
+    if ahead is not None:
+        text += f", {_behind(ahead, position, _moment(now))[0]}"
+    if passed is not None:
+        text += f" (past {passed.user}, {', '.join(_facts(passed, _moment(now)))})"
+    if spent is not None:
+        text += f", and {spent}"
+    way_out = "wait longer" if waited else "wait for it" if request.nb_gpus == 1 else "wait for them"
+    if wait_limit:
+        text += f": try again ({wait_limit} limits the wait)"
+    else:
+        text += f": {way_out} ({request.spelling.option('timeout')})"
+    if ahead is None and spent is None and 0 < free < request.nb_gpus:
+        text += ", or ask for fewer"
+    return "\n".join([f"{text}. {hint}." if hint else f"{text}.", *_lines(verdicts)])
+
+
+def _lines(verdicts: Sequence[GpuVerdict]) -> Iterator[str]:
+    alike: dict[tuple[str, str], list[str]] = {}
+    for verdict in verdicts:
+        gpu = verdict.gpu
+        reason = verdict.reason or ("free, shared with the display" if verdict.state == "display" else "free")
+        alike.setdefault((gpu.name or gpu.uuid, reason), []).append(gpu.label)
+    for (name, reason), labels in alike.items():
+        yield f"  GPU {gpu_ranges(labels)} ({name}): {reason}"
+
+
+def waiting_message(news: WaitNews, now: float | None = None, *, width: int | None = None) -> str:
+    """One line about a wait: the claim ahead if there is one, else who holds the GPUs and since when.
+
+    Args:
+        now: in Unix seconds; None reads the clock.
+        width: columns of the terminal. Details are left out until the line fits. The user and pid of the claim ahead,
+            or of the first holder, always stay, so the line may be longer than a very narrow terminal.
+    """
+    moment = _moment(now)
+    text = _state(news, moment, width)
+    if news.expected is not None:
+        from .forecast import clauses
+
+        for clause in clauses(news.expected, moment):
+            text = _widest([f"{text}; {clause}", text], width)
+    return text
+
+
+def _state(news: WaitNews, moment: float, width: int | None) -> str:
+    """Who is ahead, or who holds the GPUs."""
+    text = f"waiting for {plural(news.needed)}"
+    if news.ahead is not None:
+        return _widest([f"{text} {behind}" for behind in _behind(news.ahead, news.position, moment)], width)
+    if news.spent is not None:
+        return f"{text}: {news.spent}"
+    if news.free is not None and news.free < news.needed:  # else enough GPUs have just become free
+        text += f", {news.free} free"
+    holders = _by_holder(news.verdicts, moment)
+    left = sum(number for number, _ in holders)
+    for place, (number, clauses) in enumerate(holders):
+        rest = f"; {left - number} more" if left > number else ""
+        room = None if width is None else width - len(rest)
+        longer = _widest([f"{text}; {clause}" for clause in clauses], room)
+        if place and room is not None and len(longer) > room:
+            return f"{text}; {left} more"
+        text, left = longer, left - number
+    return text
+
+
+def _moment(now: float | None) -> float:
+    return time.time() if now is None else now
+
+
+def _widest(texts: Sequence[str], width: int | None) -> str:
+    """The first text that fits into ``width``, else the last one."""
+    return next((text for text in texts if width is None or len(text) <= width), texts[-1])
+
+
+def _behind(ahead: ClaimAhead, position: int, now: float) -> list[str]:
+    """Texts that say who is ahead, from the longest to the shortest."""
+    if not ahead.pid:
+        return ["behind a claim whose ticket cannot be read"]
+    facts = _facts(ahead, now)
+    texts = [f"behind {ahead.user} ({', '.join(facts[:kept])})" for kept in range(len(facts), 0, -1)]
+    if position > 2:
+        texts.insert(0, f"{texts[0]} and {plural(position - 2, 'more claim')}")
+    return texts
+
+
+def _facts(waiter: ClaimAhead, now: float) -> list[str]:
+    facts = [f"pid {waiter.pid}"]
+    if waiter.stopped:
+        facts.append("stopped")
+    if waiter.nb_gpus is not None:
+        facts.append(f"wants {plural(waiter.nb_gpus)}")
+    if waiter.since:
+        facts.append(f"queued for {format_age(now - waiter.since)}")
+    return facts
+
+
+def _by_holder(verdicts: Sequence[GpuVerdict], now: float) -> list[tuple[int, list[str]]]:
+    """For each holder: the number of its GPUs, and texts on it from the longest to the shortest.
+
+    The holders with the most GPUs come first.
+    """
+    holders: dict[tuple[str, ...], list[str]] = {}
+    for verdict in verdicts:
+        if verdict.free or verdict.state in ("outside", "unusable"):
+            continue
+        holders.setdefault(_who(verdict, now), []).append(verdict.gpu.label)
+    ranked = sorted(holders.items(), key=lambda item: -len(item[1]))
+    return [(len(labels), [f"GPU {gpu_ranges(labels)}: {who}" for who in texts]) for texts, labels in ranked]
+
+
+def _who(verdict: GpuVerdict, now: float) -> tuple[str, ...]:
+    holder = verdict.holder
+    if holder is not None and holder.elsewhere:
+        return (verdict.reason, "claimed elsewhere")
+    if verdict.state != "claimed" or holder is None:
+        process = f"{verdict.user} (pid {verdict.pid})" if verdict.user and verdict.pid else None
+        return (verdict.reason, process) if process else (verdict.reason,)
+    if not holder.user and not holder.pid:
+        return ("unknown holder",)
+    who = f"{holder.user or 'unknown user'} (pid {holder.pid or '?'}{holder.place and f' {holder.place}'}"
+    age = f" for {format_age(now - holder.since)}" if holder.since else ""
+    texts = (f"{who}){age}", f"{who})")
+    return (f"{who}, job {holder.job}){age}", *texts) if holder.job else texts

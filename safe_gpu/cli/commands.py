@@ -1,0 +1,175 @@
+"""The command ``safe-gpu``: arguments in, the command's own module, an exit code out."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from .. import __version__
+from ..errors import (
+    GPUAffinityError,
+    LockTimeout,
+    NoDriverError,
+    NotEnoughGpusError,
+    PolicyError,
+    SafeGpuError,
+    StateDirError,
+    UnsatisfiableRequestError,
+)
+from .become import CommandError
+from .parser import Parser
+from .streams import drop_errors, drop_output, open_standard_streams, say
+
+__all__ = ["COMMANDS", "main", "parse", "parser_of"]
+
+# sysexits.h, where it has a fitting one.
+EX_NO_DRIVER = 69
+EX_SOFTWARE = 70
+EX_STATE_DIR = 73
+EX_OUTPUT = 74
+EX_TRY_AGAIN = 75
+EX_NEVER = 78
+EX_INTERRUPTED = 130
+EX_BROKEN_PIPE = 141
+
+_EXIT_CODES: tuple[tuple[type[SafeGpuError], int], ...] = (
+    (NoDriverError, EX_NO_DRIVER),
+    (StateDirError, EX_STATE_DIR),
+    (NotEnoughGpusError, EX_TRY_AGAIN),
+    (LockTimeout, EX_TRY_AGAIN),
+    (UnsatisfiableRequestError, EX_NEVER),
+    (GPUAffinityError, EX_NEVER),
+    (PolicyError, EX_NEVER),
+    (SafeGpuError, EX_SOFTWARE),
+)
+
+# Each is a module of this package with ``configure(parser)`` and the handler that it sets.
+COMMANDS = {
+    "run": "wait for GPUs, claim them, become a command",
+    "bind": "bind CPUs next to the visible GPUs, become a command",
+    "status": "which GPUs are free, who has the others, who waits",
+    "history": "who used which GPUs, and for how long",
+    "wait": "wait until GPUs could be claimed",
+    "doctor": "check this host, with fixes",
+    "policy": "which limits of this host apply to you",
+    "affinity": "which CPUs go with which GPU",
+    "demo": "watch a race for GPUs",
+    "completion": "completion of all this in bash, zsh or fish",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code; ``run`` and ``bind`` do not return but become their command."""
+    gc.set_threshold(50_000)  # imports make no garbage, and looking for it among them takes 2 ms
+    open_standard_streams()
+    try:
+        try:
+            options = parse(list(sys.argv[1:] if argv is None else argv))
+            code = options.handler(options)
+        except SystemExit as leaving:  # --help, --version, and usage errors
+            code = leaving.code
+        sys.stdout.flush()
+        return int(code)
+    except CommandError as err:
+        say(str(err))
+        return err.code
+    except SafeGpuError as err:
+        say(str(err))
+        return next(code for kind, code in _EXIT_CODES if isinstance(err, kind))
+    except KeyboardInterrupt:
+        return EX_INTERRUPTED
+    except BrokenPipeError:  # the reader of the output has closed it
+        drop_output()
+        return EX_BROKEN_PIPE
+    except OSError as err:
+        drop_output()
+        say(str(err))
+        return EX_OUTPUT
+    finally:
+        drop_errors()
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """What was typed, as options with a ``handler`` that takes them.
+
+    Raises:
+        SystemExit: a usage error, or help or the version was printed.
+    """
+    first, *rest = arguments or ["--help"]
+    if first in COMMANDS:
+        return _parse_command(first, rest)
+    if first == "help" and rest:
+        first, *rest = rest
+        if first in COMMANDS:
+            return parser_of(first).parse_args(["--help"])
+    if first in ("-V", "--version"):
+        print(f"safe-gpu {__version__}")
+        raise SystemExit(0)
+    parser = _overview()
+    if first not in ("-h", "--help", "help"):
+        parser.error(_not_a_command(first))
+    parser.print_help()
+    raise SystemExit(0)
+
+
+def _not_a_command(word: str) -> str:
+    from .suggest import unknown_command, unknown_option
+
+    if word.startswith("-"):
+        return unknown_option(word, {name: parser_of(name).names() for name in COMMANDS})
+    return unknown_command(word, [*COMMANDS, "help"])
+
+
+def _overview() -> Parser:
+    parser = Parser(
+        prog="safe-gpu",
+        description="Claim GPUs on a shared host without collisions.",
+        usage="safe-gpu COMMAND [options]",
+        epilog="""examples:
+  safe-gpu status                                which GPUs are free, who waits
+  safe-gpu run -- python train.py                wait for a GPU, and run there
+  safe-gpu run -n 2 --timeout 2h -- ./simulate  two GPUs, within two hours
+  safe-gpu help run                              the options of a command
+
+environment: SAFE_GPU_DIR, SAFE_GPU_DRIVER, SAFE_GPU_TIMEOUT, SAFE_GPU_NB_GPUS,
+SAFE_GPU_FENCE; CUDA_VISIBLE_DEVICES limits which GPUs are chosen from""",
+    )
+    parser.add_argument("-V", "--version", action="store_true", help="show the version and exit")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", prog=parser.prog)
+    for name, summary in COMMANDS.items():
+        commands.add_parser(name, help=summary)
+    return parser
+
+
+def parser_of(name: str) -> Parser:
+    """The parser of one command; one of all commands costs time that ``run`` has not."""
+    from importlib import import_module
+
+    parser = Parser(prog=f"safe-gpu {name}")
+    import_module(f".{name}", __package__).configure(parser)
+    return parser
+
+
+def _parse_command(name: str, arguments: list[str]) -> argparse.Namespace:
+    parser = parser_of(name)
+    if name not in ("run", "bind"):
+        return parser.parse_args(arguments)
+    before, command = _split(arguments)
+    options: Any = parser.parse_args(before)
+    options.command += command
+    if options.command[:1] == ["--"]:
+        del options.command[0]
+    if not options.command:
+        parser.error("a command is missing: put it after --")
+    return options  # type: ignore[no-any-return]
+
+
+def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """Options before the first ``--``, and the command after it."""
+    if "--" not in arguments:
+        return arguments, []
+    cut = arguments.index("--")
+    return arguments[:cut], arguments[cut:]

@@ -1,0 +1,179 @@
+"""``safe-gpu history``: the claims of this host, as last(1) shows logins, and GPU-hours."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ..errors import SafeGpuError
+from .streams import columns, say
+
+if TYPE_CHECKING:
+    from ..status.past import PastClaim
+    from ..status.usage import Use
+
+__all__ = ["configure", "moment"]
+
+_DAYS = 30
+_FORMS = ("%Y-%m-%d", "%Y-%m-%d %H:%M", "%Y-%m-%dT%H:%M", "%Y-%m-%d %H:%M:%S", "%Y-%m-%dT%H:%M:%S", "%Y-%m")
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Its options and its handler."""
+    parser.description = "Claims on this host, the latest first, or GPU-hours by user, GPU, job or day."
+    parser.epilog = """examples:
+  safe-gpu history --user anna --since yesterday
+  safe-gpu history --by user --since 2026-11-01 --until 2026-12-01
+  safe-gpu history --csv > claims.csv
+
+A claim that was not released but died ended at some time between two others;
+GPU-hours have a least and a most for that."""
+    parser.add_argument("--user", metavar="U", help="claims of this user only")
+    parser.add_argument(
+        "--since",
+        type=moment,
+        metavar="D",
+        help="claims that held GPUs after this: 2026-11-01, '2026-11-01 12:00', today, yesterday, or 7d for seven days "
+        f"ago (default {_DAYS} days ago)",
+    )
+    parser.add_argument("--until", type=moment, metavar="D", help="and before this (default now)")
+    parser.add_argument("--by", choices=("user", "gpu", "job", "day"), help="GPU-hours in place of claims")
+    parser.add_argument(
+        "--idle",
+        action="store_true",
+        help="only claims that hold a GPU now that has shown no work, for idle_report_after where the policy sets that",
+    )
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="for programs; times in Unix seconds")
+    form.add_argument("--csv", action="store_true", help="for spreadsheets; times in UTC")
+    parser.set_defaults(handler=_history, usage_error=parser.error)
+
+
+def moment(text: str) -> float:
+    """A date, a time, a word or an age, in local time, as Unix seconds."""
+    from ..durations import parse_duration
+
+    word, now = text.strip().lower(), time.time()
+    today = time.localtime(now)
+    if word == "now":
+        return now
+    if word in ("today", "yesterday"):
+        day = today.tm_mday - (word == "yesterday")
+        return time.mktime((today.tm_year, today.tm_mon, day, 0, 0, 0, 0, 0, -1))
+    for form in _FORMS:
+        try:
+            parsed = time.strptime(word.upper(), form)
+            return max(0.0, time.mktime((*parsed[:8], -1)))
+        except (ValueError, OverflowError):
+            continue
+    try:
+        age = parse_duration(word)
+    except SafeGpuError:
+        age = None
+    if age is None or word[-1:].isdecimal():
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no time: write 2026-11-01, '2026-11-01 12:00', today, yesterday, or 7d for seven days ago"
+        )
+    return max(0.0, now - age)
+
+
+def _history(options: argparse.Namespace) -> int:
+    from ..status.past import claims_between
+
+    now = time.time()
+    until = now if options.until is None else min(now, options.until)
+    since = max(0.0, until - _DAYS * 86400) if options.since is None else options.since
+    if since > until:
+        options.usage_error("--since is not before --until")
+    claims, warnings = claims_between(since, until)
+    for warning in warnings:
+        say(f"warning: {warning}")
+    if options.user is not None:
+        claims = [claim for claim in claims if claim.user == options.user]
+    if options.idle:
+        claims = _without_work(claims)
+    if options.by:
+        from ..status.usage import use_by
+
+        _show_use(use_by(claims, options.by, since, until), options, since, until)
+    else:
+        _show_claims(claims[::-1], options, since, until)
+    return 0
+
+
+def _without_work(claims: list[PastClaim]) -> list[PastClaim]:
+    """Those that run and of which a look at the host finds a GPU that has shown no work since an earlier look, or for
+    as long as the policy says."""
+    from ..status.gather import gather
+
+    idle = {one.gpu.uuid for one in gather().gpus if one.idle_for and one.idle_report is not False}
+    return [claim for claim in claims if claim.running and not idle.isdisjoint(claim.gpus)]
+
+
+def _show_claims(claims: list[PastClaim], options: argparse.Namespace, since: float, until: float) -> None:
+    if options.json:
+        _print_json({"since": since, "until": until, "claims": [_fields(one, since, until) for one in claims]})
+    elif options.csv:
+        names = [*_FACTS, "gpu_hours_least", "gpu_hours_most"]
+        documents = [_fields(one, since, until) for one in claims]
+        _print_csv(names, [[_cell(name, fields[name]) for name in names] for fields in documents])
+    elif claims:
+        from ..status.history_table import table_of_claims
+
+        print(table_of_claims(claims, since, until, columns()))
+    else:
+        print("no claims in this time")
+
+
+_FACTS = "user uid pid job command host gpus labels since until running seen ended".split()
+
+
+def _fields(claim: PastClaim, since: float, until: float) -> dict[str, object]:
+    from ..status.usage import held
+
+    least, most = (round(seconds * len(claim.gpus) / 3600, 4) for seconds in held(claim, since, until))
+    facts = {name: getattr(claim, name) for name in _FACTS}
+    return {**facts, "gpu_hours_least": least, "gpu_hours_most": most}
+
+
+def _show_use(found: list[Use], options: argparse.Namespace, since: float, until: float) -> None:
+    names = [options.by, "claims", "gpu_hours_least", "gpu_hours_most"]
+    rows = [[one.key, one.claims, round(one.least, 4), round(one.most, 4)] for one in found]
+    if options.json:
+        uses = [dict(zip(names, row, strict=True)) for row in rows]
+        _print_json({"since": since, "until": until, "by": options.by, "use": uses})
+    elif options.csv:
+        _print_csv(names, rows)
+    elif found:
+        from ..status.history_table import table_of_use
+
+        print(table_of_use(found, options.by, columns()))
+    else:
+        print("no claims in this time")
+
+
+def _print_json(document: dict[str, object]) -> None:
+    import json
+
+    print(json.dumps({"schema": 1, **document}, indent=2))
+
+
+def _print_csv(names: list[str], rows: Sequence[Sequence[object]]) -> None:
+    import csv
+
+    writer = csv.writer(sys.stdout, lineterminator="\n")
+    writer.writerow(names)
+    writer.writerows(rows)
+
+
+def _cell(name: str, value: object) -> object:
+    if value is None:
+        return ""
+    if isinstance(value, tuple):
+        return " ".join(map(str, value))
+    if name in ("since", "until", "seen", "ended"):
+        return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(float(str(value))))
+    return value

@@ -1,0 +1,89 @@
+"""The standard streams of a command: all three there, how wide, errors said on stderr, a broken one let go."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TextIO
+
+from ..procfs import printable_lines
+
+__all__ = ["Log", "columns", "drop_errors", "drop_output", "in_color", "is_terminal", "open_standard_streams", "say"]
+
+
+def open_standard_streams() -> None:
+    """Let none of the numbers 0 to 2 be free, or a lease takes it and is printed to; the command finds them closed."""
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(fd)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+
+
+def drop_output() -> None:
+    """What is still buffered cannot be written, and the interpreter would try once more at exit."""
+    _drop(sys.stdout)
+
+
+def drop_errors() -> None:
+    """The same of stderr, where it is broken: the interpreter would end with exit code 120 over it."""
+    try:
+        sys.stderr.flush()
+    except (OSError, ValueError):
+        _drop(sys.stderr)
+
+
+def _drop(stream: TextIO) -> None:
+    fd = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(fd, stream.fileno())
+    os.close(fd)
+
+
+def is_terminal(stream: TextIO) -> bool:
+    """Whether somebody sees it at once, and it can move its cursor."""
+    try:
+        return stream.isatty() and os.environ.get("TERM") != "dumb"
+    except ValueError:  # closed
+        return False
+
+
+def in_color(stream: TextIO) -> bool:
+    """Whether it shows colours, and the user wants them."""
+    return is_terminal(stream) and not os.environ.get("NO_COLOR")
+
+
+class Log:
+    """The logger of a claim that a command makes: warnings are said on stderr, the steps are not."""
+
+    def isEnabledFor(self, level: int) -> bool:
+        """Whether messages of a level are said."""
+        return level >= 30
+
+    def info(self, message: str, *args: object, **_: object) -> None:
+        """Nothing."""
+
+    def warning(self, message: str, *args: object, **_: object) -> None:
+        """Say it."""
+        say(f"warning: {message % args if args else message}")
+
+    error = warning
+
+
+def say(text: str) -> None:
+    """One line, or a sentence and a list, on stderr."""
+    try:
+        print(f"safe-gpu: {printable_lines(text)}", file=sys.stderr, flush=True)
+    except (OSError, ValueError):
+        pass  # nobody listens
+
+
+def columns() -> int:
+    """The width of the terminal that stdout is, or what COLUMNS says, or 80."""
+    text = os.environ.get("COLUMNS", "")
+    if text.isascii() and text.isdecimal() and len(text) < 10 and int(text) > 0:
+        return int(text)
+    try:
+        return os.get_terminal_size(1).columns or 80
+    except OSError:
+        return 80

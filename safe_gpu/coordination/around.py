@@ -1,0 +1,61 @@
+"""The claim inside which this process runs, as the records of leases tell."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+
+from .. import procfs
+from ..errors import LockTimeout, StateDirError
+from .leases import LeaseRecord
+from .names import digest
+
+__all__ = ["claim_around", "gpus_of_scope"]
+
+# More files than this are not looked at, because everybody can create some.
+_MOST_FILES = 2048
+
+
+def claim_around(records: Iterable[LeaseRecord], scope: str) -> LeaseRecord | None:
+    """The record of this process, else that of its nearest ancestor, else the one with this scope; None without any.
+
+    Args:
+        records: of held leases. scope: the value of SAFE_GPU_SCOPE, "" if it is not set.
+    """
+    known = list(records)
+    for pid in (os.getpid(), *procfs.ancestors(os.getpid())):
+        for record in known:
+            if record.pid == pid and record.start == procfs.start_time(pid):
+                return record
+    return next((record for record in known if scope and record.token == digest(scope)), None)
+
+
+def gpus_of_scope(scope: str) -> tuple[str, ...]:
+    """UUIDs of the GPUs of this user's living claim with this value of SAFE_GPU_SCOPE, whichever driver knows them.
+
+    Empty if there is no such claim, and if the leases cannot be read.
+    """
+    import time
+
+    from .files import state_dir_path
+    from .host_lock import MINIMUM_PATIENCE, HostLock
+    from .leases import probe, read_record
+    from .ownership import leases_of_this_user
+
+    path = state_dir_path()
+    if not scope or not os.path.isdir(f"{path}/leases"):
+        return ()
+    secret = digest(scope)
+    try:
+        with HostLock(time.monotonic() + MINIMUM_PATIENCE, path) as host:
+            found = {}
+            for name in host.leases.names()[:_MOST_FILES]:
+                if name.endswith(".inner.lock") or not name.endswith(".lock"):
+                    continue
+                record = read_record(host.leases, name)
+                if record is not None and record.token == secret and probe(host, name):
+                    found[name] = record
+            ours = leases_of_this_user(host.leases, {name: record.uid for name, record in found.items()})
+    except (LockTimeout, StateDirError, OSError):
+        return ()  # the claim itself meets the same error
+    return tuple(sorted(name.removesuffix(".lock") for name in ours))

@@ -1,0 +1,92 @@
+"""What a record says of a command: everybody can read records, and arguments may hold a password."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+
+from ..procfs import LIMIT, read_start
+
+__all__ = ["names_in", "own_command", "recorded"]
+
+_LONGEST = 200
+
+# Programs whose first argument is a script, unless it is an option.
+_INTERPRETERS = frozenset(
+    "sh bash dash zsh ksh fish csh tcsh perl ruby node nodejs Rscript julia lua php tclsh octave wish expect".split()
+)
+_SHELLS = frozenset("sh bash dash zsh ksh".split())
+_SHELL_FLAGS = frozenset("abefhiklmnprstuvxBCEHPT")  # those that take no value
+
+
+def recorded(arguments: Sequence[str]) -> str | None:
+    """The command as it stands in a record: the names of program and script, or all of it, at most 200 characters.
+
+    ``SAFE_GPU_RECORD_COMMAND=full`` asks for all of it.
+    """
+    full = os.environ.get("SAFE_GPU_RECORD_COMMAND") == "full"
+    return (" ".join(arguments) if full else names_in(arguments))[:_LONGEST] or None
+
+
+def own_command() -> str | None:
+    """The same of this process."""
+    line = (read_start("/proc/self/cmdline", LIMIT) or b"").rstrip(b"\0")
+    return recorded([os.fsdecode(argument) for argument in line.split(b"\0")])
+
+
+def names_in(arguments: Sequence[str]) -> str:
+    """The names of the program and of the script that it runs, without directories and other arguments.
+
+    >>> names_in(["/usr/bin/python3.11", "-u", "jobs/train.py", "--password", "1234"])
+    'python3.11 train.py'
+    >>> names_in(["python", "-m", "train", "--epochs", "3"])
+    'python -m train'
+    >>> names_in(["bash", "-c", "curl -u anna:1234 example.org"])
+    'bash'
+    """
+    first, *others = arguments or [""]
+    if not others:
+        first = first.partition(" ")[0]  # a title that the process has given itself
+    program = _base(first)
+    kind = program.rstrip("0123456789.")
+    if kind in ("python", "pypy"):
+        script = _python_script(others)
+    elif kind in _INTERPRETERS:
+        if kind in _SHELLS:
+            others = _without_flags(others)
+        script = _base(others[0]) if others and not others[0].startswith("-") else ""
+    else:
+        script = ""
+    return f"{program} {script}" if script else program
+
+
+def _base(path: str) -> str:
+    return path.rpartition("/")[2]
+
+
+def _without_flags(arguments: Sequence[str]) -> list[str]:
+    rest = list(arguments)
+    while rest and len(rest[0]) > 1 and rest[0][0] == "-" and _SHELL_FLAGS.issuperset(rest[0][1:]):
+        del rest[0]
+    return rest
+
+
+def _python_script(arguments: Iterable[str]) -> str:
+    """The script, or the module after ``-m``; "" for code that is given as an argument. See python(1)."""
+    rest = iter(arguments)
+    for argument in rest:
+        if not argument.startswith("-"):
+            return _base(argument)
+        if argument in ("-", "--") or argument.startswith("--"):
+            return ""
+        for place, letter in enumerate(argument[1:], 2):
+            value = argument[place:]
+            if letter == "m":
+                return f"-m {value or next(rest, '')}".rstrip()
+            if letter == "c":
+                return ""
+            if letter in "WX":
+                if not value:
+                    next(rest, "")
+                break
+    return ""

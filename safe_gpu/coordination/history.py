@@ -1,0 +1,122 @@
+"""The history of a host: one file for each month, to which claims append lines of JSON; written after host.lock.
+
+A claim never waits for it and never fails for it: where a line cannot be written (no room, another user's file that is
+closed, a symbolic link), it is lost. The files grow to a bounded size and are kept for two years.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import time
+from collections.abc import Iterable
+
+from ..errors import StateDirError
+from .files import StateDir, state_dir_path
+from .signals import HeldBack
+
+__all__ = ["LARGEST", "NAME", "PARTS", "HistoryDir", "append", "file_names", "month_of"]
+
+NAME = "history"
+"""The directory, in the state directory."""
+
+LARGEST = 8 << 20
+"""Bytes from which on nothing is appended to a file. The next part of the month is begun then."""
+
+PARTS = 4
+"""Files of a month at most; what comes after that is lost."""
+
+_MONTHS = 24  # that have files
+
+_OPEN_DIR = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+
+class HistoryDir(StateDir):
+    """The directory of the history. Unlike other directories of the state directory it is not waited for.
+
+    Raises:
+        StateDirError, OSError: it cannot be opened, or made.
+    """
+
+    def __init__(self, root: StateDir, *, make: bool = False) -> None:
+        self.path = os.path.join(root.path, NAME)
+        self.fd = -1
+        try:
+            self.fd = os.open(NAME, _OPEN_DIR, dir_fd=root.fd)
+        except FileNotFoundError:
+            if not make:
+                raise
+            self._make(root)
+            self.fd = os.open(NAME, _OPEN_DIR, dir_fd=root.fd)
+
+    def _make(self, root: StateDir) -> None:
+        from . import directories
+
+        if directories.make(NAME, self.path, root.fd) and stat.S_IMODE(self._status(root).st_mode) != 0o1777:
+            os.chmod(NAME, 0o1777, dir_fd=root.fd)  # made by mkdir, under the umask
+
+    def _status(self, root: StateDir) -> os.stat_result:
+        return os.stat(NAME, dir_fd=root.fd, follow_symlinks=False)
+
+
+def month_of(when: float) -> str:
+    """The month of a time in Unix seconds, in UTC.
+
+    >>> month_of(0)
+    '1970-01'
+    """
+    return time.strftime("%Y-%m", time.gmtime(when))
+
+
+def file_names(month: str) -> list[str]:
+    """The files of a month, in the order in which they are filled.
+
+    >>> file_names("2026-11")
+    ['2026-11.jsonl', '2026-11.1.jsonl', '2026-11.2.jsonl', '2026-11.3.jsonl']
+    """
+    return [f"{month}{f'.{part}' if part else ''}.jsonl" for part in range(PARTS)]
+
+
+def append(lines: Iterable[bytes], now: float) -> bool:
+    """Append whole lines to the file of the month; no lock is taken. Returns whether that was done.
+
+    Args:
+        now: Unix seconds.
+    """
+    data = b"".join(lines)
+    if not data:
+        return True
+    try:
+        with HeldBack(), StateDir(state_dir_path()) as root, HistoryDir(root, make=True) as directory:
+            return any(_append(directory, name, data) for name in file_names(month_of(now)))
+    except (OSError, StateDirError):
+        return False
+
+
+def _append(directory: StateDir, name: str, data: bytes) -> bool:
+    try:
+        fd = directory.open(name)
+        if fd is None:
+            fd = directory.open_or_create(name)
+            _remove_old(directory, name)
+    except StateDirError:
+        return False  # somebody else's, and closed: the next part will do
+    import fcntl
+
+    try:
+        if os.fstat(fd).st_size >= LARGEST:
+            return False
+        fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_APPEND)
+        return os.write(fd, data) == len(data)
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+
+
+def _remove_old(directory: StateDir, name: str) -> None:
+    """Keep the latest months up to this one. In a sticky directory each user removes the files of his own."""
+    months = sorted({other[:7] for other in directory.names() if other.endswith(".jsonl") and other[:7] <= name[:7]})
+    for month in months[:-_MONTHS]:
+        for other in file_names(month):
+            directory.unlink(other)

@@ -1,0 +1,58 @@
+"""Why a file of the state directory is not used: loaded only where one is refused."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+
+from .. import procfs
+from ..errors import StateDirError
+
+__all__ = ["of_error", "of_status", "under_file_lease"]
+
+_ELSEWHERE = "or set SAFE_GPU_DIR to another directory"
+
+
+def of_error(path: str, err: OSError) -> StateDirError:
+    """Why it cannot be opened or made."""
+    if err.errno in (errno.ELOOP, errno.EMLINK):
+        what = f"{path} is a symbolic link, which is never followed: remove it"
+    elif err.errno in (errno.EACCES, errno.EPERM):
+        what = f"{path} is closed to user {os.geteuid()} ({err.strerror}): ask its owner or root to remove it"
+    elif err.errno in (errno.ENOSPC, errno.EDQUOT):
+        what = f"no room for {path} ({err.strerror}): free some space there"
+    elif err.errno in (errno.EMFILE, errno.ENFILE):
+        what = f"{path} cannot be opened ({err.strerror}): let this process open more (ulimit -n)"
+    elif err.errno == errno.EROFS:
+        what = f"{path} is on a read-only file system"
+    else:
+        what = f"{path} cannot be opened ({err.strerror})"
+    return StateDirError(f"{what}, {_ELSEWHERE}", path=path, errno=err.errno)
+
+
+def of_status(path: str, status: os.stat_result) -> StateDirError:
+    """Why a file of this kind, or with several links, is not used."""
+    owner = f"its owner {procfs.user_name(status.st_uid)}"
+    if stat.S_ISLNK(status.st_mode):
+        what, code = f"{path} is a symbolic link, which is never followed: remove it", errno.ELOOP
+    elif not stat.S_ISREG(status.st_mode):
+        what, code = f"{path} is not a regular file: ask {owner} or root to remove it", errno.EINVAL
+    else:
+        mode, code = stat.S_IMODE(status.st_mode), errno.EMLINK
+        what = f"{path} has {status.st_nlink} names (hard links) and mode {mode:04o}, so it may be somebody's file"
+        what += f" elsewhere, which is not to be written to: ask {owner} or root to remove this name"
+    return StateDirError(f"{what}, {_ELSEWHERE}", path=path, errno=code)
+
+
+def under_file_lease(path: str, status: os.stat_result) -> StateDirError:
+    """Why it cannot be opened now: a file lease (F_SETLEASE in fcntl(2)), which only its owner or root can take."""
+    user = procfs.user_name(status.st_uid)
+    pids = procfs.flock_holders({status.st_ino}).get(status.st_ino, [])
+    by = f", by process {pids[0]}" if pids else ""
+    return StateDirError(
+        f"{path} is kept under a file lease (F_SETLEASE) by its owner {user}{by}: ask {user} or root to end that, "
+        f"{_ELSEWHERE}",
+        path=path,
+        errno=errno.EWOULDBLOCK,
+    )

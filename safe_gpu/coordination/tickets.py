@@ -1,0 +1,282 @@
+"""Tickets of the queue: files ``queue/SEQ.ticket``, each kept locked by its waiter, and what stands in them."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from .. import procfs
+from ..errors import StateDirError
+from . import decoding
+from .files import OPEN_DIR, StateDir
+from .host_lock import LockedHost, unlock_file
+
+__all__ = [
+    "Demand",
+    "Ticket",
+    "counted",
+    "encode",
+    "is_live",
+    "live_tickets",
+    "numbers",
+    "open_ticket",
+    "ticket_name",
+    "ticket_owners",
+    "without_locks",
+]
+
+_SUFFIX = ".ticket"
+
+# A longer number than this is nobody's: arithmetic on it would be slow, and other languages could not hold it.
+_DIGITS = 18
+
+# No queue gets so far by counting. A number further above the one before it was made up to use the numbers up.
+_WIDEST_GAP = 10**12
+
+# What no request exceeds. A ticket that does is unreadable.
+_MOST_GPUS = 4096
+_MOST_MEMORY = 1 << 60
+_LONGEST_STEM = 100  # UUID.inner
+_LONGEST_NAME = 64
+
+
+def ticket_name(seq: int) -> str:
+    """The file of a number.
+
+    >>> ticket_name(7)
+    '7.ticket'
+    """
+    return f"{seq}{_SUFFIX}"
+
+
+class Demand(NamedTuple):
+    """What a waiter wants, as far as others must know it.
+
+    ``gpus`` are the lease names' stems that it could use (UUIDs, or ``UUID.inner`` inside a scope); ``min_memory`` in
+    bytes, None where it does not matter; ``hold_for`` is for how many seconds it will probably hold them, None where it
+    did not say.
+    """
+
+    nb_gpus: int
+    gpus: frozenset[str]
+    min_memory: int | None = None
+    hold_for: float | None = None
+
+    def competes_with(self, other: Demand) -> bool:
+        """Whether both could end up wanting the same GPU."""
+        return not self.gpus.isdisjoint(other.gpus)
+
+
+class Ticket(NamedTuple):
+    """A place in the queue as others see it.
+
+    ``since`` in Unix seconds; ``demand`` None: unreadable; ``pidns``: the inode of the PID namespace in which ``pid``
+    is a number, None where it is not known; ``uid``: the owner of the file, whatever stands in it, -1 if not known.
+    """
+
+    seq: int
+    inode: int
+    pid: int
+    user: str
+    since: float
+    demand: Demand | None
+    pidns: int | None = None
+    uid: int = -1
+
+    def competes_with(self, demand: Demand) -> bool:
+        """Whether it wants any of the same GPUs; a ticket that cannot be read is taken to."""
+        return self.demand is None or self.demand.competes_with(demand)
+
+    def is_same(self, other: Ticket) -> bool:
+        """Whether both are one waiter's. Numbers and inodes are used again within seconds, these are not."""
+        return (self.since, self.pid, self.pidns) == (other.since, other.pid, other.pidns)
+
+    def is_stopped(self, frozen: dict[bytes, bool] | None = None) -> bool:
+        """Whether its waiter is stopped or frozen (Ctrl-Z, a suspended job). In another PID namespace nobody knows.
+
+        Args:
+            frozen: as for :func:`~safe_gpu.procfs.is_stopped`, for a look at many tickets.
+        """
+        if not self.pid or self.pidns not in (None, procfs.pid_namespace()):
+            return False
+        return procfs.is_stopped(self.pid, frozen)
+
+
+def encode(pid: int, demand: Demand) -> bytes:
+    import json
+
+    request = {"nb_gpus": demand.nb_gpus, "gpus": sorted(demand.gpus), "min_memory": demand.min_memory}
+    user = procfs.well_formed(procfs.user_name(os.geteuid()))
+    fields: dict[str, Any] = {"pid": pid, "pidns": procfs.pid_namespace(), "user": user, "request": request}
+    fields["hold_for"] = demand.hold_for
+    return json.dumps({**fields, "since": round(time.time(), 6)}).encode() + b"\n"
+
+
+_SHORT = 4096
+_decoded: dict[tuple[int, int], tuple[bytes, Ticket]] = {}
+"""Number and inode -> content and what it says, of short tickets: waiters look at the same ones again and again."""
+
+
+def _read(seq: int, inode: int, data: bytes) -> Ticket:
+    kept = _decoded.get((seq, inode))
+    if kept is not None and kept[0] == data:
+        return kept[1]
+    ticket = _decode(seq, inode, data)
+    if len(data) <= _SHORT:
+        if len(_decoded) >= _SHORT:
+            _decoded.clear()
+        _decoded[seq, inode] = data, ticket
+    return ticket
+
+
+def _decode(seq: int, inode: int, data: bytes) -> Ticket:
+    import json
+
+    try:
+        raw: dict[str, Any] = json.loads(data.decode("utf-8", "replace"))
+        request = raw["request"]
+        memory, pidns = request.get("min_memory"), raw.get("pidns")
+        demand = Demand(
+            decoding.whole(request["nb_gpus"], 1, _MOST_GPUS),
+            frozenset(str(stem)[:_LONGEST_STEM] for stem in request["gpus"]),
+            None if memory is None else decoding.whole(memory, 0, _MOST_MEMORY),
+            decoding.seconds(raw.get("hold_for"), 1),
+        )
+        pid = int(raw["pid"])
+        return Ticket(
+            seq,
+            inode,
+            pid if 0 < pid < 1 << 31 else 0,
+            decoding.text(raw["user"], _LONGEST_NAME),
+            decoding.moment(raw["since"]),
+            demand,
+            None if pidns is None else decoding.whole(pidns, 0, 1 << 63),
+        )
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
+        return Ticket(seq, inode, 0, "unknown", 0.0, None)
+
+
+def numbers(queue: StateDir) -> dict[int, int]:
+    """The number of every ticket file, in order -> its inode. A name with leading zeros, or too long, is nobody's."""
+    found = ((seq, inode) for name, inode in queue.entries() if (seq := _number(name)) is not None)
+    return dict(sorted(found))
+
+
+def without_locks(queue: StateDir, found: Mapping[int, int]) -> list[int]:
+    """The numbers of those files that are no links to a lease or to host.lock. These are locked without a waiter."""
+    locks = _lock_files(queue) if found else set()
+    return [seq for seq, inode in found.items() if inode not in locks or not _is_linked(queue, seq)]
+
+
+def _number(name: str) -> int | None:
+    stem = name[: -len(_SUFFIX)]
+    if not (name.endswith(_SUFFIX) and stem.isdecimal() and stem.isascii() and len(stem) <= _DIGITS):
+        return None
+    return int(stem) if stem[0] != "0" or stem == "0" else None
+
+
+def _lock_files(queue: StateDir) -> set[int]:
+    """The inodes of host.lock and of all leases. Anybody may link these into the queue. They would be live tickets
+    there for as long as a claim lives, or for ever: who looks at a ticket holds host.lock."""
+    found = set()
+    with suppress(OSError):
+        found.add(os.stat("../host.lock", dir_fd=queue.fd, follow_symlinks=False).st_ino)
+        fd = os.open("../leases", OPEN_DIR, dir_fd=queue.fd)
+        try:
+            with os.scandir(fd) as entries:
+                found.update(entry.inode() for entry in entries)
+        finally:
+            os.close(fd)
+    return found
+
+
+def _is_linked(queue: StateDir, seq: int) -> bool:
+    """Whether a ticket file has another name. Some file systems list inodes by numbers that are not their own."""
+    try:
+        return os.stat(ticket_name(seq), dir_fd=queue.fd, follow_symlinks=False).st_nlink > 1
+    except OSError:
+        return False
+
+
+def counted(found: Mapping[int, int]) -> dict[int, int]:
+    """Those behind which a new ticket is numbered: all up to a gap that no queue makes.
+
+    >>> counted({7: 1, 9: 2, 999_999_999_999_999_999: 3})
+    {7: 1, 9: 2}
+    """
+    below = 0
+    kept = {}
+    for seq, inode in found.items():
+        if seq - below > _WIDEST_GAP:
+            break
+        kept[seq] = inode
+        below = seq
+    return kept
+
+
+def ticket_owners(path: str) -> set[int]:
+    """Uids of the owners of all ticket files in a queue directory, dead ones too. Takes no lock."""
+    found = set()
+    with suppress(OSError), os.scandir(path) as entries:  # the same error is raised later, under host.lock
+        for entry in entries:
+            if entry.name.endswith(_SUFFIX):
+                with suppress(OSError):  # gone
+                    found.add(entry.stat(follow_symlinks=False).st_uid)
+    return found
+
+
+def open_ticket(queue: StateDir, seq: int, known: Ticket | None = None) -> tuple[Ticket, int] | None:
+    """A ticket and a descriptor of its file; None where it is gone or closed to us.
+
+    A ticket that we may not open was left by a process killed while it made it: nobody else is making one now.
+
+    Args:
+        known: what was read of it before.
+    """
+    try:
+        fd = queue.open(ticket_name(seq))
+    except StateDirError as err:
+        if err.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+            raise
+        return None
+    if fd is None:
+        return None
+    status = os.fstat(fd)
+    ticket = _read(seq, status.st_ino, os.pread(fd, decoding.LONGEST_FILE, 0))._replace(uid=status.st_uid)
+    if known is None or ticket.is_same(known):
+        return ticket, fd
+    if ticket.demand is None and ticket.inode == known.inode:  # spoilt since
+        return known, fd
+    os.close(fd)  # the queue was removed and made anew: this ticket came later
+    return None
+
+
+def is_live(host: LockedHost, seq: int, fd: int) -> bool:
+    """Whether its waiter holds it; the dead are unlinked where this user may."""
+    import fcntl
+
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    unlock_file(fd)
+    host.queue.unlink(ticket_name(seq))
+    return False
+
+
+def live_tickets(host: LockedHost) -> list[Ticket]:
+    """Everyone who waits, first come first."""
+    found = []
+    for seq in without_locks(host.queue, numbers(host.queue)):
+        if (seen := open_ticket(host.queue, seq)) is not None:
+            ticket, fd = seen
+            try:
+                if is_live(host, seq, fd):
+                    found.append(ticket)
+            finally:
+                os.close(fd)
+    return found

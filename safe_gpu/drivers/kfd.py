@@ -1,0 +1,187 @@
+"""AMD GPUs through the kernel's own view in sysfs: no library, and nothing is opened that the GPU would notice.
+
+``kfd_nodes`` says which GPUs there are, ``kfd_processes`` who is on them. The rest is with the PCI device.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from .. import procfs
+from ..devices import Gpu, HostSnapshot
+from ..errors import NoDriverError
+from ..runtimes.hip_runtime import HIP
+from . import pci
+from .kfd_nodes import Device, Tree, devices, tree
+from .kfd_processes import Use, processes
+from .nvidia_host import resolved
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+__all__ = ["KfdDriver", "may_be_integrated"]
+
+# The memory of integrated graphics is a small part of the host's that the firmware has set aside.
+_LARGEST_CARVE_OUT = 4 << 30
+_TIMES_LARGER = 4
+_LONGEST_NAME = 80
+
+_GONE = "the kernel no longer lists it"
+
+
+class KfdDriver:
+    """The kernel's AMD driver (amdgpu) as a driver.
+
+    A device is a GPU, one of the two dies of an MI250X, or a compute partition. ``index`` is ROCR's number of it, which
+    is the order of the kernel's list and, unlike NVIDIA's, need not be that of the bus ids.
+
+    Raises:
+        NoDriverError: it is not loaded.
+    """
+
+    name = "kfd"
+    runtime = HIP
+
+    def __init__(self) -> None:
+        self._devices()
+
+    def snapshot(self) -> HostSnapshot:
+        """Poll every GPU of the host; see :class:`~safe_gpu.drivers.base.Driver`."""
+        files = tree()
+        found = self._devices()
+        return HostSnapshot(tuple(_gpus(files, found)), self.name, _version(files))
+
+    def usage(self, gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
+        """Ask again about these devices. Their memory and processes are a few files of the host."""
+        if not gpus:
+            return ()
+        shown = {gpu.uuid: gpu for gpu in self.snapshot().gpus}
+        return tuple(
+            replace(gpu, memory_used=now.memory_used, memory_free=now.memory_free, processes=now.processes,
+                    process_error=now.process_error, unusable=now.unusable)
+            if (now := shown.get(gpu.uuid)) is not None
+            else replace(gpu, processes=None, process_error=_GONE, unusable=_GONE, lost=True)
+            for gpu in gpus
+        )  # fmt: skip
+
+    def linked(self, snapshot: HostSnapshot) -> HostSnapshot:
+        """The same poll with the GPUs connected by xGMI as ``nvlink_peers``: those of one hive."""
+        hives: dict[int, set[str]] = {}
+        for device in self._devices():
+            hives.setdefault(device.hive, set()).add(device.uuid)
+        connected = {uuid: peers - {uuid} for hive, peers in hives.items() if hive for uuid in peers}
+        return snapshot.updated(
+            replace(gpu, nvlink_peers=frozenset(connected.get(gpu.uuid, ()))) for gpu in snapshot.gpus
+        )
+
+    def detailed(self, snapshot: HostSnapshot) -> HostSnapshot:
+        """The same poll with ``utilization``, of whole GPUs only: the kernel does not count it for partitions."""
+        files = tree()
+        alone = {device.uuid: device.pci for device in self._devices() if device.bus_id and not device.shared}
+        return snapshot.updated(
+            replace(gpu, utilization=_percent(files.number(f"{alone[gpu.uuid]}/gpu_busy_percent")))
+            for gpu in snapshot.gpus
+            if gpu.uuid in alone
+        )
+
+    def cpu_affinity(self, uuid: str, scope: str) -> frozenset[int] | None:
+        """None: the PCI device in sysfs tells it."""
+        return None
+
+    def host_topology(self) -> None:
+        """None: the CPUs are those of sysfs."""
+        return
+
+    def close(self) -> None:
+        """Nothing is kept open."""
+
+    def _devices(self) -> tuple[Device, ...]:
+        found = devices(tree())
+        if found is None:
+            raise NoDriverError(
+                "the AMD GPU driver is not loaded: there is no /sys/class/kfd/kfd/topology; load amdgpu, or use the "
+                "driver of this host's GPUs (SAFE_GPU_DRIVER=auto)",
+                driver=self.name,
+            )
+        return found
+
+
+def _version(files: Tree) -> str:
+    """The version of the amdgpu module; the kernel's, if amdgpu is the kernel's own."""
+    return procfs.printable((files.text("sys/module/amdgpu/version") or f"Linux {os.uname().release}")[:_LONGEST_NAME])
+
+
+def _gpus(files: Tree, found: tuple[Device, ...]) -> Iterable[Gpu]:
+    used = processes(files, [device.node.gpu_id for device in found if device.node.gpu_id])
+    uses = {gpu_id: use._replace(processes=resolved(use.processes, device="kfd")) for gpu_id, use in used.items()}
+    largest = max((device.memory_total or 0 for device in found), default=0)
+    for index, device in enumerate(found):
+        if device.broken:
+            yield Gpu(index, device.uuid, device.name, device.bus_id, processes=None, process_error=device.broken,
+                      unusable=device.broken, vendor="amd")  # fmt: skip
+            continue
+        use = uses[device.node.gpu_id]
+        memory = _memory_used(files, device, use, [uses[one.node.gpu_id] for one in found if one.pci == device.pci])
+        total = device.memory_total
+        yield Gpu(
+            index=index,
+            uuid=device.uuid,
+            name=device.name,
+            pci_bus_id=device.bus_id,
+            numa_node=pci.numa_node(device.bus_id),
+            memory_total=total,
+            memory_used=memory,
+            memory_free=None if total is None or memory is None else max(0, total - memory),
+            display_active=_has_display(files, device),
+            processes=None if use.error else use.processes,
+            process_error=use.error,
+            unusable=_why_integrated(device, largest),
+            vendor="amd",
+        )
+
+
+def _memory_used(files: Tree, device: Device, use: Use, sharing: Sequence[Use]) -> int | None:
+    """Bytes in use on the device.
+
+    Partitions of one GPU share its counter. Memory that no process on any of them accounts for may be on each of them,
+    so it counts on all.
+    """
+    used = files.number(f"{device.pci}/mem_info_vram_used")
+    if used is None or not device.shared:
+        return used
+    return _bytes(use) + max(0, used - sum(map(_bytes, sharing)))
+
+
+def _bytes(use: Use) -> int:
+    return sum(process.memory_used or 0 for process in use.processes)
+
+
+def _has_display(files: Tree, device: Device) -> bool:
+    """Whether a connector of the GPU drives a screen."""
+    for card in files.names(f"{device.pci}/drm"):
+        if card.startswith("card") and any(
+            files.text(f"{device.pci}/drm/{card}/{connector}/enabled") == "enabled"
+            for connector in files.names(f"{device.pci}/drm/{card}")
+            if connector.startswith(f"{card}-")
+        ):
+            return True
+    return False
+
+
+def may_be_integrated(device: Device) -> bool:
+    """Whether it looks like the integrated graphics of a processor. GPUs of another vendor tell whether it matters."""
+    return device.integrated or (device.memory_total or 0) < _LARGEST_CARVE_OUT
+
+
+def _why_integrated(device: Device, largest: int) -> str | None:
+    """Why integrated graphics beside real GPUs cannot be claimed, else None."""
+    if may_be_integrated(device) and largest >= _TIMES_LARGER * max(device.memory_total or 0, 1):
+        return "it is the processor's integrated graphics beside GPUs with memory of their own"
+    return None
+
+
+def _percent(value: int | None) -> int | None:
+    return value if value is not None and value <= 100 else None

@@ -1,0 +1,103 @@
+"""What /dev and /proc say about the driver's answers: whose its process numbers are, and whose the memory in use.
+
+Device files, and ``/proc/driver`` of the driver, are read under ``SAFE_GPU_FSROOT``; processes always in ``/proc``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import replace
+
+from .. import procfs
+from ..devices import GpuProcess, ProcessKind
+
+__all__ = ["is_wsl", "memory_is_node", "resolved"]
+
+# A process with more descriptors than this is not searched for a device among them.
+_MOST_DESCRIPTORS = 4096
+
+
+# What opens a GPU's device files -> the file that is there if the driver is.
+_CONTROL = {"nvidia": "dev/nvidiactl", "kfd": "dev/kfd"}
+
+
+def resolved(
+    processes: Iterable[GpuProcess], *, by_devices: bool = True, device: str = "nvidia"
+) -> tuple[GpuProcess, ...]:
+    """The processes under their numbers of this PID namespace, each once per kind.
+
+    Drivers 535 to 570.144 and 575.51 list the id of the *thread* that opened the driver. gVisor, and drivers before
+    535.113 in a container, list numbers of another PID namespace, which may be those of other processes here. The
+    kernel does so for AMD GPUs. Such a process is ``elsewhere``, and its name is not that of the one here.
+
+    Args:
+        by_devices: False does not look whether a process has the driver's device open, for drivers without devices.
+        device: how the names of the driver's devices begin: "nvidia" or "kfd".
+    """
+    by_devices = by_devices and _exists(_CONTROL[device])
+    found: dict[tuple[int, str], GpuProcess] = {}
+    for listed in processes:
+        process = _resolved(listed, device if by_devices else "")
+        known = found.setdefault((process.pid, process.kind), process)
+        if (known.memory_used or -1) < (process.memory_used or -1):
+            found[process.pid, process.kind] = process
+    return tuple(found.values())
+
+
+def _resolved(process: GpuProcess, device: str) -> GpuProcess:
+    own = os.getpid()
+    pid = own if process.pid == own else procfs.thread_group(process.pid) or process.pid
+    if device and process.kind != ProcessKind.GRAPHICS and pid != own and _has_device(pid, device) is False:
+        return replace(process, name=None, elsewhere=True)
+    return process if pid == process.pid else replace(process, pid=pid)
+
+
+def _has_device(pid: int, device: str) -> bool | None:
+    """Whether a descriptor or a mapping of the process is such a device; None if /proc does not tell."""
+    mapped = False
+    try:
+        numbers = os.listdir(f"/proc/{pid}/fd")
+        if len(numbers) > _MOST_DESCRIPTORS:
+            return None
+        for number in numbers:
+            try:
+                if os.readlink(f"/proc/{pid}/fd/{number}").rpartition("/")[2].startswith(device):
+                    return True
+            except FileNotFoundError:
+                continue  # closed meanwhile
+        with open(f"/proc/{pid}/maps", "rb") as maps:
+            for line in maps:
+                if b"/" + device.encode() in line:
+                    return True
+                mapped = True
+    except OSError:
+        return None
+    return False if mapped else None  # without a mapping it is exiting, or its main thread has ended
+
+
+def is_wsl() -> bool:
+    """Whether the GPUs are those of a Windows host, whose desktop and processes are not listed here."""
+    return _exists("dev/dxg") and not _exists("dev/nvidiactl")
+
+
+def memory_is_node(bus_id: str) -> bool:
+    """Whether the memory of a GPU is a NUMA node of the kernel, as on GH200, by the driver's ``/proc`` files.
+
+    NVML's ``nvmlDeviceGetNumaNodeId`` says the same; this is for drivers that do not ask NVML.
+    """
+    import re  # only nvidia-smi's driver asks, which has it loaded
+
+    try:
+        with open(_path(f"proc/driver/nvidia/gpus/{bus_id}/numa_status"), encoding="ascii", errors="replace") as file:
+            return re.search(r"Node:\s*[0-9]", file.read(4096)) is not None
+    except (OSError, ValueError):  # no such path
+        return False
+
+
+def _exists(path: str) -> bool:
+    return os.path.exists(_path(path))
+
+
+def _path(path: str) -> str:
+    return os.path.join(os.environ.get("SAFE_GPU_FSROOT") or "/", path)

@@ -1,0 +1,314 @@
+"""The CUDA driver library, called through ctypes: whether CUDA is initialised, and which GPU has which ordinal.
+
+CUDA reads CUDA_VISIBLE_DEVICES once, in ``cuInit``. After that call the choice of GPUs is fixed in the process. The
+functions that ask whether CUDA is initialised must not initialise it, so they use only a library that is already mapped
+and never call ``cuInit``. In the process of the claim, only ``cuda_context`` initialises CUDA.
+
+Names and codes are those of the CUDA driver API (cuda.h). A function is looked up with its version suffix first, then
+without it, because drivers older than CUDA 11 lack the suffixed names.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+from ..errors import CudaInitializedError, NoDriverError, SafeGpuError
+from ..procfs import lines_of
+
+if TYPE_CHECKING:
+    import ctypes
+
+__all__ = [
+    "CudaCallError",
+    "Library",
+    "load",
+    "refuse_if_torch_uses_cuda",
+    "same_device",
+    "uuid_of_ordinal",
+    "visible_if_initialized",
+]
+
+LIBRARY = "libcuda.so.1"
+
+# CUresult
+SUCCESS = 0
+NOT_INITIALIZED = 3
+DEINITIALIZED = 4
+STUB_LIBRARY = 34
+NO_DEVICE = 100
+INVALID_DEVICE = 101
+SYSTEM_NOT_READY = 802
+SYSTEM_DRIVER_MISMATCH = 803
+COMPAT_NOT_SUPPORTED = 804
+
+# Used where the library lacks cuGetErrorName or its own does not know the code: a stub library answers 34 to every
+# call. ``error_causes`` recognises these names.
+_NAMES = {
+    2: "CUDA_ERROR_OUT_OF_MEMORY",
+    NOT_INITIALIZED: "CUDA_ERROR_NOT_INITIALIZED",
+    STUB_LIBRARY: "CUDA_ERROR_STUB_LIBRARY",
+    46: "CUDA_ERROR_DEVICE_UNAVAILABLE",
+    NO_DEVICE: "CUDA_ERROR_NO_DEVICE",
+    INVALID_DEVICE: "CUDA_ERROR_INVALID_DEVICE",
+    214: "CUDA_ERROR_ECC_UNCORRECTABLE",
+    220: "CUDA_ERROR_NVLINK_UNCORRECTABLE",
+    714: "CUDA_ERROR_HARDWARE_STACK_ERROR",
+    721: "CUDA_ERROR_CONTAINED",
+    SYSTEM_NOT_READY: "CUDA_ERROR_SYSTEM_NOT_READY",
+    SYSTEM_DRIVER_MISMATCH: "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH",
+    COMPAT_NOT_SUPPORTED: "CUDA_ERROR_COMPAT_NOT_SUPPORTED_ON_DEVICE",
+    999: "CUDA_ERROR_UNKNOWN",
+}
+
+# Pid of the process in which safe_gpu called cuInit. In a forked child it differs from os.getpid(), which tells the
+# child that it cannot use CUDA.
+_initialized_in: int | None = None
+
+_SPAWN = (
+    "CUDA was initialised in the process from which this one was forked, and a forked child cannot initialise it "
+    "again: start the child with multiprocessing's 'spawn' (or 'forkserver') method, or claim before CUDA is used"
+)
+
+
+class CudaCallError(SafeGpuError):
+    """A call of the CUDA driver failed.
+
+    Attributes:
+        call: the function, "cuInit"; code: its CUresult; name: "CUDA_ERROR_NO_DEVICE", where the driver knows one.
+    """
+
+    def __init__(self, message: str = "", *, call: str = "", code: int = 0, name: str = "") -> None:
+        super().__init__(message)
+        self.call = call
+        self.code = code
+        self.name = name
+
+
+class Library:
+    """libcuda with its functions by name. Every handle is passed as the C type that cuda.h declares."""
+
+    def __init__(self, handle: ctypes.CDLL) -> None:
+        self._handle = handle
+
+    def ask(self, name: str, *arguments: Any) -> int:
+        """Call a function and return its CUresult without checking it.
+
+        Raises:
+            CudaCallError: the library has no such function.
+        """
+        for symbol in (name, name.removesuffix("_v2")):
+            try:
+                function = getattr(self._handle, symbol)
+            except AttributeError:
+                continue
+            return int(function(*arguments))
+        raise CudaCallError(f"{LIBRARY} has no {name}: the NVIDIA driver is too old", call=name)
+
+    def call(self, name: str, *arguments: Any) -> None:
+        """Call a function.
+
+        Raises:
+            CudaCallError: the result is not CUDA_SUCCESS, or the library has no such function.
+        """
+        code = self.ask(name, *arguments)
+        if code != SUCCESS:
+            raise self.error(name, code)
+
+    def error(self, name: str, code: int) -> CudaCallError:
+        """The error that says which call failed and how."""
+        title = self._text("cuGetErrorName", code) or _NAMES.get(code, "unnamed CUDA error")
+        meaning = self._text("cuGetErrorString", code)
+        call = name.removesuffix("_v2")
+        message = f"{call} failed with {title} ({code})" + (f": {meaning}" if meaning else "")
+        return CudaCallError(message, call=call, code=code, name=title)
+
+    def _text(self, name: str, code: int) -> str:
+        import ctypes
+
+        text = ctypes.c_char_p()
+        try:
+            if self.ask(name, ctypes.c_int(code), ctypes.byref(text)) != SUCCESS:
+                return ""
+        except CudaCallError:
+            return ""
+        return (text.value or b"").decode(errors="replace")
+
+    def initialize(self) -> None:
+        """Call cuInit and record the pid of this process.
+
+        Raises:
+            CudaInitializedError: this process was forked from one in which CUDA was initialised.
+        """
+        import ctypes
+
+        global _initialized_in
+        code = self.ask("cuInit", ctypes.c_uint(0))
+        if code == NOT_INITIALIZED:
+            raise CudaInitializedError(_SPAWN) from self.error("cuInit", code)
+        if code != SUCCESS:
+            raise self.error("cuInit", code)
+        _initialized_in = os.getpid()
+
+    def refuses_to_start(self) -> bool:
+        """Call cuInit; whether it answers NOT_INITIALIZED, as in a process forked from one that used CUDA."""
+        import ctypes
+
+        return self.ask("cuInit", ctypes.c_uint(0)) == NOT_INITIALIZED
+
+    def count(self) -> int:
+        """How many GPUs CUDA sees in this process.
+
+        Raises:
+            CudaCallError: with code NOT_INITIALIZED while CUDA is not initialised.
+        """
+        import ctypes
+
+        number = ctypes.c_int(0)
+        self.call("cuDeviceGetCount", ctypes.byref(number))
+        return number.value
+
+    def device(self, ordinal: int) -> ctypes.c_int:
+        """The CUdevice of an ordinal.
+
+        Raises:
+            CudaCallError: with code INVALID_DEVICE if there is no such device.
+        """
+        import ctypes
+
+        device = ctypes.c_int()
+        self.call("cuDeviceGet", ctypes.byref(device), ctypes.c_int(ordinal))
+        return device
+
+    def uuid(self, ordinal: int) -> str:
+        """The UUID of an ordinal: ``GPU-...``, or ``MIG-...`` for a MIG instance.
+
+        Before CUDA 11.4 a MIG instance has the UUID of its parent GPU.
+        """
+        import ctypes
+        import uuid
+
+        device = self.device(ordinal)
+        octets = (ctypes.c_ubyte * 16)()
+        self.call("cuDeviceGetUuid_v2", octets, device)
+        name = ctypes.create_string_buffer(256)
+        # CUDA names an instance after its profile: "NVIDIA H100 80GB HBM3 MIG 1g.10gb".
+        named = self.ask("cuDeviceGetName", name, ctypes.c_int(len(name)), device) == SUCCESS
+        kind = "MIG" if named and b" MIG " in name.value else "GPU"
+        return f"{kind}-{uuid.UUID(bytes=bytes(octets))}"
+
+    def uuids(self) -> tuple[str, ...]:
+        """The UUIDs of all GPUs that CUDA sees in this process, in ordinal order."""
+        return tuple(self.uuid(ordinal) for ordinal in range(self.count()))
+
+
+def load() -> Library:
+    """Map libcuda into this process. This does not initialise CUDA.
+
+    Raises:
+        NoDriverError: this host has no libcuda.
+    """
+    from . import libraries
+
+    try:
+        return Library(libraries.load(LIBRARY))
+    except OSError as err:
+        raise NoDriverError(
+            f"the CUDA driver library cannot be loaded ({err}): install the NVIDIA driver, or start the container "
+            "with NVIDIA_DRIVER_CAPABILITIES=compute,utility",
+            driver="cuda",
+        ) from err
+
+
+def visible_if_initialized() -> tuple[str, ...] | None:
+    """UUIDs of the GPUs that CUDA sees in this process, in ordinal order; None while CUDA is not initialised.
+
+    This never initialises CUDA. It does not import ctypes unless libcuda is already mapped.
+
+    Raises:
+        CudaInitializedError: CUDA is initialised but its GPUs cannot be listed (``visible`` is empty), or this process
+            was forked from one in which CUDA was initialised.
+    """
+    library = _mapped()
+    if library is not None:
+        try:
+            return library.uuids()
+        except CudaCallError as err:
+            if err.code == NO_DEVICE:
+                return ()
+            if err.code not in (NOT_INITIALIZED, STUB_LIBRARY):
+                raise CudaInitializedError(
+                    f"CUDA is in use in this process but fails ({err}): claim GPUs in a new process"
+                ) from err
+            from .forked import forked_from_cuda
+
+            if forked_from_cuda(lambda: library.refuses_to_start(), _initialized_in):
+                raise CudaInitializedError(_SPAWN) from err
+    refuse_if_torch_uses_cuda()
+    return None
+
+
+def uuid_of_ordinal(device_no: int) -> str | None:
+    """UUID of the GPU that CUDA knows as ``device_no`` in this process.
+
+    None while CUDA is not initialised or cannot be asked. "" if CUDA is initialised and has no such device.
+    """
+    library = _mapped()
+    if library is None:
+        return None
+    try:
+        return library.uuid(device_no)
+    except CudaCallError as err:
+        return "" if err.code in (INVALID_DEVICE, NO_DEVICE) else None
+
+
+def same_device(cuda_uuid: str, claimed_uuid: str) -> bool:
+    """Whether a UUID that CUDA reports is the device that was claimed.
+
+    Prefixes and case do not matter. For a MIG instance with an old name (``MIG-GPU-<uuid>/<gi>/<ci>``, drivers before
+    R470) CUDA reports only the UUID of the parent GPU.
+
+    >>> same_device("GPU-8dbeba8a-f2c8-4e3a-b4e5-9d5a2f5a6c11", "MIG-GPU-8DBEBA8A-f2c8-4e3a-b4e5-9d5a2f5a6c11/7/0")
+    True
+    """
+    return bool(cuda_uuid) and _bare(cuda_uuid) == _bare(claimed_uuid)
+
+
+def _bare(uuid: str) -> str:
+    return uuid.strip().lower().removeprefix("mig-").removeprefix("gpu-").partition("/")[0]
+
+
+def _mapped() -> Library | None:
+    """libcuda if it is mapped into this process, else None."""
+    if "ctypes" not in sys.modules:  # reading the maps file is faster than importing ctypes
+        maps = iter(lines_of("/proc/self/maps"))
+        first = next(maps, None)
+        if first is not None and not any(b"/libcuda.so" in line for line in maps):
+            return None
+    import ctypes
+
+    try:
+        return Library(ctypes.CDLL(LIBRARY, mode=os.RTLD_NOLOAD))
+    except OSError:
+        return None
+
+
+def refuse_if_torch_uses_cuda() -> None:
+    """Raise if PyTorch has initialised CUDA, or cannot because this process was forked; libcuda may not show either.
+
+    ``is True`` keeps mock modules of users' tests, whose attributes are all truthy, from being taken for PyTorch.
+
+    Raises:
+        CudaInitializedError: PyTorch reports one of these.
+    """
+    cuda = getattr(sys.modules.get("torch"), "cuda", None)
+    if cuda is None:
+        return
+    if getattr(cuda, "_is_in_bad_fork", bool)() is True:
+        raise CudaInitializedError(_SPAWN)
+    if getattr(cuda, "is_initialized", bool)() is True:
+        raise CudaInitializedError(
+            "PyTorch has CUDA initialised in this process, so its choice of GPUs is fixed: claim GPUs before the first "
+            "use of torch.cuda (is_available and device_count included)"
+        )

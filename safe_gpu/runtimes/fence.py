@@ -1,0 +1,129 @@
+"""The GPUs to which the environment, or CUDA or HIP if it is already initialised, limits this process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from .. import settings
+from ..errors import CudaInitializedError, NoDriverError, UnsatisfiableRequestError
+from . import placeholders
+from .variables import names, read_once
+from .visible_devices import Fence
+
+if TYPE_CHECKING:
+    from ..devices import HostSnapshot
+    from .runtime import Runtime
+
+__all__ = ["fence_of", "prepare_only", "remember_initializer"]
+
+# Pid of the process in which a claim's placeholder initialised CUDA, and the name of that placeholder. CUDA stays
+# initialised when the placeholder is released.
+_initializer: tuple[int, str] | None = None
+
+
+def fence_of(snapshot: HostSnapshot, nb_gpus: int, runtime: Runtime) -> Fence | None:
+    """The GPUs that the variables of their vendor allow; None if these do not limit the choice.
+
+    If the runtime is initialised in this process, the fence is the GPUs that it sees (``frozen``), in its order.
+
+    Args:
+        snapshot: the host's devices.
+        nb_gpus: how many are asked for.
+        runtime: of these devices.
+
+    Raises:
+        CudaInitializedError: CUDA is initialised and sees another number of GPUs than asked for.
+        UnsatisfiableRequestError: the variable is ambiguous on this host.
+    """
+    visible = runtime.visible_if_initialized()
+    if visible is not None:
+        return _frozen(snapshot, nb_gpus, visible, runtime)
+    if settings.ignores_fence(os.environ):
+        return None
+    fence = read_once(os.environ, snapshot)
+    if fence is not None and fence.ambiguous:
+        fence = Fence(fence.value, _resolved(snapshot, fence, runtime), uses_indices=fence.uses_indices)
+    return fence
+
+
+def prepare_only(placeholder: Any, runtime: Runtime) -> None:
+    """Call the placeholder's ``prepare()``, and check that it does no more than that.
+
+    Raises:
+        CudaInitializedError: it initialised the library.
+        PlaceholderError: as for :func:`~safe_gpu.runtimes.placeholders.prepare`.
+    """
+    uninitialized = runtime.visible_if_initialized() is None
+    placeholders.prepare(placeholder)
+    if uninitialized and runtime.visible_if_initialized() is not None:
+        raise CudaInitializedError(
+            "the placeholder's prepare() initialised CUDA, which fixed the GPUs that this process sees: prepare() "
+            "may only import; initialise CUDA when the placeholder is called"
+        )
+
+
+def remember_initializer(fence: Fence | None, placeholder: Any, runtime: Runtime) -> None:
+    """After a placeholder is allocated: store whether it has initialised CUDA, for the error of a later claim.
+
+    ``fence`` is that of the claim; ``fence.frozen`` means that CUDA was initialised before.
+    """
+    global _initializer
+    if not (fence is not None and fence.frozen) and runtime.shown_at(0) is not None:
+        _initializer = os.getpid(), placeholders.name_of(placeholder)
+
+
+def _frozen(snapshot: HostSnapshot, nb_gpus: int, visible: tuple[str, ...], runtime: Runtime) -> Fence:
+    """The fence of a process in which CUDA is initialised. It can claim exactly the GPUs that CUDA sees, no others."""
+    found = _claimable(snapshot, visible, runtime)
+    if found is None or len(found) != nb_gpus:
+        raise CudaInitializedError(_too_late(nb_gpus, len(visible), runtime.title), visible=visible)
+    name = names(snapshot)[0]
+    return Fence(os.environ.get(name, ""), found, frozen=True, name=name, library=runtime.title)
+
+
+def _too_late(nb_gpus: int, seen: int, library: str) -> str:
+    """Why a claim of ``nb_gpus`` comes too late in a process in which the library sees ``seen`` GPUs."""
+    cannot = f"sees {seen} GPU(s), so a claim of {nb_gpus} cannot change which ones it uses"
+    if _initializer is not None and _initializer[0] == os.getpid():
+        return (
+            f"{library} was initialised in this process by the placeholder of an earlier claim "
+            f"({_initializer[1]}), and it stays so after release_gpus(): it {cannot}: make one claim of "
+            f"{max(nb_gpus, seen)}, or make the earlier claim with placeholder_fn=NoPlaceholder() and use no GPU "
+            "before this one, or start a new process"
+        )
+    return (
+        f"{library} is already initialised in this process and {cannot}: call claim_gpus() before "
+        f"torch.cuda.is_available(), device_count() and anything else that initialises {library}, or start a new "
+        "process"
+    )
+
+
+def _resolved(snapshot: HostSnapshot, fence: Fence, runtime: Runtime) -> tuple[str, ...]:
+    """The devices that an ambiguous variable selects, as CUDA shows them in a child process."""
+    problem = ""
+    if runtime.real:
+        try:
+            found = _claimable(snapshot, runtime.visible_in_child(), runtime)
+            if found is not None:
+                return found
+            problem = "; CUDA itself shows GPUs that the driver does not"
+        except NoDriverError as err:
+            problem = f"; CUDA itself could not be asked: {err}"
+    raise UnsatisfiableRequestError(
+        f"CUDA_VISIBLE_DEVICES={fence.value} is ambiguous: {fence.doubt}{problem}; set CUDA_DEVICE_ORDER=PCI_BUS_ID "
+        "with numbers as nvidia-smi shows them, or name UUIDs, or set SAFE_GPU_FENCE=ignore",
+        value=fence.value,
+    )
+
+
+def _claimable(snapshot: HostSnapshot, visible: Iterable[str], runtime: Runtime) -> tuple[str, ...] | None:
+    """CUDA's UUIDs as the driver writes them, in CUDA's order; None if the driver does not list one of them."""
+    found = []
+    for shown in visible:
+        gpu = next((gpu for gpu in reversed(snapshot.gpus) if runtime.is_same(shown, gpu)), None)
+        if gpu is None:
+            return None
+        found.append(gpu.uuid)
+    return tuple(found)

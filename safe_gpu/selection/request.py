@@ -1,0 +1,185 @@
+"""Parses the arguments of a claim into a :class:`~safe_gpu.devices.GpuRequest`. No device is queried."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Iterable
+
+from ..devices import VENDORS, GpuRequest
+from ..errors import UnsatisfiableRequestError
+from ..spelling import Spelling
+
+__all__ = ["parse_bytes", "parse_names", "parse_request", "parse_size"]
+
+_UNITS = {
+    "": 1,
+    "b": 1,
+    **{f"{letter}{tail}": 1 << (10 * power) for power, letter in enumerate("kmgt", 1) for tail in ("", "ib")},
+    **{f"{letter}b": 1000**power for power, letter in enumerate("kmgt", 1)},
+}
+# Nobody needs to ask for less memory than this, so a number below it probably lacks its unit.
+_FEWEST_BYTES = 1 << 20
+# Compiled on first use by re's own cache, because most claims need none of these patterns.
+_SIZE = r"\s*([0-9]{1,18}(?:\.[0-9]{0,18})?|\.[0-9]{1,18})\s*([a-zA-Z]{0,9})\s*"
+_RANGE = r"([0-9]{1,4})-([0-9]{1,4})"
+_NAME = r"[0-9]{1,4}(:[0-9]{1,4})?|(GPU|MIG)-[0-9A-Za-z/-]*|AMD-[0-9a-z:.-]*"
+
+
+def parse_request(
+    nb_gpus: object,
+    *,
+    min_memory: int | str | None = None,
+    model: str | None = None,
+    only: object = (),
+    exclude: object = (),
+    vendor: object = None,
+    spelling: type[Spelling] = Spelling,
+) -> GpuRequest:
+    """Check and parse what a claim asks for.
+
+    Args:
+        nb_gpus: a whole number, 1 or more (numpy integers too).
+        min_memory: bytes that must be free on each GPU, in a form that :func:`parse_bytes` accepts; None: any. A number
+            below 1 MiB without a unit is refused.
+        model: a name pattern, see :func:`~safe_gpu.selection.naming.matches_model`; None: any.
+        only, exclude: the devices to choose from, and those to leave out: an index (``3``), or a string of indices,
+            ranges, MIG labels and UUID prefixes (``"0,2"``, ``"0-3"``, ``"1:0"``, ``"GPU-8932"``), or an iterable of
+            these. None or an empty iterable means no restriction.
+        vendor: "nvidia" or "amd"; None: no choice.
+        spelling: how messages write these arguments.
+
+    Raises:
+        UnsatisfiableRequestError: a value is invalid; the message names it and says which values are valid.
+    """
+    if model is not None and (not isinstance(model, str) or not model.strip()):
+        way_out = f"give part of the name, such as {spelling.value('A100')}, or a pattern: {spelling.value('RTX*4090')}"
+        raise _refused("model", model, way_out, spelling)
+    if isinstance(vendor, str):
+        vendor = vendor.strip().lower()
+    if vendor is not None and vendor not in VENDORS:
+        raise _refused("vendor", vendor, f"choose {' or '.join(map(spelling.value, VENDORS))}", spelling)
+    return GpuRequest(
+        nb_gpus=_count(nb_gpus, spelling),
+        min_memory=None if min_memory is None else parse_size(min_memory, spelling=spelling),
+        model=None if model is None else model.strip(),
+        only=parse_names(only, "only", spelling=spelling),
+        exclude=parse_names(exclude, "exclude", spelling=spelling),
+        vendor=None if vendor is None else str(vendor),
+        spelling=spelling,
+    )
+
+
+def _refused(name: str, value: object, way_out: str, spelling: type[Spelling]) -> UnsatisfiableRequestError:
+    written = spelling.setting(name, spelling.value(value))
+    return UnsatisfiableRequestError(f"{written} makes no sense: {way_out}", value=value)
+
+
+def _count(nb_gpus: object, spelling: type[Spelling]) -> int:
+    job = spelling.value("job")
+    way_out = f"ask for a whole number of GPUs, 1 or more (or {job} for the number that the batch job asked for)"
+    try:
+        if isinstance(nb_gpus, bool):
+            raise TypeError
+        count = operator.index(nb_gpus)  # type: ignore[arg-type]
+    except TypeError:
+        if isinstance(nb_gpus, (list, tuple, range, set)):
+            way_out += f"; to choose GPUs by index, pass {spelling.setting('only', spelling.value(nb_gpus))}"
+        raise _refused("nb_gpus", nb_gpus, way_out, spelling) from None
+    if count < 1:
+        raise _refused("nb_gpus", nb_gpus, way_out, spelling)
+    return count
+
+
+def parse_size(value: object, name: str = "min_memory", *, spelling: type[Spelling] = Spelling) -> int:
+    """The same as :func:`parse_bytes`, but a small number without a unit is refused: 20 probably means 20 GiB.
+
+    Raises:
+        UnsatisfiableRequestError: not a size, or probably without its unit.
+    """
+    count = parse_bytes(value, name, spelling=spelling)
+    bare = not isinstance(value, str) or value.strip().isdecimal()
+    if bare and 0 < count < _FEWEST_BYTES:
+        unit = "GiB" if count < 1024 and name == "min_memory" else "MiB"
+        written = spelling.setting(name, spelling.value(value))
+        raise UnsatisfiableRequestError(
+            f"{written} means {count} bytes? write {spelling.value(f'{count}{unit}')}", value=value
+        )
+    return count
+
+
+def parse_bytes(value: object, name: str = "min_memory", *, spelling: type[Spelling] = Spelling) -> int:
+    """A number of bytes: an int, or a string such as ``"20GiB"``, ``"20G"``, ``"1.5 TiB"``, ``"20480M"``, ``"20GB"``.
+
+    K, M, G, T and KiB, MiB, GiB, TiB are powers of 1024, as in nvidia-smi and Grid Engine; KB, MB, GB, TB are powers of
+    1000. A bare number is bytes. Letter case does not matter.
+
+    Raises:
+        UnsatisfiableRequestError: not a size; ``name`` is the name of the argument in the message.
+
+    >>> parse_bytes("20GiB") == parse_bytes("20G") == 20 * 1024**3
+    True
+    """
+    way_out = f"give bytes as a whole number, or a size such as {spelling.value('20GiB')}"
+    if isinstance(value, str):
+        size = re.fullmatch(_SIZE, value)
+        factor = _UNITS.get(size.group(2).lower()) if size else None
+        if size is None or factor is None:
+            raise _refused(name, value, way_out, spelling)
+        return int(float(size.group(1)) * factor) if "." in size.group(1) else int(size.group(1)) * factor
+    if isinstance(value, bool):
+        raise _refused(name, value, way_out, spelling)
+    try:
+        count = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise _refused(name, value, way_out, spelling) from None
+    if count < 0:
+        raise _refused(name, value, way_out, spelling)
+    return count
+
+
+def parse_names(value: object, argument: str, *, spelling: type[Spelling] = Spelling) -> tuple[str, ...]:
+    """The entries of ``only`` or ``exclude``, as described in :func:`parse_request`; ranges are expanded.
+
+    Raises:
+        UnsatisfiableRequestError: an entry has none of the forms; ``argument`` is its name in the message.
+    """
+    try:
+        return _names(value)
+    except ValueError:
+        examples = ", ".join(map(spelling.value, ("0,2", "4-7")))
+        way_out = f"name GPUs by index, range or UUID, such as {examples} or {spelling.value('GPU-8932f937')}"
+        raise _refused(argument, value, way_out, spelling) from None
+
+
+def _names(value: object) -> tuple[str, ...]:
+    names: dict[str, None] = {}
+    for item in _flat(value):
+        text = item.strip()
+        span = re.fullmatch(_RANGE, text)
+        if span is not None and int(span.group(1)) <= int(span.group(2)):
+            names.update((str(index), None) for index in range(int(span.group(1)), int(span.group(2)) + 1))
+        elif re.fullmatch(_NAME, text):
+            names[":".join(str(int(part)) for part in text.split(":")) if text[0].isdigit() else text] = None
+        else:
+            raise ValueError(text)
+    return tuple(names)
+
+
+def _flat(value: object) -> Iterable[str]:
+    if value is None:
+        return
+    if isinstance(value, str):
+        yield from value.split(",")
+    elif isinstance(value, Iterable) and not isinstance(value, (bytes, bytearray)):
+        for item in value:
+            if item is None or (isinstance(item, Iterable) and not isinstance(item, str)):
+                raise ValueError(item)
+            yield from _flat(item)
+    else:
+        try:
+            if isinstance(value, bool):
+                raise TypeError
+            yield str(operator.index(value))  # type: ignore[arg-type]
+        except TypeError:
+            raise ValueError(value) from None

@@ -1,0 +1,187 @@
+"""Which GPUs a claim may take now, and why not the others. Pure functions of a snapshot.
+
+:func:`judge` says for every device whether it is free *now*. :mod:`.possible` says what this host can *ever* give, and
+:func:`~safe_gpu.selection.best.choose` picks the best set of the free devices.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from ..devices import ComputeMode, GpuVerdict
+from ..text import format_bytes, in_brackets
+from .naming import matches_model, names_device
+from .occupancy import Describe, computes, has_mps_clients, name_processes, why_memory_unexplained
+from .rules import DEFAULT_RULES, Rules
+
+if TYPE_CHECKING:
+    from ..devices import Gpu, GpuRequest, Holder, HostSnapshot
+    from ..runtimes.visible_devices import Fence
+
+__all__ = ["UNWATCHABLE", "fence_hint", "judge", "why_outside", "why_unusable"]
+
+UNWATCHABLE = (
+    "the driver cannot list processes, so it is unknown whether the GPU is free; update the NVIDIA driver, try "
+    "SAFE_GPU_DRIVER=nvml or SAFE_GPU_DRIVER=nvidia-smi, or set SAFE_GPU_PROCESS_LIST=optional to claim by lease and "
+    "memory alone"
+)
+
+
+class _Case(NamedTuple):
+    """What is the same for all devices that are judged."""
+
+    request: GpuRequest
+    fence: Fence | None
+    describe: Describe
+    rules: Rules
+    shared_display: bool
+    mps_clients: bool
+
+
+def judge(
+    snapshot: HostSnapshot,
+    request: GpuRequest,
+    *,
+    leased: Mapping[str, Holder],
+    fence: Fence | None = None,
+    own: Collection[int] = (),
+    explained: Mapping[str, Collection[int]] | None = None,
+    describe: Describe | None = None,
+    rules: Rules = DEFAULT_RULES,
+    gpus: Iterable[Gpu] | None = None,
+) -> tuple[GpuVerdict, ...]:
+    """Say for every device whether this request may take it now, in the order of the snapshot.
+
+    Args:
+        snapshot: one poll of the driver.
+        request: what is asked for; the number of GPUs is not used.
+        leased: UUID -> holder of its lease, without the leases that the caller itself holds.
+        fence: the inherited CUDA_VISIBLE_DEVICES; None: there is none.
+        own: pids whose processes and memory are disregarded on every device.
+        explained: UUID -> pids that are disregarded on that device (the processes of an outer claim). On these devices
+            memory in use without a process does not count, because it may be of processes that are not listed here.
+        describe: gives the user and command of a process for the reasons, and identifies the MPS server. Without it
+            reasons name only pids.
+        rules: what the user has set.
+        gpus: the devices of the snapshot to judge; None: all of them.
+    """
+    case = _Case(
+        request, fence, describe or _unknown_process, rules, snapshot.shared_display, has_mps_clients(snapshot)
+    )
+    return tuple(
+        _judge_one(gpu, case, leased.get(gpu.uuid), own, (explained or {}).get(gpu.uuid))
+        for gpu in (snapshot.gpus if gpus is None else gpus)
+    )
+
+
+def _unknown_process(_pid: int) -> None:
+    return None
+
+
+def _judge_one(
+    gpu: Gpu, case: _Case, holder: Holder | None, own: Collection[int], explained: Collection[int] | None
+) -> GpuVerdict:
+    disregarded = own if explained is None else {*own, *explained}
+    unusable = why_unusable(gpu)
+    if unusable:
+        return GpuVerdict(gpu, "unusable", unusable)
+    outside = why_outside(gpu, case.request, case.fence)
+    if outside:
+        return GpuVerdict(gpu, "outside", outside)
+    if case.shared_display:
+        return GpuVerdict(gpu, "display", _why_too_full(gpu, case.request, disregarded))
+    if holder is not None and holder.closed:
+        return GpuVerdict(gpu, "unusable", holder.closed)
+    if holder is not None:
+        pid = None if holder.place else holder.pid
+        return GpuVerdict(gpu, "claimed", _claimed_by(holder), pid, holder.user, holder)
+    if not gpu.processes_supported and not case.rules.lists_optional:
+        return GpuVerdict(gpu, "unusable", UNWATCHABLE)
+    if gpu.processes is None and gpu.processes_supported:
+        return GpuVerdict(gpu, "busy", f"process list failed: {gpu.process_error or 'the driver does not say why'}")
+    computing = [
+        process
+        for process in gpu.processes or ()
+        if process.pid not in disregarded and computes(process, case.describe, mps_clients=case.mps_clients)
+    ]
+    if computing:
+        computing.sort(key=lambda process: (-(process.memory_used or 0), process.pid))
+        user, text = name_processes(computing, case.describe)
+        return GpuVerdict(gpu, "busy", text, computing[0].pid, user)
+    reason = _why_too_full(gpu, case.request, disregarded)
+    if not reason and explained is None:
+        reason = why_memory_unexplained(gpu, case.rules)
+    return GpuVerdict(gpu, "busy" if reason else "free", reason)
+
+
+def why_unusable(gpu: Gpu) -> str:
+    """Why nobody can claim the device in its present state; "" if somebody can."""
+    if gpu.unusable:
+        return gpu.unusable
+    if gpu.lost:
+        return "the driver lost it (fell off the bus, or needs a reset)"
+    if gpu.mig_enabled and not gpu.is_mig_instance:
+        return "MIG mode is on: claim one of its instances"
+    if gpu.compute_mode == ComputeMode.PROHIBITED:
+        return "compute mode PROHIBITED (an administrator can change that: nvidia-smi -c DEFAULT)"
+    return ""
+
+
+def why_outside(gpu: Gpu, request: GpuRequest, fence: Fence | None) -> str:
+    """Why the request or the fence excludes the device; "" if neither does."""
+    if request.only and not any(names_device(name, gpu) for name in request.only):
+        return f"not listed in {request.spelling.setting('only', ','.join(request.only))}"
+    if any(names_device(name, gpu) for name in request.exclude):
+        return f"listed in {request.spelling.setting('exclude', ','.join(request.exclude))}"
+    if request.model is not None and not matches_model(request.model, gpu.name):
+        pattern = request.spelling.setting("model", request.spelling.value(request.model))
+        return f"{gpu.name or 'GPU without a name'} does not match {pattern}"
+    if request.min_memory is not None and gpu.memory_total is not None and gpu.memory_total < request.min_memory:
+        return f"{format_bytes(gpu.memory_total)} in all, {format_bytes(request.min_memory)} asked for"
+    if fence is not None and gpu.uuid not in fence:
+        return "not visible to CUDA in this process" if fence.frozen else f"not listed in {fence.title}"
+    return ""
+
+
+def _why_too_full(gpu: Gpu, request: GpuRequest, disregarded: Collection[int]) -> str:
+    if not request.min_memory:
+        return ""
+    if gpu.memory_free is None:
+        return f"free memory unknown, {format_bytes(request.min_memory)} asked for"
+    free = gpu.memory_free + sum(
+        process.memory_used or 0 for process in gpu.processes or () if process.pid in disregarded
+    )
+    if free < request.min_memory:
+        return f"{format_bytes(free)} of memory free, {format_bytes(request.min_memory)} asked for"
+    return ""
+
+
+def _claimed_by(holder: Holder) -> str:
+    if holder.elsewhere:
+        return "claimed: its lease file is not in this state directory (a private /tmp, or it was removed)"
+    text = "claimed" if holder.pid is None else f"claimed by process {holder.pid}"
+    text += holder.place and f" {holder.place}"
+    text += in_brackets(holder.user, holder.job and f"job {holder.job}", holder.command)
+    if holder.since is not None:
+        text += time.strftime(" since %Y-%m-%d %H:%M:%S", time.localtime(holder.since))
+    return text
+
+
+def fence_hint(unfenced: Sequence[GpuVerdict], fence: Fence | None) -> str:
+    """What the fence excludes, such as
+    ``CUDA_VISIBLE_DEVICES=0 limits this process to 1 of 8 GPUs; 7 others are free``.
+
+    ``unfenced`` are the verdicts for the same request *without* the fence. The result is "" if the fence excludes none.
+    """
+    if fence is None:
+        return ""
+    claimable = [verdict for verdict in unfenced if not verdict.gpu.mig_enabled]
+    beyond = [verdict for verdict in claimable if verdict.gpu.uuid not in fence]
+    if not beyond:
+        return ""
+    inside = len(claimable) - len(beyond)
+    free = sum(verdict.free for verdict in beyond)
+    others = "1 other is" if free == 1 else f"{free or 'none of the'} others are"
+    return f"{fence.title} limits this process to {inside} of {len(claimable)} GPUs; {others} free"

@@ -1,0 +1,138 @@
+"""The environment variables that safe_gpu reads, and checks for values and names that are probably mistakes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+
+from .errors import UnsatisfiableRequestError
+
+__all__ = [
+    "CHOICES",
+    "POLICY_FILE",
+    "PREFIX",
+    "VARIABLES",
+    "check",
+    "doubts",
+    "ignores_fence",
+    "policy_file",
+    "unknown",
+]
+
+PREFIX = "SAFE_GPU_"
+
+VARIABLES = {
+    "SAFE_GPU_DIR": "the state directory, an absolute path (default /tmp/safe-gpu)",
+    "SAFE_GPU_DRIVER": "auto, nvml, nvidia-smi, kfd (AMD) or simulated:PRESET (default auto)",
+    "SAFE_GPU_TIMEOUT": "the default timeout of claims: 90, 15m, 1h30m, inf",
+    "SAFE_GPU_FOR": "how long claims will probably hold their GPUs: 600, 30m, 2h",
+    "SAFE_GPU_NB_GPUS": 'the number of GPUs that "job" stands for',
+    "SAFE_GPU_FENCE": "ignore: disregard an inherited CUDA_VISIBLE_DEVICES",
+    "SAFE_GPU_FSROOT": "where /sys and /proc topology files are read (default /)",
+    "SAFE_GPU_LEGACY_LOCK": "the older package's lock: auto, always or never (default auto)",
+    "SAFE_GPU_UNEXPLAINED_MEMORY": "bytes in use by no visible process that make a GPU busy: 300MiB (at least 16MiB)",
+    "SAFE_GPU_PROCESS_LIST": "optional: claim by lease and memory where the driver can list no processes",
+    "SAFE_GPU_POLICY": "the policy file (default /etc/safe-gpu/policy.ini)",
+    "SAFE_GPU_SIMULATED_DIR": "the tree of a simulated host",
+    "SAFE_GPU_SGE_RESOURCE": "the name of the GPU resource in Grid Engine",
+    "SAFE_GPU_RECORD_COMMAND": "what others can read of a command: names (program and script; default) or full",
+    "SAFE_GPU_SCOPE": "set by a claim, for claims made inside it",
+    "SAFE_GPU_EXPECT": "set for a worker of a claim across hosts: the GPU that run and bind must find",
+    "SAFE_GPU_BOUND": "set by bind: the GPUs next to which this process was bound by number",
+    "SAFE_GPU_RAY_WORKER": "set for the workers of a claim on Ray",
+}
+"""Name -> meaning of every variable. Variables that begin with SAFE_GPU_TEST_ are for tests and not listed."""
+
+CHOICES = {
+    "SAFE_GPU_FENCE": ("ignore",),
+    "SAFE_GPU_LEGACY_LOCK": ("auto", "always", "never"),
+    "SAFE_GPU_RECORD_COMMAND": ("names", "full"),
+    "SAFE_GPU_PROCESS_LIST": ("optional",),
+}
+"""Name -> allowed values, for the variables that take one of a few words."""
+
+POLICY_FILE = "/etc/safe-gpu/policy.ini"
+"""The limits that root sets for the users of this host."""
+
+_FOR_TESTS = f"{PREFIX}TEST_"
+# Programs that use simulated GPUs on purpose set this variable, which turns off the warning about them.
+_SIMULATED_ON_PURPOSE = f"{_FOR_TESTS}SIMULATED"
+_REAL_DRIVERS = {"/proc/driver/nvidia/version": "NVIDIA", "/dev/kfd": "AMD"}
+
+
+def unknown(names: Iterable[str]) -> dict[str, str]:
+    """Names that look like variables of this package but are not -> the variable that was probably meant, or ""."""
+    found = {}
+    for name in names:
+        if name[: len(PREFIX)].upper() == PREFIX and name not in VARIABLES and not name.startswith(_FOR_TESTS):
+            from difflib import get_close_matches
+
+            found[name] = next(iter(get_close_matches(name.upper(), VARIABLES, 1, 0.8)), "")
+    return dict(sorted(found.items()))
+
+
+def check(environ: Mapping[str, str]) -> None:
+    """Refuse an unknown word in a variable of :data:`CHOICES`. Otherwise the default would be used without notice.
+
+    Raises:
+        UnsatisfiableRequestError: names the variable, its value, and the allowed values.
+    """
+    for name, words in CHOICES.items():
+        value = environ.get(name)
+        if value and value not in words:
+            *others, last = words
+            takes = f"{', '.join(others)} or {last}" if others else last
+            raise UnsatisfiableRequestError(f"{name}={value} is unknown: set it to {takes}, or unset it", value=value)
+
+
+def policy_file(environ: Mapping[str, str]) -> str:
+    """Where the policy of this host is, whether the file exists or not."""
+    return environ.get("SAFE_GPU_POLICY") or POLICY_FILE
+
+
+def ignores_fence(environ: Mapping[str, str]) -> bool:
+    """Whether an inherited CUDA_VISIBLE_DEVICES is to be disregarded."""
+    return environ.get("SAFE_GPU_FENCE") == "ignore"
+
+
+def doubts(environ: Mapping[str, str]) -> list[str]:
+    """Warnings about settings that are probably mistakes, one sentence each. Every claim logs them."""
+    found = []
+    for name, meant in unknown(environ).items():
+        hint = f": did you mean {meant}?" if meant else ""
+        found.append(f"{name} is not a variable of safe_gpu and has no effect{hint}")
+    found += _risks_for_root(environ)
+    driver = environ.get("SAFE_GPU_DRIVER", "")
+    if driver.startswith("simulated") and not environ.get(_SIMULATED_ON_PURPOSE):
+        maker = next((maker for path, maker in _REAL_DRIVERS.items() if os.path.exists(path)), "")
+        if maker:
+            found.append(
+                f"SAFE_GPU_DRIVER={driver}: these GPUs are simulated, and this host has a real {maker} driver whose "
+                "GPUs are not claimed this way; unset SAFE_GPU_DRIVER to claim them"
+            )
+    return found
+
+
+_PATHS = ("SAFE_GPU_DIR", "SAFE_GPU_FSROOT", "SAFE_GPU_SIMULATED_DIR")
+
+_safe: set[tuple[int, str]] = set()
+"""Effective uid and path, of what exists and no other user can change: no other user has changed it since."""
+
+
+def _risks_for_root(environ: Mapping[str, str]) -> list[str]:
+    user = os.geteuid()
+    given = [name for name in _PATHS if environ.get(name, "").startswith("/") and (user, environ[name]) not in _safe]
+    if not given:
+        return []
+    from .trust import is_root, nobody_else_can_change
+
+    found = []
+    for name in given:
+        if is_root() and not nobody_else_can_change(environ[name]):
+            found.append(
+                f"{name}={environ[name]}: other users can change what root reads there; unset {name}, and start this "
+                "with a clean environment"
+            )
+        elif os.path.exists(environ[name]):
+            _safe.add((user, environ[name]))
+    return found

@@ -1,0 +1,200 @@
+"""The state of a host as data, and as the document of ``status --json``."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ..devices import Gpu
+
+__all__ = ["ClaimStatus", "GpuStatus", "HostStatus", "ProcessStatus", "WaiterStatus"]
+
+# Version of the JSON document.
+_SCHEMA = 2
+
+_QUEUE = ("position", "pid", "user", "nb_gpus", "vendor", "since", "hold_for", "expected_start")
+_MOST_WAITERS = 1000  # in the JSON document: any user can make more
+
+
+@dataclass(frozen=True)
+class ClaimStatus:
+    """A held lease and its holder; None means "not known".
+
+    Attributes:
+        pid: a process that holds the lock, as numbered in this pid namespace; None if it cannot be seen from here.
+        user, job, command: the holder's user name, batch job and command line.
+        since: when it was claimed, Unix seconds.
+        token: the hash of the token that claims inside this claim carry; "" for none.
+        stopped: the process is stopped or frozen, such as the processes of a suspended job.
+        note: anything unusual about the holder, such as a record that names another process; else "".
+        uid: the holder's user id.
+        until: when it will probably end by the holder's word, Unix seconds.
+    """
+
+    pid: int | None = None
+    user: str | None = None
+    job: str | None = None
+    command: str | None = None
+    since: float | None = None
+    token: str = ""
+    stopped: bool = False
+    note: str = ""
+    uid: int | None = None
+    until: float | None = None
+
+
+@dataclass(frozen=True)
+class ProcessStatus:
+    """A process that the driver reports on a GPU; ``user`` and ``command`` are None if its pid is not one of here."""
+
+    pid: int
+    user: str | None
+    command: str | None
+    kind: str
+    memory_used: int | None
+
+
+@dataclass(frozen=True)
+class GpuStatus:
+    """One device. ``state`` and ``reason`` are as in :class:`~safe_gpu.devices.GpuVerdict`.
+
+    Attributes:
+        idle: claimed, and the driver shows no compute process of the claim on it.
+        claim: None if no process holds the lease.
+        inner: the claim inside ``claim``, if any.
+        idle_for: for how many seconds it has shown no work while it was claimed, as far as anybody looked; None if
+            that is not known.
+        idle_report: whether that is as long as the policy's ``idle_report_after`` for the user of the claim; None if
+            the policy does not say.
+        fault: why it is taken last, if a claim failed on it in the last ten minutes; else "".
+        prefix: "amd:" or "nvidia:" on a host with GPUs of both, where an index alone is ambiguous; else "".
+    """
+
+    gpu: Gpu
+    state: str
+    idle: bool = False
+    reason: str = ""
+    claim: ClaimStatus | None = None
+    inner: ClaimStatus | None = None
+    processes: tuple[ProcessStatus, ...] = ()
+    fault: str = ""
+    idle_for: float | None = None
+    idle_report: bool | None = None
+    prefix: str = ""
+
+    @property
+    def label(self) -> str:
+        """How people are told which GPU it is: ``3``, ``3:1``, or ``amd:3``."""
+        return self.prefix + self.gpu.label
+
+
+@dataclass(frozen=True)
+class WaiterStatus:
+    """One waiter. ``position`` counts the waiters of this host from 1; ``since`` is in Unix seconds.
+
+    ``hold_for`` is for how many seconds it will probably hold its GPUs, and ``expected_start`` when it can expect to
+    start, in Unix seconds; None is unknown. ``vendor`` is that of the GPUs, "nvidia" or "amd".
+    """
+
+    position: int
+    pid: int | None
+    user: str | None
+    nb_gpus: int | None
+    since: float | None
+    stopped: bool = False
+    note: str = ""
+    hold_for: float | None = None
+    expected_start: float | None = None
+    vendor: str | None = None
+
+
+@dataclass(frozen=True)
+class HostStatus:
+    """The result of :func:`~safe_gpu.status.gather.gather`.
+
+    Attributes:
+        host: name of the host.
+        driver, driver_version: as in :class:`~safe_gpu.devices.HostSnapshot`; of two drivers "nvml, kfd".
+        state_dir: the state directory.
+        taken_at: Unix seconds.
+        gpus: every device, in the driver's order; NVIDIA's before AMD's.
+        queue: the waiters, in order of arrival.
+        warnings: sentences that say which facts are not known, and why.
+        shift: a sentence, if the indices in CUDA_VISIBLE_DEVICES of this process no longer mean the GPUs of the claim
+            inside which it runs; else "".
+        broken: sentences on the drivers of the other vendor that do not work, so that its GPUs are missing here.
+    """
+
+    host: str
+    driver: str
+    driver_version: str
+    state_dir: str
+    taken_at: float
+    gpus: tuple[GpuStatus, ...]
+    queue: tuple[WaiterStatus, ...] = ()
+    warnings: tuple[str, ...] = ()
+    shift: str = ""
+    broken: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """The document of ``status --json``; null means "not known".
+
+        =============================  ==============================================================================
+        schema                         2; it changes when a key changes its meaning or is removed, not when one is added
+        host                           name of the host
+        driver, driver_version         the driver that was polled (nvml, nvidia-smi, kfd, simulated:NAME); "" if
+                                       unknown; "nvml, kfd" where there are GPUs of two vendors
+        state_dir                      the state directory
+        gpus[].index                   as nvidia-smi numbers them; a MIG instance has that of its GPU; AMD GPUs are
+                                       numbered apart
+        gpus[].vendor                  nvidia or amd
+        gpus[].uuid, name              as the driver reports them
+        gpus[].pci_bus_id              as sysfs writes it: 0000:07:00.0
+        gpus[].numa_node               number of its NUMA node
+        gpus[].memory_total            bytes; memory_used too
+        gpus[].utilization             percent
+        gpus[].state                   free, claimed, busy (used without a claim), display (free, shared with the
+                                       host's only display), unusable
+        gpus[].idle                    claimed, and no process of the claim computes on it
+        gpus[].idle_for                claimed, and for how many seconds it has shown no work, as far as seen
+        gpus[].reason                  why it is not free, or why it is taken last, a sentence; else ""
+        gpus[].claim                   null if no process holds the lease, else:
+        gpus[].claim.pid, uid, user    the process that holds it, and its user; pid is null for a process that cannot be
+                                       seen from here, such as one outside this container
+        gpus[].claim.job               the batch job, such as sge:1234.5
+        gpus[].claim.command           its command
+        gpus[].claim.since, until      Unix seconds: claimed at; expected to end at
+        gpus[].processes[]             pid, user, command, kind (compute, graphics, mps), memory_used in bytes
+        queue                          the first 1,000 waiters
+        queue[].position               1 for the first waiter of this host
+        queue[].pid, user              the waiting process and its user
+        queue[].nb_gpus, since         the number of GPUs that it waits for; since when, in Unix seconds
+        queue[].vendor                 nvidia or amd; null if its ticket cannot be read
+        queue[].hold_for               for how many seconds it will probably hold them
+        queue[].expected_start         when it can expect to start, in Unix seconds
+        =============================  ==============================================================================
+        """
+        return {
+            "schema": _SCHEMA,
+            "host": self.host,
+            "driver": self.driver,
+            "driver_version": self.driver_version,
+            "state_dir": self.state_dir,
+            "gpus": [_gpu_dict(one) for one in self.gpus],
+            "queue": [{name: getattr(one, name) for name in _QUEUE} for one in self.queue[:_MOST_WAITERS]],
+        }
+
+
+def _gpu_dict(one: GpuStatus) -> dict[str, Any]:
+    facts = "index vendor uuid name pci_bus_id numa_node memory_total memory_used utilization".split()
+    claim = one.claim
+    return {
+        **{name: getattr(one.gpu, name) for name in facts},
+        "state": one.state,
+        "idle": one.idle,
+        "idle_for": one.idle_for,
+        "reason": one.reason,
+        "claim": claim
+        and {name: getattr(claim, name) for name in ("pid", "uid", "user", "job", "command", "since", "until")},
+        "processes": [asdict(process) for process in one.processes],
+    }

@@ -1,0 +1,275 @@
+"""The state of a host at one moment: every GPU, its holder, and the queue.
+
+The driver is polled first, with no lock held. Then all leases and tickets are probed under one short hold of host.lock.
+Only the lock decides whether a GPU is claimed. The content of a record is shown only if it fits the lock's holder.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from ..coordination.around import claim_around
+from ..coordination.files import state_dir_path
+from ..devices import Gpu, GpuProcess, GpuRequest, Holder, HostSnapshot, vendor_of
+from ..errors import NoDriverError
+from ..runtimes.shifted import shifted
+from ..selection.faults import why_last
+from ..selection.occupancy import computes, has_mps_clients
+from ..selection.rules import Rules
+from ..selection.verdicts import judge
+from ..settings import policy_file
+from ..text import in_brackets
+from .facts import ClaimStatus, GpuStatus, HostStatus, ProcessStatus, WaiterStatus
+from .holders import LockedFile, Processes, who_holds
+from .idle import with_idle_times
+from .probe import HostFacts, look, names_of
+from .starts import Occupancy, expected_starts
+
+if TYPE_CHECKING:
+    from ..coordination.leases import LeaseRecord
+    from ..coordination.tickets import Ticket
+    from ..drivers.base import Driver
+
+__all__ = ["ClaimStatus", "GpuStatus", "HostStatus", "ProcessStatus", "WaiterStatus", "gather", "status_of"]
+
+
+def gather(driver: Driver | None = None) -> HostStatus:
+    """The state of this host, for any user. It claims nothing and does not create the state directory.
+
+    Args:
+        driver: None opens those that ``SAFE_GPU_DRIVER`` names, one for each vendor, and closes them again.
+
+    Raises:
+        NoDriverError, UnsatisfiableRequestError: there is no such driver, or none works. An error of the state
+            directory does not raise: it becomes a warning, and the GPUs are shown as the driver reports them.
+    """
+    if driver is not None:
+        return status_of(driver.detailed(driver.snapshot()))
+    from ..drivers import open_drivers
+
+    drivers, broken = open_drivers()
+    snapshots: list[HostSnapshot] = []
+    for opened in drivers:
+        try:
+            snapshots.append(opened.detailed(opened.snapshot()))
+        except NoDriverError as err:
+            if len(drivers) == 1:
+                raise
+            broken.append(str(err))
+        finally:
+            opened.close()
+    if not snapshots:
+        raise NoDriverError("; ".join(broken), driver="auto")
+    return status_of(*([one for one in snapshots if one.gpus] or snapshots[:1]), broken=broken)
+
+
+def status_of(*snapshots: HostSnapshot, broken: Iterable[str] = ()) -> HostStatus:
+    """The result of :func:`gather` for given polls, which should be fresh: of each vendor's driver one.
+
+    Args:
+        broken: sentences on the drivers that do not work.
+    """
+    path = state_dir_path()
+    found = look(path, [gpu for snapshot in snapshots for gpu in snapshot.gpus], snapshots[0].names)
+    processes = Processes([*found.files, *(_ticket_name(ticket) for ticket in found.tickets)])
+    claims = {name: _claim(file, found.records.get(name), processes) for name, file in found.files.items()}
+    now = time.time()
+    rows = [
+        replace(one, prefix=f"{snapshot.vendor}:") if len(snapshots) > 1 else one
+        for snapshot in snapshots
+        for one in _gpus(snapshot, claims, found, processes)
+    ]
+    gpus = _with_reports(with_idle_times(rows, now))
+    tickets = sorted(found.tickets, key=_seq)
+    expected = zip(tickets, expected_starts(tickets, _occupancy(gpus), now), strict=True)
+    return HostStatus(
+        host=os.uname().nodename,
+        driver=_all_of(snapshot.driver for snapshot in snapshots),
+        driver_version=_all_of(snapshot.driver_version for snapshot in snapshots),
+        state_dir=path,
+        taken_at=now,
+        gpus=gpus,
+        queue=tuple(
+            _waiter(place, ticket, found, processes, start) for place, (ticket, start) in enumerate(expected, 1)
+        ),
+        warnings=tuple(found.warnings),
+        shift=_shift(snapshots, found),
+        broken=tuple(broken),
+    )
+
+
+def _all_of(texts: Iterable[str]) -> str:
+    return ", ".join(dict.fromkeys(filter(None, texts)))
+
+
+def _with_reports(gpus: tuple[GpuStatus, ...]) -> tuple[GpuStatus, ...]:
+    path = policy_file(os.environ)
+    if not os.path.lexists(path):
+        return gpus
+    from .idle_report import with_reports
+
+    return with_reports(gpus, path)
+
+
+def _shift(snapshots: Iterable[HostSnapshot], found: HostFacts) -> str:
+    value = os.environ.get("CUDA_VISIBLE_DEVICES")
+    around = claim_around(found.records.values(), os.environ.get("SAFE_GPU_SCOPE", "")) if value else None
+    if around is None:
+        return ""
+    order = os.environ.get("CUDA_DEVICE_ORDER")
+    of_it = (one for one in snapshots if any(one.by_uuid(uuid) is not None for uuid in around.gpus))
+    return next((shifted(value, order, around.gpus, one) for one in of_it), "")
+
+
+def _occupancy(gpus: Iterable[GpuStatus]) -> list[Occupancy]:
+    return [Occupancy(one.gpu.uuid, one.state in ("free", "display"), one.claim, one.inner) for one in gpus]
+
+
+def _claim(file: LockedFile, record: LeaseRecord | None, processes: Processes) -> ClaimStatus:
+    named, start, namespace = (record.pid, record.start, record.pidns) if record else (None, None, None)
+    holding = who_holds(file, named, start, processes, namespace)
+    stopped = holding.pid is not None and processes.is_stopped(holding.pid)
+    if record is not None and holding.believed:
+        seen = holding.pid == named and record.here and not holding.note  # the record has no arguments
+        user, uid = record.user or None, record.uid if record.uid >= 0 else None
+        if holding.pid is not None and not record.here:  # a container may have users of its own
+            user, uid = (processes.describe(holding.pid) or (user,))[0], processes.uid_of(holding.pid) or uid
+        return ClaimStatus(
+            holding.pid,
+            user,
+            record.job,
+            (processes.command_of(record.pid) if seen else None) or record.command,
+            record.since or None,
+            record.token,
+            stopped,
+            holding.note,
+            uid,
+            record.until,
+        )
+    user, command = (processes.describe(holding.pid) if holding.pid else None) or (None, None)
+    uid = processes.uid_of(holding.pid) if holding.pid else None
+    return ClaimStatus(holding.pid, user, command=command or None, stopped=stopped, note=holding.note, uid=uid)
+
+
+def _gpus(
+    snapshot: HostSnapshot, claims: Mapping[str, ClaimStatus], found: HostFacts, processes: Processes
+) -> tuple[GpuStatus, ...]:
+    pairs = [(claims.get(outer), claims.get(inner)) for outer, inner in map(names_of, snapshot.gpus)]
+    leased = {gpu.uuid: _holder(outer or inner) for gpu, (outer, inner) in zip(snapshot.gpus, pairs, strict=True)}
+    leased.update(dict.fromkeys(found.elsewhere, Holder(elsewhere=True)))
+    verdicts = judge(
+        snapshot,
+        GpuRequest(),
+        leased={uuid: holder for uuid, holder in leased.items() if holder},
+        describe=processes.describe,
+        rules=Rules.of(os.environ),
+    )
+    mps_clients = has_mps_clients(snapshot)
+    rows = []
+    for verdict, (outer, inner) in zip(verdicts, pairs, strict=True):
+        gpu, state = verdict.gpu, verdict.state
+        if gpu.uuid in found.elsewhere:
+            outer = ClaimStatus()
+        claim = outer or inner  # an inner claim may outlive its outer claim
+        inner = inner if outer else None
+        fault = why_last(found.faults[gpu.uuid]) if gpu.uuid in found.faults else ""
+        reasons = [verdict.reason, *_remarks(claim), *_inside(inner), fault]
+        trouble = next((found.closed[name] for name in names_of(gpu) if name in found.closed), "")
+        if trouble:
+            state, reasons = "unusable", [trouble]
+        elif state == "free" and found.warnings:
+            reasons = ["the driver shows no process on it; whether it is claimed is not known"]
+        rows.append(
+            GpuStatus(
+                gpu,
+                state,
+                idle=claim is not None
+                and _is_idle(gpu, [one for one in (claim, inner) if one], processes, mps_clients=mps_clients),
+                reason="; ".join(filter(None, reasons)),
+                claim=claim,
+                inner=inner,
+                processes=tuple(_process(process, processes) for process in gpu.processes or ()),
+                fault=fault,
+            )
+        )
+    return tuple(rows)
+
+
+def _holder(claim: ClaimStatus | None) -> Holder | None:
+    return Holder(claim.pid, claim.user, claim.job, claim.command, claim.since) if claim else None
+
+
+def _remarks(claim: ClaimStatus | None) -> list[str]:
+    if claim is None:
+        return []
+    return [claim.note, "stopped (a suspended job?)" if claim.stopped else ""]
+
+
+def _inside(inner: ClaimStatus | None) -> list[str]:
+    if inner is None:
+        return []
+    who = in_brackets(inner.user, inner.command)
+    return [f"inside it claimed by process {inner.pid or '?'}{who}", *_remarks(inner)]
+
+
+def _is_idle(gpu: Gpu, claims: Collection[ClaimStatus], processes: Processes, *, mps_clients: bool) -> bool:
+    """Whether none of the claim's processes computes there; False if the process list is unknown."""
+    if gpu.processes is None or not gpu.processes_supported:
+        return False
+    return not any(
+        computes(process, processes.describe, mps_clients=mps_clients) and _may_belong(process, claims, processes)
+        for process in gpu.processes
+    )
+
+
+def _may_belong(process: GpuProcess, claims: Collection[ClaimStatus], processes: Processes) -> bool:
+    """Whether a process may belong to one of the claims: a descendant, a process of its user, or an unknown pid."""
+    pid = process.pid
+    described = None if process.elsewhere else processes.describe(pid)
+    if described is None:
+        return True
+    user, family = described[0], {pid, *processes.ancestors(pid)}
+    return any(claim.pid is None or claim.pid in family or claim.user == user for claim in claims)
+
+
+def _process(process: GpuProcess, processes: Processes) -> ProcessStatus:
+    user, command = (None if process.elsewhere else processes.describe(process.pid)) or (None, None)
+    return ProcessStatus(process.pid, user, command or process.name, process.kind, process.memory_used)
+
+
+def _seq(ticket: Ticket) -> int:
+    return ticket.seq
+
+
+def _ticket_name(ticket: Ticket) -> str:
+    return f"{ticket.seq}.ticket"
+
+
+def _waiter(position: int, ticket: Ticket, found: HostFacts, processes: Processes, start: float | None) -> WaiterStatus:
+    file = LockedFile(_ticket_name(ticket), found.queue_device, ticket.inode, tuple(found.locks.get(ticket.inode, ())))
+    holding = who_holds(file, ticket.pid or None, None, processes, ticket.pidns)
+    user: str | None = ticket.user
+    if not holding.believed:
+        user = (processes.describe(holding.pid) or (None, ""))[0] if holding.pid else None
+    return WaiterStatus(
+        position,
+        holding.pid,
+        user,
+        ticket.demand.nb_gpus if ticket.demand else None,
+        ticket.since or None,
+        stopped=holding.pid is not None and processes.is_stopped(holding.pid),
+        note=holding.note,
+        hold_for=ticket.demand.hold_for if ticket.demand else None,
+        expected_start=start,
+        vendor=_vendor_of(ticket),
+    )
+
+
+def _vendor_of(ticket: Ticket) -> str | None:
+    """The vendor of the GPUs for which somebody waits; requests are for those of one."""
+    vendors = {vendor_of(stem.removesuffix(".inner")) for stem in ticket.demand.gpus} if ticket.demand else set()
+    return vendors.pop() if len(vendors) == 1 else None

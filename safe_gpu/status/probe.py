@@ -1,0 +1,166 @@
+"""Reads the state directory at one moment: held leases and tickets, probed under one short hold of host.lock."""
+
+from __future__ import annotations
+
+import os
+import stat
+import time
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from .. import procfs
+from ..coordination.faults import read_faults
+from ..coordination.files import StateDir
+from ..coordination.host_lock import HostLock
+from ..coordination.leases import LeaseRecord, inner_name, lease_name, probe, read_record
+from ..coordination.names import held_among
+from ..coordination.tickets import Ticket, live_tickets
+from ..devices import Fault, Gpu
+from ..errors import LockTimeout, SafeGpuError, StateDirError
+from ..selection.faults import recent
+from .holders import LockedFile
+
+__all__ = ["HostFacts", "is_untouched", "look", "mark_seen", "names_of"]
+
+# How long to wait for host.lock, seconds. It is held for microseconds, unless its holder is stopped or hundreds of
+# processes want it at once.
+_PATIENCE = 5.0
+
+
+@dataclass
+class HostFacts:
+    """The leases and tickets at one moment.
+
+    Attributes:
+        files: the held leases, by name.
+        records: the records of these leases, by name, as far as they can be read.
+        elsewhere: UUIDs of the GPUs that are held by name only.
+        faults: UUID -> note, of the GPUs that are taken last because a claim failed on them.
+        closed: why a lease cannot be opened, by name.
+        tickets: the tickets of all waiters.
+        queue_device: the device number of the tickets' files.
+        locks: inode -> pids that lock it, for all of these files.
+        warnings: sentences that say which facts are not known, and why.
+    """
+
+    files: dict[str, LockedFile] = field(default_factory=dict)
+    records: dict[str, LeaseRecord] = field(default_factory=dict)
+    elsewhere: frozenset[str] = frozenset()
+    faults: Mapping[str, Fault] = field(default_factory=dict)
+    closed: dict[str, str] = field(default_factory=dict)
+    tickets: list[Ticket] = field(default_factory=list)
+    queue_device: int = 0
+    locks: Mapping[int, list[int]] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+
+
+def look(path: str, gpus: Collection[Gpu], prefix: str = "") -> HostFacts:
+    """Probe every lease and ticket in a state directory. It is not created if missing. Errors become warnings.
+
+    Args:
+        prefix: what stands before the UUIDs of this host in names.
+    """
+    found = HostFacts()
+    if is_untouched(path):
+        _find_names(found, gpus, prefix)
+        return found
+    try:
+        with HostLock(time.monotonic() + _PATIENCE, path) as host:
+            found.tickets = live_tickets(host)
+            found.queue_device = os.fstat(host.queue.fd).st_dev
+            tickets = {ticket.inode for ticket in found.tickets}
+            _find_leases(found, host.leases, gpus, lambda name: probe(host, name), tickets)
+            _find_names(found, gpus, prefix)
+        mark_seen(path, found.files)
+    except LockTimeout as err:
+        found.warnings.append(f"{err}. The queue cannot be read now, and claims are shown as in /proc/locks.")
+        try:
+            _look_without_host_lock(found, path, gpus)
+            _find_names(found, gpus, prefix)
+        except SafeGpuError as second:
+            found.warnings.append(str(second))
+    except SafeGpuError as err:
+        found.warnings.append(f"The claims are not known: {err}")
+    return found
+
+
+def mark_seen(path: str, names: Collection[str]) -> None:
+    """Set the time of these lease files, which were just seen held, to now; a claim that dies is known to have lived
+    until then."""
+    if not names:
+        return
+    try:
+        with StateDir(path) as root, StateDir("leases", root) as leases:
+            for name in names:
+                with suppress(OSError):
+                    os.utime(name, dir_fd=leases.fd, follow_symlinks=False)
+    except (StateDirError, OSError):
+        pass
+
+
+def is_untouched(path: str) -> bool:
+    """Whether the state directory was never used. Then there is nothing to lock."""
+    try:
+        if stat.S_ISLNK(os.lstat(path).st_mode):
+            return False
+        os.lstat(os.path.join(path, "leases"))
+    except FileNotFoundError:
+        return True
+    except OSError:
+        pass  # HostLock raises an error that says what is wrong
+    return False
+
+
+def _look_without_host_lock(found: HostFacts, path: str, gpus: Collection[Gpu]) -> None:
+    """Find held leases in /proc/locks only, which takes no lock but does not show locks of other pid namespaces."""
+    with StateDir(path) as root, StateDir("leases", root) as leases:
+        inodes = {name: _inode(leases, name) for gpu in gpus for name in names_of(gpu)}
+        locks = procfs.flock_holders({inode for inode in inodes.values() if inode})
+        _find_leases(found, leases, gpus, lambda name: inodes[name] in locks)
+
+
+def _inode(directory: StateDir, name: str) -> int:
+    try:
+        return os.stat(name, dir_fd=directory.fd, follow_symlinks=False).st_ino
+    except OSError:
+        return 0
+
+
+def _find_leases(
+    found: HostFacts,
+    leases: StateDir,
+    gpus: Collection[Gpu],
+    is_held: Callable[[str], bool],
+    other_inodes: Collection[int] = (),
+) -> None:
+    held: dict[str, os.stat_result] = {}
+    for gpu in gpus:
+        for name in names_of(gpu):
+            try:
+                if not is_held(name):
+                    continue
+                held[name] = os.stat(name, dir_fd=leases.fd, follow_symlinks=False)
+            except StateDirError as err:
+                found.closed[name] = str(err)
+                continue
+            except OSError:
+                continue  # the file was removed since it was probed
+            record = read_record(leases, name)
+            if record is not None:
+                found.records[name] = record
+    found.faults = recent(read_faults(leases, [gpu.uuid for gpu in gpus]), time.time())
+    found.locks = procfs.flock_holders({*other_inodes, *(status.st_ino for status in held.values())})
+    for name, status in held.items():
+        lockers = tuple(found.locks.get(status.st_ino, ()))
+        found.files[name] = LockedFile(name, status.st_dev, status.st_ino, lockers)
+
+
+def _find_names(found: HostFacts, gpus: Collection[Gpu], prefix: str) -> None:
+    rest = [gpu.uuid for gpu in gpus if not found.files.keys() & set(names_of(gpu))]
+    found.elsewhere = held_among(rest, prefix)
+
+
+def names_of(gpu: Gpu) -> tuple[str, str]:
+    """The names of a device's lease files: for a claim, and for a claim inside that claim."""
+    return lease_name(gpu.uuid), inner_name(gpu.uuid)

@@ -1,0 +1,272 @@
+"""The table of ``safe-gpu status``: one row for each GPU with remarks below it, then the queue. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ..procfs import printable
+from ..text import GAP, Column, cut, display_width, format_age, gpu_ranges, paint, plural, short_age, wrapped
+
+if TYPE_CHECKING:
+    from ..devices import Gpu
+    from .facts import ClaimStatus, GpuStatus, HostStatus, ProcessStatus, WaiterStatus
+
+__all__ = ["render"]
+
+_STATE_COLORS = {"free": "green", "display": "green", "claimed": "cyan", "busy": "red", "unusable": "dim"}
+
+_INDENT = " " * 5
+
+# Waiters that are shown. Any user can make thousands.
+_MOST_WAITERS = 100
+
+
+def render(status: HostStatus, *, width: int, color: bool, shown: HostStatus | None = None) -> str:
+    """The status as text: no line is wider than ``width`` columns; ``color`` adds ANSI colours to the state.
+
+    Args:
+        shown: the part of it whose GPUs and waiters are listed; None lists all.
+    """
+    lines = _headline(status, width, color)
+    lines.append("")
+    if shown is None:
+        shown = status
+    if shown.gpus:
+        lines += _gpu_table(shown, width, color)
+    else:
+        lines += wrapped("none of these GPUs" if status.gpus else "no GPUs", width)
+    lines += _queue(shown, width, color)
+    for warning in (*filter(None, [status.shift]), *status.broken, *status.warnings):
+        lines += ["", *(paint(line, "yellow", color) for line in wrapped(f"warning: {warning}", width))]
+    return "\n".join(lines)
+
+
+def _headline(status: HostStatus, width: int, color: bool) -> list[str]:
+    claimable = [one for one in status.gpus if not one.gpu.mig_enabled]
+    free = sum(one.state in ("free", "display") for one in claimable)
+    idle = sum(one.idle for one in status.gpus)
+    text = f"{status.host}: {free} of {len(claimable)} GPUs free"
+    if idle:
+        text += f", {idle} claimed but idle"
+    if status.queue:
+        text += f", {len(status.queue)} waiting"
+    driver = f"{status.driver} {status.driver_version}".strip()
+    lines = [paint(line, "bold", color) for line in wrapped(f"{text} ({driver})", width)]
+    for names, labels in _models(status):
+        lines += wrapped(f"{labels}: {names}" if labels else names, width)
+    return lines
+
+
+def _models(status: HostStatus) -> list[tuple[str, str]]:
+    """(model, GPUs) for each model; one entry without a list of GPUs if all GPUs are of the same model."""
+    found: dict[str, list[str]] = {}
+    for one in status.gpus:
+        if not one.gpu.is_mig_instance:
+            found.setdefault(one.gpu.name or "(no name)", []).append(one.label)
+    if len(found) == 1:
+        name, labels = next(iter(found.items()))
+        return [(f"{len(labels)} x {name}", "")]
+    return [(name, f"GPU {gpu_ranges(labels)}") for name, labels in found.items()]
+
+
+# The GPUs
+
+
+@dataclass(frozen=True)
+class _Row:
+    """The cells of one GPU; ``text``, if set, replaces the cells from ``user`` on."""
+
+    label: str
+    state: str
+    color: str
+    memory: str
+    load: str
+    user: str = ""
+    pid: str = ""
+    job: str = ""
+    age: str = ""
+    left: str = ""
+    command: str = ""
+    text: str = ""
+    remarks: tuple[str, ...] = ()
+
+
+def _gpu_table(status: HostStatus, width: int, color: bool) -> list[str]:
+    wide = width >= 100
+    rows = [_row(one, status.taken_at, wide) for one in status.gpus]
+    columns = [
+        Column("GPU", [row.label for row in rows], right=True),
+        Column("STATE", [row.state for row in rows]),
+        Column("MEMORY", [row.memory for row in rows], right=True),
+        Column("UTIL", [row.load for row in rows], right=True),
+    ]
+    holder = [
+        Column("USER", [row.user for row in rows], most=24 if wide else 8),
+        Column("PID", [row.pid for row in rows], right=True),
+        Column("JOB", [row.job for row in rows], most=30 if wide else 12),
+        Column("FOR", [row.age for row in rows], right=True),
+        Column("LEFT", [row.left for row in rows], right=True),
+    ]
+    left = GAP.join(column.padded(column.title) for column in columns)
+    titles = [column.padded(column.title) for column in holder if column.width]
+    room = width - display_width(left) - len(GAP)
+    lines = [paint(cut(GAP.join([left, *titles, "COMMAND"]), width).rstrip(), "bold", color)]
+    for number, row in enumerate(rows):
+        head = [column.padded(column.cells[number]) for column in columns]
+        head[1] = paint(head[1], row.color, color)
+        if row.load == "idle":
+            head[3] = paint(head[3], row.color, color)
+        tail = [column.padded(column.cells[number]) for column in holder if column.width]
+        rest = row.text or GAP.join([*tail, row.command])
+        lines.append(GAP.join([*head, cut(rest, max(0, room))]).rstrip())
+        remarks = [*row.remarks]
+        if row.text and display_width(row.text) > room:
+            remarks.insert(0, row.text)
+            lines[-1] = GAP.join(head).rstrip()
+        for remark in remarks:
+            lines += [paint(line, "yellow", color) for line in wrapped(remark, width, _INDENT)]
+    return lines
+
+
+def _row(one: GpuStatus, now: float, wide: bool) -> _Row:
+    color = "yellow" if one.idle or one.idle_report else _STATE_COLORS.get(one.state, "dim")
+    head = (one.label, one.state, color)
+    load = "-" if one.gpu.utilization is None else f"{one.gpu.utilization}%"
+    numbers = (_memory(one.gpu), "idle" if one.idle else load)
+    if one.claim is not None:
+        claim = one.claim
+        return _Row(
+            *head,
+            *numbers,
+            user=printable(claim.user or "?"),
+            pid=str(claim.pid or "?"),
+            job=_job(claim.job or "", wide),
+            age=short_age(now - claim.since) if claim.since else "?",
+            left=_left(claim.until, now),
+            command=_short(claim.command or "?"),
+            remarks=_remarks(one, now),
+        )
+    computing = [process for process in one.processes if process.kind != "graphics"]
+    if one.state == "busy" and computing:
+        first = max(computing, key=lambda process: process.memory_used or 0)
+        number = len({process.pid for process in computing})
+        return _Row(
+            *head,
+            *numbers,
+            user=printable(first.user or "?"),
+            pid=str(first.pid),
+            command=(f"(1 of {number}) " if number > 1 else "") + _command_of(first),
+        )
+    shared = "free, shared with the display" if one.state == "display" else ""
+    return _Row(*head, *numbers, text=printable(one.reason) or shared)
+
+
+def _command_of(process: ProcessStatus) -> str:
+    return _short(process.command or "(cannot be seen here)")
+
+
+def _short(command: str) -> str:
+    """A command line without the directory of its program, to save columns."""
+    program, blank, arguments = printable(command).partition(" ")
+    return (program.rpartition("/")[2] or program) + blank + arguments
+
+
+def _job(label: str, wide: bool) -> str:
+    """``sge:1234.5`` in a wide table, else the number alone."""
+    return printable(label if wide else label.rpartition(":")[2])
+
+
+def _left(until: float | None, now: float) -> str:
+    """``20m`` for a claim that is to end in 20 minutes, ``-20m`` for one that was to end 20 minutes ago."""
+    if until is None:
+        return ""
+    return f"-{short_age(now - until)}" if until < now else short_age(until - now)
+
+
+def _remarks(one: GpuStatus, now: float) -> tuple[str, ...]:
+    """The lines below the row of a claim, for facts that have no column."""
+    found = list(_claim_remarks(one.claim))
+    if one.claim is not None and one.claim.until is not None and one.claim.until < now:
+        found.append(f"overdue {format_age(now - one.claim.until)}")
+    if one.idle_report and one.idle_for is not None:
+        found.append(f"no work for {format_age(one.idle_for)}")
+    if one.inner is not None:
+        inner = one.inner
+        who = " ".join(part for part in (inner.user, _short(inner.command or "")) if part)
+        found.append(f"inside it: process {inner.pid or '?'} {who}".rstrip())
+        found += _claim_remarks(inner)
+    if one.state not in ("claimed", "display"):
+        found.append(one.reason.partition(";")[0])
+    found.append(one.fault)
+    strangers = [process for process in one.processes if process.kind != "graphics"] if one.idle else []
+    found += [f"on it, but not part of the claim: process {p.pid} {p.user or ''} {_command_of(p)}" for p in strangers]
+    return tuple(printable(text) for text in found if text)
+
+
+def _claim_remarks(claim: ClaimStatus | None) -> Iterable[str]:
+    if claim is None:
+        return
+    if claim.stopped:
+        yield f"process {claim.pid} is stopped (a suspended job?) and keeps the GPU"
+    if claim.note:
+        yield claim.note
+
+
+def _memory(gpu: Gpu) -> str:
+    """``12.3/80G``, in GiB."""
+    if gpu.memory_used is None and gpu.memory_total is None:
+        return "-"
+    used = "?" if gpu.memory_used is None else f"{gpu.memory_used / (1 << 30):.1f}"
+    total = "?" if gpu.memory_total is None else f"{gpu.memory_total / (1 << 30):.0f}"
+    return f"{used}/{total}G"
+
+
+# The queue
+
+
+def _queue(status: HostStatus, width: int, color: bool) -> list[str]:
+    if not status.queue:
+        return []
+    queue = status.queue[:_MOST_WAITERS]
+    number = Column("#", [str(one.position) for one in queue], right=True)
+    user = Column("USER", [printable(one.user or "?") for one in queue], most=24)
+    pid = Column("PID", [str(one.pid or "?") for one in queue], right=True)
+    both = any(one.prefix for one in status.gpus)
+    gpus = Column("WANTS", [_wants(one, both) for one in queue])
+    ages = [short_age(status.taken_at - one.since) if one.since else "?" for one in queue]
+    columns: tuple[Column, ...] = (number, user, pid, gpus, Column("FOR", ages, right=True))
+    if any(one.hold_for is not None for one in queue):
+        holds = ["" if one.hold_for is None else short_age(one.hold_for) for one in queue]
+        columns = (*columns, Column("HOLDS", holds, right=True))
+    if any(one.expected_start is not None for one in queue):
+        starts = [_starts(one.expected_start, status.taken_at) for one in queue]
+        columns = (*columns, Column("STARTS", starts, right=True))
+    lines = ["", paint("Waiting, first come first served:", "bold", color)]
+    lines.append(paint(cut(GAP.join(column.padded(column.title) for column in columns), width), "bold", color))
+    for place, one in enumerate(queue):
+        line = GAP.join(column.padded(column.cells[place]) for column in columns)
+        lines.append(cut(line, width))
+        if one.stopped:
+            text = f"process {one.pid} is stopped (a suspended job?) and keeps its place"
+            lines += [paint(part, "yellow", color) for part in wrapped(text, width, _INDENT)]
+        if one.note:
+            lines += [paint(part, "yellow", color) for part in wrapped(printable(one.note), width, _INDENT)]
+    if len(status.queue) > len(queue):
+        lines.append(f"... and {len(status.queue) - len(queue)} more")
+    return lines
+
+
+def _wants(one: WaiterStatus, both: bool) -> str:
+    """``2 GPUs``, or ``2 AMD GPUs`` on a host with GPUs of two vendors."""
+    if one.nb_gpus is None:
+        return "?"
+    return plural(one.nb_gpus, f"{one.vendor.upper()} GPU" if both and one.vendor else "GPU")
+
+
+def _starts(expected: float | None, now: float) -> str:
+    """``in 20m``; ``now`` where the GPUs are free or overdue."""
+    if expected is None:
+        return "?"
+    return f"in {short_age(expected - now)}" if expected > now else "now"

@@ -1,0 +1,181 @@
+"""CPUs next to AMD GPUs: saved trees of an MI250X and an MI300X host in CPX mode, read as the kernel shows them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from support.kfd_host import KfdHost
+
+from safe_gpu.affinity.cpu_shares import claim_shares, memory_nodes
+from safe_gpu.affinity.cpulist import format_cpulist
+from safe_gpu.affinity.near import node_cpus_of
+from safe_gpu.affinity.numbering import by_ordinal, visible
+from safe_gpu.affinity.options import AffinityOptions
+from safe_gpu.affinity.policies import MODES, plan
+from safe_gpu.affinity.reading import read_topology
+from safe_gpu.drivers.kfd import KfdDriver
+from safe_gpu.drivers.presets import Preset, preset
+from safe_gpu.errors import GPUAffinityError
+from safe_gpu.topology import HostTopology
+
+HOSTS = ("mi250x", "mi300x-cpx")
+
+
+def save(tree: Any, host: Preset, numa_node: Callable[[int], int] = lambda node: node) -> KfdHost:
+    """The tree of a host, with ``numa_node`` as the firmware tells it."""
+    cpus = host.cpus
+    nodes = {node: cpus.of_node(node) for node in range(cpus.packages * cpus.nodes)}
+    same, socket, remote = cpus.distances
+    tree.cpus(
+        [cpus.threads(core, 1) for core in range(cpus.total)],
+        packages=[cpus.of_package(package) for package in range(cpus.packages)],
+        caches=[cpus.threads(first, cpus.llc) for first in range(0, cpus.total, cpus.llc)],
+    )
+    tree.nodes(
+        nodes,
+        distance=lambda a, b: same if a == b else socket if a // cpus.nodes == b // cpus.nodes else remote,
+    )
+    kfd = KfdHost(tree.root)
+    partitions: dict[int, int] = {}
+    for number, gpu in enumerate(host.devices):
+        partition = partitions[gpu.bus] = partitions.get(gpu.bus, -1) + 1
+        unique_id = int(gpu.uuid.removeprefix("GPU-"), 16)
+        kfd.gpu(gpu.bus, 100 + number, unique_id, partition=partition, numa_node=numa_node(gpu.node))
+        near = range(2 * cpus.total) if numa_node(gpu.node) < 0 else nodes[gpu.node]
+        tree.write(f"sys/bus/pci/devices/0000:{gpu.bus:02x}:00.0/local_cpulist", ",".join(map(str, sorted(near))))
+    return kfd
+
+
+@pytest.fixture(scope="module", params=HOSTS)
+def saved(
+    request: pytest.FixtureRequest, make_tree: Any, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Preset, str]:
+    """A host, and the root of its tree."""
+    tree = make_tree(tmp_path_factory.mktemp("tree"))
+    host = preset(request.param)
+    save(tree, host)
+    return host, os.fspath(tree)
+
+
+@pytest.fixture
+def read(saved: tuple[Preset, str], monkeypatch: pytest.MonkeyPatch) -> tuple[HostTopology, HostTopology]:
+    """The host as it is, and as it is read."""
+    host, root = saved
+    monkeypatch.setenv("SAFE_GPU_FSROOT", root)
+    return host.topology(), read_topology(driver=KfdDriver())
+
+
+def located(topology: HostTopology) -> list[tuple[Any, ...]]:
+    return [
+        (gpu.index, gpu.uuid, gpu.numa_node, gpu.node_cpus, gpu.socket_cpus, gpu.pci_bus_id) for gpu in topology.gpus
+    ]
+
+
+def text(shares: list[frozenset[int]]) -> list[str]:
+    return [format_cpulist(share) for share in shares]
+
+
+def test_the_tree_is_read_as_the_host_is(read: tuple[HostTopology, HostTopology]) -> None:
+    there, found = read
+    assert located(found) == located(there)
+    assert (found.cpus, found.nodes, found.packages, found.distances) == (
+        there.cpus, there.nodes, there.packages, there.distances,
+    )  # fmt: skip
+    assert set(found.cores) == set(there.cores)
+    assert set(found.llc) == set(there.llc)
+
+
+def test_gpus_are_found_without_a_driver_too(
+    read: tuple[HostTopology, HostTopology], saved: tuple[Preset, str]
+) -> None:
+    there, _ = read
+    assert located(read_topology(saved[1])) == located(there)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_divides_among_all_gpus(read: tuple[HostTopology, HostTopology], mode: str) -> None:
+    there, found = read
+    shares = plan(found, mode=mode)
+    assert shares == plan(there, mode=mode)
+    assert len(shares) == len(found.gpus)
+    near = [gpu.socket_cpus if mode == "socket" else gpu.node_cpus for gpu in found.gpus]
+    assert all(share <= cpus for share, cpus in zip(shares, near, strict=True))
+    if mode == "exclusive" or mode.startswith(("single_unique", "unique")):
+        assert sum(map(len, shares)) == len(frozenset().union(*shares)), "no CPU is given twice"
+
+
+EXPECTED = {
+    ("mi250x", "node"): ["48-63,112-127", "48-63,112-127", "16-31,80-95", "16-31,80-95"],
+    ("mi250x", "socket"): ["0-127"] * 4,
+    ("mi250x", "exclusive"): ["48-55,112-119", "56-63,120-127", "16-23,80-87", "24-31,88-95"],
+    ("mi250x", "core-complex"): ["48-55,112-119", "56-63,120-127", "16-23,80-87", "24-31,88-95"],
+    ("mi250x", "unique_interleaved"): [
+        "48,50,52,54,56,58,60,62,112,114,116,118,120,122,124,126",
+        "49,51,53,55,57,59,61,63,113,115,117,119,121,123,125,127",
+        "16,18,20,22,24,26,28,30,80,82,84,86,88,90,92,94",
+        "17,19,21,23,25,27,29,31,81,83,85,87,89,91,93,95",
+    ],
+    ("mi300x-cpx", "node"): ["0-95,192-287"] * 4,
+    ("mi300x-cpx", "exclusive"): ["0-2,192-194", "3-5,195-197", "6-8,198-200", "9-11,201-203"],
+    ("mi300x-cpx", "core-complex"): ["0-7,192-199", "8-15,200-207", "16-23,208-215", "24-31,216-223"],
+}
+
+
+@pytest.mark.parametrize("mode", ["node", "socket", "exclusive", "core-complex", "unique_interleaved"])
+def test_shares_in_full(read: tuple[HostTopology, HostTopology], saved: tuple[Preset, str], mode: str) -> None:
+    expected = EXPECTED.get((saved[0].name, mode))
+    if expected is not None:
+        assert text(plan(read[1], mode=mode))[:4] == expected
+
+
+def test_two_claims_of_partitions_of_one_gpu_share_no_core(read: tuple[HostTopology, HostTopology]) -> None:
+    """Partitions have one bus id, so that nothing but the index tells them apart."""
+    _, found = read
+    exclusive, everything = AffinityOptions("exclusive"), found.cpus
+    one, two = claim_shares(found, exclusive, [0, 1], everything), claim_shares(found, exclusive, [2], everything)
+    assert not one.cpus & two.cpus
+    assert len(one.shares) == 2
+    assert one.shares[0] | one.shares[1] == one.cpus
+    assert memory_nodes(found, [0, 1]) == {found.gpus[0].numa_node}
+
+
+def test_the_short_way_leads_to_the_same_node(read: tuple[HostTopology, HostTopology]) -> None:
+    driver = KfdDriver()
+    for gpu, place in zip(driver.snapshot().gpus, read[1].gpus, strict=True):
+        assert node_cpus_of(gpu, driver) == (place.node_cpus, "numa_node")
+
+
+@pytest.mark.parametrize("cut", [{}, {"ROCR_VISIBLE_DEVICES": "5,3", "HIP_VISIBLE_DEVICES": "1"}])
+def test_ordinals_are_those_of_hip(read: tuple[HostTopology, HostTopology], cut: dict[str, str]) -> None:
+    snapshot = KfdDriver().snapshot()
+    meant = by_ordinal(0, snapshot, cut)
+    assert [gpu.index for gpu in meant.gpus] == [3 if cut else 0]
+    assert "HIP ordinal 0" in meant.title
+    assert all(f"{name}={value}" in meant.title for name, value in cut.items())
+    assert len(visible(snapshot, cut).gpus) == (1 if cut else len(snapshot.gpus))
+    with pytest.raises(GPUAffinityError, match="HIP shows no GPU 64"):
+        by_ordinal(64, snapshot, cut)
+
+
+def test_firmware_that_tells_no_node(saved_tree: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``numa_node`` is -1 and the CPUs of the PCI device are all: every GPU is near everything, and divides it."""
+    save(saved_tree, preset("mi250x"), lambda node: -1)
+    monkeypatch.setenv("SAFE_GPU_FSROOT", os.fspath(saved_tree))
+    driver = KfdDriver()
+    found = read_topology(driver=driver)
+    assert {(gpu.numa_node, gpu.node_cpus, gpu.source) for gpu in found.gpus} == {(None, found.cpus, "local_cpulist")}
+    assert text(plan(found, mode="exclusive")) == [f"{8 * n}-{8 * n + 7},{64 + 8 * n}-{71 + 8 * n}" for n in range(8)]
+    assert node_cpus_of(driver.snapshot().gpus[0], driver) == (found.cpus, "local_cpulist")
+    assert memory_nodes(found, range(8)) == frozenset()
+
+
+def test_nvidia_gpus_of_the_host_take_no_share(saved_tree: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A claim divides the cores among the GPUs of its own vendor."""
+    save(saved_tree, preset("mi250x"))
+    saved_tree.gpu("0000:01:00.0", node=3)
+    monkeypatch.setenv("SAFE_GPU_FSROOT", os.fspath(saved_tree))
+    assert text(plan(read_topology(driver=KfdDriver()), mode="exclusive"))[:2] == EXPECTED["mi250x", "exclusive"][:2]
+    assert [gpu.pci_bus_id for gpu in read_topology(saved_tree).gpus] == ["0000:01:00.0"]

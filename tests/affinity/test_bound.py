@@ -1,0 +1,284 @@
+"""Binding by number in real processes: which GPU is meant, what is said, and what child processes know of it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import safe_gpu
+from safe_gpu.affinity.modes import Mode
+from safe_gpu.affinity.options import AffinityOptions
+
+InChild = Callable[[Callable[[], Any]], Any]
+
+MASK = sorted(os.sched_getaffinity(0))
+pytestmark = pytest.mark.skipif(len(MASK) < 2, reason="this process may use one CPU only")
+
+
+class Said(logging.Handler):
+    """Collects what the package logs."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.lines: list[str] = []
+        logger = logging.getLogger("safe_gpu")
+        logger.addHandler(self)
+        logger.setLevel(logging.INFO)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(f"{record.levelname} {record.getMessage()}")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "index"),
+    [({"ordinal": 0}, 3), ({"ordinal": 1}, 0), ({"gpus": 0}, 0), ({"gpus": "GPU-33"}, 3), ({}, None)],
+)
+def test_neighbours_mean_what_they_say(
+    four_gpus: Any, in_child: InChild, monkeypatch: pytest.MonkeyPatch, arguments: Any, index: int | None
+) -> None:
+    """GPUs 0 and 2 are next to the first CPU, 1 and 3 next to the second."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,0")
+
+    def child() -> Any:
+        said = Said()
+        report = safe_gpu.bind(**arguments)
+        wrapped = []
+        if arguments:
+            name, value = next(iter(arguments.items()))
+            if isinstance(value, int):
+                wrapped = safe_gpu.wrap_command(["true"], mode="node", **{name.removesuffix("s"): value})
+        found = safe_gpu.placement(driver=four_gpus).processes[0]
+        return sorted(report.cpus), wrapped, said.lines, found.gpus, found.gpu_source
+
+    cpus, wrapped, said, gpus, source = in_child(child)
+    if index is None:
+        assert (cpus, gpus, source) == (MASK[:2], (3, 0), "CUDA_VISIBLE_DEVICES")
+        assert said[0].startswith("INFO next to GPU 3,0, all that CUDA_VISIBLE_DEVICES=3,0 shows: bound ")
+        return
+    assert cpus == [MASK[index % 2]]
+    assert (gpus, source) == ((index,), "SAFE_GPU_BOUND")
+    assert said[0].startswith(f"INFO next to GPU {index} (GPU-{index}{index}ab)")
+    assert f": bound 1 thread to CPUs {MASK[index % 2]}" in said[0]
+    if "ordinal" in arguments:
+        assert f"CUDA ordinal {arguments['ordinal']} with CUDA_VISIBLE_DEVICES=3,0" in said[0]
+    if wrapped:
+        line = f"numactl --physcpubind={MASK[index % 2]} true"
+        assert wrapped == line.split()
+        assert said[-1].startswith(f"INFO next to GPU {index} (")
+        assert said[-1].endswith(f": {line}")
+
+
+def test_set_affinity_says_its_gpu_and_remembers_it(
+    four_gpus: Any, in_child: InChild, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,0")
+
+    def child() -> Any:
+        said = Said()
+        safe_gpu.set_affinity(1, 2)
+        return said.lines, safe_gpu.placement(driver=four_gpus).processes[0].gpus
+
+    (line,), gpus = in_child(child)
+    assert line.startswith("INFO next to GPU 0 (GPU-00ab), CUDA ordinal 1 with CUDA_VISIBLE_DEVICES=3,0: bound ")
+    assert gpus == (0,)
+
+
+def test_the_latest_binding_counts_until_other_gpus_are_visible(four_gpus: Any, in_child: InChild) -> None:
+    def child() -> Any:
+        safe_gpu.bind(1)
+        safe_gpu.bind(2)
+        again = safe_gpu.bind()
+        os.environ["CUDA_VISIBLE_DEVICES"] = "1,3"  # as a claim does
+        return sorted(again.cpus), sorted(safe_gpu.bind().cpus)
+
+    assert in_child(child) == ([MASK[0]], [MASK[1]])
+
+
+@pytest.mark.parametrize("arguments", [{"gpus": 9}, {"ordinal": 9}, {"gpus": 0, "ordinal": 0}, {"ordinal": -1}])
+def test_a_gpu_that_is_not_there(four_gpus: Any, in_child: InChild, arguments: Any) -> None:
+    def child() -> Any:
+        said = Said()
+        try:
+            safe_gpu.bind(**arguments)
+            raised = False
+        except safe_gpu.GPUAffinityError:
+            raised = True
+        report = safe_gpu.bind(**arguments, strict=False)
+        return raised, report.ok, sorted(report.cpus), said.lines, os.environ.get("SAFE_GPU_BOUND")
+
+    raised, ok, cpus, said, bound = in_child(child)
+    assert (raised, ok, cpus, bound) == (True, False, MASK, None)
+    assert [line.split(":")[0] for line in said] == ["WARNING not bound"]
+
+
+def test_a_maximum_below_the_minimum_trims_and_is_warned_of(four_gpus: Any, in_child: InChild, saved_tree: Any) -> None:
+    saved_tree.cpus([(cpu,) for cpu in range(8)])
+    saved_tree.nodes({0: range(8)})
+    mode = AffinityOptions("all", min_physical_cores=2, max_physical_cores=1)
+
+    def child() -> Any:
+        said = Said()
+        first = safe_gpu.set_affinity(0, 1, mode=Mode.ALL, min_physical_cores=2, max_physical_cores=1)
+        report = safe_gpu.bind(0, mode=mode)
+        wrapped = safe_gpu.wrap_command(["true"], gpu=0, mode=mode)
+        return sorted(first), sorted(report.cpus), wrapped[1], said.lines
+
+    first, second, option, said = in_child(child)
+    assert (first, second, option) == ([MASK[0]], [MASK[0]], f"--physcpubind={MASK[0]}")
+    doubt = "max_physical_cores=1 is below min_physical_cores=2: shares are trimmed to 1"
+    assert [doubt in line for line in said] == [True, True, True, False]
+    assert (said[0].split()[0], said[2]) == ("WARNING", f"WARNING {doubt}")
+
+
+WORKER = """
+import json, multiprocessing, os, sys
+import safe_gpu
+def facts():
+    process = safe_gpu.placement().processes[0]
+    print(json.dumps([process.gpus, process.gpu_source, sorted(os.sched_getaffinity(0)), process.matches]), flush=True)
+def rank(number):
+    safe_gpu.bind(number)
+    facts()
+    for method in ("fork", "spawn"):  # as a DataLoader's workers
+        worker = multiprocessing.get_context(method).Process(target=facts)
+        worker.start()
+        worker.join()
+if __name__ == "__main__":
+    process = multiprocessing.get_context("spawn").Process(target=rank, args=(int(sys.argv[1]),))
+    process.start()
+    process.join()
+"""
+
+
+@pytest.mark.parametrize("index", [3, 0])
+def test_a_spawned_rank_and_its_workers_know_their_gpu(
+    four_gpus_env: dict[str, str], tmp_path: Any, index: int
+) -> None:
+    program = tmp_path / "ranks.py"
+    program.write_text(WORKER)
+    line = [sys.executable, program, str(index)]
+    done = subprocess.run(line, env=four_gpus_env, capture_output=True, text=True, timeout=100)
+    expected = [[index], "SAFE_GPU_BOUND", [MASK[index % 2]], True]
+    assert [json.loads(text) for text in done.stdout.splitlines()] == [expected] * 3, done.stderr
+
+
+SHOW = """
+import json, os, safe_gpu
+found = safe_gpu.placement().processes[0]
+print(json.dumps([found.gpus, found.gpu_source, sorted(os.sched_getaffinity(0))]))
+"""
+
+
+OLD_PROGRAM = """
+import argparse
+import os
+
+import safe_gpu as gpu_affinity
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--local_rank", type=int, default=os.getenv("LOCAL_RANK", 0))
+args = parser.parse_args()
+try:
+    affinity = gpu_affinity.set_affinity(
+        args.local_rank,
+        2,
+        mode=gpu_affinity.Mode.UNIQUE_CONTIGUOUS,
+        scope=gpu_affinity.Scope.NODE,
+        multithreading=gpu_affinity.Multithreading.ALL_LOGICAL,
+    )
+except gpu_affinity.GPUAffinityError as err:
+    raise SystemExit(str(err))
+print(f"{args.local_rank}: core affinity: {affinity}")
+"""
+
+
+def test_a_program_for_gpu_affinity_changes_its_import_only(child: Any, four_gpus_env: dict[str, str]) -> None:
+    done = child(OLD_PROGRAM, env={**four_gpus_env, "CUDA_VISIBLE_DEVICES": "3,0", "LOCAL_RANK": "1"}).finish()
+    assert done == f"1: core affinity: {{{MASK[0]}}}\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "variables", "index"),
+    [
+        ([], {"LOCAL_RANK": "1"}, 0),
+        ([], {"LOCAL_RANK": "0"}, 3),
+        (["--ordinal", "1"], {"LOCAL_RANK": "0"}, 0),
+        (["--gpu", "0"], {}, 0),
+        (["--gpu", "3"], {"LOCAL_RANK": "1"}, 3),
+    ],
+)
+def test_a_rank_of_a_launcher_knows_its_gpu(
+    command: Any, four_gpus_env: dict[str, str], options: list[str], variables: dict[str, str], index: int
+) -> None:
+    environment = {**four_gpus_env, "CUDA_VISIBLE_DEVICES": "3,0", **variables}
+    done = command.run("bind", *options, "--", sys.executable, "-c", SHOW, env=environment)
+    assert json.loads(done.stdout) == [[index], "SAFE_GPU_BOUND", [MASK[index % 2]]], done.stderr
+    assert done.stderr == ""
+
+
+def test_a_rank_beyond_the_visible_gpus_is_told(command: Any, four_gpus_env: dict[str, str]) -> None:
+    environment = {**four_gpus_env, "CUDA_VISIBLE_DEVICES": "3,0", "LOCAL_RANK": "5"}
+    done = command.run("bind", "--", "true", env=environment)
+    assert "local rank 5 is beyond the 2 visible GPUs" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "variables", "code", "why"),
+    [
+        ([], {"SAFE_GPU_DRIVER": "nvidia-smi", "PATH": "/nowhere"}, 69, "nvidia-smi"),
+        (["--ordinal", "4"], {}, 78, "CUDA shows no GPU 4: 4 are visible"),
+        (["--gpu", "4"], {}, 78, "this host has no GPU 4"),
+        (["--mode", "exclusive"], {}, 78, "1 physical core near 2 GPUs"),
+    ],
+)
+def test_unbound_rather_than_not_at_all(
+    command: Any, four_gpus_env: dict[str, str], options: list[str], variables: dict[str, str], code: int, why: str
+) -> None:
+    environment = {**four_gpus_env, **variables}
+    refused = command.run("bind", *options, "--", "/bin/echo", "ran", env=environment)
+    assert (refused.returncode, refused.stdout) == (code, "")
+    done = command.run("bind", "--if-possible", *options, "--", "/bin/echo", "ran", env=environment)
+    assert (done.returncode, done.stdout) == (0, "ran\n")
+    assert done.stderr.startswith("safe-gpu: not bound: ")
+    assert why in done.stderr
+
+
+def test_the_command_line_shows_some_gpus_of_either_numbering(command: Any, four_gpus_env: dict[str, str]) -> None:
+    environment = {**four_gpus_env, "CUDA_VISIBLE_DEVICES": "3,0"}
+
+    def shown(*options: str) -> list[int]:
+        document = json.loads(command.run("affinity", "--json", *options, env=environment).stdout)
+        return [gpu["index"] for gpu in document["gpus"]]
+
+    assert shown() == [0, 1, 2, 3]
+    assert shown("--ordinal", "0") == [3]
+    assert shown("--gpu", "0,2") == [0, 2]
+    assert command.run("affinity", "--gpu", "0", "--ordinal", "0", env=environment).returncode == 2
+
+
+def test_a_process_that_cannot_be_asked_is_told_its_gpu(
+    command: Any, child: Any, four_gpus_env: dict[str, str]
+) -> None:
+    """What a process has set in its environment since it started is not in /proc."""
+    environment = {**four_gpus_env, "CUDA_VISIBLE_DEVICES": "3,0"}
+    rank = child("import safe_gpu; safe_gpu.bind(ordinal=1); say('bound'); listen()", env=environment)
+    assert rank.hear() == "bound"
+
+    def placed(*options: str) -> tuple[list[int], bool | None]:
+        done = command.run("affinity", "--of", str(rank.pid), "--json", *options, env=four_gpus_env)
+        process = json.loads(done.stdout)["processes"][0]
+        return process["gpus"], process["matches"]
+
+    assert placed() == ([3, 0], True)
+    assert placed("--gpu", "0") == ([0], True)
+    assert placed("--gpu", "3") == ([3], False)
+    assert placed("--ordinal", "0") == ([3], False)
+    assert placed("--ordinal", "1") == ([0], True)
+    rank.tell()

@@ -1,0 +1,305 @@
+"""A claim's CPUs: divided over the whole host, cut to the mask, bound for real."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from safe_gpu.affinity.binding import bind_process
+from safe_gpu.affinity.cpu_shares import (
+    bind_claim,
+    bind_near,
+    claim_shares,
+    memory_nodes,
+    nodes_of_cpus,
+    split_share,
+    undo_binding,
+)
+from safe_gpu.affinity.cpulist import parse_cpulist
+from safe_gpu.affinity.options import AffinityOptions
+from safe_gpu.affinity.policies import MODES, plan
+from safe_gpu.devices import Gpu
+from safe_gpu.errors import GPUAffinityError
+from safe_gpu.topology import GpuLocality, HostTopology
+
+MakeHost = Callable[..., HostTopology]
+InChild = Callable[[Callable[[], Any]], Any]
+
+MASK = sorted(os.sched_getaffinity(0))
+needs_two_cpus = pytest.mark.skipif(len(MASK) < 2, reason="this process may use one CPU only")
+
+
+def cpus(text: str) -> frozenset[int]:
+    found = parse_cpulist(text)
+    assert found is not None
+    return found
+
+
+def test_jobs_with_other_masks_still_get_disjoint_cores(host: MakeHost) -> None:
+    """GPU 0 has cores 0-3 of 8 and GPU 1 cores 4-7, whoever asks, although each mask alone would divide otherwise."""
+    topology = host(cores_per_node=8, nodes=1, smt=1, gpu_nodes=[0, 0])
+    options = AffinityOptions(mode="exclusive")
+    one = claim_shares(topology, options, [0], cpus("2-5"))
+    two = claim_shares(topology, options, [1], cpus("0-7"))
+    assert one.cpus == cpus("2-3")
+    assert two.cpus == cpus("4-7")
+    assert not one.notes
+
+
+def test_several_gpus_get_the_union(host: MakeHost) -> None:
+    topology = host(cores_per_node=4, nodes=2, smt=1, gpu_nodes=[0, 0, 1])
+    found = claim_shares(topology, AffinityOptions(mode="exclusive"), [2, 0], range(8))
+    assert found.cpus == cpus("0-1,4-7")
+    assert found.shares == {2: cpus("4-7"), 0: cpus("0-1")}
+
+
+def test_when_the_cut_leaves_nothing_the_mask_is_the_share(host: MakeHost) -> None:
+    topology = host(cores_per_node=4, nodes=2, smt=1, gpu_nodes=[0, 1])
+    found = claim_shares(topology, AffinityOptions(), [0], cpus("5-6"))
+    assert found.cpus == found.shares[0] == cpus("5-6")
+    text = " ".join(found.notes)
+    assert "none of the CPUs 0-3 of GPU 0" in text
+    assert "remote to GPU 0 (on NUMA node 0)" in text
+
+
+def test_one_of_two_gpus_has_no_cpu_in_the_mask(host: MakeHost) -> None:
+    topology = host(cores_per_node=4, nodes=2, smt=1, gpu_nodes=[0, 1])
+    found = claim_shares(topology, AffinityOptions(), [0, 1], cpus("2-3"))
+    assert found.cpus == cpus("2-3")
+    assert found.shares == {0: cpus("2-3"), 1: cpus("2-3")}
+    assert "claim's other CPUs 2-3 must do" in " ".join(found.notes)
+
+
+def test_what_holds_for_several_gpus_is_said_once(host: MakeHost) -> None:
+    topology = host(cores_per_node=4, nodes=2, smt=1, gpu_nodes=[0, 0, 1])
+    assert claim_shares(topology, AffinityOptions(), [0, 1, 2], cpus("5")).notes == (
+        "this process may use none of the CPUs 0-3 of GPUs 0, 1, so the claim's other CPUs 5 must do",
+        "CPUs 5 are remote to GPUs 0, 1 (on NUMA node 0)",
+    )
+
+
+def test_cpus_of_another_node_are_remote(host: MakeHost) -> None:
+    topology = host(cores_per_node=2, nodes=2, smt=1, gpu_nodes=[2], distances=True)
+    far = {0: {0: 10, 1: 20, 2: 80}, 1: {0: 20, 1: 10, 2: 40}, 2: {0: 80, 1: 40, 2: 10}}
+    topology = replace(topology, nodes={**topology.nodes, 2: frozenset()}, distances=far)
+    found = claim_shares(topology, AffinityOptions(), [0], range(4))
+    assert found.cpus == cpus("2-3")
+    assert "remote to GPU 0 (on NUMA node 2)" in found.notes[0]
+
+
+def test_what_cannot_be_divided_or_does_not_exist(host: MakeHost) -> None:
+    topology = host(cores_per_node=1, nodes=1, gpu_nodes=[0, 0])
+    for options, gpus, mask in [("exclusive", [0], {0}), ("node", [5], {0}), ("node", [0], ())]:
+        with pytest.raises(GPUAffinityError):
+            claim_shares(topology, AffinityOptions(mode=options), gpus, mask)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_never_wider_than_the_mask_and_never_in_anothers_way(data: st.DataObject) -> None:
+    cores, gpus = data.draw(st.integers(4, 24)), data.draw(st.integers(2, 4))
+    topology = HostTopology(
+        cpus=frozenset(range(2 * cores)),
+        cores=[frozenset([core, core + cores]) for core in range(cores)],
+        nodes={0: frozenset(range(2 * cores))},
+        gpus=[GpuLocality(index, "", 0) for index in range(gpus)],
+    )
+    options = AffinityOptions(mode=data.draw(st.sampled_from(MODES)))
+    whole = [frozenset(range(2 * cores))] + [
+        data.draw(st.frozensets(st.integers(0, 2 * cores - 1), min_size=1)) for _ in range(2)
+    ]
+    first, second = (claim_shares(topology, options, [index], whole[index + 1]) for index in (0, 1))
+    for found, mask in ((first, whole[1]), (second, whole[2])):
+        assert found.cpus
+        assert found.cpus <= mask
+    if options.mode in ("exclusive", "single_unique", "unique_contiguous", "unique_interleaved") and not (
+        first.notes or second.notes
+    ):
+        assert not first.cpus & second.cpus
+
+
+def test_memory_nodes(host: MakeHost) -> None:
+    topology = host(cores_per_node=2, nodes=3, gpu_nodes=[2, None, 1, 2])
+    assert memory_nodes(topology, [0, 1, 2, 3]) == {1, 2}
+    assert memory_nodes(topology, [1]) == frozenset()
+
+
+# Binding
+
+
+@pytest.fixture
+def small_host(saved_tree: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A saved host whose first CPUs are those that this process really has: one on each of two nodes."""
+    if len(MASK) < 2:
+        pytest.skip("this process may use one CPU only")
+    first, second = MASK[:2]
+    saved_tree.cpus([(first,), (second,), (5000,)])
+    saved_tree.nodes({0: [first], 1: [second], 2: [5000]}, distance=lambda a, b: 10 if a == b else 20)
+    for number in range(3):
+        saved_tree.gpu(f"0000:0{number + 1}:00.0", node=number)
+    monkeypatch.setenv("SAFE_GPU_FSROOT", os.fspath(saved_tree))
+    return saved_tree
+
+
+def three_gpus() -> list[Gpu]:
+    return [Gpu(number, f"GPU-{number}", pci_bus_id=f"0000:0{number + 1}:00.0") for number in range(3)]
+
+
+@needs_two_cpus
+def test_what_was_bound_before_the_claim_is_there_again_after_it(
+    small_host: Any, fake_driver: Any, in_child: InChild
+) -> None:
+    def child() -> list[set[int]]:
+        bind_process({MASK[0]})
+        bind_claim(three_gpus()[1:2], fake_driver([]), options=AffinityOptions())
+        inside = os.sched_getaffinity(0)
+        undo_binding()
+        return [inside, os.sched_getaffinity(0)]
+
+    assert in_child(child) == [{MASK[1]}, {MASK[0]}]
+
+
+@needs_two_cpus
+@pytest.mark.parametrize("mode", ["node", "exclusive"])
+def test_a_claim_is_bound_and_given_back(small_host: Any, fake_driver: Any, in_child: InChild, mode: str) -> None:
+    gpus = three_gpus()
+    driver = fake_driver(gpus)
+
+    def child() -> tuple[Any, ...]:
+        seen = []
+        for chosen in ([gpus[0]], [gpus[1]], gpus[:2], [gpus[2]]):
+            report = bind_claim(chosen, driver, options=AffinityOptions(mode=mode))
+            seen.append((os.sched_getaffinity(0), report.notes))
+            undo_binding()
+        return (*seen, os.sched_getaffinity(0))
+
+    one, two, both, remote, after = in_child(child)
+    assert one == ({MASK[0]}, ())
+    assert two == ({MASK[1]}, ())
+    assert both == (set(MASK[:2]), ())
+    assert remote[0] == set(MASK)
+    assert "none of the CPUs 5000 of GPU 2" in remote[1][0]
+    assert "remote to GPU 2" in remote[1][1]
+    assert after == set(MASK)
+
+
+@needs_two_cpus
+def test_the_default_reads_no_whole_host(
+    small_host: Any, fake_driver: Any, in_child: InChild, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpus = three_gpus()
+
+    def whole(*_: Any) -> HostTopology:
+        raise AssertionError("the whole host was read")
+
+    monkeypatch.setattr("safe_gpu.affinity.reading.read_topology", whole)
+    assert in_child(lambda: bind_near([gpus[1]], fake_driver(gpus), options=AffinityOptions()).cpus) == {MASK[1]}
+
+
+@needs_two_cpus
+def test_a_place_that_is_not_told_cheaply(small_host: Any, fake_driver: Any, in_child: InChild) -> None:
+    """The GPU's node has no CPUs: the nearest node's are taken, which takes the whole host to know."""
+    small_host.nodes({3: []})
+    small_host.write("sys/devices/system/node/online", "0-3")
+    for node, row in enumerate(["10 20 20 30", "20 10 20 12", "20 20 10 30", "30 12 30 10"]):
+        small_host.write(f"sys/devices/system/node/node{node}/distance", row)
+    small_host.gpu("0000:04:00.0", node=3)
+    gpus = [Gpu(0, "GPU-0", pci_bus_id="0000:04:00.0")]
+    report = in_child(lambda: bind_near(gpus, fake_driver(gpus), options=AffinityOptions()))
+    assert report.cpus == {MASK[1]}
+    assert "remote to GPU 0 (on NUMA node 3)" in str(report)
+
+
+@needs_two_cpus
+def test_memory_goes_to_the_gpus_node(small_host: Any, fake_driver: Any, in_child: InChild) -> None:
+    gpus = three_gpus()
+    report = in_child(lambda: bind_near(gpus[:1], fake_driver(gpus), options=None, memory="bind"))
+    assert report.cpus == set(MASK)
+    assert report.memory.asked == {0}
+    assert report.threads.asked == frozenset()
+
+
+@needs_two_cpus
+def test_not_strict_reports_instead(small_host: Any, fake_driver: Any, in_child: InChild) -> None:
+    gpus = three_gpus()
+    options = AffinityOptions(mode="all", min_physical_cores=9)
+
+    def child() -> Any:
+        with pytest.raises(GPUAffinityError):
+            bind_near(gpus[:1], fake_driver(gpus), options=options)
+        return bind_near(gpus[:1], fake_driver(gpus), options=options, strict=False)
+
+    report = in_child(child)
+    assert report.cpus == set(MASK)
+    assert "at least 9" in str(report)
+
+
+def test_a_claim_that_cannot_be_bound_remembers_nothing(small_host: Any, fake_driver: Any) -> None:
+    from safe_gpu.affinity import binding
+
+    with pytest.raises(GPUAffinityError):
+        bind_claim([], fake_driver([]), options=AffinityOptions())
+    assert not binding._stack
+
+
+@needs_two_cpus
+def test_taskset_is_respected(small_host: Any, tmp_path: Any) -> None:
+    """GPU 0 is next to the CPU that the mask leaves out."""
+    code = (
+        "import os; from safe_gpu.affinity import AffinityOptions, HostTopology, claim_shares\n"
+        "host = HostTopology.from_host()\n"
+        "print([sorted(claim_shares(host, AffinityOptions(), [g], os.sched_getaffinity(0)).cpus) for g in (0, 1)])"
+    )
+    out = subprocess.run(
+        ["taskset", "-c", str(MASK[1]), sys.executable, "-c", code],
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout
+    assert out.strip() == str([[MASK[1]], [MASK[1]]])
+
+
+def test_nodes_of_cpus(saved_tree: Any, fake_driver: Any, host: MakeHost) -> None:
+    saved_tree.nodes({0: [0, 1], 8: [2, 3]})
+    assert nodes_of_cpus([3], fake_driver([]), saved_tree) == {8}
+    assert nodes_of_cpus([99], fake_driver([]), saved_tree) is None
+    driver = fake_driver([])
+    driver.own = host(cores_per_node=2, nodes=2, smt=1)
+    assert nodes_of_cpus([1, 2], driver, "/") == {0, 1}
+
+
+# Workers
+
+
+def test_a_share_among_workers(host: MakeHost) -> None:
+    topology = host(cores_per_node=5, nodes=2, gpu_nodes=[0])  # 0-4 with 10-14, 5-9 with 15-19
+    (share,) = plan(topology, mode="node")
+    assert split_share(share, topology, 2) == [cpus("0-2,10-12"), cpus("3-4,13-14")]
+    assert split_share(share, topology, 1) == [share]
+    assert split_share([0, 10, 1], topology, 2) == [cpus("0,10"), cpus("1")]
+    for wrong in (0, -1, 6, True, "2"):
+        with pytest.raises(GPUAffinityError, match=str(wrong)):
+            split_share(share, topology, wrong)
+
+
+@given(st.integers(1, 32), st.sampled_from([1, 2, 4]), st.data())
+def test_parts_are_whole_cores_and_make_up_the_share(cores: int, smt: int, data: st.DataObject) -> None:
+    topology = HostTopology(
+        cpus=frozenset(range(cores * smt)),
+        cores=[frozenset(range(core * smt, core * smt + smt)) for core in range(cores)],
+    )
+    share = data.draw(st.frozensets(st.integers(0, cores * smt - 1), min_size=1))
+    most = sum(not core.isdisjoint(share) for core in topology.cores)
+    parts = split_share(share, topology, data.draw(st.integers(1, most)))
+    assert frozenset().union(*parts) == share
+    assert sum(map(len, parts)) == len(share)
+    for core in topology.cores:
+        assert sum(not core.isdisjoint(part) for part in parts) <= 1

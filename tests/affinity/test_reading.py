@@ -1,0 +1,479 @@
+"""Saved sysfs trees in, topology out: each test is one thing that real machines do."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import subprocess
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from safe_gpu.affinity.near import fsroot_or_default, node_cpus_of
+from safe_gpu.affinity.reading import read_topology
+from safe_gpu.devices import Gpu, HostSnapshot
+from safe_gpu.errors import GPUAffinityError, NoDriverError
+from safe_gpu.topology import GpuLocality, HostTopology
+
+needs_sysfs = pytest.mark.skipif(not os.path.isdir("/sys/devices/system/cpu"), reason="/sys is not mounted")
+CPU = "sys/devices/system/cpu"
+NODE = "sys/devices/system/node"
+
+
+def groups(cores: Any) -> list[list[int]]:
+    return [sorted(core) for core in cores]
+
+
+def two_sockets(tree: Any, **options: Any) -> None:
+    """Two packages of one node each: 0-3 with siblings 8-11, 4-7 with siblings 12-15."""
+    packages = [[0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]]
+    tree.cpus([(cpu, cpu + 8) for cpu in range(8)], packages=packages, caches=packages, **options)
+    tree.nodes(dict(enumerate(packages)), distance=lambda a, b: 10 if a == b else 21, masks=options.get("masks", False))
+
+
+def check_two_sockets(host: HostTopology) -> None:
+    first, second = frozenset([0, 1, 2, 3, 8, 9, 10, 11]), frozenset([4, 5, 6, 7, 12, 13, 14, 15])
+    assert host.cpus == frozenset(range(16))
+    assert groups(host.cores) == [[cpu, cpu + 8] for cpu in range(8)]
+    assert host.nodes == {0: first, 1: second}
+    assert host.packages == {0: first, 1: second}
+    assert set(host.llc) == {first, second}
+    assert host.distances == {0: {0: 10, 1: 21}, 1: {0: 21, 1: 10}}
+
+
+@pytest.mark.parametrize("masks", [False, True])
+@pytest.mark.parametrize("old_names", [False, True])
+@pytest.mark.parametrize("padded", [False, True])
+def test_lists_masks_old_names_and_padding(saved_tree: Any, masks: bool, old_names: bool, padded: bool) -> None:
+    two_sockets(saved_tree, masks=masks, old_names=old_names)
+    if padded:
+        saved_tree.pad_with_nul()
+    check_two_sockets(read_topology(saved_tree))
+
+
+@pytest.mark.parametrize("smt", [1, 2, 4, 8])
+def test_any_number_of_threads(saved_tree: Any, smt: int) -> None:
+    cores = [range(core * smt, (core + 1) * smt) for core in range(3)]
+    saved_tree.cpus(cores)
+    host = read_topology(saved_tree)
+    assert groups(host.cores) == [list(core) for core in cores]
+
+
+def test_hybrid_cores(saved_tree: Any) -> None:
+    saved_tree.cpus([(0, 1), (2, 3), (4,), (5,), (6,), (7,)], caches=[(0, 1, 2, 3), (4, 5, 6, 7)])
+    host = read_topology(saved_tree)
+    assert groups(host.cores) == [[0, 1], [2, 3], [4], [5], [6], [7]]
+    assert groups(host.llc) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def test_offline_cpus_that_lists_still_name(saved_tree: Any) -> None:
+    """The kernel drops offline CPUs from siblings, but saved trees and node lists name them."""
+    saved_tree.cpus([(0, 4), (1, 5), (2, 6), (3, 7)], offline=[5, 3, 7], caches=[range(8)])
+    saved_tree.nodes({0: range(8)})
+    saved_tree.gpu("0000:01:00.0", cpus=range(8))
+    host = read_topology(saved_tree)
+    assert host.cpus == {0, 1, 2, 4, 6}
+    assert groups(host.cores) == [[0, 4], [1], [2, 6]]
+    assert host.nodes == {0: host.cpus}
+    assert groups(host.llc) == [[0, 1, 2, 4, 6]]
+    assert host.gpus[0].node_cpus == host.cpus
+
+
+def test_online_is_cut_to_the_kernels_list(saved_tree: Any) -> None:
+    saved_tree.cpus([(0,), (1,), (2,)])
+    saved_tree.write(f"{CPU}/online", "0,2")
+    assert read_topology(saved_tree).cpus == {0, 2}
+
+
+def test_a_cpu_without_topology_is_not_there(saved_tree: Any) -> None:
+    saved_tree.cpus([(0,), (1,)])
+    saved_tree.write(f"{CPU}/online", "0-3")
+    (Path(saved_tree) / CPU / "cpu2").mkdir()
+    assert read_topology(saved_tree).cpus == {0, 1}
+
+
+def test_nodes_sparse_absent_and_without_cpus(saved_tree: Any) -> None:
+    """Node 252 has memory only, node 3 is possible but not there, node 7 has a directory but is offline."""
+    saved_tree.cpus([(0,), (1,), (2,), (3,)])
+    saved_tree.nodes({0: [0, 1], 8: [2, 3], 252: []}, distance=lambda a, b: 10 if a == b else 40 if 8 in (a, b) else 80)
+    saved_tree.write(f"{NODE}/possible", "0-255")
+    saved_tree.write(f"{NODE}/node7/cpulist", "")
+    host = read_topology(saved_tree)
+    assert host.nodes == {0: {0, 1}, 8: {2, 3}, 252: set()}
+    assert host.distances[252] == {0: 80, 8: 40, 252: 10}
+
+
+def test_a_cpu_in_several_nodes_belongs_to_the_first(saved_tree: Any) -> None:
+    """numa=fake puts every CPU into every node."""
+    saved_tree.cpus([(0,), (1,), (2,)])
+    saved_tree.nodes({0: [0, 1], 1: [1, 2]})
+    assert read_topology(saved_tree).nodes == {0: {0, 1}, 1: {2}}
+
+
+def test_no_node_directory_is_one_node(saved_tree: Any) -> None:
+    saved_tree.cpus([(0, 1), (2, 3)])
+    host = read_topology(saved_tree)
+    assert host.nodes == {0: {0, 1, 2, 3}}
+    assert host.distances == {}
+
+
+def test_a_distance_row_that_does_not_fit_is_left_out(saved_tree: Any) -> None:
+    two_sockets(saved_tree)
+    saved_tree.write(f"{NODE}/node1/distance", "21")
+    assert read_topology(saved_tree).distances == {0: {0: 10, 1: 21}}
+
+
+@pytest.mark.parametrize("ids", [[36, 3002], [0, 1]])
+def test_package_ids_are_the_kernels(saved_tree: Any, ids: list[int]) -> None:
+    saved_tree.cpus([(0,), (1,), (2,), (3,)], packages=[(0, 1), (2, 3)], package_ids=ids)
+    assert read_topology(saved_tree).packages == {ids[0]: {0, 1}, ids[1]: {2, 3}}
+
+
+@pytest.mark.parametrize("old_names", [False, True])
+@pytest.mark.parametrize("missing", [False, True])
+def test_packages_without_ids(saved_tree: Any, old_names: bool, missing: bool) -> None:
+    saved_tree.cpus(
+        [(0,), (1,), (2,), (3,)], packages=[(0, 2), (1, 3)], package_ids=[-1, -1], old_names=old_names, masks=True
+    )
+    if missing:
+        saved_tree.remove(f"{CPU}/cpu*/topology/physical_package_id")
+    assert read_topology(saved_tree).packages == {0: {0, 2}, 1: {1, 3}}
+
+
+def test_no_word_about_packages_is_one_package(saved_tree: Any) -> None:
+    saved_tree.cpus([(0,), (1,)])
+    saved_tree.remove(f"{CPU}/cpu*/topology/p*")
+    assert read_topology(saved_tree).packages == {0: {0, 1}}
+
+
+def test_no_cache_is_package_and_node(saved_tree: Any) -> None:
+    saved_tree.cpus([(cpu,) for cpu in range(6)], packages=[(0, 1, 2, 3), (4, 5)])
+    saved_tree.nodes({0: [0, 1], 1: [2, 3, 4, 5]})
+    assert groups(read_topology(saved_tree).llc) == [[0, 1], [2, 3], [4, 5]]
+
+
+def test_an_instruction_cache_is_never_the_last_level(saved_tree: Any) -> None:
+    saved_tree.cpus([(0,), (1,)], caches=[(0, 1)])
+    for cpu in (0, 1):
+        saved_tree.write(f"{CPU}/cpu{cpu}/cache/index9/level", "4")
+        saved_tree.write(f"{CPU}/cpu{cpu}/cache/index9/type", "Instruction")
+        saved_tree.write(f"{CPU}/cpu{cpu}/cache/index9/shared_cpu_list", str(cpu))
+    assert groups(read_topology(saved_tree).llc) == [[0, 1]]
+
+
+def test_malformed_is_missing(saved_tree: Any) -> None:
+    two_sockets(saved_tree)
+    saved_tree.write(f"{CPU}/online", "0-4294967295")
+    saved_tree.write(f"{CPU}/cpu0/topology/core_cpus_list", "0-")
+    saved_tree.write(f"{CPU}/cpu0/topology/thread_siblings_list", "0,8")
+    saved_tree.write(f"{CPU}/cpu1/topology/core_cpus_list", "5")
+    saved_tree.write(f"{CPU}/cpu1/topology/core_cpus", "00000202")
+    saved_tree.write(f"{CPU}/cpu0/cache/index3/level", "three")
+    saved_tree.write(f"{NODE}/online", "nothing")
+    host = read_topology(saved_tree)
+    assert host.cpus == frozenset(range(16))
+    assert groups(host.cores) == [[cpu, cpu + 8] for cpu in range(8)]
+    assert list(host.nodes) == [0, 1]
+
+
+@pytest.mark.parametrize("root", ["/nowhere/at/all", "/dev/null", "a\0b"])
+def test_no_host_there(root: str) -> None:
+    with pytest.raises(GPUAffinityError, match="no online CPU"):
+        read_topology(root)
+
+
+def test_a_root_that_is_no_path() -> None:
+    with pytest.raises(GPUAffinityError, match="42"):
+        read_topology(42)  # type: ignore[arg-type]
+
+
+def test_the_root_comes_from_the_environment(saved_tree: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    two_sockets(saved_tree)
+    monkeypatch.setenv("SAFE_GPU_FSROOT", os.fspath(saved_tree))
+    check_two_sockets(read_topology())
+    assert fsroot_or_default("/") == "/"
+
+
+@needs_sysfs
+def test_this_very_host() -> None:
+    host = read_topology("/")
+    assert os.sched_getaffinity(0) <= host.cpus
+    assert frozenset().union(*host.cores) == host.cpus
+
+
+def test_whatever_stands_in_the_files_only_our_error_comes_out(saved_tree: Any, tmp_path: Path) -> None:
+    two_sockets(saved_tree)
+    saved_tree.gpu("0000:01:00.0", node=0, cpus=range(4))
+    saved_tree.write("proc/driver/nvidia/gpus/0000:01:00.0/information", "GPU UUID: \t GPU-1")
+    files = sorted(file for file in saved_tree.root.rglob("*") if file.is_file())
+    junk = [b"", b"\0\0", b"-1", b"\xff\xfe", b"999999999999", b"0-999999999999", b"0,,", b"7-3", b"f" * 5000, b"0x"]
+    chance = random.Random(7)
+    for _ in range(300):
+        changed = {file: file.read_bytes() for file in chance.sample(files, chance.randint(1, 12))}
+        for file in changed:
+            file.unlink()
+            if chance.random() < 0.9:
+                file.write_bytes(chance.choice(junk))
+            elif chance.random() < 0.5:
+                file.mkdir()
+        try:
+            host = read_topology(saved_tree)
+        except GPUAffinityError:
+            pass
+        else:
+            assert frozenset().union(*host.cores) == host.cpus
+            assert sum(map(len, host.cores)) == sum(map(len, host.llc)) == len(host.cpus)
+            assert sum(map(len, host.packages.values())) == len(host.cpus)
+            assert frozenset().union(*host.nodes.values()) <= host.cpus
+        for file, content in changed.items():
+            if file.is_dir():
+                file.rmdir()
+            file.write_bytes(content)
+
+
+# GPUs without a driver
+
+
+def test_gpus_in_bus_order(saved_tree: Any) -> None:
+    two_sockets(saved_tree)
+    for bus_id, node in [("10000:01:00.0", 1), ("0000:c1:00.0", 1), ("0000:0f:00.0", 0), ("0000:0f:01.0", 0)]:
+        saved_tree.gpu(bus_id, node=node)
+    saved_tree.gpu("0000:02:00.0", node=0, **{"class": "0x068000"})  # NVSwitch
+    saved_tree.gpu("0000:03:00.0", node=0, vendor="0x1002")
+    saved_tree.gpu("0000:04:00.0", node=0, **{"class": "0x040300"})  # the card's audio function
+    host = read_topology(saved_tree)
+    assert [(gpu.index, gpu.pci_bus_id, gpu.numa_node) for gpu in host.gpus] == [
+        (0, "0000:0f:00.0", 0),
+        (1, "0000:0f:01.0", 0),
+        (2, "0000:c1:00.0", 1),
+        (3, "10000:01:00.0", 1),
+    ]
+    assert host.gpus[3].node_cpus == host.nodes[1]
+    assert host.gpus[3].socket_cpus == host.packages[1]
+    assert {gpu.source for gpu in host.gpus} == {"numa_node"}
+
+
+def test_gpus_that_only_the_kernel_driver_names(saved_tree: Any) -> None:
+    two_sockets(saved_tree)
+    saved_tree.write("sys/bus/pci/devices/0035:03:00.0/numa_node", "1")
+    saved_tree.write("proc/driver/nvidia/gpus/0035:03:00.0/information", "Model: V100\nGPU UUID: \t GPU-abc-1\n")
+    saved_tree.gpu("0004:04:00.0", node=0)
+    (gpu0, gpu1) = read_topology(saved_tree).gpus
+    assert (gpu0.pci_bus_id, gpu0.uuid) == ("0004:04:00.0", "")
+    assert (gpu1.pci_bus_id, gpu1.uuid, gpu1.numa_node) == ("0035:03:00.0", "GPU-abc-1", 1)
+
+
+def test_a_card_passed_on_to_a_virtual_machine_is_no_gpu(saved_tree: Any) -> None:
+    two_sockets(saved_tree)
+    for bus_id, driver in [("0000:01:00.0", "vfio-pci"), ("0000:02:00.0", "nvidia")]:
+        saved_tree.gpu(bus_id, node=0)
+        (saved_tree.root / f"sys/bus/pci/devices/{bus_id}/driver").symlink_to(f"../../../../bus/pci/drivers/{driver}")
+    saved_tree.write("proc/driver/nvidia/gpus/0000:02:00.0/information", "")
+    assert [gpu.pci_bus_id for gpu in read_topology(saved_tree).gpus] == ["0000:02:00.0"]
+
+
+@pytest.mark.parametrize(
+    ("files", "node", "cpus", "source"),
+    [
+        ({"numa_node": "1", "local_cpulist": "0-3"}, 1, {4, 5, 6, 7, 12, 13, 14, 15}, "numa_node"),
+        ({"numa_node": "-1", "local_cpulist": "4-7,12-15"}, 1, {4, 5, 6, 7, 12, 13, 14, 15}, "local_cpulist"),
+        ({"numa_node": "-1", "local_cpus": "0000f0f0"}, 1, {4, 5, 6, 7, 12, 13, 14, 15}, "local_cpus"),
+        ({"numa_node": "9", "local_cpulist": "0-1"}, 0, {0, 1}, "local_cpulist"),
+        ({"local_cpulist": "0-15"}, None, set(range(16)), "local_cpulist"),
+        ({"numa_node": "-1"}, None, set(), ""),
+        ({}, None, set(), ""),
+    ],
+)
+def test_where_a_gpu_stands(saved_tree: Any, files: dict[str, str], node: int, cpus: set[int], source: str) -> None:
+    two_sockets(saved_tree)
+    saved_tree.gpu("0000:01:00.0", **files)
+    (gpu,) = read_topology(saved_tree).gpus
+    assert (gpu.numa_node, gpu.node_cpus, gpu.source) == (node, cpus, source)
+
+
+def test_one_node_needs_no_telling(saved_tree: Any) -> None:
+    """Firmware of single-node hosts says -1."""
+    saved_tree.cpus([(0,), (1,)])
+    saved_tree.nodes({0: [0, 1]})
+    saved_tree.gpu("0000:01:00.0", node=-1)
+    (gpu,) = read_topology(saved_tree).gpus
+    assert (gpu.numa_node, gpu.node_cpus, gpu.source) == (0, {0, 1}, "only node")
+
+
+def test_a_gpu_on_a_node_of_memory_only(saved_tree: Any) -> None:
+    saved_tree.cpus([(0,), (1,)])
+    saved_tree.nodes({0: [0, 1], 4: []}, distance=lambda a, b: 10 if a == b else 80)
+    saved_tree.gpu("0000:01:00.0", node=4)
+    (gpu,) = read_topology(saved_tree).gpus
+    assert (gpu.numa_node, gpu.node_cpus) == (4, frozenset())
+
+
+# GPUs of a driver
+
+
+def test_the_drivers_word_comes_before_pci(saved_tree: Any, fake_driver: Any) -> None:
+    two_sockets(saved_tree)
+    saved_tree.gpu("0000:01:00.0", node=0)
+    near = frozenset([4, 5, 6, 7, 12, 13, 14, 15])
+    driver = fake_driver([Gpu(0, "GPU-a", pci_bus_id="0000:01:00.0", numa_node=0)], {("GPU-a", "node"): near})
+    (gpu,) = read_topology(saved_tree, driver).gpus
+    assert gpu == GpuLocality(0, "GPU-a", 1, near, near, "0000:01:00.0", "nvml")
+
+
+def test_a_silent_driver_leaves_it_to_pci(saved_tree: Any, fake_driver: Any) -> None:
+    two_sockets(saved_tree)
+    saved_tree.gpu("0000:02:00.0", node=1)
+    gpus = [
+        Gpu(0, "GPU-a", pci_bus_id="00000000:02:00.0"),
+        Gpu(1, "GPU-b", pci_bus_id="0000:77:00.0", numa_node=0),  # sysfs of a container may lack the device
+        Gpu(1, "MIG-b", pci_bus_id="0000:77:00.0", mig_parent="GPU-b"),
+    ]
+    found = read_topology(saved_tree, fake_driver(gpus, {("GPU-a", "node"): frozenset()})).gpus
+    assert [(gpu.uuid, gpu.numa_node, gpu.source) for gpu in found] == [
+        ("GPU-a", 1, "numa_node"),
+        ("GPU-b", 0, "numa_node"),
+    ]
+
+
+def test_a_driver_may_bring_its_own_host(saved_tree: Any, fake_driver: Any) -> None:
+    two_sockets(saved_tree)
+    driver = fake_driver([])
+    driver.own = HostTopology(cpus=frozenset([1]))
+    assert read_topology("/", driver) is driver.own
+    check_two_sockets(read_topology(saved_tree, driver))
+
+
+def test_a_driver_that_fails_is_our_error(saved_tree: Any, fake_driver: Any) -> None:
+    two_sockets(saved_tree)
+
+    class Broken(fake_driver):
+        def snapshot(self) -> HostSnapshot:
+            raise NoDriverError("the driver was unloaded")
+
+    with pytest.raises(GPUAffinityError, match="the driver was unloaded"):
+        read_topology(saved_tree, Broken([]))
+
+
+@needs_sysfs
+def test_the_cpuset_that_nvml_cut_its_answer_to_is_undone(monkeypatch: pytest.MonkeyPatch, fake_driver: Any) -> None:
+    """Jobs in different cpusets must divide the same cores, or their exclusive shares would overlap."""
+    host = read_topology("/")
+    mine = min(os.sched_getaffinity(0))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {mine})
+    driver = fake_driver([Gpu(0, "GPU-a")], {("GPU-a", "node"): frozenset([mine])})
+    (gpu,) = read_topology("/", driver).gpus
+    assert gpu.node_cpus == next(cpus for cpus in host.nodes.values() if mine in cpus)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "expected"),
+    [
+        (Gpu(0, "GPU-told"), ({1, 2}, "nvml")),
+        (Gpu(0, "GPU-x", pci_bus_id="0000:02:00.0"), ({4, 5, 6, 7, 12, 13, 14, 15}, "numa_node")),
+        (Gpu(0, "GPU-x", pci_bus_id="0000:77:00.0", numa_node=0), ({0, 1, 2, 3, 8, 9, 10, 11}, "numa_node")),
+        (Gpu(0, "GPU-x", pci_bus_id="0000:03:00.0"), ({0, 1}, "local_cpulist")),
+        (Gpu(0, "MIG-x", mig_parent="GPU-told"), ({1, 2}, "nvml")),
+        (Gpu(0, "GPU-x", pci_bus_id="0000:77:00.0"), None),
+        (Gpu(0, "GPU-x"), None),
+    ],
+)
+def test_the_short_way_to_one_gpus_node(saved_tree: Any, fake_driver: Any, gpu: Gpu, expected: Any) -> None:
+    two_sockets(saved_tree)
+    saved_tree.gpu("0000:02:00.0", node=1)
+    saved_tree.gpu("0000:03:00.0", node=-1, cpus=[0, 1])
+    driver = fake_driver([gpu], {("GPU-told", "node"): frozenset([1, 2])})
+    assert node_cpus_of(gpu, driver, saved_tree) == expected
+
+
+def test_on_a_single_node_every_gpu_is_near(saved_tree: Any, fake_driver: Any) -> None:
+    saved_tree.nodes({0: [0, 1, 2, 3]})
+    assert node_cpus_of(Gpu(0, "GPU-x"), fake_driver([]), saved_tree) == ({0, 1, 2, 3}, "only node")
+
+
+def test_there_is_no_short_way_on_a_host_that_the_driver_brings(fake_driver: Any) -> None:
+    """Its node 0 is not this machine's."""
+    driver = fake_driver([])
+    driver.own = HostTopology(cpus=frozenset([1]))
+    assert node_cpus_of(Gpu(0, "GPU-0", numa_node=0), driver, "/") is None
+
+
+# hwloc as the referee
+
+
+def hwloc(root: str) -> dict[str, set[frozenset[int]]]:
+    text = subprocess.run(
+        ["lstopo-no-graphics", "--of", "xml", "--no-io", "-"],
+        env={
+            **os.environ,
+            "HWLOC_FSROOT": root,
+            "HWLOC_COMPONENTS": "linux,stop",
+            "HWLOC_KEEP_NVIDIA_GPU_NUMA_NODES": "1",
+        },
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    ).stdout
+    found: dict[str, set[frozenset[int]]] = {
+        "PU": set(),
+        "Core": set(),
+        "Package": set(),
+        "NUMANode": set(),
+        "L3Cache": set(),
+    }
+    for item in ElementTree.fromstring(text).iter("object"):
+        if item.get("type") in found:
+            value = 0
+            for word in item.get("cpuset", "0x0").split(","):
+                value = value << 32 | int(word or "0", 16)  # a group of zeros is left blank
+            cpus = frozenset(bit for bit in range(value.bit_length()) if value >> bit & 1)
+            found[item.get("type", "")].add(cpus)
+    return found
+
+
+needs_hwloc = pytest.mark.skipif(
+    shutil.which("lstopo-no-graphics") is None, reason="hwloc (lstopo-no-graphics) is not installed"
+)
+
+
+@needs_hwloc
+@pytest.mark.parametrize("seed", range(10))
+def test_hwloc_sees_the_same_host(saved_tree: Any, seed: int) -> None:
+    chance = random.Random(seed)
+    smt, packages = chance.choice([(1, 4), (2, 1), (2, 4), (4, 2), (8, 1)])
+    nodes_each, cores_each = chance.choice([1, 2]), chance.choice([2, 3])
+    count = packages * nodes_each * cores_each
+    if chance.random() < 0.5:
+        cores = [[core + thread * count for thread in range(smt)] for core in range(count)]
+    else:
+        cores = [list(range(core * smt, (core + 1) * smt)) for core in range(count)]
+
+    def of(first: int, last: int) -> list[int]:
+        return sorted(cpu for core in cores[first:last] for cpu in core)
+
+    sockets = [
+        of(number * nodes_each * cores_each, (number + 1) * nodes_each * cores_each) for number in range(packages)
+    ]
+    ids = sorted(chance.sample(range(64), packages * nodes_each))
+    nodes = {node: of(at * cores_each, (at + 1) * cores_each) for at, node in enumerate(ids)}
+    offline = chance.sample(range(1, count * smt), chance.choice([0, 1, 2]))
+    caches = list(nodes.values())
+    old_names = chance.random() < 0.5
+    saved_tree.cpus(cores, packages=sockets, caches=caches, offline=offline, old_names=old_names, as_the_kernel=True)
+    saved_tree.nodes({node: set(cpus) - set(offline) for node, cpus in nodes.items()}, masks=True)
+    ours, theirs = read_topology(saved_tree), hwloc(os.fspath(saved_tree))
+    assert {frozenset([cpu]) for cpu in ours.cpus} == theirs["PU"]
+    assert set(ours.cores) == theirs["Core"]
+    assert set(ours.packages.values()) == theirs["Package"]
+    assert {cpus for cpus in ours.nodes.values() if cpus} == {cpus for cpus in theirs["NUMANode"] if cpus}
+    assert set(ours.llc) == theirs["L3Cache"]
+
+
+@needs_hwloc
+def test_hwloc_sees_this_host_as_we_do() -> None:
+    ours, theirs = read_topology("/"), hwloc("/")
+    assert ours.cpus >= frozenset().union(*theirs["PU"])
+    assert set(ours.packages.values()) >= theirs["Package"]

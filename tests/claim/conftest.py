@@ -1,0 +1,339 @@
+"""A simulated host that can be watched and disturbed poll by poll, and a check that a claim left nothing behind."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import safe_gpu
+from safe_gpu import drivers
+from safe_gpu.affinity import cpu_shares as shares
+from safe_gpu.claim import host_view, look, owner, recheck
+from safe_gpu.coordination.leases import Lease, lease_name
+from safe_gpu.devices import Gpu, HostSnapshot
+from safe_gpu.drivers.simulated import SimulatedDriver, SimulatedPlaceholder
+from safe_gpu.drivers.simulated_context import SimulatedContext
+from safe_gpu.runtimes.cuda_runtime import CudaRuntime
+
+# No process can have this number, as none of another container can be seen from here.
+HIDDEN_PID = 999_999_999
+# A pause that is told from every other one by its length.
+PAUSE = 0.000123
+
+
+class RuntimeOnSimulatedGpus(CudaRuntime):
+    """CUDA, asked about simulated GPUs."""
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+
+    def try_gpu(self, gpu: Gpu, ordinal: int, logger: Any) -> None:
+        raise AssertionError("no CUDA here")
+
+    def default_placeholder(self, logger: Any = None) -> Any:
+        return SimulatedPlaceholder(logger, driver=self._host)
+
+
+class Host(SimulatedDriver):
+    """A simulated host; it counts polls, narrow ones too, and runs ``on_poll(number)`` before each.
+
+    ``edits`` maps the UUIDs of GPUs to what the driver shows of them instead. ``fail_at(event)`` may raise.
+    """
+
+    def __init__(self, preset: str, stranger_pid: int) -> None:
+        super().__init__(preset)
+        self.stranger_pid = stranger_pid
+        self.polls = 0
+        self.cuda = False
+        self.events: list[str] = []
+        self.edits: dict[str, dict[str, Any]] = {}
+        self.on_poll: Callable[[int], object] = lambda number: None
+        self.on_event: Callable[[str], object] = lambda event: None
+
+    @property
+    def runtime(self) -> Any:
+        return RuntimeOnSimulatedGpus(self) if self.cuda else super().runtime
+
+    @property
+    def uuids(self) -> list[str]:
+        return [gpu.uuid for gpu in self.idle.gpus if not gpu.unusable]
+
+    def snapshot(self) -> HostSnapshot:
+        self._poll("poll")
+        shown = super().snapshot()
+        return HostSnapshot(self._edited(shown.gpus), shown.driver, shown.driver_version, shown.names)
+
+    def usage(self, gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
+        self._poll("usage")
+        return self._edited(super().usage(gpus))
+
+    def _poll(self, event: str) -> None:
+        self.polls += 1
+        self.event(event)
+        self.on_poll(self.polls)
+
+    def _edited(self, gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
+        return tuple(replace(gpu, **self.edits.get(gpu.uuid, {})) for gpu in gpus)
+
+    def close(self) -> None:
+        self.event("close")
+        super().close()
+
+    def event(self, name: str) -> None:
+        self.events.append(name)
+        self.on_event(name)
+
+    def stranger(self, number: int, pid: int | None = None, **values: Any) -> SimulatedContext:
+        """A process that knows nothing of safe_gpu on this GPU."""
+        return self.occupy(self.uuids[number], pid=self.stranger_pid if pid is None else pid, **values)
+
+
+@pytest.fixture
+def host_of(monkeypatch: pytest.MonkeyPatch, stranger_pid: int) -> Callable[[str], Host]:
+    """``host_of("laptop")``: that host, in place of whatever driver a claim in this process would open."""
+
+    def install(preset: str) -> Host:
+        host = Host(preset, stranger_pid)
+        monkeypatch.setenv("SAFE_GPU_DRIVER", host.name)
+        monkeypatch.setattr(drivers, "open_driver", lambda name=None, **choice: host)
+        return host
+
+    # A busy machine must not make a claim poll once more than it has to.
+    monkeypatch.setattr(owner, "_STALE", 1e9)
+    return install
+
+
+@pytest.fixture
+def host(host_of: Callable[[str], Host]) -> Host:
+    """Eight equal GPUs."""
+    return host_of("dgx-a100")
+
+
+class Spies:
+    """Every step of a claim as an event of the host, in the order in which they happen.
+
+    Use it with ``placeholder_fn=spies.placeholder`` and ``debug_sleep=spies.PAUSE``.
+    """
+
+    PAUSE = PAUSE
+
+    def __init__(self, host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.host = host
+        self.released: list[str] = []
+        host.cuda = True  # so that CUDA is asked about the devices; here it sleeps
+        event = host.event
+
+        class SpiedHostLock(look.HostLock):
+            def __enter__(self) -> Any:
+                event("host.lock")
+                return super().__enter__()
+
+            def __exit__(self, *exc: object) -> None:
+                super().__exit__(*exc)
+                event("unlock")
+
+        def spied(module: Any, name: str, before: str = "", after: str = "") -> None:
+            genuine = getattr(module, name)
+
+            def call(*args: Any, **kwargs: Any) -> Any:
+                if before:
+                    event(before)
+                result = genuine(*args, **kwargs)
+                if after:
+                    event(after)
+                return result
+
+            monkeypatch.setattr(module, name, call)
+
+        class LegacyLock:
+            def release(self) -> None:
+                if self in held:
+                    held.remove(self)
+                    host.events.append("legacy release")
+
+        held: list[LegacyLock] = []
+
+        def take_legacy_lock(deadline: float | None, logger: Any, signals: Any) -> LegacyLock:
+            event("legacy lock")
+            held.append(LegacyLock())
+            return held[-1]
+
+        genuine_sleep = time.sleep
+
+        def sleep(seconds: float) -> None:
+            if seconds == PAUSE:
+                event(f"sleep, CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')}")
+            genuine_sleep(seconds)
+
+        monkeypatch.setattr(look, "HostLock", SpiedHostLock)
+        monkeypatch.setattr(recheck, "take_legacy_lock", take_legacy_lock)
+        monkeypatch.setattr(time, "sleep", sleep)
+        spied(owner, "read_terms", before="terms")
+        spied(host_view, "fence_of", before="fence")
+        spied(look, "try_lease", before="lease")
+        spied(Lease, "write", before="record")
+        spied(owner, "verify_devices", before="verify")
+        spied(shares, "bind_process", before="bind", after="bound")
+        self.legacy_held = held
+        self.placeholder = SpiedPlaceholder(host)
+
+
+class SpiedPlaceholder(SimulatedPlaceholder):
+    """Holds simulated GPUs, and tells the host."""
+
+    def __init__(self, host: Host) -> None:
+        super().__init__(driver=host)
+        self.host = host
+
+    def prepare(self) -> None:
+        if "prepare" not in self.host.events:
+            self.host.event("prepare")
+        super().prepare()
+
+    def __call__(self, device_no: int) -> SimulatedContext:
+        self.host.event(f"placeholder {device_no}")
+        return super().__call__(device_no)
+
+    def release(self, thing: SimulatedContext) -> None:
+        self.host.events.append("placeholder released")
+        super().release(thing)
+
+
+@pytest.fixture
+def spies(host: Host, monkeypatch: pytest.MonkeyPatch) -> Spies:
+    """All steps of a claim as events."""
+    return Spies(host, monkeypatch)
+
+
+class Leases:
+    """Lease files that this test holds itself, as another process would."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, int] = {}
+
+    def hold(self, *uuids: str) -> None:
+        directory = Path(os.environ["SAFE_GPU_DIR"]) / "leases"
+        directory.mkdir(parents=True, exist_ok=True)
+        for uuid in uuids:
+            fd = os.open(directory / lease_name(uuid), os.O_RDWR | os.O_CREAT, 0o666)
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._held[uuid] = fd
+
+    def free(self) -> None:
+        while self._held:
+            os.close(self._held.popitem()[1])
+
+
+@pytest.fixture
+def leases() -> Iterator[Leases]:
+    """Hold leases in this process without a claim."""
+    held = Leases()
+    yield held
+    held.free()
+
+
+@contextmanager
+def _untouched() -> Iterator[None]:
+    before = _traces()
+    yield
+    now = _traces()
+    for what, then in before.items():
+        assert now[what] == then, what
+
+
+def _held_leases(state: Path) -> list[str]:
+    """Names of the leases that are held, and not only tried by a waiter, who holds host.lock then."""
+    names = [path.name for path in sorted(state.glob("leases/*.lock")) if _locked(path)]
+    if not names or not (state / "host.lock").exists():
+        return names
+    with (state / "host.lock").open() as lock:
+        for _ in range(100):  # a test may hold it all the time
+            with suppress(BlockingIOError):
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return [name for name in names if _locked(state / "leases" / name)]
+            time.sleep(0.005)
+    return names
+
+
+def _traces() -> dict[str, object]:
+    state = Path(os.environ["SAFE_GPU_DIR"])
+    return {
+        "environment": dict(os.environ),
+        "affinity": {tid: os.sched_getaffinity(int(tid)) for tid in _tids()},
+        "descriptors": _descriptors(),
+        "threads": sorted(thread.name for thread in threading.enumerate()),
+        "leases": _held_leases(state),
+        "host.lock": _locked(state / "host.lock"),
+        "tickets": sorted(path.name for path in state.glob("queue/*")),
+        "contexts": sorted(path.name for path in state.glob("simulated/*/*")),
+        "owners": (owner.current_owner(), safe_gpu.gpu_owner),
+    }
+
+
+def _tids() -> list[str]:
+    return os.listdir("/proc/self/task")
+
+
+def _descriptors() -> dict[str, str]:
+    found = {}
+    for number in os.listdir("/proc/self/fd"):
+        try:
+            found[number] = os.readlink(f"/proc/self/fd/{number}")
+        except OSError:
+            continue  # the one that listed them
+    return found
+
+
+def _locked(path: Path) -> bool:
+    try:
+        fd = os.open(path, os.O_RDWR)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
+@pytest.fixture
+def untouched() -> Callable[[], AbstractContextManager[None]]:
+    """``with untouched():`` whatever happens inside, it leaves this process and the state directory as they were.
+
+    Compared are the environment, every thread's CPU mask, descriptors, threads, locks, tickets, simulated contexts, and
+    what the package remembers of claims.
+    """
+    return _untouched
+
+
+@pytest.fixture(autouse=True)
+def released() -> Iterator[None]:
+    """No claim of one test reaches the next."""
+    yield
+    holder = owner.current_owner()
+    if holder is not None:
+        holder.release_gpus()
+
+
+@pytest.fixture
+def shown(host: Host) -> Callable[[int], Gpu]:
+    """A GPU as the driver shows it now."""
+    return lambda number: next(gpu for gpu in SimulatedDriver.snapshot(host).gpus if gpu.uuid == host.uuids[number])
+
+
+@pytest.fixture
+def cleanup() -> Iterator[ExitStack]:
+    """What is to be closed after the test."""
+    with ExitStack() as stack:
+        yield stack

@@ -1,0 +1,100 @@
+"""SAFE_GPU_EXPECT: a worker that an engine started finds its GPU, or ``run`` and ``bind`` refuse to start it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from safe_gpu import GPUOwner, NoPlaceholder, WrongDeviceError
+from safe_gpu.claim.expected import check_expected_gpu
+from safe_gpu.errors import HolderLostError
+
+
+@pytest.fixture
+def held() -> Iterator[GPUOwner]:
+    """A delegating claim of GPU 0 and 1. The environment is that of a worker for GPU 1."""
+    with GPUOwner(2, NoPlaceholder(), affinity=None, delegate=True) as owner:
+        yield owner
+
+
+@pytest.fixture
+def worker(held: GPUOwner, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Sets variables of the worker; so far they are right."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    monkeypatch.setenv("SAFE_GPU_EXPECT", held.gpus[1].uuid)
+    return monkeypatch
+
+
+@pytest.mark.parametrize("verb", ["run", "bind"])
+def test_the_command_runs_on_the_gpu_that_was_meant(worker: pytest.MonkeyPatch, command, verb: str) -> None:
+    done = command.run(verb, "--", "sh", "-c", "echo $CUDA_VISIBLE_DEVICES ${SAFE_GPU_EXPECT-unset}")
+    assert (done.returncode, done.stdout) == (0, "1 unset\n"), done.stderr
+
+
+@pytest.mark.parametrize("verb", ["run", "bind"])
+@pytest.mark.parametrize(
+    ("visible", "seen"),
+    [
+        ("0", "CUDA_VISIBLE_DEVICES=0 it sees GPU-"),
+        ("0,1", "CUDA_VISIBLE_DEVICES=0,1 it sees GPU-"),
+        ("", "CUDA_VISIBLE_DEVICES= it sees 0 GPUs"),
+        (None, "without CUDA_VISIBLE_DEVICES it sees 8 GPUs"),
+    ],
+)
+def test_the_command_does_not_run_on_other_gpus(
+    worker: pytest.MonkeyPatch, command, verb: str, visible: str | None, seen: str
+) -> None:
+    if visible is None:
+        worker.delenv("CUDA_VISIBLE_DEVICES")
+    else:
+        worker.setenv("CUDA_VISIBLE_DEVICES", visible)
+    done = command.run(verb, "--", "echo", "started")
+    assert (done.returncode, done.stdout) == (70, "")
+    assert seen in done.stderr
+    assert os.environ["SAFE_GPU_EXPECT"] in done.stderr
+
+
+@pytest.mark.parametrize("verb", ["run", "bind"])
+def test_the_command_does_not_run_after_the_claim(
+    worker: pytest.MonkeyPatch, held: GPUOwner, command, verb: str
+) -> None:
+    held.release_gpus()
+    worker.setenv("CUDA_VISIBLE_DEVICES", "1")
+    done = command.run(verb, "--", "echo", "started")
+    assert (done.returncode, done.stdout) == (70, "")
+    assert "is no longer held by its claim" in done.stderr
+
+
+def test_a_gpu_that_another_claim_holds_does_not_count(worker: pytest.MonkeyPatch, held: GPUOwner) -> None:
+    worker.setenv("SAFE_GPU_SCOPE", "0123456789abcdef")
+    with pytest.raises(HolderLostError, match="is no longer held"):
+        check_expected_gpu()
+    assert "SAFE_GPU_EXPECT" in os.environ
+
+
+def test_a_gpu_that_this_host_does_not_have(worker: pytest.MonkeyPatch) -> None:
+    worker.setenv("SAFE_GPU_EXPECT", "GPU-00000000-0000-0000-0000-000000000000")
+    with pytest.raises(WrongDeviceError) as caught:
+        check_expected_gpu()
+    assert caught.value.expected == "GPU-00000000-0000-0000-0000-000000000000"
+
+
+@pytest.mark.parametrize("value", [None, ""])
+def test_without_the_variable_nothing_is_asked(monkeypatch: pytest.MonkeyPatch, value: str | None) -> None:
+    if value is None:
+        monkeypatch.delenv("SAFE_GPU_EXPECT", raising=False)
+    else:
+        monkeypatch.setenv("SAFE_GPU_EXPECT", value)
+    monkeypatch.setattr("safe_gpu.claim.expected.opened_driver", None)
+    check_expected_gpu()
+
+
+def test_two_workers_of_one_gpu_share_it_under_bind(worker: pytest.MonkeyPatch, command) -> None:
+    """``run`` claims the GPU for its command alone; ``bind`` claims nothing."""
+    first = command.start("bind", "--", "sh", "-c", "echo started; cat")
+    assert first.stdout.readline() == "started\n"
+    assert command.run("bind", "--", "printenv", "CUDA_VISIBLE_DEVICES").stdout == "1\n"
+    assert command.run("run", "--timeout", 0, "--", "printenv", "CUDA_VISIBLE_DEVICES").stdout == "1\n"
+    first.communicate("", timeout=60)

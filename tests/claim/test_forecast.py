@@ -1,0 +1,129 @@
+"""What a waiter is told of its start: the words by a table, the facts from real holders and waiters."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import time
+from typing import Any
+
+import pytest
+
+from safe_gpu.claim.forecast import Expected, Share, clauses
+
+NOW = time.mktime((2026, 11, 21, 13, 0, 0, 0, 0, -1))
+MINUTE = 60.0
+SOON = NOW + 80 * MINUTE
+
+
+@pytest.mark.parametrize(
+    ("expected", "told"),
+    [
+        pytest.param(Expected(), [], id="nothing is known"),
+        pytest.param(
+            Expected(SOON, SOON, due=(Share("alice", 4, SOON),)),
+            ["expected at about 14:20, when alice's 4 GPUs are due"],
+            id="the first in line",
+        ),
+        pytest.param(
+            Expected(SOON, SOON, due=(Share("alice", 1, SOON), Share("ben", 1, SOON))),
+            ["expected at about 14:20, when alice's GPU is due"],
+            id="one GPU",
+        ),
+        pytest.param(Expected(SOON, NOW), ["expected at about 14:20"], id="behind others"),
+        pytest.param(Expected(None, SOON), ["not before 14:20"], id="the earliest"),
+        pytest.param(Expected(NOW + 86400, None), ["expected at about Sun 13:00"], id="tomorrow"),
+        pytest.param(Expected(NOW + 8 * 86400, None), ["expected at about 2026-11-29"], id="next week"),
+        pytest.param(
+            Expected(None, None, silent=(Share("ben", 2, None),)),
+            ["ben did not say for how long"],
+            id="somebody is silent",
+        ),
+        pytest.param(
+            Expected(NOW, NOW, overdue=(Share("ben", 2, NOW - 20 * MINUTE),)),
+            ["ben's 2 GPUs are overdue 20 min"],
+            id="overdue",
+        ),
+        pytest.param(
+            Expected(SOON, SOON, passers=(Share("carla", 1, NOW + 5 * MINUTE), Share("dan", 1, None))),
+            ["expected at about 14:20", "passed by carla (1 GPU, until 13:05) and 1 more"],
+            id="passed",
+        ),
+        pytest.param(Expected(NOW, NOW), [], id="any moment"),
+    ],
+)
+def test_the_words(expected: Expected, told: list[str]) -> None:
+    assert clauses(expected, NOW) == told
+
+
+HOLD = """
+import safe_gpu
+safe_gpu.claim_gpus({nb_gpus}, safe_gpu.NoPlaceholder(), affinity=None, hold_for={hold_for})
+say('got'); listen()
+"""
+
+
+def holds(child: Any, nb_gpus: int, hold_for: object) -> Any:
+    one = child(HOLD.format(nb_gpus=nb_gpus, hold_for=hold_for))
+    assert one.hear() == "got"
+    return one
+
+
+def test_a_waiter_is_told_when_it_can_start_and_who_passed_it(ground: Any, child: Any, command: Any) -> None:
+    holds(child, 7, 7200)
+    large = command.start("run", "-n", 8, "--for", "1h", "--", "true", stderr=subprocess.PIPE)
+    clock = r"(?:\w{3} )?\d\d:\d\d"
+    assert re.search(rf"; expected at about {clock}, when \S+'s 7 GPUs are due$", large.stderr.readline())
+    small = command.start("wait", "-n", 8, "--for", "30m", stderr=subprocess.PIPE)
+    assert re.search(rf"wants 8 GPUs, .*; expected at about {clock}$", small.stderr.readline())
+    queue = json.loads(command.run("status", "--json").stdout)["queue"]
+    assert queue[0]["expected_start"] == pytest.approx(time.time() + 7200, abs=600)
+    assert queue[1]["expected_start"] == pytest.approx(queue[0]["expected_start"] + 3600, abs=1)
+    assert re.search(r"#.* HOLDS +STARTS\n.* 1h00m +in 1h\d\dm\n.* 30m +in 2h\d\dm\n", command.run("status").stdout)
+    holds(child, 1, 600)
+    late = command.start("run", "-n", 8, "--", "true", stderr=subprocess.PIPE)
+    assert "passed by" not in late.stderr.readline()
+    from_python = child(
+        "import logging, sys, time, safe_gpu\n"
+        "from safe_gpu.claim import news\n"
+        "news._REPORT_INTERVAL = news._WARNING_DELAY = 0.2\n"
+        "logging.basicConfig(stream=sys.stdout, level=logging.INFO, format='%(message)s')\n"
+        "safe_gpu.claim_gpus(2, safe_gpu.NoPlaceholder(), affinity=None, only=(0, 1), timeout=60)\n"
+    )
+    while "waiting for 2 GPUs" not in (line := from_python.hear()):
+        pass
+    assert "behind" in line
+
+
+def test_the_head_is_told_who_passed_it(ground: Any, child: Any) -> None:
+    holds(child, 7, 7200)
+    large = child(
+        "import logging, sys, time, safe_gpu\n"
+        "from safe_gpu.claim import news\n"
+        "news._REPORT_INTERVAL = news._WARNING_DELAY = 0.2\n"
+        "logging.basicConfig(stream=sys.stdout, level=logging.INFO, format='%(message)s')\n"
+        "safe_gpu.claim_gpus(8, safe_gpu.NoPlaceholder(), affinity=None, timeout=60)\n"
+    )
+    while "waiting for 8 GPUs" not in large.hear():
+        pass
+    holds(child, 1, 600)
+    while not re.search(r"; passed by \S+ \(1 GPU, until \d\d:\d\d\)$", large.hear()):
+        pass
+
+
+def test_run_mentions_for_once_where_it_may_help(ground: Any, command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    ground.hold(*range(8))
+    first = command.start("run", "--", "true", stderr=subprocess.PIPE)
+    assert "waiting for 1 GPU" in first.stderr.readline()
+    second = command.start("run", "--", "true", stderr=subprocess.PIPE)
+    assert "behind" in second.stderr.readline()
+    assert "--for 30m" in second.stderr.readline()
+    third = command.start("run", "--for", "1h", "--", "true", stderr=subprocess.PIPE)
+    assert "behind" in third.stderr.readline()
+    monkeypatch.setenv("SAFE_GPU_FOR", "1h")
+    fourth = command.start("run", "--", "true", stderr=subprocess.PIPE)
+    assert "behind" in fourth.stderr.readline()
+    ground.let_go()
+    for one in (first, second, third, fourth):
+        assert "--for" not in one.communicate(timeout=60)[1]

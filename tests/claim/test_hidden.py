@@ -1,0 +1,252 @@
+"""Claims where the driver lists threads, numbers of another PID namespace, no processes, or no memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+import safe_gpu
+from safe_gpu.claim import recheck
+from safe_gpu.devices import ProcessKind
+from safe_gpu.errors import NotEnoughGpusError, UnsatisfiableRequestError
+
+MIB, GIB = 1 << 20, 1 << 30
+NOT_SUPPORTED = 3
+
+PRELUDE = """
+import json, logging, os, sys, threading
+import safe_gpu
+from safe_gpu.claim import recheck
+from safe_gpu.coordination import legacy
+legacy.LOCK_FILE = os.environ["FAKE_GPU_DIR"] + "/older package/lock"
+out = {"warnings": []}
+class Kept(logging.Handler):
+    def emit(self, record):
+        if record.levelno >= logging.WARNING:
+            out["warnings"].append(record.getMessage())
+logging.getLogger("safe_gpu").addHandler(Kept())
+def claim(*arguments, **options):
+    try:
+        owner = safe_gpu.claim_gpus(*arguments, **{"timeout": 0, "affinity": None, **options})
+    except safe_gpu.SafeGpuError as err:
+        return [type(err).__name__, str(err)]
+    taken = owner.devices_taken
+    owner.release_gpus()
+    return taken
+"""
+
+
+def run(gpus: Any, code: str, **environment: str) -> Any:
+    """What ``code`` leaves in ``out``."""
+    return json.loads(gpus.python(f"{PRELUDE}\n{code}\nprint(json.dumps(out))", **environment).splitlines()[-1])
+
+
+# Threads
+
+
+def test_a_claim_from_another_thread_where_the_driver_lists_threads(fake_gpus: Any) -> None:
+    fake_gpus.options(thread_ids=1)
+    code = """
+worker = threading.Thread(target=lambda: out.update(taken=claim(2)))
+worker.start()
+worker.join()
+"""
+    assert run(fake_gpus, code) == {"taken": [0, 1], "warnings": []}
+
+
+def test_a_stranger_who_is_listed_by_a_thread_is_named_by_its_process(fake_gpus: Any) -> None:
+    code = (
+        "import threading,sys; t = threading.Thread(target=sys.stdin.read); t.start(); print(t.native_id, flush=True)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as stranger:
+        assert stranger.stdout is not None
+        fake_gpus.process(fake_gpus.uuids[0], int(stranger.stdout.readline()))
+        kind, text = run(fake_gpus, "out['taken'] = claim(only=0)")["taken"]
+    assert (kind, f"process {stranger.pid} (" in text) == ("NotEnoughGpusError", True)
+
+
+# Numbers of another PID namespace
+
+
+def test_a_claim_that_is_listed_under_the_number_of_a_process_here(fake_gpus: Any) -> None:
+    fake_gpus.devices("nvidiactl")
+    fake_gpus.options(listed_as=os.getppid())
+    code = """
+for _ in range(2):
+    out["taken"] = claim()
+"""
+    command = [sys.executable, "-c", "import sys; sys.stdin.read()"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as bystander:
+        fake_gpus.options(listed_as=bystander.pid)
+        assert run(fake_gpus, code) == {"taken": [0], "warnings": []}
+        (fake_gpus.devices() / "nvidiactl").unlink()
+        assert run(fake_gpus, code)["taken"][0] == "GpuContendedError", "there the number is that process's"
+
+
+# Our own context is not listed
+
+
+def test_where_nobody_is_listed_the_older_package_is_not_kept_waiting(fake_gpus: Any) -> None:
+    lock = fake_gpus.directory / "older package/lock"
+    lock.parent.mkdir()
+    lock.touch()
+    fake_gpus.options(hidden=1)
+    code = "recheck._SHOWING = 1e9\nout['taken'] = claim(2)"  # a wait would end this test by its time limit
+    out = run(fake_gpus, code)
+    assert out["taken"] == [0, 1]
+    (warning,) = out["warnings"]
+    assert warning.startswith("the driver does not list this process on GPU 0,1, so that others")
+
+
+def test_a_driver_that_lists_a_context_late_is_waited_for(fake_gpus: Any) -> None:
+    lock = fake_gpus.directory / "older package/lock"
+    lock.parent.mkdir()
+    lock.touch()
+    fake_gpus.options(lag_ms=300)
+    code = "recheck._SHOWING = 1e9\nout['taken'] = claim()"
+    assert run(fake_gpus, code) == {"taken": [0], "warnings": []}
+
+
+def test_a_placeholder_that_shows_nothing_is_told_of_after_the_wait(fake_gpus: Any) -> None:
+    lock = fake_gpus.directory / "older package/lock"
+    lock.parent.mkdir()
+    lock.touch()
+    code = "recheck._SHOWING = 0.05\nout['taken'] = claim(1, lambda device_no: None)"
+    out = run(fake_gpus, code)
+    assert out["taken"] == [0]
+    assert len(out["warnings"]) == 1
+
+
+def test_a_lease_alone_has_nothing_to_show(fake_gpus: Any) -> None:
+    fake_gpus.options(hidden=1)
+    assert run(fake_gpus, "out['taken'] = claim(1, safe_gpu.NoPlaceholder())") == {"taken": [0], "warnings": []}
+
+
+def test_a_context_of_our_own_that_is_not_listed_does_not_keep_us_out(fake_gpus: Any) -> None:
+    """A framework keeps its context after the release; its memory is in use by no listed process."""
+    fake_gpus.options(hidden=1)
+    code = """
+from safe_gpu.runtimes.cuda_context import PrimaryContext
+kept = []
+class Keeping(safe_gpu.CudaPlaceholder):
+    def __call__(self, device_no):
+        kept.append(PrimaryContext.retain(device_no))
+        return super().__call__(device_no)
+out["first"] = claim(1, Keeping(), only=3)
+out["second"] = claim(1, only=3)
+kept[0].release()
+out["third"] = claim(1, only=3)
+"""
+    out = run(fake_gpus, code)
+    assert [out["first"], out["second"], out["third"]] == [[3]] * 3
+    fake_gpus.change(3, used=300 * MIB)
+    assert run(fake_gpus, "out['taken'] = claim(1, only=3)")["taken"][0] == "NotEnoughGpusError"
+
+
+# Outer claims
+
+
+def test_a_claim_inside_one_whose_processes_are_not_listed(fake_gpus: Any) -> None:
+    fake_gpus.options(hidden=1)
+    code = """
+import subprocess
+with safe_gpu.GPUOwner(2, delegate=True, timeout=0, affinity=None) as outer:
+    inside = "import safe_gpu; print(safe_gpu.claim_gpus(1, timeout=0, affinity=None).devices_taken)"
+    child = subprocess.run([sys.executable, "-c", inside], capture_output=True, text=True)
+    out["inside"] = child.stdout.strip() or child.stderr
+    del os.environ["SAFE_GPU_SCOPE"], os.environ["CUDA_VISIBLE_DEVICES"]
+    child = subprocess.run([sys.executable, "-c", inside], capture_output=True, text=True)
+    out["outside"] = child.stdout.strip() or child.stderr
+"""
+    out = run(fake_gpus, code)
+    assert (out["inside"], out["outside"]) == ("[0]", "[2]")
+
+
+def test_the_memory_of_a_stranger_of_another_container_is_noticed(fake_gpus: Any) -> None:
+    fake_gpus.change(0, used=600 * MIB)
+    assert run(fake_gpus, "out['taken'] = claim()")["taken"] == [1]
+    assert run(fake_gpus, "out['taken'] = claim()", SAFE_GPU_UNEXPLAINED_MEMORY="700MiB")["taken"] == [0]
+    kind, text = run(fake_gpus, "out['taken'] = claim()", SAFE_GPU_UNEXPLAINED_MEMORY="some")["taken"]
+    assert (kind, "SAFE_GPU_UNEXPLAINED_MEMORY" in text) == ("UnsatisfiableRequestError", True)
+
+
+# Lists and memory that the driver can never tell
+
+
+def test_gpus_without_process_lists_are_claimed_where_that_is_allowed(fake_gpus: Any) -> None:
+    fake_gpus.set(2, compute_error=NOT_SUPPORTED, mps_error=NOT_SUPPORTED, memory_error=NOT_SUPPORTED)
+    lock = fake_gpus.directory / "older package/lock"
+    lock.parent.mkdir()
+    lock.touch()
+    code = "recheck._SHOWING = 1e9\nout['taken'] = claim()"
+    kind, text = run(fake_gpus, code)["taken"]
+    assert (kind, "SAFE_GPU_PROCESS_LIST=optional" in text) == ("UnsatisfiableRequestError", True)
+    out = run(fake_gpus, code, SAFE_GPU_PROCESS_LIST="optional")
+    assert out["taken"] == [0]
+    assert len(out["warnings"]) == 1
+    code = "out['free'] = safe_gpu.get_free_gpus()\nout['claim'] = claim(min_memory='1GiB', timeout=None)"
+    out = run(fake_gpus, code, SAFE_GPU_PROCESS_LIST="optional")
+    assert out["free"] == ["0", "1"]
+    assert out["claim"][0] == "UnsatisfiableRequestError"
+    assert "does not tell its memory" in out["claim"][1]
+
+
+def test_a_context_of_our_own_does_not_keep_us_out_where_nothing_is_listed(fake_gpus: Any) -> None:
+    fake_gpus.set(1, compute_error=NOT_SUPPORTED, mps_error=NOT_SUPPORTED)
+    code = """
+from safe_gpu.runtimes.cuda_context import PrimaryContext
+first = safe_gpu.claim_gpus(1, timeout=0, affinity=None)
+kept = PrimaryContext.retain(0)
+first.release_gpus()
+out["second"] = claim()
+"""
+    assert run(fake_gpus, code, SAFE_GPU_PROCESS_LIST="optional")["second"] == [0]
+
+
+def test_unknown_memory_is_refused_at_once_by_a_claim_that_would_wait(host: Any) -> None:
+    host.edits = {uuid: {"memory_free": None, "memory_total": None, "memory_used": None} for uuid in host.uuids}
+    with pytest.raises(UnsatisfiableRequestError, match="does not tell its memory: leave min_memory= out"):
+        safe_gpu.claim_gpus(1, timeout=None, min_memory="1GiB")
+
+
+# MPS servers
+
+
+def test_an_idle_mps_server_of_another_user_is_no_stranger(host: Any, cleanup: Any) -> None:
+    """hidepid=2 hides its name. It is on every GPU that its clients may use, and its clients are on one."""
+    nameless = 999_999_999
+    cleanup.enter_context(host.stranger(0, pid=nameless, memory=30 * MIB))
+    with pytest.raises(NotEnoughGpusError, match=str(nameless)):
+        safe_gpu.claim_gpus(1, timeout=0, only=0)
+    cleanup.enter_context(host.stranger(1, pid=nameless - 1, kind=ProcessKind.MPS))
+    assert safe_gpu.claim_gpus(1, timeout=0, only=0).devices_taken == [0]
+    safe_gpu.release_gpus()
+    with pytest.raises(NotEnoughGpusError, match=str(nameless - 1)):
+        safe_gpu.claim_gpus(1, timeout=0, only=1)
+
+
+def test_the_mps_server_that_our_own_placeholder_starts_is_no_stranger(host: Any, cleanup: Any) -> None:
+    nameless = 999_999_999
+
+    def start(number: int) -> Any:
+        cleanup.enter_context(host.stranger(0, pid=nameless, memory=30 * MIB))
+        return host.occupy(host.uuids[0], kind=ProcessKind.MPS)
+
+    owner = safe_gpu.claim_gpus(1, start, timeout=0)
+    assert owner.devices_taken == [0]
+    owner.placeholders[0].close()
+
+
+def test_the_older_package_is_waited_for_only_while_the_driver_may_show_us(
+    host: Any, spies: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recheck, "_SHOWING", 1e9)
+    host.on_poll = lambda number: number == 3 and host.edits.update({host.uuids[0]: {"processes": ()}})
+    safe_gpu.claim_gpus(1, timeout=0)
+    assert host.polls == 3
+    assert not spies.legacy_held

@@ -1,0 +1,205 @@
+"""How long a claim will probably hold its GPUs: what may be said, what is said by default, and where it is written."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import safe_gpu
+from safe_gpu import NoPlaceholder, UnsatisfiableRequestError, claim_gpus
+from safe_gpu.claim.hold_for import UNKNOWN, Hold, parse_hold_for
+from safe_gpu.claim.timeout import DEFAULT
+from safe_gpu.schedulers import JobContext
+
+NO_JOB = JobContext()
+
+
+@pytest.mark.parametrize(
+    ("said", "seconds"),
+    [
+        (1, 1.0),
+        (90.5, 90.5),
+        ("90", 90.0),
+        ("2h", 7200.0),
+        ("01:30:00", 5400.0),
+        (None, None),
+        ("unknown", None),
+        ("none", None),
+        ("inf", None),
+        (math.inf, None),
+    ],
+)
+def test_what_is_said_counts(said: Any, seconds: float | None) -> None:
+    environ = {"SAFE_GPU_FOR": "5h"}
+    assert parse_hold_for(said, environ, JobContext("slurm", ends=int(time.time()) + 60)) == Hold(seconds, said=True)
+
+
+@pytest.mark.parametrize("said", [0, 0.9, -5, math.nan, True, b"90", [90], "0", "0.5s", "soon", "-90", ""])
+def test_what_cannot_be(said: Any) -> None:
+    with pytest.raises(UnsatisfiableRequestError, match=r"hold_for=") as caught:
+        parse_hold_for(said, {}, NO_JOB)
+    assert caught.value.value is said
+
+
+def test_the_variable_stands_in_for_it() -> None:
+    job = JobContext("slurm", ends=int(time.time()) + 60)
+    assert parse_hold_for(DEFAULT, {"SAFE_GPU_FOR": "20m"}, job) == Hold(1200.0)
+    assert parse_hold_for(DEFAULT, {"SAFE_GPU_FOR": "unknown"}, job) == Hold(None)
+    assert parse_hold_for(DEFAULT, {"SAFE_GPU_FOR": ""}, NO_JOB) == UNKNOWN
+    with pytest.raises(UnsatisfiableRequestError, match=r"SAFE_GPU_FOR='0\.2'"):
+        parse_hold_for(DEFAULT, {"SAFE_GPU_FOR": "0.2"}, job)
+
+
+@pytest.mark.parametrize(
+    ("ends_in", "known"),
+    [(3600, True), (86000, True), (87000, False), (-5, False)],
+    ids=["soon", "day", "late", "past"],
+)
+def test_a_batch_job_ends_where_its_scheduler_says(ends_in: int, known: bool) -> None:
+    ends = int(time.time()) + ends_in
+    hold = parse_hold_for(
+        DEFAULT, {}, safe_gpu.schedulers.current({"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": str(ends)})
+    )
+    assert hold == Hold(end=ends if known else None)
+
+
+def test_a_pbs_job_ends_a_walltime_after_its_session_began(child: Any) -> None:
+    code = (
+        "import os, time\n"
+        "from safe_gpu.claim.hold_for import parse_hold_for\n"
+        "from safe_gpu.claim.timeout import DEFAULT\n"
+        "from safe_gpu.schedulers import current\n"
+        "say(parse_hold_for(DEFAULT, {}, current()).end)\n"
+    )
+    began = time.time()
+    job = child(code, env={"PBS_JOBID": "12.server", "PBS_WALLTIME": "3600"}, start_new_session=True)
+    end = float(job.hear())
+    assert began + 3600 - 1 <= end <= time.time() + 3600
+
+
+@pytest.mark.parametrize(
+    ("hold", "outer_end", "seconds"),
+    [
+        pytest.param(Hold(60.0, said=True), None, 60.0, id="said"),
+        pytest.param(Hold(60.0, said=True), 1500.0, 60.0, id="said inside a claim"),
+        pytest.param(Hold(None, said=True), 1500.0, None, id="said that nobody knows"),
+        pytest.param(Hold(60.0), None, 60.0, id="by the variable"),
+        pytest.param(Hold(60.0), 1500.0, 500.0, id="inside a claim it ends with that one"),
+        pytest.param(Hold(end=1300.0), None, 300.0, id="a job"),
+        pytest.param(Hold(end=1300.0), 1100.0, 100.0, id="a claim in a job"),
+        pytest.param(Hold(end=1000.5), None, 1.0, id="a second is the least"),
+        pytest.param(Hold(end=999.0), None, None, id="overdue"),
+        pytest.param(UNKNOWN, None, None, id="nothing"),
+    ],
+)
+def test_seconds_from_now(hold: Hold, outer_end: float | None, seconds: float | None) -> None:
+    assert hold.at(1000.0, outer_end) == seconds
+
+
+# Where it is written
+
+
+def record(ground: Any, index: int = 0, *, inner: bool = False) -> dict[str, Any]:
+    name = f"{ground.uuids[index]}{'.inner' if inner else ''}.lock"
+    text = (ground.directory / "leases" / name).read_text()
+    return json.loads(text)  # type: ignore[no-any-return]
+
+
+def test_the_record_says_until_when(ground: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with claim_gpus(2, NoPlaceholder(), affinity=None, hold_for="1h"):
+        assert {index: record(ground, index)["until"] - record(ground, index)["since"] for index in (0, 1)} == {
+            0: pytest.approx(3600),
+            1: pytest.approx(3600),
+        }
+    with claim_gpus(1, NoPlaceholder(), affinity=None):
+        assert record(ground)["until"] is None
+    monkeypatch.setenv("SAFE_GPU_FOR", "90")
+    with claim_gpus(1, NoPlaceholder(), affinity=None):
+        assert record(ground)["until"] == pytest.approx(record(ground)["since"] + 90)
+    with claim_gpus(1, NoPlaceholder(), affinity=None, hold_for=None):
+        assert record(ground)["until"] is None
+
+
+def test_a_batch_job_s_record_says_when_the_job_ends(ground: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = int(time.time()) + 1000
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(ends))
+    with claim_gpus(1, NoPlaceholder(), affinity=None):
+        assert record(ground)["until"] == pytest.approx(ends, abs=0.1)
+
+
+def test_a_claim_inside_another_ends_with_that_one(ground: Any, child: Any) -> None:
+    with claim_gpus(1, NoPlaceholder(), affinity=None, hold_for=500, delegate=True):
+        inside = child(
+            "import safe_gpu\nsafe_gpu.claim_gpus(1, safe_gpu.NoPlaceholder(), affinity=None)\nsay('got'); listen()"
+        )
+        assert inside.hear() == "got"
+        assert record(ground, inner=True)["until"] == pytest.approx(record(ground)["until"], abs=0.1)
+
+
+def test_a_ticket_says_for_how_long(ground: Any, command: Any) -> None:
+    ground.hold(*range(8))
+    waiter = command.start("wait", "--for", "20m", stderr=subprocess.PIPE)
+    waiter.stderr.readline()
+    (name,) = ground.tickets()
+    assert json.loads((ground.directory / "queue" / name).read_text())["hold_for"] == 1200.0
+
+
+def test_run_says_it_for_its_command(ground: Any, command: Any) -> None:
+    done = command.run("run", "--for", "1h30m", "--", "cat", ground.directory / "leases" / f"{ground.uuids[0]}.lock")
+    written = json.loads(done.stdout)
+    assert written["until"] - written["since"] == pytest.approx(5400)
+
+
+@pytest.mark.parametrize("value", ["0", "0.5", "soon", "-3"])
+def test_run_refuses_what_cannot_be(command: Any, value: str) -> None:
+    done = command.run("run", f"--for={value}", "--", "true")
+    assert done.returncode == 2
+    assert f"--for {value} is not " in done.stderr
+
+
+@pytest.mark.parametrize("value", ["Infinity", "NaN", "1e300", '"soon"', "-5", "0", "true", "[]", "null"])
+def test_a_word_that_cannot_be_is_none(ground: Any, value: str) -> None:
+    from safe_gpu.coordination.leases import LeaseRecord
+    from safe_gpu.coordination.tickets import _decode
+
+    line = LeaseRecord.of_this_process(None, None).claiming((), "").encode().decode()
+    parsed = LeaseRecord.decode(line.replace('"until": null', f'"until": {value}').encode())
+    assert parsed is not None
+    assert parsed.until in (None, 0.0)
+    text = f'{{"pid":1,"user":"x","request":{{"nb_gpus":1,"gpus":["a"]}},"since":1,"hold_for":{value}}}'
+    demand = _decode(1, 1, text.encode()).demand
+    assert demand is not None
+    assert demand.hold_for is None
+
+
+def test_status_tells_what_is_left(ground: Any, command: Any, child: Any, tmp_path: Path) -> None:
+    for index, hold_for in ((0, "'20m'"), (1, "1"), (2, "None")):
+        one = child(
+            f"import safe_gpu\nsafe_gpu.claim_gpus(1, safe_gpu.NoPlaceholder(), affinity=None, only={index}, "
+            f"hold_for={hold_for})\nsay('got'); listen()"
+        )
+        assert one.hear() == "got"
+    waiting = command.start("wait", "-n", "8", "--for", "90", stderr=subprocess.PIPE)
+    waiting.stderr.readline()
+    while record(ground, 1)["until"] >= time.time():
+        time.sleep(0.05)
+    told = json.loads(command.run("status", "--json").stdout)
+    assert [gpu["claim"] and gpu["claim"]["until"] for gpu in told["gpus"]][:4] == [
+        record(ground, 0)["until"],
+        record(ground, 1)["until"],
+        None,
+        None,
+    ]
+    assert [waiter["hold_for"] for waiter in told["queue"]] == [90.0]
+    shown = command.run("status").stdout
+    assert "LEFT" in shown
+    assert "overdue " in shown
+    assert "HOLDS" in shown
+    assert "1m" in shown

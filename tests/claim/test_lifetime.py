@@ -1,0 +1,432 @@
+"""How long a claim lives: release, with, garbage collection, exit, kill, forked children, other threads."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import threading
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import pytest
+
+import safe_gpu
+from safe_gpu import GPUOwner
+from safe_gpu.coordination.host_lock import HostLock
+from safe_gpu.coordination.leases import inner_name, lease_name, read_record
+from safe_gpu.errors import (
+    AlreadyClaimedError,
+    GPUAffinityError,
+    NoDriverError,
+    NotEnoughGpusError,
+    PlaceholderError,
+    UnsatisfiableRequestError,
+)
+
+CLAIM = "import os, safe_gpu\nowner = safe_gpu.claim_gpus(2, timeout=0)\nsay(*owner.devices_taken)\n"
+OTHERS = [str(index) for index in range(2, 8)]
+ALL = [str(index) for index in range(8)]
+
+
+def in_forked_child(work: Callable[[], object]) -> Any:
+    """What `work` returns in a forked child of this process."""
+    receiving, sending = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            answer = work()
+        except BaseException as err:
+            answer = [type(err).__name__, str(err)]
+        os.write(sending, json.dumps(answer).encode())
+        os._exit(0)
+    os.close(sending)
+    with os.fdopen(receiving, "rb") as pipe:
+        answer = json.loads(pipe.read())
+    os.waitpid(pid, 0)
+    return answer
+
+
+# The ordinary ends
+
+
+def test_release_ends_it_and_may_be_said_twice(host: Any, untouched: Any) -> None:
+    with untouched():
+        owner = safe_gpu.claim_gpus(2, timeout=0)
+        assert safe_gpu.get_free_gpus() == OTHERS
+        owner.release_gpus()
+        owner.release_gpus()
+        safe_gpu.release_gpus()
+        assert (owner.devices_taken, owner.gpus, owner.placeholders, owner.cpus) == ([], (), [], set())
+    assert safe_gpu.get_free_gpus() == ALL
+
+
+def test_the_end_of_with_ends_it_whatever_happens_inside(host: Any, untouched: Any) -> None:
+    with untouched():
+        with suppress(ZeroDivisionError), GPUOwner(3, timeout=0) as owner:
+            assert len(owner.devices_taken) == 3
+            raise ZeroDivisionError
+        with safe_gpu.claim_gpus(1, timeout=0):
+            assert safe_gpu.gpu_owner is not None
+
+
+def test_an_owner_that_was_dropped_can_still_be_released(host: Any) -> None:
+    GPUOwner(timeout=0)
+    assert len(safe_gpu.get_free_gpus()) == 7
+    safe_gpu.release_gpus()
+    assert len(safe_gpu.get_free_gpus()) == 8
+    safe_gpu.release_gpus()
+
+
+def test_the_implicit_owner_is_there_as_long_as_it_holds(host: Any) -> None:
+    assert safe_gpu.gpu_owner is None
+    owner = safe_gpu.claim_gpus(timeout=0)
+    assert safe_gpu.gpu_owner is owner
+    owner.release_gpus()
+    assert safe_gpu.gpu_owner is None
+    with GPUOwner(timeout=0):
+        assert safe_gpu.gpu_owner is None
+        assert len(safe_gpu.get_free_gpus()) == 7
+
+
+def test_a_failed_claim_leaves_no_implicit_owner(host: Any) -> None:
+    with pytest.raises(ValueError):
+        safe_gpu.claim_gpus(0)
+    assert safe_gpu.gpu_owner is None
+
+
+def test_a_dropped_owner_lets_go_of_nothing(host: Any) -> None:
+    reference = weakref.ref(GPUOwner(2, timeout=0))
+    gc.collect()
+    assert safe_gpu.get_free_gpus() == OTHERS
+    owner = reference()
+    assert owner is not None
+    owner.release_gpus()
+    del owner
+    gc.collect()
+    assert reference() is None
+
+
+@pytest.mark.parametrize("end", ["pass", "sys.exit(3)", "os._exit(4)", "os.kill(os.getpid(), 9)", "1 / 0", "del owner"])
+def test_any_end_of_the_process_frees_its_gpus(child: Any, end: str) -> None:
+    process = child(f"{CLAIM}listen()\n{end}\n")
+    assert process.hear() == "0 1"
+    assert safe_gpu.get_free_gpus() == OTHERS
+    process.tell()
+    process.process.wait(30)
+    assert safe_gpu.get_free_gpus() == ALL
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL, signal.SIGINT])
+def test_any_signal_frees_its_gpus(child: Any, number: int, eventually: Any) -> None:
+    process = child(f"{CLAIM}listen()\n")
+    process.hear()
+
+    def ended() -> bool:
+        process.process.send_signal(number)  # again, since Python may miss one just before its read(2) blocks
+        return process.process.poll() is not None
+
+    eventually(ended)
+    assert safe_gpu.get_free_gpus() == ALL
+
+
+def test_a_stopped_process_keeps_its_gpus(child: Any) -> None:
+    process = child(f"{CLAIM}listen()\n")
+    process.hear()
+    process.process.send_signal(signal.SIGSTOP)
+    assert safe_gpu.get_free_gpus() == OTHERS
+
+
+def test_the_record_says_who_holds_it(host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"JOB_ID": "4711", "SGE_TASK_ID": "3", "SGE_ROOT": "/opt/sge"}.items():
+        monkeypatch.setenv(name, value)
+    owner = safe_gpu.claim_gpus(2, timeout=0)
+    with HostLock(None) as locked:
+        records = [read_record(locked.leases, lease_name(gpu.uuid)) for gpu in owner.gpus]
+        assert read_record(locked.leases, inner_name(owner.gpus[0].uuid)) is None
+    assert records[0] == records[1]
+    record = records[0]
+    assert record is not None
+    assert (record.pid, record.uid, record.job, record.token) == (os.getpid(), os.geteuid(), "sge:4711.3", "")
+    assert record.gpus == tuple(gpu.uuid for gpu in owner.gpus)
+
+
+@pytest.fixture
+def narrowing(host_of: Any) -> dict[str, Any]:
+    """Arguments of a claim that binds this process to fewer CPUs than it may use, and its host."""
+    host = host_of("laptop")
+    arguments = {"timeout": 0, "affinity": safe_gpu.AffinityOptions(mode="single", multithreading="single_logical")}
+    mask = os.sched_getaffinity(0)
+    with GPUOwner(**arguments) as owner:
+        if not owner.cpus < mask:
+            pytest.skip(f"CPUs {mask} leave nothing to narrow to")
+    assert os.sched_getaffinity(0) == mask
+    return {"host": host, **arguments}
+
+
+def masks() -> dict[str, set[int]]:
+    return {tid: os.sched_getaffinity(int(tid)) for tid in os.listdir("/proc/self/task")}
+
+
+def test_every_thread_is_bound_and_gets_its_own_mask_back(narrowing: dict[str, Any], untouched: Any) -> None:
+    narrowing.pop("host")
+    go = threading.Event()
+    thread = threading.Thread(target=go.wait, args=(30,))
+    thread.start()
+    try:
+        with untouched():
+            owner = GPUOwner(**narrowing)
+            assert set(map(frozenset, masks().values())) == {frozenset(owner.cpus)}
+            assert owner.binding is not None
+            owner.release_gpus()
+    finally:
+        go.set()
+        thread.join()
+
+
+def test_a_failure_after_the_binding_gives_the_masks_back(narrowing: dict[str, Any], untouched: Any) -> None:
+    host = narrowing.pop("host")
+    bound: list[dict[str, set[int]]] = []
+
+    def fail(event: str) -> None:
+        if event == "close":
+            bound.append(masks())
+            raise NoDriverError("gone")
+
+    mask = os.sched_getaffinity(0)
+    host.on_event = fail
+    with untouched(), pytest.raises(NoDriverError):
+        GPUOwner(**narrowing)
+    assert all(narrowed < mask for narrowed in bound[0].values())
+
+
+def test_an_affinity_that_cannot_be_had_fails_the_claim_only_where_it_was_asked_for(
+    host: Any, untouched: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise GPUAffinityError("the CPUs are not to be had")
+
+    monkeypatch.setattr("safe_gpu.affinity.cpu_shares.bind_process", refuse)
+    with untouched():
+        with GPUOwner(1, timeout=0) as owner:
+            assert (owner.cpus, owner.binding) == (set(), None)
+        assert "the CPUs are not to be had" in caplog.text
+        for arguments in ({"affinity": "node"}, {"memory": "preferred"}, {"affinity": "socket"}):
+            with pytest.raises(GPUAffinityError):
+                GPUOwner(1, timeout=0, **arguments)
+
+
+# One claim a process
+
+
+def test_a_second_claim_is_told_what_the_first_holds(host: Any) -> None:
+    first = GPUOwner(2, timeout=0)
+    for claim in (safe_gpu.claim_gpus, GPUOwner):
+        with pytest.raises(AlreadyClaimedError, match=r"holds GPU 0,1 already: release_gpus\(\) first") as caught:
+            claim(1, timeout=0)
+        assert caught.value.devices == (0, 1)
+    assert first.devices_taken == [0, 1]
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,1"
+    first.release_gpus()
+    safe_gpu.claim_gpus(1, timeout=0)
+
+
+def test_a_second_claim_while_another_thread_is_at_it_is_refused(host: Any) -> None:
+    begun, go = threading.Event(), threading.Event()
+    taken: list[list[int]] = []
+
+    def wait(number: int) -> None:
+        if number == 2:
+            begun.set()
+            assert go.wait(30)
+
+    host.on_poll = wait
+    thread = threading.Thread(target=lambda: taken.append(safe_gpu.claim_gpus(2, timeout=0).devices_taken))
+    thread.start()
+    assert begun.wait(30)
+    with pytest.raises(AlreadyClaimedError, match="another thread") as caught:
+        safe_gpu.claim_gpus(1, timeout=0)
+    assert caught.value.devices == ()
+    go.set()
+    thread.join(30)
+    assert taken == [[0, 1]]
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,1"
+
+
+def test_a_claim_that_failed_is_none(host: Any) -> None:
+    with host.stranger(0):
+        for _ in range(2):
+            with pytest.raises(NotEnoughGpusError):
+                safe_gpu.claim_gpus(8, timeout=0)
+    assert safe_gpu.claim_gpus(8, timeout=0).devices_taken == list(range(8))
+
+
+def test_claims_of_many_sizes_one_after_the_other(host: Any, untouched: Any) -> None:
+    with untouched():
+        for number in (1, 8, 3, 5, 1):
+            assert len(safe_gpu.claim_gpus(number, timeout=0).devices_taken) == number
+            safe_gpu.release_gpus()
+
+
+# Forked children
+
+
+@pytest.mark.parametrize("placeholder", [None, safe_gpu.NoPlaceholder()], ids=["context", "lease only"])
+def test_a_forked_child_frees_nothing(host: Any, placeholder: Any) -> None:
+    owner = safe_gpu.claim_gpus(2, placeholder, timeout=0)
+    environment = dict(os.environ)
+
+    def work() -> list[object]:
+        safe_gpu.release_gpus()
+        owner.release_gpus()
+        return [safe_gpu.gpu_owner is None, safe_gpu.get_free_gpus(), dict(os.environ) == environment]
+
+    assert in_forked_child(work) == [True, OTHERS, True]
+    assert safe_gpu.get_free_gpus() == OTHERS
+    assert owner.devices_taken == [0, 1]
+    assert all(context is None or context._fd >= 0 for context in owner.placeholders)
+
+
+def test_a_forked_child_that_exits_frees_nothing(host: Any) -> None:
+    safe_gpu.claim_gpus(2, safe_gpu.NoPlaceholder(), timeout=0)
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert safe_gpu.get_free_gpus() == OTHERS
+
+
+def test_a_forked_child_leaves_the_placeholders_alone(host: Any) -> None:
+    released: list[int] = []
+
+    class Placeholder:
+        def __call__(self, device_no: int) -> int:
+            return device_no
+
+        def release(self, thing: int) -> None:
+            released.append(thing)
+
+    owner = safe_gpu.claim_gpus(2, Placeholder(), timeout=0)
+    assert in_forked_child(lambda: [owner.release_gpus(), released]) == [None, []]
+    owner.release_gpus()
+    assert released == [0, 1]
+
+
+@pytest.mark.parametrize("timeout", [0, 60, None])
+def test_a_forked_child_that_claims_its_parents_gpus_is_told_so(host: Any, timeout: float | None) -> None:
+    safe_gpu.claim_gpus(2, timeout=0)
+    name, message = in_forked_child(lambda: safe_gpu.claim_gpus(1, timeout=timeout).devices_taken)
+    assert name == "NotEnoughGpusError"
+    assert f"process {os.getpid()}, a parent of this one, holds GPU 0, 1" in message
+    assert "delegate=True" in message
+
+
+def test_a_forked_child_may_claim_what_its_parent_does_not_hold(host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    safe_gpu.claim_gpus(2, timeout=0)
+    monkeypatch.setenv("SAFE_GPU_FENCE", "ignore")
+    assert in_forked_child(lambda: safe_gpu.claim_gpus(6, timeout=0).devices_taken) == [2, 3, 4, 5, 6, 7]
+    name, message = in_forked_child(lambda: safe_gpu.claim_gpus(7, timeout=60).devices_taken)
+    assert name == "NotEnoughGpusError"
+    assert "a parent of this one" in message
+
+
+def test_a_process_of_another_container_with_our_parents_number_is_not_our_parent(
+    host: Any, leases: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Containers that share the state directory number their processes alike: most have a process 1.
+    owner = safe_gpu.claim_gpus(2, timeout=0)
+    path = os.path.join(os.environ["SAFE_GPU_DIR"], "leases", lease_name(owner.gpus[0].uuid))
+    with open(path) as file:
+        record = json.load(file)
+    owner.release_gpus()
+    leases.hold(*host.uuids)
+    record["start"] += 1
+    for uuid in host.uuids:
+        with open(os.path.join(os.path.dirname(path), lease_name(uuid)), "w") as file:
+            json.dump(record, file)
+    told: list[Any] = []
+
+    def on_wait(news: Any) -> None:
+        told.append(news)
+        leases.free()
+
+    assert GPUOwner(2, timeout=60, _on_wait=on_wait).devices_taken == [0, 1]
+    assert told[0].verdicts[0].pid == os.getpid()
+
+
+def test_a_child_that_lives_on_keeps_what_it_may_be_using(child: Any) -> None:
+    process = child(
+        f"{CLAIM}\nif os.fork() == 0:\n    say('child', os.getpid())\n    listen()\n    os._exit(0)\nos._exit(0)\n"
+    )
+    assert process.hear() == "0 1"
+    _, pid = process.hear().split()
+    process.process.wait(30)
+    assert safe_gpu.get_free_gpus() == OTHERS
+    os.kill(int(pid), signal.SIGKILL)
+    assert process.process.stdout.read() == ""  # the last copy of the pipe is closed: the child is gone
+    assert safe_gpu.get_free_gpus() == ALL
+
+
+def test_a_started_program_does_not_inherit_the_lease(child: Any) -> None:
+    code = f"{CLAIM}\nimport subprocess\nsay(subprocess.Popen(['sleep', '60']).pid)\nos._exit(0)\n"
+    process = child(code)
+    process.hear()
+    pid = int(process.hear())
+    process.process.wait(30)
+    try:
+        assert safe_gpu.get_free_gpus() == ALL
+    finally:
+        os.kill(pid, signal.SIGKILL)
+
+
+# What holds the GPU
+
+
+def test_any_callable_is_a_placeholder(host: Any) -> None:
+    owner = safe_gpu.claim_gpus(3, lambda device_no: f"tensor on {device_no}", timeout=0)
+    assert owner.placeholders == ["tensor on 0", "tensor on 1", "tensor on 2"]
+
+
+def test_all_or_nothing(host: Any, untouched: Any) -> None:
+    def failing(device_no: int) -> object:
+        if device_no == 2:
+            raise RuntimeError("CUDA error: out of memory")
+        return object()
+
+    with untouched(), pytest.raises(PlaceholderError, match="out of memory") as caught:
+        safe_gpu.claim_gpus(3, failing, timeout=0)
+    assert caught.value.device_no == 2
+    assert caught.value.uuid == host.uuids[2]
+    assert isinstance(caught.value.__cause__, PlaceholderError)
+
+
+def test_claims_exclude_each_other(child: Any) -> None:
+    processes = [child(f"{CLAIM}listen()\n") for _ in range(4)]
+    taken = sorted(index for process in processes for index in process.hear().split())
+    assert taken == ALL
+    with pytest.raises(NotEnoughGpusError) as caught:
+        safe_gpu.claim_gpus(1, timeout=0)
+    assert {verdict.pid for verdict in caught.value.verdicts} == {process.pid for process in processes}
+
+
+def test_claims_share_the_only_gpu_where_a_display_is_on_it(child: Any, host_of: Any) -> None:
+    host_of("laptop")
+    processes = [
+        child("import safe_gpu\nsay(safe_gpu.claim_gpus(timeout=0).devices_taken)\nlisten()") for _ in range(2)
+    ]
+    assert [process.hear() for process in processes] == ["[0]", "[0]"]
+    assert safe_gpu.get_free_gpus() == ["0"]
+    owner = safe_gpu.claim_gpus(timeout=0, delegate=True)
+    assert owner.devices_taken == [0]
+    inside = [child("import safe_gpu\nsay(safe_gpu.claim_gpus(timeout=0).devices_taken)\nlisten()") for _ in range(2)]
+    assert [process.hear() for process in inside] == ["[0]", "[0]"]
+    beside = child(
+        "import os, safe_gpu\ndel os.environ['SAFE_GPU_SCOPE']\nsay(safe_gpu.claim_gpus(timeout=0).devices_taken)"
+    )
+    assert beside.hear() == "[0]"
+    owner.release_gpus()
+    with pytest.raises(UnsatisfiableRequestError, match="only 1"):
+        safe_gpu.claim_gpus(2, timeout=0)

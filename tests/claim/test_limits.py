@@ -1,0 +1,451 @@
+"""Limits at claims, with real users: at their edges, for two claims at once, and for those who wait in front."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import safe_gpu
+from safe_gpu import NotEnoughGpusError, PolicyError, UnsatisfiableRequestError, policy, procfs
+from safe_gpu.claim import quota
+from safe_gpu.claim.free import room_now, wait_for_gpus
+from safe_gpu.coordination.host_lock import HostLock
+from safe_gpu.coordination.leases import lease_name
+from safe_gpu.coordination.ownership import lease_owners
+from safe_gpu.coordination.queue import Waiter
+from safe_gpu.coordination.tickets import Demand
+from safe_gpu.drivers.simulated import SimulatedDriver
+from safe_gpu.engines.holder import Holder, Wishes
+
+ANNA, BEN, CARLA = 4711, 4712, 4713
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, whose file a policy must be")
+
+
+@pytest.fixture
+def rules(open_tmp: Path, state_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
+    """Write the policy of this test's host."""
+
+    def write(text: str) -> Path:
+        path = open_tmp / "policy.ini"
+        path.write_text(text)
+        path.chmod(0o644)
+        monkeypatch.setenv("SAFE_GPU_POLICY", str(path))
+        return path
+
+    return write
+
+
+def claim(nb_gpus: int = 1, **options: Any) -> safe_gpu.GPUOwner:
+    options = {"timeout": 0, "affinity": None, **options}
+    return safe_gpu.GPUOwner(nb_gpus, safe_gpu.NoPlaceholder(), **options)
+
+
+@pytest.fixture
+def user(as_user: Any, everything_imported: None) -> Callable[..., Any]:
+    """``user(ANNA, 2)``: a process of hers that claims two GPUs, says how that went, and holds them until told."""
+
+    def start(uid: int, nb_gpus: int = 1, *, gate: bool = False, **options: Any) -> Any:
+        def work(say: Callable[[object], None], listen: Callable[[], str]) -> None:
+            if gate:
+                say("ready")
+                listen()
+            owner = claim(nb_gpus, **options)
+            say(len(owner.gpus))
+            listen()
+            owner.release_gpus()
+            say("released")
+            listen()
+
+        return as_user(work, uid=uid)
+
+    return start
+
+
+def held_by(uid: int) -> int:
+    with HostLock(time.monotonic() + 30) as host:
+        return sum(uid in uids for uids in lease_owners(host).values())
+
+
+def test_a_limit_at_its_edges(rules: Any, user: Any) -> None:
+    rules("[default]\nmax_gpus = 3")
+    assert "4 GPUs asked for, and " in (refused := user(ANNA, 4, timeout=None).hear())
+    assert "allows you 3 at once on this host ([default]): ask for fewer" in refused
+    first = user(ANNA, 2)
+    assert first.hear() == "2"
+    assert "you hold 2 of your 3 GPUs: wait for them (timeout=)" in user(ANNA, 2).hear()
+    assert user(ANNA, 1).hear() == "1"
+    assert "1 GPU asked for, 5 free, and you hold 3 of your 3 GPUs" in user(ANNA, 1).hear()
+    assert user(BEN, 3).hear() == "3"  # limits are for each user
+    first.tell()
+    assert first.hear() == "released"
+    assert user(ANNA, 2).hear() == "2"
+
+
+def test_a_limit_of_nothing(rules: Any, user: Any) -> None:
+    rules("[user 4711]\nmax_gpus = 0")
+    assert "allows you none on this host ([user 4711]): ask the administrator" in user(ANNA, timeout=None).hear()
+
+
+@pytest.mark.parametrize("timeout", [0, None])
+def test_claims_at_the_same_moment_never_exceed_it(rules: Any, user: Any, eventually: Any, timeout: Any) -> None:
+    """Six processes of one user claim two GPUs each, and four are allowed."""
+    rules("[default]\nmax_gpus = 4")
+    crowd = [user(ANNA, 2, gate=True, timeout=timeout) for _ in range(6)]
+    assert [one.hear() for one in crowd] == ["ready"] * 6
+    for one in crowd:
+        one.tell()
+    if timeout == 0:
+        answers = [one.hear() for one in crowd]
+        assert answers.count("2") == 2
+        assert sum("you hold 4 of your 4 GPUs" in answer for answer in answers) == 4
+        return
+    served = 0
+    most = []
+    while crowd:
+        eventually(lambda: bool(most.append(held_by(ANNA)) or most[-1] == min(4, 2 * len(crowd))))
+        holders = [one for one in crowd if _has_said(one)]
+        assert 0 < len(holders) <= 2
+        for one in holders:
+            assert one.hear() == "2"
+            one.tell()
+            assert one.hear() == "released"
+            crowd.remove(one)
+            served += 1
+    assert served == 6
+    assert max(most) == 4
+
+
+def _has_said(process: Any) -> bool:
+    import select
+
+    return bool(select.select([process._in], [], [], 5)[0]) if held_by(ANNA) else False
+
+
+@pytest.fixture
+def waiting(user: Any, ground: Any, eventually: Any) -> Callable[..., Any]:
+    """``waiting(ANNA, 2)``: a process of hers that has a ticket for two GPUs."""
+
+    def start(uid: int, nb_gpus: int = 1, **options: Any) -> Any:
+        before = len(ground.tickets())
+        one = user(uid, nb_gpus, **{"timeout": None, **options})
+        eventually(lambda: len(ground.tickets()) > before)
+        return one
+
+    return start
+
+
+def test_others_pass_a_waiter_whose_user_is_at_the_limit(rules: Any, user: Any, waiting: Any, eventually: Any) -> None:
+    rules("[user 4711]\nmax_gpus = 2")
+    first = user(ANNA, 2)
+    assert first.hear() == "2"
+    in_front = waiting(ANNA, 1)
+    passing = [user(BEN, 2), user(CARLA, 3)]
+    assert [one.hear() for one in passing] == ["2", "3"]
+    assert "you hold 2 of your 2 GPUs" in user(ANNA, 1).hear()
+    first.tell()  # and she gets hers
+    assert first.hear() == "released"
+    assert in_front.hear() == "1"
+
+
+def test_a_waiter_below_the_limit_is_not_passed(rules: Any, user: Any, waiting: Any, ground: Any) -> None:
+    rules("[default]\nmax_gpus = 7\n[user 4712]\nmax_gpus = 8")
+    assert user(ANNA, 2).hear() == "2"
+    in_front = waiting(BEN, 8)  # he holds nothing
+    refused = user(CARLA, 1).hear()
+    assert f"behind {procfs.user_name(BEN)} (pid {in_front.pid}" in refused
+
+
+def test_claims_of_the_same_user_keep_their_order(rules: Any, user: Any, waiting: Any) -> None:
+    """The first wants more than is left to her, the second does not. Else her large requests would starve."""
+    rules("[default]\nmax_gpus = 4")
+    assert user(ANNA, 2).hear() == "2"
+    in_front = waiting(ANNA, 3)
+    assert f"(pid {in_front.pid}" in user(ANNA, 1).hear()
+    assert user(BEN, 1).hear() == "1"
+
+
+def test_a_waiter_that_came_between_preparation_and_look(rules: Any) -> None:
+    """The limit of its user is not known yet: it is not passed, and the look is made again at once."""
+    path = rules("[default]\nmax_gpus = 1")
+    found = quota.quota_of(str(path), pytest.fail)
+    assert found is not None
+    found.prepare()
+    assert found.most_of(BEN) is None
+    assert found.unresolved
+    found.prepare()
+    assert not found.unresolved
+
+
+def test_limits_of_those_who_wait_are_known_before_the_look(rules: Any, state_dir: Path) -> None:
+    path = rules("[default]\nmax_gpus = 1\n[user 4712]\nmax_gpus = 5")
+    found = quota.quota_of(str(path), pytest.fail)
+    assert found is not None
+    with HostLock(time.monotonic() + 30) as host:
+        Waiter(Demand(1, frozenset({"GPU-1"}))).join(host)
+    os.chown(next((state_dir / "queue").iterdir()), BEN, BEN)
+    found.prepare()
+    assert (found.most_of(BEN), found.unresolved) == (5, False)
+
+
+def test_the_kernel_says_whose_lease_it_is(rules: Any, user: Any, state_dir: Path) -> None:
+    """Neither a forged record nor an empty one makes her GPUs his, or nobody's."""
+    rules("[default]\nmax_gpus = 2")
+    assert user(ANNA, 2).hear() == "2"
+    for number, path in enumerate(sorted((state_dir / "leases").glob("*.lock"))):
+        record = json.loads(path.read_text())
+        path.write_text(json.dumps({**record, "uid": BEN}) if number else "")
+    assert "you hold 2 of your 2 GPUs" in user(ANNA, 1).hear()
+    assert user(BEN, 2).hear() == "2"
+
+
+def test_a_process_that_hides_its_memory_is_still_of_its_user(rules: Any, as_user: Any, user: Any) -> None:
+    """/proc shows its files as root's."""
+    rules("[default]\nmax_gpus = 1")
+
+    def hide(say: Callable[[object], None], listen: Callable[[], str]) -> None:
+        owner = claim()
+        ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE
+        say(len(owner.gpus))
+        listen()
+
+    hidden = as_user(hide, uid=ANNA)
+    assert hidden.hear() == "1"
+    assert "you hold 1 of your 1 GPU" in user(ANNA).hear()
+
+
+def test_the_record_counts_where_the_kernel_names_nobody(rules: Any, as_user: Any, user: Any) -> None:
+    """A child inherited the lock of a process that is gone."""
+    rules("[default]\nmax_gpus = 1")
+
+    def leave(say: Callable[[object], None], listen: Callable[[], str]) -> None:
+        claim()
+        if os.fork():
+            say("claimed")
+            os.kill(os.getpid(), signal.SIGKILL)
+        listen()
+
+    gone = as_user(leave, uid=ANNA)
+    try:
+        assert gone.hear() == "claimed"
+        os.waitid(os.P_PID, gone.pid, os.WEXITED | os.WNOWAIT)
+        assert "you hold 1 of your 1 GPU" in user(ANNA).hear()
+        assert user(BEN).hear() == "1"
+    finally:
+        gone.tell("end")
+
+
+def test_leases_that_somebody_made_up_count_by_the_kernel_only(state_dir: Path, as_user: Any) -> None:
+    """A record in a file that is no GPU's says nothing about her."""
+    with HostLock(time.monotonic() + 30) as host:
+        fds = [host.leases.open_or_create(f"{name}.lock") for name in ("GPU-x", "GPU-y", "GPU-x.inner")]
+    import fcntl
+
+    record = {"pid": 1, "uid": ANNA, "user": "anna"}
+    for fd in fds:
+        os.write(fd, json.dumps(record).encode())
+        fcntl.flock(fd, fcntl.LOCK_EX)
+    try:
+        with HostLock(time.monotonic() + 30) as host:
+            assert set(lease_owners(host)) == {"GPU-x.lock", "GPU-y.lock"}
+            assert lease_owners(host)["GPU-x.lock"] == {0}
+    finally:
+        for fd in fds:
+            os.close(fd)
+
+
+def test_inner_claims_are_neither_counted_nor_limited(rules: Any, as_user: Any, everything_imported: None) -> None:
+    rules("[default]\nmax_gpus = 2\nmax_hold = 5\nmax_wait = 0")
+
+    def work(say: Callable[[object], None], listen: Callable[[], str]) -> None:
+        outer = claim(2, delegate=True)
+        pid = os.fork()
+        if not pid:
+            try:
+                inner = safe_gpu.GPUOwner(2, safe_gpu.NoPlaceholder(), affinity=None, timeout=9, hold_for=99)
+                say(f"{len(inner.gpus)} inside, {held_by(ANNA)} held")
+            except BaseException as err:
+                say(repr(err))
+            os._exit(0)
+        os.waitpid(pid, 0)
+        outer.release_gpus()
+
+    assert as_user(work, uid=ANNA).hear() == "2 inside, 2 held"
+
+
+def test_a_scope_of_no_claim_lifts_no_limit(rules: Any, user: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    rules("[default]\nmax_gpus = 1")
+    assert user(ANNA).hear() == "1"
+    monkeypatch.setenv("SAFE_GPU_SCOPE", "0123456789abcdef")
+    assert "you hold 1 of your 1 GPU" in user(ANNA).hear()
+    assert "2 GPUs asked for, and" in user(ANNA, 2, timeout=None).hear()
+
+
+def test_root_is_exempt_unless_named(rules: Any, user: Any) -> None:
+    path = rules("[default]\nmax_gpus = 0")
+    claim(8).release_gpus()
+    path.write_text("[user root]\nmax_gpus = 1")
+    with pytest.raises(UnsatisfiableRequestError, match=r"\[user root\]"):
+        claim(2)
+
+
+def test_a_group_limits_its_members(rules: Any, user: Any) -> None:
+    rules("[default]\nmax_gpus = 9\n[group 4711]\nmax_gpus = 1")
+    assert user(ANNA).hear() == "1"
+    assert "you hold 1 of your 1 GPU" in user(ANNA).hear()
+    assert user(BEN, 2).hear() == "2"
+
+
+NAMED = "[user root]\n"
+
+
+def until() -> float | None:
+    with claim() as owner:
+        path = Path(os.environ["SAFE_GPU_DIR"]) / "leases" / lease_name(owner.gpus[0].uuid)
+        record = json.loads(path.read_text())
+        return None if record["until"] is None else round(record["until"] - record["since"], 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "said", "seconds"),
+    [
+        ("default_hold = 60", None, 60.0),
+        ("default_hold = 60", "90", 90.0),
+        ("default_hold = 60", "unknown", 60.0),
+        ("default_hold = 60\nmax_hold = 30", None, 30.0),
+        ("max_hold = 30", None, 30.0),
+        ("max_hold = 30", "20", 20.0),
+        ("max_hold = 30", "30", 30.0),
+        ("max_gpus = 8", None, None),
+    ],
+)
+def test_how_long_a_claim_will_hold(
+    rules: Any, monkeypatch: pytest.MonkeyPatch, text: str, said: str | None, seconds: float | None
+) -> None:
+    rules(NAMED + text)
+    if said is not None:
+        monkeypatch.setenv("SAFE_GPU_FOR", said)
+    assert until() == seconds
+
+
+def test_what_is_said_in_the_call(rules: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    rules(NAMED + "max_hold = 1h\ndefault_hold = 5m")
+    with pytest.raises(
+        UnsatisfiableRequestError, match=r"hold_for= says 1 h 1 min, and .* allows you 1 h \(\[user root"
+    ):
+        claim(hold_for=3660)
+    monkeypatch.setenv("SAFE_GPU_FOR", "2h")
+    with pytest.raises(UnsatisfiableRequestError, match="SAFE_GPU_FOR says 2 h"):
+        claim()
+
+
+def test_max_wait_ends_a_wait(rules: Any, ground: Any, command: Any) -> None:
+    path = rules(NAMED + "max_wait = 0")
+    ground.hold(*range(8))
+    done = command.run("run", "--timeout", "inf", "--", "true")
+    assert done.returncode == 75
+    assert f"1 GPU asked for, 0 free: try again ({path} limits the wait)." in done.stderr
+
+
+def test_waiting_says_what_is_held_and_ends_with_it(rules: Any, command: Any, user: Any) -> None:
+    rules(NAMED + "max_gpus = 1")
+    first = user(0)
+    assert first.hear() == "1"
+    waiting = command.start("wait", "--timeout", "inf")
+    assert waiting.stderr.readline() == "safe-gpu: waiting for 1 GPU: you hold 1 of your 1 GPU\n"
+    first.tell()
+    assert waiting.wait(60) == 0
+
+
+def test_nothing_is_taken_in_a_foreseen_claim_beyond_the_limit(rules: Any, user: Any) -> None:
+    rules(NAMED + "max_gpus = 1")
+    assert len(wait_for_gpus(1, timeout=0)) == 1
+    assert user(0).hear() == "1"
+    with pytest.raises(NotEnoughGpusError, match="you hold 1 of your 1 GPU"):
+        wait_for_gpus(1, timeout=0)
+
+
+def test_a_wrong_line_fails_claims(rules: Any, command: Any) -> None:
+    path = rules("[default]\nmax_gpus = many")
+    with pytest.raises(PolicyError, match=f"{path}:2: max_gpus = many"):
+        claim()
+    done = command.run("run", "--", "true")
+    assert (done.returncode, done.stderr.startswith(f"safe-gpu: {path}:2: ")) == (78, True)
+    assert command.run("policy").returncode == 78
+
+
+def test_a_file_that_others_may_write_limits_nothing(rules: Any, command: Any, caplog: Any) -> None:
+    path = rules(NAMED + "max_gpus = 0")
+    path.chmod(0o666)
+    claim().release_gpus()
+    assert "can be written by others than root (mode 0666): it is ignored" in caplog.text
+    done = command.run("run", "--", "true")
+    assert done.returncode == 0
+    assert "it is ignored" in done.stderr
+
+
+def test_a_variable_that_names_no_file_is_told(rules: Any, caplog: Any) -> None:
+    path = rules("")
+    path.unlink()
+    claim().release_gpus()
+    assert f"SAFE_GPU_POLICY={path} does not exist: nothing is limited" in caplog.text
+
+
+def test_without_a_file_nothing_is_loaded(child: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SAFE_GPU_POLICY", raising=False)
+    program = (
+        "import safe_gpu, safe_gpu.settings\nsafe_gpu.settings.POLICY_FILE = '/nonexistent/policy.ini'\n"
+        "safe_gpu.GPUOwner(1, safe_gpu.NoPlaceholder(), affinity=None, timeout=0)\n"
+        "say([n for n in sys.modules if n.split('.')[-1] in ('policy', 'quota', 'configparser', 'grp')])"
+    )
+    assert child(program).hear() == "[]"
+
+
+def test_locks_are_read_only_where_gpus_are_limited(rules: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    genuine = procfs.lines_of
+    monkeypatch.setattr(procfs, "lines_of", lambda path: read.append(path) or genuine(path))
+    path = rules("[default]\nmax_gpus = 3\n[user root]\nmax_gpus = unlimited\nmax_hold = 1d")
+    claim().release_gpus()
+    assert "/proc/locks" not in read
+    path.write_text(NAMED + "max_gpus = 3")
+    claim().release_gpus()
+    assert read.count("/proc/locks") == 1
+
+
+def test_groups_are_resolved_before_the_lock(rules: Any, monkeypatch: pytest.MonkeyPatch, state_dir: Path) -> None:
+    """A directory service may take seconds to answer."""
+    rules(NAMED + "max_gpus = 3\n[group staff]\nmax_gpus = 2")
+    asked = []
+
+    def gid(group: str) -> int:
+        with HostLock(time.monotonic()):  # nobody holds it
+            asked.append(group)
+        return 1
+
+    monkeypatch.setattr(policy, "_gid", gid)
+    claim().release_gpus()
+    assert asked == ["staff"]
+
+
+def test_room_for_claims_across_hosts(rules: Any, user: Any) -> None:
+    path = rules(NAMED + "max_gpus = 3")
+    snapshot = SimulatedDriver("dgx-a100").snapshot()
+    holder = Holder(Wishes(), "a test")
+    assert holder.report(1).free == 3
+    assert holder.report(4).free == -1
+    assert user(0, 2).hear() == "2"
+    assert room_now(snapshot, 1) == 1
+    assert holder.report(1).free == 1
+    assert user(0).hear() == "1"
+    assert holder.report(1).free == 0
+    path.unlink()
+    assert holder.report(1).free == 5

@@ -1,0 +1,270 @@
+"""The logger ``safe_gpu``: silent unless asked, one line a step, and the same facts as data."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import safe_gpu
+from safe_gpu import NoPlaceholder, NotEnoughGpusError, claim_gpus, procfs
+from safe_gpu.claim import acquisition, look, news, why_not
+from safe_gpu.coordination.host_lock import HostLock
+from safe_gpu.coordination.queue import Waiter
+from safe_gpu.coordination.tickets import Demand
+
+
+@pytest.fixture(autouse=True)
+def _no_claim_left():
+    yield
+    safe_gpu.release_gpus()
+
+
+def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
+    assert {record.name for record in caplog.records} <= {"safe_gpu"}
+    return [record.getMessage() for record in caplog.records]
+
+
+STEPS = """
+import safe_gpu
+with safe_gpu.GPUOwner(2) as owner: pass
+safe_gpu.claim_gpus({arguments})
+print(safe_gpu.get_free_gpus())
+safe_gpu.release_gpus()
+"""
+
+
+@pytest.mark.parametrize("arguments", ["", "timeout=0", "8", "1, affinity='socket'", "1, memory='preferred'"])
+def test_a_bare_script_hears_nothing(child, arguments: str) -> None:
+    one = child(STEPS.format(arguments=arguments))
+    out, err = one.process.communicate(timeout=60)
+    assert one.process.returncode == 0
+    assert err == ""
+    assert len(out.splitlines()) == 1
+
+
+WAITS = """
+import safe_gpu
+from safe_gpu.claim import news
+news._WARNING_DELAY = {seconds}
+safe_gpu.claim_gpus(timeout=None)
+say('has')
+"""
+
+
+def test_a_bare_script_that_waits_a_moment_hears_nothing(child, ground, eventually) -> None:
+    ground.hold(*range(8))
+    one = child(WAITS.format(seconds=1e9))
+    eventually(lambda: bool(ground.tickets()))
+    ground.let_go()
+    out, err = one.process.communicate(timeout=60)
+    assert (out, err) == ("has\n", "")
+
+
+def test_a_bare_script_that_waits_longer_hears_it_once(child, ground, eventually) -> None:
+    ground.hold(*range(8))
+    head = child(WAITS.format(seconds=0.01))
+    assert head.process.stderr.readline() == "waiting for 1 GPU, 0 free; GPU 0-7: unknown holder\n"
+    user = procfs.user_name(os.geteuid())
+    behind = child(WAITS.format(seconds=0.01))
+    said = rf"waiting for 1 GPU behind {re.escape(user)} \(pid {head.process.pid}, wants 1 GPU, queued for \d+ s\)\n"
+    assert re.fullmatch(said, behind.process.stderr.readline())
+    ground.let_go()
+    for one in (head, behind):
+        assert one.process.communicate(timeout=60) == ("has\n", "")
+
+
+@pytest.fixture
+def ahead(ground) -> Iterator[None]:
+    """A waiter that wants all GPUs, the first of which is held."""
+    ground.hold(0)
+    waiter = Waiter(Demand(8, frozenset(ground.uuids)))
+    with HostLock(time.monotonic() + 30) as host:
+        waiter.join(host)
+    yield
+    waiter.leave()
+
+
+class Enough(Exception):
+    """Instead of a second look."""
+
+
+def enough(*_: object) -> bool:
+    raise Enough
+
+
+@pytest.mark.parametrize("queued", [False, True])
+def test_the_warning_costs_no_look(
+    host: Any, ground, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, queued: bool
+) -> None:
+    """Neither at host.lock nor at the driver: hundreds may wait."""
+    if queued:
+        request.getfixturevalue("ahead")
+    else:
+        ground.hold(*range(8))
+    taken = []
+
+    class CountedLock(HostLock):
+        def __enter__(self) -> Any:
+            taken.append("host.lock")
+            return super().__enter__()
+
+    def sleep(self: Waiter, ahead: object, seconds: float) -> bool:
+        return seconds > 1 and enough()
+
+    monkeypatch.setattr(look, "HostLock", CountedLock)
+    monkeypatch.setattr(why_not, "HostLock", CountedLock)
+    monkeypatch.setattr(Waiter, "sleep_behind", sleep)
+    monkeypatch.setattr(acquisition._Search, "_watch", enough)
+    monkeypatch.setattr(news, "_WARNING_DELAY", 0.0)
+    seen = []
+    for level in (logging.WARNING, logging.ERROR):
+        logger = Heard("heard", level)
+        taken.clear()
+        polls = host.polls
+        with pytest.raises(Enough):
+            claim_gpus(1, NoPlaceholder(), logger, affinity=None, timeout=None)
+        seen.append((len(taken), host.polls - polls))
+        assert len(logger.records) == (level == logging.WARNING)
+    assert seen[0] == seen[1]
+    assert seen[0][0] == 1
+
+
+class Heard(logging.Logger):
+    """Keeps what it is told."""
+
+    def __init__(self, name: str, level: int) -> None:
+        super().__init__(name, level)
+        self.records: list[logging.LogRecord] = []
+
+    def handle(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+
+def test_what_went_wrong_is_heard_without_any_set_up(child, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SAFE_GPU_SCOPE", "0123456789abcdef")
+    one = child("import safe_gpu; safe_gpu.claim_gpus()")
+    _, err = one.process.communicate(timeout=60)
+    assert err.count("\n") == 1
+    assert "SAFE_GPU_SCOPE=0123456789abcdef" in err
+
+
+def test_one_line_a_step(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "safe_gpu")
+    with claim_gpus(2, affinity=None) as owner:
+        uuids = ", ".join(gpu.uuid for gpu in owner.gpus)
+    assert messages(caplog) == [
+        "acquiring lock",
+        "lock acquired",
+        "lock released",
+        f"Leased GPU 0,1 ({uuids})",
+        "Set CUDA_VISIBLE_DEVICES=0,1",
+        "Placeholder holds GPU 0,1",
+        "Releasing placeholder on CUDA device: 0",
+        "Releasing placeholder on CUDA device: 1",
+    ]
+    assert {record.levelno for record in caplog.records} == {logging.INFO}
+
+
+DISPLAY = "Running on a machine with single GPU used for actual display"
+
+
+def test_a_single_gpu_that_drives_a_display_is_told_as_by_the_older_package(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.INFO, "safe_gpu")
+    with claim_gpus(1, affinity=None):
+        pass
+    assert DISPLAY not in messages(caplog)
+    monkeypatch.setenv("SAFE_GPU_DRIVER", "simulated:laptop")
+    with claim_gpus(1, affinity=None):
+        pass
+    assert messages(caplog).count(DISPLAY) == 1
+
+
+def test_the_same_facts_as_data(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "safe_gpu")
+    with claim_gpus(2, NoPlaceholder(), affinity=None, delegate=True) as owner:
+        uuids = [gpu.uuid for gpu in owner.gpus]
+        token = os.environ["SAFE_GPU_SCOPE"]
+    leased = next(record for record in caplog.records if record.msg.startswith("Leased"))
+    assert leased.safe_gpu_uuids == uuids
+    assert leased.safe_gpu_devices == [0, 1]
+    assigned = next(record for record in caplog.records if record.msg.startswith("Set"))
+    assert assigned.safe_gpu_environment == {
+        "CUDA_VISIBLE_DEVICES": "0,1",
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        "SAFE_GPU_SCOPE": token,
+    }
+
+
+def test_a_wait_is_told_with_its_data(ground, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "safe_gpu")
+    ground.hold(*range(7))
+    with pytest.raises(NotEnoughGpusError):
+        claim_gpus(2, NoPlaceholder(), affinity=None, timeout=0.05)
+    waiting = [record for record in caplog.records if record.getMessage().startswith("waiting for 2 GPUs")]
+    assert len(waiting) == 1
+    assert waiting[0].getMessage() == "waiting for 2 GPUs, 1 free; GPU 0-6: unknown holder"
+    assert waiting[0].levelno == logging.INFO
+    assert (waiting[0].safe_gpu_position, waiting[0].safe_gpu_free, waiting[0].safe_gpu_needed) == (1, 1, 2)
+    assert len(waiting[0].safe_gpu_verdicts) == 8
+    assert waiting[0].safe_gpu_ahead is None
+
+
+def test_whom_one_waits_behind_is_told_with_its_data(ahead, ground, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "safe_gpu")
+    with pytest.raises(NotEnoughGpusError):
+        claim_gpus(1, NoPlaceholder(), affinity=None, timeout=0.05)
+    (waiting,) = [record for record in caplog.records if record.getMessage().startswith("waiting for 1 GPU behind")]
+    assert (waiting.safe_gpu_ahead.pid, waiting.safe_gpu_ahead.nb_gpus) == (os.getpid(), 8)
+    assert not waiting.safe_gpu_ahead.stopped
+    assert (waiting.safe_gpu_position, waiting.safe_gpu_free, waiting.safe_gpu_needed) == (2, None, 1)
+
+
+def test_a_stopped_process_ahead_is_told_to_be_stopped(child, ground) -> None:
+    ground.hold(*range(8))
+    one = child("import logging, safe_gpu; logging.basicConfig(level=20); safe_gpu.claim_gpus(timeout=None)")
+    while "waiting" not in one.process.stderr.readline():
+        pass
+    os.kill(one.process.pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, one.process.pid, os.WSTOPPED | os.WNOWAIT)
+    with pytest.raises(NotEnoughGpusError, match=rf"\(past \S+, pid {one.process.pid}, stopped, wants 1 GPU"):
+        claim_gpus(1, NoPlaceholder(), affinity=None, timeout=0)
+    one.kill()
+
+
+def test_a_logger_of_the_caller_s_gets_everything(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    mine = logging.getLogger("mine")
+    with claim_gpus(1, None, mine, affinity=None):
+        pass
+    assert {record.name for record in caplog.records} == {"mine"}
+    assert len(caplog.records) >= 6
+
+
+def test_a_logger_that_is_closed_to_info_costs_a_short_wait_nothing(ground, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who holds what is looked up for the log only where somebody reads it."""
+    made = []
+    monkeypatch.setattr("safe_gpu.claim.news.wait_news", lambda *arguments: made.append(arguments))
+    ground.hold(*range(8))
+    with pytest.raises(NotEnoughGpusError):
+        claim_gpus(1, NoPlaceholder(), affinity=None, timeout=0.02)
+    assert made == []
+
+
+def test_importing_and_claiming_configures_no_logging() -> None:
+    logger = logging.getLogger("safe_gpu")
+    assert logger.level == logging.NOTSET
+    assert logger.propagate
+    before = list(logging.root.handlers)
+    with claim_gpus(1, NoPlaceholder(), affinity=None):
+        pass
+    assert logging.root.handlers == before
+    assert not logger.handlers

@@ -1,0 +1,69 @@
+"""Which leases a look takes: the chosen ones, and of the others only what their records leave in doubt."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import safe_gpu
+from safe_gpu.claim import look
+from safe_gpu.coordination.endings import Ending
+from safe_gpu.coordination.leases import LeaseRecord, lease_name
+
+
+def record(uuid: str) -> Path:
+    """Where the record of a GPU's lease stands."""
+    return Path(os.environ["SAFE_GPU_DIR"]) / "leases" / lease_name(uuid)
+
+
+def write_record(uuid: str) -> None:
+    path = record(uuid)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(LeaseRecord.of_this_process(None, None).claiming((uuid,), "").encode())
+
+
+def claimed() -> list[int]:
+    with safe_gpu.GPUOwner(1, safe_gpu.NoPlaceholder(), affinity=None, timeout=0) as owner:
+        return owner.devices_taken
+
+
+def test_idle_gpus_that_are_leased_count_when_nodes_are_filled_up(host: Any, leases: Any) -> None:
+    """GPUs 2 and 3 share a node. The driver shows nobody on GPU 2, its lease is held: GPU 3 is the one to take."""
+    assert claimed() == [0]
+    leases.hold(host.uuids[2])
+    write_record(host.uuids[2])
+    assert claimed() == [3]
+
+
+def test_a_record_that_a_dead_claim_left_is_no_lease(host: Any) -> None:
+    for uuid in host.uuids:
+        write_record(uuid)
+    assert claimed() == [0]
+
+
+def test_a_lease_without_a_record_is_a_lease(host: Any, leases: Any) -> None:
+    """The lock is the truth: of a claim that wrote nothing, or not yet, no GPU is taken."""
+    leases.hold(*host.uuids[:7])
+    assert claimed() == [7]
+
+
+def test_a_released_claim_leaves_no_record(host: Any) -> None:
+    with safe_gpu.GPUOwner(2, safe_gpu.NoPlaceholder(), affinity=None, timeout=0) as owner:
+        files = [record(gpu.uuid) for gpu in owner.gpus]
+        assert all(b'"pid"' in file.read_bytes() for file in files)
+    assert [Ending.decode(file.read_bytes()) is not None for file in files] == [True, True]
+
+
+def test_only_what_is_wanted_is_leased(host: Any, monkeypatch: Any) -> None:
+    claimed()
+    tried: list[str] = []
+    genuine = look.try_lease
+
+    def try_lease(where: Any, name: str, *, shared: bool = False) -> Any:
+        tried.append(name)
+        return genuine(where, name, shared=shared)
+
+    monkeypatch.setattr(look, "try_lease", try_lease)
+    assert claimed() == [0]
+    assert tried == [lease_name(host.uuids[0])]

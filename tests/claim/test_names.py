@@ -1,0 +1,301 @@
+"""A claim keeps its GPUs on the whole host, whatever becomes of the state directory."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import safe_gpu
+from safe_gpu import NoPlaceholder, NotEnoughGpusError
+from safe_gpu.coordination import names
+
+ELSEWHERE = "claimed: its lease file is not in this state directory (a private /tmp, or it was removed)"
+CLAIM = """
+import os, safe_gpu
+os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # of the test's own claim
+def claim(nb_gpus, **options):
+    return safe_gpu.GPUOwner(nb_gpus, safe_gpu.NoPlaceholder(), affinity=None, **{"timeout": 0, **options})
+def attempt(nb_gpus=1, **options):
+    try:
+        owner = claim(nb_gpus, **options)
+    except safe_gpu.NotEnoughGpusError as err:
+        return "refused"
+    return owner.devices_taken
+"""
+
+
+@pytest.fixture
+def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """One simulated host; where its processes are has nothing to do with state directories."""
+    monkeypatch.setenv("SAFE_GPU_SIMULATED_DIR", str(tmp_path / "host"))
+    monkeypatch.setenv("SAFE_GPU_DIR", str(tmp_path / "state"))
+    return tmp_path
+
+
+def claim(nb_gpus: int = 1, **options: Any) -> safe_gpu.GPUOwner:
+    return safe_gpu.GPUOwner(nb_gpus, NoPlaceholder(), affinity=None, **{"timeout": 0, **options})
+
+
+def other_dir(host: Path) -> dict[str, str]:
+    return {"SAFE_GPU_DIR": str(host / "other")}
+
+
+def held(host: Path) -> set[str]:
+    prefix = names.simulated_prefix(str(host / "host"))
+    return {name.removeprefix(prefix) for name in names.in_use() if name.startswith(prefix)}
+
+
+def test_two_state_directories_do_not_book_twice(host: Path, child: Any) -> None:
+    other = child(CLAIM + "say(claim(3).devices_taken); listen()", env=other_dir(host))
+    assert other.hear() == "[0, 1, 2]"
+    with claim(5) as owner:
+        assert owner.devices_taken == [3, 4, 5, 6, 7]
+    with pytest.raises(NotEnoughGpusError, match="6 GPUs asked for, 5 free") as caught:
+        claim(6)
+    reasons = [verdict.reason for verdict in caught.value.verdicts]
+    assert reasons == [ELSEWHERE] * 3 + [""] * 5
+    assert held(host) == {verdict.gpu.uuid for verdict in caught.value.verdicts[:3]}, "the refused hold none"
+
+
+def test_a_state_directory_that_was_removed(host: Path, child: Any) -> None:
+    with claim(2) as owner:
+        shutil.rmtree(host / "state")
+        other = child(CLAIM + "say(attempt(7)); say(attempt(6)); listen()")
+        assert other.hear() == "refused"
+        assert other.hear() == "[2, 3, 4, 5, 6, 7]"
+        assert safe_gpu.get_free_gpus() == []
+    assert len(owner.devices_taken) == 0
+
+
+def test_who_looks_is_told_so(host: Path, child: Any) -> None:
+    from safe_gpu.status.gather import gather
+
+    other = child(CLAIM + "say(claim(1).devices_taken); listen()", env=other_dir(host))
+    assert other.hear() == "[0]"
+    assert not (host / "state").exists()
+    for _ in range(2):  # before there is a state directory here, and after
+        first, second, *_rest = gather().gpus
+        assert (first.state, first.reason) == ("claimed", ELSEWHERE)
+        assert first.claim is not None
+        assert first.claim.pid is None
+        assert (second.state, second.claim) == ("free", None)
+        assert safe_gpu.get_free_gpus() == ["1", "2", "3", "4", "5", "6", "7"]
+    assert (host / "state").exists()
+
+
+def test_who_only_waits_takes_no_name(host: Path, child: Any) -> None:
+    from safe_gpu.claim.free import wait_for_gpus
+
+    assert [gpu.index for gpu in wait_for_gpus(8, timeout=0)] == list(range(8))
+    other = child(CLAIM + "say(claim(1).devices_taken); listen()", env=other_dir(host))
+    assert other.hear() == "[0]"
+    with pytest.raises(NotEnoughGpusError):
+        wait_for_gpus(8, timeout=0)
+    assert len(held(host)) == 1
+
+
+def test_a_waiter_gets_what_the_other_directory_gives_back(host: Path, child: Any, eventually: Any) -> None:
+    holder = child(CLAIM + "owner = claim(8); say('holds'); listen(); owner.release_gpus(); listen()")
+    assert holder.hear() == "holds"
+    waiter = child(CLAIM + "say(attempt(8, timeout=60))", env=other_dir(host))
+    eventually(lambda: (host / "other" / "queue" / "1.ticket").exists())
+    holder.tell()
+    assert waiter.hear() == "[0, 1, 2, 3, 4, 5, 6, 7]"
+
+
+def test_release_frees_leases_and_names_at_once(host: Path) -> None:
+    owner = claim(2)
+    assert held(host) == {gpu.uuid for gpu in owner.gpus}
+    owner.release_gpus()
+    assert held(host) == set()
+
+
+def test_a_killed_claim_frees_its_names(host: Path, child: Any) -> None:
+    other = child(CLAIM + "say(claim(8).devices_taken); listen()", env=other_dir(host))
+    other.hear()
+    other.kill()
+    with claim(8):
+        pass
+
+
+def test_a_child_that_lives_on_holds_the_lease_and_not_the_name(host: Path, child: Any) -> None:
+    work = "owner = claim(1)\nif os.fork(): os._exit(0)\nsay('alone'); listen()"
+    orphan = child(CLAIM + work)
+    assert orphan.hear() == "alone"
+    orphan.process.wait(30)
+    assert held(host) == set()
+    with pytest.raises(NotEnoughGpusError, match="8 GPUs asked for, 7 free"):
+        claim(8)
+    orphan.tell()
+
+
+def test_the_command_of_run_holds_the_names(host: Path, child: Any) -> None:
+    work = "owner = claim(1); owner.keep_across_exec(); os.execv('/bin/sh', ['sh', '-c', 'echo there; read line'])"
+    command = child(CLAIM + work, env=other_dir(host))
+    assert command.hear() == "there"
+    with pytest.raises(NotEnoughGpusError):
+        claim(8)
+    command.tell()
+
+
+@pytest.mark.parametrize("removed", [True, False])
+def test_a_scope_is_found_by_name(host: Path, child: Any, removed: bool) -> None:
+    """The lease files are gone, or the claim inside has another state directory (a container without a mount)."""
+    with claim(2, delegate=True) as owner:
+        if removed:
+            shutil.rmtree(host / "state")
+        inside = child(
+            CLAIM + "one = claim(1); say(one.devices_taken); listen()", env={} if removed else other_dir(host)
+        )
+        assert inside.hear() == "[0]"
+        assert {name.rpartition(".")[2] for name in held(host) if name.endswith("inner")} == {"inner"}
+        second = child(CLAIM + "say(attempt(2)); say(attempt(1))", env={"SAFE_GPU_DIR": str(host / "third")})
+        assert second.hear() == "refused"
+        assert second.hear() == "[1]"
+        assert len(owner.gpus) == 2
+
+
+def test_a_stale_scope_finds_no_name(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SAFE_GPU_SCOPE", "0123456789abcdef")
+    with claim(2) as owner:
+        assert held(host) == {gpu.uuid for gpu in owner.gpus}
+
+
+def test_an_inner_claim_outlives_its_outer_one(host: Path, child: Any) -> None:
+    inner = "if not os.fork(): claim(1); say('inside'); signal.pause()\nlisten()"
+    outer = child(CLAIM + "import signal\nowner = claim(1, delegate=True)\n" + inner)
+    assert outer.hear() == "inside"
+    outer.kill()
+    shutil.rmtree(host / "state")
+    try:
+        with claim(7) as owner:
+            assert owner.devices_taken == [1, 2, 3, 4, 5, 6, 7]
+        with pytest.raises(NotEnoughGpusError):
+            claim(8)
+    finally:
+        for pid in children_in(host):
+            os.kill(pid, signal.SIGKILL)
+
+
+def children_in(host: Path) -> list[int]:
+    """Processes that have a deleted lease file of this test open."""
+    found = []
+    for entry in os.listdir("/proc"):
+        if entry.isdigit() and int(entry) != os.getpid():
+            try:
+                links = [os.readlink(f"/proc/{entry}/fd/{fd}") for fd in os.listdir(f"/proc/{entry}/fd")]
+            except OSError:
+                continue
+            if any(link.startswith(str(host / "state" / "leases")) for link in links):
+                found.append(int(entry))
+    return found
+
+
+@pytest.mark.parametrize("space", ["--mount", "--mount --pid --fork --mount-proc"], ids=["private /tmp", "own pids"])
+def test_from_another_namespace(host: Path, child: Any, space: str) -> None:
+    """The same path of the state directory, and another file system under it, as with a private /tmp."""
+    import sys
+
+    (host / "state").mkdir(mode=0o777)
+    (host / "state").chmod(0o1777)
+    mount = f"mount -t tmpfs -o mode=1777 tmpfs {host / 'state'}"
+    enter = ["unshare", *space.split(), "sh", "-c"]
+    if subprocess.run([*enter, mount], capture_output=True).returncode:
+        pytest.skip("needs root, to make namespaces")
+    with claim(2):
+        code = CLAIM + "print(attempt(7), attempt(6), flush=True)"
+        script = f'{mount} && exec "$0" -c "$1"'
+        done = subprocess.run(
+            [*enter, script, sys.executable, code],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            env={**os.environ, "PYTHONPATH": str(Path(safe_gpu.__file__).parents[1])},
+        )
+        assert done.stdout.strip() == "refused [2, 3, 4, 5, 6, 7]", done.stderr
+
+
+def test_where_names_cannot_be_bound_the_lease_counts(
+    host: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(name: str) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(names, "bind", refuse)
+    with claim(2) as owner:
+        assert owner.devices_taken == [0, 1]
+    (record,) = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert "names cannot be bound ([Errno 1] Operation not permitted)" in record.getMessage()
+
+
+def test_a_name_that_is_held_for_a_moment_is_tried_again(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A child between fork and exec has a copy of a name that was freed."""
+    real, refusals = names.bind, []
+
+    def late(name: str) -> Any:
+        if not refusals:
+            refusals.append(name)
+            return None
+        return real(name)
+
+    monkeypatch.setattr(names, "bind", late)
+    with claim(8) as owner:
+        assert len(owner.gpus) == 8
+    assert len(refusals) == 1
+
+
+def test_a_shared_display_has_no_name(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SAFE_GPU_DRIVER", "simulated:laptop")
+    with claim(1) as owner:
+        assert owner.devices_taken == [0]
+        assert held(host) == set()
+
+
+# A private /tmp that shows in its mount
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("systemd-private-0a1b-foo.service-XyZ/tmp", "private to foo.service (PrivateTmp of systemd)"),
+        ("4711/.4711", "private to job 4711 (job_container/tmpfs of Slurm)"),
+        ("anything", ""),
+    ],
+)
+def test_a_private_directory_is_warned_of_once(tmp_path: Path, source: str, says: str) -> None:
+    """With a real mount, as systemd and Slurm make them: a directory of another file system, in place of /tmp."""
+    import sys
+
+    (tmp_path / source).mkdir(parents=True)
+    (tmp_path / "tmp").mkdir()
+    code = (
+        "import logging; logging.basicConfig()\n"
+        + CLAIM
+        + "claim(1).release_gpus(); os.environ['SAFE_GPU_DIR'] += '2'; claim(1).release_gpus()"
+    )
+    mount = f"mount --bind {tmp_path / source} {tmp_path / 'tmp'}"
+    if subprocess.run(["unshare", "--mount", "sh", "-c", mount], capture_output=True).returncode:
+        pytest.skip("needs root, to mount")
+    done = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", f'{mount} && exec "$0" -c "$1"', sys.executable, code],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={
+            **os.environ,
+            "SAFE_GPU_DIR": str(tmp_path / "tmp" / "state"),
+            "PYTHONPATH": str(Path(safe_gpu.__file__).parents[1]),
+        },
+    )
+    assert done.returncode == 0, done.stderr
+    warnings = [line for line in done.stderr.splitlines() if line.startswith("WARNING")]
+    assert len(warnings) == bool(says), done.stderr
+    for line in warnings:
+        assert f"/tmp/state is {says}: GPUs that are claimed elsewhere on this host are not taken" in line
+        assert "queues do not meet" in line

@@ -1,0 +1,456 @@
+"""Claims inside claims: ranks under ``safe-gpu run``, children of a delegating claim, and who is kept out."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import safe_gpu
+from safe_gpu import NoPlaceholder, NotEnoughGpusError, UnsatisfiableRequestError, claim_gpus
+from safe_gpu.coordination.names import digest
+
+CLAIM = """
+import os, sys
+from safe_gpu import claim_gpus
+owner = claim_gpus({arguments}affinity=None)
+print(*owner.devices_taken, flush=True)
+sys.stdin.readline()
+"""
+
+# Stands for mpirun: starts ranks, each with its output in a pipe of its own, and ends when they have.
+LAUNCHER = """
+import subprocess, sys
+count, code = int(sys.argv[1]), sys.argv[2]
+ranks = [
+    subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    for _ in range(count)
+]
+print(*sorted(rank.stdout.readline().strip() for rank in ranks), sep=";", flush=True)
+sys.stdin.readline()
+for rank in ranks:
+    rank.communicate("\\n")
+sys.exit(max(rank.returncode for rank in ranks))
+"""
+
+
+def rank(arguments: str = "") -> str:
+    return CLAIM.format(arguments=arguments and f"{arguments}, ")
+
+
+def under_run(command, nb_gpus: int, *line: object, **options: object) -> subprocess.Popen[str]:
+    return command.start("run", "-n", nb_gpus, "--", *line, stdin=subprocess.PIPE, **options)
+
+
+def ends_well(started: subprocess.Popen[str]) -> str:
+    out, err = started.communicate("\n", timeout=60)
+    assert started.returncode == 0, err
+    return out
+
+
+def inside(token: str, monkeypatch: pytest.MonkeyPatch, devices: str | None = None) -> None:
+    """Make this process one that was started inside the claim with that token."""
+    monkeypatch.setenv("SAFE_GPU_SCOPE", token)
+    if devices is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", devices)
+        monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+
+
+def hash_in_record(ground, index: int) -> str:
+    return json.loads((ground.directory / "leases" / f"{ground.uuids[index]}.lock").read_text())["token"]
+
+
+TELL = "echo $SAFE_GPU_SCOPE; read x"
+
+
+@pytest.fixture
+def outer(command, ground):
+    """``outer(2)`` runs a command that holds GPUs; returns the process and its token."""
+
+    def start(nb_gpus: int, *arguments: object) -> tuple[subprocess.Popen[str], str]:
+        started = command.start("run", "-n", nb_gpus, *arguments, "--", "sh", "-c", TELL, stdin=subprocess.PIPE)
+        return started, started.stdout.readline().strip()
+
+    return start
+
+
+@pytest.fixture(autouse=True)
+def _no_claim_left():
+    yield
+    safe_gpu.release_gpus()
+
+
+# What it is for
+
+
+def test_ranks_under_run_get_a_gpu_each(command, ground) -> None:
+    ground.hold(3)
+    started = under_run(command, 7, sys.executable, "-c", LAUNCHER, 7, rank())
+    assert started.stdout.readline() == "0;1;2;4;5;6;7\n"
+    assert ground.leased() == list(range(8))
+    assert ground.leased(inner=True) == [0, 1, 2, 4, 5, 6, 7]
+    ends_well(started)
+    assert ground.leased() == [3]
+    assert ground.leased(inner=True) == []
+
+
+def test_the_same_script_without_an_outer_claim(child, ground) -> None:
+    alone = child(rank("2"))
+    assert alone.hear() == "0 1"
+    assert (ground.leased(), ground.leased(inner=True)) == ([0, 1], [])
+    alone.tell()
+    alone.finish()
+
+
+def test_one_claim_of_all_that_run_took(command, ground) -> None:
+    started = under_run(command, 2, sys.executable, "-c", rank("2"))
+    assert started.stdout.readline() == "0 1\n"
+    assert ground.leased(inner=True) == [0, 1]
+    ends_well(started)
+
+
+def test_children_of_a_delegating_claim(child, ground) -> None:
+    """The parent's own contexts are on these GPUs, and do not make them busy for its children."""
+    code = f"""
+import subprocess
+from safe_gpu import claim_gpus
+owner = claim_gpus(3, delegate=True, affinity=None)
+ranks = [
+    subprocess.Popen([sys.executable, "-c", {rank()!r}], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    for _ in range(3)
+]
+say(*sorted(rank.stdout.readline().strip() for rank in ranks))
+listen()
+for rank in ranks:
+    rank.communicate("\\n")
+    assert rank.returncode == 0
+owner.release_gpus()
+assert "SAFE_GPU_SCOPE" not in __import__("os").environ
+say("released")
+listen()
+"""
+    parent = child(code)
+    assert parent.hear() == "0 1 2"
+    assert (ground.leased(), ground.leased(inner=True)) == ([0, 1, 2], [0, 1, 2])
+    parent.tell()
+    assert parent.hear() == "released"
+    assert (ground.leased(), ground.leased(inner=True)) == ([], [])
+
+
+def test_children_of_a_delegating_claim_by_fork(child, ground) -> None:
+    code = """
+import os
+from safe_gpu import NoPlaceholder, claim_gpus
+owner = claim_gpus(2, NoPlaceholder(), delegate=True, affinity=None)
+reader, writer = os.pipe()
+if not (pid := os.fork()):
+    inner = claim_gpus(1, NoPlaceholder(), affinity=None)
+    os.write(writer, b"%d" % inner.devices_taken[0])
+    inner.release_gpus()
+    os._exit(0)
+os.waitpid(pid, 0)
+say(os.read(reader, 9).decode(), *owner.devices_taken)
+listen()
+"""
+    parent = child(code)
+    assert parent.hear() == "0 0 1"
+    assert (ground.leased(), ground.leased(inner=True)) == ([0, 1], [])
+
+
+# Nobody reaches outside
+
+
+def test_no_more_than_the_outer_claim_has(outer, ground, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, token = outer(2)
+    inside(token, monkeypatch)
+    monkeypatch.setenv("SAFE_GPU_FENCE", "ignore")
+    with pytest.raises(UnsatisfiableRequestError, match="3 GPUs asked for inside the claim of process"):
+        claim_gpus(3, NoPlaceholder(), affinity=None)
+    with pytest.raises(UnsatisfiableRequestError, match="0 of its 2"):
+        claim_gpus(1, NoPlaceholder(), affinity=None, only=7)
+    with claim_gpus(2, NoPlaceholder(), affinity=None) as owner:
+        assert owner.devices_taken == [0, 1]
+        assert ground.leased() == [0, 1]
+
+
+def test_when_the_outer_claim_is_used_up(command, outer, ground, child, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, token = outer(2)
+    inside(token, monkeypatch)
+    monkeypatch.setenv("SAFE_GPU_FENCE", "ignore")
+    first = child(rank("2"))
+    assert first.hear() == "0 1"
+    with pytest.raises(NotEnoughGpusError, match=rf"(?s)1 GPU asked for, 0 free.*process {first.pid} "):
+        claim_gpus(1, NoPlaceholder(), affinity=None, timeout=0)
+    with pytest.raises(safe_gpu.ClaimTimeout):
+        claim_gpus(1, NoPlaceholder(), affinity=None, timeout=0.05)
+    assert ground.tickets() == []
+
+
+def test_inner_claims_choose_among_what_is_free_inside(outer, child, ground, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Best outside need not be free inside: the choice is made there."""
+    ground.hold(1, 2, 4, 6, 7)
+    _, token = outer(3)  # 0, 3, 5
+    inside(token, monkeypatch)
+    monkeypatch.setenv("SAFE_GPU_FENCE", "ignore")
+    ground.let_go()
+    assert child(rank("only=3")).hear() == "3"
+    assert child(rank("2")).hear() == "0 5"
+
+
+@pytest.mark.parametrize("fence", ["2", "0,1,2"])
+def test_the_fence_counts_inside_as_well(outer, ground, monkeypatch: pytest.MonkeyPatch, fence: str) -> None:
+    _, token = outer(4)
+    inside(token, monkeypatch, fence)
+    with claim_gpus(1, NoPlaceholder(), affinity=None) as owner:
+        assert owner.devices_taken[0] in map(int, fence.split(","))
+
+
+# A scope that means nothing here
+
+
+STALE = "SAFE_GPU_SCOPE=0123456789abcdef names no living claim of this user here"
+
+
+def test_a_stale_scope_is_ignored_with_a_warning(command, ground, monkeypatch: pytest.MonkeyPatch) -> None:
+    inside("0123456789abcdef", monkeypatch)
+    done = command.run("run", "-n", 2, "--", "printenv", "CUDA_VISIBLE_DEVICES", "SAFE_GPU_SCOPE")
+    gpus, token = done.stdout.split()
+    assert gpus == "0,1"
+    assert token != "0123456789abcdef"
+    assert done.stderr.count(STALE) == 1
+
+
+def test_the_warning_comes_once_however_long_it_waits(command, ground, monkeypatch: pytest.MonkeyPatch) -> None:
+    inside("0123456789abcdef", monkeypatch)
+    ground.hold(*range(8))
+    started = command.start("run", "--", "true")
+    lines = [started.stderr.readline() for _ in range(2)]
+    assert STALE in lines[0]
+    assert "waiting for 1 GPU" in lines[1]
+    ground.let_go()
+    assert STALE not in started.communicate(timeout=60)[1]
+    assert started.returncode == 0
+
+
+def test_a_scope_that_outlived_its_claim(outer, ground, child, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a tmux session that was started inside: the claim has ended, and its lease files still tell of it."""
+    started, token = outer(2)
+    ends_well(started)
+    assert hash_in_record(ground, 0) == digest(token)
+    inside(token, monkeypatch)
+    one = child(rank("2"))
+    assert one.hear() == "0 1"
+    assert (ground.leased(), ground.leased(inner=True)) == ([0, 1], [])
+
+
+def test_a_lease_that_somebody_else_has_meanwhile(outer, ground, child, monkeypatch: pytest.MonkeyPatch) -> None:
+    started, token = outer(1)
+    ends_well(started)
+    ground.hold(1)
+    held, other = outer(1)  # GPU 0 again, under another token
+    assert other != token
+    inside(token, monkeypatch)
+    assert child(rank()).hear() == "2"
+    ends_well(held)
+
+
+def test_the_outer_claim_ends_while_one_inside_waits(
+    outer, ground, child, command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits on as anybody else, and its place counts among all from then on."""
+    started, token = outer(1)
+    inside(token, monkeypatch, "0")
+    first = child(rank())
+    assert first.hear() == "0"
+    waiter = command.start("run", "--", "echo", "mine")
+    assert "waiting for 1 GPU" in waiter.stderr.readline()
+    ends_well(started)
+    assert waiter.poll() is None
+    first.tell()
+    out, err = waiter.communicate(timeout=60)
+    assert (out, waiter.returncode) == ("mine\n", 0)
+    assert err.count("names no living claim") == 1
+
+
+# One level
+
+
+def test_an_inner_claim_cannot_delegate_and_says_so(outer, ground, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, token = outer(2)
+    inside(token, monkeypatch)
+    with pytest.raises(UnsatisfiableRequestError, match="delegate=True is not possible inside another claim"):
+        claim_gpus(1, NoPlaceholder(), affinity=None, delegate=True)
+    assert ground.leased(inner=True) == []
+
+
+def test_run_inside_run(command, ground) -> None:
+    line = [command.path, "run", "-n", 1, "--", "sh", "-c", "echo up $CUDA_VISIBLE_DEVICES; read x"]
+    started = under_run(command, 2, *line)
+    assert started.stdout.readline() == "up 0\n"
+    assert (ground.leased(), ground.leased(inner=True)) == ([0, 1], [0])
+    ends_well(started)
+
+
+def test_a_third_level_is_told_so_at_once(command, ground) -> None:
+    line = [command.path, "run", "-n", 1, "--", sys.executable, "-c", rank("timeout=None")]
+    done = command.run("run", "-n", 2, "--", *line)
+    assert done.returncode == 1
+    assert "this process itself holds GPU 0: claims inside claims go one level deep" in done.stderr
+
+
+# Life and death
+
+
+def test_an_inner_claim_keeps_its_gpu_when_the_outer_one_dies(command, ground, child, eventually) -> None:
+    started = under_run(command, 2, sys.executable, "-c", LAUNCHER, 1, rank("only=1"))
+    assert started.stdout.readline() == "1\n"
+    started.kill()
+    started.wait(60)
+    # The rank inherited no lease of the outer claim (subprocess closes descriptors), and sees end of input now.
+    eventually(lambda: ground.leased(inner=True) == [])
+    assert ground.leased() == []
+
+
+def test_nobody_takes_a_gpu_that_an_orphaned_inner_claim_holds(
+    outer, ground, child, command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started, token = outer(2)
+    with monkeypatch.context() as patch:
+        inside(token, patch)
+        inner = child(
+            "from safe_gpu import NoPlaceholder, claim_gpus, get_free_gpus\n"
+            "owner = claim_gpus(1, NoPlaceholder(), affinity=None); say(*owner.devices_taken); listen()"
+        )
+        assert inner.hear() == "0"
+    started.kill()
+    started.wait(60)
+    assert ground.leased() == []
+    assert safe_gpu.get_free_gpus() == ["1", "2", "3", "4", "5", "6", "7"]
+    with claim_gpus(7, NoPlaceholder(), affinity=None) as owner:
+        assert owner.devices_taken == [1, 2, 3, 4, 5, 6, 7]
+    with pytest.raises(NotEnoughGpusError, match=rf"GPU 0 .*claimed by process {inner.pid} "):
+        claim_gpus(8, NoPlaceholder(), affinity=None, timeout=0)
+    waiter = command.start("run", "-n", 8, "--", "echo", "all")
+    assert "waiting for 8 GPUs, 7 free; " in waiter.stderr.readline()
+    inner.tell()
+    assert waiter.communicate(timeout=60)[0] == "all\n"
+
+
+def test_releasing_the_outer_claim_leaves_the_inner_ones(ground, child) -> None:
+    parent = child(
+        f"""
+import subprocess
+from safe_gpu import NoPlaceholder, claim_gpus
+owner = claim_gpus(2, NoPlaceholder(), delegate=True, affinity=None)
+rank = subprocess.Popen([sys.executable, "-c", {rank()!r}], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+say(rank.stdout.readline())
+owner.release_gpus()
+owner = claim_gpus(2, NoPlaceholder(), affinity=None)
+say(*owner.devices_taken)
+rank.communicate("\\n")
+"""
+    )
+    assert parent.hear() == "0"
+    assert parent.hear() == ""
+    assert "0" not in parent.hear().split()
+    parent.finish()
+
+
+# The queue inside
+
+
+def test_those_who_wait_inside_and_outside_do_not_meet(
+    outer, ground, child, command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, token = outer(2)
+    everything = command.start("run", "-n", 8, "--", "true")  # waits outside, first of all
+    assert "waiting for 8 GPUs, 6 free; GPU 0,1: " in everything.stderr.readline()
+    with monkeypatch.context() as patch:
+        inside(token, patch, "0,1")
+        first = child(rank("2"))
+        assert first.hear() == "0 1"  # and did not queue behind it
+        second = command.start("run", "--", "echo", "second")
+        assert "waiting for 1 GPU, 0 free; GPU 0,1: " in second.stderr.readline()
+        third = command.start("run", "-n", 2, "--", "echo", "third")
+        assert f"(pid {second.pid}, wants 1 GPU, " in third.stderr.readline()
+    assert ground.tickets() == ["1.ticket", "2.ticket", "3.ticket"]
+    everything.terminate()
+    everything.wait(60)
+    with claim_gpus(6, NoPlaceholder(), affinity=None, timeout=0) as owner:  # outside nobody is ahead now
+        assert owner.devices_taken == [2, 3, 4, 5, 6, 7]
+    first.tell()
+    assert second.communicate(timeout=60)[0] == "second\n"
+    assert third.communicate(timeout=60)[0] == "third\n"
+
+
+# Without delegation
+
+
+@pytest.mark.parametrize("timeout", ["None", "0", "600"])
+def test_a_child_that_claims_what_its_parent_holds_is_told_at_once(child, ground, timeout: str) -> None:
+    code = f"""
+import subprocess
+from safe_gpu import NoPlaceholder, claim_gpus
+owner = claim_gpus(1, NoPlaceholder(), affinity=None)
+done = subprocess.run([sys.executable, "-c", {rank(f"timeout={timeout}")!r}], capture_output=True, text=True)
+say(done.stderr.strip().splitlines()[-1])
+"""
+    parent = child(code)
+    message = parent.hear()
+    assert message.startswith(f"safe_gpu.errors.NotEnoughGpusError: process {parent.pid}, a parent of this one, holds")
+    assert "delegate=True" in message
+    parent.finish()
+    assert ground.tickets() == []
+
+
+def test_a_forked_child_is_told_as_well(ground) -> None:
+    with claim_gpus(1, NoPlaceholder(), affinity=None):
+        reader, writer = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                claim_gpus(1, NoPlaceholder(), affinity=None, timeout=None)
+                text = "claimed"
+            except NotEnoughGpusError as err:
+                text = str(err)
+            os.write(writer, text.encode())
+            os._exit(0)
+        os.close(writer)
+        with os.fdopen(reader) as answer:
+            assert f"process {os.getpid()}, a parent of this one, holds GPU 0" in answer.read()
+        os.waitpid(pid, 0)
+        assert ground.leased() == [0]
+
+
+def test_a_child_may_have_what_its_parent_does_not(ground, monkeypatch: pytest.MonkeyPatch, child) -> None:
+    with claim_gpus(2, NoPlaceholder(), affinity=None):
+        assert "SAFE_GPU_SCOPE" not in os.environ
+        monkeypatch.setenv("SAFE_GPU_FENCE", "ignore")
+        assert child(rank("6")).hear() == "2 3 4 5 6 7"
+        other = child(rank("7, timeout=None"))
+        with pytest.raises(AssertionError, match="a parent of this one, holds GPU 0, 1"):
+            other.hear()
+
+
+# Records
+
+
+def test_a_claim_whose_record_cannot_be_written_fails(ground, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody could tell that it may be claimed from."""
+    write = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: write(fd, data[:9], offset))
+    with pytest.raises(safe_gpu.StateDirError, match="no room"):
+        claim_gpus(2, NoPlaceholder(), affinity=None, delegate=True)
+    monkeypatch.undo()
+
+
+def test_the_hash_of_the_token_stands_in_the_records(outer, ground, tmp_path: Path) -> None:
+    _, token = outer(2)
+    assert len(token) == 16
+    assert hash_in_record(ground, 0) == hash_in_record(ground, 1) == digest(token)
+    for file in (ground.directory / "leases").iterdir():
+        assert token not in file.read_text()

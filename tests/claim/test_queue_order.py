@@ -1,0 +1,533 @@
+"""Who may go first: the rules of the queue as a table, and as crowds of processes that wait, die and are served."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+
+import safe_gpu
+from safe_gpu import ClaimTimeout, NoPlaceholder, NotEnoughGpusError, StateDirError, claim_gpus, procfs
+from safe_gpu.claim import news
+from safe_gpu.coordination.host_lock import HostLock
+from safe_gpu.coordination.leases import LeaseRecord, lease_name
+from safe_gpu.coordination.queue import Waiter
+from safe_gpu.coordination.tickets import Demand
+
+USER = procfs.user_name(os.geteuid())
+
+ALL = tuple(range(8))
+
+
+@dataclass
+class Case:
+    """Who is there when a claim of ``nb_gpus`` comes that does not wait, and the GPUs that it gets (None: refused).
+
+    Of the free ones it takes those on a node where others are busy; GPUs 0 and 1 share a node, and so on.
+    """
+
+    nb_gpus: int
+    gets: tuple[int, ...] | None
+    ahead: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
+    """Tickets: how many of which GPUs."""
+    leased: tuple[int, ...] = ()
+    strangers: tuple[int, ...] = ()
+    only: tuple[int, ...] = ()
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+CASES = {
+    "nobody is there": Case(1, (0,)),
+    "enough for both": Case(1, None, ahead=[(1, ALL)]),  # the first in line is about to take its own
+    "behind a large request that waits for a lease": Case(1, None, ahead=[(8, ALL)], leased=(3,)),
+    "behind a large request that waits for all leases": Case(1, None, ahead=[(8, ALL)], leased=ALL),
+    "behind a large request that a stranger blocks": Case(1, (6,), ahead=[(8, ALL)], strangers=(7,)),
+    "a stranger and a lease": Case(1, (1,), ahead=[(8, ALL)], strangers=(7,), leased=(0, 2, 3, 4, 5, 6)),
+    "a stranger who leaves enough to be released": Case(1, None, ahead=[(7, ALL)], strangers=(7,), leased=(0,)),
+    "one stranger too many": Case(1, (0,), ahead=[(7, ALL)], strangers=(6, 7)),
+    "a stranger on the one GPU that is wanted": Case(1, (1,), ahead=[(1, (0,))], strangers=(0,)),
+    "a stranger elsewhere": Case(1, (2,), ahead=[(1, (0,))], strangers=(1,), leased=(0,)),
+    "other parts of the host": Case(1, (4,), ahead=[(2, (0, 1))], leased=(0, 1), only=(4, 5)),
+    "overlapping parts of the host": Case(1, (2,), ahead=[(2, (0, 1))], leased=(0,), only=(1, 2)),
+    "any GPU, behind one who wants a certain one": Case(1, (1,), ahead=[(1, (0,))], leased=(0,)),
+    "a certain GPU, behind one who wants any": Case(1, None, ahead=[(1, ALL)], leased=(0,), only=(7,)),
+    "a fence makes other parts": Case(
+        1,
+        (3,),
+        ahead=[(1, (0,))],
+        leased=(0,),
+        environment={"CUDA_VISIBLE_DEVICES": "3", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"},
+    ),
+    "a blocked one before one who is not": Case(1, None, ahead=[(8, ALL), (2, ALL)], strangers=(7,), leased=(0,)),
+    "one who is not before a blocked one": Case(1, None, ahead=[(2, ALL), (8, ALL)], strangers=(7,), leased=(0,)),
+    "two blocked ones": Case(1, (6,), ahead=[(8, ALL), (1, (7,))], strangers=(7,)),
+    "the free ones are too few anyhow": Case(3, None, ahead=[(8, ALL)], strangers=(7,), leased=(0, 1, 2, 3, 4)),
+}
+
+
+@pytest.fixture
+def line(ground):
+    """Tickets, played in this process: ``line(2, [0, 1])``."""
+    waiters: list[Waiter] = []
+
+    def join(
+        nb_gpus: int, gpus: tuple[int, ...] = ALL, *, min_memory: int | None = None, inner: bool = False
+    ) -> Waiter:
+        stems = (ground.uuids[index] + (".inner" if inner else "") for index in gpus)
+        waiter = Waiter(Demand(nb_gpus, frozenset(stems), min_memory))
+        with HostLock(time.monotonic() + 30) as host:
+            waiter.join(host)
+        waiters.append(waiter)
+        return waiter
+
+    yield join
+    for waiter in waiters:
+        waiter.leave()
+    safe_gpu.release_gpus()
+
+
+@pytest.fixture
+def stranger(child, ground) -> Callable[..., None]:
+    """Another process that computes on GPUs; in this one it would be the claimer's own."""
+
+    def occupy(*indices: int, kind: str = "compute", memory: int = 1 << 28) -> None:
+        uuids = [ground.uuids[index] for index in indices]
+        one = child(
+            f"from safe_gpu.drivers.simulated import SimulatedDriver\n"
+            f"driver = SimulatedDriver('dgx-a100')\n"
+            f"contexts = [driver.occupy(uuid, kind={kind!r}, memory={memory}) for uuid in {uuids!r}]\n"
+            f"say('there'); listen()"
+        )
+        assert one.hear() == "there"
+
+    return occupy
+
+
+def claim(nb_gpus: int, **options: object) -> tuple[int, ...] | None:
+    try:
+        with claim_gpus(nb_gpus, NoPlaceholder(), affinity=None, timeout=0, **options) as owner:
+            return tuple(owner.devices_taken)
+    except NotEnoughGpusError:
+        return None
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_who_may_go_first(case: Case, ground, line, stranger, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in case.environment.items():
+        monkeypatch.setenv(name, value)
+    ground.hold(*case.leased)
+    if case.strangers:
+        stranger(*case.strangers)
+    for nb_gpus, gpus in case.ahead:
+        line(nb_gpus, gpus)
+    assert claim(case.nb_gpus, only=case.only) == case.gets
+    assert len(ground.tickets()) == len(case.ahead)
+    assert ground.leased() == list(case.leased)
+
+
+def test_the_refusal_names_who_is_ahead(ground, line) -> None:
+    line(8), line(1, (5,)), line(1, (0,))
+    said = (
+        rf"1 GPU asked for, 1 free, behind \S+ \(pid {os.getpid()}, wants 1 GPU, queued for \d+ s\) and 1 more claim:"
+    )
+    with pytest.raises(NotEnoughGpusError, match=said):
+        claim_gpus(1, NoPlaceholder(), only=5, timeout=0)
+
+
+def test_a_waiter_whose_wish_no_release_can_meet_because_of_memory(ground, line, stranger) -> None:
+    """Somebody draws there, which makes nothing busy but takes the memory that is asked for."""
+    line(1, (0,), min_memory=70 << 30)
+    assert claim(1, only=0) is None
+    stranger(0, kind="graphics", memory=30 << 30)
+    assert claim(1, only=0) == (0,)
+
+
+def test_those_inside_a_claim_are_in_nobody_s_way(ground, line) -> None:
+    line(8, inner=True)
+    assert claim(8) == ALL
+
+
+def test_the_dead_and_the_unreadable(ground, line) -> None:
+    dead = line(8)
+    assert claim(1) is None
+    (ground.directory / "queue" / "1.ticket").write_text("{ torn")
+    assert claim(1, only=3) is None  # it may want anything
+    os.close(os.dup(dead._fd))
+    dead.leave()
+    (ground.directory / "queue" / "7.ticket").write_text("{}")
+    assert claim(1) == (0,)
+    assert ground.tickets() == []
+
+
+def last_holder(ground, number: int, pid: int) -> None:
+    """A record that was left by this process."""
+    since = time.time() - 60
+    record = LeaseRecord(pid, None, 0, "", "", None, None, (ground.uuids[number],), since, "")
+    (ground.directory / "leases" / lease_name(ground.uuids[number])).write_bytes(record.encode())
+
+
+def test_a_holder_that_is_still_dying_is_no_stranger(ground, line, zombie: int) -> None:
+    """Its lease is gone, its context is not yet: whoever waits for that GPU will have it in a moment."""
+    ground.occupy(7, pid=zombie)
+    line(8)
+    assert claim(1) == (6,)
+    last_holder(ground, 7, zombie)
+    for _ in range(3):  # the first look replaces the record by the time of its end
+        assert claim(1) is None
+
+
+def test_a_holder_that_let_go_and_lives_on_is_a_stranger(ground, line, stranger_pid: int) -> None:
+    """A command that closed its descriptors and computes on would else keep the queue closed to small claims."""
+    ground.occupy(7, pid=stranger_pid)
+    line(8)
+    last_holder(ground, 7, stranger_pid)
+    assert claim(1) == (6,)
+
+
+@pytest.mark.parametrize("key", ["nb_gpus", "min_memory"])
+def test_endless_numbers_in_a_ticket_cost_nobody_a_traceback(ground, line, key: str) -> None:
+    """Anybody may write there."""
+    line(8)
+    ticket = ground.directory / "queue" / "1.ticket"
+    raw = json.loads(ticket.read_text())
+    raw["request"][key] = 10**4000
+    ticket.write_text(json.dumps(raw))
+    ground.occupy(7)
+    with pytest.raises(NotEnoughGpusError, match="behind a claim whose ticket cannot be read"):
+        claim_gpus(1, NoPlaceholder(), timeout=0)
+
+
+@pytest.mark.parametrize("place", ["host.lock", "leases"])
+def test_a_file_lease_holds_up_no_claim(ground, place: str, file_lease) -> None:
+    """It fails at once, and names who is to be asked."""
+    assert claim(1, only=0) == (0,)
+    leased = ground.directory / place
+    file_lease(leased / lease_name(ground.uuids[0]) if place == "leases" else leased, 54321)
+    with pytest.raises(StateDirError, match=r"file lease \(F_SETLEASE\) by its owner 54321"):
+        claim_gpus(1, NoPlaceholder(), only=0, timeout=0)
+
+
+# Stopped waiters
+
+
+@pytest.fixture
+def stop(eventually) -> Callable[[int], None]:
+    """Stop a process, as Ctrl-Z and schedulers do."""
+
+    def stop(pid: int) -> None:
+        os.kill(pid, signal.SIGSTOP)
+        eventually(lambda: procfs.is_stopped(pid))
+
+    return stop
+
+
+def test_a_stopped_waiter_keeps_its_ticket_and_is_passed(command, ground, stop, eventually) -> None:
+    ground.hold(0)
+    large = command.start("run", "-n", 8, "--", "echo", "large")
+    assert "waiting for 8 GPUs, 7 free" in large.stderr.readline()
+    assert claim(1) is None
+    stop(large.pid)
+    assert claim(1) == (1,)
+    with pytest.raises(NotEnoughGpusError, match=rf"\(past {USER}, pid {large.pid}, stopped, wants 8 GPUs, queued"):
+        claim_gpus(1, NoPlaceholder(), only=0, timeout=0)
+    os.kill(large.pid, signal.SIGCONT)
+    eventually(lambda: not procfs.is_stopped(large.pid))
+    assert claim(1) is None
+    ground.let_go()
+    assert large.communicate(timeout=60)[0] == "large\n"
+
+
+def test_one_that_sleeps_behind_a_waiter_notices_that_it_was_stopped(command, ground, child, stop) -> None:
+    ground.hold(0)
+    large = command.start("run", "-n", 8, "--", "echo", "large")
+    assert "waiting for 8 GPUs, 7 free" in large.stderr.readline()
+    patch = "from safe_gpu.claim import news\nnews._EARLY_INTERVAL = 0.05\n"
+    small = child(patch + WAIT.format(arguments="1"))
+    assert f"behind {USER} (pid {large.pid}, wants 8 GPUs" in hear(small, "waiting")
+    stop(large.pid)
+    assert hear(small, "has") == "has 1"
+    small.tell()
+    os.kill(large.pid, signal.SIGCONT)
+    ground.let_go()
+    assert large.communicate(timeout=60)[0] == "large\n"
+
+
+# Real waiters
+
+
+WAIT = """
+import logging, sys
+from safe_gpu import NoPlaceholder, claim_gpus
+logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
+owner = claim_gpus({arguments}, affinity=None, timeout=None, placeholder_fn=NoPlaceholder())
+say("has", *owner.devices_taken)
+listen()
+owner.release_gpus()
+"""
+
+
+SHOW = 'cat "$SAFE_GPU_DIR"/leases/*.lock | grep -m 1 "\\"pid\\": $$,"'
+
+
+def hear(one, start: str) -> str:
+    while not (line := one.hear()).startswith(start):
+        pass
+    return line
+
+
+def test_a_claimer_that_gives_back_after_the_second_poll_keeps_its_place(ground, child, eventually) -> None:
+    ground.hold(0)
+    first = child(WAIT.format(arguments="only=0"))
+    assert hear(first, "waiting").startswith("waiting for 1 GPU, 0 free; GPU 0: ")
+    second = child(WAIT.format(arguments="only=0"))
+    assert f"behind {USER} (pid {first.process.pid}, wants 1 GPU" in hear(second, "waiting")
+    (context,) = ground.occupy(0)
+    ground.let_go()
+    hear(first, "GPU 0 was taken meanwhile")
+    assert ground.tickets() == ["1.ticket", "2.ticket"]
+    eventually(lambda: ground.leased() == [])
+    context.close()
+    assert hear(first, "has") == "has 0"
+    assert ground.tickets() == ["2.ticket"]
+    first.tell()
+    assert hear(second, "has") == "has 0"
+
+
+def test_one_behind_a_waiter_that_a_stranger_blocks_passes_it(command, ground) -> None:
+    (context,) = ground.occupy(7)
+    large = command.start("run", "-n", 8, "--", "echo", "large")
+    assert "waiting for 8 GPUs, 7 free; GPU 7: process " in large.stderr.readline()
+    assert command.run("run", "-n", 7, "--timeout", "0", "--", "true").returncode == 0
+    ground.hold(0)
+    context.close()
+    refused = command.run("run", "--timeout", "0", "--", "true")  # now it waits for a lease alone
+    assert refused.returncode == 75
+    assert f"7 free, behind {USER} (pid {large.pid}, wants 8 GPUs" in refused.stderr
+    ground.let_go()
+    assert large.communicate(timeout=60)[0] == "large\n"
+
+
+def test_a_stranger_who_has_left_blocks_nobody(command, ground) -> None:
+    """Whoever passed because of him looks again before it takes anything."""
+    ground.hold(*range(7))
+    (context,) = ground.occupy(7)
+    large = command.start("run", "-n", 8, "--", "sh", "-c", SHOW)
+    assert "waiting for 8 GPUs, 0 free; GPU 0-6: " in large.stderr.readline()
+    small = command.start("run", "--only", "0", "--", "sh", "-c", SHOW)
+    assert "waiting for 1 GPU, 0 free; GPU 0: " in small.stderr.readline()  # the large one, a stranger blocks
+    context.close()
+    moment = time.monotonic()
+    while time.monotonic() < moment + 1.1:  # what it saw on its arrival is old by then
+        assert command.run("run", "--only", "7", "--timeout", "0", "--", "true").returncode == 75
+    ground.let_go(0)
+    assert command.run("run", "--only", "7", "--timeout", "0", "--", "true").returncode == 75  # longer than a look
+    assert small.poll() is None
+    ground.let_go()
+    since = [json.loads(one.communicate(timeout=60)[0])["since"] for one in (large, small)]
+    assert since == sorted(since)
+
+
+NO_THREADS = """
+import threading
+from safe_gpu import NoPlaceholder, claim_gpus
+start = threading.Thread.start
+def refuse(thread):
+    if thread.name == "safe_gpu-waiter":
+        raise RuntimeError("can't start new thread")
+    start(thread)
+threading.Thread.start = refuse
+say(*claim_gpus(1, NoPlaceholder(), affinity=None, timeout=None).devices_taken)
+"""
+
+
+def test_a_waiter_that_can_have_no_thread_waits_all_the_same(ground, line, child, eventually) -> None:
+    """h_vmem and ulimit -u refuse threads."""
+    first = line(8)
+    ground.hold(0)
+    one = child(NO_THREADS)
+    eventually(lambda: len(ground.tickets()) == 2)
+    first.leave()
+    assert one.hear() != "0"
+    one.finish()
+
+
+def test_a_timeout_is_one_deadline_wherever_one_stands(ground, line) -> None:
+    line(8)
+    ground.hold(0)
+    for only in ((), (1,)):
+        with pytest.raises(ClaimTimeout, match=rf"behind \S+ \(pid {os.getpid()}, wants 8 GPUs"):
+            claim_gpus(1, NoPlaceholder(), only=only, timeout=0.05)
+    assert ground.tickets() == ["1.ticket"]
+
+
+def pids_in_line(ground) -> list[int]:
+    found = []
+    for name in ground.tickets():
+        try:
+            found.append(json.loads((ground.directory / "queue" / name).read_text())["pid"])
+        except (OSError, ValueError):
+            pass  # one that is being made, or is leaving
+    return found
+
+
+def test_a_crowd_of_all_sizes_is_served_in_order_whoever_dies(command, ground) -> None:
+    rng = random.Random(4)
+    ground.hold(*ALL)
+    crowd = {}
+    for _ in range(30):
+        size = rng.choice([1, 1, 2, 2, 4, 8])
+        started = command.start("run", "-n", size, "--", "sh", "-c", SHOW)
+        crowd[started.pid] = size, started
+    while len(pids_in_line(ground)) < 30:  # as long as it takes on a busy machine
+        assert all(started.poll() is None for _, started in crowd.values())
+        time.sleep(0.02)
+    order = pids_in_line(ground)
+    assert set(order) == set(crowd)
+    dead = set(rng.sample(order, 7))
+    for pid in dead:
+        crowd[pid][1].kill()
+    ground.let_go()
+    for pid in order[::3]:  # and some die while the others are being served
+        if crowd[pid][1].poll() is None and rng.random() < 0.3:
+            crowd[pid][1].kill()
+    since = []
+    for pid in order:
+        size, started = crowd[pid]
+        out, err = started.communicate(timeout=60)
+        if started.returncode == -signal.SIGKILL:
+            continue
+        assert started.returncode == 0, err
+        record = json.loads(out)
+        assert len(record["gpus"]) == size
+        since.append(record["since"])
+    assert len(since) >= 15
+    assert since == sorted(since)
+    assert ground.leased() == []
+    assert claim(1) == (0,)
+    assert ground.tickets() == []  # the dead have been swept in passing
+
+
+@pytest.mark.parametrize("listens", [True, False])
+@pytest.mark.parametrize("early", [True, False])
+def test_a_sleeper_wakes_for_its_news_and_else_at_a_pace_of_its_own(
+    ground, line, monkeypatch: pytest.MonkeyPatch, listens: bool, early: bool
+) -> None:
+    class Slept(Exception):
+        """Instead of sleeping."""
+
+    def sleep(self: Waiter, ahead: object, seconds: float) -> bool:
+        if seconds <= news._WARNING_DELAY:
+            return False  # until the warning
+        raise Slept(seconds)
+
+    line(8)
+    ground.hold(0)
+    logger = logging.Logger("sleeper", logging.INFO if listens else logging.WARNING)
+    monkeypatch.setattr(news, "_REPORT_INTERVAL", 1e6)  # so that what the machine is busy with counts for nothing
+    monkeypatch.setattr(news, "_EARLY_INTERVAL", 1e5)
+    monkeypatch.setattr(news, "_EARLY", 2 if early else 1)
+    monkeypatch.setattr(Waiter, "sleep_behind", sleep)
+    with pytest.raises(Slept) as slept:
+        claim_gpus(1, NoPlaceholder(), logger, affinity=None, timeout=None)
+    spread = 0.75 + os.getpid() % 500 / 1000
+    pace = 1e5 * spread if early else 1e6 if listens else 1e6 * spread
+    assert slept.value.args[0] == pytest.approx(pace, rel=0.001)
+
+
+# Interruptions
+
+
+INTERRUPT = """
+import linecache, os, signal, sys
+import safe_gpu
+from safe_gpu import NoPlaceholder, claim_gpus
+from safe_gpu.claim import owner as owners
+from safe_gpu.coordination.host_lock import HostLock, fork_guard
+from safe_gpu.coordination.leases import lease_name, probe
+from safe_gpu.coordination.tickets import live_tickets
+from safe_gpu.drivers.presets import preset
+
+uuids = [gpu.uuid for gpu in preset("dgx-a100").gpus()]
+package = os.path.dirname(safe_gpu.__file__)
+rooms = tuple(os.path.join(package, room) for room in ("claim", "coordination"))
+nb_gpus, timeout, step = int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])
+
+def leased():
+    with HostLock(None) as host:
+        return [i for i, uuid in enumerate(uuids) if probe(host, lease_name(uuid))]
+
+def waiting():
+    with HostLock(None) as host:
+        return [ticket.seq for ticket in live_tickets(host)]
+
+def interrupted_at(number):
+    "Have the signal come before that line of the claim; where it came, or None where the claim has fewer lines."
+    left, where = number, ""
+    def local(frame, event, argument):
+        nonlocal left, where
+        if event == "line":
+            left -= 1
+            # On its way out a `with` is a line again, but there the interpreter handles no signal; and one that comes
+            # between a refusal and its cleaning up is a second misfortune.
+            statement = linecache.getline(frame.f_code.co_filename, frame.f_lineno).split(None, 1)[0]
+            if left <= 0 and statement not in ("with", "except", "self._undo()"):
+                sys.settrace(None)
+                where = f"{os.path.relpath(frame.f_code.co_filename, package)}:{frame.f_lineno}"
+                signal.raise_signal(signal.SIGINT)
+        return local
+    def trace(frame, event, argument):
+        if frame.f_code.co_name == "_undo":  # on the way out it is too late to come for the first time
+            sys.settrace(None)
+            return None
+        return local if frame.f_code.co_filename.startswith(rooms) else None
+    sys.settrace(trace)
+    try:
+        owner = claim_gpus(nb_gpus, NoPlaceholder(), affinity=None, timeout=timeout)
+        sys.settrace(None)
+        if not where:
+            return None
+        owner.release_gpus()
+    except KeyboardInterrupt:
+        safe_gpu.release_gpus()
+    except safe_gpu.NotEnoughGpusError:
+        if not where:
+            return None
+    finally:
+        sys.settrace(None)
+    return where
+
+before = leased()
+environment = dict(os.environ)
+number = 1
+while (where := interrupted_at(number)) is not None:
+    left = {
+        "owner": owners.current_owner(),
+        "environment": dict(os.environ.items() - environment.items()),
+        "leases": set(leased()) - set(before),
+        "descriptors": set(fork_guard._fds),
+        "tickets": waiting(),
+    }
+    if any(left.values()):
+        say(f"interrupted before {where}, it left", {key: value for key, value in left.items() if value})
+    number += step
+say("interrupted before", number - step, "lines")
+"""
+
+
+@pytest.mark.parametrize(("nb_gpus", "timeout", "step"), [(2, 0, 1), (7, 0, 5), (7, 0.002, 7)])
+def test_wherever_an_interrupt_comes_nothing_is_left_behind(
+    ground, child, nb_gpus: int, timeout: float, step: int
+) -> None:
+    """A notebook lives on after Ctrl-C, and what it kept would be gone for everybody until it ends."""
+    ground.hold(0, 1)
+    one = child(f"sys.argv[1:] = ['{nb_gpus}', '{timeout}', '{step}']\n{INTERRUPT}")
+    *left, done = one.finish().splitlines()
+    assert left == []
+    assert int(done.split()[2]) > 300

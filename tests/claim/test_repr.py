@@ -1,0 +1,41 @@
+"""What a notebook shows of an owner."""
+
+from __future__ import annotations
+
+import os
+
+from safe_gpu import GPUOwner, NoPlaceholder
+from safe_gpu.affinity.cpulist import format_cpulist
+
+
+def test_gpus_with_their_model(ground) -> None:
+    owner = GPUOwner(3, NoPlaceholder(), affinity=None)
+    assert repr(owner) == "<GPUOwner: GPU 0-2 (NVIDIA A100-SXM4-80GB)>"
+    owner.release_gpus()
+    assert repr(owner) == "<GPUOwner: released>"
+
+
+def test_the_cpus_it_bound(ground) -> None:
+    with GPUOwner(1, NoPlaceholder(), affinity=None) as owner:
+        owner.cpus = {0, 1, 2, 3, 8}
+        assert repr(owner) == "<GPUOwner: GPU 0 (NVIDIA A100-SXM4-80GB), CPUs 0-3,8>"
+        owner.cpus = {7}
+        assert repr(owner).endswith(", CPU 7>")
+
+
+def test_after_a_binding(ground) -> None:
+    with GPUOwner(1, NoPlaceholder(), affinity="node") as owner:
+        cpus = f", CPU{'s' if len(owner.cpus) > 1 else ''} {format_cpulist(owner.cpus)}" if owner.cpus else ""
+        assert repr(owner) == f"<GPUOwner: GPU 0 (NVIDIA A100-SXM4-80GB){cpus}>"
+
+
+def test_in_a_forked_child_it_says_who_holds_them(ground) -> None:
+    with GPUOwner(2, NoPlaceholder(), affinity=None) as owner:
+        reader, writer = os.pipe()
+        if not (child := os.fork()):
+            os.write(writer, repr(owner).encode())
+            os._exit(0)
+        os.waitpid(child, 0)
+        os.close(writer)
+        with os.fdopen(reader) as told:
+            assert told.read() == f"<GPUOwner: GPU 0,1 (NVIDIA A100-SXM4-80GB), held by process {os.getpid()}>"

@@ -1,0 +1,356 @@
+"""Processes that do not know of safe_gpu and come at the worst moment; drivers that show late, little or nothing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import safe_gpu
+from safe_gpu import procfs
+from safe_gpu.claim import host_view
+from safe_gpu.claim import recheck as verification
+from safe_gpu.claim.news import News
+from safe_gpu.devices import ComputeMode, ProcessKind
+from safe_gpu.errors import GpuContendedError, NoDriverError, NotEnoughGpusError, UnsatisfiableRequestError
+
+HIDDEN = 999_999_999
+
+
+class Holding:
+    """A placeholder that runs ``come(device_no)``, and holds the GPU as ``pid`` (0: it does not show at all)."""
+
+    def __init__(self, host: Any, come: Callable[[int], object] = lambda number: None, pid: int | None = None) -> None:
+        self.host = host
+        self.come = come
+        self.pid = pid
+
+    def __call__(self, device_no: int) -> Any:
+        self.come(device_no)
+        if self.pid != 0:
+            return self.host.occupy(self.host.visible()[device_no], pid=self.pid)
+        return None
+
+    def release(self, context: Any) -> None:
+        if context is not None:
+            context.close()
+
+
+# Between the first and the second poll
+
+
+def test_a_stranger_before_the_second_poll_costs_one_gpu_and_not_the_claim(host: Any, cleanup: ExitStack) -> None:
+    host.on_poll = lambda number: number == 2 and cleanup.enter_context(host.stranger(0))
+    owner = safe_gpu.claim_gpus(2, timeout=0)
+    assert owner.devices_taken == [2, 3]  # 0 and 1 were the first choice
+    assert host.events.count("poll") == 2, "the whole host, before another choice"
+    assert host.events.count("usage") == 3, "0 and 1, then 2 and 3 twice"
+
+
+def test_a_stranger_before_the_second_poll_is_named_when_too_few_are_left(
+    host: Any, cleanup: ExitStack, untouched: Callable[[], Any], eventually: Any
+) -> None:
+    stranger = cleanup.enter_context(host.stranger(3))
+    stranger.close()
+    host.on_poll = lambda number: number == 2 and cleanup.enter_context(host.stranger(3))
+    with untouched():
+        with pytest.raises(NotEnoughGpusError, match=f"GPU 3 .*process {host.stranger_pid}") as caught:
+            safe_gpu.claim_gpus(8, timeout=0)
+        cleanup.close()
+    assert type(caught.value) is NotEnoughGpusError
+    assert [verdict.state for verdict in caught.value.verdicts] == ["free"] * 3 + ["busy"] + ["free"] * 4
+    assert caught.value.verdicts[3].pid == host.stranger_pid
+
+
+def test_a_waiter_whose_gpu_a_stranger_takes_keeps_its_place(host: Any, leases: Any, cleanup: ExitStack) -> None:
+    tickets: list[list[str]] = []
+    came: list[Any] = []
+
+    def look(step: str) -> None:
+        tickets.append([step, *(path.name for path in (Path(os.environ["SAFE_GPU_DIR"]) / "queue").iterdir())])
+
+    def on_wait(news: Any) -> None:
+        look("waiting")
+        leases.free()
+
+    def on_poll(number: int) -> None:
+        if not tickets:
+            return
+        if not came:  # the second poll: the leases are ours now
+            came.append(host.stranger(5))
+            look("stranger comes")
+        elif came[0] is not None:
+            came[0].close()
+            came[0] = None
+            look("stranger goes")
+
+    leases.hold(*host.uuids)
+    host.on_poll = on_poll
+    owner = safe_gpu.GPUOwner(8, timeout=60, _on_wait=on_wait)
+    assert owner.devices_taken == list(range(8))
+    assert tickets == [[step, "1.ticket"] for step in ("waiting", "stranger comes", "stranger goes")]
+    assert not list((Path(os.environ["SAFE_GPU_DIR"]) / "queue").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("shown", "reason"),
+    [
+        ({"processes": None, "process_error": "it timed out"}, "process list failed: it timed out"),
+        ({"lost": True}, "lost"),
+        ({"compute_mode": ComputeMode.PROHIBITED}, "PROHIBITED"),
+        ({"mig_enabled": True}, "MIG mode is on"),
+        ({"memory_used": 60 << 30}, "in use by no process"),
+    ],
+)
+def test_a_gpu_that_goes_bad_before_the_second_poll_is_given_back(
+    host: Any, shown: dict[str, Any], reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    host.on_poll = lambda number: number == 2 and host.edits.update({host.uuids[0]: shown})
+    with caplog.at_level("INFO", logger="safe_gpu"):
+        owner = safe_gpu.claim_gpus(2, timeout=0)
+    assert owner.devices_taken == [2, 3]
+    assert reason in caplog.text
+
+
+def test_where_the_first_poll_is_old_the_second_asks_about_the_whole_host(
+    host: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a wait, a GPU that is not this claim's may be lost, and CUDA's numbers mean others then."""
+    monkeypatch.setattr(host_view, "_RECENT", -1.0)
+    host.on_poll = lambda number: number == 2 and host.edits.update({host.uuids[7]: {"lost": True}})
+    owner = safe_gpu.claim_gpus(1, timeout=0)
+    assert [event for event in host.events if event in ("poll", "usage")] == ["poll", "poll", "usage"]
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == owner.gpus[0].uuid
+
+
+def test_uuids_are_written_once_a_gpu_is_lost_even_during_the_claim(host: Any) -> None:
+    host.on_poll = lambda number: number == 2 and host.edits.update({host.uuids[0]: {"lost": True}})
+    owner = safe_gpu.claim_gpus(2, timeout=0)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ",".join(gpu.uuid for gpu in owner.gpus)
+    assert "CUDA_DEVICE_ORDER" not in os.environ
+
+
+# Between the second poll and the last
+
+
+def test_a_stranger_beside_our_placeholder_is_named_and_everything_given_back(
+    host: Any, cleanup: ExitStack, untouched: Callable[[], Any]
+) -> None:
+    placeholder = Holding(host, lambda number: number == 1 and cleanup.enter_context(host.stranger(1)))
+    with untouched():
+        with pytest.raises(GpuContendedError, match=f"process {host.stranger_pid} ") as caught:
+            safe_gpu.claim_gpus(2, placeholder, timeout=0)
+        cleanup.close()
+    assert caught.value.uuid == host.uuids[1]
+    assert [process.pid for process in caught.value.processes] == [host.stranger_pid]
+    assert caught.value.nb_gpus == 2
+    assert len(caught.value.verdicts) == 8
+
+
+def test_a_stranger_is_seen_beside_no_placeholder_too(host: Any, cleanup: ExitStack) -> None:
+    host.on_poll = lambda number: number == 3 and cleanup.enter_context(host.stranger(0))
+    with pytest.raises(GpuContendedError):
+        safe_gpu.claim_gpus(1, safe_gpu.NoPlaceholder(), timeout=0)
+
+
+def test_a_process_that_only_draws_is_no_stranger_until_it_computes(host: Any, cleanup: ExitStack, child: Any) -> None:
+    other = child("listen()")
+    cleanup.enter_context(host.stranger(0, kind=ProcessKind.GRAPHICS))
+    placeholder = Holding(host, lambda number: cleanup.enter_context(host.stranger(0, pid=other.pid, kind="graphics")))
+    safe_gpu.claim_gpus(1, placeholder, timeout=0, only=0)
+    safe_gpu.release_gpus()
+    placeholder.come = lambda number: cleanup.enter_context(host.stranger(0))
+    with pytest.raises(GpuContendedError, match=f"process {host.stranger_pid} "):
+        safe_gpu.claim_gpus(1, placeholder, timeout=0, only=0)
+
+
+def test_the_mps_server_that_our_placeholder_starts_is_no_stranger(
+    host: Any, cleanup: ExitStack, eventually: Any
+) -> None:
+    server = cleanup.enter_context(subprocess.Popen(["/usr/bin/nvidia-cuda-mps-server", "60"], executable="/bin/sleep"))
+    cleanup.callback(server.kill)
+    # Within exec(2) descriptors are closed, for which Popen waits, before the command line is replaced.
+    eventually(lambda: (procfs.command_of(server.pid) or "").startswith("/usr/bin/nvidia-cuda-mps-server"))
+
+    def start(number: int) -> None:
+        cleanup.enter_context(host.stranger(number, pid=server.pid))
+
+    owner = safe_gpu.claim_gpus(2, Holding(host, start), timeout=0)
+    assert owner.devices_taken == [0, 1]
+    safe_gpu.release_gpus()
+    assert safe_gpu.get_free_gpus() == [str(index) for index in range(8)]
+
+
+# Containers that show host pids
+
+
+def test_one_process_that_does_not_resolve_is_ours(host: Any) -> None:
+    owner = safe_gpu.claim_gpus(2, Holding(host, pid=HIDDEN), timeout=0)
+    assert owner.devices_taken == [0, 1]
+
+
+def test_two_that_do_not_resolve_are_one_too_many(host: Any, cleanup: ExitStack, untouched: Callable[[], Any]) -> None:
+    def come(number: int) -> None:
+        cleanup.enter_context(host.stranger(number, pid=HIDDEN - 1))
+
+    with untouched():
+        with pytest.raises(GpuContendedError) as caught:
+            safe_gpu.claim_gpus(1, Holding(host, come, pid=HIDDEN), timeout=0)
+        cleanup.close()
+    assert {process.pid for process in caught.value.processes} == {HIDDEN, HIDDEN - 1}
+
+
+def test_another_number_on_the_second_gpu_is_a_stranger(host: Any, cleanup: ExitStack) -> None:
+    def come(number: int) -> None:
+        if number == 1:
+            cleanup.enter_context(host.stranger(1, pid=HIDDEN - 1))
+
+    with pytest.raises(GpuContendedError, match=f"process {HIDDEN - 1} ") as caught:
+        safe_gpu.claim_gpus(2, Holding(host, come, pid=HIDDEN), timeout=0)
+    assert caught.value.uuid == host.uuids[1]
+
+
+def test_one_that_does_not_resolve_beside_our_own_is_a_stranger(host: Any, cleanup: ExitStack) -> None:
+    placeholder = Holding(host, lambda number: cleanup.enter_context(host.stranger(0, pid=HIDDEN)))
+    with pytest.raises(GpuContendedError, match=str(HIDDEN)):
+        safe_gpu.claim_gpus(1, placeholder, timeout=0)
+
+
+def test_one_that_does_not_resolve_is_not_ours_where_we_hold_nothing(host: Any, cleanup: ExitStack) -> None:
+    host.on_poll = lambda number: number == 3 and cleanup.enter_context(host.stranger(0, pid=HIDDEN))
+    with pytest.raises(GpuContendedError, match=str(HIDDEN)):
+        safe_gpu.claim_gpus(1, safe_gpu.NoPlaceholder(), timeout=0)
+
+
+def test_a_context_that_a_framework_keeps_is_ours_in_the_next_claim_too(host: Any, cleanup: ExitStack) -> None:
+    class Keeping(Holding):
+        kept: Any = None
+
+        def __call__(self, device_no: int) -> Any:
+            if self.kept is None:
+                self.kept = super().__call__(device_no)
+                cleanup.callback(self.kept.close)
+
+        def release(self, context: Any) -> None:
+            pass
+
+    placeholder = Keeping(host, pid=HIDDEN)
+    for _ in range(2):
+        owner = safe_gpu.claim_gpus(1, placeholder, timeout=0, only=4)
+        assert owner.devices_taken == [4]
+        safe_gpu.release_gpus()
+
+
+def test_what_a_failed_claim_took_for_ours_is_forgotten(host: Any, cleanup: ExitStack) -> None:
+    def come(number: int) -> None:
+        if number == 0:
+            cleanup.enter_context(host.stranger(0, pid=HIDDEN))
+        else:
+            cleanup.enter_context(host.stranger(1, pid=HIDDEN - 1))
+
+    with pytest.raises(GpuContendedError):
+        safe_gpu.claim_gpus(2, Holding(host, come, pid=0), timeout=0, only="0,1")
+    with pytest.raises(NotEnoughGpusError, match=str(HIDDEN)):
+        safe_gpu.claim_gpus(1, timeout=0, only=0)
+
+
+# Drivers that lag, or die
+
+
+def test_a_placeholder_that_the_driver_never_shows_is_enough(host: Any) -> None:
+    assert safe_gpu.claim_gpus(1, Holding(host, pid=0), timeout=0).devices_taken == [0]
+
+
+def test_the_older_package_is_kept_out_until_the_driver_shows_our_placeholder(host: Any, spies: Any) -> None:
+    own: list[Any] = []
+    host.on_poll = lambda number: number == 6 and own.append(host.occupy(host.uuids[0]))
+    safe_gpu.claim_gpus(1, Holding(host, pid=0), timeout=0)
+    events = [event for event in host.events if event in ("poll", "usage", "legacy release")]
+    assert events == ["poll"] + ["usage"] * 5 + ["legacy release"]
+    own[0].close()
+
+
+def test_the_older_package_is_not_kept_out_for_ever(host: Any, spies: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verification, "_SHOWING", 0.05)
+    safe_gpu.claim_gpus(1, Holding(host, pid=0), timeout=0)
+    assert "legacy release" in host.events
+    assert host.polls > 3
+    assert not spies.legacy_held
+
+
+def test_with_nothing_to_show_the_older_package_may_look_at_once(host: Any, spies: Any) -> None:
+    safe_gpu.claim_gpus(1, safe_gpu.NoPlaceholder(), timeout=0)
+    assert host.polls == 3
+    assert not spies.legacy_held
+
+
+def test_a_gpu_that_is_lost_under_the_placeholder_is_no_gpu(host: Any, untouched: Callable[[], Any]) -> None:
+    host.on_poll = lambda number: number == 3 and host.edits.update({host.uuids[0]: {"lost": True}})
+    with untouched(), pytest.raises(NotEnoughGpusError, match="lost GPU 0") as caught:
+        safe_gpu.claim_gpus(1, timeout=0)
+    assert caught.value.verdicts[0].state == "unusable"
+
+
+def test_a_process_list_that_fails_in_the_last_poll_gives_nothing_to_object_to(host: Any) -> None:
+    host.on_poll = lambda number: number == 3 and host.edits.update({host.uuids[0]: {"processes": None}})
+    assert safe_gpu.claim_gpus(1, timeout=0).devices_taken == [0]
+
+
+@pytest.mark.parametrize("last", [1, 2, 3])
+def test_a_driver_that_dies_between_polls(host: Any, untouched: Callable[[], Any], last: int) -> None:
+    def die(number: int) -> None:
+        if number == last:
+            raise NoDriverError("the driver is gone", driver=host.name)
+
+    host.on_poll = die
+    with untouched(), pytest.raises(NoDriverError, match="the driver is gone"):
+        safe_gpu.claim_gpus(2, timeout=0)
+
+
+def test_a_driver_that_dies_under_a_waiter(host: Any, leases: Any, untouched: Callable[[], Any]) -> None:
+    leases.hold(*host.uuids)
+
+    def die(number: int) -> None:
+        if number == 2:
+            raise NoDriverError("the driver is gone", driver=host.name)
+
+    host.on_poll = die
+    with untouched(), pytest.raises(NoDriverError, match="the driver is gone"):
+        safe_gpu.claim_gpus(2, timeout=60)
+
+
+def test_a_driver_that_can_never_list_processes_is_told_at_once(host: Any, untouched: Callable[[], Any]) -> None:
+    host.edits = {uuid: {"processes": None, "processes_supported": False} for uuid in host.uuids}
+    with untouched(), pytest.raises(UnsatisfiableRequestError, match=r"cannot list processes.*SAFE_GPU_DRIVER="):
+        safe_gpu.claim_gpus(1, timeout=None)
+
+
+def test_a_poll_is_taken_again_when_preparing_took_long(host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("safe_gpu.claim.owner._STALE", 0.0)
+    safe_gpu.claim_gpus(1, timeout=0)
+    assert host.polls == 4
+
+
+def test_the_news_of_a_wait_names_who_is_in_the_way(host: Any, leases: Any, cleanup: ExitStack) -> None:
+    leases.hold(*host.uuids[:6])
+    cleanup.enter_context(host.stranger(7))
+    told: list[Any] = []
+
+    def on_wait(news: Any) -> None:
+        told.append(news)
+        leases.free()
+
+    safe_gpu.GPUOwner(2, timeout=60, _on_wait=on_wait)
+    assert [(news.position, news.free, news.needed) for news in told] == [(1, 1, 2)]
+    states = [verdict.state for verdict in told[0].verdicts]
+    assert states == ["claimed"] * 6 + ["free", "busy"]
+
+
+def test_nothing_is_told_where_there_is_no_wait(host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(News, "tell", lambda *args: pytest.fail("told"))
+    safe_gpu.claim_gpus(1, timeout=60)

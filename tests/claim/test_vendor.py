@@ -1,0 +1,194 @@
+"""Claims on a host with GPUs of both vendors: each has GPUs of one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import safe_gpu
+from safe_gpu.claim.free import wait_for_gpus
+from safe_gpu.devices import vendor_of
+from safe_gpu.drivers.presets import PRESETS
+from safe_gpu.drivers.simulated import SimulatedDriver, SimulatedPlaceholder
+
+UUIDS = {
+    vendor: [gpu.uuid for gpu in SimulatedDriver("two-vendors", "/nowhere", vendor=vendor).idle.gpus]
+    for vendor in ("nvidia", "amd")
+}
+VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
+
+
+@pytest.fixture(autouse=True)
+def host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SAFE_GPU_DRIVER", "simulated:two-vendors")
+
+
+def claim(nb_gpus: int = 1, **options: Any) -> safe_gpu.GPUOwner:
+    return safe_gpu.GPUOwner(nb_gpus, timeout=0, affinity=None, **options)
+
+
+def visible() -> list[str | None]:
+    return [os.environ.get(name) for name in VISIBLE]
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    call = [sys.executable, "-m", "safe_gpu", *arguments]
+    return subprocess.run(call, capture_output=True, text=True, timeout=60)
+
+
+PRINT = "import json, os; print(json.dumps({n: v for n, v in os.environ.items() if n.endswith('VISIBLE_DEVICES')}))"
+
+
+def variables(*arguments: str) -> dict[str, str]:
+    """The variables of a command under `safe-gpu`."""
+    child = command(*arguments, "--", sys.executable, "-c", PRINT)
+    assert child.returncode == 0, child.stderr
+    found: dict[str, str] = json.loads(child.stdout)
+    return found
+
+
+def test_the_preset_has_both() -> None:
+    assert [device.vendor for device in PRESETS["two-vendors"].devices] == ["nvidia"] * 4 + ["amd"] * 4
+
+
+def test_nvidia_is_the_first_and_the_variables_are_those_of_the_vendor() -> None:
+    with claim(2) as owner:
+        assert [gpu.uuid for gpu in owner.gpus] == UUIDS["nvidia"][:2]
+        assert visible() == ["0,1", None, None]
+    with claim(2, vendor="amd") as owner:
+        assert [gpu.uuid for gpu in owner.gpus] == UUIDS["amd"][:2]
+        assert visible() == ["0,1", ",".join(UUIDS["amd"][:2]), "0,1"]
+    assert visible() == [None, None, None]
+
+
+def test_both_can_be_held_at_once_and_all_busy_is_all_busy() -> None:
+    code = "import safe_gpu; print(safe_gpu.claim_gpus(4, vendor='AMD', timeout=0).gpus[0].uuid)"
+    with claim(4):
+        child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=_outside())
+        assert child.stdout.strip() == UUIDS["amd"][0], child.stderr
+        assert safe_gpu.get_free_gpus() == []
+        assert safe_gpu.get_free_gpus(vendor="amd") == ["0", "1", "2", "3"]
+        assert command("run", "--timeout", "0", "--", "true").returncode == 75, "no AMD GPU in place of a busy one"
+        assert command("wait", "--timeout", "0", "--vendor", "amd").stdout == "0\n"
+
+
+def _outside() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name not in VISIBLE}
+
+
+def test_more_than_one_vendor_has_is_more_than_the_host_has() -> None:
+    with pytest.raises(safe_gpu.UnsatisfiableRequestError, match="this host has only 4"):
+        claim(5)
+
+
+@pytest.mark.parametrize("vendor", ["intel", "", "nvidia,amd", 1, ["amd"]])
+def test_a_wrong_vendor(vendor: Any) -> None:
+    with pytest.raises(safe_gpu.UnsatisfiableRequestError, match="choose 'nvidia' or 'amd'") as caught:
+        claim(vendor=vendor)
+    assert f"vendor={vendor!r}" in str(caught.value)
+    for ask in (safe_gpu.get_free_gpus, wait_for_gpus):
+        with pytest.raises(safe_gpu.UnsatisfiableRequestError, match="choose 'nvidia' or 'amd'"):
+            ask(vendor=vendor)
+
+
+def test_the_command_line() -> None:
+    assert variables("run", "-q", "--vendor", "AMD")["ROCR_VISIBLE_DEVICES"] == UUIDS["amd"][0]
+    assert variables("run", "-q", "--vendor", "nvidia") == {"CUDA_VISIBLE_DEVICES": "0"}
+    child = command("run", "--vendor", "intel", "--", "true")
+    assert child.returncode == 2
+    assert "choose from nvidia, amd" in child.stderr
+
+
+def test_a_driver_that_was_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SAFE_GPU_DRIVER", "simulated:dgx-a100")
+    child = command("run", "--vendor", "amd", "--", "true")
+    assert child.returncode == 78
+    assert child.stderr == (
+        "safe-gpu: --vendor amd asks for AMD GPUs, and SAFE_GPU_DRIVER=simulated:dgx-a100 has none: leave --vendor "
+        "out, or unset SAFE_GPU_DRIVER\n"
+    )
+
+
+# Claims inside claims
+
+
+@pytest.mark.parametrize("vendor", ["nvidia", "amd"])
+def test_a_claim_inside_a_claim_keeps_the_vendor(vendor: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the program has cleared the variable that names AMD GPUs, and where it is left from elsewhere."""
+    for stale in (None, UUIDS["amd"][3]):
+        with claim(2, vendor=vendor, delegate=True) as owner:
+            if vendor == "nvidia" and stale:
+                monkeypatch.setenv("ROCR_VISIBLE_DEVICES", stale)
+            if vendor == "amd" and stale is None:
+                monkeypatch.delenv("ROCR_VISIBLE_DEVICES")
+                monkeypatch.setenv("SAFE_GPU_FENCE", "ignore")
+            inner = variables("run", "-q")
+            name = "ROCR_VISIBLE_DEVICES" if vendor == "amd" else "CUDA_VISIBLE_DEVICES"
+            assert inner[name] in ("0", owner.gpus[0].uuid)
+            assert ("HIP_VISIBLE_DEVICES" in inner) == (vendor == "amd")
+            other = "amd" if vendor == "nvidia" else "nvidia"
+            child = command("run", "--vendor", other, "--", "true")
+            assert child.returncode == 78
+            assert f"the claim around this process (SAFE_GPU_SCOPE) holds {vendor.upper()} GPUs" in child.stderr
+
+
+def test_a_scope_of_nobody_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    with claim(1, vendor="amd", delegate=True):
+        token = os.environ["SAFE_GPU_SCOPE"]
+    monkeypatch.setenv("SAFE_GPU_SCOPE", token)
+    with claim() as owner:
+        assert vendor_of(owner.gpus[0].uuid) == "nvidia"
+
+
+def test_a_child_of_a_claim_that_does_not_delegate_is_told_so() -> None:
+    with claim(4, vendor="amd"):
+        child = command("run", "--timeout", "0", "--", "true")
+        assert child.returncode == 75
+        assert f"process {os.getpid()}" in child.stderr
+
+
+def test_cpus_are_those_next_to_the_claimed_gpus(tmp_path: Path) -> None:
+    """`bind` looks for the GPUs of the claim, in its process and in children, not for NVIDIA's of the same number."""
+    for vendor, environment in (("amd", {}), ("nvidia", {"ROCR_VISIBLE_DEVICES": UUIDS["amd"][0]})):
+        os.environ.update(environment)
+        with claim(1, vendor=vendor, only="2") as owner:
+            report = safe_gpu.bind(strict=False, mode=None, memory="preferred")
+            assert owner.gpus[0].uuid in UUIDS[vendor]
+            assert "claimed by this process" in str(report.target)
+        for name in environment:
+            del os.environ[name]
+
+
+def test_placeholders_of_the_users_own_find_the_gpus() -> None:
+    with claim(1, vendor="amd", placeholder_fn=SimulatedPlaceholder()) as owner:
+        assert owner.placeholders[0].uuid == UUIDS["amd"][0]
+
+
+# The queue
+
+
+def test_waiters_of_two_vendors_do_not_wait_for_each_other() -> None:
+    """A waiter for all NVIDIA GPUs keeps nobody from AMD's, and its place among NVIDIA's."""
+    code = "import safe_gpu, sys; print(safe_gpu.claim_gpus().devices_taken, flush=True); sys.stdin.read()"
+    holder = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == "[0]\n"
+    waiter = subprocess.Popen([sys.executable, "-m", "safe_gpu", "run", "-q", "-n", "4", "--", "true"])
+    try:
+        while not json.loads(command("status", "--json").stdout)["queue"]:
+            assert waiter.poll() is None
+        assert command("run", "--timeout", "0", "--", "true").returncode == 75, "strict order among NVIDIA GPUs"
+        assert variables("run", "-q", "--timeout", "0", "--vendor", "amd", "-n", "4")["HIP_VISIBLE_DEVICES"]
+        assert waiter.poll() is None
+        holder.communicate(timeout=60)
+        assert waiter.wait(60) == 0
+    finally:
+        for child in (holder, waiter):
+            child.kill()
+            child.wait(60)

@@ -1,0 +1,225 @@
+"""The words of a refusal and of a wait."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from safe_gpu.claim.why_not import ClaimAhead, WaitNews, refusal_message, waiting_message
+from safe_gpu.cli.options import CommandLine
+from safe_gpu.devices import Gpu, GpuRequest, GpuVerdict, Holder
+
+NOW = 1_000_000.0
+
+
+def gpu(index: int, **values: object) -> Gpu:
+    return Gpu(index, f"GPU-{index}", **{"name": "NVIDIA A100", **values})  # type: ignore[arg-type]
+
+
+def claimed(index: int, since: float | None = NOW - 3600, **holder: object) -> GpuVerdict:
+    who = Holder(**{"pid": 4711, "user": "ada", "since": since, **holder})  # type: ignore[arg-type]
+    return GpuVerdict(gpu(index), "claimed", "claimed by process 4711 (ada)", who.pid, who.user, who)
+
+
+FREE = GpuVerdict(gpu(0), "free")
+BUSY = GpuVerdict(gpu(3), "busy", "process 12 (bob, python) uses 1 GiB", 12, "bob")
+OUTSIDE = GpuVerdict(gpu(4), "outside", "listed in exclude=4")
+ADA = ClaimAhead(30106, "ada", 8, NOW - 740)
+UNUSABLE = GpuVerdict(gpu(5), "unusable", "the driver lost it")
+
+
+def test_a_refusal_is_a_sentence_and_a_line_for_each_gpu() -> None:
+    text = refusal_message(GpuRequest(2), (FREE, claimed(1), BUSY, OUTSIDE, UNUSABLE))
+    assert text.splitlines() == [
+        "2 GPUs asked for, 1 free: wait for them (timeout=), or ask for fewer.",
+        "  GPU 0 (NVIDIA A100): free",
+        "  GPU 1 (NVIDIA A100): claimed by process 4711 (ada)",
+        "  GPU 3 (NVIDIA A100): process 12 (bob, python) uses 1 GiB",
+        "  GPU 4 (NVIDIA A100): listed in exclude=4",
+        "  GPU 5 (NVIDIA A100): the driver lost it",
+    ]
+
+
+def test_gpus_with_the_same_holder_share_a_line() -> None:
+    assert refusal_message(GpuRequest(1), [claimed(index) for index in range(8)]).splitlines() == [
+        "1 GPU asked for, 0 free: wait for it (timeout=).",
+        "  GPU 0-7 (NVIDIA A100): claimed by process 4711 (ada)",
+    ]
+
+
+def test_gpus_of_different_models_do_not_share_a_line() -> None:
+    verdicts = [GpuVerdict(gpu(index, name=name), "free") for index, name in enumerate(["L4", "T4", "L4", "L4"])]
+    assert refusal_message(GpuRequest(5), verdicts).splitlines()[1:] == ["  GPU 0,2,3 (L4): free", "  GPU 1 (T4): free"]
+
+
+@pytest.mark.parametrize(
+    ("nb_gpus", "arguments", "first"),
+    [
+        (1, {}, "1 GPU asked for, 0 free: wait for it (timeout=)."),
+        (2, {}, "2 GPUs asked for, 0 free: wait for them (timeout=)."),
+        (1, {"waited": 90.0}, "1 GPU asked for, 0 free after 1 min: wait longer (timeout=)."),
+        (
+            1,
+            {"ahead": ADA, "position": 2},
+            "1 GPU asked for, 0 free, behind ada (pid 30106, wants 8 GPUs, queued for 12 min): wait for it (timeout=).",
+        ),
+        (
+            2,
+            {"ahead": ADA, "position": 4, "waited": 5.0},
+            "2 GPUs asked for, 0 free after 5 s, behind ada (pid 30106, wants 8 GPUs, queued for 12 min) and 2 more "
+            "claims: wait longer (timeout=).",
+        ),
+        (1, {"hint": "X=0 limits this"}, "1 GPU asked for, 0 free: wait for it (timeout=). X=0 limits this."),
+    ],
+)
+def test_the_first_sentence_says_what_to_do(nb_gpus: int, arguments: dict[str, object], first: str) -> None:
+    text = refusal_message(GpuRequest(nb_gpus), (BUSY,), now=NOW, **arguments)  # type: ignore[arg-type]
+    assert text.splitlines()[0] == first
+
+
+def test_a_request_from_the_command_line_is_answered_with_its_options() -> None:
+    text = refusal_message(GpuRequest(2, spelling=CommandLine), (FREE, BUSY))
+    assert text.startswith("2 GPUs asked for, 1 free: wait for them (--timeout), or ask for fewer.")
+
+
+def test_a_gpu_without_a_name_and_one_with_a_display() -> None:
+    verdicts = (GpuVerdict(gpu(0, name=""), "free"), GpuVerdict(gpu(1), "display"))
+    assert refusal_message(GpuRequest(3), verdicts).splitlines()[1:] == [
+        "  GPU 0 (GPU-0): free",
+        "  GPU 1 (NVIDIA A100): free, shared with the display",
+    ]
+
+
+def test_a_mig_instance_goes_by_its_label() -> None:
+    instance = gpu(2, mig_parent="GPU-2", mig_instance=1)
+    assert "  GPU 2:1 (NVIDIA A100): free" in refusal_message(GpuRequest(1), (GpuVerdict(instance, "free"),))
+
+
+@pytest.mark.parametrize(
+    ("news", "text"),
+    [
+        (WaitNews(1, 0, 1), "waiting for 1 GPU, 0 free"),
+        (
+            WaitNews(1, 1, 4, (FREE, claimed(1), claimed(2), BUSY, OUTSIDE, UNUSABLE)),
+            "waiting for 4 GPUs, 1 free; GPU 1,2: ada (pid 4711) for 1 h; GPU 3: process 12 (bob, python) uses 1 GiB",
+        ),
+        (
+            WaitNews(1, 0, 1, (claimed(1, job="sge:12.3", since=NOW - 61), claimed(2, job="sge:13", since=None))),
+            "waiting for 1 GPU, 0 free; GPU 1: ada (pid 4711, job sge:12.3) for 1 min; "
+            "GPU 2: ada (pid 4711, job sge:13)",
+        ),
+        (
+            WaitNews(1, 0, 1, tuple(claimed(i) for i in range(7))),
+            "waiting for 1 GPU, 0 free; GPU 0-6: ada (pid 4711) for 1 h",
+        ),
+        (
+            WaitNews(1, 0, 1, (claimed(1, pid=None, user=None, since=None),)),
+            "waiting for 1 GPU, 0 free; GPU 1: unknown holder",
+        ),
+        (WaitNews(1, 2, 1, (FREE, claimed(1))), "waiting for 1 GPU; GPU 1: ada (pid 4711) for 1 h"),
+        (
+            WaitNews(2, None, 1, ahead=ADA),
+            "waiting for 1 GPU behind ada (pid 30106, wants 8 GPUs, queued for 12 min)",
+        ),
+        (
+            WaitNews(0, None, 1, ahead=ADA._replace(stopped=True)),
+            "waiting for 1 GPU behind ada (pid 30106, stopped, wants 8 GPUs, queued for 12 min)",
+        ),
+        (
+            WaitNews(3, None, 2, ahead=ADA),
+            "waiting for 2 GPUs behind ada (pid 30106, wants 8 GPUs, queued for 12 min) and 1 more claim",
+        ),
+        (WaitNews(2, None, 1, ahead=ADA._replace(since=0.0)), "waiting for 1 GPU behind ada (pid 30106, wants 8 GPUs)"),
+        (
+            WaitNews(2, None, 1, ahead=ClaimAhead(0, "unknown", None, 0.0)),
+            "waiting for 1 GPU behind a claim whose ticket cannot be read",
+        ),
+    ],
+)
+def test_a_wait_is_told_in_one_line(news: WaitNews, text: str) -> None:
+    assert waiting_message(news, NOW) == text
+    assert waiting_message(news, NOW, width=len(text)) == text
+
+
+AHEAD = WaitNews(3, None, 2, ahead=ADA)
+HELD = WaitNews(
+    1, 0, 2, (*(claimed(i, job="sge:1") for i in range(6)), claimed(6, pid=9, user="bob", since=NOW - 60), BUSY)
+)
+
+
+@pytest.mark.parametrize(
+    ("news", "longest_first"),
+    [
+        (
+            AHEAD,
+            [
+                "waiting for 2 GPUs behind ada (pid 30106, wants 8 GPUs, queued for 12 min) and 1 more claim",
+                "waiting for 2 GPUs behind ada (pid 30106, wants 8 GPUs, queued for 12 min)",
+                "waiting for 2 GPUs behind ada (pid 30106, wants 8 GPUs)",
+                "waiting for 2 GPUs behind ada (pid 30106)",
+            ],
+        ),
+        (
+            HELD,
+            [
+                "waiting for 2 GPUs, 0 free; GPU 0-5: ada (pid 4711, job sge:1) for 1 h; GPU 6: bob (pid 9) for 1 min; "
+                "GPU 3: process 12 (bob, python) uses 1 GiB",
+                "waiting for 2 GPUs, 0 free; GPU 0-5: ada (pid 4711, job sge:1) for 1 h; GPU 6: bob (pid 9) for 1 min; "
+                "GPU 3: bob (pid 12)",
+                "waiting for 2 GPUs, 0 free; GPU 0-5: ada (pid 4711, job sge:1) for 1 h; GPU 6: bob (pid 9) for 1 min; "
+                "1 more",
+                "waiting for 2 GPUs, 0 free; GPU 0-5: ada (pid 4711, job sge:1) for 1 h; GPU 6: bob (pid 9); 1 more",
+                "waiting for 2 GPUs, 0 free; GPU 0-5: ada (pid 4711, job sge:1) for 1 h; 2 more",
+                "waiting for 2 GPUs, 0 free; GPU 0-5: ada (pid 4711) for 1 h; 2 more",
+                "waiting for 2 GPUs, 0 free; GPU 0-5: ada (pid 4711); 2 more",
+            ],
+        ),
+    ],
+)
+def test_where_columns_are_few_name_and_pid_stay(news: WaitNews, longest_first: list[str]) -> None:
+    for text, shorter in zip(longest_first, [*longest_first[1:], longest_first[-1]], strict=True):
+        assert waiting_message(news, NOW, width=len(text)) == text
+        assert waiting_message(news, NOW, width=len(text) - 1) == shorter
+    assert waiting_message(news, NOW, width=0) == longest_first[-1]
+
+
+def test_the_holder_of_most_gpus_comes_first() -> None:
+    verdicts = (claimed(0, pid=9, user="bob", since=None), *(claimed(index, since=None) for index in range(1, 8)))
+    said = waiting_message(WaitNews(1, 0, 8, verdicts), NOW)
+    assert said == "waiting for 8 GPUs, 0 free; GPU 1-7: ada (pid 4711); GPU 0: bob (pid 9)"
+
+
+def test_a_stranger_with_a_long_command_keeps_name_and_pid() -> None:
+    stranger = BUSY._replace(reason=f"process 12 (bob, {'x' * 200}) uses 1 GiB")
+    news = WaitNews(1, 0, 1, (stranger,))
+    assert waiting_message(news, NOW, width=60) == "waiting for 1 GPU, 0 free; GPU 3: bob (pid 12)"
+
+
+@given(
+    st.integers(0, 200),
+    st.lists(
+        st.sampled_from(
+            [FREE, BUSY, OUTSIDE, *(claimed(1, pid=pid, job=job) for pid in (1, 2, 3) for job in (None, "x"))]
+        )
+    ),
+)
+def test_the_line_fits_or_is_as_short_as_it_gets(width: int, verdicts: list[GpuVerdict]) -> None:
+    news = WaitNews(1, 0, 1, tuple(verdict._replace(gpu=gpu(index)) for index, verdict in enumerate(verdicts)))
+    text = waiting_message(news, NOW, width=width)
+    assert len(text) <= max(width, len(waiting_message(news, NOW, width=0)))
+
+
+def test_ages_count_to_now_unless_told_otherwise() -> None:
+    assert "for 0 s" in waiting_message(WaitNews(1, 0, 1, (claimed(1, since=4e9),)))  # a clock that was set back
+
+
+def test_a_claim_that_need_not_wait_loads_none_of_it(child) -> None:
+    one = child(
+        """
+from safe_gpu import claim_gpus
+claim_gpus(1, timeout=0)
+say(*(name for name in ("why_not", "news") if f"safe_gpu.claim.{name}" in sys.modules))
+"""
+    )
+    assert one.finish() == "\n"

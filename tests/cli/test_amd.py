@@ -1,0 +1,192 @@
+"""The commands on AMD GPUs: simulated hosts, and a fake HIP behind the kernel's files."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from support.hip_host import HipHost
+
+from safe_gpu.drivers.presets import preset
+
+ROCR, HIP, CUDA = "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"
+PRINT = ("sh", "-c", "env | grep -E '^(ROCR|HIP|CUDA)_'")
+HOLD = ("sh", "-c", "echo held; cat")
+
+
+class Host(NamedTuple):
+    """A host, by name, with the UUIDs of its GPUs; ``hip`` where a fake HIP is behind it."""
+
+    name: str
+    uuids: list[str]
+    hip: HipHost | None = None
+
+    def variables(self, *indices: int) -> dict[str, str]:
+        """What a command must see that has these GPUs."""
+        numbers = ",".join(map(str, range(len(indices))))
+        return {ROCR: ",".join(self.uuids[index] for index in indices), HIP: numbers, CUDA: numbers}
+
+
+@pytest.fixture
+def host(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
+    if request.param != "hip":
+        monkeypatch.setenv("SAFE_GPU_DRIVER", f"simulated:{request.param}")
+        return Host(request.param, [gpu.uuid for gpu in preset(request.param).gpus()])
+    fake = HipHost(tmp_path, request.getfixturevalue("build_library")("hip.c", "libamdhip64.so"))
+    (tmp_path / "sys/devices").mkdir()
+    (tmp_path / "sys/devices/system").symlink_to("/sys/devices/system")
+    for name in ("LD_LIBRARY_PATH", "SAFE_GPU_FSROOT", "SAFE_GPU_DRIVER"):
+        monkeypatch.setenv(name, fake.env[name])
+    return Host("hip", fake.uuids, fake)
+
+
+on_two = pytest.mark.parametrize("host", ["mi250x", "hip"], indirect=True)
+of_partitions = pytest.mark.parametrize("host", ["mi300x-cpx", "hip"], indirect=True)
+
+
+def seen(output: str) -> dict[str, str]:
+    return dict(line.split("=", 1) for line in output.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("host", "arguments", "inherited", "taken"),
+    [
+        ("mi250x", ["-n", 2, "--only", "0,1"], {}, [0, 1]),
+        ("mi250x", [], {ROCR: "6,7", HIP: "1"}, [7]),
+        ("mi300x-cpx", ["-n", 2, "--only", "62-63"], {}, [62, 63]),
+        ("hip", ["-n", 2, "--only", "3-4"], {}, [3, 4]),
+        ("hip", ["--exclude", "0,1"], {}, [2]),
+        ("hip", ["--only", 5, "--visible-as", "index"], {}, [5]),
+        ("hip", ["--model", "instinct"], {}, [0]),
+        ("hip", [], {CUDA: "4"}, [4]),
+        ("hip", ["-n", 2], {ROCR: "5,3", CUDA: ""}, [3, 5]),
+    ],
+    indirect=["host"],
+)
+def test_the_command_sees_its_gpus(
+    command: Any, host: Host, arguments: list[Any], inherited: dict[str, str], taken: list[int]
+) -> None:
+    done = command.run("run", *arguments, "--", *PRINT, env=inherited)
+    assert done.returncode == 0, done.stderr
+    assert seen(done.stdout) == host.variables(*taken)
+
+
+@pytest.mark.parametrize("host", ["mi250x"], indirect=True)
+def test_gpus_are_named_by_the_beginning_of_the_uuid(command: Any, host: Host) -> None:
+    assert seen(command.run("run", "--only", host.uuids[6][:8], "--", *PRINT).stdout) == host.variables(6)
+
+
+@pytest.mark.parametrize(
+    ("host", "arguments", "inherited", "words"),
+    [
+        ("mi300x-cpx", ["-n", 65], {}, ["65"]),
+        ("mi250x", ["-n", 2], {ROCR: "3"}, ["ROCR_VISIBLE_DEVICES=3 limits this process to 1 of"]),
+        ("hip", ["-n", 1], {ROCR: ""}, ["ROCR_VISIBLE_DEVICES"]),
+        ("hip", ["--model", "A100"], {}, ["A100", "Instinct"]),
+        ("mi250x", ["--only", "GPU-no"], {}, ["GPU-no"]),
+    ],
+    indirect=["host"],
+)
+def test_what_this_host_can_never_satisfy(
+    command: Any, host: Host, arguments: list[Any], inherited: dict[str, str], words: list[str]
+) -> None:
+    done = command.run("run", "--timeout", 0, *arguments, "--", "true", env=inherited)
+    assert done.returncode == 78, done.stderr
+    assert all(word in done.stderr for word in words), done.stderr
+
+
+@of_partitions
+def test_one_holds_and_others_look(command: Any, host: Host) -> None:
+    holder = command.start("run", "-n", 2, "--only", "2,3", "--", *HOLD, stdin=subprocess.PIPE)
+    assert holder.stdout.readline() == "held\n"
+    shown = json.loads(command.run("status", "--json").stdout)
+    assert [gpu["uuid"] for gpu in shown["gpus"]] == host.uuids
+    states = {gpu["index"]: gpu["state"] for gpu in shown["gpus"]}
+    assert [index for index, state in states.items() if state == "claimed"] == [2, 3]
+    assert [gpu["claim"]["pid"] for gpu in shown["gpus"] if gpu["claim"]] == [holder.pid] * 2
+    free = [str(index) for index in states if index not in (2, 3)]
+    assert command.run("status", "--free").stdout.split() == free
+    assert len(command.run("wait", "-n", 3).stdout.split()) == 3
+    refused = command.run("run", "--timeout", 0, "--only", "2,3", "--", "true")
+    assert refused.returncode == 75
+    assert f"process {holder.pid}" in refused.stderr
+    holder.communicate(timeout=60)
+    assert command.run("status", "--free").stdout.split() == [str(index) for index in range(len(host.uuids))]
+
+
+@on_two
+def test_a_waiter_is_served_when_the_holder_ends(
+    command: Any, host: Host, eventually: Callable[[Callable[[], bool]], None]
+) -> None:
+    every = len(host.uuids)
+    holder = command.start("run", "-n", every, "--", *HOLD, stdin=subprocess.PIPE)
+    assert holder.stdout.readline() == "held\n"
+    waiter = command.start("run", "-n", 1, "--only", 7, "--", *PRINT)
+    queue = Path(os.environ["SAFE_GPU_DIR"]) / "queue"
+    eventually(lambda: queue.exists() and any(queue.iterdir()))
+    assert [(one["pid"], one["nb_gpus"]) for one in json.loads(command.run("status", "--json").stdout)["queue"]] == [
+        (waiter.pid, 1)
+    ]
+    holder.communicate(timeout=60)
+    out, err = waiter.communicate(timeout=60)
+    assert seen(out) == host.variables(7)
+    assert str(holder.pid) in err, "for whom it waits"
+
+
+INNER = """
+import subprocess, sys
+inner = [sys.executable, "-m", "safe_gpu", "run", "--timeout", "0", "-q", "--"]
+hold = [*inner, "sh", "-c", "echo $ROCR_VISIBLE_DEVICES $HIP_VISIBLE_DEVICES; cat"]
+held = [subprocess.Popen(hold, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+print(*sorted(one.stdout.readline().strip() for one in held), sep="\\n")
+print(subprocess.run([*inner, "true"], stderr=subprocess.DEVNULL).returncode)
+for one in held:
+    one.communicate()
+print(subprocess.run([*inner, "true"]).returncode)
+"""
+
+
+@of_partitions
+def test_claims_inside_a_claim(command: Any, host: Host) -> None:
+    """Two inner claims hold the two GPUs of the outer one, and a third finds none of them free."""
+    done = command.run("run", "-n", 2, "--only", "4,5", "--", sys.executable, "-c", INNER)
+    assert done.stdout.splitlines() == [f"{host.uuids[4]} 0", f"{host.uuids[5]} 0", "75", "0"], done.stderr
+
+
+CLAIM = """
+import os, safe_gpu
+owner = safe_gpu.claim_gpus(1, timeout=0, affinity=None)
+print(owner.devices_taken, os.environ["ROCR_VISIBLE_DEVICES"], os.environ["HIP_VISIBLE_DEVICES"])
+if os.environ["SAFE_GPU_DRIVER"] == "kfd":
+    from safe_gpu.runtimes import hip
+    print(*hip.load().all_shown())
+"""
+
+
+@on_two
+def test_a_program_that_claims_inside_run(command: Any, host: Host) -> None:
+    """With its placeholder: HIP, which chooses once in a process, opens the GPU that was claimed."""
+    done = command.run("run", "-n", 2, "--only", "4,5", "--", sys.executable, "-c", CLAIM)
+    lines = done.stdout.splitlines()
+    assert lines[0] == f"[4] {host.uuids[4]} 0", done.stderr
+    assert lines[1:] == ([f"{host.uuids[4]}/0000:c5:00.0"] if host.hip else [])
+
+
+@on_two
+def test_cpus_next_to_gpus(command: Any, host: Host) -> None:
+    shares = json.loads(command.run("affinity", "--json").stdout)["gpus"]
+    assert [share["uuid"] for share in shares] == host.uuids
+    if host.hip is None:
+        topology = preset(host.name).topology()
+        assert [share["numa_node"] for share in shares] == [gpu.numa_node for gpu in topology.gpus]
+    inside = ("--", str(command.path), "bind", "--ordinal", 1, "--if-possible", "--", "printenv", "SAFE_GPU_BOUND")
+    done = command.run("run", "-n", 2, "--only", "3,6", *inside)
+    assert done.stdout.split() == [host.uuids[6]], done.stderr
+    done = command.run("bind", "--gpu", host.uuids[2], "--if-possible", "--", "printenv", "SAFE_GPU_BOUND")
+    assert done.stdout.split() == [host.uuids[2]], done.stderr

@@ -1,0 +1,336 @@
+"""The command line: what it understands, how it refuses, and which exit code says what."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from safe_gpu import GPUAffinityError, LockTimeout, __version__
+from safe_gpu.claim import owner
+from safe_gpu.cli import commands as cli
+from safe_gpu.cli.commands import COMMANDS, main
+from safe_gpu.cli.options import timeout_of
+
+
+def parsed(*line: str) -> object:
+    return cli.parse(list(line))
+
+
+# What it understands
+
+
+@pytest.mark.parametrize(
+    ("line", "nb_gpus", "command"),
+    [
+        ("run true", 1, "true"),
+        ("run -- true", 1, "true"),
+        ("run -n 2 -- true", 2, "true"),
+        ("run -n2 -- true", 2, "true"),
+        ("run --nb-gpus=2 -- true", 2, "true"),
+        ("run --gpus 2 -- true", 2, "true"),
+        ("run --gpus=2 -t 5 -q -- true", 2, "true"),
+        ("run -n job -- true", "job", "true"),
+        ("run -n 2 python x.py --epochs 3", 2, "python x.py --epochs 3"),
+        ("run python x.py -n 3", 1, "python x.py -n 3"),
+        ("run -- python x.py -n 3 --version", 1, "python x.py -n 3 --version"),
+        ("run python x.py --version --help", 1, "python x.py --version --help"),
+        ("run -n 2 -- sh -- a -- b", 2, "sh -- a -- b"),
+        ("run sh -- a -- b", 1, "sh -- a -- b"),
+        ("run -n 2 sh -c -- a", 2, "sh -c -- a"),
+        ("run -- -odd-name", 1, "-odd-name"),
+        ("run -- --", 1, "--"),
+        ("run -n 2 --timeout 5 run -- x", 2, "run -- x"),
+    ],
+)
+def test_where_options_end_and_the_command_begins(line: str, nb_gpus: object, command: str) -> None:
+    options = parsed(*line.split())
+    assert options.nb_gpus == nb_gpus
+    assert options.command == command.split()
+
+
+def test_arguments_of_the_command_are_taken_as_they_are() -> None:
+    assert parsed("run", "--", "sh", "-c", "a  b", "", "\udcff").command == ["sh", "-c", "a  b", "", "\udcff"]
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("0", 0.0), ("90", 90.0), ("90s", 90.0), ("1.5", 1.5), ("15m", 900.0), ("2h", 7200.0), ("1d", 86400.0),
+        ("0.5h", 1800.0), ("1h30m", 5400.0), ("01:30:00", 5400.0), ("2-12:00:00", 216000.0), ("inf", None),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("verb", ["run", "wait"])
+def test_durations(verb: str, text: str, seconds: float | None) -> None:
+    tail = ["--", "true"] if verb == "run" else []
+    assert timeout_of(parsed(verb, "--timeout", text, *tail)) == seconds
+    assert timeout_of(parsed(verb, "-t", text, *tail)) == seconds
+
+
+@pytest.mark.parametrize(("value", "seconds"), [(None, None), ("", None), ("90", 90.0), ("5m", 300.0), ("inf", None)])
+def test_the_timeout_of_the_environment(
+    value: str | None, seconds: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if value is not None:
+        monkeypatch.setenv("SAFE_GPU_TIMEOUT", value)
+    assert timeout_of(parsed("wait")) == seconds
+    assert timeout_of(parsed("wait", "--timeout", "3")) == 3.0
+
+
+def test_the_options_of_a_request() -> None:
+    options = parsed(
+        *"run --min-memory 20GiB --model A100 --exclude 0,3 --only 0-4,GPU-89 --affinity none --memory bind".split(),
+        *"--visible-as uuid -- true".split(),
+    )
+    assert options.min_memory == 20 << 30
+    assert options.model == "A100"
+    assert options.exclude == ("0", "3")
+    assert options.only == ("0", "1", "2", "3", "4", "GPU-89")
+    assert (options.affinity, options.memory, options.visible_as) == ("none", "bind", "uuid")
+
+
+# How it refuses
+
+NO_COUNT = ("0", "-1", "x", "1.5", "1_0", "٣", "9" * 30)
+NO_DURATION = ("x", "-5", "-5s", "5w", "1h30", "1:30", "nan", "-inf", "1e999")
+NO_SIZE = ("x", "-1", "20XB", "GiB", "1e9", "20")
+NO_GPUS = ("", "x", "0,,1", "3-1", "-1", "1.5")
+
+BAD = [
+    *[(f"{verb} -n {value} -- true", value) for verb in ("run", "wait") for value in NO_COUNT],
+    *[(f"run --timeout {value} -- true", value) for value in NO_DURATION],
+    *[(f"run --min-memory {value} -- true", value) for value in NO_SIZE],
+    *[(f"run --{option}={value} -- true", value) for option in ("only", "exclude") for value in NO_GPUS],
+    ("run --model= -- true", "''"),
+    ("run --affinity sideways -- true", "sideways"),
+    ("run --affinity single -- true", "single"),
+    ("run --memory much -- true", "much"),
+    ("run --visible-as name -- true", "name"),
+    ("run --no-such-option -- true", "--no-such-option"),
+    ("run --time 5 -- true", "--time"),  # no abbreviations: a later option would change what they mean
+    ("bind --mode sideways -- true", "sideways"),
+    ("bind --gpu x -- true", "x"),
+    ("bind --memory much -- true", "much"),
+    ("status --no-such-option", "--no-such-option"),
+    ("status surplus", "surplus"),
+    ("wait surplus", "surplus"),
+    ("doctor --no-such-option", "--no-such-option"),
+    ("demo surplus", "surplus"),
+    ("affinity --mode sideways", "sideways"),
+    ("affinity --scope galaxy", "galaxy"),
+    ("affinity --multithreading much", "much"),
+    *[(f"affinity --{end}-cores {value}", value) for end in ("min", "max") for value in ("0", "-2", "x", "1.5")],
+    *[(f"affinity --allowed {value}", value) for value in ("x", "5-2", ",", "-1", "0-99999999999")],
+    *[(f"affinity --of {value}", value) for value in ("x", "0", "-1", "999999999")],
+    ("no-such-command", "no-such-command"),
+    ("--no-such-option", "--no-such-option"),
+    ("-x status", "-x"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("line", "value"), BAD, ids=[line for line, _ in BAD])
+def test_bad_input_is_a_usage_error_of_one_line(line: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(line.split()) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    assert err.startswith("safe-gpu")
+    assert value in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("line", ["run", "run --", "bind", "run -n 2", "run --timeout", "affinity --of", "completion"])
+def test_what_is_missing_is_named(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(line.split()) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert re.search(r"is missing|needs a value|which shell", err)
+
+
+# Exit codes
+
+
+@pytest.fixture
+def nothing_on_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+
+@pytest.mark.parametrize("line", ["wait", "status", "run -- /bin/true"])
+def test_no_driver(line: str, nothing_on_path: None, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.setenv("SAFE_GPU_DRIVER", "nvidia-smi")
+    assert main(line.split()) == 69
+    assert capsys.readouterr().err.startswith("safe-gpu: ")
+
+
+def test_an_unusable_state_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file", tmp_path / "file" / "below", tmp_path / "no" / "parent"):
+        monkeypatch.setenv("SAFE_GPU_DIR", str(path))
+        assert main(["wait"]) == 73
+        assert str(path.parent if path.name == "parent" else path) in capsys.readouterr().err
+
+
+def test_busy(ground, capsys) -> None:
+    ground.hold(*range(8))
+    assert main(["wait", "--timeout", "0"]) == 75
+    assert main(["run", "--timeout", "0", "--", "true"]) == 75
+    assert capsys.readouterr().err.startswith("safe-gpu: 1 GPU asked for, 0 free")
+
+
+@pytest.mark.parametrize(
+    ("line", "variables"),
+    [
+        ("wait -n 9", {}),
+        ("wait --only 9", {}),
+        ("wait --model H100", {}),
+        ("wait --min-memory 1TiB", {}),
+        ("wait -n job", {}),
+        ("wait -n 2", {"CUDA_VISIBLE_DEVICES": "3", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}),
+        ("wait", {"SAFE_GPU_TIMEOUT": "soon"}),
+        ("wait", {"SAFE_GPU_DRIVER": "simulated:no-such-host"}),
+        ("run -- true", {"SAFE_GPU_LEGACY_LOCK": "sometimes"}),
+    ],
+)
+def test_never_on_this_host(
+    line: str, variables: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys, ground
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert main(line.split()) == 78
+    assert capsys.readouterr().err.startswith("safe-gpu: ")
+    assert ground.leased() == []
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(LockTimeout("held"), 75), (GPUAffinityError("too few cores"), 78), (KeyboardInterrupt(), 130)]
+)
+def test_what_a_claim_may_raise(error: BaseException, code: int, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    def claim(*args: object, **options: object) -> None:
+        raise error
+
+    monkeypatch.setattr(owner, "GPUOwner", claim)
+    assert main(["run", "--", "true"]) == code
+    assert capsys.readouterr().err == (f"safe-gpu: {error}\n" if str(error) else "")
+
+
+# Help and version
+
+
+@pytest.mark.parametrize("verb", ["", *COMMANDS])
+def test_help_fits_a_terminal_and_has_examples(verb: str, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main([*verb.split(), "--help"]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert max(map(len, out.splitlines())) <= 80
+    assert out.startswith("usage: safe-gpu")
+    if verb in ("", "run", "bind", "status", "wait", "affinity", "completion"):
+        assert re.search(r"^examples?:\n  \S", out, re.MULTILINE)
+    if not verb:
+        assert all(re.search(rf"^ +{name} ", out, re.MULTILINE) for name in COMMANDS)
+
+
+def test_every_option_is_explained(capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    for verb in COMMANDS:
+        main([verb, "--help"])
+        for option, below in re.findall(r"^(  -.*)\n(.*)$", capsys.readouterr().out, re.MULTILINE):
+            assert re.search(r"\S  +\S", option) or below.startswith(" " * 20), f"{verb}: {option}"
+
+
+@pytest.mark.parametrize("verb", COMMANDS)
+def test_help_is_a_command_too(verb: str, capsys) -> None:
+    assert main([verb, "--help"]) == 0
+    text = capsys.readouterr().out
+    assert main(["help", verb]) == 0
+    assert capsys.readouterr().out == text
+
+
+def test_nothing_typed_is_a_question_for_help(capsys) -> None:
+    assert main(["--help"]) == 0
+    text = capsys.readouterr().out
+    for line in ([], ["help"], ["-h"]):
+        assert main(line) == 0
+        assert capsys.readouterr().out == text
+
+
+def test_the_version(command, capsys) -> None:
+    for option in ("--version", "-V"):
+        assert main([option]) == 0
+        assert capsys.readouterr().out == f"safe-gpu {__version__}\n"
+    assert command.run("--version").stdout == f"safe-gpu {__version__}\n"
+
+
+# Where the output goes
+
+
+@pytest.mark.parametrize("line", ["status", "--help", "--version", "affinity", "status --json"])
+def test_output_that_nobody_reads(command, line: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = command.run(*line.split(), stdout=writer)
+    os.close(writer)
+    assert done.returncode in ((0, 141) if line.startswith("--") else (141,))  # argparse may not notice
+    assert done.stderr == ""
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+@pytest.mark.parametrize("line", ["status", "status --json", "affinity"])
+def test_output_that_finds_no_room(command, line: str) -> None:
+    with open("/dev/full", "w") as full:
+        done = command.run(*line.split(), stdout=full)
+    assert done.returncode == 74
+    assert done.stderr.count("\n") == 1
+    assert "No space left" in done.stderr
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&- <&-"])
+@pytest.mark.parametrize(("line", "code"), [("status", 0), ("--help", 0), ("wait", 0), ("run -n 99 -- true", 78)])
+def test_closed_streams(command, closed: str, line: str, code: int) -> None:
+    done = subprocess.run(["sh", "-c", f"{command.path} {line} {closed}"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == code
+    assert "Traceback" not in done.stderr
+
+
+def test_it_is_found_as_a_module() -> None:
+    done = subprocess.run([sys.executable, "-m", "safe_gpu", "--version"], capture_output=True, text=True, timeout=60,
+                          env={**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[2])})  # fmt: skip
+    assert done.stdout == f"safe-gpu {__version__}\n"
+
+
+def test_it_starts_without_what_only_other_commands_need() -> None:
+    code = "import sys; import safe_gpu.cli; print(*sorted(sys.modules))"
+    env = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[2])}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=env)
+    heavy = {
+        "filelock",
+        "pynvml",
+        "logging",
+        "subprocess",
+        "json",
+        "ctypes",
+        "torch",
+        "dataclasses",
+        "threading",
+        "difflib",
+        "shutil",
+    }
+    assert not heavy & set(done.stdout.split())
+
+
+def test_run_imports_nothing_that_only_mistakes_and_other_commands_need(child, ground) -> None:
+    code = """
+import os, sys
+from safe_gpu.cli import main
+os.execv = lambda path, command: (say(*sys.modules), os._exit(0))
+main(["run", "--", "true"])
+"""
+    loaded = set(child(code).hear().split())
+    assert {"safe_gpu.cli.run", "safe_gpu.claim.owner", "filelock"} <= loaded
+    others = {name for name in COMMANDS if name != "run"} | {"suggest", "not_found", "affinity_text"}
+    assert not {f"safe_gpu.cli.{name}" for name in others} & loaded
+    assert {"difflib", "pynvml", "safe_gpu.doctor"} & loaded == set()

@@ -1,0 +1,160 @@
+"""Completion as the shells do it: they load the script and are asked what comes next."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from safe_gpu.affinity.options import MODES
+from safe_gpu.cli.commands import COMMANDS, main, parser_of
+from safe_gpu.cli.completion import SHELLS, commands
+
+Complete = Callable[..., set[str]]
+
+_BASH = """
+source "$1"; shift
+COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1))
+_safe_gpu
+printf '%s\\n' "${COMPREPLY[@]}"
+"""
+_FISH = 'source $argv[1]; complete -C "$argv[2]"'
+# A shell in a terminal of its own, where the words and a tab are typed. What its completion finds is caught in compadd.
+_ZSH = r"""
+zmodload zsh/zpty
+zpty shell zsh -f -i
+zpty -w shell "source '$1' '$2' '$3' '$4'"
+while zpty -r shell line; do [[ $line == READY* ]] && break; done
+zpty -n -w shell "$5"$'\t'
+while zpty -r shell line; do [[ $line == *THE-END* ]] && break; done
+"""
+_ZSH_SETUP = r"""
+PS1= RPS1=
+autoload -U compinit
+compinit -u -C -d $3
+source $1
+found=$2
+compadd() {
+    if [[ ${@[1,(i)(-|--)]} == *-(O|A|D)\ * ]]; then
+        builtin compadd "$@"
+        return
+    fi
+    local -a hits
+    builtin compadd -A hits "$@"
+    print -rl -- $hits >> $found
+    builtin compadd "$@"
+}
+ended() { print; print THE-END }
+comppostfuncs=(ended)
+bindkey '^I' complete-word
+print READY
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[[str], Path]:
+    def write(shell: str) -> Path:
+        assert main(["completion", shell]) == 0
+        path = tmp_path / f"safe-gpu.{shell}"
+        path.write_text(capsys.readouterr().out)
+        return path
+
+    return write
+
+
+def program(shell: str) -> str:
+    return shutil.which(shell) or pytest.skip(f"there is no {shell} here")
+
+
+def answers(*command: object, home: Path) -> str:
+    env = {**os.environ, "HOME": str(home), "XDG_CONFIG_HOME": str(home), "XDG_DATA_HOME": str(home), "TERM": "xterm"}
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=60, env=env)
+    assert done.stderr == ""
+    return done.stdout
+
+
+@pytest.fixture(params=["bash", "zsh", "fish"])
+def complete(
+    request: pytest.FixtureRequest,
+    script: Callable[[str], Path],
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Complete:
+    """``complete("safe-gpu", "run", "--aff")`` is what the shell would make of the last word."""
+    shell = program(request.param)
+    path = script(request.param)
+
+    def ask(*words: str) -> set[str]:
+        if request.param == "bash":
+            return set(answers(shell, "--norc", "-c", _BASH, "bash", path, *words, home=tmp_path).split("\n")) - {""}
+        if request.param == "fish":
+            out = answers(shell, "--no-config", "-c", _FISH, path, " ".join(words), home=tmp_path)
+            return {line.split("\t")[0] for line in out.splitlines()}
+        (tmp_path / "setup").write_text(_ZSH_SETUP)
+        found = tmp_path / "found"
+        found.write_text("")
+        dump = tmp_path_factory.getbasetemp() / "zcompdump"  # to make it takes seconds
+        answers(shell, "-f", "-c", _ZSH, "zsh", tmp_path / "setup", path, found, dump, " ".join(words), home=tmp_path)
+        return set(found.read_text().splitlines())
+
+    return ask
+
+
+@pytest.mark.parametrize("shell", list(SHELLS))
+def test_the_script_is_one(shell: str, script: Callable[[str], Path]) -> None:
+    assert subprocess.run([program(shell), "-n", str(script(shell))], timeout=60).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("",), {*COMMANDS, "help"}),
+        (("st",), {"status"}),
+        (("run", "--aff"), {"--affinity"}),
+        (("run", "--affinity", "n"), {"none", "node"}),
+        (("affinity", "--mode", "single"), {mode for mode in MODES if mode.startswith("single")}),
+        (("status", "--w"), {"--watch"}),
+        (("completion", "b"), {"bash"}),
+        (("help", "doc"), {"doctor"}),
+        (("run", "--", "print"), {"printenv", "printf"}),
+        (("run", "-n", "2", "-q", "print"), {"printenv", "printf"}),
+    ],
+)
+def test_what_comes_next(complete: Complete, words: tuple[str, ...], expected: set[str]) -> None:
+    assert expected <= complete("safe-gpu", *words)
+
+
+def test_options_are_not_offered_to_the_command(complete: Complete) -> None:
+    assert not complete("safe-gpu", "run", "--", "cat", "--aff") & {"--affinity"}
+    assert not complete("safe-gpu", "run", "-n", "2", "cat", "--aff") & {"--affinity"}
+
+
+def test_the_value_of_an_option_is_no_command(complete: Complete) -> None:
+    assert "true" not in complete("safe-gpu", "run", "--model", "tru")
+
+
+def test_bash_splits_at_the_equals_sign(script: Callable[[str], Path], tmp_path: Path) -> None:
+    words = ("safe-gpu", "run", "--visible-as", "=", "u")
+    assert answers(program("bash"), "--norc", "-c", _BASH, "bash", script("bash"), *words, home=tmp_path) == "uuid\n"
+
+
+@pytest.mark.parametrize("shell", list(SHELLS))
+def test_every_option_of_every_command_is_known(shell: str, script: Callable[[str], Path]) -> None:
+    text = script(shell).read_text()
+    for name in COMMANDS:
+        assert name in text
+        for option in parser_of(name).names():
+            assert (option.lstrip("-") if shell == "fish" else option) in text, (name, option)
+
+
+def test_what_options_take() -> None:
+    (run,) = (command for command in commands() if command.name == "run")
+    takes = {name: bool(option.value) for option in run.options for name in option.names}
+    assert takes["-n"]
+    assert takes["--gpus"]
+    assert not takes["--quiet"]
+    assert run.runs

@@ -1,0 +1,117 @@
+"""``safe-gpu run -- docker run ...``: the lease would end with the client, and the user is told before."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from safe_gpu.cli.container_client import warning_about
+
+STATE = "/tmp/safe-gpu"
+ATTACHED, DETACHED = "not with the container", "ends at once"
+
+
+def warned(command: str, path: str = "/nonexistent") -> str:
+    return warning_about(command.split(), path, STATE)
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        ("docker run IMAGE", ATTACHED),
+        ("docker run --rm -it -v /a:/b --name x IMAGE python -d", ATTACHED),
+        ("docker run --rm --gpus all -d IMAGE", DETACHED),
+        ("docker run -itd IMAGE", DETACHED),
+        ("docker run -dp 80:80 IMAGE", DETACHED),
+        ("docker run -p 80:80 --detach IMAGE", DETACHED),
+        ("docker run --detach=true IMAGE", DETACHED),
+        ("docker run --detach=false IMAGE", ATTACHED),
+        ("docker run -d=false IMAGE", ATTACHED),
+        ("docker run -e -d IMAGE", ATTACHED),
+        ("docker run -ed IMAGE", ATTACHED),
+        ("docker run --env -d IMAGE", ATTACHED),
+        ("docker run -- IMAGE -d", ATTACHED),
+        ("docker container run -d IMAGE", DETACHED),
+        ("docker -H tcp://h:1 --context far -D run -d IMAGE", DETACHED),
+        ("docker --config=/x -l debug container run IMAGE -d", ATTACHED),
+        ("docker exec -it NAME sh", ATTACHED),
+        ("docker container exec -d NAME sh", DETACHED),
+        ("docker start NAME", DETACHED),
+        ("docker start -a NAME", ATTACHED),
+        ("docker compose -f x.yml up", ATTACHED),
+        ("docker compose --profile gpu up -d", DETACHED),
+        ("docker-compose up -d", DETACHED),
+        ("/usr/local/bin/docker run -d IMAGE", DETACHED),
+        ("nerdctl -n k8s.io run -d IMAGE", DETACHED),
+        ("sudo docker run -d IMAGE", DETACHED),
+        ("sudo -n -u root A=1 docker run IMAGE", ATTACHED),
+        ("env -u X A=1 B=2 docker run -d IMAGE", DETACHED),
+        ("timeout -k 5 1h nice -n 5 nohup docker run -d IMAGE", DETACHED),
+        ("podman --remote run -d IMAGE", DETACHED),
+        ("podman -r run IMAGE", ATTACHED),
+        ("podman --url unix:///x run IMAGE", ATTACHED),
+        ("podman-remote run -d IMAGE", DETACHED),
+    ],
+)
+def test_clients_of_daemons(command: str, says: str) -> None:
+    text = warned(command)
+    assert says in text
+    assert (DETACHED in text) == (says == DETACHED)
+    assert f"-v {STATE}:{STATE}" in text
+    assert "--network=host" in text
+    assert "IMAGE safe-gpu run" in text
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "docker",
+        "docker ps -a",
+        "docker build -t run .",
+        "docker image run",
+        "docker --version",
+        "docker compose ps",
+        "python docker run",
+        "sh -c docker-run",
+        "sudo -u docker run",
+        "sudo",
+        "env A=1",
+        "grep docker run",
+        "podman run -d IMAGE",
+        "podman --log-level debug container run IMAGE",
+        "podman --remote=false run IMAGE",
+        "podman exec NAME sh",
+    ],
+)
+def test_other_commands(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CONTAINER_HOST", raising=False)
+    assert warned(command) == ""
+
+
+def test_podman_by_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CONTAINER_HOST", "unix:///run/podman/podman.sock")
+    assert DETACHED in warned("podman run -d IMAGE")
+
+
+def test_a_docker_that_is_podman(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package podman-docker has such a script."""
+    script = tmp_path / "docker"
+    script.write_text('#!/bin/sh\nexec /usr/bin/podman "$@"\n')
+    script.chmod(0o755)
+    assert warned("docker run -d IMAGE", str(script)) == ""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert warned("sudo docker run -d IMAGE", "/usr/bin/sudo") == ""
+
+
+@pytest.mark.parametrize("options", [[], ["--quiet"]])
+def test_run_says_so_and_runs_it(command, tmp_path: Path, ground, options: list[str]) -> None:
+    docker = tmp_path / "docker"
+    docker.write_text('#!/bin/sh\necho "$@"\n')
+    docker.chmod(0o755)
+    done = command.run("run", *options, "--", docker, "run", "-d", "IMAGE")
+    assert (done.returncode, done.stdout) == (0, "run -d IMAGE\n")
+    assert f"safe-gpu: warning: `docker run` {DETACHED}" in done.stderr
+    assert f"-v {ground.directory}:{ground.directory}" in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert command.run("run", "--", "echo", "docker run").stderr == ""

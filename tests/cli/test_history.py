@@ -1,0 +1,111 @@
+"""``safe-gpu history``: its forms, its times, and what it shows of real claims."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import safe_gpu
+from safe_gpu.cli.history import moment
+
+NOW = time.mktime((2026, 11, 21, 12, 30, 0, 0, 0, -1))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("now", NOW),
+        ("today", (2026, 11, 21, 0, 0)),
+        ("yesterday", (2026, 11, 20, 0, 0)),
+        ("2026-11-01", (2026, 11, 1, 0, 0)),
+        ("2026-11", (2026, 11, 1, 0, 0)),
+        ("2026-11-01 13:45", (2026, 11, 1, 13, 45)),
+        ("2026-11-01T13:45", (2026, 11, 1, 13, 45)),
+        ("7d", NOW - 7 * 86400),
+        ("1h30m", NOW - 5400),
+        ("99999999d", 0.0),
+    ],
+)
+def test_times(text: str, expected: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "time", lambda: NOW)
+    assert moment(text) == (time.mktime((*expected, 0, 0, 0, -1)) if isinstance(expected, tuple) else expected)
+
+
+@pytest.mark.parametrize("text", ["soon", "7", "", "2026-13-01", "inf", "-5h", "2026-11-01 25:00"])
+def test_what_is_no_time_is_told_what_is(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="write 2026-11-01"):
+        moment(text)
+
+
+@pytest.fixture
+def used(state_dir: Path, driver_libraries: object) -> None:
+    """A host where this process has claimed two GPUs and one."""
+    for number in (2, 1):
+        safe_gpu.GPUOwner(number, safe_gpu.NoPlaceholder(), affinity=None, timeout=0).release_gpus()
+
+
+def test_claims_the_latest_first(used: None, command: Any) -> None:
+    done = command.run("history")
+    title, first, second = done.stdout.splitlines()
+    assert title.split() == ["USER", "GPU", "FROM", "TO", "GPU-HOURS", "COMMAND"]
+    assert [first.split()[1], second.split()[1]] == ["0", "0,1"]
+    assert done.stderr == ""
+
+
+def test_json_and_csv_tell_the_same(used: None, command: Any) -> None:
+    document = json.loads(command.run("history", "--json").stdout)
+    assert document["schema"] == 1
+    one, two = document["claims"]
+    assert one["labels"] == ["0"]
+    assert one["running"] is False
+    assert two["since"] <= two["seen"] == two["ended"] <= one["since"]
+    rows = list(csv.DictReader(io.StringIO(command.run("history", "--csv").stdout)))
+    assert [row["labels"] for row in rows] == ["0", "0 1"]
+    assert rows[0].keys() == one.keys()
+    assert rows[0]["ended"] == time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(one["ended"]))
+
+
+@pytest.mark.parametrize(("by", "keys"), [("user", 1), ("gpu", 2), ("job", 1), ("day", 1)])
+def test_gpu_hours(used: None, command: Any, by: str, keys: int) -> None:
+    document = json.loads(command.run("history", "--by", by, "--json", "--since", "1h").stdout)
+    assert document["by"] == by
+    assert len({row[by] for row in document["use"]}) == keys
+    rows = list(csv.DictReader(io.StringIO(command.run("history", "--by", by, "--csv").stdout)))
+    assert [row[by] for row in rows] == [row[by] for row in document["use"]]
+    table = command.run("history", "--by", by).stdout.splitlines()
+    assert table[0].split() == [by.upper(), "CLAIMS", "GPU-HOURS"]
+    assert len(table) == 1 + keys + (keys > 1)
+
+
+def test_others_and_other_times_are_left_out(used: None, command: Any) -> None:
+    assert command.run("history", "--user", "nobody-of-here").stdout == "no claims in this time\n"
+    assert command.run("history", "--until", "1h").stdout == "no claims in this time\n"
+    assert json.loads(command.run("history", "--until", "1h", "--json").stdout)["claims"] == []
+
+
+def test_claims_whose_gpus_show_no_work(used: None, command: Any) -> None:
+    with safe_gpu.GPUOwner(1, safe_gpu.NoPlaceholder(), affinity=None, timeout=0):
+        command.run("status")  # the first look, from which on the GPU is known to be idle
+        (claim,) = json.loads(command.run("history", "--idle", "--json").stdout)["claims"]
+    assert claim["running"]
+    assert json.loads(command.run("history", "--idle", "--json").stdout)["claims"] == []
+
+
+def test_a_host_without_a_history(state_dir: Path, command: Any) -> None:
+    done = command.run("history")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "no claims in this time\n", "")
+    assert not state_dir.exists()
+
+
+@pytest.mark.parametrize("arguments", [["--json", "--csv"], ["--by", "moon"], ["--since", "1h", "--until", "2h"]])
+def test_mistakes(state_dir: Path, command: Any, arguments: list[str]) -> None:
+    done = command.run("history", *arguments)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1

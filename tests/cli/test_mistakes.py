@@ -1,0 +1,295 @@
+"""Mistakes that people make, and what they are told: the words that help, with the exit code or the error.
+
+The two tables are read by the tests, and each line is tried as it stands, on a simulated host with eight A100 of which
+nobody holds any. Where a line ends in "...", more follows.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import safe_gpu
+from safe_gpu.cli import main
+
+TYPED = """
+# The command
+$ safe-gpu stats
+[2] safe-gpu: error: there is no command 'stats': did you mean safe-gpu status? (see safe-gpu --help)
+$ safe-gpu Status
+[2] safe-gpu: error: there is no command 'Status': did you mean safe-gpu status? (see safe-gpu --help)
+$ safe-gpu ls
+[2] safe-gpu: error: there is no command 'ls': did you mean safe-gpu status? (see safe-gpu --help)
+$ safe-gpu docter
+[2] safe-gpu: error: there is no command 'docter': did you mean safe-gpu doctor? (see safe-gpu --help)
+$ safe-gpu top
+[2] safe-gpu: error: there is no command 'top': did you mean safe-gpu status --watch? (see safe-gpu --help)
+$ safe-gpu sh -c true
+[2] safe-gpu: error: there is no command 'sh': to run it on a GPU, write safe-gpu run -- sh (see safe-gpu --help)
+$ safe-gpu xyzzy
+[2] safe-gpu: error: there is no command 'xyzzy': choose from run, bind, status, history, wait, doctor, policy, aff...
+$ safe-gpu help stats
+[2] safe-gpu: error: there is no command 'stats': did you mean safe-gpu status? (see safe-gpu --help)
+$ safe-gpu -n 2 python train.py
+[2] safe-gpu: error: -n is an option of safe-gpu run: write safe-gpu run -n ... (see safe-gpu --help)
+$ safe-gpu -g 2 python train.py
+[2] safe-gpu: error: there is no option -g: did you mean safe-gpu run --gpus? (see safe-gpu --help)
+$ safe-gpu --watch
+[2] safe-gpu: error: --watch is an option of safe-gpu status: write safe-gpu status --watch ... (see safe-gpu --help)
+$ safe-gpu -v
+[2] safe-gpu: error: there is no option -v: did you mean safe-gpu --version? (see safe-gpu --help)
+# Options
+$ safe-gpu run --timout 5 -- true
+[2] safe-gpu run: error: there is no option --timout: did you mean --timeout? (see safe-gpu run --help)
+$ safe-gpu run --wait 5 -- true
+[2] safe-gpu run: error: there is no option --wait: did you mean --timeout? (see safe-gpu run --help)
+$ safe-gpu run -g 2 -- true
+[2] safe-gpu run: error: there is no option -g: did you mean --gpus? (see safe-gpu run --help)
+$ safe-gpu run --gpu 2 -- true
+[2] safe-gpu run: error: there is no option --gpu: did you mean --gpus? (see safe-gpu run --help)
+$ safe-gpu run --num-gpus=2 -- true
+[2] safe-gpu run: error: there is no option --num-gpus: did you mean --gpus? (see safe-gpu run --help)
+$ safe-gpu run --min_memory 9G -- true
+[2] safe-gpu run: error: there is no option --min_memory: did you mean --min-memory? (see safe-gpu run --help)
+$ safe-gpu run --mem 9G -- true
+[2] safe-gpu run: error: there is no option --mem: did you mean --min-memory? (see safe-gpu run --help)
+$ safe-gpu run --xyzzy -- true
+[2] safe-gpu run: error: there is no option --xyzzy (see safe-gpu run --help)
+$ safe-gpu bind --gpus 2 -- true
+[2] safe-gpu bind: error: there is no option --gpus: did you mean --gpu? (see safe-gpu bind --help)
+$ safe-gpu status -l
+[2] safe-gpu status: error: there is no option -l: did you mean --watch? (see safe-gpu status --help)
+$ safe-gpu status --interval 5
+[2] safe-gpu status: error: --interval goes with --watch (see safe-gpu status --help)
+$ safe-gpu status all
+[2] safe-gpu status: error: unexpected argument 'all' (see safe-gpu status --help)
+$ safe-gpu wait 2
+[2] safe-gpu wait: error: unexpected argument '2': did you mean -n 2? (see safe-gpu wait --help)
+$ safe-gpu wait -- true
+[2] safe-gpu wait: error: no command is run here: did you mean safe-gpu run? (see safe-gpu wait --help)
+$ safe-gpu completion
+[2] safe-gpu completion: error: for which shell? bash, zsh, fish (see safe-gpu completion --help)
+$ safe-gpu completion tcsh
+[2] safe-gpu completion: error: tcsh is not possible: choose from bash, zsh, fish (see safe-gpu completion --help)
+# Their values
+$ safe-gpu run -n
+[2] safe-gpu run: error: -n/--gpus/--nb-gpus needs a value (see safe-gpu run --help)
+$ safe-gpu run -n two -- true
+[2] safe-gpu run: error: -n two is not a number of GPUs: a whole number from 1 up, or job (see safe-gpu run --help)
+$ safe-gpu run -n 0 -- true
+[2] safe-gpu run: error: -n 0 is not a number of GPUs: a whole number from 1 up, or job (see safe-gpu run --help)
+$ safe-gpu run --gpus 0,1 -- true
+[2] safe-gpu run: error: -n 0,1 is not a number of GPUs: a whole number from 1 up, or job; for GPUs by index, write...
+$ safe-gpu run -n job -- true
+[78] safe-gpu: -n job takes the number that the batch job asked for, and this process is in no batch job: set SAFE_...
+$ safe-gpu run -n 9 -- true
+[78] safe-gpu: 9 GPUs are asked for, but this host has only 8: ask for fewer
+$ safe-gpu run -t 1:30 -- true
+[2] safe-gpu run: error: --timeout 1:30 may be hours or minutes: write 1h30m or 1m30s (see safe-gpu run --help)
+$ safe-gpu run -t soon -- true
+[2] safe-gpu run: error: --timeout soon is not a duration: write seconds (90 or 90s), 15m, 1h30m, 01:30:00, 2-12:00...
+$ safe-gpu run --timeout -1 -- true
+[2] safe-gpu run: error: --timeout -1 is not a duration: write seconds (90 or 90s), 15m, 1h30m, 01:30:00, 2-12:00:0...
+$ safe-gpu run --min-memory 20 -- true
+[2] safe-gpu run: error: --min-memory 20 means 20 bytes? write 20GiB (see safe-gpu run --help)
+$ safe-gpu run --min-memory 20000 -- true
+[2] safe-gpu run: error: --min-memory 20000 means 20000 bytes? write 20000MiB (see safe-gpu run --help)
+$ safe-gpu run --min-memory lots -- true
+[2] safe-gpu run: error: --min-memory lots makes no sense: give bytes as a whole number, or a size such as 20GiB (s...
+$ safe-gpu run --min-memory 90GiB -- true
+[78] safe-gpu: 1 GPU is asked for, but none fits (GPU 0-7: 80 GiB in all, 90 GiB asked for)
+$ safe-gpu run --model H100 -- true
+[78] safe-gpu: 1 GPU is asked for, but none fits (GPU 0-7: NVIDIA A100-SXM4-80GB does not match --model H100)
+$ safe-gpu run --only 8 -- true
+[78] safe-gpu: --only 8 names no single GPU of this host, which has GPU 0-7
+$ safe-gpu run --only cuda:0 -- true
+[2] safe-gpu run: error: --only cuda:0 makes no sense: name GPUs by index, range or UUID, such as 0,2, 4-7 or GPU-8...
+$ safe-gpu run -n 2 --only 0 -- true
+[78] safe-gpu: 2 GPUs are asked for, but only 1 of the 8 in this host can be claimed (GPU 1-7: not listed in --only 0)
+$ safe-gpu run --exclude 0-7 -- true
+[78] safe-gpu: 1 GPU is asked for, but none fits (GPU 0-7: listed in --exclude 0,1,2,3,4,5,6,7)
+$ safe-gpu run --affinity numa -- true
+[2] safe-gpu run: error: --affinity numa is not possible: choose from none, node, socket, exclusive, core-complex (...
+$ safe-gpu run --affinity Node -- true
+[2] safe-gpu run: error: --affinity Node is not possible: did you mean node? choose from none, node, socket, exclus...
+$ safe-gpu status --watch --interval 0
+[2] safe-gpu status: error: --interval 0 is not possible: a tenth of a second is the least (see safe-gpu status --h...
+# The command to run
+$ safe-gpu run
+[2] safe-gpu run: error: a command is missing: put it after -- (see safe-gpu run --help)
+$ safe-gpu run -n 2 --
+[2] safe-gpu run: error: a command is missing: put it after -- (see safe-gpu run --help)
+$ safe-gpu run -- 'sh -x'
+[127] safe-gpu: sh -x: command not found; drop the quotes: safe-gpu run -- sh -x (or write sh -c 'sh -x')
+$ safe-gpu run -- 'ls | wc'
+[127] safe-gpu: ls | wc: command not found; for shell syntax, write safe-gpu run -- sh -c 'ls | wc'
+$ safe-gpu run -- A=1 b
+[127] safe-gpu: A=1: command not found; to set a variable, write safe-gpu run -- env A=1 b
+$ safe-gpu run -- cd x
+[127] safe-gpu: cd: command not found; cd is part of the shell: write safe-gpu run -- bash -c 'cd x && ...'
+$ safe-gpu run -- source a
+[127] safe-gpu: source: command not found; source is part of the shell: write safe-gpu run -- bash -c 'source a &&...
+$ safe-gpu run 2 sh
+[127] safe-gpu: 2: command not found; for that many GPUs, write safe-gpu run -n 2 -- ...
+$ safe-gpu run -- -n 2 sh
+[127] safe-gpu: -n: command not found; options come before --: safe-gpu run -n ... -- COMMAND
+$ safe-gpu run -- train.py
+[127] safe-gpu: train.py: command not found; there is a file of that name here: write safe-gpu run -- python train.py
+$ safe-gpu run -- ./train.py
+[126] safe-gpu: ./train.py cannot be run: it is not an executable file (chmod +x makes it one)
+$ safe-gpu run -- /
+[126] safe-gpu: / cannot be run: it is a directory
+$ safe-gpu run -- ''
+[127] safe-gpu: '': command not found; the name is empty: is a variable not set?
+$ safe-gpu run -- no-such-command
+[127] safe-gpu: no-such-command: command not found
+# Variables
+$ SAFE_GPU_DIR=state safe-gpu run -- true
+[73] safe-gpu: SAFE_GPU_DIR=state is relative: started elsewhere, another process would use another directory and c...
+$ SAFE_GPU_FENCE=off safe-gpu wait
+[78] safe-gpu: SAFE_GPU_FENCE=off is unknown: set it to ignore, or unset it
+$ SAFE_GPU_LEGACY_LOCK=no safe-gpu wait
+[78] safe-gpu: SAFE_GPU_LEGACY_LOCK=no is unknown: set it to auto, always or never, or unset it
+$ SAFE_GPU_TIMEOUT=soon safe-gpu wait
+[78] safe-gpu: SAFE_GPU_TIMEOUT='soon' is not a duration: write seconds (90 or 90s), 15m, 1h30m, 01:30:00, 2-12:00:...
+$ SAFE_GPU_DRIVER=cuda safe-gpu wait
+[78] safe-gpu: There is no driver 'cuda': choose one of auto, nvml, nvidia-smi, kfd, simulated:PRESET.
+$ SAFE_GPU_DRIVER=simulated:a100 safe-gpu wait
+[78] safe-gpu: there is no simulated host 'a100': choose SAFE_GPU_DRIVER=simulated: with one of dgx-a100, dgx-h100,...
+$ SAFE_GPU_NB_GPUS=two safe-gpu wait -n job
+[78] safe-gpu: SAFE_GPU_NB_GPUS='two' is not a number of GPUs: set it to a whole number from 1 up, or unset it
+$ SAFE_GPU_TIMOUT=5 safe-gpu wait
+[0] safe-gpu: warning: SAFE_GPU_TIMOUT is not a variable of safe_gpu and has no effect: did you mean SAFE_GPU_TIMEOUT?
+$ CUDA_VISIBLE_DEVICES=0 safe-gpu wait -n 2
+[78] safe-gpu: 2 GPUs are asked for, but CUDA_VISIBLE_DEVICES=0 limits this process to 1 of 8 GPUs; 7 others are fr...
+$ CUDA_VISIBLE_DEVICES= safe-gpu wait
+[78] safe-gpu: 1 GPU is asked for, but CUDA_VISIBLE_DEVICES='' (set, but empty) limits this process to 0 of 8 GPUs;...
+"""
+
+CALLED = """
+>>> claim_gpus('2')
+UnsatisfiableRequestError: nb_gpus='2' makes no sense: ask for a whole number of GPUs, 1 or more (or 'job' for the...
+>>> claim_gpus(0)
+UnsatisfiableRequestError: nb_gpus=0 makes no sense: ask for a whole number of GPUs, 1 or more (or 'job' for the nu...
+>>> claim_gpus(2.0)
+UnsatisfiableRequestError: nb_gpus=2.0 makes no sense: ask for a whole number of GPUs, 1 or more (or 'job' for the...
+>>> claim_gpus([0, 1])
+UnsatisfiableRequestError: nb_gpus=[0, 1] makes no sense: ask for a whole number of GPUs, 1 or more (or 'job' for t...
+>>> claim_gpus(9)
+UnsatisfiableRequestError: 9 GPUs are asked for, but this host has only 8: ask for fewer
+>>> claim_gpus('job')
+UnsatisfiableRequestError: nb_gpus='job' takes the number that the batch job asked for, and this process is in no b...
+>>> claim_gpus(timeout='1:30')
+UnsatisfiableRequestError: timeout='1:30' may be hours or minutes: write 1h30m or 1m30s
+>>> claim_gpus(timeout='soon')
+UnsatisfiableRequestError: timeout='soon' is not a duration: write seconds (90 or 90s), 15m, 1h30m, 01:30:00, 2-12:...
+>>> claim_gpus(timeout=-1)
+UnsatisfiableRequestError: timeout=-1 is not a number of seconds: pass 0 (no wait), a positive number, or None (for...
+>>> claim_gpus(min_memory=20)
+UnsatisfiableRequestError: min_memory=20 means 20 bytes? write '20GiB'
+>>> claim_gpus(min_memory='20')
+UnsatisfiableRequestError: min_memory='20' means 20 bytes? write '20GiB'
+>>> claim_gpus(min_memory=20.5)
+UnsatisfiableRequestError: min_memory=20.5 makes no sense: give bytes as a whole number, or a size such as '20GiB'
+>>> claim_gpus(model='H100')
+UnsatisfiableRequestError: 1 GPU is asked for, but none fits (GPU 0-7: NVIDIA A100-SXM4-80GB does not match model='...
+>>> claim_gpus(only=8)
+UnsatisfiableRequestError: only=8 names no single GPU of this host, which has GPU 0-7
+>>> claim_gpus(only='cuda:0')
+UnsatisfiableRequestError: only='cuda:0' makes no sense: name GPUs by index, range or UUID, such as '0,2', '4-7' or...
+>>> claim_gpus(affinity='numa')
+GPUAffinityError: unknown affinity mode 'numa': choose one of node, socket, exclusive, core-complex, all, single, s...
+>>> claim_gpus(memory='interleave')
+GPUAffinityError: unknown memory policy 'interleave': choose one of preferred, bind
+>>> claim_gpus(visible_as='name')
+UnsatisfiableRequestError: visible_as='name' is unknown: use "index" or "uuid"
+>>> claim_gpus(1, PytorchPlaceholder)
+PlaceholderError: placeholder_fn is the class PytorchPlaceholder, which would hold no GPU: pass PytorchPlaceholder(...
+>>> claim_gpus(1, 'torch')
+PlaceholderError: placeholder_fn='torch' cannot be called: pass a function of the CUDA ordinal that returns what ho...
+>>> claim_gpus(1, None, 'log')
+UnsatisfiableRequestError: logger='log' is not a logger: pass a logging.Logger, or leave it out
+>>> claim_gpus(1, None, None, '1')
+UnsatisfiableRequestError: debug_sleep='1' is not a number of seconds: pass 0 or a positive number
+>>> claim_gpus(1), claim_gpus(1)
+AlreadyClaimedError: this process holds GPU 0 already: release_gpus() first, or ask for all GPUs in one claim
+>>> GPUOwner(1), GPUOwner(1)
+AlreadyClaimedError: this process holds GPU 0 already: release_gpus() first, or ask for all GPUs in one claim
+>>> bind(9)
+GPUAffinityError: this host has no GPU 9: it has GPU 0-7
+>>> bind('cuda:0')
+UnsatisfiableRequestError: gpus='cuda:0' makes no sense: name GPUs by index, range or UUID, such as '0,2', '4-7' or...
+>>> set_affinity(9, 8)
+GPUAffinityError: gpu_id=9 should be smaller than nproc_per_node=8
+>>> placement(999999999)
+GPUAffinityError: there is no process 999999999 that can be read from here
+>>> claim_gpu(1)
+AttributeError: module 'safe_gpu' has no attribute 'claim_gpu'
+"""
+
+
+def table(text: str, prompt: str) -> Iterator[tuple[str, str]]:
+    """What is typed, and what is said, in pairs of lines."""
+    lines = [line for line in text.splitlines() if line and not line.startswith("# ")]
+    for typed, said in zip(lines[::2], lines[1::2], strict=True):
+        assert typed.startswith(prompt)
+        yield typed.removeprefix(prompt), said
+
+
+def assert_said(text: str, expected: str) -> None:
+    if expected.endswith("..."):
+        assert text.startswith(expected[:-3])
+    else:
+        assert text == expected
+
+
+@pytest.mark.parametrize(("line", "said"), list(table(TYPED, "$ ")))
+def test_on_the_command_line(
+    line: str, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], ground
+) -> None:
+    (tmp_path / "train.py").write_text("print('trained')\n")
+    monkeypatch.chdir(tmp_path)
+    words = shlex.split(line)
+    while words[0] != "safe-gpu":
+        monkeypatch.setenv(*words.pop(0).split("=", 1))
+    code = main(words[1:])
+    out, err = capsys.readouterr()
+    assert out == ("" if code else "0\n")  # the GPU that `wait` prints
+    assert err.count("\n") == 1
+    assert_said(f"[{code}] {err.rstrip()}", said)
+    assert ground.tickets() == []
+
+
+class Names(dict[str, object]):
+    """The package's own names, as after ``from safe_gpu import *``."""
+
+    def __missing__(self, name: str) -> object:
+        return getattr(safe_gpu, name)
+
+
+@pytest.mark.parametrize(("call", "said"), list(table(CALLED, ">>> ")))
+def test_in_python(call: str, said: str, ground) -> None:
+    before = dict(os.environ)
+    try:
+        with pytest.raises(Exception) as caught:
+            eval(call, {"__builtins__": {}}, Names())
+    finally:
+        safe_gpu.release_gpus()
+    assert_said(f"{type(caught.value).__name__}: {caught.value}", said)
+    assert ground.leased() == []
+    assert dict(os.environ) == before
+
+
+def test_there_are_enough_of_them() -> None:
+    """A table that is not read would pass as well."""
+    assert len(list(table(TYPED, "$ "))) + len(list(table(CALLED, ">>> "))) >= 100
+
+
+def test_python_may_suggest_a_name_that_is_nearly_right() -> None:
+    with pytest.raises(AttributeError) as caught:
+        safe_gpu.claim_gpu  # noqa: B018
+    assert (caught.value.name, caught.value.obj) == ("claim_gpu", safe_gpu)

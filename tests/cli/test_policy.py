@@ -1,0 +1,77 @@
+"""``safe-gpu policy``: what applies to the user who asks, as a table and for programs."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, whose file a policy must be")
+
+TEXT = """\
+[default]
+max_gpus = 4
+max_hold = 1d
+[group root]
+max_wait = 90
+[user root]
+max_gpus = 2
+"""
+
+
+@pytest.fixture
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "policy.ini"
+    path.write_text(TEXT)
+    path.chmod(0o644)
+    monkeypatch.setenv("SAFE_GPU_POLICY", str(path))
+    return path
+
+
+def test_it_shows_each_value_and_its_section(path: Path, command: Any, ground: Any) -> None:
+    ground.hold(3)
+    done = command.run("policy")
+    assert done.returncode == 0
+    assert done.stdout.splitlines() == [
+        f"{path}, for root",
+        "",
+        "max_gpus          2            [user root]",
+        "max_hold          1 d          [default]",
+        "default_hold      unset",
+        "max_wait          90 s         [group root]",
+        "idle_report_after unset",
+        "",
+        "You hold 1 of your 2 GPUs.",
+    ]
+
+
+def test_for_programs(path: Path, command: Any) -> None:
+    assert json.loads(command.run("policy", "--json").stdout) == {
+        "schema": 1,
+        "file": str(path),
+        "user": "root",
+        "uid": 0,
+        "exempt": False,
+        "held": 0,
+        "max_gpus": 2,
+        "max_hold": 86400.0,
+        "default_hold": None,
+        "max_wait": 90.0,
+        "idle_report_after": None,
+        "sections": {"max_gpus": "[user root]", "max_hold": "[default]", "max_wait": "[group root]"},
+    }
+
+
+def test_without_limits(path: Path, command: Any) -> None:
+    path.write_text("[default]\nmax_gpus = 1")
+    assert command.run("policy").stdout.startswith("root is exempt: ")
+    path.chmod(0o666)
+    ignored = command.run("policy")
+    assert ignored.stdout == f"{path} is ignored: nothing is limited\n"
+    assert "mode 0666" in ignored.stderr
+    path.unlink()
+    assert command.run("policy").stdout == f"There is no {path}: nothing is limited\n"
+    assert json.loads(command.run("policy", "--json").stdout)["file"] is None

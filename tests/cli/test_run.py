@@ -1,0 +1,523 @@
+"""``safe-gpu run``: real processes that wait, become their command, hold GPUs and let go of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.terminals import open_terminal
+
+from safe_gpu import procfs
+
+USER = procfs.user_name(os.geteuid())
+
+ENDS = {"TERM": -signal.SIGTERM, "HUP": -signal.SIGHUP, "INT": 130}
+"""How a waiter's exit shows to its parent, by signal."""
+
+
+def script(path: Path, text: str, mode: int = 0o755) -> Path:
+    path.write_text(text)
+    path.chmod(mode)
+    return path
+
+
+# Becoming the command
+
+
+def test_the_command_has_our_pid_and_sees_its_gpus(command, ground) -> None:
+    started = command.start("run", "-n", 2, "--", "sh", "-c", "echo $$; env; cat")
+    out, _ = started.communicate(timeout=60)
+    lines = out.splitlines()
+    assert int(lines[0]) == started.pid
+    assert "CUDA_VISIBLE_DEVICES=0,1" in lines
+    assert "CUDA_DEVICE_ORDER=PCI_BUS_ID" in lines
+    assert [line for line in lines if line.startswith("SAFE_GPU_SCOPE=")]
+    record = json.loads((ground.directory / "leases" / f"{ground.uuids[0]}.lock").read_text())
+    assert record["pid"] == started.pid
+    assert record["command"] == "sh"
+    assert record["gpus"] == ground.uuids[:2]
+
+
+def test_gpus_by_uuid(command, ground) -> None:
+    done = command.run("run", "--visible-as", "uuid", "--only", 5, "--", "printenv", "CUDA_VISIBLE_DEVICES")
+    assert done.stdout.strip() == ground.uuids[5]
+
+
+@pytest.mark.parametrize("code", [0, 1, 3, 77, 255])
+def test_the_exit_code_is_the_command_s(command, code: int) -> None:
+    done = command.run("run", "--", "sh", "-c", f"exit {code}")
+    assert (done.returncode, done.stdout, done.stderr) == (code, "", "")
+
+
+def test_a_signal_that_ends_the_command_is_seen_as_such(command) -> None:
+    assert command.run("run", "--", "sh", "-c", "kill -KILL $$").returncode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_signals_reach_the_command(command, number: signal.Signals) -> None:
+    name = number.name[3:]
+    started = command.start("run", "--", "sh", "-c", f"trap 'echo caught; exit 7' {name}; echo up; while :; do :; done")
+    assert started.stdout.readline() == "up\n"
+    started.send_signal(number)
+    assert started.communicate(timeout=60)[0] == "caught\n"
+    assert started.returncode == 7
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_command_without_handlers_dies_of_signals(command, ground, number: signal.Signals) -> None:
+    started = command.start("run", "--", "sh", "-c", "echo up; exec sleep 600")
+    assert started.stdout.readline() == "up\n"
+    started.send_signal(number)
+    assert started.wait(60) == -number
+    assert ground.leased() == []
+
+
+def ignored_signals(text: str) -> set[int]:
+    mask = int(re.search(r"SigIgn:\s*([0-9a-f]+)", text)[1], 16)
+    return {number for number in range(1, 65) if mask & 1 << (number - 1)}
+
+
+def test_python_s_own_signal_handling_is_not_handed_on(command) -> None:
+    done = command.run("run", "--", "grep", "SigIgn", "/proc/self/status")
+    assert not ignored_signals(done.stdout) & {signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT, signal.SIGTERM}
+
+
+def test_signals_that_were_ignored_stay_ignored(command) -> None:
+    """nohup, and background jobs of a script."""
+    text = f"trap '' HUP INT; exec {command.path} run -- grep SigIgn /proc/self/status"
+    done = subprocess.run(["sh", "-c", text], capture_output=True, text=True, timeout=60)
+    assert {signal.SIGHUP, signal.SIGINT} <= ignored_signals(done.stdout)
+
+
+def test_a_pipe_that_closes_ends_the_command(command) -> None:
+    text = f"{command.path} run -- yes | head -1; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", text], capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["y", str(128 + signal.SIGPIPE)]
+    assert done.stderr == ""
+
+
+# The lease goes with the last who inherited it
+
+
+def test_the_lease_goes_with_the_command(command, ground) -> None:
+    started = command.start("run", "-n", 3, "--", "cat", stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    started.stdin.write("up\n")
+    started.stdin.flush()
+    assert started.stdout.readline() == "up\n"
+    assert ground.leased() == [0, 1, 2]
+    started.stdin.close()
+    assert started.wait(60) == 0
+    assert ground.leased() == []
+
+
+def test_a_child_in_the_background_that_inherited_it_keeps_it(command, ground, eventually) -> None:
+    done = command.run("run", "--", "sh", "-c", "sleep 600 >/dev/null 2>&1 & echo $!")
+    child = int(done.stdout)
+    try:
+        assert ground.leased() == [0]
+    finally:
+        os.kill(child, signal.SIGKILL)
+    eventually(lambda: ground.leased() == [])
+
+
+def test_a_child_that_closed_all_descriptors_does_not(command, ground) -> None:
+    code = "from subprocess import *; print(Popen(['sleep', '600'], stdout=DEVNULL, stderr=DEVNULL).pid)"
+    done = command.run("run", "--", sys.executable, "-c", code)
+    child = int(done.stdout)
+    try:
+        assert ground.leased() == []
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+# Descriptors
+
+
+LIST = "ls -l /proc/$$/fd; :"
+
+
+def descriptors(text: str) -> dict[int, str]:
+    return {int(found[1]): found[2] for found in re.finditer(r" (\d+) -> (.*)", text)}
+
+
+def test_leases_lie_out_of_the_way_and_nothing_else_is_handed_on(command, ground) -> None:
+    found = descriptors(command.run("run", "-n", 2, "--", "bash", "-c", LIST).stdout)
+    leases = {number for number, target in found.items() if target.endswith(".lock")}
+    kept = {number for number, target in found.items() if target == str(ground.directory)}
+    assert len(leases) == 2
+    assert len(kept) == 1
+    assert min(leases | kept) >= 500
+    names = {number for number, target in found.items() if target.startswith("socket:") and number >= 500}
+    assert len(names) == 4  # of each GPU, and for claims inside this one
+    assert set(found) - leases - kept - names <= {0, 1, 2, 255}  # the last is bash's own
+
+
+@pytest.mark.parametrize("limit", [16, 64, 256, 505, 1024])
+def test_a_low_limit_of_descriptors(command, ground, limit: int) -> None:
+    text = f"ulimit -n {limit}; exec {command.path} run -n 8 -- bash -c '{LIST}; exec 3>/dev/null 4>&1 5<&0'"
+    done = subprocess.run(["bash", "-c", text], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    leases = [number for number, target in descriptors(done.stdout).items() if target.endswith(".lock")]
+    assert len(leases) == 8
+    assert min(leases) >= min(500, limit // 2 - 8)
+
+
+def test_a_script_may_use_small_descriptors(command, ground, tmp_path: Path) -> None:
+    text = f"exec 3>{tmp_path}/a 4>{tmp_path}/b 5<&0; exec 3>&- 4>&- 5<&-; echo up; read x"
+    started = command.start("run", "--", "bash", "-c", text, stdin=subprocess.PIPE)
+    assert started.stdout.readline() == "up\n"
+    assert ground.leased() == [0]
+    started.communicate("\n", timeout=60)
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_closed_standard_streams_stay_closed_and_no_lease_takes_their_number(
+    command, ground, tmp_path: Path, closed: str
+) -> None:
+    script(tmp_path / "list", f"#!/bin/bash\n({LIST}) > {tmp_path}/out 2>/dev/null\n")
+    done = subprocess.run(["bash", "-c", f"{command.path} run -- {tmp_path}/list {closed}"], timeout=60)
+    assert done.returncode == 0
+    found = descriptors((tmp_path / "out").read_text())
+    assert [number for number, target in found.items() if target.endswith(".lock")] == [500]
+    assert json.loads((ground.directory / "leases" / f"{ground.uuids[0]}.lock").read_text())["v"] == 1
+
+
+# Finding the command
+
+
+def test_a_script_without_an_interpreter_line_runs_in_a_shell(command, tmp_path: Path) -> None:
+    path = script(tmp_path / "tool", "echo $1-$2 $0\n")
+    assert command.run("run", "--", path, "a", "b c").stdout == f"a-b c {path}\n"
+
+
+def nobody_can_run(tmp_path: Path) -> dict[str, tuple[str, int]]:
+    script(tmp_path / "plain", "#!/bin/sh\n", 0o644)
+    script(tmp_path / "orphan", "#!/no/such/interpreter\n")
+    (tmp_path / "foreign").write_bytes(b"\x7fNOT\0\0\0\1" * 64)
+    (tmp_path / "foreign").chmod(0o755)
+    (tmp_path / "directory").mkdir()
+    return {
+        "missing": ("no-such-command", 127),
+        "missing path": (f"{tmp_path}/no-such-file", 127),
+        "empty": ("", 127),
+        "not executable": (f"{tmp_path}/plain", 126),
+        "directory": (f"{tmp_path}/directory", 126),
+        "no interpreter": (f"{tmp_path}/orphan", 126),
+        "another machine's": (f"{tmp_path}/foreign", 126),
+    }
+
+
+@pytest.mark.parametrize(
+    "case",
+    ["missing", "missing path", "empty", "not executable", "directory", "no interpreter", "another machine's"],
+)
+@pytest.mark.parametrize("verb", ["run", "bind"])
+def test_a_command_that_cannot_be_run(command, ground, tmp_path: Path, verb: str, case: str) -> None:
+    name, code = nobody_can_run(tmp_path)[case]
+    done = command.run(verb, "--", name)
+    assert done.returncode == code
+    *notes, line = done.stderr.splitlines()
+    assert line.startswith(f"safe-gpu: {name or repr(name)}")
+    assert not notes or verb == "bind"
+    assert ground.leased() == []
+
+
+def test_it_is_looked_for_before_anybody_queues(command, ground) -> None:
+    ground.hold(*range(8))
+    ground.directory.joinpath("queue").rmdir()
+    assert command.run("run", "--timeout", "inf", "--", "no-such-command").returncode == 127
+    assert not ground.directory.joinpath("queue").exists()
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "code"),
+    [
+        ("{bin}:/usr/bin:/bin", "tool", 0),
+        ("{closed}:{bin}:/usr/bin:/bin", "tool", 0),  # what cannot be executed is passed over
+        ("{closed}:/usr/bin:/bin", "tool", 126),
+        ("/usr/bin:/bin", "./bin/tool", 0),
+        ("/usr/bin:/bin", "bin/tool", 0),
+        ("/usr/bin:/bin", "tool", 127),
+        ("/usr/bin:/bin:bin", "tool", 0),  # relative places count from here
+    ],
+)
+def test_places_where_a_command_is_looked_for(command, tmp_path: Path, path: str, name: str, code: int) -> None:
+    for place, mode in (("bin", 0o755), ("closed", 0o644)):
+        (tmp_path / place).mkdir()
+        script(tmp_path / place / "tool", "#!/bin/sh\necho $0\n", mode)
+    path = path.format(bin=tmp_path / "bin", closed=tmp_path / "closed")
+    done = command.run("run", "--", name, cwd=tmp_path, env={"PATH": path})
+    assert done.returncode == code, done.stderr
+    assert bool(done.stdout) == (code == 0)
+
+
+def test_an_empty_place_is_the_current_directory(command, tmp_path: Path) -> None:
+    script(tmp_path / "tool", "#!/bin/sh\necho found\n")
+    assert command.run("run", "--", "tool", cwd=tmp_path, env={"PATH": ":/usr/bin:/bin"}).stdout == "found\n"
+
+
+# While it waits
+
+
+def waiting(command, ground, *arguments: object, verb: str = "run", tail: tuple[str, ...] = ("--", "true")):
+    """A process that has said that it waits, and its first line on stderr."""
+    if verb == "wait":
+        tail = ()
+    started = command.start(verb, *arguments, *tail)
+    return started, started.stderr.readline()
+
+
+def test_it_says_once_for_whom_it_waits(command, ground, eventually) -> None:
+    holder = command.start("run", "-n", 8, "--", "sh", "-c", "echo up; read x", stdin=subprocess.PIPE)
+    assert holder.stdout.readline() == "up\n"
+    started, line = waiting(command, ground, "-n", 2)
+    user = re.escape(USER)
+    assert re.fullmatch(
+        rf"safe-gpu: waiting for 2 GPUs, 0 free; GPU 0-7: {user} \(pid {holder.pid}\) for \d+ s\n", line
+    )
+    assert ground.tickets() == ["1.ticket"]
+    behind, line = waiting(command, ground, "--for", "1h")
+    assert re.fullmatch(
+        rf"safe-gpu: waiting for 1 GPU behind {user} \(pid {started.pid}, wants 2 GPUs, queued for \d+ s\)\n", line
+    )
+    holder.communicate("\n", timeout=60)
+    for one, gpus in (
+        (started, r"GPU \d+,\d+ \(2 x NVIDIA A100-SXM4-80GB\)"),
+        (behind, r"GPU \d+ \(NVIDIA A100-SXM4-80GB\)"),
+    ):
+        out, err = one.communicate(timeout=60)
+        assert out == ""
+        assert re.fullmatch(rf"safe-gpu: got {gpus} after \d+ s\n", err)
+        assert one.returncode == 0
+    eventually(lambda: ground.tickets() == [])
+
+
+def test_it_says_it_again_every_minute(command, ground, child) -> None:
+    ground.hold(*range(7))
+    ground.occupy(7)
+    code = """
+import safe_gpu.claim.news
+from safe_gpu.cli import main
+safe_gpu.claim.news._REPORT_INTERVAL = 0.02
+sys.exit(main(["run", "--for", "1h", "--only", "6,7", "-n", "2", "--", "true"]))
+"""
+    waiter = child(code)
+    lines = {re.sub(r"\d+ s\b", "N s", waiter.process.stderr.readline()) for _ in range(3)}
+    assert len(lines) == 1
+    line = lines.pop()
+    assert "waiting for 2 GPUs, 0 free; GPU 6: unknown holder; " in line
+    assert f"GPU 7: process {os.getpid()} " in line
+    waiter.kill()
+
+
+@pytest.mark.parametrize("verb", ["run", "wait"])
+@pytest.mark.parametrize("name", list(ENDS))
+def test_a_waiter_that_is_told_to_end_leaves_nothing(command, ground, name: str, verb: str) -> None:
+    ground.hold(*range(8))
+    started, line = waiting(command, ground, verb=verb)
+    assert "waiting for 1 GPU" in line
+    behind, _ = waiting(command, ground, "--only", "0", "--for", "1h", verb=verb)
+    assert ground.tickets() == ["1.ticket", "2.ticket"]
+    for one in (started, behind):  # the head polls, the one behind sleeps
+        one.send_signal(getattr(signal, f"SIG{name}"))
+        assert one.communicate(timeout=60) == ("", "")
+        assert one.returncode == ENDS[name]
+    assert ground.tickets() == []
+    ground.let_go()
+    assert ground.leased() == []
+
+
+def test_a_timeout_names_everybody(command, ground) -> None:
+    ground.hold(*range(1, 8))
+    ground.occupy(0)
+    done = command.run("run", "--timeout", "0", "--", "true")
+    assert done.returncode == 75
+    assert done.stderr.startswith("safe-gpu: 1 GPU asked for, 0 free: ")
+    assert [line.split(" (")[0] for line in done.stderr.splitlines()[1:]] == ["  GPU 0", "  GPU 1-7"]
+    assert f"process {os.getpid()}" in done.stderr
+    done = command.run("run", "--timeout", "0.05", "--", "true")
+    assert done.returncode == 75
+    assert ground.tickets() == []
+
+
+def test_nobody_reads_what_a_waiter_says(command, ground) -> None:
+    """The place in the queue is worth more than the news."""
+    ground.hold(*range(8))
+    reader, writer = os.pipe()
+    os.close(reader)
+    started = command.start("run", "--", "echo", "done", stderr=writer)
+    os.close(writer)
+    try:
+        while not ground.tickets():
+            assert started.poll() is None
+    finally:
+        ground.let_go()
+    assert started.communicate(timeout=60)[0] == "done\n"
+    assert started.returncode == 0
+
+
+# wait
+
+
+def test_wait_claims_nothing(command, ground) -> None:
+    done = command.run("wait", "-n", 8)
+    assert (done.returncode, done.stdout.split(), done.stderr) == (0, [str(index) for index in range(8)], "")
+    assert ground.leased() == []
+    assert not [path for path in (ground.directory / "leases").iterdir() if path.read_text()]
+
+
+def test_wait_ends_with_the_wait(command, ground) -> None:
+    ground.hold(*range(8))
+    started, _ = waiting(command, ground, "-n", 2, verb="wait")
+    ground.let_go(3)
+    ground.let_go(5)
+    assert started.wait(60) == 0
+    ground.let_go()
+
+
+def test_wait_gives_up_in_time(command, ground) -> None:
+    ground.hold(*range(8))
+    assert command.run("wait", "--timeout", "0").returncode == 75
+    assert command.run("wait", "--timeout", "0.1s").returncode == 75
+    assert ground.tickets() == []
+
+
+def test_wait_stands_in_the_queue_like_everybody(command, ground) -> None:
+    ground.hold(*range(1, 8))
+    first = command.start("run", "-n", 8, "--", "sh", "-c", "echo up; read x", stdin=subprocess.PIPE)
+    first.stderr.readline()
+    second, line = waiting(command, ground, verb="wait")
+    assert f"waiting for 1 GPU behind {USER} (pid {first.pid}, wants 8 GPUs, " in line
+    ground.let_go()
+    assert first.stdout.readline() == "up\n"
+    assert second.poll() is None
+    first.communicate("\n", timeout=60)
+    assert second.wait(60) == 0
+
+
+def test_wait_is_not_deceived_by_what_it_saw_long_ago(command, ground) -> None:
+    """A GPU whose lease is given back, but on which somebody still computes, is not free."""
+    ground.hold(*range(8))
+    started, _ = waiting(command, ground, "--only", "3", verb="wait")
+    (context,) = ground.occupy(3)
+    ground.let_go()
+    assert command.run("wait", "--timeout", "0", "--only", "4").returncode == 0  # longer than a look takes
+    assert started.poll() is None
+    context.close()
+    assert started.wait(60) == 0
+
+
+# In the company of other programs
+
+
+def test_in_scripts_pipes_and_xargs(command, ground) -> None:
+    text = """
+set -e -o pipefail
+echo 5 | safe-gpu run -- sh -c 'read x; echo $((x + 1))' | safe-gpu run -- cat
+printf '%s\\n' a b c | xargs -n 1 -P 3 safe-gpu run -n 4 --timeout 1m -- sh -c 'echo $0 ${#CUDA_VISIBLE_DEVICES}'
+safe-gpu run -- false || echo "code $?"
+x=$(safe-gpu run -n 3 -- printenv CUDA_VISIBLE_DEVICES); echo "$x"
+"""
+    done = subprocess.run(["bash", "-c", text], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    first, *three, code, gpus = done.stdout.splitlines()
+    assert first == "6"
+    assert sorted(three) == ["a 7", "b 7", "c 7"]
+    assert (code, gpus) == ("code 1", "0,1,2")
+
+
+def test_the_number_that_a_job_asked_for(command) -> None:
+    done = command.run("run", "-n", "job", "--", "printenv", "CUDA_VISIBLE_DEVICES", env={"SAFE_GPU_NB_GPUS": "3"})
+    assert done.stdout == "0,1,2\n"
+    done = command.run("run", "-n", "job", "--", "true")
+    assert done.returncode == 78
+    assert "SAFE_GPU_NB_GPUS" in done.stderr
+
+
+def test_a_command_line_of_any_length_leaves_a_readable_record(command, ground) -> None:
+    text = f"{'true; ' * 20000} cat; : \x1b[31m"
+    line = ("run", "--", "sh", "-c", f"echo up; {text}")
+    started = command.start(*line, stdin=subprocess.PIPE, env={"SAFE_GPU_RECORD_COMMAND": "full"})
+    assert started.stdout.readline() == "up\n"
+    record = json.loads((ground.directory / "leases" / f"{ground.uuids[0]}.lock").read_text())
+    assert len(record["command"]) == 200
+    started.communicate("", timeout=60)
+
+
+def test_affinity_of_the_command(command) -> None:
+    """The simulated host has other CPUs than this one; asked for or not, the command runs."""
+    before = sorted(os.sched_getaffinity(0))
+    code = "import os; print(sorted(os.sched_getaffinity(0)))"
+    done = command.run("run", "--affinity", "none", "--", sys.executable, "-c", code)
+    assert done.stdout.strip() == str(before)
+    done = command.run("run", "--", sys.executable, "-c", code)
+    assert done.returncode == 0
+    assert done.stderr == ""
+
+
+@pytest.mark.skipif(shutil.which("nohup") is None, reason="needs nohup")
+def test_under_nohup(command, ground) -> None:
+    done = subprocess.run(
+        ["nohup", str(command.path), "run", "--", "echo", "x"], capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout == "x\n"
+
+
+def test_an_owner_is_made_readable_to_everybody(command, ground) -> None:
+    command.run("run", "--", "true", umask=0o077)
+    path = ground.directory / "leases" / f"{ground.uuids[0]}.lock"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o666
+
+
+# What it says of the claim
+
+
+GOT = r"safe-gpu: got GPU 0,1 \(2 x NVIDIA A100-SXM4-80GB\)"
+
+
+@pytest.mark.parametrize("quiet", [(), ("-q",), ("--quiet",)])
+def test_it_says_which_gpus_it_got_after_a_wait_unless_that_is_not_wanted(
+    command, ground, quiet: tuple[str, ...]
+) -> None:
+    ground.hold(*range(8))
+    started = command.start("run", "-n", 2, *quiet, "--", "true")
+    while not ground.tickets():
+        assert started.poll() is None
+    if not quiet:
+        assert "waiting for 2 GPUs" in started.stderr.readline()
+    ground.let_go()
+    err = started.communicate(timeout=60)[1]
+    assert re.fullmatch("" if quiet else rf"{GOT} after \d+ s\n", err)
+
+
+def test_wait_can_be_quiet(command, ground) -> None:
+    ground.hold(*range(8))
+    started = command.start("wait", "-q")
+    while not ground.tickets():
+        assert started.poll() is None
+    ground.let_go()
+    assert started.communicate(timeout=60) == ("0\n", "")
+
+
+@pytest.mark.parametrize(("quiet", "said"), [((), f"{GOT}\r\n"), (("-q",), "")])
+def test_on_a_terminal_it_says_so_at_once(command, ground, quiet: tuple[str, ...], said: str) -> None:
+    master, slave = open_terminal()
+    try:
+        done = command.run("run", "-n", 2, *quiet, "--", "true", stderr=slave, env={"TERM": "xterm"})
+        assert done.returncode == 0
+        os.write(slave, b"END")
+        text = ""
+        while "END" not in text:
+            text += os.read(master, 65536).decode()
+        assert re.fullmatch(f"{said}END", text)
+    finally:
+        os.close(master)
+        os.close(slave)

@@ -1,0 +1,73 @@
+"""``status --user``, ``--mine`` and ``--free``, and the GPUs that ``wait`` prints."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from safe_gpu import procfs
+
+
+@pytest.fixture
+def busy(state_dir: Path, command: Any, ground: Any) -> None:
+    """This user has claimed GPUs 0 and 1, and somebody unknown GPU 5."""
+    ground.hold(5)
+    started = command.start("run", "-n", 2, "--", "sh", "-c", "echo up; read x", stdin=subprocess.PIPE)
+    assert started.stdout.readline() == "up\n"
+
+
+def test_free_gpus_one_on_a_line(busy: None, command: Any) -> None:
+    done = command.run("status", "--free")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "2\n3\n4\n6\n7\n", "")
+
+
+def test_nothing_is_free_where_the_claims_are_not_known(state_dir: Path, command: Any) -> None:
+    state_dir.mkdir()
+    (state_dir / "leases").touch()
+    done = command.run("status", "--free")
+    assert (done.returncode, done.stdout) == (73, "")
+    assert "warning" in done.stderr
+
+
+@pytest.mark.parametrize("option", ["--mine", "--user"])
+def test_gpus_of_one_user(busy: None, command: Any, option: str) -> None:
+    me = procfs.user_name(os.geteuid()) if option == "--user" else None
+    arguments = [option, *([me] if me else [])]
+    document = json.loads(command.run("status", "--json", *arguments).stdout)
+    holders = {one["index"]: one["claim"]["user"] for one in document["gpus"]}
+    assert {0, 1} <= holders.keys() <= {0, 1, 5}  # ground's holder is this user too
+    table = command.run("status", *arguments).stdout
+    assert ": 5 of 8 GPUs free" in table.splitlines()[0]
+    assert not any(line.split()[:1] == ["2"] for line in table.splitlines())
+
+
+def test_a_user_without_gpus(busy: None, command: Any) -> None:
+    assert json.loads(command.run("status", "--json", "--user", "nobody").stdout)["gpus"] == []
+    assert "none of these GPUs" in command.run("status", "--user", "nobody").stdout
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--free --json",
+        "--free --mine",
+        "--prometheus --user anna",
+        "--prometheus --watch",
+        "--output file",
+        "--mine --user anna",
+        "--free --prometheus",
+    ],
+)
+def test_what_does_not_go_together(state_dir: Path, command: Any, line: str) -> None:
+    done = command.run("status", *line.split())
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+
+
+def test_wait_prints_the_gpus(busy: None, command: Any) -> None:
+    done = command.run("wait", "-n", 2, "--exclude", "2")
+    assert (done.returncode, done.stdout) == (0, "6\n7\n")

@@ -1,0 +1,264 @@
+"""What a waiter shows: a line a minute in a file, one live line in a real pseudo-terminal."""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import os
+import re
+import signal
+import struct
+import subprocess
+import termios
+import time
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.terminals import open_terminal
+
+from safe_gpu import procfs
+from safe_gpu.claim.why_not import ClaimAhead, WaitNews
+from safe_gpu.cli.wait_line import WaitLine
+from safe_gpu.devices import GpuVerdict, Holder
+from safe_gpu.drivers.presets import preset
+from safe_gpu.text import format_age
+
+GPUS = preset("dgx-a100").gpus()
+
+
+def news(free: int = 0, position: int = 1) -> WaitNews:
+    holder = Holder(pid=77, user="eva", job="4711", command="train", since=1.0)
+    verdicts = tuple(
+        GpuVerdict(gpu, "free", "") if gpu.index < free else GpuVerdict(gpu, "claimed", "claimed", 77, "eva", holder)
+        for gpu in GPUS
+    )
+    return WaitNews(position, free, 2, verdicts)
+
+
+# Without a terminal
+
+
+def test_a_line_for_every_piece_of_news() -> None:
+    stream = io.StringIO()
+    with WaitLine(stream) as line:
+        line.show(news())
+        line.show(news(free=1))
+    first, second = stream.getvalue().splitlines()
+    assert first.startswith("safe-gpu: waiting for 2 GPUs, 0 free; GPU 0-7: eva (pid 77, job 4711) for ")
+    assert second.startswith("safe-gpu: waiting for 2 GPUs, 1 free; GPU 1-7: eva (pid 77, job 4711) for ")
+    assert "\x1b" not in stream.getvalue()
+
+
+def test_silence_where_nothing_was_waited_for() -> None:
+    stream = io.StringIO()
+    with WaitLine(stream):
+        pass
+    assert stream.getvalue() == ""
+
+
+class Broken(io.StringIO):
+    def write(self, text: str) -> int:
+        raise OSError(5, "Input/output error")
+
+
+class BrokenTerminal(Broken):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("stream", [Broken(), BrokenTerminal()])
+def test_a_stream_that_fails_costs_only_the_news(stream: io.StringIO) -> None:
+    with WaitLine(stream) as line:
+        line.show(news())
+        line.show(news())
+
+
+def queued(pid: int = 1_048_576, user: str = "eva", position: int = 3) -> WaitNews:
+    """Behind a waiter of a minute."""
+    return WaitNews(position, None, 8, ahead=ClaimAhead(pid, user, 8, time.time() - 60))
+
+
+@given(st.integers(0, 200), st.integers(0, 10**6), st.sampled_from([news(), news(free=7), queued()]))
+def test_the_line_is_never_wider_than_the_terminal(width: int, seconds: int, told: WaitNews) -> None:
+    line = WaitLine(io.StringIO())
+    line._news = told
+    line._began -= seconds
+    shown = line._line(width)
+    assert len(shown) <= width
+    if width >= 75:
+        assert re.search(r" \(\d+ (s|min|h|d)( \d+ (min|h))?\)$", shown)
+
+
+@pytest.mark.parametrize("seconds", [5, 3599, 12_000, 187_200])
+@pytest.mark.parametrize(
+    ("told", "who"), [(queued(user="a" * 8), "behind aaaaaaaa (pid 1048576"), (news(), "GPU 0-7: eva (pid 77")]
+)
+def test_at_80_columns_user_and_pid_stay(seconds: int, told: WaitNews, who: str) -> None:
+    line = WaitLine(io.StringIO())
+    line._news = told
+    line._began -= seconds
+    assert who in line._line(79)
+    assert line._line(79).endswith(f" ({format_age(seconds)})")
+
+
+def test_the_line_says_for_how_long() -> None:
+    line = WaitLine(io.StringIO())
+    line._news = WaitNews(1, 0, 1)
+    line._began -= 3 * 60 + 5
+    assert line._line(80) == "safe-gpu: waiting for 1 GPU, 0 free (3 min)"
+
+
+# In a terminal
+
+
+class Terminal:
+    """A pseudo-terminal, and just enough of what a terminal does with what is written to it."""
+
+    def __init__(self, columns: int) -> None:
+        self.columns = columns
+        self.master, self.slave = open_terminal()
+        fcntl.ioctl(self.slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+        self.raw = ""
+        self.rows = [""]
+        self.widest = 0
+        self._column = 0
+
+    def read(self) -> str:
+        """Take in what is written next."""
+        text = os.read(self.master, 65536).decode()
+        self.raw += text
+        for piece in re.findall(r"\x1b\[K|\x1b\[[0-9;]*m|\r|\n|[^\x1b\r\n]+|.", text):
+            row = self.rows[-1]
+            if piece == "\r":
+                self._column = 0
+            elif piece == "\n":
+                self.rows.append("")
+            elif piece == "\x1b[K":
+                self.rows[-1] = row[: self._column]
+            else:
+                assert "\x1b" not in piece, f"unexpected escape in {text!r}"
+                self.rows[-1] = row[: self._column] + piece + row[self._column + len(piece) :]
+                self._column += len(piece)
+                self.widest = max(self.widest, self._column)
+        return text
+
+    def read_until(self, text: str) -> None:
+        while text not in self.raw:
+            self.read()
+
+    def read_to_the_end(self) -> None:
+        """Whatever is still to come, once no program has it open any more."""
+        os.close(self.slave)
+        self.slave = -1
+        try:
+            while self.read():
+                pass
+        except OSError:  # how Linux says that the other end is closed
+            pass
+
+    def close(self) -> None:
+        for fd in (self.master, self.slave):
+            if fd >= 0:
+                os.close(fd)
+
+
+@pytest.fixture(params=[80])
+def terminal(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("COLUMNS", raising=False)
+    terminal = Terminal(request.param)
+    yield terminal
+    terminal.close()
+
+
+@pytest.mark.parametrize("terminal", [80, 40, 200, 12, 0], indirect=True)
+@pytest.mark.parametrize("piped", [True, False], ids=["stdout piped", "stdout too"])
+def test_one_line_that_is_wiped_at_the_end(command, ground, terminal: Terminal, piped: bool) -> None:
+    ground.hold(*range(7))
+    ground.occupy(7)  # so that the line is longer than 80 columns
+    options = {} if piped else {"stdout": terminal.slave}
+    started = command.start("run", "-n", 2, "--", "echo", "started", stderr=terminal.slave, **options)
+    terminal.read_until("waiting" if terminal.columns != 12 else "...")
+    assert len(terminal.rows) == 1
+    assert terminal.widest < (terminal.columns or 80)
+    ground.let_go()
+    out, _ = started.communicate(timeout=60)
+    terminal.read_to_the_end()
+    got, *rows = terminal.rows
+    assert re.fullmatch(r"safe-gpu: got GPU 0,1 \(2 x NVIDIA A100-SXM4-80GB\) after \d+ s", got)
+    assert rows == ([""] if piped else ["started", ""])
+    assert out == ("started\n" if piped else None)
+    if terminal.columns == 80:
+        assert re.search(r"waiting for 2 GPUs, 0 free; GPU 0-6: .*; 1 more \(\d+ s\)", terminal.raw)
+    assert not re.search(r"\x1b\[[0-9;]*m", terminal.raw)
+
+
+def test_the_ones_that_are_waited_for_are_named_at_80_columns(command, ground, terminal: Terminal) -> None:
+    holder = command.start("run", "-n", "7", "--", "sh", "-c", "echo up; read x", stdin=subprocess.PIPE)
+    assert holder.stdout.readline() == "up\n"
+    user = procfs.user_name(os.geteuid())[:12]
+    head = command.start("run", "-n", "8", "--", "true", stderr=terminal.slave)
+    terminal.read_until(f"GPU 0-6: {user} (pid {holder.pid}) ")  # a long name leaves no room for how long
+    behind = command.start("run", "--", "true", stderr=terminal.slave)
+    terminal.read_until(f"waiting for 1 GPU behind {user} (pid {head.pid}, wants 8 GPUs")
+    holder.communicate("\n", timeout=60)
+    assert (head.wait(60), behind.wait(60)) == (0, 0)
+    assert terminal.widest < 80
+
+
+def test_who_comes_to_be_the_head_says_whom_it_waits_for_now(command, ground, terminal: Terminal) -> None:
+    ground.hold(*range(8))
+    head = command.start("run", "--", "true")
+    head.stderr.readline()
+    behind = command.start("run", "--", "true", stderr=terminal.slave)
+    terminal.read_until(f"(pid {head.pid}, ")
+    head.terminate()
+    terminal.read_until("GPU 0-7: unknown holder")
+    ground.let_go()
+    assert behind.wait(60) == 0
+
+
+@pytest.mark.parametrize("name", ["INT", "TERM"])
+def test_it_is_wiped_when_the_wait_is_ended(command, ground, terminal: Terminal, name: str) -> None:
+    ground.hold(*range(8))
+    started = command.start("run", "--", "true", stderr=terminal.slave)
+    terminal.read_until("waiting")
+    started.send_signal(getattr(signal, f"SIG{name}"))
+    started.wait(60)
+    terminal.read_to_the_end()
+    assert terminal.rows == [""]
+
+
+def test_a_refusal_follows_on_an_empty_line(command, ground, terminal: Terminal) -> None:
+    ground.hold(*range(8))
+    started = command.start("wait", "--timeout", "2", stderr=terminal.slave)
+    assert started.wait(60) == 75
+    terminal.read_to_the_end()
+    assert terminal.rows[0].startswith("safe-gpu: 1 GPU asked for, 0 free")
+    assert "waiting" in terminal.raw
+
+
+def test_a_terminal_that_cannot_move_its_cursor(command, ground, terminal: Terminal, monkeypatch) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    ground.hold(*range(8))
+    started = command.start("run", "--", "true", stderr=terminal.slave)
+    terminal.read_until("\n")
+    ground.let_go()
+    started.wait(60)
+    terminal.read_to_the_end()
+    assert "\x1b" not in terminal.raw
+    assert [row.split()[1] for row in terminal.rows if row] == ["waiting", "got"]
+
+
+def test_a_terminal_that_is_closed_costs_no_place(command, ground, terminal: Terminal) -> None:
+    """Closed without a hang-up, as where the command runs in a session of its own."""
+    ground.hold(*range(8))
+    started = command.start("run", "--", "echo", "started", stderr=terminal.slave, start_new_session=True)
+    terminal.read_until("waiting")
+    terminal.close()
+    terminal.master = terminal.slave = -1
+    assert ground.tickets() == ["1.ticket"]
+    ground.let_go()
+    assert started.communicate(timeout=60)[0] == "started\n"

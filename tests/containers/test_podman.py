@@ -1,0 +1,135 @@
+"""Claims in real containers and around them: what holds, what status says, what is warned of."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from safe_gpu import procfs
+from safe_gpu.claim.owner import GPUOwner
+from safe_gpu.errors import NotEnoughGpusError
+from safe_gpu.runtimes.placeholders import NoPlaceholder
+from safe_gpu.status.gather import gather
+
+pytestmark = pytest.mark.container
+
+
+def claim(nb_gpus: int) -> GPUOwner:
+    return GPUOwner(nb_gpus, NoPlaceholder(), affinity=None, timeout=0)
+
+
+def test_a_claim_inside_holds_outside(podman, ground, eventually) -> None:
+    """By its lease file alone: the container has a network of its own."""
+    assert podman.claim(3) == "0,1,2"
+    assert ground.leased() == [0, 1, 2]
+    with pytest.raises(NotEnoughGpusError) as refused:
+        claim(6)
+    record = json.loads((ground.directory / "leases" / f"{ground.uuids[0]}.lock").read_text())
+    assert record["pidns"] != procfs.pid_namespace()
+    assert f"claimed by process {record['pid']} in a container" in str(refused.value)
+
+    holder = gather().gpus[0]
+    assert holder.claim is not None
+    assert holder.claim.pid is not None
+    assert procfs.pid_within(holder.claim.pid) == record["pid"] != holder.claim.pid
+    assert f"in a container, as process {record['pid']} there" in holder.reason
+    assert holder.claim.user == procfs.user_name(os.geteuid())
+
+    with claim(5) as owner:
+        assert owner.devices_taken == [3, 4, 5, 6, 7]
+    podman.control("kill", "--signal=KILL", podman.name)
+    eventually(lambda: ground.leased() == [])
+
+
+def test_a_claim_outside_holds_inside(podman, ground) -> None:
+    with claim(5):
+        refused = podman.safe_gpu("run", "-n", "4", "--timeout", "0", "--", "true")
+        assert refused.returncode == 75
+        assert (
+            f"GPU 0-4 (NVIDIA A100-SXM4-80GB): claimed by process {os.getpid()} outside this container"
+            in refused.stderr
+        )
+        assert "warning" not in refused.stderr
+        seen = json.loads(podman.safe_gpu("status", "--json").stdout)["gpus"]
+        assert [gpu["state"] for gpu in seen] == ["claimed"] * 5 + ["free"] * 3
+        assert seen[0]["claim"]["pid"] is None, "this number is another process's in there, or nobody's"
+        assert f"outside this container, as process {os.getpid()} there, which cannot be seen" in seen[0]["reason"]
+        inside = podman.safe_gpu("run", "-n", "3", "--", "printenv", "CUDA_VISIBLE_DEVICES")
+        assert inside.stdout.strip() == "5,6,7"
+        assert inside.stderr == ""
+
+
+def test_two_containers(podman, ground) -> None:
+    assert podman.claim(5) == "0,1,2,3,4"
+    refused = podman.safe_gpu("run", "-n", "4", "--timeout", "0", "--", "true")
+    assert refused.returncode == 75
+    assert re.search(r"claimed by process \d+ in another container", refused.stderr)
+
+
+def test_waiting_inside_for_a_claim_outside(podman, ground, eventually) -> None:
+    with claim(8):
+        waiting = podman.start(sys.executable, "-m", "safe_gpu", "run", "--", "printenv", "CUDA_VISIBLE_DEVICES")
+        eventually(lambda: ground.tickets() != [])
+        (waiter,) = gather().queue
+        assert waiter.pid in procfs.pids()
+        assert "in a container, as process" in waiter.note
+    assert waiting.communicate(timeout=60)[0] == "0\n"
+
+
+def test_a_detached_container_keeps_the_claim_of_run(command, podman, ground, eventually) -> None:
+    """podman's monitor has inherited the descriptors."""
+    started = command.run("run", "-n", 2, "--", *podman.words("sleep", "600", options=("-d",)))
+    assert (started.returncode, started.stderr) == (0, "")
+    assert ground.leased() == [0, 1]
+    with claim(6) as owner:
+        assert owner.devices_taken == [2, 3, 4, 5, 6, 7]
+    podman.control("kill", "--signal=KILL", podman.name)
+    eventually(lambda: ground.leased() == [])
+
+
+def test_the_claim_of_run_reaches_into_the_container(command, podman) -> None:
+    options = ("--env=CUDA_VISIBLE_DEVICES", "--env=CUDA_DEVICE_ORDER")
+    words = podman.words("printenv", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", options=options)
+    done = command.run("run", "-n", 2, "--only", "4,6", "--", *words)
+    assert done.stdout.split() == ["4,6", "PCI_BUS_ID"]
+
+
+def test_a_container_without_the_state_directory(podman, ground) -> None:
+    with claim(1):
+        alone = podman.safe_gpu("run", "--", "printenv", "CUDA_VISIBLE_DEVICES", mount=False)
+        assert alone.stdout.strip() == "0", "twice: what the warning is about"
+        assert "the state directory /srv/safe-gpu-state belongs to this container" in alone.stderr
+        assert "-v /srv/safe-gpu-state:/srv/safe-gpu-state" in alone.stderr
+        named = podman.safe_gpu("run", "--", "printenv", "CUDA_VISIBLE_DEVICES", mount=False, network="host")
+        assert named.stdout.strip() == "1", "names are those of the host's network"
+
+
+@pytest.mark.parametrize("mount", [True, False])
+def test_doctor(podman, mount: bool) -> None:
+    checks = json.loads(podman.safe_gpu("doctor", "--json", mount=mount).stdout)["checks"]
+    (found,) = [check for check in checks if check["name"] == "private /tmp"]
+    assert found["status"] == ("passed" if mount else "warning"), found
+    assert ("mounted into this container" if mount else "belongs to this container") in found["detail"]
+
+
+def test_gpus_by_their_cdi_names(command, podman, ground) -> None:
+    spec = Path("/var/run/cdi/safe-gpu-test.json")
+    devices = [
+        {"name": uuid, "containerEdits": {"env": [f"GPU_{index}={uuid}"]}} for index, uuid in enumerate(ground.uuids)
+    ]
+    spec.parent.mkdir(exist_ok=True)
+    spec.write_text(json.dumps({"cdiVersion": "0.5.0", "kind": "safe-gpu.test/gpu", "devices": devices}))
+    try:
+        words = podman.words("env", options=("DEVICES",))
+        devices = '$(printf " --device safe-gpu.test/gpu=%s" ${CUDA_VISIBLE_DEVICES//,/ })'
+        shell = f"exec {' '.join(words).replace('DEVICES', devices)}"
+        done = command.run("run", "-n", 2, "--only", "3,5", "--visible-as", "uuid", "--", "bash", "-c", shell)
+        passed = sorted(line for line in done.stdout.splitlines() if line.startswith("GPU_"))
+        assert passed == [f"GPU_{index}={ground.uuids[index]}" for index in (3, 5)], done.stderr
+    finally:
+        spec.unlink()

@@ -1,0 +1,122 @@
+"""Cleaners of /tmp stay out of a state directory in which somebody claims or waits: the real systemd-tmpfiles."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import safe_gpu
+
+TMPFILES = shutil.which("systemd-tmpfiles")
+NOTHING = safe_gpu.NoPlaceholder()
+
+
+@pytest.fixture
+def clean(state_dir: Path) -> Callable[[], None]:
+    """Clean the directory that the state directory lies in, as systemd does to /tmp; an age of 0 makes all old."""
+    if TMPFILES is None:
+        pytest.skip("systemd-tmpfiles is not installed")
+    (state_dir.parent / "old file").touch()
+    (state_dir.parent / "old").mkdir()
+    (state_dir.parent / "old" / "file").touch()
+    rules = state_dir.parent / "rules.conf"
+    rules.write_text(f"d {state_dir.parent} - - - 0\nx {rules}\n")
+
+    def run() -> None:
+        done = subprocess.run([str(TMPFILES), "--clean", str(rules)], capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        assert not (state_dir.parent / "old").exists(), "the cleaner does its work"
+
+    return run
+
+
+def test_a_lease_that_is_held_is_not_removed(state_dir: Path, clean: Callable[[], None]) -> None:
+    with safe_gpu.GPUOwner(2, NOTHING, timeout=0, affinity=None) as owner:
+        clean()
+        for gpu in owner.gpus:
+            assert (state_dir / "leases" / f"{gpu.uuid}.lock").exists()
+
+
+def test_nor_while_somebody_waits(state_dir: Path, clean: Callable[[], None], ground: Any, child: Any, eventually: Any):
+    ground.hold(*range(8))
+    waiter = child("import safe_gpu; safe_gpu.claim_gpus(1, safe_gpu.NoPlaceholder(), timeout=60); say('got it')")
+    eventually(lambda: ground.tickets() == ["1.ticket"])
+    clean()
+    assert ground.tickets() == ["1.ticket"]
+    ground.let_go()
+    assert waiter.hear() == "got it"
+
+
+def test_after_the_claim_it_is_cleaned(state_dir: Path, clean: Callable[[], None]) -> None:
+    """Or the other tests would show nothing."""
+    safe_gpu.GPUOwner(2, NOTHING, timeout=0, affinity=None).release_gpus()
+    clean()
+    assert not list(state_dir.rglob("*.lock"))
+
+
+def test_the_command_of_run_keeps_cleaners_out(state_dir: Path, clean: Callable[[], None], child: Any) -> None:
+    work = """
+import os
+import safe_gpu
+owner = safe_gpu.GPUOwner(1, safe_gpu.NoPlaceholder(), timeout=0, affinity=None)
+owner.keep_across_exec()
+os.execv("/bin/sh", ["sh", "-c", "echo there; read line"])
+"""
+    holder = child(work)
+    assert holder.hear() == "there"
+    clean()
+    assert list((state_dir / "leases").glob("*.lock"))
+    holder.tell()
+
+
+def test_a_forked_child_that_lives_on_keeps_them_out_too(state_dir: Path, child: Any, clean: Any) -> None:
+    work = """
+import os, safe_gpu
+owner = safe_gpu.GPUOwner(1, safe_gpu.NoPlaceholder(), timeout=0, affinity=None)
+if os.fork():
+    os._exit(0)
+say('alone'); listen()
+"""
+    orphan = child(work)
+    assert orphan.hear() == "alone"
+    clean()
+    assert list((state_dir / "leases").glob("*.lock"))
+    orphan.tell()
+
+
+@pytest.mark.parametrize("holds", [True, False])
+def test_the_directory_is_locked_for_exactly_as_long(state_dir: Path, holds: bool) -> None:
+    import fcntl
+
+    owner = safe_gpu.GPUOwner(2, NOTHING, timeout=0, affinity=None)
+    if not holds:
+        owner.release_gpus()
+    fd = os.open(state_dir, os.O_RDONLY)
+    try:
+        if holds:
+            with pytest.raises(BlockingIOError):
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        else:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    finally:
+        os.close(fd)
+        owner.release_gpus()
+
+
+def test_a_cleaner_at_work_is_not_waited_for(state_dir: Path) -> None:
+    import fcntl
+
+    state_dir.mkdir()
+    state_dir.chmod(0o1777)
+    fd = os.open(state_dir, os.O_RDONLY)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        safe_gpu.GPUOwner(2, NOTHING, timeout=0, affinity=None).release_gpus()
+    finally:
+        os.close(fd)

@@ -1,0 +1,71 @@
+"""What a record says of a command."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from safe_gpu.coordination.commands import names_in, own_command, recorded
+
+
+@pytest.mark.parametrize(
+    ("line", "shown"),
+    [
+        ("./train --password 1234", "train"),
+        ("/opt/a/simulate 1234", "simulate"),
+        ("python train.py --password 1234", "python train.py"),
+        ("/home/anna/v/bin/python3.11 -u -W ignore -Xdev /home/anna/train.py 1234", "python3.11 train.py"),
+        ("python -m train 1234", "python -m train"),
+        ("python -Im train 1234", "python -m train"),
+        ("python -mtrain 1234", "python -m train"),
+        ("python -c 1234", "python"),
+        ("python -Ic 1234 5678", "python"),
+        ("python - 1234", "python"),
+        ("python --unheard-of 1234", "python"),
+        ("python", "python"),
+        ("python -m", "python -m"),
+        ("bash jobs/run.sh 1234", "bash run.sh"),
+        ("bash -eu run.sh 1234", "bash run.sh"),
+        ("bash -c 1234", "bash"),
+        ("bash -lc 1234", "bash"),
+        ("bash -o pipefail -c 1234", "bash"),
+        ("perl -e 1234", "perl"),
+        ("Rscript fit.R 1234", "Rscript fit.R"),
+        ("torchrun --nproc-per-node 4 train.py 1234", "torchrun"),
+        ("env PASSWORD=1234 python train.py", "env"),
+        ("mysqldump -p1234", "mysqldump"),
+    ],
+)
+def test_names_of_program_and_script(line: str, shown: str) -> None:
+    assert names_in(line.split()) == shown
+
+
+def test_a_title_that_a_process_gave_itself() -> None:
+    assert names_in(["trainer: --password 1234"]) == "trainer:"
+
+
+@given(st.lists(st.text(max_size=20), max_size=5))
+def test_any_command_line(arguments: list[str]) -> None:
+    shown = names_in(arguments)
+    assert "/" not in shown.partition(" ")[0]
+
+
+def test_the_whole_command_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    line = ["sh", "-c", "echo 1234", "x" * 300]
+    assert recorded(line) == "sh"
+    monkeypatch.setenv("SAFE_GPU_RECORD_COMMAND", "names")
+    assert recorded(line) == "sh"
+    monkeypatch.setenv("SAFE_GPU_RECORD_COMMAND", "full")
+    assert recorded(line) == ("sh -c echo 1234 " + "x" * 300)[:200]
+
+
+def test_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = own_command()
+    assert own
+    assert "tests/" not in own
+    monkeypatch.setenv("SAFE_GPU_RECORD_COMMAND", "full")
+    with open("/proc/self/cmdline", "rb") as file:
+        assert own_command() == os.fsdecode(file.read().rstrip(b"\0").replace(b"\0", b" "))[:200]

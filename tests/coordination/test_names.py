@@ -1,0 +1,220 @@
+"""Names of claimed GPUs: one holder on the whole host, and nothing on disk."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from safe_gpu.coordination import names
+from safe_gpu.coordination.names import Name, bind, digest, held_among, in_use, inner_of, name_of, scope_of
+
+HOLD = "from safe_gpu.coordination.names import bind\none = bind(sys.argv[1]); say('held' if one else 'refused')\n"
+
+
+@pytest.fixture
+def prefix() -> str:
+    """Of a host that no other test has."""
+    return names.simulated_prefix(os.urandom(8).hex())
+
+
+@pytest.fixture
+def take(prefix: str) -> Iterator[Callable[..., Name | None]]:
+    """Bind the name of a device; it is freed when the test ends."""
+    held: list[Name] = []
+
+    def take(uuid: str = "GPU-1") -> Name | None:
+        one = bind(name_of(uuid, prefix))
+        if one is not None:
+            held.append(one)
+        return one
+
+    yield take
+    for one in held:
+        one.release()
+
+
+def test_names_are_those_of_the_protocol() -> None:
+    token = hashlib.sha256(b"secret").hexdigest()[:16]
+    assert digest("secret") == token
+    assert name_of("MIG-GPU-1/2/3") == "MIG-GPU-1_2_3"
+    assert inner_of("GPU-1") == "GPU-1.inner"
+    assert scope_of("GPU-1", "secret") == f"GPU-1.{token}"
+    assert names.simulated_prefix("secret") == f"sim-{token}/"
+    assert name_of("GPU-1", "sim-0/") == "sim-0/GPU-1"
+
+
+def test_one_holder_at_a_time(take: Any, prefix: str) -> None:
+    one = take()
+    assert one is not None
+    assert take() is None
+    one.release()
+    one.release()
+    assert take() is not None
+
+
+def test_other_programs_see_exactly_this_name(take: Any, prefix: str) -> None:
+    """Not by this code: the address stands in the protocol."""
+    assert take("GPU-1") is not None
+    code = """
+import socket, sys
+one = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+try:
+    one.bind(b"\\0safe-gpu/1/" + sys.argv[1].encode())
+except OSError as err:
+    print(err.errno)
+"""
+    done = subprocess.run([sys.executable, "-c", code, f"{prefix}GPU-1"], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == str(errno.EADDRINUSE)
+
+
+def test_nobody_can_connect(take: Any, prefix: str) -> None:
+    import socket
+
+    assert take("GPU-1") is not None
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as caller, pytest.raises(ConnectionRefusedError):
+        caller.connect(b"\0safe-gpu/1/" + f"{prefix}GPU-1".encode())
+
+
+def test_who_looks_takes_nothing(take: Any, prefix: str) -> None:
+    assert held_among(["GPU-1", "GPU-2"], prefix) == frozenset()
+    one = take("GPU-1")
+    assert held_among(["GPU-1", "GPU-2"], prefix) == {"GPU-1"}
+    assert held_among(["GPU-1"], prefix, inner=True) == frozenset()
+    assert f"{prefix}GPU-1" in in_use()
+    assert take("GPU-2.inner") is not None
+    assert held_among(["GPU-1", "GPU-2"], prefix) == {"GPU-1", "GPU-2"}
+    assert held_among(["GPU-1", "GPU-2"], prefix, inner=True) == {"GPU-2"}
+    one.release()
+    assert held_among(["GPU-1"], prefix) == frozenset()
+
+
+def test_a_name_of_another_kind_of_socket_is_none(prefix: str, take: Any) -> None:
+    import socket
+
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
+        other.bind(b"\0safe-gpu/1/" + f"{prefix}GPU-1".encode())
+        assert held_among(["GPU-1"], prefix) == frozenset()
+        assert take("GPU-1") is not None
+
+
+def test_a_killed_holder_holds_nothing(child: Any, take: Any, prefix: str) -> None:
+    other = child(HOLD.replace("sys.argv[1]", repr(f"{prefix}GPU-1")) + "listen()")
+    assert other.hear() == "held"
+    assert take() is None
+    other.kill()
+    assert take() is not None
+
+
+def test_a_forked_child_does_not_hold_it(take: Any, prefix: str) -> None:
+    one = take()
+    assert one is not None
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        one.release()  # nothing is left to release, and another descriptor with that number is not touched
+        os.write(writer, b"x")
+        signal.pause()
+    try:
+        os.read(reader, 1)
+        assert take() is None
+        one.release()
+        assert take() is not None
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        os.close(reader)
+        os.close(writer)
+
+
+def test_a_child_that_reuses_the_number_keeps_what_it_opened(take: Any) -> None:
+    one = take()
+    pid = os.fork()
+    if pid == 0:
+        other = os.open("/dev/null", os.O_RDONLY)
+        one.release()
+        try:
+            os.fstat(other)
+            os._exit(0)
+        except OSError:
+            os._exit(1)
+    assert os.waitpid(pid, 0)[1] == 0
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_exec_passes_on_what_is_kept(child: Any, take: Any, prefix: str, kept: bool) -> None:
+    work = HOLD.replace("sys.argv[1]", repr(f"{prefix}GPU-1"))
+    work += "one.keep_across_exec()\n" if kept else ""
+    work += "import os; os.execv('/bin/sh', ['sh', '-c', 'echo there; read line'])"
+    other = child(work)
+    assert other.hear() == "held"
+    assert other.hear() == "there"
+    assert (take() is None) is kept
+    other.tell()
+
+
+def test_another_user_is_kept_out(take: Any, prefix: str, as_user: Any) -> None:
+    assert take() is not None
+
+    def work(say: Any, listen: Any) -> None:
+        say(bind(name_of("GPU-1", prefix)))
+        say(held_among(["GPU-1"], prefix))
+
+    other = as_user(work, uid=65534)
+    assert other.hear() == "None"
+    assert other.hear() == "frozenset({'GPU-1'})"
+
+
+def test_a_name_that_is_too_long_is_an_error_like_any_other() -> None:
+    longest = 107 - len("safe-gpu/1/")
+    one = bind("x" * longest)
+    assert one is not None
+    one.release()
+    with pytest.raises(OSError, match="too long"):
+        bind("x" * (longest + 1))
+
+
+def test_the_last_descriptors_are_left_to_the_program(child: Any) -> None:
+    """Names until no more can be had, and then a file can be opened still."""
+    code = """
+import os, resource
+from safe_gpu.coordination.names import bind
+bind(os.urandom(8).hex()).release()
+resource.setrlimit(resource.RLIMIT_NOFILE, (32, 32))
+held = []
+try:
+    while True:
+        held.append(bind(os.urandom(8).hex()))
+except OSError as err:
+    say(err.strerror)
+say(len(held) > 10, bool([open("/dev/null") for _ in range(5)]))
+"""
+    other = child(code)
+    assert other.hear() == "Too many open files"
+    assert other.hear() == "True True"
+
+
+def test_without_proc_nothing_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any) -> None:
+        raise PermissionError(errno.EACCES, "no")
+
+    monkeypatch.setattr("builtins.open", refuse)
+    assert in_use() == frozenset()
+
+
+def test_it_loads_neither_socket_nor_hashlib() -> None:
+    code = (
+        "import sys; from safe_gpu.coordination import names; names.bind(names.digest(sys.argv[1])).release();"
+        "print({'socket', 'hashlib', 'ctypes'} & set(sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, os.urandom(8).hex()], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.strip() == "set()"

@@ -1,0 +1,55 @@
+"""Processes that are killed or interrupted at a system call leave nothing in anybody's way: a sample of all points."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TOOL = Path(__file__).parents[2] / "tools" / "crash_points.py"
+
+pytestmark = [
+    pytest.mark.skipif(not TOOL.exists(), reason="this is not a checkout: there is no tools/ here"),
+    pytest.mark.timeout(900),
+]
+
+
+def crash_points(*arguments: str) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run([sys.executable, str(TOOL), *arguments], capture_output=True, text=True)
+    if done.returncode == 77:
+        pytest.skip(done.stdout.strip())
+    return done
+
+
+def test_a_hundred_points() -> None:
+    """CRASH_SEED and CRASH_SAMPLE choose others, and more."""
+    seed = os.environ.get("CRASH_SEED") or str(random.SystemRandom().randrange(10**6))
+    done = crash_points("--sample", os.environ.get("CRASH_SAMPLE", "100"), "--seed", seed)
+    print(done.stdout)
+    assert done.returncode == 0, f"seed {seed}\n{done.stdout}{done.stderr}"
+    assert f"seed {seed}" in done.stdout
+    assert ", 0 with violations" in done.stdout
+
+
+BROKEN = {
+    "lease-after-fork": ("release-forked", "exception", "flock", "is held|refused"),
+    "ticket": ("wait", "exception", "clock_nanosleep", "the next claimer says nothing"),
+    "host-lock": ("claim", "exception", "socket", "says nothing"),
+    "handlers": ("claim", "exception", "bind", "descriptors are left|refused"),
+    "directories": ("first", "kill", "mkdir", "the next claimer says nothing"),
+}
+
+
+@pytest.mark.parametrize("wound", BROKEN)
+def test_a_broken_build_is_caught(wound: str) -> None:
+    operation, how, call, what = BROKEN[wound]
+    if wound == "directories" and os.geteuid() != 0:
+        pytest.skip("only root can start processes of two users")
+    done = crash_points("--break", wound, "--operation", operation, "--how", how, "--call", call)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert any(text in done.stdout for text in what.split("|")), done.stdout
+    assert f"tools/crash_points.py --operation {operation} --how {how} --at " in done.stdout

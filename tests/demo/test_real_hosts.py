@@ -1,0 +1,289 @@
+"""The demo on hosts with a driver, played by the fake one: only free GPUs are touched, and the verdict is true."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .conftest import Run, checked
+
+# What happens meanwhile is put between the look at the host and the race, or behind a racer's claim.
+PROGRAM = """
+import os, sys
+import safe_gpu
+from safe_gpu import demo
+from safe_gpu.demo import race, racers
+
+finally_do = []
+gpus = os.environ["FAKE_GPU_DIR"]
+real = lambda: os.environ["SAFE_GPU_DRIVER"] == "nvml"
+
+def after_the_look(happen):
+    look = race.look
+    def look_then_happen():
+        host = look()
+        if real():
+            happen(host)
+        return host
+    race.look = look_then_happen
+
+def after_a_claim(happen):
+    claim = racers.claim_gpus
+    def claim_then_happen(*arguments, **options):
+        owner = claim(*arguments, **options)
+        if real():
+            happen(owner.gpus)
+        return owner
+    racers.claim_gpus = claim_then_happen
+
+{meanwhile}
+code = demo.run(rounds=1)
+for work in finally_do:
+    work()
+sys.exit(code)
+"""
+
+
+@pytest.fixture
+def race_on(fake_gpus: Any, tmp_path: Path) -> Any:
+    """Run the demo in a process that sees the fake GPUs; it must leave nothing on them and no file."""
+
+    def run(meanwhile: str = "", **environment: str) -> Run:
+        temporary = tmp_path / "tmp"
+        temporary.mkdir()
+        done = subprocess.run(
+            [sys.executable, "-c", PROGRAM.format(meanwhile=meanwhile)],
+            env={**fake_gpus.env, "TMPDIR": str(temporary), **environment},
+            capture_output=True,
+            text=True,
+            timeout=110,
+        )
+        assert done.stderr == ""
+        assert os.listdir(temporary) == []
+        assert not list((fake_gpus.directory / "procs").glob("*/[0-9]*[0-9]")), "a context was left on a GPU"
+        return checked(done.returncode, done.stdout)
+
+    return run
+
+
+def labels(run: Run) -> set[str]:
+    return {label for labels in run.got for label in labels}
+
+
+@pytest.mark.parametrize("count", [1, 2, 8, 16])
+def test_free_gpus_are_raced_for(fake_gpus: Any, race_on: Any, count: int) -> None:
+    fake_gpus.set(count)
+    run = race_on()
+    assert run.code == 0
+    assert f"This host has {count} x NVIDIA A100-SXM4-80GB." in run.text
+    assert run.got
+    assert labels(run) <= set(map(str, range(count)))
+    assert run.verdict.startswith(f"Verdict: 0 collisions in {len(run.got)} claim")
+    assert f"It saw {len(run.got)} of the {len(run.got)} winners there." in run.verdict
+    assert "served" not in run.text, "nobody waits on a shared host"
+    assert "For contrast, on a simulated host" in run.text
+
+
+def test_only_free_ones_are_touched(fake_gpus: Any, race_on: Any) -> None:
+    for uuid in fake_gpus.uuids[:5]:
+        fake_gpus.process(uuid, 999_999, static=True)
+    run = race_on()
+    assert run.code == 0
+    assert "GPU 0-4: in use" in run.text
+    assert "GPU 5-7: free" in run.text
+    assert run.got
+    assert labels(run) <= {"5", "6", "7"}
+
+
+def test_a_batch_jobs_gpu_is_all_that_is_raced_for(fake_gpus: Any, race_on: Any) -> None:
+    run = race_on(CUDA_VISIBLE_DEVICES="1", CUDA_DEVICE_ORDER="PCI_BUS_ID")
+    assert run.code == 0
+    assert "left out by CUDA_VISIBLE_DEVICES=1" in run.text
+    assert labels(run) == {"1"}
+
+
+def test_mig_instances_are_raced_for_and_their_gpu_is_no_meeting_place(fake_gpus: Any, race_on: Any) -> None:
+    uuids = [fake_gpus.uuid("MIG", i) for i in range(2)]
+    fake_gpus.write({"mig": 1, "instances": ",".join(uuids), "imem": 10 << 30}, {})
+    run = race_on()
+    assert run.code == 0
+    assert "GPU 0 is split into 2 MIG instances" in run.text
+    assert labels(run) <= {"0:0", "0:1", "1"}
+    assert run.verdict.startswith("Verdict: 0 collisions in ")
+    assert "asked for 2" not in run.text, "CUDA shows a process one instance"
+
+
+def test_mixed_models(fake_gpus: Any, race_on: Any) -> None:
+    fake_gpus.write({"name": "NVIDIA A100"}, {"name": "NVIDIA L4", "speed": 9}, {"name": "NVIDIA L4"})
+    run = race_on()
+    assert run.code == 0
+    assert "1 x NVIDIA A100, 2 x NVIDIA L4." in run.text
+    assert run.verdict.startswith("Verdict: 0 collisions in ")
+
+
+def test_a_lost_gpu_is_named_and_left_alone(fake_gpus: Any, race_on: Any) -> None:
+    fake_gpus.set(2)
+    fake_gpus.change(1, lost=1)
+    run = race_on()
+    assert run.code == 0
+    assert re.search(r"GPU 1: .*fell off the bus", run.text)
+    assert labels(run) == {"0"}
+
+
+def test_a_gpu_lost_meanwhile_is_left_alone(fake_gpus: Any, race_on: Any) -> None:
+    fake_gpus.set(2)
+    run = race_on("""
+def lose(host):
+    lines = open(gpus + "/gpus").read().splitlines()
+    open(gpus + "/new", "w").write(lines[0] + "\\n" + lines[1] + " lost=1\\n")
+    os.rename(gpus + "/new", gpus + "/gpus")
+after_the_look(lose)
+""")
+    assert run.code == 0
+    assert labels(run) <= {"0"}
+    assert run.verdict.startswith("Verdict: 0 collisions in ")
+
+
+def test_all_busy_moves_the_race(fake_gpus: Any, race_on: Any) -> None:
+    fake_gpus.set(2)
+    for uuid in fake_gpus.uuids:
+        fake_gpus.process(uuid, 999_999, static=True)
+    run = race_on()
+    assert run.code == 0
+    assert "GPU 0,1: in use (`safe-gpu status` shows by whom)" in run.text
+    assert "A race on a simulated host, dgx-a100" in run.text
+    assert "16 of 16 served" in run.text
+
+
+def test_a_display_is_shared_then_the_race_moves(fake_gpus: Any, race_on: Any) -> None:
+    fake_gpus.set(1, display=1, used=1 << 30)
+    run = race_on()
+    assert run.code == 0
+    assert "GPU 0: drives the display" in run.text
+    assert run.got[:2] == [["0"], ["0"]]
+    assert "It had asked for all of the GPU's memory" in run.text
+    assert "A race on a simulated host, dgx-a100" in run.text
+    assert "Verdict: 2 claims shared the display's GPU, as they may; 1 claim refused. Verdict: 0 coll" in run.verdict
+
+
+def test_a_full_display_gpu_is_left_to_the_desktop(fake_gpus: Any, race_on: Any) -> None:
+    fake_gpus.set(1, display=1, mem=2 << 30, used=3 << 29)
+    run = race_on()
+    assert run.code == 0
+    assert "drives the display" in run.text
+    assert "share" not in run.text
+    assert "A race on a simulated host, dgx-a100" in run.text
+
+
+def test_others_who_claim_meanwhile_are_obeyed(fake_gpus: Any, race_on: Any) -> None:
+    fake_gpus.set(2)
+    run = race_on("""
+def claim_all(host):
+    said, say = os.pipe()
+    heard, until = os.pipe()
+    other = os.fork()
+    if other == 0:
+        os.close(until)
+        try:
+            safe_gpu.claim_gpus(2, affinity=None)
+            os.write(say, b"claimed")
+            os.read(heard, 1)
+            safe_gpu.release_gpus()
+        finally:
+            os._exit(0)
+    assert os.read(said, 7) == b"claimed"
+    finally_do.append(lambda: (os.close(until), os.waitpid(other, 0)))
+after_the_look(claim_all)
+""")
+    assert run.code == 0
+    assert "No process got a GPU" in run.text
+    assert "A race on a simulated host, dgx-a100" in run.text
+    assert "Failure" not in run.text
+
+
+def test_a_stranger_who_comes_meanwhile_is_told_and_is_no_collision(fake_gpus: Any, race_on: Any) -> None:
+    fake_gpus.set(1)
+    run = race_on("""
+def come(taken):
+    for gpu in taken:
+        open(f"{gpus}/procs/{gpu.uuid}/999999.static", "w").write("1000")
+after_a_claim(come)
+""")
+    assert run.code == 0
+    assert "Not a claim: process 999999 came onto GPU 0" in " ".join(run.text.split())
+    assert "Collision" not in run.text
+    assert "Verdict: 0 collisions in 1 claim of 1 GPU; 3 claims refused." in run.verdict
+
+
+def test_a_gpu_that_was_in_use_before_is_a_collision(fake_gpus: Any, race_on: Any) -> None:
+    """A claim that takes no notice of strangers is found out."""
+    fake_gpus.set(1)
+    run = race_on("""
+def come(host):
+    os.makedirs(f"{gpus}/procs/{host.snapshot.gpus[0].uuid}", exist_ok=True)
+    open(f"{gpus}/procs/{host.snapshot.gpus[0].uuid}/999999.static", "w").write("1000")
+after_the_look(come)
+from safe_gpu.selection import verdicts
+from safe_gpu.demo import referee
+verdicts.computes = lambda process, describe, **rest: False
+""")
+    assert run.code == 1
+    assert "Collision: the driver showed processes " in run.text
+
+
+def test_gpus_that_cuda_cannot_use_are_told_of(fake_gpus: Any, race_on: Any) -> None:
+    fake_gpus.set(1)
+    fake_gpus.options(ctx_error=999)
+    run = race_on()
+    assert "Error of a GPU or its driver" in run.text
+    assert "Failure" not in run.text
+    assert "A race on a simulated host, dgx-a100" in run.text
+    assert run.code == 1, "no claim on this host has worked"
+
+
+def test_a_driver_that_goes_away_ends_in_words(fake_gpus: Any, race_on: Any) -> None:
+    fake_gpus.set(1)
+    run = race_on("""
+def leave(taken):
+    open(gpus + "/options", "w").write("session_error=9\\n")
+after_a_claim(leave)
+""")
+    assert "The watch on the driver stopped early" in run.text
+    assert run.code == 0
+
+
+def test_no_driver_at_all(race_on: Any, fake_gpus: Any, tmp_path: Path) -> None:
+    empty = Path(os.environ["LD_LIBRARY_PATH"].partition(":")[0])
+    run = race_on(LD_LIBRARY_PATH=str(empty), SAFE_GPU_DRIVER="auto", PATH="/nonexistent")
+    assert run.code == 0
+    assert "No NVIDIA GPU can be used on this host; `safe-gpu doctor` says why." in run.text
+    assert "A race on a simulated host, dgx-a100" in run.text
+    assert not Path(os.environ["SAFE_GPU_DIR"]).exists()
+
+
+def test_a_driver_without_gpus(race_on: Any, fake_gpus: Any) -> None:
+    fake_gpus.set(0)
+    run = race_on(SAFE_GPU_DRIVER="auto")
+    assert run.code == 0
+    assert "A race on a simulated host, dgx-a100" in run.text
+
+
+def test_a_driver_asked_for_by_name_has_to_be_there(command: Any) -> None:
+    done = command.run("demo", env={"SAFE_GPU_DRIVER": "nvml"})
+    assert done.returncode == 69
+    assert done.stdout == ""
+
+
+def test_a_fence_that_cannot_be_read_moves_the_race(fake_gpus: Any, race_on: Any) -> None:
+    fake_gpus.write({"name": "NVIDIA A100"}, {"name": "NVIDIA L4", "speed": 9})
+    fake_gpus.options(cuda_init_error=999)
+    run = race_on(CUDA_VISIBLE_DEVICES="0")
+    assert run.code == 0
+    assert "No GPU can be claimed: " in run.text
+    assert "A race on a simulated host, dgx-a100" in run.text

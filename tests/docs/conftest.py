@@ -1,0 +1,326 @@
+"""The pages of the documentation, cut into code blocks, and a simulated host to run these on.
+
+The line before each code block is a comment that says what the tests do with it; tests/README.md lists the forms.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from safe_gpu.procfs import user_name
+
+ROOT = Path(__file__).parents[2]
+PAGES = {
+    name: ROOT / name
+    for name in (
+        "README.md",
+        "CHANGELOG.md",
+        "safe_gpu/affinity/README.md",
+        "safe_gpu/coordination/CONTAINERS.md",
+        "safe_gpu/coordination/PROTOCOL.md",
+        "safe_gpu/drivers/README.md",
+        "safe_gpu/engines/README.md",
+        "safe_gpu/schedulers/README.md",
+        "safe_gpu/status/README.md",
+        "tests/README.md",
+        "tools/README.md",
+    )
+}
+
+# The names that the pages use for whoever runs the tests, and for the machine.
+USERS = ("anna", "ben", "carla")
+HOST = "gpu1"
+
+
+class Block(NamedTuple):
+    """A fenced code block.
+
+    Attributes:
+        page: its page. line: number of its first line of code.
+        language: what stands behind the opening fence. text: the code.
+        kind, about: the comment before it, ``<!-- kind: about -->``; "" where there is none.
+        output: the text of the block after it that says what it prints, or None.
+        loosely: compare that in any order of its lines and with any numbers.
+    """
+
+    page: str
+    line: int
+    language: str
+    text: str
+    kind: str
+    about: str
+    output: str | None = None
+    loosely: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.page}:{self.line}"
+
+
+LOOSELY = "in any order and with any numbers"
+_COMMENT = re.compile(r"<!-- ([a-z]+)(?:[:,] (.*?))? -->")
+
+
+def blocks_of(page: str, text: str) -> list[Block]:
+    """The code blocks of a page; one that says what the block before it prints is that block's output as well."""
+    found: list[Block] = []
+    lines = text.splitlines()
+    number = 0
+    while number < len(lines):
+        fence = re.fullmatch(r"(\s*)```(\w*)", lines[number])
+        if fence is None:
+            number += 1
+            continue
+        comment = _COMMENT.fullmatch(lines[number - 1].strip())
+        kind, about = (comment[1], comment[2] or "") if comment else ("", "")
+        end = next(n for n in range(number + 1, len(lines)) if lines[n].strip() == "```")
+        code = "".join(line.removeprefix(fence[1]) + "\n" for line in lines[number + 1 : end])
+        if kind == "prints" and found:
+            found[-1] = found[-1]._replace(output=code, loosely=about == LOOSELY)
+        found.append(Block(page, number + 2, fence[2], code, kind, about))
+        number = end + 1
+    return found
+
+
+def all_blocks() -> list[Block]:
+    return [block for page, path in PAGES.items() if path.exists() for block in blocks_of(page, path.read_text())]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    blocks = {
+        "block": lambda block: True,
+        "run_block": lambda block: block.kind == "runs",
+        "session": lambda block: block.kind == "session",
+        "code": lambda block: block.language in ("bash", "python"),
+    }
+    for name, wanted in blocks.items():
+        if name in metafunc.fixturenames:
+            chosen = [block for block in all_blocks() if wanted(block)]
+            metafunc.parametrize(name, chosen, ids=[block.name for block in chosen])
+    if "page" in metafunc.fixturenames:
+        metafunc.parametrize("page", PAGES)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not all(path.exists() for path in PAGES.values()) and not (ROOT / ".git").exists():
+        for item in items:
+            if item.path.parent == Path(__file__).parent:
+                item.add_marker(pytest.mark.skip(reason="this is not a checkout: its pages are not here"))
+
+
+# What the examples call: programs of the reader's.
+_PROGRAMS = {
+    "train.py": """\
+import os, signal, sys
+import safe_gpu
+owner = safe_gpu.claim_gpus(int(sys.argv[1]) if len(sys.argv) > 1 else "job" if "SAFE_GPU_NB_GPUS" in os.environ else 1)
+if "IN_THE_BACKGROUND" in os.environ:
+    print("claimed", flush=True)
+    signal.pause()
+print("training on GPU", ",".join(map(str, owner.devices_taken)))
+""",
+    "train": """\
+#!/bin/bash
+if [ -n "$IN_THE_BACKGROUND" ]; then mkfifo "pipe.$$"; echo claimed; exec -a "$0" cat <> "pipe.$$"; fi
+echo "training on GPU $CUDA_VISIBLE_DEVICES"
+""",
+}
+_PROGRAMS["simulate"] = _PROGRAMS["train"].replace("training", "simulating")
+
+
+class Desk:
+    """A directory with the programs that the examples start, a simulated host, and a shell."""
+
+    def __init__(self, directory: Path, safe_gpu: Path) -> None:
+        self.directory = directory
+        self.environment: dict[str, str] = {}
+        self._path = f"{safe_gpu.parent}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+        self._background: list[subprocess.Popen[str]] = []
+        (directory / "tools").symlink_to(ROOT / "tools")
+        if not (Path(sys.executable).parent / "python").exists():  # tests that run outside of an environment
+            self._path = f"{directory / 'bin'}:{self._path}"
+            _PROGRAMS["bin/python"] = f'#!/bin/sh\nexec "{sys.executable}" "$@"\n'
+            (directory / "bin").mkdir()
+        for name, text in _PROGRAMS.items():
+            (directory / name).write_text(text)
+            (directory / name).chmod(0o755)
+
+    def shell(self, script: str) -> str:
+        """What a script prints on both streams; fails where it does."""
+        done = self._start(script)
+        try:
+            out, _ = done.communicate(timeout=100)
+        finally:
+            _end(done)
+        assert done.returncode == 0, f"exit code {done.returncode}:\n{out}"
+        return out
+
+    def python(self, code: str) -> str:
+        """The same for a Python program."""
+        (self.directory / "example.py").write_text(code)
+        return self.shell("exec python example.py")
+
+    def background(self, script: str, *, until: str = "claimed", **environment: str) -> None:
+        """Start a command and wait for a line of it."""
+        process = self._start(script, IN_THE_BACKGROUND="1", **environment)
+        self._background.append(process)
+        assert process.stdout is not None
+        for line in process.stdout:
+            if until in line:
+                return
+        raise AssertionError(f"{script} ended without saying {until!r}")
+
+    def end(self) -> None:
+        for process in reversed(self._background):
+            _end(process)
+
+    def _start(self, script: str, **environment: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            ["bash", "-euo", "pipefail", "-c", script],
+            cwd=self.directory,
+            env={**os.environ, "PATH": self._path, "COLUMNS": "80", **self.environment, **environment},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """End a shell and all that it started."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    process.wait(30)
+    assert process.stdout is not None
+    process.stdout.close()
+
+
+def _job(desk: Desk) -> None:
+    """Inside a batch job that asked for two GPUs."""
+    desk.environment.update(JOB_ID="4711", SGE_TASK_ID="3", SGE_ROOT="/opt/sge", SAFE_GPU_NB_GPUS="2")
+
+
+def _busy(desk: Desk) -> None:
+    """A host of eight GPUs: seven are claimed, four of them for a program that does not use them yet."""
+    job = {"JOB_ID": "4711", "SGE_TASK_ID": "3", "SGE_ROOT": "/opt/sge"}
+    desk.background("python train.py 2", **job)
+    desk.background("safe-gpu run -n 4 -- ./simulate")
+    desk.background("python train.py")
+
+
+def _full(desk: Desk) -> None:
+    """A host whose eight GPUs are all claimed."""
+    desk.background("safe-gpu run -n 8 -- ./simulate")
+
+
+SCENES: dict[str, Callable[[Desk], None]] = {"in a job": _job, "busy": _busy, "full": _full, "": lambda desk: None}
+
+
+@pytest.fixture
+def desk(tmp_path: Path, command: Any) -> Iterator[Desk]:
+    """Where examples run; see :class:`Desk`."""
+    desk = Desk(tmp_path, command.path)
+    yield desk
+    desk.end()
+
+
+# Comparing what is printed with what the pages say
+
+
+def normal(text: str) -> str:
+    """Text without what differs from run to run: who and where, process numbers, times, the width of columns."""
+    user, host = user_name(os.geteuid()), os.uname().nodename
+    text = re.sub(rf"(?<![\w-])({'|'.join(map(re.escape, (*USERS, user)))})(?![\w-])", "USER", text)
+    text = re.sub(rf"(?<![\w-])({HOST}|{re.escape(host)})(?![\w-])", "HOST", text)
+    text = text.replace(os.environ["SAFE_GPU_DIR"], "/tmp/safe-gpu")
+    text = re.sub(r"\d{4}-\d\d-\d\d", "DATE", text)
+    text = re.sub(r"\d\d:\d\d:\d\d(,\d{3})?", "TIME", text)
+    text = re.sub(r"\b(\d+(\.\d+)? ?(ms|s|min|m|h|d)( \d+ (min|h))?)(?!\w)", "AGE", text)
+    text = re.sub(r"\b(process|pid|USER)(\s+)\d+", r"\1\2PID", text)
+    return re.sub(r"\s+", " ", text).strip()
+
+
+def same(printed: str, expected: str, *, loosely: bool = False) -> bool:
+    """Whether a page tells what was printed; a line of three dots stands for any lines."""
+    if loosely:
+        lines = Counter(map(_numberless, printed.splitlines()))
+        told = Counter(map(_numberless, expected.splitlines()))
+        incomplete = told.pop("...", 0)
+        return told <= lines if incomplete else told == lines
+    parts = re.split(r"^\.\.\.$", expected, flags=re.MULTILINE)
+    pattern = r"(?: .*)? ?".join(re.escape(normal(part)) for part in parts)
+    return re.fullmatch(pattern, normal(printed), re.DOTALL) is not None
+
+
+def _numberless(line: str) -> str:
+    return re.sub(r"[0-9]+", "0", re.sub(r"\b(GPU|MIG)-[0-9a-f-]{36}", r"\1-UUID", normal(line)))
+
+
+def session_script(text: str) -> tuple[str, list[tuple[str, str]]]:
+    """A script of a session's commands, which marks where each begins; and (command, output) as the page has them."""
+    steps: list[list[str]] = []
+    continued = False
+    for line in text.splitlines():
+        if continued:
+            steps[-1][0] += "\n" + line
+        elif line.startswith("$ "):
+            steps.append([line[2:], ""])
+        else:
+            assert steps, f"a session begins with a command after `$ `, not with {line!r}"
+            steps[-1][1] += line + "\n"
+        continued = steps[-1][1] == "" and steps[-1][0].endswith("\\")
+    mark = f"code=$?; echo {shlex.quote(MARK)}; (exit $code)"  # `echo $?` is a command that readers understand
+    script = "set +e\n" + "".join(f"{mark}\n{command}\n" for command, _ in steps)
+    return script + "exit 0\n", [(command, output) for command, output in steps]
+
+
+MARK = "-- the next command --"
+
+
+@pytest.fixture(name="same")
+def _same() -> Callable[..., bool]:
+    return same
+
+
+@pytest.fixture
+def scenes() -> dict[str, Callable[[Desk], None]]:
+    """What goes on around a block, by the name after ``runs:`` or ``session:``."""
+    return SCENES
+
+
+@pytest.fixture(name="session_script")
+def _session_script() -> Callable[[str], tuple[str, str, list[tuple[str, str]]]]:
+    def make(text: str) -> tuple[str, str, list[tuple[str, str]]]:
+        script, steps = session_script(text)
+        return script, MARK, steps
+
+    return make
+
+
+@pytest.fixture
+def pages() -> dict[str, Path]:
+    return PAGES
+
+
+@pytest.fixture
+def blocks() -> list[Block]:
+    return all_blocks()
+
+
+@pytest.fixture
+def root() -> Path:
+    return ROOT

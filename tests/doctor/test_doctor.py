@@ -1,0 +1,930 @@
+"""``doctor`` finds each fault, which is made for real where that can be done, and names the way out."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+from safe_gpu import doctor, procfs
+from safe_gpu.coordination import legacy
+from safe_gpu.coordination.host_lock import HostLock
+from safe_gpu.coordination.leases import lease_name, try_lease
+from safe_gpu.doctor import listing
+from safe_gpu.doctor.check import Finding, Host
+from safe_gpu.drivers.presets import preset
+from safe_gpu.text import display_width
+
+ROOT = Path(doctor.__file__).parents[2]
+UUIDS = [gpu.uuid for gpu in preset("dgx-a100").gpus()]
+FUNCTIONS = dict(doctor.CHECKS)
+
+SCHEMA = {
+    "type": "object",
+    "required": ["host", "checks"],
+    "additionalProperties": False,
+    "properties": {
+        "host": {"type": "string"},
+        "checks": {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "required": ["name", "status", "detail", "fix"],
+                "additionalProperties": False,
+                "properties": {
+                    "name": {"type": "string", "minLength": 1},
+                    "status": {"enum": ["passed", "warning", "failed", "skipped"]},
+                    "detail": {"type": "string", "minLength": 1},
+                    "fix": {"type": "string"},
+                },
+            },
+        },
+    },
+}
+
+
+def finding(name: str, host: Host | None = None) -> Finding:
+    """What one check finds; what is wrong has a fix of one line, what is not has none."""
+    found = FUNCTIONS[name](host or Host())
+    assert bool(found.fix) == (found.status in ("warning", "failed"))
+    assert "\n" not in found.fix
+    return found
+
+
+def environment(**variables: str) -> Host:
+    return Host(environ=variables)
+
+
+@pytest.fixture(autouse=True)
+def no_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A child of this process would find the real libraries, not those of ``fake_gpus.here()``."""
+    monkeypatch.setattr(listing, "_shown_in_child", lambda environ: "not in this test")
+
+
+@pytest.fixture
+def claimed(state_dir: Path):
+    """A state directory in use, with the lease of GPU 0 held by this process."""
+    with HostLock(time.monotonic() + 30) as host:
+        lease = try_lease(host, lease_name(UUIDS[0]))
+    assert lease is not None
+    yield lease
+    lease.release()
+
+
+HOLD = """
+from safe_gpu.runtimes.placeholders import NoPlaceholder
+import safe_gpu, os, time
+safe_gpu.claim_gpus(1, NoPlaceholder(), affinity=None, only=0)
+say("held"); listen()
+"""
+
+
+def in_namespace(setup: str, check: str, *flags: str, user: int = 0, **variables: str) -> Finding:
+    """What a check finds in a mount (or process) namespace of its own, after some shell commands there."""
+    if os.geteuid() != 0 or shutil.which("unshare") is None:
+        pytest.skip("needs root and unshare, to make namespaces")
+    code = (
+        "import json, os, sys\n"
+        "from safe_gpu import doctor\n"
+        "host = doctor.Host()\n"
+        "host.snapshot  # while this interpreter can still be read\n"
+        f"os.setresuid({user}, {user}, {user})\n"
+        f"found = dict(doctor.CHECKS)[{check!r}](host)\n"
+        "print(json.dumps([found.status, found.detail, found.fix]))"
+    )
+    command = ["unshare", *(flags or ["-m"]), "sh", "-c", f'{setup} && exec "$@"', "sh", sys.executable, "-c", code]
+    run = subprocess.run(
+        command,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **variables},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    if run.returncode and ("unshare" in run.stderr or "mount:" in run.stderr):
+        pytest.skip(f"no namespaces here: {run.stderr.strip()}")
+    assert run.returncode == 0, run.stderr
+    return Finding(*json.loads(run.stdout))
+
+
+# All of them
+
+
+def test_a_host_without_faults_passes_and_stays_as_it_was(state_dir: Path) -> None:
+    checks = doctor.run_checks()
+    assert [one.name for one in checks] == list(FUNCTIONS)
+    # A container may well be the place where the tests run.
+    places = ("private /tmp", "process namespace", "cleaning of old files", "Python packages", "address space", "MPS")
+    assert {
+        one.name: one.detail for one in checks if one.status in ("failed", "warning") and one.name not in places
+    } == {}
+    assert doctor.exit_code([one for one in checks if one.name not in places]) == 0
+    assert not state_dir.exists()
+    jsonschema.validate(json.loads(json.dumps(doctor.to_dict(checks))), SCHEMA)
+    assert doctor.to_dict(checks)["host"] == socket.gethostname()
+
+
+def test_a_check_that_breaks_is_failed_and_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(host: Host) -> Finding:
+        raise ZeroDivisionError("a strange host")
+
+    monkeypatch.setattr(doctor, "CHECKS", (("first", broken), ("platform", FUNCTIONS["platform"])))
+    first, second = doctor.run_checks()
+    assert first.status == "failed"
+    assert "ZeroDivisionError: a strange host" in first.detail
+    assert second.status == "passed"
+    assert doctor.exit_code([first, second]) == 1
+    assert doctor.exit_code([second]) == 0
+
+
+def test_a_fact_is_asked_for_once_and_the_driver_is_closed(monkeypatch: pytest.MonkeyPatch, state_dir: Path) -> None:
+    from safe_gpu.drivers.simulated import SimulatedDriver
+
+    calls: list[str] = []
+    for name in ("snapshot", "close"):
+        real = getattr(SimulatedDriver, name)
+        monkeypatch.setattr(
+            SimulatedDriver, name, lambda self, name=name, real=real: (calls.append(name), real(self))[1]
+        )
+    doctor.run_checks()
+    assert calls == ["snapshot", "close"]
+
+
+@pytest.mark.parametrize("width", [40, 80, 160])
+def test_the_report_fits_the_terminal(state_dir: Path, width: int) -> None:
+    checks = doctor.run_checks(environment(SAFE_GPU_TIMOUT="3", OMP_PROC_BIND="close"))
+    text = doctor.render_checks(checks, color=False, width=width)
+    assert max(map(display_width, text.splitlines())) <= width
+    assert "\x1b" not in text
+    words = " ".join(text.split())
+    if width > 40:
+        assert "fix: did you mean SAFE_GPU_TIMEOUT? unset SAFE_GPU_TIMOUT" in words
+        assert words.count("fix:") == sum(bool(one.fix) for one in checks)
+    colored = doctor.render_checks(checks, color=True, width=width)
+    assert "\x1b[33mwarning\x1b[0m" in colored
+    import re
+
+    assert re.sub(r"\x1b\[[0-9]+m", "", colored) == text
+    counted = sum(one.status == "passed" for one in checks)
+    assert f"{counted} passed" in text.splitlines()[-1]
+
+
+def test_from_the_command_line(state_dir: Path) -> None:
+    def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "safe_gpu", "doctor", *arguments],
+            env={**os.environ, "PYTHONPATH": str(ROOT), **variables},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+
+    broken = run("--json", SAFE_GPU_DRIVER="nvml")
+    assert broken.returncode == 1
+    document = json.loads(broken.stdout)
+    jsonschema.validate(document, SCHEMA)
+    by_name = {one["name"]: one for one in document["checks"]}
+    assert by_name["GPU driver"]["status"] == "failed"
+    assert by_name["compute mode"]["status"] == "skipped"
+    assert by_name["platform"]["status"] == "passed"
+    assert "GPU driver" in run().stdout
+
+
+# The state directory
+
+
+def test_a_missing_directory_will_be_made_where_it_can_be(state_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "does not exist yet" in finding("state directory").detail
+    assert finding("locks").status == "skipped"
+    monkeypatch.setenv("SAFE_GPU_DIR", str(state_dir / "deep" / "down"))
+    found = finding("state directory")
+    assert found.status == "failed"
+    assert f"mkdir -p {state_dir / 'deep'}" in found.fix
+    assert not state_dir.exists()
+
+
+USUAL = "passed" if os.geteuid() == 0 else "warning"
+"""What doctor says of a state directory that the user who runs the tests has made."""
+
+
+def test_a_directory_in_use_passes(claimed, state_dir: Path) -> None:
+    assert finding("state directory").status == USUAL
+    for name in ("locks", "room", "its file system"):
+        assert finding(name).status == "passed", finding(name)
+    assert "mode 1777" in finding("state directory").detail or USUAL == "warning"
+    assert not [path for path in state_dir.rglob("*") if "doctor" in path.name]
+
+
+def break_mode(path: Path) -> None:
+    path.chmod(0o755)
+
+
+def break_sticky(path: Path) -> None:
+    path.chmod(0o777)
+
+
+def break_link(path: Path) -> None:
+    shutil.move(path, path.with_name("moved"))
+    path.symlink_to(path.with_name("moved"))
+
+
+def break_kind(path: Path) -> None:
+    shutil.rmtree(path)
+    path.write_text("")
+
+
+def break_part(path: Path) -> None:
+    (path / "leases").chmod(0o755)
+
+
+def break_lease(path: Path) -> None:
+    (path / "leases" / lease_name(UUIDS[0])).chmod(0o600)
+
+
+def break_lease_kind(path: Path) -> None:
+    (path / "leases" / lease_name(UUIDS[1])).symlink_to("/etc/passwd")
+
+
+def break_way(path: Path) -> None:
+    path.parent.chmod(0o700)
+
+
+@pytest.mark.parametrize(
+    ("fault", "status", "says"),
+    [
+        (break_mode, "warning", "0755"),
+        (break_sticky, "warning", "0777"),
+        (break_link, "failed", "symbolic link"),
+        (break_kind, "failed", "not a directory"),
+        (break_part, "warning", "leases has mode 0755"),
+        (break_lease, "warning", "0600"),
+        (break_lease_kind, "failed", "not a regular file"),
+        (break_way, "warning", "other users cannot enter it"),
+    ],
+)
+def test_faults_of_the_directory(
+    claimed, state_dir: Path, fault: Callable[[Path], None], status: str, says: str
+) -> None:
+    assert finding("state directory").status == USUAL
+    fault(state_dir)
+    found = finding("state directory")
+    assert found.status == status
+    assert says in found.detail
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give the directory away and back")
+@pytest.mark.parametrize("part", ["", "leases", "queue"])
+def test_an_ordinary_user_who_owns_the_directory_is_a_risk(claimed, state_dir: Path, open_tmp: Path, part: str) -> None:
+    """The fix is carried out, with other names of the files in /etc."""
+    parts = [state_dir, state_dir / "leases", state_dir / "queue"]
+    (state_dir / "queue").mkdir(exist_ok=True)
+    (state_dir / "queue").chmod(0o1777)
+    os.chown(state_dir / part, 54321, 54321)
+    found = finding("state directory")
+    assert found.status == "warning"
+    assert f"{state_dir / part} belongs to {procfs.user_name(54321)}, who can remove other" in found.detail
+    rule = open_tmp / "rule.conf"
+    fix = found.fix.removeprefix("as root: ").removesuffix(", which makes them root's at boot")
+    subprocess.run(fix.replace("/etc/tmpfiles.d/safe-gpu.conf", str(rule)), shell=True, check=True, timeout=60)
+    assert finding("state directory").status == "passed"
+    if shutil.which("systemd-tmpfiles") is not None:
+        for path in reversed(parts):
+            shutil.rmtree(path, ignore_errors=True)
+        subprocess.run(["systemd-tmpfiles", "--create", rule], check=True, timeout=60)
+    for path in parts:
+        assert path.stat().st_uid == 0
+        assert path.stat().st_mode & 0o7777 == 0o1777
+
+
+def test_what_is_closed_to_an_ordinary_user_is_failed(claimed, state_dir: Path, as_user) -> None:
+    def work(say, listen) -> None:
+        say(finding("state directory").status)
+        listen()
+        say(finding("state directory").status)
+        say(finding("locks").status)
+
+    user = as_user(work, uid=12345)
+    assert user.hear() == "passed"
+    state_dir.chmod(0o755)
+    user.tell()
+    assert user.hear() == "failed"
+    assert user.hear() == "failed"
+
+
+def test_network_file_systems(state_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from safe_gpu.doctor import state
+
+    monkeypatch.setattr(state, "file_system_type", lambda fd: "nfs4")
+    found = finding("its file system")
+    assert found.status == "failed"
+    assert "nfs4" in found.detail
+    assert "SAFE_GPU_DIR" in found.fix
+
+
+def test_no_room_and_read_only(open_tmp: Path) -> None:
+    options = {"SAFE_GPU_DIR": str(open_tmp / "small" / "state")}
+    (open_tmp / "small").mkdir()
+    small = f"mount -t tmpfs -o size=1m,nr_inodes=8 none {open_tmp}/small"
+    found = in_namespace(small, "room", **options)
+    assert found.status == "failed"
+    assert "inodes" in found.detail
+    full = f"mount -t tmpfs -o size=1m none {open_tmp}/small && head -c 1048576 /dev/zero > {open_tmp}/small/x"
+    found = in_namespace(full, "room", **options)
+    assert found.status == "failed"
+    assert found.detail.startswith("0 KiB")
+    found = in_namespace(f"mount -t tmpfs -o ro none {open_tmp}/small", "its file system", **options)
+    assert found.status == "failed"
+    assert "read-only" in found.detail
+
+
+def test_a_host_lock_that_is_never_given_back(
+    claimed, state_dir: Path, child, eventually, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from safe_gpu.doctor import state
+
+    code = "import os\nfrom safe_gpu.coordination.host_lock import HostLock\n"
+    holder = child(code + "with HostLock(None):\n    say('locked'); listen()")
+    assert holder.hear() == "locked"
+    os.kill(holder.pid, signal.SIGSTOP)
+    eventually(lambda: procfs.is_stopped(holder.pid))
+    monkeypatch.setattr(state, "_PATIENCE", 0.05)
+    found = finding("locks")
+    assert found.status == "failed"
+    assert f"process {holder.pid}" in found.detail
+    assert f"kill -CONT {holder.pid}" in found.fix
+    holder.kill()
+    assert finding("locks").status == "passed"
+
+
+def test_a_host_lock_that_is_held_for_long(claimed, child, monkeypatch: pytest.MonkeyPatch) -> None:
+    from safe_gpu.doctor import state
+
+    monkeypatch.setattr(state, "_LONG_HOLD", -1.0)
+    found = finding("locks")
+    assert found.status == "warning"
+    assert "held by others for" in found.detail
+
+
+def test_locks_that_do_not_exclude(claimed, monkeypatch: pytest.MonkeyPatch) -> None:
+    from safe_gpu.doctor import state
+
+    monkeypatch.setattr(state, "lock_file", lambda fd: True)
+    assert "do not exclude each other" in finding("locks").detail
+
+
+def test_a_lease_that_was_removed_under_its_claim(claimed, state_dir: Path) -> None:
+    assert finding("removed leases").status == "passed"
+    (state_dir / "leases" / lease_name(UUIDS[0])).unlink()
+    found = finding("removed leases")
+    assert found.status == "warning"
+    assert f"process {os.getpid()}" in found.detail
+    assert UUIDS[0] in found.detail
+    claimed.release()
+    assert finding("removed leases").status == "passed"
+
+
+# Rules of the system, under a root of our own
+
+
+def rooted(tmp_path: Path, files: dict[str, str], path: str = "/tmp/safe-gpu") -> Host:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    host = Host(root=str(tmp_path))
+    host.path = path
+    return host
+
+
+SYSTEMD = {"run/systemd/system/x": "", "usr/lib/tmpfiles.d/tmp.conf": "# comment\nq /tmp 1777 root root 10d\n"}
+
+
+@pytest.mark.parametrize(
+    ("files", "status", "says"),
+    [
+        ({}, "passed", "does not run here"),
+        (SYSTEMD, "warning", "/tmp after 10d"),
+        ({**SYSTEMD, "etc/tmpfiles.d/tmp.conf": "D /tmp 1777 root root -\n"}, "passed", "no rule"),
+        ({**SYSTEMD, "etc/tmpfiles.d/safe-gpu.conf": "x /tmp/safe-gpu\n"}, "passed", "safe-gpu.conf exempts it"),
+        ({**SYSTEMD, "etc/tmpfiles.d/z.conf": "x /tmp/safe-*\n"}, "passed", "exempts"),
+        ({**SYSTEMD, "etc/tmpfiles.d/z.conf": "d /tmp/safe-gpu 1777 root root -\n"}, "passed", "no rule"),
+        (
+            {**SYSTEMD, "etc/tmpfiles.d/z.conf": "x /tmp/other\nq! /tmp/safe-gpu 1777 root root 0\n"},
+            "warning",
+            "after 0",
+        ),
+        ({**SYSTEMD, "etc/tmpfiles.d/a.conf": "d /tmp/safe-gpu 1777 root root -\n"}, "passed", "no rule"),
+        ({"etc/cron.daily/tmpreaper": ""}, "warning", "tmpreaper"),
+    ],
+)
+def test_who_cleans_the_directory(tmp_path: Path, files: dict[str, str], status: str, says: str) -> None:
+    found = finding("cleaning of old files", rooted(tmp_path, files))
+    assert (found.status, says in found.detail) == (status, True), found
+    if status == "warning" and "tmpreaper" not in says:
+        assert "x /tmp/safe-gpu" in found.fix
+    assert finding("cleaning of old files", rooted(tmp_path, files, "/srv/safe-gpu")).status == "passed"
+
+
+@pytest.mark.parametrize(
+    ("value", "says"), [("0\n", "may open files of other users"), ("2\n", "group- or world"), (None, "has no")]
+)
+def test_protected_regular_is_explained(tmp_path: Path, value: str | None, says: str) -> None:
+    files = {} if value is None else {"proc/sys/fs/protected_regular": value}
+    assert says in finding("protected_regular", rooted(tmp_path, files)).detail
+
+
+PLAIN = "27 1 254:0 / / rw - ext4 /dev/vda rw\n"
+
+
+@pytest.mark.parametrize(
+    ("mounts", "says"),
+    [
+        (
+            "40 27 254:0 /tmp/systemd-private-0a1b-foo.service-XyZ/tmp /tmp rw - ext4 /dev/vda rw\n",
+            "private to foo.serv",
+        ),
+        ("40 27 0:50 /systemd-private-0a1b-slurmd.service-a/tmp /tmp rw - tmpfs tmpfs rw\n", "slurmd.service"),
+        ("40 27 254:0 /var/spool/slurm/4242/.4242 /tmp rw - xfs /dev/vda rw\n", "job 4242 "),
+        ("40 27 254:0 /local/77/.77/_tmp /tmp rw - xfs /dev/vda rw\n", "job 77 "),
+        ("40 27 254:0 /tmp-inst/alice /tmp rw - ext4 /dev/vda rw\n", "pam_namespace"),
+        (r"40 27 254:0 /a\040b/77/.77/_tmp /tmp rw - xfs /dev/vda rw" + "\n", "job 77 "),
+    ],
+)
+def test_signs_of_a_private_directory(tmp_path: Path, mounts: str, says: str) -> None:
+    host = rooted(tmp_path, {"proc/self/mountinfo": PLAIN + mounts})
+    found = finding("private /tmp", host)
+    assert found.status == "warning"
+    assert says in found.detail
+    assert "SAFE_GPU_DIR" in found.fix
+    host = rooted(tmp_path, {"proc/self/mountinfo": PLAIN + mounts.replace(" /tmp rw", " /elsewhere rw")})
+    assert finding("private /tmp", host).status == "passed"
+
+
+OVERLAY = "41 1 0:60 / / rw - overlay overlay rw\n"
+HOSTS = "42 41 254:0 /var/lib/containerd/x/hosts /etc/hosts rw - ext4 /dev/vda rw\n"
+INITIAL = {"pid": 4026531836, "uts": 4026531838, "ipc": 4026531839}
+
+
+@pytest.mark.parametrize(
+    ("mounts", "marker", "namespaces", "status"),
+    [
+        (OVERLAY, ".dockerenv", {"pid": 7}, "warning"),  # docker
+        (OVERLAY, ".dockerenv", {"uts": 7}, "warning"),  # docker --pid=host
+        (OVERLAY, "run/.containerenv", {"pid": 7}, "warning"),  # podman
+        (OVERLAY + HOSTS, "", {"pid": 7}, "warning"),  # nerdctl, Kubernetes
+        (OVERLAY + "42 41 0:49 /null /proc/keys rw - tmpfs tmpfs rw\n", "", {"pid": 7}, "warning"),  # runc by itself
+        ("41 1 254:0 /var/lib/vfs/7 / rw - ext4 /dev/vda rw\n", ".dockerenv", {"pid": 7}, "warning"),
+        ("41 1 0:60 / / rw - zfs pool/docker/7 rw\n", ".dockerenv", {"pid": 7}, "warning"),
+        (OVERLAY, ".singularity.d/x", {}, "warning"),  # apptainer --no-mount tmp
+        (OVERLAY + "43 41 254:0 /tmp /tmp rw - ext4 /dev/vda rw\n", ".singularity.d/x", {}, "passed"),
+        (
+            OVERLAY + "43 41 254:0 /tmp/safe-gpu /tmp/safe-gpu rw - ext4 /dev/vda rw\n",
+            ".dockerenv",
+            {"pid": 7},
+            "passed",
+        ),
+        (OVERLAY, "", {}, "passed"),  # a node without a disk
+        (OVERLAY, "", {"pid": 7}, "passed"),  # a job in namespaces of its own there
+        (OVERLAY + "42 41 0:5 / /proc/sys ro - proc proc rw\n", "", {"uts": 7}, "passed"),  # a service of systemd there
+        (OVERLAY, ".dockerenv", {}, "passed"),  # a virtual machine made from an image
+        (PLAIN, ".dockerenv", {"pid": 7}, "passed"),  # and namespaces in there
+    ],
+)
+def test_a_container_without_the_state_directory(
+    tmp_path: Path, mounts: str, marker: str, namespaces: dict[str, int], status: str
+) -> None:
+    host = rooted(tmp_path, {"proc/self/mountinfo": mounts, **({marker: ""} if marker else {})})
+    for name, inode in {**INITIAL, **namespaces, "mnt": 9}.items():
+        for process in ("self", "1"):
+            (tmp_path / "proc" / process / "ns").mkdir(parents=True, exist_ok=True)
+            (tmp_path / "proc" / process / "ns" / name).symlink_to(f"{name}:[{inode}]")
+    found = finding("private /tmp", host)
+    assert found.status == status
+    assert ("-v /tmp/safe-gpu:/tmp/safe-gpu" in found.fix) == (status == "warning")
+
+
+@pytest.mark.parametrize(
+    ("inside", "outside", "status"),
+    [
+        ("", "", "passed"),
+        ("40 27 0:50 / /tmp rw - tmpfs none rw\n", "", "warning"),
+        ("40 27 0:50 / /tmp rw - tmpfs none rw\n", "40 27 0:50 / /tmp rw - tmpfs none rw\n", "passed"),
+        ("40 27 0:51 / /tmp rw - tmpfs none rw\n", "40 27 0:50 / /tmp rw - tmpfs none rw\n", "warning"),
+        ("40 27 254:0 /tmp /tmp rw - ext4 /dev/vda rw\n", "", "passed"),
+        ("40 27 254:0 /data /tmp rw - ext4 /dev/vda rw\n", "", "warning"),
+        ("40 27 254:0 /tmp/safe-gpu /tmp/safe-gpu rw - ext4 /dev/vda rw\n", "", "passed"),
+        ("40 27 0:50 / /tmp/safe rw - tmpfs none rw\n", "", "passed"),
+    ],
+)
+def test_the_same_name_outside(tmp_path: Path, inside: str, outside: str, status: str) -> None:
+    files = {"proc/self/mountinfo": PLAIN + inside, "proc/1/mountinfo": PLAIN + outside}
+    assert finding("private /tmp", rooted(tmp_path, files)).status == status
+
+
+def test_a_container_in_the_host_s_namespaces(tmp_path: Path) -> None:
+    """docker run --pid=host --uts=host --ipc=host: pid 1 has another root directory."""
+    files = {"proc/self/mountinfo": OVERLAY, "proc/1/mountinfo": PLAIN}
+    found = finding("private /tmp", rooted(tmp_path, files))
+    assert found.status == "warning"
+    assert "-v /tmp/safe-gpu:/tmp/safe-gpu" in found.fix
+
+
+def test_a_directory_of_one_jobs_user_is_private(tmp_path: Path) -> None:
+    host = rooted(tmp_path, {"proc/self/mountinfo": PLAIN + "40 27 0:9 / /tmp rw - tmpfs tmpfs rw\n", "tmp/x": ""})
+    assert finding("private /tmp", host).status == "passed"
+    (tmp_path / "tmp").chmod(0o700)
+    if os.geteuid() == 0:
+        os.chown(tmp_path / "tmp", 12345, 12345)
+    found = finding("private /tmp", host)
+    assert found.status == "warning"
+    assert "only " in found.detail
+
+
+def test_a_private_mount_for_real(open_tmp: Path) -> None:
+    (open_tmp / "state").mkdir()
+    options = {"SAFE_GPU_DIR": str(open_tmp / "state")}
+    if in_namespace("true", "private /tmp", "--", **options).status != "passed":
+        pytest.skip("the tests themselves run where /tmp is private")
+    assert in_namespace("true", "private /tmp", **options).status == "passed"
+    (open_tmp / "other").mkdir()
+    for mount in (f"mount -t tmpfs none {open_tmp}", f"mount --bind {open_tmp}/other {open_tmp}/state"):
+        found = in_namespace(mount, "private /tmp", **options)
+        assert found.status == "warning", mount
+        assert "private to this mount namespace" in found.detail
+    shared = in_namespace(f"mount --bind {open_tmp} {open_tmp}", "private /tmp", **options)
+    assert shared.status == "passed", "the same directory by another mount is no other directory"
+
+
+# Processes
+
+
+def test_a_process_namespace_of_its_own() -> None:
+    found = in_namespace("true", "process namespace", "-p", "-f", "--mount-proc")
+    assert found.status == "warning"
+    assert "--pid=host" in found.fix
+
+
+def test_hidden_processes_of_others() -> None:
+    mount = "mount -t proc -o hidepid=2 none /proc"
+    found = in_namespace(mount, "process namespace", user=12345)
+    assert found.status == "warning"
+    assert "hidepid=" in found.detail
+    if os.readlink("/proc/self/ns/pid") == "pid:[4026531836]":
+        assert in_namespace(mount, "process namespace").status == "passed", "nothing is hidden from root"
+
+
+def test_driver_pids_that_do_not_resolve(fake_gpus) -> None:
+    fake_gpus.here()
+    fake_gpus.process(fake_gpus.uuids[1], os.getpid())
+    if os.readlink("/proc/self/ns/pid") == "pid:[4026531836]":
+        assert finding("process namespace").status == "passed"
+    fake_gpus.process(fake_gpus.uuids[1], 1 << 29, static=True)
+    found = finding("process namespace")
+    assert found.status == "warning"
+    assert "1 of 2 processes" in found.detail
+
+
+def test_suspended_holders_and_waiters(state_dir: Path, child, eventually) -> None:
+    holder = child(HOLD)
+    assert holder.hear() == "held"
+    waiter = child(HOLD.replace("only=0", "only=0, timeout=None"))
+    eventually(lambda: any(path.read_text() for path in (state_dir / "queue").glob("*.ticket")))
+    assert finding("suspended processes").status == "passed"
+    for process in (holder, waiter):
+        os.kill(process.pid, signal.SIGSTOP)
+        eventually(lambda process=process: procfs.is_stopped(process.pid))
+    found = finding("suspended processes")
+    assert found.status == "warning"
+    assert f"process {holder.pid} (" in found.detail
+    assert "holds GPU 0" in found.detail
+    assert f"process {waiter.pid} (" in found.detail
+    assert f"kill -CONT {holder.pid} {waiter.pid}" in found.fix
+
+
+def test_a_claim_from_the_future(state_dir: Path, child) -> None:
+    holder = child(HOLD)
+    assert holder.hear() == "held"
+    assert finding("clock").status == "passed"
+    record = state_dir / "leases" / lease_name(UUIDS[0])
+    record.write_text(json.dumps({**json.loads(record.read_text()), "since": time.time() + 7200}))
+    found = finding("clock")
+    assert found.status == "warning"
+    assert "in the future" in found.detail
+
+
+# The older package and others
+
+
+@pytest.fixture
+def old_lock(open_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = open_tmp / "safe_gpu" / "lock"
+    monkeypatch.setattr(legacy, "LOCK_FILE", str(path))
+    return path
+
+
+def test_the_older_package(old_lock: Path, child) -> None:
+    assert "not been used" in finding("older package").detail
+    old_lock.parent.mkdir()
+    old_lock.touch()
+    assert "claims take its lock too" in finding("older package").detail
+    theirs = child(
+        f"import fcntl\nf = open({str(old_lock)!r}, 'w')\nfcntl.lockf(f, fcntl.LOCK_EX)\nsay('locked'); listen()"
+    )
+    assert theirs.hear() == "locked"
+    assert f"process {theirs.pid}" in finding("older package").detail
+    assert finding("older package", environment(SAFE_GPU_LEGACY_LOCK="never")).status == "warning"
+
+
+def test_the_older_package_closed_to_us(old_lock: Path, as_user) -> None:
+    old_lock.parent.mkdir()
+    old_lock.touch(0o644)
+    old_lock.chmod(0o644)
+
+    def work(say, listen) -> None:
+        say(finding("older package").status)
+        listen()
+        found = finding("older package")
+        say(f"{found.status} {found.fix}")
+
+    user = as_user(work, uid=12345)
+    assert user.hear() == "warning"
+    old_lock.chmod(0o666)
+    old_lock.parent.chmod(0o700)
+    user.tell()
+    assert user.hear().startswith("warning have its users upgrade")
+
+
+@pytest.mark.parametrize(
+    ("installed", "status", "says"),
+    [
+        ({"pynvml": "11.5.3"}, "warning", "pip uninstall pynvml"),
+        ({"pynvml": "12.0.0"}, "passed", ""),
+        ({"nvidia_ml_py3": "7.352.0"}, "warning", "pip uninstall nvidia-ml-py3"),
+        ({"safe_gpu": "2.0.0"}, "warning", "pip uninstall safe-gpu"),
+    ],
+)
+def test_packages_in_each_others_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, installed: dict[str, str], status: str, says: str
+) -> None:
+    before = finding("Python packages")
+    if before.status != "passed":
+        pytest.skip(f"this environment has the trouble already: {before.detail}")
+    for name, version in installed.items():
+        directory = tmp_path / f"{name}-{version}.dist-info"
+        directory.mkdir()
+        (directory / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    found = finding("Python packages")
+    assert found.status == status
+    assert says in found.fix
+
+
+def test_a_filelock_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    import filelock
+
+    monkeypatch.delattr(filelock, "lock_descriptor")
+    found = finding("Python packages")
+    assert found.status == "failed"
+    assert "filelock>=3.30" in found.fix
+
+
+# GPUs
+
+
+def test_a_good_host_of_gpus(fake_gpus) -> None:
+    fake_gpus.here()
+    host = Host()
+    for name in ("GPU driver", "driver speed", "lost GPUs", "process lists", "compute mode", "MIG"):
+        assert finding(name, host).status == "passed", name
+    assert finding("GPU driver", host).detail == "nvml 550.54.15: 8 GPU(s), NVIDIA A100-SXM4-80GB"
+
+
+@pytest.mark.parametrize(
+    ("change", "check", "status", "says"),
+    [
+        ({"lost": 1}, "lost GPUs", "warning", "GPU 2"),
+        ({"handle_error": 4}, "lost GPUs", "warning", "GPU 2"),
+        ({"mode": 2}, "compute mode", "warning", "GPU 2: compute mode PROHIBITED"),
+        ({"mode": 3}, "compute mode", "warning", "GPU 2: compute mode EXCLUSIVE_PROCESS"),
+        ({"mig": 1}, "MIG", "warning", "GPU 2: MIG mode is on and there is no instance"),
+        ({"mig": 1, "instances": "MIG-a,MIG-b"}, "MIG", "passed", "on for GPU 2: 2 instance(s)"),
+        ({"compute_error": 3}, "process lists", "failed", "GPU 2"),
+        ({"compute_error": 999}, "process lists", "warning", "GPU 2"),
+    ],
+)
+def test_faults_of_gpus(fake_gpus, change: dict[str, object], check: str, status: str, says: str) -> None:
+    fake_gpus.change(2, **change)
+    fake_gpus.here()
+    found = finding(check)
+    assert (found.status, says in found.detail) == (status, True), found
+
+
+def test_no_gpus_and_no_driver(fake_gpus) -> None:
+    fake_gpus.write()
+    fake_gpus.here()
+    assert "shows no GPU" in finding("GPU driver").detail
+    fake_gpus.options(init_error=9)
+    host = Host()
+    assert finding("GPU driver", host).status == "failed"
+    for name in ("driver speed", "CUDA", "lost GPUs", "process lists", "compute mode", "MIG", "CPU mask"):
+        assert finding(name, host).status == "skipped", name
+
+
+def test_a_simulated_driver_beside_real_gpus(tmp_path: Path) -> None:
+    assert finding("GPU driver", rooted(tmp_path, {})).status == "passed"
+    found = finding("GPU driver", rooted(tmp_path, {"dev/nvidia0": ""}))
+    assert found.status == "warning"
+    assert "SAFE_GPU_DRIVER" in found.fix
+
+
+def test_a_slow_driver() -> None:
+    host = Host()
+    assert host.snapshot is not None
+    host.poll_seconds = 3.2
+    found = finding("driver speed", host)
+    assert "3.20 s" in found.detail
+    assert "persistence" in found.fix
+
+
+ASK_CUDA = """
+import sys
+from safe_gpu import doctor
+found = dict(doctor.CHECKS)[sys.argv[1]](doctor.Host())
+print(found.status, found.detail)
+"""
+
+
+def test_cuda_in_a_child(fake_gpus) -> None:
+    def ask(**variables: str) -> str:
+        return fake_gpus.python(ASK_CUDA, "CUDA", **variables)
+
+    assert ask() == "passed CUDA can be initialised and sees 8 GPU(s)\n"
+    assert ask(CUDA_VISIBLE_DEVICES="1") == "passed CUDA can be initialised and sees 8 GPU(s)\n"
+    fake_gpus.options(cuda_init_error=802)
+    assert ask().startswith("failed CUDA could not be asked")
+    assert "802" in ask()
+
+
+def test_mps_daemons_and_clients(fake_gpus, eventually) -> None:
+    fake_gpus.here()
+    assert finding("MPS").status == "passed"
+    client = fake_gpus.process(fake_gpus.uuids[3], os.getpid(), kind="mps")
+    assert "clients on GPU 3" in finding("MPS").detail
+    client.unlink()
+    daemon = subprocess.Popen(["/usr/bin/nvidia-cuda-mps-control", "60"], executable=shutil.which("sleep"))
+    # exec(2) closes the pipe that Popen waits for before the new command line can be read.
+    eventually(lambda: b"mps-control" in Path(f"/proc/{daemon.pid}/cmdline").read_bytes())
+    try:
+        found = finding("MPS")
+        assert found.status == "warning"
+        assert f"process {daemon.pid}" in found.detail
+    finally:
+        daemon.kill()
+        daemon.wait()
+
+
+# The environment
+
+
+@pytest.mark.parametrize(
+    ("variables", "status", "says"),
+    [
+        ({}, "passed", "none"),
+        ({"SAFE_GPU_TIMEOUT": "15m", "SAFE_GPU_NB_GPUS": "2", "SAFE_GPU_FENCE": "ignore"}, "passed", "15m"),
+        ({"SAFE_GPU_TIMEOT": "1"}, "warning", "SAFE_GPU_TIMEOT"),
+        ({"safe_gpu_dir": "/x"}, "warning", "safe_gpu_dir"),
+        ({"SAFE_GPU_TIMEOUT": "soon"}, "failed", "soon"),
+        ({"SAFE_GPU_NB_GPUS": "0"}, "failed", "'0'"),
+        ({"SAFE_GPU_NB_GPUS": "two"}, "failed", "'two'"),
+        ({"SAFE_GPU_FENCE": "yes"}, "failed", "ignore"),
+        ({"SAFE_GPU_LEGACY_LOCK": "on"}, "failed", "always"),
+        ({"SAFE_GPU_DIR": "state"}, "failed", "relative"),
+        ({"SAFE_GPU_FSROOT": "/nowhere"}, "failed", "/nowhere"),
+        ({"SAFE_GPU_FSROOT": "/tmp"}, "warning", "another host"),
+    ],
+)
+def test_variables(variables: dict[str, str], status: str, says: str) -> None:
+    found = finding("SAFE_GPU variables", environment(**variables))
+    assert (found.status, says in found.detail) == (status, True), found
+
+
+def test_a_typo_is_corrected() -> None:
+    assert "did you mean SAFE_GPU_TIMEOUT?" in finding("SAFE_GPU variables", environment(SAFE_GPU_TIMEOT="1")).fix
+
+
+@pytest.mark.parametrize(
+    ("variables", "status", "says"),
+    [
+        ({}, "passed", "not set"),
+        ({"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}, "passed", "all GPUs"),
+        ({"CUDA_VISIBLE_DEVICES": "0"}, "warning", "limits claims to 1 of 8"),
+        ({"CUDA_VISIBLE_DEVICES": "0", "SAFE_GPU_FENCE": "ignore"}, "passed", "is ignored"),
+        ({"CUDA_VISIBLE_DEVICES": "0", "SLURM_JOB_ID": "7"}, "passed", "as the job's share"),
+        ({"CUDA_VISIBLE_DEVICES": ""}, "failed", "CUDA shows no GPU"),
+        ({"CUDA_VISIBLE_DEVICES": "NoDevFiles"}, "failed", "CUDA shows no GPU"),
+        ({"CUDA_VISIBLE_DEVICES": "1,1"}, "failed", "CUDA shows no GPU"),
+        ({"CUDA_VISIBLE_DEVICES": "1,99,2"}, "warning", "stops reading at '99'"),
+    ],
+)
+def test_visible_devices(variables: dict[str, str], status: str, says: str) -> None:
+    found = finding("CUDA_VISIBLE_DEVICES", environment(**variables))
+    assert (found.status, says in found.detail) == (status, True), found
+
+
+def test_the_two_lists_of_slurm_on_an_amd_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SAFE_GPU_DRIVER", "simulated:mi250x")
+    lists = dict.fromkeys(("ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"), "4,5")
+    found = finding("CUDA_VISIBLE_DEVICES", environment(**lists, SLURM_JOB_ID="7"))
+    assert (found.status, "limits claims to 2 of 8" in found.detail) == ("passed", True), found
+
+
+def test_numbers_that_mean_other_gpus_to_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SAFE_GPU_DRIVER", "simulated:workstation-mixed")
+    found = finding("CUDA_VISIBLE_DEVICES", environment(CUDA_VISIBLE_DEVICES="1"))
+    assert found.status == "warning"
+    assert "ambiguous" in found.detail
+    assert "PCI_BUS_ID" in found.fix
+
+
+@pytest.mark.parametrize(
+    ("value", "status"), [(None, "passed"), ("PCI_BUS_ID", "passed"), ("FASTEST_FIRST", "passed"), ("PCI", "warning")]
+)
+def test_device_order(value: str | None, status: str) -> None:
+    variables = {} if value is None else {"CUDA_DEVICE_ORDER": value}
+    assert finding("CUDA_DEVICE_ORDER", environment(**variables)).status == status
+
+
+def test_scopes_that_live_and_scopes_that_leaked(state_dir: Path, child) -> None:
+    assert finding("SAFE_GPU_SCOPE", environment()).status == "passed"
+    outer = child(HOLD.replace("only=0", "only=0, delegate=True").replace('"held"', "os.environ['SAFE_GPU_SCOPE']"))
+    token = outer.hear()
+    found = finding("SAFE_GPU_SCOPE", environment(SAFE_GPU_SCOPE=token))
+    assert found.status == "passed"
+    assert f"claim of process {outer.pid}, GPU 0" in found.detail
+    outer.kill()
+    found = finding("SAFE_GPU_SCOPE", environment(SAFE_GPU_SCOPE=token))
+    assert found.status == "warning"
+    assert found.fix == "unset SAFE_GPU_SCOPE"
+
+
+@pytest.mark.parametrize(
+    ("variables", "status", "says"),
+    [
+        ({}, "passed", "not in a batch job"),
+        ({"OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, "passed", "rank 1 of 4"),
+        ({"JOB_ID": "12", "SGE_TASK_ID": "3", "SGE_ROOT": "/x"}, "passed", "sge:12.3"),
+        ({"SLURM_JOB_ID": "7", "SLURM_JOB_GPUS": "0,1"}, "passed", "2 GPU(s) asked for"),
+    ],
+)
+def test_batch_jobs(variables: dict[str, str], status: str, says: str) -> None:
+    found = finding("batch job", environment(**variables))
+    assert (found.status, says in found.detail) == (status, True), found
+
+
+def test_a_limited_address_space(child) -> None:
+    code = (
+        "import resource\nfrom safe_gpu import doctor\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))\n"
+        "found = dict(doctor.CHECKS)['address space'](doctor.Host())\n"
+        "say(found.status, found.detail)"
+    )
+    said = child(code).hear()
+    assert said.startswith("warning limited to 8.0 GiB")
+
+
+def test_a_narrow_mask(fake_gpus) -> None:
+    cpus = sorted(os.sched_getaffinity(0))
+    if len(cpus) < 2:
+        pytest.skip("needs two CPUs")
+    near = ",".join(map(str, cpus))
+    fake_gpus.write({"node_cpus": near}, {"node_cpus": str(cpus[-1])})
+    code = f"import os; os.sched_setaffinity(0, {{int(c) for c in os.environ['MASK'].split(',')}})\n{ASK_CUDA}"
+
+    def ask(mask: str) -> str:
+        return fake_gpus.python(code, "CPU mask", MASK=mask)
+
+    assert ask(near).startswith("passed")
+    assert "this process may use only some" in ask(str(cpus[-1]))
+    assert ask(str(cpus[0])).startswith("warning GPU 1: this process may use no CPU")
+
+
+@pytest.mark.parametrize(
+    ("variables", "status"),
+    [
+        ({"OMP_PROC_BIND": "false", "KMP_AFFINITY": "disabled", "OMP_NUM_THREADS": "4"}, "passed"),
+        ({"OMP_PROC_BIND": "close"}, "warning"),
+        ({"OMP_PROC_BIND": "TRUE"}, "warning"),
+        ({"GOMP_CPU_AFFINITY": "0-3"}, "warning"),
+        ({"KMP_AFFINITY": "granularity=fine,compact"}, "warning"),
+    ],
+)
+def test_openmp(variables: dict[str, str], status: str) -> None:
+    assert finding("OpenMP binding", environment(**variables)).status == status

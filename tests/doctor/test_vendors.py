@@ -1,0 +1,91 @@
+"""doctor and demo on hosts with AMD GPUs, and with GPUs of both vendors."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.kfd_host import KfdHost
+
+import safe_gpu
+
+NVIDIA_ONLY = ("compute mode", "MIG", "MPS", "CUDA_DEVICE_ORDER")
+
+
+def doctor(**environment: str) -> dict[str, dict[str, str]]:
+    """Name of a check -> its finding."""
+    call = [sys.executable, "-m", "safe_gpu", "doctor", "--json"]
+    child = subprocess.run(call, env={**os.environ, **environment}, capture_output=True, text=True, timeout=60)
+    return {one["name"]: one for one in json.loads(child.stdout)["checks"]}
+
+
+def check_rows_of_amd(found: dict[str, dict[str, str]]) -> None:
+    assert {name: found[name]["status"] for name in NVIDIA_ONLY} == dict.fromkeys(NVIDIA_ONLY, "skipped")
+    assert "CUDA" not in found
+    assert "CUDA_VISIBLE_DEVICES" not in found
+    assert found["ROCR_VISIBLE_DEVICES"]["status"] == "passed"
+    texts = [f"{one['detail']} {one['fix']}" for one in found.values() if one["name"] not in NVIDIA_ONLY]
+    wrong = [text for text in texts if any(word in text for word in ("nvidia-smi", "Xid", "NVML", "CUDA can"))]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("preset", ["mi250x", "mi300x-cpx"])
+def test_rows_on_simulated_amd_hosts(preset: str) -> None:
+    found = doctor(SAFE_GPU_DRIVER=f"simulated:{preset}")
+    check_rows_of_amd(found)
+    assert found["HIP"]["detail"] == "simulated GPUs have no HIP"
+    assert found["other vendor"]["detail"] == "no GPUs of a second vendor"
+
+
+def test_rows_on_a_saved_tree(tmp_path: Path) -> None:
+    host = KfdHost(tmp_path)
+    host.gpu(0x03, 1, 0xABC)
+    found = doctor(SAFE_GPU_DRIVER="kfd", SAFE_GPU_FSROOT=str(tmp_path), LD_LIBRARY_PATH=str(tmp_path))
+    check_rows_of_amd(found)
+    assert found["GPU driver"]["detail"].startswith("kfd ")
+    assert "HIP" in found["HIP"]["detail"]
+
+
+def test_a_tree_without_gpus(tmp_path: Path) -> None:
+    KfdHost(tmp_path)
+    found = doctor(SAFE_GPU_DRIVER="kfd", SAFE_GPU_FSROOT=str(tmp_path))
+    assert found["GPU driver"]["status"] == "failed"
+    assert "--device /dev/kfd" in found["GPU driver"]["fix"]
+
+
+def test_the_other_vendor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SAFE_GPU_DRIVER", "simulated:two-vendors")
+    with safe_gpu.GPUOwner(1, vendor="amd", timeout=0, affinity=None, delegate=True):
+        inside = doctor()
+    assert "this is inside the claim of process" in inside["SAFE_GPU_SCOPE"]["detail"]
+    assert inside["SAFE_GPU_SCOPE"]["detail"].endswith("GPU amd:0")
+    assert "HIP" in inside, "a claim inside a claim of AMD GPUs gets those"
+    found = doctor()
+    assert "CUDA" in found
+    assert found["other vendor"]["status"] == "passed"
+    assert "4 GPU(s), AMD Instinct MI210; claims get those with --vendor amd" in found["other vendor"]["detail"]
+
+
+def test_a_broken_driver_of_one_vendor(fake_gpus: Any, tmp_path: Path) -> None:
+    (tmp_path / "root/dev").mkdir(parents=True)
+    (tmp_path / "root/dev/nvidiactl").touch()
+    KfdHost(tmp_path / "root").gpu(0x03, 1, 0xABC)
+    fake_gpus.options(init_error=9)
+    found = doctor(**{**fake_gpus.env, "SAFE_GPU_DRIVER": "auto", "SAFE_GPU_FSROOT": str(tmp_path / "root")})
+    assert found["GPU driver"]["status"] == "failed"
+    assert found["other vendor"]["status"] == "warning"
+    assert "not loaded" in found["other vendor"]["detail"]
+
+
+@pytest.mark.parametrize("preset", ["mi250x", "mi300x-cpx", "two-vendors"])
+def test_the_demo(preset: str) -> None:
+    call = [sys.executable, "-m", "safe_gpu", "demo"]
+    environment = {**os.environ, "SAFE_GPU_DRIVER": f"simulated:{preset}"}
+    child = subprocess.run(call, env=environment, capture_output=True, text=True, timeout=120)
+    assert child.returncode == 0, child.stdout + child.stderr
+    assert ("NVIDIA A100-PCIE-40GB" if preset == "two-vendors" else "AMD Instinct") in child.stdout

@@ -1,0 +1,298 @@
+"""AMD GPUs read from saved sysfs trees."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from support.kfd_host import GIB, KfdHost
+
+from safe_gpu.devices import Gpu, GpuProcess, GpuRequest
+from safe_gpu.drivers import kfd_nodes, open_driver
+from safe_gpu.drivers.kfd import KfdDriver
+from safe_gpu.errors import NoDriverError, SafeGpuError
+from safe_gpu.selection.verdicts import judge
+
+HIDDEN = 4_000_000  # above every pid that Linux gives
+MI210, SECOND, THIRD = 0x2C5F_51A3_0D4F_9E01, 0x91B2_0000_0000_0002, 0x0000_0000_00AB_0003
+
+
+@pytest.fixture
+def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> KfdHost:
+    monkeypatch.setenv("SAFE_GPU_FSROOT", str(tmp_path))
+    return KfdHost(tmp_path)
+
+
+@pytest.fixture
+def three(host: KfdHost) -> KfdHost:
+    """Three MI210, whose order is not that of the bus ids."""
+    host.gpu(0xC3, 11, MI210, device_id=0x740F, hive_id=5)
+    host.gpu(0x23, 22, SECOND, device_id=0x740F, numa_node=1, hive_id=5)
+    host.gpu(0x63, 33, THIRD, device_id=0x740F)
+    return host
+
+
+def gpus() -> tuple[Gpu, ...]:
+    return KfdDriver().snapshot().gpus
+
+
+def free() -> list[int]:
+    snapshot = KfdDriver().snapshot()
+    return [verdict.gpu.index for verdict in judge(snapshot, GpuRequest(), leased={}) if verdict.free]
+
+
+def test_gpus_stand_in_the_order_of_rocr(three: KfdHost) -> None:
+    snapshot = open_driver("kfd").snapshot()
+    assert snapshot.driver == "kfd"
+    assert snapshot.driver_version == f"Linux {os.uname().release}"
+    assert [(gpu.index, gpu.uuid, gpu.pci_bus_id, gpu.numa_node) for gpu in snapshot.gpus] == [
+        (0, "GPU-2c5f51a30d4f9e01", "0000:c3:00.0", 0),
+        (1, "GPU-91b2000000000002", "0000:23:00.0", 1),
+        (2, "GPU-0000000000ab0003", "0000:63:00.0", 0),
+    ]
+    first = snapshot.gpus[0]
+    assert first.name == "AMD Instinct MI210"
+    assert (first.memory_total, first.memory_used, first.memory_free) == (64 * GIB, 10 << 20, 64 * GIB - (10 << 20))
+    assert (first.processes, first.unusable, first.display_active) == ((), None, False)
+    assert free() == [0, 1, 2]
+
+
+def test_the_module_tells_its_version(three: KfdHost) -> None:
+    (three.root / "sys/module/amdgpu").mkdir(parents=True)
+    (three.root / "sys/module/amdgpu/version").write_text("6.10.5\n")
+    assert KfdDriver().snapshot().driver_version == "6.10.5"
+
+
+def test_the_board_tells_its_name(three: KfdHost) -> None:
+    (three.pci / "0000:c3:00.0/product_name").write_text("AMD INSTINCT MI210 PCIe\n")
+    (three.pci / "0000:23:00.0/product_name").write_text("\n")
+    assert [gpu.name for gpu in gpus()] == ["AMD INSTINCT MI210 PCIe", "AMD Instinct MI210", "AMD Instinct MI210"]
+
+
+def test_an_unknown_model_is_named_by_its_architecture(host: KfdHost) -> None:
+    host.gpu(0x03, 1, MI210, device_id=0x1234, gfx_target_version=90402)
+    assert gpus()[0].name == "AMD GPU gfx942"
+
+
+def test_one_gpu(host: KfdHost) -> None:
+    host.gpu(0x03, 1, MI210)
+    assert [gpu.label for gpu in gpus()] == ["0"]
+
+
+def test_only_values_put_a_process_on_a_gpu(three: KfdHost) -> None:
+    three.process(HIDDEN, vram_22=512 << 20)
+    listed = [gpu.processes for gpu in gpus()]
+    assert listed == [(), (GpuProcess(HIDDEN, memory_used=512 << 20),), ()]
+    assert free() == [0, 2]
+
+
+def test_a_queue_puts_a_process_on_a_gpu(three: KfdHost) -> None:
+    three.process(HIDDEN, queues=(33,))
+    assert gpus()[2].processes == (GpuProcess(HIDDEN, memory_used=0),)
+    assert free() == [0, 1]
+
+
+def test_further_contexts_count(three: KfdHost) -> None:
+    three.process(HIDDEN, vram_11=1 << 20)
+    three.process(HIDDEN, context=0, vram_11=2 << 20, vram_22=4 << 20)
+    three.process(HIDDEN, context=1, queues=(33,))
+    assert [gpu.processes for gpu in gpus()] == [
+        (GpuProcess(HIDDEN, memory_used=3 << 20),),
+        (GpuProcess(HIDDEN, memory_used=4 << 20),),
+        (GpuProcess(HIDDEN, memory_used=0),),
+    ]
+
+
+def test_a_process_that_has_enumerated_the_gpus_is_on_none(three: KfdHost) -> None:
+    three.process(os.getpid())
+    assert free() == [0, 1, 2]
+
+
+def test_memory_of_nobody_makes_a_gpu_busy(three: KfdHost) -> None:
+    (three.pci / "0000:23:00.0/mem_info_vram_used").write_text(f"{3 * GIB}\n")
+    assert free() == [0, 2]
+
+
+def test_a_number_of_another_namespace_is_known_by_the_device(three: KfdHost) -> None:
+    (three.root / "dev").mkdir()
+    (three.root / "dev/kfd").touch()
+    with subprocess.Popen(["sleep", "60"]) as other:  # has no /dev/kfd open
+        three.process(other.pid, vram_11=1 << 20)
+        (process,) = gpus()[0].processes or ()
+        assert process.elsewhere
+        assert free() == [1, 2]
+        other.kill()
+
+
+@pytest.mark.parametrize("content", ["", "x", "-1", "1 2", "9" * 30])
+def test_a_process_list_that_cannot_be_read(three: KfdHost, content: str) -> None:
+    (three.process(HIDDEN) / "vram_22").write_text(content)
+    assert gpus()[1].processes is None
+    assert str(HIDDEN) in gpus()[1].process_error
+    assert free() == [0, 2]
+
+
+def test_a_process_that_ends_meanwhile(three: KfdHost) -> None:
+    (three.process(HIDDEN) / "vram_22").unlink()
+    assert free() == [0, 1, 2]
+
+
+def test_a_kernel_without_a_process_list(three: KfdHost) -> None:
+    shutil.rmtree(three.kfd / "proc")
+    assert all(gpu.processes is None and "kfd/proc" in gpu.process_error for gpu in gpus())
+    assert free() == []
+
+
+@pytest.mark.parametrize("in_function", [False, True])
+def test_partitions_share_a_bus_id(host: KfdHost, in_function: bool) -> None:
+    """MI300X in CPX mode; the first such kernels wrote the partition in place of the function."""
+    for partition in range(8):
+        place = {"location_id": 0x05 << 8 | partition} if in_function else {}
+        node = host.gpu(0x05, 100 + partition, 0xA0 + partition, memory=192 * GIB, used=300 << 20, device_id=0x74A1,
+                        partition=partition, **place)  # fmt: skip
+        host.bank(node, 24 * GIB)
+    found = gpus()
+    assert [gpu.uuid for gpu in found] == [f"GPU-00000000000000a{partition}" for partition in range(8)]
+    assert {gpu.pci_bus_id for gpu in found} == {"0000:05:00.0"}
+    assert {gpu.memory_total for gpu in found} == {24 * GIB}
+    assert [gpu.index for gpu in found] == list(range(8))
+    host.process(HIDDEN, vram_103=2 * GIB)
+    (host.pci / "0000:05:00.0/mem_info_vram_used").write_text(f"{2 * GIB + (300 << 20)}\n")
+    assert free() == [0, 1, 2, 4, 5, 6, 7]
+    assert [gpu.memory_used for gpu in gpus()][2:4] == [300 << 20, 2 * GIB + (300 << 20)]
+    (host.pci / "0000:05:00.0/mem_info_vram_used").write_text(f"{5 * GIB}\n")
+    assert free() == [], "memory of nobody may be on any of them"
+
+
+@pytest.mark.parametrize("unique_id", [0, 0xABC])
+def test_partitions_with_one_unique_id(host: KfdHost, unique_id: int) -> None:
+    for partition in range(2):
+        host.gpu(0x05, 100 + partition, unique_id, partition=partition)
+    assert [gpu.uuid for gpu in gpus()] == ["AMD-0000:05:00.0-0", "AMD-0000:05:00.0-1"]
+
+
+def test_a_gpu_without_a_unique_id(host: KfdHost) -> None:
+    host.gpu(0x05, 7, 0)
+    host.gpu(0x06, 8, MI210)
+    assert [gpu.uuid for gpu in gpus()] == ["AMD-0000:05:00.0-0", "GPU-2c5f51a30d4f9e01"]
+
+
+def test_a_node_that_a_cgroup_hides_is_not_counted(three: KfdHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = kfd_nodes.Tree.read
+
+    def refused(self: kfd_nodes.Tree, path: str) -> str:
+        if path.endswith(("nodes/2/gpu_id", "nodes/2/properties")):
+            raise PermissionError(1, "Operation not permitted", path)
+        return read(self, path)
+
+    monkeypatch.setattr(kfd_nodes.Tree, "read", refused)
+    assert [(gpu.index, gpu.pci_bus_id) for gpu in gpus()] == [(0, "0000:23:00.0"), (1, "0000:63:00.0")]
+
+
+def test_integrated_graphics_beside_gpus(host: KfdHost) -> None:
+    host.gpu(0x03, 1, MI210)
+    host.gpu(0x10, 2, 0, memory=GIB // 2, device_id=0x164E, gfx_target_version=100306)
+    assert [gpu.unusable is None for gpu in gpus()] == [True, False]
+    assert "integrated" in (gpus()[1].unusable or "")
+    assert free() == [0]
+
+
+def test_integrated_graphics_alone(host: KfdHost) -> None:
+    host.gpu(0x10, 2, 0, memory=GIB // 2, cpu_cores_count=16)
+    assert free() == [0]
+
+
+def test_xgmi_connects_a_hive(three: KfdHost) -> None:
+    driver = KfdDriver()
+    linked = driver.linked(driver.snapshot()).gpus
+    assert [gpu.nvlink_peers for gpu in linked] == [{linked[1].uuid}, {linked[0].uuid}, frozenset()]
+
+
+def test_what_people_look_at(three: KfdHost) -> None:
+    (three.pci / "0000:23:00.0/gpu_busy_percent").write_text("87\n")
+    (three.pci / "0000:63:00.0/gpu_busy_percent").write_text("65535\n")
+    driver = KfdDriver()
+    assert [gpu.utilization for gpu in driver.detailed(driver.snapshot()).gpus] == [0, 87, None]
+
+
+def test_a_display(three: KfdHost) -> None:
+    connector = three.pci / "0000:23:00.0/drm/card1/card1-HDMI-A-1"
+    connector.mkdir(parents=True)
+    (connector / "enabled").write_text("enabled\n")
+    assert [gpu.display_active for gpu in gpus()] == [False, True, False]
+
+
+def test_asked_again(three: KfdHost) -> None:
+    driver = KfdDriver()
+    first, second, third = driver.snapshot().gpus
+    three.process(HIDDEN, vram_22=1 << 20)
+    shutil.rmtree(three.kfd / "topology/nodes/4")
+    now = driver.usage((third, second))
+    assert [gpu.lost for gpu in now] == [True, False]
+    assert now[1].processes == (GpuProcess(HIDDEN, memory_used=1 << 20),)
+    assert driver.usage(()) == ()
+    assert driver.usage((first,)) == (first,)
+
+
+def test_no_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SAFE_GPU_FSROOT", str(tmp_path))
+    with pytest.raises(NoDriverError, match="amdgpu"):
+        open_driver("kfd")
+
+
+def test_a_host_without_gpus(host: KfdHost) -> None:
+    assert gpus() == ()
+
+
+@pytest.mark.parametrize("name", ["gpu_id", "properties"])
+@pytest.mark.parametrize("content", ["", "\0\0", "simd_count", "simd_count -1\nlocation_id x\n", "é\ud800", "4" * 100])
+def test_a_malformed_node_keeps_its_number_and_cannot_be_claimed(three: KfdHost, name: str, content: str) -> None:
+    file = three.kfd / "topology/nodes/3" / name
+    file.write_bytes(content.encode("utf-8", "surrogatepass"))
+    found = gpus()
+    assert [gpu.index for gpu in found] == [0, 1, 2]
+    assert "incompletely" in (found[1].unusable or "")
+    assert free() == [0, 2]
+
+
+@pytest.mark.parametrize("value", [1 << 32, 1 << 63, 10**19])
+@pytest.mark.parametrize("name", ["location_id", "domain"])
+def test_a_place_out_of_range(host: KfdHost, name: str, value: int) -> None:
+    host.gpu(0x03, 1, MI210, **{name: value})
+    assert [gpu.unusable is None for gpu in gpus()] == [False]
+
+
+def test_two_nodes_with_one_place(host: KfdHost) -> None:
+    for gpu_id in (1, 2):
+        host.gpu(0x03, gpu_id, 0)
+    assert len({gpu.uuid for gpu in gpus()}) == 2
+    assert free() == []
+
+
+def test_nothing_but_our_errors_comes_from_a_damaged_tree(three: KfdHost) -> None:
+    """Files cut, overwritten, replaced by directories and removed, at random."""
+    three.process(HIDDEN, queues=(11,), vram_22=1 << 20)
+    chance = random.Random(3)
+    files = sorted(path for path in three.root.rglob("*") if path.is_file())
+    for _ in range(120):
+        path = chance.choice(files)
+        kind = chance.randrange(4)
+        if path.is_dir():
+            path.rmdir()
+        elif path.exists() and kind == 3:
+            path.unlink()
+        if kind == 0:
+            path.mkdir(exist_ok=True, parents=True) if not path.exists() else None
+        elif kind < 3 and path.parent.is_dir() and not path.is_dir():
+            path.write_bytes(chance.randbytes(chance.randrange(40)))
+        try:
+            driver = KfdDriver()
+            snapshot = driver.detailed(driver.linked(driver.snapshot()))
+        except SafeGpuError:
+            continue
+        assert len({gpu.uuid for gpu in snapshot.gpus}) == len(snapshot.gpus)
+        judge(snapshot, GpuRequest(), leased={})

@@ -1,0 +1,240 @@
+"""Whose a process number is, and whose memory is in use, by real threads and processes and by files of /dev."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from safe_gpu.devices import GpuProcess, GpuRequest, HostSnapshot, ProcessKind
+from safe_gpu.drivers import nvidia_host
+from safe_gpu.drivers.nvidia_host import is_wsl, memory_is_node, resolved
+from safe_gpu.drivers.nvidia_smi import NvidiaSmiDriver
+from safe_gpu.drivers.nvml import NvmlDriver
+from safe_gpu.drivers.simulated import SimulatedDriver
+from safe_gpu.selection.verdicts import judge
+
+HIDDEN = 4_000_000  # above every pid that Linux gives
+MIB = 1 << 20
+NOT_SUPPORTED = 3
+
+
+@pytest.fixture
+def thread() -> Iterator[int]:
+    """The id of a thread of this process that is not its main thread."""
+    done, ready = threading.Event(), threading.Event()
+    ids: list[int] = []
+
+    def wait() -> None:
+        ids.append(threading.get_native_id())
+        ready.set()
+        done.wait(120)
+
+    worker = threading.Thread(target=wait)
+    worker.start()
+    assert ready.wait(60)
+    yield ids[0]
+    done.set()
+    worker.join()
+
+
+@pytest.fixture
+def opening() -> Iterator[Callable[..., int]]:
+    """``opening(path)``: the pid of a process that has this file open; with ``mapped=True`` mapped, and not open."""
+    children = []
+
+    def start(path: Path | None, *, mapped: bool = False) -> int:
+        code = """
+import mmap, sys
+if len(sys.argv) > 1:
+    file = open(sys.argv[1], "r+b")
+    if len(sys.argv) > 2:
+        memory = mmap.mmap(file.fileno(), 4096)
+        file.close()
+print(flush=True)
+sys.stdin.read()
+"""
+        arguments = [] if path is None else [str(path), *(["mapped"] if mapped else [])]
+        command = [sys.executable, "-I", "-S", "-c", code, *arguments]
+        child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        children.append(child)
+        assert child.stdout is not None
+        child.stdout.readline()
+        return child.pid
+
+    yield start
+    for child in children:
+        child.communicate()
+
+
+# Threads
+
+
+def test_a_thread_stands_for_its_process(thread: int) -> None:
+    listed = (GpuProcess(thread, memory_used=5), GpuProcess(os.getpid(), memory_used=7), GpuProcess(HIDDEN))
+    assert resolved(listed) == (GpuProcess(os.getpid(), memory_used=7), GpuProcess(HIDDEN))
+    assert resolved(reversed(listed))[1] == GpuProcess(os.getpid(), memory_used=7)
+    kinds = (GpuProcess(thread), GpuProcess(thread, ProcessKind.GRAPHICS))
+    assert [process.kind for process in resolved(kinds)] == [ProcessKind.COMPUTE, ProcessKind.GRAPHICS]
+
+
+def test_threads_on_every_driver(fake_gpus: Any, fake_nvidia_smi: Any, thread: int) -> None:
+    fake_gpus.here()
+    fake_gpus.process(fake_gpus.uuids[0], thread)
+    for driver in (NvmlDriver(), NvidiaSmiDriver()):
+        (gpu,) = driver.usage(driver.snapshot().gpus[:1])
+        assert [process.pid for process in gpu.processes or ()] == [os.getpid()], driver.name
+
+
+def test_threads_on_a_simulated_host(ground: Any, thread: int) -> None:
+    driver = SimulatedDriver("dgx-a100")
+    with driver.occupy(driver.idle.gpus[0].uuid, pid=thread):
+        (process,) = driver.snapshot().gpus[0].processes or ()
+    assert process.pid == os.getpid()
+
+
+# Numbers of another PID namespace
+
+
+@pytest.fixture
+def devices(fake_gpus: Any) -> Path:
+    """A /dev with the files of an NVIDIA driver."""
+    return fake_gpus.devices("nvidiactl", "nvidia0", "nvidia-uvm")
+
+
+def test_who_has_a_device_open(devices: Path, opening: Any) -> None:
+    (devices / "nvidia0").write_bytes(bytes(4096))
+    user, mapper = opening(devices / "nvidia0"), opening(devices / "nvidia0", mapped=True)
+    bystander = opening(None)
+    listed = tuple(GpuProcess(pid, name="x") for pid in (user, mapper, bystander, os.getpid(), HIDDEN))
+    found = {process.pid: process.elsewhere for process in resolved(listed)}
+    assert found == {user: False, mapper: False, bystander: True, os.getpid(): False, HIDDEN: False}
+    assert [process.name for process in resolved(listed)] == ["x", "x", None, "x", "x"]
+    assert not resolved((GpuProcess(bystander, ProcessKind.GRAPHICS),))[0].elsewhere
+    (devices / "nvidiactl").unlink()
+    assert not any(process.elsewhere for process in resolved(listed)), "not NVIDIA's driver for Linux"
+
+
+def test_a_process_that_may_not_be_read_or_has_too_much_open(
+    devices: Path, opening: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bystander = opening(None)
+    listed = (GpuProcess(bystander),)
+    assert resolved(listed)[0].elsewhere
+    with monkeypatch.context() as patch:
+        patch.setattr(nvidia_host, "_MOST_DESCRIPTORS", 0)
+        assert not resolved(listed)[0].elsewhere
+
+    def refuse(path: str) -> list[str]:
+        raise PermissionError(13, "as for another user's process", path)
+
+    monkeypatch.setattr(os, "listdir", refuse)
+    assert not resolved(listed)[0].elsewhere
+
+
+def test_a_zombie_is_not_judged_by_its_devices(devices: Path) -> None:
+    """Its descriptors and mappings are gone, which says nothing; so are those of a main thread that has ended."""
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+    try:
+        assert not resolved((GpuProcess(child),))[0].elsewhere
+    finally:
+        os.waitpid(child, 0)
+
+
+def test_numbers_of_others_on_every_driver(fake_gpus: Any, fake_nvidia_smi: Any, devices: Path, opening: Any) -> None:
+    fake_gpus.here()
+    bystander = opening(None)
+    fake_gpus.process(fake_gpus.uuids[0], bystander)
+    for driver in (NvmlDriver(), NvidiaSmiDriver()):
+        (process,) = driver.snapshot().gpus[0].processes or ()
+        assert (process.pid, process.elsewhere, process.name) == (bystander, True, None), driver.name
+
+
+# Memory
+
+
+def judged(driver: Any, number: int = 0) -> tuple[str, str]:
+    verdict = judge(driver.snapshot(), GpuRequest(), leased={})[number]
+    return verdict.state, verdict.reason
+
+
+def test_memory_that_the_driver_reserves(fake_gpus: Any) -> None:
+    """Version 2 of the memory call leaves it out, so that a stranger of another container with 600 MiB is noticed."""
+    fake_gpus.here()
+    driver = NvmlDriver()
+    fake_gpus.change(0, reserved=700 * MIB)
+    assert judged(driver) == ("free", "")
+    assert not driver.snapshot().gpus[0].counts_reserved
+    fake_gpus.change(0, used=600 * MIB)
+    assert "600 MiB of memory in use by no process" in judged(driver)[1]
+    (gpu,) = driver.usage(driver.snapshot().gpus[:1])
+    assert not judge(HostSnapshot((gpu, *driver.snapshot().gpus[1:])), GpuRequest(), leased={})[0].free
+    fake_gpus.change(0, used=0, memory_v2_error=NOT_SUPPORTED)
+    assert driver.snapshot().gpus[0].counts_reserved
+    assert judged(driver) == ("free", "")
+    fake_gpus.change(0, used=400 * MIB)
+    assert judged(driver)[0] == "busy"
+
+
+def test_memory_that_nvidia_smi_reserves(fake_gpus: Any, fake_nvidia_smi: Any) -> None:
+    fake_gpus.change(0, used=600 * MIB)
+    driver = NvidiaSmiDriver()
+    assert judged(driver)[0] == "busy"
+    fake_nvidia_smi({"version_lacks": "reserved"})
+    assert judged(driver)[0] == "free"
+
+
+def test_page_cache_on_a_gpu_whose_memory_is_a_numa_node(fake_gpus: Any) -> None:
+    fake_gpus.here()
+    driver = NvmlDriver()
+    fake_gpus.change(0, used=60 << 30, memory_node=1)
+    fake_gpus.change(1, used=60 << 30)
+    assert (judged(driver)[0], judged(driver, 1)[0]) == ("free", "busy")
+    fake_gpus.process(fake_gpus.uuids[0], HIDDEN, 1 << 30, static=True)
+    assert judged(driver)[0] == "busy"
+
+
+def test_the_node_is_asked_for_only_where_memory_is_unexplained(fake_gpus: Any) -> None:
+    fake_gpus.here()
+    driver = NvmlDriver()
+    fake_gpus.change(3, used=17 * MIB)
+    fake_gpus.change(4, used=16 * MIB)
+    fake_gpus.options(log=1)
+    driver.snapshot()
+    assert fake_gpus.calls().count("nvmlDeviceGetNumaNodeId") == 1
+
+
+def test_page_cache_by_nvidia_smi(fake_gpus: Any, fake_nvidia_smi: Any) -> None:
+    fake_gpus.change(0, used=60 << 30, bus="00000009:01:00.0")
+    root = fake_gpus.devices().parent
+    (root / "proc").unlink()
+    status = root / "proc/driver/nvidia/gpus/0009:01:00.0/numa_status"
+    status.parent.mkdir(parents=True)
+    for text, node in (("Node:    1\nStatus:  online\n", True), ("Node:    -1\nStatus:  disabled\n", False)):
+        status.write_text(text)
+        assert memory_is_node("0009:01:00.0") is node
+    by_bus = {gpu.pci_bus_id: gpu for gpu in NvidiaSmiDriver().snapshot().gpus}
+    assert not by_bus["0009:01:00.0"].memory_shared
+    status.write_text("Node: 1\n")
+    by_bus = {gpu.pci_bus_id: gpu for gpu in NvidiaSmiDriver().snapshot().gpus}
+    assert by_bus["0009:01:00.0"].memory_shared
+
+
+def test_the_desktop_of_windows(fake_gpus: Any, fake_nvidia_smi: Any) -> None:
+    fake_gpus.here()
+    fake_gpus.change(0, used=2 << 30)
+    devices = fake_gpus.devices("dxg")
+    assert is_wsl()
+    assert judged(NvmlDriver()) == judged(NvidiaSmiDriver()) == ("free", "")
+    (devices / "nvidiactl").touch()
+    assert not is_wsl()
+    assert judged(NvmlDriver())[0] == judged(NvidiaSmiDriver())[0] == "busy"

@@ -1,0 +1,237 @@
+"""Variables of this package, of schedulers, launchers and vendors, with any bytes in them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from support.hostile import LINES, TRICK, assert_plain, assert_shown_safely, bounded, broken_text, examples, refusing
+from support.processes import PACKAGE_ROOT
+
+import safe_gpu
+from safe_gpu import schedulers
+from safe_gpu.cli import main
+from safe_gpu.errors import UnsatisfiableRequestError
+from safe_gpu.schedulers import qstat
+from safe_gpu.settings import VARIABLES
+
+SAFE = sorted({*VARIABLES} - {"SAFE_GPU_DIR", "SAFE_GPU_SIMULATED_DIR", "SAFE_GPU_POLICY"})
+JOBS = (
+    "SLURM_JOB_ID", "SLURM_JOBID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", "SLURM_STEP_GPUS", "SLURM_JOB_GPUS",
+    "SLURM_GPUS_ON_NODE", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_PROCID", "SLURM_STEP_TASKS_PER_NODE",
+    "SLURM_JOB_END_TIME", "PBS_JOBID", "PBS_ARRAY_INDEX", "PBS_ARRAYID", "PBS_NGPUS", "PBS_WALLTIME", "LSB_JOBID",
+    "LSB_JOBINDEX", "JOB_ID", "SGE_TASK_ID", "SGE_JOB_SPOOL_DIR", "SGE_ROOT", "SGE_HGR_gpu", "PE_HOSTFILE", "NHOSTS",
+    "NSLOTS", "HOSTNAME", "SAFE_GPU_SGE_RESOURCE", "SAFE_GPU_NB_GPUS", "CUDA_VISIBLE_DEVICES",
+)  # fmt: skip
+RANKS = (
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "LOCAL_SIZE",
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "PMI_RANK",
+)
+VISIBLE = (
+    "CUDA_VISIBLE_DEVICES",
+    "CUDA_DEVICE_ORDER",
+    "ROCR_VISIBLE_DEVICES",
+    "HIP_VISIBLE_DEVICES",
+    "GPU_DEVICE_ORDINAL",
+)
+SCREEN = ("COLUMNS", "TERM", "NO_COLOR", "TZ", "HOSTNAME")
+NAMES = sorted({*SAFE, *JOBS, *RANKS, *VISIBLE, *SCREEN})
+
+# What an environment can hold: no NUL, and bytes that are not UTF-8 as lone surrogates of their own.
+VALUES = st.one_of(
+    LINES.map(lambda text: text.replace("\0", "").encode("utf-8", "replace").decode()),
+    st.sampled_from(
+        ["\udcff\udc80", "0,1", "0", "-1", "1.5", "1e308", "9" * 400, "inf", "2(x3),1", "1(x999999999)",
+         "4711[5].server",
+         "4711.server", "[", "undefined", "GPU-", "MIG-GPU-/1/0", "0,0", "9" * 5000 + ",1", ",", "2-12:00:00",
+         "1d" * 99,
+         "20GiB", "1e9999GiB", "auto", "node", "simulated:", "simulated:laptop", "/dev/null",
+         "/nonexistent/active_jobs/x.1"]
+    ),
+)  # fmt: skip
+ENVIRONMENTS = st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=5)
+DIGITS = "9" * 5000
+
+
+@examples(150)
+@given(st.dictionaries(st.sampled_from([*JOBS, *RANKS]), VALUES, max_size=6))
+@example({"PBS_JOBID": DIGITS})
+@example({"PBS_JOBID": f"4711[{DIGITS}]"})
+@example({"SGE_JOB_SPOOL_DIR": f"/x/active_jobs/{DIGITS}.1"})
+@example({"SGE_JOB_SPOOL_DIR": "/x/active_jobs/1.1", "NSLOTS": DIGITS})
+@example({"SLURM_JOB_ID": "1", "SLURM_GPUS_ON_NODE": "9" * 18, "SLURM_STEP_GPUS": TRICK})
+@example({"SLURM_JOB_ID": "1", "SLURM_NODEID": "9" * 18, "SLURM_STEP_TASKS_PER_NODE": "1(x1)," * 20_000})
+@example({"LSB_JOBID": "1", "CUDA_VISIBLE_DEVICES": "," * 100_000})
+@example({"SAFE_GPU_NB_GPUS": TRICK})
+def test_jobs_and_ranks(environ: dict[str, str]) -> None:
+    with bounded():
+        job = schedulers.current(environ)
+        assert_plain([job.job_label or ""])
+        assert len(job.job_label or "") <= 100
+        assert schedulers.declared_gpus(environ, ask=False) is None or environ
+        with refusing() as refused:
+            assert 0 < schedulers.number_for_job(environ, ask=False) < 10**18
+    assert refused.error is None or isinstance(refused.error, UnsatisfiableRequestError)
+    assert len(str(refused.error or "")) < 25_000
+
+
+@pytest.mark.parametrize("visible", ["CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "SAFE_GPU_TIMEOUT"])
+def test_a_claim_in_such_an_environment(
+    visible: str, monkeypatch: pytest.MonkeyPatch, ground: Any, capsys: Any
+) -> None:
+    """It ends well or with an error of ours, and leaves no lease, whatever the variables say."""
+
+    @examples(12)
+    @given(ENVIRONMENTS, VALUES)
+    @example({}, DIGITS)
+    @example({}, "1e308")
+    @example({"SAFE_GPU_FOR": "1e308"}, "0")
+    @example({"SAFE_GPU_UNEXPLAINED_MEMORY": DIGITS}, "0")
+    @example({"SAFE_GPU_UNEXPLAINED_MEMORY": "1e9999GiB"}, "0")
+    @example({"SAFE_GPU_SCOPE": TRICK}, "0")
+    @example({"SAFE_GPU_SCOPE": "\udcff"}, "0")
+    @example({"SAFE_GPU_BOUND": TRICK, "SAFE_GPU_EXPECT": "\udcff", "SAFE_GPU_RAY_WORKER": "x"}, "0")
+    @example({"SLURM_JOB_ID": "1", "SLURM_JOB_END_TIME": "9" * 18}, "0")
+    @example({"PBS_JOBID": "1", "PBS_WALLTIME": "9" * 18}, "0")
+    @example({"SGE_JOB_SPOOL_DIR": f"/x/active_jobs/{DIGITS}.1"}, "0")
+    @example({"COLUMNS": "9" * 9}, "0")
+    @example({"COLUMNS": "1"}, "0")
+    @example({"SAFE_GPU_FSROOT": "\udcff"}, "0")
+    @example({"SAFE_GPU_DRIVER": f"simulated:{TRICK}"}, "0")
+    @example({"SAFE_GPU_DRIVER": "x" * 100_000}, "0")
+    def attack(environ: dict[str, str], value: str) -> None:
+        with monkeypatch.context() as patched:
+            for name, text in {**environ, visible: value}.items():
+                if name != "SAFE_GPU_DRIVER" or text.startswith("simulated:"):
+                    patched.setenv(name, text)
+            set_before = dict(os.environ)
+            with bounded(), refusing():
+                safe_gpu.GPUOwner(1, safe_gpu.NoPlaceholder(), affinity=None, timeout=0).release_gpus()
+            assert {name: os.environ.get(name) for name in set_before} == set_before
+            for arguments in (("status",), ("status", "--json"), ("policy",), ("wait", "--timeout", "0")):
+                capsys.readouterr()
+                with bounded():
+                    code = main(list(arguments))
+                out, err = capsys.readouterr()
+                assert code in (0, 69, 70, 73, 75, 78), (arguments, code, err[:500])
+                assert_shown_safely(out, own=True)
+                assert_shown_safely(err, own=True)
+                if out and "--json" in arguments:
+                    assert_plain(json.loads(out))
+        assert ground.leased() == []
+
+    attack()
+
+
+@pytest.mark.parametrize("codec", ["utf-8", "ascii", "latin-1"])
+@pytest.mark.parametrize(
+    "arguments", ["status", "status --json", "doctor", "policy", "history", "affinity", "run -- true"]
+)
+def test_bytes_that_are_no_text_in_a_terminal_of_any_codec(arguments: str, codec: str, tmp_path: Path) -> None:
+    state = os.fsencode(tmp_path) + b"/caf\xe9\xff\x1b[2J\xe2\x80\xae"
+    os.mkdir(state)
+    environ = {
+        **os.environb, b"SAFE_GPU_DIR": state, b"SAFE_GPU_SCOPE": b"\xff\x1b[2J", b"PBS_JOBID": b"1.\xff",
+        b"SAFE_GPU_\xff": b"\xff", b"PYTHONPATH": os.fsencode(PACKAGE_ROOT), b"PYTHONIOENCODING": codec.encode(),
+    }  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-m", "safe_gpu", *arguments.split()],
+        env=environ, stdin=subprocess.DEVNULL, capture_output=True, timeout=60,
+    )  # fmt: skip
+    out, err = done.stdout.decode(codec), done.stderr.decode(codec)
+    assert "Traceback" not in err, err
+    assert done.returncode in (0, 1, 70, 73, 78), err
+    assert_shown_safely(out)
+    assert_shown_safely(err)
+
+
+# Grid Engine's files and its qstat
+
+HOSTFILE = "gpu1.site.org 4 all.q@gpu1 <NULL>\ngpu2 2 all.q@gpu2 UNDEFINED\n"
+ANSWER = """<?xml version='1.0'?>
+<detailed_job_info>
+<djob_info><element><JB_job_number>4711</JB_job_number>
+<JB_hard_resource_list>
+<qstat_l_requests>
+<CE_name>gpu</CE_name><CE_valtype>1</CE_valtype><CE_stringval>2</CE_stringval><CE_doubleval>2.000000</CE_doubleval>
+<CE_consumable>1</CE_consumable>
+</qstat_l_requests>
+</JB_hard_resource_list>
+</element></djob_info>
+</detailed_job_info>
+"""
+XML = (
+    "<JB_hard_resource_list>",
+    "</JB_hard_resource_list>",
+    "<element>",
+    "<!DOCTYPE x>",
+    "&lol;",
+    "<unknown_jobs>",
+    "<AN_text>",
+)
+
+
+@examples(80)
+@given(broken_text(ANSWER, XML), broken_text(HOSTFILE), broken_text("host_slots=4\n"))
+@example(ANSWER, HOSTFILE, "")
+@example("<JB_hard_resource_list>" * 100_000, "", "")
+@example(ANSWER.replace("2.000000", "nan"), "", "")
+@example(ANSWER.replace("2.000000", "1e999"), "", "")
+@example(ANSWER, f"{os.uname().nodename} {DIGITS} q\n", "")
+@example(ANSWER, f"{os.uname().nodename} {'9' * 400} q\n", "")
+@example(ANSWER, f"{os.uname().nodename} \u0663 q\n", "")
+@example(ANSWER, "", f"host_slots={DIGITS}")
+@example(ANSWER.replace("<qstat_l_requests>", "<x>" * 50_000), "", "")
+def test_what_grid_engine_says(
+    tmp_path_factory: pytest.TempPathFactory, answer: str, hostfile: str, config: str
+) -> None:
+    spool = tmp_path_factory.getbasetemp() / "spool"
+    spool.mkdir(exist_ok=True)
+    (spool / "hosts").write_bytes(hostfile.encode("utf-8", "surrogatepass"))
+    (spool / "config").write_bytes(config.encode("utf-8", "surrogatepass"))
+    answer = answer.encode("utf-8", "replace").decode()
+    environ = {"PE_HOSTFILE": str(spool / "hosts"), "SGE_JOB_SPOOL_DIR": str(spool)}
+    with bounded():
+        slots = qstat.slots(environ)
+        try:
+            request = qstat.hard_request(answer, ["gpu"])
+        except qstat.QstatError as err:
+            assert_shown_safely(str(err), 1000)
+            return
+        number = None if request is None else qstat.here(request, slots)
+    assert number is None or 0 <= number < 10**18
+
+
+@pytest.mark.parametrize(
+    "script",
+    ["yes", "exec cat /dev/zero", "yes '<JB_hard_resource_list>'", "exec sleep 600", "(sleep 600) &",
+     "printf '\\033[2J\\n' >&2; exit 1", "echo '<AN_text>&#27;[2J</AN_text>'",
+     "head -c 70000 /dev/zero | tr '\\0' x; exit 1",
+     "echo '<JB_job_number>4711</JB_job_number>'"],
+)  # fmt: skip
+def test_a_qstat_that_prints_without_end_or_hangs(script: str, tmp_path: Path) -> None:
+    program = tmp_path / "qstat"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    environ = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "JOB_ID": "4711",
+        "SGE_ROOT": "/sge",
+        "SGE_TASK_ID": "undefined",
+    }
+    with bounded(20.0, 128):
+        try:
+            assert qstat.ask(environ, "4711", patience=1.0) == 0
+        except qstat.QstatError as err:
+            assert_shown_safely(str(err), 1000)

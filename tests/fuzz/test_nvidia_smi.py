@@ -1,0 +1,190 @@
+"""Whatever nvidia-smi prints, and however much: our errors, in bounded time and memory, and plain text on a screen."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from support.hostile import TRICK, assert_shown_safely, bounded, broken_text, examples, refusing
+
+from safe_gpu.drivers import nvidia_smi
+from safe_gpu.errors import NoDriverError
+from safe_gpu.status.gather import status_of
+from safe_gpu.status.table import render
+
+REPORT = """<?xml version="1.0" ?>
+<!DOCTYPE nvidia_smi_log SYSTEM "nvsmi_device_v12.dtd">
+<nvidia_smi_log>
+<driver_version>550.54.15</driver_version>
+<gpu id="00000000:07:00.0">
+<product_name>NVIDIA A100-SXM4-80GB</product_name>
+<display_active>Disabled</display_active>
+<mig_mode>
+<current_mig>Enabled</current_mig>
+</mig_mode>
+<mig_devices>
+<mig_device>
+<index>0</index>
+<gpu_instance_id>1</gpu_instance_id>
+<compute_instance_id>0</compute_instance_id>
+<fb_memory_usage>
+<total>9856 MiB</total><reserved>0 MiB</reserved><used>12 MiB</used><free>9843 MiB</free></fb_memory_usage>
+</mig_device>
+</mig_devices>
+<uuid>GPU-00000000-0000-0000-0000-000000000000</uuid>
+<fb_memory_usage>
+<total>81920 MiB</total><reserved>600 MiB</reserved><used>3000 MiB</used><free>78320 MiB</free>
+</fb_memory_usage>
+<compute_mode>Default</compute_mode>
+<utilization><gpu_util>3 %</gpu_util></utilization>
+<processes>
+<process_info><gpu_instance_id>1</gpu_instance_id><compute_instance_id>0</compute_instance_id>
+<pid>1</pid><type>C</type><process_name>python &amp; co</process_name><used_memory>2400 MiB</used_memory></process_info>
+</processes>
+</gpu>
+<gpu id="00000000:0F:00.0">
+<product_name>NVIDIA A100-SXM4-80GB</product_name>
+<mig_mode><current_mig>Disabled</current_mig></mig_mode>
+<uuid>GPU-00000001-0000-0000-0000-000000000000</uuid>
+<fb_memory_usage>
+<total>81920 MiB</total><reserved>600 MiB</reserved><used>4 MiB</used><free>81316 MiB</free></fb_memory_usage>
+<compute_mode>Exclusive_Process</compute_mode>
+<processes>
+<process_info>
+<pid>99999</pid><type>M+C</type><process_name>[Not Found]</process_name><used_memory>N/A</used_memory></process_info>
+</processes>
+</gpu>
+</nvidia_smi_log>
+"""
+LIST = """GPU 0: NVIDIA A100-SXM4-80GB (UUID: GPU-00000000-0000-0000-0000-000000000000)
+  MIG 1g.10gb     Device  0: (UUID: MIG-00000000-1111-0000-0000-000000000000)
+GPU 1: NVIDIA A100-SXM4-80GB (UUID: GPU-00000001-0000-0000-0000-000000000000)
+"""
+WORDS = (
+    '<gpu id="00000000:07:00.0">', "<mig_devices>", "<mig_device>", "<processes>", "</processes>", "<process_info>",
+    "<fb_memory_usage>", "<uuid>", "<pid>", "<!--", "<![CDATA[", "&amp;", "&#27;", "No devices were found",
+    "Unable to determine the device handle for GPU 0000:07:00.0: GPU is lost.  Reboot the system to recover this GPU",
+    "Unable to determine the device handle for GPU",
+)  # fmt: skip
+DIGITS = "9" * 5000
+
+
+class _Said(nvidia_smi.NvidiaSmiDriver):
+    """The driver with these answers in place of a program's."""
+
+    def __init__(self, report: str, listed: str, code: int) -> None:
+        self._path = "nvidia-smi"
+        self._timeout = 1.0
+        self._known, self._layout, self._listed = {}, (), {}
+        self._answers = {"-q": (code, report), "-L": (code, listed)}
+
+    def _run(self, *arguments: str) -> tuple[int, str]:
+        return self._answers[arguments[0]]
+
+
+@examples(60)
+@given(broken_text(REPORT, WORDS), broken_text(LIST, WORDS), st.sampled_from([0, 1, 6, 255, -9]))
+@example(REPORT, LIST, 0)
+@example("", "", 0)
+@example("No devices were found", "", 6)
+@example("No devices were found" + TRICK, "", 6)
+@example(f"Failed: {TRICK * 20_000}", "", 9)
+@example(REPORT.replace("<pid>1</pid>", f"<pid>{DIGITS}</pid>"), LIST, 0)
+@example(REPORT.replace("<pid>1</pid>", "<pid>4294967296</pid>"), LIST, 0)
+@example(REPORT.replace("<pid>1</pid>", "<pid>\u0661\u00b2</pid>"), LIST, 0)
+@example(REPORT.replace("3000 MiB", f"{DIGITS} MiB"), LIST, 0)
+@example(REPORT.replace("3 %", f"{DIGITS} %"), LIST, 0)
+@example(REPORT.replace("<index>0", f"<index>{DIGITS}"), LIST, 0)
+@example(REPORT, LIST.replace("Device  0", f"Device  {DIGITS}"), 0)
+@example(REPORT, LIST.replace("MIG-00000000", f"MIG-{TRICK.replace(chr(13), '').replace(chr(10), '')}"), 0)
+@example(REPORT, LIST.replace("1g.10gb", "\x1b[2J"), 0)
+@example(REPORT.replace("550.54.15", TRICK * 100), LIST, 0)
+@example(REPORT.replace("NVIDIA A100-SXM4-80GB", TRICK * 1000), LIST, 0)
+@example(REPORT.replace("python &amp; co", "&#27;[2J&#x202e;" * 5000), LIST, 0)
+@example(REPORT.replace("<pid>1</pid>", "<pid>&#27;[2Jevil</pid>" + "x" * 100_000), LIST, 0)
+@example(REPORT.replace("GPU-00000001", "GPU-00000000"), LIST, 0)
+@example(REPORT.replace("GPU-00000001", "GPU-" + "0" * 5000), LIST, 0)
+@example(REPORT.replace("00000000:0F:00.0", "00000000:07:00.0"), LIST, 0)
+@example(REPORT.replace("00000000:0F:00.0", "0:0:" + "f" * 5000), LIST, 0)
+@example(REPORT.replace("00000000:0F:00.0", "../..:\x000F:00.0"), LIST, 0)
+@example(REPORT.replace("</processes>", ""), LIST, 0)
+@example("<mig_devices>" * 100_000, LIST, 0)
+@example('<gpu id="00000000:07:00.0">' * 20_000, LIST, 0)
+@example(REPORT + "<process_info>" * 100_000, LIST, 0)
+@example(REPORT.replace("<processes>", "<processes>" + "<process_info>" * 100_000, 1), LIST, 0)
+@example(REPORT.replace("<mig_device>", "<mig_device>" * 100_000, 1), LIST, 0)
+def test_what_it_prints(report: str, listed: str, code: int) -> None:
+    with bounded(), refusing() as refused:
+        driver = _Said(report, listed, code)
+        snapshot = driver.detailed(driver.linked(driver.snapshot()))
+        driver.usage(snapshot.gpus)
+        assert len({gpu.uuid for gpu in snapshot.gpus}) == len(snapshot.gpus)
+        for gpu in snapshot.gpus:
+            assert gpu.pci_bus_id.isprintable()
+            assert (gpu.uuid + gpu.name).isprintable()
+            assert len(gpu.uuid) < 100
+        shown = status_of(snapshot)
+        assert_shown_safely(render(shown, width=100, color=False), most=10_000 + 4000 * len(snapshot.gpus))
+        shown.to_dict()
+    assert refused.error is None or isinstance(refused.error, NoDriverError)
+
+
+@pytest.fixture
+def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file on PATH that is taken for nvidia-smi."""
+    path = tmp_path / "nvidia-smi"
+    path.write_text("")
+    path.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("SAFE_GPU_DRIVER", "nvidia-smi")
+    return path
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "yes",
+        "yes '<gpu id=\"00000000:07:00.0\"><processes>'",
+        "exec cat /dev/zero",
+        "head -c 60000000 /dev/zero",
+        "yes >&2",
+        "printf '<gpu id=\"'; exec sleep 600",
+        "exec sleep 600",
+        "(sleep 600; yes) & echo '<nvidia_smi_log>'",
+        "trap '' TERM; while :; do sleep 600; done",
+    ],
+)
+def test_a_program_that_prints_without_end_or_hangs(script: str, program: Path) -> None:
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    driver = nvidia_smi.NvidiaSmiDriver(timeout=1.0)
+    with bounded(seconds=20.0, mebibytes=128), refusing() as refused:
+        driver.snapshot()
+    assert isinstance(refused.error, NoDriverError)
+    deadline = time.monotonic() + 30
+    while _children_of(program):
+        assert time.monotonic() < deadline, "a child of it goes on"
+        time.sleep(0.01)
+
+
+def _children_of(program: Path) -> list[str]:
+    """The processes that run this script, which is an argument of its shell."""
+    found = []
+    for pid in filter(str.isdecimal, os.listdir("/proc")):
+        try:
+            if str(program).encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found.append(pid)
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.parametrize("content", [b"", b"\x7fELF", b"#!/nonexistent\n", b"\x00" * 100, b"#!" + b"x" * 5000])
+def test_a_file_that_is_no_program(content: bytes, program: Path) -> None:
+    program.write_bytes(content)
+    with refusing() as refused:
+        nvidia_smi.NvidiaSmiDriver(timeout=5.0).snapshot()
+    assert isinstance(refused.error, NoDriverError)

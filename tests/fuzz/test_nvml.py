@@ -1,0 +1,240 @@
+"""Whatever NVML answers, of the types that its functions have: our errors, in bounded time and memory."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from support.hostile import TEXTS, TRICK, assert_plain, assert_shown_safely, bounded, examples, refusing
+
+from safe_gpu.drivers import nvml, nvml_inventory, nvml_session
+from safe_gpu.drivers.nvml_processes import read_rows
+from safe_gpu.errors import NoDriverError
+from safe_gpu.status.gather import status_of
+from safe_gpu.status.table import render
+
+GPUS = 3
+UUID = "GPU-0000000{}-0000-0000-0000-000000000000"
+HUGE = 0xFFFFFFFF
+
+
+class NVMLError(Exception):
+    """pynvml's: ``value`` is NVML's return code."""
+
+    def __init__(self, value: int) -> None:
+        super().__init__(value)
+        self.value = value
+
+
+class PciInfo(ctypes.Structure):
+    _fields_ = (("busIdLegacy", ctypes.c_char * 16), ("domain", ctypes.c_uint), ("bus", ctypes.c_uint),
+                ("device", ctypes.c_uint), ("busId", ctypes.c_char * 32))  # fmt: skip
+
+
+class Host:
+    """pynvml and the library behind it: what a function answers by its name, else what an idle host answers.
+
+    A number under ``code:NAME`` is a return code. ``rows`` are the (pid, memory) of all process lists; ``claimed`` is
+    the number of rows that these say they have, and ``list_code`` what they return.
+    """
+
+    NVMLError = NVMLError
+    c_nvmlDevice_t = ctypes.c_void_p
+    nvmlPciInfo_t = PciInfo
+    nvmlMemory_v2 = 2
+
+    def __init__(
+        self, answers: Mapping[str, Any], *, rows: Any = (), claimed: int | None = None, list_code: int = 0
+    ) -> None:
+        self._answers = answers
+        self._rows, self._claimed, self._list_code = list(rows), claimed, list_code
+        self.asked = 0
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if not name.startswith("nvml") or name in self._answers.get("absent", ()):
+            raise AttributeError(name)
+        return lambda *arguments: self._answer(name, arguments)
+
+    def _answer(self, name: str, arguments: tuple[Any, ...]) -> Any:
+        self.asked += 1
+        if f"code:{name}" in self._answers:
+            raise NVMLError(self._answers[f"code:{name}"])
+        if name in self._answers:
+            return self._answers[name]
+        number = arguments[0] if arguments and isinstance(arguments[0], int) else 0
+        valid: dict[str, Any] = {
+            "nvmlDeviceGetCount": GPUS,
+            "nvmlDeviceGetHandleByIndex": number,
+            "nvmlDeviceGetHandleByUUID": 0,
+            "nvmlDeviceGetUUID": UUID.format(number),
+            "nvmlDeviceGetName": "NVIDIA A100-SXM4-80GB",
+            "nvmlDeviceGetPciInfo": PciInfo(b"", 0, 7 + number, 0, f"00000000:{7 + number:02X}:00.0".encode()),
+            "nvmlDeviceGetMemoryInfo": SimpleNamespace(total=80 << 30, used=1 << 20, free=79 << 30),
+            "nvmlDeviceGetComputeMode": 0,
+            "nvmlDeviceGetDisplayActive": 0,
+            "nvmlDeviceGetMigMode": [0, 0],
+            "nvmlDeviceGetMaxMigDeviceCount": 7,
+            "nvmlDeviceGetMigDeviceHandleByIndex": 100 + 10 * number + (arguments[1] if len(arguments) > 1 else 0),
+            "nvmlDeviceGetGpuInstanceId": 1,
+            "nvmlDeviceGetComputeInstanceId": 0,
+            "nvmlDeviceGetUtilizationRates": SimpleNamespace(gpu=0, memory=0),
+            "nvmlDeviceGetCpuAffinityWithinScope": [1] + [0] * 63,
+            "nvmlDeviceGetP2PStatus": 0,
+            "nvmlSystemGetDriverVersion": "550.54.15",
+            "nvmlSystemGetProcessName": "python",
+            "nvmlInit": None,
+            "nvmlShutdown": None,
+        }
+        if name not in valid:
+            raise NVMLError(13)
+        return valid[name]
+
+    def library(self) -> SimpleNamespace:
+        names = [f"nvmlDeviceGet{kind}RunningProcesses_v3" for kind in ("Compute", "Graphics", "MPSCompute")]
+        return SimpleNamespace(**dict.fromkeys(names, self._list))
+
+    def _list(self, handle: Any, count: Any, buffer: Any) -> int:
+        from struct import pack_into
+
+        room = count._obj.value
+        for place, (pid, memory) in enumerate(self._rows[:room]):
+            pack_into("=IIQII", buffer, 24 * place, pid, 0, memory, HUGE, HUGE)
+        count._obj.value = len(self._rows) if self._claimed is None else self._claimed
+        return self._list_code
+
+
+TEXT_ANSWERS = (
+    st.sampled_from([text.replace("\0", "")[:96] for text in TEXTS]) | st.text(max_size=20) | st.just(b"\xff\xfe\x00")
+)
+NUMBERS = st.sampled_from([0, 1, 2, -1, 63, 4096, 2**31 - 1, HUGE, 2**64 - 1, -(2**63)])
+ANSWERS = {
+    **dict.fromkeys(
+        ("nvmlDeviceGetUUID", "nvmlDeviceGetName", "nvmlSystemGetDriverVersion", "nvmlSystemGetProcessName"),
+        TEXT_ANSWERS,
+    ),
+    **dict.fromkeys(
+        (
+            "nvmlDeviceGetCount", "nvmlDeviceGetComputeMode", "nvmlDeviceGetDisplayActive",
+            "nvmlDeviceGetMaxMigDeviceCount",
+            "nvmlDeviceGetGpuInstanceId", "nvmlDeviceGetComputeInstanceId", "nvmlDeviceGetP2PStatus",
+        ),
+        NUMBERS,
+    ),
+    "nvmlDeviceGetMigMode": st.lists(st.sampled_from([0, 1, HUGE]), min_size=2, max_size=2),
+    "nvmlDeviceGetMemoryInfo": st.builds(SimpleNamespace, total=NUMBERS, used=NUMBERS, free=NUMBERS),
+    "nvmlDeviceGetUtilizationRates": st.builds(SimpleNamespace, gpu=NUMBERS, memory=NUMBERS),
+    "nvmlDeviceGetCpuAffinityWithinScope": st.lists(st.sampled_from([0, 1, 2**64 - 1]), max_size=70),
+    "nvmlDeviceGetPciInfo": st.builds(
+        PciInfo, st.binary(max_size=16), st.integers(0, HUGE), st.integers(0, HUGE), st.integers(0, HUGE),
+        st.binary(max_size=32) |
+        st.sampled_from([b"00000000:07:00.0", b"../../../../etc", b"\x1b[2J", b":::", b"a:b:c.d"]),
+    ),
+}  # fmt: skip
+ASKED = sorted([*ANSWERS, "nvmlInit", "nvmlShutdown", "nvmlDeviceGetHandleByIndex", "nvmlDeviceGetHandleByUUID",
+                "nvmlDeviceGetMigDeviceHandleByIndex"])  # fmt: skip
+CODES = st.sampled_from([1, 2, 3, 4, 6, 7, 9, 12, 13, 15, 16, 18, 25, 28, 999, -1, 2**31])
+
+
+@st.composite
+def answers(draw: Any) -> dict[str, Any]:
+    """Some functions with another answer or a return code, and some that are missing."""
+    found: dict[str, Any] = {}
+    for name in draw(st.lists(st.sampled_from(ASKED), max_size=4, unique=True)):
+        if name in ANSWERS and draw(st.integers(0, 2)):
+            found[name] = draw(ANSWERS[name])
+        elif draw(st.booleans()):
+            found[f"code:{name}"] = draw(CODES)
+        else:
+            found["absent"] = (*found.get("absent", ()), name)
+    return found
+
+
+ROWS = st.lists(st.tuples(st.sampled_from([0, 1, 4711, HUGE]), st.sampled_from([0, 1 << 30, 2**64 - 1])), max_size=4)
+
+
+@pytest.fixture
+def nvml_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[Host], nvml.NvmlDriver]:
+    """The driver on top of such a host."""
+
+    def open_driver(host: Host) -> nvml.NvmlDriver:
+        monkeypatch.setitem(sys.modules, "pynvml", host)  # type: ignore[arg-type]
+        monkeypatch.setattr(nvml_session.libraries, "load", lambda name: host.library())
+        monkeypatch.setattr(nvml, "_KNOWN", nvml_inventory.Known())
+        return nvml.NvmlDriver()
+
+    return open_driver
+
+
+@examples(60)
+@given(answers(), ROWS, st.none() | NUMBERS.filter(lambda n: 0 <= n <= HUGE), st.just(0) | CODES)
+@example({}, [], None, 0)
+@example({"nvmlDeviceGetCount": HUGE}, [], None, 0)
+@example({"nvmlDeviceGetCount": -1}, [], None, 0)
+@example({"nvmlDeviceGetMigMode": [1, 1], "nvmlDeviceGetMaxMigDeviceCount": HUGE}, [], None, 0)
+@example({"nvmlDeviceGetMigMode": [1, 1], "code:nvmlDeviceGetMigDeviceHandleByIndex": 6}, [(1, 1)], None, 0)
+@example({}, [(1, 1)], HUGE, 7)
+@example({}, [(1, 1)], HUGE, 0)
+@example({}, [(HUGE, 2**64 - 2)] * 40, None, 0)
+@example({"nvmlDeviceGetUUID": ""}, [], None, 0)
+@example({"nvmlDeviceGetUUID": UUID.format(0)}, [], None, 0)
+@example({"nvmlDeviceGetUUID": "../../" + TRICK}, [], None, 0)
+@example({"nvmlDeviceGetName": TRICK * 3}, [], None, 0)
+@example({"nvmlDeviceGetName": b"\xff\xfe"}, [], None, 0)
+@example({"nvmlSystemGetDriverVersion": TRICK * 3}, [], None, 0)
+@example({"nvmlSystemGetProcessName": TRICK * 300}, [(99999999, 1 << 30)], None, 0)
+@example({"nvmlDeviceGetMemoryInfo": SimpleNamespace(total=-1, used=2**70, free=-(2**70))}, [], None, 0)
+@example({"nvmlDeviceGetPciInfo": PciInfo(b"", HUGE, HUGE, HUGE, b"\x1b[2J:0:0")}, [], None, 0)
+@example({"nvmlDeviceGetPciInfo": PciInfo(b"", 0, 0, 0, b"../../..:0:0")}, [], None, 0)
+@example({"code:nvmlInit": 2**31}, [], None, 0)
+def test_what_it_answers(
+    nvml_of: Callable[[Host], nvml.NvmlDriver], answered: dict[str, Any], rows: Any, claimed: int | None, list_code: int
+) -> None:
+    host = Host(answered, rows=rows, claimed=claimed, list_code=list_code)
+    with bounded(), refusing() as refused:
+        driver = nvml_of(host)
+        snapshot = driver.detailed(driver.linked(driver.snapshot()))
+        driver.usage(snapshot.gpus[:4])
+        for gpu in snapshot.gpus[:4]:
+            assert driver.cpu_affinity(gpu.uuid, "node") is None or gpu
+        driver.close()
+        for gpu in snapshot.gpus:
+            assert_plain([gpu.uuid, gpu.name, gpu.pci_bus_id, gpu.process_error, gpu.unusable])
+            assert len(gpu.uuid) <= 100
+            assert "/.." not in gpu.pci_bus_id
+        assert len({gpu.uuid for gpu in snapshot.gpus}) == len(snapshot.gpus)
+        shown = status_of(snapshot)
+        assert_shown_safely(render(shown, width=100, color=False), most=10_000 + 4000 * len(snapshot.gpus))
+        assert_plain(shown.to_dict())
+    assert refused.error is None or isinstance(refused.error, NoDriverError)
+    assert host.asked < 200_000
+
+
+@examples(60)
+@given(
+    st.binary(max_size=200),
+    NUMBERS.filter(lambda n: 0 <= n <= HUGE),
+    st.sampled_from([0, 7, 7, 15]),
+    st.sampled_from([16, 24]),
+)
+@example(b"", HUGE, 7, 24)
+@example(b"\xa5" * 64, 2, 0, 24)
+def test_a_list_that_lies_about_its_length(data: bytes, count: int, code: int, stride: int) -> None:
+    calls = []
+
+    def answer(handle: object, number: Any, buffer: Any) -> int:
+        calls.append(number._obj.value)
+        buffer[: len(data)] = data
+        number._obj.value = count
+        return code
+
+    with bounded(mebibytes=128):
+        returned, rows = read_rows(answer, None, stride)
+    assert returned == code
+    assert len(rows) <= calls[0]
+    assert len(calls) <= 8

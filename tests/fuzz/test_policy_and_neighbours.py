@@ -1,0 +1,111 @@
+"""The policy file, names of sockets, and command lines of other processes: any text, and none of it on a screen."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from support.hostile import LINES, TRICK, assert_plain, assert_shown_safely, bounded, broken_text, examples, refusing
+
+from safe_gpu import policy, procfs
+from safe_gpu.coordination import names
+from safe_gpu.errors import PolicyError
+
+POLICY = """# limits of this host
+[default]
+max_gpus = 4
+max_hold = 2d
+default_hold = 8h
+
+[user anna]
+max_gpus = unlimited
+
+[group 100]
+max_wait = 1h30m
+idle_report_after = 30m
+"""
+DIGITS = "9" * 5000
+
+
+@examples(80)
+@given(broken_text(POLICY, ("[", "[user ", "]", "=", "[default]", "max_gpus", "\ufeff")))
+@example(POLICY)
+@example("[default]\n" * 6000)
+@example(POLICY.replace("4", DIGITS))
+@example(POLICY.replace("2d", DIGITS))
+@example(POLICY.replace("2d", "9" * 400 + "d"))
+@example(POLICY.replace("2d", "1d" * 9000))
+@example(POLICY.replace("anna", TRICK))
+@example(POLICY.replace("100", DIGITS))
+@example(POLICY.replace("max_gpus", TRICK))
+@example("[user " + "x" * 60_000 + "]\nmax_gpus = 1")
+def test_a_policy(text: str) -> None:
+    with bounded(), refusing() as refused:
+        parsed = policy.parse(text, "/etc/safe-gpu/policy.ini")
+        for uid in (0, 1000):
+            limits = policy.limits_of_user(parsed, uid)
+            assert limits.max_gpus is None or 0 <= limits.max_gpus < 10**5
+        policy.limits_of_this_user(parsed)
+    assert refused.error is None or isinstance(refused.error, PolicyError)
+
+
+@pytest.fixture
+def stranger() -> Iterator[socket.socket]:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as one:
+        yield one
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        b"",
+        b"\xff\xfe",
+        TRICK.encode()[:40],
+        b"GPU-1 GPU-2",
+        b"GPU-1\n",
+        b"\x00",
+        b"x" * 90,
+        b"\na: 2 0 1 0001 01 x @safe-gpu/1/GPU-1",
+    ],
+)
+def test_names_of_sockets_that_a_neighbour_binds(stranger: socket.socket, name: bytes) -> None:
+    stranger.bind(b"\0safe-gpu/1/" + name)
+    with bounded():
+        names.sockets()
+        assert names.held_among(["GPU-00000000-0000-0000-0000-00000000fee1"]) == frozenset()
+
+
+@examples(60)
+@given(st.lists(st.binary(max_size=80) | LINES.map(lambda text: text.encode("utf-8", "replace")), max_size=4))
+@example([b"1: FLOCK  ADVISORY  WRITE 1 08:01:7 0 EOF"])
+@example([b"1: FLOCK  ADVISORY  WRITE " + DIGITS.encode() + b" 08:01:7 0 EOF"])
+@example([b"1: FLOCK  ADVISORY  WRITE 1 " + b"f" * 5000 + b":01:7 0 EOF"])
+@example([b"a: 00000002 00000000 00010000 0001 01 " + DIGITS.encode() + b" @safe-gpu/1/x"])
+@example([b"a: 00000002 00000000 00010000 0001 01 x @safe-gpu/1/x"])
+def test_tables_of_the_kernel(lines: list[bytes]) -> None:
+    with bounded(), pytest.MonkeyPatch.context() as patched:
+        patched.setattr(procfs, "lines_of", lambda path: iter(lines))
+        patched.setattr(names, "lines_of", lambda path: iter(lines))
+        for pids in procfs.flock_holders({7}).values():
+            assert all(pid > 0 for pid in pids)
+        names.sockets()
+
+
+@pytest.mark.parametrize("argument", [TRICK, "\udcff" * 9, "x" * 100_000, "\u0301" * 30_000, ""])
+def test_command_lines_of_others(argument: str, tmp_path: Path) -> None:
+    program = tmp_path / TRICK.replace("/", "")[:30]
+    os.symlink(sys.executable, program)
+    process = subprocess.Popen([program, "-c", "input()", argument], stdin=subprocess.PIPE)
+    with process, bounded():
+        command = procfs.command_of(process.pid) or ""
+        process.communicate(b"\n", timeout=60)
+    assert_plain(command)
+    assert len(command) <= 200
+    assert_shown_safely(command)

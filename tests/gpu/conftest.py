@@ -1,0 +1,90 @@
+"""One free GPU of this machine, and processes that claim it."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from safe_gpu.devices import Gpu, GpuRequest
+from safe_gpu.drivers import opened_driver
+from safe_gpu.selection.verdicts import judge
+
+PRELUDE = """
+import os, sys, threading
+import safe_gpu
+from safe_gpu.runtimes import cuda
+def claim(uuid, placeholder=None, timeout=60, **options):
+    return safe_gpu.claim_gpus(1, placeholder, only=uuid, timeout=timeout, **options)
+def opened():
+    return cuda.uuid_of_ordinal(0), cuda.uuid_of_ordinal(1)
+"""
+
+
+class RealGpu:
+    """A GPU of this machine that was free before the test."""
+
+    def __init__(self, uuid: str) -> None:
+        self.uuid = uuid
+
+    def now(self) -> Gpu:
+        """What the driver says of it."""
+        with opened_driver() as driver:
+            gpu = driver.snapshot().by_uuid(self.uuid)
+        assert gpu is not None
+        return gpu
+
+    def shows(self, pid: int) -> bool:
+        """Whether the driver lists this process on it; some drivers list the number of a thread in its place."""
+        processes = self.now().processes
+        assert processes is not None
+        return pid in {_process_of(process.pid) for process in processes}
+
+    def expect(self, pid: int) -> None:
+        """Wait until the driver lists this process; skip where it lists none of this PID namespace."""
+        deadline = time.monotonic() + 10
+        while not self.shows(pid):
+            if time.monotonic() > deadline:
+                numbers = [process.pid for process in self.now().processes or ()]
+                if any(os.path.exists(f"/proc/{number}") for number in numbers):
+                    pytest.fail(f"the driver lists {numbers}, and not {pid}")
+                pytest.skip(f"this driver does not list processes of this PID namespace (it lists {numbers})")
+            time.sleep(0.01)
+
+
+def _process_of(number: int) -> int:
+    with suppress(OSError):
+        for line in Path(f"/proc/{number}/status").read_text().splitlines():
+            if line.startswith("Tgid:"):
+                return int(line.split()[1])
+    return number
+
+
+@pytest.fixture
+def gpu() -> RealGpu:
+    """A free GPU, or MIG instance, of this machine."""
+    with opened_driver() as driver:
+        snapshot = driver.snapshot()
+    free = [verdict.gpu for verdict in judge(snapshot, GpuRequest(), leased={}) if verdict.free]
+    if not free:
+        pytest.skip("no GPU of this machine is free")
+    return RealGpu(free[0].uuid)
+
+
+@pytest.fixture
+def exclusive(gpu: RealGpu) -> None:
+    """Skip where claims share the GPU, because it is the only one and drives the display."""
+    with opened_driver() as driver:
+        if driver.snapshot().shared_display:
+            pytest.skip("claims share the only GPU of this machine, since a display is active on it")
+
+
+@pytest.fixture
+def claimer(child: Callable[..., Any], gpu: RealGpu) -> Callable[[str], Any]:
+    """Start a process that runs some code with ``uuid`` as the free GPU's, and ``claim`` and ``opened`` defined."""
+    return lambda code: child(f"{PRELUDE}\nuuid = {gpu.uuid!r}\n{code}")

@@ -1,0 +1,90 @@
+"""A neighbour on the same host, and what a command costs while it is at work."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+import safe_gpu
+
+PACKAGE_ROOT = Path(safe_gpu.__file__).parents[1]
+MEBIBYTE = 1 << 20
+
+
+class Cost(NamedTuple):
+    """How a command ended, and what it took: seconds, and MiB of memory at most beyond a bare interpreter."""
+
+    code: int
+    out: str
+    err: str
+    seconds: float
+    mebibytes: float
+
+
+# Starts the command from a small process: a process inherits the peak of the one that it was started from.
+_MEASURE = """
+import json, resource, subprocess, sys, time
+began = time.monotonic()
+done = subprocess.run(sys.argv[1:], capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL)
+seconds = time.monotonic() - began
+peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
+print(json.dumps([done.returncode, done.stdout, done.stderr, seconds, peak]))
+"""
+
+
+@pytest.fixture(scope="session")
+def cost() -> Callable[..., Cost]:
+    """``cost("status")`` runs ``safe-gpu status`` and measures it."""
+
+    def measure(*command: str) -> list[Any]:
+        done = subprocess.run(
+            [sys.executable, "-c", _MEASURE, sys.executable, *command],
+            env={**os.environ, "PYTHONPATH": str(PACKAGE_ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=True,
+        )
+        answer: list[Any] = json.loads(done.stdout)
+        return answer
+
+    bare = measure("-c", "pass")[-1]
+
+    def run(*arguments: object) -> Cost:
+        code, out, err, seconds, peak = measure("-m", "safe_gpu", *map(str, arguments))
+        return Cost(code, out, err, seconds, (peak - bare) / MEBIBYTE)
+
+    return run
+
+
+# Sets where the kernel finds arguments and environment to one GiB of memory, as any user may (prctl(2), PR_SET_MM_MAP).
+WIDEN = """
+import ctypes, mmap, os, struct
+size = 1 << 30
+room = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+room[0:5] = b"wide\\0"
+start = ctypes.addressof(ctypes.c_char.from_buffer(room))
+fields = [int(field) for field in open("/proc/self/stat").read().rpartition(")")[2].split()[1:]]
+field = lambda number: fields[number - 4]
+libc = ctypes.CDLL(None)
+libc.sbrk.restype = ctypes.c_void_p
+places = (field(26), field(27), field(45), field(46), field(47), libc.sbrk(0), field(28), start, start + size)
+line = struct.pack("=11QQIi", *places, start, start + size, 0, 0, -1)
+print(libc.prctl(35, 14, ctypes.create_string_buffer(line), ctypes.c_ulong(len(line)), 0), flush=True)
+"""
+
+
+@pytest.fixture
+def wide(child: Callable[..., Any]) -> int:
+    """The pid of a process whose command line and environment are one GiB each."""
+    process = child(WIDEN + "listen()")
+    if process.hear() != "0":
+        pytest.skip("this kernel does not let a process move its arguments")
+    return int(process.pid)

@@ -1,0 +1,87 @@
+"""What doctor advises is pasted by root: no name that a neighbour chose stands in it, and none that it can replace."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import safe_gpu
+from safe_gpu.coordination.leases import lease_name
+from safe_gpu.doctor import run_checks
+from safe_gpu.doctor.check import Host
+from safe_gpu.doctor.state import state_directory
+
+NEIGHBOUR = 4711
+
+
+@pytest.fixture
+def used(state_dir: Path) -> Path:
+    safe_gpu.GPUOwner(1, safe_gpu.NoPlaceholder(), affinity=None, timeout=0).release_gpus()
+    return state_dir
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "x; touch pwned #.lock",
+        "a\n; touch pwned\n.lock",
+        "$(touch pwned).lock",
+        "\x1b[2J`touch pwned`.lock",
+        "-rf .lock",
+    ],
+)
+def test_names_of_others_stand_in_no_advice(used: Path, name: str) -> None:
+    (used / "leases" / name).symlink_to("/etc/passwd")
+    (used / "queue" / name.replace(".lock", ".ticket")).symlink_to("/etc/passwd")
+    for check in run_checks():
+        assert "touch" not in check.fix + check.detail
+        assert "-rf " not in check.fix
+
+
+def test_the_path_of_the_state_directory_is_quoted(open_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = open_tmp / "a b; touch pwned"
+    path.symlink_to("/etc")
+    monkeypatch.setenv("SAFE_GPU_DIR", str(path))
+    fix = state_directory(Host()).fix.partition(", or ")[0]
+    assert shlex.split(fix) == ["rm", str(path)]
+
+
+@pytest.mark.parametrize("broken", ["lease", "host.lock", "leases", "queue", "."])
+def test_root_is_not_told_to_chmod_what_others_can_replace(used: Path, broken: str, ground: Any) -> None:
+    """The owner puts a symbolic link in its place before the advice is followed."""
+    if os.geteuid() != 0:
+        pytest.skip("needs root, to give files away")
+    path = used / (f"leases/{lease_name(ground.uuids[0])}" if broken == "lease" else broken)
+    path.touch()
+    os.chown(path, NEIGHBOUR, NEIGHBOUR)
+    path.chmod(0o700)
+    fix = state_directory(Host()).fix
+    as_root = fix.partition("root")[2] if path.is_dir() else fix
+    assert "rm " in fix
+    assert "chmod" not in as_root
+
+
+def test_a_directory_in_one_that_belongs_to_another_user(used: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("needs root, to give files away")
+    os.chown(used, NEIGHBOUR, NEIGHBOUR)
+    (used / "leases").chmod(0o755)
+    assert "chmod" not in state_directory(Host()).fix.partition("or as root")[2]
+    os.chown(used, 0, 0)
+    assert state_directory(Host()).fix == f"as root: chmod 1777 {used}/leases"
+
+
+def test_stopped_waiters_do_not_fill_the_report(used: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from safe_gpu.doctor import sharing
+    from safe_gpu.status.gather import HostStatus, WaiterStatus
+
+    host = Host()
+    crowd = tuple(WaiterStatus(place, place + 10, "anna", 1, None, stopped=True) for place in range(1, 1500))
+    host.__dict__["status"] = HostStatus("h", "d", "", str(used), 0.0, (), crowd)
+    found = sharing.suspended(host)
+    assert "1489 more" in found.detail
+    assert len(found.detail) + len(found.fix) < 2000

@@ -1,0 +1,76 @@
+"""What a neighbour can make a command cost: little memory, however wide its processes and files are."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from safe_gpu import procfs
+from safe_gpu.affinity import placements
+from safe_gpu.coordination.leases import lease_name
+from safe_gpu.status import holders
+
+MOST = 64  # MiB beyond a bare interpreter
+
+
+def test_of_a_wide_process_little_is_read(wide: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = []
+    genuine = procfs.read_start
+
+    def spied(path: str, limit: int = procfs.LIMIT) -> bytes | None:
+        data = genuine(path, limit)
+        sizes.append((path.rpartition("/")[2], len(data or b"")))
+        return data
+
+    monkeypatch.setattr(procfs, "read_start", spied)
+    monkeypatch.setattr(placements, "read_start", spied)
+    assert (procfs.command_of(wide) or "").startswith("wide")
+    placements.placement(wide)
+    assert max(size for name, size in sizes if name == "cmdline") <= 4096
+    assert max(size for name, size in sizes if name == "environ") == 65536
+
+
+@pytest.mark.parametrize("arguments", [("status",), ("status", "--json"), ("doctor",), ("affinity", "--of")])
+def test_memory_of_commands_beside_a_wide_process(
+    state_dir: Path, wide: int, ground: Any, cost: Callable[..., Any], arguments: tuple[str, ...]
+) -> None:
+    ground.hold(0)
+    (state_dir / "leases" / lease_name(ground.uuids[0])).write_text(f'{{"pid": {wide}, "user": "x", "command": "y"}}')
+    taken = cost(*arguments, *([wide] if "--of" in arguments else []))
+    assert taken.code in (0, 1), taken.err
+    assert taken.mebibytes < MOST
+
+
+@pytest.mark.parametrize("text", ["a" + "\u0301" * 60_000, "x" * 60_000])
+def test_long_names_in_records_are_cut(state_dir: Path, ground: Any, cost: Callable[..., Any], text: str) -> None:
+    ground.hold(*range(8))
+    for uuid in ground.uuids:
+        path = state_dir / "leases" / lease_name(uuid)
+        path.write_text(f'{{"pid": {os.getpid()}, "user": "{text}", "job": "{text[:2000]}"}}')
+    for arguments in ((), ("--json",)):
+        taken = cost("status", *arguments)
+        assert len(taken.out) < (32_000 if arguments else 8_000)
+        assert taken.mebibytes < MOST
+
+
+def test_each_process_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many tickets name it."""
+    asked: list[int] = []
+    monkeypatch.setattr(procfs, "open_files", lambda pid: asked.append(pid) or {})
+    monkeypatch.setattr(procfs, "is_stopped", lambda pid: asked.append(pid) or False)
+    processes = holders.Processes(["x"])
+    for number in range(1500):
+        file = holders.LockedFile("x", 1, number, (os.getpid(),))
+        holders.who_holds(file, 1, None, processes)
+        processes.is_stopped(os.getpid())
+    assert max(asked.count(pid) for pid in set(asked)) <= 2
+
+
+def test_a_process_with_too_many_descriptors_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert procfs.open_files(os.getpid())
+    monkeypatch.setattr(procfs, "_MOST_FILES", 1)
+    assert procfs.open_files(os.getpid()) is None

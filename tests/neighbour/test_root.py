@@ -1,0 +1,92 @@
+"""Root with a user's environment loads nothing that the user could have put there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from safe_gpu import settings, trust
+from safe_gpu.drivers.nvml_session import LIBRARY
+from safe_gpu.runtimes import libraries
+
+NEIGHBOUR = 4711
+
+pytestmark = pytest.mark.skipif(not trust.is_root(), reason="needs root, to be the victim")
+
+NVML = "from safe_gpu.drivers.nvml import why_missing; print(why_missing())"
+CUDA = """
+from safe_gpu.errors import NoDriverError
+from safe_gpu.runtimes.library_child import visible_in_child
+try:
+    visible_in_child()
+except NoDriverError as err:
+    print(err)
+"""
+
+
+@pytest.fixture
+def planted(open_tmp: Path, build_library: Callable[..., Path]) -> Path:
+    """A directory of another user with a library that leaves a file where it is loaded."""
+    directory = open_tmp / "lib"
+    directory.mkdir()
+    source = '#include <stdlib.h>\n__attribute__((constructor)) void run(void) { system("touch $PWNED"); }\n'
+    (directory / "evil.c").write_text(source)
+    for name in (LIBRARY, "libcuda.so.1"):
+        built = build_library(str(directory / "evil.c"), name)
+        (directory / name).write_bytes(built.read_bytes())
+    os.chown(directory, NEIGHBOUR, NEIGHBOUR)
+    return directory
+
+
+@pytest.mark.parametrize("code", [NVML, CUDA], ids=["NVML", "CUDA"])
+@pytest.mark.parametrize("owner", [NEIGHBOUR, 0])
+def test_libraries_are_loaded_from_places_of_root_only(
+    planted: Path, open_tmp: Path, child: Callable, code: str, owner: int
+) -> None:
+    mark = open_tmp / "pwned"
+    os.chown(planted, owner, owner)
+    said = child(code, env={"LD_LIBRARY_PATH": str(planted), "PWNED": str(mark)}).finish()
+    assert mark.exists() is (owner == 0)
+    assert ("not found where root may load it from" in said) is (owner != 0)
+
+
+def test_programs_of_a_user_are_not_found(open_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for owner in (NEIGHBOUR, 0):
+        directory = open_tmp / str(owner)
+        directory.mkdir()
+        (directory / "nvidia-smi").write_text("#!/bin/sh\n")
+        (directory / "nvidia-smi").chmod(0o755)
+        os.chown(directory, owner, owner)
+    monkeypatch.setenv("PATH", f"{open_tmp / str(NEIGHBOUR)}:{open_tmp / '0'}")
+    assert libraries.find_program("nvidia-smi") == str(open_tmp / "0" / "nvidia-smi")
+
+
+def test_the_cache_of_the_loader_is_read() -> None:
+    assert any(os.path.isfile(path) for path in libraries._cached("libc.so.6"))
+    assert not list(libraries._cached("libnothing.so.1"))
+
+
+@pytest.mark.parametrize("name", ["SAFE_GPU_DIR", "SAFE_GPU_FSROOT", "SAFE_GPU_SIMULATED_DIR"])
+def test_paths_of_a_user_are_warned_of(open_tmp: Path, name: str) -> None:
+    (open_tmp / "mine").mkdir()
+    os.chown(open_tmp / "mine", NEIGHBOUR, NEIGHBOUR)
+    for path in (open_tmp / "mine", open_tmp / "mine" / "new"):
+        (doubt,) = settings.doubts({name: str(path)})
+        assert doubt.startswith(f"{name}={path}: other users can change")
+    assert settings.doubts({name: str(open_tmp / "new")}) == []
+    assert settings.doubts({name: "/"}) == []
+    (open_tmp / "new").mkdir()  # by another user, after it was found to be missing
+    os.chown(open_tmp / "new", NEIGHBOUR, NEIGHBOUR)
+    assert settings.doubts({name: str(open_tmp / "new")}) != []
+
+
+@pytest.mark.parametrize(("owner", "mode", "fine"), [(0, 0o755, True), (0, 0o777, False), (0, 0o1777, True)])
+def test_what_nobody_else_can_change(open_tmp: Path, owner: int, mode: int, fine: bool) -> None:
+    (open_tmp / "x").mkdir()
+    (open_tmp / "x").chmod(mode)
+    assert trust.nobody_else_can_change(str(open_tmp / "x")) is fine
+    (open_tmp / "link").symlink_to(open_tmp / "x")
+    assert trust.nobody_else_can_change(str(open_tmp / "link")) is fine

@@ -1,0 +1,192 @@
+"""A stolen scope: the claims of another user are not entered, whatever was read or written in its records."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import safe_gpu
+from safe_gpu import procfs
+from safe_gpu.coordination import names
+from safe_gpu.coordination.files import StateDir
+from safe_gpu.coordination.leases import LeaseRecord, lease_name
+from safe_gpu.coordination.ownership import leases_of_this_user, socket_of_this_user
+
+VICTIM, THIEF = 4711, 4712
+
+
+def claim(*arguments: Any, **options: Any) -> safe_gpu.GPUOwner:
+    return safe_gpu.GPUOwner(*arguments, safe_gpu.NoPlaceholder(), affinity=None, timeout=0, **options)
+
+
+def attempt(token: str, **options: Any) -> str:
+    os.environ["SAFE_GPU_SCOPE"] = token
+    try:
+        return str(claim(1, **options).devices_taken)
+    except safe_gpu.NotEnoughGpusError:
+        return "refused"
+
+
+@pytest.fixture
+def victim(state_dir: Path, as_user: Any, everything_imported: None) -> Any:
+    """Another user who holds all eight GPUs and lets its children claim; ``hear`` gives its token."""
+
+    def hold(say: Callable[[str], None], listen: Callable[[], str]) -> None:
+        owner = claim(8, delegate=True)
+        say(os.environ["SAFE_GPU_SCOPE"])
+        listen()
+        owner.release_gpus()
+
+    return as_user(hold, uid=VICTIM)
+
+
+def test_what_records_and_names_tell_opens_nothing(state_dir: Path, victim: Any, as_user: Any) -> None:
+    token = victim.hear()
+    read = json.loads(next((state_dir / "leases").glob("*.lock")).read_text())["token"]
+    assert token not in "".join(file.read_text() for file in (state_dir / "leases").iterdir())
+    assert token not in Path("/proc/net/unix").read_text()
+    for uid in (VICTIM, THIEF):
+        assert as_user(lambda say, listen: say(attempt(read)), uid=uid).hear() == "refused"
+
+
+def test_a_token_that_leaked_opens_nothing_to_other_users(victim: Any, as_user: Any) -> None:
+    token = victim.hear()
+    assert as_user(lambda say, listen: say(attempt(token)), uid=THIEF).hear() == "refused"
+    assert as_user(lambda say, listen: say(attempt(token)), uid=VICTIM).hear() == "[0]"
+
+
+def test_root_is_another_user_too(victim: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    token = victim.hear()
+    monkeypatch.setenv("SAFE_GPU_SCOPE", token)
+    with pytest.raises(safe_gpu.NotEnoughGpusError):
+        claim(1)
+
+
+@pytest.mark.parametrize("way", ["alive", "child"])
+def test_a_forged_record_does_not_lure_anybody_into_a_claim(
+    state_dir: Path, as_user: Any, everything_imported: None, ground: Any, way: str
+) -> None:
+    """A neighbour writes the victim's uid and hash into the record of a lease that the neighbour holds. In the second
+    case the process that took the lock has ended, and a child of it holds the lock."""
+    token = "0123456789abcdef"
+
+    def lure(say: Callable[[str], None], listen: Callable[[], str]) -> None:
+        owner = claim(1, only=3)
+        name = lease_name(owner.gpus[0].uuid)
+        path = state_dir / "leases" / name
+        path.write_text(json.dumps({**json.loads(path.read_text()), "uid": VICTIM, "token": names.digest(token)}))
+        if way == "child" and os.fork():
+            os.kill(os.getpid(), signal.SIGKILL)
+        say(str(os.getpid()))
+        listen()
+
+    neighbour = as_user(lure, uid=THIEF)
+    assert neighbour.hear()
+    try:
+        inside = as_user(lambda say, listen: say(attempt(token)), uid=VICTIM)
+        assert inside.hear() == "[2]"  # outside, beside GPU 3, which somebody else has
+    finally:
+        neighbour.tell()
+
+
+def test_a_name_of_another_user_does_not_add_a_gpu_to_a_claim(
+    state_dir: Path, as_user: Any, everything_imported: None, ground: Any
+) -> None:
+    """The hash is public, so a neighbour can bind ``UUID.HASH`` for a GPU that the victim does not hold."""
+
+    def hold(say: Callable[[str], None], listen: Callable[[], str]) -> None:
+        claim(1, only=0, delegate=True)
+        say(os.environ["SAFE_GPU_SCOPE"])
+        listen()
+
+    def bind(say: Callable[[str], None], listen: Callable[[], str]) -> None:
+        prefix = names.simulated_prefix(str(state_dir / "simulated"))
+        say(str(names.bind(names.scope_of(ground.uuids[5], token, prefix)) is not None))
+        listen()
+
+    victim = as_user(hold, uid=VICTIM)
+    token = victim.hear()
+    assert as_user(bind, uid=THIEF).hear() == "True"
+    assert as_user(lambda say, listen: say(attempt(token)), uid=VICTIM).hear() == "[0]"
+    other = as_user(lambda say, listen: say(attempt(token, only=5)), uid=VICTIM)
+    assert "which can give 0 of its 1" in other.hear()
+
+
+def test_an_inherited_lock_is_still_ours(state_dir: Path) -> None:
+    """The process that took it has ended, and a child of it lives on: no holder stands in /proc/locks."""
+    with StateDir(str(state_dir)) as root, StateDir("leases", root) as leases:
+        fd = leases.open_or_create("GPU-1.lock")
+        other = leases.open_or_create("GPU-2.lock")
+        if not (child := os.fork()):
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            os._exit(0)
+        os.waitpid(child, 0)
+        assert leases_of_this_user(leases, {"GPU-1.lock": -1}) == {"GPU-1.lock"}
+        assert leases_of_this_user(leases, {"GPU-2.lock": -1}) == frozenset()
+        os.close(fd)
+        os.close(other)
+
+
+def _shows_locks_of_the_dead(directory: Path) -> bool:
+    """Whether /proc/locks shows a lock whose owner has ended; in a PID namespace it does not."""
+    with (directory / "probe").open("w") as file:
+        if not (child := os.fork()):
+            fcntl.flock(file, fcntl.LOCK_EX)
+            os._exit(0)
+        os.waitpid(child, 0)
+        return bool(procfs.flock_holders({os.fstat(file.fileno()).st_ino}))
+
+
+def test_an_open_file_is_not_a_held_lock(
+    state_dir: Path, tmp_path: Path, as_user: Any, everything_imported: None
+) -> None:
+    """What holds the lock is a neighbour's child, whose parent took it and has ended; this process only looks."""
+    if not _shows_locks_of_the_dead(tmp_path):
+        pytest.skip("in a PID namespace the kernel does not show locks of processes that have ended")
+
+    def lock(say: Callable[[str], None], listen: Callable[[], str]) -> None:
+        fd = os.open(state_dir / "leases" / "GPU-1.lock", os.O_RDWR)
+        if not os.fork():
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            os._exit(0)
+        os.wait()
+        say("locked")
+        listen()
+
+    with StateDir(str(state_dir)) as root, StateDir("leases", root) as leases:
+        fd = leases.open_or_create("GPU-1.lock")
+        neighbour = as_user(lock, uid=THIEF)
+        assert neighbour.hear() == "locked"
+        assert leases_of_this_user(leases, {"GPU-1.lock": os.geteuid()}) == frozenset()
+        os.close(fd)
+
+
+def test_whose_socket_it_is(as_user: Any, everything_imported: None) -> None:
+    name = f"test-{os.getpid()}-{time.monotonic_ns()}"
+
+    def bind(say: Callable[[str], None], listen: Callable[[], str]) -> None:
+        say(str(names.bind(name + ".a") is not None))
+        listen()
+
+    neighbour = as_user(bind, uid=THIEF)
+    assert neighbour.hear() == "True"
+    own = names.bind(name + ".b")
+    assert own is not None
+    sockets = names.sockets()
+    assert not socket_of_this_user(sockets[name + ".a"])
+    assert socket_of_this_user(sockets[name + ".b"])
+    own.release()
+
+
+def test_a_raw_token_is_never_written() -> None:
+    record = LeaseRecord.of_this_process(None, None).claiming(("GPU-1",), "secret-token")
+    assert b"secret-token" not in record.encode()
+    assert record.token == names.digest("secret-token")

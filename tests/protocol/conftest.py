@@ -1,0 +1,231 @@
+"""Two clients of one protocol, ``client.c`` and this package, on one simulated host; both become ``job.c``."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.processes import PACKAGE_ROOT
+
+from safe_gpu.drivers.presets import preset
+
+HERE = Path(__file__).parent
+PRESET = "dgx-a100"
+STRICT = ("-std=c11", "-Wall", "-Wextra", "-Werror", "-O1")
+PATIENCE = 40.0  # only a hang takes that long
+
+# Read before the guard around every test takes them away.
+REQUIRED = os.environ.get("SAFE_GPU_REQUIRE_REAL") == "1"
+SEED = os.environ.get("SAFE_GPU_TEST_SEED", "")
+
+
+@pytest.fixture(scope="session")
+def compiler() -> str:
+    """Fails where ``.ci/run`` asks for everything, and skips elsewhere, if there is no C compiler."""
+    found = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if found is None:
+        lacking = "the second client is written in C, and there is no C compiler"
+        if REQUIRED:
+            pytest.fail(lacking)
+        pytest.skip(lacking)
+    return found
+
+
+@pytest.fixture(scope="session")
+def build(compiler: str) -> Iterator[Callable[..., str]]:
+    """``build("client.c", "-DNO_LEASE")`` compiles it, once, where other users can run it too."""
+    with tempfile.TemporaryDirectory(prefix="safe-gpu-client-") as directory:
+        os.chmod(directory, 0o755)
+        built: dict[tuple[str, ...], str] = {}
+
+        def one(source: str, *flags: str) -> str:
+            key = (source, *flags)
+            if key not in built:
+                path = f"{directory}/{len(built)}-{Path(source).stem}"
+                subprocess.run([compiler, *STRICT, *flags, "-o", path, str(HERE / source)], check=True, timeout=120)
+                os.chmod(path, 0o755)
+                built[key] = path
+            return built[key]
+
+        yield one
+
+
+class Party:
+    """A process that claims and becomes a job: of the C client (``kind`` "c") or of ``safe-gpu run`` ("python")."""
+
+    def __init__(self, kind: str, size: int, command: Sequence[str], env: Mapping[str, str], **options: Any) -> None:
+        self.kind = kind
+        self.size = size
+        self.process = subprocess.Popen(
+            command,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            **options,
+        )
+        self.pid = self.process.pid
+
+    def __repr__(self) -> str:
+        return f"{self.kind} {self.pid} for {self.size}"
+
+    def end(self, how: int = signal.SIGKILL) -> None:
+        self.process.send_signal(how)
+        self.process.wait(PATIENCE)
+
+    def close(self) -> None:
+        """End it with its children."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self.process.wait(PATIENCE)
+        for stream in (self.process.stdout, self.process.stderr):
+            stream.close()
+
+    def finish(self) -> tuple[int, str, str]:
+        """Exit status, output and errors of one that ends by itself."""
+        out, err = self.process.communicate(timeout=PATIENCE)
+        return self.process.returncode, out.decode(), err.decode()
+
+
+class Scene:
+    """A simulated host, the referee's markers and log, and those who claim there."""
+
+    def __init__(self, directory: Path, build: Callable[..., str]) -> None:
+        self.directory = directory
+        self.build = build
+        self.required = REQUIRED
+        seed = int(SEED or random.randrange(10**6))
+        self.random = random.Random(seed)
+        print(f"SAFE_GPU_TEST_SEED={seed} repeats this choice")
+        self.uuids = [gpu.uuid for gpu in preset(PRESET).gpus()]
+        self.state_dir = directory / "state"
+        self.markers = directory / "markers"
+        self.tree = directory / "hosts" / PRESET
+        self.log = directory / "log"
+        for path in (self.markers, self.tree.parent, self.tree):
+            path.mkdir()
+            path.chmod(0o1777)
+        self.markers.chmod(0o777)  # not sticky: a job removes the markers of other users' dead ones
+        self.log.touch()
+        self.log.chmod(0o666)
+        self.env = {
+            **os.environ,
+            "PYTHONPATH": str(PACKAGE_ROOT),
+            "SAFE_GPU_DIR": str(self.state_dir),
+            "SAFE_GPU_SIMULATED_DIR": str(self.tree.parent),
+            "SAFE_GPU_DRIVER": f"simulated:{PRESET}",
+            "SAFE_GPU_LEGACY_LOCK": "never",
+        }
+        self.parties: list[Party] = []
+
+    def words(self, kind: str, size: int, *options: str, flags: Sequence[str] = ()) -> list[str]:
+        """The command line of a client, up to the command that it becomes.
+
+        Args:
+            options: as the client spells them; flags: how to compile the C client.
+        """
+        if kind == "c":
+            listed = ("-g", ",".join(self.uuids), "-p", PRESET)
+            return [self.build("client.c", *flags), "-n", str(size), *listed, *options]
+        run = (sys.executable, "-m", "safe_gpu", "run", "--affinity", "none", "--visible-as", "uuid", "-q")
+        return [*run, "-n", str(size), *options, "--"]
+
+    def job(self, seconds: float = -1) -> list[str]:
+        """The referee's job, which stays that long; -1: until it is killed."""
+        return [self.build("job.c"), str(self.markers), str(self.tree), str(self.log), str(seconds)]
+
+    def start(
+        self,
+        kind: str,
+        size: int,
+        *options: str,
+        command: Sequence[str] = (),
+        seconds: float = -1,
+        flags: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
+        **process: Any,
+    ) -> Party:
+        """Start a client that claims ``size`` GPUs and becomes ``command``, or the referee's job."""
+        words = [*self.words(kind, size, *options, flags=flags), *(command or self.job(seconds))]
+        party = Party(kind, size, words, {**self.env, **(env or {})}, **process)
+        self.parties.append(party)
+        return party
+
+    def said(self, word: str) -> list[list[str]]:
+        """What stands behind this word in the log, line by line."""
+        lines = (line.split(" ") for line in self.log.read_text().splitlines())
+        return [line[1:] for line in lines if line[0] == word]
+
+    def served(self) -> list[int]:
+        """Who has got GPUs, in order."""
+        return [int(pid) for pid, _ in self.said("holds")]
+
+    def rivals(self, how: str) -> int:
+        """How often one met another on a GPU, by markers ("marker") or by the driver's processes ("list")."""
+        return sum(line[-1] == how for line in self.said("rival"))
+
+    def tickets(self, state_dir: Path | None = None) -> list[int]:
+        """The pids of those who wait, in the order of the queue."""
+        found = []
+        for path in sorted(((state_dir or self.state_dir) / "queue").glob("*.ticket"), key=lambda path: int(path.stem)):
+            try:
+                found.append(int(json.loads(path.read_text())["pid"]))
+            except (FileNotFoundError, ValueError):
+                pass  # served, or just being written
+        return found
+
+    def until(self, condition: Callable[[], bool], *parties: Party) -> None:
+        """Wait for it. A party that ends meanwhile fails the test with what it said."""
+        deadline = time.monotonic() + PATIENCE
+        while not condition():
+            for party in parties:
+                if party.process.poll() is not None and not condition():
+                    raise AssertionError(f"{party} ended: {party.finish()}")
+            assert time.monotonic() < deadline, f"{self.log.read_text()}\nqueue: {self.tickets()}"
+            time.sleep(0.005)
+
+    def until_holds(self, party: Party) -> Party:
+        self.until(lambda: party.pid in self.served(), party)
+        return party
+
+    def until_waits(self, party: Party) -> Party:
+        self.until(lambda: party.pid in self.tickets(), party)
+        return party
+
+    def status(self) -> list[dict[str, Any]]:
+        """What ``safe-gpu status --json`` says of the GPUs."""
+        words = [sys.executable, "-m", "safe_gpu", "status", "--json"]
+        done = subprocess.run(words, env=self.env, capture_output=True, check=True, timeout=PATIENCE)
+        return list(json.loads(done.stdout)["gpus"])
+
+    def all_can_be_claimed(self) -> None:
+        """By each client in turn, without waiting."""
+        for kind, now in (("c", ("-t", "0")), ("python", ("--timeout", "0"))):
+            party = self.start(kind, len(self.uuids), *now, command=["true"])
+            assert party.finish()[0] == 0
+
+    def close(self) -> None:
+        for party in self.parties:
+            party.close()
+
+
+@pytest.fixture
+def scene(build: Callable[..., str]) -> Iterator[Scene]:
+    with tempfile.TemporaryDirectory(prefix="safe-gpu-protocol-") as path:
+        os.chmod(path, 0o1777)
+        scene = Scene(Path(path), build)
+        yield scene
+        scene.close()

@@ -1,0 +1,57 @@
+"""Both clients claim the same GPUs at once, and some are killed: no GPU is ever held twice."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+AT_ONCE = 10
+
+
+def race(scene: Any, claims: int, flags: Sequence[str] = ()) -> int:
+    """Let that many claims of both clients run, ten at once; kill every fifth. Returns how many were killed."""
+    live: list[Any] = []
+    killed = 0
+
+    def wait_for_room(room: int) -> None:
+        nonlocal live
+        while len(live) > room:
+            scene.until(lambda: any(party.process.poll() is not None for party in live))
+            for party in [party for party in live if party.process.poll() is not None]:
+                code, _, err = party.finish()
+                assert code == 0, f"{party} ended with {code}: {err}"
+                live.remove(party)
+
+    for number in range(claims):
+        wait_for_room(AT_ONCE - 1)
+        kind = "python" if number % 4 == 0 else "c"
+        size, seconds = scene.random.choice((1, 2, 3, 5)), scene.random.choice((0.0, 0.005, 0.02))
+        live.append(scene.start(kind, size, seconds=seconds, flags=flags if kind == "c" else ()))
+        if scene.random.random() < 0.2:
+            victim = live.pop(scene.random.randrange(len(live)))
+            victim.end()
+            killed += 1
+    wait_for_room(0)
+    return killed
+
+
+@pytest.mark.timeout(600)
+def test_no_gpu_is_held_twice(scene: Any) -> None:
+    claims = 900 if scene.required else 60
+    killed = race(scene, claims)
+    assert scene.said("rival") == []
+    assert len(scene.served()) >= claims - killed
+    assert killed > claims // 10
+    scene.all_can_be_claimed()
+    assert scene.tickets() == []
+
+
+def test_both_detectors_see_a_client_that_takes_no_leases(scene: Any) -> None:
+    for _ in range(20):
+        race(scene, 12, ["-DNO_LEASE"])
+        if scene.rivals("marker") and scene.rivals("list"):
+            break
+    assert scene.rivals("marker") > 0
+    assert scene.rivals("list") > 0

@@ -1,0 +1,144 @@
+"""What the referee of the soak test concludes from what processes tell."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from safe_gpu.drivers.simulated import SimulatedDriver
+
+TOOLS = Path(__file__).parents[2] / "tools"
+if not TOOLS.exists():
+    pytest.skip("this is not a checkout: there is no tools/ here", allow_module_level=True)
+sys.path.insert(0, str(TOOLS))
+
+from soak_host import Stage  # noqa: E402
+from soak_limits import Policy, allowed, may_refuse  # noqa: E402
+from soak_quiet import Waiter, broken_promises  # noqa: E402
+
+HOLDER, LARGE, SECOND, SMALL = 1, 2, 3, 4
+WORDS = {HOLDER: 2.0, LARGE: 1.0, SECOND: 1.0, SMALL: 4.0}
+
+
+def story(**moments: tuple[float, float, float]) -> list[dict[str, Any]]:
+    """Events of processes that begin, hold and release at these seconds; ``inf`` is never."""
+    numbers = {"holder": HOLDER, "large": LARGE, "second": SECOND, "small": SMALL}
+    return [
+        {"number": numbers[name], "event": event, "at": at}
+        for name, three in moments.items()
+        for event, at in zip(("begins", "holds", "released"), three, strict=True)
+        if at < math.inf
+    ]
+
+
+@pytest.mark.parametrize(
+    ("holder", "large", "small", "to_blame"),
+    [
+        ((0, 0.1, 1.8), (0.2, 1.8, 1.9), (0.3, 1.9, 5.5), False),  # the small one came later
+        ((0, 0.1, 1.8), (0.2, 3.9, 4.0), (0.3, 0.3, 3.9), True),  # it was let through, and the large one waited for it
+        ((0, 0.1, 1.8), (0.2, 2.1, 2.2), (0.3, 0.3, 0.4), False),  # it was let through, and was gone early
+        ((0, 0.1, 5.0), (0.2, 5.0, 5.1), (0.3, 0.3, 4.2), False),  # the holder overran by more
+        ((0, 0.1, 1.8), (0.2, math.inf, math.inf), (0.3, 0.3, 3.9), True),  # the large one has given up
+    ],
+)
+def test_who_is_to_blame_for_a_late_start(
+    holder: tuple[float, float, float],
+    large: tuple[float, float, float],
+    small: tuple[float, float, float],
+    to_blame: bool,
+) -> None:
+    told = story(holder=holder, large=large, second=(0.25, 6.0, 6.1), small=small)
+    found = broken_promises([Waiter(LARGE, 2.0)], WORDS, told)
+    assert bool(found) == to_blame
+    for violation in found:
+        assert violation["let through"] == ["4, who said 4.0 s"]
+
+
+def test_nobody_is_blamed_for_as_much_as_the_waiter_ahead_was_late() -> None:
+    told = story(holder=(0, 0.1, 1.8), large=(0.2, 3.6, 3.7), second=(0.25, 4.6, 4.7), small=(0.5, 3.5, 4.6))
+    waiters = [Waiter(LARGE, 2.0), Waiter(SECOND, 3.0)]
+    assert [violation["number"] for violation in broken_promises(waiters, WORDS, told)] == [LARGE]
+
+
+def test_a_limit_counts_from_before_it_is_written_until_after_it_is_replaced(tmp_path: Path) -> None:
+    began = time.monotonic()
+    policy = Policy(str(tmp_path))
+    assert allowed(str(tmp_path), 7, time.monotonic()) == math.inf
+    policy.set({7: 3, 8: None})
+    later = time.monotonic()
+    assert allowed(str(tmp_path), 7, later) == 3
+    assert allowed(str(tmp_path), 8, later) == math.inf
+    policy.set({7: 2})
+    assert allowed(str(tmp_path), 7, later) == 3  # a claim that began before may have read the old one
+    assert allowed(str(tmp_path), 7, time.monotonic()) == 2
+    assert allowed(str(tmp_path), 7, began - 1) == math.inf
+
+
+@pytest.mark.parametrize(
+    ("uid", "nb_gpus", "hold_for", "expected"),
+    [(7, 3, None, True), (7, 2, None, False), (8, 3, None, False), (7, 2, 2.0, True), (7, 2, 1.0, False)],
+)
+def test_what_a_policy_may_refuse(
+    tmp_path: Path, uid: int, nb_gpus: int, hold_for: float | None, expected: bool
+) -> None:
+    Policy(str(tmp_path)).set({7: 2}, {"max_hold": "1s"})
+    assert may_refuse(str(tmp_path), uid, time.monotonic(), nb_gpus, hold_for) == expected
+
+
+def test_every_policy_of_a_soak_can_be_read(tmp_path: Path) -> None:
+    from safe_gpu import policy as package
+
+    policy, rng = Policy(str(tmp_path)), random.Random(1)
+    for _ in range(30):
+        policy.change(rng, (7, 8))
+        text = (tmp_path / "policy.ini").read_text()
+        rules = package.parse(text, "policy.ini")
+        most = {uid: package.resolve(rules, (str(uid),), lambda _: False, is_root=False).max_gpus for uid in (7, 8)}
+        assert {uid: math.inf if number is None else number for uid, number in most.items()} == {
+            uid: allowed(str(tmp_path), uid, time.monotonic()) for uid in (7, 8)
+        }
+
+
+@pytest.fixture
+def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stage:
+    monkeypatch.setenv("SAFE_GPU_SIMULATED_DIR", f"{tmp_path}/stage/tree")
+    return Stage(f"{tmp_path}/stage", "dgx-a100")
+
+
+def events(stage: Stage) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path(stage.root, "events").read_text().splitlines()]
+
+
+def test_a_process_on_the_gpu_of_a_claim_is_a_violation(stage: Stage) -> None:
+    driver = SimulatedDriver("dgx-a100")
+    gpu, other = (one.uuid for one in driver.idle.gpus[:2])
+    with driver.occupy(gpu, pid=os.getppid()), driver.occupy(other, pid=os.getppid()):
+        stage.look_for_company([gpu])
+    assert [(event["uuid"], event["rival"]) for event in events(stage)] == [(gpu, str(os.getppid()))]
+
+
+def test_a_stranger_that_comes_while_the_referee_looks_is_none(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = SimulatedDriver("dgx-a100")
+    driver.occupy(driver.idle.gpus[1].uuid).close()  # makes the tree
+    gpu, contexts, listdir = driver.idle.gpus[0].uuid, [], os.listdir
+
+    def then_a_stranger(path: str) -> list[str]:
+        found = listdir(path)
+        if not contexts:
+            Path(stage.root, "strangers", str(os.getppid())).touch()
+            contexts.append(driver.occupy(gpu, pid=os.getppid()))
+        return found
+
+    monkeypatch.setattr(os, "listdir", then_a_stranger)
+    stage.look_for_company([gpu])
+    assert contexts
+    contexts.pop().close()
+    assert events(stage) == []

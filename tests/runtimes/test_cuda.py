@@ -1,0 +1,392 @@
+"""The CUDA driver through ctypes, against a fake libcuda.so.1, in new processes: initialisation cannot be undone."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+from support.cuda_host import INITIALIZE, M0, M1, MAP, SLICED, A, B, C, Host, broken_library, in_child, run
+
+from safe_gpu.errors import CudaInitializedError, NoDriverError
+from safe_gpu.runtimes import cuda, library_child
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Is CUDA initialised?
+
+
+def test_not_initialized_where_nothing_mapped_libcuda(host: Host) -> None:
+    assert host.run("result = [cuda.visible_if_initialized(), cuda.uuid_of_ordinal(0), 'ctypes' in sys.modules]") == [
+        None,
+        None,
+        False,
+    ]
+
+
+def test_asking_does_not_map_libcuda(host: Host) -> None:
+    code = "import ctypes; cuda.visible_if_initialized(); result = 'libcuda' in open('/proc/self/maps').read()"
+    assert host.run(code) is False
+
+
+def test_not_initialized_where_libcuda_is_only_mapped_and_asking_does_not_initialize_it(host: Host) -> None:
+    host.set_options("log=1")
+    assert host.run(
+        f"{MAP}; result = [cuda.visible_if_initialized(), cuda.uuid_of_ordinal(0), lib.cuDeviceGet(0, 0)]"
+    ) == [
+        None,
+        None,
+        3,
+    ]
+    assert "cuDeviceGetCount" in host.calls()
+    assert "cuInit" not in host.calls()
+
+
+def test_mapping_libcuda_does_not_initialize_it(host: Host) -> None:
+    host.set_options("log=1")
+    assert host.run("cuda.load(); result = cuda.visible_if_initialized()") is None
+    assert "cuInit" not in host.calls()
+
+
+def test_initialized_cuda_tells_uuids_in_cuda_order(host: Host) -> None:
+    assert host.run(f"{INITIALIZE}; result = cuda.visible_if_initialized()") == [B, C, A]
+    assert host.run(f"{INITIALIZE}; result = cuda.visible_if_initialized()", CUDA_DEVICE_ORDER="PCI_BUS_ID") == [
+        A,
+        B,
+        C,
+    ]
+    assert host.run(f"{INITIALIZE}; result = cuda.visible_if_initialized()", CUDA_VISIBLE_DEVICES="2,0") == [A, B]
+
+
+def test_initialization_is_noticed_before_anyone_has_imported_ctypes(host: Host) -> None:
+    # libcuda comes with the process, as it does under a C extension that links it; a constructor would call cuInit.
+    code = "result = ['ctypes' in sys.modules, cuda._mapped() is not None]"
+    assert host.run(code, LD_PRELOAD=str(host.library)) == [False, True]
+
+
+def test_visibility_is_frozen_once_initialized(host: Host) -> None:
+    code = (
+        f"{INITIALIZE}; os.environ['CUDA_VISIBLE_DEVICES'] = '0'; lib.cuInit(0); result = cuda.visible_if_initialized()"
+    )
+    assert host.run(code, CUDA_VISIBLE_DEVICES="1,2") == [C, A]
+
+
+def test_an_initialization_that_found_no_gpu_left_cuda_uninitialized(host: Host) -> None:
+    assert host.run(f"{MAP}; result = [lib.cuInit(0), cuda.visible_if_initialized()]", CUDA_VISIBLE_DEVICES="") == [
+        100,
+        None,
+    ]
+
+
+class Answers:
+    """A mapped libcuda whose every question fails with one code."""
+
+    def __init__(self, code: int) -> None:
+        self.code = code
+
+    def uuids(self) -> tuple[str, ...]:
+        raise cuda.CudaCallError(f"cuDeviceGetCount failed with {self.code}", code=self.code)
+
+    def uuid(self, device_no: int) -> str:
+        raise cuda.CudaCallError(f"cuDeviceGet failed with {self.code}", code=self.code)
+
+
+@pytest.mark.parametrize(("code", "visible"), [(3, None), (34, None), (100, ())])
+def test_answers_that_mean_uninitialized_or_no_gpu(
+    monkeypatch: pytest.MonkeyPatch, code: int, visible: tuple[str, ...] | None
+) -> None:
+    monkeypatch.setattr(cuda, "_mapped", lambda: Answers(code))
+    assert cuda.visible_if_initialized() == visible
+
+
+def test_cuda_in_trouble_is_not_taken_for_uninitialized(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "_mapped", lambda: Answers(999))
+    with pytest.raises(CudaInitializedError, match="999") as caught:
+        cuda.visible_if_initialized()
+    assert caught.value.visible == ()
+
+
+@pytest.mark.parametrize(("code", "uuid"), [(3, None), (999, None), (101, "")])
+def test_uuid_of_an_ordinal_that_cannot_be_told(monkeypatch: pytest.MonkeyPatch, code: int, uuid: str | None) -> None:
+    monkeypatch.setattr(cuda, "_mapped", lambda: Answers(code))
+    assert cuda.uuid_of_ordinal(0) == uuid
+
+
+def test_uuid_of_ordinals(host: Host) -> None:
+    code = f"{INITIALIZE}; result = [cuda.uuid_of_ordinal(number) for number in (0, 1, 2, -1)]"
+    assert host.run(code, CUDA_VISIBLE_DEVICES="2,1") == [A, C, "", ""]
+
+
+def test_mig_instance_has_its_own_uuid(host: Host) -> None:
+    host.describe(SLICED)
+    assert host.run(f"{INITIALIZE}; result = cuda.visible_if_initialized()", CUDA_VISIBLE_DEVICES=M1) == [M1]
+
+
+def torch_that(**answers: object) -> types.ModuleType:
+    torch = types.ModuleType("torch")
+    torch.cuda = types.SimpleNamespace(**{name: lambda value=value: value for name, value in answers.items()})  # type: ignore[attr-defined]
+    return torch
+
+
+@pytest.mark.parametrize(
+    ("torch", "message"),
+    [
+        (torch_that(is_initialized=True, _is_in_bad_fork=False), "PyTorch has CUDA initialised"),
+        (torch_that(is_initialized=False, _is_in_bad_fork=True), "spawn"),
+        (torch_that(is_initialized=False, _is_in_bad_fork=False), None),
+        (torch_that(), None),
+        (types.ModuleType("torch"), None),
+        (MagicMock(), None),
+    ],
+)
+def test_pytorch_is_asked_where_libcuda_says_nothing(
+    monkeypatch: pytest.MonkeyPatch, torch: Any, message: str | None
+) -> None:
+    monkeypatch.setattr(cuda, "_mapped", lambda: None)
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    if message is None:
+        assert cuda.visible_if_initialized() is None
+    else:
+        with pytest.raises(CudaInitializedError, match=message) as caught:
+            cuda.visible_if_initialized()
+        assert caught.value.visible == ()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Forked children
+
+
+def test_child_forked_after_our_context_is_told_to_spawn(host: Host) -> None:
+    name, message = host.run("held = cuda_context.PrimaryContext.retain(0)" + in_child("cuda.visible_if_initialized()"))
+    assert name == "CudaInitializedError"
+    assert "spawn" in message
+
+
+def test_child_forked_after_anyone_woke_cuda_cannot_hold_a_gpu_and_is_told_to_spawn(host: Host) -> None:
+    name, message = host.run(INITIALIZE + in_child("cuda_context.PrimaryContext.retain(0)"))
+    assert name == "CudaInitializedError"
+    assert "spawn" in message
+    assert host.holders() == []
+
+
+def test_child_forked_from_a_sleeping_process_is_free_to_start(host: Host) -> None:
+    assert host.run(MAP + in_child("cuda.visible_if_initialized()")) is None
+    assert host.run(MAP + in_child("cuda_context.PrimaryContext.retain(0).uuid")) == B
+
+
+def test_child_forked_after_anyone_woke_cuda_is_told_before_it_touches_a_gpu(host: Host) -> None:
+    """The fake libcuda opens no /dev/nvidia-uvm, as on WSL2 and Jetson."""
+    host.set_options("log=1")
+    name, message = host.run(INITIALIZE + in_child("cuda.visible_if_initialized()"))
+    assert name == "CudaInitializedError"
+    assert "spawn" in message
+    assert host.holders() == []
+
+
+def test_asking_about_the_fork_leaves_the_child_as_it_was(host: Host) -> None:
+    code = "[cuda.visible_if_initialized(), os.environ.get('CUDA_VISIBLE_DEVICES'), lib.cuDeviceGet(0, 0)]"
+    assert host.run(MAP + in_child(code)) == [None, None, 3]
+    host.set_options("log=1")
+    host.run(f"{MAP}; result = cuda.visible_if_initialized()")
+    assert "cuInit" not in host.calls(), "a process that was not forked has no need to ask"
+
+
+def test_a_driver_that_hangs_in_the_child_is_not_waited_for(host: Host) -> None:
+    host.set_options("cuda_init_ms=60000")
+    code = "from safe_gpu.runtimes import forked; forked._PATIENCE = 0.2; "
+    assert host.run(code + MAP + in_child("cuda.visible_if_initialized()")) is None
+
+
+def test_inherited_device_that_only_cuda_opens_gives_the_fork_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "_mapped", lambda: Answers(3))
+    monkeypatch.setattr(os, "readlink", lambda path: "/dev/nvidia-uvm")
+    with pytest.raises(CudaInitializedError, match="spawn"):
+        cuda.visible_if_initialized()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Asking in a child process
+
+
+def test_child_process_sees_what_cuda_would_see(host: Host) -> None:
+    code = "result = [library_child.visible_in_child(), cuda.visible_if_initialized()]"
+    assert host.run(code) == [[B, C, A], None]
+    assert host.run(code, CUDA_DEVICE_ORDER="PCI_BUS_ID", CUDA_VISIBLE_DEVICES="2,0") == [[C, A], None]
+    assert host.run(code, CUDA_VISIBLE_DEVICES="") == [[], None]
+
+
+def test_child_process_gets_the_environment_given(host: Host) -> None:
+    code = "result = library_child.visible_in_child({**os.environ, 'CUDA_VISIBLE_DEVICES': '1'})"
+    assert host.run(code, CUDA_VISIBLE_DEVICES="2") == [C]
+
+
+def test_child_process_of_one_with_cuda_initialized_starts_afresh(host: Host) -> None:
+    code = f"{INITIALIZE}; os.environ['CUDA_VISIBLE_DEVICES'] = '1'; result = library_child.visible_in_child()"
+    assert host.run(code) == [C]
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"), [(["cuda_init_error=999"], "CUDA_ERROR_UNKNOWN (999)"), (["cuda_init_error=803"], "803")]
+)
+def test_child_process_passes_the_reason_on(host: Host, options: list[str], reason: str) -> None:
+    host.set_options(*options)
+    name, message = host.run("result = library_child.visible_in_child()")
+    assert name == "NoDriverError"
+    assert reason in message
+
+
+def test_child_process_without_libcuda(tmp_path: Path) -> None:
+    with pytest.raises(NoDriverError, match=r"libcuda\.so\.1") as caught:
+        library_child.visible_in_child({"LD_LIBRARY_PATH": str(broken_library(tmp_path))})
+    assert caught.value.driver == "cuda"
+
+
+def test_child_process_that_hangs_is_given_up_and_killed(host: Host) -> None:
+    host.set_options("cuda_init_ms=600000", "log=1")
+    name, message = host.run(
+        """
+import subprocess
+started = []
+class Popen(subprocess.Popen):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        started.append(self)
+subprocess.Popen = Popen
+try:
+    library_child.visible_in_child(timeout=0.5)
+finally:
+    assert started[0].wait(10) == -9
+"""
+    )
+    assert name == "NoDriverError"
+    assert "0.5 s" in message
+
+
+@pytest.mark.parametrize(
+    ("code", "name", "advice"),
+    [
+        (34, "CUDA_ERROR_STUB_LIBRARY", "lib64/stubs"),
+        (802, "CUDA_ERROR_SYSTEM_NOT_READY", "nvidia-fabricmanager"),
+        (803, "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH", "reboot"),
+        (804, "CUDA_ERROR_COMPAT_NOT_SUPPORTED_ON_DEVICE", "/usr/local/cuda/compat"),
+    ],
+)
+def test_a_start_that_fails_comes_with_advice(host: Host, code: int, name: str, advice: str) -> None:
+    host.set_options(f"cuda_init_error={code}")
+    _, message = host.run("result = library_child.visible_in_child()")
+    assert f"cuInit failed with {name} ({code})" in message
+    assert advice in message
+
+
+def test_cuda_has_two_minutes_to_start_and_persistence_mode_is_named(host: Host) -> None:
+    assert library_child.PATIENCE == 120
+    host.set_options("cuda_init_ms=60000")
+    _, message = host.run("result = library_child.visible_in_child(timeout=0.2)")
+    assert "persistence mode" in message
+
+
+def test_no_interpreter_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/nonexistent/python")
+    with pytest.raises(NoDriverError, match="/nonexistent/python"):
+        library_child.visible_in_child()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Names and errors
+
+
+@pytest.mark.parametrize(
+    ("reported", "claimed", "same"),
+    [
+        (A, A, True),
+        (A, A.upper().replace("GPU", "gpu"), True),
+        (A, B, False),
+        (M0, M0, True),
+        (M0.replace("MIG-", "GPU-"), M0, True),
+        (A, f"MIG-{A}/7/0", True),
+        (B, f"MIG-{A}/7/0", False),
+        ("", A, False),
+        ("", "", False),
+    ],
+)
+def test_same_device(reported: str, claimed: str, same: bool) -> None:
+    assert cuda.same_device(reported, claimed) is same
+
+
+def test_call_error_survives_pickling() -> None:
+    error = cuda.CudaCallError("cuInit failed", call="cuInit", code=999, name="CUDA_ERROR_UNKNOWN")
+    copy = pickle.loads(pickle.dumps(error))
+    assert (str(copy), copy.call, copy.code, copy.name) == ("cuInit failed", "cuInit", 999, "CUDA_ERROR_UNKNOWN")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The real thing
+
+
+@pytest.mark.gpu
+class TestRealDriver:
+    @pytest.fixture(autouse=True)
+    def _needs_a_gpu(self) -> None:
+        try:
+            if not library_child.visible_in_child():
+                pytest.skip("CUDA sees no GPU here")
+        except NoDriverError as err:
+            pytest.skip(f"needs a real NVIDIA GPU: {err}")
+
+    def run(self, code: str, **variables: str) -> Any:
+        return run(code, {**os.environ, **variables})
+
+    def test_initialized_only_after_the_context(self) -> None:
+        before, during, uuid, after = self.run(
+            "cuda.load(); before = cuda.visible_if_initialized(); held = cuda_context.PrimaryContext.retain(0);"
+            "during = cuda.visible_if_initialized(); held.release();"
+            "result = [before, during, held.uuid, cuda.visible_if_initialized()]"
+        )
+        assert before is None
+        assert during[0] == uuid
+        assert after == during
+
+    def test_nvidia_smi_knows_the_uuid(self) -> None:
+        uuid = self.run("result = library_child.visible_in_child()[0]", CUDA_DEVICE_ORDER="PCI_BUS_ID")
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True).stdout
+        assert uuid in listed
+
+    def test_nothing_visible(self) -> None:
+        assert self.run("result = library_child.visible_in_child()", CUDA_VISIBLE_DEVICES="") == []
+
+    def test_wake_up_that_finds_no_gpu_is_not_taken_for_a_fork(self) -> None:
+        code = f"{MAP}; found = lib.cuInit(0); result = [found, cuda.visible_if_initialized()]"
+        assert self.run(code, CUDA_VISIBLE_DEVICES="") in ([100, None], [100, []])
+
+    def test_context_takes_memory_and_gives_it_back(self) -> None:
+        before, during, after = self.run(
+            """
+import subprocess, time
+def used():
+    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "-i", uuid]
+    return int(subprocess.check_output(query, text=True))
+uuid = library_child.visible_in_child()[0]
+before = used()
+held = cuda_context.PrimaryContext.retain(0)
+during = used()
+held.release()
+deadline = time.monotonic() + 10
+while used() >= during and time.monotonic() < deadline:
+    pass
+result = [before, during, used()]
+"""
+        )
+        print(f"a context costs {during - before} MiB, {after - before} MiB stay in the process after release")
+        assert during > before
+        assert after < during
+
+    def test_forked_child_is_told_to_spawn_whoever_woke_cuda(self) -> None:
+        for initialize in (INITIALIZE, "held = cuda_context.PrimaryContext.retain(0)"):
+            name, message = self.run(initialize + in_child("cuda.visible_if_initialized()"))
+            assert name == "CudaInitializedError"
+            assert "spawn" in message

@@ -1,0 +1,604 @@
+"""Every placeholder keeps the same promises: a contract suite over stand-ins that behave like the frameworks.
+
+A stand-in notes every call that would initialise CUDA, and what is on which GPU, in ``gpus``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import logging
+import os
+import subprocess
+import sys
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from safe_gpu.errors import CudaInitializedError, NotEnoughGpusError, PlaceholderError
+from safe_gpu.runtimes import cuda, cuda_context, placeholders
+from safe_gpu.runtimes.placeholders import (
+    CudaPlaceholder,
+    CupyPlaceholder,
+    JaxPlaceholder,
+    NoPlaceholder,
+    PyCudaPlaceholder,
+    PytorchPlaceholder,
+    TensorflowPlaceholder,
+)
+
+
+class Gpus:
+    """What the stand-ins share: two GPUs, what holds them, and a failure to order."""
+
+    def __init__(self) -> None:
+        self.count = 2
+        self.held: dict[int, set[object]] = {0: set(), 1: set()}
+        self.initialized = False
+        self.failure: Exception | None = None
+        self.events: list[str] = []
+
+    def initialize(self) -> None:
+        self.initialized = True
+
+    def put(self, device_no: int, thing: object) -> None:
+        self.initialize()
+        if self.failure is not None:
+            raise self.failure
+        if device_no >= self.count:
+            raise RuntimeError("CUDA error: invalid device ordinal")
+        self.held[device_no].add(thing)
+
+    def take(self, thing: object) -> None:
+        for things in self.held.values():
+            things.discard(thing)
+
+    def busy(self) -> list[int]:
+        return [device_no for device_no, things in self.held.items() if things]
+
+
+@pytest.fixture
+def gpus() -> Gpus:
+    return Gpus()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Stand-ins
+
+
+def stand_in_cuda(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    class PrimaryContext:
+        @classmethod
+        def retain(cls, device_no: int) -> PrimaryContext:
+            if gpus.failure is not None:
+                raise cuda.CudaCallError(f"cuInit failed with {gpus.failure}", call="cuInit", code=999)
+            self = cls()
+            gpus.put(device_no, self)
+            return self
+
+        def release(self) -> None:
+            gpus.take(self)
+
+    monkeypatch.setattr(cuda_context, "PrimaryContext", PrimaryContext)
+    monkeypatch.setattr(cuda, "load", lambda: None)
+
+
+def stand_in_torch(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Tensor:
+        def set_(self) -> None:
+            gpus.events.append("emptied")
+            self.empty = True
+
+    tensors: list[Tensor] = []
+
+    def zeros(shape: tuple[int, ...], *, device: str) -> Tensor:
+        kind, number = device.split(":")
+        assert (shape, kind) == ((1,), "cuda")
+        tensor = Tensor()
+        gpus.put(int(number), tensor)
+        tensors.append(tensor)
+        return tensor
+
+    def empty_cache() -> None:
+        for tensor in tensors:
+            if getattr(tensor, "empty", False):
+                gpus.take(tensor)
+
+    torch = types.ModuleType("torch")
+    torch.__dict__.update(zeros=zeros, cuda=types.SimpleNamespace(empty_cache=empty_cache))
+    monkeypatch.setitem(sys.modules, "torch", torch)
+
+
+def stand_in_tensorflow(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    current: list[str] = []
+
+    class Tensor:
+        def __init__(self) -> None:
+            number = int(current[-1].split(":")[-1])
+            gpus.put(number, self)
+            self.device = f"/job:localhost/replica:0/task:0/device:GPU:{number}"
+
+    @contextmanager
+    def device(name: str) -> Iterator[None]:
+        current.append(name)
+        yield
+        current.pop()
+
+    def list_physical_devices(kind: str) -> list[str]:
+        assert kind == "GPU"
+        gpus.initialize()
+        return [f"physical GPU {number}" for number in range(gpus.count)]
+
+    def constant(values: list[float]) -> Tensor:
+        gpus.events.append("started")
+        return Tensor()
+
+    def set_memory_growth(gpu: str, enable: bool) -> None:
+        assert enable is True
+        if f"growth of {gpu}" in gpus.events:
+            return
+        if "started" in gpus.events:
+            raise RuntimeError("Physical devices cannot be modified after being initialized")
+        gpus.events.append(f"growth of {gpu}")
+
+    tensorflow = types.ModuleType("tensorflow")
+    experimental = types.SimpleNamespace(set_memory_growth=set_memory_growth)
+    config = types.SimpleNamespace(list_physical_devices=list_physical_devices, experimental=experimental)
+    tensorflow.__dict__.update(config=config, device=device, constant=constant)
+    monkeypatch.setitem(sys.modules, "tensorflow", tensorflow)
+
+
+def stand_in_pycuda(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Context:
+        def __init__(self, device_no: int) -> None:
+            gpus.put(device_no, self)
+
+        def detach(self) -> None:
+            assert any(self in things for things in gpus.held.values()), "cannot detach from invalid context"
+            gpus.take(self)
+
+    class Device:
+        def __init__(self, device_no: int) -> None:
+            assert gpus.initialized, "cuInit was not called"
+            self.device_no = device_no
+
+        def make_context(self) -> Context:
+            return Context(self.device_no)
+
+    package, driver = types.ModuleType("pycuda"), types.ModuleType("pycuda.driver")
+    driver.__dict__.update(init=gpus.initialize, Device=Device)
+    monkeypatch.setitem(sys.modules, "pycuda", package)
+    monkeypatch.setitem(sys.modules, "pycuda.driver", driver)
+
+
+def stand_in_cupy(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    current: list[int] = [0]
+    pooled: list[Array] = []
+
+    class Device:
+        def __init__(self, device_no: int) -> None:
+            self.device_no = device_no
+
+        def __enter__(self) -> None:
+            current.append(self.device_no)
+
+        def __exit__(self, *error: object) -> None:
+            current.pop()
+
+    class Array:
+        def __init__(self, size: int, dtype: str) -> None:
+            self.device = Device(current[-1])
+            gpus.put(current[-1], self)
+            self.data = types.SimpleNamespace(mem=types.SimpleNamespace(free=lambda: pooled.append(self)))
+
+    def free_all_blocks() -> None:
+        for array in pooled:
+            if array.device.device_no == current[-1]:
+                gpus.take(array)
+
+    cupy = types.ModuleType("cupy")
+    pool = types.SimpleNamespace(free_all_blocks=free_all_blocks)
+    cupy.__dict__.update(cuda=types.SimpleNamespace(Device=Device), zeros=Array, get_default_memory_pool=lambda: pool)
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+
+
+def stand_in_jax(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Array:
+        def __init__(self, value: float, device: int) -> None:
+            gpus.put(device, self)
+
+        def block_until_ready(self) -> Array:
+            return self
+
+        def delete(self) -> None:
+            gpus.take(self)
+
+    def local_devices(*, backend: str) -> list[int]:
+        assert backend == "gpu"
+        gpus.initialize()
+        gpus.events.append(f"preallocate={os.environ.get('XLA_PYTHON_CLIENT_PREALLOCATE', 'true')}")
+        return list(range(gpus.count))
+
+    jax = types.ModuleType("jax")
+    jax.__dict__.update(local_devices=local_devices, device_put=Array)
+    monkeypatch.setitem(sys.modules, "jax", jax)
+
+
+STAND_INS: dict[type[Any], Callable[[Gpus, pytest.MonkeyPatch], None]] = {
+    CudaPlaceholder: stand_in_cuda,
+    PytorchPlaceholder: stand_in_torch,
+    TensorflowPlaceholder: stand_in_tensorflow,
+    PyCudaPlaceholder: stand_in_pycuda,
+    CupyPlaceholder: stand_in_cupy,
+    JaxPlaceholder: stand_in_jax,
+    NoPlaceholder: lambda gpus, monkeypatch: None,
+}
+FRAMEWORKS = {
+    PytorchPlaceholder: ("torch", "pip install torch"),
+    TensorflowPlaceholder: ("tensorflow", "pip install tensorflow"),
+    PyCudaPlaceholder: ("pycuda", "pip install pycuda"),
+    CupyPlaceholder: ("cupy", "pip install cupy-cuda12x"),
+    JaxPlaceholder: ("jax", "pip install 'jax[cuda12]'"),
+}
+HOLDERS = [kind for kind in STAND_INS if kind is not NoPlaceholder]
+UNRELEASABLE = (TensorflowPlaceholder,)
+
+
+def make(kind: type[Any], gpus: Gpus, monkeypatch: pytest.MonkeyPatch, logger: Any = None) -> Any:
+    STAND_INS[kind](gpus, monkeypatch)
+    return kind(logger)
+
+
+def pid_of(kind: type[Any]) -> str:
+    return kind.__name__
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The contract
+
+
+@pytest.mark.parametrize("kind", STAND_INS, ids=pid_of)
+def test_prepare_wakes_nothing(kind: type[Any], gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    placeholders.prepare(make(kind, gpus, monkeypatch))
+    assert not gpus.initialized
+
+
+@pytest.mark.parametrize("kind", HOLDERS, ids=pid_of)
+@pytest.mark.parametrize("device_no", [0, 1])
+def test_holds_the_device_asked_for_until_released(
+    kind: type[Any], device_no: int, gpus: Gpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    placeholder = make(kind, gpus, monkeypatch)
+    assert placeholders.holds_gpu(placeholder)
+    thing = placeholders.allocate(placeholder, device_no)
+    assert thing is not None
+    assert gpus.busy() == [device_no]
+    placeholders.release(placeholder, thing)
+    assert gpus.busy() == ([device_no] if kind in UNRELEASABLE else [])
+
+
+@pytest.mark.parametrize("kind", HOLDERS, ids=pid_of)
+def test_two_devices_are_held_and_released_one_by_one(
+    kind: type[Any], gpus: Gpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    placeholder = make(kind, gpus, monkeypatch)
+    first, second = placeholder(0), placeholder(1)
+    assert gpus.busy() == [0, 1]
+    placeholder.release(first)
+    assert gpus.busy() == ([0, 1] if kind in UNRELEASABLE else [1])
+    placeholder.release(second)
+    assert gpus.busy() == ([0, 1] if kind in UNRELEASABLE else [])
+
+
+@pytest.mark.parametrize("kind", HOLDERS, ids=pid_of)
+@pytest.mark.parametrize(
+    ("failure", "hint"),
+    [
+        ("CUDA error: all CUDA-capable devices are busy or unavailable", "EXCLUSIVE_PROCESS"),
+        ("out of memory", "uses most of the GPU"),
+        ("no CUDA-capable device is detected", "claim first"),
+        ("Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, ...", "spawn"),
+        ("a thing nobody has seen", ""),
+    ],
+)
+def test_failure_names_device_cause_and_likely_rival(
+    kind: type[Any], failure: str, hint: str, gpus: Gpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    placeholder = make(kind, gpus, monkeypatch)
+    gpus.failure = RuntimeError(f"{failure}\nCompile with TORCH_USE_CUDA_DSA to enable device-side assertions.")
+    with pytest.raises(PlaceholderError) as caught:
+        placeholder(1)
+    message = str(caught.value)
+    assert f"{kind.__name__} could not hold CUDA device 1" in message
+    assert failure in message
+    assert hint in message
+    assert "TORCH_USE_CUDA_DSA" not in message
+    assert message.endswith(failure) is (hint == "")
+    assert caught.value.device_no == 1
+    assert caught.value.__cause__ is not None
+    assert gpus.busy() == []
+
+
+@pytest.mark.parametrize("kind", HOLDERS, ids=pid_of)
+def test_device_that_is_not_there(kind: type[Any], gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(PlaceholderError, match="claim first") as caught:
+        make(kind, gpus, monkeypatch)(2)
+    assert caught.value.device_no == 2
+
+
+@pytest.mark.parametrize(("kind", "module", "install"), [(kind, *names) for kind, names in FRAMEWORKS.items()])
+def test_missing_framework_names_package_and_alternative(
+    kind: type[Any], module: str, install: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uninstall(monkeypatch, module, ModuleNotFoundError(f"No module named {module!r}", name=module))
+    with pytest.raises(PlaceholderError) as caught:
+        placeholders.prepare(kind())
+    message = str(caught.value)
+    assert message.startswith(f"{kind.__name__} needs {module}, which is not installed: {install}, or leave ")
+
+
+@pytest.mark.parametrize(("kind", "module"), [(kind, module) for kind, (module, _) in FRAMEWORKS.items()])
+@pytest.mark.parametrize(
+    "failure", [OSError("libcudart.so.12: no such file"), ModuleNotFoundError("No module named 'numpy'", name="numpy")]
+)
+def test_broken_framework_says_what_broke(
+    kind: type[Any], module: str, failure: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uninstall(monkeypatch, module, failure)
+    with pytest.raises(PlaceholderError, match="cannot import") as caught:
+        placeholders.prepare(kind())
+    assert str(failure) in str(caught.value)
+    assert "not installed" not in str(caught.value)
+
+
+def uninstall(monkeypatch: pytest.MonkeyPatch, package: str, failure: Exception) -> None:
+    class Finder(importlib.abc.MetaPathFinder):
+        def find_spec(self, name: str, path: Any, target: Any = None) -> None:
+            if name.partition(".")[0] == package:
+                raise failure
+
+    for name in [name for name in sys.modules if name.partition(".")[0] == package]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [Finder(), *sys.meta_path])
+
+
+@pytest.mark.parametrize("kind", STAND_INS, ids=pid_of)
+def test_a_class_in_place_of_an_instance_is_refused(kind: type[Any]) -> None:
+    with pytest.raises(PlaceholderError, match=rf"pass {kind.__name__}\(\) instead"):
+        placeholders.prepare(kind)
+
+
+@pytest.mark.parametrize("kind", STAND_INS, ids=pid_of)
+def test_logger_given_or_ours(
+    kind: type[Any], gpus: Gpus, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    assert make(kind, gpus, monkeypatch).logger is logging.getLogger("safe_gpu")
+    placeholder = make(kind, gpus, monkeypatch, logging.getLogger("mine"))
+    placeholder.release(placeholder(0))
+    assert {record.name for record in caplog.records} <= {"mine"}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is particular to one of them
+
+
+def test_no_placeholder_holds_nothing(gpus: Gpus) -> None:
+    placeholder = NoPlaceholder()
+    assert not placeholders.holds_gpu(placeholder)
+    assert placeholders.allocate(placeholder, 0) is None
+    placeholders.release(placeholder, None)
+
+
+def test_pytorch_memory_goes_although_others_still_refer_to_the_tensor(
+    gpus: Gpus, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    placeholder = make(PytorchPlaceholder, gpus, monkeypatch)
+    tensor = placeholder(0)
+    placeholder.release(tensor)
+    assert gpus.events == ["emptied"]
+    assert "keeps its CUDA context" in caplog.text  # honest about what stays
+
+
+def test_tensorflow_grows_on_every_gpu_before_it_starts(
+    gpus: Gpus, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    placeholder = make(TensorflowPlaceholder, gpus, monkeypatch)
+    placeholder(0)
+    placeholder(1)
+    assert gpus.events == ["growth of physical GPU 0", "growth of physical GPU 1", "started", "started"]
+    assert not caplog.records
+
+
+def test_tensorflow_that_has_started_is_warned_of(
+    gpus: Gpus, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    placeholder = make(TensorflowPlaceholder, gpus, monkeypatch)
+    gpus.events.append("started")
+    placeholder(1)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "CUDA device 1" in caplog.text
+    assert gpus.busy() == [1]
+
+
+def test_tensorflow_on_the_cpu_is_no_placeholder(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    placeholder = make(TensorflowPlaceholder, gpus, monkeypatch)
+    monkeypatch.setattr(
+        sys.modules["tensorflow"], "constant", lambda values: types.SimpleNamespace(device="/device:CPU:0")
+    )
+    with pytest.raises(PlaceholderError, match="on the CPU"):
+        placeholder(0)
+
+
+def test_tensorflow_that_sees_no_gpu(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus.count = 0
+    with pytest.raises(PlaceholderError, match=r"sees 0 GPUs; .*CPUs only"):
+        make(TensorflowPlaceholder, gpus, monkeypatch)(0)
+
+
+PYCUDA = """
+import os, sys, types
+class Context:
+    def detach(self):
+        os.write(1, b"detached ")
+driver = types.ModuleType("pycuda.driver")
+driver.init = lambda: None
+driver.Device = lambda device_no: types.SimpleNamespace(make_context=Context)
+sys.modules["pycuda"], sys.modules["pycuda.driver"] = types.ModuleType("pycuda"), driver
+from safe_gpu.runtimes.placeholders import PyCudaPlaceholder
+placeholder = PyCudaPlaceholder()
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "printed"),
+    [
+        ("placeholder(0); placeholder(1)", "detached detached "),
+        ("placeholder.release(placeholder(0)); os.write(1, b'and '); placeholder(1)", "detached and detached "),
+        ("placeholder.release(placeholder(0)); placeholder.release(placeholder(1))", "detached detached "),
+        ("placeholder(0)\nif os.fork() == 0: sys.exit()\nos.wait()\nos.write(1, b'once ')", "once detached "),
+    ],
+    ids=["held", "one released", "all released", "forked child"],
+)
+def test_pycuda_contexts_are_ended_at_exit_for_pycuda_would_abort(code: str, printed: str) -> None:
+    assert run(PYCUDA + code) == printed
+
+
+def run(code: str) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(Path(placeholders.__file__).parents[2])}
+    child = subprocess.run(
+        [sys.executable, "-S", "-c", code], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert child.returncode == 0, child.stderr
+    return child.stdout
+
+
+def test_jax_starts_without_preallocation_and_leaves_the_environment(
+    gpus: Gpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_PREALLOCATE", raising=False)
+    make(JaxPlaceholder, gpus, monkeypatch)(0)
+    assert gpus.events == ["preallocate=false"]
+    assert "XLA_PYTHON_CLIENT_PREALLOCATE" not in os.environ
+    monkeypatch.setattr(sys.modules["jax"], "local_devices", lambda backend: 1 / 0)
+    with pytest.raises(PlaceholderError):
+        JaxPlaceholder()(0)
+    assert "XLA_PYTHON_CLIENT_PREALLOCATE" not in os.environ
+
+
+def test_jax_obeys_the_users_choice_of_preallocation(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "true")
+    make(JaxPlaceholder, gpus, monkeypatch)(0)
+    assert gpus.events == ["preallocate=true"]
+    assert os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] == "true"
+
+
+def test_cuda_placeholder_passes_the_fork_error_on(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    placeholder = make(CudaPlaceholder, gpus, monkeypatch)
+    monkeypatch.setattr(cuda_context.PrimaryContext, "retain", raiser(CudaInitializedError("forked")))
+    with pytest.raises(CudaInitializedError, match="forked"):
+        placeholder(0)
+
+
+def test_real_pytorch() -> None:
+    torch = pytest.importorskip("torch", reason="needs PyTorch")
+    placeholders.prepare(placeholders.pytorch_placeholder)
+    tensor = torch.zeros((1,))
+    placeholders.pytorch_placeholder.release(tensor)
+    assert tensor.untyped_storage().nbytes() == 0
+    if not torch.backends.cuda.is_built():
+        with pytest.raises(PlaceholderError, match="for CPUs only"):
+            placeholders.pytorch_placeholder(0)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Any callable
+
+
+def raiser(err: BaseException) -> Any:
+    def fail(*arguments: object) -> None:
+        raise err
+
+    return fail
+
+
+def test_plain_function_is_a_placeholder() -> None:
+    def hold(device_no: int) -> str:
+        return f"thing on {device_no}"
+
+    placeholders.prepare(hold)
+    assert placeholders.allocate(hold, 3) == "thing on 3"
+    assert placeholders.holds_gpu(hold)
+    placeholders.release(hold, "thing on 3")
+
+
+def test_function_that_fails_is_named_and_explained() -> None:
+    def hold(device_no: int) -> None:
+        raise ValueError("CUDA error: out of memory")
+
+    with pytest.raises(
+        PlaceholderError, match=r"hold could not hold CUDA device 3: ValueError: .*uses most of the GPU"
+    ):
+        placeholders.allocate(hold, 3)
+
+
+def test_class_that_holds_by_itself_is_a_placeholder() -> None:
+    class Holder:
+        def __init__(self, device_no: int) -> None:
+            self.device_no = device_no
+
+    placeholders.prepare(Holder)  # type: ignore[arg-type]
+    assert placeholders.allocate(Holder, 1).device_no == 1  # type: ignore[arg-type]
+
+
+def test_class_written_for_the_older_package() -> None:
+    class Mine(PytorchPlaceholder):
+        def __init__(self, logger: Any = logging) -> None:
+            self.log: list[object] = []
+
+        def __call__(self, device_no: int) -> str:
+            return f"mine {device_no}"
+
+        def release(self, placeholder: object) -> None:
+            self.log.append(placeholder)
+
+    mine = Mine()
+    thing = placeholders.allocate(mine, 0)
+    placeholders.release(mine, thing)
+    assert mine.log == ["mine 0"]
+
+
+def test_errors_of_ours_and_interrupts_pass_through() -> None:
+    for err in (NotEnoughGpusError("none"), KeyboardInterrupt()):
+        with pytest.raises(type(err)) as caught:
+            placeholders.allocate(raiser(err), 0)
+        assert caught.value is err
+
+
+def test_failing_prepare_is_a_placeholder_error() -> None:
+    placeholder = types.SimpleNamespace(prepare=raiser(OSError("disk on fire")))
+    with pytest.raises(PlaceholderError, match="could not be prepared: OSError: disk on fire"):
+        placeholders.prepare(placeholder)  # type: ignore[arg-type]
+
+
+def test_failing_release_is_logged_and_survived(caplog: pytest.LogCaptureFixture) -> None:
+    class Mine:
+        def __call__(self, device_no: int) -> None: ...
+
+        def release(self, thing: object) -> None:
+            raise RuntimeError("no")
+
+    placeholders.release(Mine(), None)
+    assert [(record.name, record.levelname) for record in caplog.records] == [("safe_gpu", "WARNING")]
+    assert "Mine could not release its GPU: RuntimeError: no" in caplog.text
+
+
+def test_import_is_light() -> None:
+    heavy = "ctypes", "logging", "subprocess", "torch", "json"
+    code = f"import sys, safe_gpu.runtimes.placeholders; print([name for name in {heavy} if name in sys.modules])"
+    assert run(code) == "[]\n"

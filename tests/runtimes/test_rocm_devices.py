@@ -1,0 +1,190 @@
+"""The grammar of the variables that choose AMD GPUs."""
+
+from __future__ import annotations
+
+import pytest
+
+from safe_gpu.devices import Gpu, HostSnapshot
+from safe_gpu.errors import UnsatisfiableRequestError
+from safe_gpu.runtimes.rocm_devices import read
+from safe_gpu.runtimes.variables import hidden, names, read_once, render
+
+A, B, C, D = "GPU-aa00000000000001", "GPU-aa00000000000002", "GPU-bb00000000000003", "AMD-0000:05:00.0-3"
+HOST = HostSnapshot(tuple(Gpu(index, uuid, vendor="amd") for index, uuid in enumerate((A, B, C, D))))
+
+
+def seen(rocr: str | None = None, hip: str | None = None, cuda: str | None = None) -> tuple[str, ...] | None:
+    given = {"ROCR_VISIBLE_DEVICES": rocr, "HIP_VISIBLE_DEVICES": hip, "CUDA_VISIBLE_DEVICES": cuda}
+    fence = read({name: value for name, value in given.items() if value is not None}, HOST)
+    return None if fence is None else fence.uuids
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        ("0", (A,)),
+        ("2,0", (C, A)),
+        (" 1 ,3\t", (B, D)),
+        ("0x1,010", (B,)),  # 010 is 8 in C
+        ("02", (C,)),
+        ("+1", (B,)),
+        ("-1", ()),
+        ("", ()),
+        ("4", ()),
+        ("0,4,1", (A,)),
+        ("1,x,2", (B,)),
+        ("1 2", ()),
+        ("1,1,2", (B,)),
+        ("0,,2", (A,)),
+        ("0,", (A,)),
+        (A, (A,)),
+        (A.lower() + "," + C.upper(), (A, C)),
+        ("gpu-BB", (C,)),
+        ("GPU-aa", ()),  # two GPUs
+        ("GPU-", ()),
+        ("GPU-aa00000000000001f", ()),
+        ("GPU-cc,0", ()),
+        ("2," + C, (C,)),  # the same one again
+        ("1," + C, (B, C)),
+        (D, ()),  # has no UUID
+        ("08", ()),
+        ("0,1,2,3,0", (A, B, C, D)),
+    ],
+)
+def test_rocr(value: str, shown: tuple[str, ...]) -> None:
+    assert seen(rocr=value) == shown
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        ("0", (A,)),
+        ("2,0", (C, A)),
+        ("1,1,2", (B, C)),  # no effect
+        ("01", ()),
+        (" 1", ()),
+        ("0, 1", (A,)),
+        ("-1", ()),
+        ("4", ()),
+        ("1,4,0", (B,)),
+        (A, (A,)),
+        ("GPU-dd,0", ()),
+    ],
+)
+def test_hip(value: str, shown: tuple[str, ...]) -> None:
+    assert seen(hip=value) == shown
+    assert seen(cuda=value) == shown
+    assert seen(hip=value, cuda="3") == shown
+    assert seen(hip="", cuda=value) == shown
+
+
+def test_hip_counts_what_rocr_left() -> None:
+    assert seen(rocr="3,1", hip="1") == (B,)
+    assert seen(rocr="3,1", cuda="0") == (D,)
+    assert seen(rocr="3,1", hip="2") == ()
+    assert seen(rocr="3,1", hip="", cuda="") == (D, B)
+    assert seen(rocr="", hip="0") == ()
+
+
+def test_nothing_is_set() -> None:
+    assert seen() is None
+    assert seen(hip="") is None
+    assert seen(cuda="", hip="") is None
+
+
+def test_what_a_claim_writes_is_read_back() -> None:
+    for visible_as in ("index", "uuid"):
+        written = render([HOST.gpus[3], HOST.gpus[0]], visible_as=visible_as, snapshot=HOST)
+        assert written == {
+            "ROCR_VISIBLE_DEVICES": f"3,{A}",
+            "HIP_VISIBLE_DEVICES": "0,1",
+            "CUDA_VISIBLE_DEVICES": "0,1",
+        }
+        fence = read(written, HOST)
+        assert fence is not None
+        assert fence.uuids == (D, A)
+    with pytest.raises(UnsatisfiableRequestError):
+        render(HOST.gpus, visible_as="name", snapshot=HOST)
+
+
+RAY = {"RAY_RAYLET_PID": "7"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "visible_as", "written"),
+    [
+        (RAY, "index", {"HIP_VISIBLE_DEVICES": "3,0"}),
+        (RAY, "uuid", {"HIP_VISIBLE_DEVICES": f"3,{A}"}),
+        ({**RAY, "HIP_VISIBLE_DEVICES": "0,3"}, "index", {"HIP_VISIBLE_DEVICES": "3,0"}),
+        # Ray refuses two values that differ
+        (
+            {**RAY, "CUDA_VISIBLE_DEVICES": "0,3"},
+            "index",
+            dict.fromkeys(("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"), "3,0"),
+        ),
+        ({**RAY, "ROCR_VISIBLE_DEVICES": "3,2,0"}, "index", {"HIP_VISIBLE_DEVICES": "0,2"}),
+        ({**RAY, "ROCR_VISIBLE_DEVICES": "3,2,0"}, "uuid", {"HIP_VISIBLE_DEVICES": f"0,{A}"}),
+        (
+            {**RAY, "ROCR_VISIBLE_DEVICES": "3,0", "GPU_DEVICE_ORDINAL": "1"},
+            "uuid",
+            {"HIP_VISIBLE_DEVICES": f"0,{A}", "GPU_DEVICE_ORDINAL": "0,1"},
+        ),
+    ],
+)
+def test_under_ray_rocr_is_left_alone(environ: dict[str, str], visible_as: str, written: dict[str, str]) -> None:
+    chosen = [HOST.gpus[3], HOST.gpus[0]]
+    assert render(chosen, visible_as=visible_as, snapshot=HOST, environ=environ) == written
+    fence = read({**environ, **written}, HOST)
+    assert fence is not None
+    assert fence.uuids == (D, A)
+
+
+def test_the_variable_of_opencl_is_written_where_it_is_set() -> None:
+    written = render(HOST.gpus[2:3], visible_as="index", snapshot=HOST, environ={"GPU_DEVICE_ORDINAL": "2,3"})
+    assert written["GPU_DEVICE_ORDINAL"] == "0"
+
+
+def of_slurm(value: str, *names: str, **others: str) -> dict[str, str]:
+    """The environment of a Slurm job: by default gres.conf has no flags."""
+    chosen = names or ("ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "GPU_DEVICE_ORDINAL")
+    return {"SLURM_JOB_ID": "7", **dict.fromkeys(chosen, value), **others}
+
+
+@pytest.mark.parametrize(
+    ("environ", "inside"),
+    [
+        (of_slurm("2,3"), (C, D)),
+        (of_slurm("0,1"), (A, B)),
+        (of_slurm("2,3", "ROCR_VISIBLE_DEVICES"), (C, D)),  # Flags=amd_gpu_env
+        (of_slurm("2,3", "CUDA_VISIBLE_DEVICES"), (C, D)),  # Slurm before 21.08
+        (of_slurm("2,3", HIP_VISIBLE_DEVICES=""), (C, D)),
+        # what a user has chosen inside of it counts as HIP counts it
+        (of_slurm("2,3", CUDA_VISIBLE_DEVICES="1"), (D,)),
+        (of_slurm("2,3", HIP_VISIBLE_DEVICES="1"), (D,)),
+        (of_slurm("2,3", SLURM_JOB_ID="7") | {"CUDA_VISIBLE_DEVICES": "0,1"}, (C, D)),
+    ],
+)
+def test_the_list_that_slurm_writes_twice_counts_once(environ: dict[str, str], inside: tuple[str, ...]) -> None:
+    fence = read_once(environ, HOST)
+    assert fence is not None
+    assert fence.uuids == inside
+
+
+def test_elsewhere_two_equal_lists_are_what_hip_makes_of_them() -> None:
+    both = {"ROCR_VISIBLE_DEVICES": "2,3", "CUDA_VISIBLE_DEVICES": "2,3"}
+    for fence in (read_once(both, HOST), read(of_slurm("2,3"), HOST)):
+        assert fence is not None
+        assert fence.uuids == ()
+
+
+def test_a_message_names_the_variables() -> None:
+    fence = read({"ROCR_VISIBLE_DEVICES": "1,2", "CUDA_VISIBLE_DEVICES": "0"}, HOST)
+    assert fence is not None
+    assert fence.title == "ROCR_VISIBLE_DEVICES=1,2 CUDA_VISIBLE_DEVICES=0"
+
+
+def test_all_gpus_hidden() -> None:
+    fence = read(hidden("amd"), HOST)
+    assert fence is not None
+    assert fence.uuids == ()
+    assert names(HOST) == tuple(hidden("amd"))

@@ -1,0 +1,233 @@
+"""CUDA's grammar of CUDA_VISIBLE_DEVICES, case by case, and writing it back."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from safe_gpu.devices import Gpu, HostSnapshot
+from safe_gpu.errors import UnsatisfiableRequestError
+from safe_gpu.runtimes import visible_devices as visibility
+
+UUIDS = ("GPU-aa000000", "GPU-ab000000", "GPU-c0000000", "GPU-d0000000")
+
+
+def host(*gpus: Gpu) -> HostSnapshot:
+    return HostSnapshot(gpus)
+
+
+def alike() -> HostSnapshot:
+    return host(*(Gpu(index, uuid, "NVIDIA A100") for index, uuid in enumerate(UUIDS)))
+
+
+def mixed() -> HostSnapshot:
+    return host(*(replace(gpu, name=f"model {gpu.index}") for gpu in alike().gpus))
+
+
+def with_lost(lost: int) -> HostSnapshot:
+    return host(*(replace(gpu, lost=gpu.index == lost) for gpu in alike().gpus))
+
+
+def with_mig() -> HostSnapshot:
+    parent = Gpu(0, "GPU-aa000000", "NVIDIA H100", mig_enabled=True, unusable="MIG mode is on")
+    instances = (
+        Gpu(0, uuid, "NVIDIA H100 MIG", mig_parent=parent.uuid, mig_instance=number)
+        for number, uuid in enumerate(("MIG-11000000", "MIG-12000000"))
+    )
+    return host(parent, *instances, Gpu(1, "GPU-ab000000", "NVIDIA H100"))
+
+
+def test_an_unset_variable_is_no_fence() -> None:
+    assert visibility.parse(None, alike()) is None
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        ("0", [0]),
+        ("2,1", [2, 1]),
+        ("0,1,2,3", [0, 1, 2, 3]),
+        ("", []),
+        ("-1", []),
+        ("none", []),
+        ("NoDevFiles", []),
+        (",0", []),
+        ("0,2,-1,1", [0, 2]),
+        ("0,,1", [0]),
+        ("0,9,1", [0]),
+        ("99999999999999999999", []),
+        ("0,0", []),
+        ("1,0,1", []),
+        ("0,9,0", [0]),
+        (" 1,\t2", [1, 2]),
+        ("1 ,2 ", [1, 2]),
+        ("+3,-0,2", [3, 0, 2]),
+        ("1gpu2,2ampere", [1, 2]),
+        ("3,two,1", [3]),
+        ("1;2", [1]),
+        ("GPU-c", [2]),
+        ("GPU-c0000000,GPU-aa000000", [2, 0]),
+        (" GPU-c, GPU-aa", [2, 0]),
+        ("GPU-a", []),
+        ("GPU-c,GPU-a,GPU-d", [2]),
+        ("GPU-x", []),
+        ("GPU-c,GPU-x,GPU-d", [2]),
+        ("GPU-c,GPU-c0", []),
+        ("gpu-c", []),
+        ("c0000000", []),
+        ("GPU-c0000000-and-more", []),
+        ("GPU-c,1", [2]),
+        ("1,GPU-c", [1]),
+    ],
+)
+def test_what_a_value_shows(value: str, shown: list[int]) -> None:
+    fence = visibility.parse(value, alike())
+    assert fence is not None
+    assert fence.value == value
+    assert fence.uuids == tuple(UUIDS[index] for index in shown)
+    assert not fence.ambiguous
+    assert fence.uses_indices == bool(value.strip() and value.strip()[0] in "+-0123456789")
+    assert all((uuid in fence) == (uuid in fence.uuids) for uuid in UUIDS)
+
+
+@pytest.mark.parametrize(
+    ("value", "order", "ambiguous"),
+    [
+        ("0", None, True),
+        ("0", "FASTEST_FIRST", True),
+        ("0", "PCI_BUS_ID", False),
+        ("2,1,0,3", None, False),  # all of them
+        ("GPU-c", None, False),
+        ("-1", None, False),
+        ("", None, False),
+        ("9", None, False),
+    ],
+)
+def test_numbers_on_mixed_gpus(value: str, order: str | None, ambiguous: bool) -> None:
+    fence = visibility.parse(value, mixed(), device_order=order)
+    assert fence is not None
+    assert fence.ambiguous is ambiguous
+    assert bool(fence.doubt) is ambiguous
+
+
+def test_a_lost_gpu_is_not_counted() -> None:
+    below = visibility.parse("0,1", with_lost(2))
+    assert below is not None
+    assert below.uuids == UUIDS[:2]
+    assert not below.ambiguous
+    beyond = visibility.parse("2", with_lost(2))
+    assert beyond is not None
+    assert beyond.uuids == UUIDS[3:]
+    assert beyond.ambiguous
+    assert "GPU 2 is lost" in beyond.doubt
+    by_uuid = visibility.parse(f"{UUIDS[2]},{UUIDS[3]}", with_lost(2))
+    assert by_uuid is not None
+    assert by_uuid.uuids == ()
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        ("MIG-11", ("MIG-11000000",)),
+        ("MIG-12000000", ("MIG-12000000",)),
+        ("MIG-1", ()),
+        ("MIG-12,MIG-11", ("MIG-12000000", "MIG-11000000")),
+        ("GPU-aa", ("MIG-11000000",)),  # CUDA shows the first instance
+        ("GPU-ab,MIG-12", ("GPU-ab000000", "MIG-12000000")),
+        ("MIG-GPU-ffffffff/1/0", ()),
+        ("MIG-GPU-aa000000", ()),
+    ],
+)
+def test_mig_by_uuid(value: str, shown: tuple[str, ...]) -> None:
+    fence = visibility.parse(value, with_mig())
+    assert fence is not None
+    assert fence.uuids == shown
+    assert not fence.ambiguous
+
+
+def test_the_older_name_of_a_mig_instance() -> None:
+    two = visibility.parse("MIG-GPU-aa000000/1/0", with_mig())
+    assert two is not None
+    assert two.ambiguous
+    only_one = host(*(gpu for gpu in with_mig().gpus if gpu.mig_instance != 1))
+    one = visibility.parse("MIG-GPU-aa000000/1/0", only_one)
+    assert one is not None
+    assert one.uuids == ("MIG-11000000",)
+    assert not one.ambiguous
+    literal = host(
+        with_mig().gpus[0],
+        *(replace(gpu, uuid=f"MIG-GPU-aa000000/{gpu.mig_instance}/0") for gpu in with_mig().gpus[1:3]),
+    )
+    named = visibility.parse("MIG-GPU-aa000000/1/0", literal)
+    assert named is not None
+    assert named.uuids == ("MIG-GPU-aa000000/1/0",)
+    assert not named.ambiguous
+
+
+def test_numbers_under_mig_are_ambiguous() -> None:
+    for value in ("0", "1"):
+        fence = visibility.parse(value, with_mig(), device_order="PCI_BUS_ID")
+        assert fence is not None
+        assert fence.ambiguous
+
+
+def test_a_mig_gpu_without_instances_is_not_counted() -> None:
+    bare = host(replace(alike().gpus[0], mig_enabled=True), alike().gpus[1])
+    by_uuid = visibility.parse("GPU-aa,GPU-ab", bare)
+    assert by_uuid is not None
+    assert by_uuid.uuids == ()
+
+
+@given(
+    st.text(alphabet="0123,-+ \tGPUMIGabcd/x", max_size=24),
+    st.sampled_from([alike(), mixed(), with_lost(1), with_mig()]),
+)
+def test_any_text_is_read_and_shows_each_device_once(value: str, snapshot: HostSnapshot) -> None:
+    fence = visibility.parse(value, snapshot)
+    assert fence is not None
+    assert len(set(fence.uuids)) == len(fence.uuids)
+    for uuid in fence.uuids:
+        gpu = snapshot.by_uuid(uuid)
+        assert gpu is not None
+        assert not gpu.lost
+        assert not gpu.mig_enabled
+
+
+@given(st.lists(st.integers(0, 3), unique=True), st.sampled_from(["index", "uuid"]), st.booleans())
+def test_what_is_written_is_what_cuda_reads(indices: list[int], visible_as: str, of_one_model: bool) -> None:
+    snapshot = alike() if of_one_model else mixed()
+    gpus = [snapshot.gpus[index] for index in indices]
+    written = visibility.render(gpus, visible_as=visible_as, snapshot=snapshot)
+    fence = visibility.parse(
+        written["CUDA_VISIBLE_DEVICES"], snapshot, device_order=written.get("CUDA_DEVICE_ORDER", "FASTEST_FIRST")
+    )
+    assert fence is not None
+    assert fence.uuids == tuple(gpu.uuid for gpu in gpus)
+    assert not fence.ambiguous
+
+
+def test_indices_come_with_their_order() -> None:
+    snapshot = alike()
+    assert visibility.render(snapshot.gpus[2:], visible_as="index", snapshot=snapshot) == {
+        "CUDA_VISIBLE_DEVICES": "2,3",
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+    }
+    assert visibility.render(snapshot.gpus[2:], visible_as="uuid", snapshot=snapshot) == {
+        "CUDA_VISIBLE_DEVICES": "GPU-c0000000,GPU-d0000000"
+    }
+
+
+@pytest.mark.parametrize("snapshot", [with_mig(), with_lost(0)], ids=["mig", "lost"])
+def test_uuids_where_numbers_mislead(snapshot: HostSnapshot) -> None:
+    written = visibility.render([snapshot.gpus[-1]], visible_as="index", snapshot=snapshot)
+    assert written == {"CUDA_VISIBLE_DEVICES": snapshot.gpus[-1].uuid}
+
+
+@pytest.mark.parametrize("visible_as", ["INDEX", "", None, 0, ["index"]])
+def test_an_unknown_way_to_write_it(visible_as: object) -> None:
+    with pytest.raises(UnsatisfiableRequestError, match="visible_as=") as caught:
+        visibility.render([], visible_as=visible_as, snapshot=alike())  # type: ignore[arg-type]
+    assert caught.value.value == visible_as

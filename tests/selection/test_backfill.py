@@ -1,0 +1,360 @@
+"""Backfill: its promises in random worlds, its dates against a reference, and every clause of it left out once."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.worlds import BrokenPromise, Job, World, random_jobs
+
+from safe_gpu.selection import backfill
+from safe_gpu.selection.backfill import Want, dates, free_at, open_gpus, starts
+
+ALWAYS = math.inf
+NAMES = tuple(f"GPU-{number}" for number in range(16))
+
+
+def want(nb: int, gpus: str, hold_for: float = ALWAYS) -> Want:
+    """``want(2, "013")``: two of the GPUs 0, 1 and 3."""
+    return Want(nb, frozenset(f"GPU-{digit}" for digit in gpus), hold_for)
+
+
+def times(*moments: float) -> dict[str, float]:
+    return {f"GPU-{number}": moment for number, moment in enumerate(moments)}
+
+
+def dated(wants: Sequence[Want], free: Mapping[str, float]) -> list[float]:
+    return [date for _, date in dates(wants, free)]
+
+
+# The parts, by example
+
+
+@pytest.mark.parametrize(
+    ("now", "since", "until", "expected"),
+    [
+        pytest.param(10, 0, 60, 60, id="its word"),
+        pytest.param(10, 0, None, ALWAYS, id="unknown"),
+        pytest.param(61, 0, 60, 61, id="overdue"),
+        pytest.param(60, 0, 60, 60, id="due now"),
+        pytest.param(10, 50, 40, 10, id="the clock was set back"),
+    ],
+)
+def test_when_a_lease_ends(now: float, since: float, until: float | None, expected: float) -> None:
+    assert free_at(now, since=since, until=until) == expected
+
+
+@pytest.mark.parametrize(
+    ("wants", "free", "expected"),
+    [
+        pytest.param([want(2, "012")], times(5, 9, 7), [7], id="the second of three"),
+        pytest.param([want(2, "012")], times(5, ALWAYS, ALWAYS), [ALWAYS], id="too few promises"),
+        pytest.param([want(2, "09")], times(5), [ALWAYS], id="a GPU that is not here"),
+        pytest.param([want(3, "01")], times(0, 0), [ALWAYS], id="more than it names"),
+        pytest.param([want(0, "01")], times(0, 0), [ALWAYS], id="none at all"),
+        pytest.param([want(2, "01"), want(1, "0", 9)], times(0, 5), [5, 5], id="behind one that it cannot pass"),
+        pytest.param([want(2, "01"), want(1, "0", 5)], times(0, 5), [5, 0], id="passes it"),
+        pytest.param([want(2, "01"), want(1, "02", 9)], times(0, 5, 3), [5, 0], id="can do without its GPUs"),
+        pytest.param([want(2, "01"), want(1, "0", 9)], times(0, ALWAYS), [ALWAYS, 0], id="behind an unknown date"),
+        pytest.param(
+            [want(2, "01"), want(1, "2"), want(2, "02", 4)], times(0, 3, 8), [3, 8, 8], id="the later of two dates"
+        ),
+        pytest.param([want(1, "3"), want(1, "2"), want(1, "23", 4)], times(0, 0, 3, 6), [6, 3, 3], id="each by itself"),
+        pytest.param(
+            [want(2, "02"), want(2, "01", 5), want(1, "0", 7)],
+            times(0, 5, 10),
+            [10, 5, 10],
+            id="late for one, so for another",
+        ),
+    ],
+)
+def test_the_dates_of_waiters(wants: Sequence[Want], free: Mapping[str, float], expected: Sequence[float]) -> None:
+    assert dated(wants, free) == expected
+
+
+@pytest.mark.parametrize(
+    ("one", "ahead", "expected"),
+    [
+        pytest.param(want(1, "01"), [], "0", id="nobody ahead"),
+        pytest.param(want(1, "01", 60), [want(8, "01")], "", id="ahead of it needs more than there are"),
+        pytest.param(want(1, "01", 10), [want(2, "01")], "0", id="ends in time"),
+        pytest.param(want(1, "01", 11), [want(2, "01")], "", id="ends a moment later"),
+        pytest.param(want(1, "01"), [want(2, "01")], "", id="did not say"),
+        pytest.param(want(1, "01"), [want(2, "12")], "0", id="nobody wants it"),
+        pytest.param(want(1, "01", 10), [want(2, "01"), want(1, "0")], "0", id="the second cannot start before either"),
+        pytest.param(want(1, "01", 10), [want(1, "0"), want(2, "01")], "", id="the first can start"),
+    ],
+)
+def test_the_gpus_that_are_open(one: Want, ahead: Sequence[Want], expected: str) -> None:
+    free = times(100, 110, 120)
+    assert open_gpus(one, ahead, {"GPU-0"}, free, 100) == want(1, expected).gpus
+
+
+def test_no_more_waiters_are_read_than_decide() -> None:
+    read: list[int] = []
+
+    def ahead() -> Any:
+        for number in range(9):
+            read.append(number)
+            yield want(1, "0")
+
+    assert not open_gpus(want(1, "01"), ahead(), {"GPU-0"}, times(0, 9), 0)
+    assert read == [0]
+    assert not open_gpus(want(1, "1"), ahead(), {"GPU-0"}, times(0, 9), 0)
+    assert read == [0]
+
+
+@pytest.mark.parametrize(
+    ("wants", "free", "expected"),
+    [
+        pytest.param([want(2, "01", 50)], times(10, 20), [20], id="the first at its date"),
+        pytest.param([want(2, "01", 50), want(2, "01", 9)], times(10, 20), [20, 70], id="after those ahead"),
+        pytest.param([want(2, "01"), want(1, "01", 99)], times(10, 20), [20, ALWAYS], id="behind one that did not say"),
+        pytest.param([want(2, "01", 50), want(1, "01", 9)], times(10, 20), [20, 10], id="passes"),
+        pytest.param([want(1, "01", 50), want(1, "01", 50)], times(10, 20), [10, 20], id="side by side"),
+        pytest.param([want(1, "01", 5)], times(ALWAYS, ALWAYS), [ALWAYS], id="nobody said"),
+    ],
+)
+def test_when_waiters_can_expect_to_start(
+    wants: Sequence[Want], free: Mapping[str, float], expected: Sequence[float]
+) -> None:
+    assert starts(wants, free) == expected
+
+
+# Any state of a host
+
+
+holds = st.sampled_from([1.0, 2.0, 5.0, 9.0, 40.0, ALWAYS])
+moments = st.sampled_from([0.0, 0.0, 0.0, 1.0, 3.0, 6.0, 10.0, 30.0, ALWAYS])
+
+
+@st.composite
+def wanted(draw: Any, number: int) -> Want:
+    gpus = draw(st.sets(st.sampled_from(NAMES[:number]), min_size=1))
+    return Want(draw(st.integers(1, len(gpus))), frozenset(gpus), draw(holds))
+
+
+@st.composite
+def hosts(draw: Any) -> tuple[list[Want], dict[str, float]]:
+    """Waiters in their order, and when each GPU is free. The present is 0, and GPUs that are free then are free."""
+    number = draw(st.integers(2, 6))
+    wants = draw(st.lists(wanted(number), min_size=1, max_size=5))
+    return wants, {gpu: draw(moments) for gpu in NAMES[:number]}
+
+
+def opened(rule: Any, wants: Sequence[Want], place: int, free: Mapping[str, float]) -> frozenset[str]:
+    idle = {gpu for gpu, when in free.items() if when == 0}
+    return rule.open_gpus(wants[place], wants[:place], idle, free, 0)  # type: ignore[no-any-return]
+
+
+def reference(wants: Sequence[Want], free: Mapping[str, float]) -> list[float]:
+    """The dates by the words of the rule: the earliest that no waiter ahead forbids."""
+    found: list[float] = []
+    for place, one in enumerate(wants):
+        soonest = [when for when in free.values() if sum(free[gpu] <= when for gpu in one.gpus) >= one.nb]
+        base = min(soonest, default=ALWAYS)
+        allowed = [
+            when
+            for when in {base, *(date for date in found if base < date < ALWAYS)}
+            if not any(
+                when < date < ALWAYS and when + one.hold_for > date and len(one.gpus - wants[other].gpus) < one.nb
+                for other, date in enumerate(found[:place])
+            )
+        ]
+        found.append(min(allowed))
+    return found
+
+
+def check_reference(rule: Any, wants: Sequence[Want], free: Mapping[str, float]) -> None:
+    assert [date for _, date in rule.dates(wants, free)] == reference(wants, free)
+
+
+def check_nobody_hindered_without_a_competitor(rule: Any, wants: Sequence[Want], free: Mapping[str, float]) -> None:
+    for place, one in enumerate(wants):
+        if all(one.gpus.isdisjoint(other.gpus) for other in wants[:place]):
+            idle = frozenset(gpu for gpu in one.gpus if free[gpu] == 0)
+            assert len(idle) < one.nb or opened(rule, wants, place, free) == idle
+
+
+def check_unknown_hold_takes_what_nobody_wants(rule: Any, wants: Sequence[Want], free: Mapping[str, float]) -> None:
+    for place, one in enumerate(wants):
+        got = opened(rule, wants, place, free)
+        if one.hold_for == ALWAYS and len(got) >= one.nb:
+            assert all(got.isdisjoint(other.gpus) for other in wants[:place])
+
+
+def check_who_can_start_is_not_passed(rule: Any, wants: Sequence[Want], free: Mapping[str, float]) -> None:
+    for place, one in enumerate(wants):
+        if len(opened(rule, wants, place, free)) >= one.nb:
+            for behind in range(place + 1, len(wants)):
+                got = opened(rule, wants, behind, free)
+                assert len(got) < wants[behind].nb or got.isdisjoint(one.gpus)
+
+
+CHECKS = [
+    check_reference,
+    check_nobody_hindered_without_a_competitor,
+    check_unknown_hold_takes_what_nobody_wants,
+    check_who_can_start_is_not_passed,
+]
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@settings(max_examples=100, deadline=None)
+@given(host=hosts())
+def test_in_any_state(check: Callable[..., None], host: tuple[list[Want], dict[str, float]]) -> None:
+    check(backfill, *host)
+
+
+@settings(max_examples=100, deadline=None)
+@given(host=hosts())
+def test_expected_starts_fit_the_dates(host: tuple[list[Want], dict[str, float]]) -> None:
+    wants, free = host
+    for place, (start, date) in enumerate(zip(starts(wants, free), dated(wants, free), strict=True)):
+        alone = all(wants[place].gpus.isdisjoint(other.gpus) for other in wants[:place])
+        assert start == date if alone else start >= 0
+
+
+# Any course of events
+
+
+def live(rule: Any, seed: int, *, honest: bool = False, mute: bool = False) -> World:
+    """A random world, in which a promise that does not hold raises."""
+    chance = random.Random(seed)
+    gpus = NAMES[: chance.choice((2, 3, 4, 8, 16))]
+    world = World(rule, gpus, chance, honest=honest)
+    world.run(random_jobs(chance, gpus, honest=honest, mute=mute))
+    return world
+
+
+def test_dates_do_not_move_while_holders_keep_their_word() -> None:
+    assert sum(live(backfill, seed, honest=True).passes for seed in range(15)) > 100
+
+
+def test_nobody_passes_from_the_date_on_whatever_holders_do() -> None:
+    assert sum(live(backfill, seed).passes for seed in range(15)) > 50
+
+
+def test_nobody_passes_where_nobody_says_for_how_long() -> None:
+    assert all(live(backfill, seed, mute=True).passes == 0 for seed in range(10))
+
+
+# One clause left out
+
+
+def spare_counting() -> ModuleType:
+    """The obvious rule: a request may pass a waiter if at the waiter's date enough other GPUs will be free."""
+
+    def open_by_spares(one: Want, ahead: Any, free: Any, when: Mapping[str, float], now: float) -> frozenset[str]:
+        left = one.gpus.intersection(free)
+        for other, date in dates(ahead, when):
+            spare = sum(when[gpu] <= date for gpu in other.gpus if gpu in when) - other.nb
+            if date == ALWAYS or (now + one.hold_for > date and spare < one.nb):
+                left -= other.gpus
+        return left
+
+    rule = ModuleType("spare_counting")
+    rule.open_gpus, rule.dates, rule.free_at = open_by_spares, dates, free_at  # type: ignore[attr-defined]
+    return rule
+
+
+def without(old: str, new: str) -> ModuleType:
+    """The rule with one place of its source replaced."""
+    source = inspect.getsource(backfill)
+    assert source.count(old) == 1, f"{old!r} does not stand once in the source"
+    changed = ModuleType("changed")
+    changed.__package__ = backfill.__package__
+    exec(compile(source.replace(old, new), "changed", "exec"), changed.__dict__)
+    return changed
+
+
+def in_random_worlds(rule: Any) -> None:
+    for seed in range(25):
+        live(rule, seed, honest=True)
+        live(rule, seed)
+
+
+def in_random_states(check: Callable[..., None]) -> Callable[[Any], None]:
+    def run(rule: Any) -> None:
+        chance = random.Random(1)
+        for _ in range(4000):
+            gpus = NAMES[: chance.randint(2, 4)]
+            wants = [job.want for job in random_jobs(chance, gpus, honest=True, number=chance.randint(2, 5))]
+            check(rule, wants, {gpu: chance.choice((0, 0, 3, 6, 10, ALWAYS)) for gpu in gpus})
+
+    return run
+
+
+can_start = in_random_states(check_who_can_start_is_not_passed)
+by_reference = in_random_states(check_reference)
+
+
+def by_order(rule: Any) -> None:
+    check_reference(rule, [want(2, "02"), want(2, "01", 5), want(1, "0", 7)], times(0, 5, 10))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "promise"),
+    [
+        pytest.param("now + want.hold_for <= date < math.inf", "now < date < math.inf", in_random_worlds, id="ends"),
+        pytest.param("<= date < math.inf:", "<= date:", in_random_worlds, id="the date is known"),
+        pytest.param("moments[want.nb - 1]", "moments[-1]", in_random_worlds, id="as many as it needs"),
+        pytest.param("max(now, until)", "max(until, 2 * now - since)", in_random_worlds, id="overdue is due"),
+        pytest.param("in dates(ahead, free_at)", "in list(dates(ahead, free_at))[:1]", in_random_worlds, id="all"),
+        pytest.param("start + want.hold_for <= date or", "", can_start, id="one that may pass can start"),
+        pytest.param("or len(want.gpus - other.gpus) >= want.nb", "", can_start, id="one with other GPUs can start"),
+        pytest.param("date = other_date", "pass", by_reference, id="one that cannot start is late"),
+        pytest.param(
+            "insort(earlier, (want, date), key=_date_of)",
+            "earlier.append((want, date))",
+            by_order,
+            id="by date, not by place",
+        ),
+    ],
+)
+def test_a_clause_left_out_is_noticed(old: str, new: str, promise: Callable[[Any], None]) -> None:
+    with pytest.raises(AssertionError):
+        promise(without(old, new))
+
+
+@pytest.mark.parametrize("promise", [in_random_worlds, can_start, by_reference])
+def test_the_whole_rule_passes_what_notices_them(promise: Callable[[Any], None]) -> None:
+    promise(backfill)
+
+
+# Worlds that other rules failed in
+
+
+def test_a_third_request_waits_where_its_spare_gpu_is_promised_to_the_second() -> None:
+    ahead = [want(1, "1", 1), want(2, "012", 5)]
+    third = want(1, "0", 3)
+    at_one = times(1, 3, 3)
+    assert not open_gpus(third, ahead, {"GPU-0"}, at_one, 1)
+    assert spare_counting().open_gpus(third, ahead, {"GPU-0"}, at_one, 1)
+
+
+@pytest.mark.parametrize("rule", [pytest.param(backfill, id="ours"), pytest.param(spare_counting(), id="spares")])
+def test_holders_that_overrun_do_not_starve_the_first_waiter(rule: Any) -> None:
+    gpus = NAMES[:3]
+    world = World(rule, gpus, random.Random(3))
+    short = [Job(number, number, Want(1, frozenset(gpus), 10), lasts=12) for number in range(1000)]
+    large = Job(-1, 5, Want(2, frozenset(gpus), 50), lasts=50)
+    if rule is backfill:
+        world.run([large, *short], until=100)
+        assert large.started is not None
+        assert large.started <= 5 + 10 + 12  # its date, and the longest hold that remained then
+    else:
+        with pytest.raises(BrokenPromise):
+            world.run([large, *short], until=100)
+
+
+def test_spare_counting_breaks_promises_in_random_worlds() -> None:
+    with pytest.raises(BrokenPromise):
+        in_random_worlds(spare_counting())

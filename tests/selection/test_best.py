@@ -1,0 +1,185 @@
+"""The choice among the free: rules one by one, and against brute force."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import combinations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from safe_gpu.devices import Gpu, GpuVerdict
+from safe_gpu.selection import best as choice
+from safe_gpu.selection.best import choose
+
+
+def uuid(index: int) -> str:
+    return f"GPU-{index:02d}"
+
+
+def gpu(index: int, node: int | None = None, links: Sequence[int] = (), display: bool = False) -> Gpu:
+    peers = frozenset(uuid(peer) for peer in links)
+    return Gpu(index, uuid(index), numa_node=node, nvlink_peers=peers, display_active=display)
+
+
+def instance(index: int, number: int) -> Gpu:
+    return Gpu(index, f"MIG-{index}-{number}", mig_parent=uuid(index), mig_instance=number)
+
+
+def pick(gpus: Sequence[Gpu], count: int, near: frozenset[int] | None = None) -> list[str] | None:
+    chosen = choose([GpuVerdict(device, "free") for device in gpus], count, near=near)
+    return None if chosen is None else [device.label for device in chosen]
+
+
+def test_only_the_free_ones_count() -> None:
+    verdicts = [
+        GpuVerdict(gpu(0), "busy", "process 1"),
+        GpuVerdict(gpu(1), "free"),
+        GpuVerdict(gpu(2), "display"),
+        GpuVerdict(gpu(3), "display", "too full"),
+        GpuVerdict(gpu(4), "outside", "exclude"),
+    ]
+    assert choose(verdicts, 2) == (gpu(1), gpu(2))
+    assert choose(verdicts, 3) is None
+
+
+@pytest.mark.parametrize(
+    ("gpus", "count", "near", "taken"),
+    [
+        pytest.param([gpu(10), gpu(2)], 1, None, ["2"], id="indices are numbers"),
+        pytest.param([gpu(0, display=True), gpu(1)], 1, None, ["1"], id="displays last"),
+        pytest.param([gpu(0, 0, display=True), gpu(1, 0), gpu(2, 1)], 2, None, ["1", "2"], id="displays before nodes"),
+        pytest.param([gpu(0, display=True), gpu(1)], 2, None, ["0", "1"], id="displays if need be"),
+        pytest.param([gpu(0, 0), gpu(1, 1), gpu(2, 1)], 2, None, ["1", "2"], id="one node"),
+        pytest.param([gpu(0, 0), gpu(1, 1), gpu(2, 1), gpu(3, 2)], 3, None, ["0", "1", "2"], id="few nodes"),
+        pytest.param([gpu(0, 0), gpu(1, 1), gpu(2, 1)], 1, None, ["0"], id="the node with least room"),
+        pytest.param([gpu(0, 0), gpu(1, 1), gpu(2, 1)], 1, frozenset({1}), ["1"], id="near before least room"),
+        pytest.param([gpu(0, 0), gpu(1, 0), gpu(2, 1)], 2, frozenset({1}), ["0", "1"], id="one node before near"),
+        pytest.param([gpu(0, 0), gpu(1, 0, [3]), gpu(2, 0), gpu(3, 0, [1])], 2, None, ["1", "3"], id="linked"),
+        pytest.param([gpu(0, 0, [2]), gpu(1, 0), gpu(2, 1), gpu(3, 0)], 2, None, ["0", "1"], id="nodes before links"),
+        pytest.param(
+            [gpu(0, 0, [1]), gpu(1, 0), gpu(2, 0, [3]), gpu(3, 0, [2])], 2, None, ["0", "1"], id="links are mutual"
+        ),
+        pytest.param([gpu(0), gpu(1), gpu(2, 0)], 2, None, ["0", "1"], id="unknown nodes are one node"),
+        pytest.param([instance(0, 0), instance(0, 1), gpu(1)], 1, None, ["1"], id="whole before instance"),
+        pytest.param([instance(0, 1), instance(0, 0)], 1, None, ["0:0"], id="an instance"),
+        pytest.param([instance(0, 0), instance(0, 1)], 2, None, None, id="not two instances"),
+        pytest.param([instance(0, 0), gpu(1)], 2, None, None, id="not mixed"),
+        pytest.param([], 1, None, None, id="none"),
+    ],
+)
+def test_rules(gpus: Sequence[Gpu], count: int, near: frozenset[int] | None, taken: list[str] | None) -> None:
+    assert pick(gpus, count, near) == taken
+    assert pick(gpus[::-1], count, near) == taken
+
+
+@pytest.mark.parametrize(
+    ("gpus", "count", "last", "taken"),
+    [
+        pytest.param([gpu(0), gpu(1), gpu(2)], 1, {0}, ["1"], id="not the bad one"),
+        pytest.param([gpu(0), gpu(1), gpu(2)], 2, {0}, ["1", "2"], id="not the bad one for two"),
+        pytest.param([gpu(0), gpu(1), gpu(2)], 2, {0, 1}, ["0", "2"], id="as few bad ones as can be"),
+        pytest.param([gpu(0), gpu(1)], 2, {0, 1}, ["0", "1"], id="bad ones if need be"),
+        pytest.param([gpu(0), gpu(1, display=True)], 1, {0}, ["1"], id="rather the display's than a bad one"),
+        pytest.param([gpu(0, display=True), gpu(1)], 1, {0, 1}, ["1"], id="the bad one without a display"),
+        pytest.param([gpu(0, 0), gpu(1, 0), gpu(2, 1)], 2, {1}, ["0", "2"], id="before nodes"),
+        pytest.param([gpu(0), instance(1, 0)], 1, {0}, ["1:0"], id="rather an instance than a bad whole GPU"),
+        pytest.param([gpu(0), gpu(1), instance(2, 0)], 2, {0}, ["0", "1"], id="not mixed"),
+    ],
+)
+def test_bad_ones_last(gpus: Sequence[Gpu], count: int, last: set[int], taken: list[str]) -> None:
+    for order in (gpus, gpus[::-1]):
+        chosen = choose([GpuVerdict(device, "free") for device in order], count, last={uuid(index) for index in last})
+        assert chosen is not None
+        assert [device.label for device in chosen] == taken
+
+
+def test_the_hybrid_mesh_of_a_dgx_1() -> None:
+    """Two quads on two sockets, each fully linked; one link from every GPU to its mirror image in the other quad."""
+    mesh = [
+        gpu(index, index // 4, [peer for peer in range(8) if (peer // 4 == index // 4) ^ (peer % 4 == index % 4)])
+        for index in range(8)
+    ]
+    assert pick(mesh, 4) == ["0", "1", "2", "3"]
+    assert pick(mesh[1:], 4) == ["4", "5", "6", "7"]
+    assert pick([mesh[0], mesh[3], mesh[4], mesh[6], mesh[7]], 3) == ["4", "6", "7"]
+    assert pick([mesh[0], mesh[3], mesh[5], mesh[7]], 3) == ["0", "3", "7"]  # 3 and 7 are mirror images
+
+
+def by_brute_force(gpus: Sequence[Gpu], count: int, near: frozenset[int]) -> list[str]:
+    def rank(chosen: Sequence[Gpu]) -> tuple[object, ...]:
+        nodes = {device.numa_node for device in chosen}
+        links = sum(
+            one.uuid in other.nvlink_peers or other.uuid in one.nvlink_peers for one, other in combinations(chosen, 2)
+        )
+        return (
+            sum(device.display_active for device in chosen),
+            len(nodes),
+            -links,
+            -sum(device.numa_node in near for device in chosen),
+            sum(device.numa_node in nodes for device in gpus),
+            [device.index for device in chosen],
+        )
+
+    ordered = sorted(gpus, key=lambda device: device.index)
+    return [device.label for device in min(combinations(ordered, count), key=rank)]
+
+
+@st.composite
+def hosts(draw: st.DrawFn) -> list[Gpu]:
+    size = draw(st.integers(1, 8))
+    nodes = draw(st.lists(st.sampled_from([None, 0, 1, 2]), min_size=size, max_size=size))
+    pairs = list(combinations(range(size), 2))
+    links = (
+        draw(st.sampled_from([[], pairs])) if draw(st.booleans()) else [pair for pair in pairs if draw(st.booleans())]
+    )
+    displays = draw(st.sets(st.integers(0, size - 1), max_size=2))
+    return [gpu(index, nodes[index], [b for a, b in links if a == index], index in displays) for index in range(size)]
+
+
+@settings(max_examples=300)
+@given(hosts(), st.data(), st.frozensets(st.integers(0, 2)))
+def test_as_good_as_brute_force(gpus: list[Gpu], data: st.DataObject, near: frozenset[int]) -> None:
+    count = data.draw(st.integers(1, len(gpus)))
+    assert pick(gpus, count, near) == by_brute_force(gpus, count, near)
+
+
+@pytest.mark.parametrize("count", range(1, 17))
+def test_sixteen_alike_are_chosen_exactly_with_little_work(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    switched = [gpu(index, index // 8, [peer for peer in range(16) if peer != index]) for index in range(16)]
+    free = switched[1:] if count < 16 else switched
+    exact = pick(free, count)
+    monkeypatch.setattr(choice, "_EXACT_LIMIT", 1 << 30)
+    assert pick(free, count) == exact
+    scored = 0
+
+    class Counting(choice._Chooser):
+        def _score(self, mask: int) -> choice._Score:
+            nonlocal scored
+            scored += 1
+            return super()._score(mask)
+
+    monkeypatch.setattr(choice, "_Chooser", Counting)
+    pick(free, count)
+    assert scored <= 20
+    assert scored or count == 1
+
+
+def test_an_irregular_host_of_sixteen_is_bounded_and_still_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    ring = [gpu(index, 0, [(index + 1) % 16, (index + 3) % 16]) for index in range(16)]
+    scored = 0
+
+    class Counting(choice._Chooser):
+        def _score(self, mask: int) -> choice._Score:
+            nonlocal scored
+            scored += 1
+            return super()._score(mask)
+
+    monkeypatch.setattr(choice, "_Chooser", Counting)
+    chosen = choose([GpuVerdict(device, "free") for device in ring], 8)
+    assert chosen is not None
+    assert len({device.uuid for device in chosen}) == 8
+    assert scored <= choice._EXACT_LIMIT
+    links = sum(one.uuid in other.nvlink_peers for one in chosen for other in chosen)
+    assert links >= 10  # of 32 in the whole ring; eight GPUs picked blindly share 7

@@ -1,0 +1,199 @@
+"""Which processes and how much memory make a GPU busy, and what a driver shows of this process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from safe_gpu.devices import Gpu, GpuProcess, GpuRequest, GpuVerdict, HostSnapshot, ProcessKind
+from safe_gpu.errors import UnsatisfiableRequestError
+from safe_gpu.selection.occupancy import HIDDEN, NOT_YET, SHOWN, UNKNOWN, computes, presence
+from safe_gpu.selection.possible import candidates, check_possible
+from safe_gpu.selection.rules import DEFAULT_RULES, Rules
+from safe_gpu.selection.verdicts import judge
+
+MIB, GIB = 1 << 20, 1 << 30
+LIMIT = "SAFE_GPU_UNEXPLAINED_MEMORY"
+ANY = GpuRequest()
+OWN = 4711
+
+
+def gpu(used: int | None, **changes: Any) -> Gpu:
+    free = None if used is None else 80 * GIB - used
+    plain = Gpu(0, "GPU-00", "A100", memory_total=80 * GIB, memory_used=used, memory_free=free, counts_reserved=False)
+    return replace(plain, **changes)
+
+
+def process(pid: int, mib: float | None = 300, kind: str = ProcessKind.COMPUTE, **changes: Any) -> GpuProcess:
+    return replace(GpuProcess(pid, kind, None if mib is None else int(mib * MIB)), **changes)
+
+
+def verdict(device: Gpu, beside: Gpu | None = None, request: GpuRequest = ANY, **options: Any) -> GpuVerdict:
+    other = beside or gpu(0, index=1, uuid="GPU-01")
+    return judge(HostSnapshot((device, other)), request, leased={}, **options)[0]
+
+
+# Memory that no visible process explains
+
+
+@pytest.mark.parametrize(
+    ("device", "free"),
+    [
+        (gpu(128 * MIB), True),
+        (gpu(129 * MIB), False),
+        (gpu(600 * MIB), False),
+        (gpu(600 * MIB, counts_reserved=True), True),
+        (gpu(1025 * MIB, counts_reserved=True), False),
+        (gpu(600 * MIB, display_active=True), True),  # a desktop whose processes a container does not list
+        (gpu(60 * GIB, memory_shared=True), True),  # page cache, or the desktop of Windows
+        (gpu(60 * GIB, memory_shared=True, processes=(process(1),)), False),
+        (gpu(400 * MIB, processes=(process(1, 300, ProcessKind.GRAPHICS),)), True),
+        (gpu(600 * MIB, processes=(process(1, 300, ProcessKind.GRAPHICS),)), False),
+        (gpu(None), True),
+    ],
+)
+def test_how_much_memory_without_a_process_makes_a_gpu_busy(device: Gpu, free: bool) -> None:
+    found = verdict(device)
+    assert found.free is free
+    assert free or found.state == "busy"
+
+
+@pytest.mark.parametrize(
+    ("environ", "mib", "free"),
+    [
+        ({}, 128, True),
+        ({LIMIT: ""}, 129, False),
+        ({LIMIT: "300MiB"}, 300, True),
+        ({LIMIT: "300MiB"}, 301, False),
+        ({LIMIT: "1GiB"}, 1000, True),
+        ({LIMIT: "32MiB"}, 33, False),
+        ({LIMIT: "1MiB"}, 16, True),  # NVML is asked who draws only above that
+        ({LIMIT: "0"}, 16, True),
+        ({LIMIT: "0"}, 17, False),
+    ],
+)
+@pytest.mark.parametrize("counts_reserved", [False, True])
+def test_the_limit_that_the_user_sets(environ: Mapping[str, str], mib: int, free: bool, counts_reserved: bool) -> None:
+    device = gpu(mib * MIB, counts_reserved=counts_reserved)
+    if environ.get(LIMIT) or not counts_reserved:
+        assert verdict(device, rules=Rules.of(environ)).free is free
+    assert verdict(replace(device, memory_shared=True), rules=Rules.of(environ)).free
+
+
+@pytest.mark.parametrize("value", ["much", "-1", "128", "MiB"])
+def test_a_limit_that_is_no_size_is_refused(value: str) -> None:
+    with pytest.raises(UnsatisfiableRequestError, match=LIMIT):
+        Rules.of({LIMIT: value})
+
+
+def test_memory_of_processes_that_are_not_listed_counts_not_on_the_gpus_of_an_outer_claim() -> None:
+    device = gpu(20 * GIB)
+    assert not verdict(device).free
+    assert verdict(device, explained={device.uuid: ()}).free
+    assert not verdict(device, explained={"GPU-01": (1,)}).free
+
+
+# Process lists that the driver can never give
+
+MUTE = gpu(4 * MIB, processes=None, processes_supported=False)
+OPTIONAL = Rules.of({"SAFE_GPU_PROCESS_LIST": "optional"})
+
+
+@pytest.mark.parametrize(
+    ("device", "rules", "state"),
+    [
+        (MUTE, DEFAULT_RULES, "unusable"),
+        (MUTE, OPTIONAL, "free"),
+        (replace(MUTE, memory_used=None, memory_total=None), OPTIONAL, "free"),  # Jetson
+        (replace(MUTE, memory_used=600 * MIB), OPTIONAL, "busy"),
+        (replace(MUTE, memory_used=60 * GIB, memory_shared=True), OPTIONAL, "free"),
+        (replace(MUTE, processes_supported=True), OPTIONAL, "busy"),  # a list that fails this time
+    ],
+)
+def test_without_process_lists_leases_and_memory_decide_where_that_is_allowed(
+    device: Gpu, rules: Rules, state: str
+) -> None:
+    assert verdict(device, rules=rules).state == state
+    possible = state != "unusable"
+    assert bool(candidates(HostSnapshot((device,)), ANY, rules=rules)) is possible
+    if possible:
+        check_possible(HostSnapshot((device,)), ANY, rules=rules)
+    else:
+        with pytest.raises(UnsatisfiableRequestError, match="SAFE_GPU_PROCESS_LIST=optional"):
+            check_possible(HostSnapshot((device,)), ANY, rules=rules)
+
+
+@pytest.mark.parametrize("total", [None, 80 * GIB])
+def test_memory_that_is_unknown_is_not_waited_for(total: int | None) -> None:
+    unknown = gpu(None, memory_total=total)
+    request = GpuRequest(1, min_memory=GIB)
+    with pytest.raises(UnsatisfiableRequestError, match="does not tell its memory: leave min_memory= out"):
+        check_possible(HostSnapshot((unknown,)), request)
+    assert not candidates(HostSnapshot((unknown,)), request)
+    check_possible(HostSnapshot((unknown, gpu(0, index=1, uuid="GPU-01"))), request)
+
+
+# Processes
+
+
+def described(pid: int) -> tuple[str | None, str | None] | None:
+    return {5: ("alice", "python train.py"), 6: ("root", "/usr/bin/nvidia-cuda-mps-server"), 7: ("bob", " ")}.get(pid)
+
+
+@pytest.mark.parametrize(
+    ("one", "alone", "beside_clients"),
+    [
+        (process(99, 64), True, False),
+        (process(99, 65), True, True),
+        (process(99, None), True, True),
+        (process(7, 30), True, False),
+        (process(5, 30), True, True),
+        (process(6, 300), False, False),
+        (process(99, 30, ProcessKind.MPS), True, True),
+        (process(99, 30, ProcessKind.GRAPHICS), False, False),
+        (process(99, 30, name="python"), True, True),
+        (process(5, 30, elsewhere=True), True, False),
+        (process(6, 300, elsewhere=True), True, True),  # it is not the server here
+    ],
+)
+def test_an_mps_server_whose_name_is_hidden(one: GpuProcess, alone: bool, beside_clients: bool) -> None:
+    assert computes(one, described) is alone
+    assert computes(one, described, mps_clients=True) is beside_clients
+    clients = gpu(GIB, index=1, uuid="GPU-01", processes=(process(5, kind=ProcessKind.MPS),))
+    device = gpu((one.memory_used or 0), processes=(one,))
+    assert verdict(device, describe=described).free is not alone
+    assert verdict(device, clients, describe=described).free is not beside_clients
+
+
+def test_a_process_of_another_namespace_is_not_called_by_the_name_of_one_here() -> None:
+    text = verdict(gpu(GIB, processes=(process(5, 1024, elsewhere=True),)), describe=described).reason
+    assert text == "process 5 (a number of another PID namespace) uses 1 GiB"
+
+
+# Whether the driver shows this process
+
+IDLE = gpu(4 * MIB)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "expected"),
+    [
+        (IDLE, gpu(304 * MIB, processes=(process(OWN),)), SHOWN),
+        (IDLE, gpu(304 * MIB, processes=(process(OWN, None),)), SHOWN),
+        (IDLE, gpu(304 * MIB), HIDDEN),
+        (IDLE, gpu(304 * MIB, memory_shared=True), HIDDEN),
+        (IDLE, gpu(20 * MIB), HIDDEN),
+        (IDLE, gpu(19 * MIB), NOT_YET),
+        (IDLE, gpu(304 * MIB, processes=(process(1),)), NOT_YET),  # that is the other one's memory
+        (gpu(304 * MIB), gpu(304 * MIB), NOT_YET),
+        (IDLE, gpu(None), NOT_YET),
+        (IDLE, gpu(304 * MIB, processes=None), UNKNOWN),
+        (gpu(4 * MIB, processes=None), gpu(304 * MIB), UNKNOWN),
+        (MUTE, MUTE, HIDDEN),
+    ],
+)
+def test_what_a_driver_shows_of_this_process(before: Gpu, now: Gpu, expected: str) -> None:
+    assert presence(before, now, {OWN, 1000000}) == expected

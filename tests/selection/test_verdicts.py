@@ -1,0 +1,370 @@
+"""Which devices count as free, what could ever be free, and who is told why not."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from safe_gpu.devices import ComputeMode, Gpu, GpuProcess, GpuRequest, GpuVerdict, Holder, HostSnapshot, ProcessKind
+from safe_gpu.errors import UnsatisfiableRequestError
+from safe_gpu.runtimes import visible_devices as visibility
+from safe_gpu.runtimes.visible_devices import Fence
+from safe_gpu.selection import naming, occupancy, possible, rules, verdicts
+from safe_gpu.selection.naming import matches_model, names_device, unknown_names
+from safe_gpu.selection.possible import can_be_met_by_releases, candidates, capacity, check_possible
+from safe_gpu.selection.verdicts import fence_hint, judge
+
+GIB = 1 << 30
+ANY = GpuRequest()
+
+
+def gpu(index: int = 0, **changes: Any) -> Gpu:
+    plain = Gpu(
+        index,
+        f"GPU-{index:x}0000000",
+        "NVIDIA A100-SXM4-80GB",
+        memory_total=80 * GIB,
+        memory_used=0,
+        memory_free=80 * GIB,
+    )
+    if "memory_used" in changes and changes["memory_used"] is not None:
+        changes.setdefault("memory_free", 80 * GIB - changes["memory_used"])
+    return replace(plain, **changes)
+
+
+def host(count: int = 8, **changed: Gpu) -> HostSnapshot:
+    """``count`` GPUs, those given as ``_3=gpu(3, ...)`` in place of the plain ones."""
+    return HostSnapshot(tuple(changed.get(f"_{index}", gpu(index)) for index in range(count)))
+
+
+def mig_host() -> HostSnapshot:
+    parent = gpu(0, mig_enabled=True)
+    instances = (
+        gpu(0, uuid=f"MIG-{number}", name="NVIDIA A100 MIG 1g.10gb", mig_parent=parent.uuid, mig_instance=number)
+        for number in range(3)
+    )
+    return HostSnapshot((parent, *instances, gpu(1)))
+
+
+def verdict_on(device: Gpu, request: GpuRequest = ANY, beside: int = 1, **options: Any) -> GpuVerdict:
+    """The verdict on one device that is not alone in its host."""
+    others = tuple(gpu(device.index + number) for number in range(1, beside + 1))
+    return judge(HostSnapshot((device, *others)), request, leased=options.pop("leased", {}), **options)[0]
+
+
+def people(pid: int) -> tuple[str | None, str | None] | None:
+    return {
+        4242: ("alice", "python train.py"),
+        4300: ("bob", "/opt/bin/sim -x"),
+        7: ("root", "/usr/bin/nvidia-cuda-mps-server"),
+    }.get(pid)
+
+
+def process(
+    pid: int = 4242, gib: float | None = 2, kind: str = ProcessKind.COMPUTE, name: str | None = None
+) -> GpuProcess:
+    return GpuProcess(pid, kind, None if gib is None else int(gib * GIB), name)
+
+
+def test_an_idle_gpu_is_free() -> None:
+    verdict = verdict_on(gpu())
+    assert verdict == GpuVerdict(gpu(), "free")
+    assert verdict.free
+
+
+@pytest.mark.parametrize(
+    ("device", "request_", "state", "words"),
+    [
+        (gpu(processes=(process(gib=31.2),)), ANY, "busy", "process 4242 (alice, python train.py) uses 31.2 GiB"),
+        (gpu(processes=(process(gib=None),)), ANY, "busy", "uses an unknown amount"),
+        (gpu(processes=(process(99),)), ANY, "busy", "process 99 uses 2 GiB"),  # a pid that does not resolve
+        (gpu(processes=(process(99, name="[Not Found]"),)), ANY, "busy", "process 99"),
+        (gpu(processes=(process(kind=ProcessKind.MPS),)), ANY, "busy", "process 4242"),
+        (gpu(processes=(process(7), process())), ANY, "busy", "process 4242"),
+        (
+            gpu(processes=(process(), process(4300, 9))),
+            ANY,
+            "busy",
+            "4300 (bob, /opt/bin/sim -x) uses 9 GiB, and 1 more",
+        ),
+        (gpu(processes=None, process_error="Timeout"), ANY, "busy", "process list failed: Timeout"),
+        (gpu(compute_mode=ComputeMode.PROHIBITED), ANY, "unusable", "PROHIBITED"),
+        (gpu(memory_used=12 * GIB), ANY, "busy", "12 GiB of memory in use by no process"),
+        (
+            gpu(memory_used=5 * GIB, processes=(process(9, 3, ProcessKind.GRAPHICS),)),
+            ANY,
+            "busy",
+            "2 GiB of memory in use",
+        ),
+        (gpu(memory_used=GIB), GpuRequest(min_memory=80 * GIB), "busy", "79 GiB of memory free"),
+        (gpu(memory_free=None), GpuRequest(min_memory=GIB), "busy", "unknown"),
+        (gpu(), GpuRequest(min_memory=81 * GIB), "outside", "80 GiB in all"),
+        (gpu(), GpuRequest(only=("1", "2")), "outside", "only=1,2"),
+        (gpu(), GpuRequest(exclude=("1", "0")), "outside", "exclude=1,0"),
+        (gpu(), GpuRequest(model="H100"), "outside", "A100-SXM4-80GB"),
+        (gpu(unusable="MIG mode is on"), ANY, "unusable", "MIG mode is on"),
+        (gpu(mig_enabled=True), ANY, "unusable", "MIG mode is on"),
+        (gpu(lost=True), ANY, "unusable", "lost"),
+        (gpu(processes_supported=False), ANY, "unusable", "cannot list processes"),
+        (gpu(processes=(process(),), lost=True), GpuRequest(only=("5",)), "unusable", "lost"),
+    ],
+)
+def test_what_stands_in_the_way(device: Gpu, request_: GpuRequest, state: str, words: str) -> None:
+    verdict = verdict_on(device, request_, describe=people)
+    assert verdict.state == state
+    assert words in verdict.reason
+    assert not verdict.free
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        gpu(processes=(process(kind=ProcessKind.GRAPHICS),)),
+        gpu(processes=(process(7),)),  # the MPS server by its command line
+        gpu(processes=(process(99, name="nvidia-cuda-mps-server"),)),
+        gpu(compute_mode=ComputeMode.EXCLUSIVE_PROCESS),
+        gpu(display_active=True),
+        gpu(memory_used=GIB),  # the driver's own
+        gpu(memory_used=None, memory_free=None, memory_total=None),
+        gpu(memory_used=40 * GIB, processes=(process(9, None, ProcessKind.GRAPHICS),)),
+        gpu(memory_used=5 * GIB, processes=(process(9, 4.5, ProcessKind.GRAPHICS),)),
+    ],
+)
+def test_what_does_not(device: Gpu) -> None:
+    assert verdict_on(device, describe=people) == GpuVerdict(device, "free")
+
+
+def test_the_one_in_the_way_is_named() -> None:
+    verdict = verdict_on(gpu(processes=(process(),)), describe=people)
+    assert (verdict.pid, verdict.user) == (4242, "alice")
+
+
+def test_a_lease_says_who_and_since_when() -> None:
+    holder = Holder(4242, "alice", "1717", "python train.py", 1_700_000_000.0)
+    verdict = verdict_on(gpu(), leased={gpu().uuid: holder})
+    since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(1_700_000_000))
+    assert verdict.state == "claimed"
+    assert verdict.reason == f"claimed by process 4242 (alice, job 1717, python train.py) since {since}"
+    assert (verdict.pid, verdict.user) == (4242, "alice")
+    assert verdict_on(gpu(), leased={gpu().uuid: Holder()}).reason == "claimed"
+    assert verdict_on(gpu(), leased={gpu(1).uuid: holder}).free
+
+
+def test_processes_of_ones_own_are_disregarded() -> None:
+    ours = gpu(memory_used=70 * GIB, processes=(process(11, 69),))
+    assert not verdict_on(ours).free
+    assert verdict_on(ours, own={11}).free
+    assert verdict_on(ours, GpuRequest(min_memory=79 * GIB), own={11}).free
+    assert not verdict_on(ours, own={12}).free
+    both = replace(ours, processes=(process(11, 40), process(4242, 29)))
+    assert verdict_on(both, own={11}).pid == 4242
+
+
+def test_an_outer_claims_processes_are_disregarded_on_its_own_gpus_only() -> None:
+    snapshot = host(2, _0=gpu(0, processes=(process(11),)), _1=gpu(1, processes=(process(11),)))
+    verdicts = judge(snapshot, ANY, leased={}, explained={gpu(0).uuid: (11,)})
+    assert [verdict.state for verdict in verdicts] == ["free", "busy"]
+
+
+def test_a_process_in_two_lists_is_counted_once() -> None:
+    twice = (process(9, 4), process(9, 4, ProcessKind.GRAPHICS))
+    assert verdict_on(gpu(memory_used=8 * GIB, processes=twice), own={9}).state == "busy"
+    assert "uses 4 GiB" in verdict_on(gpu(memory_used=4 * GIB, processes=(twice[0], twice[0]))).reason
+    assert "more" not in verdict_on(gpu(memory_used=4 * GIB, processes=(twice[0], twice[0]))).reason
+
+
+def test_a_single_gpu_with_a_display_is_shared() -> None:
+    used = gpu(display_active=True, memory_used=4 * GIB, processes=(process(),), processes_supported=False)
+    snapshot = HostSnapshot((used,))
+    (verdict,) = judge(snapshot, ANY, leased={used.uuid: Holder(1)})
+    assert (verdict.state, verdict.reason, verdict.free) == ("display", "", True)
+    check_possible(snapshot, ANY)
+    assert candidates(snapshot, ANY) == (used,)
+    assert not judge(snapshot, GpuRequest(min_memory=79 * GIB), leased={})[0].free
+    assert not judge(HostSnapshot((replace(used, display_active=False),)), ANY, leased={})[0].free
+
+
+def test_the_fence() -> None:
+    fence = visibility.parse("2,5", host())
+    assert [verdict.gpu.index for verdict in judge(host(), ANY, leased={}, fence=fence) if verdict.free] == [2, 5]
+    assert "CUDA_VISIBLE_DEVICES=2,5" in judge(host(), ANY, leased={}, fence=fence)[0].reason
+
+
+@pytest.mark.parametrize(
+    ("snapshot", "request_", "fence", "words"),
+    [
+        (host(), GpuRequest(9), None, ["9 GPUs are asked for", "this host has only 8"]),
+        (host(0), GpuRequest(1), None, ["1 GPU is asked for", "this host has none"]),
+        (host(8, _3=gpu(3, lost=True)), GpuRequest(8), None, ["only 7 of the 8", "GPU 3: the driver lost it"]),
+        (host(1, _0=gpu(unusable="broken")), ANY, None, ["none fits (GPU 0: broken)"]),
+        (
+            host(),
+            GpuRequest(model="H100"),
+            None,
+            ["none fits", "GPU 0-7: NVIDIA A100-SXM4-80GB does not match model='H100'"],
+        ),
+        (host(), GpuRequest(3, only=("0", "1")), None, ["only 2 of the 8", "only=0,1"]),
+        (host(2), GpuRequest(2, exclude=("1",)), None, ["only 1 of the 2", "GPU 1: listed in exclude=1"]),
+        (host(), GpuRequest(min_memory=100 * GIB), None, ["80 GiB in all", "100 GiB asked for"]),
+        (host(), GpuRequest(only=("8",)), None, ["only=8 names no single GPU of this host", "has GPU 0-7"]),
+        (host(), GpuRequest(exclude=("GPU-",)), None, ["exclude=GPU- names no single GPU"]),
+        (mig_host(), GpuRequest(2), None, ["one MIG instance", "ask for 1"]),
+        (mig_host(), GpuRequest(2, only=("0",)), None, ["one MIG instance"]),
+        (mig_host(), GpuRequest(9), None, ["one MIG instance", "ask for 1 in each of up to"]),
+        (host(1, _0=gpu(compute_mode=ComputeMode.PROHIBITED)), ANY, None, ["PROHIBITED", "nvidia-smi -c DEFAULT"]),
+        (
+            host(1, _0=gpu(processes_supported=False)),
+            ANY,
+            None,
+            ["cannot list processes", "SAFE_GPU_DRIVER=", "SAFE_GPU_PROCESS_LIST=optional"],
+        ),
+        (
+            host(1, _0=gpu(memory_total=None, memory_free=None)),
+            GpuRequest(min_memory=GIB),
+            None,
+            ["none fits (GPU 0: the driver does not tell its memory: leave min_memory= out)"],
+        ),
+        (host(1, _0=gpu(memory_free=None)), GpuRequest(min_memory=GIB), None, ["does not tell its memory"]),
+        (
+            host(),
+            GpuRequest(2),
+            "0",
+            ["CUDA_VISIBLE_DEVICES=0 limits this process to 1 of 8 GPUs; 7 others are free", "SAFE_GPU_FENCE=ignore"],
+        ),
+        (host(), GpuRequest(1), "", ["CUDA_VISIBLE_DEVICES='' (set, but empty) limits", "to 0 of 8 GPUs"]),
+        (host(2), GpuRequest(2), "1", ["1 of 2 GPUs; 1 other is free"]),
+        (host(2), GpuRequest(1, only=("0",)), "1", ["CUDA_VISIBLE_DEVICES=1 limits"]),
+        (host(2, _0=gpu(processes=(process(),))), GpuRequest(2), "1", ["none of the others are free"]),
+    ],
+)
+def test_what_this_host_can_never_do(
+    snapshot: HostSnapshot, request_: GpuRequest, fence: str | None, words: list[str]
+) -> None:
+    with pytest.raises(UnsatisfiableRequestError) as caught:
+        check_possible(snapshot, request_, visibility.parse(fence, snapshot))
+    for word in words:
+        assert word in str(caught.value)
+    assert caught.value.value is not None
+
+
+@pytest.mark.parametrize(
+    ("snapshot", "request_", "fence"),
+    [
+        (host(), GpuRequest(8), None),
+        (host(8, _3=gpu(3, lost=True)), GpuRequest(7), None),
+        (host(1, _0=gpu(processes=(process(),))), ANY, None),
+        (host(1, _0=gpu(processes=None)), ANY, None),
+        (host(2, _0=gpu(processes_supported=False)), ANY, None),
+        (host(), GpuRequest(2), "6,7"),
+        (mig_host(), GpuRequest(1, only=("0:1",)), None),
+        (mig_host(), GpuRequest(1), "MIG-2"),
+    ],
+)
+def test_what_may_come_in_time(snapshot: HostSnapshot, request_: GpuRequest, fence: str | None) -> None:
+    check_possible(snapshot, request_, visibility.parse(fence, snapshot))
+
+
+def test_leases_beyond_the_fence_are_not_called_free() -> None:
+    leased = {gpu(index).uuid: Holder(1) for index in range(3, 8)}
+    fence = Fence("0", (gpu(0).uuid,))
+    with pytest.raises(UnsatisfiableRequestError, match="2 others are free"):
+        check_possible(host(), GpuRequest(2), fence, leased=leased)
+    assert fence_hint(judge(host(), ANY, leased=leased), fence).endswith("1 of 8 GPUs; 2 others are free")
+
+
+def test_no_hint_where_the_fence_leaves_nothing_out() -> None:
+    verdicts = judge(host(2), ANY, leased={})
+    assert fence_hint(verdicts, None) == ""
+    assert fence_hint(verdicts, visibility.parse("1,0", host(2))) == ""
+
+
+def test_candidates() -> None:
+    snapshot = host(4, _1=gpu(1, lost=True), _2=gpu(2, processes=(process(),)))
+    assert [device.index for device in candidates(snapshot, ANY)] == [0, 2, 3]
+    assert [device.index for device in candidates(snapshot, GpuRequest(exclude=("0",)))] == [2, 3]
+    assert [device.index for device in candidates(snapshot, ANY, visibility.parse("0", snapshot))] == [0]
+    assert [device.label for device in candidates(mig_host(), GpuRequest(1))] == ["0:0", "0:1", "0:2", "1"]
+    assert [device.label for device in candidates(mig_host(), GpuRequest(2))] == ["1"]
+
+
+def test_what_releases_alone_can_satisfy() -> None:
+    snapshot = host(4, _1=gpu(1, processes=(process(),)), _2=gpu(2, processes=(process(),)))
+    verdicts = judge(snapshot, ANY, leased={gpu(0).uuid: Holder(1)})  # claimed, busy, busy, free
+    everything = {device.uuid for device in snapshot.gpus}
+    assert can_be_met_by_releases(everything, 2, verdicts)
+    assert not can_be_met_by_releases(everything, 3, verdicts)
+    assert can_be_met_by_releases(everything, 3, verdicts, leaving={gpu(2).uuid})
+    assert not can_be_met_by_releases({gpu(1).uuid, gpu(3).uuid}, 2, verdicts)
+    instances = {device.uuid for device in mig_host().gpus if device.is_mig_instance}
+    assert not can_be_met_by_releases(instances, 2, judge(mig_host(), ANY, leased={}))
+
+
+@pytest.mark.parametrize("module", [naming, occupancy, possible, rules, verdicts])
+def test_the_public_names(module: Any) -> None:
+    for name in module.__all__:
+        assert hasattr(module, name)
+
+
+def test_capacity() -> None:
+    one, two = mig_host().gpus[1:3]
+    assert capacity([]) == 0
+    assert capacity([one, two]) == 1
+    assert capacity([one, gpu(1), gpu(2)]) == 2
+
+
+@pytest.mark.parametrize(
+    ("pattern", "fits"),
+    [
+        ("A100", True),
+        ("a100", True),
+        ("NVIDIA A100-SXM4-80GB", True),
+        ("80GB", True),
+        ("NVIDIA A100*", True),
+        ("A100*", True),
+        ("*80gb", True),
+        ("A1?0*", True),
+        ("A[12]00*", True),
+        ("H100", False),
+        ("A100*40GB", False),
+        ("100*", False),
+        ("A100?", False),
+    ],
+)
+def test_models(pattern: str, fits: bool) -> None:
+    assert matches_model(pattern, "NVIDIA A100-SXM4-80GB") is fits
+
+
+PARENT = Gpu(0, "GPU-aa", mig_enabled=True)
+FIRST = Gpu(0, "MIG-11", mig_parent="GPU-aa", mig_instance=0)
+SECOND = Gpu(0, "MIG-12", mig_parent="GPU-aa", mig_instance=1)
+WHOLE = Gpu(10, "GPU-ab")
+NAMED = HostSnapshot((PARENT, FIRST, SECOND, WHOLE))
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("0", (PARENT, FIRST, SECOND)),
+        ("0:1", (SECOND,)),
+        ("10", (WHOLE,)),
+        ("1", ()),
+        ("GPU-aa", (PARENT, FIRST, SECOND)),
+        ("GPU-ab", (WHOLE,)),
+        ("MIG-12", (SECOND,)),
+    ],
+)
+def test_what_a_name_means(name: str, meant: tuple[Gpu, ...]) -> None:
+    assert tuple(gpu for gpu in NAMED.gpus if names_device(name, gpu)) == meant
+
+
+def test_names_of_nothing_or_of_several() -> None:
+    assert unknown_names(("0", "0:1", "10", "GPU-ab", "MIG-1", "GPU-", "1", "0:2", "GPU-x"), NAMED) == (
+        "MIG-1",
+        "GPU-",
+        "1",
+        "0:2",
+        "GPU-x",
+    )

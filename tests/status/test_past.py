@@ -1,0 +1,193 @@
+"""What is made of the lines of a history: claims and GPU-hours. Most of it is pure."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from safe_gpu.coordination.endings import Ending
+from safe_gpu.coordination.history import LARGEST, NAME
+from safe_gpu.status.history_table import table_of_claims, table_of_use
+from safe_gpu.status.past import PastClaim, claims_between, merged
+from safe_gpu.status.usage import KEYS, held, use_by
+from safe_gpu.text import display_width
+
+DAY = 86400.0
+MONDAY = time.mktime((2026, 11, 16, 0, 0, 0, 0, 0, -1))
+
+
+def past(
+    pid: int = 1,
+    since: float = MONDAY,
+    ended: float | None = None,
+    seen: float | None = None,
+    gpus: tuple[str, ...] = ("GPU-a",),
+    **options: Any,
+) -> PastClaim:
+    seen = (ended or since) if seen is None else seen
+    return PastClaim(pid, since, gpus=gpus, seen=seen, ended=ended, **options)
+
+
+def test_ends_go_to_their_claims_and_the_narrowest_counts() -> None:
+    told = [
+        Ending(1, 10.0, 20.0, 90.0),
+        past(1, 10.0),
+        Ending(1, 10.0, 30.0, 99.0),
+        past(2, 10.0, gpus=("GPU-b",)),
+        Ending(2, 10.0, 10.0, 99.0),
+        Ending(2, 10.0, 50.0, 50.0),
+        Ending(3, 10.0, 20.0, 20.0),  # of nobody
+        past(1, 10.0, user="forged"),
+    ]
+    found = {one.pid: one for one in merged(told)}
+    assert found.keys() == {1, 2}
+    assert (found[1].seen, found[1].ended, found[1].user) == (30.0, 90.0, "")
+    assert (found[2].seen, found[2].ended) == (50.0, 50.0)
+
+
+def test_a_claim_without_an_end_ended_before_the_next_on_one_of_its_gpus() -> None:
+    found = merged([past(1, 10.0, gpus=("a", "b")), past(2, 40.0, gpus=("b",)), past(3, 60.0, gpus=("a",))])
+    assert [(one.pid, one.ended) for one in found] == [(1, 40.0), (2, None), (3, None)]
+
+
+def test_a_claim_that_runs_has_no_end_whatever_a_line_says() -> None:
+    (one,) = merged([past(1, 10.0), Ending(1, 10.0, 20.0, 20.0), past(1, 10.0, seen=99.0, running=True)])
+    assert (one.running, one.ended, one.seen) == (True, None, 99.0)
+
+
+@pytest.mark.parametrize(
+    ("claim", "expected"),
+    [
+        (past(ended=MONDAY + 3600), (3600, 3600)),
+        (past(since=MONDAY - 3600, ended=MONDAY + 3600), (3600, 3600)),
+        (past(ended=MONDAY + 3 * DAY), (2 * DAY, 2 * DAY)),
+        (past(seen=MONDAY + 60, ended=MONDAY + 3600), (60, 3600)),
+        (past(), (0, 2 * DAY)),
+        (past(running=True), (2 * DAY, 2 * DAY)),
+        (past(since=MONDAY - 3600, ended=MONDAY - 60), (0, 0)),
+    ],
+)
+def test_only_the_time_that_was_asked_for_counts(claim: PastClaim, expected: tuple[float, float]) -> None:
+    assert held(claim, MONDAY, MONDAY + 2 * DAY) == expected
+
+
+def test_gpu_hours_by_user_gpu_job_and_day() -> None:
+    claims = [
+        past(1, MONDAY + 23 * 3600, MONDAY + 25 * 3600, gpus=("a", "b"), labels=("0", "1"), user="anna", job="sge:1"),
+        past(2, MONDAY + 3600, MONDAY + 7200, MONDAY + 3600, gpus=("b",), user="bert"),
+    ]
+    rows = {by: [tuple(row) for row in use_by(claims, by, MONDAY, MONDAY + 7 * DAY)] for by in KEYS}
+    assert rows == {
+        "user": [("anna", 1, 4.0, 4.0), ("bert", 1, 0.0, 1.0)],
+        "gpu": [("1 b", 2, 2.0, 3.0), ("0 a", 1, 2.0, 2.0)],
+        "job": [("sge:1", 1, 4.0, 4.0), ("(no job)", 1, 0.0, 1.0)],
+        "day": [("2026-11-16", 2, 2.0, 3.0), ("2026-11-17", 1, 2.0, 2.0)],
+    }
+
+
+CLAIMS = st.builds(
+    past,
+    st.integers(1, 5),
+    st.floats(MONDAY - 9 * DAY, MONDAY + 9 * DAY),
+    gpus=st.lists(st.sampled_from("abcd"), min_size=1, max_size=4, unique=True).map(tuple),
+    user=st.sampled_from(["anna", "bert"]),
+).flatmap(lambda one: st.floats(0, 3 * DAY).map(lambda more: past(**{**one.__dict__, "ended": one.since + more})))
+
+
+@given(st.lists(CLAIMS, max_size=9), st.sampled_from(KEYS), st.floats(0, 9 * DAY))
+def test_every_way_to_sum_up_gives_the_same_sum(claims: list[PastClaim], by: str, span: float) -> None:
+    rows = use_by(claims, by, MONDAY, MONDAY + span)
+    expected = sum(held(one, MONDAY, MONDAY + span)[1] * len(one.gpus) for one in claims) / 3600
+    assert sum(row.most for row in rows) == pytest.approx(expected, abs=1e-6)
+    assert all(0 <= row.least <= row.most + 1e-9 for row in rows)
+
+
+@given(st.lists(CLAIMS, min_size=1, max_size=5), st.integers(20, 200))
+def test_tables_keep_to_the_width(claims: list[PastClaim], width: int) -> None:
+    tables = [table_of_claims(claims, MONDAY, MONDAY + DAY, width)]
+    tables += [table_of_use(use_by(claims, by, MONDAY, MONDAY + 9 * DAY), by, width) for by in KEYS]
+    assert all(display_width(line) <= width for table in tables for line in table.splitlines())
+
+
+# Hostile files
+
+
+@pytest.fixture
+def directory(state_dir: Path) -> Path:
+    (state_dir / "leases").mkdir(parents=True)
+    (state_dir / NAME).mkdir()
+    for path in (state_dir, state_dir / "leases", state_dir / NAME):
+        path.chmod(0o1777)
+    return state_dir / NAME
+
+
+GOOD = {"v": 1, "claim": [7, MONDAY], "uid": 7, "user": "anna", "gpus": ["GPU-a"], "labels": ["0"]}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"\xff\xfe",
+        b"[" * 50_000,
+        b'{"v": 1, "claim": [7, ' + b"9" * 60_000,
+        b'{"v": 1, "claim": [true, {}], "gpus": ["a"]}',
+        b'{"v": 1, "claim": [7, NaN], "gpus": ["a"]}',
+        b'{"v": 1, "claim": [7, 1e300], "gpus": ["a"]}',
+        b'{"v": 1, "claim": "77", "gpus": {}}',
+        b'{"v": 1, "claim": [7, 5], "gpus": "aaaa"}',
+        b'{"v": 1, "claim": [7, 5], "ended": [9, [1]]}',
+        b"x" * 1_000_000,
+        b'{"v": 1, "claim": [7, 1795',  # no room
+    ],
+)
+@pytest.mark.parametrize("end", [b"\n", b""])
+def test_a_line_of_nonsense_costs_no_other(directory: Path, line: bytes, end: bytes) -> None:
+    if not end and len(line) > 60_000:
+        pytest.skip("as long as that, it takes the next one with it")
+    good = json.dumps(GOOD).encode() + b"\n"
+    (directory / "2026-11.jsonl").write_bytes(good.replace(b"[7,", b"[6,") + line + end + good)
+    claims, warnings = claims_between(MONDAY, MONDAY + DAY)
+    assert ([one.pid for one in claims], warnings) == ([6, 7], [])
+
+
+def test_text_comes_out_printable_and_cut(directory: Path) -> None:
+    bad = {**GOOD, "user": "a\x1b[31m" + "x" * 999, "command": "\x9b" + "y" * 9999, "labels": ["\x1b"]}
+    (directory / "2026-11.jsonl").write_text(json.dumps(bad) + "\n")
+    (claim,), _ = claims_between(MONDAY, MONDAY + DAY)
+    shown = table_of_claims([claim], MONDAY, MONDAY + DAY, 200)
+    assert "\x1b" not in shown
+    assert "\x9b" not in shown
+    assert len(claim.user) <= 64
+    assert len(claim.command or "") <= 200
+
+
+def test_a_huge_file_is_read_to_a_bound(directory: Path) -> None:
+    good = json.dumps(GOOD).encode() + b"\n"
+    (directory / "2026-11.jsonl").write_bytes(good)
+    os.truncate(directory / "2026-11.jsonl", 1 << 40)
+    (directory / "2026-11.1.jsonl").write_bytes(good.replace(b"[7,", b"[8,"))
+    assert LARGEST < 1 << 30
+    claims, _ = claims_between(MONDAY, MONDAY + DAY)
+    assert [one.pid for one in claims] == [7, 8]
+
+
+@pytest.mark.parametrize("hostile", ["fifo", "link", "closed"])
+def test_a_file_that_cannot_be_read_is_warned_of(directory: Path, hostile: str) -> None:
+    file = directory / "2026-11.jsonl"
+    if hostile == "fifo":
+        os.mkfifo(file)
+    elif hostile == "link":
+        file.symlink_to("/etc/passwd")
+    else:
+        directory.rmdir()
+        directory.symlink_to("/etc")
+    claims, (warning,) = claims_between(MONDAY, MONDAY + DAY)
+    assert claims == []
+    assert "cannot be read" in warning

@@ -1,0 +1,115 @@
+"""Metrics: what they say, and that Prometheus reads them: its own parser, promtool, a real node_exporter."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+from support.prometheus import exporter, fetched, free_port, parser, program, running
+
+from safe_gpu.devices import Gpu
+from safe_gpu.status.gather import ClaimStatus, GpuStatus, HostStatus, WaiterStatus, gather
+from safe_gpu.status.prometheus import render_metrics
+
+NOW = 1_795_000_000.0
+CLAIM = ClaimStatus(7, "anna", since=NOW - 60, until=NOW + 60)
+STATUS = HostStatus(
+    host="gpu1",
+    driver="nvml",
+    driver_version="",
+    state_dir="/tmp/safe-gpu",
+    taken_at=NOW,
+    gpus=(
+        GpuStatus(Gpu(0, "GPU-a", memory_used=1 << 30), "free"),
+        GpuStatus(Gpu(1, "GPU-b"), "claimed", claim=CLAIM, idle_for=30.0),
+    ),
+    queue=(WaiterStatus(1, 8, "ben", 1, NOW - 90), WaiterStatus(2, 9, "ben", 1, NOW - 10)),
+)
+
+
+def test_every_metric() -> None:
+    assert [line for line in render_metrics(STATUS).splitlines() if not line.startswith("#")] == [
+        *(
+            f'safe_gpu_gpu_state{{gpu="{gpu}",UUID="{uuid}",vendor="nvidia",state="{state}"}} {float(state == now)}'
+            for gpu, uuid, now in (("0", "GPU-a", "free"), ("1", "GPU-b", "claimed"))
+            for state in ("free", "claimed", "busy", "display", "unusable")
+        ),
+        'safe_gpu_memory_used_bytes{gpu="0",UUID="GPU-a",vendor="nvidia"} 1073741824.0',
+        'safe_gpu_claimed{gpu="1",UUID="GPU-b",vendor="nvidia",user="anna"} 1.0',
+        'safe_gpu_claim_start_time_seconds{gpu="1",UUID="GPU-b",vendor="nvidia",user="anna"} 1794999940.0',
+        'safe_gpu_claim_idle_seconds{gpu="1",UUID="GPU-b",vendor="nvidia",user="anna"} 30.0',
+        'safe_gpu_claim_expected_end_time_seconds{gpu="1",UUID="GPU-b",vendor="nvidia",user="anna"} 1795000060.0',
+        'safe_gpu_waiting{user="ben"} 2.0',
+        "safe_gpu_oldest_wait_seconds 90.0",
+    ]
+
+
+def test_what_is_not_known_has_no_sample() -> None:
+    text = render_metrics(replace(STATUS, warnings=("the claims are not known",)))
+    assert "safe_gpu_gpu_state{" in text
+    for name in ("claimed{", "waiting", "oldest"):
+        assert f"safe_gpu_{name}" not in text
+
+
+@given(st.text(max_size=20))
+def test_the_parser_of_prometheus_reads_any_user_back(user: str) -> None:
+    gpu = replace(STATUS.gpus[1], claim=replace(CLAIM, user=user))
+    families = {
+        one.name: one for one in parser().text_string_to_metric_families(render_metrics(replace(STATUS, gpus=(gpu,))))
+    }
+    assert len(families) == 8
+    assert all(one.type == "gauge" and one.documentation for one in families.values())
+    (sample,) = families["safe_gpu_claimed"].samples
+    assert (sample.labels["gpu"], sample.labels["UUID"], sample.value) == ("1", "GPU-b", 1.0)
+    assert len(sample.labels["user"]) >= len(user.strip("\n")) - user.count("\ud800")
+
+
+def test_a_real_claim_and_the_file(state_dir: Path, command: Any, tmp_path: Path) -> None:
+    started = command.start("run", "-n", 2, "--for", "1h", "--", "sh", "-c", "echo up; read x", stdin=subprocess.PIPE)
+    assert started.stdout.readline() == "up\n"
+    file = tmp_path / "safe_gpu.prom"
+    file.write_text("old")
+    file.chmod(0o600)
+    done = command.run("status", "--prometheus", "--output", file)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    printed = command.run("status", "--prometheus").stdout
+    for text in (file.read_text(), printed):
+        assert len(re.findall(r"^safe_gpu_claimed{", text, re.MULTILINE)) == 2
+        assert len(re.findall(r"^safe_gpu_claim_expected_end_time_seconds{", text, re.MULTILINE)) == 2
+    assert file.stat().st_mode & 0o777 == 0o644
+    assert [path.name for path in tmp_path.iterdir()] == [file.name]
+    started.communicate("\n", timeout=60)
+
+
+def test_a_file_that_cannot_be_written_leaves_nothing(state_dir: Path, command: Any, tmp_path: Path) -> None:
+    (tmp_path / "safe_gpu.prom").mkdir()
+    done = command.run("status", "--prometheus", "--output", tmp_path / "safe_gpu.prom")
+    assert done.returncode == 74
+    assert [path.name for path in tmp_path.iterdir()] == ["safe_gpu.prom"]
+
+
+def test_promtool_has_nothing_to_say(driver_libraries: object, state_dir: Path) -> None:
+    for status in (STATUS, gather()):
+        done = subprocess.run(
+            [program("promtool"), "check", "metrics"],
+            input=render_metrics(status),
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert (done.returncode, done.stdout + done.stderr) == (0, "")
+
+
+def test_a_real_node_exporter_serves_them(state_dir: Path, command: Any, tmp_path: Path) -> None:
+    port = free_port()
+    arguments = exporter(tmp_path, port)
+    assert command.run("status", "--prometheus", "--output", tmp_path / "safe_gpu.prom").returncode == 0
+    with running(*arguments):
+        text = fetched(f"http://127.0.0.1:{port}/metrics")
+    assert "node_textfile_scrape_error 0" in text
+    assert len(re.findall(r'^safe_gpu_gpu_state{.*state="free",vendor="nvidia"} 1$', text, re.MULTILINE)) == 8

@@ -1,0 +1,54 @@
+"""The expected starts of the queue, by a table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from safe_gpu.coordination.tickets import Demand, Ticket
+from safe_gpu.devices import Gpu
+from safe_gpu.status.gather import ClaimStatus, GpuStatus, _occupancy
+from safe_gpu.status.starts import expected_starts
+
+NOW = 1000.0
+
+
+def gpu(index: int, state: str = "claimed", until: float | None = None, inner: ClaimStatus | None = None) -> GpuStatus:
+    claim = ClaimStatus(1, since=1.0, until=until) if state == "claimed" else None
+    return GpuStatus(Gpu(index, f"GPU-{index}"), state, claim=claim, inner=inner)
+
+
+def ticket(nb_gpus: int, hold_for: float | None = None, inner: str = "") -> Ticket:
+    return Ticket(1, 1, 0, "x", 1.0, Demand(nb_gpus, frozenset({f"GPU-0{inner}", f"GPU-1{inner}"}), None, hold_for))
+
+
+UNREADABLE = ticket(1)._replace(demand=None)
+LEASED = [gpu(0, until=1100.0), gpu(1, until=1300.0)]
+
+
+@pytest.mark.parametrize(
+    ("tickets", "gpus", "expected"),
+    [
+        pytest.param([ticket(2)], LEASED, [1300.0], id="the later of two"),
+        pytest.param([ticket(2, 60), ticket(1)], LEASED, [1300.0, 1360.0], id="one after the other"),
+        pytest.param([ticket(2), ticket(1)], LEASED, [1300.0, None], id="behind one that did not say"),
+        pytest.param([ticket(2), ticket(1, 60)], LEASED, [1300.0, 1100.0], id="passes"),
+        pytest.param([ticket(2)], [gpu(0, until=1100.0), gpu(1)], [None], id="a holder did not say"),
+        pytest.param([ticket(1)], [gpu(0, until=900.0), gpu(1)], [NOW], id="overdue"),
+        pytest.param([ticket(2)], [gpu(0, "free"), gpu(1, until=1100.0)], [1100.0], id="one is free"),
+        pytest.param([ticket(2), ticket(1)], [gpu(0, "busy"), gpu(1, until=1100.0)], [None, 1100.0], id="a stranger"),
+        pytest.param([UNREADABLE, ticket(1)], LEASED, [None, None], id="one that cannot be read"),
+        pytest.param(
+            [ticket(1, inner=".inner")],
+            [gpu(0, inner=ClaimStatus(2, until=1050.0)), gpu(1, "free")],
+            [NOW],
+            id="inside",
+        ),
+        pytest.param([], LEASED, [], id="nobody waits"),
+    ],
+)
+def test_when_waiters_can_expect_to_start(
+    tickets: Sequence[Ticket], gpus: Sequence[GpuStatus], expected: list[float | None]
+) -> None:
+    assert expected_starts(tickets, _occupancy(gpus), NOW) == expected

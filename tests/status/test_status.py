@@ -1,0 +1,692 @@
+"""What ``status`` says of a host: real claims, waiters, liars and orphans on simulated GPUs, and odd GPUs."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import jsonschema
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from safe_gpu import procfs
+from safe_gpu.coordination.host_lock import HostLock
+from safe_gpu.coordination.leases import lease_name
+from safe_gpu.devices import Gpu, GpuProcess, HostSnapshot
+from safe_gpu.drivers.presets import preset
+from safe_gpu.status import probe as host_facts
+from safe_gpu.status.gather import ClaimStatus, GpuStatus, HostStatus, ProcessStatus, WaiterStatus, gather
+from safe_gpu.status.holders import Holding, LockedFile, Processes, who_holds
+from safe_gpu.status.table import render
+from safe_gpu.text import display_width
+
+UUIDS = [gpu.uuid for gpu in preset("dgx-a100").gpus()]
+
+INTEGER, TEXT, NUMBER = ({"type": ["integer", "null"]}, {"type": ["string", "null"]}, {"type": ["number", "null"]})
+
+
+def strict(**properties: object) -> dict[str, object]:
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": list(properties),
+        "additionalProperties": False,
+    }
+
+
+SCHEMA = strict(
+    schema={"const": 2},
+    host={"type": "string"},
+    driver={"type": "string"},
+    driver_version={"type": "string"},
+    state_dir={"type": "string"},
+    gpus={
+        "type": "array",
+        "items": strict(
+            index={"type": "integer"},
+            vendor={"enum": ["nvidia", "amd"]},
+            uuid={"type": "string"},
+            name={"type": "string"},
+            pci_bus_id={"type": "string"},
+            numa_node=INTEGER,
+            memory_total=INTEGER,
+            memory_used=INTEGER,
+            utilization=INTEGER,
+            state={"enum": ["free", "claimed", "busy", "display", "unusable"]},
+            idle={"type": "boolean"},
+            idle_for=NUMBER,
+            reason={"type": "string"},
+            claim={
+                "anyOf": [
+                    {"type": "null"},
+                    strict(pid=INTEGER, uid=INTEGER, user=TEXT, job=TEXT, command=TEXT, since=NUMBER, until=NUMBER),
+                ]
+            },
+            processes={
+                "type": "array",
+                "items": strict(
+                    pid={"type": "integer"}, user=TEXT, command=TEXT, kind={"type": "string"}, memory_used=INTEGER
+                ),
+            },
+        ),
+    },
+    queue={
+        "type": "array",
+        "items": strict(
+            position={"type": "integer"},
+            pid=INTEGER,
+            user=TEXT,
+            nb_gpus=INTEGER,
+            vendor={"enum": ["nvidia", "amd", None]},
+            since=NUMBER,
+            hold_for=NUMBER,
+            expected_start=NUMBER,
+        ),
+    },
+)
+
+
+def look(driver: object = None) -> HostStatus:
+    """A status whose JSON and table are in order, whatever they show."""
+    status = gather(driver)  # type: ignore[arg-type]
+    jsonschema.validate(json.loads(json.dumps(status.to_dict(), allow_nan=False)), SCHEMA)
+    for width in (80, 140):
+        assert max(map(len, render(status, width=width, color=False).splitlines())) <= width
+    return status
+
+
+def states(status: HostStatus) -> str:
+    return " ".join(one.state for one in status.gpus)
+
+
+def table(status: HostStatus) -> str:
+    return render(status, width=80, color=False)
+
+
+def row(status: HostStatus, index: int) -> str:
+    return next(line for line in table(status).splitlines() if line.split()[:1] == [str(index)])
+
+
+CLAIM = """
+import os, safe_gpu
+from safe_gpu.runtimes.placeholders import NoPlaceholder
+def claim(*args, **options): return safe_gpu.claim_gpus(*args, affinity=None, **options)
+"""
+HOLD_ONE = CLAIM + "claim(1, NoPlaceholder(), only=0); say('held'); listen()\n"
+HOLD_AND_FORK = HOLD_ONE.replace("say(", "os.fork() or signal.pause(); say(").replace("import os", "import signal, os")
+
+
+@pytest.fixture
+def holder(state_dir: Path, child):
+    """A process that holds the lease of GPU 0 and nothing else."""
+    process = child(HOLD_ONE)
+    assert process.hear() == "held"
+    return process
+
+
+def record_of_gpu_0(state_dir: Path) -> Path:
+    return state_dir / "leases" / lease_name(UUIDS[0])
+
+
+# Claims
+
+
+def test_an_untouched_host_is_free_and_stays_untouched(state_dir: Path) -> None:
+    status = look()
+    assert states(status) == " ".join(["free"] * 8)
+    assert status.queue == ()
+    assert status.warnings == ()
+    assert status.state_dir == str(state_dir)
+    assert not state_dir.exists()
+    state_dir.mkdir(0o777)
+    assert states(look()) == " ".join(["free"] * 8)
+    assert list(state_dir.iterdir()) == []
+
+
+def test_a_claim_is_shown_with_its_holder(state_dir: Path, child) -> None:
+    job = {"JOB_ID": "42", "SGE_TASK_ID": "7", "SGE_ROOT": "/opt/sge", "NSLOTS": "1"}
+    before = time.time()
+    process = child(CLAIM + "say(*claim(2, only='1,5').devices_taken); listen()", env=job)
+    assert process.hear() == "1 5"
+    status = look()
+    assert states(status) == "free claimed free free free claimed free free"
+    claim = status.gpus[5].claim
+    assert claim is not None
+    assert claim.pid == process.pid
+    assert claim.user == procfs.user_of(process.pid)
+    assert claim.job == "sge:42.7"
+    assert "import os, safe_gpu" in (claim.command or "")
+    assert before - 1 < (claim.since or 0) < time.time() + 1
+    assert not claim.stopped
+    assert claim.note == ""
+    assert not status.gpus[5].idle
+    assert [one.pid for one in status.gpus[5].processes] == [process.pid]
+    assert status.gpus[5].processes[0].user == claim.user
+    assert str(process.pid) in row(status, 5)
+    assert " 42.7 " in row(status, 5)
+    assert "sge:42.7" in render(status, width=120, color=False)
+    assert "6 of 8 GPUs free" in table(status)
+
+
+def test_a_claim_without_a_process_on_the_gpu_is_idle(holder, child) -> None:
+    status = look()
+    assert status.gpus[0].state == "claimed"
+    assert status.gpus[0].idle
+    assert re.search(r"claimed +[0-9./G]+ +idle ", row(status, 0))
+    assert "1 claimed but idle" in table(status)
+    work = "from safe_gpu.drivers.simulated import SimulatedDriver\n"
+    work += f"c = SimulatedDriver('dgx-a100').occupy({UUIDS[0]!r}); say('on'); listen()"
+    worker = child(work)
+    assert worker.hear() == "on"
+    assert not look().gpus[0].idle
+    worker.kill()
+    assert look().gpus[0].idle
+
+
+class OneGpu:
+    """A driver with one GPU, on which there is what a test puts there."""
+
+    def __init__(self, *processes: GpuProcess, **facts: object) -> None:
+        self.gpu = replace(Gpu(0, UUIDS[0], "Model", processes=processes), **facts)  # type: ignore[arg-type]
+
+    def snapshot(self) -> HostSnapshot:
+        return HostSnapshot((self.gpu, Gpu(1, UUIDS[1], "Model")), "test")
+
+    def detailed(self, snapshot: HostSnapshot) -> HostSnapshot:
+        return snapshot
+
+
+def test_a_status_asks_for_what_no_claim_needs(fake_gpus) -> None:
+    fake_gpus.here()
+    fake_gpus.set(2, util=37)
+    fake_gpus.process(fake_gpus.uuids[0], os.getpid(), 1 << 20, kind="graphics")
+    first, second = look().gpus
+    assert (first.gpu.utilization, second.gpu.utilization) == (37, 37)
+    assert [(process.pid, process.kind) for process in first.processes] == [(os.getpid(), "graphics")]
+    assert (first.state, second.processes) == ("free", ())
+
+
+def test_whose_processes_count_for_a_claim(holder, as_user) -> None:
+    stranger = as_user(lambda say, listen: (say("there"), listen()), uid=12345)
+    stranger.hear()
+    own, unseen, foreign = GpuProcess(holder.pid), GpuProcess(1 << 30), GpuProcess(stranger.pid, memory_used=1)
+    graphics = GpuProcess(holder.pid, kind="graphics")
+    server = GpuProcess(1 << 30, name="/usr/bin/nvidia-cuda-mps-server")
+    assert not look(OneGpu(own)).gpus[0].idle
+    assert not look(OneGpu(foreign, own)).gpus[0].idle
+    assert not look(OneGpu(unseen)).gpus[0].idle, "a pid that does not resolve here may be the claim's"
+    assert not look(OneGpu(processes=None)).gpus[0].idle, "unknown is not idle"
+    assert not look(OneGpu(processes_supported=False)).gpus[0].idle
+    for idle in ([graphics], [server], [foreign], []):
+        assert look(OneGpu(*idle)).gpus[0].idle
+    assert f"not part of the claim: process {stranger.pid} 12345" in table(look(OneGpu(foreign)))
+
+
+def test_a_stopped_holder_is_marked(holder, eventually) -> None:
+    os.kill(holder.pid, signal.SIGSTOP)
+    eventually(lambda: procfs.is_stopped(holder.pid))
+    status = look()
+    assert status.gpus[0].claim.stopped
+    assert "stopped" in status.gpus[0].reason
+    assert f"process {holder.pid} is stopped" in table(status)
+    os.kill(holder.pid, signal.SIGCONT)
+    eventually(lambda: not procfs.is_stopped(holder.pid))
+    assert "stopped" not in table(look())
+
+
+def test_claims_inside_claims_are_shown(state_dir: Path, child) -> None:
+    outer = child(
+        CLAIM + "claim(2, NoPlaceholder(), delegate=True)\n"
+        "if os.fork() == 0:\n"
+        "    os.execv(sys.executable, [sys.executable, '-c', 'import safe_gpu; "
+        'o = safe_gpu.claim_gpus(1, affinity=None); print("inner", o.devices_taken[0], flush=True); input()\'])\n'
+        "os.wait()",
+    )
+    word, index = outer.hear().split()
+    assert word == "inner"
+    status = look()
+    one = status.gpus[int(index)]
+    assert one.claim.pid == outer.pid
+    assert one.claim.token
+    assert one.inner is not None
+    assert procfs.parent_of(one.inner.pid) == outer.pid
+    assert not one.idle
+    assert f"inside it: process {one.inner.pid}" in table(status)
+    assert sum(gpu.state == "claimed" for gpu in status.gpus) == 2
+    outer.kill()
+    after = look().gpus[int(index)]
+    assert after.state == "claimed", "the inner claim lives on"
+
+
+# The lock, not the record
+
+
+def test_a_record_that_names_somebody_else_is_not_believed(state_dir: Path, holder) -> None:
+    lie = {"v": 1, "pid": 1, "user": "nobody", "job": "9", "command": "innocent", "since": 5.0}
+    record_of_gpu_0(state_dir).write_text(json.dumps(lie))
+    claim = look().gpus[0].claim
+    assert (claim.pid, claim.user, claim.job, claim.since) == (holder.pid, procfs.user_of(holder.pid), None, None)
+    assert "innocent" not in claim.command
+    assert f"names process 1, which does not hold the lock; process {holder.pid} does" in claim.note
+    assert claim.note in look().gpus[0].reason
+    assert f"process {holder.pid} does" in " ".join(table(look()).split())
+
+
+@pytest.mark.parametrize("content", ["", '{"pid": 1', "null", "\0" * 9])
+def test_a_claim_without_a_readable_record_is_still_a_claim(state_dir: Path, holder, content: str) -> None:
+    record_of_gpu_0(state_dir).write_text(content)
+    status = look()
+    assert status.gpus[0].state == "claimed"
+    assert status.gpus[0].claim.pid == holder.pid
+    assert "cannot be read" in status.gpus[0].claim.note
+
+
+def test_a_record_of_the_dead_is_no_claim(state_dir: Path, holder) -> None:
+    holder.kill()
+    assert record_of_gpu_0(state_dir).stat().st_size > 0
+    assert look().gpus[0].state == "free"
+    assert look().gpus[0].claim is None
+
+
+def test_children_that_outlive_the_holder_are_named(state_dir: Path, child) -> None:
+    process = child(HOLD_AND_FORK)
+    assert process.hear() == "held"
+    (heir,) = procfs.descendants(process.pid)
+    assert look().gpus[0].claim.pid == process.pid
+    process.kill()
+    try:
+        claim = look().gpus[0].claim
+        assert claim.pid == heir
+        assert claim.user == procfs.user_of(heir)
+        assert claim.command == Path(sys.executable).name, "the record is of this very claim"
+        assert f"process {process.pid}, which claimed it, has ended; process {heir} still holds it" in claim.note
+    finally:
+        os.kill(heir, signal.SIGKILL)
+
+
+def test_a_pid_that_was_used_again_is_not_the_holder(state_dir: Path, child, holder) -> None:
+    # As after the holder's death: the kernel goes on showing its number, which another process has by now.
+    other = child("listen()")
+    file = LockedFile("x", 1, 1, (other.pid,))
+    began = procfs.start_time(other.pid)
+    assert who_holds(file, other.pid, began, Processes([])).pid == other.pid
+    ended = who_holds(file, other.pid, began - 1, Processes([]))
+    assert ended.pid is None
+    assert ended.believed
+    assert "has ended" in ended.note
+
+
+def test_lockers_of_a_file_with_the_same_number_elsewhere_are_left_out(state_dir: Path, child, holder) -> None:
+    status = record_of_gpu_0(state_dir).stat()
+    other = child("listen()")
+    name = lease_name(UUIDS[0])
+    file = LockedFile(name, status.st_dev, status.st_ino, (other.pid, holder.pid))
+    assert who_holds(file, None, None, Processes([name])).pid == holder.pid
+    assert who_holds(replace(file, lockers=(other.pid,)), None, None, Processes([name])).pid == holder.pid
+    assert who_holds(replace(file, lockers=(other.pid,), inode=1), None, None, Processes([name])).pid is None
+
+
+def test_a_launcher_may_lock_for_the_process_that_is_named(tmp_path: Path, child) -> None:
+    path = tmp_path / "x.lock"
+    code = "import fcntl, os\nfd = os.open(PATH, os.O_RDWR | os.O_CREAT)\nfcntl.flock(fd, fcntl.LOCK_EX)\n"
+    code += "if os.fork() == 0:\n    say(os.getpid()); listen()\nos.wait()"
+    launcher = child(code.replace("PATH", repr(str(path))))
+    named = int(launcher.hear())
+    status = path.stat()
+    file = LockedFile(path.name, status.st_dev, status.st_ino, (launcher.pid,))
+    assert who_holds(file, named, None, Processes([path.name])) == Holding(named)
+    for liar in (1, os.getpid()):
+        holding = who_holds(file, liar, None, Processes([path.name]))
+        assert (holding.pid, holding.believed) == (launcher.pid, False), "to have started it is not to hold it"
+
+
+def test_a_holder_in_another_pid_namespace_is_taken_at_its_word(state_dir: Path) -> None:
+    holding = who_holds(LockedFile("x", 1, 1), 77777777, 5, Processes([]))
+    assert holding.pid == 77777777
+    assert "cannot be seen from here" in holding.note
+    nameless = who_holds(LockedFile("x", 1, 1), None, None, Processes([]))
+    assert nameless.pid is None
+    assert not nameless.believed
+
+
+# The queue
+
+
+WAIT = CLAIM + "say('ready'); claim(N, NoPlaceholder(), timeout=None); say('held'); listen()"
+
+
+def queued(count: int) -> bool:
+    return len(gather().queue) == count
+
+
+def test_who_waits_in_what_order(state_dir: Path, child, eventually) -> None:
+    first = child(CLAIM + "claim(8, NoPlaceholder()); say('held'); listen()")
+    assert first.hear() == "held"
+    waiters = []
+    for place, number in enumerate((4, 1, 2), 1):
+        waiters.append(child(WAIT.replace("N,", f"{number},")))
+        eventually(lambda place=place: queued(place))
+    os.kill(waiters[1].pid, signal.SIGSTOP)
+    eventually(lambda: procfs.is_stopped(waiters[1].pid))
+    status = look()
+    assert [(one.position, one.pid, one.nb_gpus) for one in status.queue] == [
+        (place, waiter.pid, number) for place, (waiter, number) in enumerate(zip(waiters, (4, 1, 2), strict=True), 1)
+    ]
+    assert all(one.user == procfs.user_of(os.getpid()) for one in status.queue)
+    assert sorted(one.since for one in status.queue) == [one.since for one in status.queue]
+    assert [one.stopped for one in status.queue] == [False, True, False]
+    text = table(status)
+    assert "3 waiting" in text
+    assert re.search(rf"2  \w+ +{waiters[1].pid}  1 GPU ", text)
+    assert f"process {waiters[1].pid} is stopped" in text
+    waiters[0].kill()
+    assert [one.pid for one in look().queue] == [waiters[1].pid, waiters[2].pid]
+
+
+def test_a_ticket_that_names_somebody_else_is_not_believed(state_dir: Path, child, holder, eventually) -> None:
+    waiter = child(WAIT.replace("N,", "8,"))
+    eventually(lambda: queued(1))
+    ticket = next((state_dir / "queue").glob("*.ticket"))
+    lie = json.loads(ticket.read_text())
+    ticket.write_text(json.dumps({**lie, "pid": 1, "user": "nobody"}))
+    (one,) = look().queue
+    assert (one.pid, one.user, one.nb_gpus) == (waiter.pid, procfs.user_of(waiter.pid), 8)
+    ticket.write_text("{")
+    (one,) = look().queue
+    assert (one.pid, one.nb_gpus) == (waiter.pid, None)
+
+
+# Trouble
+
+
+def test_looking_never_costs_another_its_claim(state_dir: Path, holder, monkeypatch: pytest.MonkeyPatch) -> None:
+    import fcntl
+
+    free = []
+
+    def watched(real):
+        def ask(*arguments):
+            with open(state_dir / "host.lock") as file:  # nobody may try a lease while another looks at it
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    free.append(real.__name__)
+                except BlockingIOError:
+                    free.append(None)
+            return real(*arguments)
+
+        return ask
+
+    for name in ("probe", "live_tickets"):
+        monkeypatch.setattr(host_facts, name, watched(getattr(host_facts, name)))
+    look()
+    assert len(free) > 8
+    assert set(free) == {None}
+
+
+def test_a_state_directory_out_of_order_is_a_warning(state_dir: Path) -> None:
+    state_dir.symlink_to("/nowhere")
+    status = look(OneGpu())
+    assert len(status.gpus) == 2
+    (warning,) = status.warnings
+    assert "symbolic link" in warning
+    assert all("not known" in one.reason for one in status.gpus), "free may be wrong here, and says so"
+    assert "warning: The claims are not known" in table(status)
+    state_dir.unlink()
+    state_dir.write_text("")
+    assert "not a directory" in look(OneGpu()).warnings[0]
+
+
+def test_one_lease_file_out_of_order_concerns_its_gpu_alone(state_dir: Path, holder) -> None:
+    lease = state_dir / "leases" / lease_name(UUIDS[3])
+    lease.unlink(missing_ok=True)
+    lease.symlink_to("/etc/passwd")
+    status = look()
+    assert states(status) == "claimed free free unusable free free free free"
+    assert "symbolic link" in status.gpus[3].reason
+    assert "symbolic link" in table(status)
+
+
+def test_a_held_host_lock_does_not_hide_the_claims(
+    state_dir: Path, child, holder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = "import time\nfrom safe_gpu.coordination.host_lock import HostLock\n"
+    stuck = child(code + "with HostLock(None):\n    say('locked'); listen()")
+    assert stuck.hear() == "locked"
+    monkeypatch.setattr(host_facts, "_PATIENCE", 0.05)
+    status = look()
+    assert status.gpus[0].state == "claimed"
+    assert status.gpus[0].claim.pid == holder.pid
+    assert [one.state for one in status.gpus[1:]] == ["free"] * 7
+    assert f"held by process {stuck.pid}" in status.warnings[0]
+    stuck.tell()
+    stuck.finish()
+    assert look().warnings == ()
+
+
+def test_an_ordinary_user_sees_what_root_claimed(state_dir: Path, holder, as_user) -> None:
+    def work(say, listen) -> None:
+        status = gather()
+        claim = status.gpus[0].claim
+        say(f"{states(status)} {claim.pid} {claim.user} {claim.note}".strip())
+
+    other = as_user(work, uid=12345)
+    mine = procfs.user_of(holder.pid)
+    assert other.hear() == f"claimed {' '.join(['free'] * 7)} {holder.pid} {mine}"
+
+
+def test_an_heir_that_may_not_be_looked_at_leaves_the_pid_open(state_dir: Path, child, as_user) -> None:
+    process = child(HOLD_AND_FORK)
+    assert process.hear() == "held"
+    (heir,) = procfs.descendants(process.pid)
+    process.kill()
+    if not procfs.flock_holders({record_of_gpu_0(state_dir).stat().st_ino}):
+        os.kill(heir, signal.SIGKILL)
+        pytest.skip("the kernel does not show locks of ended processes in this PID namespace")
+
+    def work(say, listen) -> None:
+        claim = gather().gpus[0].claim
+        say(f"{claim.pid} {claim.user} {claim.note}")
+
+    try:
+        said = as_user(work, uid=12345).hear()
+        assert said.startswith("None root process")
+        assert "it started still holds it" in said
+    finally:
+        os.kill(heir, signal.SIGKILL)
+
+
+# Odd GPUs
+
+
+def test_mig_lost_gpus_and_values_the_driver_does_not_give(fake_gpus, state_dir: Path) -> None:
+    fake_gpus.write(
+        {"util": "NA", "memory_error": 3, "memory_v2_error": 3},
+        {"lost": 1, "uuid": "GPU-lost"},
+        {"mig": 1, "uuid": "GPU-parent", "instances": "MIG-a,MIG-b", "imem": 10 << 30},
+        {"uuid": "GPU-x", "mode": 2},
+        {"uuid": "GPU-y"},
+    )
+    fake_gpus.here()
+    fake_gpus.process("GPU-y", 1 << 29, 5 << 30, static=True)
+    fake_gpus.process("GPU-y", 1, 1 << 30, static=True)
+    status = look()
+    by_uuid = {one.gpu.uuid: one for one in status.gpus}
+    assert [one.gpu.label for one in status.gpus] == ["0", "1", "2", "2:0", "2:1", "3", "4"]
+    assert by_uuid["MIG-a"].state == "free"
+    parent = next(one for one in status.gpus if one.gpu.mig_enabled)
+    assert parent.state == "unusable"
+    assert "MIG" in parent.reason
+    assert status.gpus[0].gpu.utilization is None
+    assert by_uuid["GPU-x"].state == "unusable"
+    assert "PROHIBITED" in by_uuid["GPU-x"].reason
+    assert by_uuid["GPU-y"].state == "busy"
+    assert [one.user for one in by_uuid["GPU-y"].processes if one.pid == 1 << 29] == [None]
+    text = table(status)
+    assert f"{1 << 29}" in text
+    assert "(1 of 2)" in text
+    assert "2:1" in text
+    lost = next(one for one in status.gpus if one.gpu.lost)
+    assert lost.state == "unusable"
+    assert lost.reason in " ".join(text.split())
+
+
+def test_a_display_that_everyone_shares(state_dir: Path, child) -> None:
+    environment = {"SAFE_GPU_DRIVER": "simulated:laptop"}
+    from safe_gpu.drivers import open_driver
+
+    assert "free, shared with the display" in table(look(open_driver("simulated:laptop")))
+    process = child(CLAIM + "claim(1); say('held'); listen()", env=environment)
+    assert process.hear() == "held"
+    status = look(open_driver("simulated:laptop"))
+    (one,) = status.gpus
+    assert one.state == "display"
+    assert one.claim.pid == process.pid
+    assert "1 of 1 GPUs free" in table(status)
+
+
+# The table
+
+texts = st.text(max_size=40)
+ages = st.none() | st.floats(0, 2e9)
+claims = st.builds(
+    ClaimStatus,
+    pid=st.none() | st.integers(1, 1 << 22),
+    user=st.none() | texts,
+    job=st.none() | texts,
+    command=st.none() | st.text(max_size=200),
+    since=ages,
+    stopped=st.booleans(),
+    note=texts,
+    until=ages,
+)
+amounts = st.none() | st.integers(0, 1 << 38)
+gpus = st.builds(
+    Gpu,
+    index=st.integers(0, 31),
+    uuid=st.just("GPU-1"),
+    name=texts,
+    memory_total=amounts,
+    memory_used=amounts,
+    utilization=st.none() | st.integers(0, 100),
+)
+processes = st.builds(
+    ProcessStatus, st.integers(1, 1 << 22), st.none() | texts, st.none() | texts, st.just("compute"), amounts
+)
+gpu_statuses = st.builds(
+    GpuStatus,
+    gpus,
+    st.sampled_from("free claimed busy display unusable".split()),
+    idle=st.booleans(),
+    reason=texts,
+    claim=st.none() | claims,
+    inner=st.none() | claims,
+    processes=st.lists(processes, max_size=2).map(tuple),
+)
+waiters = st.builds(
+    WaiterStatus,
+    st.integers(1, 999),
+    st.none() | st.integers(1, 1 << 22),
+    st.none() | texts,
+    st.none() | st.integers(1, 64),
+    ages,
+    st.booleans(),
+    texts,
+    st.none() | st.floats(1, 1e6),
+    ages,
+)
+hosts = st.builds(
+    HostStatus,
+    host=st.just("gpu01.example.org"),
+    driver=st.just("nvml"),
+    driver_version=st.just("550.54.15"),
+    state_dir=st.just("/tmp/safe-gpu"),
+    taken_at=st.just(1.8e9),
+    gpus=st.lists(gpu_statuses, max_size=4).map(tuple),
+    queue=st.lists(waiters, max_size=3).map(tuple),
+    warnings=st.lists(texts, max_size=1).map(tuple),
+)
+ANSI = re.compile(r"\x1b\[[0-9]+m")
+
+
+@settings(deadline=None, max_examples=60)
+@given(hosts, st.sampled_from([40, 80, 100, 200]))
+def test_no_line_is_too_wide_and_nothing_plays_tricks(status: HostStatus, width: int) -> None:
+    text = render(status, width=width, color=False)
+    lines = text.split("\n")
+    assert max(map(display_width, lines)) <= width
+    for line in lines:
+        assert line.isprintable()
+    colored = render(status, width=width, color=True)
+    assert "\x1b[" in colored
+    assert ANSI.sub("", colored) == text
+    jsonschema.validate(json.loads(json.dumps(status.to_dict(), allow_nan=False)), SCHEMA)
+
+
+def test_a_crowd_of_waiters_is_cut() -> None:
+    crowd = tuple(WaiterStatus(place, place + 10, "anna", 1, None, note="odd") for place in range(1, 1501))
+    status = HostStatus("h", "nvml", "1", "/d", 12_001.0, (), crowd)
+    text = render(status, width=80, color=False)
+    assert "1500 waiting" in text
+    assert text.endswith("\n... and 1400 more")
+    assert text.count("anna") == 100
+    assert [one["position"] for one in status.to_dict()["queue"]] == list(range(1, 1001))
+    assert "more" not in render(replace(status, queue=crowd[:100]), width=80, color=False)
+
+
+def test_a_full_table_of_eighty_columns() -> None:
+    claim = ClaimStatus(1234567, "averylongusername", "sge:1234567.890", "/usr/bin/python train.py --epochs 3", 1.0)
+    gpu = Gpu(7, "GPU-7", "NVIDIA H100 80GB HBM3", memory_total=80 << 30, memory_used=79 << 30, utilization=100)
+    busy = GpuStatus(
+        replace(gpu, index=8), "busy", processes=(ProcessStatus(4242, "bob", "./x --y", "compute", 5 << 30),)
+    )
+    status = HostStatus("h", "nvml", "1", "/d", 12_001.0, (GpuStatus(gpu, "claimed", claim=claim), busy))
+    assert render(status, width=80, color=False).split("\n")[3:] == [
+        "GPU  STATE      MEMORY  UTIL  USER          PID  JOB            FOR  COMMAND",
+        "  7  claimed  79.0/80G  100%  averyl..  1234567  1234567.890  3h20m  python tr..",
+        "  8  busy     79.0/80G  100%  bob          4242                      x --y",
+    ]
+
+
+def test_nothing_is_opened_up_or_left_behind(state_dir: Path, holder) -> None:
+    def listing() -> list[str]:
+        return sorted(str(path) for path in state_dir.rglob("*") if path.suffix != ".idle")  # notes for the next look
+
+    before = listing()
+    look()
+    assert listing() == before
+    with HostLock(time.monotonic() + 5):
+        pass
+
+
+def test_cost_of_a_look_is_bounded_by_one_walk_through_proc(state_dir: Path, holder, monkeypatch) -> None:
+    walks = []
+    real = procfs.pids
+    monkeypatch.setattr(procfs, "pids", lambda: walks.append(1) or real())
+    look()
+    assert walks == [], "the usual case asks no other process"
+    for one in (state_dir / "leases").iterdir():
+        one.write_text("")
+    look()
+    assert len(walks) <= 1
+
+
+def test_from_the_command_line(state_dir: Path, holder) -> None:
+    def run(*arguments: str) -> str:
+        command = [*holder.process.args[:1], "-m", "safe_gpu", "status", *arguments]
+        root = str(Path(procfs.__file__).parents[1])
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=60, check=True, env={**os.environ, "PYTHONPATH": root}
+        ).stdout
+
+    assert "\x1b" not in run()
+    document = json.loads(run("--json"))
+    jsonschema.validate(document, SCHEMA)
+    assert document["gpus"][0]["claim"]["pid"] == holder.pid

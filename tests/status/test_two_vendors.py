@@ -1,0 +1,163 @@
+"""The state of a host with GPUs of both vendors: one view, and what of it is left if a driver does not work."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.kfd_host import KfdHost
+
+import safe_gpu
+from safe_gpu.cli.commands import main
+from safe_gpu.status.gather import gather
+from safe_gpu.status.one_user import free_labels, of_vendor
+from safe_gpu.status.prometheus import render_metrics
+from safe_gpu.status.table import render
+
+
+@pytest.fixture
+def both(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SAFE_GPU_DRIVER", "simulated:two-vendors")
+
+
+def test_one_view_of_both(both: None) -> None:
+    with safe_gpu.GPUOwner(2, vendor="amd", timeout=0, affinity=None) as owner:
+        claimed = [gpu.uuid for gpu in owner.gpus]
+        status = gather()
+    assert [one.label for one in status.gpus] == [f"{vendor}:{n}" for vendor in ("nvidia", "amd") for n in range(4)]
+    assert [one.state for one in status.gpus] == ["free"] * 4 + ["claimed"] * 2 + ["free"] * 2
+    assert [one.gpu.uuid for one in status.gpus[4:6]] == claimed
+    assert all(one.claim is not None and one.claim.pid == os.getpid() for one in status.gpus[4:6])
+    document = status.to_dict()
+    assert [gpu["vendor"] for gpu in document["gpus"]] == ["nvidia"] * 4 + ["amd"] * 4
+    assert [gpu["index"] for gpu in document["gpus"]] == [0, 1, 2, 3] * 2
+    assert document["driver"] == "simulated:two-vendors"
+    assert free_labels(status) == ["nvidia:0", "nvidia:1", "nvidia:2", "nvidia:3", "amd:2", "amd:3"]
+
+    lines = render(status, width=100, color=False).splitlines()
+    assert "6 of 8 GPUs free" in lines[0]
+    assert "GPU nvidia:0-3: NVIDIA A100-PCIE-40GB" in lines
+    assert "GPU amd:0-3: AMD Instinct MI210" in lines
+    assert [line.split()[:2] for line in lines if "claimed  " in line] == [["amd:0", "claimed"], ["amd:1", "claimed"]]
+
+    amd = of_vendor(status, "amd")
+    assert free_labels(amd) == ["2", "3"]
+    assert "2 of 4 GPUs free" in render(amd, width=100, color=False)
+
+    metrics = render_metrics(status).splitlines()
+    held = [line for line in metrics if line.startswith("safe_gpu_claimed{")]
+    assert [line.partition(",UUID=")[0] for line in held] == ['safe_gpu_claimed{gpu="0"', 'safe_gpu_claimed{gpu="1"']
+    assert all('vendor="amd"' in line for line in held)
+    assert len([line for line in metrics if line.startswith("safe_gpu_memory_used_bytes{")]) == 8
+
+
+def test_a_host_of_one_vendor_names_indices_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SAFE_GPU_DRIVER", "simulated:mi250x")
+    status = gather()
+    assert [one.label for one in status.gpus] == [str(number) for number in range(8)]
+    assert {gpu["vendor"] for gpu in status.to_dict()["gpus"]} == {"amd"}
+
+
+def test_the_command_shows_one_vendor_or_both(both: None, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", "--free"]) == 0
+    assert capsys.readouterr().out.split()[3:5] == ["nvidia:3", "amd:0"]
+    assert main(["status", "--free", "--vendor", "AMD"]) == 0
+    assert capsys.readouterr().out.split() == ["0", "1", "2", "3"]
+    assert main(["status", "--json", "--vendor", "nvidia"]) == 0
+    assert {gpu["vendor"] for gpu in json.loads(capsys.readouterr().out)["gpus"]} == {"nvidia"}
+
+
+def test_waiters_say_for_whose_gpus_they_wait(both: None) -> None:
+    outside = {name: value for name, value in os.environ.items() if not name.endswith("VISIBLE_DEVICES")}
+    code = "import safe_gpu, sys; print(safe_gpu.claim_gpus(vendor='amd').devices_taken, flush=True); sys.stdin.read()"
+    holder = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=outside
+    )
+    waiter = None
+    try:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "[0]\n"
+        call = [sys.executable, "-m", "safe_gpu", "run", "-q", "--vendor", "amd", "-n", "4", "--", "true"]
+        waiter = subprocess.Popen(call, env=outside)
+        while not (status := gather()).queue:
+            assert waiter.poll() is None
+    finally:
+        for child in filter(None, (holder, waiter)):
+            child.kill()
+            child.communicate(timeout=60)
+    assert status.to_dict()["queue"][0]["vendor"] == "amd"
+    assert "4 AMD GPUs" in render(status, width=100, color=False)
+    assert of_vendor(status, "nvidia").queue == ()
+    assert len(of_vendor(status, "amd").queue) == 1
+
+
+# Real drivers: a fake NVML and a saved tree
+
+
+@pytest.fixture
+def amd(tmp_path: Path) -> KfdHost:
+    (tmp_path / "root/dev").mkdir(parents=True)
+    (tmp_path / "root/dev/nvidiactl").touch()
+    host = KfdHost(tmp_path / "root")
+    host.gpu(0x03, 1, 0xABC)
+    host.gpu(0x23, 2, 0xABD)
+    return host
+
+
+def status(fake_gpus: Any, root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    call = [sys.executable, "-m", "safe_gpu", "status", *arguments]
+    environment = {**fake_gpus.env, "SAFE_GPU_DRIVER": "auto", "SAFE_GPU_FSROOT": str(root)}
+    return subprocess.run(call, env=environment, capture_output=True, text=True, timeout=60)
+
+
+def test_two_drivers(fake_gpus: Any, amd: KfdHost) -> None:
+    amd.process(4_000_000, queues=(2,))
+    child = status(fake_gpus, amd.root, "--json")
+    assert child.returncode == 0, child.stderr
+    document = json.loads(child.stdout)
+    assert document["driver"] == "nvml, kfd"
+    assert [gpu["vendor"] for gpu in document["gpus"]] == ["nvidia"] * 8 + ["amd"] * 2
+    assert [gpu["state"] for gpu in document["gpus"]] == ["free"] * 9 + ["busy"]
+
+
+@pytest.mark.parametrize("form", [(), ("--json",), ("--free",), ("--prometheus",)])
+def test_a_broken_driver_is_named_and_the_other_gpus_are_shown(
+    fake_gpus: Any, amd: KfdHost, form: tuple[str, ...]
+) -> None:
+    fake_gpus.options(init_error=9)
+    child = status(fake_gpus, amd.root, *form)
+    assert child.returncode == 69
+    assert "not loaded" in " ".join((child.stderr if form else child.stdout).split())
+    if form == ("--json",):
+        assert [gpu["vendor"] for gpu in json.loads(child.stdout)["gpus"]] == ["amd", "amd"]
+    elif form == ("--free",):
+        assert child.stdout.split() == ["0", "1"]
+    elif form:
+        assert child.stdout.count("safe_gpu_memory_used_bytes{") == 2
+        assert "safe_gpu_waiting" in child.stdout
+    else:
+        assert "2 of 2 GPUs free" in child.stdout
+
+
+def test_a_driver_that_breaks_between_opening_and_the_poll(both: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    from safe_gpu.drivers.simulated import SimulatedDriver
+
+    poll = SimulatedDriver.snapshot
+
+    def breaks(self: SimulatedDriver) -> Any:
+        if self.idle.vendor == "nvidia":
+            raise safe_gpu.NoDriverError("the NVIDIA driver is gone")
+        return poll(self)
+
+    monkeypatch.setattr(SimulatedDriver, "snapshot", breaks)
+    found = gather()
+    assert [one.label for one in found.gpus] == ["0", "1", "2", "3"]
+    assert found.broken == ("the NVIDIA driver is gone",)
+    monkeypatch.setattr(SimulatedDriver, "snapshot", lambda self: breaks(SimulatedDriver("dgx-a100")))
+    with pytest.raises(safe_gpu.NoDriverError, match="gone; the NVIDIA driver is gone"):
+        gather()

@@ -1,0 +1,73 @@
+"""The guard around every test: none touches a real GPU unless it says so, and none sees the outer job."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.gpus import DRIVER_LIBRARIES, DriverLibraries
+
+_state_dirs = itertools.count()
+
+# What a scheduler, a launcher or the person who runs the tests has set must not decide their outcome.
+OUTER_PREFIXES = (
+    *("SAFE_GPU_", "CUDA_", "ROCR_", "HIP_"),
+    *("SLURM_", "SGE_", "OMPI_", "PMI_", "PMIX_", "MPI_", "HOROVOD_", "TORCHELASTIC_"),
+)
+OUTER_NAMES = ("LOCAL_RANK", "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "JOB_ID", "NSLOTS", "FAKE_GPU_DIR")
+
+
+@pytest.fixture(autouse=True)
+def driver_libraries(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[DriverLibraries]:
+    """Keep tests off real GPUs, off the shared state directory and out of the outer job's environment.
+
+    In this process loading a driver library fails the test; child processes find unusable files in their place.
+    """
+    libraries = DriverLibraries()
+    fakes = os.environ.get("FAKE_GPU_DIR")
+    for name in list(os.environ):
+        if name.startswith(OUTER_PREFIXES) or name in OUTER_NAMES:
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("SAFE_GPU_DIR", str(_fresh_state_dir(tmp_path_factory)))
+    monkeypatch.setenv("SAFE_GPU_TEST_SIMULATED", "1")  # on purpose, also where there is a real driver
+    if request.node.get_closest_marker("gpu"):
+        if fakes is not None:
+            monkeypatch.setenv("FAKE_GPU_DIR", fakes)  # the tests of real GPUs are themselves tested on fakes
+        yield libraries
+        return
+
+    class GuardedCDLL(ctypes.CDLL):
+        def __init__(self, name: str | None, mode: int = ctypes.DEFAULT_MODE, *args: Any, **kwargs: Any) -> None:
+            asks_only = mode & os.RTLD_NOLOAD
+            super().__init__(name if name is None or asks_only else libraries.path(name), mode, *args, **kwargs)
+
+    monkeypatch.setattr(ctypes, "CDLL", GuardedCDLL)
+    monkeypatch.setenv("SAFE_GPU_DRIVER", "simulated:dgx-a100")
+    monkeypatch.setenv(
+        "LD_LIBRARY_PATH",
+        ":".join(filter(None, [str(_unusable_libraries(tmp_path_factory)), os.environ.get("LD_LIBRARY_PATH")])),
+    )
+    yield libraries
+
+
+def _fresh_state_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A path where there is nothing yet; far cheaper per test than a temporary directory of pytest's."""
+    parent = tmp_path_factory.getbasetemp() / "state"
+    parent.mkdir(exist_ok=True)
+    return parent / str(next(_state_dirs))
+
+
+def _unusable_libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.getbasetemp() / "no-gpu"
+    if not directory.exists():
+        directory.mkdir()
+        for name in DRIVER_LIBRARIES:
+            (directory / name).touch()  # the loader stops at "file too short" and looks no further
+    return directory

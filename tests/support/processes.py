@@ -1,0 +1,266 @@
+"""Processes that do one thing and say when they have, also of other users, and the command as users start it."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pkgutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import safe_gpu
+from safe_gpu import coordination
+
+PACKAGE_ROOT = Path(safe_gpu.__file__).parents[1]
+
+
+class Child:
+    """A Python process that runs some code; ``say("x")`` in it is waited for by :meth:`hear`."""
+
+    def __init__(self, code: str, **options: object) -> None:
+        prelude = "import sys\ndef say(*words): print(*words, flush=True)\ndef listen(): return sys.stdin.readline()\n"
+        environment = {**os.environ, "PYTHONPATH": str(PACKAGE_ROOT), **options.pop("env", {})}  # type: ignore[dict-item]
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", prelude + code],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+            **options,  # type: ignore[call-overload]
+        )
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def hear(self) -> str:
+        """The next line that it says; fails with its error output where it ended without saying anything."""
+        line = self.process.stdout.readline()
+        if not line:
+            self.process.wait(30)
+            raise AssertionError(f"the child ended with {self.process.returncode}: {self.process.stderr.read()}")
+        return line.strip()
+
+    def tell(self, text: str = "") -> None:
+        self.process.stdin.write(text + "\n")
+        self.process.stdin.flush()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(30)
+
+    def finish(self) -> str:
+        """Its remaining output, once it has ended well."""
+        out, err = self.process.communicate(timeout=60)
+        assert self.process.returncode == 0, err
+        return out
+
+
+@pytest.fixture
+def child() -> Iterator[Callable[..., Child]]:
+    """Start children that do not outlive the test."""
+    children: list[Child] = []
+
+    def start(code: str, **options: object) -> Child:
+        children.append(Child(code, **options))
+        return children[-1]
+
+    yield start
+    for one in children:
+        if one.process.poll() is None:
+            one.kill()
+        for stream in (one.process.stdin, one.process.stdout, one.process.stderr):
+            stream.close()
+
+
+@pytest.fixture(scope="session")
+def stranger_pid() -> Iterator[int]:
+    """A process that is not this one: its parent, or a child where the parent is outside this PID namespace."""
+    if os.getppid():
+        yield os.getppid()
+        return
+    with subprocess.Popen(["sleep", "infinity"]) as process:
+        yield process.pid
+        process.kill()
+
+
+@pytest.fixture
+def zombie() -> Iterator[int]:
+    """A process that has exited and is still there, until the test ends."""
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    yield pid
+    os.waitpid(pid, 0)
+
+
+@pytest.fixture(scope="session")
+def everything_imported() -> None:
+    """Other users may not be able to read this package, so all that a forked process of theirs uses is imported."""
+    for module in pkgutil.walk_packages(safe_gpu.__path__, "safe_gpu."):
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
+    import grp  # noqa: F401
+    import struct  # noqa: F401
+    import unicodedata  # noqa: F401
+
+
+class UserProcess:
+    """A forked process of another user. It is forked, not started anew, since that user may not even be able to read
+    this interpreter; everything is imported before it changes its user."""
+
+    def __init__(self, uid: int, umask: int, work: Callable[[Callable[[str], None], Callable[[], str]], None]) -> None:
+        for module in ("filelock", "json", "pwd", "fcntl", "resource", "threading", "signal", "encodings.idna"):
+            importlib.import_module(module)
+        for module in pkgutil.iter_modules(coordination.__path__, "safe_gpu.coordination."):
+            importlib.import_module(module.name)
+        from_child, to_parent = os.pipe()
+        from_parent, to_child = os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            code = 1
+            try:
+                os.umask(umask)
+                os.setgroups([])
+                os.setresgid(uid, uid, uid)
+                os.setresuid(uid, uid, uid)
+
+                def say(text: object) -> None:
+                    os.write(to_parent, f"{text}\n".encode())
+
+                work(say, lambda: os.read(from_parent, 99).decode())
+                code = 0
+            except BaseException as err:
+                os.write(to_parent, f"{type(err).__name__}: {err}\n".encode())
+            finally:
+                os._exit(code)
+        os.close(to_parent)
+        os.close(from_parent)
+        self._in, self._out = os.fdopen(from_child), to_child
+
+    def hear(self) -> str:
+        return self._in.readline().strip()
+
+    def tell(self, text: str = "go") -> None:
+        os.write(self._out, text.encode())
+
+    def end(self) -> int:
+        """Its exit status; it is killed where it has not ended yet (9 then)."""
+        if self.pid:
+            os.close(self._out)
+            os.kill(self.pid, 9)
+            status = os.waitpid(self.pid, 0)[1]
+            self.pid = 0
+            self._in.close()
+            return status
+        return 0
+
+
+@pytest.fixture
+def as_user() -> Iterator[Callable[..., UserProcess]]:
+    """Run ``work(say, listen)`` as another user."""
+    if os.geteuid() != 0:
+        pytest.skip("needs root, to act as other users")
+    children: list[UserProcess] = []
+
+    def start(work: Callable[..., None], *, uid: int, umask: int = 0o022) -> UserProcess:
+        children.append(UserProcess(uid, umask, work))
+        return children[-1]
+
+    yield start
+    for one in children:
+        one.end()
+
+
+@pytest.fixture
+def file_lease(as_user: Callable[..., UserProcess]) -> Callable[[Path, int], None]:
+    """Give a file to a user who takes a file lease on it: every other open of it then blocks, for 45 seconds."""
+
+    def take(path: Path, uid: int) -> None:
+        os.chown(path, uid, uid)
+        fd = os.open(path, os.O_RDONLY)  # that user may not be able to go there
+
+        def work(say: Callable[[object], None], listen: Callable[[], str]) -> None:
+            import fcntl
+            import signal
+
+            signal.signal(signal.SIGIO, signal.SIG_IGN)  # the kernel asks to give it back
+            fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+            say("leased")
+            listen()
+
+        assert as_user(work, uid=uid).hear() == "leased"
+        os.close(fd)
+
+    return take
+
+
+@pytest.fixture
+def eventually() -> Callable[[Callable[[], bool]], None]:
+    """Wait for a condition, with a deadline that only a hang reaches."""
+
+    def wait(condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 60
+        while not condition():
+            assert time.monotonic() < deadline, "the condition never came true"
+            time.sleep(0.005)
+
+    return wait
+
+
+class Command:
+    """The command ``safe-gpu`` as users start it, on the simulated host of this test; ``path`` is on PATH as well."""
+
+    def __init__(self, directory: Path) -> None:
+        self.path = directory / "safe-gpu"
+        self.path.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m safe_gpu "$@"\n')
+        self.path.chmod(0o755)
+        self._started: list[subprocess.Popen[str]] = []
+
+    def run(self, *arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
+        """Run it to its end."""
+        process = self.start(*arguments, **options)
+        out, err = process.communicate(timeout=60)
+        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+    def start(self, *arguments: object, env: Mapping[str, str] | None = None, **options: Any) -> subprocess.Popen[str]:
+        """Start it; its output is captured as text."""
+        streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        process: subprocess.Popen[str] = subprocess.Popen(
+            [sys.executable, "-m", "safe_gpu", *map(str, arguments)],
+            env={**os.environ, "PYTHONPATH": str(PACKAGE_ROOT), **(env or {})},
+            text=True,
+            **{**streams, **options},
+        )
+        self._started.append(process)
+        return process
+
+    def end(self) -> None:
+        """Let nothing that was started outlive the test."""
+        for process in self._started:
+            if process.poll() is None:
+                process.kill()
+                process.wait(30)
+            for stream in (process.stdin, process.stdout, process.stderr):
+                if stream is not None:
+                    stream.close()
+
+
+@pytest.fixture
+def command(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, driver_libraries: object
+) -> Iterator[Command]:
+    """Start ``safe-gpu`` as users do; see :class:`Command`."""
+    command = Command(tmp_path_factory.mktemp("bin"))
+    monkeypatch.setenv("PATH", f"{command.path.parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHONPATH", str(PACKAGE_ROOT))
+    yield command
+    command.end()

@@ -1,0 +1,153 @@
+"""The rooms of the package: imports point downward only and never in a circle, and no file grows past its bound.
+
+Every import counts: at the top of a module, inside a function, and those that only type checkers see.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+import safe_gpu
+
+ROOT = Path(safe_gpu.__file__).parent
+FILES = sorted(ROOT.rglob("*.py"))
+
+# From the top down. A room imports from itself and from lower floors, not from the others on its own.
+FLOORS: tuple[frozenset[str], ...] = (
+    frozenset({"", "__main__", "safe_gpu"}),  # "" is the package itself
+    frozenset({"cli"}),
+    frozenset({"engines", "doctor", "demo"}),
+    frozenset({"claim"}),
+    frozenset({"status", "affinity"}),
+    frozenset({"selection", "drivers"}),
+    frozenset({"coordination", "runtimes", "schedulers", "policy"}),
+    frozenset({"settings", "topology", "text", "durations"}),
+    frozenset({"errors"}),
+    frozenset({"procfs", "programs", "devices", "trust"}),
+    frozenset({"spelling"}),
+)
+FLOOR = {room: len(FLOORS) - number for number, rooms in enumerate(FLOORS) for room in rooms}
+
+MOST_LINES = 400
+
+
+def module_of(path: Path) -> str:
+    """``claim/owner.py`` is "claim.owner", ``claim/__init__.py`` is "claim", the package itself ""."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = frozenset(map(module_of, FILES))
+
+
+def room_of(module: str) -> str:
+    return module.partition(".")[0]
+
+
+def imports(source: str, module: str, *, is_package: bool) -> Iterator[str]:
+    """The modules of this package that a source names in its import statements."""
+    package = module.split(".") if is_package else module.split(".")[:-1]
+    here = ["safe_gpu", *filter(None, package)]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (within(alias.name) for alias in node.names if alias.name.split(".")[0] == "safe_gpu")
+        elif isinstance(node, ast.ImportFrom):
+            base = here[: len(here) - node.level + 1] if node.level else []
+            target = ".".join([*base, *filter(None, [node.module])])
+            if target.split(".")[0] == "safe_gpu":
+                for alias in node.names:
+                    # The package is loaded before any module of it, and its version stands there at once.
+                    if (target, alias.name) != ("safe_gpu", "__version__"):
+                        yield within(f"{target}.{alias.name}")
+
+
+def within(name: str) -> str:
+    """The module that a dotted name leads to: itself, or the one that defines its last part."""
+    inside = name.partition(".")[2]
+    return inside if inside in MODULES else inside.rpartition(".")[0]
+
+
+def graph() -> dict[str, set[str]]:
+    return {
+        module_of(path): set(imports(path.read_text(), module_of(path), is_package=path.name == "__init__.py"))
+        for path in FILES
+    }
+
+
+def circles(edges: Mapping[str, set[str]]) -> list[list[str]]:
+    """Groups of nodes that lead to each other."""
+
+    def reached(start: str) -> set[str]:
+        found: set[str] = set()
+        ahead = [start]
+        while ahead:
+            for follower in edges.get(ahead.pop(), set()) - found:
+                found.add(follower)
+                ahead.append(follower)
+        return found
+
+    reach = {node: reached(node) for node in edges}
+    groups = {frozenset(other for other in reach[node] if node in reach.get(other, ())) for node in edges}
+    return sorted(sorted(group) for group in groups if group)
+
+
+def test_every_room_has_its_floor() -> None:
+    assert {room_of(module) for module in MODULES} == set(FLOOR)
+
+
+def test_imports_point_downward() -> None:
+    upward = [
+        f"{module or 'safe_gpu'} imports {target or 'safe_gpu'}"
+        for module, targets in graph().items()
+        for target in sorted(targets)
+        if room_of(module) != room_of(target) and FLOOR[room_of(module)] <= FLOOR[room_of(target)]
+    ]
+    assert upward == []
+
+
+def test_no_modules_import_each_other() -> None:
+    assert circles(graph()) == []
+
+
+def test_every_import_is_seen() -> None:
+    """In each place where one may stand, whatever way it is written."""
+    source = """
+import safe_gpu.errors
+from typing import TYPE_CHECKING
+from . import files
+from .files import StateDir
+from .. import procfs, __version__
+from ..drivers import open_driver
+from safe_gpu.claim import owner
+if TYPE_CHECKING:
+    from ..devices import Gpu
+def lazily():
+    from ..cli.options import Parser
+    from .. import claim_gpus
+"""
+    assert set(imports(source, "coordination.leases", is_package=False)) == {
+        "errors", "coordination.files", "procfs", "drivers", "claim.owner", "devices", "cli.options", "",
+    }  # fmt: skip
+    assert set(imports("from . import files\nfrom ..errors import X", "coordination", is_package=True)) == {
+        "coordination.files",
+        "errors",
+    }
+
+
+def test_circles_are_found() -> None:
+    assert circles({"a": {"b"}, "b": {"c"}, "c": set(), "d": {"d", "a"}}) == [["d"]]
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [["a", "b", "c"]]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_file_is_too_long(path: Path) -> None:
+    assert path.read_text().count("\n") <= MOST_LINES
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.rglob("__init__.py")), ids=lambda path: path.parent.name)
+def test_every_folder_says_what_it_is_for(path: Path) -> None:
+    assert ast.get_docstring(ast.parse(path.read_text()))

@@ -1,0 +1,83 @@
+"""Python packages that are missing or too old: one sentence that says what to install, nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import safe_gpu
+
+ROOT = Path(safe_gpu.__file__).parents[1]
+MISSING = "raise ModuleNotFoundError({text!r}, name={name!r})"
+CLAIM = """
+import os, safe_gpu
+try:
+    safe_gpu.claim_gpus(1, timeout=None)
+except safe_gpu.SafeGpuError as err:
+    print(type(err).__name__, isinstance(err, ImportError), err, os.environ.get("CUDA_VISIBLE_DEVICES"))
+"""
+
+
+@pytest.fixture(params=["missing", "too old"])
+def without(request: pytest.FixtureRequest, tmp_path: Path):
+    """An environment in which a package is missing or too old."""
+
+    def make(name: str, **variables: str) -> dict[str, str]:
+        text = (
+            MISSING.format(text=f"No module named '{name}'", name=name)
+            if request.param == "missing"
+            else "__version__ = '0.1'"
+        )
+        (tmp_path / f"{name}.py").write_text(text)
+        return {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}", **variables}
+
+    return make
+
+
+def run(env: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *arguments], env=env, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize("line", ["run -- true", "wait"])
+def test_filelock_on_the_command_line(without, ground, line: str) -> None:
+    done = run(without("filelock"), "-m", "safe_gpu", *line.split())
+    assert done.returncode == 70
+    assert done.stdout == ""
+    assert done.stderr.startswith("safe-gpu: the Python package filelock is missing, or older than 3.30 (")
+    assert done.stderr.endswith("): pip install 'filelock>=3.30'\n")
+    assert done.stderr.count("\n") == 1
+    assert ground.tickets() == []
+
+
+def test_filelock_in_python(without) -> None:
+    done = run(without("filelock"), "-c", CLAIM)
+    assert done.stdout.startswith("MissingPackageError True the Python package filelock is missing, or older than 3.30")
+    assert done.stdout.endswith("pip install 'filelock>=3.30' None\n")
+    assert done.stderr == ""
+
+
+def test_status_and_doctor_still_say_what_they_can(without, ground) -> None:
+    ground.hold(0)
+    env = without("filelock")
+    done = run(env, "-m", "safe_gpu", "status")
+    assert done.returncode == 73
+    assert "pip install" in " ".join(done.stdout.split())
+    assert done.stderr == ""
+    done = run(env, "-m", "safe_gpu", "doctor")
+    assert done.returncode == 1
+    assert "filelock is missing or too old" in " ".join(done.stdout.split())
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize("driver", ["nvml", "auto"])
+@pytest.mark.parametrize("line", ["run -- /bin/true", "wait", "status"])
+def test_nvidia_ml_py(without, tmp_path: Path, line: str, driver: str) -> None:
+    done = run(without("pynvml", SAFE_GPU_DRIVER=driver, PATH=str(tmp_path)), "-m", "safe_gpu", *line.split())
+    assert done.returncode in (69, 70)
+    assert done.stdout == ""
+    assert "nvidia-ml-py" in done.stderr
+    assert done.stderr.count("\n") == 1

@@ -1,0 +1,231 @@
+"""The policy file: what its lines mean, what is wrong with others, which sections apply to whom, which files count."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from safe_gpu import PolicyError, policy
+from safe_gpu.policy import KEYS, Limits, Policy, limits_of_this_user, limits_of_user, parse, read, resolve
+
+FILE = """\
+; the group's rules
+[default]
+max_gpus = 2
+max_hold: 1d12h        # a day and a half
+Default_Hold = 02:00:00
+
+[group students]
+max_gpus = 1
+max_wait = 90
+
+[group staff]
+max_gpus = 6
+idle_report_after = 30m
+
+  [user anna]
+max_gpus = unlimited
+max_hold = inf
+[user DOM\\eva maria]
+max_gpus = 0
+"""
+
+
+def limits(user: str, *groups: str, text: str = FILE, is_root: bool = False) -> Limits:
+    return resolve(parse(text, "/p"), (user, "1001"), lambda group: group in groups, is_root=is_root)
+
+
+@pytest.mark.parametrize(
+    ("user", "groups", "expected"),
+    [
+        ("ben", (), (2, 129600.0, 7200.0, None, None)),
+        ("ben", ("students",), (1, 129600.0, 7200.0, 90.0, None)),
+        ("ben", ("staff", "students"), (1, 129600.0, 7200.0, 90.0, 1800.0)),  # the first in the file, key by key
+        ("anna", ("students",), (None, None, 7200.0, 90.0, None)),
+        ("DOM\\eva maria", (), (0, 129600.0, 7200.0, None, None)),
+    ],
+)
+def test_which_section_wins(user: str, groups: tuple[str, ...], expected: tuple[object, ...]) -> None:
+    found = limits(user, *groups)
+    assert tuple(getattr(found, key) for key in KEYS) == expected
+    assert found.path == "/p"
+
+
+def test_each_value_names_its_section() -> None:
+    assert limits("anna", "students").sections == {
+        "max_gpus": "[user anna]",
+        "max_hold": "[user anna]",
+        "default_hold": "[default]",
+        "max_wait": "[group students]",
+    }
+
+
+def test_users_and_groups_by_number() -> None:
+    assert limits("ben", text="[user 1001]\nmax_gpus=3").max_gpus == 3
+    assert limits("1001", text="[user ben]\nmax_gpus=3").max_gpus is None
+
+
+def test_root_is_exempt_unless_named() -> None:
+    assert limits("root", "staff", is_root=True) == Limits("/p", exempt=True)
+    named = limits("root", is_root=True, text=FILE + "[user root]\nmax_wait = 5")
+    assert (named.exempt, named.max_gpus, named.max_wait) == (False, 2, 5.0)
+
+
+def test_groups_are_asked_for_only_where_the_file_has_some() -> None:
+    def never(group: str) -> bool:
+        raise AssertionError(group)
+
+    assert resolve(parse("[default]\nmax_gpus=1\n[user ben]", "/p"), ("ben",), never, is_root=False).max_gpus == 1
+    assert resolve(parse("[group staff]\nmax_gpus=1", "/p"), ("root",), never, is_root=True).exempt
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "says"),
+    [
+        ("max_gpus = 2", 1, "before the first section"),
+        ("[default]\n\nmax_gpus 2", 3, "neither [section] nor key = value"),
+        ("[default]\nmax_gpu = 2", 2, "did you mean max_gpus?"),
+        ("[default]\nbanana = 2", 2, "'banana' is unknown: write max_gpus, max_hold"),
+        ("[default]\nmax_gpus = four", 2, "max_gpus = four is not a number of GPUs"),
+        ("[default]\nmax_gpus = -1", 2, "not a number of GPUs"),
+        ("[default]\nmax_gpus = 1.5", 2, "not a number of GPUs"),
+        ("[default]\nmax_gpus = ٣", 2, "not a number of GPUs"),
+        ("[default]\nmax_gpus =", 2, "not a number of GPUs"),
+        ("[default]\nmax_gpus = 2\nmax_gpus = 3", 3, "set twice"),
+        ("[default]\nmax_hold = soon", 2, "max_hold = soon is not a duration"),
+        ("[default]\nmax_hold = 0", 2, "a second is the least"),
+        ("[default]\nmax_wait = -5", 2, "max_wait = -5 is not a duration"),
+        ("[default]\n[user]", 2, "write [default], [user NAME] or [group NAME]"),
+        ("[users anna]", 1, "is not a section"),
+        ("[default", 1, "is not a section"),
+        ("[default] max_gpus = 2", 1, "is not a section"),
+        ("[user anna]\n[default]\n[user anna]", 3, "twice"),
+        ("[default]\nmax_gpus = \N{REPLACEMENT CHARACTER}", 2, "not a number of GPUs"),
+    ],
+)
+def test_a_wrong_line_is_named(text: str, line: int, says: str) -> None:
+    with pytest.raises(PolicyError, match=f"^/p:{line}: ") as caught:
+        parse(text, "/p")
+    assert says in str(caught.value)
+    assert (caught.value.path, caught.value.line) == ("/p", line)
+
+
+@given(st.text(alphabet="[]=:#;\n \tdefaultuserxgp0123456789_", max_size=80))
+def test_any_text_is_a_policy_or_a_policy_error(text: str) -> None:
+    try:
+        parse(text, "/p")
+    except PolicyError as err:
+        wrong = err.line
+    else:
+        return
+    assert wrong in range(1, text.count("\n") + 2)
+
+
+def test_max_wait_may_be_nothing() -> None:
+    assert limits("ben", text="[default]\nmax_wait = 0").max_wait == 0.0
+
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, whose file a policy must be")
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[..., Path]:
+    """A policy file with this text, owner and mode."""
+
+    def make(text: str | bytes = "[default]\nmax_gpus = 3\n", uid: int = 0, mode: int = 0o644) -> Path:
+        path = tmp_path / "policy.ini"
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        os.chown(path, uid, 0)
+        path.chmod(mode)
+        return path
+
+    return make
+
+
+@needs_root
+def test_a_file_of_root_counts(write: Any) -> None:
+    rules, ignored = read(str(write(b"\xef\xbb\xbf[default]\r\nmax_gpus = 3\r\n")))
+    assert rules is not None
+    assert ignored == ""
+    assert rules.sections[0].values == {"max_gpus": 3}
+
+
+@needs_root
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"uid": 4711}, "belongs to 4711, not to root"),
+        ({"mode": 0o666}, "can be written by others than root (mode 0666)"),
+        ({"mode": 0o664}, "can be written by others than root (mode 0664)"),
+        ({"text": "nonsense", "mode": 0o646}, "can be written by others"),
+    ],
+)
+def test_a_file_that_others_may_write_is_ignored(write: Any, options: dict[str, Any], says: str) -> None:
+    rules, ignored = read(str(write(**options)))
+    assert rules is None
+    assert says in ignored
+
+
+@needs_root
+def test_links_and_directories_are_ignored(write: Any, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(write())
+    assert read(str(tmp_path / "link")) == (None, read(str(tmp_path / "link"))[1])
+    assert "is a link" in read(str(tmp_path / "link"))[1]
+    os.mkfifo(tmp_path / "fifo", 0o644)
+    for path in (tmp_path, tmp_path / "fifo"):
+        assert "is not a file" in read(str(path))[1]
+
+
+@needs_root
+def test_a_file_without_a_reader_is_an_error(write: Any, as_user: Any, tmp_path: Path) -> None:
+    """Nothing is limited quietly because root forgot a chmod."""
+    path = write(mode=0o600)
+    for directory in (tmp_path, *list(tmp_path.parents)[:3]):
+        if directory != Path("/tmp"):
+            directory.chmod(directory.stat().st_mode | 0o055)
+
+    def look(say: Callable[[str], None], listen: Callable[[], str]) -> None:
+        read(str(path))
+
+    assert "ask root for `chmod 644" in as_user(look, uid=4711).hear()
+
+
+@needs_root
+def test_a_huge_file_is_an_error(write: Any) -> None:
+    with pytest.raises(PolicyError, match="longer than 64 KiB"):
+        read(str(write("#" * 70_000)))
+
+
+def test_no_file_is_no_policy(tmp_path: Path) -> None:
+    assert read(str(tmp_path / "none")) == (None, "")
+
+
+def test_groups_of_this_process_and_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of this process are the kernel's, those of other users the directory's."""
+    rules = parse("[group audio]\nmax_gpus = 5\n[group 77]\nmax_gpus = 7\n[default]\nmax_gpus = 1\n", "/p")
+    monkeypatch.setattr(policy, "_gid", {"audio": 29, "77": 77}.get)
+    monkeypatch.setattr(policy.trust, "is_root", lambda: False)
+    monkeypatch.setattr(os, "getgroups", lambda: [77])
+    assert limits_of_this_user(rules).max_gpus == 7
+    monkeypatch.setattr(policy, "_gids_of", lambda uid: {29} if uid == 1000 else set())
+    assert limits_of_user(rules, 1000).max_gpus == 5
+    assert limits_of_user(rules, 1001).max_gpus == 1
+    assert limits_of_user(rules, 0) == Limits("/p", exempt=True)
+
+
+def test_what_the_directory_says_of_root() -> None:
+    assert 0 in policy._gids_of(0)
+    assert policy._gids_of(999_999_999) == set()
+    assert (policy._gid("root"), policy._gid("4711"), policy._gid("no-such-group")) == (0, 4711, None)
+
+
+def test_whether_gpus_are_limited_at_all() -> None:
+    assert parse("[user x]\nmax_gpus = 0", "/p").limits_gpus
+    assert not parse("[user x]\nmax_gpus = unlimited\nmax_wait = 1", "/p").limits_gpus
+    assert not Policy("/p").limits_gpus

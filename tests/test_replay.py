@@ -1,0 +1,134 @@
+"""The replay of workloads in simulated time, ``tools/replay.py``."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import safe_gpu
+from safe_gpu.selection.backfill import Want
+
+ROOT = Path(safe_gpu.__file__).parents[1]
+SCRIPT = Path(__file__).parents[1] / "tools" / "replay.py"
+
+pytestmark = pytest.mark.skipif(not SCRIPT.exists(), reason="this is not a checkout: there is no tools/ here")
+
+GPUS = ["GPU-0", "GPU-1"]
+
+
+@pytest.fixture(scope="module")
+def tool() -> Any:
+    spec = importlib.util.spec_from_file_location("replay", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def waits(tool: Any, jobs: list[Any], policy: Any, gpus: list[str] = GPUS) -> dict[Any, float]:
+    outcome = tool.replay(jobs, gpus, policy, random.Random(1))
+    assert len(outcome.waits) == len(jobs)
+    return dict(outcome.waits)
+
+
+def job(tool: Any, arrival: float, size: int, duration: float, hold_for: float = math.inf) -> Any:
+    return tool.Job(arrival, Want(size, frozenset(GPUS), hold_for), duration)
+
+
+def test_a_short_job_passes_a_large_one_by_its_word_only(tool: Any) -> None:
+    first, large = job(tool, 0, 1, 100, 100), job(tool, 1, 2, 10)
+    for says, policy, expected in (
+        (50, tool.ours, 0),
+        (math.inf, tool.ours, 100 + 10 - 2),
+        (99, tool.ours, 100 + 10 - 2),  # one second too long
+        (50, tool.strict, 100 + 10 - 2),
+        (math.inf, tool.polling, 0),
+    ):
+        short = job(tool, 2, 1, 50, says)
+        found = waits(tool, [first, large, short], policy)
+        assert found[short] == expected
+        assert found[large] == 99
+
+
+def test_a_holder_that_overruns_stops_the_passing(tool: Any) -> None:
+    first, large = job(tool, 0, 1, 100, 60), job(tool, 1, 2, 10)
+    early, late = job(tool, 2, 1, 50, 50), job(tool, 60, 1, 5, 5)
+    found = waits(tool, [first, large, early, late], tool.ours)
+    assert found[early] == 0
+    assert found[late] == 50  # the first job is overdue from 60 on, the large one runs from 100 to 110
+    assert found[large] == 99
+
+
+def test_generated_jobs_need_the_load_that_was_asked_for(tool: Any) -> None:
+    gpus = [f"GPU-{number}" for number in range(8)]
+    jobs = tool.generated(2000, gpus, 0.06, 0.65, random.Random(1))
+    work = sum(one.want.nb * one.duration for one in jobs)
+    assert work / (8 * jobs[-1].arrival) == pytest.approx(0.65, rel=0.1)
+    assert 0.04 < sum(one.large for one in jobs) / len(jobs) < 0.08
+
+
+def test_who_says_how_long_waits_less_and_large_jobs_do_not_pay_for_it(tool: Any) -> None:
+    gpus = [f"GPU-{number}" for number in range(8)]
+    jobs = tool.generated(400, gpus, 0.06, 0.65, random.Random(1))
+
+    def means(jobs: list[Any], policy: Any) -> list[float]:
+        found = waits(tool, jobs, policy, gpus)
+        groups = [[wait for one, wait in found.items() if one.large is large] for large in (False, True)]
+        return [sum(group) / len(group) for group in groups]
+
+    plain, told = tool.saying(jobs, 0.0, random.Random(1)), tool.saying(jobs, 1.0, random.Random(1))
+    strict, silent, all_say = means(plain, tool.strict), means(plain, tool.ours), means(told, tool.ours)
+    assert silent == strict
+    assert all_say[0] < 0.5 * strict[0]
+    assert all_say[1] < strict[1]
+
+
+def test_requests_for_different_gpus_pass_without_saying_anything(tool: Any) -> None:
+    gpus = [f"GPU-{number}" for number in range(8)]
+    jobs = tool.generated(400, gpus, 0.06, 0.5, random.Random(1), picky=0.5)
+    strict, silent = (sum(waits(tool, jobs, policy, gpus).values()) for policy in (tool.strict, tool.ours))
+    assert silent < 0.9 * strict
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(SCRIPT), *arguments],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_a_table_of_a_csv(tmp_path: Path) -> None:
+    trace = tmp_path / "jobs.csv"
+    trace.write_text("arrival,size,duration,hold_for,gpus\n0,1,7200,7200,0\n0,2,3600,,\n1,1,3600,3600,0-1\n")
+    done = run(str(trace), "--gpus", "2")
+    assert done.returncode == 0, done.stderr
+    rows = {line[:34].strip(): line[34:].split() for line in done.stdout.splitlines() if line}
+    assert rows["safe_gpu, --for as in the file"][:2] == ["0.0", "0.0"]
+    assert rows["strict order"][:2] == ["1.5", "3.0"]
+    assert rows["strict order"][3] == rows["safe_gpu, --for as in the file"][3] == "2.0"
+
+
+def test_a_job_that_fits_no_host_is_named(tmp_path: Path) -> None:
+    trace = tmp_path / "jobs.csv"
+    trace.write_text("arrival,size,duration\n0,3,5\n")
+    done = run(str(trace), "--gpus", "2")
+    assert done.returncode == 1
+    assert "wants 3 of 2 GPUs" in done.stderr
+
+
+def test_a_generated_workload() -> None:
+    done = run("--jobs", "30", "--large", "10")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("safe_gpu, ") == 3

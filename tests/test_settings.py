@@ -1,0 +1,141 @@
+"""Environment variables: one list of them, and those that would quietly cost safety are refused or warned of."""
+
+from __future__ import annotations
+
+import ast
+import logging
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+import safe_gpu
+from safe_gpu import settings
+from safe_gpu.coordination.files import state_dir_path
+from safe_gpu.errors import StateDirError, UnsatisfiableRequestError
+
+ROOT = Path(safe_gpu.__file__).parent
+
+
+def test_every_variable_that_is_read_is_known() -> None:
+    """Any text in the source that is a name of ours, whole, and any that stands in a sentence."""
+    texts = [
+        node.value
+        for path in ROOT.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
+    named = {name for text in texts for name in re.findall(r"\bSAFE_GPU_[A-Z_]*[A-Z]\b(?!_?\*)", text)}
+    assert "SAFE_GPU_DIR" in named
+    assert {name for name in named if not name.startswith("SAFE_GPU_TEST")} <= set(settings.VARIABLES)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("SAFE_GPU_TIMOUT", "SAFE_GPU_TIMEOUT"),
+        ("SAFE_GPU_DRVIER", "SAFE_GPU_DRIVER"),
+        ("safe_gpu_dir", "SAFE_GPU_DIR"),
+        ("SAFE_GPU_NB_GPU", "SAFE_GPU_NB_GPUS"),
+        ("SAFE_GPU_XYZZY", ""),
+    ],
+)
+def test_a_variable_that_nobody_reads(name: str, meant: str, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+    assert settings.unknown([*settings.VARIABLES, "SAFE_GPU_TEST_X", "PATH", name]) == {name: meant}
+    monkeypatch.setenv(name, "1")
+    with safe_gpu.claim_gpus(1, timeout=0):
+        pass
+    (record,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert record.getMessage().startswith(f"{name} is not a variable of safe_gpu and has no effect")
+    assert (f"did you mean {meant}?" in record.getMessage()) == bool(meant)
+
+
+@pytest.mark.parametrize("name", sorted(settings.VARIABLES))
+def test_no_claim_warns_of_its_own_variables(name: str) -> None:
+    assert settings.doubts({name: ""}) == []
+
+
+@pytest.mark.parametrize(("name", "words"), sorted(settings.CHOICES.items()))
+def test_a_word_that_is_not_understood(name: str, words: tuple[str, ...], monkeypatch, ground) -> None:
+    for word in ("", *words):
+        settings.check({name: word})
+    for word in ("off", "Ignore", "0"):
+        monkeypatch.setenv(name, word)
+        with pytest.raises(
+            UnsatisfiableRequestError, match=f"{name}={word} is unknown: set it to .*{words[-1]}"
+        ) as caught:
+            safe_gpu.claim_gpus(1, timeout=0)
+        assert caught.value.value == word
+    assert ground.leased() == []
+
+
+@pytest.mark.parametrize("path", ["state", "./state", "~/state", "../state"])
+def test_a_relative_state_directory(path: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SAFE_GPU_DIR", path)
+    for claim in (lambda: safe_gpu.claim_gpus(1, timeout=0), safe_gpu.get_free_gpus, state_dir_path):
+        with pytest.raises(
+            StateDirError, match=rf"SAFE_GPU_DIR={re.escape(path)} is relative.* absolute path"
+        ) as caught:
+            claim()
+        assert caught.value.path == path
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("value", "path"), [(None, "/tmp/safe-gpu"), ("", "/tmp/safe-gpu"), ("/x//y/", "/x/y")])
+def test_an_absolute_one(value: str | None, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SAFE_GPU_DIR") if value is None else monkeypatch.setenv("SAFE_GPU_DIR", value)
+    assert state_dir_path() == path
+
+
+# A simulated driver where there is a real one
+
+
+@pytest.fixture
+def real_driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A file that stands for the kernel driver's."""
+    monkeypatch.delenv("SAFE_GPU_TEST_SIMULATED")
+    monkeypatch.setattr(settings, "_REAL_DRIVERS", {str(tmp_path / "version"): "NVIDIA"})
+    (tmp_path / "version").write_text("NVRM version: 550.54.15\n")
+    return tmp_path / "version"
+
+
+def test_simulated_gpus_beside_real_ones_are_warned_of_every_time(real_driver: Path, caplog) -> None:
+    for _ in range(2):
+        with safe_gpu.claim_gpus(1, timeout=0):
+            pass
+    warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(warnings) == 2
+    assert warnings[0].startswith(
+        "SAFE_GPU_DRIVER=simulated:dgx-a100: these GPUs are simulated, and this host has a real"
+    )
+
+
+@pytest.mark.parametrize(
+    ("variables", "there"),
+    [
+        ({"SAFE_GPU_DRIVER": "simulated:dgx-a100"}, False),
+        ({"SAFE_GPU_DRIVER": "nvml"}, True),
+        ({}, True),
+        ({"SAFE_GPU_DRIVER": "simulated:dgx-a100", "SAFE_GPU_TEST_SIMULATED": "1"}, True),
+    ],
+)
+def test_what_is_fine(real_driver: Path, variables: dict[str, str], there: bool) -> None:
+    if not there:
+        real_driver.unlink()
+    assert settings.doubts(variables) == []
+
+
+def test_the_command_line_says_it_too(real_driver: Path, monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from safe_gpu.cli import main
+
+    monkeypatch.setenv("SAFE_GPU_TIMOUT", "5")
+    assert main(["wait", "-q"]) == 0
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == (
+        "safe-gpu: warning: SAFE_GPU_TIMOUT is not a variable of safe_gpu and has no effect: "
+        "did you mean SAFE_GPU_TIMEOUT?"
+    )
+    assert second.startswith("safe-gpu: warning: SAFE_GPU_DRIVER=simulated:dgx-a100: these GPUs are simulated")
+    assert os.environ["SAFE_GPU_DRIVER"].startswith("simulated")

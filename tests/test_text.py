@@ -1,0 +1,133 @@
+"""Ages, numbers of things and lists of GPUs, as people read them."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from safe_gpu.text import (
+    Column,
+    cut,
+    display_width,
+    format_age,
+    format_bytes,
+    gpu_ranges,
+    gpus_by_model,
+    in_brackets,
+    plural,
+    short_age,
+)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (-5, "0 s"),
+        (0, "0 s"),
+        (0.9, "0 s"),
+        (59.9, "59 s"),
+        (60, "1 min"),
+        (3599, "59 min"),
+        (3600, "1 h"),
+        (12_000, "3 h 20 min"),
+        (86_399, "23 h 59 min"),
+        (86_400, "1 d"),
+        (187_200, "2 d 4 h"),
+    ],
+)
+def test_ages(seconds: float, text: str) -> None:
+    assert format_age(seconds) == text
+
+
+@given(st.floats(min_value=0, max_value=1e9))
+def test_an_age_says_at_most_what_it_is_and_nearly_all_of_it(seconds: float) -> None:
+    sizes = {"s": 1, "min": 60, "h": 3600, "d": 86400}
+    words = format_age(seconds).split()
+    said = sum(int(number) * sizes[unit] for number, unit in zip(words[::2], words[1::2], strict=True))
+    assert (
+        said <= seconds < said + sizes[words[-1]] * (60 if words[-1] in ("h", "min") else 24 if words[-1] == "d" else 1)
+    )
+
+
+def test_a_number_of_things() -> None:
+    assert [plural(0), plural(1), plural(2, "claim")] == ["0 GPUs", "1 GPU", "2 claims"]
+
+
+@pytest.mark.parametrize(
+    ("labels", "text"),
+    [
+        ([], ""),
+        (["3"], "3"),
+        (["0", "1"], "0,1"),
+        (["0", "1", "2", "3", "4", "5", "6"], "0-6"),
+        (["0", "2", "4"], "0,2,4"),
+        (["0", "1", "2", "5", "6", "9", "10", "11"], "0-2,5,6,9-11"),
+        (["0:0", "0:1", "0:2", "1:0", "1:1", "2", "3"], "0:0-2,1:0,1:1,2,3"),
+        (["0:0", "1:1", "2:2"], "0:0,1:1,2:2"),
+    ],
+)
+def test_gpus_with_neighbours_are_ranges(labels: list[str], text: str) -> None:
+    assert gpu_ranges(labels) == text
+
+
+@given(st.sets(st.integers(0, 40)))
+def test_a_range_names_each_gpu_once(indices: set[int]) -> None:
+    named: list[int] = []
+    for part in filter(None, gpu_ranges(map(str, sorted(indices))).split(",")):
+        first, _, last = part.partition("-")
+        named += range(int(first), int(last or first) + 1)
+    assert named == sorted(indices)
+
+
+def test_sizes_as_people_read_them() -> None:
+    gib = 1 << 30
+    assert [format_bytes(count) for count in (0, 400 << 20, gib, 31 * gib + gib // 5, 80 * gib)] == [
+        "0 MiB",
+        "400 MiB",
+        "1 GiB",
+        "31.2 GiB",
+        "80 GiB",
+    ]
+
+
+def test_wide_letters_take_two_columns() -> None:
+    assert display_width("日本a") == 5
+    assert display_width("e\u0301") == 1
+    assert display_width(cut("日本語日本語", 7)) <= 7
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(-5, "0s"), (59.9, "59s"), (60, "1m"), (3599, "59m"), (3600, "1h00m"), (86399, "23h59m"), (86400, "1d0h")],
+)
+def test_ages_in_few_columns(seconds: float, text: str) -> None:
+    assert short_age(seconds) == text
+
+
+def test_a_column_is_as_wide_as_what_stands_in_it() -> None:
+    numbers = Column("N", ["7", "123"], right=True)
+    assert [numbers.padded(cell) for cell in (numbers.title, *numbers.cells)] == ["  N", "  7", "123"]
+    names = Column("USER", ["a", "averylongname"], most=8)
+    assert [names.padded(cell) for cell in (names.title, *names.cells)] == ["USER    ", "a       ", "averyl.."]
+    assert Column("JOB", ["", ""]).width == 0
+
+
+def test_gpus_with_their_models() -> None:
+    assert gpus_by_model([]) == ""
+    assert gpus_by_model([(str(index), "NVIDIA A100") for index in range(4)]) == "GPU 0-3 (NVIDIA A100)"
+    mixed = [("1", "NVIDIA L4"), ("3", "NVIDIA T4"), ("2", "NVIDIA L4"), ("4:0", "")]
+    assert gpus_by_model(mixed) == "GPU 1,2 (NVIDIA L4), GPU 3 (NVIDIA T4), GPU 4:0"
+
+
+def test_what_is_known_of_a_process() -> None:
+    assert in_brackets("alice", None, "python train.py", "") == " (alice, python train.py)"
+    assert in_brackets(None, "") == ""
+
+
+def test_characters_without_width_are_cut_too() -> None:
+    name = "a" + "\u0301" * 28_000
+    assert len(cut(name, 8)) <= 24
+    assert display_width(cut(name, 8)) <= 8
+    assert cut("e\u0301" * 8, 8) == "e\u0301" * 8
+    assert [cut("abc", width) for width in (0, 1, 2, 3)] == ["", ".", "..", "abc"]

@@ -1,0 +1,204 @@
+"""What a process is doing when it crashes: a claim, a wait, a release, a claim inside a claim, ``safe-gpu run``."""
+
+from __future__ import annotations
+
+import os
+import time
+from multiprocessing.connection import Connection
+
+from crash_stage import GPUS, Actor, Stage, claims
+from crash_trace import Stop
+
+import safe_gpu
+from safe_gpu.cli.commands import main as safe_gpu_main
+from safe_gpu.coordination import files, legacy
+
+__all__ = ["SCENES", "Scene"]
+
+_SLEEPS = ("clock_nanosleep", "nanosleep", "pselect6", "select")
+
+
+class Scene:
+    """A claim of two GPUs with contexts, that allows claims inside it. The other scenes are variations of it.
+
+    Attributes:
+        helpers: processes that hold or wait meanwhile, in the order in which they are to be served and to let go.
+        child: a forked child of the victim, which outlives it, or 0.
+    """
+
+    first_use = False
+    becomes_command = False
+    needs_stops = False  # after the crash too
+    ends_claim = False
+    inside = 0  # GPUs of the claim inside which it is
+
+    def __init__(self) -> None:
+        self.helpers: list[Actor] = []
+        self.child = 0
+        self.sleeps = 0
+
+    def arrange(self, stage: Stage) -> None:
+        """Before the victim starts, in the controller."""
+
+    def prepare(self, line: Connection) -> None:
+        """Before the operation, in the victim; not traced."""
+
+    def operate(self) -> None:
+        """The operation, in the victim."""
+        safe_gpu.claim_gpus(2, timeout=0, affinity=None, delegate=True)
+
+    def at(self, stop: Stop) -> None:
+        """While the victim stands at this stop, in the controller."""
+
+    def close(self) -> None:
+        """At the end, in the controller."""
+
+
+class First(Scene):
+    """The first claim ever on a host: it makes the state directory."""
+
+    first_use = True
+
+    def prepare(self, line: Connection) -> None:
+        files._local_devices.clear()
+
+
+class Wait(Scene):
+    """A wait as the head of the queue, until the holder lets go: ticket, sleep, turn."""
+
+    needs_stops = True
+
+    def arrange(self, stage: Stage) -> None:
+        self.helpers = [stage.start("the holder", claims(GPUS), other=True)]
+        self.helpers[0].hear("holds")
+
+    def operate(self) -> None:
+        safe_gpu.claim_gpus(2, timeout=30, affinity=None, hold_for=60)
+
+    def at(self, stop: Stop) -> None:
+        if stop.thread == 0 and stop.before and stop.call in _SLEEPS and self.helpers:
+            self.sleeps += 1
+            if self.sleeps == 2:
+                _let_go(self.helpers.pop())
+
+
+class Queue(Wait):
+    """A wait behind another waiter, which dies: ticket, sleep in a thread, head of the queue, turn."""
+
+    def arrange(self, stage: Stage) -> None:
+        super().arrange(stage)
+        self.helpers.append(stage.start("the waiter ahead", claims(GPUS, 30.0), other=True))
+        self.helpers[1].wait_for_ticket(stage)
+
+    def at(self, stop: Stop) -> None:
+        if len(self.helpers) == 2 and stop.thread == 1 and stop.before and stop.call == "flock":
+            self.helpers.pop().kill()
+        elif len(self.helpers) == 1:
+            super().at(stop)
+
+
+class Refused(Scene):
+    """A claim that gets nothing: all GPUs are held, and it does not wait."""
+
+    def arrange(self, stage: Stage) -> None:
+        self.helpers = [stage.start("the holder", claims(GPUS - 1), other=True)]
+        self.helpers[0].hear("holds")
+
+    def operate(self) -> None:
+        try:
+            super().operate()
+        except safe_gpu.NotEnoughGpusError:
+            pass
+
+
+class Release(Scene):
+    """The release of two GPUs."""
+
+    ends_claim = True
+
+    def prepare(self, line: Connection) -> None:
+        self.owner = safe_gpu.claim_gpus(2, timeout=0, affinity=None, delegate=True)
+
+    def operate(self) -> None:
+        self.owner.release_gpus()
+
+
+class ReleaseForked(Release):
+    """The release of two GPUs while a forked child lives, which has copies of the leases."""
+
+    def prepare(self, line: Connection) -> None:
+        super().prepare(line)
+        self.child = os.fork()
+        if self.child == 0:
+            line.close()
+            time.sleep(120)
+            os._exit(0)
+
+
+class Nested(Scene):
+    """A claim inside a claim."""
+
+    inside = 4
+
+    def arrange(self, stage: Stage) -> None:
+        self.helpers = [stage.start("the outer claim", claims(self.inside, delegate=True))]
+        self.token = self.helpers[0].hear("holds")[2]
+
+    def prepare(self, line: Connection) -> None:
+        os.environ["SAFE_GPU_SCOPE"] = self.token
+
+    def operate(self) -> None:
+        safe_gpu.claim_gpus(2, timeout=0, affinity=None)
+
+
+class Run(Scene):
+    """``safe-gpu run``, until it has become the command."""
+
+    becomes_command = True
+    needs_stops = True
+
+    def arrange(self, stage: Stage) -> None:
+        self.theirs, self.ours = os.pipe()
+
+    def prepare(self, line: Connection) -> None:
+        os.dup2(self.theirs, 0)
+        os.close(self.ours)
+
+    def operate(self) -> None:
+        code = safe_gpu_main(["run", "-q", "-n", "2", "-t", "0", "--affinity", "none", "--", "/bin/cat"])
+        raise AssertionError(f"safe-gpu run returned {code}")
+
+    def close(self) -> None:
+        os.close(self.theirs)
+        os.close(self.ours)
+
+
+class Older(Scene):
+    """A claim on a host with the lock of the older package."""
+
+    def arrange(self, stage: Stage) -> None:
+        self.path = os.path.join(os.path.dirname(stage.state), "older")
+
+    def prepare(self, line: Connection) -> None:
+        legacy.LOCK_FILE = os.path.join(self.path, "lock")
+        os.environ["SAFE_GPU_LEGACY_LOCK"] = "always"
+
+
+def _let_go(actor: Actor) -> None:
+    actor.tell("let go")
+    actor.hear("done")
+    actor.reap()
+
+
+SCENES: dict[str, type[Scene]] = {
+    "claim": Scene,
+    "first": First,
+    "older": Older,
+    "refused": Refused,
+    "wait": Wait,
+    "queue": Queue,
+    "release": Release,
+    "release-forked": ReleaseForked,
+    "nested": Nested,
+    "run": Run,
+}

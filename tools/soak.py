@@ -1,0 +1,356 @@
+#!/usr/bin/env python3
+"""A soak test: processes that claim GPUs of a simulated host in every way, and end in every way, for minutes or hours.
+
+    tools/soak.py --minutes 10 --processes 32
+
+A referee outside the claim code counts violations: GPUs booked twice, GPUs that nobody can claim at a quiet point,
+waits past their deadline, waiters served out of turn or later than they were told because others were let through,
+users over their limit or held up by it wrongly, undocumented exceptions. The exit status is 1 if there was any. One
+line of figures is printed each minute; for each violation, the last events on that GPU. --islands, --users, --policy
+and --cleaner need root.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from typing import Any
+
+from soak_host import Stage
+from soak_limits import Policy
+from soak_lives import ISLANDS, Life, draw, live
+from soak_quiet import quiet_point
+from soak_wounds import SHOWN_IN_CALM, WOUNDS
+
+import safe_gpu
+from safe_gpu.cli.commands import main as safe_gpu_main
+from safe_gpu.drivers.simulated import SimulatedDriver
+
+USERS = (12001, 12002, 12003)
+GRACE = 15.0  # how far past its deadline a claim may return on a busy machine with a driver that stalls, seconds
+QUIET_EVERY = 20.0  # seconds
+PATIENCE = 30.0  # how long all may take to end before a quiet point, seconds
+
+
+class Soak:
+    """The controller: starts processes, hurts them, and reads what they tell."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.rng = random.Random(options.seed)
+        self.stage = Stage.new(options.preset)
+        self.gpus = [gpu.uuid for gpu in SimulatedDriver(options.preset, self.stage.root).idle.gpus]
+        self.processes: int = options.processes
+        self.cleaner: bool = options.cleaner
+        self.islands = ISLANDS if options.islands else ISLANDS[:1]
+        self.users = USERS if options.users else ()
+        self.policy = Policy(self.stage.root) if options.users or options.policy else None
+        self.wound: Callable[[], None] | None = WOUNDS[options.wound] if options.wound else None
+        self.first_calm = options.wound in ("", *SHOWN_IN_CALM)
+        self.counts: Counter[str] = Counter()
+        self.errors: Counter[str] = Counter()
+        self.violations: list[dict[str, Any]] = []
+        self.longest_wait = 0.0
+        self._number = 0
+        self._children: set[int] = set()
+        self._players: dict[int, int] = {}  # pid on the host -> number
+        self._hurt: set[int] = set()  # numbers of those that were stopped
+        self._resume: list[tuple[float, int]] = []
+        self.story: deque[dict[str, Any]] = deque(maxlen=4000)
+        if options.islands:
+            open(f"{self.stage.root}/islands", "w").close()
+            self.stage.islands = True
+            _see_host(self.stage)
+            self.stage = Stage(self.stage.root)
+        self._load_modules()
+        self._events = open(f"{self.stage.root}/events", encoding="utf-8")  # noqa: SIM115
+        self._partial = ""
+
+    def _load_modules(self) -> None:
+        """Do everything once, so that forked processes import nothing."""
+        self.stage.enter()
+        safe_gpu.GPUOwner(1, timeout=0, affinity=None).release_gpus()
+        for words in (["status", "--json"], ["wait", "-t", "0"]):
+            with open(os.devnull, "w") as null, redirect_stdout(null), redirect_stderr(null):
+                safe_gpu_main(words)
+
+    # ---- Time passes ----
+
+    def run(self, seconds: float) -> None:
+        """Let processes live for this time, with a quiet point every 20 s and at the end."""
+        if self.first_calm:
+            self._be_quiet()
+        started = time.monotonic()
+        end, minute, quiet = started + seconds, started + 60.0, started + QUIET_EVERY / 3
+        while time.monotonic() < end and not self.is_caught:
+            self._step()
+            if time.monotonic() >= quiet:
+                self._be_quiet()
+                quiet = time.monotonic() + QUIET_EVERY
+            if time.monotonic() >= minute:
+                self.report(time.monotonic() - started)
+                minute += 60.0
+        if not self.is_caught:
+            self._be_quiet()
+        self._end_all()
+
+    @property
+    def is_caught(self) -> bool:
+        """Whether the claim code was broken on purpose and that was found."""
+        return self.wound is not None and bool(self.violations)
+
+    def _step(self) -> None:
+        while len(self._children) < self.processes:
+            self.start(draw(self.rng, self.islands, self.users))
+        self._reap()
+        self._listen()
+        now = time.monotonic()
+        for when, pid in list(self._resume):
+            if now >= when:
+                _signal(pid, signal.SIGCONT)
+                self._resume.remove((when, pid))
+        if self._players and self.rng.random() < 0.05:
+            self._harm(self.rng.choice(list(self._players)))
+        if self.rng.random() < 0.01:
+            self._change_weather()
+        if self.policy and self.rng.random() < 0.01:
+            self.counts["policies"] += 1
+            self.policy.change(self.rng, self.users or (os.getuid(),))
+        if self.cleaner and self.rng.random() < 0.2:
+            self._clean()
+        time.sleep(0.005)
+
+    def start(self, life: Life) -> int:
+        self._number += 1
+        sys.stdout.flush()
+        child = os.fork()
+        if child == 0:
+            live(self.stage, self._number, life, self.wound)
+        self._children.add(child)
+        self.counts["processes"] += 1
+        return self._number
+
+    def _harm(self, pid: int) -> None:
+        """Kill, interrupt or stop a process, whatever it is doing."""
+        what = self.rng.choice((signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGSTOP))
+        if _signal(pid, what):
+            self.counts[what.name] += 1
+            self._hurt.add(self._players[pid])
+            if what == signal.SIGSTOP:
+                self._resume.append((time.monotonic() + self.rng.uniform(0.05, 1.5), pid))
+
+    def _change_weather(self) -> None:
+        some = self.rng.sample(self.gpus, 2)
+        sky = self.rng.choice(
+            (*[{}] * 4, {"lag": 0.05}, {"stall": 0.1}, {"stall": 2.0}, {"hides": some}, {"lost": some}, {"fails": True})
+        )
+        self._set_weather(sky)
+
+    def _set_weather(self, sky: dict[str, Any]) -> None:
+        path = f"{self.stage.root}/weather"
+        with open(f"{path}.new", "w", encoding="utf-8") as file:
+            json.dump(sky, file)
+        os.chmod(f"{path}.new", 0o644)
+        os.rename(f"{path}.new", path)
+
+    def _clean(self) -> None:
+        """What a cleaner of /tmp does: remove a file, a directory, everything; or move it away."""
+        self.counts["cleaned"] += 1
+        state = self.stage.state
+        what = self.rng.random()
+        if what < 0.05:
+            with suppress(OSError):
+                os.rename(state, f"{self.stage.root}/moved-{self.counts['cleaned']}")
+        elif what < 0.15:
+            shutil.rmtree(state, ignore_errors=True)
+        else:
+            files = [os.path.join(place, name) for place, _, names in os.walk(state) for name in names]
+            if files:
+                with suppress(OSError):
+                    os.unlink(self.rng.choice(files))
+
+    # ---- What the processes tell ----
+
+    def _listen(self) -> None:
+        self._partial += self._events.read()
+        lines = self._partial.split("\n")
+        self._partial = lines.pop()
+        for line in lines:
+            event = json.loads(line)
+            self.story.append(event)
+            self.counts[event["event"]] += 1
+            if event["event"] == "begins":
+                self._players[event["pid"]] = event["number"]
+            elif event["event"] == "refused":
+                self.errors[event["error"]] += 1
+                if event["error"] in ("StateDirError", "LockTimeout") and not self.cleaner:
+                    self.violation(event | {"what": "an error without a cause"})
+            elif event["event"] == "waited":
+                self.longest_wait = max(self.longest_wait, event["seconds"])
+                if event["seconds"] > event["timeout"] + GRACE and event["number"] not in self._hurt:
+                    self.violation(event | {"what": "a wait past its deadline"})
+            elif event["event"] == "violation":
+                self.violation(event)
+
+    def violation(self, event: dict[str, Any]) -> None:
+        """Print it with what went before."""
+        self.violations.append(event)
+        print(f"VIOLATION: {event.pop('what')}: {event}")
+        gpu, number = event.get("uuid", "-"), event.get("number")
+        for past in [past for past in self.story if gpu in past.get("uuids", ()) or past.get("number") == number][-12:]:
+            print(f"    {past}")
+
+    def _reap(self) -> None:
+        for child in list(self._children):
+            if os.waitpid(child, os.WNOHANG)[0]:
+                self._children.discard(child)
+        for pid in [pid for pid in self._players if not self.stage.start_time(pid)]:
+            del self._players[pid]
+
+    # ---- Quiet points ----
+
+    def _be_quiet(self) -> None:
+        """Let all end, and see what must be true then."""
+        if self.story:
+            self._set_weather({})
+            deadline = time.monotonic() + PATIENCE
+            while (self._children or self._players) and time.monotonic() < deadline:
+                for _, pid in self._resume:
+                    _signal(pid, signal.SIGCONT)
+                self._resume.clear()
+                self._reap()
+                self._listen()
+                time.sleep(0.01)
+            self._end_all()
+        self.counts["quiet points"] += 1
+        with self._without_cleaner():
+            quiet_point(self, self.rng, self.islands, self.policy)
+
+    @contextmanager
+    def _without_cleaner(self) -> Iterator[None]:
+        """The referee counts what users hold only while no cleaner is at work."""
+        path = f"{self.stage.root}/cleaner"
+        with suppress(FileNotFoundError):
+            os.unlink(path)
+        yield
+        if self.cleaner:
+            open(path, "w").close()
+
+    def told(self, number: int, *events: str) -> set[str]:
+        """Wait until a process tells one of these events or has been silent for long; all that it told."""
+        deadline = time.monotonic() + PATIENCE
+        while True:
+            self._listen()
+            told = {event["event"] for event in self.story if event.get("number") == number}
+            if told & set(events) or time.monotonic() > deadline:
+                return told
+            self._reap()
+            time.sleep(0.002)
+
+    def number_of(self, pid: int) -> int | None:
+        """The number of a process by its pid on the host."""
+        return self._players.get(pid)
+
+    def kill(self, number: int) -> None:
+        """Kill a process that has told that it begins."""
+        for pid, known in self._players.items():
+            if known == number:
+                _signal(pid, signal.SIGKILL)
+
+    def _end_all(self) -> None:
+        for pid in (*self._players, *self._children):
+            _signal(pid, signal.SIGKILL)
+        while self._children:
+            self._reap()
+            time.sleep(0.002)
+        self._players.clear()
+        self._listen()
+        # What outlives its parent by design, a forked child or a claim inside a claim, ends by itself.
+        time.sleep(3.0)
+
+    def report(self, seconds: float) -> None:
+        """One line of figures."""
+        words = ("processes", "holds", "refused", "SIGKILL", "SIGSTOP", "policies", "cleaned", "quiet points")
+        figures = ", ".join(f"{self.counts[word]} {word}" for word in words if self.counts[word])
+        errors = ", ".join(f"{count} {name}" for name, count in self.errors.most_common(4))
+        print(
+            f"{seconds / 60:5.1f} min: {figures}; {errors}; longest wait {self.longest_wait:.1f} s; "
+            f"{len(self.violations)} violations",
+            flush=True,
+        )
+
+    def close(self) -> None:
+        """Remove the stage."""
+        self._events.close()
+        if self.stage.islands:
+            os.system(f"umount -l '{self.stage.root}/proc'")
+        shutil.rmtree(os.path.dirname(self.stage.root), ignore_errors=True)
+
+
+def _see_host(stage: Stage) -> None:
+    """Keep the host's /proc visible for processes in PID namespaces."""
+    if os.system(f"mount --bind /proc '{stage.root}/proc'"):
+        sys.exit("soak.py: --islands needs root, and mount(8)")
+
+
+def _signal(pid: int, number: int) -> bool:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _preset(text: str) -> str:
+    name = text.removeprefix("simulated:")
+    try:
+        gpus = SimulatedDriver(name, "/").idle.gpus
+    except safe_gpu.UnsatisfiableRequestError as err:
+        raise argparse.ArgumentTypeError(str(err)) from err
+    if len(gpus) < 8 or any(gpu.unusable for gpu in gpus):
+        raise argparse.ArgumentTypeError(f"{name} has fewer than 8 whole GPUs")
+    return name
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--minutes", type=float, default=2.0)
+    parser.add_argument("--processes", type=int, default=24, help="how many live at a time")
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
+    parser.add_argument(
+        "--islands", action="store_true", help="some in another state directory, a private one, a PID namespace"
+    )
+    parser.add_argument("--users", action="store_true", help="as three users")
+    parser.add_argument("--policy", action="store_true", help="with limits that change; part of --users")
+    parser.add_argument("--cleaner", action="store_true", help="the state directory is cleaned and moved")
+    parser.add_argument(
+        "--preset", type=_preset, default="dgx-a100", help="the simulated host: simulated:mi250x for AMD's GPUs"
+    )
+    parser.add_argument(
+        "--break", dest="wound", choices=sorted(WOUNDS), default="", help="break the claim code: must end with 1"
+    )
+    args = parser.parse_args()
+    for name in ("islands", "users", "policy", "cleaner"):
+        if getattr(args, name) and os.geteuid():
+            parser.error(f"--{name} needs root")
+    print(f"seed {args.seed}", flush=True)
+    soak = Soak(args)
+    started = time.monotonic()
+    try:
+        soak.run(args.minutes * 60)
+    finally:
+        soak.report(time.monotonic() - started)
+        soak.close()
+    return 1 if soak.violations else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import suppress
 from multiprocessing.connection import Connection
 
 from crash_stage import GPUS, Actor, Stage, claims
@@ -178,6 +179,9 @@ class Older(Scene):
 
     def arrange(self, stage: Stage) -> None:
         self.path = os.path.join(os.path.dirname(stage.state), "older")
+        with suppress(FileExistsError):
+            os.mkdir(self.path)
+            os.chmod(self.path, 0o1777)
 
     def prepare(self, line: Connection) -> None:
         legacy.LOCK_FILE = os.path.join(self.path, "lock")

@@ -272,11 +272,20 @@ def _traces() -> dict[str, object]:
         "descriptors": _descriptors(),
         "threads": sorted(thread.name for thread in threading.enumerate()),
         "leases": _held_leases(state),
-        "host.lock": _locked(state / "host.lock"),
+        "host.lock": _stays_locked(state / "host.lock"),
         "tickets": sorted(path.name for path in state.glob("queue/*")),
         "contexts": sorted(path.name for path in state.glob("simulated/*/*")),
         "owners": (owner.current_owner(), safe_gpu.gpu_owner),
     }
+
+
+def _stays_locked(path: Path) -> bool:
+    """Whether a lock is held, and not only for the moment of a waiter's look."""
+    for _ in range(100):
+        if not _locked(path):
+            return False
+        time.sleep(0.005)
+    return True
 
 
 def _tids() -> list[str]:

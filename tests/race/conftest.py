@@ -324,7 +324,7 @@ def _warm_up(track: Track) -> None:
                 safe_gpu.NoPlaceholder() if track.claims_once else None,
             )
             with safe_gpu.GPUOwner(every, placeholder, QUIET, timeout=0, affinity=None):
-                racer = Racer(lambda line: track.claim_and_hold(line))
+                racer = track.start(lambda line: track.claim_and_hold(line))
                 assert racer.hear()[0] == "refused"
                 racer.join()
         finally:

@@ -75,11 +75,13 @@ def _shares(
 
 
 def _days(begin: float, end: float) -> Iterator[tuple[str, float, float]]:
-    """The days of local time in a span: name, beginning and end."""
-    while begin < end:
+    """The days of local time in a span: name, beginning and end. A moment is a span too."""
+    while begin <= end:
         day = time.localtime(begin)
         midnight = time.mktime((day.tm_year, day.tm_mon, day.tm_mday + 1, 0, 0, 0, 0, 0, -1))
         if midnight <= begin:
             return
         yield time.strftime("%Y-%m-%d", day), begin, min(midnight, end)
+        if midnight >= end:
+            return
         begin = midnight

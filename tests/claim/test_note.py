@@ -48,7 +48,8 @@ def test_a_claim_is_written_when_it_begins_and_its_end_by_the_next(state_dir: Pa
     assert known.seen == known.ended  # released: known exactly
     with claim():
         end, second = lines(state_dir)[1:]
-        assert (end["claim"], end["ended"]) == (first["claim"], known.ended)
+        assert end["claim"] == first["claim"]
+        assert end["ended"] == pytest.approx(known.ended, abs=5)  # the two leases ended one after the other
         assert second["gpus"] == ground.uuids[:1]
     assert [one.ended is not None for one in past()] == [True, True]
 

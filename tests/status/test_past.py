@@ -92,6 +92,11 @@ def test_gpu_hours_by_user_gpu_job_and_day() -> None:
     }
 
 
+def test_a_claim_that_ended_at_the_moment_it_began_counts_for_its_day() -> None:
+    at_once = past(since=MONDAY + 60, ended=MONDAY + 60)
+    assert [tuple(row) for row in use_by([at_once], "day", MONDAY, MONDAY + DAY)] == [("2026-11-16", 1, 0.0, 0.0)]
+
+
 CLAIMS = st.builds(
     past,
     st.integers(1, 5),

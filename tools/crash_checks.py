@@ -81,7 +81,7 @@ def crash(stage: Stage, point: Point, wound: Callable[[], None] | None = None) -
         run.violations.append(str(err))
     finally:
         run.close()
-    if run.violations:
+    if run.violations or scene.first_use:
         stage.renew(first_use=False)  # the next one begins with a clean host
     return Outcome(point, run.call, run.held, run.end, tuple(run.violations), tuple(run.calls))
 

@@ -225,13 +225,15 @@ def test_without_the_locks_the_referee_sees_collisions(track: Any, monkeypatch: 
 
 
 class Stop:
-    """A placeholder that stays on its GPU for as long as the test wants."""
+    """A placeholder that is made when the test says so, and stays on its GPU for as long as the test wants."""
 
     def __init__(self, track: Any, line: Any) -> None:
         self._placeholder = track.driver.runtime.default_placeholder()
         self._line = line
 
     def __call__(self, device_no: int) -> Any:
+        self._line.send(("chosen",))
+        self._line.recv()
         context = self._placeholder(device_no)
         self._line.send(("placed",))
         self._line.recv()
@@ -253,10 +255,11 @@ def test_the_process_lists_tell_too(track: Any, monkeypatch: pytest.MonkeyPatch,
         without_locks(monkeypatch)
     watch = Watch(lambda: track.driver, 0.001)
     racers = [track.start(partial(place, track)) for _ in range(8)]
-    for racer in racers:
-        racer.tell("go")  # whoever polls before all others have placed something picks from the same free GPUs
-    for racer in racers:
-        assert racer.hear() == ("placed",)
+    for word, answer in (("go", "chosen"), ("place", "placed")):  # they choose while nobody has placed anything
+        for racer in racers:
+            racer.tell(word)
+        for racer in racers:
+            assert racer.hear() == (answer,)
     watched = watch.stop()
     assert watched.looks > 0
     pids = frozenset(racer.pid for racer in racers)

@@ -98,8 +98,8 @@ def live(stage: Stage, number: int, life: Life, wounds: Any = None) -> None:
     except BaseException as err:  # whatever it is, the users of a claim were not told of it
         import traceback
 
-        stage.tell("violation", what="undocumented exception", number=number, error=repr(err)[:300])
         stage.tell("trace", number=number, text=traceback.format_exc()[-2500:])
+        stage.tell("violation", what="undocumented exception", number=number, error=repr(err)[:300])
     finally:
         os._exit(code)
 
@@ -203,8 +203,8 @@ def _move_to(stage: Stage, island: str) -> None:
     """Enter new namespaces, where the island has some."""
     if island == "private directory":
         _unshare(_NEWNS)
-        while True:  # a cleaner may remove it at any moment
-            with suppress(FileNotFoundError):
+        while True:  # a cleaner may remove it at any moment, also while makedirs looks whether it is there
+            with suppress(FileNotFoundError, FileExistsError):
                 os.makedirs(stage.state, exist_ok=True)
                 os.chmod(stage.state, 0o1777)
                 _mount(stage.private, stage.state, None, _BIND)

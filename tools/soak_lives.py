@@ -173,7 +173,7 @@ def _claim(stage: Stage, number: int, life: Life, ambush: Ambush | None = None) 
 def _hold(stage: Stage, number: int, uuids: list[str], seconds: float, end: str, release: Any) -> None:
     """Hold GPUs under the eyes of the referee, and end."""
     marks = [stage.mark(uuid) for uuid in uuids]
-    stage.tell("holds", number=number, uuids=uuids)
+    stage.tell("holds", number=number, uuids=uuids, end=end)
     stage.look_for_company(uuids)
     stage.count_own(number)
     if end == "fork" and os.fork() == 0:
@@ -188,11 +188,12 @@ def _hold(stage: Stage, number: int, uuids: list[str], seconds: float, end: str,
     stage.look_for_company(uuids)
     if end == "die":
         os.kill(os.getpid(), signal.SIGKILL)
+    if end in ("exec", "release", "linger"):  # exec closes one file after the other, and the process lives meanwhile
+        for mark in marks:
+            stage.unmark(mark)
     if end == "exec":
         os.execv("/bin/true", ["true"])
     if end in ("release", "linger"):
-        for mark in marks:
-            stage.unmark(mark)
         release()
         stage.tell("released", number=number, uuids=uuids)
     if end == "linger":

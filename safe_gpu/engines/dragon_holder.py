@@ -5,7 +5,8 @@ takes 0.2 ms, a poll across the network several ms. So each holder creates its r
 holders put their answers into one queue of the driver.
 
 The holder must not outlive its driver, however the driver exits. So it asks Dragon regularly whether the driver is
-alive. It also watches its parent process, the local services of the node, in case that Dragon itself has exited.
+alive. Dragon may hang or exit, so the holder also watches two processes of its node without asking Dragon: its parent,
+which is the local services of the node, and the driver if it runs there.
 
 Three simpler ways do not work with Dragon's global services, at least in 0.14:
 
@@ -26,6 +27,7 @@ from queue import Empty, SimpleQueue
 from threading import Event, Lock, Thread, Timer
 from typing import Any
 
+from .. import procfs
 from ..errors import HolderLostError
 from .holder import Holder, Wishes
 
@@ -116,7 +118,7 @@ class DragonHolder:
         label = f"dragon: claim of process {os.getpid()} on {os.uname().nodename}"
         self._process = Process(
             target=_serve,
-            args=(self._number, wishes, label, self._answers.queue, current().puid, sign),
+            args=(self._number, wishes, label, self._answers.queue, current().puid, _this_process(), sign),
             # With this order the numbers in the CUDA_VISIBLE_DEVICES that Dragon sets are those of nvidia-smi.
             env={"CUDA_DEVICE_ORDER": "PCI_BUS_ID"},
             policy=Policy(placement=Policy.Placement.HOST_NAME, host_name=self.host),
@@ -189,11 +191,24 @@ class DragonHolder:
             pass  # the holder or Dragon has exited
 
 
-def _serve(number: int, wishes: Wishes, label: str, answers: Any, driver: int, sign: float) -> None:
-    """The main function of a holder process."""
+def _this_process() -> tuple[str, int, int | None]:
+    """Node, pid and start time: a process of this node can tell by them whether this one is alive."""
+    return os.uname().nodename, os.getpid(), procfs.start_time(os.getpid())
+
+
+def _serve(
+    number: int,
+    wishes: Wishes,
+    label: str,
+    answers: Any,
+    driver: int,
+    process: tuple[str, int, int | None],
+    sign: float,
+) -> None:
+    """The main function of a holder process. ``driver`` is Dragon's number of the ``process`` that started it."""
     from dragon.native.queue import Queue
 
-    Thread(target=_end_with_parent, daemon=True).start()
+    Thread(target=_end_with_processes, args=process, daemon=True).start()
     holder = Holder(wishes, label)
     requests = Queue(maxsize=16)
     todo: SimpleQueue[tuple[str, tuple[Any, ...]]] = SimpleQueue()
@@ -235,9 +250,11 @@ def _listen(requests: Any, todo: SimpleQueue[tuple[str, tuple[Any, ...]]], idle:
             return
 
 
-def _end_with_parent() -> None:
+def _end_with_processes(node: str, pid: int, start: int | None) -> None:
+    """Exit when the parent has ended, or the driver if it is a process of this node."""
+    is_here = node == os.uname().nodename and start is not None and procfs.start_time(pid) == start
     parent = os.getppid()
-    while os.getppid() == parent:
+    while os.getppid() == parent and not (is_here and procfs.has_ended(pid)):
         time.sleep(_PARENT_SIGN)
     os._exit(0)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import subprocess
 import sys
 import types
 from collections.abc import Iterator
@@ -13,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from safe_gpu import GPUAffinityError, UnsatisfiableRequestError, WrongDeviceError
+from safe_gpu import GPUAffinityError, UnsatisfiableRequestError, WrongDeviceError, procfs
 from safe_gpu.claim.expected import check_expected_gpu
-from safe_gpu.engines import dragon
+from safe_gpu.engines import dragon, dragon_holder
 from safe_gpu.engines.cluster import ClusterGpu
 from safe_gpu.engines.dragon import DragonClaim, WorkerCheck, _split, claim
 from safe_gpu.engines.holder import Holder, Wishes
@@ -266,3 +267,41 @@ def test_nodes_where_dragon_sees_no_gpu_are_refused(asked: list[list[str]], node
     with pytest.raises(UnsatisfiableRequestError, match="Dragon sees no GPU on nodea"):
         claim(nodes, 1, timeout=0)
     assert asked == []
+
+
+class Ends(Exception):
+    """A holder exits."""
+
+
+class Stays(Exception):
+    """A holder goes on."""
+
+
+@pytest.mark.parametrize(
+    ("changed", "outcome"),
+    [({}, Ends), ({"node": "elsewhere"}, Stays), ({"start": 1}, Stays), ({"start": None}, Stays)],
+)
+def test_a_holder_ends_with_a_driver_of_its_node_without_asking_dragon(
+    changed: dict[str, Any], outcome: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = subprocess.Popen(["sleep", "600"])
+    process = {"node": os.uname().nodename, "pid": driver.pid, "start": procfs.start_time(driver.pid), **changed}
+    looks = 0
+
+    def sleep(seconds: float) -> None:
+        nonlocal looks
+        looks += 1
+        if looks == 1:
+            driver.kill()
+            driver.wait()
+        elif looks == 3:
+            raise Stays
+
+    def leave(code: int) -> None:
+        raise Ends
+
+    monkeypatch.setattr(dragon_holder, "time", SimpleNamespace(sleep=sleep))
+    monkeypatch.setattr(dragon_holder.os, "_exit", leave)
+    with pytest.raises(outcome):
+        dragon_holder._end_with_processes(**process)
+    assert looks == (1 if outcome is Ends else 3)

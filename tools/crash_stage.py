@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # the package beside these scripts, installed or not
 
 import safe_gpu  # noqa: E402
+from safe_gpu.drivers.simulated import SimulatedDriver  # noqa: E402
 
 __all__ = ["GPUS", "Actor", "Failure", "Stage", "claims", "load_everything"]
 
@@ -164,6 +165,9 @@ class Stage:
             one.tell("let go")
             one.hear("done")
             one.reap()
+            driver = SimulatedDriver(_PRESET)
+            with driver.occupy(driver.idle.gpus[0].uuid, memory=1):  # the driver's own directories
+                pass
 
     def start(self, name: str, work: Callable[[Connection], None], *, other: bool = False) -> Actor:
         """Start a process of the first user, or of the other one."""

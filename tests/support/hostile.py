@@ -261,6 +261,9 @@ def _torn(draw: Any, data: bytes) -> bytes:
     return data + b"\n" if how == "line" else data
 
 
+_MUCH = 1 << 20  # characters of one line that is repeated
+
+
 @st.composite
 def broken_text(draw: Any, text: str, words: tuple[str, ...] = (), *, most: int = 4) -> str:
     """A text like this one with lines dropped, doubled, cut and swapped, and with numbers and ``words`` replaced."""
@@ -278,7 +281,7 @@ def broken_text(draw: Any, text: str, words: tuple[str, ...] = (), *, most: int 
         elif how == "twice":
             lines.insert(place, line)
         elif how == "often":
-            lines[place : place + 1] = [line] * draw(st.sampled_from([20, 3000]))
+            lines[place : place + 1] = [line] * min(draw(st.sampled_from([20, 3000])), 1 + _MUCH // (len(line) + 1))
         elif how == "swap":
             other = draw(st.integers(0, len(lines) - 1))
             lines[place], lines[other] = lines[other], lines[place]

@@ -269,7 +269,7 @@ def describe_process(pid: int) -> tuple[str, str] | None:
 
 def printable(text: str) -> str:
     """Untrusted text, made safe for a terminal: unprintable characters, such as escape codes, become blanks."""
-    return "".join(c if c.isprintable() else " " for c in text)
+    return text if text.isprintable() else "".join(c if c.isprintable() else " " for c in text)
 
 
 def printable_lines(text: str, longest: int = 20_000) -> str:
@@ -280,7 +280,7 @@ def printable_lines(text: str, longest: int = 20_000) -> str:
     """
     if len(text) > longest:
         text = f"{text[:longest]} ..."
-    return text if text.isprintable() else "\n".join(map(printable, text.split("\n")))
+    return "\n".join(map(printable, text.split("\n")))
 
 
 def well_formed(text: str) -> str:

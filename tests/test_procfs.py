@@ -44,6 +44,7 @@ def test_a_process_that_is_held_while_it_exits(tmp_path: Path, child: Callable[.
         pytest.skip("no PID namespaces for this user")
     first = int((heard - {"locked"}).pop())
     try:
+        eventually(lambda: len(procfs.descendants(first)) == 1)
         (traced,) = procfs.descendants(first)
         ptrace = ctypes.CDLL(None).ptrace
         ptrace.argtypes = [ctypes.c_long] * 4

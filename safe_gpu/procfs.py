@@ -61,14 +61,19 @@ def read_start(path: str, limit: int = LIMIT) -> bytes | None:
 
     The kernel returns a page or less of some files at a time.
     """
-    parts = []
     try:
-        with open(path, "rb", buffering=0) as file:
-            while limit > 0 and (part := file.read(limit)):
-                parts.append(part)
-                limit -= len(part)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return None
+    parts = []
+    try:
+        while limit > 0 and (part := os.read(fd, limit)):
+            parts.append(part)
+            limit -= len(part)
+    except OSError:
+        return None
+    finally:
+        os.close(fd)
     return b"".join(parts)
 
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ..devices import Fault, Gpu, GpuRequest, Holder, HostSnapshot
     from ..drivers.base import Driver
     from ..runtimes.visible_devices import Fence
+    from ..selection.occupancy import Describe
 
 __all__ = ["HostView"]
 
@@ -86,6 +87,7 @@ class HostView:
         self._polled = time.monotonic()
         self._usable: tuple[HostSnapshot, list[Gpu]] | None = None
         self._unoccupied: tuple[HostSnapshot, dict[str, GpuVerdict]] | None = None
+        self._described: tuple[HostSnapshot, Describe] = self.snapshot, cache(describe_process)
 
     @classmethod
     def of(cls, driver: Driver, snapshot: HostSnapshot, request: GpuRequest) -> HostView:
@@ -153,6 +155,12 @@ class HostView:
             self._unoccupied = self.snapshot, free
         return self._unoccupied[1]
 
+    def prepare(self) -> None:
+        """Judge the GPUs before host.lock is taken, for others wait meanwhile; not inside another claim, which is known
+        only under the lock."""
+        if not self.scope:
+            self.unoccupied  # noqa: B018 - it is kept until the next poll
+
     @property
     def explained(self) -> dict[str, tuple[int, ...]]:
         """UUID -> driver pids on that GPU that belong to the outer claim and do not make the GPU busy.
@@ -210,10 +218,16 @@ class HostView:
             fence=fence,
             own=self.own,
             explained=self.explained,
-            describe=describe_process,
+            describe=self._describe(),
             rules=self.rules,
             gpus=gpus,
         )
+
+    def _describe(self) -> Describe:
+        """Looks each process up once for each poll: a look judges the GPUs for several requests under host.lock."""
+        if self._described[0] is not self.snapshot:
+            self._described = self.snapshot, cache(describe_process)
+        return self._described[1]
 
     def remember_own_pids(self) -> None:
         """Store the driver's pids of this process for its next claim."""

@@ -58,6 +58,11 @@ class Line:
             self.stand().prepare()
 
     @property
+    def queued(self) -> bool:
+        """Whether this claim holds a ticket."""
+        return self.waiter is not None and self.waiter.queued
+
+    @property
     def position(self) -> int:
         """Position among the waiters that compete for the same GPUs; 1 is the head."""
         return 1 if self.waiter is None else self.waiter.position()

@@ -68,10 +68,11 @@ class Look:
         """
         if terms.quota is not None:
             terms.quota.prepare()
-        with HostLock(terms.lock_deadline) as host:
+        view.prepare()
+        with HostLock(terms.lock_deadline, urgent=line.queued) as host:
             if view.scope:
                 self._enter_scope(host, view, line, terms)
-            if host.queue.names():
+            if line.waiter is None and host.queue.names():
                 line.stand()
             trouble = self._try(host, view, line, claim, terms)
             if not self.chosen and may_wait:
@@ -178,6 +179,7 @@ class _Leases:
         self.trouble: OSError | None = None
         self.holdings: Holdings | None = None
         self.closed: set[str] = set()
+        self._shared = view.snapshot.shared_display
         self._claim = claim
         self._tried: set[str] = set()
 
@@ -218,7 +220,7 @@ class _Leases:
 
     def spent(self) -> Spent | None:
         """The limit of this user, if it does not allow as many GPUs more as are asked for."""
-        if self.holdings is None or self.view.snapshot.shared_display:
+        if self.holdings is None or self._shared:
             return None
         return self.holdings.own_spent(self.view.request.nb_gpus)
 
@@ -230,7 +232,7 @@ class _Leases:
 
     def named(self, uuids: Collection[str]) -> frozenset[str]:
         """Those of these GPUs that another process holds by name."""
-        if self.view.snapshot.shared_display:
+        if self._shared:
             return frozenset()
         return names.held_among(uuids, self.view.snapshot.names, inner=bool(self.view.outer))
 
@@ -241,7 +243,7 @@ class _Leases:
         """
         if self._claim is None:
             return self.named([gpu.uuid for gpu in chosen])
-        if self.view.snapshot.shared_display:
+        if self._shared:
             return frozenset()
         for uuid in sorted(gpu.uuid for gpu in chosen):
             try:
@@ -304,14 +306,13 @@ class _Leases:
         return uuid in self.held
 
     def _take(self, uuid: str) -> None:
-        shared = self.view.snapshot.shared_display
-        lease = try_lease(self.host, self.view.lease_name(uuid), shared=shared)
+        lease = try_lease(self.host, self.view.lease_name(uuid), shared=self._shared)
         if lease is None:
             return
         self.held[uuid] = lease
         try:
             # The outer claim may have exited while a claim inside it still exists.
-            free = self.view.outer or shared or not probe(self.host, inner_name(uuid))
+            free = self.view.outer or self._shared or not probe(self.host, inner_name(uuid))
         except StateDirError:
             self.held.pop(uuid).release()
             raise

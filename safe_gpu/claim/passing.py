@@ -14,7 +14,7 @@ from .. import procfs
 from ..coordination.leases import may_be_held, read_record
 from ..devices import GpuRequest, Holder
 from ..selection.backfill import Want, free_at, open_gpus
-from ..selection.possible import can_be_met_by_releases
+from ..selection.possible import can_be_met_by_releases, capacity
 
 if TYPE_CHECKING:
     from ..coordination.files import StateDir
@@ -116,10 +116,17 @@ class Moment:
         if self._holdings is not None and self._holdings.is_at_limit(ticket):
             return True
         wanted = {stem.removesuffix(".inner") for stem in ticket.demand.gpus}
+        if ticket.demand.min_memory is None and self._are_leased(wanted, ticket.demand.nb_gpus):
+            return False
         verdicts = self._judged(ticket.demand.min_memory)
         absent = not can_be_met_by_releases(wanted, ticket.demand.nb_gpus, verdicts, self._leaving)
         self.by_poll = self.by_poll or absent
         return absent
+
+    def _are_leased(self, wanted: Collection[str], number: int) -> bool:
+        """Whether others hold the leases of so many of these GPUs already. Then the GPUs need not be judged."""
+        leased = [gpu for gpu in self._view.usable if gpu.uuid in wanted and gpu.uuid in self._leased]
+        return capacity(leased) >= number and not self._view.snapshot.shared_display
 
     def open_to(self, demand: Demand, ahead: Iterable[Ticket], free: Collection[str]) -> frozenset[str]:
         """UUIDs of the free GPUs that a request may take past the waiters ahead; too few: it may not pass.

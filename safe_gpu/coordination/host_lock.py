@@ -41,17 +41,20 @@ def unlock_file(fd: int) -> None:
 _SLOWEST = 20
 
 
-def _pauses() -> Iterator[float]:
+def _pauses(urgent: bool) -> Iterator[float]:
     """Seconds between tries at host.lock: short, since it is held for microseconds, and uneven, or crowds go in step.
 
-    The longer the wait, the larger the crowd: hundreds that pause for so little leave no CPU to the holder.
+    The longer the wait, the larger the crowd: hundreds that pause for so little leave no CPU to the holder. Who may
+    have GPUs goes on for longer with short pauses, so that he gets the lock before those who only come to the queue.
     """
     import random
 
     uneven = random.Random().uniform  # the program's own sequence of random numbers stays as it is
     began = time.monotonic()
     while True:
-        yield min(1 + 100 * (time.monotonic() - began), _SLOWEST) * uneven(0.001, 0.005)
+        waited = time.monotonic() - began
+        grown = 0.1 + 400 * waited**2 if urgent else 1 + 400 * waited
+        yield min(grown, _SLOWEST) * uneven(0.001, 0.005)
 
 
 class ForkGuard:
@@ -120,21 +123,25 @@ class HostLock:
     Args:
         deadline: ``time.monotonic()`` value after which LockTimeout is raised; None waits for ever.
         path: the state directory; default :func:`~safe_gpu.coordination.files.state_dir_path`.
+        urgent: whether GPUs are idle until this process has the lock: it tries more often than others.
 
     Raises:
         LockTimeout: not to be had before the deadline; names the holder where /proc/locks shows it.
         StateDirError: the state directory cannot be used.
     """
 
-    def __init__(self, deadline: float | None, path: str | None = None) -> None:
+    def __init__(self, deadline: float | None, path: str | None = None, *, urgent: bool = False) -> None:
         self._deadline = deadline
         self._path = path or state_dir_path()
+        self._urgent = urgent
         self._fd = -1
         self._pid = -1
         self._host: LockedHost | None = None
         self._signals = HeldBack()
 
     def __enter__(self) -> LockedHost:
+        if not self._urgent:
+            os.sched_yield()  # begin a new time slice: others wait while a holder of the lock is preempted
         self._signals.hold_back()
         try:
             while True:
@@ -208,7 +215,7 @@ class HostLock:
             self._unlock()  # a cleaner of /tmp took the file away meanwhile: lock what stands there now
 
     def _wait(self) -> None:
-        pauses = _pauses()
+        pauses = _pauses(self._urgent)
         while not lock_file(self._fd):
             if self._deadline is not None and time.monotonic() >= self._deadline:
                 raise self._timeout(self._fd)

@@ -15,7 +15,7 @@ from .cleaners import KeptDirectory
 from .files import StateDir, state_dir_path, write_all
 from .host_lock import MINIMUM_PATIENCE, HostLock, LockedHost, fork_guard, lock_file, unlock_file
 from .signals import HeldBack
-from .tickets import Demand, Ticket, counted, encode, is_live, numbers, open_ticket, ticket_name, without_locks
+from .tickets import Demand, Ticket, counted, encode, is_live, numbers, open_ticket, ticket_name
 
 __all__ = ["Ahead", "Waiter"]
 
@@ -60,7 +60,7 @@ class _Predecessors:
             self._listed = host
             found = counted(numbers(host.queue))
             self.highest = max(found, default=0)
-            self._before = without_locks(host.queue, found)
+            self._before = list(found)
 
     def nearest(self, host: LockedHost, beyond: Ahead | None) -> Ahead | None:
         """The nearest live ticket that competes, or the nearest ahead of ``beyond``, which is closed."""
@@ -239,7 +239,7 @@ class Waiter:
             self._close()
             return
         try:
-            with HostLock(time.monotonic() + MINIMUM_PATIENCE) as host:
+            with HostLock(time.monotonic() + MINIMUM_PATIENCE, urgent=True) as host:
                 self.abandon(host)
         except SafeGpuError:
             pass

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from .. import procfs
@@ -26,7 +27,6 @@ __all__ = [
     "open_ticket",
     "ticket_name",
     "ticket_owners",
-    "without_locks",
 ]
 
 _SUFFIX = ".ticket"
@@ -166,12 +166,6 @@ def numbers(queue: StateDir) -> dict[int, int]:
     return dict(sorted(found))
 
 
-def without_locks(queue: StateDir, found: Mapping[int, int]) -> list[int]:
-    """The numbers of those files that are no links to a lease or to host.lock. These are locked without a waiter."""
-    locks = _lock_files(queue) if found else set()
-    return [seq for seq, inode in found.items() if inode not in locks or not _is_linked(queue, seq)]
-
-
 def _number(name: str) -> int | None:
     stem = name[: -len(_SUFFIX)]
     if not (name.endswith(_SUFFIX) and stem.isdecimal() and stem.isascii() and len(stem) <= _DIGITS):
@@ -179,27 +173,28 @@ def _number(name: str) -> int | None:
     return int(stem) if stem[0] != "0" or stem == "0" else None
 
 
-def _lock_files(queue: StateDir) -> set[int]:
-    """The inodes of host.lock and of all leases. Anybody may link these into the queue. They would be live tickets
-    there for as long as a claim lives, or for ever: who looks at a ticket holds host.lock."""
-    found = set()
+def _is_lock_file(queue: StateDir, status: os.stat_result) -> bool:
+    """Whether a file in the queue is host.lock or a lease. Anybody may link these into the queue. They would be live
+    tickets there for as long as a claim lives, or for ever: who looks at a ticket holds host.lock."""
+    return status.st_nlink > 1 and (status.st_dev, status.st_ino) in _lock_files(queue)
+
+
+@lru_cache(maxsize=1)
+def _lock_files(queue: StateDir) -> set[tuple[int, int]]:
+    """Device and inode of host.lock and of all leases, read once for each time that the directory is opened."""
+    names = ["../host.lock"]
     with suppress(OSError):
-        found.add(os.stat("../host.lock", dir_fd=queue.fd, follow_symlinks=False).st_ino)
         fd = os.open("../leases", OPEN_DIR, dir_fd=queue.fd)
         try:
-            with os.scandir(fd) as entries:
-                found.update(entry.inode() for entry in entries)
+            names += [f"../leases/{name}" for name in os.listdir(fd)]
         finally:
             os.close(fd)
+    found = set()
+    for name in names:
+        with suppress(OSError):  # gone meanwhile
+            status = os.stat(name, dir_fd=queue.fd, follow_symlinks=False)
+            found.add((status.st_dev, status.st_ino))
     return found
-
-
-def _is_linked(queue: StateDir, seq: int) -> bool:
-    """Whether a ticket file has another name. Some file systems list inodes by numbers that are not their own."""
-    try:
-        return os.stat(ticket_name(seq), dir_fd=queue.fd, follow_symlinks=False).st_nlink > 1
-    except OSError:
-        return False
 
 
 def counted(found: Mapping[int, int]) -> dict[int, int]:
@@ -230,7 +225,7 @@ def ticket_owners(path: str) -> set[int]:
 
 
 def open_ticket(queue: StateDir, seq: int, known: Ticket | None = None) -> tuple[Ticket, int] | None:
-    """A ticket and a descriptor of its file; None where it is gone or closed to us.
+    """A ticket and a descriptor of its file; None where it is gone or closed to us, or a link to a lock.
 
     A ticket that we may not open was left by a process killed while it made it: nobody else is making one now.
 
@@ -246,6 +241,9 @@ def open_ticket(queue: StateDir, seq: int, known: Ticket | None = None) -> tuple
     if fd is None:
         return None
     status = os.fstat(fd)
+    if _is_lock_file(queue, status):
+        os.close(fd)
+        return None
     ticket = _read(seq, status.st_ino, os.pread(fd, decoding.LONGEST_FILE, 0))._replace(uid=status.st_uid)
     if known is None or ticket.is_same(known):
         return ticket, fd
@@ -271,7 +269,7 @@ def is_live(host: LockedHost, seq: int, fd: int) -> bool:
 def live_tickets(host: LockedHost) -> list[Ticket]:
     """Everyone who waits, first come first."""
     found = []
-    for seq in without_locks(host.queue, numbers(host.queue)):
+    for seq in numbers(host.queue):
         if (seen := open_ticket(host.queue, seq)) is not None:
             ticket, fd = seen
             try:

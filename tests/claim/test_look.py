@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import safe_gpu
-from safe_gpu.claim import look
+from safe_gpu import procfs
+from safe_gpu.claim import host_view, look
 from safe_gpu.coordination.endings import Ending
+from safe_gpu.coordination.host_lock import HostLock
 from safe_gpu.coordination.leases import LeaseRecord, lease_name
+from safe_gpu.coordination.queue import Waiter
+from safe_gpu.coordination.tickets import Demand
 
 
 def record(uuid: str) -> Path:
@@ -67,3 +73,47 @@ def test_only_what_is_wanted_is_leased(host: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(look, "try_lease", try_lease)
     assert claimed() == [0]
     assert tried == [lease_name(host.uuids[0])]
+
+
+def is_locked(path: Path) -> bool:
+    with path.open() as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        return False
+
+
+def test_a_process_is_looked_up_once_and_never_under_host_lock(host: Any, cleanup: ExitStack, monkeypatch: Any) -> None:
+    """Others wait for host.lock. The waiter ahead is judged too: it wants what the stranger has, and is passed."""
+    cleanup.enter_context(host.stranger(0))
+    ahead = Waiter(Demand(8, frozenset(host.uuids)))
+    with HostLock(None) as locked:
+        ahead.join(locked)
+    cleanup.callback(ahead.leave)
+    looked_up = []
+
+    def describe(pid: int) -> Any:
+        looked_up.append((pid, is_locked(Path(os.environ["SAFE_GPU_DIR"], "host.lock"))))
+        return procfs.describe_process(pid)
+
+    monkeypatch.setattr(host_view, "describe_process", describe)
+    assert claimed() == [1]
+    assert looked_up == [(host.stranger_pid, False)]
+
+
+def test_whoever_has_a_ticket_is_urgent(host: Any, leases: Any, monkeypatch: Any) -> None:
+    """GPUs are idle until the first waiter has host.lock, and nobody suffers if newcomers have it a little later."""
+    looks: list[bool] = []
+
+    class Noted(HostLock):
+        def __init__(self, deadline: Any, path: Any = None, *, urgent: bool = False) -> None:
+            super().__init__(deadline, path, urgent=urgent)
+            looks.append(urgent)
+            if len(looks) == 3:
+                leases.free()
+
+    monkeypatch.setattr(look, "HostLock", Noted)
+    leases.hold(*host.uuids)
+    with safe_gpu.claim_gpus(1, safe_gpu.NoPlaceholder(), affinity=None, timeout=60):
+        assert looks[:3] == [False, True, True]

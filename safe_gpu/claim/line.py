@@ -85,6 +85,7 @@ class Line:
 
 def _somebody_waits() -> bool:
     try:
-        return bool(os.listdir(f"{state_dir_path()}/queue"))
+        with os.scandir(f"{state_dir_path()}/queue") as entries:
+            return next(entries, None) is not None
     except OSError:
         return False  # the same error is raised later, when the queue is read under host.lock

@@ -100,11 +100,6 @@ class StateDir:
         """The names in it, in no order."""
         return os.listdir(self.fd)
 
-    def entries(self) -> list[tuple[str, int]]:
-        """The names in it with the numbers of their inodes as the directory has them, in no order."""
-        with os.scandir(self.fd) as entries:
-            return [(entry.name, entry.inode()) for entry in entries]
-
     def open(self, name: str) -> int | None:
         """A descriptor of an existing file, for reading and writing; None where there is no such file.
 

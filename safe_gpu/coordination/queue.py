@@ -52,15 +52,16 @@ class _Predecessors:
         self._demand = demand
         self._before: list[int] = []  # those that may still stand in the way, in order
         self._listed: LockedHost | None = None
+        self._listed_now = False  # a moment ago, by refresh
         self._read: dict[int, Ticket] = {}
 
     def refresh(self, host: LockedHost) -> None:
         """Find out who is there, once for each hold of host.lock."""
         if self._listed is not host:
             self._listed = host
-            found = counted(numbers(host.queue))
-            self.highest = max(found, default=0)
-            self._before = list(found)
+            self._before = counted(numbers(host.queue))
+            self._listed_now = True
+            self.highest = self._before[-1] if self._before else 0
 
     def nearest(self, host: LockedHost, beyond: Ahead | None) -> Ahead | None:
         """The nearest live ticket that competes, or the nearest ahead of ``beyond``, which is closed."""
@@ -103,7 +104,8 @@ class _Predecessors:
 
     def fewer_than(self, number: int) -> bool:
         """Whether fewer than this may still stand ahead, competitors or not. Lists the queue, without a lock."""
-        if len(self._before) >= number:
+        listed_now, self._listed_now = self._listed_now, False
+        if len(self._before) >= number and not listed_now:
             with HeldBack(), StateDir(state_dir_path()) as root, StateDir("queue", root) as queue:
                 present = set(numbers(queue))
             self._before = [seq for seq in self._before if seq in present]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import time
-from collections.abc import Mapping
 from contextlib import suppress
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -160,10 +159,9 @@ def _decode(seq: int, inode: int, data: bytes) -> Ticket:
         return Ticket(seq, inode, 0, "unknown", 0.0, None)
 
 
-def numbers(queue: StateDir) -> dict[int, int]:
-    """The number of every ticket file, in order -> its inode. A name with leading zeros, or too long, is nobody's."""
-    found = ((seq, inode) for name, inode in queue.entries() if (seq := _number(name)) is not None)
-    return dict(sorted(found))
+def numbers(queue: StateDir) -> list[int]:
+    """The number of every ticket file, in order. A name with leading zeros, or too long, is nobody's."""
+    return sorted(seq for name in queue.names() if (seq := _number(name)) is not None)
 
 
 def _number(name: str) -> int | None:
@@ -197,20 +195,18 @@ def _lock_files(queue: StateDir) -> set[tuple[int, int]]:
     return found
 
 
-def counted(found: Mapping[int, int]) -> dict[int, int]:
+def counted(found: list[int]) -> list[int]:
     """Those behind which a new ticket is numbered: all up to a gap that no queue makes.
 
-    >>> counted({7: 1, 9: 2, 999_999_999_999_999_999: 3})
-    {7: 1, 9: 2}
+    >>> counted([7, 9, 999_999_999_999_999_999])
+    [7, 9]
     """
     below = 0
-    kept = {}
-    for seq, inode in found.items():
+    for place, seq in enumerate(found):
         if seq - below > _WIDEST_GAP:
-            break
-        kept[seq] = inode
+            return found[:place]
         below = seq
-    return kept
+    return found
 
 
 def ticket_owners(path: str) -> set[int]:

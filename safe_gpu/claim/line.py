@@ -58,6 +58,11 @@ class Line:
             self.stand().prepare()
 
     @property
+    def is_new(self) -> bool:
+        """Whether others were waiting when this claim came, and it has no ticket yet."""
+        return self.waiter is not None and not self.waiter.queued
+
+    @property
     def queued(self) -> bool:
         """Whether this claim holds a ticket."""
         return self.waiter is not None and self.waiter.queued

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from ..coordination import names
 from ..coordination.host_lock import HostLock
 from ..coordination.leases import inner_name, is_empty, probe, try_lease
+from ..coordination.signals import HeldBack
 from ..errors import StateDirError
 from ..selection.best import choose
 from .decision import Seen, Spent
@@ -69,7 +70,11 @@ class Look:
         if terms.quota is not None:
             terms.quota.prepare()
         view.prepare()
-        with HostLock(terms.lock_deadline, urgent=line.queued) as host:
+        urgent = line.queued
+        at_once = may_wait and line.is_new and not view.scope and terms.quota is None
+        if at_once and self._joins_to_wait(view, line, terms):
+            return
+        with HostLock(terms.lock_deadline, urgent=urgent) as host:
             if view.scope:
                 self._enter_scope(host, view, line, terms)
             if line.waiter is None and host.queue.names():
@@ -83,6 +88,19 @@ class Look:
                 "with another state directory or a private /tmp do not see the claim",
                 trouble,
             )
+
+    def _joins_to_wait(self, view: HostView, line: Line, terms: Terms) -> bool:
+        """Join those who wait, and find out by a glance whether this claim has to; if not, it looks."""
+        from .glance import certain_to_wait
+
+        with HostLock(terms.lock_deadline) as host:
+            line.stand().join(host)
+        with HeldBack():
+            self.ahead = certain_to_wait(view, line)
+        if self.ahead is None:
+            return False
+        self.seen = Seen(behind=True)
+        return True
 
     def _enter_scope(self, host: LockedHost, view: HostView, line: Line, terms: Terms) -> None:
         """Limit the view to the GPUs of the outer claim, or ignore a scope of which no claim exists any more."""

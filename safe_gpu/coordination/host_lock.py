@@ -53,7 +53,7 @@ def _pauses(urgent: bool) -> Iterator[float]:
     began = time.monotonic()
     while True:
         waited = time.monotonic() - began
-        grown = 0.1 + 400 * waited**2 if urgent else 1 + 400 * waited
+        grown = 0.1 + 400 * waited**2 if urgent else 1 + 1000 * waited
         yield min(grown, _SLOWEST) * uneven(0.001, 0.005)
 
 

@@ -83,16 +83,36 @@ class _Predecessors:
 
     def _competitor(self, host: LockedHost, seq: int) -> Ahead | None:
         """The live ticket with this number, where it competes; None where it does not, and then it never will."""
-        seen = open_ticket(host.queue, seq, self._read.get(seq))
+        found = self._open(host.queue, seq)
+        if found is not None and not is_live(host, seq, found.fd):
+            found.close()
+            return None
+        return found
+
+    def _open(self, queue: StateDir, seq: int) -> Ahead | None:
+        """The ticket with this number, where it competes, dead or alive."""
+        seen = open_ticket(queue, seq, self._read.get(seq))
         if seen is None:
             return None
         ticket, fd = seen
-        if not (ticket.competes_with(self._demand) and is_live(host, seq, fd)):
+        if not ticket.competes_with(self._demand):
             os.close(fd)
             return None
         if ticket.demand is not None:
             self._read[seq] = ticket
         return Ahead(ticket, fd)
+
+    def ends(self) -> tuple[Ahead, Ticket] | None:
+        """The nearest that competes, and the first of the queue, both dead or alive; None where there is none."""
+        with StateDir(state_dir_path()) as root, StateDir("queue", root) as queue:
+            nearest = next(filter(None, (self._open(queue, seq) for seq in reversed(self._before))), None)
+            if nearest is None:
+                return None
+            first = next(filter(None, (self._open(queue, seq) for seq in self._before)), None)
+        if first is None:
+            return nearest, nearest.ticket
+        first.close()
+        return nearest, first.ticket
 
     def everybody(self, host: LockedHost) -> Iterator[Ticket]:
         """The live tickets that compete, in the order of the queue, each as it is asked for."""
@@ -206,6 +226,13 @@ class Waiter:
     def everybody_ahead(self, host: LockedHost) -> Iterator[Ticket]:
         """Every live ticket ahead that competes, after :meth:`nearest` under the same hold of host.lock."""
         return self._ahead.everybody(host)
+
+    def ends(self) -> tuple[Ahead, Ticket] | None:
+        """The nearest ticket ahead that competes, and the first of the queue that does; None where there is none.
+
+        Takes no lock and probes none, so either may have died. Only with a ticket: all that are ahead are locked then.
+        """
+        return self._ahead.ends()
 
     def position(self) -> int:
         """1 for the head of those who compete with it, counting itself.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterator, Mapping
 from functools import cache
+from io import FileIO
 
 __all__ = [
     "FIRST_PID_NAMESPACE",
@@ -61,19 +62,14 @@ def read_start(path: str, limit: int = LIMIT) -> bytes | None:
 
     The kernel returns a page or less of some files at a time.
     """
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return None
     parts = []
     try:
-        while limit > 0 and (part := os.read(fd, limit)):
-            parts.append(part)
-            limit -= len(part)
+        with FileIO(path) as file:
+            while limit > 0 and (part := file.read(limit)):
+                parts.append(part)
+                limit -= len(part)
     except OSError:
         return None
-    finally:
-        os.close(fd)
     return b"".join(parts)
 
 

@@ -13,9 +13,11 @@ __all__ = ["Log", "columns", "drop_errors", "drop_output", "in_color", "is_termi
 
 def open_standard_streams() -> None:
     """Let none of the numbers 0 to 2 be free, or a lease takes it and is printed to; the command finds them closed."""
-    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
-        pass
-    os.close(fd)
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free, which is this one
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115

@@ -8,10 +8,15 @@ from typing import Any
 import pytest
 
 AT_ONCE = 10
+CONTENDED = 75  # EX_TEMPFAIL
 
 
 def race(scene: Any, claims: int, flags: Sequence[str] = ()) -> int:
-    """Let that many claims of both clients run, ten at once; kill every fifth. Returns how many were killed."""
+    """Let that many claims of both clients run, ten at once; kill every fifth. Returns how many were killed.
+
+    Args:
+        flags: with which the C client is broken. The Python one may see it on its GPUs, and refuse.
+    """
     live: list[Any] = []
     killed = 0
 
@@ -21,7 +26,7 @@ def race(scene: Any, claims: int, flags: Sequence[str] = ()) -> int:
             scene.until(lambda: any(party.process.poll() is not None for party in live))
             for party in [party for party in live if party.process.poll() is not None]:
                 code, _, err = party.finish()
-                assert code == 0, f"{party} ended with {code}: {err}"
+                assert code == 0 or (flags and code == CONTENDED), f"{party} ended with {code}: {err}"
                 live.remove(party)
 
     for number in range(claims):

@@ -5,11 +5,12 @@ from __future__ import annotations
 import fcntl
 import math
 import os
+import time
 from collections.abc import Callable
 from typing import Any
 
 from safe_gpu.claim import host_view, passing, quota, recheck
-from safe_gpu.coordination import host_lock, leases, names, queue
+from safe_gpu.coordination import host_lock, leases, names, queue, tickets
 from safe_gpu.selection.backfill import Want
 
 __all__ = ["SHOWN_IN_CALM", "WOUNDS"]
@@ -54,7 +55,14 @@ def _lease_dropped_by_child() -> None:
 
 
 def _no_host_lock() -> None:
+    """Some time passes between the listing of the queue and a new ticket, so that two soon take the same number."""
+
+    def counted(found: list[int]) -> list[int]:
+        time.sleep(0.005)
+        return tickets.counted(found)
+
     host_lock.lock_file = _locks_nothing
+    queue.counted = counted  # type: ignore[attr-defined]
 
 
 def _no_queue() -> None:

@@ -34,16 +34,19 @@ def certain_to_wait(view: HostView, line: Line) -> Ahead | None:
     if ends is None:
         return None
     nearest, first = ends
-    with StateDir(state_dir_path()) as root, StateDir("leases", root) as leases:
-        free = {uuid for uuid in view.unoccupied if is_empty(leases, view.lease_name(uuid))}
-        leased = {gpu.uuid for gpu in view.usable if not is_empty(leases, view.lease_name(gpu.uuid))}
-    demand = waiter.demand._replace(hold_for=line.hold_for())
-    if _is_there(view, nearest.ticket, leased | view.unoccupied.keys()) and (
-        len(free) < demand.nb_gpus or _is_closed(view, demand, nearest.ticket, first, free)
-    ):
-        return nearest
-    nearest.close()
-    return None
+    waits = False
+    try:
+        with StateDir(state_dir_path()) as root, StateDir("leases", root) as leases:
+            free = {uuid for uuid in view.unoccupied if is_empty(leases, view.lease_name(uuid))}
+            leased = {gpu.uuid for gpu in view.usable if not is_empty(leases, view.lease_name(gpu.uuid))}
+        demand = waiter.demand._replace(hold_for=line.hold_for())
+        waits = _is_there(view, nearest.ticket, leased | view.unoccupied.keys()) and (
+            len(free) < demand.nb_gpus or _is_closed(view, demand, nearest.ticket, first, free)
+        )
+    finally:
+        if not waits:
+            nearest.close()
+    return nearest if waits else None
 
 
 def _is_there(view: HostView, ticket: Ticket, within_reach: Collection[str]) -> bool:

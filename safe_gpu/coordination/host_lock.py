@@ -44,8 +44,8 @@ _SLOWEST = 20
 def _pauses(urgent: bool) -> Iterator[float]:
     """Seconds between tries at host.lock: short, since it is held for microseconds, and uneven, or crowds go in step.
 
-    The longer the wait, the larger the crowd: hundreds that pause for so little leave no CPU to the holder. Who may
-    have GPUs goes on for longer with short pauses, so that he gets the lock before those who only come to the queue.
+    The longer the wait, the larger the crowd: hundreds that pause for so little leave no CPU to the holder. An urgent
+    process keeps to short pauses for longer, so that it gets the lock before those that only come to the queue.
     """
     import random
 

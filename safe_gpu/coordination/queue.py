@@ -108,7 +108,11 @@ class _Predecessors:
             nearest = next(filter(None, (self._open(queue, seq) for seq in reversed(self._before))), None)
             if nearest is None:
                 return None
-            first = next(filter(None, (self._open(queue, seq) for seq in self._before)), None)
+            try:
+                first = next(filter(None, (self._open(queue, seq) for seq in self._before)), None)
+            except BaseException:
+                nearest.close()
+                raise
         if first is None:
             return nearest, nearest.ticket
         first.close()

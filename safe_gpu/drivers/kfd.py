@@ -115,6 +115,8 @@ def _version(files: Tree) -> str:
 
 
 def _gpus(files: Tree, found: tuple[Device, ...]) -> Iterable[Gpu]:
+    # Before the processes: the memory of one that starts in between would be that of no visible process.
+    counters = {device.pci: files.number(f"{device.pci}/mem_info_vram_used") for device in found if not device.broken}
     used = processes(files, [device.node.gpu_id for device in found if device.node.gpu_id])
     uses = {gpu_id: use._replace(processes=resolved(use.processes, device="kfd")) for gpu_id, use in used.items()}
     largest = max((device.memory_total or 0 for device in found), default=0)
@@ -124,7 +126,8 @@ def _gpus(files: Tree, found: tuple[Device, ...]) -> Iterable[Gpu]:
                       unusable=device.broken, vendor="amd")  # fmt: skip
             continue
         use = uses[device.node.gpu_id]
-        memory = _memory_used(files, device, use, [uses[one.node.gpu_id] for one in found if one.pci == device.pci])
+        sharing = [uses[one.node.gpu_id] for one in found if one.pci == device.pci]
+        memory = _memory_used(device, counters[device.pci], use, sharing)
         total = device.memory_total
         yield Gpu(
             index=index,
@@ -143,13 +146,12 @@ def _gpus(files: Tree, found: tuple[Device, ...]) -> Iterable[Gpu]:
         )
 
 
-def _memory_used(files: Tree, device: Device, use: Use, sharing: Sequence[Use]) -> int | None:
-    """Bytes in use on the device.
+def _memory_used(device: Device, used: int | None, use: Use, sharing: Sequence[Use]) -> int | None:
+    """Bytes in use on the device, of which its PCI device has ``used``.
 
     Partitions of one GPU share its counter. Memory that no process on any of them accounts for may be on each of them,
     so it counts on all.
     """
-    used = files.number(f"{device.pci}/mem_info_vram_used")
     if used is None or not device.shared:
         return used
     return _bytes(use) + max(0, used - sum(map(_bytes, sharing)))

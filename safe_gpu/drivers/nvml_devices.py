@@ -110,6 +110,7 @@ def _mig_is_on(session: Session, handle: Any, uuid: str, without_mig: set[str]) 
 
 
 def _with_usage(session: Session, handle: Any, gpu: Gpu, lists: _Lists, known: dict[str, Any]) -> Gpu:
+    # Before the lists: the memory of a process that starts in between would be that of no visible process.
     memory = session.memory(handle)
     gpu = replace(
         gpu,
@@ -154,11 +155,11 @@ def _instance_handle(session: Session, parent_handle: Any, slot: int) -> Any:
 
 
 class _Lists:
-    """The process lists of a device, or the fault that keeps them from us.
+    """The process lists of a device, or the fault that keeps them from us. They are read when first asked for.
 
     Args:
         parent: the lists of its GPU, for a MIG instance: some drivers give its rows only there, with its ids.
-        kinds: which lists are read at once; :meth:`read` adds others.
+        kinds: which lists are read; :meth:`read` adds others.
     """
 
     def __init__(
@@ -171,10 +172,9 @@ class _Lists:
         self._session = session
         self._handle = handle
         self._parent = parent
+        self._kinds = kinds
         self._rows: dict[str, list[ProcessRow]] = {}
         self._fault: Fault | None = None
-        for kind in kinds:
-            self.read(kind)
 
     def read(self, kind: str) -> None:
         """Read one more list, unless it is there already, or one has failed before."""
@@ -199,6 +199,8 @@ class _Lists:
 
     def fields(self) -> dict[str, Any]:
         """What they say, as fields of a Gpu."""
+        for kind in self._kinds:
+            self.read(kind)
         rows = [(kind, row) for kind, listed in self._rows.items() for row in listed]
         fault = self._fault
         if self._parent is not None and self._parent._fault is None and (fault is None or fault.absent):

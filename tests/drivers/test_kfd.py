@@ -7,12 +7,13 @@ import random
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.kfd_host import GIB, KfdHost
 
 from safe_gpu.devices import Gpu, GpuProcess, GpuRequest
-from safe_gpu.drivers import kfd_nodes, open_driver
+from safe_gpu.drivers import kfd, kfd_nodes, kfd_processes, open_driver
 from safe_gpu.drivers.kfd import KfdDriver
 from safe_gpu.errors import NoDriverError, SafeGpuError
 from safe_gpu.selection.verdicts import judge
@@ -88,6 +89,19 @@ def test_only_values_put_a_process_on_a_gpu(three: KfdHost) -> None:
     listed = [gpu.processes for gpu in gpus()]
     assert listed == [(), (GpuProcess(HIDDEN, memory_used=512 << 20),), ()]
     assert free() == [0, 2]
+
+
+def test_the_memory_of_a_process_that_starts_meanwhile_is_not_that_of_nobody(
+    three: KfdHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def and_then_it_starts(*args: Any) -> Any:
+        answered = kfd_processes.processes(*args)
+        (three.pci / "0000:23:00.0/mem_info_vram_used").write_text(f"{1 << 30}\n")
+        three.process(HIDDEN, vram_22=1 << 30)
+        return answered
+
+    monkeypatch.setattr(kfd, "processes", and_then_it_starts)
+    assert [gpu.unexplained_memory for gpu in gpus()] == [10 << 20] * 3
 
 
 def test_a_queue_puts_a_process_on_a_gpu(three: KfdHost) -> None:

@@ -10,7 +10,9 @@ import pytest
 
 from safe_gpu.devices import Gpu, GpuRequest, HostSnapshot, ProcessKind
 from safe_gpu.drivers import nvml
+from safe_gpu.drivers.nvml_session import Session
 from safe_gpu.errors import NoDriverError
+from safe_gpu.selection.occupancy import NOT_YET, SHOWN, presence
 from safe_gpu.selection.verdicts import judge
 
 INVALID_ARGUMENT, TIMEOUT, GPU_IS_LOST, RESET_REQUIRED, UNINITIALIZED, UNKNOWN = 2, 10, 15, 16, 1, 999
@@ -44,6 +46,23 @@ def test_it_asks_about_these_gpus_only(host: Any, driver: nvml.NvmlDriver) -> No
     calls = host.calls()
     assert len(calls) == 2 * 4
     assert calls.count("nvmlDeviceGetUUID") == 2
+
+
+@pytest.mark.parametrize(("question", "shown"), [("memory", SHOWN), ("processes", NOT_YET)])
+def test_the_memory_of_a_process_that_starts_meanwhile_is_not_that_of_nobody(
+    question: str, shown: str, host: Any, driver: nvml.NvmlDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (before,) = driver.snapshot().gpus[:1]
+    answer = getattr(Session, question)
+
+    def and_then_it_starts(*args: Any) -> Any:
+        answered = answer(*args)
+        host.process(host.uuids[0], HIDDEN, 1 << 30, static=True)
+        return answered
+
+    monkeypatch.setattr(Session, question, and_then_it_starts)
+    assert presence(before, driver.usage((before,))[0], {HIDDEN}) == shown
+    assert presence(before, driver.usage((before,))[0], {HIDDEN}) == SHOWN
 
 
 def test_every_kind_of_process_that_computes(host: Any, driver: nvml.NvmlDriver) -> None:

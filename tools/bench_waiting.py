@@ -117,14 +117,20 @@ def all_held(number: int = GPUS) -> Iterator[None]:
 
 
 def warm_up() -> None:
-    """Import all modules in this process before it forks, also those for waiting."""
+    """Import all modules in this process before it forks, also those for waiting behind others."""
     import safe_gpu
+    from safe_gpu.coordination.files import state_dir_path
 
     with all_held():
+        ahead = Worker(lambda line: safe_gpu.claim_gpus(timeout=60, affinity=None))
+        while not waiting(Path(state_dir_path(), "queue")):
+            time.sleep(0.001)
         try:
             safe_gpu.claim_gpus(timeout=0.05, affinity=None)
         except safe_gpu.ClaimTimeout:
             pass
+    os.waitpid(ahead.pid, 0)
+    ahead.line.close()
     safe_gpu.claim_gpus(affinity=None)
     safe_gpu.release_gpus()
 

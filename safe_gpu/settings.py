@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable, Mapping
 
 from .errors import UnsatisfiableRequestError
+from .procfs import printable_lines
 
 __all__ = [
     "CHOICES",
@@ -96,7 +97,7 @@ def ignores_fence(environ: Mapping[str, str]) -> bool:
 
 
 def doubts(environ: Mapping[str, str]) -> list[str]:
-    """Warnings about settings that are probably mistakes, one sentence each. Every claim logs them."""
+    """Warnings about settings that are probably mistakes, one sentence each, printable. Every claim logs them."""
     found = []
     for name, meant in unknown(environ).items():
         hint = f": did you mean {meant}?" if meant else ""
@@ -110,7 +111,7 @@ def doubts(environ: Mapping[str, str]) -> list[str]:
                 f"SAFE_GPU_DRIVER={driver}: these GPUs are simulated, and this host has a real {maker} driver whose "
                 "GPUs are not claimed this way; unset SAFE_GPU_DRIVER to claim them"
             )
-    return found
+    return [printable_lines(one) for one in found]
 
 
 _PATHS = ("SAFE_GPU_DIR", "SAFE_GPU_FSROOT", "SAFE_GPU_SIMULATED_DIR")

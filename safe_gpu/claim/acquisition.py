@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from ..coordination.files import news_of_privacy, state_dir_path
 from ..coordination.signals import tidy_on_signals
+from ..procfs import printable_lines
 from ..selection.possible import check_possible
 from .decision import POLL, REFUSE, SLEEP, TAKE, Decision, Patience, decide
 from .line import Line
@@ -50,7 +51,7 @@ def acquire(view: HostView, terms: Terms, claim: Claim) -> None:
     claim.note()
     private = news_of_privacy()
     if private:
-        terms.logger.warning("the state directory %s %s", state_dir_path(), private)
+        terms.logger.warning("the state directory %s %s", printable_lines(state_dir_path()), private)
 
 
 def foresee(view: HostView, terms: Terms) -> tuple[Gpu, ...]:

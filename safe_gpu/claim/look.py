@@ -10,6 +10,7 @@ from ..coordination.host_lock import HostLock
 from ..coordination.leases import inner_name, is_empty, probe, try_lease
 from ..coordination.signals import HeldBack
 from ..errors import StateDirError
+from ..procfs import printable_lines
 from ..selection.best import choose
 from .decision import Seen, Spent
 from .nested import check_possible_inside, outer_claim
@@ -112,7 +113,7 @@ class Look:
         terms.logger.warning(
             "SAFE_GPU_SCOPE=%s names no living claim of this user here (it leaks through qsub -V, ssh, sudo and tmux): "
             "ignored",
-            view.scope,
+            printable_lines(view.scope),
         )
         view.scope = ""
         line.abandon(host)

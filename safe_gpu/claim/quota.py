@@ -15,6 +15,7 @@ from ..coordination.files import state_dir_path
 from ..coordination.leases import lease_name
 from ..coordination.ownership import lease_owners
 from ..errors import UnsatisfiableRequestError
+from ..procfs import printable_lines
 from ..text import format_age, plural
 from .decision import Spent
 
@@ -125,7 +126,7 @@ def quota_of(path: str, warn: object) -> Quota | None:
     """
     rules, doubt = policy.read(path)
     if doubt:
-        warn("%s", doubt)  # type: ignore[operator]
+        warn("%s", printable_lines(doubt))  # type: ignore[operator]
     return None if rules is None else Quota(rules, policy.limits_of_this_user(rules))
 
 

@@ -12,6 +12,7 @@ from .. import settings
 from ..coordination.host_lock import MINIMUM_PATIENCE
 from ..devices import GpuRequest, HostSnapshot
 from ..errors import PlaceholderError, UnsatisfiableRequestError
+from ..procfs import printable_lines
 from ..runtimes.visible_devices import render
 from ..schedulers import JobContext, current
 from ..selection.request import parse_request
@@ -186,7 +187,7 @@ def under_policy(terms: Terms) -> Terms:
     path = settings.policy_file(os.environ)
     if not os.path.lexists(path):
         if os.environ.get("SAFE_GPU_POLICY"):
-            terms.logger.warning("SAFE_GPU_POLICY=%s does not exist: nothing is limited", path)
+            terms.logger.warning("SAFE_GPU_POLICY=%s does not exist: nothing is limited", printable_lines(path))
         return terms
     from .quota import quota_of
 

@@ -28,6 +28,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def _policy(options: argparse.Namespace) -> int:
     from .. import settings
     from ..policy import Limits, limits_of_this_user, read
+    from ..procfs import printable_lines
 
     path = settings.policy_file(os.environ)
     rules, ignored = read(path)
@@ -40,9 +41,10 @@ def _policy(options: argparse.Namespace) -> int:
 
         print(json.dumps(_facts(limits, held), indent=2))
     elif rules is None:
+        path = printable_lines(path)
         print(f"{path} is ignored: nothing is limited" if ignored else f"There is no {path}: nothing is limited")
     else:
-        print("\n".join(_lines(limits, held)))
+        print(printable_lines("\n".join(_lines(limits, held))))
     return 0
 
 

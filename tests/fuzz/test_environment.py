@@ -64,6 +64,13 @@ ENVIRONMENTS = st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=5)
 DIGITS = "9" * 5000
 
 
+def assert_logged_safely(caplog: pytest.LogCaptureFixture) -> None:
+    """Whether a terminal can show what was logged since the last call; Python shows warnings on stderr."""
+    for message in caplog.messages:
+        assert_shown_safely(message, own=True)
+    caplog.clear()
+
+
 @examples(150)
 @given(st.dictionaries(st.sampled_from([*JOBS, *RANKS]), VALUES, max_size=6))
 @example({"PBS_JOBID": DIGITS})
@@ -88,7 +95,7 @@ def test_jobs_and_ranks(environ: dict[str, str]) -> None:
 
 @pytest.mark.parametrize("visible", ["CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "SAFE_GPU_TIMEOUT"])
 def test_a_claim_in_such_an_environment(
-    visible: str, monkeypatch: pytest.MonkeyPatch, ground: Any, capsys: Any
+    visible: str, monkeypatch: pytest.MonkeyPatch, ground: Any, capsys: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It ends well or with an error of ours, and leaves no lease, whatever the variables say."""
 
@@ -100,6 +107,7 @@ def test_a_claim_in_such_an_environment(
     @example({"SAFE_GPU_UNEXPLAINED_MEMORY": DIGITS}, "0")
     @example({"SAFE_GPU_UNEXPLAINED_MEMORY": "1e9999GiB"}, "0")
     @example({"SAFE_GPU_SCOPE": TRICK}, "0")
+    @example({"SAFE_GPU_FSROOT": f"/{TRICK}"}, "0")
     @example({"SAFE_GPU_SCOPE": "\udcff"}, "0")
     @example({"SAFE_GPU_BOUND": TRICK, "SAFE_GPU_EXPECT": "\udcff", "SAFE_GPU_RAY_WORKER": "x"}, "0")
     @example({"SLURM_JOB_ID": "1", "SLURM_JOB_END_TIME": "9" * 18}, "0")
@@ -118,6 +126,7 @@ def test_a_claim_in_such_an_environment(
             set_before = dict(os.environ)
             with bounded(), refusing():
                 safe_gpu.GPUOwner(1, safe_gpu.NoPlaceholder(), affinity=None, timeout=0).release_gpus()
+            assert_logged_safely(caplog)
             assert {name: os.environ.get(name) for name in set_before} == set_before
             for arguments in (("status",), ("status", "--json"), ("policy",), ("wait", "--timeout", "0")):
                 capsys.readouterr()
@@ -132,6 +141,60 @@ def test_a_claim_in_such_an_environment(
         assert ground.leased() == []
 
     attack()
+
+
+PATHS = ("SAFE_GPU_DIR", "SAFE_GPU_SIMULATED_DIR", "SAFE_GPU_POLICY")
+ELSEWHERE = (
+    "", "relative", "./state", "~", "\udcff", TRICK, "/dev/null", "/dev/null/state", "/dev/full", "/proc/self",
+    "/proc/self/fd/0", "/sys/kernel", "/" + "x" * 300, "/dev/null/" + "y/" * 30_000,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("variable", PATHS)
+def test_paths_that_name_anything(
+    variable: str,
+    open_tmp: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    ground: Any,
+    capsys: Any,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """What lies there is not harmed, nothing is left outside, and a claim ends well or with an error of ours."""
+    base = open_tmp / "base"
+    base.mkdir()
+    (empty := open_tmp / "empty").mkdir()
+    (base / "file").write_text("kept")
+    (base / "link").symlink_to(base / "file")
+    (base / "loop").symlink_to(base / "loop")
+    os.mkfifo(base / "pipe")
+    monkeypatch.chdir(empty)
+    below = VALUES.map(lambda text: f"{base}/{text.replace('..', '__')}")
+    there = st.sampled_from([f"{base}{end}" for end in ("", "/file", "/link", "/loop", "/pipe", "/file/x", "//./x/..")])
+
+    @examples(30)
+    @given(there | below | st.sampled_from(ELSEWHERE))
+    @example(f"{base}/{'x/' * 2000}")
+    @example(f"{base}/{'x' * 70_000}")
+    @example(f"{base}/{TRICK}")
+    def attack(path: str) -> None:
+        with monkeypatch.context() as patched:
+            patched.setenv(variable, path)
+            with bounded(), refusing():
+                safe_gpu.GPUOwner(1, safe_gpu.NoPlaceholder(), affinity=None, timeout=0).release_gpus()
+            assert_logged_safely(caplog)
+            for arguments in ("status", "status --json", "policy", "history", "doctor"):
+                capsys.readouterr()
+                with bounded():
+                    code = main(arguments.split())
+                out, err = capsys.readouterr()
+                assert code in (0, 1, 69, 70, 73, 75, 78), (arguments, code, err[:500])
+                for text in (out, err):
+                    assert_shown_safely(text, 200_000, own=True)  # doctor shows the path with each of its findings
+        assert (base / "file").read_text() == "kept"
+        assert os.listdir(empty) == []
+
+    attack()
+    assert ground.leased() == []
 
 
 @pytest.mark.parametrize("codec", ["utf-8", "ascii", "latin-1"])

@@ -14,6 +14,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from support.hostile import LINES, TRICK, assert_plain, assert_shown_safely, bounded, broken_text, examples, refusing
 
+import safe_gpu
 from safe_gpu import policy, procfs
 from safe_gpu.coordination import names
 from safe_gpu.errors import PolicyError
@@ -109,3 +110,25 @@ def test_command_lines_of_others(argument: str, tmp_path: Path) -> None:
     assert_plain(command)
     assert len(command) <= 200
     assert_shown_safely(command)
+
+
+VARIABLES = (b"CUDA_VISIBLE_DEVICES", b"SAFE_GPU_BOUND", b"SAFE_GPU_EXPECT", b"CUDA_DEVICE_ORDER", b"\xff")
+VALUES = st.binary(max_size=80).map(lambda value: value.replace(b"\0", b",")) | st.sampled_from(
+    [b"", b"0", b"-1", DIGITS.encode(), TRICK.encode(), b"0," * 20_000, b"GPU-\xff", b"[[[[", b"x" * 100_000]
+)
+
+
+@examples(25)
+@given(st.dictionaries(st.sampled_from(VARIABLES), VALUES, max_size=3))
+@example({b"CUDA_VISIBLE_DEVICES": TRICK.encode()})
+@example({b"CUDA_VISIBLE_DEVICES": b"0," * 60_000, b"SAFE_GPU_BOUND": DIGITS.encode()})
+@example({b"SAFE_GPU_BOUND": b"[" * 100_000})
+def test_environments_of_others(ground: object, environment: dict[bytes, bytes]) -> None:
+    with subprocess.Popen(["/bin/cat"], env=environment, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL) as process:
+        for gpu in (None, 0):
+            with bounded(), refusing():
+                report = safe_gpu.placement(process.pid, ordinal=gpu)
+                assert_shown_safely(str(report), own=True)
+                assert_plain(report.as_dict())
+        assert process.stdin is not None
+        process.stdin.close()

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Kills or interrupts a process before and after each system call of a claim, and checks what is left.
 
-    tools/crash_points.py                       every point; an hour
+    tools/crash_points.py                       every point; an hour, and how many were visited each minute
     tools/crash_points.py --sample 100          some of them, by a seed that is printed
 
 An interrupt is a Python exception from a signal handler. After each crash no GPU is booked twice, none is lost, the
@@ -19,7 +19,7 @@ import random
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
 from crash_checks import HOW, Outcome, Point, crash
@@ -29,6 +29,7 @@ from crash_trace import refusal
 from crash_wounds import WOUNDS
 
 _SKIPPED = 77
+_REPORT_INTERVAL = 60.0  # seconds
 _PATIENCE, _SHORT_PATIENCE = 15.0, 2.0  # how long anything may take before it counts as hung, seconds
 
 
@@ -121,8 +122,12 @@ def _crash_all(stage: Stage, args: argparse.Namespace) -> int:
     return 1 if bad else 0
 
 
-def _visit(stage: Stage, points: Iterable[Point], args: argparse.Namespace, outcomes: list[Outcome]) -> None:
+def _visit(stage: Stage, points: Sequence[Point], args: argparse.Namespace, outcomes: list[Outcome]) -> None:
+    due = time.monotonic() + _REPORT_INTERVAL
     for point in points:
+        if time.monotonic() >= due:
+            due += _REPORT_INTERVAL
+            print(f"{len(outcomes)} of {len(points)} points", file=sys.stderr, flush=True)
         outcome = crash(stage, point, WOUNDS.get(args.wound))
         outcomes.append(outcome)
         for violation in outcome.violations:

@@ -129,11 +129,17 @@ class ReleaseForked(Release):
 
     def prepare(self, line: Connection) -> None:
         super().prepare(line)
+        theirs, ours = os.pipe()
         self.child = os.fork()
         if self.child == 0:
             line.close()
+            os.close(theirs)
+            os.close(ours)
             time.sleep(120)
             os._exit(0)
+        os.close(ours)
+        os.read(theirs, 1)  # its end: the child has closed what no child keeps
+        os.close(theirs)
 
 
 class Nested(Scene):

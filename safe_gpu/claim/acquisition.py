@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from ..coordination.files import news_of_privacy, state_dir_path
 from ..coordination.signals import tidy_on_signals
+from ..errors import UnsatisfiableRequestError
 from ..procfs import printable_lines
 from ..selection.possible import check_possible
 from .decision import POLL, REFUSE, SLEEP, TAKE, Decision, Patience, decide
@@ -80,7 +81,7 @@ class _Search:
         self._limited = False
 
     def settle(self, claim: Claim | None) -> tuple[Gpu, ...]:
-        check_possible(self._view.snapshot, self._terms.request, self._view.fence, rules=self._view.rules)
+        self._check_possible()
         self._limit()
         self._terms.logger.info("acquiring lock")
         try:
@@ -92,6 +93,17 @@ class _Search:
         except BaseException:
             self._leave()  # again, because an interrupt may have ended the first call
             raise
+
+    def _check_possible(self) -> None:
+        view, request = self._view, self._terms.request
+        try:
+            check_possible(view.snapshot, request, view.fence, rules=view.rules)
+        except UnsatisfiableRequestError as err:
+            if view.fence is not None:
+                raise  # this process was given GPUs, and those of another vendor are not among them
+            from .other_vendor import with_way_out
+
+            raise with_way_out(err, request, view.rules) from None
 
     def _take_turns(self, claim: Claim | None) -> tuple[Gpu, ...]:
         while True:

@@ -87,6 +87,40 @@ def test_more_than_one_vendor_has_is_more_than_the_host_has() -> None:
         claim(5)
 
 
+def test_the_vendor_that_would_do_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who leaves the vendor out and wants what only the other one has is told how to ask for it."""
+    hint = r" \(the AMD GPUs of this host would do: vendor='amd'\)$"
+    with pytest.raises(safe_gpu.UnsatisfiableRequestError, match=hint) as caught:
+        claim(model="MI210")
+    assert (caught.value.value, len(caught.value.verdicts)) == (1, 4)
+    assert claim(model="MI210", vendor="amd").release_gpus() is None
+    assert (
+        "(the AMD GPUs of this host would do: --vendor amd)" in command("run", "--model", "mi210", "--", "true").stderr
+    )
+    refused: list[dict[str, Any]] = [{"nb_gpus": 5}, {"model": "H100"}, {"model": "MI210", "vendor": "nvidia"}]
+    for options in refused:
+        with pytest.raises(safe_gpu.UnsatisfiableRequestError) as caught:
+            claim(**options)
+        assert "would do" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "model"),
+    [
+        ("SAFE_GPU_DRIVER", "simulated:dgx-a100", "MI210"),
+        ("CUDA_VISIBLE_DEVICES", "0", "MI210"),
+        ("ROCR_VISIBLE_DEVICES", UUIDS["amd"][0], "A100"),
+    ],
+)
+def test_no_vendor_is_named_that_this_process_was_not_given(
+    name: str, value: str, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(safe_gpu.UnsatisfiableRequestError) as caught:
+        claim(model=model)
+    assert "would do" not in str(caught.value)
+
+
 @pytest.mark.parametrize("vendor", ["intel", "", "nvidia,amd", 1, ["amd"]])
 def test_a_wrong_vendor(vendor: Any) -> None:
     with pytest.raises(safe_gpu.UnsatisfiableRequestError, match="choose 'nvidia' or 'amd'") as caught:

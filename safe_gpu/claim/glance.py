@@ -37,8 +37,8 @@ def certain_to_wait(view: HostView, line: Line) -> Ahead | None:
     waits = False
     try:
         with StateDir(state_dir_path()) as root, StateDir("leases", root) as leases:
-            free = {uuid for uuid in view.unoccupied if is_empty(leases, view.lease_name(uuid))}
             leased = {gpu.uuid for gpu in view.usable if not is_empty(leases, view.lease_name(gpu.uuid))}
+        free = view.unoccupied.keys() - leased
         demand = waiter.demand._replace(hold_for=line.hold_for())
         waits = _is_there(view, nearest.ticket, leased | view.unoccupied.keys()) and (
             len(free) < demand.nb_gpus or _is_closed(view, demand, nearest.ticket, first, free)

@@ -71,7 +71,7 @@ class Look:
         if terms.quota is not None:
             terms.quota.prepare()
         view.prepare()
-        urgent = line.queued
+        urgent = line.queued  # a newcomer is not, even if it joins before it looks
         at_once = may_wait and line.is_new and not view.scope and terms.quota is None
         if at_once and self._joins_to_wait(view, line, terms):
             return

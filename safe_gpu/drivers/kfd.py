@@ -115,7 +115,7 @@ def _version(files: Tree) -> str:
 
 
 def _gpus(files: Tree, found: tuple[Device, ...]) -> Iterable[Gpu]:
-    # Before the processes: the memory of one that starts in between would be that of no visible process.
+    # Read before the processes, or the memory of one that starts in between would belong to no visible process.
     counters = {device.pci: files.number(f"{device.pci}/mem_info_vram_used") for device in found if not device.broken}
     used = processes(files, [device.node.gpu_id for device in found if device.node.gpu_id])
     uses = {gpu_id: use._replace(processes=resolved(use.processes, device="kfd")) for gpu_id, use in used.items()}

@@ -110,7 +110,7 @@ def _mig_is_on(session: Session, handle: Any, uuid: str, without_mig: set[str]) 
 
 
 def _with_usage(session: Session, handle: Any, gpu: Gpu, lists: _Lists, known: dict[str, Any]) -> Gpu:
-    # Before the lists: the memory of a process that starts in between would be that of no visible process.
+    # Read before the lists, or the memory of a process that starts in between would belong to no visible process.
     memory = session.memory(handle)
     gpu = replace(
         gpu,

@@ -87,16 +87,15 @@ def test_more_than_one_vendor_has_is_more_than_the_host_has() -> None:
         claim(5)
 
 
-def test_the_vendor_that_would_do_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_vendor_that_would_do_is_named() -> None:
     """Who leaves the vendor out and wants what only the other one has is told how to ask for it."""
     hint = r" \(the AMD GPUs of this host would do: vendor='amd'\)$"
     with pytest.raises(safe_gpu.UnsatisfiableRequestError, match=hint) as caught:
         claim(model="MI210")
     assert (caught.value.value, len(caught.value.verdicts)) == (1, 4)
     assert claim(model="MI210", vendor="amd").release_gpus() is None
-    assert (
-        "(the AMD GPUs of this host would do: --vendor amd)" in command("run", "--model", "mi210", "--", "true").stderr
-    )
+    child = command("run", "--model", "mi210", "--", "true")
+    assert "(the AMD GPUs of this host would do: --vendor amd)" in child.stderr
     refused: list[dict[str, Any]] = [{"nb_gpus": 5}, {"model": "H100"}, {"model": "MI210", "vendor": "nvidia"}]
     for options in refused:
         with pytest.raises(safe_gpu.UnsatisfiableRequestError) as caught:

@@ -130,5 +130,3 @@ def test_environments_of_others(ground: object, environment: dict[bytes, bytes])
                 report = safe_gpu.placement(process.pid, ordinal=gpu)
                 assert_shown_safely(str(report), own=True)
                 assert_plain(report.as_dict())
-        assert process.stdin is not None
-        process.stdin.close()

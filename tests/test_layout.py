@@ -32,7 +32,7 @@ FLOORS: tuple[frozenset[str], ...] = (
 )
 FLOOR = {room: len(FLOORS) - number for number, rooms in enumerate(FLOORS) for room in rooms}
 
-MOST_LINES = 400
+MOST_LINES = 700
 
 
 def module_of(path: Path) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-from safe_gpu.coordination import directories, host_lock, leases, queue, signals
+from safe_gpu.coordination import files, host_lock, leases, queue, signals
 
 __all__ = ["WOUNDS"]
 
@@ -31,12 +31,11 @@ def _handlers_not_held_back() -> None:
 def _unfinished_directories() -> None:
     """Directories have their names before they have their modes."""
 
-    def make(name: str, path: str, parent: int | None) -> bool:
+    def make(name: str, path: str, parent: int | None) -> None:
         os.mkdir(name, 0o700, dir_fd=parent)
         os.chmod(name, 0o1777, dir_fd=parent)
-        return True
 
-    directories.make = make
+    files.make_directory = make
 
 
 WOUNDS: dict[str, Callable[[], None]] = {

@@ -10,7 +10,7 @@ import math
 import time
 from typing import TYPE_CHECKING
 
-from ..coordination.files import news_of_privacy, state_dir_path
+from ..coordination.files import doubts, state_dir_path
 from ..coordination.signals import tidy_on_signals
 from ..errors import UnsatisfiableRequestError
 from ..procfs import printable_lines
@@ -50,9 +50,8 @@ def acquire(view: HostView, terms: Terms, claim: Claim) -> None:
         terms.logger.info("Running on a machine with single GPU used for actual display")
     _Search(view, terms).settle(claim)
     claim.note()
-    private = news_of_privacy()
-    if private:
-        terms.logger.warning("the state directory %s %s", printable_lines(state_dir_path()), private)
+    for doubt in doubts():
+        terms.logger.warning("the state directory %s %s", printable_lines(state_dir_path()), doubt)
 
 
 def foresee(view: HostView, terms: Terms) -> tuple[Gpu, ...]:
@@ -121,8 +120,6 @@ class _Search:
     def _next_turn(self, claim: Claim | None) -> tuple[Gpu, ...]:
         """Look and wait until there are enough GPUs; the only loop that waits for them."""
         while True:
-            if self._may_wait():
-                self._line.prepare()
             self._look = look = Look()  # stored before it holds a ticket, so that _leave closes it after an interrupt
             look.take(self._view, self._line, claim, self._terms, may_wait=self._may_wait())
             self._limit()

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from ..coordination.files import state_dir_path
+from ..coordination.files import StateDir, state_dir_path
+from ..coordination.signals import HeldBack
 from .nested import end_of_outer
 
 if TYPE_CHECKING:
     from ..coordination.host_lock import LockedHost
     from ..coordination.queue import Waiter
+    from ..coordination.tickets import Listing
     from .hold_for import Hold
     from .host_view import HostView
     from .quota import Quota
@@ -24,6 +26,7 @@ class Line:
 
     def __init__(self, view: HostView, hold: Hold, quota: Quota | None = None) -> None:
         self.waiter: Waiter | None = None
+        self._listed: Listing | None = None
         self._view = view
         self._hold = hold
         self._quota = quota
@@ -37,7 +40,7 @@ class Line:
             view = self._view
             stems = (f"{gpu.uuid}.inner" if view.outer else gpu.uuid for gpu in view.usable)
             demand = Demand(view.request.nb_gpus, frozenset(stems), view.request.min_memory, self.hold_for())
-            self.waiter = Waiter(demand)
+            self.waiter = Waiter(demand, self._listing())
         return self.waiter
 
     def hold_for(self) -> float | None:
@@ -50,22 +53,24 @@ class Line:
         return hold_within(seconds, self._quota.limits, said=self._hold.said)
 
     def prepare(self) -> None:
-        """Prepare a ticket before host.lock is taken, if others wait already and this claim will probably wait too.
+        """List those who wait before host.lock is taken, for others wait meanwhile."""
+        if self.waiter is not None and self.waiter.queued:
+            return
+        with (
+            HeldBack(),
+            suppress(FileNotFoundError),
+            StateDir(state_dir_path(), make=False) as root,
+            StateDir("queue", root, make=False) as queue,
+        ):
+            if not queue.is_empty():
+                self._listing().update(queue)
 
-        Nothing is prepared inside another claim, because which GPUs it competes for is known only under host.lock.
-        """
-        if self.waiter is None and not self._view.scope and _somebody_waits():
-            self.stand().prepare()
+    def _listing(self) -> Listing:
+        if self._listed is None:
+            from ..coordination.tickets import Listing
 
-    @property
-    def is_new(self) -> bool:
-        """Whether others were waiting when this claim came, and it has no ticket yet."""
-        return self.waiter is not None and not self.waiter.queued
-
-    @property
-    def queued(self) -> bool:
-        """Whether this claim holds a ticket."""
-        return self.waiter is not None and self.waiter.queued
+            self._listed = Listing()
+        return self._listed
 
     @property
     def position(self) -> int:
@@ -86,11 +91,3 @@ class Line:
         """Remove the ticket. Safe to call twice."""
         if self.waiter is not None:
             self.waiter.leave()
-
-
-def _somebody_waits() -> bool:
-    try:
-        with os.scandir(f"{state_dir_path()}/queue") as entries:
-            return next(entries, None) is not None
-    except OSError:
-        return False  # the same error is raised later, when the queue is read under host.lock

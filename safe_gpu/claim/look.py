@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 from ..coordination import names
 from ..coordination.host_lock import HostLock
-from ..coordination.leases import inner_name, is_empty, probe, try_lease
-from ..coordination.signals import HeldBack
+from ..coordination.leases import fault_name, inner_name, is_empty, names_of, probe, try_lease
 from ..errors import StateDirError
 from ..procfs import printable_lines
 from ..selection.best import choose
@@ -71,14 +70,11 @@ class Look:
         if terms.quota is not None:
             terms.quota.prepare()
         view.prepare()
-        urgent = line.queued  # a newcomer is not, even if it joins before it looks
-        at_once = may_wait and line.is_new and not view.scope and terms.quota is None
-        if at_once and self._joins_to_wait(view, line, terms):
-            return
-        with HostLock(terms.lock_deadline, urgent=urgent) as host:
+        line.prepare()
+        with HostLock(terms.lock_deadline) as host:
             if view.scope:
                 self._enter_scope(host, view, line, terms)
-            if line.waiter is None and host.queue.names():
+            if line.waiter is None and not host.queue.is_empty():
                 line.stand()
             trouble = self._try(host, view, line, claim, terms)
             if not self.chosen and may_wait:
@@ -89,19 +85,6 @@ class Look:
                 "with another state directory or a private /tmp do not see the claim",
                 trouble,
             )
-
-    def _joins_to_wait(self, view: HostView, line: Line, terms: Terms) -> bool:
-        """Join those who wait, and find out by a glance whether this claim has to; if not, it looks."""
-        from .glance import certain_to_wait
-
-        with HostLock(terms.lock_deadline) as host:
-            line.stand().join(host)
-        with HeldBack():
-            self.ahead = certain_to_wait(view, line)
-        if self.ahead is None:
-            return False
-        self.seen = Seen(behind=True)
-        return True
 
     def _enter_scope(self, host: LockedHost, view: HostView, line: Line, terms: Terms) -> None:
         """Limit the view to the GPUs of the outer claim, or ignore a scope of which no claim exists any more."""
@@ -122,6 +105,7 @@ class Look:
         """Returns why names could not be bound, where that was so for another reason than another's claim."""
         if claim is not None:
             claim.inner = bool(view.outer)
+        host.leases.names_of_host = names_of(gpu.uuid for gpu in view.snapshot.gpus)
         leases = _Leases(host, view, claim)
         if terms.quota is not None and not view.outer:
             leases.holdings = terms.quota.holdings(host, view.snapshot.gpus, leases.held)
@@ -340,8 +324,8 @@ class _Leases:
 
 
 def _faults(leases: StateDir, uuids: Iterable[str]) -> tuple[Mapping[str, Fault], Collection[str]]:
-    """The notes on these GPUs, and which of them are taken last. Almost always there is no note on the host."""
-    if not any(name.endswith(".fault") for name in leases.names()):
+    """The notes on these GPUs, and which of them are taken last. Almost always there is none."""
+    if not any(leases.has(fault_name(uuid)) for uuid in uuids):
         return {}, ()
     import time
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from .. import policy
-from ..coordination.files import state_dir_path
+from ..coordination.files import StateDir, state_dir_path
 from ..coordination.leases import lease_name
 from ..coordination.ownership import lease_owners
 from ..errors import UnsatisfiableRequestError
@@ -48,16 +49,16 @@ class Quota:
     def prepare(self) -> None:
         """Resolve the limits of the users who wait. Call it while host.lock is not held, before each look."""
         self.unresolved = False
-        queue = f"{state_dir_path()}/queue"
-        try:
-            if not self._rules.limits_gpus or not os.listdir(queue):
-                return
-        except OSError:
-            return  # there is none yet, or the same error is raised later, under host.lock
-        from ..coordination.tickets import ticket_owners
+        if not self._rules.limits_gpus:
+            return
+        with suppress(FileNotFoundError), StateDir(state_dir_path(), make=False) as root:
+            with StateDir("queue", root, make=False) as queue:
+                if queue.is_empty():
+                    return
+                from ..coordination.tickets import ticket_owners
 
-        for uid in ticket_owners(queue):
-            if uid not in self._most:
+                owners = ticket_owners(queue)
+            for uid in owners.difference(self._most):
                 self._most[uid] = policy.limits_of_user(self._rules, uid).max_gpus
 
     def holdings(self, host: LockedHost, gpus: Iterable[Gpu], tried: Mapping[str, Lease]) -> Holdings:

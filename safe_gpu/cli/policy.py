@@ -50,16 +50,15 @@ def _policy(options: argparse.Namespace) -> int:
 
 def _held() -> int | None:
     """How many GPUs this user holds here; None if the state directory cannot be read."""
-    from ..coordination.files import state_dir_path
     from ..coordination.host_lock import MINIMUM_PATIENCE, HostLock
     from ..coordination.ownership import lease_owners
     from ..errors import SafeGpuError
 
     try:
-        if not os.path.isdir(f"{state_dir_path()}/leases"):
-            return 0
-        with HostLock(time.monotonic() + MINIMUM_PATIENCE) as host:
+        with HostLock(time.monotonic() + MINIMUM_PATIENCE, make=False) as host:
             return sum(os.geteuid() in uids for uids in lease_owners(host).values())
+    except FileNotFoundError:
+        return 0
     except SafeGpuError as err:
         say(f"warning: {err}")
         return None

@@ -12,8 +12,8 @@ from .names import digest
 
 __all__ = ["claim_around", "gpus_of_scope"]
 
-# More files than this are not looked at, because everybody can create some.
-_MOST_FILES = 2048
+# More leases than this are not looked at, because everybody can create some.
+_MOST_LEASES = 512
 
 
 def claim_around(records: Iterable[LeaseRecord], scope: str) -> LeaseRecord | None:
@@ -36,26 +36,24 @@ def gpus_of_scope(scope: str) -> tuple[str, ...]:
     Empty if there is no such claim, and if the leases cannot be read.
     """
     import time
+    from itertools import islice
 
-    from .files import state_dir_path
+    from .files import LeaseDir, StateDir, state_dir_path
     from .host_lock import MINIMUM_PATIENCE, HostLock
-    from .leases import probe, read_record
+    from .leases import is_empty, may_be_held, read_record
     from .ownership import leases_of_this_user
 
-    path = state_dir_path()
-    if not scope or not os.path.isdir(f"{path}/leases"):
+    if not scope:
         return ()
     secret = digest(scope)
     try:
-        with HostLock(time.monotonic() + MINIMUM_PATIENCE, path) as host:
-            found = {}
-            for name in host.leases.names()[:_MOST_FILES]:
-                if name.endswith(".inner.lock") or not name.endswith(".lock"):
-                    continue
-                record = read_record(host.leases, name)
-                if record is not None and record.token == secret and probe(host, name):
-                    found[name] = record
-            ours = leases_of_this_user(host.leases, {name: record.uid for name, record in found.items()})
+        with StateDir(state_dir_path(), make=False) as root, LeaseDir("leases", root, make=False) as leases:
+            files = (name for name in leases.names() if name.endswith(".lock") and not name.endswith(".inner.lock"))
+            records = ((name, read_record(leases, name)) for name in files if not is_empty(leases, name))
+            carriers = {name: record.uid for name, record in records if record is not None and record.token == secret}
+        with HostLock(time.monotonic() + MINIMUM_PATIENCE, make=False) as host:
+            held = {name: uid for name, uid in islice(carriers.items(), _MOST_LEASES) if may_be_held(host, name)}
+            ours = leases_of_this_user(host.leases, held)
     except (LockTimeout, StateDirError, OSError):
         return ()  # the claim itself meets the same error
     return tuple(sorted(name.removesuffix(".lock") for name in ours))

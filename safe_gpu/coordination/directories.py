@@ -1,4 +1,4 @@
-"""Directories that everyone may use appear finished, with mode 1777: loaded only where one is missing or closed."""
+"""Directories that everyone may use appear finished, with mode 1777."""
 
 from __future__ import annotations
 
@@ -6,42 +6,43 @@ import errno
 import os
 import stat
 import time
+from contextlib import suppress
 
 from ..errors import StateDirError
 
-__all__ = ["NO_RENAME", "make", "rename_new", "unusable"]
+__all__ = ["DIR_MODE", "NO_RENAME", "OPEN_DIR", "PARTS", "make_directory", "open_to_all", "rename_new", "unusable"]
 
-_MODE = 0o1777
+PARTS = ("leases", "queue", "history")
+"""The directories in the state directory."""
+
+# O_NONBLOCK: the owner of a file may hold a file lease on it (F_SETLEASE), and then open(2) blocks for 45 seconds.
+OPEN_DIR = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+DIR_MODE = 0o1777
+
 _RENAME_NOREPLACE = 1
 
 # What a kernel, a file system or a seccomp filter answers that has no renameat2, or not this flag.
 NO_RENAME = (errno.ENOSYS, errno.EINVAL, errno.EPERM, errno.EOPNOTSUPP)
 
 
-def make(name: str, path: str, parent: int | None) -> bool:
-    """Make a directory of mode 1777, whatever the umask.
+def make_directory(name: str, path: str, parent: int | None) -> None:
+    """Make a directory of mode 1777, whatever the umask, unless another process is faster.
 
     It is made under another name, which begins with a dot, and renamed when it is ready. A process that is killed here
-    leaves nothing with the final name that others cannot use. Where renaming without replacing is not to be had, the
-    directory is made by mkdir and the caller sets its mode.
+    leaves nothing with the final name that others cannot use. Its mode is set through a descriptor: the owner of the
+    directory above may replace names there, and a link in the place of the new directory is not followed.
 
     Args:
         name: absolute, or below ``parent``, which is the descriptor of a directory.
         path: the same as an absolute path, for messages.
 
-    Returns:
-        Whether it was made; False where another process was faster.
-
     Raises:
         StateDirError: no room, a read-only file system, a parent that is missing or closed.
     """
     try:
-        made = _make_finished(name, parent)
-        if made is None:
-            os.mkdir(name, 0o777, dir_fd=parent)
-            made = True
+        _make_finished(name, parent)
     except FileExistsError:
-        return False
+        pass
     except OSError as err:
         if err.errno == errno.ENOENT and not os.path.isdir(os.path.dirname(path)):
             what = f"{os.path.dirname(path)} does not exist: create it"
@@ -50,29 +51,54 @@ def make(name: str, path: str, parent: int | None) -> bool:
         else:
             what = f"{path} cannot be created ({err.strerror}): make it with mode 1777"
         raise StateDirError(f"{what}, or set SAFE_GPU_DIR to another directory", path=path, errno=err.errno) from err
-    return made
 
 
-def _make_finished(name: str, parent: int | None) -> bool | None:
-    """True where it was made, False where the name is taken, None where it cannot be renamed into place."""
+def open_to_all(fd: int) -> bool:
+    """Give an open directory mode 1777. Returns False for one that is not ours or holds something, and is left alone:
+    somebody may have pointed SAFE_GPU_DIR at a home, or put another directory in the place of the one just made."""
+    if os.fstat(fd).st_uid != os.geteuid() or os.listdir(fd):
+        return False
+    os.fchmod(fd, DIR_MODE)
+    return True
+
+
+def _make_finished(name: str, parent: int | None) -> None:
     above, _, last = name.rpartition("/")
     temporary = f"{above}/" if above or name.startswith("/") else ""
     temporary += f".{last}.{os.getpid()}.{time.monotonic_ns():x}"
     os.mkdir(temporary, 0o700, dir_fd=parent)
     try:
-        os.chmod(temporary, _MODE, dir_fd=parent)
+        made = _open_up(temporary, parent)
+        if not os.path.samestat(os.stat(temporary, dir_fd=parent, follow_symlinks=False), made):
+            raise _replaced(temporary)
         failure = rename_new(temporary, name, parent)
-    except BaseException:
-        os.rmdir(temporary, dir_fd=parent)
-        raise
-    if failure == 0:
-        return True
-    os.rmdir(temporary, dir_fd=parent)
-    if failure in NO_RENAME:
-        return None
-    if failure == errno.EEXIST:
-        return False
-    raise OSError(failure, os.strerror(failure))
+        if failure not in (0, *NO_RENAME):
+            raise OSError(failure, os.strerror(failure))
+    finally:
+        with suppress(OSError):  # it was renamed
+            os.rmdir(temporary, dir_fd=parent)
+    if failure:
+        os.mkdir(name, 0o777, dir_fd=parent)
+        _open_up(name, parent)
+
+
+def _open_up(name: str, parent: int | None) -> os.stat_result:
+    """Set the mode of a directory that was just made.
+
+    Raises:
+        PermissionError: another one stands there by now.
+    """
+    fd = os.open(name, OPEN_DIR, dir_fd=parent)
+    try:
+        if not open_to_all(fd):
+            raise _replaced(name)
+        return os.fstat(fd)
+    finally:
+        os.close(fd)
+
+
+def _replaced(name: str) -> PermissionError:
+    return PermissionError(errno.EPERM, "somebody replaced it while it was made", name)
 
 
 def rename_new(source: str, target: str, parent: int | None) -> int:
@@ -90,7 +116,7 @@ def rename_new(source: str, target: str, parent: int | None) -> int:
 
 
 def unusable(name: str, path: str, parent: int | None, err: OSError) -> StateDirError:
-    """Why a directory cannot be opened, and what to do; the arguments are those of :func:`make`."""
+    """Why a directory cannot be opened, and what to do; the arguments are those of :func:`make_directory`."""
     try:
         status = os.stat(name, dir_fd=parent, follow_symlinks=False)
     except OSError:

@@ -14,22 +14,12 @@ from .. import procfs
 from ..devices import Fault
 from .decoding import beginning, moment
 from .files import StateDir, write_all
+from .leases import fault_name
 
-__all__ = ["SUFFIX", "clear_fault", "fault_name", "read_faults", "write_fault"]
-
-SUFFIX = ".fault"
+__all__ = ["clear_fault", "read_faults", "write_fault"]
 
 _MOST_BYTES = 4096
 _MOST_CHARACTERS = 400
-
-
-def fault_name(uuid: str) -> str:
-    """The file with the note on a device.
-
-    >>> fault_name("GPU-12")
-    'GPU-12.fault'
-    """
-    return uuid.replace("/", "_") + SUFFIX
 
 
 def read_faults(leases: StateDir, uuids: Iterable[str]) -> dict[str, Fault]:

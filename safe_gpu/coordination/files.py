@@ -1,8 +1,8 @@
 """The state directory, and files in it that are opened safely although everybody may write there.
 
 The directory is shared by users who do not trust each other's code: it is never a symbolic link, nothing in it is
-followed, and every file is created whole (mode 0666 before it has a name), so that a claim killed at any instant leaves
-nothing that locks others out.
+followed, and every file is created whole (with its mode before it has a name), so that a claim killed at any instant
+leaves nothing that locks others out.
 """
 
 from __future__ import annotations
@@ -11,16 +11,22 @@ import errno
 import os
 import stat
 import time
+from collections.abc import Collection
+from contextlib import suppress
+from typing import TypeVar
 
 from ..errors import StateDirError
+from .directories import DIR_MODE, NO_RENAME, OPEN_DIR, PARTS, make_directory, open_to_all, rename_new, unusable
 
 __all__ = [
     "DEFAULT_DIR",
+    "HOST_LOCK",
     "NETWORK_TYPES",
-    "OPEN_DIR",
+    "LeaseDir",
     "StateDir",
+    "doubts",
     "file_system_type",
-    "news_of_privacy",
+    "look_at_owners",
     "state_dir_path",
     "survive_exec",
     "write_all",
@@ -28,12 +34,14 @@ __all__ = [
 
 DEFAULT_DIR = "/tmp/safe-gpu"
 
+HOST_LOCK = "../host.lock"
+"""host.lock, from one of these:"""
+
 # How long another's first use may take between its mkdir and its chmod.
 _CREATION_PATIENCE = 1.0
 
-# O_NONBLOCK: the owner of a file may hold a file lease on it (F_SETLEASE), and then open(2) blocks for 45 seconds.
-OPEN_DIR = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _OPEN_FILE = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_FILE_MODE = 0o666
 
 NETWORK_TYPES = frozenset(
     "9p acfs afs beegfs ceph cephfs cifs coda davfs fuse.ceph fuse.glusterfs fuse.juicefs fuse.mfs fuse.s3fs "
@@ -59,20 +67,25 @@ def state_dir_path() -> str:
     return os.path.abspath(path)
 
 
+_Dir = TypeVar("_Dir", bound="StateDir")
+
+
 class StateDir:
     """An open shared directory; use it in ``with`` or close it.
 
     Args:
         path: absolute path, or a name below ``parent``.
         parent: an open StateDir that the name is relative to.
+        make: whether it is made where it is missing. Who only looks makes nothing.
 
     Raises:
         StateDirError: a symbolic link, not a directory, not writable, on a network file system, no room.
+        FileNotFoundError: it is missing, and is not to be made.
     """
 
-    def __init__(self, path: str, parent: StateDir | None = None) -> None:
+    def __init__(self, path: str, parent: StateDir | None = None, *, make: bool = True) -> None:
         self.path: str = os.path.join(parent.path, path) if parent else path
-        self.fd: int = _open_shared(path, self.path, parent.fd if parent else None)
+        self.fd: int = _open_shared(path, self.path, parent.fd if parent else None, make=make)
         if parent is None:
             try:
                 _refuse_network(self.fd, self.path)
@@ -80,7 +93,7 @@ class StateDir:
                 self.close()
                 raise
 
-    def __enter__(self) -> StateDir:
+    def __enter__(self: _Dir) -> _Dir:
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -100,20 +113,35 @@ class StateDir:
         """The names in it, in no order."""
         return os.listdir(self.fd)
 
+    def is_empty(self) -> bool:
+        """Whether there is no name in it."""
+        with os.scandir(self.fd) as entries:
+            return next(entries, None) is None
+
+    def has(self, name: str) -> bool:
+        """Whether there is something of this name."""
+        try:
+            os.stat(name, dir_fd=self.fd, follow_symlinks=False)
+        except OSError:
+            return False
+        return True
+
     def open(self, name: str) -> int | None:
         """A descriptor of an existing file, for reading and writing; None where there is no such file.
 
+        Only a file that everybody may write is written. Any other may be somebody's from elsewhere: the owner of this
+        directory may move it here, and where fs.protected_hardlinks is 0, anybody may link it.
+
         Raises:
-            StateDirError: something else in its place (a device or a FIFO is not even opened), a file with several
-                links that not everybody may write, another user's file that is closed to us, a file lease on it
-                (EWOULDBLOCK).
+            StateDirError: something else in its place (a device or a FIFO is not even opened), a file that not all may
+                read and write, a file lease on it (EWOULDBLOCK).
         """
         try:
             status = os.stat(name, dir_fd=self.fd, follow_symlinks=False)
             if stat.S_ISREG(status.st_mode):
                 fd = os.open(name, _OPEN_FILE, dir_fd=self.fd)
                 status = os.fstat(fd)
-                if stat.S_ISREG(status.st_mode) and (status.st_nlink < 2 or _is_writable_by_all(status)):
+                if stat.S_ISREG(status.st_mode) and status.st_mode & _FILE_MODE == _FILE_MODE:
                     return fd
                 os.close(fd)
         except FileNotFoundError:
@@ -123,7 +151,7 @@ class StateDir:
 
             raise under_file_lease(os.path.join(self.path, name), status) from err
         except OSError as err:
-            raise self._error(name, err) from err
+            raise self.error(name, err) from err
         from .refused import of_status
 
         raise of_status(os.path.join(self.path, name), status)
@@ -137,73 +165,66 @@ class StateDir:
             if fd is not None:
                 return fd
 
-    def create(self, name: str, prepared: int | None = None) -> int | None:
-        """A descriptor of a new file with mode 0666, whatever the umask; None where the name is taken.
+    def create(self, name: str, mode: int = _FILE_MODE) -> int | None:
+        """A descriptor of a new, empty file with this mode, whatever the umask; None where the name is taken.
 
         It is made without a name and linked into place, or renamed where all files have one: no one ever sees it with
-        a narrower mode, and a process that is killed here leaves nothing. O_CREAT is never used on a name that may
+        another mode, and a process that is killed here leaves nothing. O_CREAT is never used on a name that may
         exist: in a sticky directory fs.protected_regular refuses that even to root.
-
-        Args:
-            prepared: the file, from :meth:`prepare`, which is closed; None makes an empty one.
         """
         try:
-            unnamed = self.prepare() if prepared is None else prepared
-            if unnamed is None or not self._name(unnamed, name):
-                self._create_renamed(name)
-        except FileExistsError:
+            made = self._link(name, mode) or self._rename(name, mode)
+            fd = os.open(name, _OPEN_FILE, dir_fd=self.fd)  # /proc/PID/fd shows the first descriptor as deleted
+        except (FileExistsError, FileNotFoundError):
             return None
         except OSError as err:
-            raise self._error(name, err) from err
-        return self.open(name)  # /proc/PID/fd shows a descriptor that was there before the name as deleted
+            raise self.error(name, err) from err
+        if os.path.samestat(os.fstat(fd), made):
+            return fd
+        os.close(fd)  # the owner of the directory has put another file there
+        return None
 
-    def prepare(self) -> int | None:
-        """A descriptor of a new, empty file with mode 0666 that has no name yet; None where there is none such.
-
-        Raises:
-            OSError: no room, a read-only file system.
-        """
+    def _link(self, name: str, mode: int) -> os.stat_result | None:
+        """Make it without a name first; None where that is not possible: on this file system, or without /proc."""
         try:
-            fd = os.open(".", os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o666, dir_fd=self.fd)
+            fd = os.open(".", os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, mode, dir_fd=self.fd)
         except OSError as err:
             if err.errno in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT):
                 return None
             raise
         try:
-            os.fchmod(fd, 0o666)
-        except OSError:
-            os.close(fd)
-            raise
-        return fd
-
-    def _name(self, unnamed: int, name: str) -> bool:
-        """Give the file a name and close it; False without /proc, where it can have none."""
-        try:
-            os.link(f"/proc/self/fd/{unnamed}", name, dst_dir_fd=self.fd, follow_symlinks=True)
+            os.fchmod(fd, mode)
+            os.link(f"/proc/self/fd/{fd}", name, dst_dir_fd=self.fd, follow_symlinks=True)
+            return os.fstat(fd)
         except FileNotFoundError:
-            return False
+            return None
         finally:
-            os.close(unnamed)
-        return True
+            os.close(fd)
 
-    def _create_renamed(self, name: str) -> None:
-        from .directories import NO_RENAME, rename_new
+    def _rename(self, name: str, mode: int) -> os.stat_result:
+        if os.geteuid() == 0 != os.fstat(self.fd).st_uid:
+            from .refused import to_root
 
+            raise to_root(self.path, os.fstat(self.fd).st_uid)
         temporary = f".{name}.{os.getpid()}.{time.monotonic_ns():x}"
-        os.close(self._create_exclusively(temporary))
+        made = self._create_exclusively(temporary, mode)
         try:
             failure = rename_new(temporary, name, self.fd)
         finally:
             self.unlink(temporary)  # where it was not renamed
         if failure in NO_RENAME:
-            os.close(self._create_exclusively(name))
-        elif failure:
+            return self._create_exclusively(name, mode)
+        if failure:
             raise OSError(failure, os.strerror(failure))
+        return made
 
-    def _create_exclusively(self, name: str) -> int:
-        fd = os.open(name, _OPEN_FILE | os.O_CREAT | os.O_EXCL, 0o666, dir_fd=self.fd)
-        os.fchmod(fd, 0o666)
-        return fd
+    def _create_exclusively(self, name: str, mode: int) -> os.stat_result:
+        fd = os.open(name, _OPEN_FILE | os.O_CREAT | os.O_EXCL, mode, dir_fd=self.fd)
+        try:
+            os.fchmod(fd, mode)
+            return os.fstat(fd)
+        finally:
+            os.close(fd)
 
     def is_current(self, name: str, fd: int) -> bool:
         """Whether the name still means this open file (a cleaner of /tmp may have unlinked or replaced it)."""
@@ -221,16 +242,50 @@ class StateDir:
             return False
         return True
 
-    def _error(self, name: str, err: OSError) -> StateDirError:
+    def error(self, name: str, err: OSError) -> StateDirError:
+        """Why a file cannot be opened or made."""
         from .refused import of_error
 
         return of_error(os.path.join(self.path, name), err)
 
 
-def _is_writable_by_all(status: os.stat_result) -> bool:
-    """Whether everybody may write a file anyway, so that a second link to it gives nobody's file away. Everybody can
-    make links to files of that mode, those of the state directory among them (fs.protected_hardlinks allows it)."""
-    return stat.S_IMODE(status.st_mode) == 0o666
+class LeaseDir(StateDir):
+    """The directory of the leases, each of which is a file of its own.
+
+    Everybody may link files of mode 0666, so host.lock or another lease may stand in the place of a lease. It would be
+    held for ever, or whenever the other one is.
+
+    Attributes:
+        names_of_host: the leases of this host's GPUs, as far as the caller knows them.
+    """
+
+    names_of_host: Collection[str] = ()
+
+    def open(self, name: str) -> int | None:
+        """As every StateDir's, and a link to host.lock or to another lease is refused too."""
+        fd = super().open(name)
+        if fd is not None and (other := self.twin(name, os.fstat(fd))):
+            os.close(fd)
+            raise self.linked(name, other)
+        return fd
+
+    def linked(self, name: str, other: str) -> StateDirError:
+        """Why a lease is not used that has a twin."""
+        from .refused import linked
+
+        return linked(os.path.join(self.path, name), other)
+
+    def twin(self, name: str, status: os.stat_result | None = None) -> str:
+        """The name of the lock or of the other lease that is the same file, relative to this directory; "" for none."""
+        status = os.stat(name, dir_fd=self.fd, follow_symlinks=False) if status is None else status
+        if status.st_nlink > 1:
+            for other in (HOST_LOCK, *self.names_of_host):
+                with suppress(OSError):
+                    if other != name and os.path.samestat(
+                        os.stat(other, dir_fd=self.fd, follow_symlinks=False), status
+                    ):
+                        return other
+        return ""
 
 
 def write_all(fd: int, data: bytes, path: str) -> None:
@@ -274,32 +329,27 @@ def survive_exec(fd: int) -> int:
     return moved
 
 
-def _open_shared(name: str, path: str, parent: int | None) -> int:
-    """Open a directory that everyone may use, making it with mode 1777 where it is missing."""
+def _open_shared(name: str, path: str, parent: int | None, *, make: bool) -> int:
+    """Open a directory that everyone may use."""
     patience = time.monotonic() + _CREATION_PATIENCE
-    made = False
     while True:
         try:
             fd = os.open(name, OPEN_DIR, dir_fd=parent)
         except FileNotFoundError:
-            from .directories import make
-
-            made = make(name, path, parent)
+            if not make:
+                raise
+            make_directory(name, path, parent)
             continue
         except OSError as err:
             if err.errno == errno.EACCES and time.monotonic() < patience:
                 time.sleep(0.005)
                 continue
-            from .directories import unusable
-
             raise unusable(name, path, parent, err) from err
         try:
-            if _settle(fd, made):
+            if _is_ready(fd, make=make):
                 return fd
         except OSError as err:
             os.close(fd)
-            from .directories import unusable
-
             raise unusable(name, path, parent, err) from err
         status = os.fstat(fd)
         os.close(fd)
@@ -314,15 +364,15 @@ def _open_shared(name: str, path: str, parent: int | None) -> int:
         time.sleep(0.005)
 
 
-def _settle(fd: int, made: bool) -> bool:
-    """Whether the directory is ready for use; sets mode 1777 where this process made it, or it is ours and empty."""
+def _is_ready(fd: int, *, make: bool) -> bool:
+    """Whether this user may work in the directory. One of its own that is empty is opened to all, if it is to be made:
+    a process may have been killed while it did that."""
     status = os.fstat(fd)
-    if stat.S_IMODE(status.st_mode) == 0o1777:
+    if stat.S_IMODE(status.st_mode) == DIR_MODE:
         return True
     if status.st_uid == os.geteuid():
-        # What someone pointed SAFE_GPU_DIR at and holds other things (a home, a `queue` in it) is never opened up.
-        if made or not os.listdir(fd):
-            os.fchmod(fd, 0o1777)
+        if make:
+            open_to_all(fd)
         return True
     return os.access(f"/proc/self/fd/{fd}", os.W_OK | os.X_OK, effective_ids=True)
 
@@ -372,18 +422,37 @@ def _refuse_network(fd: int, path: str) -> None:
     if root not in ("", "/") or (point == "/" and kind not in _DISK_TYPES):  # a private /tmp, an image
         from .mounts import news_of
 
-        _private.append(news_of(path))
+        _doubts.append(news_of(path))
 
 
 _DISK_TYPES = ("", "ext4", "xfs", "btrfs")
 """File systems on disks, which have a container's image only as a directory below their root."""
 
-_private: list[str] = []
-"""What is to be said of state directories that only some processes see, and nobody was told yet."""
+_doubts: list[str] = []
+"""What is to be said of state directories, after their path, and nobody was told yet."""
+
+_looked_at: set[tuple[int, int]] = set()
+"""Device and inode of the state directories whose owners are known."""
 
 
-def news_of_privacy() -> str:
-    """What is to be said of a private state directory, after its path, once for each process; "" otherwise."""
-    told = next(filter(None, _private), "")
-    _private.clear()
+def doubts() -> list[str]:
+    """What a claim is to be told of the state directory, after its path, once for each process."""
+    told = list(filter(None, _doubts))
+    _doubts.clear()
     return told
+
+
+def look_at_owners(root: StateDir) -> None:
+    """Find out, once, who owns the state directory: the sticky bit does not bind the owner of a directory."""
+    status = os.fstat(root.fd)
+    if (status.st_dev, status.st_ino) in _looked_at:
+        return
+    _looked_at.add((status.st_dev, status.st_ino))
+    for part in (".", *PARTS):
+        with suppress(OSError):  # history may be missing
+            uid = os.stat(part, dir_fd=root.fd, follow_symlinks=False).st_uid
+            if uid not in (0, os.geteuid()):
+                from .mounts import risk_of_owner
+
+                _doubts.append(risk_of_owner(root.path, uid))
+                return

@@ -7,11 +7,11 @@ closed, a symbolic link), it is lost. The files grow to a bounded size and are k
 from __future__ import annotations
 
 import os
-import stat
 import time
 from collections.abc import Iterable
 
 from ..errors import StateDirError
+from .directories import OPEN_DIR, make_directory
 from .files import StateDir, state_dir_path
 from .signals import HeldBack
 
@@ -28,8 +28,6 @@ PARTS = 4
 
 _MONTHS = 24  # that have files
 
-_OPEN_DIR = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-
 
 class HistoryDir(StateDir):
     """The directory of the history. Unlike other directories of the state directory it is not waited for.
@@ -42,21 +40,12 @@ class HistoryDir(StateDir):
         self.path = os.path.join(root.path, NAME)
         self.fd = -1
         try:
-            self.fd = os.open(NAME, _OPEN_DIR, dir_fd=root.fd)
+            self.fd = os.open(NAME, OPEN_DIR, dir_fd=root.fd)
         except FileNotFoundError:
             if not make:
                 raise
-            self._make(root)
-            self.fd = os.open(NAME, _OPEN_DIR, dir_fd=root.fd)
-
-    def _make(self, root: StateDir) -> None:
-        from . import directories
-
-        if directories.make(NAME, self.path, root.fd) and stat.S_IMODE(self._status(root).st_mode) != 0o1777:
-            os.chmod(NAME, 0o1777, dir_fd=root.fd)  # made by mkdir, under the umask
-
-    def _status(self, root: StateDir) -> os.stat_result:
-        return os.stat(NAME, dir_fd=root.fd, follow_symlinks=False)
+            make_directory(NAME, self.path, root.fd)
+            self.fd = os.open(NAME, OPEN_DIR, dir_fd=root.fd)
 
 
 def month_of(when: float) -> str:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from collections.abc import Iterator
 
 from .. import procfs
 from ..errors import LockTimeout, MissingPackageError, StateDirError
-from .files import StateDir, state_dir_path
+from .files import LeaseDir, StateDir, look_at_owners, state_dir_path
 from .signals import HeldBack
 
 __all__ = ["MINIMUM_PATIENCE", "ForkGuard", "HostLock", "LockedHost", "fork_guard", "lock_file", "unlock_file"]
@@ -41,11 +42,10 @@ def unlock_file(fd: int) -> None:
 _SLOWEST = 20
 
 
-def _pauses(urgent: bool) -> Iterator[float]:
+def _pauses() -> Iterator[float]:
     """Seconds between tries at host.lock: short, since it is held for microseconds, and uneven, or crowds go in step.
 
-    The longer the wait, the larger the crowd: hundreds that pause for so little leave no CPU to the holder. An urgent
-    process keeps to short pauses for longer, so that it gets the lock before those that only come to the queue.
+    The longer the wait, the larger the crowd: hundreds that pause for so little leave no CPU to the holder.
     """
     import random
 
@@ -53,8 +53,7 @@ def _pauses(urgent: bool) -> Iterator[float]:
     began = time.monotonic()
     while True:
         waited = time.monotonic() - began
-        grown = 0.1 + 400 * waited**2 if urgent else 1 + 1000 * waited
-        yield min(grown, _SLOWEST) * uneven(0.001, 0.005)
+        yield min(1 + 1000 * waited, _SLOWEST) * uneven(0.001, 0.005)
 
 
 class ForkGuard:
@@ -99,10 +98,10 @@ class LockedHost:
     Every function that probes a lease or a ticket takes one of these, so that no probe can happen without the lock.
     """
 
-    def __init__(self, root: StateDir) -> None:
-        self.leases = StateDir("leases", root)
+    def __init__(self, root: StateDir, *, make: bool = True) -> None:
+        self.leases = LeaseDir("leases", root, make=make)
         try:
-            self.queue = StateDir("queue", root)
+            self.queue = StateDir("queue", root, make=make)
         except BaseException:
             self.leases.close()
             raise
@@ -120,33 +119,35 @@ class LockedHost:
 class HostLock:
     """``with HostLock(deadline) as host:`` takes host.lock, and the state directory is made where it is missing.
 
+    Without host.lock nothing is claimed by file, so who only looks makes nothing.
+
     Args:
         deadline: ``time.monotonic()`` value after which LockTimeout is raised; None waits for ever.
         path: the state directory; default :func:`~safe_gpu.coordination.files.state_dir_path`.
-        urgent: whether GPUs are idle until this process has the lock: it tries more often than others.
+        make: whether to make what is missing.
 
     Raises:
         LockTimeout: not to be had before the deadline; names the holder where /proc/locks shows it.
         StateDirError: the state directory cannot be used.
+        FileNotFoundError: host.lock or a directory is missing, and is not to be made.
     """
 
-    def __init__(self, deadline: float | None, path: str | None = None, *, urgent: bool = False) -> None:
+    def __init__(self, deadline: float | None, path: str | None = None, *, make: bool = True) -> None:
         self._deadline = deadline
         self._path = path or state_dir_path()
-        self._urgent = urgent
+        self._make = make
         self._fd = -1
         self._pid = -1
         self._host: LockedHost | None = None
         self._signals = HeldBack()
 
     def __enter__(self) -> LockedHost:
-        if not self._urgent:
-            os.sched_yield()  # begin a new time slice: others wait while a holder of the lock is preempted
+        os.sched_yield()  # begin a new time slice: others wait while a holder of the lock is preempted
         self._signals.hold_back()
         try:
             while True:
                 # Opened anew each time, by path: a directory that was cleaned away or replaced is noticed at once.
-                with StateDir(self._path) as root:
+                with StateDir(self._path, make=self._make) as root:
                     if self._enter(root):
                         assert self._host is not None
                         return self._host
@@ -160,7 +161,9 @@ class HostLock:
         """Take the lock in this state directory; False if a directory was removed meanwhile, so that it is not the one
         that others use now."""
         try:
-            self._host = LockedHost(root)  # opened before, since others wait while the lock is held
+            self._host = LockedHost(root, make=self._make)  # opened before, since others wait while the lock is held
+            if self._make:
+                look_at_owners(root)
             self._lock(root)
         except StateDirError:
             if root.is_removed() or (self._host is not None and self._host.is_removed()):
@@ -196,8 +199,10 @@ class HostLock:
 
     def _lock(self, root: StateDir) -> None:
         while True:
-            self._fd = root.open_or_create("host.lock")
-            self._pid = os.getpid()
+            fd = root.open_or_create("host.lock") if self._make else root.open("host.lock")
+            if fd is None:
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), f"{root.path}/host.lock")
+            self._fd, self._pid = fd, os.getpid()
             fork_guard.add(self._fd)
             try:
                 self._wait()
@@ -215,7 +220,7 @@ class HostLock:
             self._unlock()  # a cleaner of /tmp took the file away meanwhile: lock what stands there now
 
     def _wait(self) -> None:
-        pauses = _pauses(self._urgent)
+        pauses = _pauses()
         while not lock_file(self._fd):
             if self._deadline is not None and time.monotonic() >= self._deadline:
                 raise self._timeout(self._fd)

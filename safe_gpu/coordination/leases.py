@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ from .. import procfs
 from ..errors import StateDirError
 from . import names
 from .commands import own_command
-from .files import StateDir, survive_exec, write_all
+from .files import HOST_LOCK, StateDir, survive_exec, write_all
 from .host_lock import LockedHost, lock_file, unlock_file
 from .signals import HeldBack
 
@@ -19,10 +20,12 @@ __all__ = [
     "Former",
     "Lease",
     "LeaseRecord",
+    "fault_name",
     "inner_name",
     "is_empty",
     "lease_name",
     "may_be_held",
+    "names_of",
     "probe",
     "read_record",
     "try_lease",
@@ -50,6 +53,20 @@ def lease_name(uuid: str) -> str:
 def inner_name(uuid: str) -> str:
     """The lease file of a claim made inside another claim."""
     return uuid.replace("/", "_") + _INNER
+
+
+def fault_name(uuid: str) -> str:
+    """The file with the note on a device.
+
+    >>> fault_name("GPU-12")
+    'GPU-12.fault'
+    """
+    return uuid.replace("/", "_") + ".fault"
+
+
+def names_of(uuids: Iterable[str]) -> tuple[str, ...]:
+    """The lease files of these devices, for claims and for claims inside them."""
+    return tuple(name for uuid in uuids for name in (lease_name(uuid), inner_name(uuid)))
 
 
 class LeaseRecord(NamedTuple):
@@ -344,16 +361,21 @@ def probe(host: LockedHost, name: str) -> bool:
     """Whether somebody holds this lease. A record that its dead holder left is replaced by when that ended.
 
     Raises:
-        StateDirError: the file cannot be opened.
+        StateDirError: the file cannot be opened, or it is a link to host.lock, or to another lease that is free.
     """
-    fd = host.leases.open(name)
+    fd = StateDir.open(host.leases, name)
     if fd is None:
         return False
     try:
-        if not lock_file(fd):
-            return True
-        _clear(fd, inner=name.endswith(_INNER))
-        unlock_file(fd)
+        other = host.leases.twin(name, os.fstat(fd))
+        if other != HOST_LOCK:
+            if not lock_file(fd):
+                return True
+            if not other:
+                _clear(fd, inner=name.endswith(_INNER))
+            unlock_file(fd)
+        if other:
+            raise host.leases.linked(name, other)
         return False
     finally:
         os.close(fd)

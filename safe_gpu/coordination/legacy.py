@@ -97,9 +97,9 @@ def _open(create: bool) -> int | None:
     except FileNotFoundError:
         if not create:
             return None
-        from .directories import make
+        from .directories import make_directory
 
-        make(path, path, None)
+        make_directory(path, path, None)
         directory = os.open(path, _OPEN_DIR)
     try:
         try:

@@ -15,7 +15,7 @@ from .cleaners import KeptDirectory
 from .files import StateDir, state_dir_path, write_all
 from .host_lock import MINIMUM_PATIENCE, HostLock, LockedHost, fork_guard, lock_file, unlock_file
 from .signals import HeldBack
-from .tickets import Demand, Ticket, counted, encode, is_live, numbers, open_ticket, ticket_name
+from .tickets import TICKET_MODE, Demand, Listing, Ticket, encode, is_live, open_ticket, present, ticket_name
 
 __all__ = ["Ahead", "Waiter"]
 
@@ -43,25 +43,23 @@ class _Predecessors:
 
     Listing the queue takes time among hundreds of waiters, so one that has a ticket lists it no more.
 
-    Attributes:
-        highest: the highest number that counts, 0 for none.
+    Args:
+        listing: of the queue, as it was before host.lock was taken.
     """
 
-    def __init__(self, demand: Demand) -> None:
-        self.highest = 0
+    def __init__(self, demand: Demand, listing: Listing) -> None:
         self._demand = demand
+        self._listing = listing
         self._before: list[int] = []  # those that may still stand in the way, in order
         self._listed: LockedHost | None = None
-        self._listed_now = False  # a moment ago, by refresh
         self._read: dict[int, Ticket] = {}
 
     def refresh(self, host: LockedHost) -> None:
         """Find out who is there, once for each hold of host.lock."""
         if self._listed is not host:
             self._listed = host
-            self._before = counted(numbers(host.queue))
-            self._listed_now = True
-            self.highest = self._before[-1] if self._before else 0
+            self._listing.update(host.queue)
+            self._before = list(self._listing.numbers)
 
     def nearest(self, host: LockedHost, beyond: Ahead | None) -> Ahead | None:
         """The nearest live ticket that competes, or the nearest ahead of ``beyond``, which is closed."""
@@ -102,22 +100,6 @@ class _Predecessors:
             self._read[seq] = ticket
         return Ahead(ticket, fd)
 
-    def ends(self) -> tuple[Ahead, Ticket] | None:
-        """The nearest that competes, and the first of the queue, both dead or alive; None where there is none."""
-        with StateDir(state_dir_path()) as root, StateDir("queue", root) as queue:
-            nearest = next(filter(None, (self._open(queue, seq) for seq in reversed(self._before))), None)
-            if nearest is None:
-                return None
-            try:
-                first = next(filter(None, (self._open(queue, seq) for seq in self._before)), None)
-            except BaseException:
-                nearest.close()
-                raise
-        if first is None:
-            return nearest, nearest.ticket
-        first.close()
-        return nearest, first.ticket
-
     def everybody(self, host: LockedHost) -> Iterator[Ticket]:
         """The live tickets that compete, in the order of the queue, each as it is asked for."""
         for seq in list(self._before):
@@ -128,18 +110,15 @@ class _Predecessors:
 
     def fewer_than(self, number: int) -> bool:
         """Whether fewer than this may still stand ahead, competitors or not. Lists the queue, without a lock."""
-        listed_now, self._listed_now = self._listed_now, False
-        if len(self._before) >= number and not listed_now:
+        if len(self._before) >= number:
             with HeldBack(), StateDir(state_dir_path()) as root, StateDir("queue", root) as queue:
-                present = set(numbers(queue))
-            self._before = [seq for seq in self._before if seq in present]
+                self._before = present(queue, self._before)
         return len(self._before) < number
 
     def standing(self) -> list[Ticket]:
         """Those that compete. Tickets are read and not probed, without a lock: one that died a moment ago may count."""
         with HeldBack(), StateDir(state_dir_path()) as root, StateDir("queue", root) as queue:
-            present = set(numbers(queue))
-            tickets = [self._ticket(queue, seq) for seq in self._before if seq in present]
+            tickets = [self._ticket(queue, seq) for seq in present(queue, self._before)]
         return [ticket for ticket in tickets if ticket is not None and ticket.competes_with(self._demand)]
 
     def _ticket(self, queue: StateDir, seq: int) -> Ticket | None:
@@ -156,15 +135,19 @@ class _Predecessors:
 
 
 class Waiter:
-    """This process's place in the queue, from the first look on; it holds a ticket only after :meth:`join`."""
+    """This process's place in the queue, from the first look on; it holds a ticket only after :meth:`join`.
 
-    def __init__(self, demand: Demand) -> None:
+    Args:
+        listing: of the queue, brought up to date by the caller before each host.lock until there is a ticket.
+    """
+
+    def __init__(self, demand: Demand, listing: Listing | None = None) -> None:
         self.demand = demand
         self.since = 0.0  # when it took its ticket
         self._seq: int | None = None
         self._fd = -1
-        self._ahead = _Predecessors(demand)
-        self._prepared: int | None = None
+        self._listing = listing or Listing()
+        self._ahead = _Predecessors(demand, self._listing)
         self._kept = KeptDirectory(by_children=False)
 
     @property
@@ -182,15 +165,13 @@ class Waiter:
             return
         self._kept.hold(host)
         self._ahead.refresh(host)
-        seq = self._ahead.highest + 1
-        prepared, self._prepared = self._prepared, None
-        fd = host.queue.create(name := ticket_name(seq), prepared)
+        seq = self._listing.highest + 1
+        fd = host.queue.create(name := ticket_name(seq), TICKET_MODE)
         if fd is None:  # host.lock is held and the number was free: somebody meddles
             raise StateDirError(f"{host.queue.path}/{name} appeared while host.lock was held", path=host.queue.path)
         try:
             lock_file(fd)
-            if not os.fstat(fd).st_size:
-                write_all(fd, self._line(), os.path.join(host.queue.path, name))
+            write_all(fd, encode(os.getpid(), self.demand), os.path.join(host.queue.path, name))
         except BaseException:
             host.queue.unlink(name)
             os.close(fd)
@@ -198,24 +179,6 @@ class Waiter:
         fork_guard.add(fd)
         self._seq, self._fd = seq, fd
         self.since = time.time()
-
-    def prepare(self) -> None:
-        """Make a ticket ready: to make a file takes longer than to lease a GPU, and a crowd would wait meanwhile.
-
-        It has no name and means nothing until :meth:`join`.
-        """
-        if self.queued or self._prepared is not None:
-            return
-        with HeldBack(), StateDir(state_dir_path()) as root, StateDir("queue", root) as queue:
-            try:
-                self._prepared = queue.prepare()
-            except OSError:
-                return  # said by join, where it still matters
-            if self._prepared is not None:
-                write_all(self._prepared, self._line(), queue.path)
-
-    def _line(self) -> bytes:
-        return encode(os.getpid(), self.demand)
 
     def nearest(self, host: LockedHost, *, beyond: Ahead | None = None) -> Ahead | None:
         """The nearest live ticket ahead that competes; without a ticket of its own, all are ahead.
@@ -230,13 +193,6 @@ class Waiter:
     def everybody_ahead(self, host: LockedHost) -> Iterator[Ticket]:
         """Every live ticket ahead that competes, after :meth:`nearest` under the same hold of host.lock."""
         return self._ahead.everybody(host)
-
-    def ends(self) -> tuple[Ahead, Ticket] | None:
-        """The nearest ticket ahead that competes, and the first of the queue that does; None where there is none.
-
-        Takes no lock and probes none, so either may have died. Only with a ticket: all that are ahead are locked then.
-        """
-        return self._ahead.ends()
 
     def position(self) -> int:
         """1 for the head of those who compete with it, counting itself.
@@ -272,7 +228,7 @@ class Waiter:
             self._close()
             return
         try:
-            with HostLock(time.monotonic() + MINIMUM_PATIENCE, urgent=True) as host:
+            with HostLock(time.monotonic() + MINIMUM_PATIENCE) as host:
                 self.abandon(host)
         except SafeGpuError:
             pass
@@ -292,9 +248,6 @@ class Waiter:
 
     def _close_now(self) -> None:
         self._kept.release()
-        prepared, self._prepared = self._prepared, None
-        if prepared is not None:
-            os.close(prepared)
         fd, self._fd, self._seq = self._fd, -1, None
         if fd in fork_guard:  # in a forked child it is not: the ticket is its parent's, the descriptor is closed
             fork_guard.discard(fd)

@@ -9,7 +9,7 @@ import stat
 from .. import procfs
 from ..errors import StateDirError
 
-__all__ = ["of_error", "of_status", "under_file_lease"]
+__all__ = ["linked", "of_error", "of_status", "to_root", "under_file_lease"]
 
 _ELSEWHERE = "or set SAFE_GPU_DIR to another directory"
 
@@ -32,17 +32,37 @@ def of_error(path: str, err: OSError) -> StateDirError:
 
 
 def of_status(path: str, status: os.stat_result) -> StateDirError:
-    """Why a file of this kind, or with several links, is not used."""
+    """Why a file of this kind, or with this mode, is not used."""
     owner = f"its owner {procfs.user_name(status.st_uid)}"
     if stat.S_ISLNK(status.st_mode):
         what, code = f"{path} is a symbolic link, which is never followed: remove it", errno.ELOOP
     elif not stat.S_ISREG(status.st_mode):
         what, code = f"{path} is not a regular file: ask {owner} or root to remove it", errno.EINVAL
     else:
-        mode, code = stat.S_IMODE(status.st_mode), errno.EMLINK
-        what = f"{path} has {status.st_nlink} names (hard links) and mode {mode:04o}, so it may be somebody's file"
-        what += f" elsewhere, which is not to be written to: ask {owner} or root to remove this name"
+        mode, code = stat.S_IMODE(status.st_mode), errno.EPERM
+        what = f"{path} has mode {mode:04o} in place of 0666, so it may be somebody's file from elsewhere, which is not"
+        what += f" to be written to: ask {owner} or root to remove this name"
     return StateDirError(f"{what}, {_ELSEWHERE}", path=path, errno=code)
+
+
+def linked(path: str, other: str) -> StateDirError:
+    """Why a lease is not used that is the same file as another one. Its owner need not be who linked it."""
+    return StateDirError(
+        f"{path} is closed: a hard link to {os.path.basename(other)}; who made it is not known: ask root to remove it, "
+        f"{_ELSEWHERE}",
+        path=path,
+        errno=errno.EMLINK,
+    )
+
+
+def to_root(path: str, uid: int) -> StateDirError:
+    """Why root makes no file here: under a name, the owner of the directory could replace it meanwhile."""
+    return StateDirError(
+        f"{path} belongs to {procfs.user_name(uid)}, and root makes a file in there only before it has a name "
+        f"(O_TMPFILE, and /proc), which is not possible here: give the directory to root, {_ELSEWHERE}",
+        path=path,
+        errno=errno.EPERM,
+    )
 
 
 def under_file_lease(path: str, status: os.stat_result) -> StateDirError:

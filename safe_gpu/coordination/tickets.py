@@ -2,33 +2,43 @@
 
 from __future__ import annotations
 
+import bisect
 import errno
 import os
+import stat
 import time
+from collections.abc import Iterable
 from contextlib import suppress
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 from .. import procfs
-from ..errors import StateDirError
 from . import decoding
-from .files import OPEN_DIR, StateDir
+from .files import StateDir
 from .host_lock import LockedHost, unlock_file
 
 __all__ = [
+    "TICKET_MODE",
     "Demand",
+    "Listing",
     "Ticket",
-    "counted",
     "encode",
     "is_live",
     "live_tickets",
-    "numbers",
     "open_ticket",
+    "present",
     "ticket_name",
     "ticket_owners",
 ]
 
+TICKET_MODE = 0o644
+"""Nobody but its waiter writes a ticket. flock(2) asks for no permission to write."""
+
 _SUFFIX = ".ticket"
+
+_OPEN = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+# Of the tickets of one user, except root, that many count: who makes more does not hold up the others.
+_MOST_OF_ONE_USER = 1000
 
 # A longer number than this is nobody's: arithmetic on it would be slow, and other languages could not hold it.
 _DIGITS = 18
@@ -159,9 +169,52 @@ def _decode(seq: int, inode: int, data: bytes) -> Ticket:
         return Ticket(seq, inode, 0, "unknown", 0.0, None)
 
 
-def numbers(queue: StateDir) -> list[int]:
-    """The number of every ticket file, in order. A name with leading zeros, or too long, is nobody's."""
-    return sorted(seq for name in queue.names() if (seq := _number(name)) is not None)
+class Listing:
+    """The tickets of a queue that count. It is read before host.lock is taken, since a neighbour can make many files,
+    and under it only what has come since then is looked at.
+
+    A name with leading zeros, or too long, is nobody's. No number counts after a gap that no queue makes.
+
+    Attributes:
+        numbers: of the tickets that count, in order. highest: of all names, 0 for none.
+    """
+
+    def __init__(self) -> None:
+        self.numbers: list[int] = []
+        self.highest = 0
+        self._names: frozenset[str] = frozenset()
+        self._inodes: set[int] = set()
+        self._of_user: dict[int, int] = {}
+
+    def update(self, queue: StateDir) -> None:
+        """Add what stands there now. What is gone stays in ``numbers``."""
+        names = frozenset(queue.names())
+        fresh = sorted(seq for name in names - self._names if (seq := _number(name)) is not None)
+        self._names = names
+        for seq in fresh:
+            if seq - self.highest > _WIDEST_GAP:
+                return
+            self.highest = max(self.highest, seq)
+            if len(names) <= _MOST_OF_ONE_USER or self._counts(queue, seq):
+                bisect.insort(self.numbers, seq)
+
+    def _counts(self, queue: StateDir, seq: int) -> bool:
+        """Whether it is a ticket, the first name of it, and one of the first of its user."""
+        try:
+            status = os.stat(ticket_name(seq), dir_fd=queue.fd, follow_symlinks=False)
+        except OSError:
+            return False  # gone
+        if not _is_ticket(status) or status.st_ino in self._inodes:
+            return False
+        self._inodes.add(status.st_ino)
+        self._of_user[status.st_uid] = number = self._of_user.get(status.st_uid, 0) + 1
+        return number <= _MOST_OF_ONE_USER or not status.st_uid
+
+
+def present(queue: StateDir, numbers: Iterable[int]) -> list[int]:
+    """Those of these numbers that still have a file, in the same order."""
+    names = set(queue.names())
+    return [seq for seq in numbers if ticket_name(seq) in names]
 
 
 def _number(name: str) -> int | None:
@@ -171,80 +224,44 @@ def _number(name: str) -> int | None:
     return int(stem) if stem[0] != "0" or stem == "0" else None
 
 
-def _is_lock_file(queue: StateDir, status: os.stat_result) -> bool:
-    """Whether a file in the queue is host.lock or a lease. Anybody may link these into the queue. They would be live
-    tickets there for as long as a claim lives, or for ever: who looks at a ticket holds host.lock."""
-    return status.st_nlink > 1 and (status.st_dev, status.st_ino) in _lock_files(queue)
+def _is_ticket(status: os.stat_result) -> bool:
+    """Whether a file of the queue is a ticket, by its mode. host.lock and leases have another one: links to these
+    would be live tickets for as long as a claim lives, or for ever, since who looks at a ticket holds host.lock."""
+    return status.st_mode == stat.S_IFREG | TICKET_MODE
 
 
-@lru_cache(maxsize=1)
-def _lock_files(queue: StateDir) -> set[tuple[int, int]]:
-    """Device and inode of host.lock and of all leases, read once for each time that the directory is opened."""
-    names = ["../host.lock"]
-    with suppress(OSError):
-        fd = os.open("../leases", OPEN_DIR, dir_fd=queue.fd)
-        try:
-            names += [f"../leases/{name}" for name in os.listdir(fd)]
-        finally:
-            os.close(fd)
+def ticket_owners(queue: StateDir) -> set[int]:
+    """Uids of the owners of all ticket files, dead ones too. Takes no lock."""
     found = set()
-    for name in names:
-        with suppress(OSError):  # gone meanwhile
-            status = os.stat(name, dir_fd=queue.fd, follow_symlinks=False)
-            found.add((status.st_dev, status.st_ino))
-    return found
-
-
-def counted(found: list[int]) -> list[int]:
-    """Those behind which a new ticket is numbered: all up to a gap that no queue makes.
-
-    >>> counted([7, 9, 999_999_999_999_999_999])
-    [7, 9]
-    """
-    below = 0
-    for place, seq in enumerate(found):
-        if seq - below > _WIDEST_GAP:
-            return found[:place]
-        below = seq
-    return found
-
-
-def ticket_owners(path: str) -> set[int]:
-    """Uids of the owners of all ticket files in a queue directory, dead ones too. Takes no lock."""
-    found = set()
-    with suppress(OSError), os.scandir(path) as entries:  # the same error is raised later, under host.lock
-        for entry in entries:
-            if entry.name.endswith(_SUFFIX):
-                with suppress(OSError):  # gone
-                    found.add(entry.stat(follow_symlinks=False).st_uid)
+    for name in queue.names():
+        if name.endswith(_SUFFIX):
+            with suppress(OSError):  # gone
+                found.add(os.stat(name, dir_fd=queue.fd, follow_symlinks=False).st_uid)
     return found
 
 
 def open_ticket(queue: StateDir, seq: int, known: Ticket | None = None) -> tuple[Ticket, int] | None:
-    """A ticket and a descriptor of its file; None where it is gone or closed to us, or a link to a lock.
-
-    A ticket that we may not open was left by a process killed while it made it: nobody else is making one now.
+    """A ticket and a descriptor of its file, for reading; None where there is none, or it is closed to us.
 
     Args:
         known: what was read of it before.
+
+    Raises:
+        StateDirError: this process cannot open more files.
     """
     try:
-        fd = queue.open(ticket_name(seq))
-    except StateDirError as err:
+        fd = os.open(ticket_name(seq), _OPEN, dir_fd=queue.fd)
+    except OSError as err:
         if err.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
-            raise
-        return None
-    if fd is None:
+            raise queue.error(ticket_name(seq), err) from err
         return None
     status = os.fstat(fd)
-    if _is_lock_file(queue, status):
+    if not _is_ticket(status):
         os.close(fd)
         return None
     ticket = _read(seq, status.st_ino, os.pread(fd, decoding.LONGEST_FILE, 0))._replace(uid=status.st_uid)
     if known is None or ticket.is_same(known):
         return ticket, fd
-    if ticket.demand is None and ticket.inode == known.inode:  # spoilt since
-        return known, fd
     os.close(fd)  # the queue was removed and made anew: this ticket came later
     return None
 
@@ -262,15 +279,21 @@ def is_live(host: LockedHost, seq: int, fd: int) -> bool:
     return False
 
 
-def live_tickets(host: LockedHost) -> list[Ticket]:
-    """Everyone who waits, first come first."""
-    found = []
-    for seq in numbers(host.queue):
+def live_tickets(host: LockedHost, listing: Listing | None = None) -> list[Ticket]:
+    """Everyone who waits, first come first.
+
+    Args:
+        listing: of the queue, as it was before host.lock was taken.
+    """
+    listing = listing or Listing()
+    listing.update(host.queue)
+    found: dict[int, Ticket] = {}
+    for seq in listing.numbers:
         if (seen := open_ticket(host.queue, seq)) is not None:
             ticket, fd = seen
             try:
                 if is_live(host, seq, fd):
-                    found.append(ticket)
+                    found.setdefault(ticket.inode, ticket)
             finally:
                 os.close(fd)
-    return found
+    return list(found.values())

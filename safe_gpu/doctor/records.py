@@ -40,7 +40,11 @@ def history(host: Host) -> Finding:
     """Can every user's claims be recorded? A claim does not fail where they cannot."""
     path = os.path.join(host.path, NAME)
     try:
-        status = os.lstat(path)
+        root = os.open(host.path, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            status = os.stat(NAME, dir_fd=root, follow_symlinks=False)
+        finally:
+            os.close(root)
     except FileNotFoundError:
         return passed("nothing has been recorded yet")
     except OSError as err:

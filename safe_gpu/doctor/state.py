@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
-import shlex
 import stat
 import time
 from shlex import quote
 
 from .. import procfs
+from ..coordination.directories import PARTS
 from ..coordination.files import NETWORK_TYPES, StateDir, file_system_type
 from ..coordination.host_lock import HostLock, lock_file
-from ..coordination.leases import inner_name, lease_name
+from ..coordination.leases import names_of
+from ..coordination.mounts import RULE, root_owns
 from ..errors import LockTimeout, StateDirError
 from .check import Finding, Host, failed, passed, skipped, warning
 
@@ -30,8 +31,7 @@ _ELSEWHERE = "set SAFE_GPU_DIR, for all users, to a directory on a local disk th
 _PATIENCE = 5.0
 _LONG_HOLD = 1.0
 
-_RULE = "safe-gpu.conf"
-"""In /etc/tmpfiles.d."""
+_OPEN = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 _KIB = 1 << 10
 _LEAST_BYTES = 64 * _KIB
@@ -58,16 +58,17 @@ def state_directory(host: Host) -> Finding:
         return failed(f"{path} is a symbolic link, which is never followed", f"rm {quote(path)}, or {_ELSEWHERE}")
     if not stat.S_ISDIR(status.st_mode):
         return failed(f"{path} is not a directory", f"rm {quote(path)}, or {_ELSEWHERE}")
-    for part in (path, os.path.join(path, "leases"), os.path.join(path, "queue")):
-        trouble = _trouble_with_directory(part)
-        if trouble is not None:
-            return trouble
-    return (
-        _trouble_with_files(host)
-        or _trouble_above(path)
-        or _risk_of_owner(path)
-        or passed(f"{path}, mode 1777, {_owner(status)}")
-    )
+    try:
+        root = os.open(path, _OPEN)
+    except OSError as err:
+        return failed(f"{path} cannot be examined ({err.strerror})", _ELSEWHERE)
+    try:
+        troubles = (_trouble_with_directory(root, path, part) for part in (".", "leases", "queue"))
+        trouble = next(filter(None, troubles), None) or _trouble_with_files(root, host)
+        risk = _risk_of_owner(root, path)
+    finally:
+        os.close(root)
+    return trouble or _trouble_above(path) or risk or passed(f"{path}, mode 1777, {_owner(status)}")
 
 
 def _not_there(path: str) -> Finding:
@@ -85,29 +86,35 @@ def _owner(status: os.stat_result) -> str:
     return f"belongs to {procfs.user_name(status.st_uid)}"
 
 
-def _risk_of_owner(path: str) -> Finding | None:
+def _at(root: int, name: str) -> os.stat_result:
+    """The status of a name in the state directory."""
+    return os.stat(name, dir_fd=root, follow_symlinks=False)
+
+
+def _risk_of_owner(root: int, path: str) -> Finding | None:
     """The sticky bit does not bind the owner of a directory."""
-    parts = [path, os.path.join(path, "leases"), os.path.join(path, "queue")]
-    for part in parts:
+    for part in (".", *PARTS):
         try:
-            uid = os.lstat(part).st_uid
+            uid = _at(root, part).st_uid
         except OSError:
             continue  # the first claim creates it
         if uid:
-            names = shlex.join(parts)
             return warning(
-                f"{part} belongs to {procfs.user_name(uid)}, who can remove other users' files in it: waiters would "
-                "lose their places, and claims of older versions their GPUs",
-                # Its owner may put a link in the place of one of them meanwhile, so -h.
-                f"as root: chown -h root:root {names}; printf 'd %s 1777 root root -\\n' {names} > "
-                f"/etc/tmpfiles.d/{_RULE}, which makes them root's at boot",
+                f"{_join(path, part)} belongs to {procfs.user_name(uid)}, who can remove other users' files in it, "
+                "root's too: waiters would lose their places, and claims that have only their lease files their GPUs",
+                f"as root: {root_owns(path)}, which makes them root's at boot",
             )
     return None
 
 
-def _trouble_with_directory(path: str) -> Finding | None:
+def _join(path: str, part: str) -> str:
+    return os.path.normpath(os.path.join(path, part))
+
+
+def _trouble_with_directory(root: int, above: str, part: str) -> Finding | None:
+    path = _join(above, part)
     try:
-        status = os.lstat(path)
+        status = _at(root, part)
     except FileNotFoundError:
         return None  # the first claim creates it
     except OSError as err:
@@ -116,7 +123,7 @@ def _trouble_with_directory(path: str) -> Finding | None:
     what = f"{path} has mode {mode:04o} and {_owner(status)}"
     if not stat.S_ISDIR(status.st_mode):
         return failed(f"{path} is not a plain directory", f"rm {quote(path)}, as its owner or root")
-    if not os.access(path, os.W_OK | os.X_OK | os.R_OK):
+    if not os.access(part, os.W_OK | os.X_OK | os.R_OK, dir_fd=root, follow_symlinks=False):
         return failed(f"{what}: you may not use it", opened_to_all(path, status))
     if mode & 0o777 != 0o777:
         return warning(f"{what}: other users cannot claim GPUs", opened_to_all(path, status))
@@ -138,23 +145,20 @@ def opened_to_all(path: str, status: os.stat_result) -> str:
     return f"as {user}: {command}; or as root, which ends no claim: rm -r {quote(path)}"
 
 
-def _trouble_with_files(host: Host) -> Finding | None:
-    leases = os.path.join(host.path, "leases")
-    names = [os.path.join(host.path, "host.lock")]
-    for one in host.status.gpus:  # other users may have made files of any other name
-        names += [os.path.join(leases, lease_name(one.gpu.uuid)), os.path.join(leases, inner_name(one.gpu.uuid))]
-    for name in names:
+def _trouble_with_files(root: int, host: Host) -> Finding | None:
+    # Other users may have made files of any other name.
+    for name in ("host.lock", *(f"leases/{name}" for name in names_of(one.gpu.uuid for one in host.status.gpus))):
         try:
-            status = os.lstat(name)
+            status = _at(root, name)
         except OSError:
             continue
-        fix = f"rm {quote(name)}, as its owner or root"
+        path = os.path.join(host.path, name)
+        fix = f"rm {quote(path)}, as its owner or root"
         if not stat.S_ISREG(status.st_mode):
-            return failed(f"{name} is not a regular file, and safe_gpu opens no other kind", fix)
+            return failed(f"{path} is not a regular file, and safe_gpu opens no other kind", fix)
         mode = stat.S_IMODE(status.st_mode)
         if mode & 0o666 != 0o666:
-            what = f"{name} has mode {mode:04o} and {_owner(status)}: other users may not open it"
-            return warning(what, fix) if os.access(name, os.R_OK | os.W_OK) else failed(what, fix)
+            return failed(f"{path} has mode {mode:04o} in place of 0666 and {_owner(status)}: no claim uses it", fix)
     return None
 
 
@@ -210,13 +214,13 @@ def room(host: Host) -> Finding:
 
 def locks(host: Host) -> Finding:
     """Can host.lock be taken, and is a second lock on a locked file refused?"""
-    if not os.path.lexists(os.path.join(host.path, "host.lock")):
-        return skipped(f"nothing has been locked in {host.path} yet")
     began = time.monotonic()
     try:
-        with HostLock(began + _PATIENCE, host.path):
+        with HostLock(began + _PATIENCE, host.path, make=False):
             waited = time.monotonic() - began
-        excluded = _try_a_lock(host.path)
+            excluded = not _locks_again(host.path)
+    except FileNotFoundError:
+        return skipped(f"nothing has been locked in {host.path} yet")
     except LockTimeout as err:
         fix = "end the process that holds it; it cannot be seen from here, so look on the host, as root"
         if err.pid is not None:
@@ -234,21 +238,18 @@ def locks(host: Host) -> Finding:
     return passed("host.lock was free, and locks exclude each other")
 
 
-def _try_a_lock(path: str) -> bool:
-    name = f".doctor.{os.getpid()}"
-    with StateDir(path) as root, StateDir("leases", root) as directory:
-        first = directory.open_or_create(name)
-        try:
-            second = os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=directory.fd)
-            try:
-                return lock_file(first) and not lock_file(second)
-            finally:
-                os.close(second)
-        except OSError as err:
-            raise StateDirError(f"a lock in {path} failed ({err.strerror})", path=path, errno=err.errno) from err
-        finally:
-            directory.unlink(name)
-            os.close(first)
+def _locks_again(path: str) -> bool:
+    """Whether host.lock, which this process holds, can be locked a second time."""
+    with StateDir(path, make=False) as root:
+        fd = root.open("host.lock")
+    if fd is None:
+        return False
+    try:
+        return lock_file(fd)
+    except OSError as err:
+        raise StateDirError(f"a lock in {path} failed ({err.strerror})", path=path, errno=err.errno) from err
+    finally:
+        os.close(fd)
 
 
 # Other programs that remove or protect files
@@ -260,7 +261,7 @@ _CLEANERS = ("etc/cron.daily/tmpwatch", "etc/cron.daily/tmpreaper")
 
 def cleaning(host: Host) -> Finding:
     """Does something remove old files there? It would also remove lease files that are held."""
-    fix = f"as root: echo {quote(f'x {host.path}')} > /etc/tmpfiles.d/{_RULE}"
+    fix = f"as root: echo {quote(f'x {host.path}')} > {RULE}"
     for cleaner in _CLEANERS:
         if os.path.exists(os.path.join(host.root, cleaner)) and host.path.startswith(("/tmp/", "/var/tmp/")):
             return warning(f"/{cleaner} removes old files below /tmp", f"exempt {host.path} in its configuration")

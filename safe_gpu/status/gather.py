@@ -77,6 +77,7 @@ def status_of(*snapshots: HostSnapshot, broken: Iterable[str] = ()) -> HostStatu
     found = look(path, [gpu for snapshot in snapshots for gpu in snapshot.gpus], snapshots[0].names)
     processes = Processes([*found.files, *(_ticket_name(ticket) for ticket in found.tickets)])
     claims = {name: _claim(file, found.records.get(name), processes) for name, file in found.files.items()}
+    claims.update((name, ClaimStatus(note=why)) for name, why in found.linked.items())
     now = time.time()
     rows = [
         replace(one, prefix=f"{snapshot.vendor}:") if len(snapshots) > 1 else one

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import stat
 import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
@@ -11,17 +10,17 @@ from dataclasses import dataclass, field
 
 from .. import procfs
 from ..coordination.faults import read_faults
-from ..coordination.files import StateDir
+from ..coordination.files import LeaseDir, StateDir
 from ..coordination.host_lock import HostLock
 from ..coordination.leases import LeaseRecord, inner_name, lease_name, probe, read_record
 from ..coordination.names import held_among
-from ..coordination.tickets import Ticket, live_tickets
+from ..coordination.tickets import Listing, Ticket, live_tickets
 from ..devices import Fault, Gpu
 from ..errors import LockTimeout, SafeGpuError, StateDirError
 from ..selection.faults import recent
 from .holders import LockedFile
 
-__all__ = ["HostFacts", "is_untouched", "look", "mark_seen", "names_of"]
+__all__ = ["HostFacts", "look", "mark_seen", "names_of"]
 
 # How long to wait for host.lock, seconds. It is held for microseconds, unless its holder is stopped or hundreds of
 # processes want it at once.
@@ -37,7 +36,7 @@ class HostFacts:
         records: the records of these leases, by name, as far as they can be read.
         elsewhere: UUIDs of the GPUs that are held by name only.
         faults: UUID -> note, of the GPUs that are taken last because a claim failed on them.
-        closed: why a lease cannot be opened, by name.
+        closed: why a lease cannot be opened, by name. linked: the same, of those that are held all the same.
         tickets: the tickets of all waiters.
         queue_device: the device number of the tickets' files.
         locks: inode -> pids that lock it, for all of these files.
@@ -49,6 +48,7 @@ class HostFacts:
     elsewhere: frozenset[str] = frozenset()
     faults: Mapping[str, Fault] = field(default_factory=dict)
     closed: dict[str, str] = field(default_factory=dict)
+    linked: dict[str, str] = field(default_factory=dict)
     tickets: list[Ticket] = field(default_factory=list)
     queue_device: int = 0
     locks: Mapping[int, list[int]] = field(default_factory=dict)
@@ -62,17 +62,20 @@ def look(path: str, gpus: Collection[Gpu], prefix: str = "") -> HostFacts:
         prefix: what stands before the UUIDs of this host in names.
     """
     found = HostFacts()
-    if is_untouched(path):
-        _find_names(found, gpus, prefix)
-        return found
+    listing = Listing()
     try:
-        with HostLock(time.monotonic() + _PATIENCE, path) as host:
-            found.tickets = live_tickets(host)
+        with StateDir(path, make=False) as root, StateDir("queue", root, make=False) as queue:
+            listing.update(queue)
+        with HostLock(time.monotonic() + _PATIENCE, path, make=False) as host:
+            host.leases.names_of_host = [name for gpu in gpus for name in names_of(gpu)]
+            found.tickets = live_tickets(host, listing)
             found.queue_device = os.fstat(host.queue.fd).st_dev
             tickets = {ticket.inode for ticket in found.tickets}
             _find_leases(found, host.leases, gpus, lambda name: probe(host, name), tickets)
             _find_names(found, gpus, prefix)
         mark_seen(path, found.files)
+    except FileNotFoundError:  # nothing is claimed by file
+        _find_names(found, gpus, prefix)
     except LockTimeout as err:
         found.warnings.append(f"{err}. The queue cannot be read now, and claims are shown as in /proc/locks.")
         try:
@@ -90,31 +93,27 @@ def mark_seen(path: str, names: Collection[str]) -> None:
     until then."""
     if not names:
         return
-    try:
-        with StateDir(path) as root, StateDir("leases", root) as leases:
-            for name in names:
-                with suppress(OSError):
-                    os.utime(name, dir_fd=leases.fd, follow_symlinks=False)
-    except (StateDirError, OSError):
-        pass
+    with (
+        suppress(StateDirError, OSError),
+        StateDir(path, make=False) as root,
+        StateDir("leases", root, make=False) as leases,
+    ):
+        for name in names:
+            with suppress(StateDirError, OSError):
+                if (fd := leases.open(name)) is not None:
+                    try:
+                        os.utime(fd)
+                    finally:
+                        os.close(fd)
 
 
 def is_untouched(path: str) -> bool:
-    """Whether the state directory was never used. Then there is nothing to lock."""
-    try:
-        if stat.S_ISLNK(os.lstat(path).st_mode):
-            return False
-        os.lstat(os.path.join(path, "leases"))
-    except FileNotFoundError:
-        return True
-    except OSError:
-        pass  # HostLock raises an error that says what is wrong
-    return False
+    return not os.path.exists(os.path.join(path, "host.lock"))
 
 
 def _look_without_host_lock(found: HostFacts, path: str, gpus: Collection[Gpu]) -> None:
     """Find held leases in /proc/locks only, which takes no lock but does not show locks of other pid namespaces."""
-    with StateDir(path) as root, StateDir("leases", root) as leases:
+    with StateDir(path, make=False) as root, LeaseDir("leases", root, make=False) as leases:
         inodes = {name: _inode(leases, name) for gpu in gpus for name in names_of(gpu)}
         locks = procfs.flock_holders({inode for inode in inodes.values() if inode})
         _find_leases(found, leases, gpus, lambda name: inodes[name] in locks)
@@ -129,7 +128,7 @@ def _inode(directory: StateDir, name: str) -> int:
 
 def _find_leases(
     found: HostFacts,
-    leases: StateDir,
+    leases: LeaseDir,
     gpus: Collection[Gpu],
     is_held: Callable[[str], bool],
     other_inodes: Collection[int] = (),
@@ -140,7 +139,11 @@ def _find_leases(
             try:
                 if not is_held(name):
                     continue
-                held[name] = os.stat(name, dir_fd=leases.fd, follow_symlinks=False)
+                status = os.stat(name, dir_fd=leases.fd, follow_symlinks=False)
+                if other := leases.twin(name, status):
+                    found.linked[name] = str(leases.linked(name, other))
+                    continue
+                held[name] = status
             except StateDirError as err:
                 found.closed[name] = str(err)
                 continue
@@ -157,7 +160,7 @@ def _find_leases(
 
 
 def _find_names(found: HostFacts, gpus: Collection[Gpu], prefix: str) -> None:
-    rest = [gpu.uuid for gpu in gpus if not found.files.keys() & set(names_of(gpu))]
+    rest = [gpu.uuid for gpu in gpus if not (found.files.keys() | found.linked.keys()) & set(names_of(gpu))]
     found.elsewhere = held_among(rest, prefix)
 
 

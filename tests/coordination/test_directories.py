@@ -107,9 +107,9 @@ def test_without_renameat2_they_are_made_all_the_same(
 
 
 def test_whoever_is_faster_keeps_the_name(state_dir: Path) -> None:
-    assert directories.make(str(state_dir), str(state_dir), None)
+    directories.make_directory(str(state_dir), str(state_dir), None)
     (state_dir / "precious").touch()
-    assert not directories.make(str(state_dir), str(state_dir), None)
+    directories.make_directory(str(state_dir), str(state_dir), None)
     assert os.listdir(state_dir) == ["precious"]
     assert os.listdir(state_dir.parent) == ["state"]
 

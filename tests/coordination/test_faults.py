@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from safe_gpu.coordination.faults import clear_fault, fault_name, read_faults, write_fault
+from safe_gpu.coordination.faults import clear_fault, read_faults, write_fault
 from safe_gpu.coordination.files import StateDir
+from safe_gpu.coordination.leases import fault_name
 from safe_gpu.devices import Fault
 from safe_gpu.errors import StateDirError
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from safe_gpu.coordination import directories, files
+from safe_gpu.coordination import files
 from safe_gpu.coordination.files import StateDir, file_system_type, state_dir_path, write_all
 from safe_gpu.errors import StateDirError
 
@@ -123,18 +123,21 @@ def test_a_fifo_in_the_place_of_a_lock_file_is_refused_unopened(
                 root.open("host.lock")
 
 
-def test_a_file_with_a_second_name_is_refused(state_dir: Path, tmp_path: Path) -> None:
-    """A record would be written over somebody's file."""
+def test_a_file_that_not_everybody_may_write_is_refused(state_dir: Path, tmp_path: Path) -> None:
+    """A record would be written over somebody's file, linked or moved here from elsewhere."""
     (tmp_path / "thesis.tex").write_text("precious")
     with StateDir(str(state_dir)) as root, StateDir("leases", root) as leases:
         try:
             os.link(tmp_path / "thesis.tex", state_dir / "leases" / "a.lock")
         except OSError:
             pytest.skip("the two directories are on different file systems")
-        for mode in (0o644, 0o600, 0o667, 0o4666):
+        for mode in (0o644, 0o600, 0o664, 0o4755):
             (tmp_path / "thesis.tex").chmod(mode)
-            with pytest.raises(StateDirError, match=rf"a\.lock has 2 names \(hard links\) and mode {mode:04o}"):
+            with pytest.raises(StateDirError, match=rf"a\.lock has mode {mode:04o} in place of 0666"):
                 leases.open_or_create("a.lock")
+        os.unlink(tmp_path / "thesis.tex")
+        with pytest.raises(StateDirError, match="may be somebody's file from elsewhere"):
+            leases.open_or_create("a.lock")
 
 
 def test_a_second_link_to_one_of_our_files_locks_nobody_out(state_dir: Path, open_tmp: Path, as_user) -> None:
@@ -288,7 +291,7 @@ def test_a_full_disk_is_said_and_leaves_nothing(
             raise OSError(code, os.strerror(code))
 
         monkeypatch.setattr(os, "link", full)
-        monkeypatch.setattr(directories, "rename_new", lambda source, target, parent: code)
+        monkeypatch.setattr(files, "rename_new", lambda source, target, parent: code)
         with pytest.raises(StateDirError, match="no room for") as caught:
             root.open_or_create("host.lock")
         assert caught.value.errno == code

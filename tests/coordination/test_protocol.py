@@ -67,7 +67,7 @@ class OtherClient:
             taken = [name[:-7] for name in os.listdir(self.directory / "queue") if name.endswith(".ticket")]
             numbers = [int(stem) for stem in taken if stem.isdigit() and str(int(stem)) == stem and len(stem) <= 18]
             name = f"queue/{seq or max(numbers, default=0) + 1}.ticket"
-            fd = self._open(name)
+            fd = self._open(name, 0o644)
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._write(fd, line)
             self._held.append(fd)
@@ -91,14 +91,14 @@ class OtherClient:
         for fd in self._held:
             os.close(fd)
 
-    def _open(self, name: str) -> int:
+    def _open(self, name: str, mode: int = 0o666) -> int:
         path = self.directory / name
         try:
             return os.open(path, OPEN)
         except FileNotFoundError:
             directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-            unnamed = os.open(".", os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o666, dir_fd=directory)
-            os.fchmod(unnamed, 0o666)
+            unnamed = os.open(".", os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, mode, dir_fd=directory)
+            os.fchmod(unnamed, mode)
             os.link(f"/proc/self/fd/{unnamed}", path.name, dst_dir_fd=directory, follow_symlinks=True)  # linkat(2)
             os.close(unnamed)
             os.close(directory)
@@ -298,6 +298,7 @@ def test_leases_on_a_shared_display_are_shared(
 def test_directories_of_ours_are_accepted_with_any_mode_and_opened_up_where_empty(ground: Any, mode: int) -> None:
     ground.directory.mkdir()
     (ground.directory / "host.lock").touch()
+    (ground.directory / "host.lock").chmod(0o666)
     (ground.directory / "leases").mkdir()
     for path in (ground.directory, ground.directory / "leases"):
         path.chmod(mode)

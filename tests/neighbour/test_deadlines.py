@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 import safe_gpu
-from safe_gpu.coordination.faults import fault_name
-from safe_gpu.coordination.leases import lease_name
+from safe_gpu.coordination.leases import fault_name, lease_name
 
 NEIGHBOUR = 4711
 MOST = 64  # MiB beyond a bare interpreter
@@ -126,7 +125,7 @@ def crowd(used: Path) -> Iterator[Callable[..., None]]:
                 file = stack.enter_context(open(used / "queue" / f"{number}.ticket", "w"))
                 file.write(content if len(content) < 5000 or number % 100 < len(contents) else "")
                 file.flush()
-                os.fchmod(file.fileno(), 0o666)
+                os.fchmod(file.fileno(), 0o644)
                 if live:
                     fcntl.flock(file, fcntl.LOCK_EX)
 

@@ -37,8 +37,9 @@ def test_a_file_that_its_owner_closes_is_passed(state_dir: Path, as_user: Any, e
     (file,) = (state_dir / history.NAME).iterdir()
     os.chmod(file, 0o600)
     assert as_user(claim, uid=USERS[1]).hear() == "released"
-    claims, _ = claims_between(0, time.time() + 1)
-    assert [one.uid for one in claims] == list(USERS[:2])
+    claims, warnings = claims_between(0, time.time() + 1)
+    assert [one.uid for one in claims] == [USERS[1]]
+    assert "has mode 0600 in place of 0666" in warnings[0]
 
 
 def test_a_file_under_a_file_lease_blocks_nobody(

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 import safe_gpu
-from safe_gpu.coordination.faults import fault_name
-from safe_gpu.coordination.leases import lease_name
+from safe_gpu.coordination.leases import fault_name, lease_name
 
 TRICK = "\x1b[2J\x1b]0;owned\x07\u202e\u2066evil\r\nGPU 0 is free\x9b31m\x00\u0085\u2028."
 LATE = 75

@@ -11,7 +11,7 @@ import stat
 from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
 
-from . import procfs, trust
+from . import procfs, programs
 from .durations import parse_duration
 from .errors import PolicyError, UnsatisfiableRequestError
 from .spelling import Spelling
@@ -205,7 +205,7 @@ def limits_of_this_user(policy: Policy) -> Limits:
     """What applies to this process, by its effective user and its groups. Takes no lock; a directory may be asked."""
     gids = {os.getegid(), *os.getgroups()}
     uid = os.geteuid()
-    return resolve(policy, _names(uid), lambda group: _gid(group) in gids, is_root=trust.is_root())
+    return resolve(policy, _names(uid), lambda group: _gid(group) in gids, is_root=programs.is_root())
 
 
 def limits_of_user(policy: Policy, uid: int) -> Limits:

@@ -1,9 +1,13 @@
-"""Runs a program of the system and reads what it prints, in bounded time and memory, whatever the program does."""
+"""Finds a program of the system, runs it in bounded time and memory, and reads what it prints.
+
+Root relies only on paths that no other user can change: its ``PATH`` and other variables may be a user's, in a
+scheduler's prolog or under sudo.
+"""
 
 from __future__ import annotations
 
 import os
-import signal
+import stat
 import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -11,9 +15,86 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import subprocess
 
-__all__ = ["TooLate", "TooMuch", "output_of"]
+__all__ = ["TooLate", "TooMuch", "find_program", "is_root", "others_can_change", "output_of"]
 
 _UNKILLABLE = 1.0  # seconds that a killed program is waited for: a driver that hangs may keep it
+_MOST_LINKS = 40  # on the way to one path, as in the kernel
+_LOAD_CODE = ("LD_", "BASH", "ENV", "GCONV_PATH", "PERL", "PYTHON", "RUBY")  # the beginnings of variables
+
+
+def is_root() -> bool:
+    """Whether this process is root of the host or of a container whose root that is, rather than a user who became
+    root of a user namespace and gains nothing from it."""
+    if os.geteuid() != 0:
+        return False
+    try:
+        with open("/proc/self/uid_map", "rb") as file:
+            return file.read(4096).split() == [b"0", b"0", b"4294967295"]
+    except OSError:
+        return True
+
+
+def others_can_change(path: str) -> str | None:
+    """The first part of a path, on the way through all links, that a user other than root can change or make.
+
+    None: there is none, and root may rely on the path. Where an ACL lets somebody write, the bits of the group say so.
+    In a sticky directory others may write, but not replace what is root's. The current directory may be anybody's.
+    """
+    if not path.startswith("/"):
+        return path or "."
+    place, ahead, links, shared = "/", _names(path), 0, False
+    while True:
+        try:
+            status = os.lstat(place)
+            target = os.readlink(place) if stat.S_ISLNK(status.st_mode) else None
+        except FileNotFoundError:
+            return place if shared else None
+        except OSError:
+            return place
+        if status.st_uid:
+            return place
+        if target is not None:
+            links += 1
+            if links > _MOST_LINKS or place.startswith("/proc/"):  # those of /proc lead elsewhere than they say
+                return place
+            ahead += _names(target)
+            place = "/" if target.startswith("/") else os.path.dirname(place)
+            continue
+        shared = bool(status.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
+        if shared and not (stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX):
+            return place
+        if not ahead:
+            return None
+        name = ahead.pop()
+        place = os.path.dirname(place) if name == ".." else os.path.join(place, name)
+
+
+def _names(path: str) -> list[str]:
+    """The parts of a path, the last one first."""
+    return [name for name in reversed(path.split("/")) if name not in ("", ".")]
+
+
+def find_program(name: str, environ: Mapping[str, str], *more: str) -> str | None:
+    """The path of a program, by ``PATH`` and then in ``more``; for root, the first that only root can change.
+
+    Raises:
+        PermissionError: there are only such that other users can change; the text is for root, with the way out.
+    """
+    root, refusal = is_root(), ""
+    for place in (*environ.get("PATH", os.defpath).split(os.pathsep), *more):
+        path = os.path.join(place or os.curdir, name)
+        if not os.path.isfile(path) or not os.access(path, os.X_OK):
+            continue
+        part = others_can_change(path) if root else None
+        if part is None:
+            return path
+        refusal = refusal or (
+            f"{path} is not run as root, because other users can change {'it' if part == path else part}: put a {name} "
+            "that only root can change on PATH"
+        )
+    if refusal:
+        raise PermissionError(refusal)
+    return None
 
 
 class TooLate(Exception):
@@ -29,9 +110,11 @@ def output_of(
 ) -> tuple[int, str, str]:
     """Exit status, output and error output; the last is in the output unless ``apart``.
 
-    Bytes that are not UTF-8 become U+FFFD. A child that keeps the output open is waited for like the program.
+    Bytes that are not UTF-8 become U+FFFD. A child that keeps the output open is waited for like the program. As root
+    it gets no variable by which another user could have it load code.
 
     Args:
+        arguments: the first is a path from :func:`find_program`.
         timeout: seconds. most: bytes that are read.
 
     Raises:
@@ -44,7 +127,7 @@ def output_of(
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE if apart else subprocess.STDOUT,
-        env=dict(env),
+        env=_for_root(env) if is_root() else dict(env),
         start_new_session=True,
     )
     deadline = time.monotonic() + timeout
@@ -61,6 +144,18 @@ def output_of(
             if stream is not None:
                 stream.close()
     return code, out.decode("utf-8", "replace"), err.decode("utf-8", "replace")
+
+
+def _for_root(env: Mapping[str, str]) -> dict[str, str]:
+    """What a program run by root gets of an environment that may be a user's."""
+    kept = {name: value for name, value in env.items() if name != "PATH" and not name.startswith(_LOAD_CODE)}
+    for name in ("PATH", "LD_LIBRARY_PATH"):
+        places = env.get(name, "").replace(";", ":").split(":")
+        # The loader puts something in the place of $ORIGIN.
+        sure = [place for place in places if "$" not in place and not others_can_change(place)]
+        if sure:
+            kept[name] = ":".join(sure)
+    return kept
 
 
 def _read(process: subprocess.Popen[bytes], deadline: float, most: int) -> list[bytes]:
@@ -89,6 +184,7 @@ def _read(process: subprocess.Popen[bytes], deadline: float, most: int) -> list[
 
 def _abandon(process: subprocess.Popen[bytes]) -> None:
     """Kill it with its children, and do not wait for it for long."""
+    import signal
     import subprocess
 
     try:

@@ -125,11 +125,12 @@ def _risks_for_root(environ: Mapping[str, str]) -> list[str]:
     given = [name for name in _PATHS if environ.get(name, "").startswith("/") and (user, environ[name]) not in _safe]
     if not given:
         return []
-    from .trust import is_root, nobody_else_can_change
+    from .programs import is_root, others_can_change
 
     found = []
     for name in given:
-        if is_root() and not nobody_else_can_change(environ[name]):
+        path = environ[name] if os.path.lexists(environ[name]) else os.path.dirname(environ[name].rstrip("/"))
+        if is_root() and others_can_change(path):
             found.append(
                 f"{name}={environ[name]}: other users can change what root reads there; unset {name}, and start this "
                 "with a clean environment"

@@ -27,7 +27,7 @@ FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"coordination", "runtimes", "schedulers", "policy"}),
     frozenset({"settings", "topology", "text", "durations"}),
     frozenset({"errors"}),
-    frozenset({"procfs", "programs", "devices", "trust"}),
+    frozenset({"procfs", "programs", "devices"}),
     frozenset({"spelling"}),
 )
 FLOOR = {room: len(FLOORS) - number for number, rooms in enumerate(FLOORS) for room in rooms}

@@ -210,7 +210,7 @@ def test_groups_of_this_process_and_of_others(monkeypatch: pytest.MonkeyPatch) -
     """Those of this process are the kernel's, those of other users the directory's."""
     rules = parse("[group audio]\nmax_gpus = 5\n[group 77]\nmax_gpus = 7\n[default]\nmax_gpus = 1\n", "/p")
     monkeypatch.setattr(policy, "_gid", {"audio": 29, "77": 77}.get)
-    monkeypatch.setattr(policy.trust, "is_root", lambda: False)
+    monkeypatch.setattr(policy.programs, "is_root", lambda: False)
     monkeypatch.setattr(os, "getgroups", lambda: [77])
     assert limits_of_this_user(rules).max_gpus == 7
     monkeypatch.setattr(policy, "_gids_of", lambda uid: {29} if uid == 1000 else set())

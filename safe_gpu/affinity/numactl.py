@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 
 __all__ = ["numactl_options", "wrap_command"]
 
-# Seconds for "numactl OPTIONS true" to end.
+# Seconds for "numactl OPTIONS true" to end, and bytes of what it prints.
 _PATIENCE = 30.0
+_MOST_OUTPUT = 1 << 16
 
 
 def wrap_command(
@@ -123,18 +124,24 @@ def _try(prefix: Sequence[str]) -> None:
     """Run ``true`` under numactl.
 
     Raises:
-        GPUAffinityError: numactl is not installed, or it refuses; the message has what it printed.
+        GPUAffinityError: numactl is not installed, root may not run it, or it refuses; the message has what it printed.
     """
-    import subprocess
+    from ..programs import TooLate, TooMuch, find_program, output_of
 
+    name, *options = prefix
     try:
-        done = subprocess.run([*prefix, "true"], capture_output=True, text=True, errors="replace", timeout=_PATIENCE)
-    except FileNotFoundError:
-        raise GPUAffinityError("numactl is not installed here (the package numactl of most distributions)") from None
-    except (OSError, subprocess.TimeoutExpired) as err:
+        numactl, true = find_program(name, os.environ), find_program("true", os.environ)
+        if numactl is None or true is None:
+            missing = name if numactl is None else "true"
+            raise GPUAffinityError(f"{missing} is not installed here, or not on PATH")
+        command = [numactl, *options, true]
+        code, _, error = output_of(command, env=os.environ, timeout=_PATIENCE, most=_MOST_OUTPUT, apart=True)
+    except (TooLate, TooMuch):
+        raise GPUAffinityError(f"numactl did not end within {_PATIENCE:g} s, or prints without end") from None
+    except OSError as err:
         raise GPUAffinityError(f"numactl cannot be run: {err}") from err
-    if done.returncode != 0:
-        said = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
+    if code != 0:
+        said = " ".join(error.split()) or f"exit code {code}"
         raise GPUAffinityError(f"{' '.join(prefix)} fails here: {said}")
 
 

@@ -14,6 +14,7 @@ from ..coordination.host_lock import HostLock, lock_file
 from ..coordination.leases import names_of
 from ..coordination.mounts import RULE, root_owns
 from ..errors import LockTimeout, StateDirError
+from ..programs import others_can_change
 from .check import Finding, Host, failed, passed, skipped, warning
 
 __all__ = [
@@ -134,15 +135,15 @@ def _trouble_with_directory(root: int, above: str, part: str) -> Finding | None:
 
 def opened_to_all(path: str, status: os.stat_result) -> str:
     """How to set the mode of a directory. Root is never told to change a name that another user can replace by a link.
-    That is the owner of the directory above, and the owner of the name where that one is sticky."""
+    That is who can change a directory above, and the owner of the name where that one is sticky."""
     command = f"chmod 1777 {quote(path)}"
-    above = os.stat(os.path.dirname(path))
-    if status.st_uid == above.st_uid == 0 and (above.st_mode & stat.S_ISVTX or not above.st_mode & 0o022):
-        return f"as root: {command}"
-    if status.st_uid == os.geteuid() != 0:
+    for_root = others_can_change(os.path.dirname(path)) is None
+    if status.st_uid == 0:
+        return f"as root: {command}" if for_root else _ELSEWHERE
+    if status.st_uid == os.geteuid():
         return command
-    user = procfs.user_name(status.st_uid)
-    return f"as {user}: {command}; or as root, which ends no claim: rm -r {quote(path)}"
+    way_out = f"as root, which ends no claim: rm -r {quote(path)}" if for_root else _ELSEWHERE
+    return f"as {procfs.user_name(status.st_uid)}: {command}; or {way_out}"
 
 
 def _trouble_with_files(root: int, host: Host) -> Finding | None:

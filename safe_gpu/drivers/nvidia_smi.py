@@ -41,10 +41,17 @@ _MIG_IS_ON = "MIG mode is on: claim one of its instances"
 
 
 def find_nvidia_smi() -> str | None:
-    """Path of nvidia-smi by PATH, or None; for root, only where no other user can change it."""
-    from ..runtimes.libraries import find_program
+    """Path of nvidia-smi by PATH, or None.
 
-    return find_program("nvidia-smi")
+    Raises:
+        NoDriverError: this is root, and other users can change it.
+    """
+    from ..programs import find_program
+
+    try:
+        return find_program("nvidia-smi", os.environ)
+    except PermissionError as err:
+        raise NoDriverError(f"{err}.", driver="nvidia-smi") from None
 
 
 class NvidiaSmiDriver:
@@ -54,7 +61,7 @@ class NvidiaSmiDriver:
         timeout: seconds that one run of nvidia-smi may take; without persistence mode it wakes every card up first.
 
     Raises:
-        NoDriverError: it is not on PATH.
+        NoDriverError: it is not on PATH, or not one that root may run.
     """
 
     name = "nvidia-smi"

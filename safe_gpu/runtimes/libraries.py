@@ -1,4 +1,4 @@
-"""Where the driver's libraries and programs are loaded from. Root loads nothing that another user could have put there.
+"""Where the driver's libraries are loaded from. Root loads nothing that another user could have put there.
 
 dlopen(3) looks through LD_LIBRARY_PATH first, which root may have from a user: in a scheduler's prolog, or under sudo.
 """
@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ..procfs import read_start
-from ..trust import is_root, nobody_else_can_change
+from ..programs import is_root, others_can_change
 
 if TYPE_CHECKING:
     import ctypes
 
-__all__ = ["find_program", "load"]
+__all__ = ["load"]
 
 _DIRECTORIES = ("/lib64", "/usr/lib64", "/lib", "/usr/lib", "/usr/lib/wsl/lib", "/run/opengl-driver/lib")
 _CACHE = "/etc/ld.so.cache"
@@ -32,12 +32,12 @@ def load(name: str) -> ctypes.CDLL:
     """
     import ctypes
 
-    doubtful = [place for place in _search_path() if not nobody_else_can_change(place)] if is_root() else []
+    doubtful = [place for place in _search_path() if "$" in place or others_can_change(place)] if is_root() else []
     if not doubtful:
         return ctypes.CDLL(name)
     for path in _candidates(name):
         real = os.path.realpath(path)
-        if os.path.isfile(real) and nobody_else_can_change(real):
+        if os.path.isfile(real) and not others_can_change(real):
             try:
                 return ctypes.CDLL(real)
             except OSError as err:
@@ -48,21 +48,8 @@ def load(name: str) -> ctypes.CDLL:
     )
 
 
-def find_program(name: str) -> str | None:
-    """The path of a program by PATH, or None; for root, one that only root can change."""
-    from shutil import which
-
-    if not is_root():
-        return which(name)
-    for place in os.environ.get("PATH", os.defpath).split(os.pathsep):
-        path = which(name, path=place) if os.path.isabs(place) else None
-        if path is not None and nobody_else_can_change(path):
-            return path
-    return None
-
-
 def _search_path() -> list[str]:
-    """The directories of LD_LIBRARY_PATH, as it is and as it was when this process was started; "" is the current."""
+    """The directories of LD_LIBRARY_PATH, as it is and as it was when this process was started."""
     began = b"".join(
         entry[16:]
         for entry in (read_start("/proc/self/environ") or b"").split(b"\0")
@@ -71,14 +58,14 @@ def _search_path() -> list[str]:
     found: dict[str, None] = {}
     for value in (os.environ.get("LD_LIBRARY_PATH", ""), os.fsdecode(began)):
         if value:
-            found.update(dict.fromkeys(os.path.abspath(place) for place in value.replace(";", ":").split(":")))
+            found.update(dict.fromkeys(place or "." for place in value.replace(";", ":").split(":")))
     return list(found)
 
 
 def _candidates(name: str) -> Iterator[str]:
     """Files of that name in the order of dlopen(3): LD_LIBRARY_PATH, the loader's cache, the usual directories."""
     for place in _search_path():
-        if nobody_else_can_change(place):
+        if not others_can_change(place):
             yield os.path.join(place, name)
     yield from _cached(name)
     for place in _DIRECTORIES:

@@ -186,14 +186,16 @@ def _open(path: str, flags: int) -> int:
 
 def _program(environ: Mapping[str, str]) -> str:
     """The path of qstat, from PATH, else from Grid Engine's directories: a job's PATH may lack them."""
-    import shutil
+    from ..programs import find_program
 
     own = [
         environ.get("SGE_BINARY_PATH", ""),
         os.path.join(environ.get("SGE_ROOT", ""), "bin", environ.get("SGE_ARCH", "")),
     ]
-    path = [environ.get("PATH", os.defpath), *(place for place in own if os.path.isabs(place))]
-    program = shutil.which("qstat", path=os.pathsep.join(path))
+    try:
+        program = find_program("qstat", environ, *filter(os.path.isabs, own))
+    except PermissionError as err:
+        raise QstatError(str(err)) from None
     if program is None:
         raise QstatError("qstat is not on PATH here")
     return program

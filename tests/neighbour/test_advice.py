@@ -65,14 +65,28 @@ def test_root_is_not_told_to_chmod_what_others_can_replace(used: Path, broken: s
     assert "chmod" not in as_root
 
 
-def test_a_directory_in_one_that_belongs_to_another_user(used: Path) -> None:
+@pytest.mark.parametrize("mode", [0o1777, 0o777, 0o770])
+@pytest.mark.parametrize("owner", [0, NEIGHBOUR])
+def test_a_directory_below_one_that_others_can_change(
+    open_tmp: Path, monkeypatch: pytest.MonkeyPatch, owner: int, mode: int
+) -> None:
+    """Right above it or higher up: whoever may rename what is on the way puts a symbolic link there."""
     if os.geteuid() != 0:
         pytest.skip("needs root, to give files away")
-    os.chown(used, NEIGHBOUR, NEIGHBOUR)
-    (used / "leases").chmod(0o755)
-    assert "chmod" not in state_directory(Host()).fix.partition("or as root")[2]
-    os.chown(used, 0, 0)
-    assert state_directory(Host()).fix == f"as root: chmod 1777 {used}/leases"
+    for name in ("high/state", "high/low/state"):
+        path = open_tmp / name
+        path.mkdir(parents=True)
+        monkeypatch.setenv("SAFE_GPU_DIR", str(path))
+        path.chmod(0o755)
+        os.chown(open_tmp / "high", owner, 0)
+        (open_tmp / "high").chmod(mode)
+        fix = state_directory(Host()).fix
+        if owner == 0 and mode == 0o1777:
+            assert fix == f"as root: chmod 1777 {path}"
+        else:
+            assert fix.startswith("set SAFE_GPU_DIR, for all users")
+        os.chown(path, NEIGHBOUR, NEIGHBOUR)
+        assert state_directory(Host()).fix.startswith(f"as {NEIGHBOUR}: chmod 1777 {path}; or ")
 
 
 def test_stopped_waiters_do_not_fill_the_report(used: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,181 @@
+"""Root with a user's environment runs no program that the user chose, and is told what to do instead."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from safe_gpu import programs
+
+NEIGHBOUR = 4711
+
+pytestmark = pytest.mark.skipif(not programs.is_root(), reason="needs root, to be the victim")
+
+CODE = """
+import os
+from safe_gpu import SafeGpuError, wrap_command
+from safe_gpu.drivers import open_driver
+from safe_gpu.schedulers import number_for_job
+try:
+    {}
+except SafeGpuError as err:
+    print(err)
+"""
+STATUS = CODE.format("open_driver().snapshot()")
+NUMBER = CODE.format("number_for_job(os.environ)")
+WRAP = CODE.format("wrap_command(['train'], gpu=0, mode=None, memory='preferred', check=True)")
+JOB = {"SGE_TASK_ID": "undefined", "JOB_ID": "1234", "SGE_ROOT": "", "SGE_ARCH": "", "SGE_BINARY_PATH": ""}
+
+
+def write(program: Path, script: str) -> None:
+    program.parent.mkdir(parents=True, exist_ok=True)
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "variable", "environment"),
+    [
+        ("nvidia-smi", STATUS, "PATH", {"SAFE_GPU_DRIVER": "nvidia-smi"}),
+        ("qstat", NUMBER, "PATH", JOB),
+        ("qstat", NUMBER, "SGE_BINARY_PATH", JOB),
+        ("bin/qstat", NUMBER, "SGE_ROOT", JOB),
+        ("numactl", WRAP, "PATH", {}),
+        ("true", WRAP, "PATH", {}),
+    ],
+)
+def test_root_runs_no_program_of_a_neighbour(
+    open_tmp: Path, state_dir: Path, child: Any, name: str, code: str, variable: str, environment: dict[str, str]
+) -> None:
+    place, mark = open_tmp / "his", open_tmp / "mark"
+    program = place / name
+    write(program, f": > {mark}")
+    os.chown(place, NEIGHBOUR, NEIGHBOUR)
+    write(open_tmp / "roots" / "numactl" if name == "true" else open_tmp / "roots" / "other", 'shift; exec "$@"')
+    environment = {"SAFE_GPU_DRIVER": "simulated:dgx-a100", **environment, "PATH": str(open_tmp / "roots")}
+    environment[variable] = f"{place}:{environment['PATH']}" if variable == "PATH" else str(place)
+    said = child(code, env=environment).finish()
+    assert not mark.exists()
+    assert (
+        f"{program} is not run as root, because other users can change {place}: put a {program.name} that only root "
+        "can change on PATH"
+    ) in said
+
+
+def opened_by_acl(place: Path) -> None:
+    setfacl = shutil.which("setfacl")
+    if setfacl is None:
+        pytest.skip("setfacl (the package acl) is not installed")
+    if subprocess.run([setfacl, "-m", f"u:{NEIGHBOUR}:rwx", place], capture_output=True).returncode:
+        pytest.skip("no ACLs on this file system")
+
+
+def made_a_link(place: Path) -> None:
+    """Of the neighbour's, to a place of root's, until root has looked."""
+    place.rename(place.with_name("roots"))
+    place.symlink_to("roots")
+    os.chown(place, NEIGHBOUR, NEIGHBOUR, follow_symlinks=False)
+
+
+def reached_by_a_link_of_roots(place: Path) -> None:
+    """Of root's, to a link of the neighbour's."""
+    made_a_link(place)
+    place.rename(place.with_name("his"))
+    place.symlink_to("his")
+
+
+OPENED: dict[str, Callable[[Path], None]] = {
+    "his": lambda place: os.chown(place, NEIGHBOUR, NEIGHBOUR),
+    "the program is his": lambda place: os.chown(place / "nvidia-smi", NEIGHBOUR, NEIGHBOUR),
+    "everybody's": lambda place: place.chmod(0o757),
+    "a group's": lambda place: (os.chown(place, 0, NEIGHBOUR), place.chmod(0o775))[1],
+    "root's group's": lambda place: place.chmod(0o775),
+    "an ACL": opened_by_acl,
+    "his link": made_a_link,
+    "a link to his link": reached_by_a_link_of_roots,
+}
+
+
+@pytest.mark.parametrize("how", OPENED)
+def test_a_place_that_others_can_change(open_tmp: Path, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = open_tmp / "bin"
+    write(place / "nvidia-smi", "")
+    write(open_tmp / "sure" / "nvidia-smi", "")
+    environment = {"PATH": str(place)}
+    assert programs.find_program("nvidia-smi", environment) == str(place / "nvidia-smi")
+    OPENED[how](place)
+    part = {"the program is his": place / "nvidia-smi", "a link to his link": open_tmp / "his"}.get(how, place)
+    assert programs.others_can_change(str(place / "nvidia-smi")) == str(part)
+    with pytest.raises(PermissionError, match=f"can change {'it' if how == 'the program is his' else part}: "):
+        programs.find_program("nvidia-smi", environment)
+    sure = str(open_tmp / "sure")
+    assert programs.find_program("nvidia-smi", {"PATH": f"{place}:{sure}"}) == f"{sure}/nvidia-smi"
+    assert programs.find_program("nvidia-smi", environment, sure) == f"{sure}/nvidia-smi"
+    assert programs.find_program("nvidia-smi", {"PATH": "/nowhere"}) is None
+    monkeypatch.setattr(programs, "is_root", lambda: False)
+    assert programs.find_program("nvidia-smi", environment) == str(place / "nvidia-smi")
+
+
+def test_the_neighbour_can_write_by_an_acl(open_tmp: Path, as_user: Any) -> None:
+    """So the bits of the group, which show it, mean more than root's group."""
+    place = open_tmp / "bin"
+    write(place / "qstat", "true")
+    opened_by_acl(place)
+
+    def replace(say: Callable[[object], None], _listen: Callable[[], str]) -> None:
+        (place / "qstat").unlink()
+        (place / "qstat").write_text("his")
+        say("done")
+
+    assert as_user(replace, uid=NEIGHBOUR).hear() == "done"
+    assert (place / "qstat").read_text() == "his"
+
+
+@pytest.mark.parametrize(("mode", "sure"), [(0o755, True), (0o777, False), (0o1777, True), (0o1775, True)])
+def test_a_sticky_directory_keeps_what_is_roots(open_tmp: Path, mode: int, sure: bool) -> None:
+    (open_tmp / "x").mkdir()
+    (open_tmp / "x").chmod(mode)
+    (open_tmp / "link").symlink_to(open_tmp / "x")
+    for name in ("x", "link", "x/../link"):
+        assert programs.others_can_change(str(open_tmp / name)) == (None if sure else str(open_tmp / "x"))
+
+
+@pytest.mark.parametrize(
+    "path", ["bin", "", ".", "/proc/self/root/bin", "{tmp}/later", "{tmp}/later/../x", "{tmp}/loop"]
+)
+def test_paths_that_may_become_others(open_tmp: Path, path: str) -> None:
+    """By another current directory, in another mount namespace, or since anybody can make what is not there yet."""
+    (open_tmp / "loop").symlink_to("loop")
+    assert programs.others_can_change(path.format(tmp=open_tmp)) is not None
+    assert programs.others_can_change("/usr/no such directory/bin") is None
+
+
+def test_what_a_program_gets_of_the_environment(open_tmp: Path) -> None:
+    """A program of root's loads libraries, and a script runs other programs, by variables."""
+    his = open_tmp / "his"
+    his.mkdir()
+    os.chown(his, NEIGHBOUR, NEIGHBOUR)
+    environment = {
+        "PATH": f"{his}:/usr/bin:.:/bin",
+        "LD_LIBRARY_PATH": f"$ORIGIN/{his}:/usr/lib;{his}:",
+        "LD_PRELOAD": "",
+        "LD_AUDIT": f"{his}/audit.so",
+        "BASH_ENV": f"{his}/bash",
+        "ENV": f"{his}/sh",
+        "PYTHONPATH": str(his),
+        "PERL5LIB": str(his),
+        "SGE_ROOT": str(his),
+        "LC_ALL": "C",
+    }
+    for asked, got in (
+        (environment, {"PATH=/usr/bin:/bin", "LD_LIBRARY_PATH=/usr/lib", f"SGE_ROOT={his}", "LC_ALL=C"}),
+        ({"LD_LIBRARY_PATH": str(his), "PATH": str(his)}, set[str]()),
+    ):
+        code, text, _ = programs.output_of(["/usr/bin/env"], env=asked, timeout=60, most=1 << 16)
+        assert (code, set(text.splitlines())) == (0, got)

@@ -33,8 +33,17 @@ __all__ = [
 
 _PROTOCOL = "safe-gpu/1/"
 _LONGEST = 107  # bytes after the first, which is NUL: the kernel takes 108 in all
-_STREAM = b"0001"
 _SPARE = 8  # descriptors that are left to the program: where the limit is that low, lease files have to do
+
+# A line of /proc/net/unix (unix_seq_show() in the kernel's net/unix/af_unix.c) is an address of 16 bytes, which may be
+# hidden, then ": %08X %08X %08X %04X %02X %5lu" for references, protocol, flags, type, state and inode, and " @NAME".
+_ADDRESS = 16
+_COLUMNS = b": 00000000 00000000 00000000 0000 00 "
+_STREAMS = b" 00000000 00000000 0001 ", b" 00000000 00010000 0001 "  # protocol to type; the second one listens
+_TO_ZERO = bytes.maketrans(b"123456789ABCDEF", b"0" * 15)
+_INODE = _ADDRESS + len(_COLUMNS)
+_BEGIN = b" @" + _PROTOCOL.encode()
+_SHORTEST = 48  # bytes of a name: from its "\n" to "@" a forged line has 61, and no path or name is longer than 108
 
 _digests: dict[str, str] = {}
 
@@ -45,20 +54,26 @@ def name_of(uuid: str, prefix: str = "") -> str:
     Args:
         prefix: "" on a real host, else :func:`simulated_prefix`.
 
-    >>> name_of("MIG-GPU-12/1/0")
-    'MIG-GPU-12_1_0'
+    >>> name_of("MIG-GPU-5c89852c-d268-c3f3-1b07-005d5ae1dc3f/1/0")
+    'MIG-GPU-5c89852c-d268-c3f3-1b07-005d5ae1dc3f_1_0'
+    >>> name_of("GPU-a3f1c07e52d98b16")
+    'GPU-a3f1c07e52d98b16.................'
     """
-    return prefix + uuid.replace("/", "_")
+    return _padded(uuid, "", prefix)
 
 
 def inner_of(uuid: str, prefix: str = "") -> str:
     """The name for a claim made inside another claim."""
-    return f"{name_of(uuid, prefix)}.inner"
+    return _padded(uuid, ".inner", prefix)
 
 
 def scope_of(uuid: str, token: str, prefix: str = "") -> str:
     """The name by which claims inside a delegating claim find it; all users can read it, so it has a hash."""
-    return f"{name_of(uuid, prefix)}.{digest(token)}"
+    return _padded(uuid, f".{digest(token)}", prefix)
+
+
+def _padded(uuid: str, suffix: str, prefix: str) -> str:
+    return f"{prefix}{uuid.replace('/', '_')}{suffix}".ljust(_SHORTEST - len(_PROTOCOL), ".")
 
 
 def simulated_prefix(tree: str) -> str:
@@ -133,15 +148,25 @@ def in_use() -> frozenset[str]:
 
 
 def sockets() -> dict[str, int]:
-    """Every name of the protocol that is held on this host -> the inode of its socket, by /proc/net/unix."""
-    begin = b"@" + _PROTOCOL.encode()
+    """Every name of the protocol that is held on this host -> the inode of its socket, by /proc/net/unix.
+
+    The kernel writes names and paths as they are: by a line break in one, a neighbour writes a line with any inode. In
+    the exact columns of the kernel, which alone count, such a line has no room for a name of the protocol.
+    """
     found = {}
     for line in lines_of("/proc/net/unix"):
-        fields = line.rstrip(b"\n").split(None, 7)  # address, references, protocol, flags, type, state, inode, path
-        # The kernel writes names as they are: with line breaks in one, anybody writes whole lines.
-        inode = fields[6] if len(fields) == 8 else b""
-        if inode.isdigit() and len(inode) < 20 and fields[4] == _STREAM and fields[7].startswith(begin):
-            found[fields[7][len(begin) :].decode("utf-8", "replace")] = int(inode)
+        at = line.find(_BEGIN, _INODE)
+        if at < 0 or len(line) - at < len(b" @\n") + _SHORTEST:
+            continue
+        columns, inode = line[_ADDRESS:_INODE], line[_INODE:at]
+        if (
+            columns[10:34] in _STREAMS
+            and columns.translate(_TO_ZERO) == _COLUMNS
+            and len(inode) <= 20
+            and inode.lstrip(b" ").isdigit()
+            and inode == b"%5d" % (number := int(inode))
+        ):
+            found[line[at + len(_BEGIN) : -1].decode("utf-8", "replace")] = number
     return found
 
 

@@ -16,6 +16,7 @@ import pytest
 from safe_gpu.coordination import names
 from safe_gpu.coordination.names import Name, bind, digest, held_among, in_use, inner_of, name_of, scope_of
 
+NVIDIA, AMD = "GPU-5c89852c-d268-c3f3-1b07-005d5ae1dc3f", "GPU-a3f1c07e52d98b16"
 HOLD = "from safe_gpu.coordination.names import bind\none = bind(sys.argv[1]); say('held' if one else 'refused')\n"
 
 
@@ -44,11 +45,21 @@ def take(prefix: str) -> Iterator[Callable[..., Name | None]]:
 def test_names_are_those_of_the_protocol() -> None:
     token = hashlib.sha256(b"secret").hexdigest()[:16]
     assert digest("secret") == token
-    assert name_of("MIG-GPU-1/2/3") == "MIG-GPU-1_2_3"
-    assert inner_of("GPU-1") == "GPU-1.inner"
-    assert scope_of("GPU-1", "secret") == f"GPU-1.{token}"
+    assert name_of(NVIDIA) == NVIDIA
+    assert name_of(f"MIG-{NVIDIA}/2/3") == f"MIG-{NVIDIA}_2_3"
+    assert inner_of(NVIDIA) == f"{NVIDIA}.inner"
+    assert scope_of(NVIDIA, "secret") == f"{NVIDIA}.{token}"
     assert names.simulated_prefix("secret") == f"sim-{token}/"
-    assert name_of("GPU-1", "sim-0/") == "sim-0/GPU-1"
+    assert name_of(NVIDIA, "sim-0/") == f"sim-0/{NVIDIA}"
+
+
+def test_short_names_are_padded() -> None:
+    """To 48 bytes with what all names begin with, which leaves 37."""
+    assert name_of(AMD) == AMD + 17 * "."
+    assert inner_of(AMD) == AMD + ".inner" + 11 * "."
+    assert scope_of(AMD, "secret") == f"{AMD}.{digest('secret')}"
+    assert name_of(AMD, "sim-0123456/") == f"sim-0123456/{AMD}....."
+    assert name_of(AMD, "sim-0123456789abcdef/") == f"sim-0123456789abcdef/{AMD}"
 
 
 def test_one_holder_at_a_time(take: Any, prefix: str) -> None:
@@ -71,7 +82,9 @@ try:
 except OSError as err:
     print(err.errno)
 """
-    done = subprocess.run([sys.executable, "-c", code, f"{prefix}GPU-1"], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, f"{prefix}GPU-1..........."], capture_output=True, text=True, check=True
+    )
     assert done.stdout.strip() == str(errno.EADDRINUSE)
 
 
@@ -80,7 +93,7 @@ def test_nobody_can_connect(take: Any, prefix: str) -> None:
 
     assert take("GPU-1") is not None
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as caller, pytest.raises(ConnectionRefusedError):
-        caller.connect(b"\0safe-gpu/1/" + f"{prefix}GPU-1".encode())
+        caller.connect(b"\0safe-gpu/1/" + name_of("GPU-1", prefix).encode())
 
 
 def test_who_looks_takes_nothing(take: Any, prefix: str) -> None:
@@ -88,7 +101,7 @@ def test_who_looks_takes_nothing(take: Any, prefix: str) -> None:
     one = take("GPU-1")
     assert held_among(["GPU-1", "GPU-2"], prefix) == {"GPU-1"}
     assert held_among(["GPU-1"], prefix, inner=True) == frozenset()
-    assert f"{prefix}GPU-1" in in_use()
+    assert name_of("GPU-1", prefix) in in_use()
     assert take("GPU-2.inner") is not None
     assert held_among(["GPU-1", "GPU-2"], prefix) == {"GPU-1", "GPU-2"}
     assert held_among(["GPU-1", "GPU-2"], prefix, inner=True) == {"GPU-2"}
@@ -100,13 +113,58 @@ def test_a_name_of_another_kind_of_socket_is_none(prefix: str, take: Any) -> Non
     import socket
 
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
-        other.bind(b"\0safe-gpu/1/" + f"{prefix}GPU-1".encode())
+        other.bind(b"\0safe-gpu/1/" + name_of("GPU-1", prefix).encode())
         assert held_among(["GPU-1"], prefix) == frozenset()
         assert take("GPU-1") is not None
 
 
+LINE = b"0000000012ab34cd: 00000002 00000000 00000000 0001 01 12345 @safe-gpu/1/" + NVIDIA.encode() + b"\n"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "inode"),
+    [
+        (b"", b"", 12345),
+        (b"0000000012ab34cd", b"(____ptrval____)", 12345),
+        (b"0000000012ab34cd", b"        (ptrval)", 12345),
+        (b"00000000 0001", b"00010000 0001", 12345),
+        (b"00000002", b"0000001F", 12345),
+        (b"12345", b"    7", 7),
+        (b"12345", b"18446744073709551615", 2**64 - 1),
+        (b"0000000012ab34cd", b"12ab34cd", None),
+        (b"0000000012ab34cd", b"00000000012ab34cd", None),
+        (b"cd: ", b"cd:", None),
+        (b"00000002", b"2", None),
+        (b"00000002", b"0000001f", None),
+        (b"00000002 00000000", b"00000002 00000001", None),
+        (b"00000000 0001", b"00020000 0001", None),
+        (b"0001 01", b"0002 01", None),
+        (b"0001 01", b"0001  1", None),
+        (b" 01 ", b"  01 ", None),
+        (b" ", b"\t", None),
+        (b"12345", b"7", None),
+        (b"12345", b"     7", None),
+        (b"12345", b"012345", None),
+        (b"12345", b"1_345", None),
+        (b"12345", b"   -1", None),
+        (b"12345", b"     ", None),
+        (b"12345", b"12345 /tmp/x", None),
+        (b"12345", b"9" * 21, None),
+        (b" @", b" ", None),
+        (b"@safe", b"@@safe", None),
+        (NVIDIA.encode(), AMD.encode(), None),
+        (NVIDIA.encode(), b"x" * 36, None),
+    ],
+)
+def test_only_the_columns_of_the_kernel_count(
+    monkeypatch: pytest.MonkeyPatch, old: bytes, new: bytes, inode: int | None
+) -> None:
+    monkeypatch.setattr(names, "lines_of", lambda path: iter([LINE.replace(old, new, 1)]))
+    assert names.sockets() == ({} if inode is None else {NVIDIA: inode})
+
+
 def test_a_killed_holder_holds_nothing(child: Any, take: Any, prefix: str) -> None:
-    other = child(HOLD.replace("sys.argv[1]", repr(f"{prefix}GPU-1")) + "listen()")
+    other = child(HOLD.replace("sys.argv[1]", repr(name_of("GPU-1", prefix))) + "listen()")
     assert other.hear() == "held"
     assert take() is None
     other.kill()
@@ -150,7 +208,7 @@ def test_a_child_that_reuses_the_number_keeps_what_it_opened(take: Any) -> None:
 
 @pytest.mark.parametrize("kept", [True, False])
 def test_exec_passes_on_what_is_kept(child: Any, take: Any, prefix: str, kept: bool) -> None:
-    work = HOLD.replace("sys.argv[1]", repr(f"{prefix}GPU-1"))
+    work = HOLD.replace("sys.argv[1]", repr(name_of("GPU-1", prefix)))
     work += "one.keep_across_exec()\n" if kept else ""
     work += "import os; os.execv('/bin/sh', ['sh', '-c', 'echo there; read line'])"
     other = child(work)

@@ -33,6 +33,7 @@ max_wait = 1h30m
 idle_report_after = 30m
 """
 DIGITS = "9" * 5000
+HEAD = b"0" * 16 + b": 00000002 00000000 00000000 0001 01 "  # of a line of /proc/net/unix, before the inode
 
 
 @examples(80)
@@ -88,8 +89,9 @@ def test_names_of_sockets_that_a_neighbour_binds(stranger: socket.socket, name: 
 @example([b"1: FLOCK  ADVISORY  WRITE 1 08:01:7 0 EOF"])
 @example([b"1: FLOCK  ADVISORY  WRITE " + DIGITS.encode() + b" 08:01:7 0 EOF"])
 @example([b"1: FLOCK  ADVISORY  WRITE 1 " + b"f" * 5000 + b":01:7 0 EOF"])
-@example([b"a: 00000002 00000000 00010000 0001 01 " + DIGITS.encode() + b" @safe-gpu/1/x"])
-@example([b"a: 00000002 00000000 00010000 0001 01 x @safe-gpu/1/x"])
+@example([HEAD + DIGITS.encode() + b" @safe-gpu/1/" + b"x" * 40 + b"\n"])
+@example([HEAD + b"x @safe-gpu/1/" + b"\xff" * 40 + b"\n"])
+@example([HEAD + b"12345 @safe-gpu/1/" + b"\xff" * 40 + b"\n"])
 def test_tables_of_the_kernel(lines: list[bytes]) -> None:
     with bounded(), pytest.MonkeyPatch.context() as patched:
         patched.setattr(procfs, "lines_of", lambda path: iter(lines))

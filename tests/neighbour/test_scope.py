@@ -170,19 +170,20 @@ def test_an_open_file_is_not_a_held_lock(
 
 
 def test_whose_socket_it_is(as_user: Any, everything_imported: None) -> None:
-    name = f"test-{os.getpid()}-{time.monotonic_ns()}"
+    unique = f"test-{os.getpid()}-{time.monotonic_ns()}"
+    theirs, ours = names.name_of(f"{unique}.a"), names.name_of(f"{unique}.b")
 
     def bind(say: Callable[[str], None], listen: Callable[[], str]) -> None:
-        say(str(names.bind(name + ".a") is not None))
+        say(str(names.bind(theirs) is not None))
         listen()
 
     neighbour = as_user(bind, uid=THIEF)
     assert neighbour.hear() == "True"
-    own = names.bind(name + ".b")
+    own = names.bind(ours)
     assert own is not None
     sockets = names.sockets()
-    assert not socket_of_this_user(sockets[name + ".a"])
-    assert socket_of_this_user(sockets[name + ".b"])
+    assert not socket_of_this_user(sockets[theirs])
+    assert socket_of_this_user(sockets[ours])
     own.release()
 
 

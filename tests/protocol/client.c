@@ -570,6 +570,9 @@ static void name_of(char out[108], const struct gpu *gpu, const char *suffix)
   for (char *p = uuid; *p; p++)
     if (*p == '/') *p = '_';
   put(out, 108, "safe-gpu/1/%s%s%s", name_prefix, uuid, suffix);
+  size_t n = strlen(out);
+  while (n < 48) out[n++] = '.';
+  out[n] = 0;
 }
 
 static int bind_name(const struct gpu *gpu, const char *suffix) /* -1: another has it; -2: names cannot be had */
@@ -587,6 +590,19 @@ static int bind_name(const struct gpu *gpu, const char *suffix) /* -1: another h
   return -2;
 }
 
+static bool lists(const char *line, const char *name, unsigned long *inode) /* exactly as the kernel writes it */
+{
+  static const char columns[] = ": XXXXXXXX 00000000 XXXXXXXX 0001 XX ";
+  const char *p = line + 16;
+  char end[160];
+  if (strlen(line) < 16 + sizeof columns) return false;
+  for (const char *c = columns; *c; c++, p++)
+    if (*c == 'X' ? !strchr("0123456789ABCDEF", *p) : *c != *p) return false;
+  *inode = strtoul(p, NULL, 10);
+  put(end, sizeof end, "%5lu @%s\n", *inode, name);
+  return !strcmp(p, end);
+}
+
 static bool socket_of(const struct gpu *gpu, const char *suffix, char *socket, size_t size) /* as /proc/PID/fd shows it */
 {
   char name[108], line[512];
@@ -594,11 +610,8 @@ static bool socket_of(const struct gpu *gpu, const char *suffix, char *socket, s
   name_of(name, gpu, suffix);
   FILE *f = fopen("/proc/net/unix", "re");
   while (f && !found && fgets(line, sizeof line, f)) {
-    unsigned type = 0;
-    unsigned long inode = 0;
-    char *at = strchr(line, '@');
-    line[strcspn(line, "\n")] = 0;
-    if (!at || strcmp(at + 1, name) || sscanf(line, "%*s %*x %*x %*x %x %*x %lu", &type, &inode) != 2 || type != 1) continue;
+    unsigned long inode;
+    if (!lists(line, name, &inode)) continue;
     put(socket, size, "socket:[%lu]", inode);
     found = true;
   }

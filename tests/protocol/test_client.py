@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import time
 from pathlib import Path
@@ -158,6 +159,36 @@ def test_the_names_of_a_simulated_host_have_the_hash_of_its_directory(scene: Any
         party = scene.start("c", 1, command=["sleep", "60"], env=env)
         scene.until(lambda: names.name_of(scene.uuids[0], prefix) in names.in_use(), party)  # noqa: B023
         party.end()
+
+
+def bare(scene: Any, uuid: str, *command: str, token: str = "") -> subprocess.CompletedProcess[str]:
+    """The C client and a command, on a host that is not simulated: names begin with the UUID."""
+    words = [scene.build("client.c"), "-n", "1", "-g", uuid, "-t", "0", *command]
+    env = {**scene.env, "SAFE_GPU_SCOPE": token}
+    return subprocess.run(words, env=env, capture_output=True, text=True, errors="replace", timeout=60)
+
+
+def test_a_short_name_is_padded(scene: Any) -> None:
+    uuid = f"GPU-{os.urandom(8).hex()}"
+    shown = bare(scene, uuid, "cat", "/proc/net/unix").stdout.splitlines()
+    assert [line[-49:] for line in shown if uuid in line] == [f"@safe-gpu/1/{uuid}................."]
+    one = names.bind(names.name_of(uuid))
+    assert one is not None
+    assert bare(scene, uuid, "true").returncode == 75
+    one.release()
+    assert bare(scene, uuid, "true").returncode == 0
+
+
+def test_a_forged_line_is_no_name(scene: Any) -> None:
+    """It says that a socket of this user has the name of the claim whose token this is."""
+    uuid, token = f"GPU-{os.urandom(8).hex()}", os.urandom(8).hex()
+    name = f"safe-gpu/1/{names.scope_of(uuid, token)}"
+    with socket.socket(socket.AF_UNIX) as ours, socket.socket(socket.AF_UNIX) as theirs:
+        inode = os.fstat(ours.fileno()).st_ino
+        theirs.bind(f"\0\na: 2 0 1 0001 01 {inode} @{name}")
+        assert "is of no living claim" in bare(scene, uuid, "true", token=token).stderr
+        ours.bind(f"\0{name}")
+        assert "is of no living claim" not in bare(scene, uuid, "true", token=token).stderr
 
 
 def test_a_gpu_with_a_note_is_taken_last(scene: Any) -> None:

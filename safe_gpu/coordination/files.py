@@ -177,6 +177,8 @@ class StateDir:
             fd = os.open(name, _OPEN_FILE, dir_fd=self.fd)  # /proc/PID/fd shows the first descriptor as deleted
         except (FileExistsError, FileNotFoundError):
             return None
+        except StateDirError:
+            raise
         except OSError as err:
             raise self.error(name, err) from err
         if os.path.samestat(os.fstat(fd), made):

@@ -175,8 +175,11 @@ def root_owns(path: str) -> str:
     return f"chown -h root:root {names}; printf 'd %s 1777 root root -\\n' {names} > {RULE}"
 
 
-def _sees_network_devices(root: str = "/sys/class/net") -> bool:
+def _sees_network_devices() -> bool:
+    """Whether an interface of this network namespace is a device. /sys may be of another one, so it is not listed."""
+    from _socket import if_nameindex  # the module socket takes 15 ms to import
+
     try:
-        return any(os.path.exists(os.path.join(root, name, "device")) for name in os.listdir(root))
+        return any(os.path.exists(f"/sys/class/net/{name}/device") for _, name in if_nameindex())
     except OSError:
         return False

@@ -262,19 +262,6 @@ static bool local_file_system(int fd)
   return true;
 }
 
-static void make_directory(int parent, const char *name)
-{
-  char hidden[64];
-  put(hidden, sizeof hidden, ".new-%ld", (long)getpid());
-  if (mkdirat(parent, hidden, 0700) == 0) {
-    if (fchmodat(parent, hidden, 01777, 0) == 0 && renameat2(parent, hidden, parent, name, RENAME_NOREPLACE) == 0) return;
-    int error = errno;
-    unlinkat(parent, hidden, AT_REMOVEDIR);
-    if (error == EINVAL || error == ENOSYS)
-      if (mkdirat(parent, name, 01777) == 0) fchmodat(parent, name, 01777, 0);
-  }
-}
-
 static bool is_empty(int fd)
 {
   int copy = openat(fd, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC), n = 0;
@@ -282,6 +269,26 @@ static bool is_empty(int fd)
   while (d && readdir(d)) n++;
   if (d) closedir(d);
   return n == 2;
+}
+
+static bool open_up(int parent, const char *name) /* by descriptor: the name may be a link by now */
+{
+  struct stat s;
+  int fd = openat(parent, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+  bool done = fd >= 0 && !fstat(fd, &s) && s.st_uid == geteuid() && is_empty(fd) && !fchmod(fd, 01777);
+  if (fd >= 0) close(fd);
+  return done;
+}
+
+static void make_directory(int parent, const char *name)
+{
+  char hidden[64];
+  put(hidden, sizeof hidden, ".new-%ld", (long)getpid());
+  if (mkdirat(parent, hidden, 0700)) return;
+  if (open_up(parent, hidden) && renameat2(parent, hidden, parent, name, RENAME_NOREPLACE) == 0) return;
+  int error = errno;
+  unlinkat(parent, hidden, AT_REMOVEDIR);
+  if ((error == EINVAL || error == ENOSYS) && mkdirat(parent, name, 01777) == 0) open_up(parent, name);
 }
 
 static int open_directory(int parent, const char *name)
@@ -347,23 +354,49 @@ static int open_existing(int dir, const char *name) /* -1: errno; EPERM is a fil
   if (!S_ISREG(s.st_mode)) return errno = EPERM, -1;
   int fd = openat(dir, name, O_RDWR | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC);
   if (fd < 0) return -1;
-  if (fstat(fd, &s) || !S_ISREG(s.st_mode) || (s.st_nlink > 1 && (s.st_mode & 07777) != 0666))
-    return close(fd), errno = EPERM, -1;
+  if (fstat(fd, &s) || !S_ISREG(s.st_mode) || (s.st_mode & 0666) != 0666) return close(fd), errno = EPERM, -1;
   return fd;
 }
 
-static bool make_file(int dir, const char *name) /* false: errno, EEXIST among them */
+static void lease_name(char out[160], const char *uuid, bool inner)
+{
+  put(out, 160, "%s%s.lock", uuid, inner ? ".inner" : "");
+  for (char *p = out; *p; p++)
+    if (*p == '/') *p = '_';
+}
+
+static bool same_file(int dir, const char *name, const struct stat *s)
+{
+  struct stat other;
+  return !fstatat(dir, name, &other, AT_SYMLINK_NOFOLLOW) && other.st_ino == s->st_ino && other.st_dev == s->st_dev;
+}
+
+static int open_lease(const char *name) /* like open_existing; a link to host.lock or to another lease is refused */
+{
+  struct stat s;
+  int fd = open_existing(leases_dir, name);
+  if (fd < 0 || fstat(fd, &s) || s.st_nlink < 2) return fd;
+  bool linked = same_file(state_dir, "host.lock", &s);
+  for (int i = 0; i < 2 * gpu_count && !linked; i++) {
+    char other[160];
+    lease_name(other, gpus[i / 2].uuid, i % 2);
+    linked = strcmp(name, other) && same_file(leases_dir, other, &s);
+  }
+  return linked ? close(fd), errno = EPERM, -1 : fd;
+}
+
+static bool make_file(int dir, const char *name, mode_t mode) /* false: errno, EEXIST among them */
 {
   char path[64];
-  int fd = openat(dir, ".", O_TMPFILE | O_RDWR | O_CLOEXEC, 0666), result;
+  int fd = openat(dir, ".", O_TMPFILE | O_RDWR | O_CLOEXEC, mode), result;
   if (fd >= 0) {
     put(path, sizeof path, "/proc/self/fd/%d", fd);
-    result = fchmod(fd, 0666) || linkat(AT_FDCWD, path, dir, name, AT_SYMLINK_FOLLOW);
+    result = fchmod(fd, mode) || linkat(AT_FDCWD, path, dir, name, AT_SYMLINK_FOLLOW);
   } else {
     put(path, sizeof path, ".new-%ld", (long)getpid());
     fd = openat(dir, path, O_CREAT | O_EXCL | O_RDWR | O_CLOEXEC, 0600);
     if (fd < 0) return false;
-    result = fchmod(fd, 0666) || renameat2(dir, path, dir, name, RENAME_NOREPLACE);
+    result = fchmod(fd, mode) || renameat2(dir, path, dir, name, RENAME_NOREPLACE);
     int error = errno;
     if (result) unlinkat(dir, path, 0);
     errno = error;
@@ -377,9 +410,9 @@ static bool make_file(int dir, const char *name) /* false: errno, EEXIST among t
 static int open_file(int dir, const char *name) /* makes it where it is missing; -1: errno */
 {
   for (int i = 0; i < 100; i++) {
-    int fd = open_existing(dir, name);
+    int fd = dir == leases_dir ? open_lease(name) : open_existing(dir, name);
     if (fd >= 0 || errno != ENOENT) return fd;
-    if (!make_file(dir, name) && errno != EEXIST) die(70, "%s cannot be made: %s", name, strerror(errno));
+    if (!make_file(dir, name, 0666) && errno != EEXIST) die(70, "%s cannot be made: %s", name, strerror(errno));
   }
   die(70, "%s is removed again and again", name);
 }
@@ -671,13 +704,6 @@ static bool someone_on(const char *uuid, long pid) /* pid 0: anybody */
 
 static char scratch[TEXT + 1];
 
-static void lease_name(char out[160], const char *uuid, bool inner)
-{
-  put(out, 160, "%s%s.lock", uuid, inner ? ".inner" : "");
-  for (char *p = out; *p; p++)
-    if (*p == '/') *p = '_';
-}
-
 static void clear_ended_record(int fd, const char *uuid) /* the lease is locked by us */
 {
   const char *record = read_text(fd, scratch);
@@ -690,7 +716,7 @@ static bool is_held(const char *uuid, bool inner) /* under host.lock */
 {
   char name[160];
   lease_name(name, uuid, inner);
-  int fd = open_existing(leases_dir, name);
+  int fd = open_lease(name);
   if (fd < 0) return errno != ENOENT;
   bool held = flock(fd, LOCK_EX | LOCK_NB) != 0;
   if (!held && !inner) clear_ended_record(fd, uuid);
@@ -771,7 +797,7 @@ static bool has_fault(const struct gpu *gpu)
   char name[160], text[4097];
   lease_name(name, gpu->uuid, false);
   strcpy(strrchr(name, '.'), ".fault");
-  int fd = open_existing(leases_dir, name);
+  int fd = open_lease(name);
   if (fd < 0) return false;
   ssize_t n = pread(fd, text, sizeof text - 1, 0);
   close(fd);
@@ -812,7 +838,7 @@ static int look_for_scope(void)
     struct stat s;
     gpus[i].inside = false;
     lease_name(name, gpus[i].uuid, false);
-    int fd = open_existing(leases_dir, name);
+    int fd = open_lease(name);
     if (fd >= 0) {
       const char *record = read_text(fd, scratch);
       if (string(find_key(record, "token"), hash, sizeof hash) && !strcmp(hash, scope_hash) && is_held(gpus[i].uuid, false)) {
@@ -882,53 +908,77 @@ static bool ticket_number(const char *name, long *value)
   return true;
 }
 
+struct place { long number; ino_t inode; uid_t user; bool counts; };
+
 static int by_number(const void *a, const void *b)
 {
-  long x = *(const long *)a, y = *(const long *)b;
-  return x < y ? -1 : x > y;
+  const struct place *x = a, *y = b;
+  return x->number < y->number ? -1 : x->number > y->number;
 }
 
-static int list_tickets(long **numbers) /* those that count, upward */
+static int by_inode(const void *a, const void *b)
+{
+  const struct place *x = a, *y = b;
+  return x->inode < y->inode ? -1 : x->inode > y->inode ? 1 : by_number(a, b);
+}
+
+/* Where there are more than a thousand: the first name of each ticket, and of one user a thousand. */
+static void thin_out(struct place *list, int n)
+{
+  struct { uid_t user; int tickets; } users[256];
+  int known = 0;
+  for (int i = 0; i < n; i++) {
+    char name[32];
+    struct stat s;
+    put(name, sizeof name, "%ld.ticket", list[i].number);
+    list[i].counts = !fstatat(queue_dir, name, &s, AT_SYMLINK_NOFOLLOW) && s.st_mode == (S_IFREG | 0644);
+    list[i].inode = list[i].counts ? s.st_ino : 0;
+    list[i].user = s.st_uid;
+  }
+  qsort(list, (size_t)n, sizeof *list, by_inode);
+  for (int i = n - 1; i > 0; i--)
+    if (list[i].inode == list[i - 1].inode) list[i].counts = false;
+  qsort(list, (size_t)n, sizeof *list, by_number);
+  for (int i = 0; i < n; i++) {
+    int k = 0;
+    if (!list[i].counts || list[i].user == 0) continue;
+    while (k < known && users[k].user != list[i].user) k++;
+    if (k == 256) continue;
+    if (k == known) users[known].user = list[i].user, users[known++].tickets = 0;
+    list[i].counts = ++users[k].tickets <= 1000;
+  }
+}
+
+static int list_tickets(struct place **numbers) /* upward, up to a gap that no queue makes */
 {
   int n = 0, room = 64, copy = openat(queue_dir, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-  long before = 0, *list = malloc((size_t)room * sizeof *list);
+  long before = 0;
+  struct place *list = calloc((size_t)room, sizeof *list);
   DIR *d = copy < 0 ? NULL : fdopendir(copy);
   if (!d || !list) die(70, "the queue cannot be read");
   for (struct dirent *entry; (entry = readdir(d));) {
     if (n == room && !(list = realloc(list, (size_t)(room *= 2) * sizeof *list))) die(70, "no memory");
-    if (ticket_number(entry->d_name, &list[n])) n++;
+    list[n].counts = true;
+    if (ticket_number(entry->d_name, &list[n].number)) n++;
   }
   closedir(d);
   qsort(list, (size_t)n, sizeof *list, by_number);
-  for (int i = 0; i < n; before = list[i++])
-    if (list[i] - before > 1000000000000) {
-      n = i;
-      break;
-    }
+  for (int i = 0; i < n; before = list[i++].number)
+    if (list[i].number - before > 1000000000000) n = i;
+  if (n > 1000) thin_out(list, n);
   *numbers = list;
   return n;
-}
-
-static bool is_link_to_a_lock(int fd) /* to host.lock or to a lease: locked without a waiter */
-{
-  struct stat s, other;
-  bool found = false;
-  if (fstat(fd, &s) || s.st_nlink < 2) return false;
-  if (!fstat(host_fd, &other) && other.st_ino == s.st_ino && other.st_dev == s.st_dev) return true;
-  int copy = openat(leases_dir, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-  DIR *d = copy < 0 ? NULL : fdopendir(copy);
-  for (struct dirent *entry; d && !found && (entry = readdir(d));) found = entry->d_ino == s.st_ino;
-  if (d) closedir(d);
-  return found;
 }
 
 static int open_live(long n, struct ticket *ticket) /* -1: dead, and removed where we may */
 {
   char name[32];
   put(name, sizeof name, "%ld.ticket", n);
-  int fd = open_existing(queue_dir, name);
+  struct stat s;
+  int fd = openat(queue_dir, name, O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC);
   if (fd < 0) return -1;
-  if (flock(fd, LOCK_SH | LOCK_NB) == 0 || is_link_to_a_lock(fd)) {
+  if (fstat(fd, &s) || s.st_mode != (S_IFREG | 0644)) return close(fd), -1; /* a link to a lock, or anything else */
+  if (flock(fd, LOCK_SH | LOCK_NB) == 0) {
     unlinkat(queue_dir, name, 0);
     give_back(&fd);
     return -1;
@@ -974,7 +1024,7 @@ static bool is_absent(const struct ticket *ticket) /* stopped, or kept waiting b
     size_t length = strlen(uuid);
     bool inner = length > 6 && !strcmp(uuid + length - 6, ".inner"), counts = inner || !someone_on(uuid, 0) || is_held(uuid, false);
     lease_name(name, uuid, false);
-    int fd = counts ? -1 : open_existing(leases_dir, name);
+    int fd = counts ? -1 : open_lease(name);
     if (fd >= 0) {
       const char *record = read_text(fd, scratch);
       const char *ended = first(find_key(record, "claim")); /* of the line that takes the place of a record */
@@ -1001,13 +1051,13 @@ static bool was_ahead(const struct ticket *ticket) /* or came later, with a numb
 static int look_ahead(int *others, bool remember)
 {
   static struct ticket ticket;
-  long *numbers;
+  struct place *numbers;
   int count = list_tickets(&numbers), nearest = -1;
   *others = 0;
   if (remember) ahead_count = 0;
   for (int i = count - 1; i >= 0; i--) {
-    if (my_ticket_fd >= 0 && numbers[i] >= my_number) continue;
-    int fd = open_live(numbers[i], &ticket);
+    if (!numbers[i].counts || (my_ticket_fd >= 0 && numbers[i].number >= my_number)) continue;
+    int fd = open_live(numbers[i].number, &ticket);
     if (fd < 0) continue;
     ++*others;
     if (remember && ahead_count < TICKETS) {
@@ -1027,16 +1077,17 @@ static int look_ahead(int *others, bool remember)
 
 static void take_ticket(void) /* under host.lock */
 {
-  long *numbers;
+  struct place *numbers;
+  struct stat s;
   char *text = NULL;
   size_t size;
   int count = list_tickets(&numbers);
-  my_number = count ? numbers[count - 1] + 1 : 1;
+  my_number = count ? numbers[count - 1].number + 1 : 1;
   free(numbers);
   put(my_ticket_name, sizeof my_ticket_name, "%ld.ticket", my_number);
-  if (!make_file(queue_dir, my_ticket_name)) die(70, "%s cannot be made: %s", my_ticket_name, strerror(errno));
-  my_ticket_fd = open_existing(queue_dir, my_ticket_name);
-  if (my_ticket_fd < 0 || flock(my_ticket_fd, LOCK_EX | LOCK_NB)) die(70, "%s cannot be locked", my_ticket_name);
+  if (!make_file(queue_dir, my_ticket_name, 0644)) die(70, "%s cannot be made: %s", my_ticket_name, strerror(errno));
+  my_ticket_fd = openat(queue_dir, my_ticket_name, O_RDWR | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC);
+  if (my_ticket_fd < 0 || fstat(my_ticket_fd, &s) || s.st_uid != geteuid() || s.st_size || flock(my_ticket_fd, LOCK_EX | LOCK_NB)) die(70, "%s cannot be locked", my_ticket_name);
   FILE *out = open_memstream(&text, &size);
   if (!out) die(70, "no memory");
   fprintf(out, "{\"pid\":%ld,\"pidns\":%ld,\"user\":", (long)getpid(), own_pidns());
@@ -1099,7 +1150,7 @@ static bool is_never_ours(const struct gpu *gpu) /* closed, or held by this proc
   struct stat_line line;
   bool own = gpu->closed;
   lease_name(name, gpu->uuid, inner_claim);
-  int fd = gpu->held ? open_existing(leases_dir, name) : -1;
+  int fd = gpu->held ? open_lease(name) : -1;
   if (fd < 0) return own;
   const char *record = read_text(fd, scratch);
   long pid = (long)number(find_key(record, "pid"), 0), shown = holder(fd);

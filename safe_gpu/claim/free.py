@@ -93,11 +93,8 @@ def verdicts_now(
         LockTimeout, StateDirError: the leases cannot be read.
         UnsatisfiableRequestError: a variable that sets a rule has no valid value.
     """
-    try:
-        with HostLock(time.monotonic() + MINIMUM_PATIENCE, make=False) as host:
-            leased = survey(host, snapshot.gpus, inner=inner, prefix=snapshot.names)
-    except FileNotFoundError:  # nothing is claimed by file
-        leased = survey(None, snapshot.gpus, inner=inner, prefix=snapshot.names)
+    with HostLock(time.monotonic() + MINIMUM_PATIENCE) as host:
+        leased = survey(host, snapshot.gpus, inner=inner, prefix=snapshot.names)
     rules = Rules.of(os.environ)
     return judge(snapshot, request, leased=leased, fence=fence, describe=describe_process, rules=rules)
 

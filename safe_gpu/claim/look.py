@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ..coordination import names
 from ..coordination.host_lock import HostLock
-from ..coordination.leases import fault_name, inner_name, is_empty, names_of, probe, try_lease
+from ..coordination.leases import fault_name, inner_name, is_empty, leases_of, probe, try_lease
 from ..errors import StateDirError
 from ..procfs import printable_lines
 from ..selection.best import choose
@@ -105,7 +105,7 @@ class Look:
         """Returns why names could not be bound, where that was so for another reason than another's claim."""
         if claim is not None:
             claim.inner = bool(view.outer)
-        host.leases.names_of_host = names_of(gpu.uuid for gpu in view.snapshot.gpus)
+        host.leases.names_of_host = leases_of(gpu.uuid for gpu in view.snapshot.gpus)
         leases = _Leases(host, view, claim)
         if terms.quota is not None and not view.outer:
             leases.holdings = terms.quota.holdings(host, view.snapshot.gpus, leases.held)

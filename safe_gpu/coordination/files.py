@@ -129,19 +129,22 @@ class StateDir:
     def open(self, name: str) -> int | None:
         """A descriptor of an existing file, for reading and writing; None where there is no such file.
 
-        Only a file that everybody may write is written. Any other may be somebody's from elsewhere: the owner of this
+        A file of mode 0666 is everybody's anyway. Another one may be somebody's from elsewhere: the owner of this
         directory may move it here, and where fs.protected_hardlinks is 0, anybody may link it.
 
         Raises:
-            StateDirError: something else in its place (a device or a FIFO is not even opened), a file that not all may
-                read and write, a file lease on it (EWOULDBLOCK).
+            StateDirError: something else in its place (a device or a FIFO is not even opened), a file of another mode
+                with several links or in a directory of another user, one that is closed to us, a file lease on it
+                (EWOULDBLOCK).
         """
         try:
             status = os.stat(name, dir_fd=self.fd, follow_symlinks=False)
             if stat.S_ISREG(status.st_mode):
                 fd = os.open(name, _OPEN_FILE, dir_fd=self.fd)
                 status = os.fstat(fd)
-                if stat.S_ISREG(status.st_mode) and status.st_mode & _FILE_MODE == _FILE_MODE:
+                if status.st_mode == stat.S_IFREG | _FILE_MODE or (
+                    stat.S_ISREG(status.st_mode) and status.st_nlink < 2 and not self._is_anothers()
+                ):
                     return fd
                 os.close(fd)
         except FileNotFoundError:
@@ -155,6 +158,12 @@ class StateDir:
         from .refused import of_status
 
         raise of_status(os.path.join(self.path, name), status)
+
+    def _is_anothers(self) -> bool:
+        """Whether another user may put files here by renaming them."""
+        status = os.fstat(self.fd)
+        open_to_others = status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX
+        return bool(open_to_others) or status.st_uid not in (0, os.geteuid())
 
     def open_or_create(self, name: str) -> int:
         """Like :meth:`open`, and creates it empty with mode 0666, whatever the umask, where it is missing."""

@@ -24,8 +24,8 @@ __all__ = [
     "inner_name",
     "is_empty",
     "lease_name",
+    "leases_of",
     "may_be_held",
-    "names_of",
     "probe",
     "read_record",
     "try_lease",
@@ -64,7 +64,7 @@ def fault_name(uuid: str) -> str:
     return uuid.replace("/", "_") + ".fault"
 
 
-def names_of(uuids: Iterable[str]) -> tuple[str, ...]:
+def leases_of(uuids: Iterable[str]) -> tuple[str, ...]:
     """The lease files of these devices, for claims and for claims inside them."""
     return tuple(name for uuid in uuids for name in (lease_name(uuid), inner_name(uuid)))
 

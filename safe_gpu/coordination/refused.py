@@ -40,8 +40,9 @@ def of_status(path: str, status: os.stat_result) -> StateDirError:
         what, code = f"{path} is not a regular file: ask {owner} or root to remove it", errno.EINVAL
     else:
         mode, code = stat.S_IMODE(status.st_mode), errno.EPERM
-        what = f"{path} has mode {mode:04o} in place of 0666, so it may be somebody's file from elsewhere, which is not"
-        what += f" to be written to: ask {owner} or root to remove this name"
+        names = f"{status.st_nlink} names (hard links) and " if status.st_nlink > 1 else ""
+        what = f"{path} has {names}mode {mode:04o} in place of 0666, so it may be somebody's file from elsewhere, which"
+        what += f" is not to be written to: ask {owner} or root to remove this name"
     return StateDirError(f"{what}, {_ELSEWHERE}", path=path, errno=code)
 
 

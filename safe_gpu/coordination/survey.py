@@ -10,32 +10,23 @@ from ..errors import StateDirError
 from . import names
 from .files import StateDir
 from .host_lock import LockedHost
-from .leases import inner_name, lease_name, names_of, probe, read_record
+from .leases import inner_name, lease_name, leases_of, probe, read_record
 
 __all__ = ["recorded_holder", "survey"]
 
 
 def survey(
-    host: LockedHost | None, gpus: Collection[Gpu], *, inner: bool = False, prefix: str | None = None
+    host: LockedHost, gpus: Collection[Gpu], *, inner: bool = False, prefix: str | None = None
 ) -> dict[str, Holder]:
     """Who holds which of these GPUs' leases: UUID -> holder, for those that are held or cannot be opened.
 
     A GPU counts as held by a claim inside another one when the outer claim is gone and the inner one lives.
 
     Args:
-        host: None where there is no host.lock, so that nothing is leased.
         prefix: what stands before UUIDs in names: GPUs that are held by name only are told too. None: they are not.
     """
-    held = {} if host is None else _leased(host, gpus, inner=inner)
-    if prefix is not None:
-        rest = [gpu.uuid for gpu in gpus if gpu.uuid not in held]
-        held.update(dict.fromkeys(names.held_among(rest, prefix, inner=inner), Holder(elsewhere=True)))
-    return held
-
-
-def _leased(host: LockedHost, gpus: Collection[Gpu], *, inner: bool) -> dict[str, Holder]:
     held: dict[str, Holder] = {}
-    host.leases.names_of_host = names_of(gpu.uuid for gpu in gpus)
+    host.leases.names_of_host = leases_of(gpu.uuid for gpu in gpus)
     for gpu in gpus:
         files = [inner_name(gpu.uuid)] if inner else [lease_name(gpu.uuid), inner_name(gpu.uuid)]
         for name in files:
@@ -46,6 +37,9 @@ def _leased(host: LockedHost, gpus: Collection[Gpu], *, inner: bool) -> dict[str
                     break
             except StateDirError as err:
                 held[gpu.uuid] = Holder(closed=str(err))
+    if prefix is not None:
+        rest = [gpu.uuid for gpu in gpus if gpu.uuid not in held]
+        held.update(dict.fromkeys(names.held_among(rest, prefix, inner=inner), Holder(elsewhere=True)))
     return held
 
 

@@ -11,7 +11,7 @@ from .. import procfs
 from ..coordination.directories import PARTS
 from ..coordination.files import NETWORK_TYPES, StateDir, file_system_type
 from ..coordination.host_lock import HostLock, lock_file
-from ..coordination.leases import names_of
+from ..coordination.leases import leases_of
 from ..coordination.mounts import RULE, root_owns
 from ..errors import LockTimeout, StateDirError
 from ..programs import others_can_change
@@ -147,19 +147,25 @@ def opened_to_all(path: str, status: os.stat_result) -> str:
 
 
 def _trouble_with_files(root: int, host: Host) -> Finding | None:
+    seen: dict[tuple[int, int], str] = {}
     # Other users may have made files of any other name.
-    for name in ("host.lock", *(f"leases/{name}" for name in names_of(one.gpu.uuid for one in host.status.gpus))):
+    for name in ("host.lock", *(f"leases/{name}" for name in leases_of(one.gpu.uuid for one in host.status.gpus))):
         try:
             status = _at(root, name)
         except OSError:
             continue
         path = os.path.join(host.path, name)
         fix = f"rm {quote(path)}, as its owner or root"
+        if (other := seen.setdefault((status.st_dev, status.st_ino), name)) != name:
+            what = f"{path} is closed: a hard link, the same file as {other}; who made it is not known"
+            return failed(what, f"rm {quote(path)}, as root")
         if not stat.S_ISREG(status.st_mode):
             return failed(f"{path} is not a regular file, and safe_gpu opens no other kind", fix)
         mode = stat.S_IMODE(status.st_mode)
         if mode & 0o666 != 0o666:
-            return failed(f"{path} has mode {mode:04o} in place of 0666 and {_owner(status)}: no claim uses it", fix)
+            what = f"{path} has mode {mode:04o} and {_owner(status)}: other users may not open it"
+            mine = os.access(name, os.R_OK | os.W_OK, dir_fd=root, follow_symlinks=False)
+            return warning(what, fix) if mine else failed(what, fix)
     return None
 
 

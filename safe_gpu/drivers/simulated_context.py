@@ -10,6 +10,7 @@ import os
 from contextlib import ExitStack, suppress
 from itertools import count
 
+from ..coordination.decoding import beginning
 from ..coordination.files import StateDir, write_all
 from ..errors import StateDirError
 
@@ -64,10 +65,7 @@ class SimulatedContext:
         self.pid = pid
         self.memory = memory
         with ExitStack() as stack:
-            directory: StateDir | None = None
-            for name in place:
-                directory = stack.enter_context(StateDir(name, directory))
-            assert directory is not None
+            directory = _opened(stack, place, make=True)
             self._directory = os.dup(directory.fd)
             try:
                 self._fd, self._name = _enter(directory, f"{uuid}.{pid}-{memory}-{kind}")
@@ -127,27 +125,25 @@ def _enter(directory: StateDir, stem: str) -> tuple[int, str]:
         ) from err
 
 
+def _opened(stack: ExitStack, place: tuple[str, ...], *, make: bool) -> StateDir:
+    directory: StateDir | None = None
+    for name in place:
+        directory = stack.enter_context(StateDir(name, directory, make=make))
+    assert directory is not None
+    return directory
+
+
 def trouble_of(place: tuple[str, ...], uuid: str) -> str:
     """The error with which a device refuses contexts; "" if it does not."""
-    try:
-        fd = os.open(os.path.join(*place, f"{uuid}.bad"), _OPEN_FILE)
-    except OSError:
-        return ""
-    try:
-        return os.read(fd, 4096).decode(errors="replace").strip()
-    except OSError:
-        return ""
-    finally:
-        os.close(fd)
+    with suppress(OSError), ExitStack() as stack:
+        return beginning(_opened(stack, place, make=False), f"{uuid}.bad", 4096).decode(errors="replace").strip()
+    return ""
 
 
 def set_trouble(place: tuple[str, ...], uuid: str, error: str) -> None:
     """Let a device refuse contexts with this error; "" makes it work again."""
     with ExitStack() as stack:
-        directory: StateDir | None = None
-        for name in place:
-            directory = stack.enter_context(StateDir(name, directory))
-        assert directory is not None
+        directory = _opened(stack, place, make=True)
         if not error:
             directory.unlink(f"{uuid}.bad")
             return

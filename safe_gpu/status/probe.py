@@ -12,7 +12,7 @@ from .. import procfs
 from ..coordination.faults import read_faults
 from ..coordination.files import LeaseDir, StateDir
 from ..coordination.host_lock import HostLock
-from ..coordination.leases import LeaseRecord, inner_name, lease_name, probe, read_record
+from ..coordination.leases import LeaseRecord, inner_name, lease_name, leases_of, probe, read_record
 from ..coordination.names import held_among
 from ..coordination.tickets import Listing, Ticket, live_tickets
 from ..devices import Fault, Gpu
@@ -62,20 +62,8 @@ def look(path: str, gpus: Collection[Gpu], prefix: str = "") -> HostFacts:
         prefix: what stands before the UUIDs of this host in names.
     """
     found = HostFacts()
-    listing = Listing()
     try:
-        with StateDir(path, make=False) as root, StateDir("queue", root, make=False) as queue:
-            listing.update(queue)
-        with HostLock(time.monotonic() + _PATIENCE, path, make=False) as host:
-            host.leases.names_of_host = [name for gpu in gpus for name in names_of(gpu)]
-            found.tickets = live_tickets(host, listing)
-            found.queue_device = os.fstat(host.queue.fd).st_dev
-            tickets = {ticket.inode for ticket in found.tickets}
-            _find_leases(found, host.leases, gpus, lambda name: probe(host, name), tickets)
-            _find_names(found, gpus, prefix)
-        mark_seen(path, found.files)
-    except FileNotFoundError:  # nothing is claimed by file
-        _find_names(found, gpus, prefix)
+        _look_under_host_lock(found, path, gpus, prefix)
     except LockTimeout as err:
         found.warnings.append(f"{err}. The queue cannot be read now, and claims are shown as in /proc/locks.")
         try:
@@ -86,6 +74,29 @@ def look(path: str, gpus: Collection[Gpu], prefix: str = "") -> HostFacts:
     except SafeGpuError as err:
         found.warnings.append(f"The claims are not known: {err}")
     return found
+
+
+def _look_under_host_lock(found: HostFacts, path: str, gpus: Collection[Gpu], prefix: str) -> None:
+    listing = Listing()
+    try:
+        with StateDir(path, make=False) as root, StateDir("queue", root, make=False) as queue:
+            listing.update(queue)
+        with HostLock(time.monotonic() + _PATIENCE, path, make=False) as host:
+            host.leases.names_of_host = leases_of(gpu.uuid for gpu in gpus)
+            found.tickets = live_tickets(host, listing)
+            found.queue_device = os.fstat(host.queue.fd).st_dev
+            tickets = {ticket.inode for ticket in found.tickets}
+            _find_leases(found, host.leases, gpus, lambda name: probe(host, name), tickets)
+            _find_names(found, gpus, prefix)
+        mark_seen(path, found.files)
+    except FileNotFoundError:  # nothing is claimed by file
+        with (
+            suppress(FileNotFoundError),
+            StateDir(path, make=False) as root,
+            LeaseDir("leases", root, make=False) as leases,
+        ):
+            _find_leases(found, leases, gpus, lambda name: False)
+        _find_names(found, gpus, prefix)
 
 
 def mark_seen(path: str, names: Collection[str]) -> None:

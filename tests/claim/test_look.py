@@ -100,20 +100,3 @@ def test_a_process_is_looked_up_once_and_never_under_host_lock(host: Any, cleanu
     monkeypatch.setattr(host_view, "describe_process", describe)
     assert claimed() == [1]
     assert looked_up == [(host.stranger_pid, False)]
-
-
-def test_whoever_has_a_ticket_is_urgent(host: Any, leases: Any, monkeypatch: Any) -> None:
-    """GPUs are idle until the first waiter has host.lock, and nobody suffers if newcomers have it a little later."""
-    looks: list[bool] = []
-
-    class Noted(HostLock):
-        def __init__(self, deadline: Any, path: Any = None, *, urgent: bool = False) -> None:
-            super().__init__(deadline, path, urgent=urgent)
-            looks.append(urgent)
-            if len(looks) == 3:
-                leases.free()
-
-    monkeypatch.setattr(look, "HostLock", Noted)
-    leases.hold(*host.uuids)
-    with safe_gpu.claim_gpus(1, safe_gpu.NoPlaceholder(), affinity=None, timeout=60):
-        assert looks[:3] == [False, True, True]

@@ -261,9 +261,9 @@ def test_a_crowd_at_the_end_of_a_wait_is_no_lock_timeout(
     deadlines: list[float] = []
 
     class Recording(held):  # type: ignore[misc, valid-type]
-        def __init__(self, deadline: float, *, urgent: bool) -> None:
+        def __init__(self, deadline: float) -> None:
             deadlines.append(deadline - time.monotonic())
-            super().__init__(deadline, urgent=urgent)
+            super().__init__(deadline)
 
     monkeypatch.setattr(look, "HostLock", Recording)
     with pytest.raises(ClaimTimeout):

@@ -123,7 +123,7 @@ def test_a_fifo_in_the_place_of_a_lock_file_is_refused_unopened(
                 root.open("host.lock")
 
 
-def test_a_file_that_not_everybody_may_write_is_refused(state_dir: Path, tmp_path: Path) -> None:
+def test_a_file_that_may_be_somebodys_from_elsewhere_is_refused(state_dir: Path, tmp_path: Path) -> None:
     """A record would be written over somebody's file, linked or moved here from elsewhere."""
     (tmp_path / "thesis.tex").write_text("precious")
     with StateDir(str(state_dir)) as root, StateDir("leases", root) as leases:
@@ -131,12 +131,15 @@ def test_a_file_that_not_everybody_may_write_is_refused(state_dir: Path, tmp_pat
             os.link(tmp_path / "thesis.tex", state_dir / "leases" / "a.lock")
         except OSError:
             pytest.skip("the two directories are on different file systems")
-        for mode in (0o644, 0o600, 0o664, 0o4755):
+        for mode in (0o644, 0o600, 0o667, 0o4666, 0o4755):
             (tmp_path / "thesis.tex").chmod(mode)
-            with pytest.raises(StateDirError, match=rf"a\.lock has mode {mode:04o} in place of 0666"):
+            with pytest.raises(StateDirError, match=rf"a\.lock has 2 names \(hard links\) and mode {mode:04o}"):
                 leases.open_or_create("a.lock")
         os.unlink(tmp_path / "thesis.tex")
-        with pytest.raises(StateDirError, match="may be somebody's file from elsewhere"):
+        os.close(leases.open_or_create("a.lock"))
+        leases_path = state_dir / "leases"
+        leases_path.chmod(0o777)  # anybody may move files there
+        with pytest.raises(StateDirError, match=r"a\.lock has mode 4755 in place of 0666"):
             leases.open_or_create("a.lock")
 
 

@@ -38,7 +38,7 @@ def test_a_file_that_its_owner_closes_is_passed(state_dir: Path, as_user: Any, e
     os.chmod(file, 0o600)
     assert as_user(claim, uid=USERS[1]).hear() == "released"
     claims, warnings = claims_between(0, time.time() + 1)
-    assert [one.uid for one in claims] == [USERS[1]]
+    assert [one.uid for one in claims] == [USERS[1]]  # root reads no closed file in a directory of another user
     assert "has mode 0600 in place of 0666" in warnings[0]
 
 

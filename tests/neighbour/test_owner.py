@@ -169,6 +169,7 @@ def test_a_file_that_was_moved_here_is_not_written(owned: Path, victim: Path, gr
         lease=lease_name(ground.uuids[0]), fault=f"{ground.uuids[0]}.fault", month=history.month_of(time.time())
     )
     place.parent.mkdir(exist_ok=True)
+    os.chown(place.parent, OWNER, OWNER)
     place.unlink(missing_ok=True)
     victim.rename(place)
     try:

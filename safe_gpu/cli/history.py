@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from ..errors import SafeGpuError
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["configure", "moment"]
 
 _DAYS = 30
+_FORMULA = ("=", "+", "-", "@", "\t", "\r")  # what spreadsheets would run
 _FORMS = ("%Y-%m-%d", "%Y-%m-%d %H:%M", "%Y-%m-%dT%H:%M", "%Y-%m-%d %H:%M:%S", "%Y-%m-%dT%H:%M:%S", "%Y-%m")
 
 
@@ -114,16 +115,16 @@ def _without_work(claims: list[PastClaim]) -> list[PastClaim]:
 
 
 def _show_claims(claims: list[PastClaim], options: argparse.Namespace, since: float, until: float) -> None:
+    documents = (_fields(one, since, until) for one in claims)
     if options.json:
-        _print_json({"since": since, "until": until, "claims": [_fields(one, since, until) for one in claims]})
+        _print_json({"since": since, "until": until}, "claims", documents)
     elif options.csv:
         names = [*_FACTS, "gpu_hours_least", "gpu_hours_most"]
-        documents = [_fields(one, since, until) for one in claims]
-        _print_csv(names, [[_cell(name, fields[name]) for name in names] for fields in documents])
+        _print_csv(names, ([_cell(name, fields[name]) for name in names] for fields in documents))
     elif claims:
         from ..status.history_table import table_of_claims
 
-        print(table_of_claims(claims, since, until, columns()))
+        _print_lines(table_of_claims(claims, since, until, columns()))
     else:
         print("no claims in this time")
 
@@ -143,30 +144,44 @@ def _show_use(found: list[Use], options: argparse.Namespace, since: float, until
     names = [options.by, "claims", "gpu_hours_least", "gpu_hours_most"]
     rows = [[one.key, one.claims, round(one.least, 4), round(one.most, 4)] for one in found]
     if options.json:
-        uses = [dict(zip(names, row, strict=True)) for row in rows]
-        _print_json({"since": since, "until": until, "by": options.by, "use": uses})
+        uses = (dict(zip(names, row, strict=True)) for row in rows)
+        _print_json({"since": since, "until": until, "by": options.by}, "use", uses)
     elif options.csv:
         _print_csv(names, rows)
     elif found:
         from ..status.history_table import table_of_use
 
-        print(table_of_use(found, options.by, columns()))
+        _print_lines(table_of_use(found, options.by, columns()))
     else:
         print("no claims in this time")
 
 
-def _print_json(document: dict[str, object]) -> None:
+# A history may be long, so it is never put together as one text.
+
+
+def _print_lines(lines: Iterable[str]) -> None:
+    for line in lines:
+        print(line)
+
+
+def _print_json(document: dict[str, object], name: str, entries: Iterable[dict[str, object]]) -> None:
     import json
 
-    print(json.dumps({"schema": 1, **document}, indent=2))
+    print(json.dumps({"schema": 1, **document, name: []}, indent=2).removesuffix("]\n}"), end="")
+    before = "\n    "
+    for entry in entries:
+        print(before + json.dumps(entry, indent=2).replace("\n", "\n    "), end="")
+        before = ",\n    "
+    print("]\n}" if before == "\n    " else "\n  ]\n}")
 
 
-def _print_csv(names: list[str], rows: Sequence[Sequence[object]]) -> None:
+def _print_csv(names: list[str], rows: Iterable[Sequence[object]]) -> None:
     import csv
 
     writer = csv.writer(sys.stdout, lineterminator="\n")
     writer.writerow(names)
-    writer.writerows(rows)
+    for row in rows:
+        writer.writerow([f"'{cell}" if isinstance(cell, str) and cell.startswith(_FORMULA) else cell for cell in row])
 
 
 def _cell(name: str, value: object) -> object:

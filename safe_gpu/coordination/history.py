@@ -9,13 +9,14 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 
 from ..errors import StateDirError
 from .directories import OPEN_DIR, make_directory
 from .files import StateDir, state_dir_path
 from .signals import HeldBack
 
-__all__ = ["LARGEST", "NAME", "PARTS", "HistoryDir", "append", "file_names", "month_of"]
+__all__ = ["LARGEST", "NAME", "PARTS", "HistoryDir", "append", "file_names", "month_of", "months_kept"]
 
 NAME = "history"
 """The directory, in the state directory."""
@@ -26,7 +27,7 @@ LARGEST = 8 << 20
 PARTS = 4
 """Files of a month at most; what comes after that is lost."""
 
-_MONTHS = 24  # that have files
+_MONTHS = 24  # whose files are kept
 
 
 class HistoryDir(StateDir):
@@ -57,6 +58,17 @@ def month_of(when: float) -> str:
     return time.strftime("%Y-%m", time.gmtime(when))
 
 
+def months_kept(now: float) -> list[str]:
+    """The months whose files are kept, in their order: that of a time in Unix seconds, in UTC, and those before it.
+
+    >>> months_kept(0)[0], months_kept(0)[-1]
+    ('1968-02', '1970-01')
+    """
+    year, month = time.gmtime(now)[:2]
+    last = 12 * year + month - 1
+    return [f"{number // 12}-{number % 12 + 1:02}" for number in range(last - _MONTHS + 1, last + 1)]
+
+
 def file_names(month: str) -> list[str]:
     """The files of a month, in the order in which they are filled.
 
@@ -77,17 +89,17 @@ def append(lines: Iterable[bytes], now: float) -> bool:
         return True
     try:
         with HeldBack(), StateDir(state_dir_path()) as root, HistoryDir(root, make=True) as directory:
-            return any(_append(directory, name, data) for name in file_names(month_of(now)))
+            return any(_append(directory, name, data, now) for name in file_names(month_of(now)))
     except (OSError, StateDirError):
         return False
 
 
-def _append(directory: StateDir, name: str, data: bytes) -> bool:
+def _append(directory: StateDir, name: str, data: bytes, now: float) -> bool:
     try:
         fd = directory.open(name)
         if fd is None:
             fd = directory.open_or_create(name)
-            _remove_old(directory, name)
+            _remove_old(directory, now)
     except StateDirError:
         return False  # somebody else's, and closed: the next part will do
     import fcntl
@@ -103,9 +115,17 @@ def _append(directory: StateDir, name: str, data: bytes) -> bool:
         os.close(fd)
 
 
-def _remove_old(directory: StateDir, name: str) -> None:
-    """Keep the latest months up to this one. In a sticky directory each user removes the files of his own."""
-    months = sorted({other[:7] for other in directory.names() if other.endswith(".jsonl") and other[:7] <= name[:7]})
-    for month in months[:-_MONTHS]:
-        for other in file_names(month):
-            directory.unlink(other)
+def _remove_old(directory: StateDir, now: float) -> None:
+    """Remove the files of this user from months that are not kept.
+
+    Names prove nothing and anybody can make some, so months are counted by the calendar. Root and the owner of the
+    directory could remove files of others too.
+    """
+    import re
+
+    oldest = months_kept(now)[0]
+    for name in directory.names():
+        if name < oldest and re.fullmatch(r"[0-9]{4}-(0[1-9]|1[0-2])(\.[1-3])?\.jsonl", name):
+            with suppress(OSError):
+                if os.stat(name, dir_fd=directory.fd, follow_symlinks=False).st_uid == os.geteuid():
+                    directory.unlink(name)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 
 from ..text import GAP, Column, cut, gpu_ranges, short_age
 from .past import PastClaim
@@ -12,8 +13,8 @@ from .usage import Use, held
 __all__ = ["hours", "table_of_claims", "table_of_use"]
 
 
-def table_of_claims(claims: Sequence[PastClaim], since: float, until: float, width: int) -> str:
-    """One line for each claim; no line is wider than ``width`` columns."""
+def table_of_claims(claims: Sequence[PastClaim], since: float, until: float, width: int) -> Iterator[str]:
+    """A title and a line for each claim; no line is wider than ``width`` columns."""
     wide = width >= 100
     facts = [
         Column("USER", [claim.user or "?" for claim in claims], most=24 if wide else 8),
@@ -27,8 +28,8 @@ def table_of_claims(claims: Sequence[PastClaim], since: float, until: float, wid
     return _table(facts, width)
 
 
-def table_of_use(found: Sequence[Use], by: str, width: int) -> str:
-    """One line for each key, and the sum."""
+def table_of_use(found: Sequence[Use], by: str, width: int) -> Iterator[str]:
+    """A title, a line for each key, and the sum."""
     rows = [*found]
     if len(found) > 1:
         sums = (sum(one.least for one in found), sum(one.most for one in found))
@@ -51,12 +52,12 @@ def hours(least: float, most: float) -> str:
     return low if low == high else f"{low}-{high}"
 
 
-def _table(facts: Iterable[Column], width: int) -> str:
+def _table(facts: Iterable[Column], width: int) -> Iterator[str]:
     shown = [column for column in facts if column.width]
-    lines = [GAP.join(column.padded(column.title) for column in shown)]
-    for cells in zip(*(column.cells for column in shown), strict=True):
-        lines.append(GAP.join(column.padded(cell) for column, cell in zip(shown, cells, strict=True)))
-    return "\n".join(cut(line.rstrip(), width) for line in lines)
+    rows = zip(*(column.cells for column in shown), strict=True)
+    for cells in chain([[column.title for column in shown]], rows):
+        line = GAP.join(column.padded(cell) for column, cell in zip(shown, cells, strict=True))
+        yield cut(line.rstrip(), width)
 
 
 def _gpus(claim: PastClaim) -> str:

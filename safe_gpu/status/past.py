@@ -6,17 +6,20 @@ Anybody may have written any line of the history, so all of it is bounded, and n
 from __future__ import annotations
 
 import json
+import math
 import os
-import re
+import stat
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import chain, count
 from typing import Any
 
 from ..coordination.decoding import listed, moment, seconds, text, whole
 from ..coordination.endings import Ending
 from ..coordination.files import StateDir, state_dir_path
-from ..coordination.history import LARGEST, HistoryDir, file_names, month_of
+from ..coordination.history import LARGEST, HistoryDir, file_names, month_of, months_kept
 from ..coordination.host_lock import HostLock
 from ..coordination.leases import Former, LeaseRecord, probe
 from ..errors import LockTimeout, StateDirError
@@ -24,14 +27,19 @@ from .probe import is_untouched, mark_seen
 
 __all__ = ["PastClaim", "claims_between", "merged"]
 
-_PATIENCE = 5.0  # seconds that host.lock is waited for
-_MOST_LEASES = 4096
-_MOST_FILES = 400
+_MOST = 50_000  # claims that are kept, together with the different texts in them
+_MOST_EARLY = 4096  # facts that are told before the claims that they belong to
+_MOST_LINES = LARGEST // 64  # of a file; none of ours is shorter
 _LONGEST_LINE = 1 << 16
 _MONTH = 31 * 86400.0
 
+_PATIENCE = 5.0  # seconds that host.lock is waited for
+_MOST_LEASES = 512  # lease files that are probed
+_LONGEST_PROBE = 0.02  # seconds of CPU, under host.lock
+_LONGEST_RECORD = 1 << 13
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, slots=True)
 class PastClaim:
     """One claim. Times are Unix seconds.
 
@@ -75,44 +83,118 @@ def claims_between(since: float, until: float) -> tuple[list[PastClaim], list[st
 
     Claims that began more than a month before ``since`` are known only if they are held now.
     """
-    warnings: list[str] = []
-    now = _now(warnings)
-    found = merged([*_lines(since - _MONTH, warnings), *now])
+    path, warnings = state_dir_path(), list[str]()
+    if is_untouched(path):  # who only looks makes nothing
+        return [], warnings
+    try:
+        with StateDir(path) as root:
+            now = _now(root, warnings)
+            found = merged(chain(_lines(root, since - _MONTH, warnings), _of_leases(now)), until, warnings)
+    except StateDirError as err:
+        return [], [f"the history cannot be read: {err}"]
     return [claim for claim in found if claim.overlaps(since, until)], warnings
 
 
-def merged(told: Iterable[PastClaim | Ending]) -> list[PastClaim]:
-    """Claims with their ends, in the order in which they began. Ends of claims that nobody told of are dropped."""
-    claims: dict[tuple[int, int], PastClaim] = {}
-    ends: dict[tuple[int, int], Ending] = {}
+def merged(
+    told: Iterable[PastClaim | Ending], until: float = math.inf, warnings: list[str] | None = None
+) -> list[PastClaim]:
+    """Claims with their ends, in the order in which they began. Ends of claims that nobody told of are dropped.
+
+    Args:
+        told: ends, and claims without them.
+        until: claims that began then or later are left out; they only tell when others had ended.
+        warnings: gets a sentence if there were more claims than are kept.
+    """
+    kept = _Kept(until)
     for one in told:
         if isinstance(one, Ending):
-            key = one.pid, round(one.since * 1000)
-            ends[key] = _narrower(ends[key], one) if key in ends else one
-            continue
-        known = claims.get(one.key)
-        if known is None:
-            claims[one.key] = one
+            kept.end(one)
         else:
-            claims[one.key] = replace(
-                known,
-                labels=known.labels or one.labels,
-                running=known.running or one.running,
-                seen=max(known.seen, one.seen),
-            )
-    in_order = sorted(claims.values(), key=lambda claim: claim.since)
-    found = []
-    next_claim: dict[str, float] = {}
-    for claim in reversed(in_order):
-        end = ends.get(claim.key)
-        ended = _next_claim_of(claim, next_claim) if end is None else end.ended
-        seen = claim.since if end is None else end.seen
+            kept.add(one)
+    if kept.dropped and warnings is not None:
+        warnings.append("there are more claims than can be kept, and the first are left out: ask for a shorter time")
+    found = sorted(kept.claims.values(), key=lambda claim: claim.since)
+    next_claim = kept.next_claim
+    for number in reversed(range(len(found))):
+        claim = found[number]
+        if claim.ended is None and not claim.running:
+            found[number] = replace(claim, ended=_next_claim_of(claim, next_claim))
         next_claim.update(dict.fromkeys(claim.gpus, claim.since))
+    return found
+
+
+class _Kept:
+    """Claims in bounded memory, whatever is told of them: if they become too many, those told first are dropped.
+
+    Attributes:
+        claims: with their ends, as far as these were told.
+        next_claim: UUID -> when it was first claimed after ``until``.
+        dropped: whether any claim was.
+    """
+
+    def __init__(self, until: float) -> None:
+        self.claims: dict[tuple[int, int], PastClaim] = {}
+        self.next_claim: dict[str, float] = {}
+        self.dropped = False
+        self._until = until
+        self._early: dict[tuple[int, int], Ending] = {}
+        self._shared: dict[Any, Any] = {}  # texts and lists of GPUs, which many claims have in common
+        self._size = 0  # of these, in texts
+
+    def add(self, claim: PastClaim) -> None:
+        """A claim; what is known of it already stays."""
+        if claim.since >= self._until:
+            for uuid in claim.gpus:
+                if uuid in self._shared or len(self.next_claim) < _MOST_EARLY:
+                    self.next_claim[uuid] = min(claim.since, self.next_claim.get(uuid, claim.since))
+            return
+        known = self.claims.get(claim.key)
+        if known is None:
+            known = self._sharing(claim)
+        if claim.labels and not known.labels:
+            known = self._sharing(replace(known, labels=claim.labels))
         if claim.running:
-            found.append(claim)
-        else:
-            found.append(replace(claim, seen=max(seen, claim.since), ended=ended))
-    return found[::-1]
+            self.claims.pop(claim.key, None)  # it is to be dropped last
+            known = replace(known, running=True, seen=claim.seen, ended=None)
+        self.claims[claim.key] = known
+        if claim.key in self._early:
+            self.end(self._early.pop(claim.key))
+        if len(self.claims) + self._size > _MOST:
+            self._drop()
+
+    def end(self, end: Ending) -> None:
+        """The end of a claim. Of several the narrowest counts."""
+        key = end.pid, round(end.since * 1000)
+        claim = self.claims.get(key)
+        if claim is None:
+            if end.since < self._until:
+                self._early[key] = _narrower(self._early[key], end) if key in self._early else end
+            if len(self._early) > _MOST_EARLY:
+                del self._early[next(iter(self._early))]
+        elif not claim.running:
+            if claim.ended is not None:
+                end = _narrower(Ending(claim.pid, claim.since, claim.seen, claim.ended), end)
+            self.claims[key] = replace(claim, seen=max(end.seen, claim.since), ended=end.ended)
+
+    def _drop(self) -> None:
+        self.dropped = True
+        for key in [*self.claims][: len(self.claims) // 2]:
+            del self.claims[key]
+        self._shared, self._size = {}, 0
+        for key, claim in self.claims.items():
+            self.claims[key] = self._sharing(claim)
+        self.next_claim = {uuid: since for uuid, since in self.next_claim.items() if uuid in self._shared}
+
+    def _sharing(self, claim: PastClaim) -> PastClaim:
+        user, host, job, command = map(self._share, (claim.user, claim.host, claim.job, claim.command))
+        gpus, labels = (self._share(tuple(map(self._share, texts))) for texts in (claim.gpus, claim.labels))
+        return replace(claim, user=user, host=host, job=job, command=command, gpus=gpus, labels=labels)
+
+    def _share(self, value: Any) -> Any:
+        if value not in self._shared:
+            self._shared[value] = value
+            self._size += len(value) if isinstance(value, tuple) else 1
+        return self._shared[value]
 
 
 def _next_claim_of(claim: PastClaim, next_claim: dict[str, float]) -> float | None:
@@ -132,28 +214,21 @@ def _narrower(one: Ending, other: Ending) -> Ending:
 # The files
 
 
-def _lines(since: float, warnings: list[str]) -> Iterator[PastClaim | Ending]:
-    path = state_dir_path()
-    if is_untouched(path):
-        return
+def _lines(root: StateDir, since: float, warnings: list[str]) -> Iterator[PastClaim | Ending]:
+    first, seen = month_of(max(0.0, since)), set[int]()
+    names = [name for month in months_kept(time.time()) if month >= first for name in file_names(month)]
     try:
-        with StateDir(path) as root, HistoryDir(root) as directory:
-            for name in _files(directory, month_of(max(0.0, since))):
-                yield from _file(directory, name, warnings)
+        with HistoryDir(root) as directory:
+            for name in names:
+                yield from _file(directory, name, seen, warnings)
     except FileNotFoundError:
         pass
     except (OSError, StateDirError) as err:
         warnings.append(f"the history cannot be read: {err}")
 
 
-def _files(directory: StateDir, first: str) -> list[str]:
-    months = {name[:7] for name in directory.names() if re.fullmatch(r"[0-9]{4}-[01][0-9](\.[0-9])?\.jsonl", name)}
-    there = set(directory.names())
-    wanted = [name for month in sorted(months) if month >= first for name in file_names(month) if name in there]
-    return wanted[-_MOST_FILES:]
-
-
-def _file(directory: StateDir, name: str, warnings: list[str]) -> Iterator[PastClaim | Ending]:
+def _file(directory: StateDir, name: str, seen: set[int], warnings: list[str]) -> Iterator[PastClaim | Ending]:
+    """What a file tells, unless its inode was ``seen`` under another name."""
     try:
         fd = directory.open(name)
     except StateDirError as err:
@@ -162,8 +237,15 @@ def _file(directory: StateDir, name: str, warnings: list[str]) -> Iterator[PastC
     if fd is None:
         return
     with os.fdopen(fd, "rb") as file:
+        inode = os.fstat(fd).st_ino
+        if inode in seen:
+            return
+        seen.add(inode)
         left = LARGEST + _LONGEST_LINE
-        while left > 0 and (line := file.readline(min(left, _LONGEST_LINE))):
+        for _ in range(_MOST_LINES):
+            line = file.readline(min(left, _LONGEST_LINE))
+            if not line:
+                return
             left -= len(line)
             yield from _line(line)
 
@@ -207,36 +289,56 @@ def _claim(raw: dict[str, Any]) -> PastClaim:
 # What is held now
 
 
-def _now(warnings: list[str]) -> list[PastClaim | Ending]:
-    """What lease files tell: claims that hold GPUs, and ends that no later claim has written into the history yet."""
-    path = state_dir_path()
-    if is_untouched(path):
-        return []
-    files: dict[str, tuple[bool, Former]] = {}
+def _now(root: StateDir, warnings: list[str]) -> list[tuple[bool, Former]]:
+    """What lease files say, and whether they are held."""
+    found: dict[str, tuple[bool, Former]] = {}
     try:
-        with HostLock(time.monotonic() + _PATIENCE, path) as host:
-            names = [
-                name for name in host.leases.names() if name.endswith(".lock") and not name.endswith(".inner.lock")
-            ]
-            for name in names[:_MOST_LEASES]:
-                try:
-                    files[name] = probe(host, name), _read(host.leases, name)
-                except StateDirError:
-                    continue
-    except (LockTimeout, StateDirError) as err:
+        names = _lease_files(root)
+        if not names:
+            return []
+        with HostLock(time.monotonic() + _PATIENCE, root.path) as host:
+            began = time.thread_time()
+            for number, name in enumerate(names):
+                if number >= _MOST_LEASES or time.thread_time() - began > _LONGEST_PROBE:
+                    warnings.append(f"which claims hold GPUs now is known of {number} of {len(names)} files of leases")
+                    break
+                with suppress(StateDirError):
+                    found[name] = probe(host, name), _read(host.leases, name)
+    except (LockTimeout, StateDirError, OSError) as err:
         warnings.append(f"which claims hold GPUs now is not known: {err}")
         return []
-    now = time.time()
-    mark_seen(path, [name for name, (held, _) in files.items() if held])
-    found: list[PastClaim | Ending] = []
-    for held, former in files.values():
+    mark_seen(root.path, [name for name, (held, _) in found.items() if held])
+    return [*found.values()][::-1]
+
+
+def _lease_files(root: StateDir) -> list[str]:
+    """Names of the lease files that say something, found before host.lock is taken: anybody can make thousands.
+
+    They come in turn by their owners, which nobody can make up, and of each owner the oldest inodes first: so files
+    of one user do not push out those of others.
+    """
+    found = []
+    with StateDir("leases", root) as leases, os.scandir(leases.fd) as entries:
+        for entry in entries:
+            if entry.name.endswith(".lock") and not entry.name.endswith(".inner.lock"):
+                with suppress(OSError):
+                    status = entry.stat(follow_symlinks=False)
+                    if stat.S_ISREG(status.st_mode) and 0 < status.st_size <= _LONGEST_RECORD:
+                        found.append((status.st_ino, status.st_uid, entry.name))
+    ranks: dict[int, Iterator[int]] = {}
+    in_turn = [(next(ranks.setdefault(uid, count())), inode, name) for inode, uid, name in sorted(found)]
+    return [name for _, _, name in sorted(in_turn)]
+
+
+def _of_leases(found: Iterable[tuple[bool, Former]]) -> Iterator[PastClaim | Ending]:
+    """Claims that hold GPUs, and ends that no later claim has written into the history yet."""
+    for held, former in found:
         record = former.record()
         if record is not None and record.since and record.gpus:
-            found.append(_of_record(record, now if held else record.since, running=held))
+            yield _of_record(record, former.read if held else record.since, running=held)
         ending = None if held else Ending.decode(former.ending())
         if ending is not None:
-            found.append(ending)
-    return found
+            yield ending
 
 
 def _read(leases: StateDir, name: str) -> Former:

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import csv
+import fcntl
+import io
+import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import safe_gpu
 from safe_gpu.coordination import history
+from safe_gpu.coordination.files import StateDir
+from safe_gpu.status import past
 from safe_gpu.status.past import claims_between
 
 USERS = (4711, 4712, 4713)
+MOST = 64  # MiB beyond a bare interpreter
 
 
 def claim(say: Callable[[object], None], listen: Callable[[], str]) -> None:
@@ -66,3 +75,188 @@ def test_nobody_removes_another_users_months(state_dir: Path, as_user: Any, ever
     file.unlink()
     assert as_user(claim, uid=USERS[0]).hear() == "released"
     assert not old[0].exists()
+
+
+NOW = 1_795_000_000.0  # in November 2026
+
+
+def test_names_of_months_that_never_were_remove_nothing(state_dir: Path) -> None:
+    """Root, and the owner of the directory, may unlink everybody's files, but do so with their own only."""
+    state_dir.mkdir()
+    state_dir.chmod(0o1777)
+    directory = state_dir / history.NAME
+    assert history.append([b"{}\n"], NOW - 31 * 86400)
+    odd = [f"2026-0{letter}.jsonl" for letter in "abcdefghijklmnopqrstuvwxyz:;<=>"]
+    odd += ["2020-13.jsonl", "2020-00.jsonl", "2020-01.4.jsonl", "2020-01.jsonl.old", "2020-01.idle"]
+    others = ["2020-01.jsonl", "2026-08.jsonl", "2026-08.1.jsonl"]
+    kept = ["2024-12.jsonl", "2026-10.jsonl", "2026-12.jsonl", "9999-12.jsonl"]
+    for name in [*odd, *others, *kept, "2024-11.3.jsonl", "2020-02.jsonl"]:
+        (directory / name).touch()
+    for name in others:
+        os.chown(directory / name, USERS[0], USERS[0])
+    assert history.append([b"{}\n"], NOW)
+    assert sorted(os.listdir(directory)) == sorted([*odd, *others, *kept, "2026-11.jsonl"])
+
+
+# What a neighbour writes
+
+
+@pytest.fixture
+def directory(state_dir: Path) -> Path:
+    """The directory of the history of a host that has been used."""
+    for path in (state_dir, state_dir / "leases", state_dir / history.NAME):
+        path.mkdir()
+        path.chmod(0o1777)
+    return state_dir / history.NAME
+
+
+def write(path: Path, data: bytes) -> None:
+    path.write_bytes(data)
+    path.chmod(0o666)
+
+
+def line(number: int, **facts: object) -> bytes:
+    """A claim, with as few bytes as that takes."""
+    told = {"claim": [number % 1_000_000 + 1, int(time.time()) - 60 - number // 1_000_000], **facts}
+    return json.dumps(told, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
+
+
+WIDE = "\U0001f600"  # makes each character of a text take four bytes
+
+
+def long_fields(number: int) -> bytes:
+    lengths = {"user": 64, "host": 64, "job": 100, "command": 200}
+    texts = {key: f"{number}{WIDE}".ljust(length, "x") for key, length in lengths.items()}
+    return line(number, **texts, gpus=[f"{number}{WIDE}".ljust(100, "g")], labels=[f"{number}{WIDE}"])
+
+
+def many_gpus(number: int) -> bytes:
+    gpus = [f"{1024 * number + gpu:x}" for gpu in range(1024)]
+    return line(number, gpus=gpus, labels=gpus)
+
+
+@pytest.mark.parametrize(
+    ("write_line", "arguments"),
+    [
+        (lambda number: line(number, gpus=["a"]), ()),
+        (lambda number: line(number, ended=int(time.time())), ()),
+        (lambda number: line(number, gpus=["a"], command=f"{number}{WIDE}".ljust(200)), ("--csv",)),
+        (long_fields, ("--json",)),
+        (many_gpus, ("--by", "gpu")),
+    ],
+    ids=["short", "ends", "commands", "long fields", "GPUs"],
+)
+def test_two_full_files_take_little_memory(
+    directory: Path, cost: Callable[..., Any], write_line: Callable[[int], bytes], arguments: tuple[str, ...]
+) -> None:
+    def lines(first: int) -> Iterator[bytes]:
+        size, number = 0, first
+        while size < history.LARGEST:
+            yield (data := write_line(number))
+            size, number = size + len(data), number + 1
+
+    for part, name in enumerate(history.file_names(history.month_of(time.time()))[:2]):
+        write(directory / name, b"".join(lines(part * 400_000)))
+    taken = cost("history", *arguments)
+    assert taken.code == 0
+    assert taken.err.count("\n") <= 1
+    assert taken.mebibytes < MOST
+
+
+def test_the_future_and_second_names_are_not_read(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "time", lambda: NOW)
+    read: list[bytes] = []
+    genuine = past._line
+    monkeypatch.setattr(past, "_line", lambda line: read.append(line) or genuine(line))
+    now = line(1, gpus=["a"])
+    write(directory / "2026-11.jsonl", now)
+    for name in ("2026-10.jsonl", "2026-11.1.jsonl", "2026-11.3.jsonl"):
+        os.link(directory / "2026-11.jsonl", directory / name)
+    for name in ("2026-12.jsonl", "2027-01.2.jsonl", "9999-01.jsonl"):
+        write(directory / name, line(2, gpus=["a"]))
+    claims, warnings = claims_between(0, NOW)
+    assert ([one.pid for one in claims], warnings) == ([2], [])
+    assert read == [now]
+
+
+def test_a_file_of_empty_lines_is_left_soon(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[bytes] = []
+    monkeypatch.setattr(past, "_line", lambda line: read.append(line) or [])
+    write(directory / history.file_names(history.month_of(time.time()))[0], b"\n" * history.LARGEST)
+    claims_between(0, time.time())
+    assert len(read) == history.LARGEST // 64
+
+
+@pytest.mark.parametrize("start", "=+-@")
+def test_a_spreadsheet_runs_no_cell(directory: Path, command: Any, start: str) -> None:
+    text = f'{start}HYPERLINK("http://x","y")'
+    facts = {"user": text, "host": text, "job": text, "command": text, "gpus": [text], "labels": [text]}
+    write(directory / history.file_names(history.month_of(time.time()))[0], line(1, **facts))
+    for arguments in ((), ("--by", "user"), ("--by", "gpu"), ("--by", "job")):
+        done = command.run("history", "--csv", *arguments)
+        (row,) = csv.DictReader(io.StringIO(done.stdout))
+        numbers = {key for key, cell in row.items() if key == "uid" or not cell.strip("0123456789.")}
+        assert row.get("uid", "-1") == "-1"
+        assert not [cell for key, cell in row.items() if key not in numbers and cell[0] in "=+-@"]
+
+
+# What a neighbour puts among the leases
+
+
+def test_files_among_the_leases_keep_no_claim_out(
+    state_dir: Path, monkeypatch: pytest.MonkeyPatch, as_user: Any, everything_imported: None
+) -> None:
+    """They are looked for before host.lock is taken, only some are probed, and not those of one user alone."""
+    safe_gpu.GPUOwner(1, safe_gpu.NoPlaceholder(), affinity=None, timeout=0).release_gpus()
+    for file in (state_dir / "leases").iterdir():
+        file.unlink()
+    for number in range(1000):
+        lease = state_dir / "leases" / f"GPU-{number}.lock"
+        write(lease, b'{"pid": 1, "since": 1, "gpus": ["GPU"]}')
+        os.chown(lease, USERS[0], USERS[0])
+    (state_dir / "leases" / "GPU-directory.lock").mkdir()
+
+    def hold(say: Callable[[object], None], listen: Callable[[], str]) -> None:
+        safe_gpu.GPUOwner(2, safe_gpu.NoPlaceholder(), affinity=None, timeout=0)
+        say("claimed")
+        listen()
+
+    holder = as_user(hold, uid=USERS[1])
+    assert holder.hear() == "claimed"
+    listed, probed = [], []
+    scandir, probe = os.scandir, past.probe
+
+    def scan(path: Any) -> Any:
+        listed.append(path)
+        with open(state_dir / "host.lock", "rb+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError, if it is held
+        return scandir(path)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "scandir", scan)
+        patched.setattr(StateDir, "names", lambda self: pytest.fail("listed under host.lock"))
+        patched.setattr(past, "probe", lambda host, name: probed.append(name) or probe(host, name))
+        patched.setattr(past, "_LONGEST_PROBE", 60.0)
+        claims, (warning,) = claims_between(time.time() - 3600, time.time() + 1)
+    assert [(len(one.gpus), one.uid) for one in claims if one.running] == [(2, USERS[1])]
+    assert len(listed) == 1
+    assert len(probed) == 512
+    assert warning.endswith("of 512 of 1002 files of leases")
+
+
+def test_who_holds_host_lock_for_long_stops(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(directory.parent / "leases" / "GPU-1.lock", b'{"pid": 1, "since": 1, "gpus": ["GPU-1"]}')
+    monkeypatch.setattr(past, "_LONGEST_PROBE", -1.0)
+    assert claims_between(0, time.time()) == ([], ["which claims hold GPUs now is known of 0 of 1 files of leases"])
+
+
+def test_large_files_among_the_leases_are_not_read(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = b'{"pid": 1, "since": 1, "gpus": ["GPU-1"], "x": "%s"}' % (b"x" * 60_000)
+    write(directory.parent / "leases" / "GPU-1.lock", record)
+    assert claims_between(0, time.time()) == ([], [])
+
+
+def test_to_look_makes_no_file(directory: Path) -> None:
+    write(directory.parent / "leases" / "GPU-1.lock", b"")
+    assert claims_between(0, time.time()) == ([], [])
+    assert {path.name for path in directory.parent.iterdir()} == {"leases", history.NAME}

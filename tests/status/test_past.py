@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from safe_gpu.coordination.endings import Ending
 from safe_gpu.coordination.history import LARGEST, NAME
+from safe_gpu.status import past as past_module
 from safe_gpu.status.history_table import table_of_claims, table_of_use
 from safe_gpu.status.past import PastClaim, claims_between, merged
 from safe_gpu.status.usage import KEYS, held, use_by
@@ -62,6 +64,40 @@ def test_a_claim_that_runs_has_no_end_whatever_a_line_says() -> None:
     assert (one.running, one.ended, one.seen) == (True, None, 99.0)
 
 
+def test_of_too_many_claims_the_last_ones_told_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(past_module, "_MOST", 100)
+    told = [past(pid, 10.0 + pid, user=f"user {pid}") for pid in range(1, 1001)]
+    warnings: list[str] = []
+    found = merged([*told, past(1, 11.0, running=True)], warnings=warnings)
+    assert [one.pid for one in found] == [1, *range(1001 - len(found) + 1, 1001)]
+    assert 20 < len(found) <= 50, "each has a user of its own"
+    assert found[0].running
+    (warning,) = warnings
+    assert "the first are left out" in warning
+
+
+def test_many_gpus_are_as_many_claims(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(past_module, "_MOST", 100)
+    found = merged([past(pid, gpus=tuple(f"GPU-{pid}-{number}" for number in range(20))) for pid in range(1, 100)])
+    assert 1 <= len(found) <= 2
+
+
+def test_what_many_claims_have_in_common_is_kept_once() -> None:
+    told = [past(pid, user=f"{'an'}{'na'[:pid]}", gpus=(f"GPU-{pid * 0}",)) for pid in range(2, 9)]
+    found = merged(told)
+    assert len({id(one.user) for one in told}) == len(told)
+    assert len({id(one.user) for one in found}) == len({id(one.gpus) for one in found}) == 1
+
+
+def test_claims_after_the_time_push_out_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But they tell when one that did not say had ended."""
+    monkeypatch.setattr(past_module, "_MOST", 100)
+    warnings: list[str] = []
+    later = [past(pid, 20.0 + pid) for pid in range(2, 1000)]
+    (one,) = merged([past(1, 10.0), *later, Ending(5, 25.0, 26.0, 26.0)], 20.0, warnings)
+    assert (one.pid, one.ended, warnings) == (1, 22.0, [])
+
+
 @pytest.mark.parametrize(
     ("claim", "expected"),
     [
@@ -103,7 +139,7 @@ CLAIMS = st.builds(
     st.floats(MONDAY - 9 * DAY, MONDAY + 9 * DAY),
     gpus=st.lists(st.sampled_from("abcd"), min_size=1, max_size=4, unique=True).map(tuple),
     user=st.sampled_from(["anna", "bert"]),
-).flatmap(lambda one: st.floats(0, 3 * DAY).map(lambda more: past(**{**one.__dict__, "ended": one.since + more})))
+).flatmap(lambda one: st.floats(0, 3 * DAY).map(lambda more: replace(one, ended=one.since + more)))
 
 
 @given(st.lists(CLAIMS, max_size=9), st.sampled_from(KEYS), st.floats(0, 9 * DAY))
@@ -118,14 +154,15 @@ def test_every_way_to_sum_up_gives_the_same_sum(claims: list[PastClaim], by: str
 def test_tables_keep_to_the_width(claims: list[PastClaim], width: int) -> None:
     tables = [table_of_claims(claims, MONDAY, MONDAY + DAY, width)]
     tables += [table_of_use(use_by(claims, by, MONDAY, MONDAY + 9 * DAY), by, width) for by in KEYS]
-    assert all(display_width(line) <= width for table in tables for line in table.splitlines())
+    assert all(display_width(line) <= width for table in tables for line in table)
 
 
 # Hostile files
 
 
 @pytest.fixture
-def directory(state_dir: Path) -> Path:
+def directory(state_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(time, "time", lambda: MONDAY + DAY)  # the files are of this month
     (state_dir / "leases").mkdir(parents=True)
     (state_dir / NAME).mkdir()
     for path in (state_dir, state_dir / "leases", state_dir / NAME):
@@ -166,7 +203,7 @@ def test_text_comes_out_printable_and_cut(directory: Path) -> None:
     bad = {**GOOD, "user": "a\x1b[31m" + "x" * 999, "command": "\x9b" + "y" * 9999, "labels": ["\x1b"]}
     (directory / "2026-11.jsonl").write_text(json.dumps(bad) + "\n")
     (claim,), _ = claims_between(MONDAY, MONDAY + DAY)
-    shown = table_of_claims([claim], MONDAY, MONDAY + DAY, 200)
+    shown = "\n".join(table_of_claims([claim], MONDAY, MONDAY + DAY, 200))
     assert "\x1b" not in shown
     assert "\x9b" not in shown
     assert len(claim.user) <= 64

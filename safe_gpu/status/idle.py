@@ -39,7 +39,7 @@ def with_idle_times(gpus: Iterable[GpuStatus], now: float) -> tuple[GpuStatus, .
     if not any(one.claim and one.claim.since for one in gpus):
         return gpus
     try:
-        with StateDir(state_dir_path()) as root, HistoryDir(root) as directory:
+        with StateDir(state_dir_path(), make=False) as root, HistoryDir(root) as directory:
             return tuple(_with_idle_time(directory, one, now) for one in gpus)
     except (OSError, StateDirError):
         return gpus

@@ -23,7 +23,7 @@ from ..coordination.history import LARGEST, HistoryDir, file_names, month_of, mo
 from ..coordination.host_lock import HostLock
 from ..coordination.leases import Former, LeaseRecord, probe
 from ..errors import LockTimeout, StateDirError
-from .probe import is_untouched, mark_seen
+from .probe import mark_seen
 
 __all__ = ["PastClaim", "claims_between", "merged"]
 
@@ -83,13 +83,13 @@ def claims_between(since: float, until: float) -> tuple[list[PastClaim], list[st
 
     Claims that began more than a month before ``since`` are known only if they are held now.
     """
-    path, warnings = state_dir_path(), list[str]()
-    if is_untouched(path):  # who only looks makes nothing
-        return [], warnings
+    warnings: list[str] = []
     try:
-        with StateDir(path) as root:
+        with StateDir(state_dir_path(), make=False) as root:
             now = _now(root, warnings)
             found = merged(chain(_lines(root, since - _MONTH, warnings), _of_leases(now)), until, warnings)
+    except FileNotFoundError:
+        return [], warnings
     except StateDirError as err:
         return [], [f"the history cannot be read: {err}"]
     return [claim for claim in found if claim.overlaps(since, until)], warnings
@@ -296,7 +296,7 @@ def _now(root: StateDir, warnings: list[str]) -> list[tuple[bool, Former]]:
         names = _lease_files(root)
         if not names:
             return []
-        with HostLock(time.monotonic() + _PATIENCE, root.path) as host:
+        with HostLock(time.monotonic() + _PATIENCE, root.path, make=False) as host:
             began = time.thread_time()
             for number, name in enumerate(names):
                 if number >= _MOST_LEASES or time.thread_time() - began > _LONGEST_PROBE:
@@ -304,6 +304,8 @@ def _now(root: StateDir, warnings: list[str]) -> list[tuple[bool, Former]]:
                     break
                 with suppress(StateDirError):
                     found[name] = probe(host, name), _read(host.leases, name)
+    except FileNotFoundError:
+        return []
     except (LockTimeout, StateDirError, OSError) as err:
         warnings.append(f"which claims hold GPUs now is not known: {err}")
         return []
@@ -318,7 +320,7 @@ def _lease_files(root: StateDir) -> list[str]:
     of one user do not push out those of others.
     """
     found = []
-    with StateDir("leases", root) as leases, os.scandir(leases.fd) as entries:
+    with StateDir("leases", root, make=False) as leases, os.scandir(leases.fd) as entries:
         for entry in entries:
             if entry.name.endswith(".lock") and not entry.name.endswith(".inner.lock"):
                 with suppress(OSError):

@@ -118,10 +118,6 @@ def mark_seen(path: str, names: Collection[str]) -> None:
                         os.close(fd)
 
 
-def is_untouched(path: str) -> bool:
-    return not os.path.exists(os.path.join(path, "host.lock"))
-
-
 def _look_without_host_lock(found: HostFacts, path: str, gpus: Collection[Gpu]) -> None:
     """Find held leases in /proc/locks only, which takes no lock but does not show locks of other pid namespaces."""
     with StateDir(path, make=False) as root, LeaseDir("leases", root, make=False) as leases:

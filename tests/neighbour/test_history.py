@@ -17,6 +17,7 @@ import pytest
 import safe_gpu
 from safe_gpu.coordination import history
 from safe_gpu.coordination.files import StateDir
+from safe_gpu.coordination.host_lock import HostLock
 from safe_gpu.status import past
 from safe_gpu.status.past import claims_between
 
@@ -245,12 +246,16 @@ def test_files_among_the_leases_keep_no_claim_out(
 
 
 def test_who_holds_host_lock_for_long_stops(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with HostLock(time.monotonic() + 30):
+        pass
     write(directory.parent / "leases" / "GPU-1.lock", b'{"pid": 1, "since": 1, "gpus": ["GPU-1"]}')
     monkeypatch.setattr(past, "_LONGEST_PROBE", -1.0)
     assert claims_between(0, time.time()) == ([], ["which claims hold GPUs now is known of 0 of 1 files of leases"])
 
 
 def test_large_files_among_the_leases_are_not_read(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with HostLock(time.monotonic() + 30):
+        pass
     record = b'{"pid": 1, "since": 1, "gpus": ["GPU-1"], "x": "%s"}' % (b"x" * 60_000)
     write(directory.parent / "leases" / "GPU-1.lock", record)
     assert claims_between(0, time.time()) == ([], [])

@@ -349,12 +349,14 @@ static int open_state_dir(void)
 
 static int open_existing(int dir, const char *name) /* -1: errno; EPERM is a file that is not to be opened */
 {
-  struct stat s;
-  if (fstatat(dir, name, &s, AT_SYMLINK_NOFOLLOW)) return -1;
+  struct stat s, above;
+  if (fstatat(dir, name, &s, AT_SYMLINK_NOFOLLOW) || fstat(dir, &above)) return -1;
   if (!S_ISREG(s.st_mode)) return errno = EPERM, -1;
   int fd = openat(dir, name, O_RDWR | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC);
   if (fd < 0) return -1;
-  if (fstat(fd, &s) || !S_ISREG(s.st_mode) || (s.st_mode & 0666) != 0666) return close(fd), errno = EPERM, -1;
+  bool ours = (above.st_uid == 0 || above.st_uid == geteuid()) && (above.st_mode & S_ISVTX || !(above.st_mode & 022));
+  if (fstat(fd, &s) || !S_ISREG(s.st_mode) || ((s.st_mode & 07777) != 0666 && (s.st_nlink > 1 || !ours)))
+    return close(fd), errno = EPERM, -1; /* somebody's, linked or moved here */
   return fd;
 }
 

@@ -63,6 +63,8 @@ class Line:
             StateDir("queue", root, make=False) as queue,
         ):
             if not queue.is_empty():
+                from ..coordination.queue import Waiter  # noqa: F401 - while no lock is held
+
                 self._listing().update(queue)
 
     def _listing(self) -> Listing:

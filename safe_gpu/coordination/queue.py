@@ -15,7 +15,7 @@ from .cleaners import KeptDirectory
 from .files import StateDir, state_dir_path, write_all
 from .host_lock import MINIMUM_PATIENCE, HostLock, LockedHost, fork_guard, lock_file, unlock_file
 from .signals import HeldBack
-from .tickets import TICKET_MODE, Demand, Listing, Ticket, encode, is_live, open_ticket, present, ticket_name
+from .tickets import TICKET_MODE, Demand, Listing, Ticket, encode, open_live, present, read_ticket, ticket_name
 
 __all__ = ["Ahead", "Waiter"]
 
@@ -81,15 +81,7 @@ class _Predecessors:
 
     def _competitor(self, host: LockedHost, seq: int) -> Ahead | None:
         """The live ticket with this number, where it competes; None where it does not, and then it never will."""
-        found = self._open(host.queue, seq)
-        if found is not None and not is_live(host, seq, found.fd):
-            found.close()
-            return None
-        return found
-
-    def _open(self, queue: StateDir, seq: int) -> Ahead | None:
-        """The ticket with this number, where it competes, dead or alive."""
-        seen = open_ticket(queue, seq, self._read.get(seq))
+        seen = open_live(host, seq, self._read.get(seq))
         if seen is None:
             return None
         ticket, fd = seen
@@ -124,11 +116,9 @@ class _Predecessors:
     def _ticket(self, queue: StateDir, seq: int) -> Ticket | None:
         ticket = self._read.get(seq)
         if ticket is None:
-            seen = open_ticket(queue, seq)
-            if seen is None:
+            ticket = read_ticket(queue, seq)
+            if ticket is None:
                 return None
-            ticket, fd = seen
-            os.close(fd)
             if ticket.demand is not None:  # without host.lock, it may just not be written yet
                 self._read[seq] = ticket
         return ticket

@@ -22,10 +22,10 @@ __all__ = [
     "Listing",
     "Ticket",
     "encode",
-    "is_live",
     "live_tickets",
-    "open_ticket",
+    "open_live",
     "present",
+    "read_ticket",
     "ticket_name",
     "ticket_owners",
 ]
@@ -45,6 +45,9 @@ _DIGITS = 18
 
 # No queue gets so far by counting. A number further above the one before it was made up to use the numbers up.
 _WIDEST_GAP = 10**12
+
+# The kernel gives files the time of its latest tick, which come each 10 ms or more often; nanoseconds, to be sure.
+_TICK = 20_000_000
 
 # What no request exceeds. A ticket that does is unreadable.
 _MOST_GPUS = 4096
@@ -130,11 +133,13 @@ _decoded: dict[tuple[int, int], tuple[bytes, Ticket]] = {}
 """Number and inode -> content and what it says, of short tickets: waiters look at the same ones again and again."""
 
 
-def _read(seq: int, inode: int, data: bytes) -> Ticket:
+def _read(seq: int, fd: int) -> Ticket:
+    status = os.fstat(fd)
+    inode, data = status.st_ino, os.pread(fd, decoding.LONGEST_FILE, 0)
     kept = _decoded.get((seq, inode))
     if kept is not None and kept[0] == data:
         return kept[1]
-    ticket = _decode(seq, inode, data)
+    ticket = _decode(seq, inode, data)._replace(uid=status.st_uid)
     if len(data) <= _SHORT:
         if len(_decoded) >= _SHORT:
             _decoded.clear()
@@ -183,11 +188,18 @@ class Listing:
         self.numbers: list[int] = []
         self.highest = 0
         self._names: frozenset[str] = frozenset()
+        self._unchanged: tuple[int, ...] = ()
         self._inodes: set[int] = set()
         self._of_user: dict[int, int] = {}
 
     def update(self, queue: StateDir) -> None:
         """Add what stands there now. What is gone stays in ``numbers``."""
+        recently = time.time_ns() - _TICK
+        status = os.fstat(queue.fd)
+        state = status.st_dev, status.st_ino, status.st_mtime_ns
+        if state == self._unchanged:
+            return
+        self._unchanged = state if status.st_mtime_ns < recently else ()  # a change from now on has a later time
         names = frozenset(queue.names())
         fresh = sorted(seq for name in names - self._names if (seq := _number(name)) is not None)
         self._names = names
@@ -240,8 +252,23 @@ def ticket_owners(queue: StateDir) -> set[int]:
     return found
 
 
-def open_ticket(queue: StateDir, seq: int, known: Ticket | None = None) -> tuple[Ticket, int] | None:
-    """A ticket and a descriptor of its file, for reading; None where there is none, or it is closed to us.
+def read_ticket(queue: StateDir, seq: int) -> Ticket | None:
+    """What a ticket says, dead or alive; None where there is none, or it is closed to us.
+
+    Raises:
+        StateDirError: this process cannot open more files.
+    """
+    if (fd := _opened(queue, seq)) is None:
+        return None
+    try:
+        return _read(seq, fd)
+    finally:
+        os.close(fd)
+
+
+def open_live(host: LockedHost, seq: int, known: Ticket | None = None) -> tuple[Ticket, int] | None:
+    """A ticket whose waiter holds it, and a descriptor of its file, for reading. The dead are unlinked where this user
+    may.
 
     Args:
         known: what was read of it before.
@@ -249,34 +276,35 @@ def open_ticket(queue: StateDir, seq: int, known: Ticket | None = None) -> tuple
     Raises:
         StateDirError: this process cannot open more files.
     """
+    import fcntl
+
+    if (fd := _opened(host.queue, seq)) is None:
+        return None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        ticket = _read(seq, fd)
+        if known is None or ticket.is_same(known):
+            return ticket, fd
+        os.close(fd)  # the queue was removed and made anew: this ticket came later
+        return None
+    unlock_file(fd)
+    os.close(fd)
+    host.queue.unlink(ticket_name(seq))
+    return None
+
+
+def _opened(queue: StateDir, seq: int) -> int | None:
     try:
         fd = os.open(ticket_name(seq), _OPEN, dir_fd=queue.fd)
     except OSError as err:
         if err.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
             raise queue.error(ticket_name(seq), err) from err
         return None
-    status = os.fstat(fd)
-    if not _is_ticket(status):
-        os.close(fd)
-        return None
-    ticket = _read(seq, status.st_ino, os.pread(fd, decoding.LONGEST_FILE, 0))._replace(uid=status.st_uid)
-    if known is None or ticket.is_same(known):
-        return ticket, fd
-    os.close(fd)  # the queue was removed and made anew: this ticket came later
+    if _is_ticket(os.fstat(fd)):
+        return fd
+    os.close(fd)
     return None
-
-
-def is_live(host: LockedHost, seq: int, fd: int) -> bool:
-    """Whether its waiter holds it; the dead are unlinked where this user may."""
-    import fcntl
-
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    unlock_file(fd)
-    host.queue.unlink(ticket_name(seq))
-    return False
 
 
 def live_tickets(host: LockedHost, listing: Listing | None = None) -> list[Ticket]:
@@ -289,11 +317,8 @@ def live_tickets(host: LockedHost, listing: Listing | None = None) -> list[Ticke
     listing.update(host.queue)
     found: dict[int, Ticket] = {}
     for seq in listing.numbers:
-        if (seen := open_ticket(host.queue, seq)) is not None:
+        if (seen := open_live(host, seq)) is not None:
             ticket, fd = seen
-            try:
-                if is_live(host, seq, fd):
-                    found.setdefault(ticket.inode, ticket)
-            finally:
-                os.close(fd)
+            os.close(fd)
+            found.setdefault(ticket.inode, ticket)
     return list(found.values())

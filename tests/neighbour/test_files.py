@@ -145,14 +145,14 @@ def test_of_one_user_a_thousand_tickets_count(used: Path, needs_root: None, monk
     victims = [make_ticket(used, MOST + 501 + number, uid, REQUEST) for number, uid in enumerate((VICTIM, 0))]
     late = make_ticket(used, MOST + 503, NEIGHBOUR, REQUEST)
     opened: list[int] = []
-    genuine = tickets.open_ticket
+    genuine = tickets.open_live
 
-    def counted(queue: StateDir, seq: int, *args: Any) -> Any:
+    def counted(host: Any, seq: int, *args: Any) -> Any:
         opened.append(seq)
-        return genuine(queue, seq, *args)
+        return genuine(host, seq, *args)
 
     with monkeypatch.context() as patch:
-        patch.setattr("safe_gpu.coordination.queue.open_ticket", counted)
+        patch.setattr("safe_gpu.coordination.queue.open_live", counted)
         assert ahead_of(ANY) == [MOST + 502, MOST + 501]
     assert len(opened) == MOST + 2
     for fd in (*victims, late):

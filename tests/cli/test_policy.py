@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from safe_gpu import NoPlaceholder, claim_gpus
+
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, whose file a policy must be")
 
 TEXT = """\
@@ -32,8 +34,9 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_it_shows_each_value_and_its_section(path: Path, command: Any, ground: Any) -> None:
-    ground.hold(3)
-    done = command.run("policy")
+    ground.hold(3)  # nobody's: its record does not tell whose
+    with claim_gpus(1, NoPlaceholder(), affinity=None):
+        done = command.run("policy")
     assert done.returncode == 0
     assert done.stdout.splitlines() == [
         f"{path}, for root",

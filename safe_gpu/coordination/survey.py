@@ -76,9 +76,9 @@ def recorded_holders(leases: Mapping[str, Iterable[str]]) -> dict[str, Holder]:
 
 
 def _holder(record: LeaseRecord | None, lockers: list[int]) -> Holder:
-    pid, uid = holder_by_kernel(record, lockers)
     if record is None:
-        return Holder(pid)
+        return Holder()
+    pid, uid = holder_by_kernel(record, lockers)
     user, command = user_and_command(record, pid, uid)
     return Holder(
         pid,

@@ -252,13 +252,15 @@ class Fault(NamedTuple):
 
 
 class Holder(NamedTuple):
-    """Who holds the lease of a device, as its record says. A field is None if the record does not tell.
+    """Who holds the lease of a device. A field is None if it is not known.
 
+    ``pid``, ``user`` and ``command`` are the kernel's word. Where it does not tell, ``user`` is ``says: `` and the name
+    in the record, and ``command`` is that of the record. All else is the record's word, which anybody may have written.
     ``since`` is in Unix seconds, and so is ``until``, when the claim will probably end. ``start`` is the start time of
-    the holder in clock ticks since boot. It distinguishes the holder from a process in another container with the same
-    pid. ``elsewhere``: only the name of the GPU is held, and the lease file is not in this state directory. ``place``:
-    where ``pid`` is a number, such as "in a container"; "" if it is a process of this PID namespace. ``closed``: why
-    the lease file cannot be opened, so that nobody can claim the GPU; "" if it can be.
+    the holder in clock ticks since boot. It distinguishes the holder from another process that has its pid now.
+    ``elsewhere``: only the name of the GPU is held, and the lease file is not in this state directory. ``place``: where
+    ``pid`` is a number, such as "in a container"; "" if it is a process of this PID namespace. ``closed``: why the
+    lease file cannot be opened, so that nobody can claim the GPU; "" if it can be.
     """
 
     pid: int | None = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from functools import cache
 from io import FileIO
 
@@ -15,6 +16,7 @@ __all__ = [
     "FIRST_PID_NAMESPACE",
     "LIMIT",
     "ancestors",
+    "arguments_of",
     "command_of",
     "descendants",
     "describe_process",
@@ -32,6 +34,7 @@ __all__ = [
     "printable",
     "printable_lines",
     "read_start",
+    "real_uid_of",
     "seconds_running",
     "start_time",
     "thread_group",
@@ -73,9 +76,10 @@ def read_start(path: str, limit: int = LIMIT) -> bytes | None:
     return b"".join(parts)
 
 
-def _stat_fields(pid: int) -> list[bytes]:
-    """Fields of /proc/PID/stat from the third (state) on. The second, the name, may contain blanks and brackets."""
-    return _read(f"/proc/{pid}/stat").rpartition(b")")[2].split()
+def _stat_fields(task: int | str) -> list[bytes]:
+    """Fields of /proc/PID/stat from the third (state) on, or of ``PID/task/TID``. The second, the name, may contain
+    blanks and brackets."""
+    return _read(f"/proc/{task}/stat").rpartition(b")")[2].split()
 
 
 def exists(pid: int) -> bool:
@@ -89,25 +93,43 @@ def pids() -> list[int]:
 
 
 def has_ended(pid: int) -> bool:
-    """Whether the process has exited. A zombie has; a process that is only hidden from this user has not."""
+    """Whether the process has exited. A zombie has, unless only its first thread is one (pthread_exit(3)); a process
+    that is only hidden from this user has not."""
     try:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):
         return True
     except OSError:
         pass  # it exists, but belongs to another user
-    return _stat_fields(pid)[:1] in ([b"Z"], [b"X"])
+    fields = _stat_fields(pid)
+    return fields[:1] in ([b"Z"], [b"X"]) and int(fields[17]) < 2  # threads
 
 
 def is_exiting(pid: int) -> bool:
-    """Whether the process has exited or is exiting, so that the kernel may have released its locks already."""
+    """Whether the process has exited or all its threads are exiting, so that the kernel may have released its locks.
+
+    The threads of a process that was killed take their time to free memory of a GPU, when the first is long a zombie.
+    """
     fields = _stat_fields(pid)
-    return has_ended(pid) or (len(fields) > 6 and bool(int(fields[6]) & _PF_EXITING))
+    return has_ended(pid) or (
+        bool(fields) and _leaves(fields) and all(_leaves(_stat_fields(thread)) for thread in _other_threads(pid))
+    )
+
+
+def _leaves(fields: list[bytes]) -> bool:
+    """Whether a thread with this line of /proc exits; one without any has gone."""
+    return len(fields) < 7 or bool(int(fields[6]) & _PF_EXITING)
+
+
+def _other_threads(pid: int) -> Iterator[str]:
+    """``PID/task/TID`` of each thread but the first."""
+    with suppress(OSError), os.scandir(f"/proc/{pid}/task") as threads:
+        yield from (f"{pid}/task/{thread.name}" for thread in threads if thread.name != str(pid))
 
 
 def start_time(pid: int) -> int | None:
     """Start time of the process in clock ticks since boot. Pid and start time together identify one process."""
-    fields = _stat_fields(pid)
+    fields = _stat_fields("self" if pid == os.getpid() else pid)  # /proc may be that of another PID namespace
     return int(fields[19]) if len(fields) > 19 else None
 
 
@@ -243,6 +265,15 @@ def uid_of(pid: int) -> int | None:
         return None
 
 
+def real_uid_of(pid: int) -> int | None:
+    """Real uid of the process, which a program that changes its user (su, sudo) has from who started it at first; None
+    if it has exited or cannot be seen."""
+    for line in _read(f"/proc/{pid}/status").splitlines():
+        if line.startswith(b"Uid:"):
+            return int(line.split()[1])
+    return None
+
+
 def user_of(pid: int) -> str | None:
     """Login name of the process's effective user; None if the process has exited."""
     uid = uid_of(pid)
@@ -254,12 +285,13 @@ def command_of(pid: int, limit: int = 200) -> str | None:
 
     Kernel threads and zombies have no command line; for them it is the name of the task.
     """
-    arguments = _read(f"/proc/{pid}/cmdline", _LONGEST_COMMAND).rstrip(b"\0")
-    if arguments:
-        text = arguments.replace(b"\0", b" ").decode("utf-8", "replace")
-    else:
-        text = _read(f"/proc/{pid}/comm").decode("utf-8", "replace").strip()
-    return printable(text)[:limit] or None
+    return printable(" ".join(arguments_of(pid)))[:limit] or None
+
+
+def arguments_of(pid: int) -> list[str]:
+    """The program and its arguments, of which 4 KiB are read, printable or not; [""] if it has exited."""
+    line = _read(f"/proc/{pid}/cmdline", _LONGEST_COMMAND).rstrip(b"\0") or _read(f"/proc/{pid}/comm").strip()
+    return line.decode("utf-8", "replace").split("\0")
 
 
 def describe_process(pid: int) -> tuple[str, str] | None:
@@ -295,7 +327,9 @@ def well_formed(text: str) -> str:
     return "".join("\ufffd" if "\ud800" <= c <= "\udfff" else c for c in text)
 
 
-def flock_holders(inodes: Collection[int], devices: Mapping[int, int] | None = None) -> dict[int, list[int]]:
+def flock_holders(
+    inodes: Collection[int], devices: Mapping[int, int] | None = None, kind: bytes = b""
+) -> dict[int, list[int]]:
     """Inode -> pids that hold a flock or POSIX lock on it, from /proc/locks.
 
     Only inodes are compared, because on overlay file systems the device numbers in /proc/locks differ from those of
@@ -304,12 +338,13 @@ def flock_holders(inodes: Collection[int], devices: Mapping[int, int] | None = N
     Args:
         devices: inode -> device number. If there are locks of that inode on that device, those of the same inode on
             other devices are left out.
+        kind: of locks, such as FLOCK; "" for all.
     """
     holders: dict[int, list[int]] = {}
     exact: dict[int, list[int]] = {}
     for line in lines_of("/proc/locks"):
         fields = line.split()
-        if len(fields) < 8 or fields[1] == b"->":
+        if len(fields) < 8 or fields[1] == b"->" or kind not in (b"", fields[1]):
             continue
         try:
             major, minor, inode_text = fields[5].split(b":")

@@ -7,10 +7,8 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..coordination.files import StateDir, state_dir_path
 from ..coordination.leases import inner_name
-from ..coordination.signals import HeldBack
-from ..coordination.survey import recorded_holder
+from ..coordination.survey import recorded_holders
 from ..devices import GpuRequest, Holder
 from ..selection.backfill import Want, dates, free_at, starts
 from ..text import format_age, plural
@@ -78,12 +76,9 @@ def _wants(tickets: Iterable[Ticket]) -> Iterator[Want]:
 
 def _holders(view: HostView) -> dict[str, Holder]:
     """UUID -> who has a record in the lease file. A lease that was released has none."""
-    with HeldBack(), StateDir(state_dir_path()) as root, StateDir("leases", root) as leases:
-        found = {
-            gpu.uuid: recorded_holder(leases, view.lease_name(gpu.uuid), inner_name(gpu.uuid))
-            for gpu in view.snapshot.gpus
-        }
-    return {uuid: holder for uuid, holder in found.items() if holder.pid is not None}
+    uuids = [gpu.uuid for gpu in view.snapshot.gpus]
+    found = recorded_holders({uuid: (view.lease_name(uuid), inner_name(uuid)) for uuid in uuids})
+    return {uuid: holder for uuid, holder in found.items() if holder.since is not None}
 
 
 def _free_at(view: HostView, holders: Mapping[str, Holder], now: float) -> dict[str, float]:

@@ -93,8 +93,7 @@ def verdicts_now(
         LockTimeout, StateDirError: the leases cannot be read.
         UnsatisfiableRequestError: a variable that sets a rule has no valid value.
     """
-    with HostLock(time.monotonic() + MINIMUM_PATIENCE) as host:
-        leased = survey(host, snapshot.gpus, inner=inner, prefix=snapshot.names)
+    leased = survey(snapshot.gpus, inner=inner, prefix=snapshot.names)
     rules = Rules.of(os.environ)
     return judge(snapshot, request, leased=leased, fence=fence, describe=describe_process, rules=rules)
 
@@ -121,6 +120,6 @@ def room_now(snapshot: HostSnapshot, nb_gpus: int) -> float:
         return math.inf
     check_count(nb_gpus, quota.limits)
     with HostLock(time.monotonic() + MINIMUM_PATIENCE) as host:
-        spent = quota.holdings(host, snapshot.gpus, {}).own_spent(quota.limits.max_gpus + 1)
+        spent = quota.holdings(host.leases, snapshot.gpus, {}).own_spent(quota.limits.max_gpus + 1)
     assert spent is not None  # one GPU more than the limit is never allowed
     return spent.most - spent.held

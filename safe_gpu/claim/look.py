@@ -108,7 +108,7 @@ class Look:
         host.leases.names_of_host = leases_of(gpu.uuid for gpu in view.snapshot.gpus)
         leases = _Leases(host, view, claim)
         if terms.quota is not None and not view.outer:
-            leases.holdings = terms.quota.holdings(host, view.snapshot.gpus, leases.held)
+            leases.holdings = terms.quota.holdings(host.leases, view.snapshot.gpus, leases.held)
         try:
             among = self._open(leases, line)
             spent = leases.spent()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterable, Mapping
-from contextlib import suppress
 
 from .. import procfs
 from ..coordination import names
@@ -119,27 +118,14 @@ def ancestor_may_hold(gpus: Iterable[Gpu], *, inner: bool) -> bool:
         return any(record is not None and record.here and record.pid in family for record in records)
 
 
-def _is_truly_held(verdict: GpuVerdict) -> bool:
-    """Whether the kernel shows the process in the record as holder of the lease, or shows none.
-
-    Who holds the lease may have written a parent of everybody (process 1) into its record, to have all others refused.
-    """
-    with HeldBack(), StateDir(state_dir_path()) as root, StateDir("leases", root) as leases:
-        inodes = set()
-        for name in (lease_name(verdict.gpu.uuid), inner_name(verdict.gpu.uuid)):
-            with suppress(OSError):
-                inodes.add(os.stat(name, dir_fd=leases.fd, follow_symlinks=False).st_ino)
-    lockers = {pid for pids in procfs.flock_holders(inodes).values() for pid in pids}
-    return not lockers or verdict.pid in lockers
-
-
 def refuse_gpus_of_ancestors(
     verdicts: Iterable[GpuVerdict], usable: Collection[str], request: GpuRequest, *, inner: bool
 ) -> None:
     """Refuse to wait for GPUs that an ancestor holds: if the ancestor waits for this process, both wait for ever.
 
     Args:
-        verdicts: with holders; usable: UUIDs that the request could ever get.
+        verdicts: with the holders that the kernel names: anybody may write a parent of all (process 1) into a record.
+        usable: UUIDs that the request could ever get.
         inner: whether the claim is made inside another one.
 
     Raises:
@@ -152,8 +138,9 @@ def refuse_gpus_of_ancestors(
         for verdict in all_verdicts
         if verdict.state == "claimed"
         and verdict.pid in family
-        and (verdict.holder is None or verdict.holder.start in (None, family[verdict.pid]))
-        and _is_truly_held(verdict)
+        and verdict.holder is not None
+        and verdict.holder.start is not None
+        and verdict.holder.start == family[verdict.pid]
     ]
     if not held or len(set(usable) - {verdict.gpu.uuid for verdict in held}) >= request.nb_gpus:
         return

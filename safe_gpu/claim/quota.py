@@ -21,7 +21,7 @@ from ..text import format_age, plural
 from .decision import Spent
 
 if TYPE_CHECKING:
-    from ..coordination.host_lock import LockedHost
+    from ..coordination.files import StateDir
     from ..coordination.leases import Lease
     from ..coordination.tickets import Ticket
     from ..devices import Gpu
@@ -61,13 +61,13 @@ class Quota:
             for uid in owners.difference(self._most):
                 self._most[uid] = policy.limits_of_user(self._rules, uid).max_gpus
 
-    def holdings(self, host: LockedHost, gpus: Iterable[Gpu], tried: Mapping[str, Lease]) -> Holdings:
+    def holdings(self, leases: StateDir, gpus: Iterable[Gpu], tried: Mapping[str, Lease]) -> Holdings:
         """Who holds what during one look.
 
         Args:
             gpus: of this host. tried: the leases that this process takes during the look.
         """
-        return Holdings(self, host, [lease_name(gpu.uuid) for gpu in gpus], tried)
+        return Holdings(self, leases, [lease_name(gpu.uuid) for gpu in gpus], tried)
 
     def most_of(self, uid: int) -> int | None:
         """How many GPUs a user may hold at once; None is no limit, or not known yet."""
@@ -78,14 +78,14 @@ class Quota:
 
 
 class Holdings:
-    """Who holds which leases, read from the kernel under host.lock at the first question."""
+    """Who holds which leases, read from the kernel at the first question."""
 
-    def __init__(self, quota: Quota, host: LockedHost, names: Collection[str], tried: Mapping[str, Lease]) -> None:
+    def __init__(self, quota: Quota, leases: StateDir, names: Collection[str], tried: Mapping[str, Lease]) -> None:
         self._quota = quota
-        self._host = host
+        self._leases = leases
         self._names = names
         self._tried = tried
-        self._owners: Mapping[str, frozenset[int]] | None = None
+        self._owners: Mapping[str, int] | None = None
 
     def own_spent(self, nb_gpus: int) -> Spent | None:
         """The limit of the user of this claim, if it does not allow that many GPUs more."""
@@ -111,9 +111,9 @@ class Holdings:
 
     def _held_by(self, uid: int) -> frozenset[str]:
         if self._owners is None:
-            mine = {lease.name for lease in self._tried.values()}
-            self._owners = lease_owners(self._host, self._names, mine)
-        return frozenset(name for name, uids in self._owners.items() if uid in uids)
+            tried = {lease.name for lease in self._tried.values()}
+            self._owners = lease_owners(self._leases, set(self._names) - tried)
+        return frozenset(name for name, owner in self._owners.items() if owner == uid)
 
 
 def quota_of(path: str, warn: object) -> Quota | None:

@@ -6,13 +6,12 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..coordination.files import StateDir, state_dir_path
-from ..coordination.host_lock import MINIMUM_PATIENCE, HostLock
 from ..coordination.leases import inner_name
 from ..coordination.signals import HeldBack
-from ..coordination.survey import recorded_holder, survey
+from ..coordination.survey import recorded_holders, survey
 from ..devices import Holder
 from ..errors import ClaimTimeout, NotEnoughGpusError
+from ..procfs import user_name
 from ..selection.verdicts import fence_hint
 from ..text import format_age, gpu_ranges, plural
 from .nested import refuse_gpus_of_ancestors
@@ -50,9 +49,11 @@ class ClaimAhead(NamedTuple):
 
     @classmethod
     def of(cls, ticket: Ticket) -> ClaimAhead:
-        """The claim that a ticket describes. /proc tells whether its process is stopped."""
+        """The claim that a ticket describes, of the owner of its file. /proc tells whether its process is stopped."""
         nb_gpus = None if ticket.demand is None else ticket.demand.nb_gpus
-        return cls(ticket.pid, ticket.user, nb_gpus, ticket.since, ticket.is_stopped())
+        with HeldBack():  # an exception that comes in the midst of getpwuid(3) is lost if it knows no such user
+            user = user_name(ticket.uid)
+        return cls(ticket.pid, user, nb_gpus, ticket.since, ticket.is_stopped())
 
 
 class WaitNews(NamedTuple):
@@ -103,15 +104,10 @@ def wait_news(
 
 
 def _recorded(view: HostView, unleased: Collection[str], named: Collection[str]) -> dict[str, Holder]:
-    """UUID -> holder of the leases that others hold, from their records alone."""
-    with HeldBack(), StateDir(state_dir_path()) as root, StateDir("leases", root) as leases:
-        return {
-            gpu.uuid: Holder(elsewhere=True)
-            if gpu.uuid in named
-            else recorded_holder(leases, view.lease_name(gpu.uuid), inner_name(gpu.uuid))
-            for gpu in view.usable
-            if gpu.uuid not in unleased
-        }
+    """UUID -> holder of the leases that others hold."""
+    held = [gpu.uuid for gpu in view.usable if gpu.uuid not in unleased]
+    found = recorded_holders({uuid: (view.lease_name(uuid), inner_name(uuid)) for uuid in held if uuid not in named})
+    return {uuid: found.get(uuid, Holder(elsewhere=True)) for uuid in held}
 
 
 def refuse_if_ancestor_holds(view: HostView) -> None:
@@ -167,8 +163,7 @@ def refusal(
 
 
 def _holders(view: HostView) -> dict[str, Holder]:
-    with HostLock(time.monotonic() + MINIMUM_PATIENCE) as host:
-        return survey(host, view.snapshot.gpus, inner=bool(view.outer), prefix=view.snapshot.names)
+    return survey(view.snapshot.gpus, inner=bool(view.outer), prefix=view.snapshot.names)
 
 
 def _judge(view: HostView, holders: dict[str, Holder]) -> tuple[GpuVerdict, ...]:

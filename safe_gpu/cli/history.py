@@ -107,11 +107,20 @@ def _history(options: argparse.Namespace) -> int:
 
 def _without_work(claims: list[PastClaim]) -> list[PastClaim]:
     """Those that run and of which a look at the host finds a GPU that has shown no work since an earlier look, or for
-    as long as the policy says."""
+    as long as the policy says. Their user is the kernel's word, and where that is not to be had they are left out."""
+    from dataclasses import replace
+
+    from ..procfs import user_name
     from ..status.gather import gather
 
-    idle = {one.gpu.uuid for one in gather().gpus if one.idle_for and one.idle_report is not False}
-    return [claim for claim in claims if claim.running and not idle.isdisjoint(claim.gpus)]
+    idle = [one for one in gather().gpus if one.claim and one.idle_for and one.idle_report is not False]
+    uids = {one.gpu.uuid: one.claim.uid for one in idle if one.claim and one.claim.uid is not None}
+    found = []
+    for claim in claims:
+        uid = next((uids[uuid] for uuid in claim.gpus if uuid in uids), None)
+        if claim.running and uid is not None:
+            found.append(replace(claim, user=user_name(uid), uid=uid))
+    return found
 
 
 def _show_claims(claims: list[PastClaim], options: argparse.Namespace, since: float, until: float) -> None:

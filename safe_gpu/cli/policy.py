@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import time
 from typing import TYPE_CHECKING, Any
 
 from .streams import say
@@ -48,34 +47,44 @@ def _policy(options: argparse.Namespace) -> int:
     return 0
 
 
-def _held() -> int | None:
-    """How many GPUs this user holds here; None if the state directory cannot be read."""
-    from ..coordination.host_lock import MINIMUM_PATIENCE, HostLock
+def _held() -> dict[str, int] | None:
+    """Vendor -> how many of its GPUs this user holds here; None if the GPUs or the state directory cannot be read."""
+    from ..coordination.files import StateDir, state_dir_path
+    from ..coordination.leases import lease_name
     from ..coordination.ownership import lease_owners
+    from ..drivers import open_drivers
     from ..errors import SafeGpuError
 
+    held = {}
     try:
-        with HostLock(time.monotonic() + MINIMUM_PATIENCE, make=False) as host:
-            return sum(os.geteuid() in uids for uids in lease_owners(host).values())
+        for driver in open_drivers()[0]:
+            try:
+                snapshot = driver.snapshot()
+            finally:
+                driver.close()
+            with StateDir(state_dir_path(), make=False) as root, StateDir("leases", root, make=False) as leases:
+                owners = lease_owners(leases, [lease_name(gpu.uuid) for gpu in snapshot.gpus])
+            held[snapshot.vendor] = list(owners.values()).count(os.geteuid())
     except FileNotFoundError:
-        return 0
+        return {}
     except SafeGpuError as err:
         say(f"warning: {err}")
         return None
+    return held
 
 
-def _facts(limits: Limits, held: int | None) -> dict[str, Any]:
+def _facts(limits: Limits, held: dict[str, int] | None) -> dict[str, Any]:
     from ..policy import KEYS
     from ..procfs import user_name
 
     uid = os.geteuid()
     facts: dict[str, Any] = {"schema": _SCHEMA, "file": limits.path or None, "user": user_name(uid), "uid": uid}
-    facts.update(exempt=limits.exempt, held=held)
+    facts.update(exempt=limits.exempt, held=None if held is None else sum(held.values()))
     facts.update((key, getattr(limits, key)) for key in KEYS)
     return {**facts, "sections": dict(limits.sections)}
 
 
-def _lines(limits: Limits, held: int | None) -> list[str]:
+def _lines(limits: Limits, held: dict[str, int] | None) -> list[str]:
     from ..policy import KEYS
     from ..procfs import user_name
     from ..text import plural
@@ -88,7 +97,10 @@ def _lines(limits: Limits, held: int | None) -> list[str]:
         section = limits.sections.get(key)
         lines.append(f"{key:<18}{_shown(key, getattr(limits, key)):<13}{section or ''}".rstrip())
     if limits.max_gpus is not None and held is not None:
-        lines += ["", f"You hold {held} of your {plural(limits.max_gpus)}."]
+        kinds = {f"{vendor.upper()} GPU": number for vendor, number in held.items()} if len(held) > 1 else {}
+        each = kinds or {"GPU": sum(held.values())}
+        texts = [f"{number} of your {plural(limits.max_gpus, kind)}" for kind, number in each.items()]
+        lines += ["", f"You hold {' and '.join(texts)}."]
     return lines
 
 

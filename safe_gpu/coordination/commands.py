@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 
-from ..procfs import LIMIT, read_start
+from ..procfs import LIMIT, arguments_of, printable, read_start
 
-__all__ = ["names_in", "own_command", "recorded"]
+__all__ = ["command_of", "names_in", "own_command", "recorded"]
 
 _LONGEST = 200
 
@@ -32,6 +32,17 @@ def own_command() -> str | None:
     """The same of this process."""
     line = (read_start("/proc/self/cmdline", LIMIT) or b"").rstrip(b"\0")
     return recorded([os.fsdecode(argument) for argument in line.split(b"\0")])
+
+
+def command_of(pid: int, said: str | None) -> str | None:
+    """The command of a living process for people: the names of program and script, as /proc shows them.
+
+    Args:
+        said: what its record says. If that is the whole command, its user wants it to be seen.
+    """
+    arguments = arguments_of(pid)
+    whole, short = (printable(text)[:_LONGEST] for text in (" ".join(arguments), names_in(arguments)))
+    return (whole if whole == said else short) or None
 
 
 def names_in(arguments: Sequence[str]) -> str:

@@ -26,6 +26,7 @@ __all__ = [
     "StateDir",
     "doubts",
     "file_system_type",
+    "is_everybodys",
     "look_at_owners",
     "state_dir_path",
     "survive_exec",
@@ -142,9 +143,7 @@ class StateDir:
             if stat.S_ISREG(status.st_mode):
                 fd = os.open(name, _OPEN_FILE, dir_fd=self.fd)
                 status = os.fstat(fd)
-                if status.st_mode == stat.S_IFREG | _FILE_MODE or (
-                    stat.S_ISREG(status.st_mode) and status.st_nlink < 2 and not self._is_anothers()
-                ):
+                if is_everybodys(status) and (status.st_mode & 0o7777 == _FILE_MODE or not self._is_anothers()):
                     return fd
                 os.close(fd)
         except FileNotFoundError:
@@ -258,6 +257,11 @@ class StateDir:
         from .refused import of_error
 
         return of_error(os.path.join(self.path, name), err)
+
+
+def is_everybodys(status: os.stat_result) -> bool:
+    """Whether it is a regular file that everybody may write, or has one name only, so that it is nobody's elsewhere."""
+    return stat.S_ISREG(status.st_mode) and (status.st_nlink < 2 or status.st_mode & 0o7777 == _FILE_MODE)
 
 
 class LeaseDir(StateDir):

@@ -6,22 +6,86 @@ Everybody may write into records, so a record alone does not say whose claim it 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping
-from itertools import islice
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from .. import procfs
-from ..errors import StateDirError
-from .files import StateDir
-from .host_lock import LockedHost, lock_file, unlock_file
-from .leases import read_record
+from .commands import command_of
+from .files import HOST_LOCK, StateDir, is_everybodys
+from .leases import LeaseRecord, read_record
 
-__all__ = ["lease_owners", "leases_of_this_user", "socket_of_this_user"]
+__all__ = [
+    "holder_by_kernel",
+    "lease_owners",
+    "leases_of_this_user",
+    "locked_by",
+    "lockers_of",
+    "socket_of_this_user",
+    "user_and_command",
+]
 
-# More lease files than this are not looked at, because everybody can create some.
-_MOST_LEASES = 512
+# An exclusive lock has one locker. Of a lease that somebody keeps locked shared, no more than these are looked at.
+_MOST_LOCKERS = 16
 
 _known: set[tuple[int, object]] = set()
 """(pid of this process, lease or socket): what a walk through /proc has found to be this user's."""
+
+
+def holder_by_kernel(record: LeaseRecord | None, lockers: Sequence[int]) -> tuple[int | None, int | None]:
+    """Pid and real uid of the process that /proc/locks names for a lease.
+
+    Pids are used again, so it is certain only where its start is that of the record (the same number in all PID
+    namespaces). Else there is no uid, and the pid is of a process that may hold the lock; None if none can be seen.
+
+    Args:
+        record: of the lease; None if it cannot be read. lockers: as from :func:`lockers_of`.
+    """
+    living = [pid for pid in lockers[:_MOST_LOCKERS] if not procfs.has_ended(pid)]
+    if record is None:
+        return next(iter(living), None), None
+    for pid in living:
+        if record.start is not None and record.start == procfs.start_time(pid):
+            uid = procfs.real_uid_of(pid)
+            if uid is not None:
+                return pid, uid
+    return next((pid for pid in living if pid != record.pid or record.start is None), None), None
+
+
+def user_and_command(record: LeaseRecord | None, pid: int | None, uid: int | None) -> tuple[str | None, str | None]:
+    """Of a holder, for people. Without a uid they are what the record says, the user marked as that."""
+    said = record.command if record is not None else None
+    if pid is not None and uid is not None:
+        return procfs.user_name(uid), command_of(pid, said)
+    return f"says: {record.user}" if record is not None and record.user else None, said
+
+
+def lockers_of(files: Iterable[os.stat_result]) -> Mapping[int, list[int]]:
+    """Inode -> pids that took a lock (flock) on that file, as /proc/locks shows them. Some may have ended."""
+    devices = {status.st_ino: status.st_dev for status in files}
+    return procfs.flock_holders(devices, devices, b"FLOCK")
+
+
+def lease_owners(directory: StateDir, names: Iterable[str]) -> dict[str, int]:
+    """Name of a lease -> real uid of who holds it, for those of these leases whose holder the kernel names.
+
+    Each file counts once, whatever names it has; host.lock and a file of another mode, such as a ticket, are no lease.
+    """
+    host_lock = _status(directory, HOST_LOCK)
+    files: dict[str, os.stat_result] = {}
+    for name in names:
+        status = _status(directory, name)
+        if status is None:
+            continue
+        others = [host_lock, *files.values()] if status.st_nlink > 1 else []
+        if not any(other and os.path.samestat(other, status) for other in others) and is_everybodys(status):
+            files[name] = status
+    lockers = lockers_of(files.values())
+    owners = {}
+    for name, status in files.items():
+        if status.st_ino in lockers:
+            _, uid = holder_by_kernel(read_record(directory, name), lockers[status.st_ino])
+            if uid is not None:
+                owners[name] = uid
+    return owners
 
 
 def leases_of_this_user(directory: StateDir, recorded: Mapping[str, int]) -> frozenset[str]:
@@ -48,59 +112,10 @@ def leases_of_this_user(directory: StateDir, recorded: Mapping[str, int]) -> fro
     return frozenset(found)
 
 
-def lease_owners(
-    host: LockedHost, named: Collection[str] = (), mine: Collection[str] = ()
-) -> dict[str, frozenset[int]]:
-    """Name of a lease -> uids of those who hold it, for all leases of this state directory that are held.
-
-    /proc/locks names the process that took a lock. Where it names none that lives (a child inherited the lock, another
-    PID namespace), the record counts, but only for ``named`` leases: anybody can make up others.
-
-    Args:
-        mine: leases that this process has just taken to try them. They are left out.
-    """
-    everything = (name for name in host.leases.names() if name.endswith(".lock") and not name.endswith(".inner.lock"))
-    names = {*named, *islice(everything, _MOST_LEASES)}.difference(mine)
-    found: dict[str, os.stat_result] = {}
-    for name in names:
-        status = _status(host.leases, name)
-        if status is not None:
-            found[name] = status
-    devices = {status.st_ino: status.st_dev for status in found.values()}
-    lockers = procfs.flock_holders(devices, devices)
-    owners = {}
-    for name, status in found.items():
-        pids = lockers.get(status.st_ino, ())
-        if not (pids or (status.st_size and name in named)) or not _is_held(host.leases, name):
-            continue
-        uids = frozenset(uid for pid in pids if not procfs.has_ended(pid) and (uid := procfs.uid_of(pid)) is not None)
-        if not uids and name in named and (record := read_record(host.leases, name)) is not None:
-            uids = frozenset((record.uid,))
-        owners[name] = uids
-    return owners
-
-
-def _is_held(directory: StateDir, name: str) -> bool:
-    """Like ``leases.probe``, but the record of a holder that has just ended stays."""
-    try:
-        fd = directory.open(name)
-    except StateDirError:
-        return False  # not a lease that a claim could take
-    if fd is None:
-        return False
-    try:
-        if not lock_file(fd):
-            return True
-        unlock_file(fd)
-        return False
-    finally:
-        os.close(fd)
-
-
 def socket_of_this_user(inode: int) -> bool:
     """Whether a process with the effective uid of this one has the socket with this inode."""
-    key = os.getpid(), inode
-    if key not in _known and any(f"socket:[{inode}]" in files.values() for _, files in _own_files()):
+    key, socket = (os.getpid(), inode), f"socket:[{inode}]"
+    if key not in _known and any(socket in (procfs.open_files(pid) or {}).values() for pid in _own_processes()):
         _known.add(key)
     return key in _known
 
@@ -113,29 +128,30 @@ def _status(directory: StateDir, name: str) -> os.stat_result | None:
 
 
 def _inherited(name: str, status: os.stat_result, lockers: tuple[int, ...]) -> bool:
-    key = os.getpid(), (status.st_dev, status.st_ino, lockers)
-    if key not in _known and any(
-        _holds(pid, number, status)
-        for pid, files in _own_files()
-        for number, target in files.items()
-        if target.endswith(f"/{name}")
-    ):
+    file = status.st_dev, status.st_ino
+    key = os.getpid(), (*file, lockers)
+    if key not in _known and any(file in locked_by(pid, (name,)) for pid in _own_processes()):
         _known.add(key)
     return key in _known
 
 
-def _holds(pid: int, number: int, status: os.stat_result) -> bool:
-    """Whether this descriptor is of that file and has the lock: a file that is merely open says nothing."""
-    try:
-        same = os.path.samestat(os.stat(f"/proc/{pid}/fd/{number}"), status)
-    except OSError:
-        return False
-    return same and b"FLOCK" in (procfs.read_start(f"/proc/{pid}/fdinfo/{number}") or b"")
+def locked_by(pid: int, names: Collection[str]) -> set[tuple[int, int]]:
+    """Device and inode of the files with one of these names that a process has open and locked (flock): a file that is
+    merely open says nothing. Nothing is found of processes of others, unless this is root."""
+    found = set()
+    for number, target in (procfs.open_files(pid) or {}).items():
+        if target.rpartition("/")[2] in names:
+            try:
+                status = os.stat(f"/proc/{pid}/fd/{number}")
+            except OSError:
+                continue
+            if b"FLOCK" in (procfs.read_start(f"/proc/{pid}/fdinfo/{number}") or b""):
+                found.add((status.st_dev, status.st_ino))
+    return found
 
 
-def _own_files() -> Iterator[tuple[int, dict[int, str]]]:
-    """The open files of each process of this user, those of ancestors first."""
-    near = procfs.ancestors(os.getpid())
-    for pid in dict.fromkeys([*near, *procfs.pids()]):
-        if procfs.uid_of(pid) == os.geteuid() and (files := procfs.open_files(pid)):
-            yield pid, files
+def _own_processes() -> Iterator[int]:
+    """The processes of this user, ancestors first."""
+    for pid in dict.fromkeys([*procfs.ancestors(os.getpid()), *procfs.pids()]):
+        if procfs.uid_of(pid) == os.geteuid():
+            yield pid

@@ -2,59 +2,95 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import os
+import time
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
 
 from .. import procfs
 from ..devices import Gpu, Holder
 from ..errors import StateDirError
 from . import names
-from .files import StateDir
-from .host_lock import LockedHost
-from .leases import inner_name, lease_name, leases_of, probe, read_record
+from .files import StateDir, state_dir_path
+from .host_lock import MINIMUM_PATIENCE, HostLock
+from .leases import LeaseRecord, inner_name, lease_name, leases_of, probe, read_record
+from .ownership import holder_by_kernel, lockers_of, user_and_command
+from .signals import HeldBack
 
-__all__ = ["recorded_holder", "survey"]
+__all__ = ["recorded_holders", "survey"]
 
 
-def survey(
-    host: LockedHost, gpus: Collection[Gpu], *, inner: bool = False, prefix: str | None = None
-) -> dict[str, Holder]:
+def survey(gpus: Collection[Gpu], *, inner: bool = False, prefix: str | None = None) -> dict[str, Holder]:
     """Who holds which of these GPUs' leases: UUID -> holder, for those that are held or cannot be opened.
 
     A GPU counts as held by a claim inside another one when the outer claim is gone and the inner one lives.
 
     Args:
         prefix: what stands before UUIDs in names: GPUs that are held by name only are told too. None: they are not.
+
+    Raises:
+        LockTimeout, StateDirError: the leases cannot be read.
     """
-    held: dict[str, Holder] = {}
-    host.leases.names_of_host = leases_of(gpu.uuid for gpu in gpus)
-    for gpu in gpus:
-        files = [inner_name(gpu.uuid)] if inner else [lease_name(gpu.uuid), inner_name(gpu.uuid)]
-        for name in files:
-            try:
-                if probe(host, name):
-                    # Of a file with two names it is not known whose GPU its holder has claimed.
-                    held[gpu.uuid] = Holder() if host.leases.twin(name) else recorded_holder(host.leases, name)
+    held: dict[str, list[str]] = {}
+    found: dict[str, Holder] = {}
+    with HostLock(time.monotonic() + MINIMUM_PATIENCE) as host:
+        host.leases.names_of_host = leases_of(gpu.uuid for gpu in gpus)
+        for gpu in gpus:
+            files = [inner_name(gpu.uuid)] if inner else [lease_name(gpu.uuid), inner_name(gpu.uuid)]
+            for name in files:
+                try:
+                    if probe(host, name):
+                        if host.leases.twin(name):  # its lock does not say which of the two its holder has claimed
+                            found[gpu.uuid] = Holder()
+                        else:
+                            held[gpu.uuid] = [name]
+                        break
+                except StateDirError as err:
+                    found[gpu.uuid] = Holder(closed=str(err))
+        if prefix is not None:
+            rest = [gpu.uuid for gpu in gpus if gpu.uuid not in held and gpu.uuid not in found]
+            found.update(dict.fromkeys(names.held_among(rest, prefix, inner=inner), Holder(elsewhere=True)))
+    return {**found, **recorded_holders(held)}
+
+
+def recorded_holders(leases: Mapping[str, Iterable[str]]) -> dict[str, Holder]:
+    """UUID -> who has claimed it, by the first readable of the lease files with these names. It takes no lock.
+
+    Whether a lease is still held is not asked. A directory service may be.
+
+    Raises:
+        StateDirError: the state directory cannot be used.
+    """
+    records: dict[str, LeaseRecord | None] = {}
+    files: dict[str, os.stat_result] = {}
+    with HeldBack(), StateDir(state_dir_path()) as root, StateDir("leases", root) as directory:
+        for uuid, candidates in leases.items():
+            records[uuid] = None
+            for name in candidates:
+                with suppress(OSError):
+                    files[uuid] = os.stat(name, dir_fd=directory.fd, follow_symlinks=False)
+                    records[uuid] = read_record(directory, name)
+                if records[uuid] is not None:
                     break
-            except StateDirError as err:
-                held[gpu.uuid] = Holder(closed=str(err))
-    if prefix is not None:
-        rest = [gpu.uuid for gpu in gpus if gpu.uuid not in held]
-        held.update(dict.fromkeys(names.held_among(rest, prefix, inner=inner), Holder(elsewhere=True)))
-    return held
+        lockers = lockers_of(files.values())
+        return {
+            uuid: _holder(record, lockers.get(files[uuid].st_ino, []) if uuid in files else [])
+            for uuid, record in records.items()
+        }
 
 
-def recorded_holder(directory: StateDir, *names: str) -> Holder:
-    """Whom the first readable of these lease files names, whether or not it still holds it; that needs no lock."""
-    record = next(filter(None, (read_record(directory, name) for name in names)), None)
+def _holder(record: LeaseRecord | None, lockers: list[int]) -> Holder:
     if record is None:
         return Holder()
+    pid, uid = holder_by_kernel(record, lockers)
+    user, command = user_and_command(record, pid, uid)
     return Holder(
-        record.pid,
-        record.user,
+        pid,
+        user,
         record.job,
-        record.command,
+        command,
         record.since,
         record.start,
-        place=procfs.place_of(record.pidns),
+        place="" if pid else procfs.place_of(record.pidns),
         until=record.until,
     )

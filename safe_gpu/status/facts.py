@@ -22,12 +22,14 @@ class ClaimStatus:
 
     Attributes:
         pid: a process that holds the lock, as numbered in this pid namespace; None if it cannot be seen from here.
-        user, job, command: the holder's user name, batch job and command line.
-        since: when it was claimed, Unix seconds.
+        user, command: by the kernel. Where it does not tell, the user is ``says: `` and the name in the record, and the
+            command that of the record.
+        job: the batch job, by the record.
+        since: when it was claimed, Unix seconds, by the record.
         token: the hash of the token that claims inside this claim carry; "" for none.
         stopped: the process is stopped or frozen, such as the processes of a suspended job.
         note: anything unusual about the holder, such as a record that names another process; else "".
-        uid: the holder's user id.
+        uid: the holder's real user id, by the kernel; None: nobody is to be asked or blamed for the claim.
         until: when it will probably end by the holder's word, Unix seconds.
     """
 
@@ -90,7 +92,8 @@ class GpuStatus:
 
 @dataclass(frozen=True)
 class WaiterStatus:
-    """One waiter. ``position`` counts the waiters of this host from 1; ``since`` is in Unix seconds.
+    """One waiter. ``position`` counts the waiters of this host from 1; ``since`` is in Unix seconds. ``user`` owns the
+    ticket's file.
 
     ``hold_for`` is for how many seconds it will probably hold its GPUs, and ``expected_start`` when it can expect to
     start, in Unix seconds; None is unknown. ``vendor`` is that of the GPUs, "nvidia" or "amd".
@@ -159,15 +162,17 @@ class HostStatus:
         gpus[].idle_for                claimed, and for how many seconds it has shown no work, as far as seen
         gpus[].reason                  why it is not free, or why it is taken last, a sentence; else ""
         gpus[].claim                   null if no process holds the lease, else:
-        gpus[].claim.pid, uid, user    the process that holds it, and its user; pid is null for a process that cannot be
-                                       seen from here, such as one outside this container
-        gpus[].claim.job               the batch job, such as sge:1234.5
-        gpus[].claim.command           its command
-        gpus[].claim.since, until      Unix seconds: claimed at; expected to end at
+        gpus[].claim.pid, uid, user    the process that holds it, and its real user, by the kernel; pid is null for a
+                                       process that cannot be seen from here, such as one outside this container. Where
+                                       the kernel does not tell whose it is, uid is null, and user is "says: NAME", by
+                                       the claim's record, which anybody may have written
+        gpus[].claim.command           its program and script
+        gpus[].claim.job               the batch job, such as sge:1234.5, by the record
+        gpus[].claim.since, until      Unix seconds: claimed at; expected to end at; by the record
         gpus[].processes[]             pid, user, command, kind (compute, graphics, mps), memory_used in bytes
         queue                          the first 1,000 waiters
         queue[].position               1 for the first waiter of this host
-        queue[].pid, user              the waiting process and its user
+        queue[].pid, user              the waiting process, and the owner of its ticket
         queue[].nb_gpus, since         the number of GPUs that it waits for; since when, in Unix seconds
         queue[].vendor                 nvidia or amd; null if its ticket cannot be read
         queue[].hold_for               for how many seconds it will probably hold them

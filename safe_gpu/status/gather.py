@@ -1,7 +1,7 @@
 """The state of a host at one moment: every GPU, its holder, and the queue.
 
 The driver is polled first, with no lock held. Then all leases and tickets are probed under one short hold of host.lock.
-Only the lock decides whether a GPU is claimed. The content of a record is shown only if it fits the lock's holder.
+Only the lock decides whether a GPU is claimed, and only the kernel whose claim it is; a record adds to it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from ..coordination.around import claim_around
 from ..coordination.files import state_dir_path
+from ..coordination.ownership import user_and_command
 from ..devices import Gpu, GpuProcess, GpuRequest, Holder, HostSnapshot, vendor_of
 from ..errors import NoDriverError
 from ..runtimes.shifted import shifted
@@ -24,7 +25,7 @@ from ..selection.verdicts import judge
 from ..settings import policy_file
 from ..text import in_brackets
 from .facts import ClaimStatus, GpuStatus, HostStatus, ProcessStatus, WaiterStatus
-from .holders import LockedFile, Processes, who_holds
+from .holders import LockedFile, Processes, who_holds, who_waits
 from .idle import with_idle_times
 from .probe import HostFacts, look, names_of
 from .starts import Occupancy, expected_starts
@@ -75,7 +76,7 @@ def status_of(*snapshots: HostSnapshot, broken: Iterable[str] = ()) -> HostStatu
     """
     path = state_dir_path()
     found = look(path, [gpu for snapshot in snapshots for gpu in snapshot.gpus], snapshots[0].names)
-    processes = Processes([*found.files, *(_ticket_name(ticket) for ticket in found.tickets)])
+    processes = Processes(found.files)
     claims = {name: _claim(file, found.records.get(name), processes) for name, file in found.files.items()}
     claims.update((name, ClaimStatus(note=why)) for name, why in found.linked.items())
     now = time.time()
@@ -131,29 +132,13 @@ def _occupancy(gpus: Iterable[GpuStatus]) -> list[Occupancy]:
 
 
 def _claim(file: LockedFile, record: LeaseRecord | None, processes: Processes) -> ClaimStatus:
-    named, start, namespace = (record.pid, record.start, record.pidns) if record else (None, None, None)
-    holding = who_holds(file, named, start, processes, namespace)
-    stopped = holding.pid is not None and processes.is_stopped(holding.pid)
-    if record is not None and holding.believed:
-        seen = holding.pid == named and record.here and not holding.note  # the record has no arguments
-        user, uid = record.user or None, record.uid if record.uid >= 0 else None
-        if holding.pid is not None and not record.here:  # a container may have users of its own
-            user, uid = (processes.describe(holding.pid) or (user,))[0], processes.uid_of(holding.pid) or uid
-        return ClaimStatus(
-            holding.pid,
-            user,
-            record.job,
-            (processes.command_of(record.pid) if seen else None) or record.command,
-            record.since or None,
-            record.token,
-            stopped,
-            holding.note,
-            uid,
-            record.until,
-        )
-    user, command = (processes.describe(holding.pid) if holding.pid else None) or (None, None)
-    uid = processes.uid_of(holding.pid) if holding.pid else None
-    return ClaimStatus(holding.pid, user, command=command or None, stopped=stopped, note=holding.note, uid=uid)
+    pid, uid, note = who_holds(file, record, processes)
+    user, command = user_and_command(record, pid, uid)
+    stopped = pid is not None and uid is not None and processes.is_stopped(pid)
+    claim = ClaimStatus(pid, user, command=command, stopped=stopped, note=note, uid=uid)
+    if record is None:
+        return claim
+    return replace(claim, job=record.job, since=record.since or None, until=record.until, token=record.token)
 
 
 def _gpus(
@@ -228,13 +213,13 @@ def _is_idle(gpu: Gpu, claims: Collection[ClaimStatus], processes: Processes, *,
 
 
 def _may_belong(process: GpuProcess, claims: Collection[ClaimStatus], processes: Processes) -> bool:
-    """Whether a process may belong to one of the claims: a descendant, a process of its user, or an unknown pid."""
+    """Whether a process may belong to one of the claims: a descendant, a process of its user, or who knows."""
     pid = process.pid
     described = None if process.elsewhere else processes.describe(pid)
     if described is None:
         return True
     user, family = described[0], {pid, *processes.ancestors(pid)}
-    return any(claim.pid is None or claim.pid in family or claim.user == user for claim in claims)
+    return any(claim.uid is None or claim.pid in family or claim.user == user for claim in claims)
 
 
 def _process(process: GpuProcess, processes: Processes) -> ProcessStatus:
@@ -246,24 +231,16 @@ def _seq(ticket: Ticket) -> int:
     return ticket.seq
 
 
-def _ticket_name(ticket: Ticket) -> str:
-    return f"{ticket.seq}.ticket"
-
-
 def _waiter(position: int, ticket: Ticket, found: HostFacts, processes: Processes, start: float | None) -> WaiterStatus:
-    file = LockedFile(_ticket_name(ticket), found.queue_device, ticket.inode, tuple(found.locks.get(ticket.inode, ())))
-    holding = who_holds(file, ticket.pid or None, None, processes, ticket.pidns)
-    user: str | None = ticket.user
-    if not holding.believed:
-        user = (processes.describe(holding.pid) or (None, ""))[0] if holding.pid else None
+    pid, user, note = who_waits(ticket, found.locks.get(ticket.inode, ()), processes)
     return WaiterStatus(
         position,
-        holding.pid,
+        pid,
         user,
         ticket.demand.nb_gpus if ticket.demand else None,
         ticket.since or None,
-        stopped=holding.pid is not None and processes.is_stopped(holding.pid),
-        note=holding.note,
+        stopped=pid is not None and processes.is_stopped(pid),
+        note=note,
         hold_for=ticket.demand.hold_for if ticket.demand else None,
         expected_start=start,
         vendor=_vendor_of(ticket),

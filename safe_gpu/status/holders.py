@@ -1,19 +1,24 @@
-"""Finds the process that holds a locked file: first from the kernel, then from the record in the file.
+"""Who holds a lease and who waits with a ticket, for people: by the kernel's word, to which a record only adds.
 
 /proc/locks shows a flock under the pid that took it, for as long as any process has that open file description. So the
-process that took the lock may have exited while a child still holds it. The record in the file may be wrong.
+process that took the lock may have exited while a child still holds it.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import cache
+from typing import TYPE_CHECKING, NamedTuple
 
 from .. import procfs
+from ..coordination.ownership import holder_by_kernel, locked_by
 
-__all__ = ["Holding", "LockedFile", "Processes", "who_holds"]
+if TYPE_CHECKING:
+    from ..coordination.leases import LeaseRecord
+    from ..coordination.tickets import Ticket
+
+__all__ = ["Holding", "LockedFile", "Processes", "who_holds", "who_waits"]
 
 
 @dataclass(frozen=True)
@@ -26,18 +31,17 @@ class LockedFile:
     lockers: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True)
-class Holding:
+class Holding(NamedTuple):
     """The result of :func:`who_holds`.
 
     Attributes:
-        pid: a process that holds the lock; None if none is visible from this process.
-        believed: whether the record in the file fits the holder, so that the rest of the record may be shown.
+        pid: a process that holds the lock, by the kernel; None if none can be seen from this process.
+        uid: its real uid; None if another process may have that pid by now.
         note: a clause about anything unusual, for users; "" in the usual case.
     """
 
     pid: int | None
-    believed: bool = True
+    uid: int | None
     note: str = ""
 
 
@@ -45,124 +49,70 @@ class Processes:
     """What /proc says of processes: each is asked once, however many files name it.
 
     Args:
-        names: the names (without directories) of the files whose openers will be queried.
+        names: the names (without directories) of the leases whose holders will be looked for.
     """
 
     def __init__(self, names: Iterable[str]) -> None:
         self._names = frozenset(names)
-        self._openers: dict[tuple[int, int], list[int]] | None = None
+        self._holders: dict[tuple[int, int], int] | None = None
         self.has_ended = cache(procfs.has_ended)
         self.is_stopped = cache(procfs.is_stopped)
-        self.start_time = cache(procfs.start_time)
-        self.uid_of = cache(procfs.uid_of)
-        self.command_of = cache(procfs.command_of)
+        self.real_uid_of = cache(procfs.real_uid_of)
         self.describe = cache(procfs.describe_process)
         self.ancestors = cache(procfs.ancestors)
-        self.pid_within = cache(procfs.pid_within)
-        self.opened_by = cache(self._opened_by)
 
-    def openers_of(self, file: LockedFile) -> list[int]:
-        """The pids that have this file open, lowest first, as far as this user may see. The first query reads all of
+    def holder_of(self, file: LockedFile) -> int | None:
+        """A process that has this file open and locked, as far as this user may see. The first query reads all of
         /proc."""
-        if self._openers is None:
-            self._openers = {}
-            for pid in procfs.pids():
-                for identity in self.opened_by(pid) or ():
-                    self._openers.setdefault(identity, []).append(pid)
-        return self._openers.get((file.device, file.inode), [])
-
-    def _opened_by(self, pid: int) -> frozenset[tuple[int, int]] | None:
-        """(device, inode) of the files with one of the names that a process has open; None if that may not be read."""
-        files = procfs.open_files(pid)
-        if files is None:
-            return None
-        found = set()
-        for number, target in files.items():
-            if target.removesuffix(" (deleted)").rpartition("/")[2] in self._names:
-                try:
-                    status = os.stat(f"/proc/{pid}/fd/{number}")
-                except OSError:
-                    continue
-                found.add((status.st_dev, status.st_ino))
-        return frozenset(found)
+        if self._holders is None:
+            self._holders = {identity: pid for pid in procfs.pids() for identity in locked_by(pid, self._names)}
+        return self._holders.get((file.device, file.inode))
 
 
-def who_holds(
-    file: LockedFile, named: int | None, start: int | None, processes: Processes, namespace: int | None = None
-) -> Holding:
-    """The process that holds a lock.
+def who_holds(file: LockedFile, record: LeaseRecord | None, processes: Processes) -> Holding:
+    """The process that holds a lease.
 
     Args:
-        file: the locked file.
-        named: the pid in the file's record; None if there is none.
-        start: the start time of that process in the record; None if there is none.
-        processes: what is known of processes.
-        namespace: the PID namespace in which that pid is a number; None if the record does not say.
+        record: of the lease; None if it cannot be read.
     """
-    place = procfs.place_of(namespace)
-    if named is not None and place:
-        return _holds_elsewhere(file, named, place, processes)
-    lockers = [pid for pid in file.lockers if pid == named or _may_hold(pid, file, processes)]
+    pid, uid = holder_by_kernel(record, file.lockers)
+    place = procfs.place_of(record.pidns) if record is not None else ""
+    if record is not None and uid is not None:
+        return Holding(pid, uid, f"{place}, as process {record.pid} there" if place else "")
+    heir = processes.holder_of(file)
+    if heir is not None:
+        pid, uid = heir, processes.real_uid_of(heir)
+    if record is None:
+        known = f"process {pid} holds the lock" if pid else "its holder cannot be seen from here"
+        return Holding(pid, uid, f"its record cannot be read; {known}")
+    named = f"process {record.pid}{place and f' {place}'}"
+    if not place and record.of_the_dead:
+        still = f"process {pid}" if uid is not None else "a process that it started"
+        note = f"{named}, which claimed it, has ended; {still} still holds it"
+    elif uid is not None:
+        note = f"its record names {named}, which does not hold the lock; process {pid} does"
+    elif pid is not None:
+        note = f"its record, of {named}, does not fit process {pid}, which /proc/locks names"
+    elif place:
+        note = f"{place}, as process {record.pid} there, which cannot be seen from here"
+    else:
+        note = "its holder cannot be seen from here (in another container?): this is from its record"
+    return Holding(pid, uid, note)
+
+
+def who_waits(ticket: Ticket, lockers: Collection[int], processes: Processes) -> tuple[int | None, str | None, str]:
+    """The pid of a waiter, its user and a note like that of :class:`Holding`.
+
+    The user is the owner of the ticket's file, whatever stands in it, unless only others keep that file locked.
+
+    Args:
+        lockers: pids that /proc/locks shows for the ticket.
+    """
     living = [pid for pid in lockers if not processes.has_ended(pid)]
-    if named is not None and named in living and _is_the_same(named, start, processes):
-        return Holding(named)
-    if named is not None and named in lockers:
-        return _inherited(named, processes.openers_of(file))
-    if living:
-        # A launcher may have taken the lock and passed it on.
-        if named is not None and (file.device, file.inode) in (processes.opened_by(named) or ()):
-            return Holding(named)
-        return Holding(living[0], False, _wrong_record(named, living[0]))
-    inheritors = processes.openers_of(file)
-    if inheritors:
-        if named is None or (named not in inheritors and not processes.has_ended(named)):
-            return Holding(inheritors[0], False, _wrong_record(named, inheritors[0]))
-        return Holding(named) if named in inheritors else _inherited(named, inheritors)
-    if named is None:
-        return Holding(None, False, "its record cannot be read, and its holder cannot be seen from here")
-    return Holding(named, True, "its holder cannot be seen from here (in another container?): this is from its record")
-
-
-def _holds_elsewhere(file: LockedFile, named: int, place: str, processes: Processes) -> Holding:
-    """The holder of a lock whose record is of another PID namespace, where ``named`` is its number.
-
-    The kernel shows processes of the namespaces below this one under numbers of this one.
-    """
-    there = f"{place}, as process {named} there"
-    lockers = [pid for pid in file.lockers if not processes.has_ended(pid) and _may_hold(pid, file, processes)]
-    visible = lockers or processes.openers_of(file)
-    numbers = {pid: processes.pid_within(pid) for pid in visible}
-    for pid, number in numbers.items():
-        if number == named and number != pid:
-            return Holding(pid, True, there)
-    if not visible:
-        return Holding(None, True, f"{there}, which cannot be seen from here")
-    if procfs.pid_namespace() == procfs.FIRST_PID_NAMESPACE and all(pid == number for pid, number in numbers.items()):
-        return Holding(visible[0], False, _wrong_record(named, visible[0], f" {place}"))
-    return Holding(visible[0], True, f"claimed {there}; process {visible[0]} still holds it")
-
-
-def _may_hold(pid: int, file: LockedFile, processes: Processes) -> bool:
-    """Whether a pid in /proc/locks may hold this file: False if it locks the same inode number on another device."""
-    if processes.has_ended(pid):
-        return True
-    identities = processes.opened_by(pid)
-    return identities is None or (file.device, file.inode) in identities
-
-
-def _is_the_same(pid: int, start: int | None, processes: Processes) -> bool:
-    began = processes.start_time(pid)
-    return start is None or began is None or began == start
-
-
-def _inherited(named: int, inheritors: list[int]) -> Holding:
-    ended = f"process {named}, which claimed it, has ended"
-    if inheritors:
-        return Holding(inheritors[0], True, f"{ended}; process {inheritors[0]} still holds it")
-    return Holding(None, True, f"{ended}; a process that it started still holds it")
-
-
-def _wrong_record(named: int | None, pid: int, place: str = "") -> str:
-    if named is None:
-        return f"its record cannot be read; process {pid} holds the lock"
-    return f"its record names process {named}{place}, which does not hold the lock; process {pid} does"
+    pid = next((pid for pid in living if processes.real_uid_of(pid) == ticket.uid), None)
+    user = procfs.user_name(ticket.uid) if pid or not living else None
+    place = procfs.place_of(ticket.pidns)
+    notes = [f"{place}, as process {ticket.pid} there"] if place else []
+    if pid is None:
+        notes.append("which cannot be seen from here" if place else "its process cannot be seen from here")
+    return pid, user, ", ".join(notes)

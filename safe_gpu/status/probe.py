@@ -85,7 +85,7 @@ def _look_under_host_lock(found: HostFacts, path: str, gpus: Collection[Gpu], pr
             host.leases.names_of_host = leases_of(gpu.uuid for gpu in gpus)
             found.tickets = live_tickets(host, listing)
             found.queue_device = os.fstat(host.queue.fd).st_dev
-            tickets = {ticket.inode for ticket in found.tickets}
+            tickets = [ticket.inode for ticket in found.tickets]
             _find_leases(found, host.leases, gpus, lambda name: probe(host, name), tickets)
             _find_names(found, gpus, prefix)
         mark_seen(path, found.files)
@@ -160,7 +160,9 @@ def _find_leases(
             if record is not None:
                 found.records[name] = record
     found.faults = recent(read_faults(leases, [gpu.uuid for gpu in gpus]), time.time())
-    found.locks = procfs.flock_holders({*other_inodes, *(status.st_ino for status in held.values())})
+    devices = dict.fromkeys(other_inodes, found.queue_device)
+    devices.update((status.st_ino, status.st_dev) for status in held.values())
+    found.locks = procfs.flock_holders(devices, devices, b"FLOCK")
     for name, status in held.items():
         lockers = tuple(found.locks.get(status.st_ino, ()))
         found.files[name] = LockedFile(name, status.st_dev, status.st_ino, lockers)

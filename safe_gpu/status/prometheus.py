@@ -13,6 +13,9 @@ from .gather import GpuStatus, HostStatus
 
 __all__ = ["render_metrics"]
 
+_MOST_USERS = 100  # of waiters: whoever has many user ids can wait as each of them
+_OTHERS = "other"
+
 _STATES = ("free", "claimed", "busy", "display", "unusable")
 
 _Labels = tuple[tuple[str, str], ...]
@@ -63,6 +66,10 @@ def _waiting(status: HostStatus) -> list[tuple[_Labels, float]]:
     users: dict[str, int] = {}
     for one in status.queue:
         users[one.user or ""] = users.get(one.user or "", 0) + 1
+    if len(users) > _MOST_USERS:
+        ranked = sorted(users, key=lambda user: (user == _OTHERS, -users[user]))
+        rest = sum(users.pop(user) for user in ranked[_MOST_USERS - 1 :])
+        users[_OTHERS] = rest
     return [((("user", user),), float(number)) for user, number in sorted(users.items())] or [((("user", ""),), 0.0)]
 
 

@@ -14,7 +14,8 @@ import pytest
 
 import safe_gpu
 from safe_gpu import NoPlaceholder, NotEnoughGpusError, claim_gpus, procfs
-from safe_gpu.claim import acquisition, look, news, why_not
+from safe_gpu.claim import acquisition, look, news
+from safe_gpu.coordination import survey
 from safe_gpu.coordination.host_lock import HostLock
 from safe_gpu.coordination.queue import Waiter
 from safe_gpu.coordination.tickets import Demand
@@ -119,7 +120,7 @@ def test_the_warning_costs_no_look(
         return seconds > 1 and enough()
 
     monkeypatch.setattr(look, "HostLock", CountedLock)
-    monkeypatch.setattr(why_not, "HostLock", CountedLock)
+    monkeypatch.setattr(survey, "HostLock", CountedLock)
     monkeypatch.setattr(Waiter, "sleep_behind", sleep)
     monkeypatch.setattr(acquisition._Search, "_watch", enough)
     monkeypatch.setattr(news, "_WARNING_DELAY", 0.0)

@@ -15,9 +15,9 @@ import pytest
 
 import safe_gpu
 from safe_gpu.claim import free as inquiry
-from safe_gpu.claim import look, terms, why_not
+from safe_gpu.claim import look, terms
 from safe_gpu.claim import recheck as verification
-from safe_gpu.coordination import legacy
+from safe_gpu.coordination import legacy, survey
 from safe_gpu.errors import ClaimTimeout, LockTimeout, NotEnoughGpusError, UnsatisfiableRequestError
 
 SHORT = 0.05
@@ -38,7 +38,7 @@ def stuck_lock() -> Any:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """host.lock is waited for a moment only."""
-    for module in (terms, inquiry, why_not):
+    for module in (terms, inquiry, survey):
         monkeypatch.setattr(module, "MINIMUM_PATIENCE", SHORT)
 
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from safe_gpu import GPUOwner, NoPlaceholder
+
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, whose file a policy must be")
 
 TEXT = """\
@@ -32,8 +34,9 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_it_shows_each_value_and_its_section(path: Path, command: Any, ground: Any) -> None:
-    ground.hold(3)
-    done = command.run("policy")
+    ground.hold(3)  # nobody's: its record does not tell whose
+    with GPUOwner(1, NoPlaceholder(), affinity=None):
+        done = command.run("policy")
     assert done.returncode == 0
     assert done.stdout.splitlines() == [
         f"{path}, for root",
@@ -75,3 +78,14 @@ def test_without_limits(path: Path, command: Any) -> None:
     path.unlink()
     assert command.run("policy").stdout == f"There is no {path}: nothing is limited\n"
     assert json.loads(command.run("policy", "--json").stdout)["file"] is None
+
+
+def test_gpus_of_two_vendors_count_apart(
+    path: Path, command: Any, child: Any, ground: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SAFE_GPU_DRIVER", "simulated:two-vendors")
+    claim = "import safe_gpu\nsafe_gpu.GPUOwner({}, safe_gpu.NoPlaceholder(), affinity=None, timeout=0, vendor='{}')\n"
+    for number, vendor in ((2, "nvidia"), (1, "amd")):
+        assert child(claim.format(number, vendor) + "say('held'); listen()").hear() == "held"
+    assert json.loads(command.run("policy", "--json").stdout)["held"] == 3
+    assert command.run("policy").stdout.splitlines()[-1] == "You hold 2 of your 2 NVIDIA GPUs and 1 of your 2 AMD GPUs."

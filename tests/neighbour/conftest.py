@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -88,3 +89,15 @@ def wide(child: Callable[..., Any]) -> int:
     if process.hear() != "0":
         pytest.skip("this kernel does not let a process move its arguments")
     return int(process.pid)
+
+
+@pytest.fixture
+def next_tick(eventually: Callable[..., None]) -> Callable[[], None]:
+    """Wait until a process that starts has another start time (in clock ticks) than those that run."""
+
+    def wait() -> None:
+        ticks, clock = os.sysconf("SC_CLK_TCK"), time.CLOCK_BOOTTIME
+        now = int(time.clock_gettime(clock) * ticks)
+        eventually(lambda: int(time.clock_gettime(clock) * ticks) > now)
+
+    return wait

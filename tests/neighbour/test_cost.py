@@ -12,6 +12,8 @@ import pytest
 from safe_gpu import procfs
 from safe_gpu.affinity import placements
 from safe_gpu.coordination.leases import lease_name
+from safe_gpu.coordination.ownership import holder_by_kernel
+from safe_gpu.coordination.tickets import Ticket
 from safe_gpu.status import holders
 
 MOST = 64  # MiB beyond a bare interpreter
@@ -60,14 +62,21 @@ def test_long_names_in_records_are_cut(state_dir: Path, ground: Any, cost: Calla
 def test_each_process_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many tickets name it."""
     asked: list[int] = []
-    monkeypatch.setattr(procfs, "open_files", lambda pid: asked.append(pid) or {})
-    monkeypatch.setattr(procfs, "is_stopped", lambda pid: asked.append(pid) or False)
-    processes = holders.Processes(["x"])
+    for name in ("real_uid_of", "has_ended", "is_stopped"):
+        monkeypatch.setattr(procfs, name, lambda pid: asked.append(pid))
+    processes = holders.Processes([])
     for number in range(1500):
-        file = holders.LockedFile("x", 1, number, (os.getpid(),))
-        holders.who_holds(file, 1, None, processes)
+        holders.who_waits(Ticket(number, number, os.getpid(), "x", 1.0, None), [os.getpid()], processes)
         processes.is_stopped(os.getpid())
-    assert max(asked.count(pid) for pid in set(asked)) <= 2
+    assert asked == [os.getpid()] * 3
+
+
+def test_a_crowd_that_locks_a_lease_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A claim's lock has one holder; any number of processes may hold a shared one."""
+    asked: list[int] = []
+    monkeypatch.setattr(procfs, "has_ended", lambda pid: asked.append(pid) or True)
+    assert holder_by_kernel(None, range(2, 5000)) == (None, None)
+    assert len(asked) < 20
 
 
 def test_a_process_with_too_many_descriptors_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

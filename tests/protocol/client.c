@@ -471,6 +471,7 @@ struct stat_line {
   char state;
   long parent;
   unsigned long flags;
+  long threads;
   unsigned long long start;
 };
 
@@ -483,20 +484,29 @@ static bool stat_of(long pid, struct stat_line *s)
   if (f) fclose(f);
   text[n] = 0;
   char *p = strrchr(text, ')');
-  return p && sscanf(p + 1, " %c %ld %*d %*d %*d %*d %lu %*u %*u %*u %*u %*u %*u %*d %*d %*d %*d %*d %*d %llu", &s->state,
-                     &s->parent, &s->flags, &s->start) == 4;
+  return p && sscanf(p + 1, " %c %ld %*d %*d %*d %*d %lu %*u %*u %*u %*u %*u %*u %*d %*d %*d %*d %ld %*d %llu", &s->state,
+                     &s->parent, &s->flags, &s->threads, &s->start) == 5;
 }
 
 static bool has_ended(long pid, double start) /* start < 0: not known */
 {
   struct stat_line s;
-  return !stat_of(pid, &s) || s.state == 'Z' || s.state == 'X' || (start >= 0 && (double)s.start != start);
+  bool there = stat_of(pid, &s) && (s.threads > 1 || (s.state != 'Z' && s.state != 'X'));
+  return !there || (start >= 0 && (double)s.start != start);
 }
 
 static bool is_leaving(long pid)
 {
   struct stat_line s;
-  return !stat_of(pid, &s) || s.state == 'Z' || (s.flags & 4);
+  struct dirent *thread;
+  bool lives = false;
+  char path[64];
+  put(path, sizeof path, "/proc/%ld/task", pid);
+  DIR *threads = opendir(path);
+  while (threads && (thread = readdir(threads)))
+    lives |= thread->d_name[0] != '.' && stat_of(atol(thread->d_name), &s) && !(s.flags & 4);
+  if (threads) closedir(threads);
+  return !lives;
 }
 
 static bool is_stopped(long pid)
@@ -1157,7 +1167,7 @@ static bool is_never_ours(const struct gpu *gpu) /* closed, or held by this proc
   const char *record = read_text(fd, scratch);
   long pid = (long)number(find_key(record, "pid"), 0), shown = holder(fd);
   double start = number(find_key(record, "start"), -1);
-  if (pid > 0 && is_here(record) && (!shown || shown == pid))
+  if (pid > 0 && is_here(record) && shown == pid)
     for (long p = getpid(); p > 0 && !own; p = stat_of(p, &line) ? line.parent : 0) own = p == pid && !has_ended(pid, start);
   close(fd);
   return own;

@@ -12,10 +12,11 @@ import pytest
 from safe_gpu import NoPlaceholder, claim_gpus, procfs
 from safe_gpu.claim.nested import ancestor_may_hold, pids_of_outer
 from safe_gpu.coordination.leases import LeaseRecord, lease_name
+from safe_gpu.coordination.tickets import Ticket
 from safe_gpu.devices import Gpu, GpuRequest, Holder, HostSnapshot
 from safe_gpu.selection.verdicts import judge
 from safe_gpu.status.gather import gather
-from safe_gpu.status.holders import LockedFile, Processes, who_holds
+from safe_gpu.status.holders import LockedFile, Processes, who_holds, who_waits
 
 OTHER = 4026539999
 FIRST = procfs.FIRST_PID_NAMESPACE
@@ -39,11 +40,16 @@ def test_where_a_process_is(monkeypatch: pytest.MonkeyPatch, own: int, other: in
 
 
 def test_an_unrelated_process_with_that_number_is_not_blamed() -> None:
-    assert who_holds(FILE, os.getpid(), None, Processes([])).pid == os.getpid()
-    holding = who_holds(FILE, os.getpid(), None, Processes([]), OTHER)
-    assert holding.pid is None
-    assert holding.believed
+    record = LeaseRecord.of_this_process(None, None)
+    holding = who_holds(FILE, record._replace(pidns=OTHER), Processes([]))
+    assert holding[:2] == (None, None)
     assert f"as process {os.getpid()} there, which cannot be seen from here" in holding.note
+    assert who_holds(FILE, record, Processes([]))[:2] == (None, None), "nor is one of here, on a record's word"
+    ticket = Ticket(1, 2, os.getpid(), "x", 1.0, None, OTHER, os.geteuid())
+    pid, user, note = who_waits(ticket, (), Processes([]))
+    assert (pid, user) == (None, procfs.user_name(os.geteuid()))
+    assert f"as process {os.getpid()} there, which cannot be seen from here" in note
+    assert who_waits(ticket, [os.getpid()], Processes([]))[0] == os.getpid()
 
 
 def test_a_record_of_another_namespace_on_a_lock_of_this_one(ground, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,7 +58,7 @@ def test_a_record_of_another_namespace_on_a_lock_of_this_one(ground, monkeypatch
     with claim_gpus(1, NoPlaceholder(), affinity=None):
         path = ground.directory / "leases" / lease_name(ground.uuids[0])
         record = json.loads(path.read_text())
-        path.write_text(json.dumps({**record, "pid": 7, "pidns": OTHER, "user": "innocent"}))
+        path.write_text(json.dumps({**record, "pid": 7, "start": 7, "pidns": OTHER, "user": "innocent"}))
         claim = gather().gpus[0].claim
         assert claim is not None
         assert (claim.pid, claim.user) == (os.getpid(), procfs.user_name(os.geteuid()))

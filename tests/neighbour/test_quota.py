@@ -1,0 +1,142 @@
+"""Limits of users count by the kernel's word: no neighbour uses another one's limit up, whatever names files get."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import safe_gpu
+from safe_gpu import procfs
+from safe_gpu.coordination.files import StateDir
+from safe_gpu.coordination.leases import lease_name
+from safe_gpu.coordination.ownership import lease_owners
+
+ANNA, BEN = 4711, 4712
+
+pytestmark = [
+    pytest.mark.skipif(os.geteuid() != 0, reason="needs root, whose file a policy must be"),
+    pytest.mark.usefixtures("everything_imported"),
+]
+
+
+@pytest.fixture
+def leases(open_tmp: Path, state_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Everybody may hold two GPUs."""
+    policy = open_tmp / "policy.ini"
+    policy.write_text("[default]\nmax_gpus = 2")
+    policy.chmod(0o644)
+    monkeypatch.setenv("SAFE_GPU_POLICY", str(policy))
+    return state_dir / "leases"
+
+
+@pytest.fixture
+def user(as_user: Any, next_tick: Callable[[], None]) -> Callable[..., Any]:
+    """``user(ANNA, 1)``: a process of hers, started when no other was, that claims one GPU, says how that went, and
+    holds it. ``before`` and ``after`` the claim these are called in it; ``start_as`` is its user before that."""
+
+    def start(
+        uid: int,
+        nb_gpus: int = 1,
+        *,
+        start_as: int | None = None,
+        before: Callable[[], object] = bool,
+        after: Callable[[], object] = bool,
+        **options: Any,
+    ) -> Any:
+        def work(say: Callable[[object], None], listen: Callable[[], str]) -> None:
+            before()
+            owner = safe_gpu.GPUOwner(nb_gpus, safe_gpu.NoPlaceholder(), affinity=None, timeout=0, **options)
+            after()
+            say(len(owner.gpus))
+            listen()
+
+        next_tick()
+        return as_user(work, uid=uid if start_as is None else start_as)
+
+    return start
+
+
+def owners(leases: Path, *indices: int) -> list[int | None]:
+    """Whom the leases of these GPUs count for."""
+    from safe_gpu.drivers.presets import preset
+
+    uuids = [gpu.uuid for gpu in preset("dgx-a100").gpus()]
+    names = [lease_name(uuids[index]) for index in indices]
+    with StateDir(str(leases.parent)) as root, StateDir("leases", root) as directory:
+        found = lease_owners(directory, names)
+    return [found.get(name) for name in names]
+
+
+def test_other_names_of_host_lock_and_of_a_lease(leases: Path, user: Any, ground: Any, as_user: Any) -> None:
+    """Who looks at limits holds host.lock, and who has claimed one GPU has not claimed as many as there are names."""
+    assert user(ANNA, only=0).hear() == "1"
+
+    def link(say: Callable[[object], None], listen: Callable[[], str]) -> None:
+        for number in range(3):
+            os.link(leases.parent / "host.lock", leases / f"host{number}.lock")
+            os.link(leases / lease_name(ground.uuids[0]), leases / f"lease{number}.lock")
+        os.link(leases.parent / "host.lock", leases / lease_name(ground.uuids[5]))
+        os.link(leases / lease_name(ground.uuids[0]), leases / lease_name(ground.uuids[6]))
+        say("linked")
+
+    assert as_user(link, uid=BEN).hear() == "linked"
+    assert user(ANNA, only="1-4").hear() == "1"
+    assert user(BEN, 2, only="1-4").hear() == "2"
+
+
+def test_a_directory_full_of_leases_is_not_listed(leases: Path, user: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert user(ANNA).hear() == "1"
+    monkeypatch.setattr(StateDir, "names", lambda self: pytest.fail("listed"))
+    assert owners(leases, 0, 1) == [ANNA, None]
+
+
+def test_a_record_is_never_believed(leases: Path, user: Any, as_user: Any) -> None:
+    """The uid of the victim, and a process of hers, in the record of a lease that somebody else holds."""
+    victim = as_user(lambda say, listen: listen(), uid=ANNA)
+    assert user(BEN, 2).hear() == "2"
+    for path in leases.glob("*.lock"):
+        said = {"uid": ANNA, "pid": victim.pid, "start": procfs.start_time(victim.pid)}
+        path.write_text(json.dumps({**json.loads(path.read_text()), **said}))
+    assert owners(leases, 0, 1) == [None, None]
+    assert user(ANNA, 2).hear() == "2"
+
+
+def test_a_pid_that_is_used_again(leases: Path, user: Any, as_user: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """/proc/locks goes on showing the number of a process that has ended while its child holds the lock."""
+    victim = as_user(lambda say, listen: listen(), uid=ANNA)
+    holder = user(BEN)
+    assert holder.hear() == "1"
+    assert owners(leases, 0) == [BEN]
+    genuine = procfs.flock_holders
+    monkeypatch.setattr(procfs, "flock_holders", lambda *args: {inode: [victim.pid] for inode in genuine(*args)})
+    assert owners(leases, 0) == [None]
+
+
+def test_a_child_of_a_process_that_has_ended_counts_for_nobody(leases: Path, user: Any) -> None:
+    def leave() -> None:
+        if os.fork():
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    gone = user(ANNA, 2, after=leave)
+    assert gone.hear() == "2"
+    os.waitid(os.P_PID, gone.pid, os.WEXITED | os.WNOWAIT)
+    try:
+        assert owners(leases, 0, 1) == [None, None]
+        assert user(ANNA, 2).hear() == "2"
+    finally:
+        gone.tell()
+
+
+def test_a_claim_counts_for_who_started_the_program(leases: Path, user: Any) -> None:
+    """As after ``safe-gpu run -- su``."""
+    for _ in range(2):
+        assert user(BEN, start_as=0, before=lambda: os.setresuid(ANNA, BEN, BEN)).hear() == "1"
+    assert owners(leases, 0, 1) == [ANNA, ANNA]
+    assert "you hold 2 of your 2 GPUs" in user(ANNA).hear()
+    assert user(BEN, 2).hear() == "2"

@@ -8,9 +8,22 @@ import stat
 import time
 from contextlib import suppress
 
+from .. import procfs
 from ..errors import StateDirError
 
-__all__ = ["DIR_MODE", "NO_RENAME", "OPEN_DIR", "PARTS", "make_directory", "open_to_all", "rename_new", "unusable"]
+__all__ = [
+    "DIR_MODE",
+    "NO_RENAME",
+    "OPEN_DIR",
+    "PARTS",
+    "RULE",
+    "make_directory",
+    "open_to_all",
+    "rename_new",
+    "risk_of_owner",
+    "root_owns",
+    "unusable",
+]
 
 PARTS = ("leases", "queue", "history")
 """The directories in the state directory."""
@@ -18,6 +31,9 @@ PARTS = ("leases", "queue", "history")
 # O_NONBLOCK: the owner of a file may hold a file lease on it (F_SETLEASE), and then open(2) blocks for 45 seconds.
 OPEN_DIR = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 DIR_MODE = 0o1777
+
+RULE = "/etc/tmpfiles.d/safe-gpu.conf"
+"""Makes the state directory root's at boot."""
 
 _RENAME_NOREPLACE = 1
 
@@ -132,3 +148,39 @@ def unusable(name: str, path: str, parent: int | None, err: OSError) -> StateDir
     else:
         what = f"{path} cannot be opened ({err.strerror})"
     return StateDirError(f"{what}, or set SAFE_GPU_DIR to another directory", path=path, errno=err.errno)
+
+
+def risk_of_owner(path: str, uid: int) -> str:
+    """What is to be said of a state directory that belongs to another user, after its path; "" if nothing is.
+
+    Who is not root is told only where names may not protect a claim: in a network namespace of its own. Those of other
+    processes cannot be read, but the host's has the network interfaces that are devices.
+    """
+    owner = procfs.user_name(uid)
+    if os.geteuid() == 0:
+        return f"belongs to {owner}, who can remove root's files in it: as root: {root_owns(path)}"
+    if _sees_network_devices():
+        return ""
+    return (
+        f"belongs to {owner}, who can remove the leases in it, and claims in a network namespace of their own, as this "
+        f"one's seems to be, have nothing else: ask root to run: {root_owns(path)}"
+    )
+
+
+def root_owns(path: str) -> str:
+    """The commands that give the state directory to root, now and at boot."""
+    import shlex
+
+    names = shlex.join([path, *(os.path.join(path, part) for part in PARTS)])
+    # The owner may put a link in the place of one of them meanwhile, so -h.
+    return f"chown -h root:root {names}; printf 'd %s 1777 root root -\\n' {names} > {RULE}"
+
+
+def _sees_network_devices() -> bool:
+    """Whether an interface of this network namespace is a device. /sys may be of another one, so it is not listed."""
+    from _socket import if_nameindex  # the module socket takes 15 ms to import
+
+    try:
+        return any(os.path.exists(f"/sys/class/net/{name}/device") for _, name in if_nameindex())
+    except OSError:
+        return False

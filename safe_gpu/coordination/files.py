@@ -16,7 +16,17 @@ from contextlib import suppress
 from typing import TypeVar
 
 from ..errors import StateDirError
-from .directories import DIR_MODE, NO_RENAME, OPEN_DIR, PARTS, make_directory, open_to_all, rename_new, unusable
+from .directories import (
+    DIR_MODE,
+    NO_RENAME,
+    OPEN_DIR,
+    PARTS,
+    make_directory,
+    open_to_all,
+    rename_new,
+    risk_of_owner,
+    unusable,
+)
 
 __all__ = [
     "DEFAULT_DIR",
@@ -467,7 +477,5 @@ def look_at_owners(root: StateDir) -> None:
         with suppress(OSError):  # history may be missing
             uid = os.stat(part, dir_fd=root.fd, follow_symlinks=False).st_uid
             if uid not in (0, os.geteuid()):
-                from .mounts import risk_of_owner
-
                 _doubts.append(risk_of_owner(root.path, uid))
                 return

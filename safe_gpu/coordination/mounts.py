@@ -4,28 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 from typing import NamedTuple
 
 from .. import procfs
-from .directories import PARTS
 
-__all__ = [
-    "RULE",
-    "Mount",
-    "in_container",
-    "is_of_image",
-    "mount_of",
-    "news_of",
-    "parse",
-    "private_to",
-    "risk_of_owner",
-    "root_owns",
-]
-
-
-RULE = "/etc/tmpfiles.d/safe-gpu.conf"
-"""Makes the state directory root's at boot."""
+__all__ = ["Mount", "in_container", "is_of_image", "mount_of", "news_of", "parse", "private_to"]
 
 
 class Mount(NamedTuple):
@@ -146,40 +129,3 @@ def news_of(path: str) -> str:
             f"the network of the host: start it with -v {path}:{path}"
         )
     return ""
-
-
-# The owner of the state directory
-
-
-def risk_of_owner(path: str, uid: int) -> str:
-    """What is to be said of a state directory that belongs to another user, after its path; "" if nothing is.
-
-    Who is not root is told only where names may not protect a claim: in a network namespace of its own. Those of other
-    processes cannot be read, but the host's has the network interfaces that are devices.
-    """
-    owner = procfs.user_name(uid)
-    if os.geteuid() == 0:
-        return f"belongs to {owner}, who can remove root's files in it: as root: {root_owns(path)}"
-    if _sees_network_devices():
-        return ""
-    return (
-        f"belongs to {owner}, who can remove the leases in it, and claims in a network namespace of their own, as this "
-        f"one's seems to be, have nothing else: ask root to run: {root_owns(path)}"
-    )
-
-
-def root_owns(path: str) -> str:
-    """The commands that give the state directory to root, now and at boot."""
-    names = shlex.join([path, *(os.path.join(path, part) for part in PARTS)])
-    # The owner may put a link in the place of one of them meanwhile, so -h.
-    return f"chown -h root:root {names}; printf 'd %s 1777 root root -\\n' {names} > {RULE}"
-
-
-def _sees_network_devices() -> bool:
-    """Whether an interface of this network namespace is a device. /sys may be of another one, so it is not listed."""
-    from _socket import if_nameindex  # the module socket takes 15 ms to import
-
-    try:
-        return any(os.path.exists(f"/sys/class/net/{name}/device") for _, name in if_nameindex())
-    except OSError:
-        return False

@@ -8,11 +8,10 @@ import time
 from shlex import quote
 
 from .. import procfs
-from ..coordination.directories import PARTS
+from ..coordination.directories import PARTS, RULE, root_owns
 from ..coordination.files import NETWORK_TYPES, StateDir, file_system_type
 from ..coordination.host_lock import HostLock, lock_file
 from ..coordination.leases import leases_of
-from ..coordination.mounts import RULE, root_owns
 from ..errors import LockTimeout, StateDirError
 from ..programs import others_can_change
 from .check import Finding, Host, failed, passed, skipped, warning

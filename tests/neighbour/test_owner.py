@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import safe_gpu
-from safe_gpu.coordination import files, history, mounts
+from safe_gpu.coordination import directories, files, history
 from safe_gpu.coordination.host_lock import HostLock
 from safe_gpu.coordination.leases import lease_name
 from safe_gpu.errors import StateDirError
@@ -284,7 +284,7 @@ def test_a_claim_in_a_network_of_its_own_says_who_can_remove_its_lease(
 def test_a_claim_in_the_network_of_the_host_says_nothing(
     owned: Path, unseen: None, monkeypatch: pytest.MonkeyPatch, as_user: Any, everything_imported: None
 ) -> None:
-    if not mounts._sees_network_devices():
+    if not directories._sees_network_devices():
         pytest.skip("this network namespace has no network device")
 
     def work(say: Callable[[object], None], listen: Callable[[], str]) -> None:

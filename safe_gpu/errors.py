@@ -7,8 +7,8 @@ processes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from .procfs import printable_lines
 
@@ -250,3 +250,16 @@ class HolderLostError(SafeGpuError, RuntimeError):
     def __init__(self, message: str = "", *, host: str = "") -> None:
         super().__init__(message)
         self.host = host
+
+
+_T = TypeVar("_T")
+
+
+def asked(driver: Any, question: Callable[[], _T]) -> _T:
+    """The driver's answer; an error of the driver is raised as GPUAffinityError."""
+    try:
+        return question()
+    except GPUAffinityError:
+        raise
+    except SafeGpuError as err:
+        raise GPUAffinityError(f"the GPU driver ({driver.name}) cannot say where its GPUs are: {err}") from err

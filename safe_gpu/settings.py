@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 
-from .errors import UnsatisfiableRequestError
+from .errors import GPUAffinityError, UnsatisfiableRequestError
 from .procfs import printable_lines
 
 __all__ = [
@@ -138,3 +138,16 @@ def _risks_for_root(environ: Mapping[str, str]) -> list[str]:
         elif os.path.exists(environ[name]):
             _safe.add((user, environ[name]))
     return found
+
+
+def fsroot_or_default(fsroot: str | os.PathLike[str] | None) -> str:
+    """The root directory of ``sys`` and ``proc``: ``fsroot`` if given, else ``SAFE_GPU_FSROOT``, else ``/``.
+
+    Raises:
+        GPUAffinityError: ``fsroot`` is not a path.
+    """
+    given = os.environ.get("SAFE_GPU_FSROOT") or "/" if fsroot is None else fsroot
+    try:
+        return os.path.normpath(os.fsdecode(given)) if given else "/"
+    except TypeError as err:
+        raise GPUAffinityError(f"fsroot must be a directory, not {given!r}") from err

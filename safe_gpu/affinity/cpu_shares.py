@@ -11,9 +11,10 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..errors import GPUAffinityError
+from ..settings import fsroot_or_default
 from .binding import BindingReport, PartReport, bind_process, enter, leave, original_mask
 from .cpulist import format_cpulist
-from .near import fsroot_or_default, node_cpus_of
+from .near import node_cpus_of
 from .options import AffinityOptions, doubt_about
 
 if TYPE_CHECKING:

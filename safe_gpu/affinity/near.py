@@ -3,42 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from ..devices import normalize_bus_id
-from ..errors import GPUAffinityError, SafeGpuError
+from ..errors import asked
+from ..settings import fsroot_or_default
 
 if TYPE_CHECKING:
     from ..devices import Gpu
     from ..drivers.base import Driver
 
-__all__ = ["asked", "fsroot_or_default", "node_cpus_of", "node_memory"]
-
-_T = TypeVar("_T")
-
-
-def fsroot_or_default(fsroot: str | os.PathLike[str] | None) -> str:
-    """The root directory of ``sys`` and ``proc``: ``fsroot`` if given, else ``SAFE_GPU_FSROOT``, else ``/``.
-
-    Raises:
-        GPUAffinityError: ``fsroot`` is not a path.
-    """
-    given = os.environ.get("SAFE_GPU_FSROOT") or "/" if fsroot is None else fsroot
-    try:
-        return os.path.normpath(os.fsdecode(given)) if given else "/"
-    except TypeError as err:
-        raise GPUAffinityError(f"fsroot must be a directory, not {given!r}") from err
-
-
-def asked(driver: Driver, question: Callable[[], _T]) -> _T:
-    """The driver's answer; an error of the driver is raised as GPUAffinityError."""
-    try:
-        return question()
-    except GPUAffinityError:
-        raise
-    except SafeGpuError as err:
-        raise GPUAffinityError(f"the GPU driver ({driver.name}) cannot say where its GPUs are: {err}") from err
+__all__ = ["node_cpus_of", "node_memory"]
 
 
 def node_cpus_of(

@@ -8,21 +8,28 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-from ..devices import normalize_bus_id
-from ..errors import GPUAffinityError
+from ..devices import HostSnapshot, normalize_bus_id
+from ..errors import GPUAffinityError, asked
+from ..settings import fsroot_or_default
 from ..topology import GpuLocality, HostTopology, socket_around
-from .near import asked, fsroot_or_default
 from .sysfs import PciGpu, Tree
-
-if TYPE_CHECKING:
-    from ..drivers.base import Driver
 
 __all__ = ["read_topology"]
 
 
-def read_topology(fsroot: str | os.PathLike[str] | None = None, driver: Driver | None = None) -> HostTopology:
+class GpuLocator(Protocol):
+    """What is asked of a driver here; every :class:`~safe_gpu.drivers.base.Driver` is one."""
+
+    @property
+    def name(self) -> str: ...
+    def snapshot(self) -> HostSnapshot: ...
+    def cpu_affinity(self, uuid: str, scope: str) -> frozenset[int] | None: ...
+    def host_topology(self) -> HostTopology | None: ...
+
+
+def read_topology(fsroot: str | os.PathLike[str] | None = None, driver: GpuLocator | None = None) -> HostTopology:
     """Read a whole host. Takes tens of milliseconds for 256 CPUs.
 
     Args:
@@ -61,7 +68,7 @@ def read_topology(fsroot: str | os.PathLike[str] | None = None, driver: Driver |
     return replace(host, gpus=tuple(_located_gpus(tree, host, driver)))
 
 
-def _located_gpus(tree: Tree, host: HostTopology, driver: Driver | None) -> Iterable[GpuLocality]:
+def _located_gpus(tree: Tree, host: HostTopology, driver: GpuLocator | None) -> Iterable[GpuLocality]:
     if driver is None:
         for index, found in enumerate(tree.pci_gpus() or _amd_gpus(tree.root)):
             yield _by_pci(tree, host, index, found.uuid, found.bus_id, None)
@@ -78,7 +85,7 @@ def _amd_gpus(root: str) -> list[PciGpu]:
     return [PciGpu(device.bus_id, device.uuid) for device in kfd_nodes.devices(kfd_nodes.Tree(root)) or ()]
 
 
-def _by_driver(tree: Tree, host: HostTopology, driver: Driver, by_pci: GpuLocality) -> GpuLocality:
+def _by_driver(tree: Tree, host: HostTopology, driver: GpuLocator, by_pci: GpuLocality) -> GpuLocality:
     """The place of a GPU according to the driver; ``by_pci`` if the driver does not know it."""
 
     def told(scope: str) -> frozenset[int]:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-__all__ = ["POLL", "REFUSE", "SLEEP", "TAKE", "WATCH", "Decision", "Patience", "Seen", "Spent", "decide"]
+if TYPE_CHECKING:
+    from .look import Seen
+
+__all__ = ["POLL", "REFUSE", "SLEEP", "TAKE", "WATCH", "Decision", "Patience", "decide"]
 
 TAKE = "take"
 """The GPUs are leased; the search ends."""
@@ -23,38 +26,6 @@ _FULL_LOOK = 1.0
 
 # A name may outlive its claim for a moment, in a child between fork and exec: it is tried once more, in seconds.
 _SECOND_TRY = 0.005
-
-
-class Spent(NamedTuple):
-    """A limit of a user that stands in the way: ``held`` of ``most`` GPUs, by the leases with these names."""
-
-    held: int
-    most: int
-    leases: frozenset[str] = frozenset()
-
-    def __str__(self) -> str:
-        """``you hold 4 of your 4 GPUs``."""
-        return f"you hold {self.held} of your {self.most} {'GPU' if self.most == 1 else 'GPUs'}"
-
-
-class Seen(NamedTuple):
-    """What one look saw. At most one of the three flags is set.
-
-    Attributes:
-        enough: enough GPUs are free.
-        outdated: enough GPUs are free, but another waiter was passed on the ground of a poll that is too old.
-        behind: a ticket ahead competes for the same GPUs and may not be passed.
-        unleased: UUIDs of the usable GPUs that nobody holds; empty if ``behind``.
-        named: UUIDs of the usable GPUs whose lease is free and whose name another process holds.
-        spent: the limit of this user, if it does not allow more; ``unleased`` and ``named`` are empty then.
-    """
-
-    enough: bool = False
-    outdated: bool = False
-    behind: bool = False
-    unleased: frozenset[str] = frozenset()
-    named: frozenset[str] = frozenset()
-    spent: Spent | None = None
 
 
 class Patience(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..coordination import names
 from ..coordination.host_lock import HostLock
@@ -11,7 +11,6 @@ from ..coordination.leases import fault_name, inner_name, is_empty, leases_of, p
 from ..errors import StateDirError
 from ..procfs import printable_lines
 from ..selection.best import choose
-from .decision import Seen, Spent
 from .nested import check_possible_inside, outer_claim
 from .passing import Moment
 
@@ -26,13 +25,33 @@ if TYPE_CHECKING:
     from .claim import Claim
     from .host_view import HostView
     from .line import Line
-    from .quota import Holdings
+    from .quota import Holdings, Spent
     from .terms import Terms
 
-__all__ = ["Look"]
+__all__ = ["Look", "Seen"]
 
 # A waiter blocked by a process without a lease may be passed only if the poll is at most this old, in seconds.
 _RECENT = 1.0
+
+
+class Seen(NamedTuple):
+    """What one look saw. At most one of the three flags is set.
+
+    Attributes:
+        enough: enough GPUs are free.
+        outdated: enough GPUs are free, but another waiter was passed on the ground of a poll that is too old.
+        behind: a ticket ahead competes for the same GPUs and may not be passed.
+        unleased: UUIDs of the usable GPUs that nobody holds; empty if ``behind``.
+        named: UUIDs of the usable GPUs whose lease is free and whose name another process holds.
+        spent: the limit of this user, if it does not allow more; ``unleased`` and ``named`` are empty then.
+    """
+
+    enough: bool = False
+    outdated: bool = False
+    behind: bool = False
+    unleased: frozenset[str] = frozenset()
+    named: frozenset[str] = frozenset()
+    spent: Spent | None = None
 
 
 class Look:

@@ -8,15 +8,14 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from .forecast import expect
 from .nested import ancestor_may_hold
-from .why_not import WaitNews, refuse_if_ancestor_holds, wait_news, waiting_message
 
 if TYPE_CHECKING:
     from .host_view import HostView
     from .line import Line
     from .look import Look
     from .terms import Terms
+    from .why_not import WaitNews
 
 __all__ = ["News"]
 
@@ -84,6 +83,8 @@ class News:
         if look.ahead is None and (may_hold or self._on_wait is not None):
             self._view.poll()
         if may_hold:
+            from .why_not import refuse_if_ancestor_holds
+
             refuse_if_ancestor_holds(self._view)
         if self._on_wait is not None:
             self._on_wait(self._gather(look, self._line.position))
@@ -96,6 +97,9 @@ class News:
         self.warning_due = math.inf
 
     def _gather(self, look: Look, position: int) -> WaitNews:
+        from .forecast import expect
+        from .why_not import wait_news
+
         ticket = None if look.ahead is None else look.ahead.ticket
         news = wait_news(self._view, ticket, look.seen.unleased, position, look.seen.named, look.seen.spent)
         if news.spent is not None:
@@ -115,6 +119,8 @@ def _to_log(logger: Any, *, late: bool) -> Callable[[WaitNews], None] | None:
         return None
 
     def tell(news: WaitNews) -> None:
+        from .why_not import waiting_message
+
         facts = {f"safe_gpu_{name}": value for name, value in news._asdict().items()}
         (logger.warning if late else logger.info)("%s", waiting_message(news), extra=facts)
 

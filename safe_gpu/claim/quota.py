@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from .. import policy
 from ..coordination.files import StateDir, state_dir_path
@@ -18,7 +18,6 @@ from ..coordination.ownership import lease_owners
 from ..errors import UnsatisfiableRequestError
 from ..procfs import printable_lines
 from ..text import format_age, plural
-from .decision import Spent
 
 if TYPE_CHECKING:
     from ..coordination.files import StateDir
@@ -29,7 +28,19 @@ if TYPE_CHECKING:
     from ..spelling import Spelling
     from .hold_for import Hold
 
-__all__ = ["Holdings", "Quota", "check_count", "check_terms", "hold_within", "quota_of"]
+__all__ = ["Holdings", "Quota", "Spent", "check_count", "check_terms", "hold_within", "quota_of"]
+
+
+class Spent(NamedTuple):
+    """A limit of a user that stands in the way: ``held`` of ``most`` GPUs, by the leases with these names."""
+
+    held: int
+    most: int
+    leases: frozenset[str] = frozenset()
+
+    def __str__(self) -> str:
+        """``you hold 4 of your 4 GPUs``."""
+        return f"you hold {self.held} of your {self.most} {'GPU' if self.most == 1 else 'GPUs'}"
 
 
 class Quota:

@@ -19,9 +19,9 @@ from .nested import refuse_gpus_of_ancestors
 if TYPE_CHECKING:
     from ..coordination.tickets import Ticket
     from ..devices import GpuRequest, GpuVerdict
-    from .decision import Spent
     from .forecast import Expected
     from .host_view import HostView
+    from .quota import Spent
 
 __all__ = [
     "ClaimAhead",

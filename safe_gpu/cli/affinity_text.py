@@ -67,7 +67,7 @@ def _shown(gpus: Names | None, ordinal: int | None, driver: Driver) -> list[int]
 def _usable(driver: Driver) -> frozenset[int] | None:
     """This process's mask, where the topology is this host's."""
     from ..affinity.binding import original_mask
-    from ..affinity.near import fsroot_or_default
+    from ..settings import fsroot_or_default
 
     foreign = fsroot_or_default(None) != "/" or driver.host_topology() is not None
     return None if foreign else original_mask()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from . import cuda
 from .runtime import Runtime
 
 if TYPE_CHECKING:
@@ -22,14 +21,20 @@ class CudaRuntime(Runtime):
 
     def visible_if_initialized(self) -> tuple[str, ...] | None:
         """See :func:`~safe_gpu.runtimes.cuda.visible_if_initialized`."""
+        from . import cuda
+
         return cuda.visible_if_initialized()
 
     def shown_at(self, ordinal: int) -> str | None:
         """See :func:`~safe_gpu.runtimes.cuda.uuid_of_ordinal`."""
+        from . import cuda
+
         return cuda.uuid_of_ordinal(ordinal)
 
     def is_same(self, shown: str, gpu: Gpu) -> bool:
         """See :func:`~safe_gpu.runtimes.cuda.same_device`."""
+        from . import cuda
+
         return cuda.same_device(shown, gpu.uuid)
 
     def contexts(self) -> frozenset[str]:

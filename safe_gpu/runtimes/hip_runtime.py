@@ -9,13 +9,12 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from . import hip
-from .hip_memory import HipMemory
 from .placeholders import Base, failed, name_of
 from .runtime import Runtime
 
 if TYPE_CHECKING:
     from ..devices import Gpu
+    from .hip_memory import HipMemory
 
 __all__ = ["HIP", "HipPlaceholder", "HipRuntime"]
 
@@ -28,14 +27,20 @@ class HipRuntime(Runtime):
 
     def visible_if_initialized(self) -> tuple[str, ...] | None:
         """See :func:`~safe_gpu.runtimes.hip.visible_if_initialized`."""
+        from . import hip
+
         return hip.visible_if_initialized()
 
     def shown_at(self, ordinal: int) -> str | None:
         """See :func:`~safe_gpu.runtimes.hip.shown_at`."""
+        from . import hip
+
         return hip.shown_at(ordinal)
 
     def is_same(self, shown: str, gpu: Gpu) -> bool:
         """See :func:`~safe_gpu.runtimes.hip.is_same_gpu`."""
+        from . import hip
+
         return hip.is_same_gpu(shown, gpu.uuid, gpu.pci_bus_id)
 
     def visible_in_child(self, env: Mapping[str, str] | None = None) -> tuple[str, ...]:
@@ -73,9 +78,14 @@ class HipPlaceholder(Base):
         Raises:
             NoDriverError: this host has none.
         """
+        from . import hip
+
         hip.load()
 
     def _allocate(self, device_no: int) -> HipMemory:
+        from . import hip
+        from .hip_memory import HipMemory
+
         try:
             return HipMemory(device_no)
         except hip.HipCallError as err:

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Mapping
 
 from ..errors import NoDriverError, SafeGpuError
-from .cuda import NO_DEVICE, CudaCallError, load
 
 __all__ = ["PATIENCE", "ask_child", "hold_in_child", "visible_in_child"]
 
@@ -114,6 +113,8 @@ def _child(question: str, library: str) -> int:
 
 
 def _visible() -> tuple[str, ...]:
+    from .cuda import NO_DEVICE, CudaCallError, load
+
     try:
         library = load()
         library.initialize()
@@ -138,6 +139,7 @@ def _by_cuda(question: str) -> tuple[str, ...]:
 
 def _by_hip(question: str) -> tuple[str, ...]:
     from . import hip
+    from .cuda import CudaCallError
 
     if question == "hold":
         from .hip_memory import HipMemory

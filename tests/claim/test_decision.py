@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from safe_gpu.claim.decision import POLL, REFUSE, SLEEP, TAKE, WATCH, Patience, Seen, Spent, decide
+from safe_gpu.claim.decision import POLL, REFUSE, SLEEP, TAKE, WATCH, Patience, decide
+from safe_gpu.claim.look import Seen
+from safe_gpu.claim.quota import Spent
 
 NOW = 1000.0
 A, AB, ABC = frozenset("A"), frozenset("AB"), frozenset("ABC")

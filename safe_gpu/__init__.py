@@ -116,15 +116,15 @@ _HOMES = {
         "AffinityOptions BindingReport Mode Multithreading PlacementReport Scope placement set_affinity "
         "split_share wrap_command"
     ),
-    "claim.bind": "bind",
-    "devices": "Gpu GpuProcess GpuVerdict",
+    "claim.bind": ("bind"),
+    "devices": ("Gpu GpuProcess GpuVerdict"),
     "errors": (
         "AlreadyClaimedError ClaimTimeout CudaInitializedError GPUAffinityError GpuContendedError "
-        "LockTimeout NoDriverError NotEnoughGpusError NvidiasmiError PlaceholderError PolicyError SafeGpuError "
-        "StateDirError UnsatisfiableRequestError WrongDeviceError"
+        "LockTimeout NoDriverError NotEnoughGpusError NvidiasmiError PlaceholderError PolicyError "
+        "SafeGpuError StateDirError UnsatisfiableRequestError WrongDeviceError"
     ),
-    "claim.free": "get_free_gpus",
-    "claim.owner": "GPUOwner claim_gpus gpu_owner release_gpus",
+    "claim.free": ("get_free_gpus"),
+    "claim.owner": ("GPUOwner claim_gpus gpu_owner release_gpus"),
     "runtimes.placeholders": (
         "CudaPlaceholder CupyPlaceholder JaxPlaceholder NoPlaceholder PyCudaPlaceholder "
         "PytorchPlaceholder TensorflowPlaceholder pytorch_placeholder tensorflow_placeholder"

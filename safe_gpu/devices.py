@@ -9,23 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .spelling import Spelling
-
-__all__ = [
-    "VENDORS",
-    "ComputeMode",
-    "Fault",
-    "Gpu",
-    "GpuProcess",
-    "GpuRequest",
-    "GpuVerdict",
-    "Holder",
-    "HostSnapshot",
-    "ProcessKind",
-    "normalize_bus_id",
-    "vendor_of",
-]
-
+from .spelling import ArgumentStyle
 
 VENDORS = ("nvidia", "amd")
 """Of these GPUs; a claim that chooses none takes the first that the host has."""
@@ -236,7 +220,7 @@ class GpuRequest(_Record):
     only: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     vendor: str | None = None
-    spelling: type[Spelling] = Spelling
+    spelling: type[ArgumentStyle] = ArgumentStyle
 
     @property
     def named_vendor(self) -> str | None:
@@ -244,14 +228,14 @@ class GpuRequest(_Record):
         return next((vendor_of(name) for name in self.only if len(name) >= _SHORTEST_UUID), None)
 
 
-class Fault(NamedTuple):
+class GpuFault(NamedTuple):
     """A note that a claim failed on a GPU: ``when`` in Unix seconds, and the ``error`` as text."""
 
     when: float
     error: str
 
 
-class Holder(NamedTuple):
+class LeaseHolder(NamedTuple):
     """Who holds the lease of a device. A field is None if it is not known.
 
     ``pid``, ``user`` and ``command`` are the kernel's word. Where it does not tell, ``user`` is ``says: `` and the name
@@ -288,7 +272,7 @@ class GpuVerdict(NamedTuple):
     reason: str = ""
     pid: int | None = None
     user: str | None = None
-    holder: Holder | None = None
+    holder: LeaseHolder | None = None
 
     @property
     def free(self) -> bool:

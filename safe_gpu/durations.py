@@ -6,9 +6,7 @@ import math
 import re
 
 from .errors import UnsatisfiableRequestError
-from .spelling import Spelling
-
-__all__ = ["parse_duration"]
+from .spelling import ArgumentStyle
 
 _UNITS = {"s": 1.0, "sec": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 # Compiled on first use by re's own cache, because most claims need none of these patterns.
@@ -19,7 +17,7 @@ _DAYS = rf"({_NUMBER})-({_NUMBER})(?::({_NUMBER}))?()"
 _UNCLEAR = rf"({_NUMBER}):({_NUMBER})"
 
 
-def parse_duration(text: str, name: str = "timeout", *, spelling: type[Spelling] = Spelling) -> float | None:
+def parse_duration(text: str, name: str = "timeout", *, spelling: type[ArgumentStyle] = ArgumentStyle) -> float | None:
     """Seconds of a duration; None for ``inf``.
 
     The forms are ``90``, ``90s``, ``15m``, ``1h30m``, ``2d``, ``01:30:00`` (h:m:s) and ``2-12:00:00`` (days-h:m:s, as

@@ -255,7 +255,7 @@ class HolderLostError(SafeGpuError, RuntimeError):
 _T = TypeVar("_T")
 
 
-def asked(driver: Any, question: Callable[[], _T]) -> _T:
+def as_affinity_error(driver: Any, question: Callable[[], _T]) -> _T:
     """The driver's answer; an error of the driver is raised as GPUAffinityError."""
     try:
         return question()

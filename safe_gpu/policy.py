@@ -14,9 +14,7 @@ from typing import NamedTuple
 from . import procfs, programs
 from .durations import parse_duration
 from .errors import PolicyError, UnsatisfiableRequestError
-from .spelling import Spelling
-
-__all__ = ["KEYS", "Limits", "Policy", "Section", "limits_of_this_user", "limits_of_user", "parse", "read", "resolve"]
+from .spelling import ArgumentStyle
 
 KEYS = ("max_gpus", "max_hold", "default_hold", "max_wait", "idle_report_after")
 """What a section may set. All but ``max_gpus`` are durations."""
@@ -79,7 +77,7 @@ class Limits(NamedTuple):
 # Parsing
 
 
-class _InFile(Spelling):
+class _InFile(ArgumentStyle):
     """``max_hold = 2x``, as it stands in the file."""
 
     @staticmethod

@@ -12,38 +12,6 @@ from contextlib import suppress
 from functools import cache
 from io import FileIO
 
-__all__ = [
-    "FIRST_PID_NAMESPACE",
-    "LIMIT",
-    "ancestors",
-    "arguments_of",
-    "command_of",
-    "descendants",
-    "describe_process",
-    "exists",
-    "flock_holders",
-    "has_ended",
-    "is_exiting",
-    "is_stopped",
-    "lines_of",
-    "open_files",
-    "pid_namespace",
-    "pid_within",
-    "pids",
-    "place_of",
-    "printable",
-    "printable_lines",
-    "read_start",
-    "real_uid_of",
-    "seconds_running",
-    "start_time",
-    "thread_group",
-    "uid_of",
-    "user_name",
-    "user_of",
-    "well_formed",
-]
-
 FIRST_PID_NAMESPACE = 4026531836
 """The inode of the initial PID namespace, a constant of the kernel (PROC_PID_INIT_INO)."""
 

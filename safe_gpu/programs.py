@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import subprocess
 
-__all__ = ["TooLate", "TooMuch", "find_program", "is_root", "others_can_change", "output_of"]
 
 _UNKILLABLE = 1.0  # seconds that a killed program is waited for: a driver that hangs may keep it
 _MOST_LINKS = 40  # on the way to one path, as in the kernel

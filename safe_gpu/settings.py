@@ -8,18 +8,6 @@ from collections.abc import Iterable, Mapping
 from .errors import GPUAffinityError, UnsatisfiableRequestError
 from .procfs import printable_lines
 
-__all__ = [
-    "CHOICES",
-    "POLICY_FILE",
-    "PREFIX",
-    "VARIABLES",
-    "check",
-    "doubts",
-    "ignores_fence",
-    "policy_file",
-    "unknown",
-]
-
 PREFIX = "SAFE_GPU_"
 
 VARIABLES = {

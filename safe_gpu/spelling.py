@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-__all__ = ["Spelling"]
 
-
-class Spelling:
+class ArgumentStyle:
     """How the caller of a claim writes its arguments, for use in messages. This class writes them as Python does.
 
     The command line has a subclass. The class is used without an instance, so that requests that hold it can be

@@ -6,22 +6,6 @@ from collections.abc import Iterable
 
 from .procfs import printable
 
-__all__ = [
-    "GAP",
-    "Column",
-    "cut",
-    "display_width",
-    "format_age",
-    "format_bytes",
-    "gpu_ranges",
-    "gpus_by_model",
-    "in_brackets",
-    "paint",
-    "plural",
-    "short_age",
-    "wrapped",
-]
-
 GAP = "  "
 """Between the columns of a table."""
 

@@ -14,7 +14,6 @@ from .errors import GPUAffinityError
 if TYPE_CHECKING:
     import os
 
-__all__ = ["GpuLocality", "HostTopology", "socket_around"]
 
 _T = TypeVar("_T")
 

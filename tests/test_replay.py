@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import safe_gpu
-from safe_gpu.selection.backfill import Want
+from safe_gpu.selection.backfill import BackfillRequest
 
 ROOT = Path(safe_gpu.__file__).parents[1]
 SCRIPT = Path(__file__).parents[1] / "tools" / "replay.py"
@@ -41,7 +41,7 @@ def waits(tool: Any, jobs: list[Any], policy: Any, gpus: list[str] = GPUS) -> di
 
 
 def job(tool: Any, arrival: float, size: int, duration: float, hold_for: float = math.inf) -> Any:
-    return tool.Job(arrival, Want(size, frozenset(GPUS), hold_for), duration)
+    return tool.Job(arrival, BackfillRequest(size, frozenset(GPUS), hold_for), duration)
 
 
 def test_a_short_job_passes_a_large_one_by_its_word_only(tool: Any) -> None:

@@ -16,7 +16,8 @@ from functools import partial
 from pathlib import Path
 
 from safe_gpu.affinity.near import node_cpus_of
-from safe_gpu.affinity.policies import MODES, plan
+from safe_gpu.affinity.options import MODES
+from safe_gpu.affinity.policies import plan
 from safe_gpu.affinity.reading import read_topology
 from safe_gpu.devices import Gpu, HostSnapshot
 from safe_gpu.runtimes.runtime import Runtime

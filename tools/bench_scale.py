@@ -147,14 +147,14 @@ def tickets(number: int) -> Iterator[None]:
     """So many processes with a ticket each, which sleep otherwise: as small as a waiter can be."""
     from safe_gpu.coordination.host_lock import HostLock
     from safe_gpu.coordination.queue import Waiter
-    from safe_gpu.coordination.tickets import Demand
+    from safe_gpu.coordination.tickets import TicketRequest
     from safe_gpu.drivers import opened_driver
 
     with opened_driver() as driver:
         uuids = frozenset(gpu.uuid for gpu in driver.snapshot().gpus)
 
     def stand(line: Any) -> None:
-        waiter = Waiter(Demand(1, uuids))
+        waiter = Waiter(TicketRequest(1, uuids))
         with HostLock(None) as host:
             waiter.join(host)
         line.send("stands")

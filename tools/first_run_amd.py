@@ -25,7 +25,7 @@ from safe_gpu.drivers import kfd_nodes
 from safe_gpu.drivers.kfd import KfdDriver
 from safe_gpu.errors import SafeGpuError
 from safe_gpu.runtimes.hip_runtime import HIP
-from safe_gpu.runtimes.variables import render
+from safe_gpu.runtimes.variables import render_visible
 
 # With this variable a claim leaves ROCR_VISIBLE_DEVICES alone, so that HIP's own numbers count.
 UNDER_RAY = {"RAY_RAYLET_PID": "1"}
@@ -177,7 +177,7 @@ def check_names(snapshot: HostSnapshot) -> None:
     say(same, f"HIP shows {', '.join(seen)}; the kernel lists {', '.join(gpu.uuid for gpu in snapshot.gpus)}")
     for gpu in snapshot.gpus:
         for environ in ({}, UNDER_RAY):
-            variables = render([gpu], visible_as="index", snapshot=snapshot, environ=environ)
+            variables = render_visible([gpu], visible_as="index", snapshot=snapshot, environ=environ)
             chosen = HIP.visible_in_child({**plain, **variables})
             say(len(chosen) == 1 and HIP.is_same(chosen[0], gpu), f"with {variables} HIP shows {chosen}")
     child = Child()
@@ -219,7 +219,7 @@ def check_start(driver: KfdDriver) -> None:
 
 def check_processes(driver: KfdDriver, gpu: Gpu) -> None:
     """Where and when does the kernel show a process that holds memory, frees it and ends?"""
-    only = render([gpu], visible_as="uuid", snapshot=HostSnapshot((gpu,)))
+    only = render_visible([gpu], visible_as="uuid", snapshot=HostSnapshot((gpu,)))
     child = Child(**only)
     child.do("hold")
     took = waited(lambda: gpu.index in on(driver, child.pid))

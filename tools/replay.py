@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from safe_gpu.selection.backfill import Want, free_at, open_gpus
+from safe_gpu.selection.backfill import BackfillRequest, free_at, open_gpus
 
 LOOKERS = 32
 """Only this many waiters look for a chance to pass others; the rest follow when they get there."""
@@ -32,7 +32,7 @@ class Job(NamedTuple):
     """``arrival`` and ``duration`` in seconds."""
 
     arrival: float
-    want: Want
+    want: BackfillRequest
     duration: float
 
     @property
@@ -55,7 +55,7 @@ class Outcome(NamedTuple):
     idle: float
 
 
-Policy = Callable[["Host", Want, Sequence[Job]], frozenset[str]]
+Policy = Callable[["Host", BackfillRequest, Sequence[Job]], frozenset[str]]
 """The GPUs that a request may take, given those who wait ahead of it; too few: it waits."""
 
 
@@ -73,19 +73,19 @@ class Host:
         return leased | dict.fromkeys(self.free, self.now)
 
 
-def polling(host: Host, want: Want, _ahead: Sequence[Job]) -> frozenset[str]:
+def polling(host: Host, want: BackfillRequest, _ahead: Sequence[Job]) -> frozenset[str]:
     """No queue: the first who looks while there are enough."""
     return want.gpus & host.free
 
 
-def strict(host: Host, want: Want, ahead: Sequence[Job]) -> frozenset[str]:
+def strict(host: Host, want: BackfillRequest, ahead: Sequence[Job]) -> frozenset[str]:
     """First come, first served: nobody passes anybody who wants one of the same GPUs."""
     if any(not other.want.gpus.isdisjoint(want.gpus) for other in ahead):
         return frozenset()
     return want.gpus & host.free
 
 
-def ours(host: Host, want: Want, ahead: Sequence[Job]) -> frozenset[str]:
+def ours(host: Host, want: BackfillRequest, ahead: Sequence[Job]) -> frozenset[str]:
     """The rule of this package."""
     if len(want.gpus & host.free) < want.nb:
         return frozenset()
@@ -163,7 +163,7 @@ def generated(
         among = gpus
         if picky and size <= len(gpus) // 2 and chance.random() < picky:
             among = chance.choice((gpus[: len(gpus) // 2], gpus[len(gpus) // 2 :]))
-        jobs.append(Job(arrival, Want(size, frozenset(among)), duration))
+        jobs.append(Job(arrival, BackfillRequest(size, frozenset(among)), duration))
     return jobs
 
 
@@ -175,7 +175,7 @@ def read(path: Path, gpus: Sequence[str]) -> tuple[list[Job], bool]:
     for row in rows:
         among = frozenset(_listed(row.get("gpus") or "", gpus))
         said = float(row.get("hold_for") or math.inf)
-        want = Want(int(row["size"]), among, max(1.0, said))
+        want = BackfillRequest(int(row["size"]), among, max(1.0, said))
         if not 0 < want.nb <= len(among):
             raise SystemExit(f"{path}: a job wants {want.nb} of {len(among)} GPUs and could never start")
         jobs.append(Job(float(row["arrival"]), want, max(0.0, float(row["duration"]))))

@@ -11,7 +11,7 @@ from typing import Any
 
 from safe_gpu.claim import host_view, passing, quota, recheck
 from safe_gpu.coordination import host_lock, leases, names, queue, tickets
-from safe_gpu.selection.backfill import Want
+from safe_gpu.selection.backfill import BackfillRequest
 
 __all__ = ["SHOWN_IN_CALM", "WOUNDS"]
 
@@ -89,7 +89,7 @@ def _promises_broken() -> None:
     """Who says for how long may pass, whatever the waiters ahead were promised."""
     rule = passing.open_gpus
 
-    def without_dates(want: Want, *rest: Any) -> frozenset[str]:
+    def without_dates(want: BackfillRequest, *rest: Any) -> frozenset[str]:
         return rule(want if want.hold_for == math.inf else want._replace(hold_for=0.0), *rest)
 
     passing.open_gpus = without_dates
@@ -97,23 +97,23 @@ def _promises_broken() -> None:
 
 def _no_limit() -> None:
     """What a user holds already is not counted."""
-    quota.Holdings.own_spent = lambda *_: None  # type: ignore[method-assign]
+    quota.LeasesByUser.own_spent = lambda *_: None  # type: ignore[method-assign]
 
 
 def _limit_counts_all() -> None:
     """What others hold is counted too."""
-    of_user = quota.Holdings._held_by
+    of_user = quota.LeasesByUser._held_by
 
-    def of_all(self: quota.Holdings, uid: int) -> frozenset[str]:
+    def of_all(self: quota.LeasesByUser, uid: int) -> frozenset[str]:
         of_user(self, uid)
         return frozenset(self._owners or ())
 
-    quota.Holdings._held_by = of_all  # type: ignore[method-assign]
+    quota.LeasesByUser._held_by = of_all  # type: ignore[method-assign]
 
 
 def _limit_holds_up() -> None:
     """A waiter whose user is at the limit is not passed."""
-    quota.Holdings.is_at_limit = lambda *_: False  # type: ignore[method-assign]
+    quota.LeasesByUser.is_at_limit = lambda *_: False  # type: ignore[method-assign]
 
 
 WOUNDS: dict[str, Callable[[], None]] = {

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from .numactl import wrap_command
     from .numbering import visible_indices
     from .options import AffinityOptions, parse_options
-    from .placements import PlacementReport, placement
+    from .placement_report import PlacementReport
+    from .placements import placement
     from .policies import plan
     from .reading import read_topology
 

@@ -16,8 +16,6 @@ from ..errors import GPUAffinityError
 from .cpulist import LIMIT, format_cpulist
 from .options import check_memory_mode
 
-__all__ = ["BindingReport", "PartReport", "bind_process", "enter", "leave", "original_mask", "undo"]
-
 
 class PartReport(NamedTuple):
     """One part of a binding: CPU numbers for the threads, node numbers for the memory.

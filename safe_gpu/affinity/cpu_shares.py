@@ -22,17 +22,6 @@ if TYPE_CHECKING:
     from ..drivers.base import Driver
     from ..topology import HostTopology
 
-__all__ = [
-    "ClaimShares",
-    "bind_claim",
-    "bind_near",
-    "claim_shares",
-    "memory_nodes",
-    "nodes_of_cpus",
-    "split_share",
-    "undo_binding",
-]
-
 
 class ClaimShares(NamedTuple):
     """The CPUs of a claim.

@@ -9,8 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-__all__ = ["LIMIT", "format_cpulist", "parse_cpulist", "parse_cpumask"]
-
 LIMIT = 1 << 16
 """CPU and node numbers must be below this (Linux supports at most 8,192 CPUs and 1,024 nodes)."""
 

@@ -10,8 +10,6 @@ from .cpulist import format_cpulist
 from .options import AffinityOptions
 from .policies import is_remote
 
-__all__ = ["affinity_json", "affinity_table", "node_table"]
-
 _HEADER = ("GPU", "BUS", "NODE", "CPUS", "CORES", "MEMORY", "SOURCE")
 
 

@@ -13,8 +13,6 @@ from .options import AffinityOptions, doubt_about
 from .policies import plan
 from .reading import read_topology
 
-__all__ = ["set_affinity"]
-
 
 def set_affinity(
     gpu_id: int,

@@ -13,8 +13,6 @@ from typing import NamedTuple
 from ..errors import GPUAffinityError
 from .cpulist import format_cpulist
 
-__all__ = ["MemoryPolicy", "get_policy", "policy_for", "set_policy"]
-
 # Numbers of set_mempolicy and get_mempolicy (syscall_64.tbl and asm-generic/unistd.h in the kernel).
 _CALLS = {"x86_64": (238, 239), "aarch64": (237, 236)}
 _DEFAULT, _PREFERRED, _BIND, _LOCAL, _PREFERRED_MANY = 0, 1, 2, 4, 5

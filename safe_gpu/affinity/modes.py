@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from enum import Enum
 
-__all__ = ["Mode", "Multithreading", "Scope"]
-
 
 class _Text(str, Enum):
     def __str__(self) -> str:

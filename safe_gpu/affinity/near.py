@@ -7,14 +7,12 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from ..devices import normalize_bus_id
-from ..errors import asked
+from ..errors import as_affinity_error
 from ..settings import fsroot_or_default
 
 if TYPE_CHECKING:
     from ..devices import Gpu
     from ..drivers.base import Driver
-
-__all__ = ["node_cpus_of", "node_memory"]
 
 
 def node_cpus_of(
@@ -29,11 +27,11 @@ def node_cpus_of(
     Raises:
         GPUAffinityError: the driver does not answer.
     """
-    near = asked(driver, lambda: driver.cpu_affinity(gpu.mig_parent or gpu.uuid, "node"))
+    near = as_affinity_error(driver, lambda: driver.cpu_affinity(gpu.mig_parent or gpu.uuid, "node"))
     if near:
         return near, driver.name.partition(":")[0] or "driver"
     root = fsroot_or_default(fsroot)
-    if root == "/" and asked(driver, lambda: driver.host_topology()) is not None:
+    if root == "/" and as_affinity_error(driver, lambda: driver.host_topology()) is not None:
         return None
     from .sysfs import Tree
 
@@ -64,7 +62,7 @@ def node_memory(
         GPUAffinityError: the driver does not answer.
     """
     root = fsroot_or_default(fsroot)
-    if root == "/" and asked(driver, lambda: driver.host_topology()) is not None:
+    if root == "/" and as_affinity_error(driver, lambda: driver.host_topology()) is not None:
         return {}
     from .sysfs import Tree
 

@@ -13,8 +13,6 @@ from typing import NamedTuple
 
 from .cpulist import parse_cpulist
 
-__all__ = ["NumaMaps", "parse_numa_maps"]
-
 # "bind:0-1", "prefer:0", "prefer (many):0", "bind=static:0", "default"
 _POLICY = re.compile(rb"[0-9a-f]+ (weighted interleave|prefer \(many\)|[a-z]+)(?:=[a-z|]+)?(?::([0-9,-]+))?(?: |$)")
 _NAMES = {b"prefer": "preferred", b"prefer (many)": "preferred"}

@@ -11,7 +11,7 @@ from ..errors import GPUAffinityError, SafeGpuError
 from .binding import original_mask
 from .cpu_shares import memory_nodes
 from .cpulist import format_cpulist
-from .numbering import Meant, by_name, by_ordinal
+from .numbering import ResolvedGpus, by_name, by_ordinal
 from .options import AffinityOptions, check_memory_mode, doubt_about, falls_back, parse_options
 from .policies import plan
 from .reading import read_topology
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from ..devices import HostSnapshot
     from ..drivers.base import Driver
 
-__all__ = ["numactl_options", "wrap_command"]
 
 # Seconds for "numactl OPTIONS true" to end, and bytes of what it prints.
 _PATIENCE = 30.0
@@ -96,7 +95,7 @@ def _prefix(
     options: AffinityOptions | None,
     memory: str | None,
     driver: Driver | None,
-) -> tuple[Meant, list[str]]:
+) -> tuple[ResolvedGpus, list[str]]:
     """The GPU that is meant, and ``numactl`` with its options for that GPU."""
     if driver is None:
         with opened_driver() as opened:
@@ -112,7 +111,7 @@ def _prefix(
     return chosen, ["numactl", *numactl_options(cpus, nodes, memory)]
 
 
-def _chosen(gpu: int | None, ordinal: int | None, snapshot: HostSnapshot) -> Meant:
+def _chosen(gpu: int | None, ordinal: int | None, snapshot: HostSnapshot) -> ResolvedGpus:
     if ordinal is not None:
         return by_ordinal(ordinal, snapshot, os.environ)
     if isinstance(gpu, bool) or not isinstance(gpu, int) or gpu < 0:

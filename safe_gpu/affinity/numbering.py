@@ -16,17 +16,6 @@ from ..errors import GPUAffinityError
 if TYPE_CHECKING:
     from ..devices import Gpu, HostSnapshot
 
-__all__ = [
-    "BOUND",
-    "Meant",
-    "Names",
-    "by_name",
-    "by_ordinal",
-    "remember",
-    "remembered",
-    "visible",
-    "visible_indices",
-]
 
 BOUND = "SAFE_GPU_BOUND"
 """The variable that holds the UUIDs of the GPUs next to which a process was bound by number. Children inherit it."""
@@ -35,7 +24,7 @@ Names = int | str | Iterable[int | str]
 """GPUs as nvidia-smi shows them: an index, a UUID or its first characters, or several of these."""
 
 
-class Meant(NamedTuple):
+class ResolvedGpus(NamedTuple):
     """GPUs that a caller means.
 
     Attributes:
@@ -64,7 +53,7 @@ class Meant(NamedTuple):
         return (f"it is not certain which GPU is meant: {self.doubt}",) if self.doubt else ()
 
 
-def by_name(names: Names, snapshot: HostSnapshot) -> Meant:
+def by_name(names: Names, snapshot: HostSnapshot) -> ResolvedGpus:
     """GPUs by index as nvidia-smi shows it, range, or UUID (or its first characters).
 
     Raises:
@@ -79,10 +68,10 @@ def by_name(names: Names, snapshot: HostSnapshot) -> Meant:
     if missing or not found:
         raise GPUAffinityError(f"this host has no GPU {', '.join(missing) or repr(names)}: {_all_of(snapshot)}")
     uuids = {gpu.uuid for gpu in found}
-    return Meant(tuple(gpu for gpu in found if gpu.mig_parent not in uuids))
+    return ResolvedGpus(tuple(gpu for gpu in found if gpu.mig_parent not in uuids))
 
 
-def by_ordinal(ordinal: int, snapshot: HostSnapshot, environ: Mapping[str, str], *, also: str = "") -> Meant:
+def by_ordinal(ordinal: int, snapshot: HostSnapshot, environ: Mapping[str, str], *, also: str = "") -> ResolvedGpus:
     """The GPU with CUDA's (HIP's) number ``ordinal`` in a process with this environment; ``also`` is for the report.
 
     Raises:
@@ -98,10 +87,10 @@ def by_ordinal(ordinal: int, snapshot: HostSnapshot, environ: Mapping[str, str],
             + _with_variables(snapshot, environ)
         )
     how = f"{library} ordinal {ordinal}{also}" + _with_variables(snapshot, environ)
-    return Meant((shown.gpus[ordinal],), how, shown.doubt)
+    return ResolvedGpus((shown.gpus[ordinal],), how, shown.doubt)
 
 
-def visible(snapshot: HostSnapshot, environ: Mapping[str, str]) -> Meant:
+def visible(snapshot: HostSnapshot, environ: Mapping[str, str]) -> ResolvedGpus:
     """The GPUs that CUDA shows to a process with this environment, in CUDA's order. CUDA is not asked.
 
     On a host with GPUs of several models, CUDA numbers the fastest first unless ``CUDA_DEVICE_ORDER`` says otherwise.
@@ -110,22 +99,22 @@ def visible(snapshot: HostSnapshot, environ: Mapping[str, str]) -> Meant:
     Raises:
         GPUAffinityError: CUDA_VISIBLE_DEVICES names no GPU of this host.
     """
-    from ..runtimes.variables import read
+    from ..runtimes.variables import read_visible
 
     order = environ.get("CUDA_DEVICE_ORDER") if snapshot.vendor == "nvidia" else "PCI_BUS_ID"
-    fence = read(environ, snapshot)
+    fence = read_visible(environ, snapshot)
     models = {gpu.name for gpu in snapshot.physical if not gpu.lost}
     doubt = fence.doubt if fence is not None else ""
     if not doubt and len(models) > 1 and order != "PCI_BUS_ID" and (fence is None or fence.uses_indices):
         doubt = "the GPUs of this host are of different models; set CUDA_DEVICE_ORDER=PCI_BUS_ID"
     if fence is None:
-        return Meant(tuple(gpu for gpu in snapshot.physical if not gpu.lost), "", doubt)
+        return ResolvedGpus(tuple(gpu for gpu in snapshot.physical if not gpu.lost), "", doubt)
     found = tuple(gpu for uuid in fence.uuids if (gpu := snapshot.by_uuid(uuid)) is not None)
     if not found:
         raise GPUAffinityError(
             f"{fence.name}={fence.value} shows no GPU of this host, which has {len(snapshot.physical)}"
         )
-    return Meant(found, f"all that {fence.name}={fence.value} shows", doubt)
+    return ResolvedGpus(found, f"all that {fence.name}={fence.value} shows", doubt)
 
 
 def visible_indices(snapshot: HostSnapshot, visible_devices: str | None) -> list[int]:
@@ -143,7 +132,7 @@ def remember(gpus: Iterable[Gpu]) -> None:
     os.environ[BOUND] = ",".join(gpu.uuid for gpu in gpus)
 
 
-def remembered(snapshot: HostSnapshot, environ: Mapping[str, str]) -> Meant | None:
+def remembered(snapshot: HostSnapshot, environ: Mapping[str, str]) -> ResolvedGpus | None:
     """The GPUs next to which a process with this environment was bound by number.
 
     None if it was not, and if CUDA does not show all of them: then the variable is older than CUDA_VISIBLE_DEVICES.
@@ -159,7 +148,7 @@ def remembered(snapshot: HostSnapshot, environ: Mapping[str, str]) -> Meant | No
     gpus = tuple(gpu for gpu in found if gpu is not None)
     if len(gpus) < len(found) or not all(_shows(shown, gpu) for gpu in gpus):
         return None
-    return Meant(gpus, f"as in the binding before this one ({BOUND})")
+    return ResolvedGpus(gpus, f"as in the binding before this one ({BOUND})")
 
 
 def _shows(shown: Iterable[Gpu], gpu: Gpu) -> bool:
@@ -167,9 +156,9 @@ def _shows(shown: Iterable[Gpu], gpu: Gpu) -> bool:
 
 
 def _with_variables(snapshot: HostSnapshot, environ: Mapping[str, str]) -> str:
-    from ..runtimes.variables import names
+    from ..runtimes.variables import visible_variables
 
-    given = " ".join(f"{name}={environ[name]}" for name in names(snapshot) if name in environ)
+    given = " ".join(f"{name}={environ[name]}" for name in visible_variables(snapshot) if name in environ)
     return f" with {given}" if given else ""
 
 

@@ -9,20 +9,6 @@ from typing import Any, NamedTuple
 
 from ..errors import GPUAffinityError
 
-__all__ = [
-    "DIVIDING_MODES",
-    "MEMORY_MODES",
-    "MODES",
-    "MULTITHREADING",
-    "SCOPES",
-    "AffinityOptions",
-    "check_memory_mode",
-    "doubt_about",
-    "falls_back",
-    "parse_options",
-]
-
-
 MODES = (
     *("node", "socket", "exclusive", "core-complex"),
     *("all", "single", "single_unique", "unique_interleaved", "unique_contiguous"),

@@ -9,8 +9,6 @@ from typing import Any
 
 from .cpulist import format_cpulist
 
-__all__ = ["PlacementReport", "ProcessPlacement", "ThreadPlacement"]
-
 
 @dataclass(frozen=True)
 class ThreadPlacement:

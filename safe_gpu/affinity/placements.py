@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import GPUAffinityError, SafeGpuError
 from ..procfs import command_of, descendants, lines_of, printable, read_start
-from ..runtimes.variables import names
+from ..runtimes.variables import visible_variables
 from ..topology import GpuLocality, HostTopology
 from .cpulist import parse_cpulist
 from .numa_maps import NumaMaps, parse_numa_maps
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
 # Threads that one report describes: a process can have as many as the host has pids.
 _MOST_THREADS = 1 << 14
-
-__all__ = ["PlacementReport", "ProcessPlacement", "ThreadPlacement", "placement"]
 
 
 def placement(
@@ -183,7 +181,7 @@ class _Reader:
         bound = remembered(self.snapshot, variables or {})
         if bound is not None:
             return _indices(bound.gpus), BOUND
-        name = next((name for name in names(self.snapshot) if name in (variables or {})), "")
+        name = next((name for name in visible_variables(self.snapshot) if name in (variables or {})), "")
         if name:
             try:
                 return _indices(visible(self.snapshot, variables or {}).gpus), name

@@ -14,9 +14,7 @@ from ..errors import GPUAffinityError
 from ..topology import GpuLocality, HostTopology
 from .cpulist import format_cpulist
 from .modes import Mode, Multithreading, Scope
-from .options import DIVIDING_MODES, MODES, AffinityOptions
-
-__all__ = ["MODES", "AffinityOptions", "Mode", "Multithreading", "Scope", "is_remote", "plan"]
+from .options import DIVIDING_MODES, AffinityOptions
 
 Core = tuple[int, ...]
 """The allowed hardware threads of one physical core, lowest first."""

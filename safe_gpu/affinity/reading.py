@@ -11,12 +11,10 @@ from dataclasses import replace
 from typing import Protocol
 
 from ..devices import HostSnapshot, normalize_bus_id
-from ..errors import GPUAffinityError, asked
+from ..errors import GPUAffinityError, as_affinity_error
 from ..settings import fsroot_or_default
 from ..topology import GpuLocality, HostTopology, socket_around
 from .sysfs import PciGpu, Tree
-
-__all__ = ["read_topology"]
 
 
 class GpuLocator(Protocol):
@@ -44,7 +42,7 @@ def read_topology(fsroot: str | os.PathLike[str] | None = None, driver: GpuLocat
     """
     root = fsroot_or_default(fsroot)
     if driver is not None and root == "/":
-        own = asked(driver, lambda: driver.host_topology())
+        own = as_affinity_error(driver, lambda: driver.host_topology())
         if own is not None:
             return own
     tree = Tree(root)
@@ -73,7 +71,7 @@ def _located_gpus(tree: Tree, host: HostTopology, driver: GpuLocator | None) -> 
         for index, found in enumerate(tree.pci_gpus() or _amd_gpus(tree.root)):
             yield _by_pci(tree, host, index, found.uuid, found.bus_id, None)
         return
-    for gpu in asked(driver, lambda: driver.snapshot()).physical:
+    for gpu in as_affinity_error(driver, lambda: driver.snapshot()).physical:
         bus_id = normalize_bus_id(gpu.pci_bus_id)
         by_pci = _by_pci(tree, host, gpu.index, gpu.uuid, bus_id, gpu.numa_node)
         yield _by_driver(tree, host, driver, by_pci)
@@ -89,7 +87,7 @@ def _by_driver(tree: Tree, host: HostTopology, driver: GpuLocator, by_pci: GpuLo
     """The place of a GPU according to the driver; ``by_pci`` if the driver does not know it."""
 
     def told(scope: str) -> frozenset[int]:
-        return (asked(driver, lambda: driver.cpu_affinity(by_pci.uuid, scope)) or frozenset()) & host.cpus
+        return (as_affinity_error(driver, lambda: driver.cpu_affinity(by_pci.uuid, scope)) or frozenset()) & host.cpus
 
     near = told("node")
     if not near:

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 
 from .cpulist import LIMIT, parse_cpulist, parse_cpumask
 
-__all__ = ["PciGpu", "Tree", "pci_address"]
-
 _CPU = "sys/devices/system/cpu"
 _NODE = "sys/devices/system/node"
 _PCI = "sys/bus/pci/devices"

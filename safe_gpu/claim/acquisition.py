@@ -10,26 +10,25 @@ import math
 import time
 from typing import TYPE_CHECKING
 
-from ..coordination.files import doubts, state_dir_path
-from ..coordination.signals import tidy_on_signals
+from ..coordination.files import state_dir_path, state_dir_warnings
+from ..coordination.signals import unwind_on_signals
 from ..errors import UnsatisfiableRequestError
 from ..procfs import printable_lines
 from ..selection.possible import check_possible
-from .decision import POLL, REFUSE, SLEEP, TAKE, Decision, Patience, decide
-from .line import Line
-from .look import Look
+from .decision import POLL, REFUSE, SLEEP, TAKE, Decision, WaitState, decide
+from .line import QueuePlace
+from .look import Attempt
 from .recheck import confirm
-from .terms import under_policy
+from .terms import with_policy_limits
 
 if TYPE_CHECKING:
-    from ..coordination.lookout import Lookout
+    from ..coordination.lookout import LeaseWatcher
     from ..devices import Gpu
     from .claim import Claim
     from .host_view import HostView
-    from .news import News
-    from .terms import Terms
+    from .news import WaitReporter
+    from .terms import ClaimOptions
 
-__all__ = ["acquire", "foresee"]
 
 # Pause of the head of the queue between two looks at the leases, in seconds. It is doubled after the first second.
 _LEASE_PAUSE = 0.010
@@ -37,7 +36,7 @@ _LEASE_PAUSE = 0.010
 _OLD = 30.0
 
 
-def acquire(view: HostView, terms: Terms, claim: Claim) -> None:
+def acquire(view: HostView, terms: ClaimOptions, claim: Claim) -> None:
     """Fill an empty claim with leases on N GPUs, confirmed by a second poll.
 
     Raises:
@@ -50,11 +49,11 @@ def acquire(view: HostView, terms: Terms, claim: Claim) -> None:
         terms.logger.info("Running on a machine with single GPU used for actual display")
     _Search(view, terms).settle(claim)
     claim.note()
-    for doubt in doubts():
+    for doubt in state_dir_warnings():
         terms.logger.warning("the state directory %s %s", printable_lines(state_dir_path()), doubt)
 
 
-def foresee(view: HostView, terms: Terms) -> tuple[Gpu, ...]:
+def wait_until_free(view: HostView, terms: ClaimOptions) -> tuple[Gpu, ...]:
     """Wait until :func:`acquire` would succeed, but take nothing. The errors are the same.
 
     Returns:
@@ -66,15 +65,15 @@ def foresee(view: HostView, terms: Terms) -> tuple[Gpu, ...]:
 class _Search:
     """One search for GPUs, from the first look to the leases; with ``claim`` None it takes no leases."""
 
-    def __init__(self, view: HostView, terms: Terms) -> None:
-        terms = under_policy(terms)
+    def __init__(self, view: HostView, terms: ClaimOptions) -> None:
+        terms = with_policy_limits(terms)
         self._view = view
         self._terms = terms
-        self._line = Line(view, terms.hold, terms.quota)
-        self._look = Look()
-        self._lookout: Lookout | None = None
-        self._patience = Patience(terms.deadline, tried_last=terms.timeout == 0)
-        self._news: News | None = None
+        self._line = QueuePlace(view, terms.hold, terms.quota)
+        self._look = Attempt()
+        self._lookout: LeaseWatcher | None = None
+        self._patience = WaitState(terms.deadline, tried_last=terms.timeout == 0)
+        self._news: WaitReporter | None = None
         self._watching_since = 0.0
         self._looks = 0
         self._limited = False
@@ -84,7 +83,7 @@ class _Search:
         self._limit()
         self._terms.logger.info("acquiring lock")
         try:
-            with tidy_on_signals():
+            with unwind_on_signals():
                 try:
                     return self._take_turns(claim)
                 finally:
@@ -120,7 +119,9 @@ class _Search:
     def _next_turn(self, claim: Claim | None) -> tuple[Gpu, ...]:
         """Look and wait until there are enough GPUs; the only loop that waits for them."""
         while True:
-            self._look = look = Look()  # stored before it holds a ticket, so that _leave closes it after an interrupt
+            self._look = look = (
+                Attempt()
+            )  # stored before it holds a ticket, so that _leave closes it after an interrupt
             look.take(self._view, self._line, claim, self._terms, may_wait=self._may_wait())
             self._limit()
             self._log_first(look)
@@ -136,17 +137,17 @@ class _Search:
         """Apply the policy, once it is certain that this claim is not made inside another one."""
         if self._limited or self._terms.quota is None or self._view.scope:
             return
-        from .quota import check_terms
+        from .quota import check_policy_limits
 
         self._limited = True
         terms, limits = self._terms, self._terms.quota.limits
-        check_terms(terms.request.nb_gpus, terms.hold, limits, terms.request.spelling)
+        check_policy_limits(terms.request.nb_gpus, terms.hold, limits, terms.request.spelling)
         most = limits.max_wait
         if most is not None and (terms.timeout is None or terms.timeout > most):
             self._terms = terms._replace(timeout=most, wait_limit=limits.path)
-        self._patience = Patience(self._terms.deadline, tried_last=self._terms.timeout == 0)
+        self._patience = WaitState(self._terms.deadline, tried_last=self._terms.timeout == 0)
 
-    def _decide(self, look: Look) -> Decision:
+    def _decide(self, look: Attempt) -> Decision:
         now = time.monotonic()
         decision = decide(
             look.seen,
@@ -167,7 +168,7 @@ class _Search:
     def _may_wait(self) -> bool:
         return time.monotonic() < self._terms.deadline
 
-    def _log_first(self, look: Look) -> None:
+    def _log_first(self, look: Attempt) -> None:
         if look.chosen or not self._looks:
             self._terms.logger.info("lock acquired")
             self._terms.logger.info("lock released")
@@ -175,7 +176,7 @@ class _Search:
 
     # Waiting
 
-    def _carry_out(self, decision: Decision, look: Look) -> None:
+    def _carry_out(self, decision: Decision, look: Attempt) -> None:
         if not look.seen.outdated and self._may_wait():
             self._waiting().tell(look)
         if decision.step == POLL:
@@ -186,14 +187,14 @@ class _Search:
         else:
             self._watch(look, decision.until)
 
-    def _waiting(self) -> News:
+    def _waiting(self) -> WaitReporter:
         if self._news is None:
-            from .news import News
+            from .news import WaitReporter
 
-            self._news = News(self._view, self._terms, self._line)
+            self._news = WaitReporter(self._view, self._terms, self._line)
         return self._news
 
-    def _sleep(self, look: Look, until: float) -> bool:
+    def _sleep(self, look: Attempt, until: float) -> bool:
         """Sleep until the ticket ahead is gone or ``until``; give a warning that becomes due meanwhile.
 
         Returns:
@@ -207,15 +208,15 @@ class _Search:
             news.warn(look)
         return waiter.sleep_behind(look.ahead, max(0.0, until - time.monotonic()))
 
-    def _watch(self, look: Look, until: float) -> None:
+    def _watch(self, look: Attempt, until: float) -> None:
         """Sleep until a lease may have been released, or until ``until``."""
-        from ..coordination.lookout import Lookout
+        from ..coordination.lookout import LeaseWatcher
 
         now = time.monotonic()
         self._watching_since = self._watching_since or now
         not_held = look.seen.unleased | look.seen.named  # a name cannot be slept on: the next full look sees to it
         held = (self._view.lease_name(gpu.uuid) for gpu in self._view.usable if gpu.uuid not in not_held)
-        self._lookout = Lookout(held if look.seen.spent is None else look.seen.spent.leases)
+        self._lookout = LeaseWatcher(held if look.seen.spent is None else look.seen.spent.leases)
         with self._lookout as lookout:
             while now < until:
                 pause = _LEASE_PAUSE if now - self._watching_since < 1.0 else 2 * _LEASE_PAUSE
@@ -230,7 +231,7 @@ class _Search:
         self._look.close()
         self._line.leave()
 
-    def _refusal(self, look: Look) -> Exception:
+    def _refusal(self, look: Attempt) -> Exception:
         from .why_not import refusal
 
         ticket = None if look.ahead is None else look.ahead.ticket

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ..affinity.numbering import BOUND, Meant, Names, by_name, by_ordinal, remember, remembered, visible
+from ..affinity.numbering import BOUND, Names, ResolvedGpus, by_name, by_ordinal, remember, remembered, visible
 from ..devices import vendor_of
 from ..drivers import opened_driver
 from ..errors import GPUAffinityError
@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from ..affinity.binding import BindingReport
     from ..affinity.options import AffinityOptions
     from ..devices import HostSnapshot
-
-__all__ = ["bind", "bind_rank"]
 
 
 def bind(
@@ -121,14 +119,14 @@ def _vendor_of(gpus: Names | None) -> str | None:
     return vendor_of(uuid) if uuid else None
 
 
-def _own(snapshot: HostSnapshot) -> Meant:
+def _own(snapshot: HostSnapshot) -> ResolvedGpus:
     claimed = owner.latest_gpus()
     if claimed:
-        return Meant(claimed, "claimed by this process")
+        return ResolvedGpus(claimed, "claimed by this process")
     return remembered(snapshot, os.environ) or visible(snapshot, os.environ)
 
 
-def _of_rank(rank: int | None, snapshot: HostSnapshot) -> Meant:
+def _of_rank(rank: int | None, snapshot: HostSnapshot) -> ResolvedGpus:
     """The GPUs of a rank: the one at its local rank, or all that are visible if there is none."""
     shown = visible(snapshot, os.environ)
     if rank is None or len(shown.gpus) == 1:
@@ -143,24 +141,24 @@ def _shift(snapshot: HostSnapshot) -> str:
     value = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     if not value[:1].isdigit():
         return ""
-    from ..runtimes.shifted import shifted
+    from ..runtimes.shifted import stale_indices
 
     claimed = [gpu.uuid for gpu in owner.latest_gpus()] or _claimed_around(snapshot)
-    return shifted(value, os.environ.get("CUDA_DEVICE_ORDER"), claimed, snapshot)
+    return stale_indices(value, os.environ.get("CUDA_DEVICE_ORDER"), claimed, snapshot)
 
 
 def _claimed_around(snapshot: HostSnapshot) -> Sequence[str]:
     """UUIDs of the GPUs of the claim inside which this process runs. Records are read without a lock."""
-    from ..coordination.around import claim_around
+    from ..coordination.around import outer_claim_of_process
     from ..coordination.files import StateDir, state_dir_path
     from ..coordination.leases import inner_name, lease_name, read_record
-    from ..coordination.signals import HeldBack
+    from ..coordination.signals import DeferredSignals
 
     path = state_dir_path()
     if not os.path.isdir(f"{path}/leases"):
         return ()
-    with HeldBack(), StateDir(path) as root, StateDir("leases", root) as leases:
+    with DeferredSignals(), StateDir(path) as root, StateDir("leases", root) as leases:
         names = (name(gpu.uuid) for name in (inner_name, lease_name) for gpu in snapshot.gpus)
         records = [record for record in (read_record(leases, name) for name in names) if record is not None]
-    around = claim_around(records, os.environ.get("SAFE_GPU_SCOPE", ""))
+    around = outer_claim_of_process(records, os.environ.get("SAFE_GPU_SCOPE", ""))
     return () if around is None else around.gpus

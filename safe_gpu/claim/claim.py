@@ -6,18 +6,16 @@ from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from ..coordination.cleaners import KeptDirectory
-from ..coordination.signals import HeldBack
+from ..coordination.cleaners import StateDirGuard
+from ..coordination.signals import DeferredSignals
 from ..devices import HostSnapshot
 
 if TYPE_CHECKING:
     from ..coordination.host_lock import LockedHost
     from ..coordination.leases import Lease, LeaseRecord
     from ..coordination.legacy import LegacyLock
-    from ..coordination.names import Name
+    from ..coordination.names import SocketName
     from ..devices import Gpu
-
-__all__ = ["Claim"]
 
 
 class Claim:
@@ -41,8 +39,8 @@ class Claim:
     def __init__(self, record: LeaseRecord, token: str = "") -> None:
         self.gpus: tuple[Gpu, ...] = ()
         self.leases: list[Lease] = []
-        self.names: list[Name] = []
-        self.kept = KeptDirectory(by_children=True)
+        self.names: list[SocketName] = []
+        self.kept = StateDirGuard(by_children=True)
         self.before = HostSnapshot(())
         self.inner = False
         self.explained: Mapping[str, Collection[int]] = {}
@@ -61,7 +59,7 @@ class Claim:
         host: LockedHost,
         gpus: tuple[Gpu, ...],
         leases: dict[str, Lease],
-        names: dict[str, list[Name]],
+        names: dict[str, list[SocketName]],
         hold_for: float | None = None,
     ) -> None:
         """Move the leases and names of these GPUs from ``leases`` and ``names`` (by UUID) into this claim, and write
@@ -84,14 +82,14 @@ class Claim:
 
     def note(self) -> None:
         """Tell the history of this claim, and how those before it ended. It holds its GPUs; host.lock is not held."""
-        from .note import note
+        from .note import append_history
 
-        with HeldBack():
-            note(self._taken, self.gpus, self.leases)
+        with DeferredSignals():
+            append_history(self._taken, self.gpus, self.leases)
 
     def keep_across_exec(self) -> None:
         """Keep the leases and locks across exec(2) of this process."""
-        with HeldBack():
+        with DeferredSignals():
             for lease in self.leases:
                 lease.keep_across_exec()
             for name in self.names:
@@ -101,12 +99,12 @@ class Claim:
     def release_legacy(self) -> None:
         """Release the lock of the older package, if it is held."""
         if self.legacy is not None:
-            HeldBack().through(self.legacy.release)
+            DeferredSignals().through(self.legacy.release)
             self.legacy = None
 
     def release(self) -> None:
         """Release everything, after which the claim is empty. Safe to call twice."""
-        HeldBack().through(self._release_now)
+        DeferredSignals().through(self._release_now)
 
     def _release_now(self) -> None:
         with ExitStack() as steps:  # every step runs, even if another one raises

@@ -6,9 +6,8 @@ import math
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from .look import Seen
+    from .look import AttemptResult
 
-__all__ = ["POLL", "REFUSE", "SLEEP", "TAKE", "WATCH", "Decision", "Patience", "decide"]
 
 TAKE = "take"
 """The GPUs are leased; the search ends."""
@@ -28,7 +27,7 @@ _FULL_LOOK = 1.0
 _SECOND_TRY = 0.005
 
 
-class Patience(NamedTuple):
+class WaitState(NamedTuple):
     """The state of a claim's wait.
 
     Attributes:
@@ -48,12 +47,12 @@ class Decision(NamedTuple):
     """A step; ``until`` is the ``time.monotonic()`` value at which SLEEP and WATCH end at the latest."""
 
     step: str
-    patience: Patience
+    patience: WaitState
     until: float = 0.0
 
 
 def decide(
-    seen: Seen, patience: Patience, *, needed: int, now: float, next_poll: float, next_look: float = math.inf
+    seen: AttemptResult, patience: WaitState, *, needed: int, now: float, next_poll: float, next_look: float = math.inf
 ) -> Decision:
     """The next step of a claim.
 

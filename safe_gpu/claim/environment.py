@@ -5,10 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-__all__ = ["Environment"]
 
-
-class Environment:
+class ClaimVariables:
     """Variables of this process that a claim has set."""
 
     def __init__(self) -> None:

@@ -12,8 +12,6 @@ import time
 from ..drivers import opened_driver
 from ..errors import HolderLostError, WrongDeviceError
 
-__all__ = ["EXPECT", "check_expected_gpu", "is_held"]
-
 EXPECT = "SAFE_GPU_EXPECT"
 
 
@@ -43,13 +41,13 @@ def check_expected_gpu() -> None:
 
 
 def _check_visible(uuid: str) -> None:
-    from ..runtimes.variables import names, read
+    from ..runtimes.variables import read_visible, visible_variables
 
     with opened_driver() as driver:
         snapshot = driver.snapshot()
-    name = names(snapshot)[0]
+    name = visible_variables(snapshot)[0]
     shown = os.environ.get(name)
-    fence = read(os.environ, snapshot)
+    fence = read_visible(os.environ, snapshot)
     seen = tuple(gpu.uuid for gpu in snapshot.gpus) if fence is None else fence.uuids
     if seen == (uuid,):
         return

@@ -19,10 +19,8 @@ if TYPE_CHECKING:
     from .claim import Claim
     from .host_view import HostView
 
-__all__ = ["FallOver"]
 
-
-class FallOver:
+class BadGpuFallback:
     """What one claim learns of bad GPUs, from its first lease to its last placeholder.
 
     Args:
@@ -60,11 +58,11 @@ class FallOver:
 
     def described(self, err: PlaceholderError, gpu: Gpu, device_no: int, others: str) -> PlaceholderError:
         """The error of a placeholder in this process, with the GPU and the ``others`` on it."""
-        from ..runtimes.error_causes import speaks_of_gpu
+        from ..runtimes.error_causes import blames_gpu
 
         self._failed_here = True
         self._logger.error("Failed to acquire placeholder on GPU %s: %s", gpu.label, err)
-        self._of_the_gpu = speaks_of_gpu(err, rivals=bool(others))
+        self._of_the_gpu = blames_gpu(err, rivals=bool(others))
         return _error(str(err), gpu, device_no, others)
 
     def go_on(self, claim: Claim, err: PlaceholderError) -> None:
@@ -77,10 +75,10 @@ class FallOver:
         if not bad:
             raise err
         from ..coordination.faults import write_fault
-        from ..devices import Fault
+        from ..devices import GpuFault
         from ..selection.faults import LAST_CHOICE_TEXT
 
-        fault = Fault(time.time(), str(err))
+        fault = GpuFault(time.time(), str(err))
         self._with_notes(bad, lambda leases, uuid: write_fault(leases, uuid, fault))
         last = f"GPU {_labels(bad)} is taken last for {LAST_CHOICE_TEXT}"
         uuids = {gpu.uuid for gpu in bad}
@@ -133,9 +131,9 @@ class FallOver:
         try:
             self._view.driver.runtime.try_gpu(gpu, device_no, self._logger)
         except (NoDriverError, PlaceholderError) as err:
-            from ..runtimes.error_causes import speaks_of_gpu
+            from ..runtimes.error_causes import blames_gpu
 
-            if speaks_of_gpu(err) or "did not answer" in str(err):
+            if blames_gpu(err) or "did not answer" in str(err):
                 return str(err)
             self._logger.warning("GPU %s could not be tried: %s", gpu.label, err)
             return ""
@@ -145,10 +143,10 @@ class FallOver:
     def _with_notes(self, gpus: Iterable[Gpu], change: Callable[[StateDir, str], None]) -> None:
         """Change the notes on these GPUs. A note that cannot be changed does no harm."""
         from ..coordination.files import StateDir, state_dir_path
-        from ..coordination.signals import HeldBack
+        from ..coordination.signals import DeferredSignals
 
         try:
-            with HeldBack(), StateDir(state_dir_path()) as root, StateDir("leases", root) as leases:
+            with DeferredSignals(), StateDir(state_dir_path()) as root, StateDir("leases", root) as leases:
                 for gpu in gpus:
                     change(leases, gpu.uuid)
         except (StateDirError, OSError) as err:

@@ -9,20 +9,18 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ..coordination.leases import inner_name
 from ..coordination.survey import recorded_holders
-from ..devices import GpuRequest, Holder
-from ..selection.backfill import Want, dates, free_at, starts
+from ..devices import GpuRequest, LeaseHolder
+from ..selection.backfill import BackfillRequest, dates, free_at, starts
 from ..text import format_age, plural
-from .passing import stem_of, want_of
+from .passing import backfill_request, stem_of
 
 if TYPE_CHECKING:
     from ..coordination.tickets import Ticket
     from .host_view import HostView
-    from .line import Line
-
-__all__ = ["Expected", "Share", "clauses", "expect"]
+    from .line import QueuePlace
 
 
-class Share(NamedTuple):
+class HolderShare(NamedTuple):
     """The GPUs of one holder. ``until`` in Unix seconds; None is unknown."""
 
     user: str
@@ -30,7 +28,7 @@ class Share(NamedTuple):
     until: float | None
 
 
-class Expected(NamedTuple):
+class Forecast(NamedTuple):
     """What a waiter can expect.
 
     Attributes:
@@ -44,23 +42,23 @@ class Expected(NamedTuple):
 
     start: float | None = None
     earliest: float | None = None
-    due: tuple[Share, ...] = ()
-    overdue: tuple[Share, ...] = ()
-    silent: tuple[Share, ...] = ()
-    passers: tuple[Share, ...] = ()
+    due: tuple[HolderShare, ...] = ()
+    overdue: tuple[HolderShare, ...] = ()
+    silent: tuple[HolderShare, ...] = ()
+    passers: tuple[HolderShare, ...] = ()
 
 
-def expect(view: HostView, line: Line) -> Expected:
+def forecast(view: HostView, line: QueuePlace) -> Forecast:
     """What the claim in this line can expect now."""
     waiter, now = line.stand(), time.time()
     holders = _holders(view)
     when = _free_at(view, holders, now)
     ahead = waiter.competing()
-    wants = [*_wants(ahead), want_of(waiter.demand._replace(hold_for=line.hold_for()))]
+    wants = [*_wants(ahead), backfill_request(waiter.demand._replace(hold_for=line.hold_for()))]
     start, earliest = starts(wants, when)[-1], list(dates(wants, when))[-1][1]
     mine = {uuid: holder for uuid, holder in holders.items() if stem_of(view, uuid) in waiter.demand.gpus}
     told = any(holder.until is not None for holder in mine.values())
-    return Expected(
+    return Forecast(
         start if start < math.inf else None,
         earliest if earliest < math.inf else None,
         _shares(holder for holder in mine.values() if not ahead and holder.until == start),
@@ -70,18 +68,18 @@ def expect(view: HostView, line: Line) -> Expected:
     )
 
 
-def _wants(tickets: Iterable[Ticket]) -> Iterator[Want]:
-    return (want_of(one.demand) for one in tickets if one.demand is not None and not one.is_stopped())
+def _wants(tickets: Iterable[Ticket]) -> Iterator[BackfillRequest]:
+    return (backfill_request(one.demand) for one in tickets if one.demand is not None and not one.is_stopped())
 
 
-def _holders(view: HostView) -> dict[str, Holder]:
+def _holders(view: HostView) -> dict[str, LeaseHolder]:
     """UUID -> who has a record in the lease file. A lease that was released has none."""
     uuids = [gpu.uuid for gpu in view.snapshot.gpus]
     found = recorded_holders({uuid: (view.lease_name(uuid), inner_name(uuid)) for uuid in uuids})
     return {uuid: holder for uuid, holder in found.items() if holder.since is not None}
 
 
-def _free_at(view: HostView, holders: Mapping[str, Holder], now: float) -> dict[str, float]:
+def _free_at(view: HostView, holders: Mapping[str, LeaseHolder], now: float) -> dict[str, float]:
     found = {}
     for verdict in view.judge_for(GpuRequest(), holders):
         holder = holders.get(verdict.gpu.uuid)
@@ -92,17 +90,17 @@ def _free_at(view: HostView, holders: Mapping[str, Holder], now: float) -> dict[
     return found
 
 
-def _shares(holders: Iterable[Holder]) -> tuple[Share, ...]:
+def _shares(holders: Iterable[LeaseHolder]) -> tuple[HolderShare, ...]:
     """Grouped by user and end, those with the most GPUs first."""
     numbers: dict[tuple[str, float | None], int] = {}
     for holder in holders:
         key = (holder.user or "somebody", holder.until)
         numbers[key] = numbers.get(key, 0) + 1
     ranked = sorted(numbers.items(), key=lambda item: -item[1])
-    return tuple(Share(user, number, until) for (user, until), number in ranked)
+    return tuple(HolderShare(user, number, until) for (user, until), number in ranked)
 
 
-def clauses(expected: Expected, now: float) -> list[str]:
+def describe_forecast(expected: Forecast, now: float) -> list[str]:
     """What to tell the user, the most important first; nothing if nobody said anything."""
     found = []
     if expected.overdue:
@@ -124,7 +122,7 @@ def clauses(expected: Expected, now: float) -> list[str]:
     return found
 
 
-def _whose(share: Share) -> str:
+def _whose(share: HolderShare) -> str:
     if share.nb_gpus == 1:
         return f"{share.user}'s GPU is"
     return f"{share.user}'s {share.nb_gpus} GPUs are"

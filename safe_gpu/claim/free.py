@@ -10,25 +10,23 @@ from typing import TYPE_CHECKING, Any
 
 from .. import settings
 from ..coordination.host_lock import MINIMUM_PATIENCE, HostLock
-from ..coordination.survey import survey
+from ..coordination.survey import lease_holders
 from ..devices import Gpu, GpuRequest
 from ..drivers import opened_driver
 from ..procfs import describe_process
 from ..selection.request import parse_request
 from ..selection.rules import Rules
 from ..selection.verdicts import judge
-from ..spelling import Spelling
-from .acquisition import foresee
+from ..spelling import ArgumentStyle
+from .acquisition import wait_until_free
 from .host_view import HostView
-from .terms import read_terms
+from .terms import read_options
 from .timeout import DEFAULT, DefaultTimeout
 
 if TYPE_CHECKING:
     from ..devices import GpuVerdict, HostSnapshot
-    from ..runtimes.visible_devices import Fence
-    from .why_not import WaitNews
-
-__all__ = ["get_free_gpus", "room_now", "verdicts_now", "wait_for_gpus"]
+    from ..runtimes.visible_devices import VisibleLimit
+    from .why_not import WaitStatus
 
 
 def wait_for_gpus(
@@ -42,15 +40,15 @@ def wait_for_gpus(
     hold_for: float | str | DefaultTimeout | None = DEFAULT,
     vendor: str | None = None,
     logger: Any = None,
-    on_wait: Callable[[WaitNews], None] | None = None,
-    spelling: type[Spelling] = Spelling,
+    on_wait: Callable[[WaitStatus], None] | None = None,
+    spelling: type[ArgumentStyle] = ArgumentStyle,
 ) -> tuple[Gpu, ...]:
     """Wait in the queue until a claim with these arguments would succeed, but claim nothing. The errors are the same.
 
     Returns:
         The GPUs that the claim would have got. Another process may take them at any time.
     """
-    terms = read_terms(
+    terms = read_options(
         nb_gpus,
         timeout=timeout,
         min_memory=min_memory,
@@ -64,7 +62,7 @@ def wait_for_gpus(
         spelling=spelling,
     )
     with opened_driver.of(terms.request) as driver:
-        return foresee(HostView.of(driver, driver.snapshot(), terms.request), terms)
+        return wait_until_free(HostView.of(driver, driver.snapshot(), terms.request), terms)
 
 
 def get_free_gpus(*, vendor: str | None = None) -> list[str]:
@@ -78,11 +76,11 @@ def get_free_gpus(*, vendor: str | None = None) -> list[str]:
     request = parse_request(1, vendor=vendor)
     with opened_driver.of(request) as driver:
         snapshot = driver.snapshot()
-    return [verdict.gpu.label for verdict in verdicts_now(snapshot, GpuRequest()) if verdict.free]
+    return [verdict.gpu.label for verdict in current_verdicts(snapshot, GpuRequest()) if verdict.free]
 
 
-def verdicts_now(
-    snapshot: HostSnapshot, request: GpuRequest, fence: Fence | None = None, *, inner: bool = False
+def current_verdicts(
+    snapshot: HostSnapshot, request: GpuRequest, fence: VisibleLimit | None = None, *, inner: bool = False
 ) -> tuple[GpuVerdict, ...]:
     """Which GPUs of a new poll a request could have, with the holders of the others.
 
@@ -93,12 +91,12 @@ def verdicts_now(
         LockTimeout, StateDirError: the leases cannot be read.
         UnsatisfiableRequestError: a variable that sets a rule has no valid value.
     """
-    leased = survey(snapshot.gpus, inner=inner, prefix=snapshot.names)
+    leased = lease_holders(snapshot.gpus, inner=inner, prefix=snapshot.names)
     rules = Rules.of(os.environ)
     return judge(snapshot, request, leased=leased, fence=fence, describe=describe_process, rules=rules)
 
 
-def room_now(snapshot: HostSnapshot, nb_gpus: int) -> float:
+def remaining_quota(snapshot: HostSnapshot, nb_gpus: int) -> float:
     """How many GPUs more the policy of this host lets this user hold; ``math.inf`` if nothing limits that.
 
     Args:

@@ -12,15 +12,13 @@ from .. import procfs
 from ..durations import parse_duration
 from ..errors import UnsatisfiableRequestError
 from ..schedulers import JobContext
-from ..spelling import Spelling
+from ..spelling import ArgumentStyle
 from .timeout import DefaultTimeout
-
-__all__ = ["UNKNOWN", "Hold", "parse_hold_for"]
 
 _DAY = 86400.0
 
 
-class Hold(NamedTuple):
+class HoldTime(NamedTuple):
     """How long a claim will probably hold its GPUs, from the moment that it gets them.
 
     Attributes:
@@ -46,12 +44,12 @@ class Hold(NamedTuple):
         return None if end is None or end <= now else max(1.0, round(end - now, 3))
 
 
-UNKNOWN = Hold()
+UNKNOWN = HoldTime()
 
 
 def parse_hold_for(
-    hold_for: object, environ: Mapping[str, str], job: JobContext, *, spelling: type[Spelling] = Spelling
-) -> Hold:
+    hold_for: object, environ: Mapping[str, str], job: JobContext, *, spelling: type[ArgumentStyle] = ArgumentStyle
+) -> HoldTime:
     """The meaning of ``hold_for``: seconds, a text for ``parse_duration``, None for unknown, or DEFAULT.
 
     The default is ``SAFE_GPU_FOR``, else the end of the batch job if that is at most a day away, else unknown.
@@ -62,22 +60,22 @@ def parse_hold_for(
     if isinstance(hold_for, DefaultTimeout):
         text = environ.get("SAFE_GPU_FOR")
         if text:
-            return Hold(_seconds_of(text, "SAFE_GPU_FOR", spelling=Spelling))
-        return Hold(end=_end_of(job))
+            return HoldTime(_seconds_of(text, "SAFE_GPU_FOR", spelling=ArgumentStyle))
+        return HoldTime(end=_end_of(job))
     if hold_for is None:
-        return Hold(said=True)
+        return HoldTime(said=True)
     if isinstance(hold_for, str):
-        return Hold(_seconds_of(hold_for, "hold_for", spelling=spelling), said=True)
+        return HoldTime(_seconds_of(hold_for, "hold_for", spelling=spelling), said=True)
     try:
         seconds = float(hold_for)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError):
         seconds = math.nan
     if isinstance(hold_for, (bool, bytes, bytearray)) or not seconds >= 1:
         raise _refused(hold_for, "hold_for", spelling)
-    return Hold(None if math.isinf(seconds) else seconds, said=True)
+    return HoldTime(None if math.isinf(seconds) else seconds, said=True)
 
 
-def _seconds_of(text: str, name: str, *, spelling: type[Spelling]) -> float | None:
+def _seconds_of(text: str, name: str, *, spelling: type[ArgumentStyle]) -> float | None:
     if text.strip().lower() == "unknown":
         return None
     seconds = parse_duration(text, name, spelling=spelling)
@@ -86,7 +84,7 @@ def _seconds_of(text: str, name: str, *, spelling: type[Spelling]) -> float | No
     return seconds
 
 
-def _refused(value: object, name: str, spelling: type[Spelling]) -> UnsatisfiableRequestError:
+def _refused(value: object, name: str, spelling: type[ArgumentStyle]) -> UnsatisfiableRequestError:
     written = spelling.setting(name, spelling.value(value))
     return UnsatisfiableRequestError(
         f"{written} is not a time to hold GPUs: a second is the least, and unknown says nothing", value=value

@@ -9,13 +9,11 @@ from ..runtimes import placeholders
 from ..runtimes.fence import prepare_only
 
 if TYPE_CHECKING:
-    from ..coordination.signals import HeldBack
+    from ..coordination.signals import DeferredSignals
     from ..runtimes.runtime import Runtime
 
-__all__ = ["Holding"]
 
-
-class Holding:
+class PlaceholderSet:
     """The placeholders of a claim.
 
     Attributes:
@@ -23,7 +21,7 @@ class Holding:
         placed: the placeholders, by ordinal.
     """
 
-    def __init__(self, signals: HeldBack) -> None:
+    def __init__(self, signals: DeferredSignals) -> None:
         self.make: Any = None
         self.placed: list[Any] = []
         self._signals = signals
@@ -54,4 +52,4 @@ class Holding:
 
     def _passing(self) -> AbstractContextManager[object]:
         """In a placeholder of the program's own, which may take any time, handlers of signals run."""
-        return nullcontext() if placeholders.is_ours(self.make) else self._signals.passing()
+        return nullcontext() if placeholders.is_builtin(self.make) else self._signals.passing()

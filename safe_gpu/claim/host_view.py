@@ -13,7 +13,7 @@ from ..coordination.leases import inner_name, lease_name
 from ..devices import GpuVerdict
 from ..errors import NoDriverError
 from ..procfs import describe_process
-from ..runtimes.fence import fence_of
+from ..runtimes.fence import visible_limit_of
 from ..selection.possible import candidates
 from ..selection.rules import DEFAULT_RULES, Rules
 from ..selection.verdicts import judge
@@ -21,12 +21,11 @@ from .nested import judged_inside, pids_of_outer
 
 if TYPE_CHECKING:
     from ..coordination.leases import LeaseRecord
-    from ..devices import Fault, Gpu, GpuRequest, Holder, HostSnapshot
+    from ..devices import Gpu, GpuFault, GpuRequest, HostSnapshot, LeaseHolder
     from ..drivers.base import Driver
-    from ..runtimes.visible_devices import Fence
+    from ..runtimes.visible_devices import VisibleLimit
     from ..selection.occupancy import Describe
 
-__all__ = ["HostView"]
 
 # If the latest poll of the whole host is older than this, in seconds, the second poll is of the whole host again.
 _RECENT = 5.0
@@ -64,7 +63,7 @@ class HostView:
         snapshot: HostSnapshot,
         request: GpuRequest,
         *,
-        fence: Fence | None = None,
+        fence: VisibleLimit | None = None,
         own: Collection[int] = (),
         near: frozenset[int] | None = None,
         scope: str = "",
@@ -82,7 +81,7 @@ class HostView:
         self.unlisted = unlisted
         self.outer: Mapping[str, LeaseRecord] = {}
         self.next_poll = 0.0
-        self.faults: Mapping[str, Fault] = {}
+        self.faults: Mapping[str, GpuFault] = {}
         self.failed: Mapping[str, str] = {}
         self._polled = time.monotonic()
         self._usable: tuple[HostSnapshot, list[Gpu]] | None = None
@@ -103,7 +102,7 @@ class HostView:
                 "(docker --gpus), or try SAFE_GPU_DRIVER=simulated:dgx-a100",
                 driver=driver.name,
             )
-        fence = fence_of(snapshot, request.nb_gpus, driver.runtime)
+        fence = visible_limit_of(snapshot, request.nb_gpus, driver.runtime)
         own = _own_pids(snapshot)
         return cls(
             driver,
@@ -186,7 +185,7 @@ class HostView:
         return names.inner_of(uuid, prefix) if self.outer else names.name_of(uuid, prefix)
 
     def judge(
-        self, leased: Mapping[str, Holder], gpus: Iterable[Gpu] | None = None, *, fenced: bool = True
+        self, leased: Mapping[str, LeaseHolder], gpus: Iterable[Gpu] | None = None, *, fenced: bool = True
     ) -> tuple[GpuVerdict, ...]:
         """Which GPUs the request could have now, and why not the others.
 
@@ -200,15 +199,15 @@ class HostView:
             verdicts = tuple(GpuVerdict(v.gpu, "busy", why[v.gpu.uuid]) if v.gpu.uuid in why else v for v in verdicts)
         return judged_inside(self.outer, verdicts) if self.outer else verdicts
 
-    def judge_for(self, request: GpuRequest, leased: Mapping[str, Holder]) -> tuple[GpuVerdict, ...]:
+    def judge_for(self, request: GpuRequest, leased: Mapping[str, LeaseHolder]) -> tuple[GpuVerdict, ...]:
         """The verdicts for a request of another process, whose fence is unknown."""
         return self._judge(request, leased, None)
 
     def _judge(
         self,
         request: GpuRequest,
-        leased: Mapping[str, Holder],
-        fence: Fence | None,
+        leased: Mapping[str, LeaseHolder],
+        fence: VisibleLimit | None,
         gpus: Iterable[Gpu] | None = None,
     ) -> tuple[GpuVerdict, ...]:
         return judge(

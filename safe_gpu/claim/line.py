@@ -7,24 +7,22 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from ..coordination.files import StateDir, state_dir_path
-from ..coordination.signals import HeldBack
+from ..coordination.signals import DeferredSignals
 from .nested import end_of_outer
 
 if TYPE_CHECKING:
     from ..coordination.host_lock import LockedHost
     from ..coordination.queue import Waiter
     from ..coordination.tickets import Listing
-    from .hold_for import Hold
+    from .hold_for import HoldTime
     from .host_view import HostView
     from .quota import Quota
 
-__all__ = ["Line"]
 
-
-class Line:
+class QueuePlace:
     """The place of one claim. ``waiter`` is None until another process is found waiting or this claim waits."""
 
-    def __init__(self, view: HostView, hold: Hold, quota: Quota | None = None) -> None:
+    def __init__(self, view: HostView, hold: HoldTime, quota: Quota | None = None) -> None:
         self.waiter: Waiter | None = None
         self._listed: Listing | None = None
         self._view = view
@@ -35,11 +33,11 @@ class Line:
         """The waiter of this claim, created on the first call. It holds a ticket only after ``join``."""
         if self.waiter is None:
             from ..coordination.queue import Waiter
-            from ..coordination.tickets import Demand
+            from ..coordination.tickets import TicketRequest
 
             view = self._view
             stems = (f"{gpu.uuid}.inner" if view.outer else gpu.uuid for gpu in view.usable)
-            demand = Demand(view.request.nb_gpus, frozenset(stems), view.request.min_memory, self.hold_for())
+            demand = TicketRequest(view.request.nb_gpus, frozenset(stems), view.request.min_memory, self.hold_for())
             self.waiter = Waiter(demand, self._listing())
         return self.waiter
 
@@ -57,7 +55,7 @@ class Line:
         if self.waiter is not None and self.waiter.queued:
             return
         with (
-            HeldBack(),
+            DeferredSignals(),
             suppress(FileNotFoundError),
             StateDir(state_dir_path(), make=False) as root,
             StateDir("queue", root, make=False) as queue,

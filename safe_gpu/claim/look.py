@@ -12,29 +12,28 @@ from ..errors import StateDirError
 from ..procfs import printable_lines
 from ..selection.best import choose
 from .nested import check_possible_inside, outer_claim
-from .passing import Moment
+from .passing import QueueSnapshot
 
 if TYPE_CHECKING:
     from ..coordination.files import StateDir
     from ..coordination.host_lock import LockedHost
     from ..coordination.leases import Lease
-    from ..coordination.names import Name
-    from ..coordination.queue import Ahead
+    from ..coordination.names import SocketName
+    from ..coordination.queue import WaiterAhead
     from ..coordination.tickets import Ticket
-    from ..devices import Fault, Gpu
+    from ..devices import Gpu, GpuFault
     from .claim import Claim
     from .host_view import HostView
-    from .line import Line
-    from .quota import Holdings, Spent
-    from .terms import Terms
+    from .line import QueuePlace
+    from .quota import LeasesByUser, LimitReached
+    from .terms import ClaimOptions
 
-__all__ = ["Look", "Seen"]
 
 # A waiter blocked by a process without a lease may be passed only if the poll is at most this old, in seconds.
 _RECENT = 1.0
 
 
-class Seen(NamedTuple):
+class AttemptResult(NamedTuple):
     """What one look saw. At most one of the three flags is set.
 
     Attributes:
@@ -51,10 +50,10 @@ class Seen(NamedTuple):
     behind: bool = False
     unleased: frozenset[str] = frozenset()
     named: frozenset[str] = frozenset()
-    spent: Spent | None = None
+    spent: LimitReached | None = None
 
 
-class Look:
+class Attempt:
     """The result of one look.
 
     Attributes:
@@ -65,9 +64,9 @@ class Look:
     """
 
     def __init__(self) -> None:
-        self.seen = Seen()
+        self.seen = AttemptResult()
         self.chosen: tuple[Gpu, ...] = ()
-        self.ahead: Ahead | None = None
+        self.ahead: WaiterAhead | None = None
         self.stopped: Ticket | None = None
         self._passed = False  # on the ground of the poll
 
@@ -76,7 +75,9 @@ class Look:
         if self.ahead is not None:
             self.ahead.close()
 
-    def take(self, view: HostView, line: Line, claim: Claim | None, terms: Terms, *, may_wait: bool) -> None:
+    def take(
+        self, view: HostView, line: QueuePlace, claim: Claim | None, terms: ClaimOptions, *, may_wait: bool
+    ) -> None:
         """Look, and fill ``claim`` if enough GPUs are free; else join the queue if ``may_wait``.
 
         Args:
@@ -105,7 +106,7 @@ class Look:
                 trouble,
             )
 
-    def _enter_scope(self, host: LockedHost, view: HostView, line: Line, terms: Terms) -> None:
+    def _enter_scope(self, host: LockedHost, view: HostView, line: QueuePlace, terms: ClaimOptions) -> None:
         """Limit the view to the GPUs of the outer claim, or ignore a scope of which no claim exists any more."""
         view.outer = outer_claim(host, view.snapshot, view.scope)
         if view.outer:
@@ -120,7 +121,9 @@ class Look:
         view.scope = ""
         line.abandon(host)
 
-    def _try(self, host: LockedHost, view: HostView, line: Line, claim: Claim | None, terms: Terms) -> OSError | None:
+    def _try(
+        self, host: LockedHost, view: HostView, line: QueuePlace, claim: Claim | None, terms: ClaimOptions
+    ) -> OSError | None:
         """Returns why names could not be bound, where that was so for another reason than another's claim."""
         if claim is not None:
             claim.inner = bool(view.outer)
@@ -134,19 +137,19 @@ class Look:
             chosen = leases.choose(among) if spent is None else None
             if chosen is None:
                 if self.ahead is not None:
-                    self.seen = Seen(behind=True, spent=spent)
+                    self.seen = AttemptResult(behind=True, spent=spent)
                     return None
                 if spent is not None:
-                    self.seen = Seen(spent=spent)
+                    self.seen = AttemptResult(spent=spent)
                     return None
                 unleased = frozenset(leases.all())
                 named = leases.named(unleased) | (leases.dropped & unleased)
-                self.seen = Seen(unleased=unleased - named, named=named)
+                self.seen = AttemptResult(unleased=unleased - named, named=named)
                 return None
             if self._passed and view.age > _RECENT:
-                self.seen = Seen(outdated=True)
+                self.seen = AttemptResult(outdated=True)
                 return None
-            self.seen = Seen(enough=True)
+            self.seen = AttemptResult(enough=True)
             if claim is not None:
                 claim.take(host, chosen, leases.held, leases.names, line.hold_for())
             self.chosen = chosen
@@ -154,13 +157,13 @@ class Look:
         finally:
             leases.give_back()
 
-    def _open(self, leases: _Leases, line: Line) -> Collection[str] | None:
+    def _open(self, leases: _Leases, line: QueuePlace) -> Collection[str] | None:
         """UUIDs of the GPUs to choose from; None is all, if nobody ahead competes. Sets ``ahead``."""
         waiter = line.waiter
         ahead = None if waiter is None else waiter.nearest(leases.host)
         if waiter is None or ahead is None:
             return None
-        moment = Moment(leases.host, leases.view, leases.all(), leases.named, leases.holdings)
+        moment = QueueSnapshot(leases.host, leases.view, leases.all(), leases.named, leases.holdings)
         try:
             while ahead is not None and moment.is_absent(ahead.ticket):
                 ahead = waiter.nearest(leases.host, beyond=ahead)
@@ -196,10 +199,10 @@ class _Leases:
         self.host = host
         self.view = view
         self.held: dict[str, Lease] = {}
-        self.names: dict[str, list[Name]] = {}
+        self.names: dict[str, list[SocketName]] = {}
         self.dropped: frozenset[str] = frozenset()
         self.trouble: OSError | None = None
-        self.holdings: Holdings | None = None
+        self.holdings: LeasesByUser | None = None
         self.closed: set[str] = set()
         self._shared = view.snapshot.shared_display
         self._claim = claim
@@ -240,7 +243,7 @@ class _Leases:
                 return chosen
             available -= taken
 
-    def spent(self) -> Spent | None:
+    def spent(self) -> LimitReached | None:
         """The limit of this user, if it does not allow as many GPUs more as are asked for."""
         if self.holdings is None or self._shared:
             return None
@@ -342,14 +345,14 @@ class _Leases:
             self.held.pop(uuid).release()
 
 
-def _faults(leases: StateDir, uuids: Iterable[str]) -> tuple[Mapping[str, Fault], Collection[str]]:
+def _faults(leases: StateDir, uuids: Iterable[str]) -> tuple[Mapping[str, GpuFault], Collection[str]]:
     """The notes on these GPUs, and which of them are taken last. Almost always there is none."""
     if not any(leases.has(fault_name(uuid)) for uuid in uuids):
         return {}, ()
     import time
 
     from ..coordination.faults import read_faults
-    from ..selection.faults import recent
+    from ..selection.faults import recent_faults
 
     noted = read_faults(leases, uuids)
-    return noted, recent(noted, time.time())
+    return noted, recent_faults(noted, time.time())

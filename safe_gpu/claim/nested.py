@@ -16,19 +16,9 @@ from ..coordination.files import StateDir, state_dir_path
 from ..coordination.host_lock import LockedHost
 from ..coordination.leases import LeaseRecord, inner_name, lease_name, may_be_held, read_record
 from ..coordination.ownership import leases_of_this_user, socket_of_this_user
-from ..coordination.signals import HeldBack
+from ..coordination.signals import DeferredSignals
 from ..devices import Gpu, GpuRequest, GpuVerdict, HostSnapshot
 from ..errors import NotEnoughGpusError, UnsatisfiableRequestError
-
-__all__ = [
-    "ancestor_may_hold",
-    "check_possible_inside",
-    "end_of_outer",
-    "judged_inside",
-    "outer_claim",
-    "pids_of_outer",
-    "refuse_gpus_of_ancestors",
-]
 
 
 def outer_claim(host: LockedHost, snapshot: HostSnapshot, token: str) -> dict[str, LeaseRecord]:
@@ -112,7 +102,7 @@ def ancestor_may_hold(gpus: Iterable[Gpu], *, inner: bool) -> bool:
     A record alone does not prove that the lease is held. Reading records needs no lock.
     """
     family = {os.getpid(), *procfs.ancestors(os.getpid())}
-    with HeldBack(), StateDir(state_dir_path()) as root, StateDir("leases", root) as leases:
+    with DeferredSignals(), StateDir(state_dir_path()) as root, StateDir("leases", root) as leases:
         files = (inner_name(gpu.uuid) if inner else lease_name(gpu.uuid) for gpu in gpus)
         records = (read_record(leases, name) for name in files)
         return any(record is not None and record.here and record.pid in family for record in records)

@@ -12,12 +12,11 @@ from .nested import ancestor_may_hold
 
 if TYPE_CHECKING:
     from .host_view import HostView
-    from .line import Line
-    from .look import Look
-    from .terms import Terms
-    from .why_not import WaitNews
+    from .line import QueuePlace
+    from .look import Attempt
+    from .terms import ClaimOptions
+    from .why_not import WaitStatus
 
-__all__ = ["News"]
 
 # Seconds between two reports. A sleeping waiter also looks again about this often.
 _REPORT_INTERVAL = 60.0
@@ -28,7 +27,7 @@ _EARLY = 32
 _WARNING_DELAY = 1.0
 
 
-class News:
+class WaitReporter:
     """The reports of one wait, which begins when the object is made.
 
     Reports go to ``terms.on_wait``. If there is none they go to the logger: at INFO, and once, after a second, as a
@@ -39,7 +38,7 @@ class News:
         warning_due: the same for the warning.
     """
 
-    def __init__(self, view: HostView, terms: Terms, line: Line) -> None:
+    def __init__(self, view: HostView, terms: ClaimOptions, line: QueuePlace) -> None:
         self._view = view
         self._line = line
         self._on_wait = terms.on_wait or _to_log(terms.logger, late=False)
@@ -61,7 +60,7 @@ class News:
             return now + _REPORT_INTERVAL * spread
         return self.due if self.due > now else now + _REPORT_INTERVAL
 
-    def tell(self, look: Look) -> None:
+    def tell(self, look: Attempt) -> None:
         """Give the reports that are due after this look.
 
         Raises:
@@ -89,27 +88,27 @@ class News:
         if self._on_wait is not None:
             self._on_wait(self._gather(look, self._line.position))
 
-    def warn(self, look: Look) -> None:
+    def warn(self, look: Attempt) -> None:
         """Give the warning from this look alone. Hundreds may wait, so there is no new look and no poll for it."""
         if self._on_long_wait is not None:
             self._on_long_wait(self._gather(look, 0))  # 0: the position is not counted either
         self._on_long_wait = None
         self.warning_due = math.inf
 
-    def _gather(self, look: Look, position: int) -> WaitNews:
-        from .forecast import expect
-        from .why_not import wait_news
+    def _gather(self, look: Attempt, position: int) -> WaitStatus:
+        from .forecast import forecast
+        from .why_not import wait_status
 
         ticket = None if look.ahead is None else look.ahead.ticket
-        news = wait_news(self._view, ticket, look.seen.unleased, position, look.seen.named, look.seen.spent)
+        news = wait_status(self._view, ticket, look.seen.unleased, position, look.seen.named, look.seen.spent)
         if news.spent is not None:
             return news  # when a claim of the same user ends, others do not matter
         if ticket is not None and not position:
             return news  # hundreds may wait, and to look it up reads the tickets of all
-        return news._replace(expected=expect(self._view, self._line))
+        return news._replace(expected=forecast(self._view, self._line))
 
 
-def _to_log(logger: Any, *, late: bool) -> Callable[[WaitNews], None] | None:
+def _to_log(logger: Any, *, late: bool) -> Callable[[WaitStatus], None] | None:
     """A function that logs a report, with the facts as attributes of the log record: at INFO, or if ``late`` a warning.
 
     None if the logger is not enabled for that level.
@@ -118,7 +117,7 @@ def _to_log(logger: Any, *, late: bool) -> Callable[[WaitNews], None] | None:
     if is_enabled is not None and not is_enabled(30 if late else 20):
         return None
 
-    def tell(news: WaitNews) -> None:
+    def tell(news: WaitStatus) -> None:
         from .why_not import waiting_message
 
         facts = {f"safe_gpu_{name}": value for name, value in news._asdict().items()}

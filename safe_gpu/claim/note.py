@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..coordination.commands import names_in
+from ..coordination.commands import program_names
 from ..coordination.history import append
 from ..procfs import printable, well_formed
 
@@ -15,10 +15,8 @@ if TYPE_CHECKING:
     from ..coordination.leases import Lease, LeaseRecord
     from ..devices import Gpu
 
-__all__ = ["note"]
 
-
-def note(record: LeaseRecord, gpus: Sequence[Gpu], leases: Sequence[Lease]) -> None:
+def append_history(record: LeaseRecord, gpus: Sequence[Gpu], leases: Sequence[Lease]) -> None:
     """Append a claim that holds these leases to the history. No error of it reaches the claim.
 
     Claims inside claims and claims that are shared have no line.
@@ -49,6 +47,6 @@ def _line(record: LeaseRecord, labels: Sequence[str] = ()) -> bytes:
         value = getattr(record, key)
         fields[key] = value and well_formed(value)
     # The record may have the whole command, by the wish of its user, and is soon gone; this line stays.
-    fields["command"] = record.command and printable(well_formed(names_in(record.command.split())))
+    fields["command"] = record.command and printable(well_formed(program_names(record.command.split())))
     fields.update(gpus=record.gpus, labels=labels, until=record.until)
     return json.dumps(fields).encode() + b"\n"

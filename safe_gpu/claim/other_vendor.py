@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from ..devices import GpuRequest
     from ..selection.rules import Rules
 
-__all__ = ["with_way_out"]
-
 
 def with_way_out(err: UnsatisfiableRequestError, request: GpuRequest, rules: Rules) -> UnsatisfiableRequestError:
     """The error of a claim, which also names the vendor to ask for where the GPUs of another one would do."""

@@ -10,31 +10,30 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from ..coordination.leases import LeaseRecord
-from ..coordination.signals import HeldBack
+from ..coordination.signals import DeferredSignals
 from ..devices import Gpu
 from ..drivers import opened_driver
 from ..errors import AlreadyClaimedError, GPUAffinityError, PlaceholderError
 from ..runtimes.fence import remember_initializer
-from ..runtimes.variables import render
-from ..spelling import Spelling
+from ..runtimes.variables import render_visible
+from ..spelling import ArgumentStyle
 from .acquisition import acquire
 from .claim import Claim
-from .environment import Environment
-from .fall_over import FallOver
-from .holding import Holding
+from .environment import ClaimVariables
+from .fall_over import BadGpuFallback
+from .holding import PlaceholderSet
 from .host_view import HostView
 from .recheck import other_processes, verify_alone, verify_devices
-from .terms import NODE_BY_DEFAULT, read_terms, warn_of_more_than_declared
+from .terms import NODE_BY_DEFAULT, read_options, warn_of_more_than_declared
 from .timeout import DEFAULT, DefaultTimeout
 
 if TYPE_CHECKING:
     from ..affinity import AffinityOptions, BindingReport
     from ..drivers.base import Driver
-    from ..runtimes.visible_devices import Fence
-    from .terms import Terms
-    from .why_not import WaitNews
+    from ..runtimes.visible_devices import VisibleLimit
+    from .terms import ClaimOptions
+    from .why_not import WaitStatus
 
-__all__ = ["GPUOwner", "claim_gpus", "current_owner", "latest_gpus", "release_gpus"]
 
 gpu_owner: GPUOwner | None = None
 """The owner that :func:`claim_gpus` made, until its release."""
@@ -77,9 +76,9 @@ class GPUOwner:
         delegate: bool = False,
         hold_for: float | str | DefaultTimeout | None = DEFAULT,
         vendor: str | None = None,
-        _on_wait: Callable[[WaitNews], None] | None = None,
+        _on_wait: Callable[[WaitStatus], None] | None = None,
         _command: str | None = None,
-        _spelling: type[Spelling] = Spelling,
+        _spelling: type[ArgumentStyle] = ArgumentStyle,
     ) -> None:
         self.devices_taken: list[int] = []
         self.gpus: tuple[Gpu, ...] = ()
@@ -88,13 +87,13 @@ class GPUOwner:
 
         self._pid = os.getpid()
         self._claim: Claim | None = None
-        self._environment = Environment()
-        self._signals = HeldBack()
-        self._holding = Holding(self._signals)
+        self._environment = ClaimVariables()
+        self._signals = DeferredSignals()
+        self._holding = PlaceholderSet(self._signals)
 
         try:
             _become_current(self)
-            terms = read_terms(
+            terms = read_options(
                 nb_gpus,
                 placeholder_fn=placeholder_fn,
                 logger=logger,
@@ -120,7 +119,7 @@ class GPUOwner:
                 self._holding.prepare(driver.runtime, terms.placeholder_fn, self.logger)
                 if view.age > _STALE:
                     view.poll()
-                bad = FallOver(view, self._holding.make, self.logger)
+                bad = BadGpuFallback(view, self._holding.make, self.logger)
                 claim = self._take_and_hold(view, terms, bad)
                 if driver.runtime.real:
                     remember_initializer(view.fence, self._holding.make, driver.runtime)
@@ -174,7 +173,7 @@ class GPUOwner:
 
     # The steps of a claim
 
-    def _take_and_hold(self, view: HostView, terms: Terms, bad: FallOver) -> Claim:
+    def _take_and_hold(self, view: HostView, terms: ClaimOptions, bad: BadGpuFallback) -> Claim:
         """Lease GPUs and put the placeholder on them; if one of them proves to be bad, give all back and try others."""
         record = LeaseRecord.of_this_process(terms.job.job_label, terms.command)
         while True:
@@ -192,7 +191,7 @@ class GPUOwner:
                 bad.go_on(claim, err)
             self._give_back()
 
-    def _take_over(self, claim: Claim, fence: Fence | None) -> None:
+    def _take_over(self, claim: Claim, fence: VisibleLimit | None) -> None:
         gpus = claim.gpus
         if fence is not None and fence.frozen:  # CUDA is initialised, so its numbering cannot change
             gpus = tuple(sorted(gpus, key=lambda gpu: fence.uuids.index(gpu.uuid)))
@@ -206,7 +205,7 @@ class GPUOwner:
         )
 
     def _set_environment(self, claim: Claim, visible_as: str) -> None:
-        variables = render(claim.gpus, visible_as=visible_as, snapshot=claim.before, environ=os.environ)
+        variables = render_visible(claim.gpus, visible_as=visible_as, snapshot=claim.before, environ=os.environ)
         if claim.token:
             variables["SAFE_GPU_SCOPE"] = claim.token
         self._environment.set(variables)
@@ -216,7 +215,7 @@ class GPUOwner:
             extra={"safe_gpu_environment": variables},
         )
 
-    def _hold(self, view: HostView, bad: FallOver) -> None:
+    def _hold(self, view: HostView, bad: BadGpuFallback) -> None:
         for device_no, gpu in enumerate(self.gpus):
             try:
                 self._holding.place()
@@ -225,7 +224,7 @@ class GPUOwner:
         if self._holding.on_gpu:
             self.logger.info("Placeholder holds GPU %s", ",".join(gpu.label for gpu in self.gpus))
 
-    def _bind(self, driver: Driver, terms: Terms) -> None:
+    def _bind(self, driver: Driver, terms: ClaimOptions) -> None:
         if terms.options is None and terms.memory is None:
             return
         from ..affinity.cpu_shares import bind_claim

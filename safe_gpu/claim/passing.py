@@ -12,19 +12,17 @@ from typing import TYPE_CHECKING
 
 from .. import procfs
 from ..coordination.leases import may_be_held, read_record
-from ..devices import GpuRequest, Holder
-from ..selection.backfill import Want, free_at, open_gpus
+from ..devices import GpuRequest, LeaseHolder
+from ..selection.backfill import BackfillRequest, free_at, open_gpus
 from ..selection.possible import can_be_met_by_releases, capacity
 
 if TYPE_CHECKING:
     from ..coordination.files import StateDir
     from ..coordination.host_lock import LockedHost
-    from ..coordination.tickets import Demand, Ticket
+    from ..coordination.tickets import Ticket, TicketRequest
     from ..devices import Gpu, GpuVerdict
     from .host_view import HostView
-    from .quota import Holdings
-
-__all__ = ["Moment", "stem_of", "want_of"]
+    from .quota import LeasesByUser
 
 
 def stem_of(view: HostView, uuid: str) -> str:
@@ -32,9 +30,9 @@ def stem_of(view: HostView, uuid: str) -> str:
     return f"{uuid}.inner" if view.outer else uuid
 
 
-def want_of(demand: Demand) -> Want:
+def backfill_request(demand: TicketRequest) -> BackfillRequest:
     """A ticket's request as the rule takes it."""
-    return Want(demand.nb_gpus, demand.gpus, math.inf if demand.hold_for is None else demand.hold_for)
+    return BackfillRequest(demand.nb_gpus, demand.gpus, math.inf if demand.hold_for is None else demand.hold_for)
 
 
 def _last_holder(leases: StateDir, name: str) -> int | None:
@@ -42,10 +40,10 @@ def _last_holder(leases: StateDir, name: str) -> int | None:
     record = read_record(leases, name)
     if record is not None:
         return record.pid
-    from ..coordination.decoding import beginning
-    from ..coordination.endings import LONGEST, Ending
+    from ..coordination.decoding import read_bounded
+    from ..coordination.endings import LONGEST, ClaimEnd
 
-    ending = Ending.decode(beginning(leases, name, LONGEST))
+    ending = ClaimEnd.decode(read_bounded(leases, name, LONGEST))
     return None if ending is None else ending.pid
 
 
@@ -54,7 +52,7 @@ def _is_leaving(last_holder: int, gpu: Gpu) -> bool:
     return any(process.pid == last_holder for process in gpu.processes or ()) and procfs.is_exiting(last_holder)
 
 
-class Moment:
+class QueueSnapshot:
     """The GPUs of the host under one hold of host.lock.
 
     Args:
@@ -73,7 +71,7 @@ class Moment:
         view: HostView,
         mine: Collection[str],
         named: Callable[[Collection[str]], Collection[str]],
-        holdings: Holdings | None = None,
+        holdings: LeasesByUser | None = None,
     ) -> None:
         self.stopped: Ticket | None = None
         self.by_poll = False
@@ -81,7 +79,7 @@ class Moment:
         self._view = view
         self._holdings = holdings
         self._verdicts: dict[int | None, tuple[GpuVerdict, ...]] = {}
-        self._leased: dict[str, Holder] = {}
+        self._leased: dict[str, LeaseHolder] = {}
         self._leaving: set[str] = set()
         self._frozen: dict[bytes, bool] = {}
         usable = {gpu.uuid for gpu in view.usable}
@@ -89,18 +87,18 @@ class Moment:
         for gpu in view.snapshot.gpus:
             name = view.lease_name(gpu.uuid)
             if gpu.uuid in usable and gpu.uuid not in mine:
-                self._leased[gpu.uuid] = Holder()
+                self._leased[gpu.uuid] = LeaseHolder()
                 continue
             # Read first: to probe a lease replaces the record of a holder that has just gone.
             last = _last_holder(host.leases, name) if gpu.processes else None
             if gpu.uuid not in usable and may_be_held(host, name):
-                self._leased[gpu.uuid] = Holder()
+                self._leased[gpu.uuid] = LeaseHolder()
             elif gpu.processes:
                 used.add(gpu.uuid)
                 if last is not None and _is_leaving(last, gpu):
                     self._leaving.add(gpu.uuid)
         if used:
-            self._leased.update(dict.fromkeys(named(used), Holder(elsewhere=True)))
+            self._leased.update(dict.fromkeys(named(used), LeaseHolder(elsewhere=True)))
 
     def is_absent(self, ticket: Ticket) -> bool:
         """Whether a waiter counts as absent: it is stopped, its user is at a limit, or no release of leases can satisfy
@@ -128,7 +126,7 @@ class Moment:
         leased = [gpu for gpu in self._view.usable if gpu.uuid in wanted and gpu.uuid in self._leased]
         return capacity(leased) >= number and not self._view.snapshot.shared_display
 
-    def open_to(self, demand: Demand, ahead: Iterable[Ticket], free: Collection[str]) -> frozenset[str]:
+    def open_to(self, demand: TicketRequest, ahead: Iterable[Ticket], free: Collection[str]) -> frozenset[str]:
         """UUIDs of the free GPUs that a request may take past the waiters ahead; too few: it may not pass.
 
         Args:
@@ -137,7 +135,7 @@ class Moment:
         """
         now = time.time()
         stems = {stem_of(self._view, uuid): uuid for uuid in free}
-        left = open_gpus(want_of(demand), self._wants(demand, ahead), stems, self.free_at(now), now)
+        left = open_gpus(backfill_request(demand), self._wants(demand, ahead), stems, self.free_at(now), now)
         return frozenset(stems[stem] for stem in left)
 
     def free_at(self, now: float) -> dict[str, float]:
@@ -153,16 +151,16 @@ class Moment:
             found[stem_of(self._view, gpu.uuid)] = when
         return found
 
-    def _wants(self, demand: Demand, ahead: Iterable[Ticket]) -> Iterator[Want]:
+    def _wants(self, demand: TicketRequest, ahead: Iterable[Ticket]) -> Iterator[BackfillRequest]:
         for ticket in ahead:
             if ticket.demand is None:
-                yield Want(len(demand.gpus) + 1, demand.gpus)  # nobody passes it
+                yield BackfillRequest(len(demand.gpus) + 1, demand.gpus)  # nobody passes it
             elif not self.is_absent(ticket):
                 yield self._fitting(ticket.demand)
 
-    def _fitting(self, demand: Demand) -> Want:
+    def _fitting(self, demand: TicketRequest) -> BackfillRequest:
         """What a waiter wants, without the GPUs that nobody holds and that are too full for it."""
-        want = want_of(demand)
+        want = backfill_request(demand)
         if not demand.min_memory:
             return want
         full = {

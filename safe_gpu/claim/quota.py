@@ -25,13 +25,11 @@ if TYPE_CHECKING:
     from ..coordination.tickets import Ticket
     from ..devices import Gpu
     from ..policy import Limits, Policy
-    from ..spelling import Spelling
-    from .hold_for import Hold
-
-__all__ = ["Holdings", "Quota", "Spent", "check_count", "check_terms", "hold_within", "quota_of"]
+    from ..spelling import ArgumentStyle
+    from .hold_for import HoldTime
 
 
-class Spent(NamedTuple):
+class LimitReached(NamedTuple):
     """A limit of a user that stands in the way: ``held`` of ``most`` GPUs, by the leases with these names."""
 
     held: int
@@ -72,13 +70,13 @@ class Quota:
             for uid in owners.difference(self._most):
                 self._most[uid] = policy.limits_of_user(self._rules, uid).max_gpus
 
-    def holdings(self, leases: StateDir, gpus: Iterable[Gpu], tried: Mapping[str, Lease]) -> Holdings:
+    def holdings(self, leases: StateDir, gpus: Iterable[Gpu], tried: Mapping[str, Lease]) -> LeasesByUser:
         """Who holds what during one look.
 
         Args:
             gpus: of this host. tried: the leases that this process takes during the look.
         """
-        return Holdings(self, leases, [lease_name(gpu.uuid) for gpu in gpus], tried)
+        return LeasesByUser(self, leases, [lease_name(gpu.uuid) for gpu in gpus], tried)
 
     def most_of(self, uid: int) -> int | None:
         """How many GPUs a user may hold at once; None is no limit, or not known yet."""
@@ -88,7 +86,7 @@ class Quota:
         return self._most[uid]
 
 
-class Holdings:
+class LeasesByUser:
     """Who holds which leases, read from the kernel at the first question."""
 
     def __init__(self, quota: Quota, leases: StateDir, names: Collection[str], tried: Mapping[str, Lease]) -> None:
@@ -98,16 +96,16 @@ class Holdings:
         self._tried = tried
         self._owners: Mapping[str, int] | None = None
 
-    def own_spent(self, nb_gpus: int) -> Spent | None:
+    def own_spent(self, nb_gpus: int) -> LimitReached | None:
         """The limit of the user of this claim, if it does not allow that many GPUs more."""
         return self._spent(os.geteuid(), nb_gpus)
 
-    def _spent(self, uid: int, nb_gpus: int) -> Spent | None:
+    def _spent(self, uid: int, nb_gpus: int) -> LimitReached | None:
         most = self._quota.most_of(uid)
         if most is None:
             return None
         held = self._held_by(uid)
-        return Spent(len(held), most, held) if len(held) + nb_gpus > most else None
+        return LimitReached(len(held), most, held) if len(held) + nb_gpus > most else None
 
     def is_at_limit(self, ticket: Ticket) -> bool:
         """Whether that waiter, of another user, cannot take its GPUs before leases of its user end. It may be passed.
@@ -142,7 +140,7 @@ def quota_of(path: str, warn: object) -> Quota | None:
     return None if rules is None else Quota(rules, policy.limits_of_this_user(rules))
 
 
-def check_terms(nb_gpus: int, hold: Hold, limits: Limits, spelling: type[Spelling]) -> None:
+def check_policy_limits(nb_gpus: int, hold: HoldTime, limits: Limits, spelling: type[ArgumentStyle]) -> None:
     """Refuse a claim that is not made inside another one and that the policy never allows.
 
     Raises:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from .. import procfs
 from ..coordination.legacy import take_legacy_lock
-from ..coordination.signals import HeldBack
+from ..coordination.signals import DeferredSignals
 from ..devices import Gpu, GpuProcess, GpuRequest, HostSnapshot
 from ..errors import GpuContendedError, NotEnoughGpusError, SafeGpuError, WrongDeviceError
 from ..procfs import describe_process
@@ -20,20 +20,19 @@ if TYPE_CHECKING:
     from ..runtimes.runtime import Runtime
     from .claim import Claim
     from .host_view import HostView
-    from .terms import Terms
+    from .terms import ClaimOptions
 
-__all__ = ["confirm", "other_processes", "verify_alone", "verify_devices"]
 
 # The lock of the older package is held until the driver shows the placeholder, but at most this long, in seconds.
 _SHOWING = 2.0
 
 
-def confirm(view: HostView, claim: Claim, terms: Terms) -> bool:
+def confirm(view: HostView, claim: Claim, terms: ClaimOptions) -> bool:
     """The second poll, with the leases and the lock of the older package held: whether the GPUs are still free.
 
     If they are not, the claim is released.
     """
-    with HeldBack() as signals:
+    with DeferredSignals() as signals:
         claim.legacy = take_legacy_lock(None if terms.timeout is None else terms.deadline, terms.logger, signals)
     view.poll_again(claim.gpus)
     claim.before, claim.explained = view.snapshot, view.explained
@@ -79,7 +78,7 @@ def verify_devices(gpus: Sequence[Gpu], runtime: Runtime) -> None:
         )
 
 
-def verify_alone(view: HostView, claim: Claim, terms: Terms, *, holding: bool) -> None:
+def verify_alone(view: HostView, claim: Claim, terms: ClaimOptions, *, holding: bool) -> None:
     """The third poll: refuse foreign processes, and release the lock of the older package.
 
     That lock is held until the driver shows the placeholder, because the older package knows no leases. In a container

@@ -16,16 +16,14 @@ from ..procfs import printable_lines
 from ..runtimes.visible_devices import render
 from ..schedulers import JobContext, current
 from ..selection.request import parse_request
-from ..spelling import Spelling
-from .hold_for import UNKNOWN, Hold, parse_hold_for
+from ..spelling import ArgumentStyle
+from .hold_for import UNKNOWN, HoldTime, parse_hold_for
 from .timeout import DEFAULT, DefaultTimeout, parse_timeout
 
 if TYPE_CHECKING:
     from ..affinity import AffinityOptions
     from .quota import Quota
-    from .why_not import WaitNews
-
-__all__ = ["NODE_BY_DEFAULT", "Terms", "read_terms", "under_policy"]
+    from .why_not import WaitStatus
 
 
 class _ByDefault(str):
@@ -35,7 +33,7 @@ class _ByDefault(str):
 NODE_BY_DEFAULT = _ByDefault("node")
 
 
-class Terms(NamedTuple):
+class ClaimOptions(NamedTuple):
     """The checked arguments of a claim.
 
     Attributes:
@@ -71,8 +69,8 @@ class Terms(NamedTuple):
     job: JobContext = JobContext()
     by_job: bool = False
     command: str | None = None
-    on_wait: Callable[[WaitNews], None] | None = None
-    hold: Hold = UNKNOWN
+    on_wait: Callable[[WaitStatus], None] | None = None
+    hold: HoldTime = UNKNOWN
     quota: Quota | None = None
     wait_limit: str = ""
 
@@ -93,7 +91,7 @@ class Terms(NamedTuple):
         return max(self.began + self.timeout, time.monotonic() + MINIMUM_PATIENCE)
 
 
-def read_terms(
+def read_options(
     nb_gpus: int | str = 1,
     *,
     placeholder_fn: Callable[[int], Any] | None = None,
@@ -111,9 +109,9 @@ def read_terms(
     hold_for: float | str | DefaultTimeout | None = DEFAULT,
     vendor: str | None = None,
     command: str | None = None,
-    on_wait: Callable[[WaitNews], None] | None = None,
-    spelling: type[Spelling] = Spelling,
-) -> Terms:
+    on_wait: Callable[[WaitStatus], None] | None = None,
+    spelling: type[ArgumentStyle] = ArgumentStyle,
+) -> ClaimOptions:
     """Check the arguments of ``claim_gpus``. The timeout counts from this call.
 
     Raises:
@@ -158,7 +156,7 @@ def read_terms(
         )
     for doubt in settings.doubts(environ):
         logger.warning("%s", doubt)
-    return Terms(
+    return ClaimOptions(
         request,
         wait,
         began,
@@ -178,7 +176,7 @@ def read_terms(
     )
 
 
-def under_policy(terms: Terms) -> Terms:
+def with_policy_limits(terms: ClaimOptions) -> ClaimOptions:
     """The terms with the limits of the policy file of this host, if there is one. Takes no lock.
 
     Raises:

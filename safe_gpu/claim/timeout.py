@@ -7,9 +7,7 @@ from collections.abc import Mapping
 
 from ..durations import parse_duration
 from ..errors import UnsatisfiableRequestError
-from ..spelling import Spelling
-
-__all__ = ["DEFAULT", "DefaultTimeout", "default_timeout", "parse_timeout"]
+from ..spelling import ArgumentStyle
 
 # Default timeouts in seconds. The scheduler has assigned a GPU to a batch job, so one will become free. Elsewhere the
 # wait only covers the exit of a previous process.
@@ -28,7 +26,7 @@ DEFAULT = DefaultTimeout()
 
 
 def parse_timeout(
-    timeout: object, environ: Mapping[str, str], *, in_batch_job: bool, spelling: type[Spelling] = Spelling
+    timeout: object, environ: Mapping[str, str], *, in_batch_job: bool, spelling: type[ArgumentStyle] = ArgumentStyle
 ) -> float | None:
     """Seconds to wait, None for ever. ``timeout`` is a number, None, a text for :func:`parse_duration`, or DEFAULT.
 

@@ -7,9 +7,9 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..coordination.leases import inner_name
-from ..coordination.signals import HeldBack
-from ..coordination.survey import recorded_holders, survey
-from ..devices import Holder
+from ..coordination.signals import DeferredSignals
+from ..coordination.survey import lease_holders, recorded_holders
+from ..devices import LeaseHolder
 from ..errors import ClaimTimeout, NotEnoughGpusError
 from ..procfs import user_name
 from ..selection.verdicts import fence_hint
@@ -19,19 +19,9 @@ from .nested import refuse_gpus_of_ancestors
 if TYPE_CHECKING:
     from ..coordination.tickets import Ticket
     from ..devices import GpuRequest, GpuVerdict
-    from .forecast import Expected
+    from .forecast import Forecast
     from .host_view import HostView
-    from .quota import Spent
-
-__all__ = [
-    "ClaimAhead",
-    "WaitNews",
-    "refusal",
-    "refusal_message",
-    "refuse_if_ancestor_holds",
-    "wait_news",
-    "waiting_message",
-]
+    from .quota import LimitReached
 
 
 class ClaimAhead(NamedTuple):
@@ -51,12 +41,12 @@ class ClaimAhead(NamedTuple):
     def of(cls, ticket: Ticket) -> ClaimAhead:
         """The claim that a ticket describes, of the owner of its file. /proc tells whether its process is stopped."""
         nb_gpus = None if ticket.demand is None else ticket.demand.nb_gpus
-        with HeldBack():  # an exception that comes in the midst of getpwuid(3) is lost if it knows no such user
+        with DeferredSignals():  # an exception that comes in the midst of getpwuid(3) is lost if it knows no such user
             user = user_name(ticket.uid)
         return cls(ticket.pid, user, nb_gpus, ticket.since, ticket.is_stopped())
 
 
-class WaitNews(NamedTuple):
+class WaitStatus(NamedTuple):
     """The state of a wait, for a report to the user.
 
     ``needed`` GPUs are asked for. If another claim is ahead in the queue, it is ``ahead``, ``verdicts`` is empty and
@@ -71,21 +61,21 @@ class WaitNews(NamedTuple):
     needed: int
     verdicts: tuple[GpuVerdict, ...] = ()
     ahead: ClaimAhead | None = None
-    expected: Expected | None = None
-    spent: Spent | None = None
+    expected: Forecast | None = None
+    spent: LimitReached | None = None
 
 
 # Gathering the facts
 
 
-def wait_news(
+def wait_status(
     view: HostView,
     ticket: Ticket | None,
     unleased: Collection[str],
     position: int,
     named: Collection[str] = (),
-    spent: Spent | None = None,
-) -> WaitNews:
+    spent: LimitReached | None = None,
+) -> WaitStatus:
     """The state of a wait after the latest look. It takes no lock and does not poll the driver.
 
     Args:
@@ -96,18 +86,18 @@ def wait_news(
         spent: the limit of this user, if it stands in the way.
     """
     if spent is not None:
-        return WaitNews(position, None, view.request.nb_gpus, spent=spent)
+        return WaitStatus(position, None, view.request.nb_gpus, spent=spent)
     if ticket is not None:
-        return WaitNews(position, None, view.request.nb_gpus, ahead=ClaimAhead.of(ticket))
+        return WaitStatus(position, None, view.request.nb_gpus, ahead=ClaimAhead.of(ticket))
     verdicts = view.judge(_recorded(view, unleased, named))
-    return WaitNews(position, sum(verdict.free for verdict in verdicts), view.request.nb_gpus, verdicts)
+    return WaitStatus(position, sum(verdict.free for verdict in verdicts), view.request.nb_gpus, verdicts)
 
 
-def _recorded(view: HostView, unleased: Collection[str], named: Collection[str]) -> dict[str, Holder]:
+def _recorded(view: HostView, unleased: Collection[str], named: Collection[str]) -> dict[str, LeaseHolder]:
     """UUID -> holder of the leases that others hold."""
     held = [gpu.uuid for gpu in view.usable if gpu.uuid not in unleased]
     found = recorded_holders({uuid: (view.lease_name(uuid), inner_name(uuid)) for uuid in held if uuid not in named})
-    return {uuid: found.get(uuid, Holder(elsewhere=True)) for uuid in held}
+    return {uuid: found.get(uuid, LeaseHolder(elsewhere=True)) for uuid in held}
 
 
 def refuse_if_ancestor_holds(view: HostView) -> None:
@@ -125,7 +115,7 @@ def refusal(
     *,
     ticket: Ticket | None,
     stopped: Ticket | None = None,
-    spent: Spent | None = None,
+    spent: LimitReached | None = None,
     position: int,
     waited: float,
     wait_limit: str = "",
@@ -162,11 +152,11 @@ def refusal(
     return NotEnoughGpusError(message, nb_gpus=request.nb_gpus, verdicts=verdicts)
 
 
-def _holders(view: HostView) -> dict[str, Holder]:
-    return survey(view.snapshot.gpus, inner=bool(view.outer), prefix=view.snapshot.names)
+def _holders(view: HostView) -> dict[str, LeaseHolder]:
+    return lease_holders(view.snapshot.gpus, inner=bool(view.outer), prefix=view.snapshot.names)
 
 
-def _judge(view: HostView, holders: dict[str, Holder]) -> tuple[GpuVerdict, ...]:
+def _judge(view: HostView, holders: dict[str, LeaseHolder]) -> tuple[GpuVerdict, ...]:
     verdicts = view.judge(holders)
     refuse_gpus_of_ancestors(verdicts, {gpu.uuid for gpu in view.usable}, view.request, inner=bool(view.outer))
     return verdicts
@@ -182,7 +172,7 @@ def refusal_message(
     hint: str = "",
     ahead: ClaimAhead | None = None,
     passed: ClaimAhead | None = None,
-    spent: Spent | None = None,
+    spent: LimitReached | None = None,
     position: int = 0,
     waited: float = 0.0,
     wait_limit: str = "",
@@ -229,7 +219,7 @@ def _lines(verdicts: Sequence[GpuVerdict]) -> Iterator[str]:
         yield f"  GPU {gpu_ranges(labels)} ({name}): {reason}"
 
 
-def waiting_message(news: WaitNews, now: float | None = None, *, width: int | None = None) -> str:
+def waiting_message(news: WaitStatus, now: float | None = None, *, width: int | None = None) -> str:
     """One line about a wait: the claim ahead if there is one, else who holds the GPUs and since when.
 
     Args:
@@ -240,14 +230,14 @@ def waiting_message(news: WaitNews, now: float | None = None, *, width: int | No
     moment = _moment(now)
     text = _state(news, moment, width)
     if news.expected is not None:
-        from .forecast import clauses
+        from .forecast import describe_forecast
 
-        for clause in clauses(news.expected, moment):
+        for clause in describe_forecast(news.expected, moment):
             text = _widest([f"{text}; {clause}", text], width)
     return text
 
 
-def _state(news: WaitNews, moment: float, width: int | None) -> str:
+def _state(news: WaitStatus, moment: float, width: int | None) -> str:
     """Who is ahead, or who holds the GPUs."""
     text = f"waiting for {plural(news.needed)}"
     if news.ahead is not None:

@@ -6,8 +6,6 @@ import argparse
 
 from .options import add_which_gpus, all_modes, cores, cpu_list, process_id
 
-__all__ = ["configure"]
-
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Its options and its handler."""

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from ..affinity.numbering import Names
     from ..drivers.base import Driver
 
-__all__ = ["affinity_text", "placement_text"]
-
 
 def affinity_text(
     *,

@@ -12,8 +12,6 @@ from typing import NoReturn
 
 from ..errors import SafeGpuError
 
-__all__ = ["CommandError", "become", "find_command"]
-
 
 class CommandError(SafeGpuError):
     """The command cannot be run; ``code`` is what shells exit with: 127 not found, 126 found and not runnable."""
@@ -60,7 +58,7 @@ def become(path: str, command: Sequence[str]) -> NoReturn:
     """
     import errno
 
-    from ..coordination.signals import ignore, unignore
+    from ..coordination.signals import ignore_again, restore_default_signals
 
     for stream in (sys.stdout, sys.stderr):
         try:
@@ -69,14 +67,14 @@ def become(path: str, command: Sequence[str]) -> NoReturn:
             pass  # nobody reads it any more, and the command may not care
     try:
         try:
-            unignore()  # after the last write of ours: on a broken pipe it would be the end of this process
+            restore_default_signals()  # after our last write: on a broken pipe it would be the end of this process
             os.execv(path, list(command))
         except OSError as err:
             if err.errno != errno.ENOEXEC or _is_binary(path):
                 raise
             os.execv("/bin/sh", ["sh", path, *command[1:]])  # a script without #!: what a shell would do
     except BaseException as err:
-        ignore()
+        ignore_again()
         if not isinstance(err, OSError):  # a handler of a signal has raised
             raise
         reason = err.strerror

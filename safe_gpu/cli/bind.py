@@ -10,8 +10,6 @@ from .become import become, find_command
 from .options import add_command, add_which_gpus, all_modes
 from .streams import is_terminal, say
 
-__all__ = ["configure"]
-
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Its options and its handler."""

@@ -23,8 +23,6 @@ from .become import CommandError
 from .parser import Parser
 from .streams import drop_errors, drop_output, open_standard_streams, say
 
-__all__ = ["COMMANDS", "main", "parse", "parser_of"]
-
 # sysexits.h, where it has a fitting one.
 EX_NO_DRIVER = 69
 EX_SOFTWARE = 70

@@ -6,8 +6,6 @@ import argparse
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-__all__ = ["SHELLS", "Command", "Option", "commands", "configure"]
-
 
 class Option(NamedTuple):
     """One option under all its names: ``value`` names what it takes, "" for nothing; ``choices`` are words for it."""

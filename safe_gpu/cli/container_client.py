@@ -6,8 +6,6 @@ import os
 from collections.abc import Mapping, Sequence
 from shutil import which
 
-__all__ = ["warning_about"]
-
 _CLIENTS = frozenset({"docker", "nerdctl", "docker-compose", "podman", "podman-remote"})
 
 # What runs another command: its options that take an argument, and how many words stand before that command.

@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 
-__all__ = ["configure"]
-
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Its handler; it takes no options."""

@@ -7,8 +7,6 @@ import sys
 
 from .streams import columns, in_color
 
-__all__ = ["configure"]
-
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Its options and its handler."""

@@ -13,9 +13,8 @@ from .streams import columns, say
 
 if TYPE_CHECKING:
     from ..status.past import PastClaim
-    from ..status.usage import Use
+    from ..status.usage import GpuHours
 
-__all__ = ["configure", "moment"]
 
 _DAYS = 30
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")  # what spreadsheets would run
@@ -97,9 +96,9 @@ def _history(options: argparse.Namespace) -> int:
     if options.idle:
         claims = _without_work(claims)
     if options.by:
-        from ..status.usage import use_by
+        from ..status.usage import gpu_hours_by
 
-        _show_use(use_by(claims, options.by, since, until), options, since, until)
+        _show_use(gpu_hours_by(claims, options.by, since, until), options, since, until)
     else:
         _show_claims(claims[::-1], options, since, until)
     return 0
@@ -142,14 +141,14 @@ _FACTS = "user uid pid job command host gpus labels since until running seen end
 
 
 def _fields(claim: PastClaim, since: float, until: float) -> dict[str, object]:
-    from ..status.usage import held
+    from ..status.usage import hours_held
 
-    least, most = (round(seconds * len(claim.gpus) / 3600, 4) for seconds in held(claim, since, until))
+    least, most = (round(seconds * len(claim.gpus) / 3600, 4) for seconds in hours_held(claim, since, until))
     facts = {name: getattr(claim, name) for name in _FACTS}
     return {**facts, "gpu_hours_least": least, "gpu_hours_most": most}
 
 
-def _show_use(found: list[Use], options: argparse.Namespace, since: float, until: float) -> None:
+def _show_use(found: list[GpuHours], options: argparse.Namespace, since: float, until: float) -> None:
     names = [options.by, "claims", "gpu_hours_least", "gpu_hours_most"]
     rows = [[one.key, one.claims, round(one.least, 4), round(one.most, 4)] for one in found]
     if options.json:

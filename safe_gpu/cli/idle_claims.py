@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 from ..errors import SafeGpuError
 
 if TYPE_CHECKING:
-    from ..claim.why_not import WaitNews
+    from ..claim.why_not import WaitStatus
 
-__all__ = ["IdleClaims"]
 
 _MOST = 3  # of the claims that are new
 
@@ -26,7 +25,7 @@ class IdleClaims:
         self._path = path
         self._told: set[tuple[int | None, float | None]] = set()
 
-    def new(self, news: WaitNews) -> list[str]:
+    def new(self, news: WaitStatus) -> list[str]:
         """A line for each claim that has become idle for long enough and may stand in the way. Takes host.lock."""
         from ..status.idle_report import sets_a_limit, whom_to_ask
 

@@ -8,8 +8,6 @@ import shutil
 from collections.abc import Sequence
 from shlex import join, quote
 
-__all__ = ["hint_for"]
-
 # What only a shell knows: its builtins, and the functions that environments are set up with.
 _OF_THE_SHELL = set(
     ". alias cd conda declare eval exec export function if for local ml module popd pushd set shopt source trap ulimit "

@@ -8,27 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 from ..errors import SafeGpuError
-from ..spelling import Spelling
+from ..spelling import ArgumentStyle
 from .parser import is_number
 
-__all__ = [
-    "CommandLine",
-    "add_command",
-    "add_quiet",
-    "add_request",
-    "add_vendor",
-    "add_which_gpus",
-    "all_modes",
-    "cores",
-    "cpu_list",
-    "hold_for_of",
-    "process_id",
-    "seconds",
-    "timeout_of",
-]
 
-
-class CommandLine(Spelling):
+class CommandLine(ArgumentStyle):
     """How the arguments of a claim are written here."""
 
     @staticmethod

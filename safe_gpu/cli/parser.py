@@ -9,8 +9,6 @@ from typing import Any, NoReturn
 
 from .streams import columns
 
-__all__ = ["EX_USAGE", "Parser", "is_number"]
-
 EX_USAGE = 2
 
 

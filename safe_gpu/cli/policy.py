@@ -11,7 +11,6 @@ from .streams import say
 if TYPE_CHECKING:
     from ..policy import Limits
 
-__all__ = ["configure"]
 
 _SCHEMA = 1
 

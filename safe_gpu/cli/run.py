@@ -15,10 +15,9 @@ from .streams import Log, say
 
 if TYPE_CHECKING:
     from ..claim.owner import GPUOwner
-    from ..claim.why_not import WaitNews
+    from ..claim.why_not import WaitStatus
     from .wait_line import WaitLine
 
-__all__ = ["News", "configure"]
 
 _CLIENTS = {"docker", "nerdctl", "docker-compose", "podman", "podman-remote"}
 _CLAIM_MODES = ("none", "node", "socket", "exclusive", "core-complex")
@@ -70,18 +69,18 @@ def _run(options: argparse.Namespace) -> int:
 
 def _claim_and_become(path: str, options: argparse.Namespace) -> NoReturn:
     from ..claim.owner import GPUOwner
-    from ..coordination.commands import recorded
-    from ..coordination.signals import tidy_on_signals
+    from ..coordination.commands import command_for_record
+    from ..coordination.signals import unwind_on_signals
     from ..runtimes.placeholders import NoPlaceholder
-    from ..runtimes.variables import hidden
+    from ..runtimes.variables import hide_all
     from .wait_line import WaitLine
 
     choice: dict[str, Any] = {**hold_for_of(options)}
     if options.affinity is not None:
         choice["affinity"] = None if options.affinity == "none" else options.affinity
     try:
-        with tidy_on_signals(), WaitLine(sys.stderr) as line:
-            news = News(line, quiet=options.quiet, hint=not hasattr(options, "hold_for"))
+        with unwind_on_signals(), WaitLine(sys.stderr) as line:
+            news = WaitDisplay(line, quiet=options.quiet, hint=not hasattr(options, "hold_for"))
             owner = GPUOwner(
                 options.nb_gpus,
                 NoPlaceholder(),
@@ -96,14 +95,14 @@ def _claim_and_become(path: str, options: argparse.Namespace) -> NoReturn:
                 visible_as=options.visible_as,
                 delegate=True,
                 _on_wait=news.tell,
-                _command=recorded(options.command),
+                _command=command_for_record(options.command),
                 _spelling=CommandLine,
                 **choice,
             )
     except UnsatisfiableRequestError as err:
         if options.nb_gpus != "job" or err.value != 0:
             raise
-        os.environ.update(hidden("nvidia"), **hidden("amd"))  # the job asked for no GPU, so it shall see none
+        os.environ.update(hide_all("nvidia"), **hide_all("amd"))  # the job asked for no GPU, so it shall see none
         become(path, options.command)
     if not options.quiet and (news.waited or sys.stderr.isatty()):
         say(_got(owner, time.monotonic() - news.began if news.waited else None))
@@ -123,7 +122,7 @@ def _warn_of_daemons(command: list[str], path: str) -> None:
         say(text)
 
 
-class News:
+class WaitDisplay:
     """Hands the news of a wait on to the line that shows it, unless the user wants none.
 
     Args:
@@ -141,7 +140,7 @@ class News:
         self._hint = hint
         self._told = False
 
-    def tell(self, news: WaitNews) -> None:
+    def tell(self, news: WaitStatus) -> None:
         """Where the wait stands."""
         self.waited = True
         if not self._quiet:

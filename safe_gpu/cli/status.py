@@ -11,9 +11,8 @@ from .options import add_vendor, seconds
 from .streams import columns, in_color, is_terminal, say
 
 if TYPE_CHECKING:
-    from ..status.gather import HostStatus
+    from ..status.facts import HostStatus
 
-__all__ = ["configure", "redrawn"]
 
 _EX_DRIVER = 69
 _EX_STATE_DIR = 73

@@ -8,8 +8,6 @@ from typing import TextIO
 
 from ..procfs import printable_lines
 
-__all__ = ["Log", "columns", "drop_errors", "drop_output", "in_color", "is_terminal", "open_standard_streams", "say"]
-
 
 def open_standard_streams() -> None:
     """Let none of the numbers 0 to 2 be free, or a lease takes it and is printed to; the command finds them closed."""

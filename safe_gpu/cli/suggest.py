@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-__all__ = ["not_a_choice", "unknown_argument", "unknown_command", "unknown_option"]
-
 # What the tools that people come from call it.
 _COMMANDS = {
     "check": "doctor",

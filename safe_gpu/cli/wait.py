@@ -8,8 +8,6 @@ import sys
 from .options import CommandLine, add_quiet, add_request, hold_for_of, timeout_of
 from .streams import Log
 
-__all__ = ["configure"]
-
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Its options and its handler."""
@@ -23,11 +21,11 @@ and claim nothing; exit code 0 then."""
 
 def _wait(options: argparse.Namespace) -> int:
     from ..claim.free import wait_for_gpus
-    from ..coordination.signals import tidy_on_signals
-    from .run import News
+    from ..coordination.signals import unwind_on_signals
+    from .run import WaitDisplay
     from .wait_line import WaitLine
 
-    with tidy_on_signals(), WaitLine(sys.stderr) as line:
+    with unwind_on_signals(), WaitLine(sys.stderr) as line:
         gpus = wait_for_gpus(
             options.nb_gpus,
             timeout=timeout_of(options),
@@ -37,7 +35,7 @@ def _wait(options: argparse.Namespace) -> int:
             only=options.only,
             vendor=options.vendor,
             logger=Log(),
-            on_wait=News(line, quiet=options.quiet).tell,
+            on_wait=WaitDisplay(line, quiet=options.quiet).tell,
             spelling=CommandLine,
             **hold_for_of(options),
         )

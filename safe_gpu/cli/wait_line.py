@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, TextIO
 if TYPE_CHECKING:
     from threading import Event, Thread
 
-    from ..claim.why_not import WaitNews
+    from ..claim.why_not import WaitStatus
     from .idle_claims import IdleClaims
 
-__all__ = ["WaitLine"]
 
 _PROGRAM = "safe-gpu: "
 _ERASE = "\r\x1b[K"
@@ -30,7 +29,7 @@ class WaitLine:
         self._stream = stream
         self._live = stream.isatty() and os.environ.get("TERM") != "dumb"
         self._began = time.monotonic()
-        self._news: WaitNews | None = None
+        self._news: WaitStatus | None = None
         self._thread: Thread | None = None
         self._ended: Event | None = None
         self._idle_claims: IdleClaims | None = None
@@ -44,7 +43,7 @@ class WaitLine:
             self._thread.join()
             self._write(_ERASE)
 
-    def show(self, news: WaitNews) -> None:
+    def show(self, news: WaitStatus) -> None:
         """Tell the user where the wait stands."""
         from ..claim.why_not import waiting_message
 
@@ -60,7 +59,7 @@ class WaitLine:
         if self._live:
             self._tell_of_idle_claims(news)
 
-    def _tell_of_idle_claims(self, news: WaitNews) -> None:
+    def _tell_of_idle_claims(self, news: WaitStatus) -> None:
         """Whom to ask for GPUs that are held without use, where the policy of this host wants that told."""
         from .. import settings
 

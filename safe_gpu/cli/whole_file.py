@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import time
 
-__all__ = ["write_whole"]
-
 
 def write_whole(path: str, text: str) -> None:
     """Write a file of mode 0644 under another name in the same directory, and rename it into place.

@@ -10,13 +10,11 @@ from ..errors import LockTimeout, StateDirError
 from .leases import LeaseRecord
 from .names import digest
 
-__all__ = ["claim_around", "gpus_of_scope"]
-
 # More leases than this are not looked at, because everybody can create some.
 _MOST_LEASES = 512
 
 
-def claim_around(records: Iterable[LeaseRecord], scope: str) -> LeaseRecord | None:
+def outer_claim_of_process(records: Iterable[LeaseRecord], scope: str) -> LeaseRecord | None:
     """The record of this process, else that of its nearest ancestor, else the one with this scope; None without any.
 
     Args:

@@ -11,10 +11,8 @@ from .host_lock import fork_guard, unlock_file
 if TYPE_CHECKING:
     from .host_lock import LockedHost
 
-__all__ = ["KeptDirectory"]
 
-
-class KeptDirectory:
+class StateDirGuard:
     """A shared flock on the state directory, on a descriptor of its own; made without one.
 
     Everybody may share it, and nobody waits for it: where it is not to be had, because a cleaner is at work just now,

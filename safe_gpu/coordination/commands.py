@@ -7,8 +7,6 @@ from collections.abc import Iterable, Sequence
 
 from ..procfs import LIMIT, arguments_of, printable, read_start
 
-__all__ = ["command_of", "names_in", "own_command", "recorded"]
-
 _LONGEST = 200
 
 # Programs whose first argument is a script, unless it is an option.
@@ -19,19 +17,19 @@ _SHELLS = frozenset("sh bash dash zsh ksh".split())
 _SHELL_FLAGS = frozenset("abefhiklmnprstuvxBCEHPT")  # those that take no value
 
 
-def recorded(arguments: Sequence[str]) -> str | None:
+def command_for_record(arguments: Sequence[str]) -> str | None:
     """The command as it stands in a record: the names of program and script, or all of it, at most 200 characters.
 
     ``SAFE_GPU_RECORD_COMMAND=full`` asks for all of it.
     """
     full = os.environ.get("SAFE_GPU_RECORD_COMMAND") == "full"
-    return (" ".join(arguments) if full else names_in(arguments))[:_LONGEST] or None
+    return (" ".join(arguments) if full else program_names(arguments))[:_LONGEST] or None
 
 
 def own_command() -> str | None:
     """The same of this process."""
     line = (read_start("/proc/self/cmdline", LIMIT) or b"").rstrip(b"\0")
-    return recorded([os.fsdecode(argument) for argument in line.split(b"\0")])
+    return command_for_record([os.fsdecode(argument) for argument in line.split(b"\0")])
 
 
 def command_of(pid: int, said: str | None) -> str | None:
@@ -41,11 +39,11 @@ def command_of(pid: int, said: str | None) -> str | None:
         said: what its record says. If that is the whole command, its user wants it to be seen.
     """
     arguments = arguments_of(pid)
-    whole, short = (printable(text)[:_LONGEST] for text in (" ".join(arguments), names_in(arguments)))
+    whole, short = (printable(text)[:_LONGEST] for text in (" ".join(arguments), program_names(arguments)))
     return (whole if whole == said else short) or None
 
 
-def names_in(arguments: Sequence[str]) -> str:
+def program_names(arguments: Sequence[str]) -> str:
     """The names of the program and of the script that it runs, without directories and other arguments.
 
     >>> names_in(["/usr/bin/python3.11", "-u", "jobs/train.py", "--password", "1234"])

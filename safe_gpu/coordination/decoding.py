@@ -11,7 +11,6 @@ from ..errors import StateDirError
 if TYPE_CHECKING:
     from .files import StateDir
 
-__all__ = ["LONGEST_FILE", "beginning", "listed", "moment", "seconds", "text", "whole"]
 
 LONGEST_FILE = 1 << 16
 """Bytes that are read of a ticket or a record at most."""
@@ -20,7 +19,7 @@ LONGEST_FILE = 1 << 16
 _LATEST = 1e11
 
 
-def beginning(directory: StateDir, name: str, most: int) -> bytes:
+def read_bounded(directory: StateDir, name: str, most: int) -> bytes:
     """The first ``most`` bytes of a file; none if it is missing or cannot be read."""
     try:
         fd = directory.open(name)
@@ -36,7 +35,7 @@ def beginning(directory: StateDir, name: str, most: int) -> bytes:
         os.close(fd)
 
 
-def text(value: object, longest: int = 200) -> str:
+def as_text(value: object, longest: int = 200) -> str:
     """Printable text of at most ``longest`` characters.
 
     >>> text("a\\x1b[31m", 3)
@@ -45,7 +44,7 @@ def text(value: object, longest: int = 200) -> str:
     return procfs.printable(str(value)[:longest])
 
 
-def listed(value: object) -> list[object]:
+def as_list(value: object) -> list[object]:
     """The first 1,024 entries of a list; none of anything else.
 
     >>> listed("GPU-12")
@@ -54,7 +53,7 @@ def listed(value: object) -> list[object]:
     return value[:1024] if isinstance(value, list) else []
 
 
-def whole(value: object, least: int, most: int) -> int:
+def as_int(value: object, least: int, most: int) -> int:
     """A whole number within these bounds.
 
     Raises:
@@ -69,7 +68,7 @@ def whole(value: object, least: int, most: int) -> int:
     return int(number)
 
 
-def moment(value: object) -> float:
+def as_time(value: object) -> float:
     """Unix seconds; 0 for a time that cannot be.
 
     Raises:
@@ -79,7 +78,7 @@ def moment(value: object) -> float:
     return seconds if 0 <= seconds < _LATEST else 0.0
 
 
-def seconds(value: object, least: float) -> float | None:
+def as_seconds(value: object, least: float) -> float | None:
     """A number of seconds from ``least`` up; None for anything else, and for a time that cannot be.
 
     >>> seconds("soon", 1) is None

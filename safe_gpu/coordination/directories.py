@@ -11,20 +11,6 @@ from contextlib import suppress
 from .. import procfs
 from ..errors import StateDirError
 
-__all__ = [
-    "DIR_MODE",
-    "NO_RENAME",
-    "OPEN_DIR",
-    "PARTS",
-    "RULE",
-    "make_directory",
-    "open_to_all",
-    "rename_new",
-    "risk_of_owner",
-    "root_owns",
-    "unusable",
-]
-
 PARTS = ("leases", "queue", "history")
 """The directories in the state directory."""
 
@@ -131,7 +117,7 @@ def rename_new(source: str, target: str, parent: int | None) -> int:
     return ctypes.get_errno()
 
 
-def unusable(name: str, path: str, parent: int | None, err: OSError) -> StateDirError:
+def why_unusable(name: str, path: str, parent: int | None, err: OSError) -> StateDirError:
     """Why a directory cannot be opened, and what to do; the arguments are those of :func:`make_directory`."""
     try:
         status = os.stat(name, dir_fd=parent, follow_symlinks=False)

@@ -9,9 +9,7 @@ from __future__ import annotations
 import json
 from typing import Any, NamedTuple
 
-from .decoding import moment, whole
-
-__all__ = ["LONGEST", "Ending", "of_dead"]
+from .decoding import as_int, as_time
 
 LONGEST = 127
 """Bytes of such a line at most. A record is always longer, so the size of a lease file tells one from the other."""
@@ -19,7 +17,7 @@ LONGEST = 127
 _BEGINNING = b'{"v": 1, "claim": ['
 
 
-class Ending(NamedTuple):
+class ClaimEnd(NamedTuple):
     """The end of the claim that process ``pid`` made at ``since``. Times are Unix seconds.
 
     It ended between ``seen``, when it was last known to be alive, and ``ended``, equal if that is known exactly.
@@ -36,7 +34,7 @@ class Ending(NamedTuple):
         return _BEGINNING + f'{self.pid}, {self.since:.3f}], "ended": {when}}}\n'.encode()
 
     @classmethod
-    def decode(cls, data: bytes) -> Ending | None:
+    def decode(cls, data: bytes) -> ClaimEnd | None:
         """The line, or None if it is something else. Anybody may have written it."""
         if len(data) > LONGEST or not data.startswith(_BEGINNING):
             return None
@@ -46,23 +44,23 @@ class Ending(NamedTuple):
             return None
 
     @classmethod
-    def of(cls, raw: Any) -> Ending | None:
+    def of(cls, raw: Any) -> ClaimEnd | None:
         """The end that a decoded line tells of, or None."""
         try:
             pid, since = raw["claim"]
             when = raw["ended"]
-            seen, ended = map(moment, when if isinstance(when, list) else (when, when))
-            found = cls(whole(pid, 1, (1 << 31) - 1), moment(since), seen, ended)
+            seen, ended = map(as_time, when if isinstance(when, list) else (when, when))
+            found = cls(as_int(pid, 1, (1 << 31) - 1), as_time(since), seen, ended)
         except (ValueError, TypeError, KeyError, OverflowError):
             return None
         return found if 0 < found.since <= found.seen <= found.ended else None
 
 
-def of_dead(pid: int, since: float, changed: float, now: float) -> Ending | None:
+def end_of_dead_claim(pid: int, since: float, changed: float, now: float) -> ClaimEnd | None:
     """The end of a claim whose lease was found free at ``now``, its file last changed at ``changed``.
 
     None if the times in the record make no sense.
     """
     if not 0 < since <= now:
         return None
-    return Ending(pid, since, min(max(since, changed), now), now)
+    return ClaimEnd(pid, since, min(max(since, changed), now), now)

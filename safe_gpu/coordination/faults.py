@@ -11,28 +11,26 @@ import os
 from collections.abc import Iterable
 
 from .. import procfs
-from ..devices import Fault
-from .decoding import beginning, moment
+from ..devices import GpuFault
+from .decoding import as_time, read_bounded
 from .files import StateDir, write_all
 from .leases import fault_name
-
-__all__ = ["clear_fault", "read_faults", "write_fault"]
 
 _MOST_BYTES = 4096
 _MOST_CHARACTERS = 400
 
 
-def read_faults(leases: StateDir, uuids: Iterable[str]) -> dict[str, Fault]:
+def read_faults(leases: StateDir, uuids: Iterable[str]) -> dict[str, GpuFault]:
     """UUID -> note, for the devices that have one that can be read, however old it is."""
     found = {}
     for uuid in uuids:
-        fault = _decode(beginning(leases, fault_name(uuid), _MOST_BYTES))
+        fault = _decode(read_bounded(leases, fault_name(uuid), _MOST_BYTES))
         if fault is not None:
             found[uuid] = fault
     return found
 
 
-def _decode(data: bytes) -> Fault | None:
+def _decode(data: bytes) -> GpuFault | None:
     """The note in this line; None if it is empty, torn or makes no sense. Anybody may have written it."""
     if not data:
         return None
@@ -40,12 +38,12 @@ def _decode(data: bytes) -> Fault | None:
 
     try:
         raw = json.loads(data.decode("utf-8", "replace"))
-        return Fault(moment(raw["when"]), procfs.printable(str(raw["error"]))[:_MOST_CHARACTERS])
+        return GpuFault(as_time(raw["when"]), procfs.printable(str(raw["error"]))[:_MOST_CHARACTERS])
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
         return None
 
 
-def write_fault(leases: StateDir, uuid: str, fault: Fault) -> None:
+def write_fault(leases: StateDir, uuid: str, fault: GpuFault) -> None:
     """Note that a claim failed on this device, in place of any earlier note.
 
     Raises:

@@ -25,23 +25,8 @@ from .directories import (
     open_to_all,
     rename_new,
     risk_of_owner,
-    unusable,
+    why_unusable,
 )
-
-__all__ = [
-    "DEFAULT_DIR",
-    "HOST_LOCK",
-    "NETWORK_TYPES",
-    "LeaseDir",
-    "StateDir",
-    "doubts",
-    "file_system_type",
-    "is_everybodys",
-    "look_at_owners",
-    "state_dir_path",
-    "survive_exec",
-    "write_all",
-]
 
 DEFAULT_DIR = "/tmp/safe-gpu"
 
@@ -164,9 +149,9 @@ class StateDir:
             raise under_file_lease(os.path.join(self.path, name), status) from err
         except OSError as err:
             raise self.error(name, err) from err
-        from .refused import of_status
+        from .refused import refusal_of_status
 
-        raise of_status(os.path.join(self.path, name), status)
+        raise refusal_of_status(os.path.join(self.path, name), status)
 
     def _is_anothers(self) -> bool:
         """Whether another user may put files here by renaming them."""
@@ -264,9 +249,9 @@ class StateDir:
 
     def error(self, name: str, err: OSError) -> StateDirError:
         """Why a file cannot be opened or made."""
-        from .refused import of_error
+        from .refused import refusal_of_error
 
-        return of_error(os.path.join(self.path, name), err)
+        return refusal_of_error(os.path.join(self.path, name), err)
 
 
 def is_everybodys(status: os.stat_result) -> bool:
@@ -369,13 +354,13 @@ def _open_shared(name: str, path: str, parent: int | None, *, make: bool) -> int
             if err.errno == errno.EACCES and time.monotonic() < patience:
                 time.sleep(0.005)
                 continue
-            raise unusable(name, path, parent, err) from err
+            raise why_unusable(name, path, parent, err) from err
         try:
             if _is_ready(fd, make=make):
                 return fd
         except OSError as err:
             os.close(fd)
-            raise unusable(name, path, parent, err) from err
+            raise why_unusable(name, path, parent, err) from err
         status = os.fstat(fd)
         os.close(fd)
         if time.monotonic() >= patience:
@@ -445,9 +430,9 @@ def _refuse_network(fd: int, path: str) -> None:
     _local_devices.add(device)
     _, root, point = _mount_of(fd)
     if root not in ("", "/") or (point == "/" and kind not in _DISK_TYPES):  # a private /tmp, an image
-        from .mounts import news_of
+        from .mounts import privacy_of
 
-        _doubts.append(news_of(path))
+        _doubts.append(privacy_of(path))
 
 
 _DISK_TYPES = ("", "ext4", "xfs", "btrfs")
@@ -460,7 +445,7 @@ _looked_at: set[tuple[int, int]] = set()
 """Device and inode of the state directories whose owners are known."""
 
 
-def doubts() -> list[str]:
+def state_dir_warnings() -> list[str]:
     """What a claim is to be told of the state directory, after its path, once for each process."""
     told = list(filter(None, _doubts))
     _doubts.clear()

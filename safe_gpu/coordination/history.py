@@ -14,9 +14,7 @@ from contextlib import suppress
 from ..errors import StateDirError
 from .directories import OPEN_DIR, make_directory
 from .files import StateDir, state_dir_path
-from .signals import HeldBack
-
-__all__ = ["LARGEST", "NAME", "PARTS", "HistoryDir", "append", "file_names", "month_of", "months_kept"]
+from .signals import DeferredSignals
 
 NAME = "history"
 """The directory, in the state directory."""
@@ -88,7 +86,7 @@ def append(lines: Iterable[bytes], now: float) -> bool:
     if not data:
         return True
     try:
-        with HeldBack(), StateDir(state_dir_path()) as root, HistoryDir(root, make=True) as directory:
+        with DeferredSignals(), StateDir(state_dir_path()) as root, HistoryDir(root, make=True) as directory:
             return any(_append(directory, name, data, now) for name in file_names(month_of(now)))
     except (OSError, StateDirError):
         return False

@@ -10,9 +10,7 @@ from collections.abc import Iterator
 from .. import procfs
 from ..errors import LockTimeout, MissingPackageError, StateDirError
 from .files import LeaseDir, StateDir, look_at_owners, state_dir_path
-from .signals import HeldBack
-
-__all__ = ["MINIMUM_PATIENCE", "ForkGuard", "HostLock", "LockedHost", "fork_guard", "lock_file", "unlock_file"]
+from .signals import DeferredSignals
 
 MINIMUM_PATIENCE = 10.0
 """Seconds that host.lock is waited for even by a claim that waits for no GPU."""
@@ -139,7 +137,7 @@ class HostLock:
         self._fd = -1
         self._pid = -1
         self._host: LockedHost | None = None
-        self._signals = HeldBack()
+        self._signals = DeferredSignals()
 
     def __enter__(self) -> LockedHost:
         os.sched_yield()  # begin a new time slice: others wait while a holder of the lock is preempted

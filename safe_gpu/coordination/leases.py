@@ -14,22 +14,7 @@ from . import names
 from .commands import own_command
 from .files import HOST_LOCK, StateDir, survive_exec, write_all
 from .host_lock import LockedHost, lock_file, unlock_file
-from .signals import HeldBack
-
-__all__ = [
-    "Former",
-    "Lease",
-    "LeaseRecord",
-    "fault_name",
-    "inner_name",
-    "is_empty",
-    "lease_name",
-    "leases_of",
-    "may_be_held",
-    "probe",
-    "read_record",
-    "try_lease",
-]
+from .signals import DeferredSignals
 
 _LARGEST = (1 << 63) - 1
 _INNER = ".inner.lock"
@@ -108,7 +93,7 @@ class LeaseRecord(NamedTuple):
         if pid not in _own:
             _own.clear()
             _own[pid] = procfs.start_time(pid)
-        with HeldBack():  # an exception that comes in the midst of getpwuid(3) is lost if it knows no such user
+        with DeferredSignals():  # an exception that comes in the midst of getpwuid(3) is lost if it knows no such user
             user = procfs.user_name(os.geteuid())
         return cls(
             pid=pid,
@@ -153,24 +138,24 @@ class LeaseRecord(NamedTuple):
         """
         import json
 
-        from .decoding import listed, moment, seconds, text, whole
+        from .decoding import as_int, as_list, as_seconds, as_text, as_time
 
         try:
             raw: dict[str, Any] = json.loads(data.decode("utf-8", "replace"))
             return cls(
-                pid=whole(raw["pid"], 1, _LARGEST >> 32),
-                start=None if raw.get("start") is None else whole(raw["start"], 0, _LARGEST),
-                uid=whole(raw.get("uid", -1), -1, _LARGEST >> 31),
-                user=text(raw.get("user", ""), 64),
-                host=text(raw.get("host", ""), 64),
-                job=None if raw.get("job") is None else text(raw["job"], 100),
-                command=None if raw.get("command") is None else text(raw["command"]),
-                gpus=tuple(text(uuid, 100) for uuid in listed(raw.get("gpus"))),
-                since=moment(raw.get("since") or 0.0),
-                token=text(raw.get("token") or "", 64),
-                v=whole(raw.get("v", 1), 0, _LARGEST),
-                pidns=None if raw.get("pidns") is None else whole(raw["pidns"], 0, _LARGEST),
-                until=seconds(raw.get("until"), 0),
+                pid=as_int(raw["pid"], 1, _LARGEST >> 32),
+                start=None if raw.get("start") is None else as_int(raw["start"], 0, _LARGEST),
+                uid=as_int(raw.get("uid", -1), -1, _LARGEST >> 31),
+                user=as_text(raw.get("user", ""), 64),
+                host=as_text(raw.get("host", ""), 64),
+                job=None if raw.get("job") is None else as_text(raw["job"], 100),
+                command=None if raw.get("command") is None else as_text(raw["command"]),
+                gpus=tuple(as_text(uuid, 100) for uuid in as_list(raw.get("gpus"))),
+                since=as_time(raw.get("since") or 0.0),
+                token=as_text(raw.get("token") or "", 64),
+                v=as_int(raw.get("v", 1), 0, _LARGEST),
+                pidns=None if raw.get("pidns") is None else as_int(raw["pidns"], 0, _LARGEST),
+                until=as_seconds(raw.get("until"), 0),
             )
         except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
             return None
@@ -181,7 +166,7 @@ class LeaseRecord(NamedTuple):
         return not procfs.place_of(self.pidns)
 
 
-class Former(NamedTuple):
+class PreviousRecord(NamedTuple):
     """What the file of a lease said at ``read``: its content, and when it had last been changed, in Unix seconds."""
 
     data: bytes = b""
@@ -189,7 +174,7 @@ class Former(NamedTuple):
     read: float = 0.0
 
     @classmethod
-    def of(cls, fd: int) -> Former:
+    def of(cls, fd: int) -> PreviousRecord:
         """What an open file says; nothing if it cannot be read."""
         try:
             status = os.fstat(fd)
@@ -203,12 +188,12 @@ class Former(NamedTuple):
 
     def ending(self) -> bytes:
         """How the claim that it speaks of ended, as a line for the file; b"" if it speaks of none."""
-        from .endings import Ending, of_dead
+        from .endings import ClaimEnd, end_of_dead_claim
 
-        if Ending.decode(self.data):
+        if ClaimEnd.decode(self.data):
             return self.data
         record = self.record()
-        ending = record and of_dead(record.pid, record.since, round(self.changed, 3), round(self.read, 3))
+        ending = record and end_of_dead_claim(record.pid, record.since, round(self.changed, 3), round(self.read, 3))
         return ending.encode() if ending else b""
 
 
@@ -227,7 +212,7 @@ class Lease:
         self.path = path
         self.shared = shared
         self.owner = os.getpid()
-        self.former = Former()
+        self.former = PreviousRecord()
         self.noted: tuple[int, float] | None = None
         self._written = False
 
@@ -239,7 +224,7 @@ class Lease:
         """
         if not self._written:
             self._written = True
-            self.former = Former.of(self.fd)
+            self.former = PreviousRecord.of(self.fd)
         write_all(self.fd, record, self.path)
 
     def release(self) -> None:
@@ -268,13 +253,13 @@ class Lease:
         """What to leave in the file: how this claim ended, or the one before, if the history knows nothing of this."""
         if self.inner:
             return b""
-        from .endings import Ending
+        from .endings import ClaimEnd
 
         if self.noted is None:
             return self.former.ending()
         pid, since = self.noted
         now = max(since, round(time.time(), 3))
-        return Ending(pid, since, now, now).encode()
+        return ClaimEnd(pid, since, now, now).encode()
 
     def keep_across_exec(self) -> None:
         """Move the descriptor out of the way of shell redirections and let it survive exec(2).
@@ -337,7 +322,7 @@ def _clear(fd: int, *, inner: bool) -> None:
     The record of a process that is only exiting stays too, since its memory is still on the GPU, and waiters have to
     know whose.
     """
-    former = Former.of(fd)
+    former = PreviousRecord.of(fd)
     if former.data:
         record = former.record()
         if record is None or record.of_the_dead:

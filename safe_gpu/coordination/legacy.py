@@ -14,9 +14,7 @@ from typing import Any
 
 from .. import procfs, settings
 from ..errors import LockTimeout, StateDirError
-from .signals import HeldBack
-
-__all__ = ["LOCK_FILE", "LegacyLock", "legacy_mode", "take_legacy_lock"]
+from .signals import DeferredSignals
 
 LOCK_FILE = "/tmp/safe_gpu/gpu-lock-magic-RaNdOM-This_Name-NEED_BE-THE_SAME-Across_Users"
 
@@ -49,7 +47,7 @@ def legacy_mode() -> str:
     return os.environ.get("SAFE_GPU_LEGACY_LOCK") or "auto"
 
 
-def take_legacy_lock(deadline: float | None, logger: Any, signals: HeldBack | None = None) -> LegacyLock | None:
+def take_legacy_lock(deadline: float | None, logger: Any, signals: DeferredSignals | None = None) -> LegacyLock | None:
     """Take it shared where the older package is present (``SAFE_GPU_LEGACY_LOCK`` = auto, always or never).
 
     Args:

@@ -9,12 +9,10 @@ from contextlib import suppress
 from ..errors import StateDirError
 from .files import StateDir, state_dir_path
 from .host_lock import fork_guard, lock_file, unlock_file
-from .signals import HeldBack
-
-__all__ = ["Lookout"]
+from .signals import DeferredSignals
 
 
-class Lookout:
+class LeaseWatcher:
     """Leases that others hold, watched until one comes free; use it in ``with``.
 
     A claim's own look opens everything anew. Here the files stay open, which takes a fifth of the time, and one that
@@ -30,9 +28,9 @@ class Lookout:
     def __init__(self, names: Iterable[str]) -> None:
         self._names = tuple(names)
         self._fds: list[int] = []
-        self._signals = HeldBack()
+        self._signals = DeferredSignals()
 
-    def __enter__(self) -> Lookout:
+    def __enter__(self) -> LeaseWatcher:
         self._signals.hold_back()
         try:
             try:

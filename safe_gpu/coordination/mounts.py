@@ -8,8 +8,6 @@ from typing import NamedTuple
 
 from .. import procfs
 
-__all__ = ["Mount", "in_container", "is_of_image", "mount_of", "news_of", "parse", "private_to"]
-
 
 class Mount(NamedTuple):
     """A line of mountinfo, see proc(5): the directory ``root`` of a file system is mounted at ``point``."""
@@ -22,7 +20,7 @@ class Mount(NamedTuple):
     options: str
 
 
-def parse(text: str) -> list[Mount]:
+def parse_mounts(text: str) -> list[Mount]:
     """The mounts of a text as in /proc/PID/mountinfo."""
     found = []
     for line in text.splitlines():
@@ -107,11 +105,11 @@ def is_of_image(mount: Mount) -> bool:
     return mount.point == "/" and (mount.kind in _IMAGE_TYPES or not on_disk)
 
 
-def news_of(path: str) -> str:
+def privacy_of(path: str) -> str:
     """What is to be said of a state directory that is private to some processes, after its path; "" if nothing is."""
     try:
         with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file:
-            mounts = parse(file.read())
+            mounts = parse_mounts(file.read())
     except OSError:
         return ""
     mount = mount_of(os.path.realpath(path), mounts)

@@ -18,19 +18,6 @@ from ..procfs import lines_of
 from .files import survive_exec
 from .host_lock import fork_guard
 
-__all__ = [
-    "Name",
-    "bind",
-    "digest",
-    "held_among",
-    "in_use",
-    "inner_of",
-    "name_of",
-    "scope_of",
-    "simulated_prefix",
-    "sockets",
-]
-
 _PROTOCOL = "safe-gpu/1/"
 _LONGEST = 107  # bytes after the first, which is NUL: the kernel takes 108 in all
 _SPARE = 8  # descriptors that are left to the program: where the limit is that low, lease files have to do
@@ -95,7 +82,7 @@ def digest(text: str) -> str:
     return _digests[text]
 
 
-class Name:
+class SocketName:
     """A name that this process holds, until :meth:`release` or until the last copy of its descriptor is closed."""
 
     def __init__(self, fd: int) -> None:
@@ -118,7 +105,7 @@ class Name:
             fork_guard.add(self._fd)
 
 
-def bind(name: str) -> Name | None:
+def bind(name: str) -> SocketName | None:
     """Take a name; None where another process has it.
 
     Raises:
@@ -139,7 +126,7 @@ def bind(name: str) -> Name | None:
         if err.errno == errno.EADDRINUSE:
             return None
         raise
-    return Name(one.detach())
+    return SocketName(one.detach())
 
 
 def in_use() -> frozenset[str]:

@@ -13,16 +13,6 @@ from .commands import command_of
 from .files import HOST_LOCK, StateDir, is_everybodys
 from .leases import LeaseRecord, read_record
 
-__all__ = [
-    "holder_by_kernel",
-    "lease_owners",
-    "leases_of_this_user",
-    "locked_by",
-    "lockers_of",
-    "socket_of_this_user",
-    "user_and_command",
-]
-
 # An exclusive lock has one locker. Of a lease that somebody keeps locked shared, no more than these are looked at.
 _MOST_LOCKERS = 16
 

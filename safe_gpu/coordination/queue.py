@@ -11,19 +11,27 @@ import time
 from collections.abc import Iterator
 
 from ..errors import SafeGpuError, StateDirError
-from .cleaners import KeptDirectory
+from .cleaners import StateDirGuard
 from .files import StateDir, state_dir_path, write_all
 from .host_lock import MINIMUM_PATIENCE, HostLock, LockedHost, fork_guard, lock_file, unlock_file
-from .signals import HeldBack
-from .tickets import TICKET_MODE, Demand, Listing, Ticket, encode, open_live, present, read_ticket, ticket_name
-
-__all__ = ["Ahead", "Waiter"]
+from .signals import DeferredSignals
+from .tickets import (
+    TICKET_MODE,
+    Listing,
+    Ticket,
+    TicketRequest,
+    encode_ticket,
+    open_live,
+    present,
+    read_ticket,
+    ticket_name,
+)
 
 # How often to look where no thread can be had to sleep in.
 _THREADLESS_PAUSE = 0.1
 
 
-class Ahead:
+class WaiterAhead:
     """The nearest live competitor ahead, with a descriptor of its ticket to sleep on, owned by the caller."""
 
     def __init__(self, ticket: Ticket, fd: int) -> None:
@@ -47,7 +55,7 @@ class _Predecessors:
         listing: of the queue, as it was before host.lock was taken.
     """
 
-    def __init__(self, demand: Demand, listing: Listing) -> None:
+    def __init__(self, demand: TicketRequest, listing: Listing) -> None:
         self._demand = demand
         self._listing = listing
         self._before: list[int] = []  # those that may still stand in the way, in order
@@ -61,7 +69,7 @@ class _Predecessors:
             self._listing.update(host.queue)
             self._before = list(self._listing.numbers)
 
-    def nearest(self, host: LockedHost, beyond: Ahead | None) -> Ahead | None:
+    def nearest(self, host: LockedHost, beyond: WaiterAhead | None) -> WaiterAhead | None:
         """The nearest live ticket that competes, or the nearest ahead of ``beyond``, which is closed."""
         if beyond is not None:
             beyond.close()
@@ -79,7 +87,7 @@ class _Predecessors:
             if never:
                 self._before = [seq for seq in self._before if seq not in never]
 
-    def _competitor(self, host: LockedHost, seq: int) -> Ahead | None:
+    def _competitor(self, host: LockedHost, seq: int) -> WaiterAhead | None:
         """The live ticket with this number, where it competes; None where it does not, and then it never will."""
         seen = open_live(host, seq, self._read.get(seq))
         if seen is None:
@@ -90,7 +98,7 @@ class _Predecessors:
             return None
         if ticket.demand is not None:
             self._read[seq] = ticket
-        return Ahead(ticket, fd)
+        return WaiterAhead(ticket, fd)
 
     def everybody(self, host: LockedHost) -> Iterator[Ticket]:
         """The live tickets that compete, in the order of the queue, each as it is asked for."""
@@ -103,13 +111,13 @@ class _Predecessors:
     def fewer_than(self, number: int) -> bool:
         """Whether fewer than this may still stand ahead, competitors or not. Lists the queue, without a lock."""
         if len(self._before) >= number:
-            with HeldBack(), StateDir(state_dir_path()) as root, StateDir("queue", root) as queue:
+            with DeferredSignals(), StateDir(state_dir_path()) as root, StateDir("queue", root) as queue:
                 self._before = present(queue, self._before)
         return len(self._before) < number
 
     def standing(self) -> list[Ticket]:
         """Those that compete. Tickets are read and not probed, without a lock: one that died a moment ago may count."""
-        with HeldBack(), StateDir(state_dir_path()) as root, StateDir("queue", root) as queue:
+        with DeferredSignals(), StateDir(state_dir_path()) as root, StateDir("queue", root) as queue:
             tickets = [self._ticket(queue, seq) for seq in present(queue, self._before)]
         return [ticket for ticket in tickets if ticket is not None and ticket.competes_with(self._demand)]
 
@@ -131,14 +139,14 @@ class Waiter:
         listing: of the queue, brought up to date by the caller before each host.lock until there is a ticket.
     """
 
-    def __init__(self, demand: Demand, listing: Listing | None = None) -> None:
+    def __init__(self, demand: TicketRequest, listing: Listing | None = None) -> None:
         self.demand = demand
         self.since = 0.0  # when it took its ticket
         self._seq: int | None = None
         self._fd = -1
         self._listing = listing or Listing()
         self._ahead = _Predecessors(demand, self._listing)
-        self._kept = KeptDirectory(by_children=False)
+        self._kept = StateDirGuard(by_children=False)
 
     @property
     def queued(self) -> bool:
@@ -161,7 +169,7 @@ class Waiter:
             raise StateDirError(f"{host.queue.path}/{name} appeared while host.lock was held", path=host.queue.path)
         try:
             lock_file(fd)
-            write_all(fd, encode(os.getpid(), self.demand), os.path.join(host.queue.path, name))
+            write_all(fd, encode_ticket(os.getpid(), self.demand), os.path.join(host.queue.path, name))
         except BaseException:
             host.queue.unlink(name)
             os.close(fd)
@@ -170,7 +178,7 @@ class Waiter:
         self._seq, self._fd = seq, fd
         self.since = time.time()
 
-    def nearest(self, host: LockedHost, *, beyond: Ahead | None = None) -> Ahead | None:
+    def nearest(self, host: LockedHost, *, beyond: WaiterAhead | None = None) -> WaiterAhead | None:
         """The nearest live ticket ahead that competes; without a ticket of its own, all are ahead.
 
         Args:
@@ -199,13 +207,13 @@ class Waiter:
         """Whether it is certainly one of the first ``number`` in the queue. Cheaper than :meth:`position`."""
         return self._ahead.fewer_than(number)
 
-    def sleep_behind(self, ahead: Ahead, seconds: float) -> bool:
+    def sleep_behind(self, ahead: WaiterAhead, seconds: float) -> bool:
         """Sleep until that ticket goes (True), or until the time has passed. Takes over the descriptor.
 
         May be called again for the same competitor, which goes on sleeping.
         """
         if ahead.sleeper is None:
-            with HeldBack():
+            with DeferredSignals():
                 _put_to_sleep(ahead)
             if ahead.sleeper is None:  # no room for one more thread (ulimit -u, h_vmem): look now and then
                 time.sleep(min(seconds, _THREADLESS_PAUSE))
@@ -234,7 +242,7 @@ class Waiter:
         self._close()
 
     def _close(self) -> None:
-        HeldBack().through(self._close_now)
+        DeferredSignals().through(self._close_now)
 
     def _close_now(self) -> None:
         self._kept.release()
@@ -245,7 +253,7 @@ class Waiter:
             os.close(fd)
 
 
-def _put_to_sleep(ahead: Ahead) -> None:
+def _put_to_sleep(ahead: WaiterAhead) -> None:
     """Give a competitor the sleeper on its ticket, with its descriptor; none where no thread can be had."""
     status = os.fstat(ahead.fd)
     key = (os.getpid(), status.st_dev, status.st_ino)

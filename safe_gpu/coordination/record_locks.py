@@ -12,9 +12,7 @@ import os
 import time
 
 from .host_lock import fork_guard
-from .signals import HeldBack
-
-__all__ = ["lock_shared", "unlock"]
+from .signals import DeferredSignals
 
 # Without a thread or without such locks (Linux before 3.15, gVisor) it is tried this often, in seconds.
 _PAUSE = 0.01
@@ -22,7 +20,7 @@ _PAUSE = 0.01
 _LONGEST = 4e6
 
 
-def lock_shared(fd: int, deadline: float | None, signals: HeldBack | None = None) -> int | None:
+def lock_shared(fd: int, deadline: float | None, signals: DeferredSignals | None = None) -> int | None:
     """Lock the whole file for as long as the descriptor is open here; forked children close theirs.
 
     A wait that ends early leaves a thread behind, which the kernel wakes when the lock is free. The next wait for that
@@ -40,7 +38,7 @@ def lock_shared(fd: int, deadline: float | None, signals: HeldBack | None = None
         OSError: the file system has no locks.
     """
     if signals is None:
-        with HeldBack() as signals:
+        with DeferredSignals() as signals:
             return lock_shared(fd, deadline, signals)
     blocked: _Blocked | None = None
     fork_guard.add(fd)

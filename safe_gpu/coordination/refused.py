@@ -9,12 +9,10 @@ import stat
 from .. import procfs
 from ..errors import StateDirError
 
-__all__ = ["linked", "of_error", "of_status", "to_root", "under_file_lease"]
-
 _ELSEWHERE = "or set SAFE_GPU_DIR to another directory"
 
 
-def of_error(path: str, err: OSError) -> StateDirError:
+def refusal_of_error(path: str, err: OSError) -> StateDirError:
     """Why it cannot be opened or made."""
     if err.errno in (errno.ELOOP, errno.EMLINK):
         what = f"{path} is a symbolic link, which is never followed: remove it"
@@ -31,7 +29,7 @@ def of_error(path: str, err: OSError) -> StateDirError:
     return StateDirError(f"{what}, {_ELSEWHERE}", path=path, errno=err.errno)
 
 
-def of_status(path: str, status: os.stat_result) -> StateDirError:
+def refusal_of_status(path: str, status: os.stat_result) -> StateDirError:
     """Why a file of this kind, or with this mode, is not used."""
     owner = f"its owner {procfs.user_name(status.st_uid)}"
     if stat.S_ISLNK(status.st_mode):

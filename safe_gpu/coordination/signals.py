@@ -11,10 +11,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["HeldBack", "ignore", "tidy_on_signals", "unignore"]
 
-
-class HeldBack:
+class DeferredSignals:
     """Holds back the Python handlers of signals for microseconds: in ``with``, or between its two methods.
 
     A KeyboardInterrupt may come between any two lines, also between open(2) and the line that stores the descriptor.
@@ -36,7 +34,7 @@ class HeldBack:
         self._handlers: dict[int, Callable[[int, object], object]] = {}
         self._caught: list[tuple[int, object]] = []
 
-    def __enter__(self) -> HeldBack:
+    def __enter__(self) -> DeferredSignals:
         self.hold_back()
         return self
 
@@ -96,7 +94,7 @@ class HeldBack:
 
 
 @contextmanager
-def tidy_on_signals() -> Iterator[None]:
+def unwind_on_signals() -> Iterator[None]:
     """While inside, SIGTERM and SIGHUP unwind the stack first, where they would have killed the process at once.
 
     Only in the main thread and only for signals at their default action; afterwards the process dies of the signal as
@@ -132,13 +130,13 @@ def _set(handlers: Mapping[int, Any]) -> None:
         _signal.signal(number, handler)
 
 
-def unignore() -> None:
+def restore_default_signals() -> None:
     """SIGPIPE and SIGXFSZ at their default action: Python ignores them, and exec(2) would hand that on."""
     for number in (_signal.SIGPIPE, _signal.SIGXFSZ):
         _signal.signal(number, _signal.SIG_DFL)
 
 
-def ignore() -> None:
+def ignore_again() -> None:
     """The same two ignored, as Python has them from its start."""
     for number in (_signal.SIGPIPE, _signal.SIGXFSZ):
         _signal.signal(number, _signal.SIG_IGN)

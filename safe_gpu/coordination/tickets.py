@@ -16,20 +16,6 @@ from . import decoding
 from .files import StateDir
 from .host_lock import LockedHost, unlock_file
 
-__all__ = [
-    "TICKET_MODE",
-    "Demand",
-    "Listing",
-    "Ticket",
-    "encode",
-    "live_tickets",
-    "open_live",
-    "present",
-    "read_ticket",
-    "ticket_name",
-    "ticket_owners",
-]
-
 TICKET_MODE = 0o644
 """Nobody but its waiter writes a ticket. flock(2) asks for no permission to write."""
 
@@ -65,7 +51,7 @@ def ticket_name(seq: int) -> str:
     return f"{seq}{_SUFFIX}"
 
 
-class Demand(NamedTuple):
+class TicketRequest(NamedTuple):
     """What a waiter wants, as far as others must know it.
 
     ``gpus`` are the lease names' stems that it could use (UUIDs, or ``UUID.inner`` inside a scope); ``min_memory`` in
@@ -78,7 +64,7 @@ class Demand(NamedTuple):
     min_memory: int | None = None
     hold_for: float | None = None
 
-    def competes_with(self, other: Demand) -> bool:
+    def competes_with(self, other: TicketRequest) -> bool:
         """Whether both could end up wanting the same GPU."""
         return not self.gpus.isdisjoint(other.gpus)
 
@@ -95,11 +81,11 @@ class Ticket(NamedTuple):
     pid: int
     user: str
     since: float
-    demand: Demand | None
+    demand: TicketRequest | None
     pidns: int | None = None
     uid: int = -1
 
-    def competes_with(self, demand: Demand) -> bool:
+    def competes_with(self, demand: TicketRequest) -> bool:
         """Whether it wants any of the same GPUs; a ticket that cannot be read is taken to."""
         return self.demand is None or self.demand.competes_with(demand)
 
@@ -118,7 +104,7 @@ class Ticket(NamedTuple):
         return procfs.is_stopped(self.pid, frozen)
 
 
-def encode(pid: int, demand: Demand) -> bytes:
+def encode_ticket(pid: int, demand: TicketRequest) -> bytes:
     import json
 
     request = {"nb_gpus": demand.nb_gpus, "gpus": sorted(demand.gpus), "min_memory": demand.min_memory}
@@ -154,21 +140,21 @@ def _decode(seq: int, inode: int, data: bytes) -> Ticket:
         raw: dict[str, Any] = json.loads(data.decode("utf-8", "replace"))
         request = raw["request"]
         memory, pidns = request.get("min_memory"), raw.get("pidns")
-        demand = Demand(
-            decoding.whole(request["nb_gpus"], 1, _MOST_GPUS),
+        demand = TicketRequest(
+            decoding.as_int(request["nb_gpus"], 1, _MOST_GPUS),
             frozenset(str(stem)[:_LONGEST_STEM] for stem in request["gpus"]),
-            None if memory is None else decoding.whole(memory, 0, _MOST_MEMORY),
-            decoding.seconds(raw.get("hold_for"), 1),
+            None if memory is None else decoding.as_int(memory, 0, _MOST_MEMORY),
+            decoding.as_seconds(raw.get("hold_for"), 1),
         )
         pid = int(raw["pid"])
         return Ticket(
             seq,
             inode,
             pid if 0 < pid < 1 << 31 else 0,
-            decoding.text(raw["user"], _LONGEST_NAME),
-            decoding.moment(raw["since"]),
+            decoding.as_text(raw["user"], _LONGEST_NAME),
+            decoding.as_time(raw["since"]),
             demand,
-            None if pidns is None else decoding.whole(pidns, 0, 1 << 63),
+            None if pidns is None else decoding.as_int(pidns, 0, 1 << 63),
         )
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
         return Ticket(seq, inode, 0, "unknown", 0.0, None)

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
     from types import FrameType
 
-__all__ = ["Child", "children_end", "cleaned_up", "scratch_directory"]
 
 # Signals that end the parent, which then ends its children. They are blocked while a child is started.
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

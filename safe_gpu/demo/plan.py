@@ -11,16 +11,15 @@ from ..selection.possible import check_possible
 
 if TYPE_CHECKING:
     from ..devices import GpuVerdict, HostSnapshot
-    from ..runtimes.visible_devices import Fence
+    from ..runtimes.visible_devices import VisibleLimit
 
-__all__ = ["Ask", "Plan", "plan_race"]
 
 _FEWEST, _MOST = 4, 32
 # Free memory that the contexts of all racers need on a GPU that they share with a desktop, bytes.
 _ROOM_TO_SHARE = 1 << 30
 
 
-class Ask(NamedTuple):
+class RacerRequest(NamedTuple):
     """The claim of one racer; ``min_memory`` in bytes, as in ``claim_gpus``."""
 
     nb_gpus: int = 1
@@ -33,12 +32,12 @@ class Plan(NamedTuple):
     ``shared`` means that the claims do not exclude each other, because the GPU drives the display.
     """
 
-    asks: tuple[Ask, ...]
+    asks: tuple[RacerRequest, ...]
     shared: bool = False
 
 
 def plan_race(
-    snapshot: HostSnapshot, verdicts: Sequence[GpuVerdict], fence: Fence | None = None, racers: int | None = None
+    snapshot: HostSnapshot, verdicts: Sequence[GpuVerdict], fence: VisibleLimit | None = None, racers: int | None = None
 ) -> Plan | None:
     """The race for this host, or None if no GPU can be claimed now.
 
@@ -55,7 +54,7 @@ def plan_race(
         return _shared(snapshot)
     pairs = _possible(snapshot, 2, fence)
     number = racers or max(_FEWEST, min(_MOST, 2 * len(free)))
-    return Plan(tuple(Ask(2 if pairs and i % 4 == 3 else 1) for i in range(number)))
+    return Plan(tuple(RacerRequest(2 if pairs and i % 4 == 3 else 1) for i in range(number)))
 
 
 def _shared(snapshot: HostSnapshot) -> Plan | None:
@@ -63,13 +62,13 @@ def _shared(snapshot: HostSnapshot) -> Plan | None:
     gpu = snapshot.physical[0]
     if gpu.memory_free is not None and gpu.memory_free < _ROOM_TO_SHARE:
         return None
-    asks = [Ask(), Ask()]
+    asks = [RacerRequest(), RacerRequest()]
     if gpu.memory_total is not None and gpu.memory_free is not None and gpu.memory_free < gpu.memory_total:
-        asks.append(Ask(min_memory=gpu.memory_total))
+        asks.append(RacerRequest(min_memory=gpu.memory_total))
     return Plan(tuple(asks), shared=True)
 
 
-def _possible(snapshot: HostSnapshot, nb_gpus: int, fence: Fence | None) -> bool:
+def _possible(snapshot: HostSnapshot, nb_gpus: int, fence: VisibleLimit | None) -> bool:
     """Whether one claim can ever get this number of GPUs: False on a host with one GPU, and for MIG instances."""
     try:
         check_possible(snapshot, GpuRequest(nb_gpus), fence)

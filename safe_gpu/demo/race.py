@@ -9,11 +9,9 @@ from typing import TextIO
 from . import report
 from .children import cleaned_up
 from .plan import Plan, plan_race
-from .racers import TURN, Heat, claim_at_once, claim_in_turn, poll_and_pick, race
-from .stage import DEFAULT_HOST, Host, look, simulated_host, wanted_host
-from .verdict import Ruling, add_up, rule
-
-__all__ = ["run"]
+from .racers import TURN, RaceResult, claim_at_once, claim_in_turn, poll_and_pick, race
+from .stage import DEFAULT_HOST, RaceHost, look, simulated_host, wanted_host
+from .verdict import RefereeReport, add_up, rule
 
 # No round begins later than this after the start of the first one, seconds: contexts on real GPUs are slow.
 _ENOUGH = 3.0
@@ -55,9 +53,9 @@ class _Demo:
         self._printer = printer
         self._processes = processes
         self._rounds = rounds
-        self._exclusive: list[Ruling] = []  # one for each section
-        self._shared: Ruling | None = None
-        self._contrast: Ruling | None = None
+        self._exclusive: list[RefereeReport] = []  # one for each section
+        self._shared: RefereeReport | None = None
+        self._contrast: RefereeReport | None = None
         self._labels: dict[str, str] = {}
 
     def run(self) -> int:
@@ -102,7 +100,7 @@ class _Demo:
         self._turns(plan)
         return True
 
-    def _plan(self) -> tuple[Host, Plan | None]:
+    def _plan(self) -> tuple[RaceHost, Plan | None]:
         host = look()
         self._labels.update((gpu.uuid, gpu.label) for gpu in host.snapshot.gpus)
         return host, plan_race(host.snapshot, host.verdicts, host.fence, self._processes)
@@ -151,7 +149,7 @@ class _Demo:
             f"For contrast, {where}{len(plan.asks)} processes without safe_gpu: they poll the driver, pick free GPUs "
             "and start up:"
         )
-        heat: Heat = race(plan.asks, poll_and_pick, _SIMULATED_PAUSE)
+        heat: RaceResult = race(plan.asks, poll_and_pick, _SIMULATED_PAUSE)
         self._printer.say(*report.contrast_lines(heat))
         self._contrast = rule(heat)
 

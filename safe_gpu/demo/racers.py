@@ -15,7 +15,7 @@ from ..devices import GpuRequest
 from ..drivers import open_driver, opened_driver
 from ..errors import NoDriverError, NotEnoughGpusError, PlaceholderError, SafeGpuError, UnsatisfiableRequestError
 from .children import Child, children_end, scratch_directory
-from .plan import Ask
+from .plan import RacerRequest
 from .referee import Markers, Watch, Watched
 from .stage import QUIET
 
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from ..devices import Gpu
     from ..drivers.base import Driver
 
-__all__ = ["TURN", "Heat", "Outcome", "Work", "claim_at_once", "claim_in_turn", "poll_and_pick", "race"]
 
 TURN = 0.05
 """How long GPUs are used when racers wait for turns, seconds."""
@@ -56,7 +55,7 @@ class Outcome:
     """
 
     pid: int
-    ask: Ask
+    ask: RacerRequest
     known_as: frozenset[int] = frozenset()
     labels: tuple[str, ...] = ()
     uuids: tuple[str, ...] = ()
@@ -69,7 +68,7 @@ class Outcome:
 
 
 @dataclass
-class Heat:
+class RaceResult:
     """The outcomes of one race, and what the watch saw."""
 
     outcomes: list[Outcome] = field(default_factory=list)
@@ -84,7 +83,7 @@ class Heat:
         return [outcome for outcome in self.outcomes if outcome.refused]
 
 
-class Lane:
+class RacerState:
     """The state of a racer: its outcome so far, the referee's markers, and the connection to the parent process."""
 
     def __init__(self, outcome: Outcome, markers: Markers, line: Connection[Any, Any]) -> None:
@@ -115,11 +114,11 @@ class Lane:
         self._line.send(self.outcome)
 
 
-Work = Callable[[Lane, "Driver"], None]
+Work = Callable[[RacerState, "Driver"], None]
 """What a racer does after the start signal. An exception that it raises becomes its outcome."""
 
 
-def claim_at_once(lane: Lane, driver: Driver) -> None:
+def claim_at_once(lane: RacerState, driver: Driver) -> None:
     """Claim without waiting, and hold the GPUs until all racers have reported."""
     ask = lane.outcome.ask
     owner = claim_gpus(ask.nb_gpus, logger=QUIET, timeout=0.0, affinity=None, min_memory=ask.min_memory)
@@ -133,7 +132,7 @@ def claim_at_once(lane: Lane, driver: Driver) -> None:
     release_gpus()
 
 
-def claim_in_turn(lane: Lane, driver: Driver) -> None:
+def claim_in_turn(lane: RacerState, driver: Driver) -> None:
     """Wait for a turn, use the GPUs for a moment and release them."""
     ask = lane.outcome.ask
     owner = claim_gpus(ask.nb_gpus, logger=QUIET, timeout=_TURN_PATIENCE, affinity=None)
@@ -144,7 +143,7 @@ def claim_in_turn(lane: Lane, driver: Driver) -> None:
     lane.report()
 
 
-def poll_and_pick(lane: Lane, driver: Driver) -> None:
+def poll_and_pick(lane: RacerState, driver: Driver) -> None:
     """What programs do without safe_gpu, on a simulated host: poll the driver, pick a free GPU, start up, use it."""
     from ..drivers.simulated import SimulatedDriver
 
@@ -160,7 +159,7 @@ def poll_and_pick(lane: Lane, driver: Driver) -> None:
         lane.leave()
 
 
-def race(asks: Sequence[Ask], work: Work, pause: float) -> Heat:
+def race(asks: Sequence[RacerRequest], work: Work, pause: float) -> RaceResult:
     """Run a racer for each of ``asks``, all started by one signal, while the referee watches the driver.
 
     Args:
@@ -195,10 +194,10 @@ def race(asks: Sequence[Ask], work: Work, pause: float) -> Heat:
     for outcome in outcomes:
         outcome.began = None if outcome.began is None else outcome.began - fired
         outcome.ended = None if outcome.ended is None else outcome.ended - fired
-    return Heat(outcomes, watched)
+    return RaceResult(outcomes, watched)
 
 
-def _next_message(racer: Child, ask: Ask, deadline: float) -> Outcome:
+def _next_message(racer: Child, ask: RacerRequest, deadline: float) -> Outcome:
     """The next message of a racer: that it is ready, or its outcome."""
     try:
         if racer.line.poll(max(0.0, deadline - time.monotonic())):
@@ -219,11 +218,13 @@ def _finish_all(racers: Sequence[Child]) -> list[int | None]:
     return [racer.finish(max(0.0, until - time.monotonic())) for racer in racers]
 
 
-def _racer_main(line: Connection[Any, Any], work: Work, ask: Ask, markers: Markers, hear: int, gun: int) -> None:
+def _racer_main(
+    line: Connection[Any, Any], work: Work, ask: RacerRequest, markers: Markers, hear: int, gun: int
+) -> None:
     """The main function of a racer. All modules were imported before the fork."""
     os.close(gun)
     outcome = Outcome(os.getpid(), ask)
-    lane = Lane(outcome, markers, line)
+    lane = RacerState(outcome, markers, line)
     try:
         with opened_driver() as driver:
             driver.snapshot()  # opens the session and reads the static facts before the start

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from ..devices import GpuProcess, HostSnapshot
     from ..drivers.base import Driver
 
-__all__ = ["Markers", "Sighting", "Watch", "Watched"]
-
 
 class Markers:
     """Symbolic links in one directory, one for each GPU, that name the process that has it. symlink(2) is exclusive.

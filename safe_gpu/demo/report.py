@@ -9,24 +9,14 @@ from typing import TYPE_CHECKING, TextIO
 
 from ..procfs import describe_process, printable
 from ..text import gpu_ranges, plural
-from .verdict import Ruling, add_up
+from .verdict import RefereeReport, add_up
 
 if TYPE_CHECKING:
     from ..devices import HostSnapshot
     from .plan import Plan
-    from .racers import Heat, Outcome
-    from .stage import Host
+    from .racers import Outcome, RaceResult
+    from .stage import RaceHost
 
-__all__ = [
-    "Printer",
-    "contrast_lines",
-    "host_lines",
-    "rounds_lines",
-    "rush_lines",
-    "shared_lines",
-    "turns_lines",
-    "verdict_lines",
-]
 
 _WIDTH = 80
 # The most lines of a refusal that are printed: it names every GPU.
@@ -66,7 +56,7 @@ def _wrapped(text: str, first: str, further: str) -> list[str]:
 # Before a race
 
 
-def host_lines(host: Host, plan: Plan | None, simulated: str | None) -> list[str]:
+def host_lines(host: RaceHost, plan: Plan | None, simulated: str | None) -> list[str]:
     """The GPUs of the host, and what the race does with them.
 
     Args:
@@ -101,7 +91,7 @@ def _models(snapshot: HostSnapshot) -> str:
     return text
 
 
-def _states(host: Host) -> list[str]:
+def _states(host: RaceHost) -> list[str]:
     """A line for each state of GPUs."""
     groups: dict[str, list[str]] = {}
     parents = {gpu.mig_parent for gpu in host.snapshot.gpus}
@@ -124,7 +114,7 @@ def _states(host: Host) -> list[str]:
 # After a heat
 
 
-def rush_lines(heat: Heat) -> list[str]:
+def rush_lines(heat: RaceResult) -> list[str]:
     """Who got what and when, all refusals as one line, and the message of one refusal."""
     lines = _got(heat)
     refused = _in_time(heat.refused)
@@ -137,7 +127,7 @@ def rush_lines(heat: Heat) -> list[str]:
     return [*(line for _, line in lines), "", *_refusal(first)]
 
 
-def _got(heat: Heat) -> list[tuple[float, str]]:
+def _got(heat: RaceResult) -> list[tuple[float, str]]:
     """For each winner, the time in seconds after the start signal, and a line."""
     return [
         (
@@ -153,7 +143,7 @@ def _clock(outcome: Outcome) -> str:
     return f"{(outcome.began or 0.0) * 1e3:8.1f} ms"
 
 
-def rounds_lines(number: int, ruling: Ruling) -> list[str]:
+def rounds_lines(number: int, ruling: RefereeReport) -> list[str]:
     """The results of further rounds."""
     claims, refusals = plural(ruling.claims, "claim"), plural(ruling.refused, "refusal")
     return [f"   {number} more {'round' if number == 1 else 'rounds'}: {claims}, {refusals}."]
@@ -176,7 +166,7 @@ def _refusal_line(text: str) -> list[str]:
     return _wrapped(text.strip(), indent, indent + "  ")
 
 
-def turns_lines(heat: Heat) -> list[str]:
+def turns_lines(heat: RaceResult) -> list[str]:
     """How many racers got their GPUs, and how long GPUs were idle between two claims."""
     lines = [f"   {len(heat.winners)} of {len(heat.outcomes)} served."]
     gaps = sorted(_gaps(heat))
@@ -186,7 +176,7 @@ def turns_lines(heat: Heat) -> list[str]:
     return lines
 
 
-def _gaps(heat: Heat) -> list[float]:
+def _gaps(heat: RaceResult) -> list[float]:
     """For each claim that took over GPUs, the seconds since the last of them was released."""
     last: dict[str, float] = {}
     gaps = []
@@ -199,7 +189,7 @@ def _gaps(heat: Heat) -> list[float]:
     return gaps
 
 
-def shared_lines(heat: Heat) -> list[str]:
+def shared_lines(heat: RaceResult) -> list[str]:
     """Who shares the display's GPU, and who was refused for lack of memory."""
     lines = [line for _, line in _got(heat)]
     for outcome in _in_time(heat.refused):
@@ -213,7 +203,7 @@ def shared_lines(heat: Heat) -> list[str]:
     return lines
 
 
-def contrast_lines(heat: Heat) -> list[str]:
+def contrast_lines(heat: RaceResult) -> list[str]:
     """The number of processes on each GPU that was picked."""
     users = Counter(label for outcome in heat.winners for label in outcome.labels)
     return [f"   GPU {label}: {_on_it(number)}" for label, number in sorted(users.items())]
@@ -228,7 +218,10 @@ def _on_it(number: int) -> str:
 
 
 def verdict_lines(
-    exclusive: Ruling | None, shared: Ruling | None, contrast: Ruling | None, labels: dict[str, str]
+    exclusive: RefereeReport | None,
+    shared: RefereeReport | None,
+    contrast: RefereeReport | None,
+    labels: dict[str, str],
 ) -> list[str]:
     """What the referee saw.
 
@@ -268,7 +261,7 @@ def verdict_lines(
     return lines
 
 
-def _events(ruling: Ruling, labels: dict[str, str]) -> list[str]:
+def _events(ruling: RefereeReport, labels: dict[str, str]) -> list[str]:
     met: dict[tuple[str, int], list[int]] = {}
     for clash in ruling.clashes:
         if clash.witness == "marker":

@@ -8,16 +8,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from ..claim.free import verdicts_now
+from ..claim.free import current_verdicts
 from ..claim.owner import claim_gpus, release_gpus
 from ..devices import GpuRequest, GpuVerdict, HostSnapshot
 from ..drivers import opened_driver
 from ..errors import NoDriverError, StateDirError, UnsatisfiableRequestError
-from ..runtimes.fence import fence_of
-from ..runtimes.visible_devices import Fence
+from ..runtimes.fence import visible_limit_of
+from ..runtimes.visible_devices import VisibleLimit
 from .children import scratch_directory
-
-__all__ = ["DEFAULT_HOST", "QUIET", "Host", "look", "simulated_host", "wanted_host"]
 
 DEFAULT_HOST = "dgx-a100"
 """The simulated host if SAFE_GPU_DRIVER names none."""
@@ -31,7 +29,7 @@ QUIET.addHandler(logging.NullHandler())
 _KIND = "simulated"
 
 
-class Host(NamedTuple):
+class RaceHost(NamedTuple):
     """A host before a race: one poll, the verdicts for a claim of this process, and the fence of CUDA_VISIBLE_DEVICES.
 
     ``obstacle`` is another reason why no claim is possible, "" if there is none.
@@ -39,7 +37,7 @@ class Host(NamedTuple):
 
     snapshot: HostSnapshot
     verdicts: tuple[GpuVerdict, ...] = ()
-    fence: Fence | None = None
+    fence: VisibleLimit | None = None
     obstacle: str = ""
 
 
@@ -49,7 +47,7 @@ def wanted_host() -> str | None:
     return name if kind == _KIND else None
 
 
-def look() -> Host:
+def look() -> RaceHost:
     """The host of the driver that SAFE_GPU_DRIVER names; without a driver it has no GPUs.
 
     Raises:
@@ -60,16 +58,16 @@ def look() -> Host:
         with opened_driver() as driver:
             snapshot = driver.snapshot()
             if not snapshot.gpus:
-                return Host(snapshot)
+                return RaceHost(snapshot)
             try:
-                fence = fence_of(snapshot, 1, driver.runtime)
+                fence = visible_limit_of(snapshot, 1, driver.runtime)
             except UnsatisfiableRequestError as err:
-                return Host(snapshot, obstacle=str(err))
+                return RaceHost(snapshot, obstacle=str(err))
     except NoDriverError:
         if os.environ.get("SAFE_GPU_DRIVER") not in (None, "", "auto"):
             raise
-        return Host(HostSnapshot(()))
-    return Host(snapshot, verdicts_now(snapshot, GpuRequest(), fence), fence)
+        return RaceHost(HostSnapshot(()))
+    return RaceHost(snapshot, current_verdicts(snapshot, GpuRequest(), fence), fence)
 
 
 @contextmanager

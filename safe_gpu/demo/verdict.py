@@ -6,12 +6,10 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from .racers import Heat, Outcome
-
-__all__ = ["Clash", "Ruling", "Visit", "add_up", "rule"]
+    from .racers import Outcome, RaceResult
 
 
-class Clash(NamedTuple):
+class Collision(NamedTuple):
     """A collision: these processes had the GPU at the same time. ``witness``: "marker" or "driver"."""
 
     uuid: str
@@ -19,7 +17,7 @@ class Clash(NamedTuple):
     witness: str
 
 
-class Visit(NamedTuple):
+class Intruder(NamedTuple):
     """Other processes came onto a GPU of a racer. They do not claim, so no lock keeps them off."""
 
     uuid: str
@@ -27,7 +25,7 @@ class Visit(NamedTuple):
     racers: tuple[int, ...]
 
 
-class Ruling(NamedTuple):
+class RefereeReport(NamedTuple):
     """The ruling on one race, or on several.
 
     Attributes:
@@ -48,8 +46,8 @@ class Ruling(NamedTuple):
     taken: int = 0
     refused: int = 0
     collisions: int = 0
-    clashes: tuple[Clash, ...] = ()
-    visits: tuple[Visit, ...] = ()
+    clashes: tuple[Collision, ...] = ()
+    visits: tuple[Intruder, ...] = ()
     looks: int = 0
     shown: int = 0
     failed: tuple[Outcome, ...] = ()
@@ -62,13 +60,13 @@ class Ruling(NamedTuple):
         return bool(self.collisions or self.failed or (self.trouble and not self.claims))
 
 
-def rule(heat: Heat, *, shared: bool = False) -> Ruling:
+def rule(heat: RaceResult, *, shared: bool = False) -> RefereeReport:
     """Rule on a race.
 
     Two racers on one GPU are a collision. A racer on a GPU with a process from before the start is a collision too. Any
     other process that came later is a visitor. If claims share the GPU (``shared``), there are no collisions.
     """
-    ruling = Ruling(
+    ruling = RefereeReport(
         claims=len(heat.winners),
         taken=sum(len(outcome.uuids) for outcome in heat.winners),
         refused=len(heat.refused),
@@ -81,9 +79,9 @@ def rule(heat: Heat, *, shared: bool = False) -> Ruling:
     return ruling if shared else ruling._replace(**_encounters(heat))
 
 
-def _encounters(heat: Heat) -> dict[str, Any]:
+def _encounters(heat: RaceResult) -> dict[str, Any]:
     by_marker = [
-        Clash(uuid, (outcome.pid, rival), "marker")
+        Collision(uuid, (outcome.pid, rival), "marker")
         for outcome in heat.outcomes
         for uuid, rival in zip(outcome.uuids, outcome.rivals, strict=True)
         if rival >= 0
@@ -100,8 +98,8 @@ def _encounters(heat: Heat) -> dict[str, Any]:
         if holders and sighting.residents:
             together.setdefault(sighting.uuid, set()).update(holders | sighting.residents)
         if racers and strangers:
-            visits.append(Visit(sighting.uuid, tuple(sorted(strangers)), tuple(sorted(racers))))
-    by_driver = [Clash(uuid, tuple(sorted(pids)), "driver") for uuid, pids in together.items()]
+            visits.append(Intruder(sighting.uuid, tuple(sorted(strangers)), tuple(sorted(racers))))
+    by_driver = [Collision(uuid, tuple(sorted(pids)), "driver") for uuid, pids in together.items()]
     return {
         "collisions": max(len(by_marker), sum(len(clash.pids) - 1 for clash in by_driver)),
         "clashes": (*by_marker, *by_driver),
@@ -109,12 +107,12 @@ def _encounters(heat: Heat) -> dict[str, Any]:
     }
 
 
-def add_up(rulings: Iterable[Ruling]) -> Ruling:
+def add_up(rulings: Iterable[RefereeReport]) -> RefereeReport:
     """The sum of several rulings."""
-    total: tuple[Any, ...] = Ruling()
+    total: tuple[Any, ...] = RefereeReport()
     for ruling in rulings:
         total = tuple(one + other for one, other in zip(total, ruling, strict=True))
-    return Ruling(*total)
+    return RefereeReport(*total)
 
 
 def _shown(outcome: Outcome, shown: frozenset[tuple[str, int]]) -> bool:

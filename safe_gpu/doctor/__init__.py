@@ -11,12 +11,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from . import gpus, listing, records, sharing, state, surroundings
-from .check import Check, Finding, Host
+from .check import Check, CheckedHost, Finding
 from .render import render_checks
 
 __all__ = ["CHECKS", "Check", "exit_code", "render_checks", "run_checks", "to_dict"]
 
-CHECKS: tuple[tuple[str, Callable[[Host], Finding]], ...] = (
+CHECKS: tuple[tuple[str, Callable[[CheckedHost], Finding]], ...] = (
     ("platform", surroundings.platform),
     ("Python packages", surroundings.packages),
     ("GPU driver", gpus.driver),
@@ -57,9 +57,9 @@ CHECKS: tuple[tuple[str, Callable[[Host], Finding]], ...] = (
 _ON_AMD = {"CUDA": "HIP", "CUDA_VISIBLE_DEVICES": "ROCR_VISIBLE_DEVICES"}
 
 
-def run_checks(host: Host | None = None) -> list[Check]:
+def run_checks(host: CheckedHost | None = None) -> list[Check]:
     """Run all checks; ``host`` None is this host with this process's environment. Errors in checks do not raise."""
-    examined = Host() if host is None else host
+    examined = CheckedHost() if host is None else host
     found = []
     try:
         for name, examine in CHECKS:

@@ -15,9 +15,8 @@ if TYPE_CHECKING:
     from ..devices import Gpu, HostSnapshot
     from ..drivers.base import Driver
     from ..schedulers import JobContext
-    from ..status.gather import HostStatus
+    from ..status.facts import HostStatus
 
-__all__ = ["Check", "Finding", "Host", "failed", "gpus_named", "labels", "passed", "skipped", "warning"]
 
 _MOST = 1 << 20  # characters; mountinfo and the tables of tmpfiles.d can be long
 
@@ -71,7 +70,7 @@ def gpus_named(labels: list[str]) -> str:
     return f"GPU{'s' if len(labels) > 1 else ''} {','.join(labels)}"
 
 
-class Host:
+class CheckedHost:
     """The host that is checked.
 
     Args:

@@ -8,20 +8,7 @@ from collections.abc import Callable
 from .. import procfs
 from ..devices import ComputeMode, Gpu, HostSnapshot, ProcessKind
 from ..errors import NoDriverError
-from .check import Finding, Host, failed, labels, passed, skipped, warning
-
-__all__ = [
-    "NO_DRIVER",
-    "compute_mode",
-    "cuda_starts",
-    "driver",
-    "driver_speed",
-    "gpus_where",
-    "lost_gpus",
-    "mig",
-    "mps",
-    "other_vendor",
-]
+from .check import CheckedHost, Finding, failed, labels, passed, skipped, warning
 
 NO_DRIVER = "there is no driver"
 _OF_NVIDIA = "AMD GPUs have none: it is NVIDIA's"
@@ -31,7 +18,7 @@ _OF_NVIDIA = "AMD GPUs have none: it is NVIDIA's"
 _SLOW_POLL = 1.0
 
 
-def driver(host: Host) -> Finding:
+def driver(host: CheckedHost) -> Finding:
     """Is there a driver, which one, with how many GPUs?"""
     snapshot = host.snapshot
     if snapshot is None:
@@ -59,7 +46,7 @@ def driver(host: Host) -> Finding:
     return passed(detail)
 
 
-def other_vendor(host: Host) -> Finding:
+def other_vendor(host: CheckedHost) -> Finding:
     """Does this host have GPUs of a second vendor, and does their driver work?"""
     others, broken = host.others
     if broken:
@@ -77,7 +64,7 @@ def other_vendor(host: Host) -> Finding:
     )
 
 
-def driver_speed(host: Host) -> Finding:
+def driver_speed(host: CheckedHost) -> Finding:
     """Does a poll delay claims?"""
     if host.snapshot is None:
         return skipped(NO_DRIVER)
@@ -89,16 +76,16 @@ def driver_speed(host: Host) -> Finding:
     return passed(took)
 
 
-def cuda_starts(host: Host) -> Finding:
+def cuda_starts(host: CheckedHost) -> Finding:
     """Can CUDA be initialised, and does it see the GPUs that the driver shows? Tested in a short-lived child."""
     if host.snapshot is None:
         return skipped(NO_DRIVER)
     if host.simulated:
         return skipped(f"simulated GPUs have no {'HIP' if host.is_amd else 'CUDA'}")
     assert host.driver is not None
-    from ..runtimes.variables import names
+    from ..runtimes.variables import visible_variables
 
-    title, chosen_by = host.driver.runtime.title, names(host.snapshot)
+    title, chosen_by = host.driver.runtime.title, visible_variables(host.snapshot)
     without_fence = {name: value for name, value in host.environ.items() if name not in chosen_by}
     try:
         seen = host.driver.runtime.visible_in_child(without_fence)
@@ -121,12 +108,12 @@ def cuda_starts(host: Host) -> Finding:
     return passed(f"{title} can be initialised and sees {len(seen)} GPU(s)")
 
 
-def gpus_where(host: Host, condition: Callable[[Gpu], bool]) -> list[Gpu]:
+def gpus_where(host: CheckedHost, condition: Callable[[Gpu], bool]) -> list[Gpu]:
     """The devices for which ``condition`` is true; none without a driver."""
     return [gpu for gpu in (host.snapshot or HostSnapshot(())).gpus if condition(gpu)]
 
 
-def lost_gpus(host: Host) -> Finding:
+def lost_gpus(host: CheckedHost) -> Finding:
     """Are there GPUs that the driver cannot reach?"""
     if host.snapshot is None:
         return skipped(NO_DRIVER)
@@ -144,7 +131,7 @@ def lost_gpus(host: Host) -> Finding:
     return passed("the driver reaches all of them")
 
 
-def compute_mode(host: Host) -> Finding:
+def compute_mode(host: CheckedHost) -> Finding:
     """Do compute modes prevent claims, or keep out the child processes of a claim?"""
     if host.snapshot is None:
         return skipped(NO_DRIVER)
@@ -165,7 +152,7 @@ def compute_mode(host: Host) -> Finding:
     return passed("DEFAULT on every GPU")
 
 
-def mig(host: Host) -> Finding:
+def mig(host: CheckedHost) -> Finding:
     """Which GPUs are in MIG mode, and do they have instances?"""
     if host.snapshot is None:
         return skipped(NO_DRIVER)
@@ -187,7 +174,7 @@ def mig(host: Host) -> Finding:
     )
 
 
-def mps(host: Host) -> Finding:
+def mps(host: CheckedHost) -> Finding:
     """Does the Multi-Process Service run?"""
     if host.is_amd:
         return skipped(_OF_NVIDIA)

@@ -15,10 +15,8 @@ from collections.abc import Mapping
 from ..errors import SafeGpuError
 from ..selection.occupancy import HIDDEN, NOT_YET, SHOWN, presence, why_memory_unexplained
 from ..selection.rules import Rules
-from .check import Finding, Host, failed, labels, passed, skipped, warning
+from .check import CheckedHost, Finding, failed, labels, passed, skipped, warning
 from .gpus import NO_DRIVER, gpus_where
-
-__all__ = ["process_lists"]
 
 # Seconds. CUDA may have to initialise every GPU of the host first.
 _PATIENCE = 120.0
@@ -28,7 +26,7 @@ _LISTING = 2.0
 _LISTED = "the driver lists the processes of every GPU"
 
 
-def process_lists(host: Host) -> Finding:
+def process_lists(host: CheckedHost) -> Finding:
     """Does the driver list the processes on a GPU? Without that list it is not known whether the GPU is free."""
     if host.snapshot is None:
         return skipped(NO_DRIVER)

@@ -11,13 +11,11 @@ from ..coordination.history import NAME
 from ..errors import PolicyError
 from ..settings import policy_file
 from ..text import plural
-from .check import Finding, Host, failed, passed, skipped, warning
+from .check import CheckedHost, Finding, failed, passed, skipped, warning
 from .state import opened_to_all
 
-__all__ = ["history", "policy"]
 
-
-def policy(host: Host) -> Finding:
+def policy(host: CheckedHost) -> Finding:
     """Does the policy file count, and is every line of it right?"""
     path = policy_file(host.environ)
     try:
@@ -36,7 +34,7 @@ def policy(host: Host) -> Finding:
     return skipped(f"there is no {path}: nothing is limited")
 
 
-def history(host: Host) -> Finding:
+def history(host: CheckedHost) -> Finding:
     """Can every user's claims be recorded? A claim does not fail where they cannot."""
     path = os.path.join(host.path, NAME)
     try:

@@ -10,7 +10,6 @@ from ..text import paint, wrapped
 if TYPE_CHECKING:
     from .check import Check
 
-__all__ = ["render_checks"]
 
 _COLORS = {"passed": "green", "warning": "yellow", "failed": "red", "skipped": "dim"}
 

@@ -9,12 +9,10 @@ from collections.abc import Iterator
 
 from .. import procfs
 from ..coordination import legacy
-from ..coordination.mounts import Mount, in_container, is_of_image, mount_of, parse, private_to
+from ..coordination.mounts import Mount, in_container, is_of_image, mount_of, parse_mounts, private_to
 from ..devices import HostSnapshot
-from ..status.gather import ClaimStatus
-from .check import Finding, Host, passed, skipped, warning
-
-__all__ = ["clock", "older_package", "private_directory", "process_namespace", "suspended"]
+from ..status.facts import ClaimStatus
+from .check import CheckedHost, Finding, passed, skipped, warning
 
 _TOGETHER = "set SAFE_GPU_DIR, for all users and jobs, to a directory that all of them see, with mode 1777"
 
@@ -36,10 +34,10 @@ def _location(path: str, mounts: list[Mount]) -> tuple[str, str] | None:
     return mount.device, os.path.normpath(os.path.join(mount.root, inside))
 
 
-def private_directory(host: Host) -> Finding:
+def private_directory(host: CheckedHost) -> Finding:
     """Do all jobs of this host see the same state directory?"""
     path = os.path.realpath(host.path)
-    mounts = parse(host.read("proc/self/mountinfo") or "")
+    mounts = parse_mounts(host.read("proc/self/mountinfo") or "")
     mount = mount_of(path, mounts)
     if mount is None:
         return skipped("/proc/self/mountinfo cannot be read")
@@ -63,7 +61,7 @@ def private_directory(host: Host) -> Finding:
         if contained and mount.point != "/":
             return passed(f"{path} is mounted into this container ({mount.root} of {mount.source} at {mount.point})")
         return passed(f"{path} is the same for all processes of this host or container")
-    outside = parse(host.read("proc/1/mountinfo") or "")
+    outside = parse_mounts(host.read("proc/1/mountinfo") or "")
     if not outside:
         return passed(f"no sign that {path} is private; this user may not compare it with the rest of the host")
     if _location(path, mounts) != _location(path, outside):
@@ -74,7 +72,7 @@ def private_directory(host: Host) -> Finding:
     return passed(f"{path} is the same directory for the rest of the host")
 
 
-def _sign_of_privacy(mount: Mount, host: Host) -> str:
+def _sign_of_privacy(mount: Mount, host: CheckedHost) -> str:
     """Why a mount is known to be private, as the end of a sentence; "" if there is no sign of that."""
     private = private_to(mount.root)
     if private:
@@ -89,7 +87,7 @@ def _sign_of_privacy(mount: Mount, host: Host) -> str:
     return ""
 
 
-def process_namespace(host: Host) -> Finding:
+def process_namespace(host: CheckedHost) -> Finding:
     """Are the processes visible that the driver reports?"""
     snapshot = host.snapshot or HostSnapshot(())
     processes = [process for gpu in snapshot.gpus for process in gpu.processes or ()]
@@ -104,7 +102,7 @@ def process_namespace(host: Host) -> Finding:
             "their GPUs count as busy, but their users are not known",
             "start the container with --pid=host",
         )
-    mount = mount_of("/proc", parse(host.read("proc/self/mountinfo") or ""))
+    mount = mount_of("/proc", parse_mounts(host.read("proc/self/mountinfo") or ""))
     option = re.search(r"hidepid=(?!0|off)\w+", mount.options) if mount else None
     if option and os.geteuid() != 0:
         return warning(
@@ -123,14 +121,14 @@ def process_namespace(host: Host) -> Finding:
 # Claims and waiters
 
 
-def _claims(host: Host) -> Iterator[tuple[str, ClaimStatus]]:
+def _claims(host: CheckedHost) -> Iterator[tuple[str, ClaimStatus]]:
     for one in host.status.gpus:
         for claim in (one.claim, one.inner):
             if claim is not None:
                 yield one.label, claim
 
 
-def suspended(host: Host) -> Finding:
+def suspended(host: CheckedHost) -> Finding:
     """Is a process stopped that holds GPUs or waits for them?"""
     stopped: dict[int | None, str] = {}
     for label, claim in _claims(host):
@@ -152,7 +150,7 @@ def suspended(host: Host) -> Finding:
     return passed("no process that holds GPUs or waits for them is stopped")
 
 
-def clock(host: Host) -> Finding:
+def clock(host: CheckedHost) -> Finding:
     """Does a claim or a ticket have a time in the future?"""
     latest = time.time() + _CLOCK_SLACK
     times = [(claim.since, f"the claim of GPU {label}") for label, claim in _claims(host)]
@@ -167,7 +165,7 @@ def clock(host: Host) -> Finding:
     return passed("no claim has a time in the future")
 
 
-def older_package(host: Host) -> Finding:
+def older_package(host: CheckedHost) -> Finding:
     """Is safe-gpu 1.x or 2.0 in use here, and can its lock be taken too?"""
     path, directory = legacy.LOCK_FILE, os.path.dirname(legacy.LOCK_FILE)
     # The file must not be opened: closing any descriptor of it would drop a POSIX lock that this process holds on it.

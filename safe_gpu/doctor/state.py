@@ -14,18 +14,7 @@ from ..coordination.host_lock import HostLock, lock_file
 from ..coordination.leases import leases_of
 from ..errors import LockTimeout, StateDirError
 from ..programs import others_can_change
-from .check import Finding, Host, failed, passed, skipped, warning
-
-__all__ = [
-    "cleaning",
-    "file_system",
-    "locks",
-    "opened_to_all",
-    "protected_regular",
-    "removed_leases",
-    "room",
-    "state_directory",
-]
+from .check import CheckedHost, Finding, failed, passed, skipped, warning
 
 _ELSEWHERE = "set SAFE_GPU_DIR, for all users, to a directory on a local disk that all of them can write (mode 1777)"
 _PATIENCE = 5.0
@@ -45,7 +34,7 @@ def _existing(path: str) -> str:
     return path
 
 
-def state_directory(host: Host) -> Finding:
+def state_directory(host: CheckedHost) -> Finding:
     """Is it a plain directory that every user can use?"""
     path = host.path
     try:
@@ -145,7 +134,7 @@ def opened_to_all(path: str, status: os.stat_result) -> str:
     return f"as {procfs.user_name(status.st_uid)}: {command}; or {way_out}"
 
 
-def _trouble_with_files(root: int, host: Host) -> Finding | None:
+def _trouble_with_files(root: int, host: CheckedHost) -> Finding | None:
     seen: dict[tuple[int, int], str] = {}
     # Other users may have made files of any other name.
     for name in ("host.lock", *(f"leases/{name}" for name in leases_of(one.gpu.uuid for one in host.status.gpus))):
@@ -187,7 +176,7 @@ def _trouble_above(path: str) -> Finding | None:
     return None
 
 
-def file_system(host: Host) -> Finding:
+def file_system(host: CheckedHost) -> Finding:
     """Is it on a local, writable file system? Locks do not work reliably on a network file system."""
     where = _existing(host.path)
     try:
@@ -206,7 +195,7 @@ def file_system(host: Host) -> Finding:
     return passed(f"{kind or 'of unknown type'}, at {where}")
 
 
-def room(host: Host) -> Finding:
+def room(host: CheckedHost) -> Finding:
     """Is there space for a few small files?"""
     where = _existing(host.path)
     numbers = os.statvfs(where)
@@ -218,7 +207,7 @@ def room(host: Host) -> Finding:
     return passed(f"{free >> 20} MiB are free")
 
 
-def locks(host: Host) -> Finding:
+def locks(host: CheckedHost) -> Finding:
     """Can host.lock be taken, and is a second lock on a locked file refused?"""
     began = time.monotonic()
     try:
@@ -265,7 +254,7 @@ _AGED_TYPES = frozenset("dDevqQC")
 _CLEANERS = ("etc/cron.daily/tmpwatch", "etc/cron.daily/tmpreaper")
 
 
-def cleaning(host: Host) -> Finding:
+def cleaning(host: CheckedHost) -> Finding:
     """Does something remove old files there? It would also remove lease files that are held."""
     fix = f"as root: echo {quote(f'x {host.path}')} > {RULE}"
     for cleaner in _CLEANERS:
@@ -287,7 +276,7 @@ def cleaning(host: Host) -> Finding:
     return passed("no rule of systemd-tmpfiles removes old files there")
 
 
-def _rules(host: Host) -> list[tuple[str, str, str, str]]:
+def _rules(host: CheckedHost) -> list[tuple[str, str, str, str]]:
     """(type, path, age, file) of every line of tmpfiles.d(5); a file in /etc replaces its namesake in /usr/lib."""
     files: dict[str, str] = {}
     for directory in _RULES:
@@ -318,7 +307,7 @@ def _covers(rule: str, path: str) -> bool:
     return False
 
 
-def removed_leases(host: Host) -> Finding:
+def removed_leases(host: CheckedHost) -> Finding:
     """Are there claims whose lease file was removed? Other processes see their GPUs as unclaimed."""
     leases = os.path.join(os.path.realpath(host.path), "leases") + "/"
     for pid in procfs.pids():
@@ -341,7 +330,7 @@ def _is_locked(pid: int, number: int) -> bool:
     return inode in procfs.flock_holders({inode})
 
 
-def protected_regular(host: Host) -> Finding:
+def protected_regular(host: CheckedHost) -> Finding:
     """The value of fs.protected_regular, which restricts opening files of other users in sticky directories."""
     value = host.read("proc/sys/fs/protected_regular")
     if value is None:

@@ -8,23 +8,10 @@ import sys
 from .. import settings
 from ..errors import GPUAffinityError, UnsatisfiableRequestError
 from ..selection.rules import MEMORY_VARIABLE, Rules
-from .check import Finding, Host, failed, gpus_named, labels, passed, skipped, warning
-
-__all__ = [
-    "address_space",
-    "batch_job",
-    "cpu_mask",
-    "device_order",
-    "openmp",
-    "packages",
-    "platform",
-    "scope",
-    "variables",
-    "visible_devices",
-]
+from .check import CheckedHost, Finding, failed, gpus_named, labels, passed, skipped, warning
 
 
-def platform(host: Host) -> Finding:
+def platform(host: CheckedHost) -> Finding:
     """Is this Linux? Shows the versions of the kernel and of Python."""
     name = os.uname()
     detail = f"{name.sysname} {name.release} on {name.machine}, Python {'.'.join(map(str, sys.version_info[:3]))}"
@@ -33,7 +20,7 @@ def platform(host: Host) -> Finding:
     return passed(detail)
 
 
-def packages(host: Host) -> Finding:
+def packages(host: CheckedHost) -> Finding:
     """Are the required Python packages installed, and none that replaces their modules?"""
     import re
     from importlib import metadata
@@ -75,7 +62,7 @@ def _is_old(name: str, version: str) -> bool:
 # Variables
 
 
-def variables(host: Host) -> Finding:
+def variables(host: CheckedHost) -> Finding:
     """Does every SAFE_GPU_* variable exist, and does it have a valid value?"""
     for name, meant in settings.unknown(host.environ).items():
         hint = f"did you mean {meant}? " if meant else ""
@@ -125,7 +112,7 @@ def _trouble_with_value(name: str, value: str) -> str:
     return ""
 
 
-def scope(host: Host) -> Finding:
+def scope(host: CheckedHost) -> Finding:
     """Does SAFE_GPU_SCOPE, which a claim sets for claims inside it, belong to a claim that is held?"""
     token = host.environ.get("SAFE_GPU_SCOPE")
     if not token:
@@ -152,19 +139,19 @@ def scope(host: Host) -> Finding:
     )
 
 
-def visible_devices(host: Host) -> Finding:
+def visible_devices(host: CheckedHost) -> Finding:
     """Does an inherited CUDA_VISIBLE_DEVICES, or ROCR_ or HIP_ for AMD GPUs, limit claims, and is its value clear?"""
-    from ..runtimes.variables import names
+    from ..runtimes.variables import visible_variables
 
-    known = names(host.snapshot) if host.snapshot is not None else ("CUDA_VISIBLE_DEVICES",)
+    known = visible_variables(host.snapshot) if host.snapshot is not None else ("CUDA_VISIBLE_DEVICES",)
     name, value = next(((name, value) for name in known if (value := host.environ.get(name)) is not None), ("", None))
     if value is None:
         return passed("not set: claims choose among all GPUs")
     if host.snapshot is None:
         return skipped("there is no driver to compare it with")
-    from ..runtimes.variables import read_once
+    from ..runtimes.variables import read_visible_once
 
-    fence = read_once(host.environ, host.snapshot)
+    fence = read_visible_once(host.environ, host.snapshot)
     assert fence is not None
     lift = f"unset {name}, or set SAFE_GPU_FENCE=ignore"
     if settings.ignores_fence(host.environ):
@@ -191,7 +178,7 @@ def visible_devices(host: Host) -> Finding:
     return warning(limits, lift)
 
 
-def device_order(host: Host) -> Finding:
+def device_order(host: CheckedHost) -> Finding:
     """Does CUDA_DEVICE_ORDER have a value that CUDA knows?"""
     if host.is_amd:
         return skipped("HIP does not read it")
@@ -206,7 +193,7 @@ def device_order(host: Host) -> Finding:
     )
 
 
-def batch_job(host: Host) -> Finding:
+def batch_job(host: CheckedHost) -> Finding:
     """The batch job and the rank of this process."""
     job = host.job
     if job.scheduler is None:
@@ -228,7 +215,7 @@ def batch_job(host: Host) -> Finding:
 # Limits and CPUs
 
 
-def address_space(host: Host) -> Finding:
+def address_space(host: CheckedHost) -> Finding:
     """Is the address space limited? Batch systems set that limit for memory, and CUDA may fail under it."""
     import resource
 
@@ -242,7 +229,7 @@ def address_space(host: Host) -> Finding:
     )
 
 
-def cpu_mask(host: Host) -> Finding:
+def cpu_mask(host: CheckedHost) -> Finding:
     """May this process use the CPUs next to the GPUs?"""
     if host.driver is None or host.snapshot is None:
         return skipped("there is no driver")
@@ -283,7 +270,7 @@ _OPENMP = {
 }
 
 
-def openmp(host: Host) -> Finding:
+def openmp(host: CheckedHost) -> Finding:
     """Does a variable of OpenMP move threads away from the CPUs to which a claim binds them?"""
     for name, harmless in _OPENMP.items():
         value = host.environ.get(name)

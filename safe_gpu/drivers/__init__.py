@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..spelling import Spelling
+from ..spelling import ArgumentStyle
 
 if TYPE_CHECKING:
     from ..devices import GpuRequest
@@ -27,7 +27,7 @@ class _Choice(NamedTuple):
     preset: str
     vendor: str | None
     prefer: str | None
-    spelling: type[Spelling]
+    spelling: type[ArgumentStyle]
 
 
 def open_driver(
@@ -35,7 +35,7 @@ def open_driver(
     *,
     vendor: str | None = None,
     prefer: str | None = None,
-    spelling: type[Spelling] = Spelling,
+    spelling: type[ArgumentStyle] = ArgumentStyle,
 ) -> Driver:
     """Open a driver by name: ``auto``, ``nvml``, ``nvidia-smi``, ``kfd`` or ``simulated:PRESET``.
 
@@ -199,7 +199,7 @@ class opened_driver:
     """
 
     def __init__(
-        self, vendor: str | None = None, *, prefer: str | None = None, spelling: type[Spelling] = Spelling
+        self, vendor: str | None = None, *, prefer: str | None = None, spelling: type[ArgumentStyle] = ArgumentStyle
     ) -> None:
         self._vendor = vendor
         self._prefer = prefer

@@ -11,8 +11,6 @@ if TYPE_CHECKING:
     from ..runtimes.runtime import Runtime
     from ..topology import HostTopology
 
-__all__ = ["Driver"]
-
 
 class Driver(Protocol):
     """A source of truth about GPUs. Chosen in one place, ``drivers.open_driver``.

@@ -16,13 +16,12 @@ from ..errors import NoDriverError
 from ..runtimes.hip_runtime import HIP
 from . import pci
 from .kfd_nodes import Device, Tree, devices, tree
-from .kfd_processes import Use, processes
-from .nvidia_host import resolved
+from .kfd_processes import ProcessesOnGpu, processes
+from .nvidia_host import own_namespace_pids
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["KfdDriver", "may_be_integrated"]
 
 # The memory of integrated graphics is a small part of the host's that the firmware has set aside.
 _LARGEST_CARVE_OUT = 4 << 30
@@ -118,7 +117,9 @@ def _gpus(files: Tree, found: tuple[Device, ...]) -> Iterable[Gpu]:
     # Read before the processes, or the memory of one that starts in between would belong to no visible process.
     counters = {device.pci: files.number(f"{device.pci}/mem_info_vram_used") for device in found if not device.broken}
     used = processes(files, [device.node.gpu_id for device in found if device.node.gpu_id])
-    uses = {gpu_id: use._replace(processes=resolved(use.processes, device="kfd")) for gpu_id, use in used.items()}
+    uses = {
+        gpu_id: use._replace(processes=own_namespace_pids(use.processes, device="kfd")) for gpu_id, use in used.items()
+    }
     largest = max((device.memory_total or 0 for device in found), default=0)
     for index, device in enumerate(found):
         if device.broken:
@@ -146,7 +147,9 @@ def _gpus(files: Tree, found: tuple[Device, ...]) -> Iterable[Gpu]:
         )
 
 
-def _memory_used(device: Device, used: int | None, use: Use, sharing: Sequence[Use]) -> int | None:
+def _memory_used(
+    device: Device, used: int | None, use: ProcessesOnGpu, sharing: Sequence[ProcessesOnGpu]
+) -> int | None:
     """Bytes in use on the device, of which its PCI device has ``used``.
 
     Partitions of one GPU share its counter. Memory that no process on any of them accounts for may be on each of them,
@@ -157,7 +160,7 @@ def _memory_used(device: Device, used: int | None, use: Use, sharing: Sequence[U
     return _bytes(use) + max(0, used - sum(map(_bytes, sharing)))
 
 
-def _bytes(use: Use) -> int:
+def _bytes(use: ProcessesOnGpu) -> int:
     return sum(process.memory_used or 0 for process in use.processes)
 
 

@@ -19,8 +19,6 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
-__all__ = ["Device", "Node", "Tree", "devices", "tree"]
-
 _NODES = "sys/class/kfd/kfd/topology/nodes"
 _PCI = "sys/bus/pci/devices"
 _LARGEST_FILE = 1 << 16

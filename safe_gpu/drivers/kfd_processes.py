@@ -23,21 +23,20 @@ from ..devices import GpuProcess
 if TYPE_CHECKING:
     from .kfd_nodes import Tree
 
-__all__ = ["Use", "processes"]
 
 _PROCESSES = "sys/class/kfd/kfd/proc"
 _MOST_CONTEXTS = 1 << 10
 _MOST_QUEUES = 1 << 12
 
 
-class Use(NamedTuple):
+class ProcessesOnGpu(NamedTuple):
     """The processes on one GPU, and why the list is incomplete, else ""."""
 
     processes: tuple[GpuProcess, ...] = ()
     error: str = ""
 
 
-def processes(files: Tree, gpu_ids: Iterable[int]) -> dict[int, Use]:
+def processes(files: Tree, gpu_ids: Iterable[int]) -> dict[int, ProcessesOnGpu]:
     """The processes on each of these GPUs, by ``gpu_id``.
 
     ``pid`` is the kernel's number, that of the first PID namespace.
@@ -46,7 +45,7 @@ def processes(files: Tree, gpu_ids: Iterable[int]) -> dict[int, Use]:
     found: dict[int, list[GpuProcess]] = {gpu_id: [] for gpu_id in wanted}
     errors = dict.fromkeys(wanted, "")
     if not files.exists(_PROCESSES):
-        return dict.fromkeys(wanted, Use((), f"this kernel has no /{_PROCESSES}"))
+        return dict.fromkeys(wanted, ProcessesOnGpu((), f"this kernel has no /{_PROCESSES}"))
     for name in files.names(_PROCESSES):
         if not re.fullmatch(r"[1-9][0-9]{0,9}", name):
             continue
@@ -61,7 +60,7 @@ def processes(files: Tree, gpu_ids: Iterable[int]) -> dict[int, Use]:
             if memory or gpu_id in queues:
                 found[gpu_id].append(GpuProcess(int(name), memory_used=memory))
     return {
-        gpu_id: Use(tuple(sorted(listed, key=lambda process: process.pid)), errors[gpu_id])
+        gpu_id: ProcessesOnGpu(tuple(sorted(listed, key=lambda process: process.pid)), errors[gpu_id])
         for gpu_id, listed in found.items()
     }
 

@@ -12,8 +12,6 @@ from dataclasses import replace
 from .. import procfs
 from ..devices import GpuProcess, ProcessKind
 
-__all__ = ["is_wsl", "memory_is_node", "resolved"]
-
 # A process with more descriptors than this is not searched for a device among them.
 _MOST_DESCRIPTORS = 4096
 
@@ -22,7 +20,7 @@ _MOST_DESCRIPTORS = 4096
 _CONTROL = {"nvidia": "dev/nvidiactl", "kfd": "dev/kfd"}
 
 
-def resolved(
+def own_namespace_pids(
     processes: Iterable[GpuProcess], *, by_devices: bool = True, device: str = "nvidia"
 ) -> tuple[GpuProcess, ...]:
     """The processes under their numbers of this PID namespace, each once per kind.

@@ -16,10 +16,8 @@ from ..devices import ComputeMode, Gpu, HostSnapshot, normalize_bus_id
 from ..errors import NoDriverError
 from ..runtimes.cuda_runtime import CUDA
 from . import pci
-from .nvidia_host import is_wsl, memory_is_node, resolved
-from .nvidia_smi_report import GpuReport, MigReport, Processes, driver_version, read
-
-__all__ = ["NvidiaSmiDriver", "find_nvidia_smi"]
+from .nvidia_host import is_wsl, memory_is_node, own_namespace_pids
+from .nvidia_smi_report import GpuReport, MigReport, ProcessList, driver_version, read
 
 _REPORT = ("-q", "-x")
 _MOST_OUTPUT = 16 << 20
@@ -227,24 +225,24 @@ class NvidiaSmiDriver:
         return code, text
 
 
-def _with_usage(gpu: Gpu, memory: tuple[int | None, ...], processes: Processes) -> Gpu:
+def _with_usage(gpu: Gpu, memory: tuple[int | None, ...], processes: ProcessList) -> Gpu:
     total, used, free = memory
     return replace(
         gpu,
         memory_total=total,
         memory_used=used,
         memory_free=free,
-        processes=None if processes.error else resolved(row.process for row in processes.rows),
+        processes=None if processes.error else own_namespace_pids(row.process for row in processes.rows),
         process_error=processes.error,
         processes_supported=processes.supported,
     )
 
 
-def _of_instance(processes: Processes, instance: MigReport) -> Processes:
+def _of_instance(processes: ProcessList, instance: MigReport) -> ProcessList:
     """The processes of a GPU that are on one of its MIG instances."""
     unplaced = next((row.process.pid for row in processes.rows if row.gpu_instance is None), None)
     if unplaced is not None:
-        return Processes(error=f"nvidia-smi does not tell which MIG instance process {unplaced} is on")
+        return ProcessList(error=f"nvidia-smi does not tell which MIG instance process {unplaced} is on")
     same = (instance.compute_instance, None)
     rows = (row for row in processes.rows if row.gpu_instance == instance.gpu_instance and row.compute_instance in same)
     return processes._replace(rows=tuple(rows))

@@ -14,8 +14,6 @@ from typing import NamedTuple
 from .. import procfs
 from ..devices import GpuProcess, ProcessKind, normalize_bus_id
 
-__all__ = ["GpuReport", "MigReport", "Processes", "Row", "driver_version", "read"]
-
 _MIB = 1 << 20
 _LONGEST_TEXT = 400
 _LONGEST_NAME = 80
@@ -33,7 +31,7 @@ class Row(NamedTuple):
     compute_instance: int | None
 
 
-class Processes(NamedTuple):
+class ProcessList(NamedTuple):
     """The list of a GPU's processes, or why there is none; ``supported`` is False where there never will be."""
 
     rows: tuple[Row, ...] = ()
@@ -62,7 +60,7 @@ class GpuReport(NamedTuple):
     compute_mode: str
     display_active: bool
     mig: bool
-    processes: Processes
+    processes: ProcessList
     instances: tuple[MigReport, ...]
     counts_reserved: bool
     trouble: str
@@ -142,9 +140,9 @@ def _read_instances(text: str) -> Iterator[MigReport]:
             )
 
 
-def _read_processes(text: str | None) -> Processes:
+def _read_processes(text: str | None) -> ProcessList:
     if text is None:
-        return Processes(error="nvidia-smi does not list its processes")
+        return ProcessList(error="nvidia-smi does not list its processes")
     rows: dict[tuple[int, str], Row] = {}
     entries = list(_sections(text, "process_info"))
     for entry in entries:
@@ -160,12 +158,12 @@ def _read_processes(text: str | None) -> Processes:
     said = text.strip()
     if not entries and said not in ("", "None"):
         return _unlisted(said)
-    return Processes(tuple(rows.values()))
+    return ProcessList(tuple(rows.values()))
 
 
-def _unlisted(said: str) -> Processes:
+def _unlisted(said: str) -> ProcessList:
     said = procfs.printable(said[:_LONGEST_TEXT])
-    return Processes(error=f"nvidia-smi does not list its processes: {said}", supported=not _NEVER.search(said))
+    return ProcessList(error=f"nvidia-smi does not list its processes: {said}", supported=not _NEVER.search(said))
 
 
 def _memory(text: str) -> tuple[int | None, ...]:

@@ -10,15 +10,13 @@ from typing import Any, TypeVar
 from ..devices import Gpu, HostSnapshot
 from ..errors import MissingPackageError, NoDriverError
 from ..runtimes.cuda_runtime import CUDA
-from .nvml_inventory import Inventory, Known
-from .nvml_session import LIBRARY, Fault, Session
-
-__all__ = ["NvmlDriver", "why_missing"]
+from .nvml_inventory import Inventory, KnownGpus
+from .nvml_session import LIBRARY, NvmlError, Session
 
 _Answer = TypeVar("_Answer")
 
 # Names, UUIDs, bus ids and links never change while a process lives, so a second claim need not ask for them.
-_KNOWN = Known()
+_KNOWN = KnownGpus()
 
 
 def why_missing() -> str | None:
@@ -110,14 +108,14 @@ class NvmlDriver:
         with self._lock:
             try:
                 return question(self._opened())
-            except Fault as fault:
+            except NvmlError as fault:
                 self._end()
                 _KNOWN.version = ""  # the driver may have been replaced
                 if not fault.session_over:
                     raise fault.as_no_driver() from fault
             try:
                 return question(self._opened())
-            except Fault as fault:
+            except NvmlError as fault:
                 self._end()
                 raise fault.as_no_driver() from fault
 

@@ -8,11 +8,9 @@ from typing import Any
 
 from .. import procfs
 from ..devices import ComputeMode, Gpu, ProcessKind
-from .nvidia_host import is_wsl, resolved
+from .nvidia_host import is_wsl, own_namespace_pids
 from .nvml_processes import ProcessRow, merge
-from .nvml_session import Fault, Session
-
-__all__ = ["describe", "details", "instance_again", "unreachable", "used"]
+from .nvml_session import NvmlError, Session
 
 _COMPUTE_MODES = {1: ComputeMode.EXCLUSIVE_PROCESS, 2: ComputeMode.PROHIBITED, 3: ComputeMode.EXCLUSIVE_PROCESS}
 _MOST_INSTANCES = 64  # of a GPU; there are 7 today
@@ -69,7 +67,7 @@ def details(session: Session, parent_handle: Any, gpu: Gpu) -> Gpu:
     return replace(gpu, utilization=None if utilization is None else int(utilization.gpu), processes=processes)
 
 
-def unreachable(gpu: Gpu, trouble: Fault | str) -> Gpu:
+def unreachable(gpu: Gpu, trouble: NvmlError | str) -> Gpu:
     """A device of which only the identity is known."""
     if isinstance(trouble, str):
         text, lost = trouble, True
@@ -101,7 +99,7 @@ def _used(session: Session, handle: Any, gpu: Gpu, lists: _Lists, without_mig: s
 def _mig_is_on(session: Session, handle: Any, uuid: str, without_mig: set[str]) -> bool:
     try:
         return bool(session.ask("nvmlDeviceGetMigMode", handle)[0] == 1)
-    except Fault as fault:
+    except NvmlError as fault:
         if fault.gpu_lost or fault.session_over:
             raise
         if fault.absent:
@@ -174,7 +172,7 @@ class _Lists:
         self._parent = parent
         self._kinds = kinds
         self._rows: dict[str, list[ProcessRow]] = {}
-        self._fault: Fault | None = None
+        self._fault: NvmlError | None = None
 
     def read(self, kind: str) -> None:
         """Read one more list, unless it is there already, or one has failed before."""
@@ -184,7 +182,7 @@ class _Lists:
             return
         try:
             self._rows[kind] = self._session.processes(kind, self._handle)
-        except Fault as fault:
+        except NvmlError as fault:
             if fault.gpu_lost or fault.session_over:
                 raise
             if fault.absent and kind != ProcessKind.COMPUTE:
@@ -213,7 +211,7 @@ class _Lists:
                 "processes_supported": not fault.absent,
             }
         names = {row.pid: self._name(row.pid) for kind, row in rows if kind != ProcessKind.GRAPHICS}
-        return {"processes": resolved(merge(rows, names)), "process_error": "", "processes_supported": True}
+        return {"processes": own_namespace_pids(merge(rows, names)), "process_error": "", "processes_supported": True}
 
     def _from_parent(self, parent: _Lists, *, mute: bool) -> Iterator[tuple[str, ProcessRow]]:
         """The rows of the GPU that are this instance's."""

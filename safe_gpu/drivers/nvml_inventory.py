@@ -13,9 +13,7 @@ from typing import Any
 from ..devices import Gpu
 from . import pci
 from .nvml_devices import describe, details, instance_again, unreachable, used
-from .nvml_session import UNKNOWN_ERROR, Fault, Session
-
-__all__ = ["Inventory", "Known"]
+from .nvml_session import UNKNOWN_ERROR, NvmlError, Session
 
 _SCOPES = {"node": 0, "socket": 1}  # NVML_AFFINITY_SCOPE_*
 _MASK_WORDS = 64  # of 64 bits: room for 4096 CPUs
@@ -26,7 +24,7 @@ _P2P_OK = 0
 _GONE = "the driver no longer shows it: its UUID has changed, or the GPU or MIG instance was removed"
 
 
-class Known:
+class KnownGpus:
     """What this process has learnt of the host's GPUs; it outlives sessions and drivers. Plain data, no handles.
 
     Attributes:
@@ -53,7 +51,7 @@ class Known:
 class _Entry:
     """A GPU in NVML's numbering: with a handle, or with the fault that denies one and what is remembered."""
 
-    def __init__(self, number: int, facts: Gpu, handle: Any = None, fault: Fault | None = None) -> None:
+    def __init__(self, number: int, facts: Gpu, handle: Any = None, fault: NvmlError | None = None) -> None:
         self.number = number
         self.facts = facts
         self.handle = handle
@@ -67,7 +65,7 @@ class Inventory:
     Its methods raise :class:`Fault` only when the session is over or NVML cannot even count.
     """
 
-    def __init__(self, session: Session, known: Known) -> None:
+    def __init__(self, session: Session, known: KnownGpus) -> None:
         self._session = session
         self._known = known
         self._entries: list[_Entry] = []
@@ -108,11 +106,11 @@ class Inventory:
                 words = self._session.ask(
                     "nvmlDeviceGetCpuAffinityWithinScope", entry.handle, _MASK_WORDS, _SCOPES[scope]
                 )
-            except Fault as fault:
+            except NvmlError as fault:
                 if not fault.absent or scope != "node":
                     raise
                 words = self._session.ask("nvmlDeviceGetCpuAffinity", entry.handle, _MASK_WORDS)
-        except Fault as fault:
+        except NvmlError as fault:
             if fault.session_over:
                 raise
             if fault.absent:
@@ -148,7 +146,7 @@ class Inventory:
             return [_Entry(number, self._known.facts[uuid], self._session.handle_of(uuid)) for number, uuid in known]
         except KeyError:
             return []
-        except Fault as fault:
+        except NvmlError as fault:
             if fault.session_over:
                 raise
             return []
@@ -159,11 +157,11 @@ class Inventory:
             handle = self._session.handle(number)
             uuid = self._session.ask("nvmlDeviceGetUUID", handle)
             if not uuid.strip():
-                raise Fault(UNKNOWN_ERROR)
+                raise NvmlError(UNKNOWN_ERROR)
             facts = known.facts.get(uuid) or self._read_facts(handle, uuid)
             known.uuids[number] = uuid
             return _Entry(number, facts, handle)
-        except Fault as fault:
+        except NvmlError as fault:
             if fault.session_over:
                 raise
             uuid = known.uuids.setdefault(number, f"unknown-{number}")
@@ -172,7 +170,7 @@ class Inventory:
     def _read_facts(self, handle: Any, uuid: str) -> Gpu:
         try:
             bus_id = self._session.bus_id(handle)
-        except Fault as fault:
+        except NvmlError as fault:
             if fault.gpu_lost or fault.session_over:
                 raise
             bus_id = ""
@@ -202,7 +200,7 @@ class Inventory:
             try:
                 if self._session.ask("nvmlDeviceGetUUID", entry.handle) == uuid:
                     return entry
-            except Fault as fault:
+            except NvmlError as fault:
                 if again or not fault.stale_handle:
                     raise
         return None
@@ -216,7 +214,7 @@ class Inventory:
             try:
                 without_mig, display = self._known.without_mig, self._display(entry)
                 return describe(session, handle, entry.facts, without_mig, index=index, display_active=display)
-            except Fault as caught:
+            except NvmlError as caught:
                 if caught.session_over:
                     raise
                 fault = caught
@@ -241,7 +239,7 @@ class Inventory:
                 if entry is None
                 else used(self._session, entry.handle, gpu, self._known.without_mig)
             )
-        except Fault as fault:
+        except NvmlError as fault:
             if fault.session_over:
                 raise
             return unreachable(gpu, fault)
@@ -252,7 +250,7 @@ class Inventory:
             return gpu
         try:
             return details(self._session, entry.handle, gpu)
-        except Fault as fault:
+        except NvmlError as fault:
             if fault.session_over:
                 raise
             return unreachable(gpu, fault)
@@ -271,7 +269,7 @@ class Inventory:
             for other in entries[position + 1 :]:
                 try:
                     status = self._session.ask("nvmlDeviceGetP2PStatus", one.handle, other.handle, _P2P_NVLINK)
-                except Fault as fault:
+                except NvmlError as fault:
                     if fault.session_over:
                         raise
                     sure = sure and fault.absent
@@ -291,7 +289,7 @@ def _without_doubles(found: list[_Entry]) -> list[_Entry]:
     for place, entry in enumerate(found):
         if entry.facts.uuid in seen:
             nobody = Gpu(entry.number, f"unknown-{entry.number}", entry.facts.name, entry.facts.pci_bus_id)
-            found[place] = _Entry(entry.number, nobody, fault=Fault(UNKNOWN_ERROR))
+            found[place] = _Entry(entry.number, nobody, fault=NvmlError(UNKNOWN_ERROR))
         seen.add(entry.facts.uuid)
     return found
 

@@ -13,8 +13,6 @@ from typing import Any, NamedTuple
 
 from ..devices import GpuProcess, ProcessKind
 
-__all__ = ["ProcessRow", "merge", "read_rows", "symbols"]
-
 _CALLS = {
     ProcessKind.COMPUTE: "nvmlDeviceGetComputeRunningProcesses",
     ProcessKind.GRAPHICS: "nvmlDeviceGetGraphicsRunningProcesses",

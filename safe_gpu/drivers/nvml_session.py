@@ -17,8 +17,6 @@ from ..runtimes import libraries
 from . import pci
 from .nvml_processes import ProcessRow, read_rows, symbols
 
-__all__ = ["LIBRARY", "UNKNOWN_ERROR", "Fault", "Memory", "Session"]
-
 LIBRARY = "libnvidia-ml.so.1"
 
 _MOST_GPUS = 256
@@ -79,7 +77,7 @@ _NO_DRIVER = {
 }
 
 
-class Fault(Exception):
+class NvmlError(Exception):
     """One NVML call that failed; ``str`` is a few words for people. It never leaves the NVML driver."""
 
     def __init__(self, code: int) -> None:
@@ -146,7 +144,7 @@ class Session:
             # which is loaded first: pynvml then gets this one, wherever the loader would have looked.
             self._library = libraries.load(LIBRARY)
         except OSError as err:
-            raise Fault(_LIBRARY_NOT_FOUND) from err
+            raise NvmlError(_LIBRARY_NOT_FOUND) from err
         self._lists = {
             kind: [(function, stride) for name, stride in symbols(kind) if (function := self._symbol(name))]
             for kind in (ProcessKind.COMPUTE, ProcessKind.GRAPHICS, ProcessKind.MPS)
@@ -157,22 +155,22 @@ class Session:
         """Call a function of pynvml by name. Text comes out printable, and no longer than NVML's own buffers."""
         function = getattr(self._pynvml, name, None)
         if function is None:
-            raise Fault(_FUNCTION_NOT_FOUND)
+            raise NvmlError(_FUNCTION_NOT_FOUND)
         try:
             answer = function(*args)
             if isinstance(answer, bytes):
                 answer = answer.decode()
             return procfs.printable(answer[:_LONGEST]) if isinstance(answer, str) else answer
         except self._pynvml.NVMLError as err:
-            raise Fault(int(err.value)) from err
+            raise NvmlError(int(err.value)) from err
         except UnicodeDecodeError as err:
-            raise Fault(UNKNOWN_ERROR) from err
+            raise NvmlError(UNKNOWN_ERROR) from err
 
     def ask_or(self, default: Any, name: str, *args: Any) -> Any:
         """The same for a question that may go unanswered, unless the GPU or the session is gone altogether."""
         try:
             return self.ask(name, *args)
-        except Fault as fault:
+        except NvmlError as fault:
             if fault.gpu_lost or fault.session_over:
                 raise
             return default
@@ -228,7 +226,7 @@ class Session:
         try:
             node = self._ctypes.c_uint(0)
             self._newest("nvmlDeviceGetNumaNodeId", ("nvmlDeviceGetNumaNodeId",), handle, result=node)
-        except Fault as fault:
+        except NvmlError as fault:
             if fault.gpu_lost or fault.session_over:
                 raise
             return False
@@ -243,14 +241,14 @@ class Session:
                 return rows
             if code not in _ABSENT:
                 break
-        raise Fault(code)
+        raise NvmlError(code)
 
     def close(self) -> None:
         """End it, if it is this process's own; one that is over already is fine."""
         if self.pid == os.getpid():
             try:
                 self.ask("nvmlShutdown")
-            except Fault:
+            except NvmlError:
                 pass
 
     def _symbol(self, name: str) -> Any:
@@ -260,11 +258,11 @@ class Session:
         """pynvml's answer, else ``result`` as filled in by the first of the older functions that exists."""
         try:
             return self.ask(name, *args)
-        except Fault as fault:
+        except NvmlError as fault:
             function = next((found for symbol in older if (found := self._symbol(symbol))), None)
             if fault._code != _FUNCTION_NOT_FOUND or function is None:
                 raise
         code = function(*args) if result is None else function(*args, self._ctypes.byref(result))
         if code:
-            raise Fault(int(code))
+            raise NvmlError(int(code))
         return result

@@ -8,8 +8,6 @@ import os
 _LONGEST = len("00000000:00:00.0")
 _CHARACTERS = frozenset("0123456789abcdefABCDEF:.")
 
-__all__ = ["bus_order", "has_nvidia_gpu", "numa_node"]
-
 
 def bus_order(bus_id: str) -> tuple[int, ...] | None:
     """Sort key of a bus id: domain, bus, device and function as numbers; None where it is none.

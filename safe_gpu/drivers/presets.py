@@ -7,9 +7,7 @@ report them (:meth:`Preset.gpus`) and the CPUs as the kernel would (:meth:`Prese
 from __future__ import annotations
 
 from ..errors import UnsatisfiableRequestError
-from .simulated_host import CONTEXT_BYTES, Cpus, Preset, SimulatedGpu, SimulatedInstance
-
-__all__ = ["CONTEXT_BYTES", "PRESETS", "Cpus", "Preset", "SimulatedGpu", "SimulatedInstance", "preset"]
+from .simulated_host import Cpus, Preset, SimulatedGpu, SimulatedInstance
 
 
 def preset(name: str) -> Preset:

@@ -24,19 +24,18 @@ from typing import TYPE_CHECKING, Any
 
 from ..coordination.files import StateDir, state_dir_path
 from ..coordination.names import simulated_prefix
-from ..coordination.signals import HeldBack
+from ..coordination.signals import DeferredSignals
 from ..devices import Gpu, GpuProcess, HostSnapshot, ProcessKind
 from ..errors import PlaceholderError, StateDirError
 from ..runtimes.runtime import Runtime
-from .nvidia_host import resolved
-from .presets import CONTEXT_BYTES
+from .nvidia_host import own_namespace_pids
 from .presets import preset as find_preset
 from .simulated_context import SimulatedContext, is_alive, set_trouble, trouble_of
+from .simulated_host import CONTEXT_BYTES
 
 if TYPE_CHECKING:
     from ..topology import HostTopology
 
-__all__ = ["SimulatedDriver", "SimulatedPlaceholder", "SimulatedRuntime"]
 
 _VERSIONS = {"nvidia": "550.54.15", "amd": "6.8.5"}
 _TREE = "simulated"
@@ -115,7 +114,7 @@ class SimulatedDriver:
 
     def _usage(self, uuids: Container[str]) -> dict[str, _Usage]:
         """What lives on these devices; idle ones are left out."""
-        with HeldBack():
+        with DeferredSignals():
             return self._read_usage(uuids)
 
     def _read_usage(self, uuids: Container[str]) -> dict[str, _Usage]:
@@ -148,7 +147,7 @@ class SimulatedDriver:
             total = gpu.memory_total or 0
             taken = min((gpu.memory_used or 0) + sum(usage.values()), total)
             listed = (GpuProcess(pid, kind, memory) for (pid, kind), memory in sorted(usage.items()))
-            processes = resolved(listed, by_devices=False)
+            processes = own_namespace_pids(listed, by_devices=False)
             known = usage, replace(gpu, memory_used=taken, memory_free=total - taken, processes=processes)
             self._polled[gpu.uuid] = known
         return known[1]
@@ -190,9 +189,9 @@ class SimulatedDriver:
 
     def visible(self) -> tuple[str, ...]:
         """UUIDs that CUDA would show this process now, by ordinal, as its environment says."""
-        from ..runtimes.variables import read
+        from ..runtimes.variables import read_visible
 
-        fence = read(os.environ, self._idle)
+        fence = read_visible(os.environ, self._idle)
         if fence is not None:
             return fence.uuids
         return tuple(gpu.uuid for gpu in self._idle.gpus if not gpu.unusable)

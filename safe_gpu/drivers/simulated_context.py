@@ -10,11 +10,9 @@ import os
 from contextlib import ExitStack, suppress
 from itertools import count
 
-from ..coordination.decoding import beginning
+from ..coordination.decoding import read_bounded
 from ..coordination.files import StateDir, write_all
 from ..errors import StateDirError
-
-__all__ = ["SimulatedContext", "is_alive", "set_trouble", "trouble_of"]
 
 _OPEN_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
@@ -136,7 +134,7 @@ def _opened(stack: ExitStack, place: tuple[str, ...], *, make: bool) -> StateDir
 def trouble_of(place: tuple[str, ...], uuid: str) -> str:
     """The error with which a device refuses contexts; "" if it does not."""
     with suppress(OSError), ExitStack() as stack:
-        return beginning(_opened(stack, place, make=False), f"{uuid}.bad", 4096).decode(errors="replace").strip()
+        return read_bounded(_opened(stack, place, make=False), f"{uuid}.bad", 4096).decode(errors="replace").strip()
     return ""
 
 

@@ -10,7 +10,6 @@ from ..devices import VENDORS, Gpu, vendor_of
 if TYPE_CHECKING:
     from ..topology import HostTopology
 
-__all__ = ["CONTEXT_BYTES", "Cpus", "Preset", "SimulatedGpu", "SimulatedInstance"]
 
 MIB = 1 << 20
 

@@ -10,7 +10,7 @@ from .. import settings
 from ..coordination.around import gpus_of_scope
 from ..devices import vendor_of
 from ..errors import NoDriverError, UnsatisfiableRequestError
-from ..spelling import Spelling
+from ..spelling import ArgumentStyle
 from .kfd import KfdDriver, may_be_integrated
 from .kfd_nodes import devices, tree
 from .pci import has_nvidia_gpu
@@ -18,7 +18,6 @@ from .pci import has_nvidia_gpu
 if TYPE_CHECKING:
     from .base import Driver
 
-__all__ = ["NAMES", "check_inside", "lacking", "meant_vendor", "open_each", "open_first", "open_of"]
 
 NAMES = {"nvidia": "NVIDIA", "amd": "AMD"}
 """The names of vendors in messages."""
@@ -43,7 +42,7 @@ def meant_vendor(environ: Mapping[str, str], prefer: str | None = None) -> str |
     return "amd" if named and not settings.ignores_fence(environ) else None
 
 
-def check_inside(vendor: str, spelling: type[Spelling]) -> None:
+def check_inside(vendor: str, spelling: type[ArgumentStyle]) -> None:
     """Refuse a vendor that is not that of the claim inside which this process runs.
 
     Raises:
@@ -58,7 +57,7 @@ def check_inside(vendor: str, spelling: type[Spelling]) -> None:
         )
 
 
-def lacking(vendor: str, driver: str, spelling: type[Spelling]) -> UnsatisfiableRequestError:
+def lacking(vendor: str, driver: str, spelling: type[ArgumentStyle]) -> UnsatisfiableRequestError:
     """The error of a claim for a vendor of which a driver has no GPUs."""
     if driver == "auto":
         text = f"and this host has none: leave {spelling.option('vendor')} out"
@@ -67,11 +66,11 @@ def lacking(vendor: str, driver: str, spelling: type[Spelling]) -> Unsatisfiable
     return UnsatisfiableRequestError(f"{_asked(vendor, spelling)}, {text}", value=vendor)
 
 
-def _asked(vendor: str, spelling: type[Spelling]) -> str:
+def _asked(vendor: str, spelling: type[ArgumentStyle]) -> str:
     return f"{spelling.setting('vendor', spelling.value(vendor))} asks for {NAMES[vendor]} GPUs"
 
 
-def open_of(vendor: str, open_nvidia: Callable[[], Driver], spelling: type[Spelling]) -> Driver:
+def open_of(vendor: str, open_nvidia: Callable[[], Driver], spelling: type[ArgumentStyle]) -> Driver:
     """The driver of the vendor that was chosen.
 
     Raises:
@@ -90,7 +89,7 @@ def open_of(vendor: str, open_nvidia: Callable[[], Driver], spelling: type[Spell
         raise
 
 
-def open_first(prefer: str | None, open_nvidia: Callable[[], Driver], spelling: type[Spelling]) -> Driver:
+def open_first(prefer: str | None, open_nvidia: Callable[[], Driver], spelling: type[ArgumentStyle]) -> Driver:
     """The driver of a process that chose no vendor, on a host where the kernel's AMD driver is loaded.
 
     NVIDIA's is the first, unless this process has been given AMD GPUs (``prefer``, or :func:`meant_vendor`). AMD's is

@@ -26,8 +26,6 @@ from typing import Generic, Protocol, TypeVar
 
 from ..errors import ClaimTimeout, NotEnoughGpusError, SafeGpuError, UnsatisfiableRequestError
 
-__all__ = ["ClusterClaim", "ClusterGpu", "HostClaimer", "claim_on_all", "on_host"]
-
 _GrantT = TypeVar("_GrantT")
 _GrantT_co = TypeVar("_GrantT_co", covariant=True)
 _ErrorT = TypeVar("_ErrorT", bound=SafeGpuError)

@@ -37,13 +37,11 @@ from ..claim.timeout import DEFAULT, DefaultTimeout
 from ..errors import GPUAffinityError, HolderLostError, UnsatisfiableRequestError, WrongDeviceError
 from .cluster import ClusterGpu
 from .dragon_holder import DragonHolder, start_holders
-from .holder import Wishes, enter_worker
+from .holder import ClaimArguments, enter_worker
 from .remote import HeldClaim, NodeFacts, choose_nodes, claim_through
 
 if TYPE_CHECKING:
     from ..affinity.options import AffinityOptions
-
-__all__ = ["DragonClaim", "WorkerCheck", "claim"]
 
 
 def claim(
@@ -90,7 +88,7 @@ def claim(
     from dragon.native.machine import Node, System
 
     selection = {"min_memory": min_memory, "model": model, "exclude": exclude, "only": only, "vendor": vendor}
-    wishes = Wishes(placeholder_fn, affinity, memory, "index", selection)
+    wishes = ClaimArguments(placeholder_fn, affinity, memory, "index", selection)
     terms = wishes.read(gpus_per_node, timeout, logger)
     alive = {str(h_uid): Node(h_uid) for h_uid in System().nodes}
     facts = {key: NodeFacts((node.hostname,), bool(node.gpus)) for key, node in alive.items()}

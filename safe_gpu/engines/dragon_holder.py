@@ -29,9 +29,7 @@ from typing import Any
 
 from .. import procfs
 from ..errors import HolderLostError
-from .holder import Holder, Wishes
-
-__all__ = ["DragonHolder", "start_holders"]
+from .holder import ClaimArguments, HolderProcess
 
 _PAUSE = 0.005
 _IDLE_PAUSE = 0.02
@@ -45,7 +43,7 @@ _PARENT_SIGN = 0.1
 _FAREWELL = 10.0
 
 
-def start_holders(nodes: Sequence[Any], wishes: Wishes) -> list[DragonHolder]:
+def start_holders(nodes: Sequence[Any], wishes: ClaimArguments) -> list[DragonHolder]:
     """Start a holder on each of these nodes.
 
     The requests to Dragon are sequential and take some tens of milliseconds each. The Python interpreters of all
@@ -99,7 +97,7 @@ _numbers = count(1)
 class DragonHolder:
     """A :class:`~safe_gpu.engines.remote.RemoteHolder` in a process of its own."""
 
-    def __init__(self, node: Any, wishes: Wishes, sign: float) -> None:
+    def __init__(self, node: Any, wishes: ClaimArguments, sign: float) -> None:
         from dragon.infrastructure.policy import Policy
         from dragon.native.process import Process, current
 
@@ -198,7 +196,7 @@ def _this_process() -> tuple[str, int, int | None]:
 
 def _serve(
     number: int,
-    wishes: Wishes,
+    wishes: ClaimArguments,
     label: str,
     answers: Any,
     driver: int,
@@ -209,7 +207,7 @@ def _serve(
     from dragon.native.queue import Queue
 
     Thread(target=_end_with_processes, args=process, daemon=True).start()
-    holder = Holder(wishes, label)
+    holder = HolderProcess(wishes, label)
     requests = Queue(maxsize=16)
     todo: SimpleQueue[tuple[str, tuple[Any, ...]]] = SimpleQueue()
     idle, over = Event(), Event()

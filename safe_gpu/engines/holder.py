@@ -18,20 +18,18 @@ from ..affinity.options import AffinityOptions, parse_options
 from ..devices import ComputeMode, Gpu, GpuRequest, HostSnapshot
 from ..drivers import opened_driver
 from ..errors import GPUAffinityError, SafeGpuError
-from ..runtimes.variables import names, read, render
+from ..runtimes.variables import read_visible, render_visible, visible_variables
 from .cluster import ClusterGpu
 
 if TYPE_CHECKING:
     from ..claim.owner import GPUOwner
-    from ..claim.terms import Terms
+    from ..claim.terms import ClaimOptions
     from ..claim.timeout import DefaultTimeout
     from ..drivers.base import Driver
 
-__all__ = ["Holder", "HostReport", "Wishes", "enter_worker"]
-
 
 @dataclass(frozen=True)
-class Wishes:
+class ClaimArguments:
     """The arguments of a cluster claim for ``claim_gpus`` on every host. It can be pickled.
 
     ``placeholder_fn`` None is the driver's default. On a host with GPUs in an exclusive compute mode it is no
@@ -44,15 +42,15 @@ class Wishes:
     visible_as: str = "index"
     selection: Mapping[str, Any] = field(default_factory=dict)
 
-    def read(self, nb_gpus: int, timeout: float | str | DefaultTimeout | None, logger: Any) -> Terms:
+    def read(self, nb_gpus: int, timeout: float | str | DefaultTimeout | None, logger: Any) -> ClaimOptions:
         """Check the arguments of a claim of ``nb_gpus`` on one host, before any holder is started.
 
         Raises:
             UnsatisfiableRequestError, GPUAffinityError: an argument is wrong.
         """
-        from ..claim.terms import read_terms
+        from ..claim.terms import read_options
 
-        return read_terms(
+        return read_options(
             nb_gpus,
             logger=logger,
             timeout=timeout,
@@ -93,13 +91,13 @@ class HostReport:
         return (self.name, self.place)
 
 
-class Holder:
+class HolderProcess:
     """Holds GPUs of its host from :meth:`claim` to :meth:`release` or the end of its process.
 
     Errors of safe_gpu are returned, not raised, because engines wrap raised exceptions in their own types.
     """
 
-    def __init__(self, wishes: Wishes, label: str) -> None:
+    def __init__(self, wishes: ClaimArguments, label: str) -> None:
         self._wishes = wishes
         self._label = label
         self._owner: GPUOwner | None = None
@@ -176,8 +174,8 @@ class Holder:
         """Do nothing; the answer shows that the holder is alive."""
 
     def _free(self, nb_gpus: int) -> int:
-        from ..claim.free import room_now, verdicts_now
-        from ..runtimes.fence import fence_of
+        from ..claim.free import current_verdicts, remaining_quota
+        from ..runtimes.fence import visible_limit_of
         from ..selection.possible import check_possible
         from ..selection.rules import Rules
 
@@ -185,11 +183,11 @@ class Holder:
             request = self._wishes.request(nb_gpus)
             with opened_driver.of(request) as driver:
                 snapshot = driver.snapshot()
-                fence = fence_of(snapshot, nb_gpus, driver.runtime)
+                fence = visible_limit_of(snapshot, nb_gpus, driver.runtime)
             check_possible(snapshot, request, fence, rules=Rules.of(os.environ))
             inner = bool(os.environ.get("SAFE_GPU_SCOPE"))
-            verdicts = verdicts_now(snapshot, request, fence, inner=inner)
-            room = math.inf if inner else room_now(snapshot, nb_gpus)
+            verdicts = current_verdicts(snapshot, request, fence, inner=inner)
+            room = math.inf if inner else remaining_quota(snapshot, nb_gpus)
         except SafeGpuError:
             return -1
         return int(max(0, min(sum(verdict.free for verdict in verdicts), room)))
@@ -213,8 +211,8 @@ def enter_worker(cpus: Iterable[int], numa_node: int | None, memory: str | None)
 
 def _inherited_order(inherited: Mapping[str, str], snapshot: HostSnapshot) -> tuple[str, ...]:
     """The GPUs in the variable that Dragon sets: CUDA_VISIBLE_DEVICES, or ROCR_VISIBLE_DEVICES on AMD hosts."""
-    alone = (names(snapshot)[0], "CUDA_DEVICE_ORDER")
-    fence = read({name: inherited[name] for name in alone if name in inherited}, snapshot)
+    alone = (visible_variables(snapshot)[0], "CUDA_DEVICE_ORDER")
+    fence = read_visible({name: inherited[name] for name in alone if name in inherited}, snapshot)
     return () if fence is None else fence.uuids
 
 
@@ -223,7 +221,7 @@ def _worker_environment(
 ) -> dict[str, str]:
     """The variables that make this GPU alone visible to a process with the holder's inherited environment, and let it
     claim the GPU, which this process has claimed."""
-    variables = render([gpu], visible_as=visible_as, snapshot=snapshot, environ=inherited)
+    variables = render_visible([gpu], visible_as=visible_as, snapshot=snapshot, environ=inherited)
     scope = os.environ.get("SAFE_GPU_SCOPE", "")
     return variables if scope == inherited.get("SAFE_GPU_SCOPE") else {**variables, "SAFE_GPU_SCOPE": scope}
 
@@ -242,7 +240,7 @@ def _placeholder(snapshot: HostSnapshot) -> Callable[[int], Any] | None:
     return NoPlaceholder() if exclusive else None
 
 
-def _near(gpus: Sequence[Gpu], driver: Driver, wishes: Wishes) -> dict[str, _Place]:
+def _near(gpus: Sequence[Gpu], driver: Driver, wishes: ClaimArguments) -> dict[str, _Place]:
     """The cores and the NUMA node for the workers of each GPU."""
     options = parse_options(wishes.affinity, wishes.memory)
     if options is None and wishes.memory is None:

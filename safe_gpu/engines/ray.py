@@ -24,13 +24,12 @@ from typing import TYPE_CHECKING, Any
 from ..claim.timeout import DEFAULT, DefaultTimeout
 from ..errors import HolderLostError, UnsatisfiableRequestError
 from .cluster import ClusterGpu
-from .holder import Holder, Wishes, enter_worker
+from .holder import ClaimArguments, HolderProcess, enter_worker
 from .remote import HeldClaim, NodeFacts, choose_nodes, claim_through
 
 if TYPE_CHECKING:
     from ..affinity.options import AffinityOptions
 
-__all__ = ["RayClaim", "claim"]
 
 # Ray does not change these variables in processes that have this. Before 2.45 it set ROCR_VISIBLE_DEVICES on AMD GPUs.
 _KEEP_VISIBLE_DEVICES = {f"RAY_EXPERIMENTAL_NOSET_{name}_VISIBLE_DEVICES": "1" for name in ("CUDA", "HIP", "ROCR")}
@@ -90,7 +89,7 @@ def claim(
     if not is_initialized():
         raise UnsatisfiableRequestError("Ray is not connected: call ray.init(address=...) before the claim")
     selection = {"min_memory": min_memory, "model": model, "exclude": exclude, "only": only, "vendor": vendor}
-    wishes = Wishes(placeholder_fn, affinity, memory, visible_as, selection)
+    wishes = ClaimArguments(placeholder_fn, affinity, memory, visible_as, selection)
     terms = wishes.read(gpus_per_node, timeout, logger)
     alive = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
     chosen, count = choose_nodes(nodes, {key: _facts(node) for key, node in alive.items()}, "the Ray cluster")
@@ -158,7 +157,7 @@ class RayClaim(HeldClaim["_RayHolder"]):
 class _RayHolder:
     """A :class:`~safe_gpu.engines.remote.RemoteHolder` in a Ray actor."""
 
-    def __init__(self, node: Mapping[str, Any], wishes: Wishes) -> None:
+    def __init__(self, node: Mapping[str, Any], wishes: ClaimArguments) -> None:
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -166,7 +165,7 @@ class _RayHolder:
         self.node_id: str = node["NodeID"]
         self._pending: Any = None
         # Not detached, so the actor ends with its driver. It has one thread, so it runs one method at a time.
-        actor = ray.remote(num_cpus=0, num_gpus=0, max_restarts=0, max_task_retries=0)(Holder)
+        actor = ray.remote(num_cpus=0, num_gpus=0, max_restarts=0, max_task_retries=0)(HolderProcess)
         self._actor = actor.options(
             scheduling_strategy=NodeAffinitySchedulingStrategy(self.node_id, soft=False),
             runtime_env={"env_vars": _KEEP_VISIBLE_DEVICES},

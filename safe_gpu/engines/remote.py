@@ -12,8 +12,6 @@ from ..errors import HolderLostError, NotEnoughGpusError, SafeGpuError, Unsatisf
 from .cluster import ClusterClaim, ClusterGpu, claim_on_all
 from .holder import HostReport
 
-__all__ = ["HeldClaim", "NodeFacts", "RemoteHolder", "choose_nodes", "claim_through", "nodes_named"]
-
 # Seconds for a holder to start. It imports Python modules first, perhaps from a slow network file system.
 _START_LIMIT = 120.0
 # Seconds for a release or a ping, which normally take milliseconds.
@@ -21,7 +19,7 @@ _ANSWER_LIMIT = 30.0
 
 
 class RemoteHolder(Protocol):
-    """A :class:`~safe_gpu.engines.holder.Holder` on a node. Each ``call`` must be followed by its ``answer``."""
+    """A :class:`~safe_gpu.engines.holder.HolderProcess` on a node. Each ``call`` must be followed by its ``answer``."""
 
     @property
     def host(self) -> str:

@@ -20,15 +20,6 @@ from ..procfs import lines_of
 if TYPE_CHECKING:
     import ctypes
 
-__all__ = [
-    "CudaCallError",
-    "Library",
-    "load",
-    "refuse_if_torch_uses_cuda",
-    "same_device",
-    "uuid_of_ordinal",
-    "visible_if_initialized",
-]
 
 LIBRARY = "libcuda.so.1"
 

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
     from .cuda import Library
 
-__all__ = ["PrimaryContext", "active_contexts"]
 
 # Any size will do; the driver rounds it up to its own granularity.
 _HOLD_BYTES = 1024

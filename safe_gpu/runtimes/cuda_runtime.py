@@ -11,8 +11,6 @@ if TYPE_CHECKING:
     from ..devices import Gpu
     from .placeholders import CudaPlaceholder
 
-__all__ = ["CUDA", "CudaRuntime"]
-
 
 class CudaRuntime(Runtime):
     """CUDA in this process. A GPU is named by its UUID."""

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["explain", "speaks_of_gpu"]
-
 # Pattern in the error text, and the likely cause. The first match counts.
 _CAUSES = (
     (
@@ -134,7 +132,7 @@ _BROKEN = (
 )
 
 
-def speaks_of_gpu(err: BaseException, *, rivals: bool = False) -> bool:
+def blames_gpu(err: BaseException, *, rivals: bool = False) -> bool:
     """Whether an error of a placeholder says that the GPU itself is bad or is kept by a process that is not shown.
 
     Args:
@@ -147,7 +145,7 @@ def speaks_of_gpu(err: BaseException, *, rivals: bool = False) -> bool:
     return bool(re.search(_BROKEN, text) or (not rivals and re.search(_BUSY, text)))
 
 
-def explain(err: BaseException) -> str:
+def likely_cause(err: BaseException) -> str:
     """The likely cause of a failed placeholder, to append to a sentence: "; ...", or "" if none is known."""
     text = f"{type(err).__name__}: {err}"
     causes = _HIP_CAUSES if re.search(_OF_HIP, text) else _CAUSES

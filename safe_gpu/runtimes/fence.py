@@ -9,21 +9,20 @@ from typing import TYPE_CHECKING, Any
 from .. import settings
 from ..errors import CudaInitializedError, NoDriverError, UnsatisfiableRequestError
 from . import placeholders
-from .variables import names, read_once
-from .visible_devices import Fence
+from .variables import read_visible_once, visible_variables
+from .visible_devices import VisibleLimit
 
 if TYPE_CHECKING:
     from ..devices import HostSnapshot
     from .runtime import Runtime
 
-__all__ = ["fence_of", "prepare_only", "remember_initializer"]
 
 # Pid of the process in which a claim's placeholder initialised CUDA, and the name of that placeholder. CUDA stays
 # initialised when the placeholder is released.
 _initializer: tuple[int, str] | None = None
 
 
-def fence_of(snapshot: HostSnapshot, nb_gpus: int, runtime: Runtime) -> Fence | None:
+def visible_limit_of(snapshot: HostSnapshot, nb_gpus: int, runtime: Runtime) -> VisibleLimit | None:
     """The GPUs that the variables of their vendor allow; None if these do not limit the choice.
 
     If the runtime is initialised in this process, the fence is the GPUs that it sees (``frozen``), in its order.
@@ -42,9 +41,9 @@ def fence_of(snapshot: HostSnapshot, nb_gpus: int, runtime: Runtime) -> Fence | 
         return _frozen(snapshot, nb_gpus, visible, runtime)
     if settings.ignores_fence(os.environ):
         return None
-    fence = read_once(os.environ, snapshot)
+    fence = read_visible_once(os.environ, snapshot)
     if fence is not None and fence.ambiguous:
-        fence = Fence(fence.value, _resolved(snapshot, fence, runtime), uses_indices=fence.uses_indices)
+        fence = VisibleLimit(fence.value, _resolved(snapshot, fence, runtime), uses_indices=fence.uses_indices)
     return fence
 
 
@@ -64,7 +63,7 @@ def prepare_only(placeholder: Any, runtime: Runtime) -> None:
         )
 
 
-def remember_initializer(fence: Fence | None, placeholder: Any, runtime: Runtime) -> None:
+def remember_initializer(fence: VisibleLimit | None, placeholder: Any, runtime: Runtime) -> None:
     """After a placeholder is allocated: store whether it has initialised CUDA, for the error of a later claim.
 
     ``fence`` is that of the claim; ``fence.frozen`` means that CUDA was initialised before.
@@ -74,13 +73,13 @@ def remember_initializer(fence: Fence | None, placeholder: Any, runtime: Runtime
         _initializer = os.getpid(), placeholders.name_of(placeholder)
 
 
-def _frozen(snapshot: HostSnapshot, nb_gpus: int, visible: tuple[str, ...], runtime: Runtime) -> Fence:
+def _frozen(snapshot: HostSnapshot, nb_gpus: int, visible: tuple[str, ...], runtime: Runtime) -> VisibleLimit:
     """The fence of a process in which CUDA is initialised. It can claim exactly the GPUs that CUDA sees, no others."""
     found = _claimable(snapshot, visible, runtime)
     if found is None or len(found) != nb_gpus:
         raise CudaInitializedError(_too_late(nb_gpus, len(visible), runtime.title), visible=visible)
-    name = names(snapshot)[0]
-    return Fence(os.environ.get(name, ""), found, frozen=True, name=name, library=runtime.title)
+    name = visible_variables(snapshot)[0]
+    return VisibleLimit(os.environ.get(name, ""), found, frozen=True, name=name, library=runtime.title)
 
 
 def _too_late(nb_gpus: int, seen: int, library: str) -> str:
@@ -100,7 +99,7 @@ def _too_late(nb_gpus: int, seen: int, library: str) -> str:
     )
 
 
-def _resolved(snapshot: HostSnapshot, fence: Fence, runtime: Runtime) -> tuple[str, ...]:
+def _resolved(snapshot: HostSnapshot, fence: VisibleLimit, runtime: Runtime) -> tuple[str, ...]:
     """The devices that an ambiguous variable selects, as CUDA shows them in a child process."""
     problem = ""
     if runtime.real:

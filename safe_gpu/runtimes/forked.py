@@ -6,8 +6,6 @@ import os
 import time
 from collections.abc import Callable
 
-__all__ = ["forked_from_cuda"]
-
 _PF_FORKNOEXEC = 0x40  # a flag of a task in the kernel (linux/sched.h): forked, and no program executed since
 
 # How long a child of this process may take to call cuInit, in seconds. It sees no GPU, so CUDA starts fast in it.

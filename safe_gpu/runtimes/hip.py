@@ -20,7 +20,6 @@ from .cuda import CudaCallError
 if TYPE_CHECKING:
     import ctypes
 
-__all__ = ["HipCallError", "HipLibrary", "is_same_gpu", "load", "shown_at", "visible_if_initialized"]
 
 LIBRARY = "libamdhip64.so"
 _FILES = (LIBRARY, f"{LIBRARY}.7", f"{LIBRARY}.6", f"{LIBRARY}.5", f"/opt/rocm/lib/{LIBRARY}")

@@ -11,7 +11,6 @@ from . import hip
 if TYPE_CHECKING:
     import ctypes
 
-__all__ = ["HipMemory"]
 
 # The driver rounds it up to its own granularity. Any memory on a GPU shows the process there.
 _HOLD_BYTES = 1 << 16

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from ..devices import Gpu
     from .hip_memory import HipMemory
 
-__all__ = ["HIP", "HipPlaceholder", "HipRuntime"]
-
 
 class HipRuntime(Runtime):
     """HIP in this process. A GPU is named by UUID and bus id."""
@@ -53,9 +51,9 @@ class HipRuntime(Runtime):
         """Allocate memory on a GPU in a child process."""
         from ..devices import HostSnapshot
         from .library_child import ask_child
-        from .variables import render
+        from .variables import render_visible
 
-        only = render([gpu], visible_as="uuid", snapshot=HostSnapshot((gpu,)))
+        only = render_visible([gpu], visible_as="uuid", snapshot=HostSnapshot((gpu,)))
         ask_child("hold", {**os.environ, **only}, library="HIP")
 
     def default_placeholder(self, logger: Any = None) -> HipPlaceholder:

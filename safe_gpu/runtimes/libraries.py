@@ -16,7 +16,6 @@ from ..programs import is_root, others_can_change
 if TYPE_CHECKING:
     import ctypes
 
-__all__ = ["load"]
 
 _DIRECTORIES = ("/lib64", "/usr/lib64", "/lib", "/usr/lib", "/usr/lib/wsl/lib", "/run/opengl-driver/lib")
 _CACHE = "/etc/ld.so.cache"

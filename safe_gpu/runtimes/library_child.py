@@ -8,8 +8,6 @@ from collections.abc import Mapping
 
 from ..errors import NoDriverError, SafeGpuError
 
-__all__ = ["PATIENCE", "ask_child", "hold_in_child", "visible_in_child"]
-
 PATIENCE = 120.0
 """Seconds to wait for the child. Without persistence mode, the start of CUDA on eight GPUs can take over 20 s."""
 
@@ -104,9 +102,9 @@ def _child(question: str, library: str) -> int:
         ask = {"CUDA": _by_cuda, "HIP": _by_hip}[library]
         uuids = ask(question)
     except SafeGpuError as err:
-        from .error_causes import explain
+        from .error_causes import likely_cause
 
-        print(f"{err}{explain(err)}", file=sys.stderr)
+        print(f"{err}{likely_cause(err)}", file=sys.stderr)
         return 1
     print(*(_MARK + uuid for uuid in uuids), sep="\n")
     return 0

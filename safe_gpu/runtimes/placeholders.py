@@ -24,27 +24,6 @@ if TYPE_CHECKING:
 
     from .cuda_context import PrimaryContext
 
-__all__ = [
-    "Base",
-    "CudaPlaceholder",
-    "CupyPlaceholder",
-    "JaxPlaceholder",
-    "NoPlaceholder",
-    "Placeholder",
-    "PyCudaPlaceholder",
-    "PytorchPlaceholder",
-    "TensorflowPlaceholder",
-    "allocate",
-    "failed",
-    "holds_gpu",
-    "is_ours",
-    "name_of",
-    "prepare",
-    "pytorch_placeholder",
-    "release",
-    "tensorflow_placeholder",
-]
-
 
 Placeholder = Callable[[int], Any]
 """What a claim requires of a placeholder. The methods ``prepare()`` and ``release(thing)`` are optional."""
@@ -108,16 +87,16 @@ def holds_gpu(placeholder: Placeholder) -> bool:
     return bool(getattr(placeholder, "holds_gpu", True))
 
 
-def is_ours(placeholder: Placeholder) -> bool:
+def is_builtin(placeholder: Placeholder) -> bool:
     """Whether it is one of this package, which waits for nothing but the driver."""
     return type(placeholder).__module__.startswith(f"{__package__.partition('.')[0]}.")
 
 
 def failed(name: str, device_no: int, err: Exception, library: str = "CUDA") -> PlaceholderError:
     """The error of a placeholder that could not hold a GPU, with the likely cause."""
-    from .error_causes import explain
+    from .error_causes import likely_cause
 
-    message = f"{name} could not hold {library} device {device_no}: {_first_line(err)}{explain(err)}"
+    message = f"{name} could not hold {library} device {device_no}: {_first_line(err)}{likely_cause(err)}"
     return PlaceholderError(message, device_no=device_no)
 
 

@@ -29,12 +29,11 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ..errors import UnsatisfiableRequestError
-from .visible_devices import Fence
+from .visible_devices import VisibleLimit
 
 if TYPE_CHECKING:
     from ..devices import Gpu, HostSnapshot
 
-__all__ = ["once", "read", "render"]
 
 ROCR, HIP, CUDA = "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"
 OPENCL = "GPU_DEVICE_ORDINAL"
@@ -46,7 +45,7 @@ _STRTOL = r"[ \t\n\v\f\r]*([+-]?)(0[xX][0-9a-fA-F]+|0[0-7]*|[1-9][0-9]*)"
 _SHORTEST_PREFIX, _LONGEST = len("GPU-0"), len("GPU-0123456789abcdef")
 
 
-def read(environ: Mapping[str, str], snapshot: HostSnapshot) -> Fence | None:
+def read(environ: Mapping[str, str], snapshot: HostSnapshot) -> VisibleLimit | None:
     """The GPUs that these variables leave to a program that uses HIP, in its order; None if none of them is set."""
     left = list(snapshot.physical)
     shown = []
@@ -64,7 +63,7 @@ def read(environ: Mapping[str, str], snapshot: HostSnapshot) -> Fence | None:
         return None
     name, value = shown[0]
     value = " ".join([value, *(f"{further}={text}" for further, text in shown[1:])])
-    return Fence(value, tuple(gpu.uuid for gpu in left), uses_indices=by_index, name=name, library="HIP")
+    return VisibleLimit(value, tuple(gpu.uuid for gpu in left), uses_indices=by_index, name=name, library="HIP")
 
 
 def once(environ: Mapping[str, str]) -> Mapping[str, str]:

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ..devices import Gpu
 
-__all__ = ["Runtime"]
-
 
 class Runtime:
     """A vendor's library as it is in this process. This class is for GPUs that no library knows: simulated ones.

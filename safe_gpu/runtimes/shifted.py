@@ -14,10 +14,8 @@ from .visible_devices import parse
 if TYPE_CHECKING:
     from ..devices import HostSnapshot
 
-__all__ = ["shifted"]
 
-
-def shifted(value: str | None, device_order: str | None, claimed: Collection[str], snapshot: HostSnapshot) -> str:
+def stale_indices(value: str | None, device_order: str | None, claimed: Collection[str], snapshot: HostSnapshot) -> str:
     """What is wrong with the indices, and what to do: a sentence without the full stop. "" if nothing is wrong.
 
     Args:

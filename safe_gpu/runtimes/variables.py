@@ -9,9 +9,8 @@ from . import visible_devices
 
 if TYPE_CHECKING:
     from ..devices import Gpu, HostSnapshot
-    from .visible_devices import Fence
+    from .visible_devices import VisibleLimit
 
-__all__ = ["hidden", "names", "read", "read_once", "render"]
 
 _NAMES = {
     "nvidia": ("CUDA_VISIBLE_DEVICES",),
@@ -19,12 +18,12 @@ _NAMES = {
 }
 
 
-def names(snapshot: HostSnapshot) -> tuple[str, ...]:
+def visible_variables(snapshot: HostSnapshot) -> tuple[str, ...]:
     """The variables that choose among these GPUs."""
     return _NAMES[snapshot.vendor]
 
 
-def read(environ: Mapping[str, str], snapshot: HostSnapshot) -> Fence | None:
+def read_visible(environ: Mapping[str, str], snapshot: HostSnapshot) -> VisibleLimit | None:
     """The GPUs to which an environment limits a process; None if no variable does."""
     if snapshot.vendor == "amd":
         from . import rocm_devices
@@ -35,17 +34,17 @@ def read(environ: Mapping[str, str], snapshot: HostSnapshot) -> Fence | None:
     )
 
 
-def read_once(environ: Mapping[str, str], snapshot: HostSnapshot) -> Fence | None:
+def read_visible_once(environ: Mapping[str, str], snapshot: HostSnapshot) -> VisibleLimit | None:
     """The GPUs to which an environment limits a claim: as :func:`read`, but a list that a batch scheduler has written
     into several variables counts once. See :mod:`~safe_gpu.runtimes.rocm_devices`."""
     if snapshot.vendor == "amd":
         from . import rocm_devices
 
         environ = rocm_devices.once(environ)
-    return read(environ, snapshot)
+    return read_visible(environ, snapshot)
 
 
-def render(
+def render_visible(
     gpus: Sequence[Gpu], *, visible_as: str, snapshot: HostSnapshot, environ: Mapping[str, str] | None = None
 ) -> dict[str, str]:
     """The variables that make exactly these GPUs visible, in this order, to a process with this environment (None: an
@@ -61,6 +60,6 @@ def render(
     return visible_devices.render(gpus, visible_as=visible_as, snapshot=snapshot)
 
 
-def hidden(vendor: str) -> dict[str, str]:
+def hide_all(vendor: str) -> dict[str, str]:
     """The variables that hide all GPUs of a vendor."""
     return dict.fromkeys(_NAMES[vendor], "")

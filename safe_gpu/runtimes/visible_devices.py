@@ -23,7 +23,6 @@ from ..errors import UnsatisfiableRequestError
 if TYPE_CHECKING:
     from ..devices import Gpu, HostSnapshot
 
-__all__ = ["Fence", "parse", "render"]
 
 _BLANKS = " \t\n\v\f\r"
 # Compiled on first use by re's own cache, because most claims inherit no CUDA_VISIBLE_DEVICES.
@@ -31,7 +30,7 @@ _NUMBER = r"[+-]?[0-9]+"
 _NUMBERED_INSTANCE = r"MIG-(GPU-[^/]+)/[0-9]+/[0-9]+"
 
 
-class Fence(NamedTuple):
+class VisibleLimit(NamedTuple):
     """The devices to which an inherited CUDA_VISIBLE_DEVICES limits this process.
 
     Attributes:
@@ -64,7 +63,7 @@ class Fence(NamedTuple):
         return uuid in self.uuids
 
 
-def parse(value: str | None, snapshot: HostSnapshot, *, device_order: str | None = None) -> Fence | None:
+def parse(value: str | None, snapshot: HostSnapshot, *, device_order: str | None = None) -> VisibleLimit | None:
     """Read CUDA_VISIBLE_DEVICES as CUDA would on this host.
 
     Args:
@@ -109,7 +108,7 @@ def parse(value: str | None, snapshot: HostSnapshot, *, device_order: str | None
         chosen.append(found)
     if by_number:
         doubt = _doubt_about_numbers(highest, chosen, snapshot, device_order)
-    return Fence(value, tuple(gpu.uuid for gpu in chosen), bool(doubt), by_number, doubt)
+    return VisibleLimit(value, tuple(gpu.uuid for gpu in chosen), bool(doubt), by_number, doubt)
 
 
 def _whole(number: str) -> int:

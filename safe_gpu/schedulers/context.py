@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-__all__ = ["JobContext", "count", "words"]
-
 
 class JobContext(NamedTuple):
     """The job and the rank of a process according to its environment; None means "not known".

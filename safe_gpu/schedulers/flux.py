@@ -10,8 +10,6 @@ from collections.abc import Mapping
 
 from .context import JobContext, count
 
-__all__ = ["parse"]
-
 # F58, such as "ƒ3ETxsR9H"; Flux takes "f" for its first letter, too.
 _JOB = re.compile(r"[ƒf]([1-9A-HJ-NP-Za-km-z]{1,12})")
 

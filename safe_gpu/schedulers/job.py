@@ -8,8 +8,6 @@ from importlib import import_module
 
 from .context import JobContext, count
 
-__all__ = ["current", "in_batch_job"]
-
 # Slurm first: sbatch passes on the environment it is called in, so a Slurm job may carry another scheduler's variables.
 # A scheduler is imported only if one of its variables is set, because every claim runs this code.
 _SCHEDULERS = {

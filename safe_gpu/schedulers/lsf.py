@@ -6,8 +6,6 @@ from collections.abc import Mapping
 
 from .context import JobContext, count
 
-__all__ = ["parse"]
-
 
 def parse(environ: Mapping[str, str]) -> JobContext | None:
     """The LSF job of this process; None outside one.

@@ -6,14 +6,13 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from ..errors import UnsatisfiableRequestError
-from ..spelling import Spelling
+from ..spelling import ArgumentStyle
 from .context import count
 from .job import current
 
 if TYPE_CHECKING:
     from .context import JobContext
 
-__all__ = ["declared_gpus", "number_for_job"]
 
 _WAY_OUT = "set SAFE_GPU_NB_GPUS=N, or write the number of GPUs instead of job"
 
@@ -24,7 +23,9 @@ _LISTED = {"lsf", "pbs"}
 _LISTS = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 
 
-def number_for_job(environ: Mapping[str, str], *, ask: bool = True, spelling: type[Spelling] = Spelling) -> int:
+def number_for_job(
+    environ: Mapping[str, str], *, ask: bool = True, spelling: type[ArgumentStyle] = ArgumentStyle
+) -> int:
     """The number of GPUs that this process is to claim, from 1 up.
 
     ``SAFE_GPU_NB_GPUS`` takes precedence and is not divided. Otherwise the GPUs of the job on this host

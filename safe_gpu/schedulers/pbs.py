@@ -7,8 +7,6 @@ from collections.abc import Mapping
 
 from .context import JobContext, count
 
-__all__ = ["parse"]
-
 # "1234", "1234.server", and for a task of an array "1234[5].server"
 _JOB = re.compile(r"([0-9]{1,18})(?:\[([0-9]{0,18})\])?(?:\..*)?")
 

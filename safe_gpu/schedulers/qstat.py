@@ -15,8 +15,6 @@ from typing import NamedTuple
 from ..procfs import printable
 from .sge import resource_names
 
-__all__ = ["QstatError", "Request", "Slots", "ask", "hard_request", "here", "slots"]
-
 _MOST_OUTPUT = 4 << 20
 _LONGEST = 300  # characters of a reason
 _BEGIN, _END = "<JB_hard_resource_list>", "</JB_hard_resource_list>"
@@ -29,7 +27,7 @@ class QstatError(Exception):
     """qstat gives no usable answer on this host; the message says why."""
 
 
-class Request(NamedTuple):
+class ResourceRequest(NamedTuple):
     """A request for ``amount`` GPUs per slot, per job or per host; ``per`` is "slot", "job" or "host"."""
 
     amount: float
@@ -74,7 +72,7 @@ def ask(environ: Mapping[str, str], job_id: str, *, patience: float = 10.0) -> i
     return number
 
 
-def hard_request(xml: str, names: Iterable[str]) -> Request | None:
+def hard_request(xml: str, names: Iterable[str]) -> ResourceRequest | None:
     """The request for GPUs in the hard requests of an answer of ``qstat -j JOB -xml``; None if there is none.
 
     Only the list of hard requests is parsed, because some versions write broken XML in other parts (job names,
@@ -95,7 +93,7 @@ def hard_request(xml: str, names: Iterable[str]) -> Request | None:
             amount = _number(entry.findtext("CE_doubleval"), entry.findtext("CE_stringval"))
             if amount is not None and entry.findtext("CE_valtype", "1") in _NUMBERS:
                 counted = {_PER_SLOT: "slot", _PER_JOB: "job"}.get(entry.findtext("CE_consumable", _PER_SLOT), "host")
-                found[entry.findtext("CE_name", "").lower()] = Request(amount, counted)
+                found[entry.findtext("CE_name", "").lower()] = ResourceRequest(amount, counted)
     return next((found[name.lower()] for name in names if name.lower() in found), None)
 
 
@@ -106,7 +104,7 @@ def _lists(xml: str) -> Iterator[str]:
         start = xml.find(_BEGIN, stop)
 
 
-def here(request: Request, slots: Slots) -> int | None:
+def here(request: ResourceRequest, slots: Slots) -> int | None:
     """A request as a number of GPUs on this host; None if it depends on the number of slots and that is not known.
 
     A request per job counts on the host where the job's script runs, and nowhere else.

@@ -10,8 +10,6 @@ from collections.abc import Mapping
 
 from .context import JobContext, count, words
 
-__all__ = ["parse", "resource_names"]
-
 # Common names of the resource. SAFE_GPU_SGE_RESOURCE names another.
 _RESOURCES = (
     "gpu",

@@ -10,8 +10,6 @@ from collections.abc import Mapping
 
 from .context import JobContext, count, words
 
-__all__ = ["parse"]
-
 _TASKS = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
 
 

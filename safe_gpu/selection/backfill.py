@@ -12,10 +12,8 @@ from bisect import insort
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
-__all__ = ["Want", "dates", "free_at", "open_gpus", "starts"]
 
-
-class Want(NamedTuple):
+class BackfillRequest(NamedTuple):
     """What one request wants: ``nb`` of ``gpus``, for ``hold_for`` seconds (``math.inf``: for an unknown time)."""
 
     nb: int
@@ -36,7 +34,7 @@ def free_at(now: float, *, since: float, until: float | None) -> float:
     return now if until < since else max(now, until)
 
 
-def dates(wants: Iterable[Want], free_at: Mapping[str, float]) -> Iterator[tuple[Want, float]]:
+def dates(wants: Iterable[BackfillRequest], free_at: Mapping[str, float]) -> Iterator[tuple[BackfillRequest, float]]:
     """Each waiter, in the order of the queue, with the date from which on nobody may take one of its GPUs past it.
 
     That is the time at which enough of its GPUs are expected to be free. A waiter behind another that it cannot pass
@@ -46,7 +44,7 @@ def dates(wants: Iterable[Want], free_at: Mapping[str, float]) -> Iterator[tuple
         wants: only the waiters that count; see :func:`open_gpus`.
         free_at: when each GPU is expected to be free, not before the present. A GPU that is missing never is.
     """
-    earlier: list[tuple[Want, float]] = []  # by date
+    earlier: list[tuple[BackfillRequest, float]] = []  # by date
     for want in wants:
         date = _nth_free(want, free_at)
         for other, other_date in earlier:
@@ -56,23 +54,27 @@ def dates(wants: Iterable[Want], free_at: Mapping[str, float]) -> Iterator[tuple
         yield want, date
 
 
-def _nth_free(want: Want, free_at: Mapping[str, float]) -> float:
+def _nth_free(want: BackfillRequest, free_at: Mapping[str, float]) -> float:
     """When enough of its GPUs are expected to be free."""
     moments = sorted(free_at.get(gpu, math.inf) for gpu in want.gpus)
     return moments[want.nb - 1] if 0 < want.nb <= len(moments) else math.inf
 
 
-def _date_of(pair: tuple[Want, float]) -> float:
+def _date_of(pair: tuple[BackfillRequest, float]) -> float:
     return pair[1]
 
 
-def _may_pass(want: Want, start: float, other: Want, date: float) -> bool:
+def _may_pass(want: BackfillRequest, start: float, other: BackfillRequest, date: float) -> bool:
     """Whether a request that starts then ends before the other's date, or can do without the other's GPUs."""
     return start + want.hold_for <= date or len(want.gpus - other.gpus) >= want.nb
 
 
 def open_gpus(
-    want: Want, ahead: Iterable[Want], free: Collection[str], free_at: Mapping[str, float], now: float
+    want: BackfillRequest,
+    ahead: Iterable[BackfillRequest],
+    free: Collection[str],
+    free_at: Mapping[str, float],
+    now: float,
 ) -> frozenset[str]:
     """The free GPUs that a request may take. It may start if there are ``want.nb`` of them.
 
@@ -94,14 +96,14 @@ def open_gpus(
     return left
 
 
-def starts(wants: Iterable[Want], free_at: Mapping[str, float]) -> list[float]:
+def starts(wants: Iterable[BackfillRequest], free_at: Mapping[str, float]) -> list[float]:
     """When each waiter can expect to start, in the order of the queue, if all hold as long as they said.
 
     Unlike a date this is an estimate: the first waiter starts at its date, and each of the others after those ahead of
     it, unless it may pass them all. ``math.inf``: somebody did not say for how long.
     """
     ends = dict(free_at)
-    ahead: list[tuple[Want, float]] = []
+    ahead: list[tuple[BackfillRequest, float]] = []
     found = []
     for want, date in dates(wants, free_at):
         start = _nth_free(want, free_at)

@@ -11,7 +11,6 @@ from .possible import capacity
 if TYPE_CHECKING:
     from ..devices import Gpu, GpuVerdict
 
-__all__ = ["choose"]
 
 _EXACT_LIMIT = 192
 """Maximum number of sets to compare, which takes well under a millisecond.

@@ -5,9 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
-from ..devices import Fault
-
-__all__ = ["LAST_CHOICE", "LAST_CHOICE_TEXT", "recent", "why_last"]
+from ..devices import GpuFault
 
 LAST_CHOICE = 600.0
 """Seconds for which a GPU is taken last after a claim failed on it."""
@@ -15,7 +13,7 @@ LAST_CHOICE = 600.0
 LAST_CHOICE_TEXT = "ten minutes"
 
 
-def recent(faults: Mapping[str, Fault], now: float) -> dict[str, Fault]:
+def recent_faults(faults: Mapping[str, GpuFault], now: float) -> dict[str, GpuFault]:
     """The notes, by UUID, that still count at ``now`` (Unix seconds).
 
     A note from the future (the clock was set back) counts for as long as one from the past, and no longer.
@@ -23,7 +21,7 @@ def recent(faults: Mapping[str, Fault], now: float) -> dict[str, Fault]:
     return {uuid: fault for uuid, fault in faults.items() if abs(now - fault.when) < LAST_CHOICE}
 
 
-def why_last(fault: Fault) -> str:
+def why_last(fault: GpuFault) -> str:
     """``taken last until 14:32, since a claim failed on it: ...``, in local time."""
     until = time.strftime("%H:%M", time.localtime(fault.when + LAST_CHOICE))
     return f"taken last until {until}, since a claim failed on it: {fault.error}"

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ..devices import Gpu, HostSnapshot
 
-__all__ = ["matches_model", "names_device", "unknown_names"]
-
 
 def names_device(name: str, gpu: Gpu) -> bool:
     """Whether an entry of ``only`` or ``exclude`` matches this device. The name of a GPU matches its MIG instances."""

@@ -12,18 +12,6 @@ from .rules import LEAST_LIMIT, Rules
 if TYPE_CHECKING:
     from ..devices import Gpu, GpuProcess, HostSnapshot
 
-__all__ = [
-    "HIDDEN",
-    "NOT_YET",
-    "SHOWN",
-    "UNKNOWN",
-    "Describe",
-    "computes",
-    "has_mps_clients",
-    "name_processes",
-    "presence",
-    "why_memory_unexplained",
-]
 
 Describe = Callable[[int], "tuple[str | None, str | None] | None"]
 """Returns the user and command line of a pid; None if this host's /proc does not show it."""

@@ -11,14 +11,12 @@ from .rules import DEFAULT_RULES, Rules
 from .verdicts import UNWATCHABLE, fence_hint, judge, why_outside, why_unusable
 
 if TYPE_CHECKING:
-    from ..devices import Gpu, GpuRequest, GpuVerdict, Holder, HostSnapshot
-    from ..runtimes.visible_devices import Fence
-
-__all__ = ["can_be_met_by_releases", "candidates", "capacity", "check_possible"]
+    from ..devices import Gpu, GpuRequest, GpuVerdict, HostSnapshot, LeaseHolder
+    from ..runtimes.visible_devices import VisibleLimit
 
 
 def candidates(
-    snapshot: HostSnapshot, request: GpuRequest, fence: Fence | None = None, *, rules: Rules = DEFAULT_RULES
+    snapshot: HostSnapshot, request: GpuRequest, fence: VisibleLimit | None = None, *, rules: Rules = DEFAULT_RULES
 ) -> tuple[Gpu, ...]:
     """Every device that this request could ever get, in the order of the snapshot. Requests compete for these."""
     return tuple(
@@ -34,9 +32,9 @@ def candidates(
 def check_possible(
     snapshot: HostSnapshot,
     request: GpuRequest,
-    fence: Fence | None = None,
+    fence: VisibleLimit | None = None,
     *,
-    leased: Mapping[str, Holder] | None = None,
+    leased: Mapping[str, LeaseHolder] | None = None,
     rules: Rules = DEFAULT_RULES,
 ) -> None:
     """Raise if this host, or this process within its fence, can never satisfy the request.
@@ -81,7 +79,7 @@ def _why_unwatchable(gpu: Gpu, snapshot: HostSnapshot, rules: Rules) -> str:
     return "" if watchable else UNWATCHABLE
 
 
-def _why_never(gpu: Gpu, request: GpuRequest, fence: Fence | None) -> str:
+def _why_never(gpu: Gpu, request: GpuRequest, fence: VisibleLimit | None) -> str:
     """Why the request can never get the device: it is outside, or whether it has the memory will never be known."""
     reason = why_outside(gpu, request, fence)
     if not reason and request.min_memory and gpu.memory_free is None:

@@ -8,9 +8,7 @@ from collections.abc import Iterable
 
 from ..devices import VENDORS, GpuRequest
 from ..errors import UnsatisfiableRequestError
-from ..spelling import Spelling
-
-__all__ = ["parse_bytes", "parse_names", "parse_request", "parse_size"]
+from ..spelling import ArgumentStyle
 
 _UNITS = {
     "": 1,
@@ -34,7 +32,7 @@ def parse_request(
     only: object = (),
     exclude: object = (),
     vendor: object = None,
-    spelling: type[Spelling] = Spelling,
+    spelling: type[ArgumentStyle] = ArgumentStyle,
 ) -> GpuRequest:
     """Check and parse what a claim asks for.
 
@@ -70,12 +68,12 @@ def parse_request(
     )
 
 
-def _refused(name: str, value: object, way_out: str, spelling: type[Spelling]) -> UnsatisfiableRequestError:
+def _refused(name: str, value: object, way_out: str, spelling: type[ArgumentStyle]) -> UnsatisfiableRequestError:
     written = spelling.setting(name, spelling.value(value))
     return UnsatisfiableRequestError(f"{written} makes no sense: {way_out}", value=value)
 
 
-def _count(nb_gpus: object, spelling: type[Spelling]) -> int:
+def _count(nb_gpus: object, spelling: type[ArgumentStyle]) -> int:
     job = spelling.value("job")
     way_out = f"ask for a whole number of GPUs, 1 or more (or {job} for the number that the batch job asked for)"
     try:
@@ -91,7 +89,7 @@ def _count(nb_gpus: object, spelling: type[Spelling]) -> int:
     return count
 
 
-def parse_size(value: object, name: str = "min_memory", *, spelling: type[Spelling] = Spelling) -> int:
+def parse_size(value: object, name: str = "min_memory", *, spelling: type[ArgumentStyle] = ArgumentStyle) -> int:
     """The same as :func:`parse_bytes`, but a small number without a unit is refused: 20 probably means 20 GiB.
 
     Raises:
@@ -108,7 +106,7 @@ def parse_size(value: object, name: str = "min_memory", *, spelling: type[Spelli
     return count
 
 
-def parse_bytes(value: object, name: str = "min_memory", *, spelling: type[Spelling] = Spelling) -> int:
+def parse_bytes(value: object, name: str = "min_memory", *, spelling: type[ArgumentStyle] = ArgumentStyle) -> int:
     """A number of bytes: an int, or a string such as ``"20GiB"``, ``"20G"``, ``"1.5 TiB"``, ``"20480M"``, ``"20GB"``.
 
     K, M, G, T and KiB, MiB, GiB, TiB are powers of 1024, as in nvidia-smi and Grid Engine; KB, MB, GB, TB are powers of
@@ -138,7 +136,7 @@ def parse_bytes(value: object, name: str = "min_memory", *, spelling: type[Spell
     return count
 
 
-def parse_names(value: object, argument: str, *, spelling: type[Spelling] = Spelling) -> tuple[str, ...]:
+def parse_names(value: object, argument: str, *, spelling: type[ArgumentStyle] = ArgumentStyle) -> tuple[str, ...]:
     """The entries of ``only`` or ``exclude``, as described in :func:`parse_request`; ranges are expanded.
 
     Raises:

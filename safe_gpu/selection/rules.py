@@ -7,8 +7,6 @@ from typing import NamedTuple
 
 from .request import parse_size
 
-__all__ = ["DEFAULT_RULES", "LEAST_LIMIT", "MEMORY_VARIABLE", "Rules"]
-
 MEMORY_VARIABLE = "SAFE_GPU_UNEXPLAINED_MEMORY"
 
 LEAST_LIMIT = 16 << 20

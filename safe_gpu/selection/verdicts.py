@@ -17,10 +17,9 @@ from .occupancy import Describe, computes, has_mps_clients, name_processes, why_
 from .rules import DEFAULT_RULES, Rules
 
 if TYPE_CHECKING:
-    from ..devices import Gpu, GpuRequest, Holder, HostSnapshot
-    from ..runtimes.visible_devices import Fence
+    from ..devices import Gpu, GpuRequest, HostSnapshot, LeaseHolder
+    from ..runtimes.visible_devices import VisibleLimit
 
-__all__ = ["UNWATCHABLE", "fence_hint", "judge", "why_outside", "why_unusable"]
 
 UNWATCHABLE = (
     "the driver cannot list processes, so it is unknown whether the GPU is free; update the NVIDIA driver, try "
@@ -33,7 +32,7 @@ class _Case(NamedTuple):
     """What is the same for all devices that are judged."""
 
     request: GpuRequest
-    fence: Fence | None
+    fence: VisibleLimit | None
     describe: Describe
     rules: Rules
     shared_display: bool
@@ -44,8 +43,8 @@ def judge(
     snapshot: HostSnapshot,
     request: GpuRequest,
     *,
-    leased: Mapping[str, Holder],
-    fence: Fence | None = None,
+    leased: Mapping[str, LeaseHolder],
+    fence: VisibleLimit | None = None,
     own: Collection[int] = (),
     explained: Mapping[str, Collection[int]] | None = None,
     describe: Describe | None = None,
@@ -81,7 +80,7 @@ def _unknown_process(_pid: int) -> None:
 
 
 def _judge_one(
-    gpu: Gpu, case: _Case, holder: Holder | None, own: Collection[int], explained: Collection[int] | None
+    gpu: Gpu, case: _Case, holder: LeaseHolder | None, own: Collection[int], explained: Collection[int] | None
 ) -> GpuVerdict:
     disregarded = own if explained is None else {*own, *explained}
     unusable = why_unusable(gpu)
@@ -129,7 +128,7 @@ def why_unusable(gpu: Gpu) -> str:
     return ""
 
 
-def why_outside(gpu: Gpu, request: GpuRequest, fence: Fence | None) -> str:
+def why_outside(gpu: Gpu, request: GpuRequest, fence: VisibleLimit | None) -> str:
     """Why the request or the fence excludes the device; "" if neither does."""
     if request.only and not any(names_device(name, gpu) for name in request.only):
         return f"not listed in {request.spelling.setting('only', ','.join(request.only))}"
@@ -158,7 +157,7 @@ def _why_too_full(gpu: Gpu, request: GpuRequest, disregarded: Collection[int]) -
     return ""
 
 
-def _claimed_by(holder: Holder) -> str:
+def _claimed_by(holder: LeaseHolder) -> str:
     if holder.elsewhere:
         return "claimed: its lease file is not in this state directory (a private /tmp, or it was removed)"
     text = "claimed" if holder.pid is None else f"claimed by process {holder.pid}"
@@ -169,7 +168,7 @@ def _claimed_by(holder: Holder) -> str:
     return text
 
 
-def fence_hint(unfenced: Sequence[GpuVerdict], fence: Fence | None) -> str:
+def fence_hint(unfenced: Sequence[GpuVerdict], fence: VisibleLimit | None) -> str:
     """What the fence excludes, such as
     ``CUDA_VISIBLE_DEVICES=0 limits this process to 1 of 8 GPUs; 7 others are free``.
 

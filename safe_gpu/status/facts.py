@@ -7,8 +7,6 @@ from typing import Any
 
 from ..devices import Gpu
 
-__all__ = ["ClaimStatus", "GpuStatus", "HostStatus", "ProcessStatus", "WaiterStatus"]
-
 # Version of the JSON document.
 _SCHEMA = 2
 

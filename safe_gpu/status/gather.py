@@ -12,12 +12,12 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ..coordination.around import claim_around
+from ..coordination.around import outer_claim_of_process
 from ..coordination.files import state_dir_path
 from ..coordination.ownership import user_and_command
-from ..devices import Gpu, GpuProcess, GpuRequest, Holder, HostSnapshot, vendor_of
+from ..devices import Gpu, GpuProcess, GpuRequest, HostSnapshot, LeaseHolder, vendor_of
 from ..errors import NoDriverError
-from ..runtimes.shifted import shifted
+from ..runtimes.shifted import stale_indices
 from ..selection.faults import why_last
 from ..selection.occupancy import computes, has_mps_clients
 from ..selection.rules import Rules
@@ -25,7 +25,7 @@ from ..selection.verdicts import judge
 from ..settings import policy_file
 from ..text import in_brackets
 from .facts import ClaimStatus, GpuStatus, HostStatus, ProcessStatus, WaiterStatus
-from .holders import LockedFile, Processes, who_holds, who_waits
+from .holders import LockedFile, ProcessTable, who_holds, who_waits
 from .idle import with_idle_times
 from .probe import HostFacts, look, names_of
 from .starts import Occupancy, expected_starts
@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from ..coordination.leases import LeaseRecord
     from ..coordination.tickets import Ticket
     from ..drivers.base import Driver
-
-__all__ = ["ClaimStatus", "GpuStatus", "HostStatus", "ProcessStatus", "WaiterStatus", "gather", "status_of"]
 
 
 def gather(driver: Driver | None = None) -> HostStatus:
@@ -76,7 +74,7 @@ def status_of(*snapshots: HostSnapshot, broken: Iterable[str] = ()) -> HostStatu
     """
     path = state_dir_path()
     found = look(path, [gpu for snapshot in snapshots for gpu in snapshot.gpus], snapshots[0].names)
-    processes = Processes(found.files)
+    processes = ProcessTable(found.files)
     claims = {name: _claim(file, found.records.get(name), processes) for name, file in found.files.items()}
     claims.update((name, ClaimStatus(note=why)) for name, why in found.linked.items())
     now = time.time()
@@ -119,19 +117,19 @@ def _with_reports(gpus: tuple[GpuStatus, ...]) -> tuple[GpuStatus, ...]:
 
 def _shift(snapshots: Iterable[HostSnapshot], found: HostFacts) -> str:
     value = os.environ.get("CUDA_VISIBLE_DEVICES")
-    around = claim_around(found.records.values(), os.environ.get("SAFE_GPU_SCOPE", "")) if value else None
+    around = outer_claim_of_process(found.records.values(), os.environ.get("SAFE_GPU_SCOPE", "")) if value else None
     if around is None:
         return ""
     order = os.environ.get("CUDA_DEVICE_ORDER")
     of_it = (one for one in snapshots if any(one.by_uuid(uuid) is not None for uuid in around.gpus))
-    return next((shifted(value, order, around.gpus, one) for one in of_it), "")
+    return next((stale_indices(value, order, around.gpus, one) for one in of_it), "")
 
 
 def _occupancy(gpus: Iterable[GpuStatus]) -> list[Occupancy]:
     return [Occupancy(one.gpu.uuid, one.state in ("free", "display"), one.claim, one.inner) for one in gpus]
 
 
-def _claim(file: LockedFile, record: LeaseRecord | None, processes: Processes) -> ClaimStatus:
+def _claim(file: LockedFile, record: LeaseRecord | None, processes: ProcessTable) -> ClaimStatus:
     pid, uid, note = who_holds(file, record, processes)
     user, command = user_and_command(record, pid, uid)
     stopped = pid is not None and uid is not None and processes.is_stopped(pid)
@@ -142,11 +140,11 @@ def _claim(file: LockedFile, record: LeaseRecord | None, processes: Processes) -
 
 
 def _gpus(
-    snapshot: HostSnapshot, claims: Mapping[str, ClaimStatus], found: HostFacts, processes: Processes
+    snapshot: HostSnapshot, claims: Mapping[str, ClaimStatus], found: HostFacts, processes: ProcessTable
 ) -> tuple[GpuStatus, ...]:
     pairs = [(claims.get(outer), claims.get(inner)) for outer, inner in map(names_of, snapshot.gpus)]
     leased = {gpu.uuid: _holder(outer or inner) for gpu, (outer, inner) in zip(snapshot.gpus, pairs, strict=True)}
-    leased.update(dict.fromkeys(found.elsewhere, Holder(elsewhere=True)))
+    leased.update(dict.fromkeys(found.elsewhere, LeaseHolder(elsewhere=True)))
     verdicts = judge(
         snapshot,
         GpuRequest(),
@@ -185,8 +183,8 @@ def _gpus(
     return tuple(rows)
 
 
-def _holder(claim: ClaimStatus | None) -> Holder | None:
-    return Holder(claim.pid, claim.user, claim.job, claim.command, claim.since) if claim else None
+def _holder(claim: ClaimStatus | None) -> LeaseHolder | None:
+    return LeaseHolder(claim.pid, claim.user, claim.job, claim.command, claim.since) if claim else None
 
 
 def _remarks(claim: ClaimStatus | None) -> list[str]:
@@ -202,7 +200,7 @@ def _inside(inner: ClaimStatus | None) -> list[str]:
     return [f"inside it claimed by process {inner.pid or '?'}{who}", *_remarks(inner)]
 
 
-def _is_idle(gpu: Gpu, claims: Collection[ClaimStatus], processes: Processes, *, mps_clients: bool) -> bool:
+def _is_idle(gpu: Gpu, claims: Collection[ClaimStatus], processes: ProcessTable, *, mps_clients: bool) -> bool:
     """Whether none of the claim's processes computes there; False if the process list is unknown."""
     if gpu.processes is None or not gpu.processes_supported:
         return False
@@ -212,7 +210,7 @@ def _is_idle(gpu: Gpu, claims: Collection[ClaimStatus], processes: Processes, *,
     )
 
 
-def _may_belong(process: GpuProcess, claims: Collection[ClaimStatus], processes: Processes) -> bool:
+def _may_belong(process: GpuProcess, claims: Collection[ClaimStatus], processes: ProcessTable) -> bool:
     """Whether a process may belong to one of the claims: a descendant, a process of its user, or who knows."""
     pid = process.pid
     described = None if process.elsewhere else processes.describe(pid)
@@ -222,7 +220,7 @@ def _may_belong(process: GpuProcess, claims: Collection[ClaimStatus], processes:
     return any(claim.uid is None or claim.pid in family or claim.user == user for claim in claims)
 
 
-def _process(process: GpuProcess, processes: Processes) -> ProcessStatus:
+def _process(process: GpuProcess, processes: ProcessTable) -> ProcessStatus:
     user, command = (None if process.elsewhere else processes.describe(process.pid)) or (None, None)
     return ProcessStatus(process.pid, user, command or process.name, process.kind, process.memory_used)
 
@@ -231,7 +229,9 @@ def _seq(ticket: Ticket) -> int:
     return ticket.seq
 
 
-def _waiter(position: int, ticket: Ticket, found: HostFacts, processes: Processes, start: float | None) -> WaiterStatus:
+def _waiter(
+    position: int, ticket: Ticket, found: HostFacts, processes: ProcessTable, start: float | None
+) -> WaiterStatus:
     pid, user, note = who_waits(ticket, found.locks.get(ticket.inode, ()), processes)
     return WaiterStatus(
         position,

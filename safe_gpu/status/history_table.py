@@ -8,9 +8,7 @@ from itertools import chain
 
 from ..text import GAP, Column, cut, gpu_ranges, short_age
 from .past import PastClaim
-from .usage import Use, held
-
-__all__ = ["hours", "table_of_claims", "table_of_use"]
+from .usage import GpuHours, hours_held
 
 
 def table_of_claims(claims: Sequence[PastClaim], since: float, until: float, width: int) -> Iterator[str]:
@@ -28,12 +26,14 @@ def table_of_claims(claims: Sequence[PastClaim], since: float, until: float, wid
     return _table(facts, width)
 
 
-def table_of_use(found: Sequence[Use], by: str, width: int) -> Iterator[str]:
+def table_of_use(found: Sequence[GpuHours], by: str, width: int) -> Iterator[str]:
     """A title, a line for each key, and the sum."""
     rows = [*found]
     if len(found) > 1:
         sums = (sum(one.least for one in found), sum(one.most for one in found))
-        rows.append(Use("total", sum(one.claims for one in found), *sums) if by == "user" else Use("total", 0, *sums))
+        rows.append(
+            GpuHours("total", sum(one.claims for one in found), *sums) if by == "user" else GpuHours("total", 0, *sums)
+        )
     facts = [
         Column("GPU" if by == "gpu" else by.upper(), [one.key for one in rows], most=64),
         Column("CLAIMS", [str(one.claims or "") for one in rows], right=True),
@@ -91,7 +91,7 @@ def _end(claim: PastClaim) -> str:
 
 def _use(claim: PastClaim, since: float, until: float) -> str:
     number = len(claim.gpus)
-    least, most = (seconds * number / 3600 for seconds in held(claim, since, until))
+    least, most = (seconds * number / 3600 for seconds in hours_held(claim, since, until))
     if most < 0.1:
         return f"{short_age(most * 3600)}"
     return hours(least, most)

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from ..coordination.leases import LeaseRecord
     from ..coordination.tickets import Ticket
 
-__all__ = ["Holding", "LockedFile", "Processes", "who_holds", "who_waits"]
-
 
 @dataclass(frozen=True)
 class LockedFile:
@@ -31,7 +29,7 @@ class LockedFile:
     lockers: tuple[int, ...] = ()
 
 
-class Holding(NamedTuple):
+class LockHolder(NamedTuple):
     """The result of :func:`who_holds`.
 
     Attributes:
@@ -45,7 +43,7 @@ class Holding(NamedTuple):
     note: str = ""
 
 
-class Processes:
+class ProcessTable:
     """What /proc says of processes: each is asked once, however many files name it.
 
     Args:
@@ -69,7 +67,7 @@ class Processes:
         return self._holders.get((file.device, file.inode))
 
 
-def who_holds(file: LockedFile, record: LeaseRecord | None, processes: Processes) -> Holding:
+def who_holds(file: LockedFile, record: LeaseRecord | None, processes: ProcessTable) -> LockHolder:
     """The process that holds a lease.
 
     Args:
@@ -78,13 +76,13 @@ def who_holds(file: LockedFile, record: LeaseRecord | None, processes: Processes
     pid, uid = holder_by_kernel(record, file.lockers)
     place = procfs.place_of(record.pidns) if record is not None else ""
     if record is not None and uid is not None:
-        return Holding(pid, uid, f"{place}, as process {record.pid} there" if place else "")
+        return LockHolder(pid, uid, f"{place}, as process {record.pid} there" if place else "")
     heir = processes.holder_of(file)
     if heir is not None:
         pid, uid = heir, processes.real_uid_of(heir)
     if record is None:
         known = f"process {pid} holds the lock" if pid else "its holder cannot be seen from here"
-        return Holding(pid, uid, f"its record cannot be read; {known}")
+        return LockHolder(pid, uid, f"its record cannot be read; {known}")
     named = f"process {record.pid}{place and f' {place}'}"
     if not place and record.of_the_dead:
         still = f"process {pid}" if uid is not None else "a process that it started"
@@ -97,10 +95,10 @@ def who_holds(file: LockedFile, record: LeaseRecord | None, processes: Processes
         note = f"{place}, as process {record.pid} there, which cannot be seen from here"
     else:
         note = "its holder cannot be seen from here (in another container?): this is from its record"
-    return Holding(pid, uid, note)
+    return LockHolder(pid, uid, note)
 
 
-def who_waits(ticket: Ticket, lockers: Collection[int], processes: Processes) -> tuple[int | None, str | None, str]:
+def who_waits(ticket: Ticket, lockers: Collection[int], processes: ProcessTable) -> tuple[int | None, str | None, str]:
     """The pid of a waiter, its user and a note like that of :class:`Holding`.
 
     The user is the owner of the ticket's file, whatever stands in it, unless only others keep that file locked.

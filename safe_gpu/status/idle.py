@@ -13,13 +13,11 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from ..coordination.decoding import beginning, moment
+from ..coordination.decoding import as_time, read_bounded
 from ..coordination.files import StateDir, state_dir_path, write_all
 from ..coordination.history import HistoryDir
 from ..errors import StateDirError
 from .facts import GpuStatus
-
-__all__ = ["shows_no_work", "with_idle_times"]
 
 _LONGEST = 4096
 
@@ -59,8 +57,8 @@ def _with_idle_time(directory: StateDir, one: GpuStatus, now: float) -> GpuStatu
 def _read(directory: StateDir, name: str, since: float) -> float | None:
     """Since when the GPU had shown no work at the look before, if that was in the same claim."""
     try:
-        raw: Any = json.loads(beginning(directory, name, _LONGEST).decode("utf-8", "replace"))
-        began = moment(raw["idle"]) if raw["claim"] == since and raw["idle"] is not None else 0.0
+        raw: Any = json.loads(read_bounded(directory, name, _LONGEST).decode("utf-8", "replace"))
+        began = as_time(raw["idle"]) if raw["claim"] == since and raw["idle"] is not None else 0.0
         return began if began >= since else None
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
         return None

@@ -15,8 +15,6 @@ from ..procfs import printable
 from ..text import format_age, gpu_ranges
 from .facts import ClaimStatus, GpuStatus
 
-__all__ = ["sets_a_limit", "whom_to_ask", "with_reports"]
-
 _KEY = "idle_report_after"
 
 

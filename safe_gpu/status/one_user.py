@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from .gather import GpuStatus, HostStatus
-
-__all__ = ["free_labels", "of_user", "of_vendor"]
+from .facts import GpuStatus, HostStatus
 
 
 def of_user(status: HostStatus, user: str) -> HostStatus:

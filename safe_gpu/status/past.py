@@ -16,16 +16,14 @@ from dataclasses import dataclass, replace
 from itertools import chain, count
 from typing import Any
 
-from ..coordination.decoding import listed, moment, seconds, text, whole
-from ..coordination.endings import Ending
+from ..coordination.decoding import as_int, as_list, as_seconds, as_text, as_time
+from ..coordination.endings import ClaimEnd
 from ..coordination.files import StateDir, state_dir_path
 from ..coordination.history import LARGEST, HistoryDir, file_names, month_of, months_kept
 from ..coordination.host_lock import HostLock
-from ..coordination.leases import Former, LeaseRecord, probe
+from ..coordination.leases import LeaseRecord, PreviousRecord, probe
 from ..errors import LockTimeout, StateDirError
 from .probe import mark_seen
-
-__all__ = ["PastClaim", "claims_between", "merged"]
 
 _MOST = 50_000  # claims that are kept, together with the different texts in them
 _MOST_EARLY = 4096  # facts that are told before the claims that they belong to
@@ -96,7 +94,7 @@ def claims_between(since: float, until: float) -> tuple[list[PastClaim], list[st
 
 
 def merged(
-    told: Iterable[PastClaim | Ending], until: float = math.inf, warnings: list[str] | None = None
+    told: Iterable[PastClaim | ClaimEnd], until: float = math.inf, warnings: list[str] | None = None
 ) -> list[PastClaim]:
     """Claims with their ends, in the order in which they began. Ends of claims that nobody told of are dropped.
 
@@ -107,7 +105,7 @@ def merged(
     """
     kept = _Kept(until)
     for one in told:
-        if isinstance(one, Ending):
+        if isinstance(one, ClaimEnd):
             kept.end(one)
         else:
             kept.add(one)
@@ -137,7 +135,7 @@ class _Kept:
         self.next_claim: dict[str, float] = {}
         self.dropped = False
         self._until = until
-        self._early: dict[tuple[int, int], Ending] = {}
+        self._early: dict[tuple[int, int], ClaimEnd] = {}
         self._shared: dict[Any, Any] = {}  # texts and lists of GPUs, which many claims have in common
         self._size = 0  # of these, in texts
 
@@ -162,7 +160,7 @@ class _Kept:
         if len(self.claims) + self._size > _MOST:
             self._drop()
 
-    def end(self, end: Ending) -> None:
+    def end(self, end: ClaimEnd) -> None:
         """The end of a claim. Of several the narrowest counts."""
         key = end.pid, round(end.since * 1000)
         claim = self.claims.get(key)
@@ -173,7 +171,7 @@ class _Kept:
                 del self._early[next(iter(self._early))]
         elif not claim.running:
             if claim.ended is not None:
-                end = _narrower(Ending(claim.pid, claim.since, claim.seen, claim.ended), end)
+                end = _narrower(ClaimEnd(claim.pid, claim.since, claim.seen, claim.ended), end)
             self.claims[key] = replace(claim, seen=max(end.seen, claim.since), ended=end.ended)
 
     def _drop(self) -> None:
@@ -202,7 +200,7 @@ def _next_claim_of(claim: PastClaim, next_claim: dict[str, float]) -> float | No
     return min((next_claim[uuid] for uuid in claim.gpus if uuid in next_claim), default=None)
 
 
-def _narrower(one: Ending, other: Ending) -> Ending:
+def _narrower(one: ClaimEnd, other: ClaimEnd) -> ClaimEnd:
     """Both tell of the same end, as seen on different GPUs."""
     exact = next((end for end in (one, other) if end.seen == end.ended), None)
     if exact is not None:
@@ -214,7 +212,7 @@ def _narrower(one: Ending, other: Ending) -> Ending:
 # The files
 
 
-def _lines(root: StateDir, since: float, warnings: list[str]) -> Iterator[PastClaim | Ending]:
+def _lines(root: StateDir, since: float, warnings: list[str]) -> Iterator[PastClaim | ClaimEnd]:
     first, seen = month_of(max(0.0, since)), set[int]()
     names = [name for month in months_kept(time.time()) if month >= first for name in file_names(month)]
     try:
@@ -227,7 +225,7 @@ def _lines(root: StateDir, since: float, warnings: list[str]) -> Iterator[PastCl
         warnings.append(f"the history cannot be read: {err}")
 
 
-def _file(directory: StateDir, name: str, seen: set[int], warnings: list[str]) -> Iterator[PastClaim | Ending]:
+def _file(directory: StateDir, name: str, seen: set[int], warnings: list[str]) -> Iterator[PastClaim | ClaimEnd]:
     """What a file tells, unless its inode was ``seen`` under another name."""
     try:
         fd = directory.open(name)
@@ -250,12 +248,12 @@ def _file(directory: StateDir, name: str, seen: set[int], warnings: list[str]) -
             yield from _line(line)
 
 
-def _line(line: bytes) -> Iterator[PastClaim | Ending]:
+def _line(line: bytes) -> Iterator[PastClaim | ClaimEnd]:
     """What a line tells. A line that is incomplete, since there was no room, has the next one behind it."""
     start = line.rfind(b'{"v":')
     try:
         raw: Any = json.loads(line[max(start, 0) :].decode("utf-8", "replace"))
-        ending = Ending.of(raw)
+        ending = ClaimEnd.of(raw)
         if ending is not None:
             yield ending
         elif isinstance(raw, dict):
@@ -266,22 +264,22 @@ def _line(line: bytes) -> Iterator[PastClaim | Ending]:
 
 def _claim(raw: dict[str, Any]) -> PastClaim:
     pid, since = raw["claim"]
-    since = moment(since)
-    gpus = tuple(text(uuid, 100) for uuid in listed(raw.get("gpus")))
-    labels = tuple(text(label, 16) for label in listed(raw.get("labels")))
+    since = as_time(since)
+    gpus = tuple(as_text(uuid, 100) for uuid in as_list(raw.get("gpus")))
+    labels = tuple(as_text(label, 16) for label in as_list(raw.get("labels")))
     if not since or not gpus:
         raise ValueError("no claim")
     return PastClaim(
-        pid=whole(pid, 1, (1 << 31) - 1),
+        pid=as_int(pid, 1, (1 << 31) - 1),
         since=since,
-        uid=whole(raw.get("uid", -1), -1, 1 << 32),
-        user=text(raw.get("user", ""), 64),
-        host=text(raw.get("host", ""), 64),
-        job=None if raw.get("job") is None else text(raw["job"], 100),
-        command=None if raw.get("command") is None else text(raw["command"]),
+        uid=as_int(raw.get("uid", -1), -1, 1 << 32),
+        user=as_text(raw.get("user", ""), 64),
+        host=as_text(raw.get("host", ""), 64),
+        job=None if raw.get("job") is None else as_text(raw["job"], 100),
+        command=None if raw.get("command") is None else as_text(raw["command"]),
         gpus=gpus,
         labels=labels if len(labels) == len(gpus) else (),
-        until=seconds(raw.get("until"), 0),
+        until=as_seconds(raw.get("until"), 0),
         seen=since,
     )
 
@@ -289,9 +287,9 @@ def _claim(raw: dict[str, Any]) -> PastClaim:
 # What is held now
 
 
-def _now(root: StateDir, warnings: list[str]) -> list[tuple[bool, Former]]:
+def _now(root: StateDir, warnings: list[str]) -> list[tuple[bool, PreviousRecord]]:
     """What lease files say, and whether they are held."""
-    found: dict[str, tuple[bool, Former]] = {}
+    found: dict[str, tuple[bool, PreviousRecord]] = {}
     try:
         names = _lease_files(root)
         if not names:
@@ -332,23 +330,23 @@ def _lease_files(root: StateDir) -> list[str]:
     return [name for _, _, name in sorted(in_turn)]
 
 
-def _of_leases(found: Iterable[tuple[bool, Former]]) -> Iterator[PastClaim | Ending]:
+def _of_leases(found: Iterable[tuple[bool, PreviousRecord]]) -> Iterator[PastClaim | ClaimEnd]:
     """Claims that hold GPUs, and ends that no later claim has written into the history yet."""
     for held, former in found:
         record = former.record()
         if record is not None and record.since and record.gpus:
             yield _of_record(record, former.read if held else record.since, running=held)
-        ending = None if held else Ending.decode(former.ending())
+        ending = None if held else ClaimEnd.decode(former.ending())
         if ending is not None:
             yield ending
 
 
-def _read(leases: StateDir, name: str) -> Former:
+def _read(leases: StateDir, name: str) -> PreviousRecord:
     fd = leases.open(name)
     if fd is None:
-        return Former()
+        return PreviousRecord()
     try:
-        return Former.of(fd)
+        return PreviousRecord.of(fd)
     finally:
         os.close(fd)
 

@@ -15,12 +15,10 @@ from ..coordination.host_lock import HostLock
 from ..coordination.leases import LeaseRecord, inner_name, lease_name, leases_of, probe, read_record
 from ..coordination.names import held_among
 from ..coordination.tickets import Listing, Ticket, live_tickets
-from ..devices import Fault, Gpu
+from ..devices import Gpu, GpuFault
 from ..errors import LockTimeout, SafeGpuError, StateDirError
-from ..selection.faults import recent
+from ..selection.faults import recent_faults
 from .holders import LockedFile
-
-__all__ = ["HostFacts", "look", "mark_seen", "names_of"]
 
 # How long to wait for host.lock, seconds. It is held for microseconds, unless its holder is stopped or hundreds of
 # processes want it at once.
@@ -46,7 +44,7 @@ class HostFacts:
     files: dict[str, LockedFile] = field(default_factory=dict)
     records: dict[str, LeaseRecord] = field(default_factory=dict)
     elsewhere: frozenset[str] = frozenset()
-    faults: Mapping[str, Fault] = field(default_factory=dict)
+    faults: Mapping[str, GpuFault] = field(default_factory=dict)
     closed: dict[str, str] = field(default_factory=dict)
     linked: dict[str, str] = field(default_factory=dict)
     tickets: list[Ticket] = field(default_factory=list)
@@ -159,7 +157,7 @@ def _find_leases(
             record = read_record(leases, name)
             if record is not None:
                 found.records[name] = record
-    found.faults = recent(read_faults(leases, [gpu.uuid for gpu in gpus]), time.time())
+    found.faults = recent_faults(read_faults(leases, [gpu.uuid for gpu in gpus]), time.time())
     devices = dict.fromkeys(other_inodes, found.queue_device)
     devices.update((status.st_ino, status.st_dev) for status in held.values())
     found.locks = procfs.flock_holders(devices, devices, b"FLOCK")

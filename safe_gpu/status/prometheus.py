@@ -9,9 +9,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from ..procfs import printable
-from .gather import GpuStatus, HostStatus
-
-__all__ = ["render_metrics"]
+from .facts import GpuStatus, HostStatus
 
 _MOST_USERS = 100  # of waiters: whoever has many user ids can wait as each of them
 _OTHERS = "other"

@@ -6,12 +6,10 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from ..selection.backfill import Want, free_at, starts
+from ..selection.backfill import BackfillRequest, free_at, starts
 
 if TYPE_CHECKING:
     from ..coordination.tickets import Ticket
-
-__all__ = ["Occupancy", "expected_starts"]
 
 
 class _Claim(Protocol):
@@ -43,14 +41,14 @@ def expected_starts(tickets: Sequence[Ticket], gpus: Iterable[Occupancy], now: f
         ends[inner] = now if gpu.inner is None else _end(gpu.inner, now)
         if gpu.free or gpu.claim is not None:
             coming |= {gpu.uuid, inner}
-    wants: dict[int, Want] = {}
+    wants: dict[int, BackfillRequest] = {}
     for place, ticket in enumerate(tickets):
         demand = ticket.demand
         if demand is None:  # nobody knows what it wants, so nobody behind it knows more
-            wants[place] = Want(len(ends) + 1, frozenset(ends))
+            wants[place] = BackfillRequest(len(ends) + 1, frozenset(ends))
         elif not ticket.is_stopped() and len(demand.gpus & coming) >= demand.nb_gpus:
             hold_for = math.inf if demand.hold_for is None else demand.hold_for
-            wants[place] = Want(demand.nb_gpus, demand.gpus, hold_for)
+            wants[place] = BackfillRequest(demand.nb_gpus, demand.gpus, hold_for)
     found = dict(zip(wants, starts(wants.values(), ends), strict=True))
     return [_known(found.get(place, math.inf)) for place in range(len(tickets))]
 

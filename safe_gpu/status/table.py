@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from ..devices import Gpu
     from .facts import ClaimStatus, GpuStatus, HostStatus, ProcessStatus, WaiterStatus
 
-__all__ = ["render"]
 
 _STATE_COLORS = {"free": "green", "display": "green", "claimed": "cyan", "busy": "red", "unusable": "dim"}
 

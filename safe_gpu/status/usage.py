@@ -11,13 +11,11 @@ from typing import NamedTuple
 
 from .past import PastClaim
 
-__all__ = ["KEYS", "Use", "held", "use_by"]
-
 KEYS = ("user", "gpu", "job", "day")
 """What can be summed up by."""
 
 
-class Use(NamedTuple):
+class GpuHours(NamedTuple):
     """What claims with the same ``key`` used: their number, and GPU-hours between ``least`` and ``most``."""
 
     key: str
@@ -26,7 +24,7 @@ class Use(NamedTuple):
     most: float
 
 
-def held(claim: PastClaim, since: float, until: float) -> tuple[float, float]:
+def hours_held(claim: PastClaim, since: float, until: float) -> tuple[float, float]:
     """For how many seconds a claim held each of its GPUs between these moments, at least and at most.
 
     ``until`` is at most now: a claim that runs holds them up to then.
@@ -37,7 +35,7 @@ def held(claim: PastClaim, since: float, until: float) -> tuple[float, float]:
     return max(0.0, sure - begin), max(0.0, last - begin)
 
 
-def use_by(claims: Iterable[PastClaim], by: str, since: float, until: float) -> list[Use]:
+def gpu_hours_by(claims: Iterable[PastClaim], by: str, since: float, until: float) -> list[GpuHours]:
     """The sums, the largest first; by day in their order."""
     claims = list(claims)
     labels = {uuid: label for claim in claims for uuid, label in zip(claim.gpus, claim.labels, strict=False)}
@@ -48,7 +46,7 @@ def use_by(claims: Iterable[PastClaim], by: str, since: float, until: float) -> 
             one[0] += 1
             one[1] += least / 3600
             one[2] += most / 3600
-    found = [Use(key, int(number), least, most) for key, (number, least, most) in sums.items()]
+    found = [GpuHours(key, int(number), least, most) for key, (number, least, most) in sums.items()]
     if by == "day":
         return sorted(found)
     return sorted(found, key=lambda use: (-use.most, use.key))
@@ -62,10 +60,10 @@ def _shares(
         for day, begin, end in _days(
             max(claim.since, since), until if claim.running else min(claim.ended or until, until)
         ):
-            least, most = held(claim, begin, end)
+            least, most = hours_held(claim, begin, end)
             yield day, least * len(claim.gpus), most * len(claim.gpus)
         return
-    least, most = held(claim, since, until)
+    least, most = hours_held(claim, since, until)
     if by == "gpu":
         for uuid in claim.gpus:
             yield f"{labels[uuid]} {uuid}" if uuid in labels else uuid, least, most

@@ -24,8 +24,8 @@ from safe_gpu.affinity.cpu_shares import (
     undo_binding,
 )
 from safe_gpu.affinity.cpulist import parse_cpulist
-from safe_gpu.affinity.options import AffinityOptions
-from safe_gpu.affinity.policies import MODES, plan
+from safe_gpu.affinity.options import MODES, AffinityOptions
+from safe_gpu.affinity.policies import plan
 from safe_gpu.devices import Gpu
 from safe_gpu.errors import GPUAffinityError
 from safe_gpu.topology import GpuLocality, HostTopology

@@ -17,7 +17,7 @@ import safe_gpu
 from safe_gpu import NoPlaceholder, NotEnoughGpusError, claim_gpus
 from safe_gpu.coordination.host_lock import HostLock
 from safe_gpu.coordination.queue import Waiter
-from safe_gpu.coordination.tickets import Demand
+from safe_gpu.coordination.tickets import TicketRequest
 
 ALL = tuple(range(8))
 HOUR = 3600.0
@@ -66,7 +66,7 @@ def line(ground: Any) -> Iterator[Callable[..., None]]:
     waiters: list[Waiter] = []
 
     def join(nb_gpus: int, gpus: tuple[int, ...], hold_for: float | None, min_memory: int | None = None) -> None:
-        demand = Demand(nb_gpus, frozenset(ground.uuids[index] for index in gpus), min_memory, hold_for)
+        demand = TicketRequest(nb_gpus, frozenset(ground.uuids[index] for index in gpus), min_memory, hold_for)
         waiters.append(Waiter(demand))
         with HostLock(time.monotonic() + 30) as host:
             waiters[-1].join(host)

@@ -12,7 +12,7 @@ import pytest
 
 import safe_gpu
 from safe_gpu import NotEnoughGpusError, PlaceholderError
-from safe_gpu.devices import Fault
+from safe_gpu.devices import GpuFault
 
 ECC = "CUDA_ERROR_ECC_UNCORRECTABLE"
 
@@ -28,7 +28,7 @@ def note(uuid: str, age: float = 0.0) -> None:
     from safe_gpu.coordination.files import StateDir, state_dir_path
 
     with StateDir(state_dir_path()) as root, StateDir("leases", root) as leases:
-        write_fault(leases, uuid, Fault(time.time() - age, "CUDA_ERROR_ECC_UNCORRECTABLE"))
+        write_fault(leases, uuid, GpuFault(time.time() - age, "CUDA_ERROR_ECC_UNCORRECTABLE"))
 
 
 def claim(number: int = 1, **options: Any) -> safe_gpu.GPUOwner:

@@ -8,31 +8,31 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from safe_gpu.claim.decision import POLL, REFUSE, SLEEP, TAKE, WATCH, Patience, decide
-from safe_gpu.claim.look import Seen
-from safe_gpu.claim.quota import Spent
+from safe_gpu.claim.decision import POLL, REFUSE, SLEEP, TAKE, WATCH, WaitState, decide
+from safe_gpu.claim.look import AttemptResult
+from safe_gpu.claim.quota import LimitReached
 
 NOW = 1000.0
 A, AB, ABC = frozenset("A"), frozenset("AB"), frozenset("ABC")
 
 
-def waiting(**values: object) -> Patience:
-    return Patience(NOW + 60)._replace(**values)  # type: ignore[arg-type]
+def waiting(**values: object) -> WaitState:
+    return WaitState(NOW + 60)._replace(**values)  # type: ignore[arg-type]
 
 
-OVER = Patience(NOW)
-LATE = Patience(NOW, tried_last=True)
+OVER = WaitState(NOW)
+LATE = WaitState(NOW, tried_last=True)
 
 
 @pytest.mark.parametrize(
     ("seen", "patience", "next_poll", "step", "until", "then"),
     [
         # What a look saw, how far the wait has come, when the driver may be asked -> the step, to when, what changes.
-        pytest.param(Seen(enough=True, unleased=AB), waiting(), 0, TAKE, None, {}, id="enough"),
-        pytest.param(Seen(enough=True, unleased=AB), OVER, 0, TAKE, None, {}, id="enough at the last moment"),
-        pytest.param(Seen(outdated=True, unleased=AB), waiting(), NOW + 9, POLL, None, {}, id="outdated"),
+        pytest.param(AttemptResult(enough=True, unleased=AB), waiting(), 0, TAKE, None, {}, id="enough"),
+        pytest.param(AttemptResult(enough=True, unleased=AB), OVER, 0, TAKE, None, {}, id="enough at the last moment"),
+        pytest.param(AttemptResult(outdated=True, unleased=AB), waiting(), NOW + 9, POLL, None, {}, id="outdated"),
         pytest.param(
-            Seen(outdated=True, unleased=AB),
+            AttemptResult(outdated=True, unleased=AB),
             LATE,
             NOW + 9,
             POLL,
@@ -40,26 +40,58 @@ LATE = Patience(NOW, tried_last=True)
             {},
             id="outdated late",
         ),
-        pytest.param(Seen(unleased=A), OVER, NOW + 9, POLL, None, {"tried_last": True}, id="one last try"),
-        pytest.param(Seen(behind=True), OVER, NOW + 9, POLL, None, {"tried_last": True}, id="one last try, behind"),
-        pytest.param(Seen(unleased=A), LATE, 0, REFUSE, None, {}, id="the last try failed"),
-        pytest.param(Seen(behind=True), LATE, 0, REFUSE, None, {}, id="it failed behind others"),
-        pytest.param(Seen(behind=True), waiting(), 0, SLEEP, NOW + 30, {}, id="somebody ahead"),
+        pytest.param(AttemptResult(unleased=A), OVER, NOW + 9, POLL, None, {"tried_last": True}, id="one last try"),
         pytest.param(
-            Seen(behind=True), waiting(deadline=NOW + 5), 0, SLEEP, NOW + 5, {}, id="somebody ahead, to the deadline"
+            AttemptResult(behind=True), OVER, NOW + 9, POLL, None, {"tried_last": True}, id="one last try, behind"
         ),
-        pytest.param(Seen(spent=Spent(1, 1)), waiting(), 0, WATCH, NOW + 1, {}, id="at the user's limit"),
-        pytest.param(Seen(behind=True, spent=Spent(1, 1)), waiting(), 0, SLEEP, NOW + 30, {}, id="that and behind"),
-        pytest.param(Seen(spent=Spent(1, 1)), LATE, 0, REFUSE, None, {}, id="at the limit to the end"),
-        pytest.param(Seen(unleased=AB), waiting(), NOW + 9, POLL, None, {"polled_for": AB}, id="unleased and in use"),
+        pytest.param(AttemptResult(unleased=A), LATE, 0, REFUSE, None, {}, id="the last try failed"),
+        pytest.param(AttemptResult(behind=True), LATE, 0, REFUSE, None, {}, id="it failed behind others"),
+        pytest.param(AttemptResult(behind=True), waiting(), 0, SLEEP, NOW + 30, {}, id="somebody ahead"),
         pytest.param(
-            Seen(unleased=ABC), waiting(polled_for=AB), NOW + 9, POLL, None, {"polled_for": ABC}, id="others unleased"
-        ),
-        pytest.param(
-            Seen(unleased=AB), waiting(polled_for=AB), NOW, POLL, None, {"polled_for": AB}, id="the driver may be asked"
+            AttemptResult(behind=True),
+            waiting(deadline=NOW + 5),
+            0,
+            SLEEP,
+            NOW + 5,
+            {},
+            id="somebody ahead, to the deadline",
         ),
         pytest.param(
-            Seen(unleased=AB),
+            AttemptResult(spent=LimitReached(1, 1)), waiting(), 0, WATCH, NOW + 1, {}, id="at the user's limit"
+        ),
+        pytest.param(
+            AttemptResult(behind=True, spent=LimitReached(1, 1)),
+            waiting(),
+            0,
+            SLEEP,
+            NOW + 30,
+            {},
+            id="that and behind",
+        ),
+        pytest.param(AttemptResult(spent=LimitReached(1, 1)), LATE, 0, REFUSE, None, {}, id="at the limit to the end"),
+        pytest.param(
+            AttemptResult(unleased=AB), waiting(), NOW + 9, POLL, None, {"polled_for": AB}, id="unleased and in use"
+        ),
+        pytest.param(
+            AttemptResult(unleased=ABC),
+            waiting(polled_for=AB),
+            NOW + 9,
+            POLL,
+            None,
+            {"polled_for": ABC},
+            id="others unleased",
+        ),
+        pytest.param(
+            AttemptResult(unleased=AB),
+            waiting(polled_for=AB),
+            NOW,
+            POLL,
+            None,
+            {"polled_for": AB},
+            id="the driver may be asked",
+        ),
+        pytest.param(
+            AttemptResult(unleased=AB),
             waiting(polled_for=AB),
             NOW + 0.1,
             WATCH,
@@ -67,13 +99,15 @@ LATE = Patience(NOW, tried_last=True)
             {},
             id="the driver was just asked",
         ),
-        pytest.param(Seen(unleased=A), waiting(), 0, WATCH, NOW + 1, {}, id="too few unleased"),
-        pytest.param(Seen(), waiting(deadline=NOW + 0.5), 0, WATCH, NOW + 0.5, {}, id="too few, to the deadline"),
-        pytest.param(Seen(), waiting(deadline=math.inf), 0, WATCH, NOW + 1, {}, id="for ever"),
+        pytest.param(AttemptResult(unleased=A), waiting(), 0, WATCH, NOW + 1, {}, id="too few unleased"),
+        pytest.param(
+            AttemptResult(), waiting(deadline=NOW + 0.5), 0, WATCH, NOW + 0.5, {}, id="too few, to the deadline"
+        ),
+        pytest.param(AttemptResult(), waiting(deadline=math.inf), 0, WATCH, NOW + 1, {}, id="for ever"),
     ],
 )
 def test_the_next_step(
-    seen: Seen, patience: Patience, next_poll: float, step: str, until: float | None, then: dict[str, object]
+    seen: AttemptResult, patience: WaitState, next_poll: float, step: str, until: float | None, then: dict[str, object]
 ) -> None:
     found = decide(seen, patience, needed=2, now=NOW, next_poll=next_poll, next_look=NOW + 30)
     assert found.step == step
@@ -86,22 +120,22 @@ def gpus() -> st.SearchStrategy[frozenset[str]]:
     return st.frozensets(st.sampled_from("ABCD"))
 
 
-def looks() -> st.SearchStrategy[Seen]:
+def looks() -> st.SearchStrategy[AttemptResult]:
     return st.one_of(
-        st.just(Seen(behind=True)),
-        gpus().map(lambda unleased: Seen(unleased=unleased)),
-        gpus().map(lambda unleased: Seen(enough=True, unleased=unleased)),
-        gpus().map(lambda unleased: Seen(outdated=True, unleased=unleased)),
+        st.just(AttemptResult(behind=True)),
+        gpus().map(lambda unleased: AttemptResult(unleased=unleased)),
+        gpus().map(lambda unleased: AttemptResult(enough=True, unleased=unleased)),
+        gpus().map(lambda unleased: AttemptResult(outdated=True, unleased=unleased)),
     )
 
 
 moments = st.floats(NOW - 100, NOW + 100) | st.just(math.inf)
-patiences = st.builds(Patience, moments, st.booleans(), st.none() | gpus())
+patiences = st.builds(WaitState, moments, st.booleans(), st.none() | gpus())
 
 
 @given(looks(), patiences, st.integers(1, 4), moments, moments)
 def test_what_holds_for_every_state(
-    seen: Seen, patience: Patience, needed: int, next_poll: float, next_look: float
+    seen: AttemptResult, patience: WaitState, needed: int, next_poll: float, next_look: float
 ) -> None:
     step, after, until = decide(seen, patience, needed=needed, now=NOW, next_poll=next_poll, next_look=next_look)
     assert (step == TAKE) == seen.enough
@@ -118,7 +152,7 @@ def test_what_holds_for_every_state(
 
 
 @given(looks().filter(lambda seen: not seen.enough and not seen.outdated), patiences, st.integers(1, 4))
-def test_every_state_makes_progress(seen: Seen, patience: Patience, needed: int) -> None:
+def test_every_state_makes_progress(seen: AttemptResult, patience: WaitState, needed: int) -> None:
     """With the world standing still, time passes or the same look leads to another step; a late claim ends."""
     now, polls = NOW, 0
     next_poll = NOW

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from safe_gpu.claim.forecast import Expected, Share, clauses
+from safe_gpu.claim.forecast import Forecast, HolderShare, describe_forecast
 
 NOW = time.mktime((2026, 11, 21, 13, 0, 0, 0, 0, -1))
 MINUTE = 60.0
@@ -20,41 +20,41 @@ SOON = NOW + 80 * MINUTE
 @pytest.mark.parametrize(
     ("expected", "told"),
     [
-        pytest.param(Expected(), [], id="nothing is known"),
+        pytest.param(Forecast(), [], id="nothing is known"),
         pytest.param(
-            Expected(SOON, SOON, due=(Share("alice", 4, SOON),)),
+            Forecast(SOON, SOON, due=(HolderShare("alice", 4, SOON),)),
             ["expected at about 14:20, when alice's 4 GPUs are due"],
             id="the first in line",
         ),
         pytest.param(
-            Expected(SOON, SOON, due=(Share("alice", 1, SOON), Share("ben", 1, SOON))),
+            Forecast(SOON, SOON, due=(HolderShare("alice", 1, SOON), HolderShare("ben", 1, SOON))),
             ["expected at about 14:20, when alice's GPU is due"],
             id="one GPU",
         ),
-        pytest.param(Expected(SOON, NOW), ["expected at about 14:20"], id="behind others"),
-        pytest.param(Expected(None, SOON), ["not before 14:20"], id="the earliest"),
-        pytest.param(Expected(NOW + 86400, None), ["expected at about Sun 13:00"], id="tomorrow"),
-        pytest.param(Expected(NOW + 8 * 86400, None), ["expected at about 2026-11-29"], id="next week"),
+        pytest.param(Forecast(SOON, NOW), ["expected at about 14:20"], id="behind others"),
+        pytest.param(Forecast(None, SOON), ["not before 14:20"], id="the earliest"),
+        pytest.param(Forecast(NOW + 86400, None), ["expected at about Sun 13:00"], id="tomorrow"),
+        pytest.param(Forecast(NOW + 8 * 86400, None), ["expected at about 2026-11-29"], id="next week"),
         pytest.param(
-            Expected(None, None, silent=(Share("ben", 2, None),)),
+            Forecast(None, None, silent=(HolderShare("ben", 2, None),)),
             ["ben did not say for how long"],
             id="somebody is silent",
         ),
         pytest.param(
-            Expected(NOW, NOW, overdue=(Share("ben", 2, NOW - 20 * MINUTE),)),
+            Forecast(NOW, NOW, overdue=(HolderShare("ben", 2, NOW - 20 * MINUTE),)),
             ["ben's 2 GPUs are overdue 20 min"],
             id="overdue",
         ),
         pytest.param(
-            Expected(SOON, SOON, passers=(Share("carla", 1, NOW + 5 * MINUTE), Share("dan", 1, None))),
+            Forecast(SOON, SOON, passers=(HolderShare("carla", 1, NOW + 5 * MINUTE), HolderShare("dan", 1, None))),
             ["expected at about 14:20", "passed by carla (1 GPU, until 13:05) and 1 more"],
             id="passed",
         ),
-        pytest.param(Expected(NOW, NOW), [], id="any moment"),
+        pytest.param(Forecast(NOW, NOW), [], id="any moment"),
     ],
 )
-def test_the_words(expected: Expected, told: list[str]) -> None:
-    assert clauses(expected, NOW) == told
+def test_the_words(expected: Forecast, told: list[str]) -> None:
+    assert describe_forecast(expected, NOW) == told
 
 
 HOLD = """

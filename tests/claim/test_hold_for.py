@@ -13,7 +13,7 @@ import pytest
 
 import safe_gpu
 from safe_gpu import NoPlaceholder, UnsatisfiableRequestError, claim_gpus
-from safe_gpu.claim.hold_for import UNKNOWN, Hold, parse_hold_for
+from safe_gpu.claim.hold_for import UNKNOWN, HoldTime, parse_hold_for
 from safe_gpu.claim.timeout import DEFAULT
 from safe_gpu.schedulers import JobContext
 
@@ -37,7 +37,9 @@ NO_JOB = JobContext()
 )
 def test_what_is_said_counts(said: Any, seconds: float | None) -> None:
     environ = {"SAFE_GPU_FOR": "5h"}
-    assert parse_hold_for(said, environ, JobContext("slurm", ends=int(time.time()) + 60)) == Hold(seconds, said=True)
+    assert parse_hold_for(said, environ, JobContext("slurm", ends=int(time.time()) + 60)) == HoldTime(
+        seconds, said=True
+    )
 
 
 @pytest.mark.parametrize("said", [0, 0.9, -5, math.nan, True, b"90", [90], "0", "0.5s", "soon", "-90", ""])
@@ -49,8 +51,8 @@ def test_what_cannot_be(said: Any) -> None:
 
 def test_the_variable_stands_in_for_it() -> None:
     job = JobContext("slurm", ends=int(time.time()) + 60)
-    assert parse_hold_for(DEFAULT, {"SAFE_GPU_FOR": "20m"}, job) == Hold(1200.0)
-    assert parse_hold_for(DEFAULT, {"SAFE_GPU_FOR": "unknown"}, job) == Hold(None)
+    assert parse_hold_for(DEFAULT, {"SAFE_GPU_FOR": "20m"}, job) == HoldTime(1200.0)
+    assert parse_hold_for(DEFAULT, {"SAFE_GPU_FOR": "unknown"}, job) == HoldTime(None)
     assert parse_hold_for(DEFAULT, {"SAFE_GPU_FOR": ""}, NO_JOB) == UNKNOWN
     with pytest.raises(UnsatisfiableRequestError, match=r"SAFE_GPU_FOR='0\.2'"):
         parse_hold_for(DEFAULT, {"SAFE_GPU_FOR": "0.2"}, job)
@@ -66,7 +68,7 @@ def test_a_batch_job_ends_where_its_scheduler_says(ends_in: int, known: bool) ->
     hold = parse_hold_for(
         DEFAULT, {}, safe_gpu.schedulers.current({"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": str(ends)})
     )
-    assert hold == Hold(end=ends if known else None)
+    assert hold == HoldTime(end=ends if known else None)
 
 
 def test_a_pbs_job_ends_a_walltime_after_its_session_began(child: Any) -> None:
@@ -86,19 +88,19 @@ def test_a_pbs_job_ends_a_walltime_after_its_session_began(child: Any) -> None:
 @pytest.mark.parametrize(
     ("hold", "outer_end", "seconds"),
     [
-        pytest.param(Hold(60.0, said=True), None, 60.0, id="said"),
-        pytest.param(Hold(60.0, said=True), 1500.0, 60.0, id="said inside a claim"),
-        pytest.param(Hold(None, said=True), 1500.0, None, id="said that nobody knows"),
-        pytest.param(Hold(60.0), None, 60.0, id="by the variable"),
-        pytest.param(Hold(60.0), 1500.0, 500.0, id="inside a claim it ends with that one"),
-        pytest.param(Hold(end=1300.0), None, 300.0, id="a job"),
-        pytest.param(Hold(end=1300.0), 1100.0, 100.0, id="a claim in a job"),
-        pytest.param(Hold(end=1000.5), None, 1.0, id="a second is the least"),
-        pytest.param(Hold(end=999.0), None, None, id="overdue"),
+        pytest.param(HoldTime(60.0, said=True), None, 60.0, id="said"),
+        pytest.param(HoldTime(60.0, said=True), 1500.0, 60.0, id="said inside a claim"),
+        pytest.param(HoldTime(None, said=True), 1500.0, None, id="said that nobody knows"),
+        pytest.param(HoldTime(60.0), None, 60.0, id="by the variable"),
+        pytest.param(HoldTime(60.0), 1500.0, 500.0, id="inside a claim it ends with that one"),
+        pytest.param(HoldTime(end=1300.0), None, 300.0, id="a job"),
+        pytest.param(HoldTime(end=1300.0), 1100.0, 100.0, id="a claim in a job"),
+        pytest.param(HoldTime(end=1000.5), None, 1.0, id="a second is the least"),
+        pytest.param(HoldTime(end=999.0), None, None, id="overdue"),
         pytest.param(UNKNOWN, None, None, id="nothing"),
     ],
 )
-def test_seconds_from_now(hold: Hold, outer_end: float | None, seconds: float | None) -> None:
+def test_seconds_from_now(hold: HoldTime, outer_end: float | None, seconds: float | None) -> None:
     assert hold.at(1000.0, outer_end) == seconds
 
 

@@ -16,14 +16,14 @@ import pytest
 import safe_gpu
 from safe_gpu import NotEnoughGpusError, PolicyError, UnsatisfiableRequestError, policy, procfs
 from safe_gpu.claim import quota
-from safe_gpu.claim.free import room_now, wait_for_gpus
+from safe_gpu.claim.free import remaining_quota, wait_for_gpus
 from safe_gpu.coordination.host_lock import HostLock
 from safe_gpu.coordination.leases import lease_name
 from safe_gpu.coordination.ownership import lease_owners
 from safe_gpu.coordination.queue import Waiter
-from safe_gpu.coordination.tickets import Demand
+from safe_gpu.coordination.tickets import TicketRequest
 from safe_gpu.drivers.simulated import SimulatedDriver
-from safe_gpu.engines.holder import Holder, Wishes
+from safe_gpu.engines.holder import ClaimArguments, HolderProcess
 
 ANNA, BEN, CARLA = 4711, 4712, 4713
 
@@ -186,7 +186,7 @@ def test_limits_of_those_who_wait_are_known_before_the_look(rules: Any, state_di
     found = quota.quota_of(str(path), pytest.fail)
     assert found is not None
     with HostLock(time.monotonic() + 30) as host:
-        Waiter(Demand(1, frozenset({"GPU-1"}))).join(host)
+        Waiter(TicketRequest(1, frozenset({"GPU-1"}))).join(host)
     os.chown(next((state_dir / "queue").iterdir()), BEN, BEN)
     found.prepare()
     assert (found.most_of(BEN), found.unresolved) == (5, False)
@@ -394,11 +394,11 @@ def test_groups_are_resolved_before_the_lock(rules: Any, monkeypatch: pytest.Mon
 def test_room_for_claims_across_hosts(rules: Any, user: Any) -> None:
     path = rules(NAMED + "max_gpus = 3")
     snapshot = SimulatedDriver("dgx-a100").snapshot()
-    holder = Holder(Wishes(), "a test")
+    holder = HolderProcess(ClaimArguments(), "a test")
     assert holder.report(1).free == 3
     assert holder.report(4).free == -1
     assert user(0, 2).hear() == "2"
-    assert room_now(snapshot, 1) == 1
+    assert remaining_quota(snapshot, 1) == 1
     assert holder.report(1).free == 1
     assert user(0).hear() == "1"
     assert holder.report(1).free == 0

@@ -18,7 +18,7 @@ from safe_gpu.claim import acquisition, look, news
 from safe_gpu.coordination import survey
 from safe_gpu.coordination.host_lock import HostLock
 from safe_gpu.coordination.queue import Waiter
-from safe_gpu.coordination.tickets import Demand
+from safe_gpu.coordination.tickets import TicketRequest
 
 
 @pytest.fixture(autouse=True)
@@ -85,7 +85,7 @@ def test_a_bare_script_that_waits_longer_hears_it_once(child, ground, eventually
 def ahead(ground) -> Iterator[None]:
     """A waiter that wants all GPUs, the first of which is held."""
     ground.hold(0)
-    waiter = Waiter(Demand(8, frozenset(ground.uuids)))
+    waiter = Waiter(TicketRequest(8, frozenset(ground.uuids)))
     with HostLock(time.monotonic() + 30) as host:
         waiter.join(host)
     yield

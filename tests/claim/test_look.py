@@ -11,11 +11,11 @@ from typing import Any
 import safe_gpu
 from safe_gpu import procfs
 from safe_gpu.claim import host_view, look
-from safe_gpu.coordination.endings import Ending
+from safe_gpu.coordination.endings import ClaimEnd
 from safe_gpu.coordination.host_lock import HostLock
 from safe_gpu.coordination.leases import LeaseRecord, lease_name
 from safe_gpu.coordination.queue import Waiter
-from safe_gpu.coordination.tickets import Demand
+from safe_gpu.coordination.tickets import TicketRequest
 
 
 def record(uuid: str) -> Path:
@@ -58,7 +58,7 @@ def test_a_released_claim_leaves_no_record(host: Any) -> None:
     with safe_gpu.GPUOwner(2, safe_gpu.NoPlaceholder(), affinity=None, timeout=0) as owner:
         files = [record(gpu.uuid) for gpu in owner.gpus]
         assert all(b'"pid"' in file.read_bytes() for file in files)
-    assert [Ending.decode(file.read_bytes()) is not None for file in files] == [True, True]
+    assert [ClaimEnd.decode(file.read_bytes()) is not None for file in files] == [True, True]
 
 
 def test_only_what_is_wanted_is_leased(host: Any, monkeypatch: Any) -> None:
@@ -87,7 +87,7 @@ def is_locked(path: Path) -> bool:
 def test_a_process_is_looked_up_once_and_never_under_host_lock(host: Any, cleanup: ExitStack, monkeypatch: Any) -> None:
     """Others wait for host.lock. The waiter ahead is judged too: it wants what the stranger has, and is passed."""
     cleanup.enter_context(host.stranger(0))
-    ahead = Waiter(Demand(8, frozenset(host.uuids)))
+    ahead = Waiter(TicketRequest(8, frozenset(host.uuids)))
     with HostLock(None) as locked:
         ahead.join(locked)
     cleanup.callback(ahead.leave)

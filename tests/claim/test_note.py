@@ -16,7 +16,7 @@ import pytest
 import safe_gpu
 from safe_gpu.claim import note
 from safe_gpu.coordination import history
-from safe_gpu.coordination.endings import Ending
+from safe_gpu.coordination.endings import ClaimEnd
 from safe_gpu.coordination.leases import lease_name
 from safe_gpu.status.past import PastClaim, claims_between
 
@@ -195,6 +195,6 @@ def test_releases_write_when_even_if_the_clock_went_back(state_dir: Path, ground
     owner = claim()
     monkeypatch.setattr(time, "time", lambda: 1_000_000.0)
     owner.release_gpus()
-    ending = Ending.decode((state_dir / "leases" / lease_name(ground.uuids[0])).read_bytes())
+    ending = ClaimEnd.decode((state_dir / "leases" / lease_name(ground.uuids[0])).read_bytes())
     assert ending is not None
     assert ending.ended == ending.since

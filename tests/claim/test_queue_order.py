@@ -19,7 +19,7 @@ from safe_gpu.claim import news
 from safe_gpu.coordination.host_lock import HostLock
 from safe_gpu.coordination.leases import LeaseRecord, lease_name
 from safe_gpu.coordination.queue import Waiter
-from safe_gpu.coordination.tickets import Demand
+from safe_gpu.coordination.tickets import TicketRequest
 
 USER = procfs.user_name(os.geteuid())
 
@@ -81,7 +81,7 @@ def line(ground):
         nb_gpus: int, gpus: tuple[int, ...] = ALL, *, min_memory: int | None = None, inner: bool = False
     ) -> Waiter:
         stems = (ground.uuids[index] + (".inner" if inner else "") for index in gpus)
-        waiter = Waiter(Demand(nb_gpus, frozenset(stems), min_memory))
+        waiter = Waiter(TicketRequest(nb_gpus, frozenset(stems), min_memory))
         with HostLock(time.monotonic() + 30) as host:
             waiter.join(host)
         waiters.append(waiter)

@@ -15,7 +15,7 @@ import safe_gpu
 from safe_gpu import procfs
 from safe_gpu.claim import host_view
 from safe_gpu.claim import recheck as verification
-from safe_gpu.claim.news import News
+from safe_gpu.claim.news import WaitReporter
 from safe_gpu.devices import ComputeMode, ProcessKind
 from safe_gpu.errors import GpuContendedError, NoDriverError, NotEnoughGpusError, UnsatisfiableRequestError
 
@@ -352,5 +352,5 @@ def test_the_news_of_a_wait_names_who_is_in_the_way(host: Any, leases: Any, clea
 
 
 def test_nothing_is_told_where_there_is_no_wait(host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(News, "tell", lambda *args: pytest.fail("told"))
+    monkeypatch.setattr(WaitReporter, "tell", lambda *args: pytest.fail("told"))
     safe_gpu.claim_gpus(1, timeout=60)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import safe_gpu
 from safe_gpu.claim import owner
-from safe_gpu.claim.terms import Terms
+from safe_gpu.claim.terms import ClaimOptions
 from safe_gpu.claim.timeout import DEFAULT, DefaultTimeout, default_timeout, parse_timeout
 from safe_gpu.durations import parse_duration
 from safe_gpu.errors import UnsatisfiableRequestError
@@ -146,7 +146,7 @@ def test_a_claim_waits_so_long_when_nothing_is_said(
     class Stop(Exception):
         pass
 
-    def acquire(view: object, terms: Terms, claim: object) -> None:
+    def acquire(view: object, terms: ClaimOptions, claim: object) -> None:
         waits.append(terms.timeout)
         raise Stop
 

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from safe_gpu.claim.why_not import ClaimAhead, WaitNews, refusal_message, waiting_message
+from safe_gpu.claim.why_not import ClaimAhead, WaitStatus, refusal_message, waiting_message
 from safe_gpu.cli.options import CommandLine
-from safe_gpu.devices import Gpu, GpuRequest, GpuVerdict, Holder
+from safe_gpu.devices import Gpu, GpuRequest, GpuVerdict, LeaseHolder
 
 NOW = 1_000_000.0
 
@@ -18,7 +18,7 @@ def gpu(index: int, **values: object) -> Gpu:
 
 
 def claimed(index: int, since: float | None = NOW - 3600, **holder: object) -> GpuVerdict:
-    who = Holder(**{"pid": 4711, "user": "ada", "since": since, **holder})  # type: ignore[arg-type]
+    who = LeaseHolder(**{"pid": 4711, "user": "ada", "since": since, **holder})  # type: ignore[arg-type]
     return GpuVerdict(gpu(index), "claimed", "claimed by process 4711 (ada)", who.pid, who.user, who)
 
 
@@ -99,51 +99,54 @@ def test_a_mig_instance_goes_by_its_label() -> None:
 @pytest.mark.parametrize(
     ("news", "text"),
     [
-        (WaitNews(1, 0, 1), "waiting for 1 GPU, 0 free"),
+        (WaitStatus(1, 0, 1), "waiting for 1 GPU, 0 free"),
         (
-            WaitNews(1, 1, 4, (FREE, claimed(1), claimed(2), BUSY, OUTSIDE, UNUSABLE)),
+            WaitStatus(1, 1, 4, (FREE, claimed(1), claimed(2), BUSY, OUTSIDE, UNUSABLE)),
             "waiting for 4 GPUs, 1 free; GPU 1,2: ada (pid 4711) for 1 h; GPU 3: process 12 (bob, python) uses 1 GiB",
         ),
         (
-            WaitNews(1, 0, 1, (claimed(1, job="sge:12.3", since=NOW - 61), claimed(2, job="sge:13", since=None))),
+            WaitStatus(1, 0, 1, (claimed(1, job="sge:12.3", since=NOW - 61), claimed(2, job="sge:13", since=None))),
             "waiting for 1 GPU, 0 free; GPU 1: ada (pid 4711, job sge:12.3) for 1 min; "
             "GPU 2: ada (pid 4711, job sge:13)",
         ),
         (
-            WaitNews(1, 0, 1, tuple(claimed(i) for i in range(7))),
+            WaitStatus(1, 0, 1, tuple(claimed(i) for i in range(7))),
             "waiting for 1 GPU, 0 free; GPU 0-6: ada (pid 4711) for 1 h",
         ),
         (
-            WaitNews(1, 0, 1, (claimed(1, pid=None, user=None, since=None),)),
+            WaitStatus(1, 0, 1, (claimed(1, pid=None, user=None, since=None),)),
             "waiting for 1 GPU, 0 free; GPU 1: unknown holder",
         ),
-        (WaitNews(1, 2, 1, (FREE, claimed(1))), "waiting for 1 GPU; GPU 1: ada (pid 4711) for 1 h"),
+        (WaitStatus(1, 2, 1, (FREE, claimed(1))), "waiting for 1 GPU; GPU 1: ada (pid 4711) for 1 h"),
         (
-            WaitNews(2, None, 1, ahead=ADA),
+            WaitStatus(2, None, 1, ahead=ADA),
             "waiting for 1 GPU behind ada (pid 30106, wants 8 GPUs, queued for 12 min)",
         ),
         (
-            WaitNews(0, None, 1, ahead=ADA._replace(stopped=True)),
+            WaitStatus(0, None, 1, ahead=ADA._replace(stopped=True)),
             "waiting for 1 GPU behind ada (pid 30106, stopped, wants 8 GPUs, queued for 12 min)",
         ),
         (
-            WaitNews(3, None, 2, ahead=ADA),
+            WaitStatus(3, None, 2, ahead=ADA),
             "waiting for 2 GPUs behind ada (pid 30106, wants 8 GPUs, queued for 12 min) and 1 more claim",
         ),
-        (WaitNews(2, None, 1, ahead=ADA._replace(since=0.0)), "waiting for 1 GPU behind ada (pid 30106, wants 8 GPUs)"),
         (
-            WaitNews(2, None, 1, ahead=ClaimAhead(0, "unknown", None, 0.0)),
+            WaitStatus(2, None, 1, ahead=ADA._replace(since=0.0)),
+            "waiting for 1 GPU behind ada (pid 30106, wants 8 GPUs)",
+        ),
+        (
+            WaitStatus(2, None, 1, ahead=ClaimAhead(0, "unknown", None, 0.0)),
             "waiting for 1 GPU behind a claim whose ticket cannot be read",
         ),
     ],
 )
-def test_a_wait_is_told_in_one_line(news: WaitNews, text: str) -> None:
+def test_a_wait_is_told_in_one_line(news: WaitStatus, text: str) -> None:
     assert waiting_message(news, NOW) == text
     assert waiting_message(news, NOW, width=len(text)) == text
 
 
-AHEAD = WaitNews(3, None, 2, ahead=ADA)
-HELD = WaitNews(
+AHEAD = WaitStatus(3, None, 2, ahead=ADA)
+HELD = WaitStatus(
     1, 0, 2, (*(claimed(i, job="sge:1") for i in range(6)), claimed(6, pid=9, user="bob", since=NOW - 60), BUSY)
 )
 
@@ -177,7 +180,7 @@ HELD = WaitNews(
         ),
     ],
 )
-def test_where_columns_are_few_name_and_pid_stay(news: WaitNews, longest_first: list[str]) -> None:
+def test_where_columns_are_few_name_and_pid_stay(news: WaitStatus, longest_first: list[str]) -> None:
     for text, shorter in zip(longest_first, [*longest_first[1:], longest_first[-1]], strict=True):
         assert waiting_message(news, NOW, width=len(text)) == text
         assert waiting_message(news, NOW, width=len(text) - 1) == shorter
@@ -186,13 +189,13 @@ def test_where_columns_are_few_name_and_pid_stay(news: WaitNews, longest_first: 
 
 def test_the_holder_of_most_gpus_comes_first() -> None:
     verdicts = (claimed(0, pid=9, user="bob", since=None), *(claimed(index, since=None) for index in range(1, 8)))
-    said = waiting_message(WaitNews(1, 0, 8, verdicts), NOW)
+    said = waiting_message(WaitStatus(1, 0, 8, verdicts), NOW)
     assert said == "waiting for 8 GPUs, 0 free; GPU 1-7: ada (pid 4711); GPU 0: bob (pid 9)"
 
 
 def test_a_stranger_with_a_long_command_keeps_name_and_pid() -> None:
     stranger = BUSY._replace(reason=f"process 12 (bob, {'x' * 200}) uses 1 GiB")
-    news = WaitNews(1, 0, 1, (stranger,))
+    news = WaitStatus(1, 0, 1, (stranger,))
     assert waiting_message(news, NOW, width=60) == "waiting for 1 GPU, 0 free; GPU 3: bob (pid 12)"
 
 
@@ -205,13 +208,13 @@ def test_a_stranger_with_a_long_command_keeps_name_and_pid() -> None:
     ),
 )
 def test_the_line_fits_or_is_as_short_as_it_gets(width: int, verdicts: list[GpuVerdict]) -> None:
-    news = WaitNews(1, 0, 1, tuple(verdict._replace(gpu=gpu(index)) for index, verdict in enumerate(verdicts)))
+    news = WaitStatus(1, 0, 1, tuple(verdict._replace(gpu=gpu(index)) for index, verdict in enumerate(verdicts)))
     text = waiting_message(news, NOW, width=width)
     assert len(text) <= max(width, len(waiting_message(news, NOW, width=0)))
 
 
 def test_ages_count_to_now_unless_told_otherwise() -> None:
-    assert "for 0 s" in waiting_message(WaitNews(1, 0, 1, (claimed(1, since=4e9),)))  # a clock that was set back
+    assert "for 0 s" in waiting_message(WaitStatus(1, 0, 1, (claimed(1, since=4e9),)))  # a clock that was set back
 
 
 def test_a_claim_that_need_not_wait_loads_none_of_it(child) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from support.terminals import open_terminal
 
-from safe_gpu.claim.why_not import WaitNews
+from safe_gpu.claim.why_not import WaitStatus
 from safe_gpu.cli.wait_line import WaitLine
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, whose file a policy must be")
@@ -146,7 +146,7 @@ def test_only_on_a_terminal_and_from_the_limit_on_and_once(
         monkeypatch.setitem(sys.modules, "safe_gpu.cli.idle_claims", None)
     written = stream()
     with WaitLine(written) as line:
-        line.show(WaitNews(1, 0, 1))
-        line.show(WaitNews(1, 0, 1))
+        line.show(WaitStatus(1, 0, 1))
+        line.show(WaitStatus(1, 0, 1))
     assert "waiting for 1 GPU" in written.getvalue()
     assert written.getvalue().count("no work on GPU 0-7 for 2 h") == told

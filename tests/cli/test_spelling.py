@@ -10,7 +10,7 @@ import pytest
 from safe_gpu import GPUOwner, SafeGpuError
 from safe_gpu.cli.options import CommandLine
 from safe_gpu.selection.request import parse_request
-from safe_gpu.spelling import Spelling
+from safe_gpu.spelling import ArgumentStyle
 
 # What the command line gets, what Python gets, and what each is to read.
 ASKED = [
@@ -69,8 +69,8 @@ def test_a_variable_is_written_as_everywhere(command) -> None:
     assert "SAFE_GPU_TIMEOUT='soon' is not a duration" in done.stderr
 
 
-@pytest.mark.parametrize("spelling", [Spelling, CommandLine])
-def test_a_request_keeps_its_spelling(spelling: type[Spelling]) -> None:
+@pytest.mark.parametrize("spelling", [ArgumentStyle, CommandLine])
+def test_a_request_keeps_its_spelling(spelling: type[ArgumentStyle]) -> None:
     request = parse_request(2, only="0-3", spelling=spelling)
     assert pickle.loads(pickle.dumps(request)) == request
     assert request.spelling is spelling

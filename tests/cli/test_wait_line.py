@@ -19,22 +19,22 @@ from hypothesis import strategies as st
 from support.terminals import open_terminal
 
 from safe_gpu import procfs
-from safe_gpu.claim.why_not import ClaimAhead, WaitNews
+from safe_gpu.claim.why_not import ClaimAhead, WaitStatus
 from safe_gpu.cli.wait_line import WaitLine
-from safe_gpu.devices import GpuVerdict, Holder
+from safe_gpu.devices import GpuVerdict, LeaseHolder
 from safe_gpu.drivers.presets import preset
 from safe_gpu.text import format_age
 
 GPUS = preset("dgx-a100").gpus()
 
 
-def news(free: int = 0, position: int = 1) -> WaitNews:
-    holder = Holder(pid=77, user="eva", job="4711", command="train", since=1.0)
+def news(free: int = 0, position: int = 1) -> WaitStatus:
+    holder = LeaseHolder(pid=77, user="eva", job="4711", command="train", since=1.0)
     verdicts = tuple(
         GpuVerdict(gpu, "free", "") if gpu.index < free else GpuVerdict(gpu, "claimed", "claimed", 77, "eva", holder)
         for gpu in GPUS
     )
-    return WaitNews(position, free, 2, verdicts)
+    return WaitStatus(position, free, 2, verdicts)
 
 
 # Without a terminal
@@ -75,13 +75,13 @@ def test_a_stream_that_fails_costs_only_the_news(stream: io.StringIO) -> None:
         line.show(news())
 
 
-def queued(pid: int = 1_048_576, user: str = "eva", position: int = 3) -> WaitNews:
+def queued(pid: int = 1_048_576, user: str = "eva", position: int = 3) -> WaitStatus:
     """Behind a waiter of a minute."""
-    return WaitNews(position, None, 8, ahead=ClaimAhead(pid, user, 8, time.time() - 60))
+    return WaitStatus(position, None, 8, ahead=ClaimAhead(pid, user, 8, time.time() - 60))
 
 
 @given(st.integers(0, 200), st.integers(0, 10**6), st.sampled_from([news(), news(free=7), queued()]))
-def test_the_line_is_never_wider_than_the_terminal(width: int, seconds: int, told: WaitNews) -> None:
+def test_the_line_is_never_wider_than_the_terminal(width: int, seconds: int, told: WaitStatus) -> None:
     line = WaitLine(io.StringIO())
     line._news = told
     line._began -= seconds
@@ -95,7 +95,7 @@ def test_the_line_is_never_wider_than_the_terminal(width: int, seconds: int, tol
 @pytest.mark.parametrize(
     ("told", "who"), [(queued(user="a" * 8), "behind aaaaaaaa (pid 1048576"), (news(), "GPU 0-7: eva (pid 77")]
 )
-def test_at_80_columns_user_and_pid_stay(seconds: int, told: WaitNews, who: str) -> None:
+def test_at_80_columns_user_and_pid_stay(seconds: int, told: WaitStatus, who: str) -> None:
     line = WaitLine(io.StringIO())
     line._news = told
     line._began -= seconds
@@ -105,7 +105,7 @@ def test_at_80_columns_user_and_pid_stay(seconds: int, told: WaitNews, who: str)
 
 def test_the_line_says_for_how_long() -> None:
     line = WaitLine(io.StringIO())
-    line._news = WaitNews(1, 0, 1)
+    line._news = WaitStatus(1, 0, 1)
     line._began -= 3 * 60 + 5
     assert line._line(80) == "safe-gpu: waiting for 1 GPU, 0 free (3 min)"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from safe_gpu import procfs
-from safe_gpu.coordination.around import claim_around
+from safe_gpu.coordination.around import outer_claim_of_process
 from safe_gpu.coordination.leases import LeaseRecord
 from safe_gpu.coordination.names import digest
 
@@ -21,19 +21,19 @@ STRANGER = record(999_999_999, 1, digest("secret"))
 def test_the_nearest_process_counts() -> None:
     ancestors = list(procfs.ancestors(os.getpid()))
     parents = [record(pid, procfs.start_time(pid), "x") for pid in ancestors]
-    assert claim_around([*reversed(parents), STRANGER, ME], "secret") == ME
+    assert outer_claim_of_process([*reversed(parents), STRANGER, ME], "secret") == ME
     if parents:
-        assert claim_around([*reversed(parents), STRANGER], "secret") == parents[0]
+        assert outer_claim_of_process([*reversed(parents), STRANGER], "secret") == parents[0]
 
 
 def test_a_recycled_pid_is_another_process() -> None:
     assert ME.start is not None
-    assert claim_around([ME._replace(start=ME.start + 1)], "") is None
+    assert outer_claim_of_process([ME._replace(start=ME.start + 1)], "") is None
 
 
 def test_the_scope_tells_where_no_process_does() -> None:
-    assert claim_around([STRANGER], "secret") == STRANGER
-    assert claim_around([STRANGER], "other") is None
-    assert claim_around([STRANGER], digest("secret")) is None, "the hash that everybody can read"
-    assert claim_around([STRANGER._replace(token="")], "") is None
-    assert claim_around([], "secret") is None
+    assert outer_claim_of_process([STRANGER], "secret") == STRANGER
+    assert outer_claim_of_process([STRANGER], "other") is None
+    assert outer_claim_of_process([STRANGER], digest("secret")) is None, "the hash that everybody can read"
+    assert outer_claim_of_process([STRANGER._replace(token="")], "") is None
+    assert outer_claim_of_process([], "secret") is None

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from safe_gpu.coordination.commands import names_in, own_command, recorded
+from safe_gpu.coordination.commands import command_for_record, own_command, program_names
 
 
 @pytest.mark.parametrize(
@@ -40,26 +40,26 @@ from safe_gpu.coordination.commands import names_in, own_command, recorded
     ],
 )
 def test_names_of_program_and_script(line: str, shown: str) -> None:
-    assert names_in(line.split()) == shown
+    assert program_names(line.split()) == shown
 
 
 def test_a_title_that_a_process_gave_itself() -> None:
-    assert names_in(["trainer: --password 1234"]) == "trainer:"
+    assert program_names(["trainer: --password 1234"]) == "trainer:"
 
 
 @given(st.lists(st.text(max_size=20), max_size=5))
 def test_any_command_line(arguments: list[str]) -> None:
-    shown = names_in(arguments)
+    shown = program_names(arguments)
     assert "/" not in shown.partition(" ")[0]
 
 
 def test_the_whole_command_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
     line = ["sh", "-c", "echo 1234", "x" * 300]
-    assert recorded(line) == "sh"
+    assert command_for_record(line) == "sh"
     monkeypatch.setenv("SAFE_GPU_RECORD_COMMAND", "names")
-    assert recorded(line) == "sh"
+    assert command_for_record(line) == "sh"
     monkeypatch.setenv("SAFE_GPU_RECORD_COMMAND", "full")
-    assert recorded(line) == ("sh -c echo 1234 " + "x" * 300)[:200]
+    assert command_for_record(line) == ("sh -c echo 1234 " + "x" * 300)[:200]
 
 
 def test_this_process(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import pytest
 from safe_gpu.coordination.faults import clear_fault, read_faults, write_fault
 from safe_gpu.coordination.files import StateDir
 from safe_gpu.coordination.leases import fault_name
-from safe_gpu.devices import Fault
+from safe_gpu.devices import GpuFault
 from safe_gpu.errors import StateDirError
 
 UUID = "GPU-1"
@@ -32,23 +32,23 @@ def path(leases: StateDir) -> Path:
 def test_a_note_is_read_back_and_is_one_line_of_json_for_everybody(leases: StateDir) -> None:
     mask = os.umask(0o077)
     try:
-        write_fault(leases, UUID, Fault(1795184513.2041, "cuInit failed"))
+        write_fault(leases, UUID, GpuFault(1795184513.2041, "cuInit failed"))
     finally:
         os.umask(mask)
-    assert read_faults(leases, [UUID, "GPU-2"]) == {UUID: Fault(1795184513.204, "cuInit failed")}
+    assert read_faults(leases, [UUID, "GPU-2"]) == {UUID: GpuFault(1795184513.204, "cuInit failed")}
     assert path(leases).stat().st_mode & 0o777 == 0o666
     assert json.loads(path(leases).read_text()) == {"when": 1795184513.204, "error": "cuInit failed"}
     assert path(leases).read_text().count("\n") == 1
 
 
 def test_a_note_replaces_a_longer_one(leases: StateDir) -> None:
-    write_fault(leases, UUID, Fault(1.0, "x" * 300))
-    write_fault(leases, UUID, Fault(2.0, "short"))
-    assert read_faults(leases, [UUID]) == {UUID: Fault(2.0, "short")}
+    write_fault(leases, UUID, GpuFault(1.0, "x" * 300))
+    write_fault(leases, UUID, GpuFault(2.0, "short"))
+    assert read_faults(leases, [UUID]) == {UUID: GpuFault(2.0, "short")}
 
 
 def test_text_is_cut_and_made_safe_for_terminals(leases: StateDir) -> None:
-    write_fault(leases, UUID, Fault(1.0, "\x1b[31m\udce9" + "\U0001f600" * 9999))
+    write_fault(leases, UUID, GpuFault(1.0, "\x1b[31m\udce9" + "\U0001f600" * 9999))
     assert path(leases).stat().st_size < 4096
     error = read_faults(leases, [UUID])[UUID].error
     assert error.startswith(" [31m\ufffd\U0001f600")
@@ -56,9 +56,9 @@ def test_text_is_cut_and_made_safe_for_terminals(leases: StateDir) -> None:
 
 
 def test_the_name_of_an_old_mig_instance(leases: StateDir) -> None:
-    write_fault(leases, "MIG-GPU-1/7/0", Fault(1.0, "bad"))
+    write_fault(leases, "MIG-GPU-1/7/0", GpuFault(1.0, "bad"))
     assert leases.names() == ["MIG-GPU-1_7_0.fault"]
-    assert read_faults(leases, ["MIG-GPU-1/7/0"]) == {"MIG-GPU-1/7/0": Fault(1.0, "bad")}
+    assert read_faults(leases, ["MIG-GPU-1/7/0"]) == {"MIG-GPU-1/7/0": GpuFault(1.0, "bad")}
 
 
 @pytest.mark.parametrize(
@@ -87,24 +87,24 @@ def test_what_is_no_plain_file_is_no_note_and_is_not_waited_for(leases: StateDir
     path(leases).symlink_to(tmp_path / "secret")
     assert read_faults(leases, [UUID]) == {}
     with pytest.raises(StateDirError, match="symbolic link"):
-        write_fault(leases, UUID, Fault(1.0, "bad"))
+        write_fault(leases, UUID, GpuFault(1.0, "bad"))
     path(leases).unlink()
     os.mkfifo(path(leases), 0o666)
     assert read_faults(leases, [UUID]) == {}
     with pytest.raises(StateDirError):
-        write_fault(leases, UUID, Fault(1.0, "bad"))
+        write_fault(leases, UUID, GpuFault(1.0, "bad"))
 
 
 def test_a_note_is_cleared(leases: StateDir) -> None:
     clear_fault(leases, UUID)
-    write_fault(leases, UUID, Fault(1.0, "bad"))
+    write_fault(leases, UUID, GpuFault(1.0, "bad"))
     clear_fault(leases, UUID)
     assert read_faults(leases, [UUID]) == {}
     assert leases.names() == []
 
 
 def test_another_users_note_is_emptied_and_replaced(leases: StateDir, as_user: Any) -> None:
-    write_fault(leases, UUID, Fault(1.0, "bad"))
+    write_fault(leases, UUID, GpuFault(1.0, "bad"))
     assert Path(leases.path).stat().st_mode & 0o7777 == 0o1777
 
     def work(say: Any, listen: Any) -> None:
@@ -112,7 +112,7 @@ def test_another_users_note_is_emptied_and_replaced(leases: StateDir, as_user: A
             clear_fault(mine, UUID)
             say(read_faults(mine, [UUID]))
             listen()
-            write_fault(mine, UUID, Fault(2.0, "again"))
+            write_fault(mine, UUID, GpuFault(2.0, "again"))
             say("done")
 
     other = as_user(work, uid=54321)
@@ -121,4 +121,4 @@ def test_another_users_note_is_emptied_and_replaced(leases: StateDir, as_user: A
     assert path(leases).read_bytes() == b""
     other.tell()
     assert other.hear() == "done"
-    assert read_faults(leases, [UUID]) == {UUID: Fault(2.0, "again")}
+    assert read_faults(leases, [UUID]) == {UUID: GpuFault(2.0, "again")}

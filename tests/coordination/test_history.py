@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from safe_gpu.coordination import history
-from safe_gpu.coordination.endings import LONGEST, Ending, of_dead
+from safe_gpu.coordination.endings import LONGEST, ClaimEnd, end_of_dead_claim
 from safe_gpu.coordination.leases import LeaseRecord
 
 NOW = 1_795_000_000.0  # in November 2026
@@ -118,9 +118,9 @@ def test_no_room_loses_the_line(written: Path, monkeypatch: pytest.MonkeyPatch) 
 
 @given(pid=st.integers(1, (1 << 31) - 1), times=st.lists(TIMES, min_size=3, max_size=3).map(sorted))
 def test_an_ending_is_a_short_line_that_is_no_record(pid: int, times: list[float]) -> None:
-    for ending in (Ending(pid, *times), Ending(pid, times[0], times[1], times[1])):
+    for ending in (ClaimEnd(pid, *times), ClaimEnd(pid, times[0], times[1], times[1])):
         line = ending.encode()
-        assert Ending.decode(line) == ending
+        assert ClaimEnd.decode(line) == ending
         assert len(line) <= LONGEST
         assert LeaseRecord.decode(line) is None
 
@@ -131,8 +131,8 @@ def test_a_record_is_always_longer_than_an_ending() -> None:
 
 @given(st.binary(max_size=200) | st.just(b'{"v": 1, "claim": [1, 2], "ended": [9, 3]}'))
 def test_nonsense_is_no_ending(data: bytes) -> None:
-    assert Ending.decode(data) is None
-    assert Ending.decode(b'{"v": 1, "claim": [' + data) is None
+    assert ClaimEnd.decode(data) is None
+    assert ClaimEnd.decode(b'{"v": 1, "claim": [' + data) is None
 
 
 @pytest.mark.parametrize(
@@ -148,5 +148,5 @@ def test_nonsense_is_no_ending(data: bytes) -> None:
 def test_a_dead_claim_ended_between_last_seen_and_found_free(
     since: float, changed: float, expected: tuple[float, float] | None
 ) -> None:
-    ending = of_dead(7, since, changed, 30.0)
+    ending = end_of_dead_claim(7, since, changed, 30.0)
     assert (ending and (ending.seen, ending.ended)) == expected

@@ -9,7 +9,7 @@ import pytest
 
 from safe_gpu.coordination.host_lock import HostLock
 from safe_gpu.coordination.leases import lease_name, probe, try_lease
-from safe_gpu.coordination.lookout import Lookout
+from safe_gpu.coordination.lookout import LeaseWatcher
 
 NAMES = [lease_name(f"GPU-{number}") for number in range(3)]
 
@@ -34,7 +34,7 @@ def holder(state_dir: Path, child):
 
 
 def test_it_stirs_when_a_lease_comes_free_and_keeps_none(holder) -> None:
-    with Lookout(NAMES) as lookout:
+    with LeaseWatcher(NAMES) as lookout:
         assert not lookout.any_free()
         holder.tell()
         assert holder.hear() == "released"
@@ -49,7 +49,7 @@ def test_it_stirs_when_a_lease_comes_free_and_keeps_none(holder) -> None:
 
 
 def test_it_stirs_when_the_holder_dies(holder) -> None:
-    with Lookout(NAMES) as lookout:
+    with LeaseWatcher(NAMES) as lookout:
         assert not lookout.any_free()
         holder.kill()
         assert lookout.any_free()
@@ -58,7 +58,7 @@ def test_it_stirs_when_the_holder_dies(holder) -> None:
 def test_it_probes_nothing_while_another_has_host_lock(holder) -> None:
     holder.tell()
     assert holder.hear() == "released"
-    with Lookout(NAMES) as lookout, HostLock(None) as host:
+    with LeaseWatcher(NAMES) as lookout, HostLock(None) as host:
         lease = try_lease(host, NAMES[1])
         assert lookout.any_free()  # it cannot tell
         assert lease is not None
@@ -78,7 +78,7 @@ def descriptors_of_a_child() -> int:
 def test_it_leaves_no_descriptor(holder, child) -> None:
     before = os.listdir("/proc/self/fd")
     in_child = descriptors_of_a_child()
-    with Lookout([*NAMES, lease_name("GPU-missing")]) as lookout:
+    with LeaseWatcher([*NAMES, lease_name("GPU-missing")]) as lookout:
         assert descriptors_of_a_child() == in_child
         assert not lookout.any_free()
     assert os.listdir("/proc/self/fd") == before

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from safe_gpu.coordination import names
-from safe_gpu.coordination.names import Name, bind, digest, held_among, in_use, inner_of, name_of, scope_of
+from safe_gpu.coordination.names import SocketName, bind, digest, held_among, in_use, inner_of, name_of, scope_of
 
 NVIDIA, AMD = "GPU-5c89852c-d268-c3f3-1b07-005d5ae1dc3f", "GPU-a3f1c07e52d98b16"
 HOLD = "from safe_gpu.coordination.names import bind\none = bind(sys.argv[1]); say('held' if one else 'refused')\n"
@@ -27,11 +27,11 @@ def prefix() -> str:
 
 
 @pytest.fixture
-def take(prefix: str) -> Iterator[Callable[..., Name | None]]:
+def take(prefix: str) -> Iterator[Callable[..., SocketName | None]]:
     """Bind the name of a device; it is freed when the test ends."""
-    held: list[Name] = []
+    held: list[SocketName] = []
 
-    def take(uuid: str = "GPU-1") -> Name | None:
+    def take(uuid: str = "GPU-1") -> SocketName | None:
         one = bind(name_of(uuid, prefix))
         if one is not None:
             held.append(one)

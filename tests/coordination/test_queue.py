@@ -18,7 +18,7 @@ from safe_gpu import procfs
 from safe_gpu.coordination.files import StateDir
 from safe_gpu.coordination.host_lock import HostLock, fork_guard
 from safe_gpu.coordination.queue import Waiter
-from safe_gpu.coordination.tickets import Demand, Listing, live_tickets
+from safe_gpu.coordination.tickets import Listing, TicketRequest, live_tickets
 from safe_gpu.errors import StateDirError
 
 ANY = frozenset({"GPU-0", "GPU-1"})
@@ -28,7 +28,7 @@ def host() -> HostLock:
     return HostLock(time.monotonic() + 30)
 
 
-def never(demand: Demand) -> bool:
+def never(demand: TicketRequest) -> bool:
     return False
 
 
@@ -42,7 +42,7 @@ def join():
     joined: list[Waiter] = []
 
     def make(gpus: frozenset[str] = ANY, nb_gpus: int = 1, *, ticket: bool = True) -> Waiter:
-        waiter = Waiter(Demand(nb_gpus, gpus))
+        waiter = Waiter(TicketRequest(nb_gpus, gpus))
         if ticket:
             with host() as locked:
                 waiter.join(locked)
@@ -137,7 +137,7 @@ WAIT = """
 import os, time
 from safe_gpu.coordination.host_lock import HostLock
 from safe_gpu.coordination.queue import Waiter
-from safe_gpu.coordination.tickets import Demand
+from safe_gpu.coordination.tickets import TicketRequest as Demand
 waiter = Waiter(Demand(1, frozenset({"GPU-0"})))
 with HostLock(None) as host:
     waiter.join(host)
@@ -157,7 +157,7 @@ def test_the_dead_fall_out(state_dir: Path, join, child) -> None:
 
 def test_a_dead_ticket_that_may_not_be_unlinked_is_skipped(state_dir: Path, as_user) -> None:
     def waiter_work(say, listen) -> None:
-        waiter = Waiter(Demand(1, ANY))
+        waiter = Waiter(TicketRequest(1, ANY))
         with host() as locked:
             waiter.join(locked)
         say("queued")
@@ -169,7 +169,7 @@ def test_a_dead_ticket_that_may_not_be_unlinked_is_skipped(state_dir: Path, as_u
     os.chown(state_dir / "queue", 0, 0)  # sticky: only root and the ticket's owner may unlink there
 
     def other_work(say, listen) -> None:
-        waiter = Waiter(Demand(1, ANY))
+        waiter = Waiter(TicketRequest(1, ANY))
         with host() as locked:
             waiter.join(locked)
         say(ahead_of(waiter))
@@ -212,7 +212,7 @@ def test_who_came_between_the_listing_and_the_lock_stands_ahead(state_dir: Path,
         listing.update(tickets)
     second = join()
     first.leave()
-    mine = Waiter(Demand(1, ANY), listing)
+    mine = Waiter(TicketRequest(1, ANY), listing)
     with host() as locked:
         mine.join(locked)
     assert queue(state_dir) == ["2.ticket", "3.ticket"]
@@ -510,7 +510,7 @@ listen()
 
 
 def test_no_room_for_the_ticket_leaves_none(state_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    waiter = Waiter(Demand(1, ANY))
+    waiter = Waiter(TicketRequest(1, ANY))
     with host() as locked, monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", lambda fd, data, offset: 1)
         with pytest.raises(OSError, match="no room"):
@@ -526,7 +526,7 @@ def test_a_signal_that_kills_unwinds_first(state_dir: Path, child, number: int) 
         WAIT
         + """
 import signal
-from safe_gpu.coordination.signals import tidy_on_signals
+from safe_gpu.coordination.signals import unwind_on_signals as tidy_on_signals
 try:
     with tidy_on_signals():
         say("waiting"); signal.pause()
@@ -550,7 +550,7 @@ finally:
 def test_a_handler_of_the_program_is_left_alone(state_dir: Path, child) -> None:
     code = """
 import os, signal
-from safe_gpu.coordination.signals import tidy_on_signals
+from safe_gpu.coordination.signals import unwind_on_signals as tidy_on_signals
 signal.signal(signal.SIGTERM, lambda *a: say("mine"))
 with tidy_on_signals():
     os.kill(os.getpid(), signal.SIGTERM)

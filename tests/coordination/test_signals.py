@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from safe_gpu.coordination import signals
-from safe_gpu.coordination.signals import HeldBack, tidy_on_signals
+from safe_gpu.coordination.signals import DeferredSignals, unwind_on_signals
 
 NUMBERS = (signal.SIGHUP, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM, signal.SIGTERM)
 
@@ -58,7 +58,7 @@ def interrupt(number: int, frame: object) -> None:
 @pytest.mark.parametrize("at", range(1, 10))
 def test_what_was_held_back_is_put_back(monkeypatch: pytest.MonkeyPatch, handlers: dict[int, Any], at: int) -> None:
     monkeypatch.setattr(signals, "_signal", Meddler(at))
-    held = HeldBack()
+    held = DeferredSignals()
     inside = False
     with pytest.raises(Interrupt), held:
         inside = True
@@ -74,14 +74,14 @@ def test_what_gives_back_is_run_in_any_case(monkeypatch: pytest.MonkeyPatch, at:
     monkeypatch.setattr(signals, "_signal", Meddler(at))
     done: list[str] = []
     with pytest.raises(Interrupt):
-        HeldBack().through(lambda: done.append("given back"))
+        DeferredSignals().through(lambda: done.append("given back"))
     assert done == ["given back"]
 
 
 def test_handlers_run_once_and_in_what_may_take_long() -> None:
     caught: list[int] = []
     signal.signal(signal.SIGUSR1, lambda number, frame: caught.append(number))
-    with HeldBack() as held:
+    with DeferredSignals() as held:
         held.hold_back()
         signal.raise_signal(signal.SIGUSR1)
         assert caught == []
@@ -100,6 +100,6 @@ def test_sigterm_has_its_default_action_again(
     monkeypatch: pytest.MonkeyPatch, handlers: dict[int, Any], at: int
 ) -> None:
     monkeypatch.setattr(signals, "_signal", Meddler(at))
-    with pytest.raises(Interrupt), tidy_on_signals():
+    with pytest.raises(Interrupt), unwind_on_signals():
         pass
     assert {number: signal.getsignal(number) for number in NUMBERS} == handlers

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from safe_gpu.demo.plan import Ask, Plan, plan_race
+from safe_gpu.demo.plan import Plan, RacerRequest, plan_race
 from safe_gpu.devices import GpuProcess, GpuRequest, HostSnapshot
 from safe_gpu.drivers.presets import preset
-from safe_gpu.runtimes.visible_devices import Fence
+from safe_gpu.runtimes.visible_devices import VisibleLimit
 from safe_gpu.selection.verdicts import judge
 
 
@@ -24,7 +24,7 @@ def busy(snapshot: HostSnapshot, *indices: int) -> HostSnapshot:
     return HostSnapshot(tuple(gpus))
 
 
-def plan(snapshot: HostSnapshot, fence: Fence | None = None, racers: int | None = None) -> Plan | None:
+def plan(snapshot: HostSnapshot, fence: VisibleLimit | None = None, racers: int | None = None) -> Plan | None:
     return plan_race(snapshot, judge(snapshot, GpuRequest(), leased={}, fence=fence), fence, racers)
 
 
@@ -63,7 +63,7 @@ def test_no_race_where_nothing_is_free() -> None:
 
 def test_a_fence_leaves_no_pairs_where_it_leaves_one_gpu() -> None:
     snapshot = host("dgx-a100")
-    one, two = (Fence("", tuple(gpu.uuid for gpu in snapshot.gpus[:count])) for count in (1, 2))
+    one, two = (VisibleLimit("", tuple(gpu.uuid for gpu in snapshot.gpus[:count])) for count in (1, 2))
     assert sizes(plan(snapshot, one)) == [1, 1, 1, 1]
     assert sizes(plan(snapshot, two)) == [1, 1, 1, 2]
 
@@ -75,14 +75,16 @@ def test_the_number_of_racers_can_be_given() -> None:
 def test_a_display_is_shared_by_two_and_a_third_wants_all_of_its_memory() -> None:
     snapshot = host("laptop")
     total = snapshot.gpus[0].memory_total
-    assert plan(snapshot) == Plan((Ask(), Ask(), Ask(min_memory=total)), shared=True)
+    assert plan(snapshot) == Plan((RacerRequest(), RacerRequest(), RacerRequest(min_memory=total)), shared=True)
 
 
 @pytest.mark.parametrize("free", [None, "total"])
 def test_nobody_wants_memory_that_may_well_be_there(free: str | None) -> None:
     gpu = host("laptop").gpus[0]
     amount = None if free is None else gpu.memory_total
-    assert plan(HostSnapshot((replace(gpu, memory_free=amount),))) == Plan((Ask(), Ask()), shared=True)
+    assert plan(HostSnapshot((replace(gpu, memory_free=amount),))) == Plan(
+        (RacerRequest(), RacerRequest()), shared=True
+    )
 
 
 def test_a_full_display_gpu_is_left_alone() -> None:

@@ -6,30 +6,37 @@ from typing import Any
 
 import pytest
 
-from safe_gpu.demo.plan import Ask
-from safe_gpu.demo.racers import Heat, Outcome
+from safe_gpu.demo.plan import RacerRequest
+from safe_gpu.demo.racers import Outcome, RaceResult
 from safe_gpu.demo.referee import Sighting, Watched
-from safe_gpu.demo.verdict import Clash, Ruling, Visit, add_up, rule
+from safe_gpu.demo.verdict import Collision, Intruder, RefereeReport, add_up, rule
 
 A, B = "GPU-a", "GPU-b"
 
 
 def won(pid: int, *uuids: str, rivals: tuple[int, ...] = (), known_as: tuple[int, ...] = ()) -> Outcome:
     return Outcome(
-        pid, Ask(len(uuids)), frozenset(known_as), uuids, uuids, rivals or (-1,) * len(uuids), began=0.1, ended=0.2
+        pid,
+        RacerRequest(len(uuids)),
+        frozenset(known_as),
+        uuids,
+        uuids,
+        rivals or (-1,) * len(uuids),
+        began=0.1,
+        ended=0.2,
     )
 
 
 def refused(pid: int) -> Outcome:
-    return Outcome(pid, Ask(), refused="none is free", began=0.1)
+    return Outcome(pid, RacerRequest(), refused="none is free", began=0.1)
 
 
 def seen(uuid: str, newcomers: set[int], residents: set[int] = frozenset()) -> Sighting:  # type: ignore[assignment]
     return Sighting(uuid, frozenset(newcomers), frozenset(residents))
 
 
-def heat(*outcomes: Outcome, sightings: tuple[Sighting, ...] = (), shown: Any = ()) -> Heat:
-    return Heat(list(outcomes), Watched(7, sightings, frozenset(shown)))
+def heat(*outcomes: Outcome, sightings: tuple[Sighting, ...] = (), shown: Any = ()) -> RaceResult:
+    return RaceResult(list(outcomes), Watched(7, sightings, frozenset(shown)))
 
 
 @pytest.mark.parametrize(
@@ -54,7 +61,7 @@ def heat(*outcomes: Outcome, sightings: tuple[Sighting, ...] = (), shown: Any = 
         (heat(won(1, A, known_as=(501,)), won(2, A, known_as=(502,)), sightings=(seen(A, {501, 502}),)), 1, 0),
     ],
 )
-def test_collisions_and_visits(race: Heat, collisions: int, visits: int) -> None:
+def test_collisions_and_visits(race: RaceResult, collisions: int, visits: int) -> None:
     ruling = rule(race)
     assert (ruling.collisions, len(ruling.visits)) == (collisions, visits)
     assert ruling.fails is bool(collisions)
@@ -62,18 +69,18 @@ def test_collisions_and_visits(race: Heat, collisions: int, visits: int) -> None
 
 def test_both_witnesses_are_heard() -> None:
     ruling = rule(heat(won(1, A), won(2, A, rivals=(1,)), sightings=(seen(A, {1, 2, 99}),)))
-    assert ruling.clashes == (Clash(A, (2, 1), "marker"), Clash(A, (1, 2), "driver"))
-    assert ruling.visits == (Visit(A, (99,), (1, 2)),)
+    assert ruling.clashes == (Collision(A, (2, 1), "marker"), Collision(A, (1, 2), "driver"))
+    assert ruling.visits == (Intruder(A, (99,), (1, 2)),)
 
 
 def test_sharing_is_no_collision() -> None:
     race = heat(won(1, A), won(2, A, rivals=(1,)), sightings=(seen(A, {1, 2}),))
-    assert rule(race, shared=True) == Ruling(claims=2, taken=2, looks=7)
+    assert rule(race, shared=True) == RefereeReport(claims=2, taken=2, looks=7)
 
 
 def test_failures_and_trouble() -> None:
-    failed = Outcome(1, Ask(), failed="it exited without a report")
-    trouble = Outcome(2, Ask(), trouble="CUDA cannot be initialised")
+    failed = Outcome(1, RacerRequest(), failed="it exited without a report")
+    trouble = Outcome(2, RacerRequest(), trouble="CUDA cannot be initialised")
     assert rule(heat(failed, won(3, A))).fails
     assert rule(heat(trouble)).fails, "nothing was got, and that was nobody else's doing"
     assert not rule(heat(trouble, won(3, A))).fails
@@ -89,4 +96,4 @@ def test_heats_add_up() -> None:
     first = rule(heat(won(1, A), refused(2)))
     second = rule(heat(won(3, A, B), won(4, A, rivals=(3,))))
     assert add_up([first, second])[:4] == (3, 4, 1, 1)
-    assert add_up([]) == Ruling()
+    assert add_up([]) == RefereeReport()

@@ -21,7 +21,7 @@ from safe_gpu.coordination import legacy
 from safe_gpu.coordination.host_lock import HostLock
 from safe_gpu.coordination.leases import lease_name, try_lease
 from safe_gpu.doctor import listing
-from safe_gpu.doctor.check import Finding, Host
+from safe_gpu.doctor.check import CheckedHost, Finding
 from safe_gpu.drivers.presets import preset
 from safe_gpu.text import display_width
 
@@ -53,16 +53,16 @@ SCHEMA = {
 }
 
 
-def finding(name: str, host: Host | None = None) -> Finding:
+def finding(name: str, host: CheckedHost | None = None) -> Finding:
     """What one check finds; what is wrong has a fix of one line, what is not has none."""
-    found = FUNCTIONS[name](host or Host())
+    found = FUNCTIONS[name](host or CheckedHost())
     assert bool(found.fix) == (found.status in ("warning", "failed"))
     assert "\n" not in found.fix
     return found
 
 
-def environment(**variables: str) -> Host:
-    return Host(environ=variables)
+def environment(**variables: str) -> CheckedHost:
+    return CheckedHost(environ=variables)
 
 
 @pytest.fixture(autouse=True)
@@ -134,7 +134,7 @@ def test_a_host_without_faults_passes_and_stays_as_it_was(state_dir: Path) -> No
 
 
 def test_a_check_that_breaks_is_failed_and_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(host: Host) -> Finding:
+    def broken(host: CheckedHost) -> Finding:
         raise ZeroDivisionError("a strange host")
 
     monkeypatch.setattr(doctor, "CHECKS", (("first", broken), ("platform", FUNCTIONS["platform"])))
@@ -395,11 +395,11 @@ def test_a_lease_that_was_removed_under_its_claim(claimed, state_dir: Path) -> N
 # Rules of the system, under a root of our own
 
 
-def rooted(tmp_path: Path, files: dict[str, str], path: str = "/tmp/safe-gpu") -> Host:
+def rooted(tmp_path: Path, files: dict[str, str], path: str = "/tmp/safe-gpu") -> CheckedHost:
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    host = Host(root=str(tmp_path))
+    host = CheckedHost(root=str(tmp_path))
     host.path = path
     return host
 
@@ -701,7 +701,7 @@ def test_a_filelock_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_good_host_of_gpus(fake_gpus) -> None:
     fake_gpus.here()
-    host = Host()
+    host = CheckedHost()
     for name in ("GPU driver", "driver speed", "lost GPUs", "process lists", "compute mode", "MIG"):
         assert finding(name, host).status == "passed", name
     assert finding("GPU driver", host).detail == "nvml 550.54.15: 8 GPU(s), NVIDIA A100-SXM4-80GB"
@@ -732,7 +732,7 @@ def test_no_gpus_and_no_driver(fake_gpus) -> None:
     fake_gpus.here()
     assert "shows no GPU" in finding("GPU driver").detail
     fake_gpus.options(init_error=9)
-    host = Host()
+    host = CheckedHost()
     assert finding("GPU driver", host).status == "failed"
     for name in ("driver speed", "CUDA", "lost GPUs", "process lists", "compute mode", "MIG", "CPU mask"):
         assert finding(name, host).status == "skipped", name
@@ -746,7 +746,7 @@ def test_a_simulated_driver_beside_real_gpus(tmp_path: Path) -> None:
 
 
 def test_a_slow_driver() -> None:
-    host = Host()
+    host = CheckedHost()
     assert host.snapshot is not None
     host.poll_seconds = 3.2
     found = finding("driver speed", host)

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from safe_gpu.doctor import CHECKS
-from safe_gpu.doctor.check import Finding, Host
+from safe_gpu.doctor.check import CheckedHost, Finding
 
 FUNCTIONS = dict(CHECKS)
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, whose file a policy must be")
 
 
 def finding(name: str, **environ: str) -> Finding:
-    found = FUNCTIONS[name](Host(environ=environ))
+    found = FUNCTIONS[name](CheckedHost(environ=environ))
     assert bool(found.fix) == (found.status in ("warning", "failed"))
     assert "\n" not in found.detail + found.fix
     return found

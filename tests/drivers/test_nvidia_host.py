@@ -14,7 +14,7 @@ import pytest
 
 from safe_gpu.devices import GpuProcess, GpuRequest, HostSnapshot, ProcessKind
 from safe_gpu.drivers import nvidia_host
-from safe_gpu.drivers.nvidia_host import is_wsl, memory_is_node, resolved
+from safe_gpu.drivers.nvidia_host import is_wsl, memory_is_node, own_namespace_pids
 from safe_gpu.drivers.nvidia_smi import NvidiaSmiDriver
 from safe_gpu.drivers.nvml import NvmlDriver
 from safe_gpu.drivers.simulated import SimulatedDriver
@@ -78,10 +78,10 @@ sys.stdin.read()
 
 def test_a_thread_stands_for_its_process(thread: int) -> None:
     listed = (GpuProcess(thread, memory_used=5), GpuProcess(os.getpid(), memory_used=7), GpuProcess(HIDDEN))
-    assert resolved(listed) == (GpuProcess(os.getpid(), memory_used=7), GpuProcess(HIDDEN))
-    assert resolved(reversed(listed))[1] == GpuProcess(os.getpid(), memory_used=7)
+    assert own_namespace_pids(listed) == (GpuProcess(os.getpid(), memory_used=7), GpuProcess(HIDDEN))
+    assert own_namespace_pids(reversed(listed))[1] == GpuProcess(os.getpid(), memory_used=7)
     kinds = (GpuProcess(thread), GpuProcess(thread, ProcessKind.GRAPHICS))
-    assert [process.kind for process in resolved(kinds)] == [ProcessKind.COMPUTE, ProcessKind.GRAPHICS]
+    assert [process.kind for process in own_namespace_pids(kinds)] == [ProcessKind.COMPUTE, ProcessKind.GRAPHICS]
 
 
 def test_threads_on_every_driver(fake_gpus: Any, fake_nvidia_smi: Any, thread: int) -> None:
@@ -113,12 +113,12 @@ def test_who_has_a_device_open(devices: Path, opening: Any) -> None:
     user, mapper = opening(devices / "nvidia0"), opening(devices / "nvidia0", mapped=True)
     bystander = opening(None)
     listed = tuple(GpuProcess(pid, name="x") for pid in (user, mapper, bystander, os.getpid(), HIDDEN))
-    found = {process.pid: process.elsewhere for process in resolved(listed)}
+    found = {process.pid: process.elsewhere for process in own_namespace_pids(listed)}
     assert found == {user: False, mapper: False, bystander: True, os.getpid(): False, HIDDEN: False}
-    assert [process.name for process in resolved(listed)] == ["x", "x", None, "x", "x"]
-    assert not resolved((GpuProcess(bystander, ProcessKind.GRAPHICS),))[0].elsewhere
+    assert [process.name for process in own_namespace_pids(listed)] == ["x", "x", None, "x", "x"]
+    assert not own_namespace_pids((GpuProcess(bystander, ProcessKind.GRAPHICS),))[0].elsewhere
     (devices / "nvidiactl").unlink()
-    assert not any(process.elsewhere for process in resolved(listed)), "not NVIDIA's driver for Linux"
+    assert not any(process.elsewhere for process in own_namespace_pids(listed)), "not NVIDIA's driver for Linux"
 
 
 def test_a_process_that_may_not_be_read_or_has_too_much_open(
@@ -126,16 +126,16 @@ def test_a_process_that_may_not_be_read_or_has_too_much_open(
 ) -> None:
     bystander = opening(None)
     listed = (GpuProcess(bystander),)
-    assert resolved(listed)[0].elsewhere
+    assert own_namespace_pids(listed)[0].elsewhere
     with monkeypatch.context() as patch:
         patch.setattr(nvidia_host, "_MOST_DESCRIPTORS", 0)
-        assert not resolved(listed)[0].elsewhere
+        assert not own_namespace_pids(listed)[0].elsewhere
 
     def refuse(path: str) -> list[str]:
         raise PermissionError(13, "as for another user's process", path)
 
     monkeypatch.setattr(os, "listdir", refuse)
-    assert not resolved(listed)[0].elsewhere
+    assert not own_namespace_pids(listed)[0].elsewhere
 
 
 def test_a_zombie_is_not_judged_by_its_devices(devices: Path) -> None:
@@ -145,7 +145,7 @@ def test_a_zombie_is_not_judged_by_its_devices(devices: Path) -> None:
         os._exit(0)
     os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
     try:
-        assert not resolved((GpuProcess(child),))[0].elsewhere
+        assert not own_namespace_pids((GpuProcess(child),))[0].elsewhere
     finally:
         os.waitpid(child, 0)
 

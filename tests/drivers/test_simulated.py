@@ -16,9 +16,10 @@ from pathlib import Path
 import pytest
 
 from safe_gpu.devices import HostSnapshot, ProcessKind
-from safe_gpu.drivers.presets import CONTEXT_BYTES, PRESETS, preset
+from safe_gpu.drivers.presets import PRESETS, preset
 from safe_gpu.drivers.simulated import SimulatedDriver, SimulatedPlaceholder
 from safe_gpu.drivers.simulated_context import SimulatedContext
+from safe_gpu.drivers.simulated_host import CONTEXT_BYTES
 from safe_gpu.errors import PlaceholderError, StateDirError, UnsatisfiableRequestError
 
 REPOSITORY = Path(__file__).parents[2]

@@ -19,20 +19,20 @@ from safe_gpu.claim.expected import check_expected_gpu
 from safe_gpu.engines import dragon, dragon_holder
 from safe_gpu.engines.cluster import ClusterGpu
 from safe_gpu.engines.dragon import DragonClaim, WorkerCheck, _split, claim
-from safe_gpu.engines.holder import Holder, Wishes
+from safe_gpu.engines.holder import ClaimArguments, HolderProcess
 from safe_gpu.errors import HolderLostError
 
 
 @pytest.fixture
-def holder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Holder]:
+def holder(monkeypatch: pytest.MonkeyPatch) -> Iterator[HolderProcess]:
     """A holder in this very process, which sees eight simulated GPUs."""
-    holder = Holder(Wishes(), "a test")
+    holder = HolderProcess(ClaimArguments(), "a test")
     yield holder
     holder.release()
 
 
 @pytest.fixture
-def gpus(holder: Holder) -> tuple[ClusterGpu, ...]:
+def gpus(holder: HolderProcess) -> tuple[ClusterGpu, ...]:
     granted = holder.claim(2, 0)
     assert isinstance(granted, tuple), granted
     return tuple(replace(gpu, host="hosta", node_id="1") for gpu in granted)
@@ -74,7 +74,7 @@ def test_a_worker_on_other_cpus(gpus: tuple[ClusterGpu, ...], monkeypatch: pytes
 
 
 def test_a_worker_after_the_claim(
-    holder: Holder, gpus: tuple[ClusterGpu, ...], monkeypatch: pytest.MonkeyPatch
+    holder: HolderProcess, gpus: tuple[ClusterGpu, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     holder.release()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
@@ -144,7 +144,7 @@ def amd(monkeypatch: pytest.MonkeyPatch) -> Iterator[DragonClaim]:
     """GPU 2 and 3 of hosta, AMD ones, where Dragon was started with ROCR_VISIBLE_DEVICES=1,2,3."""
     monkeypatch.setenv("SAFE_GPU_DRIVER", "simulated:mi250x")
     monkeypatch.setenv("ROCR_VISIBLE_DEVICES", "1,2,3")
-    holder = Holder(Wishes(selection={"only": [2, 3]}), "a test")
+    holder = HolderProcess(ClaimArguments(selection={"only": [2, 3]}), "a test")
     granted = holder.claim(2, 0)
     assert isinstance(granted, tuple), granted
     monkeypatch.delenv("ROCR_VISIBLE_DEVICES")  # as in another process
@@ -237,7 +237,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """The nodes on which holders were to be started, in a runtime of nodea, without GPUs, and nodeb."""
     found: list[list[str]] = []
 
-    def start(nodes: list[Any], wishes: Wishes) -> None:
+    def start(nodes: list[Any], wishes: ClaimArguments) -> None:
         found.append([node.hostname for node in nodes])
         raise HolderLostError("none starts here")
 

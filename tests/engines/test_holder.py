@@ -20,16 +20,16 @@ from safe_gpu import (
     get_free_gpus,
 )
 from safe_gpu.affinity.binding import undo
-from safe_gpu.engines.holder import Holder, HostReport, Wishes, enter_worker
+from safe_gpu.engines.holder import ClaimArguments, HolderProcess, HostReport, enter_worker
 
 
 @pytest.fixture
-def make() -> Iterator[Callable[..., Holder]]:
+def make() -> Iterator[Callable[..., HolderProcess]]:
     """Holders in this process, one at a time; they release at the end."""
-    made: list[Holder] = []
+    made: list[HolderProcess] = []
 
-    def make_one(**wishes: Any) -> Holder:
-        made.append(Holder(pickle.loads(pickle.dumps(Wishes(**wishes))), "a test"))
+    def make_one(**wishes: Any) -> HolderProcess:
+        made.append(HolderProcess(pickle.loads(pickle.dumps(ClaimArguments(**wishes))), "a test"))
         return made[-1]
 
     yield make_one
@@ -37,7 +37,7 @@ def make() -> Iterator[Callable[..., Holder]]:
         holder.release()
 
 
-def test_it_claims_delegates_and_gives_back(make: Callable[..., Holder]) -> None:
+def test_it_claims_delegates_and_gives_back(make: Callable[..., HolderProcess]) -> None:
     before = dict(os.environ), os.sched_getaffinity(0)
     holder = make()
     held = holder.claim(2, 0)
@@ -60,7 +60,7 @@ def test_it_claims_delegates_and_gives_back(make: Callable[..., Holder]) -> None
     assert isinstance(holder.claim(8, 0), tuple), "and it may claim again"
 
 
-def test_refusals_are_answers(make: Callable[..., Holder]) -> None:
+def test_refusals_are_answers(make: Callable[..., HolderProcess]) -> None:
     assert isinstance(make().claim(9, 0), UnsatisfiableRequestError)
     assert isinstance(make(selection={"model": "V100"}).claim(1, 0), UnsatisfiableRequestError)
     holder = make(affinity=AffinityOptions(mode="unique_contiguous", min_physical_cores=5000))
@@ -68,7 +68,7 @@ def test_refusals_are_answers(make: Callable[..., Holder]) -> None:
     assert len(get_free_gpus()) == 8, "a claim whose CPUs cannot be planned holds nothing"
 
 
-def test_the_place_in_an_inherited_list(make: Callable[..., Holder], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_place_in_an_inherited_list(make: Callable[..., HolderProcess], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,4,2")
     monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     held = make(selection={"only": [2, 6]}).claim(2, 0)
@@ -76,7 +76,7 @@ def test_the_place_in_an_inherited_list(make: Callable[..., Holder], monkeypatch
     assert [(gpu.index, gpu.inherited_position) for gpu in held] == [(2, 2), (6, 0)]
 
 
-def test_uuids(make: Callable[..., Holder]) -> None:
+def test_uuids(make: Callable[..., HolderProcess]) -> None:
     (gpu,) = make(visible_as="uuid", affinity=None).claim(1, 0)  # type: ignore[misc]
     assert gpu.environment["CUDA_VISIBLE_DEVICES"] == gpu.uuid
     assert "CUDA_DEVICE_ORDER" not in gpu.environment
@@ -93,7 +93,7 @@ def amd_host(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("amd_host")
-def test_amd_gpus(make: Callable[..., Holder]) -> None:
+def test_amd_gpus(make: Callable[..., HolderProcess]) -> None:
     before = dict(os.environ)
     holder = make(selection={"only": [0, 1]})
     held = holder.claim(2, 0)
@@ -119,7 +119,7 @@ def test_amd_gpus(make: Callable[..., Holder]) -> None:
     ],
 )
 def test_amd_gpus_under_ray(
-    make: Callable[..., Holder],
+    make: Callable[..., HolderProcess],
     monkeypatch: pytest.MonkeyPatch,
     inherited: dict[str, str],
     visible_as: str,
@@ -155,7 +155,7 @@ with safe_gpu.GPUOwner(1, timeout=0, affinity=None) as owner:
     ],
 )
 def test_the_place_in_an_inherited_list_of_amd_gpus(
-    make: Callable[..., Holder],
+    make: Callable[..., HolderProcess],
     monkeypatch: pytest.MonkeyPatch,
     inherited: dict[str, str],
     positions: list[int | None],
@@ -168,7 +168,7 @@ def test_the_place_in_an_inherited_list_of_amd_gpus(
     assert [gpu.inherited_position for gpu in held] == positions
 
 
-def test_the_vendor_is_chosen(make: Callable[..., Holder], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_vendor_is_chosen(make: Callable[..., HolderProcess], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SAFE_GPU_DRIVER", "simulated:two-vendors")
     for vendor in ("amd", "nvidia"):
         holder = make(selection={"vendor": vendor})
@@ -184,7 +184,7 @@ def test_the_vendor_is_chosen(make: Callable[..., Holder], monkeypatch: pytest.M
     assert holder.report(1).free == -1
 
 
-def test_the_report(make: Callable[..., Holder], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_report(make: Callable[..., HolderProcess], monkeypatch: pytest.MonkeyPatch) -> None:
     holder = make()
     report = holder.report()
     assert isinstance(report, HostReport)
@@ -198,7 +198,9 @@ def test_the_report(make: Callable[..., Holder], monkeypatch: pytest.MonkeyPatch
     assert make(selection={"model": "H100"}).report(1).free == -1
 
 
-def test_two_state_directories_are_two_hosts(make: Callable[..., Holder], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_state_directories_are_two_hosts(
+    make: Callable[..., HolderProcess], monkeypatch: pytest.MonkeyPatch
+) -> None:
     here = make().report().rank
     monkeypatch.setenv("SAFE_GPU_DIR", os.environ["SAFE_GPU_DIR"] + "-other")
     assert make().report().rank != here
@@ -207,7 +209,7 @@ def test_two_state_directories_are_two_hosts(make: Callable[..., Holder], monkey
 def test_an_exclusive_gpu_is_left_to_the_workers(fake_gpus: Any) -> None:
     code = """
 import sys
-from safe_gpu.engines.holder import Holder, Wishes
+from safe_gpu.engines.holder import HolderProcess as Holder, ClaimArguments as Wishes
 holder = Holder(Wishes(affinity=None), "a test")
 assert isinstance(holder.claim(1, 0), tuple)
 print(len([thing for thing in holder._owner.placeholders if thing is not None]))
@@ -217,11 +219,11 @@ print(len([thing for thing in holder._owner.placeholders if thing is not None]))
     assert fake_gpus.python(code).split() == ["0"]
 
 
-def test_a_placeholder_of_the_callers(make: Callable[..., Holder]) -> None:
+def test_a_placeholder_of_the_callers(make: Callable[..., HolderProcess]) -> None:
     assert isinstance(make(placeholder_fn=NoPlaceholder()).claim(1, 0), tuple)
 
 
-def test_busy_is_an_answer_too(make: Callable[..., Holder], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_busy_is_an_answer_too(make: Callable[..., HolderProcess], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     answer = make().claim(1, 0)
     assert isinstance(answer, (NotEnoughGpusError, UnsatisfiableRequestError))

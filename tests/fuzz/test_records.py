@@ -11,7 +11,7 @@ from hypothesis import example, given
 from support.hostile import JUNK, TRICK, assert_plain, bounded, broken_json, examples
 
 from safe_gpu.coordination import faults, tickets
-from safe_gpu.coordination.endings import LONGEST, Ending
+from safe_gpu.coordination.endings import LONGEST, ClaimEnd
 from safe_gpu.coordination.leases import LeaseRecord
 from safe_gpu.status import past
 
@@ -135,12 +135,12 @@ def test_a_note_of_a_fault(data: bytes) -> None:
 @example(b'{"v": 1, "claim": [4470, 5], "ended": [NaN, 1e400]}')
 def test_the_end_of_a_claim(data: bytes) -> None:
     with bounded():
-        ending = Ending.decode(data[: 1 << 16])
+        ending = ClaimEnd.decode(data[: 1 << 16])
     if ending is not None:
         assert_bounded(tuple(ending), 0)
         assert 0 < ending.since <= ending.seen <= ending.ended < LATEST
         assert len(ending.encode()) <= LONGEST
-        assert Ending.decode(ending.encode()) is not None
+        assert ClaimEnd.decode(ending.encode()) is not None
 
 
 @with_classics

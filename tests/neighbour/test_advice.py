@@ -12,7 +12,7 @@ import pytest
 import safe_gpu
 from safe_gpu.coordination.leases import lease_name
 from safe_gpu.doctor import run_checks
-from safe_gpu.doctor.check import Host
+from safe_gpu.doctor.check import CheckedHost
 from safe_gpu.doctor.state import state_directory
 
 NEIGHBOUR = 4711
@@ -46,7 +46,7 @@ def test_the_path_of_the_state_directory_is_quoted(open_tmp: Path, monkeypatch: 
     path = open_tmp / "a b; touch pwned"
     path.symlink_to("/etc")
     monkeypatch.setenv("SAFE_GPU_DIR", str(path))
-    fix = state_directory(Host()).fix.partition(", or ")[0]
+    fix = state_directory(CheckedHost()).fix.partition(", or ")[0]
     assert shlex.split(fix) == ["rm", str(path)]
 
 
@@ -59,7 +59,7 @@ def test_root_is_not_told_to_chmod_what_others_can_replace(used: Path, broken: s
     path.touch()
     os.chown(path, NEIGHBOUR, NEIGHBOUR)
     path.chmod(0o700)
-    fix = state_directory(Host()).fix
+    fix = state_directory(CheckedHost()).fix
     as_root = fix.partition("root")[2] if path.is_dir() else fix
     assert "rm " in fix
     assert "chmod" not in as_root
@@ -80,20 +80,20 @@ def test_a_directory_below_one_that_others_can_change(
         path.chmod(0o755)
         os.chown(open_tmp / "high", owner, 0)
         (open_tmp / "high").chmod(mode)
-        fix = state_directory(Host()).fix
+        fix = state_directory(CheckedHost()).fix
         if owner == 0 and mode == 0o1777:
             assert fix == f"as root: chmod 1777 {path}"
         else:
             assert fix.startswith("set SAFE_GPU_DIR, for all users")
         os.chown(path, NEIGHBOUR, NEIGHBOUR)
-        assert state_directory(Host()).fix.startswith(f"as {NEIGHBOUR}: chmod 1777 {path}; or ")
+        assert state_directory(CheckedHost()).fix.startswith(f"as {NEIGHBOUR}: chmod 1777 {path}; or ")
 
 
 def test_stopped_waiters_do_not_fill_the_report(used: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from safe_gpu.doctor import sharing
-    from safe_gpu.status.gather import HostStatus, WaiterStatus
+    from safe_gpu.status.facts import HostStatus, WaiterStatus
 
-    host = Host()
+    host = CheckedHost()
     crowd = tuple(WaiterStatus(place, place + 10, "anna", 1, None, stopped=True) for place in range(1, 1500))
     host.__dict__["status"] = HostStatus("h", "d", "", str(used), 0.0, (), crowd)
     found = sharing.suspended(host)

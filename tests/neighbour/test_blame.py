@@ -17,7 +17,7 @@ import pytest
 
 import safe_gpu
 from safe_gpu import procfs
-from safe_gpu.coordination.tickets import Demand, encode
+from safe_gpu.coordination.tickets import TicketRequest, encode_ticket
 from safe_gpu.status.facts import HostStatus, WaiterStatus
 from safe_gpu.status.gather import gather
 from safe_gpu.status.idle_report import whom_to_ask, with_reports
@@ -260,7 +260,7 @@ def test_a_ticket_of_the_victim_that_the_neighbour_keeps_locked(
 ) -> None:
     """The victim was killed while it waited. Everybody may open and lock what it left."""
     left = state_dir / "queue" / "99.ticket"
-    left.write_bytes(encode(1, Demand(1, frozenset({"GPU-1"}))))
+    left.write_bytes(encode_ticket(1, TicketRequest(1, frozenset({"GPU-1"}))))
     left.chmod(0o644)
     os.chown(left, VICTIM, VICTIM)
 

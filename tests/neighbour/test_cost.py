@@ -64,7 +64,7 @@ def test_each_process_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     for name in ("real_uid_of", "has_ended", "is_stopped"):
         monkeypatch.setattr(procfs, name, lambda pid: asked.append(pid))
-    processes = holders.Processes([])
+    processes = holders.ProcessTable([])
     for number in range(1500):
         holders.who_waits(Ticket(number, number, os.getpid(), "x", 1.0, None), [os.getpid()], processes)
         processes.is_stopped(os.getpid())

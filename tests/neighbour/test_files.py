@@ -18,7 +18,7 @@ from safe_gpu.coordination.files import StateDir
 from safe_gpu.coordination.host_lock import HostLock
 from safe_gpu.coordination.leases import lease_name
 from safe_gpu.coordination.queue import Waiter
-from safe_gpu.coordination.tickets import Demand, Listing, live_tickets
+from safe_gpu.coordination.tickets import Listing, TicketRequest, live_tickets
 from safe_gpu.errors import NotEnoughGpusError, StateDirError
 from safe_gpu.status.gather import gather
 
@@ -86,7 +86,7 @@ def test_a_link_under_a_name_that_is_no_gpus_closes_nothing(used: Path, ground: 
 # Tickets
 
 
-def ahead_of(demand: Demand) -> list[int]:
+def ahead_of(demand: TicketRequest) -> list[int]:
     """The numbers of the live tickets of which a newcomer knows, the nearest first."""
     listing, found = Listing(), []
     with StateDir(os.environ["SAFE_GPU_DIR"]) as root, StateDir("queue", root) as queue:
@@ -110,7 +110,7 @@ def make_ticket(used: Path, number: int, uid: int, content: str = "", mode: int 
     return fd
 
 
-ANY = Demand(1, frozenset({"GPU-0"}))
+ANY = TicketRequest(1, frozenset({"GPU-0"}))
 REQUEST = json.dumps({"pid": 1, "user": "x", "since": 1.0, "request": {"nb_gpus": 1, "gpus": ["GPU-0"]}})
 
 
@@ -175,7 +175,7 @@ def test_links_silence_nobody_and_count_once(used: Path, needs_root: None) -> No
 def test_a_link_to_a_lock_is_no_ticket(used: Path, ground: Any, source: str) -> None:
     ground.hold(0)
     os.link(used / source.format(lease=lease_name(ground.uuids[0])), used / "queue" / "1.ticket")
-    assert ahead_of(Demand(1, frozenset(ground.uuids))) == []
+    assert ahead_of(TicketRequest(1, frozenset(ground.uuids))) == []
     with claim() as owner:
         assert owner.devices_taken == [1]
 

@@ -274,7 +274,7 @@ def test_a_claim_in_a_network_of_its_own_says_who_can_remove_its_lease(
         with files.StateDir(str(owned)) as root:
             files._looked_at.clear()
             files.look_at_owners(root)
-        say(files.doubts())
+        say(files.state_dir_warnings())
 
     heard = as_user(work, uid=OTHER).hear()
     assert ("who can remove the leases in it" in heard) is (owner == OWNER), heard
@@ -290,7 +290,7 @@ def test_a_claim_in_the_network_of_the_host_says_nothing(
     def work(say: Callable[[object], None], listen: Callable[[], str]) -> None:
         with files.StateDir(str(owned)) as root:
             files.look_at_owners(root)
-        say(files.doubts())
+        say(files.state_dir_warnings())
 
     assert as_user(work, uid=OTHER).hear() == "[]"
 

@@ -61,7 +61,7 @@ OF_HIP = [
 
 @pytest.mark.parametrize(("text", "hint"), OF_HIP)
 def test_errors_of_hip(text: str, hint: str) -> None:
-    explained = causes.explain(RuntimeError(text))
+    explained = causes.likely_cause(RuntimeError(text))
     assert hint in explained
     assert bool(explained) is bool(hint)
     assert "nvidia" not in explained.lower()
@@ -73,9 +73,11 @@ def test_what_a_build_for_rocm_says_in_the_words_of_cuda() -> None:
     forked = (
         "Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, you must use the 'spawn'"
     )
-    assert "spawn" in causes.explain(RuntimeError(forked))
-    assert "ROCm" in causes.explain(AssertionError("Torch not compiled with CUDA enabled"))
-    assert "nvidia" not in causes.explain(RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate"))
+    assert "spawn" in causes.likely_cause(RuntimeError(forked))
+    assert "ROCm" in causes.likely_cause(AssertionError("Torch not compiled with CUDA enabled"))
+    assert "nvidia" not in causes.likely_cause(
+        RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate")
+    )
 
 
 @pytest.mark.parametrize(
@@ -94,7 +96,7 @@ def test_what_a_build_for_rocm_says_in_the_words_of_cuda() -> None:
     ],
 )
 def test_which_errors_of_hip_speak_of_the_gpu(text: str, of_the_gpu: bool) -> None:
-    assert causes.speaks_of_gpu(RuntimeError(text)) is of_the_gpu
+    assert causes.blames_gpu(RuntimeError(text)) is of_the_gpu
 
 
 @pytest.mark.parametrize(
@@ -123,7 +125,7 @@ def test_which_errors_of_hip_speak_of_the_gpu(text: str, of_the_gpu: bool) -> No
     ],
 )
 def test_explain(text: str, hint: str) -> None:
-    explained = causes.explain(RuntimeError(text))
+    explained = causes.likely_cause(RuntimeError(text))
     assert hint in explained
     assert bool(explained) is bool(hint)
 
@@ -147,12 +149,12 @@ def test_explain(text: str, hint: str) -> None:
     ],
 )
 def test_which_errors_speak_of_the_gpu(text: str, of_the_gpu: bool) -> None:
-    assert causes.speaks_of_gpu(RuntimeError(text)) is of_the_gpu
+    assert causes.blames_gpu(RuntimeError(text)) is of_the_gpu
     wrapped = PlaceholderError("X could not hold CUDA device 0; the GPU is lost? uncorrectable ECC?")
     wrapped.__cause__ = RuntimeError(text)
-    assert causes.speaks_of_gpu(wrapped) is of_the_gpu
+    assert causes.blames_gpu(wrapped) is of_the_gpu
 
 
 def test_a_rival_that_is_seen_explains_an_unavailable_gpu_but_no_broken_one() -> None:
-    assert not causes.speaks_of_gpu(RuntimeError("CUDA_ERROR_DEVICE_UNAVAILABLE"), rivals=True)
-    assert causes.speaks_of_gpu(RuntimeError("CUDA_ERROR_ECC_UNCORRECTABLE"), rivals=True)
+    assert not causes.blames_gpu(RuntimeError("CUDA_ERROR_DEVICE_UNAVAILABLE"), rivals=True)
+    assert causes.blames_gpu(RuntimeError("CUDA_ERROR_ECC_UNCORRECTABLE"), rivals=True)

@@ -7,7 +7,7 @@ import pytest
 from safe_gpu.devices import Gpu, HostSnapshot
 from safe_gpu.errors import UnsatisfiableRequestError
 from safe_gpu.runtimes.rocm_devices import read
-from safe_gpu.runtimes.variables import hidden, names, read_once, render
+from safe_gpu.runtimes.variables import hide_all, read_visible_once, render_visible, visible_variables
 
 A, B, C, D = "GPU-aa00000000000001", "GPU-aa00000000000002", "GPU-bb00000000000003", "AMD-0000:05:00.0-3"
 HOST = HostSnapshot(tuple(Gpu(index, uuid, vendor="amd") for index, uuid in enumerate((A, B, C, D))))
@@ -94,7 +94,7 @@ def test_nothing_is_set() -> None:
 
 def test_what_a_claim_writes_is_read_back() -> None:
     for visible_as in ("index", "uuid"):
-        written = render([HOST.gpus[3], HOST.gpus[0]], visible_as=visible_as, snapshot=HOST)
+        written = render_visible([HOST.gpus[3], HOST.gpus[0]], visible_as=visible_as, snapshot=HOST)
         assert written == {
             "ROCR_VISIBLE_DEVICES": f"3,{A}",
             "HIP_VISIBLE_DEVICES": "0,1",
@@ -104,7 +104,7 @@ def test_what_a_claim_writes_is_read_back() -> None:
         assert fence is not None
         assert fence.uuids == (D, A)
     with pytest.raises(UnsatisfiableRequestError):
-        render(HOST.gpus, visible_as="name", snapshot=HOST)
+        render_visible(HOST.gpus, visible_as="name", snapshot=HOST)
 
 
 RAY = {"RAY_RAYLET_PID": "7"}
@@ -133,14 +133,14 @@ RAY = {"RAY_RAYLET_PID": "7"}
 )
 def test_under_ray_rocr_is_left_alone(environ: dict[str, str], visible_as: str, written: dict[str, str]) -> None:
     chosen = [HOST.gpus[3], HOST.gpus[0]]
-    assert render(chosen, visible_as=visible_as, snapshot=HOST, environ=environ) == written
+    assert render_visible(chosen, visible_as=visible_as, snapshot=HOST, environ=environ) == written
     fence = read({**environ, **written}, HOST)
     assert fence is not None
     assert fence.uuids == (D, A)
 
 
 def test_the_variable_of_opencl_is_written_where_it_is_set() -> None:
-    written = render(HOST.gpus[2:3], visible_as="index", snapshot=HOST, environ={"GPU_DEVICE_ORDINAL": "2,3"})
+    written = render_visible(HOST.gpus[2:3], visible_as="index", snapshot=HOST, environ={"GPU_DEVICE_ORDINAL": "2,3"})
     assert written["GPU_DEVICE_ORDINAL"] == "0"
 
 
@@ -165,14 +165,14 @@ def of_slurm(value: str, *names: str, **others: str) -> dict[str, str]:
     ],
 )
 def test_the_list_that_slurm_writes_twice_counts_once(environ: dict[str, str], inside: tuple[str, ...]) -> None:
-    fence = read_once(environ, HOST)
+    fence = read_visible_once(environ, HOST)
     assert fence is not None
     assert fence.uuids == inside
 
 
 def test_elsewhere_two_equal_lists_are_what_hip_makes_of_them() -> None:
     both = {"ROCR_VISIBLE_DEVICES": "2,3", "CUDA_VISIBLE_DEVICES": "2,3"}
-    for fence in (read_once(both, HOST), read(of_slurm("2,3"), HOST)):
+    for fence in (read_visible_once(both, HOST), read(of_slurm("2,3"), HOST)):
         assert fence is not None
         assert fence.uuids == ()
 
@@ -184,7 +184,7 @@ def test_a_message_names_the_variables() -> None:
 
 
 def test_all_gpus_hidden() -> None:
-    fence = read(hidden("amd"), HOST)
+    fence = read(hide_all("amd"), HOST)
     assert fence is not None
     assert fence.uuids == ()
-    assert names(HOST) == tuple(hidden("amd"))
+    assert visible_variables(HOST) == tuple(hide_all("amd"))

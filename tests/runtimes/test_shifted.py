@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from safe_gpu.devices import Gpu, HostSnapshot
-from safe_gpu.runtimes.shifted import shifted
+from safe_gpu.runtimes.shifted import stale_indices
 
 GPUS = [Gpu(index, f"GPU-{index}", "Model") for index in range(4)]
 
@@ -37,7 +37,7 @@ def uuids(*indices: int) -> list[str]:
     ],
 )
 def test_indices_that_mean_what_they_did(value: str | None, claimed: tuple[int, ...], lost: tuple[int, ...]) -> None:
-    assert shifted(value, "PCI_BUS_ID", uuids(*claimed), host(*lost)) == ""
+    assert stale_indices(value, "PCI_BUS_ID", uuids(*claimed), host(*lost)) == ""
 
 
 @pytest.mark.parametrize(
@@ -51,17 +51,17 @@ def test_indices_that_mean_what_they_did(value: str | None, claimed: tuple[int, 
     ],
 )
 def test_indices_that_have_shifted(value: str, claimed: tuple[int, ...], lost: tuple[int, ...], text: str) -> None:
-    found = shifted(value, "PCI_BUS_ID", uuids(*claimed), host(*lost))
+    found = stale_indices(value, "PCI_BUS_ID", uuids(*claimed), host(*lost))
     assert found.startswith(f"CUDA_VISIBLE_DEVICES={value} {text}")
     left = [index for index in claimed if index not in lost]
     assert f"set CUDA_VISIBLE_DEVICES={','.join(uuids(*left))} before CUDA starts" in found
 
 
 def test_a_claim_whose_gpus_are_lost_has_nothing_left() -> None:
-    assert ": end this claim" in shifted("1", "PCI_BUS_ID", uuids(1), host(1))
+    assert ": end this claim" in stale_indices("1", "PCI_BUS_ID", uuids(1), host(1))
 
 
 def test_a_gpu_that_the_driver_does_not_list_any_more() -> None:
     gone = HostSnapshot(tuple(replace(gpu, index=gpu.index - 1) for gpu in GPUS[1:]))
-    assert "now means GPU 1, which this claim does not hold: " in shifted("1", "PCI_BUS_ID", uuids(1), gone)
-    assert "since a claimed GPU is gone: end this claim" in shifted("0", "PCI_BUS_ID", uuids(0), gone)
+    assert "now means GPU 1, which this claim does not hold: " in stale_indices("1", "PCI_BUS_ID", uuids(1), gone)
+    assert "since a claimed GPU is gone: end this claim" in stale_indices("0", "PCI_BUS_ID", uuids(0), gone)

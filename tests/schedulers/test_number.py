@@ -13,7 +13,7 @@ import pytest
 
 from safe_gpu.errors import UnsatisfiableRequestError
 from safe_gpu.schedulers import declared_gpus, number_for_job
-from safe_gpu.schedulers.qstat import QstatError, Request, Slots, hard_request, here, slots
+from safe_gpu.schedulers.qstat import QstatError, ResourceRequest, Slots, hard_request, here, slots
 
 SLURM = {"SLURM_JOB_ID": "77"}
 FLUX = {"FLUX_JOB_ID": "ƒABC"}
@@ -119,17 +119,17 @@ def test_no_number_names_the_way_out(environ: dict[str, str], names: list[str]) 
 @pytest.mark.parametrize(
     ("requests", "found"),
     [
-        (hard(request("gpu", 2)), Request(2, "slot")),
-        (hard(request("ngpus", 2, consumable=2), request("h_rt", 100, valtype=3)), Request(2, "job")),
-        (hard(request("gpus", 1, consumable=3, valtype=10)), Request(1, "host")),
-        (hard(request("GPU", 4)), Request(4, "slot")),
+        (hard(request("gpu", 2)), ResourceRequest(2, "slot")),
+        (hard(request("ngpus", 2, consumable=2), request("h_rt", 100, valtype=3)), ResourceRequest(2, "job")),
+        (hard(request("gpus", 1, consumable=3, valtype=10)), ResourceRequest(1, "host")),
+        (hard(request("GPU", 4)), ResourceRequest(4, "slot")),
         (hard(request("gpu_ram", 20)), None),
         (hard(request("gpu", 1, valtype=5)), None),
         (hard(), None),
         ("", None),
     ],
 )
-def test_hard_request(requests: str, found: Request | None) -> None:
+def test_hard_request(requests: str, found: ResourceRequest | None) -> None:
     assert hard_request(qstat_xml(requests, environment="a & b <\x01"), ("gpu", "gpus", "ngpus")) == found
 
 
@@ -141,16 +141,16 @@ def test_hard_request_in_a_broken_list() -> None:
 @pytest.mark.parametrize(
     ("request_", "granted", "number"),
     [
-        (Request(2, "slot"), Slots(1, True), 2),
-        (Request(1, "slot"), Slots(4, False), 4),
-        (Request(0.5, "slot"), Slots(4, True), 2),
-        (Request(1, "slot"), Slots(None, True), None),
-        (Request(2, "job"), Slots(4, True), 2),
-        (Request(2, "job"), Slots(4, False), 0),
-        (Request(2, "host"), Slots(None, False), 2),
+        (ResourceRequest(2, "slot"), Slots(1, True), 2),
+        (ResourceRequest(1, "slot"), Slots(4, False), 4),
+        (ResourceRequest(0.5, "slot"), Slots(4, True), 2),
+        (ResourceRequest(1, "slot"), Slots(None, True), None),
+        (ResourceRequest(2, "job"), Slots(4, True), 2),
+        (ResourceRequest(2, "job"), Slots(4, False), 0),
+        (ResourceRequest(2, "host"), Slots(None, False), 2),
     ],
 )
-def test_request_on_this_host(request_: Request, granted: Slots, number: int | None) -> None:
+def test_request_on_this_host(request_: ResourceRequest, granted: Slots, number: int | None) -> None:
     assert here(request_, granted) == number
 
 

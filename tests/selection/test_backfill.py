@@ -15,22 +15,22 @@ from hypothesis import strategies as st
 from support.worlds import BrokenPromise, Job, World, random_jobs
 
 from safe_gpu.selection import backfill
-from safe_gpu.selection.backfill import Want, dates, free_at, open_gpus, starts
+from safe_gpu.selection.backfill import BackfillRequest, dates, free_at, open_gpus, starts
 
 ALWAYS = math.inf
 NAMES = tuple(f"GPU-{number}" for number in range(16))
 
 
-def want(nb: int, gpus: str, hold_for: float = ALWAYS) -> Want:
+def want(nb: int, gpus: str, hold_for: float = ALWAYS) -> BackfillRequest:
     """``want(2, "013")``: two of the GPUs 0, 1 and 3."""
-    return Want(nb, frozenset(f"GPU-{digit}" for digit in gpus), hold_for)
+    return BackfillRequest(nb, frozenset(f"GPU-{digit}" for digit in gpus), hold_for)
 
 
 def times(*moments: float) -> dict[str, float]:
     return {f"GPU-{number}": moment for number, moment in enumerate(moments)}
 
 
-def dated(wants: Sequence[Want], free: Mapping[str, float]) -> list[float]:
+def dated(wants: Sequence[BackfillRequest], free: Mapping[str, float]) -> list[float]:
     return [date for _, date in dates(wants, free)]
 
 
@@ -75,7 +75,9 @@ def test_when_a_lease_ends(now: float, since: float, until: float | None, expect
         ),
     ],
 )
-def test_the_dates_of_waiters(wants: Sequence[Want], free: Mapping[str, float], expected: Sequence[float]) -> None:
+def test_the_dates_of_waiters(
+    wants: Sequence[BackfillRequest], free: Mapping[str, float], expected: Sequence[float]
+) -> None:
     assert dated(wants, free) == expected
 
 
@@ -92,7 +94,7 @@ def test_the_dates_of_waiters(wants: Sequence[Want], free: Mapping[str, float], 
         pytest.param(want(1, "01", 10), [want(1, "0"), want(2, "01")], "", id="the first can start"),
     ],
 )
-def test_the_gpus_that_are_open(one: Want, ahead: Sequence[Want], expected: str) -> None:
+def test_the_gpus_that_are_open(one: BackfillRequest, ahead: Sequence[BackfillRequest], expected: str) -> None:
     free = times(100, 110, 120)
     assert open_gpus(one, ahead, {"GPU-0"}, free, 100) == want(1, expected).gpus
 
@@ -123,7 +125,7 @@ def test_no_more_waiters_are_read_than_decide() -> None:
     ],
 )
 def test_when_waiters_can_expect_to_start(
-    wants: Sequence[Want], free: Mapping[str, float], expected: Sequence[float]
+    wants: Sequence[BackfillRequest], free: Mapping[str, float], expected: Sequence[float]
 ) -> None:
     assert starts(wants, free) == expected
 
@@ -136,25 +138,25 @@ moments = st.sampled_from([0.0, 0.0, 0.0, 1.0, 3.0, 6.0, 10.0, 30.0, ALWAYS])
 
 
 @st.composite
-def wanted(draw: Any, number: int) -> Want:
+def wanted(draw: Any, number: int) -> BackfillRequest:
     gpus = draw(st.sets(st.sampled_from(NAMES[:number]), min_size=1))
-    return Want(draw(st.integers(1, len(gpus))), frozenset(gpus), draw(holds))
+    return BackfillRequest(draw(st.integers(1, len(gpus))), frozenset(gpus), draw(holds))
 
 
 @st.composite
-def hosts(draw: Any) -> tuple[list[Want], dict[str, float]]:
+def hosts(draw: Any) -> tuple[list[BackfillRequest], dict[str, float]]:
     """Waiters in their order, and when each GPU is free. The present is 0, and GPUs that are free then are free."""
     number = draw(st.integers(2, 6))
     wants = draw(st.lists(wanted(number), min_size=1, max_size=5))
     return wants, {gpu: draw(moments) for gpu in NAMES[:number]}
 
 
-def opened(rule: Any, wants: Sequence[Want], place: int, free: Mapping[str, float]) -> frozenset[str]:
+def opened(rule: Any, wants: Sequence[BackfillRequest], place: int, free: Mapping[str, float]) -> frozenset[str]:
     idle = {gpu for gpu, when in free.items() if when == 0}
     return rule.open_gpus(wants[place], wants[:place], idle, free, 0)  # type: ignore[no-any-return]
 
 
-def reference(wants: Sequence[Want], free: Mapping[str, float]) -> list[float]:
+def reference(wants: Sequence[BackfillRequest], free: Mapping[str, float]) -> list[float]:
     """The dates by the words of the rule: the earliest that no waiter ahead forbids."""
     found: list[float] = []
     for place, one in enumerate(wants):
@@ -172,25 +174,29 @@ def reference(wants: Sequence[Want], free: Mapping[str, float]) -> list[float]:
     return found
 
 
-def check_reference(rule: Any, wants: Sequence[Want], free: Mapping[str, float]) -> None:
+def check_reference(rule: Any, wants: Sequence[BackfillRequest], free: Mapping[str, float]) -> None:
     assert [date for _, date in rule.dates(wants, free)] == reference(wants, free)
 
 
-def check_nobody_hindered_without_a_competitor(rule: Any, wants: Sequence[Want], free: Mapping[str, float]) -> None:
+def check_nobody_hindered_without_a_competitor(
+    rule: Any, wants: Sequence[BackfillRequest], free: Mapping[str, float]
+) -> None:
     for place, one in enumerate(wants):
         if all(one.gpus.isdisjoint(other.gpus) for other in wants[:place]):
             idle = frozenset(gpu for gpu in one.gpus if free[gpu] == 0)
             assert len(idle) < one.nb or opened(rule, wants, place, free) == idle
 
 
-def check_unknown_hold_takes_what_nobody_wants(rule: Any, wants: Sequence[Want], free: Mapping[str, float]) -> None:
+def check_unknown_hold_takes_what_nobody_wants(
+    rule: Any, wants: Sequence[BackfillRequest], free: Mapping[str, float]
+) -> None:
     for place, one in enumerate(wants):
         got = opened(rule, wants, place, free)
         if one.hold_for == ALWAYS and len(got) >= one.nb:
             assert all(got.isdisjoint(other.gpus) for other in wants[:place])
 
 
-def check_who_can_start_is_not_passed(rule: Any, wants: Sequence[Want], free: Mapping[str, float]) -> None:
+def check_who_can_start_is_not_passed(rule: Any, wants: Sequence[BackfillRequest], free: Mapping[str, float]) -> None:
     for place, one in enumerate(wants):
         if len(opened(rule, wants, place, free)) >= one.nb:
             for behind in range(place + 1, len(wants)):
@@ -209,13 +215,13 @@ CHECKS = [
 @pytest.mark.parametrize("check", CHECKS)
 @settings(max_examples=100, deadline=None)
 @given(host=hosts())
-def test_in_any_state(check: Callable[..., None], host: tuple[list[Want], dict[str, float]]) -> None:
+def test_in_any_state(check: Callable[..., None], host: tuple[list[BackfillRequest], dict[str, float]]) -> None:
     check(backfill, *host)
 
 
 @settings(max_examples=100, deadline=None)
 @given(host=hosts())
-def test_expected_starts_fit_the_dates(host: tuple[list[Want], dict[str, float]]) -> None:
+def test_expected_starts_fit_the_dates(host: tuple[list[BackfillRequest], dict[str, float]]) -> None:
     wants, free = host
     for place, (start, date) in enumerate(zip(starts(wants, free), dated(wants, free), strict=True)):
         alone = all(wants[place].gpus.isdisjoint(other.gpus) for other in wants[:place])
@@ -252,7 +258,9 @@ def test_nobody_passes_where_nobody_says_for_how_long() -> None:
 def spare_counting() -> ModuleType:
     """The obvious rule: a request may pass a waiter if at the waiter's date enough other GPUs will be free."""
 
-    def open_by_spares(one: Want, ahead: Any, free: Any, when: Mapping[str, float], now: float) -> frozenset[str]:
+    def open_by_spares(
+        one: BackfillRequest, ahead: Any, free: Any, when: Mapping[str, float], now: float
+    ) -> frozenset[str]:
         left = one.gpus.intersection(free)
         for other, date in dates(ahead, when):
             spare = sum(when[gpu] <= date for gpu in other.gpus if gpu in when) - other.nb
@@ -344,8 +352,8 @@ def test_a_third_request_waits_where_its_spare_gpu_is_promised_to_the_second() -
 def test_holders_that_overrun_do_not_starve_the_first_waiter(rule: Any) -> None:
     gpus = NAMES[:3]
     world = World(rule, gpus, random.Random(3))
-    short = [Job(number, number, Want(1, frozenset(gpus), 10), lasts=12) for number in range(1000)]
-    large = Job(-1, 5, Want(2, frozenset(gpus), 50), lasts=50)
+    short = [Job(number, number, BackfillRequest(1, frozenset(gpus), 10), lasts=12) for number in range(1000)]
+    large = Job(-1, 5, BackfillRequest(2, frozenset(gpus), 50), lasts=50)
     if rule is backfill:
         world.run([large, *short], until=100)
         assert large.started is not None

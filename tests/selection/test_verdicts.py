@@ -8,10 +8,19 @@ from typing import Any
 
 import pytest
 
-from safe_gpu.devices import ComputeMode, Gpu, GpuProcess, GpuRequest, GpuVerdict, Holder, HostSnapshot, ProcessKind
+from safe_gpu.devices import (
+    ComputeMode,
+    Gpu,
+    GpuProcess,
+    GpuRequest,
+    GpuVerdict,
+    HostSnapshot,
+    LeaseHolder,
+    ProcessKind,
+)
 from safe_gpu.errors import UnsatisfiableRequestError
 from safe_gpu.runtimes import visible_devices as visibility
-from safe_gpu.runtimes.visible_devices import Fence
+from safe_gpu.runtimes.visible_devices import VisibleLimit
 from safe_gpu.selection import naming, occupancy, possible, rules, verdicts
 from safe_gpu.selection.naming import matches_model, names_device, unknown_names
 from safe_gpu.selection.possible import can_be_met_by_releases, candidates, capacity, check_possible
@@ -143,13 +152,13 @@ def test_the_one_in_the_way_is_named() -> None:
 
 
 def test_a_lease_says_who_and_since_when() -> None:
-    holder = Holder(4242, "alice", "1717", "python train.py", 1_700_000_000.0)
+    holder = LeaseHolder(4242, "alice", "1717", "python train.py", 1_700_000_000.0)
     verdict = verdict_on(gpu(), leased={gpu().uuid: holder})
     since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(1_700_000_000))
     assert verdict.state == "claimed"
     assert verdict.reason == f"claimed by process 4242 (alice, job 1717, python train.py) since {since}"
     assert (verdict.pid, verdict.user) == (4242, "alice")
-    assert verdict_on(gpu(), leased={gpu().uuid: Holder()}).reason == "claimed"
+    assert verdict_on(gpu(), leased={gpu().uuid: LeaseHolder()}).reason == "claimed"
     assert verdict_on(gpu(), leased={gpu(1).uuid: holder}).free
 
 
@@ -179,7 +188,7 @@ def test_a_process_in_two_lists_is_counted_once() -> None:
 def test_a_single_gpu_with_a_display_is_shared() -> None:
     used = gpu(display_active=True, memory_used=4 * GIB, processes=(process(),), processes_supported=False)
     snapshot = HostSnapshot((used,))
-    (verdict,) = judge(snapshot, ANY, leased={used.uuid: Holder(1)})
+    (verdict,) = judge(snapshot, ANY, leased={used.uuid: LeaseHolder(1)})
     assert (verdict.state, verdict.reason, verdict.free) == ("display", "", True)
     check_possible(snapshot, ANY)
     assert candidates(snapshot, ANY) == (used,)
@@ -268,8 +277,8 @@ def test_what_may_come_in_time(snapshot: HostSnapshot, request_: GpuRequest, fen
 
 
 def test_leases_beyond_the_fence_are_not_called_free() -> None:
-    leased = {gpu(index).uuid: Holder(1) for index in range(3, 8)}
-    fence = Fence("0", (gpu(0).uuid,))
+    leased = {gpu(index).uuid: LeaseHolder(1) for index in range(3, 8)}
+    fence = VisibleLimit("0", (gpu(0).uuid,))
     with pytest.raises(UnsatisfiableRequestError, match="2 others are free"):
         check_possible(host(), GpuRequest(2), fence, leased=leased)
     assert fence_hint(judge(host(), ANY, leased=leased), fence).endswith("1 of 8 GPUs; 2 others are free")
@@ -292,7 +301,7 @@ def test_candidates() -> None:
 
 def test_what_releases_alone_can_satisfy() -> None:
     snapshot = host(4, _1=gpu(1, processes=(process(),)), _2=gpu(2, processes=(process(),)))
-    verdicts = judge(snapshot, ANY, leased={gpu(0).uuid: Holder(1)})  # claimed, busy, busy, free
+    verdicts = judge(snapshot, ANY, leased={gpu(0).uuid: LeaseHolder(1)})  # claimed, busy, busy, free
     everything = {device.uuid for device in snapshot.gpus}
     assert can_be_met_by_releases(everything, 2, verdicts)
     assert not can_be_met_by_releases(everything, 3, verdicts)

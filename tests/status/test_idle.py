@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from safe_gpu.devices import Gpu
-from safe_gpu.status.gather import ClaimStatus, GpuStatus
+from safe_gpu.status.facts import ClaimStatus, GpuStatus
 from safe_gpu.status.idle import with_idle_times
 
 SINCE = 1000.0

@@ -13,10 +13,10 @@ from safe_gpu import NoPlaceholder, claim_gpus, procfs
 from safe_gpu.claim.nested import ancestor_may_hold, pids_of_outer
 from safe_gpu.coordination.leases import LeaseRecord, lease_name
 from safe_gpu.coordination.tickets import Ticket
-from safe_gpu.devices import Gpu, GpuRequest, Holder, HostSnapshot
+from safe_gpu.devices import Gpu, GpuRequest, HostSnapshot, LeaseHolder
 from safe_gpu.selection.verdicts import judge
 from safe_gpu.status.gather import gather
-from safe_gpu.status.holders import LockedFile, Processes, who_holds, who_waits
+from safe_gpu.status.holders import LockedFile, ProcessTable, who_holds, who_waits
 
 OTHER = 4026539999
 FIRST = procfs.FIRST_PID_NAMESPACE
@@ -41,15 +41,15 @@ def test_where_a_process_is(monkeypatch: pytest.MonkeyPatch, own: int, other: in
 
 def test_an_unrelated_process_with_that_number_is_not_blamed() -> None:
     record = LeaseRecord.of_this_process(None, None)
-    holding = who_holds(FILE, record._replace(pidns=OTHER), Processes([]))
+    holding = who_holds(FILE, record._replace(pidns=OTHER), ProcessTable([]))
     assert holding[:2] == (None, None)
     assert f"as process {os.getpid()} there, which cannot be seen from here" in holding.note
-    assert who_holds(FILE, record, Processes([]))[:2] == (None, None), "nor is one of here, on a record's word"
+    assert who_holds(FILE, record, ProcessTable([]))[:2] == (None, None), "nor is one of here, on a record's word"
     ticket = Ticket(1, 2, os.getpid(), "x", 1.0, None, OTHER, os.geteuid())
-    pid, user, note = who_waits(ticket, (), Processes([]))
+    pid, user, note = who_waits(ticket, (), ProcessTable([]))
     assert (pid, user) == (None, procfs.user_name(os.geteuid()))
     assert f"as process {os.getpid()} there, which cannot be seen from here" in note
-    assert who_waits(ticket, [os.getpid()], Processes([]))[0] == os.getpid()
+    assert who_waits(ticket, [os.getpid()], ProcessTable([]))[0] == os.getpid()
 
 
 def test_a_record_of_another_namespace_on_a_lock_of_this_one(ground, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,7 +101,7 @@ def test_the_processes_of_an_outer_claim_elsewhere() -> None:
 
 def test_what_a_refusal_says() -> None:
     gpu = Gpu(0, "GPU-0")
-    held = {"GPU-0": Holder(7, "ada", command="train", place="in a container")}
+    held = {"GPU-0": LeaseHolder(7, "ada", command="train", place="in a container")}
     (verdict,) = judge(HostSnapshot((gpu,)), GpuRequest(), leased=held)
     assert verdict.reason == "claimed by process 7 in a container (ada, train)"
     assert verdict.pid is None

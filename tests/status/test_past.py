@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from safe_gpu.coordination.endings import Ending
+from safe_gpu.coordination.endings import ClaimEnd
 from safe_gpu.coordination.history import LARGEST, NAME
 from safe_gpu.status import past as past_module
 from safe_gpu.status.history_table import table_of_claims, table_of_use
 from safe_gpu.status.past import PastClaim, claims_between, merged
-from safe_gpu.status.usage import KEYS, held, use_by
+from safe_gpu.status.usage import KEYS, gpu_hours_by, hours_held
 from safe_gpu.text import display_width
 
 DAY = 86400.0
@@ -39,13 +39,13 @@ def past(
 
 def test_ends_go_to_their_claims_and_the_narrowest_counts() -> None:
     told = [
-        Ending(1, 10.0, 20.0, 90.0),
+        ClaimEnd(1, 10.0, 20.0, 90.0),
         past(1, 10.0),
-        Ending(1, 10.0, 30.0, 99.0),
+        ClaimEnd(1, 10.0, 30.0, 99.0),
         past(2, 10.0, gpus=("GPU-b",)),
-        Ending(2, 10.0, 10.0, 99.0),
-        Ending(2, 10.0, 50.0, 50.0),
-        Ending(3, 10.0, 20.0, 20.0),  # of nobody
+        ClaimEnd(2, 10.0, 10.0, 99.0),
+        ClaimEnd(2, 10.0, 50.0, 50.0),
+        ClaimEnd(3, 10.0, 20.0, 20.0),  # of nobody
         past(1, 10.0, user="forged"),
     ]
     found = {one.pid: one for one in merged(told)}
@@ -60,7 +60,7 @@ def test_a_claim_without_an_end_ended_before_the_next_on_one_of_its_gpus() -> No
 
 
 def test_a_claim_that_runs_has_no_end_whatever_a_line_says() -> None:
-    (one,) = merged([past(1, 10.0), Ending(1, 10.0, 20.0, 20.0), past(1, 10.0, seen=99.0, running=True)])
+    (one,) = merged([past(1, 10.0), ClaimEnd(1, 10.0, 20.0, 20.0), past(1, 10.0, seen=99.0, running=True)])
     assert (one.running, one.ended, one.seen) == (True, None, 99.0)
 
 
@@ -94,7 +94,7 @@ def test_claims_after_the_time_push_out_none(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(past_module, "_MOST", 100)
     warnings: list[str] = []
     later = [past(pid, 20.0 + pid) for pid in range(2, 1000)]
-    (one,) = merged([past(1, 10.0), *later, Ending(5, 25.0, 26.0, 26.0)], 20.0, warnings)
+    (one,) = merged([past(1, 10.0), *later, ClaimEnd(5, 25.0, 26.0, 26.0)], 20.0, warnings)
     assert (one.pid, one.ended, warnings) == (1, 22.0, [])
 
 
@@ -111,7 +111,7 @@ def test_claims_after_the_time_push_out_none(monkeypatch: pytest.MonkeyPatch) ->
     ],
 )
 def test_only_the_time_that_was_asked_for_counts(claim: PastClaim, expected: tuple[float, float]) -> None:
-    assert held(claim, MONDAY, MONDAY + 2 * DAY) == expected
+    assert hours_held(claim, MONDAY, MONDAY + 2 * DAY) == expected
 
 
 def test_gpu_hours_by_user_gpu_job_and_day() -> None:
@@ -119,7 +119,7 @@ def test_gpu_hours_by_user_gpu_job_and_day() -> None:
         past(1, MONDAY + 23 * 3600, MONDAY + 25 * 3600, gpus=("a", "b"), labels=("0", "1"), user="anna", job="sge:1"),
         past(2, MONDAY + 3600, MONDAY + 7200, MONDAY + 3600, gpus=("b",), user="bert"),
     ]
-    rows = {by: [tuple(row) for row in use_by(claims, by, MONDAY, MONDAY + 7 * DAY)] for by in KEYS}
+    rows = {by: [tuple(row) for row in gpu_hours_by(claims, by, MONDAY, MONDAY + 7 * DAY)] for by in KEYS}
     assert rows == {
         "user": [("anna", 1, 4.0, 4.0), ("bert", 1, 0.0, 1.0)],
         "gpu": [("1 b", 2, 2.0, 3.0), ("0 a", 1, 2.0, 2.0)],
@@ -130,7 +130,7 @@ def test_gpu_hours_by_user_gpu_job_and_day() -> None:
 
 def test_a_claim_that_ended_at_the_moment_it_began_counts_for_its_day() -> None:
     at_once = past(since=MONDAY + 60, ended=MONDAY + 60)
-    assert [tuple(row) for row in use_by([at_once], "day", MONDAY, MONDAY + DAY)] == [("2026-11-16", 1, 0.0, 0.0)]
+    assert [tuple(row) for row in gpu_hours_by([at_once], "day", MONDAY, MONDAY + DAY)] == [("2026-11-16", 1, 0.0, 0.0)]
 
 
 CLAIMS = st.builds(
@@ -144,8 +144,8 @@ CLAIMS = st.builds(
 
 @given(st.lists(CLAIMS, max_size=9), st.sampled_from(KEYS), st.floats(0, 9 * DAY))
 def test_every_way_to_sum_up_gives_the_same_sum(claims: list[PastClaim], by: str, span: float) -> None:
-    rows = use_by(claims, by, MONDAY, MONDAY + span)
-    expected = sum(held(one, MONDAY, MONDAY + span)[1] * len(one.gpus) for one in claims) / 3600
+    rows = gpu_hours_by(claims, by, MONDAY, MONDAY + span)
+    expected = sum(hours_held(one, MONDAY, MONDAY + span)[1] * len(one.gpus) for one in claims) / 3600
     assert sum(row.most for row in rows) == pytest.approx(expected, abs=1e-6)
     assert all(0 <= row.least <= row.most + 1e-9 for row in rows)
 
@@ -153,7 +153,7 @@ def test_every_way_to_sum_up_gives_the_same_sum(claims: list[PastClaim], by: str
 @given(st.lists(CLAIMS, min_size=1, max_size=5), st.integers(20, 200))
 def test_tables_keep_to_the_width(claims: list[PastClaim], width: int) -> None:
     tables = [table_of_claims(claims, MONDAY, MONDAY + DAY, width)]
-    tables += [table_of_use(use_by(claims, by, MONDAY, MONDAY + 9 * DAY), by, width) for by in KEYS]
+    tables += [table_of_use(gpu_hours_by(claims, by, MONDAY, MONDAY + 9 * DAY), by, width) for by in KEYS]
     assert all(display_width(line) <= width for table in tables for line in table)
 
 

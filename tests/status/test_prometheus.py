@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from support.prometheus import exporter, fetched, free_port, parser, program, running
 
 from safe_gpu.devices import Gpu
-from safe_gpu.status.gather import ClaimStatus, GpuStatus, HostStatus, WaiterStatus, gather
+from safe_gpu.status.facts import ClaimStatus, GpuStatus, HostStatus, WaiterStatus
+from safe_gpu.status.gather import gather
 from safe_gpu.status.prometheus import render_metrics
 
 NOW = 1_795_000_000.0

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from safe_gpu.coordination.tickets import Demand, Ticket
+from safe_gpu.coordination.tickets import Ticket, TicketRequest
 from safe_gpu.devices import Gpu
-from safe_gpu.status.gather import ClaimStatus, GpuStatus, _occupancy
+from safe_gpu.status.facts import ClaimStatus, GpuStatus
+from safe_gpu.status.gather import _occupancy
 from safe_gpu.status.starts import expected_starts
 
 NOW = 1000.0
@@ -20,7 +21,9 @@ def gpu(index: int, state: str = "claimed", until: float | None = None, inner: C
 
 
 def ticket(nb_gpus: int, hold_for: float | None = None, inner: str = "") -> Ticket:
-    return Ticket(1, 1, 0, "x", 1.0, Demand(nb_gpus, frozenset({f"GPU-0{inner}", f"GPU-1{inner}"}), None, hold_for))
+    return Ticket(
+        1, 1, 0, "x", 1.0, TicketRequest(nb_gpus, frozenset({f"GPU-0{inner}", f"GPU-1{inner}"}), None, hold_for)
+    )
 
 
 UNREADABLE = ticket(1)._replace(demand=None)

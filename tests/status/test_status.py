@@ -23,8 +23,9 @@ from safe_gpu.coordination.leases import LeaseRecord, lease_name
 from safe_gpu.devices import Gpu, GpuProcess, HostSnapshot
 from safe_gpu.drivers.presets import preset
 from safe_gpu.status import probe as host_facts
-from safe_gpu.status.gather import ClaimStatus, GpuStatus, HostStatus, ProcessStatus, WaiterStatus, gather
-from safe_gpu.status.holders import LockedFile, Processes, who_holds
+from safe_gpu.status.facts import ClaimStatus, GpuStatus, HostStatus, ProcessStatus, WaiterStatus
+from safe_gpu.status.gather import gather
+from safe_gpu.status.holders import LockedFile, ProcessTable, who_holds
 from safe_gpu.status.table import render
 from safe_gpu.text import display_width
 
@@ -317,11 +318,11 @@ def test_a_pid_that_was_used_again_is_not_the_holder(state_dir: Path, child) -> 
     other = child("listen()")
     record = LeaseRecord.of_this_process(None, None)._replace(pid=other.pid, start=procfs.start_time(other.pid))
     file = LockedFile("x", 1, 1, (other.pid,))
-    assert who_holds(file, record, Processes([])) == (other.pid, os.geteuid(), "")
-    ended = who_holds(file, record._replace(start=record.start - 1), Processes([]))
+    assert who_holds(file, record, ProcessTable([])) == (other.pid, os.geteuid(), "")
+    ended = who_holds(file, record._replace(start=record.start - 1), ProcessTable([]))
     assert ended[:2] == (None, None)
     assert "has ended; a process that it started still holds it" in ended.note
-    doubtful = who_holds(file, record._replace(start=None), Processes([]))
+    doubtful = who_holds(file, record._replace(start=None), ProcessTable([]))
     assert doubtful[:2] == (other.pid, None)
     assert f"does not fit process {other.pid}, which /proc/locks names" in doubtful.note
 
@@ -336,16 +337,16 @@ def test_a_lock_that_was_passed_on_is_found_where_it_may_be_looked_for(tmp_path:
     status = path.stat()
     file = LockedFile(path.name, status.st_dev, status.st_ino)
     with path.open():
-        holding = who_holds(file, record, Processes([path.name]))
+        holding = who_holds(file, record, ProcessTable([path.name]))
     assert holding[:2] == (heir, os.geteuid())
     assert f"names process {os.getpid()}, which does not hold the lock; process {heir} does" in holding.note
-    assert who_holds(replace(file, inode=1), record, Processes([path.name])).pid is None
+    assert who_holds(replace(file, inode=1), record, ProcessTable([path.name])).pid is None
 
 
 def test_a_holder_that_nobody_can_see(state_dir: Path) -> None:
     record = LeaseRecord.of_this_process(None, None)
     for one, note in ((record, "cannot be seen from here (in another container?)"), (None, "record cannot be read")):
-        holding = who_holds(LockedFile("x", 1, 1), one, Processes([]))
+        holding = who_holds(LockedFile("x", 1, 1), one, ProcessTable([]))
         assert holding[:2] == (None, None)
         assert note in holding.note
 

@@ -198,7 +198,7 @@ class FakeGpus:
         self._monkeypatch.setattr(pynvml, "CDLL", ctypes.CDLL)
         self._monkeypatch.setattr(pynvml, "nvmlLib", None)
         self._monkeypatch.setattr(pynvml, "_nvmlGetFunctionPointer_cache", {})
-        self._monkeypatch.setattr(nvml, "_KNOWN", nvml_inventory.Known())  # of the hosts of other tests
+        self._monkeypatch.setattr(nvml, "_KNOWN", nvml_inventory.KnownGpus())  # of the hosts of other tests
 
     def python(self, code: str, *arguments: str, timeout: float = 60.0, **environment: str) -> str:
         """Output of Python code that runs in a child which sees these GPUs."""

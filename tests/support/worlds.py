@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from safe_gpu.selection.backfill import Want
+from safe_gpu.selection.backfill import BackfillRequest
 
 __all__ = ["BrokenPromise", "Job", "World", "random_jobs"]
 
@@ -27,7 +27,7 @@ class Job:
 
     name: int
     arrives: float
-    want: Want
+    want: BackfillRequest
     lasts: float
     patience: float = math.inf
     started: float | None = None
@@ -155,7 +155,7 @@ def random_jobs(
             Job(
                 name,
                 arrives=chance.randint(0, 60),
-                want=Want(chance.randint(1, len(among)), among, says),
+                want=BackfillRequest(chance.randint(1, len(among)), among, says),
                 lasts=lasts,
                 patience=chance.choice((math.inf, math.inf, 10)),
             )

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .spelling import ArgumentStyle
+from .argument_style import ArgumentStyle
 
 VENDORS = ("nvidia", "amd")
 """Of these GPUs; a claim that chooses none takes the first that the host has."""

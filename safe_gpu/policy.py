@@ -12,9 +12,9 @@ from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
 
 from . import procfs, programs
-from .durations import parse_duration
+from .argument_style import ArgumentStyle
 from .errors import PolicyError, UnsatisfiableRequestError
-from .spelling import ArgumentStyle
+from .settings import parse_duration
 
 KEYS = ("max_gpus", "max_hold", "default_hold", "max_wait", "idle_report_after")
 """What a section may set. All but ``max_gpus`` are durations."""

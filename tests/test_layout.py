@@ -24,11 +24,11 @@ FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"claim"}),
     frozenset({"status", "affinity"}),
     frozenset({"selection", "drivers"}),
-    frozenset({"coordination", "runtimes", "schedulers", "policy"}),
-    frozenset({"settings", "topology", "text", "durations"}),
+    frozenset({"coordination", "runtimes", "schedulers", "policy", "topology"}),
+    frozenset({"settings", "text"}),
     frozenset({"errors"}),
-    frozenset({"procfs", "programs", "devices"}),
-    frozenset({"spelling"}),
+    frozenset({"procfs", "programs", "devices", "sysfs"}),
+    frozenset({"argument_style", "cpulist"}),
 )
 FLOOR = {room: len(FLOORS) - number for number, rooms in enumerate(FLOORS) for room in rooms}
 

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from safe_gpu.affinity.reading import read_topology
 from safe_gpu.errors import GPUAffinityError
-from safe_gpu.topology import GpuLocality, HostTopology
+from safe_gpu.topology import GpuLocality, HostTopology, read_topology
 
 
 @pytest.mark.parametrize(

@@ -18,10 +18,9 @@ from pathlib import Path
 from safe_gpu.affinity.near import node_cpus_of
 from safe_gpu.affinity.options import MODES
 from safe_gpu.affinity.policies import plan
-from safe_gpu.affinity.reading import read_topology
 from safe_gpu.devices import Gpu, HostSnapshot
 from safe_gpu.runtimes.runtime import Runtime
-from safe_gpu.topology import GpuLocality, HostTopology
+from safe_gpu.topology import GpuLocality, HostTopology, read_topology
 
 BUDGET_MS = 20.0
 

@@ -20,8 +20,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from safe_gpu import sysfs as kfd_nodes
 from safe_gpu.devices import Gpu, HostSnapshot
-from safe_gpu.drivers import kfd_nodes
 from safe_gpu.drivers.kfd import KfdDriver
 from safe_gpu.errors import SafeGpuError
 from safe_gpu.runtimes.hip_runtime import HIP

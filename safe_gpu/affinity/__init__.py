@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ..topology import GpuLocality, HostTopology
+    from ..topology import GpuLocality, HostTopology, read_topology
     from .binding import BindingReport, PartReport, bind_process, original_mask, undo
     from .cpu_shares import (
         ClaimShares,
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from .placement_report import PlacementReport
     from .placements import placement
     from .policies import plan
-    from .reading import read_topology
 
 __all__ = [
     "AffinityOptions",
@@ -85,8 +84,7 @@ _HOMES = {
         "split_share",
         "undo_binding",
     ),
-    "reading": ("read_topology",),
-    ".topology": ("GpuLocality", "HostTopology"),
+    ".topology": ("read_topology", "GpuLocality", "HostTopology"),
 }
 
 

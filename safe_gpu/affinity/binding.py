@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from operator import index
 from typing import NamedTuple
 
+from ..cpulist import LIMIT, format_cpulist
 from ..errors import GPUAffinityError
-from .cpulist import LIMIT, format_cpulist
 from .options import check_memory_mode
 
 

@@ -10,10 +10,10 @@ import os
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from ..cpulist import format_cpulist
 from ..errors import GPUAffinityError
 from ..settings import fsroot_or_default
 from .binding import BindingReport, PartReport, bind_process, enter, leave, original_mask
-from .cpulist import format_cpulist
 from .near import node_cpus_of
 from .options import AffinityOptions, doubt_about
 
@@ -149,7 +149,7 @@ def _bind_near(
                 if not share & known[index]
             )
             return bind_process(shares.cpus, notes=(*shares.notes, *_notes(remote)))
-    from .reading import read_topology
+    from ..topology import read_topology
 
     topology = read_topology(fsroot, driver)
     nodes = memory_nodes(topology, indices) if memory is not None else frozenset[int]()
@@ -182,7 +182,7 @@ undo_binding = leave
 
 def nodes_of_cpus(cpus: Iterable[int], driver: Driver, fsroot: str | None = None) -> frozenset[int] | None:
     """The NUMA nodes of some CPUs, from the node lists only; None if the kernel shows no node for them."""
-    from .sysfs import Tree
+    from ..sysfs import SysfsTree
 
     wanted = frozenset(cpus)
     root = fsroot_or_default(fsroot)
@@ -190,7 +190,7 @@ def nodes_of_cpus(cpus: Iterable[int], driver: Driver, fsroot: str | None = None
     if own is not None:
         by_node = dict(own.nodes)
     else:
-        tree = Tree(root)
+        tree = SysfsTree(root)
         by_node = {node: tree.node_cpus(node) for node in tree.node_ids()}
     return frozenset(node for node, near in by_node.items() if near & wanted) or None
 

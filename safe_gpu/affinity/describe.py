@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+from ..cpulist import format_cpulist
 from ..topology import GpuLocality, HostTopology
-from .cpulist import format_cpulist
 from .options import AffinityOptions
 from .policies import is_remote
 

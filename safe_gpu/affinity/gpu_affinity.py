@@ -6,12 +6,12 @@ import logging
 import os
 
 from ..errors import GPUAffinityError, SafeGpuError
+from ..topology import read_topology
 from .binding import bind_process, original_mask
 from .modes import Mode, Multithreading, Scope
 from .numbering import by_ordinal, remember, visible
 from .options import AffinityOptions, doubt_about
 from .policies import plan
-from .reading import read_topology
 
 
 def set_affinity(

@@ -22,7 +22,7 @@ def node_cpus_of(
 
     The set may have CPUs that are offline, and may lack CPUs that NVML hides from this process: intersect it with the
     process's mask. The result is None if the node has no CPUs, if the driver brings its own host topology, or if the
-    node is unknown; :func:`~safe_gpu.affinity.reading.read_topology` reads the whole host then.
+    node is unknown; :func:`~safe_gpu.topology.read_topology` reads the whole host then.
 
     Raises:
         GPUAffinityError: the driver does not answer.
@@ -33,9 +33,9 @@ def node_cpus_of(
     root = fsroot_or_default(fsroot)
     if root == "/" and as_affinity_error(driver, lambda: driver.host_topology()) is not None:
         return None
-    from .sysfs import Tree
+    from ..sysfs import SysfsTree
 
-    tree = Tree(root)
+    tree = SysfsTree(root)
     bus_id = normalize_bus_id(gpu.pci_bus_id)
     node = tree.pci_node(bus_id)
     if node is None:
@@ -64,7 +64,7 @@ def node_memory(
     root = fsroot_or_default(fsroot)
     if root == "/" and as_affinity_error(driver, lambda: driver.host_topology()) is not None:
         return {}
-    from .sysfs import Tree
+    from ..sysfs import SysfsTree
 
-    tree = Tree(root)
+    tree = SysfsTree(root)
     return {node: memory for node in nodes if (memory := tree.node_memory(node)) is not None}

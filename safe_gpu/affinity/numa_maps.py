@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from .cpulist import parse_cpulist
+from ..cpulist import parse_cpulist
 
 # "bind:0-1", "prefer:0", "prefer (many):0", "bind=static:0", "default"
 _POLICY = re.compile(rb"[0-9a-f]+ (weighted interleave|prefer \(many\)|[a-z]+)(?:=[a-z|]+)?(?::([0-9,-]+))?(?: |$)")

@@ -6,15 +6,15 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from ..cpulist import format_cpulist
 from ..drivers import opened_driver
 from ..errors import GPUAffinityError, SafeGpuError
+from ..topology import read_topology
 from .binding import original_mask
 from .cpu_shares import memory_nodes
-from .cpulist import format_cpulist
 from .numbering import ResolvedGpus, by_name, by_ordinal
 from .options import AffinityOptions, check_memory_mode, doubt_about, falls_back, parse_options
 from .policies import plan
-from .reading import read_topology
 
 if TYPE_CHECKING:
     from ..devices import HostSnapshot

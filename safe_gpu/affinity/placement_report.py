@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from .cpulist import format_cpulist
+from ..cpulist import format_cpulist
 
 
 @dataclass(frozen=True)

@@ -10,15 +10,14 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
+from ..cpulist import parse_cpulist
 from ..errors import GPUAffinityError, SafeGpuError
 from ..procfs import command_of, descendants, lines_of, printable, read_start
 from ..runtimes.variables import visible_variables
-from ..topology import GpuLocality, HostTopology
-from .cpulist import parse_cpulist
+from ..topology import GpuLocality, HostTopology, read_topology
 from .numa_maps import NumaMaps, parse_numa_maps
 from .numbering import BOUND, Names, by_name, by_ordinal, remembered, visible
 from .placement_report import PlacementReport, ProcessPlacement, ThreadPlacement
-from .reading import read_topology
 
 if TYPE_CHECKING:
     from ..devices import Gpu, HostSnapshot

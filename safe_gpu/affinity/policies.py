@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from itertools import zip_longest
 
+from ..cpulist import format_cpulist
 from ..errors import GPUAffinityError
 from ..topology import GpuLocality, HostTopology
-from .cpulist import format_cpulist
 from .modes import Mode, Multithreading, Scope
 from .options import DIVIDING_MODES, AffinityOptions
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from .. import settings
+from ..argument_style import ArgumentStyle
 from ..coordination.host_lock import MINIMUM_PATIENCE, HostLock
 from ..coordination.survey import lease_holders
 from ..devices import Gpu, GpuRequest
@@ -17,7 +18,6 @@ from ..procfs import describe_process
 from ..selection.request import parse_request
 from ..selection.rules import Rules
 from ..selection.verdicts import judge
-from ..spelling import ArgumentStyle
 from .acquisition import wait_until_free
 from .host_view import HostView
 from .terms import read_options

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from .. import procfs
-from ..durations import parse_duration
+from ..argument_style import ArgumentStyle
 from ..errors import UnsatisfiableRequestError
 from ..schedulers import JobContext
-from ..spelling import ArgumentStyle
+from ..settings import parse_duration
 from .timeout import DefaultTimeout
 
 _DAY = 86400.0

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
+from ..argument_style import ArgumentStyle
 from ..coordination.leases import LeaseRecord
 from ..coordination.signals import DeferredSignals
 from ..devices import Gpu
@@ -16,7 +17,6 @@ from ..drivers import opened_driver
 from ..errors import AlreadyClaimedError, GPUAffinityError, PlaceholderError
 from ..runtimes.fence import remember_initializer
 from ..runtimes.variables import render_visible
-from ..spelling import ArgumentStyle
 from .acquisition import acquire
 from .claim import Claim
 from .environment import ClaimVariables
@@ -144,7 +144,7 @@ class GPUOwner:
         """``<GPUOwner: GPU 0,1 (NVIDIA A100-SXM4-80GB), CPUs 0-15>``, for notebooks."""
         if not self.gpus:
             return "<GPUOwner: released>"
-        from ..affinity.cpulist import format_cpulist
+        from ..cpulist import format_cpulist
         from ..text import gpus_by_model
 
         parts = [gpus_by_model((gpu.label, gpu.name) for gpu in self.gpus)]

@@ -20,12 +20,12 @@ from ..procfs import printable_lines
 from ..text import format_age, plural
 
 if TYPE_CHECKING:
+    from ..argument_style import ArgumentStyle
     from ..coordination.files import StateDir
     from ..coordination.leases import Lease
     from ..coordination.tickets import Ticket
     from ..devices import Gpu
     from ..policy import Limits, Policy
-    from ..spelling import ArgumentStyle
     from .hold_for import HoldTime
 
 

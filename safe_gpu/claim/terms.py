@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import settings
+from ..argument_style import ArgumentStyle
 from ..coordination.host_lock import MINIMUM_PATIENCE
 from ..devices import GpuRequest, HostSnapshot
 from ..errors import PlaceholderError, UnsatisfiableRequestError
@@ -16,7 +17,6 @@ from ..procfs import printable_lines
 from ..runtimes.visible_devices import render
 from ..schedulers import JobContext, current
 from ..selection.request import parse_request
-from ..spelling import ArgumentStyle
 from .hold_for import UNKNOWN, HoldTime, parse_hold_for
 from .timeout import DEFAULT, DefaultTimeout, parse_timeout
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from ..durations import parse_duration
+from ..argument_style import ArgumentStyle
 from ..errors import UnsatisfiableRequestError
-from ..spelling import ArgumentStyle
+from ..settings import parse_duration
 
 # Default timeouts in seconds. The scheduler has assigned a GPU to a batch job, so one will become free. Elsewhere the
 # wait only covers the exit of a previous process.

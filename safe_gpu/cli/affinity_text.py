@@ -32,10 +32,10 @@ def affinity_text(
     all GPUs of the host, whichever are shown.
     """
     from ..affinity import AffinityOptions, affinity_json, affinity_table, plan, read_topology
-    from ..affinity.cpulist import parse_cpulist
     from ..affinity.describe import node_table
     from ..affinity.near import node_memory
     from ..affinity.options import doubt_about
+    from ..cpulist import parse_cpulist
 
     options = AffinityOptions(mode, scope, multithreading, balanced, min_physical_cores, max_physical_cores)
     with opened_driver() as driver:

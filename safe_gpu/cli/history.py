@@ -54,7 +54,7 @@ GPU-hours have a least and a most for that."""
 
 def moment(text: str) -> float:
     """A date, a time, a word or an age, in local time, as Unix seconds."""
-    from ..durations import parse_duration
+    from ..settings import parse_duration
 
     word, now = text.strip().lower(), time.time()
     today = time.localtime(now)

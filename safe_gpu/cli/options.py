@@ -7,8 +7,8 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from ..argument_style import ArgumentStyle
 from ..errors import SafeGpuError
-from ..spelling import ArgumentStyle
 from .parser import is_number
 
 
@@ -47,7 +47,7 @@ def _checked(parse: Callable[[str], Any]) -> Callable[[str], Any]:
 
 @_checked
 def _duration(text: str) -> float | None:
-    from ..durations import parse_duration
+    from ..settings import parse_duration
 
     return parse_duration(text, spelling=CommandLine)
 
@@ -72,7 +72,7 @@ def _count(text: str) -> int | str:
 @_checked
 def seconds(text: str) -> float:
     """The value of --interval."""
-    from ..durations import parse_duration
+    from ..settings import parse_duration
 
     found = parse_duration(text, "interval", spelling=CommandLine)
     if not found or found < 0.1:
@@ -122,7 +122,7 @@ def cuda_number(text: str) -> int:
 
 def cpu_list(text: str) -> str:
     """A list of CPUs, as the kernel writes it."""
-    from ..affinity.cpulist import parse_cpulist
+    from ..cpulist import parse_cpulist
 
     if not parse_cpulist(text):
         raise argparse.ArgumentTypeError(f"{text!r} names no CPU: write a list such as 0-15,128-143")
@@ -217,7 +217,7 @@ def timeout_of(options: argparse.Namespace) -> float | None:
     if hasattr(options, "timeout"):
         timeout: float | None = options.timeout
         return timeout
-    from ..durations import parse_duration
+    from ..settings import parse_duration
 
     text = os.environ.get("SAFE_GPU_TIMEOUT")
     return parse_duration(text, "SAFE_GPU_TIMEOUT") if text else None

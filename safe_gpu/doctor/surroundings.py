@@ -90,7 +90,7 @@ def _trouble_with_value(name: str, value: str) -> str:
     except UnsatisfiableRequestError as err:
         return str(err)
     if name == "SAFE_GPU_TIMEOUT" and value:
-        from ..durations import parse_duration
+        from ..settings import parse_duration
 
         try:
             parse_duration(value, name)
@@ -235,7 +235,7 @@ def cpu_mask(host: CheckedHost) -> Finding:
         return skipped("there is no driver")
     if host.simulated:
         return skipped("the CPUs next to simulated GPUs are simulated too")
-    from ..affinity.reading import read_topology
+    from ..topology import read_topology
 
     try:
         topology = read_topology(driver=host.driver)

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..spelling import ArgumentStyle
+from ..argument_style import ArgumentStyle
 
 if TYPE_CHECKING:
     from ..devices import GpuRequest

@@ -14,8 +14,8 @@ from .. import procfs
 from ..devices import Gpu, HostSnapshot
 from ..errors import NoDriverError
 from ..runtimes.hip_runtime import HIP
+from ..sysfs import Device, KfdTree, devices, tree
 from . import pci
-from .kfd_nodes import Device, Tree, devices, tree
 from .kfd_processes import ProcessesOnGpu, processes
 from .nvidia_host import own_namespace_pids
 
@@ -108,12 +108,12 @@ class KfdDriver:
         return found
 
 
-def _version(files: Tree) -> str:
+def _version(files: KfdTree) -> str:
     """The version of the amdgpu module; the kernel's, if amdgpu is the kernel's own."""
     return procfs.printable((files.text("sys/module/amdgpu/version") or f"Linux {os.uname().release}")[:_LONGEST_NAME])
 
 
-def _gpus(files: Tree, found: tuple[Device, ...]) -> Iterable[Gpu]:
+def _gpus(files: KfdTree, found: tuple[Device, ...]) -> Iterable[Gpu]:
     # Read before the processes, or the memory of one that starts in between would belong to no visible process.
     counters = {device.pci: files.number(f"{device.pci}/mem_info_vram_used") for device in found if not device.broken}
     used = processes(files, [device.node.gpu_id for device in found if device.node.gpu_id])
@@ -164,7 +164,7 @@ def _bytes(use: ProcessesOnGpu) -> int:
     return sum(process.memory_used or 0 for process in use.processes)
 
 
-def _has_display(files: Tree, device: Device) -> bool:
+def _has_display(files: KfdTree, device: Device) -> bool:
     """Whether a connector of the GPU drives a screen."""
     for card in files.names(f"{device.pci}/drm"):
         if card.startswith("card") and any(

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ..devices import GpuProcess
 
 if TYPE_CHECKING:
-    from .kfd_nodes import Tree
+    from ..sysfs import KfdTree
 
 
 _PROCESSES = "sys/class/kfd/kfd/proc"
@@ -36,7 +36,7 @@ class ProcessesOnGpu(NamedTuple):
     error: str = ""
 
 
-def processes(files: Tree, gpu_ids: Iterable[int]) -> dict[int, ProcessesOnGpu]:
+def processes(files: KfdTree, gpu_ids: Iterable[int]) -> dict[int, ProcessesOnGpu]:
     """The processes on each of these GPUs, by ``gpu_id``.
 
     ``pid`` is the kernel's number, that of the first PID namespace.
@@ -65,17 +65,17 @@ def processes(files: Tree, gpu_ids: Iterable[int]) -> dict[int, ProcessesOnGpu]:
     }
 
 
-def _contexts(files: Tree, place: str) -> list[str]:
+def _contexts(files: KfdTree, place: str) -> list[str]:
     names = [name for name in files.names(place) if re.fullmatch(r"context_[0-9]{1,10}", name)]
     return [f"{place}/{name}" for name in names[:_MOST_CONTEXTS]]
 
 
-def _queues(files: Tree, place: str) -> set[int]:
+def _queues(files: KfdTree, place: str) -> set[int]:
     found = (files.number(f"{place}/queues/{name}/gpuid") for name in files.names(f"{place}/queues")[:_MOST_QUEUES])
     return {gpu_id for gpu_id in found if gpu_id}
 
 
-def _memory(files: Tree, path: str) -> int:
+def _memory(files: KfdTree, path: str) -> int:
     """Bytes; 0 if there is no such file, because the process or its context has just ended."""
     try:
         text = files.read(path)

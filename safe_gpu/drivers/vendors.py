@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from .. import settings
+from ..argument_style import ArgumentStyle
 from ..coordination.around import gpus_of_scope
 from ..devices import vendor_of
 from ..errors import NoDriverError, UnsatisfiableRequestError
-from ..spelling import ArgumentStyle
+from ..sysfs import devices, tree
 from .kfd import KfdDriver, may_be_integrated
-from .kfd_nodes import devices, tree
 from .pci import has_nvidia_gpu
 
 if TYPE_CHECKING:

@@ -257,7 +257,7 @@ class WorkerCheck:
             )
         cpus = os.sched_getaffinity(0)
         if gpu.cpus and not cpus <= gpu.cpus:
-            from ..affinity.cpulist import format_cpulist
+            from ..cpulist import format_cpulist
 
             raise GPUAffinityError(
                 f"this worker of GPU {gpu.index} on {host} may use CPUs {format_cpulist(cpus)} instead of "

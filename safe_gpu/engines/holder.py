@@ -246,7 +246,7 @@ def _near(gpus: Sequence[Gpu], driver: Driver, wishes: ClaimArguments) -> dict[s
     if options is None and wishes.memory is None:
         return {gpu.uuid: _Place() for gpu in gpus}
     from ..affinity.cpu_shares import claim_shares, memory_nodes
-    from ..affinity.reading import read_topology
+    from ..topology import read_topology
 
     indices = list(dict.fromkeys(gpu.index for gpu in gpus))
     try:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from ..argument_style import ArgumentStyle
 from ..errors import UnsatisfiableRequestError
-from ..spelling import ArgumentStyle
 from .context import count
 from .job import current
 

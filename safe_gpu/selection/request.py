@@ -6,9 +6,9 @@ import operator
 import re
 from collections.abc import Iterable
 
+from ..argument_style import ArgumentStyle
 from ..devices import VENDORS, GpuRequest
 from ..errors import UnsatisfiableRequestError
-from ..spelling import ArgumentStyle
 
 _UNITS = {
     "": 1,

@@ -10,17 +10,16 @@ import pytest
 from support.kfd_host import KfdHost
 
 from safe_gpu.affinity.cpu_shares import claim_shares, memory_nodes
-from safe_gpu.affinity.cpulist import format_cpulist
 from safe_gpu.affinity.near import node_cpus_of
 from safe_gpu.affinity.numbering import by_ordinal, visible
 from safe_gpu.affinity.options import MODES, AffinityOptions
 from safe_gpu.affinity.policies import plan
-from safe_gpu.affinity.reading import read_topology
+from safe_gpu.cpulist import format_cpulist
 from safe_gpu.drivers.kfd import KfdDriver
 from safe_gpu.drivers.presets import preset
 from safe_gpu.drivers.simulated_host import Preset
 from safe_gpu.errors import GPUAffinityError
-from safe_gpu.topology import HostTopology
+from safe_gpu.topology import HostTopology, read_topology
 
 HOSTS = ("mi250x", "mi300x-cpx")
 

@@ -21,10 +21,9 @@ from safe_gpu.affinity.numactl import numactl_options, wrap_command
 from safe_gpu.affinity.numbering import visible_indices
 from safe_gpu.affinity.options import MODES, MULTITHREADING, SCOPES, AffinityOptions, parse_options
 from safe_gpu.affinity.policies import plan
-from safe_gpu.affinity.reading import read_topology
 from safe_gpu.devices import Gpu, HostSnapshot
 from safe_gpu.errors import GPUAffinityError, NoDriverError
-from safe_gpu.topology import HostTopology
+from safe_gpu.topology import HostTopology, read_topology
 
 InChild = Callable[[Callable[[], Any]], Any]
 

@@ -23,9 +23,9 @@ from safe_gpu.affinity.cpu_shares import (
     split_share,
     undo_binding,
 )
-from safe_gpu.affinity.cpulist import parse_cpulist
 from safe_gpu.affinity.options import MODES, AffinityOptions
 from safe_gpu.affinity.policies import plan
+from safe_gpu.cpulist import parse_cpulist
 from safe_gpu.devices import Gpu
 from safe_gpu.errors import GPUAffinityError
 from safe_gpu.topology import GpuLocality, HostTopology
@@ -200,7 +200,7 @@ def test_the_default_reads_no_whole_host(
     def whole(*_: Any) -> HostTopology:
         raise AssertionError("the whole host was read")
 
-    monkeypatch.setattr("safe_gpu.affinity.reading.read_topology", whole)
+    monkeypatch.setattr("safe_gpu.topology.read_topology", whole)
     assert in_child(lambda: bind_near([gpus[1]], fake_driver(gpus), options=AffinityOptions()).cpus) == {MASK[1]}
 
 

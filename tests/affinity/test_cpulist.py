@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from safe_gpu.affinity.cpulist import LIMIT, format_cpulist, parse_cpulist, parse_cpumask
+from safe_gpu.cpulist import LIMIT, format_cpulist, parse_cpulist, parse_cpumask
 
 
 @pytest.mark.parametrize(

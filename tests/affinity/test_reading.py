@@ -13,11 +13,10 @@ from typing import Any
 import pytest
 
 from safe_gpu.affinity.near import node_cpus_of
-from safe_gpu.affinity.reading import read_topology
 from safe_gpu.devices import Gpu, HostSnapshot
 from safe_gpu.errors import GPUAffinityError, NoDriverError
 from safe_gpu.settings import fsroot_or_default
-from safe_gpu.topology import GpuLocality, HostTopology
+from safe_gpu.topology import GpuLocality, HostTopology, read_topology
 
 needs_sysfs = pytest.mark.skipif(not os.path.isdir("/sys/devices/system/cpu"), reason="/sys is not mounted")
 CPU = "sys/devices/system/cpu"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from safe_gpu import GPUOwner, NoPlaceholder
-from safe_gpu.affinity.cpulist import format_cpulist
+from safe_gpu.cpulist import format_cpulist
 
 
 def test_gpus_with_their_model(ground) -> None:

@@ -13,8 +13,8 @@ import safe_gpu
 from safe_gpu.claim import owner
 from safe_gpu.claim.terms import ClaimOptions
 from safe_gpu.claim.timeout import DEFAULT, DefaultTimeout, default_timeout, parse_timeout
-from safe_gpu.durations import parse_duration
 from safe_gpu.errors import UnsatisfiableRequestError
+from safe_gpu.settings import parse_duration
 
 
 @pytest.mark.parametrize(

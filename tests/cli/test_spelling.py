@@ -8,9 +8,9 @@ import re
 import pytest
 
 from safe_gpu import GPUOwner, SafeGpuError
+from safe_gpu.argument_style import ArgumentStyle
 from safe_gpu.cli.options import CommandLine
 from safe_gpu.selection.request import parse_request
-from safe_gpu.spelling import ArgumentStyle
 
 # What the command line gets, what Python gets, and what each is to read.
 ASKED = [

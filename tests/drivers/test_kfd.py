@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 from support.kfd_host import GIB, KfdHost
 
+from safe_gpu import sysfs as kfd_nodes
 from safe_gpu.devices import Gpu, GpuProcess, GpuRequest
-from safe_gpu.drivers import kfd, kfd_nodes, kfd_processes, open_driver
+from safe_gpu.drivers import kfd, kfd_processes, open_driver
 from safe_gpu.drivers.kfd import KfdDriver
 from safe_gpu.errors import NoDriverError, SafeGpuError
 from safe_gpu.selection.verdicts import judge
@@ -196,14 +197,14 @@ def test_a_gpu_without_a_unique_id(host: KfdHost) -> None:
 
 
 def test_a_node_that_a_cgroup_hides_is_not_counted(three: KfdHost, monkeypatch: pytest.MonkeyPatch) -> None:
-    read = kfd_nodes.Tree.read
+    read = kfd_nodes.KfdTree.read
 
-    def refused(self: kfd_nodes.Tree, path: str) -> str:
+    def refused(self: kfd_nodes.KfdTree, path: str) -> str:
         if path.endswith(("nodes/2/gpu_id", "nodes/2/properties")):
             raise PermissionError(1, "Operation not permitted", path)
         return read(self, path)
 
-    monkeypatch.setattr(kfd_nodes.Tree, "read", refused)
+    monkeypatch.setattr(kfd_nodes.KfdTree, "read", refused)
     assert [(gpu.index, gpu.pci_bus_id) for gpu in gpus()] == [(0, "0000:23:00.0"), (1, "0000:63:00.0")]
 
 

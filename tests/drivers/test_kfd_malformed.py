@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from safe_gpu.drivers import kfd_nodes, kfd_processes
+from safe_gpu import sysfs as kfd_nodes
+from safe_gpu.drivers import kfd_processes
 
 NODES = "sys/class/kfd/kfd/topology/nodes"
 PROC = "sys/class/kfd/kfd/proc"
@@ -21,7 +22,7 @@ sound = st.builds(
 trees = st.lists(st.tuples(texts, properties) | st.tuples(st.just("7"), sound), max_size=6)
 
 
-class Memory(kfd_nodes.Tree):
+class Memory(kfd_nodes.KfdTree):
     """Files by path; None is one that may not be opened."""
 
     def __init__(self, files: dict[str, str | None]) -> None:

@@ -1,4 +1,4 @@
-"""How messages write the arguments of a claim. This module imports nothing, because every command line loads it."""
+"""How messages write the arguments of a claim: as in Python, or as on the command line."""
 
 from __future__ import annotations
 

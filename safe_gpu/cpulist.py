@@ -1,4 +1,4 @@
-"""CPU and node sets in the kernel's formats: lists (``0-3,8``) and masks (``00000000,0000010f``).
+"""CPU and node sets in the kernel's formats: lists (``0-3,8``) and masks.
 
 Text from sysfs is not trusted. Files of saved trees are padded with NUL bytes, containers may replace files, and a
 range like ``0-4294967295`` must not exhaust memory. Malformed text gives None, which callers treat as a missing file.

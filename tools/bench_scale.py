@@ -145,9 +145,8 @@ def bench_contention(options: argparse.Namespace) -> None:
 @contextmanager
 def tickets(number: int) -> Iterator[None]:
     """So many processes with a ticket each, which sleep otherwise: as small as a waiter can be."""
-    from safe_gpu.coordination.host_lock import HostLock
-    from safe_gpu.coordination.queue import Waiter
-    from safe_gpu.coordination.tickets import TicketRequest
+    from safe_gpu.coordination.locks import HostLock
+    from safe_gpu.coordination.queue import TicketRequest, Waiter
     from safe_gpu.drivers import opened_driver
 
     with opened_driver() as driver:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-from safe_gpu.coordination import files, host_lock, leases, queue, signals
+from safe_gpu.coordination import files, leases, queue, signals
+from safe_gpu.coordination import locks as host_lock
 
 __all__ = ["WOUNDS"]
 

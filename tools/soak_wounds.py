@@ -10,7 +10,10 @@ from collections.abc import Callable
 from typing import Any
 
 from safe_gpu.claim import host_view, passing, quota, recheck
-from safe_gpu.coordination import host_lock, leases, names, queue, tickets
+from safe_gpu.coordination import leases, queue
+from safe_gpu.coordination import locks as host_lock
+from safe_gpu.coordination import queue as tickets
+from safe_gpu.coordination import socket_names as names
 from safe_gpu.selection.backfill import BackfillRequest
 
 __all__ = ["SHOWN_IN_CALM", "WOUNDS"]

@@ -22,7 +22,7 @@ from .recheck import confirm
 from .terms import with_policy_limits
 
 if TYPE_CHECKING:
-    from ..coordination.lookout import LeaseWatcher
+    from ..coordination.locks import LeaseWatcher
     from ..devices import Gpu
     from .claim import Claim
     from .host_view import HostView
@@ -210,7 +210,7 @@ class _Search:
 
     def _watch(self, look: Attempt, until: float) -> None:
         """Sleep until a lease may have been released, or until ``until``."""
-        from ..coordination.lookout import LeaseWatcher
+        from ..coordination.locks import LeaseWatcher
 
         now = time.monotonic()
         self._watching_since = self._watching_since or now

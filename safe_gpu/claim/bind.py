@@ -149,8 +149,8 @@ def _shift(snapshot: HostSnapshot) -> str:
 
 def _claimed_around(snapshot: HostSnapshot) -> Sequence[str]:
     """UUIDs of the GPUs of the claim inside which this process runs. Records are read without a lock."""
-    from ..coordination.around import outer_claim_of_process
     from ..coordination.files import StateDir, state_dir_path
+    from ..coordination.holders import outer_claim_of_process
     from ..coordination.leases import inner_name, lease_name, read_record
     from ..coordination.signals import DeferredSignals
 

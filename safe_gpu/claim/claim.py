@@ -6,15 +6,15 @@ from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from ..coordination.cleaners import StateDirGuard
+from ..coordination.locks import StateDirGuard
 from ..coordination.signals import DeferredSignals
 from ..devices import HostSnapshot
 
 if TYPE_CHECKING:
-    from ..coordination.host_lock import LockedHost
     from ..coordination.leases import Lease, LeaseRecord
     from ..coordination.legacy import LegacyLock
-    from ..coordination.names import SocketName
+    from ..coordination.locks import LockedHost
+    from ..coordination.socket_names import SocketName
     from ..devices import Gpu
 
 

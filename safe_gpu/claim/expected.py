@@ -67,9 +67,9 @@ def is_held(uuid: str, token: str | None) -> bool:
     Raises:
         LockTimeout, StateDirError: the leases cannot be read.
     """
-    from ..coordination.host_lock import MINIMUM_PATIENCE, HostLock
     from ..coordination.leases import lease_name, probe, read_record
-    from ..coordination.names import digest
+    from ..coordination.locks import MINIMUM_PATIENCE, HostLock
+    from ..coordination.socket_names import digest
 
     with HostLock(time.monotonic() + MINIMUM_PATIENCE) as host:
         if not probe(host, lease_name(uuid)):

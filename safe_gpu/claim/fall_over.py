@@ -74,7 +74,7 @@ class BadGpuFallback:
         bad = self._bad(claim, err)
         if not bad:
             raise err
-        from ..coordination.faults import write_fault
+        from ..coordination.leases import write_fault
         from ..devices import GpuFault
         from ..selection.faults import LAST_CHOICE_TEXT
 
@@ -98,7 +98,7 @@ class BadGpuFallback:
         noted = [gpu for gpu in claim.gpus if gpu.uuid in self._view.faults]
         sound = [gpu for gpu in noted if holding or gpu.uuid in self._sound]
         if sound:
-            from ..coordination.faults import clear_fault
+            from ..coordination.leases import clear_fault
 
             self._with_notes(sound, clear_fault)
 

@@ -7,15 +7,15 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
+from ..coordination.holders import recorded_holders
 from ..coordination.leases import inner_name
-from ..coordination.survey import recorded_holders
 from ..devices import GpuRequest, LeaseHolder
 from ..selection.backfill import BackfillRequest, dates, free_at, starts
 from ..text import format_age, plural
 from .passing import backfill_request, stem_of
 
 if TYPE_CHECKING:
-    from ..coordination.tickets import Ticket
+    from ..coordination.queue import Ticket
     from .host_view import HostView
     from .line import QueuePlace
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from .. import settings
 from ..argument_style import ArgumentStyle
-from ..coordination.host_lock import MINIMUM_PATIENCE, HostLock
-from ..coordination.survey import lease_holders
+from ..coordination.holders import lease_holders
+from ..coordination.locks import MINIMUM_PATIENCE, HostLock
 from ..devices import Gpu, GpuRequest
 from ..drivers import opened_driver
 from ..procfs import describe_process

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING
 
-from ..coordination import names
+from ..coordination import socket_names as names
 from ..coordination.leases import inner_name, lease_name
 from ..devices import GpuVerdict
 from ..errors import NoDriverError

@@ -11,9 +11,8 @@ from ..coordination.signals import DeferredSignals
 from .nested import end_of_outer
 
 if TYPE_CHECKING:
-    from ..coordination.host_lock import LockedHost
-    from ..coordination.queue import Waiter
-    from ..coordination.tickets import Listing
+    from ..coordination.locks import LockedHost
+    from ..coordination.queue import Listing, Waiter
     from .hold_for import HoldTime
     from .host_view import HostView
     from .quota import Quota
@@ -32,8 +31,7 @@ class QueuePlace:
     def stand(self) -> Waiter:
         """The waiter of this claim, created on the first call. It holds a ticket only after ``join``."""
         if self.waiter is None:
-            from ..coordination.queue import Waiter
-            from ..coordination.tickets import TicketRequest
+            from ..coordination.queue import TicketRequest, Waiter
 
             view = self._view
             stems = (f"{gpu.uuid}.inner" if view.outer else gpu.uuid for gpu in view.usable)
@@ -67,7 +65,7 @@ class QueuePlace:
 
     def _listing(self) -> Listing:
         if self._listed is None:
-            from ..coordination.tickets import Listing
+            from ..coordination.queue import Listing
 
             self._listed = Listing()
         return self._listed

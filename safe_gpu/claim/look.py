@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..coordination import names
-from ..coordination.host_lock import HostLock
+from ..coordination import socket_names as names
 from ..coordination.leases import fault_name, inner_name, is_empty, leases_of, probe, try_lease
+from ..coordination.locks import HostLock
 from ..errors import StateDirError
 from ..procfs import printable_lines
 from ..selection.best import choose
@@ -16,11 +16,10 @@ from .passing import QueueSnapshot
 
 if TYPE_CHECKING:
     from ..coordination.files import StateDir
-    from ..coordination.host_lock import LockedHost
     from ..coordination.leases import Lease
-    from ..coordination.names import SocketName
-    from ..coordination.queue import WaiterAhead
-    from ..coordination.tickets import Ticket
+    from ..coordination.locks import LockedHost
+    from ..coordination.queue import Ticket, WaiterAhead
+    from ..coordination.socket_names import SocketName
     from ..devices import Gpu, GpuFault
     from .claim import Claim
     from .host_view import HostView
@@ -351,7 +350,7 @@ def _faults(leases: StateDir, uuids: Iterable[str]) -> tuple[Mapping[str, GpuFau
         return {}, ()
     import time
 
-    from ..coordination.faults import read_faults
+    from ..coordination.leases import read_faults
     from ..selection.faults import recent_faults
 
     noted = read_faults(leases, uuids)

@@ -11,11 +11,11 @@ import os
 from collections.abc import Collection, Iterable, Mapping
 
 from .. import procfs
-from ..coordination import names
+from ..coordination import socket_names as names
 from ..coordination.files import StateDir, state_dir_path
-from ..coordination.host_lock import LockedHost
+from ..coordination.holders import leases_of_this_user, socket_of_this_user
 from ..coordination.leases import LeaseRecord, inner_name, lease_name, may_be_held, read_record
-from ..coordination.ownership import leases_of_this_user, socket_of_this_user
+from ..coordination.locks import LockedHost
 from ..coordination.signals import DeferredSignals
 from ..devices import Gpu, GpuRequest, GpuVerdict, HostSnapshot
 from ..errors import NotEnoughGpusError, UnsatisfiableRequestError

@@ -7,8 +7,8 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..coordination.commands import program_names
 from ..coordination.history import append
+from ..coordination.records import program_names
 from ..procfs import printable, well_formed
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ from ..selection.possible import can_be_met_by_releases, capacity
 
 if TYPE_CHECKING:
     from ..coordination.files import StateDir
-    from ..coordination.host_lock import LockedHost
-    from ..coordination.tickets import Ticket, TicketRequest
+    from ..coordination.locks import LockedHost
+    from ..coordination.queue import Ticket, TicketRequest
     from ..devices import Gpu, GpuVerdict
     from .host_view import HostView
     from .quota import LeasesByUser
@@ -40,8 +40,7 @@ def _last_holder(leases: StateDir, name: str) -> int | None:
     record = read_record(leases, name)
     if record is not None:
         return record.pid
-    from ..coordination.decoding import read_bounded
-    from ..coordination.endings import LONGEST, ClaimEnd
+    from ..coordination.records import LONGEST, ClaimEnd, read_bounded
 
     ending = ClaimEnd.decode(read_bounded(leases, name, LONGEST))
     return None if ending is None else ending.pid

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from .. import policy
 from ..coordination.files import StateDir, state_dir_path
+from ..coordination.holders import lease_owners
 from ..coordination.leases import lease_name
-from ..coordination.ownership import lease_owners
 from ..errors import UnsatisfiableRequestError
 from ..procfs import printable_lines
 from ..text import format_age, plural
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ..argument_style import ArgumentStyle
     from ..coordination.files import StateDir
     from ..coordination.leases import Lease
-    from ..coordination.tickets import Ticket
+    from ..coordination.queue import Ticket
     from ..devices import Gpu
     from ..policy import Limits, Policy
     from .hold_for import HoldTime
@@ -64,7 +64,7 @@ class Quota:
             with StateDir("queue", root, make=False) as queue:
                 if queue.is_empty():
                     return
-                from ..coordination.tickets import ticket_owners
+                from ..coordination.queue import ticket_owners
 
                 owners = ticket_owners(queue)
             for uid in owners.difference(self._most):

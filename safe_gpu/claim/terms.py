@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import settings
 from ..argument_style import ArgumentStyle
-from ..coordination.host_lock import MINIMUM_PATIENCE
+from ..coordination.locks import MINIMUM_PATIENCE
 from ..devices import GpuRequest, HostSnapshot
 from ..errors import PlaceholderError, UnsatisfiableRequestError
 from ..procfs import printable_lines

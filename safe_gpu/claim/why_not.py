@@ -6,9 +6,9 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from ..coordination.holders import lease_holders, recorded_holders
 from ..coordination.leases import inner_name
 from ..coordination.signals import DeferredSignals
-from ..coordination.survey import lease_holders, recorded_holders
 from ..devices import LeaseHolder
 from ..errors import ClaimTimeout, NotEnoughGpusError
 from ..procfs import user_name
@@ -17,7 +17,7 @@ from ..text import format_age, gpu_ranges, plural
 from .nested import refuse_gpus_of_ancestors
 
 if TYPE_CHECKING:
-    from ..coordination.tickets import Ticket
+    from ..coordination.queue import Ticket
     from ..devices import GpuRequest, GpuVerdict
     from .forecast import Forecast
     from .host_view import HostView

@@ -49,8 +49,8 @@ def _policy(options: argparse.Namespace) -> int:
 def _held() -> dict[str, int] | None:
     """Vendor -> how many of its GPUs this user holds here; None if the GPUs or the state directory cannot be read."""
     from ..coordination.files import StateDir, state_dir_path
+    from ..coordination.holders import lease_owners
     from ..coordination.leases import lease_name
-    from ..coordination.ownership import lease_owners
     from ..drivers import open_drivers
     from ..errors import SafeGpuError
 

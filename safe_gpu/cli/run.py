@@ -69,7 +69,7 @@ def _run(options: argparse.Namespace) -> int:
 
 def _claim_and_become(path: str, options: argparse.Namespace) -> NoReturn:
     from ..claim.owner import GPUOwner
-    from ..coordination.commands import command_for_record
+    from ..coordination.records import command_for_record
     from ..coordination.signals import unwind_on_signals
     from ..runtimes.placeholders import NoPlaceholder
     from ..runtimes.variables import hide_all

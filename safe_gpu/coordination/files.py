@@ -1,4 +1,4 @@
-"""The state directory, and files in it that are opened safely although everybody may write there.
+"""The state directory: how it is made, files in it that are opened safely, and why one is refused.
 
 The directory is shared by users who do not trust each other's code: it is never a symbolic link, nothing in it is
 followed, and every file is created whole (with its mode before it has a name), so that a claim killed at any instant
@@ -15,18 +15,11 @@ from collections.abc import Collection
 from contextlib import suppress
 from typing import TypeVar
 
+from .. import procfs
 from ..errors import StateDirError
-from .directories import (
-    DIR_MODE,
-    NO_RENAME,
-    OPEN_DIR,
-    PARTS,
-    make_directory,
-    open_to_all,
-    rename_new,
-    risk_of_owner,
-    why_unusable,
-)
+
+# The state directory, and files in it that are opened safely although everybody may write there.
+
 
 DEFAULT_DIR = "/tmp/safe-gpu"
 
@@ -144,12 +137,9 @@ class StateDir:
         except FileNotFoundError:
             return None
         except BlockingIOError as err:
-            from .refused import under_file_lease
-
             raise under_file_lease(os.path.join(self.path, name), status) from err
         except OSError as err:
             raise self.error(name, err) from err
-        from .refused import refusal_of_status
 
         raise refusal_of_status(os.path.join(self.path, name), status)
 
@@ -208,8 +198,6 @@ class StateDir:
 
     def _rename(self, name: str, mode: int) -> os.stat_result:
         if os.geteuid() == 0 != os.fstat(self.fd).st_uid:
-            from .refused import to_root
-
             raise to_root(self.path, os.fstat(self.fd).st_uid)
         temporary = f".{name}.{os.getpid()}.{time.monotonic_ns():x}"
         made = self._create_exclusively(temporary, mode)
@@ -249,7 +237,6 @@ class StateDir:
 
     def error(self, name: str, err: OSError) -> StateDirError:
         """Why a file cannot be opened or made."""
-        from .refused import refusal_of_error
 
         return refusal_of_error(os.path.join(self.path, name), err)
 
@@ -281,7 +268,6 @@ class LeaseDir(StateDir):
 
     def linked(self, name: str, other: str) -> StateDirError:
         """Why a lease is not used that has a twin."""
-        from .refused import linked
 
         return linked(os.path.join(self.path, name), other)
 
@@ -464,3 +450,238 @@ def look_at_owners(root: StateDir) -> None:
             if uid not in (0, os.geteuid()):
                 _doubts.append(risk_of_owner(root.path, uid))
                 return
+
+
+# Directories that everyone may use appear finished, with mode 1777.
+
+
+PARTS = ("leases", "queue", "history")
+"""The directories in the state directory."""
+
+# O_NONBLOCK: the owner of a file may hold a file lease on it (F_SETLEASE), and then open(2) blocks for 45 seconds.
+OPEN_DIR = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+DIR_MODE = 0o1777
+
+RULE = "/etc/tmpfiles.d/safe-gpu.conf"
+"""Makes the state directory root's at boot."""
+
+_RENAME_NOREPLACE = 1
+
+# What a kernel, a file system or a seccomp filter answers that has no renameat2, or not this flag.
+NO_RENAME = (errno.ENOSYS, errno.EINVAL, errno.EPERM, errno.EOPNOTSUPP)
+
+
+def make_directory(name: str, path: str, parent: int | None) -> None:
+    """Make a directory of mode 1777, whatever the umask, unless another process is faster.
+
+    It is made under another name, which begins with a dot, and renamed when it is ready. A process that is killed here
+    leaves nothing with the final name that others cannot use. Its mode is set through a descriptor: the owner of the
+    directory above may replace names there, and a link in the place of the new directory is not followed.
+
+    Args:
+        name: absolute, or below ``parent``, which is the descriptor of a directory.
+        path: the same as an absolute path, for messages.
+
+    Raises:
+        StateDirError: no room, a read-only file system, a parent that is missing or closed.
+    """
+    try:
+        _make_finished(name, parent)
+    except FileExistsError:
+        pass
+    except OSError as err:
+        if err.errno == errno.ENOENT and not os.path.isdir(os.path.dirname(path)):
+            what = f"{os.path.dirname(path)} does not exist: create it"
+        elif err.errno in (errno.ENOSPC, errno.EDQUOT):
+            what = f"no room for {path} ({err.strerror}): free some space there"
+        else:
+            what = f"{path} cannot be created ({err.strerror}): make it with mode 1777"
+        raise StateDirError(f"{what}, or set SAFE_GPU_DIR to another directory", path=path, errno=err.errno) from err
+
+
+def open_to_all(fd: int) -> bool:
+    """Give an open directory mode 1777. Returns False for one that is not ours or holds something, and is left alone:
+    somebody may have pointed SAFE_GPU_DIR at a home, or put another directory in the place of the one just made."""
+    if os.fstat(fd).st_uid != os.geteuid() or os.listdir(fd):
+        return False
+    os.fchmod(fd, DIR_MODE)
+    return True
+
+
+def _make_finished(name: str, parent: int | None) -> None:
+    above, _, last = name.rpartition("/")
+    temporary = f"{above}/" if above or name.startswith("/") else ""
+    temporary += f".{last}.{os.getpid()}.{time.monotonic_ns():x}"
+    os.mkdir(temporary, 0o700, dir_fd=parent)
+    try:
+        made = _open_up(temporary, parent)
+        if not os.path.samestat(os.stat(temporary, dir_fd=parent, follow_symlinks=False), made):
+            raise _replaced(temporary)
+        failure = rename_new(temporary, name, parent)
+        if failure not in (0, *NO_RENAME):
+            raise OSError(failure, os.strerror(failure))
+    finally:
+        with suppress(OSError):  # it was renamed
+            os.rmdir(temporary, dir_fd=parent)
+    if failure:
+        os.mkdir(name, 0o777, dir_fd=parent)
+        _open_up(name, parent)
+
+
+def _open_up(name: str, parent: int | None) -> os.stat_result:
+    """Set the mode of a directory that was just made.
+
+    Raises:
+        PermissionError: another one stands there by now.
+    """
+    fd = os.open(name, OPEN_DIR, dir_fd=parent)
+    try:
+        if not open_to_all(fd):
+            raise _replaced(name)
+        return os.fstat(fd)
+    finally:
+        os.close(fd)
+
+
+def _replaced(name: str) -> PermissionError:
+    return PermissionError(errno.EPERM, "somebody replaced it while it was made", name)
+
+
+def rename_new(source: str, target: str, parent: int | None) -> int:
+    """renameat2(2) with RENAME_NOREPLACE; returns 0 or the error number."""
+    try:
+        import ctypes
+
+        renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
+    except (ImportError, OSError, AttributeError):
+        return errno.ENOSYS
+    directory = -100 if parent is None else parent  # AT_FDCWD
+    if renameat2(directory, os.fsencode(source), directory, os.fsencode(target), ctypes.c_uint(_RENAME_NOREPLACE)) == 0:
+        return 0
+    return ctypes.get_errno()
+
+
+def why_unusable(name: str, path: str, parent: int | None, err: OSError) -> StateDirError:
+    """Why a directory cannot be opened, and what to do; the arguments are those of :func:`make_directory`."""
+    try:
+        status = os.stat(name, dir_fd=parent, follow_symlinks=False)
+    except OSError:
+        status = None
+    if status is not None and stat.S_ISLNK(status.st_mode):
+        what = f"{path} is a symbolic link, which is never followed: remove it"
+    elif err.errno == errno.ENOTDIR:
+        what = f"{path} is not a directory: remove it"
+    elif err.errno in (errno.EMFILE, errno.ENFILE):
+        what = f"{path} cannot be opened ({err.strerror}): let this process open more (ulimit -n)"
+    elif err.errno == errno.EACCES:
+        what = f"{path} is closed to user {os.geteuid()}: ask its owner for mode 1777 or root to remove it"
+    else:
+        what = f"{path} cannot be opened ({err.strerror})"
+    return StateDirError(f"{what}, or set SAFE_GPU_DIR to another directory", path=path, errno=err.errno)
+
+
+def risk_of_owner(path: str, uid: int) -> str:
+    """What is to be said of a state directory that belongs to another user, after its path; "" if nothing is.
+
+    Who is not root is told only where names may not protect a claim: in a network namespace of its own. Those of other
+    processes cannot be read, but the host's has the network interfaces that are devices.
+    """
+    owner = procfs.user_name(uid)
+    if os.geteuid() == 0:
+        return f"belongs to {owner}, who can remove root's files in it: as root: {root_owns(path)}"
+    if _sees_network_devices():
+        return ""
+    return (
+        f"belongs to {owner}, who can remove the leases in it, and claims in a network namespace of their own, as this "
+        f"one's seems to be, have nothing else: ask root to run: {root_owns(path)}"
+    )
+
+
+def root_owns(path: str) -> str:
+    """The commands that give the state directory to root, now and at boot."""
+    import shlex
+
+    names = shlex.join([path, *(os.path.join(path, part) for part in PARTS)])
+    # The owner may put a link in the place of one of them meanwhile, so -h.
+    return f"chown -h root:root {names}; printf 'd %s 1777 root root -\\n' {names} > {RULE}"
+
+
+def _sees_network_devices() -> bool:
+    """Whether an interface of this network namespace is a device. /sys may be of another one, so it is not listed."""
+    from _socket import if_nameindex  # the module socket takes 15 ms to import
+
+    try:
+        return any(os.path.exists(f"/sys/class/net/{name}/device") for _, name in if_nameindex())
+    except OSError:
+        return False
+
+
+# Why a file of the state directory is not used: loaded only where one is refused.
+
+
+_ELSEWHERE = "or set SAFE_GPU_DIR to another directory"
+
+
+def refusal_of_error(path: str, err: OSError) -> StateDirError:
+    """Why it cannot be opened or made."""
+    if err.errno in (errno.ELOOP, errno.EMLINK):
+        what = f"{path} is a symbolic link, which is never followed: remove it"
+    elif err.errno in (errno.EACCES, errno.EPERM):
+        what = f"{path} is closed to user {os.geteuid()} ({err.strerror}): ask its owner or root to remove it"
+    elif err.errno in (errno.ENOSPC, errno.EDQUOT):
+        what = f"no room for {path} ({err.strerror}): free some space there"
+    elif err.errno in (errno.EMFILE, errno.ENFILE):
+        what = f"{path} cannot be opened ({err.strerror}): let this process open more (ulimit -n)"
+    elif err.errno == errno.EROFS:
+        what = f"{path} is on a read-only file system"
+    else:
+        what = f"{path} cannot be opened ({err.strerror})"
+    return StateDirError(f"{what}, {_ELSEWHERE}", path=path, errno=err.errno)
+
+
+def refusal_of_status(path: str, status: os.stat_result) -> StateDirError:
+    """Why a file of this kind, or with this mode, is not used."""
+    owner = f"its owner {procfs.user_name(status.st_uid)}"
+    if stat.S_ISLNK(status.st_mode):
+        what, code = f"{path} is a symbolic link, which is never followed: remove it", errno.ELOOP
+    elif not stat.S_ISREG(status.st_mode):
+        what, code = f"{path} is not a regular file: ask {owner} or root to remove it", errno.EINVAL
+    else:
+        mode, code = stat.S_IMODE(status.st_mode), errno.EPERM
+        names = f"{status.st_nlink} names (hard links) and " if status.st_nlink > 1 else ""
+        what = f"{path} has {names}mode {mode:04o} in place of 0666, so it may be somebody's file from elsewhere, which"
+        what += f" is not to be written to: ask {owner} or root to remove this name"
+    return StateDirError(f"{what}, {_ELSEWHERE}", path=path, errno=code)
+
+
+def linked(path: str, other: str) -> StateDirError:
+    """Why a lease is not used that is the same file as another one. Its owner need not be who linked it."""
+    return StateDirError(
+        f"{path} is closed: a hard link to {os.path.basename(other)}; who made it is not known: ask root to remove it, "
+        f"{_ELSEWHERE}",
+        path=path,
+        errno=errno.EMLINK,
+    )
+
+
+def to_root(path: str, uid: int) -> StateDirError:
+    """Why root makes no file here: under a name, the owner of the directory could replace it meanwhile."""
+    return StateDirError(
+        f"{path} belongs to {procfs.user_name(uid)}, and root makes a file in there only before it has a name "
+        f"(O_TMPFILE, and /proc), which is not possible here: give the directory to root, {_ELSEWHERE}",
+        path=path,
+        errno=errno.EPERM,
+    )
+
+
+def under_file_lease(path: str, status: os.stat_result) -> StateDirError:
+    """Why it cannot be opened now: a file lease (F_SETLEASE in fcntl(2)), which only its owner or root can take."""
+    user = procfs.user_name(status.st_uid)
+    pids = procfs.flock_holders({status.st_ino}).get(status.st_ino, [])
+    by = f", by process {pids[0]}" if pids else ""
+    return StateDirError(
+        f"{path} is kept under a file lease (F_SETLEASE) by its owner {user}{by}: ask {user} or root to end that, "
+        f"{_ELSEWHERE}",
+        path=path,
+        errno=errno.EWOULDBLOCK,
+    )

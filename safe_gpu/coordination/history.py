@@ -12,8 +12,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 
 from ..errors import StateDirError
-from .directories import OPEN_DIR, make_directory
-from .files import StateDir, state_dir_path
+from .files import OPEN_DIR, StateDir, make_directory, state_dir_path
 from .signals import DeferredSignals
 
 NAME = "history"

@@ -1,4 +1,9 @@
-"""Leases: one locked file for each claimed GPU, held by the kernel for as long as the claim lives."""
+"""Leases: one locked file for each claimed GPU, with its record; and the notes of GPUs that failed.
+
+Every user may write every note (mode 0666). The note of another user cannot be unlinked in a sticky directory; it is
+emptied instead. A note proves nothing: it only makes other GPUs the better choice for some minutes. Who holds the lease
+of a GPU writes and clears its note, so no lock is needed.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +14,16 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from .. import procfs
+from ..devices import GpuFault
 from ..errors import StateDirError
-from . import names
-from .commands import own_command
+from . import socket_names as names
 from .files import HOST_LOCK, StateDir, survive_exec, write_all
-from .host_lock import LockedHost, lock_file, unlock_file
+from .locks import LockedHost, lock_file, unlock_file
+from .records import as_time, own_command, read_bounded
 from .signals import DeferredSignals
+
+# Leases: one locked file for each claimed GPU, held by the kernel for as long as the claim lives.
+
 
 _LARGEST = (1 << 63) - 1
 _INNER = ".inner.lock"
@@ -138,7 +147,7 @@ class LeaseRecord(NamedTuple):
         """
         import json
 
-        from .decoding import as_int, as_list, as_seconds, as_text, as_time
+        from .records import as_int, as_list, as_seconds, as_text, as_time
 
         try:
             raw: dict[str, Any] = json.loads(data.decode("utf-8", "replace"))
@@ -188,7 +197,7 @@ class PreviousRecord(NamedTuple):
 
     def ending(self) -> bytes:
         """How the claim that it speaks of ended, as a line for the file; b"" if it speaks of none."""
-        from .endings import ClaimEnd, end_of_dead_claim
+        from .records import ClaimEnd, end_of_dead_claim
 
         if ClaimEnd.decode(self.data):
             return self.data
@@ -253,7 +262,7 @@ class Lease:
         """What to leave in the file: how this claim ended, or the one before, if the history knows nothing of this."""
         if self.inner:
             return b""
-        from .endings import ClaimEnd
+        from .records import ClaimEnd
 
         if self.noted is None:
             return self.former.ending()
@@ -390,5 +399,70 @@ def read_record(directory: StateDir, name: str) -> LeaseRecord | None:
         return None
     except OSError:
         return None
+    finally:
+        os.close(fd)
+
+
+# Notes of GPUs on which a claim failed: ``leases/UUID.fault``, one line of JSON each, for the claims that come next.
+
+
+_MOST_BYTES = 4096
+_MOST_CHARACTERS = 400
+
+
+def read_faults(leases: StateDir, uuids: Iterable[str]) -> dict[str, GpuFault]:
+    """UUID -> note, for the devices that have one that can be read, however old it is."""
+    found = {}
+    for uuid in uuids:
+        fault = _decode(read_bounded(leases, fault_name(uuid), _MOST_BYTES))
+        if fault is not None:
+            found[uuid] = fault
+    return found
+
+
+def _decode(data: bytes) -> GpuFault | None:
+    """The note in this line; None if it is empty, torn or makes no sense. Anybody may have written it."""
+    if not data:
+        return None
+    import json
+
+    try:
+        raw = json.loads(data.decode("utf-8", "replace"))
+        return GpuFault(as_time(raw["when"]), procfs.printable(str(raw["error"]))[:_MOST_CHARACTERS])
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
+        return None
+
+
+def write_fault(leases: StateDir, uuid: str, fault: GpuFault) -> None:
+    """Note that a claim failed on this device, in place of any earlier note.
+
+    Raises:
+        StateDirError: the file cannot be opened or written.
+    """
+    import json
+
+    error = procfs.printable(procfs.well_formed(fault.error))[:_MOST_CHARACTERS]
+    line = json.dumps({"when": round(fault.when, 3), "error": error}, ensure_ascii=False).encode() + b"\n"
+    name = fault_name(uuid)
+    fd = leases.open_or_create(name)
+    try:
+        write_all(fd, line, os.path.join(leases.path, name))
+    finally:
+        os.close(fd)
+
+
+def clear_fault(leases: StateDir, uuid: str) -> None:
+    """Remove the note on a device, if there is one; empty it if only its owner may remove it.
+
+    Raises:
+        StateDirError: the file cannot be opened. OSError: it cannot be emptied.
+    """
+    if leases.unlink(fault_name(uuid)):
+        return
+    fd = leases.open(fault_name(uuid))
+    if fd is None:
+        return
+    try:
+        os.ftruncate(fd, 0)
     finally:
         os.close(fd)

@@ -1,4 +1,8 @@
-"""The lock of the older safe-gpu package (1.x, 2.0), so that its users and ours stay off each other's GPUs.
+"""The lock of the older safe-gpu package (1.x, 2.0), and the record locks that it needs.
+
+They belong to the open file description (F_OFD_SETLK in fcntl(2)), not to the process: closing another descriptor of
+the same file does not end them. The kernel serves those that block in it first. Who polls beside them is never served
+while two of them take turns.
 
 That package holds a POSIX lock (fcntl.lockf) exclusively from its look at nvidia-smi until its context stands. We hold
 it shared from our leases until our placeholder can be seen: theirs keeps us out and ours keep them out, while our own
@@ -10,11 +14,190 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import time
 from typing import Any
 
 from .. import procfs, settings
 from ..errors import LockTimeout, StateDirError
+from .locks import fork_guard
 from .signals import DeferredSignals
+
+# Shared record locks that conflict with ``fcntl.lockf``, waited for in the kernel's queue, with a deadline.
+
+
+# Without a thread or without such locks (Linux before 3.15, gVisor) it is tried this often, in seconds.
+_PAUSE = 0.01
+# threading.TIMEOUT_MAX is at least this, in seconds.
+_LONGEST = 4e6
+
+
+def lock_shared(fd: int, deadline: float | None, signals: DeferredSignals | None = None) -> int | None:
+    """Lock the whole file for as long as the descriptor is open here; forked children close theirs.
+
+    A wait that ends early leaves a thread behind, which the kernel wakes when the lock is free. The next wait for that
+    file takes it over, so there is at most one.
+
+    Args:
+        fd: of an open file description of its own, for reading. It is given up, whatever happens.
+        deadline: ``time.monotonic()`` value; None waits for ever. The lock is always tried once.
+        signals: held back by the caller, who stores the result before it lets them go; they pass while this waits.
+
+    Returns:
+        The descriptor that holds the lock, for :func:`unlock`; None where it was not free until the deadline.
+
+    Raises:
+        OSError: the file system has no locks.
+    """
+    if signals is None:
+        with DeferredSignals() as signals:
+            return lock_shared(fd, deadline, signals)
+    blocked: _Blocked | None = None
+    fork_guard.add(fd)
+    try:
+        free = _try(fd)
+        if free:
+            return fd
+        if deadline is not None and time.monotonic() >= deadline:
+            unlock(fd)
+            return None
+        blocked = None if free is None else _Blocked.on(fd)
+        signals.let_go()
+        held = (fd if _poll(fd, deadline) else None) if blocked is None else blocked.wait(deadline)
+        signals.hold_back()
+        if held is None and blocked is None:
+            unlock(fd)
+        return held
+    except BaseException:
+        signals.hold_back()
+        if blocked is None:
+            unlock(fd)
+        else:
+            blocked.leave()
+        raise
+
+
+def unlock(fd: int) -> None:
+    """Give the lock back and close the descriptor; without effect in a forked child, where it is closed already."""
+    if fd not in fork_guard:
+        return
+    fork_guard.discard(fd)
+    try:
+        _command(fd, _F_OFD_SETLK, _F_UNLCK)  # a child between fork and exec may have a copy
+    except OSError:
+        pass  # no such locks: closing ends the other kind
+    finally:
+        os.close(fd)
+
+
+class _Blocked:
+    """A daemon thread that waits for the lock. ``fd`` is its caller's, or its own while nobody waits for it.
+
+    Attributes: ``done`` is set when the lock is held, or ``error`` says why it never will be.
+    """
+
+    def __init__(self, fd: int) -> None:
+        import threading
+
+        status = os.fstat(fd)
+        self.fd = fd
+        self.done = threading.Event()
+        self.error: OSError | None = None
+        self._key = (os.getpid(), status.st_dev, status.st_ino)
+        self._thread = threading.Thread(target=self._run, name="safe_gpu-older-package", daemon=True)
+
+    @classmethod
+    def on(cls, fd: int) -> _Blocked | None:
+        """Wait for the file of ``fd``, whose owner this is from here on; None where no thread can be had."""
+        new = cls(fd)
+        for other in list(_left_behind):
+            if other._key == new._key and other._take_back():
+                unlock(fd)
+                return other
+        try:
+            new._thread.start()
+        except RuntimeError:  # ulimit -u, h_vmem
+            return None
+        return new
+
+    def wait(self, deadline: float | None) -> int | None:
+        seconds = None if deadline is None else min(max(0.0, deadline - time.monotonic()), _LONGEST)
+        if not self.done.wait(seconds):
+            self.leave()
+            return None
+        if self.error is not None:
+            raise self.error
+        return self.fd
+
+    def leave(self) -> None:
+        """Leave the descriptor to the thread, which closes it when it gets the lock."""
+        _left_behind.append(self)
+        if self.done.is_set():
+            self._end()
+
+    def _run(self) -> None:
+        try:
+            _command(self.fd, _F_OFD_SETLKW, _F_RDLCK)
+        except OSError as err:
+            self.error = err
+        self.done.set()
+        self._end()
+
+    def _end(self) -> None:
+        """Close the descriptor where nobody waits for it any more; both threads may come here, one at most closes."""
+        if self._take_back():
+            unlock(self.fd)
+
+    def _take_back(self) -> bool:
+        try:
+            _left_behind.remove(self)
+        except ValueError:
+            return False
+        return True
+
+
+_left_behind: list[_Blocked] = []
+"""Those that still wait although their callers went away."""
+
+
+_F_RDLCK, _F_UNLCK = 0, 2
+_F_OFD_SETLK, _F_OFD_SETLKW = 37, 38
+
+
+def _command(fd: int, command: int, kind: int) -> None:
+    import fcntl
+    from struct import pack
+
+    fcntl.fcntl(fd, command, pack("hhqqi", kind, os.SEEK_SET, 0, 0, 0))  # struct flock: all of the file
+
+
+def _try(fd: int) -> bool | None:
+    """Whether it is locked now. Where the kernel has no such locks, the process's own is tried; None: not locked."""
+    import fcntl
+
+    try:
+        try:
+            _command(fd, _F_OFD_SETLK, _F_RDLCK)
+        except OSError as err:
+            if err.errno != errno.EINVAL:
+                raise
+            fcntl.lockf(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return True
+    except OSError as err:
+        if err.errno not in (errno.EAGAIN, errno.EACCES):
+            raise
+        return None if isinstance(err.__context__, OSError) else False
+
+
+def _poll(fd: int, deadline: float | None) -> bool:
+    while not _try(fd):
+        if deadline is not None and time.monotonic() >= deadline:
+            return False
+        time.sleep(_PAUSE)
+    return True
+
+
+# The lock of the older safe-gpu package (1.x, 2.0), so that its users and ours stay off each other's GPUs.
+
 
 LOCK_FILE = "/tmp/safe_gpu/gpu-lock-magic-RaNdOM-This_Name-NEED_BE-THE_SAME-Across_Users"
 
@@ -31,8 +214,6 @@ class LegacyLock:
     def release(self) -> None:
         """Let the older package go on; safe to call twice."""
         if self._fd >= 0:
-            from .record_locks import unlock
-
             fd, self._fd = self._fd, -1
             unlock(fd)
 
@@ -79,7 +260,6 @@ def take_legacy_lock(deadline: float | None, logger: Any, signals: DeferredSigna
         return None
     if fd is None:
         return None
-    from .record_locks import lock_shared
 
     inode = os.fstat(fd).st_ino
     held = lock_shared(fd, deadline, signals)
@@ -95,7 +275,7 @@ def _open(create: bool) -> int | None:
     except FileNotFoundError:
         if not create:
             return None
-        from .directories import make_directory
+        from .files import make_directory
 
         make_directory(path, path, None)
         directory = os.open(path, _OPEN_DIR)
@@ -122,7 +302,7 @@ def _open_in(directory: int, name: str) -> int:
     try:
         return os.open(name, _OPEN, dir_fd=directory)
     except BlockingIOError as err:
-        from .refused import under_file_lease
+        from .files import under_file_lease
 
         raise under_file_lease(LOCK_FILE, status) from err
 

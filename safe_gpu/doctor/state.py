@@ -8,10 +8,9 @@ import time
 from shlex import quote
 
 from .. import procfs
-from ..coordination.directories import PARTS, RULE, root_owns
-from ..coordination.files import NETWORK_TYPES, StateDir, file_system_type
-from ..coordination.host_lock import HostLock, lock_file
+from ..coordination.files import NETWORK_TYPES, PARTS, RULE, StateDir, file_system_type, root_owns
 from ..coordination.leases import leases_of
+from ..coordination.locks import HostLock, lock_file
 from ..errors import LockTimeout, StateDirError
 from ..programs import others_can_change
 from .check import CheckedHost, Finding, failed, passed, skipped, warning

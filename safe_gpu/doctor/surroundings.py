@@ -117,7 +117,7 @@ def scope(host: CheckedHost) -> Finding:
     token = host.environ.get("SAFE_GPU_SCOPE")
     if not token:
         return passed("not set: this is not inside another claim")
-    from ..coordination.names import digest
+    from ..coordination.socket_names import digest
 
     secret = digest(token)
     inside = [one for one in host.status.gpus if one.claim is not None and one.claim.token == secret]

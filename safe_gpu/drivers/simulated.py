@@ -23,8 +23,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..coordination.files import StateDir, state_dir_path
-from ..coordination.names import simulated_prefix
 from ..coordination.signals import DeferredSignals
+from ..coordination.socket_names import simulated_prefix
 from ..devices import Gpu, GpuProcess, HostSnapshot, ProcessKind
 from ..errors import PlaceholderError, StateDirError
 from ..runtimes.runtime import Runtime

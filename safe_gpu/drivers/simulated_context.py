@@ -10,8 +10,8 @@ import os
 from contextlib import ExitStack, suppress
 from itertools import count
 
-from ..coordination.decoding import read_bounded
 from ..coordination.files import StateDir, write_all
+from ..coordination.records import read_bounded
 from ..errors import StateDirError
 
 _OPEN_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC

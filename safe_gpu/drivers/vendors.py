@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from .. import settings
 from ..argument_style import ArgumentStyle
-from ..coordination.around import gpus_of_scope
+from ..coordination.holders import gpus_of_scope
 from ..devices import vendor_of
 from ..errors import NoDriverError, UnsatisfiableRequestError
 from ..sysfs import devices, tree

@@ -12,9 +12,8 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ..coordination.around import outer_claim_of_process
 from ..coordination.files import state_dir_path
-from ..coordination.ownership import user_and_command
+from ..coordination.holders import outer_claim_of_process, user_and_command
 from ..devices import Gpu, GpuProcess, GpuRequest, HostSnapshot, LeaseHolder, vendor_of
 from ..errors import NoDriverError
 from ..runtimes.shifted import stale_indices
@@ -32,7 +31,7 @@ from .starts import Occupancy, expected_starts
 
 if TYPE_CHECKING:
     from ..coordination.leases import LeaseRecord
-    from ..coordination.tickets import Ticket
+    from ..coordination.queue import Ticket
     from ..drivers.base import Driver
 
 

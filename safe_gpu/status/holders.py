@@ -12,11 +12,11 @@ from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from .. import procfs
-from ..coordination.ownership import holder_by_kernel, locked_by
+from ..coordination.holders import holder_by_kernel, locked_by
 
 if TYPE_CHECKING:
     from ..coordination.leases import LeaseRecord
-    from ..coordination.tickets import Ticket
+    from ..coordination.queue import Ticket
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from ..coordination.decoding import as_time, read_bounded
 from ..coordination.files import StateDir, state_dir_path, write_all
 from ..coordination.history import HistoryDir
+from ..coordination.records import as_time, read_bounded
 from ..errors import StateDirError
 from .facts import GpuStatus
 

@@ -16,12 +16,11 @@ from dataclasses import dataclass, replace
 from itertools import chain, count
 from typing import Any
 
-from ..coordination.decoding import as_int, as_list, as_seconds, as_text, as_time
-from ..coordination.endings import ClaimEnd
 from ..coordination.files import StateDir, state_dir_path
 from ..coordination.history import LARGEST, HistoryDir, file_names, month_of, months_kept
-from ..coordination.host_lock import HostLock
 from ..coordination.leases import LeaseRecord, PreviousRecord, probe
+from ..coordination.locks import HostLock
+from ..coordination.records import ClaimEnd, as_int, as_list, as_seconds, as_text, as_time
 from ..errors import LockTimeout, StateDirError
 from .probe import mark_seen
 

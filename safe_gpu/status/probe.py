@@ -9,12 +9,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from .. import procfs
-from ..coordination.faults import read_faults
 from ..coordination.files import LeaseDir, StateDir
-from ..coordination.host_lock import HostLock
-from ..coordination.leases import LeaseRecord, inner_name, lease_name, leases_of, probe, read_record
-from ..coordination.names import held_among
-from ..coordination.tickets import Listing, Ticket, live_tickets
+from ..coordination.leases import LeaseRecord, inner_name, lease_name, leases_of, probe, read_faults, read_record
+from ..coordination.locks import HostLock
+from ..coordination.queue import Listing, Ticket, live_tickets
+from ..coordination.socket_names import held_among
 from ..devices import Gpu, GpuFault
 from ..errors import LockTimeout, SafeGpuError, StateDirError
 from ..selection.faults import recent_faults

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from ..selection.backfill import BackfillRequest, free_at, starts
 
 if TYPE_CHECKING:
-    from ..coordination.tickets import Ticket
+    from ..coordination.queue import Ticket
 
 
 class _Claim(Protocol):

@@ -15,9 +15,8 @@ import pytest
 
 import safe_gpu
 from safe_gpu import NoPlaceholder, NotEnoughGpusError, claim_gpus
-from safe_gpu.coordination.host_lock import HostLock
-from safe_gpu.coordination.queue import Waiter
-from safe_gpu.coordination.tickets import TicketRequest
+from safe_gpu.coordination.locks import HostLock
+from safe_gpu.coordination.queue import TicketRequest, Waiter
 
 ALL = tuple(range(8))
 HOUR = 3600.0

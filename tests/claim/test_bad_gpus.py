@@ -24,8 +24,8 @@ def notes(directory: str | None = None) -> list[str]:
 
 
 def note(uuid: str, age: float = 0.0) -> None:
-    from safe_gpu.coordination.faults import write_fault
     from safe_gpu.coordination.files import StateDir, state_dir_path
+    from safe_gpu.coordination.leases import write_fault
 
     with StateDir(state_dir_path()) as root, StateDir("leases", root) as leases:
         write_fault(leases, uuid, GpuFault(time.time() - age, "CUDA_ERROR_ECC_UNCORRECTABLE"))

@@ -169,7 +169,7 @@ def test_run_refuses_what_cannot_be(command: Any, value: str) -> None:
 @pytest.mark.parametrize("value", ["Infinity", "NaN", "1e300", '"soon"', "-5", "0", "true", "[]", "null"])
 def test_a_word_that_cannot_be_is_none(ground: Any, value: str) -> None:
     from safe_gpu.coordination.leases import LeaseRecord
-    from safe_gpu.coordination.tickets import _decode
+    from safe_gpu.coordination.queue import _decode
 
     line = LeaseRecord.of_this_process(None, None).claiming((), "").encode().decode()
     parsed = LeaseRecord.decode(line.replace('"until": null', f'"until": {value}').encode())

@@ -16,8 +16,8 @@ import pytest
 
 import safe_gpu
 from safe_gpu import GPUOwner
-from safe_gpu.coordination.host_lock import HostLock
 from safe_gpu.coordination.leases import inner_name, lease_name, read_record
+from safe_gpu.coordination.locks import HostLock
 from safe_gpu.errors import (
     AlreadyClaimedError,
     GPUAffinityError,

@@ -17,11 +17,10 @@ import safe_gpu
 from safe_gpu import NotEnoughGpusError, PolicyError, UnsatisfiableRequestError, policy, procfs
 from safe_gpu.claim import quota
 from safe_gpu.claim.free import remaining_quota, wait_for_gpus
-from safe_gpu.coordination.host_lock import HostLock
+from safe_gpu.coordination.holders import lease_owners
 from safe_gpu.coordination.leases import lease_name
-from safe_gpu.coordination.ownership import lease_owners
-from safe_gpu.coordination.queue import Waiter
-from safe_gpu.coordination.tickets import TicketRequest
+from safe_gpu.coordination.locks import HostLock
+from safe_gpu.coordination.queue import TicketRequest, Waiter
 from safe_gpu.drivers.simulated import SimulatedDriver
 from safe_gpu.engines.holder import ClaimArguments, HolderProcess
 

@@ -15,10 +15,9 @@ import pytest
 import safe_gpu
 from safe_gpu import NoPlaceholder, NotEnoughGpusError, claim_gpus, procfs
 from safe_gpu.claim import acquisition, look, news
-from safe_gpu.coordination import survey
-from safe_gpu.coordination.host_lock import HostLock
-from safe_gpu.coordination.queue import Waiter
-from safe_gpu.coordination.tickets import TicketRequest
+from safe_gpu.coordination import holders as survey
+from safe_gpu.coordination.locks import HostLock
+from safe_gpu.coordination.queue import TicketRequest, Waiter
 
 
 @pytest.fixture(autouse=True)

@@ -11,11 +11,10 @@ from typing import Any
 import safe_gpu
 from safe_gpu import procfs
 from safe_gpu.claim import host_view, look
-from safe_gpu.coordination.endings import ClaimEnd
-from safe_gpu.coordination.host_lock import HostLock
 from safe_gpu.coordination.leases import LeaseRecord, lease_name
-from safe_gpu.coordination.queue import Waiter
-from safe_gpu.coordination.tickets import TicketRequest
+from safe_gpu.coordination.locks import HostLock
+from safe_gpu.coordination.queue import TicketRequest, Waiter
+from safe_gpu.coordination.records import ClaimEnd
 
 
 def record(uuid: str) -> Path:

@@ -13,7 +13,7 @@ import pytest
 
 import safe_gpu
 from safe_gpu import NoPlaceholder, NotEnoughGpusError
-from safe_gpu.coordination import names
+from safe_gpu.coordination import socket_names as names
 
 ELSEWHERE = "claimed: its lease file is not in this state directory (a private /tmp, or it was removed)"
 CLAIM = """

@@ -12,7 +12,7 @@ import pytest
 
 import safe_gpu
 from safe_gpu import NoPlaceholder, NotEnoughGpusError, UnsatisfiableRequestError, claim_gpus
-from safe_gpu.coordination.names import digest
+from safe_gpu.coordination.socket_names import digest
 
 CLAIM = """
 import os, sys

@@ -16,8 +16,8 @@ import pytest
 import safe_gpu
 from safe_gpu.claim import note
 from safe_gpu.coordination import history
-from safe_gpu.coordination.endings import ClaimEnd
 from safe_gpu.coordination.leases import lease_name
+from safe_gpu.coordination.records import ClaimEnd
 from safe_gpu.status.past import PastClaim, claims_between
 
 

@@ -16,10 +16,9 @@ import pytest
 import safe_gpu
 from safe_gpu import ClaimTimeout, NoPlaceholder, NotEnoughGpusError, StateDirError, claim_gpus, procfs
 from safe_gpu.claim import news
-from safe_gpu.coordination.host_lock import HostLock
 from safe_gpu.coordination.leases import LeaseRecord, lease_name
-from safe_gpu.coordination.queue import Waiter
-from safe_gpu.coordination.tickets import TicketRequest
+from safe_gpu.coordination.locks import HostLock
+from safe_gpu.coordination.queue import TicketRequest, Waiter
 
 USER = procfs.user_name(os.geteuid())
 
@@ -449,9 +448,9 @@ import linecache, os, signal, sys
 import safe_gpu
 from safe_gpu import NoPlaceholder, claim_gpus
 from safe_gpu.claim import owner as owners
-from safe_gpu.coordination.host_lock import HostLock, fork_guard
+from safe_gpu.coordination.locks import HostLock, fork_guard
 from safe_gpu.coordination.leases import lease_name, probe
-from safe_gpu.coordination.tickets import live_tickets
+from safe_gpu.coordination.queue import live_tickets
 from safe_gpu.drivers.presets import preset
 
 uuids = [gpu.uuid for gpu in preset("dgx-a100").gpus()]

@@ -17,7 +17,8 @@ import safe_gpu
 from safe_gpu.claim import free as inquiry
 from safe_gpu.claim import look, terms
 from safe_gpu.claim import recheck as verification
-from safe_gpu.coordination import legacy, survey
+from safe_gpu.coordination import holders as survey
+from safe_gpu.coordination import legacy
 from safe_gpu.errors import ClaimTimeout, LockTimeout, NotEnoughGpusError, UnsatisfiableRequestError
 
 SHORT = 0.05

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 
 from safe_gpu import procfs
-from safe_gpu.coordination.around import outer_claim_of_process
+from safe_gpu.coordination.holders import outer_claim_of_process
 from safe_gpu.coordination.leases import LeaseRecord
-from safe_gpu.coordination.names import digest
+from safe_gpu.coordination.socket_names import digest
 
 
 def record(pid: int, start: int | None, token: str = "") -> LeaseRecord:

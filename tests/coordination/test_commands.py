@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from safe_gpu.coordination.commands import command_for_record, own_command, program_names
+from safe_gpu.coordination.records import command_for_record, own_command, program_names
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from safe_gpu.coordination import directories
+from safe_gpu.coordination import files as directories
 from safe_gpu.coordination.files import StateDir
 from safe_gpu.errors import StateDirError
 

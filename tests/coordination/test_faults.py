@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from safe_gpu.coordination.faults import clear_fault, read_faults, write_fault
 from safe_gpu.coordination.files import StateDir
-from safe_gpu.coordination.leases import fault_name
+from safe_gpu.coordination.leases import clear_fault, fault_name, read_faults, write_fault
 from safe_gpu.devices import GpuFault
 from safe_gpu.errors import StateDirError
 

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from safe_gpu.coordination import history
-from safe_gpu.coordination.endings import LONGEST, ClaimEnd, end_of_dead_claim
 from safe_gpu.coordination.leases import LeaseRecord
+from safe_gpu.coordination.records import LONGEST, ClaimEnd, end_of_dead_claim
 
 NOW = 1_795_000_000.0  # in November 2026
 FILE = "2026-11.jsonl"

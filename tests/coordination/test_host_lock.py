@@ -14,10 +14,10 @@ import pytest
 
 from safe_gpu import errors
 from safe_gpu.coordination.files import StateDir
-from safe_gpu.coordination.host_lock import HostLock, _pauses, fork_guard
+from safe_gpu.coordination.locks import HostLock, _pauses, fork_guard
 
 HOLD = """
-from safe_gpu.coordination.host_lock import HostLock
+from safe_gpu.coordination.locks import HostLock
 with HostLock(None) as host:
     say("held")
     listen()
@@ -95,7 +95,7 @@ def test_a_file_that_was_cleaned_away_meanwhile_is_not_locked(state_dir: Path, c
     holder = child(HOLD)
     assert holder.hear() == "held"
     spy = """
-from safe_gpu.coordination import host_lock
+from safe_gpu.coordination import locks as host_lock
 real, told = host_lock.lock_file, []
 def lock_file(fd):
     got = real(fd)
@@ -158,7 +158,7 @@ def test_only_one_at_a_time(state_dir: Path, child, tmp_path: Path) -> None:
     counter.write_text("0")
     code = f"""
 import os
-from safe_gpu.coordination.host_lock import HostLock
+from safe_gpu.coordination.locks import HostLock
 say("ready"); listen()
 for _ in range(200):
     with HostLock(None):

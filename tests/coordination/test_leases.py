@@ -17,8 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from safe_gpu.coordination import leases as leases_module
-from safe_gpu.coordination.host_lock import HostLock
 from safe_gpu.coordination.leases import Lease, LeaseRecord, inner_name, lease_name, probe, read_record, try_lease
+from safe_gpu.coordination.locks import HostLock
 from safe_gpu.errors import StateDirError
 from safe_gpu.procfs import printable
 
@@ -26,7 +26,7 @@ NAME = lease_name("GPU-1")
 
 HOLD = """
 import os
-from safe_gpu.coordination.host_lock import HostLock
+from safe_gpu.coordination.locks import HostLock
 from safe_gpu.coordination.leases import try_lease
 with HostLock(None) as host:
     lease = try_lease(host, "GPU-1.lock")

@@ -111,7 +111,7 @@ def test_theirs_keeps_us_out_until_the_deadline(present: Path, child) -> None:
 
 OURS = """
 import logging, os, signal, sys, threading, time
-from safe_gpu.coordination import legacy, record_locks
+from safe_gpu.coordination import legacy, legacy as record_locks
 legacy.LOCK_FILE = PATH
 def take(seconds=None):
     return legacy.take_legacy_lock(None if seconds is None else time.monotonic() + seconds, logging)

@@ -7,14 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from safe_gpu.coordination.host_lock import HostLock
 from safe_gpu.coordination.leases import lease_name, probe, try_lease
-from safe_gpu.coordination.lookout import LeaseWatcher
+from safe_gpu.coordination.locks import HostLock, LeaseWatcher
 
 NAMES = [lease_name(f"GPU-{number}") for number in range(3)]
 
 HOLD = f"""
-from safe_gpu.coordination.host_lock import HostLock
+from safe_gpu.coordination.locks import HostLock
 from safe_gpu.coordination.leases import try_lease
 with HostLock(None) as host:
     leases = [try_lease(host, name) for name in {NAMES!r}]

@@ -13,11 +13,13 @@ from typing import Any
 
 import pytest
 
-from safe_gpu.coordination import names
-from safe_gpu.coordination.names import SocketName, bind, digest, held_among, in_use, inner_of, name_of, scope_of
+from safe_gpu.coordination import socket_names as names
+from safe_gpu.coordination.socket_names import SocketName, bind, digest, held_among, in_use, inner_of, name_of, scope_of
 
 NVIDIA, AMD = "GPU-5c89852c-d268-c3f3-1b07-005d5ae1dc3f", "GPU-a3f1c07e52d98b16"
-HOLD = "from safe_gpu.coordination.names import bind\none = bind(sys.argv[1]); say('held' if one else 'refused')\n"
+HOLD = (
+    "from safe_gpu.coordination.socket_names import bind\none = bind(sys.argv[1]); say('held' if one else 'refused')\n"
+)
 
 
 @pytest.fixture
@@ -243,7 +245,7 @@ def test_the_last_descriptors_are_left_to_the_program(child: Any) -> None:
     """Names until no more can be had, and then a file can be opened still."""
     code = """
 import os, resource
-from safe_gpu.coordination.names import bind
+from safe_gpu.coordination.socket_names import bind
 bind(os.urandom(8).hex()).release()
 resource.setrlimit(resource.RLIMIT_NOFILE, (32, 32))
 held = []
@@ -269,7 +271,8 @@ def test_without_proc_nothing_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_it_loads_neither_socket_nor_hashlib() -> None:
     code = (
-        "import sys; from safe_gpu.coordination import names; names.bind(names.digest(sys.argv[1])).release();"
+        "import sys; from safe_gpu.coordination import socket_names as names;"
+        "names.bind(names.digest(sys.argv[1])).release();"
         "print({'socket', 'hashlib', 'ctypes'} & set(sys.modules))"
     )
     done = subprocess.run(

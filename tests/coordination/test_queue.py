@@ -16,9 +16,8 @@ import pytest
 
 from safe_gpu import procfs
 from safe_gpu.coordination.files import StateDir
-from safe_gpu.coordination.host_lock import HostLock, fork_guard
-from safe_gpu.coordination.queue import Waiter
-from safe_gpu.coordination.tickets import Listing, TicketRequest, live_tickets
+from safe_gpu.coordination.locks import HostLock, fork_guard
+from safe_gpu.coordination.queue import Listing, TicketRequest, Waiter, live_tickets
 from safe_gpu.errors import StateDirError
 
 ANY = frozenset({"GPU-0", "GPU-1"})
@@ -135,9 +134,9 @@ def test_a_ticket_that_may_be_passed_is_passed_and_the_next_counts(state_dir: Pa
 
 WAIT = """
 import os, time
-from safe_gpu.coordination.host_lock import HostLock
+from safe_gpu.coordination.locks import HostLock
 from safe_gpu.coordination.queue import Waiter
-from safe_gpu.coordination.tickets import TicketRequest as Demand
+from safe_gpu.coordination.queue import TicketRequest as Demand
 waiter = Waiter(Demand(1, frozenset({"GPU-0"})))
 with HostLock(None) as host:
     waiter.join(host)

@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 
 import safe_gpu
-from safe_gpu.coordination import host_lock, leases, names
+from safe_gpu.coordination import leases
+from safe_gpu.coordination import locks as host_lock
 from safe_gpu.coordination import queue as waiting
+from safe_gpu.coordination import socket_names as names
 from safe_gpu.demo import racers
 from safe_gpu.devices import Gpu
 from safe_gpu.drivers import presets

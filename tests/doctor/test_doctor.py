@@ -18,8 +18,8 @@ import pytest
 
 from safe_gpu import doctor, procfs
 from safe_gpu.coordination import legacy
-from safe_gpu.coordination.host_lock import HostLock
 from safe_gpu.coordination.leases import lease_name, try_lease
+from safe_gpu.coordination.locks import HostLock
 from safe_gpu.doctor import listing
 from safe_gpu.doctor.check import CheckedHost, Finding
 from safe_gpu.drivers.presets import preset
@@ -351,7 +351,7 @@ def test_a_host_lock_that_is_never_given_back(
 ) -> None:
     from safe_gpu.doctor import state
 
-    code = "import os\nfrom safe_gpu.coordination.host_lock import HostLock\n"
+    code = "import os\nfrom safe_gpu.coordination.locks import HostLock\n"
     holder = child(code + "with HostLock(None):\n    say('locked'); listen()")
     assert holder.hear() == "locked"
     os.kill(holder.pid, signal.SIGSTOP)

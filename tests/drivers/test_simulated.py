@@ -52,7 +52,7 @@ class Other:
     def __init__(self, driver: SimulatedDriver, then: str = "", before: str = "") -> None:
         code = f"""
 import os, signal, sys
-import safe_gpu.coordination.directories  # while this interpreter can still be read
+import safe_gpu.coordination.files  # while this interpreter can still be read
 from safe_gpu.drivers.simulated import SimulatedDriver
 {before}
 driver = SimulatedDriver({driver.name.partition(":")[2]!r}, {driver._state_dir!r})
@@ -340,7 +340,7 @@ def test_users_with_narrow_umasks_share_the_host() -> None:
 
 
 def share_the_host(driver: SimulatedDriver) -> None:
-    become = "from safe_gpu.coordination.names import digest; digest(''); "
+    become = "from safe_gpu.coordination.socket_names import digest; digest(''); "
     become += "os.umask(0o077); os.setgid({0}); os.setuid({0})"
     with Other(driver, before=become.format(54321)) as first, Other(driver, before=become.format(54322)) as second:
         assert sorted(pids(driver.snapshot())) == sorted([first.process.pid, second.process.pid])

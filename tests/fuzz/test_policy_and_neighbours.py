@@ -16,7 +16,7 @@ from support.hostile import LINES, TRICK, assert_plain, assert_shown_safely, bou
 
 import safe_gpu
 from safe_gpu import policy, procfs
-from safe_gpu.coordination import names
+from safe_gpu.coordination import socket_names as names
 from safe_gpu.errors import PolicyError
 
 POLICY = """# limits of this host

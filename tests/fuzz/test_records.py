@@ -10,9 +10,10 @@ from typing import Any
 from hypothesis import example, given
 from support.hostile import JUNK, TRICK, assert_plain, bounded, broken_json, examples
 
-from safe_gpu.coordination import faults, tickets
-from safe_gpu.coordination.endings import LONGEST, ClaimEnd
+from safe_gpu.coordination import leases as faults
+from safe_gpu.coordination import queue as tickets
 from safe_gpu.coordination.leases import LeaseRecord
+from safe_gpu.coordination.records import LONGEST, ClaimEnd
 from safe_gpu.status import past
 
 UUID = "GPU-00000000-0000-0000-0000-000000000000"

@@ -17,7 +17,7 @@ import pytest
 
 import safe_gpu
 from safe_gpu import procfs
-from safe_gpu.coordination.tickets import TicketRequest, encode_ticket
+from safe_gpu.coordination.queue import TicketRequest, encode_ticket
 from safe_gpu.status.facts import HostStatus, WaiterStatus
 from safe_gpu.status.gather import gather
 from safe_gpu.status.idle_report import whom_to_ask, with_reports

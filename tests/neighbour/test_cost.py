@@ -11,9 +11,9 @@ import pytest
 
 from safe_gpu import procfs
 from safe_gpu.affinity import placements
+from safe_gpu.coordination.holders import holder_by_kernel
 from safe_gpu.coordination.leases import lease_name
-from safe_gpu.coordination.ownership import holder_by_kernel
-from safe_gpu.coordination.tickets import Ticket
+from safe_gpu.coordination.queue import Ticket
 from safe_gpu.status import holders
 
 MOST = 64  # MiB beyond a bare interpreter

@@ -13,12 +13,11 @@ from typing import Any
 import pytest
 
 import safe_gpu
-from safe_gpu.coordination import tickets
+from safe_gpu.coordination import queue as tickets
 from safe_gpu.coordination.files import StateDir
-from safe_gpu.coordination.host_lock import HostLock
 from safe_gpu.coordination.leases import lease_name
-from safe_gpu.coordination.queue import Waiter
-from safe_gpu.coordination.tickets import Listing, TicketRequest, live_tickets
+from safe_gpu.coordination.locks import HostLock
+from safe_gpu.coordination.queue import Listing, TicketRequest, Waiter, live_tickets
 from safe_gpu.errors import NotEnoughGpusError, StateDirError
 from safe_gpu.status.gather import gather
 

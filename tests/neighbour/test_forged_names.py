@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import safe_gpu
-from safe_gpu.coordination import names
+from safe_gpu.coordination import socket_names as names
 from safe_gpu.drivers.presets import preset
 
 NEIGHBOUR = 4712

@@ -17,7 +17,7 @@ import pytest
 import safe_gpu
 from safe_gpu.coordination import history
 from safe_gpu.coordination.files import StateDir
-from safe_gpu.coordination.host_lock import HostLock
+from safe_gpu.coordination.locks import HostLock
 from safe_gpu.status import past
 from safe_gpu.status.past import claims_between
 

@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 
 import safe_gpu
-from safe_gpu.coordination import directories, files, history
-from safe_gpu.coordination.host_lock import HostLock
+from safe_gpu.coordination import files, history
+from safe_gpu.coordination import files as directories
 from safe_gpu.coordination.leases import lease_name
+from safe_gpu.coordination.locks import HostLock
 from safe_gpu.errors import StateDirError
 
 OWNER, OTHER = 4711, 4712

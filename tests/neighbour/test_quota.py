@@ -14,8 +14,8 @@ import pytest
 import safe_gpu
 from safe_gpu import procfs
 from safe_gpu.coordination.files import StateDir
+from safe_gpu.coordination.holders import lease_owners
 from safe_gpu.coordination.leases import lease_name
-from safe_gpu.coordination.ownership import lease_owners
 
 ANNA, BEN = 4711, 4712
 

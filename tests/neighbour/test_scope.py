@@ -15,10 +15,10 @@ import pytest
 
 import safe_gpu
 from safe_gpu import procfs
-from safe_gpu.coordination import names
+from safe_gpu.coordination import socket_names as names
 from safe_gpu.coordination.files import StateDir
+from safe_gpu.coordination.holders import leases_of_this_user, socket_of_this_user
 from safe_gpu.coordination.leases import LeaseRecord, lease_name
-from safe_gpu.coordination.ownership import leases_of_this_user, socket_of_this_user
 
 VICTIM, THIEF = 4711, 4712
 

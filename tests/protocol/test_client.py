@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from safe_gpu.coordination import names
+from safe_gpu.coordination import socket_names as names
 
 SOURCES = sorted(Path(__file__).parent.glob("*.c"))
 NOW = {"c": ("-t", "0"), "python": ("--timeout", "0")}

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 import safe_gpu
-from safe_gpu.coordination import host_lock, leases, names
+from safe_gpu.coordination import leases
+from safe_gpu.coordination import locks as host_lock
 from safe_gpu.coordination import queue as waiting
+from safe_gpu.coordination import socket_names as names
 from safe_gpu.demo.referee import Watch
 
 NOTHING = safe_gpu.NoPlaceholder()

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from safe_gpu.coordination.endings import ClaimEnd
 from safe_gpu.coordination.history import LARGEST, NAME
+from safe_gpu.coordination.records import ClaimEnd
 from safe_gpu.status import past as past_module
 from safe_gpu.status.history_table import table_of_claims, table_of_use
 from safe_gpu.status.past import PastClaim, claims_between, merged

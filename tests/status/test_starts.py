@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from safe_gpu.coordination.tickets import Ticket, TicketRequest
+from safe_gpu.coordination.queue import Ticket, TicketRequest
 from safe_gpu.devices import Gpu
 from safe_gpu.status.facts import ClaimStatus, GpuStatus
 from safe_gpu.status.gather import _occupancy

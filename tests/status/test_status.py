@@ -18,8 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from safe_gpu import procfs
-from safe_gpu.coordination.host_lock import HostLock
 from safe_gpu.coordination.leases import LeaseRecord, lease_name
+from safe_gpu.coordination.locks import HostLock
 from safe_gpu.devices import Gpu, GpuProcess, HostSnapshot
 from safe_gpu.drivers.presets import preset
 from safe_gpu.status import probe as host_facts
@@ -451,7 +451,7 @@ def test_one_lease_file_out_of_order_concerns_its_gpu_alone(state_dir: Path, hol
 def test_a_held_host_lock_does_not_hide_the_claims(
     state_dir: Path, child, holder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    code = "import time\nfrom safe_gpu.coordination.host_lock import HostLock\n"
+    code = "import time\nfrom safe_gpu.coordination.locks import HostLock\n"
     stuck = child(code + "with HostLock(None):\n    say('locked'); listen()")
     assert stuck.hear() == "locked"
     monkeypatch.setattr(host_facts, "_PATIENCE", 0.05)

@@ -44,8 +44,8 @@ class Ground:
 
     def leased(self, *, inner: bool = False) -> list[int]:
         """Indices of the GPUs whose lease is held, by a played holder too."""
-        from safe_gpu.coordination.host_lock import HostLock
         from safe_gpu.coordination.leases import inner_name, lease_name, probe
+        from safe_gpu.coordination.locks import HostLock
 
         name = inner_name if inner else lease_name
         with HostLock(time.monotonic() + 30) as host:
@@ -61,8 +61,8 @@ class Ground:
 
     def hold(self, *indices: int, until: float | None = None) -> None:
         """Play somebody else's claim of these GPUs, one that left no record, or one that is to end then."""
-        from safe_gpu.coordination.host_lock import HostLock
         from safe_gpu.coordination.leases import lease_name, try_lease
+        from safe_gpu.coordination.locks import HostLock
 
         with HostLock(time.monotonic() + 30) as host:
             for index in indices:

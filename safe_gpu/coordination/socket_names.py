@@ -16,7 +16,7 @@ from collections.abc import Collection
 
 from ..procfs import lines_of
 from .files import survive_exec
-from .host_lock import fork_guard
+from .locks import fork_guard
 
 _PROTOCOL = "safe-gpu/1/"
 _LONGEST = 107  # bytes after the first, which is NUL: the kernel takes 108 in all

@@ -1,16 +1,20 @@
-"""The host lock: one flock(2) that is held for microseconds, and only to try and take leases and tickets."""
+"""Every flock of the state directory: the host lock, the guard against cleaners, the watch on leases."""
 
 from __future__ import annotations
 
 import errno
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 
 from .. import procfs
 from ..errors import LockTimeout, MissingPackageError, StateDirError
-from .files import LeaseDir, StateDir, look_at_owners, state_dir_path
+from .files import LeaseDir, StateDir, look_at_owners, state_dir_path, survive_exec
 from .signals import DeferredSignals
+
+# The host lock: one flock(2) that is held for microseconds, and only to try and take leases and tickets.
+
 
 MINIMUM_PATIENCE = 10.0
 """Seconds that host.lock is waited for even by a claim that waits for no GPU."""
@@ -245,3 +249,138 @@ class HostLock:
             pid=pid,
             user=user,
         )
+
+
+# What keeps cleaners of /tmp away: systemd-tmpfiles skips a directory that somebody has locked, with all in it.
+
+
+class StateDirGuard:
+    """A shared flock on the state directory, on a descriptor of its own; made without one.
+
+    Everybody may share it, and nobody waits for it: where it is not to be had, because a cleaner is at work just now,
+    the claim goes on without it.
+
+    Args:
+        by_children: whether forked children keep it too, as they keep leases.
+    """
+
+    def __init__(self, *, by_children: bool) -> None:
+        self._by_children = by_children
+        self._fd = -1
+        self._owner = -1
+
+    def hold(self, host: LockedHost) -> None:
+        """Take it, where it is not held yet."""
+        import fcntl
+
+        if self._fd >= 0:
+            return
+        try:
+            fd = os.open("..", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=host.leases.fd)
+        except OSError:
+            return
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            os.close(fd)
+            return
+        if not self._by_children:
+            fork_guard.add(fd)
+        self._fd, self._owner = fd, os.getpid()
+
+    def release(self) -> None:
+        """Give it back; safe to call twice. In a forked child this only closes the child's copy, where it has one."""
+        fd, self._fd = self._fd, -1
+        mine = os.getpid() == self._owner
+        if fd < 0 or not (mine or self._by_children):
+            return
+        try:
+            if mine:
+                fork_guard.discard(fd)
+                unlock_file(fd)
+        finally:
+            os.close(fd)
+
+    def keep_across_exec(self) -> None:
+        """Let it survive exec(2)."""
+        if self._fd >= 0:
+            self._fd = survive_exec(self._fd)
+
+
+# How the head of the queue watches leases: many times a second, for hours, next to jobs that want the CPU.
+
+
+class LeaseWatcher:
+    """Leases that others hold, watched until one comes free; use it in ``with``.
+
+    A claim's own look opens everything anew. Here the files stay open, which takes a fifth of the time, and one that
+    was replaced is missed: look in full now and then.
+
+    Args:
+        names: lease files.
+
+    Raises:
+        StateDirError: the state directory cannot be used.
+    """
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._names = tuple(names)
+        self._fds: list[int] = []
+        self._signals = DeferredSignals()
+
+    def __enter__(self) -> LeaseWatcher:
+        self._signals.hold_back()
+        try:
+            try:
+                with StateDir(state_dir_path()) as root, StateDir("leases", root) as leases:
+                    self._keep(root.open_or_create("host.lock"))
+                    for name in self._names:
+                        with suppress(StateDirError):  # the next full look judges it
+                            if (fd := leases.open(name)) is not None:
+                                self._keep(fd)
+            finally:
+                self._signals.let_go()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the files; safe to call twice."""
+        try:
+            self._signals.hold_back()
+        finally:  # also when a signal came in the midst of that
+            while self._fds:
+                fd = self._fds.pop()
+                if fd in fork_guard:  # in a forked child they are closed already
+                    fork_guard.discard(fd)
+                    os.close(fd)
+            self._signals.let_go()
+
+    def _keep(self, fd: int) -> None:
+        fork_guard.add(fd)
+        self._fds.append(fd)
+
+    def any_free(self) -> bool:
+        """Whether one of them is free now; also where host.lock is busy, and it cannot be told."""
+        host, *leases = self._fds
+        self._signals.hold_back()
+        try:
+            if not lock_file(host):
+                return True
+            try:
+                return any(map(_is_free, leases))
+            finally:
+                unlock_file(host)
+        finally:
+            self._signals.let_go()
+
+
+def _is_free(fd: int) -> bool:
+    if lock_file(fd):
+        unlock_file(fd)
+        return True
+    return False

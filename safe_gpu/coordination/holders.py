@@ -1,4 +1,4 @@
-"""Who holds a lease or a name, by the kernel's word.
+"""Who holds a lease, a name or a claim: by the kernel's word, and by the records.
 
 Everybody may write into records, so a record alone does not say whose claim it is.
 """
@@ -6,12 +6,23 @@ Everybody may write into records, so a record alone does not say whose claim it 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 
 from .. import procfs
-from .commands import command_of
-from .files import HOST_LOCK, StateDir, is_everybodys
-from .leases import LeaseRecord, read_record
+from ..devices import Gpu, LeaseHolder
+from ..errors import LockTimeout, StateDirError
+from . import socket_names as names
+from .files import HOST_LOCK, StateDir, is_everybodys, state_dir_path
+from .leases import LeaseRecord, inner_name, lease_name, leases_of, probe, read_record
+from .locks import MINIMUM_PATIENCE, HostLock
+from .records import command_of
+from .signals import DeferredSignals
+from .socket_names import digest
+
+# Who holds a lease or a name, by the kernel's word.
+
 
 # An exclusive lock has one locker. Of a lease that somebody keeps locked shared, no more than these are looked at.
 _MOST_LOCKERS = 16
@@ -145,3 +156,131 @@ def _own_processes() -> Iterator[int]:
     for pid in dict.fromkeys([*procfs.ancestors(os.getpid()), *procfs.pids()]):
         if procfs.uid_of(pid) == os.geteuid():
             yield pid
+
+
+# Who holds which GPU, from its lease, its record and its name.
+
+
+def lease_holders(gpus: Collection[Gpu], *, inner: bool = False, prefix: str | None = None) -> dict[str, LeaseHolder]:
+    """Who holds which of these GPUs' leases: UUID -> holder, for those that are held or cannot be opened.
+
+    A GPU counts as held by a claim inside another one when the outer claim is gone and the inner one lives.
+
+    Args:
+        prefix: what stands before UUIDs in names: GPUs that are held by name only are told too. None: they are not.
+
+    Raises:
+        LockTimeout, StateDirError: the leases cannot be read.
+    """
+    held: dict[str, list[str]] = {}
+    found: dict[str, LeaseHolder] = {}
+    with HostLock(time.monotonic() + MINIMUM_PATIENCE) as host:
+        host.leases.names_of_host = leases_of(gpu.uuid for gpu in gpus)
+        for gpu in gpus:
+            files = [inner_name(gpu.uuid)] if inner else [lease_name(gpu.uuid), inner_name(gpu.uuid)]
+            for name in files:
+                try:
+                    if probe(host, name):
+                        if host.leases.twin(name):  # its lock does not say which of the two its holder has claimed
+                            found[gpu.uuid] = LeaseHolder()
+                        else:
+                            held[gpu.uuid] = [name]
+                        break
+                except StateDirError as err:
+                    found[gpu.uuid] = LeaseHolder(closed=str(err))
+        if prefix is not None:
+            rest = [gpu.uuid for gpu in gpus if gpu.uuid not in held and gpu.uuid not in found]
+            found.update(dict.fromkeys(names.held_among(rest, prefix, inner=inner), LeaseHolder(elsewhere=True)))
+    return {**found, **recorded_holders(held)}
+
+
+def recorded_holders(leases: Mapping[str, Iterable[str]]) -> dict[str, LeaseHolder]:
+    """UUID -> who has claimed it, by the first readable of the lease files with these names. It takes no lock.
+
+    Whether a lease is still held is not asked. A directory service may be.
+
+    Raises:
+        StateDirError: the state directory cannot be used.
+    """
+    records: dict[str, LeaseRecord | None] = {}
+    files: dict[str, os.stat_result] = {}
+    with DeferredSignals(), StateDir(state_dir_path()) as root, StateDir("leases", root) as directory:
+        for uuid, candidates in leases.items():
+            records[uuid] = None
+            for name in candidates:
+                with suppress(OSError):
+                    files[uuid] = os.stat(name, dir_fd=directory.fd, follow_symlinks=False)
+                    records[uuid] = read_record(directory, name)
+                if records[uuid] is not None:
+                    break
+        lockers = lockers_of(files.values())
+        return {
+            uuid: _holder(record, lockers.get(files[uuid].st_ino, []) if uuid in files else [])
+            for uuid, record in records.items()
+        }
+
+
+def _holder(record: LeaseRecord | None, lockers: list[int]) -> LeaseHolder:
+    if record is None:
+        return LeaseHolder()
+    pid, uid = holder_by_kernel(record, lockers)
+    user, command = user_and_command(record, pid, uid)
+    return LeaseHolder(
+        pid,
+        user,
+        record.job,
+        command,
+        record.since,
+        record.start,
+        place="" if pid else procfs.place_of(record.pidns),
+        until=record.until,
+    )
+
+
+# The claim inside which this process runs, as the records of leases tell.
+
+
+# More leases than this are not looked at, because everybody can create some.
+_MOST_LEASES = 512
+
+
+def outer_claim_of_process(records: Iterable[LeaseRecord], scope: str) -> LeaseRecord | None:
+    """The record of this process, else that of its nearest ancestor, else the one with this scope; None without any.
+
+    Args:
+        records: of held leases. scope: the value of SAFE_GPU_SCOPE, "" if it is not set.
+    """
+    known = list(records)
+    for pid in (os.getpid(), *procfs.ancestors(os.getpid())):
+        for record in known:
+            if record.pid == pid and record.start == procfs.start_time(pid):
+                return record
+    return next((record for record in known if scope and record.token == digest(scope)), None)
+
+
+def gpus_of_scope(scope: str) -> tuple[str, ...]:
+    """UUIDs of the GPUs of this user's living claim with this value of SAFE_GPU_SCOPE, whichever driver knows them.
+
+    Empty if there is no such claim, and if the leases cannot be read.
+    """
+    import time
+    from itertools import islice
+
+    from .files import LeaseDir, StateDir, state_dir_path
+    from .leases import is_empty, may_be_held, read_record
+    from .locks import MINIMUM_PATIENCE, HostLock
+
+    if not scope:
+        return ()
+    secret = digest(scope)
+    try:
+        with StateDir(state_dir_path(), make=False) as root, LeaseDir("leases", root, make=False) as leases:
+            files = (name for name in leases.names() if name.endswith(".lock") and not name.endswith(".inner.lock"))
+            records = ((name, read_record(leases, name)) for name in files if not is_empty(leases, name))
+            carriers = {name: record.uid for name, record in records if record is not None and record.token == secret}
+        with HostLock(time.monotonic() + MINIMUM_PATIENCE, make=False) as host:
+            held = {name: uid for name, uid in islice(carriers.items(), _MOST_LEASES) if may_be_held(host, name)}
+            ours = leases_of_this_user(host.leases, held)
+    except (LockTimeout, StateDirError, OSError):
+        return ()  # the claim itself meets the same error
+    return tuple(sorted(name.removesuffix(".lock") for name in ours))

@@ -24,8 +24,8 @@ from safe_gpu import sysfs as kfd_nodes
 from safe_gpu.devices import Gpu, HostSnapshot
 from safe_gpu.drivers.kfd import KfdDriver
 from safe_gpu.errors import SafeGpuError
-from safe_gpu.runtimes.hip_runtime import HIP
-from safe_gpu.runtimes.variables import render_visible
+from safe_gpu.runtimes.runtime import HIP
+from safe_gpu.runtimes.visible_devices import render_visible
 
 # With this variable a claim leaves ROCR_VISIBLE_DEVICES alone, so that HIP's own numbers count.
 UNDER_RAY = {"RAY_RAYLET_PID": "1"}
@@ -34,7 +34,7 @@ UNDER_RAY = {"RAY_RAYLET_PID": "1"}
 CHILD = """
 import ctypes, json, os, signal, sys
 from safe_gpu.runtimes import hip
-from safe_gpu.runtimes.hip_memory import HipMemory
+from safe_gpu.runtimes.hip import HipMemory
 memory = None
 def octets(number):
     raw = (ctypes.c_char * 16)()

@@ -99,7 +99,7 @@ def visible(snapshot: HostSnapshot, environ: Mapping[str, str]) -> ResolvedGpus:
     Raises:
         GPUAffinityError: CUDA_VISIBLE_DEVICES names no GPU of this host.
     """
-    from ..runtimes.variables import read_visible
+    from ..runtimes.visible_devices import read_visible
 
     order = environ.get("CUDA_DEVICE_ORDER") if snapshot.vendor == "nvidia" else "PCI_BUS_ID"
     fence = read_visible(environ, snapshot)
@@ -156,7 +156,7 @@ def _shows(shown: Iterable[Gpu], gpu: Gpu) -> bool:
 
 
 def _with_variables(snapshot: HostSnapshot, environ: Mapping[str, str]) -> str:
-    from ..runtimes.variables import visible_variables
+    from ..runtimes.visible_devices import visible_variables
 
     given = " ".join(f"{name}={environ[name]}" for name in visible_variables(snapshot) if name in environ)
     return f" with {given}" if given else ""

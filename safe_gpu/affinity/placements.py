@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from ..cpulist import parse_cpulist
 from ..errors import GPUAffinityError, SafeGpuError
 from ..procfs import command_of, descendants, lines_of, printable, read_start
-from ..runtimes.variables import visible_variables
+from ..runtimes.visible_devices import visible_variables
 from ..topology import GpuLocality, HostTopology, read_topology
 from .numa_maps import NumaMaps, parse_numa_maps
 from .numbering import BOUND, Names, by_name, by_ordinal, remembered, visible

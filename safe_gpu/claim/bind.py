@@ -141,7 +141,7 @@ def _shift(snapshot: HostSnapshot) -> str:
     value = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     if not value[:1].isdigit():
         return ""
-    from ..runtimes.shifted import stale_indices
+    from ..runtimes.visible_devices import stale_indices
 
     claimed = [gpu.uuid for gpu in owner.latest_gpus()] or _claimed_around(snapshot)
     return stale_indices(value, os.environ.get("CUDA_DEVICE_ORDER"), claimed, snapshot)

@@ -41,7 +41,7 @@ def check_expected_gpu() -> None:
 
 
 def _check_visible(uuid: str) -> None:
-    from ..runtimes.variables import read_visible, visible_variables
+    from ..runtimes.visible_devices import read_visible, visible_variables
 
     with opened_driver() as driver:
         snapshot = driver.snapshot()

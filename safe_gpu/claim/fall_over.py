@@ -58,7 +58,7 @@ class BadGpuFallback:
 
     def described(self, err: PlaceholderError, gpu: Gpu, device_no: int, others: str) -> PlaceholderError:
         """The error of a placeholder in this process, with the GPU and the ``others`` on it."""
-        from ..runtimes.error_causes import blames_gpu
+        from ..runtimes.placeholders import blames_gpu
 
         self._failed_here = True
         self._logger.error("Failed to acquire placeholder on GPU %s: %s", gpu.label, err)
@@ -131,7 +131,7 @@ class BadGpuFallback:
         try:
             self._view.driver.runtime.try_gpu(gpu, device_no, self._logger)
         except (NoDriverError, PlaceholderError) as err:
-            from ..runtimes.error_causes import blames_gpu
+            from ..runtimes.placeholders import blames_gpu
 
             if blames_gpu(err) or "did not answer" in str(err):
                 return str(err)

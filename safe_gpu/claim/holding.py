@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from ..runtimes import placeholders
-from ..runtimes.fence import prepare_only
+from ..runtimes.visible_limit import prepare_only
 
 if TYPE_CHECKING:
     from ..coordination.signals import DeferredSignals

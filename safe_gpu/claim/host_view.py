@@ -13,7 +13,7 @@ from ..coordination.leases import inner_name, lease_name
 from ..devices import GpuVerdict
 from ..errors import NoDriverError
 from ..procfs import describe_process
-from ..runtimes.fence import visible_limit_of
+from ..runtimes.visible_limit import visible_limit_of
 from ..selection.possible import candidates
 from ..selection.rules import DEFAULT_RULES, Rules
 from ..selection.verdicts import judge

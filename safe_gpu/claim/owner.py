@@ -15,8 +15,8 @@ from ..coordination.signals import DeferredSignals
 from ..devices import Gpu
 from ..drivers import opened_driver
 from ..errors import AlreadyClaimedError, GPUAffinityError, PlaceholderError
-from ..runtimes.fence import remember_initializer
-from ..runtimes.variables import render_visible
+from ..runtimes.visible_devices import render_visible
+from ..runtimes.visible_limit import remember_initializer
 from .acquisition import acquire
 from .claim import Claim
 from .environment import ClaimVariables

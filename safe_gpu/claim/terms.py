@@ -14,7 +14,7 @@ from ..coordination.locks import MINIMUM_PATIENCE
 from ..devices import GpuRequest, HostSnapshot
 from ..errors import PlaceholderError, UnsatisfiableRequestError
 from ..procfs import printable_lines
-from ..runtimes.visible_devices import render
+from ..runtimes.visible_devices import render_cuda
 from ..schedulers import JobContext, current
 from ..selection.request import parse_request
 from .hold_for import UNKNOWN, HoldTime, parse_hold_for
@@ -139,7 +139,7 @@ def read_options(
     )
     wait = parse_timeout(timeout, environ, in_batch_job=job.scheduler is not None, spelling=spelling)
     hold = parse_hold_for(hold_for, environ, job, spelling=spelling)
-    render((), visible_as=visible_as, snapshot=HostSnapshot(()))
+    render_cuda((), visible_as=visible_as, snapshot=HostSnapshot(()))
     settings.check(environ)
     options = None
     binding_required = affinity is not NODE_BY_DEFAULT or memory is not None

@@ -72,7 +72,7 @@ def _claim_and_become(path: str, options: argparse.Namespace) -> NoReturn:
     from ..coordination.records import command_for_record
     from ..coordination.signals import unwind_on_signals
     from ..runtimes.placeholders import NoPlaceholder
-    from ..runtimes.variables import hide_all
+    from ..runtimes.visible_devices import hide_all
     from .wait_line import WaitLine
 
     choice: dict[str, Any] = {**hold_for_of(options)}

@@ -13,8 +13,8 @@ from ..claim.owner import claim_gpus, release_gpus
 from ..devices import GpuRequest, GpuVerdict, HostSnapshot
 from ..drivers import opened_driver
 from ..errors import NoDriverError, StateDirError, UnsatisfiableRequestError
-from ..runtimes.fence import visible_limit_of
 from ..runtimes.visible_devices import VisibleLimit
+from ..runtimes.visible_limit import visible_limit_of
 from .children import scratch_directory
 
 DEFAULT_HOST = "dgx-a100"

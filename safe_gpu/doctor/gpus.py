@@ -83,7 +83,7 @@ def cuda_starts(host: CheckedHost) -> Finding:
     if host.simulated:
         return skipped(f"simulated GPUs have no {'HIP' if host.is_amd else 'CUDA'}")
     assert host.driver is not None
-    from ..runtimes.variables import visible_variables
+    from ..runtimes.visible_devices import visible_variables
 
     title, chosen_by = host.driver.runtime.title, visible_variables(host.snapshot)
     without_fence = {name: value for name, value in host.environ.items() if name not in chosen_by}

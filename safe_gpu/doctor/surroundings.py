@@ -141,7 +141,7 @@ def scope(host: CheckedHost) -> Finding:
 
 def visible_devices(host: CheckedHost) -> Finding:
     """Does an inherited CUDA_VISIBLE_DEVICES, or ROCR_ or HIP_ for AMD GPUs, limit claims, and is its value clear?"""
-    from ..runtimes.variables import visible_variables
+    from ..runtimes.visible_devices import visible_variables
 
     known = visible_variables(host.snapshot) if host.snapshot is not None else ("CUDA_VISIBLE_DEVICES",)
     name, value = next(((name, value) for name in known if (value := host.environ.get(name)) is not None), ("", None))
@@ -149,7 +149,7 @@ def visible_devices(host: CheckedHost) -> Finding:
         return passed("not set: claims choose among all GPUs")
     if host.snapshot is None:
         return skipped("there is no driver to compare it with")
-    from ..runtimes.variables import read_visible_once
+    from ..runtimes.visible_devices import read_visible_once
 
     fence = read_visible_once(host.environ, host.snapshot)
     assert fence is not None

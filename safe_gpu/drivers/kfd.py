@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from .. import procfs
 from ..devices import Gpu, HostSnapshot
 from ..errors import NoDriverError
-from ..runtimes.hip_runtime import HIP
+from ..runtimes.runtime import HIP
 from ..sysfs import Device, KfdTree, devices, tree
 from . import pci
 from .kfd_processes import ProcessesOnGpu, processes

@@ -14,7 +14,7 @@ from dataclasses import replace
 from .. import procfs
 from ..devices import ComputeMode, Gpu, HostSnapshot, normalize_bus_id
 from ..errors import NoDriverError
-from ..runtimes.cuda_runtime import CUDA
+from ..runtimes.runtime import CUDA
 from . import pci
 from .nvidia_host import is_wsl, memory_is_node, own_namespace_pids
 from .nvidia_smi_report import GpuReport, MigReport, ProcessList, driver_version, read

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from ..devices import Gpu, HostSnapshot
 from ..errors import MissingPackageError, NoDriverError
-from ..runtimes.cuda_runtime import CUDA
+from ..runtimes.runtime import CUDA
 from .nvml_inventory import Inventory, KnownGpus
 from .nvml_session import LIBRARY, NvmlError, Session
 

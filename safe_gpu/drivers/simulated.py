@@ -189,7 +189,7 @@ class SimulatedDriver:
 
     def visible(self) -> tuple[str, ...]:
         """UUIDs that CUDA would show this process now, by ordinal, as its environment says."""
-        from ..runtimes.variables import read_visible
+        from ..runtimes.visible_devices import read_visible
 
         fence = read_visible(os.environ, self._idle)
         if fence is not None:

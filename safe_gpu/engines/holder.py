@@ -18,7 +18,7 @@ from ..affinity.options import AffinityOptions, parse_options
 from ..devices import ComputeMode, Gpu, GpuRequest, HostSnapshot
 from ..drivers import opened_driver
 from ..errors import GPUAffinityError, SafeGpuError
-from ..runtimes.variables import read_visible, render_visible, visible_variables
+from ..runtimes.visible_devices import read_visible, render_visible, visible_variables
 from .cluster import ClusterGpu
 
 if TYPE_CHECKING:
@@ -175,7 +175,7 @@ class HolderProcess:
 
     def _free(self, nb_gpus: int) -> int:
         from ..claim.free import current_verdicts, remaining_quota
-        from ..runtimes.fence import visible_limit_of
+        from ..runtimes.visible_limit import visible_limit_of
         from ..selection.possible import check_possible
         from ..selection.rules import Rules
 

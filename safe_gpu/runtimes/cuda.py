@@ -1,4 +1,4 @@
-"""The CUDA driver library, called through ctypes: whether CUDA is initialised, and which GPU has which ordinal.
+"""The CUDA driver library through ctypes: whether it is initialised, here or before a fork; ordinals; a context.
 
 CUDA reads CUDA_VISIBLE_DEVICES once, in ``cuInit``. After that call the choice of GPUs is fixed in the process. The
 functions that ask whether CUDA is initialised must not initialise it, so they use only a library that is already mapped
@@ -12,6 +12,9 @@ from __future__ import annotations
 
 import os
 import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CudaInitializedError, NoDriverError, SafeGpuError
@@ -19,6 +22,9 @@ from ..procfs import lines_of
 
 if TYPE_CHECKING:
     import ctypes
+
+
+# The CUDA driver library, called through ctypes: whether CUDA is initialised, and which GPU has which ordinal.
 
 
 LIBRARY = "libcuda.so.1"
@@ -232,7 +238,6 @@ def visible_if_initialized() -> tuple[str, ...] | None:
                 raise CudaInitializedError(
                     f"CUDA is in use in this process but fails ({err}): claim GPUs in a new process"
                 ) from err
-            from .forked import forked_from_cuda
 
             if forked_from_cuda(lambda: library.refuses_to_start(), _initialized_in):
                 raise CudaInitializedError(_SPAWN) from err
@@ -303,3 +308,187 @@ def refuse_if_torch_uses_cuda() -> None:
             "PyTorch has CUDA initialised in this process, so its choice of GPUs is fixed: claim GPUs before the first "
             "use of torch.cuda (is_available and device_count included)"
         )
+
+
+# Whether this process was forked from one in which CUDA was initialised, so that it cannot use CUDA itself.
+
+
+_PF_FORKNOEXEC = 0x40  # a flag of a task in the kernel (linux/sched.h): forked, and no program executed since
+
+# How long a child of this process may take to call cuInit, in seconds. It sees no GPU, so CUDA starts fast in it.
+_PATIENCE = 10.0
+
+
+def forked_from_cuda(refuses: Callable[[], bool], initialized_in: int | None) -> bool:
+    """Whether this process was forked from one in which CUDA was initialised.
+
+    Args:
+        refuses: calls cuInit, and returns whether it answered that CUDA is not initialised. Called in a child process.
+        initialized_in: the pid of the process in which safe_gpu called cuInit, if it did.
+
+    If safe_gpu did not initialise CUDA in the parent, an inherited descriptor of /dev/nvidia-uvm, which CUDA opens and
+    NVML does not, tells it. There is none on WSL2 and Jetson, and a child may have closed it. So a forked process
+    with libcuda mapped forks once more and calls cuInit there: after such a fork it answers NOT_INITIALIZED.
+    """
+    if initialized_in is not None and initialized_in != os.getpid():
+        return True
+    if _inherited_uvm():
+        return True
+    return _is_forked() and _refuses_in_fork(refuses)
+
+
+def _inherited_uvm() -> bool:
+    try:
+        return any(_opens(number, "/dev/nvidia-uvm") for number in os.listdir("/proc/self/fd"))
+    except OSError:
+        return False
+
+
+def _opens(number: str, path: str) -> bool:
+    try:
+        return os.readlink(f"/proc/self/fd/{number}") == path
+    except OSError:
+        return False
+
+
+def _is_forked() -> bool:
+    """Whether this process was forked and has not executed a program since."""
+    try:
+        with open("/proc/self/stat", "rb", buffering=0) as file:
+            return bool(int(file.read().rpartition(b")")[2].split()[6]) & _PF_FORKNOEXEC)
+    except (OSError, ValueError, IndexError):
+        return False
+
+
+def _refuses_in_fork(refuses: Callable[[], bool]) -> bool:
+    """Whether cuInit fails in a forked child of this process as it does if CUDA was initialised before the fork."""
+    import signal
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Python warns of a fork beside threads; this child only calls cuInit
+        pid = os.fork()
+    if pid == 0:
+        code = 2
+        try:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""
+            code = 1 if refuses() else 0
+        finally:
+            os._exit(code)
+    deadline = time.monotonic() + _PATIENCE
+    while time.monotonic() < deadline:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status) == 1
+        time.sleep(0.002)
+    os.kill(pid, signal.SIGKILL)  # it hangs on a lock that another thread held at the fork, or inside the driver
+    os.waitpid(pid, os.WNOHANG)
+    return False
+
+
+# A CUDA context that holds one GPU, so that nvidia-smi and other tools show the GPU as in use.
+
+
+# Any size will do; the driver rounds it up to its own granularity.
+_HOLD_BYTES = 1024
+
+
+def active_contexts() -> tuple[str, ...]:
+    """UUIDs of the GPUs on which this process has a primary context, a framework's included; empty if CUDA fails.
+
+    CUDA is not initialised for it.
+    """
+    import ctypes
+
+    found = []
+    with suppress(CudaCallError, NoDriverError):
+        library = load()
+        for ordinal in range(library.count()):
+            flags, active = ctypes.c_uint(0), ctypes.c_int(0)
+            state = (library.device(ordinal), ctypes.byref(flags), ctypes.byref(active))
+            library.call("cuDevicePrimaryCtxGetState", *state)
+            if active.value:
+                found.append(library.uuid(ordinal))
+    return tuple(found)
+
+
+class PrimaryContext:
+    """The primary context of one GPU, retained, with a small allocation in it. Other processes see the GPU as in use.
+
+    Frameworks in the same process use the same context, so it costs no memory beyond theirs. It belongs to the process
+    that retained it: :meth:`release` in a forked child does nothing.
+
+    Attributes:
+        device_no: the CUDA ordinal; uuid: of the GPU behind it, as CUDA reports it.
+    """
+
+    def __init__(self, library: Library, device: ctypes.c_int, device_no: int) -> None:
+        self.device_no = device_no
+        self.uuid = ""
+        self._library = library
+        self._device = device
+        self._context: ctypes.c_void_p | None = None
+        self._memory: ctypes.c_uint64 | None = None
+        self._pid = os.getpid()
+
+    @classmethod
+    def retain(cls, device_no: int) -> PrimaryContext:
+        """Initialise CUDA if necessary, and hold the GPU with this ordinal until :meth:`release`.
+
+        The current context of the calling thread does not change. On failure nothing is retained.
+
+        Raises:
+            CudaCallError: the driver refused.
+            CudaInitializedError: this process was forked from one in which CUDA was initialised.
+            NoDriverError: this host has no libcuda.
+        """
+        import ctypes
+
+        library = load()
+        library.initialize()
+        self = cls(library, library.device(device_no), device_no)
+        self.uuid = library.uuid(device_no)
+        context = ctypes.c_void_p()
+        library.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), self._device)
+        self._context = context
+        try:
+            with self._current(context):
+                memory = ctypes.c_uint64(0)
+                library.call("cuMemAlloc_v2", ctypes.byref(memory), ctypes.c_size_t(_HOLD_BYTES))
+                self._memory = memory
+        except BaseException:
+            with suppress(CudaCallError):
+                self.release()
+            raise
+        return self
+
+    def release(self) -> None:
+        """Free the allocation and release the context. A second call does nothing.
+
+        Raises:
+            CudaCallError: the driver refused one of the two; the other was still attempted.
+        """
+        context, self._context = self._context, None
+        memory, self._memory = self._memory, None
+        if context is None or self._pid != os.getpid():
+            return
+        try:
+            try:
+                if memory is not None:
+                    with self._current(context):
+                        self._library.call("cuMemFree_v2", memory)
+            finally:
+                self._library.call("cuDevicePrimaryCtxRelease_v2", self._device)
+        except CudaCallError as err:
+            if err.code != DEINITIALIZED:  # at interpreter exit CUDA may have shut down, which freed both
+                raise
+
+    @contextmanager
+    def _current(self, context: ctypes.c_void_p) -> Iterator[None]:
+        import ctypes
+
+        self._library.call("cuCtxPushCurrent_v2", context)
+        try:
+            yield
+        finally:
+            self._library.call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))

@@ -1,4 +1,4 @@
-"""Placeholders: a small allocation on a GPU, by which other tools see that the GPU is in use.
+"""Placeholders: a small allocation on a GPU, by which other tools see it in use; and why one fails.
 
 A placeholder is a callable that takes ``device_no`` (0-based, as CUDA numbers the GPUs after CUDA_VISIBLE_DEVICES) and
 returns the object that holds the GPU. Two methods are optional. ``prepare()`` is called before any lock is taken. It
@@ -8,11 +8,14 @@ these methods.
 
 ``CudaPlaceholder`` is the default. It needs no package, shares its context with the frameworks of the same process, and
 frees everything on release. The other placeholders initialise their framework before the claim returns.
+
+HIP's names and texts are those of ``hip_error.cpp`` in ROCm's clr. Older versions have the name as the text.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
@@ -22,7 +25,10 @@ from ..errors import PlaceholderError, SafeGpuError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from .cuda_context import PrimaryContext
+    from .cuda import PrimaryContext
+
+
+# Placeholders: a small allocation on a GPU, by which other tools see that the GPU is in use.
 
 
 Placeholder = Callable[[int], Any]
@@ -94,7 +100,6 @@ def is_builtin(placeholder: Placeholder) -> bool:
 
 def failed(name: str, device_no: int, err: Exception, library: str = "CUDA") -> PlaceholderError:
     """The error of a placeholder that could not hold a GPU, with the likely cause."""
-    from .error_causes import likely_cause
 
     message = f"{name} could not hold {library} device {device_no}: {_first_line(err)}{likely_cause(err)}"
     return PlaceholderError(message, device_no=device_no)
@@ -199,8 +204,7 @@ class CudaPlaceholder(Base):
         cuda.load()
 
     def _allocate(self, device_no: int) -> PrimaryContext:
-        from .cuda import CudaCallError
-        from .cuda_context import PrimaryContext
+        from .cuda import CudaCallError, PrimaryContext
 
         try:
             return PrimaryContext.retain(device_no)
@@ -366,3 +370,151 @@ def _unless_set(name: str, value: str) -> Iterator[None]:
 
 pytorch_placeholder = PytorchPlaceholder()
 tensorflow_placeholder = TensorflowPlaceholder()
+
+
+# What the errors mean that CUDA, HIP and the frameworks raise when a placeholder fails: causes, and whose fault it is.
+
+
+# Pattern in the error text, and the likely cause. The first match counts.
+_CAUSES = (
+    (
+        r"CUDA_ERROR_NOT_INITIALIZED|forked subprocess|initialization error|InitializationError",
+        "this process was probably forked from one in which CUDA was initialised: start it with the 'spawn' method",
+    ),
+    (
+        r"DEVICE_UNAVAILABLE|DevicesUnavailable|busy or unavailable",
+        "another process holds the GPU in compute mode EXCLUSIVE_PROCESS, or its mode is PROHIBITED: "
+        "see nvidia-smi and safe-gpu status",
+    ),
+    (
+        r"[Oo]ut of memory|OUT_OF_MEMORY|MemoryAllocation|RESOURCE_EXHAUSTED",
+        "another process uses most of the GPU's memory, or a limit on this process's address space is too low: "
+        "see safe-gpu status and ulimit -v",
+    ),
+    (
+        r"not compiled with CUDA|Unknown backend",
+        "this build of the framework is for CPUs only: install the one for CUDA (for ROCm on AMD GPUs), or leave "
+        "placeholder_fn out",
+    ),
+    (
+        r"sees 0 GPUs|on the CPU",
+        "this build of the framework may be for CPUs only, or CUDA (HIP on AMD GPUs) was initialised before the claim: "
+        "install the build for it and claim first",
+    ),
+    (
+        r"NO_DEVICE|no CUDA-capable device|NoDevice|INVALID_DEVICE|InvalidDevice|[Ii]nvalid device|No CUDA GPUs|"
+        r"sees \d+ GPU",
+        "CUDA was probably initialised in this process before the claim, which fixes what it sees: claim first",
+    ),
+    (
+        r"STUB_LIBRARY|StubLibrary|is a stub library",
+        "the libcuda.so.1 that was loaded is the CUDA toolkit's stub, which is only for linking: take the directory "
+        "lib64/stubs out of LD_LIBRARY_PATH, and install the NVIDIA driver if this host has none",
+    ),
+    (
+        r"SYSTEM_NOT_READY|SystemNotReady|system not yet initialized",
+        "the GPUs of this host wait for the NVIDIA Fabric Manager: start nvidia-fabricmanager, of the same version as "
+        "the driver",
+    ),
+    (
+        r"SYSTEM_DRIVER_MISMATCH|SystemDriverMismatch|unsupported display driver / cuda driver combination",
+        "libcuda.so.1 and the kernel module are of different versions: after an update of the driver reboot the host "
+        "or reload its modules; in a container remove the CUDA compat package (/usr/local/cuda/compat) from "
+        "LD_LIBRARY_PATH",
+    ),
+    (
+        r"COMPAT_NOT_SUPPORTED|CompatNotSupported|forward compatibility was attempted",
+        "CUDA's forward compatibility works on data center GPUs only: remove the CUDA compat package "
+        "(/usr/local/cuda/compat) from LD_LIBRARY_PATH, or update the driver",
+    ),
+    (
+        r"INSUFFICIENT_DRIVER|InsufficientDriver|driver version is insufficient|"
+        r"NVIDIA driver on your system is too old|Found no NVIDIA driver",
+        "the versions of the NVIDIA driver and the CUDA libraries do not match: see safe-gpu doctor",
+    ),
+    (
+        r"ERROR_UNKNOWN|OPERATING_SYSTEM|unknown error",
+        "the driver is in a bad state, or its nvidia-uvm module is not loaded (nvidia-modprobe -u): see dmesg",
+    ),
+    (r"ERROR_MPS_|ErrorMps", "the MPS server of this GPU refused or failed: see the log of its control daemon"),
+    (
+        r"ECC_UNCORRECTABLE|ECCUncorrectable|[Uu]ncorrectable|NVLINK_UNCORRECTABLE|HARDWARE_STACK|ERROR_CONTAINED",
+        "the GPU reports a hardware fault: see nvidia-smi -q and dmesg, and exclude it",
+    ),
+)
+
+# An error with one of these words comes from HIP, ROCR or a build of a framework for ROCm.
+_OF_HIP = r"\bhip[A-Z]|\bHIP\b|\bHSA_STATUS|ROCm|rocBLAS|/dev/kfd|\bGPU node-\d"
+
+_HIP_CAUSES = (
+    (
+        r"hipErrorOutOfMemory|[Oo]ut of memory|hipErrorRuntimeMemory",
+        "another process uses most of the GPU's memory, or a limit on this process's address space is too low: "
+        "see safe-gpu status and ulimit -v",
+    ),
+    (
+        r"hipErrorNotInitialized|initialization error",
+        "this process was probably forked from one in which HIP was initialised: start it with the 'spawn' method",
+    ),
+    (
+        r"/dev/kfd|/dev/dri|HSA_STATUS_ERROR_OUT_OF_RESOURCES",
+        "ROCm could not open the GPUs: the user needs read and write access to /dev/kfd and /dev/dri/renderD* (join "
+        "the groups that own them, render and video, and log in again), and a container needs --device=/dev/kfd "
+        "--device=/dev/dri and these groups by number (--group-add)",
+    ),
+    (
+        r"hipErrorNoDevice|no ROCm-capable device|No HIP GPUs|hipErrorInvalidDevice\b|invalid device ordinal|"
+        r"No devices found",
+        "HIP was probably initialised in this process before the claim, which fixes what it sees (claim first), or "
+        "the user may not open /dev/kfd and /dev/dri/renderD* (join the groups that own them, render and video)",
+    ),
+    (
+        r"hipErrorNoBinaryForGpu|no kernel image is available|find code object|find binary for current|"
+        r"hipErrorInvalidDeviceFunction|invalid device function|hipErrorInvalidImage|kernel image is invalid|"
+        r"TensileLibrary",
+        "this build has no code for the architecture of the GPU: install one that has (rocminfo shows the gfx number), "
+        "and unset HSA_OVERRIDE_GFX_VERSION where it names another architecture",
+    ),
+    (
+        r"hipErrorInsufficientDriver|driver version is insufficient",
+        "the amdgpu driver is older than this version of ROCm needs: update the driver, or install the ROCm that "
+        "belongs to it",
+    ),
+    (
+        r"hipErrorECCNotCorrectable|uncorrectable ECC|GPU Hang",
+        "the GPU reports a fault: see dmesg, and exclude it",
+    ),
+    (
+        r"hipErrorUnknown|unknown error|hipErrorOperatingSystem|OS call failed|HSA_STATUS_ERROR",
+        "the amdgpu driver is in a bad state: see dmesg",
+    ),
+)
+
+# A GPU that answers so will answer the next claim so too. Memory that is short, a framework built for CPUs, CUDA that
+# was initialised too early and a driver that is not ready say nothing about one GPU.
+_BUSY = r"DEVICE_UNAVAILABLE|DevicesUnavailable|busy or unavailable"
+_BROKEN = (
+    r"ECC_UNCORRECTABLE|ECCUncorrectable|NVLINK_UNCORRECTABLE|NvlinkUncorrectable|uncorrectable (ECC|NVLink)|"
+    r"HARDWARE_STACK|HardwareStack|hardware stack error|CUDA_ERROR_CONTAINED|cudaErrorContained|"
+    r"GPU is lost|GPU_IS_LOST|fallen off the bus|hipErrorECCNotCorrectable|HW Exception by GPU node"
+)
+
+
+def blames_gpu(err: BaseException, *, rivals: bool = False) -> bool:
+    """Whether an error of a placeholder says that the GPU itself is bad or is kept by a process that is not shown.
+
+    Args:
+        err: the error of the placeholder, whose innermost cause counts.
+        rivals: whether the driver shows other processes on the GPU. Then it is no wonder that the GPU is unavailable.
+    """
+    while err.__cause__ is not None:
+        err = err.__cause__
+    text = f"{type(err).__name__}: {err}"
+    return bool(re.search(_BROKEN, text) or (not rivals and re.search(_BUSY, text)))
+
+
+def likely_cause(err: BaseException) -> str:
+    """The likely cause of a failed placeholder, to append to a sentence: "; ...", or "" if none is known."""
+    text = f"{type(err).__name__}: {err}"
+    causes = _HIP_CAUSES if re.search(_OF_HIP, text) else _CAUSES
+    return next((f"; {meaning}" for signs, meaning in causes if re.search(signs, text)), "")

@@ -1,4 +1,4 @@
-"""What CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER mean, and how to write them. Pure: the environment is not read here.
+"""CUDA_VISIBLE_DEVICES, ROCR_ and HIP_VISIBLE_DEVICES: what they mean, and how to write them. Pure.
 
 The grammar is the CUDA driver's (CUDA Programming Guide, "CUDA Environment Variables"; MIG User Guide, "CUDA Device
 Enumeration"). Details follow PyTorch's parser, which was compared with driver 525.60.13:
@@ -10,12 +10,36 @@ Enumeration"). Details follow PyTorch's parser, which was compared with driver 5
 * A UUID may be shortened to a prefix that matches one device (``GPU-ab``, ``MIG-12``). The older form
   ``MIG-GPU-<uuid>/<gpu instance>/<compute instance>`` is accepted too.
 * The list ends at the first invalid entry. An empty list, or one that names a device twice, selects no GPU.
+
+Two libraries read them, one on top of the other (``amd_filter_device.cpp`` of ROCR, ``rocdevice.cpp`` of HIP):
+
+* ROCR reads ROCR_VISIBLE_DEVICES: a list of indices, in the order of the kernel's GPU nodes, and of UUIDs
+  (``GPU-<16 hex digits>``, in any case; a prefix that matches one GPU will do). Numbers are read as by C's strtol with
+  base 0, and nothing may follow them. The list ends at the first entry that names no GPU, or names one again. A list
+  that is set and empty selects no GPU.
+* HIP reads HIP_VISIBLE_DEVICES, or CUDA_VISIBLE_DEVICES if that is unset or empty. Its indices count what ROCR has
+  left. They are plain decimal numbers without blanks or leading zeros. Newer versions take UUIDs too. The list ends
+  at the first entry that names no GPU. A second mention of a GPU has no effect. An empty value is as good as none.
+
+OpenCL programs read GPU_DEVICE_ORDINAL instead of the latter two. HIP does not.
+
+Two programs need exceptions:
+
+* Slurm writes one list of indices into ROCR_VISIBLE_DEVICES, CUDA_VISIBLE_DEVICES and GPU_DEVICE_ORDINAL, unless
+  gres.conf has ``Flags=amd_gpu_env`` or AutoDetect=rsmi (gres.conf(5)). HIP would count the list twice, so that the
+  second of two jobs sees no GPU. For a claim, which writes all of them anew, the list counts once.
+* Ray 2.45 and later cannot be imported where ROCR_VISIBLE_DEVICES is set; 2.46 to some later ones only where
+  HIP_VISIBLE_DEVICES is not. Some refuse a CUDA_VISIBLE_DEVICES that differs from HIP_VISIBLE_DEVICES
+  (``amd_gpu.py`` of Ray). So in processes that Ray starts only HIP_VISIBLE_DEVICES is written.
+
+CUDA does not count a GPU that is lost, so the GPUs behind it get lower numbers. A program that starts CUDA after that
+opens other GPUs than those that were claimed for it. UUIDs keep their meaning.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..errors import UnsatisfiableRequestError
@@ -24,7 +48,10 @@ if TYPE_CHECKING:
     from ..devices import Gpu, HostSnapshot
 
 
-_BLANKS = " \t\n\v\f\r"
+# What CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER mean, and how to write them. Pure: the environment is not read here.
+
+
+_CUDA_BLANKS = " \t\n\v\f\r"
 # Compiled on first use by re's own cache, because most claims inherit no CUDA_VISIBLE_DEVICES.
 _NUMBER = r"[+-]?[0-9]+"
 _NUMBERED_INSTANCE = r"MIG-(GPU-[^/]+)/[0-9]+/[0-9]+"
@@ -63,7 +90,7 @@ class VisibleLimit(NamedTuple):
         return uuid in self.uuids
 
 
-def parse(value: str | None, snapshot: HostSnapshot, *, device_order: str | None = None) -> VisibleLimit | None:
+def parse_cuda(value: str | None, snapshot: HostSnapshot, *, device_order: str | None = None) -> VisibleLimit | None:
     """Read CUDA_VISIBLE_DEVICES as CUDA would on this host.
 
     Args:
@@ -85,7 +112,7 @@ def parse(value: str | None, snapshot: HostSnapshot, *, device_order: str | None
     """
     if value is None:
         return None
-    entries = [entry.lstrip(_BLANKS) for entry in value.split(",")]
+    entries = [entry.lstrip(_CUDA_BLANKS) for entry in value.split(",")]
     by_number = re.match(_NUMBER, entries[0]) is not None
     countable = _in_cuda_order(snapshot)
     chosen: list[Gpu] = []
@@ -176,7 +203,7 @@ def _doubt_about_numbers(highest: int, chosen: Sequence[Gpu], snapshot: HostSnap
     return ""
 
 
-def render(gpus: Sequence[Gpu], *, visible_as: str, snapshot: HostSnapshot) -> dict[str, str]:
+def render_cuda(gpus: Sequence[Gpu], *, visible_as: str, snapshot: HostSnapshot) -> dict[str, str]:
     """The environment variables that make exactly these devices visible to CUDA, in this order.
 
     Args:
@@ -198,3 +225,218 @@ def render(gpus: Sequence[Gpu], *, visible_as: str, snapshot: HostSnapshot) -> d
         "CUDA_VISIBLE_DEVICES": ",".join(str(gpu.index) for gpu in gpus),
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
     }
+
+
+# What ROCR_VISIBLE_DEVICES, HIP_VISIBLE_DEVICES and CUDA_VISIBLE_DEVICES mean on AMD GPUs, and how to write them.
+
+
+ROCR, HIP, CUDA = "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"
+OPENCL = "GPU_DEVICE_ORDINAL"
+# Ray sets it for its workers, and their child processes inherit it.
+_RAY = "RAY_RAYLET_PID"
+
+_ROCM_BLANKS = " \t\n\v\f\r"
+_STRTOL = r"[ \t\n\v\f\r]*([+-]?)(0[xX][0-9a-fA-F]+|0[0-7]*|[1-9][0-9]*)"
+_SHORTEST_PREFIX, _LONGEST = len("GPU-0"), len("GPU-0123456789abcdef")
+
+
+def read_rocm(environ: Mapping[str, str], snapshot: HostSnapshot) -> VisibleLimit | None:
+    """The GPUs that these variables leave to a program that uses HIP, in its order; None if none of them is set."""
+    left = list(snapshot.physical)
+    shown = []
+    by_index = False
+    rocr = environ.get(ROCR)
+    if rocr is not None:
+        left, by_index = _by_rocr(rocr, left), "GPU-" not in rocr.upper()
+        shown.append((ROCR, rocr))
+    above = next((name for name in (HIP, CUDA) if environ.get(name)), None)
+    if above is not None:
+        left = _by_hip(environ[above], left)
+        by_index = by_index or (rocr is None and "GPU-" not in environ[above])
+        shown.append((above, environ[above]))
+    if not shown:
+        return None
+    name, value = shown[0]
+    value = " ".join([value, *(f"{further}={text}" for further, text in shown[1:])])
+    return VisibleLimit(value, tuple(gpu.uuid for gpu in left), uses_indices=by_index, name=name, library="HIP")
+
+
+def rocm_once(environ: Mapping[str, str]) -> Mapping[str, str]:
+    """The environment without Slurm's second copy of its list, which HIP would take for numbers within the list."""
+    copied = CUDA in environ and environ.get(CUDA) == environ.get(ROCR) and not environ.get(HIP)
+    if not copied or "SLURM_JOB_ID" not in environ or "GPU-" in environ[CUDA]:
+        return environ
+    return {name: value for name, value in environ.items() if name != CUDA}
+
+
+def _by_rocr(value: str, gpus: Sequence[Gpu]) -> list[Gpu]:
+    chosen: list[Gpu] = []
+    if not value:
+        return chosen
+    entries = value.split(",")
+    if not entries[-1]:
+        entries.pop()  # as C++'s getline
+    for entry in entries[: len(gpus)]:
+        found = _by_entry(entry.upper().strip(_ROCM_BLANKS), gpus)
+        if found is None or found in chosen:
+            break
+        chosen.append(found)
+    return chosen
+
+
+def _by_entry(entry: str, gpus: Sequence[Gpu]) -> Gpu | None:
+    if entry.startswith("G"):
+        if not _SHORTEST_PREFIX <= len(entry) <= _LONGEST:
+            return None
+        matches = [gpu for gpu in gpus if gpu.uuid.upper().startswith(entry)]
+        return matches[0] if len(matches) == 1 else None
+    number = re.fullmatch(_STRTOL, entry)
+    if number is None:
+        return None
+    digits = number[2].lower()
+    index = int(digits, 16 if digits.startswith("0x") else 8 if digits.startswith("0") else 10)
+    return gpus[index] if index < len(gpus) and (number[1] != "-" or index == 0) else None
+
+
+def _by_hip(value: str, gpus: Sequence[Gpu]) -> list[Gpu]:
+    chosen: list[Gpu] = []
+    for entry in value.split(","):
+        if "GPU-" in entry:
+            found = next((gpu for gpu in gpus if entry in gpu.uuid), None)
+        else:
+            plain = re.fullmatch(r"0|[1-9][0-9]{0,8}", entry)
+            found = gpus[int(entry)] if plain and int(entry) < len(gpus) else None
+        if found is None:
+            break
+        if found not in chosen:
+            chosen.append(found)
+    return chosen
+
+
+def render_rocm(
+    gpus: Sequence[Gpu], *, visible_as: str, snapshot: HostSnapshot, environ: Mapping[str, str]
+) -> dict[str, str]:
+    """The variables that make exactly these GPUs visible, in this order, to a process with this environment.
+
+    ROCR gets UUIDs whatever ``visible_as`` says, and the index of a GPU that has no UUID. HIP then sees nothing else,
+    and its own variables count from 0: an inherited one would count GPUs that are no longer there. OpenCL's variable
+    is written if it is set.
+
+    Under Ray an inherited ROCR_VISIBLE_DEVICES stays as it is, and HIP's variable counts what it leaves.
+
+    Raises:
+        UnsatisfiableRequestError: ``visible_as`` is neither "index" nor "uuid".
+    """
+    if visible_as not in ("index", "uuid"):
+        raise UnsatisfiableRequestError(
+            f'visible_as={visible_as!r} is unknown: use "index" or "uuid"', value=visible_as
+        )
+    if _RAY in environ:
+        return _render_for_hip(gpus, visible_as, snapshot, environ)
+    numbers = ",".join(str(number) for number in range(len(gpus)))
+    by_uuid = (gpu.uuid if gpu.uuid.startswith("GPU-") else str(gpu.index) for gpu in gpus)
+    opencl = {OPENCL: numbers} if OPENCL in environ else {}
+    return {ROCR: ",".join(by_uuid), HIP: numbers, CUDA: numbers, **opencl}
+
+
+def _render_for_hip(
+    gpus: Sequence[Gpu], visible_as: str, snapshot: HostSnapshot, environ: Mapping[str, str]
+) -> dict[str, str]:
+    left = list(snapshot.physical)
+    if ROCR in environ:
+        left = _by_rocr(environ[ROCR], left)
+    places = {gpu.uuid: str(place) for place, gpu in enumerate(left)}
+    numbers = ",".join(places[gpu.uuid] for gpu in gpus)
+    names = (gpu.uuid if gpu.uuid.startswith("GPU-") else places[gpu.uuid] for gpu in gpus)
+    chosen = ",".join(names) if visible_as == "uuid" else numbers
+    inherited = {CUDA: chosen} if CUDA in environ else {}
+    opencl = {OPENCL: numbers} if OPENCL in environ else {}
+    return {HIP: chosen, **inherited, **opencl}
+
+
+# The environment variables that choose the GPUs of a process: one grammar for each vendor. Pure.
+
+
+_NAMES = {
+    "nvidia": ("CUDA_VISIBLE_DEVICES",),
+    "amd": ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"),
+}
+
+
+def visible_variables(snapshot: HostSnapshot) -> tuple[str, ...]:
+    """The variables that choose among these GPUs."""
+    return _NAMES[snapshot.vendor]
+
+
+def read_visible(environ: Mapping[str, str], snapshot: HostSnapshot) -> VisibleLimit | None:
+    """The GPUs to which an environment limits a process; None if no variable does."""
+    if snapshot.vendor == "amd":
+        return read_rocm(environ, snapshot)
+    return parse_cuda(environ.get("CUDA_VISIBLE_DEVICES"), snapshot, device_order=environ.get("CUDA_DEVICE_ORDER"))
+
+
+def read_visible_once(environ: Mapping[str, str], snapshot: HostSnapshot) -> VisibleLimit | None:
+    """The GPUs to which an environment limits a claim: as :func:`read`, but a list that a batch scheduler has written
+    into several variables counts once. See :mod:`~safe_gpu.runtimes.visible_devices`."""
+    if snapshot.vendor == "amd":
+        environ = rocm_once(environ)
+    return read_visible(environ, snapshot)
+
+
+def render_visible(
+    gpus: Sequence[Gpu], *, visible_as: str, snapshot: HostSnapshot, environ: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """The variables that make exactly these GPUs visible, in this order, to a process with this environment (None: an
+    empty one). The first one names them.
+
+    Raises:
+        UnsatisfiableRequestError: as for :func:`~safe_gpu.runtimes.visible_devices.render_cuda`.
+    """
+    if snapshot.vendor == "amd":
+        return render_rocm(gpus, visible_as=visible_as, snapshot=snapshot, environ=environ or {})
+    return render_cuda(gpus, visible_as=visible_as, snapshot=snapshot)
+
+
+def hide_all(vendor: str) -> dict[str, str]:
+    """The variables that hide all GPUs of a vendor."""
+    return dict.fromkeys(_NAMES[vendor], "")
+
+
+# Whether the indices in CUDA_VISIBLE_DEVICES still mean the GPUs of the claim that wrote them. Pure.
+
+
+def stale_indices(value: str | None, device_order: str | None, claimed: Collection[str], snapshot: HostSnapshot) -> str:
+    """What is wrong with the indices, and what to do: a sentence without the full stop. "" if nothing is wrong.
+
+    Args:
+        value, device_order: CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER of this process; None if not set.
+        claimed: UUIDs of the GPUs of the claim inside which this process runs.
+        snapshot: the host now.
+    """
+    if snapshot.vendor != "nvidia":
+        return ""  # ROCR_VISIBLE_DEVICES holds UUIDs
+    fence = parse_cuda(value, snapshot, device_order=device_order)
+    if fence is None or not fence.uses_indices or not claimed:
+        return ""
+    foreign = [gpu for gpu in snapshot.gpus if gpu.uuid in fence and gpu.uuid not in claimed]
+    lacking = sum(entry.strip()[:1].isdigit() for entry in fence.value.split(",")) > len(fence.uuids)
+    if not foreign and not lacking:
+        return ""
+    if foreign:
+        meant = f"GPU {','.join(gpu.label for gpu in foreign)}, which this claim does not hold"
+    else:
+        meant = "fewer GPUs than this claim holds"
+    lost = [gpu.label for gpu in snapshot.gpus if gpu.lost]
+    gone = sum(snapshot.by_uuid(uuid) is None for uuid in claimed)
+    causes = []
+    if lost:
+        causes.append(f"GPU {','.join(lost)} is lost")
+    if gone:
+        causes.append("a claimed GPU is gone")
+    why = f", since {' and '.join(causes)}" if causes else ""
+    mine = [gpu.uuid for gpu in snapshot.gpus if gpu.uuid in claimed and not gpu.lost]
+    way_out = f"set CUDA_VISIBLE_DEVICES={','.join(mine)} before CUDA starts" if mine else "end this claim"
+    return (
+        f"CUDA_VISIBLE_DEVICES={fence.value} now means {meant}{why}: {way_out} "
+        "(--visible-as uuid keeps a claim from this)"
+    )

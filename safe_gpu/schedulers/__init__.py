@@ -9,16 +9,15 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .context import JobContext
-from .job import current, in_batch_job
+from .job import JobContext, current, in_batch_job
 
 if TYPE_CHECKING:
-    from .number import declared_gpus, number_for_job
+    from .gpu_count import declared_gpus, number_for_job
 
 __all__ = ["JobContext", "current", "declared_gpus", "in_batch_job", "number_for_job"]
 
 
 def __getattr__(name: str) -> Any:
     if name in ("declared_gpus", "number_for_job"):  # imported on first use: few claims need them
-        return getattr(import_module(".number", __name__), name)
+        return getattr(import_module(".gpu_count", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

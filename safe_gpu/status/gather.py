@@ -16,7 +16,7 @@ from ..coordination.files import state_dir_path
 from ..coordination.holders import outer_claim_of_process, user_and_command
 from ..devices import Gpu, GpuProcess, GpuRequest, HostSnapshot, LeaseHolder, vendor_of
 from ..errors import NoDriverError
-from ..runtimes.shifted import stale_indices
+from ..runtimes.visible_devices import stale_indices
 from ..selection.faults import why_last
 from ..selection.occupancy import computes, has_mps_clients
 from ..selection.rules import Rules

@@ -22,7 +22,7 @@ from safe_gpu.coordination.leases import Lease, lease_name
 from safe_gpu.devices import Gpu, HostSnapshot
 from safe_gpu.drivers.simulated import SimulatedDriver, SimulatedPlaceholder
 from safe_gpu.drivers.simulated_context import SimulatedContext
-from safe_gpu.runtimes.cuda_runtime import CudaRuntime
+from safe_gpu.runtimes.runtime import CudaRuntime
 
 # No process can have this number, as none of another container can be seen from here.
 HIDDEN_PID = 999_999_999

@@ -131,7 +131,7 @@ def test_a_context_of_our_own_that_is_not_listed_does_not_keep_us_out(fake_gpus:
     """A framework keeps its context after the release; its memory is in use by no listed process."""
     fake_gpus.options(hidden=1)
     code = """
-from safe_gpu.runtimes.cuda_context import PrimaryContext
+from safe_gpu.runtimes.cuda import PrimaryContext
 kept = []
 class Keeping(safe_gpu.CudaPlaceholder):
     def __call__(self, device_no):
@@ -199,7 +199,7 @@ def test_gpus_without_process_lists_are_claimed_where_that_is_allowed(fake_gpus:
 def test_a_context_of_our_own_does_not_keep_us_out_where_nothing_is_listed(fake_gpus: Any) -> None:
     fake_gpus.set(1, compute_error=NOT_SUPPORTED, mps_error=NOT_SUPPORTED)
     code = """
-from safe_gpu.runtimes.cuda_context import PrimaryContext
+from safe_gpu.runtimes.cuda import PrimaryContext
 first = safe_gpu.claim_gpus(1, timeout=0, affinity=None)
 kept = PrimaryContext.retain(0)
 first.release_gpus()

@@ -19,7 +19,7 @@ import safe_gpu
 from safe_gpu import schedulers
 from safe_gpu.cli import main
 from safe_gpu.errors import UnsatisfiableRequestError
-from safe_gpu.schedulers import qstat
+from safe_gpu.schedulers import gpu_count as qstat
 from safe_gpu.settings import VARIABLES
 
 SAFE = sorted({*VARIABLES} - {"SAFE_GPU_DIR", "SAFE_GPU_SIMULATED_DIR", "SAFE_GPU_POLICY"})
@@ -295,6 +295,6 @@ def test_a_qstat_that_prints_without_end_or_hangs(script: str, tmp_path: Path) -
     }
     with bounded(20.0, 128):
         try:
-            assert qstat.ask(environ, "4711", patience=1.0) == 0
+            assert qstat.ask_qstat(environ, "4711", patience=1.0) == 0
         except qstat.QstatError as err:
             assert_shown_safely(str(err), 1000)

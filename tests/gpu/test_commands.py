@@ -12,7 +12,7 @@ from safe_gpu.runtimes.cuda import same_device
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
-SEEN = "from safe_gpu.runtimes import library_child; print(*library_child.visible_in_child())"
+SEEN = "from safe_gpu.runtimes import runtime as library_child; print(*library_child.visible_in_child())"
 
 
 @pytest.mark.parametrize("visible_as", ["index", "uuid"])

@@ -14,7 +14,7 @@ import safe_gpu
 MAIN = "from safe_gpu.cli import main; sys.exit(main())"
 CUDA = """
 from safe_gpu.errors import NoDriverError
-from safe_gpu.runtimes.library_child import visible_in_child
+from safe_gpu.runtimes.runtime import visible_in_child
 try:
     visible_in_child()
 except NoDriverError as err:

@@ -24,7 +24,8 @@ from safe_gpu.coordination import queue as waiting
 from safe_gpu.demo.referee import Markers
 from safe_gpu.drivers.kfd import KfdDriver
 from safe_gpu.drivers.simulated import SimulatedDriver
-from safe_gpu.runtimes import hip, hip_memory
+from safe_gpu.runtimes import hip
+from safe_gpu.runtimes import hip as hip_memory
 
 QUIET = logging.getLogger("safe_gpu.test_race")
 QUIET.propagate = False

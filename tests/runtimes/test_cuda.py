@@ -15,7 +15,8 @@ import pytest
 from support.cuda_host import INITIALIZE, M0, M1, MAP, SLICED, A, B, C, Host, broken_library, in_child, run
 
 from safe_gpu.errors import CudaInitializedError, NoDriverError
-from safe_gpu.runtimes import cuda, library_child
+from safe_gpu.runtimes import cuda
+from safe_gpu.runtimes import runtime as library_child
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Is CUDA initialised?
@@ -198,7 +199,7 @@ def test_asking_about_the_fork_leaves_the_child_as_it_was(host: Host) -> None:
 
 def test_a_driver_that_hangs_in_the_child_is_not_waited_for(host: Host) -> None:
     host.set_options("cuda_init_ms=60000")
-    code = "from safe_gpu.runtimes import forked; forked._PATIENCE = 0.2; "
+    code = "from safe_gpu.runtimes import cuda as forked; forked._PATIENCE = 0.2; "
     assert host.run(code + MAP + in_child("cuda.visible_if_initialized()")) is None
 
 

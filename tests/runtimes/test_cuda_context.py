@@ -99,7 +99,7 @@ def test_exclusive_process_mode_refuses_the_second_process(host: Host) -> None:
     code = """
 held = cuda_context.PrimaryContext.retain(0)
 import subprocess
-script = "from safe_gpu.runtimes import cuda_context; cuda_context.PrimaryContext.retain(0)"
+script = "from safe_gpu.runtimes import cuda as cuda_context; cuda_context.PrimaryContext.retain(0)"
 child = subprocess.run([sys.executable, '-S', '-c', script], capture_output=True, text=True)
 result = [held.uuid, child.stderr.splitlines()[-1]]
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from safe_gpu.errors import PlaceholderError
-from safe_gpu.runtimes import error_causes as causes
+from safe_gpu.runtimes import placeholders as causes
 
 # What people have reported, word for word but for addresses; the last ones are hip_error.cpp's own texts.
 SPAWN, MEMORY, PERMISSION, CLAIM_FIRST = "'spawn'", "uses most of the GPU", "--device=/dev/kfd", "claim first"

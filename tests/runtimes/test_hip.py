@@ -14,8 +14,8 @@ SCRIPT = """
 import ctypes, json, os, sys
 from safe_gpu.errors import SafeGpuError
 from safe_gpu.runtimes import hip
-from safe_gpu.runtimes.hip_memory import HipMemory
-from safe_gpu.runtimes.hip_runtime import HIP
+from safe_gpu.runtimes.hip import HipMemory
+from safe_gpu.runtimes.runtime import HIP
 result = None
 try:
     exec(sys.argv[1])

@@ -20,7 +20,8 @@ from typing import Any
 import pytest
 
 from safe_gpu.errors import CudaInitializedError, NotEnoughGpusError, PlaceholderError
-from safe_gpu.runtimes import cuda, cuda_context, placeholders
+from safe_gpu.runtimes import cuda, placeholders
+from safe_gpu.runtimes import cuda as cuda_context
 from safe_gpu.runtimes.placeholders import (
     CudaPlaceholder,
     CupyPlaceholder,

@@ -6,8 +6,7 @@ import pytest
 
 from safe_gpu.devices import Gpu, HostSnapshot
 from safe_gpu.errors import UnsatisfiableRequestError
-from safe_gpu.runtimes.rocm_devices import read
-from safe_gpu.runtimes.variables import hide_all, read_visible_once, render_visible, visible_variables
+from safe_gpu.runtimes.visible_devices import hide_all, read_rocm, read_visible_once, render_visible, visible_variables
 
 A, B, C, D = "GPU-aa00000000000001", "GPU-aa00000000000002", "GPU-bb00000000000003", "AMD-0000:05:00.0-3"
 HOST = HostSnapshot(tuple(Gpu(index, uuid, vendor="amd") for index, uuid in enumerate((A, B, C, D))))
@@ -15,7 +14,7 @@ HOST = HostSnapshot(tuple(Gpu(index, uuid, vendor="amd") for index, uuid in enum
 
 def seen(rocr: str | None = None, hip: str | None = None, cuda: str | None = None) -> tuple[str, ...] | None:
     given = {"ROCR_VISIBLE_DEVICES": rocr, "HIP_VISIBLE_DEVICES": hip, "CUDA_VISIBLE_DEVICES": cuda}
-    fence = read({name: value for name, value in given.items() if value is not None}, HOST)
+    fence = read_rocm({name: value for name, value in given.items() if value is not None}, HOST)
     return None if fence is None else fence.uuids
 
 
@@ -100,7 +99,7 @@ def test_what_a_claim_writes_is_read_back() -> None:
             "HIP_VISIBLE_DEVICES": "0,1",
             "CUDA_VISIBLE_DEVICES": "0,1",
         }
-        fence = read(written, HOST)
+        fence = read_rocm(written, HOST)
         assert fence is not None
         assert fence.uuids == (D, A)
     with pytest.raises(UnsatisfiableRequestError):
@@ -134,7 +133,7 @@ RAY = {"RAY_RAYLET_PID": "7"}
 def test_under_ray_rocr_is_left_alone(environ: dict[str, str], visible_as: str, written: dict[str, str]) -> None:
     chosen = [HOST.gpus[3], HOST.gpus[0]]
     assert render_visible(chosen, visible_as=visible_as, snapshot=HOST, environ=environ) == written
-    fence = read({**environ, **written}, HOST)
+    fence = read_rocm({**environ, **written}, HOST)
     assert fence is not None
     assert fence.uuids == (D, A)
 
@@ -172,19 +171,19 @@ def test_the_list_that_slurm_writes_twice_counts_once(environ: dict[str, str], i
 
 def test_elsewhere_two_equal_lists_are_what_hip_makes_of_them() -> None:
     both = {"ROCR_VISIBLE_DEVICES": "2,3", "CUDA_VISIBLE_DEVICES": "2,3"}
-    for fence in (read_visible_once(both, HOST), read(of_slurm("2,3"), HOST)):
+    for fence in (read_visible_once(both, HOST), read_rocm(of_slurm("2,3"), HOST)):
         assert fence is not None
         assert fence.uuids == ()
 
 
 def test_a_message_names_the_variables() -> None:
-    fence = read({"ROCR_VISIBLE_DEVICES": "1,2", "CUDA_VISIBLE_DEVICES": "0"}, HOST)
+    fence = read_rocm({"ROCR_VISIBLE_DEVICES": "1,2", "CUDA_VISIBLE_DEVICES": "0"}, HOST)
     assert fence is not None
     assert fence.title == "ROCR_VISIBLE_DEVICES=1,2 CUDA_VISIBLE_DEVICES=0"
 
 
 def test_all_gpus_hidden() -> None:
-    fence = read(hide_all("amd"), HOST)
+    fence = read_rocm(hide_all("amd"), HOST)
     assert fence is not None
     assert fence.uuids == ()
     assert visible_variables(HOST) == tuple(hide_all("amd"))

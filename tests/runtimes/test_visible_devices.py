@@ -41,7 +41,7 @@ def with_mig() -> HostSnapshot:
 
 
 def test_an_unset_variable_is_no_fence() -> None:
-    assert visibility.parse(None, alike()) is None
+    assert visibility.parse_cuda(None, alike()) is None
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_an_unset_variable_is_no_fence() -> None:
     ],
 )
 def test_what_a_value_shows(value: str, shown: list[int]) -> None:
-    fence = visibility.parse(value, alike())
+    fence = visibility.parse_cuda(value, alike())
     assert fence is not None
     assert fence.value == value
     assert fence.uuids == tuple(UUIDS[index] for index in shown)
@@ -107,23 +107,23 @@ def test_what_a_value_shows(value: str, shown: list[int]) -> None:
     ],
 )
 def test_numbers_on_mixed_gpus(value: str, order: str | None, ambiguous: bool) -> None:
-    fence = visibility.parse(value, mixed(), device_order=order)
+    fence = visibility.parse_cuda(value, mixed(), device_order=order)
     assert fence is not None
     assert fence.ambiguous is ambiguous
     assert bool(fence.doubt) is ambiguous
 
 
 def test_a_lost_gpu_is_not_counted() -> None:
-    below = visibility.parse("0,1", with_lost(2))
+    below = visibility.parse_cuda("0,1", with_lost(2))
     assert below is not None
     assert below.uuids == UUIDS[:2]
     assert not below.ambiguous
-    beyond = visibility.parse("2", with_lost(2))
+    beyond = visibility.parse_cuda("2", with_lost(2))
     assert beyond is not None
     assert beyond.uuids == UUIDS[3:]
     assert beyond.ambiguous
     assert "GPU 2 is lost" in beyond.doubt
-    by_uuid = visibility.parse(f"{UUIDS[2]},{UUIDS[3]}", with_lost(2))
+    by_uuid = visibility.parse_cuda(f"{UUIDS[2]},{UUIDS[3]}", with_lost(2))
     assert by_uuid is not None
     assert by_uuid.uuids == ()
 
@@ -142,18 +142,18 @@ def test_a_lost_gpu_is_not_counted() -> None:
     ],
 )
 def test_mig_by_uuid(value: str, shown: tuple[str, ...]) -> None:
-    fence = visibility.parse(value, with_mig())
+    fence = visibility.parse_cuda(value, with_mig())
     assert fence is not None
     assert fence.uuids == shown
     assert not fence.ambiguous
 
 
 def test_the_older_name_of_a_mig_instance() -> None:
-    two = visibility.parse("MIG-GPU-aa000000/1/0", with_mig())
+    two = visibility.parse_cuda("MIG-GPU-aa000000/1/0", with_mig())
     assert two is not None
     assert two.ambiguous
     only_one = host(*(gpu for gpu in with_mig().gpus if gpu.mig_instance != 1))
-    one = visibility.parse("MIG-GPU-aa000000/1/0", only_one)
+    one = visibility.parse_cuda("MIG-GPU-aa000000/1/0", only_one)
     assert one is not None
     assert one.uuids == ("MIG-11000000",)
     assert not one.ambiguous
@@ -161,7 +161,7 @@ def test_the_older_name_of_a_mig_instance() -> None:
         with_mig().gpus[0],
         *(replace(gpu, uuid=f"MIG-GPU-aa000000/{gpu.mig_instance}/0") for gpu in with_mig().gpus[1:3]),
     )
-    named = visibility.parse("MIG-GPU-aa000000/1/0", literal)
+    named = visibility.parse_cuda("MIG-GPU-aa000000/1/0", literal)
     assert named is not None
     assert named.uuids == ("MIG-GPU-aa000000/1/0",)
     assert not named.ambiguous
@@ -169,14 +169,14 @@ def test_the_older_name_of_a_mig_instance() -> None:
 
 def test_numbers_under_mig_are_ambiguous() -> None:
     for value in ("0", "1"):
-        fence = visibility.parse(value, with_mig(), device_order="PCI_BUS_ID")
+        fence = visibility.parse_cuda(value, with_mig(), device_order="PCI_BUS_ID")
         assert fence is not None
         assert fence.ambiguous
 
 
 def test_a_mig_gpu_without_instances_is_not_counted() -> None:
     bare = host(replace(alike().gpus[0], mig_enabled=True), alike().gpus[1])
-    by_uuid = visibility.parse("GPU-aa,GPU-ab", bare)
+    by_uuid = visibility.parse_cuda("GPU-aa,GPU-ab", bare)
     assert by_uuid is not None
     assert by_uuid.uuids == ()
 
@@ -186,7 +186,7 @@ def test_a_mig_gpu_without_instances_is_not_counted() -> None:
     st.sampled_from([alike(), mixed(), with_lost(1), with_mig()]),
 )
 def test_any_text_is_read_and_shows_each_device_once(value: str, snapshot: HostSnapshot) -> None:
-    fence = visibility.parse(value, snapshot)
+    fence = visibility.parse_cuda(value, snapshot)
     assert fence is not None
     assert len(set(fence.uuids)) == len(fence.uuids)
     for uuid in fence.uuids:
@@ -200,8 +200,8 @@ def test_any_text_is_read_and_shows_each_device_once(value: str, snapshot: HostS
 def test_what_is_written_is_what_cuda_reads(indices: list[int], visible_as: str, of_one_model: bool) -> None:
     snapshot = alike() if of_one_model else mixed()
     gpus = [snapshot.gpus[index] for index in indices]
-    written = visibility.render(gpus, visible_as=visible_as, snapshot=snapshot)
-    fence = visibility.parse(
+    written = visibility.render_cuda(gpus, visible_as=visible_as, snapshot=snapshot)
+    fence = visibility.parse_cuda(
         written["CUDA_VISIBLE_DEVICES"], snapshot, device_order=written.get("CUDA_DEVICE_ORDER", "FASTEST_FIRST")
     )
     assert fence is not None
@@ -211,23 +211,23 @@ def test_what_is_written_is_what_cuda_reads(indices: list[int], visible_as: str,
 
 def test_indices_come_with_their_order() -> None:
     snapshot = alike()
-    assert visibility.render(snapshot.gpus[2:], visible_as="index", snapshot=snapshot) == {
+    assert visibility.render_cuda(snapshot.gpus[2:], visible_as="index", snapshot=snapshot) == {
         "CUDA_VISIBLE_DEVICES": "2,3",
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
     }
-    assert visibility.render(snapshot.gpus[2:], visible_as="uuid", snapshot=snapshot) == {
+    assert visibility.render_cuda(snapshot.gpus[2:], visible_as="uuid", snapshot=snapshot) == {
         "CUDA_VISIBLE_DEVICES": "GPU-c0000000,GPU-d0000000"
     }
 
 
 @pytest.mark.parametrize("snapshot", [with_mig(), with_lost(0)], ids=["mig", "lost"])
 def test_uuids_where_numbers_mislead(snapshot: HostSnapshot) -> None:
-    written = visibility.render([snapshot.gpus[-1]], visible_as="index", snapshot=snapshot)
+    written = visibility.render_cuda([snapshot.gpus[-1]], visible_as="index", snapshot=snapshot)
     assert written == {"CUDA_VISIBLE_DEVICES": snapshot.gpus[-1].uuid}
 
 
 @pytest.mark.parametrize("visible_as", ["INDEX", "", None, 0, ["index"]])
 def test_an_unknown_way_to_write_it(visible_as: object) -> None:
     with pytest.raises(UnsatisfiableRequestError, match="visible_as=") as caught:
-        visibility.render([], visible_as=visible_as, snapshot=alike())  # type: ignore[arg-type]
+        visibility.render_cuda([], visible_as=visible_as, snapshot=alike())  # type: ignore[arg-type]
     assert caught.value.value == visible_as

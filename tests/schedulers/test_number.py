@@ -13,7 +13,7 @@ import pytest
 
 from safe_gpu.errors import UnsatisfiableRequestError
 from safe_gpu.schedulers import declared_gpus, number_for_job
-from safe_gpu.schedulers.qstat import QstatError, ResourceRequest, Slots, hard_request, here, slots
+from safe_gpu.schedulers.gpu_count import QstatError, ResourceRequest, Slots, hard_request, here, slots
 
 SLURM = {"SLURM_JOB_ID": "77"}
 FLUX = {"FLUX_JOB_ID": "ƒABC"}

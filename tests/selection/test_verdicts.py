@@ -197,7 +197,7 @@ def test_a_single_gpu_with_a_display_is_shared() -> None:
 
 
 def test_the_fence() -> None:
-    fence = visibility.parse("2,5", host())
+    fence = visibility.parse_cuda("2,5", host())
     assert [verdict.gpu.index for verdict in judge(host(), ANY, leased={}, fence=fence) if verdict.free] == [2, 5]
     assert "CUDA_VISIBLE_DEVICES=2,5" in judge(host(), ANY, leased={}, fence=fence)[0].reason
 
@@ -253,7 +253,7 @@ def test_what_this_host_can_never_do(
     snapshot: HostSnapshot, request_: GpuRequest, fence: str | None, words: list[str]
 ) -> None:
     with pytest.raises(UnsatisfiableRequestError) as caught:
-        check_possible(snapshot, request_, visibility.parse(fence, snapshot))
+        check_possible(snapshot, request_, visibility.parse_cuda(fence, snapshot))
     for word in words:
         assert word in str(caught.value)
     assert caught.value.value is not None
@@ -273,7 +273,7 @@ def test_what_this_host_can_never_do(
     ],
 )
 def test_what_may_come_in_time(snapshot: HostSnapshot, request_: GpuRequest, fence: str | None) -> None:
-    check_possible(snapshot, request_, visibility.parse(fence, snapshot))
+    check_possible(snapshot, request_, visibility.parse_cuda(fence, snapshot))
 
 
 def test_leases_beyond_the_fence_are_not_called_free() -> None:
@@ -287,14 +287,14 @@ def test_leases_beyond_the_fence_are_not_called_free() -> None:
 def test_no_hint_where_the_fence_leaves_nothing_out() -> None:
     verdicts = judge(host(2), ANY, leased={})
     assert fence_hint(verdicts, None) == ""
-    assert fence_hint(verdicts, visibility.parse("1,0", host(2))) == ""
+    assert fence_hint(verdicts, visibility.parse_cuda("1,0", host(2))) == ""
 
 
 def test_candidates() -> None:
     snapshot = host(4, _1=gpu(1, lost=True), _2=gpu(2, processes=(process(),)))
     assert [device.index for device in candidates(snapshot, ANY)] == [0, 2, 3]
     assert [device.index for device in candidates(snapshot, GpuRequest(exclude=("0",)))] == [2, 3]
-    assert [device.index for device in candidates(snapshot, ANY, visibility.parse("0", snapshot))] == [0]
+    assert [device.index for device in candidates(snapshot, ANY, visibility.parse_cuda("0", snapshot))] == [0]
     assert [device.label for device in candidates(mig_host(), GpuRequest(1))] == ["0:0", "0:1", "0:2", "1"]
     assert [device.label for device in candidates(mig_host(), GpuRequest(2))] == ["1"]
 

@@ -30,7 +30,7 @@ def run(code: str, environment: dict[str, str]) -> Any:
     """What `code` leaves in `result`, run in a new process; an exception of ours arrives as [class, message]."""
     script = """
 import json, os, sys
-from safe_gpu.runtimes import cuda, library_child, cuda_context
+from safe_gpu.runtimes import cuda, runtime as library_child, cuda as cuda_context
 from safe_gpu.errors import SafeGpuError
 result = None
 try:

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 from .. import settings
 from ..errors import CudaInitializedError, NoDriverError, UnsatisfiableRequestError
 from . import placeholders
-from .variables import read_visible_once, visible_variables
-from .visible_devices import VisibleLimit
+from .visible_devices import VisibleLimit, read_visible_once, visible_variables
 
 if TYPE_CHECKING:
     from ..devices import HostSnapshot

@@ -83,8 +83,7 @@ class Untimed:
         self.seconds = 0.0
 
     def __enter__(self) -> Untimed:
-        from safe_gpu.drivers.simulated import SimulatedDriver, SimulatedPlaceholder
-        from safe_gpu.drivers.simulated_context import SimulatedContext
+        from safe_gpu.drivers.simulated import SimulatedContext, SimulatedDriver, SimulatedPlaceholder
 
         self._kept: list[tuple[type, str, Any]] = []
         for owner, name in (

@@ -14,7 +14,7 @@ from ..coordination.files import state_dir_path, state_dir_warnings
 from ..coordination.signals import unwind_on_signals
 from ..errors import UnsatisfiableRequestError
 from ..procfs import printable_lines
-from ..selection.possible import check_possible
+from ..selection.choice import check_possible
 from .decision import POLL, REFUSE, SLEEP, TAKE, Decision, WaitState, decide
 from .line import QueuePlace
 from .look import Attempt

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CudaInitializedError, NoDriverError, PlaceholderError, StateDirError
-from ..selection.possible import capacity
+from ..selection.choice import capacity
 
 if TYPE_CHECKING:
     from ..coordination.files import StateDir
@@ -76,7 +76,7 @@ class BadGpuFallback:
             raise err
         from ..coordination.leases import write_fault
         from ..devices import GpuFault
-        from ..selection.faults import LAST_CHOICE_TEXT
+        from ..selection.verdicts import LAST_CHOICE_TEXT
 
         fault = GpuFault(time.time(), str(err))
         self._with_notes(bad, lambda leases, uuid: write_fault(leases, uuid, fault))

@@ -15,8 +15,7 @@ from ..coordination.locks import MINIMUM_PATIENCE, HostLock
 from ..devices import Gpu, GpuRequest
 from ..drivers import opened_driver
 from ..procfs import describe_process
-from ..selection.request import parse_request
-from ..selection.rules import Rules
+from ..selection.request import Rules, parse_request
 from ..selection.verdicts import judge
 from .acquisition import wait_until_free
 from .host_view import HostView

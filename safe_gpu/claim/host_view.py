@@ -14,8 +14,8 @@ from ..devices import GpuVerdict
 from ..errors import NoDriverError
 from ..procfs import describe_process
 from ..runtimes.visible_limit import visible_limit_of
-from ..selection.possible import candidates
-from ..selection.rules import DEFAULT_RULES, Rules
+from ..selection.choice import candidates
+from ..selection.request import DEFAULT_RULES, Rules
 from ..selection.verdicts import judge
 from .nested import judged_inside, pids_of_outer
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ..devices import Gpu, GpuFault, GpuRequest, HostSnapshot, LeaseHolder
     from ..drivers.base import Driver
     from ..runtimes.visible_devices import VisibleLimit
-    from ..selection.occupancy import Describe
+    from ..selection.verdicts import Describe
 
 
 # If the latest poll of the whole host is older than this, in seconds, the second poll is of the whole host again.

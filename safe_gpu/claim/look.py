@@ -10,7 +10,7 @@ from ..coordination.leases import fault_name, inner_name, is_empty, leases_of, p
 from ..coordination.locks import HostLock
 from ..errors import StateDirError
 from ..procfs import printable_lines
-from ..selection.best import choose
+from ..selection.choice import choose
 from .nested import check_possible_inside, outer_claim
 from .passing import QueueSnapshot
 
@@ -351,7 +351,7 @@ def _faults(leases: StateDir, uuids: Iterable[str]) -> tuple[Mapping[str, GpuFau
     import time
 
     from ..coordination.leases import read_faults
-    from ..selection.faults import recent_faults
+    from ..selection.verdicts import recent_faults
 
     noted = read_faults(leases, uuids)
     return noted, recent_faults(noted, time.time())

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 from ..drivers import may_be_several, open_drivers
 from ..drivers.vendors import NAMES, meant_vendor
 from ..errors import SafeGpuError, UnsatisfiableRequestError
-from ..selection.possible import check_possible
+from ..selection.choice import check_possible
 
 if TYPE_CHECKING:
     from ..devices import GpuRequest
-    from ..selection.rules import Rules
+    from ..selection.request import Rules
 
 
 def with_way_out(err: UnsatisfiableRequestError, request: GpuRequest, rules: Rules) -> UnsatisfiableRequestError:

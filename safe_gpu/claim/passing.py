@@ -14,7 +14,7 @@ from .. import procfs
 from ..coordination.leases import may_be_held, read_record
 from ..devices import GpuRequest, LeaseHolder
 from ..selection.backfill import BackfillRequest, free_at, open_gpus
-from ..selection.possible import can_be_met_by_releases, capacity
+from ..selection.choice import can_be_met_by_releases, capacity
 
 if TYPE_CHECKING:
     from ..coordination.files import StateDir

@@ -12,8 +12,7 @@ from ..coordination.signals import DeferredSignals
 from ..devices import Gpu, GpuProcess, GpuRequest, HostSnapshot
 from ..errors import GpuContendedError, NotEnoughGpusError, SafeGpuError, WrongDeviceError
 from ..procfs import describe_process
-from ..selection.occupancy import HIDDEN, NOT_YET, SHOWN, computes, has_mps_clients, presence
-from ..selection.verdicts import judge
+from ..selection.verdicts import HIDDEN, NOT_YET, SHOWN, computes, has_mps_clients, judge, presence
 from ..text import in_brackets
 
 if TYPE_CHECKING:

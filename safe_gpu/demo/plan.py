@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ..devices import GpuRequest
 from ..errors import UnsatisfiableRequestError
-from ..selection.possible import check_possible
+from ..selection.choice import check_possible
 
 if TYPE_CHECKING:
     from ..devices import GpuVerdict, HostSnapshot

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from .. import procfs
 from ..devices import ProcessKind
 from ..errors import SafeGpuError
-from ..selection.occupancy import computes
+from ..selection.verdicts import computes
 from .children import Child
 
 if TYPE_CHECKING:

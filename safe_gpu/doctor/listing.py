@@ -13,8 +13,8 @@ import time
 from collections.abc import Mapping
 
 from ..errors import SafeGpuError
-from ..selection.occupancy import HIDDEN, NOT_YET, SHOWN, presence, why_memory_unexplained
-from ..selection.rules import Rules
+from ..selection.request import Rules
+from ..selection.verdicts import HIDDEN, NOT_YET, SHOWN, presence, why_memory_unexplained
 from .check import CheckedHost, Finding, failed, labels, passed, skipped, warning
 from .gpus import NO_DRIVER, gpus_where
 

@@ -7,7 +7,7 @@ import sys
 
 from .. import settings
 from ..errors import GPUAffinityError, UnsatisfiableRequestError
-from ..selection.rules import MEMORY_VARIABLE, Rules
+from ..selection.request import MEMORY_VARIABLE, Rules
 from .check import CheckedHost, Finding, failed, gpus_named, labels, passed, skipped, warning
 
 

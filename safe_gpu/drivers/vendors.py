@@ -12,8 +12,8 @@ from ..coordination.holders import gpus_of_scope
 from ..devices import vendor_of
 from ..errors import NoDriverError, UnsatisfiableRequestError
 from ..sysfs import devices, tree
+from .kernel import has_nvidia_gpu
 from .kfd import KfdDriver, may_be_integrated
-from .pci import has_nvidia_gpu
 
 if TYPE_CHECKING:
     from .base import Driver

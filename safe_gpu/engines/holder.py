@@ -176,8 +176,8 @@ class HolderProcess:
     def _free(self, nb_gpus: int) -> int:
         from ..claim.free import current_verdicts, remaining_quota
         from ..runtimes.visible_limit import visible_limit_of
-        from ..selection.possible import check_possible
-        from ..selection.rules import Rules
+        from ..selection.choice import check_possible
+        from ..selection.request import Rules
 
         try:
             request = self._wishes.request(nb_gpus)

@@ -1,14 +1,22 @@
-"""Parses the arguments of a claim into a :class:`~safe_gpu.devices.GpuRequest`. No device is queried."""
+"""What a claim asks for: parsing, the names of GPUs, and the rules by which GPUs are judged. Pure."""
 
 from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..argument_style import ArgumentStyle
 from ..devices import VENDORS, GpuRequest
 from ..errors import UnsatisfiableRequestError
+
+if TYPE_CHECKING:
+    from ..devices import Gpu, HostSnapshot
+
+
+# Parses the arguments of a claim into a :class:`~safe_gpu.devices.GpuRequest`. No device is queried.
+
 
 _UNITS = {
     "": 1,
@@ -40,7 +48,7 @@ def parse_request(
         nb_gpus: a whole number, 1 or more (numpy integers too).
         min_memory: bytes that must be free on each GPU, in a form that :func:`parse_bytes` accepts; None: any. A number
             below 1 MiB without a unit is refused.
-        model: a name pattern, see :func:`~safe_gpu.selection.naming.matches_model`; None: any.
+        model: a name pattern, see :func:`~safe_gpu.selection.request.matches_model`; None: any.
         only, exclude: the devices to choose from, and those to leave out: an index (``3``), or a string of indices,
             ranges, MIG labels and UUID prefixes (``"0,2"``, ``"0-3"``, ``"1:0"``, ``"GPU-8932"``), or an iterable of
             these. None or an empty iterable means no restriction.
@@ -181,3 +189,79 @@ def _flat(value: object) -> Iterable[str]:
             yield str(operator.index(value))  # type: ignore[arg-type]
         except TypeError:
             raise ValueError(value) from None
+
+
+# The names by which requests speak of GPUs: indices, UUIDs and product names. Pure functions.
+
+
+def names_device(name: str, gpu: Gpu) -> bool:
+    """Whether an entry of ``only`` or ``exclude`` matches this device. The name of a GPU matches its MIG instances."""
+    if name[0].isdigit():
+        return name in (gpu.label, str(gpu.index))
+    return gpu.uuid.startswith(name) or (gpu.mig_parent is not None and gpu.mig_parent.startswith(name))
+
+
+def unknown_names(names: Iterable[str], snapshot: HostSnapshot) -> tuple[str, ...]:
+    """The entries that match no device of this host, and the UUID prefixes that match several."""
+    return tuple(name for name in names if not _matches_one(name, snapshot))
+
+
+def _matches_one(name: str, snapshot: HostSnapshot) -> bool:
+    if name[0].isdigit():
+        return any(names_device(name, gpu) for gpu in snapshot.gpus)
+    uuids = {gpu.uuid for gpu in snapshot.gpus}
+    return name in uuids or sum(uuid.startswith(name) for uuid in uuids) == 1
+
+
+def matches_model(pattern: str, name: str) -> bool:
+    """Whether a product name matches ``pattern``. Letter case does not matter.
+
+    A pattern without ``*``, ``?`` or ``[`` matches anywhere in the name. Otherwise the pattern is a glob for the whole
+    name, or for the part of the name from some word to the end. Both ``"NVIDIA A100*"`` and ``"A100*80GB"`` match
+    ``NVIDIA A100-SXM4-80GB``.
+    """
+    from fnmatch import fnmatchcase
+
+    pattern, name = pattern.lower(), name.lower()
+    if not any(sign in pattern for sign in "*?["):
+        return pattern in name
+    return fnmatchcase(name, pattern) or fnmatchcase(name, f"* {pattern}")
+
+
+# The rules of judging that users may change: when memory without a process makes a GPU busy, and process lists.
+
+
+MEMORY_VARIABLE = "SAFE_GPU_UNEXPLAINED_MEMORY"
+
+LEAST_LIMIT = 16 << 20
+"""Bytes. The NVML driver asks for processes that only draw where more than this is in use without a process; below it
+their memory would count as unexplained."""
+
+
+class Rules(NamedTuple):
+    """How GPUs are judged.
+
+    Attributes:
+        unexplained_limit: bytes that may be in use without a process; None: by what the driver counts as used.
+        lists_optional: whether GPUs whose processes the driver can never list may be claimed, by lease and memory.
+    """
+
+    unexplained_limit: int | None = None
+    lists_optional: bool = False
+
+    @classmethod
+    def of(cls, environ: Mapping[str, str]) -> Rules:
+        """The rules that the environment sets.
+
+        Raises:
+            UnsatisfiableRequestError: ``SAFE_GPU_UNEXPLAINED_MEMORY`` is not a size.
+        """
+        limit = environ.get(MEMORY_VARIABLE)
+        return cls(
+            max(parse_size(limit, MEMORY_VARIABLE), LEAST_LIMIT) if limit else None,
+            environ.get("SAFE_GPU_PROCESS_LIST") == "optional",
+        )
+
+
+DEFAULT_RULES = Rules()
+"""The rules where the environment sets none."""

@@ -1,24 +1,120 @@
-"""Which GPUs a claim may take now, and why not the others. Pure functions of a snapshot.
+"""Which GPUs a request may have now, and why not the others. Pure.
 
 :func:`judge` says for every device whether it is free *now*. :mod:`.possible` says what this host can *ever* give, and
-:func:`~safe_gpu.selection.best.choose` picks the best set of the free devices.
+:func:`~safe_gpu.selection.choice.choose` picks the best set of the free devices.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..devices import ComputeMode, GpuVerdict
+from ..devices import ComputeMode, GpuFault, GpuVerdict, ProcessKind
 from ..text import format_bytes, in_brackets
-from .naming import matches_model, names_device
-from .occupancy import Describe, computes, has_mps_clients, name_processes, why_memory_unexplained
-from .rules import DEFAULT_RULES, Rules
+from .request import DEFAULT_RULES, LEAST_LIMIT, Rules, matches_model, names_device
 
 if TYPE_CHECKING:
-    from ..devices import Gpu, GpuRequest, HostSnapshot, LeaseHolder
+    from ..devices import Gpu, GpuProcess, GpuRequest, HostSnapshot, LeaseHolder
     from ..runtimes.visible_devices import VisibleLimit
+
+
+# Which processes and how much memory make a GPU busy, and whether a driver shows a process. Pure functions.
+
+
+Describe = Callable[[int], "tuple[str | None, str | None] | None"]
+"""Returns the user and command line of a pid; None if this host's /proc does not show it."""
+
+# Bytes in use without a process that may be the driver's own: an idle GPU may show 0.5 GiB where what the driver
+# reserves for itself counts as used, and some tens of MiB where it does not.
+_LIMIT = 128 << 20
+_LIMIT_WITH_RESERVED = 1 << 30
+
+_MPS_SERVER = "nvidia-cuda-mps-server"
+_MPS_SERVER_MEMORY = 64 << 20  # an MPS server whose clients are on other GPUs has less; a CUDA program has more
+
+SHOWN, HIDDEN, NOT_YET, UNKNOWN = "shown", "hidden", "not yet", "unknown"
+
+
+def has_mps_clients(snapshot: HostSnapshot) -> bool:
+    """Whether a process on some GPU of the host is a client of an MPS server."""
+    return any(process.kind == ProcessKind.MPS for gpu in snapshot.gpus for process in gpu.processes or ())
+
+
+def computes(process: GpuProcess, describe: Describe, *, mps_clients: bool = False) -> bool:
+    """Whether a process makes a device busy. Graphics processes do not, nor does the MPS server itself.
+
+    Args:
+        describe: gives the command by which the MPS server is known.
+        mps_clients: whether some GPU of the host has MPS clients (:func:`has_mps_clients`). Then a small process
+            without a name is taken for the MPS server: hidepid=2 hides the names of other users' processes.
+    """
+    if process.kind == ProcessKind.GRAPHICS:
+        return False
+    words = (_command(process, describe) or "").split()
+    if words:
+        return words[0].rpartition("/")[2] != _MPS_SERVER
+    small = process.memory_used is not None and process.memory_used <= _MPS_SERVER_MEMORY
+    return not (mps_clients and small and process.kind == ProcessKind.COMPUTE)
+
+
+def _command(process: GpuProcess, describe: Describe) -> str | None:
+    if process.name is not None or process.elsewhere:
+        return process.name
+    described = describe(process.pid)
+    return described[1] if described else None
+
+
+def name_processes(processes: Collection[GpuProcess], describe: Describe) -> tuple[str | None, str]:
+    """The user of the first process, and a text that names it and says how many others there are."""
+    first, *others = processes
+    user, command = (None if first.elsewhere else describe(first.pid)) or (None, None)
+    amount = "an unknown amount of memory" if first.memory_used is None else format_bytes(first.memory_used)
+    if first.elsewhere:
+        command = "a number of another PID namespace"
+    text = f"process {first.pid}{in_brackets(user, command or first.name)} uses {amount}"
+    pids = {process.pid for process in others} - {first.pid}
+    if pids:
+        text += f", and {len(pids)} more process{'es' if len(pids) > 1 else ''}"
+    return user, text
+
+
+def why_memory_unexplained(gpu: Gpu, rules: Rules) -> str:
+    """Why the GPU is busy although no process is visible: a container or the driver may hide one that uses memory."""
+    excess = gpu.unexplained_memory
+    if gpu.memory_shared or excess <= _limit(gpu, rules):
+        return ""
+    hidden = "one in a container?" if gpu.processes_supported else "the driver lists none"
+    return f"{format_bytes(excess)} of memory in use by no process that is visible here ({hidden})"
+
+
+def _limit(gpu: Gpu, rules: Rules) -> int:
+    if rules.unexplained_limit is not None:
+        return max(rules.unexplained_limit, LEAST_LIMIT)
+    # In a container the processes of a desktop are not listed, and their memory is.
+    return _LIMIT_WITH_RESERVED if gpu.counts_reserved or gpu.display_active else _LIMIT
+
+
+def presence(before: Gpu, now: Gpu, own: Collection[int]) -> str:
+    """Whether the driver shows this process on a GPU, on which it has started a context between two polls.
+
+    Args:
+        own: the pids of this process.
+
+    Returns:
+        ``SHOWN``; ``HIDDEN`` if the driver shows its memory and not the process, or never lists processes;
+        ``NOT_YET`` if it shows neither; ``UNKNOWN`` if a process list failed.
+    """
+    if not now.processes_supported:
+        return HIDDEN
+    if now.processes is None or before.processes is None:
+        return UNKNOWN
+    if any(process.pid in own for process in now.processes):
+        return SHOWN
+    return HIDDEN if now.unexplained_memory - before.unexplained_memory >= LEAST_LIMIT else NOT_YET
+
+
+# Which GPUs a claim may take now, and why not the others. Pure functions of a snapshot.
 
 
 UNWATCHABLE = (
@@ -184,3 +280,26 @@ def fence_hint(unfenced: Sequence[GpuVerdict], fence: VisibleLimit | None) -> st
     free = sum(verdict.free for verdict in beyond)
     others = "1 other is" if free == 1 else f"{free or 'none of the'} others are"
     return f"{fence.title} limits this process to {inside} of {len(claimable)} GPUs; {others} free"
+
+
+# For how long a GPU on which a claim failed is the last choice. Pure.
+
+
+LAST_CHOICE = 600.0
+"""Seconds for which a GPU is taken last after a claim failed on it."""
+
+LAST_CHOICE_TEXT = "ten minutes"
+
+
+def recent_faults(faults: Mapping[str, GpuFault], now: float) -> dict[str, GpuFault]:
+    """The notes, by UUID, that still count at ``now`` (Unix seconds).
+
+    A note from the future (the clock was set back) counts for as long as one from the past, and no longer.
+    """
+    return {uuid: fault for uuid, fault in faults.items() if abs(now - fault.when) < LAST_CHOICE}
+
+
+def why_last(fault: GpuFault) -> str:
+    """``taken last until 14:32, since a claim failed on it: ...``, in local time."""
+    until = time.strftime("%H:%M", time.localtime(fault.when + LAST_CHOICE))
+    return f"taken last until {until}, since a claim failed on it: {fault.error}"

@@ -17,10 +17,8 @@ from ..coordination.holders import outer_claim_of_process, user_and_command
 from ..devices import Gpu, GpuProcess, GpuRequest, HostSnapshot, LeaseHolder, vendor_of
 from ..errors import NoDriverError
 from ..runtimes.visible_devices import stale_indices
-from ..selection.faults import why_last
-from ..selection.occupancy import computes, has_mps_clients
-from ..selection.rules import Rules
-from ..selection.verdicts import judge
+from ..selection.request import Rules
+from ..selection.verdicts import computes, has_mps_clients, judge, why_last
 from ..settings import policy_file
 from ..text import in_brackets
 from .facts import ClaimStatus, GpuStatus, HostStatus, ProcessStatus, WaiterStatus

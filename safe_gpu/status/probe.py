@@ -16,7 +16,7 @@ from ..coordination.queue import Listing, Ticket, live_tickets
 from ..coordination.socket_names import held_among
 from ..devices import Gpu, GpuFault
 from ..errors import LockTimeout, SafeGpuError, StateDirError
-from ..selection.faults import recent_faults
+from ..selection.verdicts import recent_faults
 from .holders import LockedFile
 
 # How long to wait for host.lock, seconds. It is held for microseconds, unless its holder is stopped or hundreds of

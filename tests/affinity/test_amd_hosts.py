@@ -16,8 +16,7 @@ from safe_gpu.affinity.options import MODES, AffinityOptions
 from safe_gpu.affinity.policies import plan
 from safe_gpu.cpulist import format_cpulist
 from safe_gpu.drivers.kfd import KfdDriver
-from safe_gpu.drivers.presets import preset
-from safe_gpu.drivers.simulated_host import Preset
+from safe_gpu.drivers.presets import Preset, preset
 from safe_gpu.errors import GPUAffinityError
 from safe_gpu.topology import HostTopology, read_topology
 

@@ -20,8 +20,7 @@ from safe_gpu.affinity import cpu_shares as shares
 from safe_gpu.claim import host_view, look, owner, recheck
 from safe_gpu.coordination.leases import Lease, lease_name
 from safe_gpu.devices import Gpu, HostSnapshot
-from safe_gpu.drivers.simulated import SimulatedDriver, SimulatedPlaceholder
-from safe_gpu.drivers.simulated_context import SimulatedContext
+from safe_gpu.drivers.simulated import SimulatedContext, SimulatedDriver, SimulatedPlaceholder
 from safe_gpu.runtimes.runtime import CudaRuntime
 
 # No process can have this number, as none of another container can be seen from here.

@@ -10,8 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import safe_gpu
-from safe_gpu.drivers.simulated import SimulatedDriver
-from safe_gpu.drivers.simulated_context import SimulatedContext
+from safe_gpu.drivers.simulated import SimulatedContext, SimulatedDriver
 
 WORKER = """
 import json, os, safe_gpu

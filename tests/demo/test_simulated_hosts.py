@@ -20,7 +20,7 @@ from safe_gpu.coordination import socket_names as names
 from safe_gpu.demo import racers
 from safe_gpu.devices import Gpu
 from safe_gpu.drivers import presets
-from safe_gpu.drivers.simulated_host import Cpus, Preset, SimulatedGpu
+from safe_gpu.drivers.presets import Cpus, Preset, SimulatedGpu
 
 
 def host_of(count: int) -> Preset:

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from safe_gpu.devices import Gpu, ProcessKind
-from safe_gpu.drivers import open_driver, pci
+from safe_gpu.drivers import kernel as pci
+from safe_gpu.drivers import open_driver
 from safe_gpu.drivers.base import Driver
 
 HIDDEN = 4_000_000  # above every pid that Linux gives

@@ -14,7 +14,8 @@ from support.kfd_host import GIB, KfdHost
 
 from safe_gpu import sysfs as kfd_nodes
 from safe_gpu.devices import Gpu, GpuProcess, GpuRequest
-from safe_gpu.drivers import kfd, kfd_processes, open_driver
+from safe_gpu.drivers import kfd, open_driver
+from safe_gpu.drivers import kfd as kfd_processes
 from safe_gpu.drivers.kfd import KfdDriver
 from safe_gpu.errors import NoDriverError, SafeGpuError
 from safe_gpu.selection.verdicts import judge

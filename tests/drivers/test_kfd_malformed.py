@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from safe_gpu import sysfs as kfd_nodes
-from safe_gpu.drivers import kfd_processes
+from safe_gpu.drivers import kfd as kfd_processes
 
 NODES = "sys/class/kfd/kfd/topology/nodes"
 PROC = "sys/class/kfd/kfd/proc"

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from safe_gpu.devices import GpuProcess, GpuRequest, HostSnapshot, ProcessKind
-from safe_gpu.drivers import nvidia_host
-from safe_gpu.drivers.nvidia_host import is_wsl, memory_is_node, own_namespace_pids
+from safe_gpu.drivers import kernel as nvidia_host
+from safe_gpu.drivers.kernel import is_wsl, memory_is_node, own_namespace_pids
 from safe_gpu.drivers.nvidia_smi import NvidiaSmiDriver
 from safe_gpu.drivers.nvml import NvmlDriver
 from safe_gpu.drivers.simulated import SimulatedDriver

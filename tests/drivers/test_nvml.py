@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from safe_gpu.devices import ComputeMode, Gpu, GpuProcess, ProcessKind
-from safe_gpu.drivers import nvml, nvml_processes
+from safe_gpu.drivers import nvml
+from safe_gpu.drivers import nvml_session as nvml_processes
 from safe_gpu.errors import NoDriverError
 
 # nvmlReturn_t, as the fake answers it

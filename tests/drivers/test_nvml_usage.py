@@ -12,8 +12,7 @@ from safe_gpu.devices import Gpu, GpuRequest, HostSnapshot, ProcessKind
 from safe_gpu.drivers import nvml
 from safe_gpu.drivers.nvml_session import Session
 from safe_gpu.errors import NoDriverError
-from safe_gpu.selection.occupancy import NOT_YET, SHOWN, presence
-from safe_gpu.selection.verdicts import judge
+from safe_gpu.selection.verdicts import NOT_YET, SHOWN, judge, presence
 
 INVALID_ARGUMENT, TIMEOUT, GPU_IS_LOST, RESET_REQUIRED, UNINITIALIZED, UNKNOWN = 2, 10, 15, 16, 1, 999
 

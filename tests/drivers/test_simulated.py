@@ -16,10 +16,8 @@ from pathlib import Path
 import pytest
 
 from safe_gpu.devices import HostSnapshot, ProcessKind
-from safe_gpu.drivers.presets import PRESETS, preset
-from safe_gpu.drivers.simulated import SimulatedDriver, SimulatedPlaceholder
-from safe_gpu.drivers.simulated_context import SimulatedContext
-from safe_gpu.drivers.simulated_host import CONTEXT_BYTES
+from safe_gpu.drivers.presets import CONTEXT_BYTES, PRESETS, preset
+from safe_gpu.drivers.simulated import SimulatedContext, SimulatedDriver, SimulatedPlaceholder
 from safe_gpu.errors import PlaceholderError, StateDirError, UnsatisfiableRequestError
 
 REPOSITORY = Path(__file__).parents[2]
@@ -323,7 +321,7 @@ def test_what_the_dead_left_is_cleared_away_and_nothing_else(driver: SimulatedDr
 def test_a_taken_name_is_passed_over(driver: SimulatedDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     uuid = driver.idle.gpus[0].uuid
     numbers = iter([1, 2, 2, 3])
-    monkeypatch.setattr("safe_gpu.drivers.simulated_context._numbers", numbers)
+    monkeypatch.setattr("safe_gpu.drivers.simulated._numbers", numbers)
     with driver.occupy(uuid), driver.occupy(uuid), driver.occupy(uuid):
         assert [name[-1] for name in entries(driver)] == ["1", "2", "3"]
 

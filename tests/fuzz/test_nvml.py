@@ -13,8 +13,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from support.hostile import TEXTS, TRICK, assert_plain, assert_shown_safely, bounded, examples, refusing
 
-from safe_gpu.drivers import nvml, nvml_inventory, nvml_session
-from safe_gpu.drivers.nvml_processes import read_rows
+from safe_gpu.drivers import nvml, nvml_session
+from safe_gpu.drivers import nvml as nvml_inventory
+from safe_gpu.drivers.nvml_session import read_rows
 from safe_gpu.errors import NoDriverError
 from safe_gpu.status.gather import status_of
 from safe_gpu.status.table import render

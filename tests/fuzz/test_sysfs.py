@@ -17,9 +17,8 @@ from support.kfd_host import KfdHost
 from safe_gpu.affinity import policies
 from safe_gpu.affinity.numa_maps import parse_numa_maps
 from safe_gpu.cpulist import parse_cpulist, parse_cpumask
+from safe_gpu.drivers.kernel import bus_order, memory_is_node, numa_node
 from safe_gpu.drivers.kfd import KfdDriver
-from safe_gpu.drivers.nvidia_host import memory_is_node
-from safe_gpu.drivers.pci import bus_order, numa_node
 from safe_gpu.errors import GPUAffinityError, NoDriverError
 from safe_gpu.status.gather import status_of
 from safe_gpu.status.table import render

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from safe_gpu.devices import Gpu, GpuVerdict
-from safe_gpu.selection import best as choice
-from safe_gpu.selection.best import choose
+from safe_gpu.selection import choice
+from safe_gpu.selection.choice import choose
 
 
 def uuid(index: int) -> str:

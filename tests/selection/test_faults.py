@@ -8,7 +8,7 @@ import time
 import pytest
 
 from safe_gpu.devices import GpuFault
-from safe_gpu.selection.faults import recent_faults, why_last
+from safe_gpu.selection.verdicts import recent_faults, why_last
 
 
 @pytest.mark.parametrize(

@@ -21,9 +21,13 @@ from safe_gpu.devices import (
 from safe_gpu.errors import UnsatisfiableRequestError
 from safe_gpu.runtimes import visible_devices as visibility
 from safe_gpu.runtimes.visible_devices import VisibleLimit
-from safe_gpu.selection import naming, occupancy, possible, rules, verdicts
-from safe_gpu.selection.naming import matches_model, names_device, unknown_names
-from safe_gpu.selection.possible import can_be_met_by_releases, candidates, capacity, check_possible
+from safe_gpu.selection import choice as possible
+from safe_gpu.selection import request as naming
+from safe_gpu.selection import request as rules
+from safe_gpu.selection import verdicts
+from safe_gpu.selection import verdicts as occupancy
+from safe_gpu.selection.choice import can_be_met_by_releases, candidates, capacity, check_possible
+from safe_gpu.selection.request import matches_model, names_device, unknown_names
 from safe_gpu.selection.verdicts import fence_hint, judge
 
 GIB = 1 << 30

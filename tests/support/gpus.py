@@ -190,7 +190,8 @@ class FakeGpus:
         """Show these GPUs to NVML in this very process (CUDA keeps state for good: use a child for it)."""
         import pynvml
 
-        from safe_gpu.drivers import nvml, nvml_inventory
+        from safe_gpu.drivers import nvml
+        from safe_gpu.drivers import nvml as nvml_inventory
 
         self._libraries.stand_ins[DRIVER_LIBRARIES[0]] = str(self._build("nvml.c", DRIVER_LIBRARIES[0], *self._flags))
         self._monkeypatch.setenv("FAKE_GPU_DIR", str(self.directory))

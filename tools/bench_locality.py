@@ -24,7 +24,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from safe_gpu.affinity import AffinityOptions, HostTopology, bind_near, bind_process, read_topology
-from safe_gpu.affinity.numbering import visible_indices
+from safe_gpu.affinity.resolve_gpus import visible_indices
 from safe_gpu.cpulist import format_cpulist
 from safe_gpu.drivers import open_driver
 from safe_gpu.errors import SafeGpuError

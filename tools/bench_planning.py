@@ -15,9 +15,9 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from safe_gpu.affinity.near import node_cpus_of
+from safe_gpu.affinity.cpu_shares import node_cpus_of
 from safe_gpu.affinity.options import MODES
-from safe_gpu.affinity.policies import plan
+from safe_gpu.affinity.planner import plan
 from safe_gpu.devices import Gpu, HostSnapshot
 from safe_gpu.runtimes.runtime import Runtime
 from safe_gpu.topology import GpuLocality, HostTopology, read_topology

@@ -21,15 +21,12 @@ if TYPE_CHECKING:
         split_share,
         undo_binding,
     )
-    from .describe import affinity_json, affinity_table
     from .gpu_affinity import set_affinity
-    from .modes import Mode, Multithreading, Scope
     from .numactl import wrap_command
-    from .numbering import visible_indices
     from .options import AffinityOptions, parse_options
-    from .placement_report import PlacementReport
-    from .placements import placement
-    from .policies import plan
+    from .placements import PlacementReport, placement
+    from .planner import Mode, Multithreading, Scope, affinity_json, affinity_table, plan
+    from .resolve_gpus import visible_indices
 
 __all__ = [
     "AffinityOptions",
@@ -66,14 +63,12 @@ __all__ = [
 # The module of each public name, as a relative module name without its first dot.
 _HOMES = {
     "binding": ("BindingReport", "PartReport", "bind_process", "original_mask", "undo"),
-    "describe": ("affinity_json", "affinity_table"),
+    "planner": ("affinity_json", "affinity_table", "Mode", "Multithreading", "Scope", "plan"),
     "gpu_affinity": ("set_affinity",),
-    "modes": ("Mode", "Multithreading", "Scope"),
     "numactl": ("wrap_command",),
-    "numbering": ("visible_indices",),
+    "resolve_gpus": ("visible_indices",),
     "options": ("AffinityOptions", "parse_options"),
     "placements": ("PlacementReport", "placement"),
-    "policies": ("plan",),
     "cpu_shares": (
         "ClaimShares",
         "bind_claim",

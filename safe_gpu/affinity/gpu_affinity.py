@@ -8,10 +8,9 @@ import os
 from ..errors import GPUAffinityError, SafeGpuError
 from ..topology import read_topology
 from .binding import bind_process, original_mask
-from .modes import Mode, Multithreading, Scope
-from .numbering import by_ordinal, remember, visible
 from .options import AffinityOptions, doubt_about
-from .policies import plan
+from .planner import Mode, Multithreading, Scope, plan
+from .resolve_gpus import by_ordinal, remember, visible
 
 
 def set_affinity(

@@ -12,9 +12,9 @@ from ..errors import GPUAffinityError, SafeGpuError
 from ..topology import read_topology
 from .binding import original_mask
 from .cpu_shares import memory_nodes
-from .numbering import ResolvedGpus, by_name, by_ordinal
 from .options import AffinityOptions, check_memory_mode, doubt_about, falls_back, parse_options
-from .policies import plan
+from .planner import plan
+from .resolve_gpus import ResolvedGpus, by_name, by_ordinal
 
 if TYPE_CHECKING:
     from ..devices import HostSnapshot
@@ -46,7 +46,7 @@ def wrap_command(
         command: the arguments, the program first.
         gpu: index as nvidia-smi shows it.
         ordinal: CUDA's number in this process, after CUDA_VISIBLE_DEVICES, instead of ``gpu``.
-        mode: as for :func:`~safe_gpu.affinity.policies.plan`, over the CPUs that this process may use, or torch's
+        mode: as for :func:`~safe_gpu.affinity.planner.plan`, over the CPUs that this process may use, or torch's
             ``NumaOptions``. None binds no CPUs; without ``memory`` the command is returned as it is.
         memory: the policy for the GPU's NUMA node: None, "preferred" (``--preferred``) or "bind" (``--membind``).
         strict: False logs a warning and returns the command as it is where the binding cannot be worked out or the

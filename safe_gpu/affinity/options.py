@@ -1,6 +1,6 @@
 """The modes of CPU binding, their options, and the checks of both.
 
-All values are strings here. A member of an enumeration (:mod:`~safe_gpu.affinity.modes`, torch's) counts as its value.
+All values are strings here. A member of an enumeration counts as its value.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Compares the NUMA nodes on which a process, its threads and its descendants run with the nodes of their GPUs.
+"""Where a process, its threads and its children run, against the nodes of their GPUs.
+
+A line is one mapping: address, policy, then facts such as ``N0=pages N1=pages kernelpagesize_kB=4`` (numa(7)). A
+mapping without a policy of its own shows that of the process's main thread.
 
 The data come from ``/proc``: the CPU on which a thread ran last, the CPUs and memory nodes that it may use, and the
 nodes of its pages. The memory policy of the calling thread comes from get_mempolicy(2).
@@ -7,21 +10,208 @@ nodes of its pages. The memory policy of the calling thread comes from get_mempo
 from __future__ import annotations
 
 import os
+import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..cpulist import parse_cpulist
+from ..cpulist import format_cpulist, parse_cpulist
 from ..errors import GPUAffinityError, SafeGpuError
 from ..procfs import command_of, descendants, lines_of, printable, read_start
 from ..runtimes.visible_devices import visible_variables
 from ..topology import GpuLocality, HostTopology, read_topology
-from .numa_maps import NumaMaps, parse_numa_maps
-from .numbering import BOUND, Names, by_name, by_ordinal, remembered, visible
-from .placement_report import PlacementReport, ProcessPlacement, ThreadPlacement
+from .resolve_gpus import BOUND, Names, by_name, by_ordinal, remembered, visible
 
 if TYPE_CHECKING:
     from ..devices import Gpu, HostSnapshot
     from ..drivers.base import Driver
+
+
+# The memory of a process by NUMA node, and its memory policy, from ``/proc/PID/numa_maps``.
+
+
+# "bind:0-1", "prefer:0", "prefer (many):0", "bind=static:0", "default"
+_POLICY = re.compile(rb"[0-9a-f]+ (weighted interleave|prefer \(many\)|[a-z]+)(?:=[a-z|]+)?(?::([0-9,-]+))?(?: |$)")
+_NAMES = {b"prefer": "preferred", b"prefer (many)": "preferred"}
+
+
+class NumaMaps(NamedTuple):
+    """What the mappings of a process show.
+
+    Attributes:
+        memory: bytes of its pages by node.
+        policy, nodes: the policy of most mappings, in the words of this package, and its nodes.
+    """
+
+    memory: dict[int, int]
+    policy: str
+    nodes: frozenset[int]
+
+
+def parse_numa_maps(lines: Iterable[bytes]) -> NumaMaps | None:
+    """The sums over all mappings; None if there are none, which means that the file may not be read."""
+    total: Counter[int] = Counter()
+    policies: Counter[tuple[bytes, bytes]] = Counter()
+    for line in lines:
+        if policy := _POLICY.match(line):
+            policies[policy[1], policy[2] or b""] += 1
+        size = re.search(rb" kernelpagesize_kB=([0-9]{1,18})\b", line)
+        for node, pages in re.findall(rb" N([0-9]{1,9})=([0-9]{1,18})\b", line):
+            total[int(node)] += int(pages) * (int(size[1]) if size else 4) * 1024
+    if not policies:
+        return None
+    ((name, nodes), _), *_ = policies.most_common(1)
+    memory = dict(sorted(total.items()))
+    return NumaMaps(memory, _NAMES.get(name) or name.decode(), parse_cpulist(nodes.decode()) or frozenset())
+
+
+# What :func:`~safe_gpu.affinity.placements.placement` returns: threads, processes and their memory.
+
+
+@dataclass(frozen=True)
+class ThreadPlacement:
+    """One thread: where it ran last, and where it may run.
+
+    Attributes:
+        tid, name: the thread's number and name.
+        cpu, node: the CPU on which it ran last, and the NUMA node of that CPU (None if unknown).
+        cpus_allowed: CPUs that it may use.
+        mems_allowed: memory nodes of its cpuset. A memory policy does not change them; see ``ProcessPlacement.policy``.
+        matches: whether it ran last on a node of its GPUs, or may run only there; None without a known GPU.
+    """
+
+    tid: int
+    name: str
+    cpu: int
+    node: int | None
+    cpus_allowed: frozenset[int]
+    mems_allowed: frozenset[int]
+    matches: bool | None = None
+
+
+@dataclass(frozen=True)
+class ProcessPlacement:
+    """One process.
+
+    Attributes:
+        pid, parent, command: its pid, the pid of its parent, and its command line.
+        threads: its threads, the main one first.
+        memory: bytes of its pages by NUMA node; None if the kernel does not allow reading it.
+        policy: its memory policy: "default" (a page comes from the node of the CPU that first writes to it),
+            "preferred", "bind", ... For this process it is the calling thread's; for another one it is the main
+            thread's, as its mappings show it. "" is unknown.
+        policy_nodes: the nodes of that policy.
+        gpus: indices of its GPUs.
+        gpu_nodes: the NUMA nodes of these GPUs.
+        gpu_source: the source of ``gpus``: "driver", "SAFE_GPU_BOUND" (it was bound next to them),
+            "CUDA_VISIBLE_DEVICES", "parent", "given", or "".
+    """
+
+    pid: int
+    parent: int
+    command: str
+    threads: tuple[ThreadPlacement, ...]
+    memory: Mapping[int, int] | None = None
+    policy: str = ""
+    policy_nodes: frozenset[int] = frozenset()
+    gpus: tuple[int, ...] = ()
+    gpu_nodes: frozenset[int] = frozenset()
+    gpu_source: str = ""
+
+    @property
+    def matches(self) -> bool | None:
+        """Whether all its threads match; None without a GPU whose node is known."""
+        known = [thread.matches for thread in self.threads if thread.matches is not None]
+        return all(known) if known else None
+
+    @property
+    def memory_matches(self) -> bool | None:
+        """Whether its memory policy keeps to the nodes of its GPUs; None without such a policy or a known GPU."""
+        if not self.policy_nodes or not self.gpu_nodes:
+            return None
+        return self.policy_nodes <= self.gpu_nodes
+
+    def __str__(self) -> str:
+        main = self.threads[0]
+        nodes = Counter(thread.node for thread in self.threads)
+        on = ", ".join(
+            f"{count} thread{'' if count == 1 else 's'} on node {_or_unknown(node)}"
+            for node, count in nodes.most_common()
+        )
+        gpus = f"GPU {', '.join(map(str, self.gpus))} by {self.gpu_source}" if self.gpus else "no GPU is known for it"
+        lines = [
+            f"process {self.pid} ({self.command})",
+            f"  GPU node: {format_cpulist(self.gpu_nodes) or 'unknown'} ({gpus})",
+            f"  CPU node: {_or_unknown(main.node)} (CPU {main.cpu}; {on})",
+        ]
+        for allowed, count in Counter(thread.cpus_allowed for thread in self.threads).most_common():
+            of = "" if count == len(self.threads) else f" ({count} of {len(self.threads)} threads)"
+            lines.append(f"  CPUs allowed: {format_cpulist(allowed)}{of}")
+        lines.append(f"  memory nodes allowed (cpuset): {format_cpulist(main.mems_allowed) or 'unknown'}")
+        lines.append(f"  memory policy: {self._policy_text()}")
+        if self.memory is not None:
+            parts = [f"node {node} {size / 2**20:,.0f} MiB" for node, size in self.memory.items()]
+            lines.append(f"  memory pages: {', '.join(parts) or 'none yet'}")
+        if self.matches is not None:
+            lines.append(f"  GPU and CPU NUMA nodes {'match' if self.matches else 'do NOT match'}")
+        if self.memory_matches is not None:
+            lines.append(f"  GPU node and memory policy {'match' if self.memory_matches else 'do NOT match'}")
+        return "\n".join(lines)
+
+    def _policy_text(self) -> str:
+        if self.policy_nodes:
+            nodes = "node" if len(self.policy_nodes) == 1 else "nodes"
+            return f"{self.policy} on {nodes} {format_cpulist(self.policy_nodes)}"
+        if self.policy == "default":
+            return "default (the node of the CPU that first writes to a page)"
+        return self.policy or "unknown"
+
+
+@dataclass(frozen=True)
+class PlacementReport:
+    """A process and its descendants. ``str()`` is a text for people, :meth:`as_dict` is for JSON.
+
+    Attributes:
+        processes: the requested process first, then its descendants by pid.
+        notes: which facts are unknown, and why.
+    """
+
+    processes: tuple[ProcessPlacement, ...]
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def matches(self) -> bool | None:
+        """Whether every process matches; None if no GPU's node is known."""
+        known = [process.matches for process in self.processes if process.matches is not None]
+        return all(known) if known else None
+
+    def __str__(self) -> str:
+        return "\n".join([*map(str, self.processes), *self.notes])
+
+    def as_dict(self) -> dict[str, Any]:
+        """The report as JSON values: CPU and node sets as kernel lists ("0-3,8"), the keys of ``memory`` as strings."""
+
+        def plain(value: Any) -> Any:
+            if isinstance(value, (set, frozenset)):
+                return format_cpulist(value)
+            if isinstance(value, dict):
+                return {str(key): plain(item) for key, item in value.items()}
+            return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+        processes = [
+            {**plain(asdict(process)), "matches": process.matches, "memory_matches": process.memory_matches}
+            for process in self.processes
+        ]
+        return {"matches": self.matches, "processes": processes, "notes": list(self.notes)}
+
+
+def _or_unknown(node: int | None) -> str:
+    return "unknown" if node is None else str(node)
+
+
+# Compares the NUMA nodes on which a process, its threads and its descendants run with the nodes of their GPUs.
+
 
 # Threads that one report describes: a process can have as many as the host has pids.
 _MOST_THREADS = 1 << 14
@@ -227,7 +417,7 @@ def _variables(pid: int, *, at_exec: bool = False) -> Mapping[str, str] | None:
 def _policy(pid: int, maps: NumaMaps | None) -> tuple[str, frozenset[int]]:
     """A process's memory policy and its nodes: of the calling thread in this process, else what the mappings show."""
     if pid == os.getpid():
-        from .mempolicy import get_policy
+        from .binding import get_policy
 
         try:
             policy = get_policy()

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ..affinity.numbering import BOUND, Names, ResolvedGpus, by_name, by_ordinal, remember, remembered, visible
+from ..affinity.resolve_gpus import BOUND, Names, ResolvedGpus, by_name, by_ordinal, remember, remembered, visible
 from ..devices import vendor_of
 from ..drivers import opened_driver
 from ..errors import GPUAffinityError

@@ -9,7 +9,7 @@ from ..drivers import opened_driver
 from ..errors import GPUAffinityError
 
 if TYPE_CHECKING:
-    from ..affinity.numbering import Names
+    from ..affinity.resolve_gpus import Names
     from ..drivers.base import Driver
 
 
@@ -32,9 +32,9 @@ def affinity_text(
     all GPUs of the host, whichever are shown.
     """
     from ..affinity import AffinityOptions, affinity_json, affinity_table, plan, read_topology
-    from ..affinity.describe import node_table
-    from ..affinity.near import node_memory
+    from ..affinity.cpu_shares import node_memory
     from ..affinity.options import doubt_about
+    from ..affinity.planner import node_table
     from ..cpulist import parse_cpulist
 
     options = AffinityOptions(mode, scope, multithreading, balanced, min_physical_cores, max_physical_cores)
@@ -55,7 +55,7 @@ def affinity_text(
 
 def _shown(gpus: Names | None, ordinal: int | None, driver: Driver) -> list[int] | None:
     """The indices of the GPUs to show; None for all."""
-    from ..affinity.numbering import by_name, by_ordinal
+    from ..affinity.resolve_gpus import by_name, by_ordinal
 
     if ordinal is not None:
         return [gpu.index for gpu in by_ordinal(ordinal, driver.snapshot(), os.environ).gpus]

@@ -12,8 +12,7 @@ from ..errors import SafeGpuError
 from .streams import columns, say
 
 if TYPE_CHECKING:
-    from ..status.past import PastClaim
-    from ..status.usage import GpuHours
+    from ..status.history import GpuHours, PastClaim
 
 
 _DAYS = 30
@@ -81,7 +80,7 @@ def moment(text: str) -> float:
 
 
 def _history(options: argparse.Namespace) -> int:
-    from ..status.past import claims_between
+    from ..status.history import claims_between
 
     now = time.time()
     until = now if options.until is None else min(now, options.until)
@@ -96,7 +95,7 @@ def _history(options: argparse.Namespace) -> int:
     if options.idle:
         claims = _without_work(claims)
     if options.by:
-        from ..status.usage import gpu_hours_by
+        from ..status.history import gpu_hours_by
 
         _show_use(gpu_hours_by(claims, options.by, since, until), options, since, until)
     else:
@@ -130,7 +129,7 @@ def _show_claims(claims: list[PastClaim], options: argparse.Namespace, since: fl
         names = [*_FACTS, "gpu_hours_least", "gpu_hours_most"]
         _print_csv(names, ([_cell(name, fields[name]) for name in names] for fields in documents))
     elif claims:
-        from ..status.history_table import table_of_claims
+        from ..status.history import table_of_claims
 
         _print_lines(table_of_claims(claims, since, until, columns()))
     else:
@@ -141,7 +140,7 @@ _FACTS = "user uid pid job command host gpus labels since until running seen end
 
 
 def _fields(claim: PastClaim, since: float, until: float) -> dict[str, object]:
-    from ..status.usage import hours_held
+    from ..status.history import hours_held
 
     least, most = (round(seconds * len(claim.gpus) / 3600, 4) for seconds in hours_held(claim, since, until))
     facts = {name: getattr(claim, name) for name in _FACTS}
@@ -157,7 +156,7 @@ def _show_use(found: list[GpuHours], options: argparse.Namespace, since: float, 
     elif options.csv:
         _print_csv(names, rows)
     elif found:
-        from ..status.history_table import table_of_use
+        from ..status.history import table_of_use
 
         _print_lines(table_of_use(found, options.by, columns()))
     else:

@@ -27,7 +27,7 @@ class IdleClaims:
 
     def new(self, news: WaitStatus) -> list[str]:
         """A line for each claim that has become idle for long enough and may stand in the way. Takes host.lock."""
-        from ..status.idle_report import sets_a_limit, whom_to_ask
+        from ..status.idle import sets_a_limit, whom_to_ask
 
         if not sets_a_limit(self._path):
             return []

@@ -64,7 +64,7 @@ def _status(options: argparse.Namespace) -> int:
     if options.prometheus:
         _metrics(status, options.output)
     elif options.free:
-        from ..status.one_user import free_labels
+        from ..status.gather import free_labels
 
         sys.stdout.writelines(f"{label}\n" for label in free_labels(status))
     else:
@@ -77,7 +77,7 @@ def _gathered(vendor: str | None) -> HostStatus:
 
     if vendor is None:
         return gather()
-    from ..status.one_user import of_vendor
+    from ..status.gather import of_vendor
 
     return of_vendor(gather(), vendor)
 
@@ -97,13 +97,13 @@ def _user(options: argparse.Namespace) -> str | None:
 def _of(status: HostStatus, user: str | None) -> HostStatus:
     if user is None:
         return status
-    from ..status.one_user import of_user
+    from ..status.gather import of_user
 
     return of_user(status, user)
 
 
 def _metrics(status: HostStatus, output: str | None) -> None:
-    from ..status.prometheus import render_metrics
+    from ..status.render import render_metrics
 
     text = render_metrics(status)
     if output is None or output == "-":
@@ -115,7 +115,7 @@ def _metrics(status: HostStatus, output: str | None) -> None:
 
 
 def _table(status: HostStatus, user: str | None = None) -> str:
-    from ..status.table import render
+    from ..status.render import render
 
     shown = None if user is None else _of(status, user)
     return render(status, width=columns(), color=in_color(sys.stdout), shown=shown)

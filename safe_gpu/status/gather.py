@@ -1,4 +1,4 @@
-"""The state of a host at one moment: every GPU, its holder, and the queue.
+"""Gathers the state of a host: GPUs, claims, queue, expected starts; or what of it concerns one user.
 
 The driver is polled first, with no lock held. Then all leases and tickets are probed under one short hold of host.lock.
 Only the lock decides whether a GPU is claimed, and only the kernel whose claim it is; a record adds to it.
@@ -6,31 +6,86 @@ Only the lock decides whether a GPU is claimed, and only the kernel whose claim 
 
 from __future__ import annotations
 
+import math
 import os
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from ..coordination.files import state_dir_path
 from ..coordination.holders import outer_claim_of_process, user_and_command
 from ..devices import Gpu, GpuProcess, GpuRequest, HostSnapshot, LeaseHolder, vendor_of
 from ..errors import NoDriverError
 from ..runtimes.visible_devices import stale_indices
+from ..selection.backfill import BackfillRequest, free_at, starts
 from ..selection.request import Rules
 from ..selection.verdicts import computes, has_mps_clients, judge, why_last
 from ..settings import policy_file
 from ..text import in_brackets
 from .facts import ClaimStatus, GpuStatus, HostStatus, ProcessStatus, WaiterStatus
-from .holders import LockedFile, ProcessTable, who_holds, who_waits
 from .idle import with_idle_times
-from .probe import HostFacts, look, names_of
-from .starts import Occupancy, expected_starts
+from .probe import HostFacts, LockedFile, ProcessTable, look, names_of, who_holds, who_waits
 
 if TYPE_CHECKING:
     from ..coordination.leases import LeaseRecord
     from ..coordination.queue import Ticket
     from ..drivers.base import Driver
+
+
+# When each waiter of the queue can expect to start. Pure.
+
+
+class _Claim(Protocol):
+    @property
+    def since(self) -> float | None: ...
+    @property
+    def until(self) -> float | None: ...
+
+
+class Occupancy(NamedTuple):
+    """One device: whether it is free, the claim that holds it, and the claim inside that one."""
+
+    uuid: str
+    free: bool
+    claim: _Claim | None
+    inner: _Claim | None
+
+
+def expected_starts(tickets: Sequence[Ticket], gpus: Iterable[Occupancy], now: float) -> list[float | None]:
+    """Unix seconds for each ticket, in the order of the queue; None where somebody did not say for how long.
+
+    A waiter that is stopped, or that no release of claims can satisfy, has none and keeps nobody waiting.
+    """
+    ends: dict[str, float] = {}
+    coming: set[str] = set()
+    for gpu in gpus:
+        inner = f"{gpu.uuid}.inner"
+        ends[gpu.uuid] = now if gpu.free else _end(gpu.claim, now)
+        ends[inner] = now if gpu.inner is None else _end(gpu.inner, now)
+        if gpu.free or gpu.claim is not None:
+            coming |= {gpu.uuid, inner}
+    wants: dict[int, BackfillRequest] = {}
+    for place, ticket in enumerate(tickets):
+        demand = ticket.demand
+        if demand is None:  # nobody knows what it wants, so nobody behind it knows more
+            wants[place] = BackfillRequest(len(ends) + 1, frozenset(ends))
+        elif not ticket.is_stopped() and len(demand.gpus & coming) >= demand.nb_gpus:
+            hold_for = math.inf if demand.hold_for is None else demand.hold_for
+            wants[place] = BackfillRequest(demand.nb_gpus, demand.gpus, hold_for)
+    found = dict(zip(wants, starts(wants.values(), ends), strict=True))
+    return [_known(found.get(place, math.inf)) for place in range(len(tickets))]
+
+
+def _end(claim: _Claim | None, now: float) -> float:
+    return math.inf if claim is None else free_at(now, since=claim.since or 0.0, until=claim.until)
+
+
+def _known(moment: float) -> float | None:
+    return None if moment == math.inf else round(moment, 3)
+
+
+# The state of a host at one moment: every GPU, its holder, and the queue.
 
 
 def gather(driver: Driver | None = None) -> HostStatus:
@@ -107,7 +162,7 @@ def _with_reports(gpus: tuple[GpuStatus, ...]) -> tuple[GpuStatus, ...]:
     path = policy_file(os.environ)
     if not os.path.lexists(path):
         return gpus
-    from .idle_report import with_reports
+    from .idle import with_reports
 
     return with_reports(gpus, path)
 
@@ -248,3 +303,39 @@ def _vendor_of(ticket: Ticket) -> str | None:
     """The vendor of the GPUs for which somebody waits; requests are for those of one."""
     vendors = {vendor_of(stem.removesuffix(".inner")) for stem in ticket.demand.gpus} if ticket.demand else set()
     return vendors.pop() if len(vendors) == 1 else None
+
+
+# What of the state of a host concerns one user, or one vendor. Pure.
+
+
+def of_user(status: HostStatus, user: str) -> HostStatus:
+    """The GPUs that a user has claimed or computes on, and his places in the queue."""
+    return replace(
+        status,
+        gpus=tuple(one for one in status.gpus if _concerns(one, user)),
+        queue=tuple(one for one in status.queue if one.user == user),
+    )
+
+
+def of_vendor(status: HostStatus, vendor: str) -> HostStatus:
+    """The GPUs of a vendor, by their indices alone, and the waiters for them."""
+    return replace(
+        status,
+        gpus=tuple(replace(one, prefix="") for one in status.gpus if one.gpu.vendor == vendor),
+        queue=tuple(one for one in status.queue if one.vendor in (vendor, None)),
+    )
+
+
+def _concerns(one: GpuStatus, user: str) -> bool:
+    claims = [claim.user for claim in (one.claim, one.inner) if claim is not None]
+    return user in claims or any(process.user == user for process in one.processes if process.kind != "graphics")
+
+
+def free_labels(status: HostStatus) -> list[str]:
+    """The GPUs that a claim could have now, as ``0``, ``3:1``, or ``amd:0`` where there are GPUs of two vendors.
+
+    None is free if the claims are not known.
+    """
+    if status.warnings:
+        return []
+    return [one.label for one in status.gpus if one.state in ("free", "display")]

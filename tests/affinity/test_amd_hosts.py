@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 from support.kfd_host import KfdHost
 
-from safe_gpu.affinity.cpu_shares import claim_shares, memory_nodes
-from safe_gpu.affinity.near import node_cpus_of
-from safe_gpu.affinity.numbering import by_ordinal, visible
+from safe_gpu.affinity.cpu_shares import claim_shares, memory_nodes, node_cpus_of
 from safe_gpu.affinity.options import MODES, AffinityOptions
-from safe_gpu.affinity.policies import plan
+from safe_gpu.affinity.planner import plan
+from safe_gpu.affinity.resolve_gpus import by_ordinal, visible
 from safe_gpu.cpulist import format_cpulist
 from safe_gpu.drivers.kfd import KfdDriver
 from safe_gpu.drivers.presets import Preset, preset

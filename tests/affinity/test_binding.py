@@ -19,7 +19,8 @@ from typing import Any
 
 import pytest
 
-from safe_gpu.affinity import binding, mempolicy
+from safe_gpu.affinity import binding
+from safe_gpu.affinity import binding as mempolicy
 from safe_gpu.affinity.binding import BindingReport, PartReport, bind_process, enter, leave, original_mask, undo
 from safe_gpu.errors import GPUAffinityError
 

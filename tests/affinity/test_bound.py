@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 import safe_gpu
-from safe_gpu.affinity.modes import Mode
 from safe_gpu.affinity.options import AffinityOptions
+from safe_gpu.affinity.planner import Mode
 
 InChild = Callable[[Callable[[], Any]], Any]
 

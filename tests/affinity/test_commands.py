@@ -13,14 +13,12 @@ import pytest
 
 import safe_gpu
 import safe_gpu.drivers
-from safe_gpu.affinity.describe import affinity_json, affinity_table, node_table
+from safe_gpu.affinity.cpu_shares import node_memory
 from safe_gpu.affinity.gpu_affinity import set_affinity
-from safe_gpu.affinity.modes import Mode, Multithreading, Scope
-from safe_gpu.affinity.near import node_memory
 from safe_gpu.affinity.numactl import numactl_options, wrap_command
-from safe_gpu.affinity.numbering import visible_indices
 from safe_gpu.affinity.options import MODES, MULTITHREADING, SCOPES, AffinityOptions, parse_options
-from safe_gpu.affinity.policies import plan
+from safe_gpu.affinity.planner import Mode, Multithreading, Scope, affinity_json, affinity_table, node_table, plan
+from safe_gpu.affinity.resolve_gpus import visible_indices
 from safe_gpu.devices import Gpu, HostSnapshot
 from safe_gpu.errors import GPUAffinityError, NoDriverError
 from safe_gpu.topology import HostTopology, read_topology

@@ -24,7 +24,7 @@ from safe_gpu.affinity.cpu_shares import (
     undo_binding,
 )
 from safe_gpu.affinity.options import MODES, AffinityOptions
-from safe_gpu.affinity.policies import plan
+from safe_gpu.affinity.planner import plan
 from safe_gpu.cpulist import parse_cpulist
 from safe_gpu.devices import Gpu
 from safe_gpu.errors import GPUAffinityError

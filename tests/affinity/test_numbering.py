@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from safe_gpu.affinity.numbering import BOUND, by_name, by_ordinal, remember, remembered, visible
+from safe_gpu.affinity.resolve_gpus import BOUND, by_name, by_ordinal, remember, remembered, visible
 from safe_gpu.devices import Gpu, HostSnapshot
 from safe_gpu.errors import GPUAffinityError, UnsatisfiableRequestError
 

@@ -20,7 +20,7 @@ import pytest
 from affinity.peers import planner_cases, torch_cases
 
 import safe_gpu
-from safe_gpu.affinity.policies import plan
+from safe_gpu.affinity.planner import plan
 from safe_gpu.cpulist import format_cpulist
 from safe_gpu.errors import GPUAffinityError
 from safe_gpu.topology import HostTopology

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from safe_gpu.affinity.numa_maps import parse_numa_maps
-from safe_gpu.affinity.placements import placement
+from safe_gpu.affinity.placements import parse_numa_maps, placement
 from safe_gpu.devices import Gpu, GpuProcess
 from safe_gpu.errors import GPUAffinityError
 
@@ -202,7 +201,7 @@ def test_a_thread_that_sleeps_since_it_was_bound_matches(two_nodes: Any, in_chil
 
 def test_a_memory_policy_changes_the_policy_and_not_the_cpuset(two_nodes: Any, in_child: InChild) -> None:
     def child() -> Any:
-        from safe_gpu.affinity.mempolicy import policy_for, set_policy
+        from safe_gpu.affinity.binding import policy_for, set_policy
 
         before = placement(driver=two_nodes, gpus=[0]).processes[0]
         try:
@@ -227,7 +226,7 @@ def test_a_memory_policy_changes_the_policy_and_not_the_cpuset(two_nodes: Any, i
 
 BOUND_CHILD = """
 import sys
-from safe_gpu.affinity.mempolicy import policy_for, set_policy
+from safe_gpu.affinity.binding import policy_for, set_policy
 try:
     set_policy(policy_for("preferred", [0]))
     say("set")

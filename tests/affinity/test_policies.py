@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from safe_gpu.affinity.modes import Mode, Multithreading, Scope
 from safe_gpu.affinity.options import DIVIDING_MODES, MODES, AffinityOptions, parse_options
-from safe_gpu.affinity.policies import is_remote, plan
+from safe_gpu.affinity.planner import Mode, Multithreading, Scope, is_remote, plan
 from safe_gpu.cpulist import format_cpulist, parse_cpulist
 from safe_gpu.errors import GPUAffinityError
 from safe_gpu.topology import GpuLocality, HostTopology

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from safe_gpu.affinity.near import node_cpus_of
+from safe_gpu.affinity.cpu_shares import node_cpus_of
 from safe_gpu.devices import Gpu, HostSnapshot
 from safe_gpu.errors import GPUAffinityError, NoDriverError
 from safe_gpu.settings import fsroot_or_default

@@ -17,7 +17,7 @@ from affinity.peers import torch_cases
 import safe_gpu
 from safe_gpu.affinity.numactl import wrap_command
 from safe_gpu.affinity.options import MODES, AffinityOptions, parse_options
-from safe_gpu.affinity.policies import plan
+from safe_gpu.affinity.planner import plan
 from safe_gpu.errors import GPUAffinityError
 
 # Read here: fixtures hide SAFE_GPU_* from the tests.

@@ -18,7 +18,7 @@ from safe_gpu.claim import note
 from safe_gpu.coordination import history
 from safe_gpu.coordination.leases import lease_name
 from safe_gpu.coordination.records import ClaimEnd
-from safe_gpu.status.past import PastClaim, claims_between
+from safe_gpu.status.history import PastClaim, claims_between
 
 
 def claim(number: int = 1, **options: Any) -> safe_gpu.GPUOwner:

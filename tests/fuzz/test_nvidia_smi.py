@@ -14,7 +14,7 @@ from support.hostile import TRICK, assert_shown_safely, bounded, broken_text, ex
 from safe_gpu.drivers import nvidia_smi
 from safe_gpu.errors import NoDriverError
 from safe_gpu.status.gather import status_of
-from safe_gpu.status.table import render
+from safe_gpu.status.render import render
 
 REPORT = """<?xml version="1.0" ?>
 <!DOCTYPE nvidia_smi_log SYSTEM "nvsmi_device_v12.dtd">

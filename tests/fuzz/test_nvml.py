@@ -18,7 +18,7 @@ from safe_gpu.drivers import nvml as nvml_inventory
 from safe_gpu.drivers.nvml_session import read_rows
 from safe_gpu.errors import NoDriverError
 from safe_gpu.status.gather import status_of
-from safe_gpu.status.table import render
+from safe_gpu.status.render import render
 
 GPUS = 3
 UUID = "GPU-0000000{}-0000-0000-0000-000000000000"

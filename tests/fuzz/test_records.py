@@ -14,7 +14,7 @@ from safe_gpu.coordination import leases as faults
 from safe_gpu.coordination import queue as tickets
 from safe_gpu.coordination.leases import LeaseRecord
 from safe_gpu.coordination.records import LONGEST, ClaimEnd
-from safe_gpu.status import past
+from safe_gpu.status import history as past
 
 UUID = "GPU-00000000-0000-0000-0000-000000000000"
 RECORD: dict[str, Any] = {

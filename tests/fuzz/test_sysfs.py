@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from support.hostile import TRICK, assert_plain, assert_shown_safely, bounded, broken_text, examples, refusing
 from support.kfd_host import KfdHost
 
-from safe_gpu.affinity import policies
-from safe_gpu.affinity.numa_maps import parse_numa_maps
+from safe_gpu.affinity import planner as policies
+from safe_gpu.affinity.placements import parse_numa_maps
 from safe_gpu.cpulist import parse_cpulist, parse_cpumask
 from safe_gpu.drivers.kernel import bus_order, memory_is_node, numa_node
 from safe_gpu.drivers.kfd import KfdDriver
 from safe_gpu.errors import GPUAffinityError, NoDriverError
 from safe_gpu.status.gather import status_of
-from safe_gpu.status.table import render
+from safe_gpu.status.render import render
 from safe_gpu.topology import read_topology
 
 Tree = dict[str, str]

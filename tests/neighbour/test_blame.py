@@ -20,8 +20,8 @@ from safe_gpu import procfs
 from safe_gpu.coordination.queue import TicketRequest, encode_ticket
 from safe_gpu.status.facts import HostStatus, WaiterStatus
 from safe_gpu.status.gather import gather
-from safe_gpu.status.idle_report import whom_to_ask, with_reports
-from safe_gpu.status.prometheus import render_metrics
+from safe_gpu.status.idle import whom_to_ask, with_reports
+from safe_gpu.status.render import render_metrics
 
 VICTIM, NEIGHBOUR, VIEWER = 4711, 4712, 4713
 

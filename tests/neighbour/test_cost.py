@@ -14,7 +14,7 @@ from safe_gpu.affinity import placements
 from safe_gpu.coordination.holders import holder_by_kernel
 from safe_gpu.coordination.leases import lease_name
 from safe_gpu.coordination.queue import Ticket
-from safe_gpu.status import holders
+from safe_gpu.status import probe as holders
 
 MOST = 64  # MiB beyond a bare interpreter
 

@@ -18,8 +18,8 @@ import safe_gpu
 from safe_gpu.coordination import history
 from safe_gpu.coordination.files import StateDir
 from safe_gpu.coordination.locks import HostLock
-from safe_gpu.status import past
-from safe_gpu.status.past import claims_between
+from safe_gpu.status import history as past
+from safe_gpu.status.history import claims_between
 
 USERS = (4711, 4712, 4713)
 MOST = 64  # MiB beyond a bare interpreter

@@ -12,7 +12,7 @@ import pytest
 import safe_gpu
 from safe_gpu.drivers.presets import preset
 from safe_gpu.status.gather import gather
-from safe_gpu.status.table import render
+from safe_gpu.status.render import render
 
 UUIDS = [gpu.uuid for gpu in preset("dgx-a100").gpus()]
 ERROR = "CUDA_ERROR_ECC_UNCORRECTABLE: uncorrectable ECC error encountered"

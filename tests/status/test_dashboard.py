@@ -15,7 +15,7 @@ from support.prometheus import exporter, fetched, free_port, program, running
 
 from safe_gpu.devices import Gpu
 from safe_gpu.status.facts import ClaimStatus, GpuStatus, HostStatus, WaiterStatus
-from safe_gpu.status.prometheus import render_metrics
+from safe_gpu.status.render import render_metrics
 
 DASHBOARD = Path(__file__).parents[2] / "tools" / "grafana-dashboard.json"
 

@@ -10,8 +10,8 @@ import pytest
 
 from safe_gpu.devices import Gpu
 from safe_gpu.status.facts import ClaimStatus, GpuStatus, HostStatus
-from safe_gpu.status.idle_report import sets_a_limit, whom_to_ask, with_reports
-from safe_gpu.status.table import render
+from safe_gpu.status.idle import sets_a_limit, whom_to_ask, with_reports
+from safe_gpu.status.render import render
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, whose file a policy must be")
 

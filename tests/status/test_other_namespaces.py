@@ -16,7 +16,7 @@ from safe_gpu.coordination.queue import Ticket
 from safe_gpu.devices import Gpu, GpuRequest, HostSnapshot, LeaseHolder
 from safe_gpu.selection.verdicts import judge
 from safe_gpu.status.gather import gather
-from safe_gpu.status.holders import LockedFile, ProcessTable, who_holds, who_waits
+from safe_gpu.status.probe import LockedFile, ProcessTable, who_holds, who_waits
 
 OTHER = 4026539999
 FIRST = procfs.FIRST_PID_NAMESPACE

@@ -15,10 +15,17 @@ from hypothesis import strategies as st
 
 from safe_gpu.coordination.history import LARGEST, NAME
 from safe_gpu.coordination.records import ClaimEnd
-from safe_gpu.status import past as past_module
-from safe_gpu.status.history_table import table_of_claims, table_of_use
-from safe_gpu.status.past import PastClaim, claims_between, merged
-from safe_gpu.status.usage import KEYS, gpu_hours_by, hours_held
+from safe_gpu.status import history as past_module
+from safe_gpu.status.history import (
+    KEYS,
+    PastClaim,
+    claims_between,
+    gpu_hours_by,
+    hours_held,
+    merged,
+    table_of_claims,
+    table_of_use,
+)
 from safe_gpu.text import display_width
 
 DAY = 86400.0

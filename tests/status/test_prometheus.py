@@ -15,7 +15,7 @@ from support.prometheus import exporter, fetched, free_port, parser, program, ru
 from safe_gpu.devices import Gpu
 from safe_gpu.status.facts import ClaimStatus, GpuStatus, HostStatus, WaiterStatus
 from safe_gpu.status.gather import gather
-from safe_gpu.status.prometheus import render_metrics
+from safe_gpu.status.render import render_metrics
 
 NOW = 1_795_000_000.0
 CLAIM = ClaimStatus(7, "anna", since=NOW - 60, until=NOW + 60)

@@ -9,8 +9,7 @@ import pytest
 from safe_gpu.coordination.queue import Ticket, TicketRequest
 from safe_gpu.devices import Gpu
 from safe_gpu.status.facts import ClaimStatus, GpuStatus
-from safe_gpu.status.gather import _occupancy
-from safe_gpu.status.starts import expected_starts
+from safe_gpu.status.gather import _occupancy, expected_starts
 
 NOW = 1000.0
 

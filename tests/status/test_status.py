@@ -25,8 +25,8 @@ from safe_gpu.drivers.presets import preset
 from safe_gpu.status import probe as host_facts
 from safe_gpu.status.facts import ClaimStatus, GpuStatus, HostStatus, ProcessStatus, WaiterStatus
 from safe_gpu.status.gather import gather
-from safe_gpu.status.holders import LockedFile, ProcessTable, who_holds
-from safe_gpu.status.table import render
+from safe_gpu.status.probe import LockedFile, ProcessTable, who_holds
+from safe_gpu.status.render import render
 from safe_gpu.text import display_width
 
 UUIDS = [gpu.uuid for gpu in preset("dgx-a100").gpus()]

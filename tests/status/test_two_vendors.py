@@ -14,10 +14,8 @@ from support.kfd_host import KfdHost
 
 import safe_gpu
 from safe_gpu.cli.commands import main
-from safe_gpu.status.gather import gather
-from safe_gpu.status.one_user import free_labels, of_vendor
-from safe_gpu.status.prometheus import render_metrics
-from safe_gpu.status.table import render
+from safe_gpu.status.gather import free_labels, gather, of_vendor
+from safe_gpu.status.render import render, render_metrics
 
 
 @pytest.fixture

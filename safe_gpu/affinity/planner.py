@@ -1,4 +1,7 @@
-"""Plans the CPUs of each GPU. Pure: functions from a topology to sets of CPUs, which read and change nothing.
+"""Plans the CPUs of each GPU, and shows a plan as a table or as JSON. Pure.
+
+They have a module of their own because creating them takes longer than most bindings: the rest of the package uses
+plain strings.
 
 The modes are those of torch.numa (node, socket, exclusive, core-complex) and of NVIDIA gpu_affinity (all, single,
 single_unique, unique_interleaved, unique_contiguous). A share has only CPUs of ``allowed``. The modes that divide
@@ -7,14 +10,50 @@ cores do not split a physical core between GPUs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from enum import Enum
 from itertools import zip_longest
+from typing import Any
 
 from ..cpulist import format_cpulist
 from ..errors import GPUAffinityError
 from ..topology import GpuLocality, HostTopology
-from .modes import Mode, Multithreading, Scope
 from .options import DIVIDING_MODES, AffinityOptions
+
+# The enumerations of NVIDIA gpu_affinity, with the same members.
+
+
+class _Text(str, Enum):
+    def __str__(self) -> str:
+        return str(self.value)
+
+
+class Mode(_Text):
+    """The modes of gpu_affinity."""
+
+    ALL = "all"
+    SINGLE = "single"
+    SINGLE_UNIQUE = "single_unique"
+    UNIQUE_INTERLEAVED = "unique_interleaved"
+    UNIQUE_CONTIGUOUS = "unique_contiguous"
+
+
+class Scope(_Text):
+    """Which CPUs count as near a GPU: those of its NUMA node, or those of its processor socket."""
+
+    NODE = "node"
+    SOCKET = "socket"
+
+
+class Multithreading(_Text):
+    """All hardware threads of a physical core, or only the lowest allowed one."""
+
+    ALL_LOGICAL = "all_logical"
+    SINGLE_LOGICAL = "single_logical"
+
+
+# Plans the CPUs of each GPU. Pure: functions from a topology to sets of CPUs, which read and change nothing.
+
 
 Core = tuple[int, ...]
 """The allowed hardware threads of one physical core, lowest first."""
@@ -319,3 +358,109 @@ class _Planner(_Places):
         if len(cores) < least or not cores:
             raise self._too_few(len(cores), positions, max(least, 1))
         return cores[: self.options.max_physical_cores]
+
+
+# Renders an affinity plan: a table with one line for each GPU, one for each NUMA node, and a JSON document.
+
+
+_HEADER = ("GPU", "BUS", "NODE", "CPUS", "CORES", "MEMORY", "SOURCE")
+
+
+def affinity_json(
+    topology: HostTopology,
+    options: AffinityOptions,
+    shares: Sequence[frozenset[int]],
+    memory: Mapping[int, tuple[int, int]] | None = None,
+    shown: Collection[int] | None = None,
+) -> dict[str, Any]:
+    """The plan and the host's NUMA nodes.
+
+    ``{"mode", "gpus": [{"index", "uuid", "numa_node", "cpus"}],
+    "nodes": [{"node", "cpus", "memory_total", "memory_free", "distances"}]}``; memory is in bytes or null, and
+    ``distances`` maps a node (as text) to the kernel's relative distance.
+
+    Args:
+        shares: one for each GPU, in the host's GPU order.
+        memory: node -> bytes, all and free.
+        shown: indices of the GPUs to show; None for all.
+    """
+    known = memory or {}
+    return {
+        "mode": options.mode,
+        "gpus": [
+            {
+                "index": gpu.index,
+                "uuid": gpu.uuid,
+                "numa_node": topology.node_of(gpu),
+                "cpus": format_cpulist(share),
+            }
+            for gpu, share in _rows(topology, shares, shown)
+        ],
+        "nodes": [
+            {
+                "node": node,
+                "cpus": format_cpulist(cpus),
+                "memory_total": known[node][0] if node in known else None,
+                "memory_free": known[node][1] if node in known else None,
+                "distances": {str(to): far for to, far in topology.distances.get(node, {}).items()},
+            }
+            for node, cpus in sorted(topology.nodes.items())
+        ],
+    }
+
+
+def affinity_table(
+    topology: HostTopology,
+    options: AffinityOptions,
+    shares: Sequence[frozenset[int]],
+    shown: Collection[int] | None = None,
+) -> str:
+    """The plan as a table: GPU, bus, node, CPUs as ranges, physical cores, memory node, source of the GPU's place."""
+    rows = [_HEADER]
+    notes = []
+    for gpu, share in _rows(topology, shares, shown):
+        node = topology.node_of(gpu)
+        cores = sum(not core.isdisjoint(share) for core in topology.cores)
+        rows.append(
+            (
+                str(gpu.index),
+                gpu.pci_bus_id or "-",
+                "?" if node is None else str(node),
+                format_cpulist(share),
+                str(cores),
+                "-" if node is None else str(node),
+                gpu.source or "unknown",
+            )
+        )
+        if is_remote(topology, gpu, share):
+            notes.append(f"GPU {gpu.index}: its CPUs are on another node, because those of its own may not be used")
+    return "\n".join([f"mode {options.mode}", *_aligned(rows), *notes])
+
+
+def node_table(topology: HostTopology, memory: Mapping[int, tuple[int, int]]) -> str:
+    """The NUMA nodes as a table: CPUs, size of the memory, what of it is free, and the distance to each node.
+
+    Distances are the kernel's, relative to 10 for the node itself.
+    """
+    from ..text import format_bytes
+
+    rows = [("NODE", "CPUS", "SIZE", "FREE", "DISTANCES")]
+    for node, cpus in sorted(topology.nodes.items()):
+        sizes = [format_bytes(value) for value in memory[node]] if node in memory else ["-", "-"]
+        row = topology.distances.get(node, {})
+        distances = " ".join(str(row.get(to, "-")) for to in sorted(topology.nodes)) if row else "-"
+        rows.append((str(node), format_cpulist(cpus) or "-", sizes[0], sizes[1], distances))
+    return "\n".join(_aligned(rows))
+
+
+def _rows(
+    topology: HostTopology, shares: Sequence[frozenset[int]], shown: Collection[int] | None
+) -> Iterable[tuple[GpuLocality, frozenset[int]]]:
+    for gpu, share in zip(topology.gpus, shares, strict=True):
+        if shown is None or gpu.index in shown:
+            yield gpu, share
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]

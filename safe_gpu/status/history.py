@@ -1,6 +1,8 @@
-"""The claims of a host as its history tells them, together with those that hold GPUs now.
+"""The claims of the past: read, merged, summed up as GPU-hours, and as a table.
 
 Anybody may have written any line of the history, so all of it is bounded, and nothing else depends on it.
+
+A claim that died ended between two moments, so each sum has a least and a most.
 """
 
 from __future__ import annotations
@@ -10,11 +12,11 @@ import math
 import os
 import stat
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain, count
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..coordination.files import StateDir, state_dir_path
 from ..coordination.history import LARGEST, HistoryDir, file_names, month_of, months_kept
@@ -22,7 +24,11 @@ from ..coordination.leases import LeaseRecord, PreviousRecord, probe
 from ..coordination.locks import HostLock
 from ..coordination.records import ClaimEnd, as_int, as_list, as_seconds, as_text, as_time
 from ..errors import LockTimeout, StateDirError
+from ..text import GAP, Column, cut, gpu_ranges, short_age
 from .probe import mark_seen
+
+# The claims of a host as its history tells them, together with those that hold GPUs now.
+
 
 _MOST = 50_000  # claims that are kept, together with the different texts in them
 _MOST_EARLY = 4096  # facts that are told before the claims that they belong to
@@ -353,3 +359,169 @@ def _read(leases: StateDir, name: str) -> PreviousRecord:
 def _of_record(record: LeaseRecord, seen: float, *, running: bool) -> PastClaim:
     names = ("pid", "since", "uid", "user", "host", "job", "command", "gpus", "until")
     return PastClaim(**{name: getattr(record, name) for name in names}, seen=seen, running=running)
+
+
+# GPU-hours: how long claims held GPUs, summed up by user, GPU, job or day. Pure.
+
+
+KEYS = ("user", "gpu", "job", "day")
+"""What can be summed up by."""
+
+
+class GpuHours(NamedTuple):
+    """What claims with the same ``key`` used: their number, and GPU-hours between ``least`` and ``most``."""
+
+    key: str
+    claims: int
+    least: float
+    most: float
+
+
+def hours_held(claim: PastClaim, since: float, until: float) -> tuple[float, float]:
+    """For how many seconds a claim held each of its GPUs between these moments, at least and at most.
+
+    ``until`` is at most now: a claim that runs holds them up to then.
+    """
+    begin = max(claim.since, since)
+    last = until if claim.running or claim.ended is None else min(claim.ended, until)
+    sure = until if claim.running else min(claim.seen, until)
+    return max(0.0, sure - begin), max(0.0, last - begin)
+
+
+def gpu_hours_by(claims: Iterable[PastClaim], by: str, since: float, until: float) -> list[GpuHours]:
+    """The sums, the largest first; by day in their order."""
+    claims = list(claims)
+    labels = {uuid: label for claim in claims for uuid, label in zip(claim.gpus, claim.labels, strict=False)}
+    sums: dict[str, list[float]] = {}
+    for claim in claims:
+        for key, least, most in _shares(claim, by, since, until, labels):
+            one = sums.setdefault(key, [0, 0.0, 0.0])
+            one[0] += 1
+            one[1] += least / 3600
+            one[2] += most / 3600
+    found = [GpuHours(key, int(number), least, most) for key, (number, least, most) in sums.items()]
+    if by == "day":
+        return sorted(found)
+    return sorted(found, key=lambda use: (-use.most, use.key))
+
+
+def _shares(
+    claim: PastClaim, by: str, since: float, until: float, labels: Mapping[str, str]
+) -> Iterator[tuple[str, float, float]]:
+    """The keys that a claim counts for, each with seconds of GPUs."""
+    if by == "day":
+        for day, begin, end in _days(
+            max(claim.since, since), until if claim.running else min(claim.ended or until, until)
+        ):
+            least, most = hours_held(claim, begin, end)
+            yield day, least * len(claim.gpus), most * len(claim.gpus)
+        return
+    least, most = hours_held(claim, since, until)
+    if by == "gpu":
+        for uuid in claim.gpus:
+            yield f"{labels[uuid]} {uuid}" if uuid in labels else uuid, least, most
+        return
+    key = (claim.user or "?") if by == "user" else (claim.job or "(no job)")
+    yield key, least * len(claim.gpus), most * len(claim.gpus)
+
+
+def _days(begin: float, end: float) -> Iterator[tuple[str, float, float]]:
+    """The days of local time in a span: name, beginning and end. A moment is a span too."""
+    while begin <= end:
+        day = time.localtime(begin)
+        midnight = time.mktime((day.tm_year, day.tm_mon, day.tm_mday + 1, 0, 0, 0, 0, 0, -1))
+        if midnight <= begin:
+            return
+        yield time.strftime("%Y-%m-%d", day), begin, min(midnight, end)
+        if midnight >= end:
+            return
+        begin = midnight
+
+
+# The tables of ``safe-gpu history``: claims as last(1) shows logins, and GPU-hours. Pure but for the time zone.
+
+
+def table_of_claims(claims: Sequence[PastClaim], since: float, until: float, width: int) -> Iterator[str]:
+    """A title and a line for each claim; no line is wider than ``width`` columns."""
+    wide = width >= 100
+    facts = [
+        Column("USER", [claim.user or "?" for claim in claims], most=24 if wide else 8),
+        Column("GPU", [_gpus(claim) for claim in claims], most=24 if wide else 8),
+        Column("JOB", [_job(claim, wide) for claim in claims], most=30 if wide else 12),
+        Column("FROM", [_clock(claim.since) for claim in claims]),
+        Column("TO", [_end(claim) for claim in claims]),
+        Column("GPU-HOURS", [_use(claim, since, until) for claim in claims], right=True),
+        Column("COMMAND", [claim.command or "?" for claim in claims], most=200),
+    ]
+    return _table(facts, width)
+
+
+def table_of_use(found: Sequence[GpuHours], by: str, width: int) -> Iterator[str]:
+    """A title, a line for each key, and the sum."""
+    rows = [*found]
+    if len(found) > 1:
+        sums = (sum(one.least for one in found), sum(one.most for one in found))
+        rows.append(
+            GpuHours("total", sum(one.claims for one in found), *sums) if by == "user" else GpuHours("total", 0, *sums)
+        )
+    facts = [
+        Column("GPU" if by == "gpu" else by.upper(), [one.key for one in rows], most=64),
+        Column("CLAIMS", [str(one.claims or "") for one in rows], right=True),
+        Column("GPU-HOURS", [hours(one.least, one.most) for one in rows], right=True),
+    ]
+    return _table(facts, width)
+
+
+def hours(least: float, most: float) -> str:
+    """GPU-hours; both ends where they differ.
+
+    >>> hours(1.26, 1.26), hours(0.0, 2.5)
+    ('1.3', '0.0-2.5')
+    """
+    low, high = f"{least:.1f}", f"{most:.1f}"
+    return low if low == high else f"{low}-{high}"
+
+
+def _table(facts: Iterable[Column], width: int) -> Iterator[str]:
+    shown = [column for column in facts if column.width]
+    rows = zip(*(column.cells for column in shown), strict=True)
+    for cells in chain([[column.title for column in shown]], rows):
+        line = GAP.join(column.padded(cell) for column, cell in zip(shown, cells, strict=True))
+        yield cut(line.rstrip(), width)
+
+
+def _gpus(claim: PastClaim) -> str:
+    if not claim.labels:
+        return f"{len(claim.gpus)} GPUs" if len(claim.gpus) > 1 else claim.gpus[0][:12]
+    try:
+        return gpu_ranges(claim.labels)
+    except ValueError:  # somebody's nonsense
+        return ",".join(claim.labels)
+
+
+def _job(claim: PastClaim, wide: bool) -> str:
+    label = claim.job or ""
+    return label if wide else label.rpartition(":")[2]
+
+
+def _clock(when: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(when))
+
+
+def _end(claim: PastClaim) -> str:
+    """``12:30``, ``by 12:30`` where only that is known, ``now``, or "?"."""
+    if claim.running:
+        return "now"
+    if claim.ended is None:
+        return "?"
+    same_day = time.localtime(claim.since)[:3] == time.localtime(claim.ended)[:3]
+    end = time.strftime("%H:%M" if same_day else "%m-%d %H:%M", time.localtime(claim.ended))
+    return end if claim.ended - claim.seen < 60 else f"by {end}"
+
+
+def _use(claim: PastClaim, since: float, until: float) -> str:
+    number = len(claim.gpus)
+    least, most = (seconds * number / 3600 for seconds in hours_held(claim, since, until))
+    if most < 0.1:
+        return f"{short_age(most * 3600)}"
+    return hours(least, most)

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
         split_share,
         wrap_command,
     )
-    from .claim.bind import bind
     from .claim.free import get_free_gpus
     from .claim.owner import GPUOwner, claim_gpus, release_gpus
+    from .claim.worker import bind
     from .devices import Gpu, GpuProcess, GpuVerdict
     from .errors import (
         AlreadyClaimedError,
@@ -116,7 +116,7 @@ _HOMES = {
         "AffinityOptions BindingReport Mode Multithreading PlacementReport Scope placement set_affinity "
         "split_share wrap_command"
     ),
-    "claim.bind": ("bind"),
+    "claim.worker": ("bind"),
     "devices": ("Gpu GpuProcess GpuVerdict"),
     "errors": (
         "AlreadyClaimedError ClaimTimeout CudaInitializedError GPUAffinityError GpuContendedError "

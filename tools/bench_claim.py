@@ -157,7 +157,7 @@ def bench_claim(repeat: int, older: str | None) -> list[Row]:
 TWICE = """
 import json, logging, os, time
 import safe_gpu
-from safe_gpu.claim import host_view, owner
+from safe_gpu.claim import view as host_view, owner
 owner._STALE = host_view._RECENT = 1e9  # on a busy machine a poll may be old by the time it is used, and is taken again
 log = os.environ["FAKE_GPU_DIR"] + "/calls"
 marks = []

@@ -9,7 +9,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from safe_gpu.claim import host_view, passing, quota, recheck
+from safe_gpu.claim import claim as recheck
+from safe_gpu.claim import queue_place as passing
+from safe_gpu.claim import quota
+from safe_gpu.claim import view as host_view
 from safe_gpu.coordination import leases, queue
 from safe_gpu.coordination import locks as host_lock
 from safe_gpu.coordination import queue as tickets

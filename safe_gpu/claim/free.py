@@ -17,15 +17,15 @@ from ..drivers import opened_driver
 from ..procfs import describe_process
 from ..selection.request import Rules, parse_request
 from ..selection.verdicts import judge
-from .acquisition import wait_until_free
-from .host_view import HostView
-from .terms import read_options
-from .timeout import DEFAULT, DefaultTimeout
+from .options import read_options
+from .search import wait_until_free
+from .times import DEFAULT, DefaultTimeout
+from .view import HostView
 
 if TYPE_CHECKING:
     from ..devices import GpuVerdict, HostSnapshot
     from ..runtimes.visible_devices import VisibleLimit
-    from .why_not import WaitStatus
+    from .messages import WaitStatus
 
 
 def wait_for_gpus(

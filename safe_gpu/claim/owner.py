@@ -1,12 +1,12 @@
-"""``GPUOwner`` and ``claim_gpus``: the steps of a claim in their order, and its release."""
+"""``GPUOwner`` and ``claim_gpus``: the steps of a claim in their order, its placeholders and variables, its release."""
 
 from __future__ import annotations
 
 import os
 import time
 from _thread import allocate_lock
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from ..argument_style import ArgumentStyle
@@ -15,24 +15,97 @@ from ..coordination.signals import DeferredSignals
 from ..devices import Gpu
 from ..drivers import opened_driver
 from ..errors import AlreadyClaimedError, GPUAffinityError, PlaceholderError
+from ..runtimes import placeholders
 from ..runtimes.visible_devices import render_visible
-from ..runtimes.visible_limit import remember_initializer
-from .acquisition import acquire
-from .claim import Claim
-from .environment import ClaimVariables
-from .fall_over import BadGpuFallback
-from .holding import PlaceholderSet
-from .host_view import HostView
-from .recheck import other_processes, verify_alone, verify_devices
-from .terms import NODE_BY_DEFAULT, read_options, warn_of_more_than_declared
-from .timeout import DEFAULT, DefaultTimeout
+from ..runtimes.visible_limit import prepare_only, remember_initializer
+from .claim import BadGpuFallback, Claim, other_processes, verify_alone, verify_devices
+from .options import NODE_BY_DEFAULT, read_options, warn_of_more_than_declared
+from .search import acquire
+from .times import DEFAULT, DefaultTimeout
+from .view import HostView
 
 if TYPE_CHECKING:
     from ..affinity import AffinityOptions, BindingReport
+    from ..coordination.signals import DeferredSignals
     from ..drivers.base import Driver
+    from ..runtimes.runtime import Runtime
     from ..runtimes.visible_devices import VisibleLimit
-    from .terms import ClaimOptions
-    from .why_not import WaitStatus
+    from .messages import WaitStatus
+    from .options import ClaimOptions
+
+
+# The environment variables that a claim sets, and what they were before.
+
+
+class ClaimVariables:
+    """Variables of this process that a claim has set."""
+
+    def __init__(self) -> None:
+        self._set: dict[str, tuple[str, str | None]] = {}  # name -> value, and value before
+
+    def set(self, variables: Mapping[str, str]) -> None:
+        """Set these variables."""
+        for name, value in variables.items():
+            self._set[name] = value, os.environ.get(name)
+            os.environ[name] = value
+
+    def restore(self) -> None:
+        """Make them what they were; a value that the program has set since stays."""
+        for name, (value, before) in self._set.items():
+            if os.environ.get(name) == value:
+                if before is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = before
+        self._set = {}
+
+
+# What holds the claimed GPUs: a placeholder on each. None is lost when a signal handler raises.
+
+
+class PlaceholderSet:
+    """The placeholders of a claim.
+
+    Attributes:
+        make: called with an ordinal; returns a placeholder.
+        placed: the placeholders, by ordinal.
+    """
+
+    def __init__(self, signals: DeferredSignals) -> None:
+        self.make: Any = None
+        self.placed: list[Any] = []
+        self._signals = signals
+
+    def prepare(self, runtime: Runtime, placeholder_fn: Any, logger: Any) -> None:
+        """Import what the placeholder needs; None is the default of the runtime. Errors as for ``prepare_only``."""
+        self.make = runtime.default_placeholder(logger) if placeholder_fn is None else placeholder_fn
+        prepare_only(self.make, runtime)
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the driver sees a process on the GPU because of it; not so of ``NoPlaceholder``."""
+        return placeholders.holds_gpu(self.make)
+
+    def place(self) -> None:
+        """Make the placeholder of the next ordinal.
+
+        Raises:
+            PlaceholderError: it cannot be made.
+        """
+        with self._signals, self._passing():  # nothing comes between the context and its place in the list
+            self.placed.append(placeholders.allocate(self.make, len(self.placed)))
+
+    def give_back(self, placeholder: Any) -> None:
+        """Release one that is no longer in ``placed``."""
+        with self._passing():
+            placeholders.release(self.make, placeholder)
+
+    def _passing(self) -> AbstractContextManager[object]:
+        """In a placeholder of the program's own, which may take any time, handlers of signals run."""
+        return nullcontext() if placeholders.is_builtin(self.make) else self._signals.passing()
+
+
+# ``GPUOwner`` and ``claim_gpus``: the steps of a claim in their order, and its release.
 
 
 gpu_owner: GPUOwner | None = None

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ..coordination.queue import Ticket
     from ..devices import Gpu
     from ..policy import Limits, Policy
-    from .hold_for import HoldTime
+    from .times import HoldTime
 
 
 class LimitReached(NamedTuple):

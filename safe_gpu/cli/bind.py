@@ -38,8 +38,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def _bind(options: argparse.Namespace) -> int:
     path = find_command(options.command, "bind")
-    from ..claim.bind import bind_rank
-    from ..claim.expected import check_expected_gpu
+    from ..claim.worker import bind_rank, check_expected_gpu
 
     check_expected_gpu()
     try:

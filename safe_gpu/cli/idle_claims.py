@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ..errors import SafeGpuError
 
 if TYPE_CHECKING:
-    from ..claim.why_not import WaitStatus
+    from ..claim.messages import WaitStatus
 
 
 _MOST = 3  # of the claims that are new

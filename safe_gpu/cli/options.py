@@ -54,7 +54,7 @@ def _duration(text: str) -> float | None:
 
 @_checked
 def _hold_for(text: str) -> float | None:
-    from ..claim.hold_for import parse_hold_for
+    from ..claim.times import parse_hold_for
     from ..schedulers import JobContext
 
     return parse_hold_for(text, {}, JobContext(), spelling=CommandLine).seconds

@@ -14,8 +14,8 @@ from .options import CommandLine, add_command, add_quiet, add_request, hold_for_
 from .streams import Log, say
 
 if TYPE_CHECKING:
+    from ..claim.messages import WaitStatus
     from ..claim.owner import GPUOwner
-    from ..claim.why_not import WaitStatus
     from .wait_line import WaitLine
 
 
@@ -56,7 +56,7 @@ def _run(options: argparse.Namespace) -> int:
     path = find_command(options.command)
     _warn_of_daemons(options.command, path)
     if os.environ.get("SAFE_GPU_EXPECT"):
-        from ..claim.expected import check_expected_gpu
+        from ..claim.worker import check_expected_gpu
 
         check_expected_gpu()
     from ..claim.owner import release_gpus
@@ -155,8 +155,7 @@ class WaitDisplay:
 
 def _says_nothing() -> bool:
     """Whether nothing says for how long the GPUs will be held: no variable, no batch job."""
-    from ..claim.hold_for import parse_hold_for
-    from ..claim.timeout import DEFAULT
+    from ..claim.times import DEFAULT, parse_hold_for
     from ..schedulers import current
 
     return parse_hold_for(DEFAULT, os.environ, current(os.environ)).at(time.time()) is None

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TextIO
 if TYPE_CHECKING:
     from threading import Event, Thread
 
-    from ..claim.why_not import WaitStatus
+    from ..claim.messages import WaitStatus
     from .idle_claims import IdleClaims
 
 
@@ -45,7 +45,7 @@ class WaitLine:
 
     def show(self, news: WaitStatus) -> None:
         """Tell the user where the wait stands."""
-        from ..claim.why_not import waiting_message
+        from ..claim.messages import waiting_message
 
         self._news = news
         if not self._live:
@@ -91,7 +91,7 @@ class WaitLine:
 
     def _line(self, width: int) -> str:
         """The news and for how long we wait, in what a terminal of this width shows without breaking the line."""
-        from ..claim.why_not import waiting_message
+        from ..claim.messages import waiting_message
         from ..text import format_age
 
         assert self._news is not None

@@ -9,8 +9,8 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ..claim.host_view import HostView
 from ..claim.owner import claim_gpus, release_gpus
+from ..claim.view import HostView
 from ..devices import GpuRequest
 from ..drivers import open_driver, opened_driver
 from ..errors import NoDriverError, NotEnoughGpusError, PlaceholderError, SafeGpuError, UnsatisfiableRequestError

@@ -32,8 +32,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ..claim.expected import EXPECT, is_held
-from ..claim.timeout import DEFAULT, DefaultTimeout
+from ..claim.times import DEFAULT, DefaultTimeout
+from ..claim.worker import EXPECT, is_held
 from ..errors import GPUAffinityError, HolderLostError, UnsatisfiableRequestError, WrongDeviceError
 from .cluster import ClusterGpu
 from .dragon_holder import DragonHolder, start_holders

@@ -22,9 +22,9 @@ from ..runtimes.visible_devices import read_visible, render_visible, visible_var
 from .cluster import ClusterGpu
 
 if TYPE_CHECKING:
+    from ..claim.options import ClaimOptions
     from ..claim.owner import GPUOwner
-    from ..claim.terms import ClaimOptions
-    from ..claim.timeout import DefaultTimeout
+    from ..claim.times import DefaultTimeout
     from ..drivers.base import Driver
 
 
@@ -48,7 +48,7 @@ class ClaimArguments:
         Raises:
             UnsatisfiableRequestError, GPUAffinityError: an argument is wrong.
         """
-        from ..claim.terms import read_options
+        from ..claim.options import read_options
 
         return read_options(
             nb_gpus,

@@ -21,7 +21,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..claim.timeout import DEFAULT, DefaultTimeout
+from ..claim.times import DEFAULT, DefaultTimeout
 from ..errors import HolderLostError, UnsatisfiableRequestError
 from .cluster import ClusterGpu
 from .holder import ClaimArguments, HolderProcess, enter_worker

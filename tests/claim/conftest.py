@@ -17,7 +17,10 @@ import pytest
 import safe_gpu
 from safe_gpu import drivers
 from safe_gpu.affinity import cpu_shares as shares
-from safe_gpu.claim import host_view, look, owner, recheck
+from safe_gpu.claim import attempt as look
+from safe_gpu.claim import claim as recheck
+from safe_gpu.claim import owner
+from safe_gpu.claim import view as host_view
 from safe_gpu.coordination.leases import Lease, lease_name
 from safe_gpu.devices import Gpu, HostSnapshot
 from safe_gpu.drivers.simulated import SimulatedContext, SimulatedDriver, SimulatedPlaceholder

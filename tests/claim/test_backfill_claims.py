@@ -219,7 +219,7 @@ def test_a_sleeper_notices_that_it_may_pass(ground: Any, child: Any, command: An
     assert len(holder.hear().split()) + len(brief.hear().split()) == 8
     large = large_waiter(command)
     sleeper = child(
-        "from safe_gpu.claim import news\nnews._EARLY_INTERVAL = 0.1\n" + HOLD.format(nb_gpus=1, hold_for=60)
+        "from safe_gpu.claim import search as news\nnews._EARLY_INTERVAL = 0.1\n" + HOLD.format(nb_gpus=1, hold_for=60)
     )
     while len(ground.tickets()) < 2:
         time.sleep(0.02)

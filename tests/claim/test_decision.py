@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from safe_gpu.claim.decision import POLL, REFUSE, SLEEP, TAKE, WATCH, WaitState, decide
-from safe_gpu.claim.look import AttemptResult
+from safe_gpu.claim.attempt import AttemptResult
 from safe_gpu.claim.quota import LimitReached
+from safe_gpu.claim.search import POLL, REFUSE, SLEEP, TAKE, WATCH, WaitState, decide
 
 NOW = 1000.0
 A, AB, ABC = frozenset("A"), frozenset("AB"), frozenset("ABC")

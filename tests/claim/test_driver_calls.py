@@ -13,7 +13,7 @@ import pytest
 CLAIMS = """
 import json, logging, os, sys
 import safe_gpu
-from safe_gpu.claim import host_view, owner
+from safe_gpu.claim import view as host_view, owner
 
 owner._STALE = host_view._RECENT = 1e9  # on a busy machine a poll may be old by the time it is used
 calls, phases = os.path.join(os.environ["FAKE_GPU_DIR"], "calls"), []

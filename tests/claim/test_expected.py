@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from safe_gpu import GPUOwner, NoPlaceholder, WrongDeviceError
-from safe_gpu.claim.expected import check_expected_gpu
+from safe_gpu.claim.worker import check_expected_gpu
 from safe_gpu.errors import HolderLostError
 
 
@@ -87,7 +87,7 @@ def test_without_the_variable_nothing_is_asked(monkeypatch: pytest.MonkeyPatch, 
         monkeypatch.delenv("SAFE_GPU_EXPECT", raising=False)
     else:
         monkeypatch.setenv("SAFE_GPU_EXPECT", value)
-    monkeypatch.setattr("safe_gpu.claim.expected.opened_driver", None)
+    monkeypatch.setattr("safe_gpu.claim.worker.opened_driver", None)
     check_expected_gpu()
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from safe_gpu.claim.forecast import Forecast, HolderShare, describe_forecast
+from safe_gpu.claim.messages import Forecast, HolderShare, describe_forecast
 
 NOW = time.mktime((2026, 11, 21, 13, 0, 0, 0, 0, -1))
 MINUTE = 60.0
@@ -86,7 +86,7 @@ def test_a_waiter_is_told_when_it_can_start_and_who_passed_it(ground: Any, child
     assert "passed by" not in late.stderr.readline()
     from_python = child(
         "import logging, sys, time, safe_gpu\n"
-        "from safe_gpu.claim import news\n"
+        "from safe_gpu.claim import search as news\n"
         "news._REPORT_INTERVAL = news._WARNING_DELAY = 0.2\n"
         "logging.basicConfig(stream=sys.stdout, level=logging.INFO, format='%(message)s')\n"
         "safe_gpu.claim_gpus(2, safe_gpu.NoPlaceholder(), affinity=None, only=(0, 1), timeout=60)\n"
@@ -100,7 +100,7 @@ def test_the_head_is_told_who_passed_it(ground: Any, child: Any) -> None:
     holds(child, 7, 7200)
     large = child(
         "import logging, sys, time, safe_gpu\n"
-        "from safe_gpu.claim import news\n"
+        "from safe_gpu.claim import search as news\n"
         "news._REPORT_INTERVAL = news._WARNING_DELAY = 0.2\n"
         "logging.basicConfig(stream=sys.stdout, level=logging.INFO, format='%(message)s')\n"
         "safe_gpu.claim_gpus(8, safe_gpu.NoPlaceholder(), affinity=None, timeout=60)\n"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import safe_gpu
-from safe_gpu.claim import recheck
+from safe_gpu.claim import claim as recheck
 from safe_gpu.devices import ProcessKind
 from safe_gpu.errors import NotEnoughGpusError, UnsatisfiableRequestError
 
@@ -21,7 +21,7 @@ NOT_SUPPORTED = 3
 PRELUDE = """
 import json, logging, os, sys, threading
 import safe_gpu
-from safe_gpu.claim import recheck
+from safe_gpu.claim import claim as recheck
 from safe_gpu.coordination import legacy
 legacy.LOCK_FILE = os.environ["FAKE_GPU_DIR"] + "/older package/lock"
 out = {"warnings": []}

@@ -13,8 +13,7 @@ import pytest
 
 import safe_gpu
 from safe_gpu import NoPlaceholder, UnsatisfiableRequestError, claim_gpus
-from safe_gpu.claim.hold_for import UNKNOWN, HoldTime, parse_hold_for
-from safe_gpu.claim.timeout import DEFAULT
+from safe_gpu.claim.times import DEFAULT, UNKNOWN, HoldTime, parse_hold_for
 from safe_gpu.schedulers import JobContext
 
 NO_JOB = JobContext()
@@ -74,8 +73,8 @@ def test_a_batch_job_ends_where_its_scheduler_says(ends_in: int, known: bool) ->
 def test_a_pbs_job_ends_a_walltime_after_its_session_began(child: Any) -> None:
     code = (
         "import os, time\n"
-        "from safe_gpu.claim.hold_for import parse_hold_for\n"
-        "from safe_gpu.claim.timeout import DEFAULT\n"
+        "from safe_gpu.claim.times import parse_hold_for\n"
+        "from safe_gpu.claim.times import DEFAULT\n"
         "from safe_gpu.schedulers import current\n"
         "say(parse_hold_for(DEFAULT, {}, current()).end)\n"
     )

@@ -14,7 +14,9 @@ import pytest
 
 import safe_gpu
 from safe_gpu import NoPlaceholder, NotEnoughGpusError, claim_gpus, procfs
-from safe_gpu.claim import acquisition, look, news
+from safe_gpu.claim import attempt as look
+from safe_gpu.claim import search as acquisition
+from safe_gpu.claim import search as news
 from safe_gpu.coordination import holders as survey
 from safe_gpu.coordination.locks import HostLock
 from safe_gpu.coordination.queue import TicketRequest, Waiter
@@ -51,7 +53,7 @@ def test_a_bare_script_hears_nothing(child, arguments: str) -> None:
 
 WAITS = """
 import safe_gpu
-from safe_gpu.claim import news
+from safe_gpu.claim import search as news
 news._WARNING_DELAY = {seconds}
 safe_gpu.claim_gpus(timeout=None)
 say('has')
@@ -252,7 +254,7 @@ def test_a_logger_of_the_caller_s_gets_everything(caplog: pytest.LogCaptureFixtu
 def test_a_logger_that_is_closed_to_info_costs_a_short_wait_nothing(ground, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who holds what is looked up for the log only where somebody reads it."""
     made = []
-    monkeypatch.setattr("safe_gpu.claim.news.wait_news", lambda *arguments: made.append(arguments))
+    monkeypatch.setattr("safe_gpu.claim.search.wait_news", lambda *arguments: made.append(arguments))
     ground.hold(*range(8))
     with pytest.raises(NotEnoughGpusError):
         claim_gpus(1, NoPlaceholder(), affinity=None, timeout=0.02)

@@ -10,7 +10,8 @@ from typing import Any
 
 import safe_gpu
 from safe_gpu import procfs
-from safe_gpu.claim import host_view, look
+from safe_gpu.claim import attempt as look
+from safe_gpu.claim import view as host_view
 from safe_gpu.coordination.leases import LeaseRecord, lease_name
 from safe_gpu.coordination.locks import HostLock
 from safe_gpu.coordination.queue import TicketRequest, Waiter

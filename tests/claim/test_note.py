@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import safe_gpu
-from safe_gpu.claim import note
+from safe_gpu.claim import claim as note
 from safe_gpu.coordination import history
 from safe_gpu.coordination.leases import lease_name
 from safe_gpu.coordination.records import ClaimEnd
@@ -72,7 +72,7 @@ def test_a_claim_that_was_killed_ended_between_last_seen_and_found_free(state_di
 def test_a_claim_that_was_killed_before_it_wrote_its_line_has_one(state_dir: Path, child: Any) -> None:
     code = """
 import os, safe_gpu
-from safe_gpu.claim import note
+from safe_gpu.claim import claim as note
 note.append = lambda lines, now: os.kill(os.getpid(), 9)
 safe_gpu.GPUOwner(1, safe_gpu.NoPlaceholder(), affinity=None, timeout=0)
 """

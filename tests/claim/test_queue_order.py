@@ -15,7 +15,7 @@ import pytest
 
 import safe_gpu
 from safe_gpu import ClaimTimeout, NoPlaceholder, NotEnoughGpusError, StateDirError, claim_gpus, procfs
-from safe_gpu.claim import news
+from safe_gpu.claim import search as news
 from safe_gpu.coordination.leases import LeaseRecord, lease_name
 from safe_gpu.coordination.locks import HostLock
 from safe_gpu.coordination.queue import TicketRequest, Waiter
@@ -247,7 +247,7 @@ def test_one_that_sleeps_behind_a_waiter_notices_that_it_was_stopped(command, gr
     ground.hold(0)
     large = command.start("run", "-n", 8, "--", "echo", "large")
     assert "waiting for 8 GPUs, 7 free" in large.stderr.readline()
-    patch = "from safe_gpu.claim import news\nnews._EARLY_INTERVAL = 0.05\n"
+    patch = "from safe_gpu.claim import search as news\nnews._EARLY_INTERVAL = 0.05\n"
     small = child(patch + WAIT.format(arguments="1"))
     assert f"behind {USER} (pid {large.pid}, wants 8 GPUs" in hear(small, "waiting")
     stop(large.pid)

@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 
 import safe_gpu
+from safe_gpu.claim import attempt as look
+from safe_gpu.claim import claim as verification
 from safe_gpu.claim import free as inquiry
-from safe_gpu.claim import look, terms
-from safe_gpu.claim import recheck as verification
+from safe_gpu.claim import options as terms
 from safe_gpu.coordination import holders as survey
 from safe_gpu.coordination import legacy
 from safe_gpu.errors import ClaimTimeout, LockTimeout, NotEnoughGpusError, UnsatisfiableRequestError

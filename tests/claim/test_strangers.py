@@ -13,9 +13,9 @@ import pytest
 
 import safe_gpu
 from safe_gpu import procfs
-from safe_gpu.claim import host_view
-from safe_gpu.claim import recheck as verification
-from safe_gpu.claim.news import WaitReporter
+from safe_gpu.claim import claim as verification
+from safe_gpu.claim import view as host_view
+from safe_gpu.claim.search import WaitReporter
 from safe_gpu.devices import ComputeMode, ProcessKind
 from safe_gpu.errors import GpuContendedError, NoDriverError, NotEnoughGpusError, UnsatisfiableRequestError
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 import safe_gpu
 from safe_gpu.claim import owner
-from safe_gpu.claim.terms import ClaimOptions
-from safe_gpu.claim.timeout import DEFAULT, DefaultTimeout, default_timeout, parse_timeout
+from safe_gpu.claim.options import ClaimOptions
+from safe_gpu.claim.times import DEFAULT, DefaultTimeout, default_timeout, parse_timeout
 from safe_gpu.errors import UnsatisfiableRequestError
 from safe_gpu.settings import parse_duration
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from safe_gpu.claim.why_not import ClaimAhead, WaitStatus, refusal_message, waiting_message
+from safe_gpu.claim.messages import ClaimAhead, WaitStatus, refusal_message, waiting_message
 from safe_gpu.cli.options import CommandLine
 from safe_gpu.devices import Gpu, GpuRequest, GpuVerdict, LeaseHolder
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from support.terminals import open_terminal
 
-from safe_gpu.claim.why_not import WaitStatus
+from safe_gpu.claim.messages import WaitStatus
 from safe_gpu.cli.wait_line import WaitLine
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, whose file a policy must be")

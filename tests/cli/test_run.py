@@ -304,9 +304,9 @@ def test_it_says_it_again_every_minute(command, ground, child) -> None:
     ground.hold(*range(7))
     ground.occupy(7)
     code = """
-import safe_gpu.claim.news
+import safe_gpu.claim.search
 from safe_gpu.cli import main
-safe_gpu.claim.news._REPORT_INTERVAL = 0.02
+safe_gpu.claim.search._REPORT_INTERVAL = 0.02
 sys.exit(main(["run", "--for", "1h", "--only", "6,7", "-n", "2", "--", "true"]))
 """
     waiter = child(code)

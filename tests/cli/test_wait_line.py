@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from support.terminals import open_terminal
 
 from safe_gpu import procfs
-from safe_gpu.claim.why_not import ClaimAhead, WaitStatus
+from safe_gpu.claim.messages import ClaimAhead, WaitStatus
 from safe_gpu.cli.wait_line import WaitLine
 from safe_gpu.devices import GpuVerdict, LeaseHolder
 from safe_gpu.drivers.presets import preset

@@ -19,7 +19,7 @@ import pytest
 from support.hip_host import HipHost
 
 import safe_gpu
-from safe_gpu.claim import terms
+from safe_gpu.claim import options as terms
 from safe_gpu.coordination import queue as waiting
 from safe_gpu.demo.referee import Markers
 from safe_gpu.drivers.kfd import KfdDriver

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from safe_gpu import NoPlaceholder, claim_gpus, procfs
-from safe_gpu.claim.nested import ancestor_may_hold, pids_of_outer
+from safe_gpu.claim.view import ancestor_may_hold, pids_of_outer
 from safe_gpu.coordination.leases import LeaseRecord, lease_name
 from safe_gpu.coordination.queue import Ticket
 from safe_gpu.devices import Gpu, GpuRequest, HostSnapshot, LeaseHolder

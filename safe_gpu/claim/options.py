@@ -17,13 +17,12 @@ from ..procfs import printable_lines
 from ..runtimes.visible_devices import render_cuda
 from ..schedulers import JobContext, current
 from ..selection.request import parse_request
-from .hold_for import UNKNOWN, HoldTime, parse_hold_for
-from .timeout import DEFAULT, DefaultTimeout, parse_timeout
+from .times import DEFAULT, UNKNOWN, DefaultTimeout, HoldTime, parse_hold_for, parse_timeout
 
 if TYPE_CHECKING:
     from ..affinity import AffinityOptions
+    from .messages import WaitStatus
     from .quota import Quota
-    from .why_not import WaitStatus
 
 
 class _ByDefault(str):

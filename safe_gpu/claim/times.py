@@ -1,4 +1,4 @@
-"""How long a claim will probably hold its GPUs: parsing, and the default inside batch jobs and other claims."""
+"""``timeout`` and ``hold_for``: parsing, and the defaults inside batch jobs and other claims."""
 
 from __future__ import annotations
 
@@ -13,7 +13,63 @@ from ..argument_style import ArgumentStyle
 from ..errors import UnsatisfiableRequestError
 from ..schedulers import JobContext
 from ..settings import parse_duration
-from .timeout import DefaultTimeout
+
+# The timeout of a claim, and its default inside and outside batch jobs.
+
+
+# Default timeouts in seconds. The scheduler has assigned a GPU to a batch job, so one will become free. Elsewhere the
+# wait only covers the exit of a previous process.
+_BATCH = 300.0
+_INTERACTIVE = 10.0
+
+
+class DefaultTimeout:
+    """The type of :data:`DEFAULT`, which stands for the result of :func:`default_timeout`."""
+
+    def __repr__(self) -> str:
+        return "<default>"
+
+
+DEFAULT = DefaultTimeout()
+
+
+def parse_timeout(
+    timeout: object, environ: Mapping[str, str], *, in_batch_job: bool, spelling: type[ArgumentStyle] = ArgumentStyle
+) -> float | None:
+    """Seconds to wait, None for ever. ``timeout`` is a number, None, a text for :func:`parse_duration`, or DEFAULT.
+
+    Raises:
+        UnsatisfiableRequestError: the value is negative, not a number, or of another type.
+    """
+    if isinstance(timeout, DefaultTimeout):
+        return default_timeout(environ, in_batch_job=in_batch_job)
+    if timeout is None:
+        return None
+    if isinstance(timeout, str):
+        return parse_duration(timeout, spelling=spelling)
+    try:
+        seconds = float(timeout)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        seconds = math.nan
+    if isinstance(timeout, (bool, bytes, bytearray)) or math.isnan(seconds) or seconds < 0:
+        raise UnsatisfiableRequestError(
+            f"{spelling.setting('timeout', spelling.value(timeout))} is not a number of seconds: pass 0 (no wait), "
+            "a positive number, or None (for ever)",
+            value=timeout,
+        )
+    return None if math.isinf(seconds) else seconds
+
+
+def default_timeout(environ: Mapping[str, str], *, in_batch_job: bool) -> float | None:
+    """``SAFE_GPU_TIMEOUT``, else 300 s inside a batch job, else 10 s."""
+    text = environ.get("SAFE_GPU_TIMEOUT")
+    if text:
+        return parse_duration(text, "SAFE_GPU_TIMEOUT")
+    return _BATCH if in_batch_job else _INTERACTIVE
+
+
+# How long a claim will probably hold its GPUs: parsing, and the default inside batch jobs and other claims.
+
 
 _DAY = 86400.0
 

@@ -11,8 +11,8 @@ from ..coordination.locks import HostLock
 from ..errors import StateDirError
 from ..procfs import printable_lines
 from ..selection.choice import choose
-from .nested import check_possible_inside, outer_claim
-from .passing import QueueSnapshot
+from .queue_place import QueueSnapshot
+from .view import check_possible_inside, outer_claim
 
 if TYPE_CHECKING:
     from ..coordination.files import StateDir
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from ..coordination.socket_names import SocketName
     from ..devices import Gpu, GpuFault
     from .claim import Claim
-    from .host_view import HostView
-    from .line import QueuePlace
+    from .options import ClaimOptions
+    from .queue_place import QueuePlace
     from .quota import LeasesByUser, LimitReached
-    from .terms import ClaimOptions
+    from .view import HostView
 
 
 # A waiter blocked by a process without a lease may be passed only if the poll is at most this old, in seconds.

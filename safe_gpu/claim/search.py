@@ -1,4 +1,4 @@
-"""The loop that gets leases for a request: look, decide, wait, look again.
+"""The search for GPUs: attempt, decide, wait, report, attempt again.
 
 host.lock is never held during a slow operation. The driver is polled before host.lock is taken, and polled again once
 the leases are held, because a process may have started on a GPU in between.
@@ -7,27 +7,222 @@ the leases are held, because a process may have started on a GPU in between.
 from __future__ import annotations
 
 import math
+import os
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..coordination.files import state_dir_path, state_dir_warnings
 from ..coordination.signals import unwind_on_signals
 from ..errors import UnsatisfiableRequestError
 from ..procfs import printable_lines
 from ..selection.choice import check_possible
-from .decision import POLL, REFUSE, SLEEP, TAKE, Decision, WaitState, decide
-from .line import QueuePlace
-from .look import Attempt
-from .recheck import confirm
-from .terms import with_policy_limits
+from .attempt import Attempt
+from .claim import confirm
+from .options import with_policy_limits
+from .queue_place import QueuePlace
+from .view import ancestor_may_hold
 
 if TYPE_CHECKING:
     from ..coordination.locks import LeaseWatcher
     from ..devices import Gpu
+    from .attempt import Attempt, AttemptResult
     from .claim import Claim
-    from .host_view import HostView
-    from .news import WaitReporter
-    from .terms import ClaimOptions
+    from .messages import WaitStatus
+    from .options import ClaimOptions
+    from .queue_place import QueuePlace
+    from .view import HostView
+
+
+# Decides what a claim does next: take, sleep, poll, watch or refuse. A pure function of a look and the time.
+
+
+TAKE = "take"
+"""The GPUs are leased; the search ends."""
+POLL = "poll"
+"""Poll the driver, then look again."""
+SLEEP = "sleep"
+"""Sleep until the ticket ahead is gone, then look again."""
+WATCH = "watch"
+"""Watch the leases that others hold, then look again."""
+REFUSE = "refuse"
+"""Fail, because the time to wait is over."""
+
+# The head of the queue makes a full look this often, in seconds, because the state directory may have been deleted.
+_FULL_LOOK = 1.0
+
+# A name may outlive its claim for a moment, in a child between fork and exec: it is tried once more, in seconds.
+_SECOND_TRY = 0.005
+
+
+class WaitState(NamedTuple):
+    """The state of a claim's wait.
+
+    Attributes:
+        deadline: ``time.monotonic()`` value; ``math.inf`` waits for ever.
+        tried_last: whether the last look, after the deadline, has been made.
+        polled_for: the unleased GPUs at the time of the latest poll.
+        named: the GPUs held by name only for which a second look was made.
+    """
+
+    deadline: float = math.inf
+    tried_last: bool = False
+    polled_for: frozenset[str] | None = None
+    named: frozenset[str] = frozenset()
+
+
+class Decision(NamedTuple):
+    """A step; ``until`` is the ``time.monotonic()`` value at which SLEEP and WATCH end at the latest."""
+
+    step: str
+    patience: WaitState
+    until: float = 0.0
+
+
+def decide(
+    seen: AttemptResult, patience: WaitState, *, needed: int, now: float, next_poll: float, next_look: float = math.inf
+) -> Decision:
+    """The next step of a claim.
+
+    Args:
+        needed: how many GPUs.
+        now: ``time.monotonic()`` value, as are the next two.
+        next_poll: earliest time of another poll for the same unleased GPUs.
+        next_look: latest time at which a sleeping waiter looks again.
+    """
+    if seen.enough:
+        return Decision(TAKE, patience)
+    if seen.outdated:
+        return Decision(POLL, patience)
+    if not seen.named <= patience.named:
+        return Decision(WATCH, patience._replace(named=patience.named | seen.named), now + _SECOND_TRY)
+    if now >= patience.deadline:
+        if patience.tried_last:
+            return Decision(REFUSE, patience)
+        return Decision(POLL, patience._replace(tried_last=True))
+    if seen.behind:
+        return Decision(SLEEP, patience, min(patience.deadline, next_look))
+    until = min(patience.deadline, now + _FULL_LOOK)
+    if seen.spent is not None:
+        return Decision(WATCH, patience, until)
+    if len(seen.unleased) >= needed:  # enough leases are free, but the driver shows processes on those GPUs
+        if seen.unleased != patience.polled_for or now >= next_poll:
+            return Decision(POLL, patience._replace(polled_for=seen.unleased))
+        until = min(until, next_poll)
+    return Decision(WATCH, patience, until)
+
+
+# Reports of a wait: when they are due, and where they go. Only claims that wait load this module.
+
+
+# Seconds between two reports. A sleeping waiter also looks again about this often.
+_REPORT_INTERVAL = 60.0
+# The same for the first waiters of the queue: one that stops while others sleep behind it wakes nobody.
+_EARLY_INTERVAL = 10.0
+_EARLY = 32
+# Seconds of waiting after which a warning is given, and after which a change of the waiter ahead is reported.
+_WARNING_DELAY = 1.0
+
+
+class WaitReporter:
+    """The reports of one wait, which begins when the object is made.
+
+    Reports go to ``terms.on_wait``. If there is none they go to the logger: at INFO, and once, after a second, as a
+    warning, which Python shows even if logging is not configured.
+
+    Attributes:
+        due: ``time.monotonic()`` value at which the next report is due; ``math.inf`` if none is.
+        warning_due: the same for the warning.
+    """
+
+    def __init__(self, view: HostView, terms: ClaimOptions, line: QueuePlace) -> None:
+        self._view = view
+        self._line = line
+        self._on_wait = terms.on_wait or _to_log(terms.logger, late=False)
+        self._on_long_wait = None if terms.on_wait is not None else _to_log(terms.logger, late=True)
+        self._last_ahead: int | None = None
+        self.due = now = time.monotonic()
+        self.warning_due = math.inf if self._on_long_wait is None else now + _WARNING_DELAY
+
+    def next_look(self, now: float) -> float:
+        """The latest time at which a sleeping waiter looks again, whether or not the ticket that it sleeps on is gone.
+
+        Among the first 32 of the queue that is in 10 seconds, else when the next report is due or in about a minute.
+        The intervals depend on the pid, so that hundreds of waiters that started together do not look at the same time.
+        """
+        spread = 0.75 + os.getpid() % 500 / 1000
+        if self._line.among_first(_EARLY):
+            return now + _EARLY_INTERVAL * spread
+        if self._on_wait is None:
+            return now + _REPORT_INTERVAL * spread
+        return self.due if self.due > now else now + _REPORT_INTERVAL
+
+    def tell(self, look: Attempt) -> None:
+        """Give the reports that are due after this look.
+
+        Raises:
+            NotEnoughGpusError: an ancestor of this process holds the GPUs that it waits for.
+            LockTimeout, StateDirError: it cannot be determined whether one does.
+        """
+        now = time.monotonic()
+        if look.ahead is None and now >= self.warning_due:  # a waiter behind a ticket is warned while it sleeps
+            self.warn(look)
+        ahead = 0 if look.ahead is None else look.ahead.ticket.seq
+        if self._on_wait is not None and ahead != self._last_ahead:
+            self._last_ahead = ahead
+            self.due = min(self.due, now + _WARNING_DELAY)
+        if now < self.due:
+            return
+        self.due = now + _REPORT_INTERVAL if self._on_wait is not None else math.inf
+        # The records show without a lock whether an ancestor may hold a GPU. Only then are the holders looked up.
+        may_hold = ancestor_may_hold(self._view.usable, inner=bool(self._view.outer))
+        if look.ahead is None and (may_hold or self._on_wait is not None):
+            self._view.poll()
+        if may_hold:
+            from .messages import refuse_if_ancestor_holds
+
+            refuse_if_ancestor_holds(self._view)
+        if self._on_wait is not None:
+            self._on_wait(self._gather(look, self._line.position))
+
+    def warn(self, look: Attempt) -> None:
+        """Give the warning from this look alone. Hundreds may wait, so there is no new look and no poll for it."""
+        if self._on_long_wait is not None:
+            self._on_long_wait(self._gather(look, 0))  # 0: the position is not counted either
+        self._on_long_wait = None
+        self.warning_due = math.inf
+
+    def _gather(self, look: Attempt, position: int) -> WaitStatus:
+        from .messages import forecast, wait_status
+
+        ticket = None if look.ahead is None else look.ahead.ticket
+        news = wait_status(self._view, ticket, look.seen.unleased, position, look.seen.named, look.seen.spent)
+        if news.spent is not None:
+            return news  # when a claim of the same user ends, others do not matter
+        if ticket is not None and not position:
+            return news  # hundreds may wait, and to look it up reads the tickets of all
+        return news._replace(expected=forecast(self._view, self._line))
+
+
+def _to_log(logger: Any, *, late: bool) -> Callable[[WaitStatus], None] | None:
+    """A function that logs a report, with the facts as attributes of the log record: at INFO, or if ``late`` a warning.
+
+    None if the logger is not enabled for that level.
+    """
+    is_enabled = getattr(logger, "isEnabledFor", None)  # the older package accepts the module logging, which has none
+    if is_enabled is not None and not is_enabled(30 if late else 20):
+        return None
+
+    def tell(news: WaitStatus) -> None:
+        from .messages import waiting_message
+
+        facts = {f"safe_gpu_{name}": value for name, value in news._asdict().items()}
+        (logger.warning if late else logger.info)("%s", waiting_message(news), extra=facts)
+
+    return tell
+
+
+# The loop that gets leases for a request: look, decide, wait, look again.
 
 
 # Pause of the head of the queue between two looks at the leases, in seconds. It is doubled after the first second.
@@ -99,7 +294,7 @@ class _Search:
         except UnsatisfiableRequestError as err:
             if view.fence is not None:
                 raise  # this process was given GPUs, and those of another vendor are not among them
-            from .other_vendor import with_way_out
+            from .messages import with_way_out
 
             raise with_way_out(err, request, view.rules) from None
 
@@ -189,8 +384,6 @@ class _Search:
 
     def _waiting(self) -> WaitReporter:
         if self._news is None:
-            from .news import WaitReporter
-
             self._news = WaitReporter(self._view, self._terms, self._line)
         return self._news
 
@@ -232,7 +425,7 @@ class _Search:
         self._line.leave()
 
     def _refusal(self, look: Attempt) -> Exception:
-        from .why_not import refusal
+        from .messages import refusal
 
         ticket = None if look.ahead is None else look.ahead.ticket
         return refusal(

@@ -1,27 +1,156 @@
-"""Messages on why a claim waits or was refused: who is ahead in the queue, and who holds or uses the GPUs."""
+"""Why a claim waits or was refused, and when it can expect to start."""
 
 from __future__ import annotations
 
+import math
+import os
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..coordination.holders import lease_holders, recorded_holders
 from ..coordination.leases import inner_name
 from ..coordination.signals import DeferredSignals
-from ..devices import LeaseHolder
-from ..errors import ClaimTimeout, NotEnoughGpusError
+from ..devices import GpuRequest, LeaseHolder
+from ..drivers import may_be_several, open_drivers
+from ..drivers.vendors import NAMES, meant_vendor
+from ..errors import ClaimTimeout, NotEnoughGpusError, SafeGpuError, UnsatisfiableRequestError
 from ..procfs import user_name
+from ..selection.backfill import BackfillRequest, dates, free_at, starts
+from ..selection.choice import check_possible
 from ..selection.verdicts import fence_hint
 from ..text import format_age, gpu_ranges, plural
-from .nested import refuse_gpus_of_ancestors
+from .queue_place import backfill_request, stem_of
+from .view import refuse_gpus_of_ancestors
 
 if TYPE_CHECKING:
     from ..coordination.queue import Ticket
     from ..devices import GpuRequest, GpuVerdict
-    from .forecast import Forecast
-    from .host_view import HostView
+    from ..selection.request import Rules
+    from .queue_place import QueuePlace
     from .quota import LimitReached
+    from .view import HostView
+
+
+# When a waiter can expect to start, who is overdue, and who passed it: from records and tickets, without a lock.
+
+
+class HolderShare(NamedTuple):
+    """The GPUs of one holder. ``until`` in Unix seconds; None is unknown."""
+
+    user: str
+    nb_gpus: int
+    until: float | None
+
+
+class Forecast(NamedTuple):
+    """What a waiter can expect.
+
+    Attributes:
+        start: when it will probably start, Unix seconds; None if somebody did not say for how long.
+        earliest: before that it does not start, as far as holders keep their word; None is unknown.
+        due: those whose GPUs are due at ``start``, if nobody is ahead in the queue.
+        overdue: those who were to be done by now.
+        silent: those who did not say for how long, if others did.
+        passers: those who got GPUs that this waiter wants after it came.
+    """
+
+    start: float | None = None
+    earliest: float | None = None
+    due: tuple[HolderShare, ...] = ()
+    overdue: tuple[HolderShare, ...] = ()
+    silent: tuple[HolderShare, ...] = ()
+    passers: tuple[HolderShare, ...] = ()
+
+
+def forecast(view: HostView, line: QueuePlace) -> Forecast:
+    """What the claim in this line can expect now."""
+    waiter, now = line.stand(), time.time()
+    holders = _recorded_holders(view)
+    when = _free_at(view, holders, now)
+    ahead = waiter.competing()
+    wants = [*_wants(ahead), backfill_request(waiter.demand._replace(hold_for=line.hold_for()))]
+    start, earliest = starts(wants, when)[-1], list(dates(wants, when))[-1][1]
+    mine = {uuid: holder for uuid, holder in holders.items() if stem_of(view, uuid) in waiter.demand.gpus}
+    told = any(holder.until is not None for holder in mine.values())
+    return Forecast(
+        start if start < math.inf else None,
+        earliest if earliest < math.inf else None,
+        _shares(holder for holder in mine.values() if not ahead and holder.until == start),
+        _shares(holder for holder in mine.values() if holder.until is not None and holder.until < now),
+        _shares(holder for holder in mine.values() if told and holder.until is None),
+        _shares(holder for holder in mine.values() if waiter.since and (holder.since or 0.0) > waiter.since),
+    )
+
+
+def _wants(tickets: Iterable[Ticket]) -> Iterator[BackfillRequest]:
+    return (backfill_request(one.demand) for one in tickets if one.demand is not None and not one.is_stopped())
+
+
+def _recorded_holders(view: HostView) -> dict[str, LeaseHolder]:
+    """UUID -> who has a record in the lease file. A lease that was released has none."""
+    uuids = [gpu.uuid for gpu in view.snapshot.gpus]
+    found = recorded_holders({uuid: (view.lease_name(uuid), inner_name(uuid)) for uuid in uuids})
+    return {uuid: holder for uuid, holder in found.items() if holder.since is not None}
+
+
+def _free_at(view: HostView, holders: Mapping[str, LeaseHolder], now: float) -> dict[str, float]:
+    found = {}
+    for verdict in view.judge_for(GpuRequest(), holders):
+        holder = holders.get(verdict.gpu.uuid)
+        when = now if verdict.free else math.inf
+        if holder is not None:
+            when = free_at(now, since=holder.since or 0.0, until=holder.until)
+        found[stem_of(view, verdict.gpu.uuid)] = when
+    return found
+
+
+def _shares(holders: Iterable[LeaseHolder]) -> tuple[HolderShare, ...]:
+    """Grouped by user and end, those with the most GPUs first."""
+    numbers: dict[tuple[str, float | None], int] = {}
+    for holder in holders:
+        key = (holder.user or "somebody", holder.until)
+        numbers[key] = numbers.get(key, 0) + 1
+    ranked = sorted(numbers.items(), key=lambda item: -item[1])
+    return tuple(HolderShare(user, number, until) for (user, until), number in ranked)
+
+
+def describe_forecast(expected: Forecast, now: float) -> list[str]:
+    """What to tell the user, the most important first; nothing if nobody said anything."""
+    found = []
+    if expected.overdue:
+        share = expected.overdue[0]
+        late = format_age(now - share.until) if share.until is not None else ""
+        found.append(f"{_whose(share)} overdue {late}")
+    elif expected.start is not None and expected.start > now:
+        text = f"expected at about {_clock(expected.start, now)}"
+        found.append(f"{text}, when {_whose(expected.due[0])} due" if expected.due else text)
+    elif expected.start is None and expected.earliest is not None and expected.earliest > now:
+        found.append(f"not before {_clock(expected.earliest, now)}")
+    elif expected.start is None and expected.silent:
+        found.append(f"{expected.silent[0].user} did not say for how long")
+    if expected.passers:
+        share = expected.passers[0]
+        until = f", until {_clock(share.until, now)}" if share.until is not None else ""
+        others = f" and {len(expected.passers) - 1} more" if len(expected.passers) > 1 else ""
+        found.append(f"passed by {share.user} ({plural(share.nb_gpus)}{until}){others}")
+    return found
+
+
+def _whose(share: HolderShare) -> str:
+    if share.nb_gpus == 1:
+        return f"{share.user}'s GPU is"
+    return f"{share.user}'s {share.nb_gpus} GPUs are"
+
+
+def _clock(moment: float, now: float) -> str:
+    """``14:20``, ``Sun 14:20`` or ``2026-11-30``, whichever is clear."""
+    form = "%H:%M" if moment - now < 18 * 3600 else "%a %H:%M" if moment - now < 6 * 86400 else "%Y-%m-%d"
+    return time.strftime(form, time.localtime(moment))
+
+
+# Messages on why a claim waits or was refused: who is ahead in the queue, and who holds or uses the GPUs.
 
 
 class ClaimAhead(NamedTuple):
@@ -101,7 +230,7 @@ def _recorded(view: HostView, unleased: Collection[str], named: Collection[str])
 
 
 def refuse_if_ancestor_holds(view: HostView) -> None:
-    """Call :func:`~safe_gpu.claim.nested.refuse_gpus_of_ancestors` with the present holders. Takes host.lock.
+    """Call :func:`~safe_gpu.claim.view.refuse_gpus_of_ancestors` with the present holders. Takes host.lock.
 
     Raises:
         NotEnoughGpusError: an ancestor of this process holds the GPUs that it waits for.
@@ -230,8 +359,6 @@ def waiting_message(news: WaitStatus, now: float | None = None, *, width: int | 
     moment = _moment(now)
     text = _state(news, moment, width)
     if news.expected is not None:
-        from .forecast import describe_forecast
-
         for clause in describe_forecast(news.expected, moment):
             text = _widest([f"{text}; {clause}", text], width)
     return text
@@ -316,3 +443,35 @@ def _who(verdict: GpuVerdict, now: float) -> tuple[str, ...]:
     age = f" for {format_age(now - holder.since)}" if holder.since else ""
     texts = (f"{who}){age}", f"{who})")
     return (f"{who}, job {holder.job}){age}", *texts) if holder.job else texts
+
+
+# Hosts with GPUs of two vendors: a request that those of the default vendor can never satisfy, and the others can.
+
+
+def with_way_out(err: UnsatisfiableRequestError, request: GpuRequest, rules: Rules) -> UnsatisfiableRequestError:
+    """The error of a claim, which also names the vendor to ask for where the GPUs of another one would do."""
+    vendor = _that_fits(request, rules)
+    if not vendor:
+        return err
+    way_out = request.spelling.setting("vendor", request.spelling.value(vendor))
+    return UnsatisfiableRequestError(
+        f"{err} (the {NAMES[vendor]} GPUs of this host would do: {way_out})", value=err.value, verdicts=err.verdicts
+    )
+
+
+def _that_fits(request: GpuRequest, rules: Rules) -> str:
+    """The first vendor whose GPUs here can satisfy the request; "" if there is none, or the vendor was no default."""
+    if request.vendor is not None or meant_vendor(os.environ, request.named_vendor) or not may_be_several():
+        return ""
+    with suppress(SafeGpuError):
+        drivers, _ = open_drivers()
+        try:
+            for driver in drivers:
+                with suppress(SafeGpuError):
+                    snapshot = driver.snapshot()
+                    check_possible(snapshot, request, rules=rules)
+                    return snapshot.vendor
+        finally:
+            for driver in drivers:
+                driver.close()
+    return ""

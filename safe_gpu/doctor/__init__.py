@@ -10,9 +10,12 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from . import gpus, listing, records, sharing, state, surroundings
-from .check import Check, CheckedHost, Finding
-from .render import render_checks
+from . import gpus, state
+from . import gpus as listing
+from . import process as surroundings
+from . import state as records
+from . import state as sharing
+from .check import Check, CheckedHost, Finding, render_checks
 
 __all__ = ["CHECKS", "Check", "exit_code", "render_checks", "run_checks", "to_dict"]
 

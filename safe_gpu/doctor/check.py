@@ -1,21 +1,25 @@
-"""The types of a check, and the host that checks read. Each fact is read once, when the first check needs it."""
+"""The types of a check, the host that checks read, and findings as text."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 from ..coordination.files import state_dir_path
 from ..errors import SafeGpuError, StateDirError
+from ..text import paint, wrapped
 
 if TYPE_CHECKING:
     from ..devices import Gpu, HostSnapshot
     from ..drivers.base import Driver
     from ..schedulers import JobContext
     from ..status.facts import HostStatus
+
+
+# The types of a check, and the host that checks read. Each fact is read once, when the first check needs it.
 
 
 _MOST = 1 << 20  # characters; mountinfo and the tables of tmpfiles.d can be long
@@ -187,3 +191,26 @@ class CheckedHost:
         """Close the driver."""
         if "_polled" in self.__dict__ and self.driver is not None:
             self.driver.close()
+
+
+# Renders findings for a terminal. Pure.
+
+
+_COLORS = {"passed": "green", "warning": "yellow", "failed": "red", "skipped": "dim"}
+
+
+def render_checks(checks: Sequence[Check], *, color: bool, width: int) -> str:
+    """One paragraph for each check, with its fix, and a last line with the number of checks by status."""
+    names = max((len(one.name) for one in checks), default=0)
+    indent = " " * (7 + 2 + names + 2)
+    lines = []
+    for one in checks:
+        head = f"{one.status:7}  {one.name:{names}}  "
+        first, *others = wrapped(one.detail, width, indent) or [indent]
+        lines.append(paint(one.status, _COLORS[one.status], color) + head[len(one.status) :] + first[len(indent) :])
+        lines += others
+        if one.fix:
+            lines += wrapped(f"fix: {one.fix}", width, indent)
+    counts = {status: sum(one.status == status for one in checks) for status in _COLORS}
+    summary = ", ".join(f"{number} {status}" for status, number in counts.items() if number)
+    return "\n".join([*lines, "", summary])

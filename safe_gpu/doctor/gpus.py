@@ -1,14 +1,26 @@
-"""Checks of the GPUs and their driver."""
+"""Checks of the GPUs, their driver and its process lists.
+
+In some containers and virtual machines, and under WSL2, the lists can be read and are empty. A claim is then safe among
+users of safe_gpu, but others see its GPUs as free.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
 
 from .. import procfs
 from ..devices import ComputeMode, Gpu, HostSnapshot, ProcessKind
-from ..errors import NoDriverError
+from ..errors import NoDriverError, SafeGpuError
+from ..selection.request import Rules
+from ..selection.verdicts import HIDDEN, NOT_YET, SHOWN, presence, why_memory_unexplained
 from .check import CheckedHost, Finding, failed, labels, passed, skipped, warning
+
+# Checks of the GPUs and their driver.
+
 
 NO_DRIVER = "there is no driver"
 _OF_NVIDIA = "AMD GPUs have none: it is NVIDIA's"
@@ -192,3 +204,108 @@ def mps(host: CheckedHost) -> Finding:
         "apply to the server, not to its clients",
         "claim with visible_as='uuid' (--visible-as uuid), or stop it: echo quit | nvidia-cuda-mps-control",
     )
+
+
+# Does the driver list the processes on the GPUs? A child that claims a free GPU for a moment sees whether it is shown.
+
+
+# Seconds. CUDA may have to initialise every GPU of the host first.
+_PATIENCE = 120.0
+# How long a driver may take to list a process that has a context, in seconds.
+_LISTING = 2.0
+
+_LISTED = "the driver lists the processes of every GPU"
+
+
+def process_lists(host: CheckedHost) -> Finding:
+    """Does the driver list the processes on a GPU? Without that list it is not known whether the GPU is free."""
+    if host.snapshot is None:
+        return skipped(NO_DRIVER)
+    rules = Rules.of(host.environ)
+    whole = gpus_where(host, lambda gpu: not gpu.lost and not gpu.mig_enabled)
+    never = [gpu for gpu in whole if not gpu.processes_supported]
+    if never:
+        what = f"{labels(never)}: {never[0].process_error or 'no process list'}"
+        if rules.lists_optional:
+            return warning(
+                f"{what}; such a GPU is claimed by lease and memory alone (SAFE_GPU_PROCESS_LIST=optional)",
+                "make sure that nobody uses these GPUs without safe_gpu",
+            )
+        return failed(
+            f"{what}; such a GPU cannot be claimed",
+            "update the NVIDIA driver, try SAFE_GPU_DRIVER=nvml or SAFE_GPU_DRIVER=nvidia-smi, or set "
+            "SAFE_GPU_PROCESS_LIST=optional to claim by lease and memory alone",
+        )
+    now = [gpu for gpu in whole if gpu.processes is None]
+    if now:
+        return warning(
+            f"{labels(now)}: {now[0].process_error or 'the process list failed'}; such a GPU counts as busy",
+            "try again; if it persists, see dmesg and restart the driver",
+        )
+    shown = SHOWN if host.simulated else _shown_in_child(host.environ)
+    if shown in (HIDDEN, NOT_YET):
+        return failed(
+            "the driver does not list the process of a CUDA context (tried in a child process): others cannot see "
+            "which GPUs are taken, and claims see other programs by their memory alone",
+            "in a container, start it with --pid=host or update the driver; under WSL2 and some virtual machines it "
+            "stays so: let everybody claim with safe_gpu",
+        )
+    unexplained = [gpu for gpu in whole if why_memory_unexplained(gpu, rules)]
+    if unexplained:
+        return warning(
+            f"{labels(unexplained)}: {why_memory_unexplained(unexplained[0], rules)}; such a GPU counts as busy",
+            "look from the host, outside of containers; if the memory is the driver's own, raise "
+            "SAFE_GPU_UNEXPLAINED_MEMORY",
+        )
+    return passed(_LISTED if shown == SHOWN else f"{_LISTED} (not tried with a context: {shown})")
+
+
+def _shown_in_child(environ: Mapping[str, str]) -> str:
+    """Claim a free GPU in a child process: ``SHOWN``, ``HIDDEN`` or ``NOT_YET``; else why that was not possible."""
+    # -I makes the child ignore PYTHON* variables and the current directory, so it needs the path of the packages.
+    code = "import sys; sys.path[:] = sys.argv[1:]; from safe_gpu.doctor.gpus import _child; _child()"
+    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    try:
+        child = subprocess.Popen(
+            [sys.executable, "-I", "-c", code, root, *filter(None, sys.path)],
+            env=dict(environ),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            errors="replace",
+        )
+        answer, _ = child.communicate(timeout=_PATIENCE)
+    except OSError as err:
+        return f"a child process could not be started: {err}"
+    except subprocess.TimeoutExpired:
+        child.kill()  # not waited for: a process that hangs inside the driver cannot be killed
+        return f"no answer within {_PATIENCE:g} s"
+    return (answer.strip().splitlines() or [f"exit status {child.returncode}"])[-1]
+
+
+def _child() -> None:
+    """The child's part: claim a free GPU, and print whether the driver lists this process on it, or the error."""
+    import logging
+
+    from ..claim.owner import GPUOwner
+    from ..drivers import opened_driver
+
+    silent = logging.getLogger("safe_gpu.doctor")
+    silent.disabled = True
+    try:
+        with opened_driver() as driver, GPUOwner(1, logger=silent, timeout=0, affinity=None) as owner:
+            (before,) = owner.gpus
+            known = {process.pid for process in before.processes or ()}
+            until = time.monotonic() + _LISTING
+            while True:
+                (now,) = driver.usage(owner.gpus)
+                # In a container the driver may list this process under a number of the host.
+                came = {process.pid for process in now.processes or ()} - known
+                shown = presence(before, now, came)
+                if shown != NOT_YET or time.monotonic() >= until:
+                    break
+                time.sleep(0.02)
+            print(shown)
+    except SafeGpuError as err:
+        print(str(err).partition("\n")[0])

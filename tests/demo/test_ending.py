@@ -65,7 +65,7 @@ def test_a_reader_that_has_seen_enough(started: Any) -> None:
 
 DEAF = """
 import os, signal
-from safe_gpu.demo.children import cleaned_up
+from safe_gpu.demo.referee import cleaned_up
 
 class Deaf:
     def __del__(self):

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from safe_gpu.demo.plan import Plan, RacerRequest, plan_race
+from safe_gpu.demo.racers import Plan, RacerRequest, plan_race
 from safe_gpu.devices import GpuProcess, GpuRequest, HostSnapshot
 from safe_gpu.drivers.presets import preset
 from safe_gpu.runtimes.visible_devices import VisibleLimit

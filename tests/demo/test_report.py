@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import io
 
-from safe_gpu.demo import report
-from safe_gpu.demo.plan import RacerRequest
-from safe_gpu.demo.racers import Outcome, RaceResult
-from safe_gpu.demo.verdict import Collision, Intruder, RefereeReport
+from safe_gpu.demo import race as report
+from safe_gpu.demo.race import Collision, Intruder, RefereeReport
+from safe_gpu.demo.racers import Outcome, RaceResult, RacerRequest
 
 
 def won(pid: int, label: str, began: float, ended: float | None = None) -> Outcome:

@@ -182,7 +182,7 @@ def test_the_claims_start_is_not_that_of_the_processes(watch_a_demo: Any, monkey
 def test_where_temporary_files_are_no_good_memory_serves(
     watch_a_demo: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
-    from safe_gpu.demo import stage
+    from safe_gpu.demo import referee as stage
 
     tried = []
 

@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
-from safe_gpu.demo.plan import RacerRequest
-from safe_gpu.demo.racers import Outcome, RaceResult
+from safe_gpu.demo.race import Collision, Intruder, RefereeReport, add_up, rule
+from safe_gpu.demo.racers import Outcome, RaceResult, RacerRequest
 from safe_gpu.demo.referee import Sighting, Watched
-from safe_gpu.demo.verdict import Collision, Intruder, RefereeReport, add_up, rule
 
 A, B = "GPU-a", "GPU-b"
 

@@ -20,7 +20,7 @@ from safe_gpu import doctor, procfs
 from safe_gpu.coordination import legacy
 from safe_gpu.coordination.leases import lease_name, try_lease
 from safe_gpu.coordination.locks import HostLock
-from safe_gpu.doctor import listing
+from safe_gpu.doctor import gpus as listing
 from safe_gpu.doctor.check import CheckedHost, Finding
 from safe_gpu.drivers.presets import preset
 from safe_gpu.text import display_width

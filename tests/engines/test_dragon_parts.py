@@ -16,7 +16,8 @@ import pytest
 
 from safe_gpu import GPUAffinityError, UnsatisfiableRequestError, WrongDeviceError, procfs
 from safe_gpu.claim.worker import check_expected_gpu
-from safe_gpu.engines import dragon, dragon_holder
+from safe_gpu.engines import dragon
+from safe_gpu.engines import dragon as dragon_holder
 from safe_gpu.engines.cluster import ClusterGpu
 from safe_gpu.engines.dragon import DragonClaim, WorkerCheck, _split, claim
 from safe_gpu.engines.holder import ClaimArguments, HolderProcess

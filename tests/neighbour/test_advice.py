@@ -90,7 +90,7 @@ def test_a_directory_below_one_that_others_can_change(
 
 
 def test_stopped_waiters_do_not_fill_the_report(used: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from safe_gpu.doctor import sharing
+    from safe_gpu.doctor import state as sharing
     from safe_gpu.status.facts import HostStatus, WaiterStatus
 
     host = CheckedHost()

@@ -20,7 +20,9 @@ try:
 except NoDriverError as err:
     assert "cannot be loaded" in str(err), err
 """
-LISTING = "import os; from safe_gpu.doctor import listing; assert ' ' not in listing._shown_in_child(os.environ)"
+LISTING = (
+    "import os; from safe_gpu.doctor import gpus as listing; assert ' ' not in listing._shown_in_child(os.environ)"
+)
 
 
 @pytest.fixture

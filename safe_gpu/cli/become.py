@@ -41,7 +41,7 @@ def find_command(command: Sequence[str], verb: str = "run") -> str:
             if os.access(path, os.X_OK):
                 return path
             closed = True
-    from .not_found import hint_for
+    from .command_hints import hint_for
 
     if closed:
         what = "it is a directory" if os.path.isdir(name) else "it is not an executable file (chmod +x makes it one)"

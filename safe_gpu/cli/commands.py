@@ -20,8 +20,8 @@ from ..errors import (
     UnsatisfiableRequestError,
 )
 from .become import CommandError
+from .output import drop_errors, drop_output, open_standard_streams, say
 from .parser import Parser
-from .streams import drop_errors, drop_output, open_standard_streams, say
 
 # sysexits.h, where it has a fitting one.
 EX_NO_DRIVER = 69
@@ -44,7 +44,7 @@ _EXIT_CODES: tuple[tuple[type[SafeGpuError], int], ...] = (
     (SafeGpuError, EX_SOFTWARE),
 )
 
-# Each is a module of this package with ``configure(parser)`` and the handler that it sets.
+# The module of each has ``configure_NAME(parser)``, which sets the options and the handler.
 COMMANDS = {
     "run": "wait for GPUs, claim them, become a command",
     "bind": "bind CPUs next to the visible GPUs, become a command",
@@ -57,6 +57,12 @@ COMMANDS = {
     "demo": "watch a race for GPUs",
     "completion": "completion of all this in bash, zsh or fish",
 }
+
+
+# Commands that share a file.
+_MODULES = {"bind": "run", "wait": "run", "history": "status"} | dict.fromkeys(
+    ("affinity", "policy", "doctor", "demo"), "host"
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -147,7 +153,8 @@ def parser_of(name: str) -> Parser:
     from importlib import import_module
 
     parser = Parser(prog=f"safe-gpu {name}")
-    import_module(f".{name}", __package__).configure(parser)
+    module = import_module(f".{_MODULES.get(name, name)}", __package__)
+    getattr(module, f"configure_{name}")(parser)
     return parser
 
 

@@ -26,7 +26,7 @@ class Command(NamedTuple):
     runs: bool
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure_completion(parser: argparse.ArgumentParser) -> None:
     """Its argument and its handler."""
     parser.description = "Print a script that completes commands, options and their values."
     parser.epilog = """examples:

@@ -1,4 +1,4 @@
-"""``safe-gpu run``: wait for GPUs, claim them, become the command."""
+"""``safe-gpu run``, ``bind`` and ``wait``, and the line that shows a wait."""
 
 from __future__ import annotations
 
@@ -6,24 +6,162 @@ import argparse
 import os
 import sys
 import time
-from typing import TYPE_CHECKING, Any, NoReturn
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
-from ..errors import UnsatisfiableRequestError
+from ..errors import SafeGpuError, UnsatisfiableRequestError
 from .become import become, find_command
-from .options import CommandLine, add_command, add_quiet, add_request, hold_for_of, timeout_of
-from .streams import Log, say
+from .output import Log, is_terminal, say
+from .parser import CommandLine, add_command, add_quiet, add_request, add_which_gpus, all_modes, hold_for_of, timeout_of
 
 if TYPE_CHECKING:
+    from threading import Event, Thread
+
     from ..claim.messages import WaitStatus
     from ..claim.owner import GPUOwner
-    from .wait_line import WaitLine
+
+
+# What a waiter on a terminal is told of claims whose GPUs show no work; loaded only if there is a policy file.
+
+
+_MOST = 3  # of the claims that are new
+
+
+class IdleClaims:
+    """Tells of each such claim once.
+
+    Args:
+        path: the policy file.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._told: set[tuple[int | None, float | None]] = set()
+
+    def new(self, news: WaitStatus) -> list[str]:
+        """A line for each claim that has become idle for long enough and may stand in the way. Takes host.lock."""
+        from ..status.idle import sets_a_limit, whom_to_ask
+
+        if not sets_a_limit(self._path):
+            return []
+        from ..status.gather import gather
+
+        try:
+            gpus = gather().gpus
+        except (SafeGpuError, OSError):
+            return []
+        if news.verdicts:
+            wanted = {verdict.gpu.uuid for verdict in news.verdicts if verdict.state == "claimed"}
+            gpus = tuple(one for one in gpus if one.gpu.uuid in wanted)
+        lines = {key: line for key, line in whom_to_ask(gpus, os.geteuid()).items() if key not in self._told}
+        shown = list(lines)[:_MOST]
+        self._told.update(shown)
+        return [lines[key] for key in shown]
+
+
+# What ``run`` and ``wait`` say while they wait: a line a minute, or one live line on a terminal.
+
+
+_PROGRAM = "safe-gpu: "
+_ERASE = "\r\x1b[K"
+
+
+class WaitLine:
+    """Shows the news of a wait on a stream; on a terminal as one line with a running clock, wiped at the end.
+
+    A stream that fails (a terminal that was closed, a pipe that nobody reads) costs the news, not the place in the
+    queue.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._live = stream.isatty() and os.environ.get("TERM") != "dumb"
+        self._began = time.monotonic()
+        self._news: WaitStatus | None = None
+        self._thread: Thread | None = None
+        self._ended: Event | None = None
+        self._idle_claims: IdleClaims | None = None
+
+    def __enter__(self) -> WaitLine:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._ended is not None and self._thread is not None:
+            self._ended.set()
+            self._thread.join()
+            self._write(_ERASE)
+
+    def show(self, news: WaitStatus) -> None:
+        """Tell the user where the wait stands."""
+        from ..claim.messages import waiting_message
+
+        self._news = news
+        if not self._live:
+            self._write(f"{_PROGRAM}{waiting_message(news)}\n")
+        elif self._thread is None:
+            import threading
+
+            self._ended = threading.Event()
+            self._thread = threading.Thread(target=self._tick, name="safe_gpu-waitline", daemon=True)
+            self._thread.start()
+        if self._live:
+            self._tell_of_idle_claims(news)
+
+    def _tell_of_idle_claims(self, news: WaitStatus) -> None:
+        """Whom to ask for GPUs that are held without use, where the policy of this host wants that told."""
+        from .. import settings
+
+        path = settings.policy_file(os.environ)
+        if not os.path.lexists(path):
+            return
+        from ..text import cut
+
+        self._idle_claims = self._idle_claims or IdleClaims(path)
+        for text in self._idle_claims.new(news):
+            self.note(cut(text, self._columns() - 1 - len(_PROGRAM)))
+
+    def note(self, text: str) -> None:
+        """A line of its own, above the live one."""
+        self._write(f"{_ERASE if self._live else ''}{_PROGRAM}{text}\n")
+
+    def _tick(self) -> None:
+        assert self._ended is not None
+        while True:
+            self._write(_ERASE + self._line(self._columns() - 1))
+            if self._ended.wait(1.0):
+                return
+
+    def _columns(self) -> int:
+        with suppress(OSError, ValueError):
+            return os.get_terminal_size(self._stream.fileno()).columns or 80
+        return 80
+
+    def _line(self, width: int) -> str:
+        """The news and for how long we wait, in what a terminal of this width shows without breaking the line."""
+        from ..claim.messages import waiting_message
+        from ..text import format_age
+
+        assert self._news is not None
+        clock = f" ({format_age(time.monotonic() - self._began)})"
+        text = _PROGRAM + waiting_message(self._news, width=max(0, width - len(_PROGRAM) - len(clock)))
+        if len(text) + len(clock) <= width:
+            return text + clock
+        return text if len(text) <= width else f"{text[: max(0, width - 3)]}..."[: max(0, width)]
+
+    def _write(self, text: str) -> None:
+        with suppress(OSError, ValueError):
+            self._stream.write(text)
+            self._stream.flush()
+
+
+# ``safe-gpu run``: wait for GPUs, claim them, become the command.
 
 
 _CLIENTS = {"docker", "nerdctl", "docker-compose", "podman", "podman-remote"}
 _CLAIM_MODES = ("none", "node", "socket", "exclusive", "core-complex")
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure_run(parser: argparse.ArgumentParser) -> None:
     """Its options and its handler."""
     parser.usage = "safe-gpu run [options] -- CMD ..."
     parser.description = "Wait for GPUs, claim them, and become the command, which holds them to its end."
@@ -73,7 +211,6 @@ def _claim_and_become(path: str, options: argparse.Namespace) -> NoReturn:
     from ..coordination.signals import unwind_on_signals
     from ..runtimes.placeholders import NoPlaceholder
     from ..runtimes.visible_devices import hide_all
-    from .wait_line import WaitLine
 
     choice: dict[str, Any] = {**hold_for_of(options)}
     if options.affinity is not None:
@@ -115,7 +252,7 @@ def _warn_of_daemons(command: list[str], path: str) -> None:
     if not {os.path.basename(word) for word in command} & _CLIENTS:
         return
     from ..coordination.files import state_dir_path
-    from .container_client import warning_about
+    from .command_hints import warning_about
 
     text = warning_about(command, path, state_dir_path())
     if text:
@@ -171,3 +308,83 @@ def _got(owner: GPUOwner, waited: float | None) -> str:
     names = ", ".join(f"{number} x {name}" if number > 1 else name for name, number in models.items() if name)
     text = f"got GPU {gpu_ranges(gpu.label for gpu in owner.gpus)}{names and f' ({names})'}"
     return text if waited is None else f"{text} after {format_age(waited)}"
+
+
+# ``safe-gpu bind``: CPUs next to the visible GPUs, then the command.
+
+
+def configure_bind(parser: argparse.ArgumentParser) -> None:
+    """Its options and its handler."""
+    parser.usage = "safe-gpu bind [options] -- CMD ..."
+    parser.description = (
+        "Bind CPUs (and memory) next to the visible GPUs, then become the command: for\n"
+        "one rank under a launcher. Of several visible GPUs, a rank binds next to the one\n"
+        "with its local rank, as CUDA numbers them. Nothing is claimed."
+    )
+    parser.epilog = """examples:
+  torchrun --no-python --nproc-per-node 8 safe-gpu bind -- python train.py
+  mpirun -np 8 safe-gpu bind --memory preferred -- ./simulate"""
+    parser.add_argument("--mode", choices=all_modes(), default="node", metavar="M", help="affinity mode (default node)")
+    parser.add_argument("--memory", choices=("preferred", "bind"), help="NUMA memory policy next to the GPUs")
+    add_which_gpus(
+        parser,
+        gpu="these GPUs instead, as nvidia-smi shows them: 0,3",
+        ordinal="this GPU instead, as CUDA numbers it after CUDA_VISIBLE_DEVICES",
+    )
+    parser.add_argument(
+        "--if-possible", action="store_true", help="run the command unbound, and say why, where binding fails"
+    )
+    add_command(parser)
+    parser.set_defaults(handler=_bind)
+
+
+def _bind(options: argparse.Namespace) -> int:
+    path = find_command(options.command, "bind")
+    from ..claim.worker import bind_rank, check_expected_gpu
+
+    check_expected_gpu()
+    try:
+        report = bind_rank(options.gpu, options.ordinal, mode=options.mode, memory=options.memory)
+    except SafeGpuError as err:
+        if not options.if_possible:
+            raise
+        say(f"not bound: {err}")
+    else:
+        if report.notes or not report.ok or is_terminal(sys.stderr):
+            say(str(report))
+    become(path, options.command)
+
+
+# ``safe-gpu wait``: wait until GPUs could be claimed, and claim none.
+
+
+def configure_wait(parser: argparse.ArgumentParser) -> None:
+    """Its options and its handler."""
+    parser.description = """Wait until that many GPUs could be claimed, print their indices, one on a line,
+and claim nothing; exit code 0 then."""
+    parser.epilog = "example:\n  safe-gpu wait -n 2 --timeout 1h && notify-send 'two GPUs are free'"
+    add_request(parser)
+    add_quiet(parser, "say nothing about waiting")
+    parser.set_defaults(handler=_wait)
+
+
+def _wait(options: argparse.Namespace) -> int:
+    from ..claim.free import wait_for_gpus
+    from ..coordination.signals import unwind_on_signals
+
+    with unwind_on_signals(), WaitLine(sys.stderr) as line:
+        gpus = wait_for_gpus(
+            options.nb_gpus,
+            timeout=timeout_of(options),
+            min_memory=options.min_memory,
+            model=options.model,
+            exclude=options.exclude,
+            only=options.only,
+            vendor=options.vendor,
+            logger=Log(),
+            on_wait=WaitDisplay(line, quiet=options.quiet).tell,
+            spelling=CommandLine,
+            **hold_for_of(options),
+        )
+    sys.stdout.writelines(f"{gpu.label}\n" for gpu in gpus)
+    return 0

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from safe_gpu.claim.messages import ClaimAhead, WaitStatus, refusal_message, waiting_message
-from safe_gpu.cli.options import CommandLine
+from safe_gpu.cli.parser import CommandLine
 from safe_gpu.devices import Gpu, GpuRequest, GpuVerdict, LeaseHolder
 
 NOW = 1_000_000.0

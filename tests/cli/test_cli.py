@@ -14,7 +14,7 @@ from safe_gpu import GPUAffinityError, LockTimeout, __version__
 from safe_gpu.claim import owner
 from safe_gpu.cli import commands as cli
 from safe_gpu.cli.commands import COMMANDS, main
-from safe_gpu.cli.options import timeout_of
+from safe_gpu.cli.parser import timeout_of
 
 
 def parsed(*line: str) -> object:

@@ -16,7 +16,7 @@ import pytest
 from support.terminals import open_terminal
 
 from safe_gpu.claim.messages import WaitStatus
-from safe_gpu.cli.wait_line import WaitLine
+from safe_gpu.cli.run import WaitLine
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, whose file a policy must be")
 
@@ -143,7 +143,7 @@ def test_only_on_a_terminal_and_from_the_limit_on_and_once(
     if policy is not None:
         rules(policy)
     else:  # nothing is loaded for it
-        monkeypatch.setitem(sys.modules, "safe_gpu.cli.idle_claims", None)
+        monkeypatch.setitem(sys.modules, "safe_gpu.cli.run", None)
     written = stream()
     with WaitLine(written) as line:
         line.show(WaitStatus(1, 0, 1))

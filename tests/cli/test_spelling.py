@@ -9,7 +9,7 @@ import pytest
 
 from safe_gpu import GPUOwner, SafeGpuError
 from safe_gpu.argument_style import ArgumentStyle
-from safe_gpu.cli.options import CommandLine
+from safe_gpu.cli.parser import CommandLine
 from safe_gpu.selection.request import parse_request
 
 # What the command line gets, what Python gets, and what each is to read.

@@ -20,7 +20,7 @@ from support.terminals import open_terminal
 
 from safe_gpu import procfs
 from safe_gpu.claim.messages import ClaimAhead, WaitStatus
-from safe_gpu.cli.wait_line import WaitLine
+from safe_gpu.cli.run import WaitLine
 from safe_gpu.devices import GpuVerdict, LeaseHolder
 from safe_gpu.drivers.presets import preset
 from safe_gpu.text import format_age

@@ -1,0 +1,296 @@
+"""``safe-gpu affinity``, ``policy``, ``doctor`` and ``demo``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+from ..drivers import opened_driver
+from ..errors import GPUAffinityError
+from .output import columns, in_color, say
+from .parser import add_which_gpus, all_modes, cores, cpu_list, process_id
+
+if TYPE_CHECKING:
+    from ..affinity.resolve_gpus import Names
+    from ..drivers.base import Driver
+    from ..policy import Limits
+
+
+# What ``safe-gpu affinity`` prints: the CPUs of each GPU, or where a process runs.
+
+
+def affinity_text(
+    *,
+    mode: str,
+    scope: str,
+    multithreading: str,
+    balanced: bool,
+    min_physical_cores: int,
+    max_physical_cores: int | None,
+    allowed: str | None,
+    gpus: Names | None,
+    ordinal: int | None,
+    as_json: bool,
+) -> str:
+    """The CPUs of each GPU of the host, or of some, and the host's NUMA nodes, as tables or as JSON.
+
+    ``allowed`` is a CPU list; None is this process's mask, or every CPU of a simulated host. Shares are divided among
+    all GPUs of the host, whichever are shown.
+    """
+    from ..affinity import AffinityOptions, affinity_json, affinity_table, plan, read_topology
+    from ..affinity.cpu_shares import node_memory
+    from ..affinity.options import doubt_about
+    from ..affinity.planner import node_table
+    from ..cpulist import parse_cpulist
+
+    options = AffinityOptions(mode, scope, multithreading, balanced, min_physical_cores, max_physical_cores)
+    with opened_driver() as driver:
+        topology = read_topology(None, driver)
+        usable = _usable(driver) if allowed is None else parse_cpulist(allowed)
+        memory = node_memory(topology.nodes, driver)
+        shown = _shown(gpus, ordinal, driver)
+    if allowed is not None and not usable:
+        raise GPUAffinityError(f"--allowed={allowed} names no CPU: write a list such as 0-15,128-143")
+    shares = plan(topology, **options._asdict(), allowed=usable)
+    if as_json:
+        return _json(affinity_json(topology, options, shares, memory, shown))
+    doubt = doubt_about(options)
+    gpu_table = affinity_table(topology, options, shares, shown) + (f"\n{doubt}" if doubt else "")
+    return f"{gpu_table}\n\n{node_table(topology, memory)}"
+
+
+def _shown(gpus: Names | None, ordinal: int | None, driver: Driver) -> list[int] | None:
+    """The indices of the GPUs to show; None for all."""
+    from ..affinity.resolve_gpus import by_name, by_ordinal
+
+    if ordinal is not None:
+        return [gpu.index for gpu in by_ordinal(ordinal, driver.snapshot(), os.environ).gpus]
+    return None if gpus is None else [gpu.index for gpu in by_name(gpus, driver.snapshot()).gpus]
+
+
+def _usable(driver: Driver) -> frozenset[int] | None:
+    """This process's mask, where the topology is this host's."""
+    from ..affinity.binding import original_mask
+    from ..settings import fsroot_or_default
+
+    foreign = fsroot_or_default(None) != "/" or driver.host_topology() is not None
+    return None if foreign else original_mask()
+
+
+def placement_text(pid: int, *, gpus: Names | None, ordinal: int | None, as_json: bool) -> str:
+    """Where a process, its threads and its children really run."""
+    from ..affinity.placements import placement
+
+    report = placement(pid, gpus=gpus, ordinal=ordinal)
+    if not as_json:
+        return str(report)
+    return _json(report.as_dict())
+
+
+def _json(value: dict[str, Any]) -> str:
+    import json
+
+    return json.dumps(value, indent=2, default=sorted)
+
+
+# ``safe-gpu affinity``: the CPUs that go with each GPU, or where a process really runs.
+
+
+def configure_affinity(parser: argparse.ArgumentParser) -> None:
+    """Its options and its handler."""
+    parser.description = "The CPUs that a claim of each GPU is bound to; or where a process really runs."
+    parser.epilog = (
+        "examples:\n  safe-gpu affinity --mode exclusive\n  safe-gpu affinity --of $(pgrep -n python) --gpu 3"
+    )
+    add = parser.add_argument
+    add("--mode", choices=all_modes(), default="node", metavar="M", help=f"one of {', '.join(all_modes())}")
+    add("--scope", choices=("node", "socket"), default="node", help="for the modes of gpu_affinity")
+    add(
+        "--multithreading",
+        choices=("all_logical", "single_logical"),
+        default="all_logical",
+        help="for the modes of gpu_affinity",
+    )
+    add("--no-balanced", action="store_true", help="let the GPUs' shares differ in size")
+    add("--min-cores", type=cores, default=1, metavar="N", help="at least N physical cores for each GPU")
+    add("--max-cores", type=cores, default=None, metavar="N", help="at most N physical cores for each GPU")
+    add(
+        "--allowed",
+        type=cpu_list,
+        default=None,
+        metavar="CPULIST",
+        help="plan for these CPUs only, such as 0-15,128-143",
+    )
+    add("--of", type=process_id, default=None, metavar="PID", help="report where this process runs instead")
+    add_which_gpus(
+        parser,
+        gpu="these GPUs only, as nvidia-smi shows them: 0,3; with --of: the process's GPUs",
+        ordinal="the same for one GPU as CUDA numbers it after CUDA_VISIBLE_DEVICES (with --of: that of the process)",
+    )
+    add("--json", action="store_true", help="for programs")
+    parser.set_defaults(handler=_affinity)
+
+
+def _affinity(options: argparse.Namespace) -> int:
+
+    if options.of is not None:
+        print(placement_text(options.of, gpus=options.gpu, ordinal=options.ordinal, as_json=options.json))
+        return 0
+    text = affinity_text(
+        mode=options.mode,
+        scope=options.scope,
+        multithreading=options.multithreading,
+        balanced=not options.no_balanced,
+        min_physical_cores=options.min_cores,
+        max_physical_cores=options.max_cores,
+        allowed=options.allowed,
+        gpus=options.gpu,
+        ordinal=options.ordinal,
+        as_json=options.json,
+    )
+    print(text)
+    return 0
+
+
+# ``safe-gpu policy``: which limits of this host apply to the user who asks.
+
+
+_SCHEMA = 1
+
+
+def configure_policy(parser: argparse.ArgumentParser) -> None:
+    """Its options and its handler."""
+    parser.description = "Show the limits that the administrator of this host has set for you."
+    parser.epilog = "examples:\n  safe-gpu policy\n  safe-gpu policy --json | jq .max_gpus"
+    parser.add_argument("--json", action="store_true", help="for programs; times in seconds, null for no limit")
+    parser.set_defaults(handler=_policy)
+
+
+def _policy(options: argparse.Namespace) -> int:
+    from .. import settings
+    from ..policy import Limits, limits_of_this_user, read
+    from ..procfs import printable_lines
+
+    path = settings.policy_file(os.environ)
+    rules, ignored = read(path)
+    if ignored:
+        say(f"warning: {ignored}")
+    limits = Limits() if rules is None else limits_of_this_user(rules)
+    held = None if rules is None else _held()
+    if options.json:
+        import json
+
+        print(json.dumps(_facts(limits, held), indent=2))
+    elif rules is None:
+        path = printable_lines(path)
+        print(f"{path} is ignored: nothing is limited" if ignored else f"There is no {path}: nothing is limited")
+    else:
+        print(printable_lines("\n".join(_lines(limits, held))))
+    return 0
+
+
+def _held() -> dict[str, int] | None:
+    """Vendor -> how many of its GPUs this user holds here; None if the GPUs or the state directory cannot be read."""
+    from ..coordination.files import StateDir, state_dir_path
+    from ..coordination.holders import lease_owners
+    from ..coordination.leases import lease_name
+    from ..drivers import open_drivers
+    from ..errors import SafeGpuError
+
+    held = {}
+    try:
+        for driver in open_drivers()[0]:
+            try:
+                snapshot = driver.snapshot()
+            finally:
+                driver.close()
+            with StateDir(state_dir_path(), make=False) as root, StateDir("leases", root, make=False) as leases:
+                owners = lease_owners(leases, [lease_name(gpu.uuid) for gpu in snapshot.gpus])
+            held[snapshot.vendor] = list(owners.values()).count(os.geteuid())
+    except FileNotFoundError:
+        return {}
+    except SafeGpuError as err:
+        say(f"warning: {err}")
+        return None
+    return held
+
+
+def _facts(limits: Limits, held: dict[str, int] | None) -> dict[str, Any]:
+    from ..policy import KEYS
+    from ..procfs import user_name
+
+    uid = os.geteuid()
+    facts: dict[str, Any] = {"schema": _SCHEMA, "file": limits.path or None, "user": user_name(uid), "uid": uid}
+    facts.update(exempt=limits.exempt, held=None if held is None else sum(held.values()))
+    facts.update((key, getattr(limits, key)) for key in KEYS)
+    return {**facts, "sections": dict(limits.sections)}
+
+
+def _lines(limits: Limits, held: dict[str, int] | None) -> list[str]:
+    from ..policy import KEYS
+    from ..procfs import user_name
+    from ..text import plural
+
+    user = user_name(os.geteuid())
+    if limits.exempt:
+        return [f"{user} is exempt: {limits.path} limits root only in a section [user root]"]
+    lines = [f"{limits.path}, for {user}", ""]
+    for key in KEYS:
+        section = limits.sections.get(key)
+        lines.append(f"{key:<18}{_shown_policy(key, getattr(limits, key)):<13}{section or ''}".rstrip())
+    if limits.max_gpus is not None and held is not None:
+        kinds = {f"{vendor.upper()} GPU": number for vendor, number in held.items()} if len(held) > 1 else {}
+        each = kinds or {"GPU": sum(held.values())}
+        texts = [f"{number} of your {plural(limits.max_gpus, kind)}" for kind, number in each.items()]
+        lines += ["", f"You hold {' and '.join(texts)}."]
+    return lines
+
+
+def _shown_policy(key: str, value: float | None) -> str:
+    from ..text import format_age
+
+    if value is None:
+        return "unlimited" if key.startswith("max") else "unset"
+    if key == "max_gpus":
+        return str(value)
+    return f"{value:g} s" if value % 60 else format_age(value)
+
+
+# ``safe-gpu doctor``: checks of this host and this environment, each finding with its fix.
+
+
+def configure_doctor(parser: argparse.ArgumentParser) -> None:
+    """Its options and its handler."""
+    parser.description = "Check this host and this environment, each finding with its fix."
+    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.set_defaults(handler=_doctor)
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from .. import doctor
+
+    checks = doctor.run_checks()
+    if options.json:
+        import json
+
+        print(json.dumps(doctor.to_dict(checks), indent=2))
+    else:
+        print(doctor.render_checks(checks, color=in_color(sys.stdout), width=columns()))
+    return doctor.exit_code(checks)
+
+
+# ``safe-gpu demo``: a race for GPUs that anyone can watch.
+
+
+def configure_demo(parser: argparse.ArgumentParser) -> None:
+    """Its handler; it takes no options."""
+    parser.description = "A race for GPUs that anyone can watch: on real GPUs, or simulated where none is."
+    parser.set_defaults(handler=_demo)
+
+
+def _demo(options: argparse.Namespace) -> int:
+    from ..demo.race import run
+
+    return run(stream=sys.stdout)

@@ -191,7 +191,8 @@ def lease_holders(gpus: Collection[Gpu], *, inner: bool = False, prefix: str | N
         if prefix is not None:
             rest = [gpu.uuid for gpu in gpus if gpu.uuid not in held and gpu.uuid not in found]
             found.update(dict.fromkeys(names.held_among(rest, prefix, inner=inner), LeaseHolder(elsewhere=True)))
-    return {**found, **recorded_holders(held)}
+        claims = _claims(host.leases, held)  # before they let go, as far as that can be had
+    return {**found, **{uuid: _holder(*claim) for uuid, claim in claims.items()}}
 
 
 def recorded_holders(leases: Mapping[str, Iterable[str]]) -> dict[str, LeaseHolder]:
@@ -202,25 +203,32 @@ def recorded_holders(leases: Mapping[str, Iterable[str]]) -> dict[str, LeaseHold
     Raises:
         StateDirError: the state directory cannot be used.
     """
+    with DeferredSignals(), StateDir(state_dir_path()) as root, StateDir("leases", root) as directory:
+        claims = _claims(directory, leases)
+        return {uuid: _holder(*claim) for uuid, claim in claims.items()}
+
+
+def _claims(
+    directory: StateDir, leases: Mapping[str, Iterable[str]]
+) -> dict[str, tuple[LeaseRecord | None, Sequence[int]]]:
+    """UUID -> record of its claim, and the processes that locked its file."""
     records: dict[str, LeaseRecord | None] = {}
     files: dict[str, os.stat_result] = {}
-    with DeferredSignals(), StateDir(state_dir_path()) as root, StateDir("leases", root) as directory:
-        for uuid, candidates in leases.items():
-            records[uuid] = None
-            for name in candidates:
-                with suppress(OSError):
-                    files[uuid] = os.stat(name, dir_fd=directory.fd, follow_symlinks=False)
-                    records[uuid] = read_record(directory, name)
-                if records[uuid] is not None:
-                    break
-        lockers = lockers_of(files.values())
-        return {
-            uuid: _holder(record, lockers.get(files[uuid].st_ino, []) if uuid in files else [])
-            for uuid, record in records.items()
-        }
+    for uuid, candidates in leases.items():
+        records[uuid] = None
+        for name in candidates:
+            with suppress(OSError):
+                files[uuid] = os.stat(name, dir_fd=directory.fd, follow_symlinks=False)
+                records[uuid] = read_record(directory, name)
+            if records[uuid] is not None:
+                break
+    lockers = lockers_of(files.values())
+    return {
+        uuid: (record, lockers.get(files[uuid].st_ino, ()) if uuid in files else ()) for uuid, record in records.items()
+    }
 
 
-def _holder(record: LeaseRecord | None, lockers: list[int]) -> LeaseHolder:
+def _holder(record: LeaseRecord | None, lockers: Sequence[int]) -> LeaseHolder:
     if record is None:
         return LeaseHolder()
     pid, uid = holder_by_kernel(record, lockers)

@@ -146,7 +146,7 @@ def test_nothing_changes_by_itself(bench: Bench) -> None:
     assert bench.driver.snapshot() == bench.driver.snapshot()
 
 
-@pytest.mark.parametrize("pid", [os.getpid(), HIDDEN])
+@pytest.mark.parametrize("pid", [os.getpid(), HIDDEN], ids=["own", "hidden"])
 def test_a_process_shows_on_its_gpu_and_goes(bench: Bench, pid: int) -> None:
     before = bench.driver.snapshot()
     target = before.gpus[1]

@@ -254,7 +254,7 @@ def test_a_logger_of_the_caller_s_gets_everything(caplog: pytest.LogCaptureFixtu
 def test_a_logger_that_is_closed_to_info_costs_a_short_wait_nothing(ground, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who holds what is looked up for the log only where somebody reads it."""
     made = []
-    monkeypatch.setattr("safe_gpu.claim.search.wait_news", lambda *arguments: made.append(arguments))
+    monkeypatch.setattr("safe_gpu.claim.messages.wait_status", lambda *arguments: made.append(arguments))
     ground.hold(*range(8))
     with pytest.raises(NotEnoughGpusError):
         claim_gpus(1, NoPlaceholder(), affinity=None, timeout=0.02)

@@ -96,7 +96,7 @@ def in_namespace(setup: str, check: str, *flags: str, user: int = 0, **variables
     code = (
         "import json, os, sys\n"
         "from safe_gpu import doctor\n"
-        "host = doctor.Host()\n"
+        "host = doctor.CheckedHost()\n"
         "host.snapshot  # while this interpreter can still be read\n"
         f"os.setresuid({user}, {user}, {user})\n"
         f"found = dict(doctor.CHECKS)[{check!r}](host)\n"
@@ -757,7 +757,7 @@ def test_a_slow_driver() -> None:
 ASK_CUDA = """
 import sys
 from safe_gpu import doctor
-found = dict(doctor.CHECKS)[sys.argv[1]](doctor.Host())
+found = dict(doctor.CHECKS)[sys.argv[1]](doctor.CheckedHost())
 print(found.status, found.detail)
 """
 
@@ -893,7 +893,7 @@ def test_a_limited_address_space(child) -> None:
     code = (
         "import resource\nfrom safe_gpu import doctor\n"
         "resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))\n"
-        "found = dict(doctor.CHECKS)['address space'](doctor.Host())\n"
+        "found = dict(doctor.CHECKS)['address space'](doctor.CheckedHost())\n"
         "say(found.status, found.detail)"
     )
     said = child(code).hear()

@@ -9,7 +9,7 @@ import pytest
 
 ASK = """
 from safe_gpu import doctor
-found = dict(doctor.CHECKS)["process lists"](doctor.Host())
+found = dict(doctor.CHECKS)["process lists"](doctor.CheckedHost())
 print(found.status, found.detail, found.fix, sep="|")
 """
 MIB = 1 << 20

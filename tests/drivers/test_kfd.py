@@ -15,7 +15,6 @@ from support.kfd_host import GIB, KfdHost
 from safe_gpu import sysfs as kfd_nodes
 from safe_gpu.devices import Gpu, GpuProcess, GpuRequest
 from safe_gpu.drivers import kfd, open_driver
-from safe_gpu.drivers import kfd as kfd_processes
 from safe_gpu.drivers.kfd import KfdDriver
 from safe_gpu.errors import NoDriverError, SafeGpuError
 from safe_gpu.selection.verdicts import judge
@@ -96,8 +95,10 @@ def test_only_values_put_a_process_on_a_gpu(three: KfdHost) -> None:
 def test_the_memory_of_a_process_that_starts_meanwhile_is_not_that_of_nobody(
     three: KfdHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    genuine = kfd.processes
+
     def and_then_it_starts(*args: Any) -> Any:
-        answered = kfd_processes.processes(*args)
+        answered = genuine(*args)
         (three.pci / "0000:23:00.0/mem_info_vram_used").write_text(f"{1 << 30}\n")
         three.process(HIDDEN, vram_22=1 << 30)
         return answered

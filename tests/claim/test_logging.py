@@ -210,7 +210,7 @@ def test_a_wait_is_told_with_its_data(ground, caplog: pytest.LogCaptureFixture) 
     caplog.set_level(logging.INFO, "safe_gpu")
     ground.hold(*range(7))
     with pytest.raises(NotEnoughGpusError):
-        claim_gpus(2, NoPlaceholder(), affinity=None, timeout=0.05)
+        claim_gpus(2, NoPlaceholder(), affinity=None, timeout=0.5)
     waiting = [record for record in caplog.records if record.getMessage().startswith("waiting for 2 GPUs")]
     assert len(waiting) == 1
     assert waiting[0].getMessage() == "waiting for 2 GPUs, 1 free; GPU 0-6: unknown holder"
@@ -223,7 +223,7 @@ def test_a_wait_is_told_with_its_data(ground, caplog: pytest.LogCaptureFixture) 
 def test_whom_one_waits_behind_is_told_with_its_data(ahead, ground, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "safe_gpu")
     with pytest.raises(NotEnoughGpusError):
-        claim_gpus(1, NoPlaceholder(), affinity=None, timeout=0.05)
+        claim_gpus(1, NoPlaceholder(), affinity=None, timeout=0.5)
     (waiting,) = [record for record in caplog.records if record.getMessage().startswith("waiting for 1 GPU behind")]
     assert (waiting.safe_gpu_ahead.pid, waiting.safe_gpu_ahead.nb_gpus) == (os.getpid(), 8)
     assert not waiting.safe_gpu_ahead.stopped

@@ -95,15 +95,38 @@ class Attempt:
                 self._enter_scope(host, view, line, terms)
             if line.waiter is None and not host.queue.is_empty():
                 line.stand()
-            trouble = self._try(host, view, line, claim, terms)
+            if claim is not None:
+                claim.inner = bool(view.outer)
+            leases = _Leases(host, view, claim, terms)
+            try:
+                among = self._open(leases, line)
+                spent = leases.spent()
+                chosen = leases.choose(among) if spent is None else None
+                self.seen = self._result(leases, chosen, spent)
+                if self.seen.enough and chosen is not None:
+                    if claim is not None:
+                        claim.take(host, chosen, leases.held, leases.names, line.hold_for())
+                    self.chosen = chosen
+            finally:
+                leases.give_back()
             if not self.chosen and may_wait:
                 line.stand().join(host)
-        if trouble is not None:
+        if self.chosen and leases.trouble is not None:
             terms.logger.warning(
                 "the GPUs are claimed by their lease files alone, since their names cannot be bound (%s): processes "
                 "with another state directory or a private /tmp do not see the claim",
-                trouble,
+                leases.trouble,
             )
+
+    def _result(self, leases: _Leases, chosen: tuple[Gpu, ...] | None, spent: LimitReached | None) -> AttemptResult:
+        if chosen is not None:
+            outdated = self._passed and leases.view.age > _RECENT
+            return AttemptResult(enough=not outdated, outdated=outdated)
+        if self.ahead is not None or spent is not None:
+            return AttemptResult(behind=self.ahead is not None, spent=spent)
+        unleased = frozenset(leases.all())
+        named = leases.named(unleased) | (leases.dropped & unleased)
+        return AttemptResult(unleased=unleased - named, named=named)
 
     def _enter_scope(self, host: LockedHost, view: HostView, line: QueuePlace, terms: ClaimOptions) -> None:
         """Limit the view to the GPUs of the outer claim, or ignore a scope of which no claim exists any more."""
@@ -119,42 +142,6 @@ class Attempt:
         )
         view.scope = ""
         line.abandon(host)
-
-    def _try(
-        self, host: LockedHost, view: HostView, line: QueuePlace, claim: Claim | None, terms: ClaimOptions
-    ) -> OSError | None:
-        """Returns why names could not be bound, where that was so for another reason than another's claim."""
-        if claim is not None:
-            claim.inner = bool(view.outer)
-        host.leases.names_of_host = leases_of(gpu.uuid for gpu in view.snapshot.gpus)
-        leases = _Leases(host, view, claim)
-        if terms.quota is not None and not view.outer:
-            leases.holdings = terms.quota.holdings(host.leases, view.snapshot.gpus, leases.held)
-        try:
-            among = self._open(leases, line)
-            spent = leases.spent()
-            chosen = leases.choose(among) if spent is None else None
-            if chosen is None:
-                if self.ahead is not None:
-                    self.seen = AttemptResult(behind=True, spent=spent)
-                    return None
-                if spent is not None:
-                    self.seen = AttemptResult(spent=spent)
-                    return None
-                unleased = frozenset(leases.all())
-                named = leases.named(unleased) | (leases.dropped & unleased)
-                self.seen = AttemptResult(unleased=unleased - named, named=named)
-                return None
-            if self._passed and view.age > _RECENT:
-                self.seen = AttemptResult(outdated=True)
-                return None
-            self.seen = AttemptResult(enough=True)
-            if claim is not None:
-                claim.take(host, chosen, leases.held, leases.names, line.hold_for())
-            self.chosen = chosen
-            return leases.trouble
-        finally:
-            leases.give_back()
 
     def _open(self, leases: _Leases, line: QueuePlace) -> Collection[str] | None:
         """UUIDs of the GPUs to choose from; None is all, if nobody ahead competes. Sets ``ahead``."""
@@ -194,7 +181,8 @@ class _Leases:
         closed: UUIDs of the GPUs whose lease files cannot be opened.
     """
 
-    def __init__(self, host: LockedHost, view: HostView, claim: Claim | None) -> None:
+    def __init__(self, host: LockedHost, view: HostView, claim: Claim | None, terms: ClaimOptions) -> None:
+        host.leases.names_of_host = leases_of(gpu.uuid for gpu in view.snapshot.gpus)
         self.host = host
         self.view = view
         self.held: dict[str, Lease] = {}
@@ -202,6 +190,8 @@ class _Leases:
         self.dropped: frozenset[str] = frozenset()
         self.trouble: OSError | None = None
         self.holdings: LeasesByUser | None = None
+        if terms.quota is not None and not view.outer:
+            self.holdings = terms.quota.holdings(host.leases, view.snapshot.gpus, self.held)
         self.closed: set[str] = set()
         self._shared = view.snapshot.shared_display
         self._claim = claim
@@ -210,7 +200,7 @@ class _Leases:
     def all(self) -> dict[str, Lease]:
         """Try the leases of all usable GPUs, and return those that are held."""
         for gpu in self.view.usable:
-            self._try(gpu.uuid)
+            self._take(gpu.uuid)
         return self.held
 
     def choose(self, among: Collection[str] | None = None) -> tuple[Gpu, ...] | None:
@@ -228,19 +218,26 @@ class _Leases:
                 return None
             unoccupied = {uuid: verdict for uuid, verdict in unoccupied.items() if uuid in among}
         self.view.faults, last = _faults(self.host.leases, unoccupied)
-        available = {uuid for uuid in unoccupied if self._seems_free(uuid) or self._try(uuid)}
+        available = set()
+        for uuid in unoccupied:
+            seems_free = uuid not in self._tried and is_empty(self.host.leases, self.view.lease_name(uuid))
+            if seems_free or self._take(uuid):
+                available.add(uuid)
         while True:
             free = (verdict for uuid, verdict in unoccupied.items() if uuid in available)
             chosen = choose(free, count, near=self.view.near, last=last)
             if chosen is None:
                 return None
-            taken = {gpu.uuid for gpu in chosen if not self._try(gpu.uuid)}
-            if not taken:
-                taken |= self._name(chosen)
-                self.dropped |= taken
-            if not taken:
+            missed = set()
+            for gpu in chosen:
+                if not self._take(gpu.uuid):
+                    missed.add(gpu.uuid)
+            if not missed:
+                missed |= self._name(chosen)
+                self.dropped |= missed
+            if not missed:
                 return chosen
-            available -= taken
+            available -= missed
 
     def spent(self) -> LimitReached | None:
         """The limit of this user, if it does not allow as many GPUs more as are asked for."""
@@ -310,38 +307,30 @@ class _Leases:
                 name.release()
             del self.names[uuid]
 
-    def _seems_free(self, uuid: str) -> bool:
-        return uuid not in self._tried and is_empty(self.host.leases, self.view.lease_name(uuid))
-
-    def _try(self, uuid: str) -> bool:
+    def _take(self, uuid: str) -> bool:
         """Whether this look has the lease of a GPU, which is tried if it was not yet.
 
         Raises:
             StateDirError: its file cannot be opened, and without such GPUs the request can never be met.
         """
-        if uuid not in self._tried:
-            self._tried.add(uuid)
-            try:
-                self._take(uuid)
-            except StateDirError:
-                self.closed.add(uuid)
-                if len(self.view.usable) - len(self.closed) < self.view.request.nb_gpus:
-                    raise
-        return uuid in self.held
-
-    def _take(self, uuid: str) -> None:
-        lease = try_lease(self.host, self.view.lease_name(uuid), shared=self._shared)
-        if lease is None:
-            return
-        self.held[uuid] = lease
+        if uuid in self._tried:
+            return uuid in self.held
+        self._tried.add(uuid)
         try:
+            lease = try_lease(self.host, self.view.lease_name(uuid), shared=self._shared)
+            if lease is None:
+                return False
+            self.held[uuid] = lease
             # The outer claim may have exited while a claim inside it still exists.
-            free = self.view.outer or self._shared or not probe(self.host, inner_name(uuid))
+            if self.view.outer or self._shared or not probe(self.host, inner_name(uuid)):
+                return True
         except StateDirError:
+            self.closed.add(uuid)
+            if len(self.view.usable) - len(self.closed) < self.view.request.nb_gpus:
+                raise
+        if uuid in self.held:
             self.held.pop(uuid).release()
-            raise
-        if not free:
-            self.held.pop(uuid).release()
+        return False
 
 
 def _faults(leases: StateDir, uuids: Iterable[str]) -> tuple[Mapping[str, GpuFault], Collection[str]]:

@@ -242,7 +242,7 @@ def acquire(view: HostView, terms: ClaimOptions, claim: Claim) -> None:
     """
     if view.snapshot.shared_display:
         terms.logger.info("Running on a machine with single GPU used for actual display")
-    _Search(view, terms).settle(claim)
+    _Search(view, terms).run(claim)
     claim.note()
     for doubt in state_dir_warnings():
         terms.logger.warning("the state directory %s %s", printable_lines(state_dir_path()), doubt)
@@ -254,7 +254,7 @@ def wait_until_free(view: HostView, terms: ClaimOptions) -> tuple[Gpu, ...]:
     Returns:
         The GPUs that it would get.
     """
-    return _Search(view, terms).settle(None)
+    return _Search(view, terms).run(None)
 
 
 class _Search:
@@ -273,14 +273,31 @@ class _Search:
         self._looks = 0
         self._limited = False
 
-    def settle(self, claim: Claim | None) -> tuple[Gpu, ...]:
+    def run(self, claim: Claim | None) -> tuple[Gpu, ...]:
+        """Look, decide and wait until there are enough GPUs, and a second poll confirms that they are free."""
         self._check_possible()
         self._limit()
         self._terms.logger.info("acquiring lock")
         try:
             with unwind_on_signals():
                 try:
-                    return self._take_turns(claim)
+                    while True:
+                        # Stored before it holds a ticket, so that _leave closes it after an interrupt.
+                        self._look = look = Attempt()
+                        look.take(self._view, self._line, claim, self._terms, may_wait=self._may_wait())
+                        self._limit()
+                        if look.chosen or not self._looks:
+                            self._terms.logger.info("lock acquired")
+                            self._terms.logger.info("lock released")
+                        self._looks += 1
+                        decision = self._decide(look)
+                        if decision.step == REFUSE:
+                            raise self._refusal(look)
+                        if decision.step != TAKE:
+                            self._carry_out(decision, look)
+                            look.close()
+                        elif self._is_confirmed(claim, look.chosen):
+                            return look.chosen if claim is None else claim.gpus
                 finally:
                     self._leave()
         except BaseException:
@@ -298,35 +315,12 @@ class _Search:
 
             raise with_way_out(err, request, view.rules) from None
 
-    def _take_turns(self, claim: Claim | None) -> tuple[Gpu, ...]:
-        while True:
-            gpus = self._next_turn(claim)
-            if claim is None:
-                if self._still_free(gpus):
-                    return gpus
-            elif confirm(self._view, claim, self._terms):
-                return claim.gpus
-
-    def _still_free(self, gpus: tuple[Gpu, ...]) -> bool:
+    def _is_confirmed(self, claim: Claim | None, gpus: tuple[Gpu, ...]) -> bool:
+        """Whether a second poll shows the GPUs free; the leases of a claim are given back if not."""
+        if claim is not None:
+            return confirm(self._view, claim, self._terms)
         self._view.poll_again(gpus)
         return all(gpu.uuid in self._view.unoccupied for gpu in gpus)
-
-    def _next_turn(self, claim: Claim | None) -> tuple[Gpu, ...]:
-        """Look and wait until there are enough GPUs; the only loop that waits for them."""
-        while True:
-            self._look = look = (
-                Attempt()
-            )  # stored before it holds a ticket, so that _leave closes it after an interrupt
-            look.take(self._view, self._line, claim, self._terms, may_wait=self._may_wait())
-            self._limit()
-            self._log_first(look)
-            next_step = self._decide(look)
-            if next_step.step == TAKE:
-                return look.chosen
-            if next_step.step == REFUSE:
-                raise self._refusal(look)
-            self._carry_out(next_step, look)
-            look.close()
 
     def _limit(self) -> None:
         """Apply the policy, once it is certain that this claim is not made inside another one."""
@@ -343,31 +337,24 @@ class _Search:
         self._patience = WaitState(self._terms.deadline, tried_last=self._terms.timeout == 0)
 
     def _decide(self, look: Attempt) -> Decision:
-        now = time.monotonic()
+        now = next_look = time.monotonic()
+        if look.chosen:
+            next_look = math.inf
+        elif self._terms.quota is None or not self._terms.quota.unresolved:
+            next_look = self._waiting().next_look(now)
         decision = decide(
             look.seen,
             self._patience,
             needed=self._terms.request.nb_gpus,
             now=now,
             next_poll=self._view.next_poll,
-            next_look=math.inf if look.chosen else self._next_look(now),
+            next_look=next_look,
         )
         self._patience = decision.patience
         return decision
 
-    def _next_look(self, now: float) -> float:
-        if self._terms.quota is not None and self._terms.quota.unresolved:
-            return now
-        return self._waiting().next_look(now)
-
     def _may_wait(self) -> bool:
         return time.monotonic() < self._terms.deadline
-
-    def _log_first(self, look: Attempt) -> None:
-        if look.chosen or not self._looks:
-            self._terms.logger.info("lock acquired")
-            self._terms.logger.info("lock released")
-        self._looks += 1
 
     # Waiting
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from .. import procfs
 from ..coordination.history import append
 from ..coordination.legacy import take_legacy_lock
-from ..coordination.locks import StateDirGuard
+from ..coordination.locks import StateDirGuard, opened
 from ..coordination.records import program_names
 from ..coordination.signals import DeferredSignals
 from ..devices import Gpu, GpuProcess, GpuRequest, HostSnapshot
@@ -152,7 +152,6 @@ class Claim:
 
     def note(self) -> None:
         """Tell the history of this claim, and how those before it ended. It holds its GPUs; host.lock is not held."""
-
         with DeferredSignals():
             append_history(self._taken, self.gpus, self.leases)
 
@@ -481,11 +480,8 @@ class BadGpuFallback:
 
     def _with_notes(self, gpus: Iterable[Gpu], change: Callable[[StateDir, str], None]) -> None:
         """Change the notes on these GPUs. A note that cannot be changed does no harm."""
-        from ..coordination.files import StateDir, state_dir_path
-        from ..coordination.signals import DeferredSignals
-
         try:
-            with DeferredSignals(), StateDir(state_dir_path()) as root, StateDir("leases", root) as leases:
+            with opened("leases") as leases:
                 for gpu in gpus:
                     change(leases, gpu.uuid)
         except (StateDirError, OSError) as err:

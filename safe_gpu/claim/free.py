@@ -47,19 +47,7 @@ def wait_for_gpus(
     Returns:
         The GPUs that the claim would have got. Another process may take them at any time.
     """
-    terms = read_options(
-        nb_gpus,
-        timeout=timeout,
-        min_memory=min_memory,
-        model=model,
-        exclude=exclude,
-        only=only,
-        hold_for=hold_for,
-        vendor=vendor,
-        logger=logger,
-        on_wait=on_wait,
-        spelling=spelling,
-    )
+    terms = read_options(**locals())
     with opened_driver.of(terms.request) as driver:
         return wait_until_free(HostView.of(driver, driver.snapshot(), terms.request), terms)
 

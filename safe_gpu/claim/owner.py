@@ -153,6 +153,7 @@ class GPUOwner:
         _command: str | None = None,
         _spelling: type[ArgumentStyle] = ArgumentStyle,
     ) -> None:
+        arguments = {name.lstrip("_"): value for name, value in locals().items() if name != "self"}
         self.devices_taken: list[int] = []
         self.gpus: tuple[Gpu, ...] = ()
         self.cpus: set[int] = set()
@@ -166,26 +167,7 @@ class GPUOwner:
 
         try:
             _become_current(self)
-            terms = read_options(
-                nb_gpus,
-                placeholder_fn=placeholder_fn,
-                logger=logger,
-                debug_sleep=debug_sleep,
-                timeout=timeout,
-                affinity=affinity,
-                memory=memory,
-                min_memory=min_memory,
-                model=model,
-                exclude=exclude,
-                only=only,
-                visible_as=visible_as,
-                delegate=delegate,
-                hold_for=hold_for,
-                vendor=vendor,
-                command=_command,
-                on_wait=_on_wait,
-                spelling=_spelling,
-            )
+            terms = read_options(**arguments)
             self.logger = terms.logger
             with opened_driver.of(terms.request) as driver:
                 view = HostView.of(driver, driver.snapshot(), terms.request)
@@ -402,24 +384,9 @@ def claim_gpus(
 
     After an error nothing stays claimed, and the environment is restored.
     """
+    owner = GPUOwner(**locals())
     global gpu_owner
-    gpu_owner = GPUOwner(
-        nb_gpus,
-        placeholder_fn,
-        logger,
-        debug_sleep,
-        timeout=timeout,
-        affinity=affinity,
-        memory=memory,
-        min_memory=min_memory,
-        model=model,
-        exclude=exclude,
-        only=only,
-        visible_as=visible_as,
-        delegate=delegate,
-        hold_for=hold_for,
-        vendor=vendor,
-    )
+    gpu_owner = owner
     return gpu_owner
 
 

@@ -12,9 +12,9 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from .. import procfs
-from ..coordination.files import StateDir, state_dir_path
+from ..coordination.files import StateDir
 from ..coordination.leases import may_be_held, read_record
-from ..coordination.signals import DeferredSignals
+from ..coordination.locks import opened
 from ..devices import GpuRequest, LeaseHolder
 from ..selection.backfill import BackfillRequest, free_at, open_gpus
 from ..selection.choice import can_be_met_by_releases, capacity
@@ -67,12 +67,7 @@ class QueuePlace:
         """List those who wait before host.lock is taken, for others wait meanwhile."""
         if self.waiter is not None and self.waiter.queued:
             return
-        with (
-            DeferredSignals(),
-            suppress(FileNotFoundError),
-            StateDir(state_dir_path(), make=False) as root,
-            StateDir("queue", root, make=False) as queue,
-        ):
+        with suppress(FileNotFoundError), opened("queue", make=False) as queue:
             if not queue.is_empty():
                 from ..coordination.queue import Waiter  # noqa: F401 - while no lock is held
 

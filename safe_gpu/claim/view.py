@@ -15,11 +15,9 @@ from typing import TYPE_CHECKING
 
 from .. import procfs
 from ..coordination import socket_names as names
-from ..coordination.files import StateDir, state_dir_path
 from ..coordination.holders import leases_of_this_user, socket_of_this_user
 from ..coordination.leases import LeaseRecord, inner_name, lease_name, may_be_held, read_record
-from ..coordination.locks import LockedHost
-from ..coordination.signals import DeferredSignals
+from ..coordination.locks import LockedHost, opened
 from ..devices import Gpu, GpuRequest, GpuVerdict, HostSnapshot
 from ..errors import NoDriverError, NotEnoughGpusError, UnsatisfiableRequestError
 from ..procfs import describe_process
@@ -120,7 +118,7 @@ def ancestor_may_hold(gpus: Iterable[Gpu], *, inner: bool) -> bool:
     A record alone does not prove that the lease is held. Reading records needs no lock.
     """
     family = {os.getpid(), *procfs.ancestors(os.getpid())}
-    with DeferredSignals(), StateDir(state_dir_path()) as root, StateDir("leases", root) as leases:
+    with opened("leases") as leases:
         files = (inner_name(gpu.uuid) if inner else lease_name(gpu.uuid) for gpu in gpus)
         records = (read_record(leases, name) for name in files)
         return any(record is not None and record.here and record.pid in family for record in records)

@@ -226,16 +226,15 @@ def _shift(snapshot: HostSnapshot) -> str:
 
 def _claimed_around(snapshot: HostSnapshot) -> Sequence[str]:
     """UUIDs of the GPUs of the claim inside which this process runs. Records are read without a lock."""
-    from ..coordination.files import StateDir, state_dir_path
     from ..coordination.holders import outer_claim_of_process
     from ..coordination.leases import inner_name, lease_name, read_record
-    from ..coordination.signals import DeferredSignals
+    from ..coordination.locks import opened
 
-    path = state_dir_path()
-    if not os.path.isdir(f"{path}/leases"):
+    names = (name(gpu.uuid) for name in (inner_name, lease_name) for gpu in snapshot.gpus)
+    try:
+        with opened("leases", make=False) as leases:
+            records = [record for record in (read_record(leases, name) for name in names) if record is not None]
+    except FileNotFoundError:
         return ()
-    with DeferredSignals(), StateDir(path) as root, StateDir("leases", root) as leases:
-        names = (name(gpu.uuid) for name in (inner_name, lease_name) for gpu in snapshot.gpus)
-        records = [record for record in (read_record(leases, name) for name in names) if record is not None]
     around = outer_claim_of_process(records, os.environ.get("SAFE_GPU_SCOPE", ""))
     return () if around is None else around.gpus

@@ -486,6 +486,8 @@ def make_directory(name: str, path: str, parent: int | None) -> None:
         StateDirError: no room, a read-only file system, a parent that is missing or closed.
     """
     try:
+        if parent is not None and os.geteuid() == 0 != os.fstat(parent).st_uid:  # what root needs for the files in it
+            os.close(os.open(".", os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600, dir_fd=parent))
         _make_finished(name, parent)
     except FileExistsError:
         pass

@@ -16,9 +16,8 @@ from ..errors import LockTimeout, StateDirError
 from . import socket_names as names
 from .files import HOST_LOCK, StateDir, is_everybodys, state_dir_path
 from .leases import LeaseRecord, inner_name, lease_name, leases_of, probe, read_record
-from .locks import MINIMUM_PATIENCE, HostLock
+from .locks import MINIMUM_PATIENCE, HostLock, opened
 from .records import command_of
-from .signals import DeferredSignals
 from .socket_names import digest
 
 # Who holds a lease or a name, by the kernel's word.
@@ -203,7 +202,7 @@ def recorded_holders(leases: Mapping[str, Iterable[str]]) -> dict[str, LeaseHold
     Raises:
         StateDirError: the state directory cannot be used.
     """
-    with DeferredSignals(), StateDir(state_dir_path()) as root, StateDir("leases", root) as directory:
+    with opened("leases") as directory:
         claims = _claims(directory, leases)
         return {uuid: _holder(*claim) for uuid, claim in claims.items()}
 
@@ -274,7 +273,7 @@ def gpus_of_scope(scope: str) -> tuple[str, ...]:
     import time
     from itertools import islice
 
-    from .files import LeaseDir, StateDir, state_dir_path
+    from .files import LeaseDir, StateDir
     from .leases import is_empty, may_be_held, read_record
     from .locks import MINIMUM_PATIENCE, HostLock
 

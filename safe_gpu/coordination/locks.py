@@ -6,7 +6,7 @@ import errno
 import os
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 
 from .. import procfs
 from ..errors import LockTimeout, MissingPackageError, StateDirError
@@ -118,6 +118,17 @@ class LockedHost:
         self.queue.close()
 
 
+@contextmanager
+def opened(part: str, *, make: bool = True) -> Iterator[StateDir]:
+    """A directory of the state directory, for a moment, with handlers of signals held back.
+
+    Raises:
+        StateDirError, FileNotFoundError: as :class:`~safe_gpu.coordination.files.StateDir`.
+    """
+    with DeferredSignals(), StateDir(state_dir_path(), make=make) as root, StateDir(part, root, make=make) as directory:
+        yield directory
+
+
 class HostLock:
     """``with HostLock(deadline) as host:`` takes host.lock, and the state directory is made where it is missing.
 
@@ -150,28 +161,21 @@ class HostLock:
             while True:
                 # Opened anew each time, by path: a directory that was cleaned away or replaced is noticed at once.
                 with StateDir(self._path, make=self._make) as root:
-                    if self._enter(root):
-                        assert self._host is not None
-                        return self._host
+                    try:
+                        self._host = host = LockedHost(root, make=self._make)  # before, for others wait meanwhile
+                        if self._make:
+                            look_at_owners(root)
+                        self._lock(root)
+                        if not host.is_removed():  # else it is not the one that others use now
+                            return host
+                    except StateDirError:
+                        if not root.is_removed() and (self._host is None or not self._host.is_removed()):
+                            raise
                 self._give_back()
                 self._signals.hold_back()
         except BaseException:
             self._give_back()
             raise
-
-    def _enter(self, root: StateDir) -> bool:
-        """Take the lock in this state directory; False if a directory was removed meanwhile, so that it is not the one
-        that others use now."""
-        try:
-            self._host = LockedHost(root, make=self._make)  # opened before, since others wait while the lock is held
-            if self._make:
-                look_at_owners(root)
-            self._lock(root)
-        except StateDirError:
-            if root.is_removed() or (self._host is not None and self._host.is_removed()):
-                return False
-            raise
-        return not self._host.is_removed()
 
     def __exit__(self, *exc: object) -> None:
         self._give_back()
@@ -207,7 +211,13 @@ class HostLock:
             self._fd, self._pid = fd, os.getpid()
             fork_guard.add(self._fd)
             try:
-                self._wait()
+                pauses = _pauses()
+                while not lock_file(fd):
+                    if self._deadline is not None and time.monotonic() >= self._deadline:
+                        raise self._timeout(fd)
+                    self._signals.let_go()
+                    time.sleep(next(pauses))
+                    self._signals.hold_back()
                 if root.is_current("host.lock", self._fd):
                     return
             except LockTimeout:
@@ -220,15 +230,6 @@ class HostLock:
                     errno=err.errno,
                 ) from err
             self._unlock()  # a cleaner of /tmp took the file away meanwhile: lock what stands there now
-
-    def _wait(self) -> None:
-        pauses = _pauses()
-        while not lock_file(self._fd):
-            if self._deadline is not None and time.monotonic() >= self._deadline:
-                raise self._timeout(self._fd)
-            self._signals.let_go()
-            time.sleep(next(pauses))
-            self._signals.hold_back()
 
     def _timeout(self, fd: int) -> LockTimeout:
         path = os.path.join(self._path, "host.lock")

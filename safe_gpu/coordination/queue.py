@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 from .. import procfs
 from ..errors import SafeGpuError, StateDirError
 from . import records as decoding
-from .files import StateDir, state_dir_path, write_all
-from .locks import MINIMUM_PATIENCE, HostLock, LockedHost, StateDirGuard, fork_guard, lock_file, unlock_file
+from .files import StateDir, write_all
+from .locks import MINIMUM_PATIENCE, HostLock, LockedHost, StateDirGuard, fork_guard, lock_file, opened, unlock_file
 from .signals import DeferredSignals
 
 # Tickets of the queue: files ``queue/SEQ.ticket``, each kept locked by its waiter, and what stands in them.
@@ -406,13 +406,13 @@ class _Predecessors:
     def fewer_than(self, number: int) -> bool:
         """Whether fewer than this may still stand ahead, competitors or not. Lists the queue, without a lock."""
         if len(self._before) >= number:
-            with DeferredSignals(), StateDir(state_dir_path()) as root, StateDir("queue", root) as queue:
+            with opened("queue") as queue:
                 self._before = present(queue, self._before)
         return len(self._before) < number
 
     def standing(self) -> list[Ticket]:
         """Those that compete. Tickets are read and not probed, without a lock: one that died a moment ago may count."""
-        with DeferredSignals(), StateDir(state_dir_path()) as root, StateDir("queue", root) as queue:
+        with opened("queue") as queue:
             tickets = [self._ticket(queue, seq) for seq in present(queue, self._before)]
         return [ticket for ticket in tickets if ticket is not None and ticket.competes_with(self._demand)]
 

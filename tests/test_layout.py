@@ -6,6 +6,8 @@ Every import counts: at the top of a module, inside a function, and those that o
 from __future__ import annotations
 
 import ast
+import io
+import tokenize
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -151,3 +153,41 @@ def test_no_file_is_too_long(path: Path) -> None:
 @pytest.mark.parametrize("path", sorted(ROOT.rglob("__init__.py")), ids=lambda path: path.parent.name)
 def test_every_folder_says_what_it_is_for(path: Path) -> None:
     assert ast.get_docstring(ast.parse(path.read_text()))
+
+
+# Size: lines of code, without docstrings, comments and blank lines. What is added pays for itself in lines removed.
+MOST_FILES = 110
+MOST_CODE = {"safe_gpu": 18_400, "tests and tools": 37_100}
+
+
+def code_lines(source: str) -> int:
+    texts = {
+        number
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        for number in range(node.lineno, (node.end_lineno or node.lineno) + 1)
+    }
+    code: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in NO_CODE:
+            code.update(range(token.start[0], token.end[0] + 1))
+    return len(code - texts)
+
+
+NO_CODE = {
+    tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER,
+}  # fmt: skip
+
+
+def test_the_package_and_its_tests_stay_small() -> None:
+    assert len(FILES) <= MOST_FILES
+    beside = [path for name in ("tests", "tools") for path in sorted((ROOT.parent / name).rglob("*.py"))]
+    sizes = {
+        "safe_gpu": sum(code_lines(path.read_text()) for path in FILES),
+        "tests and tools": sum(code_lines(path.read_text()) for path in beside),
+    }
+    assert {name: size for name, size in sizes.items() if size > MOST_CODE[name]} == {}
+
+
+def test_lines_of_code_are_counted() -> None:
+    assert code_lines('"""A\nb"""\n\n# c\nx = """d\ne"""\n\ndef f():\n    """g"""\n    return 1  # h\n') == 4

@@ -37,7 +37,8 @@ main(["run", "--", "true"])
 """
 
 
-def test_an_undisturbed_run(ground: Any, child: Any) -> None:
+def test_an_undisturbed_run(ground: Any, child: Any, command: Any) -> None:
+    command.run("run", "--", "true")  # the state directory is there by now
     own, others, frames = json.loads(child(RUN).hear())
     assert sorted(own) == sorted(OWN)
     assert HEAVY.isdisjoint(others)

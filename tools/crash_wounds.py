@@ -26,7 +26,7 @@ def _host_lock_kept() -> None:
 
 def _handlers_not_held_back() -> None:
     """An exception comes between open(2) and the line that stores the descriptor."""
-    signals.DeferredSignals.hold_back = lambda self: None  # type: ignore[method-assign]
+    signals.DeferredSignals.defer = lambda self: None  # type: ignore[method-assign]
 
 
 def _unfinished_directories() -> None:

@@ -56,14 +56,14 @@ class Attempt:
     """The result of one look.
 
     Attributes:
-        seen: the facts for ``decide``.
+        result: the facts for ``decide``.
         chosen: the GPUs that the request can have. They are leased if there is a claim to hold the leases.
         ahead: the nearest ticket that may not be passed; it stays open until :meth:`close`.
         stopped: the nearest ticket that was passed because its waiter is stopped.
     """
 
     def __init__(self) -> None:
-        self.seen = AttemptResult()
+        self.result = AttemptResult()
         self.chosen: tuple[Gpu, ...] = ()
         self.ahead: WaiterAhead | None = None
         self.stopped: Ticket | None = None
@@ -74,7 +74,7 @@ class Attempt:
         if self.ahead is not None:
             self.ahead.close()
 
-    def take(
+    def run(
         self, view: HostView, line: QueuePlace, claim: Claim | None, terms: ClaimOptions, *, may_wait: bool
     ) -> None:
         """Look, and fill ``claim`` if enough GPUs are free; else join the queue if ``may_wait``.
@@ -94,7 +94,7 @@ class Attempt:
             if view.scope:
                 self._enter_scope(host, view, line, terms)
             if line.waiter is None and not host.queue.is_empty():
-                line.stand()
+                line.ensure_waiter()
             if claim is not None:
                 claim.inner = bool(view.outer)
             leases = _Leases(host, view, claim, terms)
@@ -102,15 +102,15 @@ class Attempt:
                 among = self._open(leases, line)
                 spent = leases.spent()
                 chosen = leases.choose(among) if spent is None else None
-                self.seen = self._result(leases, chosen, spent)
-                if self.seen.enough and chosen is not None:
+                self.result = self._result(leases, chosen, spent)
+                if self.result.enough and chosen is not None:
                     if claim is not None:
                         claim.take(host, chosen, leases.held, leases.names, line.hold_for())
                     self.chosen = chosen
             finally:
                 leases.give_back()
             if not self.chosen and may_wait:
-                line.stand().join(host)
+                line.ensure_waiter().join(host)
         if self.chosen and leases.trouble is not None:
             terms.logger.warning(
                 "the GPUs are claimed by their lease files alone, since their names cannot be bound (%s): processes "

@@ -167,12 +167,12 @@ class Claim:
     def release_legacy(self) -> None:
         """Release the lock of the older package, if it is held."""
         if self.legacy is not None:
-            DeferredSignals().through(self.legacy.release)
+            DeferredSignals().run_deferred(self.legacy.release)
             self.legacy = None
 
     def release(self) -> None:
         """Release everything, after which the claim is empty. Safe to call twice."""
-        DeferredSignals().through(self._release_now)
+        DeferredSignals().run_deferred(self._release_now)
 
     def _release_now(self) -> None:
         with ExitStack() as steps:  # every step runs, even if another one raises
@@ -373,7 +373,7 @@ class BadGpuFallback:
         self._failed_here = False  # a placeholder has failed in this process
         self._of_the_gpu = False  # the latest failure speaks of the GPU
 
-    def try_doubtful(self, claim: Claim) -> None:
+    def try_suspects(self, claim: Claim) -> None:
         """Try the claimed GPUs of which an earlier claim noted a failure, before this process touches them.
 
         CUDA_VISIBLE_DEVICES has been set. After a failure in this process, all GPUs of the next claim are tried.
@@ -403,7 +403,7 @@ class BadGpuFallback:
         self._of_the_gpu = blames_gpu(err, rivals=bool(others))
         return _error(str(err), gpu, device_no, others)
 
-    def go_on(self, claim: Claim, err: PlaceholderError) -> None:
+    def exclude(self, claim: Claim, err: PlaceholderError) -> None:
         """Note which of the claimed GPUs is bad, and return if the claim may try others.
 
         Raises:
@@ -427,7 +427,7 @@ class BadGpuFallback:
         self._logger.warning("%s; %s, and this claim tries others", err, last)
         self._view.give_up(dict.fromkeys(uuids, f"it failed in this claim: {err}"))
 
-    def worked(self, claim: Claim, *, holding: bool) -> None:
+    def clear_notes(self, claim: Claim, *, holding: bool) -> None:
         """Clear the notes on the GPUs of a claim that works.
 
         Args:

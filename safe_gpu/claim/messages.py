@@ -66,7 +66,7 @@ class Forecast(NamedTuple):
 
 def forecast(view: HostView, line: QueuePlace) -> Forecast:
     """What the claim in this line can expect now."""
-    waiter, now = line.stand(), time.time()
+    waiter, now = line.ensure_waiter(), time.time()
     holders = _recorded_holders(view)
     when = _free_at(view, holders, now)
     ahead = waiter.competing()

@@ -102,7 +102,7 @@ class PlaceholderSet:
 
     def _passing(self) -> AbstractContextManager[object]:
         """In a placeholder of the program's own, which may take any time, handlers of signals run."""
-        return nullcontext() if placeholders.is_builtin(self.make) else self._signals.passing()
+        return nullcontext() if placeholders.is_builtin(self.make) else self._signals.delivering()
 
 
 # ``GPUOwner`` and ``claim_gpus``: the steps of a claim in their order, and its release.
@@ -181,7 +181,7 @@ class GPUOwner:
                     verify_devices(self.gpus, driver.runtime)
                 verify_alone(view, claim, terms, holding=self._holding.on_gpu)
                 view.remember_own_pids()
-                bad.worked(claim, holding=self._holding.on_gpu)
+                bad.clear_notes(claim, holding=self._holding.on_gpu)
                 self._bind(driver, terms)
             if not terms.by_job and terms.job.scheduler is not None:
                 warn_of_more_than_declared(len(self.gpus), self.logger)
@@ -239,11 +239,11 @@ class GPUOwner:
             if terms.pause:  # even time.sleep(0) yields the CPU
                 time.sleep(terms.pause)
             try:
-                bad.try_doubtful(claim)
+                bad.try_suspects(claim)
                 self._hold(view, bad)
                 return claim
             except PlaceholderError as err:
-                bad.go_on(claim, err)
+                bad.exclude(claim, err)
             self._give_back()
 
     def _take_over(self, claim: Claim, fence: VisibleLimit | None) -> None:
@@ -297,7 +297,7 @@ class GPUOwner:
 
     def _undo(self) -> None:
         """Release and restore everything, whichever steps of the claim have been done. Then handlers of signals run."""
-        self._signals.through(self._undo_now)
+        self._signals.run_deferred(self._undo_now)
 
     def _undo_now(self) -> None:
         with ExitStack() as steps:  # the steps run in reverse order, each even if an earlier one raised

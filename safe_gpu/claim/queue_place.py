@@ -43,7 +43,7 @@ class QueuePlace:
         self._hold = hold
         self._quota = quota
 
-    def stand(self) -> Waiter:
+    def ensure_waiter(self) -> Waiter:
         """The waiter of this claim, created on the first call. It holds a ticket only after ``join``."""
         if self.waiter is None:
             from ..coordination.queue import TicketRequest, Waiter

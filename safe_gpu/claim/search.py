@@ -157,7 +157,7 @@ class WaitReporter:
             return now + _REPORT_INTERVAL * spread
         return self.due if self.due > now else now + _REPORT_INTERVAL
 
-    def tell(self, look: Attempt) -> None:
+    def report(self, look: Attempt) -> None:
         """Give the reports that are due after this look.
 
         Raises:
@@ -166,7 +166,7 @@ class WaitReporter:
         """
         now = time.monotonic()
         if look.ahead is None and now >= self.warning_due:  # a waiter behind a ticket is warned while it sleeps
-            self.warn(look)
+            self.warn_once(look)
         ahead = 0 if look.ahead is None else look.ahead.ticket.seq
         if self._on_wait is not None and ahead != self._last_ahead:
             self._last_ahead = ahead
@@ -185,7 +185,7 @@ class WaitReporter:
         if self._on_wait is not None:
             self._on_wait(self._gather(look, self._line.position))
 
-    def warn(self, look: Attempt) -> None:
+    def warn_once(self, look: Attempt) -> None:
         """Give the warning from this look alone. Hundreds may wait, so there is no new look and no poll for it."""
         if self._on_long_wait is not None:
             self._on_long_wait(self._gather(look, 0))  # 0: the position is not counted either
@@ -196,7 +196,7 @@ class WaitReporter:
         from .messages import forecast, wait_status
 
         ticket = None if look.ahead is None else look.ahead.ticket
-        news = wait_status(self._view, ticket, look.seen.unleased, position, look.seen.named, look.seen.spent)
+        news = wait_status(self._view, ticket, look.result.unleased, position, look.result.named, look.result.spent)
         if news.spent is not None:
             return news  # when a claim of the same user ends, others do not matter
         if ticket is not None and not position:
@@ -284,7 +284,7 @@ class _Search:
                     while True:
                         # Stored before it holds a ticket, so that _leave closes it after an interrupt.
                         self._look = look = Attempt()
-                        look.take(self._view, self._line, claim, self._terms, may_wait=self._may_wait())
+                        look.run(self._view, self._line, claim, self._terms, may_wait=self._may_wait())
                         self._limit()
                         if look.chosen or not self._looks:
                             self._terms.logger.info("lock acquired")
@@ -343,7 +343,7 @@ class _Search:
         elif self._terms.quota is None or not self._terms.quota.unresolved:
             next_look = self._waiting().next_look(now)
         decision = decide(
-            look.seen,
+            look.result,
             self._patience,
             needed=self._terms.request.nb_gpus,
             now=now,
@@ -359,8 +359,8 @@ class _Search:
     # Waiting
 
     def _carry_out(self, decision: Decision, look: Attempt) -> None:
-        if not look.seen.outdated and self._may_wait():
-            self._waiting().tell(look)
+        if not look.result.outdated and self._may_wait():
+            self._waiting().report(look)
         if decision.step == POLL:
             self._view.poll()
         elif decision.step == SLEEP:
@@ -381,11 +381,11 @@ class _Search:
             Whether the ticket ahead is gone.
         """
         assert look.ahead is not None
-        waiter, news = self._line.stand(), self._waiting()
+        waiter, news = self._line.ensure_waiter(), self._waiting()
         if news.warning_due < until:
             if waiter.sleep_behind(look.ahead, max(0.0, news.warning_due - time.monotonic())):
                 return True
-            news.warn(look)
+            news.warn_once(look)
         return waiter.sleep_behind(look.ahead, max(0.0, until - time.monotonic()))
 
     def _watch(self, look: Attempt, until: float) -> None:
@@ -394,9 +394,9 @@ class _Search:
 
         now = time.monotonic()
         self._watching_since = self._watching_since or now
-        not_held = look.seen.unleased | look.seen.named  # a name cannot be slept on: the next full look sees to it
+        not_held = look.result.unleased | look.result.named  # a name cannot be slept on: the next full look sees to it
         held = (self._view.lease_name(gpu.uuid) for gpu in self._view.usable if gpu.uuid not in not_held)
-        self._lookout = LeaseWatcher(held if look.seen.spent is None else look.seen.spent.leases)
+        self._lookout = LeaseWatcher(held if look.result.spent is None else look.result.spent.leases)
         with self._lookout as lookout:
             while now < until:
                 pause = _LEASE_PAUSE if now - self._watching_since < 1.0 else 2 * _LEASE_PAUSE
@@ -419,7 +419,7 @@ class _Search:
             self._view,
             ticket=ticket,
             stopped=look.stopped,
-            spent=look.seen.spent,
+            spent=look.result.spent,
             position=self._line.position,
             waited=self._terms.timeout or 0.0,
             wait_limit=self._terms.wait_limit,

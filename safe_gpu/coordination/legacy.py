@@ -61,14 +61,14 @@ def lock_shared(fd: int, deadline: float | None, signals: DeferredSignals | None
             unlock(fd)
             return None
         blocked = None if free is None else _Blocked.on(fd)
-        signals.let_go()
+        signals.deliver()
         held = (fd if _poll(fd, deadline) else None) if blocked is None else blocked.wait(deadline)
-        signals.hold_back()
+        signals.defer()
         if held is None and blocked is None:
             unlock(fd)
         return held
     except BaseException:
-        signals.hold_back()
+        signals.defer()
         if blocked is None:
             unlock(fd)
         else:

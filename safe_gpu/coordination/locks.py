@@ -156,7 +156,7 @@ class HostLock:
 
     def __enter__(self) -> LockedHost:
         os.sched_yield()  # begin a new time slice: others wait while a holder of the lock is preempted
-        self._signals.hold_back()
+        self._signals.defer()
         try:
             while True:
                 # Opened anew each time, by path: a directory that was cleaned away or replaced is noticed at once.
@@ -172,7 +172,7 @@ class HostLock:
                         if not root.is_removed() and (self._host is None or not self._host.is_removed()):
                             raise
                 self._give_back()
-                self._signals.hold_back()
+                self._signals.defer()
         except BaseException:
             self._give_back()
             raise
@@ -189,7 +189,7 @@ class HostLock:
                 if host is not None:
                     host.close()
             finally:
-                self._signals.let_go()
+                self._signals.deliver()
 
     def _unlock(self) -> None:
         if self._fd >= 0:
@@ -215,9 +215,9 @@ class HostLock:
                 while not lock_file(fd):
                     if self._deadline is not None and time.monotonic() >= self._deadline:
                         raise self._timeout(fd)
-                    self._signals.let_go()
+                    self._signals.deliver()
                     time.sleep(next(pauses))
-                    self._signals.hold_back()
+                    self._signals.defer()
                 if root.is_current("host.lock", self._fd):
                     return
             except LockTimeout:
@@ -330,7 +330,7 @@ class LeaseWatcher:
         self._signals = DeferredSignals()
 
     def __enter__(self) -> LeaseWatcher:
-        self._signals.hold_back()
+        self._signals.defer()
         try:
             try:
                 with StateDir(state_dir_path()) as root, StateDir("leases", root) as leases:
@@ -340,7 +340,7 @@ class LeaseWatcher:
                             if (fd := leases.open(name)) is not None:
                                 self._keep(fd)
             finally:
-                self._signals.let_go()
+                self._signals.deliver()
         except BaseException:
             self.close()
             raise
@@ -352,14 +352,14 @@ class LeaseWatcher:
     def close(self) -> None:
         """Close the files; safe to call twice."""
         try:
-            self._signals.hold_back()
+            self._signals.defer()
         finally:  # also when a signal came in the midst of that
             while self._fds:
                 fd = self._fds.pop()
                 if fd in fork_guard:  # in a forked child they are closed already
                     fork_guard.discard(fd)
                     os.close(fd)
-            self._signals.let_go()
+            self._signals.deliver()
 
     def _keep(self, fd: int) -> None:
         fork_guard.add(fd)
@@ -368,7 +368,7 @@ class LeaseWatcher:
     def any_free(self) -> bool:
         """Whether one of them is free now; also where host.lock is busy, and it cannot be told."""
         host, *leases = self._fds
-        self._signals.hold_back()
+        self._signals.defer()
         try:
             if not lock_file(host):
                 return True
@@ -377,7 +377,7 @@ class LeaseWatcher:
             finally:
                 unlock_file(host)
         finally:
-            self._signals.let_go()
+            self._signals.deliver()
 
 
 def _is_free(fd: int) -> bool:

@@ -537,7 +537,7 @@ class Waiter:
         self._close()
 
     def _close(self) -> None:
-        DeferredSignals().through(self._close_now)
+        DeferredSignals().run_deferred(self._close_now)
 
     def _close_now(self) -> None:
         self._kept.release()

@@ -35,14 +35,14 @@ class DeferredSignals:
         self._caught: list[tuple[int, object]] = []
 
     def __enter__(self) -> DeferredSignals:
-        self.hold_back()
+        self.defer()
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self.let_go()
+        self.deliver()
 
-    def hold_back(self) -> None:
-        """Let handlers wait for :meth:`let_go`; safe to call twice. If a handler raises here, none is held back."""
+    def defer(self) -> None:
+        """Let handlers wait for :meth:`deliver`; safe to call twice. If a handler raises here, none is held back."""
         if self._handlers:
             return
         try:
@@ -54,10 +54,10 @@ class DeferredSignals:
         except ValueError:  # not the main thread, and only there do handlers run
             self._handlers.clear()
         except BaseException:  # one that is not held back yet has raised
-            self.let_go()
+            self.deliver()
             raise
 
-    def let_go(self) -> None:
+    def deliver(self) -> None:
         """Put the handlers back, and run those whose signal came; safe to call twice."""
         handlers, self._handlers = self._handlers, {}  # at once, or a second call would put them back once more
         try:
@@ -70,24 +70,24 @@ class DeferredSignals:
         for number, frame in caught:
             handlers[number](number, frame)
 
-    def through(self, give_back: Callable[[], None]) -> None:
+    def run_deferred(self, give_back: Callable[[], None]) -> None:
         """Run all of a function that gives something back, also where a handler raises before they are held back."""
         try:
-            self.hold_back()
+            self.defer()
         finally:
             try:
                 give_back()
             finally:
-                self.let_go()
+                self.deliver()
 
     @contextmanager
-    def passing(self) -> Iterator[None]:
+    def delivering(self) -> Iterator[None]:
         """Let handlers run meanwhile, for what may take long."""
         try:
-            self.let_go()
+            self.deliver()
             yield
         finally:
-            self.hold_back()
+            self.defer()
 
     def _catch(self, number: int, frame: object) -> None:
         self._caught.append((number, frame))

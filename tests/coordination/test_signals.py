@@ -65,7 +65,7 @@ def test_what_was_held_back_is_put_back(monkeypatch: pytest.MonkeyPatch, handler
     assert inside == (at > 1)  # the first call was of SIGINT, and SIGUSR1 was not held back yet
     assert {number: signal.getsignal(number) for number in NUMBERS} == handlers
     signal.signal(signal.SIGUSR2, signal.SIG_DFL)
-    held.let_go()  # once more, as after an interrupt, and nothing comes back
+    held.deliver()  # once more, as after an interrupt, and nothing comes back
     assert signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL
 
 
@@ -74,7 +74,7 @@ def test_what_gives_back_is_run_in_any_case(monkeypatch: pytest.MonkeyPatch, at:
     monkeypatch.setattr(signals, "_signal", Meddler(at))
     done: list[str] = []
     with pytest.raises(Interrupt):
-        DeferredSignals().through(lambda: done.append("given back"))
+        DeferredSignals().run_deferred(lambda: done.append("given back"))
     assert done == ["given back"]
 
 
@@ -82,10 +82,10 @@ def test_handlers_run_once_and_in_what_may_take_long() -> None:
     caught: list[int] = []
     signal.signal(signal.SIGUSR1, lambda number, frame: caught.append(number))
     with DeferredSignals() as held:
-        held.hold_back()
+        held.defer()
         signal.raise_signal(signal.SIGUSR1)
         assert caught == []
-        with held.passing():
+        with held.delivering():
             assert len(caught) == 1
             signal.raise_signal(signal.SIGUSR1)
             assert len(caught) == 2

@@ -273,15 +273,18 @@ class LeaseDir(StateDir):
 
     def twin(self, name: str, status: os.stat_result | None = None) -> str:
         """The name of the lock or of the other lease that is the same file, relative to this directory; "" for none."""
-        status = os.stat(name, dir_fd=self.fd, follow_symlinks=False) if status is None else status
-        if status.st_nlink > 1:
-            for other in (HOST_LOCK, *self.names_of_host):
-                with suppress(OSError):
-                    if other != name and os.path.samestat(
-                        os.stat(other, dir_fd=self.fd, follow_symlinks=False), status
-                    ):
-                        return other
+        with suppress(OSError):  # gone meanwhile
+            status = os.stat(name, dir_fd=self.fd, follow_symlinks=False) if status is None else status
+            for other in (HOST_LOCK, *self.names_of_host) if status.st_nlink > 1 else ():
+                if other != name and (found := self._status(other)) and os.path.samestat(found, status):
+                    return other
         return ""
+
+    def _status(self, name: str) -> os.stat_result | None:
+        try:
+            return os.stat(name, dir_fd=self.fd, follow_symlinks=False)
+        except OSError:
+            return None
 
 
 def write_all(fd: int, data: bytes, path: str) -> None:

@@ -15,7 +15,7 @@ from ..devices import Gpu, LeaseHolder
 from ..errors import LockTimeout, StateDirError
 from . import socket_names as names
 from .files import HOST_LOCK, StateDir, is_everybodys, state_dir_path
-from .leases import LeaseRecord, inner_name, lease_name, leases_of, probe, read_record
+from .leases import LeaseRecord, inner_name, leases_of, probe, read_record
 from .locks import MINIMUM_PATIENCE, HostLock, opened
 from .records import command_of
 from .socket_names import digest
@@ -171,27 +171,29 @@ def lease_holders(gpus: Collection[Gpu], *, inner: bool = False, prefix: str | N
     Raises:
         LockTimeout, StateDirError: the leases cannot be read.
     """
-    held: dict[str, list[str]] = {}
+    files = {gpu.uuid: [inner_name(gpu.uuid)] if inner else leases_of([gpu.uuid]) for gpu in gpus}
+    held: dict[str, str] = {}
     found: dict[str, LeaseHolder] = {}
     with HostLock(time.monotonic() + MINIMUM_PATIENCE) as host:
-        host.leases.names_of_host = leases_of(gpu.uuid for gpu in gpus)
-        for gpu in gpus:
-            files = [inner_name(gpu.uuid)] if inner else [lease_name(gpu.uuid), inner_name(gpu.uuid)]
-            for name in files:
+        host.leases.names_of_host = leases_of(files)
+        # Read first: while host.lock is held nobody takes a lease, so who is found to hold one held it here.
+        claims = _claims(host.leases, {name: (name,) for names_of_gpu in files.values() for name in names_of_gpu})
+        for uuid, names_of_gpu in files.items():
+            for name in names_of_gpu:
                 try:
                     if probe(host, name):
-                        if host.leases.twin(name):  # its lock does not say which of the two its holder has claimed
-                            found[gpu.uuid] = LeaseHolder()
-                        else:
-                            held[gpu.uuid] = [name]
+                        held[uuid] = name
                         break
                 except StateDirError as err:
-                    found[gpu.uuid] = LeaseHolder(closed=str(err))
+                    found[uuid] = LeaseHolder(closed=str(err))
         if prefix is not None:
-            rest = [gpu.uuid for gpu in gpus if gpu.uuid not in held and gpu.uuid not in found]
+            rest = [uuid for uuid in files if uuid not in held and uuid not in found]
             found.update(dict.fromkeys(names.held_among(rest, prefix, inner=inner), LeaseHolder(elsewhere=True)))
-        claims = _claims(host.leases, held)  # before they let go, as far as that can be had
-    return {**found, **{uuid: _holder(*claim) for uuid, claim in claims.items()}}
+        linked = {uuid for uuid, name in held.items() if host.leases.twin(name)}  # its lock does not say which is held
+    return {
+        **found,
+        **{uuid: LeaseHolder() if uuid in linked else _holder(*claims[name]) for uuid, name in held.items()},
+    }
 
 
 def recorded_holders(leases: Mapping[str, Iterable[str]]) -> dict[str, LeaseHolder]:
@@ -232,8 +234,9 @@ def _holder(record: LeaseRecord | None, lockers: Sequence[int]) -> LeaseHolder:
         return LeaseHolder()
     pid, uid = holder_by_kernel(record, lockers)
     user, command = user_and_command(record, pid, uid)
+    ended = pid is None and procfs.has_ended(record.pid)  # a moment ago: no other process is blamed by its number
     return LeaseHolder(
-        pid,
+        record.pid if ended else pid,
         user,
         record.job,
         command,

@@ -296,17 +296,24 @@ def well_formed(text: str) -> str:
 
 
 def flock_holders(
-    inodes: Collection[int], devices: Mapping[int, int] | None = None, kind: bytes = b""
+    inodes: Collection[int],
+    devices: Mapping[int, int] | None = None,
+    kind: bytes = b"",
+    held: Collection[int] = (),
+    tries: int = 3,
 ) -> dict[int, list[int]]:
     """Inode -> pids that hold a flock or POSIX lock on it, from /proc/locks.
 
     Only inodes are compared, because on overlay file systems the device numbers in /proc/locks differ from those of
-    stat. The kernel does not show locks held in other pid namespaces.
+    stat. The kernel does not show locks held in other pid namespaces. It writes the table a page at a time, and leaves
+    locks out where others come and go meanwhile.
 
     Args:
         devices: inode -> device number. If there are locks of that inode on that device, those of the same inode on
             other devices are left out.
         kind: of locks, such as FLOCK; "" for all.
+        held: inodes that are probably locked: for one that is not there the table is read again.
+        tries: how often it is read at most.
     """
     holders: dict[int, list[int]] = {}
     exact: dict[int, list[int]] = {}
@@ -322,11 +329,15 @@ def flock_holders(
             device = os.makedev(int(major, 16), int(minor, 16))
         except (ValueError, OverflowError):
             continue
-        found = (holders, exact) if devices is not None and devices.get(inode) == device else (holders,)
-        for table in found:
+        tables = (holders, exact) if devices is not None and devices.get(inode) == device else (holders,)
+        for table in tables:
             if pid not in (known := table.setdefault(inode, [])):
                 known.append(pid)
-    return {**holders, **exact}
+    found = {**holders, **exact}
+    missing = [inode for inode in held if inode not in found]
+    if missing and tries > 1:
+        return {**flock_holders(missing, devices, kind, missing, tries - 1), **found}
+    return found
 
 
 def lines_of(path: str) -> Iterator[bytes]:

@@ -17,7 +17,7 @@ from . import socket_names as names
 from .files import HOST_LOCK, StateDir, is_everybodys, state_dir_path
 from .leases import LeaseRecord, inner_name, leases_of, probe, read_record
 from .locks import MINIMUM_PATIENCE, HostLock, opened
-from .records import command_of
+from .records import LONGEST, command_of
 from .socket_names import digest
 
 # Who holds a lease or a name, by the kernel's word.
@@ -58,10 +58,10 @@ def user_and_command(record: LeaseRecord | None, pid: int | None, uid: int | Non
     return f"says: {record.user}" if record is not None and record.user else None, said
 
 
-def lockers_of(files: Iterable[os.stat_result]) -> Mapping[int, list[int]]:
+def lockers_of(files: Collection[os.stat_result]) -> Mapping[int, list[int]]:
     """Inode -> pids that took a lock (flock) on that file, as /proc/locks shows them. Some may have ended."""
     devices = {status.st_ino: status.st_dev for status in files}
-    return procfs.flock_holders(devices, devices, b"FLOCK")
+    return procfs.flock_holders(devices, devices, b"FLOCK", [one.st_ino for one in files if one.st_size > LONGEST])
 
 
 def lease_owners(directory: StateDir, names: Iterable[str]) -> dict[str, int]:

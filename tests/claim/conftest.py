@@ -22,6 +22,8 @@ from safe_gpu.claim import claim as recheck
 from safe_gpu.claim import owner
 from safe_gpu.claim import view as host_view
 from safe_gpu.coordination.leases import Lease, lease_name
+from safe_gpu.coordination.locks import HostLock
+from safe_gpu.coordination.queue import TicketRequest, Waiter
 from safe_gpu.devices import Gpu, HostSnapshot
 from safe_gpu.drivers.simulated import SimulatedContext, SimulatedDriver, SimulatedPlaceholder
 from safe_gpu.runtimes.runtime import CudaRuntime
@@ -335,6 +337,35 @@ def released() -> Iterator[None]:
     holder = owner.current_owner()
     if holder is not None:
         holder.release_gpus()
+
+
+@pytest.fixture
+def line(ground: Any) -> Iterator[Callable[..., Waiter]]:
+    """Tickets, played in this process: ``line(2, (0, 1), hold_for=600)``."""
+    waiters: list[Waiter] = []
+
+    def join(
+        nb_gpus: int, gpus: Sequence[int] = range(8), *, hold_for: float | None = None, min_memory: int | None = None,
+        inner: bool = False,
+    ) -> Waiter:  # fmt: skip
+        stems = (ground.uuids[index] + (".inner" if inner else "") for index in gpus)
+        waiters.append(Waiter(TicketRequest(nb_gpus, frozenset(stems), min_memory, hold_for)))
+        with HostLock(time.monotonic() + 30) as host:
+            waiters[-1].join(host)
+        return waiters[-1]
+
+    yield join
+    for waiter in waiters:
+        waiter.leave()
+
+
+def try_claim(nb_gpus: int, **options: Any) -> tuple[int, ...] | None:
+    """The GPUs that a claim gets without waiting and gives back at once; None: it is refused."""
+    try:
+        with safe_gpu.claim_gpus(nb_gpus, safe_gpu.NoPlaceholder(), affinity=None, timeout=0, **options) as claimed:
+            return tuple(claimed.devices_taken)
+    except safe_gpu.NotEnoughGpusError:
+        return None
 
 
 @pytest.fixture

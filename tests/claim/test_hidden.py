@@ -46,6 +46,13 @@ def run(gpus: Any, code: str, **environment: str) -> Any:
     return json.loads(gpus.python(f"{PRELUDE}\n{code}\nprint(json.dumps(out))", **environment).splitlines()[-1])
 
 
+@pytest.fixture
+def older_lock(fake_gpus: Any) -> None:
+    """The lock file of the older package, so that claims show themselves before others look."""
+    (fake_gpus.directory / "older package").mkdir()
+    (fake_gpus.directory / "older package" / "lock").touch()
+
+
 # Threads
 
 
@@ -91,10 +98,7 @@ for _ in range(2):
 # Our own context is not listed
 
 
-def test_where_nobody_is_listed_the_older_package_is_not_kept_waiting(fake_gpus: Any) -> None:
-    lock = fake_gpus.directory / "older package/lock"
-    lock.parent.mkdir()
-    lock.touch()
+def test_where_nobody_is_listed_the_older_package_is_not_kept_waiting(fake_gpus: Any, older_lock: None) -> None:
     fake_gpus.options(hidden=1)
     code = "recheck._SHOWING = 1e9\nout['taken'] = claim(2)"  # a wait would end this test by its time limit
     out = run(fake_gpus, code)
@@ -103,19 +107,13 @@ def test_where_nobody_is_listed_the_older_package_is_not_kept_waiting(fake_gpus:
     assert warning.startswith("the driver does not list this process on GPU 0,1, so that others")
 
 
-def test_a_driver_that_lists_a_context_late_is_waited_for(fake_gpus: Any) -> None:
-    lock = fake_gpus.directory / "older package/lock"
-    lock.parent.mkdir()
-    lock.touch()
+def test_a_driver_that_lists_a_context_late_is_waited_for(fake_gpus: Any, older_lock: None) -> None:
     fake_gpus.options(lag_ms=300)
     code = "recheck._SHOWING = 1e9\nout['taken'] = claim()"
     assert run(fake_gpus, code) == {"taken": [0], "warnings": []}
 
 
-def test_a_placeholder_that_shows_nothing_is_told_of_after_the_wait(fake_gpus: Any) -> None:
-    lock = fake_gpus.directory / "older package/lock"
-    lock.parent.mkdir()
-    lock.touch()
+def test_a_placeholder_that_shows_nothing_is_told_of_after_the_wait(fake_gpus: Any, older_lock: None) -> None:
     code = "recheck._SHOWING = 0.05\nout['taken'] = claim(1, lambda device_no: None)"
     out = run(fake_gpus, code)
     assert out["taken"] == [0]
@@ -178,11 +176,8 @@ def test_the_memory_of_a_stranger_of_another_container_is_noticed(fake_gpus: Any
 # Lists and memory that the driver can never tell
 
 
-def test_gpus_without_process_lists_are_claimed_where_that_is_allowed(fake_gpus: Any) -> None:
+def test_gpus_without_process_lists_are_claimed_where_that_is_allowed(fake_gpus: Any, older_lock: None) -> None:
     fake_gpus.set(2, compute_error=NOT_SUPPORTED, mps_error=NOT_SUPPORTED, memory_error=NOT_SUPPORTED)
-    lock = fake_gpus.directory / "older package/lock"
-    lock.parent.mkdir()
-    lock.touch()
     code = "recheck._SHOWING = 1e9\nout['taken'] = claim()"
     kind, text = run(fake_gpus, code)["taken"]
     assert (kind, "SAFE_GPU_PROCESS_LIST=optional" in text) == ("UnsatisfiableRequestError", True)

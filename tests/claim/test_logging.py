@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-import signal
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -228,27 +227,6 @@ def test_whom_one_waits_behind_is_told_with_its_data(ahead, ground, caplog: pyte
     assert (waiting.safe_gpu_ahead.pid, waiting.safe_gpu_ahead.nb_gpus) == (os.getpid(), 8)
     assert not waiting.safe_gpu_ahead.stopped
     assert (waiting.safe_gpu_position, waiting.safe_gpu_free, waiting.safe_gpu_needed) == (2, None, 1)
-
-
-def test_a_stopped_process_ahead_is_told_to_be_stopped(child, ground) -> None:
-    ground.hold(*range(8))
-    one = child("import logging, safe_gpu; logging.basicConfig(level=20); safe_gpu.claim_gpus(timeout=None)")
-    while "waiting" not in one.process.stderr.readline():
-        pass
-    os.kill(one.process.pid, signal.SIGSTOP)
-    os.waitid(os.P_PID, one.process.pid, os.WSTOPPED | os.WNOWAIT)
-    with pytest.raises(NotEnoughGpusError, match=rf"\(past \S+, pid {one.process.pid}, stopped, wants 1 GPU"):
-        claim_gpus(1, NoPlaceholder(), affinity=None, timeout=0)
-    one.kill()
-
-
-def test_a_logger_of_the_caller_s_gets_everything(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
-    mine = logging.getLogger("mine")
-    with claim_gpus(1, None, mine, affinity=None):
-        pass
-    assert {record.name for record in caplog.records} == {"mine"}
-    assert len(caplog.records) >= 6
 
 
 def test_a_logger_that_is_closed_to_info_costs_a_short_wait_nothing(ground, monkeypatch: pytest.MonkeyPatch) -> None:

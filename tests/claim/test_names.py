@@ -109,21 +109,6 @@ def test_a_waiter_gets_what_the_other_directory_gives_back(host: Path, child: An
     assert waiter.hear() == "[0, 1, 2, 3, 4, 5, 6, 7]"
 
 
-def test_release_frees_leases_and_names_at_once(host: Path) -> None:
-    owner = claim(2)
-    assert held(host) == {gpu.uuid for gpu in owner.gpus}
-    owner.release_gpus()
-    assert held(host) == set()
-
-
-def test_a_killed_claim_frees_its_names(host: Path, child: Any) -> None:
-    other = child(CLAIM + "say(claim(8).devices_taken); listen()", env=other_dir(host))
-    other.hear()
-    other.kill()
-    with claim(8):
-        pass
-
-
 def test_a_child_that_lives_on_holds_the_lease_and_not_the_name(host: Path, child: Any) -> None:
     work = "owner = claim(1)\nif os.fork(): os._exit(0)\nsay('alone'); listen()"
     orphan = child(CLAIM + work)

@@ -173,24 +173,6 @@ def test_the_history_has_names_only(state_dir: Path, command: Any) -> None:
     assert '"command": "sh"' in text
 
 
-def test_run_loads_nothing_more_for_it(state_dir: Path, command: Any) -> None:
-    """The writer and what it needs: nothing that reads or shows the history."""
-    code = "import sys; print(sorted(name for name in sys.modules if name.startswith('safe_gpu')), file=sys.stderr)"
-    spy = f"""
-import os, sys
-def stop(*a): {code}; os._exit(0)
-os.execv = stop
-from safe_gpu.cli import main
-main(["run", "-q", "--", "true"])
-"""
-    import sys
-
-    done = subprocess.run([sys.executable, "-c", spy], capture_output=True, text=True, timeout=60)
-    assert "safe_gpu.coordination.history" in done.stderr
-    for name in ("endings", "status", "csv", "past", "usage"):
-        assert f".{name}" not in done.stderr
-
-
 def test_releases_write_when_even_if_the_clock_went_back(state_dir: Path, ground: Any, monkeypatch: Any) -> None:
     owner = claim()
     monkeypatch.setattr(time, "time", lambda: 1_000_000.0)

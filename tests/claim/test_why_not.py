@@ -215,14 +215,3 @@ def test_the_line_fits_or_is_as_short_as_it_gets(width: int, verdicts: list[GpuV
 
 def test_ages_count_to_now_unless_told_otherwise() -> None:
     assert "for 0 s" in waiting_message(WaitStatus(1, 0, 1, (claimed(1, since=4e9),)))  # a clock that was set back
-
-
-def test_a_claim_that_need_not_wait_loads_none_of_it(child) -> None:
-    one = child(
-        """
-from safe_gpu import claim_gpus
-claim_gpus(1, timeout=0)
-say(*(name for name in ("why_not", "news") if f"safe_gpu.claim.{name}" in sys.modules))
-"""
-    )
-    assert one.finish() == "\n"

@@ -40,12 +40,6 @@ def test_a_note_is_read_back_and_is_one_line_of_json_for_everybody(leases: State
     assert path(leases).read_text().count("\n") == 1
 
 
-def test_a_note_replaces_a_longer_one(leases: StateDir) -> None:
-    write_fault(leases, UUID, GpuFault(1.0, "x" * 300))
-    write_fault(leases, UUID, GpuFault(2.0, "short"))
-    assert read_faults(leases, [UUID]) == {UUID: GpuFault(2.0, "short")}
-
-
 def test_text_is_cut_and_made_safe_for_terminals(leases: StateDir) -> None:
     write_fault(leases, UUID, GpuFault(1.0, "\x1b[31m\udce9" + "\U0001f600" * 9999))
     assert path(leases).stat().st_size < 4096

@@ -98,12 +98,6 @@ def test_a_symbolic_link_is_never_followed(state_dir: Path, tmp_path: Path, leve
     assert target.is_dir() or target.read_text() == "precious"
 
 
-def test_a_dangling_link_in_its_place_is_refused_too(state_dir: Path) -> None:
-    state_dir.symlink_to("/nowhere/at/all")
-    with pytest.raises(StateDirError, match="symbolic link"):
-        StateDir(str(state_dir))
-
-
 def test_a_file_in_its_place_or_a_missing_parent_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(StateDirError, match="is not a directory"):
@@ -299,22 +293,6 @@ def test_a_full_disk_is_said_and_leaves_nothing(
             root.open_or_create("host.lock")
         assert caught.value.errno == code
     assert os.listdir(state_dir) == []
-
-
-@needs_root
-def test_a_really_full_tmpfs(tmp_path: Path) -> None:
-    mount = tmp_path / "small"
-    mount.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4096", "tmpfs", mount], capture_output=True).returncode:
-        pytest.skip("cannot mount a tmpfs here")
-    try:
-        (mount / "filler").write_bytes(b"x" * 4096)
-        fd = os.open(mount / "a", os.O_RDWR | os.O_CREAT)
-        with pytest.raises(StateDirError, match=r"cannot write .*No space left"):
-            write_all(fd, b"{}\n", str(mount / "a"))
-        os.close(fd)
-    finally:
-        subprocess.run(["umount", mount], check=True)
 
 
 @needs_root

@@ -9,7 +9,6 @@ import os
 import signal
 import threading
 import time
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -324,17 +323,6 @@ def test_rubbish_in_the_queue_is_ignored(state_dir: Path, join) -> None:
     assert set(os.listdir(state_dir / "queue")) == {*rubbish, "1.ticket", "7.ticket", "8.ticket"}
 
 
-def test_a_padded_or_endless_number_is_nobodys_even_when_it_is_locked(state_dir: Path, join) -> None:
-    join().leave()
-    with ExitStack() as files:
-        for name in ("01.ticket", f"{'1' * 19}.ticket"):
-            file = files.enter_context(open(state_dir / "queue" / name, "w"))
-            fcntl.flock(file, fcntl.LOCK_EX)
-        assert ahead_of(join()) is None
-        with host() as locked:
-            assert [ticket.seq for ticket in live_tickets(locked)] == [1]
-
-
 @pytest.mark.parametrize("number", [10**12 + 10, 10**17 - 1, 10**17, 10**18 - 1])
 @pytest.mark.parametrize("live", [True, False])
 def test_a_number_that_no_queue_gets_to_is_nobodys(state_dir: Path, join, number: int, live: bool) -> None:
@@ -363,35 +351,11 @@ def test_the_numbers_of_a_long_lived_queue_count(state_dir: Path, join) -> None:
         assert f"{10**12 + 1}.ticket" in os.listdir(state_dir / "queue")
 
 
-def test_a_second_link_to_a_ticket_leaves_it_a_ticket(state_dir: Path, join, open_tmp: Path) -> None:
-    """Anybody may link it where fs.protected_hardlinks is 0."""
-    join()
-    os.link(state_dir / "queue" / "1.ticket", open_tmp / "x")
-    assert ahead_of(join()) == 1
-
-
 @pytest.mark.parametrize("mode", [0o666, 0o600, 0o664, 0o4644])
 def test_a_file_of_another_mode_is_no_ticket(state_dir: Path, join, mode: int) -> None:
     join()
     (state_dir / "queue" / "1.ticket").chmod(mode)
     assert ahead_of(join(ticket=False)) is None
-
-
-@pytest.mark.parametrize("file", ["host.lock", "leases/GPU-0.lock"])
-def test_a_link_to_a_lock_file_is_no_ticket(state_dir: Path, join, file: str) -> None:
-    """It would be live for as long as a claim lives, or for ever: who looks at a ticket holds host.lock."""
-    join().leave()
-    with StateDir(str(state_dir)) as root, StateDir("leases", root) as leases:
-        fd = leases.open_or_create("GPU-0.lock")
-    fcntl.flock(fd, fcntl.LOCK_EX)
-    demand = {"nb_gpus": 1, "gpus": ["GPU-0"]}
-    (state_dir / file).write_text(json.dumps({"pid": 1, "user": "x", "since": 1, "request": demand}))
-    os.link(state_dir / file, state_dir / "queue" / "1.ticket")
-    assert ahead_of(join(ticket=False)) is None
-    assert ahead_of(join()) is None
-    with host() as locked:
-        assert [ticket.seq for ticket in live_tickets(locked)] == [2]
-    os.close(fd)
 
 
 def test_a_live_ticket_that_cannot_be_read_competes_with_everybody(state_dir: Path, join) -> None:
@@ -419,18 +383,6 @@ def test_a_ticket_beyond_all_bounds_is_unreadable(state_dir: Path, join, wish: d
     ticket.write_text(json.dumps(raw))
     with host() as locked:
         assert [found.demand for found in live_tickets(locked)] == [None]
-
-
-def test_the_words_of_a_ticket_are_cut(state_dir: Path, join) -> None:
-    join()
-    ticket = state_dir / "queue" / "1.ticket"
-    raw = json.loads(ticket.read_text())
-    ticket.write_text(json.dumps(raw | {"user": "e\u0301" * 999, "request": raw["request"] | {"gpus": ["x" * 999]}}))
-    with host() as locked:
-        (found,) = live_tickets(locked)
-    assert len(found.user) == 64
-    assert found.demand is not None
-    assert [len(stem) for stem in found.demand.gpus] == [100]
 
 
 def test_a_ticket_under_a_file_lease_is_dead(state_dir: Path, join, file_lease) -> None:

@@ -5,26 +5,16 @@ from __future__ import annotations
 import logging
 import os
 import re
-import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-import safe_gpu
 from safe_gpu import NoPlaceholder, NotEnoughGpusError, claim_gpus, procfs
 from safe_gpu.claim import attempt as look
-from safe_gpu.claim import search as acquisition
 from safe_gpu.claim import search as news
 from safe_gpu.coordination import holders as survey
-from safe_gpu.coordination.locks import HostLock
-from safe_gpu.coordination.queue import TicketRequest, Waiter
-
-
-@pytest.fixture(autouse=True)
-def _no_claim_left():
-    yield
-    safe_gpu.release_gpus()
+from safe_gpu.coordination.locks import HostLock, LeaseWatcher
+from safe_gpu.coordination.queue import Waiter
 
 
 def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -81,17 +71,6 @@ def test_a_bare_script_that_waits_longer_hears_it_once(child, ground, eventually
         assert one.process.communicate(timeout=60) == ("has\n", "")
 
 
-@pytest.fixture
-def ahead(ground) -> Iterator[None]:
-    """A waiter that wants all GPUs, the first of which is held."""
-    ground.hold(0)
-    waiter = Waiter(TicketRequest(8, frozenset(ground.uuids)))
-    with HostLock(time.monotonic() + 30) as host:
-        waiter.join(host)
-    yield
-    waiter.leave()
-
-
 class Enough(Exception):
     """Instead of a second look."""
 
@@ -101,14 +80,11 @@ def enough(*_: object) -> bool:
 
 
 @pytest.mark.parametrize("queued", [False, True])
-def test_the_warning_costs_no_look(
-    host: Any, ground, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, queued: bool
-) -> None:
+def test_the_warning_costs_no_look(host: Any, ground, monkeypatch: pytest.MonkeyPatch, line: Any, queued: bool) -> None:
     """Neither at host.lock nor at the driver: hundreds may wait."""
+    ground.hold(*range(8))
     if queued:
-        request.getfixturevalue("ahead")
-    else:
-        ground.hold(*range(8))
+        line(8)
     taken = []
 
     class CountedLock(HostLock):
@@ -122,7 +98,7 @@ def test_the_warning_costs_no_look(
     monkeypatch.setattr(look, "HostLock", CountedLock)
     monkeypatch.setattr(survey, "HostLock", CountedLock)
     monkeypatch.setattr(Waiter, "sleep_behind", sleep)
-    monkeypatch.setattr(acquisition._Search, "_watch", enough)
+    monkeypatch.setattr(LeaseWatcher, "any_free", enough)
     monkeypatch.setattr(news, "_WARNING_DELAY", 0.0)
     seen = []
     for level in (logging.WARNING, logging.ERROR):
@@ -219,7 +195,9 @@ def test_a_wait_is_told_with_its_data(ground, caplog: pytest.LogCaptureFixture) 
     assert waiting[0].safe_gpu_ahead is None
 
 
-def test_whom_one_waits_behind_is_told_with_its_data(ahead, ground, caplog: pytest.LogCaptureFixture) -> None:
+def test_whom_one_waits_behind_is_told_with_its_data(line, ground, caplog: pytest.LogCaptureFixture) -> None:
+    line(8)
+    ground.hold(0)
     caplog.set_level(logging.INFO, "safe_gpu")
     with pytest.raises(NotEnoughGpusError):
         claim_gpus(1, NoPlaceholder(), affinity=None, timeout=0.5)

@@ -76,12 +76,6 @@ def outer(command, ground):
     return start
 
 
-@pytest.fixture(autouse=True)
-def _no_claim_left():
-    yield
-    safe_gpu.release_gpus()
-
-
 # What it is for
 
 

@@ -29,28 +29,34 @@ ADA = ClaimAhead(30106, "ada", 8, NOW - 740)
 UNUSABLE = GpuVerdict(gpu(5), "unusable", "the driver lost it")
 
 
-def test_a_refusal_is_a_sentence_and_a_line_for_each_gpu() -> None:
-    text = refusal_message(GpuRequest(2), (FREE, claimed(1), BUSY, OUTSIDE, UNUSABLE))
-    assert text.splitlines() == [
-        "2 GPUs asked for, 1 free: wait for them (timeout=), or ask for fewer.",
-        "  GPU 0 (NVIDIA A100): free",
-        "  GPU 1 (NVIDIA A100): claimed by process 4711 (ada)",
-        "  GPU 3 (NVIDIA A100): process 12 (bob, python) uses 1 GiB",
-        "  GPU 4 (NVIDIA A100): listed in exclude=4",
-        "  GPU 5 (NVIDIA A100): the driver lost it",
-    ]
+MODELS = [GpuVerdict(gpu(index, name=name), "free") for index, name in enumerate(["L4", "T4", "L4", "L4"])]
+INSTANCE = GpuVerdict(gpu(2, mig_parent="GPU-2", mig_instance=1), "free")
 
 
-def test_gpus_with_the_same_holder_share_a_line() -> None:
-    assert refusal_message(GpuRequest(1), [claimed(index) for index in range(8)]).splitlines() == [
-        "1 GPU asked for, 0 free: wait for it (timeout=).",
-        "  GPU 0-7 (NVIDIA A100): claimed by process 4711 (ada)",
-    ]
-
-
-def test_gpus_of_different_models_do_not_share_a_line() -> None:
-    verdicts = [GpuVerdict(gpu(index, name=name), "free") for index, name in enumerate(["L4", "T4", "L4", "L4"])]
-    assert refusal_message(GpuRequest(5), verdicts).splitlines()[1:] == ["  GPU 0,2,3 (L4): free", "  GPU 1 (T4): free"]
+@pytest.mark.parametrize(
+    ("verdicts", "lines"),
+    [
+        (
+            (FREE, claimed(1), BUSY, OUTSIDE, UNUSABLE),
+            """
+  GPU 0 (NVIDIA A100): free
+  GPU 1 (NVIDIA A100): claimed by process 4711 (ada)
+  GPU 3 (NVIDIA A100): process 12 (bob, python) uses 1 GiB
+  GPU 4 (NVIDIA A100): listed in exclude=4
+  GPU 5 (NVIDIA A100): the driver lost it""",
+        ),
+        ([claimed(index) for index in range(8)], "\n  GPU 0-7 (NVIDIA A100): claimed by process 4711 (ada)"),
+        (MODELS, "\n  GPU 0,2,3 (L4): free\n  GPU 1 (T4): free"),
+        ([GpuVerdict(gpu(0, name=""), "free")], "\n  GPU 0 (GPU-0): free"),
+        ([GpuVerdict(gpu(1), "display")], "\n  GPU 1 (NVIDIA A100): free, shared with the display"),
+        ([INSTANCE], "\n  GPU 2:1 (NVIDIA A100): free"),
+    ],
+    ids=["all kinds", "one holder", "models", "no name", "a display", "a MIG instance"],
+)
+def test_a_refusal_is_a_sentence_and_a_line_for_each_gpu(verdicts: list[GpuVerdict], lines: str) -> None:
+    first, *rest = refusal_message(GpuRequest(9), verdicts).split("\n")
+    assert first.startswith("9 GPUs asked for, ")
+    assert rest == lines.split("\n")[1:]
 
 
 @pytest.mark.parametrize(
@@ -81,19 +87,6 @@ def test_the_first_sentence_says_what_to_do(nb_gpus: int, arguments: dict[str, o
 def test_a_request_from_the_command_line_is_answered_with_its_options() -> None:
     text = refusal_message(GpuRequest(2, spelling=CommandLine), (FREE, BUSY))
     assert text.startswith("2 GPUs asked for, 1 free: wait for them (--timeout), or ask for fewer.")
-
-
-def test_a_gpu_without_a_name_and_one_with_a_display() -> None:
-    verdicts = (GpuVerdict(gpu(0, name=""), "free"), GpuVerdict(gpu(1), "display"))
-    assert refusal_message(GpuRequest(3), verdicts).splitlines()[1:] == [
-        "  GPU 0 (GPU-0): free",
-        "  GPU 1 (NVIDIA A100): free, shared with the display",
-    ]
-
-
-def test_a_mig_instance_goes_by_its_label() -> None:
-    instance = gpu(2, mig_parent="GPU-2", mig_instance=1)
-    assert "  GPU 2:1 (NVIDIA A100): free" in refusal_message(GpuRequest(1), (GpuVerdict(instance, "free"),))
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from safe_gpu.claim import attempt as look
 from safe_gpu.claim import claim as recheck
 from safe_gpu.claim import owner
 from safe_gpu.claim import view as host_view
-from safe_gpu.coordination.leases import Lease, lease_name
+from safe_gpu.coordination.leases import Lease
 from safe_gpu.coordination.locks import HostLock
 from safe_gpu.coordination.queue import TicketRequest, Waiter
 from safe_gpu.devices import Gpu, HostSnapshot
@@ -216,33 +216,6 @@ class SpiedPlaceholder(SimulatedPlaceholder):
 def spies(host: Host, monkeypatch: pytest.MonkeyPatch) -> Spies:
     """All steps of a claim as events."""
     return Spies(host, monkeypatch)
-
-
-class Leases:
-    """Lease files that this test holds itself, as another process would."""
-
-    def __init__(self) -> None:
-        self._held: dict[str, int] = {}
-
-    def hold(self, *uuids: str) -> None:
-        directory = Path(os.environ["SAFE_GPU_DIR"]) / "leases"
-        directory.mkdir(parents=True, exist_ok=True)
-        for uuid in uuids:
-            fd = os.open(directory / lease_name(uuid), os.O_RDWR | os.O_CREAT, 0o666)
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._held[uuid] = fd
-
-    def free(self) -> None:
-        while self._held:
-            os.close(self._held.popitem()[1])
-
-
-@pytest.fixture
-def leases() -> Iterator[Leases]:
-    """Hold leases in this process without a claim."""
-    held = Leases()
-    yield held
-    held.free()
 
 
 @contextmanager

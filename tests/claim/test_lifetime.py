@@ -293,7 +293,7 @@ def test_a_forked_child_may_claim_what_its_parent_does_not_hold(host: Any, monke
 
 
 def test_a_process_of_another_container_with_our_parents_number_is_not_our_parent(
-    host: Any, leases: Any, monkeypatch: pytest.MonkeyPatch
+    host: Any, ground: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Containers that share the state directory number their processes alike: most have a process 1.
     owner = safe_gpu.claim_gpus(2, timeout=0)
@@ -301,7 +301,7 @@ def test_a_process_of_another_container_with_our_parents_number_is_not_our_paren
     with open(path) as file:
         record = json.load(file)
     owner.release_gpus()
-    leases.hold(*host.uuids)
+    ground.hold(*range(8))
     record["start"] += 1
     for uuid in host.uuids:
         with open(os.path.join(os.path.dirname(path), lease_name(uuid)), "w") as file:
@@ -310,7 +310,7 @@ def test_a_process_of_another_container_with_our_parents_number_is_not_our_paren
 
     def on_wait(news: Any) -> None:
         told.append(news)
-        leases.free()
+        ground.let_go()
 
     assert GPUOwner(2, timeout=60, _on_wait=on_wait).devices_taken == [0, 1]
     assert told[0].verdicts[0].user.startswith("says: ")

@@ -33,10 +33,10 @@ def claimed() -> list[int]:
         return owner.devices_taken
 
 
-def test_idle_gpus_that_are_leased_count_when_nodes_are_filled_up(host: Any, leases: Any) -> None:
+def test_idle_gpus_that_are_leased_count_when_nodes_are_filled_up(host: Any, ground: Any) -> None:
     """GPUs 2 and 3 share a node. The driver shows nobody on GPU 2, its lease is held: GPU 3 is the one to take."""
     assert claimed() == [0]
-    leases.hold(host.uuids[2])
+    ground.hold(2)
     write_record(host.uuids[2])
     assert claimed() == [3]
 

@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -182,26 +183,28 @@ def children_in(host: Path) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("space", ["--mount", "--mount --pid --fork --mount-proc"], ids=["private /tmp", "own pids"])
-def test_from_another_namespace(host: Path, child: Any, space: str) -> None:
-    """The same path of the state directory, and another file system under it, as with a private /tmp."""
-    import sys
-
-    (host / "state").mkdir(mode=0o777)
-    (host / "state").chmod(0o1777)
-    mount = f"mount -t tmpfs -o mode=1777 tmpfs {host / 'state'}"
+def in_namespace(space: str, mount: str, code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run code in a namespace of its own, after a mount."""
     enter = ["unshare", *space.split(), "sh", "-c"]
     if subprocess.run([*enter, mount], capture_output=True).returncode:
         pytest.skip("needs root, to make namespaces")
+    return subprocess.run(
+        [*enter, f'{mount} && exec "$0" -c "$1"', sys.executable, CLAIM + code],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": str(Path(safe_gpu.__file__).parents[1]), **environment},
+    )
+
+
+@pytest.mark.parametrize("space", ["--mount", "--mount --pid --fork --mount-proc"], ids=["private /tmp", "own pids"])
+def test_from_another_namespace(host: Path, child: Any, space: str) -> None:
+    """The same path of the state directory, and another file system under it, as with a private /tmp."""
+    (host / "state").mkdir()
+    (host / "state").chmod(0o1777)
     with claim(2):
-        code = CLAIM + "print(attempt(7), attempt(6), flush=True)"
-        script = f'{mount} && exec "$0" -c "$1"'
-        done = subprocess.run(
-            [*enter, script, sys.executable, code],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            env={**os.environ, "PYTHONPATH": str(Path(safe_gpu.__file__).parents[1])},
+        done = in_namespace(
+            space, f"mount -t tmpfs -o mode=1777 tmpfs {host / 'state'}", "print(attempt(7), attempt(6), flush=True)"
         )
         assert done.stdout.strip() == "refused [2, 3, 4, 5, 6, 7]", done.stderr
 
@@ -255,28 +258,14 @@ def test_a_shared_display_has_no_name(host: Path, monkeypatch: pytest.MonkeyPatc
 )
 def test_a_private_directory_is_warned_of_once(tmp_path: Path, source: str, says: str) -> None:
     """With a real mount, as systemd and Slurm make them: a directory of another file system, in place of /tmp."""
-    import sys
-
     (tmp_path / source).mkdir(parents=True)
     (tmp_path / "tmp").mkdir()
-    code = (
+    done = in_namespace(
+        "--mount",
+        f"mount --bind {tmp_path / source} {tmp_path / 'tmp'}",
         "import logging; logging.basicConfig()\n"
-        + CLAIM
-        + "claim(1).release_gpus(); os.environ['SAFE_GPU_DIR'] += '2'; claim(1).release_gpus()"
-    )
-    mount = f"mount --bind {tmp_path / source} {tmp_path / 'tmp'}"
-    if subprocess.run(["unshare", "--mount", "sh", "-c", mount], capture_output=True).returncode:
-        pytest.skip("needs root, to mount")
-    done = subprocess.run(
-        ["unshare", "--mount", "sh", "-c", f'{mount} && exec "$0" -c "$1"', sys.executable, code],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={
-            **os.environ,
-            "SAFE_GPU_DIR": str(tmp_path / "tmp" / "state"),
-            "PYTHONPATH": str(Path(safe_gpu.__file__).parents[1]),
-        },
+        "claim(1).release_gpus(); os.environ['SAFE_GPU_DIR'] += '2'; claim(1).release_gpus()",
+        SAFE_GPU_DIR=str(tmp_path / "tmp" / "state"),
     )
     assert done.returncode == 0, done.stderr
     warnings = [line for line in done.stderr.splitlines() if line.startswith("WARNING")]

@@ -60,8 +60,8 @@ def test_too_few_free_now(host: Any, cleanup: ExitStack, untouched: Callable[[],
     assert lines[2:] == ["  GPU 3-7 (NVIDIA A100-SXM4-80GB): free"]
 
 
-def test_too_few_until_the_deadline(host: Any, leases: Any, untouched: Callable[[], Any]) -> None:
-    leases.hold(*host.uuids[:3])
+def test_too_few_until_the_deadline(host: Any, ground: Any, untouched: Callable[[], Any]) -> None:
+    ground.hold(*range(3))
     with untouched(), pytest.raises(ClaimTimeout) as caught:
         safe_gpu.claim_gpus(6, timeout=SHORT)
     assert isinstance(caught.value, NotEnoughGpusError)
@@ -72,13 +72,13 @@ def test_too_few_until_the_deadline(host: Any, leases: Any, untouched: Callable[
 
 
 def test_a_wait_ends_when_the_leases_are_free_and_the_stranger_is_gone(
-    host: Any, leases: Any, cleanup: ExitStack
+    host: Any, ground: Any, cleanup: ExitStack
 ) -> None:
-    leases.hold(*host.uuids[:4])
+    ground.hold(*range(4))
     stranger = cleanup.enter_context(host.stranger(4))
 
     def end(news: Any) -> None:
-        leases.free()
+        ground.let_go()
         stranger.close()
 
     assert safe_gpu.GPUOwner(8, timeout=60, _on_wait=end).devices_taken == list(range(8))
@@ -160,9 +160,9 @@ def test_a_stuck_host_lock_names_its_holder(
 
 
 def test_a_crowd_at_the_end_of_a_wait_is_no_lock_timeout(
-    host: Any, leases: Any, monkeypatch: pytest.MonkeyPatch
+    host: Any, ground: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    leases.hold(*host.uuids)
+    ground.hold(*range(8))
     held = look.HostLock
     deadlines: list[float] = []
 
@@ -202,15 +202,16 @@ def test_the_timeout_is_one_deadline_from_the_call(host: Any, monkeypatch: pytes
 
 
 def test_free_gpus_are_those_of_the_host_in_numeric_order(
-    host_of: Any, leases: Any, cleanup: ExitStack, monkeypatch: pytest.MonkeyPatch
+    host_of: Any, ground: Any, cleanup: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     host = host_of("big-16")
+    ground.uuids = host.uuids
     everyone = [str(index) for index in range(16)]
     assert safe_gpu.get_free_gpus() == everyone
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     assert safe_gpu.get_free_gpus() == everyone
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    leases.hold(host.uuids[2])
+    ground.hold(2)
     cleanup.enter_context(host.stranger(11))
     cleanup.enter_context(host.stranger(12, kind="graphics"))
     host.edits[host.uuids[13]] = {"processes": None}

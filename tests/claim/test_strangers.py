@@ -66,7 +66,7 @@ def test_a_stranger_before_the_second_poll_is_named_when_too_few_are_left(
     assert caught.value.verdicts[3].pid == host.stranger_pid
 
 
-def test_a_waiter_whose_gpu_a_stranger_takes_keeps_its_place(host: Any, leases: Any, cleanup: ExitStack) -> None:
+def test_a_waiter_whose_gpu_a_stranger_takes_keeps_its_place(host: Any, ground: Any, cleanup: ExitStack) -> None:
     tickets: list[list[str]] = []
     came: list[Any] = []
 
@@ -75,7 +75,7 @@ def test_a_waiter_whose_gpu_a_stranger_takes_keeps_its_place(host: Any, leases: 
 
     def on_wait(news: Any) -> None:
         look("waiting")
-        leases.free()
+        ground.let_go()
 
     def on_poll(number: int) -> None:
         if not tickets:
@@ -88,7 +88,7 @@ def test_a_waiter_whose_gpu_a_stranger_takes_keeps_its_place(host: Any, leases: 
             came[0] = None
             look("stranger goes")
 
-    leases.hold(*host.uuids)
+    ground.hold(*range(8))
     host.on_poll = on_poll
     owner = safe_gpu.GPUOwner(8, timeout=60, _on_wait=on_wait)
     assert owner.devices_taken == list(range(8))
@@ -291,10 +291,10 @@ def test_a_process_list_that_fails_in_the_last_poll_gives_nothing_to_object_to(h
 
 @pytest.mark.parametrize("last", [1, 2, 3, None], ids=lambda last: f"poll {last}" if last else "under a waiter")
 def test_a_driver_that_dies_between_polls(
-    host: Any, leases: Any, untouched: Callable[[], Any], last: int | None
+    host: Any, ground: Any, untouched: Callable[[], Any], last: int | None
 ) -> None:
     if last is None:
-        leases.hold(*host.uuids)
+        ground.hold(*range(8))
 
     def die(number: int) -> None:
         if number == (last or 2):
@@ -317,14 +317,14 @@ def test_a_poll_is_taken_again_when_preparing_took_long(host: Any, monkeypatch: 
     assert host.polls == 4
 
 
-def test_the_news_of_a_wait_names_who_is_in_the_way(host: Any, leases: Any, cleanup: ExitStack) -> None:
-    leases.hold(*host.uuids[:6])
+def test_the_news_of_a_wait_names_who_is_in_the_way(host: Any, ground: Any, cleanup: ExitStack) -> None:
+    ground.hold(*range(6))
     cleanup.enter_context(host.stranger(7))
     told: list[Any] = []
 
     def on_wait(news: Any) -> None:
         told.append(news)
-        leases.free()
+        ground.let_go()
 
     safe_gpu.GPUOwner(2, timeout=60, _on_wait=on_wait)
     assert [(news.position, news.free, news.needed) for news in told] == [(1, 1, 2)]

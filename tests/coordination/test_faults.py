@@ -54,22 +54,10 @@ def test_the_name_of_an_old_mig_instance(leases: StateDir) -> None:
     assert read_faults(leases, ["MIG-GPU-1/7/0"]) == {"MIG-GPU-1/7/0": GpuFault(1.0, "bad")}
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"",
-        b"\n",
-        b"\xff\xfe",
-        b"[]",
-        b"7",
-        b"null",
-        b'{"when": 1}',
-        b'{"when": null, "error": "x"}',
-        b'{"when": {}, "error": "x"}',
-        b"[" * 4000,
-        b'{"when": 1, "error": "' + b"x" * 100000 + b'"}',
-    ],
-)
+LONG = b'{"when": 1, "error": "' + b"x" * 9999
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"[]", b"null", b'{"when": null, "error": "x"}', LONG + b'"}'])
 def test_nonsense_is_no_note(leases: StateDir, content: bytes) -> None:
     path(leases).write_bytes(content)
     assert read_faults(leases, [UUID]) == {}

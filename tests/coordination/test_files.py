@@ -49,14 +49,6 @@ def test_the_default_path_and_a_relative_one(monkeypatch: pytest.MonkeyPatch, tm
         state_dir_path()
 
 
-def test_a_directory_with_other_things_in_it_is_used_but_not_opened_up(tmp_path: Path) -> None:
-    home = tmp_path / "home"
-    home.mkdir(mode=0o700)
-    (home / "thesis.tex").touch()
-    StateDir(str(home)).close()
-    assert mode_of(home) == 0o700
-
-
 def test_a_folder_of_ones_own_in_it_is_not_opened_up(tmp_path: Path) -> None:
     """SAFE_GPU_DIR=~, where somebody keeps a folder `queue`, and claimed here before."""
     home = tmp_path / "home"

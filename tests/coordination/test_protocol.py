@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import json
-import logging
 import os
 import subprocess
 import sys
@@ -209,13 +207,6 @@ def test_a_live_ticket_of_another_client_is_not_passed(
     assert try_claim(only=0) == [0]
 
 
-def test_a_dead_ticket_stands_in_nobodys_way(ground: Any, other: OtherClient) -> None:
-    name, fd = other.ticket(request(ground.uuids[0]))
-    fcntl.flock(fd, fcntl.LOCK_UN)
-    assert try_claim(only=0) == [0]
-    assert not (ground.directory / name).exists()
-
-
 @pytest.mark.parametrize("leaving", [True, False])
 def test_a_last_holder_that_is_still_there_is_no_stranger(
     ground: Any, other: OtherClient, zombie: int, leaving: bool
@@ -262,23 +253,6 @@ def test_another_clients_waiter_sleeps_until_ours_leaves(
     assert os.listdir(ground.directory / "queue") == []
     other.unlock(fd)
     waiter.tell()
-
-
-def test_a_stale_scope_is_ignored_with_a_warning(
-    ground: Any, other: OtherClient, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    other.lease(ground.uuids[1], record(ground.uuids[1], token=hashlib.sha256(b"0123456789abcdef").hexdigest()[:16]))
-    monkeypatch.setenv("SAFE_GPU_SCOPE", "fedcba9876543210")
-    with caplog.at_level(logging.WARNING, "safe_gpu"):
-        assert try_claim(only=0) == [0]
-    assert "SAFE_GPU_SCOPE" in caplog.text
-    monkeypatch.setenv("SAFE_GPU_SCOPE", "0123456789abcdef")
-    assert try_claim() == [1]  # inside that client's claim
-
-
-def test_an_inner_lease_that_outlived_the_outer_one_counts(ground: Any, other: OtherClient) -> None:
-    other.lease(ground.uuids[0], record(ground.uuids[0]), inner=True)
-    assert isinstance(try_claim(only=0), NotEnoughGpusError)
 
 
 def test_leases_on_a_shared_display_are_shared(

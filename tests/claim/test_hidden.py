@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 import safe_gpu
-from safe_gpu.claim import claim as recheck
 from safe_gpu.devices import ProcessKind
-from safe_gpu.errors import NotEnoughGpusError, UnsatisfiableRequestError
+from safe_gpu.errors import NotEnoughGpusError
 
 MIB, GIB = 1 << 20, 1 << 30
 NOT_SUPPORTED = 3
@@ -120,11 +119,6 @@ def test_a_placeholder_that_shows_nothing_is_told_of_after_the_wait(fake_gpus: A
     assert len(out["warnings"]) == 1
 
 
-def test_a_lease_alone_has_nothing_to_show(fake_gpus: Any) -> None:
-    fake_gpus.options(hidden=1)
-    assert run(fake_gpus, "out['taken'] = claim(1, safe_gpu.NoPlaceholder())") == {"taken": [0], "warnings": []}
-
-
 def test_a_context_of_our_own_that_is_not_listed_does_not_keep_us_out(fake_gpus: Any) -> None:
     """A framework keeps its context after the release; its memory is in use by no listed process."""
     fake_gpus.options(hidden=1)
@@ -203,12 +197,6 @@ out["second"] = claim()
     assert run(fake_gpus, code, SAFE_GPU_PROCESS_LIST="optional")["second"] == [0]
 
 
-def test_unknown_memory_is_refused_at_once_by_a_claim_that_would_wait(host: Any) -> None:
-    host.edits = {uuid: {"memory_free": None, "memory_total": None, "memory_used": None} for uuid in host.uuids}
-    with pytest.raises(UnsatisfiableRequestError, match="does not tell its memory: leave min_memory= out"):
-        safe_gpu.claim_gpus(1, timeout=None, min_memory="1GiB")
-
-
 # MPS servers
 
 
@@ -235,13 +223,3 @@ def test_the_mps_server_that_our_own_placeholder_starts_is_no_stranger(host: Any
     owner = safe_gpu.claim_gpus(1, start, timeout=0)
     assert owner.devices_taken == [0]
     owner.placeholders[0].close()
-
-
-def test_the_older_package_is_waited_for_only_while_the_driver_may_show_us(
-    host: Any, spies: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(recheck, "_SHOWING", 1e9)
-    host.on_poll = lambda number: number == 3 and host.edits.update({host.uuids[0]: {"processes": ()}})
-    safe_gpu.claim_gpus(1, timeout=0)
-    assert host.polls == 3
-    assert not spies.legacy_held

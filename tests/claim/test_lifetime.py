@@ -316,19 +316,6 @@ def test_a_process_of_another_container_with_our_parents_number_is_not_our_paren
     assert told[0].verdicts[0].user.startswith("says: ")
 
 
-def test_a_child_that_lives_on_keeps_what_it_may_be_using(child: Any) -> None:
-    process = child(
-        f"{CLAIM}\nif os.fork() == 0:\n    say('child', os.getpid())\n    listen()\n    os._exit(0)\nos._exit(0)\n"
-    )
-    assert process.hear() == "0 1"
-    _, pid = process.hear().split()
-    process.process.wait(30)
-    assert safe_gpu.get_free_gpus() == OTHERS
-    os.kill(int(pid), signal.SIGKILL)
-    assert process.process.stdout.read() == ""  # the last copy of the pipe is closed: the child is gone
-    assert safe_gpu.get_free_gpus() == ALL
-
-
 def test_a_started_program_does_not_inherit_the_lease(child: Any) -> None:
     code = f"{CLAIM}\nimport subprocess\nsay(subprocess.Popen(['sleep', '60']).pid)\nos._exit(0)\n"
     process = child(code)

@@ -353,12 +353,14 @@ def test_a_variable_that_names_no_file_is_told(rules: Any, caplog: Any) -> None:
     assert f"SAFE_GPU_POLICY={path} does not exist: nothing is limited" in caplog.text
 
 
-def test_without_a_file_nothing_is_loaded(child: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_claim_without_limits_that_meets_nobody_loads_nothing_for_it(
+    child: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("SAFE_GPU_POLICY", raising=False)
     program = (
         "import safe_gpu, safe_gpu.settings\nsafe_gpu.settings.POLICY_FILE = '/nonexistent/policy.ini'\n"
         "safe_gpu.GPUOwner(1, safe_gpu.NoPlaceholder(), affinity=None, timeout=0)\n"
-        "say([n for n in sys.modules if n.split('.')[-1] in ('policy', 'quota', 'configparser', 'grp')])"
+        "say([n for n in sys.modules if n.split('.')[-1] in ('policy', 'quota', 'messages', 'queue', 'status', 'grp')])"
     )
     assert child(program).hear() == "[]"
 

@@ -121,15 +121,6 @@ def test_a_child_that_lives_on_holds_the_lease_and_not_the_name(host: Path, chil
     orphan.tell()
 
 
-def test_the_command_of_run_holds_the_names(host: Path, child: Any) -> None:
-    work = "owner = claim(1); owner.keep_across_exec(); os.execv('/bin/sh', ['sh', '-c', 'echo there; read line'])"
-    command = child(CLAIM + work, env=other_dir(host))
-    assert command.hear() == "there"
-    with pytest.raises(NotEnoughGpusError):
-        claim(8)
-    command.tell()
-
-
 @pytest.mark.parametrize("removed", [True, False])
 def test_a_scope_is_found_by_name(host: Path, child: Any, removed: bool) -> None:
     """The lease files are gone, or the claim inside has another state directory (a container without a mount)."""
@@ -145,12 +136,6 @@ def test_a_scope_is_found_by_name(host: Path, child: Any, removed: bool) -> None
         assert second.hear() == "refused"
         assert second.hear() == "[1]"
         assert len(owner.gpus) == 2
-
-
-def test_a_stale_scope_finds_no_name(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SAFE_GPU_SCOPE", "0123456789abcdef")
-    with claim(2) as owner:
-        assert held(host) == {gpu.uuid for gpu in owner.gpus}
 
 
 def test_an_inner_claim_outlives_its_outer_one(host: Path, child: Any) -> None:

@@ -273,16 +273,6 @@ def test_a_third_level_is_told_so_at_once(command, ground) -> None:
 # Life and death
 
 
-def test_an_inner_claim_keeps_its_gpu_when_the_outer_one_dies(command, ground, child, eventually) -> None:
-    started = under_run(command, 2, sys.executable, "-c", LAUNCHER, 1, rank("only=1"))
-    assert started.stdout.readline() == "1\n"
-    started.kill()
-    started.wait(60)
-    # The rank inherited no lease of the outer claim (subprocess closes descriptors), and sees end of input now.
-    eventually(lambda: ground.leased(inner=True) == [])
-    assert ground.leased() == []
-
-
 def test_nobody_takes_a_gpu_that_an_orphaned_inner_claim_holds(
     outer, ground, child, command, monkeypatch: pytest.MonkeyPatch
 ) -> None:

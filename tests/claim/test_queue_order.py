@@ -64,23 +64,6 @@ CASES = {
 }
 
 
-@pytest.fixture
-def stranger(child, ground) -> Callable[..., None]:
-    """Another process that computes on GPUs; in this one it would be the claimer's own."""
-
-    def occupy(*indices: int, kind: str = "compute", memory: int = 1 << 28) -> None:
-        uuids = [ground.uuids[index] for index in indices]
-        one = child(
-            f"from safe_gpu.drivers.simulated import SimulatedDriver\n"
-            f"driver = SimulatedDriver('dgx-a100')\n"
-            f"contexts = [driver.occupy(uuid, kind={kind!r}, memory={memory}) for uuid in {uuids!r}]\n"
-            f"say('there'); listen()"
-        )
-        assert one.hear() == "there"
-
-    return occupy
-
-
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_who_may_go_first(case: Case, ground, line, stranger, monkeypatch: pytest.MonkeyPatch) -> None:
     if case.fence:

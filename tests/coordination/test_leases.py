@@ -230,12 +230,6 @@ def test_a_byte_that_is_not_utf_8_is_written_as_a_replacement_character(command:
     assert "\\udc" not in done.stdout
 
 
-@given(st.integers(min_value=0, max_value=100))
-def test_a_torn_record_is_no_record(cut: int) -> None:
-    data = record().encode()
-    assert LeaseRecord.decode(data[: min(cut, len(data) - 2)]) is None
-
-
 def test_a_torn_record_is_read_again(state_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lease = take()
     assert lease is not None

@@ -357,12 +357,6 @@ def test_a_file_of_another_mode_is_no_ticket(state_dir: Path, join, mode: int) -
     assert ahead_of(join(ticket=False)) is None
 
 
-def test_a_live_ticket_that_cannot_be_read_competes_with_everybody(state_dir: Path, join) -> None:
-    join()
-    (state_dir / "queue" / "1.ticket").write_text("{ torn")
-    assert ahead_of(join(frozenset({"GPU-7"}))) == 1
-
-
 @pytest.mark.parametrize(
     "wish",
     [{"nb_gpus": 10**4000}, {"nb_gpus": -1}, {"min_memory": 10**4000}, {"gpus": ["GPU-0" + "x" * 70_000]}],

@@ -28,8 +28,6 @@ from safe_gpu.devices import Gpu, HostSnapshot
 from safe_gpu.drivers.simulated import SimulatedContext, SimulatedDriver, SimulatedPlaceholder
 from safe_gpu.runtimes.runtime import CudaRuntime
 
-# No process can have this number, as none of another container can be seen from here.
-HIDDEN_PID = 999_999_999
 # A pause that is told from every other one by its length.
 PAUSE = 0.000123
 
@@ -356,12 +354,6 @@ def try_claim(nb_gpus: int, **options: Any) -> tuple[int, ...] | None:
             return tuple(claimed.devices_taken)
     except safe_gpu.NotEnoughGpusError:
         return None
-
-
-@pytest.fixture
-def shown(host: Host) -> Callable[[int], Gpu]:
-    """A GPU as the driver shows it now."""
-    return lambda number: next(gpu for gpu in SimulatedDriver.snapshot(host).gpus if gpu.uuid == host.uuids[number])
 
 
 @pytest.fixture

@@ -149,8 +149,11 @@ def test_a_file_lease_blocks_nobody_and_its_owner_is_named(state_dir: Path, file
             root.open("host.lock")
 
 
-def test_a_directory_closed_by_another_user_is_named_with_its_fix(state_dir: Path, as_user) -> None:
-    state_dir.mkdir(mode=0o755)
+@pytest.mark.parametrize(
+    ("mode", "reason"), [(0o755, "mode 0755 and belongs to uid 0"), (0o700, "is closed to user 65534")]
+)
+def test_a_directory_closed_by_another_user_is_named_with_its_fix(state_dir: Path, as_user, mode, reason) -> None:
+    state_dir.mkdir(mode=mode)
 
     def work(say, listen) -> None:
         try:
@@ -159,7 +162,7 @@ def test_a_directory_closed_by_another_user_is_named_with_its_fix(state_dir: Pat
             say(err)
 
     said = as_user(work, uid=65534).hear()
-    assert "mode 0755 and belongs to uid 0" in said
+    assert reason in said
     assert "ask its owner for mode 1777 or root to remove it" in said
 
 

@@ -164,7 +164,7 @@ def test_ours_get_their_turn_between_theirs(present: Path, child, tmp_path: Path
         lock = take_legacy_lock(None, logger)
         assert lock is not None
         lock.release()
-    assert count.stat().st_size < 200  # polled, it is 600 to 4,000; in the queue, 5 to 70
+    assert count.stat().st_size < 400  # polled, it is 600 to 4,000; in the queue, 5 to 200, by how busy the machine is
 
 
 def test_waits_that_end_early_leave_one_thread_and_no_lock(present: Path, child, eventually) -> None:

@@ -116,13 +116,6 @@ def test_any_signal_frees_its_gpus(child: Any, number: int, eventually: Any) -> 
     assert safe_gpu.get_free_gpus() == ALL
 
 
-def test_a_stopped_process_keeps_its_gpus(child: Any) -> None:
-    process = child(f"{CLAIM}listen()\n")
-    process.hear()
-    process.process.send_signal(signal.SIGSTOP)
-    assert safe_gpu.get_free_gpus() == OTHERS
-
-
 def test_the_record_says_who_holds_it(host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"JOB_ID": "4711", "SGE_TASK_ID": "3", "SGE_ROOT": "/opt/sge"}.items():
         monkeypatch.setenv(name, value)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,29 +16,10 @@ from safe_gpu.claim import claim as verification
 from safe_gpu.claim import free as inquiry
 from safe_gpu.claim import options as terms
 from safe_gpu.coordination import holders as survey
-from safe_gpu.coordination.locks import MINIMUM_PATIENCE
+from safe_gpu.coordination.locks import MINIMUM_PATIENCE, HostLock
 from safe_gpu.errors import ClaimTimeout, LockTimeout, NotEnoughGpusError, UnsatisfiableRequestError
 
 SHORT = 0.05
-
-
-@pytest.fixture
-def stuck_lock() -> Any:
-    """host.lock, held by this process through a descriptor of its own."""
-    state = Path(os.environ["SAFE_GPU_DIR"])
-    state.mkdir()
-    state.chmod(0o1777)
-    fd = os.open(state / "host.lock", os.O_RDWR | os.O_CREAT, 0o666)
-    fcntl.flock(fd, fcntl.LOCK_EX)
-    yield fd
-    os.close(fd)
-
-
-@pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """host.lock is waited for a moment only."""
-    for module in (terms, inquiry, survey):
-        monkeypatch.setattr(module, "MINIMUM_PATIENCE", SHORT)
 
 
 # Too few are free
@@ -145,18 +124,18 @@ def test_an_empty_fence_leaves_no_gpu(
 # Locks and deadlines
 
 
-@pytest.mark.usefixtures("impatient")
-@pytest.mark.parametrize("timeout", [0, SHORT])
 def test_a_stuck_host_lock_names_its_holder(
-    host: Any, stuck_lock: int, untouched: Callable[[], Any], timeout: float
+    host: Any, untouched: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with untouched(), pytest.raises(LockTimeout, match=rf"host\.lock is held by process {os.getpid()} of ") as caught:
-        safe_gpu.claim_gpus(1, timeout=timeout)
-    assert caught.value.pid == os.getpid()
-    assert caught.value.user
+    for module in (terms, inquiry, survey):
+        monkeypatch.setattr(module, "MINIMUM_PATIENCE", SHORT)
+    with HostLock(None), untouched():
+        with pytest.raises(LockTimeout, match=rf"host\.lock is held by process {os.getpid()} of ") as caught:
+            safe_gpu.claim_gpus(1, timeout=0)
+        with pytest.raises(LockTimeout):
+            safe_gpu.get_free_gpus()
+    assert (caught.value.pid, bool(caught.value.user)) == (os.getpid(), True)
     assert caught.value.path == os.path.join(os.environ["SAFE_GPU_DIR"], "host.lock")
-    with pytest.raises(LockTimeout):
-        safe_gpu.get_free_gpus()
 
 
 def test_a_crowd_at_the_end_of_a_wait_is_no_lock_timeout(

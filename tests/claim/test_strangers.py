@@ -274,20 +274,5 @@ def test_a_poll_is_taken_again_when_preparing_took_long(host: Any, monkeypatch: 
     assert host.polls == 4
 
 
-def test_the_news_of_a_wait_names_who_is_in_the_way(host: Any, ground: Any, cleanup: ExitStack) -> None:
-    ground.hold(*range(6))
-    cleanup.enter_context(host.stranger(7))
-    told: list[Any] = []
-
-    def on_wait(news: Any) -> None:
-        told.append(news)
-        ground.let_go()
-
-    safe_gpu.GPUOwner(2, timeout=60, _on_wait=on_wait)
-    assert [(news.position, news.free, news.needed) for news in told] == [(1, 1, 2)]
-    states = [verdict.state for verdict in told[0].verdicts]
-    assert states == ["claimed"] * 6 + ["free", "busy"]
-
-
 def test_nothing_is_told_where_there_is_no_wait(host: Any) -> None:
     safe_gpu.GPUOwner(1, timeout=60, _on_wait=lambda news: pytest.fail("told"))

@@ -1,4 +1,7 @@
-"""A client made of system calls shares GPUs with claims."""
+"""Files of another client, made with system calls alone: claims respect them, and leave such that others can read.
+
+A whole client that follows PROTOCOL.md step by step is in tests/protocol.
+"""
 
 from __future__ import annotations
 
@@ -7,101 +10,50 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import safe_gpu
+from safe_gpu.coordination.leases import inner_name, lease_name
+from safe_gpu.drivers.presets import preset
 from safe_gpu.errors import NotEnoughGpusError
 
-OPEN = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
 ELSEWHERE = 999_999_999  # the number of a process that cannot be seen from here
 
 
-class OtherClient:
-    """Nothing here is imported from the package. One that takes every step of the page is in tests/protocol."""
+@pytest.fixture
+def lock(ground: Any) -> Iterator[Callable[..., bool]]:
+    """``lock("leases/x.lock", b"...")`` locks that file of the state directory, and writes it; False: it is held."""
+    with safe_gpu.GPUOwner(1, safe_gpu.NoPlaceholder(), timeout=0):
+        pass  # makes the directories
+    held: list[int] = []
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        for path in (directory, directory / "leases", directory / "queue"):
-            path.mkdir(exist_ok=True)
-            path.chmod(0o1777)
-        self._held: list[int] = []
+    def lock(name: str, line: bytes = b"", *, mode: int = 0o666, how: int = fcntl.LOCK_EX) -> bool:
+        fd = os.open(ground.directory / name, os.O_RDWR | os.O_NOFOLLOW | os.O_CREAT)
+        held.append(fd)
+        os.fchmod(fd, mode)
+        try:
+            fcntl.flock(fd, how | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        os.ftruncate(fd, os.pwrite(fd, line, 0))
+        return True
 
-    @contextmanager
-    def host_lock(self) -> Iterator[None]:
-        fd = self._open("host.lock")
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        yield
-        self.unlock(fd)
-
-    def lease(self, uuid: str, record: bytes, *, how: int = fcntl.LOCK_EX) -> int | None:
-        """Take one lease; None where it is held."""
-        with self.host_lock():
-            fd = self._open(f"leases/{uuid.replace('/', '_')}.lock")
-            try:
-                fcntl.flock(fd, how | fcntl.LOCK_NB)
-            except BlockingIOError:
-                os.close(fd)
-                return None
-            os.ftruncate(fd, os.pwrite(fd, record, 0))
-            self._held.append(fd)
-            return fd
-
-    def ticket(self, line: bytes, seq: str = "1") -> tuple[str, int]:
-        """Join the queue: the ticket's name and descriptor."""
-        with self.host_lock():
-            name = f"queue/{seq}.ticket"
-            fd = self._open(name, 0o644)
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.pwrite(fd, line, 0)
-            self._held.append(fd)
-            return name, fd
-
-    def leave(self, ticket: tuple[str, int]) -> None:
-        name, fd = ticket
-        with self.host_lock():
-            os.unlink(self.directory / name)
-            self._held.remove(fd)
-            self.unlock(fd)
-
-    def unlock(self, fd: int) -> None:
-        fcntl.flock(fd, fcntl.LOCK_UN)
+    yield lock
+    for fd in held:
         os.close(fd)
 
-    def end(self) -> None:
-        for fd in self._held:
-            os.close(fd)
 
-    def _open(self, name: str, mode: int = 0o666) -> int:
-        fd = os.open(self.directory / name, OPEN | os.O_CREAT)
-        os.fchmod(fd, mode)
-        return fd
-
-
-@pytest.fixture
-def other(ground: Any) -> Iterator[OtherClient]:
-    client = OtherClient(ground.directory)
-    yield client
-    client.end()
-
-
-@pytest.fixture(autouse=True)
-def _release() -> Iterator[None]:
-    yield
-    safe_gpu.release_gpus()
-
-
-def record(uuid: str, **changes: Any) -> bytes:
+def record(**changes: Any) -> bytes:
     keys = {"v": 1, "pid": ELSEWHERE, "start": None, "uid": 0, "user": "anna", "host": "gpu1", "job": "sge:12.3"}
-    rest = {"command": "./simulate", "gpus": [uuid], "since": 1795184513.204, "token": ""}
+    rest = {"command": "./simulate", "gpus": ["x"], "since": 1795184513.204, "token": ""}
     return json.dumps({**keys, **rest, **changes}).encode() + b"\n"
 
 
-def request(*uuids: str, nb_gpus: int = 1) -> bytes:
-    wish = {"nb_gpus": nb_gpus, "gpus": list(uuids), "min_memory": None}
+def request(*uuids: str) -> bytes:
+    wish = {"nb_gpus": 1, "gpus": list(uuids), "min_memory": None}
     return json.dumps({"pid": ELSEWHERE, "user": "anna", "request": wish, "since": time.time()}).encode() + b"\n"
 
 
@@ -117,18 +69,18 @@ def try_claim(**options: Any) -> list[int] | NotEnoughGpusError:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        (record("x"), "anna, job sge:12.3, ./simulate"),
-        (record("x", v=2, colour="red"), "anna, job sge:12.3, ./simulate"),
-        (record("x").replace(b"simulate", b"caf\xe9"), "./caf\ufffd"),
+        (record(), "anna, job sge:12.3, ./simulate"),
+        (record(v=2, colour="red"), "anna, job sge:12.3, ./simulate"),
+        (record().replace(b"simulate", b"caf\xe9"), "./caf\ufffd"),
         (b"{ torn", "claimed"),
-        (record("x", pid=1 << 31), "claimed"),
+        (record(pid=1 << 31), "claimed"),
         (b"", "claimed"),
     ],
 )
 def test_a_lease_of_another_client_is_a_claim_whatever_its_record_says(
-    ground: Any, other: OtherClient, line: bytes, said: str
+    ground: Any, lock: Callable[..., bool], line: bytes, said: str
 ) -> None:
-    assert other.lease(ground.uuids[0], line) is not None
+    assert lock(f"leases/{ground.uuids[0]}.lock", line)
     refused = try_claim(only=0)
     assert isinstance(refused, NotEnoughGpusError)
     assert said in str(refused)
@@ -136,26 +88,24 @@ def test_a_lease_of_another_client_is_a_claim_whatever_its_record_says(
 
 
 def test_a_claim_keeps_another_client_out_and_leaves_its_end_in_place_of_its_record(
-    ground: Any, other: OtherClient
+    ground: Any, lock: Callable[..., bool]
 ) -> None:
-    path = ground.directory / "leases" / f"{ground.uuids[3]}.lock"
+    name = f"leases/{ground.uuids[3]}.lock"
+    path: Path = ground.directory / name
     with safe_gpu.GPUOwner(1, safe_gpu.NoPlaceholder(), timeout=0, only=3):
-        assert other.lease(ground.uuids[3], b"") is None
-        assert other.lease(ground.uuids[4], b"") is not None
+        assert not lock(name)
         told = json.loads(path.read_text())
         assert (told["v"], told["pid"], told["gpus"], told["token"]) == (1, os.getpid(), [ground.uuids[3]], "")
     left = json.loads(path.read_text())
     assert left.keys() == {"v", "claim", "ended"}
     assert left["claim"] == [told["pid"], told["since"]]
-    assert other.lease(ground.uuids[3], b"") is not None
+    assert lock(name)
 
 
-def test_a_slash_in_a_name_is_an_underscore(other: OtherClient) -> None:
-    from safe_gpu.coordination.leases import inner_name, lease_name
-
+def test_names_are_those_of_the_protocol() -> None:
+    assert lease_name("GPU-12") == "GPU-12.lock"
     assert lease_name("MIG-GPU-12/1/0") == "MIG-GPU-12_1_0.lock"
     assert inner_name("MIG-GPU-12/1/0") == "MIG-GPU-12_1_0.inner.lock"
-    assert other.lease("MIG-GPU-12/1/0", b"") is not None
 
 
 @pytest.mark.parametrize(
@@ -165,59 +115,45 @@ def test_a_slash_in_a_name_is_an_underscore(other: OtherClient) -> None:
         ("1", request("UUID1"), False),
         ("1", b"{ torn", True),  # it cannot be read, so it competes with everybody
         ("007", request("UUID0"), False),
-        ("1" * 19, request("UUID0"), False),
         ("1" * 18, request("UUID0"), False),
         (str(10**12), request("UUID0"), True),
     ],
 )
 def test_a_live_ticket_of_another_client_is_not_passed(
-    ground: Any, other: OtherClient, seq: str, line: bytes, waits: bool
+    ground: Any, lock: Callable[..., bool], seq: str, line: bytes, waits: bool
 ) -> None:
     for number in (0, 1):
         line = line.replace(f"UUID{number}".encode(), ground.uuids[number].encode())
-    ticket = other.ticket(line, seq)
+    assert lock(f"queue/{seq}.ticket", line, mode=0o644)
     assert isinstance(try_claim(only=0), NotEnoughGpusError) is waits
-    other.leave(ticket)
+    os.unlink(ground.directory / "queue" / f"{seq}.ticket")
     assert try_claim(only=0) == [0]
 
 
-def test_another_clients_waiter_sleeps_until_ours_leaves(
-    ground: Any, other: OtherClient, child: Callable[..., Any]
-) -> None:
-    lease = other.lease(ground.uuids[0], record(ground.uuids[0]))
-    assert lease is not None
-    waiter = child(
-        "import logging, safe_gpu\n"
-        "def tell(line): line.getMessage().startswith('waiting') and say('waits')\n"
-        "handler = logging.Handler(); handler.emit = tell\n"
-        "logger = logging.getLogger('safe_gpu'); logger.addHandler(handler); logger.setLevel(20)\n"
-        "safe_gpu.claim_gpus(1, safe_gpu.NoPlaceholder(), only=0, timeout=60)\n"
-        "say('claimed'); listen()\n"
-    )
-    assert waiter.hear() == "waits"
+def test_another_clients_waiter_sleeps_until_ours_leaves(ground: Any, command: Any) -> None:
+    ground.hold(0)
+    waiter = command.start("run", "--only", 0, "--", "true")
+    assert "waiting" in waiter.stderr.readline()
     (name,) = os.listdir(ground.directory / "queue")
     line = json.loads((ground.directory / "queue" / name).read_text())
     assert name == "1.ticket"
     assert set(line) == {"pid", "pidns", "user", "request", "since", "hold_for"}
     assert line["request"] == {"nb_gpus": 1, "gpus": [ground.uuids[0]], "min_memory": None}
-    fd = os.open(ground.directory / "queue" / name, OPEN)
-    other._held.remove(lease)
-    other.unlock(lease)
-    fcntl.flock(fd, fcntl.LOCK_SH)  # sleeps until the ticket goes
-    assert waiter.hear() == "claimed"
-    assert os.listdir(ground.directory / "queue") == []
-    other.unlock(fd)
-    waiter.tell()
+    with open(ground.directory / "queue" / name) as ticket:
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(ticket, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        ground.let_go()
+        fcntl.flock(ticket, fcntl.LOCK_SH)  # sleeps until the ticket goes
+        assert os.fstat(ticket.fileno()).st_nlink == 0
+    assert waiter.wait(60) == 0
 
 
 def test_leases_on_a_shared_display_are_shared(
-    ground: Any, other: OtherClient, monkeypatch: pytest.MonkeyPatch
+    ground: Any, lock: Callable[..., bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from safe_gpu.drivers.presets import preset
-
     monkeypatch.setenv("SAFE_GPU_DRIVER", "simulated:laptop")
-    (gpu,) = preset("laptop").gpus()
-    assert other.lease(gpu.uuid, record(gpu.uuid), how=fcntl.LOCK_SH) is not None
+    name = f"leases/{preset('laptop').gpus()[0].uuid}.lock"
+    assert lock(name, record(), how=fcntl.LOCK_SH)
     with safe_gpu.GPUOwner(1, safe_gpu.NoPlaceholder(), timeout=0):
-        assert other.lease(gpu.uuid, b"", how=fcntl.LOCK_EX) is None
-        assert other.lease(gpu.uuid, b"", how=fcntl.LOCK_SH) is not None
+        assert not lock(name, how=fcntl.LOCK_EX)
+        assert lock(name, how=fcntl.LOCK_SH)

@@ -371,6 +371,7 @@ say("interrupted before", number - step, "lines")
 """
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(("nb_gpus", "timeout", "step"), [(2, 0, 1), (7, 0, 5), (7, 0.002, 7)])
 def test_wherever_an_interrupt_comes_nothing_is_left_behind(
     ground, child, nb_gpus: int, timeout: float, step: int
@@ -378,6 +379,6 @@ def test_wherever_an_interrupt_comes_nothing_is_left_behind(
     """A notebook lives on after Ctrl-C, and what it kept would be gone for everybody until it ends."""
     ground.hold(0, 1)
     one = child(f"sys.argv[1:] = ['{nb_gpus}', '{timeout}', '{step}']\n{INTERRUPT}")
-    *left, done = one.finish().splitlines()
+    *left, done = one.finish(550).splitlines()
     assert left == []
     assert int(done.split()[2]) > 300

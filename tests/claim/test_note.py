@@ -65,7 +65,7 @@ def test_a_claim_that_was_killed_ended_between_last_seen_and_found_free(state_di
     with claim(2):
         (dead, mine) = past()
     assert (dead.command, dead.gpus, dead.running) == ("sh", mine.gpus, False)
-    assert alive.seen - 0.1 <= dead.seen < before <= (dead.ended or 0.0) <= mine.since + 1
+    assert alive.seen - 0.1 <= dead.seen < before <= (dead.ended or 0.0) <= mine.since + 60
     assert dead.seen > dead.since  # the look saw it alive
 
 

@@ -1,4 +1,4 @@
-"""Who may go first: the rules of the queue as a table, and as crowds of processes that wait, die and are served."""
+"""Who may go first: the rules of the queue as a table, and real processes that wait, are stopped and are interrupted."""
 
 from __future__ import annotations
 

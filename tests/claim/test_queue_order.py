@@ -1,4 +1,4 @@
-"""Who may go first: the rules of the queue as a table, and real processes that wait, are stopped and are interrupted."""
+"""Who may go first: the rules of the queue as a table, and real processes that wait, are stopped or interrupted."""
 
 from __future__ import annotations
 

@@ -132,46 +132,6 @@ def test_it_is_typed() -> None:
 # The older package's module
 
 
-OLDER = """
-from safe_gpu import safe_gpu
-import logging, sys
-logging.basicConfig(level=logging.INFO, format="%(name)s %(message)s", stream=sys.stdout)
-assert safe_gpu.gpu_owner is None
-assert safe_gpu.get_free_gpus() == [str(index) for index in range(8)]
-try:
-    safe_gpu.claim_gpus(2, lambda device_no: f"tensor {device_no}", logging.getLogger("mine"), 0.0)
-except safe_gpu.NvidiasmiError:
-    raise
-assert isinstance(safe_gpu.gpu_owner, safe_gpu.GPUOwner)
-assert safe_gpu.gpu_owner.devices_taken == [0, 1]
-assert safe_gpu.gpu_owner.placeholders == ["tensor 0", "tensor 1"]
-assert "gpu-lock-magic" in safe_gpu.LOCK_FILENAME
-safe_gpu.release_gpus()
-assert safe_gpu.gpu_owner is None
-owner = safe_gpu.GPUOwner(3)
-assert safe_gpu.gpu_owner is None
-try:
-    safe_gpu.claim_gpus()
-except RuntimeError as err:
-    assert "already" in str(err)
-owner.release_gpus()
-try:
-    safe_gpu.claim_gpus(9)
-except RuntimeError as err:
-    print("too few:", err)
-"""
-
-
-def test_code_for_the_older_package_runs_unchanged() -> None:
-    site = str(Path(importlib.import_module("filelock").__file__ or "").parents[1])
-    lines = python(OLDER, PYTHONPATH=f"{ROOT}:{site}").splitlines()
-    mine = [line.removeprefix("mine ") for line in lines if line.startswith("mine ")]
-    story = ["acquiring lock", "lock acquired", "lock released", "Set CUDA_VISIBLE_DEVICES=0,1"]
-    assert [line for line in mine if line in story] == story
-    assert "safe_gpu acquiring lock" in lines
-    assert lines[-1].startswith("too few: 9 GPUs")
-
-
 def test_both_modules_speak_of_the_same_things() -> None:
     older = importlib.import_module("safe_gpu.safe_gpu")
     for name in older.__all__:

@@ -21,13 +21,13 @@ from safe_gpu.claim import attempt as look
 from safe_gpu.claim import claim as recheck
 from safe_gpu.claim import owner
 from safe_gpu.claim import view as host_view
-from safe_gpu.coordination.leases import Lease, lease_name
+from safe_gpu.coordination.leases import Lease
+from safe_gpu.coordination.locks import HostLock
+from safe_gpu.coordination.queue import TicketRequest, Waiter
 from safe_gpu.devices import Gpu, HostSnapshot
 from safe_gpu.drivers.simulated import SimulatedContext, SimulatedDriver, SimulatedPlaceholder
 from safe_gpu.runtimes.runtime import CudaRuntime
 
-# No process can have this number, as none of another container can be seen from here.
-HIDDEN_PID = 999_999_999
 # A pause that is told from every other one by its length.
 PAUSE = 0.000123
 
@@ -216,33 +216,6 @@ def spies(host: Host, monkeypatch: pytest.MonkeyPatch) -> Spies:
     return Spies(host, monkeypatch)
 
 
-class Leases:
-    """Lease files that this test holds itself, as another process would."""
-
-    def __init__(self) -> None:
-        self._held: dict[str, int] = {}
-
-    def hold(self, *uuids: str) -> None:
-        directory = Path(os.environ["SAFE_GPU_DIR"]) / "leases"
-        directory.mkdir(parents=True, exist_ok=True)
-        for uuid in uuids:
-            fd = os.open(directory / lease_name(uuid), os.O_RDWR | os.O_CREAT, 0o666)
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._held[uuid] = fd
-
-    def free(self) -> None:
-        while self._held:
-            os.close(self._held.popitem()[1])
-
-
-@pytest.fixture
-def leases() -> Iterator[Leases]:
-    """Hold leases in this process without a claim."""
-    held = Leases()
-    yield held
-    held.free()
-
-
 @contextmanager
 def _untouched() -> Iterator[None]:
     before = _traces()
@@ -338,9 +311,49 @@ def released() -> Iterator[None]:
 
 
 @pytest.fixture
-def shown(host: Host) -> Callable[[int], Gpu]:
-    """A GPU as the driver shows it now."""
-    return lambda number: next(gpu for gpu in SimulatedDriver.snapshot(host).gpus if gpu.uuid == host.uuids[number])
+def stranger(child: Any, ground: Any) -> Callable[..., None]:
+    """Another process that computes on GPUs; in this one it would be the claimer's own."""
+
+    def occupy(*indices: int, kind: str = "compute", memory: int = 1 << 28) -> None:
+        uuids = [ground.uuids[index] for index in indices]
+        one = child(
+            f"from safe_gpu.drivers.simulated import SimulatedDriver\n"
+            f"driver = SimulatedDriver('dgx-a100')\n"
+            f"contexts = [driver.occupy(uuid, kind={kind!r}, memory={memory}) for uuid in {uuids!r}]\n"
+            f"say('there'); listen()"
+        )
+        assert one.hear() == "there"
+
+    return occupy
+
+
+@pytest.fixture
+def line(ground: Any) -> Iterator[Callable[..., Waiter]]:
+    """Tickets, played in this process: ``line(2, (0, 1), hold_for=600)``."""
+    waiters: list[Waiter] = []
+
+    def join(
+        nb_gpus: int, gpus: Sequence[int] = range(8), *, hold_for: float | None = None, min_memory: int | None = None,
+        inner: bool = False,
+    ) -> Waiter:  # fmt: skip
+        stems = (ground.uuids[index] + (".inner" if inner else "") for index in gpus)
+        waiters.append(Waiter(TicketRequest(nb_gpus, frozenset(stems), min_memory, hold_for)))
+        with HostLock(time.monotonic() + 30) as host:
+            waiters[-1].join(host)
+        return waiters[-1]
+
+    yield join
+    for waiter in waiters:
+        waiter.leave()
+
+
+def try_claim(nb_gpus: int, **options: Any) -> tuple[int, ...] | None:
+    """The GPUs that a claim gets without waiting and gives back at once; None: it is refused."""
+    try:
+        with safe_gpu.claim_gpus(nb_gpus, safe_gpu.NoPlaceholder(), affinity=None, timeout=0, **options) as claimed:
+            return tuple(claimed.devices_taken)
+    except safe_gpu.NotEnoughGpusError:
+        return None
 
 
 @pytest.fixture

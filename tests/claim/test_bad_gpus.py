@@ -228,14 +228,3 @@ def test_a_notebook_that_claims_its_noted_gpu_again_is_not_kept_out_by_itself(fa
     out = fake_gpus.python(f"{PRELUDE}\nprint(json.dumps({code}))", str(path), line)
     assert json.loads(out)[-1] == [0]
     assert notes() == []
-
-
-def test_a_framework_for_cpus_is_not_the_gpus_fault(fake_gpus: Any, tmp_path: Path) -> None:
-    (tmp_path / "torch.py").write_text(
-        "def zeros(*a, **k): raise AssertionError('Torch not compiled with CUDA enabled')\n"
-    )
-    environment = {"PYTHONPATH": f"{tmp_path}:{fake_gpus.env['PYTHONPATH']}"}
-    name, message = run(fake_gpus, "claim(1, safe_gpu.PytorchPlaceholder())", **environment)
-    assert name == "PlaceholderError"
-    assert "not compiled with CUDA" in message
-    assert notes() == []

@@ -72,24 +72,16 @@ def test_a_claim_of_one_gpu_of_eight(fake_gpus: Any, host: Any) -> None:
     assert after_again.total() <= 20
 
 
-def test_nothing_is_asked_that_no_claim_decides_by(fake_gpus: Any) -> None:
-    for phase in claims(fake_gpus):
-        assert not phase["DeviceGetUtilizationRates"]
-        assert not phase["DeviceGetGraphicsRunningProcesses"]
-        assert not phase["DeviceGetP2PStatus"]
+def test_what_is_asked_on_an_idle_host(fake_gpus: Any) -> None:
+    phases = _, after, before_again, after_again = claims(fake_gpus)
+    for phase in phases:  # nothing that no claim decides by
+        for name in ("UtilizationRates", "GraphicsRunningProcesses", "P2PStatus"):
+            assert not phase[f"DeviceGet{name}"], name
         assert phase["DeviceGetDisplayActive"] in (0, 8)
-
-
-def test_facts_are_asked_once(fake_gpus: Any) -> None:
-    before, after, before_again, after_again = claims(fake_gpus)
-    for name in ("DeviceGetName", "DeviceGetPciInfo", "DeviceGetMigMode", "DeviceGetHandleByIndex"):
-        assert [phase[name] for phase in (before, after, before_again, after_again)] == [8, 0, 0, 0], name
+    for name in ("Name", "PciInfo", "MigMode", "HandleByIndex"):  # facts, once
+        assert [phase[f"DeviceGet{name}"] for phase in phases] == [8, 0, 0, 0], name
     assert before_again["DeviceGetHandleByUUID"] == 8
-
-
-def test_the_second_and_third_poll_ask_about_the_leased_gpus_only(fake_gpus: Any) -> None:
-    _, after, _, after_again = claims(fake_gpus)
-    for phase in (after, after_again):
+    for phase in (after, after_again):  # the second and the third poll are about the leased GPUs only
         for name in ("UUID", "MemoryInfo", "ComputeRunningProcesses", "MPSComputeRunningProcesses"):
             assert phase[f"DeviceGet{name}"] == 2, name
 

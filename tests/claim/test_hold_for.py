@@ -20,19 +20,7 @@ NO_JOB = JobContext()
 
 
 @pytest.mark.parametrize(
-    ("said", "seconds"),
-    [
-        (1, 1.0),
-        (90.5, 90.5),
-        ("90", 90.0),
-        ("2h", 7200.0),
-        ("01:30:00", 5400.0),
-        (None, None),
-        ("unknown", None),
-        ("none", None),
-        ("inf", None),
-        (math.inf, None),
-    ],
+    ("said", "seconds"), [(1, 1.0), (90.5, 90.5), ("2h", 7200.0), (None, None), ("unknown", None), (math.inf, None)]
 )
 def test_what_is_said_counts(said: Any, seconds: float | None) -> None:
     environ = {"SAFE_GPU_FOR": "5h"}
@@ -114,10 +102,9 @@ def record(ground: Any, index: int = 0, *, inner: bool = False) -> dict[str, Any
 
 def test_the_record_says_until_when(ground: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with claim_gpus(2, NoPlaceholder(), affinity=None, hold_for="1h"):
-        assert {index: record(ground, index)["until"] - record(ground, index)["since"] for index in (0, 1)} == {
-            0: pytest.approx(3600),
-            1: pytest.approx(3600),
-        }
+        assert [record(ground, index)["until"] for index in (0, 1)] == [
+            pytest.approx(record(ground)["since"] + 3600)
+        ] * 2
     with claim_gpus(1, NoPlaceholder(), affinity=None):
         assert record(ground)["until"] is None
     monkeypatch.setenv("SAFE_GPU_FOR", "90")
@@ -165,21 +152,6 @@ def test_run_refuses_what_cannot_be(command: Any, value: str) -> None:
     assert f"--for {value} is not " in done.stderr
 
 
-@pytest.mark.parametrize("value", ["Infinity", "NaN", "1e300", '"soon"', "-5", "0", "true", "[]", "null"])
-def test_a_word_that_cannot_be_is_none(ground: Any, value: str) -> None:
-    from safe_gpu.coordination.leases import LeaseRecord
-    from safe_gpu.coordination.queue import _decode
-
-    line = LeaseRecord.of_this_process(None, None).claiming((), "").encode().decode()
-    parsed = LeaseRecord.decode(line.replace('"until": null', f'"until": {value}').encode())
-    assert parsed is not None
-    assert parsed.until in (None, 0.0)
-    text = f'{{"pid":1,"user":"x","request":{{"nb_gpus":1,"gpus":["a"]}},"since":1,"hold_for":{value}}}'
-    demand = _decode(1, 1, text.encode()).demand
-    assert demand is not None
-    assert demand.hold_for is None
-
-
 def test_status_tells_what_is_left(ground: Any, command: Any, child: Any, tmp_path: Path) -> None:
     for index, hold_for in ((0, "'20m'"), (1, "1"), (2, "None")):
         one = child(
@@ -192,15 +164,8 @@ def test_status_tells_what_is_left(ground: Any, command: Any, child: Any, tmp_pa
     while record(ground, 1)["until"] >= time.time():
         time.sleep(0.05)
     told = json.loads(command.run("status", "--json").stdout)
-    assert [gpu["claim"] and gpu["claim"]["until"] for gpu in told["gpus"]][:4] == [
-        record(ground, 0)["until"],
-        record(ground, 1)["until"],
-        None,
-        None,
-    ]
+    until = [gpu["claim"] and gpu["claim"]["until"] for gpu in told["gpus"]]
+    assert until[:4] == [record(ground, 0)["until"], record(ground, 1)["until"], None, None]
     assert [waiter["hold_for"] for waiter in told["queue"]] == [90.0]
     shown = command.run("status").stdout
-    assert "LEFT" in shown
-    assert "overdue " in shown
-    assert "HOLDS" in shown
-    assert "1m" in shown
+    assert all(word in shown for word in ("LEFT", "overdue ", "HOLDS", "1m"))

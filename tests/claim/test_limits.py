@@ -168,22 +168,13 @@ def test_claims_of_the_same_user_keep_their_order(rules: Any, user: Any, waiting
     assert user(BEN, 1).hear() == "1"
 
 
-def test_a_waiter_that_came_between_preparation_and_look(rules: Any) -> None:
-    """The limit of its user is not known yet: it is not passed, and the look is made again at once."""
-    path = rules("[default]\nmax_gpus = 1")
-    found = quota.quota_of(str(path), pytest.fail)
-    assert found is not None
-    found.prepare()
-    assert found.most_of(BEN) is None
-    assert found.unresolved
-    found.prepare()
-    assert not found.unresolved
-
-
 def test_limits_of_those_who_wait_are_known_before_the_look(rules: Any, state_dir: Path) -> None:
+    """Whose limit is not known yet, since he came meanwhile, is not passed, and the look is made again at once."""
     path = rules("[default]\nmax_gpus = 1\n[user 4712]\nmax_gpus = 5")
     found = quota.quota_of(str(path), pytest.fail)
     assert found is not None
+    found.prepare()
+    assert (found.most_of(BEN), found.unresolved) == (None, True)
     with HostLock(time.monotonic() + 30) as host:
         Waiter(TicketRequest(1, frozenset({"GPU-1"}))).join(host)
     os.chown(next((state_dir / "queue").iterdir()), BEN, BEN)
@@ -353,12 +344,14 @@ def test_a_variable_that_names_no_file_is_told(rules: Any, caplog: Any) -> None:
     assert f"SAFE_GPU_POLICY={path} does not exist: nothing is limited" in caplog.text
 
 
-def test_without_a_file_nothing_is_loaded(child: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_claim_without_limits_that_meets_nobody_loads_nothing_for_it(
+    child: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("SAFE_GPU_POLICY", raising=False)
     program = (
         "import safe_gpu, safe_gpu.settings\nsafe_gpu.settings.POLICY_FILE = '/nonexistent/policy.ini'\n"
         "safe_gpu.GPUOwner(1, safe_gpu.NoPlaceholder(), affinity=None, timeout=0)\n"
-        "say([n for n in sys.modules if n.split('.')[-1] in ('policy', 'quota', 'configparser', 'grp')])"
+        "say([n for n in sys.modules if n.split('.')[-1] in ('policy', 'quota', 'messages', 'queue', 'status', 'grp')])"
     )
     assert child(program).hear() == "[]"
 

@@ -5,27 +5,16 @@ from __future__ import annotations
 import logging
 import os
 import re
-import signal
-import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-import safe_gpu
 from safe_gpu import NoPlaceholder, NotEnoughGpusError, claim_gpus, procfs
 from safe_gpu.claim import attempt as look
-from safe_gpu.claim import search as acquisition
 from safe_gpu.claim import search as news
 from safe_gpu.coordination import holders as survey
-from safe_gpu.coordination.locks import HostLock
-from safe_gpu.coordination.queue import TicketRequest, Waiter
-
-
-@pytest.fixture(autouse=True)
-def _no_claim_left():
-    yield
-    safe_gpu.release_gpus()
+from safe_gpu.coordination.locks import HostLock, LeaseWatcher
+from safe_gpu.coordination.queue import Waiter
 
 
 def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -82,17 +71,6 @@ def test_a_bare_script_that_waits_longer_hears_it_once(child, ground, eventually
         assert one.process.communicate(timeout=60) == ("has\n", "")
 
 
-@pytest.fixture
-def ahead(ground) -> Iterator[None]:
-    """A waiter that wants all GPUs, the first of which is held."""
-    ground.hold(0)
-    waiter = Waiter(TicketRequest(8, frozenset(ground.uuids)))
-    with HostLock(time.monotonic() + 30) as host:
-        waiter.join(host)
-    yield
-    waiter.leave()
-
-
 class Enough(Exception):
     """Instead of a second look."""
 
@@ -102,14 +80,11 @@ def enough(*_: object) -> bool:
 
 
 @pytest.mark.parametrize("queued", [False, True])
-def test_the_warning_costs_no_look(
-    host: Any, ground, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, queued: bool
-) -> None:
+def test_the_warning_costs_no_look(host: Any, ground, monkeypatch: pytest.MonkeyPatch, line: Any, queued: bool) -> None:
     """Neither at host.lock nor at the driver: hundreds may wait."""
+    ground.hold(*range(8))
     if queued:
-        request.getfixturevalue("ahead")
-    else:
-        ground.hold(*range(8))
+        line(8)
     taken = []
 
     class CountedLock(HostLock):
@@ -123,7 +98,7 @@ def test_the_warning_costs_no_look(
     monkeypatch.setattr(look, "HostLock", CountedLock)
     monkeypatch.setattr(survey, "HostLock", CountedLock)
     monkeypatch.setattr(Waiter, "sleep_behind", sleep)
-    monkeypatch.setattr(acquisition._Search, "_watch", enough)
+    monkeypatch.setattr(LeaseWatcher, "any_free", enough)
     monkeypatch.setattr(news, "_WARNING_DELAY", 0.0)
     seen = []
     for level in (logging.WARNING, logging.ERROR):
@@ -220,7 +195,9 @@ def test_a_wait_is_told_with_its_data(ground, caplog: pytest.LogCaptureFixture) 
     assert waiting[0].safe_gpu_ahead is None
 
 
-def test_whom_one_waits_behind_is_told_with_its_data(ahead, ground, caplog: pytest.LogCaptureFixture) -> None:
+def test_whom_one_waits_behind_is_told_with_its_data(line, ground, caplog: pytest.LogCaptureFixture) -> None:
+    line(8)
+    ground.hold(0)
     caplog.set_level(logging.INFO, "safe_gpu")
     with pytest.raises(NotEnoughGpusError):
         claim_gpus(1, NoPlaceholder(), affinity=None, timeout=0.5)
@@ -228,27 +205,6 @@ def test_whom_one_waits_behind_is_told_with_its_data(ahead, ground, caplog: pyte
     assert (waiting.safe_gpu_ahead.pid, waiting.safe_gpu_ahead.nb_gpus) == (os.getpid(), 8)
     assert not waiting.safe_gpu_ahead.stopped
     assert (waiting.safe_gpu_position, waiting.safe_gpu_free, waiting.safe_gpu_needed) == (2, None, 1)
-
-
-def test_a_stopped_process_ahead_is_told_to_be_stopped(child, ground) -> None:
-    ground.hold(*range(8))
-    one = child("import logging, safe_gpu; logging.basicConfig(level=20); safe_gpu.claim_gpus(timeout=None)")
-    while "waiting" not in one.process.stderr.readline():
-        pass
-    os.kill(one.process.pid, signal.SIGSTOP)
-    os.waitid(os.P_PID, one.process.pid, os.WSTOPPED | os.WNOWAIT)
-    with pytest.raises(NotEnoughGpusError, match=rf"\(past \S+, pid {one.process.pid}, stopped, wants 1 GPU"):
-        claim_gpus(1, NoPlaceholder(), affinity=None, timeout=0)
-    one.kill()
-
-
-def test_a_logger_of_the_caller_s_gets_everything(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
-    mine = logging.getLogger("mine")
-    with claim_gpus(1, None, mine, affinity=None):
-        pass
-    assert {record.name for record in caplog.records} == {"mine"}
-    assert len(caplog.records) >= 6
 
 
 def test_a_logger_that_is_closed_to_info_costs_a_short_wait_nothing(ground, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,6 @@ from safe_gpu.claim import view as host_view
 from safe_gpu.coordination.leases import LeaseRecord, lease_name
 from safe_gpu.coordination.locks import HostLock
 from safe_gpu.coordination.queue import TicketRequest, Waiter
-from safe_gpu.coordination.records import ClaimEnd
 
 
 def record(uuid: str) -> Path:
@@ -34,31 +33,12 @@ def claimed() -> list[int]:
         return owner.devices_taken
 
 
-def test_idle_gpus_that_are_leased_count_when_nodes_are_filled_up(host: Any, leases: Any) -> None:
+def test_idle_gpus_that_are_leased_count_when_nodes_are_filled_up(host: Any, ground: Any) -> None:
     """GPUs 2 and 3 share a node. The driver shows nobody on GPU 2, its lease is held: GPU 3 is the one to take."""
     assert claimed() == [0]
-    leases.hold(host.uuids[2])
+    ground.hold(2)
     write_record(host.uuids[2])
     assert claimed() == [3]
-
-
-def test_a_record_that_a_dead_claim_left_is_no_lease(host: Any) -> None:
-    for uuid in host.uuids:
-        write_record(uuid)
-    assert claimed() == [0]
-
-
-def test_a_lease_without_a_record_is_a_lease(host: Any, leases: Any) -> None:
-    """The lock is the truth: of a claim that wrote nothing, or not yet, no GPU is taken."""
-    leases.hold(*host.uuids[:7])
-    assert claimed() == [7]
-
-
-def test_a_released_claim_leaves_no_record(host: Any) -> None:
-    with safe_gpu.GPUOwner(2, safe_gpu.NoPlaceholder(), affinity=None, timeout=0) as owner:
-        files = [record(gpu.uuid) for gpu in owner.gpus]
-        assert all(b'"pid"' in file.read_bytes() for file in files)
-    assert [ClaimEnd.decode(file.read_bytes()) is not None for file in files] == [True, True]
 
 
 def test_only_what_is_wanted_is_leased(host: Any, monkeypatch: Any) -> None:

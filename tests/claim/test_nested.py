@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -78,12 +76,6 @@ def outer(command, ground):
     return start
 
 
-@pytest.fixture(autouse=True)
-def _no_claim_left():
-    yield
-    safe_gpu.release_gpus()
-
-
 # What it is for
 
 
@@ -96,21 +88,6 @@ def test_ranks_under_run_get_a_gpu_each(command, ground) -> None:
     ends_well(started)
     assert ground.leased() == [3]
     assert ground.leased(inner=True) == []
-
-
-def test_the_same_script_without_an_outer_claim(child, ground) -> None:
-    alone = child(rank("2"))
-    assert alone.hear() == "0 1"
-    assert (ground.leased(), ground.leased(inner=True)) == ([0, 1], [])
-    alone.tell()
-    alone.finish()
-
-
-def test_one_claim_of_all_that_run_took(command, ground) -> None:
-    started = under_run(command, 2, sys.executable, "-c", rank("2"))
-    assert started.stdout.readline() == "0 1\n"
-    assert ground.leased(inner=True) == [0, 1]
-    ends_well(started)
 
 
 def test_children_of_a_delegating_claim(child, ground) -> None:
@@ -215,15 +192,6 @@ def test_the_fence_counts_inside_as_well(outer, ground, monkeypatch: pytest.Monk
 STALE = "SAFE_GPU_SCOPE=0123456789abcdef names no living claim of this user here"
 
 
-def test_a_stale_scope_is_ignored_with_a_warning(command, ground, monkeypatch: pytest.MonkeyPatch) -> None:
-    inside("0123456789abcdef", monkeypatch)
-    done = command.run("run", "-n", 2, "--", "printenv", "CUDA_VISIBLE_DEVICES", "SAFE_GPU_SCOPE")
-    gpus, token = done.stdout.split()
-    assert gpus == "0,1"
-    assert token != "0123456789abcdef"
-    assert done.stderr.count(STALE) == 1
-
-
 def test_the_warning_comes_once_however_long_it_waits(command, ground, monkeypatch: pytest.MonkeyPatch) -> None:
     inside("0123456789abcdef", monkeypatch)
     ground.hold(*range(8))
@@ -303,16 +271,6 @@ def test_a_third_level_is_told_so_at_once(command, ground) -> None:
 
 
 # Life and death
-
-
-def test_an_inner_claim_keeps_its_gpu_when_the_outer_one_dies(command, ground, child, eventually) -> None:
-    started = under_run(command, 2, sys.executable, "-c", LAUNCHER, 1, rank("only=1"))
-    assert started.stdout.readline() == "1\n"
-    started.kill()
-    started.wait(60)
-    # The rank inherited no lease of the outer claim (subprocess closes descriptors), and sees end of input now.
-    eventually(lambda: ground.leased(inner=True) == [])
-    assert ground.leased() == []
 
 
 def test_nobody_takes_a_gpu_that_an_orphaned_inner_claim_holds(
@@ -407,50 +365,4 @@ say(done.stderr.strip().splitlines()[-1])
     assert ground.tickets() == []
 
 
-def test_a_forked_child_is_told_as_well(ground) -> None:
-    with claim_gpus(1, NoPlaceholder(), affinity=None):
-        reader, writer = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            try:
-                claim_gpus(1, NoPlaceholder(), affinity=None, timeout=None)
-                text = "claimed"
-            except NotEnoughGpusError as err:
-                text = str(err)
-            os.write(writer, text.encode())
-            os._exit(0)
-        os.close(writer)
-        with os.fdopen(reader) as answer:
-            assert f"process {os.getpid()}, a parent of this one, holds GPU 0" in answer.read()
-        os.waitpid(pid, 0)
-        assert ground.leased() == [0]
-
-
-def test_a_child_may_have_what_its_parent_does_not(ground, monkeypatch: pytest.MonkeyPatch, child) -> None:
-    with claim_gpus(2, NoPlaceholder(), affinity=None):
-        assert "SAFE_GPU_SCOPE" not in os.environ
-        monkeypatch.setenv("SAFE_GPU_FENCE", "ignore")
-        assert child(rank("6")).hear() == "2 3 4 5 6 7"
-        other = child(rank("7, timeout=None"))
-        with pytest.raises(AssertionError, match="a parent of this one, holds GPU 0, 1"):
-            other.hear()
-
-
 # Records
-
-
-def test_a_claim_whose_record_cannot_be_written_fails(ground, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody could tell that it may be claimed from."""
-    write = os.pwrite
-    monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: write(fd, data[:9], offset))
-    with pytest.raises(safe_gpu.StateDirError, match="no room"):
-        claim_gpus(2, NoPlaceholder(), affinity=None, delegate=True)
-    monkeypatch.undo()
-
-
-def test_the_hash_of_the_token_stands_in_the_records(outer, ground, tmp_path: Path) -> None:
-    _, token = outer(2)
-    assert len(token) == 16
-    assert hash_in_record(ground, 0) == hash_in_record(ground, 1) == digest(token)
-    for file in (ground.directory / "leases").iterdir():
-        assert token not in file.read_text()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 
 from safe_gpu import GPUOwner, NoPlaceholder
-from safe_gpu.cpulist import format_cpulist
 
 
 def test_gpus_with_their_model(ground) -> None:
@@ -21,12 +20,6 @@ def test_the_cpus_it_bound(ground) -> None:
         assert repr(owner) == "<GPUOwner: GPU 0 (NVIDIA A100-SXM4-80GB), CPUs 0-3,8>"
         owner.cpus = {7}
         assert repr(owner).endswith(", CPU 7>")
-
-
-def test_after_a_binding(ground) -> None:
-    with GPUOwner(1, NoPlaceholder(), affinity="node") as owner:
-        cpus = f", CPU{'s' if len(owner.cpus) > 1 else ''} {format_cpulist(owner.cpus)}" if owner.cpus else ""
-        assert repr(owner) == f"<GPUOwner: GPU 0 (NVIDIA A100-SXM4-80GB){cpus}>"
 
 
 def test_in_a_forked_child_it_says_who_holds_them(ground) -> None:

@@ -14,7 +14,6 @@ import pytest
 import safe_gpu
 from safe_gpu.claim.free import wait_for_gpus
 from safe_gpu.devices import vendor_of
-from safe_gpu.drivers.presets import PRESETS
 from safe_gpu.drivers.simulated import SimulatedDriver, SimulatedPlaceholder
 
 UUIDS = {
@@ -37,24 +36,15 @@ def visible() -> list[str | None]:
     return [os.environ.get(name) for name in VISIBLE]
 
 
-def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    call = [sys.executable, "-m", "safe_gpu", *arguments]
-    return subprocess.run(call, capture_output=True, text=True, timeout=60)
-
-
 PRINT = "import json, os; print(json.dumps({n: v for n, v in os.environ.items() if n.endswith('VISIBLE_DEVICES')}))"
 
 
-def variables(*arguments: str) -> dict[str, str]:
+def variables(command: Any, *arguments: str) -> dict[str, str]:
     """The variables of a command under `safe-gpu`."""
-    child = command(*arguments, "--", sys.executable, "-c", PRINT)
+    child = command.run(*arguments, "--", sys.executable, "-c", PRINT)
     assert child.returncode == 0, child.stderr
     found: dict[str, str] = json.loads(child.stdout)
     return found
-
-
-def test_the_preset_has_both() -> None:
-    assert [device.vendor for device in PRESETS["two-vendors"].devices] == ["nvidia"] * 4 + ["amd"] * 4
 
 
 def test_nvidia_is_the_first_and_the_variables_are_those_of_the_vendor() -> None:
@@ -67,15 +57,15 @@ def test_nvidia_is_the_first_and_the_variables_are_those_of_the_vendor() -> None
     assert visible() == [None, None, None]
 
 
-def test_both_can_be_held_at_once_and_all_busy_is_all_busy() -> None:
+def test_both_can_be_held_at_once_and_all_busy_is_all_busy(command: Any) -> None:
     code = "import safe_gpu; print(safe_gpu.claim_gpus(4, vendor='AMD', timeout=0).gpus[0].uuid)"
     with claim(4):
         child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=_outside())
         assert child.stdout.strip() == UUIDS["amd"][0], child.stderr
         assert safe_gpu.get_free_gpus() == []
         assert safe_gpu.get_free_gpus(vendor="amd") == ["0", "1", "2", "3"]
-        assert command("run", "--timeout", "0", "--", "true").returncode == 75, "no AMD GPU in place of a busy one"
-        assert command("wait", "--timeout", "0", "--vendor", "amd").stdout == "0\n"
+        assert command.run("run", "--timeout", "0", "--", "true").returncode == 75, "no AMD GPU in place of a busy one"
+        assert command.run("wait", "--timeout", "0", "--vendor", "amd").stdout == "0\n"
 
 
 def _outside() -> dict[str, str]:
@@ -87,14 +77,14 @@ def test_more_than_one_vendor_has_is_more_than_the_host_has() -> None:
         claim(5)
 
 
-def test_the_vendor_that_would_do_is_named() -> None:
+def test_the_vendor_that_would_do_is_named(command: Any) -> None:
     """Who leaves the vendor out and wants what only the other one has is told how to ask for it."""
     hint = r" \(the AMD GPUs of this host would do: vendor='amd'\)$"
     with pytest.raises(safe_gpu.UnsatisfiableRequestError, match=hint) as caught:
         claim(model="MI210")
     assert (caught.value.value, len(caught.value.verdicts)) == (1, 4)
     assert claim(model="MI210", vendor="amd").release_gpus() is None
-    child = command("run", "--model", "mi210", "--", "true")
+    child = command.run("run", "--model", "mi210", "--", "true")
     assert "(the AMD GPUs of this host would do: --vendor amd)" in child.stderr
     refused: list[dict[str, Any]] = [{"nb_gpus": 5}, {"model": "H100"}, {"model": "MI210", "vendor": "nvidia"}]
     for options in refused:
@@ -130,17 +120,17 @@ def test_a_wrong_vendor(vendor: Any) -> None:
             ask(vendor=vendor)
 
 
-def test_the_command_line() -> None:
-    assert variables("run", "-q", "--vendor", "AMD")["ROCR_VISIBLE_DEVICES"] == UUIDS["amd"][0]
-    assert variables("run", "-q", "--vendor", "nvidia") == {"CUDA_VISIBLE_DEVICES": "0"}
-    child = command("run", "--vendor", "intel", "--", "true")
+def test_the_command_line(command: Any) -> None:
+    assert variables(command, "run", "-q", "--vendor", "AMD")["ROCR_VISIBLE_DEVICES"] == UUIDS["amd"][0]
+    assert variables(command, "run", "-q", "--vendor", "nvidia") == {"CUDA_VISIBLE_DEVICES": "0"}
+    child = command.run("run", "--vendor", "intel", "--", "true")
     assert child.returncode == 2
     assert "choose from nvidia, amd" in child.stderr
 
 
-def test_a_driver_that_was_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_driver_that_was_named(monkeypatch: pytest.MonkeyPatch, command: Any) -> None:
     monkeypatch.setenv("SAFE_GPU_DRIVER", "simulated:dgx-a100")
-    child = command("run", "--vendor", "amd", "--", "true")
+    child = command.run("run", "--vendor", "amd", "--", "true")
     assert child.returncode == 78
     assert child.stderr == (
         "safe-gpu: --vendor amd asks for AMD GPUs, and SAFE_GPU_DRIVER=simulated:dgx-a100 has none: leave --vendor "
@@ -152,7 +142,7 @@ def test_a_driver_that_was_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("vendor", ["nvidia", "amd"])
-def test_a_claim_inside_a_claim_keeps_the_vendor(vendor: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_claim_inside_a_claim_keeps_the_vendor(vendor: str, monkeypatch: pytest.MonkeyPatch, command: Any) -> None:
     """Also where the program has cleared the variable that names AMD GPUs, and where it is left from elsewhere."""
     for stale in (None, UUIDS["amd"][3]):
         with claim(2, vendor=vendor, delegate=True) as owner:
@@ -161,12 +151,12 @@ def test_a_claim_inside_a_claim_keeps_the_vendor(vendor: str, monkeypatch: pytes
             if vendor == "amd" and stale is None:
                 monkeypatch.delenv("ROCR_VISIBLE_DEVICES")
                 monkeypatch.setenv("SAFE_GPU_FENCE", "ignore")
-            inner = variables("run", "-q")
+            inner = variables(command, "run", "-q")
             name = "ROCR_VISIBLE_DEVICES" if vendor == "amd" else "CUDA_VISIBLE_DEVICES"
             assert inner[name] in ("0", owner.gpus[0].uuid)
             assert ("HIP_VISIBLE_DEVICES" in inner) == (vendor == "amd")
             other = "amd" if vendor == "nvidia" else "nvidia"
-            child = command("run", "--vendor", other, "--", "true")
+            child = command.run("run", "--vendor", other, "--", "true")
             assert child.returncode == 78
             assert f"the claim around this process (SAFE_GPU_SCOPE) holds {vendor.upper()} GPUs" in child.stderr
 
@@ -179,9 +169,9 @@ def test_a_scope_of_nobody_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> N
         assert vendor_of(owner.gpus[0].uuid) == "nvidia"
 
 
-def test_a_child_of_a_claim_that_does_not_delegate_is_told_so() -> None:
+def test_a_child_of_a_claim_that_does_not_delegate_is_told_so(command: Any) -> None:
     with claim(4, vendor="amd"):
-        child = command("run", "--timeout", "0", "--", "true")
+        child = command.run("run", "--timeout", "0", "--", "true")
         assert child.returncode == 75
         assert f"process {os.getpid()}" in child.stderr
 
@@ -206,7 +196,7 @@ def test_placeholders_of_the_users_own_find_the_gpus() -> None:
 # The queue
 
 
-def test_waiters_of_two_vendors_do_not_wait_for_each_other() -> None:
+def test_waiters_of_two_vendors_do_not_wait_for_each_other(command: Any) -> None:
     """A waiter for all NVIDIA GPUs keeps nobody from AMD's, and its place among NVIDIA's."""
     code = "import safe_gpu, sys; print(safe_gpu.claim_gpus().devices_taken, flush=True); sys.stdin.read()"
     holder = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -214,10 +204,10 @@ def test_waiters_of_two_vendors_do_not_wait_for_each_other() -> None:
     assert holder.stdout.readline() == "[0]\n"
     waiter = subprocess.Popen([sys.executable, "-m", "safe_gpu", "run", "-q", "-n", "4", "--", "true"])
     try:
-        while not json.loads(command("status", "--json").stdout)["queue"]:
+        while not json.loads(command.run("status", "--json").stdout)["queue"]:
             assert waiter.poll() is None
-        assert command("run", "--timeout", "0", "--", "true").returncode == 75, "strict order among NVIDIA GPUs"
-        assert variables("run", "-q", "--timeout", "0", "--vendor", "amd", "-n", "4")["HIP_VISIBLE_DEVICES"]
+        assert command.run("run", "--timeout", "0", "--", "true").returncode == 75, "strict order among NVIDIA GPUs"
+        assert variables(command, "run", "-q", "--timeout", "0", "--vendor", "amd", "-n", "4")["HIP_VISIBLE_DEVICES"]
         assert waiter.poll() is None
         holder.communicate(timeout=60)
         assert waiter.wait(60) == 0

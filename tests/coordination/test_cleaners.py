@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import subprocess
@@ -60,58 +61,38 @@ def test_after_the_claim_it_is_cleaned(state_dir: Path, clean: Callable[[], None
     assert not list(state_dir.rglob("*.lock"))
 
 
-def test_the_command_of_run_keeps_cleaners_out(state_dir: Path, clean: Callable[[], None], child: Any) -> None:
-    work = """
-import os
-import safe_gpu
-owner = safe_gpu.GPUOwner(1, safe_gpu.NoPlaceholder(), timeout=0, affinity=None)
-owner.keep_across_exec()
-os.execv("/bin/sh", ["sh", "-c", "echo there; read line"])
-"""
-    holder = child(work)
+@pytest.mark.parametrize(
+    "rest",
+    [
+        "owner.keep_across_exec(); os.execv('/bin/sh', ['sh', '-c', 'echo there; read line'])",
+        "if os.fork(): os._exit(0)\nsay('there'); listen()",
+    ],
+    ids=["the command of run", "a forked child that lives on"],
+)
+def test_who_inherits_a_claim_keeps_cleaners_out(
+    state_dir: Path, clean: Callable[[], None], child: Any, rest: str
+) -> None:
+    work = "import os, safe_gpu\nowner = safe_gpu.GPUOwner(1, safe_gpu.NoPlaceholder(), timeout=0, affinity=None)\n"
+    holder = child(work + rest)
     assert holder.hear() == "there"
     clean()
     assert list((state_dir / "leases").glob("*.lock"))
     holder.tell()
 
 
-def test_a_forked_child_that_lives_on_keeps_them_out_too(state_dir: Path, child: Any, clean: Any) -> None:
-    work = """
-import os, safe_gpu
-owner = safe_gpu.GPUOwner(1, safe_gpu.NoPlaceholder(), timeout=0, affinity=None)
-if os.fork():
-    os._exit(0)
-say('alone'); listen()
-"""
-    orphan = child(work)
-    assert orphan.hear() == "alone"
-    clean()
-    assert list((state_dir / "leases").glob("*.lock"))
-    orphan.tell()
-
-
-@pytest.mark.parametrize("holds", [True, False])
-def test_the_directory_is_locked_for_exactly_as_long(state_dir: Path, holds: bool) -> None:
-    import fcntl
-
+def test_the_directory_is_locked_for_exactly_as_long(state_dir: Path) -> None:
     owner = safe_gpu.GPUOwner(2, NOTHING, timeout=0, affinity=None)
-    if not holds:
-        owner.release_gpus()
     fd = os.open(state_dir, os.O_RDONLY)
     try:
-        if holds:
-            with pytest.raises(BlockingIOError):
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        else:
+        with pytest.raises(BlockingIOError):
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        owner.release_gpus()
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     finally:
         os.close(fd)
-        owner.release_gpus()
 
 
 def test_a_cleaner_at_work_is_not_waited_for(state_dir: Path) -> None:
-    import fcntl
-
     state_dir.mkdir()
     state_dir.chmod(0o1777)
     fd = os.open(state_dir, os.O_RDONLY)

@@ -40,12 +40,6 @@ def test_a_note_is_read_back_and_is_one_line_of_json_for_everybody(leases: State
     assert path(leases).read_text().count("\n") == 1
 
 
-def test_a_note_replaces_a_longer_one(leases: StateDir) -> None:
-    write_fault(leases, UUID, GpuFault(1.0, "x" * 300))
-    write_fault(leases, UUID, GpuFault(2.0, "short"))
-    assert read_faults(leases, [UUID]) == {UUID: GpuFault(2.0, "short")}
-
-
 def test_text_is_cut_and_made_safe_for_terminals(leases: StateDir) -> None:
     write_fault(leases, UUID, GpuFault(1.0, "\x1b[31m\udce9" + "\U0001f600" * 9999))
     assert path(leases).stat().st_size < 4096
@@ -60,22 +54,10 @@ def test_the_name_of_an_old_mig_instance(leases: StateDir) -> None:
     assert read_faults(leases, ["MIG-GPU-1/7/0"]) == {"MIG-GPU-1/7/0": GpuFault(1.0, "bad")}
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"",
-        b"\n",
-        b"\xff\xfe",
-        b"[]",
-        b"7",
-        b"null",
-        b'{"when": 1}',
-        b'{"when": null, "error": "x"}',
-        b'{"when": {}, "error": "x"}',
-        b"[" * 4000,
-        b'{"when": 1, "error": "' + b"x" * 100000 + b'"}',
-    ],
-)
+LONG = b'{"when": 1, "error": "' + b"x" * 9999
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"[]", b"null", b'{"when": null, "error": "x"}', LONG + b'"}'])
 def test_nonsense_is_no_note(leases: StateDir, content: bytes) -> None:
     path(leases).write_bytes(content)
     assert read_faults(leases, [UUID]) == {}

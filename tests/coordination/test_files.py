@@ -49,14 +49,6 @@ def test_the_default_path_and_a_relative_one(monkeypatch: pytest.MonkeyPatch, tm
         state_dir_path()
 
 
-def test_a_directory_with_other_things_in_it_is_used_but_not_opened_up(tmp_path: Path) -> None:
-    home = tmp_path / "home"
-    home.mkdir(mode=0o700)
-    (home / "thesis.tex").touch()
-    StateDir(str(home)).close()
-    assert mode_of(home) == 0o700
-
-
 def test_a_folder_of_ones_own_in_it_is_not_opened_up(tmp_path: Path) -> None:
     """SAFE_GPU_DIR=~, where somebody keeps a folder `queue`, and claimed here before."""
     home = tmp_path / "home"
@@ -96,12 +88,6 @@ def test_a_symbolic_link_is_never_followed(state_dir: Path, tmp_path: Path, leve
         leases.open_or_create("a.lock")
     assert str(state_dir) in str(caught.value)
     assert target.is_dir() or target.read_text() == "precious"
-
-
-def test_a_dangling_link_in_its_place_is_refused_too(state_dir: Path) -> None:
-    state_dir.symlink_to("/nowhere/at/all")
-    with pytest.raises(StateDirError, match="symbolic link"):
-        StateDir(str(state_dir))
 
 
 def test_a_file_in_its_place_or_a_missing_parent_is_refused(tmp_path: Path) -> None:
@@ -163,8 +149,11 @@ def test_a_file_lease_blocks_nobody_and_its_owner_is_named(state_dir: Path, file
             root.open("host.lock")
 
 
-def test_a_directory_closed_by_another_user_is_named_with_its_fix(state_dir: Path, as_user) -> None:
-    state_dir.mkdir(mode=0o755)
+@pytest.mark.parametrize(
+    ("mode", "reason"), [(0o755, "mode 0755 and belongs to uid 0"), (0o700, "is closed to user 65534")]
+)
+def test_a_directory_closed_by_another_user_is_named_with_its_fix(state_dir: Path, as_user, mode, reason) -> None:
+    state_dir.mkdir(mode=mode)
 
     def work(say, listen) -> None:
         try:
@@ -173,7 +162,7 @@ def test_a_directory_closed_by_another_user_is_named_with_its_fix(state_dir: Pat
             say(err)
 
     said = as_user(work, uid=65534).hear()
-    assert "mode 0755 and belongs to uid 0" in said
+    assert reason in said
     assert "ask its owner for mode 1777 or root to remove it" in said
 
 
@@ -299,22 +288,6 @@ def test_a_full_disk_is_said_and_leaves_nothing(
             root.open_or_create("host.lock")
         assert caught.value.errno == code
     assert os.listdir(state_dir) == []
-
-
-@needs_root
-def test_a_really_full_tmpfs(tmp_path: Path) -> None:
-    mount = tmp_path / "small"
-    mount.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4096", "tmpfs", mount], capture_output=True).returncode:
-        pytest.skip("cannot mount a tmpfs here")
-    try:
-        (mount / "filler").write_bytes(b"x" * 4096)
-        fd = os.open(mount / "a", os.O_RDWR | os.O_CREAT)
-        with pytest.raises(StateDirError, match=r"cannot write .*No space left"):
-            write_all(fd, b"{}\n", str(mount / "a"))
-        os.close(fd)
-    finally:
-        subprocess.run(["umount", mount], check=True)
 
 
 @needs_root

@@ -63,18 +63,12 @@ def test_old_months_are_removed(written: Path) -> None:
 def test_a_hostile_file_is_passed(written: Path, hostile: str, tmp_path: Path) -> None:
     file, precious = written / FILE, written.parent / "precious"
     precious.write_bytes(b"precious")
-    file.unlink()
-    if hostile == "fifo":
-        os.mkfifo(file)
-    elif hostile == "link":
-        file.symlink_to(precious)
-    elif hostile == "hard link":
-        os.link(precious, file)
-    elif hostile == "directory":
-        file.mkdir()
-    else:
-        file.touch()
+    if hostile == "huge":
         os.truncate(file, 1 << 40)
+    else:
+        file.unlink()
+        {"fifo": os.mkfifo, "directory": os.mkdir}.get(hostile, lambda path: None)(file)
+        {"link": os.symlink, "hard link": os.link}.get(hostile, lambda *paths: None)(precious, file)
     assert history.append([LINE], NOW)
     assert (written / "2026-11.1.jsonl").read_bytes() == LINE
     assert precious.read_bytes() == b"precious"

@@ -58,14 +58,6 @@ def test_a_stopped_holder_is_called_stopped(state_dir: Path, child, eventually) 
         pass
 
 
-def test_a_killed_holder_holds_nothing(state_dir: Path, child) -> None:
-    holder = child(HOLD)
-    assert holder.hear() == "held"
-    holder.kill()
-    with HostLock(soon()):
-        pass
-
-
 def test_a_forked_child_does_not_keep_it(state_dir: Path) -> None:
     """The parent is killed inside; its child lives on, and must not hold the host for everybody."""
     ready, write = os.pipe()

@@ -6,7 +6,6 @@ import errno
 import hashlib
 import json
 import os
-import resource
 import signal
 import time
 from pathlib import Path
@@ -17,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from safe_gpu.coordination import leases as leases_module
-from safe_gpu.coordination.leases import Lease, LeaseRecord, inner_name, lease_name, probe, read_record, try_lease
+from safe_gpu.coordination.leases import Lease, LeaseRecord, lease_name, probe, read_record, try_lease
 from safe_gpu.coordination.locks import HostLock
 from safe_gpu.errors import StateDirError
 from safe_gpu.procfs import printable
@@ -42,12 +41,6 @@ def take(name: str = NAME, **options: bool) -> Lease | None:
 def held(name: str = NAME) -> bool:
     with HostLock(time.monotonic() + 30) as host:
         return probe(host, name)
-
-
-def test_names_are_those_of_the_protocol() -> None:
-    assert lease_name("GPU-ab") == "GPU-ab.lock"
-    assert inner_name("GPU-ab") == "GPU-ab.inner.lock"
-    assert "/" not in lease_name("MIG-GPU-ab/1/0")
 
 
 def test_one_holder_at_a_time_and_probes_take_nothing(state_dir: Path) -> None:
@@ -144,20 +137,6 @@ def test_travels_through_exec_above_what_scripts_use(state_dir: Path, child) -> 
     assert not held()
 
 
-def test_a_low_limit_of_descriptors_is_respected(state_dir: Path) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    lease = take()
-    assert lease is not None
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
-        lease.keep_across_exec()
-        assert 3 <= lease.fd < 64
-        assert os.get_inheritable(lease.fd)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        lease.release()
-
-
 def test_a_lease_file_that_was_cleaned_away_is_not_held_by_its_old_inode(state_dir: Path) -> None:
     old = take()
     assert old is not None
@@ -196,19 +175,8 @@ def test_another_users_file_is_leased_too(state_dir: Path, as_user) -> None:
 
 
 def record(**changes: object) -> LeaseRecord:
-    fields: dict[str, object] = {
-        "pid": 1,
-        "start": 2,
-        "uid": 3,
-        "user": "alice",
-        "host": "h",
-        "job": "7.1",
-        "command": "python x.py",
-        "gpus": ("GPU-1",),
-        "since": 4.5,
-        "token": "",
-    }
-    return LeaseRecord(**{**fields, **changes})  # type: ignore[arg-type]
+    one = LeaseRecord(1, 2, 3, "alice", "h", "7.1", "python x.py", ("GPU-1",), 4.5, "")
+    return one._replace(**changes)  # type: ignore[arg-type]
 
 
 def test_the_record_is_one_line_of_json_with_the_keys_of_the_protocol(state_dir: Path) -> None:
@@ -221,14 +189,17 @@ def test_the_record_is_one_line_of_json_with_the_keys_of_the_protocol(state_dir:
     raw = json.loads(text)
     keys = {"v", "pid", "start", "uid", "user", "host", "job", "command", "gpus", "since", "until", "token", "pidns"}
     assert set(raw) == keys
-    assert raw["v"] == 1
-    assert raw["pid"] == os.getpid()
-    assert raw["pidns"] == os.stat("/proc/self/ns/pid").st_ino
-    assert raw["uid"] == os.geteuid()
-    assert raw["host"] == os.uname().nodename
-    assert raw["job"] == "12.3"
-    assert raw["gpus"] == ["GPU-1"]
-    assert raw["token"] == hashlib.sha256(b"t").hexdigest()[:16]
+    expected = {
+        "v": 1,
+        "pid": os.getpid(),
+        "pidns": os.stat("/proc/self/ns/pid").st_ino,
+        "uid": os.geteuid(),
+        "host": os.uname().nodename,
+        "job": "12.3",
+        "gpus": ["GPU-1"],
+        "token": hashlib.sha256(b"t").hexdigest()[:16],
+    }
+    assert raw.items() >= expected.items()
     assert abs(raw["since"] - time.time()) < 3600
     lease.release()
 
@@ -239,53 +210,6 @@ texts = st.text(max_size=30).map(printable)
 @given(st.builds(record, user=texts, job=st.none() | texts, command=st.none() | texts, token=texts, start=st.none()))
 def test_records_survive_the_round_trip(one: LeaseRecord) -> None:
     assert LeaseRecord.decode(one.encode()) == one
-
-
-@given(
-    st.binary(max_size=200) | st.sampled_from([b"", b"[]", b"1", b"{}", b'{"pid": "x"}', b'{"pid": 1, "since": "y"}'])
-)
-def test_nonsense_in_a_record_is_no_record(data: bytes) -> None:
-    assert LeaseRecord.decode(data) is None or isinstance(LeaseRecord.decode(data), LeaseRecord)
-
-
-def test_what_others_wrote_cannot_play_tricks_on_a_terminal_or_a_clock() -> None:
-    read = LeaseRecord.decode(record(user="\x1b[2J", job="\u202ecba", command="x\ry").encode())
-    assert read is not None
-    assert (read.user, read.job, read.command) == (" [2J", " cba", "x y")
-    for since in ("NaN", "Infinity", "-1", "1e300"):
-        line = json.dumps({"pid": 1, "since": 0}).replace(": 0}", f": {since}}}")
-        read = LeaseRecord.decode(line.encode())
-        assert read is not None
-        assert read.since == 0.0
-    for pid in (0, -1, 1 << 31):
-        assert LeaseRecord.decode(record(pid=pid).encode()) is None
-
-
-def test_endless_words_and_numbers_in_a_record_are_cut_or_refused() -> None:
-    read = LeaseRecord.decode(record(user="e\u0301" * 999, job="j" * 999, command="c" * 999, token="t" * 999).encode())
-    assert read is not None
-    assert [len(word) for word in (read.user, read.job or "", read.command or "", read.token)] == [64, 100, 200, 64]
-    for key in ("pid", "start", "uid", "v", "pidns"):
-        assert LeaseRecord.decode(record()._replace(**{key: 10**4000}).encode()) is None
-
-
-def test_a_record_is_never_written_over_a_file_with_another_name(state_dir: Path, as_user) -> None:
-    """Where fs.protected_hardlinks is 0, anybody may link what he can see into this directory."""
-    thesis = state_dir.parent / "thesis.tex"
-
-    def work(say, listen) -> None:
-        thesis.write_text("precious")
-        with HostLock(time.monotonic() + 30):
-            os.link(thesis, state_dir / "leases" / lease_name("GPU-0"))
-        say("linked")
-
-    assert as_user(work, uid=54321).hear() == "linked"
-    with (
-        HostLock(time.monotonic() + 30) as host,
-        pytest.raises(StateDirError, match=r"0644 .* its owner 54321"),
-    ):
-        try_lease(host, lease_name("GPU-0"))
-    assert thesis.read_text() == "precious"
 
 
 @pytest.mark.parametrize("written", [b"caf\xe9", rb"caf\udce9"])
@@ -304,12 +228,6 @@ def test_a_byte_that_is_not_utf_8_is_written_as_a_replacement_character(command:
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["command"].endswith(" caf\ufffd")
     assert "\\udc" not in done.stdout
-
-
-@given(st.integers(min_value=0, max_value=100))
-def test_a_torn_record_is_no_record(cut: int) -> None:
-    data = record().encode()
-    assert LeaseRecord.decode(data[: min(cut, len(data) - 2)]) is None
 
 
 def test_a_torn_record_is_read_again(state_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import errno
 import hashlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -74,28 +75,15 @@ def test_one_holder_at_a_time(take: Any, prefix: str) -> None:
 
 
 def test_other_programs_see_exactly_this_name(take: Any, prefix: str) -> None:
-    """Not by this code: the address stands in the protocol."""
+    """Not by this code: the address stands in the protocol. Nobody can connect to it."""
     assert take("GPU-1") is not None
-    code = """
-import socket, sys
-one = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-try:
-    one.bind(b"\\0safe-gpu/1/" + sys.argv[1].encode())
-except OSError as err:
-    print(err.errno)
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", code, f"{prefix}GPU-1..........."], capture_output=True, text=True, check=True
-    )
-    assert done.stdout.strip() == str(errno.EADDRINUSE)
-
-
-def test_nobody_can_connect(take: Any, prefix: str) -> None:
-    import socket
-
-    assert take("GPU-1") is not None
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as caller, pytest.raises(ConnectionRefusedError):
-        caller.connect(b"\0safe-gpu/1/" + name_of("GPU-1", prefix).encode())
+    address = f"\0safe-gpu/1/{prefix}GPU-1...........".encode()
+    with socket.socket(socket.AF_UNIX) as other:
+        with pytest.raises(OSError) as caught:
+            other.bind(address)
+        assert caught.value.errno == errno.EADDRINUSE
+        with pytest.raises(ConnectionRefusedError):
+            other.connect(address)
 
 
 def test_who_looks_takes_nothing(take: Any, prefix: str) -> None:
@@ -112,8 +100,6 @@ def test_who_looks_takes_nothing(take: Any, prefix: str) -> None:
 
 
 def test_a_name_of_another_kind_of_socket_is_none(prefix: str, take: Any) -> None:
-    import socket
-
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
         other.bind(b"\0safe-gpu/1/" + name_of("GPU-1", prefix).encode())
         assert held_among(["GPU-1"], prefix) == frozenset()
@@ -128,34 +114,24 @@ LINE = b"0000000012ab34cd: 00000002 00000000 00000000 0001 01 12345 @safe-gpu/1/
     [
         (b"", b"", 12345),
         (b"0000000012ab34cd", b"(____ptrval____)", 12345),
-        (b"0000000012ab34cd", b"        (ptrval)", 12345),
         (b"00000000 0001", b"00010000 0001", 12345),
         (b"00000002", b"0000001F", 12345),
         (b"12345", b"    7", 7),
         (b"12345", b"18446744073709551615", 2**64 - 1),
         (b"0000000012ab34cd", b"12ab34cd", None),
-        (b"0000000012ab34cd", b"00000000012ab34cd", None),
         (b"cd: ", b"cd:", None),
-        (b"00000002", b"2", None),
         (b"00000002", b"0000001f", None),
         (b"00000002 00000000", b"00000002 00000001", None),
         (b"00000000 0001", b"00020000 0001", None),
         (b"0001 01", b"0002 01", None),
-        (b"0001 01", b"0001  1", None),
-        (b" 01 ", b"  01 ", None),
         (b" ", b"\t", None),
-        (b"12345", b"7", None),
         (b"12345", b"     7", None),
         (b"12345", b"012345", None),
-        (b"12345", b"1_345", None),
         (b"12345", b"   -1", None),
-        (b"12345", b"     ", None),
         (b"12345", b"12345 /tmp/x", None),
         (b"12345", b"9" * 21, None),
-        (b" @", b" ", None),
         (b"@safe", b"@@safe", None),
         (NVIDIA.encode(), AMD.encode(), None),
-        (NVIDIA.encode(), b"x" * 36, None),
     ],
 )
 def test_only_the_columns_of_the_kernel_count(

@@ -117,8 +117,9 @@ def test_64_processes_race_for_8_gpus_and_some_are_killed(track: Any, steps: Any
             assert len(refusal.verdicts) == 8
             assert refusal.nb_gpus in (1, 2)
             told = [verdict for verdict in refusal.verdicts if not verdict.free]
-            assert all(verdict.state in ("claimed", "busy") and verdict.pid for verdict in told)
-            if not said["gone"]:
+            assert {verdict.state for verdict in told} <= {"claimed", "busy"}
+            if not said["gone"]:  # a holder that is just being killed may have no name any more
+                assert all(verdict.pid for verdict in told), told
                 assert 8 - len(told) < refusal.nb_gpus
         track.claim_all()
     assert killed > 100

@@ -56,9 +56,9 @@ class Child:
         self.process.kill()
         self.process.wait(30)
 
-    def finish(self) -> str:
+    def finish(self, patience: float = 100) -> str:
         """Its remaining output, once it has ended well."""
-        out, err = self.process.communicate(timeout=60)
+        out, err = self.process.communicate(timeout=patience)
         assert self.process.returncode == 0, err
         return out
 

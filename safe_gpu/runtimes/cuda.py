@@ -76,11 +76,9 @@ class CudaCallError(SafeGpuError):
         call: the function, "cuInit"; code: its CUresult; name: "CUDA_ERROR_NO_DEVICE", where the driver knows one.
     """
 
-    def __init__(self, message: str = "", *, call: str = "", code: int = 0, name: str = "") -> None:
-        super().__init__(message)
-        self.call = call
-        self.code = code
-        self.name = name
+    call: str = ""
+    code: int = 0
+    name: str = ""
 
 
 class Library:

@@ -109,7 +109,7 @@ out["seen"] = [HIP.visible_if_initialized(), HIP.shown_at(0)]
 def test_its_names_of_errors_are_those_that_are_explained() -> None:
     code = """
 from safe_gpu.runtimes.placeholders import likely_cause as explain
-names = [hip.load()._text("hipGetErrorName", code) for code in (2, 3, 35, 98, 100, 101, 200, 209, 214, 304, 999)]
+names = [hip.load().texts(code)[0] for code in (2, 3, 35, 98, 100, 101, 200, 209, 214, 304, 999)]
 out["names"] = names
 out["unexplained"] = [name for name in names if not explain(RuntimeError(name))]
 """

@@ -33,9 +33,6 @@ DEINITIALIZED = 4
 STUB_LIBRARY = 34
 NO_DEVICE = 100
 INVALID_DEVICE = 101
-SYSTEM_NOT_READY = 802
-SYSTEM_DRIVER_MISMATCH = 803
-COMPAT_NOT_SUPPORTED = 804
 
 # Used where the library lacks cuGetErrorName or its own does not know the code: a stub library answers 34 to every
 # call. ``placeholders`` recognises these names.
@@ -50,9 +47,9 @@ _NAMES = {
     220: "CUDA_ERROR_NVLINK_UNCORRECTABLE",
     714: "CUDA_ERROR_HARDWARE_STACK_ERROR",
     721: "CUDA_ERROR_CONTAINED",
-    SYSTEM_NOT_READY: "CUDA_ERROR_SYSTEM_NOT_READY",
-    SYSTEM_DRIVER_MISMATCH: "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH",
-    COMPAT_NOT_SUPPORTED: "CUDA_ERROR_COMPAT_NOT_SUPPORTED_ON_DEVICE",
+    802: "CUDA_ERROR_SYSTEM_NOT_READY",
+    803: "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH",
+    804: "CUDA_ERROR_COMPAT_NOT_SUPPORTED_ON_DEVICE",
     999: "CUDA_ERROR_UNKNOWN",
 }
 
@@ -83,6 +80,7 @@ class Library:
 
     file = LIBRARY
     driver = "the NVIDIA driver"
+    counting = "cuDeviceGetCount"
     failure: type[CudaCallError] = CudaCallError
 
     def __init__(self, handle: ctypes.CDLL) -> None:
@@ -148,7 +146,7 @@ class Library:
         _initialized_in = os.getpid()
 
     def count(self) -> int:
-        """How many GPUs CUDA sees in this process.
+        """How many GPUs the library sees in this process.
 
         Raises:
             CudaCallError: with code NOT_INITIALIZED while CUDA is not initialised.
@@ -156,7 +154,7 @@ class Library:
         import ctypes
 
         number = ctypes.c_int(0)
-        self.call("cuDeviceGetCount", ctypes.byref(number))
+        self.call(self.counting, ctypes.byref(number))
         return number.value
 
     def device(self, ordinal: int) -> ctypes.c_int:

@@ -11,6 +11,7 @@ so the copy that is mapped already is used, and else the one that an installed P
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
@@ -48,6 +49,7 @@ class HipLibrary(Library):
 
     file = LIBRARY
     driver = "ROCm"
+    counting = "hipGetDeviceCount"
     failure = HipCallError
 
     def texts(self, code: int) -> tuple[str, str]:
@@ -76,14 +78,6 @@ class HipLibrary(Library):
         self.count()
         _initialized_in = os.getpid()
 
-    def count(self) -> int:
-        """How many GPUs HIP sees in this process."""
-        import ctypes
-
-        number = ctypes.c_int(0)
-        self.call("hipGetDeviceCount", ctypes.byref(number))
-        return number.value
-
     def shown(self, ordinal: int) -> str:
         """``UUID/BUS-ID`` of an ordinal. The UUID is ``GPU-<16 hex digits>``, or "" for a GPU without one.
 
@@ -108,8 +102,7 @@ class HipLibrary(Library):
 def _uuid(octets: bytes) -> str:
     """HIP's 16 bytes are the hex digits of ROCR's UUID as text."""
     text = octets.decode("ascii", "replace").lower()
-    is_hex = len(text) == 16 and all(digit in "0123456789abcdef" for digit in text)
-    return f"GPU-{text}" if is_hex and text.strip("0") else ""
+    return f"GPU-{text}" if re.fullmatch("(?!0*$)[0-9a-f]{16}", text) else ""
 
 
 def is_same_gpu(shown: str, uuid: str, bus_id: str) -> bool:
@@ -150,12 +143,11 @@ def _of_pytorch() -> list[str]:
     """The copy that PyTorch would load, if a build of PyTorch for ROCm is installed. PyTorch is not imported."""
     from importlib.util import find_spec
 
-    try:
+    with suppress(ImportError, ValueError):
         spec = find_spec("torch")
-    except (ImportError, ValueError):
-        return []
-    path = os.path.join(os.path.dirname(spec.origin), "lib", LIBRARY) if spec is not None and spec.origin else ""
-    return [path] if path and os.path.exists(path) else []
+        path = os.path.join(os.path.dirname(spec.origin), "lib", LIBRARY) if spec is not None and spec.origin else ""
+        return [path] if os.path.exists(path) else []
+    return []
 
 
 def visible_if_initialized() -> tuple[str, ...] | None:

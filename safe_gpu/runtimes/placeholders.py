@@ -17,14 +17,10 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
-from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from contextlib import suppress
+from typing import Any
 
 from ..errors import PlaceholderError, SafeGpuError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 
 Placeholder = Callable[[int], Any]
 """What a claim requires of a placeholder. The methods ``prepare()`` and ``release(thing)`` are optional."""
@@ -349,6 +345,9 @@ class CupyPlaceholder(Base):
         self.logger.info("Freed a CuPy array; the CUDA context stays until this process ends")
 
 
+_PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
+
+
 class JaxPlaceholder(Base):
     """An array of one element. JAX initialises all visible GPUs, and keeps its contexts until the process exits.
 
@@ -362,8 +361,13 @@ class JaxPlaceholder(Base):
 
     def _allocate(self, device_no: int) -> Any:
         jax = self._import()
-        with _unless_set("XLA_PYTHON_CLIENT_PREALLOCATE", "false"):
+        chosen = _PREALLOCATE in os.environ
+        os.environ.setdefault(_PREALLOCATE, "false")
+        try:
             devices = jax.local_devices(backend="gpu")
+        finally:
+            if not chosen:
+                os.environ.pop(_PREALLOCATE, None)
         if device_no >= len(devices):
             raise RuntimeError(f"JAX sees {len(devices)} GPUs")
         return jax.device_put(1.0, devices[device_no]).block_until_ready()
@@ -372,19 +376,6 @@ class JaxPlaceholder(Base):
         """Delete the array. JAX keeps its memory pool and context, because it cannot free them."""
         placeholder.delete()
         self.logger.info("Freed a JAX array; JAX keeps its CUDA context until this process ends")
-
-
-@contextmanager
-def _unless_set(name: str, value: str) -> Iterator[None]:
-    """Set an environment variable during a block, unless it is set already."""
-    if name in os.environ:
-        yield
-        return
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        os.environ.pop(name, None)
 
 
 pytorch_placeholder = PytorchPlaceholder()

@@ -56,8 +56,7 @@ _RAY = "RAY_RAYLET_PID"
 
 _BLANKS = " \t\n\v\f\r"
 # Compiled on first use by re's own cache, because most claims inherit no CUDA_VISIBLE_DEVICES.
-_NUMBER = r"[+-]?[0-9]+"
-_NUMBERED_INSTANCE = r"MIG-(GPU-[^/]+)/[0-9]+/[0-9]+"
+_NUMBER = r"([+-]?)0*([0-9]{1,9})"  # no host has more GPUs
 
 
 class VisibleLimit(NamedTuple):
@@ -117,14 +116,15 @@ def parse_cuda(value: str | None, snapshot: HostSnapshot, *, device_order: str |
         return None
     entries = [entry.lstrip(_BLANKS) for entry in value.split(",")]
     by_number = re.match(_NUMBER, entries[0]) is not None
-    countable = _in_cuda_order(snapshot)
+    shown = (_as_shown(gpu, snapshot) for gpu in snapshot.physical)
+    countable = [gpu for gpu in shown if gpu is not None]  # in PCI bus order
     chosen: list[Gpu] = []
     highest = -1
     doubt = ""
     for entry in entries:
         if by_number:
             number = re.match(_NUMBER, entry)
-            position = _whole(number.group()) if number else -1
+            position = int(number[1] + number[2]) if number else -1
             highest = max(highest, position)
             found = countable[position] if 0 <= position < len(countable) else None
         else:
@@ -139,22 +139,6 @@ def parse_cuda(value: str | None, snapshot: HostSnapshot, *, device_order: str |
     if by_number:
         doubt = _doubt_about_numbers(highest, chosen, snapshot, device_order)
     return VisibleLimit(value, tuple(gpu.uuid for gpu in chosen), bool(doubt), by_number, doubt)
-
-
-def _whole(number: str) -> int:
-    """The number, or one that no device has."""
-    digits = number.lstrip("+-").lstrip("0")
-    position = int(digits or 0) if len(digits) < 10 else 10**9
-    return -position if number.startswith("-") else position
-
-
-def _in_cuda_order(snapshot: HostSnapshot) -> list[Gpu]:
-    """The devices that CUDA numbers, in PCI bus order.
-
-    Lost GPUs are left out. A GPU with MIG on is replaced by its first instance.
-    """
-    shown = (_as_shown(gpu, snapshot) for gpu in snapshot.physical)
-    return [gpu for gpu in shown if gpu is not None]
 
 
 def _as_shown(gpu: Gpu, snapshot: HostSnapshot) -> Gpu | None:
@@ -172,7 +156,7 @@ def _by_uuid(entry: str, snapshot: HostSnapshot) -> tuple[Gpu | None, str]:
     matches = same or [gpu for gpu in snapshot.gpus if gpu.uuid.startswith(entry)]
     if len(matches) == 1:
         return _as_shown(matches[0], snapshot), ""
-    numbered = re.fullmatch(_NUMBERED_INSTANCE, entry)
+    numbered = re.fullmatch(r"MIG-(GPU-[^/]+)/[0-9]+/[0-9]+", entry)
     if numbered is None:
         return None, ""
     instances = [gpu for gpu in snapshot.gpus if gpu.mig_parent == numbered.group(1)]

@@ -39,11 +39,7 @@ def test_not_initialized_where_libcuda_is_only_mapped_and_asking_does_not_initia
     host.set_options("log=1")
     assert host.run(
         f"{MAP}; result = [cuda.visible_if_initialized(), cuda.uuid_of_ordinal(0), lib.cuDeviceGet(0, 0)]"
-    ) == [
-        None,
-        None,
-        3,
-    ]
+    ) == [None, None, 3]
     assert "cuDeviceGetCount" in host.calls()
     assert "cuInit" not in host.calls()
 

@@ -73,11 +73,7 @@ class FakeGpus:
     """
 
     def __init__(
-        self,
-        directory: Path,
-        build: Callable[..., Path],
-        libraries: DriverLibraries,
-        monkeypatch: pytest.MonkeyPatch,
+        self, directory: Path, build: Callable[..., Path], libraries: DriverLibraries, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         self.directory = directory
         self.gpus: list[dict[str, str]] = []

@@ -37,21 +37,11 @@ INVALID_DEVICE = 101
 # Used where the library lacks cuGetErrorName or its own does not know the code: a stub library answers 34 to every
 # call. ``placeholders`` recognises these names.
 _NAMES = {
-    2: "CUDA_ERROR_OUT_OF_MEMORY",
-    NOT_INITIALIZED: "CUDA_ERROR_NOT_INITIALIZED",
-    STUB_LIBRARY: "CUDA_ERROR_STUB_LIBRARY",
-    46: "CUDA_ERROR_DEVICE_UNAVAILABLE",
-    NO_DEVICE: "CUDA_ERROR_NO_DEVICE",
-    INVALID_DEVICE: "CUDA_ERROR_INVALID_DEVICE",
-    214: "CUDA_ERROR_ECC_UNCORRECTABLE",
-    220: "CUDA_ERROR_NVLINK_UNCORRECTABLE",
-    714: "CUDA_ERROR_HARDWARE_STACK_ERROR",
-    721: "CUDA_ERROR_CONTAINED",
-    802: "CUDA_ERROR_SYSTEM_NOT_READY",
-    803: "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH",
-    804: "CUDA_ERROR_COMPAT_NOT_SUPPORTED_ON_DEVICE",
-    999: "CUDA_ERROR_UNKNOWN",
-}
+    2: "OUT_OF_MEMORY", NOT_INITIALIZED: "NOT_INITIALIZED", STUB_LIBRARY: "STUB_LIBRARY", 46: "DEVICE_UNAVAILABLE",
+    NO_DEVICE: "NO_DEVICE", INVALID_DEVICE: "INVALID_DEVICE", 214: "ECC_UNCORRECTABLE", 220: "NVLINK_UNCORRECTABLE",
+    714: "HARDWARE_STACK_ERROR", 721: "CONTAINED", 802: "SYSTEM_NOT_READY", 803: "SYSTEM_DRIVER_MISMATCH",
+    804: "COMPAT_NOT_SUPPORTED_ON_DEVICE", 999: "UNKNOWN",
+}  # fmt: skip
 
 # Pid of the process in which safe_gpu called cuInit. In a forked child it differs from os.getpid(), which tells the
 # child that it cannot use CUDA.
@@ -127,7 +117,8 @@ class Library:
                     function, ctypes.c_int(code), ctypes.byref(text)
                 )  # leaves NULL where it does not know the code
             said.append((text.value or b"").decode(errors="replace"))
-        return said[0] or _NAMES.get(code, "unnamed CUDA error"), said[1]
+        known = f"CUDA_ERROR_{_NAMES[code]}" if code in _NAMES else "unnamed CUDA error"
+        return said[0] or known, said[1]
 
     def initialize(self) -> None:
         """Call cuInit and record the pid of this process.

@@ -9,15 +9,14 @@ import importlib
 import importlib.abc
 import logging
 import os
-import subprocess
 import sys
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
+from support.gpus import PACKAGE_ROOT, run_python
 
 from safe_gpu.errors import CudaInitializedError, NotEnoughGpusError, PlaceholderError
 from safe_gpu.runtimes import cuda, placeholders
@@ -436,12 +435,7 @@ def test_pycuda_contexts_are_ended_at_exit_for_pycuda_would_abort(code: str, pri
 
 
 def run(code: str) -> str:
-    environment = {**os.environ, "PYTHONPATH": str(Path(placeholders.__file__).parents[2])}
-    child = subprocess.run(
-        [sys.executable, "-S", "-c", code], env=environment, capture_output=True, text=True, timeout=60
-    )
-    assert child.returncode == 0, child.stderr
-    return child.stdout
+    return run_python("-S", "-c", code, env={**os.environ, "PYTHONPATH": str(PACKAGE_ROOT)})
 
 
 @pytest.mark.parametrize("chosen", [None, "true"])

@@ -130,10 +130,8 @@ def parse_cuda(value: str | None, snapshot: HostSnapshot, *, device_order: str |
         else:
             found, doubtful = _by_uuid(entry, snapshot)
             doubt = doubt or doubtful
-        if found is None:
-            break
-        if found in chosen:
-            chosen = []
+        if found is None or found in chosen:
+            chosen = chosen if found is None else []
             break
         chosen.append(found)
     if by_number:

@@ -7,12 +7,14 @@ processes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from .procfs import printable_lines
 
 if TYPE_CHECKING:
+    from inspect import Signature
+
     from .devices import GpuProcess, GpuVerdict
 
 __all__ = [
@@ -36,31 +38,40 @@ __all__ = [
 ]
 
 
-def _rebuild(cls: type[SafeGpuError], message: str, attributes: dict[str, Any]) -> SafeGpuError:
-    error = cls(message)
-    for name, value in attributes.items():
-        setattr(error, name, value)
-    return error
+class _CallSignature:
+    """What help() and inspect show of an error's constructor: the message, and its attributes by keyword."""
+
+    def __get__(self, error: object, kind: type[SafeGpuError]) -> Signature:
+        from inspect import Parameter, Signature
+
+        keywords = (Parameter(name, Parameter.KEYWORD_ONLY, default=value) for name, value in kind._defaults.items())
+        return Signature([Parameter("message", Parameter.POSITIONAL_OR_KEYWORD, default=""), *keywords])
 
 
 class SafeGpuError(Exception):
     """The base class of all errors of this package. Their text is lines that a terminal can show, whatever is in it."""
 
-    # Names of attributes that are not in __dict__ (OSError.errno) and that pickling must keep.
-    _extra: tuple[str, ...] = ()
+    __signature__ = _CallSignature()
+    # What a class defines, and has of its bases, are the attributes of its errors; a caller may give any by keyword.
+    _defaults: ClassVar[dict[str, Any]] = {}
 
-    def __init__(self, message: str = "") -> None:
-        message = printable_lines(message)
-        super().__init__(message)
-        self.message = message
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        bases = [base._defaults for base in cls.__mro__[:0:-1] if issubclass(base, SafeGpuError)]
+        own = {name: value for name, value in vars(cls).items() if name[0] != "_" and not hasattr(value, "__get__")}
+        cls._defaults = {name: value for defaults in (*bases, own) for name, value in defaults.items()}
+
+    def __init__(self, message: str = "", **attributes: Any) -> None:
+        self.message = printable_lines(message)
+        super().__init__(self.message)
+        for name, default in self._defaults.items():
+            value = attributes.pop(name, default)
+            setattr(self, name, tuple(value) if isinstance(default, tuple) else value)
+        if attributes:
+            raise TypeError(f"{type(self).__name__}() got an unexpected keyword argument {min(attributes)!r}")
 
     def __str__(self) -> str:
         return self.message
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        attributes = dict(self.__dict__)
-        attributes.update((name, getattr(self, name)) for name in self._extra)
-        return _rebuild, (type(self), self.message, attributes)
 
 
 class NoDriverError(SafeGpuError):
@@ -70,9 +81,7 @@ class NoDriverError(SafeGpuError):
         driver: the driver that was selected or tried, as in ``SAFE_GPU_DRIVER`` ("auto", "nvml", ...).
     """
 
-    def __init__(self, message: str = "", *, driver: str = "auto") -> None:
-        super().__init__(message)
-        self.driver = driver
+    driver: str = "auto"
 
 
 NvidiasmiError = NoDriverError
@@ -87,10 +96,8 @@ class NotEnoughGpusError(SafeGpuError, RuntimeError):
         verdicts: one :class:`~safe_gpu.devices.GpuVerdict` for every GPU of the host, in index order.
     """
 
-    def __init__(self, message: str = "", *, nb_gpus: int = 0, verdicts: Sequence[GpuVerdict] = ()) -> None:
-        super().__init__(message)
-        self.nb_gpus = nb_gpus
-        self.verdicts = tuple(verdicts)
+    nb_gpus: int = 0
+    verdicts: tuple[GpuVerdict, ...] = ()
 
 
 class ClaimTimeout(NotEnoughGpusError, TimeoutError):
@@ -100,11 +107,7 @@ class ClaimTimeout(NotEnoughGpusError, TimeoutError):
         timeout: seconds that the claim was allowed to wait.
     """
 
-    def __init__(
-        self, message: str = "", *, nb_gpus: int = 0, verdicts: Sequence[GpuVerdict] = (), timeout: float = 0.0
-    ) -> None:
-        super().__init__(message, nb_gpus=nb_gpus, verdicts=verdicts)
-        self.timeout = timeout
+    timeout: float = 0.0
 
 
 class GpuContendedError(NotEnoughGpusError):
@@ -114,18 +117,8 @@ class GpuContendedError(NotEnoughGpusError):
         uuid: the GPU; processes: those other processes, as :class:`~safe_gpu.devices.GpuProcess`.
     """
 
-    def __init__(
-        self,
-        message: str = "",
-        *,
-        nb_gpus: int = 0,
-        verdicts: Sequence[GpuVerdict] = (),
-        uuid: str = "",
-        processes: Sequence[GpuProcess] = (),
-    ) -> None:
-        super().__init__(message, nb_gpus=nb_gpus, verdicts=verdicts)
-        self.uuid = uuid
-        self.processes = tuple(processes)
+    uuid: str = ""
+    processes: tuple[GpuProcess, ...] = ()
 
 
 class UnsatisfiableRequestError(SafeGpuError, ValueError, RuntimeError):
@@ -135,27 +128,19 @@ class UnsatisfiableRequestError(SafeGpuError, ValueError, RuntimeError):
         value: the offending value, if there is one; verdicts: as in :class:`NotEnoughGpusError`.
     """
 
-    def __init__(self, message: str = "", *, value: object = None, verdicts: Sequence[GpuVerdict] = ()) -> None:
-        super().__init__(message)
-        self.value = value
-        self.verdicts = tuple(verdicts)
+    value: object = None
+    verdicts: tuple[GpuVerdict, ...] = ()
 
 
 class AlreadyClaimedError(SafeGpuError, RuntimeError):
     """This process already holds a claim. Attribute ``devices``: the indices of its GPUs."""
 
-    def __init__(self, message: str = "", *, devices: Sequence[int] = ()) -> None:
-        super().__init__(message)
-        self.devices = tuple(devices)
+    devices: tuple[int, ...] = ()
 
 
 class _OsError(SafeGpuError, OSError):
-    _extra = ("errno",)
-
-    def __init__(self, message: str = "", *, path: str = "", errno: int | None = None) -> None:
-        super().__init__(message)
-        self.path = path
-        self.errno = errno
+    path: str = ""
+    errno: int | None = None
 
 
 class LockTimeout(_OsError, TimeoutError):
@@ -165,18 +150,8 @@ class LockTimeout(_OsError, TimeoutError):
         path: the lock file; pid, user: the holder of the lock if /proc/locks shows it, else None.
     """
 
-    def __init__(
-        self,
-        message: str = "",
-        *,
-        path: str = "",
-        errno: int | None = None,
-        pid: int | None = None,
-        user: str | None = None,
-    ) -> None:
-        super().__init__(message, path=path, errno=errno)
-        self.pid = pid
-        self.user = user
+    pid: int | None = None
+    user: str | None = None
 
 
 class StateDirError(_OsError):
@@ -193,18 +168,14 @@ class CudaInitializedError(SafeGpuError, RuntimeError):
     Attribute ``visible``: UUIDs of the GPUs that CUDA sees, in its order; empty if unknown.
     """
 
-    def __init__(self, message: str = "", *, visible: Sequence[str] = ()) -> None:
-        super().__init__(message)
-        self.visible = tuple(visible)
+    visible: tuple[str, ...] = ()
 
 
 class PlaceholderError(SafeGpuError, RuntimeError):
     """The placeholder could not be allocated on a GPU. Attributes ``device_no`` (CUDA ordinal) and ``uuid``."""
 
-    def __init__(self, message: str = "", *, device_no: int | None = None, uuid: str = "") -> None:
-        super().__init__(message)
-        self.device_no = device_no
-        self.uuid = uuid
+    device_no: int | None = None
+    uuid: str = ""
 
 
 class PolicyError(SafeGpuError, RuntimeError):
@@ -214,20 +185,16 @@ class PolicyError(SafeGpuError, RuntimeError):
         path: the file; line: the number of the line, None if it is not about a line.
     """
 
-    def __init__(self, message: str = "", *, path: str = "", line: int | None = None) -> None:
-        super().__init__(message)
-        self.path = path
-        self.line = line
+    path: str = ""
+    line: int | None = None
 
 
 class WrongDeviceError(SafeGpuError, RuntimeError):
     """CUDA opened another GPU than the claimed one. Attributes ``device_no``, ``expected``, ``actual`` (UUIDs)."""
 
-    def __init__(self, message: str = "", *, device_no: int = 0, expected: str = "", actual: str = "") -> None:
-        super().__init__(message)
-        self.device_no = device_no
-        self.expected = expected
-        self.actual = actual
+    device_no: int = 0
+    expected: str = ""
+    actual: str = ""
 
 
 class GPUAffinityError(SafeGpuError, RuntimeError):
@@ -237,9 +204,6 @@ class GPUAffinityError(SafeGpuError, RuntimeError):
 class MissingPackageError(SafeGpuError, ImportError):
     """A Python package that safe_gpu needs is not installed, or too old."""
 
-    def __init__(self, message: str = "") -> None:
-        super().__init__(message)
-
 
 class HolderLostError(SafeGpuError, RuntimeError):
     """The process that holds a host's GPUs for a claim across hosts could not be started there, or has exited.
@@ -247,9 +211,7 @@ class HolderLostError(SafeGpuError, RuntimeError):
     Attribute ``host``: the host, as the engine names it.
     """
 
-    def __init__(self, message: str = "", *, host: str = "") -> None:
-        super().__init__(message)
-        self.host = host
+    host: str = ""
 
 
 _T = TypeVar("_T")

@@ -165,7 +165,7 @@ def is_stopped(pid: int, frozen: dict[bytes, bool] | None = None) -> bool:
     return False
 
 
-def open_files(pid: int) -> dict[int, str] | None:
+def open_files(pid: int | str) -> dict[int, str] | None:
     """Descriptor -> the file it refers to, as the kernel writes it (``/path``, ``/path (deleted)``, ``pipe:[1]``).
 
     None if the process has exited, this user may not read its descriptors, or it has more than 4,096 of them.

@@ -2,7 +2,7 @@
 
 CUDA reads CUDA_VISIBLE_DEVICES once, in ``cuInit``. After that call the choice of GPUs is fixed in the process. The
 functions that ask whether CUDA is initialised must not initialise it, so they use only a library that is already mapped
-and never call ``cuInit``. In the process of the claim, only ``cuda_context`` initialises CUDA.
+and never call ``cuInit``. In the process of the claim, only :class:`PrimaryContext` initialises CUDA.
 
 Names and codes are those of the CUDA driver API (cuda.h). A function is looked up with its version suffix first, then
 without it, because drivers older than CUDA 11 lack the suffixed names.
@@ -13,18 +13,15 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CudaInitializedError, NoDriverError, SafeGpuError
-from ..procfs import lines_of
+from ..procfs import lines_of, open_files, read_start
 
 if TYPE_CHECKING:
     import ctypes
-
-
-# The CUDA driver library, called through ctypes: whether CUDA is initialised, and which GPU has which ordinal.
 
 
 LIBRARY = "libcuda.so.1"
@@ -36,28 +33,15 @@ DEINITIALIZED = 4
 STUB_LIBRARY = 34
 NO_DEVICE = 100
 INVALID_DEVICE = 101
-SYSTEM_NOT_READY = 802
-SYSTEM_DRIVER_MISMATCH = 803
-COMPAT_NOT_SUPPORTED = 804
 
 # Used where the library lacks cuGetErrorName or its own does not know the code: a stub library answers 34 to every
-# call. ``error_causes`` recognises these names.
+# call. ``placeholders`` recognises these names.
 _NAMES = {
-    2: "CUDA_ERROR_OUT_OF_MEMORY",
-    NOT_INITIALIZED: "CUDA_ERROR_NOT_INITIALIZED",
-    STUB_LIBRARY: "CUDA_ERROR_STUB_LIBRARY",
-    46: "CUDA_ERROR_DEVICE_UNAVAILABLE",
-    NO_DEVICE: "CUDA_ERROR_NO_DEVICE",
-    INVALID_DEVICE: "CUDA_ERROR_INVALID_DEVICE",
-    214: "CUDA_ERROR_ECC_UNCORRECTABLE",
-    220: "CUDA_ERROR_NVLINK_UNCORRECTABLE",
-    714: "CUDA_ERROR_HARDWARE_STACK_ERROR",
-    721: "CUDA_ERROR_CONTAINED",
-    SYSTEM_NOT_READY: "CUDA_ERROR_SYSTEM_NOT_READY",
-    SYSTEM_DRIVER_MISMATCH: "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH",
-    COMPAT_NOT_SUPPORTED: "CUDA_ERROR_COMPAT_NOT_SUPPORTED_ON_DEVICE",
-    999: "CUDA_ERROR_UNKNOWN",
-}
+    2: "OUT_OF_MEMORY", NOT_INITIALIZED: "NOT_INITIALIZED", STUB_LIBRARY: "STUB_LIBRARY", 46: "DEVICE_UNAVAILABLE",
+    NO_DEVICE: "NO_DEVICE", INVALID_DEVICE: "INVALID_DEVICE", 214: "ECC_UNCORRECTABLE", 220: "NVLINK_UNCORRECTABLE",
+    714: "HARDWARE_STACK_ERROR", 721: "CONTAINED", 802: "SYSTEM_NOT_READY", 803: "SYSTEM_DRIVER_MISMATCH",
+    804: "COMPAT_NOT_SUPPORTED_ON_DEVICE", 999: "UNKNOWN",
+}  # fmt: skip
 
 # Pid of the process in which safe_gpu called cuInit. In a forked child it differs from os.getpid(), which tells the
 # child that it cannot use CUDA.
@@ -76,15 +60,18 @@ class CudaCallError(SafeGpuError):
         call: the function, "cuInit"; code: its CUresult; name: "CUDA_ERROR_NO_DEVICE", where the driver knows one.
     """
 
-    def __init__(self, message: str = "", *, call: str = "", code: int = 0, name: str = "") -> None:
-        super().__init__(message)
-        self.call = call
-        self.code = code
-        self.name = name
+    call: str = ""
+    code: int = 0
+    name: str = ""
 
 
 class Library:
     """libcuda with its functions by name. Every handle is passed as the C type that cuda.h declares."""
+
+    file = LIBRARY
+    driver = "the NVIDIA driver"
+    counting = "cuDeviceGetCount"
+    failure: type[CudaCallError] = CudaCallError
 
     def __init__(self, handle: ctypes.CDLL) -> None:
         self._handle = handle
@@ -96,12 +83,10 @@ class Library:
             CudaCallError: the library has no such function.
         """
         for symbol in (name, name.removesuffix("_v2")):
-            try:
-                function = getattr(self._handle, symbol)
-            except AttributeError:
-                continue
-            return int(function(*arguments))
-        raise CudaCallError(f"{LIBRARY} has no {name}: the NVIDIA driver is too old", call=name)
+            function = getattr(self._handle, symbol, None)
+            if function is not None:
+                return int(function(*arguments))
+        raise self.failure(f"{self.file} has no {name}: {self.driver} is too old", call=name)
 
     def call(self, name: str, *arguments: Any) -> None:
         """Call a function.
@@ -115,22 +100,25 @@ class Library:
 
     def error(self, name: str, code: int) -> CudaCallError:
         """The error that says which call failed and how."""
-        title = self._text("cuGetErrorName", code) or _NAMES.get(code, "unnamed CUDA error")
-        meaning = self._text("cuGetErrorString", code)
+        title, meaning = self.texts(code)
         call = name.removesuffix("_v2")
         message = f"{call} failed with {title} ({code})" + (f": {meaning}" if meaning else "")
-        return CudaCallError(message, call=call, code=code, name=title)
+        return self.failure(message, call=call, code=code, name=title)
 
-    def _text(self, name: str, code: int) -> str:
+    def texts(self, code: int) -> tuple[str, str]:
+        """The name of a result, and what it means, "" if the library does not say."""
         import ctypes
 
-        text = ctypes.c_char_p()
-        try:
-            if self.ask(name, ctypes.c_int(code), ctypes.byref(text)) != SUCCESS:
-                return ""
-        except CudaCallError:
-            return ""
-        return (text.value or b"").decode(errors="replace")
+        said = []
+        for function in ("cuGetErrorName", "cuGetErrorString"):
+            text = ctypes.c_char_p()
+            with suppress(CudaCallError):
+                self.ask(
+                    function, ctypes.c_int(code), ctypes.byref(text)
+                )  # leaves NULL where it does not know the code
+            said.append((text.value or b"").decode(errors="replace"))
+        known = f"CUDA_ERROR_{_NAMES[code]}" if code in _NAMES else "unnamed CUDA error"
+        return said[0] or known, said[1]
 
     def initialize(self) -> None:
         """Call cuInit and record the pid of this process.
@@ -148,14 +136,8 @@ class Library:
             raise self.error("cuInit", code)
         _initialized_in = os.getpid()
 
-    def refuses_to_start(self) -> bool:
-        """Call cuInit; whether it answers NOT_INITIALIZED, as in a process forked from one that used CUDA."""
-        import ctypes
-
-        return self.ask("cuInit", ctypes.c_uint(0)) == NOT_INITIALIZED
-
     def count(self) -> int:
-        """How many GPUs CUDA sees in this process.
+        """How many GPUs the library sees in this process.
 
         Raises:
             CudaCallError: with code NOT_INITIALIZED while CUDA is not initialised.
@@ -163,7 +145,7 @@ class Library:
         import ctypes
 
         number = ctypes.c_int(0)
-        self.call("cuDeviceGetCount", ctypes.byref(number))
+        self.call(self.counting, ctypes.byref(number))
         return number.value
 
     def device(self, ordinal: int) -> ctypes.c_int:
@@ -238,8 +220,7 @@ def visible_if_initialized() -> tuple[str, ...] | None:
                 raise CudaInitializedError(
                     f"CUDA is in use in this process but fails ({err}): claim GPUs in a new process"
                 ) from err
-
-            if forked_from_cuda(lambda: library.refuses_to_start(), _initialized_in):
+            if _forked_from_cuda(library):
                 raise CudaInitializedError(_SPAWN) from err
     refuse_if_torch_uses_cuda()
     return None
@@ -310,58 +291,28 @@ def refuse_if_torch_uses_cuda() -> None:
         )
 
 
-# Whether this process was forked from one in which CUDA was initialised, so that it cannot use CUDA itself.
-
-
 _PF_FORKNOEXEC = 0x40  # a flag of a task in the kernel (linux/sched.h): forked, and no program executed since
 
 # How long a child of this process may take to call cuInit, in seconds. It sees no GPU, so CUDA starts fast in it.
 _PATIENCE = 10.0
 
 
-def forked_from_cuda(refuses: Callable[[], bool], initialized_in: int | None) -> bool:
+def _forked_from_cuda(library: Library) -> bool:
     """Whether this process was forked from one in which CUDA was initialised.
-
-    Args:
-        refuses: calls cuInit, and returns whether it answered that CUDA is not initialised. Called in a child process.
-        initialized_in: the pid of the process in which safe_gpu called cuInit, if it did.
 
     If safe_gpu did not initialise CUDA in the parent, an inherited descriptor of /dev/nvidia-uvm, which CUDA opens and
     NVML does not, tells it. There is none on WSL2 and Jetson, and a child may have closed it. So a forked process
     with libcuda mapped forks once more and calls cuInit there: after such a fork it answers NOT_INITIALIZED.
     """
-    if initialized_in is not None and initialized_in != os.getpid():
+    if _initialized_in not in (None, os.getpid()) or "/dev/nvidia-uvm" in (open_files("self") or {}).values():
         return True
-    if _inherited_uvm():
-        return True
-    return _is_forked() and _refuses_in_fork(refuses)
+    status = (read_start("/proc/self/stat") or b"").rpartition(b")")[2].split()
+    return len(status) > 6 and bool(int(status[6]) & _PF_FORKNOEXEC) and _refuses_in_fork(library)
 
 
-def _inherited_uvm() -> bool:
-    try:
-        return any(_opens(number, "/dev/nvidia-uvm") for number in os.listdir("/proc/self/fd"))
-    except OSError:
-        return False
-
-
-def _opens(number: str, path: str) -> bool:
-    try:
-        return os.readlink(f"/proc/self/fd/{number}") == path
-    except OSError:
-        return False
-
-
-def _is_forked() -> bool:
-    """Whether this process was forked and has not executed a program since."""
-    try:
-        with open("/proc/self/stat", "rb", buffering=0) as file:
-            return bool(int(file.read().rpartition(b")")[2].split()[6]) & _PF_FORKNOEXEC)
-    except (OSError, ValueError, IndexError):
-        return False
-
-
-def _refuses_in_fork(refuses: Callable[[], bool]) -> bool:
+def _refuses_in_fork(library: Library) -> bool:
     """Whether cuInit fails in a forked child of this process as it does if CUDA was initialised before the fork."""
+    import ctypes
     import signal
     import warnings
 
@@ -372,7 +323,7 @@ def _refuses_in_fork(refuses: Callable[[], bool]) -> bool:
         code = 2
         try:
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
-            code = 1 if refuses() else 0
+            code = 1 if library.ask("cuInit", ctypes.c_uint(0)) == NOT_INITIALIZED else 0
         finally:
             os._exit(code)
     deadline = time.monotonic() + _PATIENCE
@@ -386,21 +337,18 @@ def _refuses_in_fork(refuses: Callable[[], bool]) -> bool:
     return False
 
 
-# A CUDA context that holds one GPU, so that nvidia-smi and other tools show the GPU as in use.
-
-
 # Any size will do; the driver rounds it up to its own granularity.
 _HOLD_BYTES = 1024
 
 
-def active_contexts() -> tuple[str, ...]:
+def active_contexts() -> frozenset[str]:
     """UUIDs of the GPUs on which this process has a primary context, a framework's included; empty if CUDA fails.
 
     CUDA is not initialised for it.
     """
     import ctypes
 
-    found = []
+    found = set()
     with suppress(CudaCallError, NoDriverError):
         library = load()
         for ordinal in range(library.count()):
@@ -408,8 +356,8 @@ def active_contexts() -> tuple[str, ...]:
             state = (library.device(ordinal), ctypes.byref(flags), ctypes.byref(active))
             library.call("cuDevicePrimaryCtxGetState", *state)
             if active.value:
-                found.append(library.uuid(ordinal))
-    return tuple(found)
+                found.add(library.uuid(ordinal))
+    return frozenset(found)
 
 
 class PrimaryContext:
@@ -422,17 +370,7 @@ class PrimaryContext:
         device_no: the CUDA ordinal; uuid: of the GPU behind it, as CUDA reports it.
     """
 
-    def __init__(self, library: Library, device: ctypes.c_int, device_no: int) -> None:
-        self.device_no = device_no
-        self.uuid = ""
-        self._library = library
-        self._device = device
-        self._context: ctypes.c_void_p | None = None
-        self._memory: ctypes.c_uint64 | None = None
-        self._pid = os.getpid()
-
-    @classmethod
-    def retain(cls, device_no: int) -> PrimaryContext:
+    def __init__(self, device_no: int) -> None:
         """Initialise CUDA if necessary, and hold the GPU with this ordinal until :meth:`release`.
 
         The current context of the calling thread does not change. On failure nothing is retained.
@@ -444,23 +382,26 @@ class PrimaryContext:
         """
         import ctypes
 
-        library = load()
+        self._library = library = load()
         library.initialize()
-        self = cls(library, library.device(device_no), device_no)
+        self.device_no, self._device = device_no, library.device(device_no)
         self.uuid = library.uuid(device_no)
-        context = ctypes.c_void_p()
-        library.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), self._device)
-        self._context = context
+        self._pid = os.getpid()
+        self._context: ctypes.c_void_p | None = ctypes.c_void_p()
+        self._memory = ctypes.c_uint64(0)
+        library.call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), self._device)
         try:
-            with self._current(context):
-                memory = ctypes.c_uint64(0)
-                library.call("cuMemAlloc_v2", ctypes.byref(memory), ctypes.c_size_t(_HOLD_BYTES))
-                self._memory = memory
+            with self._current(self._context):
+                library.call("cuMemAlloc_v2", ctypes.byref(self._memory), ctypes.c_size_t(_HOLD_BYTES))
         except BaseException:
             with suppress(CudaCallError):
                 self.release()
             raise
-        return self
+
+    @classmethod
+    def retain(cls, device_no: int) -> PrimaryContext:
+        """The same, as a function."""
+        return cls(device_no)
 
     def release(self) -> None:
         """Free the allocation and release the context. A second call does nothing.
@@ -469,14 +410,13 @@ class PrimaryContext:
             CudaCallError: the driver refused one of the two; the other was still attempted.
         """
         context, self._context = self._context, None
-        memory, self._memory = self._memory, None
         if context is None or self._pid != os.getpid():
             return
         try:
             try:
-                if memory is not None:
+                if self._memory:
                     with self._current(context):
-                        self._library.call("cuMemFree_v2", memory)
+                        self._library.call("cuMemFree_v2", self._memory)
             finally:
                 self._library.call("cuDevicePrimaryCtxRelease_v2", self._device)
         except CudaCallError as err:

@@ -11,29 +11,25 @@ so the copy that is mapped already is used, and else the one that an installed P
 from __future__ import annotations
 
 import os
-from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
 
 from ..errors import CudaInitializedError, NoDriverError
-from ..procfs import lines_of
-from .cuda import CudaCallError
+from ..procfs import lines_of, open_files
+from .cuda import CudaCallError, Library, refuse_if_torch_uses_cuda
 
 if TYPE_CHECKING:
     import ctypes
-
-
-# The HIP runtime library, called through ctypes: whether HIP is initialised, and which AMD GPU has which ordinal.
 
 
 LIBRARY = "libamdhip64.so"
 _FILES = (LIBRARY, f"{LIBRARY}.7", f"{LIBRARY}.6", f"{LIBRARY}.5", f"/opt/rocm/lib/{LIBRARY}")
 
 # hipError_t
-SUCCESS = 0
 NO_DEVICE = 100
 INVALID_DEVICE = 101
-
-_MOST_GPUS = 1 << 12
 
 # Pid of the process in which safe_gpu initialised HIP; see ``cuda._initialized_in``.
 _initialized_in: int | None = None
@@ -48,40 +44,26 @@ class HipCallError(CudaCallError):
     """A call of the HIP runtime failed; attributes as of :class:`~safe_gpu.runtimes.cuda.CudaCallError`."""
 
 
-class HipLibrary:
+class HipLibrary(Library):
     """libamdhip64 with its functions by name. Every call initialises HIP."""
 
-    def __init__(self, handle: ctypes.CDLL) -> None:
-        self._handle = handle
+    file = LIBRARY
+    driver = "ROCm"
+    counting = "hipGetDeviceCount"
+    failure = HipCallError
 
-    def call(self, name: str, *arguments: Any) -> None:
-        """Call a function.
-
-        Raises:
-            HipCallError: the result is not hipSuccess, or the library has no such function.
-        """
-        function = getattr(self._handle, name, None)
-        if function is None:
-            raise HipCallError(f"{LIBRARY} has no {name}: ROCm is too old", call=name)
-        code = int(function(*arguments))
-        if code != SUCCESS:
-            title, meaning = self._text("hipGetErrorName", code), self._text("hipGetErrorString", code)
-            meaning = "" if meaning == title else f": {meaning}"  # HIP 5.2 has only names
-            raise HipCallError(
-                f"{name} failed with {title or 'unnamed HIP error'} ({code}){meaning}",
-                call=name,
-                code=code,
-                name=title,
-            )
-
-    def _text(self, name: str, code: int) -> str:
+    def texts(self, code: int) -> tuple[str, str]:
+        """The name of a result, and what it means, "" if the library does not say."""
         import ctypes
 
-        function = getattr(self._handle, name, None)
-        if function is None:
-            return ""
-        function.restype = ctypes.c_char_p
-        return (function(ctypes.c_int(code)) or b"").decode(errors="replace")
+        said = []
+        for function in ("hipGetErrorName", "hipGetErrorString"):
+            ask = getattr(self._handle, function, None)
+            if ask is not None:
+                ask.restype = ctypes.c_char_p
+            said.append((ask(ctypes.c_int(code)) or b"").decode(errors="replace") if ask else "")
+        name, meaning = said
+        return name or "unnamed HIP error", "" if meaning == name else meaning  # HIP 5.2 has only names
 
     def initialize(self) -> None:
         """Initialise HIP and record the pid of this process.
@@ -96,14 +78,6 @@ class HipLibrary:
         self.count()
         _initialized_in = os.getpid()
 
-    def count(self) -> int:
-        """How many GPUs HIP sees in this process."""
-        import ctypes
-
-        number = ctypes.c_int(0)
-        self.call("hipGetDeviceCount", ctypes.byref(number))
-        return max(0, min(number.value, _MOST_GPUS))
-
     def shown(self, ordinal: int) -> str:
         """``UUID/BUS-ID`` of an ordinal. The UUID is ``GPU-<16 hex digits>``, or "" for a GPU without one.
 
@@ -115,12 +89,9 @@ class HipLibrary:
         bus_id = ctypes.create_string_buffer(64)
         self.call("hipDeviceGetPCIBusId", bus_id, ctypes.c_int(len(bus_id)), ctypes.c_int(ordinal))
         octets = (ctypes.c_char * 16)()
-        uuid = ""
-        try:
+        with suppress(HipCallError):  # older than ROCm 5.2
             self.call("hipDeviceGetUuid", octets, ctypes.c_int(ordinal))
-            uuid = _uuid(octets.raw)
-        except HipCallError:
-            pass  # older than ROCm 5.2
+        uuid = _uuid(octets.raw)
         return f"{uuid}/{bus_id.value.decode('ascii', 'replace').lower()}"
 
     def all_shown(self) -> tuple[str, ...]:
@@ -131,8 +102,7 @@ class HipLibrary:
 def _uuid(octets: bytes) -> str:
     """HIP's 16 bytes are the hex digits of ROCR's UUID as text."""
     text = octets.decode("ascii", "replace").lower()
-    is_hex = len(text) == 16 and all(digit in "0123456789abcdef" for digit in text)
-    return f"GPU-{text}" if is_hex and text.strip("0") else ""
+    return f"GPU-{text}" if re.fullmatch("(?!0*$)[0-9a-f]{16}", text) else ""
 
 
 def is_same_gpu(shown: str, uuid: str, bus_id: str) -> bool:
@@ -173,12 +143,11 @@ def _of_pytorch() -> list[str]:
     """The copy that PyTorch would load, if a build of PyTorch for ROCm is installed. PyTorch is not imported."""
     from importlib.util import find_spec
 
-    try:
+    with suppress(ImportError, ValueError):
         spec = find_spec("torch")
-    except (ImportError, ValueError):
-        return []
-    path = os.path.join(os.path.dirname(spec.origin), "lib", LIBRARY) if spec is not None and spec.origin else ""
-    return [path] if path and os.path.exists(path) else []
+        path = os.path.join(os.path.dirname(spec.origin), "lib", LIBRARY) if spec is not None and spec.origin else ""
+        return [path] if os.path.exists(path) else []
+    return []
 
 
 def visible_if_initialized() -> tuple[str, ...] | None:
@@ -190,8 +159,6 @@ def visible_if_initialized() -> tuple[str, ...] | None:
         CudaInitializedError: HIP is initialised but its GPUs cannot be listed, or this process was forked from one in
             which it was.
     """
-    from .cuda import refuse_if_torch_uses_cuda
-
     if not _kfd_is_open():
         refuse_if_torch_uses_cuda()
         return None
@@ -229,17 +196,10 @@ def shown_at(ordinal: int) -> str | None:
 
 def _kfd_is_open() -> bool:
     device = os.path.join(os.environ.get("SAFE_GPU_FSROOT") or "/", "dev/kfd")
-    try:
-        numbers = os.listdir("/proc/self/fd")
-    except OSError:
+    files = open_files("self")
+    if files is None:
         return _mapped_file() != ""  # nothing tells, so the library is taken to be in use
-    for number in numbers:
-        try:
-            if os.readlink(f"/proc/self/fd/{number}") in ("/dev/kfd", device):
-                return True
-        except OSError:
-            continue  # closed meanwhile
-    return False
+    return not {"/dev/kfd", device}.isdisjoint(files.values())
 
 
 def _mapped_file() -> str:
@@ -251,18 +211,12 @@ def _mapped_file() -> str:
 
 
 def _mapped() -> HipLibrary | None:
-    path = _mapped_file()
-    if not path:
-        return None
     import ctypes
 
-    try:
-        return HipLibrary(ctypes.CDLL(path, mode=os.RTLD_NOLOAD))
-    except OSError:
-        return None
-
-
-# An allocation that holds one AMD GPU, so that the kernel shows this process there.
+    path = _mapped_file()
+    with suppress(OSError):
+        return HipLibrary(ctypes.CDLL(path, mode=os.RTLD_NOLOAD)) if path else None
+    return None
 
 
 # The driver rounds it up to its own granularity. Any memory on a GPU shows the process there.
@@ -292,7 +246,7 @@ class HipMemory:
         self.shown = self._library.shown(device_no)
         self._memory: ctypes.c_void_p | None = None
         memory = ctypes.c_void_p()
-        with _Device(self._library, device_no):
+        with self._current():
             self._library.call("hipMalloc", ctypes.byref(memory), ctypes.c_size_t(_HOLD_BYTES))
         self._memory = memory
 
@@ -301,26 +255,19 @@ class HipMemory:
         memory, self._memory = self._memory, None
         if memory is None or self._pid != os.getpid():
             return
-        with _Device(self._library, self.device_no):
+        with self._current():
             self._library.call("hipFree", memory)
 
-
-class _Device:
-    """``with _Device(library, ordinal)``: that device is the calling thread's current one, for the block."""
-
-    def __init__(self, library: HipLibrary, ordinal: int) -> None:
+    @contextmanager
+    def _current(self) -> Iterator[None]:
+        """The GPU is the calling thread's current one, for the block."""
         import ctypes
 
-        self._library = library
-        self._ordinal = ctypes.c_int(ordinal)
-        self._before = ctypes.c_int(0)
-
-    def __enter__(self) -> None:
-        import ctypes
-
-        self._library.call("hipGetDevice", ctypes.byref(self._before))
-        self._library.call("hipSetDevice", self._ordinal)
-
-    def __exit__(self, *exc: object) -> None:
-        with suppress(HipCallError):
-            self._library.call("hipSetDevice", self._before)
+        before = ctypes.c_int(0)
+        self._library.call("hipGetDevice", ctypes.byref(before))
+        self._library.call("hipSetDevice", ctypes.c_int(self.device_no))
+        try:
+            yield
+        finally:
+            with suppress(HipCallError):
+                self._library.call("hipSetDevice", before)

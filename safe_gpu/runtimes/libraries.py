@@ -6,7 +6,7 @@ dlopen(3) looks through LD_LIBRARY_PATH first, which root may have from a user: 
 from __future__ import annotations
 
 import os
-import struct
+import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 _DIRECTORIES = ("/lib64", "/usr/lib64", "/lib", "/usr/lib", "/usr/lib/wsl/lib", "/run/opengl-driver/lib")
 _CACHE = "/etc/ld.so.cache"
-_MAGIC = b"glibc-ld.so.cache1.1"
 _CACHE_LIMIT = 1 << 24
 
 
@@ -49,43 +48,20 @@ def load(name: str) -> ctypes.CDLL:
 
 def _search_path() -> list[str]:
     """The directories of LD_LIBRARY_PATH, as it is and as it was when this process was started."""
-    began = b"".join(
-        entry[16:]
-        for entry in (read_start("/proc/self/environ") or b"").split(b"\0")
-        if entry.startswith(b"LD_LIBRARY_PATH=")
-    )
-    found: dict[str, None] = {}
-    for value in (os.environ.get("LD_LIBRARY_PATH", ""), os.fsdecode(began)):
-        if value:
-            found.update(dict.fromkeys(place or "." for place in value.replace(";", ":").split(":")))
-    return list(found)
+    entries = (read_start("/proc/self/environ") or b"").split(b"\0")
+    began = [os.fsdecode(entry[16:]) for entry in entries if entry.startswith(b"LD_LIBRARY_PATH=")]
+    values = filter(None, (os.environ.get("LD_LIBRARY_PATH"), *began))
+    return list(dict.fromkeys(place or "." for value in values for place in re.split("[:;]", value)))
 
 
 def _candidates(name: str) -> Iterator[str]:
     """Files of that name in the order of dlopen(3): LD_LIBRARY_PATH, the loader's cache, the usual directories."""
-    for place in _search_path():
-        if not others_can_change(place):
-            yield os.path.join(place, name)
+    yield from (os.path.join(place, name) for place in _search_path() if not others_can_change(place))
     yield from _cached(name)
-    for place in _DIRECTORIES:
-        yield os.path.join(place, name)
+    yield from (os.path.join(place, name) for place in _DIRECTORIES)
 
 
 def _cached(name: str) -> Iterator[str]:
-    """What the loader's cache has for a name (glibc's dl-cache.h)."""
+    """What the loader's cache has for a name: the paths in its table of strings (glibc's dl-cache.h)."""
     data = read_start(_CACHE, _CACHE_LIMIT) or b""
-    start = data.find(_MAGIC)
-    if start < 0:
-        return
-    try:
-        (count,) = struct.unpack_from("=I", data, start + len(_MAGIC))
-        for number in range(count):
-            key, value = struct.unpack_from("=II", data, start + 48 + 24 * number + 4)
-            if _text(data, start + key) == name:
-                yield _text(data, start + value)
-    except struct.error:
-        return
-
-
-def _text(data: bytes, start: int) -> str:
-    return os.fsdecode(data[start : data.find(b"\0", start)])
+    yield from map(os.fsdecode, re.findall(rb"/[^\0]*/" + re.escape(os.fsencode(name)) + rb"(?=\0)", data))

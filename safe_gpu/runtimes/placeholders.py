@@ -17,19 +17,10 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
-from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from contextlib import suppress
+from typing import Any
 
 from ..errors import PlaceholderError, SafeGpuError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from .cuda import PrimaryContext
-
-
-# Placeholders: a small allocation on a GPU, by which other tools see that the GPU is in use.
-
 
 Placeholder = Callable[[int], Any]
 """What a claim requires of a placeholder. The methods ``prepare()`` and ``release(thing)`` are optional."""
@@ -65,12 +56,20 @@ def allocate(placeholder: Placeholder, device_no: int) -> Any:
     Raises:
         PlaceholderError: it failed. The message gives the likely cause; ``__cause__`` is the original error.
     """
+    return _allocated(placeholder, name_of(placeholder), device_no)
+
+
+def _allocated(
+    hold: Placeholder, name: str, device_no: int, library: str = "CUDA", of_library: tuple[type[Exception], ...] = ()
+) -> Any:
+    """What a call returns; its errors become PlaceholderError, but those of this package and not ``of_library``."""
     try:
-        return placeholder(device_no)
-    except SafeGpuError:
-        raise
+        return hold(device_no)
     except Exception as err:
-        raise failed(name_of(placeholder), device_no, err) from err
+        if isinstance(err, SafeGpuError) and not isinstance(err, of_library):
+            raise
+        message = f"{name} could not hold {library} device {device_no}: {_first_line(err)}{likely_cause(err)}"
+        raise PlaceholderError(message, device_no=device_no) from err
 
 
 def release(placeholder: Placeholder, thing: Any) -> None:
@@ -96,13 +95,6 @@ def holds_gpu(placeholder: Placeholder) -> bool:
 def is_builtin(placeholder: Placeholder) -> bool:
     """Whether it is one of this package, which waits for nothing but the driver."""
     return type(placeholder).__module__.startswith(f"{__package__.partition('.')[0]}.")
-
-
-def failed(name: str, device_no: int, err: Exception, library: str = "CUDA") -> PlaceholderError:
-    """The error of a placeholder that could not hold a GPU, with the likely cause."""
-
-    message = f"{name} could not hold {library} device {device_no}: {_first_line(err)}{likely_cause(err)}"
-    return PlaceholderError(message, device_no=device_no)
 
 
 def _first_line(err: BaseException) -> str:
@@ -161,12 +153,7 @@ class Base:
         Raises:
             PlaceholderError: with ``device_no`` and the likely cause.
         """
-        try:
-            return self._allocate(device_no)
-        except SafeGpuError:
-            raise
-        except Exception as err:
-            raise failed(name_of(self), device_no, err) from err
+        return _allocated(self._allocate, name_of(self), device_no)
 
     def release(self, placeholder: Any) -> None:
         """Free what the framework can free."""
@@ -193,6 +180,8 @@ class Base:
 class CudaPlaceholder(Base):
     """The default: a primary context with a small allocation, made through the CUDA driver and freed on release."""
 
+    _library = "CUDA"
+
     def prepare(self) -> None:
         """Map libcuda. This does not initialise CUDA.
 
@@ -203,17 +192,43 @@ class CudaPlaceholder(Base):
 
         cuda.load()
 
-    def _allocate(self, device_no: int) -> PrimaryContext:
-        from .cuda import CudaCallError, PrimaryContext
+    def __call__(self, device_no: int) -> Any:
+        from .cuda import CudaCallError
 
-        try:
-            return PrimaryContext.retain(device_no)
-        except CudaCallError as err:
-            raise failed(name_of(self), device_no, err) from err
+        return _allocated(self._allocate, name_of(self), device_no, self._library, (CudaCallError,))
 
-    def release(self, placeholder: PrimaryContext) -> None:
+    def _allocate(self, device_no: int) -> Any:
+        from .cuda import PrimaryContext
+
+        return PrimaryContext.retain(device_no)
+
+    def release(self, placeholder: Any) -> None:
         """Free the allocation and release the context. The context stays if a framework of this process uses it."""
         placeholder.release()
+
+
+class HipPlaceholder(CudaPlaceholder):
+    """The default on AMD GPUs: a small allocation through HIP, freed on release.
+
+    HIP stays initialised in this process, so that the kernel may list it on the GPU until it ends.
+    """
+
+    _library = "HIP"
+
+    def prepare(self) -> None:
+        """Map libamdhip64. This does not initialise HIP.
+
+        Raises:
+            NoDriverError: this host has none.
+        """
+        from . import hip
+
+        hip.load()
+
+    def _allocate(self, device_no: int) -> Any:
+        from .hip import HipMemory
+
+        return HipMemory(device_no)
 
 
 class NoPlaceholder(Base):
@@ -330,6 +345,9 @@ class CupyPlaceholder(Base):
         self.logger.info("Freed a CuPy array; the CUDA context stays until this process ends")
 
 
+_PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
+
+
 class JaxPlaceholder(Base):
     """An array of one element. JAX initialises all visible GPUs, and keeps its contexts until the process exits.
 
@@ -343,8 +361,13 @@ class JaxPlaceholder(Base):
 
     def _allocate(self, device_no: int) -> Any:
         jax = self._import()
-        with _unless_set("XLA_PYTHON_CLIENT_PREALLOCATE", "false"):
+        chosen = _PREALLOCATE in os.environ
+        os.environ.setdefault(_PREALLOCATE, "false")
+        try:
             devices = jax.local_devices(backend="gpu")
+        finally:
+            if not chosen:
+                os.environ.pop(_PREALLOCATE, None)
         if device_no >= len(devices):
             raise RuntimeError(f"JAX sees {len(devices)} GPUs")
         return jax.device_put(1.0, devices[device_no]).block_until_ready()
@@ -355,140 +378,80 @@ class JaxPlaceholder(Base):
         self.logger.info("Freed a JAX array; JAX keeps its CUDA context until this process ends")
 
 
-@contextmanager
-def _unless_set(name: str, value: str) -> Iterator[None]:
-    """Set an environment variable during a block, unless it is set already."""
-    if name in os.environ:
-        yield
-        return
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        os.environ.pop(name, None)
-
-
 pytorch_placeholder = PytorchPlaceholder()
 tensorflow_placeholder = TensorflowPlaceholder()
 
 
-# What the errors mean that CUDA, HIP and the frameworks raise when a placeholder fails: causes, and whose fault it is.
-
-
-# Pattern in the error text, and the likely cause. The first match counts.
-_CAUSES = (
-    (
-        r"CUDA_ERROR_NOT_INITIALIZED|forked subprocess|initialization error|InitializationError",
-        "this process was probably forked from one in which CUDA was initialised: start it with the 'spawn' method",
-    ),
-    (
-        r"DEVICE_UNAVAILABLE|DevicesUnavailable|busy or unavailable",
-        "another process holds the GPU in compute mode EXCLUSIVE_PROCESS, or its mode is PROHIBITED: "
-        "see nvidia-smi and safe-gpu status",
-    ),
-    (
-        r"[Oo]ut of memory|OUT_OF_MEMORY|MemoryAllocation|RESOURCE_EXHAUSTED",
-        "another process uses most of the GPU's memory, or a limit on this process's address space is too low: "
-        "see safe-gpu status and ulimit -v",
-    ),
-    (
-        r"not compiled with CUDA|Unknown backend",
-        "this build of the framework is for CPUs only: install the one for CUDA (for ROCm on AMD GPUs), or leave "
-        "placeholder_fn out",
-    ),
-    (
-        r"sees 0 GPUs|on the CPU",
-        "this build of the framework may be for CPUs only, or CUDA (HIP on AMD GPUs) was initialised before the claim: "
-        "install the build for it and claim first",
-    ),
-    (
-        r"NO_DEVICE|no CUDA-capable device|NoDevice|INVALID_DEVICE|InvalidDevice|[Ii]nvalid device|No CUDA GPUs|"
-        r"sees \d+ GPU",
-        "CUDA was probably initialised in this process before the claim, which fixes what it sees: claim first",
-    ),
-    (
-        r"STUB_LIBRARY|StubLibrary|is a stub library",
-        "the libcuda.so.1 that was loaded is the CUDA toolkit's stub, which is only for linking: take the directory "
-        "lib64/stubs out of LD_LIBRARY_PATH, and install the NVIDIA driver if this host has none",
-    ),
-    (
-        r"SYSTEM_NOT_READY|SystemNotReady|system not yet initialized",
-        "the GPUs of this host wait for the NVIDIA Fabric Manager: start nvidia-fabricmanager, of the same version as "
-        "the driver",
-    ),
-    (
-        r"SYSTEM_DRIVER_MISMATCH|SystemDriverMismatch|unsupported display driver / cuda driver combination",
-        "libcuda.so.1 and the kernel module are of different versions: after an update of the driver reboot the host "
-        "or reload its modules; in a container remove the CUDA compat package (/usr/local/cuda/compat) from "
-        "LD_LIBRARY_PATH",
-    ),
-    (
-        r"COMPAT_NOT_SUPPORTED|CompatNotSupported|forward compatibility was attempted",
-        "CUDA's forward compatibility works on data center GPUs only: remove the CUDA compat package "
-        "(/usr/local/cuda/compat) from LD_LIBRARY_PATH, or update the driver",
-    ),
-    (
-        r"INSUFFICIENT_DRIVER|InsufficientDriver|driver version is insufficient|"
-        r"NVIDIA driver on your system is too old|Found no NVIDIA driver",
-        "the versions of the NVIDIA driver and the CUDA libraries do not match: see safe-gpu doctor",
-    ),
-    (
-        r"ERROR_UNKNOWN|OPERATING_SYSTEM|unknown error",
-        "the driver is in a bad state, or its nvidia-uvm module is not loaded (nvidia-modprobe -u): see dmesg",
-    ),
-    (r"ERROR_MPS_|ErrorMps", "the MPS server of this GPU refused or failed: see the log of its control daemon"),
-    (
-        r"ECC_UNCORRECTABLE|ECCUncorrectable|[Uu]ncorrectable|NVLINK_UNCORRECTABLE|HARDWARE_STACK|ERROR_CONTAINED",
-        "the GPU reports a hardware fault: see nvidia-smi -q and dmesg, and exclude it",
-    ),
-)
+# What the errors mean that CUDA, HIP and the frameworks raise when a placeholder fails: a pattern in the text of the
+# error, over one line or more, and indented the likely cause. The first match counts.
+_CAUSES = r"""
+CUDA_ERROR_NOT_INITIALIZED|forked subprocess|initialization error|InitializationError
+    this process was probably forked from one in which CUDA was initialised: start it with the 'spawn' method
+DEVICE_UNAVAILABLE|DevicesUnavailable|busy or unavailable
+    another process holds the GPU in compute mode EXCLUSIVE_PROCESS, or its mode is PROHIBITED: see nvidia-smi and
+    safe-gpu status
+[Oo]ut of memory|OUT_OF_MEMORY|MemoryAllocation|RESOURCE_EXHAUSTED
+    another process uses most of the GPU's memory, or a limit on this process's address space is too low: see
+    safe-gpu status and ulimit -v
+not compiled with CUDA|Unknown backend
+    this build of the framework is for CPUs only: install the one for CUDA (for ROCm on AMD GPUs), or leave
+    placeholder_fn out
+sees 0 GPUs|on the CPU
+    this build of the framework may be for CPUs only, or CUDA (HIP on AMD GPUs) was initialised before the claim:
+    install the build for it and claim first
+NO_DEVICE|no CUDA-capable device|NoDevice|INVALID_DEVICE|InvalidDevice|[Ii]nvalid device|No CUDA GPUs|sees \d+ GPU
+    CUDA was probably initialised in this process before the claim, which fixes what it sees: claim first
+STUB_LIBRARY|StubLibrary|is a stub library
+    the libcuda.so.1 that was loaded is the CUDA toolkit's stub, which is only for linking: take the directory
+    lib64/stubs out of LD_LIBRARY_PATH, and install the NVIDIA driver if this host has none
+SYSTEM_NOT_READY|SystemNotReady|system not yet initialized
+    the GPUs of this host wait for the NVIDIA Fabric Manager: start nvidia-fabricmanager, of the same version as the
+    driver
+SYSTEM_DRIVER_MISMATCH|SystemDriverMismatch|unsupported display driver / cuda driver combination
+    libcuda.so.1 and the kernel module are of different versions: after an update of the driver reboot the host or
+    reload its modules; in a container remove the CUDA compat package (/usr/local/cuda/compat) from LD_LIBRARY_PATH
+COMPAT_NOT_SUPPORTED|CompatNotSupported|forward compatibility was attempted
+    CUDA's forward compatibility works on data center GPUs only: remove the CUDA compat package
+    (/usr/local/cuda/compat) from LD_LIBRARY_PATH, or update the driver
+INSUFFICIENT_DRIVER|InsufficientDriver|driver version is insufficient|NVIDIA driver on your system is too old|
+Found no NVIDIA driver
+    the versions of the NVIDIA driver and the CUDA libraries do not match: see safe-gpu doctor
+ERROR_UNKNOWN|OPERATING_SYSTEM|unknown error
+    the driver is in a bad state, or its nvidia-uvm module is not loaded (nvidia-modprobe -u): see dmesg
+ERROR_MPS_|ErrorMps
+    the MPS server of this GPU refused or failed: see the log of its control daemon
+ECC_UNCORRECTABLE|ECCUncorrectable|[Uu]ncorrectable|NVLINK_UNCORRECTABLE|HARDWARE_STACK|ERROR_CONTAINED
+    the GPU reports a hardware fault: see nvidia-smi -q and dmesg, and exclude it
+"""
 
 # An error with one of these words comes from HIP, ROCR or a build of a framework for ROCm.
 _OF_HIP = r"\bhip[A-Z]|\bHIP\b|\bHSA_STATUS|ROCm|rocBLAS|/dev/kfd|\bGPU node-\d"
 
-_HIP_CAUSES = (
-    (
-        r"hipErrorOutOfMemory|[Oo]ut of memory|hipErrorRuntimeMemory",
-        "another process uses most of the GPU's memory, or a limit on this process's address space is too low: "
-        "see safe-gpu status and ulimit -v",
-    ),
-    (
-        r"hipErrorNotInitialized|initialization error",
-        "this process was probably forked from one in which HIP was initialised: start it with the 'spawn' method",
-    ),
-    (
-        r"/dev/kfd|/dev/dri|HSA_STATUS_ERROR_OUT_OF_RESOURCES",
-        "ROCm could not open the GPUs: the user needs read and write access to /dev/kfd and /dev/dri/renderD* (join "
-        "the groups that own them, render and video, and log in again), and a container needs --device=/dev/kfd "
-        "--device=/dev/dri and these groups by number (--group-add)",
-    ),
-    (
-        r"hipErrorNoDevice|no ROCm-capable device|No HIP GPUs|hipErrorInvalidDevice\b|invalid device ordinal|"
-        r"No devices found",
-        "HIP was probably initialised in this process before the claim, which fixes what it sees (claim first), or "
-        "the user may not open /dev/kfd and /dev/dri/renderD* (join the groups that own them, render and video)",
-    ),
-    (
-        r"hipErrorNoBinaryForGpu|no kernel image is available|find code object|find binary for current|"
-        r"hipErrorInvalidDeviceFunction|invalid device function|hipErrorInvalidImage|kernel image is invalid|"
-        r"TensileLibrary",
-        "this build has no code for the architecture of the GPU: install one that has (rocminfo shows the gfx number), "
-        "and unset HSA_OVERRIDE_GFX_VERSION where it names another architecture",
-    ),
-    (
-        r"hipErrorInsufficientDriver|driver version is insufficient",
-        "the amdgpu driver is older than this version of ROCm needs: update the driver, or install the ROCm that "
-        "belongs to it",
-    ),
-    (
-        r"hipErrorECCNotCorrectable|uncorrectable ECC|GPU Hang",
-        "the GPU reports a fault: see dmesg, and exclude it",
-    ),
-    (
-        r"hipErrorUnknown|unknown error|hipErrorOperatingSystem|OS call failed|HSA_STATUS_ERROR",
-        "the amdgpu driver is in a bad state: see dmesg",
-    ),
-)
+_HIP_CAUSES = r"""
+hipErrorOutOfMemory|[Oo]ut of memory|hipErrorRuntimeMemory
+    another process uses most of the GPU's memory, or a limit on this process's address space is too low: see
+    safe-gpu status and ulimit -v
+hipErrorNotInitialized|initialization error
+    this process was probably forked from one in which HIP was initialised: start it with the 'spawn' method
+/dev/kfd|/dev/dri|HSA_STATUS_ERROR_OUT_OF_RESOURCES
+    ROCm could not open the GPUs: the user needs read and write access to /dev/kfd and /dev/dri/renderD* (join the
+    groups that own them, render and video, and log in again), and a container needs --device=/dev/kfd
+    --device=/dev/dri and these groups by number (--group-add)
+hipErrorNoDevice|no ROCm-capable device|No HIP GPUs|hipErrorInvalidDevice\b|invalid device ordinal|No devices found
+    HIP was probably initialised in this process before the claim, which fixes what it sees (claim first), or the
+    user may not open /dev/kfd and /dev/dri/renderD* (join the groups that own them, render and video)
+hipErrorNoBinaryForGpu|no kernel image is available|find code object|find binary for current|
+hipErrorInvalidDeviceFunction|invalid device function|hipErrorInvalidImage|kernel image is invalid|TensileLibrary
+    this build has no code for the architecture of the GPU: install one that has (rocminfo shows the gfx number),
+    and unset HSA_OVERRIDE_GFX_VERSION where it names another architecture
+hipErrorInsufficientDriver|driver version is insufficient
+    the amdgpu driver is older than this version of ROCm needs: update the driver, or install the ROCm that belongs
+    to it
+hipErrorECCNotCorrectable|uncorrectable ECC|GPU Hang
+    the GPU reports a fault: see dmesg, and exclude it
+hipErrorUnknown|unknown error|hipErrorOperatingSystem|OS call failed|HSA_STATUS_ERROR
+    the amdgpu driver is in a bad state: see dmesg
+"""
 
 # A GPU that answers so will answer the next claim so too. Memory that is short, a framework built for CPUs, CUDA that
 # was initialised too early and a driver that is not ready say nothing about one GPU.
@@ -517,4 +480,7 @@ def likely_cause(err: BaseException) -> str:
     """The likely cause of a failed placeholder, to append to a sentence: "; ...", or "" if none is known."""
     text = f"{type(err).__name__}: {err}"
     causes = _HIP_CAUSES if re.search(_OF_HIP, text) else _CAUSES
-    return next((f"; {meaning}" for signs, meaning in causes if re.search(signs, text)), "")
+    for signs, meaning in re.findall(r"^((?:\S.*\n)+)((?: +.*\n)+)", causes, re.MULTILINE):
+        if re.search(signs.replace("\n", ""), text):
+            return f"; {' '.join(meaning.split())}"
+    return ""

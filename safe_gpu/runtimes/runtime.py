@@ -11,19 +11,16 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..errors import NoDriverError, SafeGpuError
-from .placeholders import Base, failed, name_of
+from .placeholders import CudaPlaceholder, HipPlaceholder, allocate, likely_cause, release
 
 if TYPE_CHECKING:
     from ..devices import Gpu
-    from .hip import HipMemory
-    from .placeholders import CudaPlaceholder
-
-
-# What a claim asks of the library through which programs use the GPUs of one vendor. See :class:`Runtime`.
 
 
 class Runtime:
-    """A vendor's library as it is in this process. This class is for GPUs that no library knows: simulated ones.
+    """A vendor's library, through which programs use its GPUs, as it is in this process.
+
+    This class is for GPUs that no library knows: simulated ones.
 
     Nothing but the placeholder initialises the library in this process. A GPU that the library shows is named by a text
     that only :meth:`is_same` compares with a GPU of the driver.
@@ -62,8 +59,6 @@ class Runtime:
         Raises:
             NoDriverError: it could not be asked.
         """
-        from ..errors import NoDriverError
-
         raise NoDriverError("these GPUs are simulated", driver="simulated")
 
     def try_gpu(self, gpu: Gpu, ordinal: int, logger: Any) -> None:
@@ -72,8 +67,6 @@ class Runtime:
         Raises:
             NoDriverError, PlaceholderError: it does not work; the message says why.
         """
-        from .placeholders import allocate, release
-
         trial = self.default_placeholder(logger)
         release(trial, allocate(trial, ordinal))
 
@@ -111,15 +104,6 @@ def visible_in_child(env: Mapping[str, str] | None = None, timeout: float = PATI
     return ask_child("list", os.environ if env is None else env, timeout)
 
 
-def hold_in_child(uuid: str, timeout: float = PATIENCE) -> None:
-    """Make a CUDA context on a GPU in a child, and release it there.
-
-    Raises:
-        NoDriverError: the child failed or did not answer in time; the message says why.
-    """
-    ask_child("hold", {**os.environ, "CUDA_VISIBLE_DEVICES": uuid}, timeout)
-
-
 def ask_child(
     question: str, env: Mapping[str, str], timeout: float = PATIENCE, *, library: str = "CUDA"
 ) -> tuple[str, ...]:
@@ -142,6 +126,7 @@ def ask_child(
         "import sys; sys.path.insert(0, sys.argv[1]); from safe_gpu.runtimes.runtime import _child; "
         "sys.exit(_child(*sys.argv[2:]))"
     )
+    driver = library.lower()
     try:
         child = subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", code, root, question, library],
@@ -153,84 +138,58 @@ def ask_child(
             errors="replace",
         )
     except OSError as err:
-        raise NoDriverError(
-            f"a child process to ask {library} could not be started: {err}", driver=library.lower()
-        ) from err
+        raise NoDriverError(f"a child process to ask {library} could not be started: {err}", driver=driver) from err
     try:
         answer, trouble = child.communicate(timeout=timeout)
     except subprocess.TimeoutExpired as err:
-        raise NoDriverError(
-            f"{library} did not answer within {timeout:g} s in a child process: {_SLOW[library]}",
-            driver=library.lower(),
-        ) from err
+        problem = f"{library} did not answer within {timeout:g} s in a child process: {_SLOW[library]}"
+        raise NoDriverError(problem, driver=driver) from err
     finally:
         # Do not wait for the child: a process that hangs inside the driver cannot be killed.
         if child.poll() is None:
             child.kill()
     if child.returncode:
         reason = (trouble.strip().splitlines() or [f"exit status {child.returncode}"])[-1]
-        raise NoDriverError(f"{library} could not be asked in a child process: {reason}", driver=library.lower())
+        raise NoDriverError(f"{library} could not be asked in a child process: {reason}", driver=driver)
     return tuple(line.removeprefix(_MARK) for line in answer.splitlines() if line.startswith(_MARK))
 
 
 def _child(question: str, library: str) -> int:
-    """The child's part: print UUIDs to stdout, or an error to stderr; return an exit status."""
+    """The child's part: print what names the GPUs to stdout, or an error to stderr; return an exit status."""
     try:
-        ask = {"CUDA": _by_cuda, "HIP": _by_hip}[library]
-        uuids = ask(question)
+        shown = (_held if question == "hold" else _listed)(library)
     except SafeGpuError as err:
-        from .placeholders import likely_cause
-
         print(f"{err}{likely_cause(err)}", file=sys.stderr)
         return 1
-    print(*(_MARK + uuid for uuid in uuids), sep="\n")
+    print(*(_MARK + one for one in shown), sep="\n")
     return 0
 
 
-def _visible() -> tuple[str, ...]:
-    from .cuda import NO_DEVICE, CudaCallError, load
+def _held(library: str) -> tuple[str, ...]:
+    from . import cuda, hip
 
-    try:
-        library = load()
-        library.initialize()
-        return library.uuids()
-    except CudaCallError as err:
-        if err.code == NO_DEVICE:
-            return ()
-        raise
-
-
-def _held() -> tuple[str, ...]:
-    from .cuda import PrimaryContext
-
-    context = PrimaryContext.retain(0)
+    if library == "HIP":
+        memory = hip.HipMemory(0)
+        memory.release()
+        return (memory.shown,)
+    context = cuda.PrimaryContext(0)
     context.release()
     return (context.uuid,)
 
 
-def _by_cuda(question: str) -> tuple[str, ...]:
-    return _held() if question == "hold" else _visible()
+def _listed(library: str) -> tuple[str, ...]:
+    from . import cuda, hip
 
-
-def _by_hip(question: str) -> tuple[str, ...]:
-    from . import hip
-    from .cuda import CudaCallError
-
-    if question == "hold":
-        from .hip import HipMemory
-
-        memory = HipMemory(0)
-        memory.release()
-        return (memory.shown,)
     try:
-        return hip.load().all_shown()
-    except CudaCallError as err:
-        if err.code == hip.NO_DEVICE:
+        if library == "HIP":
+            return hip.load().all_shown()
+        loaded = cuda.load()
+        loaded.initialize()
+        return loaded.uuids()
+    except cuda.CudaCallError as err:
+        if err.code == cuda.NO_DEVICE:
             return ()
         raise
-
-
-# The CUDA driver library as a :class:`~safe_gpu.runtimes.runtime.Runtime`.
 
 
 class CudaRuntime(Runtime):
@@ -239,122 +198,66 @@ class CudaRuntime(Runtime):
     real = True
 
     def visible_if_initialized(self) -> tuple[str, ...] | None:
-        """See :func:`~safe_gpu.runtimes.cuda.visible_if_initialized`."""
         from . import cuda
 
         return cuda.visible_if_initialized()
 
     def shown_at(self, ordinal: int) -> str | None:
-        """See :func:`~safe_gpu.runtimes.cuda.uuid_of_ordinal`."""
         from . import cuda
 
         return cuda.uuid_of_ordinal(ordinal)
 
     def is_same(self, shown: str, gpu: Gpu) -> bool:
-        """See :func:`~safe_gpu.runtimes.cuda.same_device`."""
         from . import cuda
 
         return cuda.same_device(shown, gpu.uuid)
 
     def contexts(self) -> frozenset[str]:
-        """UUIDs of the GPUs on which this process has a primary context."""
-        from .cuda import active_contexts
+        from . import cuda
 
-        return frozenset(active_contexts())
+        return cuda.active_contexts()
 
     def visible_in_child(self, env: Mapping[str, str] | None = None) -> tuple[str, ...]:
-        """See :func:`~safe_gpu.runtimes.runtime.visible_in_child`."""
-
-        return visible_in_child(env)
+        return ask_child("list", os.environ if env is None else env, library=self.title)
 
     def try_gpu(self, gpu: Gpu, ordinal: int, logger: Any) -> None:
-        """See :func:`~safe_gpu.runtimes.runtime.hold_in_child`."""
+        """Hold a GPU in a child process."""
+        from ..devices import HostSnapshot
+        from .visible_devices import render_visible
 
-        hold_in_child(gpu.uuid)
+        only = render_visible([gpu], visible_as="uuid", snapshot=HostSnapshot((gpu,)))
+        ask_child("hold", {**os.environ, **only}, library=self.title)
 
     def default_placeholder(self, logger: Any = None) -> CudaPlaceholder:
-        """A minimal allocation through the CUDA driver."""
-        from .placeholders import CudaPlaceholder
-
         return CudaPlaceholder(logger)
 
 
-CUDA = CudaRuntime()
-
-
-# The HIP runtime as a :class:`~safe_gpu.runtimes.runtime.Runtime`, and its default placeholder.
-
-
-class HipRuntime(Runtime):
+class HipRuntime(CudaRuntime):
     """HIP in this process. A GPU is named by UUID and bus id."""
 
     title = "HIP"
-    real = True
 
     def visible_if_initialized(self) -> tuple[str, ...] | None:
-        """See :func:`~safe_gpu.runtimes.hip.visible_if_initialized`."""
         from . import hip
 
         return hip.visible_if_initialized()
 
     def shown_at(self, ordinal: int) -> str | None:
-        """See :func:`~safe_gpu.runtimes.hip.shown_at`."""
         from . import hip
 
         return hip.shown_at(ordinal)
 
     def is_same(self, shown: str, gpu: Gpu) -> bool:
-        """See :func:`~safe_gpu.runtimes.hip.is_same_gpu`."""
         from . import hip
 
         return hip.is_same_gpu(shown, gpu.uuid, gpu.pci_bus_id)
 
-    def visible_in_child(self, env: Mapping[str, str] | None = None) -> tuple[str, ...]:
-        """The GPUs that HIP shows to a child process with this environment."""
-
-        return ask_child("list", os.environ if env is None else env, library="HIP")
-
-    def try_gpu(self, gpu: Gpu, ordinal: int, logger: Any) -> None:
-        """Allocate memory on a GPU in a child process."""
-        from ..devices import HostSnapshot
-        from .visible_devices import render_visible
-
-        only = render_visible([gpu], visible_as="uuid", snapshot=HostSnapshot((gpu,)))
-        ask_child("hold", {**os.environ, **only}, library="HIP")
+    def contexts(self) -> frozenset[str]:
+        return frozenset()
 
     def default_placeholder(self, logger: Any = None) -> HipPlaceholder:
-        """A minimal allocation through HIP."""
         return HipPlaceholder(logger)
 
 
+CUDA = CudaRuntime()
 HIP = HipRuntime()
-
-
-class HipPlaceholder(Base):
-    """The default on AMD GPUs: a small allocation through HIP, freed on release.
-
-    HIP stays initialised in this process, so that the kernel may list it on the GPU until it ends.
-    """
-
-    def prepare(self) -> None:
-        """Map libamdhip64. This does not initialise HIP.
-
-        Raises:
-            NoDriverError: this host has none.
-        """
-        from . import hip
-
-        hip.load()
-
-    def _allocate(self, device_no: int) -> HipMemory:
-        from . import hip
-        from .hip import HipMemory
-
-        try:
-            return HipMemory(device_no)
-        except hip.HipCallError as err:
-            raise failed(name_of(self), device_no, err, library="HIP") from err
-
-    def release(self, placeholder: HipMemory) -> None:
-        """Free the allocation."""
-        placeholder.release()

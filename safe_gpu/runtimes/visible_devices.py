@@ -48,13 +48,15 @@ if TYPE_CHECKING:
     from ..devices import Gpu, HostSnapshot
 
 
-# What CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER mean, and how to write them. Pure: the environment is not read here.
+ROCR, HIP, CUDA = "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"
+OPENCL = "GPU_DEVICE_ORDINAL"
+_VARIABLES = {"nvidia": (CUDA,), "amd": (ROCR, HIP, CUDA)}
+# Ray sets it for its workers, and their child processes inherit it.
+_RAY = "RAY_RAYLET_PID"
 
-
-_CUDA_BLANKS = " \t\n\v\f\r"
+_BLANKS = " \t\n\v\f\r"
 # Compiled on first use by re's own cache, because most claims inherit no CUDA_VISIBLE_DEVICES.
-_NUMBER = r"[+-]?[0-9]+"
-_NUMBERED_INSTANCE = r"MIG-(GPU-[^/]+)/[0-9]+/[0-9]+"
+_NUMBER = r"([+-]?)0*([0-9]{1,9})"  # no host has more GPUs
 
 
 class VisibleLimit(NamedTuple):
@@ -112,25 +114,24 @@ def parse_cuda(value: str | None, snapshot: HostSnapshot, *, device_order: str |
     """
     if value is None:
         return None
-    entries = [entry.lstrip(_CUDA_BLANKS) for entry in value.split(",")]
+    entries = [entry.lstrip(_BLANKS) for entry in value.split(",")]
     by_number = re.match(_NUMBER, entries[0]) is not None
-    countable = _in_cuda_order(snapshot)
+    shown = (_as_shown(gpu, snapshot) for gpu in snapshot.physical)
+    countable = [gpu for gpu in shown if gpu is not None]  # in PCI bus order
     chosen: list[Gpu] = []
     highest = -1
     doubt = ""
     for entry in entries:
         if by_number:
             number = re.match(_NUMBER, entry)
-            position = _whole(number.group()) if number else -1
+            position = int(number[1] + number[2]) if number else -1
             highest = max(highest, position)
             found = countable[position] if 0 <= position < len(countable) else None
         else:
             found, doubtful = _by_uuid(entry, snapshot)
             doubt = doubt or doubtful
-        if found is None:
-            break
-        if found in chosen:
-            chosen = []
+        if found is None or found in chosen:
+            chosen = chosen if found is None else []
             break
         chosen.append(found)
     if by_number:
@@ -138,43 +139,22 @@ def parse_cuda(value: str | None, snapshot: HostSnapshot, *, device_order: str |
     return VisibleLimit(value, tuple(gpu.uuid for gpu in chosen), bool(doubt), by_number, doubt)
 
 
-def _whole(number: str) -> int:
-    """The number, or one that no device has."""
-    digits = number.lstrip("+-").lstrip("0")
-    position = int(digits or 0) if len(digits) < 10 else 10**9
-    return -position if number.startswith("-") else position
-
-
-def _in_cuda_order(snapshot: HostSnapshot) -> list[Gpu]:
-    """The devices that CUDA numbers, in PCI bus order.
-
-    Lost GPUs are left out. A GPU with MIG on is replaced by its first instance.
-    """
-    order = []
-    for gpu in snapshot.physical:
-        shown = _first_instance(gpu, snapshot) if gpu.mig_enabled else gpu
-        if shown is not None and not shown.lost:
-            order.append(shown)
-    return order
-
-
-def _first_instance(parent: Gpu, snapshot: HostSnapshot) -> Gpu | None:
-    return next((gpu for gpu in snapshot.gpus if gpu.mig_parent == parent.uuid), None)
+def _as_shown(gpu: Gpu, snapshot: HostSnapshot) -> Gpu | None:
+    """What CUDA shows for a device: the first instance of a GPU with MIG on, nothing of a lost one."""
+    instances = (instance for instance in snapshot.gpus if instance.mig_parent == gpu.uuid)
+    shown = next(instances, None) if gpu.mig_enabled else gpu
+    return None if gpu.lost or shown is None or shown.lost else shown
 
 
 def _by_uuid(entry: str, snapshot: HostSnapshot) -> tuple[Gpu | None, str]:
     """The one device whose UUID starts with ``entry`` (None if there is none), and why it is ambiguous, or ""."""
     if not entry.startswith(("GPU-", "MIG-")):
         return None, ""
-    matches = [gpu for gpu in snapshot.gpus if gpu.uuid == entry] or [
-        gpu for gpu in snapshot.gpus if gpu.uuid.startswith(entry)
-    ]
+    same = [gpu for gpu in snapshot.gpus if gpu.uuid == entry]
+    matches = same or [gpu for gpu in snapshot.gpus if gpu.uuid.startswith(entry)]
     if len(matches) == 1:
-        found = matches[0]
-        if found.lost:
-            return None, ""
-        return (_first_instance(found, snapshot) if found.mig_enabled else found), ""
-    numbered = re.fullmatch(_NUMBERED_INSTANCE, entry)
+        return _as_shown(matches[0], snapshot), ""
+    numbered = re.fullmatch(r"MIG-(GPU-[^/]+)/[0-9]+/[0-9]+", entry)
     if numbered is None:
         return None, ""
     instances = [gpu for gpu in snapshot.gpus if gpu.mig_parent == numbered.group(1)]
@@ -203,6 +183,13 @@ def _doubt_about_numbers(highest: int, chosen: Sequence[Gpu], snapshot: HostSnap
     return ""
 
 
+def _check_visible_as(visible_as: str) -> None:
+    if visible_as not in ("index", "uuid"):
+        raise UnsatisfiableRequestError(
+            f'visible_as={visible_as!r} is unknown: use "index" or "uuid"', value=visible_as
+        )
+
+
 def render_cuda(gpus: Sequence[Gpu], *, visible_as: str, snapshot: HostSnapshot) -> dict[str, str]:
     """The environment variables that make exactly these devices visible to CUDA, in this order.
 
@@ -215,27 +202,12 @@ def render_cuda(gpus: Sequence[Gpu], *, visible_as: str, snapshot: HostSnapshot)
     Raises:
         UnsatisfiableRequestError: ``visible_as`` is neither.
     """
-    if visible_as not in ("index", "uuid"):
-        raise UnsatisfiableRequestError(
-            f'visible_as={visible_as!r} is unknown: use "index" or "uuid"', value=visible_as
-        )
+    _check_visible_as(visible_as)
     if visible_as == "uuid" or snapshot.needs_uuids:
-        return {"CUDA_VISIBLE_DEVICES": ",".join(gpu.uuid for gpu in gpus)}
-    return {
-        "CUDA_VISIBLE_DEVICES": ",".join(str(gpu.index) for gpu in gpus),
-        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
-    }
+        return {CUDA: ",".join(gpu.uuid for gpu in gpus)}
+    return {CUDA: ",".join(str(gpu.index) for gpu in gpus), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
 
-# What ROCR_VISIBLE_DEVICES, HIP_VISIBLE_DEVICES and CUDA_VISIBLE_DEVICES mean on AMD GPUs, and how to write them.
-
-
-ROCR, HIP, CUDA = "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"
-OPENCL = "GPU_DEVICE_ORDINAL"
-# Ray sets it for its workers, and their child processes inherit it.
-_RAY = "RAY_RAYLET_PID"
-
-_ROCM_BLANKS = " \t\n\v\f\r"
 _STRTOL = r"[ \t\n\v\f\r]*([+-]?)(0[xX][0-9a-fA-F]+|0[0-7]*|[1-9][0-9]*)"
 _SHORTEST_PREFIX, _LONGEST = len("GPU-0"), len("GPU-0123456789abcdef")
 
@@ -243,21 +215,16 @@ _SHORTEST_PREFIX, _LONGEST = len("GPU-0"), len("GPU-0123456789abcdef")
 def read_rocm(environ: Mapping[str, str], snapshot: HostSnapshot) -> VisibleLimit | None:
     """The GPUs that these variables leave to a program that uses HIP, in its order; None if none of them is set."""
     left = list(snapshot.physical)
-    shown = []
-    by_index = False
-    rocr = environ.get(ROCR)
-    if rocr is not None:
-        left, by_index = _by_rocr(rocr, left), "GPU-" not in rocr.upper()
-        shown.append((ROCR, rocr))
     above = next((name for name in (HIP, CUDA) if environ.get(name)), None)
+    name, value = (ROCR, environ[ROCR]) if ROCR in environ else (above, environ.get(above or ""))
+    if name is None or value is None:
+        return None
+    by_index = "GPU-" not in (value.upper() if name == ROCR else value)
+    if name == ROCR:
+        left = _by_rocr(value, left)
     if above is not None:
         left = _by_hip(environ[above], left)
-        by_index = by_index or (rocr is None and "GPU-" not in environ[above])
-        shown.append((above, environ[above]))
-    if not shown:
-        return None
-    name, value = shown[0]
-    value = " ".join([value, *(f"{further}={text}" for further, text in shown[1:])])
+        value = value if name == above else f"{value} {above}={environ[above]}"
     return VisibleLimit(value, tuple(gpu.uuid for gpu in left), uses_indices=by_index, name=name, library="HIP")
 
 
@@ -271,13 +238,8 @@ def rocm_once(environ: Mapping[str, str]) -> Mapping[str, str]:
 
 def _by_rocr(value: str, gpus: Sequence[Gpu]) -> list[Gpu]:
     chosen: list[Gpu] = []
-    if not value:
-        return chosen
-    entries = value.split(",")
-    if not entries[-1]:
-        entries.pop()  # as C++'s getline
-    for entry in entries[: len(gpus)]:
-        found = _by_entry(entry.upper().strip(_ROCM_BLANKS), gpus)
+    for entry in value.removesuffix(",").split(",")[: len(gpus)]:  # as C++'s getline
+        found = _by_entry(entry.upper().strip(_BLANKS), gpus)
         if found is None or found in chosen:
             break
         chosen.append(found)
@@ -327,60 +289,39 @@ def render_rocm(
     Raises:
         UnsatisfiableRequestError: ``visible_as`` is neither "index" nor "uuid".
     """
-    if visible_as not in ("index", "uuid"):
-        raise UnsatisfiableRequestError(
-            f'visible_as={visible_as!r} is unknown: use "index" or "uuid"', value=visible_as
-        )
-    if _RAY in environ:
-        return _render_for_hip(gpus, visible_as, snapshot, environ)
-    numbers = ",".join(str(number) for number in range(len(gpus)))
-    by_uuid = (gpu.uuid if gpu.uuid.startswith("GPU-") else str(gpu.index) for gpu in gpus)
-    opencl = {OPENCL: numbers} if OPENCL in environ else {}
-    return {ROCR: ",".join(by_uuid), HIP: numbers, CUDA: numbers, **opencl}
-
-
-def _render_for_hip(
-    gpus: Sequence[Gpu], visible_as: str, snapshot: HostSnapshot, environ: Mapping[str, str]
-) -> dict[str, str]:
-    left = list(snapshot.physical)
-    if ROCR in environ:
-        left = _by_rocr(environ[ROCR], left)
-    places = {gpu.uuid: str(place) for place, gpu in enumerate(left)}
-    numbers = ",".join(places[gpu.uuid] for gpu in gpus)
-    names = (gpu.uuid if gpu.uuid.startswith("GPU-") else places[gpu.uuid] for gpu in gpus)
-    chosen = ",".join(names) if visible_as == "uuid" else numbers
-    inherited = {CUDA: chosen} if CUDA in environ else {}
-    opencl = {OPENCL: numbers} if OPENCL in environ else {}
-    return {HIP: chosen, **inherited, **opencl}
-
-
-# The environment variables that choose the GPUs of a process: one grammar for each vendor. Pure.
-
-
-_NAMES = {
-    "nvidia": ("CUDA_VISIBLE_DEVICES",),
-    "amd": ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"),
-}
+    _check_visible_as(visible_as)
+    if _RAY not in environ:
+        numbers = ",".join(map(str, range(len(gpus))))
+        by_uuid = (gpu.uuid if gpu.uuid.startswith("GPU-") else str(gpu.index) for gpu in gpus)
+        written = {ROCR: ",".join(by_uuid), HIP: numbers, CUDA: numbers}
+    else:
+        left = list(snapshot.physical)
+        if ROCR in environ:
+            left = _by_rocr(environ[ROCR], left)
+        places = {gpu.uuid: str(place) for place, gpu in enumerate(left)}
+        numbers = names = ",".join(places[gpu.uuid] for gpu in gpus)
+        if visible_as == "uuid":
+            names = ",".join(gpu.uuid if gpu.uuid.startswith("GPU-") else places[gpu.uuid] for gpu in gpus)
+        written = {HIP: names, **({CUDA: names} if CUDA in environ else {})}
+    return {**written, **({OPENCL: numbers} if OPENCL in environ else {})}
 
 
 def visible_variables(snapshot: HostSnapshot) -> tuple[str, ...]:
     """The variables that choose among these GPUs."""
-    return _NAMES[snapshot.vendor]
+    return _VARIABLES[snapshot.vendor]
 
 
 def read_visible(environ: Mapping[str, str], snapshot: HostSnapshot) -> VisibleLimit | None:
     """The GPUs to which an environment limits a process; None if no variable does."""
     if snapshot.vendor == "amd":
         return read_rocm(environ, snapshot)
-    return parse_cuda(environ.get("CUDA_VISIBLE_DEVICES"), snapshot, device_order=environ.get("CUDA_DEVICE_ORDER"))
+    return parse_cuda(environ.get(CUDA), snapshot, device_order=environ.get("CUDA_DEVICE_ORDER"))
 
 
 def read_visible_once(environ: Mapping[str, str], snapshot: HostSnapshot) -> VisibleLimit | None:
     """The GPUs to which an environment limits a claim: as :func:`read`, but a list that a batch scheduler has written
     into several variables counts once. See :mod:`~safe_gpu.runtimes.visible_devices`."""
-    if snapshot.vendor == "amd":
-        environ = rocm_once(environ)
-    return read_visible(environ, snapshot)
+    return read_visible(rocm_once(environ) if snapshot.vendor == "amd" else environ, snapshot)
 
 
 def render_visible(
@@ -399,10 +340,7 @@ def render_visible(
 
 def hide_all(vendor: str) -> dict[str, str]:
     """The variables that hide all GPUs of a vendor."""
-    return dict.fromkeys(_NAMES[vendor], "")
-
-
-# Whether the indices in CUDA_VISIBLE_DEVICES still mean the GPUs of the claim that wrote them. Pure.
+    return dict.fromkeys(_VARIABLES[vendor], "")
 
 
 def stale_indices(value: str | None, device_order: str | None, claimed: Collection[str], snapshot: HostSnapshot) -> str:
@@ -422,16 +360,12 @@ def stale_indices(value: str | None, device_order: str | None, claimed: Collecti
     lacking = sum(entry.strip()[:1].isdigit() for entry in fence.value.split(",")) > len(fence.uuids)
     if not foreign and not lacking:
         return ""
+    meant = "fewer GPUs than this claim holds"
     if foreign:
         meant = f"GPU {','.join(gpu.label for gpu in foreign)}, which this claim does not hold"
-    else:
-        meant = "fewer GPUs than this claim holds"
-    lost = [gpu.label for gpu in snapshot.gpus if gpu.lost]
-    gone = sum(snapshot.by_uuid(uuid) is None for uuid in claimed)
-    causes = []
-    if lost:
-        causes.append(f"GPU {','.join(lost)} is lost")
-    if gone:
+    lost = ",".join(gpu.label for gpu in snapshot.gpus if gpu.lost)
+    causes = [f"GPU {lost} is lost"] if lost else []
+    if any(snapshot.by_uuid(uuid) is None for uuid in claimed):
         causes.append("a claimed GPU is gone")
     why = f", since {' and '.join(causes)}" if causes else ""
     mine = [gpu.uuid for gpu in snapshot.gpus if gpu.uuid in claimed and not gpu.lost]

@@ -76,26 +76,22 @@ def _frozen(snapshot: HostSnapshot, nb_gpus: int, visible: tuple[str, ...], runt
     """The fence of a process in which CUDA is initialised. It can claim exactly the GPUs that CUDA sees, no others."""
     found = _claimable(snapshot, visible, runtime)
     if found is None or len(found) != nb_gpus:
-        raise CudaInitializedError(_too_late(nb_gpus, len(visible), runtime.title), visible=visible)
+        library = runtime.title
+        cannot = f"sees {len(visible)} GPU(s), so a claim of {nb_gpus} cannot change which ones it uses"
+        problem = (
+            f"{library} is already initialised in this process and {cannot}: call claim_gpus() before "
+            f"torch.cuda.is_available(), device_count() and anything else that initialises {library}"
+        )
+        if _initializer is not None and _initializer[0] == os.getpid():
+            problem = (
+                f"{library} was initialised in this process by the placeholder of an earlier claim "
+                f"({_initializer[1]}), and it stays so after release_gpus(): it {cannot}: make one claim of "
+                f"{max(nb_gpus, len(visible))}, or make the earlier claim with placeholder_fn=NoPlaceholder() and use "
+                "no GPU before this one"
+            )
+        raise CudaInitializedError(f"{problem}, or start a new process", visible=visible)
     name = visible_variables(snapshot)[0]
     return VisibleLimit(os.environ.get(name, ""), found, frozen=True, name=name, library=runtime.title)
-
-
-def _too_late(nb_gpus: int, seen: int, library: str) -> str:
-    """Why a claim of ``nb_gpus`` comes too late in a process in which the library sees ``seen`` GPUs."""
-    cannot = f"sees {seen} GPU(s), so a claim of {nb_gpus} cannot change which ones it uses"
-    if _initializer is not None and _initializer[0] == os.getpid():
-        return (
-            f"{library} was initialised in this process by the placeholder of an earlier claim "
-            f"({_initializer[1]}), and it stays so after release_gpus(): it {cannot}: make one claim of "
-            f"{max(nb_gpus, seen)}, or make the earlier claim with placeholder_fn=NoPlaceholder() and use no GPU "
-            "before this one, or start a new process"
-        )
-    return (
-        f"{library} is already initialised in this process and {cannot}: call claim_gpus() before "
-        f"torch.cuda.is_available(), device_count() and anything else that initialises {library}, or start a new "
-        "process"
-    )
 
 
 def _resolved(snapshot: HostSnapshot, fence: VisibleLimit, runtime: Runtime) -> tuple[str, ...]:

@@ -2,14 +2,14 @@
 
 Most versions of Grid Engine show the number nowhere else. The answer is for this host: a consumable counts per slot,
 per job or per host, and a parallel job has slots on several hosts. :func:`hard_request` and :func:`here` are pure;
-:func:`ask` runs qstat and reads the job's spool directory.
+:func:`ask_qstat` runs qstat and reads the job's spool directory.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..argument_style import ArgumentStyle
@@ -21,15 +21,12 @@ if TYPE_CHECKING:
     from .job import JobContext
 
 
-# The number of GPUs that a Grid Engine job asked for, from ``qstat -j JOB -xml``.
-
-
 _MOST_OUTPUT = 4 << 20
 _LONGEST = 300  # characters of a reason
 _BEGIN, _END = "<JB_hard_resource_list>", "</JB_hard_resource_list>"
 _SLOTS = "[0-9]{1,9}"
 _NUMBERS = {"1", "8", "10"}  # CE_valtype: INT, DOUBLE, RSMAP; a boolean "gpu" picks hosts and counts nothing
-_PER_SLOT, _PER_JOB = "1", "2"  # CE_consumable: YES, JOB; Univa's HOST is 3
+_PER = {"1": "slot", "2": "job"}  # CE_consumable: YES, JOB; Univa's HOST is 3
 
 
 class QstatError(Exception):
@@ -58,10 +55,18 @@ def ask_qstat(environ: Mapping[str, str], job_id: str, *, patience: float = 10.0
     Raises:
         QstatError: qstat is missing or refused (execution hosts need not be submit hosts), or its answer is invalid.
     """
-    from ..programs import TooLate, TooMuch, output_of
+    from ..programs import TooLate, TooMuch, find_program, output_of
 
-    command = [_program(environ), "-j", job_id, "-xml"]
+    # A job's PATH may lack Grid Engine's directories.
+    own = (
+        environ.get("SGE_BINARY_PATH", ""),
+        os.path.join(environ.get("SGE_ROOT", ""), "bin", environ.get("SGE_ARCH", "")),
+    )
     try:
+        program = find_program("qstat", environ, *filter(os.path.isabs, own))
+        if program is None:
+            raise QstatError("qstat is not on PATH here")
+        command = [program, "-j", job_id, "-xml"]
         code, text, error = output_of(command, env=environ, timeout=patience, most=_MOST_OUTPUT, apart=True)
     except TooLate:
         raise QstatError(f"qstat did not answer in {patience:g} s") from None
@@ -73,9 +78,7 @@ def ask_qstat(environ: Mapping[str, str], job_id: str, *, patience: float = 10.0
         said = _reason(text, error) or f"exit status {code}"
         raise QstatError(f"qstat gives no information on job {job_id}: {said}")
     request = hard_request(text, resource_names(environ))
-    if request is None:
-        return 0
-    number = here(request, slots(environ) if request.per != "host" else Slots(None, True))
+    number = 0 if request is None else here(request, slots(environ))
     if number is None:
         raise QstatError("it is not known how many slots of the job are on this host")
     return number
@@ -93,24 +96,18 @@ def hard_request(xml: str, names: Iterable[str]) -> ResourceRequest | None:
     from xml.etree import ElementTree
 
     found = {}
-    for part in _lists(xml):
+    for part in xml.split(_END)[:-1]:
+        _, begun, entries = part.partition(_BEGIN)
         try:
-            root = ElementTree.fromstring(part)
+            root = ElementTree.fromstring(f"{_BEGIN}{entries}{_END}") if begun else ()
         except ElementTree.ParseError as err:
             raise QstatError(f"qstat's list of requests cannot be read ({err})") from err
         for entry in root:
             amount = _number(entry.findtext("CE_doubleval"), entry.findtext("CE_stringval"))
             if amount is not None and entry.findtext("CE_valtype", "1") in _NUMBERS:
-                counted = {_PER_SLOT: "slot", _PER_JOB: "job"}.get(entry.findtext("CE_consumable", _PER_SLOT), "host")
-                found[entry.findtext("CE_name", "").lower()] = ResourceRequest(amount, counted)
+                per = _PER.get(entry.findtext("CE_consumable", "1"), "host")
+                found[entry.findtext("CE_name", "").lower()] = ResourceRequest(amount, per)
     return next((found[name.lower()] for name in names if name.lower() in found), None)
-
-
-def _lists(xml: str) -> Iterator[str]:
-    start = xml.find(_BEGIN)
-    while start >= 0 and (stop := xml.find(_END, start)) >= 0:
-        yield xml[start : stop + len(_END)]
-        start = xml.find(_BEGIN, stop)
 
 
 def here(request: ResourceRequest, slots: Slots) -> int | None:
@@ -118,7 +115,7 @@ def here(request: ResourceRequest, slots: Slots) -> int | None:
 
     A request per job counts on the host where the job's script runs, and nowhere else.
 
-    >>> here(Request(1.0, "slot"), Slots(4, True))
+    >>> here(ResourceRequest(1.0, "slot"), Slots(4, True))
     4
     """
     if request.per == "slot":
@@ -156,11 +153,9 @@ def _reason(answer: str, error: str) -> str:
 
     if "<unknown_jobs" in answer:
         return "it knows no such job"
-    _, found, rest = answer.partition("<AN_text>")
-    text, ended, _ = rest.partition("</AN_text>")
-    texts = [text] if found and ended else [error, answer]
-    said = next((unescape(text[:_LONGEST]).strip() for text in texts if text.strip()), "")
-    return printable(said.partition("\n")[0])
+    denial, ended, _ = answer.partition("<AN_text>")[2].partition("</AN_text>")
+    said = denial if ended else error.strip() or answer
+    return printable(unescape(said[:_LONGEST]).strip().partition("\n")[0])
 
 
 def _number(*texts: str | None) -> float | None:
@@ -180,35 +175,11 @@ def _short(host: str) -> str:
 
 def _read(path: str) -> str:
     try:
-        with open(path, encoding="utf-8", errors="replace", opener=_open) as file:
-            return file.read(1 << 20)
+        # A FIFO in its place does not block.
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+            return file.read(1 << 20).decode(errors="replace")
     except (OSError, ValueError):
         return ""
-
-
-def _open(path: str, flags: int) -> int:
-    """A FIFO in its place does not block."""
-    return os.open(path, flags | os.O_NONBLOCK)
-
-
-def _program(environ: Mapping[str, str]) -> str:
-    """The path of qstat, from PATH, else from Grid Engine's directories: a job's PATH may lack them."""
-    from ..programs import find_program
-
-    own = [
-        environ.get("SGE_BINARY_PATH", ""),
-        os.path.join(environ.get("SGE_ROOT", ""), "bin", environ.get("SGE_ARCH", "")),
-    ]
-    try:
-        program = find_program("qstat", environ, *filter(os.path.isabs, own))
-    except PermissionError as err:
-        raise QstatError(str(err)) from None
-    if program is None:
-        raise QstatError("qstat is not on PATH here")
-    return program
-
-
-# The number of GPUs that the batch job asked for, for ``nb_gpus="job"``.
 
 
 _WAY_OUT = "set SAFE_GPU_NB_GPUS=N, or write the number of GPUs instead of job"
@@ -237,15 +208,13 @@ def number_for_job(
         UnsatisfiableRequestError: the number is not known, or it is too small. ``value`` is 0 if the job is known to
             have asked for no GPU.
     """
-    own = environ.get("SAFE_GPU_NB_GPUS", "").strip()
-    if own:
-        number = count(environ, "SAFE_GPU_NB_GPUS")
-        if not number:
-            raise UnsatisfiableRequestError(
-                f"SAFE_GPU_NB_GPUS={own!r} is not a number of GPUs: set it to a whole number from 1 up, or unset it",
-                value=own,
-            )
-        return number
+    if own := environ.get("SAFE_GPU_NB_GPUS", "").strip():
+        if number := count(environ, "SAFE_GPU_NB_GPUS"):
+            return number
+        raise UnsatisfiableRequestError(
+            f"SAFE_GPU_NB_GPUS={own!r} is not a number of GPUs: set it to a whole number from 1 up, or unset it",
+            value=own,
+        )
     context = current(environ)
     if context.scheduler is None:
         raise UnsatisfiableRequestError(
@@ -257,17 +226,14 @@ def number_for_job(
     number, trouble = _declared(environ, context, ask, 10.0)
     if number is None:
         raise UnsatisfiableRequestError(f"how many GPUs {job} asked for is not known{trouble}: {_WAY_OUT}", value="job")
-    if number == 0:
-        raise UnsatisfiableRequestError(
-            f"{job} asked for no GPU on this host: ask its scheduler for some, or {_WAY_OUT}", value=0
-        )
     ranks = context.local_size or 1
     if number < ranks:
-        raise UnsatisfiableRequestError(
-            f"{job} asked for {number} GPU(s) on this host and {ranks} processes were started here: start at most "
-            f"{number}, ask for more GPUs, or {_WAY_OUT}",
-            value=number,
+        too_few = (
+            f"{number} GPU(s) on this host and {ranks} processes were started here: start at most {number}, ask for "
+            "more GPUs"
         )
+        too_few = too_few if number else "no GPU on this host: ask its scheduler for some"
+        raise UnsatisfiableRequestError(f"{job} asked for {too_few}, or {_WAY_OUT}", value=number)
     return number // ranks
 
 

@@ -1,21 +1,16 @@
 """The job and the rank of this process, by the variables of its scheduler and its launcher. Pure.
 
-The variables are those of sbatch(1) and srun(1), "OUTPUT ENVIRONMENT VARIABLES".
-
-Most versions of Grid Engine count GPUs but do not assign them, so the environment rarely has the number that a job
-asked for. The module ``qstat`` asks for it.
-
-The variables are those of flux-environment(7), "JOB ENVIRONMENT".
+Slurm's are those of sbatch(1) and srun(1), "OUTPUT ENVIRONMENT VARIABLES", Flux's those of flux-environment(7), "JOB
+ENVIRONMENT". Most versions of Grid Engine count GPUs but do not assign them, so the environment rarely has the number
+that a job asked for. The module ``gpu_count`` asks for it.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
-
-# The facts about a job and a rank that a batch scheduler and a launcher put into the environment, as frozen data.
 
 
 class JobContext(NamedTuple):
@@ -82,35 +77,25 @@ def words(text: str | None) -> tuple[str, ...] | None:
     return tuple((text or "").replace(",", " ").split()) or None
 
 
-# Slurm: the environment of a job or a step as a :class:`JobContext`. Pure.
-
-
-_TASKS = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
-
-
-def parse_slurm(environ: Mapping[str, str]) -> JobContext | None:
-    """The Slurm job of this process; None outside one.
-
-    GPU variables exist only if the site has a gres for GPUs and the job asked for some. ``SLURM_LOCALID`` is 0 for the
-    batch script and for every process that it starts without srun. The number of ranks is known only in a step.
+def _slurm(environ: Mapping[str, str]) -> JobContext | None:
+    """GPU variables exist only if the site has a gres for GPUs and the job asked for some. ``SLURM_LOCALID`` is 0 for
+    the batch script and for every process that it starts without srun. The number of ranks is known only in a step.
     """
     job = count(environ, "SLURM_JOB_ID", "SLURM_JOBID")
     if job is None:
         return None
-    array = count(environ, "SLURM_ARRAY_JOB_ID")
-    task = count(environ, "SLURM_ARRAY_TASK_ID")
+    array, task = count(environ, "SLURM_ARRAY_JOB_ID"), count(environ, "SLURM_ARRAY_TASK_ID")
     in_array = array is not None and task is not None
     allowed = words(environ.get("SLURM_STEP_GPUS")) or words(environ.get("SLURM_JOB_GPUS"))
     requested = count(environ, "SLURM_GPUS_ON_NODE")
     return JobContext(
-        scheduler="slurm",
-        job_id=str(array if in_array else job),
-        task_id=task if in_array else None,
-        local_rank=count(environ, "SLURM_LOCALID"),
-        local_size=_tasks_here(environ),
-        allowed=allowed,
-        # Slurm before 20.11 has no SLURM_GPUS_ON_NODE.
-        requested_gpus=len(allowed) if requested is None and allowed else requested,
+        "slurm",
+        str(array if in_array else job),
+        task if in_array else None,
+        count(environ, "SLURM_LOCALID"),
+        _tasks_here(environ),
+        allowed,
+        len(allowed) if requested is None and allowed else requested,  # Slurm before 20.11 has no SLURM_GPUS_ON_NODE
         ends=count(environ, "SLURM_JOB_END_TIME"),  # Slurm 22.05 and later
     )
 
@@ -118,11 +103,9 @@ def parse_slurm(environ: Mapping[str, str]) -> JobContext | None:
 def _tasks_here(environ: Mapping[str, str]) -> int | None:
     """The entry of this node in ``SLURM_STEP_TASKS_PER_NODE``, a list such as ``2(x3),1`` in the order of the nodes."""
     node = count(environ, "SLURM_NODEID")
-    if node is None:
-        return None
     for entry in environ.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
-        match = _TASKS.fullmatch(entry.strip())
-        if match is None:
+        match = re.fullmatch(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?", entry.strip())
+        if node is None or match is None:
             return None
         node -= int(match[2] or 1)
         if node < 0:
@@ -130,138 +113,78 @@ def _tasks_here(environ: Mapping[str, str]) -> int | None:
     return None
 
 
-# Grid Engine (Sun, Son of, Open, Univa, Altair): the environment of a job as a :class:`JobContext`. Pure.
-
-
 # Common names of the resource. SAFE_GPU_SGE_RESOURCE names another.
-_RESOURCES = (
-    "gpu",
-    "gpus",
-    "ngpu",
-    "ngpus",
-    "num_gpu",
-    "num_gpus",
-    "gpu_num",
-    "gpu_card",
-    "gpu_cards",
-    "nvidia_gpu",
-    "cuda",
-)
-
-
-def parse_sge(environ: Mapping[str, str]) -> JobContext | None:
-    """The Grid Engine job of this process; None outside one.
-
-    ``JOB_ID`` alone is not enough, because other programs use that name. ``SGE_ROOT`` is set on submit hosts too.
-    Outside arrays ``SGE_TASK_ID`` is the word ``undefined``. If Univa's resource maps assign GPUs, ``SGE_HGR_gpu``
-    lists them.
-    """
-    job = count(environ, "JOB_ID")
-    spool = environ.get("SGE_JOB_SPOOL_DIR", "")
-    if not (environ.get("SGE_TASK_ID") or spool or (job is not None and environ.get("SGE_ROOT"))):
-        return None
-    allowed = next(filter(None, (words(environ.get(f"SGE_HGR_{name}")) for name in resource_names(environ))), None)
-    return JobContext(
-        scheduler="sge",
-        job_id=_job_in(spool) if job is None else str(job),
-        task_id=count(environ, "SGE_TASK_ID"),
-        allowed=allowed,
-        requested_gpus=len(allowed) if allowed else None,
-    )
+_RESOURCES = tuple("gpu gpus ngpu ngpus num_gpu num_gpus gpu_num gpu_card gpu_cards nvidia_gpu cuda".split())
 
 
 def resource_names(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """The names under which this site's jobs ask for GPUs."""
+    """The names under which the jobs of this Grid Engine site ask for GPUs."""
     return words(environ.get("SAFE_GPU_SGE_RESOURCE")) or _RESOURCES
 
 
-def _job_in(spool: str) -> str | None:
-    """The job's number from the path of its spool directory, ``.../active_jobs/1234.5`` or a directory in it."""
-    _, found, rest = spool.partition("/active_jobs/")
-    number = rest.split("/")[0].split(".")[0]
-    return number if found and number.isascii() and number.isdecimal() and len(number) < 19 else None
+def _sge(environ: Mapping[str, str]) -> JobContext | None:
+    """``JOB_ID`` alone is not enough, because other programs use that name. ``SGE_ROOT`` is set on submit hosts too.
 
-
-# PBS Professional, OpenPBS and Torque: the environment of a job as a :class:`JobContext`. Pure.
-
-
-# "1234", "1234.server", and for a task of an array "1234[5].server"
-_PBS_JOB = re.compile(r"([0-9]{1,18})(?:\[([0-9]{0,18})\])?(?:\..*)?")
-
-
-def parse_pbs(environ: Mapping[str, str]) -> JobContext | None:
-    """The PBS job of this process; None outside one.
-
-    ``PBS_NGPUS`` is set by many sites, not by PBS itself. PBS writes the assigned GPUs into a file or into
-    CUDA_VISIBLE_DEVICES, so ``allowed`` is None.
+    Outside arrays ``SGE_TASK_ID`` is the word ``undefined``. If Univa's resource maps assign GPUs, ``SGE_HGR_gpu``
+    lists them. The path of the spool directory has the number too: ``.../active_jobs/1234.5`` or a directory in it.
     """
-    match = _PBS_JOB.fullmatch(environ.get("PBS_JOBID", "").strip())
+    job, spool = count(environ, "JOB_ID"), environ.get("SGE_JOB_SPOOL_DIR", "")
+    if not (environ.get("SGE_TASK_ID") or spool or (job is not None and environ.get("SGE_ROOT"))):
+        return None
+    in_path = re.search(r"/active_jobs/([0-9]{1,18})(?:[./]|$)", spool)
+    number = str(job) if job is not None else in_path[1] if in_path else None
+    allowed = next(filter(None, (words(environ.get(f"SGE_HGR_{name}")) for name in resource_names(environ))), None)
+    requested = len(allowed) if allowed else None
+    return JobContext("sge", number, count(environ, "SGE_TASK_ID"), allowed=allowed, requested_gpus=requested)
+
+
+def _pbs(environ: Mapping[str, str]) -> JobContext | None:
+    """``PBS_NGPUS`` is set by many sites, not by PBS itself. PBS writes the assigned GPUs into a file or into
+    CUDA_VISIBLE_DEVICES, so ``allowed`` is None. The number is "1234.server", in an array "1234[5].server".
+    """
+    match = re.fullmatch(r"([0-9]{1,18})(?:\[([0-9]{0,18})\])?(?:\..*)?", environ.get("PBS_JOBID", "").strip())
     if match is None:
         return None
     task = count(environ, "PBS_ARRAY_INDEX", "PBS_ARRAYID")
     return JobContext(
-        scheduler="pbs",
-        job_id=match[1],
-        task_id=int(match[2]) if task is None and match[2] else task,
+        "pbs",
+        match[1],
+        int(match[2]) if task is None and match[2] else task,
         requested_gpus=count(environ, "PBS_NGPUS"),
         walltime=count(environ, "PBS_WALLTIME"),  # Torque and PBS Professional
     )
 
 
-# IBM Spectrum LSF: the environment of a job as a :class:`JobContext`. Pure.
-
-
-def parse_lsf(environ: Mapping[str, str]) -> JobContext | None:
-    """The LSF job of this process; None outside one.
-
-    LSF has no variable for the number of GPUs; ``LSB_JOBINDEX`` is 0 outside arrays.
-    """
+def _lsf(environ: Mapping[str, str]) -> JobContext | None:
+    """LSF has no variable for the number of GPUs; ``LSB_JOBINDEX`` is 0 outside arrays."""
     job = count(environ, "LSB_JOBID")
-    if job is None:
-        return None
-    return JobContext(scheduler="lsf", job_id=str(job), task_id=count(environ, "LSB_JOBINDEX") or None)
+    return None if job is None else JobContext("lsf", str(job), count(environ, "LSB_JOBINDEX") or None)
 
 
-# Flux: the environment of a task of a job as a :class:`JobContext`. Pure.
+def _flux(environ: Mapping[str, str]) -> JobContext | None:
+    """Flux lists the GPUs of the job on this host in CUDA_VISIBLE_DEVICES, for AMD GPUs too, and -1 if there are none.
 
-
-# F58, such as "ƒ3ETxsR9H"; Flux takes "f" for its first letter, too.
-_FLUX_JOB = re.compile(r"[ƒf]([1-9A-HJ-NP-Za-km-z]{1,12})")
-
-
-def parse_flux(environ: Mapping[str, str]) -> JobContext | None:
-    """The Flux job of this process; None outside one.
-
-    Flux lists the GPUs of the job on this host in CUDA_VISIBLE_DEVICES, for AMD GPUs too, and -1 if there are none.
     With ``-o gpu-affinity=per-task`` it lists those of the task instead, which nothing tells apart. So their number is
-    known only if each host runs one task.
+    known only if each host runs one task. The job is in F58, such as "ƒ3ETxsR9H"; Flux takes "f" for "ƒ", too.
     """
-    match = _FLUX_JOB.fullmatch(environ.get("FLUX_JOB_ID", "").strip())
+    match = re.fullmatch(r"[ƒf]([1-9A-HJ-NP-Za-km-z]{1,12})", environ.get("FLUX_JOB_ID", "").strip())
     if match is None:
         return None
     tasks, hosts = count(environ, "FLUX_JOB_SIZE"), count(environ, "FLUX_JOB_NNODES")
     alone = tasks is not None and tasks == hosts
     listed = environ.get("CUDA_VISIBLE_DEVICES") if alone else None
     return JobContext(
-        scheduler="flux",
-        job_id=f"f{match[1]}",
+        "flux",
+        f"f{match[1]}",
         local_rank=count(environ, "FLUX_TASK_LOCAL_ID"),
         local_size=(tasks or None) if hosts == 1 else 1 if alone else None,
         requested_gpus=None if listed is None else len([one for one in listed.split(",") if one not in ("", "-1")]),
     )
 
 
-# The job and the rank of this process, combined from the variables of its scheduler and its launcher.
-
-
-# Slurm first: sbatch passes on the environment it is called in, so a Slurm job may carry another scheduler's variables.
-_SCHEDULERS = {
-    parse_slurm: ("SLURM_JOB_ID", "SLURM_JOBID"),
-    parse_sge: ("SGE_TASK_ID", "SGE_JOB_SPOOL_DIR", "SGE_ROOT"),
-    parse_pbs: ("PBS_JOBID",),
-    parse_lsf: ("LSB_JOBID",),
-    parse_flux: ("FLUX_JOB_ID",),
-}
+# Each gives the job of this process, or None outside one. Slurm first: sbatch passes on the environment it is called
+# in, so a Slurm job may carry another scheduler's variables.
+_SCHEDULERS = (_slurm, _sge, _pbs, _lsf, _flux)
 
 # Local rank and local size of each launcher, innermost first: mpirun and srun start torchrun, not the other way round.
 # torchrun is recognised only by both of its variables, because other launchers set LOCAL_RANK too.
@@ -285,17 +208,9 @@ def current(environ: Mapping[str, str] | None = None) -> JobContext:
     """
     if environ is None:
         environ = os.environ
-    job = next(filter(None, _jobs(environ)), None)
+    job = next(filter(None, (parse(environ) for parse in _SCHEDULERS)), JobContext())
     rank = _rank(environ)
-    if job is None or rank is None:
-        return job or rank or JobContext()
-    return job._replace(local_rank=rank.local_rank, local_size=rank.local_size)
-
-
-def _jobs(environ: Mapping[str, str]) -> Iterator[JobContext | None]:
-    for parse, variables in _SCHEDULERS.items():
-        if any(variable in environ for variable in variables):
-            yield parse(environ)
+    return job if rank is None else job._replace(local_rank=rank[0], local_size=rank[1])
 
 
 def in_batch_job(environ: Mapping[str, str] | None = None) -> bool:
@@ -303,24 +218,19 @@ def in_batch_job(environ: Mapping[str, str] | None = None) -> bool:
     return current(environ).scheduler is not None
 
 
-def _rank(environ: Mapping[str, str]) -> JobContext | None:
-    """The rank that a launcher other than srun gave to this process, or None.
+def _rank(environ: Mapping[str, str]) -> tuple[int | None, int | None] | None:
+    """The rank that a launcher other than srun gave to this process, and the number of ranks here; or None.
 
     It takes precedence over Slurm's rank: ranks that mpirun starts in a Slurm job inherit ``SLURM_LOCALID=0`` from the
     daemon of mpirun.
     """
-    if all(count(environ, name) is not None for name in _TORCHRUN):
-        return _of(environ, *_TORCHRUN)
-    for rank, size in _LAUNCHERS:
-        if count(environ, rank) is not None:
-            return _of(environ, rank, size)
+    for names in (_TORCHRUN, *_LAUNCHERS):
+        rank, size = (count(environ, name) for name in names)
+        if rank is not None and not (size is None and names == _TORCHRUN):
+            return rank, size or None
     # Old versions of MPICH set only the global rank, which equals the local rank if the job runs on one host. PMI of
     # srun and of Flux sets the variable too; their own local rank is right then.
     world = count(environ, "PMI_RANK")
     if world is not None and world not in (count(environ, "SLURM_PROCID"), count(environ, "FLUX_TASK_RANK")):
-        return JobContext(local_rank=world)
+        return world, None
     return None
-
-
-def _of(environ: Mapping[str, str], rank: str, size: str) -> JobContext:
-    return JobContext(local_rank=count(environ, rank), local_size=count(environ, size) or None)

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,20 +32,12 @@ JOBS = (
     "NSLOTS", "HOSTNAME", "SAFE_GPU_SGE_RESOURCE", "SAFE_GPU_NB_GPUS", "CUDA_VISIBLE_DEVICES",
 )  # fmt: skip
 RANKS = (
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "LOCAL_SIZE",
-    "OMPI_COMM_WORLD_LOCAL_RANK",
-    "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE",
     "PMI_RANK",
-)
+)  # fmt: skip
 VISIBLE = (
-    "CUDA_VISIBLE_DEVICES",
-    "CUDA_DEVICE_ORDER",
-    "ROCR_VISIBLE_DEVICES",
-    "HIP_VISIBLE_DEVICES",
-    "GPU_DEVICE_ORDINAL",
-)
+    "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL",
+)  # fmt: skip
 SCREEN = ("COLUMNS", "TERM", "NO_COLOR", "TZ", "HOSTNAME")
 NAMES = sorted({*SAFE, *JOBS, *RANKS, *VISIBLE, *SCREEN})
 
@@ -93,9 +86,29 @@ def test_jobs_and_ranks(environ: dict[str, str]) -> None:
     assert len(str(refused.error or "")) < 25_000
 
 
+@pytest.fixture
+def run_commands(capsys: Any) -> Callable[..., None]:
+    """Run commands; each ends in bounded time, with a status of its own and with text that a terminal can show."""
+
+    def run(*commands: str, paths: bool = False) -> None:
+        for command in commands:
+            capsys.readouterr()
+            with bounded():
+                code = main(command.split())
+            out, err = capsys.readouterr()
+            assert code in (0, 69, 70, 73, 75, 78) or (code == 1 and paths), (command, code, err[:500])
+            for text in (out, err):
+                # doctor shows a path with each of its findings
+                assert_shown_safely(text, 200_000 if paths else 30_000, own=True)
+            if out and "--json" in command and not paths:
+                assert_plain(json.loads(out))
+
+    return run
+
+
 @pytest.mark.parametrize("visible", ["CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "SAFE_GPU_TIMEOUT"])
 def test_a_claim_in_such_an_environment(
-    visible: str, monkeypatch: pytest.MonkeyPatch, ground: Any, capsys: Any, caplog: pytest.LogCaptureFixture
+    visible: str, monkeypatch: pytest.MonkeyPatch, ground: Any, run_commands: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It ends well or with an error of ours, and leaves no lease, whatever the variables say."""
 
@@ -128,16 +141,7 @@ def test_a_claim_in_such_an_environment(
                 safe_gpu.GPUOwner(1, safe_gpu.NoPlaceholder(), affinity=None, timeout=0).release_gpus()
             assert_logged_safely(caplog)
             assert {name: os.environ.get(name) for name in set_before} == set_before
-            for arguments in (("status",), ("status", "--json"), ("policy",), ("wait", "--timeout", "0")):
-                capsys.readouterr()
-                with bounded():
-                    code = main(list(arguments))
-                out, err = capsys.readouterr()
-                assert code in (0, 69, 70, 73, 75, 78), (arguments, code, err[:500])
-                assert_shown_safely(out, own=True)
-                assert_shown_safely(err, own=True)
-                if out and "--json" in arguments:
-                    assert_plain(json.loads(out))
+            run_commands("status", "status --json", "policy", "wait --timeout 0")
         assert ground.leased() == []
 
     attack()
@@ -156,7 +160,7 @@ def test_paths_that_name_anything(
     open_tmp: Path,
     monkeypatch: pytest.MonkeyPatch,
     ground: Any,
-    capsys: Any,
+    run_commands: Any,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """What lies there is not harmed, nothing is left outside, and a claim ends well or with an error of ours."""
@@ -182,14 +186,7 @@ def test_paths_that_name_anything(
             with bounded(), refusing():
                 safe_gpu.GPUOwner(1, safe_gpu.NoPlaceholder(), affinity=None, timeout=0).release_gpus()
             assert_logged_safely(caplog)
-            for arguments in ("status", "status --json", "policy", "history", "doctor"):
-                capsys.readouterr()
-                with bounded():
-                    code = main(arguments.split())
-                out, err = capsys.readouterr()
-                assert code in (0, 1, 69, 70, 73, 75, 78), (arguments, code, err[:500])
-                for text in (out, err):
-                    assert_shown_safely(text, 200_000, own=True)  # doctor shows the path with each of its findings
+            run_commands("status", "status --json", "policy", "history", "doctor", paths=True)
         assert (base / "file").read_text() == "kept"
         assert os.listdir(empty) == []
 
@@ -235,14 +232,9 @@ ANSWER = """<?xml version='1.0'?>
 </detailed_job_info>
 """
 XML = (
-    "<JB_hard_resource_list>",
-    "</JB_hard_resource_list>",
-    "<element>",
-    "<!DOCTYPE x>",
-    "&lol;",
-    "<unknown_jobs>",
+    "<JB_hard_resource_list>", "</JB_hard_resource_list>", "<element>", "<!DOCTYPE x>", "&lol;", "<unknown_jobs>",
     "<AN_text>",
-)
+)  # fmt: skip
 
 
 @examples(80)
@@ -287,12 +279,7 @@ def test_a_qstat_that_prints_without_end_or_hangs(script: str, tmp_path: Path) -
     program = tmp_path / "qstat"
     program.write_text(f"#!/bin/sh\n{script}\n")
     program.chmod(0o755)
-    environ = {
-        "PATH": f"{tmp_path}:{os.environ['PATH']}",
-        "JOB_ID": "4711",
-        "SGE_ROOT": "/sge",
-        "SGE_TASK_ID": "undefined",
-    }
+    environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "JOB_ID": "4711", "SGE_TASK_ID": "undefined"}
     with bounded(20.0, 128):
         try:
             assert qstat.ask_qstat(environ, "4711", patience=1.0) == 0

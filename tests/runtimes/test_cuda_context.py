@@ -70,13 +70,7 @@ except cuda.CudaCallError as err:
 
 @pytest.mark.parametrize(
     ("option", "device_no", "code"),
-    [
-        ("cuda_init_error=999", 0, 999),
-        ("ctx_error=46", 0, 46),
-        ("alloc_error=2", 0, 2),
-        ("", 3, 101),
-        ("", -1, 101),
-    ],
+    [("cuda_init_error=999", 0, 999), ("ctx_error=46", 0, 46), ("alloc_error=2", 0, 2), ("", 3, 101), ("", -1, 101)],
 )
 def test_failure_leaves_nothing_on_the_gpu(host: Host, option: str, device_no: int, code: int) -> None:
     host.set_options(option, "log=1")

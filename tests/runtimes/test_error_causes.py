@@ -7,65 +7,96 @@ import pytest
 from safe_gpu.errors import PlaceholderError
 from safe_gpu.runtimes import placeholders as causes
 
+
+def table(rows: str) -> list[tuple[str, str]]:
+    """Of lines ``HINT | TEXT``, where "-" stands for no hint."""
+    pairs = (row.split(" | ", 1) for row in rows.strip().splitlines())
+    return [(text, hint.removeprefix("-")) for hint, text in pairs]
+
+
 # What people have reported, word for word but for addresses; the last ones are hip_error.cpp's own texts.
-SPAWN, MEMORY, PERMISSION, CLAIM_FIRST = "'spawn'", "uses most of the GPU", "--device=/dev/kfd", "claim first"
-BUILD, DRIVER, FAULT, DMESG = "HSA_OVERRIDE_GFX_VERSION", "amdgpu driver is older", "reports a fault", "bad state"
-OF_HIP = [
-    ("HIP error: hipErrorNoDevice", CLAIM_FIRST),
-    ("No HIP GPUs are available", CLAIM_FIRST),
-    ("No HIP GPUs are available", "render and video"),
-    ("hipGetDeviceCount failed with hipErrorNoDevice (100)", CLAIM_FIRST),
-    (
-        "HIP initialization: Unexpected error from hipGetDeviceCount(). Did you run some cuda functions before calling "
-        "NumHipDevices() that might have already set an error? Error 101: hipErrorInvalidDevice",
-        "render and video",
-    ),
-    ("error: 'hipErrorInvalidDevice'(101) at square.cpp:61", "render and video"),
-    ("rocBLAS error: Could not initialize Tensile host: No devices found", "render and video"),
-    ("Unable to open /dev/kfd read-write: Permission denied", PERMISSION),
-    (
-        "HSA_STATUS_ERROR_OUT_OF_RESOURCES: The runtime failed to allocate the necessary resources. This error may "
-        "also occur when the core runtime library needs to spawn threads or create internal OS-specific events.",
-        PERMISSION,
-    ),
-    ("HIP error: invalid device function", BUILD),
-    ("hipErrorNoBinaryForGpu: Unable to find code object for all current devices!", BUILD),
-    (
-        "hip_code_object.cpp:92: guarantee(false && \"hipErrorNoBinaryForGpu: Coudn't find binary for current devices!",
-        BUILD,
-    ),
-    (
-        "rocBLAS error: Cannot read /opt/rocm/lib/rocblas/library/TensileLibrary.dat: Illegal seek for GPU arch : "
-        "gfx1201",
-        BUILD,
-    ),
-    (
-        "HIP out of memory. Tried to allocate 2.00 MiB. GPU 7 has a total capacity of 287.98 GiB of which 203.49 GiB "
-        "is free. Of the allocated memory 68.63 GiB is allocated by PyTorch, and 14.93 GiB is reserved by PyTorch",
-        MEMORY,
-    ),
-    ("HW Exception by GPU node-1 (Agent handle: 0x1b0fc990) reason :GPU Hang", FAULT),
-    ("hipErrorOutOfMemory (2): out of memory", MEMORY),
-    ("hipErrorNotInitialized (3): initialization error", SPAWN),
-    ("HIP error: no ROCm-capable device is detected", CLAIM_FIRST),
-    ("HIP error: invalid device ordinal", CLAIM_FIRST),
-    ("HIP error: no kernel image is available for execution on the device", BUILD),
-    ("HIP error: device kernel image is invalid", BUILD),
-    ("hipErrorInsufficientDriver (35): driver version is insufficient for runtime version", DRIVER),
-    ("HIP error: uncorrectable ECC error encountered", FAULT),
-    ("hipErrorUnknown (999): unknown error", DMESG),
-    ("hipErrorOperatingSystem (304): OS call failed or operation not supported on this OS", DMESG),
-    ("hipErrorPeerAccessNotEnabled (705): peer access has not been enabled", ""),
-]
+OF_HIP = table("""
+claim first | HIP error: hipErrorNoDevice
+claim first | No HIP GPUs are available
+render and video | No HIP GPUs are available
+claim first | hipGetDeviceCount failed with hipErrorNoDevice (100)
+render and video | HIP initialization: Unexpected error from hipGetDeviceCount(). Did you run some cuda functions \
+before calling NumHipDevices() that might have already set an error? Error 101: hipErrorInvalidDevice
+render and video | error: 'hipErrorInvalidDevice'(101) at square.cpp:61
+render and video | rocBLAS error: Could not initialize Tensile host: No devices found
+--device=/dev/kfd | Unable to open /dev/kfd read-write: Permission denied
+--device=/dev/kfd | HSA_STATUS_ERROR_OUT_OF_RESOURCES: The runtime failed to allocate the necessary resources. This \
+error may also occur when the core runtime library needs to spawn threads or create internal OS-specific events.
+HSA_OVERRIDE_GFX_VERSION | HIP error: invalid device function
+HSA_OVERRIDE_GFX_VERSION | hipErrorNoBinaryForGpu: Unable to find code object for all current devices!
+HSA_OVERRIDE_GFX_VERSION | hip_code_object.cpp:92: guarantee(false && "hipErrorNoBinaryForGpu: Coudn't find binary \
+for current devices!
+HSA_OVERRIDE_GFX_VERSION | rocBLAS error: Cannot read /opt/rocm/lib/rocblas/library/TensileLibrary.dat: Illegal seek \
+for GPU arch : gfx1201
+uses most of the GPU | HIP out of memory. Tried to allocate 2.00 MiB. GPU 7 has a total capacity of 287.98 GiB of \
+which 203.49 GiB is free. Of the allocated memory 68.63 GiB is allocated by PyTorch, and 14.93 GiB is reserved by \
+PyTorch
+reports a fault | HW Exception by GPU node-1 (Agent handle: 0x1b0fc990) reason :GPU Hang
+uses most of the GPU | hipErrorOutOfMemory (2): out of memory
+'spawn' | hipErrorNotInitialized (3): initialization error
+claim first | HIP error: no ROCm-capable device is detected
+claim first | HIP error: invalid device ordinal
+HSA_OVERRIDE_GFX_VERSION | HIP error: no kernel image is available for execution on the device
+HSA_OVERRIDE_GFX_VERSION | HIP error: device kernel image is invalid
+amdgpu driver is older | hipErrorInsufficientDriver (35): driver version is insufficient for runtime version
+reports a fault | HIP error: uncorrectable ECC error encountered
+bad state | hipErrorUnknown (999): unknown error
+bad state | hipErrorOperatingSystem (304): OS call failed or operation not supported on this OS
+- | hipErrorPeerAccessNotEnabled (705): peer access has not been enabled
+""")
+
+OF_CUDA = table("""
+spawn | cuInit failed with CUDA_ERROR_NOT_INITIALIZED (3)
+EXCLUSIVE_PROCESS | CUDA_ERROR_DEVICE_UNAVAILABLE
+EXCLUSIVE_PROCESS | cudaErrorDevicesUnavailable: CUDA-capable device(s) is/are busy or unavailable
+uses most of the GPU | cudaErrorMemoryAllocation: out of memory
+uses most of the GPU | CUDA out of memory. Tried to allocate 2.00 MiB
+uses most of the GPU | RESOURCE_EXHAUSTED: Out of memory while trying to allocate
+claim first | cuInit failed: no CUDA-capable device is detected
+claim first | cudaErrorInvalidDevice: invalid device ordinal
+claim first | No CUDA GPUs are available
+CPUs only | Torch not compiled with CUDA enabled
+CPUs only | Unknown backend: 'gpu' requested, but no platforms that are instances of gpu are present
+reboot | CUDA_ERROR_SYSTEM_DRIVER_MISMATCH
+stubs | CUDA_ERROR_STUB_LIBRARY
+data center | CUDA_ERROR_COMPAT_NOT_SUPPORTED_ON_DEVICE
+do not match | cudaErrorInsufficientDriver
+Fabric Manager | CUDA_ERROR_SYSTEM_NOT_READY: system not yet initialized
+nvidia-modprobe | CUDA_ERROR_UNKNOWN
+MPS | CUDA_ERROR_MPS_CONNECTION_FAILED
+hardware | CUDA_ERROR_ECC_UNCORRECTABLE
+- | list index out of range
+""")
+
+OF_THE_GPU = """
+HIP error: uncorrectable ECC error encountered
+hipMalloc failed with hipErrorECCNotCorrectable (214)
+HW Exception by GPU node-1 (Agent handle: 0x1b0fc990) reason :GPU Hang
+CUDA_ERROR_DEVICE_UNAVAILABLE
+CUDA_ERROR_ECC_UNCORRECTABLE
+cuDevicePrimaryCtxRetain failed with CUDA_ERROR_DEVICE_UNAVAILABLE (46)
+cudaErrorDevicesUnavailable: CUDA-capable device(s) is/are busy or unavailable
+cuDevicePrimaryCtxRetain failed with CUDA_ERROR_ECC_UNCORRECTABLE (214)
+CUDA error: uncorrectable ECC error encountered
+CUDA_ERROR_HARDWARE_STACK_ERROR: hardware stack error
+CUDA_ERROR_NVLINK_UNCORRECTABLE
+Unable to determine the device handle for GPU 0000:01:00.0: GPU is lost
+""".strip().splitlines()
 
 
-@pytest.mark.parametrize(("text", "hint"), OF_HIP)
-def test_errors_of_hip(text: str, hint: str) -> None:
+@pytest.mark.parametrize(("text", "hint"), [*OF_HIP, *OF_CUDA])
+def test_the_likely_cause(text: str, hint: str) -> None:
     explained = causes.likely_cause(RuntimeError(text))
     assert hint in explained
     assert bool(explained) is bool(hint)
-    assert "nvidia" not in explained.lower()
-    assert "CUDA" not in explained
+    if (text, hint) in OF_HIP:
+        assert "nvidia" not in explained.lower()
+        assert "CUDA" not in explained
 
 
 def test_what_a_build_for_rocm_says_in_the_words_of_cuda() -> None:
@@ -80,75 +111,9 @@ def test_what_a_build_for_rocm_says_in_the_words_of_cuda() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("text", "of_the_gpu"),
-    [
-        ("HIP error: uncorrectable ECC error encountered", True),
-        ("hipMalloc failed with hipErrorECCNotCorrectable (214)", True),
-        (
-            "HIP could not be asked: HW Exception by GPU node-4 (Agent handle: 0x1) reason :GPU Hang",
-            True,
-        ),
-        ("HIP error: invalid device function", False),
-        ("hipErrorOutOfMemory (2): out of memory", False),
-        ("No HIP GPUs are available", False),
-        ("Unable to open /dev/kfd read-write: Permission denied", False),
-    ],
-)
-def test_which_errors_of_hip_speak_of_the_gpu(text: str, of_the_gpu: bool) -> None:
-    assert causes.blames_gpu(RuntimeError(text)) is of_the_gpu
-
-
-@pytest.mark.parametrize(
-    ("text", "hint"),
-    [
-        ("cuInit failed with CUDA_ERROR_NOT_INITIALIZED (3)", "spawn"),
-        ("CUDA_ERROR_DEVICE_UNAVAILABLE", "EXCLUSIVE_PROCESS"),
-        ("cudaErrorDevicesUnavailable: CUDA-capable device(s) is/are busy or unavailable", "EXCLUSIVE_PROCESS"),
-        ("cudaErrorMemoryAllocation: out of memory", "uses most of the GPU"),
-        ("CUDA out of memory. Tried to allocate 2.00 MiB", "uses most of the GPU"),
-        ("RESOURCE_EXHAUSTED: Out of memory while trying to allocate", "uses most of the GPU"),
-        ("cuInit failed: no CUDA-capable device is detected", "claim first"),
-        ("cudaErrorInvalidDevice: invalid device ordinal", "claim first"),
-        ("No CUDA GPUs are available", "claim first"),
-        ("Torch not compiled with CUDA enabled", "CPUs only"),
-        ("Unknown backend: 'gpu' requested, but no platforms that are instances of gpu are present", "CPUs only"),
-        ("CUDA_ERROR_SYSTEM_DRIVER_MISMATCH", "reboot"),
-        ("CUDA_ERROR_STUB_LIBRARY", "stubs"),
-        ("CUDA_ERROR_COMPAT_NOT_SUPPORTED_ON_DEVICE", "data center"),
-        ("cudaErrorInsufficientDriver", "do not match"),
-        ("CUDA_ERROR_SYSTEM_NOT_READY: system not yet initialized", "Fabric Manager"),
-        ("CUDA_ERROR_UNKNOWN", "nvidia-modprobe"),
-        ("CUDA_ERROR_MPS_CONNECTION_FAILED", "MPS"),
-        ("CUDA_ERROR_ECC_UNCORRECTABLE", "hardware"),
-        ("list index out of range", ""),
-    ],
-)
-def test_explain(text: str, hint: str) -> None:
-    explained = causes.likely_cause(RuntimeError(text))
-    assert hint in explained
-    assert bool(explained) is bool(hint)
-
-
-@pytest.mark.parametrize(
-    ("text", "of_the_gpu"),
-    [
-        ("cuDevicePrimaryCtxRetain failed with CUDA_ERROR_DEVICE_UNAVAILABLE (46)", True),
-        ("cudaErrorDevicesUnavailable: CUDA-capable device(s) is/are busy or unavailable", True),
-        ("cuDevicePrimaryCtxRetain failed with CUDA_ERROR_ECC_UNCORRECTABLE (214)", True),
-        ("CUDA error: uncorrectable ECC error encountered", True),
-        ("CUDA_ERROR_HARDWARE_STACK_ERROR: hardware stack error", True),
-        ("CUDA_ERROR_NVLINK_UNCORRECTABLE", True),
-        ("Unable to determine the device handle for GPU 0000:01:00.0: GPU is lost", True),
-        ("Torch not compiled with CUDA enabled", False),
-        ("CUDA error: out of memory", False),
-        ("No CUDA GPUs are available", False),
-        ("CUDA_ERROR_UNKNOWN", False),
-        ("CUDA_ERROR_SYSTEM_NOT_READY", False),
-        ("list index out of range", False),
-    ],
-)
-def test_which_errors_speak_of_the_gpu(text: str, of_the_gpu: bool) -> None:
+@pytest.mark.parametrize("text", sorted({*dict(OF_HIP), *dict(OF_CUDA), *OF_THE_GPU}))
+def test_which_errors_speak_of_the_gpu(text: str) -> None:
+    of_the_gpu = text in OF_THE_GPU
     assert causes.blames_gpu(RuntimeError(text)) is of_the_gpu
     wrapped = PlaceholderError("X could not hold CUDA device 0; the GPU is lost? uncorrectable ECC?")
     wrapped.__cause__ = RuntimeError(text)

@@ -2,27 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support import cuda_host
 from support.hip_host import HipHost, without_hip
-
-SCRIPT = """
-import ctypes, json, os, sys
-from safe_gpu.errors import SafeGpuError
-from safe_gpu.runtimes import hip
-from safe_gpu.runtimes.hip import HipMemory
-from safe_gpu.runtimes.runtime import HIP
-result = None
-try:
-    exec(sys.argv[1])
-except SafeGpuError as err:
-    result = [type(err).__name__, str(err)]
-print(json.dumps(result))
-"""
 
 
 @pytest.fixture
@@ -31,7 +17,7 @@ def host(tmp_path: Path, build_library: Callable[..., Path]) -> HipHost:
 
 
 def run(host: HipHost, code: str, **environment: str) -> Any:
-    return json.loads(host.python(SCRIPT, code, **environment))
+    return cuda_host.run(f"import ctypes\n{code}", {**host.env, **environment})
 
 
 def shown(host: HipHost, number: int) -> str:
@@ -67,20 +53,9 @@ result = [memory.shown, held > 0, int(open(file).read()), current.value]
 
 
 def test_a_forked_child_is_told(host: HipHost) -> None:
-    code = """
-HipMemory(0)
-out, into = os.pipe()
-if os.fork() == 0:
-    try:
-        HIP.visible_if_initialized()
-    except SafeGpuError as err:
-        os.write(into, str(err).encode())
-    os._exit(0)
-os.close(into)
-os.wait()
-result = os.read(out, 4096).decode()
-"""
-    assert "spawn" in run(host, code)
+    error, message = run(host, "HipMemory(0)" + cuda_host.in_child("HIP.visible_if_initialized()"))
+    assert error == "CudaInitializedError"
+    assert "spawn" in message
 
 
 def test_an_open_device_without_hip(host: HipHost) -> None:
@@ -90,14 +65,12 @@ def test_an_open_device_without_hip(host: HipHost) -> None:
     assert "/dev/kfd" in message
 
 
-def test_no_gpu_is_visible(host: HipHost) -> None:
-    code = "result = [HIP.visible_in_child(), HIP.visible_if_initialized()]"
-    assert run(host, code, ROCR_VISIBLE_DEVICES="") == [[], None]
-
-
-def test_a_child_is_asked(host: HipHost) -> None:
-    code = 'result = [HIP.visible_in_child({**os.environ, "HIP_VISIBLE_DEVICES": "2"}), HIP.visible_if_initialized()]'
-    assert run(host, code) == [[shown(host, 2)], None]
+@pytest.mark.parametrize(("variable", "value"), [("ROCR_VISIBLE_DEVICES", ""), ("HIP_VISIBLE_DEVICES", "2")])
+def test_a_child_is_asked(host: HipHost, variable: str, value: str) -> None:
+    code = f"result = [HIP.visible_in_child({{**os.environ, '{variable}': '{value}'}}), HIP.visible_if_initialized()]"
+    seen = [shown(host, int(value))] if value else []
+    assert run(host, code) == [seen, None]
+    assert run(host, "result = HIP.visible_in_child()", **{variable: value}) == seen
 
 
 def test_a_gpu_is_tried_in_a_child(host: HipHost) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.gpus import PACKAGE_ROOT
+from support.gpus import PACKAGE_ROOT, run_python
 from support.kfd_host import KfdHost
 
 from safe_gpu.runtimes import hip
@@ -62,16 +62,9 @@ def _installed() -> None:
 
 def run(code: str, **environment: str) -> Any:
     """What `code` leaves in `out`, run in a process that has not touched HIP."""
-    command = [sys.executable, "-c", f"{PRELUDE}\n{code}\nprint(json.dumps(out))"]
-    child = subprocess.run(
-        command,
-        env={**os.environ, "PYTHONPATH": str(PACKAGE_ROOT), **environment},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert child.returncode == 0, child.stderr
-    return json.loads(child.stdout.splitlines()[-1])
+    environment = {**os.environ, "PYTHONPATH": str(PACKAGE_ROOT), **environment}
+    output = run_python("-c", f"{PRELUDE}\n{code}\nprint(json.dumps(out))", env=environment, timeout=120)
+    return json.loads(output.splitlines()[-1])
 
 
 def test_loading_neither_initialises_nor_opens_anything() -> None:
@@ -109,7 +102,7 @@ out["seen"] = [HIP.visible_if_initialized(), HIP.shown_at(0)]
 def test_its_names_of_errors_are_those_that_are_explained() -> None:
     code = """
 from safe_gpu.runtimes.placeholders import likely_cause as explain
-names = [hip.load()._text("hipGetErrorName", code) for code in (2, 3, 35, 98, 100, 101, 200, 209, 214, 304, 999)]
+names = [hip.load().texts(code)[0] for code in (2, 3, 35, 98, 100, 101, 200, 209, 214, 304, 999)]
 out["names"] = names
 out["unexplained"] = [name for name in names if not explain(RuntimeError(name))]
 """

@@ -44,48 +44,31 @@ def test_an_unset_variable_is_no_fence() -> None:
     assert visibility.parse_cuda(None, alike()) is None
 
 
-@pytest.mark.parametrize(
-    ("value", "shown"),
-    [
-        ("0", [0]),
-        ("2,1", [2, 1]),
-        ("0,1,2,3", [0, 1, 2, 3]),
-        ("", []),
-        ("-1", []),
-        ("none", []),
-        ("NoDevFiles", []),
-        (",0", []),
-        ("0,2,-1,1", [0, 2]),
-        ("0,,1", [0]),
-        ("0,9,1", [0]),
-        ("99999999999999999999", []),
-        ("0,0", []),
-        ("1,0,1", []),
-        ("0,9,0", [0]),
-        (" 1,\t2", [1, 2]),
-        ("1 ,2 ", [1, 2]),
-        ("+3,-0,2", [3, 0, 2]),
-        ("1gpu2,2ampere", [1, 2]),
-        ("3,two,1", [3]),
-        ("1;2", [1]),
-        ("GPU-c", [2]),
-        ("GPU-c0000000,GPU-aa000000", [2, 0]),
-        (" GPU-c, GPU-aa", [2, 0]),
-        ("GPU-a", []),
-        ("GPU-c,GPU-a,GPU-d", [2]),
-        ("GPU-x", []),
-        ("GPU-c,GPU-x,GPU-d", [2]),
-        ("GPU-c,GPU-c0", []),
-        ("gpu-c", []),
-        ("c0000000", []),
-        ("GPU-c0000000-and-more", []),
-        ("GPU-c,1", [2]),
-        ("1,GPU-c", [1]),
-    ],
-)
-def test_what_a_value_shows(value: str, shown: list[int]) -> None:
-    fence = visibility.parse_cuda(value, alike())
+def parsed(value: str, snapshot: HostSnapshot, device_order: str | None = None) -> visibility.VisibleLimit:
+    fence = visibility.parse_cuda(value, snapshot, device_order=device_order)
     assert fence is not None
+    return fence
+
+
+SHOWN = [
+    ([], ["", "-1", "none", "NoDevFiles", ",0", "99999999999999999999", "0,0", "1,0,1"]),
+    ([], ["GPU-a", "GPU-x", "GPU-c,GPU-c0", "gpu-c", "c0000000", "GPU-c0000000-and-more"]),
+    ([0], ["0", "0,,1", "0,9,1", "0,9,0"]),
+    ([1], ["1;2", "1,GPU-c"]),
+    ([2], ["GPU-c", "GPU-c,GPU-a,GPU-d", "GPU-c,GPU-x,GPU-d", "GPU-c,1"]),
+    ([3], ["3,two,1"]),
+    ([0, 2], ["0,2,-1,1"]),
+    ([1, 2], [" 1,\t2", "1 ,2 ", "1gpu2,2ampere", "01,0000000000000000002"]),
+    ([2, 1], ["2,1"]),
+    ([2, 0], ["GPU-c0000000,GPU-aa000000", " GPU-c, GPU-aa"]),
+    ([3, 0, 2], ["+3,-0,2"]),
+    ([0, 1, 2, 3], ["0,1,2,3"]),
+]
+
+
+@pytest.mark.parametrize(("shown", "value"), [(shown, value) for shown, values in SHOWN for value in values])
+def test_what_a_value_shows(shown: list[int], value: str) -> None:
+    fence = parsed(value, alike())
     assert fence.value == value
     assert fence.uuids == tuple(UUIDS[index] for index in shown)
     assert not fence.ambiguous
@@ -107,25 +90,18 @@ def test_what_a_value_shows(value: str, shown: list[int]) -> None:
     ],
 )
 def test_numbers_on_mixed_gpus(value: str, order: str | None, ambiguous: bool) -> None:
-    fence = visibility.parse_cuda(value, mixed(), device_order=order)
-    assert fence is not None
+    fence = parsed(value, mixed(), order)
     assert fence.ambiguous is ambiguous
     assert bool(fence.doubt) is ambiguous
 
 
 def test_a_lost_gpu_is_not_counted() -> None:
-    below = visibility.parse_cuda("0,1", with_lost(2))
-    assert below is not None
-    assert below.uuids == UUIDS[:2]
-    assert not below.ambiguous
-    beyond = visibility.parse_cuda("2", with_lost(2))
-    assert beyond is not None
-    assert beyond.uuids == UUIDS[3:]
-    assert beyond.ambiguous
+    below = parsed("0,1", with_lost(2))
+    assert (below.uuids, below.ambiguous) == (UUIDS[:2], False)
+    beyond = parsed("2", with_lost(2))
+    assert (beyond.uuids, beyond.ambiguous) == (UUIDS[3:], True)
     assert "GPU 2 is lost" in beyond.doubt
-    by_uuid = visibility.parse_cuda(f"{UUIDS[2]},{UUIDS[3]}", with_lost(2))
-    assert by_uuid is not None
-    assert by_uuid.uuids == ()
+    assert parsed(f"{UUIDS[2]},{UUIDS[3]}", with_lost(2)).uuids == ()
 
 
 @pytest.mark.parametrize(
@@ -142,43 +118,27 @@ def test_a_lost_gpu_is_not_counted() -> None:
     ],
 )
 def test_mig_by_uuid(value: str, shown: tuple[str, ...]) -> None:
-    fence = visibility.parse_cuda(value, with_mig())
-    assert fence is not None
-    assert fence.uuids == shown
-    assert not fence.ambiguous
+    fence = parsed(value, with_mig())
+    assert (fence.uuids, fence.ambiguous) == (shown, False)
 
 
 def test_the_older_name_of_a_mig_instance() -> None:
-    two = visibility.parse_cuda("MIG-GPU-aa000000/1/0", with_mig())
-    assert two is not None
-    assert two.ambiguous
-    only_one = host(*(gpu for gpu in with_mig().gpus if gpu.mig_instance != 1))
-    one = visibility.parse_cuda("MIG-GPU-aa000000/1/0", only_one)
-    assert one is not None
-    assert one.uuids == ("MIG-11000000",)
-    assert not one.ambiguous
-    literal = host(
-        with_mig().gpus[0],
-        *(replace(gpu, uuid=f"MIG-GPU-aa000000/{gpu.mig_instance}/0") for gpu in with_mig().gpus[1:3]),
-    )
-    named = visibility.parse_cuda("MIG-GPU-aa000000/1/0", literal)
-    assert named is not None
-    assert named.uuids == ("MIG-GPU-aa000000/1/0",)
-    assert not named.ambiguous
+    name = "MIG-GPU-aa000000/1/0"
+    assert parsed(name, with_mig()).ambiguous, "there are two"
+    only_one = parsed(name, host(*(gpu for gpu in with_mig().gpus if gpu.mig_instance != 1)))
+    assert (only_one.uuids, only_one.ambiguous) == (("MIG-11000000",), False)
+    renamed = (replace(gpu, uuid=f"MIG-GPU-aa000000/{gpu.mig_instance}/0") for gpu in with_mig().gpus[1:3])
+    literal = parsed(name, host(with_mig().gpus[0], *renamed))
+    assert (literal.uuids, literal.ambiguous) == ((name,), False)
 
 
 def test_numbers_under_mig_are_ambiguous() -> None:
-    for value in ("0", "1"):
-        fence = visibility.parse_cuda(value, with_mig(), device_order="PCI_BUS_ID")
-        assert fence is not None
-        assert fence.ambiguous
+    assert all(parsed(value, with_mig(), "PCI_BUS_ID").ambiguous for value in ("0", "1"))
 
 
 def test_a_mig_gpu_without_instances_is_not_counted() -> None:
     bare = host(replace(alike().gpus[0], mig_enabled=True), alike().gpus[1])
-    by_uuid = visibility.parse_cuda("GPU-aa,GPU-ab", bare)
-    assert by_uuid is not None
-    assert by_uuid.uuids == ()
+    assert parsed("GPU-aa,GPU-ab", bare).uuids == ()
 
 
 @given(
@@ -186,8 +146,7 @@ def test_a_mig_gpu_without_instances_is_not_counted() -> None:
     st.sampled_from([alike(), mixed(), with_lost(1), with_mig()]),
 )
 def test_any_text_is_read_and_shows_each_device_once(value: str, snapshot: HostSnapshot) -> None:
-    fence = visibility.parse_cuda(value, snapshot)
-    assert fence is not None
+    fence = parsed(value, snapshot)
     assert len(set(fence.uuids)) == len(fence.uuids)
     for uuid in fence.uuids:
         gpu = snapshot.by_uuid(uuid)
@@ -201,10 +160,7 @@ def test_what_is_written_is_what_cuda_reads(indices: list[int], visible_as: str,
     snapshot = alike() if of_one_model else mixed()
     gpus = [snapshot.gpus[index] for index in indices]
     written = visibility.render_cuda(gpus, visible_as=visible_as, snapshot=snapshot)
-    fence = visibility.parse_cuda(
-        written["CUDA_VISIBLE_DEVICES"], snapshot, device_order=written.get("CUDA_DEVICE_ORDER", "FASTEST_FIRST")
-    )
-    assert fence is not None
+    fence = parsed(written["CUDA_VISIBLE_DEVICES"], snapshot, written.get("CUDA_DEVICE_ORDER", "FASTEST_FIRST"))
     assert fence.uuids == tuple(gpu.uuid for gpu in gpus)
     assert not fence.ambiguous
 

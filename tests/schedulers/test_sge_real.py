@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from support.batch import BatchSystem
 
 pytestmark = [pytest.mark.scheduler, pytest.mark.timeout(300)]
 
@@ -14,13 +15,10 @@ HOST1, HOST2 = "sgehost", "sgehost2"
 ON_HOST1, ON_HOST2 = ("-q", f"all.q@{HOST1}"), ("-q", f"all.q@{HOST2}")
 
 
-class GridEngine:
+class GridEngine(BatchSystem):
     """The cluster, as an ordinary user sees it from the submit host."""
 
-    def __init__(self, cluster: Any, room: Any, wait_for: Callable[..., Any]) -> None:
-        self.cluster = cluster
-        self.room = room
-        self.wait_for = wait_for
+    name, cancel = "sge", "qdel"
 
     def submit(self, *words: str) -> str:
         """qsub with these options and the command; the job's number. Its output goes to a file of that number."""
@@ -28,10 +26,6 @@ class GridEngine:
         return (
             self.cluster.run("qsub", "-terse", "-S", "/bin/bash", "-j", "y", "-o", output, *words).split(".")[0].strip()
         )
-
-    def finish(self, *jobs: str) -> None:
-        """Wait until these jobs are gone."""
-        self.wait_for(lambda: not set(jobs) & set(self.jobs()), f"end of jobs {jobs}", 120)
 
     def jobs(self) -> dict[str, str]:
         """States of the jobs that are not over."""
@@ -54,10 +48,7 @@ def cluster(bring_up: Callable[..., Any]) -> Iterator[Any]:
 def sge(cluster: Any, room: Any, wait_for: Callable[..., Any]) -> Iterator[GridEngine]:
     engine = GridEngine(cluster, room, wait_for)
     yield engine
-    left = list(engine.jobs())
-    if left:
-        cluster.run("qdel", *left, check=False)
-        engine.finish(*left)
+    engine.end_all()
 
 
 def test_twelve_jobs_of_one_two_and_four_gpus(sge: GridEngine, room: Any) -> None:
@@ -74,12 +65,8 @@ def test_twelve_jobs_of_one_two_and_four_gpus(sge: GridEngine, room: Any) -> Non
     assert {claim["host"] for claim in claims} == {HOST1}
 
 
-def test_jobs_that_declare_nothing_wait_for_each_other(sge: GridEngine, room: Any) -> None:
-    """Grid Engine lets all run at once: 6 jobs of 4 GPUs on 8, so the claims have to wait in line."""
-    script = room.script("$CLAIM claim 4")
-    jobs = [sge.submit(*ON_HOST1, script) for _ in range(6)]
-    sge.finish(*jobs)
-    assert len(room.verdict()) == 6
+def test_jobs_that_declare_nothing_wait_for_each_other(sge: GridEngine) -> None:
+    sge.check_waiting(*ON_HOST1)
 
 
 def test_array(sge: GridEngine, room: Any) -> None:
@@ -116,20 +103,8 @@ def test_mpi_ranks_of_a_parallel_environment(sge: GridEngine, room: Any, mpirun:
     assert len({(claim["host"], *claim["gpus"]) for claim in claims}) == 4
 
 
-def test_qdel_in_mid_claim_and_in_the_queue(sge: GridEngine, room: Any) -> None:
-    """The first is killed between its lease and its placeholder, the second while it waits; the third gets the GPUs."""
-    wait_for = sge.wait_for
-    holder = sge.submit(*ON_HOST1, room.script("$CLAIM claim 8 --debug-sleep 600"))
-    wait_for(lambda: len(room.leases(HOST1)) == 8, "lease of the first")
-    waiter = sge.submit(*ON_HOST1, room.script("$CLAIM claim 8"))
-    wait_for(lambda: room.waiting(HOST1) == 1, "ticket of the second")
-    heir = sge.submit(*ON_HOST1, room.script("$CLAIM claim 8"))
-    wait_for(lambda: room.waiting(HOST1) == 2, "ticket of the third")
-    sge.cluster.run("qdel", waiter)
-    sge.finish(waiter)
-    sge.cluster.run("qdel", holder)
-    sge.finish(holder, heir)
-    assert [claim["job"] for claim in room.verdict()] == [f"sge:{heir}"]
+def test_qdel_in_mid_claim_and_in_the_queue(sge: GridEngine) -> None:
+    sge.check_cancelling(HOST1, *ON_HOST1)
 
 
 def test_linear_binding_is_kept(sge: GridEngine, room: Any) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from support.batch import BatchSystem
 
 pytestmark = [pytest.mark.scheduler, pytest.mark.timeout(300)]
 
@@ -15,13 +16,10 @@ PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun")
 ON_NODE1 = ("-w", "n1")
 
 
-class Slurm:
+class Slurm(BatchSystem):
     """The cluster, as an ordinary user sees it from the submit host."""
 
-    def __init__(self, cluster: Any, room: Any, wait_for: Callable[..., Any]) -> None:
-        self.cluster = cluster
-        self.room = room
-        self.wait_for = wait_for
+    name, cancel = "slurm", "scancel"
 
     def submit(self, *words: str) -> str:
         """sbatch with these options and the script; the job's number. Its output goes to a file of that number."""
@@ -35,10 +33,6 @@ class Slurm:
     def jobs(self) -> set[str]:
         """Numbers of the jobs that are not over."""
         return set(self.cluster.run("squeue", "-h", "-o", "%A %F").split())
-
-    def finish(self, *jobs: str) -> None:
-        """Wait until these jobs are gone."""
-        self.wait_for(lambda: not set(jobs) & self.jobs(), f"end of jobs {jobs}", 120)
 
     def output(self, job: str) -> str:
         """What a job has said; its number in no array is what sbatch writes for %a."""
@@ -64,10 +58,7 @@ def cluster(bring_up: Callable[..., Any]) -> Iterator[Any]:
 def slurm(cluster: Any, room: Any, wait_for: Callable[..., Any]) -> Iterator[Slurm]:
     slurm = Slurm(cluster, room, wait_for)
     yield slurm
-    left = slurm.jobs()
-    if left:
-        cluster.run("scancel", *left, check=False)
-        slurm.finish(*left)
+    slurm.end_all()
 
 
 def test_jobs_with_gres_take_what_slurm_gave_them(slurm: Slurm, room: Any) -> None:
@@ -86,12 +77,8 @@ def test_jobs_with_gres_take_what_slurm_gave_them(slurm: Slurm, room: Any) -> No
         assert f"given {','.join(claim['gpus'])}\n" in slurm.output(claim["about"]["SLURM_JOB_ID"])
 
 
-def test_jobs_without_gres_wait_for_each_other(slurm: Slurm, room: Any) -> None:
-    """Slurm knows nothing of the GPUs and lets all run at once: 6 jobs of 4 GPUs on 8."""
-    script = room.script("$CLAIM claim 4")
-    jobs = [slurm.submit(*ON_NODE1, script) for _ in range(6)]
-    slurm.finish(*jobs)
-    assert [len(claim["gpus"]) for claim in room.verdict()] == [4] * 6
+def test_jobs_without_gres_wait_for_each_other(slurm: Slurm) -> None:
+    slurm.check_waiting(*ON_NODE1)
 
 
 def test_the_number_of_a_job_without_gres_is_not_known(slurm: Slurm, room: Any) -> None:
@@ -172,19 +159,8 @@ def test_mpi_ranks_in_a_job(slurm: Slurm, room: Any, mpirun: list[str]) -> None:
     assert sorted((claim["host"], len(claim["gpus"])) for claim in claims) == [("n1", 2)] * 2 + [("n2", 2)] * 2
 
 
-def test_scancel_in_mid_claim_and_in_the_queue(slurm: Slurm, room: Any) -> None:
-    """The first is killed between its lease and its placeholder, the second while it waits; the third gets the GPUs."""
-    holder = slurm.submit(*ON_NODE1, room.script("exec $CLAIM claim 8 --debug-sleep 600"))
-    slurm.wait_for(lambda: len(room.leases("n1")) == 8, "lease of the first")
-    waiter = slurm.submit(*ON_NODE1, room.script("exec $CLAIM claim 8"))
-    slurm.wait_for(lambda: room.waiting("n1") == 1, "ticket of the second")
-    heir = slurm.submit(*ON_NODE1, room.script("$CLAIM claim 8"))
-    slurm.wait_for(lambda: room.waiting("n1") == 2, "ticket of the third")
-    slurm.cluster.run("scancel", waiter)
-    slurm.finish(waiter)
-    slurm.cluster.run("scancel", holder)
-    slurm.finish(holder, heir)
-    assert [claim["job"] for claim in room.verdict()] == [f"slurm:{heir}"]
+def test_scancel_in_mid_claim_and_in_the_queue(slurm: Slurm) -> None:
+    slurm.check_cancelling("n1", *ON_NODE1)
 
 
 @pytest.fixture

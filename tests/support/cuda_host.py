@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-from safe_gpu.runtimes import cuda
+from support.gpus import PACKAGE_ROOT, run_python
 
 A, B, C = (f"GPU-00000000-0000-0000-0000-0000000000{end}" for end in ("a0", "b1", "b2"))
 M0, M1 = (f"MIG-11111111-0000-0000-0000-00000000000{end}" for end in "01")
@@ -30,7 +28,9 @@ def run(code: str, environment: dict[str, str]) -> Any:
     """What `code` leaves in `result`, run in a new process; an exception of ours arrives as [class, message]."""
     script = """
 import json, os, sys
-from safe_gpu.runtimes import cuda, runtime as library_child, cuda as cuda_context
+from safe_gpu.runtimes import cuda, hip, runtime as library_child, cuda as cuda_context
+from safe_gpu.runtimes.hip import HipMemory
+from safe_gpu.runtimes.runtime import HIP
 from safe_gpu.errors import SafeGpuError
 result = None
 try:
@@ -39,11 +39,8 @@ except SafeGpuError as err:
     result = [type(err).__name__, str(err)]
 print(json.dumps(result), flush=True)
 """
-    environment = {**environment, "PYTHONPATH": str(Path(cuda.__file__).parents[2])}
-    command = [sys.executable, "-S", "-c", script, code]
-    child = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
-    assert child.returncode == 0, child.stderr
-    return json.loads(child.stdout.splitlines()[-1])
+    output = run_python("-S", "-c", script, code, env={**environment, "PYTHONPATH": str(PACKAGE_ROOT)})
+    return json.loads(output.splitlines()[-1])
 
 
 class Host:

@@ -20,6 +20,14 @@ PACKAGE_ROOT = Path(safe_gpu.__file__).parents[1]
 DRIVER_LIBRARIES = ("libnvidia-ml.so.1", "libcuda.so.1")
 
 
+def run_python(*arguments: str, env: Mapping[str, str], timeout: float = 60.0) -> str:
+    """Output of a Python program with these arguments of the interpreter, which must end well."""
+    command = [sys.executable, *arguments]
+    child = subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout)
+    assert child.returncode == 0, child.stderr
+    return child.stdout
+
+
 class DriverLibraries:
     """Which files stand for the NVIDIA driver's libraries in this process: none, unless a test names one."""
 
@@ -73,11 +81,7 @@ class FakeGpus:
     """
 
     def __init__(
-        self,
-        directory: Path,
-        build: Callable[..., Path],
-        libraries: DriverLibraries,
-        monkeypatch: pytest.MonkeyPatch,
+        self, directory: Path, build: Callable[..., Path], libraries: DriverLibraries, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         self.directory = directory
         self.gpus: list[dict[str, str]] = []
@@ -203,15 +207,7 @@ class FakeGpus:
 
     def python(self, code: str, *arguments: str, timeout: float = 60.0, **environment: str) -> str:
         """Output of Python code that runs in a child which sees these GPUs."""
-        child = subprocess.run(
-            [sys.executable, "-c", code, *arguments],
-            env={**self.env, **environment},
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-        )
-        assert child.returncode == 0, child.stderr
-        return child.stdout
+        return run_python("-c", code, *arguments, env={**self.env, **environment}, timeout=timeout)
 
     def _replace(self, name: str, text: str) -> Path:
         path = self.directory / name

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from support.gpus import PACKAGE_ROOT
+from support.gpus import PACKAGE_ROOT, run_python
 from support.kfd_host import KfdHost
 
 from safe_gpu.runtimes import hip
@@ -58,10 +56,7 @@ class HipHost(KfdHost):
 
     def python(self, code: str, *arguments: str, **environment: str) -> str:
         """What a program prints on this host."""
-        command = [sys.executable, "-c", code, *arguments]
-        child = subprocess.run(command, env={**self.env, **environment}, capture_output=True, text=True, timeout=60)
-        assert child.returncode == 0, child.stderr
-        return child.stdout
+        return run_python("-c", code, *arguments, env={**self.env, **environment})
 
     def users(self) -> dict[str, int]:
         """UUID -> bytes that processes hold there, for the GPUs on which there are any."""

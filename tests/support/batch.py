@@ -1,0 +1,58 @@
+"""What tests of real batch schedulers share: the cluster, as an ordinary user sees it from the submit host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+
+class BatchSystem:
+    """A scheduler that runs jobs in a room (tests/schedulers/conftest.py)."""
+
+    name = ""
+    cancel = ""  # the command that ends jobs
+
+    def __init__(self, cluster: Any, room: Any, wait_for: Callable[..., Any]) -> None:
+        self.cluster = cluster
+        self.room = room
+        self.wait_for = wait_for
+
+    def submit(self, *words: str) -> str:
+        """Submit a job with these options and the script; its number."""
+        raise NotImplementedError
+
+    def jobs(self) -> Collection[str]:
+        """Numbers of the jobs that are not over."""
+        raise NotImplementedError
+
+    def finish(self, *jobs: str) -> None:
+        """Wait until these jobs are gone."""
+        self.wait_for(lambda: not set(jobs) & set(self.jobs()), f"end of jobs {jobs}", 120)
+
+    def end_all(self) -> None:
+        left = list(self.jobs())
+        if left:
+            self.cluster.run(self.cancel, *left, check=False)
+            self.finish(*left)
+
+    def check_cancelling(self, host: str, *where: str) -> None:
+        """The first job is killed between its lease and its placeholder, the second while it waits; the third gets the
+        GPUs. All run on the host to which the options ``where`` lead."""
+        room = self.room
+        holder = self.submit(*where, room.script("exec $CLAIM claim 8 --debug-sleep 600"))
+        self.wait_for(lambda: len(room.leases(host)) == 8, "lease of the first")
+        waiter = self.submit(*where, room.script("exec $CLAIM claim 8"))
+        self.wait_for(lambda: room.waiting(host) == 1, "ticket of the second")
+        heir = self.submit(*where, room.script("$CLAIM claim 8"))
+        self.wait_for(lambda: room.waiting(host) == 2, "ticket of the third")
+        self.cluster.run(self.cancel, waiter)
+        self.finish(waiter)
+        self.cluster.run(self.cancel, holder)
+        self.finish(holder, heir)
+        assert [claim["job"] for claim in room.verdict()] == [f"{self.name}:{heir}"]
+
+    def check_waiting(self, *where: str) -> None:
+        """Jobs that declare no GPUs run at once as far as the scheduler knows: 6 of 4 GPUs each on 8 take turns."""
+        script = self.room.script("$CLAIM claim 4")
+        self.finish(*[self.submit(*where, script) for _ in range(6)])
+        assert [len(claim["gpus"]) for claim in self.room.verdict()] == [4] * 6

@@ -6,7 +6,6 @@ import argparse
 import gc
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 from .. import __version__
 from ..errors import (
@@ -58,6 +57,9 @@ COMMANDS = {
     "completion": "completion of all this in bash, zsh or fish",
 }
 
+
+RUNNERS = ("run", "bind")
+"""Those that take a command of the user's own and become it."""
 
 # Commands that share a file.
 _MODULES = {"bind": "run", "wait": "run", "history": "status"} | dict.fromkeys(
@@ -160,21 +162,13 @@ def parser_of(name: str) -> Parser:
 
 def _parse_command(name: str, arguments: list[str]) -> argparse.Namespace:
     parser = parser_of(name)
-    if name not in ("run", "bind"):
+    if name not in (*RUNNERS, "completion"):
         return parser.parse_args(arguments)
-    before, command = _split(arguments)
-    options: Any = parser.parse_args(before)
-    options.command += command
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    options = parser.parse_args(arguments[:end])
+    options.command = [*getattr(options, "command", ()), *arguments[end:]]
     if options.command[:1] == ["--"]:
         del options.command[0]
-    if not options.command:
+    if not options.command and name in RUNNERS:
         parser.error("a command is missing: put it after --")
-    return options  # type: ignore[no-any-return]
-
-
-def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """Options before the first ``--``, and the command after it."""
-    if "--" not in arguments:
-        return arguments, []
-    cut = arguments.index("--")
-    return arguments[:cut], arguments[cut:]
+    return options

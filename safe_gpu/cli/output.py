@@ -81,6 +81,13 @@ def say(text: str) -> None:
         pass  # nobody listens
 
 
+def print_json(value: object) -> None:
+    """A document for programs; sets are sorted lists there."""
+    import json
+
+    print(json.dumps(value, indent=2, default=sorted))
+
+
 def columns() -> int:
     """The width of the terminal that stdout is, or what COLUMNS says, or 80."""
     text = os.environ.get("COLUMNS", "")

@@ -10,8 +10,9 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from ..errors import SafeGpuError
+from .commands import EX_NO_DRIVER, EX_STATE_DIR
 from .output import columns, in_color, is_terminal, say
-from .parser import add_vendor, seconds
+from .parser import CommandLine, add_vendor
 
 if TYPE_CHECKING:
     from ..status.facts import HostStatus
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
 # ``safe-gpu status``: which GPUs are free, who has the others, who waits; once, or again and again.
 
 
-_EX_DRIVER = 69
-_EX_STATE_DIR = 73
 _INTERVAL = 2.0
 
 
@@ -45,6 +44,16 @@ def configure_status(parser: argparse.ArgumentParser) -> None:
         "--interval", type=seconds, default=None, metavar="D", help="with --watch: time between looks, such as 10s, 1m"
     )
     parser.set_defaults(handler=_status, usage_error=parser.error)
+
+
+def seconds(text: str) -> float:
+    """The value of --interval."""
+    from ..settings import parse_duration
+
+    found = parse_duration(text, "interval", spelling=CommandLine)
+    if not found or found < 0.1:
+        raise ValueError(f"--interval {text} is not possible: a tenth of a second is the least")
+    return found
 
 
 def _status(options: argparse.Namespace) -> int:
@@ -76,7 +85,7 @@ def _status(options: argparse.Namespace) -> int:
         sys.stdout.writelines(f"{label}\n" for label in free_labels(status))
     else:
         print(_json(_of(status, user), indent=2) if options.json else _table(status, user))
-    return _EX_STATE_DIR if status.warnings else _EX_DRIVER if status.broken else 0
+    return EX_STATE_DIR if status.warnings else EX_NO_DRIVER if status.broken else 0
 
 
 def _gathered(vendor: str | None) -> HostStatus:

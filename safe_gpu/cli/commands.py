@@ -19,7 +19,7 @@ from ..errors import (
     UnsatisfiableRequestError,
 )
 from .become import CommandError
-from .output import drop_errors, drop_output, open_standard_streams, say
+from .output import drop, drop_errors, open_standard_streams, say
 from .parser import Parser
 
 # sysexits.h, where it has a fitting one.
@@ -88,10 +88,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return EX_INTERRUPTED
     except BrokenPipeError:  # the reader of the output has closed it
-        drop_output()
+        drop(sys.stdout)
         return EX_BROKEN_PIPE
     except OSError as err:
-        drop_output()
+        drop(sys.stdout)
         say(str(err))
         return EX_OUTPUT
     finally:
@@ -114,22 +114,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     if first in ("-V", "--version"):
         print(f"safe-gpu {__version__}")
         raise SystemExit(0)
-    parser = _overview()
-    if first not in ("-h", "--help", "help"):
-        parser.error(_not_a_command(first))
-    parser.print_help()
-    raise SystemExit(0)
-
-
-def _not_a_command(word: str) -> str:
-    from .suggest import unknown_command, unknown_option
-
-    if word.startswith("-"):
-        return unknown_option(word, {name: parser_of(name).names() for name in COMMANDS})
-    return unknown_command(word, [*COMMANDS, "help"])
-
-
-def _overview() -> Parser:
     parser = Parser(
         prog="safe-gpu",
         description="Claim GPUs on a shared host without collisions.",
@@ -147,7 +131,14 @@ SAFE_GPU_FENCE; CUDA_VISIBLE_DEVICES limits which GPUs are chosen from""",
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", prog=parser.prog)
     for name, summary in COMMANDS.items():
         commands.add_parser(name, help=summary)
-    return parser
+    if first not in ("-h", "--help", "help"):
+        from .suggest import unknown_command, unknown_option
+
+        is_option = first.startswith("-")
+        options = {name: parser_of(name).names() for name in COMMANDS if is_option}
+        parser.error(unknown_option(first, options) if is_option else unknown_command(first, [*COMMANDS, "help"]))
+    parser.print_help()
+    raise SystemExit(0)
 
 
 def parser_of(name: str) -> Parser:

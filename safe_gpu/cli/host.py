@@ -8,7 +8,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from .output import columns, in_color, print_json, say
-from .parser import add_which_gpus, all_modes, is_number, whole_number
+from .parser import add_which_gpus, is_number, whole_number
 
 if TYPE_CHECKING:
     from ..drivers.base import Driver
@@ -20,23 +20,21 @@ if TYPE_CHECKING:
 
 def configure_affinity(parser: argparse.ArgumentParser) -> None:
     """Its options and its handler."""
+    from ..affinity.options import MODES
+
     parser.description = "The CPUs that a claim of each GPU is bound to; or where a process really runs."
     parser.epilog = (
         "examples:\n  safe-gpu affinity --mode exclusive\n  safe-gpu affinity --of $(pgrep -n python) --gpu 3"
     )
     add = parser.add_argument
-    add("--mode", choices=all_modes(), default="node", metavar="M", help=f"one of {', '.join(all_modes())}")
+    add("--mode", choices=MODES, default="node", metavar="M", help=f"one of {', '.join(MODES)}")
     add("--scope", choices=("node", "socket"), default="node", help="for the modes of gpu_affinity")
-    add(
-        "--multithreading",
-        choices=("all_logical", "single_logical"),
-        default="all_logical",
-        help="for the modes of gpu_affinity",
-    )
-    add("--no-balanced", action="store_true", help="let the GPUs' shares differ in size")
-    cores = whole_number("cores", 1)
-    add("--min-cores", type=cores, default=1, metavar="N", help="at least N physical cores for each GPU")
-    add("--max-cores", type=cores, metavar="N", help="at most N physical cores for each GPU")
+    threads = ("all_logical", "single_logical")
+    add("--multithreading", choices=threads, default=threads[0], help="for the modes of gpu_affinity")
+    add("--no-balanced", dest="balanced", action="store_false", help="let the GPUs' shares differ in size")
+    cores, each = whole_number("cores", 1), "N physical cores for each GPU"
+    add("--min-cores", dest="min_physical_cores", type=cores, default=1, metavar="N", help=f"at least {each}")
+    add("--max-cores", dest="max_physical_cores", type=cores, metavar="N", help=f"at most {each}")
     add("--allowed", type=cpu_list, metavar="CPULIST", help="plan for these CPUs only, such as 0-15,128-143")
     add("--of", type=process_id, metavar="PID", help="report where this process runs instead")
     add_which_gpus(
@@ -78,14 +76,7 @@ def _affinity(options: argparse.Namespace) -> int:
     from ..cpulist import parse_cpulist
     from ..drivers import opened_driver
 
-    modes = AffinityOptions(
-        options.mode,
-        options.scope,
-        options.multithreading,
-        not options.no_balanced,
-        options.min_cores,
-        options.max_cores,
-    )
+    modes = AffinityOptions(**{name: getattr(options, name) for name in AffinityOptions._fields})
     with opened_driver() as driver:
         topology = read_topology(None, driver)
         allowed = _usable(driver) if options.allowed is None else parse_cpulist(options.allowed)

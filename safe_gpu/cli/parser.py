@@ -206,28 +206,11 @@ def add_vendor(parser: argparse.ArgumentParser, meaning: str) -> None:
     parser.add_argument("--vendor", type=str.lower, choices=("nvidia", "amd"), default=None, help=meaning)
 
 
-def add_quiet(parser: argparse.ArgumentParser, meaning: str) -> None:
-    """``-q``; warnings and errors are said all the same."""
-    parser.add_argument("-q", "--quiet", action="store_true", help=meaning)
-
-
 def add_which_gpus(parser: argparse.ArgumentParser, gpu: str, ordinal: str) -> None:
     """``--gpu L`` and ``--ordinal N``, of which one may be given; the texts are their help."""
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--gpu", type=gpu_list, default=None, metavar="L", help=gpu)
     which.add_argument("--ordinal", type=whole_number("CUDA's", 0), default=None, metavar="N", help=ordinal)
-
-
-def all_modes() -> tuple[str, ...]:
-    """Every affinity mode."""
-    from ..affinity.options import MODES
-
-    return MODES
-
-
-def add_command(parser: argparse.ArgumentParser) -> None:
-    """The command to become."""
-    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- CMD", help="the command and its arguments")
 
 
 def claim_arguments(options: argparse.Namespace) -> dict[str, Any]:

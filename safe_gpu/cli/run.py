@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from ..errors import SafeGpuError, UnsatisfiableRequestError
 from .become import become, find_command
-from .output import Log, is_terminal, say
-from .parser import CommandLine, add_command, add_quiet, add_request, add_which_gpus, all_modes, claim_arguments
+from .output import Log, is_terminal, say, width_of
+from .parser import CommandLine, add_request, add_which_gpus, claim_arguments
 
 if TYPE_CHECKING:
     from threading import Event, Thread
@@ -115,7 +115,7 @@ class WaitLine:
         lines = {key: line for key, line in whom_to_ask(gpus, os.geteuid()).items() if key not in self._told}
         for key in list(lines)[:_MOST_IDLE]:
             self._told.add(key)
-            self._note(cut(lines[key], self._columns() - 1 - len(_PROGRAM)))
+            self._note(cut(lines[key], width_of(self._stream) - 1 - len(_PROGRAM)))
 
     def _note(self, text: str) -> None:
         """A line of its own, above the live one."""
@@ -124,14 +124,9 @@ class WaitLine:
     def _tick(self) -> None:
         assert self._ended is not None
         while True:
-            self._write(_ERASE + self._line(self._columns() - 1))
+            self._write(_ERASE + self._line(width_of(self._stream) - 1))
             if self._ended.wait(1.0):
                 return
-
-    def _columns(self) -> int:
-        with suppress(OSError, ValueError):
-            return os.get_terminal_size(self._stream.fileno()).columns or 80
-        return 80
 
     def _line(self, width: int) -> str:
         """The news and for how long we wait, in what a terminal of this width shows without breaking the line."""
@@ -181,7 +176,8 @@ exit codes: the command's; 2 usage, 69 no driver, 70 a package is missing,
 73 state directory unusable, 75 not free in time, 78 never on this host,
 126 the command cannot be run, 127 it is not found, 130 interrupted"""
     add_request(parser)
-    add_quiet(parser, "say nothing about waiting, nor which GPUs were claimed")
+    quiet = "say nothing about waiting, nor which GPUs were claimed"
+    parser.add_argument("-q", "--quiet", action="store_true", help=quiet)
     parser.add_argument(
         "--affinity", choices=_CLAIM_MODES, default=argparse.SUPPRESS, help="CPUs to bind to (default node)"
     )
@@ -192,7 +188,7 @@ exit codes: the command's; 2 usage, 69 no driver, 70 a package is missing,
         default="index",
         help="how CUDA_VISIBLE_DEVICES names them; uuid for shells and long sessions",
     )
-    add_command(parser)
+    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- CMD", help="the command and its arguments")
     parser.set_defaults(handler=_run)
 
 
@@ -259,6 +255,8 @@ def _got(owner: GPUOwner, waited: float | None) -> str:
 
 def configure_bind(parser: argparse.ArgumentParser) -> None:
     """Its options and its handler."""
+    from ..affinity.options import MODES
+
     parser.usage = "safe-gpu bind [options] -- CMD ..."
     parser.description = (
         "Bind CPUs (and memory) next to the visible GPUs, then become the command: for\n"
@@ -268,7 +266,7 @@ def configure_bind(parser: argparse.ArgumentParser) -> None:
     parser.epilog = """examples:
   torchrun --no-python --nproc-per-node 8 safe-gpu bind -- python train.py
   mpirun -np 8 safe-gpu bind --memory preferred -- ./simulate"""
-    parser.add_argument("--mode", choices=all_modes(), default="node", metavar="M", help="affinity mode (default node)")
+    parser.add_argument("--mode", choices=MODES, default="node", metavar="M", help="affinity mode (default node)")
     parser.add_argument("--memory", choices=("preferred", "bind"), help="NUMA memory policy next to the GPUs")
     add_which_gpus(
         parser,
@@ -278,7 +276,7 @@ def configure_bind(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--if-possible", action="store_true", help="run the command unbound, and say why, where binding fails"
     )
-    add_command(parser)
+    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- CMD", help="the command and its arguments")
     parser.set_defaults(handler=_bind)
 
 
@@ -308,7 +306,7 @@ def configure_wait(parser: argparse.ArgumentParser) -> None:
 and claim nothing; exit code 0 then."""
     parser.epilog = "example:\n  safe-gpu wait -n 2 --timeout 1h && notify-send 'two GPUs are free'"
     add_request(parser)
-    add_quiet(parser, "say nothing about waiting")
+    parser.add_argument("-q", "--quiet", action="store_true", help="say nothing about waiting")
     parser.set_defaults(handler=_wait)
 
 

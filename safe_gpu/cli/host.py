@@ -124,8 +124,8 @@ def configure_policy(parser: argparse.ArgumentParser) -> None:
 
 def _policy(options: argparse.Namespace) -> int:
     from .. import settings
-    from ..policy import Limits, limits_of_this_user, read
-    from ..procfs import printable_lines
+    from ..policy import KEYS, Limits, limits_of_this_user, read
+    from ..procfs import printable_lines, user_name
 
     path = settings.policy_file(os.environ)
     rules, ignored = read(path)
@@ -133,13 +133,23 @@ def _policy(options: argparse.Namespace) -> int:
         say(f"warning: {ignored}")
     limits = Limits() if rules is None else limits_of_this_user(rules)
     held = None if rules is None else _held()
+    uid = os.geteuid()
+    user = user_name(uid)
     if options.json:
-        print_json(_facts(limits, held))
-    elif rules is None:
-        path = printable_lines(path)
-        print(f"{path} is ignored: nothing is limited" if ignored else f"There is no {path}: nothing is limited")
+        facts: dict[str, Any] = {"schema": 1, "file": limits.path or None, "user": user, "uid": uid}
+        facts.update(exempt=limits.exempt, held=None if held is None else sum(held.values()))
+        facts.update((key, getattr(limits, key)) for key in KEYS)
+        print_json({**facts, "sections": dict(limits.sections)})
+        return 0
+    if rules is None:
+        text = f"{path} is ignored: nothing is limited" if ignored else f"There is no {path}: nothing is limited"
+    elif limits.exempt:
+        text = f"{user} is exempt: {path} limits root only in a section [user root]"
     else:
-        print(printable_lines("\n".join(_lines(limits, held))))
+        rows = ((key, _shown_limit(key, getattr(limits, key)), limits.sections.get(key, "")) for key in KEYS)
+        lines = [f"{key:<18}{value:<13}{section}".rstrip() for key, value, section in rows]
+        text = "\n".join([f"{path}, for {user}", "", *lines, *_shown_held(limits, held)])
+    print(printable_lines(text))
     return 0
 
 
@@ -169,38 +179,18 @@ def _held() -> dict[str, int] | None:
     return held
 
 
-def _facts(limits: Limits, held: dict[str, int] | None) -> dict[str, Any]:
-    from ..policy import KEYS
-    from ..procfs import user_name
-
-    uid = os.geteuid()
-    facts: dict[str, Any] = {"schema": 1, "file": limits.path or None, "user": user_name(uid), "uid": uid}
-    facts.update(exempt=limits.exempt, held=None if held is None else sum(held.values()))
-    facts.update((key, getattr(limits, key)) for key in KEYS)
-    return {**facts, "sections": dict(limits.sections)}
-
-
-def _lines(limits: Limits, held: dict[str, int] | None) -> list[str]:
-    from ..policy import KEYS
-    from ..procfs import user_name
+def _shown_held(limits: Limits, held: dict[str, int] | None) -> list[str]:
     from ..text import plural
 
-    user = user_name(os.geteuid())
-    if limits.exempt:
-        return [f"{user} is exempt: {limits.path} limits root only in a section [user root]"]
-    lines = [f"{limits.path}, for {user}", ""]
-    for key in KEYS:
-        section = limits.sections.get(key)
-        lines.append(f"{key:<18}{_shown_policy(key, getattr(limits, key)):<13}{section or ''}".rstrip())
-    if limits.max_gpus is not None and held is not None:
-        kinds = {f"{vendor.upper()} GPU": number for vendor, number in held.items()} if len(held) > 1 else {}
-        each = kinds or {"GPU": sum(held.values())}
-        texts = [f"{number} of your {plural(limits.max_gpus, kind)}" for kind, number in each.items()]
-        lines += ["", f"You hold {' and '.join(texts)}."]
-    return lines
+    if limits.max_gpus is None or held is None:
+        return []
+    kinds = {f"{vendor.upper()} GPU": number for vendor, number in held.items()} if len(held) > 1 else {}
+    each = kinds or {"GPU": sum(held.values())}
+    texts = [f"{number} of your {plural(limits.max_gpus, kind)}" for kind, number in each.items()]
+    return ["", f"You hold {' and '.join(texts)}."]
 
 
-def _shown_policy(key: str, value: float | None) -> str:
+def _shown_limit(key: str, value: float | None) -> str:
     from ..text import format_age
 
     if value is None:

@@ -158,44 +158,22 @@ def whole_number(what: str, least: int) -> Callable[[str], int]:
     return parse
 
 
+_HOW_MANY = "how many GPUs, or: job for the number that the batch job asked for (default 1)"
+_HOW_LONG_TO_WAIT = """how long to wait: 90 (seconds), 15m, 1h30m, 01:30:00, 2-12:00:00 (days first), inf; 0 does not
+wait (default: SAFE_GPU_TIMEOUT, else inf)"""
+_HOW_LONG_TO_HOLD = """for how long the GPUs will probably be held, such as 30m or 2h, or: unknown; short jobs get in
+earlier, and nothing ends when the time is over (default: SAFE_GPU_FOR, else the end of the batch job)"""
+_WHICH_MODEL = "part of the GPU's name, such as A100, or a pattern: 'RTX*4090'"
+
+
 def add_request(parser: argparse.ArgumentParser) -> None:
     """The options of commands that ask for GPUs."""
     add = parser.add_argument
-    add(
-        "-n",
-        "--gpus",
-        "--nb-gpus",
-        dest="nb_gpus",
-        type=_count,
-        default=1,
-        metavar="N",
-        help="how many GPUs, or: job for the number that the batch job asked for (default 1)",
-    )
-    add(
-        "-t",
-        "--timeout",
-        type=_duration,
-        default=argparse.SUPPRESS,
-        metavar="D",
-        help="how long to wait: 90 (seconds), 15m, 1h30m, 01:30:00, 2-12:00:00 (days first), inf; 0 does not wait "
-        "(default: SAFE_GPU_TIMEOUT, else inf)",
-    )
-    add(
-        "--for",
-        dest="hold_for",
-        type=_hold_for,
-        default=argparse.SUPPRESS,
-        metavar="D",
-        help="for how long the GPUs will probably be held, such as 30m or 2h, or: unknown; short jobs get in earlier, "
-        "and nothing ends when the time is over (default: SAFE_GPU_FOR, else the end of the batch job)",
-    )
+    add("-n", "--gpus", "--nb-gpus", dest="nb_gpus", type=_count, default=1, metavar="N", help=_HOW_MANY)
+    add("-t", "--timeout", type=_duration, default=argparse.SUPPRESS, metavar="D", help=_HOW_LONG_TO_WAIT)
+    add("--for", dest="hold_for", type=_hold_for, default=argparse.SUPPRESS, metavar="D", help=_HOW_LONG_TO_HOLD)
     add("--min-memory", type=_of_request("min_memory"), metavar="S", help="free memory on each GPU, such as 20GiB")
-    add(
-        "--model",
-        type=_of_request("model"),
-        metavar="P",
-        help="part of the GPU's name, such as A100, or a pattern: 'RTX*4090'",
-    )
+    add("--model", type=_of_request("model"), metavar="P", help=_WHICH_MODEL)
     add("--exclude", type=_of_request("exclude"), default=(), metavar="L", help="not these GPUs: 0,3 or 4-7 or UUIDs")
     add("--only", type=_of_request("only"), default=(), metavar="L", help="only these GPUs: 0,3 or 4-7 or UUIDs")
     add_vendor(parser, "GPUs of this vendor (default: NVIDIA's where there are some)")

@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 import time
+from collections import Counter
 from contextlib import suppress
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
@@ -242,9 +243,7 @@ def _got(owner: GPUOwner, waited: float | None) -> str:
     """``got GPU 0-2,5 (4 x NVIDIA A100-SXM4-80GB) after 3 min``."""
     from ..text import format_age, gpu_ranges
 
-    models: dict[str, int] = {}
-    for gpu in owner.gpus:
-        models[gpu.name] = models.get(gpu.name, 0) + 1
+    models = Counter(gpu.name for gpu in owner.gpus)
     names = ", ".join(f"{number} x {name}" if number > 1 else name for name, number in models.items() if name)
     text = f"got GPU {gpu_ranges(gpu.label for gpu in owner.gpus)}{names and f' ({names})'}"
     return text if waited is None else f"{text} after {format_age(waited)}"

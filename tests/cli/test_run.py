@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.terminals import open_terminal
+from support.terminals import Terminal
 
 from safe_gpu import procfs
 
@@ -508,16 +508,7 @@ def test_wait_can_be_quiet(command, ground) -> None:
 
 
 @pytest.mark.parametrize(("quiet", "said"), [((), f"{GOT}\r\n"), (("-q",), "")])
-def test_on_a_terminal_it_says_so_at_once(command, ground, quiet: tuple[str, ...], said: str) -> None:
-    master, slave = open_terminal()
-    try:
-        done = command.run("run", "-n", 2, *quiet, "--", "true", stderr=slave, env={"TERM": "xterm"})
-        assert done.returncode == 0
-        os.write(slave, b"END")
-        text = ""
-        while "END" not in text:
-            text += os.read(master, 65536).decode()
-        assert re.fullmatch(f"{said}END", text)
-    finally:
-        os.close(master)
-        os.close(slave)
+def test_on_a_terminal_it_says_so_at_once(command, terminal: Terminal, quiet: tuple[str, ...], said: str) -> None:
+    assert command.run("run", "-n", 2, *quiet, "--", "true", stderr=terminal.slave).returncode == 0
+    terminal.read_to_the_end()
+    assert re.fullmatch(said, terminal.raw)

@@ -51,20 +51,6 @@ def test_a_refused_command_leaves_signals_as_they_were() -> None:
     assert done.stdout == b"126 [True, True]"
 
 
-def test_a_waiter_whose_stderr_nobody_reads_ends_with_its_own_code(command, ground) -> None:
-    ground.hold(*range(8))
-    reader, writer = os.pipe()
-    os.close(reader)
-    started = command.start("wait", stderr=writer)
-    os.close(writer)
-    try:
-        while not ground.tickets():
-            assert started.poll() is None
-    finally:
-        ground.let_go()
-    assert started.wait(60) == 0
-
-
 def test_an_exception_from_a_handler_leaves_signals_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(path: str, arguments: list[str]) -> None:
         assert signal.getsignal(signal.SIGPIPE) == signal.SIG_DFL

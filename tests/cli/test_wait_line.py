@@ -47,13 +47,6 @@ def test_a_line_for_every_piece_of_news() -> None:
     assert "\x1b" not in stream.getvalue()
 
 
-def test_silence_where_nothing_was_waited_for() -> None:
-    stream = io.StringIO()
-    with WaitLine(stream):
-        pass
-    assert stream.getvalue() == ""
-
-
 class Broken(io.StringIO):
     def write(self, text: str) -> int:
         raise OSError(5, "Input/output error")
@@ -97,13 +90,6 @@ def test_at_80_columns_user_and_pid_stay(seconds: int, told: WaitStatus, who: st
     line._began -= seconds
     assert who in line._line(79)
     assert line._line(79).endswith(f" ({format_age(seconds)})")
-
-
-def test_the_line_says_for_how_long() -> None:
-    line = WaitLine(io.StringIO())
-    line._news = WaitStatus(1, 0, 1)
-    line._began -= 3 * 60 + 5
-    assert line._line(80) == "safe-gpu: waiting for 1 GPU, 0 free (3 min)"
 
 
 # In a terminal

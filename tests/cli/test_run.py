@@ -87,13 +87,6 @@ def test_signals_that_were_ignored_stay_ignored(command) -> None:
     assert {signal.SIGHUP, signal.SIGINT} <= ignored_signals(done.stdout)
 
 
-def test_a_pipe_that_closes_ends_the_command(command) -> None:
-    text = f"{command.path} run -- yes | head -1; echo ${{PIPESTATUS[0]}}"
-    done = subprocess.run(["bash", "-c", text], capture_output=True, text=True, timeout=60)
-    assert done.stdout.split() == ["y", str(128 + signal.SIGPIPE)]
-    assert done.stderr == ""
-
-
 # The lease goes with the last who inherited it
 
 
@@ -326,15 +319,6 @@ def test_wait_claims_nothing(command, ground) -> None:
     assert (done.returncode, done.stdout.split(), done.stderr) == (0, [str(index) for index in range(8)], "")
     assert ground.leased() == []
     assert not [path for path in (ground.directory / "leases").iterdir() if path.read_text()]
-
-
-def test_wait_ends_with_the_wait(command, ground) -> None:
-    ground.hold(*range(8))
-    started, _ = waiting(command, ground, "-n", 2, verb="wait")
-    ground.let_go(3)
-    ground.let_go(5)
-    assert started.wait(60) == 0
-    ground.let_go()
 
 
 def test_wait_stands_in_the_queue_like_everybody(command, ground) -> None:

@@ -134,9 +134,11 @@ SAFE_GPU_FENCE; CUDA_VISIBLE_DEVICES limits which GPUs are chosen from""",
     if first not in ("-h", "--help", "help"):
         from .suggest import unknown_command, unknown_option
 
-        is_option = first.startswith("-")
-        options = {name: parser_of(name).names() for name in COMMANDS if is_option}
-        parser.error(unknown_option(first, options) if is_option else unknown_command(first, [*COMMANDS, "help"]))
+        if first.startswith("-"):
+            mistake = unknown_option(first, {name: parser_of(name).names() for name in COMMANDS})
+        else:
+            mistake = unknown_command(first, [*COMMANDS, "help"])
+        parser.error(mistake)
     parser.print_help()
     raise SystemExit(0)
 

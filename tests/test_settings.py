@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import logging
-import os
 import re
 from pathlib import Path
 
@@ -125,17 +124,3 @@ def test_what_is_fine(real_driver: Path, variables: dict[str, str], there: bool)
     if not there:
         real_driver.unlink()
     assert settings.doubts(variables) == []
-
-
-def test_the_command_line_says_it_too(real_driver: Path, monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
-    from safe_gpu.cli import main
-
-    monkeypatch.setenv("SAFE_GPU_TIMOUT", "5")
-    assert main(["wait", "-q"]) == 0
-    first, second = capsys.readouterr().err.splitlines()
-    assert first == (
-        "safe-gpu: warning: SAFE_GPU_TIMOUT is not a variable of safe_gpu and has no effect: "
-        "did you mean SAFE_GPU_TIMEOUT?"
-    )
-    assert second.startswith("safe-gpu: warning: SAFE_GPU_DRIVER=simulated:dgx-a100: these GPUs are simulated")
-    assert os.environ["SAFE_GPU_DRIVER"].startswith("simulated")

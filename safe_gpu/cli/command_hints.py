@@ -5,41 +5,34 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from shlex import join, quote
 from shutil import which
 
 # Commands of docker and nerdctl: their containers are no children of the client, which alone would hold the claim.
 
 
-_CLIENTS = frozenset({"docker", "nerdctl", "docker-compose", "podman", "podman-remote"})
-
-# What runs another command: its options that take an argument, and how many words stand before that command.
+# What runs another command: its options that take an argument.
 _WRAPPERS = {
-    "sudo": ("ugpCrtThRD", 0),
-    "doas": ("uC", 0),
-    "env": ("uCS", 0),
-    "nice": ("n", 0),
-    "ionice": ("cnp", 0),
-    "nohup": ("", 0),
-    "setsid": ("", 0),
-    "stdbuf": ("ioe", 0),
-    "time": ("fo", 0),
-    "timeout": ("ks", 1),
+    "sudo": "ugpCrtThRD",
+    "doas": "uC",
+    "env": "uCS",
+    "nice": "n",
+    "ionice": "cnp",
+    "nohup": "",
+    "setsid": "",
+    "stdbuf": "ioe",
+    "time": "fo",
+    "timeout": "ks",
 }
 
-# Options without an argument; all others take one. Of the client itself, and of its commands.
-_GLOBAL_SWITCHES = frozenset(
-    "D v debug tls tlsverify version help debug-full experimental insecure-registry remote r "
-    "noout syslog trace transient-store".split()
-)
+# Options of the clients and their commands that take no argument; all others take one.
 _SWITCHES = frozenset(
-    "d i t P q detach interactive tty rm init privileged publish-all read-only oom-kill-disable no-healthcheck "
-    "sig-proxy disable-content-trust quiet help use-api-socket rootfs".split()
+    "D debug tls tlsverify version help debug-full experimental insecure-registry remote r noout syslog trace "
+    "transient-store d i t P q detach interactive tty rm init privileged publish-all read-only oom-kill-disable "
+    "no-healthcheck sig-proxy disable-content-trust quiet use-api-socket rootfs all-resources compatibility dry-run "
+    "verbose build force-recreate remove-orphans".split()
 )
-_START_SWITCHES = _SWITCHES | {"a", "attach"}
-_COMPOSE_SWITCHES = frozenset({"all-resources", "compatibility", "dry-run", "verbose"})
-_OFF = ("false", "0", "f")
 
 
 def warning_about(command: Sequence[str], path: str, state_dir: str) -> str:
@@ -49,121 +42,83 @@ def warning_about(command: Sequence[str], path: str, state_dir: str) -> str:
         command: its name and arguments; path: the file that is run for it.
         state_dir: the state directory, which the container should have.
     """
-    words = _unwrapped(command)
+    words = list(command)
+    while words and (wrapper := os.path.basename(words[0])) in _WRAPPERS:
+        _, words = _options(words[1:], _WRAPPERS[wrapper].__contains__)
+        while words and "=" in words[0]:
+            del words[0]
+        if wrapper == "timeout":  # how long
+            del words[:1]
     if not words:
         return ""
     client = os.path.basename(words[0])
     if client == "docker" and _is_podman(path if words[0] == command[0] else which(words[0]) or ""):
         client = "podman"
-    options, rest = _options(words[1:], _GLOBAL_SWITCHES)
-    if client in ("podman", "podman-remote"):
-        if client == "podman" and not _is_remote(options):
-            return ""
-        client = "podman --remote"
+    options, rest = _of_client(words[1:])
+    if client == "podman-remote" or (
+        client == "podman" and (options & {"remote", "r", "url", "connection", "c"} or os.environ.get("CONTAINER_HOST"))
+    ):
+        client = "podman --remote"  # only a client of a service, which then starts the container
     elif client == "docker-compose":
         client, rest = "docker", ["compose", *rest]
-    name, detached = _started_by(rest)
-    if not name:
+    elif client not in ("docker", "nerdctl"):
         return ""
-    claim_ends = (
-        f"`{client} {name}` ends at once, and the claim with it, so that others can claim the GPUs of the container"
-        if detached
-        else f"the claim ends with `{client} {name}`, not with the container, which is no child of it and may run on"
+    if rest[:1] == ["container"]:
+        del rest[0]
+    name, *rest = rest or [""]
+    if name == "compose":
+        action, *rest = _of_client(rest)[1] or [""]
+        name = f"compose {action}"
+    options, _ = _of_client(rest)
+    if name in ("run", "exec", "compose up", "compose run", "compose exec"):
+        attached = not options & {"d", "detach"}
+    elif name in ("start", "compose start"):
+        attached = bool(options & {"a", "attach", "i", "interactive"})
+    else:
+        return ""
+    ending = (
+        f"the claim ends with `{client} {name}`, not with the container, which is no child of it and may run on"
+        if attached
+        else f"`{client} {name}` ends at once, and the claim with it, so that others can claim the GPUs of the "
+        "container"
     )
     engine = client.partition(" ")[0]
     return (
-        f"warning: {claim_ends}. Claim inside the container, with the state directory mounted: {engine} run -v "
+        f"warning: {ending}. Claim inside the container, with the state directory mounted: {engine} run -v "
         f"{state_dir}:{state_dir} ... IMAGE safe-gpu run -- CMD. With --network=host the claim holds by file and by "
         "name, with any other network by its file alone"
     )
 
 
-def _is_remote(options: Mapping[str, str]) -> bool:
-    """Whether podman is only the client of a service, which then starts the container."""
-    if any(name in options and options[name].lower() not in _OFF for name in ("remote", "r")):
-        return True
-    return bool(options.keys() & {"url", "connection", "c"} or os.environ.get("CONTAINER_HOST"))
-
-
-def _started_by(words: list[str]) -> tuple[str, bool]:
-    """The command that starts a process in a container, and whether it ends before that process; "" for others."""
-    if words[:1] == ["container"]:
-        words = words[1:]
-    name, rest = (words[0], words[1:]) if words else ("", [])
-    if name in ("run", "exec"):
-        return name, _is_on(rest, _SWITCHES, "d", "detach")
-    if name == "start":
-        return name, not _is_on(rest, _START_SWITCHES, "a", "attach", "i", "interactive")
-    if name == "compose":
-        _, after = _options(rest, _COMPOSE_SWITCHES)
-        if after and after[0] in ("up", "run", "exec", "start"):
-            return f"compose {after[0]}", after[0] == "start" or _is_on(after[1:], _SWITCHES, "d", "detach")
-    return "", False
-
-
-def _unwrapped(words: Sequence[str]) -> Sequence[str]:
-    """The words from the container engine's client on, without sudo and the like before it; none if it is none."""
-    while words:
-        name = os.path.basename(words[0])
-        if name in _CLIENTS:
-            return words
-        if name not in _WRAPPERS:
-            return ()
-        with_argument, skipped = _WRAPPERS[name]
-        rest = list(words[1:])
-        while rest and rest[0].startswith("-") and rest[0] != "-":
-            option = rest.pop(0)
-            if option == "--":
-                break
-            if len(option) == 2 and option[1] in with_argument:
-                rest = rest[1:]
-        while rest and name in ("sudo", "env") and "=" in rest[0]:
-            rest.pop(0)
-        words = rest[skipped:]
-    return ()
-
-
-def _options(words: Sequence[str], switches: frozenset[str]) -> tuple[dict[str, str], list[str]]:
-    """The options up to the first word that is none, by name, and the words from there on; the values are text."""
-    rest, found = list(words), {}
+def _options(words: Sequence[str], takes_argument: Callable[[str], bool]) -> tuple[set[str], list[str]]:
+    """The options up to the first word that is none, without those switched off; and the words from there on."""
+    rest, found = list(words), set()
     while rest and rest[0].startswith("-") and rest[0] != "-":
-        word = rest.pop(0)
-        if word == "--":
+        option, equals, value = rest.pop(0).partition("=")
+        if option == "--":
             break
-        if word.startswith("--"):
-            name, equals, value = word[2:].partition("=")
-            if not equals and name not in switches and rest:
-                value = rest.pop(0)
-            found[name] = value
-            continue
-        letters = word[1:]
-        while letters:
-            name, letters = letters[0], letters[1:]
-            if letters.startswith("="):
-                found[name], letters = letters[1:], ""
-            elif name in switches:
-                found[name] = ""
-            else:
-                found[name] = letters or (rest.pop(0) if rest else "")
-                letters = ""
+        names = [option[2:]] if option.startswith("--") else list(option[1:])  # -itd is three
+        for place, name in enumerate(names, 1):
+            if value.lower() not in ("false", "0", "f"):
+                found.add(name)
+            if takes_argument(name):
+                if place == len(names) and not equals:
+                    del rest[:1]
+                break
     return found, rest
 
 
-def _is_on(words: Sequence[str], switches: frozenset[str], *names: str) -> bool:
-    options, _ = _options(words, switches)
-    return any(name in options and options[name].lower() not in _OFF for name in names)
+def _of_client(words: Sequence[str]) -> tuple[set[str], list[str]]:
+    return _options(words, lambda name: name not in _SWITCHES)
 
 
 def _is_podman(path: str) -> bool:
     """Whether this docker is a script or a link of podman's."""
-    if os.path.basename(os.path.realpath(path)) == "podman":
-        return True
     try:
         with open(path, "rb", buffering=0) as file:
-            begin = file.read(1024)
+            return b"podman" in os.path.basename(os.fsencode(os.path.realpath(path))) + file.read(1024)
     except OSError:
         return False
-    return begin.startswith(b"#!") and b"podman" in begin
 
 
 # What to do about a command that does not exist: the mistakes that a shell would have caught. Read after one only.

@@ -6,7 +6,6 @@ import argparse
 import gc
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 from .. import __version__
 from ..errors import (
@@ -20,7 +19,7 @@ from ..errors import (
     UnsatisfiableRequestError,
 )
 from .become import CommandError
-from .output import drop_errors, drop_output, open_standard_streams, say
+from .output import drop, drop_errors, open_standard_streams, say
 from .parser import Parser
 
 # sysexits.h, where it has a fitting one.
@@ -59,6 +58,9 @@ COMMANDS = {
 }
 
 
+RUNNERS = ("run", "bind")
+"""Those that take a command of the user's own and become it."""
+
 # Commands that share a file.
 _MODULES = {"bind": "run", "wait": "run", "history": "status"} | dict.fromkeys(
     ("affinity", "policy", "doctor", "demo"), "host"
@@ -86,10 +88,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return EX_INTERRUPTED
     except BrokenPipeError:  # the reader of the output has closed it
-        drop_output()
+        drop(sys.stdout)
         return EX_BROKEN_PIPE
     except OSError as err:
-        drop_output()
+        drop(sys.stdout)
         say(str(err))
         return EX_OUTPUT
     finally:
@@ -112,22 +114,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     if first in ("-V", "--version"):
         print(f"safe-gpu {__version__}")
         raise SystemExit(0)
-    parser = _overview()
-    if first not in ("-h", "--help", "help"):
-        parser.error(_not_a_command(first))
-    parser.print_help()
-    raise SystemExit(0)
-
-
-def _not_a_command(word: str) -> str:
-    from .suggest import unknown_command, unknown_option
-
-    if word.startswith("-"):
-        return unknown_option(word, {name: parser_of(name).names() for name in COMMANDS})
-    return unknown_command(word, [*COMMANDS, "help"])
-
-
-def _overview() -> Parser:
     parser = Parser(
         prog="safe-gpu",
         description="Claim GPUs on a shared host without collisions.",
@@ -145,7 +131,16 @@ SAFE_GPU_FENCE; CUDA_VISIBLE_DEVICES limits which GPUs are chosen from""",
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", prog=parser.prog)
     for name, summary in COMMANDS.items():
         commands.add_parser(name, help=summary)
-    return parser
+    if first not in ("-h", "--help", "help"):
+        from .suggest import unknown_command, unknown_option
+
+        if first.startswith("-"):
+            mistake = unknown_option(first, {name: parser_of(name).names() for name in COMMANDS})
+        else:
+            mistake = unknown_command(first, [*COMMANDS, "help"])
+        parser.error(mistake)
+    parser.print_help()
+    raise SystemExit(0)
 
 
 def parser_of(name: str) -> Parser:
@@ -160,21 +155,13 @@ def parser_of(name: str) -> Parser:
 
 def _parse_command(name: str, arguments: list[str]) -> argparse.Namespace:
     parser = parser_of(name)
-    if name not in ("run", "bind"):
+    if name not in (*RUNNERS, "completion"):
         return parser.parse_args(arguments)
-    before, command = _split(arguments)
-    options: Any = parser.parse_args(before)
-    options.command += command
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    options = parser.parse_args(arguments[:end])
+    options.command = [*getattr(options, "command", ()), *arguments[end:]]
     if options.command[:1] == ["--"]:
         del options.command[0]
-    if not options.command:
+    if not options.command and name in RUNNERS:
         parser.error("a command is missing: put it after --")
-    return options  # type: ignore[no-any-return]
-
-
-def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """Options before the first ``--``, and the command after it."""
-    if "--" not in arguments:
-        return arguments, []
-    cut = arguments.index("--")
-    return arguments[:cut], arguments[cut:]
+    return options

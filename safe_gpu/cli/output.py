@@ -24,9 +24,11 @@ def open_standard_streams() -> None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
 
 
-def drop_output() -> None:
+def drop(stream: TextIO) -> None:
     """What is still buffered cannot be written, and the interpreter would try once more at exit."""
-    _drop(sys.stdout)
+    fd = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(fd, stream.fileno())
+    os.close(fd)
 
 
 def drop_errors() -> None:
@@ -34,13 +36,7 @@ def drop_errors() -> None:
     try:
         sys.stderr.flush()
     except (OSError, ValueError):
-        _drop(sys.stderr)
-
-
-def _drop(stream: TextIO) -> None:
-    fd = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(fd, stream.fileno())
-    os.close(fd)
+        drop(sys.stderr)
 
 
 def is_terminal(stream: TextIO) -> bool:
@@ -81,14 +77,26 @@ def say(text: str) -> None:
         pass  # nobody listens
 
 
+def print_json(value: object) -> None:
+    """A document for programs; sets are sorted lists there."""
+    import json
+
+    print(json.dumps(value, indent=2, default=sorted))
+
+
 def columns() -> int:
-    """The width of the terminal that stdout is, or what COLUMNS says, or 80."""
+    """What COLUMNS says, or the width of the terminal that stdout is, or 80."""
     text = os.environ.get("COLUMNS", "")
     if text.isascii() and text.isdecimal() and len(text) < 10 and int(text) > 0:
         return int(text)
+    return width_of(sys.stdout)
+
+
+def width_of(stream: TextIO) -> int:
+    """The width of the terminal that a stream is, or 80."""
     try:
-        return os.get_terminal_size(1).columns or 80
-    except OSError:
+        return os.get_terminal_size(stream.fileno()).columns or 80
+    except (OSError, ValueError):
         return 80
 
 

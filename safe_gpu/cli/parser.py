@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from ..argument_style import ArgumentStyle
-from ..errors import SafeGpuError
 from .output import columns
 
 # argparse as this command line wants it: usage errors of one line that say what was probably meant, its own width.
@@ -57,6 +56,12 @@ class Parser(argparse.ArgumentParser):
                 message = rest if rest.startswith("-") else f"{name}: {rest}"
         self.exit(EX_USAGE, f"{self.prog}: error: {' '.join(message.split())} (see {self.prog} --help)\n")
 
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        try:
+            return super()._get_value(action, arg_string)
+        except argparse.ArgumentError as err:  # argparse has put a text of its own in place of our sentence
+            raise argparse.ArgumentError(action, str(err.__context__)) from err
+
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
             from .suggest import not_a_choice
@@ -102,26 +107,12 @@ class CommandLine(ArgumentStyle):
         return quote(str(value))
 
 
-def _checked(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    """An argparse type whose error is our own sentence."""
-
-    def check(text: str) -> Any:
-        try:
-            return parse(text)
-        except SafeGpuError as err:
-            raise argparse.ArgumentTypeError(str(err)) from err
-
-    return check
-
-
-@_checked
 def _duration(text: str) -> float | None:
     from ..settings import parse_duration
 
     return parse_duration(text, spelling=CommandLine)
 
 
-@_checked
 def _hold_for(text: str) -> float | None:
     from ..claim.times import parse_hold_for
     from ..schedulers import JobContext
@@ -134,112 +125,57 @@ def _count(text: str) -> int | str:
         return text
     if not is_number(text) or int(text) < 1:
         hint = f"; for GPUs by index, write --only {text}" if "," in text else ""
-        raise argparse.ArgumentTypeError(f"-n {text} is not a number of GPUs: a whole number from 1 up, or job{hint}")
+        raise ValueError(f"-n {text} is not a number of GPUs: a whole number from 1 up, or job{hint}")
     return int(text)
 
 
-@_checked
-def seconds(text: str) -> float:
-    """The value of --interval."""
-    from ..settings import parse_duration
+def _of_request(argument: str) -> Callable[[str], Any]:
+    """The value of an argument of a claim, as the claim reads it."""
 
-    found = parse_duration(text, "interval", spelling=CommandLine)
-    if not found or found < 0.1:
-        raise argparse.ArgumentTypeError(f"--interval {text} is not possible: a tenth of a second is the least")
-    return found
+    def parse(text: str) -> Any:
+        from ..selection.request import parse_request
 
+        return getattr(parse_request(1, **{argument: text}, spelling=CommandLine), argument)
 
-@_checked
-def _memory_size(text: str) -> int | None:
-    from ..selection.request import parse_request
-
-    return parse_request(1, min_memory=text, spelling=CommandLine).min_memory
+    return parse
 
 
-@_checked
-def _model(text: str) -> str | None:
-    from ..selection.request import parse_request
+def gpu_list(text: str) -> tuple[str, ...]:
+    """The value of --gpu: ``0,3``, ``4-7`` or UUIDs."""
+    from ..selection.request import parse_names
 
-    return parse_request(1, model=text, spelling=CommandLine).model
-
-
-def gpu_list(argument: str) -> Callable[[str], tuple[str, ...]]:
-    """``0,3``, ``4-7`` or UUIDs, as the value of this argument."""
-
-    @_checked
-    def names(text: str) -> tuple[str, ...]:
-        from ..selection.request import parse_names
-
-        return parse_names(text, argument, spelling=CommandLine)
-
-    return names
+    return parse_names(text, "gpu", spelling=CommandLine)
 
 
-def cores(text: str) -> int:
-    """A number of physical cores."""
-    if not is_number(text) or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of cores: a whole number from 1 up")
-    return int(text)
+def whole_number(what: str, least: int) -> Callable[[str], int]:
+    """A number of ``what``, from ``least`` up."""
+
+    def parse(text: str) -> int:
+        if not is_number(text) or int(text) < least:
+            raise ValueError(f"{text!r} is not a number of {what}: a whole number from {least} up")
+        return int(text)
+
+    return parse
 
 
-def cuda_number(text: str) -> int:
-    """The number that CUDA gives to a GPU in one process."""
-    if not is_number(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of CUDA's: a whole number from 0 up")
-    return int(text)
-
-
-def cpu_list(text: str) -> str:
-    """A list of CPUs, as the kernel writes it."""
-    from ..cpulist import parse_cpulist
-
-    if not parse_cpulist(text):
-        raise argparse.ArgumentTypeError(f"{text!r} names no CPU: write a list such as 0-15,128-143")
-    return text
-
-
-def process_id(text: str) -> int:
-    """A process that can be seen from here."""
-    if not is_number(text) or not os.path.exists(f"/proc/{int(text)}"):
-        raise argparse.ArgumentTypeError(f"there is no process {text!r}")
-    return int(text)
+_HOW_MANY = "how many GPUs, or: job for the number that the batch job asked for (default 1)"
+_HOW_LONG_TO_WAIT = """how long to wait: 90 (seconds), 15m, 1h30m, 01:30:00, 2-12:00:00 (days first), inf; 0 does not
+wait (default: SAFE_GPU_TIMEOUT, else inf)"""
+_HOW_LONG_TO_HOLD = """for how long the GPUs will probably be held, such as 30m or 2h, or: unknown; short jobs get in
+earlier, and nothing ends when the time is over (default: SAFE_GPU_FOR, else the end of the batch job)"""
+_WHICH_MODEL = "part of the GPU's name, such as A100, or a pattern: 'RTX*4090'"
 
 
 def add_request(parser: argparse.ArgumentParser) -> None:
     """The options of commands that ask for GPUs."""
     add = parser.add_argument
-    add(
-        "-n",
-        "--gpus",
-        "--nb-gpus",
-        dest="nb_gpus",
-        type=_count,
-        default=1,
-        metavar="N",
-        help="how many GPUs, or: job for the number that the batch job asked for (default 1)",
-    )
-    add(
-        "-t",
-        "--timeout",
-        type=_duration,
-        default=argparse.SUPPRESS,
-        metavar="D",
-        help="how long to wait: 90 (seconds), 15m, 1h30m, 01:30:00, 2-12:00:00 (days first), inf; 0 does not wait "
-        "(default: SAFE_GPU_TIMEOUT, else inf)",
-    )
-    add(
-        "--for",
-        dest="hold_for",
-        type=_hold_for,
-        default=argparse.SUPPRESS,
-        metavar="D",
-        help="for how long the GPUs will probably be held, such as 30m or 2h, or: unknown; short jobs get in earlier, "
-        "and nothing ends when the time is over (default: SAFE_GPU_FOR, else the end of the batch job)",
-    )
-    add("--min-memory", type=_memory_size, metavar="S", help="free memory on each GPU, such as 20GiB")
-    add("--model", type=_model, metavar="P", help="part of the GPU's name, such as A100, or a pattern: 'RTX*4090'")
-    add("--exclude", type=gpu_list("exclude"), default=(), metavar="L", help="not these GPUs: 0,3 or 4-7 or UUIDs")
-    add("--only", type=gpu_list("only"), default=(), metavar="L", help="only these GPUs: 0,3 or 4-7 or UUIDs")
+    add("-n", "--gpus", "--nb-gpus", dest="nb_gpus", type=_count, default=1, metavar="N", help=_HOW_MANY)
+    add("-t", "--timeout", type=_duration, default=argparse.SUPPRESS, metavar="D", help=_HOW_LONG_TO_WAIT)
+    add("--for", dest="hold_for", type=_hold_for, default=argparse.SUPPRESS, metavar="D", help=_HOW_LONG_TO_HOLD)
+    add("--min-memory", type=_of_request("min_memory"), metavar="S", help="free memory on each GPU, such as 20GiB")
+    add("--model", type=_of_request("model"), metavar="P", help=_WHICH_MODEL)
+    add("--exclude", type=_of_request("exclude"), default=(), metavar="L", help="not these GPUs: 0,3 or 4-7 or UUIDs")
+    add("--only", type=_of_request("only"), default=(), metavar="L", help="only these GPUs: 0,3 or 4-7 or UUIDs")
     add_vendor(parser, "GPUs of this vendor (default: NVIDIA's where there are some)")
 
 
@@ -248,33 +184,17 @@ def add_vendor(parser: argparse.ArgumentParser, meaning: str) -> None:
     parser.add_argument("--vendor", type=str.lower, choices=("nvidia", "amd"), default=None, help=meaning)
 
 
-def add_quiet(parser: argparse.ArgumentParser, meaning: str) -> None:
-    """``-q``; warnings and errors are said all the same."""
-    parser.add_argument("-q", "--quiet", action="store_true", help=meaning)
-
-
 def add_which_gpus(parser: argparse.ArgumentParser, gpu: str, ordinal: str) -> None:
     """``--gpu L`` and ``--ordinal N``, of which one may be given; the texts are their help."""
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--gpu", type=gpu_list("gpu"), default=None, metavar="L", help=gpu)
-    which.add_argument("--ordinal", type=cuda_number, default=None, metavar="N", help=ordinal)
+    which.add_argument("--gpu", type=gpu_list, default=None, metavar="L", help=gpu)
+    which.add_argument("--ordinal", type=whole_number("CUDA's", 0), default=None, metavar="N", help=ordinal)
 
 
-def all_modes() -> tuple[str, ...]:
-    """Every affinity mode."""
-    from ..affinity.options import MODES
-
-    return MODES
-
-
-def add_command(parser: argparse.ArgumentParser) -> None:
-    """The command to become."""
-    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- CMD", help="the command and its arguments")
-
-
-def hold_for_of(options: argparse.Namespace) -> dict[str, float | None]:
-    """``--for`` as an argument of a claim; nothing where it is not given."""
-    return {"hold_for": options.hold_for} if hasattr(options, "hold_for") else {}
+def claim_arguments(options: argparse.Namespace) -> dict[str, Any]:
+    """The options of a command that asks for GPUs as keyword arguments of a claim, which have the same names."""
+    given = {name: value for name, value in vars(options).items() if name not in ("handler", "command", "quiet")}
+    return {**given, "timeout": timeout_of(options)}
 
 
 def timeout_of(options: argparse.Namespace) -> float | None:

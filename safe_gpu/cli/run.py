@@ -6,13 +6,14 @@ import argparse
 import os
 import sys
 import time
+from collections import Counter
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NoReturn, TextIO
+from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from ..errors import SafeGpuError, UnsatisfiableRequestError
 from .become import become, find_command
-from .output import Log, is_terminal, say
-from .parser import CommandLine, add_command, add_quiet, add_request, add_which_gpus, all_modes, hold_for_of, timeout_of
+from .output import Log, is_terminal, say, width_of
+from .parser import CommandLine, add_request, add_which_gpus, claim_arguments
 
 if TYPE_CHECKING:
     from threading import Event, Thread
@@ -21,49 +22,12 @@ if TYPE_CHECKING:
     from ..claim.owner import GPUOwner
 
 
-# What a waiter on a terminal is told of claims whose GPUs show no work; loaded only if there is a policy file.
-
-
-_MOST = 3  # of the claims that are new
-
-
-class IdleClaims:
-    """Tells of each such claim once.
-
-    Args:
-        path: the policy file.
-    """
-
-    def __init__(self, path: str) -> None:
-        self._path = path
-        self._told: set[tuple[int | None, float | None]] = set()
-
-    def new(self, news: WaitStatus) -> list[str]:
-        """A line for each claim that has become idle for long enough and may stand in the way. Takes host.lock."""
-        from ..status.idle import sets_a_limit, whom_to_ask
-
-        if not sets_a_limit(self._path):
-            return []
-        from ..status.gather import gather
-
-        try:
-            gpus = gather().gpus
-        except (SafeGpuError, OSError):
-            return []
-        if news.verdicts:
-            wanted = {verdict.gpu.uuid for verdict in news.verdicts if verdict.state == "claimed"}
-            gpus = tuple(one for one in gpus if one.gpu.uuid in wanted)
-        lines = {key: line for key, line in whom_to_ask(gpus, os.geteuid()).items() if key not in self._told}
-        shown = list(lines)[:_MOST]
-        self._told.update(shown)
-        return [lines[key] for key in shown]
-
-
 # What ``run`` and ``wait`` say while they wait: a line a minute, or one live line on a terminal.
 
 
 _PROGRAM = "safe-gpu: "
 _ERASE = "\r\x1b[K"
+_MOST_IDLE = 3  # claims without work of which one piece of news tells
 
 
 class WaitLine:
@@ -71,16 +35,25 @@ class WaitLine:
 
     A stream that fails (a terminal that was closed, a pipe that nobody reads) costs the news, not the place in the
     queue.
+
+    Args:
+        quiet: show nothing. hint: mention --for once.
+
+    Attributes:
+        waited: whether there was any news.
     """
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO, *, quiet: bool = False, hint: bool = False) -> None:
+        self.waited = False
         self._stream = stream
-        self._live = stream.isatty() and os.environ.get("TERM") != "dumb"
+        self._quiet = quiet
+        self._hint = hint
+        self._live = is_terminal(stream)
         self._began = time.monotonic()
         self._news: WaitStatus | None = None
         self._thread: Thread | None = None
         self._ended: Event | None = None
-        self._idle_claims: IdleClaims | None = None
+        self._told: set[tuple[int | None, float | None]] = set()  # claims without work
 
     def __enter__(self) -> WaitLine:
         return self
@@ -91,8 +64,16 @@ class WaitLine:
             self._thread.join()
             self._write(_ERASE)
 
+    @property
+    def seconds(self) -> float:
+        """Since the wait began."""
+        return time.monotonic() - self._began
+
     def show(self, news: WaitStatus) -> None:
         """Tell the user where the wait stands."""
+        first, self.waited = not self.waited, True
+        if self._quiet:
+            return
         from ..claim.messages import waiting_message
 
         self._news = news
@@ -106,35 +87,48 @@ class WaitLine:
             self._thread.start()
         if self._live:
             self._tell_of_idle_claims(news)
+        # Not at once, as most waits are short; but behind another waiter it may help at once.
+        if self._hint and (not first or news.ahead is not None):
+            self._hint = False
+            if _says_nothing():
+                self._note("short jobs get in earlier if they say for how long: --for 30m")
 
     def _tell_of_idle_claims(self, news: WaitStatus) -> None:
-        """Whom to ask for GPUs that are held without use, where the policy of this host wants that told."""
+        """Whom to ask for GPUs that are held without use, once, where the policy of this host wants that told."""
         from .. import settings
 
         path = settings.policy_file(os.environ)
         if not os.path.lexists(path):
             return
+        from ..status.idle import sets_a_limit, whom_to_ask
         from ..text import cut
 
-        self._idle_claims = self._idle_claims or IdleClaims(path)
-        for text in self._idle_claims.new(news):
-            self.note(cut(text, self._columns() - 1 - len(_PROGRAM)))
+        if not sets_a_limit(path):
+            return
+        from ..status.gather import gather
 
-    def note(self, text: str) -> None:
+        try:
+            gpus = gather().gpus  # takes host.lock
+        except (SafeGpuError, OSError):
+            return
+        if news.verdicts:
+            wanted = {verdict.gpu.uuid for verdict in news.verdicts if verdict.state == "claimed"}
+            gpus = tuple(one for one in gpus if one.gpu.uuid in wanted)
+        lines = {key: line for key, line in whom_to_ask(gpus, os.geteuid()).items() if key not in self._told}
+        for key in list(lines)[:_MOST_IDLE]:
+            self._told.add(key)
+            self._note(cut(lines[key], width_of(self._stream) - 1 - len(_PROGRAM)))
+
+    def _note(self, text: str) -> None:
         """A line of its own, above the live one."""
         self._write(f"{_ERASE if self._live else ''}{_PROGRAM}{text}\n")
 
     def _tick(self) -> None:
         assert self._ended is not None
         while True:
-            self._write(_ERASE + self._line(self._columns() - 1))
+            self._write(_ERASE + self._line(width_of(self._stream) - 1))
             if self._ended.wait(1.0):
                 return
-
-    def _columns(self) -> int:
-        with suppress(OSError, ValueError):
-            return os.get_terminal_size(self._stream.fileno()).columns or 80
-        return 80
 
     def _line(self, width: int) -> str:
         """The news and for how long we wait, in what a terminal of this width shows without breaking the line."""
@@ -142,7 +136,7 @@ class WaitLine:
         from ..text import format_age
 
         assert self._news is not None
-        clock = f" ({format_age(time.monotonic() - self._began)})"
+        clock = f" ({format_age(self.seconds)})"
         text = _PROGRAM + waiting_message(self._news, width=max(0, width - len(_PROGRAM) - len(clock)))
         if len(text) + len(clock) <= width:
             return text + clock
@@ -154,10 +148,17 @@ class WaitLine:
             self._stream.flush()
 
 
+def _says_nothing() -> bool:
+    """Whether nothing says for how long the GPUs will be held: no variable, no batch job."""
+    from ..claim.times import DEFAULT, parse_hold_for
+    from ..schedulers import current
+
+    return parse_hold_for(DEFAULT, os.environ, current(os.environ)).at(time.time()) is None
+
+
 # ``safe-gpu run``: wait for GPUs, claim them, become the command.
 
 
-_CLIENTS = {"docker", "nerdctl", "docker-compose", "podman", "podman-remote"}
 _CLAIM_MODES = ("none", "node", "socket", "exclusive", "core-complex")
 
 
@@ -177,8 +178,11 @@ exit codes: the command's; 2 usage, 69 no driver, 70 a package is missing,
 73 state directory unusable, 75 not free in time, 78 never on this host,
 126 the command cannot be run, 127 it is not found, 130 interrupted"""
     add_request(parser)
-    add_quiet(parser, "say nothing about waiting, nor which GPUs were claimed")
-    parser.add_argument("--affinity", choices=_CLAIM_MODES, help="CPUs to bind to (default node)")
+    quiet = "say nothing about waiting, nor which GPUs were claimed"
+    parser.add_argument("-q", "--quiet", action="store_true", help=quiet)
+    parser.add_argument(
+        "--affinity", choices=_CLAIM_MODES, default=argparse.SUPPRESS, help="CPUs to bind to (default node)"
+    )
     parser.add_argument("--memory", choices=("preferred", "bind"), help="NUMA memory policy next to the GPUs")
     parser.add_argument(
         "--visible-as",
@@ -186,125 +190,61 @@ exit codes: the command's; 2 usage, 69 no driver, 70 a package is missing,
         default="index",
         help="how CUDA_VISIBLE_DEVICES names them; uuid for shells and long sessions",
     )
-    add_command(parser)
+    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- CMD", help="the command and its arguments")
     parser.set_defaults(handler=_run)
 
 
-def _run(options: argparse.Namespace) -> int:
+def _run(options: argparse.Namespace) -> NoReturn:
     path = find_command(options.command)
-    _warn_of_daemons(options.command, path)
+    if any(os.path.basename(word).startswith(("docker", "nerdctl", "podman")) for word in options.command):
+        from ..coordination.files import state_dir_path
+        from .command_hints import warning_about
+
+        if warning := warning_about(options.command, path, state_dir_path()):
+            say(warning)
     if os.environ.get("SAFE_GPU_EXPECT"):
         from ..claim.worker import check_expected_gpu
 
         check_expected_gpu()
-    from ..claim.owner import release_gpus
-
-    try:
-        return _claim_and_become(path, options)
-    finally:
-        release_gpus()  # also where an exception came before the claim had a name here
-
-
-def _claim_and_become(path: str, options: argparse.Namespace) -> NoReturn:
-    from ..claim.owner import GPUOwner
+    from ..claim.owner import GPUOwner, release_gpus
     from ..coordination.records import command_for_record
     from ..coordination.signals import unwind_on_signals
     from ..runtimes.placeholders import NoPlaceholder
     from ..runtimes.visible_devices import hide_all
 
-    choice: dict[str, Any] = {**hold_for_of(options)}
-    if options.affinity is not None:
-        choice["affinity"] = None if options.affinity == "none" else options.affinity
+    arguments = claim_arguments(options)
+    if arguments.get("affinity") == "none":
+        arguments["affinity"] = None
+    hint = "hold_for" not in arguments
     try:
-        with unwind_on_signals(), WaitLine(sys.stderr) as line:
-            news = WaitDisplay(line, quiet=options.quiet, hint=not hasattr(options, "hold_for"))
+        with unwind_on_signals(), WaitLine(sys.stderr, quiet=options.quiet, hint=hint) as line:
             owner = GPUOwner(
-                options.nb_gpus,
-                NoPlaceholder(),
-                Log(),
-                timeout=timeout_of(options),
-                memory=options.memory,
-                min_memory=options.min_memory,
-                model=options.model,
-                exclude=options.exclude,
-                only=options.only,
-                vendor=options.vendor,
-                visible_as=options.visible_as,
+                placeholder_fn=NoPlaceholder(),
+                logger=Log(),
                 delegate=True,
-                _on_wait=news.tell,
+                _on_wait=line.show,
                 _command=command_for_record(options.command),
                 _spelling=CommandLine,
-                **choice,
+                **arguments,
             )
+        if not options.quiet and (line.waited or sys.stderr.isatty()):
+            say(_got(owner, line.seconds if line.waited else None))
+        owner.keep_across_exec()
+        become(path, options.command)
     except UnsatisfiableRequestError as err:
         if options.nb_gpus != "job" or err.value != 0:
             raise
         os.environ.update(hide_all("nvidia"), **hide_all("amd"))  # the job asked for no GPU, so it shall see none
         become(path, options.command)
-    if not options.quiet and (news.waited or sys.stderr.isatty()):
-        say(_got(owner, time.monotonic() - news.began if news.waited else None))
-    owner.keep_across_exec()
-    become(path, options.command)
-
-
-def _warn_of_daemons(command: list[str], path: str) -> None:
-    """Say so where the command is the client of a daemon that starts containers."""
-    if not {os.path.basename(word) for word in command} & _CLIENTS:
-        return
-    from ..coordination.files import state_dir_path
-    from .command_hints import warning_about
-
-    text = warning_about(command, path, state_dir_path())
-    if text:
-        say(text)
-
-
-class WaitDisplay:
-    """Hands the news of a wait on to the line that shows it, unless the user wants none.
-
-    Args:
-        hint: mention --for once.
-
-    Attributes:
-        waited: whether there was any. began: ``time.monotonic()`` value of its making.
-    """
-
-    def __init__(self, line: WaitLine, *, quiet: bool, hint: bool = False) -> None:
-        self.waited = False
-        self.began = time.monotonic()
-        self._line = line
-        self._quiet = quiet
-        self._hint = hint
-        self._told = False
-
-    def tell(self, news: WaitStatus) -> None:
-        """Where the wait stands."""
-        self.waited = True
-        if not self._quiet:
-            self._line.show(news)
-            # Not at once, as most waits are short; but behind another waiter it may help at once.
-            if self._hint and (self._told or news.ahead is not None):
-                self._hint = False
-                if _says_nothing():
-                    self._line.note("short jobs get in earlier if they say for how long: --for 30m")
-            self._told = True
-
-
-def _says_nothing() -> bool:
-    """Whether nothing says for how long the GPUs will be held: no variable, no batch job."""
-    from ..claim.times import DEFAULT, parse_hold_for
-    from ..schedulers import current
-
-    return parse_hold_for(DEFAULT, os.environ, current(os.environ)).at(time.time()) is None
+    finally:
+        release_gpus()  # also where an exception came before the claim had a name here
 
 
 def _got(owner: GPUOwner, waited: float | None) -> str:
     """``got GPU 0-2,5 (4 x NVIDIA A100-SXM4-80GB) after 3 min``."""
     from ..text import format_age, gpu_ranges
 
-    models: dict[str, int] = {}
-    for gpu in owner.gpus:
-        models[gpu.name] = models.get(gpu.name, 0) + 1
+    models = Counter(gpu.name for gpu in owner.gpus)
     names = ", ".join(f"{number} x {name}" if number > 1 else name for name, number in models.items() if name)
     text = f"got GPU {gpu_ranges(gpu.label for gpu in owner.gpus)}{names and f' ({names})'}"
     return text if waited is None else f"{text} after {format_age(waited)}"
@@ -315,6 +255,8 @@ def _got(owner: GPUOwner, waited: float | None) -> str:
 
 def configure_bind(parser: argparse.ArgumentParser) -> None:
     """Its options and its handler."""
+    from ..affinity.options import MODES
+
     parser.usage = "safe-gpu bind [options] -- CMD ..."
     parser.description = (
         "Bind CPUs (and memory) next to the visible GPUs, then become the command: for\n"
@@ -324,7 +266,7 @@ def configure_bind(parser: argparse.ArgumentParser) -> None:
     parser.epilog = """examples:
   torchrun --no-python --nproc-per-node 8 safe-gpu bind -- python train.py
   mpirun -np 8 safe-gpu bind --memory preferred -- ./simulate"""
-    parser.add_argument("--mode", choices=all_modes(), default="node", metavar="M", help="affinity mode (default node)")
+    parser.add_argument("--mode", choices=MODES, default="node", metavar="M", help="affinity mode (default node)")
     parser.add_argument("--memory", choices=("preferred", "bind"), help="NUMA memory policy next to the GPUs")
     add_which_gpus(
         parser,
@@ -334,7 +276,7 @@ def configure_bind(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--if-possible", action="store_true", help="run the command unbound, and say why, where binding fails"
     )
-    add_command(parser)
+    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- CMD", help="the command and its arguments")
     parser.set_defaults(handler=_bind)
 
 
@@ -364,7 +306,7 @@ def configure_wait(parser: argparse.ArgumentParser) -> None:
 and claim nothing; exit code 0 then."""
     parser.epilog = "example:\n  safe-gpu wait -n 2 --timeout 1h && notify-send 'two GPUs are free'"
     add_request(parser)
-    add_quiet(parser, "say nothing about waiting")
+    parser.add_argument("-q", "--quiet", action="store_true", help="say nothing about waiting")
     parser.set_defaults(handler=_wait)
 
 
@@ -372,19 +314,7 @@ def _wait(options: argparse.Namespace) -> int:
     from ..claim.free import wait_for_gpus
     from ..coordination.signals import unwind_on_signals
 
-    with unwind_on_signals(), WaitLine(sys.stderr) as line:
-        gpus = wait_for_gpus(
-            options.nb_gpus,
-            timeout=timeout_of(options),
-            min_memory=options.min_memory,
-            model=options.model,
-            exclude=options.exclude,
-            only=options.only,
-            vendor=options.vendor,
-            logger=Log(),
-            on_wait=WaitDisplay(line, quiet=options.quiet).tell,
-            spelling=CommandLine,
-            **hold_for_of(options),
-        )
+    with unwind_on_signals(), WaitLine(sys.stderr, quiet=options.quiet) as line:
+        gpus = wait_for_gpus(logger=Log(), on_wait=line.show, spelling=CommandLine, **claim_arguments(options))
     sys.stdout.writelines(f"{gpu.label}\n" for gpu in gpus)
     return 0

@@ -7,22 +7,21 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from ..errors import SafeGpuError
-from .output import columns, in_color, is_terminal, say
-from .parser import add_vendor, seconds
+from .commands import EX_NO_DRIVER, EX_STATE_DIR
+from .output import columns, in_color, is_terminal, print_json, say, write_whole
+from .parser import CommandLine, add_vendor
 
 if TYPE_CHECKING:
     from ..status.facts import HostStatus
-    from ..status.history import GpuHours, PastClaim
+    from ..status.history import PastClaim
 
 
 # ``safe-gpu status``: which GPUs are free, who has the others, who waits; once, or again and again.
 
 
-_EX_DRIVER = 69
-_EX_STATE_DIR = 73
 _INTERVAL = 2.0
 
 
@@ -47,106 +46,92 @@ def configure_status(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(handler=_status, usage_error=parser.error)
 
 
+def seconds(text: str) -> float:
+    """The value of --interval."""
+    from ..settings import parse_duration
+
+    found = parse_duration(text, "interval", spelling=CommandLine)
+    if not found or found < 0.1:
+        raise ValueError(f"--interval {text} is not possible: a tenth of a second is the least")
+    return found
+
+
 def _status(options: argparse.Namespace) -> int:
-    if options.interval is not None and not options.watch:
-        options.usage_error("--interval goes with --watch")
-    if options.output is not None and not options.prometheus:
-        options.usage_error("--output goes with --prometheus")
-    user = _user(options)
+    user: str | None = options.user
+    if options.mine:
+        if user is not None:
+            options.usage_error("--mine and --user do not go together")
+        from ..procfs import user_name
+
+        user = user_name(os.geteuid())
+    for option, other in (("interval", "watch"), ("output", "prometheus")):
+        if getattr(options, option) is not None and not getattr(options, other):
+            options.usage_error(f"--{option} goes with --{other}")
     for form in ("prometheus", "free"):
         if getattr(options, form) and (user is not None or options.watch):
             options.usage_error(f"--{form} goes with none of --mine, --user and --watch")
     if options.watch:
-        interval = _INTERVAL if options.interval is None else options.interval
-        _watch(interval, as_json=options.json, user=user, vendor=options.vendor)
+        _watch(options, user)
     status = _gathered(options.vendor)
-    if options.prometheus or options.free or options.json:
-        for warning in status.broken:
-            say(f"warning: {warning}")
+    warnings: Sequence[str] = ()
     if options.prometheus or options.free:
-        for warning in status.warnings:
-            say(f"warning: {warning}")
-    elif options.json and status.shift:
-        say(f"warning: {status.shift}")
+        warnings = (*status.broken, *status.warnings)
+    elif options.json:
+        warnings = (*status.broken, *filter(None, [status.shift]))
+    for warning in warnings:
+        say(f"warning: {warning}")
     if options.prometheus:
-        _metrics(status, options.output)
+        from ..status.render import render_metrics
+
+        text = render_metrics(status)
+        if options.output in (None, "-"):
+            sys.stdout.write(text)
+        else:
+            write_whole(options.output, text)
     elif options.free:
         from ..status.gather import free_labels
 
         sys.stdout.writelines(f"{label}\n" for label in free_labels(status))
+    elif options.json:
+        print_json(_of(status, user).to_dict())
     else:
-        print(_json(_of(status, user), indent=2) if options.json else _table(status, user))
-    return _EX_STATE_DIR if status.warnings else _EX_DRIVER if status.broken else 0
+        print(_table(status, user))
+    return EX_STATE_DIR if status.warnings else EX_NO_DRIVER if status.broken else 0
 
 
 def _gathered(vendor: str | None) -> HostStatus:
-    from ..status.gather import gather
+    from ..status.gather import gather, of_vendor
 
-    if vendor is None:
-        return gather()
-    from ..status.gather import of_vendor
-
-    return of_vendor(gather(), vendor)
-
-
-def _user(options: argparse.Namespace) -> str | None:
-    """Whose GPUs are to be shown; None for everybody's."""
-    if options.mine:
-        if options.user is not None:
-            options.usage_error("--mine and --user do not go together")
-        from ..procfs import user_name
-
-        return user_name(os.geteuid())
-    user: str | None = options.user
-    return user
+    return gather() if vendor is None else of_vendor(gather(), vendor)
 
 
 def _of(status: HostStatus, user: str | None) -> HostStatus:
-    if user is None:
-        return status
     from ..status.gather import of_user
 
-    return of_user(status, user)
+    return status if user is None else of_user(status, user)
 
 
-def _metrics(status: HostStatus, output: str | None) -> None:
-    from ..status.render import render_metrics
-
-    text = render_metrics(status)
-    if output is None or output == "-":
-        sys.stdout.write(text)
-    else:
-        from .output import write_whole
-
-        write_whole(output, text)
-
-
-def _table(status: HostStatus, user: str | None = None) -> str:
+def _table(status: HostStatus, user: str | None) -> str:
     from ..status.render import render
 
     shown = None if user is None else _of(status, user)
     return render(status, width=columns(), color=in_color(sys.stdout), shown=shown)
 
 
-def _json(status: HostStatus, indent: int | None = None) -> str:
-    import json
-
-    return json.dumps(status.to_dict(), indent=indent)
-
-
-def _watch(interval: float, *, as_json: bool, user: str | None, vendor: str | None) -> None:
+def _watch(options: argparse.Namespace, user: str | None) -> NoReturn:
     """Show it until somebody interrupts; on a terminal in place, elsewhere one after the other."""
-    import time
+    import json
 
     from ..text import cut
 
-    in_place = is_terminal(sys.stdout) and not as_json
+    interval = _INTERVAL if options.interval is None else options.interval
+    in_place = is_terminal(sys.stdout) and not options.json
     if in_place:
         sys.stdout.write("\x1b[H\x1b[2J")
     while True:
-        status = _gathered(vendor)
-        if as_json:
-            text = f"{_json(_of(status, user))}\n"
+        status = _gathered(options.vendor)
+        if options.json:
+            text = f"{json.dumps(_of(status, user).to_dict())}\n"
         else:
             now = time.strftime("%H:%M:%S", time.localtime(status.taken_at))
             text = f"{cut(f'{now}, every {interval:g} s (Ctrl-C ends)', columns())}\n{_table(status, user)}\n"
@@ -256,12 +241,7 @@ def _history(options: argparse.Namespace) -> int:
         claims = [claim for claim in claims if claim.user == options.user]
     if options.idle:
         claims = _without_work(claims)
-    if options.by:
-        from ..status.history import gpu_hours_by
-
-        _show_use(gpu_hours_by(claims, options.by, since, until), options, since, until)
-    else:
-        _show_claims(claims[::-1], options, since, until)
+    _show(claims, options, since, until)
     return 0
 
 
@@ -283,60 +263,55 @@ def _without_work(claims: list[PastClaim]) -> list[PastClaim]:
     return found
 
 
-def _show_claims(claims: list[PastClaim], options: argparse.Namespace, since: float, until: float) -> None:
-    documents = (_fields(one, since, until) for one in claims)
-    if options.json:
-        _print_json({"since": since, "until": until}, "claims", documents)
-    elif options.csv:
-        names = [*_FACTS, "gpu_hours_least", "gpu_hours_most"]
-        _print_csv(names, ([_cell(name, fields[name]) for name in names] for fields in documents))
-    elif claims:
-        from ..status.history import table_of_claims
-
-        _print_lines(table_of_claims(claims, since, until, columns()))
-    else:
-        print("no claims in this time")
-
-
 _FACTS = "user uid pid job command host gpus labels since until running seen ended".split()
 
 
-def _fields(claim: PastClaim, since: float, until: float) -> dict[str, object]:
-    from ..status.history import hours_held
+def _show(claims: list[PastClaim], options: argparse.Namespace, since: float, until: float) -> None:
+    """Claims, or their sums, in the form that was asked for."""
+    from ..status.history import gpu_hours_by, hours_held, table_of_claims, table_of_use
 
-    least, most = (round(seconds * len(claim.gpus) / 3600, 4) for seconds in hours_held(claim, since, until))
-    facts = {name: getattr(claim, name) for name in _FACTS}
-    return {**facts, "gpu_hours_least": least, "gpu_hours_most": most}
-
-
-def _show_use(found: list[GpuHours], options: argparse.Namespace, since: float, until: float) -> None:
-    names = [options.by, "claims", "gpu_hours_least", "gpu_hours_most"]
-    rows = [[one.key, one.claims, round(one.least, 4), round(one.most, 4)] for one in found]
-    if options.json:
-        uses = (dict(zip(names, row, strict=True)) for row in rows)
-        _print_json({"since": since, "until": until, "by": options.by}, "use", uses)
-    elif options.csv:
-        _print_csv(names, rows)
-    elif found:
-        from ..status.history import table_of_use
-
-        _print_lines(table_of_use(found, options.by, columns()))
+    head: dict[str, object] = {"schema": 1, "since": since, "until": until}
+    rows: Iterable[Sequence[object]]
+    if options.by:
+        uses = gpu_hours_by(claims, options.by, since, until)
+        head["by"], kind, names = options.by, "use", [options.by, "claims"]
+        rows = ((one.key, one.claims, round(one.least, 4), round(one.most, 4)) for one in uses)
     else:
+        claims.reverse()
+        kind, names = "claims", _FACTS
+        rows = (
+            [getattr(one, name) for name in _FACTS]
+            + [round(seconds * len(one.gpus) / 3600, 4) for seconds in hours_held(one, since, until)]
+            for one in claims
+        )
+    names = [*names, "gpu_hours_least", "gpu_hours_most"]
+    if options.json:
+        _print_json(head, kind, (dict(zip(names, row, strict=True)) for row in rows))
+    elif options.csv:
+        import csv
+
+        writer = csv.writer(sys.stdout, lineterminator="\n")
+        writer.writerow(names)
+        writer.writerows(map(_cell, names, row) for row in rows)
+    elif not claims:
         print("no claims in this time")
+    else:
+        table = (
+            table_of_use(uses, options.by, columns())
+            if options.by
+            else table_of_claims(claims, since, until, columns())
+        )
+        for line in table:
+            print(line)
 
 
 # A history may be long, so it is never put together as one text.
 
 
-def _print_lines(lines: Iterable[str]) -> None:
-    for line in lines:
-        print(line)
-
-
-def _print_json(document: dict[str, object], name: str, entries: Iterable[dict[str, object]]) -> None:
+def _print_json(head: dict[str, object], name: str, entries: Iterable[dict[str, object]]) -> None:
     import json
 
-    print(json.dumps({"schema": 1, **document, name: []}, indent=2).removesuffix("]\n}"), end="")
+    print(json.dumps({**head, name: []}, indent=2).removesuffix("]\n}"), end="")
     before = "\n    "
     for entry in entries:
         print(before + json.dumps(entry, indent=2).replace("\n", "\n    "), end="")
@@ -344,20 +319,11 @@ def _print_json(document: dict[str, object], name: str, entries: Iterable[dict[s
     print("]\n}" if before == "\n    " else "\n  ]\n}")
 
 
-def _print_csv(names: list[str], rows: Iterable[Sequence[object]]) -> None:
-    import csv
-
-    writer = csv.writer(sys.stdout, lineterminator="\n")
-    writer.writerow(names)
-    for row in rows:
-        writer.writerow([f"'{cell}" if isinstance(cell, str) and cell.startswith(_FORMULA) else cell for cell in row])
-
-
 def _cell(name: str, value: object) -> object:
-    if value is None:
-        return ""
     if isinstance(value, tuple):
-        return " ".join(map(str, value))
-    if name in ("since", "until", "seen", "ended"):
+        value = " ".join(map(str, value))
+    if isinstance(value, str):
+        return f"'{value}" if value.startswith(_FORMULA) else value
+    if value is not None and name in ("since", "until", "seen", "ended"):
         return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(float(str(value))))
-    return value
+    return value  # None is an empty cell

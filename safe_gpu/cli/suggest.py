@@ -4,66 +4,43 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-# What the tools that people come from call it.
+# What the tools that people come from call it: what is meant, and other words for it. Where a word stands for several
+# options, the first that the command has is meant.
 _COMMANDS = {
-    "check": "doctor",
-    "claim": "run",
-    "completions": "completion",
-    "exec": "run",
-    "free": "status",
-    "gpustat": "status",
-    "info": "status",
-    "launch": "run",
-    "list": "status",
-    "ls": "status",
-    "monitor": "status --watch",
-    "numa": "affinity",
-    "ps": "status",
-    "queue": "status",
-    "show": "status",
-    "srun": "run",
-    "start": "run",
-    "submit": "run",
-    "test": "doctor",
-    "top": "status --watch",
-    "topo": "affinity",
-    "version": "--version",
-    "watch": "status --watch",
+    "affinity": "numa topo",
+    "completion": "completions",
+    "doctor": "check test",
+    "run": "claim exec launch srun start submit",
+    "status": "free gpustat info list ls ps queue show",
+    "status --watch": "monitor top watch",
+    "--version": "version",
 }
 _OPTIONS = {
-    "-G": ["--gpus"],
-    "-N": ["--gpus"],
-    "-V": ["--version"],
-    "-c": ["--min-cores"],
-    "-f": ["--watch"],
-    "-g": ["--gpus", "--gpu"],
-    "-i": ["--only", "--gpu", "--interval"],
-    "-j": ["--json"],
-    "-l": ["--watch"],
-    "-m": ["--min-memory", "--memory", "--mode"],
-    "-v": ["--version"],
-    "-w": ["--timeout", "--watch"],
-    "--count": ["--gpus"],
-    "--cpu-bind": ["--affinity", "--mode"],
-    "--cpus": ["--affinity", "--allowed"],
-    "--delay": ["--interval"],
-    "--device": ["--only", "--gpu"],
-    "--devices": ["--only", "--gpu"],
-    "--follow": ["--watch"],
-    "--gpu-memory": ["--min-memory"],
-    "--gres": ["--gpus"],
-    "--id": ["--only", "--gpu"],
-    "--loop": ["--watch"],
-    "--mem": ["--min-memory", "--memory"],
-    "--ngpus": ["--gpus"],
-    "--num-gpus": ["--gpus"],
-    "--pid": ["--of"],
-    "--silent": ["--quiet"],
-    "--skip": ["--exclude"],
-    "--type": ["--model"],
-    "--vram": ["--min-memory"],
-    "--wait": ["--timeout"],
+    "--affinity": "--cpu-bind --cpus",
+    "--allowed": "--cpus",
+    "--exclude": "--skip",
+    "--gpus": "-G -N -g --count --gres --ngpus --num-gpus",
+    "--only": "-i --device --devices --id",
+    "--gpu": "-g -i --device --devices --id",
+    "--interval": "-i --delay",
+    "--json": "-j",
+    "--min-cores": "-c",
+    "--min-memory": "-m --gpu-memory --mem --vram",
+    "--memory": "-m --mem",
+    "--mode": "-m --cpu-bind",
+    "--model": "--type",
+    "--of": "--pid",
+    "--quiet": "--silent",
+    "--timeout": "-w --wait",
+    "--version": "-V -v",
+    "--watch": "-f -l -w --follow --loop",
 }
+
+
+def _meant(word: str, table: Mapping[str, str], known: Iterable[str] | None = None) -> str:
+    """What one of these tables has for a word; "" for nothing, or nothing that is known."""
+    found = (name for name, words in table.items() if word in words.split())
+    return next((name for name in found if known is None or name in known), "")
 
 
 def _similar(word: str, known: Iterable[str]) -> str:
@@ -94,13 +71,9 @@ def unknown_option(word: str, options_of: Mapping[str, Sequence[str]]) -> str:
     owner = next((command for command, options in options_of.items() if name in options), "")
     if owner:
         return f"{name} is an option of safe-gpu {owner}: write safe-gpu {owner} {word} ..."
-    if name in _OPTIONS:
-        for command, options in {"": ("--help", "--version"), **options_of}.items():
-            meant = next((option for option in _OPTIONS[name] if option in options), "")
-            if meant:
-                return (
-                    f"there is no option {name}: did you mean {' '.join(filter(None, ['safe-gpu', command, meant]))}?"
-                )
+    for command, options in {"": ("--help", "--version"), **options_of}.items():
+        if meant := _meant(name, _OPTIONS, options):
+            return f"there is no option {name}: did you mean {' '.join(filter(None, ['safe-gpu', command, meant]))}?"
     return unknown_argument(word, ("--help", "--version"))
 
 
@@ -109,7 +82,7 @@ def unknown_command(word: str, commands: Sequence[str]) -> str:
     from .become import CommandError, find_command
 
     text = f"there is no command {word!r}"
-    meant = _COMMANDS.get(word.lower()) or _similar(word, commands)
+    meant = _meant(word.lower(), _COMMANDS) or _similar(word, commands)
     if meant:
         return f"{text}: did you mean safe-gpu {meant}?"
     try:
@@ -131,7 +104,7 @@ def unknown_argument(word: str, known: Sequence[str]) -> str:
     if not word.startswith("-"):
         hint = f": did you mean -n {word}?" if word.isdecimal() and "-n" in known else ""
         return f"unexpected argument {word!r}{hint}"
-    meant = next((option for option in _OPTIONS.get(name, ()) if option in known), "")
+    meant = _meant(name, _OPTIONS, known)
     if not meant and len(name) > 2:  # -timeout too
         meant = _similar(name, (option for option in known if option.startswith("--")))
     return f"there is no option {name}{f': did you mean {meant}?' if meant else ''}"

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -57,11 +55,8 @@ def seen(output: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("host", "arguments", "inherited", "taken"),
     [
-        ("mi250x", ["-n", 2, "--only", "0,1"], {}, [0, 1]),
         ("mi250x", [], {ROCR: "6,7", HIP: "1"}, [7]),
         ("mi300x-cpx", ["-n", 2, "--only", "62-63"], {}, [62, 63]),
-        ("hip", ["-n", 2, "--only", "3-4"], {}, [3, 4]),
-        ("hip", ["--exclude", "0,1"], {}, [2]),
         ("hip", ["--only", 5, "--visible-as", "index"], {}, [5]),
         ("hip", ["--model", "instinct"], {}, [0]),
         ("hip", [], {CUDA: "4"}, [4]),
@@ -77,19 +72,12 @@ def test_the_command_sees_its_gpus(
     assert seen(done.stdout) == host.variables(*taken)
 
 
-@pytest.mark.parametrize("host", ["mi250x"], indirect=True)
-def test_gpus_are_named_by_the_beginning_of_the_uuid(command: Any, host: Host) -> None:
-    assert seen(command.run("run", "--only", host.uuids[6][:8], "--", *PRINT).stdout) == host.variables(6)
-
-
 @pytest.mark.parametrize(
     ("host", "arguments", "inherited", "words"),
     [
         ("mi300x-cpx", ["-n", 65], {}, ["65"]),
         ("mi250x", ["-n", 2], {ROCR: "3"}, ["ROCR_VISIBLE_DEVICES=3 limits this process to 1 of"]),
         ("hip", ["-n", 1], {ROCR: ""}, ["ROCR_VISIBLE_DEVICES"]),
-        ("hip", ["--model", "A100"], {}, ["A100", "Instinct"]),
-        ("mi250x", ["--only", "GPU-no"], {}, ["GPU-no"]),
     ],
     indirect=["host"],
 )
@@ -118,25 +106,6 @@ def test_one_holds_and_others_look(command: Any, host: Host) -> None:
     assert f"process {holder.pid}" in refused.stderr
     holder.communicate(timeout=60)
     assert command.run("status", "--free").stdout.split() == [str(index) for index in range(len(host.uuids))]
-
-
-@on_two
-def test_a_waiter_is_served_when_the_holder_ends(
-    command: Any, host: Host, eventually: Callable[[Callable[[], bool]], None]
-) -> None:
-    every = len(host.uuids)
-    holder = command.start("run", "-n", every, "--", *HOLD, stdin=subprocess.PIPE)
-    assert holder.stdout.readline() == "held\n"
-    waiter = command.start("run", "-n", 1, "--only", 7, "--", *PRINT)
-    queue = Path(os.environ["SAFE_GPU_DIR"]) / "queue"
-    eventually(lambda: queue.exists() and any(queue.iterdir()))
-    assert [(one["pid"], one["nb_gpus"]) for one in json.loads(command.run("status", "--json").stdout)["queue"]] == [
-        (waiter.pid, 1)
-    ]
-    holder.communicate(timeout=60)
-    out, err = waiter.communicate(timeout=60)
-    assert seen(out) == host.variables(7)
-    assert str(holder.pid) in err, "for whom it waits"
 
 
 INNER = """

@@ -1,18 +1,20 @@
-"""Completion as the shells do it: they load the script and are asked what comes next."""
+"""Completion as the shells do it: they load the script, are asked what comes next, and ask the program."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from safe_gpu.affinity.options import MODES
 from safe_gpu.cli.commands import COMMANDS, main, parser_of
-from safe_gpu.cli.completion import SHELLS, commands
+from safe_gpu.cli.completion import SHELLS, candidates
 
 Complete = Callable[..., set[str]]
 
@@ -56,7 +58,7 @@ print READY
 
 
 @pytest.fixture
-def script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[[str], Path]:
+def script(tmp_path: Path, capsys: pytest.CaptureFixture[str], command: object) -> Callable[[str], Path]:
     def write(shell: str) -> Path:
         assert main(["completion", shell]) == 0
         path = tmp_path / f"safe-gpu.{shell}"
@@ -119,6 +121,7 @@ def test_the_script_is_one(shell: str, script: Callable[[str], Path]) -> None:
         (("affinity", "--mode", "single"), {mode for mode in MODES if mode.startswith("single")}),
         (("status", "--w"), {"--watch"}),
         (("completion", "b"), {"bash"}),
+        (("run", "--affinity=n"), {"--affinity=none", "--affinity=node"}),
         (("help", "doc"), {"doctor"}),
         (("run", "--", "print"), {"printenv", "printf"}),
         (("run", "-n", "2", "-q", "print"), {"printenv", "printf"}),
@@ -142,19 +145,21 @@ def test_bash_splits_at_the_equals_sign(script: Callable[[str], Path], tmp_path:
     assert answers(program("bash"), "--norc", "-c", _BASH, "bash", script("bash"), *words, home=tmp_path) == "uuid\n"
 
 
-@pytest.mark.parametrize("shell", list(SHELLS))
-def test_every_option_of_every_command_is_known(shell: str, script: Callable[[str], Path]) -> None:
-    text = script(shell).read_text()
-    for name in COMMANDS:
-        assert name in text
-        for option in parser_of(name).names():
-            assert (option.lstrip("-") if shell == "fish" else option) in text, (name, option)
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_option_of_every_command_is_known(name: str) -> None:
+    found = candidates(["safe-gpu", name, "-"])
+    assert isinstance(found, dict)
+    assert parser_of(name).names() == [word for word in found if word.startswith("-")]
+    assert all(found[word] for word in parser_of(name).names())
 
 
-def test_what_options_take() -> None:
-    (run,) = (command for command in commands() if command.name == "run")
-    takes = {name: bool(option.value) for option in run.options for name in option.names}
-    assert takes["-n"]
-    assert takes["--gpus"]
-    assert not takes["--quiet"]
-    assert run.runs
+def test_it_asks_no_driver_and_leaves_no_trace(command: Any, ground: Any) -> None:
+    code = """
+import sys
+from safe_gpu.cli import main
+main(["completion", "bash", "--", "safe-gpu", "affinity", "--mode", "sock"])
+print(*(name for name in sys.modules if name.startswith(("safe_gpu.drivers.", "safe_gpu.claim", "ctypes"))))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("socket\n\n", "")
+    assert not ground.directory.exists()

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.terminals import open_terminal
+from support.terminals import Terminal
 
 from safe_gpu.claim.messages import WaitStatus
 from safe_gpu.cli.run import WaitLine
@@ -92,32 +92,15 @@ def test_from_the_limit_on_it_is_marked_and_listed(
     assert all(one["idle_for"] > 2 * HOUR for one in json.loads(command.run("status", "--json").stdout)["gpus"])
 
 
-def waits(command: Any, *arguments: object) -> tuple[Any, int]:
-    """A waiter on a terminal, and the terminal's other end."""
-    master, slave = open_terminal()
-    started = command.start(*arguments, stderr=slave)
-    os.close(slave)
-    return started, master
-
-
-def read_until(terminal: int, text: str) -> str:
-    said = ""
-    while text not in said:
-        said += os.read(terminal, 65536).decode()
-    return said
-
-
 @pytest.mark.parametrize("words", [("run", "--", "true"), ("wait",)], ids=["run", "wait"])
 def test_a_waiter_on_a_terminal_is_told_whom_to_ask(
-    idle: Any, command: Any, rules: Any, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    idle: Any, command: Any, rules: Any, words: tuple[str, ...], terminal: Terminal
 ) -> None:
-    monkeypatch.setenv("TERM", "xterm")
     rules("idle_report_after = 1h")
-    started, terminal = waits(command, *words)
-    read_until(terminal, f"safe-gpu: no work on GPU 0-7 for 2 h: it is yours (pid {idle.pid})\r\n")
+    started = command.start(*words, stderr=terminal.slave)
+    terminal.read_until(f"safe-gpu: no work on GPU 0-7 for 2 h: it is yours (pid {idle.pid})\r\n")
     idle.communicate("\n", timeout=60)
     assert started.wait(60) == 0
-    os.close(terminal)
 
 
 class Tty(io.StringIO):

@@ -66,8 +66,3 @@ def test_a_user_without_gpus(busy: None, command: Any) -> None:
 def test_what_does_not_go_together(state_dir: Path, command: Any, line: str) -> None:
     done = command.run("status", *line.split())
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
-
-
-def test_wait_prints_the_gpus(busy: None, command: Any) -> None:
-    done = command.run("wait", "-n", 2, "--exclude", "2")
-    assert (done.returncode, done.stdout) == (0, "6\n7\n")

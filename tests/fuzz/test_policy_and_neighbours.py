@@ -55,7 +55,9 @@ def test_a_policy(text: str) -> None:
             limits = policy.limits_of_user(parsed, uid)
             assert limits.max_gpus is None or 0 <= limits.max_gpus < 10**5
         policy.limits_of_this_user(parsed)
-    assert refused.error is None or isinstance(refused.error, PolicyError)
+    if refused.error is not None:
+        assert isinstance(refused.error, PolicyError)
+        assert refused.error.line in range(1, len(text.splitlines()) + 1)
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import pytest
 
 from safe_gpu.devices import ComputeMode, Gpu, GpuProcess, ProcessKind
 from safe_gpu.drivers import nvml
-from safe_gpu.drivers import nvml_session as nvml_processes
+from safe_gpu.drivers.nvml_session import read_rows
 from safe_gpu.errors import NoDriverError
 
 # nvmlReturn_t, as the fake answers it
@@ -157,15 +157,6 @@ def test_lists_by_kind(host: Any, driver: nvml.NvmlDriver) -> None:
     assert all(gpu.processes == () for gpu in gpus if gpu.index != 2)
 
 
-def test_a_pid_that_is_listed_twice_counts_once() -> None:
-    rows = [(ProcessKind.COMPUTE, nvml_processes.ProcessRow(7, memory, None, None)) for memory in (None, 5, 3)]
-    merged = nvml_processes.merge([*rows, (ProcessKind.MPS, rows[0][1])], {7: "train"})
-    assert merged == (
-        GpuProcess(7, ProcessKind.COMPUTE, 5, "train"),
-        GpuProcess(7, ProcessKind.MPS, None, "train"),
-    )
-
-
 def test_more_processes_than_expected(host: Any, driver: nvml.NvmlDriver) -> None:
     for number in range(150):
         host.process(host.uuids[0], HIDDEN + number, number, static=True)
@@ -188,9 +179,7 @@ def test_processes_that_start_during_the_call(host: Any, driver: nvml.NvmlDriver
         assert gpu.process_error
 
 
-@pytest.mark.parametrize(
-    "flags", [(), ("-DSTRIDE_V3=32",), ("-DNO_V3",), ("-DNO_V2",), ("-DANCIENT", "-DNO_V2", "-DNO_MIG", "-DNO_SCOPE")]
-)
+@pytest.mark.parametrize("flags", [(), ("-DSTRIDE_V3=32",), ("-DNO_V3",), ("-DNO_V3", "-DNO_MIG", "-DNO_SCOPE")])
 def test_every_generation_of_driver(host: Any, flags: tuple[str, ...]) -> None:
     host.variant(*flags)
     host.here()
@@ -229,8 +218,9 @@ def test_a_driver_without_mps_lists(host: Any) -> None:
     assert pids(nvml.NvmlDriver().snapshot().gpus[0]) == {(HIDDEN, ProcessKind.COMPUTE)}
 
 
-def test_a_driver_without_process_lists(host: Any) -> None:
-    host.variant("-DNO_PROCESSES")
+@pytest.mark.parametrize("flag", ["-DNO_PROCESSES", "-DNO_V2"])
+def test_a_driver_without_process_lists_that_we_know(host: Any, flag: str) -> None:
+    host.variant(flag)
     host.here()
     gpus = nvml.NvmlDriver().snapshot().gpus
     assert all(gpu.processes is None and not gpu.processes_supported and gpu.process_error for gpu in gpus)
@@ -261,7 +251,7 @@ def test_a_list_that_fails_this_time(host: Any, driver: nvml.NvmlDriver, field: 
     assert driver.snapshot().gpus[0].processes == ()
 
 
-def test_stride_falls_back_to_the_header_when_nothing_tells() -> None:
+def test_rows_have_their_usual_width_when_nothing_tells() -> None:
     # A driver that clears the whole buffer leaves no trace of its row size.
     def function(_handle: object, count: Any, buffer: Any) -> int:
         ctypes.memset(buffer, 0, 32 * 4)
@@ -270,7 +260,7 @@ def test_stride_falls_back_to_the_header_when_nothing_tells() -> None:
         count._obj.value = 2
         return 0
 
-    code, rows = nvml_processes.read_rows(function, None, 24)
+    code, rows = read_rows(function, None)
     assert (code, [row.pid for row in rows]) == (0, [7, 8])
 
 
@@ -413,6 +403,13 @@ def test_nvml_that_does_not_start(host: Any, code: int, words: str) -> None:
         nvml.NvmlDriver()
     assert caught.value.driver == "nvml"
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+def test_a_driver_that_is_too_old(host: Any) -> None:
+    host.variant("-DANCIENT")
+    host.here()
+    with pytest.raises(NoDriverError, match="older than R450"):
+        nvml.NvmlDriver()
 
 
 @pytest.mark.parametrize("code", [UNINITIALIZED, DRIVER_NOT_LOADED, VERSION_MISMATCH])

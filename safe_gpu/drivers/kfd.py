@@ -20,21 +20,15 @@ import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from .. import procfs
 from ..devices import Gpu, GpuProcess, HostSnapshot
 from ..errors import NoDriverError
 from ..runtimes.runtime import HIP
-from ..sysfs import Device, KfdTree, devices, tree
+from ..sysfs import Device, Files, devices, tree
 from . import kernel as pci
 from .kernel import own_namespace_pids
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from ..sysfs import KfdTree
-
 
 # Which processes use AMD GPUs, by ``/sys/class/kfd/kfd/proc`` (``kfd_process.c`` in the Linux kernel).
 
@@ -51,7 +45,7 @@ class ProcessesOnGpu(NamedTuple):
     error: str = ""
 
 
-def processes(files: KfdTree, gpu_ids: Iterable[int]) -> dict[int, ProcessesOnGpu]:
+def processes(files: Files, gpu_ids: Iterable[int]) -> dict[int, ProcessesOnGpu]:
     """The processes on each of these GPUs, by ``gpu_id``.
 
     ``pid`` is the kernel's number, that of the first PID namespace.
@@ -80,17 +74,17 @@ def processes(files: KfdTree, gpu_ids: Iterable[int]) -> dict[int, ProcessesOnGp
     }
 
 
-def _contexts(files: KfdTree, place: str) -> list[str]:
+def _contexts(files: Files, place: str) -> list[str]:
     names = [name for name in files.names(place) if re.fullmatch(r"context_[0-9]{1,10}", name)]
     return [f"{place}/{name}" for name in names[:_MOST_CONTEXTS]]
 
 
-def _queues(files: KfdTree, place: str) -> set[int]:
+def _queues(files: Files, place: str) -> set[int]:
     found = (files.number(f"{place}/queues/{name}/gpuid") for name in files.names(f"{place}/queues")[:_MOST_QUEUES])
     return {gpu_id for gpu_id in found if gpu_id}
 
 
-def _memory(files: KfdTree, path: str) -> int:
+def _memory(files: Files, path: str) -> int:
     """Bytes; 0 if there is no such file, because the process or its context has just ended."""
     try:
         text = files.read(path)
@@ -189,12 +183,12 @@ class KfdDriver:
         return found
 
 
-def _version(files: KfdTree) -> str:
+def _version(files: Files) -> str:
     """The version of the amdgpu module; the kernel's, if amdgpu is the kernel's own."""
     return procfs.printable((files.text("sys/module/amdgpu/version") or f"Linux {os.uname().release}")[:_LONGEST_NAME])
 
 
-def _gpus(files: KfdTree, found: tuple[Device, ...]) -> Iterable[Gpu]:
+def _gpus(files: Files, found: tuple[Device, ...]) -> Iterable[Gpu]:
     # Read before the processes, or the memory of one that starts in between would belong to no visible process.
     counters = {device.pci: files.number(f"{device.pci}/mem_info_vram_used") for device in found if not device.broken}
     used = processes(files, [device.node.gpu_id for device in found if device.node.gpu_id])
@@ -245,7 +239,7 @@ def _bytes(use: ProcessesOnGpu) -> int:
     return sum(process.memory_used or 0 for process in use.processes)
 
 
-def _has_display(files: KfdTree, device: Device) -> bool:
+def _has_display(files: Files, device: Device) -> bool:
     """Whether a connector of the GPU drives a screen."""
     for card in files.names(f"{device.pci}/drm"):
         if card.startswith("card") and any(

@@ -199,14 +199,14 @@ def test_a_gpu_without_a_unique_id(host: KfdHost) -> None:
 
 
 def test_a_node_that_a_cgroup_hides_is_not_counted(three: KfdHost, monkeypatch: pytest.MonkeyPatch) -> None:
-    read = kfd_nodes.KfdTree.read
+    read = kfd_nodes.Files.read
 
-    def refused(self: kfd_nodes.KfdTree, path: str) -> str:
+    def refused(self: kfd_nodes.Files, path: str) -> str:
         if path.endswith(("nodes/2/gpu_id", "nodes/2/properties")):
             raise PermissionError(1, "Operation not permitted", path)
         return read(self, path)
 
-    monkeypatch.setattr(kfd_nodes.KfdTree, "read", refused)
+    monkeypatch.setattr(kfd_nodes.Files, "read", refused)
     assert [(gpu.index, gpu.pci_bus_id) for gpu in gpus()] == [(0, "0000:23:00.0"), (1, "0000:63:00.0")]
 
 

@@ -22,7 +22,7 @@ sound = st.builds(
 trees = st.lists(st.tuples(texts, properties) | st.tuples(st.just("7"), sound), max_size=6)
 
 
-class Memory(kfd_nodes.KfdTree):
+class Memory(kfd_nodes.Files):
     """Files by path; None is one that may not be opened."""
 
     def __init__(self, files: dict[str, str | None]) -> None:

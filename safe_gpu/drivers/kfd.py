@@ -28,6 +28,7 @@ from ..errors import NoDriverError
 from ..runtimes.runtime import HIP
 from ..sysfs import Device, Files, devices, tree
 from . import kernel as pci
+from .base import Driver
 from .kernel import own_namespace_pids
 
 # Which processes use AMD GPUs, by ``/sys/class/kfd/kfd/proc`` (``kfd_process.c`` in the Linux kernel).
@@ -106,7 +107,7 @@ _LONGEST_NAME = 80
 _GONE = "the kernel no longer lists it"
 
 
-class KfdDriver:
+class KfdDriver(Driver):
     """The kernel's AMD driver (amdgpu) as a driver.
 
     A device is a GPU, one of the two dies of an MI250X, or a compute partition. ``index`` is ROCR's number of it, which
@@ -137,7 +138,7 @@ class KfdDriver:
             replace(gpu, memory_used=now.memory_used, memory_free=now.memory_free, processes=now.processes,
                     process_error=now.process_error, unusable=now.unusable)
             if (now := shown.get(gpu.uuid)) is not None
-            else replace(gpu, processes=None, process_error=_GONE, unusable=_GONE, lost=True)
+            else gpu.unreachable(_GONE)
             for gpu in gpus
         )  # fmt: skip
 
@@ -160,17 +161,6 @@ class KfdDriver:
             for gpu in snapshot.gpus
             if gpu.uuid in alone
         )
-
-    def cpu_affinity(self, uuid: str, scope: str) -> frozenset[int] | None:
-        """None: the PCI device in sysfs tells it."""
-        return None
-
-    def host_topology(self) -> None:
-        """None: the CPUs are those of sysfs."""
-        return
-
-    def close(self) -> None:
-        """Nothing is kept open."""
 
     def _devices(self) -> tuple[Device, ...]:
         found = devices(tree())
@@ -198,8 +188,8 @@ def _gpus(files: Files, found: tuple[Device, ...]) -> Iterable[Gpu]:
     largest = max((device.memory_total or 0 for device in found), default=0)
     for index, device in enumerate(found):
         if device.broken:
-            yield Gpu(index, device.uuid, device.name, device.bus_id, processes=None, process_error=device.broken,
-                      unusable=device.broken, vendor="amd")  # fmt: skip
+            gpu = Gpu(index, device.uuid, device.name, device.bus_id, vendor="amd")
+            yield gpu.unreachable(device.broken, lost=False)
             continue
         use = uses[device.node.gpu_id]
         sharing = [uses[one.node.gpu_id] for one in found if one.pci == device.pci]

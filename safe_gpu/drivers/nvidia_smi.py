@@ -17,10 +17,11 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from .. import procfs
-from ..devices import ComputeMode, Gpu, GpuProcess, HostSnapshot, ProcessKind, normalize_bus_id
+from ..devices import MIG_IS_ON, ComputeMode, Gpu, GpuProcess, HostSnapshot, ProcessKind, normalize_bus_id
 from ..errors import NoDriverError
 from ..runtimes.runtime import CUDA
 from . import kernel as pci
+from .base import Driver
 from .kernel import is_wsl, memory_is_node, own_namespace_pids
 
 # What ``nvidia-smi -q -x`` says, as data.
@@ -224,7 +225,6 @@ _MODES = {
     "prohibited": ComputeMode.PROHIBITED,
 }
 _GONE = "nvidia-smi no longer shows it"
-_MIG_IS_ON = "MIG mode is on: claim one of its instances"
 
 
 def find_nvidia_smi() -> str | None:
@@ -241,8 +241,8 @@ def find_nvidia_smi() -> str | None:
         raise NoDriverError(f"{err}.", driver="nvidia-smi") from None
 
 
-class NvidiaSmiDriver:
-    """nvidia-smi as a driver.
+class NvidiaSmiDriver(Driver):
+    """nvidia-smi as a driver. NVLink and CPUs it tells in tables for people only.
 
     Args:
         timeout: seconds that one run of nvidia-smi may take; without persistence mode it wakes every card up first.
@@ -287,25 +287,6 @@ class NvidiaSmiDriver:
             replace(shown[gpu.uuid], index=gpu.index) if gpu.uuid in shown else _unreachable(gpu, _GONE) for gpu in gpus
         )
 
-    def linked(self, snapshot: HostSnapshot) -> HostSnapshot:
-        """The poll as it is: nvidia-smi tells of NVLink in tables for people only."""
-        return snapshot
-
-    def detailed(self, snapshot: HostSnapshot) -> HostSnapshot:
-        """The poll as it is: it holds all that nvidia-smi tells."""
-        return snapshot
-
-    def cpu_affinity(self, uuid: str, scope: str) -> frozenset[int] | None:
-        """None: nvidia-smi tells it in tables for people only."""
-        return None
-
-    def host_topology(self) -> None:
-        """None: the CPUs are those of sysfs."""
-        return
-
-    def close(self) -> None:
-        """Nothing is kept open."""
-
     def _gpus(self, text: str) -> Iterator[Gpu]:
         """The devices of a report, a GPU before its MIG instances."""
         reports = {report.bus_id: report for report in read(text)}
@@ -349,7 +330,7 @@ class NvidiaSmiDriver:
             _with_usage(gpu, report.memory, report.processes),
             utilization=report.utilization,
             display_active=report.display_active,
-            unusable=_MIG_IS_ON if report.mig else None,
+            unusable=MIG_IS_ON if report.mig else None,
             mig_enabled=report.mig,
         )
         for instance in report.instances if report.mig else ():
@@ -438,22 +419,8 @@ def _of_instance(processes: ProcessList, instance: MigReport) -> ProcessList:
 
 
 def _unreachable(gpu: Gpu, complaint: str) -> Gpu:
-    """A device of which only the identity is known."""
     said = procfs.printable(complaint.strip("[] .")[:_LONGEST_COMPLAINT])
-    text = f"the driver cannot reach it ({said}): reset it, or reboot the host"
-    return Gpu(
-        gpu.index,
-        gpu.uuid,
-        gpu.name,
-        gpu.pci_bus_id,
-        gpu.numa_node,
-        processes=None,
-        process_error=text,
-        unusable=text,
-        lost=True,
-        mig_parent=gpu.mig_parent,
-        mig_instance=gpu.mig_instance,
-    )
+    return gpu.unreachable(f"the driver cannot reach it ({said}): reset it, or reboot the host")
 
 
 def _order(bus_id: str) -> tuple[int, ...]:

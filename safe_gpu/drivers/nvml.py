@@ -18,6 +18,7 @@ from ..devices import MIG_IS_ON, ComputeMode, Gpu, GpuProcess, HostSnapshot, Pro
 from ..errors import MissingPackageError, NoDriverError
 from ..runtimes.runtime import CUDA
 from . import kernel as pci
+from .base import Driver
 from .kernel import is_wsl, own_namespace_pids
 from .nvml_session import LIBRARY, UNKNOWN_ERROR, NvmlError, NvmlTrouble, ProcessRow, Session, SessionOver
 
@@ -497,7 +498,7 @@ def _too_old(pynvml: Any) -> str:
     )
 
 
-class NvmlDriver:
+class NvmlDriver(Driver):
     """NVML as a driver. One session serves all polls; a new one is opened after a fork, or when it ends under us.
 
     Threads may share it. Facts outlive a session: a GPU that falls off the bus keeps its UUID and place.
@@ -538,10 +539,6 @@ class NvmlDriver:
     def cpu_affinity(self, uuid: str, scope: str) -> frozenset[int] | None:
         """CPUs next to a GPU; a MIG instance has those of its GPU."""
         return self._ask(lambda inventory: inventory.cpus(uuid, scope))
-
-    def host_topology(self) -> None:
-        """None: the CPUs are those of sysfs."""
-        return
 
     def close(self) -> None:
         """End the session; a later question opens a new one."""

@@ -157,9 +157,10 @@ class KfdDriver(Driver):
         files = tree()
         alone = {device.uuid: device.pci for device in self._devices() if device.bus_id and not device.shared}
         return snapshot.updated(
-            replace(gpu, utilization=_percent(files.number(f"{alone[gpu.uuid]}/gpu_busy_percent")))
+            replace(gpu, utilization=None if busy is None or busy > 100 else busy)
             for gpu in snapshot.gpus
             if gpu.uuid in alone
+            for busy in [files.number(f"{alone[gpu.uuid]}/gpu_busy_percent")]
         )
 
     def _devices(self) -> tuple[Device, ...]:
@@ -231,14 +232,12 @@ def _bytes(use: ProcessesOnGpu) -> int:
 
 def _has_display(files: Files, device: Device) -> bool:
     """Whether a connector of the GPU drives a screen."""
-    for card in files.names(f"{device.pci}/drm"):
-        if card.startswith("card") and any(
-            files.text(f"{device.pci}/drm/{card}/{connector}/enabled") == "enabled"
-            for connector in files.names(f"{device.pci}/drm/{card}")
-            if connector.startswith(f"{card}-")
-        ):
-            return True
-    return False
+    place = f"{device.pci}/drm"
+    cards = [card for card in files.names(place) if card.startswith("card")]
+    connectors = [f"{card}/{name}" for card in cards for name in files.names(f"{place}/{card}")]
+    return any(
+        files.text(f"{place}/{connector}/enabled") == "enabled" for connector in connectors if "/card" in connector
+    )
 
 
 def may_be_integrated(device: Device) -> bool:
@@ -251,7 +250,3 @@ def _why_integrated(device: Device, largest: int) -> str | None:
     if may_be_integrated(device) and largest >= _TIMES_LARGER * max(device.memory_total or 0, 1):
         return "it is the processor's integrated graphics beside GPUs with memory of their own"
     return None
-
-
-def _percent(value: int | None) -> int | None:
-    return value if value is not None and value <= 100 else None

@@ -89,7 +89,7 @@ def _mig_is_on(session: Session, handle: Any, uuid: str, without_mig: set[str]) 
 def _with_usage(session: Session, lists: _Lists, gpu: Gpu, **known: Any) -> Gpu:
     # Read before the lists, or the memory of a process that starts in between would belong to no visible process.
     memory = session.memory(lists.handle)
-    known.update(memory._asdict(), memory_shared=False, lost=False)
+    known.update(memory, memory_shared=False, lost=False)
     gpu = replace(gpu, **known, **lists.read(ProcessKind.COMPUTE, ProcessKind.MPS))
     if gpu.unexplained_memory > _IDLE_MEMORY:
         gpu = replace(gpu, **lists.read(ProcessKind.GRAPHICS))

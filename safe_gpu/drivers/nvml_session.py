@@ -108,40 +108,25 @@ class SessionOver(NvmlTrouble):
 
 
 class NvmlError(NvmlTrouble):
-    """A question that was not answered."""
+    """A question that was not answered.
 
-    @property
-    def absent(self) -> bool:
-        """This question has no answer here, now or ever."""
-        return self._code in _ABSENT
+    Attributes:
+        absent: it has no answer here, now or ever.
+        no_permission: this process may not ask it.
+        gpu_lost: the GPU as a whole is gone.
+        stale_handle: a handle that was good earlier is none: somebody else has started NVML anew meanwhile.
+    """
 
-    @property
-    def no_permission(self) -> bool:
-        """This process may not ask."""
-        return self._code == _NO_PERMISSION
-
-    @property
-    def gpu_lost(self) -> bool:
-        """The GPU as a whole is gone."""
-        return self._code in _LOST
-
-    @property
-    def stale_handle(self) -> bool:
-        """A handle that was good earlier is none: somebody else has started NVML anew meanwhile."""
-        return self._code == _INVALID_ARGUMENT
+    def __init__(self, code: int) -> None:
+        super().__init__(code)
+        self.absent = code in _ABSENT
+        self.no_permission = code == _NO_PERMISSION
+        self.gpu_lost = code in _LOST
+        self.stale_handle = code == _INVALID_ARGUMENT
 
 
 def _trouble(code: int) -> NvmlTrouble:
     return (SessionOver if code in _SESSION_OVER else NvmlError)(code)
-
-
-class Memory(NamedTuple):
-    """Fields of :class:`~..devices.Gpu`; None where the driver does not say."""
-
-    memory_total: int | None = None
-    memory_used: int | None = None
-    memory_free: int | None = None
-    counts_reserved: bool = True
 
 
 class ProcessRow(NamedTuple):
@@ -239,17 +224,19 @@ class Session:
         bus_id = normalize_bus_id(text.decode("ascii", "replace") if isinstance(text, bytes) else text)
         return bus_id if pci.bus_order(bus_id) else ""
 
-    def memory(self, handle: Any) -> Memory:
-        """The memory of a device.
+    def memory(self, handle: Any) -> dict[str, Any]:
+        """The memory of a device, as fields of :class:`~..devices.Gpu`.
 
         Version 2, where there is one, leaves what the driver reserves for itself out of "used", as nvidia-smi does.
         """
+        info = None
         for version in (getattr(self._pynvml, "nvmlMemory_v2", None), None):
             info = self.ask_or(None, "nvmlDeviceGetMemoryInfo", handle, version)
             if info is not None:
-                total, used, free = (None if x == 2**64 - 1 else int(x) for x in (info.total, info.used, info.free))
-                return Memory(total, used, free, counts_reserved=version is None)
-        return Memory()
+                break
+        figures = {f"memory_{name}": getattr(info, name, 2**64 - 1) for name in ("total", "used", "free")}
+        known = {name: None if value == 2**64 - 1 else int(value) for name, value in figures.items()}
+        return {**known, "counts_reserved": version is None}
 
     def processes(self, kind: str, handle: Any) -> list[ProcessRow]:
         """The processes of one kind on a GPU or MIG instance, by the newest list that this driver answers."""

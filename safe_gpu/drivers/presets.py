@@ -324,31 +324,22 @@ _MI250X = Preset(
     nvswitch=True,
 )
 
-
-def _partitioned(name: str, mib: int, partitions: int, *places: tuple[int, int, int]) -> tuple[SimulatedGpu, ...]:
-    """GPUs that are split into partitions, from (bus, node, first unique id). Partitions share a bus id."""
-    return tuple(
-        SimulatedGpu(f"GPU-{unique_id + partition:016x}", bus, node, name, mib)
-        for bus, node, unique_id in places
-        for partition in range(partitions)
-    )
-
-
 _MI300X_CPX = Preset(
     "mi300x-cpx",
     Cpus(packages=2, nodes=1, cores=96, llc=8, distances=(10, 10, 32)),  # two EPYC 9654
-    _partitioned(
-        "AMD Instinct MI300X",
-        24560,
-        8,
-        (0x05, 0, 0x9C41B2D7058EF310),
-        (0x26, 0, 0x1FD80A6E93B7C520),
-        (0x46, 0, 0xE07B54C81A2F9D30),
-        (0x65, 0, 0x48A3F61D7C05EB40),
-        (0x85, 1, 0xD2956E0BF84A1C50),
-        (0xA6, 1, 0x370CE8B15D9F2460),
-        (0xC6, 1, 0xAB62147F0E83D970),
-        (0xE5, 1, 0x6D1F93C052B8A780),
+    tuple(  # each in eight partitions, which share the bus id
+        SimulatedGpu(f"GPU-{unique_id + partition:016x}", bus, node, "AMD Instinct MI300X", 24560)
+        for bus, node, unique_id in (
+            (0x05, 0, 0x9C41B2D7058EF310),
+            (0x26, 0, 0x1FD80A6E93B7C520),
+            (0x46, 0, 0xE07B54C81A2F9D30),
+            (0x65, 0, 0x48A3F61D7C05EB40),
+            (0x85, 1, 0xD2956E0BF84A1C50),
+            (0xA6, 1, 0x370CE8B15D9F2460),
+            (0xC6, 1, 0xAB62147F0E83D970),
+            (0xE5, 1, 0x6D1F93C052B8A780),
+        )
+        for partition in range(8)
     ),
     nvswitch=True,
 )

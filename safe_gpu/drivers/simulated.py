@@ -243,7 +243,15 @@ class SimulatedDriver(Driver):
             except FileNotFoundError:
                 return {}
             except OSError as err:
-                raise self._unreadable(err) from err
+                with StateDir(self._place[0]):
+                    pass  # where it is the state directory itself, this says more
+                path = os.path.join(*self._place)
+                raise StateDirError(
+                    f"the simulated host cannot read {path} ({err.strerror}): make it and what is above it plain "
+                    "directories with mode 1777, or set SAFE_GPU_DIR to another directory",
+                    path=path,
+                    errno=err.errno,
+                ) from err
             try:
                 for name in os.listdir(tree):
                     entry = re.fullmatch(_ENTRY, name)
@@ -352,17 +360,6 @@ class SimulatedDriver(Driver):
                 if time.monotonic() >= patience:
                     raise
             time.sleep(0.005)
-
-    def _unreadable(self, err: OSError) -> StateDirError:
-        with StateDir(self._place[0]):
-            pass  # where it is the state directory itself, this says more
-        path = os.path.join(*self._place)
-        return StateDirError(
-            f"the simulated host cannot read {path} ({err.strerror}): make it and what is above it plain directories "
-            "with mode 1777, or set SAFE_GPU_DIR to another directory",
-            path=path,
-            errno=err.errno,
-        )
 
 
 def _tree_of(given: str | None, state_dir: str) -> tuple[str, ...]:

@@ -12,13 +12,22 @@ from typing import Any
 
 import pytest
 
-from safe_gpu.devices import ComputeMode, Gpu, GpuProcess, ProcessKind
+from safe_gpu.devices import ComputeMode, Gpu, GpuProcess, GpuRequest, HostSnapshot, ProcessKind
 from safe_gpu.drivers import nvml
-from safe_gpu.drivers.nvml_session import read_rows
+from safe_gpu.drivers.nvml_session import Session, read_rows
 from safe_gpu.errors import NoDriverError
+from safe_gpu.selection.verdicts import NOT_YET, SHOWN, judge, presence
 
 # nvmlReturn_t, as the fake answers it
-UNINITIALIZED, NOT_SUPPORTED, NO_PERMISSION, DRIVER_NOT_LOADED, TIMEOUT, IRQ_ISSUE = 1, 3, 4, 9, 10, 11
+UNINITIALIZED, INVALID_ARGUMENT, NOT_SUPPORTED, NO_PERMISSION, DRIVER_NOT_LOADED, TIMEOUT, IRQ_ISSUE = (
+    1,
+    2,
+    3,
+    4,
+    9,
+    10,
+    11,
+)
 FUNCTION_NOT_FOUND, GPU_IS_LOST, RESET_REQUIRED, VERSION_MISMATCH, UNKNOWN = 13, 15, 16, 18, 999
 
 HIDDEN = 4_000_000  # above every pid that Linux gives: what a container sees of the host's processes
@@ -37,6 +46,16 @@ def driver(host: Any) -> Iterator[nvml.NvmlDriver]:
     opened.close()
 
 
+def identity(gpu: Gpu) -> tuple[Any, ...]:
+    return gpu.index, gpu.uuid, gpu.name, gpu.pci_bus_id
+
+
+def state(gpu: Gpu) -> tuple[str, str]:
+    """What a claim would say of it."""
+    (verdict,) = judge(HostSnapshot((gpu, Gpu(1, "GPU-other")), ""), GpuRequest(), leased={})[:1]
+    return verdict.state, verdict.reason
+
+
 def pids(gpu: Gpu) -> set[tuple[int, str]]:
     assert gpu.processes is not None, gpu.process_error
     return {(process.pid, process.kind) for process in gpu.processes}
@@ -47,27 +66,13 @@ def pids(gpu: Gpu) -> set[tuple[int, str]]:
 
 def test_order_is_by_bus_id_as_numbers_whatever_nvml_says(host: Any, driver: nvml.NvmlDriver) -> None:
     buses = ["00000000:C1:00.0", "00000000:0A:00.0", "00010000:01:00.0", "00000000:09:00.0"]
-    host.write(*({"bus": bus} for bus in buses))
+    host.write(*({"bus": bus, "name": f"NVIDIA {bus[-7:-5]}", "mem": int(bus[-7:-5], 16) << 30} for bus in buses))
     gpus = driver.snapshot().gpus
     assert [gpu.index for gpu in gpus] == [0, 1, 2, 3]
     assert [gpu.uuid for gpu in gpus] == [host.uuids[number] for number in (3, 1, 0, 2)]
     assert [gpu.pci_bus_id for gpu in gpus] == ["0000:09:00.0", "0000:0a:00.0", "0000:c1:00.0", "10000:01:00.0"]
-
-
-def test_sixteen_mixed_gpus(host: Any, driver: nvml.NvmlDriver) -> None:
-    host.write(
-        *({"name": "NVIDIA T4" if number % 2 else "Tesla V100-SXM2-32GB", "mem": number << 30} for number in range(16))
-    )
-    gpus = driver.snapshot().gpus
-    assert [gpu.index for gpu in gpus] == list(range(16))
-    assert [gpu.name for gpu in gpus[:2]] == ["Tesla V100-SXM2-32GB", "NVIDIA T4"]
-    assert [gpu.memory_total for gpu in gpus] == [number << 30 for number in range(16)]
-
-
-def test_a_snapshot_says_who_answers(host: Any) -> None:
-    host.options(driver_version="470.82.01")
-    snapshot = nvml.NvmlDriver().snapshot()
-    assert (snapshot.driver, snapshot.driver_version) == ("nvml", "470.82.01")
+    assert [gpu.name for gpu in gpus] == ["NVIDIA 09", "NVIDIA 0A", "NVIDIA C1", "NVIDIA 01"]
+    assert [gpu.memory_total for gpu in gpus] == [number << 30 for number in (0x09, 0x0A, 0xC1, 0x01)]
 
 
 def test_no_gpu_at_all(host: Any, driver: nvml.NvmlDriver) -> None:
@@ -146,14 +151,13 @@ def test_lists_by_kind(host: Any, driver: nvml.NvmlDriver) -> None:
     assert gpus[2].processes is not None
     by_kind = {(process.kind, process.pid): process for process in gpus[2].processes}
     assert len(by_kind) == len(gpus[2].processes) == 3, "what only draws is not asked for"
+    assert driver.usage(gpus[2:3]) == gpus[2:3]
     own = by_kind[ProcessKind.COMPUTE, os.getpid()]
     assert (own.memory_used, os.path.basename(sys.executable) in (own.name or "")) == (3 << 20, True)
     assert by_kind[ProcessKind.COMPUTE, HIDDEN] == GpuProcess(HIDDEN, ProcessKind.COMPUTE, None, None)
     assert by_kind[ProcessKind.MPS, HIDDEN + 1].memory_used == 7
-    detailed = driver.detailed(driver.snapshot()).gpus[2].processes or ()
-    assert [p for p in detailed if p not in gpus[2].processes] == [
-        GpuProcess(os.getpid(), ProcessKind.GRAPHICS, 3 << 20)
-    ]
+    detailed = driver.detailed(driver.snapshot()).gpus[2].processes
+    assert detailed == (*gpus[2].processes, GpuProcess(os.getpid(), ProcessKind.GRAPHICS, 3 << 20))
     assert all(gpu.processes == () for gpu in gpus if gpu.index != 2)
 
 
@@ -240,15 +244,15 @@ def test_a_gpu_that_cannot_list(host: Any, driver: nvml.NvmlDriver, code: int) -
 @pytest.mark.parametrize("field", ["compute_error", "mps_error"])
 @pytest.mark.parametrize("code", [NO_PERMISSION, TIMEOUT, IRQ_ISSUE, UNKNOWN, 12345])
 def test_a_list_that_fails_this_time(host: Any, driver: nvml.NvmlDriver, field: str, code: int) -> None:
+    gpus = driver.snapshot().gpus
     host.change(0, **{field: code})
-    first, second, *_ = driver.snapshot().gpus
-    assert first.processes is None
-    assert first.processes_supported
-    assert "processes" in first.process_error
-    assert first.unusable is None
-    assert second.processes == ()
+    for first, second, *_ in (driver.snapshot().gpus, driver.usage(gpus)):
+        assert (first.processes, first.processes_supported, first.unusable) == (None, True, None)
+        assert "processes" in first.process_error
+        assert state(first)[0] == "busy"
+        assert second == gpus[1]
     host.change(0, **{field: 0})
-    assert driver.snapshot().gpus[0].processes == ()
+    assert driver.snapshot().gpus == driver.usage((first, *gpus[1:])) == gpus, "what was said before is forgotten"
 
 
 def test_rows_have_their_usual_width_when_nothing_tells() -> None:
@@ -287,11 +291,6 @@ def test_an_unanswered_question_costs_its_answer_only(host: Any, field: str, cod
     assert (gpu.uuid, gpu.unusable, gpu.processes) == (host.uuids[1], None, ())
 
 
-def test_memory_falls_back_to_version_1(host: Any, driver: nvml.NvmlDriver) -> None:
-    host.set(1, memory_v2_error=25, used=9)
-    assert driver.snapshot().gpus[0].memory_used == 9
-
-
 def test_memory_that_is_not_available(host: Any, driver: nvml.NvmlDriver) -> None:
     host.set(1, used=2**64 - 1)
     assert driver.snapshot().gpus[0].memory_used is None
@@ -311,15 +310,8 @@ def test_a_gpu_lost_between_polls_keeps_its_identity(
         return
     snapshot = driver.snapshot()
     lost = snapshot.gpus[3]
-    assert (lost.index, lost.uuid, lost.name, lost.pci_bus_id) == (
-        3,
-        before[3].uuid,
-        before[3].name,
-        before[3].pci_bus_id,
-    )
-    assert lost.lost
-    assert lost.unusable
-    assert lost.processes is None
+    assert identity(lost) == identity(before[3])
+    assert (lost.lost, bool(lost.unusable), lost.processes) == (True, True, None)
     assert snapshot.needs_uuids
     assert [gpu for gpu in snapshot.gpus if not gpu.lost] == [gpu for gpu in before if gpu.index != 3]
 
@@ -416,23 +408,28 @@ def test_a_driver_that_is_too_old(host: Any) -> None:
 def test_a_driver_that_goes_and_comes_back(host: Any, driver: nvml.NvmlDriver, code: int) -> None:
     before = driver.snapshot()
     host.options(session_error=code)
-    for _ in range(2):
+    for question in (
+        driver.snapshot,
+        lambda: driver.usage(before.gpus),
+        lambda: driver.linked(before),
+        lambda: driver.detailed(before),
+        lambda: driver.cpu_affinity(host.uuids[0], "node"),
+    ):
         with pytest.raises(NoDriverError):
-            driver.snapshot()
-        with pytest.raises(NoDriverError):
-            driver.cpu_affinity(host.uuids[0], "node")
+            question()
     host.options(driver_version="580.1")
+    assert driver.usage(before.gpus) == before.gpus
     after = driver.snapshot()
-    assert after.gpus == before.gpus
-    assert after.driver_version == "580.1"
+    assert (after.gpus, after.driver_version) == (before.gpus, "580.1")
 
 
 def test_a_session_that_another_ended(host: Any, driver: nvml.NvmlDriver) -> None:
     import pynvml
 
     before = driver.snapshot()
-    pynvml.nvmlShutdown()
-    assert driver.snapshot() == before
+    for question in (lambda: driver.snapshot() == before, lambda: driver.usage(before.gpus) == before.gpus):
+        pynvml.nvmlShutdown()
+        assert question()
 
 
 def test_count_that_fails(host: Any, driver: nvml.NvmlDriver) -> None:
@@ -579,6 +576,136 @@ def test_mig_on_a_lost_gpu(sliced: Any, driver: nvml.NvmlDriver) -> None:
     sliced.change(1, lost=1)
     gpus = driver.snapshot().gpus
     assert [(gpu.index, gpu.lost) for gpu in gpus] == [(0, False), (1, True), (2, False)]
+
+
+# ---- the narrow question, and what may have happened since the poll ----
+
+
+def test_it_asks_about_these_gpus_only(host: Any, driver: nvml.NvmlDriver) -> None:
+    gpus = driver.snapshot().gpus
+    host.options(log=1)
+    driver.usage(gpus[2:4])
+    calls = host.calls()
+    assert len(calls) == 2 * 4
+    assert calls.count("nvmlDeviceGetUUID") == 2
+
+
+@pytest.mark.parametrize(("question", "shown"), [("memory", SHOWN), ("processes", NOT_YET)])
+def test_the_memory_of_a_process_that_starts_meanwhile_is_not_that_of_nobody(
+    question: str, shown: str, host: Any, driver: nvml.NvmlDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (before,) = driver.snapshot().gpus[:1]
+    answer = getattr(Session, question)
+
+    def and_then_it_starts(*args: Any) -> Any:
+        answered = answer(*args)
+        host.process(host.uuids[0], HIDDEN, 1 << 30, static=True)
+        return answered
+
+    monkeypatch.setattr(Session, question, and_then_it_starts)
+    assert presence(before, driver.usage((before,))[0], {HIDDEN}) == shown
+    assert presence(before, driver.usage((before,))[0], {HIDDEN}) == SHOWN
+
+
+def test_what_draws_explains_memory(host: Any, driver: nvml.NvmlDriver) -> None:
+    gpus = driver.snapshot().gpus
+    host.process(host.uuids[0], HIDDEN, 4 << 30, static=True, kind="graphics")
+    for gpu, *_ in (driver.usage(gpus[:1]), driver.snapshot().gpus):
+        assert [process.kind for process in gpu.processes or ()] == [ProcessKind.GRAPHICS]
+        assert state(gpu) == ("free", "")
+    host.change(0, used=4 << 30)
+    for gpu, *_ in (driver.usage(gpus[:1]), driver.snapshot().gpus):
+        assert "4 GiB of memory in use by no process" in state(gpu)[1]
+    host.change(0, used=0, graphics_error=TIMEOUT)
+    for gpu, *_ in (driver.usage(gpus[:1]), driver.snapshot().gpus):
+        assert gpu.processes is None, "it cannot be told"
+        assert state(gpu)[0] == "busy"
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"lost": 1},
+        {"lost": 2},
+        *({f"{field}_error": GPU_IS_LOST} for field in ("uuid", "memory", "mig", "compute", "mps")),
+        {"memory_error": RESET_REQUIRED},
+        {"uuid_error": INVALID_ARGUMENT},
+        {"uuid_error": UNKNOWN},
+    ],
+)
+@pytest.mark.parametrize("restart", [False, True])
+def test_a_gpu_that_is_lost(host: Any, driver: nvml.NvmlDriver, values: dict[str, int], restart: bool) -> None:
+    host.set(8, mig=0)
+    gpus = driver.snapshot().gpus
+    host.change(3, **values)
+    if restart:
+        driver.close()
+    lost, other = driver.usage((gpus[3], gpus[4]))
+    assert identity(lost) == identity(gpus[3])
+    assert (lost.lost, lost.processes) == (True, None)
+    assert state(lost)[0] == "unusable"
+    assert other == gpus[4]
+    host.set(8, mig=0)
+    assert driver.usage((lost,)) == gpus[3:4], "it is back"
+    assert driver.snapshot().gpus == gpus
+
+
+def test_another_gpu_in_its_place(host: Any, driver: nvml.NvmlDriver) -> None:
+    gpus = driver.snapshot().gpus
+    host.change(0, uuid="GPU-new")
+    gone, other = driver.usage(gpus[:2])
+    assert (gone.uuid, gone.lost, other) == (gpus[0].uuid, True, gpus[1])
+    assert "no longer shows it" in state(gone)[1]
+    assert [gpu.uuid for gpu in driver.snapshot().gpus] == ["GPU-new", *host.uuids[1:]]
+
+
+@pytest.mark.parametrize("restart", [False, True])
+def test_gpus_whose_numbers_have_changed(host: Any, driver: nvml.NvmlDriver, restart: bool) -> None:
+    gpus = driver.snapshot().gpus
+    host.process(host.uuids[5], HIDDEN, static=True)
+    host.write(*host.gpus[::-1])
+    if restart:
+        driver.close()
+    assert driver.usage(gpus[:2]) == gpus[:2]
+    assert [process.pid for process in driver.usage(gpus[5:6])[0].processes or ()] == [HIDDEN]
+    assert [gpu.uuid for gpu in driver.snapshot().gpus] == [gpu.uuid for gpu in gpus]
+
+
+def test_a_gpu_in_place_of_another_after_a_restart(host: Any, driver: nvml.NvmlDriver) -> None:
+    """As many as before, and all of the earlier ones but the last have moved on by one number."""
+    gpus = driver.snapshot().gpus
+    host.write({"uuid": "GPU-new", "bus": "00000000:01:00.0"}, *host.gpus[:-1])
+    driver.close()
+    assert [gpu.uuid for gpu in driver.snapshot().gpus] == ["GPU-new", *(gpu.uuid for gpu in gpus[:-1])]
+    assert [gpu.lost for gpu in driver.usage((gpus[0], gpus[-1]))] == [False, True]
+
+
+def test_mig_turned_on(host: Any, driver: nvml.NvmlDriver) -> None:
+    host.set(2, mig=0)
+    gpus = driver.snapshot().gpus
+    host.change(0, mig=1, instances="MIG-a")
+    changed, same = driver.usage(gpus)
+    assert changed.mig_enabled
+    assert state(changed) == ("unusable", "MIG mode is on: claim one of its instances")
+    assert same == gpus[1]
+    host.change(0, mig=0)
+    assert driver.usage((changed,)) == gpus[:1]
+
+
+def test_mig_turned_off_or_cut_anew(host: Any, driver: nvml.NvmlDriver) -> None:
+    host.write({"mig": 1, "instances": "MIG-a,MIG-b"}, {"mig": 0})
+    parent, first, second, other = gpus = driver.snapshot().gpus
+    assert driver.usage(gpus) == gpus
+    host.process("MIG-b", HIDDEN, static=True)
+    busy = driver.usage((first, second))
+    assert [[process.pid for process in gpu.processes or ()] for gpu in busy] == [[], [HIDDEN]]
+    host.change(0, instances="MIG-b,MIG-c")
+    assert [(gpu.uuid, gpu.label, gpu.lost) for gpu in driver.usage((first, second))] == [
+        ("MIG-a", "0:0", True),
+        ("MIG-b", "0:1", True),  # it has another number now: the next poll shows it
+    ]
+    host.change(0, mig=0, instances="")
+    assert [gpu.lost for gpu in driver.usage((parent, first, other))] == [False, True, False]
 
 
 # ---- a real one ----

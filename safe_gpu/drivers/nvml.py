@@ -34,58 +34,6 @@ _MOST_INSTANCES = 64  # of a GPU; there are 7 today
 _IDLE_MEMORY = 16 << 20
 
 
-def describe(session: Session, handle: Any, gpu: Gpu, without_mig: set[str], **known: Any) -> list[Gpu]:
-    """The GPU with all that decides whether it is free, followed by its MIG instances.
-
-    Args:
-        gpu: its record so far. without_mig: UUIDs of GPUs that cannot have MIG instances; one that says so is added.
-        known: further fields of its record.
-    """
-    mode = session.ask_or(0, "nvmlDeviceGetComputeMode", handle)
-    lists = _Lists(session, handle)
-    known["compute_mode"] = _COMPUTE_MODES.get(mode, ComputeMode.DEFAULT)
-    gpu = used(session, lists, gpu, without_mig, **known)
-    return [gpu, *(_instances(session, lists, gpu) if gpu.mig_enabled else ())]
-
-
-def used(session: Session, lists: _Lists, gpu: Gpu, without_mig: set[str], **known: Any) -> Gpu:
-    """The GPU with its memory, processes and MIG mode of now; the rest is as in ``gpu``."""
-    mig = gpu.uuid not in without_mig and _mig_is_on(session, lists.handle, gpu.uuid, without_mig)
-    return _with_usage(session, lists, gpu, mig_enabled=mig, unusable=MIG_IS_ON if mig else None, **known)
-
-
-def instance_again(session: Session, parent_handle: Any, gpu: Gpu) -> Gpu | None:
-    """The same for a MIG instance; None where the GPU no longer has it."""
-    handle = _instance_handle(session, parent_handle, gpu.mig_instance)
-    if handle is None or session.ask_or("", "nvmlDeviceGetUUID", handle) != gpu.uuid:
-        return None
-    return _with_usage(session, _Lists(session, handle, _Lists(session, parent_handle)), gpu, unusable=None)
-
-
-def details(session: Session, handle: Any, gpu: Gpu) -> Gpu:
-    """The device with its utilisation and with processes that only draw, as far as it answers."""
-    if gpu.mig_instance is not None:
-        handle = _instance_handle(session, handle, gpu.mig_instance)
-        if handle is None:
-            return gpu
-    utilization = session.ask_or(None, "nvmlDeviceGetUtilizationRates", handle)
-    processes = gpu.processes
-    if processes is not None and all(process.kind != ProcessKind.GRAPHICS for process in processes):
-        processes += _Lists(session, handle).read(ProcessKind.GRAPHICS)["processes"] or ()
-    return replace(gpu, utilization=None if utilization is None else int(utilization.gpu), processes=processes)
-
-
-def _mig_is_on(session: Session, handle: Any, uuid: str, without_mig: set[str]) -> bool:
-    try:
-        return bool(session.ask("nvmlDeviceGetMigMode", handle)[0] == 1)
-    except NvmlError as fault:
-        if fault.gpu_lost:
-            raise
-        if fault.absent:
-            without_mig.add(uuid)
-        return False
-
-
 def _with_usage(session: Session, lists: _Lists, gpu: Gpu, **known: Any) -> Gpu:
     # Read before the lists, or the memory of a process that starts in between would belong to no visible process.
     memory = session.memory(lists.handle)
@@ -269,26 +217,38 @@ class Inventory:
 
     def again(self, gpu: Gpu) -> Gpu:
         """A device as it is now; see :meth:`~safe_gpu.drivers.base.Driver.usage`."""
+        session = self._session
         try:
             entry = self._still(gpu.mig_parent or gpu.uuid)
-            now: Gpu | None = None
-            if entry is not None and gpu.is_mig_instance:
-                now = instance_again(self._session, entry.handle, gpu)
-            elif entry is not None:
-                now = used(self._session, _Lists(self._session, entry.handle), gpu, self._known.without_mig)
-            return now or gpu.unreachable(_GONE)
+            if entry is None:
+                return gpu.unreachable(_GONE)
+            lists = _Lists(session, entry.handle)
+            if not gpu.is_mig_instance:
+                return self._used(lists, gpu)
+            handle = _instance_handle(session, entry.handle, gpu.mig_instance)
+            if handle is None or session.ask_or("", "nvmlDeviceGetUUID", handle) != gpu.uuid:
+                return gpu.unreachable(_GONE)
+            return _with_usage(session, _Lists(session, handle, lists), gpu, unusable=None)
         except NvmlError as fault:
             return _failed(gpu, fault)
 
     def details(self, gpu: Gpu) -> Gpu:
-        """The same record with utilisation and processes that only draw, as far as the GPU answers."""
+        """The same record with utilisation and processes that only draw, as far as the device answers."""
         entry = None if gpu.lost else self._find(gpu.uuid)
         if entry is None or entry.fault is not None:
             return gpu
+        session, handle, processes = self._session, entry.handle, gpu.processes
         try:
-            return details(self._session, entry.handle, gpu)
+            if gpu.is_mig_instance:
+                handle = _instance_handle(session, handle, gpu.mig_instance)
+                if handle is None:
+                    return gpu
+            utilization = session.ask_or(None, "nvmlDeviceGetUtilizationRates", handle)
+            if processes is not None and all(process.kind != ProcessKind.GRAPHICS for process in processes):
+                processes += _Lists(session, handle).read(ProcessKind.GRAPHICS)["processes"] or ()
         except NvmlError as fault:
             return _failed(gpu, fault)
+        return replace(gpu, utilization=None if utilization is None else int(utilization.gpu), processes=processes)
 
     def cpus(self, uuid: str, scope: str) -> frozenset[int] | None:
         """CPUs next to a GPU (for a MIG instance, next to its GPU), by scope "node" or "socket"; None is unknown."""
@@ -415,13 +375,32 @@ class Inventory:
         return None
 
     def _describe(self, entry: _Entry, index: int) -> list[Gpu]:
+        """A GPU with all that decides whether it is free, followed by its MIG instances."""
+        session, gpu = self._session, replace(entry.facts, index=index)
         try:
             if entry.fault is not None:
                 raise entry.fault
-            without_mig, display = self._known.without_mig, self._display(entry)
-            return describe(self._session, entry.handle, entry.facts, without_mig, index=index, display_active=display)
+            display = self._display(entry)
+            mode = _COMPUTE_MODES.get(session.ask_or(0, "nvmlDeviceGetComputeMode", entry.handle), ComputeMode.DEFAULT)
+            lists = _Lists(session, entry.handle)
+            gpu = self._used(lists, gpu, display_active=display, compute_mode=mode)
+            return [gpu, *(_instances(session, lists, gpu) if gpu.mig_enabled else ())]
         except NvmlError as fault:
-            return [_failed(replace(entry.facts, index=index), fault)]
+            return [_failed(gpu, fault)]
+
+    def _used(self, lists: _Lists, gpu: Gpu, **known: Any) -> Gpu:
+        """The GPU with its memory, processes and MIG mode of now."""
+        mig = False
+        if gpu.uuid not in self._known.without_mig:
+            try:
+                mig = self._session.ask("nvmlDeviceGetMigMode", lists.handle)[0] == 1
+            except NvmlError as fault:
+                if fault.gpu_lost:
+                    raise
+                if fault.absent:
+                    self._known.without_mig.add(gpu.uuid)
+        known.update(mig_enabled=mig, unusable=MIG_IS_ON if mig else None)
+        return _with_usage(self._session, lists, gpu, **known)
 
     def _display(self, entry: _Entry) -> bool:
         """Whether a display is active on a GPU. It decides most where the host has no other."""

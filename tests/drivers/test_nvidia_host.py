@@ -46,11 +46,9 @@ def thread() -> Iterator[int]:
 
 @pytest.fixture
 def opening() -> Iterator[Callable[..., int]]:
-    """``opening(path)``: the pid of a process that has this file open; with ``mapped=True`` mapped, and not open."""
+    """``opening(path)``: the pid of a process that has this file open, or ``(path, "mapped")`` mapped and not open."""
     children = []
-
-    def start(path: Path | None, *, mapped: bool = False) -> int:
-        code = """
+    code = """
 import mmap, sys
 if len(sys.argv) > 1:
     file = open(sys.argv[1], "r+b")
@@ -60,8 +58,9 @@ if len(sys.argv) > 1:
 print(flush=True)
 sys.stdin.read()
 """
-        arguments = [] if path is None else [str(path), *(["mapped"] if mapped else [])]
-        command = [sys.executable, "-I", "-S", "-c", code, *arguments]
+
+    def start(*arguments: Any) -> int:
+        command = [sys.executable, "-I", "-S", "-c", code, *map(str, arguments)]
         child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         children.append(child)
         assert child.stdout is not None
@@ -84,18 +83,15 @@ def test_a_thread_stands_for_its_process(thread: int) -> None:
     assert [process.kind for process in own_namespace_pids(kinds)] == [ProcessKind.COMPUTE, ProcessKind.GRAPHICS]
 
 
-def test_threads_on_every_driver(fake_gpus: Any, fake_nvidia_smi: Any, thread: int) -> None:
+def test_threads_on_every_driver(fake_gpus: Any, fake_nvidia_smi: Any, ground: Any, thread: int) -> None:
     fake_gpus.here()
     fake_gpus.process(fake_gpus.uuids[0], thread)
     for driver in (NvmlDriver(), NvidiaSmiDriver()):
         (gpu,) = driver.usage(driver.snapshot().gpus[:1])
         assert [process.pid for process in gpu.processes or ()] == [os.getpid()], driver.name
-
-
-def test_threads_on_a_simulated_host(ground: Any, thread: int) -> None:
-    driver = SimulatedDriver("dgx-a100")
-    with driver.occupy(driver.idle.gpus[0].uuid, pid=thread):
-        (process,) = driver.snapshot().gpus[0].processes or ()
+    simulated = SimulatedDriver("dgx-a100")
+    with simulated.occupy(simulated.idle.gpus[0].uuid, pid=thread):
+        (process,) = simulated.snapshot().gpus[0].processes or ()
     assert process.pid == os.getpid()
 
 
@@ -110,8 +106,8 @@ def devices(fake_gpus: Any) -> Path:
 
 def test_who_has_a_device_open(devices: Path, opening: Any) -> None:
     (devices / "nvidia0").write_bytes(bytes(4096))
-    user, mapper = opening(devices / "nvidia0"), opening(devices / "nvidia0", mapped=True)
-    bystander = opening(None)
+    user, mapper = opening(devices / "nvidia0"), opening(devices / "nvidia0", "mapped")
+    bystander = opening()
     listed = tuple(GpuProcess(pid, name="x") for pid in (user, mapper, bystander, os.getpid(), HIDDEN))
     found = {process.pid: process.elsewhere for process in own_namespace_pids(listed)}
     assert found == {user: False, mapper: False, bystander: True, os.getpid(): False, HIDDEN: False}
@@ -124,7 +120,7 @@ def test_who_has_a_device_open(devices: Path, opening: Any) -> None:
 def test_a_process_that_may_not_be_read_or_has_too_much_open(
     devices: Path, opening: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bystander = opening(None)
+    bystander = opening()
     listed = (GpuProcess(bystander),)
     assert own_namespace_pids(listed)[0].elsewhere
     with monkeypatch.context() as patch:
@@ -152,7 +148,7 @@ def test_a_zombie_is_not_judged_by_its_devices(devices: Path) -> None:
 
 def test_numbers_of_others_on_every_driver(fake_gpus: Any, fake_nvidia_smi: Any, devices: Path, opening: Any) -> None:
     fake_gpus.here()
-    bystander = opening(None)
+    bystander = opening()
     fake_gpus.process(fake_gpus.uuids[0], bystander)
     for driver in (NvmlDriver(), NvidiaSmiDriver()):
         (process,) = driver.snapshot().gpus[0].processes or ()

@@ -200,7 +200,6 @@ class SimulatedDriver(Driver):
         gpus = self._host.gpus()
         self._idle = HostSnapshot(gpus, self.name, _VERSIONS[gpus[0].vendor], prefix)
         self._by_uuid = {gpu.uuid: gpu for gpu in self._idle.gpus}
-        self._polled: dict[str, tuple[_Usage, Gpu]] = {}
 
     @property
     def name(self) -> str:
@@ -264,18 +263,12 @@ class SimulatedDriver(Driver):
         return usage
 
     def _used(self, gpu: Gpu, usage: _Usage) -> Gpu:
-        """The device with its processes; the same record as at the last poll where nothing has changed."""
-        if not usage:
-            return gpu
-        known = self._polled.get(gpu.uuid)
-        if known is None or known[0] != usage:
-            total = gpu.memory_total or 0
-            taken = min((gpu.memory_used or 0) + sum(usage.values()), total)
-            listed = (GpuProcess(pid, kind, memory) for (pid, kind), memory in sorted(usage.items()))
-            processes = own_namespace_pids(listed, by_devices=False)
-            known = usage, replace(gpu, memory_used=taken, memory_free=total - taken, processes=processes)
-            self._polled[gpu.uuid] = known
-        return known[1]
+        """The device with its processes."""
+        total = gpu.memory_total or 0
+        taken = min((gpu.memory_used or 0) + sum(usage.values()), total)
+        listed = (GpuProcess(pid, kind, memory) for (pid, kind), memory in sorted(usage.items()))
+        processes = own_namespace_pids(listed, by_devices=False)
+        return replace(gpu, memory_used=taken, memory_free=total - taken, processes=processes)
 
     def occupy(
         self, uuid: str, *, memory: int = CONTEXT_BYTES, kind: str = ProcessKind.COMPUTE, pid: int | None = None
@@ -293,7 +286,7 @@ class SimulatedDriver(Driver):
             PlaceholderError: the host has no such device, or MIG is on and it is to be used by its instances.
             StateDirError: the state directory cannot be written.
         """
-        gpu = self._idle.by_uuid(uuid)
+        gpu = self._by_uuid.get(uuid)
         if gpu is None or gpu.unusable:
             reason = gpu.unusable if gpu else "no such device"
             raise PlaceholderError(f"{self.name} cannot run anything on {uuid}: {reason}", uuid=uuid)

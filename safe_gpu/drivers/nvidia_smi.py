@@ -14,7 +14,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .. import procfs
 from ..devices import MIG_IS_ON, ComputeMode, Gpu, GpuProcess, HostSnapshot, ProcessKind, normalize_bus_id
@@ -54,13 +54,13 @@ class ProcessList(NamedTuple):
 
 
 class MigReport(NamedTuple):
-    """A MIG instance by its number. ``uuid`` is "" where it is not told. ``memory`` is total, used and free."""
+    """A MIG instance by its number. ``uuid`` is "" where it is not told. ``memory`` is that of a Gpu."""
 
     slot: int
+    uuid: str
+    memory: dict[str, int | None]
     gpu_instance: int | None
     compute_instance: int | None
-    uuid: str
-    memory: tuple[int | None, ...]
 
 
 class GpuReport(NamedTuple):
@@ -114,13 +114,9 @@ def _read_instances(text: str) -> Iterator[MigReport]:
     for one in _sections(text, "mig_device"):
         slot = _number(_text(one, "index"))
         if slot is not None:
-            yield MigReport(
-                slot,
-                _number(_text(one, "gpu_instance_id")),
-                _number(_text(one, "compute_instance_id")),
-                _value(_text(one, "uuid")) or "",
-                _memory(_section(one, "fb_memory_usage")),
-            )
+            ids = (_number(_text(one, f"{kind}_instance_id")) for kind in ("gpu", "compute"))
+            memory = _memory(_section(one, "fb_memory_usage"))
+            yield MigReport(slot, _value(_text(one, "uuid")) or "", memory, *ids)
 
 
 def _read_processes(text: str | None) -> ProcessList:
@@ -133,9 +129,8 @@ def _read_processes(text: str | None) -> ProcessList:
         if not re.fullmatch("[0-9]{1,10}", pid):
             return _unlisted(pid)
         kind = _KINDS.get(_text(entry, "type"), ProcessKind.COMPUTE)
-        process = GpuProcess(
-            int(pid), kind, _in_bytes(_text(entry, "used_memory")), _value(_text(entry, "process_name"))
-        )
+        memory, name = _in_bytes(_text(entry, "used_memory")), _value(_text(entry, "process_name"))
+        process = GpuProcess(int(pid), kind, memory, name)
         ids = (_number(_text(entry, "gpu_instance_id")), _number(_text(entry, "compute_instance_id")))
         rows.setdefault((process.pid, kind), Row(process, *ids))
     said = text.strip()
@@ -149,8 +144,9 @@ def _unlisted(said: str) -> ProcessList:
     return ProcessList(error=f"nvidia-smi does not list its processes: {said}", supported=not _NEVER.search(said))
 
 
-def _memory(text: str) -> tuple[int | None, ...]:
-    return tuple(_in_bytes(_text(text, name)) for name in ("total", "used", "free"))
+def _memory(text: str) -> dict[str, int | None]:
+    """As fields of a Gpu."""
+    return {f"memory_{name}": _in_bytes(_text(text, name)) for name in ("total", "used", "free")}
 
 
 def _section(text: str, name: str) -> str:
@@ -321,7 +317,7 @@ class NvidiaSmiDriver(Driver):
     def _list_instances(self, reports: Iterable[GpuReport]) -> None:
         """Learn the UUIDs of MIG instances, where there are others than at the last time."""
         layout = tuple(
-            (_text(report.text, "uuid"), one.slot, one.gpu_instance, one.compute_instance, one.memory[0])
+            (_text(report.text, "uuid"), one.slot, one.gpu_instance, one.compute_instance, one.memory["memory_total"])
             for report in reports
             if report.mig
             for one in report.instances
@@ -365,16 +361,10 @@ class NvidiaSmiDriver(Driver):
         return code, text
 
 
-def _with_usage(gpu: Gpu, memory: tuple[int | None, ...], processes: ProcessList) -> Gpu:
-    total, used, free = memory
+def _with_usage(gpu: Gpu, memory: dict[str, Any], processes: ProcessList) -> Gpu:
+    listed = None if processes.error else own_namespace_pids(row.process for row in processes.rows)
     return replace(
-        gpu,
-        memory_total=total,
-        memory_used=used,
-        memory_free=free,
-        processes=None if processes.error else own_namespace_pids(row.process for row in processes.rows),
-        process_error=processes.error,
-        processes_supported=processes.supported,
+        gpu, processes=listed, process_error=processes.error, processes_supported=processes.supported, **memory
     )
 
 

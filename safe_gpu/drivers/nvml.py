@@ -454,23 +454,19 @@ def why_missing() -> str | None:
         import pynvml
     except ImportError:
         return "the Python package nvidia-ml-py is not installed"
-    if not _is_complete(pynvml):
-        return _too_old(pynvml)
     from ..runtimes import libraries
 
     try:
         libraries.load(LIBRARY)
     except OSError as err:
-        return f"NVML cannot be loaded ({err})"
-    return None
+        return _why_too_old(pynvml) or f"NVML cannot be loaded ({err})"
+    return _why_too_old(pynvml)
 
 
-def _is_complete(pynvml: Any) -> bool:
-    """Whether a module of that name is nvidia-ml-py's, or enough like it."""
-    return all(hasattr(pynvml, name) for name in ("NVMLError", "c_nvmlDevice_t", "nvmlPciInfo_t"))
-
-
-def _too_old(pynvml: Any) -> str:
+def _why_too_old(pynvml: Any) -> str | None:
+    """Why a module of that name is not nvidia-ml-py's, nor enough like it; else None."""
+    if all(hasattr(pynvml, name) for name in ("NVMLError", "c_nvmlDevice_t", "nvmlPciInfo_t")):
+        return None
     return (
         f"the module pynvml in {pynvml.__file__} is not that of nvidia-ml-py 12.535 or newer (pip uninstall pynvml "
         "nvidia-ml-py3, then pip install --force-reinstall nvidia-ml-py)"
@@ -553,8 +549,8 @@ class NvmlDriver(Driver):
                 raise NoDriverError(
                     "The Python package nvidia-ml-py is not installed: `pip install nvidia-ml-py`.", driver=self.name
                 ) from err
-            if not _is_complete(pynvml):
-                raise MissingPackageError(_too_old(pynvml))
+            if too_old := _why_too_old(pynvml):
+                raise MissingPackageError(too_old)
             self._session = Session(pynvml)
             _KNOWN.version = _KNOWN.version or self._session.ask_or("", "nvmlSystemGetDriverVersion")
             self._inventory = Inventory(self._session, _KNOWN)

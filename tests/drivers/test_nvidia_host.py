@@ -117,20 +117,18 @@ def test_who_has_a_device_open(devices: Path, opening: Any) -> None:
     assert not any(process.elsewhere for process in own_namespace_pids(listed)), "not NVIDIA's driver for Linux"
 
 
+@pytest.mark.parametrize("limit", [0, 4096])
 def test_a_process_that_may_not_be_read_or_has_too_much_open(
-    devices: Path, opening: Any, monkeypatch: pytest.MonkeyPatch
+    devices: Path, opening: Any, monkeypatch: pytest.MonkeyPatch, limit: int
 ) -> None:
-    bystander = opening()
-    listed = (GpuProcess(bystander),)
-    assert own_namespace_pids(listed)[0].elsewhere
-    with monkeypatch.context() as patch:
-        patch.setattr(nvidia_host, "_MOST_DESCRIPTORS", 0)
-        assert not own_namespace_pids(listed)[0].elsewhere
-
     def refuse(path: str) -> list[str]:
         raise PermissionError(13, "as for another user's process", path)
 
-    monkeypatch.setattr(os, "listdir", refuse)
+    listed = (GpuProcess(opening()),)
+    assert own_namespace_pids(listed)[0].elsewhere
+    monkeypatch.setattr(nvidia_host, "_MOST_DESCRIPTORS", limit)
+    if limit:
+        monkeypatch.setattr(os, "listdir", refuse)
     assert not own_namespace_pids(listed)[0].elsewhere
 
 
@@ -193,36 +191,30 @@ def test_page_cache_on_a_gpu_whose_memory_is_a_numa_node(fake_gpus: Any) -> None
     fake_gpus.here()
     driver = NvmlDriver()
     fake_gpus.change(0, used=60 << 30, memory_node=1)
+    fake_gpus.change(1, used=17 * MIB)
+    fake_gpus.change(2, used=16 * MIB)
+    fake_gpus.options(log=1)
+    assert judged(driver)[0] == "free"
+    assert fake_gpus.calls().count("nvmlDeviceGetNumaNodeId") == 2, "only where memory is unexplained"
     fake_gpus.change(1, used=60 << 30)
-    assert (judged(driver)[0], judged(driver, 1)[0]) == ("free", "busy")
+    assert judged(driver, 1)[0] == "busy"
     fake_gpus.process(fake_gpus.uuids[0], HIDDEN, 1 << 30, static=True)
     assert judged(driver)[0] == "busy"
 
 
-def test_the_node_is_asked_for_only_where_memory_is_unexplained(fake_gpus: Any) -> None:
-    fake_gpus.here()
-    driver = NvmlDriver()
-    fake_gpus.change(3, used=17 * MIB)
-    fake_gpus.change(4, used=16 * MIB)
-    fake_gpus.options(log=1)
-    driver.snapshot()
-    assert fake_gpus.calls().count("nvmlDeviceGetNumaNodeId") == 1
-
-
-def test_page_cache_by_nvidia_smi(fake_gpus: Any, fake_nvidia_smi: Any) -> None:
+@pytest.mark.parametrize(
+    ("text", "node"), [("Node:    1\nStatus:  online\n", True), ("Node:    -1\nStatus:  disabled\n", False)]
+)
+def test_page_cache_by_nvidia_smi(fake_gpus: Any, fake_nvidia_smi: Any, text: str, node: bool) -> None:
     fake_gpus.change(0, used=60 << 30, bus="00000009:01:00.0")
     root = fake_gpus.devices().parent
     (root / "proc").unlink()
     status = root / "proc/driver/nvidia/gpus/0009:01:00.0/numa_status"
     status.parent.mkdir(parents=True)
-    for text, node in (("Node:    1\nStatus:  online\n", True), ("Node:    -1\nStatus:  disabled\n", False)):
-        status.write_text(text)
-        assert memory_is_node("0009:01:00.0") is node
+    status.write_text(text)
+    assert memory_is_node("0009:01:00.0") is node
     by_bus = {gpu.pci_bus_id: gpu for gpu in NvidiaSmiDriver().snapshot().gpus}
-    assert not by_bus["0009:01:00.0"].memory_shared
-    status.write_text("Node: 1\n")
-    by_bus = {gpu.pci_bus_id: gpu for gpu in NvidiaSmiDriver().snapshot().gpus}
-    assert by_bus["0009:01:00.0"].memory_shared
+    assert by_bus["0009:01:00.0"].memory_shared is node
 
 
 def test_the_desktop_of_windows(fake_gpus: Any, fake_nvidia_smi: Any) -> None:

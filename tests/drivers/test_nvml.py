@@ -89,11 +89,14 @@ def test_dynamic_fields(host: Any, driver: nvml.NvmlDriver) -> None:
     assert third.compute_mode == ComputeMode.EXCLUSIVE_PROCESS
 
 
-def test_a_host_whose_gpus_change(host: Any, driver: nvml.NvmlDriver) -> None:
-    before = driver.snapshot().gpus
-    host.write({"uuid": "GPU-new", "bus": "00000000:01:00.0"}, *host.gpus)
-    after = driver.snapshot().gpus
-    assert [gpu.uuid for gpu in after] == ["GPU-new", *(gpu.uuid for gpu in before)]
+@pytest.mark.parametrize("lost", [0, 2])
+def test_a_host_whose_gpus_change(host: Any, driver: nvml.NvmlDriver, lost: int) -> None:
+    """Numbers mean other GPUs then; a lost one is not taken for that which had its number."""
+    before = [gpu.uuid for gpu in driver.snapshot().gpus]
+    host.write({"uuid": "GPU-new", "bus": "00000000:01:00.0", "lost": lost}, *host.gpus)
+    new, *others = driver.snapshot().gpus
+    assert (new.lost, new.uuid == "GPU-new", new.uuid in before) == (bool(lost), not lost, False)
+    assert [(gpu.uuid, gpu.lost) for gpu in others] == [(uuid, False) for uuid in before]
     host.set(2)
     assert len(driver.snapshot().gpus) == 2
 
@@ -338,14 +341,6 @@ def test_gpus_lost_from_the_start_stand_where_nvml_counts_them(host: Any, driver
     assert [gpu.index for gpu in gpus if gpu.lost] == [2, 5]
     assert len({gpu.uuid for gpu in gpus}) == 8
     assert [gpu.uuid for gpu in gpus if not gpu.lost] == [host.uuids[number] for number in (0, 1, 3, 4, 6, 7)]
-
-
-def test_a_lost_gpu_is_not_taken_for_another_when_the_numbers_have_changed(host: Any, driver: nvml.NvmlDriver) -> None:
-    known = {gpu.uuid for gpu in driver.snapshot().gpus}
-    host.write({"uuid": "GPU-new", "bus": "00000000:01:00.0", "lost": 2}, *host.gpus)
-    gpus = driver.snapshot().gpus
-    assert [gpu.lost for gpu in gpus] == [True] + 8 * [False]
-    assert gpus[0].uuid not in known
 
 
 def test_a_gpu_that_comes_back(host: Any, driver: nvml.NvmlDriver) -> None:

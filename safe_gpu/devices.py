@@ -14,6 +14,8 @@ from .argument_style import ArgumentStyle
 VENDORS = ("nvidia", "amd")
 """Of these GPUs; a claim that chooses none takes the first that the host has."""
 
+MIG_IS_ON = "MIG mode is on: claim one of its instances"
+"""Why a GPU with MIG instances cannot be claimed itself."""
 
 _SHORTEST_UUID = len("GPU-0123456789abcdef")
 
@@ -149,6 +151,23 @@ class Gpu(_Record):
                 return 0
             largest[process.pid] = max(largest.get(process.pid, 0), process.memory_used)
         return max(0, self.memory_used - sum(largest.values()))
+
+    def unreachable(self, reason: str, *, lost: bool = True) -> Gpu:
+        """The record of this device while nothing but its identity is known."""
+        return Gpu(
+            self.index,
+            self.uuid,
+            self.name,
+            self.pci_bus_id,
+            self.numa_node,
+            processes=None,
+            process_error=reason,
+            unusable=reason,
+            lost=lost,
+            mig_parent=self.mig_parent,
+            mig_instance=self.mig_instance,
+            vendor=self.vendor,
+        )
 
 
 @dataclass(frozen=True, eq=False, repr=False)

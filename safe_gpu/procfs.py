@@ -10,7 +10,6 @@ import os
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from functools import cache
-from io import FileIO
 
 FIRST_PID_NAMESPACE = 4026531836
 """The inode of the initial PID namespace, a constant of the kernel (PROC_PID_INIT_INO)."""
@@ -29,18 +28,23 @@ def _read(path: str, limit: int = LIMIT) -> bytes:
 
 
 def read_start(path: str, limit: int = LIMIT) -> bytes | None:
-    """The first ``limit`` bytes of a file; None if it cannot be read.
+    """The first ``limit`` bytes of a file; None if it cannot be read. A FIFO in a saved tree does not block it.
 
     The kernel returns a page or less of some files at a time.
     """
     parts = []
     try:
-        with FileIO(path) as file:
-            while limit > 0 and (part := file.read(limit)):
-                parts.append(part)
-                limit -= len(part)
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except (OSError, ValueError):
+        return None
+    try:
+        while limit > 0 and (part := os.read(fd, limit)):
+            parts.append(part)
+            limit -= len(part)
     except OSError:
         return None
+    finally:
+        os.close(fd)
     return b"".join(parts)
 
 

@@ -20,6 +20,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -53,47 +54,69 @@ class PciGpu:
 
 
 class Files:
-    """Reads texts, numbers and names under one root directory. Nothing raises."""
+    """Reads files under one root directory, with bounds. What is missing or malformed is None, or an empty list."""
 
     def __init__(self, root: str) -> None:
         self.root = root
 
-    def read(self, path: str) -> str | None:
-        """The text of a file without NUL bytes and outer blanks; None if it cannot be read or is empty."""
+    def read(self, path: str) -> str:
+        """The text of a file without NULs and outer blanks.
+
+        Raises:
+            OSError: it cannot be read.
+        """
+        data = b""
+        # os.open() takes a fifth of the time of open(), and with O_NONBLOCK a FIFO in the tree cannot block it.
+        fd = os.open(f"{self.root}/{path}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
-            # os.open() takes a fifth of the time of open(), and with O_NONBLOCK a FIFO in the tree cannot block it.
-            fd = os.open(f"{self.root}/{path}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        except (OSError, ValueError):
-            return None
-        try:
-            chunks = []
-            size = 0
-            while size < _READ_LIMIT and (chunk := os.read(fd, 65536)):
-                chunks.append(chunk)
-                size += len(chunk)
-        except OSError:
-            return None
+            while len(data) < _READ_LIMIT and (part := os.read(fd, 1 << 16)):
+                data += part
         finally:
             os.close(fd)
-        return b"".join(chunks).replace(b"\0", b"").decode("ascii", "replace").strip() or None
+        return data.replace(b"\0", b"").decode("utf-8", "replace").strip()
+
+    def text(self, path: str) -> str | None:
+        """The same; None if it is empty or cannot be read."""
+        try:
+            return self.read(path) or None
+        except (OSError, ValueError):
+            return None
+
+    def number(self, path: str, *, signed: bool = False) -> int | None:
+        """A file that holds one decimal number of at most 20 digits."""
+        text = self.text(path)
+        pattern = "-?[0-9]{1,20}" if signed else "[0-9]{1,20}"
+        return int(text) if text is not None and re.fullmatch(pattern, text) else None
+
+    def properties(self, path: str) -> dict[str, int]:
+        """A file of lines "name number"; other lines are left out.
+
+        Raises:
+            OSError: it cannot be read.
+        """
+        return {name: int(value) for name, value in re.findall(r"(?m)^(\w{1,64}) ([0-9]{1,20})$", self.read(path))}
 
     def names(self, path: str) -> list[str]:
-        """The entries of a directory, sorted; an empty list if there is no such directory."""
+        """The entries of a directory, sorted."""
         try:
             return sorted(os.listdir(f"{self.root}/{path}"))
         except (OSError, ValueError):
             return []
 
-    def numbered(self, path: str, prefix: str) -> list[int]:
+    def numbered(self, path: str, prefix: str = "") -> list[int]:
         """The numbers N of the entries ``prefixN`` of a directory, in order."""
         digits = (name[len(prefix) :] for name in self.names(path) if name.startswith(prefix))
         numbers = {int(text) for text in digits if text.isascii() and text.isdigit() and len(text) < 7}
         return sorted(number for number in numbers if number < LIMIT)
 
-    def number(self, path: str) -> int | None:
-        """The decimal number in a file, with an optional minus sign; None if the file holds anything else."""
-        text = self.read(path)
-        return int(text) if text is not None and re.fullmatch(r"-?[0-9]{1,10}", text) else None
+    def exists(self, path: str) -> bool:
+        """Whether there is such a file."""
+        return os.path.exists(f"{self.root}/{path}")
+
+
+def tree() -> Files:
+    """The files of this host, or of the saved host that ``SAFE_GPU_FSROOT`` names."""
+    return Files(os.environ.get("SAFE_GPU_FSROOT") or "/")
 
 
 class SysfsTree(Files):
@@ -107,7 +130,7 @@ class SysfsTree(Files):
         path = f"{_CPU}/cpu{cpu}/topology"
         for name in names:
             for suffix, parse in (("_list", parse_cpulist), ("", parse_cpumask)):
-                found = parse(self.read(f"{path}/{name}{suffix}"))
+                found = parse(self.text(f"{path}/{name}{suffix}"))
                 if found and cpu in found:
                     return found
         return frozenset()
@@ -117,9 +140,9 @@ class SysfsTree(Files):
         present = frozenset(
             cpu
             for cpu in self.numbered(_CPU, "cpu")
-            if os.path.isdir(f"{self.root}/{_CPU}/cpu{cpu}/topology") and self.read(f"{_CPU}/cpu{cpu}/online") != "0"
+            if self.exists(f"{_CPU}/cpu{cpu}/topology") and self.text(f"{_CPU}/cpu{cpu}/online") != "0"
         )
-        listed = parse_cpulist(self.read(f"{_CPU}/online")) or present
+        listed = parse_cpulist(self.text(f"{_CPU}/online")) or present
         return present & listed
 
     def cores(self, online: frozenset[int]) -> tuple[frozenset[int], ...]:
@@ -148,21 +171,21 @@ class SysfsTree(Files):
     def node_ids(self) -> list[int]:
         """The nodes that exist (not all possible ones); an empty list if the kernel has no NUMA support."""
         existing = self.numbered(_NODE, "node")
-        listed = parse_cpulist(self.read(f"{_NODE}/online"))
+        listed = parse_cpulist(self.text(f"{_NODE}/online"))
         return [node for node in existing if node in listed] if listed else existing
 
     def node_cpus(self, node: int) -> frozenset[int]:
         """The CPUs of one node in the kernel's list, which may have offline CPUs; empty for a memory-only node."""
         path = f"{_NODE}/node{node}"
-        found = parse_cpulist(self.read(f"{path}/cpulist"))
+        found = parse_cpulist(self.text(f"{path}/cpulist"))
         if found is None:
-            found = parse_cpumask(self.read(f"{path}/cpumap"))
+            found = parse_cpumask(self.text(f"{path}/cpumap"))
         return frozenset(self.numbered(path, "cpu")) if found is None else found
 
     def node_memory(self, node: int) -> tuple[int, int] | None:
         """The memory of one node in bytes: all of it, and what is free; None if the kernel does not tell."""
         facts = dict(
-            re.findall(r"(MemTotal|MemFree):\s+([0-9]{1,15}) kB", self.read(f"{_NODE}/node{node}/meminfo") or "")
+            re.findall(r"(MemTotal|MemFree):\s+([0-9]{1,15}) kB", self.text(f"{_NODE}/node{node}/meminfo") or "")
         )
         return (int(facts["MemTotal"]) * 1024, int(facts["MemFree"]) * 1024) if len(facts) == 2 else None
 
@@ -183,7 +206,7 @@ class SysfsTree(Files):
         existing = self.numbered(_NODE, "node")
         distances: dict[int, dict[int, int]] = {}
         for node in nodes:
-            text = self.read(f"{_NODE}/node{node}/distance")
+            text = self.text(f"{_NODE}/node{node}/distance")
             row = [] if text is None else text.split()
             columns = next((ids for ids in (sorted(nodes), existing) if len(ids) == len(row)), None)
             if not row or columns is None or not all(re.fullmatch(r"[0-9]{1,9}", value) for value in row):
@@ -215,10 +238,10 @@ class SysfsTree(Files):
         for index in self.numbered(path, "index"):
             cache = f"{path}/index{index}"
             level = self.number(f"{cache}/level")
-            if level is None or level <= highest or self.read(f"{cache}/type") == "Instruction":
+            if level is None or level <= highest or self.text(f"{cache}/type") == "Instruction":
                 continue
-            shared = parse_cpulist(self.read(f"{cache}/shared_cpu_list")) or parse_cpumask(
-                self.read(f"{cache}/shared_cpu_map")
+            shared = parse_cpulist(self.text(f"{cache}/shared_cpu_list")) or parse_cpumask(
+                self.text(f"{cache}/shared_cpu_map")
             )
             if shared and cpu in shared:
                 best, highest = shared, level
@@ -243,23 +266,23 @@ class SysfsTree(Files):
         return [PciGpu(name, known[name]) for name in sorted(known, key=lambda name: pci_address(name) or ())]
 
     def _is_gpu(self, path: str) -> bool:
-        vendor, kind = (self.read(f"{path}/{name}") or "" for name in ("vendor", "class"))
+        vendor, kind = (self.text(f"{path}/{name}") or "" for name in ("vendor", "class"))
         return vendor.lower() == "0x10de" and kind.lower().startswith("0x03")
 
     def _uuid(self, name: str) -> str:
-        match = re.search(r"GPU UUID:\s*(GPU-[0-9A-Za-z-]{1,90})", self.read(f"{_NVIDIA}/{name}/information") or "")
+        match = re.search(r"GPU UUID:\s*(GPU-[0-9A-Za-z-]{1,90})", self.text(f"{_NVIDIA}/{name}/information") or "")
         return match[1] if match else ""
 
     def pci_node(self, bus_id: str) -> int | None:
         """The NUMA node of a PCI device, negative if the firmware does not say; None without the file."""
-        return self.number(f"{_PCI}/{bus_id}/numa_node") if pci_address(bus_id) else None
+        return self.number(f"{_PCI}/{bus_id}/numa_node", signed=True) if pci_address(bus_id) else None
 
     def pci_cpus(self, bus_id: str) -> tuple[frozenset[int], str] | None:
         """The CPUs near a PCI device and the name of the file that says so."""
         if not pci_address(bus_id):
             return None
         for name, parse in (("local_cpulist", parse_cpulist), ("local_cpus", parse_cpumask)):
-            cpus = parse(self.read(f"{_PCI}/{bus_id}/{name}"))
+            cpus = parse(self.text(f"{_PCI}/{bus_id}/{name}"))
             if cpus:
                 return cpus, name
         return None
@@ -280,8 +303,6 @@ def _partition(cpus: frozenset[int], group_of: GroupOf) -> tuple[frozenset[int],
 
 
 _NODES = "sys/class/kfd/kfd/topology/nodes"
-_KFD_PCI = "sys/bus/pci/devices"
-_LARGEST_FILE = 1 << 16
 _MOST_NODES = 1 << 10
 
 # PCI device ids and names from libdrm's amdgpu.ids, for GPUs whose board has no readable product name.
@@ -298,61 +319,6 @@ _NAMES = {
     0x75A0: "AMD Instinct MI350X",
     0x75A3: "AMD Instinct MI355X",
 }
-
-
-class KfdTree:
-    """Files below a root, read with bounds. A file that is missing or malformed is None."""
-
-    def __init__(self, root: str) -> None:
-        self.root = root
-
-    def read(self, path: str) -> str:
-        """The start of a file, without surrounding blanks and NULs. A FIFO in a saved tree does not block it.
-
-        Raises:
-            OSError: it cannot be read.
-        """
-        fd = os.open(os.path.join(self.root, path), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        try:
-            return os.read(fd, _LARGEST_FILE).decode("utf-8", "replace").strip("\0 \t\r\n")
-        finally:
-            os.close(fd)
-
-    def text(self, path: str) -> str | None:
-        """As :meth:`read`, or None."""
-        try:
-            return self.read(path)
-        except (OSError, ValueError):
-            return None
-
-    def number(self, path: str) -> int | None:
-        """A file that holds one decimal number of at most 20 digits, or None."""
-        text = self.text(path)
-        return int(text) if text is not None and re.fullmatch(r"[0-9]{1,20}", text) else None
-
-    def properties(self, path: str) -> dict[str, int]:
-        """A file of lines "name number"; other lines are left out.
-
-        Raises:
-            OSError: it cannot be read.
-        """
-        return {name: int(value) for name, value in re.findall(r"(?m)^(\w{1,64}) ([0-9]{1,20})$", self.read(path))}
-
-    def names(self, path: str) -> list[str]:
-        """The names in a directory; none if it cannot be listed."""
-        try:
-            return os.listdir(os.path.join(self.root, path))
-        except OSError:
-            return []
-
-    def exists(self, path: str) -> bool:
-        """Whether there is such a file."""
-        return os.path.exists(os.path.join(self.root, path))
-
-
-def tree() -> KfdTree:
-    """The files of this host, or of the saved host that ``SAFE_GPU_FSROOT`` names."""
-    return KfdTree(os.environ.get("SAFE_GPU_FSROOT") or "/")
 
 
 class Node(NamedTuple):
@@ -398,10 +364,10 @@ class Device(NamedTuple):
     @property
     def pci(self) -> str:
         """Where the files of its PCI device are, below the root."""
-        return f"{_KFD_PCI}/{self.bus_id}"
+        return f"{_PCI}/{self.bus_id}"
 
 
-def devices(files: KfdTree) -> tuple[Device, ...] | None:
+def devices(files: Files) -> tuple[Device, ...] | None:
     """All GPUs that this process may open, in ROCR's order. None if there is no KFD topology."""
     if not files.exists(_NODES):
         return None
@@ -435,31 +401,24 @@ def devices(files: KfdTree) -> tuple[Device, ...] | None:
     return tuple(_without_doubles(found))
 
 
-def _gpu_nodes(files: KfdTree) -> Iterator[Node]:
-    numbers = sorted(int(name) for name in files.names(_NODES) if re.fullmatch(r"[0-9]{1,6}", name))
-    for number in numbers[:_MOST_NODES]:
+def _gpu_nodes(files: Files) -> Iterator[Node]:
+    for number in files.numbered(_NODES)[:_MOST_NODES]:
         path = f"{_NODES}/{number}"
+        properties: dict[str, int] = {}
         try:
+            properties = files.properties(f"{path}/properties")
             files.read(f"{path}/gpu_id")
         except PermissionError:
             continue
         except OSError:
             pass
         gpu_id = files.number(f"{path}/gpu_id")
-        if gpu_id == 0:
+        if gpu_id == 0 or properties.get("simd_count") == 0 or (gpu_id is None and not properties):
             continue  # CPUs only
-        try:
-            properties = files.properties(f"{path}/properties")
-        except PermissionError:
-            continue
-        except OSError:
-            properties = {}
-        if properties.get("simd_count") == 0 or (gpu_id is None and not properties):
-            continue
         yield Node(number, gpu_id or 0, properties if gpu_id and "simd_count" in properties else {})
 
 
-def _place(files: KfdTree, node: Node) -> tuple[str, int]:
+def _place(files: Files, node: Node) -> tuple[str, int]:
     """Bus id and number of the partition; ("", 0) if the node does not tell."""
     location = node.properties.get("location_id")
     domain = node.properties.get("domain", 0)
@@ -467,27 +426,25 @@ def _place(files: KfdTree, node: Node) -> tuple[str, int]:
         return "", 0
     slot = f"{domain:04x}:{location >> 8 & 0xFF:02x}:{location >> 3 & 0x1F:02x}"
     function, partition = location & 7, location >> 28
-    if function and not files.exists(f"{_KFD_PCI}/{slot}.{function}") and files.exists(f"{_KFD_PCI}/{slot}.0"):
+    if function and not files.exists(f"{_PCI}/{slot}.{function}") and files.exists(f"{_PCI}/{slot}.0"):
         function, partition = 0, function
     return f"{slot}.{function}", partition
 
 
-def _memory(files: KfdTree, node: Node, bus_id: str, *, shared: bool) -> int | None:
+def _memory(files: Files, node: Node, bus_id: str, *, shared: bool) -> int | None:
     """Bytes of memory: of the PCI device, or of the node's memory banks where partitions share that."""
-    total = files.number(f"{_KFD_PCI}/{bus_id}/mem_info_vram_total")
+    total = files.number(f"{_PCI}/{bus_id}/mem_info_vram_total")
     if total is not None and not shared:
         return total
     banks = 0
     for bank in files.names(f"{node.path}/mem_banks"):
-        try:
+        with suppress(OSError):
             banks += files.properties(f"{node.path}/mem_banks/{bank}/properties").get("size_in_bytes", 0)
-        except OSError:
-            continue
     return banks or total
 
 
-def _name(files: KfdTree, node: Node, bus_id: str) -> str:
-    name = files.text(f"{_KFD_PCI}/{bus_id}/product_name")
+def _name(files: Files, node: Node, bus_id: str) -> str:
+    name = files.text(f"{_PCI}/{bus_id}/product_name")
     if name and name.isprintable():
         return name[:80]
     target = node.properties.get("gfx_target_version", 0)

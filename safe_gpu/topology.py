@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from .devices import HostSnapshot, normalize_bus_id
 from .errors import GPUAffinityError, as_affinity_error
 from .settings import fsroot_or_default
-from .sysfs import PciGpu, SysfsTree
+from .sysfs import PciGpu, SysfsTree, devices
 
 if TYPE_CHECKING:
     import os
@@ -244,7 +244,7 @@ def read_topology(fsroot: str | os.PathLike[str] | None = None, driver: GpuLocat
 
 def _located_gpus(tree: SysfsTree, host: HostTopology, driver: GpuLocator | None) -> Iterable[GpuLocality]:
     if driver is None:
-        for index, found in enumerate(tree.pci_gpus() or _amd_gpus(tree.root)):
+        for index, found in enumerate(tree.pci_gpus() or _amd_gpus(tree)):
             yield _by_pci(tree, host, index, found.uuid, found.bus_id, None)
         return
     for gpu in as_affinity_error(driver, lambda: driver.snapshot()).physical:
@@ -253,10 +253,8 @@ def _located_gpus(tree: SysfsTree, host: HostTopology, driver: GpuLocator | None
         yield _by_driver(tree, host, driver, by_pci)
 
 
-def _amd_gpus(root: str) -> list[PciGpu]:
-    from . import sysfs as kfd_nodes
-
-    return [PciGpu(device.bus_id, device.uuid) for device in kfd_nodes.devices(kfd_nodes.KfdTree(root)) or ()]
+def _amd_gpus(tree: SysfsTree) -> list[PciGpu]:
+    return [PciGpu(device.bus_id, device.uuid) for device in devices(tree) or ()]
 
 
 def _by_driver(tree: SysfsTree, host: HostTopology, driver: GpuLocator, by_pci: GpuLocality) -> GpuLocality:

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from ..argument_style import ArgumentStyle
 
@@ -18,16 +17,8 @@ if TYPE_CHECKING:
 
 __all__ = ["may_be_several", "open_driver", "open_drivers", "opened_driver"]
 
-_TRY_SIMULATED = "to try safe_gpu without a GPU, set SAFE_GPU_DRIVER=simulated:dgx-a100"
-
-
-class _Choice(NamedTuple):
-    """What was asked for: see :func:`open_driver`."""
-
-    preset: str
-    vendor: str | None
-    prefer: str | None
-    spelling: type[ArgumentStyle]
+# The drivers, with the vendor of those whose GPUs are all of one.
+_KINDS = {"auto": None, "nvml": "nvidia", "nvidia-smi": "nvidia", "kfd": "amd", "simulated": None}
 
 
 def open_driver(
@@ -57,9 +48,23 @@ def open_driver(
         from .vendors import check_inside, lacking
 
         check_inside(vendor, spelling)
-        if _VENDORS.get(kind, vendor) != vendor:
+        if _KINDS[kind] not in (None, vendor):
             raise lacking(vendor, kind, spelling)
-    return _FACTORIES[kind](_Choice(preset, vendor, prefer, spelling))
+    if kind == "auto":
+        return _auto(vendor, prefer, spelling)
+    if kind == "simulated":
+        return _simulated(preset, vendor, prefer, spelling)
+    if kind == "nvml":
+        from .nvml import NvmlDriver
+
+        return NvmlDriver()
+    if kind == "kfd":
+        from .kfd import KfdDriver
+
+        return KfdDriver()
+    from .nvidia_smi import NvidiaSmiDriver
+
+    return NvidiaSmiDriver()
 
 
 def open_drivers() -> tuple[list[Driver], list[str]]:
@@ -97,10 +102,10 @@ def may_be_several() -> bool:
 def _parsed(name: str | None) -> tuple[str, str]:
     name = (os.environ.get("SAFE_GPU_DRIVER") if name is None else name) or "auto"
     kind, _, preset = name.partition(":")
-    if kind not in _FACTORIES or (preset and kind != "simulated"):
+    if kind not in _KINDS or (preset and kind != "simulated"):
         from ..errors import UnsatisfiableRequestError
 
-        choices = ", ".join(_FACTORIES) + ":PRESET"
+        choices = ", ".join(_KINDS) + ":PRESET"
         raise UnsatisfiableRequestError(f"There is no driver {name!r}: choose one of {choices}.", value=name)
     return kind, preset
 
@@ -111,15 +116,15 @@ def _has_kfd() -> bool:
     return os.path.exists(os.path.join(root, "sys/class/kfd/kfd/topology/nodes"))
 
 
-def _auto(choice: _Choice) -> Driver:
-    if choice.vendor is not None:
+def _auto(vendor: str | None, prefer: str | None, spelling: type[ArgumentStyle]) -> Driver:
+    if vendor is not None:
         from .vendors import open_of
 
-        return open_of(choice.vendor, _nvidia, choice.spelling)
+        return open_of(vendor, _nvidia, spelling)
     if _has_kfd():
         from .vendors import open_first
 
-        return open_first(choice.prefer, _nvidia, choice.spelling)
+        return open_first(prefer, _nvidia, spelling)
     return _nvidia()
 
 
@@ -137,56 +142,26 @@ def _nvidia() -> Driver:
 
         raise NoDriverError(
             f"There is no NVIDIA driver here: {reason}, and nvidia-smi is not on PATH. On a GPU host, install the "
-            f"driver and nvidia-ml-py; {_TRY_SIMULATED}.",
+            "driver and nvidia-ml-py; to try safe_gpu without a GPU, set SAFE_GPU_DRIVER=simulated:dgx-a100.",
             driver="auto",
         )
     return NvidiaSmiDriver()
 
 
-def _nvml(_choice: _Choice) -> Driver:
-    from .nvml import NvmlDriver
-
-    return NvmlDriver()
-
-
-def _nvidia_smi(_choice: _Choice) -> Driver:
-    from .nvidia_smi import NvidiaSmiDriver
-
-    return NvidiaSmiDriver()
-
-
-def _kfd(_choice: _Choice) -> Driver:
-    from .kfd import KfdDriver
-
-    return KfdDriver()
-
-
-def _simulated(choice: _Choice) -> Driver:
+def _simulated(preset: str, vendor: str | None, prefer: str | None, spelling: type[ArgumentStyle]) -> Driver:
     from .presets import preset as find_preset
     from .simulated import SimulatedDriver
 
-    vendors = find_preset(choice.preset).vendors
-    vendor = choice.vendor
+    vendors = find_preset(preset).vendors
     if vendor is not None and vendor not in vendors:
         from .vendors import lacking
 
-        raise lacking(vendor, f"simulated:{choice.preset}", choice.spelling)
+        raise lacking(vendor, f"simulated:{preset}", spelling)
     if vendor is None and len(vendors) > 1:
         from .vendors import meant_vendor
 
-        vendor = meant_vendor(os.environ, choice.prefer)
-    return SimulatedDriver(choice.preset, vendor=vendor)
-
-
-_FACTORIES: dict[str, Callable[[_Choice], Driver]] = {
-    "auto": _auto,
-    "nvml": _nvml,
-    "nvidia-smi": _nvidia_smi,
-    "kfd": _kfd,
-    "simulated": _simulated,
-}
-# Of the drivers whose GPUs are all of one vendor.
-_VENDORS = {"nvml": "nvidia", "nvidia-smi": "nvidia", "kfd": "amd"}
+        vendor = meant_vendor(os.environ, prefer)
+    return SimulatedDriver(preset, vendor=vendor)
 
 
 class opened_driver:

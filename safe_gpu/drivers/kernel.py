@@ -44,39 +44,23 @@ def numa_node(bus_id: str) -> int | None:
     """
     if bus_order(bus_id) is None:
         return None
-    root = os.environ.get("SAFE_GPU_FSROOT") or "/"
-    try:
-        node = int(_beginning(os.path.join(root, "sys/bus/pci/devices", bus_id, "numa_node")).strip(b"\0 \n"))
-    except (OSError, ValueError):
-        return None
-    return node if node >= 0 else None
+    text = procfs.read_start(_path(f"sys/bus/pci/devices/{bus_id}/numa_node"), 64) or b""
+    node = text.strip(b"\0 \n")
+    return int(node) if node.isdigit() else None
 
 
 def has_nvidia_gpu() -> bool:
     """Whether the kernel lists a display device of NVIDIA, with a driver or without, read under ``SAFE_GPU_FSROOT``."""
-    devices = os.path.join(os.environ.get("SAFE_GPU_FSROOT") or "/", "sys/bus/pci/devices")
+    devices = _path("sys/bus/pci/devices")
     try:
         found = os.listdir(devices)
     except OSError:
         return False
-    paths = [os.path.join(devices, one) for one in found]
-    return any(_starts(f"{path}/vendor", b"0x10de") and _starts(f"{path}/class", b"0x03") for path in paths)
 
+    def starts(path: str, value: bytes) -> bool:
+        return (procfs.read_start(f"{devices}/{path}", 64) or b"").lower().startswith(value)
 
-def _starts(path: str, value: bytes) -> bool:
-    try:
-        return _beginning(path).lower().startswith(value)
-    except OSError:
-        return False
-
-
-def _beginning(path: str) -> bytes:
-    """The first bytes of a file. A FIFO in a saved tree does not block it."""
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        return os.read(fd, 64)
-    finally:
-        os.close(fd)
+    return any(starts(f"{one}/vendor", b"0x10de") and starts(f"{one}/class", b"0x03") for one in found)
 
 
 # What /dev and /proc say about the driver's answers: whose its process numbers are, and whose the memory in use.
@@ -156,11 +140,8 @@ def memory_is_node(bus_id: str) -> bool:
     """
     import re  # only nvidia-smi's driver asks, which has it loaded
 
-    try:
-        with open(_path(f"proc/driver/nvidia/gpus/{bus_id}/numa_status"), encoding="ascii", errors="replace") as file:
-            return re.search(r"Node:\s*[0-9]", file.read(4096)) is not None
-    except (OSError, ValueError):  # no such path
-        return False
+    status = procfs.read_start(_path(f"proc/driver/nvidia/gpus/{bus_id}/numa_status"), 4096)
+    return re.search(rb"Node:\s*[0-9]", status or b"") is not None
 
 
 def _exists(path: str) -> bool:

@@ -20,21 +20,16 @@ import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from .. import procfs
 from ..devices import Gpu, GpuProcess, HostSnapshot
 from ..errors import NoDriverError
 from ..runtimes.runtime import HIP
-from ..sysfs import Device, KfdTree, devices, tree
+from ..sysfs import Device, Files, devices, tree
 from . import kernel as pci
+from .base import Driver
 from .kernel import own_namespace_pids
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from ..sysfs import KfdTree
-
 
 # Which processes use AMD GPUs, by ``/sys/class/kfd/kfd/proc`` (``kfd_process.c`` in the Linux kernel).
 
@@ -51,46 +46,38 @@ class ProcessesOnGpu(NamedTuple):
     error: str = ""
 
 
-def processes(files: KfdTree, gpu_ids: Iterable[int]) -> dict[int, ProcessesOnGpu]:
-    """The processes on each of these GPUs, by ``gpu_id``.
-
-    ``pid`` is the kernel's number, that of the first PID namespace.
-    """
+def processes(files: Files, gpu_ids: Iterable[int]) -> dict[int, ProcessesOnGpu]:
+    """The processes on each of these GPUs, by ``gpu_id``."""
     wanted = tuple(gpu_ids)
     found: dict[int, list[GpuProcess]] = {gpu_id: [] for gpu_id in wanted}
     errors = dict.fromkeys(wanted, "")
     if not files.exists(_PROCESSES):
         return dict.fromkeys(wanted, ProcessesOnGpu((), f"this kernel has no /{_PROCESSES}"))
-    for name in files.names(_PROCESSES):
-        if not re.fullmatch(r"[1-9][0-9]{0,9}", name):
-            continue
-        places = [f"{_PROCESSES}/{name}", *_contexts(files, f"{_PROCESSES}/{name}")]
-        queues = {gpu_id for place in places for gpu_id in _queues(files, place)}
+    for pid in sorted(int(name) for name in files.names(_PROCESSES) if re.fullmatch(r"[1-9][0-9]{0,9}", name)):
+        place = f"{_PROCESSES}/{pid}"
+        contexts = [name for name in files.names(place) if re.fullmatch(r"context_[0-9]{1,10}", name)]
+        places = [place, *(f"{place}/{name}" for name in contexts[:_MOST_CONTEXTS])]
+        queues = {
+            files.number(f"{place}/queues/{name}/gpuid")
+            for place in places
+            for name in files.names(f"{place}/queues")[:_MOST_QUEUES]
+        }
         for gpu_id in wanted:
             try:
                 memory = sum(_memory(files, f"{place}/vram_{gpu_id}") for place in places)
             except (OSError, ValueError) as err:
-                errors[gpu_id] = f"memory of process {name} cannot be read: {getattr(err, 'strerror', None) or err}"
+                errors[gpu_id] = f"memory of process {pid} cannot be read: {getattr(err, 'strerror', None) or err}"
                 continue
             if memory or gpu_id in queues:
-                found[gpu_id].append(GpuProcess(int(name), memory_used=memory))
+                found[gpu_id].append(GpuProcess(pid, memory_used=memory))
     return {
-        gpu_id: ProcessesOnGpu(tuple(sorted(listed, key=lambda process: process.pid)), errors[gpu_id])
+        # A pid there is the kernel's number, that of the first PID namespace.
+        gpu_id: ProcessesOnGpu(own_namespace_pids(listed, device="kfd"), errors[gpu_id])
         for gpu_id, listed in found.items()
     }
 
 
-def _contexts(files: KfdTree, place: str) -> list[str]:
-    names = [name for name in files.names(place) if re.fullmatch(r"context_[0-9]{1,10}", name)]
-    return [f"{place}/{name}" for name in names[:_MOST_CONTEXTS]]
-
-
-def _queues(files: KfdTree, place: str) -> set[int]:
-    found = (files.number(f"{place}/queues/{name}/gpuid") for name in files.names(f"{place}/queues")[:_MOST_QUEUES])
-    return {gpu_id for gpu_id in found if gpu_id}
-
-
-def _memory(files: KfdTree, path: str) -> int:
+def _memory(files: Files, path: str) -> int:
     """Bytes; 0 if there is no such file, because the process or its context has just ended."""
     try:
         text = files.read(path)
@@ -109,10 +96,11 @@ _LARGEST_CARVE_OUT = 4 << 30
 _TIMES_LARGER = 4
 _LONGEST_NAME = 80
 
+_INTEGRATED = "it is the processor's integrated graphics beside GPUs with memory of their own"
 _GONE = "the kernel no longer lists it"
 
 
-class KfdDriver:
+class KfdDriver(Driver):
     """The kernel's AMD driver (amdgpu) as a driver.
 
     A device is a GPU, one of the two dies of an MI250X, or a compute partition. ``index`` is ROCR's number of it, which
@@ -132,7 +120,9 @@ class KfdDriver:
         """Poll every GPU of the host; see :class:`~safe_gpu.drivers.base.Driver`."""
         files = tree()
         found = self._devices()
-        return HostSnapshot(tuple(_gpus(files, found)), self.name, _version(files))
+        # The version of the amdgpu module; the kernel's, if amdgpu is the kernel's own.
+        version = files.text("sys/module/amdgpu/version") or f"Linux {os.uname().release}"
+        return HostSnapshot(tuple(_gpus(files, found)), self.name, procfs.printable(version[:_LONGEST_NAME]))
 
     def usage(self, gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
         """Ask again about these devices. Their memory and processes are a few files of the host."""
@@ -143,7 +133,7 @@ class KfdDriver:
             replace(gpu, memory_used=now.memory_used, memory_free=now.memory_free, processes=now.processes,
                     process_error=now.process_error, unusable=now.unusable)
             if (now := shown.get(gpu.uuid)) is not None
-            else replace(gpu, processes=None, process_error=_GONE, unusable=_GONE, lost=True)
+            else gpu.unreachable(_GONE)
             for gpu in gpus
         )  # fmt: skip
 
@@ -162,21 +152,11 @@ class KfdDriver:
         files = tree()
         alone = {device.uuid: device.pci for device in self._devices() if device.bus_id and not device.shared}
         return snapshot.updated(
-            replace(gpu, utilization=_percent(files.number(f"{alone[gpu.uuid]}/gpu_busy_percent")))
+            replace(gpu, utilization=None if busy is None or busy > 100 else busy)
             for gpu in snapshot.gpus
             if gpu.uuid in alone
+            for busy in [files.number(f"{alone[gpu.uuid]}/gpu_busy_percent")]
         )
-
-    def cpu_affinity(self, uuid: str, scope: str) -> frozenset[int] | None:
-        """None: the PCI device in sysfs tells it."""
-        return None
-
-    def host_topology(self) -> None:
-        """None: the CPUs are those of sysfs."""
-        return
-
-    def close(self) -> None:
-        """Nothing is kept open."""
 
     def _devices(self) -> tuple[Device, ...]:
         found = devices(tree())
@@ -189,28 +169,25 @@ class KfdDriver:
         return found
 
 
-def _version(files: KfdTree) -> str:
-    """The version of the amdgpu module; the kernel's, if amdgpu is the kernel's own."""
-    return procfs.printable((files.text("sys/module/amdgpu/version") or f"Linux {os.uname().release}")[:_LONGEST_NAME])
-
-
-def _gpus(files: KfdTree, found: tuple[Device, ...]) -> Iterable[Gpu]:
+def _gpus(files: Files, found: tuple[Device, ...]) -> Iterable[Gpu]:
     # Read before the processes, or the memory of one that starts in between would belong to no visible process.
     counters = {device.pci: files.number(f"{device.pci}/mem_info_vram_used") for device in found if not device.broken}
-    used = processes(files, [device.node.gpu_id for device in found if device.node.gpu_id])
-    uses = {
-        gpu_id: use._replace(processes=own_namespace_pids(use.processes, device="kfd")) for gpu_id, use in used.items()
-    }
+    uses = processes(files, [device.node.gpu_id for device in found if device.node.gpu_id])
+    held = {gpu_id: sum(process.memory_used or 0 for process in use.processes) for gpu_id, use in uses.items()}
     largest = max((device.memory_total or 0 for device in found), default=0)
     for index, device in enumerate(found):
         if device.broken:
-            yield Gpu(index, device.uuid, device.name, device.bus_id, processes=None, process_error=device.broken,
-                      unusable=device.broken, vendor="amd")  # fmt: skip
+            gpu = Gpu(index, device.uuid, device.name, device.bus_id, vendor="amd")
+            yield gpu.unreachable(device.broken, lost=False)
             continue
         use = uses[device.node.gpu_id]
-        sharing = [uses[one.node.gpu_id] for one in found if one.pci == device.pci]
-        memory = _memory_used(device, counters[device.pci], use, sharing)
-        total = device.memory_total
+        total, memory = device.memory_total, counters[device.pci]
+        if memory is not None and device.shared:
+            # Partitions of one GPU share its counter. Memory that no process on any of them accounts for may be on each
+            # of them, so it counts on all.
+            nobodys = memory - sum(held[one.node.gpu_id] for one in found if one.pci == device.pci)
+            memory = held[device.node.gpu_id] + max(0, nobodys)
+        integrated = may_be_integrated(device) and largest >= _TIMES_LARGER * max(total or 0, 1)
         yield Gpu(
             index=index,
             uuid=device.uuid,
@@ -223,51 +200,21 @@ def _gpus(files: KfdTree, found: tuple[Device, ...]) -> Iterable[Gpu]:
             display_active=_has_display(files, device),
             processes=None if use.error else use.processes,
             process_error=use.error,
-            unusable=_why_integrated(device, largest),
+            unusable=_INTEGRATED if integrated else None,
             vendor="amd",
         )
 
 
-def _memory_used(
-    device: Device, used: int | None, use: ProcessesOnGpu, sharing: Sequence[ProcessesOnGpu]
-) -> int | None:
-    """Bytes in use on the device, of which its PCI device has ``used``.
-
-    Partitions of one GPU share its counter. Memory that no process on any of them accounts for may be on each of them,
-    so it counts on all.
-    """
-    if used is None or not device.shared:
-        return used
-    return _bytes(use) + max(0, used - sum(map(_bytes, sharing)))
-
-
-def _bytes(use: ProcessesOnGpu) -> int:
-    return sum(process.memory_used or 0 for process in use.processes)
-
-
-def _has_display(files: KfdTree, device: Device) -> bool:
+def _has_display(files: Files, device: Device) -> bool:
     """Whether a connector of the GPU drives a screen."""
-    for card in files.names(f"{device.pci}/drm"):
-        if card.startswith("card") and any(
-            files.text(f"{device.pci}/drm/{card}/{connector}/enabled") == "enabled"
-            for connector in files.names(f"{device.pci}/drm/{card}")
-            if connector.startswith(f"{card}-")
-        ):
-            return True
-    return False
+    place = f"{device.pci}/drm"
+    cards = [card for card in files.names(place) if card.startswith("card")]
+    connectors = [f"{card}/{name}" for card in cards for name in files.names(f"{place}/{card}")]
+    return any(
+        files.text(f"{place}/{connector}/enabled") == "enabled" for connector in connectors if "/card" in connector
+    )
 
 
 def may_be_integrated(device: Device) -> bool:
     """Whether it looks like the integrated graphics of a processor. GPUs of another vendor tell whether it matters."""
     return device.integrated or (device.memory_total or 0) < _LARGEST_CARVE_OUT
-
-
-def _why_integrated(device: Device, largest: int) -> str | None:
-    """Why integrated graphics beside real GPUs cannot be claimed, else None."""
-    if may_be_integrated(device) and largest >= _TIMES_LARGER * max(device.memory_total or 0, 1):
-        return "it is the processor's integrated graphics beside GPUs with memory of their own"
-    return None
-
-
-def _percent(value: int | None) -> int | None:
-    return value if value is not None and value <= 100 else None

@@ -14,13 +14,14 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .. import procfs
-from ..devices import ComputeMode, Gpu, GpuProcess, HostSnapshot, ProcessKind, normalize_bus_id
+from ..devices import MIG_IS_ON, ComputeMode, Gpu, GpuProcess, HostSnapshot, ProcessKind, normalize_bus_id
 from ..errors import NoDriverError
 from ..runtimes.runtime import CUDA
 from . import kernel as pci
+from .base import Driver
 from .kernel import is_wsl, memory_is_node, own_namespace_pids
 
 # What ``nvidia-smi -q -x`` says, as data.
@@ -32,6 +33,7 @@ _LONGEST_NAME = 80
 _GPU = re.compile(r'<gpu id="([^"]*)">')
 _KINDS = {"G": ProcessKind.GRAPHICS, "M": ProcessKind.MPS, "M+C": ProcessKind.MPS}
 _NO_VALUES = ("", "n/a", "none", "err!", "not found", "not supported", "unknown error", "insufficient permissions")
+_LOST = re.compile(r"\bis lost\b|requires reset", re.I)
 _NEVER = re.compile(r"not supported|n/a", re.I)  # what is unsupported stays so; other trouble may pass
 
 
@@ -52,42 +54,43 @@ class ProcessList(NamedTuple):
 
 
 class MigReport(NamedTuple):
-    """A MIG instance by its number. ``uuid`` is "" where it is not told. ``memory`` is total, used and free."""
+    """A MIG instance by its number. ``uuid`` is "" where it is not told. ``memory`` is that of a Gpu."""
 
     slot: int
+    uuid: str
+    memory: dict[str, int | None]
     gpu_instance: int | None
     compute_instance: int | None
-    uuid: str
-    memory: tuple[int | None, ...]
 
 
 class GpuReport(NamedTuple):
-    """One GPU; texts are as nvidia-smi wrote them, "" where they are missing. ``memory`` is total, used and free."""
+    """One GPU; ``text`` is what nvidia-smi wrote of it besides its processes and MIG instances."""
 
     bus_id: str
-    uuid: str
-    name: str
-    memory: tuple[int | None, ...]
-    utilization: int | None
-    compute_mode: str
-    display_active: bool
+    text: str
     mig: bool
     processes: ProcessList
     instances: tuple[MigReport, ...]
-    counts_reserved: bool
-    trouble: str
-
-
-def driver_version(report: str) -> str:
-    """The version of the kernel driver, "" where it is not told."""
-    return (_value(_text(report, "driver_version")) or "")[:_LONGEST_NAME]
 
 
 def read(report: str) -> Iterator[GpuReport]:
     """The GPUs that it reports, in its order."""
     _, *pieces = _GPU.split(report)
     for bus_id, text in zip(pieces[::2], pieces[1::2], strict=True):
-        yield _read_gpu(bus_id, text)
+        # A process may have any name, so its list ends where the last such element does.
+        before, began, listed = text.partition("<processes>")
+        listed, ended, after = listed.rpartition("</processes>")
+        rest = before + after if ended else text
+        before, _, behind = rest.partition("<mig_devices>")
+        instances, closed, after = behind.partition("</mig_devices>")
+        rest = before + after if closed else rest
+        yield GpuReport(
+            normalize_bus_id(bus_id),
+            rest,
+            _text(_section(rest, "mig_mode"), "current_mig").lower() == "enabled",
+            _read_processes(listed if began and ended else None),
+            tuple(_read_instances(instances if closed else "")),
+        )
 
 
 def _value(text: str) -> str | None:
@@ -107,49 +110,13 @@ def _in_bytes(text: str) -> int | None:
     return None if found is None else found * _MIB
 
 
-def _read_gpu(bus_id: str, text: str) -> GpuReport:
-    # A process may have any name, so its list ends where the last such element does.
-    before, began, listed = text.partition("<processes>")
-    listed, ended, after = listed.rpartition("</processes>")
-    rest = before + after if ended else text
-    before, _, behind = rest.partition("<mig_devices>")
-    instances, closed, after = behind.partition("</mig_devices>")
-    rest = before + after if closed else rest
-    fields = {name: _text(rest, name) for name in ("uuid", "product_name", "compute_mode", "display_active")}
-    memory = _section(rest, "fb_memory_usage")
-    return GpuReport(
-        normalize_bus_id(bus_id),
-        fields["uuid"],
-        (_value(fields["product_name"]) or "")[:_LONGEST_NAME],
-        _memory(memory),
-        _number(_text(_section(rest, "utilization"), "gpu_util")),
-        fields["compute_mode"].lower(),
-        fields["display_active"].lower() == "enabled",
-        _text(_section(rest, "mig_mode"), "current_mig").lower() == "enabled",
-        _read_processes(listed if began and ended else None),
-        tuple(_read_instances(instances if closed else "")),
-        _value(_text(memory, "reserved")) is None,
-        _trouble((*fields.values(), *(_text(memory, name) for name in ("total", "used", "free")))),
-    )
-
-
-def _trouble(values: Iterable[str]) -> str:
-    """The value that says that the GPU is lost, or ""."""
-    lost = re.compile(r"\bis lost\b|requires reset", re.I)
-    return next((text.strip("[] .") for text in values if lost.search(text)), "")
-
-
 def _read_instances(text: str) -> Iterator[MigReport]:
     for one in _sections(text, "mig_device"):
         slot = _number(_text(one, "index"))
         if slot is not None:
-            yield MigReport(
-                slot,
-                _number(_text(one, "gpu_instance_id")),
-                _number(_text(one, "compute_instance_id")),
-                _value(_text(one, "uuid")) or "",
-                _memory(_section(one, "fb_memory_usage")),
-            )
+            ids = (_number(_text(one, f"{kind}_instance_id")) for kind in ("gpu", "compute"))
+            memory = _memory(_section(one, "fb_memory_usage"))
+            yield MigReport(slot, _value(_text(one, "uuid")) or "", memory, *ids)
 
 
 def _read_processes(text: str | None) -> ProcessList:
@@ -162,9 +129,8 @@ def _read_processes(text: str | None) -> ProcessList:
         if not re.fullmatch("[0-9]{1,10}", pid):
             return _unlisted(pid)
         kind = _KINDS.get(_text(entry, "type"), ProcessKind.COMPUTE)
-        process = GpuProcess(
-            int(pid), kind, _in_bytes(_text(entry, "used_memory")), _value(_text(entry, "process_name"))
-        )
+        memory, name = _in_bytes(_text(entry, "used_memory")), _value(_text(entry, "process_name"))
+        process = GpuProcess(int(pid), kind, memory, name)
         ids = (_number(_text(entry, "gpu_instance_id")), _number(_text(entry, "compute_instance_id")))
         rows.setdefault((process.pid, kind), Row(process, *ids))
     said = text.strip()
@@ -178,8 +144,9 @@ def _unlisted(said: str) -> ProcessList:
     return ProcessList(error=f"nvidia-smi does not list its processes: {said}", supported=not _NEVER.search(said))
 
 
-def _memory(text: str) -> tuple[int | None, ...]:
-    return tuple(_in_bytes(_text(text, name)) for name in ("total", "used", "free"))
+def _memory(text: str) -> dict[str, int | None]:
+    """As fields of a Gpu."""
+    return {f"memory_{name}": _in_bytes(_text(text, name)) for name in ("total", "used", "free")}
 
 
 def _section(text: str, name: str) -> str:
@@ -224,7 +191,6 @@ _MODES = {
     "prohibited": ComputeMode.PROHIBITED,
 }
 _GONE = "nvidia-smi no longer shows it"
-_MIG_IS_ON = "MIG mode is on: claim one of its instances"
 
 
 def find_nvidia_smi() -> str | None:
@@ -241,8 +207,8 @@ def find_nvidia_smi() -> str | None:
         raise NoDriverError(f"{err}.", driver="nvidia-smi") from None
 
 
-class NvidiaSmiDriver:
-    """nvidia-smi as a driver.
+class NvidiaSmiDriver(Driver):
+    """nvidia-smi as a driver. NVLink and CPUs it tells in tables for people only.
 
     Args:
         timeout: seconds that one run of nvidia-smi may take; without persistence mode it wakes every card up first.
@@ -273,7 +239,8 @@ class NvidiaSmiDriver:
         if not gpus and "no devices" not in text.lower():
             said = _complaint(text) or f"exit status {code} and no output"
             raise NoDriverError(f"nvidia-smi does not work on this host: {said}", driver=self.name)
-        return HostSnapshot(gpus, self.name, driver_version(text))
+        version = _value(_text(text, "driver_version")) or ""
+        return HostSnapshot(gpus, self.name, version[:_LONGEST_NAME])
 
     def usage(self, gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
         """Ask again about these devices only, and about all where one of them does not answer like this."""
@@ -287,30 +254,12 @@ class NvidiaSmiDriver:
             replace(shown[gpu.uuid], index=gpu.index) if gpu.uuid in shown else _unreachable(gpu, _GONE) for gpu in gpus
         )
 
-    def linked(self, snapshot: HostSnapshot) -> HostSnapshot:
-        """The poll as it is: nvidia-smi tells of NVLink in tables for people only."""
-        return snapshot
-
-    def detailed(self, snapshot: HostSnapshot) -> HostSnapshot:
-        """The poll as it is: it holds all that nvidia-smi tells."""
-        return snapshot
-
-    def cpu_affinity(self, uuid: str, scope: str) -> frozenset[int] | None:
-        """None: nvidia-smi tells it in tables for people only."""
-        return None
-
-    def host_topology(self) -> None:
-        """None: the CPUs are those of sysfs."""
-        return
-
-    def close(self) -> None:
-        """Nothing is kept open."""
-
     def _gpus(self, text: str) -> Iterator[Gpu]:
         """The devices of a report, a GPU before its MIG instances."""
         reports = {report.bus_id: report for report in read(text)}
         complaints = {normalize_bus_id(bus_id): said for bus_id, said in _NO_HANDLE.findall(text)}
-        bus_ids = sorted(filter(pci.bus_order, {**complaints, **reports}), key=_order)[:_MOST_GPUS]
+        order = {bus_id: place for bus_id in {**complaints, **reports} if (place := pci.bus_order(bus_id))}
+        bus_ids = sorted(order, key=order.__getitem__)[:_MOST_GPUS]
         self._list_instances(reports.values())
         seen: set[str] = set()
         for index, bus_id in enumerate(bus_ids):
@@ -332,45 +281,43 @@ class NvidiaSmiDriver:
         return Gpu(index, uuid, name, bus_id, pci.numa_node(bus_id))
 
     def _devices(self, index: int, report: GpuReport) -> Iterator[Gpu]:
-        if _UUID.fullmatch(report.uuid):
-            self._known[report.bus_id] = report.uuid, report.name
+        said = report.text
+        uuid, name, mode, display = (
+            _text(said, field) for field in ("uuid", "product_name", "compute_mode", "display_active")
+        )
+        memory = _section(said, "fb_memory_usage")
+        figures = (_text(memory, field) for field in ("total", "used", "free"))
+        trouble = next((text for text in (uuid, name, mode, display, *figures) if _LOST.search(text)), "")
+        if _UUID.fullmatch(uuid):
+            self._known[report.bus_id] = uuid, (_value(name) or "")[:_LONGEST_NAME]
         gpu = self._identified(index, report.bus_id)
-        if report.trouble or not _UUID.fullmatch(report.uuid):
-            yield _unreachable(gpu, report.trouble or report.uuid or "it tells no UUID")
+        if trouble or not _UUID.fullmatch(uuid):
+            yield _unreachable(gpu, trouble or uuid or "it tells no UUID")
             return
-        shared = is_wsl() or memory_is_node(report.bus_id)
         gpu = replace(
             gpu,
-            compute_mode=_MODES.get(report.compute_mode, ComputeMode.DEFAULT),
-            counts_reserved=report.counts_reserved,
-            memory_shared=shared,
+            compute_mode=_MODES.get(mode.lower(), ComputeMode.DEFAULT),
+            counts_reserved=_value(_text(memory, "reserved")) is None,
+            memory_shared=is_wsl() or memory_is_node(report.bus_id),
         )
         yield replace(
-            _with_usage(gpu, report.memory, report.processes),
-            utilization=report.utilization,
-            display_active=report.display_active,
-            unusable=_MIG_IS_ON if report.mig else None,
+            _with_usage(gpu, _memory(memory), report.processes),
+            utilization=_number(_text(_section(said, "utilization"), "gpu_util")),
+            display_active=display.lower() == "enabled",
+            unusable=MIG_IS_ON if report.mig else None,
             mig_enabled=report.mig,
         )
         for instance in report.instances if report.mig else ():
             uuid, profile = self._listed.get((gpu.uuid, instance.slot), (instance.uuid, ""))
             if _UUID.fullmatch(uuid):
-                yield _with_usage(
-                    replace(
-                        gpu,
-                        uuid=uuid,
-                        name=f"{gpu.name} MIG {profile}".rstrip(),
-                        mig_parent=gpu.uuid,
-                        mig_instance=instance.slot,
-                    ),
-                    instance.memory,
-                    _of_instance(report.processes, instance),
-                )
+                name = f"{gpu.name} MIG {profile}".rstrip()
+                device = replace(gpu, uuid=uuid, name=name, mig_parent=gpu.uuid, mig_instance=instance.slot)
+                yield _with_usage(device, instance.memory, _of_instance(report.processes, instance))
 
     def _list_instances(self, reports: Iterable[GpuReport]) -> None:
         """Learn the UUIDs of MIG instances, where there are others than at the last time."""
         layout = tuple(
-            (report.uuid, one.slot, one.gpu_instance, one.compute_instance, one.memory[0])
+            (_text(report.text, "uuid"), one.slot, one.gpu_instance, one.compute_instance, one.memory["memory_total"])
             for report in reports
             if report.mig
             for one in report.instances
@@ -414,16 +361,10 @@ class NvidiaSmiDriver:
         return code, text
 
 
-def _with_usage(gpu: Gpu, memory: tuple[int | None, ...], processes: ProcessList) -> Gpu:
-    total, used, free = memory
+def _with_usage(gpu: Gpu, memory: dict[str, Any], processes: ProcessList) -> Gpu:
+    listed = None if processes.error else own_namespace_pids(row.process for row in processes.rows)
     return replace(
-        gpu,
-        memory_total=total,
-        memory_used=used,
-        memory_free=free,
-        processes=None if processes.error else own_namespace_pids(row.process for row in processes.rows),
-        process_error=processes.error,
-        processes_supported=processes.supported,
+        gpu, processes=listed, process_error=processes.error, processes_supported=processes.supported, **memory
     )
 
 
@@ -438,26 +379,8 @@ def _of_instance(processes: ProcessList, instance: MigReport) -> ProcessList:
 
 
 def _unreachable(gpu: Gpu, complaint: str) -> Gpu:
-    """A device of which only the identity is known."""
     said = procfs.printable(complaint.strip("[] .")[:_LONGEST_COMPLAINT])
-    text = f"the driver cannot reach it ({said}): reset it, or reboot the host"
-    return Gpu(
-        gpu.index,
-        gpu.uuid,
-        gpu.name,
-        gpu.pci_bus_id,
-        gpu.numa_node,
-        processes=None,
-        process_error=text,
-        unusable=text,
-        lost=True,
-        mig_parent=gpu.mig_parent,
-        mig_instance=gpu.mig_instance,
-    )
-
-
-def _order(bus_id: str) -> tuple[int, ...]:
-    return pci.bus_order(bus_id) or ()
+    return gpu.unreachable(f"the driver cannot reach it ({said}): reset it, or reboot the host")
 
 
 def _complaint(text: str) -> str:

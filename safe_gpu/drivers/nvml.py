@@ -10,139 +10,46 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import combinations
 from typing import Any, TypeVar
 
 from .. import procfs
-from ..devices import ComputeMode, Gpu, HostSnapshot, ProcessKind
+from ..devices import MIG_IS_ON, ComputeMode, Gpu, GpuProcess, HostSnapshot, ProcessKind
 from ..errors import MissingPackageError, NoDriverError
 from ..runtimes.runtime import CUDA
 from . import kernel as pci
+from .base import Driver
 from .kernel import is_wsl, own_namespace_pids
-from .nvml_session import LIBRARY, UNKNOWN_ERROR, NvmlError, ProcessRow, Session, merge
+from .nvml_session import LIBRARY, UNKNOWN_ERROR, NvmlError, NvmlTrouble, ProcessRow, Session, SessionOver
 
-# What NVML shows of one GPU and its MIG instances, as far as it may change.
+# What NVML shows of one GPU and its MIG instances, as far as it may change. All of it may raise NvmlError: the GPU is
+# lost.
 
 
 _COMPUTE_MODES = {1: ComputeMode.EXCLUSIVE_PROCESS, 2: ComputeMode.PROHIBITED, 3: ComputeMode.EXCLUSIVE_PROCESS}
 _MOST_INSTANCES = 64  # of a GPU; there are 7 today
-_MIG_IS_ON = "MIG mode is on: claim one of its instances"
 
 # An idle card shows a few MiB in use. Above this the processes that only draw are listed too, before anybody calls
 # memory unexplained.
 _IDLE_MEMORY = 16 << 20
 
 
-def describe(session: Session, handle: Any, gpu: Gpu, without_mig: set[str], **known: Any) -> list[Gpu]:
-    """The GPU with all that decides whether it is free, followed by its MIG instances.
-
-    Args:
-        gpu: its record so far. without_mig: UUIDs of GPUs that cannot have MIG instances; one that says so is added.
-        known: further fields of its record.
-
-    Raises:
-        Fault: the GPU is lost, or the session is over; so too in the other functions.
-    """
-    mode = session.ask_or(0, "nvmlDeviceGetComputeMode", handle)
-    lists = _Lists(session, handle)
-    known["compute_mode"] = _COMPUTE_MODES.get(mode, ComputeMode.DEFAULT)
-    gpu = _used(session, handle, gpu, lists, without_mig, known)
-    return [gpu, *(_instances(session, handle, gpu, lists) if gpu.mig_enabled else ())]
-
-
-def used(session: Session, handle: Any, gpu: Gpu, without_mig: set[str]) -> Gpu:
-    """The GPU with its memory, processes and MIG mode of now; the rest is as in ``gpu``."""
-    return _used(session, handle, gpu, _Lists(session, handle), without_mig, {})
-
-
-def instance_again(session: Session, parent_handle: Any, gpu: Gpu) -> Gpu | None:
-    """The same for a MIG instance; None where the GPU no longer has it."""
-    assert gpu.mig_instance is not None
-    handle = _instance_handle(session, parent_handle, gpu.mig_instance)
-    if handle is None or session.ask_or("", "nvmlDeviceGetUUID", handle) != gpu.uuid:
-        return None
-    lists = _Lists(session, handle, _Lists(session, parent_handle))
-    return _with_usage(session, handle, gpu, lists, {"unusable": None, "lost": False})
-
-
-def details(session: Session, parent_handle: Any, gpu: Gpu) -> Gpu:
-    """The device with its utilisation and with processes that only draw, as far as it answers."""
-    handle = parent_handle
-    if gpu.mig_instance is not None:
-        handle = _instance_handle(session, parent_handle, gpu.mig_instance)
-        if handle is None:
-            return gpu
-    utilization = session.ask_or(None, "nvmlDeviceGetUtilizationRates", handle)
-    processes = gpu.processes
-    if processes is not None and all(process.kind != ProcessKind.GRAPHICS for process in processes):
-        processes += _Lists(session, handle, kinds=(ProcessKind.GRAPHICS,)).fields()["processes"] or ()
-    return replace(gpu, utilization=None if utilization is None else int(utilization.gpu), processes=processes)
-
-
-def unreachable(gpu: Gpu, trouble: NvmlError | str) -> Gpu:
-    """A device of which only the identity is known."""
-    if isinstance(trouble, str):
-        text, lost = trouble, True
-    elif trouble.no_permission:
-        text, lost = "this process may not open it: the job or container was given other GPUs", False
-    else:
-        text, lost = f"the driver cannot reach it ({trouble}): reset it, or reboot the host", True
-    return Gpu(
-        gpu.index,
-        gpu.uuid,
-        gpu.name,
-        gpu.pci_bus_id,
-        gpu.numa_node,
-        processes=None,
-        process_error=text,
-        unusable=text,
-        lost=lost,
-        mig_parent=gpu.mig_parent,
-        mig_instance=gpu.mig_instance,
-    )
-
-
-def _used(session: Session, handle: Any, gpu: Gpu, lists: _Lists, without_mig: set[str], known: dict[str, Any]) -> Gpu:
-    mig = gpu.uuid not in without_mig and _mig_is_on(session, handle, gpu.uuid, without_mig)
-    known.update(mig_enabled=mig, unusable=_MIG_IS_ON if mig else None, lost=False)
-    return _with_usage(session, handle, gpu, lists, known)
-
-
-def _mig_is_on(session: Session, handle: Any, uuid: str, without_mig: set[str]) -> bool:
-    try:
-        return bool(session.ask("nvmlDeviceGetMigMode", handle)[0] == 1)
-    except NvmlError as fault:
-        if fault.gpu_lost or fault.session_over:
-            raise
-        if fault.absent:
-            without_mig.add(uuid)
-        return False
-
-
-def _with_usage(session: Session, handle: Any, gpu: Gpu, lists: _Lists, known: dict[str, Any]) -> Gpu:
+def _with_usage(session: Session, lists: _Lists, gpu: Gpu, **known: Any) -> Gpu:
     # Read before the lists, or the memory of a process that starts in between would belong to no visible process.
-    memory = session.memory(handle)
-    gpu = replace(
-        gpu,
-        memory_total=memory.total,
-        memory_used=memory.used,
-        memory_free=memory.free,
-        counts_reserved=memory.counts_reserved,
-        memory_shared=False,
-        **known,
-        **lists.fields(),
-    )
+    memory = session.memory(lists.handle)
+    known.update(memory, memory_shared=False, lost=False)
+    gpu = replace(gpu, **known, **lists.read(ProcessKind.COMPUTE, ProcessKind.MPS))
     if gpu.unexplained_memory > _IDLE_MEMORY:
-        lists.read(ProcessKind.GRAPHICS)
-        gpu = replace(gpu, **lists.fields())
+        gpu = replace(gpu, **lists.read(ProcessKind.GRAPHICS))
     if gpu.unexplained_memory > _IDLE_MEMORY:
-        gpu = replace(gpu, memory_shared=is_wsl() or any(map(session.memory_is_node, lists.handles)))
+        gpu = replace(gpu, memory_shared=is_wsl() or lists.memory_is_node())
     return gpu
 
 
-def _instances(session: Session, parent_handle: Any, parent: Gpu, parent_lists: _Lists) -> Iterator[Gpu]:
-    slots = session.ask_or(0, "nvmlDeviceGetMaxMigDeviceCount", parent_handle)
+def _instances(session: Session, parent_lists: _Lists, parent: Gpu) -> Iterator[Gpu]:
+    slots = session.ask_or(0, "nvmlDeviceGetMaxMigDeviceCount", parent_lists.handle)
     for slot in range(min(slots, _MOST_INSTANCES)):
-        handle = _instance_handle(session, parent_handle, slot)
+        handle = _instance_handle(session, parent_lists.handle, slot)
         uuid = "" if handle is None else session.ask_or("", "nvmlDeviceGetUUID", handle)
         if not uuid:
             continue  # an empty slot, or an instance that this user may not see
@@ -156,10 +63,10 @@ def _instances(session: Session, parent_handle: Any, parent: Gpu, parent_lists: 
             mig_parent=parent.uuid,
             mig_instance=slot,
         )
-        yield _with_usage(session, handle, instance, _Lists(session, handle, parent_lists), {})
+        yield _with_usage(session, _Lists(session, handle, parent_lists), instance)
 
 
-def _instance_handle(session: Session, parent_handle: Any, slot: int) -> Any:
+def _instance_handle(session: Session, parent_handle: Any, slot: int | None) -> Any:
     return session.ask_or(None, "nvmlDeviceGetMigDeviceHandleByIndex", parent_handle, slot)
 
 
@@ -168,52 +75,23 @@ class _Lists:
 
     Args:
         parent: the lists of its GPU, for a MIG instance: some drivers give its rows only there, with its ids.
-        kinds: which lists are read; :meth:`read` adds others.
     """
 
-    def __init__(
-        self,
-        session: Session,
-        handle: Any,
-        parent: _Lists | None = None,
-        kinds: tuple[str, ...] = (ProcessKind.COMPUTE, ProcessKind.MPS),
-    ) -> None:
+    def __init__(self, session: Session, handle: Any, parent: _Lists | None = None) -> None:
+        self.handle = handle
         self._session = session
-        self._handle = handle
         self._parent = parent
-        self._kinds = kinds
-        self._rows: dict[str, list[ProcessRow]] = {}
+        self._rows: list[tuple[str, ProcessRow]] = []
+        self._read: set[str] = set()
         self._fault: NvmlError | None = None
 
-    def read(self, kind: str) -> None:
-        """Read one more list, unless it is there already, or one has failed before."""
-        if self._parent is not None:
-            self._parent.read(kind)
-        if self._fault is not None or kind in self._rows:
-            return
-        try:
-            self._rows[kind] = self._session.processes(kind, self._handle)
-        except NvmlError as fault:
-            if fault.gpu_lost or fault.session_over:
-                raise
-            if fault.absent and kind != ProcessKind.COMPUTE:
-                self._rows[kind] = []
-            else:
-                self._fault = fault
-
-    @property
-    def handles(self) -> tuple[Any, ...]:
-        """The device, and for a MIG instance its GPU."""
-        return (self._handle,) if self._parent is None else (self._handle, self._parent._handle)
-
-    def fields(self) -> dict[str, Any]:
-        """What they say, as fields of a Gpu."""
-        for kind in self._kinds:
-            self.read(kind)
-        rows = [(kind, row) for kind, listed in self._rows.items() for row in listed]
-        fault = self._fault
+    def read(self, *kinds: str) -> dict[str, Any]:
+        """Read these lists too, and tell what all of them say, as fields of a Gpu."""
+        for kind in kinds:
+            self._read_one(kind)
+        rows, fault = self._rows, self._fault
         if self._parent is not None and self._parent._fault is None and (fault is None or fault.absent):
-            rows += self._from_parent(self._parent, mute=fault is not None)
+            rows = [*rows, *self._from_parent(self._parent, mute=fault is not None)]
             fault = None
         if fault is not None:
             return {
@@ -221,18 +99,40 @@ class _Lists:
                 "process_error": f"the driver does not list its processes: {fault}",
                 "processes_supported": not fault.absent,
             }
-        names = {row.pid: self._name(row.pid) for kind, row in rows if kind != ProcessKind.GRAPHICS}
-        return {"processes": own_namespace_pids(merge(rows, names)), "process_error": "", "processes_supported": True}
+        processes = own_namespace_pids(
+            GpuProcess(row.pid, kind, row.memory, None if kind == ProcessKind.GRAPHICS else self._name(row.pid))
+            for kind, row in rows
+        )
+        return {"processes": processes, "process_error": "", "processes_supported": True}
+
+    def memory_is_node(self) -> bool:
+        """Whether the device's memory is a NUMA node of the kernel (GH200, GB200), whose page cache counts as used."""
+        own = self._session.ask_or(None, "nvmlDeviceGetNumaNodeId", self.handle) is not None
+        return own or (self._parent is not None and self._parent.memory_is_node())
+
+    def _read_one(self, kind: str) -> None:
+        """Read one list, unless it is there already, or one has failed before."""
+        if self._parent is not None:
+            self._parent._read_one(kind)
+        if self._fault is not None or kind in self._read:
+            return
+        self._read.add(kind)
+        try:
+            self._rows += [(kind, row) for row in self._session.processes(kind, self.handle)]
+        except NvmlError as fault:
+            if fault.gpu_lost:
+                raise
+            if not fault.absent or kind == ProcessKind.COMPUTE:
+                self._fault = fault
 
     def _from_parent(self, parent: _Lists, *, mute: bool) -> Iterator[tuple[str, ProcessRow]]:
         """The rows of the GPU that are this instance's."""
-        rows = [(kind, row) for kind, listed in parent._rows.items() for row in listed]
-        if not rows:
+        if not parent._rows:
             return
-        gpu_instance = self._session.ask_or(None, "nvmlDeviceGetGpuInstanceId", self._handle)
-        compute_instance = self._session.ask_or(None, "nvmlDeviceGetComputeInstanceId", self._handle)
-        for kind, row in rows:
-            if row.gpu_instance is None or gpu_instance is None:
+        gpu_instance = self._session.ask_or(None, "nvmlDeviceGetGpuInstanceId", self.handle)
+        compute_instance = self._session.ask_or(None, "nvmlDeviceGetComputeInstanceId", self.handle)
+        for kind, row in parent._rows:
+            if None in (row.gpu_instance, gpu_instance):
                 # It may run on any instance of the GPU, so it counts where the instance itself is mute.
                 here = mute
             else:
@@ -297,7 +197,7 @@ class _Entry:
 class Inventory:
     """The GPUs over one NVML session.
 
-    Its methods raise :class:`Fault` only when the session is over or NVML cannot even count.
+    Its methods raise :class:`NvmlTrouble` only when the session is over or NVML cannot even count.
     """
 
     def __init__(self, session: Session, known: KnownGpus) -> None:
@@ -315,18 +215,40 @@ class Inventory:
         self._parents = {gpu.uuid: gpu.mig_parent for gpu in gpus if gpu.mig_parent is not None}
         return tuple(gpus)
 
-    def usage(self, gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
-        """These devices as they are now; see :meth:`~safe_gpu.drivers.base.Driver.usage`."""
-        return tuple(self._again(gpu) for gpu in gpus)
+    def again(self, gpu: Gpu) -> Gpu:
+        """A device as it is now; see :meth:`~safe_gpu.drivers.base.Driver.usage`."""
+        session = self._session
+        try:
+            entry = self._still(gpu.mig_parent or gpu.uuid)
+            if entry is None:
+                return gpu.unreachable(_GONE)
+            lists = _Lists(session, entry.handle)
+            if not gpu.is_mig_instance:
+                return self._used(lists, gpu)
+            handle = _instance_handle(session, entry.handle, gpu.mig_instance)
+            if handle is None or session.ask_or("", "nvmlDeviceGetUUID", handle) != gpu.uuid:
+                return gpu.unreachable(_GONE)
+            return _with_usage(session, _Lists(session, handle, lists), gpu, unusable=None)
+        except NvmlError as fault:
+            return _failed(gpu, fault)
 
-    def linked(self, gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
-        """The same records with ``nvlink_peers``."""
-        peers = self._peers([gpu.uuid for gpu in gpus if not gpu.is_mig_instance and not gpu.lost])
-        return tuple(replace(gpu, nvlink_peers=peers[gpu.uuid]) if peers.get(gpu.uuid) else gpu for gpu in gpus)
-
-    def detailed(self, gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
-        """The same records with utilisation and processes that only draw, as far as the GPUs answer."""
-        return tuple(self._details(gpu) for gpu in gpus)
+    def details(self, gpu: Gpu) -> Gpu:
+        """The same record with utilisation and processes that only draw, as far as the device answers."""
+        entry = None if gpu.lost else self._find(gpu.uuid)
+        if entry is None or entry.fault is not None:
+            return gpu
+        session, handle, processes = self._session, entry.handle, gpu.processes
+        try:
+            if gpu.is_mig_instance:
+                handle = _instance_handle(session, handle, gpu.mig_instance)
+                if handle is None:
+                    return gpu
+            utilization = session.ask_or(None, "nvmlDeviceGetUtilizationRates", handle)
+            if processes is not None and all(process.kind != ProcessKind.GRAPHICS for process in processes):
+                processes += _Lists(session, handle).read(ProcessKind.GRAPHICS)["processes"] or ()
+        except NvmlError as fault:
+            return _failed(gpu, fault)
+        return replace(gpu, utilization=None if utilization is None else int(utilization.gpu), processes=processes)
 
     def cpus(self, uuid: str, scope: str) -> frozenset[int] | None:
         """CPUs next to a GPU (for a MIG instance, next to its GPU), by scope "node" or "socket"; None is unknown."""
@@ -336,25 +258,45 @@ class Inventory:
             entry = self._find(uuid)
         if entry is None or entry.fault is not None or (entry.facts.uuid, scope) in self._known.without_cpus:
             return None
-        try:
+        questions: list[tuple[Any, ...]] = [("nvmlDeviceGetCpuAffinityWithinScope", _MASK_WORDS, _SCOPES[scope])]
+        if scope == "node":
+            questions.append(("nvmlDeviceGetCpuAffinity", _MASK_WORDS))
+        for name, *args in questions:
             try:
-                words = self._session.ask(
-                    "nvmlDeviceGetCpuAffinityWithinScope", entry.handle, _MASK_WORDS, _SCOPES[scope]
-                )
+                words = self._session.ask(name, entry.handle, *args)
             except NvmlError as fault:
-                if not fault.absent or scope != "node":
-                    raise
-                words = self._session.ask("nvmlDeviceGetCpuAffinity", entry.handle, _MASK_WORDS)
-        except NvmlError as fault:
-            if fault.session_over:
-                raise
-            if fault.absent:
-                self._known.without_cpus.add((entry.facts.uuid, scope))
-            return None
-        # Empty: all of them lie outside this process's cpuset.
-        return frozenset(64 * i + bit for i, word in enumerate(words) for bit in range(64) if word >> bit & 1) or None
+                if fault.absent:
+                    continue
+                return None
+            # Empty: all of them lie outside this process's cpuset.
+            return (
+                frozenset(64 * i + bit for i, word in enumerate(words) for bit in range(64) if word >> bit & 1) or None
+            )
+        self._known.without_cpus.add((entry.facts.uuid, scope))
+        return None
 
-    # Who is who
+    def peers(self, gpus: Iterable[Gpu]) -> dict[str, frozenset[str]]:
+        """Who reaches whom by NVLink; asked once per process for a set of GPUs that all answer."""
+        whole = [gpu.uuid for gpu in gpus if not gpu.is_mig_instance and not gpu.lost]
+        entries = [entry for uuid in whole if (entry := self._find(uuid)) is not None and entry.fault is None]
+        asked = tuple(entry.facts.uuid for entry in entries)
+        if asked == self._known.links[0]:
+            return self._known.links[1]
+        peers: dict[str, set[str]] = {uuid: set() for uuid in asked}
+        sure = True
+        for one, other in combinations(entries, 2):
+            try:
+                status = self._session.ask("nvmlDeviceGetP2PStatus", one.handle, other.handle, _P2P_NVLINK)
+            except NvmlError as fault:
+                sure = sure and fault.absent
+                continue
+            if status == _P2P_OK:
+                peers[one.facts.uuid].add(other.facts.uuid)
+                peers[other.facts.uuid].add(one.facts.uuid)
+        found = {uuid: frozenset(others) for uuid, others in peers.items()}
+        if sure:
+            self._known.links = asked, found
+        return found
 
     def _find(self, uuid: str) -> _Entry | None:
         if not self._entries:
@@ -366,30 +308,29 @@ class Inventory:
         """Every GPU that NVML counts. Handles are kept; a GPU that had none is asked again."""
         count = self._session.count()
         if count == len(self._entries):
-            entries = [self._by_number(e.number) if e.handle is None else e for e in self._entries]
-            self._entries = _without_doubles(entries)
-            return self._entries
-        if count != len(self._known.uuids):
-            self._known.uuids = {}  # the numbers mean other GPUs now
-        self._entries = _without_doubles(self._by_uuids() or [self._by_number(number) for number in range(count)])
+            entries = [e if e.fault is None else self._by_number(e.number) for e in self._entries]
+        else:
+            if count != len(self._known.uuids):
+                self._known.uuids = {}  # the numbers mean other GPUs now
+            entries = self._by_uuids() or [self._by_number(number) for number in range(count)]
+        self._entries = _without_doubles(entries)
         return self._entries
 
     def _by_uuids(self) -> list[_Entry]:
         """All GPUs by the UUIDs of an earlier session, one question each; empty where one is not found like this."""
-        known = sorted(self._known.uuids.items())
+        ask, known = self._session.ask, self._known
         try:
-            return [_Entry(number, self._known.facts[uuid], self._session.handle_of(uuid)) for number, uuid in known]
-        except KeyError:
-            return []
-        except NvmlError as fault:
-            if fault.session_over:
-                raise
+            return [
+                _Entry(number, known.facts[uuid], ask("nvmlDeviceGetHandleByUUID", uuid))
+                for number, uuid in sorted(known.uuids.items())
+            ]
+        except (KeyError, NvmlError):
             return []
 
     def _by_number(self, number: int) -> _Entry:
         known = self._known
         try:
-            handle = self._session.handle(number)
+            handle = self._session.ask("nvmlDeviceGetHandleByIndex", number)
             uuid = self._session.ask("nvmlDeviceGetUUID", handle)
             if not uuid.strip():
                 raise NvmlError(UNKNOWN_ERROR)
@@ -397,18 +338,11 @@ class Inventory:
             known.uuids[number] = uuid
             return _Entry(number, facts, handle)
         except NvmlError as fault:
-            if fault.session_over:
-                raise
             uuid = known.uuids.setdefault(number, f"unknown-{number}")
             return _Entry(number, known.facts.get(uuid) or Gpu(number, uuid), fault=fault)
 
     def _read_facts(self, handle: Any, uuid: str) -> Gpu:
-        try:
-            bus_id = self._session.bus_id(handle)
-        except NvmlError as fault:
-            if fault.gpu_lost or fault.session_over:
-                raise
-            bus_id = ""
+        bus_id = self._session.bus_id(handle)
         name = self._session.ask_or("", "nvmlDeviceGetName", handle)
         facts = Gpu(0, uuid, name, bus_id, pci.numa_node(bus_id))
         if name and bus_id:
@@ -419,7 +353,7 @@ class Inventory:
         """The GPU with this UUID, which its handle confirms; None where there is no such GPU any more.
 
         Raises:
-            Fault: the GPU does not answer.
+            NvmlError: the GPU does not answer.
         """
         for again in (False, True):
             if again:
@@ -440,20 +374,33 @@ class Inventory:
                     raise
         return None
 
-    # What they show
-
     def _describe(self, entry: _Entry, index: int) -> list[Gpu]:
-        fault = entry.fault
-        if fault is None:
-            session, handle = self._session, entry.handle
+        """A GPU with all that decides whether it is free, followed by its MIG instances."""
+        session, gpu = self._session, replace(entry.facts, index=index)
+        try:
+            if entry.fault is not None:
+                raise entry.fault
+            display = self._display(entry)
+            mode = _COMPUTE_MODES.get(session.ask_or(0, "nvmlDeviceGetComputeMode", entry.handle), ComputeMode.DEFAULT)
+            lists = _Lists(session, entry.handle)
+            gpu = self._used(lists, gpu, display_active=display, compute_mode=mode)
+            return [gpu, *(_instances(session, lists, gpu) if gpu.mig_enabled else ())]
+        except NvmlError as fault:
+            return [_failed(gpu, fault)]
+
+    def _used(self, lists: _Lists, gpu: Gpu, **known: Any) -> Gpu:
+        """The GPU with its memory, processes and MIG mode of now."""
+        mig = False
+        if gpu.uuid not in self._known.without_mig:
             try:
-                without_mig, display = self._known.without_mig, self._display(entry)
-                return describe(session, handle, entry.facts, without_mig, index=index, display_active=display)
-            except NvmlError as caught:
-                if caught.session_over:
+                mig = self._session.ask("nvmlDeviceGetMigMode", lists.handle)[0] == 1
+            except NvmlError as fault:
+                if fault.gpu_lost:
                     raise
-                fault = caught
-        return [unreachable(replace(entry.facts, index=index), fault)]
+                if fault.absent:
+                    self._known.without_mig.add(gpu.uuid)
+        known.update(mig_enabled=mig, unusable=MIG_IS_ON if mig else None)
+        return _with_usage(self._session, lists, gpu, **known)
 
     def _display(self, entry: _Entry) -> bool:
         """Whether a display is active on a GPU. It decides most where the host has no other."""
@@ -464,58 +411,11 @@ class Inventory:
             entry.display = known[entry.facts.uuid] = display
         return display
 
-    def _again(self, gpu: Gpu) -> Gpu:
-        try:
-            entry = self._still(gpu.mig_parent or gpu.uuid)
-            if entry is not None and gpu.is_mig_instance:
-                return instance_again(self._session, entry.handle, gpu) or unreachable(gpu, _GONE)
-            return (
-                unreachable(gpu, _GONE)
-                if entry is None
-                else used(self._session, entry.handle, gpu, self._known.without_mig)
-            )
-        except NvmlError as fault:
-            if fault.session_over:
-                raise
-            return unreachable(gpu, fault)
 
-    def _details(self, gpu: Gpu) -> Gpu:
-        entry = None if gpu.lost else self._find(gpu.uuid)
-        if entry is None or entry.handle is None:
-            return gpu
-        try:
-            return details(self._session, entry.handle, gpu)
-        except NvmlError as fault:
-            if fault.session_over:
-                raise
-            return unreachable(gpu, fault)
-
-    # NVLink
-
-    def _peers(self, uuids: Iterable[str]) -> dict[str, frozenset[str]]:
-        """Who reaches whom; asked once per process for a set of GPUs that all answer."""
-        entries = [entry for uuid in uuids if (entry := self._find(uuid)) is not None and entry.handle is not None]
-        asked = tuple(entry.facts.uuid for entry in entries)
-        if asked == self._known.links[0]:
-            return self._known.links[1]
-        peers: dict[str, set[str]] = {uuid: set() for uuid in asked}
-        sure = True
-        for position, one in enumerate(entries):
-            for other in entries[position + 1 :]:
-                try:
-                    status = self._session.ask("nvmlDeviceGetP2PStatus", one.handle, other.handle, _P2P_NVLINK)
-                except NvmlError as fault:
-                    if fault.session_over:
-                        raise
-                    sure = sure and fault.absent
-                    continue
-                if status == _P2P_OK:
-                    peers[one.facts.uuid].add(other.facts.uuid)
-                    peers[other.facts.uuid].add(one.facts.uuid)
-        found = {uuid: frozenset(others) for uuid, others in peers.items()}
-        if sure:
-            self._known.links = asked, found
-        return found
+def _failed(gpu: Gpu, fault: NvmlError) -> Gpu:
+    if fault.no_permission:
+        return gpu.unreachable("this process may not open it: the job or container was given other GPUs", lost=False)
+    return gpu.unreachable(f"the driver cannot reach it ({fault}): reset it, or reboot the host")
 
 
 def _without_doubles(found: list[_Entry]) -> list[_Entry]:
@@ -554,30 +454,26 @@ def why_missing() -> str | None:
         import pynvml
     except ImportError:
         return "the Python package nvidia-ml-py is not installed"
-    if not _is_complete(pynvml):
-        return _too_old(pynvml)
     from ..runtimes import libraries
 
     try:
         libraries.load(LIBRARY)
     except OSError as err:
-        return f"NVML cannot be loaded ({err})"
-    return None
+        return _why_too_old(pynvml) or f"NVML cannot be loaded ({err})"
+    return _why_too_old(pynvml)
 
 
-def _is_complete(pynvml: Any) -> bool:
-    """Whether a module of that name is nvidia-ml-py's, or enough like it."""
-    return all(hasattr(pynvml, name) for name in ("NVMLError", "c_nvmlDevice_t", "nvmlPciInfo_t"))
-
-
-def _too_old(pynvml: Any) -> str:
+def _why_too_old(pynvml: Any) -> str | None:
+    """Why a module of that name is not nvidia-ml-py's, nor enough like it; else None."""
+    if all(hasattr(pynvml, name) for name in ("NVMLError", "c_nvmlDevice_t", "nvmlPciInfo_t")):
+        return None
     return (
         f"the module pynvml in {pynvml.__file__} is not that of nvidia-ml-py 12.535 or newer (pip uninstall pynvml "
         "nvidia-ml-py3, then pip install --force-reinstall nvidia-ml-py)"
     )
 
 
-class NvmlDriver:
+class NvmlDriver(Driver):
     """NVML as a driver. One session serves all polls; a new one is opened after a fork, or when it ends under us.
 
     Threads may share it. Facts outlive a session: a GPU that falls off the bus keeps its UUID and place.
@@ -603,23 +499,21 @@ class NvmlDriver:
 
     def usage(self, gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
         """Ask again about these devices only."""
-        return self._ask(lambda inventory: inventory.usage(gpus))
+        return self._ask(lambda inventory: tuple(map(inventory.again, gpus)))
 
     def linked(self, snapshot: HostSnapshot) -> HostSnapshot:
         """The same poll with NVLink."""
-        return snapshot.updated(self._ask(lambda inventory: inventory.linked(snapshot.gpus)))
+        peers = self._ask(lambda inventory: inventory.peers(snapshot.gpus))
+        linked = (gpu for gpu in snapshot.gpus if peers.get(gpu.uuid))
+        return snapshot.updated(replace(gpu, nvlink_peers=peers[gpu.uuid]) for gpu in linked)
 
     def detailed(self, snapshot: HostSnapshot) -> HostSnapshot:
         """The same poll with utilisation and graphics processes."""
-        return snapshot.updated(self._ask(lambda inventory: inventory.detailed(snapshot.gpus)))
+        return snapshot.updated(self._ask(lambda inventory: tuple(map(inventory.details, snapshot.gpus))))
 
     def cpu_affinity(self, uuid: str, scope: str) -> frozenset[int] | None:
         """CPUs next to a GPU; a MIG instance has those of its GPU."""
         return self._ask(lambda inventory: inventory.cpus(uuid, scope))
-
-    def host_topology(self) -> None:
-        """None: the CPUs are those of sysfs."""
-        return
 
     def close(self) -> None:
         """End the session; a later question opens a new one."""
@@ -636,16 +530,15 @@ class NvmlDriver:
             self._session = self._inventory = None
         with self._lock:
             try:
-                return question(self._opened())
-            except NvmlError as fault:
+                try:
+                    return question(self._opened())
+                except SessionOver:
+                    self._end()
+                    _KNOWN.version = ""  # the driver may have been replaced
+                    return question(self._opened())
+            except NvmlTrouble as fault:
                 self._end()
-                _KNOWN.version = ""  # the driver may have been replaced
-                if not fault.session_over:
-                    raise fault.as_no_driver() from fault
-            try:
-                return question(self._opened())
-            except NvmlError as fault:
-                self._end()
+                _KNOWN.version = ""
                 raise fault.as_no_driver() from fault
 
     def _opened(self) -> Inventory:
@@ -656,8 +549,8 @@ class NvmlDriver:
                 raise NoDriverError(
                     "The Python package nvidia-ml-py is not installed: `pip install nvidia-ml-py`.", driver=self.name
                 ) from err
-            if not _is_complete(pynvml):
-                raise MissingPackageError(_too_old(pynvml))
+            if too_old := _why_too_old(pynvml):
+                raise MissingPackageError(too_old)
             self._session = Session(pynvml)
             _KNOWN.version = _KNOWN.version or self._session.ask_or("", "nvmlSystemGetDriverVersion")
             self._inventory = Inventory(self._session, _KNOWN)

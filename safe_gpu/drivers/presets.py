@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..devices import VENDORS, Gpu, vendor_of
+from ..devices import MIG_IS_ON, VENDORS, Gpu, vendor_of
 from ..errors import UnsatisfiableRequestError
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ _RESERVED = 4 * MIB
 _DESKTOP = 350 * MIB
 
 
-class Cpus:
+class Cpus(NamedTuple):
     """The processors of a host: ``packages`` sockets of ``nodes`` NUMA nodes of ``cores`` cores of two threads.
 
     ``llc`` cores share a last-level cache. With ``adjacent`` the threads of a core have neighbouring numbers; else the
@@ -36,22 +36,17 @@ class Cpus:
     the same node, to another one of the socket, and to another socket.
     """
 
-    def __init__(
-        self,
-        packages: int,
-        nodes: int,
-        cores: int,
-        llc: int,
-        adjacent: bool = False,
-        distances: tuple[int, int, int] = (10, 12, 32),
-    ) -> None:
-        self.packages = packages
-        self.nodes = nodes
-        self.cores = cores
-        self.llc = llc
-        self.adjacent = adjacent
-        self.distances = distances
-        self.total = packages * nodes * cores
+    packages: int
+    nodes: int
+    cores: int
+    llc: int
+    adjacent: bool = False
+    distances: tuple[int, int, int] = (10, 12, 32)
+
+    @property
+    def total(self) -> int:
+        """How many cores there are."""
+        return self.packages * self.nodes * self.cores
 
     def threads(self, first: int, count: int) -> frozenset[int]:
         """Logical CPUs of ``count`` cores from the ``first`` on."""
@@ -105,18 +100,16 @@ class Preset:
     @cached_property
     def vendors(self) -> tuple[str, ...]:
         """The vendors of its GPUs, NVIDIA first."""
-        return tuple(vendor for vendor in VENDORS if any(device.vendor == vendor for device in self.devices))
+        found = {device.vendor for device in self.devices}
+        return tuple(vendor for vendor in VENDORS if vendor in found)
 
     def of(self, vendor: str | None) -> Preset:
         """The host as the driver of this vendor shows it; its first vendor if that is None, or has no GPUs here."""
-        return self._parts[vendor if vendor in self.vendors else self.vendors[0]]
-
-    @cached_property
-    def _parts(self) -> dict[str | None, Preset]:
         if len(self.vendors) == 1:
-            return {self.vendors[0]: self}
-        parts = {vendor: [device for device in self.devices if device.vendor == vendor] for vendor in self.vendors}
-        return {vendor: Preset(self.name, self.cpus, tuple(mine), self.nvswitch) for vendor, mine in parts.items()}
+            return self
+        meant = vendor if vendor in self.vendors else self.vendors[0]
+        devices = tuple(device for device in self.devices if device.vendor == meant)
+        return Preset(self.name, self.cpus, devices, self.nvswitch)
 
     def gpus(self) -> tuple[Gpu, ...]:
         """All devices as the driver of an idle host reports them, MIG instances after their GPU."""
@@ -141,28 +134,17 @@ class Preset:
                 counts_reserved=False,
                 utilization=None if mig else 0,
                 display_active=device.display,
-                unusable="MIG mode is on: claim one of its instances" if mig else None,
+                unusable=MIG_IS_ON if mig else None,
                 mig_enabled=mig,
                 nvlink_peers=everyone - {device.uuid},
                 vendor=device.vendor,
             )
             found.append(whole)
-            found += [
-                Gpu(
-                    index=index,
-                    uuid=instance.uuid,
-                    name=f"{device.name} MIG {instance.profile}",
-                    pci_bus_id=whole.pci_bus_id,
-                    numa_node=device.node,
-                    memory_total=instance.mib * MIB,
-                    memory_used=_RESERVED,
-                    memory_free=instance.mib * MIB - _RESERVED,
-                    counts_reserved=False,
-                    mig_parent=device.uuid,
-                    mig_instance=number,
-                )
-                for number, instance in enumerate(device.instances)
-            ]
+            for number, (uuid, profile, mib) in enumerate(device.instances):
+                instance = Gpu(index, uuid, f"{device.name} MIG {profile}", whole.pci_bus_id, device.node, mib * MIB,
+                               _RESERVED, mib * MIB - _RESERVED, counts_reserved=False, mig_parent=device.uuid,
+                               mig_instance=number)  # fmt: skip
+                found.append(instance)
         return tuple(found)
 
     def topology(self) -> HostTopology:
@@ -187,24 +169,22 @@ class Preset:
             },
             gpus=tuple(
                 GpuLocality(
-                    index=index,
-                    uuid=device.uuid,
-                    numa_node=device.node,
-                    node_cpus=cpus.of_node(device.node),
-                    socket_cpus=cpus.of_package(device.node // cpus.nodes),
-                    pci_bus_id=f"0000:{device.bus:02x}:00.0",
+                    index=gpu.index,
+                    uuid=gpu.uuid,
+                    numa_node=gpu.numa_node,
+                    node_cpus=cpus.of_node(gpu.numa_node or 0),
+                    socket_cpus=cpus.of_package((gpu.numa_node or 0) // cpus.nodes),
+                    pci_bus_id=gpu.pci_bus_id,
                     source=f"simulated:{self.name}",
                 )
-                for index, device in enumerate(self.devices)
+                for gpu in self._gpus
+                if not gpu.is_mig_instance
             ),
         )
 
     def node_of(self, uuid: str) -> int | None:
         """The NUMA node of a GPU or MIG instance; None for a UUID that is not of this host."""
-        for device in self.devices:
-            if uuid == device.uuid or any(uuid == instance.uuid for instance in device.instances):
-                return device.node
-        return None
+        return next((gpu.numa_node for gpu in self._gpus if gpu.uuid == uuid), None)
 
 
 # The hosts that can be simulated: their GPUs and CPUs, as real machines of these kinds have them.
@@ -225,9 +205,9 @@ def preset(name: str) -> Preset:
     return found
 
 
-def _alike(name: str, mib: int, *places: tuple[int, int, str]) -> tuple[SimulatedGpu, ...]:
+def _alike(name: str, mib: int, *places: tuple[int, int, str], display: bool = False) -> tuple[SimulatedGpu, ...]:
     """GPUs of one model, from (bus, node, UUID without its prefix)."""
-    return tuple(SimulatedGpu(f"GPU-{uuid}", bus, node, name, mib) for bus, node, uuid in places)
+    return tuple(SimulatedGpu(f"GPU-{uuid}", bus, node, name, mib, display) for bus, node, uuid in places)
 
 
 _DGX_A100 = Preset(
@@ -279,16 +259,7 @@ _WORKSTATION_MIXED = Preset(
 _LAPTOP = Preset(
     "laptop",
     Cpus(packages=1, nodes=1, cores=8, llc=8, adjacent=True),  # a Ryzen 7 7840HS
-    (
-        SimulatedGpu(
-            "GPU-4f667d77-15c7-524b-c32d-5340d78b712e",
-            0x01,
-            0,
-            "NVIDIA GeForce RTX 4070 Laptop GPU",
-            8188,
-            display=True,
-        ),
-    ),
+    _alike("NVIDIA GeForce RTX 4070 Laptop GPU", 8188, (0x01, 0, "4f667d77-15c7-524b-c32d-5340d78b712e"), display=True),
 )
 
 _BIG_16 = Preset(
@@ -317,25 +288,22 @@ _BIG_16 = Preset(
     nvswitch=True,
 )
 
+_MIG_INSTANCES = (
+    SimulatedInstance("MIG-834b07f6-c0c6-14fb-47cf-dd20e5ee0207", "3g.40gb", 40320),
+    SimulatedInstance("MIG-e52114e3-f535-c645-6b06-9fc38ab5d42e", "2g.20gb", 19968),
+    SimulatedInstance("MIG-299d2235-1b33-1592-4960-fbf69de48f18", "1g.10gb", 9856),
+    SimulatedInstance("MIG-641b266c-0be3-b981-57dd-f4b81cb01398", "1g.10gb", 9856),
+)
+_CUT, _WHOLE = _alike(
+    "NVIDIA H100 PCIe",
+    81559,
+    (0x17, 0, "12c7deae-45ed-f3ee-588c-80c6e90aa234"),
+    (0xCA, 1, "f1e80895-0f46-5c25-6602-ecdeaeceaf92"),
+)
 _MIG_H100 = Preset(
     "mig-h100",
     Cpus(packages=2, nodes=1, cores=32, llc=32, distances=(10, 10, 21)),
-    (
-        SimulatedGpu(
-            "GPU-12c7deae-45ed-f3ee-588c-80c6e90aa234",
-            0x17,
-            0,
-            "NVIDIA H100 PCIe",
-            81559,
-            instances=(
-                SimulatedInstance("MIG-834b07f6-c0c6-14fb-47cf-dd20e5ee0207", "3g.40gb", 40320),
-                SimulatedInstance("MIG-e52114e3-f535-c645-6b06-9fc38ab5d42e", "2g.20gb", 19968),
-                SimulatedInstance("MIG-299d2235-1b33-1592-4960-fbf69de48f18", "1g.10gb", 9856),
-                SimulatedInstance("MIG-641b266c-0be3-b981-57dd-f4b81cb01398", "1g.10gb", 9856),
-            ),
-        ),
-        SimulatedGpu("GPU-f1e80895-0f46-5c25-6602-ecdeaeceaf92", 0xCA, 1, "NVIDIA H100 PCIe", 81559),
-    ),
+    (_CUT._replace(instances=_MIG_INSTANCES), _WHOLE),
 )
 
 _MI250X = Preset(
@@ -356,31 +324,22 @@ _MI250X = Preset(
     nvswitch=True,
 )
 
-
-def _partitioned(name: str, mib: int, partitions: int, *places: tuple[int, int, int]) -> tuple[SimulatedGpu, ...]:
-    """GPUs that are split into partitions, from (bus, node, first unique id). Partitions share a bus id."""
-    return tuple(
-        SimulatedGpu(f"GPU-{unique_id + partition:016x}", bus, node, name, mib)
-        for bus, node, unique_id in places
-        for partition in range(partitions)
-    )
-
-
 _MI300X_CPX = Preset(
     "mi300x-cpx",
     Cpus(packages=2, nodes=1, cores=96, llc=8, distances=(10, 10, 32)),  # two EPYC 9654
-    _partitioned(
-        "AMD Instinct MI300X",
-        24560,
-        8,
-        (0x05, 0, 0x9C41B2D7058EF310),
-        (0x26, 0, 0x1FD80A6E93B7C520),
-        (0x46, 0, 0xE07B54C81A2F9D30),
-        (0x65, 0, 0x48A3F61D7C05EB40),
-        (0x85, 1, 0xD2956E0BF84A1C50),
-        (0xA6, 1, 0x370CE8B15D9F2460),
-        (0xC6, 1, 0xAB62147F0E83D970),
-        (0xE5, 1, 0x6D1F93C052B8A780),
+    tuple(  # each in eight partitions, which share the bus id
+        SimulatedGpu(f"GPU-{unique_id + partition:016x}", bus, node, "AMD Instinct MI300X", 24560)
+        for bus, node, unique_id in (
+            (0x05, 0, 0x9C41B2D7058EF310),
+            (0x26, 0, 0x1FD80A6E93B7C520),
+            (0x46, 0, 0xE07B54C81A2F9D30),
+            (0x65, 0, 0x48A3F61D7C05EB40),
+            (0x85, 1, 0xD2956E0BF84A1C50),
+            (0xA6, 1, 0x370CE8B15D9F2460),
+            (0xC6, 1, 0xAB62147F0E83D970),
+            (0xE5, 1, 0x6D1F93C052B8A780),
+        )
+        for partition in range(8)
     ),
     nvswitch=True,
 )

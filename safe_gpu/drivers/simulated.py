@@ -34,6 +34,7 @@ from ..coordination.socket_names import simulated_prefix
 from ..devices import Gpu, GpuProcess, HostSnapshot, ProcessKind
 from ..errors import PlaceholderError, StateDirError
 from ..runtimes.runtime import Runtime
+from .base import Driver
 from .kernel import own_namespace_pids
 from .presets import CONTEXT_BYTES
 from .presets import preset as find_preset
@@ -162,32 +163,12 @@ def _opened(stack: ExitStack, place: tuple[str, ...], *, make: bool) -> StateDir
     return directory
 
 
-def trouble_of(place: tuple[str, ...], uuid: str) -> str:
-    """The error with which a device refuses contexts; "" if it does not."""
-    with suppress(OSError), ExitStack() as stack:
-        return read_bounded(_opened(stack, place, make=False), f"{uuid}.bad", 4096).decode(errors="replace").strip()
-    return ""
-
-
-def set_trouble(place: tuple[str, ...], uuid: str, error: str) -> None:
-    """Let a device refuse contexts with this error; "" makes it work again."""
-    with ExitStack() as stack:
-        directory = _opened(stack, place, make=True)
-        if not error:
-            directory.unlink(f"{uuid}.bad")
-            return
-        fd = directory.open_or_create(f"{uuid}.bad")
-        try:
-            write_all(fd, error.encode(), directory.path)
-        finally:
-            os.close(fd)
-
-
 # A driver without GPUs: a preset host whose processes are files in the state directory.
 
 
 _VERSIONS = {"nvidia": "550.54.15", "amd": "6.8.5"}
 _TREE = "simulated"
+_GONE = "this host has no such device"
 _CREATION_PATIENCE = 1.0  # how long another user's first use may take between its mkdir and its chmod, seconds
 _ENTRY = r"((?:GPU|MIG)-[0-9a-f-]{36}|GPU-[0-9a-f]{16})\.([0-9]{1,10})-([0-9]{1,15})-(compute|graphics|mps)-[0-9]+"
 _Usage = dict["tuple[int, str]", int]
@@ -196,8 +177,9 @@ _Usage = dict["tuple[int, str]", int]
 _OPEN_DIR = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
-class SimulatedDriver:
-    """The driver of a simulated host; see :class:`~safe_gpu.drivers.base.Driver`.
+class SimulatedDriver(Driver):
+    """The driver of a simulated host. NVLink is part of the preset, a poll lists all processes, and utilisation is not
+    simulated. Nothing is open between polls; contexts belong to their process, as with a real driver.
 
     Args:
         preset: name of the host (``dgx-a100``, ``dgx-h100``, ``workstation-mixed``, ``laptop``, ``big-16``,
@@ -218,7 +200,6 @@ class SimulatedDriver:
         gpus = self._host.gpus()
         self._idle = HostSnapshot(gpus, self.name, _VERSIONS[gpus[0].vendor], prefix)
         self._by_uuid = {gpu.uuid: gpu for gpu in self._idle.gpus}
-        self._polled: dict[str, tuple[_Usage, Gpu]] = {}
 
     @property
     def name(self) -> str:
@@ -242,34 +223,34 @@ class SimulatedDriver:
         usage = self._usage(self._by_uuid)
         if not usage:
             return self._idle
-        gpus = tuple(self._used(gpu, usage[gpu.uuid]) if gpu.uuid in usage else gpu for gpu in self._idle.gpus)
-        return HostSnapshot(gpus, self._idle.driver, self._idle.driver_version, self._idle.names)
+        return self._idle.updated(self._used(self._by_uuid[uuid], used) for uuid, used in usage.items())
 
     def usage(self, gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
         """These devices with the processes that live now; the same errors as :meth:`snapshot`."""
         usage = self._usage({gpu.uuid for gpu in gpus})
+        found = ((gpu, self._by_uuid.get(gpu.uuid)) for gpu in gpus)
         return tuple(
-            self._used(self._by_uuid[gpu.uuid], usage.get(gpu.uuid, {})) if gpu.uuid in self._by_uuid else _gone(gpu)
-            for gpu in gpus
+            gpu.unreachable(_GONE) if idle is None else self._used(idle, usage.get(gpu.uuid, {})) for gpu, idle in found
         )
-
-    def linked(self, snapshot: HostSnapshot) -> HostSnapshot:
-        """The poll as it is: NVLink is part of the preset."""
-        return snapshot
-
-    def detailed(self, snapshot: HostSnapshot) -> HostSnapshot:
-        """The poll as it is: it lists all processes, and utilisation is not simulated."""
-        return snapshot
 
     def _usage(self, uuids: Container[str]) -> dict[str, _Usage]:
         """What lives on these devices; idle ones are left out."""
-        with DeferredSignals():
-            return self._read_usage(uuids)
-
-    def _read_usage(self, uuids: Container[str]) -> dict[str, _Usage]:
         usage: dict[str, _Usage] = {}
-        try:
-            tree = self._open_tree()
+        with DeferredSignals():
+            try:
+                tree = self._open_tree()
+            except FileNotFoundError:
+                return {}
+            except OSError as err:
+                with StateDir(self._place[0]):
+                    pass  # where it is the state directory itself, this says more
+                path = os.path.join(*self._place)
+                raise StateDirError(
+                    f"the simulated host cannot read {path} ({err.strerror}): make it and what is above it plain "
+                    "directories with mode 1777, or set SAFE_GPU_DIR to another directory",
+                    path=path,
+                    errno=err.errno,
+                ) from err
             try:
                 for name in os.listdir(tree):
                     entry = re.fullmatch(_ENTRY, name)
@@ -279,27 +260,15 @@ class SimulatedDriver:
                         used[key] = used.get(key, 0) + int(entry[3])
             finally:
                 os.close(tree)
-        except FileNotFoundError:
-            return {}
-        except OSError as err:
-            with StateDir(self._place[0]):
-                pass  # where it is the state directory itself, this says more
-            raise self._unreadable(err) from err
         return usage
 
     def _used(self, gpu: Gpu, usage: _Usage) -> Gpu:
-        """The device with its processes; the same record as at the last poll where nothing has changed."""
-        if not usage:
-            return gpu
-        known = self._polled.get(gpu.uuid)
-        if known is None or known[0] != usage:
-            total = gpu.memory_total or 0
-            taken = min((gpu.memory_used or 0) + sum(usage.values()), total)
-            listed = (GpuProcess(pid, kind, memory) for (pid, kind), memory in sorted(usage.items()))
-            processes = own_namespace_pids(listed, by_devices=False)
-            known = usage, replace(gpu, memory_used=taken, memory_free=total - taken, processes=processes)
-            self._polled[gpu.uuid] = known
-        return known[1]
+        """The device with its processes."""
+        total = gpu.memory_total or 0
+        taken = min((gpu.memory_used or 0) + sum(usage.values()), total)
+        listed = (GpuProcess(pid, kind, memory) for (pid, kind), memory in sorted(usage.items()))
+        processes = own_namespace_pids(listed, by_devices=False)
+        return replace(gpu, memory_used=taken, memory_free=total - taken, processes=processes)
 
     def occupy(
         self, uuid: str, *, memory: int = CONTEXT_BYTES, kind: str = ProcessKind.COMPUTE, pid: int | None = None
@@ -317,11 +286,14 @@ class SimulatedDriver:
             PlaceholderError: the host has no such device, or MIG is on and it is to be used by its instances.
             StateDirError: the state directory cannot be written.
         """
-        gpu = self._idle.by_uuid(uuid)
+        gpu = self._by_uuid.get(uuid)
         if gpu is None or gpu.unusable:
             reason = gpu.unusable if gpu else "no such device"
             raise PlaceholderError(f"{self.name} cannot run anything on {uuid}: {reason}", uuid=uuid)
-        trouble = trouble_of(self._place, uuid)
+        trouble = ""
+        with suppress(OSError), ExitStack() as stack:
+            directory = _opened(stack, self._place, make=False)
+            trouble = read_bounded(directory, f"{uuid}.bad", 4096).decode(errors="replace").strip()
         if trouble:
             raise PlaceholderError(f"{self.name} cannot make a context on {uuid}: {trouble}", uuid=uuid)
         return SimulatedContext(self._place, uuid, memory, kind, os.getpid() if pid is None else pid)
@@ -334,7 +306,16 @@ class SimulatedDriver:
         Raises:
             StateDirError: the state directory cannot be written.
         """
-        set_trouble(self._place, uuid, error)
+        with ExitStack() as stack:
+            directory = _opened(stack, self._place, make=True)
+            if not error:
+                directory.unlink(f"{uuid}.bad")
+                return
+            fd = directory.open_or_create(f"{uuid}.bad")
+            try:
+                write_all(fd, error.encode(), directory.path)
+            finally:
+                os.close(fd)
 
     def visible(self) -> tuple[str, ...]:
         """UUIDs that CUDA would show this process now, by ordinal, as its environment says."""
@@ -355,38 +336,23 @@ class SimulatedDriver:
     def host_topology(self) -> HostTopology:
         return self._host.topology()
 
-    def close(self) -> None:
-        """Nothing is open between polls; contexts belong to their process, as with a real driver."""
-
     def _open_tree(self) -> int:
         """The directory of this host's processes, reached without following a link."""
         patience = time.monotonic() + _CREATION_PATIENCE
         while True:
             try:
-                return self._descend()
+                tree = os.open(self._place[0], _OPEN_DIR)
+                for name in self._place[1:]:
+                    above = tree
+                    try:
+                        tree = os.open(name, _OPEN_DIR, dir_fd=above)
+                    finally:
+                        os.close(above)
+                return tree
             except PermissionError:  # perhaps another user has made it just now and opens it up next
                 if time.monotonic() >= patience:
                     raise
             time.sleep(0.005)
-
-    def _descend(self) -> int:
-        tree = os.open(self._place[0], _OPEN_DIR)
-        for name in self._place[1:]:
-            above = tree
-            try:
-                tree = os.open(name, _OPEN_DIR, dir_fd=above)
-            finally:
-                os.close(above)
-        return tree
-
-    def _unreadable(self, err: OSError) -> StateDirError:
-        path = os.path.join(*self._place)
-        return StateDirError(
-            f"the simulated host cannot read {path} ({err.strerror}): make it and what is above it plain directories "
-            "with mode 1777, or set SAFE_GPU_DIR to another directory",
-            path=path,
-            errno=err.errno,
-        )
 
 
 def _tree_of(given: str | None, state_dir: str) -> tuple[str, ...]:
@@ -398,11 +364,6 @@ def _tree_of(given: str | None, state_dir: str) -> tuple[str, ...]:
     if not os.path.isabs(tree):
         raise StateDirError(f"SAFE_GPU_SIMULATED_DIR={tree} is relative: set it to an absolute path", path=tree)
     return (os.path.abspath(tree),)
-
-
-def _gone(gpu: Gpu) -> Gpu:
-    text = "this host has no such device"
-    return replace(gpu, processes=None, process_error=text, unusable=text, lost=True)
 
 
 class SimulatedRuntime(Runtime):

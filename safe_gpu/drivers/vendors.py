@@ -78,13 +78,16 @@ def open_of(vendor: str, open_nvidia: Callable[[], Driver], spelling: type[Argum
         NoDriverError: it has no driver at all, or the one that was chosen does not work.
     """
     if vendor == "amd":
-        if not devices(tree()) and _has_nvidia_driver():
+        from .nvidia_smi import find_nvidia_smi
+        from .nvml import why_missing
+
+        if not devices(tree()) and (why_missing() is None or find_nvidia_smi() is not None):
             raise lacking(vendor, "auto", spelling)
         return KfdDriver()
     try:
         return open_nvidia()
     except NoDriverError as err:
-        if _is_missing(err) and devices(tree()):
+        if err.driver == "auto" and devices(tree()):  # it is missing
             raise lacking(vendor, "auto", spelling) from err
         raise
 
@@ -105,16 +108,17 @@ def open_first(prefer: str | None, open_nvidia: Callable[[], Driver], spelling: 
         return KfdDriver()
     try:
         driver = open_nvidia()
-        if vendor is not None or driver.snapshot().gpus:
-            return driver
+        is_first = vendor is not None or bool(driver.snapshot().gpus)
     except NoDriverError as err:
-        if not _is_of_other_vendor(err):
-            if _has_only_graphics():
-                raise
-            way_out = spelling.setting("vendor", spelling.value("amd"))
-            raise NoDriverError(f"{err} (this host has AMD GPUs too: {way_out})", driver=err.driver) from err
-    else:
-        driver.close()
+        if _is_of_other_vendor(err):
+            return KfdDriver()
+        if _has_only_graphics():
+            raise
+        way_out = spelling.setting("vendor", spelling.value("amd"))
+        raise NoDriverError(f"{err} (this host has AMD GPUs too: {way_out})", driver=err.driver) from err
+    if is_first:
+        return driver
+    driver.close()
     return KfdDriver()
 
 
@@ -144,18 +148,5 @@ def _has_only_graphics() -> bool:
 def _is_of_other_vendor(err: NoDriverError) -> bool:
     """Whether NVIDIA's driver does not work because the host has no NVIDIA GPUs. A cluster may install one image on
     all hosts, with libraries of both vendors."""
-    if tree().exists("dev/nvidiactl"):
-        return False
-    return _is_missing(err) or not has_nvidia_gpu()
-
-
-def _is_missing(err: NoDriverError) -> bool:
-    """Whether NVIDIA's driver is not installed."""
-    return err.driver == "auto"
-
-
-def _has_nvidia_driver() -> bool:
-    from .nvidia_smi import find_nvidia_smi
-    from .nvml import why_missing
-
-    return why_missing() is None or find_nvidia_smi() is not None
+    is_missing = err.driver == "auto"
+    return not tree().exists("dev/nvidiactl") and (is_missing or not has_nvidia_gpu())

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,21 +30,6 @@ class Bench:
         self.occupy = occupy  # (uuid, pid): a process with this pid is on the device until .close() of the result
         self.spawn = spawn  # (uuid): a child process that is on the device
 
-    def gpu(self, uuid: str) -> Gpu:
-        gpu = self.driver.snapshot().by_uuid(uuid)
-        assert gpu is not None
-        return gpu
-
-    def claimable(self) -> list[Gpu]:
-        return [gpu for gpu in self.driver.snapshot().gpus if gpu.unusable is None]
-
-
-class Entry:
-    """A process file of the fake GPUs."""
-
-    def __init__(self, path: Path) -> None:
-        self.close = path.unlink
-
 
 def over_fake_gpus(fake_gpus: Any, mig: bool, name: str) -> Bench:
     if name == "nvml":
@@ -53,8 +39,8 @@ def over_fake_gpus(fake_gpus: Any, mig: bool, name: str) -> Bench:
     else:
         fake_gpus.write(*({"bus": f"00000000:{bus}:00.0"} for bus in ("0A", "C1", "09")))
 
-    def occupy(uuid: str, pid: int) -> Entry:
-        return Entry(fake_gpus.process(uuid, pid, MEMORY, static=pid == HIDDEN))
+    def occupy(uuid: str, pid: int) -> Any:
+        return SimpleNamespace(close=fake_gpus.process(uuid, pid, MEMORY, static=pid == HIDDEN).unlink)
 
     def spawn(uuid: str) -> subprocess.Popen[str]:
         child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"], text=True)
@@ -90,60 +76,68 @@ def simulated(preset: str) -> Bench:
     return Bench(driver, occupy, spawn)
 
 
-def make(name: str, mig: bool, request: pytest.FixtureRequest) -> Bench:
-    if name == "simulated":
-        return simulated("mig-h100" if mig else "workstation-mixed")
-    if name == "nvidia-smi":
-        request.getfixturevalue("fake_nvidia_smi")
-    return over_fake_gpus(request.getfixturevalue("fake_gpus"), mig, name)
-
-
 @pytest.fixture(params=["nvml", "nvidia-smi", "simulated"])
-def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
-    made = make(request.param, False, request)
-    yield made
-    made.driver.close()
+def open_bench(request: pytest.FixtureRequest) -> Iterator[Callable[[bool], Bench]]:
+    opened = []
+
+    def make(mig: bool) -> Bench:
+        if request.param == "simulated":
+            opened.append(simulated("mig-h100" if mig else "workstation-mixed"))
+        else:
+            if request.param == "nvidia-smi":
+                request.getfixturevalue("fake_nvidia_smi")
+            opened.append(over_fake_gpus(request.getfixturevalue("fake_gpus"), mig, request.param))
+        return opened[0]
+
+    yield make
+    opened[0].driver.close()
 
 
-@pytest.fixture(params=["nvml", "nvidia-smi", "simulated"])
-def mig_bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
-    made = make(request.param, True, request)
-    yield made
-    made.driver.close()
+@pytest.fixture
+def bench(open_bench: Callable[[bool], Bench]) -> Bench:
+    return open_bench(False)
+
+
+@pytest.fixture
+def mig_bench(open_bench: Callable[[bool], Bench]) -> Bench:
+    return open_bench(True)
 
 
 def test_it_says_who_it_is(bench: Bench) -> None:
     snapshot = bench.driver.snapshot()
     assert snapshot.driver == bench.driver.name
     assert snapshot.driver_version
-    assert bench.driver.runtime.real == (not bench.driver.name.startswith("simulated:"))
-    assert (bench.driver.host_topology() is None) == bench.driver.runtime.real
+    runtime = bench.driver.runtime
+    assert runtime.real == (not bench.driver.name.startswith("simulated:"))
+    assert (bench.driver.host_topology() is None) == runtime.real
+    placeholder = runtime.default_placeholder()
+    assert callable(placeholder)
+    assert callable(placeholder.release)
 
 
-def test_gpus_are_numbered_by_bus_id(bench: Bench) -> None:
-    gpus = bench.driver.snapshot().physical
-    assert len(gpus) > 1
-    assert [gpu.index for gpu in gpus] == list(range(len(gpus)))
-    keys = [pci.bus_order(gpu.pci_bus_id) for gpu in gpus]
+def test_an_idle_host(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    snapshot = bench.driver.snapshot()
+    assert len(snapshot.physical) == len(snapshot.gpus) == len({gpu.uuid for gpu in snapshot.gpus}) == 3
+    keys = [pci.bus_order(gpu.pci_bus_id) for gpu in snapshot.gpus]
     assert None not in keys
     assert keys == sorted(keys)  # type: ignore[type-var]
-    assert all(gpu.pci_bus_id == gpu.pci_bus_id.lower() and len(gpu.pci_bus_id) == 12 for gpu in gpus)
-    assert len({gpu.uuid for gpu in gpus}) == len(gpus)
-    assert all(gpu.uuid.startswith("GPU-") and gpu.name for gpu in gpus)
-
-
-def test_an_idle_host(bench: Bench) -> None:
-    for gpu in bench.driver.snapshot().gpus:
+    for index, gpu in enumerate(snapshot.gpus):
+        assert (gpu.index, gpu.pci_bus_id, len(gpu.pci_bus_id)) == (index, gpu.pci_bus_id.lower(), 12)
+        assert gpu.uuid.startswith("GPU-")
+        assert gpu.name
         assert (gpu.unusable, gpu.lost, gpu.mig_enabled, gpu.is_mig_instance) == (None, False, False, False)
         assert (gpu.processes, gpu.process_error, gpu.processes_supported) == ((), "", True)
         assert gpu.memory_total is not None
         assert gpu.memory_used is not None
         assert gpu.memory_total > 1 << 30, "bytes"
         assert gpu.memory_free == gpu.memory_total - gpu.memory_used
-
-
-def test_nothing_changes_by_itself(bench: Bench) -> None:
-    assert bench.driver.snapshot() == bench.driver.snapshot()
+        for scope in ("node", "socket"):
+            cpus = bench.driver.cpu_affinity(gpu.uuid, scope)
+            assert cpus is None or (isinstance(cpus, frozenset) and cpus)
+    assert bench.driver.cpu_affinity("GPU-stranger", "node") is None
+    assert bench.driver.snapshot() == snapshot, "nothing changes by itself"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert bench.driver.snapshot() == snapshot, "visibility is of no concern"
 
 
 @pytest.mark.parametrize("pid", [os.getpid(), HIDDEN], ids=["own", "hidden"])
@@ -179,6 +173,7 @@ def test_the_narrow_question_sees_what_a_poll_sees(bench: Bench) -> None:
 def test_the_narrow_question_needs_no_poll_before(bench: Bench) -> None:
     gpus = bench.driver.snapshot().gpus
     bench.driver.close()
+    bench.driver.close()
     assert bench.driver.usage(gpus[:1]) == gpus[:1]
     other = open_driver(bench.driver.name)
     assert other.usage(gpus[:1]) == gpus[:1]
@@ -209,24 +204,17 @@ def test_more_is_told_of_the_same_poll(bench: Bench) -> None:
 
 
 def test_a_killed_process_is_gone(bench: Bench) -> None:
-    uuid = bench.claimable()[0].uuid
-    child = bench.spawn(uuid)
+    child = bench.spawn(bench.driver.snapshot().gpus[0].uuid)
     try:
-        gpu = bench.gpu(uuid)
+        gpu = bench.driver.snapshot().gpus[0]
         assert [process.pid for process in gpu.processes or ()] == [child.pid]
         child.send_signal(signal.SIGKILL)
         child.wait()
-        assert bench.gpu(uuid).processes == ()
+        assert bench.driver.snapshot().gpus[0].processes == ()
         assert bench.driver.usage((gpu,))[0].processes == ()
     finally:
         child.kill()
         child.communicate()
-
-
-def test_visibility_is_of_no_concern(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = bench.driver.snapshot()
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert bench.driver.snapshot() == before
 
 
 def test_a_forked_child_may_ask(bench: Bench) -> None:
@@ -243,38 +231,16 @@ def test_a_forked_child_may_ask(bench: Bench) -> None:
     assert bench.driver.snapshot() == before
 
 
-def test_cpus_are_a_set_or_unknown(bench: Bench) -> None:
-    for gpu in bench.driver.snapshot().gpus:
-        for scope in ("node", "socket"):
-            cpus = bench.driver.cpu_affinity(gpu.uuid, scope)
-            assert cpus is None or (isinstance(cpus, frozenset) and cpus)
-    assert bench.driver.cpu_affinity("GPU-stranger", "node") is None
-
-
-def test_closing_twice_does_no_harm(bench: Bench) -> None:
-    before = bench.driver.snapshot()
-    bench.driver.close()
-    bench.driver.close()
-    assert bench.driver.snapshot() == before
-
-
-def test_it_brings_its_own_placeholder(bench: Bench) -> None:
-    placeholder = bench.driver.runtime.default_placeholder()
-    assert callable(placeholder)
-    assert callable(placeholder.release)
-
-
 def test_mig_instances_are_the_devices(mig_bench: Bench) -> None:
     snapshot = mig_bench.driver.snapshot()
     assert snapshot.needs_uuids
-    parents = [gpu for gpu in snapshot.gpus if gpu.mig_enabled]
+    parents = {gpu.uuid: gpu for gpu in snapshot.gpus if gpu.mig_enabled}
     instances = [gpu for gpu in snapshot.gpus if gpu.is_mig_instance]
     assert parents
     assert instances
-    assert all(gpu.unusable == "MIG mode is on: claim one of its instances" for gpu in parents)
-    by_uuid = {gpu.uuid: gpu for gpu in parents}
+    assert all(gpu.unusable == "MIG mode is on: claim one of its instances" for gpu in parents.values())
     for gpu in instances:
-        parent = by_uuid[gpu.mig_parent or ""]
+        parent = parents[gpu.mig_parent or ""]
         assert gpu.uuid.startswith("MIG-")
         assert (gpu.index, gpu.pci_bus_id, gpu.unusable) == (parent.index, parent.pci_bus_id, None)
         assert gpu.mig_instance is not None

@@ -46,11 +46,9 @@ def thread() -> Iterator[int]:
 
 @pytest.fixture
 def opening() -> Iterator[Callable[..., int]]:
-    """``opening(path)``: the pid of a process that has this file open; with ``mapped=True`` mapped, and not open."""
+    """``opening(path)``: the pid of a process that has this file open, or ``(path, "mapped")`` mapped and not open."""
     children = []
-
-    def start(path: Path | None, *, mapped: bool = False) -> int:
-        code = """
+    code = """
 import mmap, sys
 if len(sys.argv) > 1:
     file = open(sys.argv[1], "r+b")
@@ -60,8 +58,9 @@ if len(sys.argv) > 1:
 print(flush=True)
 sys.stdin.read()
 """
-        arguments = [] if path is None else [str(path), *(["mapped"] if mapped else [])]
-        command = [sys.executable, "-I", "-S", "-c", code, *arguments]
+
+    def start(*arguments: Any) -> int:
+        command = [sys.executable, "-I", "-S", "-c", code, *map(str, arguments)]
         child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         children.append(child)
         assert child.stdout is not None
@@ -84,18 +83,15 @@ def test_a_thread_stands_for_its_process(thread: int) -> None:
     assert [process.kind for process in own_namespace_pids(kinds)] == [ProcessKind.COMPUTE, ProcessKind.GRAPHICS]
 
 
-def test_threads_on_every_driver(fake_gpus: Any, fake_nvidia_smi: Any, thread: int) -> None:
+def test_threads_on_every_driver(fake_gpus: Any, fake_nvidia_smi: Any, ground: Any, thread: int) -> None:
     fake_gpus.here()
     fake_gpus.process(fake_gpus.uuids[0], thread)
     for driver in (NvmlDriver(), NvidiaSmiDriver()):
         (gpu,) = driver.usage(driver.snapshot().gpus[:1])
         assert [process.pid for process in gpu.processes or ()] == [os.getpid()], driver.name
-
-
-def test_threads_on_a_simulated_host(ground: Any, thread: int) -> None:
-    driver = SimulatedDriver("dgx-a100")
-    with driver.occupy(driver.idle.gpus[0].uuid, pid=thread):
-        (process,) = driver.snapshot().gpus[0].processes or ()
+    simulated = SimulatedDriver("dgx-a100")
+    with simulated.occupy(simulated.idle.gpus[0].uuid, pid=thread):
+        (process,) = simulated.snapshot().gpus[0].processes or ()
     assert process.pid == os.getpid()
 
 
@@ -110,8 +106,8 @@ def devices(fake_gpus: Any) -> Path:
 
 def test_who_has_a_device_open(devices: Path, opening: Any) -> None:
     (devices / "nvidia0").write_bytes(bytes(4096))
-    user, mapper = opening(devices / "nvidia0"), opening(devices / "nvidia0", mapped=True)
-    bystander = opening(None)
+    user, mapper = opening(devices / "nvidia0"), opening(devices / "nvidia0", "mapped")
+    bystander = opening()
     listed = tuple(GpuProcess(pid, name="x") for pid in (user, mapper, bystander, os.getpid(), HIDDEN))
     found = {process.pid: process.elsewhere for process in own_namespace_pids(listed)}
     assert found == {user: False, mapper: False, bystander: True, os.getpid(): False, HIDDEN: False}
@@ -121,20 +117,18 @@ def test_who_has_a_device_open(devices: Path, opening: Any) -> None:
     assert not any(process.elsewhere for process in own_namespace_pids(listed)), "not NVIDIA's driver for Linux"
 
 
+@pytest.mark.parametrize("limit", [0, 4096])
 def test_a_process_that_may_not_be_read_or_has_too_much_open(
-    devices: Path, opening: Any, monkeypatch: pytest.MonkeyPatch
+    devices: Path, opening: Any, monkeypatch: pytest.MonkeyPatch, limit: int
 ) -> None:
-    bystander = opening(None)
-    listed = (GpuProcess(bystander),)
-    assert own_namespace_pids(listed)[0].elsewhere
-    with monkeypatch.context() as patch:
-        patch.setattr(nvidia_host, "_MOST_DESCRIPTORS", 0)
-        assert not own_namespace_pids(listed)[0].elsewhere
-
     def refuse(path: str) -> list[str]:
         raise PermissionError(13, "as for another user's process", path)
 
-    monkeypatch.setattr(os, "listdir", refuse)
+    listed = (GpuProcess(opening()),)
+    assert own_namespace_pids(listed)[0].elsewhere
+    monkeypatch.setattr(nvidia_host, "_MOST_DESCRIPTORS", limit)
+    if limit:
+        monkeypatch.setattr(os, "listdir", refuse)
     assert not own_namespace_pids(listed)[0].elsewhere
 
 
@@ -152,7 +146,7 @@ def test_a_zombie_is_not_judged_by_its_devices(devices: Path) -> None:
 
 def test_numbers_of_others_on_every_driver(fake_gpus: Any, fake_nvidia_smi: Any, devices: Path, opening: Any) -> None:
     fake_gpus.here()
-    bystander = opening(None)
+    bystander = opening()
     fake_gpus.process(fake_gpus.uuids[0], bystander)
     for driver in (NvmlDriver(), NvidiaSmiDriver()):
         (process,) = driver.snapshot().gpus[0].processes or ()
@@ -197,36 +191,30 @@ def test_page_cache_on_a_gpu_whose_memory_is_a_numa_node(fake_gpus: Any) -> None
     fake_gpus.here()
     driver = NvmlDriver()
     fake_gpus.change(0, used=60 << 30, memory_node=1)
+    fake_gpus.change(1, used=17 * MIB)
+    fake_gpus.change(2, used=16 * MIB)
+    fake_gpus.options(log=1)
+    assert judged(driver)[0] == "free"
+    assert fake_gpus.calls().count("nvmlDeviceGetNumaNodeId") == 2, "only where memory is unexplained"
     fake_gpus.change(1, used=60 << 30)
-    assert (judged(driver)[0], judged(driver, 1)[0]) == ("free", "busy")
+    assert judged(driver, 1)[0] == "busy"
     fake_gpus.process(fake_gpus.uuids[0], HIDDEN, 1 << 30, static=True)
     assert judged(driver)[0] == "busy"
 
 
-def test_the_node_is_asked_for_only_where_memory_is_unexplained(fake_gpus: Any) -> None:
-    fake_gpus.here()
-    driver = NvmlDriver()
-    fake_gpus.change(3, used=17 * MIB)
-    fake_gpus.change(4, used=16 * MIB)
-    fake_gpus.options(log=1)
-    driver.snapshot()
-    assert fake_gpus.calls().count("nvmlDeviceGetNumaNodeId") == 1
-
-
-def test_page_cache_by_nvidia_smi(fake_gpus: Any, fake_nvidia_smi: Any) -> None:
+@pytest.mark.parametrize(
+    ("text", "node"), [("Node:    1\nStatus:  online\n", True), ("Node:    -1\nStatus:  disabled\n", False)]
+)
+def test_page_cache_by_nvidia_smi(fake_gpus: Any, fake_nvidia_smi: Any, text: str, node: bool) -> None:
     fake_gpus.change(0, used=60 << 30, bus="00000009:01:00.0")
     root = fake_gpus.devices().parent
     (root / "proc").unlink()
     status = root / "proc/driver/nvidia/gpus/0009:01:00.0/numa_status"
     status.parent.mkdir(parents=True)
-    for text, node in (("Node:    1\nStatus:  online\n", True), ("Node:    -1\nStatus:  disabled\n", False)):
-        status.write_text(text)
-        assert memory_is_node("0009:01:00.0") is node
+    status.write_text(text)
+    assert memory_is_node("0009:01:00.0") is node
     by_bus = {gpu.pci_bus_id: gpu for gpu in NvidiaSmiDriver().snapshot().gpus}
-    assert not by_bus["0009:01:00.0"].memory_shared
-    status.write_text("Node: 1\n")
-    by_bus = {gpu.pci_bus_id: gpu for gpu in NvidiaSmiDriver().snapshot().gpus}
-    assert by_bus["0009:01:00.0"].memory_shared
+    assert by_bus["0009:01:00.0"].memory_shared is node
 
 
 def test_the_desktop_of_windows(fake_gpus: Any, fake_nvidia_smi: Any) -> None:

@@ -12,13 +12,22 @@ from typing import Any
 
 import pytest
 
-from safe_gpu.devices import ComputeMode, Gpu, GpuProcess, ProcessKind
+from safe_gpu.devices import ComputeMode, Gpu, GpuProcess, GpuRequest, HostSnapshot, ProcessKind
 from safe_gpu.drivers import nvml
-from safe_gpu.drivers import nvml_session as nvml_processes
+from safe_gpu.drivers.nvml_session import Session, read_rows
 from safe_gpu.errors import NoDriverError
+from safe_gpu.selection.verdicts import NOT_YET, SHOWN, judge, presence
 
 # nvmlReturn_t, as the fake answers it
-UNINITIALIZED, NOT_SUPPORTED, NO_PERMISSION, DRIVER_NOT_LOADED, TIMEOUT, IRQ_ISSUE = 1, 3, 4, 9, 10, 11
+UNINITIALIZED, INVALID_ARGUMENT, NOT_SUPPORTED, NO_PERMISSION, DRIVER_NOT_LOADED, TIMEOUT, IRQ_ISSUE = (
+    1,
+    2,
+    3,
+    4,
+    9,
+    10,
+    11,
+)
 FUNCTION_NOT_FOUND, GPU_IS_LOST, RESET_REQUIRED, VERSION_MISMATCH, UNKNOWN = 13, 15, 16, 18, 999
 
 HIDDEN = 4_000_000  # above every pid that Linux gives: what a container sees of the host's processes
@@ -37,6 +46,16 @@ def driver(host: Any) -> Iterator[nvml.NvmlDriver]:
     opened.close()
 
 
+def identity(gpu: Gpu) -> tuple[Any, ...]:
+    return gpu.index, gpu.uuid, gpu.name, gpu.pci_bus_id
+
+
+def state(gpu: Gpu) -> tuple[str, str]:
+    """What a claim would say of it."""
+    (verdict,) = judge(HostSnapshot((gpu, Gpu(1, "GPU-other")), ""), GpuRequest(), leased={})[:1]
+    return verdict.state, verdict.reason
+
+
 def pids(gpu: Gpu) -> set[tuple[int, str]]:
     assert gpu.processes is not None, gpu.process_error
     return {(process.pid, process.kind) for process in gpu.processes}
@@ -47,27 +66,13 @@ def pids(gpu: Gpu) -> set[tuple[int, str]]:
 
 def test_order_is_by_bus_id_as_numbers_whatever_nvml_says(host: Any, driver: nvml.NvmlDriver) -> None:
     buses = ["00000000:C1:00.0", "00000000:0A:00.0", "00010000:01:00.0", "00000000:09:00.0"]
-    host.write(*({"bus": bus} for bus in buses))
+    host.write(*({"bus": bus, "name": f"NVIDIA {bus[-7:-5]}", "mem": int(bus[-7:-5], 16) << 30} for bus in buses))
     gpus = driver.snapshot().gpus
     assert [gpu.index for gpu in gpus] == [0, 1, 2, 3]
     assert [gpu.uuid for gpu in gpus] == [host.uuids[number] for number in (3, 1, 0, 2)]
     assert [gpu.pci_bus_id for gpu in gpus] == ["0000:09:00.0", "0000:0a:00.0", "0000:c1:00.0", "10000:01:00.0"]
-
-
-def test_sixteen_mixed_gpus(host: Any, driver: nvml.NvmlDriver) -> None:
-    host.write(
-        *({"name": "NVIDIA T4" if number % 2 else "Tesla V100-SXM2-32GB", "mem": number << 30} for number in range(16))
-    )
-    gpus = driver.snapshot().gpus
-    assert [gpu.index for gpu in gpus] == list(range(16))
-    assert [gpu.name for gpu in gpus[:2]] == ["Tesla V100-SXM2-32GB", "NVIDIA T4"]
-    assert [gpu.memory_total for gpu in gpus] == [number << 30 for number in range(16)]
-
-
-def test_a_snapshot_says_who_answers(host: Any) -> None:
-    host.options(driver_version="470.82.01")
-    snapshot = nvml.NvmlDriver().snapshot()
-    assert (snapshot.driver, snapshot.driver_version) == ("nvml", "470.82.01")
+    assert [gpu.name for gpu in gpus] == ["NVIDIA 09", "NVIDIA 0A", "NVIDIA C1", "NVIDIA 01"]
+    assert [gpu.memory_total for gpu in gpus] == [number << 30 for number in (0x09, 0x0A, 0xC1, 0x01)]
 
 
 def test_no_gpu_at_all(host: Any, driver: nvml.NvmlDriver) -> None:
@@ -84,11 +89,14 @@ def test_dynamic_fields(host: Any, driver: nvml.NvmlDriver) -> None:
     assert third.compute_mode == ComputeMode.EXCLUSIVE_PROCESS
 
 
-def test_a_host_whose_gpus_change(host: Any, driver: nvml.NvmlDriver) -> None:
-    before = driver.snapshot().gpus
-    host.write({"uuid": "GPU-new", "bus": "00000000:01:00.0"}, *host.gpus)
-    after = driver.snapshot().gpus
-    assert [gpu.uuid for gpu in after] == ["GPU-new", *(gpu.uuid for gpu in before)]
+@pytest.mark.parametrize("lost", [0, 2])
+def test_a_host_whose_gpus_change(host: Any, driver: nvml.NvmlDriver, lost: int) -> None:
+    """Numbers mean other GPUs then; a lost one is not taken for that which had its number."""
+    before = [gpu.uuid for gpu in driver.snapshot().gpus]
+    host.write({"uuid": "GPU-new", "bus": "00000000:01:00.0", "lost": lost}, *host.gpus)
+    new, *others = driver.snapshot().gpus
+    assert (new.lost, new.uuid == "GPU-new", new.uuid in before) == (bool(lost), not lost, False)
+    assert [(gpu.uuid, gpu.lost) for gpu in others] == [(uuid, False) for uuid in before]
     host.set(2)
     assert len(driver.snapshot().gpus) == 2
 
@@ -146,24 +154,14 @@ def test_lists_by_kind(host: Any, driver: nvml.NvmlDriver) -> None:
     assert gpus[2].processes is not None
     by_kind = {(process.kind, process.pid): process for process in gpus[2].processes}
     assert len(by_kind) == len(gpus[2].processes) == 3, "what only draws is not asked for"
+    assert driver.usage(gpus[2:3]) == gpus[2:3]
     own = by_kind[ProcessKind.COMPUTE, os.getpid()]
     assert (own.memory_used, os.path.basename(sys.executable) in (own.name or "")) == (3 << 20, True)
     assert by_kind[ProcessKind.COMPUTE, HIDDEN] == GpuProcess(HIDDEN, ProcessKind.COMPUTE, None, None)
     assert by_kind[ProcessKind.MPS, HIDDEN + 1].memory_used == 7
-    detailed = driver.detailed(driver.snapshot()).gpus[2].processes or ()
-    assert [p for p in detailed if p not in gpus[2].processes] == [
-        GpuProcess(os.getpid(), ProcessKind.GRAPHICS, 3 << 20)
-    ]
+    detailed = driver.detailed(driver.snapshot()).gpus[2].processes
+    assert detailed == (*gpus[2].processes, GpuProcess(os.getpid(), ProcessKind.GRAPHICS, 3 << 20))
     assert all(gpu.processes == () for gpu in gpus if gpu.index != 2)
-
-
-def test_a_pid_that_is_listed_twice_counts_once() -> None:
-    rows = [(ProcessKind.COMPUTE, nvml_processes.ProcessRow(7, memory, None, None)) for memory in (None, 5, 3)]
-    merged = nvml_processes.merge([*rows, (ProcessKind.MPS, rows[0][1])], {7: "train"})
-    assert merged == (
-        GpuProcess(7, ProcessKind.COMPUTE, 5, "train"),
-        GpuProcess(7, ProcessKind.MPS, None, "train"),
-    )
 
 
 def test_more_processes_than_expected(host: Any, driver: nvml.NvmlDriver) -> None:
@@ -174,30 +172,24 @@ def test_more_processes_than_expected(host: Any, driver: nvml.NvmlDriver) -> Non
     assert {process.memory_used for process in gpu.processes or ()} == set(range(150))
 
 
-@pytest.mark.parametrize(("races", "listed"), [(3, True), (1000, False)])
-def test_processes_that_start_during_the_call(host: Any, driver: nvml.NvmlDriver, races: int, listed: bool) -> None:
+@pytest.mark.parametrize(("races", "listed"), [(3, {(HIDDEN, ProcessKind.COMPUTE)}), (1000, None)])
+def test_processes_that_start_during_the_call(host: Any, driver: nvml.NvmlDriver, races: int, listed: Any) -> None:
     host.options(race=races)
-    host.set(1)
     host.process(host.uuids[0], HIDDEN, static=True)
     gpu = driver.snapshot().gpus[0]
-    if listed:
-        assert pids(gpu) == {(HIDDEN, ProcessKind.COMPUTE)}
-    else:
-        assert gpu.processes is None
-        assert gpu.processes_supported
-        assert gpu.process_error
+    assert (pids(gpu) if gpu.processes else gpu.processes) == listed
+    assert (gpu.processes_supported, bool(gpu.process_error)) == (True, listed is None)
 
 
-@pytest.mark.parametrize(
-    "flags", [(), ("-DSTRIDE_V3=32",), ("-DNO_V3",), ("-DNO_V2",), ("-DANCIENT", "-DNO_V2", "-DNO_MIG", "-DNO_SCOPE")]
-)
+@pytest.mark.parametrize("flags", [(), ("-DSTRIDE_V3=32",), ("-DNO_V3",), ("-DNO_V3", "-DNO_MIG", "-DNO_SCOPE")])
 def test_every_generation_of_driver(host: Any, flags: tuple[str, ...]) -> None:
     host.variant(*flags)
     host.here()
-    host.set(3, used=100 << 20)
-    uuid = host.uuids[1]
-    for number, kind in enumerate(("", "", "", "graphics", "mps")):
-        host.process(uuid, HIDDEN + number, (10 + number) << 20, static=True, kind=kind)
+    host.set(3, used=100 << 20, node_cpus="0-3", socket_cpus="0-7")
+    kinds = [ProcessKind.COMPUTE] * 3 + [ProcessKind.GRAPHICS, ProcessKind.MPS]
+    for number, kind in enumerate(kinds):
+        kind = "" if kind == ProcessKind.COMPUTE else kind
+        host.process(host.uuids[1], HIDDEN + number, (10 + number) << 20, static=True, kind=kind)
     driver = nvml.NvmlDriver()
     gpus = driver.detailed(driver.snapshot()).gpus
     assert [gpu.uuid for gpu in gpus] == host.uuids
@@ -206,12 +198,10 @@ def test_every_generation_of_driver(host: Any, flags: tuple[str, ...]) -> None:
     assert gpus[0].processes == gpus[2].processes == ()
     assert gpus[0].memory_used == 100 << 20
     assert {(process.pid, process.kind, process.memory_used) for process in gpus[1].processes or ()} == {
-        (HIDDEN, ProcessKind.COMPUTE, 10 << 20),
-        (HIDDEN + 1, ProcessKind.COMPUTE, 11 << 20),
-        (HIDDEN + 2, ProcessKind.COMPUTE, 12 << 20),
-        (HIDDEN + 3, ProcessKind.GRAPHICS, 13 << 20),
-        (HIDDEN + 4, ProcessKind.MPS, 14 << 20),
+        (HIDDEN + number, kind, (10 + number) << 20) for number, kind in enumerate(kinds)
     }
+    assert driver.cpu_affinity(host.uuids[0], "node") == {0, 1, 2, 3}
+    assert driver.cpu_affinity(host.uuids[0], "socket") == (None if "-DNO_SCOPE" in flags else set(range(8)))
 
 
 @pytest.mark.parametrize("code", [NOT_SUPPORTED, FUNCTION_NOT_FOUND])
@@ -222,26 +212,23 @@ def test_a_list_that_exists_and_does_not_work(host: Any, driver: nvml.NvmlDriver
     assert pids(driver.snapshot().gpus[0]) == {(HIDDEN, ProcessKind.COMPUTE), (HIDDEN, ProcessKind.MPS)}
 
 
-def test_a_driver_without_mps_lists(host: Any) -> None:
-    host.variant("-DNO_MPS")
-    host.here()
-    host.process(host.uuids[0], HIDDEN, static=True)
-    assert pids(nvml.NvmlDriver().snapshot().gpus[0]) == {(HIDDEN, ProcessKind.COMPUTE)}
-
-
-def test_a_driver_without_process_lists(host: Any) -> None:
-    host.variant("-DNO_PROCESSES")
+@pytest.mark.parametrize("flag", ["-DNO_PROCESSES", "-DNO_V2"])
+def test_a_driver_without_process_lists_that_we_know(host: Any, flag: str) -> None:
+    host.variant(flag)
     host.here()
     gpus = nvml.NvmlDriver().snapshot().gpus
     assert all(gpu.processes is None and not gpu.processes_supported and gpu.process_error for gpu in gpus)
 
 
 @pytest.mark.parametrize("code", [NOT_SUPPORTED, FUNCTION_NOT_FOUND])
-def test_a_gpu_that_cannot_list(host: Any, driver: nvml.NvmlDriver, code: int) -> None:
+@pytest.mark.parametrize("flag", ["", "-DNO_MPS"])
+def test_a_gpu_that_cannot_list(host: Any, code: int, flag: str) -> None:
+    host.variant(*filter(None, [flag]))
+    host.here()
     host.change(1, compute_error=code)
     host.change(2, mps_error=code, graphics_error=code)
     host.process(host.uuids[2], HIDDEN, static=True)
-    gpus = driver.snapshot().gpus
+    gpus = nvml.NvmlDriver().snapshot().gpus
     assert (gpus[1].processes, gpus[1].processes_supported) == (None, False)
     assert pids(gpus[2]) == {(HIDDEN, ProcessKind.COMPUTE)}
     assert gpus[3].processes == ()
@@ -250,18 +237,18 @@ def test_a_gpu_that_cannot_list(host: Any, driver: nvml.NvmlDriver, code: int) -
 @pytest.mark.parametrize("field", ["compute_error", "mps_error"])
 @pytest.mark.parametrize("code", [NO_PERMISSION, TIMEOUT, IRQ_ISSUE, UNKNOWN, 12345])
 def test_a_list_that_fails_this_time(host: Any, driver: nvml.NvmlDriver, field: str, code: int) -> None:
+    gpus = driver.snapshot().gpus
     host.change(0, **{field: code})
-    first, second, *_ = driver.snapshot().gpus
-    assert first.processes is None
-    assert first.processes_supported
-    assert "processes" in first.process_error
-    assert first.unusable is None
-    assert second.processes == ()
+    for first, second, *_ in (driver.snapshot().gpus, driver.usage(gpus)):
+        assert (first.processes, first.processes_supported, first.unusable) == (None, True, None)
+        assert "processes" in first.process_error
+        assert state(first)[0] == "busy"
+        assert second == gpus[1]
     host.change(0, **{field: 0})
-    assert driver.snapshot().gpus[0].processes == ()
+    assert driver.snapshot().gpus == driver.usage((first, *gpus[1:])) == gpus, "what was said before is forgotten"
 
 
-def test_stride_falls_back_to_the_header_when_nothing_tells() -> None:
+def test_rows_have_their_usual_width_when_nothing_tells() -> None:
     # A driver that clears the whole buffer leaves no trace of its row size.
     def function(_handle: object, count: Any, buffer: Any) -> int:
         ctypes.memset(buffer, 0, 32 * 4)
@@ -270,7 +257,7 @@ def test_stride_falls_back_to_the_header_when_nothing_tells() -> None:
         count._obj.value = 2
         return 0
 
-    code, rows = nvml_processes.read_rows(function, None, 24)
+    code, rows = read_rows(function, None)
     assert (code, [row.pid for row in rows]) == (0, [7, 8])
 
 
@@ -297,11 +284,6 @@ def test_an_unanswered_question_costs_its_answer_only(host: Any, field: str, cod
     assert (gpu.uuid, gpu.unusable, gpu.processes) == (host.uuids[1], None, ())
 
 
-def test_memory_falls_back_to_version_1(host: Any, driver: nvml.NvmlDriver) -> None:
-    host.set(1, memory_v2_error=25, used=9)
-    assert driver.snapshot().gpus[0].memory_used == 9
-
-
 def test_memory_that_is_not_available(host: Any, driver: nvml.NvmlDriver) -> None:
     host.set(1, used=2**64 - 1)
     assert driver.snapshot().gpus[0].memory_used is None
@@ -321,15 +303,8 @@ def test_a_gpu_lost_between_polls_keeps_its_identity(
         return
     snapshot = driver.snapshot()
     lost = snapshot.gpus[3]
-    assert (lost.index, lost.uuid, lost.name, lost.pci_bus_id) == (
-        3,
-        before[3].uuid,
-        before[3].name,
-        before[3].pci_bus_id,
-    )
-    assert lost.lost
-    assert lost.unusable
-    assert lost.processes is None
+    assert identity(lost) == identity(before[3])
+    assert (lost.lost, bool(lost.unusable), lost.processes) == (True, True, None)
     assert snapshot.needs_uuids
     assert [gpu for gpu in snapshot.gpus if not gpu.lost] == [gpu for gpu in before if gpu.index != 3]
 
@@ -368,18 +343,10 @@ def test_gpus_lost_from_the_start_stand_where_nvml_counts_them(host: Any, driver
     assert [gpu.uuid for gpu in gpus if not gpu.lost] == [host.uuids[number] for number in (0, 1, 3, 4, 6, 7)]
 
 
-def test_a_lost_gpu_is_not_taken_for_another_when_the_numbers_have_changed(host: Any, driver: nvml.NvmlDriver) -> None:
-    known = {gpu.uuid for gpu in driver.snapshot().gpus}
-    host.write({"uuid": "GPU-new", "bus": "00000000:01:00.0", "lost": 2}, *host.gpus)
-    gpus = driver.snapshot().gpus
-    assert [gpu.lost for gpu in gpus] == [True] + 8 * [False]
-    assert gpus[0].uuid not in known
-
-
 def test_a_gpu_that_comes_back(host: Any, driver: nvml.NvmlDriver) -> None:
     before = driver.snapshot()
     host.change(3, lost=2)
-    driver.snapshot()
+    assert driver.snapshot() != before
     host.change(3, lost=0)
     assert driver.snapshot() == before
 
@@ -415,27 +382,39 @@ def test_nvml_that_does_not_start(host: Any, code: int, words: str) -> None:
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
+def test_a_driver_that_is_too_old(host: Any) -> None:
+    host.variant("-DANCIENT")
+    host.here()
+    with pytest.raises(NoDriverError, match="older than R450"):
+        nvml.NvmlDriver()
+
+
 @pytest.mark.parametrize("code", [UNINITIALIZED, DRIVER_NOT_LOADED, VERSION_MISMATCH])
 def test_a_driver_that_goes_and_comes_back(host: Any, driver: nvml.NvmlDriver, code: int) -> None:
     before = driver.snapshot()
     host.options(session_error=code)
-    for _ in range(2):
+    for question in (
+        driver.snapshot,
+        lambda: driver.usage(before.gpus),
+        lambda: driver.linked(before),
+        lambda: driver.detailed(before),
+        lambda: driver.cpu_affinity(host.uuids[0], "node"),
+    ):
         with pytest.raises(NoDriverError):
-            driver.snapshot()
-        with pytest.raises(NoDriverError):
-            driver.cpu_affinity(host.uuids[0], "node")
+            question()
     host.options(driver_version="580.1")
+    assert driver.usage(before.gpus) == before.gpus
     after = driver.snapshot()
-    assert after.gpus == before.gpus
-    assert after.driver_version == "580.1"
+    assert (after.gpus, after.driver_version) == (before.gpus, "580.1")
 
 
 def test_a_session_that_another_ended(host: Any, driver: nvml.NvmlDriver) -> None:
     import pynvml
 
     before = driver.snapshot()
-    pynvml.nvmlShutdown()
-    assert driver.snapshot() == before
+    for question in (lambda: driver.snapshot() == before, lambda: driver.usage(before.gpus) == before.gpus):
+        pynvml.nvmlShutdown()
+        assert question()
 
 
 def test_count_that_fails(host: Any, driver: nvml.NvmlDriver) -> None:
@@ -512,15 +491,6 @@ def test_cpu_affinity(host: Any, driver: nvml.NvmlDriver) -> None:
     assert driver.cpu_affinity(one, "node") is None
 
 
-def test_cpu_affinity_of_a_driver_without_scopes(host: Any) -> None:
-    host.variant("-DNO_SCOPE")
-    host.here()
-    host.set(1, node_cpus="0-3", socket_cpus="0-7")
-    driver = nvml.NvmlDriver()
-    assert driver.cpu_affinity(host.uuids[0], "node") == {0, 1, 2, 3}
-    assert driver.cpu_affinity(host.uuids[0], "socket") is None
-
-
 # ---- MIG ----
 
 
@@ -533,20 +503,14 @@ def sliced(host: Any) -> Any:
     return host
 
 
-def test_mig_instances_follow_their_gpu(sliced: Any, driver: nvml.NvmlDriver) -> None:
+def test_mig_instances_have_what_their_gpu_has(sliced: Any, driver: nvml.NvmlDriver) -> None:
     snapshot = driver.snapshot()
     whole, parent, first, second, empty = snapshot.gpus
     assert snapshot.physical == (whole, parent, empty)
-    assert snapshot.needs_uuids
-    assert (whole.unusable, whole.mig_enabled) == (None, False)
-    assert parent.unusable == empty.unusable == "MIG mode is on: claim one of its instances"
-    assert parent.mig_enabled
-    assert [gpu.uuid for gpu in (first, second)] == ["MIG-a", "MIG-c"]
-    assert [gpu.label for gpu in (first, second)] == ["1:0", "1:2"]
+    assert (whole.unusable, whole.mig_enabled, empty.mig_enabled) == (None, False, True)
+    assert [(gpu.uuid, gpu.label) for gpu in (first, second)] == [("MIG-a", "1:0"), ("MIG-c", "1:2")]
     for gpu in (first, second):
-        assert (gpu.index, gpu.mig_parent, gpu.pci_bus_id) == (1, parent.uuid, parent.pci_bus_id)
-        assert (gpu.memory_total, gpu.unusable, gpu.processes) == (20 << 30, None, ())
-        assert gpu.compute_mode == ComputeMode.EXCLUSIVE_PROCESS
+        assert (gpu.memory_total, gpu.processes, gpu.compute_mode) == (20 << 30, (), ComputeMode.EXCLUSIVE_PROCESS)
         assert driver.cpu_affinity(gpu.uuid, "node") == {0, 1, 2, 3}
 
 
@@ -563,8 +527,7 @@ def test_processes_of_mig_instances(sliced: Any, driver: nvml.NvmlDriver, code: 
 def test_a_mig_process_without_ids_counts_everywhere(sliced: Any, driver: nvml.NvmlDriver) -> None:
     sliced.change(1, icompute_error=NOT_SUPPORTED)
     sliced.process(sliced.uuids[1], HIDDEN, static=True)
-    _, _, first, second, _ = driver.snapshot().gpus
-    assert pids(first) == pids(second) == {(HIDDEN, ProcessKind.COMPUTE)}
+    assert [pids(gpu) for gpu in driver.snapshot().gpus[2:4]] == [{(HIDDEN, ProcessKind.COMPUTE)}] * 2
 
 
 def test_mig_lists_that_fail(sliced: Any, driver: nvml.NvmlDriver) -> None:
@@ -582,6 +545,136 @@ def test_mig_on_a_lost_gpu(sliced: Any, driver: nvml.NvmlDriver) -> None:
     sliced.change(1, lost=1)
     gpus = driver.snapshot().gpus
     assert [(gpu.index, gpu.lost) for gpu in gpus] == [(0, False), (1, True), (2, False)]
+
+
+# ---- the narrow question, and what may have happened since the poll ----
+
+
+def test_it_asks_about_these_gpus_only(host: Any, driver: nvml.NvmlDriver) -> None:
+    gpus = driver.snapshot().gpus
+    host.options(log=1)
+    driver.usage(gpus[2:4])
+    calls = host.calls()
+    assert len(calls) == 2 * 4
+    assert calls.count("nvmlDeviceGetUUID") == 2
+
+
+@pytest.mark.parametrize(("question", "shown"), [("memory", SHOWN), ("processes", NOT_YET)])
+def test_the_memory_of_a_process_that_starts_meanwhile_is_not_that_of_nobody(
+    question: str, shown: str, host: Any, driver: nvml.NvmlDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (before,) = driver.snapshot().gpus[:1]
+    answer = getattr(Session, question)
+
+    def and_then_it_starts(*args: Any) -> Any:
+        answered = answer(*args)
+        host.process(host.uuids[0], HIDDEN, 1 << 30, static=True)
+        return answered
+
+    monkeypatch.setattr(Session, question, and_then_it_starts)
+    assert presence(before, driver.usage((before,))[0], {HIDDEN}) == shown
+    assert presence(before, driver.usage((before,))[0], {HIDDEN}) == SHOWN
+
+
+def test_what_draws_explains_memory(host: Any, driver: nvml.NvmlDriver) -> None:
+    gpus = driver.snapshot().gpus
+    host.process(host.uuids[0], HIDDEN, 4 << 30, static=True, kind="graphics")
+    for gpu, *_ in (driver.usage(gpus[:1]), driver.snapshot().gpus):
+        assert [process.kind for process in gpu.processes or ()] == [ProcessKind.GRAPHICS]
+        assert state(gpu) == ("free", "")
+    host.change(0, used=4 << 30)
+    for gpu, *_ in (driver.usage(gpus[:1]), driver.snapshot().gpus):
+        assert "4 GiB of memory in use by no process" in state(gpu)[1]
+    host.change(0, used=0, graphics_error=TIMEOUT)
+    for gpu, *_ in (driver.usage(gpus[:1]), driver.snapshot().gpus):
+        assert gpu.processes is None, "it cannot be told"
+        assert state(gpu)[0] == "busy"
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"lost": 1},
+        {"lost": 2},
+        *({f"{field}_error": GPU_IS_LOST} for field in ("uuid", "memory", "mig", "compute", "mps")),
+        {"memory_error": RESET_REQUIRED},
+        {"uuid_error": INVALID_ARGUMENT},
+        {"uuid_error": UNKNOWN},
+    ],
+)
+@pytest.mark.parametrize("restart", [False, True])
+def test_a_gpu_that_is_lost(host: Any, driver: nvml.NvmlDriver, values: dict[str, int], restart: bool) -> None:
+    host.set(8, mig=0)
+    gpus = driver.snapshot().gpus
+    host.change(3, **values)
+    if restart:
+        driver.close()
+    lost, other = driver.usage((gpus[3], gpus[4]))
+    assert identity(lost) == identity(gpus[3])
+    assert (lost.lost, lost.processes) == (True, None)
+    assert state(lost)[0] == "unusable"
+    assert other == gpus[4]
+    host.set(8, mig=0)
+    assert driver.usage((lost,)) == gpus[3:4], "it is back"
+    assert driver.snapshot().gpus == gpus
+
+
+def test_another_gpu_in_its_place(host: Any, driver: nvml.NvmlDriver) -> None:
+    gpus = driver.snapshot().gpus
+    host.change(0, uuid="GPU-new")
+    gone, other = driver.usage(gpus[:2])
+    assert (gone.uuid, gone.lost, other) == (gpus[0].uuid, True, gpus[1])
+    assert "no longer shows it" in state(gone)[1]
+    assert [gpu.uuid for gpu in driver.snapshot().gpus] == ["GPU-new", *host.uuids[1:]]
+
+
+@pytest.mark.parametrize("restart", [False, True])
+def test_gpus_whose_numbers_have_changed(host: Any, driver: nvml.NvmlDriver, restart: bool) -> None:
+    gpus = driver.snapshot().gpus
+    host.process(host.uuids[5], HIDDEN, static=True)
+    host.write(*host.gpus[::-1])
+    if restart:
+        driver.close()
+    assert driver.usage(gpus[:2]) == gpus[:2]
+    assert [process.pid for process in driver.usage(gpus[5:6])[0].processes or ()] == [HIDDEN]
+    assert [gpu.uuid for gpu in driver.snapshot().gpus] == [gpu.uuid for gpu in gpus]
+
+
+def test_a_gpu_in_place_of_another_after_a_restart(host: Any, driver: nvml.NvmlDriver) -> None:
+    """As many as before, and all of the earlier ones but the last have moved on by one number."""
+    gpus = driver.snapshot().gpus
+    host.write({"uuid": "GPU-new", "bus": "00000000:01:00.0"}, *host.gpus[:-1])
+    driver.close()
+    assert [gpu.uuid for gpu in driver.snapshot().gpus] == ["GPU-new", *(gpu.uuid for gpu in gpus[:-1])]
+    assert [gpu.lost for gpu in driver.usage((gpus[0], gpus[-1]))] == [False, True]
+
+
+def test_mig_turned_on(host: Any, driver: nvml.NvmlDriver) -> None:
+    host.set(2, mig=0)
+    gpus = driver.snapshot().gpus
+    host.change(0, mig=1, instances="MIG-a")
+    changed, same = driver.usage(gpus)
+    assert changed.mig_enabled
+    assert state(changed) == ("unusable", "MIG mode is on: claim one of its instances")
+    assert same == gpus[1]
+    host.change(0, mig=0)
+    assert driver.usage((changed,)) == gpus[:1]
+
+
+def test_mig_turned_off_or_cut_anew(host: Any, driver: nvml.NvmlDriver) -> None:
+    host.write({"mig": 1, "instances": "MIG-a,MIG-b"}, {"mig": 0})
+    parent, first, second, other = gpus = driver.snapshot().gpus
+    assert driver.usage(gpus) == gpus
+    host.process("MIG-b", HIDDEN, static=True)
+    busy = driver.usage((first, second))
+    assert [[process.pid for process in gpu.processes or ()] for gpu in busy] == [[], [HIDDEN]]
+    host.change(0, instances="MIG-b,MIG-c")
+    assert [(gpu.uuid, gpu.label, gpu.lost) for gpu in driver.usage((first, second))] == [
+        ("MIG-a", "0:0", True),
+        ("MIG-b", "0:1", True),  # it has another number now: the next poll shows it
+    ]
+    host.change(0, mig=0, instances="")
+    assert [gpu.lost for gpu in driver.usage((parent, first, other))] == [False, True, False]
 
 
 # ---- a real one ----

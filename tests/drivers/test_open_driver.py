@@ -1,88 +1,101 @@
-"""Which driver is opened, and what is said when none can be."""
+"""Which driver is opened, also on hosts with GPUs of both vendors, and what is said when none can be."""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 from support.kfd_host import KfdHost
 
-from safe_gpu.drivers import open_driver
+from safe_gpu.devices import GpuRequest, vendor_of
+from safe_gpu.drivers import open_driver, open_drivers, opened_driver
+from safe_gpu.drivers.presets import PRESETS
+from safe_gpu.drivers.vendors import meant_vendor
 from safe_gpu.errors import UnsatisfiableRequestError
 
+AMD = "GPU-00000000000000abc"[:20]
+
 ASK = """
-import json, sys
+import json, os, sys
 if "no-module" in sys.argv:
     sys.modules["pynvml"] = None
-from safe_gpu.drivers import open_driver
+from safe_gpu.drivers import open_driver, open_drivers
 from safe_gpu.errors import SafeGpuError
+def shown(driver):
+    return [driver.name, len(driver.snapshot().gpus)]
 try:
-    driver = open_driver()
-    print(json.dumps([driver.name, len(driver.snapshot().gpus)]))
+    if "each" in sys.argv:
+        drivers, broken = open_drivers()
+        print(json.dumps([[*map(shown, drivers)], broken]))
+    else:
+        vendor = next((word for word in sys.argv if word in ("nvidia", "amd")), None)
+        print(json.dumps(shown(open_driver(vendor=vendor))))
 except SafeGpuError as err:
     print(json.dumps([type(err).__name__, str(err)]))
 """
 
 
-def ask(fake_gpus: Any, *arguments: str, **environment: str) -> Any:
+@pytest.fixture
+def amd(tmp_path: Path) -> KfdHost:
+    (tmp_path / "root").mkdir()
+    host = KfdHost(tmp_path / "root")
+    host.gpu(0x03, 1, 0xABC)
+    return host
+
+
+def ask(fake_gpus: Any, root: Path, *arguments: str, **environment: str) -> Any:
+    environment = {"SAFE_GPU_DRIVER": "auto", "SAFE_GPU_FSROOT": str(root), **environment}
     return json.loads(fake_gpus.python(ASK, *arguments, **environment))
 
 
-def test_auto_prefers_nvml(fake_gpus: Any, fake_nvidia_smi: Any) -> None:
-    assert ask(fake_gpus, SAFE_GPU_DRIVER="auto") == ["nvml", 8]
-    assert ask(fake_gpus, SAFE_GPU_DRIVER="") == ["nvml", 8]
+def nowhere(tmp_path: Path) -> dict[str, str]:
+    """An environment without NVML and nvidia-smi."""
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty/libnvidia-ml.so.1").touch()
+    return {"LD_LIBRARY_PATH": str(tmp_path / "empty"), "PATH": str(tmp_path / "empty")}
 
 
-def test_auto_without_the_module(fake_gpus: Any, fake_nvidia_smi: Any) -> None:
-    assert ask(fake_gpus, "no-module", SAFE_GPU_DRIVER="auto") == ["nvidia-smi", 8]
+# ---- one vendor ----
 
 
-def test_auto_without_the_library(fake_gpus: Any, fake_nvidia_smi: Any, tmp_path: Any) -> None:
+def test_auto_prefers_nvml_and_takes_nvidia_smi_where_that_lacks(
+    fake_gpus: Any, fake_nvidia_smi: Any, tmp_path: Path
+) -> None:
     (tmp_path / "libnvidia-ml.so.1").touch()
-    assert ask(fake_gpus, SAFE_GPU_DRIVER="auto", LD_LIBRARY_PATH=str(tmp_path)) == ["nvidia-smi", 8]
-
-
-def test_auto_reports_a_driver_that_is_not_loaded(fake_gpus: Any, fake_nvidia_smi: Any) -> None:
+    assert ask(fake_gpus, tmp_path) == ["nvml", 8]
+    assert ask(fake_gpus, tmp_path, SAFE_GPU_DRIVER="") == ["nvml", 8]
+    assert ask(fake_gpus, tmp_path, "no-module") == ["nvidia-smi", 8]
+    assert ask(fake_gpus, tmp_path, LD_LIBRARY_PATH=str(tmp_path)) == ["nvidia-smi", 8]
     fake_gpus.options(init_error=9)
-    error, message = ask(fake_gpus, SAFE_GPU_DRIVER="auto")
+    error, message = ask(fake_gpus, tmp_path)
+    assert (error, "not loaded" in message) == ("NoDriverError", True), "it is reported, not worked around"
+
+
+@pytest.mark.parametrize(
+    ("driver", "arguments", "words"),
+    [
+        ("auto", (), ("SAFE_GPU_DRIVER=simulated:dgx-a100", "libnvidia-ml.so.1")),
+        ("auto", ("no-module",), ("SAFE_GPU_DRIVER=simulated:dgx-a100", "nvidia-ml-py is not installed")),
+        ("nvml", (), ("libnvidia-ml.so.1",)),
+        ("nvml", ("no-module",), ("pip install nvidia-ml-py",)),
+    ],
+)
+def test_no_driver_at_all_names_the_way_out(
+    fake_gpus: Any, tmp_path: Path, driver: str, arguments: tuple[str, ...], words: tuple[str, ...]
+) -> None:
+    error, message = ask(fake_gpus, tmp_path, *arguments, **nowhere(tmp_path), SAFE_GPU_DRIVER=driver)
     assert error == "NoDriverError"
-    assert "not loaded" in message
+    assert all(word in message for word in words)
 
 
-@pytest.mark.parametrize("arguments", [(), ("no-module",)])
-def test_no_driver_at_all_names_the_way_out(fake_gpus: Any, tmp_path: Any, arguments: tuple[str, ...]) -> None:
-    (tmp_path / "libnvidia-ml.so.1").touch()
-    error, message = ask(
-        fake_gpus, *arguments, SAFE_GPU_DRIVER="auto", LD_LIBRARY_PATH=str(tmp_path), PATH=str(tmp_path)
-    )
-    assert error == "NoDriverError"
-    assert "SAFE_GPU_DRIVER=simulated:dgx-a100" in message
-    assert ("nvidia-ml-py is not installed" if arguments else "libnvidia-ml.so.1") in message
-
-
-def test_auto_takes_amd_gpus_where_there_is_no_nvidia_driver(fake_gpus: Any, tmp_path: Any) -> None:
-    (tmp_path / "libnvidia-ml.so.1").touch()
-    (tmp_path / "root").mkdir()
-    KfdHost(tmp_path / "root").gpu(0x03, 1, 0xABC)
-    place = {"LD_LIBRARY_PATH": str(tmp_path), "PATH": str(tmp_path), "SAFE_GPU_FSROOT": str(tmp_path / "root")}
-    assert ask(fake_gpus, SAFE_GPU_DRIVER="auto", **place) == ["kfd", 1]
-    (tmp_path / "root/dev").mkdir()
-    (tmp_path / "root/dev/nvidiactl").touch()
-    assert ask(fake_gpus, SAFE_GPU_DRIVER="auto", **place)[0] == "NoDriverError"
-
-
-def test_nvml_by_name_without_the_module(fake_gpus: Any) -> None:
-    error, message = ask(fake_gpus, "no-module", SAFE_GPU_DRIVER="nvml")
-    assert error == "NoDriverError"
-    assert "pip install nvidia-ml-py" in message
-
-
-def test_nvml_by_name_without_the_library(fake_gpus: Any, tmp_path: Any) -> None:
-    (tmp_path / "libnvidia-ml.so.1").touch()
-    error, message = ask(fake_gpus, SAFE_GPU_DRIVER="nvml", LD_LIBRARY_PATH=str(tmp_path))
-    assert error == "NoDriverError"
-    assert "libnvidia-ml.so.1" in message
+def test_auto_takes_amd_gpus_where_there_is_no_nvidia_driver(fake_gpus: Any, amd: KfdHost, tmp_path: Path) -> None:
+    place = nowhere(tmp_path)
+    assert ask(fake_gpus, amd.root, **place) == ["kfd", 1]
+    (amd.root / "dev").mkdir()
+    (amd.root / "dev/nvidiactl").touch()
+    assert ask(fake_gpus, amd.root, **place)[0] == "NoDriverError"
 
 
 def test_the_environment_decides_unless_a_name_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,3 +113,146 @@ def test_unknown_names(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "dgx-a100" in message if name.startswith("simulated") else repr(name) in message
     if not name.startswith("simulated"):
         assert all(choice in message for choice in ("auto", "nvml", "nvidia-smi", "kfd", "simulated:PRESET"))
+
+
+# ---- both vendors ----
+
+
+def test_nvidia_comes_first_and_a_choice_decides(fake_gpus: Any, fake_nvidia_smi: Any, amd: KfdHost) -> None:
+    assert ask(fake_gpus, amd.root) == ["nvml", 8]
+    assert ask(fake_gpus, amd.root, "nvidia") == ["nvml", 8]
+    assert ask(fake_gpus, amd.root, "amd") == ["kfd", 1]
+    assert ask(fake_gpus, amd.root, "each") == [[["nvml", 8], ["kfd", 1]], []]
+    assert ask(fake_gpus, amd.root, "no-module", "each") == [[["nvidia-smi", 8], ["kfd", 1]], []]
+
+
+def test_a_driver_without_gpus_gives_way(fake_gpus: Any, amd: KfdHost) -> None:
+    fake_gpus.set(0)
+    assert ask(fake_gpus, amd.root) == ["kfd", 1]
+    assert ask(fake_gpus, amd.root, "nvidia") == ["nvml", 0]
+
+
+def test_a_broken_driver_of_gpus_that_are_there_is_reported(fake_gpus: Any, amd: KfdHost) -> None:
+    fake_gpus.options(init_error=9)
+    (amd.root / "dev").mkdir()
+    (amd.root / "dev/nvidiactl").touch()
+    error, message = ask(fake_gpus, amd.root)
+    assert error == "NoDriverError"
+    assert "not loaded" in message
+    assert "this host has AMD GPUs too: vendor='amd'" in message
+    assert ask(fake_gpus, amd.root, "amd") == ["kfd", 1]
+    shown, broken = ask(fake_gpus, amd.root, "each")
+    assert shown == [["kfd", 1]]
+    assert len(broken) == 1
+    assert "not loaded" in broken[0]
+
+
+def test_a_driver_that_is_not_loaded_for_a_gpu_on_the_bus(fake_gpus: Any, amd: KfdHost) -> None:
+    fake_gpus.options(init_error=9)
+    card = amd.pci / "0000:81:00.0"
+    card.mkdir(parents=True)
+    (card / "vendor").write_text("0x10de\n")
+    (card / "class").write_text("0x030200\n")
+    assert ask(fake_gpus, amd.root)[0] == "NoDriverError"
+    (card / "class").write_text("0x020000\n")  # a network card
+    assert ask(fake_gpus, amd.root) == ["kfd", 1], "a library without a GPU, as one image has on all hosts"
+    assert ask(fake_gpus, amd.root, "each") == [[["kfd", 1]], []]
+
+
+def test_a_host_of_one_vendor_has_none_of_the_other(fake_gpus: Any, amd: KfdHost, tmp_path: Path) -> None:
+    (tmp_path / "plain").mkdir()
+    error, message = ask(fake_gpus, tmp_path / "plain", "amd")
+    assert error == "UnsatisfiableRequestError"
+    assert message == "vendor='amd' asks for AMD GPUs, and this host has none: leave vendor= out"
+    place = nowhere(tmp_path)
+    error, message = ask(fake_gpus, amd.root, "nvidia", **place)
+    assert error == "UnsatisfiableRequestError"
+    assert "NVIDIA GPUs, and this host has none" in message
+    assert ask(fake_gpus, tmp_path / "plain", "nvidia", **place)[0] == "NoDriverError"
+    assert ask(fake_gpus, tmp_path / "plain", "amd", **place)[0] == "NoDriverError"
+
+
+@pytest.mark.parametrize(
+    ("driver", "vendor"),
+    [("nvml", "amd"), ("nvidia-smi", "amd"), ("kfd", "nvidia"), ("simulated:dgx-a100", "amd"),
+     ("simulated:mi250x", "nvidia")],
+)  # fmt: skip
+def test_a_driver_that_was_named_and_has_no_such_gpus(
+    driver: str, vendor: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SAFE_GPU_DRIVER", driver)
+    with pytest.raises(UnsatisfiableRequestError) as caught:
+        open_driver(vendor=vendor)
+    assert caught.value.value == vendor
+    assert f"vendor={vendor!r}" in str(caught.value)
+    assert f"SAFE_GPU_DRIVER={driver} has none: leave vendor= out, or unset SAFE_GPU_DRIVER" in str(caught.value)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_simulated_hosts_have_a_driver_for_each_vendor(preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SAFE_GPU_DRIVER", f"simulated:{preset}")
+    drivers, broken = open_drivers()
+    assert broken == []
+    vendors = [driver.snapshot().vendor for driver in drivers]
+    assert vendors == {"two-vendors": ["nvidia", "amd"], "mi250x": ["amd"], "mi300x-cpx": ["amd"]}.get(
+        preset, ["nvidia"]
+    )
+    for driver, vendor in zip(drivers, vendors, strict=True):
+        snapshot = driver.snapshot()
+        assert {gpu.vendor for gpu in snapshot.gpus} == {vendor}
+        assert {vendor_of(gpu.uuid) for gpu in snapshot.gpus} == {vendor}
+        assert open_driver(vendor=vendor).snapshot() == snapshot
+        topology = driver.host_topology()
+        assert topology is not None
+        assert [place.uuid for place in topology.gpus] == [gpu.uuid for gpu in snapshot.physical]
+
+
+@pytest.mark.parametrize(
+    ("environment", "vendor"),
+    [
+        ({}, None),
+        ({"CUDA_VISIBLE_DEVICES": "0"}, None),
+        ({"ROCR_VISIBLE_DEVICES": "0"}, None),
+        ({"ROCR_VISIBLE_DEVICES": AMD}, "amd"),
+        ({"ROCR_VISIBLE_DEVICES": AMD, "SAFE_GPU_FENCE": "ignore"}, None),
+        ({"SAFE_GPU_EXPECT": AMD}, "amd"),
+        ({"SAFE_GPU_EXPECT": "GPU-4f667d77-15c7-524b-c32d-5340d78b712e", "ROCR_VISIBLE_DEVICES": AMD}, "nvidia"),
+        ({"SAFE_GPU_SCOPE": "nobody's", "ROCR_VISIBLE_DEVICES": AMD}, "amd"),
+    ],
+)
+def test_what_tells_the_vendor_of_this_process(environment: dict[str, str], vendor: str | None) -> None:
+    assert meant_vendor(environment) == vendor
+
+
+def test_what_a_uuid_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A whole UUID of an AMD GPU in `only` chooses the driver, as does one in ROCR_VISIBLE_DEVICES."""
+    monkeypatch.setenv("SAFE_GPU_DRIVER", "simulated:two-vendors")
+    for request, environment, vendor in (
+        (GpuRequest(), "", "nvidia"),
+        (GpuRequest(only=(AMD,)), "", "amd"),
+        (GpuRequest(only=("0", "1")), "", "nvidia"),
+        (GpuRequest(), AMD, "amd"),
+        (GpuRequest(vendor="nvidia", only=(AMD,)), AMD, "nvidia"),
+    ):
+        monkeypatch.setenv("ROCR_VISIBLE_DEVICES", environment)
+        with opened_driver.of(request) as driver:
+            assert driver.snapshot().vendor == vendor
+
+
+@pytest.mark.parametrize(
+    "properties", [{"cpu_cores_count": 16}, {"memory": 512 << 20}], ids=["with CPU cores", "little memory"]
+)
+def test_integrated_graphics_beside_nvidia_gpus_are_not_shown(
+    fake_gpus: Any, tmp_path: Path, properties: dict[str, int]
+) -> None:
+    (tmp_path / "root").mkdir()
+    host = KfdHost(tmp_path / "root")
+    host.gpu(0x03, 1, 0, **properties)
+    assert ask(fake_gpus, host.root, "each") == [[["nvml", 8]], []]
+    assert ask(fake_gpus, host.root, "amd") == ["kfd", 1]
+    fake_gpus.set(0)
+    assert ask(fake_gpus, host.root, "each") == [[["nvml", 0], ["kfd", 1]], []]
+    fake_gpus.options(init_error=9)
+    (host.root / "dev").mkdir()
+    (host.root / "dev/nvidiactl").touch()
+    assert "AMD" not in ask(fake_gpus, host.root)[1]

@@ -144,8 +144,9 @@ def report(gpu):
 
 def query(ids):
     if QUIRKS.get("hang"):
-        with open(os.path.join(ROOT, "hung"), "w") as file:
+        with open(os.path.join(ROOT, "hung.new"), "w") as file:
             file.write(str(os.getpid()))
+        os.rename(file.name, os.path.join(ROOT, "hung"))
         signal.pause()
     if QUIRKS.get("fail"):
         print(QUIRKS.get("says", "Unknown Error").replace("\\n", "\n"))

@@ -46,7 +46,7 @@
  * Compile:  gcc -shared -fPIC -O1 -Wl,-soname,libnvidia-ml.so.1 -o libnvidia-ml.so.1 nvml.c
  * Variants: -DSTRIDE_V3=32 has the wide rows of early R535 drivers in its _v3 process lists, -DNO_V3 lacks the _v3
  *           process lists and memory_v2, -DNO_V2 lacks the _v2 ones as well, -DNO_PROCESSES lacks them all, -DNO_SCOPE lacks nvmlDeviceGetCpuAffinityWithinScope, -DNO_MPS the MPS lists,
- *           -DNO_MIG everything about MIG, -DANCIENT lacks nvmlInitWithFlags and the versioned count, handle and PCI calls.
+ *           -DNO_MIG everything about MIG, -DANCIENT lacks nvmlInitWithFlags.
  */
 
 #define _GNU_SOURCE
@@ -436,11 +436,7 @@ API nvmlDeviceGetHandleByUUID(const char *wanted, void **handle) {
 typedef struct {
     char legacy[16];
     unsigned domain, bus, device, device_id, subsystem_id;
-#ifdef ANCIENT
-    unsigned reserved[4];
-#else
     char id[32];
-#endif
 } Pci;
 
 static int pci_info(const char *name, void *handle, Pci *pci) {
@@ -454,21 +450,13 @@ static int pci_info(const char *name, void *handle, Pci *pci) {
     if (!value_of(gpu.line, "bus", text, sizeof text)) strcpy(text, "00000000:00:00.0");
     sscanf(text, "%x:%x:%x", &pci->domain, &pci->bus, &pci->device);
     snprintf(pci->legacy, sizeof pci->legacy, "%.4x:%.2x:%.2x.0", pci->domain & 0xffff, pci->bus & 0xff, pci->device & 0xff);
-#ifndef ANCIENT
     snprintf(pci->id, sizeof pci->id, "%.31s", text);
-#endif
     return OK;
 }
 
-#ifndef ANCIENT
 API nvmlDeviceGetCount_v2(unsigned *count) { return count_gpus(__func__, count); }
 API nvmlDeviceGetHandleByIndex_v2(unsigned number, void **handle) { return handle_by_index(__func__, number, handle); }
 API nvmlDeviceGetPciInfo_v3(void *handle, Pci *pci) { return pci_info(__func__, handle, pci); }
-#else
-API nvmlDeviceGetCount(unsigned *count) { return count_gpus(__func__, count); }
-API nvmlDeviceGetHandleByIndex(unsigned number, void **handle) { return handle_by_index(__func__, number, handle); }
-API nvmlDeviceGetPciInfo_v2(void *handle, Pci *pci) { return pci_info(__func__, handle, pci); }
-#endif
 
 API nvmlDeviceGetName(void *handle, char *out, unsigned size) {
     RESOLVE("name");
@@ -505,7 +493,7 @@ API nvmlDeviceGetMemoryInfo(void *handle, unsigned long long *out) { /* total, f
     return OK;
 }
 
-#if !defined(NO_V3) && !defined(NO_V2) && !defined(ANCIENT)
+#if !defined(NO_V3) && !defined(NO_V2)
 typedef struct {
     unsigned version;
     unsigned long long total, reserved, free, used;

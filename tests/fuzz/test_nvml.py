@@ -221,11 +221,11 @@ def test_what_it_answers(
     st.binary(max_size=200),
     NUMBERS.filter(lambda n: 0 <= n <= HUGE),
     st.sampled_from([0, 7, 7, 15]),
-    st.sampled_from([16, 24]),
 )
-@example(b"", HUGE, 7, 24)
-@example(b"\xa5" * 64, 2, 0, 24)
-def test_a_list_that_lies_about_its_length(data: bytes, count: int, code: int, stride: int) -> None:
+@example(b"", HUGE, 7)
+@example(b"\xa5" * 64, 2, 0)
+@example(b"\xa5" * 63 + b"x", 2, 0)
+def test_a_list_that_lies_about_its_length(data: bytes, count: int, code: int) -> None:
     calls = []
 
     def answer(handle: object, number: Any, buffer: Any) -> int:
@@ -235,7 +235,7 @@ def test_a_list_that_lies_about_its_length(data: bytes, count: int, code: int, s
         return code
 
     with bounded(mebibytes=128):
-        returned, rows = read_rows(answer, None, stride)
+        returned, rows = read_rows(answer, None)
     assert returned == code
     assert len(rows) <= calls[0]
     assert len(calls) <= 8

@@ -22,6 +22,7 @@ from safe_gpu.drivers.kfd import KfdDriver
 from safe_gpu.errors import GPUAffinityError, NoDriverError
 from safe_gpu.status.gather import status_of
 from safe_gpu.status.render import render
+from safe_gpu.sysfs import Files, devices
 from safe_gpu.topology import read_topology
 
 Tree = dict[str, str]
@@ -110,6 +111,7 @@ def test_a_tree_of_amd_gpus(root: Path, tmp_path: Path) -> None:
     @example(changed(tree, properties=("simd_count 4\n" + "x" * 64 + " 1\n") * 3000))
     @example(changed(tree, vram_4001=TRICK * 999))
     @example(changed(tree, vram_4001="-1"))
+    @example(changed(tree, gpu_id="-1"))
     @example(changed(tree, vram_4001="9" * 20, mem_info_vram_used="9" * 20))
     @example({**tree, "sys/module/amdgpu/version": TRICK * 999})
     @example({**tree, f"{PCI}/0000:07:00.0/product_name": TRICK})
@@ -119,6 +121,9 @@ def test_a_tree_of_amd_gpus(root: Path, tmp_path: Path) -> None:
     def attack(files: Tree) -> None:
         plant(root, files)
         with bounded(), refusing() as refused:
+            for device in devices(Files(str(root))) or ():
+                assert device.uuid.startswith(("GPU-", "AMD-"))
+                assert device.broken or (device.bus_id and device.node.gpu_id and device.node.properties["simd_count"])
             driver = KfdDriver()
             snapshot = driver.detailed(driver.linked(driver.snapshot()))
             driver.usage(snapshot.gpus)

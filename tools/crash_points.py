@@ -56,21 +56,6 @@ class Point(NamedTuple):
         return f"tools/crash_points.py {what} --at {self.number} --when {when}{thread}"
 
 
-class Outcome(NamedTuple):
-    """What came of one crash.
-
-    ``call`` is the system call, "" if the operation was over before; ``held`` what the process held there; ``end``
-    what became of it; ``calls`` the stops that were passed.
-    """
-
-    point: Point
-    call: str
-    held: str
-    end: str
-    violations: tuple[str, ...]
-    calls: tuple[Stop, ...]
-
-
 class Interrupt(BaseException):
     """What the signal handler of the victim raises. An Exception inside a placeholder would be the placeholder's."""
 
@@ -84,21 +69,31 @@ def crash(stage: Stage, point: Point, wound: str | None = None) -> Outcome:
     scene = SCENES[point.operation]()
     if scene.first_use:
         stage.renew(first_use=True)
-    run = _Run(stage, scene, point)
+    outcome = Outcome(stage, scene, point)
     try:
         with _in_time():
-            run.crash(wound)
-            run.look_after()
+            outcome.crash(wound)
+            outcome.look_after()
     except Failure as err:
-        run.violations.append(str(err))
+        outcome.violations.append(str(err))
     finally:
-        run.close()
-    if run.violations or scene.first_use:
+        outcome.close()
+    if outcome.violations or scene.first_use:
         stage.renew(first_use=False)  # the next one begins with a clean host
-    return Outcome(point, run.call, run.held, run.end, tuple(run.violations), tuple(run.calls))
+    return outcome
 
 
-class _Run:
+class Outcome:
+    """What comes of one crash.
+
+    Attributes:
+        call: the system call at which it came, "" if the operation was over before.
+        held: what the process held there.
+        end: what became of it.
+        violations: what is not as it should be.
+        calls: the stops that were passed.
+    """
+
     def __init__(self, stage: Stage, scene: Scene, point: Point) -> None:
         self.stage = stage
         self.scene = scene

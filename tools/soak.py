@@ -33,6 +33,7 @@ from soak_lives import ISLANDS, SHOWN_IN_CALM, WOUNDS, Life, draw, live
 
 import safe_gpu
 from safe_gpu.cli.commands import main as safe_gpu_main
+from safe_gpu.drivers.presets import PRESETS
 from safe_gpu.drivers.simulated import SimulatedDriver
 
 USERS = (12001, 12002, 12003)
@@ -41,7 +42,6 @@ QUIET_EVERY = 20.0  # seconds
 PATIENCE = 30.0  # how long all may take to end before a quiet point, seconds
 
 
-_FAIR = (12001, 12002)  # users of the check of limits
 _LATE = 0.3  # how much later than it was told a waiter may start on a busy machine, seconds
 
 
@@ -396,7 +396,7 @@ class Soak:
 
         A PID namespace hides who holds a lock, so some look from there.
         """
-        user, other = self.rng.sample(_FAIR, 2)
+        user, other = self.rng.sample(USERS[:2], 2)
         most = self.rng.choice((2, 3))
         policy.set({user: most})
         holders: list[int] = []
@@ -520,17 +520,6 @@ def _signal(pid: int, number: int) -> bool:
     return True
 
 
-def _preset(text: str) -> str:
-    name = text.removeprefix("simulated:")
-    try:
-        gpus = SimulatedDriver(name, "/").idle.gpus
-    except safe_gpu.UnsatisfiableRequestError as err:
-        raise argparse.ArgumentTypeError(str(err)) from err
-    if len(gpus) < 8 or any(gpu.unusable for gpu in gpus):
-        raise argparse.ArgumentTypeError(f"{name} has fewer than 8 whole GPUs")
-    return name
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--minutes", type=float, default=2.0)
@@ -542,8 +531,11 @@ def main() -> int:
     parser.add_argument("--users", action="store_true", help="as three users")
     parser.add_argument("--policy", action="store_true", help="with limits that change; part of --users")
     parser.add_argument("--cleaner", action="store_true", help="the state directory is cleaned and moved")
+    large = [
+        name for name, host in PRESETS.items() if len(host.gpus()) >= 8 and not any(gpu.unusable for gpu in host.gpus())
+    ]
     parser.add_argument(
-        "--preset", type=_preset, default="dgx-a100", help="the simulated host: simulated:mi250x for AMD's GPUs"
+        "--preset", type=lambda text: text.removeprefix("simulated:"), choices=large, default="dgx-a100"
     )
     parser.add_argument(
         "--break", dest="wound", choices=sorted(WOUNDS), default="", help="break the claim code: must end with 1"

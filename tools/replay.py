@@ -177,7 +177,7 @@ def read(path: Path, gpus: Sequence[str]) -> tuple[list[Job], bool]:
     for row in rows:
         among = frozenset(gpus)
         if listed := (row.get("gpus") or "").strip():
-            numbers = parse_cpulist(listed.replace(";", ","))
+            numbers = parse_cpulist(listed.replace(";", ",")) or ()
             among = frozenset(gpu for number, gpu in enumerate(gpus) if number in numbers)
         said = float(row.get("hold_for") or math.inf)
         want = BackfillRequest(int(row["size"]), among, max(1.0, said))

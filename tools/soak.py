@@ -18,6 +18,7 @@ import json
 import math
 import os
 import random
+import re
 import shutil
 import signal
 import sys
@@ -40,8 +41,6 @@ USERS = (12001, 12002, 12003)
 GRACE = 15.0  # how far past its deadline a claim may return on a busy machine with a driver that stalls, seconds
 QUIET_EVERY = 20.0  # seconds
 PATIENCE = 30.0  # how long all may take to end before a quiet point, seconds
-
-
 _LATE = 0.3  # how much later than it was told a waiter may start on a busy machine, seconds
 
 
@@ -531,12 +530,10 @@ def main() -> int:
     parser.add_argument("--users", action="store_true", help="as three users")
     parser.add_argument("--policy", action="store_true", help="with limits that change; part of --users")
     parser.add_argument("--cleaner", action="store_true", help="the state directory is cleaned and moved")
-    large = [
-        name for name, host in PRESETS.items() if len(host.gpus()) >= 8 and not any(gpu.unusable for gpu in host.gpus())
-    ]
-    parser.add_argument(
-        "--preset", type=lambda text: text.removeprefix("simulated:"), choices=large, default="dgx-a100"
-    )
+    whole = {name: [gpu for gpu in host.gpus() if not gpu.unusable] for name, host in PRESETS.items()}
+    large = [name for name, gpus in whole.items() if len(gpus) >= 8]
+    name_of = partial(re.sub, "^simulated:", "")
+    parser.add_argument("--preset", type=name_of, choices=large, default="dgx-a100", help="the simulated host")
     parser.add_argument(
         "--break", dest="wound", choices=sorted(WOUNDS), default="", help="break the claim code: must end with 1"
     )

@@ -13,8 +13,6 @@ waiters   500 processes wait for GPUs that do not become free: the time until al
 backfill  the same with an idle GPU: all say for how long they hold it, too long to pass the first, who wants all GPUs
 memory    the memory of a waiting process, minus that of a bare interpreter
 plan      the shares of 1,024 CPUs for 16 GPUs, in each mode
-locality  what binding next to the GPU is worth: copies and a data-loading loop. Not among the defaults: it needs
-          PyTorch and a GPU, which it claims
 
 Figures of one process are the fastest of many runs, figures of crowds are medians. Run it on an idle machine: it
 depends on the kernel's scheduler as much as on safe_gpu, and takes minutes.
@@ -23,7 +21,6 @@ depends on the kernel's scheduler as much as on safe_gpu, and takes minutes.
 from __future__ import annotations
 
 import argparse
-import atexit
 import fcntl
 import gc
 import json
@@ -36,7 +33,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import cache, partial
+from functools import partial
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from statistics import median
@@ -87,18 +84,10 @@ class Row(NamedTuple):
 # Hosts, processes and clocks
 
 
-@cache
-def _bytecode() -> str:
-    """A directory for compiled modules, so that each is compiled only once, whatever the environment says."""
-    directory = tempfile.mkdtemp(prefix="safe-gpu-bench-pyc-")
-    atexit.register(shutil.rmtree, directory, ignore_errors=True)
-    return directory
-
-
 def environment() -> dict[str, str]:
     """os.environ with this package first in PYTHONPATH."""
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    return {**kept, "PYTHONPATH": str(ROOT), "PYTHONPYCACHEPREFIX": _bytecode()}
+    return {**kept, "PYTHONPATH": str(ROOT)}
 
 
 @contextmanager
@@ -583,58 +572,6 @@ def bench_plan(options: argparse.Namespace) -> list[Row]:
     return rows
 
 
-# Prints GB/s of copies from page-locked memory, and batches/s of a data-loading loop.
-LOADING = """
-import sys, time, torch
-from torch.utils.data import DataLoader, Dataset
-seconds = float(sys.argv[1])
-def rate(step):
-    for _ in range(6):
-        step()
-    torch.cuda.synchronize()
-    began, done = time.perf_counter(), 0
-    while time.perf_counter() - began < seconds:
-        step()
-        done += 1
-    torch.cuda.synchronize()
-    return done / (time.perf_counter() - began)
-source = torch.empty(256 << 20, dtype=torch.uint8, pin_memory=True).random_()
-target = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
-def copy():
-    target.copy_(source, non_blocking=True)
-    torch.cuda.synchronize()
-class Images(Dataset):
-    def __len__(self):
-        return 1 << 30
-    def __getitem__(self, index):
-        return torch.randn(3, 512, 512)
-batches = iter(DataLoader(Images(), batch_size=32, num_workers=4, pin_memory=True, multiprocessing_context="fork"))
-model = torch.nn.Conv2d(3, 8, 7, stride=8).cuda()
-def load():
-    with torch.no_grad():
-        model(next(batches).cuda(non_blocking=True)).mean()
-print(rate(copy) * source.numel() / 1e9, rate(load))
-"""
-
-
-def bench_locality(options: argparse.Namespace) -> list[Row]:
-    found: dict[str, list[list[float]]] = {"node": [], "none": []}
-    for _ in range(3):
-        for mode, figures in found.items():
-            command = [sys.executable, "-m", "safe_gpu", "run", "--affinity", mode, "--", sys.executable, "-c", LOADING]
-            done = subprocess.run(
-                [*command, str(min(3.0, options.seconds))], env=environment(), stdout=subprocess.PIPE, text=True
-            )
-            if done.returncode:
-                sys.exit("bench.py locality: it needs a free GPU, and a PyTorch that is built with CUDA")
-            figures.append([float(word) for word in done.stdout.split()[-2:]])
-    (near, near_loop), (free, free_loop) = ([median(row) for row in zip(*rows, strict=True)] for rows in found.values())
-    return [
-        Row("copies, near the GPU", near, free, "not bound", "GB/s"),
-        Row("data loading, near the GPU", near_loop, free_loop, "not bound", "batches/s"),
-    ]
-
-
 PARTS: dict[str, Callable[[argparse.Namespace], list[Row]]] = {
     name.removeprefix("bench_"): part for name, part in list(globals().items()) if name.startswith("bench_")
 }
@@ -642,7 +579,7 @@ PARTS: dict[str, Callable[[argparse.Namespace], list[Row]]] = {
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", metavar="PART", help="(default: all but locality)")
+    parser.add_argument("parts", nargs="*", metavar="PART", help="(default: all)")
     parser.add_argument("--repeat", type=int, default=20, metavar="N", help="repetitions (default: %(default)s)")
     parser.add_argument("--processes", type=int, default=64, metavar="N", help="for handover (default: %(default)s)")
     parser.add_argument("--waiters", type=int, default=500, metavar="N", help="how many (default: %(default)s)")
@@ -656,7 +593,7 @@ def main() -> int:
         parser.error(f"there is no part {unknown.pop()!r}: choose among {', '.join(PARTS)}")
     print(f"{'':44} {'safe_gpu':>9} {'rival':>9}  budget", flush=True)
     met = True
-    for part in options.parts or [part for part in PARTS if part != "locality"]:
+    for part in options.parts or PARTS:
         for row in PARTS[part](options):
             print(row, flush=True)
             met = met and row.met

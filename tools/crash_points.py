@@ -407,22 +407,17 @@ def points_of(stage: Stage, operation: str, args: argparse.Namespace) -> list[Po
 
 
 def table(outcomes: Iterable[Outcome]) -> str:
-    """System calls of each operation, before and after, by what the process held there and what became of it."""
-    text = []
+    """System calls of each operation, before and after, with what the process held there and what became of it."""
     groups: dict[tuple[str, str], list[Outcome]] = defaultdict(list)
     for outcome in outcomes:
         groups[outcome.point.operation, outcome.point.how].append(outcome)
+    text = []
     for (operation, how), found in groups.items():
-        columns = sorted({_end_of(outcome) for outcome in found})
-        rows: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
-        for outcome in found:
-            rows[outcome.call or "(over before)", "before" if outcome.point.before else "after"][_end_of(outcome)] += 1
         bad = sum(bool(outcome.violations) for outcome in found)
         text.append(f"\n{operation}, {how}: {len(found)} points, {bad} violations")
-        text.append(f"  {'':24}" + "  ".join(columns))
-        for (call, when), counts in sorted(rows.items(), key=lambda row: (row[0][0], row[0][1] == "after")):
-            cells = "  ".join(f"{counts[column] or '.':>{len(column)}}" for column in columns)
-            text.append(f"  {call:16} {when:6} {cells}")
+        rows = Counter((one.call or "(over before)", not one.point.before, _end_of(one)) for one in found)
+        for (call, after, what), count in sorted(rows.items()):
+            text.append(f"  {call:16} {'after' if after else 'before':6} {count:5}  {what}")
     return "\n".join(text)
 
 

@@ -191,13 +191,9 @@ class Stage:
         state = Path(self.state)
         wrong = []
         for path in (state, *state.rglob("*")):
-            wanted = 0o1777 if path.is_dir() else 0o666
-            if (
-                not path.name.startswith(".")
-                and "simulated/" not in str(path)
-                and path.stat().st_mode & 0o7777 != wanted
-            ):
-                wrong.append(f"{path.relative_to(state.parent)} has mode {path.stat().st_mode & 0o7777:o}")
+            mode, wanted = path.stat().st_mode & 0o7777, 0o1777 if path.is_dir() else 0o666
+            if mode != wanted and not path.name.startswith(".") and "simulated/" not in str(path):
+                wrong.append(f"{path.relative_to(state.parent)} has mode {mode:o}")
         return wrong
 
     def torn_history(self) -> list[str]:

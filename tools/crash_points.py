@@ -21,8 +21,8 @@ import signal
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
@@ -30,10 +30,11 @@ from crash_scenes import GPUS, SCENES, WOUNDS, Actor, Failure, Scene, Stage, cla
 from crash_trace import Stop, Traced, begin, end, refusal
 
 from safe_gpu.claim.owner import current_owner
+from safe_gpu.procfs import has_ended
 
 HOW = ("kill", "exception")
 _SOON = 60.0  # timeout of claims that are to be served at once, seconds: longer than any patience
-_LONGEST = 40.0  # one point, seconds
+_LONGEST = 40  # one point, seconds
 
 
 class Point(NamedTuple):
@@ -71,12 +72,14 @@ def crash(stage: Stage, point: Point, wound: str | None = None) -> Outcome:
         stage.renew(first_use=True)
     outcome = Outcome(stage, scene, point)
     try:
-        with _in_time():
-            outcome.crash(wound)
-            outcome.look_after()
+        signal.signal(signal.SIGALRM, _give_up)
+        signal.alarm(_LONGEST)
+        outcome.crash(wound)
+        outcome.look_after()
     except Failure as err:
         outcome.violations.append(str(err))
     finally:
+        signal.alarm(0)
         outcome.close()
     if outcome.violations or scene.first_use:
         stage.renew(first_use=False)  # the next one begins with a clean host
@@ -155,7 +158,8 @@ class Outcome:
             self._examine()
         elif scene.child:
             os.kill(scene.child, signal.SIGKILL)
-            _wait_gone(scene.child)
+            while not has_ended(scene.child):
+                time.sleep(0.0002)
             scene.child = 0
         if scene.inside:
             self._claim_inside()
@@ -251,29 +255,8 @@ class Outcome:
         self.scene.close()
 
 
-def _wait_gone(pid: int) -> None:
-    """Until a process that is not our child has ended."""
-    while os.path.exists(f"/proc/{pid}"):
-        with suppress(OSError), open(f"/proc/{pid}/stat") as file:
-            if file.read().rpartition(")")[2].split()[0] == "Z":
-                return
-        time.sleep(0.0002)
-
-
-@contextmanager
-def _in_time() -> Iterator[None]:
-    """Raises Failure where it takes too long."""
-
-    def give_up(number: int, frame: Any) -> None:
-        raise Failure(f"nothing goes on for {_LONGEST} s")
-
-    former = signal.signal(signal.SIGALRM, give_up)
-    signal.setitimer(signal.ITIMER_REAL, _LONGEST)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, former)
+def _give_up(number: int, frame: Any) -> None:
+    raise Failure(f"nothing goes on for {_LONGEST} s")
 
 
 _KINDS = {"host.lock": "host.lock", ".inner.lock": "inner GPU", ".lock": "GPU", ".ticket": "ticket"}
@@ -385,7 +368,7 @@ def _handlers() -> dict[int, Any]:
 
 _SKIPPED = 77
 _REPORT_INTERVAL = 60.0  # seconds
-_PATIENCE, _SHORT_PATIENCE = 15.0, 2.0  # how long anything may take before it counts as hung, seconds
+_PATIENCE, _SHORT_PATIENCE = 15.0, 5.0  # how long anything may take before it counts as hung, seconds
 
 
 def points_of(stage: Stage, operation: str, args: argparse.Namespace) -> list[Point]:

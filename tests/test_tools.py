@@ -184,9 +184,9 @@ def test_bad_arguments() -> None:
     assert "abacus" in done.stderr
 
 
-def bench(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, str(TOOLS / name), *arguments],
+        [sys.executable, str(TOOLS / "bench.py"), *arguments],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
@@ -194,80 +194,48 @@ def bench(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_driver_calls_are_counted_beside_milliseconds() -> None:
+def test_driver_calls_are_counted() -> None:
     if not (shutil.which("gcc") or shutil.which("cc")):
         pytest.skip("no C compiler for the fake NVML")
-    done = bench("bench_claim.py", "calls", "--check")
+    done = bench("calls", "--check")
     assert done.returncode == 0, done.stdout + done.stderr
-    for name, most in (("first claim", 100), ("claim again", 62)):
-        line = re.search(rf"^{name}, fake NVML .* (\d+)  at most {most} calls: met$", done.stdout, re.MULTILINE)
-        assert line, done.stdout
-        assert 20 < int(line[1]) <= most
-    assert (
-        len(re.findall(r"^  once the leases are held .* \d+  at most 20 calls: met$", done.stdout, re.MULTILINE)) == 2
-    )
+    for name, most in (("in a first claim", 100), ("in a claim again", 62), ("once the leases are held", 20)):
+        calls = re.findall(rf"^NVML {name} .* (\d+)\.00 of at most {most} calls: met$", done.stdout, re.MULTILINE)
+        assert calls, done.stdout
+        assert all(0 < int(number) <= most for number in calls)
 
 
 def test_without_a_compiler_no_driver_calls_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
-    done = bench("bench_claim.py", "calls", "--check")
+    done = bench("calls", "--check")
     assert done.returncode == 0, done.stderr
     assert "needs a C compiler" in done.stdout
 
 
-@pytest.mark.parametrize(
-    ("name", "arguments", "lines"),
-    [
-        (
-            "bench_claim.py",
-            ("import", "claim", "crowd", "run", "--repeat=1"),
-            ["import safe_gpu", "claim and release", "8 processes at once", "safe-gpu run -- true"],
-        ),
-        (
-            "bench_waiting.py",
-            ("handover", "waiters", "memory", "--processes=10", "--waiters=3", "--seconds=0.1"),
-            ["hand-over, 10 for 8: median", "3 waiters arrive at once", "memory of a waiter, its share"],
-        ),
-    ],
-)
-def test_benchmarks_print_a_table_against_rivals(name: str, arguments: tuple[str, ...], lines: list[str]) -> None:
-    done = bench(name, *arguments)
+def test_all_that_has_a_budget_stands_in_one_table() -> None:
+    done = bench("--quick")
     assert done.returncode == 0, done.stderr
-    for line in lines:
-        assert re.search(rf"^{re.escape(line)}.* \d+\.\d\d ", done.stdout, re.MULTILINE), done.stdout
-    assert "rival: " in done.stdout
-    assert "of at most" in done.stdout
-
-
-def test_growth_is_printed_as_tables_and_plots() -> None:
-    done = bench("bench_scale.py", "--quick")
-    assert done.returncode == 0, done.stderr
-    for head in ("all wait (ms)", "claims/s", "the command (ms)"):
-        assert head in done.stdout
-    assert re.search(r"^ +4( +\d+\.\d\d){5}$", done.stdout, re.MULTILINE), done.stdout
-    assert "claims a second over processes for 8 GPUs, both logarithmic: * safe_gpu, o bare flock" in done.stdout
-
-
-def test_everything_in_one_table(tmp_path: Path) -> None:
-    package = tmp_path / "safe_gpu"  # a stand-in for the older package
-    package.mkdir()
-    (package / "__init__.py").touch()
-    (package / "safe_gpu.py").write_text("def claim_gpus(n, placeholder): placeholder(0)\ndef release_gpus(): pass\n")
-    done = bench("bench_all.py", "--quick", f"--older={tmp_path}")
-    assert done.returncode == 0, done.stderr
-    number = r"-?\d+\.\d\d"
-    for row in (
-        rf"claim and release, all of it \(ms\) +{number} +{number} +{number} +-  .* of at most 4.5 times flock: ",
-        rf"import safe_gpu \(ms\) +{number} +{number} +- +{number}  .* of at most \+25 ms over python: ",
-        rf"safe-gpu run -- true \(ms\) +{number} +- +- +{number}  .* of at most \+15 ms over python: ",
-        rf"hand-over, 10 for 8: median \(ms\) +{number} +- +{number} +-  at most 20 ms: ",
-        rf"3 waiters, share of a core \(%\) +{number} +- +{number} +-  at most 2 %: ",
+    number = r"[+-]?\d+\.\d\d"
+    for name, rival, budget in (
+        ("import safe_gpu (ms)", number, "+25 ms"),
+        ("claim and release (ms)", number, "4.5 times"),
+        ("claim and release, by itself (ms)", "-", "3 ms"),
+        ("affinity='node' on top of that (ms)", "-", "2 ms"),
+        ("safe-gpu run -- true (ms)", number, "+15 ms"),
+        ("8 processes at once (ms)", number, "4.5 times"),
+        ("hand-over, 10 for 8: median (ms)", number, "20 ms"),
+        ("hand-over, 10 for 8: worst (ms)", number, "300 ms"),
+        ("3 waiters arrive at once (s)", "-", "3 s"),
+        ("3 waiters, share of a core (%)", number, "2 %"),
+        ("3 waiters, an idle GPU, share of a core (%)", "-", "2 %"),
+        ("memory of a waiter (MiB)", number, "+15 MiB"),
+        ("plan 1,024 CPUs, slowest mode, node (ms)", "-", "20 ms"),
     ):
-        assert re.search(rf"^{row}(met|MISSED)$", done.stdout, re.MULTILINE), done.stdout
+        row = rf"^{re.escape(name)} +{number} +{rival}  {number} of at most {re.escape(budget)}: (met|MISSED)"
+        assert re.search(row, done.stdout, re.MULTILINE), f"{row}\n{done.stdout}"
 
 
-@pytest.mark.parametrize("name", ["bench_claim.py", "bench_waiting.py", "bench_scale.py"])
-def test_an_unknown_benchmark_is_refused(name: str) -> None:
-    done = bench(name, "everything")
+def test_an_unknown_benchmark_is_refused() -> None:
+    done = bench("everything")
     assert done.returncode == 2
     assert "'everything'" in done.stderr

@@ -15,22 +15,360 @@ from __future__ import annotations
 import argparse
 import gc
 import logging
+import os
 import random
+import signal
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
 
-from crash_checks import HOW, Outcome, Point, crash
-from crash_scenes import SCENES
-from crash_stage import Failure, Stage, load_everything
-from crash_trace import refusal
-from crash_wounds import WOUNDS
+from crash_scenes import GPUS, SCENES, WOUNDS, Actor, Failure, Scene, Stage, claims, load_everything
+from crash_trace import Stop, Traced, begin, end, refusal
+
+from safe_gpu.claim.owner import current_owner
+from safe_gpu.procfs import has_ended
+
+HOW = ("kill", "exception")
+_SOON = 60.0  # timeout of claims that are to be served at once, seconds: longer than any patience
+_LONGEST = 40  # one point, seconds
+
+
+class Point(NamedTuple):
+    """Where a process crashes, and how; ``number`` counts the calls of this thread from 1, and 0 is nowhere."""
+
+    operation: str
+    how: str
+    number: int
+    before: bool
+    thread: int = 0
+
+    def is_at(self, stop: Stop) -> bool:
+        return (self.thread, self.number, self.before) == (stop.thread, stop.number, stop.before)
+
+    def command(self) -> str:
+        """What reproduces it."""
+        thread = f" --thread {self.thread}" if self.thread else ""
+        when = "before" if self.before else "after"
+        what = f"--operation {self.operation} --how {self.how}"
+        return f"tools/crash_points.py {what} --at {self.number} --when {when}{thread}"
+
+
+class Interrupt(BaseException):
+    """What the signal handler of the victim raises. An Exception inside a placeholder would be the placeholder's."""
+
+
+def crash(stage: Stage, point: Point, wound: str | None = None) -> Outcome:
+    """Let a process crash at this point, and see what is left.
+
+    Args:
+        wound: breaks the claim code of the victim on purpose, see WOUNDS.
+    """
+    scene = SCENES[point.operation]()
+    if scene.first_use:
+        stage.renew(first_use=True)
+    outcome = Outcome(stage, scene, point)
+    try:
+        signal.signal(signal.SIGALRM, _give_up)
+        signal.alarm(_LONGEST)
+        outcome.crash(wound)
+        outcome.look_after()
+    except Failure as err:
+        outcome.violations.append(str(err))
+    finally:
+        signal.alarm(0)
+        outcome.close()
+    if outcome.violations or scene.first_use:
+        stage.renew(first_use=False)  # the next one begins with a clean host
+    return outcome
+
+
+class Outcome:
+    """What comes of one crash.
+
+    Attributes:
+        call: the system call at which it came, "" if the operation was over before.
+        held: what the process held there.
+        end: what became of it.
+        violations: what is not as it should be.
+        calls: the stops that were passed.
+    """
+
+    def __init__(self, stage: Stage, scene: Scene, point: Point) -> None:
+        self.stage = stage
+        self.scene = scene
+        self.point = point
+        self.call = self.held = self.end = ""
+        self.violations: list[str] = []
+        self.calls: list[Stop] = []
+        self._actors: list[Actor] = []
+        self._traced: Traced | None = None
+        self._alive = True
+
+    # The crash
+
+    def crash(self, wound: str | None) -> None:
+        self.scene.arrange(self.stage)
+        self._actors += self.scene.helpers
+        self._victim = self._start("the victim", _victim(self.scene, wound))
+        self.scene.child = self._victim.hear("ready")[1]
+        self._traced = Traced(self._victim.pid)
+        for stop in self._traced.stops():
+            self.calls.append(stop)
+            if self.scene.becomes_command and stop.call == "execve" and not stop.before and not self._is_victim():
+                self.end = "became the command"
+            if self.point.is_at(stop):
+                self.call, self.held = stop.call, _held(self._victim.pid)
+                if self.point.how == "kill":
+                    self._traced.kill()
+                    break
+                if not self.scene.needs_stops:
+                    self._traced.leave(signal.SIGUSR1)
+                    break
+                self._traced.send(signal.SIGUSR1)
+            else:
+                self.scene.at(stop)
+            if self.end:
+                break
+        if self._traced.status is None and self.end:
+            if self.call == "execve":  # it meets the signal as the command
+                self._traced.join()
+            else:
+                self._traced.kill()
+                if self.call:
+                    self.violations.append("the exception was swallowed")
+        status = self._traced.status
+        if status is not None:
+            self._alive, self._victim.gone = False, True
+            self.end = "ended by the signal" if os.WIFSIGNALED(status) else f"exit {os.WEXITSTATUS(status)}"
+
+    def _is_victim(self) -> bool:
+        """Whether execve(2) failed, and it is still the program that it was."""
+        return os.readlink(f"/proc/{self._victim.pid}/exe") == os.readlink("/proc/self/exe")
+
+    # What is left
+
+    def look_after(self) -> None:
+        """The process, if it lives, has everything as before; the next ones are served, and nothing lies about."""
+        stage, scene = self.stage, self.scene
+        if self._alive:
+            self._examine()
+        elif scene.child:
+            os.kill(scene.child, signal.SIGKILL)
+            while not has_ended(scene.child):
+                time.sleep(0.0002)
+            scene.child = 0
+        if scene.inside:
+            self._claim_inside()
+        first = self._start("the next claimer", claims(GPUS, _SOON if scene.helpers else 0.0), other=True)
+        if scene.helpers:
+            first.wait_for_ticket(stage)
+            for position, helper in enumerate(scene.helpers):
+                if position:
+                    helper.hear("holds")
+                helper.let_go()
+        self._served(first)
+        if self._alive:
+            second = self._victim
+            second.tell("claim")
+        else:
+            second = self._start("one more claimer", claims(GPUS, _SOON))
+        second.wait_for_ticket(stage)
+        if second.line.poll(0):
+            raise Failure(
+                f"a GPU is booked twice: {second.name} says {second.line.recv()} while the next claimer holds all"
+            )
+        first.let_go()
+        self._served(second)
+        second.let_go()
+        if self._alive and (more := self._more_descriptors()):
+            self.violations.append(f"descriptors are left: {', '.join(more)}")
+        left = stage.leftovers()
+        if scene.first_use:  # the directory that was not named yet when its maker died
+            left = left[1:] if left and "/." in f"/{left[0]}" else left
+        if left:
+            self.violations.append(f"left in the state directory: {', '.join(left)}")
+        self.violations += stage.narrow()
+        self.violations += [f"torn line of the history: {line}" for line in stage.torn_history()]
+
+    def _examine(self) -> None:
+        """What the victim says of itself."""
+        _, said, ignored, changed, uuids = self._victim.hear("over")
+        self.end = said
+        if ignored:
+            self.violations.append(f"the exception was swallowed: {ignored}")
+        self.violations += changed
+        if said not in ("done", "raised"):
+            self.violations.append(f"the exception became another: {said}")
+        if said == "raised" and uuids:
+            self.violations.append(f"GPUs are held after the exception: {uuids}")
+        if said == "done":
+            if self.call and not ignored:
+                self.violations.append("the exception was swallowed")
+            self._victim.tell("release")
+            self._victim.hear("done")
+
+    def _claim_inside(self) -> None:
+        """The outer claim holds its GPUs, and gives them to those inside it."""
+        refused = self._start("a rival of the outer claim", claims(GPUS - self.scene.inside + 1), other=True)
+        refused.hear("refused")
+        os.environ["SAFE_GPU_SCOPE"] = self.scene.token  # type: ignore[attr-defined]
+        try:
+            inner = self._start("the next claim inside", claims(self.scene.inside))
+        finally:
+            del os.environ["SAFE_GPU_SCOPE"]
+        inner.hear("holds")
+        inner.let_go()
+
+    def _more_descriptors(self) -> list[str]:
+        """Those that it did not have before; a thread that sleeps for one that has just died may be closing its own."""
+        until = time.monotonic() + 2.0
+        while True:
+            self._victim.tell("descriptors")
+            more: list[str] = self._victim.hear("descriptors")[1]
+            if not more or time.monotonic() > until:
+                return more
+            time.sleep(0.005)
+
+    def _served(self, actor: Actor) -> None:
+        uuids = actor.hear("holds")[1]
+        if len(set(uuids)) != GPUS:
+            raise Failure(f"{actor.name} got {uuids}")
+
+    def _start(self, name: str, work: Callable[[Connection], None], *, other: bool = False) -> Actor:
+        self._actors.append(self.stage.start(name, work, other=other))
+        return self._actors[-1]
+
+    def close(self) -> None:
+        """Let nobody live on."""
+        if self._traced is not None and not self._victim.gone:
+            self._traced.kill()
+            self._victim.gone = True
+        for actor in {*self._actors, *self.scene.helpers}:
+            actor.kill()
+        if self.scene.child:
+            with suppress(ProcessLookupError):
+                os.kill(self.scene.child, signal.SIGKILL)
+        self.scene.close()
+
+
+def _give_up(number: int, frame: Any) -> None:
+    raise Failure(f"nothing goes on for {_LONGEST} s")
+
+
+_KINDS = {"host.lock": "host.lock", ".inner.lock": "inner GPU", ".lock": "GPU", ".ticket": "ticket"}
+
+
+def _held(pid: int) -> str:
+    """What a process that stands holds, by the kernel's word: its descriptors whose fdinfo shows a lock."""
+    found = set()
+    for name in os.listdir(f"/proc/{pid}/fd"):
+        with suppress(OSError):
+            path = os.readlink(f"/proc/{pid}/fd/{name}")
+            kind = next((what for ending, what in _KINDS.items() if path.endswith(ending)), "")
+            if kind:
+                with open(f"/proc/{pid}/fdinfo/{name}") as file:
+                    if "FLOCK" in file.read():
+                        found.add(kind)
+    return " + ".join(sorted(found, key=list(_KINDS.values()).index)) or "nothing"
+
+
+def _victim(scene: Scene, wound: str | None) -> Callable[[Connection], None]:
+    def work(line: Connection) -> None:
+        raised: list[int] = []
+        ignored: list[str] = []
+
+        def interrupt(number: int, frame: Any) -> None:
+            err = Interrupt()
+            raised.append(id(err))
+            raise err
+
+        sys.unraisablehook = lambda one: ignored.append(f"{one.exc_value!r} in {one.object!r}")
+        signal.signal(signal.SIGUSR1, interrupt)
+        if wound:
+            setattr(*WOUNDS[wound])
+        before = _Surroundings()
+        scene.prepare(line)
+        if not scene.ends_claim:
+            before = _Surroundings()
+        line.send(("ready", scene.child))
+        begin()
+        said = "done"
+        try:
+            scene.operate()
+        except Interrupt as err:
+            said = "raised" if id(err) in raised else repr(err)
+        except BaseException as err:
+            said = f"{err!r} after {err.__context__!r}"
+        end()
+        owner = current_owner()
+        uuids = [gpu.uuid for gpu in owner.gpus] if owner else []
+        line.send(("over", said, ignored, before.changes() if said == "raised" else [], uuids))
+        _obey(line, before)
+
+    return work
+
+
+def _obey(line: Connection, before: _Surroundings) -> None:
+    """What the victim does after its operation: what it is told to."""
+    while True:
+        word = line.recv()
+        if word == "release":
+            owner = current_owner()
+            if owner is not None:
+                owner.release_gpus()
+            line.send(("done",))
+        elif word == "claim":
+            claims(GPUS, _SOON)(line)
+        elif word == "descriptors":
+            line.send(("descriptors", before.more_descriptors()))
+
+
+class _Surroundings:
+    """What a claim leaves as it was: descriptors, environment, signal handlers, CPUs."""
+
+    def __init__(self) -> None:
+        self._descriptors = _descriptors()
+        self._environment = dict(os.environ)
+        self._handlers = _handlers()
+        self._cpus = os.sched_getaffinity(0)
+
+    def more_descriptors(self) -> list[str]:
+        return [f"{fd} -> {path}" for fd, path in _descriptors().items() if self._descriptors.get(fd) != path]
+
+    def changes(self) -> list[str]:
+        now = dict(os.environ)
+        names = [name for name in {*now, *self._environment} if now.get(name) != self._environment.get(name)]
+        found = [f"environment variables have changed: {', '.join(names)}"] if names else []
+        handlers = _handlers()
+        found += [
+            f"the handler of signal {number} is {handlers[number]}"
+            for number in handlers
+            if handlers[number] != self._handlers[number]
+        ]
+        if os.sched_getaffinity(0) != self._cpus:
+            found.append("the CPUs have changed")
+        return found
+
+
+def _descriptors() -> dict[int, str]:
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # that of the list itself
+            found[int(name)] = os.readlink(f"/proc/self/fd/{name}")
+    return found
+
+
+def _handlers() -> dict[int, Any]:
+    return {number: signal.getsignal(number) for number in signal.valid_signals()}
+
 
 _SKIPPED = 77
 _REPORT_INTERVAL = 60.0  # seconds
-_PATIENCE, _SHORT_PATIENCE = 15.0, 2.0  # how long anything may take before it counts as hung, seconds
+_PATIENCE, _SHORT_PATIENCE = 15.0, 5.0  # how long anything may take before it counts as hung, seconds
 
 
 def points_of(stage: Stage, operation: str, args: argparse.Namespace) -> list[Point]:
@@ -39,7 +377,7 @@ def points_of(stage: Stage, operation: str, args: argparse.Namespace) -> list[Po
     Raises:
         Failure: that run does not end well.
     """
-    whole = crash(stage, Point(operation, "kill", 0, True), WOUNDS.get(args.wound))
+    whole = crash(stage, Point(operation, "kill", 0, True), args.wound)
     if whole.violations and not args.wound:
         raise Failure(f"{operation} without any crash: {'; '.join(whole.violations)}")
     stops = [stop for stop in whole.calls if not args.call or stop.call in args.call]
@@ -52,22 +390,17 @@ def points_of(stage: Stage, operation: str, args: argparse.Namespace) -> list[Po
 
 
 def table(outcomes: Iterable[Outcome]) -> str:
-    """System calls of each operation, before and after, by what the process held there and what became of it."""
-    text = []
+    """System calls of each operation, before and after, with what the process held there and what became of it."""
     groups: dict[tuple[str, str], list[Outcome]] = defaultdict(list)
     for outcome in outcomes:
         groups[outcome.point.operation, outcome.point.how].append(outcome)
+    text = []
     for (operation, how), found in groups.items():
-        columns = sorted({_end_of(outcome) for outcome in found})
-        rows: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
-        for outcome in found:
-            rows[outcome.call or "(over before)", "before" if outcome.point.before else "after"][_end_of(outcome)] += 1
         bad = sum(bool(outcome.violations) for outcome in found)
         text.append(f"\n{operation}, {how}: {len(found)} points, {bad} violations")
-        text.append(f"  {'':24}" + "  ".join(columns))
-        for (call, when), counts in sorted(rows.items(), key=lambda row: (row[0][0], row[0][1] == "after")):
-            cells = "  ".join(f"{counts[column] or '.':>{len(column)}}" for column in columns)
-            text.append(f"  {call:16} {when:6} {cells}")
+        rows = Counter((one.call or "(over before)", not one.point.before, _end_of(one)) for one in found)
+        for (call, after, what), count in sorted(rows.items()):
+            text.append(f"  {call:16} {'after' if after else 'before':6} {count:5}  {what}")
     return "\n".join(text)
 
 
@@ -128,7 +461,7 @@ def _visit(stage: Stage, points: Sequence[Point], args: argparse.Namespace, outc
         if time.monotonic() >= due:
             due += _REPORT_INTERVAL
             print(f"{len(outcomes)} of {len(points)} points", file=sys.stderr, flush=True)
-        outcome = crash(stage, point, WOUNDS.get(args.wound))
+        outcome = crash(stage, point, args.wound)
         outcomes.append(outcome)
         for violation in outcome.violations:
             print(f"VIOLATION: {outcome.call} held {outcome.held}: {violation}\n    {point.command()}", flush=True)

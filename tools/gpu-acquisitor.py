@@ -18,30 +18,23 @@ import logging
 import os
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 try:
     from safe_gpu import safe_gpu
     from safe_gpu.errors import SafeGpuError
-    from safe_gpu.runtimes.placeholders import (
-        CudaPlaceholder,
-        PyCudaPlaceholder,
-        PytorchPlaceholder,
-        TensorflowPlaceholder,
-    )
+    from safe_gpu.runtimes import placeholders
 except ModuleNotFoundError:
     sys.exit(f"safe_gpu is not installed for {sys.executable}: activate its environment first (. .venv/bin/activate)")
 
 
-def placeholder_of(backend: str, logger: logging.Logger) -> Any:
-    """The placeholder for each GPU; None means the default of the driver, which a simulated host uses."""
-    classes = {
-        "pytorch": PytorchPlaceholder,
-        "tf": TensorflowPlaceholder,
-        "pycuda": PyCudaPlaceholder,
-        "cuda": CudaPlaceholder,
-    }
-    return classes[backend](logger) if backend in classes else None
+PLACEHOLDERS: dict[str, Callable[[logging.Logger], Any]] = {
+    "pytorch": placeholders.PytorchPlaceholder,
+    "tf": placeholders.TensorflowPlaceholder,
+    "pycuda": placeholders.PyCudaPlaceholder,
+    "cuda": placeholders.CudaPlaceholder,
+}
 
 
 def work(backend: str, owner: safe_gpu.GPUOwner) -> list[Any]:
@@ -98,14 +91,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--nb-gpus", type=int, default=1, metavar="N", help="number of GPUs (default: %(default)s)")
     parser.add_argument(
         "--backend",
-        choices=["pytorch", "tf", "pycuda", "cuda", "simulated"],
+        choices=[*PLACEHOLDERS, "simulated"],
         default="pytorch",
         help="the placeholder: of a framework, of the CUDA driver, or on a simulated host (default: %(default)s)",
     )
     parser.add_argument(
-        "--explicit-owner-object",
-        action="store_true",
-        help="construct a GPUOwner instead of calling claim_gpus()",
+        "--explicit-owner-object", action="store_true", help="construct a GPUOwner instead of calling claim_gpus()"
     )
     return parser.parse_args()
 
@@ -120,9 +111,12 @@ def main() -> int:
     if args.backend == "simulated" and not os.environ.get("SAFE_GPU_DRIVER", "").startswith("simulated:"):
         os.environ["SAFE_GPU_DRIVER"] = "simulated:dgx-a100"
 
+    placeholder = None  # the default of the driver, which a simulated host uses
+    if args.backend in PLACEHOLDERS:
+        placeholder = PLACEHOLDERS[args.backend](logger)
     claim = safe_gpu.GPUOwner if args.explicit_owner_object else safe_gpu.claim_gpus
     try:
-        owner = claim(args.nb_gpus, placeholder_of(args.backend, logger), logger, args.sleep)
+        owner = claim(args.nb_gpus, placeholder, logger, args.sleep)
     except SafeGpuError as err:
         logger.error("%s", err)
         return 1

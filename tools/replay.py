@@ -20,8 +20,10 @@ import math
 import random
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import NamedTuple
 
+from safe_gpu.cpulist import parse_cpulist
 from safe_gpu.selection.backfill import BackfillRequest, free_at, open_gpus
 
 LOOKERS = 32
@@ -173,24 +175,16 @@ def read(path: Path, gpus: Sequence[str]) -> tuple[list[Job], bool]:
         rows = list(csv.DictReader(lines))
     jobs = []
     for row in rows:
-        among = frozenset(_listed(row.get("gpus") or "", gpus))
+        among = frozenset(gpus)
+        if listed := (row.get("gpus") or "").strip():
+            numbers = parse_cpulist(listed.replace(";", ",")) or ()
+            among = frozenset(gpu for number, gpu in enumerate(gpus) if number in numbers)
         said = float(row.get("hold_for") or math.inf)
         want = BackfillRequest(int(row["size"]), among, max(1.0, said))
         if not 0 < want.nb <= len(among):
             raise SystemExit(f"{path}: a job wants {want.nb} of {len(among)} GPUs and could never start")
         jobs.append(Job(float(row["arrival"]), want, max(0.0, float(row["duration"]))))
     return jobs, bool(rows) and "hold_for" in rows[0]
-
-
-def _listed(text: str, gpus: Sequence[str]) -> Iterable[str]:
-    """The GPUs of ``0-3;6``; all for an empty text."""
-    if not text.strip():
-        return gpus
-    wanted: set[int] = set()
-    for part in text.split(";"):
-        first, _, last = part.partition("-")
-        wanted.update(range(int(first), int(last or first) + 1))
-    return [gpu for number, gpu in enumerate(gpus) if number in wanted]
 
 
 def saying(jobs: Sequence[Job], share: float, chance: random.Random, overrun: float = 0.2) -> list[Job]:
@@ -213,12 +207,8 @@ def line(title: str, outcome: Outcome) -> str:
     cells = []
     for large in (False, True):
         waits = sorted(wait / 3600 for job, wait in outcome.waits if job.large is large)
-        cells += [_mean(waits), waits[int(0.95 * len(waits))] if waits else math.nan, waits[-1] if waits else math.nan]
+        cells += [fmean(waits), waits[int(0.95 * len(waits))], waits[-1]] if waits else [math.nan] * 3
     return f"{title:34}" + "".join(f"{cell:8.1f}" for cell in cells) + f"{100 * outcome.idle:9.0f} %"
-
-
-def _mean(numbers: Sequence[float]) -> float:
-    return sum(numbers) / len(numbers) if numbers else math.nan
 
 
 def table(jobs: Sequence[Job], gpus: Sequence[str], *, told: bool, seed: int) -> Iterable[str]:

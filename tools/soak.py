@@ -13,32 +13,35 @@ and --cleaner need root.
 from __future__ import annotations
 
 import argparse
+import io
 import json
+import math
 import os
 import random
+import re
 import shutil
 import signal
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
-from soak_host import Stage
-from soak_limits import Policy
-from soak_lives import ISLANDS, Life, draw, live
-from soak_quiet import quiet_point
-from soak_wounds import SHOWN_IN_CALM, WOUNDS
+from soak_host import Policy, Stage
+from soak_lives import ISLANDS, SHOWN_IN_CALM, WOUNDS, Life, draw, live
 
 import safe_gpu
 from safe_gpu.cli.commands import main as safe_gpu_main
+from safe_gpu.drivers.presets import PRESETS
 from safe_gpu.drivers.simulated import SimulatedDriver
 
 USERS = (12001, 12002, 12003)
 GRACE = 15.0  # how far past its deadline a claim may return on a busy machine with a driver that stalls, seconds
 QUIET_EVERY = 20.0  # seconds
 PATIENCE = 30.0  # how long all may take to end before a quiet point, seconds
+_LATE = 0.3  # how much later than it was told a waiter may start on a busy machine, seconds
 
 
 class Soak:
@@ -53,7 +56,7 @@ class Soak:
         self.islands = ISLANDS if options.islands else ISLANDS[:1]
         self.users = USERS if options.users else ()
         self.policy = Policy(self.stage.root) if options.users or options.policy else None
-        self.wound: Callable[[], None] | None = WOUNDS[options.wound] if options.wound else None
+        self.wound: str = options.wound
         self.first_calm = options.wound in ("", *SHOWN_IN_CALM)
         self.counts: Counter[str] = Counter()
         self.errors: Counter[str] = Counter()
@@ -105,7 +108,7 @@ class Soak:
     @property
     def is_caught(self) -> bool:
         """Whether the claim code was broken on purpose and that was found."""
-        return self.wound is not None and bool(self.violations)
+        return bool(self.wound) and bool(self.violations)
 
     def _step(self) -> None:
         while len(self._children) < self.processes:
@@ -232,7 +235,17 @@ class Soak:
             self._end_all()
         self.counts["quiet points"] += 1
         with self._without_cleaner():
-            quiet_point(self, self.rng, self.islands, self.policy)
+            if self.policy:
+                self.policy.set({})
+            scenes: list[Callable[[], None]] = [partial(self.claim_all, island) for island in self.islands]
+            scenes += [self.take_turns, self.stay_behind, self.keep_promises]
+            if self.policy:
+                scenes.append(partial(self.keep_limits, self.policy))
+            for scene in scenes:
+                if not self.is_caught:
+                    scene()
+            if self.policy:
+                self.policy.set({})
 
     @contextmanager
     def _without_cleaner(self) -> Iterator[None]:
@@ -246,6 +259,7 @@ class Soak:
 
     def told(self, number: int, *events: str) -> set[str]:
         """Wait until a process tells one of these events or has been silent for long; all that it told."""
+        events = events or ("holds", "refused", "violation")
         deadline = time.monotonic() + PATIENCE
         while True:
             self._listen()
@@ -254,10 +268,6 @@ class Soak:
                 return told
             self._reap()
             time.sleep(0.002)
-
-    def number_of(self, pid: int) -> int | None:
-        """The number of a process by its pid on the host."""
-        return self._players.get(pid)
 
     def kill(self, number: int) -> None:
         """Kill a process that has told that it begins."""
@@ -294,6 +304,206 @@ class Soak:
             os.system(f"umount -l '{self.stage.root}/proc'")
         shutil.rmtree(os.path.dirname(self.stage.root), ignore_errors=True)
 
+    # ---- What must be true at a quiet point ----
+
+    def claim_all(self, island: str) -> None:
+        number = self.start(_calm(len(self.gpus), hold=0.0)._replace(island=island))
+        if "holds" not in self.told(number):
+            self.violation({"what": "GPUs that nobody can claim at a quiet point", "number": number, "island": island})
+
+    def take_turns(self) -> None:
+        """Waiters for the whole host, who come one after the other behind a holder, are served in that order."""
+        holder = self.start(_calm(len(self.gpus), hold=0.5))
+        self.told(holder)
+        ends = ("linger", "release", "release", "exit", "release")
+        waiters = [self._queue_up(_calm(len(self.gpus), end=end)) for end in ends]
+        served = self._served(waiters)
+        if served != waiters:
+            self.violation({"what": "waiters out of turn", "came": waiters, "served": served})
+
+    def stay_behind(self) -> None:
+        """A small claim that says nothing does not pass one who waits for all GPUs, though half of them are free."""
+        holder = self.start(_calm(len(self.gpus) // 2, hold=1.5))
+        self.told(holder)
+        large = self._queue_up(_calm(len(self.gpus)))
+        small = self.start(_calm(1, timeout=0.0))
+        if self._served([large, small])[:1] == [small]:
+            self.violation({"what": "a waiter was passed", "number": small, "waiter": large})
+
+    # ---- Promises ----
+
+    def keep_promises(self) -> None:
+        """Holders keep their word, and small claims come: nobody starts later than it was told because of them."""
+        rng = self.rng
+        words: dict[int, float] = {}
+        free = rng.choice((1, 2, 3))
+        part = rng.randint(1, len(self.gpus) - free - 1)
+        for size in (part, len(self.gpus) - free - part):
+            word = rng.choice((1.5, 2.0, 2.5, 3.0))
+            number = self._say(words, size, word, hold=word - rng.choice((0.2, 0.7)))
+            if "holds" not in self.told(number):
+                self.violation({"what": "refused while enough GPUs were free", "number": number})
+        waiters = []
+        for size in (
+            rng.choice((len(self.gpus), rng.randint(free + 1, len(self.gpus)))),
+            rng.randint(1, len(self.gpus)),
+        ):
+            number = self._say(words, size, 1.0, hold=0.1, queue_up=True)
+            waiters.append(Waiter(number, self._expected_start(number)))
+        for word in rng.sample((1.0, 1.0, 2.0, 4.0, 4.0, math.inf), 4):
+            hold = 0.01 if word == math.inf else 0.9 * word
+            self._say(words, rng.randint(1, free), word, hold=hold, timeout=rng.choice((0.0, 0.0, 1.0)))
+            time.sleep(rng.choice((0.0, 0.1, 0.3)))
+        for number in words:
+            if "holds" in self.told(number):
+                self.told(number, "released")
+        for broken in broken_promises(waiters, words, self.story):
+            self.violation(broken)
+
+    def _say(
+        self,
+        words: dict[int, float],
+        size: int,
+        word: float,
+        *,
+        hold: float,
+        timeout: float = 10.0,
+        queue_up: bool = False,
+    ) -> int:
+        """Start a process that says for how long it will hold its GPUs; its number. The word is noted."""
+        life = _calm(size, timeout=timeout, hold=hold)._replace(hold_for=None if word == math.inf else word)
+        number = self._queue_up(life) if queue_up else self.start(life)
+        words[number] = word
+        return number
+
+    def _expected_start(self, number: int) -> float:
+        """When a waiter can expect to start, as ``status`` shows it, ``time.monotonic()``; inf if it shows none."""
+        self.told(number, "begins")
+        text = io.StringIO()
+        with open(os.devnull, "w") as null, redirect_stdout(text), redirect_stderr(null):
+            safe_gpu_main(["status", "--json"])
+        now = time.monotonic() - time.time()
+        for waiter in json.loads(text.getvalue())["queue"]:
+            if self._players.get(waiter["pid"]) == number and waiter["expected_start"] is not None:
+                return float(waiter["expected_start"] + now)
+        return math.inf
+
+    # ---- Limits ----
+
+    def keep_limits(self, policy: Policy) -> None:
+        """A user may hold as many GPUs as the policy says, whatever others hold, and holds nobody up.
+
+        A PID namespace hides who holds a lock, so some look from there.
+        """
+        user, other = self.rng.sample(USERS[:2], 2)
+        most = self.rng.choice((2, 3))
+        policy.set({user: most})
+        holders: list[int] = []
+        for size, uid in ((2, other), (most - 1, user), (1, user)):
+            holders.append(self.start(self._of(uid, size, timeout=0.0, hold=8.0)))
+            if "holds" not in self.told(holders[-1]):
+                self.violation({"what": "refused within the limit", "number": holders[-1], "most": most})
+        over = self.start(self._of(user, 1, timeout=0.0))
+        self.told(over)  # the markers tell if it is over the limit
+        waiter = self._queue_up(self._of(user, 1, timeout=60.0))
+        passer = self.start(self._of(other, 1, timeout=0.0))
+        held = "holds" in self.told(passer)
+        if not held and not any("released" in self.told(number, "holds") for number in holders):
+            self.violation({"what": "held up by a waiter at its limit", "number": passer, "waiter": waiter})
+        for number in holders:
+            self.kill(number)
+        if "holds" not in self.told(waiter):
+            self.violation({"what": "not served below the limit", "number": waiter, "most": most})
+
+    def _of(self, uid: int, nb_gpus: int, *, timeout: float, hold: float = 0.01) -> Life:
+        """A claim of a user, on some island with the state directory of all."""
+        islands = [one for one in self.islands if one in ("home", "pid namespace")]
+        return _calm(nb_gpus, timeout=timeout, hold=hold)._replace(uid=uid, island=self.rng.choice(islands))
+
+    def _queue_up(self, life: Life) -> int:
+        """Start a process and wait until it has a ticket, or needs none; its number."""
+        known = self._tickets()
+        number = self.start(life)
+        while self._tickets() <= known and not {"holds", "refused"} & self.told(number, "begins"):
+            time.sleep(0.001)
+        return number
+
+    def _served(self, numbers: list[int]) -> list[int]:
+        """Those of these processes that got GPUs, in the order in which they did."""
+        for number in numbers:
+            self.told(number)
+        return [event["number"] for event in self.story if event["event"] == "holds" and event["number"] in numbers]
+
+    def _tickets(self) -> int:
+        """The highest number of a ticket."""
+        with suppress(OSError):
+            return max(
+                (int(name[:-7]) for name in os.listdir(f"{self.stage.state}/queue") if name.endswith(".ticket")),
+                default=-1,
+            )
+        return -1
+
+
+def _calm(nb_gpus: int, *, timeout: float = 10.0, hold: float = 0.01, end: str = "release") -> Life:
+    """A plain claim at a quiet point."""
+    return Life("claim", nb_gpus, False, timeout, hold, None, end, "home", None, 0)
+
+
+class Waiter(NamedTuple):
+    """A waiter and the start that it was told to expect, ``time.monotonic()``; ``math.inf`` if it was told none."""
+
+    number: int
+    expected: float
+
+
+def broken_promises(
+    waiters: list[Waiter], words: Mapping[int, float], story: Iterable[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """Waiters that started later than they were told because others who came after them were let through.
+
+    To blame is a claim that got GPUs before the waiter although its word reaches past the expected start. All is
+    counted from the moment that it began, so that it is not blamed for what a busy machine does. What holders and
+    waiters ahead were late is added to the expected start.
+
+    Args:
+        waiters: in the order in which they came.
+        words: number of a process -> for how long it said that it would hold its GPUs, seconds; in the order in which
+            they came.
+    """
+    at: dict[int, dict[str, float]] = {number: {} for number in words}
+    for event in story:
+        at.get(event.get("number", -1), {}).setdefault(event["event"], event["at"])
+    slack = max(
+        _lateness(at[one], at[one].get("begins", -math.inf) + words[one]) for one in words if one < waiters[0].number
+    )
+    found = []
+    before = -math.inf
+    for waiter in waiters:
+        start, latest = at[waiter.number].get("holds", math.inf), waiter.expected + slack
+        if waiter.expected < before:
+            break  # it was to pass the one before it, which it cannot if that one starts early
+        passers = [
+            f"{one}, who said {words[one]} s"
+            for one in words
+            if one > waiter.number
+            and at[one].get("holds", math.inf) < start
+            and at[one]["begins"] + words[one] > latest
+        ]
+        if passers and start > latest + _LATE:
+            late = round(start - waiter.expected, 3)
+            what = "an expected start passed because others were let through"
+            found.append({"what": what, "number": waiter.number, "late": late, "let through": passers})
+        before = waiter.expected
+        slack = max(
+            slack, start - waiter.expected, _lateness(at[waiter.number], waiter.expected + words[waiter.number])
+        )
+    return found
+
+
+def _lateness(events: Mapping[str, float], end: float) -> float:
+    """How much later than that a process let go, seconds."""
+    return max(0.0, events.get("released", math.inf) - end)
+
 
 def _see_host(stage: Stage) -> None:
     """Keep the host's /proc visible for processes in PID namespaces."""
@@ -309,17 +519,6 @@ def _signal(pid: int, number: int) -> bool:
     return True
 
 
-def _preset(text: str) -> str:
-    name = text.removeprefix("simulated:")
-    try:
-        gpus = SimulatedDriver(name, "/").idle.gpus
-    except safe_gpu.UnsatisfiableRequestError as err:
-        raise argparse.ArgumentTypeError(str(err)) from err
-    if len(gpus) < 8 or any(gpu.unusable for gpu in gpus):
-        raise argparse.ArgumentTypeError(f"{name} has fewer than 8 whole GPUs")
-    return name
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--minutes", type=float, default=2.0)
@@ -331,9 +530,10 @@ def main() -> int:
     parser.add_argument("--users", action="store_true", help="as three users")
     parser.add_argument("--policy", action="store_true", help="with limits that change; part of --users")
     parser.add_argument("--cleaner", action="store_true", help="the state directory is cleaned and moved")
-    parser.add_argument(
-        "--preset", type=_preset, default="dgx-a100", help="the simulated host: simulated:mi250x for AMD's GPUs"
-    )
+    whole = {name: [gpu for gpu in host.gpus() if not gpu.unusable] for name, host in PRESETS.items()}
+    large = [name for name, gpus in whole.items() if len(gpus) >= 8]
+    name_of = partial(re.sub, "^simulated:", "")
+    parser.add_argument("--preset", type=name_of, choices=large, default="dgx-a100", help="the simulated host")
     parser.add_argument(
         "--break", dest="wound", choices=sorted(WOUNDS), default="", help="break the claim code: must end with 1"
     )

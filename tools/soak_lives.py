@@ -1,4 +1,4 @@
-"""What the processes of a soak test do: claim GPUs in every way, and end in every way.
+"""What the processes of a soak test do: claim GPUs in every way, and end in every way; how to break the claim code.
 
 As a script, `soak_lives.py STAGE hold|nest SECONDS END`, it is the command of a ``safe-gpu run``.
 """
@@ -6,6 +6,8 @@ As a script, `soak_lives.py STAGE hold|nest SECONDS END`, it is the command of a
 from __future__ import annotations
 
 import ctypes
+import fcntl
+import math
 import os
 import random
 import signal
@@ -15,14 +17,14 @@ import time
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from soak_host import ROOT, Ambush, Stage, bad_weather, be_a_stranger
-from soak_limits import may_refuse
+from soak_host import ROOT, Ambush, Stage, bad_weather, be_a_stranger, may_refuse
 
 import safe_gpu
+from safe_gpu.claim import claim, queue_place, quota, view
 from safe_gpu.cli.commands import main as safe_gpu_main
+from safe_gpu.coordination import leases, locks, queue, socket_names
 from safe_gpu.drivers.simulated import SimulatedDriver
-
-__all__ = ["ISLANDS", "Life", "draw", "live"]
+from safe_gpu.selection.backfill import BackfillRequest
 
 ISLANDS = ("home", "other directory", "private directory", "pid namespace")
 _ENDS = ("release", "release", "release", "exit", "die", "fork", "exec", "nothing")
@@ -79,15 +81,15 @@ def draw(rng: random.Random, islands: tuple[str, ...], users: tuple[int, ...]) -
     )
 
 
-def live(stage: Stage, number: int, life: Life, wounds: Any = None) -> None:
+def live(stage: Stage, number: int, life: Life, wound: str = "") -> None:
     """Live this life in a forked process; does not return.
 
     Args:
-        wounds: called before anything is claimed; breaks the claim code on purpose.
+        wound: breaks the claim code on purpose, see WOUNDS.
     """
     code = 1
     try:
-        code = _live(stage, number, life, wounds)
+        code = _live(stage, number, life, wound)
     except safe_gpu.SafeGpuError as err:
         stage.tell("refused", number=number, error=type(err).__name__, text=str(err)[:300])
         if isinstance(err, safe_gpu.UnsatisfiableRequestError) and not _may_refuse(stage, life):
@@ -104,7 +106,7 @@ def live(stage: Stage, number: int, life: Life, wounds: Any = None) -> None:
         os._exit(code)
 
 
-def _live(stage: Stage, number: int, life: Life, wounds: Any) -> int:
+def _live(stage: Stage, number: int, life: Life, wound: str) -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     _move_to(stage, life.island)
     os.umask(random.Random(life.seed).choice((0o022, 0o077, 0o002)))
@@ -118,8 +120,8 @@ def _live(stage: Stage, number: int, life: Life, wounds: Any) -> int:
     os.dup2(null, 2)
     if life.way != "ambush":  # a driver that shows strangers late hides them from the second poll
         bad_weather(stage)
-    if wounds:
-        wounds()
+    for one in WOUNDS.get(wound, ()):
+        setattr(*one)
     stage.tell("begins", number=number, way=life.way, island=life.island, uid=life.uid)
     started = time.monotonic()
     stage.begin()
@@ -240,6 +242,68 @@ def _inside(stage: Stage, seconds: float) -> None:
         return
     inner = [f"{gpu.uuid}.inner" for gpu in owner.gpus]
     _hold(stage, -1, inner, seconds, "release", owner.release_gpus)
+
+
+def _counts_all(self: quota.LeasesByUser, uid: int) -> frozenset[str]:
+    _held_by(self, uid)
+    return frozenset(self._owners or ())
+
+
+def _without_dates(want: BackfillRequest, *rest: Any) -> frozenset[str]:
+    return _open_gpus(want if want.hold_for == math.inf else want._replace(hold_for=0.0), *rest)
+
+
+def _refuse_name(name: str) -> None:
+    raise PermissionError(1, "names are taken out")
+
+
+def _slow_update(self: queue.Listing, *rest: Any) -> None:
+    _update(self, *rest)
+    time.sleep(0.005)
+
+
+def _lock_and_drop_in_child(fd: int) -> bool:
+    def drop() -> None:
+        with suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_UN)
+
+    os.register_at_fork(after_in_child=drop)
+    return _lock_file(fd)
+
+
+_held_by, _open_gpus, _update = quota.LeasesByUser._held_by, queue_place.open_gpus, queue.Listing.update
+_lock_file = leases.lock_file
+_NO_NAMES = [(socket_names, "bind", _refuse_name), (socket_names, "in_use", frozenset)]
+
+WOUNDS: dict[str, list[tuple[Any, str, Any]]] = {
+    # Every free GPU is open to everybody, whatever a waiter ahead wants.
+    "backfill": [(queue_place, "open_gpus", lambda request, ahead, free, *_: frozenset(free))],
+    # Who says for how long may pass, whatever the waiters ahead were promised.
+    "promise": [(queue_place, "open_gpus", _without_dates)],
+    # What a user holds already is not counted.
+    "limit": [(quota.LeasesByUser, "own_spent", lambda *_: None)],
+    # What others hold is counted too.
+    "limit-of-others": [(quota.LeasesByUser, "_held_by", _counts_all)],
+    # A waiter whose user is at the limit is not passed.
+    "limit-of-waiters": [(quota.LeasesByUser, "is_at_limit", lambda *_: False)],
+    "queue": [(queue.Waiter, "nearest", lambda *_, **__: None)],
+    "ticket": [(queue.Waiter, "leave", lambda self: None), (queue.Waiter, "abandon", lambda self, host: None)],
+    "names": _NO_NAMES,
+    "lease": [*_NO_NAMES, (leases, "lock_file", lambda fd: True)],
+    # flock(2) belongs to the open file: a child that unlocks its copy takes the lease from its parent.
+    "lease-after-fork": [*_NO_NAMES, (leases, "lock_file", _lock_and_drop_in_child)],
+    # Some time passes between the listing of the queue and a new ticket, so that two soon take the same number.
+    "host-lock": [(locks, "lock_file", lambda fd: True), (queue.Listing, "update", _slow_update)],
+    # No look at the driver once the leases are held.
+    "second-poll": [
+        (view.HostView, "poll_again", lambda self, gpus: None),
+        (claim, "_refuse_other_processes", lambda *_: True),
+    ],
+}
+"""Ways to break the claim code in one process, to see that the soak test finds what they do."""
+
+SHOWN_IN_CALM = ("backfill", "promise", "limit", "limit-of-others", "limit-of-waiters", "queue", "ticket")
+"""Those that a quiet point finds; the others need what happens before one."""
 
 
 def _main(root: str, what: str, seconds: str, end: str) -> int:

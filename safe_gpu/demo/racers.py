@@ -1,94 +1,145 @@
-"""The racers: who asks for what, and the processes that claim."""
+"""The racers: the GPUs of the host that they race on, who asks for how many, and the processes that claim."""
 
 from __future__ import annotations
 
+import ctypes
+import logging
+import math
+import multiprocessing
 import os
+import signal
+import tempfile
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from .. import errors
+from ..claim.free import current_verdicts
 from ..claim.owner import claim_gpus, release_gpus
-from ..claim.view import HostView
-from ..devices import GpuRequest
-from ..drivers import open_driver, opened_driver
-from ..errors import NoDriverError, NotEnoughGpusError, PlaceholderError, SafeGpuError, UnsatisfiableRequestError
+from ..devices import GpuRequest, HostSnapshot
+from ..drivers import opened_driver
+from ..runtimes.visible_limit import visible_limit_of
 from ..selection.choice import check_possible
-from .referee import QUIET, Child, Markers, Watch, Watched, children_end, scratch_directory
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
-    from ..devices import Gpu, GpuVerdict, HostSnapshot
-    from ..drivers.base import Driver
+    from ..devices import Gpu, GpuVerdict
     from ..runtimes.visible_devices import VisibleLimit
 
 
-# Chooses the claims of a race for a host. Pure: a function of a snapshot and verdicts.
+# The hosts of races: the GPUs that can be claimed on this host, and private simulated hosts.
+
+
+DEFAULT_HOST = "dgx-a100"
+"""The simulated host if SAFE_GPU_DRIVER names none."""
+
+QUIET = logging.getLogger("safe_gpu.demo")
+"""The logger of all claims, without output: the demo prints its own report."""
+
+QUIET.propagate = False
+QUIET.addHandler(logging.NullHandler())
+
+
+class RaceHost(NamedTuple):
+    """A host before a race: one poll, the verdicts for a claim of this process, and the fence of CUDA_VISIBLE_DEVICES.
+
+    ``obstacle`` is another reason why no claim is possible, "" if there is none.
+    """
+
+    snapshot: HostSnapshot
+    verdicts: tuple[GpuVerdict, ...] = ()
+    fence: VisibleLimit | None = None
+    obstacle: str = ""
+
+
+def wanted_host() -> str | None:
+    """The simulated host that SAFE_GPU_DRIVER names; None if it names a driver of real GPUs or is not set."""
+    kind, _, name = os.environ.get("SAFE_GPU_DRIVER", "").partition(":")
+    return name if kind == "simulated" else None
+
+
+def look() -> RaceHost:
+    """The host of the driver that SAFE_GPU_DRIVER names; without a driver it has no GPUs.
+
+    Raises:
+        NoDriverError: the driver that SAFE_GPU_DRIVER names does not work.
+        LockTimeout, StateDirError: as for a claim.
+    """
+    try:
+        with opened_driver() as driver:
+            snapshot = driver.snapshot()
+            if not snapshot.gpus:
+                return RaceHost(snapshot)
+            try:
+                fence = visible_limit_of(snapshot, 1, driver.runtime)
+            except errors.UnsatisfiableRequestError as err:
+                return RaceHost(snapshot, obstacle=str(err))
+    except errors.NoDriverError:
+        if os.environ.get("SAFE_GPU_DRIVER") not in (None, "", "auto"):
+            raise
+        return RaceHost(HostSnapshot(()))
+    return RaceHost(snapshot, current_verdicts(snapshot, GpuRequest(), fence), fence)
+
+
+@contextmanager
+def simulated_host(name: str) -> Iterator[None]:
+    """An unused simulated host in a temporary directory, for this process and its children.
+
+    One claim is made there and released, so that racers need not import modules.
+
+    Raises:
+        UnsatisfiableRequestError: there is no such host.
+        StateDirError: locks work in no directory for temporary files.
+    """
+    kept = dict(os.environ)
+    with ExitStack() as ending:
+        ending.callback(os.environ.update, kept)
+        ending.callback(os.environ.clear)
+        for parent in (tempfile.gettempdir(), "/dev/shm"):
+            directory = ending.enter_context(tempfile.TemporaryDirectory(prefix="safe-gpu-demo-", dir=parent))
+            for variable in list(os.environ):
+                if variable.startswith(("SAFE_GPU_", "CUDA_", "ROCR_", "HIP_")):
+                    del os.environ[variable]
+            os.environ.update(
+                SAFE_GPU_DIR=directory,
+                SAFE_GPU_DRIVER=f"simulated:{name}",
+                SAFE_GPU_LEGACY_LOCK="never",
+                SAFE_GPU_TEST_SIMULATED="1",
+            )
+            try:
+                claim_gpus(logger=QUIET, timeout=0.0, affinity=None)
+                release_gpus()
+                break
+            except errors.StateDirError:  # locks do not work on a network's file system
+                if parent == "/dev/shm":
+                    raise
+        yield
+
+
+# The claims of a race. Pure: a function of a snapshot and verdicts.
 
 
 _FEWEST, _MOST = 4, 32
-# Free memory that the contexts of all racers need on a GPU that they share with a desktop, bytes.
-_ROOM_TO_SHARE = 1 << 30
 
 
-class RacerRequest(NamedTuple):
-    """The claim of one racer; ``min_memory`` in bytes, as in ``claim_gpus``."""
-
-    nb_gpus: int = 1
-    min_memory: int | None = None
-
-
-class Plan(NamedTuple):
-    """A race, with one entry for each racer.
-
-    ``shared`` means that the claims do not exclude each other, because the GPU drives the display.
-    """
-
-    asks: tuple[RacerRequest, ...]
-    shared: bool = False
-
-
-def plan_race(
-    snapshot: HostSnapshot, verdicts: Sequence[GpuVerdict], fence: VisibleLimit | None = None, racers: int | None = None
-) -> Plan | None:
-    """The race for this host, or None if no GPU can be claimed now.
+def plan_race(host: RaceHost, racers: int | None = None) -> tuple[int, ...]:
+    """How many GPUs each racer claims on this host; empty if none can be claimed now, or claims share the only one.
 
     Args:
-        snapshot: one poll of the driver.
-        verdicts: of every device, for a claim of one GPU by this process.
-        fence: the GPUs that CUDA_VISIBLE_DEVICES allows; None: all.
-        racers: the number of racers; default: twice as many as free GPUs, 4 to 32. On a shared GPU it is 2 or 3.
+        racers: their number; default: twice as many as free GPUs, 4 to 32.
     """
-    free = [verdict.gpu for verdict in verdicts if verdict.free]
-    if not free:
-        return None
-    if snapshot.shared_display:
-        return _shared(snapshot)
-    pairs = _possible(snapshot, 2, fence)
-    number = racers or max(_FEWEST, min(_MOST, 2 * len(free)))
-    return Plan(tuple(RacerRequest(2 if pairs and i % 4 == 3 else 1) for i in range(number)))
-
-
-def _shared(snapshot: HostSnapshot) -> Plan | None:
-    """Two racers that share the GPU, and one that asks for all its memory and is refused, as the desktop uses some."""
-    gpu = snapshot.physical[0]
-    if gpu.memory_free is not None and gpu.memory_free < _ROOM_TO_SHARE:
-        return None
-    asks = [RacerRequest(), RacerRequest()]
-    if gpu.memory_total is not None and gpu.memory_free is not None and gpu.memory_free < gpu.memory_total:
-        asks.append(RacerRequest(min_memory=gpu.memory_total))
-    return Plan(tuple(asks), shared=True)
-
-
-def _possible(snapshot: HostSnapshot, nb_gpus: int, fence: VisibleLimit | None) -> bool:
-    """Whether one claim can ever get this number of GPUs: False on a host with one GPU, and for MIG instances."""
+    free = sum(verdict.free for verdict in host.verdicts)
+    if not free or host.snapshot.shared_display:
+        return ()
+    number = racers or max(_FEWEST, min(_MOST, 2 * free))
     try:
-        check_possible(snapshot, GpuRequest(nb_gpus), fence)
-    except UnsatisfiableRequestError:
-        return False
-    return True
+        check_possible(host.snapshot, GpuRequest(2), host.fence)
+    except errors.UnsatisfiableRequestError:  # on a host with one GPU, and for MIG instances
+        return (1,) * number
+    return tuple(2 if i % 4 == 3 else 1 for i in range(number))
 
 
 # The racers: processes that start claiming at one signal, and report what they got and when.
@@ -103,6 +154,23 @@ _START_UP = 0.05
 _PATIENCE = 60.0
 # How long a racer waits for its turn, seconds.
 _TURN_PATIENCE = 30.0
+# How soon a signal is noticed, seconds.
+_NOTICE = 0.05
+# Signals that end the demo, which then ends its children.
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@contextmanager
+def signals_at_the_end() -> Iterator[None]:
+    """Signals that end this process are blocked inside, here and in its children, and do it when all is cleaned up.
+
+    :func:`race` looks for them. So they come at no moment at which a process or a directory would be forgotten.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @dataclass
@@ -111,206 +179,165 @@ class Outcome:
 
     Attributes:
         pid: the racer.
-        known_as: other pids of the racer in the driver's lists: in a container these have the host's numbers.
-        ask: its claim.
-        labels, uuids: the GPUs that it got, by label and by UUID; empty if it got none.
-        rivals: for each of these GPUs, the pid in a marker that existed already; -1: there was none.
+        nb_gpus: how many GPUs it claims.
+        gpus: those that it got; empty if it got none.
         refused: the message of the refusal, if too few GPUs were free.
         trouble: the error of a GPU or of its driver.
         failed: any other error.
-        began, ended: when the claim succeeded or was refused, and when it was released, in seconds after the start
-            signal; None: not measured.
+        began: when the claim succeeded or was refused, in seconds after the start signal; None: not measured.
+        ended: when it was about to release its GPUs; infinite if all others had reported by then.
     """
 
     pid: int
-    ask: RacerRequest
-    known_as: frozenset[int] = frozenset()
-    labels: tuple[str, ...] = ()
-    uuids: tuple[str, ...] = ()
-    rivals: tuple[int, ...] = ()
+    nb_gpus: int
+    gpus: tuple[Gpu, ...] = ()
     refused: str = ""
     trouble: str = ""
     failed: str = ""
     began: float | None = None
-    ended: float | None = None
-
-
-@dataclass
-class RaceResult:
-    """The outcomes of one race, and what the watch saw."""
-
-    outcomes: list[Outcome] = field(default_factory=list)
-    watched: Watched = field(default_factory=Watched)
-
-    @property
-    def winners(self) -> list[Outcome]:
-        return [outcome for outcome in self.outcomes if outcome.uuids]
-
-    @property
-    def refused(self) -> list[Outcome]:
-        return [outcome for outcome in self.outcomes if outcome.refused]
-
-
-class RacerState:
-    """The state of a racer: its outcome so far, the referee's markers, and the connection to the parent process."""
-
-    def __init__(self, outcome: Outcome, markers: Markers, line: Connection[Any, Any]) -> None:
-        self.outcome = outcome
-        self._markers = markers
-        self._line = line
+    ended: float = math.inf
 
     def got(self, gpus: Sequence[Gpu]) -> None:
-        """Record the time, and mark the GPUs as held by this racer."""
-        self.outcome.began = time.monotonic()
-        self.outcome.uuids = tuple(gpu.uuid for gpu in gpus)
-        self.outcome.labels = tuple(gpu.label for gpu in gpus)
-        found = [self._markers.enter(uuid) for uuid in self.outcome.uuids]
-        self.outcome.rivals = tuple(-1 if rival is None else rival for rival in found)
-
-    def wait_for_the_others(self) -> None:
-        """Report, and keep the GPUs until all other racers have reported."""
-        self.report()
-        self._line.recv()
-
-    def leave(self) -> None:
-        """Remove the markers. To be called just before the GPUs are released."""
-        for uuid in self.outcome.uuids:
-            self._markers.leave(uuid)
-        self.outcome.ended = time.monotonic()
-
-    def report(self) -> None:
-        self._line.send(self.outcome)
+        """Record the GPUs and the time."""
+        self.began, self.gpus = time.monotonic(), tuple(gpus)
 
 
-Work = Callable[[RacerState, "Driver"], None]
+Work = Callable[[Outcome, Any, "Connection[Any, Any]"], None]
 """What a racer does after the start signal. An exception that it raises becomes its outcome."""
 
 
-def claim_at_once(lane: RacerState, driver: Driver) -> None:
+def claim_at_once(outcome: Outcome, driver: object, line: Connection[Any, Any]) -> None:
     """Claim without waiting, and hold the GPUs until all racers have reported."""
-    ask = lane.outcome.ask
-    owner = claim_gpus(ask.nb_gpus, logger=QUIET, timeout=0.0, affinity=None, min_memory=ask.min_memory)
-    lane.got(owner.gpus)
-    if driver.runtime.real:
-        with suppress(SafeGpuError):
-            view = HostView.of(driver, driver.snapshot(), GpuRequest(len(owner.gpus)))
-            lane.outcome.known_as = frozenset(view.own)
-    lane.wait_for_the_others()
-    lane.leave()
+    outcome.got(claim_gpus(outcome.nb_gpus, logger=QUIET, timeout=0.0, affinity=None).gpus)
+    line.send(outcome)
+    line.recv()
     release_gpus()
 
 
-def claim_in_turn(lane: RacerState, driver: Driver) -> None:
+def claim_in_turn(outcome: Outcome, driver: object, line: Connection[Any, Any]) -> None:
     """Wait for a turn, use the GPUs for a moment and release them."""
-    ask = lane.outcome.ask
-    owner = claim_gpus(ask.nb_gpus, logger=QUIET, timeout=_TURN_PATIENCE, affinity=None)
-    lane.got(owner.gpus)
+    outcome.got(claim_gpus(outcome.nb_gpus, logger=QUIET, timeout=_TURN_PATIENCE, affinity=None).gpus)
     time.sleep(TURN)
-    lane.leave()
+    outcome.ended = time.monotonic()
     release_gpus()
-    lane.report()
+    line.send(outcome)
 
 
-def poll_and_pick(lane: RacerState, driver: Driver) -> None:
+def poll_and_pick(outcome: Outcome, driver: Any, line: Connection[Any, Any]) -> None:
     """What programs do without safe_gpu, on a simulated host: poll the driver, pick a free GPU, start up, use it."""
-    from ..drivers.simulated import SimulatedDriver
-
-    assert isinstance(driver, SimulatedDriver)
     seen = driver.snapshot().gpus
-    free = [gpu for gpu in seen if not (gpu.processes or gpu.unusable or gpu.lost)][: lane.outcome.ask.nb_gpus]
+    free = [gpu for gpu in seen if not (gpu.processes or gpu.unusable or gpu.lost)][: outcome.nb_gpus]
     time.sleep(_START_UP)
     with ExitStack() as contexts:
         for gpu in free:
             contexts.enter_context(driver.occupy(gpu.uuid))
-        lane.got(free)
-        lane.wait_for_the_others()
-        lane.leave()
+        outcome.got(free)
+        line.send(outcome)
+        line.recv()
 
 
-def race(asks: Sequence[RacerRequest], work: Work, pause: float) -> RaceResult:
-    """Run a racer for each of ``asks``, all started by one signal, while the referee watches the driver.
-
-    Args:
-        asks: the claim of each racer.
-        work: what all racers do after the start signal.
-        pause: seconds between two polls of the watch.
+def race(asks: Sequence[int], work: Work) -> list[Outcome]:
+    """Run a racer for each of ``asks``, all started by one signal.
 
     Returns:
         The outcomes in the order of ``asks``, with times relative to the start signal.
     """
-    with scratch_directory("safe-gpu-referee-") as directory, ExitStack() as ending, children_end():
-        markers = Markers(directory)
-        watch = Watch(open_driver, pause)
-        hear, fire = os.pipe()
-        ending.callback(os.close, hear)
-        gun = ending.enter_context(os.fdopen(fire, "wb", buffering=0))
-        racers = [Child(_racer_main, work, ask, markers, hear, fire) for ask in asks]
-        for racer in racers:
-            ending.callback(racer.line.close)
-        ready = time.monotonic() + _PATIENCE
-        outcomes = [_next_message(racer, ask, ready) for racer, ask in zip(racers, asks, strict=True)]
+    hear, fire = os.pipe()
+    racers: list[_Racer] = []
+    with ExitStack() as ending, os.fdopen(hear), os.fdopen(fire, "wb", buffering=0) as gun:
+        for ask in asks:
+            racers.append(_Racer(work, ask, hear, fire))
+            ending.callback(racers[-1].kill)
+        until = time.monotonic() + _PATIENCE
+        outcomes = [racer.hear(until) for racer in racers]
         fired = time.monotonic()
         gun.close()
-        done = fired + _PATIENCE
         for i, racer in enumerate(racers):
             if not outcomes[i].failed and not outcomes[i].trouble:
-                outcomes[i] = _next_message(racer, asks[i], done)
-        watched = watch.stop()
-        for outcome, code in zip(outcomes, _finish_all(racers), strict=True):
+                outcomes[i] = racer.hear(fired + _PATIENCE)
+        until = time.monotonic() + _PATIENCE
+        for outcome, racer in zip(outcomes, racers, strict=True):
+            code = racer.finish(until)
             if code != 0 and not outcome.failed:
                 outcome.failed = "it did not exit" if code is None else "it could not release its GPUs"
     for outcome in outcomes:
         outcome.began = None if outcome.began is None else outcome.began - fired
-        outcome.ended = None if outcome.ended is None else outcome.ended - fired
-    return RaceResult(outcomes, watched)
+        outcome.ended -= fired
+    return outcomes
 
 
-def _next_message(racer: Child, ask: RacerRequest, deadline: float) -> Outcome:
-    """The next message of a racer: that it is ready, or its outcome."""
-    try:
-        if racer.line.poll(max(0.0, deadline - time.monotonic())):
-            outcome = racer.line.recv()
-            assert isinstance(outcome, Outcome)
-            return outcome
-        return Outcome(racer.pid, ask, failed=f"it neither got a GPU nor was refused within {_PATIENCE:.0f} s")
-    except (EOFError, OSError):
-        return Outcome(racer.pid, ask, failed="it exited without a report")
+class _Racer:
+    """A forked process that claims; a signal that ends the demo interrupts whoever waits for it."""
 
+    def __init__(self, work: Work, ask: int, hear: int, fire: int) -> None:
+        self._ask = ask
+        context = multiprocessing.get_context("fork")
+        self._line, far_end = context.Pipe()
+        arguments = (os.getpid(), far_end, work, ask, hear, fire)
+        self._process = context.Process(target=_racer_main, args=arguments, daemon=True)
+        self._process.start()
+        far_end.close()
 
-def _finish_all(racers: Sequence[Child]) -> list[int | None]:
-    """Let all racers release their GPUs and exit; returns their exit codes, None for one that does not exit."""
-    until = time.monotonic() + _PATIENCE
-    for racer in racers:
+    def hear(self, until: float) -> Outcome:
+        """Its next message: that it is ready, or its outcome."""
+        failed = f"it neither got a GPU nor was refused within {_PATIENCE:.0f} s"
+        try:
+            if self._waits(self._line.poll, until):
+                outcome: Outcome = self._line.recv()
+                return outcome
+        except (EOFError, OSError):
+            failed = "it exited without a report"
+        return Outcome(self._process.pid or 0, self._ask, failed=failed)
+
+    def finish(self, until: float) -> int | None:
+        """Let it release its GPUs and exit; its exit code, None if it does not exit."""
         with suppress(OSError):  # it has exited
-            racer.line.send("let go")
-    return [racer.finish(max(0.0, until - time.monotonic())) for racer in racers]
+            self._line.send("let go")
+        self._waits(self._has_exited, until)
+        return self._process.exitcode
+
+    def _has_exited(self, seconds: float) -> bool:
+        self._process.join(seconds)
+        return self._process.exitcode is not None
+
+    @staticmethod
+    def _waits(ready: Callable[[float], bool], until: float) -> bool:
+        while not ready(_NOTICE):
+            if signal.sigpending() & set(_SIGNALS):
+                raise KeyboardInterrupt
+            if time.monotonic() > until:
+                return False
+        return True
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.join()
+        self._line.close()
 
 
-def _racer_main(
-    line: Connection[Any, Any], work: Work, ask: RacerRequest, markers: Markers, hear: int, gun: int
-) -> None:
+def _racer_main(parent: int, line: Connection[Any, Any], work: Work, ask: int, hear: int, fire: int) -> None:
     """The main function of a racer. All modules were imported before the fork."""
-    os.close(gun)
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:
+        return  # the parent exited before prctl
+    os.close(fire)
     outcome = Outcome(os.getpid(), ask)
-    lane = RacerState(outcome, markers, line)
     try:
         with opened_driver() as driver:
             driver.snapshot()  # opens the session and reads the static facts before the start
-            lane.report()
+            line.send(outcome)
             os.read(hear, 1)  # the start signal: returns when the last writer closes the pipe
-            work(lane, driver)
+            work(outcome, driver, line)
         return
-    except (EOFError, BrokenPipeError):
-        raise
-    except NotEnoughGpusError as err:
+    except errors.NotEnoughGpusError as err:
         outcome.began = time.monotonic()
         outcome.refused = str(err)
-    except (NoDriverError, PlaceholderError, UnsatisfiableRequestError) as err:
+    except (errors.NoDriverError, errors.PlaceholderError, errors.UnsatisfiableRequestError) as err:
         outcome.trouble = str(err)  # the plan has only claims that were possible
-    except SafeGpuError as err:
+    except errors.SafeGpuError as err:
         outcome.failed = str(err)
     except Exception as err:  # reported as an outcome, so that the verdict counts it
         outcome.failed = f"{type(err).__name__}: {err}"
-    if outcome.uuids:
+    if outcome.gpus:
         os._exit(1)  # it got its GPUs and failed to release them
-    lane.report()
+    line.send(outcome)

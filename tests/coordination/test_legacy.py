@@ -243,6 +243,7 @@ def test_a_forked_child_does_not_keep_the_lock(present: Path, child) -> None:
 lock = take(0)
 inside, outside = os.pipe()
 if os.fork() == 0:
+    os.close(outside)   # so that the end of the parent ends it
     lock.release()      # not the child's to give back
     say("there"); os.read(inside, 1); os._exit(0)
 listen(); lock.release(); say("released"); listen()

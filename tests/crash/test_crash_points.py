@@ -40,7 +40,7 @@ BROKEN = {
     "ticket": ("wait", "exception", "clock_nanosleep", "the next claimer says nothing"),
     "host-lock": ("claim", "exception", "socket", "says nothing"),
     "handlers": ("claim", "exception", "bind", "descriptors are left|refused"),
-    "directories": ("first", "kill", "mkdir", "the next claimer says nothing"),
+    "directories": ("first", "kill", "mkdir", "the next claimer says nothing|the next claimer says refused"),
 }
 
 

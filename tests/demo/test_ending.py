@@ -61,28 +61,3 @@ def test_a_reader_that_has_seen_enough(started: Any) -> None:
     assert demo.wait(60) == 141
     assert demo.stderr.read() == ""
     assert os.listdir(temporary) == []
-
-
-DEAF = """
-import os, signal
-from safe_gpu.demo.referee import cleaned_up
-
-class Deaf:
-    def __del__(self):
-        os.kill(os.getpid(), signal.SIGINT)
-        sum(range(1000))  # the handler runs here at the latest
-
-try:
-    with cleaned_up():
-        Deaf()
-        while True:
-            signal.pause()
-except KeyboardInterrupt:
-    say("interrupted", signal.getsignal(signal.SIGINT) is signal.default_int_handler)
-"""
-
-
-def test_an_interrupt_in_a_destructor_is_not_lost(child: Any) -> None:
-    interrupted = child(DEAF)
-    assert interrupted.hear() == "interrupted True"
-    assert interrupted.process.stderr.read() == ""

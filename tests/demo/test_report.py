@@ -1,39 +1,106 @@
-"""What a spectator reads: times that were measured, in order, in lines that fit."""
+"""What is asked of a host, what counts as a collision, and what a spectator reads of it: pure."""
 
 from __future__ import annotations
 
-import io
+import math
+from dataclasses import replace
 
-from safe_gpu.demo import race as report
-from safe_gpu.demo.race import Collision, Intruder, RefereeReport
-from safe_gpu.demo.racers import Outcome, RaceResult, RacerRequest
+import pytest
+
+from safe_gpu.demo import race
+from safe_gpu.demo.race import Collision, RefereeReport, rule
+from safe_gpu.demo.racers import Outcome, RaceHost, plan_race
+from safe_gpu.devices import GpuProcess, GpuRequest, HostSnapshot
+from safe_gpu.drivers.presets import preset
+from safe_gpu.runtimes.visible_devices import VisibleLimit
+from safe_gpu.selection.verdicts import judge
+
+A, B = GPUS = preset("dgx-a100").gpus()[:2]
 
 
-def won(pid: int, label: str, began: float, ended: float | None = None) -> Outcome:
-    return Outcome(
-        pid, RacerRequest(), labels=(label,), uuids=(f"GPU-{label}",), rivals=(-1,), began=began, ended=ended
-    )
+def host(name: str, *indices: int, busy: int = 0, fenced: int | None = None) -> RaceHost:
+    """The host of a preset, or so many of its GPUs; the first are busy, or behind a fence with so many."""
+    gpus = [gpu for gpu in preset(name).gpus() if not indices or gpu.index in indices]
+    stranger = (GpuProcess(1, memory_used=1 << 30),)
+    gpus[:busy] = [replace(gpu, processes=stranger) for gpu in gpus[:busy]]
+    fence = None if fenced is None else VisibleLimit("", tuple(gpu.uuid for gpu in gpus[:fenced]))
+    snapshot = HostSnapshot(tuple(gpus))
+    return RaceHost(snapshot, judge(snapshot, GpuRequest(), leased={}, fence=fence), fence)
 
 
-def refused(pid: int, began: float, words: str = "none is free") -> Outcome:
-    return Outcome(pid, RacerRequest(), refused=words, began=began)
+@pytest.mark.parametrize(
+    ("where", "expected"),
+    [
+        (host("dgx-a100", 3), (1, 1, 1, 1)),
+        (host("dgx-a100", 3, 4), (1, 1, 1, 2)),
+        (host("workstation-mixed"), (1, 1, 1, 2, 1, 1)),
+        (host("big-16"), (1, 1, 1, 2) * 8),
+        (host("mig-h100"), (1,) * 10),
+        (host("dgx-a100", busy=7), (1, 1, 1, 2)),
+        (host("dgx-a100", fenced=1), (1, 1, 1, 1)),
+        (host("dgx-a100", fenced=2), (1, 1, 1, 2)),
+        (host("dgx-a100", busy=8), ()),
+        (host("laptop"), ()),  # claims share the GPU of its display
+        (RaceHost(HostSnapshot(())), ()),
+    ],
+)
+def test_twice_as_many_racers_as_free_gpus_and_pairs_where_they_are_possible(
+    where: RaceHost, expected: tuple[int, ...]
+) -> None:
+    assert plan_race(where) == expected
+    assert plan_race(where, 5)[:4] == (expected[:4] and (1, 1, 1, expected[3]))
+
+
+def won(pid: int, *gpus: int, began: float = 0.1, ended: float = math.inf) -> Outcome:
+    return Outcome(pid, len(gpus), tuple(GPUS[index] for index in gpus), began=began, ended=ended)
+
+
+def refused(pid: int, began: float = 0.1, words: str = "none is free") -> Outcome:
+    return Outcome(pid, 1, refused=words, began=began)
+
+
+@pytest.mark.parametrize(
+    ("heat", "collisions"),
+    [
+        ([won(1, 0), won(2, 1), refused(3)], []),
+        ([won(1, 0), won(2, 0, began=0.2)], [(2, 1)]),
+        ([won(1, 0, ended=0.2), won(2, 0, began=0.2)], []),
+        ([won(2, 0, began=0.19), won(1, 0, ended=0.2)], [(2, 1)]),
+        ([won(1, 0), won(2, 0, began=0.2, ended=0.3), won(3, 0, 1, began=0.4)], [(2, 1), (3, 1)]),
+        ([won(1, 0, ended=0.2), won(2, 0, began=0.3, ended=0.4), won(3, 0, began=0.35)], [(3, 2)]),
+    ],
+)
+def test_two_that_have_a_gpu_at_one_time_collide(heat: list[Outcome], collisions: list[tuple[int, int]]) -> None:
+    ruling = rule(heat)
+    assert ruling.collisions == tuple(Collision(A.label, A.uuid, pid, rival) for pid, rival in collisions)
+    assert ruling.fails is bool(collisions)
+
+
+def test_races_add_up_and_each_has_its_own_clock() -> None:
+    ruling = rule([won(1, 0), refused(2)], [won(3, 0, 1)])
+    assert ruling == RefereeReport(claims=2, taken=3, refused=1)
+
+
+def test_failures_and_trouble() -> None:
+    failed = Outcome(1, 1, failed="it exited without a report")
+    trouble = Outcome(2, 1, trouble="CUDA cannot be initialised")
+    assert rule([failed, won(3, 0)]).fails
+    assert rule([trouble]).fails, "nothing was got, and that was nobody else's doing"
+    assert not rule([trouble, won(3, 0)]).fails
+    assert not rule([refused(1)]).fails
 
 
 def test_what_happened_stands_in_the_order_in_which_it_happened() -> None:
-    heat = RaceResult([won(1, "0", 0.3), refused(2, 0.2), refused(3, 0.4), won(4, "1", 0.1)])
-    times = [line.split()[0] for line in report.rush_lines(heat)[:3]]
-    assert times == ["100.0", "200.0", "300.0"]
-    assert "2 processes were refused, the last at 400.0 ms" in report.rush_lines(heat)[1]
-
-
-def test_no_time_is_told_of_what_was_not_measured() -> None:
-    heat = RaceResult([Outcome(1, RacerRequest(), failed="it exited without a report"), won(2, "0", 0.1)])
-    assert report.rush_lines(heat) == ["   100.0 ms  process 2       asked for 1 GPU   got GPU 0"]
+    failed = Outcome(5, 1, failed="it exited without a report")
+    lines = race.rush_lines([won(1, 0, began=0.3), refused(2, 0.2), refused(3, 0.4), won(4, 1), failed])[:4]
+    assert [line.split()[0] for line in lines[:3]] == ["100.0", "200.0", "300.0"]
+    assert "2 processes were refused, the last at 400.0 ms" in lines[1]
+    assert lines[3] == ""
 
 
 def test_a_refusal_fits_a_terminal_and_cannot_move_its_cursor() -> None:
     words = "none\n  GPU 0: claimed by process 7 (root, /" + "x" * 200 + "\x1b[2J)\n" + "  GPU 1: free\n" * 20
-    lines = report.rush_lines(RaceResult([refused(1, 0.1, words)]))
+    lines = race.rush_lines([refused(1, 0.1, words)])
     assert all(len(line) <= 80 for line in lines)
     assert "\x1b" not in "".join(lines)
     assert len(lines) <= 12
@@ -41,32 +108,12 @@ def test_a_refusal_fits_a_terminal_and_cannot_move_its_cursor() -> None:
 
 
 def test_a_gap_is_from_the_last_of_its_gpus_and_none_where_claims_overlap() -> None:
-    first, second = won(1, "0", 0.1, 0.2), won(2, "1", 0.1, 0.4)
-    both = Outcome(
-        3, RacerRequest(2), labels=("0", "1"), uuids=("GPU-0", "GPU-1"), rivals=(-1, -1), began=0.41, ended=0.5
-    )
-    assert "median 10 ms, worst 10 ms" in report.turns_lines(RaceResult([first, second, both]))[1]
-    assert report.turns_lines(RaceResult([first, won(2, "0", 0.15, 0.3)])) == ["   2 of 2 served."]
+    first, second = won(1, 0, ended=0.2), won(2, 1, ended=0.4)
+    assert "median 10 ms, worst 10 ms" in race.turns_lines([first, second, won(3, 0, 1, began=0.41, ended=0.5)])[1]
+    assert race.turns_lines([first, won(2, 0, began=0.15, ended=0.3)]) == ["   2 of 2 served."]
 
 
 def test_collisions_with_one_process_are_one_line() -> None:
-    ruling = RefereeReport(
-        collisions=2, clashes=(Collision("GPU-0", (2, 1), "marker"), Collision("GPU-0", (3, 1), "marker"))
-    )
-    lines = report.verdict_lines(ruling, None, None, {"GPU-0": "0"})
-    assert lines[0] == "Collision: process 2, 3 got GPU 0 (GPU-0), which process 1 had."
-    assert lines[1].startswith("Verdict: 2 collisions in ")
-
-
-def test_a_visitor_is_named_once() -> None:
-    visit = Intruder("GPU-0", (999_999_999,), (1,))
-    text = " ".join(report.verdict_lines(RefereeReport(visits=(visit, visit)), None, None, {}))
-    assert text.count("process 999999999 came onto GPU-0") == 1
-
-
-def test_sections_are_numbered() -> None:
-    stream = io.StringIO()
-    printer = report.Printer(stream)
-    printer.section("One:")
-    printer.section("Two:")
-    assert stream.getvalue() == "\n1. One:\n\n\n2. Two:\n\n"
+    lines = race.verdict_lines(rule([won(1, 0), won(2, 0, began=0.2), won(3, 0, began=0.3)]), RefereeReport())
+    text = " ".join(" ".join(lines).split())
+    assert text.startswith(f"Collision: process 2, 3 got GPU 0 ({A.uuid}), which process 1 had. Verdict: 2 collisions")

@@ -1,35 +1,18 @@
-"""Claims across many hosts in simulated time: rivals from opposite ends, and growth; ``tools/cluster_sim.py``."""
+"""Claims across many hosts in simulated time: rivals from opposite ends, and growth."""
 
 from __future__ import annotations
 
-import os
 import random
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-import safe_gpu
-
-ROOT = Path(safe_gpu.__file__).parents[1]
-TOOLS = Path(__file__).parents[2] / "tools"
-
-pytestmark = pytest.mark.skipif(not TOOLS.exists(), reason="this is not a checkout: there is no tools/ here")
+from . import cluster_sim as sim
 
 ROUNDS = 50
 
 
-@pytest.fixture
-def sim(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(TOOLS))
-    import cluster_sim
-
-    return cluster_sim
-
-
-def test_rivals_never_deadlock_and_get_all_or_nothing(sim: Any) -> None:
+def test_rivals_never_deadlock_and_get_all_or_nothing() -> None:
     seed = random.randrange(10**6)
     print(f"seeds from {seed}")
     claims = [claim for turn in range(ROUNDS) for claim in sim.storm(64, seed + turn)]
@@ -38,14 +21,14 @@ def test_rivals_never_deadlock_and_get_all_or_nothing(sim: Any) -> None:
     assert any(claim.error is not None for claim in claims)
 
 
-def test_a_seed_gives_the_same_run(sim: Any) -> None:
+def test_a_seed_gives_the_same_run() -> None:
     def run() -> list[tuple[float, float, str]]:
         return [(claim.seconds, claim.messages, repr(claim.error)) for claim in sim.storm(20, 3)]
 
     assert run() == run()
 
 
-def test_a_cycle_of_waiting_claims_is_found(sim: Any) -> None:
+def test_a_cycle_of_waiting_claims_is_found() -> None:
     world = sim.World(sim.Network(stragglers=0), 1)
     first, second = sim.make_hosts(world, 2)
 
@@ -63,7 +46,7 @@ def test_a_cycle_of_waiting_claims_is_found(sim: Any) -> None:
 
 
 @pytest.mark.parametrize("number", [1, 8, 64])
-def test_a_claim_takes_as_long_as_its_slowest_host(sim: Any, number: int) -> None:
+def test_a_claim_takes_as_long_as_its_slowest_host(number: int) -> None:
     found = []
     world = sim.World(sim.Network(), 5)
     hosts = sim.make_hosts(world, number)
@@ -76,7 +59,7 @@ def test_a_claim_takes_as_long_as_its_slowest_host(sim: Any, number: int) -> Non
     assert claim.slowest < claim.seconds <= 2 * claim.slowest + sending
 
 
-def test_four_rivals_for_64_hosts(sim: Any) -> None:
+def test_four_rivals_for_64_hosts() -> None:
     world = sim.World(sim.Network(), 7)
     hosts = sim.make_hosts(world, 64)
     claims: list[Any] = []
@@ -85,16 +68,3 @@ def test_four_rivals_for_64_hosts(sim: Any) -> None:
     world.run()
     assert [claim.error for claim in claims] == [None] * 4
     assert max(claim.messages for claim in claims) < 16  # a handful of rounds, whatever the number of hosts
-
-
-def test_the_command() -> None:
-    done = subprocess.run(
-        [sys.executable, str(TOOLS / "bench_cluster_scale.py"), "--quick"],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert done.returncode == 0, done.stderr
-    assert [line.split()[0] for line in done.stdout.splitlines()[3:6]] == ["1", "8", "64"]
-    assert "ms over hosts, both logarithmic: * the slowest host, o all hosts, + the last rival" in done.stdout

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import logging
 import os
 import random
@@ -10,6 +11,7 @@ import signal
 import sys
 import tempfile
 import traceback
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Pipe, wait
 from pathlib import Path
@@ -21,7 +23,6 @@ from support.hip_host import HipHost
 import safe_gpu
 from safe_gpu.claim import options as terms
 from safe_gpu.coordination import queue as waiting
-from safe_gpu.demo.referee import Markers
 from safe_gpu.drivers.kfd import KfdDriver
 from safe_gpu.drivers.simulated import SimulatedDriver
 from safe_gpu.runtimes import hip
@@ -137,6 +138,28 @@ class Counters:
         return sum(self.read(path.name) for path in self._directory.iterdir())
 
 
+class Markers:
+    """A byte of a file for each GPU, which whoever has the GPU locks.
+
+    Record locks belong to one process, not to what it forks, and end with it: before the kernel ends its leases.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT)  # never closed: that would end the locks
+
+    def enter(self, uuid: str) -> bool:
+        """Mark the GPU as held by this process; False if another one holds it."""
+        try:
+            fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, zlib.crc32(uuid.encode()))
+        except OSError:
+            return False
+        return True
+
+    def leave(self, uuid: str) -> None:
+        """Take this process's mark away, before the GPU is released."""
+        fcntl.lockf(self._fd, fcntl.LOCK_UN, 1, zlib.crc32(uuid.encode()))
+
+
 class Track:
     """A simulated host, the referee's markers and counters, and the racers on it.
 
@@ -158,11 +181,9 @@ class Track:
         directory.chmod(0o1777)
         self.state_dir = directory / "state"
         self.driver: Any = self.open_driver()
-        self.markers_dir = directory / "markers"
-        for path in (self.markers_dir, directory / "counters"):
-            path.mkdir()
-            path.chmod(0o777)
-        self.markers = Markers(str(self.markers_dir))
+        (directory / "counters").mkdir()
+        (directory / "counters").chmod(0o777)
+        self.markers = Markers(directory / "markers")
         self.counters = Counters(directory / "counters")
 
     def open_driver(self) -> Any:
@@ -213,7 +234,7 @@ class Track:
             return
         sys.setprofile(None)
         uuids = self.opened(claim)
-        rivals = [rival for uuid in uuids if (rival := self.markers.enter(uuid)) is not None]
+        rivals = [uuid for uuid in uuids if not self.markers.enter(uuid)]
         counts = [self.counters.read(uuid) for uuid in uuids]
         line.send(("holds", uuids, rivals))
         ends: list[Callable[[], None]] = []

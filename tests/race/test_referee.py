@@ -20,9 +20,8 @@ if not TOOLS.exists():
     pytest.skip("this is not a checkout: there is no tools/ here", allow_module_level=True)
 sys.path.insert(0, str(TOOLS))
 
-from soak_host import Stage  # noqa: E402
-from soak_limits import Policy, allowed, may_refuse  # noqa: E402
-from soak_quiet import Waiter, broken_promises  # noqa: E402
+from soak import Waiter, broken_promises  # noqa: E402
+from soak_host import Policy, Stage, allowed, may_refuse  # noqa: E402
 
 HOLDER, LARGE, SECOND, SMALL = 1, 2, 3, 4
 WORDS = {HOLDER: 2.0, LARGE: 1.0, SECOND: 1.0, SMALL: 4.0}

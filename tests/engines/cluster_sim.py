@@ -9,20 +9,14 @@ from __future__ import annotations
 import heapq
 import logging
 import random
-import sys
 import threading
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the package beside these scripts, installed or not
 
 from safe_gpu.engines.cluster import ClusterGpu
 from safe_gpu.engines.holder import HostReport
 from safe_gpu.engines.remote import HeldClaim, claim_through
 from safe_gpu.errors import ClaimTimeout, HolderLostError, NotEnoughGpusError, SafeGpuError
-
-__all__ = ["Claim", "Deadlock", "Network", "SimulatedHost", "World", "make_hosts", "run_claim", "storm"]
 
 GPUS = 8
 _QUIET = logging.getLogger("safe_gpu.simulated_cluster")

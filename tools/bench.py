@@ -1,0 +1,604 @@
+#!/usr/bin/env python3
+"""Measures what safe_gpu costs, beside something simpler in the same run, and compares it with budgets.
+
+    python3 tools/bench.py [PART ...] [--repeat N] [--processes N] [--waiters N] [--seconds S] [--quick] [--check]
+
+import    `import safe_gpu` over a bare interpreter
+claim     an uncontended claim and its release, warm, over a simulated driver
+calls     the calls of NVML in a claim of one GPU of eight, counted with a fake NVML (needs a C compiler)
+crowd     eight processes at once, one GPU each, until the last process has its GPU
+run       `safe-gpu run -- true` over an interpreter that imports filelock, pynvml and argparse and becomes `true`
+handover  64 processes for 8 GPUs: from the release of a GPU to the next claim of it
+waiters   500 processes wait for GPUs that do not become free: the time until all wait, and their processor time
+backfill  the same with an idle GPU: all say for how long they hold it, too long to pass the first, who wants all GPUs
+memory    the memory of a waiting process, minus that of a bare interpreter
+plan      the shares of 1,024 CPUs for 16 GPUs, in each mode
+
+Figures of one process are the fastest of many runs, figures of crowds are medians. Run it on an idle machine: it
+depends on the kernel's scheduler as much as on safe_gpu, and takes minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import gc
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # the package beside these scripts, installed or not
+
+GPUS = 8
+WORK = 0.05  # how long each claim of the hand-over is held, seconds
+FLOCK = "flock over poll and context"
+POLLED = "a lock file per GPU, tried every 50 ms"
+
+
+class Row(NamedTuple):
+    """One line of the table: safe_gpu (``own``) and a rival, measured in turns in the same run.
+
+    ``what`` selects the figure for the ``budget``: "over" (``own`` minus ``rival``), "ratio" or "own".
+    """
+
+    name: str
+    own: float
+    rival: float | None = None
+    rival_name: str = ""
+    unit: str = "ms"
+    budget: float = math.inf
+    what: str = "own"
+
+    @property
+    def figure(self) -> float:
+        rival = self.rival or 0.0
+        return {"ratio": self.own / (rival or math.inf), "over": self.own - rival, "own": self.own}[self.what]
+
+    @property
+    def met(self) -> bool:
+        return self.figure <= self.budget
+
+    def __str__(self) -> str:
+        rival = "-" if self.rival is None else f"{self.rival:.2f}"
+        line = f"{f'{self.name} ({self.unit})':44} {self.own:9.2f} {rival:>9}"
+        if self.budget < math.inf:
+            unit, sign = "times" if self.what == "ratio" else self.unit, "+" if self.what == "over" else ""
+            verdict = "met" if self.met else "MISSED"
+            line += f"  {self.figure:{sign}.2f} of at most {self.budget:{sign}g} {unit}: {verdict}"
+        return f"{line}  ({self.rival_name})" if self.rival_name else line
+
+
+# Hosts, processes and clocks
+
+
+def environment() -> dict[str, str]:
+    """os.environ with this package first in PYTHONPATH."""
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    return {**kept, "PYTHONPATH": str(ROOT)}
+
+
+@contextmanager
+def simulated_host() -> Iterator[Path]:
+    """A simulated host in a fresh directory, for this process and its children; yields the directory."""
+    with tempfile.TemporaryDirectory(prefix="safe-gpu-bench-") as directory:
+        for name in list(os.environ):
+            if name.startswith(("SAFE_GPU_", "CUDA_")):
+                del os.environ[name]
+        os.environ.update(
+            SAFE_GPU_DIR=f"{directory}/state",
+            SAFE_GPU_DRIVER="simulated:dgx-a100",
+            SAFE_GPU_LEGACY_LOCK="never",
+            SAFE_GPU_TEST_SIMULATED="1",
+        )
+        yield Path(directory)
+
+
+class Worker:
+    """A forked process that runs ``work(line)`` and then exits."""
+
+    def __init__(self, work: Callable[[Connection[Any, Any]], object]) -> None:
+        self.line, far_end = Pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            status = 1
+            try:
+                work(far_end)
+                status = 0
+            except EOFError:
+                pass
+            finally:
+                os._exit(status)
+        far_end.close()
+
+    def end(self, *, kill: bool = False) -> None:
+        if kill:
+            os.kill(self.pid, 9)
+        os.waitpid(self.pid, 0)
+        self.line.close()
+
+
+def start_all(work: Callable[[Connection[Any, Any]], object], number: int) -> tuple[list[Worker], float]:
+    """Fork ``number`` processes and start them with one signal; returns them and the time of the signal."""
+    gun, trigger = os.pipe()
+
+    def wait_for_gun(line: Connection[Any, Any]) -> None:
+        os.close(trigger)
+        os.read(gun, 1)
+        work(line)
+
+    gc.collect()
+    gc.freeze()  # or the garbage collector of each child would copy memory pages
+    workers = [Worker(wait_for_gun) for _ in range(number)]
+    os.close(gun)
+    fired = time.monotonic()
+    os.close(trigger)
+    return workers, fired
+
+
+def milliseconds(work: Callable[[], Any]) -> float:
+    began = time.perf_counter()
+    work()
+    return (time.perf_counter() - began) * 1e3
+
+
+def in_turns(repeat: int, *works: Callable[[], Any]) -> list[list[float]]:
+    """Sorted milliseconds of each, which run in turns, so that load affects all of them; the first ones warm up."""
+    times = [[milliseconds(work) for work in works] for _ in range(repeat + 3)][3:]
+    return [sorted(found) for found in zip(*times, strict=True)]
+
+
+def run_times(repeat: int, *commands: Sequence[str]) -> list[float]:
+    """Shortest wall time of each command in ms."""
+    run = partial(subprocess.run, check=True, env=environment(), stdout=subprocess.DEVNULL)
+    return [found[0] for found in in_turns(max(5, repeat), *(partial(run, command) for command in commands))]
+
+
+# One claim
+
+
+def bench_import(options: argparse.Namespace) -> list[Row]:
+    bare, own = run_times(options.repeat, [sys.executable, "-c", "pass"], [sys.executable, "-c", "import safe_gpu"])
+    return [Row("import safe_gpu", own, bare, "a bare interpreter", budget=25.0, what="over")]
+
+
+class Bare:
+    """The usual solution by hand: one lock file, held from the poll of the GPUs until the context exists."""
+
+    def __init__(self, directory: Path) -> None:
+        from safe_gpu.drivers.simulated import SimulatedDriver
+
+        self._driver = SimulatedDriver("dgx-a100")
+        self._path = directory / "bare.lock"
+        self._context: Any = None
+
+    def claim(self) -> None:
+        with open(self._path, "w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            free = next(gpu for gpu in self._driver.snapshot().gpus if not gpu.processes)
+            os.environ["CUDA_VISIBLE_DEVICES"] = str(free.index)
+            time.sleep(0)  # where a framework would start; costs 0.08 ms, and the budgets were set with it
+            self._context = self._driver.occupy(free.uuid)
+
+    def release(self) -> None:
+        self._context.close()
+        del os.environ["CUDA_VISIBLE_DEVICES"]
+
+
+def bench_claim(options: argparse.Namespace) -> list[Row]:
+    import safe_gpu
+
+    def claim(affinity: str | None) -> None:
+        safe_gpu.claim_gpus(timeout=0, affinity=affinity)
+        safe_gpu.release_gpus()
+
+    with simulated_host() as directory:
+        bare = Bare(directory)
+
+        def rival() -> None:
+            bare.claim()
+            bare.release()
+
+        times = in_turns(20 * options.repeat, partial(claim, None), partial(claim, "node"), rival)
+    # The 10th percentile: the time without disturbance, but not a single lucky run.
+    plain, bound, other = (found[len(found) // 10] for found in times)
+    return [
+        Row("claim and release", plain, other, FLOCK, budget=4.5, what="ratio"),
+        Row("claim and release, by itself", plain, budget=3.0),
+        Row("affinity='node' on top of that", bound - plain, budget=2.0),
+    ]
+
+
+# Claims twice; prints how many calls of NVML there were at the start of each claim, when its leases are held, and at
+# its end.
+TWICE = """
+import json, logging, os
+import safe_gpu
+from safe_gpu.claim import view as host_view, owner
+owner._STALE = host_view._RECENT = 1e9  # on a busy machine a poll may be old by the time it is used, and is taken again
+log = os.environ["FAKE_GPU_DIR"] + "/calls"
+marks = []
+def mark():
+    marks.append(len(open(log).read().split()) if os.path.exists(log) else 0)
+class Leased(logging.Handler):
+    def emit(self, record):
+        if record.getMessage() == "lock released":
+            mark()
+logger = logging.getLogger("safe_gpu")
+logger.setLevel(logging.INFO)
+logger.addHandler(Leased())
+for _ in range(2):
+    mark()
+    safe_gpu.claim_gpus(timeout=0)
+    mark()
+    safe_gpu.release_gpus()
+print(json.dumps(marks))
+"""
+
+
+def bench_calls(options: argparse.Namespace) -> list[Row]:
+    compiler, fakes = shutil.which("gcc") or shutil.which("cc"), ROOT / "tests/fakes"
+    if compiler is None or not fakes.is_dir():
+        print("driver calls: they are counted with a fake NVML, which needs a C compiler and tests/fakes")
+        return []
+    with simulated_host() as directory:
+        for source, library in (("nvml.c", "libnvidia-ml.so.1"), ("cuda.c", "libcuda.so.1")):
+            command = [compiler, "-shared", "-fPIC", "-O1", "-pthread", f"-Wl,-soname,{library}"]
+            subprocess.run([*command, "-o", directory / library, fakes / source], check=True)
+        (directory / "procs").mkdir()
+        (directory / "options").write_text("log=1\n")
+        gpus = (f"uuid=GPU-{n:08x}-aaaa-bbbb-cccc-{n:012x} bus=00000000:{7 + 8 * n:02X}:00.0\n" for n in range(GPUS))
+        (directory / "gpus").write_text("".join(gpus))
+        fake = {"LD_LIBRARY_PATH": str(directory), "FAKE_GPU_DIR": str(directory), "SAFE_GPU_DRIVER": "nvml"}
+        del os.environ["SAFE_GPU_TEST_SIMULATED"]
+        command = [sys.executable, "-c", TWICE]
+        done = subprocess.run(
+            command, env={**environment(), **fake}, stdout=subprocess.PIPE, check=True, text=True, cwd=directory
+        )
+    began, leased, held, again, leased_again, held_again = json.loads(done.stdout)
+    return [
+        Row("NVML in a first claim", held - began, unit="calls", budget=100),
+        Row("NVML in a claim again", held_again - again, unit="calls", budget=62),
+        *(
+            Row("NVML once the leases are held", calls, unit="calls", budget=20)
+            for calls in (held - leased, held_again - leased_again)
+        ),
+    ]
+
+
+def bench_run(options: argparse.Namespace) -> list[Row]:
+    # The same as the console script.
+    run = "import sys; from safe_gpu.cli import main; sys.argv = ['safe-gpu', 'run', '--', 'true']; sys.exit(main())"
+    become = "import filelock, pynvml, argparse, os; os.execvp('true', ['true'])"
+    with simulated_host():
+        bare, own = run_times(options.repeat, [sys.executable, "-c", become], [sys.executable, "-c", run])
+    rival = "an interpreter that imports filelock, pynvml and argparse, and becomes true"
+    return [Row("safe-gpu run -- true", own, bare, rival, budget=15.0, what="over")]
+
+
+# Crowds
+
+
+def at_once(claim: Callable[[], None], release: Callable[[], None]) -> float:
+    """Milliseconds until the last of eight processes has its GPU; they hold their GPUs until all have one."""
+
+    def race(line: Any) -> None:
+        claim()
+        line.send(time.monotonic())
+        line.recv()
+        release()
+
+    workers, fired = start_all(race, GPUS)
+    last = max(worker.line.recv() for worker in workers)
+    for worker in workers:
+        worker.line.send("let go")
+        worker.end()
+    return (last - fired) * 1e3
+
+
+def bench_crowd(options: argparse.Namespace) -> list[Row]:
+    import safe_gpu
+
+    def claim() -> None:
+        safe_gpu.claim_gpus(timeout=600, affinity=None)
+
+    own, other = [], []
+    with simulated_host() as directory:
+        bare = Bare(directory)
+        claim()  # so that all modules are imported before the fork
+        safe_gpu.release_gpus()
+        for _ in range(max(3, options.repeat)):
+            own.append(at_once(claim, safe_gpu.release_gpus))
+            other.append(at_once(bare.claim, bare.release))
+    return [Row("8 processes at once", median(own), median(other), FLOCK, budget=4.5, what="ratio")]
+
+
+class Polled:
+    """The usual solution by hand: a lock file for each GPU, all tried every 50 ms."""
+
+    def __init__(self, directory: Path) -> None:
+        self._paths = [f"{directory}/{number}.lock" for number in range(GPUS)]
+
+    def claim(self) -> str:
+        while True:
+            for path in self._paths:
+                self._file = open(path, "w")  # noqa: SIM115 - open as long as the claim is held
+                try:
+                    fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    return path
+                except BlockingIOError:
+                    self._file.close()
+            time.sleep(0.05)
+
+    def release(self) -> None:
+        self._file.close()
+
+
+def gaps(claim: Callable[[], str], release: Callable[[], None], processes: int) -> list[float]:
+    """Milliseconds from the start of each release until the next claim of the same GPU returns, sorted."""
+
+    def use(line: Any) -> None:
+        gpu = claim()
+        began = time.monotonic()
+        time.sleep(WORK)
+        ended = time.monotonic()
+        release()
+        line.send((gpu, began, ended))
+
+    workers, _ = start_all(use, processes)
+    uses = sorted((worker.line.recv() for worker in workers), key=lambda use: use[1])
+    for worker in workers:
+        worker.end()
+    last: dict[str, float] = {}
+    found = []
+    for gpu, began, ended in uses:
+        if gpu in last:
+            found.append((began - last[gpu]) * 1e3)
+        last[gpu] = ended
+    return sorted(found)
+
+
+def bench_handover(options: argparse.Namespace) -> list[Row]:
+    import safe_gpu
+
+    def claim() -> str:
+        return safe_gpu.claim_gpus(timeout=600, affinity=None, hold_for=60).gpus[0].uuid
+
+    with simulated_host() as directory:
+        warm_up(directory)
+        own = gaps(claim, safe_gpu.release_gpus, options.processes)
+        polled = Polled(directory)
+        other = gaps(polled.claim, polled.release, options.processes)
+    name = f"hand-over, {options.processes} for {GPUS}"
+    return [
+        Row(f"{name}: median", median(own), median(other), POLLED, budget=20.0),
+        Row(f"{name}: worst", own[-1], other[-1], POLLED, budget=300.0),
+    ]
+
+
+@contextmanager
+def held(number: int = GPUS) -> Iterator[None]:
+    """Have another process hold GPUs. This process cannot, because its children would not wait for it."""
+    import safe_gpu
+
+    def hold(line: Any) -> None:
+        safe_gpu.claim_gpus(number, affinity=None, hold_for=3600)
+        line.send("holds")
+        line.recv()
+
+    holder = Worker(hold)
+    holder.line.recv()
+    try:
+        yield
+    finally:
+        holder.end(kill=True)
+
+
+def until_waiting(directory: Path, number: int) -> None:
+    """Return when there are so many tickets."""
+    while len(list(directory.glob("state/queue/*.ticket"))) < number:
+        time.sleep(0.01)
+
+
+def warm_up(directory: Path) -> None:
+    """Import all modules in this process before it forks, also those for waiting behind others."""
+    import safe_gpu
+
+    with held():
+        ahead = Worker(lambda line: safe_gpu.claim_gpus(timeout=60, affinity=None))
+        until_waiting(directory, 1)
+        try:
+            safe_gpu.claim_gpus(timeout=0.05, affinity=None)
+        except safe_gpu.ClaimTimeout:
+            pass
+    ahead.end()
+    safe_gpu.claim_gpus(affinity=None)
+    safe_gpu.release_gpus()
+
+
+def processor_time(pids: list[int]) -> float:
+    """Processor time of all threads of these processes, seconds."""
+    stats = (Path(f"/proc/{pid}/task/{task}/schedstat") for pid in pids for task in os.listdir(f"/proc/{pid}/task"))
+    return sum(int(stat.read_text().split()[0]) for stat in stats) / 1e9
+
+
+def settle(pids: list[int]) -> None:
+    """Return when the processes have finished their start-up."""
+    before, now = -math.inf, processor_time(pids)
+    while now - before > 0.1:
+        time.sleep(1.0)
+        before, now = now, processor_time(pids)
+
+
+def cost_of(
+    wait: Callable[[Any], Any], number: int, arrived: Callable[[], None], seconds: float
+) -> tuple[float, float]:
+    """The time until all these waiters wait, in seconds, and the percentage of a core that they take together then."""
+    workers, fired = start_all(wait, number)
+    try:
+        arrived()
+        arrival = time.monotonic() - fired
+        pids = [worker.pid for worker in workers]
+        settle(pids)
+        before, began = processor_time(pids), time.monotonic()
+        time.sleep(seconds)
+        return arrival, 100 * (processor_time(pids) - before) / (time.monotonic() - began)
+    finally:
+        for worker in workers:
+            worker.end(kill=True)
+
+
+def bench_waiters(options: argparse.Namespace) -> list[Row]:
+    import safe_gpu
+
+    number = options.waiters
+
+    def wait(line: Any) -> None:
+        safe_gpu.claim_gpus(timeout=3600, affinity=None, hold_for=600)
+
+    def wait_once(line: Any) -> None:
+        try:
+            safe_gpu.claim_gpus(timeout=1, affinity=None)
+        except safe_gpu.NotEnoughGpusError:
+            pass
+
+    with simulated_host() as directory:
+        warm_up(directory)
+        with held():
+            for worker in start_all(wait_once, number)[0]:  # a virtual machine allocates memory slowly the first time
+                worker.end()
+            arrival, share = cost_of(wait, number, partial(until_waiting, directory, number), options.seconds)
+        holders = [Polled(directory) for _ in range(GPUS)]
+        for one in holders:
+            one.claim()
+        rival = Polled(directory)
+        _, other = cost_of(lambda line: rival.claim(), number, lambda: time.sleep(1), min(5.0, options.seconds))
+    return [
+        Row(f"{number} waiters arrive at once", arrival, unit="s", budget=3.0),
+        Row(f"{number} waiters, share of a core", share, other, POLLED, "%", budget=2.0),
+    ]
+
+
+def bench_backfill(options: argparse.Namespace) -> list[Row]:
+    import safe_gpu
+
+    number = options.waiters
+
+    def wait(line: Any, nb_gpus: int = 1, hold_for: float = 7200) -> None:
+        safe_gpu.claim_gpus(nb_gpus, timeout=3600, affinity=None, hold_for=hold_for)
+
+    with simulated_host() as directory:
+        warm_up(directory)
+        with held(GPUS - 1):
+            head = Worker(partial(wait, nb_gpus=GPUS, hold_for=60))
+            try:
+                until_waiting(directory, 1)
+                _, share = cost_of(wait, number, partial(until_waiting, directory, number + 1), options.seconds)
+            finally:
+                head.end(kill=True)
+    return [Row(f"{number} waiters, an idle GPU, share of a core", share, unit="%", budget=2.0)]
+
+
+def memory_of(process: subprocess.Popen[str]) -> float:
+    """MiB of memory that the process has in use, shared pages by their share."""
+    lines = Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines()
+    return int(next(line.split()[1] for line in lines if line.startswith("Pss:"))) / 1024
+
+
+def bench_memory(options: argparse.Namespace) -> list[Row]:
+    say = "print(flush=True)"
+    waits = f"import safe_gpu; {say}; safe_gpu.claim_gpus(timeout=None, affinity=None)"
+    with simulated_host() as directory, ExitStack() as ending:
+        ending.enter_context(held())
+
+        def start(code: str) -> list[subprocess.Popen[str]]:
+            found = []
+            for _ in range(5):
+                command = [sys.executable, "-c", code]
+                found.append(subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True))
+                ending.enter_context(found[-1])
+                ending.callback(found[-1].kill)
+                found[-1].stdout.readline()  # type: ignore[union-attr]
+            return found
+
+        waiters, bare = start(waits), start(f"import time; {say}; time.sleep(3600)")
+        until_waiting(directory, len(waiters))
+        settle([waiter.pid for waiter in waiters])
+        own, other = median(map(memory_of, waiters)), median(map(memory_of, bare))
+    rival = "a bare interpreter that sleeps"
+    return [Row("memory of a waiter", own, other, rival, "MiB", budget=15.0, what="over")]
+
+
+# CPUs
+
+
+def bench_plan(options: argparse.Namespace) -> list[Row]:
+    from safe_gpu.affinity.options import MODES
+    from safe_gpu.affinity.planner import plan
+    from safe_gpu.topology import GpuLocality, HostTopology
+
+    cores, nodes, gpus = 512, 8, 16
+    threads = [frozenset({core, core + cores}) for core in range(cores)]  # numbered as Linux does on x86
+
+    def of(part: int, parts: int) -> frozenset[int]:
+        return frozenset().union(*threads[part * cores // parts : (part + 1) * cores // parts])
+
+    host = HostTopology(
+        cpus=frozenset(range(2 * cores)),
+        cores=threads,
+        nodes={node: of(node, nodes) for node in range(nodes)},
+        packages={package: of(package, 2) for package in range(2)},
+        llc=[of(part, cores // 8) for part in range(cores // 8)],
+        distances={a: {b: 10 if a == b else 32 for b in range(nodes)} for a in range(nodes)},
+        gpus=[GpuLocality(index, f"GPU-{index}", index * nodes // gpus) for index in range(gpus)],
+    )
+    rows = []
+    for scope in ("node", "socket"):
+        cases = [partial(plan, host, mode=mode, scope=scope) for mode in MODES]
+        slowest = max(found[0] for found in in_turns(min(7, options.repeat), *cases))
+        rows.append(Row(f"plan 1,024 CPUs, slowest mode, {scope}", slowest, budget=20.0))
+    return rows
+
+
+PARTS: dict[str, Callable[[argparse.Namespace], list[Row]]] = {
+    name.removeprefix("bench_"): part for name, part in list(globals().items()) if name.startswith("bench_")
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", metavar="PART", help="(default: all)")
+    parser.add_argument("--repeat", type=int, default=20, metavar="N", help="repetitions (default: %(default)s)")
+    parser.add_argument("--processes", type=int, default=64, metavar="N", help="for handover (default: %(default)s)")
+    parser.add_argument("--waiters", type=int, default=500, metavar="N", help="how many (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=20.0, metavar="S", help="of each measurement of waiters")
+    parser.add_argument("--quick", action="store_true", help="few repetitions, few processes")
+    parser.add_argument("--check", action="store_true", help="exit 1 if a budget is missed")
+    options = parser.parse_args()
+    if options.quick:
+        options.repeat, options.processes, options.waiters, options.seconds = 1, 10, 3, 0.1
+    if unknown := set(options.parts) - PARTS.keys():
+        parser.error(f"there is no part {unknown.pop()!r}: choose among {', '.join(PARTS)}")
+    print(f"{'':44} {'safe_gpu':>9} {'rival':>9}  budget", flush=True)
+    met = True
+    for part in options.parts or PARTS:
+        for row in PARTS[part](options):
+            print(row, flush=True)
+            met = met and row.met
+    return 1 if options.check and not met else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -17,9 +17,6 @@ if TYPE_CHECKING:
     from ..drivers.base import Driver
     from ..schedulers import JobContext
     from ..status.facts import HostStatus
-
-
-# The types of a check, and the host that checks read. Each fact is read once, when the first check needs it.
 
 
 _MOST = 1 << 20  # characters; mountinfo and the tables of tmpfiles.d can be long
@@ -64,14 +61,14 @@ def failed(detail: str, fix: str) -> Finding:
     return Finding("failed", detail, fix)
 
 
-def labels(gpus: list[Gpu]) -> str:
-    """``GPU 3`` or ``GPUs 0,1,3:1``."""
-    return gpus_named([gpu.label for gpu in gpus])
-
-
-def gpus_named(labels: list[str]) -> str:
-    """As :func:`labels`, of GPUs that are named already, such as ``amd:0`` on a host with those of two vendors."""
+def gpus_named(labels: Sequence[str]) -> str:
+    """``GPU 3`` or ``GPUs 0,1,amd:2``."""
     return f"GPU{'s' if len(labels) > 1 else ''} {','.join(labels)}"
+
+
+def labels(gpus: Iterable[Gpu]) -> str:
+    """The same, of GPUs of one vendor."""
+    return gpus_named([gpu.label for gpu in gpus])
 
 
 class CheckedHost:
@@ -141,23 +138,13 @@ class CheckedHost:
     @cached_property
     def others(self) -> tuple[list[HostSnapshot], list[str]]:
         """One poll of the driver of the other vendor, where this host has its GPUs, and what is broken."""
-        from ..drivers import may_be_several, open_drivers
+        from ..drivers import may_be_several
+        from ..status.gather import polls
 
-        found: list[HostSnapshot] = []
         try:
-            if not may_be_several():
-                return [], []
-            drivers, broken = open_drivers()
+            found, broken = polls() if may_be_several() else ([], [])
         except SafeGpuError:
             return [], []
-        for driver in drivers:
-            try:
-                if len(drivers) > 1 or broken:
-                    found.append(driver.detailed(driver.snapshot()))
-            except SafeGpuError as err:
-                broken.append(str(err))
-            finally:
-                driver.close()
         mine = self.snapshot.vendor if self.snapshot is not None else None
         return [one for one in found if one.gpus and one.vendor != mine], broken
 
@@ -191,6 +178,11 @@ class CheckedHost:
         """Close the driver."""
         if "_polled" in self.__dict__ and self.driver is not None:
             self.driver.close()
+
+
+def with_snapshot(check: Callable[[CheckedHost, HostSnapshot], Finding]) -> Callable[[CheckedHost], Finding]:
+    """A check of what the driver shows, which is skipped without one."""
+    return lambda host: skipped("there is no driver") if host.snapshot is None else check(host, host.snapshot)
 
 
 # Renders findings for a terminal. Pure.

@@ -100,6 +100,16 @@ def gather(driver: Driver | None = None) -> HostStatus:
     """
     if driver is not None:
         return status_of(driver.detailed(driver.snapshot()))
+    snapshots, broken = polls()
+    return status_of(*([one for one in snapshots if one.gpus] or snapshots[:1]), broken=broken)
+
+
+def polls() -> tuple[list[HostSnapshot], list[str]]:
+    """One poll of each vendor's driver, and sentences on those that do not work.
+
+    Raises:
+        NoDriverError, UnsatisfiableRequestError: as of :func:`gather`.
+    """
     from ..drivers import open_drivers
 
     drivers, broken = open_drivers()
@@ -115,7 +125,7 @@ def gather(driver: Driver | None = None) -> HostStatus:
             opened.close()
     if not snapshots:
         raise NoDriverError("; ".join(broken), driver="auto")
-    return status_of(*([one for one in snapshots if one.gpus] or snapshots[:1]), broken=broken)
+    return snapshots, broken
 
 
 def status_of(*snapshots: HostSnapshot, broken: Iterable[str] = ()) -> HostStatus:

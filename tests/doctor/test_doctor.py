@@ -267,7 +267,7 @@ def break_way(path: Path) -> None:
         (break_kind, "failed", "not a directory"),
         (break_part, "warning", "leases has mode 0755"),
         (break_lease, "warning", "0600"),
-        (break_lease_kind, "failed", "not a regular file"),
+        (break_lease_kind, "failed", "is a symbolic link"),
         (break_way, "warning", "other users cannot enter it"),
     ],
 )

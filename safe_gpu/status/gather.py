@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from ..coordination.files import state_dir_path
 from ..coordination.holders import outer_claim_of_process, user_and_command
-from ..coordination.leases import inner_name, lease_name
+from ..coordination.leases import inner_name, lease_name, leases_of
 from ..devices import Gpu, GpuProcess, GpuRequest, HostSnapshot, LeaseHolder, vendor_of
 from ..errors import NoDriverError
 from ..runtimes.visible_devices import stale_indices
@@ -178,28 +178,32 @@ def _claim(file: LockedFile, record: LeaseRecord | None, processes: ProcessTable
 def _gpus(
     snapshot: HostSnapshot, claims: Mapping[str, ClaimStatus], found: HostFacts, processes: ProcessTable
 ) -> tuple[GpuStatus, ...]:
-    names = [(lease_name(gpu.uuid), inner_name(gpu.uuid)) for gpu in snapshot.gpus]
-    pairs = [(claims.get(outer), claims.get(inner)) for outer, inner in names]
-    leased = {gpu.uuid: _holder(outer or inner) for gpu, (outer, inner) in zip(snapshot.gpus, pairs, strict=True)}
-    leased.update(dict.fromkeys(found.elsewhere, LeaseHolder(elsewhere=True)))
+    pairs: list[tuple[ClaimStatus | None, ClaimStatus | None]] = []
+    for gpu in snapshot.gpus:
+        outer, inner = claims.get(lease_name(gpu.uuid)), claims.get(inner_name(gpu.uuid))
+        if gpu.uuid in found.elsewhere:
+            outer = ClaimStatus()
+        pairs.append((outer, inner) if outer else (inner, None))  # an inner claim may outlive its outer claim
     verdicts = judge(
         snapshot,
         GpuRequest(),
-        leased={uuid: holder for uuid, holder in leased.items() if holder},
+        leased={
+            gpu.uuid: LeaseHolder(
+                claim.pid, claim.user, claim.job, claim.command, claim.since, elsewhere=gpu.uuid in found.elsewhere
+            )
+            for gpu, (claim, _) in zip(snapshot.gpus, pairs, strict=True)
+            if claim
+        },
         describe=processes.describe,
         rules=Rules.of(os.environ),
     )
     mps_clients = has_mps_clients(snapshot)
     rows = []
-    for verdict, (outer, inner), leases in zip(verdicts, pairs, names, strict=True):
+    for verdict, (claim, inner) in zip(verdicts, pairs, strict=True):
         gpu, state = verdict.gpu, verdict.state
-        if gpu.uuid in found.elsewhere:
-            outer = ClaimStatus()
-        claim = outer or inner  # an inner claim may outlive its outer claim
-        inner = inner if outer else None
         fault = why_last(found.faults[gpu.uuid]) if gpu.uuid in found.faults else ""
         reasons = [verdict.reason, *_remarks(claim), *_inside(inner), fault]
-        trouble = next((found.closed[name] for name in leases if name in found.closed), "")
+        trouble = next((found.closed[name] for name in leases_of([gpu.uuid]) if name in found.closed), "")
         if trouble:
             state, reasons = "unusable", [trouble]
         elif state == "free" and found.warnings:
@@ -217,10 +221,6 @@ def _gpus(
             )
         )
     return tuple(rows)
-
-
-def _holder(claim: ClaimStatus | None) -> LeaseHolder | None:
-    return LeaseHolder(claim.pid, claim.user, claim.job, claim.command, claim.since) if claim else None
 
 
 def _remarks(claim: ClaimStatus | None) -> list[str]:

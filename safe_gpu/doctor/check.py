@@ -80,6 +80,7 @@ class CheckedHost:
 
     Attributes:
         path: the state directory.
+        driver: the driver that a claim would use, once ``snapshot`` was asked for; None if there is none.
         driver_error: why there is no driver; "" if there is one.
         poll_seconds: how long opening and polling the driver took.
     """
@@ -91,6 +92,7 @@ class CheckedHost:
             self.path = state_dir_path()
         except StateDirError as err:  # the check of the variables reports it
             self.path = os.path.abspath(err.path)
+        self.driver: Driver | None = None
         self.driver_error = ""
         self.poll_seconds = 0.0
 
@@ -110,30 +112,21 @@ class CheckedHost:
             return None
 
     @cached_property
-    def _polled(self) -> tuple[Driver, HostSnapshot] | None:
+    def snapshot(self) -> HostSnapshot | None:
+        """One poll of the driver, shared by all checks; None without a driver."""
         import time
 
         from ..drivers import open_driver
 
         began = time.monotonic()
         try:
-            driver = open_driver()
-            snapshot = driver.detailed(driver.snapshot())
+            self.driver = open_driver()
+            snapshot = self.driver.detailed(self.driver.snapshot())
         except SafeGpuError as err:
             self.driver_error = str(err)
             return None
         self.poll_seconds = time.monotonic() - began
-        return driver, snapshot
-
-    @property
-    def driver(self) -> Driver | None:
-        """The driver that a claim would use; None if there is none."""
-        return self._polled[0] if self._polled else None
-
-    @property
-    def snapshot(self) -> HostSnapshot | None:
-        """One poll of the driver, shared by all checks; None without a driver."""
-        return self._polled[1] if self._polled else None
+        return snapshot
 
     @cached_property
     def others(self) -> tuple[list[HostSnapshot], list[str]]:
@@ -176,7 +169,7 @@ class CheckedHost:
 
     def close(self) -> None:
         """Close the driver."""
-        if "_polled" in self.__dict__ and self.driver is not None:
+        if self.driver is not None:
             self.driver.close()
 
 

@@ -16,7 +16,7 @@ from .. import procfs
 from ..devices import ComputeMode, HostSnapshot, ProcessKind
 from ..errors import NoDriverError, SafeGpuError
 from ..selection.request import Rules
-from ..selection.verdicts import HIDDEN, NOT_YET, SHOWN, presence, why_memory_unexplained
+from ..selection.verdicts import HIDDEN, NOT_YET, SHOWN, UNWATCHABLE, presence, why_memory_unexplained
 from .check import CheckedHost, Finding, failed, labels, passed, skipped, warning, with_snapshot
 
 # Checks of the GPUs and their driver.
@@ -219,11 +219,7 @@ def process_lists(host: CheckedHost, snapshot: HostSnapshot) -> Finding:
                 f"{what}; such a GPU is claimed by lease and memory alone (SAFE_GPU_PROCESS_LIST=optional)",
                 "make sure that nobody uses these GPUs without safe_gpu",
             )
-        return failed(
-            f"{what}; such a GPU cannot be claimed",
-            "update the NVIDIA driver, try SAFE_GPU_DRIVER=nvml or SAFE_GPU_DRIVER=nvidia-smi, or set "
-            "SAFE_GPU_PROCESS_LIST=optional to claim by lease and memory alone",
-        )
+        return failed(f"{what}; such a GPU cannot be claimed", UNWATCHABLE.partition("; ")[2])
     now = [gpu for gpu in whole if gpu.processes is None]
     if now:
         return warning(

@@ -9,7 +9,9 @@ import stat
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from fnmatch import fnmatchcase
 from glob import glob
+from pathlib import PurePath
 from shlex import quote
 
 from .. import policy as rules
@@ -255,9 +257,10 @@ def cleaning(host: CheckedHost) -> Finding:
             return warning(f"/{cleaner} removes old files below /tmp", f"exempt {host.path} in its configuration")
     if not os.path.isdir(os.path.join(host.root, "run/systemd/system")):
         return passed("systemd, which removes old files, does not run here")
+    above = (host.path, *PurePath(host.path).parents)
     aged, longest = "", -1
     for kind, path, age, source in _rules(host):
-        covers = _covers(path, host.path)
+        covers = any(fnmatchcase(str(one), path.rstrip("/")) for one in above)
         if kind[0] in "xX" and covers:
             return passed(f"{source} exempts it")
         if kind[0] in _AGED_TYPES and covers and len(path) > longest:
@@ -279,17 +282,6 @@ def _rules(host: CheckedHost) -> Iterator[tuple[str, str, str, str]]:
             fields = line.split()
             if len(fields) >= 2 and not fields[0].startswith("#"):
                 yield fields[0], fields[1], fields[5] if len(fields) > 5 else "-", f"/{file}"
-
-
-def _covers(rule: str, path: str) -> bool:
-    """Whether a rule's path or glob matches the directory or one above it."""
-    from fnmatch import fnmatchcase
-
-    while path != "/":
-        if fnmatchcase(path, rule.rstrip("/")):
-            return True
-        path = os.path.dirname(path)
-    return False
 
 
 def removed_leases(host: CheckedHost) -> Finding:

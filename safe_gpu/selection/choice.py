@@ -26,10 +26,8 @@ def candidates(
     return tuple(
         gpu
         for gpu in snapshot.gpus
-        if not why_unusable(gpu)
-        and not _why_unwatchable(gpu, snapshot, rules)
+        if not (why_unusable(gpu) or _why_unwatchable(gpu, snapshot, rules) or _why_never(gpu, request, fence))
         and not (gpu.is_mig_instance and request.nb_gpus > 1)
-        and not _why_never(gpu, request, fence)
     )
 
 
@@ -197,12 +195,12 @@ def choose(
 
 def _best_one(pool: Sequence[Gpu], near: frozenset[int]) -> Gpu:
     """The best by the same criteria, for a claim of one GPU, as most are: no sets have to be compared."""
-    room: dict[int | None, int] = {}
-    for gpu in pool:
-        room[gpu.numa_node] = room.get(gpu.numa_node, 0) + 1
-    return min(
-        pool, key=lambda gpu: (gpu.display_active, gpu.numa_node not in near, room[gpu.numa_node], _position(gpu))
-    )
+    nodes = [gpu.numa_node for gpu in pool]
+
+    def rank(gpu: Gpu) -> tuple[object, ...]:
+        return gpu.display_active, gpu.numa_node not in near, nodes.count(gpu.numa_node), _position(gpu)
+
+    return min(pool, key=rank)
 
 
 def _position(gpu: Gpu) -> tuple[int, int]:

@@ -117,7 +117,7 @@ def who_holds(file: LockedFile, record: LeaseRecord | None, processes: ProcessTa
 
 
 def who_waits(ticket: Ticket, lockers: Collection[int], processes: ProcessTable) -> tuple[int | None, str | None, str]:
-    """The pid of a waiter, its user and a note like that of :class:`Holding`.
+    """The pid of a waiter, its user and a note like that of :class:`LockHolder`.
 
     The user is the owner of the ticket's file, whatever stands in it, unless only others keep that file locked.
 

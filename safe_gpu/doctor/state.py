@@ -55,7 +55,7 @@ def _existing(path: str) -> str:
 def state_directory(host: CheckedHost) -> Finding:
     """Is it a plain directory that every user can use? It is opened as a claim opens it."""
     path = host.path
-    trouble = next(filter(None, (_trouble_with_mode(os.path.join(path, part)) for part in ("", *PARTS[:2]))), None)
+    trouble = next(filter(None, (_trouble_with_mode(path, part) for part in (".", *PARTS[:2]))), None)
     if trouble:
         return trouble
     try:
@@ -102,22 +102,33 @@ def _risk_of_owner(root: StateDir) -> Finding | None:
 
 
 def _trouble_with_mode(
-    path: str,
+    above: str,
+    part: str,
     closed: str = "other users cannot claim GPUs",
     open_to_all: str = "every user may remove the leases of other users",
 ) -> Finding | None:
-    """A finding if a directory is not everybody's. What is missing or no directory is for those who open it."""
-    path = path.rstrip("/")
+    """A finding if a directory is not everybody's. What is missing or no directory is for those who open it.
+
+    No path into the state directory is followed.
+    """
+    path = os.path.normpath(os.path.join(above, part))
     try:
-        status = os.lstat(path)
+        root = os.open(above, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
         return None
+    try:
+        status = os.stat(part, dir_fd=root, follow_symlinks=False)
+        usable = os.access(part, os.W_OK | os.X_OK | os.R_OK, dir_fd=root, follow_symlinks=False)
+    except OSError:
+        return None
+    finally:
+        os.close(root)
     mode = stat.S_IMODE(status.st_mode)
     if mode == DIR_MODE or not stat.S_ISDIR(status.st_mode):
         return None
     what = f"{path} has mode {mode:04o} and belongs to {procfs.user_name(status.st_uid)}"
     fix = _opened_to_all(path, status)
-    if not os.access(path, os.W_OK | os.X_OK | os.R_OK):
+    if not usable:
         return failed(f"{what}: you may not use it", fix)
     if mode & 0o777 != 0o777:
         return warning(f"{what}: {closed}", fix)
@@ -349,9 +360,11 @@ def history(host: CheckedHost) -> Finding:
     except FileNotFoundError:
         return passed("nothing has been recorded yet")
     except (OSError, StateDirError) as err:
-        fix = f"rm {quote(path)}, as its owner or root" if os.path.lexists(path) else _ELSEWHERE
+        fix = _ELSEWHERE if isinstance(err, StateDirError) else f"rm {quote(path)}, as its owner or root"
         return warning(f"{path} cannot be opened, and claims may not be recorded: {err}", fix)
-    trouble = _trouble_with_mode(path, "claims of other users are not recorded", "every user may remove it all")
+    trouble = _trouble_with_mode(
+        host.path, NAME, "claims of other users are not recorded", "every user may remove it all"
+    )
     return trouble or passed(f"{path}, mode 1777")
 
 

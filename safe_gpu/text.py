@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import accumulate
 
 from .procfs import printable
 
@@ -124,8 +125,7 @@ def cut(text: str, width: int) -> str:
     if len(text) <= 3 * width and display_width(text) <= width:
         return text
     kept = text[: 3 * max(0, width - 2)]
-    while kept and display_width(kept) > width - 2:
-        kept = kept[:-1]
+    kept = kept[: sum(columns <= width - 2 for columns in accumulate(map(display_width, kept)))]
     return f"{kept}.."[:width] if width < 2 else f"{kept}.."
 
 

@@ -8,26 +8,23 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any
 
-from . import gpus, state
-from . import gpus as listing
-from . import process as surroundings
-from . import state as records
-from . import state as sharing
+from . import gpus, process, state
 from .check import Check, CheckedHost, Finding, render_checks
 
 __all__ = ["CHECKS", "Check", "exit_code", "render_checks", "run_checks", "to_dict"]
 
 CHECKS: tuple[tuple[str, Callable[[CheckedHost], Finding]], ...] = (
-    ("platform", surroundings.platform),
-    ("Python packages", surroundings.packages),
+    ("platform", process.platform),
+    ("Python packages", process.packages),
     ("GPU driver", gpus.driver),
     ("other vendor", gpus.other_vendor),
     ("driver speed", gpus.driver_speed),
     ("CUDA", gpus.cuda_starts),
     ("lost GPUs", gpus.lost_gpus),
-    ("process lists", listing.process_lists),
+    ("process lists", gpus.process_lists),
     ("compute mode", gpus.compute_mode),
     ("MIG", gpus.mig),
     ("MPS", gpus.mps),
@@ -38,21 +35,21 @@ CHECKS: tuple[tuple[str, Callable[[CheckedHost], Finding]], ...] = (
     ("cleaning of old files", state.cleaning),
     ("removed leases", state.removed_leases),
     ("protected_regular", state.protected_regular),
-    ("policy", records.policy),
-    ("history", records.history),
-    ("private /tmp", sharing.private_directory),
-    ("process namespace", sharing.process_namespace),
-    ("suspended processes", sharing.suspended),
-    ("clock", sharing.clock),
-    ("older package", sharing.older_package),
-    ("SAFE_GPU variables", surroundings.variables),
-    ("SAFE_GPU_SCOPE", surroundings.scope),
-    ("CUDA_VISIBLE_DEVICES", surroundings.visible_devices),
-    ("CUDA_DEVICE_ORDER", surroundings.device_order),
-    ("batch job", surroundings.batch_job),
-    ("address space", surroundings.address_space),
-    ("CPU mask", surroundings.cpu_mask),
-    ("OpenMP binding", surroundings.openmp),
+    ("policy", state.policy),
+    ("history", state.history),
+    ("private /tmp", state.private_directory),
+    ("process namespace", state.process_namespace),
+    ("suspended processes", state.suspended),
+    ("clock", state.clock),
+    ("older package", state.older_package),
+    ("SAFE_GPU variables", process.variables),
+    ("SAFE_GPU_SCOPE", process.scope),
+    ("CUDA_VISIBLE_DEVICES", process.visible_devices),
+    ("CUDA_DEVICE_ORDER", process.device_order),
+    ("batch job", process.batch_job),
+    ("address space", process.address_space),
+    ("CPU mask", process.cpu_mask),
+    ("OpenMP binding", process.openmp),
 )
 """Name and function of every check, in the order of the report."""
 
@@ -75,7 +72,7 @@ def run_checks(host: CheckedHost | None = None) -> list[Check]:
                     "look for the cause that the message names; the other checks are not affected",
                 )
             name = _ON_AMD.get(name, name) if examined.is_amd else name
-            found.append(Check(name, finding.status, finding.detail, finding.fix))
+            found.append(Check(name, **vars(finding)))
     finally:
         examined.close()
     return found
@@ -85,7 +82,7 @@ def to_dict(checks: Sequence[Check]) -> dict[str, Any]:
     """The JSON document: ``{"host", "checks": [{"name", "status", "detail", "fix"}]}``."""
     return {
         "host": os.uname().nodename,
-        "checks": [{"name": one.name, "status": one.status, "detail": one.detail, "fix": one.fix} for one in checks],
+        "checks": [asdict(one) for one in checks],
     }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -17,9 +17,6 @@ if TYPE_CHECKING:
     from ..drivers.base import Driver
     from ..schedulers import JobContext
     from ..status.facts import HostStatus
-
-
-# The types of a check, and the host that checks read. Each fact is read once, when the first check needs it.
 
 
 _MOST = 1 << 20  # characters; mountinfo and the tables of tmpfiles.d can be long
@@ -64,14 +61,14 @@ def failed(detail: str, fix: str) -> Finding:
     return Finding("failed", detail, fix)
 
 
-def labels(gpus: list[Gpu]) -> str:
-    """``GPU 3`` or ``GPUs 0,1,3:1``."""
-    return gpus_named([gpu.label for gpu in gpus])
-
-
-def gpus_named(labels: list[str]) -> str:
-    """As :func:`labels`, of GPUs that are named already, such as ``amd:0`` on a host with those of two vendors."""
+def gpus_named(labels: Sequence[str]) -> str:
+    """``GPU 3`` or ``GPUs 0,1,amd:2``."""
     return f"GPU{'s' if len(labels) > 1 else ''} {','.join(labels)}"
+
+
+def labels(gpus: Iterable[Gpu]) -> str:
+    """The same, of GPUs of one vendor."""
+    return gpus_named([gpu.label for gpu in gpus])
 
 
 class CheckedHost:
@@ -83,6 +80,7 @@ class CheckedHost:
 
     Attributes:
         path: the state directory.
+        driver: the driver that a claim would use, once ``snapshot`` was asked for; None if there is none.
         driver_error: why there is no driver; "" if there is one.
         poll_seconds: how long opening and polling the driver took.
     """
@@ -94,6 +92,7 @@ class CheckedHost:
             self.path = state_dir_path()
         except StateDirError as err:  # the check of the variables reports it
             self.path = os.path.abspath(err.path)
+        self.driver: Driver | None = None
         self.driver_error = ""
         self.poll_seconds = 0.0
 
@@ -113,51 +112,32 @@ class CheckedHost:
             return None
 
     @cached_property
-    def _polled(self) -> tuple[Driver, HostSnapshot] | None:
+    def snapshot(self) -> HostSnapshot | None:
+        """One poll of the driver, shared by all checks; None without a driver."""
         import time
 
         from ..drivers import open_driver
 
         began = time.monotonic()
         try:
-            driver = open_driver()
-            snapshot = driver.detailed(driver.snapshot())
+            self.driver = open_driver()
+            snapshot = self.driver.detailed(self.driver.snapshot())
         except SafeGpuError as err:
             self.driver_error = str(err)
             return None
         self.poll_seconds = time.monotonic() - began
-        return driver, snapshot
-
-    @property
-    def driver(self) -> Driver | None:
-        """The driver that a claim would use; None if there is none."""
-        return self._polled[0] if self._polled else None
-
-    @property
-    def snapshot(self) -> HostSnapshot | None:
-        """One poll of the driver, shared by all checks; None without a driver."""
-        return self._polled[1] if self._polled else None
+        return snapshot
 
     @cached_property
     def others(self) -> tuple[list[HostSnapshot], list[str]]:
         """One poll of the driver of the other vendor, where this host has its GPUs, and what is broken."""
-        from ..drivers import may_be_several, open_drivers
+        from ..drivers import may_be_several
+        from ..status.gather import polls
 
-        found: list[HostSnapshot] = []
         try:
-            if not may_be_several():
-                return [], []
-            drivers, broken = open_drivers()
+            found, broken = polls() if may_be_several() else ([], [])
         except SafeGpuError:
             return [], []
-        for driver in drivers:
-            try:
-                if len(drivers) > 1 or broken:
-                    found.append(driver.detailed(driver.snapshot()))
-            except SafeGpuError as err:
-                broken.append(str(err))
-            finally:
-                driver.close()
         mine = self.snapshot.vendor if self.snapshot is not None else None
         return [one for one in found if one.gpus and one.vendor != mine], broken
 
@@ -189,8 +169,13 @@ class CheckedHost:
 
     def close(self) -> None:
         """Close the driver."""
-        if "_polled" in self.__dict__ and self.driver is not None:
+        if self.driver is not None:
             self.driver.close()
+
+
+def with_snapshot(check: Callable[[CheckedHost, HostSnapshot], Finding]) -> Callable[[CheckedHost], Finding]:
+    """A check of what the driver shows, which is skipped without one."""
+    return lambda host: skipped("there is no driver") if host.snapshot is None else check(host, host.snapshot)
 
 
 # Renders findings for a terminal. Pure.

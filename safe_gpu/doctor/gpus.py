@@ -13,21 +13,29 @@ import time
 from collections.abc import Callable, Mapping
 
 from .. import procfs
-from ..devices import ComputeMode, Gpu, HostSnapshot, ProcessKind
+from ..devices import ComputeMode, HostSnapshot, ProcessKind
 from ..errors import NoDriverError, SafeGpuError
 from ..selection.request import Rules
-from ..selection.verdicts import HIDDEN, NOT_YET, SHOWN, presence, why_memory_unexplained
-from .check import CheckedHost, Finding, failed, labels, passed, skipped, warning
+from ..selection.verdicts import HIDDEN, NOT_YET, SHOWN, UNWATCHABLE, presence, why_memory_unexplained
+from .check import CheckedHost, Finding, failed, labels, passed, skipped, warning, with_snapshot
 
 # Checks of the GPUs and their driver.
 
 
-NO_DRIVER = "there is no driver"
 _OF_NVIDIA = "AMD GPUs have none: it is NVIDIA's"
 
 # A poll of eight initialised GPUs takes milliseconds. Without persistence mode the kernel driver initialises each GPU
 # first, which takes seconds.
 _SLOW_POLL = 1.0
+
+
+def _of_nvidia(check: Callable[[CheckedHost, HostSnapshot], Finding]) -> Callable[[CheckedHost], Finding]:
+    return with_snapshot(lambda host, snapshot: skipped(_OF_NVIDIA) if host.is_amd else check(host, snapshot))
+
+
+def _described(snapshot: HostSnapshot) -> str:
+    names = ", ".join(sorted({gpu.name for gpu in snapshot.physical if gpu.name})) or "no names"
+    return f"{snapshot.driver} {snapshot.driver_version}".strip() + f": {len(snapshot.physical)} GPU(s), {names}"
 
 
 def driver(host: CheckedHost) -> Finding:
@@ -37,14 +45,12 @@ def driver(host: CheckedHost) -> Finding:
         return failed(
             host.driver_error, "install the NVIDIA driver and nvidia-ml-py, or try SAFE_GPU_DRIVER=simulated:dgx-a100"
         )
-    what = f"{snapshot.driver} {snapshot.driver_version}".strip()
     if not snapshot.gpus:
         way_out = "pass GPUs into the container (docker run --gpus all), or see nvidia-smi"
         if snapshot.driver == "kfd":
             way_out = "pass GPUs into the container (docker run --device /dev/kfd --device /dev/dri), or see rocminfo"
-        return failed(f"{what} shows no GPU", way_out)
-    names = sorted({gpu.name for gpu in snapshot.physical if gpu.name})
-    detail = f"{what}: {len(snapshot.physical)} GPU(s), {', '.join(names) or 'no names'}"
+        return failed(f"{snapshot.driver} {snapshot.driver_version} shows no GPU", way_out)
+    detail = _described(snapshot)
     if host.simulated and os.path.exists(os.path.join(host.root, "dev/nvidia0")):
         return warning(
             f"{detail}, on a host with real GPUs: claims do not protect the real ones",
@@ -68,36 +74,30 @@ def other_vendor(host: CheckedHost) -> Finding:
         )
     if host.snapshot is None or not others:
         return passed("no GPUs of a second vendor")
-    other = others[0]
-    names = sorted({gpu.name for gpu in other.physical if gpu.name})
-    return passed(
-        f"{other.driver} {other.driver_version}: {len(other.physical)} GPU(s), {', '.join(names) or 'no names'}; "
-        f"claims get those with --vendor {other.vendor} (vendor={other.vendor!r})"
-    )
+    vendor = others[0].vendor
+    return passed(f"{_described(others[0])}; claims get those with --vendor {vendor} (vendor={vendor!r})")
 
 
-def driver_speed(host: CheckedHost) -> Finding:
+@with_snapshot
+def driver_speed(host: CheckedHost, snapshot: HostSnapshot) -> Finding:
     """Does a poll delay claims?"""
-    if host.snapshot is None:
-        return skipped(NO_DRIVER)
     took = f"opening and polling the driver took {host.poll_seconds:.2f} s"
-    if host.poll_seconds > _SLOW_POLL:
-        if host.is_amd:
-            return warning(took, "see dmesg for amdgpu: a GPU that is reset or wakes up answers slowly")
-        return warning(took, "turn persistence mode on: start nvidia-persistenced, or `nvidia-smi -pm 1` as root")
-    return passed(took)
+    if host.poll_seconds <= _SLOW_POLL:
+        return passed(took)
+    if host.is_amd:
+        return warning(took, "see dmesg for amdgpu: a GPU that is reset or wakes up answers slowly")
+    return warning(took, "turn persistence mode on: start nvidia-persistenced, or `nvidia-smi -pm 1` as root")
 
 
-def cuda_starts(host: CheckedHost) -> Finding:
+@with_snapshot
+def cuda_starts(host: CheckedHost, snapshot: HostSnapshot) -> Finding:
     """Can CUDA be initialised, and does it see the GPUs that the driver shows? Tested in a short-lived child."""
-    if host.snapshot is None:
-        return skipped(NO_DRIVER)
     if host.simulated:
         return skipped(f"simulated GPUs have no {'HIP' if host.is_amd else 'CUDA'}")
     assert host.driver is not None
     from ..runtimes.visible_devices import visible_variables
 
-    title, chosen_by = host.driver.runtime.title, visible_variables(host.snapshot)
+    title, chosen_by = host.driver.runtime.title, visible_variables(snapshot)
     without_fence = {name: value for name, value in host.environ.items() if name not in chosen_by}
     try:
         seen = host.driver.runtime.visible_in_child(without_fence)
@@ -109,7 +109,7 @@ def cuda_starts(host: CheckedHost) -> Finding:
             if title == "CUDA"
             else "install ROCm's HIP runtime, and join the groups that may open /dev/kfd and /dev/dri (render, video)",
         )
-    usable = [gpu for gpu in host.snapshot.physical if not gpu.lost]
+    usable = [gpu for gpu in snapshot.physical if not gpu.lost]
     plain = not any(gpu.mig_enabled for gpu in usable)
     if len(seen) < len(usable) and plain:
         return warning(
@@ -120,16 +120,10 @@ def cuda_starts(host: CheckedHost) -> Finding:
     return passed(f"{title} can be initialised and sees {len(seen)} GPU(s)")
 
 
-def gpus_where(host: CheckedHost, condition: Callable[[Gpu], bool]) -> list[Gpu]:
-    """The devices for which ``condition`` is true; none without a driver."""
-    return [gpu for gpu in (host.snapshot or HostSnapshot(())).gpus if condition(gpu)]
-
-
-def lost_gpus(host: CheckedHost) -> Finding:
+@with_snapshot
+def lost_gpus(host: CheckedHost, snapshot: HostSnapshot) -> Finding:
     """Are there GPUs that the driver cannot reach?"""
-    if host.snapshot is None:
-        return skipped(NO_DRIVER)
-    lost = gpus_where(host, lambda gpu: gpu.lost)
+    lost = [gpu for gpu in snapshot.gpus if gpu.lost]
     if lost:
         return warning(
             f"{labels(lost)}: {lost[0].unusable or 'the driver lost it'}",
@@ -137,24 +131,21 @@ def lost_gpus(host: CheckedHost) -> Finding:
             if host.is_amd
             else "look for Xid in dmesg, then `nvidia-smi -r` as root, or reboot the host",
         )
-    closed = gpus_where(host, lambda gpu: bool(gpu.unusable) and not gpu.mig_enabled)
+    closed = [gpu for gpu in snapshot.gpus if bool(gpu.unusable) and not gpu.mig_enabled]
     if closed:
         return warning(f"{labels(closed)}: {closed[0].unusable}", "ask the scheduler or the container for these GPUs")
     return passed("the driver reaches all of them")
 
 
-def compute_mode(host: CheckedHost) -> Finding:
+@_of_nvidia
+def compute_mode(host: CheckedHost, snapshot: HostSnapshot) -> Finding:
     """Do compute modes prevent claims, or keep out the child processes of a claim?"""
-    if host.snapshot is None:
-        return skipped(NO_DRIVER)
-    if host.is_amd:
-        return skipped(_OF_NVIDIA)
-    prohibited = gpus_where(host, lambda gpu: gpu.compute_mode == ComputeMode.PROHIBITED)
+    prohibited = [gpu for gpu in snapshot.gpus if gpu.compute_mode == ComputeMode.PROHIBITED]
     if prohibited:
         return warning(
             f"{labels(prohibited)}: compute mode PROHIBITED, no process can claim it", "nvidia-smi -c DEFAULT, as root"
         )
-    exclusive = gpus_where(host, lambda gpu: gpu.compute_mode == ComputeMode.EXCLUSIVE_PROCESS)
+    exclusive = [gpu for gpu in snapshot.gpus if gpu.compute_mode == ComputeMode.EXCLUSIVE_PROCESS]
     if exclusive:
         return warning(
             f"{labels(exclusive)}: compute mode EXCLUSIVE_PROCESS, so the placeholder of a claim also keeps the "
@@ -164,23 +155,20 @@ def compute_mode(host: CheckedHost) -> Finding:
     return passed("DEFAULT on every GPU")
 
 
-def mig(host: CheckedHost) -> Finding:
+@_of_nvidia
+def mig(host: CheckedHost, snapshot: HostSnapshot) -> Finding:
     """Which GPUs are in MIG mode, and do they have instances?"""
-    if host.snapshot is None:
-        return skipped(NO_DRIVER)
-    if host.is_amd:
-        return skipped(_OF_NVIDIA)
-    split = gpus_where(host, lambda gpu: gpu.mig_enabled)
+    split = [gpu for gpu in snapshot.gpus if gpu.mig_enabled]
     if not split:
         return passed("off")
-    parents = {gpu.mig_parent for gpu in host.snapshot.gpus if gpu.is_mig_instance}
+    parents = {gpu.mig_parent for gpu in snapshot.gpus if gpu.is_mig_instance}
     empty = [gpu for gpu in split if gpu.uuid not in parents]
     if empty:
         return warning(
             f"{labels(empty)}: MIG mode is on and there is no instance, so there is nothing to claim",
             "make instances (nvidia-smi mig -cgi ... -C), or turn MIG off (nvidia-smi -mig 0), as root",
         )
-    instances = sum(gpu.is_mig_instance for gpu in host.snapshot.gpus)
+    instances = sum(gpu.is_mig_instance for gpu in snapshot.gpus)
     return passed(
         f"on for {labels(split)}: {instances} instance(s); CUDA uses one of them per process, and UUIDs name them"
     )
@@ -195,7 +183,8 @@ def mps(host: CheckedHost) -> Finding:
         for pid in procfs.pids()
         if (procfs.command_of(pid) or "").split(" ")[0].rpartition("/")[2].startswith("nvidia-cuda-mps")
     ]
-    clients = gpus_where(host, lambda gpu: any(one.kind == ProcessKind.MPS for one in gpu.processes or ()))
+    gpus = host.snapshot.gpus if host.snapshot else ()
+    clients = [gpu for gpu in gpus if any(one.kind == ProcessKind.MPS for one in gpu.processes or ())]
     if not servers and not clients:
         return passed("not running")
     sign = f"process {servers[0]}" if servers else f"clients on {labels(clients)}"
@@ -217,12 +206,11 @@ _LISTING = 2.0
 _LISTED = "the driver lists the processes of every GPU"
 
 
-def process_lists(host: CheckedHost) -> Finding:
+@with_snapshot
+def process_lists(host: CheckedHost, snapshot: HostSnapshot) -> Finding:
     """Does the driver list the processes on a GPU? Without that list it is not known whether the GPU is free."""
-    if host.snapshot is None:
-        return skipped(NO_DRIVER)
     rules = Rules.of(host.environ)
-    whole = gpus_where(host, lambda gpu: not gpu.lost and not gpu.mig_enabled)
+    whole = [gpu for gpu in snapshot.gpus if not gpu.lost and not gpu.mig_enabled]
     never = [gpu for gpu in whole if not gpu.processes_supported]
     if never:
         what = f"{labels(never)}: {never[0].process_error or 'no process list'}"
@@ -231,11 +219,7 @@ def process_lists(host: CheckedHost) -> Finding:
                 f"{what}; such a GPU is claimed by lease and memory alone (SAFE_GPU_PROCESS_LIST=optional)",
                 "make sure that nobody uses these GPUs without safe_gpu",
             )
-        return failed(
-            f"{what}; such a GPU cannot be claimed",
-            "update the NVIDIA driver, try SAFE_GPU_DRIVER=nvml or SAFE_GPU_DRIVER=nvidia-smi, or set "
-            "SAFE_GPU_PROCESS_LIST=optional to claim by lease and memory alone",
-        )
+        return failed(f"{what}; such a GPU cannot be claimed", UNWATCHABLE.partition("; ")[2])
     now = [gpu for gpu in whole if gpu.processes is None]
     if now:
         return warning(

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 
 from .. import settings
-from ..errors import GPUAffinityError, UnsatisfiableRequestError
+from ..devices import HostSnapshot
+from ..errors import GPUAffinityError, SafeGpuError
+from ..schedulers.gpu_count import number_for_job
 from ..selection.request import MEMORY_VARIABLE, Rules
-from .check import CheckedHost, Finding, failed, gpus_named, labels, passed, skipped, warning
+from .check import CheckedHost, Finding, failed, gpus_named, labels, passed, skipped, warning, with_snapshot
 
 
 def platform(host: CheckedHost) -> Finding:
@@ -27,14 +30,15 @@ def packages(host: CheckedHost) -> Finding:
 
     found: dict[str, list[str]] = {}
     for distribution in metadata.distributions():
-        name = re.sub(r"[-_.]+", "-", distribution.metadata["Name"] or "").lower()
-        if distribution.version not in found.setdefault(name, []):
-            found[name].append(distribution.version)
+        versions = found.setdefault(re.sub(r"[-_.]+", "-", distribution.metadata["Name"] or "").lower(), [])
+        if distribution.version not in versions:
+            versions.append(distribution.version)
     try:
         from filelock import lock_descriptor  # noqa: F401
     except ImportError as err:
         return failed(f"filelock is missing or too old ({err})", "pip install 'filelock>=3.30'")
-    colliding = [name for name in ("nvidia-ml-py3", "pynvml") if any(_is_old(name, v) for v in found.get(name, ()))]
+    # The project pynvml installs no module of this name since version 12.
+    colliding = [name for name in ("nvidia-ml-py3", "pynvml") for one in found.get(name, ()) if _major(one) < 12]
     if colliding:
         return warning(
             f"{' and '.join(colliding)} installs its own pynvml module in place of that of nvidia-ml-py",
@@ -45,33 +49,35 @@ def packages(host: CheckedHost) -> Finding:
         return warning(
             f"safe-gpu is installed {len(own)} times ({', '.join(own)})", "pip uninstall safe-gpu, then install"
         )
-    if own and own[0].split(".")[0] in ("0", "1", "2"):
+    if own and _major(own[0]) < 3:
         return warning(
             f"the older safe-gpu {own[0]} is installed beside this one", "pip uninstall safe-gpu, then install this one"
         )
-    versions = [f"{name} {found[name][0]}" for name in ("safe-gpu", "filelock", "nvidia-ml-py") if name in found]
-    return passed(", ".join(versions) or "run from a source tree")
+    known = [f"{name} {found[name][0]}" for name in ("safe-gpu", "filelock", "nvidia-ml-py") if name in found]
+    return passed(", ".join(known) or "run from a source tree")
 
 
-def _is_old(name: str, version: str) -> bool:
-    """Whether a distribution installs a module pynvml. The project pynvml does not since version 12."""
+def _major(version: str) -> int:
     major = version.split(".")[0]
-    return name != "pynvml" or not major.isdecimal() or int(major) < 12
+    return int(major) if major.isdecimal() else 0
 
 
 # Variables
 
 
 def variables(host: CheckedHost) -> Finding:
-    """Does every SAFE_GPU_* variable exist, and does it have a valid value?"""
+    """Does every SAFE_GPU_* variable exist, and does it have a valid value? Those who read them are asked."""
     for name, meant in settings.unknown(host.environ).items():
         hint = f"did you mean {meant}? " if meant else ""
         return warning(f"{name} is not a variable of safe_gpu and has no effect", f"{hint}unset {name}")
     given = {name: value for name, value in sorted(host.environ.items()) if name in settings.VARIABLES}
     for name, value in given.items():
-        trouble = _trouble_with_value(name, value)
-        if trouble:
-            return failed(trouble, f"set {name} to a valid value, or unset it")
+        try:
+            settings.check({name: value})
+            if name in _READERS and value.strip():
+                _READERS[name](name, value)
+        except SafeGpuError as err:
+            return failed(str(err), f"set {name} to a valid value, or unset it")
     for doubt in settings.doubts(host.environ):
         return warning(doubt, f"unset {doubt.partition('=')[0]}")
     if given.get("SAFE_GPU_FSROOT", "/") != "/":
@@ -79,37 +85,26 @@ def variables(host: CheckedHost) -> Finding:
             f"SAFE_GPU_FSROOT={given['SAFE_GPU_FSROOT']}: CPUs are bound by the topology of another host",
             "unset SAFE_GPU_FSROOT (it is for tests)",
         )
-    if not given:
-        return passed("none is set")
-    return passed(", ".join(f"{name}={value}" for name, value in given.items()))
+    return passed(", ".join(f"{name}={value}" for name, value in given.items()) or "none is set")
 
 
-def _trouble_with_value(name: str, value: str) -> str:
-    try:
-        settings.check({name: value})
-    except UnsatisfiableRequestError as err:
-        return str(err)
-    if name == "SAFE_GPU_TIMEOUT" and value:
-        from ..settings import parse_duration
+def _check_path(name: str, value: str) -> None:
+    if name == "SAFE_GPU_DIR" and not os.path.isabs(value):
+        way = "relative, so processes with different working directories use different directories"
+    elif name == "SAFE_GPU_FSROOT" and not os.path.isdir(value):
+        way = "not a directory"
+    else:
+        return
+    raise SafeGpuError(f"{name}={value!r} is {way}")
 
-        try:
-            parse_duration(value, name)
-        except UnsatisfiableRequestError as err:
-            return str(err)
-    if name == MEMORY_VARIABLE:
-        try:
-            Rules.of({name: value})
-        except UnsatisfiableRequestError as err:
-            return str(err)
-    if name == "SAFE_GPU_NB_GPUS" and value.strip() and not (value.strip().isdecimal() and int(value)):
-        return f"{name}={value!r} is not a number of GPUs: a whole number from 1 up"
-    if name == "SAFE_GPU_DIR" and value and not os.path.isabs(value):
-        return (
-            f"{name}={value!r} is relative, so processes with different working directories use different directories"
-        )
-    if name == "SAFE_GPU_FSROOT" and value and not os.path.isdir(value):
-        return f"{name}={value!r} is not a directory"
-    return ""
+
+_READERS: dict[str, Callable[[str, str], object]] = {
+    "SAFE_GPU_TIMEOUT": lambda name, value: settings.parse_duration(value, name),
+    "SAFE_GPU_NB_GPUS": lambda name, value: number_for_job({name: value}),
+    MEMORY_VARIABLE: lambda name, value: Rules.of({name: value}),
+    "SAFE_GPU_DIR": _check_path,
+    "SAFE_GPU_FSROOT": _check_path,
+}
 
 
 def scope(host: CheckedHost) -> Finding:
@@ -120,18 +115,16 @@ def scope(host: CheckedHost) -> Finding:
     from ..coordination.socket_names import digest
 
     secret = digest(token)
-    inside = [one for one in host.status.gpus if one.claim is not None and one.claim.token == secret]
-    others = [one.claim for one in inside if one.claim is not None and one.claim.uid not in (None, os.geteuid())]
-    if others:
-        return warning(
-            f"SAFE_GPU_SCOPE belongs to the claim of process {others[0].pid} of {others[0].user}, another user: it is "
-            "ignored",
-            "unset SAFE_GPU_SCOPE, and claim as that user",
-        )
-    if inside:
-        gpus = gpus_named([one.label for one in inside])
-        assert inside[0].claim is not None
-        return passed(f"this is inside the claim of process {inside[0].claim.pid}, {gpus}")
+    inside = {one.label: one.claim for one in host.status.gpus if one.claim is not None and one.claim.token == secret}
+    for claim in inside.values():
+        if claim.uid not in (None, os.geteuid()):
+            return warning(
+                f"SAFE_GPU_SCOPE belongs to the claim of process {claim.pid} of {claim.user}, another user: it is "
+                "ignored",
+                "unset SAFE_GPU_SCOPE, and claim as that user",
+            )
+    for claim in inside.values():
+        return passed(f"this is inside the claim of process {claim.pid}, {gpus_named(list(inside))}")
     return warning(
         f"SAFE_GPU_SCOPE={token} belongs to no held claim of this host (it leaks through qsub -V, ssh, sudo and tmux): "
         "it is ignored",
@@ -141,16 +134,15 @@ def scope(host: CheckedHost) -> Finding:
 
 def visible_devices(host: CheckedHost) -> Finding:
     """Does an inherited CUDA_VISIBLE_DEVICES, or ROCR_ or HIP_ for AMD GPUs, limit claims, and is its value clear?"""
-    from ..runtimes.visible_devices import visible_variables
+    from ..runtimes.visible_devices import read_visible_once, visible_variables
 
     known = visible_variables(host.snapshot) if host.snapshot is not None else ("CUDA_VISIBLE_DEVICES",)
-    name, value = next(((name, value) for name in known if (value := host.environ.get(name)) is not None), ("", None))
-    if value is None:
+    name = next((name for name in known if name in host.environ), "")
+    if not name:
         return passed("not set: claims choose among all GPUs")
     if host.snapshot is None:
         return skipped("there is no driver to compare it with")
-    from ..runtimes.visible_devices import read_visible_once
-
+    value = host.environ[name]
     fence = read_visible_once(host.environ, host.snapshot)
     assert fence is not None
     lift = f"unset {name}, or set SAFE_GPU_FENCE=ignore"
@@ -196,20 +188,16 @@ def device_order(host: CheckedHost) -> Finding:
 def batch_job(host: CheckedHost) -> Finding:
     """The batch job and the rank of this process."""
     job = host.job
+    rank = "" if job.local_rank is None else f"rank {job.local_rank} of {job.local_size or '?'} on this host"
     if job.scheduler is None:
-        rank = "" if job.local_rank is None else f"; rank {job.local_rank} of {job.local_size or '?'} on this host"
-        return passed(f"not in a batch job{rank}")
-    text = f"in {job.scheduler} job {job.job_label or 'of unknown number'}"
-    if job.local_rank is not None:
-        text += f", rank {job.local_rank} of {job.local_size or '?'} on this host"
+        return passed("not in a batch job" + (rank and f"; {rank}"))
+    text = f"in {job.scheduler} job {job.job_label or 'of unknown number'}" + (rank and f", {rank}")
     if job.requested_gpus == 0:
         return warning(
             f"{text}, which asked for no GPU: the scheduler may start other jobs on the GPUs that this one claims",
             "ask the scheduler for the GPUs that the job uses",
         )
-    if job.requested_gpus is not None:
-        text += f", {job.requested_gpus} GPU(s) asked for"
-    return passed(text)
+    return passed(text if job.requested_gpus is None else f"{text}, {job.requested_gpus} GPU(s) asked for")
 
 
 # Limits and CPUs
@@ -229,10 +217,9 @@ def address_space(host: CheckedHost) -> Finding:
     )
 
 
-def cpu_mask(host: CheckedHost) -> Finding:
+@with_snapshot
+def cpu_mask(host: CheckedHost, snapshot: HostSnapshot) -> Finding:
     """May this process use the CPUs next to the GPUs?"""
-    if host.driver is None or host.snapshot is None:
-        return skipped("there is no driver")
     if host.simulated:
         return skipped("the CPUs next to simulated GPUs are simulated too")
     from ..topology import read_topology
@@ -242,7 +229,7 @@ def cpu_mask(host: CheckedHost) -> Finding:
     except GPUAffinityError as err:
         return warning(str(err), "claim with affinity=None (--affinity none)")
     mask = frozenset(os.sched_getaffinity(0))
-    by_uuid = {gpu.uuid: gpu for gpu in host.snapshot.physical}
+    by_uuid = {gpu.uuid: gpu for gpu in snapshot.physical}
     remote, narrowed = [], []
     for place in topology.gpus:
         gpu = by_uuid.get(place.uuid)

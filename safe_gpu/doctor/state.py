@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import stat
 import time
 from collections.abc import Iterator
+from contextlib import suppress
+from fnmatch import fnmatchcase
+from glob import glob
+from pathlib import PurePath
 from shlex import quote
 
 from .. import policy as rules
 from .. import procfs
 from ..coordination import legacy
-from ..coordination.files import NETWORK_TYPES, PARTS, RULE, StateDir, file_system_type, root_owns
-from ..coordination.history import NAME
+from ..coordination.files import DIR_MODE, NETWORK_TYPES, PARTS, RULE, LeaseDir, StateDir, file_system_type, root_owns
+from ..coordination.history import NAME, HistoryDir
 from ..coordination.leases import leases_of
 from ..coordination.locks import HostLock, lock_file
 from ..coordination.mounts import Mount, in_container, is_of_image, mount_of, parse_mounts, private_to
@@ -32,11 +37,12 @@ _ELSEWHERE = "set SAFE_GPU_DIR, for all users, to a directory on a local disk th
 _PATIENCE = 5.0
 _LONG_HOLD = 1.0
 
-_OPEN = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-
 _KIB = 1 << 10
 _LEAST_BYTES = 64 * _KIB
 _LEAST_FILES = 64
+
+# Errors of what can be removed: another kind of file, a link, one that may be somebody's from elsewhere.
+_REMOVABLE = (errno.ENOTDIR, errno.ELOOP, errno.EINVAL, errno.EMLINK, errno.EPERM)
 
 
 def _existing(path: str) -> str:
@@ -47,29 +53,26 @@ def _existing(path: str) -> str:
 
 
 def state_directory(host: CheckedHost) -> Finding:
-    """Is it a plain directory that every user can use?"""
+    """Is it a plain directory that every user can use? It is opened as a claim opens it."""
     path = host.path
+    trouble = next(filter(None, (_trouble_with_mode(path, part) for part in (".", *PARTS[:2]))), None)
+    if trouble:
+        return trouble
     try:
-        status = os.lstat(path)
+        with StateDir(path, make=False) as root:
+            trouble = _trouble_with_files(root, host)
+            risk = _risk_of_owner(root)
+            owner = procfs.user_name(os.fstat(root.fd).st_uid)
     except FileNotFoundError:
         return _not_there(path)
-    except OSError as err:
-        return failed(f"{path} cannot be examined ({err.strerror})", _ELSEWHERE)
-    if stat.S_ISLNK(status.st_mode):
-        return failed(f"{path} is a symbolic link, which is never followed", f"rm {quote(path)}, or {_ELSEWHERE}")
-    if not stat.S_ISDIR(status.st_mode):
-        return failed(f"{path} is not a directory", f"rm {quote(path)}, or {_ELSEWHERE}")
-    try:
-        root = os.open(path, _OPEN)
-    except OSError as err:
-        return failed(f"{path} cannot be examined ({err.strerror})", _ELSEWHERE)
-    try:
-        troubles = (_trouble_with_directory(root, path, part) for part in (".", "leases", "queue"))
-        trouble = next(filter(None, troubles), None) or _trouble_with_files(root, host)
-        risk = _risk_of_owner(root, path)
-    finally:
-        os.close(root)
-    return trouble or _trouble_above(path) or risk or passed(f"{path}, mode 1777, {_owner(status)}")
+    except StateDirError as err:
+        return _refused(err)
+    return trouble or _trouble_above(path) or risk or passed(f"{path}, mode 1777, belongs to {owner}")
+
+
+def _refused(err: StateDirError) -> Finding:
+    remove = f"rm {quote(err.path)}, or " if err.errno in _REMOVABLE else ""
+    return failed(str(err), remove + _ELSEWHERE)
 
 
 def _not_there(path: str) -> Finding:
@@ -83,57 +86,56 @@ def _not_there(path: str) -> Finding:
     return _trouble_above(path) or passed(f"{path} does not exist yet: the first claim creates it")
 
 
-def _owner(status: os.stat_result) -> str:
-    return f"belongs to {procfs.user_name(status.st_uid)}"
-
-
-def _at(root: int, name: str) -> os.stat_result:
-    """The status of a name in the state directory."""
-    return os.stat(name, dir_fd=root, follow_symlinks=False)
-
-
-def _risk_of_owner(root: int, path: str) -> Finding | None:
+def _risk_of_owner(root: StateDir) -> Finding | None:
     """The sticky bit does not bind the owner of a directory."""
     for part in (".", *PARTS):
-        try:
-            uid = _at(root, part).st_uid
-        except OSError:
-            continue  # the first claim creates it
-        if uid:
-            return warning(
-                f"{_join(path, part)} belongs to {procfs.user_name(uid)}, who can remove other users' files in it, "
-                "root's too: waiters would lose their places, and claims that have only their lease files their GPUs",
-                f"as root: {root_owns(path)}, which makes them root's at boot",
-            )
+        with suppress(OSError):  # the first claim creates it
+            uid = os.stat(part, dir_fd=root.fd, follow_symlinks=False).st_uid
+            if uid:
+                return warning(
+                    f"{os.path.normpath(os.path.join(root.path, part))} belongs to {procfs.user_name(uid)}, who can "
+                    "remove other users' files in it, root's too: waiters would lose their places, and claims that "
+                    "have only their lease files their GPUs",
+                    f"as root: {root_owns(root.path)}, which makes them root's at boot",
+                )
     return None
 
 
-def _join(path: str, part: str) -> str:
-    return os.path.normpath(os.path.join(path, part))
+def _trouble_with_mode(
+    above: str,
+    part: str,
+    closed: str = "other users cannot claim GPUs",
+    open_to_all: str = "every user may remove the leases of other users",
+) -> Finding | None:
+    """A finding if a directory is not everybody's. What is missing or no directory is for those who open it.
 
-
-def _trouble_with_directory(root: int, above: str, part: str) -> Finding | None:
-    path = _join(above, part)
+    No path into the state directory is followed.
+    """
+    path = os.path.normpath(os.path.join(above, part))
     try:
-        status = _at(root, part)
-    except FileNotFoundError:
-        return None  # the first claim creates it
-    except OSError as err:
-        return failed(f"{path} cannot be examined ({err.strerror})", _ELSEWHERE)
+        root = os.open(above, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        status = os.stat(part, dir_fd=root, follow_symlinks=False)
+        usable = os.access(part, os.W_OK | os.X_OK | os.R_OK, dir_fd=root, follow_symlinks=False)
+    except OSError:
+        return None
+    finally:
+        os.close(root)
     mode = stat.S_IMODE(status.st_mode)
-    what = f"{path} has mode {mode:04o} and {_owner(status)}"
-    if not stat.S_ISDIR(status.st_mode):
-        return failed(f"{path} is not a plain directory", f"rm {quote(path)}, as its owner or root")
-    if not os.access(part, os.W_OK | os.X_OK | os.R_OK, dir_fd=root, follow_symlinks=False):
-        return failed(f"{what}: you may not use it", opened_to_all(path, status))
+    if mode == DIR_MODE or not stat.S_ISDIR(status.st_mode):
+        return None
+    what = f"{path} has mode {mode:04o} and belongs to {procfs.user_name(status.st_uid)}"
+    fix = _opened_to_all(path, status)
+    if not usable:
+        return failed(f"{what}: you may not use it", fix)
     if mode & 0o777 != 0o777:
-        return warning(f"{what}: other users cannot claim GPUs", opened_to_all(path, status))
-    if not mode & stat.S_ISVTX:
-        return warning(f"{what}: every user may remove the leases of other users", opened_to_all(path, status))
-    return None
+        return warning(f"{what}: {closed}", fix)
+    return None if mode & stat.S_ISVTX else warning(f"{what}: {open_to_all}", fix)
 
 
-def opened_to_all(path: str, status: os.stat_result) -> str:
+def _opened_to_all(path: str, status: os.stat_result) -> str:
     """How to set the mode of a directory. Root is never told to change a name that another user can replace by a link.
     That is who can change a directory above, and the owner of the name where that one is sticky."""
     command = f"chmod 1777 {quote(path)}"
@@ -146,27 +148,29 @@ def opened_to_all(path: str, status: os.stat_result) -> str:
     return f"as {procfs.user_name(status.st_uid)}: {command}; or {way_out}"
 
 
-def _trouble_with_files(root: int, host: CheckedHost) -> Finding | None:
-    seen: dict[tuple[int, int], str] = {}
-    # Other users may have made files of any other name.
-    for name in ("host.lock", *(f"leases/{name}" for name in leases_of(one.gpu.uuid for one in host.status.gpus))):
-        try:
-            status = _at(root, name)
-        except OSError:
-            continue
-        path = os.path.join(host.path, name)
-        fix = f"rm {quote(path)}, as its owner or root"
-        if (other := seen.setdefault((status.st_dev, status.st_ino), name)) != name:
-            what = f"{path} is closed: a hard link, the same file as {other}; who made it is not known"
-            return failed(what, f"rm {quote(path)}, as root")
-        if not stat.S_ISREG(status.st_mode):
-            return failed(f"{path} is not a regular file, and safe_gpu opens no other kind", fix)
-        mode = stat.S_IMODE(status.st_mode)
-        if mode & 0o666 != 0o666:
-            what = f"{path} has mode {mode:04o} and {_owner(status)}: other users may not open it"
-            mine = os.access(name, os.R_OK | os.W_OK, dir_fd=root, follow_symlinks=False)
-            return warning(what, fix) if mine else failed(what, fix)
-    return None
+def _trouble_with_files(root: StateDir, host: CheckedHost) -> Finding | None:
+    """A finding on host.lock or a lease. Other users may have made files of any other name."""
+    try:
+        with LeaseDir("leases", root, make=False) as leases, StateDir("queue", root, make=False):
+            leases.names_of_host = leases_of(one.gpu.uuid for one in host.status.gpus)
+            files = [(root, "host.lock"), *((leases, name) for name in leases.names_of_host)]
+            return next(filter(None, (_trouble_with_file(*file) for file in files)), None)
+    except FileNotFoundError:
+        return None  # the first claim creates it
+
+
+def _trouble_with_file(directory: StateDir, name: str) -> Finding | None:
+    fd = directory.open(name)
+    if fd is None:
+        return None
+    mode = stat.S_IMODE(os.fstat(fd).st_mode)
+    os.close(fd)
+    if mode & 0o666 == 0o666:
+        return None
+    path = os.path.join(directory.path, name)
+    return warning(
+        f"{path} has mode {mode:04o}: other users may not open it", f"rm {quote(path)}, as its owner or root"
+    )
 
 
 def _trouble_above(path: str) -> Finding | None:
@@ -223,9 +227,13 @@ def locks(host: CheckedHost) -> Finding:
     """Can host.lock be taken, and is a second lock on a locked file refused?"""
     began = time.monotonic()
     try:
-        with HostLock(began + _PATIENCE, host.path, make=False):
+        with HostLock(began + _PATIENCE, host.path, make=False), StateDir(host.path, make=False) as root:
             waited = time.monotonic() - began
-            excluded = not _locks_again(host.path)
+            fd = root.open_or_create("host.lock")
+            try:
+                excluded = not lock_file(fd)
+            finally:
+                os.close(fd)
     except FileNotFoundError:
         return skipped(f"nothing has been locked in {host.path} yet")
     except LockTimeout as err:
@@ -245,20 +253,6 @@ def locks(host: CheckedHost) -> Finding:
     return passed("host.lock was free, and locks exclude each other")
 
 
-def _locks_again(path: str) -> bool:
-    """Whether host.lock, which this process holds, can be locked a second time."""
-    with StateDir(path, make=False) as root:
-        fd = root.open("host.lock")
-    if fd is None:
-        return False
-    try:
-        return lock_file(fd)
-    except OSError as err:
-        raise StateDirError(f"a lock in {path} failed ({err.strerror})", path=path, errno=err.errno) from err
-    finally:
-        os.close(fd)
-
-
 # Other programs that remove or protect files
 
 _RULES = ("etc/tmpfiles.d", "run/tmpfiles.d", "usr/local/lib/tmpfiles.d", "usr/lib/tmpfiles.d")
@@ -274,10 +268,10 @@ def cleaning(host: CheckedHost) -> Finding:
             return warning(f"/{cleaner} removes old files below /tmp", f"exempt {host.path} in its configuration")
     if not os.path.isdir(os.path.join(host.root, "run/systemd/system")):
         return passed("systemd, which removes old files, does not run here")
-    aged = ""
-    longest = -1
+    above = (host.path, *PurePath(host.path).parents)
+    aged, longest = "", -1
     for kind, path, age, source in _rules(host):
-        covers = _covers(path, host.path)
+        covers = any(fnmatchcase(str(one), path.rstrip("/")) for one in above)
         if kind[0] in "xX" and covers:
             return passed(f"{source} exempts it")
         if kind[0] in _AGED_TYPES and covers and len(path) > longest:
@@ -288,35 +282,17 @@ def cleaning(host: CheckedHost) -> Finding:
     return passed("no rule of systemd-tmpfiles removes old files there")
 
 
-def _rules(host: CheckedHost) -> list[tuple[str, str, str, str]]:
+def _rules(host: CheckedHost) -> Iterator[tuple[str, str, str, str]]:
     """(type, path, age, file) of every line of tmpfiles.d(5); a file in /etc replaces its namesake in /usr/lib."""
     files: dict[str, str] = {}
     for directory in _RULES:
-        try:
-            names = os.listdir(os.path.join(host.root, directory))
-        except OSError:
-            continue
-        for name in names:
-            if name.endswith(".conf"):
-                files.setdefault(name, f"{directory}/{name}")
-    rules = []
-    for name in sorted(files):
-        for line in (host.read(files[name]) or "").splitlines():
+        for name in glob("*.conf", root_dir=os.path.join(host.root, directory)):
+            files.setdefault(name, f"{directory}/{name}")
+    for _, file in sorted(files.items()):
+        for line in (host.read(file) or "").splitlines():
             fields = line.split()
-            if len(fields) >= 2 and not line.lstrip().startswith("#"):
-                rules.append((fields[0], fields[1], fields[5] if len(fields) > 5 else "-", f"/{files[name]}"))
-    return rules
-
-
-def _covers(rule: str, path: str) -> bool:
-    """Whether a rule's path or glob matches the directory or one above it."""
-    from fnmatch import fnmatchcase
-
-    while path != "/":
-        if fnmatchcase(path, rule.rstrip("/")):
-            return True
-        path = os.path.dirname(path)
-    return False
+            if len(fields) >= 2 and not fields[0].startswith("#"):
+                yield fields[0], fields[1], fields[5] if len(fields) > 5 else "-", f"/{file}"
 
 
 def removed_leases(host: CheckedHost) -> Finding:
@@ -324,7 +300,13 @@ def removed_leases(host: CheckedHost) -> Finding:
     leases = os.path.join(os.path.realpath(host.path), "leases") + "/"
     for pid in procfs.pids():
         for number, target in (procfs.open_files(pid) or {}).items():
-            if target.startswith(leases) and target.endswith(".lock (deleted)") and _is_locked(pid, number):
+            if target.startswith(leases) and target.endswith(".lock (deleted)"):
+                try:
+                    inode = os.stat(f"/proc/{pid}/fd/{number}").st_ino
+                except OSError:
+                    continue
+                if inode not in procfs.flock_holders({inode}):
+                    continue
                 name = target[len(leases) :].removesuffix(".lock (deleted)")
                 return warning(
                     f"the lease of {name} that process {pid} ({procfs.user_of(pid)}) holds was removed from {leases}: "
@@ -332,14 +314,6 @@ def removed_leases(host: CheckedHost) -> Finding:
                     "stop what removes files from that directory; then release and claim again in that process",
                 )
     return passed("no process that can be examined holds a lease that was removed")
-
-
-def _is_locked(pid: int, number: int) -> bool:
-    try:
-        inode = os.stat(f"/proc/{pid}/fd/{number}").st_ino
-    except OSError:
-        return False
-    return inode in procfs.flock_holders({inode})
 
 
 def protected_regular(host: CheckedHost) -> Finding:
@@ -381,37 +355,23 @@ def history(host: CheckedHost) -> Finding:
     """Can every user's claims be recorded? A claim does not fail where they cannot."""
     path = os.path.join(host.path, NAME)
     try:
-        root = os.open(host.path, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        try:
-            status = os.stat(NAME, dir_fd=root, follow_symlinks=False)
-        finally:
-            os.close(root)
+        with StateDir(host.path, make=False) as root, HistoryDir(root):
+            pass
     except FileNotFoundError:
         return passed("nothing has been recorded yet")
-    except OSError as err:
-        return warning(
-            f"{path} cannot be examined ({err.strerror}): claims may not be recorded", f"look at {path} as root"
-        )
-    if not stat.S_ISDIR(status.st_mode):
-        return warning(
-            f"{path} is not a plain directory: no claim is recorded", f"rm {quote(path)}, as its owner or root"
-        )
-    mode = stat.S_IMODE(status.st_mode)
-    if mode & 0o777 != 0o777:
-        return warning(
-            f"{path} has mode {mode:04o}: claims of other users are not recorded", opened_to_all(path, status)
-        )
-    if not mode & stat.S_ISVTX:
-        return warning(f"{path} has mode {mode:04o}: every user may remove it all", opened_to_all(path, status))
-    return passed(f"{path}, mode {mode:04o}")
+    except (OSError, StateDirError) as err:
+        fix = _ELSEWHERE if isinstance(err, StateDirError) else f"rm {quote(path)}, as its owner or root"
+        return warning(f"{path} cannot be opened, and claims may not be recorded: {err}", fix)
+    trouble = _trouble_with_mode(
+        host.path, NAME, "claims of other users are not recorded", "every user may remove it all"
+    )
+    return trouble or passed(f"{path}, mode 1777")
 
 
 # Checks whether all users of a host see the same claims and processes, and checks the claims of other users.
 
 
 _TOGETHER = "set SAFE_GPU_DIR, for all users and jobs, to a directory that all of them see, with mode 1777"
-
-_FIRST_PID_NAMESPACE = f"pid:[{procfs.FIRST_PID_NAMESPACE}]"
 
 _CLOCK_SLACK = 60.0
 _MOST = 10  # processes that one finding names
@@ -425,8 +385,7 @@ def _location(path: str, mounts: list[Mount]) -> tuple[str, str] | None:
     mount = mount_of(path, mounts)
     if mount is None:
         return None
-    inside = os.path.relpath(path, mount.point)
-    return mount.device, os.path.normpath(os.path.join(mount.root, inside))
+    return mount.device, os.path.normpath(os.path.join(mount.root, os.path.relpath(path, mount.point)))
 
 
 def private_directory(host: CheckedHost) -> Finding:
@@ -486,15 +445,13 @@ def process_namespace(host: CheckedHost) -> Finding:
     """Are the processes visible that the driver reports?"""
     snapshot = host.snapshot or HostSnapshot(())
     processes = [process for gpu in snapshot.gpus for process in gpu.processes or ()]
-    pids = {process.pid for process in processes}
-    elsewhere = {process.pid for process in processes if process.elsewhere}
-    unseen = {pid for pid in pids if not procfs.exists(pid)} | elsewhere
-    hidden = {pid for pid in unseen - elsewhere if not procfs.has_ended(pid)}
-    name = host.link("proc/self/ns/pid")
-    if unseen - hidden:
+    unseen = {
+        one.pid for one in processes if one.elsewhere or (not procfs.exists(one.pid) and procfs.has_ended(one.pid))
+    }
+    if unseen:
         return warning(
-            f"{len(unseen - hidden)} of {len(pids)} processes on the GPUs cannot be seen from here (a container?): "
-            "their GPUs count as busy, but their users are not known",
+            f"{len(unseen)} of {len({one.pid for one in processes})} processes on the GPUs cannot be seen from here (a "
+            "container?): their GPUs count as busy, but their users are not known",
             "start the container with --pid=host",
         )
     mount = mount_of("/proc", parse_mounts(host.read("proc/self/mountinfo") or ""))
@@ -504,7 +461,7 @@ def process_namespace(host: CheckedHost) -> Finding:
             f"/proc is mounted with {option[0]}: the commands and users of other users' processes are not visible",
             "ask root to add you to the group of the mount option gid=, or to remount /proc without hidepid",
         )
-    if name is not None and name != _FIRST_PID_NAMESPACE:
+    if host.link("proc/self/ns/pid") not in (None, f"pid:[{procfs.FIRST_PID_NAMESPACE}]"):
         return warning(
             "this is not the initial pid namespace (a container?): claims made outside are respected, but their "
             "processes cannot be shown",
@@ -547,13 +504,13 @@ def suspended(host: CheckedHost) -> Finding:
 
 def clock(host: CheckedHost) -> Finding:
     """Does a claim or a ticket have a time in the future?"""
-    latest = time.time() + _CLOCK_SLACK
+    now = time.time()
     times = [(claim.since, f"the claim of GPU {label}") for label, claim in _claims(host)]
     times += [(waiter.since, f"the wait at place {waiter.position}") for waiter in host.status.queue]
     for since, what in times:
-        if since is not None and since > latest:
+        if since is not None and since > now + _CLOCK_SLACK:
             return warning(
-                f"{what} began {round(since - time.time())} s in the future",
+                f"{what} began {round(since - now)} s in the future",
                 "set the clock of this host (timedatectl set-ntp true); the shown ages are wrong until then, but "
                 "claims work",
             )

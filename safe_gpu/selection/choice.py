@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import combinations, islice
 from typing import TYPE_CHECKING
 
@@ -25,10 +26,8 @@ def candidates(
     return tuple(
         gpu
         for gpu in snapshot.gpus
-        if not why_unusable(gpu)
-        and not _why_unwatchable(gpu, snapshot, rules)
+        if not (why_unusable(gpu) or _why_unwatchable(gpu, snapshot, rules) or _why_never(gpu, request, fence))
         and not (gpu.is_mig_instance and request.nb_gpus > 1)
-        and not _why_never(gpu, request, fence)
     )
 
 
@@ -56,24 +55,19 @@ def check_possible(
             )
     left: Sequence[Gpu] = snapshot.gpus
     problem = ""
-    reasons: tuple[Callable[[Gpu], str], ...] = (
-        why_unusable,
-        lambda gpu: _why_unwatchable(gpu, snapshot, rules),
-        lambda gpu: _why_never(gpu, request, None),
-    )
-    for why_not in reasons:
+    verdicts_with = partial(judge, snapshot, request, leased=leased or {}, rules=rules)
+    unwatchable = partial(_why_unwatchable, snapshot=snapshot, rules=rules)
+    for why_not in (why_unusable, unwatchable, partial(_why_never, request=request, fence=None)):
         left = [gpu for gpu in left if not why_not(gpu)]
         problem = problem or _too_few(request.nb_gpus, left, snapshot, why_not)
     if not problem and fence is not None and capacity([gpu for gpu in left if gpu.uuid in fence]) < request.nb_gpus:
-        hint = fence_hint(judge(snapshot, request, leased=leased or {}, rules=rules), fence)
+        hint = fence_hint(verdicts_with(), fence)
         way_out = "" if fence.frozen else ", or set SAFE_GPU_FENCE=ignore to disregard the variable"
         problem = f"{hint}: ask for fewer GPUs or among those{way_out}"
     if problem:
         asked = "1 GPU is" if request.nb_gpus == 1 else f"{request.nb_gpus} GPUs are"
         raise UnsatisfiableRequestError(
-            f"{asked} asked for, but {problem}",
-            value=request.nb_gpus,
-            verdicts=judge(snapshot, request, leased=leased or {}, fence=fence, rules=rules),
+            f"{asked} asked for, but {problem}", value=request.nb_gpus, verdicts=verdicts_with(fence=fence)
         )
 
 
@@ -92,27 +86,23 @@ def _why_never(gpu: Gpu, request: GpuRequest, fence: VisibleLimit | None) -> str
 
 def _too_few(nb_gpus: int, left: Sequence[Gpu], snapshot: HostSnapshot, why_not: Callable[[Gpu], str]) -> str:
     """Why ``nb_gpus`` cannot be had from the devices in ``left``; "" if they suffice."""
-    if capacity(left) >= nb_gpus:
+    most, total = capacity(left), len(snapshot.physical)
+    if most >= nb_gpus:
         return ""
     if any(gpu.is_mig_instance for gpu in left):
-        most = capacity(left)
         text = f"CUDA shows a process one MIG instance, and no whole GPU beside it: ask for {most}"
         if most < len(left):
             text += f"{', or for 1' if most > 1 else ''} in each of up to {len(left)} processes"
         return text
-    total = len(snapshot.physical)
     if total < nb_gpus and len(left) == len(snapshot.gpus):
         return f"this host has only {total}: ask for fewer" if total else "this host has none"
-    reasons: dict[str, list[str]] = {}
-    for gpu in snapshot.gpus:
-        reason = why_not(gpu)
-        if reason:
-            reasons.setdefault(reason, []).append(gpu.label)
     from ..text import gpu_ranges  # few claims come here
 
-    listed = "; ".join(f"GPU {gpu_ranges(labels)}: {reason}" for reason, labels in reasons.items())
-    kept = capacity(left)
-    return f"only {kept} of the {total} in this host can be claimed ({listed})" if kept else f"none fits ({listed})"
+    reasons: dict[str, list[str]] = {}
+    for gpu in snapshot.gpus:
+        reasons.setdefault(why_not(gpu), []).append(gpu.label)
+    listed = "; ".join(f"GPU {gpu_ranges(labels)}: {reason}" for reason, labels in reasons.items() if reason)
+    return f"only {most} of the {total} in this host can be claimed ({listed})" if most else f"none fits ({listed})"
 
 
 def _inventory(gpus: Sequence[Gpu], *, by_uuid: bool) -> str:
@@ -205,12 +195,12 @@ def choose(
 
 def _best_one(pool: Sequence[Gpu], near: frozenset[int]) -> Gpu:
     """The best by the same criteria, for a claim of one GPU, as most are: no sets have to be compared."""
-    room: dict[int | None, int] = {}
-    for gpu in pool:
-        room[gpu.numa_node] = room.get(gpu.numa_node, 0) + 1
-    return min(
-        pool, key=lambda gpu: (gpu.display_active, gpu.numa_node not in near, room[gpu.numa_node], _position(gpu))
-    )
+    nodes = [gpu.numa_node for gpu in pool]
+
+    def rank(gpu: Gpu) -> tuple[object, ...]:
+        return gpu.display_active, gpu.numa_node not in near, nodes.count(gpu.numa_node), _position(gpu)
+
+    return min(pool, key=rank)
 
 
 def _position(gpu: Gpu) -> tuple[int, int]:
@@ -249,19 +239,10 @@ class _Chooser:
             if (taken | spare).bit_count() >= self.count:
                 break
             taken, spare = taken | spare, rank
-        best = self._least(islice(self._sets(taken, spare, self.count - taken.bit_count()), _EXACT_LIMIT))
+        sets = islice(self._sets(taken, spare, self.count - taken.bit_count()), _EXACT_LIMIT)
+        # If the scores are equal, the set with the lower indices wins.
+        best = min(sets, key=lambda mask: (self._score(mask), *_positions(mask)))
         return tuple(self.pool[position] for position in _positions(best))
-
-    def _least(self, sets: Iterator[int]) -> int:
-        best = next(sets)
-        lowest = self._score(best)
-        for mask in sets:
-            score = self._score(mask)
-            apart = mask ^ best
-            # If the scores are equal, the set with the lower index wins: compare the lowest position that differs.
-            if score < lowest or (score == lowest and mask & apart & -apart):
-                best, lowest = mask, score
-        return best
 
     def _score(self, mask: int) -> _Score:
         """The score of a set by the criteria of :func:`choose`; lower is better."""
@@ -271,10 +252,7 @@ class _Chooser:
                 nodes += 1
                 room += members.bit_count()
         if self.linked:
-            rest = mask
-            while rest:
-                links += (self.links[rest.bit_length() - 1] & mask).bit_count()
-                rest ^= 1 << rest.bit_length() - 1
+            links = sum((self.links[position] & mask).bit_count() for position in _positions(mask))
         return nodes, -links, -(mask & self.near).bit_count(), room
 
     def _sets(self, taken: int, spare: int, missing: int) -> Iterator[int]:
@@ -322,11 +300,8 @@ class _Chooser:
             bit = 1 << position
             for group in groups:
                 first = group[0].bit_length() - 1
-                apart = relevant & ~(bit | group[0])
-                if (
-                    self.pool[first].numa_node == self.pool[position].numa_node
-                    and self.links[first] & apart == self.links[position] & apart
-                ):
+                same_node = self.pool[first].numa_node == self.pool[position].numa_node
+                if same_node and not (self.links[first] ^ self.links[position]) & relevant & ~(bit | group[0]):
                     group.append(bit)
                     break
             else:

@@ -82,19 +82,22 @@ def _refused(name: str, value: object, way_out: str, spelling: type[ArgumentStyl
 
 
 def _count(nb_gpus: object, spelling: type[ArgumentStyle]) -> int:
-    job = spelling.value("job")
-    way_out = f"ask for a whole number of GPUs, 1 or more (or {job} for the number that the batch job asked for)"
-    try:
-        if isinstance(nb_gpus, bool):
-            raise TypeError
-        count = operator.index(nb_gpus)  # type: ignore[arg-type]
-    except TypeError:
+    count = _index(nb_gpus)
+    if count is None or count < 1:
+        job = spelling.value("job")
+        way_out = f"ask for a whole number of GPUs, 1 or more (or {job} for the number that the batch job asked for)"
         if isinstance(nb_gpus, (list, tuple, range, set)):
             way_out += f"; to choose GPUs by index, pass {spelling.setting('only', spelling.value(nb_gpus))}"
-        raise _refused("nb_gpus", nb_gpus, way_out, spelling) from None
-    if count < 1:
         raise _refused("nb_gpus", nb_gpus, way_out, spelling)
     return count
+
+
+def _index(value: object) -> int | None:
+    """A whole number, of numpy too; None for anything else, and for a bool."""
+    try:
+        return None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return None
 
 
 def parse_size(value: object, name: str = "min_memory", *, spelling: type[ArgumentStyle] = ArgumentStyle) -> int:
@@ -126,22 +129,15 @@ def parse_bytes(value: object, name: str = "min_memory", *, spelling: type[Argum
     >>> parse_bytes("20GiB") == parse_bytes("20G") == 20 * 1024**3
     True
     """
-    way_out = f"give bytes as a whole number, or a size such as {spelling.value('20GiB')}"
     if isinstance(value, str):
         size = re.fullmatch(_SIZE, value)
-        factor = _UNITS.get(size.group(2).lower()) if size else None
-        if size is None or factor is None:
-            raise _refused(name, value, way_out, spelling)
-        return int(float(size.group(1)) * factor) if "." in size.group(1) else int(size.group(1)) * factor
-    if isinstance(value, bool):
-        raise _refused(name, value, way_out, spelling)
-    try:
-        count = operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        raise _refused(name, value, way_out, spelling) from None
-    if count < 0:
-        raise _refused(name, value, way_out, spelling)
-    return count
+        factor = _UNITS.get(size[2].lower()) if size else None
+        if size and factor:
+            return int(float(size[1]) * factor) if "." in size[1] else int(size[1]) * factor
+    elif (count := _index(value)) is not None and count >= 0:
+        return count
+    way_out = f"give bytes as a whole number, or a size such as {spelling.value('20GiB')}"
+    raise _refused(name, value, way_out, spelling)
 
 
 def parse_names(value: object, argument: str, *, spelling: type[ArgumentStyle] = ArgumentStyle) -> tuple[str, ...]:
@@ -163,8 +159,8 @@ def _names(value: object) -> tuple[str, ...]:
     for item in _flat(value):
         text = item.strip()
         span = re.fullmatch(_RANGE, text)
-        if span is not None and int(span.group(1)) <= int(span.group(2)):
-            names.update((str(index), None) for index in range(int(span.group(1)), int(span.group(2)) + 1))
+        if span is not None and int(span[1]) <= int(span[2]):
+            names.update((str(index), None) for index in range(int(span[1]), int(span[2]) + 1))
         elif re.fullmatch(_NAME, text):
             names[":".join(str(int(part)) for part in text.split(":")) if text[0].isdigit() else text] = None
         else:
@@ -182,13 +178,10 @@ def _flat(value: object) -> Iterable[str]:
             if item is None or (isinstance(item, Iterable) and not isinstance(item, str)):
                 raise ValueError(item)
             yield from _flat(item)
+    elif (index := _index(value)) is not None:
+        yield str(index)
     else:
-        try:
-            if isinstance(value, bool):
-                raise TypeError
-            yield str(operator.index(value))  # type: ignore[arg-type]
-        except TypeError:
-            raise ValueError(value) from None
+        raise ValueError(value)
 
 
 # The names by which requests speak of GPUs: indices, UUIDs and product names. Pure functions.

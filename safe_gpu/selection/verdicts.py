@@ -1,6 +1,6 @@
 """Which GPUs a request may have now, and why not the others. Pure.
 
-:func:`judge` says for every device whether it is free *now*. :mod:`.possible` says what this host can *ever* give, and
+:func:`judge` says for every device whether it is free *now*. :mod:`.choice` says what this host can *ever* give, and
 :func:`~safe_gpu.selection.choice.choose` picks the best set of the free devices.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from ..devices import ComputeMode, GpuFault, GpuVerdict, ProcessKind
 from ..text import format_bytes, in_brackets
@@ -124,17 +124,6 @@ UNWATCHABLE = (
 )
 
 
-class _Case(NamedTuple):
-    """What is the same for all devices that are judged."""
-
-    request: GpuRequest
-    fence: VisibleLimit | None
-    describe: Describe
-    rules: Rules
-    shared_display: bool
-    mps_clients: bool
-
-
 def judge(
     snapshot: HostSnapshot,
     request: GpuRequest,
@@ -162,53 +151,43 @@ def judge(
         rules: what the user has set.
         gpus: the devices of the snapshot to judge; None: all of them.
     """
-    case = _Case(
-        request, fence, describe or _unknown_process, rules, snapshot.shared_display, has_mps_clients(snapshot)
-    )
-    return tuple(
-        _judge_one(gpu, case, leased.get(gpu.uuid), own, (explained or {}).get(gpu.uuid))
-        for gpu in (snapshot.gpus if gpus is None else gpus)
-    )
+    explained = explained or {}
+    describe = describe or (lambda pid: None)
+    mps_clients, shared_display = has_mps_clients(snapshot), snapshot.shared_display
 
+    def verdict_on(gpu: Gpu) -> GpuVerdict:
+        holder, of_outer = leased.get(gpu.uuid), explained.get(gpu.uuid)
+        disregarded = own if of_outer is None else {*own, *of_outer}
+        if unusable := why_unusable(gpu):
+            return GpuVerdict(gpu, "unusable", unusable)
+        if outside := why_outside(gpu, request, fence):
+            return GpuVerdict(gpu, "outside", outside)
+        if shared_display:
+            return GpuVerdict(gpu, "display", _why_too_full(gpu, request, disregarded))
+        if holder is not None and holder.closed:
+            return GpuVerdict(gpu, "unusable", holder.closed)
+        if holder is not None:
+            pid = None if holder.place else holder.pid
+            return GpuVerdict(gpu, "claimed", _claimed_by(holder), pid, holder.user, holder)
+        if not gpu.processes_supported and not rules.lists_optional:
+            return GpuVerdict(gpu, "unusable", UNWATCHABLE)
+        if gpu.processes is None and gpu.processes_supported:
+            return GpuVerdict(gpu, "busy", f"process list failed: {gpu.process_error or 'the driver does not say why'}")
+        computing = [
+            process
+            for process in gpu.processes or ()
+            if process.pid not in disregarded and computes(process, describe, mps_clients=mps_clients)
+        ]
+        if computing:
+            computing.sort(key=lambda process: (-(process.memory_used or 0), process.pid))
+            user, text = name_processes(computing, describe)
+            return GpuVerdict(gpu, "busy", text, computing[0].pid, user)
+        reason = _why_too_full(gpu, request, disregarded)
+        if not reason and of_outer is None:
+            reason = why_memory_unexplained(gpu, rules)
+        return GpuVerdict(gpu, "busy" if reason else "free", reason)
 
-def _unknown_process(_pid: int) -> None:
-    return None
-
-
-def _judge_one(
-    gpu: Gpu, case: _Case, holder: LeaseHolder | None, own: Collection[int], explained: Collection[int] | None
-) -> GpuVerdict:
-    disregarded = own if explained is None else {*own, *explained}
-    unusable = why_unusable(gpu)
-    if unusable:
-        return GpuVerdict(gpu, "unusable", unusable)
-    outside = why_outside(gpu, case.request, case.fence)
-    if outside:
-        return GpuVerdict(gpu, "outside", outside)
-    if case.shared_display:
-        return GpuVerdict(gpu, "display", _why_too_full(gpu, case.request, disregarded))
-    if holder is not None and holder.closed:
-        return GpuVerdict(gpu, "unusable", holder.closed)
-    if holder is not None:
-        pid = None if holder.place else holder.pid
-        return GpuVerdict(gpu, "claimed", _claimed_by(holder), pid, holder.user, holder)
-    if not gpu.processes_supported and not case.rules.lists_optional:
-        return GpuVerdict(gpu, "unusable", UNWATCHABLE)
-    if gpu.processes is None and gpu.processes_supported:
-        return GpuVerdict(gpu, "busy", f"process list failed: {gpu.process_error or 'the driver does not say why'}")
-    computing = [
-        process
-        for process in gpu.processes or ()
-        if process.pid not in disregarded and computes(process, case.describe, mps_clients=case.mps_clients)
-    ]
-    if computing:
-        computing.sort(key=lambda process: (-(process.memory_used or 0), process.pid))
-        user, text = name_processes(computing, case.describe)
-        return GpuVerdict(gpu, "busy", text, computing[0].pid, user)
-    reason = _why_too_full(gpu, case.request, disregarded)
-    if not reason and explained is None:
-        reason = why_memory_unexplained(gpu, case.rules)
-    return GpuVerdict(gpu, "busy" if reason else "free", reason)
+    return tuple(map(verdict_on, snapshot.gpus if gpus is None else gpus))
 
 
 def why_unusable(gpu: Gpu) -> str:

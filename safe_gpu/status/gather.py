@@ -11,10 +11,11 @@ import os
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING
 
 from ..coordination.files import state_dir_path
 from ..coordination.holders import outer_claim_of_process, user_and_command
+from ..coordination.leases import inner_name, lease_name, leases_of
 from ..devices import Gpu, GpuProcess, GpuRequest, HostSnapshot, LeaseHolder, vendor_of
 from ..errors import NoDriverError
 from ..runtimes.visible_devices import stale_indices
@@ -24,8 +25,8 @@ from ..selection.verdicts import computes, has_mps_clients, judge, why_last
 from ..settings import policy_file
 from ..text import in_brackets
 from .facts import ClaimStatus, GpuStatus, HostStatus, ProcessStatus, WaiterStatus
-from .idle import with_idle_times
-from .probe import HostFacts, LockedFile, ProcessTable, look, names_of, who_holds, who_waits
+from .idle import with_idle_times, with_reports
+from .probe import HostFacts, LockedFile, ProcessTable, look, who_holds, who_waits
 
 if TYPE_CHECKING:
     from ..coordination.leases import LeaseRecord
@@ -33,38 +34,24 @@ if TYPE_CHECKING:
     from ..drivers.base import Driver
 
 
+_FREE = ("free", "display")
+
 # When each waiter of the queue can expect to start. Pure.
 
 
-class _Claim(Protocol):
-    @property
-    def since(self) -> float | None: ...
-    @property
-    def until(self) -> float | None: ...
-
-
-class Occupancy(NamedTuple):
-    """One device: whether it is free, the claim that holds it, and the claim inside that one."""
-
-    uuid: str
-    free: bool
-    claim: _Claim | None
-    inner: _Claim | None
-
-
-def expected_starts(tickets: Sequence[Ticket], gpus: Iterable[Occupancy], now: float) -> list[float | None]:
+def expected_starts(tickets: Sequence[Ticket], gpus: Iterable[GpuStatus], now: float) -> list[float | None]:
     """Unix seconds for each ticket, in the order of the queue; None where somebody did not say for how long.
 
     A waiter that is stopped, or that no release of claims can satisfy, has none and keeps nobody waiting.
     """
     ends: dict[str, float] = {}
     coming: set[str] = set()
-    for gpu in gpus:
-        inner = f"{gpu.uuid}.inner"
-        ends[gpu.uuid] = now if gpu.free else _end(gpu.claim, now)
-        ends[inner] = now if gpu.inner is None else _end(gpu.inner, now)
-        if gpu.free or gpu.claim is not None:
-            coming |= {gpu.uuid, inner}
+    for one in gpus:
+        uuid, inner, free = one.gpu.uuid, f"{one.gpu.uuid}.inner", one.state in _FREE
+        ends[uuid] = now if free else _end(one.claim, now)
+        ends[inner] = now if one.inner is None else _end(one.inner, now)
+        if free or one.claim is not None:
+            coming |= {uuid, inner}
     wants: dict[int, BackfillRequest] = {}
     for place, ticket in enumerate(tickets):
         demand = ticket.demand
@@ -74,15 +61,12 @@ def expected_starts(tickets: Sequence[Ticket], gpus: Iterable[Occupancy], now: f
             hold_for = math.inf if demand.hold_for is None else demand.hold_for
             wants[place] = BackfillRequest(demand.nb_gpus, demand.gpus, hold_for)
     found = dict(zip(wants, starts(wants.values(), ends), strict=True))
-    return [_known(found.get(place, math.inf)) for place in range(len(tickets))]
+    moments = (found.get(place, math.inf) for place in range(len(tickets)))
+    return [None if moment == math.inf else round(moment, 3) for moment in moments]
 
 
-def _end(claim: _Claim | None, now: float) -> float:
+def _end(claim: ClaimStatus | None, now: float) -> float:
     return math.inf if claim is None else free_at(now, since=claim.since or 0.0, until=claim.until)
-
-
-def _known(moment: float) -> float | None:
-    return None if moment == math.inf else round(moment, 3)
 
 
 # The state of a host at one moment: every GPU, its holder, and the queue.
@@ -100,6 +84,16 @@ def gather(driver: Driver | None = None) -> HostStatus:
     """
     if driver is not None:
         return status_of(driver.detailed(driver.snapshot()))
+    snapshots, broken = polls()
+    return status_of(*([one for one in snapshots if one.gpus] or snapshots[:1]), broken=broken)
+
+
+def polls() -> tuple[list[HostSnapshot], list[str]]:
+    """One poll of each vendor's driver, and sentences on those that do not work.
+
+    Raises:
+        NoDriverError, UnsatisfiableRequestError: as of :func:`gather`.
+    """
     from ..drivers import open_drivers
 
     drivers, broken = open_drivers()
@@ -115,7 +109,7 @@ def gather(driver: Driver | None = None) -> HostStatus:
             opened.close()
     if not snapshots:
         raise NoDriverError("; ".join(broken), driver="auto")
-    return status_of(*([one for one in snapshots if one.gpus] or snapshots[:1]), broken=broken)
+    return snapshots, broken
 
 
 def status_of(*snapshots: HostSnapshot, broken: Iterable[str] = ()) -> HostStatus:
@@ -128,16 +122,17 @@ def status_of(*snapshots: HostSnapshot, broken: Iterable[str] = ()) -> HostStatu
     found = look(path, [gpu for snapshot in snapshots for gpu in snapshot.gpus], snapshots[0].names)
     processes = ProcessTable(found.files)
     claims = {name: _claim(file, found.records.get(name), processes) for name, file in found.files.items()}
-    claims.update((name, ClaimStatus(note=why)) for name, why in found.linked.items())
     now = time.time()
     rows = [
         replace(one, prefix=f"{snapshot.vendor}:") if len(snapshots) > 1 else one
         for snapshot in snapshots
         for one in _gpus(snapshot, claims, found, processes)
     ]
-    gpus = _with_reports(with_idle_times(rows, now))
-    tickets = sorted(found.tickets, key=_seq)
-    expected = zip(tickets, expected_starts(tickets, _occupancy(gpus), now), strict=True)
+    gpus = with_idle_times(rows, now)
+    if os.path.lexists(rules := policy_file(os.environ)):
+        gpus = with_reports(gpus, rules)
+    tickets = sorted(found.tickets, key=lambda ticket: ticket.seq)
+    expected = zip(tickets, expected_starts(tickets, gpus, now), strict=True)
     return HostStatus(
         host=os.uname().nodename,
         driver=_all_of(snapshot.driver for snapshot in snapshots),
@@ -158,15 +153,6 @@ def _all_of(texts: Iterable[str]) -> str:
     return ", ".join(dict.fromkeys(filter(None, texts)))
 
 
-def _with_reports(gpus: tuple[GpuStatus, ...]) -> tuple[GpuStatus, ...]:
-    path = policy_file(os.environ)
-    if not os.path.lexists(path):
-        return gpus
-    from .idle import with_reports
-
-    return with_reports(gpus, path)
-
-
 def _shift(snapshots: Iterable[HostSnapshot], found: HostFacts) -> str:
     value = os.environ.get("CUDA_VISIBLE_DEVICES")
     around = outer_claim_of_process(found.records.values(), os.environ.get("SAFE_GPU_SCOPE", "")) if value else None
@@ -177,11 +163,9 @@ def _shift(snapshots: Iterable[HostSnapshot], found: HostFacts) -> str:
     return next((stale_indices(value, order, around.gpus, one) for one in of_it), "")
 
 
-def _occupancy(gpus: Iterable[GpuStatus]) -> list[Occupancy]:
-    return [Occupancy(one.gpu.uuid, one.state in ("free", "display"), one.claim, one.inner) for one in gpus]
-
-
 def _claim(file: LockedFile, record: LeaseRecord | None, processes: ProcessTable) -> ClaimStatus:
+    if file.note:
+        return ClaimStatus(note=file.note)
     pid, uid, note = who_holds(file, record, processes)
     user, command = user_and_command(record, pid, uid)
     stopped = pid is not None and uid is not None and processes.is_stopped(pid)
@@ -194,27 +178,32 @@ def _claim(file: LockedFile, record: LeaseRecord | None, processes: ProcessTable
 def _gpus(
     snapshot: HostSnapshot, claims: Mapping[str, ClaimStatus], found: HostFacts, processes: ProcessTable
 ) -> tuple[GpuStatus, ...]:
-    pairs = [(claims.get(outer), claims.get(inner)) for outer, inner in map(names_of, snapshot.gpus)]
-    leased = {gpu.uuid: _holder(outer or inner) for gpu, (outer, inner) in zip(snapshot.gpus, pairs, strict=True)}
-    leased.update(dict.fromkeys(found.elsewhere, LeaseHolder(elsewhere=True)))
+    pairs: list[tuple[ClaimStatus | None, ClaimStatus | None]] = []
+    for gpu in snapshot.gpus:
+        outer, inner = claims.get(lease_name(gpu.uuid)), claims.get(inner_name(gpu.uuid))
+        if gpu.uuid in found.elsewhere:
+            outer = ClaimStatus()
+        pairs.append((outer, inner) if outer else (inner, None))  # an inner claim may outlive its outer claim
     verdicts = judge(
         snapshot,
         GpuRequest(),
-        leased={uuid: holder for uuid, holder in leased.items() if holder},
+        leased={
+            gpu.uuid: LeaseHolder(
+                claim.pid, claim.user, claim.job, claim.command, claim.since, elsewhere=gpu.uuid in found.elsewhere
+            )
+            for gpu, (claim, _) in zip(snapshot.gpus, pairs, strict=True)
+            if claim
+        },
         describe=processes.describe,
         rules=Rules.of(os.environ),
     )
     mps_clients = has_mps_clients(snapshot)
     rows = []
-    for verdict, (outer, inner) in zip(verdicts, pairs, strict=True):
+    for verdict, (claim, inner) in zip(verdicts, pairs, strict=True):
         gpu, state = verdict.gpu, verdict.state
-        if gpu.uuid in found.elsewhere:
-            outer = ClaimStatus()
-        claim = outer or inner  # an inner claim may outlive its outer claim
-        inner = inner if outer else None
         fault = why_last(found.faults[gpu.uuid]) if gpu.uuid in found.faults else ""
         reasons = [verdict.reason, *_remarks(claim), *_inside(inner), fault]
-        trouble = next((found.closed[name] for name in names_of(gpu) if name in found.closed), "")
+        trouble = next((found.closed[name] for name in leases_of([gpu.uuid]) if name in found.closed), "")
         if trouble:
             state, reasons = "unusable", [trouble]
         elif state == "free" and found.warnings:
@@ -223,8 +212,7 @@ def _gpus(
             GpuStatus(
                 gpu,
                 state,
-                idle=claim is not None
-                and _is_idle(gpu, [one for one in (claim, inner) if one], processes, mps_clients=mps_clients),
+                idle=claim is not None and _is_idle(gpu, [*filter(None, (claim, inner))], processes, mps_clients),
                 reason="; ".join(filter(None, reasons)),
                 claim=claim,
                 inner=inner,
@@ -235,14 +223,8 @@ def _gpus(
     return tuple(rows)
 
 
-def _holder(claim: ClaimStatus | None) -> LeaseHolder | None:
-    return LeaseHolder(claim.pid, claim.user, claim.job, claim.command, claim.since) if claim else None
-
-
 def _remarks(claim: ClaimStatus | None) -> list[str]:
-    if claim is None:
-        return []
-    return [claim.note, "stopped (a suspended job?)" if claim.stopped else ""]
+    return [claim.note, "stopped (a suspended job?)" if claim.stopped else ""] if claim else []
 
 
 def _inside(inner: ClaimStatus | None) -> list[str]:
@@ -252,7 +234,7 @@ def _inside(inner: ClaimStatus | None) -> list[str]:
     return [f"inside it claimed by process {inner.pid or '?'}{who}", *_remarks(inner)]
 
 
-def _is_idle(gpu: Gpu, claims: Collection[ClaimStatus], processes: ProcessTable, *, mps_clients: bool) -> bool:
+def _is_idle(gpu: Gpu, claims: Collection[ClaimStatus], processes: ProcessTable, mps_clients: bool) -> bool:
     """Whether none of the claim's processes computes there; False if the process list is unknown."""
     if gpu.processes is None or not gpu.processes_supported:
         return False
@@ -277,32 +259,24 @@ def _process(process: GpuProcess, processes: ProcessTable) -> ProcessStatus:
     return ProcessStatus(process.pid, user, command or process.name, process.kind, process.memory_used)
 
 
-def _seq(ticket: Ticket) -> int:
-    return ticket.seq
-
-
 def _waiter(
     position: int, ticket: Ticket, found: HostFacts, processes: ProcessTable, start: float | None
 ) -> WaiterStatus:
     pid, user, note = who_waits(ticket, found.locks.get(ticket.inode, ()), processes)
+    demand = ticket.demand
+    vendors = {vendor_of(stem.removesuffix(".inner")) for stem in demand.gpus} if demand else set()
     return WaiterStatus(
         position,
         pid,
         user,
-        ticket.demand.nb_gpus if ticket.demand else None,
+        demand.nb_gpus if demand else None,
         ticket.since or None,
         stopped=pid is not None and processes.is_stopped(pid),
         note=note,
-        hold_for=ticket.demand.hold_for if ticket.demand else None,
+        hold_for=demand.hold_for if demand else None,
         expected_start=start,
-        vendor=_vendor_of(ticket),
+        vendor=vendors.pop() if len(vendors) == 1 else None,
     )
-
-
-def _vendor_of(ticket: Ticket) -> str | None:
-    """The vendor of the GPUs for which somebody waits; requests are for those of one."""
-    vendors = {vendor_of(stem.removesuffix(".inner")) for stem in ticket.demand.gpus} if ticket.demand else set()
-    return vendors.pop() if len(vendors) == 1 else None
 
 
 # What of the state of a host concerns one user, or one vendor. Pure.
@@ -338,4 +312,4 @@ def free_labels(status: HostStatus) -> list[str]:
     """
     if status.warnings:
         return []
-    return [one.label for one in status.gpus if one.state in ("free", "display")]
+    return [one.label for one in status.gpus if one.state in _FREE]

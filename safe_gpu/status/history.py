@@ -20,12 +20,13 @@ from typing import Any, NamedTuple
 
 from ..coordination.files import StateDir, state_dir_path
 from ..coordination.history import LARGEST, HistoryDir, file_names, month_of, months_kept
-from ..coordination.leases import LeaseRecord, PreviousRecord, probe
+from ..coordination.leases import PreviousRecord, probe
 from ..coordination.locks import HostLock
 from ..coordination.records import ClaimEnd, as_int, as_list, as_seconds, as_text, as_time
 from ..errors import LockTimeout, StateDirError
-from ..text import GAP, Column, cut, gpu_ranges, short_age
+from ..text import Column, gpu_ranges, short_age
 from .probe import mark_seen
+from .render import table
 
 # The claims of a host as its history tells them, together with those that hold GPUs now.
 
@@ -110,20 +111,17 @@ def merged(
     """
     kept = _Kept(until)
     for one in told:
-        if isinstance(one, ClaimEnd):
-            kept.end(one)
-        else:
-            kept.add(one)
+        kept.end(one) if isinstance(one, ClaimEnd) else kept.add(one)
     if kept.dropped and warnings is not None:
         warnings.append("there are more claims than can be kept, and the first are left out: ask for a shorter time")
-    found = sorted(kept.claims.values(), key=lambda claim: claim.since)
-    next_claim = kept.next_claim
-    for number in reversed(range(len(found))):
-        claim = found[number]
-        if claim.ended is None and not claim.running:
-            found[number] = replace(claim, ended=_next_claim_of(claim, next_claim))
-        next_claim.update(dict.fromkeys(claim.gpus, claim.since))
-    return found
+    found = []
+    for claim in sorted(kept.claims.values(), key=lambda claim: claim.since)[::-1]:
+        if claim.ended is None and not claim.running:  # it ended before one of its GPUs was claimed anew
+            anew = (kept.next_claim[uuid] for uuid in claim.gpus if uuid in kept.next_claim)
+            claim = replace(claim, ended=min(anew, default=None))
+        found.append(claim)
+        kept.next_claim.update(dict.fromkeys(claim.gpus, claim.since))
+    return found[::-1]
 
 
 class _Kept:
@@ -151,15 +149,13 @@ class _Kept:
                 if uuid in self._shared or len(self.next_claim) < _MOST_EARLY:
                     self.next_claim[uuid] = min(claim.since, self.next_claim.get(uuid, claim.since))
             return
-        known = self.claims.get(claim.key)
-        if known is None:
-            known = self._sharing(claim)
+        known = self.claims.get(claim.key, claim)
         if claim.labels and not known.labels:
-            known = self._sharing(replace(known, labels=claim.labels))
+            known = replace(known, labels=claim.labels)
         if claim.running:
             self.claims.pop(claim.key, None)  # it is to be dropped last
             known = replace(known, running=True, seen=claim.seen, ended=None)
-        self.claims[claim.key] = known
+        self.claims[claim.key] = self._sharing(known)
         if claim.key in self._early:
             self.end(self._early.pop(claim.key))
         if len(self.claims) + self._size > _MOST:
@@ -184,25 +180,19 @@ class _Kept:
         for key in [*self.claims][: len(self.claims) // 2]:
             del self.claims[key]
         self._shared, self._size = {}, 0
-        for key, claim in self.claims.items():
-            self.claims[key] = self._sharing(claim)
+        self.claims = {key: self._sharing(claim) for key, claim in self.claims.items()}
         self.next_claim = {uuid: since for uuid, since in self.next_claim.items() if uuid in self._shared}
 
     def _sharing(self, claim: PastClaim) -> PastClaim:
-        user, host, job, command = map(self._share, (claim.user, claim.host, claim.job, claim.command))
-        gpus, labels = (self._share(tuple(map(self._share, texts))) for texts in (claim.gpus, claim.labels))
-        return replace(claim, user=user, host=host, job=job, command=command, gpus=gpus, labels=labels)
+        texts = {name: self._share(getattr(claim, name)) for name in ("user", "host", "job", "command")}
+        lists = {name: self._share(tuple(map(self._share, getattr(claim, name)))) for name in ("gpus", "labels")}
+        return replace(claim, **texts, **lists)
 
     def _share(self, value: Any) -> Any:
         if value not in self._shared:
             self._shared[value] = value
             self._size += len(value) if isinstance(value, tuple) else 1
         return self._shared[value]
-
-
-def _next_claim_of(claim: PastClaim, next_claim: dict[str, float]) -> float | None:
-    """When one of its GPUs was claimed anew: an end of which nothing else is known was before that."""
-    return min((next_claim[uuid] for uuid in claim.gpus if uuid in next_claim), default=None)
 
 
 def _narrower(one: ClaimEnd, other: ClaimEnd) -> ClaimEnd:
@@ -219,26 +209,24 @@ def _narrower(one: ClaimEnd, other: ClaimEnd) -> ClaimEnd:
 
 def _lines(root: StateDir, since: float, warnings: list[str]) -> Iterator[PastClaim | ClaimEnd]:
     first, seen = month_of(max(0.0, since)), set[int]()
-    names = [name for month in months_kept(time.time()) if month >= first for name in file_names(month)]
     try:
         with HistoryDir(root) as directory:
-            for name in names:
-                yield from _file(directory, name, seen, warnings)
+            for name in (name for month in months_kept(time.time()) if month >= first for name in file_names(month)):
+                try:
+                    fd = directory.open(name)
+                except StateDirError as err:
+                    warnings.append(f"a part of the history cannot be read: {err}")
+                    continue
+                if fd is not None:
+                    yield from _file(fd, seen)
     except FileNotFoundError:
         pass
-    except (OSError, StateDirError) as err:
+    except OSError as err:
         warnings.append(f"the history cannot be read: {err}")
 
 
-def _file(directory: StateDir, name: str, seen: set[int], warnings: list[str]) -> Iterator[PastClaim | ClaimEnd]:
+def _file(fd: int, seen: set[int]) -> Iterator[PastClaim | ClaimEnd]:
     """What a file tells, unless its inode was ``seen`` under another name."""
-    try:
-        fd = directory.open(name)
-    except StateDirError as err:
-        warnings.append(f"a part of the history cannot be read: {err}")
-        return
-    if fd is None:
-        return
     with os.fdopen(fd, "rb") as file:
         inode = os.fstat(fd).st_ino
         if inode in seen:
@@ -306,7 +294,10 @@ def _now(root: StateDir, warnings: list[str]) -> list[tuple[bool, PreviousRecord
                     warnings.append(f"which claims hold GPUs now is known of {number} of {len(names)} files of leases")
                     break
                 with suppress(StateDirError):
-                    found[name] = probe(host, name), _read(host.leases, name)
+                    held, fd = probe(host, name), host.leases.open(name)
+                    if fd is not None:
+                        with open(fd, "rb"):
+                            found[name] = held, PreviousRecord.of(fd)
     except FileNotFoundError:
         return []
     except (LockTimeout, StateDirError, OSError) as err:
@@ -335,30 +326,19 @@ def _lease_files(root: StateDir) -> list[str]:
     return [name for _, _, name in sorted(in_turn)]
 
 
+_RECORDED = ("pid", "since", "uid", "user", "host", "job", "command", "gpus", "until")
+
+
 def _of_leases(found: Iterable[tuple[bool, PreviousRecord]]) -> Iterator[PastClaim | ClaimEnd]:
     """Claims that hold GPUs, and ends that no later claim has written into the history yet."""
     for held, former in found:
         record = former.record()
         if record is not None and record.since and record.gpus:
-            yield _of_record(record, former.read if held else record.since, running=held)
+            facts = {name: getattr(record, name) for name in _RECORDED}
+            yield PastClaim(**facts, seen=former.read if held else record.since, running=held)
         ending = None if held else ClaimEnd.decode(former.ending())
         if ending is not None:
             yield ending
-
-
-def _read(leases: StateDir, name: str) -> PreviousRecord:
-    fd = leases.open(name)
-    if fd is None:
-        return PreviousRecord()
-    try:
-        return PreviousRecord.of(fd)
-    finally:
-        os.close(fd)
-
-
-def _of_record(record: LeaseRecord, seen: float, *, running: bool) -> PastClaim:
-    names = ("pid", "since", "uid", "user", "host", "job", "command", "gpus", "until")
-    return PastClaim(**{name: getattr(record, name) for name in names}, seen=seen, running=running)
 
 
 # GPU-hours: how long claims held GPUs, summed up by user, GPU, job or day. Pure.
@@ -399,30 +379,25 @@ def gpu_hours_by(claims: Iterable[PastClaim], by: str, since: float, until: floa
             one[0] += 1
             one[1] += least / 3600
             one[2] += most / 3600
-    found = [GpuHours(key, int(number), least, most) for key, (number, least, most) in sums.items()]
-    if by == "day":
-        return sorted(found)
-    return sorted(found, key=lambda use: (-use.most, use.key))
+    found = sorted(GpuHours(key, int(number), least, most) for key, (number, least, most) in sums.items())
+    return found if by == "day" else sorted(found, key=lambda use: -use.most)
 
 
 def _shares(
     claim: PastClaim, by: str, since: float, until: float, labels: Mapping[str, str]
 ) -> Iterator[tuple[str, float, float]]:
     """The keys that a claim counts for, each with seconds of GPUs."""
-    if by == "day":
-        for day, begin, end in _days(
-            max(claim.since, since), until if claim.running else min(claim.ended or until, until)
-        ):
-            least, most = hours_held(claim, begin, end)
-            yield day, least * len(claim.gpus), most * len(claim.gpus)
-        return
-    least, most = hours_held(claim, since, until)
+    number = len(claim.gpus)
     if by == "gpu":
-        for uuid in claim.gpus:
-            yield f"{labels[uuid]} {uuid}" if uuid in labels else uuid, least, most
-        return
-    key = (claim.user or "?") if by == "user" else (claim.job or "(no job)")
-    yield key, least * len(claim.gpus), most * len(claim.gpus)
+        number, spans = 1, [(f"{labels[uuid]} {uuid}" if uuid in labels else uuid, since, until) for uuid in claim.gpus]
+    elif by == "day":
+        last = until if claim.running else min(claim.ended or until, until)
+        spans = [*_days(max(claim.since, since), last)]
+    else:
+        spans = [((claim.user or "?") if by == "user" else (claim.job or "(no job)"), since, until)]
+    for key, begin, end in spans:
+        least, most = hours_held(claim, begin, end)
+        yield key, least * number, most * number
 
 
 def _days(begin: float, end: float) -> Iterator[tuple[str, float, float]]:
@@ -444,32 +419,31 @@ def _days(begin: float, end: float) -> Iterator[tuple[str, float, float]]:
 def table_of_claims(claims: Sequence[PastClaim], since: float, until: float, width: int) -> Iterator[str]:
     """A title and a line for each claim; no line is wider than ``width`` columns."""
     wide = width >= 100
+    jobs = [claim.job or "" for claim in claims]
     facts = [
         Column("USER", [claim.user or "?" for claim in claims], most=24 if wide else 8),
         Column("GPU", [_gpus(claim) for claim in claims], most=24 if wide else 8),
-        Column("JOB", [_job(claim, wide) for claim in claims], most=30 if wide else 12),
+        Column("JOB", [job if wide else job.rpartition(":")[2] for job in jobs], most=30 if wide else 12),
         Column("FROM", [_clock(claim.since) for claim in claims]),
         Column("TO", [_end(claim) for claim in claims]),
         Column("GPU-HOURS", [_use(claim, since, until) for claim in claims], right=True),
         Column("COMMAND", [claim.command or "?" for claim in claims], most=200),
     ]
-    return _table(facts, width)
+    return table(facts, width)
 
 
 def table_of_use(found: Sequence[GpuHours], by: str, width: int) -> Iterator[str]:
     """A title, a line for each key, and the sum."""
     rows = [*found]
     if len(found) > 1:
-        sums = (sum(one.least for one in found), sum(one.most for one in found))
-        rows.append(
-            GpuHours("total", sum(one.claims for one in found), *sums) if by == "user" else GpuHours("total", 0, *sums)
-        )
+        claims = sum(one.claims for one in found) if by == "user" else 0
+        rows.append(GpuHours("total", claims, sum(one.least for one in found), sum(one.most for one in found)))
     facts = [
-        Column("GPU" if by == "gpu" else by.upper(), [one.key for one in rows], most=64),
+        Column(by.upper(), [one.key for one in rows], most=64),
         Column("CLAIMS", [str(one.claims or "") for one in rows], right=True),
         Column("GPU-HOURS", [hours(one.least, one.most) for one in rows], right=True),
     ]
-    return _table(facts, width)
+    return table(facts, width)
 
 
 def hours(least: float, most: float) -> str:
@@ -482,14 +456,6 @@ def hours(least: float, most: float) -> str:
     return low if low == high else f"{low}-{high}"
 
 
-def _table(facts: Iterable[Column], width: int) -> Iterator[str]:
-    shown = [column for column in facts if column.width]
-    rows = zip(*(column.cells for column in shown), strict=True)
-    for cells in chain([[column.title for column in shown]], rows):
-        line = GAP.join(column.padded(cell) for column, cell in zip(shown, cells, strict=True))
-        yield cut(line.rstrip(), width)
-
-
 def _gpus(claim: PastClaim) -> str:
     if not claim.labels:
         return f"{len(claim.gpus)} GPUs" if len(claim.gpus) > 1 else claim.gpus[0][:12]
@@ -497,11 +463,6 @@ def _gpus(claim: PastClaim) -> str:
         return gpu_ranges(claim.labels)
     except ValueError:  # somebody's nonsense
         return ",".join(claim.labels)
-
-
-def _job(claim: PastClaim, wide: bool) -> str:
-    label = claim.job or ""
-    return label if wide else label.rpartition(":")[2]
 
 
 def _clock(when: float) -> str:

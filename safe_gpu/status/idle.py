@@ -3,8 +3,7 @@
 A note is ``history/UUID.idle``, one line of JSON. It proves nothing, and no claim depends on it. Where it cannot be
 read or written, nothing is known.
 
-They are shown, and nothing is done to them. The limit is that of the user of the claim. The module is loaded only if
-there is a policy file.
+They are shown, and nothing is done to them. The limit is that of the user of the claim.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import os
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
+from functools import cache, partial
 from typing import Any
 
 from .. import policy
@@ -53,10 +53,10 @@ def with_idle_times(gpus: Iterable[GpuStatus], now: float) -> tuple[GpuStatus, .
 
 
 def _with_idle_time(directory: StateDir, one: GpuStatus, now: float) -> GpuStatus:
-    if one.claim is None or not one.claim.since:
+    since = one.claim.since if one.claim else None
+    if not since:
         return one
-    since, name = one.claim.since, one.gpu.uuid.replace("/", "_") + ".idle"
-    began = None
+    name, began = one.gpu.uuid.replace("/", "_") + ".idle", None
     if shows_no_work(one):
         began = min(_read(directory, name, since) or now, now)
     _write(directory, name, since, began)
@@ -100,18 +100,15 @@ def with_reports(gpus: tuple[GpuStatus, ...], path: str) -> tuple[GpuStatus, ...
     rules = _rules(path)
     if rules is None:
         return gpus
-    limits: dict[int, policy.Limits] = {}
+    limits = cache(partial(policy.limits_of_user, rules))
 
     def report(one: GpuStatus) -> bool | None:
         if one.claim is None or one.claim.uid is None or one.idle_for is None:
             return None
-        uid = one.claim.uid
-        if uid not in limits:
-            limits[uid] = policy.limits_of_user(rules, uid)
-        after = limits[uid].idle_report_after
-        if after is None:
-            return False if _KEY in limits[uid].sections else None
-        return one.idle_for >= after
+        found = limits(one.claim.uid)
+        if found.idle_report_after is None:
+            return False if _KEY in found.sections else None
+        return one.idle_for >= found.idle_report_after
 
     return tuple(replace(one, idle_report=report(one)) for one in gpus)
 

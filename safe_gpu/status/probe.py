@@ -12,22 +12,22 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from .. import procfs
 from ..coordination.files import LeaseDir, StateDir
 from ..coordination.holders import holder_by_kernel, locked_by
-from ..coordination.leases import LeaseRecord, inner_name, lease_name, leases_of, probe, read_faults, read_record
+from ..coordination.leases import LeaseRecord, leases_of, probe, read_faults, read_record
 from ..coordination.locks import HostLock
 from ..coordination.queue import Listing, Ticket, live_tickets
 from ..coordination.socket_names import held_among
-from ..devices import Gpu, GpuFault
+from ..devices import GpuFault
 from ..errors import LockTimeout, SafeGpuError, StateDirError
 from ..selection.verdicts import recent_faults
 
 if TYPE_CHECKING:
-    from ..coordination.leases import LeaseRecord
-    from ..coordination.queue import Ticket
+    from ..devices import Gpu
 
 
 # Who holds a lease and who waits with a ticket, for people: by the kernel's word, to which a record only adds.
@@ -35,12 +35,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LockedFile:
-    """A locked file: its name, its device and inode, and the pids that /proc/locks shows for its inode."""
+    """A locked file: its name, its device and inode, and the pids that /proc/locks shows for its inode.
+
+    ``note`` says why a lease is closed although it is held: nobody is to be asked or blamed for it.
+    """
 
     name: str
     device: int
     inode: int
     lockers: tuple[int, ...] = ()
+    note: str = ""
 
 
 class LockHolder(NamedTuple):
@@ -113,7 +117,7 @@ def who_holds(file: LockedFile, record: LeaseRecord | None, processes: ProcessTa
 
 
 def who_waits(ticket: Ticket, lockers: Collection[int], processes: ProcessTable) -> tuple[int | None, str | None, str]:
-    """The pid of a waiter, its user and a note like that of :class:`Holding`.
+    """The pid of a waiter, its user and a note like that of :class:`LockHolder`.
 
     The user is the owner of the ticket's file, whatever stands in it, unless only others keep that file locked.
 
@@ -147,9 +151,8 @@ class HostFacts:
         records: the records of these leases, by name, as far as they can be read.
         elsewhere: UUIDs of the GPUs that are held by name only.
         faults: UUID -> note, of the GPUs that are taken last because a claim failed on them.
-        closed: why a lease cannot be opened, by name. linked: the same, of those that are held all the same.
+        closed: why a lease cannot be opened, by name.
         tickets: the tickets of all waiters.
-        queue_device: the device number of the tickets' files.
         locks: inode -> pids that lock it, for all of these files.
         warnings: sentences that say which facts are not known, and why.
     """
@@ -159,9 +162,7 @@ class HostFacts:
     elsewhere: frozenset[str] = frozenset()
     faults: Mapping[str, GpuFault] = field(default_factory=dict)
     closed: dict[str, str] = field(default_factory=dict)
-    linked: dict[str, str] = field(default_factory=dict)
     tickets: list[Ticket] = field(default_factory=list)
-    queue_device: int = 0
     locks: Mapping[int, list[int]] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
 
@@ -172,14 +173,14 @@ def look(path: str, gpus: Collection[Gpu], prefix: str = "") -> HostFacts:
     Args:
         prefix: what stands before the UUIDs of this host in names.
     """
-    found = HostFacts()
+    found, uuids = HostFacts(), [gpu.uuid for gpu in gpus]
     try:
-        _look_under_host_lock(found, path, gpus, prefix)
+        _look_under_host_lock(found, path, uuids, prefix)
     except LockTimeout as err:
         found.warnings.append(f"{err}. The queue cannot be read now, and claims are shown as in /proc/locks.")
         try:
-            _look_without_host_lock(found, path, gpus)
-            _find_names(found, gpus, prefix)
+            _look_without_host_lock(found, path, uuids)
+            _find_names(found, uuids, prefix)
         except SafeGpuError as second:
             found.warnings.append(str(second))
     except SafeGpuError as err:
@@ -187,18 +188,23 @@ def look(path: str, gpus: Collection[Gpu], prefix: str = "") -> HostFacts:
     return found
 
 
-def _look_under_host_lock(found: HostFacts, path: str, gpus: Collection[Gpu], prefix: str) -> None:
+def _look_under_host_lock(found: HostFacts, path: str, uuids: Collection[str], prefix: str) -> None:
     listing = Listing()
     try:
         with StateDir(path, make=False) as root, StateDir("queue", root, make=False) as queue:
             listing.update(queue)
         with HostLock(time.monotonic() + _PATIENCE, path, make=False) as host:
-            host.leases.names_of_host = leases_of(gpu.uuid for gpu in gpus)
+            host.leases.names_of_host = leases_of(uuids)
             found.tickets = live_tickets(host, listing)
-            found.queue_device = os.fstat(host.queue.fd).st_dev
-            tickets = [ticket.inode for ticket in found.tickets]
-            _find_leases(found, host.leases, gpus, lambda name: probe(host, name), tickets)
-            _find_names(found, gpus, prefix)
+            device = os.fstat(host.queue.fd).st_dev
+            _find_leases(
+                found,
+                host.leases,
+                uuids,
+                lambda name: probe(host, name),
+                dict.fromkeys((ticket.inode for ticket in found.tickets), device),
+            )
+            _find_names(found, uuids, prefix)
         mark_seen(path, found.files)
     except FileNotFoundError:  # nothing is claimed by file
         with (
@@ -206,8 +212,8 @@ def _look_under_host_lock(found: HostFacts, path: str, gpus: Collection[Gpu], pr
             StateDir(path, make=False) as root,
             LeaseDir("leases", root, make=False) as leases,
         ):
-            _find_leases(found, leases, gpus, lambda name: False)
-        _find_names(found, gpus, prefix)
+            _find_leases(found, leases, uuids, lambda name: False)
+        _find_names(found, uuids, prefix)
 
 
 def mark_seen(path: str, names: Collection[str]) -> None:
@@ -229,61 +235,50 @@ def mark_seen(path: str, names: Collection[str]) -> None:
                         os.close(fd)
 
 
-def _look_without_host_lock(found: HostFacts, path: str, gpus: Collection[Gpu]) -> None:
+def _look_without_host_lock(found: HostFacts, path: str, uuids: Collection[str]) -> None:
     """Find held leases in /proc/locks only, which takes no lock but does not show locks of other pid namespaces."""
     with StateDir(path, make=False) as root, LeaseDir("leases", root, make=False) as leases:
-        inodes = {name: _inode(leases, name) for gpu in gpus for name in names_of(gpu)}
-        locks = procfs.flock_holders({inode for inode in inodes.values() if inode})
-        _find_leases(found, leases, gpus, lambda name: inodes[name] in locks)
-
-
-def _inode(directory: StateDir, name: str) -> int:
-    try:
-        return os.stat(name, dir_fd=directory.fd, follow_symlinks=False).st_ino
-    except OSError:
-        return 0
+        inodes: dict[str, int] = {}
+        for name in leases_of(uuids):
+            with suppress(OSError):
+                inodes[name] = os.stat(name, dir_fd=leases.fd, follow_symlinks=False).st_ino
+        locks = procfs.flock_holders(set(inodes.values()))
+        _find_leases(found, leases, uuids, lambda name: inodes.get(name) in locks)
 
 
 def _find_leases(
     found: HostFacts,
     leases: LeaseDir,
-    gpus: Collection[Gpu],
+    uuids: Collection[str],
     is_held: Callable[[str], bool],
-    other_inodes: Collection[int] = (),
+    devices: Mapping[int, int] = MappingProxyType({}),
 ) -> None:
+    """Find held leases, with their records, and who locks them and the tickets' files, whose devices are given."""
     held: dict[str, os.stat_result] = {}
-    for gpu in gpus:
-        for name in names_of(gpu):
-            try:
-                if not is_held(name):
-                    continue
-                status = os.stat(name, dir_fd=leases.fd, follow_symlinks=False)
-                if other := leases.twin(name, status):
-                    found.linked[name] = str(leases.linked(name, other))
-                    continue
-                held[name] = status
-            except StateDirError as err:
-                found.closed[name] = str(err)
+    for name in leases_of(uuids):
+        try:
+            if not is_held(name):
                 continue
-            except OSError:
-                continue  # the file was removed since it was probed
-            record = read_record(leases, name)
-            if record is not None:
-                found.records[name] = record
-    found.faults = recent_faults(read_faults(leases, [gpu.uuid for gpu in gpus]), time.time())
-    devices = dict.fromkeys(other_inodes, found.queue_device)
-    devices.update((status.st_ino, status.st_dev) for status in held.values())
+            status = os.stat(name, dir_fd=leases.fd, follow_symlinks=False)
+        except StateDirError as err:
+            found.closed[name] = str(err)
+            continue
+        except OSError:
+            continue  # the file was removed since it was probed
+        if other := leases.twin(name, status):
+            found.files[name] = LockedFile(name, 0, 0, note=str(leases.linked(name, other)))
+            continue
+        held[name] = status
+        record = read_record(leases, name)
+        if record is not None:
+            found.records[name] = record
+    found.faults = recent_faults(read_faults(leases, list(uuids)), time.time())
+    devices = {**devices, **{status.st_ino: status.st_dev for status in held.values()}}
     found.locks = procfs.flock_holders(devices, devices, b"FLOCK")
     for name, status in held.items():
         lockers = tuple(found.locks.get(status.st_ino, ()))
         found.files[name] = LockedFile(name, status.st_dev, status.st_ino, lockers)
 
 
-def _find_names(found: HostFacts, gpus: Collection[Gpu], prefix: str) -> None:
-    rest = [gpu.uuid for gpu in gpus if not (found.files.keys() | found.linked.keys()) & set(names_of(gpu))]
-    found.elsewhere = held_among(rest, prefix)
-
-
-def names_of(gpu: Gpu) -> tuple[str, str]:
-    """The names of a device's lease files: for a claim, and for a claim inside that claim."""
-    return lease_name(gpu.uuid), inner_name(gpu.uuid)
+def _find_names(found: HostFacts, uuids: Collection[str], prefix: str) -> None:
+    found.elsewhere = held_among([uuid for uuid in uuids if not found.files.keys() & leases_of([uuid])], prefix)

@@ -5,13 +5,14 @@ Labels are named as NVIDIA's DCGM exporter names them (``gpu``, ``UUID``), so th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from itertools import chain
+from typing import TYPE_CHECKING
 
 from ..procfs import printable
 from ..text import GAP, Column, cut, display_width, format_age, gpu_ranges, paint, plural, short_age, wrapped
-from .facts import GpuStatus, HostStatus
 
 if TYPE_CHECKING:
     from ..devices import Gpu
@@ -115,40 +116,43 @@ def _gpu_table(status: HostStatus, width: int, color: bool) -> list[str]:
         Column("FOR", [row.age for row in rows], right=True),
         Column("LEFT", [row.left for row in rows], right=True),
     ]
+    holder = [column for column in holder if column.width]
     left = GAP.join(column.padded(column.title) for column in columns)
-    titles = [column.padded(column.title) for column in holder if column.width]
     room = width - display_width(left) - len(GAP)
-    lines = [paint(cut(GAP.join([left, *titles, "COMMAND"]), width).rstrip(), "bold", color)]
+    title = GAP.join([left, *(column.padded(column.title) for column in holder), "COMMAND"])
+    lines = [paint(cut(title, width).rstrip(), "bold", color)]
     for number, row in enumerate(rows):
         head = [column.padded(column.cells[number]) for column in columns]
         head[1] = paint(head[1], row.color, color)
         if row.load == "idle":
             head[3] = paint(head[3], row.color, color)
-        tail = [column.padded(column.cells[number]) for column in holder if column.width]
+        tail = [column.padded(column.cells[number]) for column in holder]
         rest = row.text or GAP.join([*tail, row.command])
         lines.append(GAP.join([*head, cut(rest, max(0, room))]).rstrip())
-        remarks = [*row.remarks]
+        remarks = row.remarks
         if row.text and display_width(row.text) > room:
-            remarks.insert(0, row.text)
+            remarks = (row.text, *remarks)
             lines[-1] = GAP.join(head).rstrip()
         for remark in remarks:
-            lines += [paint(line, "yellow", color) for line in wrapped(remark, width, _INDENT)]
+            lines += _remark(remark, width, color)
     return lines
+
+
+def _remark(text: str, width: int, color: bool) -> list[str]:
+    return [paint(line, "yellow", color) for line in wrapped(text, width, _INDENT)]
 
 
 def _row(one: GpuStatus, now: float, wide: bool) -> _Row:
     color = "yellow" if one.idle or one.idle_report else _STATE_COLORS.get(one.state, "dim")
-    head = (one.label, one.state, color)
-    load = "-" if one.gpu.utilization is None else f"{one.gpu.utilization}%"
-    numbers = (_memory(one.gpu), "idle" if one.idle else load)
-    if one.claim is not None:
-        claim = one.claim
+    load = "idle" if one.idle else "-" if one.gpu.utilization is None else f"{one.gpu.utilization}%"
+    facts = (one.label, one.state, color, _memory(one.gpu), load)
+    claim = one.claim
+    if claim is not None:
         return _Row(
-            *head,
-            *numbers,
+            *facts,
             user=printable(claim.user or "?"),
             pid=str(claim.pid or "?"),
-            job=_job(claim.job or "", wide),
+            job=printable((claim.job or "") if wide else (claim.job or "").rpartition(":")[2]),
             age=short_age(now - claim.since) if claim.since else "?",
             left=_left(claim.until, now),
             command=_short(claim.command or "?"),
@@ -159,14 +163,13 @@ def _row(one: GpuStatus, now: float, wide: bool) -> _Row:
         first = max(computing, key=lambda process: process.memory_used or 0)
         number = len({process.pid for process in computing})
         return _Row(
-            *head,
-            *numbers,
+            *facts,
             user=printable(first.user or "?"),
             pid=str(first.pid),
             command=(f"(1 of {number}) " if number > 1 else "") + _command_of(first),
         )
     shared = "free, shared with the display" if one.state == "display" else ""
-    return _Row(*head, *numbers, text=printable(one.reason) or shared)
+    return _Row(*facts, text=printable(one.reason) or shared)
 
 
 def _command_of(process: ProcessStatus) -> str:
@@ -177,11 +180,6 @@ def _short(command: str) -> str:
     """A command line without the directory of its program, to save columns."""
     program, blank, arguments = printable(command).partition(" ")
     return (program.rpartition("/")[2] or program) + blank + arguments
-
-
-def _job(label: str, wide: bool) -> str:
-    """``sge:1234.5`` in a wide table, else the number alone."""
-    return printable(label if wide else label.rpartition(":")[2])
 
 
 def _left(until: float | None, now: float) -> str:
@@ -236,32 +234,37 @@ def _queue(status: HostStatus, width: int, color: bool) -> list[str]:
     if not status.queue:
         return []
     queue = status.queue[:_MOST_WAITERS]
-    number = Column("#", [str(one.position) for one in queue], right=True)
-    user = Column("USER", [printable(one.user or "?") for one in queue], most=24)
-    pid = Column("PID", [str(one.pid or "?") for one in queue], right=True)
-    both = any(one.prefix for one in status.gpus)
-    gpus = Column("WANTS", [_wants(one, both) for one in queue])
-    ages = [short_age(status.taken_at - one.since) if one.since else "?" for one in queue]
-    columns: tuple[Column, ...] = (number, user, pid, gpus, Column("FOR", ages, right=True))
-    if any(one.hold_for is not None for one in queue):
-        holds = ["" if one.hold_for is None else short_age(one.hold_for) for one in queue]
-        columns = (*columns, Column("HOLDS", holds, right=True))
-    if any(one.expected_start is not None for one in queue):
-        starts = [_starts(one.expected_start, status.taken_at) for one in queue]
-        columns = (*columns, Column("STARTS", starts, right=True))
+    both, now = any(one.prefix for one in status.gpus), status.taken_at
+    foreseen = any(one.expected_start is not None for one in queue)
+    columns = (
+        Column("#", [str(one.position) for one in queue], right=True),
+        Column("USER", [printable(one.user or "?") for one in queue], most=24),
+        Column("PID", [str(one.pid or "?") for one in queue], right=True),
+        Column("WANTS", [_wants(one, both) for one in queue]),
+        Column("FOR", [short_age(now - one.since) if one.since else "?" for one in queue], right=True),
+        Column("HOLDS", ["" if one.hold_for is None else short_age(one.hold_for) for one in queue], right=True),
+        Column("STARTS", [_starts(one, now) if foreseen else "" for one in queue], right=True),
+    )
     lines = ["", paint("Waiting, first come first served:", "bold", color)]
-    lines.append(paint(cut(GAP.join(column.padded(column.title) for column in columns), width), "bold", color))
-    for place, one in enumerate(queue):
-        line = GAP.join(column.padded(column.cells[place]) for column in columns)
-        lines.append(cut(line, width))
+    title, *rows = table(columns, width)
+    lines.append(paint(title, "bold", color))
+    for one, row in zip(queue, rows, strict=True):
+        lines.append(row)
         if one.stopped:
             text = f"process {one.pid} is stopped (a suspended job?) and keeps its place"
-            lines += [paint(part, "yellow", color) for part in wrapped(text, width, _INDENT)]
-        if one.note:
-            lines += [paint(part, "yellow", color) for part in wrapped(printable(one.note), width, _INDENT)]
+            lines += _remark(text, width, color)
+        lines += _remark(one.note, width, color)
     if len(status.queue) > len(queue):
         lines.append(f"... and {len(status.queue) - len(queue)} more")
     return lines
+
+
+def table(columns: Iterable[Column], width: int) -> Iterator[str]:
+    """The titles and a line for each row, without the columns that are empty."""
+    shown = [column for column in columns if column.width]
+    rows = zip(*(column.cells for column in shown), strict=True)
+    for cells in chain([[column.title for column in shown]], rows):
+        yield cut(GAP.join(column.padded(cell) for column, cell in zip(shown, cells, strict=True)).rstrip(), width)
 
 
 def _wants(one: WaiterStatus, both: bool) -> str:
@@ -271,11 +274,11 @@ def _wants(one: WaiterStatus, both: bool) -> str:
     return plural(one.nb_gpus, f"{one.vendor.upper()} GPU" if both and one.vendor else "GPU")
 
 
-def _starts(expected: float | None, now: float) -> str:
+def _starts(one: WaiterStatus, now: float) -> str:
     """``in 20m``; ``now`` where the GPUs are free or overdue."""
-    if expected is None:
+    if one.expected_start is None:
         return "?"
-    return f"in {short_age(expected - now)}" if expected > now else "now"
+    return f"in {short_age(one.expected_start - now)}" if one.expected_start > now else "now"
 
 
 # The state of a host as metrics, in the text format of Prometheus. Pure.
@@ -286,13 +289,17 @@ _OTHERS = "other"
 
 _STATES = ("free", "claimed", "busy", "display", "unusable")
 
-_Labels = tuple[tuple[str, str], ...]
-
-
-class _Metric(NamedTuple):
-    name: str
-    help: str
-    samples: list[tuple[_Labels, float]]
+_CLAIM_METRICS: tuple[tuple[str, str, Callable[[GpuStatus, ClaimStatus], float | None]], ...] = (
+    ("claimed", "1 for a GPU that this user has claimed.", lambda one, claim: 1.0),
+    ("claim_start_time_seconds", "When the claim was made, in Unix seconds.", lambda one, claim: claim.since or None),
+    ("claim_idle_seconds", "How long the claimed GPU has shown no work, as far as seen.", lambda one, _: one.idle_for),
+    (
+        "claim_expected_end_time_seconds",
+        "When the claim is expected to end, in Unix seconds.",
+        lambda one, claim: claim.until,
+    ),
+)
+"""Name, help and value of each metric of a claimed GPU."""
 
 
 def render_metrics(status: HostStatus) -> str:
@@ -300,71 +307,45 @@ def render_metrics(status: HostStatus) -> str:
 
     Facts that are not known have no sample. Nothing tells of claims and of the queue if they cannot be read.
     """
-    return "".join(_written(metric) for metric in _metrics(status))
-
-
-def _metrics(status: HostStatus) -> Iterator[_Metric]:
     gpus = status.gpus
-    known = not status.warnings
     states = [(_of(one, state=state), float(one.state == state)) for one in gpus for state in _STATES]
-    yield _Metric("safe_gpu_gpu_state", "1 for the state that the GPU is in, 0 for the others.", states)
-    used = [(_of(one), float(one.gpu.memory_used)) for one in gpus if one.gpu.memory_used is not None]
-    yield _Metric("safe_gpu_memory_used_bytes", "Memory in use on the GPU.", used)
-    if not known:
-        return
-    claims = [one for one in gpus if one.claim is not None]
-    held = [(_held(one), 1.0) for one in claims]
-    yield _Metric("safe_gpu_claimed", "1 for a GPU that this user has claimed.", held)
-    since = [(_held(one), one.claim.since) for one in claims if one.claim and one.claim.since]
-    yield _Metric("safe_gpu_claim_start_time_seconds", "When the claim was made, in Unix seconds.", since)
-    idle = [(_held(one), one.idle_for) for one in claims if one.idle_for is not None]
-    yield _Metric("safe_gpu_claim_idle_seconds", "How long the claimed GPU has shown no work, as far as seen.", idle)
-    until = [(_held(one), one.claim.until) for one in claims if one.claim and one.claim.until is not None]
-    help_text = "When the claim is expected to end, in Unix seconds."
-    yield _Metric("safe_gpu_claim_expected_end_time_seconds", help_text, until)
-    yield _Metric("safe_gpu_waiting", "Waiting claims.", _waiting(status))
-    waits = [status.taken_at - one.since for one in status.queue if one.since]
-    oldest = max(0.0, *waits) if waits else 0.0
-    yield _Metric(
-        "safe_gpu_oldest_wait_seconds", "How long the first waiting claim has waited; 0 without any.", [((), oldest)]
-    )
+    used = [(_of(one), one.gpu.memory_used) for one in gpus]
+    text = _metric("gpu_state", "1 for the state that the GPU is in, 0 for the others.", states)
+    text += _metric("memory_used_bytes", "Memory in use on the GPU.", used)
+    if status.warnings:
+        return text
+    for name, help_text, value in _CLAIM_METRICS:
+        held = [(_of(one, user=one.claim.user or ""), value(one, one.claim)) for one in gpus if one.claim is not None]
+        text += _metric(name, help_text, held)
+    oldest = max((status.taken_at - one.since for one in status.queue if one.since), default=0.0)
+    text += _metric("waiting", "Waiting claims.", _waiting(status))
+    help_text = "How long the first waiting claim has waited; 0 without any."
+    return text + _metric("oldest_wait_seconds", help_text, [("", max(0.0, oldest))])
 
 
-def _waiting(status: HostStatus) -> list[tuple[_Labels, float]]:
-    users: dict[str, int] = {}
-    for one in status.queue:
-        users[one.user or ""] = users.get(one.user or "", 0) + 1
+def _waiting(status: HostStatus) -> list[tuple[str, float]]:
+    users = Counter(one.user or "" for one in status.queue)
     if len(users) > _MOST_USERS:
         ranked = sorted(users, key=lambda user: (user == _OTHERS, -users[user]))
-        rest = sum(users.pop(user) for user in ranked[_MOST_USERS - 1 :])
-        users[_OTHERS] = rest
-    return [((("user", user),), float(number)) for user, number in sorted(users.items())] or [((("user", ""),), 0.0)]
+        users[_OTHERS] = sum(users.pop(user) for user in ranked[_MOST_USERS - 1 :])
+    return [(_labels(user=user), number) for user, number in sorted(users.items())] or [(_labels(user=""), 0)]
 
 
-def _of(one: GpuStatus, **more: str) -> _Labels:
-    return (("gpu", one.gpu.label), ("UUID", one.gpu.uuid), ("vendor", one.gpu.vendor), *more.items())
+def _of(one: GpuStatus, **more: str) -> str:
+    return _labels(gpu=one.gpu.label, UUID=one.gpu.uuid, vendor=one.gpu.vendor, **more)
 
 
-def _held(one: GpuStatus) -> _Labels:
-    return _of(one, user=(one.claim and one.claim.user) or "")
-
-
-def _written(metric: _Metric) -> str:
-    lines = [f"# HELP {metric.name} {metric.help}", f"# TYPE {metric.name} gauge"]
-    lines += (f"{metric.name}{_labels(labels)} {value!r}" for labels, value in _unique(metric.samples))
-    return "".join(f"{line}\n" for line in lines)
-
-
-def _unique(samples: Iterable[tuple[_Labels, float]]) -> Iterator[tuple[_Labels, float]]:
-    """A sample for each set of labels: a driver may report a device twice, and a reader refuses all then."""
-    return iter({labels: float(value) for labels, value in samples}.items())
-
-
-def _labels(labels: _Labels) -> str:
-    if not labels:
-        return ""
-    return "{" + ",".join(f'{name}="{_escaped(value)}"' for name, value in labels) + "}"
+def _labels(**labels: str) -> str:
+    return "{" + ",".join(f'{name}="{_escaped(value)}"' for name, value in labels.items()) + "}"
 
 
 def _escaped(value: str) -> str:
     return printable(value).replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+
+
+def _metric(name: str, help_text: str, samples: Iterable[tuple[str, float | None]]) -> str:
+    """A sample for each set of labels: a driver may report a device twice, and a reader refuses all then."""
+    lines = [f"# HELP safe_gpu_{name} {help_text}", f"# TYPE safe_gpu_{name} gauge"]
+    known = {labels: float(value) for labels, value in samples if value is not None}
+    lines += (f"safe_gpu_{name}{labels} {value!r}" for labels, value in known.items())
+    return "".join(f"{line}\n" for line in lines)

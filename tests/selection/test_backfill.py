@@ -54,25 +54,11 @@ def test_when_a_lease_ends(now: float, since: float, until: float | None, expect
 @pytest.mark.parametrize(
     ("wants", "free", "expected"),
     [
-        pytest.param([want(2, "012")], times(5, 9, 7), [7], id="the second of three"),
-        pytest.param([want(2, "012")], times(5, ALWAYS, ALWAYS), [ALWAYS], id="too few promises"),
         pytest.param([want(2, "09")], times(5), [ALWAYS], id="a GPU that is not here"),
         pytest.param([want(3, "01")], times(0, 0), [ALWAYS], id="more than it names"),
         pytest.param([want(0, "01")], times(0, 0), [ALWAYS], id="none at all"),
         pytest.param([want(2, "01"), want(1, "0", 9)], times(0, 5), [5, 5], id="behind one that it cannot pass"),
         pytest.param([want(2, "01"), want(1, "0", 5)], times(0, 5), [5, 0], id="passes it"),
-        pytest.param([want(2, "01"), want(1, "02", 9)], times(0, 5, 3), [5, 0], id="can do without its GPUs"),
-        pytest.param([want(2, "01"), want(1, "0", 9)], times(0, ALWAYS), [ALWAYS, 0], id="behind an unknown date"),
-        pytest.param(
-            [want(2, "01"), want(1, "2"), want(2, "02", 4)], times(0, 3, 8), [3, 8, 8], id="the later of two dates"
-        ),
-        pytest.param([want(1, "3"), want(1, "2"), want(1, "23", 4)], times(0, 0, 3, 6), [6, 3, 3], id="each by itself"),
-        pytest.param(
-            [want(2, "02"), want(2, "01", 5), want(1, "0", 7)],
-            times(0, 5, 10),
-            [10, 5, 10],
-            id="late for one, so for another",
-        ),
     ],
 )
 def test_the_dates_of_waiters(

@@ -145,41 +145,38 @@ def test_as_good_as_brute_force(gpus: list[Gpu], data: st.DataObject, near: froz
     assert pick(gpus, count, near) == by_brute_force(gpus, count, near)
 
 
+@pytest.fixture
+def scored(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The sets that are compared."""
+    found: list[int] = []
+
+    class Counting(choice._Chooser):
+        def _score(self, mask: int) -> choice._Score:
+            found.append(mask)
+            return super()._score(mask)
+
+    monkeypatch.setattr(choice, "_Chooser", Counting)
+    return found
+
+
 @pytest.mark.parametrize("count", range(1, 17))
-def test_sixteen_alike_are_chosen_exactly_with_little_work(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sixteen_alike_are_chosen_exactly_with_little_work(
+    count: int, scored: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     switched = [gpu(index, index // 8, [peer for peer in range(16) if peer != index]) for index in range(16)]
     free = switched[1:] if count < 16 else switched
     exact = pick(free, count)
+    assert len(scored) <= 20
+    assert scored or count == 1
     monkeypatch.setattr(choice, "_EXACT_LIMIT", 1 << 30)
     assert pick(free, count) == exact
-    scored = 0
-
-    class Counting(choice._Chooser):
-        def _score(self, mask: int) -> choice._Score:
-            nonlocal scored
-            scored += 1
-            return super()._score(mask)
-
-    monkeypatch.setattr(choice, "_Chooser", Counting)
-    pick(free, count)
-    assert scored <= 20
-    assert scored or count == 1
 
 
-def test_an_irregular_host_of_sixteen_is_bounded_and_still_good(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_irregular_host_of_sixteen_is_bounded_and_still_good(scored: list[int]) -> None:
     ring = [gpu(index, 0, [(index + 1) % 16, (index + 3) % 16]) for index in range(16)]
-    scored = 0
-
-    class Counting(choice._Chooser):
-        def _score(self, mask: int) -> choice._Score:
-            nonlocal scored
-            scored += 1
-            return super()._score(mask)
-
-    monkeypatch.setattr(choice, "_Chooser", Counting)
     chosen = choose([GpuVerdict(device, "free") for device in ring], 8)
     assert chosen is not None
     assert len({device.uuid for device in chosen}) == 8
-    assert scored <= choice._EXACT_LIMIT
+    assert len(scored) <= choice._EXACT_LIMIT
     links = sum(one.uuid in other.nvlink_peers for one in chosen for other in chosen)
     assert links >= 10  # of 32 in the whole ring; eight GPUs picked blindly share 7

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
+import urllib.parse
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.prometheus import exporter, fetched, free_port, parser, program, running
@@ -114,3 +118,93 @@ def test_a_real_node_exporter_serves_them(state_dir: Path, command: Any, tmp_pat
         text = fetched(f"http://127.0.0.1:{port}/metrics")
     assert "node_textfile_scrape_error 0" in text
     assert len(re.findall(r'^safe_gpu_gpu_state{.*state="free",vendor="nvidia"} 1$', text, re.MULTILINE)) == 8
+
+
+# The Grafana dashboard in tools/: it asks for metrics that exist, and a real Prometheus answers
+
+DASHBOARD = Path(__file__).parents[2] / "tools" / "grafana-dashboard.json"
+
+checkout = pytest.mark.skipif(not DASHBOARD.exists(), reason="this is not a checkout: there is no tools/ here")
+
+
+def document() -> Any:
+    return json.loads(DASHBOARD.read_text())
+
+
+def queries() -> list[str]:
+    return [target["expr"] for panel in document()["panels"] for target in panel["targets"]]
+
+
+def names(text: str) -> set[str]:
+    return set(re.findall(r"\bsafe_gpu_\w+", text))
+
+
+def printed() -> set[str]:
+    return set(re.findall(r"^(safe_gpu_\w+)[{ ]", render_metrics(STATUS), re.MULTILINE))
+
+
+@checkout
+def test_it_shows_each_metric_and_no_other() -> None:
+    assert names(" ".join(queries())) == printed()
+    assert names(DASHBOARD.read_text()) == printed()
+    assert all(names(query) for query in queries())
+
+
+@checkout
+def test_its_variables_are_defined_and_its_panels_do_not_overlap() -> None:
+    dashboard = document()
+    defined = {one["name"] for one in dashboard["templating"]["list"]}
+    assert set(re.findall(r"\$\{?(\w+)", " ".join(queries()) + json.dumps(dashboard["panels"]))) == defined
+    places = [
+        (x, y)
+        for one in (panel["gridPos"] for panel in dashboard["panels"])
+        for x in range(one["x"], one["x"] + one["w"])
+        for y in range(one["y"], one["y"] + one["h"])
+    ]
+    assert len(places) == len(set(places))
+    assert max(x for x, _ in places) < 24
+    assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
+
+
+@pytest.fixture(scope="module")
+def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a Prometheus that scrapes a node_exporter, which serves every metric."""
+    directory = tmp_path_factory.mktemp("prometheus")
+    (directory / "textfiles").mkdir()
+    (directory / "textfiles" / "safe_gpu.prom").write_text(render_metrics(STATUS))
+    here, source = free_port(), free_port()
+    config = directory / "prometheus.yml"
+    job = {"job_name": "gpus", "static_configs": [{"targets": [f"127.0.0.1:{source}"]}]}
+    times = {"scrape_interval": "1s", "scrape_timeout": "1s"}
+    config.write_text(json.dumps({"global": times, "scrape_configs": [job]}))  # JSON is YAML
+    server = (
+        program("prometheus"),
+        f"--config.file={config}",
+        f"--storage.tsdb.path={directory / 'data'}",
+        f"--web.listen-address=127.0.0.1:{here}",
+        "--log.level=error",
+    )
+    with running(*exporter(directory / "textfiles", source)), running(*server):
+        fetched(f"http://127.0.0.1:{here}/-/ready")
+        yield f"http://127.0.0.1:{here}"
+
+
+def answer(prometheus: str, query: str) -> list[Any]:
+    found = json.loads(fetched(f"{prometheus}/api/v1/query?{urllib.parse.urlencode({'query': query})}"))
+    assert found["status"] == "success"
+    return list(found["data"]["result"])
+
+
+@checkout
+def test_every_query_has_an_answer_in_a_real_prometheus(prometheus: str, eventually: Any) -> None:
+    eventually(lambda: bool(answer(prometheus, "safe_gpu_oldest_wait_seconds")))
+    for query in queries():
+        assert answer(prometheus, query.replace("$host", ".*")), query
+        done = subprocess.run(
+            [program("promtool"), "query", "instant", prometheus, query.replace("$host", ".*")],
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert (done.returncode, done.stderr) == (0, ""), query
+    assert answer(prometheus, 'sum(safe_gpu_gpu_state{state="claimed"})')[0]["value"][1] == "1"

@@ -9,7 +9,7 @@ import pytest
 from safe_gpu.coordination.queue import Ticket, TicketRequest
 from safe_gpu.devices import Gpu
 from safe_gpu.status.facts import ClaimStatus, GpuStatus
-from safe_gpu.status.gather import _occupancy, expected_starts
+from safe_gpu.status.gather import expected_starts
 
 NOW = 1000.0
 
@@ -53,4 +53,4 @@ LEASED = [gpu(0, until=1100.0), gpu(1, until=1300.0)]
 def test_when_waiters_can_expect_to_start(
     tickets: Sequence[Ticket], gpus: Sequence[GpuStatus], expected: list[float | None]
 ) -> None:
-    assert expected_starts(tickets, _occupancy(gpus), NOW) == expected
+    assert expected_starts(tickets, gpus, NOW) == expected

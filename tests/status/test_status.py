@@ -11,12 +11,13 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-import jsonschema
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import safe_gpu
 from safe_gpu import procfs
 from safe_gpu.coordination.leases import LeaseRecord, lease_name
 from safe_gpu.coordination.locks import HostLock
@@ -31,74 +32,50 @@ from safe_gpu.text import display_width
 
 UUIDS = [gpu.uuid for gpu in preset("dgx-a100").gpus()]
 
-INTEGER, TEXT, NUMBER = ({"type": ["integer", "null"]}, {"type": ["string", "null"]}, {"type": ["number", "null"]})
+
+def types(**found: Any) -> dict[str, Any]:
+    return found
 
 
-def strict(**properties: object) -> dict[str, object]:
-    return {
-        "type": "object",
-        "properties": properties,
-        "required": list(properties),
-        "additionalProperties": False,
-    }
+INTEGER, TEXT, NUMBER = (int, type(None)), (str, type(None)), (int, float, type(None))
+DOCUMENT = types(schema=int, host=str, driver=str, driver_version=str, state_dir=str, gpus=list, queue=list)
+GPU = types(
+    index=int, vendor=str, uuid=str, name=str, pci_bus_id=str, numa_node=INTEGER, memory_total=INTEGER,
+    memory_used=INTEGER, utilization=INTEGER, state=str, idle=bool, idle_for=NUMBER, reason=str,
+    claim=(dict, type(None)), processes=list,
+)  # fmt: skip
+CLAIMED = types(pid=INTEGER, uid=INTEGER, user=TEXT, job=TEXT, command=TEXT, since=NUMBER, until=NUMBER)
+PROCESS = types(pid=int, user=TEXT, command=TEXT, kind=str, memory_used=INTEGER)
+WAITER = types(
+    position=int, pid=INTEGER, user=TEXT, nb_gpus=INTEGER, vendor=TEXT, since=NUMBER, hold_for=NUMBER,
+    expected_start=NUMBER,
+)  # fmt: skip
 
 
-SCHEMA = strict(
-    schema={"const": 2},
-    host={"type": "string"},
-    driver={"type": "string"},
-    driver_version={"type": "string"},
-    state_dir={"type": "string"},
-    gpus={
-        "type": "array",
-        "items": strict(
-            index={"type": "integer"},
-            vendor={"enum": ["nvidia", "amd"]},
-            uuid={"type": "string"},
-            name={"type": "string"},
-            pci_bus_id={"type": "string"},
-            numa_node=INTEGER,
-            memory_total=INTEGER,
-            memory_used=INTEGER,
-            utilization=INTEGER,
-            state={"enum": ["free", "claimed", "busy", "display", "unusable"]},
-            idle={"type": "boolean"},
-            idle_for=NUMBER,
-            reason={"type": "string"},
-            claim={
-                "anyOf": [
-                    {"type": "null"},
-                    strict(pid=INTEGER, uid=INTEGER, user=TEXT, job=TEXT, command=TEXT, since=NUMBER, until=NUMBER),
-                ]
-            },
-            processes={
-                "type": "array",
-                "items": strict(
-                    pid={"type": "integer"}, user=TEXT, command=TEXT, kind={"type": "string"}, memory_used=INTEGER
-                ),
-            },
-        ),
-    },
-    queue={
-        "type": "array",
-        "items": strict(
-            position={"type": "integer"},
-            pid=INTEGER,
-            user=TEXT,
-            nb_gpus=INTEGER,
-            vendor={"enum": ["nvidia", "amd", None]},
-            since=NUMBER,
-            hold_for=NUMBER,
-            expected_start=NUMBER,
-        ),
-    },
-)
+def check_types(found: dict[str, Any], types: dict[str, Any]) -> None:
+    assert found.keys() == types.keys()
+    assert [name for name, value in found.items() if not isinstance(value, types[name])] == []
+
+
+def check_document(document: dict[str, Any]) -> None:
+    check_types(document, DOCUMENT)
+    assert document["schema"] == 2
+    for one in document["gpus"]:
+        check_types(one, GPU)
+        assert one["vendor"] in ("nvidia", "amd")
+        assert one["state"] in ("free", "claimed", "busy", "display", "unusable")
+        if one["claim"] is not None:
+            check_types(one["claim"], CLAIMED)
+        for process in one["processes"]:
+            check_types(process, PROCESS)
+    for one in document["queue"]:
+        check_types(one, WAITER)
 
 
 def look(driver: object = None) -> HostStatus:
     """A status whose JSON and table are in order, whatever they show."""
     status = gather(driver)  # type: ignore[arg-type]
-    jsonschema.validate(json.loads(json.dumps(status.to_dict(), allow_nan=False)), SCHEMA)
+    check_document(json.loads(json.dumps(status.to_dict(), allow_nan=False)))
     for width in (80, 140):
         assert max(map(len, render(status, width=width, color=False).splitlines())) <= width
     return status
@@ -621,7 +598,7 @@ def test_no_line_is_too_wide_and_nothing_plays_tricks(status: HostStatus, width:
     colored = render(status, width=width, color=True)
     assert "\x1b[" in colored
     assert ANSI.sub("", colored) == text
-    jsonschema.validate(json.loads(json.dumps(status.to_dict(), allow_nan=False)), SCHEMA)
+    check_document(json.loads(json.dumps(status.to_dict(), allow_nan=False)))
 
 
 def test_a_crowd_of_waiters_is_cut() -> None:
@@ -682,5 +659,44 @@ def test_from_the_command_line(state_dir: Path, holder) -> None:
 
     assert "\x1b" not in run()
     document = json.loads(run("--json"))
-    jsonschema.validate(document, SCHEMA)
+    check_document(document)
     assert document["gpus"][0]["claim"]["pid"] == holder.pid
+
+
+# GPUs on which a claim has failed
+
+
+ERROR = "CUDA_ERROR_ECC_UNCORRECTABLE: uncorrectable ECC error encountered"
+
+
+@pytest.fixture
+def noted(state_dir: Path) -> None:
+    """GPU 0 with a note of now, GPU 1 with one of yesterday."""
+    (state_dir / "leases").mkdir(parents=True)
+    for uuid, age in ((UUIDS[0], 0), (UUIDS[1], 86400)):
+        line = json.dumps({"when": time.time() - age, "error": ERROR})
+        (state_dir / "leases" / f"{uuid}.fault").write_text(line)
+
+
+def test_a_free_gpu_that_is_taken_last_says_why(noted) -> None:
+    status = gather()
+    first, second = status.gpus[:2]
+    assert (first.state, second.state, second.reason) == ("free", "free", "")
+    assert first.reason.startswith("taken last until ")
+    assert first.reason.endswith(f"since a claim failed on it: {ERROR}")
+    assert status.to_dict()["gpus"][0]["reason"] == first.reason
+    table = render(status, width=200, color=False)
+    assert table.count(f"since a claim failed on it: {ERROR}") == 1
+    assert "8 of 8 GPUs free" in table
+
+
+def test_a_claimed_one_too(noted) -> None:
+    with safe_gpu.GPUOwner(8, affinity=None, timeout=0):
+        # what works is forgiven, so it is noted anew
+        path = Path(gather().state_dir) / "leases" / f"{UUIDS[3]}.fault"
+        path.write_text(json.dumps({"when": time.time(), "error": ERROR}))
+        status = gather()
+        assert status.gpus[3].state == "claimed"
+        assert status.gpus[3].reason.endswith(ERROR)
+        assert status.gpus[0].fault == ""
+        assert f"since a claim failed on it: {ERROR}" in render(status, width=200, color=False)

@@ -29,36 +29,11 @@ if TYPE_CHECKING:
     from .resolve_gpus import visible_indices
 
 __all__ = [
-    "AffinityOptions",
-    "BindingReport",
-    "ClaimShares",
-    "GpuLocality",
-    "HostTopology",
-    "Mode",
-    "Multithreading",
-    "PartReport",
-    "PlacementReport",
-    "Scope",
-    "affinity_json",
-    "affinity_table",
-    "bind_claim",
-    "bind_near",
-    "bind_process",
-    "claim_shares",
-    "memory_nodes",
-    "nodes_of_cpus",
-    "original_mask",
-    "parse_options",
-    "placement",
-    "plan",
-    "read_topology",
-    "set_affinity",
-    "split_share",
-    "undo",
-    "undo_binding",
-    "visible_indices",
-    "wrap_command",
-]
+    "AffinityOptions", "BindingReport", "ClaimShares", "GpuLocality", "HostTopology", "Mode", "Multithreading",
+    "PartReport", "PlacementReport", "Scope", "affinity_json", "affinity_table", "bind_claim", "bind_near",
+    "bind_process", "claim_shares", "memory_nodes", "nodes_of_cpus", "original_mask", "parse_options", "placement",
+    "plan", "read_topology", "set_affinity", "split_share", "undo", "undo_binding", "visible_indices", "wrap_command",
+]  # fmt: skip
 
 # The module of each public name, as a relative module name without its first dot.
 _HOMES = {

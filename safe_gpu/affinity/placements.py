@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..cpulist import format_cpulist, parse_cpulist
@@ -190,14 +191,14 @@ class PlacementReport:
         """The report as JSON values: CPU and node sets as kernel lists ("0-3,8"), the keys of ``memory`` as strings."""
 
         def plain(value: Any) -> Any:
-            if isinstance(value, (set, frozenset)):
+            if isinstance(value, frozenset):
                 return format_cpulist(value)
             if isinstance(value, dict):
                 return {str(key): plain(item) for key, item in value.items()}
             return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
         processes = [
-            {**plain(asdict(process)), "matches": process.matches, "memory_matches": process.memory_matches}
+            plain({**asdict(process), "matches": process.matches, "memory_matches": process.memory_matches})
             for process in self.processes
         ]
         return {"matches": self.matches, "processes": processes, "notes": list(self.notes)}
@@ -298,7 +299,7 @@ class _Reader:
         self.known: dict[int, tuple[tuple[int, ...], str]] = {}
         self.left_out = 0
         self._room = _MOST_THREADS
-        self._sets: dict[str, frozenset[int]] = {}  # most threads have the same ones
+        self._set = cache(lambda text: parse_cpulist(text) or frozenset[int]())  # most threads have the same ones
 
     def process(self, pid: int) -> ProcessPlacement | None:
         """One process; None if it has ended."""
@@ -354,11 +355,6 @@ class _Reader:
             # /proc shows the last CPU of a sleeping thread, which may be from before the binding.
             matches=(cpu in near or allowed <= near) if near else None,
         )
-
-    def _set(self, text: str) -> frozenset[int]:
-        if text not in self._sets:
-            self._sets[text] = parse_cpulist(text) or frozenset()
-        return self._sets[text]
 
     def _gpus_of(self, pid: int, parent: int) -> tuple[tuple[int, ...], str]:
         if self.snapshot is None:

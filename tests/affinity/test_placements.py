@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from affinity.conftest import save_two_nodes
 
 from safe_gpu.affinity.placements import parse_numa_maps, placement
 from safe_gpu.devices import Gpu, GpuProcess
@@ -44,12 +45,8 @@ child.stdin.close(); child.wait()
 
 @pytest.fixture
 def two_nodes(saved_tree: Any, fake_driver: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    first, second = MASK[:2]
-    saved_tree.cpus([(first,), (second,)])
-    saved_tree.nodes({0: [first], 1: [second]})
     gpus = [Gpu(number, f"GPU-{number}", pci_bus_id=f"0000:0{number + 1}:00.0", numa_node=number) for number in (0, 1)]
-    for gpu in gpus:
-        saved_tree.gpu(gpu.pci_bus_id, node=gpu.index)
+    save_two_nodes(saved_tree, [gpu.pci_bus_id for gpu in gpus])
     monkeypatch.setenv("SAFE_GPU_FSROOT", os.fspath(saved_tree))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return fake_driver(gpus)

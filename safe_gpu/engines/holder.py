@@ -124,10 +124,9 @@ class HolderProcess:
         inherited = dict(os.environ)
         try:
             with opened_driver.of(wishes.request(nb_gpus)) as driver:
-                snapshot = driver.snapshot()
-                owner = GPUOwner(
+                self._owner = owner = GPUOwner(
                     nb_gpus,
-                    wishes.placeholder_fn or _placeholder(snapshot),
+                    wishes.placeholder_fn or _placeholder(driver.snapshot()),
                     timeout=timeout,
                     affinity=None,
                     visible_as=wishes.visible_as,
@@ -135,7 +134,6 @@ class HolderProcess:
                     _command=self._label,
                     **wishes.selection,
                 )
-                self._owner = owner
                 try:
                     snapshot = driver.snapshot()  # the claim may have waited, and a GPU may be lost since
                     places = _near(owner.gpus, driver, wishes)
@@ -145,20 +143,23 @@ class HolderProcess:
         except SafeGpuError as err:
             return err
         order = _inherited_order(inherited, snapshot)
+        scope = os.environ.get("SAFE_GPU_SCOPE", "")  # which lets the workers claim the GPUs of this process
+        more = {} if scope == inherited.get("SAFE_GPU_SCOPE") else {"SAFE_GPU_SCOPE": scope}
         held = []
         for gpu in owner.gpus:
             cores, numa_node = places[gpu.index]
+            shown = render_visible([gpu], visible_as=wishes.visible_as, snapshot=snapshot, environ=inherited)
             held.append(
                 ClusterGpu(
                     "",
                     "",
                     gpu.index,
                     gpu.uuid,
-                    cpus=frozenset(cpu for core in cores for cpu in core),
-                    cores=cores,
-                    numa_node=numa_node,
+                    frozenset().union(*cores),
+                    cores,
+                    numa_node,
                     vendor=snapshot.vendor,
-                    environment=_worker_environment(gpu, wishes.visible_as, snapshot, inherited),
+                    environment={**shown, **more},
                     inherited_position=order.index(gpu.uuid) if gpu.uuid in order else None,
                 )
             )
@@ -214,16 +215,6 @@ def _inherited_order(inherited: Mapping[str, str], snapshot: HostSnapshot) -> tu
     alone = (visible_variables(snapshot)[0], "CUDA_DEVICE_ORDER")
     fence = read_visible({name: inherited[name] for name in alone if name in inherited}, snapshot)
     return () if fence is None else fence.uuids
-
-
-def _worker_environment(
-    gpu: Gpu, visible_as: str, snapshot: HostSnapshot, inherited: Mapping[str, str]
-) -> dict[str, str]:
-    """The variables that make this GPU alone visible to a process with the holder's inherited environment, and let it
-    claim the GPU, which this process has claimed."""
-    variables = render_visible([gpu], visible_as=visible_as, snapshot=snapshot, environ=inherited)
-    scope = os.environ.get("SAFE_GPU_SCOPE", "")
-    return variables if scope == inherited.get("SAFE_GPU_SCOPE") else {**variables, "SAFE_GPU_SCOPE": scope}
 
 
 def _placeholder(snapshot: HostSnapshot) -> Callable[[int], Any] | None:

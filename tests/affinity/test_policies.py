@@ -13,7 +13,7 @@ from affinity.peers import HOSTS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from safe_gpu.affinity.options import DIVIDING_MODES, MODES, AffinityOptions, parse_options
+from safe_gpu.affinity.options import DIVIDING_MODES, MODES, MULTITHREADING, SCOPES, AffinityOptions, parse_options
 from safe_gpu.affinity.planner import Mode, Multithreading, Scope, is_remote, plan
 from safe_gpu.cpulist import format_cpulist, parse_cpulist
 from safe_gpu.errors import GPUAffinityError
@@ -277,6 +277,9 @@ def test_strings_and_members_are_the_same(dgx1: HostTopology) -> None:
     assert plan(dgx1, mode=Mode.UNIQUE_CONTIGUOUS, **members) == text
     assert plan(dgx1, mode=Theirs.CONTIGUOUS, **{**members, "scope": Theirs.SOCKET}) == text  # type: ignore[arg-type]
     assert str(Mode.SINGLE_UNIQUE) == "single_unique"
+    assert {mode.value for mode in Mode} < set(MODES)
+    assert tuple(scope.value for scope in Scope) == SCOPES
+    assert tuple(threads.value for threads in Multithreading) == MULTITHREADING
     assert AffinityOptions(mode=Mode.ALL) == AffinityOptions(mode="all")
 
 

@@ -26,14 +26,7 @@ from .options import check_memory_mode
 _CALLS = {"x86_64": (238, 239), "aarch64": (237, 236)}
 _DEFAULT, _PREFERRED, _BIND, _LOCAL, _PREFERRED_MANY = 0, 1, 2, 4, 5
 _FLAGS = 0xE000  # MPOL_F_STATIC_NODES, MPOL_F_RELATIVE_NODES and MPOL_F_NUMA_BALANCING: bits of the mode
-_NAMES = {
-    _DEFAULT: "default",
-    _PREFERRED: "preferred",
-    _BIND: "bind",
-    3: "interleave",
-    _LOCAL: "local",
-    _PREFERRED_MANY: "preferred",
-}
+_NAMES = ("default", "preferred", "bind", "interleave", "local", "preferred")  # by number
 _BITS = 4096  # no kernel supports more nodes; get_mempolicy needs at least as many bits as the kernel has nodes
 _WORD = 64
 
@@ -47,7 +40,8 @@ class MemoryPolicy(NamedTuple):
     @property
     def name(self) -> str:
         """ "default", "preferred", "bind", "interleave", "local" or "other"."""
-        return _NAMES.get(self.mode & ~_FLAGS, "other")
+        mode = self.mode & ~_FLAGS
+        return _NAMES[mode] if mode < len(_NAMES) else "other"
 
     def __str__(self) -> str:
         plural = "s" if len(self.nodes) > 1 else ""

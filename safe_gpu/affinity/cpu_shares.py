@@ -20,7 +20,7 @@ from .options import AffinityOptions, doubt_about
 if TYPE_CHECKING:
     from ..devices import Gpu
     from ..drivers.base import Driver
-    from ..topology import HostTopology
+    from ..topology import GpuLocality, HostTopology
 
 
 # Finds the CPUs of one GPU's NUMA node without reading the whole host. Most claims need no more than that.
@@ -117,7 +117,7 @@ def claim_shares(
     planned = zip(places, plan(topology, **options._asdict()), strict=True)
     found = _cut({index: share for index, share in planned if index in chosen}, mask)
     remote = (
-        (index, f"CPUs {format_cpulist(share)} are remote to {{}} (on {_node_name(topology, index)})")
+        (index, f"CPUs {format_cpulist(share)} are remote to {{}} (on {_node_name(topology, places[index])})")
         for index, share in found.shares.items()
         if is_remote(topology, places[index], share)
     )
@@ -135,8 +135,7 @@ def _notes(said: Iterable[tuple[int, str]]) -> list[str]:
     ]
 
 
-def _node_name(topology: HostTopology, index: int) -> str:
-    gpu = topology.gpu(index)
+def _node_name(topology: HostTopology, gpu: GpuLocality) -> str:
     node = topology.node_of(gpu)
     return f"CPUs {format_cpulist(topology.node_set(gpu))}" if node is None else f"NUMA node {node}"
 

@@ -118,13 +118,11 @@ def _try(prefix: Sequence[str]) -> None:
     """
     from ..programs import TooLate, TooMuch, find_program, output_of
 
-    name, *options = prefix
     try:
-        numactl, true = find_program(name, os.environ), find_program("true", os.environ)
-        if numactl is None or true is None:
-            missing = name if numactl is None else "true"
-            raise GPUAffinityError(f"{missing} is not installed here, or not on PATH")
-        command = [numactl, *options, true]
+        found = {name: find_program(name, os.environ) for name in ("numactl", "true")}
+        if missing := [name for name, path in found.items() if path is None]:
+            raise GPUAffinityError(f"{missing[0]} is not installed here, or not on PATH")
+        command = [str(found["numactl"]), *prefix[1:], str(found["true"])]
         code, _, error = output_of(command, env=os.environ, timeout=_PATIENCE, most=_MOST_OUTPUT, apart=True)
     except (TooLate, TooMuch):
         raise GPUAffinityError(f"numactl did not end within {_PATIENCE:g} s, or prints without end") from None
@@ -148,7 +146,5 @@ def numactl_options(
         return options
     if not nodes:
         raise GPUAffinityError(f"memory={memory!r} needs to know the GPU's NUMA node, and it is not known")
-    if memory == "bind":
-        return [*options, f"--membind={format_cpulist(nodes)}"]
-    many = "-many" if len(nodes) > 1 else ""
-    return [*options, f"--preferred{many}={format_cpulist(nodes)}"]
+    name = "membind" if memory == "bind" else "preferred" if len(nodes) == 1 else "preferred-many"
+    return [*options, f"--{name}={format_cpulist(nodes)}"]

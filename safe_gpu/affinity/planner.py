@@ -160,11 +160,7 @@ class _Planner:
     """Computes one plan for the GPUs that take part, from the CPUs that may be used."""
 
     def __init__(
-        self,
-        topology: HostTopology,
-        gpus: Sequence[GpuLocality],
-        allowed: frozenset[int],
-        options: AffinityOptions,
+        self, topology: HostTopology, gpus: Sequence[GpuLocality], allowed: frozenset[int], options: AffinityOptions
     ) -> None:
         self.topology = topology
         self.gpus = gpus

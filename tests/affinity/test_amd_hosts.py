@@ -33,8 +33,7 @@ def save(tree: Any, host: Preset, numa_node: Callable[[int], int] = lambda node:
         caches=[cpus.threads(first, cpus.llc) for first in range(0, cpus.total, cpus.llc)],
     )
     tree.nodes(
-        nodes,
-        distance=lambda a, b: same if a == b else socket if a // cpus.nodes == b // cpus.nodes else remote,
+        nodes, distance=lambda a, b: same if a == b else socket if a // cpus.nodes == b // cpus.nodes else remote
     )
     kfd = KfdHost(tree.root)
     partitions: dict[int, int] = {}

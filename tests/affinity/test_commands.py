@@ -35,13 +35,7 @@ needs_two_cpus = pytest.mark.skipif(len(MASK) < 2, reason="this process may use 
 @needs_two_cpus
 @pytest.mark.parametrize(
     ("visible", "expected"),
-    [
-        (None, [0, 1]),
-        ("0,1", [0, 1]),
-        ("1,0", [1, 0]),
-        ("3,2", [1, 0]),
-        ("GPU-33,GPU-0", [1, 0]),
-    ],
+    [(None, [0, 1]), ("0,1", [0, 1]), ("1,0", [1, 0]), ("3,2", [1, 0]), ("GPU-33,GPU-0", [1, 0])],
 )
 def test_ranks_follow_the_order_of_visible_gpus(
     four_gpus: Any, in_child: InChild, monkeypatch: pytest.MonkeyPatch, visible: str | None, expected: list[int]

@@ -241,10 +241,7 @@ def test_taskset_is_respected(small_host: Any, tmp_path: Any) -> None:
         "print([sorted(claim_shares(host, AffinityOptions(), [g], os.sched_getaffinity(0)).cpus) for g in (0, 1)])"
     )
     out = subprocess.run(
-        ["taskset", "-c", str(MASK[1]), sys.executable, "-c", code],
-        check=True,
-        capture_output=True,
-        text=True,
+        ["taskset", "-c", str(MASK[1]), sys.executable, "-c", code], check=True, capture_output=True, text=True
     ).stdout
     assert out.strip() == str([[MASK[1]], [MASK[1]]])
 

@@ -133,8 +133,7 @@ def test_rules(host: MakeHost, shape: dict[str, Any], mode: str, options: dict[s
 def test_socket_cores_are_dealt_round_robin_and_none_is_lost(host: MakeHost) -> None:
     """Node cores 0-2 of one GPU, other cores 3-5 and 6-7 of the socket: 0 gets 3 and 6, 1 gets 4 and 7, 2 gets 5."""
     topology = replace(
-        host(cores_per_node=8, nodes=1, smt=1, gpu_nodes=[0]),
-        nodes={0: cpus("0-2"), 1: cpus("3-5"), 2: cpus("6-7")},
+        host(cores_per_node=8, nodes=1, smt=1, gpu_nodes=[0]), nodes={0: cpus("0-2"), 1: cpus("3-5"), 2: cpus("6-7")}
     )
     for most, expected in ((None, "0-7"), (4, "0-3"), (7, "0-6")):  # round by round: 0 1 2, 3 4 5, 6 7
         assert shares(topology, "unique_contiguous", scope="socket", max_physical_cores=most) == [expected]
@@ -184,10 +183,7 @@ def test_partly_overlapping_sockets(host: MakeHost) -> None:
     """Only where the sockets are divided; dealing CPU 2 twice would give it to both."""
     one = replace(
         host(cores_per_node=6, nodes=1, smt=1),
-        gpus=[
-            GpuLocality(0, "a", None, cpus("0-1"), cpus("0-3")),
-            GpuLocality(1, "b", None, cpus("4-5"), cpus("2-5")),
-        ],
+        gpus=[GpuLocality(0, "a", None, cpus("0-1"), cpus("0-3")), GpuLocality(1, "b", None, cpus("4-5"), cpus("2-5"))],
     )
     assert shares(one, "unique_contiguous", scope="node") == ["0-1", "4-5"]
     assert shares(one, "all", scope="socket") == ["0-3", "2-5"]

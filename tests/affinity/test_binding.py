@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import json
 import os
 import pickle
 import platform
 import subprocess
-import sys
 import threading
 import uuid
 from collections.abc import Callable, Iterator
@@ -38,59 +36,43 @@ def masks() -> dict[int, set[int]]:
     return found
 
 
-WARM = """
-import json, os, sys, threading
-import numpy
-numpy.ones((600, 600)) @ numpy.ones((600, 600))  # starts the pool of the BLAS library
-from safe_gpu.affinity.binding import bind_process, original_mask, undo
-first, second = map(int, sys.argv[1:])
-
-def masks():
-    return {int(tid): sorted(os.sched_getaffinity(int(tid))) for tid in os.listdir("/proc/self/task")}
-
-ready, done = threading.Barrier(4), threading.Event()
-def idle(mask):
-    os.sched_setaffinity(0, mask)
-    ready.wait()
-    done.wait()
-threads = [threading.Thread(target=idle, args=(mask,)) for mask in ({first}, {second}, {first, second})]
-for thread in threads: thread.start()
-ready.wait()
-before = masks()
-report = bind_process({second})
-bound = masks()
-again = bind_process({first})
-rebound = masks()
-start = sorted(original_mask())
-undo()
-after = masks()
-done.set()
-print(json.dumps({"before": before, "bound": bound, "rebound": rebound, "after": after, "start": start,
-                  "count": report.threads.moved, "text": str(report)}))
-"""
-
-
 @needs_two_cpus
-def test_every_thread_moves_and_comes_back_to_its_own_mask() -> None:
-    pytest.importorskip("numpy", reason="numpy, whose thread pool is the point, is not installed")
+def test_every_thread_moves_and_comes_back_to_its_own_mask(in_child: InChild) -> None:
+    numpy = pytest.importorskip("numpy", reason="numpy, whose thread pool is the point, is not installed")
     first, second = MASK[:2]
-    out = subprocess.run(
-        [sys.executable, "-c", WARM, str(first), str(second)],
-        check=True,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={**os.environ, "OPENBLAS_NUM_THREADS": "4"},
-    ).stdout
-    said = json.loads(out)
-    assert len(said["before"]) >= 5  # main, three of ours, at least one of the pool
-    assert set(map(tuple, said["bound"].values())) == {(second,)}
-    assert set(map(tuple, said["rebound"].values())) == {(first,)}
-    assert said["after"] == said["before"]
-    assert len(set(map(tuple, said["after"].values()))) == 3
-    assert said["start"] == MASK
-    assert said["count"] == len(said["before"])
-    assert f"to CPUs {second}" in said["text"]
+
+    def child() -> tuple[Any, ...]:
+        numpy.ones((600, 600)) @ numpy.ones((600, 600))  # starts the pool of the BLAS library
+        ready, done = threading.Barrier(4), threading.Event()
+
+        def idle(mask: set[int]) -> None:
+            os.sched_setaffinity(0, mask)
+            ready.wait()
+            done.wait()
+
+        for mask in ({first}, {second}, {first, second}):
+            threading.Thread(target=idle, args=(mask,)).start()
+        ready.wait()
+        seen = [masks()]
+        report = bind_process({second})
+        seen.append(masks())
+        bind_process({first})
+        seen.append(masks())
+        start = original_mask()
+        undo()
+        seen.append(masks())
+        done.set()
+        return report, start, *seen
+
+    report, start, before, bound, rebound, after = in_child(child)
+    assert len(before) >= 5  # main, three of ours, at least one of the pool
+    assert len(set(map(frozenset, before.values()))) == 3
+    assert all(mask == {second} for mask in bound.values())
+    assert all(mask == {first} for mask in rebound.values())
+    assert after == before
+    assert start == set(MASK)
+    assert report.threads.moved == len(before)
+    assert f"to CPUs {second}" in str(report)
 
 
 @needs_two_cpus

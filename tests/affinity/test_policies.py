@@ -150,30 +150,30 @@ def test_core_complex_without_caches_is_package_and_node(host: MakeHost) -> None
     assert shares(one, "core-complex") == ["0-1", "2-3"]
 
 
+def one_node(host: MakeHost, cores: int, *gpus: tuple[str, str], smt: int = 1) -> HostTopology:
+    """A node of some cores, with GPUs whose node and socket are these CPUs."""
+    places = [GpuLocality(index, "", 7 * index, cpus(near), cpus(socket)) for index, (near, socket) in enumerate(gpus)]
+    return replace(host(cores_per_node=cores, nodes=1, smt=smt), gpus=places)
+
+
 def test_groups_go_by_cpus_and_not_by_node(host: MakeHost) -> None:
     """Two GPUs that name different nodes and the same CPUs still divide them."""
-    one = replace(
-        host(cores_per_node=4, nodes=1, smt=1),
-        gpus=[GpuLocality(0, "a", 0, cpus("0-3")), GpuLocality(1, "b", 7, cpus("0-3"))],
-    )
-    assert shares(one, "exclusive") == ["0-1", "2-3"]
+    assert shares(one_node(host, 4, ("0-3", ""), ("0-3", "")), "exclusive") == ["0-1", "2-3"]
 
 
 def test_own_sets_win_over_the_nodes(host: MakeHost) -> None:
-    one = replace(host(cores_per_node=2, nodes=2, smt=1), gpus=[GpuLocality(0, "a", 0, cpus("2-3"), cpus("1-3"))])
-    assert shares(one, "node") == ["2-3"]
-    assert shares(one, "socket") == ["1-3"]
+    one = one_node(host, 4, ("2-3", "1-3"))
+    assert (shares(one, "node"), shares(one, "socket")) == (["2-3"], ["1-3"])
 
 
 def test_partly_overlapping_sets(host: MakeHost) -> None:
-    one = replace(
-        host(cores_per_node=4, nodes=1, smt=1),
-        gpus=[GpuLocality(0, "a", None, cpus("0-2")), GpuLocality(1, "b", None, cpus("1-3"))],
-    )
+    """And a core {0,2} with one thread in each set."""
+    one, astride = one_node(host, 4, ("0-2", ""), ("1-3", "")), one_node(host, 2, ("0", ""), ("1-3", ""), smt=2)
     for mode in MODES:
         if mode in DIVIDING_MODES:
-            with pytest.raises(GPUAffinityError, match="0-2 and 1-3 overlap"):
-                plan(one, mode=mode)
+            for topology, names in ((one, "0-2 and 1-3 overlap"), (astride, "physical core of CPU 0")):
+                with pytest.raises(GPUAffinityError, match=names):
+                    plan(topology, mode=mode)
             assert len(plan(one, mode=mode, allowed=cpus("1-2"))) == 2  # the same once cut
         else:
             assert len(plan(one, mode=mode)) == 2
@@ -181,28 +181,14 @@ def test_partly_overlapping_sets(host: MakeHost) -> None:
 
 def test_partly_overlapping_sockets(host: MakeHost) -> None:
     """Only where the sockets are divided; dealing CPU 2 twice would give it to both."""
-    one = replace(
-        host(cores_per_node=6, nodes=1, smt=1),
-        gpus=[GpuLocality(0, "a", None, cpus("0-1"), cpus("0-3")), GpuLocality(1, "b", None, cpus("4-5"), cpus("2-5"))],
-    )
+    one = one_node(host, 6, ("0-1", "0-3"), ("4-5", "2-5"))
     assert shares(one, "unique_contiguous", scope="node") == ["0-1", "4-5"]
     assert shares(one, "all", scope="socket") == ["0-3", "2-5"]
     with pytest.raises(GPUAffinityError, match="socket sets 0-3 and 2-5 overlap"):
         plan(one, mode="unique_contiguous", scope="socket")
 
 
-def test_a_core_astride_two_nodes_is_not_split(host: MakeHost) -> None:
-    """Cores {0,2} {1,3}; a node set through the middle of core {0,2}."""
-    one = replace(
-        host(cores_per_node=2, nodes=1),
-        gpus=[GpuLocality(0, "a", None, cpus("0")), GpuLocality(1, "b", None, cpus("1-3"))],
-    )
-    for mode in DIVIDING_MODES:
-        with pytest.raises(GPUAffinityError, match="physical core of CPU 0"):
-            plan(one, mode=mode)
-
-
-def test_nothing_local_is_the_nearest_node(dgx_a100: HostTopology) -> None:
+def test_nothing_local_is_the_nearest_node(host: MakeHost, dgx_a100: HostTopology) -> None:
     """Allowed are node 2 (12 from node 3, the same socket) and node 4 (32, the other socket)."""
     allowed = cpus("32-47,64-79")
     for mode in ("node", "core-complex"):
@@ -215,6 +201,7 @@ def test_nothing_local_is_the_nearest_node(dgx_a100: HostTopology) -> None:
     for mode in set(MODES) - {"node", "socket", "core-complex"}:
         with pytest.raises(GPUAffinityError):
             plan(dgx_a100, mode=mode, allowed=allowed, gpus=[0])
+    assert not is_remote(host(**ANYWHERE), GpuLocality(0), cpus("0"))  # its node is unknown
 
 
 def test_nothing_local_and_no_distances(dgx1: HostTopology) -> None:

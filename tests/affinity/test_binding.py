@@ -90,11 +90,11 @@ def test_threads_that_are_born_meanwhile(in_child: InChild) -> None:
                 for thread in threads:
                     thread.join()
 
-        breeders = [threading.Thread(target=breed) for _ in range(3)]
+        breeders = [threading.Thread(target=breed) for _ in range(2)]
         for breeder in breeders:
             breeder.start()
         right = True
-        for cpu in MASK[:2] * 5:
+        for cpu in MASK[:2] * 2:
             report = bind_process({cpu})
             right = right and report.ok and set(map(frozenset, masks().values())) == {frozenset([cpu])}
         undo()

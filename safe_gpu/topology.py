@@ -1,30 +1,18 @@
-"""The topology of a host: frozen records, and how they are read from sysfs and the driver.
-
-This module reads no files and asks no driver. :mod:`safe_gpu.topology` fills the records.
-
-It does not initialise CUDA.
-"""
+"""The topology of a host: frozen records, and how they are read from sysfs and the driver. CUDA is not initialised."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from .devices import HostSnapshot, normalize_bus_id
 from .errors import GPUAffinityError, as_affinity_error
 from .settings import fsroot_or_default
-from .sysfs import PciGpu, SysfsTree, devices
-
-if TYPE_CHECKING:
-    import os
-
+from .sysfs import SysfsTree, devices
 
 # Frozen records of a host's topology: CPUs, physical cores, NUMA nodes, sockets, caches and GPUs.
-
-
-_T = TypeVar("_T")
 
 
 def _cpu_set(what: str, cpus: Iterable[int]) -> frozenset[int]:
@@ -35,13 +23,6 @@ def _cpu_set(what: str, cpus: Iterable[int]) -> frozenset[int]:
     except TypeError:
         pass
     raise GPUAffinityError(f"{what} must be a set of CPU numbers, not {cpus!r}")
-
-
-def _shaped(what: str, build: Callable[[], _T]) -> _T:
-    try:
-        return build()
-    except (TypeError, ValueError, AttributeError) as err:
-        raise GPUAffinityError(f"{what} of a host topology has the wrong shape: {err}") from err
 
 
 @dataclass(frozen=True)
@@ -98,16 +79,20 @@ class HostTopology:
     gpus: Sequence[GpuLocality] = ()
 
     def __post_init__(self) -> None:
-        def put(name: str, build: Callable[[], object]) -> None:
-            object.__setattr__(self, name, _shaped(name, build))
-
-        put("cpus", lambda: _cpu_set("cpus", self.cpus))
-        put("cores", lambda: tuple(_cpu_set("cores", core) for core in self.cores))
-        put("nodes", lambda: {node: _cpu_set("nodes", cpus) for node, cpus in self.nodes.items()})
-        put("packages", lambda: {package: _cpu_set("packages", cpus) for package, cpus in self.packages.items()})
-        put("llc", lambda: tuple(_cpu_set("llc", group) for group in self.llc))
-        put("distances", lambda: {node: dict(row) for node, row in self.distances.items()})
-        put("gpus", lambda: tuple(self.gpus))
+        shapes: dict[str, Callable[[Any], object]] = {
+            "cpus": lambda cpus: _cpu_set("cpus", cpus),
+            "cores": lambda cores: tuple(_cpu_set("cores", core) for core in cores),
+            "nodes": lambda nodes: {node: _cpu_set("nodes", cpus) for node, cpus in nodes.items()},
+            "packages": lambda packages: {package: _cpu_set("packages", cpus) for package, cpus in packages.items()},
+            "llc": lambda groups: tuple(_cpu_set("llc", group) for group in groups),
+            "distances": lambda rows: {node: dict(row) for node, row in rows.items()},
+            "gpus": tuple,
+        }
+        for name, shaped in shapes.items():
+            try:
+                object.__setattr__(self, name, shaped(getattr(self, name)))
+            except (TypeError, ValueError, AttributeError) as err:
+                raise GPUAffinityError(f"{name} of a host topology has the wrong shape: {err}") from err
         if not all(isinstance(gpu, GpuLocality) for gpu in self.gpus):
             raise GPUAffinityError(f"gpus of a host topology must be GpuLocality records, not {self.gpus!r}")
 
@@ -244,17 +229,14 @@ def read_topology(fsroot: str | os.PathLike[str] | None = None, driver: GpuLocat
 
 def _located_gpus(tree: SysfsTree, host: HostTopology, driver: GpuLocator | None) -> Iterable[GpuLocality]:
     if driver is None:
-        for index, found in enumerate(tree.pci_gpus() or _amd_gpus(tree)):
-            yield _by_pci(tree, host, index, found.uuid, found.bus_id, None)
+        found = [(gpu.bus_id, gpu.uuid) for gpu in tree.pci_gpus()]
+        for index, (bus_id, uuid) in enumerate(found or [(gpu.bus_id, gpu.uuid) for gpu in devices(tree) or ()]):
+            yield _by_pci(tree, host, index, uuid, bus_id, None)
         return
     for gpu in as_affinity_error(driver, lambda: driver.snapshot()).physical:
         bus_id = normalize_bus_id(gpu.pci_bus_id)
         by_pci = _by_pci(tree, host, gpu.index, gpu.uuid, bus_id, gpu.numa_node)
         yield _by_driver(tree, host, driver, by_pci)
-
-
-def _amd_gpus(tree: SysfsTree) -> list[PciGpu]:
-    return [PciGpu(device.bus_id, device.uuid) for device in devices(tree) or ()]
 
 
 def _by_driver(tree: SysfsTree, host: HostTopology, driver: GpuLocator, by_pci: GpuLocality) -> GpuLocality:

@@ -430,7 +430,7 @@ WOUNDS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "ticket": (queue.Waiter, "leave", lambda self: None),
     "host-lock": (host_lock.HostLock, "_unlock", lambda self: None),
     # An exception comes between open(2) and the line that stores the descriptor.
-    "handlers": (signals.DeferredSignals, "hold_back", lambda self: None),
+    "handlers": (signals.DeferredSignals, "defer", lambda self: None),
     # Directories have their names before they have their modes.
     "directories": (files, "make_directory", _make_unfinished),
 }

@@ -29,62 +29,28 @@ if TYPE_CHECKING:
     from .resolve_gpus import visible_indices
 
 __all__ = [
-    "AffinityOptions",
-    "BindingReport",
-    "ClaimShares",
-    "GpuLocality",
-    "HostTopology",
-    "Mode",
-    "Multithreading",
-    "PartReport",
-    "PlacementReport",
-    "Scope",
-    "affinity_json",
-    "affinity_table",
-    "bind_claim",
-    "bind_near",
-    "bind_process",
-    "claim_shares",
-    "memory_nodes",
-    "nodes_of_cpus",
-    "original_mask",
-    "parse_options",
-    "placement",
-    "plan",
-    "read_topology",
-    "set_affinity",
-    "split_share",
-    "undo",
-    "undo_binding",
-    "visible_indices",
-    "wrap_command",
-]
+    "AffinityOptions", "BindingReport", "ClaimShares", "GpuLocality", "HostTopology", "Mode", "Multithreading",
+    "PartReport", "PlacementReport", "Scope", "affinity_json", "affinity_table", "bind_claim", "bind_near",
+    "bind_process", "claim_shares", "memory_nodes", "nodes_of_cpus", "original_mask", "parse_options", "placement",
+    "plan", "read_topology", "set_affinity", "split_share", "undo", "undo_binding", "visible_indices", "wrap_command",
+]  # fmt: skip
 
 # The module of each public name, as a relative module name without its first dot.
 _HOMES = {
-    "binding": ("BindingReport", "PartReport", "bind_process", "original_mask", "undo"),
-    "planner": ("affinity_json", "affinity_table", "Mode", "Multithreading", "Scope", "plan"),
-    "gpu_affinity": ("set_affinity",),
-    "numactl": ("wrap_command",),
-    "resolve_gpus": ("visible_indices",),
-    "options": ("AffinityOptions", "parse_options"),
-    "placements": ("PlacementReport", "placement"),
-    "cpu_shares": (
-        "ClaimShares",
-        "bind_claim",
-        "bind_near",
-        "claim_shares",
-        "memory_nodes",
-        "nodes_of_cpus",
-        "split_share",
-        "undo_binding",
-    ),
-    ".topology": ("read_topology", "GpuLocality", "HostTopology"),
+    "binding": "BindingReport PartReport bind_process original_mask undo",
+    "planner": "Mode Multithreading Scope affinity_json affinity_table plan",
+    "gpu_affinity": "set_affinity",
+    "numactl": "wrap_command",
+    "resolve_gpus": "visible_indices",
+    "options": "AffinityOptions parse_options",
+    "placements": "PlacementReport placement",
+    "cpu_shares": ("ClaimShares bind_claim bind_near claim_shares memory_nodes nodes_of_cpus split_share undo_binding"),
+    ".topology": "GpuLocality HostTopology read_topology",
 }
 
 
 def __getattr__(name: str) -> Any:
-    home = next((home for home, names in _HOMES.items() if name in names), None)
+    home = next((home for home, names in _HOMES.items() if name in names.split()), None)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module

@@ -26,14 +26,7 @@ from .options import check_memory_mode
 _CALLS = {"x86_64": (238, 239), "aarch64": (237, 236)}
 _DEFAULT, _PREFERRED, _BIND, _LOCAL, _PREFERRED_MANY = 0, 1, 2, 4, 5
 _FLAGS = 0xE000  # MPOL_F_STATIC_NODES, MPOL_F_RELATIVE_NODES and MPOL_F_NUMA_BALANCING: bits of the mode
-_NAMES = {
-    _DEFAULT: "default",
-    _PREFERRED: "preferred",
-    _BIND: "bind",
-    3: "interleave",
-    _LOCAL: "local",
-    _PREFERRED_MANY: "preferred",
-}
+_NAMES = ("default", "preferred", "bind", "interleave", "local", "preferred")  # by number
 _BITS = 4096  # no kernel supports more nodes; get_mempolicy needs at least as many bits as the kernel has nodes
 _WORD = 64
 
@@ -47,7 +40,8 @@ class MemoryPolicy(NamedTuple):
     @property
     def name(self) -> str:
         """ "default", "preferred", "bind", "interleave", "local" or "other"."""
-        return _NAMES.get(self.mode & ~_FLAGS, "other")
+        mode = self.mode & ~_FLAGS
+        return _NAMES[mode] if mode < len(_NAMES) else "other"
 
     def __str__(self) -> str:
         plural = "s" if len(self.nodes) > 1 else ""
@@ -96,12 +90,11 @@ def set_policy(policy: MemoryPolicy) -> MemoryPolicy:
 
     try:
         _set(policy)
+        return policy
     except OSError as err:
         if policy.mode != _PREFERRED_MANY or err.errno != errno.EINVAL:
             raise
-        policy = MemoryPolicy(_PREFERRED, frozenset([min(policy.nodes)]))
-        _set(policy)
-    return policy
+    return set_policy(MemoryPolicy(_PREFERRED, frozenset([min(policy.nodes)])))
 
 
 def _set(policy: MemoryPolicy) -> None:
@@ -194,9 +187,9 @@ class _Before:
     def __init__(self, caller: frozenset[int], threads: dict[int, frozenset[int]]) -> None:
         self.caller = caller
         self.threads = threads
-        self.memory: object = None
+        self.memory = MemoryPolicy()
         self.masks: set[frozenset[int]] = set()
-        self.policies: list[object] = []
+        self.policies: list[MemoryPolicy] = []
 
 
 _stack: list[_Before] = []
@@ -211,7 +204,8 @@ def original_mask() -> frozenset[int]:
 
 def enter() -> None:
     """Save the masks of all threads as they are now; :func:`leave` restores them."""
-    _stack.append(_now())
+    threads = {tid: mask for tid in _tids() if (mask := _mask_of(tid)) is not None}
+    _stack.append(_Before(frozenset(os.sched_getaffinity(0)), threads))
 
 
 def leave() -> None:
@@ -251,24 +245,24 @@ def bind_process(
         GPUAffinityError: the calling thread cannot be moved (nothing has changed then), or an argument is wrong.
     """
     mode = check_memory_mode(memory_mode)
-    wanted = None if cpus is None else _checked(cpus)
     nodes = frozenset(memory_nodes)
     if mode is not None and not nodes:
         raise GPUAffinityError(f"memory={mode!r} needs to know the NUMA node, and it is not known for these GPUs")
+    wanted = None if cpus is None else _checked(cpus)
+    threads, memory = PartReport(), PartReport()
+    said = list(notes)
     first = not _stack
     if first:
         enter()
-    threads, memory = PartReport(), PartReport()
-    said = list(notes)
-    try:
-        if wanted is not None:
+    if wanted is not None:
+        try:
             threads = _move_threads(wanted)
-            if threads.done < wanted:
-                said.append(f"the kernel cut {format_cpulist(wanted)} to this process's cpuset")
-    except GPUAffinityError:
-        if first:
-            leave()
-        raise
+        except GPUAffinityError:
+            if first:
+                leave()
+            raise
+        if threads.done < wanted:
+            said.append(f"the kernel cut {format_cpulist(wanted)} to this process's cpuset")
     if mode is not None:
         memory = _set_memory(mode, nodes)
         others = len(_tids()) - 1
@@ -289,11 +283,6 @@ def _checked(cpus: Iterable[int]) -> frozenset[int]:
 
 def _tids() -> list[int]:
     return [int(name) for name in os.listdir("/proc/self/task")]
-
-
-def _now() -> _Before:
-    masks = {tid: _mask_of(tid) for tid in _tids()}
-    return _Before(frozenset(os.sched_getaffinity(0)), {tid: mask for tid, mask in masks.items() if mask is not None})
 
 
 def _move_threads(wanted: frozenset[int]) -> PartReport:
@@ -342,12 +331,11 @@ def _mask_of(tid: int) -> frozenset[int] | None:
 
 
 def _set_memory(mode: str, nodes: frozenset[int]) -> PartReport:
-
     policy = policy_for(mode, nodes)
     try:
         earlier = get_policy()
     except OSError:
-        earlier = None
+        earlier = MemoryPolicy()
     try:
         policy = set_policy(policy)
     except OSError as err:
@@ -370,21 +358,19 @@ def _restore(before: _Before) -> None:
     that this module set.
     """
     seen: set[int] = set()
-    while new := [tid for tid in _tids() if tid not in seen]:
+    while before.masks and (new := [tid for tid in _tids() if tid not in seen]):
         seen.update(new)
         for tid in new:
-            try:
-                earlier = before.threads.get(tid)
-                if earlier is None and _mask_of(tid) in before.masks:
-                    earlier = before.caller
-                if earlier is not None and before.masks:
+            earlier = before.threads.get(tid)
+            if earlier is None and _mask_of(tid) in before.masks:
+                earlier = before.caller
+            if earlier is not None:
+                try:
                     os.sched_setaffinity(tid, earlier)
-            except OSError:
-                continue  # the thread has ended, or its earlier CPUs are no longer in this process's cpuset
-    if before.policies:
-        earlier_policy = before.memory if isinstance(before.memory, MemoryPolicy) else MemoryPolicy()
-        try:
-            if get_policy() in before.policies:
-                set_policy(earlier_policy)
-        except OSError:
-            pass  # the kernel or a container's filter refuses; the policy stays
+                except OSError:
+                    continue  # the thread has ended, or its earlier CPUs are no longer in this process's cpuset
+    try:
+        if before.policies and get_policy() in before.policies:
+            set_policy(before.memory)
+    except OSError:
+        pass  # the kernel or a container's filter refuses; the policy stays

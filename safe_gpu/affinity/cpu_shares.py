@@ -20,7 +20,7 @@ from .options import AffinityOptions, doubt_about
 if TYPE_CHECKING:
     from ..devices import Gpu
     from ..drivers.base import Driver
-    from ..topology import HostTopology
+    from ..topology import GpuLocality, HostTopology
 
 
 # Finds the CPUs of one GPU's NUMA node without reading the whole host. Most claims need no more than that.
@@ -52,14 +52,14 @@ def node_cpus_of(
     if node is None:
         node = gpu.numa_node
     if node is not None and node >= 0 and node in tree.node_ids():
-        near = tree.node_cpus(node)
-        return (near, "numa_node") if near else None
-    if by_pci := tree.pci_cpus(bus_id):
-        return by_pci
-    nodes = tree.node_ids()
-    if len(nodes) == 1 and (near := tree.node_cpus(nodes[0])):
-        return near, "only node"
-    return None
+        found = tree.node_cpus(node), "numa_node"
+    elif by_pci := tree.pci_cpus(bus_id):
+        found = by_pci
+    elif len(nodes := tree.node_ids()) == 1:
+        found = tree.node_cpus(nodes[0]), "only node"
+    else:
+        return None
+    return found if found[0] else None
 
 
 def node_memory(
@@ -112,13 +112,12 @@ def claim_shares(
     """
     from .planner import is_remote, plan
 
-    all_gpus = sorted(topology.gpus, key=lambda gpu: gpu.index)
-    places = {gpu.index: gpu for gpu in all_gpus}
-    chosen = [topology.gpu(index) for index in gpus]
-    planned = plan(topology, **options._asdict())
-    found = _cut({gpu.index: share for gpu, share in zip(all_gpus, planned, strict=True) if gpu in chosen}, mask)
+    places = {gpu.index: gpu for gpu in sorted(topology.gpus, key=lambda gpu: gpu.index)}
+    chosen = {topology.gpu(index).index for index in gpus}
+    planned = zip(places, plan(topology, **options._asdict()), strict=True)
+    found = _cut({index: share for index, share in planned if index in chosen}, mask)
     remote = (
-        (index, f"CPUs {format_cpulist(share)} are remote to {{}} (on {_node_name(topology, index)})")
+        (index, f"CPUs {format_cpulist(share)} are remote to {{}} (on {_node_name(topology, places[index])})")
         for index, share in found.shares.items()
         if is_remote(topology, places[index], share)
     )
@@ -136,8 +135,7 @@ def _notes(said: Iterable[tuple[int, str]]) -> list[str]:
     ]
 
 
-def _node_name(topology: HostTopology, index: int) -> str:
-    gpu = topology.gpu(index)
+def _node_name(topology: HostTopology, gpu: GpuLocality) -> str:
     node = topology.node_of(gpu)
     return f"CPUs {format_cpulist(topology.node_set(gpu))}" if node is None else f"NUMA node {node}"
 
@@ -185,40 +183,42 @@ def bind_near(
         GPUAffinityError: the CPUs cannot be planned or bound (unless not ``strict``).
     """
     try:
-        return _bind_near(gpus, driver, options, memory, fsroot)
+        if not gpus:
+            raise GPUAffinityError("there is no GPU to bind next to: claim one, or name some")
+        if options is not None and options.mode == "node" and memory is None:
+            near = _near_shares(gpus, driver, fsroot)
+            if near is not None:  # reading the whole host is not necessary
+                return bind_process(near.cpus, notes=near.notes)
+        from ..topology import read_topology
+
+        topology = read_topology(fsroot, driver)
+        indices = list(dict.fromkeys(gpu.index for gpu in gpus))
+        nodes = memory_nodes(topology, indices) if memory is not None else frozenset[int]()
+        if options is None:
+            return bind_process(None, nodes, memory)
+        shares = claim_shares(topology, options, indices, original_mask())
+        return bind_process(shares.cpus, nodes, memory, notes=filter(None, (*shares.notes, doubt_about(options))))
     except GPUAffinityError as err:
         if strict:
             raise
         return BindingReport(frozenset(os.sched_getaffinity(0)), PartReport(refused=(str(err),)), memory_mode=memory)
 
 
-def _bind_near(
-    gpus: Sequence[Gpu], driver: Driver, options: AffinityOptions | None, memory: str | None, fsroot: str | None
-) -> BindingReport:
-    if not gpus:
-        raise GPUAffinityError("there is no GPU to bind next to: claim one, or name some")
-    mask = original_mask()
-    indices = list(dict.fromkeys(gpu.index for gpu in gpus))
-    if options is not None and options.mode == "node" and memory is None:
-        near = {gpu.index: node_cpus_of(gpu, driver, fsroot) for gpu in gpus}
-        known = {index: found[0] for index, found in near.items() if found is not None}
-        if len(known) == len(indices):  # reading the whole host is not necessary
-            shares = _cut(known, mask)
-            remote = (
-                (index, f"CPUs {format_cpulist(share)} are remote to {{}}")
-                for index, share in shares.shares.items()
-                if not share & known[index]
-            )
-            return bind_process(shares.cpus, notes=(*shares.notes, *_notes(remote)))
-    from ..topology import read_topology
-
-    topology = read_topology(fsroot, driver)
-    nodes = memory_nodes(topology, indices) if memory is not None else frozenset[int]()
-    if options is None:
-        return bind_process(None, nodes, memory)
-    shares = claim_shares(topology, options, indices, mask)
-    doubt = doubt_about(options)
-    return bind_process(shares.cpus, nodes, memory, notes=(*shares.notes, *([doubt] if doubt else [])))
+def _near_shares(gpus: Sequence[Gpu], driver: Driver, fsroot: str | None) -> ClaimShares | None:
+    """The shares in mode ``node``; None if the whole host must be read to know them."""
+    known = {}
+    for gpu in gpus:
+        found = node_cpus_of(gpu, driver, fsroot)
+        if found is None:
+            return None
+        known[gpu.index] = found[0]
+    shares = _cut(known, original_mask())
+    remote = (
+        (index, f"CPUs {format_cpulist(share)} are remote to {{}}")
+        for index, share in shares.shares.items()
+        if not share & known[index]
+    )
+    return shares._replace(notes=(*shares.notes, *_notes(remote)))
 
 
 def bind_claim(
@@ -248,11 +248,8 @@ def nodes_of_cpus(cpus: Iterable[int], driver: Driver, fsroot: str | None = None
     wanted = frozenset(cpus)
     root = fsroot_or_default(fsroot)
     own = driver.host_topology() if root == "/" else None
-    if own is not None:
-        by_node = dict(own.nodes)
-    else:
-        tree = SysfsTree(root)
-        by_node = {node: tree.node_cpus(node) for node in tree.node_ids()}
+    tree = SysfsTree(root)
+    by_node = own.nodes if own is not None else {node: tree.node_cpus(node) for node in tree.node_ids()}
     return frozenset(node for node, near in by_node.items() if near & wanted) or None
 
 
@@ -267,23 +264,19 @@ def split_share(cpus: Iterable[int], topology: HostTopology, n: int) -> list[fro
     """
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:
         raise GPUAffinityError(f"a share can be split among 1 worker or more, not {n!r}")
-    left = set(cpus)
-    cores = []
-    for core in sorted(topology.cores, key=min):
-        if threads := core & left:
-            cores.append(threads)
-            left -= threads
-    cores += [frozenset([cpu]) for cpu in sorted(left)]
+    from .planner import divide
+
+    cores = cores_of_share(cpus, topology)
     if len(cores) < n:
         raise GPUAffinityError(
             f"{n} workers cannot have a physical core each: CPUs {format_cpulist(cpus)} are {len(cores)} "
             f"physical core{'' if len(cores) == 1 else 's'}; start fewer workers, or let them share"
         )
-    each, more = divmod(len(cores), n)
-    parts = []
-    start = 0
-    for nth in range(n):
-        end = start + each + (nth < more)
-        parts.append(frozenset[int]().union(*cores[start:end]))
-        start = end
-    return parts
+    return [frozenset[int]().union(*part) for part in divide(cores, n)]
+
+
+def cores_of_share(cpus: Iterable[int], topology: HostTopology) -> list[frozenset[int]]:
+    """The physical cores of a share, as their threads in it, by the lowest thread; then CPUs of no known core."""
+    share = frozenset(cpus)
+    cores = [core & share for core in sorted(topology.cores, key=min) if core & share]
+    return cores + [frozenset([cpu]) for cpu in sorted(share.difference(*cores))]

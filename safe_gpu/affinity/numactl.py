@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from ..cpulist import format_cpulist
@@ -17,7 +18,6 @@ from .planner import plan
 from .resolve_gpus import ResolvedGpus, by_name, by_ordinal
 
 if TYPE_CHECKING:
-    from ..devices import HostSnapshot
     from ..drivers.base import Driver
 
 
@@ -70,7 +70,8 @@ def wrap_command(
         raise GPUAffinityError("name one GPU: gpu= as nvidia-smi shows it, or ordinal= as CUDA numbers it")
     log = logging.getLogger("safe_gpu")
     try:
-        chosen, prefix = _prefix(gpu, ordinal, options, memory, driver)
+        with opened_driver() if driver is None else nullcontext(driver) as opened:
+            chosen, prefix = _prefix(gpu, ordinal, options, memory, opened)
         if check:
             _try(prefix)
     except SafeGpuError as err:
@@ -81,26 +82,24 @@ def wrap_command(
             raise
         which = f"ordinal {ordinal}" if gpu is None else repr(gpu)
         raise GPUAffinityError(f"where GPU {which} is cannot be told: {err}") from err
-    for note in (*chosen.notes, doubt_about(options)):
-        if note:
-            log.warning("%s", note)
+    for note in filter(None, (*chosen.notes, doubt_about(options))):
+        log.warning("%s", note)
     wrapped = [*prefix, *command]
     log.info("next to %s: %s", chosen.title, shlex.join(wrapped))
     return wrapped
 
 
 def _prefix(
-    gpu: int | None,
-    ordinal: int | None,
-    options: AffinityOptions | None,
-    memory: str | None,
-    driver: Driver | None,
+    gpu: int | None, ordinal: int | None, options: AffinityOptions | None, memory: str | None, driver: Driver
 ) -> tuple[ResolvedGpus, list[str]]:
     """The GPU that is meant, and ``numactl`` with its options for that GPU."""
-    if driver is None:
-        with opened_driver() as opened:
-            return _prefix(gpu, ordinal, options, memory, opened)
-    chosen = _chosen(gpu, ordinal, driver.snapshot())
+    snapshot = driver.snapshot()
+    if ordinal is not None:
+        chosen = by_ordinal(ordinal, snapshot, os.environ)
+    elif isinstance(gpu, bool) or not isinstance(gpu, int) or gpu < 0:
+        raise GPUAffinityError(f"gpu={gpu!r} is not an index as nvidia-smi shows it")
+    else:
+        chosen = by_name(gpu, snapshot)
     topology = read_topology(driver=driver)
     indices = [place.index for place in topology.gpus]
     own = chosen.gpus[0].index
@@ -111,14 +110,6 @@ def _prefix(
     return chosen, ["numactl", *numactl_options(cpus, nodes, memory)]
 
 
-def _chosen(gpu: int | None, ordinal: int | None, snapshot: HostSnapshot) -> ResolvedGpus:
-    if ordinal is not None:
-        return by_ordinal(ordinal, snapshot, os.environ)
-    if isinstance(gpu, bool) or not isinstance(gpu, int) or gpu < 0:
-        raise GPUAffinityError(f"gpu={gpu!r} is not an index as nvidia-smi shows it")
-    return by_name(gpu, snapshot)
-
-
 def _try(prefix: Sequence[str]) -> None:
     """Run ``true`` under numactl.
 
@@ -127,13 +118,11 @@ def _try(prefix: Sequence[str]) -> None:
     """
     from ..programs import TooLate, TooMuch, find_program, output_of
 
-    name, *options = prefix
     try:
-        numactl, true = find_program(name, os.environ), find_program("true", os.environ)
-        if numactl is None or true is None:
-            missing = name if numactl is None else "true"
-            raise GPUAffinityError(f"{missing} is not installed here, or not on PATH")
-        command = [numactl, *options, true]
+        found = {name: find_program(name, os.environ) for name in ("numactl", "true")}
+        if missing := [name for name, path in found.items() if path is None]:
+            raise GPUAffinityError(f"{missing[0]} is not installed here, or not on PATH")
+        command = [str(found["numactl"]), *prefix[1:], str(found["true"])]
         code, _, error = output_of(command, env=os.environ, timeout=_PATIENCE, most=_MOST_OUTPUT, apart=True)
     except (TooLate, TooMuch):
         raise GPUAffinityError(f"numactl did not end within {_PATIENCE:g} s, or prints without end") from None
@@ -157,7 +146,5 @@ def numactl_options(
         return options
     if not nodes:
         raise GPUAffinityError(f"memory={memory!r} needs to know the GPU's NUMA node, and it is not known")
-    if memory == "bind":
-        return [*options, f"--membind={format_cpulist(nodes)}"]
-    many = "-many" if len(nodes) > 1 else ""
-    return [*options, f"--preferred{many}={format_cpulist(nodes)}"]
+    name = "membind" if memory == "bind" else "preferred" if len(nodes) == 1 else "preferred-many"
+    return [*options, f"--{name}={format_cpulist(nodes)}"]

@@ -24,15 +24,11 @@ DIVIDING_MODES = frozenset({"exclusive", "single_unique", "unique_interleaved", 
 MEMORY_MODES = ("preferred", "bind")
 
 
-def _text(value: object) -> object:
-    return getattr(value, "value", value)
-
-
 def _choice(what: str, value: object, choices: tuple[str, ...]) -> str:
-    text = _text(value)
+    text = getattr(value, "value", value)
     if not isinstance(text, str) or text not in choices:
         raise GPUAffinityError(f"unknown {what} {text!r}: choose one of {', '.join(choices)}")
-    return str(text)
+    return text
 
 
 def _count(what: str, value: object, least: int) -> int:
@@ -105,7 +101,7 @@ def parse_options(affinity: object, memory: object = None) -> AffinityOptions | 
     if affinity is None or isinstance(affinity, AffinityOptions):
         return affinity
     mode: Any = getattr(affinity, "affinity_mode", affinity)
-    return AffinityOptions(mode=mode)
+    return AffinityOptions(mode)
 
 
 def falls_back(affinity: object) -> bool:
@@ -115,16 +111,10 @@ def falls_back(affinity: object) -> bool:
 
 def doubt_about(options: AffinityOptions | None) -> str:
     """A warning about options that contradict each other; "" if they do not."""
-    if (
-        options is None
-        or options.max_physical_cores is None
-        or options.max_physical_cores >= options.min_physical_cores
-    ):
+    least, most = (0, None) if options is None else (options.min_physical_cores, options.max_physical_cores)
+    if most is None or most >= least:
         return ""
-    return (
-        f"max_physical_cores={options.max_physical_cores} is below min_physical_cores={options.min_physical_cores}: "
-        f"shares are trimmed to {options.max_physical_cores}"
-    )
+    return f"max_physical_cores={most} is below min_physical_cores={least}: shares are trimmed to {most}"
 
 
 def check_memory_mode(memory: object) -> str | None:

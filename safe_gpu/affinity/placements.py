@@ -13,14 +13,18 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..cpulist import format_cpulist, parse_cpulist
 from ..errors import GPUAffinityError, SafeGpuError
-from ..procfs import command_of, descendants, lines_of, printable, read_start
+from ..procfs import command_of, descendants, lines_of, parent_of, printable, read_start
 from ..runtimes.visible_devices import visible_variables
+from ..text import plural
 from ..topology import GpuLocality, HostTopology, read_topology
+from .binding import get_policy
 from .resolve_gpus import BOUND, Names, by_name, by_ordinal, remembered, visible
 
 if TYPE_CHECKING:
@@ -122,8 +126,7 @@ class ProcessPlacement:
     @property
     def matches(self) -> bool | None:
         """Whether all its threads match; None without a GPU whose node is known."""
-        known = [thread.matches for thread in self.threads if thread.matches is not None]
-        return all(known) if known else None
+        return _all_known(thread.matches for thread in self.threads)
 
     @property
     def memory_matches(self) -> bool | None:
@@ -135,10 +138,7 @@ class ProcessPlacement:
     def __str__(self) -> str:
         main = self.threads[0]
         nodes = Counter(thread.node for thread in self.threads)
-        on = ", ".join(
-            f"{count} thread{'' if count == 1 else 's'} on node {_or_unknown(node)}"
-            for node, count in nodes.most_common()
-        )
+        on = ", ".join(f"{plural(count, 'thread')} on node {_or_unknown(node)}" for node, count in nodes.most_common())
         gpus = f"GPU {', '.join(map(str, self.gpus))} by {self.gpu_source}" if self.gpus else "no GPU is known for it"
         lines = [
             f"process {self.pid} ({self.command})",
@@ -149,23 +149,22 @@ class ProcessPlacement:
             of = "" if count == len(self.threads) else f" ({count} of {len(self.threads)} threads)"
             lines.append(f"  CPUs allowed: {format_cpulist(allowed)}{of}")
         lines.append(f"  memory nodes allowed (cpuset): {format_cpulist(main.mems_allowed) or 'unknown'}")
-        lines.append(f"  memory policy: {self._policy_text()}")
+        policy = self.policy or "unknown"
+        if self.policy_nodes:
+            policy += f" on node{'' if len(self.policy_nodes) == 1 else 's'} {format_cpulist(self.policy_nodes)}"
+        elif policy == "default":
+            policy += " (the node of the CPU that first writes to a page)"
+        lines.append(f"  memory policy: {policy}")
         if self.memory is not None:
             parts = [f"node {node} {size / 2**20:,.0f} MiB" for node, size in self.memory.items()]
             lines.append(f"  memory pages: {', '.join(parts) or 'none yet'}")
-        if self.matches is not None:
-            lines.append(f"  GPU and CPU NUMA nodes {'match' if self.matches else 'do NOT match'}")
-        if self.memory_matches is not None:
-            lines.append(f"  GPU node and memory policy {'match' if self.memory_matches else 'do NOT match'}")
+        for what, match in (
+            ("GPU and CPU NUMA nodes", self.matches),
+            ("GPU node and memory policy", self.memory_matches),
+        ):
+            if match is not None:
+                lines.append(f"  {what} {'match' if match else 'do NOT match'}")
         return "\n".join(lines)
-
-    def _policy_text(self) -> str:
-        if self.policy_nodes:
-            nodes = "node" if len(self.policy_nodes) == 1 else "nodes"
-            return f"{self.policy} on {nodes} {format_cpulist(self.policy_nodes)}"
-        if self.policy == "default":
-            return "default (the node of the CPU that first writes to a page)"
-        return self.policy or "unknown"
 
 
 @dataclass(frozen=True)
@@ -183,8 +182,7 @@ class PlacementReport:
     @property
     def matches(self) -> bool | None:
         """Whether every process matches; None if no GPU's node is known."""
-        known = [process.matches for process in self.processes if process.matches is not None]
-        return all(known) if known else None
+        return _all_known(process.matches for process in self.processes)
 
     def __str__(self) -> str:
         return "\n".join([*map(str, self.processes), *self.notes])
@@ -193,17 +191,22 @@ class PlacementReport:
         """The report as JSON values: CPU and node sets as kernel lists ("0-3,8"), the keys of ``memory`` as strings."""
 
         def plain(value: Any) -> Any:
-            if isinstance(value, (set, frozenset)):
+            if isinstance(value, frozenset):
                 return format_cpulist(value)
             if isinstance(value, dict):
                 return {str(key): plain(item) for key, item in value.items()}
             return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
         processes = [
-            {**plain(asdict(process)), "matches": process.matches, "memory_matches": process.memory_matches}
+            plain({**asdict(process), "matches": process.matches, "memory_matches": process.memory_matches})
             for process in self.processes
         ]
         return {"matches": self.matches, "processes": processes, "notes": list(self.notes)}
+
+
+def _all_known(matches: Iterable[bool | None]) -> bool | None:
+    known = [match for match in matches if match is not None]
+    return all(known) if known else None
 
 
 def _or_unknown(node: int | None) -> str:
@@ -245,8 +248,16 @@ def placement(
     root = os.getpid() if pid is None else pid
     if isinstance(root, bool) or not isinstance(root, int) or root < 1:
         raise GPUAffinityError(f"a pid is a positive number, not {pid!r}")
+    from ..drivers import open_driver
+
     notes: list[str] = []
-    driver, snapshot = _opened(driver, notes)
+    snapshot = None
+    try:
+        driver = driver or open_driver()
+        snapshot = driver.snapshot()
+    except SafeGpuError as err:
+        driver = None
+        notes.append(f"the GPUs in use are not known: {err}")
     topology = read_topology(fsroot, driver)
     reader = _Reader(topology, snapshot)
     if gpus is not None or ordinal is not None:
@@ -257,17 +268,6 @@ def placement(
     if reader.left_out:
         notes.append(f"{reader.left_out} threads are left out: only the first {_MOST_THREADS} are examined")
     return PlacementReport(tuple(found), tuple(notes))
-
-
-def _opened(driver: Driver | None, notes: list[str]) -> tuple[Driver | None, HostSnapshot | None]:
-    from ..drivers import open_driver
-
-    try:
-        driver = driver or open_driver()
-        return driver, driver.snapshot()
-    except SafeGpuError as err:
-        notes.append(f"the GPUs in use are not known: {err}")
-        return None, None
 
 
 def _given(
@@ -299,16 +299,19 @@ class _Reader:
         self.known: dict[int, tuple[tuple[int, ...], str]] = {}
         self.left_out = 0
         self._room = _MOST_THREADS
-        self._sets: dict[str, frozenset[int]] = {}  # most threads have the same ones
+        self._set = cache(lambda text: parse_cpulist(text) or frozenset[int]())  # most threads have the same ones
 
     def process(self, pid: int) -> ProcessPlacement | None:
         """One process; None if it has ended."""
-        parent = _parent(pid)
+        parent = parent_of(pid)
         if parent is None:
             return None
         gpus, source = self.known.setdefault(pid, self._gpus_of(pid, parent))
         places = [self.places[index] for index in gpus if index in self.places]
-        tids = _tids(pid)
+        try:
+            tids = sorted(map(int, os.listdir(f"/proc/{pid}/task")))
+        except OSError:
+            return None
         self.left_out += max(0, len(tids) - self._room)
         threads = tuple(thread for tid in tids[: self._room] if (thread := self._thread(pid, tid, places)))
         if not threads:
@@ -316,7 +319,10 @@ class _Reader:
         self._room -= len(threads)
         nodes = (self.topology.node_of(place) for place in places)
         maps = parse_numa_maps(lines_of(f"/proc/{pid}/numa_maps"))
-        policy, policy_nodes = _policy(pid, maps)
+        policy, policy_nodes = (maps.policy, maps.nodes) if maps else ("", frozenset[int]())
+        if pid == os.getpid():  # the policy of the calling thread
+            with suppress(OSError):  # no such call, or a container's filter refuses it
+                policy, policy_nodes = (own := get_policy()).name, own.nodes
         return ProcessPlacement(
             pid=pid,
             parent=parent,
@@ -350,11 +356,6 @@ class _Reader:
             matches=(cpu in near or allowed <= near) if near else None,
         )
 
-    def _set(self, text: str) -> frozenset[int]:
-        if text not in self._sets:
-            self._sets[text] = parse_cpulist(text) or frozenset()
-        return self._sets[text]
-
     def _gpus_of(self, pid: int, parent: int) -> tuple[tuple[int, ...], str]:
         if self.snapshot is None:
             return (), ""
@@ -364,21 +365,23 @@ class _Reader:
         # /proc shows the environment at exec. A forked child therefore shows its parent's environment from before the
         # claim; the parent's GPUs are more recent.
         variables = _variables(pid)
+        inherited = self.known.get(parent, ((), ""))[0], "parent"
+        if not inherited[0]:
+            inherited = (), ""
         forked = pid != os.getpid() and (variables is None or variables == _variables(parent, at_exec=True))
         if parent in self.known and forked:
-            return self.known[parent][0], "parent" if self.known[parent][0] else ""
-        bound = remembered(self.snapshot, variables or {})
+            return inherited
+        environ = variables or {}
+        bound = remembered(self.snapshot, environ)
         if bound is not None:
             return _indices(bound.gpus), BOUND
-        name = next((name for name in visible_variables(self.snapshot) if name in (variables or {})), "")
-        if name:
-            try:
-                return _indices(visible(self.snapshot, variables or {}).gpus), name
-            except GPUAffinityError:
-                return (), ""
-        if parent in self.known:
-            return self.known[parent][0], "parent" if self.known[parent][0] else ""
-        return (), ""
+        name = next((name for name in visible_variables(self.snapshot) if name in environ), None)
+        if name is None:
+            return inherited
+        try:
+            return _indices(visible(self.snapshot, environ).gpus), name
+        except GPUAffinityError:
+            return (), ""
 
 
 def _indices(gpus: Iterable[Gpu]) -> tuple[int, ...]:
@@ -387,18 +390,6 @@ def _indices(gpus: Iterable[Gpu]) -> tuple[int, ...]:
 
 def _text(path: str) -> str:
     return (read_start(path) or b"").decode("utf-8", "replace")
-
-
-def _parent(pid: int) -> int | None:
-    fields = _text(f"/proc/{pid}/stat").rpartition(")")[2].split()
-    return int(fields[1]) if len(fields) > 1 else None
-
-
-def _tids(pid: int) -> list[int]:
-    try:
-        return sorted(int(name) for name in os.listdir(f"/proc/{pid}/task"))
-    except OSError:
-        return []
 
 
 def _variables(pid: int, *, at_exec: bool = False) -> Mapping[str, str] | None:
@@ -412,16 +403,3 @@ def _variables(pid: int, *, at_exec: bool = False) -> Mapping[str, str] | None:
     if text is None:
         return None
     return dict(os.fsdecode(entry).split("=", 1) for entry in text.split(b"\0") if b"=" in entry)
-
-
-def _policy(pid: int, maps: NumaMaps | None) -> tuple[str, frozenset[int]]:
-    """A process's memory policy and its nodes: of the calling thread in this process, else what the mappings show."""
-    if pid == os.getpid():
-        from .binding import get_policy
-
-        try:
-            policy = get_policy()
-            return policy.name, policy.nodes
-        except OSError:
-            pass  # no such call, or a container's filter refuses it
-    return ("", frozenset()) if maps is None else (maps.policy, maps.nodes)

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from enum import Enum
-from itertools import zip_longest
-from typing import Any
+from itertools import pairwise, zip_longest
+from typing import Any, TypeVar
 
 from ..cpulist import format_cpulist
 from ..errors import GPUAffinityError
@@ -58,6 +58,11 @@ class Multithreading(_Text):
 Core = tuple[int, ...]
 """The allowed hardware threads of one physical core, lowest first."""
 
+Deal = Callable[[Sequence[Core], int], list[Sequence[Core]]]
+"""Divides the cores of a node among a number of GPUs."""
+
+_T = TypeVar("_T")
+
 
 def plan(
     topology: HostTopology,
@@ -94,8 +99,7 @@ def plan(
     chosen = _chosen(topology, gpus)
     if not chosen:
         return []
-    planner = _Planner(topology, chosen, _allowed(topology, allowed), options)
-    shares = planner.shares()
+    shares = _Planner(topology, chosen, _allowed(topology, allowed), options).shares()
     for gpu, share in zip(chosen, shares, strict=True):
         if not share:
             raise GPUAffinityError(f"no physical core is left for GPU {gpu.index} with mode {options.mode}")
@@ -110,14 +114,11 @@ def is_remote(topology: HostTopology, gpu: GpuLocality, share: frozenset[int]) -
 
 
 def _allowed(topology: HostTopology, allowed: Iterable[int] | None) -> frozenset[int]:
-    if allowed is None:
-        cpus = topology.cpus
-    else:
-        try:
-            usable = frozenset(allowed)
-            cpus = frozenset(cpu for cpu in topology.cpus if cpu in usable)
-        except TypeError as err:
-            raise GPUAffinityError(f"allowed must be a set of CPU numbers, not {allowed!r}") from err
+    try:
+        usable = topology.cpus if allowed is None else frozenset(allowed)
+    except TypeError as err:
+        raise GPUAffinityError(f"allowed must be a set of CPU numbers, not {allowed!r}") from err
+    cpus = frozenset(cpu for cpu in topology.cpus if cpu in usable)
     if not cpus:
         raise GPUAffinityError(
             f"none of the {len(topology.cpus)} online CPUs ({format_cpulist(topology.cpus)}) may be used: "
@@ -140,33 +141,66 @@ def _chosen(topology: HostTopology, gpus: Iterable[int] | None) -> list[GpuLocal
     return chosen
 
 
-class _Places:
-    """The input of a plan: the GPUs that take part, the CPUs that may be used, and their physical cores."""
+def divide(cores: Sequence[_T], parts: int) -> list[Sequence[_T]]:
+    """Contiguous parts; the first ones have one core more if they do not divide evenly."""
+    each, more = divmod(len(cores), parts)
+    ends = [nth * each + min(nth, more) for nth in range(parts + 1)]
+    return [cores[start:end] for start, end in pairwise(ends)]
+
+
+def _groups(sets: Sequence[frozenset[int]]) -> dict[frozenset[int], list[int]]:
+    """The positions of the GPUs by their set of CPUs."""
+    groups: dict[frozenset[int], list[int]] = {}
+    for position, cpus in enumerate(sets):
+        groups.setdefault(cpus, []).append(position)
+    return groups
+
+
+class _Planner:
+    """Computes one plan for the GPUs that take part, from the CPUs that may be used."""
 
     def __init__(
-        self,
-        topology: HostTopology,
-        gpus: Sequence[GpuLocality],
-        allowed: frozenset[int],
-        options: AffinityOptions,
+        self, topology: HostTopology, gpus: Sequence[GpuLocality], allowed: frozenset[int], options: AffinityOptions
     ) -> None:
         self.topology = topology
         self.gpus = gpus
         self.allowed = allowed
         self.options = options
         # The key of a core is its lowest thread, allowed or not. torch.numa and gpu_affinity order cores in this way.
-        self.core_of = {cpu: min(core) for core in topology.cores for cpu in core}
+        self.core_of = {cpu: cpu for cpu in topology.cpus} | {cpu: min(core) for core in topology.cores for cpu in core}
         self.near = [topology.node_set(gpu) & allowed for gpu in gpus]
+
+    def shares(self) -> list[frozenset[int]]:
+        """One set for each GPU; empty if there is no CPU for it."""
+        mode = self.options.mode
+        if mode in DIVIDING_MODES:
+            self._check_disjoint(self.near, "NUMA node")
+        if mode == "socket":
+            return [self._socket(gpu) or self._nearest(gpu) for gpu in self.gpus]
+        if mode in ("node", "core-complex"):
+            nodes = [near or self._nearest(gpu) for gpu, near in zip(self.gpus, self.near, strict=True)]
+            return nodes if mode == "node" else self._core_complex(nodes)
+        if mode == "exclusive":
+            return [_union(cores) for cores in self._divided(divide, balanced=False)]
+        dealers: dict[str, Callable[[], list[Sequence[Core]]]] = {
+            Mode.ALL: self._all,
+            Mode.SINGLE: lambda: [self._cores(near)[:1] for near in self.near],
+            Mode.SINGLE_UNIQUE: self._single_unique,
+            Mode.UNIQUE_INTERLEAVED: lambda: self._unique(lambda cores, n: [cores[nth::n] for nth in range(n)]),
+            Mode.UNIQUE_CONTIGUOUS: lambda: self._unique(lambda cores, n: divide(cores[: len(cores) // n * n], n)),
+        }
+        threads = 1 if self.options.multithreading == Multithreading.SINGLE_LOGICAL else None
+        return [_union(core[:threads] for core in cores) for cores in dealers[mode]()]
 
     def _cores(self, cpus: frozenset[int]) -> list[Core]:
         """The physical cores of a set of CPUs, as their threads in the set, by the lowest thread of the core."""
         cores: dict[int, list[int]] = {}
         for cpu in sorted(cpus):
-            cores.setdefault(self.core_of.get(cpu, cpu), []).append(cpu)
+            cores.setdefault(self.core_of[cpu], []).append(cpu)
         return [tuple(cores[key]) for key in sorted(cores)]
 
     def _keys(self, cpus: frozenset[int]) -> frozenset[int]:
-        return frozenset(self.core_of.get(cpu, cpu) for cpu in cpus)
+        return frozenset(self.core_of[cpu] for cpu in cpus)
 
     def _socket(self, gpu: GpuLocality) -> frozenset[int]:
         return self.topology.socket_set(gpu, self.allowed) & self.allowed
@@ -178,22 +212,13 @@ class _Places:
         left = {other: cpus & self.allowed for other, cpus in self.topology.nodes.items()}
         nearest = min((other for other in row if left.get(other)), key=lambda other: (row[other], other), default=None)
         if nearest is None:
+            near = f"CPUs {format_cpulist(self.topology.node_set(gpu)) or 'no CPUs'}"
+            place = near if gpu.numa_node is None else f"NUMA node {gpu.numa_node}, {near}"
             raise GPUAffinityError(
-                f"none of the CPUs near GPU {gpu.index} ({self._place(gpu)}) may be used, and the nearest other node "
-                f"is not known; allowed are {format_cpulist(self.allowed)}"
+                f"none of the CPUs near GPU {gpu.index} ({place}) may be used, and the nearest other node is not "
+                f"known; allowed are {format_cpulist(self.allowed)}"
             )
         return left[nearest]
-
-    def _place(self, gpu: GpuLocality) -> str:
-        cpus = format_cpulist(self.topology.node_set(gpu)) or "no CPUs"
-        return f"CPUs {cpus}" if gpu.numa_node is None else f"NUMA node {gpu.numa_node}, CPUs {cpus}"
-
-    def _groups(self, sets: Sequence[frozenset[int]]) -> dict[frozenset[int], list[int]]:
-        """The positions of the GPUs by their set of CPUs."""
-        groups: dict[frozenset[int], list[int]] = {}
-        for position, cpus in enumerate(sets):
-            groups.setdefault(cpus, []).append(position)
-        return groups
 
     def _check_disjoint(self, sets: Sequence[frozenset[int]], what: str) -> None:
         """Raise unless any two of the sets are equal or have no physical core in common."""
@@ -207,9 +232,6 @@ class _Places:
                         f"{format_cpulist(cpus)} overlap without being the same (physical core of CPU {key})"
                     )
 
-    def _key(self, core: Core) -> int:
-        return self.core_of.get(core[0], core[0])
-
     def _too_few(self, cores: int, positions: Sequence[int], least: int) -> GPUAffinityError:
         names = ", ".join(str(self.gpus[position].index) for position in positions)
         gpus = f"GPU {names}" if len(positions) == 1 else f"{len(positions)} GPUs ({names})"
@@ -218,51 +240,9 @@ class _Places:
             f"needs at least {least * len(positions)} there: allow more CPUs, ask for fewer GPUs, or use mode node"
         )
 
-
-class _Planner(_Places):
-    """Computes one plan; each mode has a method."""
-
-    def shares(self) -> list[frozenset[int]]:
-        """One set for each GPU; empty if there is no CPU for it."""
-        mode = self.options.mode
-        if mode in DIVIDING_MODES:
-            self._check_disjoint(self.near, "NUMA node")
-        if mode == "node":
-            return [near or self._nearest(gpu) for gpu, near in zip(self.gpus, self.near, strict=True)]
-        if mode == "socket":
-            return [self._socket(gpu) or self._nearest(gpu) for gpu in self.gpus]
-        if mode == "core-complex":
-            return self._core_complex()
-        dealers: dict[str, Callable[[], list[list[Core]]]] = {
-            "exclusive": self._exclusive,
-            Mode.ALL: self._all,
-            Mode.SINGLE: lambda: [self._cores(near)[:1] for near in self.near],
-            Mode.SINGLE_UNIQUE: self._single_unique,
-            Mode.UNIQUE_INTERLEAVED: lambda: self._unique(self._interleaved),
-            Mode.UNIQUE_CONTIGUOUS: lambda: self._unique(self._contiguous),
-        }
-        dealt = dealers[mode]()
-        threads = 1 if mode != "exclusive" and self.options.multithreading == Multithreading.SINGLE_LOGICAL else None
-        return [frozenset(cpu for core in cores for cpu in core[:threads]) for cores in dealt]
-
-    def _exclusive(self) -> list[list[Core]]:
-        dealt: list[list[Core]] = [[] for _ in self.gpus]
-        for cpus, positions in self._groups(self.near).items():
-            cores = self._cores(cpus)
-            each, more = divmod(len(cores), len(positions))
-            if each < 1:
-                raise self._too_few(len(cores), positions, 1)
-            start = 0
-            for nth, position in enumerate(positions):
-                end = start + each + (nth < more)
-                dealt[position] = cores[start:end]
-                start = end
-        return dealt
-
-    def _core_complex(self) -> list[frozenset[int]]:
-        effective = [near or self._nearest(gpu) for gpu, near in zip(self.gpus, self.near, strict=True)]
-        shares = [frozenset[int]()] * len(self.gpus)
-        for cpus, positions in self._groups(effective).items():
+    def _core_complex(self, nodes: Sequence[frozenset[int]]) -> list[frozenset[int]]:
+        shares = list(nodes)
+        for cpus, positions in _groups(nodes).items():
             caches = self._caches(cpus)
             for nth, position in enumerate(positions):
                 shares[position] = caches[nth % len(caches)]
@@ -272,92 +252,83 @@ class _Planner(_Places):
         """Last-level cache groups, intersected with a set: the largest first, then by lowest CPU of the whole group."""
         found = [(min(group), group & cpus) for group in self.topology.llc if group & cpus]
         rest = cpus.difference(*self.topology.llc)
-        for package in self.topology.packages.values():
-            if rest & package:
-                found.append((min(rest & package), rest & package))
-                rest -= package
-        if rest:
-            found.append((min(rest), rest))
-        return [group for _, group in sorted(found, key=lambda item: (-len(item[1]), item[0]))]
+        for group in (*self.topology.packages.values(), rest):  # CPUs without a cache: by package
+            found.append((min(rest & group, default=0), rest & group))
+            rest -= group
+        return [group for _, group in sorted(found, key=lambda item: (-len(item[1]), item[0])) if group]
 
-    def _all(self) -> list[list[Core]]:
-        dealt = []
-        local_to_any = frozenset[int]().union(*(self._keys(near) for near in self.near))
+    def _all(self) -> list[Sequence[Core]]:
+        dealt: list[Sequence[Core]] = []
+        local_to_any = self._keys(_union(self.near))
         for position, (gpu, near) in enumerate(zip(self.gpus, self.near, strict=True)):
             cores = self._cores(near)
             if self.options.scope == Scope.SOCKET:
                 own = self._keys(near)
-                others = [core for core in self._cores(self._socket(gpu)) if self._key(core) not in own]
+                others = [core for core in self._cores(self._socket(gpu)) if self.core_of[core[0]] not in own]
                 # The GPU's own node first, then the nodes of other GPUs, then the rest. gpu_affinity uses the same
                 # order, except that it does not put the GPU's own node first.
-                cores += sorted(others, key=lambda core: self._key(core) not in local_to_any)
-            dealt.append(self._bounded(cores, [position]))
+                cores += sorted(others, key=lambda core: self.core_of[core[0]] not in local_to_any)
+            dealt.append(self._bounded(cores, position))
         return dealt
 
-    def _single_unique(self) -> list[list[Core]]:
-        taken: set[Core] = set()
-        dealt = []
-        for position, near in enumerate(self.near):
+    def _single_unique(self) -> list[Sequence[Core]]:
+        taken: list[Core] = []
+        for near in self.near:
             cores = self._cores(near)
             core = next((core for core in cores if core not in taken), None)
             if core is None:
-                positions = [at for at, other in enumerate(self.near) if other == near]
-                raise self._too_few(len(cores), positions or [position], 1)
-            taken.add(core)
-            dealt.append([core])
-        return dealt
+                raise self._too_few(len(cores), _groups(self.near)[near], 1)
+            taken.append(core)
+        return [[core] for core in taken]
 
-    @staticmethod
-    def _interleaved(cores: list[Core], gpus: int) -> list[list[Core]]:
-        return [cores[nth::gpus] for nth in range(gpus)]
+    def _divided(self, deal: Deal, *, balanced: bool) -> list[Sequence[Core]]:
+        """The cores of each node, dealt to its GPUs; ``balanced``: as many to each as where they are fewest."""
+        groups = [(self._cores(cpus), positions) for cpus, positions in _groups(self.near).items()]
+        fewest, sharers = min(groups, key=lambda group: len(group[0]) / len(group[1]))
+        common = len(fewest) // len(sharers)
+        if not common:
+            raise self._too_few(len(fewest), sharers, 1)
+        dealt: dict[int, Sequence[Core]] = {}
+        for cores, positions in groups:
+            divided = cores[: common * len(positions)] if balanced else cores
+            dealt.update(zip(positions, deal(divided, len(positions)), strict=True))
+        return [dealt[position] for position in range(len(self.gpus))]
 
-    @staticmethod
-    def _contiguous(cores: list[Core], gpus: int) -> list[list[Core]]:
-        each = len(cores) // gpus
-        return [cores[nth * each : (nth + 1) * each] for nth in range(gpus)]
-
-    def _unique(self, deal: Callable[[list[Core], int], list[list[Core]]]) -> list[list[Core]]:
-        groups = {cpus: (self._cores(cpus), positions) for cpus, positions in self._groups(self.near).items()}
-        dealt: list[list[Core]] = [[] for _ in self.gpus]
-        common = min(len(cores) // len(positions) for cores, positions in groups.values())
-        for cores, positions in groups.values():
-            divided = cores[: common * len(positions)] if self.options.balanced else cores
-            for position, share in zip(positions, deal(divided, len(positions)), strict=True):
-                dealt[position] = share
-        if not all(dealt):
-            cores, positions = min(groups.values(), key=lambda group: len(group[0]) / len(group[1]))
-            raise self._too_few(len(cores), positions, 1)
+    def _unique(self, deal: Deal) -> list[Sequence[Core]]:
+        dealt = self._divided(deal, balanced=self.options.balanced)
         if self.options.scope == Scope.SOCKET:
             dealt = self._with_socket_cores(dealt)
-        return [self._bounded(cores, [position]) for position, cores in enumerate(dealt)]
+        return [self._bounded(cores, position) for position, cores in enumerate(dealt)]
 
-    def _with_socket_cores(self, dealt: list[list[Core]]) -> list[list[Core]]:
+    def _with_socket_cores(self, dealt: list[Sequence[Core]]) -> list[Sequence[Core]]:
         """Extend each share by the socket's other cores, distributed round-robin over the cores of the nodes."""
         sockets = [self._socket(gpu) | near for gpu, near in zip(self.gpus, self.near, strict=True)]
         self._check_disjoint(sockets, "socket")
-        assigned = frozenset[int]().union(*(self._keys(near) for near in self.near))
+        assigned = self._keys(_union(self.near))
         extra: dict[Core, list[Core]] = {}
-        for cpus, positions in self._groups(sockets).items():
+        for cpus, positions in _groups(sockets).items():
             # Cores compare by their lowest allowed thread here. This differs from the order of _cores on purpose: it
             # is the order of gpu_affinity.
             receivers = sorted({core for position in positions for core in self._cores(self.near[position])})
-            others = sorted(core for core in self._cores(cpus) if self._key(core) not in assigned)
+            others = sorted(core for core in self._cores(cpus) if self.core_of[core[0]] not in assigned)
             for nth, receiver in enumerate(receivers):
                 extra[receiver] = others[nth :: len(receivers)]
         extended = [
-            share + [core for turn in zip_longest(*(extra[core] for core in share)) for core in turn if core]
+            [*share, *(core for turn in zip_longest(*(extra[core] for core in share)) for core in turn if core)]
             for share in dealt
         ]
-        if self.options.balanced:
-            common = min(map(len, extended))
-            extended = [share[:common] for share in extended]
-        return extended
+        common = min(map(len, extended)) if self.options.balanced else None
+        return [share[:common] for share in extended]
 
-    def _bounded(self, cores: list[Core], positions: list[int]) -> list[Core]:
-        least = self.options.min_physical_cores
-        if len(cores) < least or not cores:
-            raise self._too_few(len(cores), positions, max(least, 1))
+    def _bounded(self, cores: Sequence[Core], position: int) -> Sequence[Core]:
+        least = max(self.options.min_physical_cores, 1)
+        if len(cores) < least:
+            raise self._too_few(len(cores), [position], least)
         return cores[: self.options.max_physical_cores]
+
+
+def _union(groups: Iterable[Iterable[int]]) -> frozenset[int]:
+    return frozenset(cpu for group in groups for cpu in group)
 
 
 # Renders an affinity plan: a table with one line for each GPU, one for each NUMA node, and a JSON document.
@@ -384,29 +355,17 @@ def affinity_json(
         memory: node -> bytes, all and free.
         shown: indices of the GPUs to show; None for all.
     """
-    known = memory or {}
-    return {
-        "mode": options.mode,
-        "gpus": [
-            {
-                "index": gpu.index,
-                "uuid": gpu.uuid,
-                "numa_node": topology.node_of(gpu),
-                "cpus": format_cpulist(share),
-            }
-            for gpu, share in _rows(topology, shares, shown)
-        ],
-        "nodes": [
-            {
-                "node": node,
-                "cpus": format_cpulist(cpus),
-                "memory_total": known[node][0] if node in known else None,
-                "memory_free": known[node][1] if node in known else None,
-                "distances": {str(to): far for to, far in topology.distances.get(node, {}).items()},
-            }
-            for node, cpus in sorted(topology.nodes.items())
-        ],
-    }
+    gpus = [
+        {"index": gpu.index, "uuid": gpu.uuid, "numa_node": topology.node_of(gpu), "cpus": format_cpulist(share)}
+        for gpu, share in _rows(topology, shares, shown)
+    ]
+    nodes = []
+    for node, cpus in sorted(topology.nodes.items()):
+        total, free = (memory or {}).get(node, (None, None))
+        distances = {str(to): far for to, far in topology.distances.get(node, {}).items()}
+        facts = {"node": node, "cpus": format_cpulist(cpus), "memory_total": total, "memory_free": free}
+        nodes.append({**facts, "distances": distances})
+    return {"mode": options.mode, "gpus": gpus, "nodes": nodes}
 
 
 def affinity_table(
@@ -419,19 +378,11 @@ def affinity_table(
     rows = [_HEADER]
     notes = []
     for gpu, share in _rows(topology, shares, shown):
-        node = topology.node_of(gpu)
-        cores = sum(not core.isdisjoint(share) for core in topology.cores)
-        rows.append(
-            (
-                str(gpu.index),
-                gpu.pci_bus_id or "-",
-                "?" if node is None else str(node),
-                format_cpulist(share),
-                str(cores),
-                "-" if node is None else str(node),
-                gpu.source or "unknown",
-            )
-        )
+        found = topology.node_of(gpu)
+        node, memory = ("?", "-") if found is None else (str(found), str(found))
+        cores = str(sum(not core.isdisjoint(share) for core in topology.cores))
+        bus, source = gpu.pci_bus_id or "-", gpu.source or "unknown"
+        rows.append((str(gpu.index), bus, node, format_cpulist(share), cores, memory, source))
         if is_remote(topology, gpu, share):
             notes.append(f"GPU {gpu.index}: its CPUs are on another node, because those of its own may not be used")
     return "\n".join([f"mode {options.mode}", *_aligned(rows), *notes])

@@ -65,7 +65,10 @@ def by_name(names: Names, snapshot: HostSnapshot) -> ResolvedGpus:
     found = [gpu for gpu in snapshot.gpus if any(names_device(name, gpu) for name in wanted)]
     missing = [name for name in wanted if not any(names_device(name, gpu) for gpu in found)]
     if missing or not found:
-        raise GPUAffinityError(f"this host has no GPU {', '.join(missing) or repr(names)}: {_all_of(snapshot)}")
+        from ..text import gpu_ranges
+
+        has = f"GPU {gpu_ranges(gpu.label for gpu in snapshot.gpus)}" if snapshot.gpus else "none"
+        raise GPUAffinityError(f"this host has no GPU {', '.join(missing) or repr(names)}: it has {has}")
     uuids = {gpu.uuid for gpu in found}
     return ResolvedGpus(tuple(gpu for gpu in found if gpu.mig_parent not in uuids))
 
@@ -139,19 +142,17 @@ def remembered(snapshot: HostSnapshot, environ: Mapping[str, str]) -> ResolvedGp
     value = environ.get(BOUND)
     if not value:
         return None
-    found = [snapshot.by_uuid(uuid) for uuid in value.split(",")]
+    uuids = value.split(",")
+    gpus = tuple(gpu for uuid in uuids if (gpu := snapshot.by_uuid(uuid)) is not None)
     try:
         shown = visible(snapshot, environ).gpus
     except GPUAffinityError:
         return None
-    gpus = tuple(gpu for gpu in found if gpu is not None)
-    if len(gpus) < len(found) or not all(_shows(shown, gpu) for gpu in gpus):
+    names = {uuid for gpu in shown for uuid in (gpu.uuid, gpu.mig_parent)}  # an instance shows its GPU
+    parents = {gpu.uuid for gpu in shown}  # a GPU shows its instances
+    if len(gpus) < len(uuids) or not all(gpu.uuid in names or gpu.mig_parent in parents for gpu in gpus):
         return None
     return ResolvedGpus(gpus, f"as in the binding before this one ({BOUND})")
-
-
-def _shows(shown: Iterable[Gpu], gpu: Gpu) -> bool:
-    return any(gpu.uuid in (other.uuid, other.mig_parent) or gpu.mig_parent == other.uuid for other in shown)
 
 
 def _with_variables(snapshot: HostSnapshot, environ: Mapping[str, str]) -> str:
@@ -159,9 +160,3 @@ def _with_variables(snapshot: HostSnapshot, environ: Mapping[str, str]) -> str:
 
     given = " ".join(f"{name}={environ[name]}" for name in visible_variables(snapshot) if name in environ)
     return f" with {given}" if given else ""
-
-
-def _all_of(snapshot: HostSnapshot) -> str:
-    from ..text import gpu_ranges
-
-    return f"it has GPU {gpu_ranges(gpu.label for gpu in snapshot.gpus)}" if snapshot.gpus else "it has none"

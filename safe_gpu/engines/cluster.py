@@ -22,6 +22,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Generic, Protocol, TypeVar
 
 from ..errors import ClaimTimeout, NotEnoughGpusError, SafeGpuError, UnsatisfiableRequestError
@@ -99,8 +100,7 @@ def claim_on_all(
         for claimer in claimers:
             claimer.abandon()
         raise
-    by_number = dict(zip(order, grants, strict=True))
-    return [by_number[number] for number in range(len(claimers))]
+    return [grant for _, grant in sorted(zip(order, grants, strict=True), key=itemgetter(0))]
 
 
 class _Attempt(Generic[_GrantT]):
@@ -160,7 +160,11 @@ class _Attempt(Generic[_GrantT]):
             raise refusal
         left = None if self._deadline is None else self._deadline - self._clock()
         if left is not None and left <= 0:
-            raise on_host(claimer.host, _timed_out(refusal, self._timeout))
+            error = ClaimTimeout(
+                refusal.message, nb_gpus=refusal.nb_gpus, verdicts=refusal.verdicts, timeout=self._timeout or 0.0
+            )
+            error.__dict__["host"] = claimer.host  # the message names it already
+            raise error
         if self._on_wait is not None:
             self._on_wait(claimer.host, refusal)
         claimer.begin(left)
@@ -170,12 +174,6 @@ class _Attempt(Generic[_GrantT]):
             if isinstance(err, ClaimTimeout) and self._timeout is not None:
                 err.timeout = self._timeout  # the host was given only the remaining time
             raise on_host(claimer.host, err) from None
-
-
-def _timed_out(refusal: NotEnoughGpusError, timeout: float | None) -> ClaimTimeout:
-    error = ClaimTimeout(refusal.message, nb_gpus=refusal.nb_gpus, verdicts=refusal.verdicts, timeout=timeout or 0.0)
-    error.__dict__["host"] = refusal.__dict__.get("host")
-    return error
 
 
 @dataclass(frozen=True)

@@ -358,20 +358,15 @@ def claim(
     alive = {str(h_uid): Node(h_uid) for h_uid in System().nodes}
     facts = {key: NodeFacts((node.hostname,), bool(node.gpus)) for key, node in alive.items()}
     chosen, count = choose_nodes(nodes, facts, "the Dragon runtime")
-    _check_gpus_seen(nodes, [facts[key] for key in chosen])
-    holders = start_holders([alive[key] for key in chosen], wishes)
-    return DragonClaim(claim_through(holders, count, terms.request.nb_gpus, terms.timeout, terms.logger), memory)
-
-
-def _check_gpus_seen(nodes: int | Sequence[str], chosen: Sequence[NodeFacts]) -> None:
-    without = [facts.names[0] for facts in chosen if not facts.has_gpus]
-    if without:
+    if blind := [facts[key].names[0] for key in chosen if not facts[key].has_gpus]:
         raise UnsatisfiableRequestError(
-            f"Dragon sees no GPU on {', '.join(without)}: there, Dragon 0.14 needs nvidia-smi or rocm-smi on PATH, "
+            f"Dragon sees no GPU on {', '.join(blind)}: there, Dragon 0.14 needs nvidia-smi or rocm-smi on PATH, "
             "0.15 needs libcudart.so or libamdhip64.so on LD_LIBRARY_PATH, and CUDA_VISIBLE_DEVICES (for AMD GPUs "
             "ROCR_VISIBLE_DEVICES too) must not be empty",
             value=nodes,
         )
+    holders = start_holders([alive[key] for key in chosen], wishes)
+    return DragonClaim(claim_through(holders, count, terms.request.nb_gpus, terms.timeout, terms.logger), memory)
 
 
 class DragonClaim(HeldClaim[DragonHolder]):
@@ -381,7 +376,7 @@ class DragonClaim(HeldClaim[DragonHolder]):
         super().__init__(held)
         self._memory = memory
         try:
-            self._numbers = {gpu: _dragon_number(gpu, holder.node) for gpu, holder in held.items()}
+            self._held = {(gpu.host, _dragon_number(gpu, holder.node)): gpu for gpu, holder in held.items()}
         except BaseException:
             self.release()
             raise
@@ -394,7 +389,7 @@ class DragonClaim(HeldClaim[DragonHolder]):
 
     def find_gpus(self) -> list[tuple[str, int]]:
         """(host name, GPU number) of every held GPU, as Dragon's policies take them."""
-        return [(gpu.host, self._numbers[gpu]) for gpu in self.gpus]
+        return list(self._held)
 
     def policies(self, processes_per_gpu: int = 1, nprocs: int | None = None) -> list[Any]:
         """A Policy for each of ``nprocs`` workers: for ``Pool(policy=..., processes_per_policy=1)``, or one for each
@@ -425,28 +420,22 @@ class DragonClaim(HeldClaim[DragonHolder]):
         self.check()
         if isinstance(nprocs, bool) or nprocs < 1:
             raise UnsatisfiableRequestError(f"{nprocs!r} workers asked for: it takes 1 or more", value=nprocs)
-        held = dict(zip(self.find_gpus(), self.gpus, strict=True))
-        chosen = list(held) if all_gpus is None else [(str(host), int(number)) for host, number in all_gpus]
+        chosen = self.find_gpus() if all_gpus is None else [(str(host), int(number)) for host, number in all_gpus]
         for place in chosen:
-            if place not in held:
+            if place not in self._held:
                 raise UnsatisfiableRequestError(f"GPU {place[1]} of {place[0]} is not held by {self!r}", value=place)
         if not chosen:
             raise UnsatisfiableRequestError("no GPUs to make policies for", value=all_gpus)
         shares = {
-            place: _split(held[place].cores, -(-(nprocs - chosen.index(place)) // len(chosen))) for place in chosen
+            place: _split(self._held[place].cores, -(-(nprocs - chosen.index(place)) // len(chosen)))
+            for place in chosen
         }
+        by_host = Policy.Placement.HOST_NAME
         policies = []
         for worker in range(nprocs):
             host, number = place = chosen[worker % len(chosen)]
             cpus = shares[place][worker // len(chosen) % len(shares[place])]
-            policies.append(
-                Policy(
-                    placement=Policy.Placement.HOST_NAME,
-                    host_name=host,
-                    gpu_affinity=[number],
-                    cpu_affinity=list(cpus),
-                )
-            )
+            policies.append(Policy(placement=by_host, host_name=host, gpu_affinity=[number], cpu_affinity=list(cpus)))
         return policies
 
     def template_env(self, policy: Any) -> dict[str, str]:
@@ -464,15 +453,13 @@ class DragonClaim(HeldClaim[DragonHolder]):
         """
         self._check_unreleased()
         numbers = list(policy.gpu_affinity or ())
-        place = (policy.host_name, numbers[0] if len(numbers) == 1 else None)
-        held = dict(zip(self.find_gpus(), self.gpus, strict=True))
-        if place not in held:
+        gpu = self._held.get((policy.host_name, numbers[0])) if len(numbers) == 1 else None
+        if gpu is None:
             raise UnsatisfiableRequestError(
                 f"the policy names GPUs {numbers} of {policy.host_name!r} instead of one GPU of {self!r}: take it from "
                 "policies() or make_policies()",
                 value=policy,
             )
-        gpu = held[place]
         return {**gpu.environment, EXPECT: gpu.uuid}
 
     def _release(self) -> None:
@@ -568,14 +555,11 @@ class _DeviceOrder:
 
     @classmethod
     def leave(cls, claim: DragonClaim) -> None:
-        if claim not in cls._claims:
-            return
-        cls._claims.discard(claim)
-        if not cls._claims:
-            if cls._before is None:
-                os.environ.pop("CUDA_DEVICE_ORDER", None)
-            else:
+        if cls._claims == {claim}:
+            os.environ.pop("CUDA_DEVICE_ORDER", None)
+            if cls._before is not None:
                 os.environ["CUDA_DEVICE_ORDER"] = cls._before
+        cls._claims.discard(claim)
 
 
 def _dragon_number(gpu: ClusterGpu, node: Any) -> int:
@@ -584,25 +568,22 @@ def _dragon_number(gpu: ClusterGpu, node: Any) -> int:
     A Dragon process without a GPU in its policy, such as the holder, sees all GPUs that Dragon knows, in the order of
     Dragon's numbers. So the position in the holder's CUDA_VISIBLE_DEVICES, or ROCR_VISIBLE_DEVICES, gives the number.
     """
-    numbers = node.gpus
+    numbers, position = node.gpus, gpu.inherited_position
     if node.gpu_env_str != _variable(gpu):
-        raise UnsatisfiableRequestError(
-            f"{gpu.host}: Dragon places there by {node.gpu_env_str}, and GPU {gpu.index} is one for "
-            f"{_variable(gpu)}: leave the host out of nodes, or claim GPUs of the other vendor",
-            value=gpu.host,
+        problem = (
+            f"Dragon places there by {node.gpu_env_str}, and GPU {gpu.index} is one for {_variable(gpu)}: leave the "
+            "host out of nodes, or claim GPUs of the other vendor"
         )
-    if gpu.vendor == "nvidia" and not gpu.environment["CUDA_VISIBLE_DEVICES"].isdecimal():
-        raise UnsatisfiableRequestError(
-            f"{gpu.host}: Dragon places by GPU number, and on this host only UUIDs are safe (MIG is on, or a GPU is "
-            "lost): leave it out of nodes",
-            value=gpu.host,
+    elif gpu.vendor == "nvidia" and not gpu.environment["CUDA_VISIBLE_DEVICES"].isdecimal():
+        problem = (
+            "Dragon places by GPU number, and on this host only UUIDs are safe (MIG is on, or a GPU is lost): leave it "
+            "out of nodes"
         )
-    position = gpu.inherited_position
-    if position is None or position >= len(numbers):
-        raise UnsatisfiableRequestError(
-            f"{gpu.host}: GPU {gpu.index} is not among the GPUs {numbers} that Dragon sees there", value=gpu.index
-        )
-    return int(numbers[position])
+    elif position is None or position >= len(numbers):
+        problem = f"GPU {gpu.index} is not among the GPUs {numbers} that Dragon sees there"
+    else:
+        return int(numbers[position])
+    raise UnsatisfiableRequestError(f"{gpu.host}: {problem}", value=gpu.host)
 
 
 def _split(cores: Sequence[Sequence[int]], workers: int) -> list[tuple[int, ...]]:

@@ -124,10 +124,9 @@ class HolderProcess:
         inherited = dict(os.environ)
         try:
             with opened_driver.of(wishes.request(nb_gpus)) as driver:
-                snapshot = driver.snapshot()
-                owner = GPUOwner(
+                self._owner = owner = GPUOwner(
                     nb_gpus,
-                    wishes.placeholder_fn or _placeholder(snapshot),
+                    wishes.placeholder_fn or _placeholder(driver.snapshot()),
                     timeout=timeout,
                     affinity=None,
                     visible_as=wishes.visible_as,
@@ -135,7 +134,6 @@ class HolderProcess:
                     _command=self._label,
                     **wishes.selection,
                 )
-                self._owner = owner
                 try:
                     snapshot = driver.snapshot()  # the claim may have waited, and a GPU may be lost since
                     places = _near(owner.gpus, driver, wishes)
@@ -145,20 +143,23 @@ class HolderProcess:
         except SafeGpuError as err:
             return err
         order = _inherited_order(inherited, snapshot)
+        scope = os.environ.get("SAFE_GPU_SCOPE", "")  # which lets the workers claim the GPUs of this process
+        more = {} if scope == inherited.get("SAFE_GPU_SCOPE") else {"SAFE_GPU_SCOPE": scope}
         held = []
         for gpu in owner.gpus:
-            place = places[gpu.uuid]
+            cores, numa_node = places[gpu.index]
+            shown = render_visible([gpu], visible_as=wishes.visible_as, snapshot=snapshot, environ=inherited)
             held.append(
                 ClusterGpu(
                     "",
                     "",
                     gpu.index,
                     gpu.uuid,
-                    cpus=frozenset(cpu for core in place.cores for cpu in core),
-                    cores=place.cores,
-                    numa_node=place.numa_node,
+                    frozenset().union(*cores),
+                    cores,
+                    numa_node,
                     vendor=snapshot.vendor,
-                    environment=_worker_environment(gpu, wishes.visible_as, snapshot, inherited),
+                    environment={**shown, **more},
                     inherited_position=order.index(gpu.uuid) if gpu.uuid in order else None,
                 )
             )
@@ -216,22 +217,6 @@ def _inherited_order(inherited: Mapping[str, str], snapshot: HostSnapshot) -> tu
     return () if fence is None else fence.uuids
 
 
-def _worker_environment(
-    gpu: Gpu, visible_as: str, snapshot: HostSnapshot, inherited: Mapping[str, str]
-) -> dict[str, str]:
-    """The variables that make this GPU alone visible to a process with the holder's inherited environment, and let it
-    claim the GPU, which this process has claimed."""
-    variables = render_visible([gpu], visible_as=visible_as, snapshot=snapshot, environ=inherited)
-    scope = os.environ.get("SAFE_GPU_SCOPE", "")
-    return variables if scope == inherited.get("SAFE_GPU_SCOPE") else {**variables, "SAFE_GPU_SCOPE": scope}
-
-
-@dataclass(frozen=True)
-class _Place:
-    cores: tuple[tuple[int, ...], ...] = ()
-    numa_node: int | None = None
-
-
 def _placeholder(snapshot: HostSnapshot) -> Callable[[int], Any] | None:
     """No placeholder if a compute mode allows one process only: the workers are other processes than the holder."""
     from ..runtimes.placeholders import NoPlaceholder
@@ -240,29 +225,28 @@ def _placeholder(snapshot: HostSnapshot) -> Callable[[int], Any] | None:
     return NoPlaceholder() if exclusive else None
 
 
-def _near(gpus: Sequence[Gpu], driver: Driver, wishes: ClaimArguments) -> dict[str, _Place]:
-    """The cores and the NUMA node for the workers of each GPU."""
+def _near(
+    gpus: Sequence[Gpu], driver: Driver, wishes: ClaimArguments
+) -> dict[int, tuple[tuple[tuple[int, ...], ...], int | None]]:
+    """GPU index -> the cores and the NUMA node for its workers."""
+    indices = list(dict.fromkeys(gpu.index for gpu in gpus))
+    nowhere: dict[int, tuple[tuple[tuple[int, ...], ...], int | None]] = dict.fromkeys(indices, ((), None))
     options = parse_options(wishes.affinity, wishes.memory)
     if options is None and wishes.memory is None:
-        return {gpu.uuid: _Place() for gpu in gpus}
-    from ..affinity.cpu_shares import claim_shares, memory_nodes
+        return nowhere
+    from ..affinity.cpu_shares import claim_shares, cores_of_share, memory_nodes
     from ..topology import read_topology
 
-    indices = list(dict.fromkeys(gpu.index for gpu in gpus))
     try:
         topology = read_topology(driver=driver)
-        nodes = {index: next(iter(memory_nodes(topology, [index])), None) for index in indices}
-        if options is None:
-            return {gpu.uuid: _Place(numa_node=nodes[gpu.index]) for gpu in gpus}
-        shares = claim_shares(topology, options, indices, os.sched_getaffinity(0)).shares
+        mask = os.sched_getaffinity(0)
+        shares = {} if options is None else claim_shares(topology, options, indices, mask).shares
     except GPUAffinityError:
         if options is not None and options.mode == "node" and wishes.memory is None:  # the default: no reason to fail
-            return {gpu.uuid: _Place() for gpu in gpus}
+            return nowhere
         raise
     places = {}
-    for gpu in gpus:
-        left = set(shares[gpu.index])
-        cores = [sorted(core & left) for core in topology.cores if core & left]
-        cores += [[cpu] for cpu in left.difference(*cores)]
-        places[gpu.uuid] = _Place(tuple(tuple(core) for core in sorted(cores)), nodes[gpu.index])
+    for index in indices:
+        cores = sorted(tuple(sorted(core)) for core in cores_of_share(shares.get(index, ()), topology))
+        places[index] = tuple(cores), next(iter(memory_nodes(topology, [index])), None)
     return places

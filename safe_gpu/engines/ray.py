@@ -92,15 +92,15 @@ def claim(
     wishes = ClaimArguments(placeholder_fn, affinity, memory, visible_as, selection)
     terms = wishes.read(gpus_per_node, timeout, logger)
     alive = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
-    chosen, count = choose_nodes(nodes, {key: _facts(node) for key, node in alive.items()}, "the Ray cluster")
-    holders = [_RayHolder(alive[key], wishes) for key in chosen]
-    return RayClaim(claim_through(holders, count, terms.request.nb_gpus, terms.timeout, terms.logger), memory)
-
-
-def _facts(node: Mapping[str, Any]) -> NodeFacts:
     # A node may have GPUs although Ray was told of none (--num-gpus 0). Nodes with GPUs are preferred all the same, so
     # that no holder is started on a head node without GPUs.
-    return NodeFacts((node["NodeManagerHostname"], node["NodeManagerAddress"]), bool(node["Resources"].get("GPU")))
+    facts = {
+        key: NodeFacts((node["NodeManagerHostname"], node["NodeManagerAddress"]), bool(node["Resources"].get("GPU")))
+        for key, node in alive.items()
+    }
+    chosen, count = choose_nodes(nodes, facts, "the Ray cluster")
+    holders = [_RayHolder(alive[key], wishes) for key in chosen]
+    return RayClaim(claim_through(holders, count, terms.request.nb_gpus, terms.timeout, terms.logger), memory)
 
 
 class RayClaim(HeldClaim["_RayHolder"]):

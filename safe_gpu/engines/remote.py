@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from threading import Lock
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
-from ..errors import HolderLostError, NotEnoughGpusError, SafeGpuError, UnsatisfiableRequestError
+from ..errors import HolderLostError, SafeGpuError, UnsatisfiableRequestError
 from .cluster import ClusterClaim, ClusterGpu, claim_on_all
 from .holder import HostReport
 
@@ -133,16 +134,17 @@ def claim_through(
     """
     keep: set[_HolderT] = set()
     try:
-        chosen = _best(_reports(holders, nodes, gpus_per_node), nodes, gpus_per_node)
+        reports, lost = _ask(holders, _START_LIMIT, "report", gpus_per_node if len(holders) > nodes else 0)
+        if lost is not None and len(reports) < nodes:  # a holder that did not start is left out if enough others did
+            raise lost
+        chosen = _best(reports, nodes, gpus_per_node)
         claimers = _one_per_host(chosen, gpus_per_node)
         if logger is None:
             import logging
 
             logger = logging.getLogger("safe_gpu")
 
-        def on_wait(host: str, refusal: NotEnoughGpusError) -> None:
-            logger.info("Waiting for GPUs on %s: %s", host, refusal)
-
+        on_wait = partial(logger.info, "Waiting for GPUs on %s: %s")
         held: dict[ClusterGpu, _HolderT] = {}
         for claimer, grant in zip(claimers, claim_on_all(claimers, timeout, on_wait=on_wait, clock=clock), strict=True):
             for nth, gpu in enumerate(grant):
@@ -158,22 +160,20 @@ def claim_through(
                 holder.end()
 
 
-def _reports(holders: Sequence[_HolderT], nodes: int, gpus_per_node: int) -> dict[_HolderT, HostReport]:
-    """The reports of all holders. A holder that did not start is left out if enough others did."""
-    count_for = gpus_per_node if len(holders) > nodes else 0
-    reports: dict[_HolderT, HostReport] = {}
+def _ask(
+    holders: Collection[_HolderT], limit: float, method: str, *arguments: Any
+) -> tuple[dict[_HolderT, Any], HolderLostError | None]:
+    """The answers of holders that are asked at the same time, and the error of the first one that is lost."""
+    answers: dict[_HolderT, Any] = {}
     lost: HolderLostError | None = None
     for holder in holders:
-        holder.call("report", count_for)
+        holder.call(method, *arguments)
     for holder in holders:
         try:
-            reports[holder] = holder.answer(_START_LIMIT)
+            answers[holder] = holder.answer(limit)
         except HolderLostError as err:
-            lost = err
-    if len(reports) < nodes:
-        assert lost is not None
-        raise lost
-    return reports
+            lost = lost or err
+    return answers, lost
 
 
 def _best(reports: Mapping[_HolderT, HostReport], nodes: int, gpus_per_node: int) -> dict[_HolderT, HostReport]:
@@ -184,7 +184,7 @@ def _best(reports: Mapping[_HolderT, HostReport], nodes: int, gpus_per_node: int
         free = reports[holder].free
         return (0, free) if free >= gpus_per_node else (1, -free)
 
-    best = set(reports if len(reports) <= nodes else sorted(reports, key=key)[:nodes])
+    best = sorted(reports, key=key)[:nodes]
     return {holder: report for holder, report in reports.items() if holder in best}
 
 
@@ -235,28 +235,16 @@ class HeldClaim(ClusterClaim, Generic[_HolderT]):
         self._calls = Lock()
 
     def _check(self, gpus: Sequence[ClusterGpu]) -> None:
-        holders = list(dict.fromkeys(self._holders[gpu] for gpu in gpus))
         with self._calls:
-            for holder in holders:
-                holder.call("ping")
-            lost: HolderLostError | None = None
-            for holder in holders:
-                try:
-                    holder.answer(_ANSWER_LIMIT)
-                except HolderLostError as err:
-                    lost = lost or err
+            _, lost = _ask(dict.fromkeys(self._holders[gpu] for gpu in gpus), _ANSWER_LIMIT, "ping")
         if lost is not None:
             raise lost
 
     def _release(self) -> None:
-        holders = list(dict.fromkeys(self._holders.values()))
+        holders = dict.fromkeys(self._holders.values())
         with self._calls:
-            for holder in holders:
-                holder.call("release")
-            for holder in holders:
-                try:
-                    holder.answer(_ANSWER_LIMIT)
-                except HolderLostError:
-                    pass  # its locks were released when it exited
-                finally:
+            try:
+                _ask(holders, _ANSWER_LIMIT, "release")  # a lost holder's locks were released when it exited
+            finally:
+                for holder in holders:
                     holder.end()

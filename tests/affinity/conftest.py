@@ -156,37 +156,42 @@ def make_host(
     gpu_nodes: Sequence[int | None] = (),
     caches_per_node: int = 1,
     distances: bool = False,
+    ids: Sequence[int] = (),
+    dense: bool = False,
+    order: Sequence[int] | None = None,
 ) -> HostTopology:
-    """A regular host numbered as Linux does on x86: thread t of core c is CPU ``c + t * number of cores``."""
+    """A regular host numbered as Linux does on x86: thread t of core c is CPU ``c + t * number of cores``.
+
+    ``dense`` numbers the threads of a core next to each other; ``ids`` are the numbers of the nodes, and ``order`` is
+    that in which cores are listed.
+    """
     count = cores_per_node * nodes
-    cores = [frozenset(core + thread * count for thread in range(smt)) for core in range(count)]
+    cores = [
+        frozenset(range(core * smt, (core + 1) * smt) if dense else range(core, count * smt, count))
+        for core in range(count)
+    ]
+    names = ids or range(nodes)
+    package_of = {node: at // nodes_per_package for at, node in enumerate(names)}
 
-    def of(first: int, last: int) -> frozenset[int]:
-        return frozenset().union(*cores[first:last])
+    def groups(size: int, first: int = 0, last: int = count) -> list[frozenset[int]]:
+        """CPUs of the cores from ``first`` on, ``size`` cores in each group."""
+        return [frozenset().union(*cores[at : min(at + size, last)]) for at in range(first, last, size)]
 
-    by_node = {node: of(node * cores_per_node, (node + 1) * cores_per_node) for node in range(nodes)}
-    step = max(1, cores_per_node // caches_per_node)
+    def distance(a: int, b: int) -> int:
+        return 10 if a == b else 12 if package_of[a] == package_of[b] else 32
+
+    per_cache = max(1, cores_per_node // caches_per_node)
     return HostTopology(
         cpus=frozenset(range(count * smt)),
-        cores=cores,
-        nodes=by_node,
-        packages={
-            package: of(
-                package * nodes_per_package * cores_per_node, (package + 1) * nodes_per_package * cores_per_node
-            )
-            for package in range(-(-nodes // nodes_per_package))
-        },
+        cores=[cores[at] for at in order or range(count)],
+        nodes=dict(zip(names, groups(cores_per_node), strict=True)),
+        packages=dict(enumerate(groups(nodes_per_package * cores_per_node))),
         llc=[
-            of(first, min(first + step, (node + 1) * cores_per_node))
-            for node in range(nodes)
-            for first in range(node * cores_per_node, (node + 1) * cores_per_node, step)
+            cache
+            for first in range(0, count, cores_per_node)
+            for cache in groups(per_cache, first, first + cores_per_node)
         ],
-        distances={
-            a: {b: 10 if a == b else 12 if a // nodes_per_package == b // nodes_per_package else 32 for b in by_node}
-            for a in by_node
-        }
-        if distances
-        else {},
+        distances={a: {b: distance(a, b) for b in names} for a in names} if distances else {},
         gpus=[GpuLocality(index, f"GPU-{index}", node) for index, node in enumerate(gpu_nodes)],
     )
 
@@ -251,18 +256,21 @@ def in_child() -> Callable[[Callable[[], Any]], Any]:
     return run
 
 
+def save_two_nodes(tree: SavedTree, bus_ids: Iterable[str]) -> None:
+    """Two nodes of one real CPU each, with the GPUs by turns."""
+    first, second = (MASK * 2)[:2]
+    tree.cpus([(first,), (second,)])
+    tree.nodes({0: [first], 1: [second]}, distance=lambda a, b: 10 if a == b else 21)
+    for number, bus_id in enumerate(bus_ids):
+        tree.gpu(bus_id, node=number % 2)
+
+
 @pytest.fixture
 def four_gpus(saved_tree: Any, fake_driver: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Two nodes of one real CPU each, GPUs 0 and 2 on the first, 1 and 3 on the second."""
-    first, second = (MASK * 2)[:2]
-    saved_tree.cpus([(first,), (second,)])
-    saved_tree.nodes({0: [first], 1: [second]})
-    gpus = []
-    for number in range(4):
-        bus_id = f"0000:0{number + 1}:00.0"
-        saved_tree.gpu(bus_id, node=number % 2)
-        gpus.append(Gpu(number, f"GPU-{number}{number}ab", pci_bus_id=bus_id))
-    driver = fake_driver(gpus)
+    bus_ids = [f"0000:0{number + 1}:00.0" for number in range(4)]
+    save_two_nodes(saved_tree, bus_ids)
+    driver = fake_driver([Gpu(n, f"GPU-{n}{n}ab", pci_bus_id=bus_id) for n, bus_id in enumerate(bus_ids)])
     monkeypatch.setenv("SAFE_GPU_FSROOT", os.fspath(saved_tree))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(safe_gpu.drivers, "open_driver", lambda name=None, **choice: driver)
@@ -272,10 +280,6 @@ def four_gpus(saved_tree: Any, fake_driver: Any, monkeypatch: pytest.MonkeyPatch
 @pytest.fixture
 def four_gpus_env(saved_tree: Any, fake_gpus: Any) -> dict[str, str]:
     """The same host for child processes: their environment."""
-    first, second = (MASK * 2)[:2]
-    saved_tree.cpus([(first,), (second,)])
-    saved_tree.nodes({0: [first], 1: [second]}, distance=lambda a, b: 10 if a == b else 21)
     fake_gpus.set(4)
-    for number, gpu in enumerate(fake_gpus.gpus):
-        saved_tree.gpu(gpu["bus"].lower().removeprefix("0000"), node=number % 2)
+    save_two_nodes(saved_tree, [gpu["bus"].lower().removeprefix("0000") for gpu in fake_gpus.gpus])
     return {**fake_gpus.env, "SAFE_GPU_FSROOT": os.fspath(saved_tree)}

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import json
 import os
 import pickle
 import platform
-import shutil
 import subprocess
-import sys
 import threading
 import uuid
 from collections.abc import Callable, Iterator
@@ -20,7 +17,6 @@ from typing import Any
 import pytest
 
 from safe_gpu.affinity import binding
-from safe_gpu.affinity import binding as mempolicy
 from safe_gpu.affinity.binding import BindingReport, PartReport, bind_process, enter, leave, original_mask, undo
 from safe_gpu.errors import GPUAffinityError
 
@@ -40,59 +36,43 @@ def masks() -> dict[int, set[int]]:
     return found
 
 
-WARM = """
-import json, os, sys, threading
-import numpy
-numpy.ones((600, 600)) @ numpy.ones((600, 600))  # starts the pool of the BLAS library
-from safe_gpu.affinity.binding import bind_process, original_mask, undo
-first, second = map(int, sys.argv[1:])
-
-def masks():
-    return {int(tid): sorted(os.sched_getaffinity(int(tid))) for tid in os.listdir("/proc/self/task")}
-
-ready, done = threading.Barrier(4), threading.Event()
-def idle(mask):
-    os.sched_setaffinity(0, mask)
-    ready.wait()
-    done.wait()
-threads = [threading.Thread(target=idle, args=(mask,)) for mask in ({first}, {second}, {first, second})]
-for thread in threads: thread.start()
-ready.wait()
-before = masks()
-report = bind_process({second})
-bound = masks()
-again = bind_process({first})
-rebound = masks()
-start = sorted(original_mask())
-undo()
-after = masks()
-done.set()
-print(json.dumps({"before": before, "bound": bound, "rebound": rebound, "after": after, "start": start,
-                  "count": report.threads.moved, "text": str(report)}))
-"""
-
-
 @needs_two_cpus
-def test_every_thread_moves_and_comes_back_to_its_own_mask() -> None:
-    pytest.importorskip("numpy", reason="numpy, whose thread pool is the point, is not installed")
+def test_every_thread_moves_and_comes_back_to_its_own_mask(in_child: InChild) -> None:
+    numpy = pytest.importorskip("numpy", reason="numpy, whose thread pool is the point, is not installed")
     first, second = MASK[:2]
-    out = subprocess.run(
-        [sys.executable, "-c", WARM, str(first), str(second)],
-        check=True,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={**os.environ, "OPENBLAS_NUM_THREADS": "4"},
-    ).stdout
-    said = json.loads(out)
-    assert len(said["before"]) >= 5  # main, three of ours, at least one of the pool
-    assert set(map(tuple, said["bound"].values())) == {(second,)}
-    assert set(map(tuple, said["rebound"].values())) == {(first,)}
-    assert said["after"] == said["before"]
-    assert len(set(map(tuple, said["after"].values()))) == 3
-    assert said["start"] == MASK
-    assert said["count"] == len(said["before"])
-    assert f"to CPUs {second}" in said["text"]
+
+    def child() -> tuple[Any, ...]:
+        numpy.ones((600, 600)) @ numpy.ones((600, 600))  # starts the pool of the BLAS library
+        ready, done = threading.Barrier(4), threading.Event()
+
+        def idle(mask: set[int]) -> None:
+            os.sched_setaffinity(0, mask)
+            ready.wait()
+            done.wait()
+
+        for mask in ({first}, {second}, {first, second}):
+            threading.Thread(target=idle, args=(mask,)).start()
+        ready.wait()
+        seen = [masks()]
+        report = bind_process({second})
+        seen.append(masks())
+        bind_process({first})
+        seen.append(masks())
+        start = original_mask()
+        undo()
+        seen.append(masks())
+        done.set()
+        return report, start, *seen
+
+    report, start, before, bound, rebound, after = in_child(child)
+    assert len(before) >= 5  # main, three of ours, at least one of the pool
+    assert len(set(map(frozenset, before.values()))) == 3
+    assert all(mask == {second} for mask in bound.values())
+    assert all(mask == {first} for mask in rebound.values())
+    assert after == before
+    assert start == set(MASK)
+    assert report.threads.moved == len(before)
+    assert f"to CPUs {second}" in str(report)
 
 
 @needs_two_cpus
@@ -110,11 +90,11 @@ def test_threads_that_are_born_meanwhile(in_child: InChild) -> None:
                 for thread in threads:
                     thread.join()
 
-        breeders = [threading.Thread(target=breed) for _ in range(3)]
+        breeders = [threading.Thread(target=breed) for _ in range(2)]
         for breeder in breeders:
             breeder.start()
         right = True
-        for cpu in MASK[:2] * 5:
+        for cpu in MASK[:2] * 2:
             report = bind_process({cpu})
             right = right and report.ok and set(map(frozenset, masks().values())) == {frozenset([cpu])}
         undo()
@@ -128,36 +108,21 @@ def test_threads_that_are_born_meanwhile(in_child: InChild) -> None:
 
 
 @needs_two_cpus
-def test_a_second_call_starts_from_the_original_mask(in_child: InChild) -> None:
+def test_moments_that_can_be_come_back_to(in_child: InChild) -> None:
+    """A second call starts from the first mask; what a program bound before a claim is there again after it."""
+
     def child() -> list[set[int]]:
         seen = []
-        for cpu in MASK[:2]:
-            bind_process({cpu})
-            seen += [os.sched_getaffinity(0), set(original_mask())]
-        undo()
-        undo()
-        return [*seen, os.sched_getaffinity(0), set(original_mask())]
-
-    everything = set(MASK)
-    assert in_child(child) == [{MASK[0]}, everything, {MASK[1]}, everything, everything, everything]
-
-
-@needs_two_cpus
-def test_a_moment_can_be_come_back_to(in_child: InChild) -> None:
-    """What a program bound before a claim is there again after it."""
-
-    def child() -> list[set[int]]:
         bind_process({MASK[0]})
         enter()
         bind_process({MASK[1]})
-        inside = set(original_mask())
-        leave()
-        after = os.sched_getaffinity(0)
-        undo()
-        leave()
-        return [inside, after, os.sched_getaffinity(0)]
+        for step in (lambda: None, leave, undo, undo, leave):
+            step()
+            seen += [os.sched_getaffinity(0), set(original_mask())]
+        return seen
 
-    assert in_child(child) == [set(MASK), {MASK[0]}, set(MASK)]
+    everything = set(MASK)
+    assert in_child(child) == [{MASK[1]}, everything, {MASK[0]}, everything, *[everything] * 6]
 
 
 @needs_two_cpus
@@ -253,7 +218,7 @@ def first_node() -> int:
 @pytest.fixture
 def memory_node() -> int:
     try:
-        mempolicy.get_policy()
+        binding.get_policy()
         return first_node()
     except OSError as err:
         pytest.skip(f"NUMA memory policies cannot be used here: {err}")
@@ -262,18 +227,18 @@ def memory_node() -> int:
 @pytest.mark.parametrize("mode", ["bind", "preferred"])
 def test_memory_policy_is_set_inherited_and_given_back(in_child: InChild, memory_node: int, mode: str) -> None:
     def child() -> tuple[Any, ...]:
-        before = mempolicy.get_policy()
+        before = binding.get_policy()
         report = bind_process(None, [memory_node], mode)
-        now = mempolicy.get_policy()
+        now = binding.get_policy()
         maps = subprocess.run(["cat", "/proc/self/numa_maps"], check=True, capture_output=True, text=True).stdout
         bind_process(None, [memory_node], "bind")
         undo()
-        return report, now, maps, before == mempolicy.get_policy()
+        return report, now, maps, before == binding.get_policy()
 
     report, now, maps, restored = in_child(child)
     assert report.memory == PartReport(frozenset([memory_node]), frozenset([memory_node]), moved=1)
     assert report.threads == PartReport()
-    assert now == mempolicy.policy_for(mode, [memory_node])
+    assert now == binding.policy_for(mode, [memory_node])
     word = "bind" if mode == "bind" else "prefer"
     assert f" {word}:{memory_node} " in maps  # another program, started after it
     assert restored
@@ -297,7 +262,7 @@ def refuse_memory_policies() -> None:
     class Program(ctypes.Structure):
         _fields_ = [("len", ctypes.c_ushort), ("filter", ctypes.POINTER(Filter))]
 
-    setting, getting = mempolicy._CALLS[platform.machine()]
+    setting, getting = binding._CALLS[platform.machine()]
     steps = (Filter * 5)(
         Filter(0x20, 0, 0, 0),  # load the call's number
         Filter(0x15, 2, 0, setting),
@@ -311,7 +276,7 @@ def refuse_memory_policies() -> None:
     assert libc.prctl(22, 2, ctypes.byref(program), 0, 0) == 0  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
 
 
-@pytest.mark.skipif(platform.machine() not in mempolicy._CALLS, reason="the calls' numbers are not known here")
+@pytest.mark.skipif(platform.machine() not in binding._CALLS, reason="the calls' numbers are not known here")
 def test_a_container_that_refuses_memory_policies(in_child: InChild) -> None:
     """Reported, not raised; the CPUs are bound all the same."""
 
@@ -329,7 +294,7 @@ def test_a_container_that_refuses_memory_policies(in_child: InChild) -> None:
 
 
 def test_an_architecture_whose_calls_are_not_known(monkeypatch: pytest.MonkeyPatch, in_child: InChild) -> None:
-    monkeypatch.setattr(mempolicy, "_CALLS", {})
+    monkeypatch.setattr(binding, "_CALLS", {})
     report = in_child(lambda: bind_process(None, [0], "preferred"))
     assert platform.machine() in report.memory.refused[0] or "ENOSYS" in report.memory.refused[0]
 
@@ -338,12 +303,12 @@ def test_an_architecture_whose_calls_are_not_known(monkeypatch: pytest.MonkeyPat
 def test_preferred_on_several_nodes(monkeypatch: pytest.MonkeyPatch, kernel_knows_many: bool, nodes: set[int]) -> None:
     """MPOL_PREFERRED_MANY is of Linux 5.15; before, EINVAL: then the lowest node alone."""
 
-    def kernel(policy: mempolicy.MemoryPolicy) -> None:
+    def kernel(policy: binding.MemoryPolicy) -> None:
         if policy.mode == 5 and not kernel_knows_many:
             raise OSError(errno.EINVAL, "Invalid argument")
 
-    monkeypatch.setattr(mempolicy, "_set", kernel)
-    assert mempolicy.set_policy(mempolicy.policy_for("preferred", [0, 1])).nodes == nodes
+    monkeypatch.setattr(binding, "_set", kernel)
+    assert binding.set_policy(binding.policy_for("preferred", [0, 1])).nodes == nodes
 
 
 def test_memory_without_a_node() -> None:
@@ -371,14 +336,3 @@ def test_the_report_travels_and_prints() -> None:
     )
     with pytest.raises(AttributeError):
         report.cpus = frozenset()  # type: ignore[misc]
-
-
-@needs_two_cpus
-def test_under_taskset() -> None:
-    if shutil.which("taskset") is None:
-        pytest.skip("taskset is not installed")
-    code = "from safe_gpu.affinity.binding import original_mask; print(sorted(original_mask()))"
-    out = subprocess.run(
-        ["taskset", "-c", str(MASK[1]), sys.executable, "-c", code], check=True, capture_output=True, text=True
-    ).stdout
-    assert json.loads(out) == [MASK[1]]

@@ -38,7 +38,14 @@ class Said(logging.Handler):
 
 @pytest.mark.parametrize(
     ("arguments", "index"),
-    [({"ordinal": 0}, 3), ({"ordinal": 1}, 0), ({"gpus": 0}, 0), ({"gpus": "GPU-33"}, 3), ({}, None)],
+    [
+        ({"gpu_id": 1, "nproc_per_node": 2}, 0),
+        ({"ordinal": 0}, 3),
+        ({"ordinal": 1}, 0),
+        ({"gpus": 0}, 0),
+        ({"gpus": "GPU-33"}, 3),
+        ({}, None),
+    ],
 )
 def test_neighbours_mean_what_they_say(
     four_gpus: Any, in_child: InChild, monkeypatch: pytest.MonkeyPatch, arguments: Any, index: int | None
@@ -48,14 +55,13 @@ def test_neighbours_mean_what_they_say(
 
     def child() -> Any:
         said = Said()
-        report = safe_gpu.bind(**arguments)
+        bound = safe_gpu.set_affinity(**arguments) if "gpu_id" in arguments else safe_gpu.bind(**arguments).cpus
         wrapped = []
-        if arguments:
-            name, value = next(iter(arguments.items()))
-            if isinstance(value, int):
-                wrapped = safe_gpu.wrap_command(["true"], mode="node", **{name.removesuffix("s"): value})
+        if arguments in ({"ordinal": 0}, {"ordinal": 1}, {"gpus": 0}):
+            ((name, value),) = arguments.items()
+            wrapped = safe_gpu.wrap_command(["true"], mode="node", **{name.removesuffix("s"): value})
         found = safe_gpu.placement(driver=four_gpus).processes[0]
-        return sorted(report.cpus), wrapped, said.lines, found.gpus, found.gpu_source
+        return sorted(bound), wrapped, said.lines, found.gpus, found.gpu_source
 
     cpus, wrapped, said, gpus, source = in_child(child)
     if index is None:
@@ -66,28 +72,14 @@ def test_neighbours_mean_what_they_say(
     assert (gpus, source) == ((index,), "SAFE_GPU_BOUND")
     assert said[0].startswith(f"INFO next to GPU {index} (GPU-{index}{index}ab)")
     assert f": bound 1 thread to CPUs {MASK[index % 2]}" in said[0]
-    if "ordinal" in arguments:
-        assert f"CUDA ordinal {arguments['ordinal']} with CUDA_VISIBLE_DEVICES=3,0" in said[0]
+    ordinal = arguments.get("ordinal", arguments.get("gpu_id"))
+    if ordinal is not None:
+        assert f"CUDA ordinal {ordinal} with CUDA_VISIBLE_DEVICES=3,0" in said[0]
     if wrapped:
         line = f"numactl --physcpubind={MASK[index % 2]} true"
         assert wrapped == line.split()
         assert said[-1].startswith(f"INFO next to GPU {index} (")
         assert said[-1].endswith(f": {line}")
-
-
-def test_set_affinity_says_its_gpu_and_remembers_it(
-    four_gpus: Any, in_child: InChild, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,0")
-
-    def child() -> Any:
-        said = Said()
-        safe_gpu.set_affinity(1, 2)
-        return said.lines, safe_gpu.placement(driver=four_gpus).processes[0].gpus
-
-    (line,), gpus = in_child(child)
-    assert line.startswith("INFO next to GPU 0 (GPU-00ab), CUDA ordinal 1 with CUDA_VISIBLE_DEVICES=3,0: bound ")
-    assert gpus == (0,)
 
 
 def test_the_latest_binding_counts_until_other_gpus_are_visible(four_gpus: Any, in_child: InChild) -> None:

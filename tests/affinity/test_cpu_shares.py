@@ -43,47 +43,42 @@ def cpus(text: str) -> frozenset[int]:
     return found
 
 
-def test_jobs_with_other_masks_still_get_disjoint_cores(host: MakeHost) -> None:
-    """GPU 0 has cores 0-3 of 8 and GPU 1 cores 4-7, whoever asks, although each mask alone would divide otherwise."""
-    topology = host(cores_per_node=8, nodes=1, smt=1, gpu_nodes=[0, 0])
-    options = AffinityOptions(mode="exclusive")
-    one = claim_shares(topology, options, [0], cpus("2-5"))
-    two = claim_shares(topology, options, [1], cpus("0-7"))
-    assert one.cpus == cpus("2-3")
-    assert two.cpus == cpus("4-7")
-    assert not one.notes
+TWO_ON_ONE = {"cores_per_node": 8, "nodes": 1, "gpu_nodes": [0, 0]}
+ONE_EACH = {"cores_per_node": 4, "nodes": 2, "gpu_nodes": [0, 1]}
+THREE = {"cores_per_node": 4, "nodes": 2, "gpu_nodes": [0, 0, 1]}
 
 
-def test_several_gpus_get_the_union(host: MakeHost) -> None:
-    topology = host(cores_per_node=4, nodes=2, smt=1, gpu_nodes=[0, 0, 1])
-    found = claim_shares(topology, AffinityOptions(mode="exclusive"), [2, 0], range(8))
-    assert found.cpus == cpus("0-1,4-7")
-    assert found.shares == {2: cpus("4-7"), 0: cpus("0-1")}
-
-
-def test_when_the_cut_leaves_nothing_the_mask_is_the_share(host: MakeHost) -> None:
-    topology = host(cores_per_node=4, nodes=2, smt=1, gpu_nodes=[0, 1])
-    found = claim_shares(topology, AffinityOptions(), [0], cpus("5-6"))
-    assert found.cpus == found.shares[0] == cpus("5-6")
-    text = " ".join(found.notes)
-    assert "none of the CPUs 0-3 of GPU 0" in text
-    assert "remote to GPU 0 (on NUMA node 0)" in text
-
-
-def test_one_of_two_gpus_has_no_cpu_in_the_mask(host: MakeHost) -> None:
-    topology = host(cores_per_node=4, nodes=2, smt=1, gpu_nodes=[0, 1])
-    found = claim_shares(topology, AffinityOptions(), [0, 1], cpus("2-3"))
-    assert found.cpus == cpus("2-3")
-    assert found.shares == {0: cpus("2-3"), 1: cpus("2-3")}
-    assert "claim's other CPUs 2-3 must do" in " ".join(found.notes)
-
-
-def test_what_holds_for_several_gpus_is_said_once(host: MakeHost) -> None:
-    topology = host(cores_per_node=4, nodes=2, smt=1, gpu_nodes=[0, 0, 1])
-    assert claim_shares(topology, AffinityOptions(), [0, 1, 2], cpus("5")).notes == (
-        "this process may use none of the CPUs 0-3 of GPUs 0, 1, so the claim's other CPUs 5 must do",
-        "CPUs 5 are remote to GPUs 0, 1 (on NUMA node 0)",
-    )
+@pytest.mark.parametrize(
+    ("shape", "mode", "gpus", "mask", "expected", "notes"),
+    [
+        # GPU 0 has cores 0-3 of 8 and GPU 1 cores 4-7, whoever asks, although each mask alone would divide otherwise.
+        (TWO_ON_ONE, "exclusive", [0], "2-5", {0: "2-3"}, ()),
+        (TWO_ON_ONE, "exclusive", [1], "0-7", {1: "4-7"}, ()),
+        (THREE, "exclusive", [2, 0], "0-7", {2: "4-7", 0: "0-1"}, ()),
+        # The cut leaves nothing, for a GPU or for all of them.
+        (
+            *(ONE_EACH, "node", [0], "5-6", {0: "5-6"}),
+            (
+                "this process may use none of the CPUs 0-3 of GPU 0, so the whole mask 5-6 must do",
+                "CPUs 5-6 are remote to GPU 0 (on NUMA node 0)",
+            ),
+        ),
+        (
+            *(THREE, "node", [0, 1, 2], "5", {0: "5", 1: "5", 2: "5"}),
+            (
+                "this process may use none of the CPUs 0-3 of GPUs 0, 1, so the claim's other CPUs 5 must do",
+                "CPUs 5 are remote to GPUs 0, 1 (on NUMA node 0)",
+            ),
+        ),
+    ],
+)
+def test_shares_are_of_the_host_and_cut_to_the_mask(
+    host: MakeHost, shape: Any, mode: str, gpus: list[int], mask: str, expected: dict[int, str], notes: Any
+) -> None:
+    found = claim_shares(host(**shape, smt=1), AffinityOptions(mode=mode), gpus, cpus(mask))
+    assert found.shares == {index: cpus(share) for index, share in expected.items()}
+    assert found.cpus == frozenset().union(*found.shares.values())
+    assert found.notes == notes
 
 
 def test_cpus_of_another_node_are_remote(host: MakeHost) -> None:
@@ -154,26 +149,13 @@ def three_gpus() -> list[Gpu]:
 
 
 @needs_two_cpus
-def test_what_was_bound_before_the_claim_is_there_again_after_it(
-    small_host: Any, fake_driver: Any, in_child: InChild
-) -> None:
-    def child() -> list[set[int]]:
-        bind_process({MASK[0]})
-        bind_claim(three_gpus()[1:2], fake_driver([]), options=AffinityOptions())
-        inside = os.sched_getaffinity(0)
-        undo_binding()
-        return [inside, os.sched_getaffinity(0)]
-
-    assert in_child(child) == [{MASK[1]}, {MASK[0]}]
-
-
-@needs_two_cpus
 @pytest.mark.parametrize("mode", ["node", "exclusive"])
 def test_a_claim_is_bound_and_given_back(small_host: Any, fake_driver: Any, in_child: InChild, mode: str) -> None:
     gpus = three_gpus()
     driver = fake_driver(gpus)
 
     def child() -> tuple[Any, ...]:
+        bind_process({MASK[0]})  # which is there again after the claim
         seen = []
         for chosen in ([gpus[0]], [gpus[1]], gpus[:2], [gpus[2]]):
             report = bind_claim(chosen, driver, options=AffinityOptions(mode=mode))
@@ -188,7 +170,7 @@ def test_a_claim_is_bound_and_given_back(small_host: Any, fake_driver: Any, in_c
     assert remote[0] == set(MASK)
     assert "none of the CPUs 5000 of GPU 2" in remote[1][0]
     assert "remote to GPU 2" in remote[1][1]
-    assert after == set(MASK)
+    assert after == {MASK[0]}
 
 
 @needs_two_cpus
@@ -259,10 +241,7 @@ def test_taskset_is_respected(small_host: Any, tmp_path: Any) -> None:
         "print([sorted(claim_shares(host, AffinityOptions(), [g], os.sched_getaffinity(0)).cpus) for g in (0, 1)])"
     )
     out = subprocess.run(
-        ["taskset", "-c", str(MASK[1]), sys.executable, "-c", code],
-        check=True,
-        capture_output=True,
-        text=True,
+        ["taskset", "-c", str(MASK[1]), sys.executable, "-c", code], check=True, capture_output=True, text=True
     ).stdout
     assert out.strip() == str([[MASK[1]], [MASK[1]]])
 

@@ -63,10 +63,3 @@ def test_written_and_read_back(numbers: frozenset[int]) -> None:
 def test_ranges_are_as_short_as_the_kernels() -> None:
     assert format_cpulist([7, 0, 1, 2, 5]) == "0-2,5,7"
     assert format_cpulist(()) == ""
-
-
-@given(st.text(max_size=30))
-def test_no_text_is_an_exception(text: str) -> None:
-    for parse in (parse_cpulist, parse_cpumask):
-        found = parse(text)
-        assert found is None or all(0 <= number < LIMIT for number in found)

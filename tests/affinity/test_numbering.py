@@ -23,8 +23,7 @@ MIG = HostSnapshot(
 
 
 @pytest.mark.parametrize(
-    ("shown", "ordinal", "index"),
-    [(None, 3, 3), ("7,2", 0, 7), ("7,2", 1, 2), ("GPU-55,GPU-1", 1, 1), ("3", 0, 3)],
+    ("shown", "ordinal", "index"), [(None, 3, 3), ("7,2", 0, 7), ("7,2", 1, 2), ("GPU-55,GPU-1", 1, 1), ("3", 0, 3)]
 )
 def test_ordinals_count_what_cuda_shows(shown: str | None, ordinal: int, index: int) -> None:
     environ = {} if shown is None else {"CUDA_VISIBLE_DEVICES": shown}

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from affinity.conftest import save_two_nodes
 
 from safe_gpu.affinity.placements import parse_numa_maps, placement
 from safe_gpu.devices import Gpu, GpuProcess
@@ -34,7 +35,8 @@ ready, stop = threading.Event(), threading.Event()
 threading.Thread(target=other, daemon=True).start()
 ready.wait()
 more = dict(argument.split("=") for argument in sys.argv[3:])
-child = subprocess.Popen(["cat"], stdin=subprocess.PIPE, env={**os.environ, **more})
+child = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, env={**os.environ, **more})
+child.stdin.write(b"."); child.stdout.read(1)  # from now on /proc shows its environment
 print(child.pid, flush=True)
 sys.stdin.read()
 child.stdin.close(); child.wait()
@@ -43,12 +45,8 @@ child.stdin.close(); child.wait()
 
 @pytest.fixture
 def two_nodes(saved_tree: Any, fake_driver: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    first, second = MASK[:2]
-    saved_tree.cpus([(first,), (second,)])
-    saved_tree.nodes({0: [first], 1: [second]})
     gpus = [Gpu(number, f"GPU-{number}", pci_bus_id=f"0000:0{number + 1}:00.0", numa_node=number) for number in (0, 1)]
-    for gpu in gpus:
-        saved_tree.gpu(gpu.pci_bus_id, node=gpu.index)
+    save_two_nodes(saved_tree, [gpu.pci_bus_id for gpu in gpus])
     monkeypatch.setenv("SAFE_GPU_FSROOT", os.fspath(saved_tree))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return fake_driver(gpus)
@@ -90,26 +88,21 @@ def test_threads_children_and_memory(two_nodes: Any, family: Any) -> None:
     assert report.matches is False
     if parent.memory is not None:
         assert sum(parent.memory.values()) > 1 << 20
-
-
-def test_it_reads_like_a_report(two_nodes: Any, family: Any) -> None:
-    pid, _ = family()
-    first, second = str(placement(pid, driver=two_nodes, gpus=[0])).split("process ")[1:]
-    assert "GPU node: 0 (GPU 0 by given)" in first
-    assert "CPU node: 0 " in first
-    assert f"CPUs allowed: {MASK[1]} (1 of 2 threads)" in first
-    assert "memory nodes allowed (cpuset): 0" in first
-    assert "memory policy: " in first
-    assert "GPU and CPU NUMA nodes do NOT match" in first
+    first, second = str(report).split("process ")[1:]
+    for line in (
+        "GPU node: 0 (GPU 0 by given)",
+        "CPU node: 0 ",
+        f"CPUs allowed: {MASK[1]} (1 of 2 threads)",
+        "memory nodes allowed (cpuset): 0",
+        "memory policy: ",
+        "GPU and CPU NUMA nodes do NOT match",
+    ):
+        assert line in first
     assert "GPU and CPU NUMA nodes match" in second
-
-
-def test_json(two_nodes: Any, family: Any) -> None:
-    pid, _ = family()
-    document = json.loads(json.dumps(placement(pid, driver=two_nodes, gpus=[1]).as_dict()))
+    document = json.loads(json.dumps(report.as_dict()))
     assert document["matches"] is False
     assert document["processes"][0]["threads"][0]["cpus_allowed"] == str(MASK[0])
-    assert document["processes"][0]["gpu_nodes"] == "1"
+    assert document["processes"][0]["gpu_nodes"] == "0"
 
 
 def test_the_drivers_process_list_knows_the_gpu(two_nodes: Any, family: Any) -> None:

@@ -8,10 +8,12 @@ from enum import Enum
 from typing import Any
 
 import pytest
+from affinity.conftest import make_host
+from affinity.peers import HOSTS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from safe_gpu.affinity.options import DIVIDING_MODES, MODES, AffinityOptions, parse_options
+from safe_gpu.affinity.options import DIVIDING_MODES, MODES, MULTITHREADING, SCOPES, AffinityOptions, parse_options
 from safe_gpu.affinity.planner import Mode, Multithreading, Scope, is_remote, plan
 from safe_gpu.cpulist import format_cpulist, parse_cpulist
 from safe_gpu.errors import GPUAffinityError
@@ -33,7 +35,7 @@ def shares(topology: HostTopology, mode: str, **options: Any) -> list[str]:
 @pytest.fixture
 def dgx1(host: MakeHost) -> HostTopology:
     """DGX-1 (V100): 2 sockets of one node, 20 cores each (0-19 with 40-59, 20-39 with 60-79), 4 GPUs on each."""
-    return host(cores_per_node=20, nodes=2, gpu_nodes=[0] * 4 + [1] * 4)
+    return host(**HOSTS["dgx1"])
 
 
 @pytest.fixture
@@ -42,39 +44,7 @@ def dgx_a100(host: MakeHost) -> HostTopology:
 
     Node n has cores 16n to 16n+15, the second thread of core c is CPU c+128. Nodes 0, 2, 4 and 6 have no GPU.
     """
-    return host(
-        cores_per_node=16,
-        nodes=8,
-        nodes_per_package=4,
-        gpu_nodes=[3, 3, 1, 1, 7, 7, 5, 5],
-        caches_per_node=4,
-        distances=True,
-    )
-
-
-@pytest.fixture
-def dgx_h100(host: MakeHost) -> HostTopology:
-    """DGX H100: 2 sockets of one node, 56 cores each (0-55 with 112-167, 56-111 with 168-223), 4 GPUs on each."""
-    return host(cores_per_node=56, nodes=2, gpu_nodes=[0] * 4 + [1] * 4)
-
-
-def test_dgx1(dgx1: HostTopology) -> None:
-    first, second = "0-19,40-59", "20-39,60-79"
-    for mode in ("node", "socket", "all"):  # one node is one socket here
-        assert shares(dgx1, mode) == [first] * 4 + [second] * 4
-    # 20 cores for 4 GPUs: 5 each, and both threads of each core.
-    fives = ["0-4,40-44", "5-9,45-49", "10-14,50-54", "15-19,55-59"]
-    fives += ["20-24,60-64", "25-29,65-69", "30-34,70-74", "35-39,75-79"]
-    for scope in ("node", "socket"):
-        assert shares(dgx1, "unique_contiguous", scope=scope) == fives
-    assert shares(dgx1, "exclusive") == fives
-    # Every fourth core, from the GPU's place in line.
-    interleaved = shares(dgx1, "unique_interleaved", multithreading="single_logical")
-    assert interleaved[:2] == ["0,4,8,12,16", "1,5,9,13,17"]
-    assert interleaved[4] == "20,24,28,32,36"
-    assert shares(dgx1, "single") == ["0,40"] * 4 + ["20,60"] * 4
-    assert shares(dgx1, "single_unique") == [f"{core},{core + 40}" for core in (0, 1, 2, 3, 20, 21, 22, 23)]
-    assert shares(dgx1, "core-complex") == [first] * 4 + [second] * 4  # one cache for each socket
+    return host(**HOSTS["dgx-a100"], distances=True)
 
 
 def test_dgx_a100(dgx_a100: HostTopology) -> None:
@@ -85,95 +55,88 @@ def test_dgx_a100(dgx_a100: HostTopology) -> None:
     eights = ["48-55,176-183", "56-63,184-191", "16-23,144-151", "24-31,152-159"]
     eights += ["112-119,240-247", "120-127,248-255", "80-87,208-215", "88-95,216-223"]
     assert shares(dgx_a100, "exclusive") == shares(dgx_a100, "unique_contiguous") == eights
-    # Socket scope hands out the cores of nodes without a GPU too: the socket's 32 other cores (0-15, 32-47) are dealt
-    # to its 32 node cores in order (16-31, 48-63): core 16 gets 0, ..., 31 gets 15, 48 gets 32, ..., 63 gets 47.
-    both = shares(dgx_a100, "unique_contiguous", scope="socket", multithreading="single_logical")
-    assert both[:4] == ["32-39,48-55", "40-47,56-63", "0-7,16-23", "8-15,24-31"]
-    assert both[4:] == ["96-103,112-119", "104-111,120-127", "64-71,80-87", "72-79,88-95"]
-    # max counts cores and takes the node's own first.
-    few = shares(dgx_a100, "unique_contiguous", scope="socket", multithreading="single_logical", max_physical_cores=9)
-    assert few[0] == "32,48-55"
     # A complex is 4 cores; the two GPUs of a node take its first and second.
     assert shares(dgx_a100, "core-complex")[:4] == ["48-51,176-179", "52-55,180-183", "16-19,144-147", "20-23,148-151"]
-    # All of the socket, own node first, then those of the socket's other GPUs: 20 cores are 16 own and 4 of theirs.
-    some = shares(dgx_a100, "all", scope="socket", multithreading="single_logical", max_physical_cores=20)
-    assert some[0] == "16-19,48-63"
-    assert some[2] == "16-31,48-51"
-    most = shares(dgx_a100, "all", scope="socket", multithreading="single_logical", max_physical_cores=33)
-    assert most[0] == most[2] == "0,16-31,48-63"
 
 
-def test_dgx_h100(dgx_h100: HostTopology) -> None:
-    assert shares(dgx_h100, "node") == ["0-55,112-167"] * 4 + ["56-111,168-223"] * 4
-    # 56 cores for 4 GPUs: 14 each.
-    assert shares(dgx_h100, "unique_contiguous")[:2] == ["0-13,112-125", "14-27,126-139"]
-    assert shares(dgx_h100, "unique_contiguous")[7] == "98-111,210-223"
-    assert (
-        shares(dgx_h100, "unique_interleaved", multithreading="single_logical", max_physical_cores=3)[5] == "57,61,65"
-    )
-    # With 3 of the 4 GPUs: 56 = 19 + 19 + 18.
-    assert shares(dgx_h100, "exclusive", gpus=[1, 2, 3]) == ["0-18,112-130", "19-37,131-149", "38-55,150-167"]
+@pytest.mark.parametrize(
+    ("mode", "most", "expected"),
+    [
+        # Socket scope hands out the cores of nodes without a GPU too: the socket's 32 other cores (0-15, 32-47) are
+        # dealt to its 32 node cores in order (16-31, 48-63): core 16 gets 0, ..., 31 gets 15, 48 gets 32, ..., 63 gets
+        # 47.
+        ("unique_contiguous", None, {0: "32-39,48-55", 1: "40-47,56-63", 2: "0-7,16-23", 7: "72-79,88-95"}),
+        # max counts cores and takes the node's own first.
+        ("unique_contiguous", 9, {0: "32,48-55"}),
+        # All of the socket, own node first, then those of the socket's other GPUs: 20 cores are 16 own and 4 of theirs.
+        ("all", 20, {0: "16-19,48-63", 2: "16-31,48-51"}),
+        ("all", 33, {0: "0,16-31,48-63", 2: "0,16-31,48-63"}),
+    ],
+)
+def test_the_socket_of_a_dgx_a100(dgx_a100: HostTopology, mode: str, most: int, expected: dict[int, str]) -> None:
+    found = shares(dgx_a100, mode, scope="socket", multithreading="single_logical", max_physical_cores=most)
+    assert {index: found[index] for index in expected} == expected
 
 
-# The fine print
+# The fine print: each rule with a host that shows it.
+
+ONE_LOGICAL, SOCKET, UNBALANCED = {"multithreading": "single_logical"}, {"scope": "socket"}, {"balanced": False}
+SIBLINGS = {"cores_per_node": 4, "nodes": 1, "gpu_nodes": [0, 0]}  # cores {0,4} {1,5} {2,6} {3,7}
+FOUR_THREADS = {"cores_per_node": 2, "nodes": 1, "smt": 4, "gpu_nodes": [0]}  # {0,2,4,6} {1,3,5,7}
+ELEVEN = {"cores_per_node": 11, "nodes": 1, "smt": 1, "gpu_nodes": [0, 0, 0]}
+ONE_AND_THREE = {"cores_per_node": 6, "nodes": 2, "smt": 1, "gpu_nodes": [0, 1, 1, 1]}
+SPARE_NODE = {"cores_per_node": 2, "nodes": 4, "nodes_per_package": 2, "smt": 1, "gpu_nodes": [0, 2, 3]}
+COMPLEXES = {"cores_per_node": 8, "nodes": 1, "smt": 1, "gpu_nodes": [0] * 5, "caches_per_node": 4}
+ANYWHERE = {"cores_per_node": 2, "nodes": 2, "smt": 1, "gpu_nodes": [None]}
+
+RULES: list[tuple[dict[str, Any], str, dict[str, Any], list[str]]] = [
+    # Without CPU 0 the first core is known by CPU 4, and is still the first.
+    (SIBLINGS, "exclusive", {"allowed": "1-7"}, ["1,4-5", "2-3,6-7"]),
+    (SIBLINGS, "unique_contiguous", {"allowed": "1-7"}, ["1,4-5", "2-3,6-7"]),
+    (SIBLINGS, "single", {"allowed": "1-7"}, ["4", "4"]),
+    # The lowest sibling that is allowed.
+    (FOUR_THREADS, "all", {"allowed": "2-7", **ONE_LOGICAL}, ["2-3"]),
+    (FOUR_THREADS, "all", {"allowed": "2-7"}, ["2-7"]),
+    # Remainders: the first GPUs get one core more; unique_contiguous leaves 9 and 10.
+    (ELEVEN, "exclusive", {}, ["0-3", "4-7", "8-10"]),
+    (ELEVEN, "unique_contiguous", UNBALANCED, ["0-2", "3-5", "6-8"]),
+    (ELEVEN, "unique_interleaved", UNBALANCED, ["0,3,6,9", "1,4,7,10", "2,5,8"]),
+    (ELEVEN, "unique_interleaved", {}, ["0,3,6", "1,4,7", "2,5,8"]),
+    # Balanced is the least over all nodes: 6 cores for 1 GPU, 6 cores for 3, and everyone gets 2.
+    (ONE_AND_THREE, "unique_contiguous", {}, ["0-1", "6-7", "8-9", "10-11"]),
+    (ONE_AND_THREE, "unique_contiguous", UNBALANCED, ["0-5", "6-7", "8-9", "10-11"]),
+    # Socket 0 has a node without a GPU, socket 1 is used up: with balance nobody gets more than 2 cores.
+    (SPARE_NODE, "unique_contiguous", SOCKET, ["0-1", "4-5", "6-7"]),
+    (SPARE_NODE, "unique_contiguous", {**SOCKET, **UNBALANCED}, ["0-3", "4-5", "6-7"]),
+    # {0,1} {2,3} {4,5} {6,7} without 0 and 5: 2-3 and 6-7 have two CPUs, then 1 (of a group from 0), then 4.
+    (COMPLEXES, "core-complex", {"allowed": "1-4,6-7"}, ["2-3", "6-7", "1", "4", "2-3"]),
+    # An unknown place is the whole host.
+    *((ANYWHERE, mode, {}, ["0-3"]) for mode in ("node", "socket", "all", "exclusive")),
+    # The order of gpus: the first in line takes the first cores.
+    (HOSTS["dgx1"], "exclusive", {"gpus": [5, 0, 4]}, ["20-29,60-69", "0-19,40-59", "30-39,70-79"]),
+    # Bounds count physical cores.
+    (HOSTS["dgx1"], "unique_contiguous", {"max_physical_cores": 2, "gpus": [0]}, ["0-1,40-41"]),
+    (HOSTS["dgx1"], "all", {"max_physical_cores": 1, "gpus": [0]}, ["0,40"]),
+    (HOSTS["dgx-a100"], "unique_contiguous", {"gpus": [0], **SOCKET, **ONE_LOGICAL}, ["0-63"]),
+    (HOSTS["dgx1"], "exclusive", {"gpus": ()}, []),
+    ({"cores_per_node": 1, "nodes": 1}, "node", {}, []),
+]
 
 
-def test_cores_are_in_order_of_their_lowest_sibling_allowed_or_not(host: MakeHost) -> None:
-    """Cores {0,4} {1,5} {2,6} {3,7} without CPU 0: the first core is now known by CPU 4, and is still the first."""
-    one = host(cores_per_node=4, nodes=1, gpu_nodes=[0, 0])
-    allowed = cpus("1-7")
-    assert shares(one, "exclusive", allowed=allowed) == ["1,4-5", "2-3,6-7"]
-    assert shares(one, "unique_contiguous", allowed=allowed) == ["1,4-5", "2-3,6-7"]
-    assert shares(one, "single", allowed=allowed) == ["4", "4"]
-
-
-def test_single_logical_keeps_the_lowest_allowed_sibling(host: MakeHost) -> None:
-    smt4 = host(cores_per_node=2, nodes=1, smt=4, gpu_nodes=[0])  # {0,2,4,6} {1,3,5,7}
-    assert shares(smt4, "all", multithreading="single_logical", allowed=cpus("2-7")) == ["2-3"]
-    assert shares(smt4, "all", allowed=cpus("2-7")) == ["2-7"]
-
-
-def test_exclusive_gives_the_first_gpus_one_core_more(host: MakeHost) -> None:
-    one = host(cores_per_node=11, nodes=1, smt=1, gpu_nodes=[0, 0, 0])
-    assert shares(one, "exclusive") == ["0-3", "4-7", "8-10"]
-
-
-def test_remainders_of_the_unique_modes(host: MakeHost) -> None:
-    one = host(cores_per_node=11, nodes=1, smt=1, gpu_nodes=[0, 0, 0])
-    assert shares(one, "unique_contiguous", balanced=False) == ["0-2", "3-5", "6-8"]  # floors, 9 and 10 are left
-    assert shares(one, "unique_interleaved", balanced=False) == ["0,3,6,9", "1,4,7,10", "2,5,8"]
-    assert shares(one, "unique_interleaved", balanced=True) == ["0,3,6", "1,4,7", "2,5,8"]
-
-
-def test_balanced_means_the_least_over_all_groups(host: MakeHost) -> None:
-    """Node 0: 6 cores for 1 GPU; node 1: 6 cores for 3. Everyone gets 2."""
-    two = host(cores_per_node=6, nodes=2, smt=1, gpu_nodes=[0, 1, 1, 1])
-    assert shares(two, "unique_contiguous") == ["0-1", "6-7", "8-9", "10-11"]
-    assert shares(two, "unique_contiguous", balanced=False) == ["0-5", "6-7", "8-9", "10-11"]
+@pytest.mark.parametrize(("shape", "mode", "options", "expected"), RULES)
+def test_rules(host: MakeHost, shape: dict[str, Any], mode: str, options: dict[str, Any], expected: list[str]) -> None:
+    if "allowed" in options:
+        options = {**options, "allowed": cpus(options["allowed"])}
+    assert shares(host(**shape), mode, **options) == expected
 
 
 def test_socket_cores_are_dealt_round_robin_and_none_is_lost(host: MakeHost) -> None:
     """Node cores 0-2 of one GPU, other cores 3-5 and 6-7 of the socket: 0 gets 3 and 6, 1 gets 4 and 7, 2 gets 5."""
     topology = replace(
-        host(cores_per_node=8, nodes=1, smt=1, gpu_nodes=[0]),
-        nodes={0: cpus("0-2"), 1: cpus("3-5"), 2: cpus("6-7")},
+        host(cores_per_node=8, nodes=1, smt=1, gpu_nodes=[0]), nodes={0: cpus("0-2"), 1: cpus("3-5"), 2: cpus("6-7")}
     )
-    assert shares(topology, "unique_contiguous", scope="socket") == ["0-7"]
-    # Appended round by round: 0 1 2, 3 4 5, 6 7.
-    assert shares(topology, "unique_contiguous", scope="socket", max_physical_cores=4) == ["0-3"]
-    assert shares(topology, "unique_contiguous", scope="socket", max_physical_cores=7) == ["0-6"]
-
-
-def test_cores_of_a_node_whose_gpus_do_not_take_part_are_other_cores(dgx_a100: HostTopology) -> None:
-    (share,) = plan(dgx_a100, mode="unique_contiguous", scope="socket", gpus=[0], multithreading="single_logical")
-    assert share == cpus("0-63")
-
-
-def test_balanced_trims_socket_shares_to_the_common_minimum(host: MakeHost) -> None:
-    """Socket 0 has a node without a GPU, socket 1 is used up: with balance nobody gets more than 2 cores."""
-    topology = host(cores_per_node=2, nodes=4, nodes_per_package=2, smt=1, gpu_nodes=[0, 2, 3])
-    assert shares(topology, "unique_contiguous", scope="socket") == ["0-1", "4-5", "6-7"]
-    assert shares(topology, "unique_contiguous", scope="socket", balanced=False) == ["0-3", "4-5", "6-7"]
+    for most, expected in ((None, "0-7"), (4, "0-3"), (7, "0-6")):  # round by round: 0 1 2, 3 4 5, 6 7
+        assert shares(topology, "unique_contiguous", scope="socket", max_physical_cores=most) == [expected]
 
 
 def test_single_modes_ignore_scope_and_bounds(dgx_a100: HostTopology) -> None:
@@ -182,41 +145,35 @@ def test_single_modes_ignore_scope_and_bounds(dgx_a100: HostTopology) -> None:
         assert plan(dgx_a100, mode=mode, scope="socket", min_physical_cores=5, max_physical_cores=6) == plain
 
 
-def test_core_complex_prefers_caches_with_more_allowed_cpus(host: MakeHost) -> None:
-    one = host(cores_per_node=8, nodes=1, smt=1, gpu_nodes=[0, 0, 0, 0, 0], caches_per_node=4)
-    # {0,1} {2,3} {4,5} {6,7} without 0 and 5: 2-3 and 6-7 have two CPUs, then 1 (of a group from 0), then 4.
-    assert shares(one, "core-complex", allowed=cpus("1-4,6-7")) == ["2-3", "6-7", "1", "4", "2-3"]
-
-
 def test_core_complex_without_caches_is_package_and_node(host: MakeHost) -> None:
     one = replace(host(cores_per_node=2, nodes=2, smt=1, gpu_nodes=[0, 1]), llc=())
     assert shares(one, "core-complex") == ["0-1", "2-3"]
 
 
+def one_node(host: MakeHost, cores: int, *gpus: tuple[str, str], smt: int = 1) -> HostTopology:
+    """A node of some cores, with GPUs whose node and socket are these CPUs."""
+    places = [GpuLocality(index, "", 7 * index, cpus(near), cpus(socket)) for index, (near, socket) in enumerate(gpus)]
+    return replace(host(cores_per_node=cores, nodes=1, smt=smt), gpus=places)
+
+
 def test_groups_go_by_cpus_and_not_by_node(host: MakeHost) -> None:
     """Two GPUs that name different nodes and the same CPUs still divide them."""
-    one = replace(
-        host(cores_per_node=4, nodes=1, smt=1),
-        gpus=[GpuLocality(0, "a", 0, cpus("0-3")), GpuLocality(1, "b", 7, cpus("0-3"))],
-    )
-    assert shares(one, "exclusive") == ["0-1", "2-3"]
+    assert shares(one_node(host, 4, ("0-3", ""), ("0-3", "")), "exclusive") == ["0-1", "2-3"]
 
 
 def test_own_sets_win_over_the_nodes(host: MakeHost) -> None:
-    one = replace(host(cores_per_node=2, nodes=2, smt=1), gpus=[GpuLocality(0, "a", 0, cpus("2-3"), cpus("1-3"))])
-    assert shares(one, "node") == ["2-3"]
-    assert shares(one, "socket") == ["1-3"]
+    one = one_node(host, 4, ("2-3", "1-3"))
+    assert (shares(one, "node"), shares(one, "socket")) == (["2-3"], ["1-3"])
 
 
 def test_partly_overlapping_sets(host: MakeHost) -> None:
-    one = replace(
-        host(cores_per_node=4, nodes=1, smt=1),
-        gpus=[GpuLocality(0, "a", None, cpus("0-2")), GpuLocality(1, "b", None, cpus("1-3"))],
-    )
+    """And a core {0,2} with one thread in each set."""
+    one, astride = one_node(host, 4, ("0-2", ""), ("1-3", "")), one_node(host, 2, ("0", ""), ("1-3", ""), smt=2)
     for mode in MODES:
         if mode in DIVIDING_MODES:
-            with pytest.raises(GPUAffinityError, match="0-2 and 1-3 overlap"):
-                plan(one, mode=mode)
+            for topology, names in ((one, "0-2 and 1-3 overlap"), (astride, "physical core of CPU 0")):
+                with pytest.raises(GPUAffinityError, match=names):
+                    plan(topology, mode=mode)
             assert len(plan(one, mode=mode, allowed=cpus("1-2"))) == 2  # the same once cut
         else:
             assert len(plan(one, mode=mode)) == 2
@@ -224,38 +181,14 @@ def test_partly_overlapping_sets(host: MakeHost) -> None:
 
 def test_partly_overlapping_sockets(host: MakeHost) -> None:
     """Only where the sockets are divided; dealing CPU 2 twice would give it to both."""
-    one = replace(
-        host(cores_per_node=6, nodes=1, smt=1),
-        gpus=[
-            GpuLocality(0, "a", None, cpus("0-1"), cpus("0-3")),
-            GpuLocality(1, "b", None, cpus("4-5"), cpus("2-5")),
-        ],
-    )
+    one = one_node(host, 6, ("0-1", "0-3"), ("4-5", "2-5"))
     assert shares(one, "unique_contiguous", scope="node") == ["0-1", "4-5"]
     assert shares(one, "all", scope="socket") == ["0-3", "2-5"]
     with pytest.raises(GPUAffinityError, match="socket sets 0-3 and 2-5 overlap"):
         plan(one, mode="unique_contiguous", scope="socket")
 
 
-def test_a_core_astride_two_nodes_is_not_split(host: MakeHost) -> None:
-    """Cores {0,2} {1,3}; a node set through the middle of core {0,2}."""
-    one = replace(
-        host(cores_per_node=2, nodes=1),
-        gpus=[GpuLocality(0, "a", None, cpus("0")), GpuLocality(1, "b", None, cpus("1-3"))],
-    )
-    for mode in DIVIDING_MODES:
-        with pytest.raises(GPUAffinityError, match="physical core of CPU 0"):
-            plan(one, mode=mode)
-
-
-def test_an_unknown_place_is_the_whole_host(host: MakeHost) -> None:
-    two = host(cores_per_node=2, nodes=2, smt=1, gpu_nodes=[None])
-    for mode in ("node", "socket", "all", "exclusive"):
-        assert shares(two, mode) == ["0-3"]
-    assert not is_remote(two, two.gpus[0], cpus("0"))
-
-
-def test_nothing_local_is_the_nearest_node(dgx_a100: HostTopology) -> None:
+def test_nothing_local_is_the_nearest_node(host: MakeHost, dgx_a100: HostTopology) -> None:
     """Allowed are node 2 (12 from node 3, the same socket) and node 4 (32, the other socket)."""
     allowed = cpus("32-47,64-79")
     for mode in ("node", "core-complex"):
@@ -268,6 +201,7 @@ def test_nothing_local_is_the_nearest_node(dgx_a100: HostTopology) -> None:
     for mode in set(MODES) - {"node", "socket", "core-complex"}:
         with pytest.raises(GPUAffinityError):
             plan(dgx_a100, mode=mode, allowed=allowed, gpus=[0])
+    assert not is_remote(host(**ANYWHERE), GpuLocality(0), cpus("0"))  # its node is unknown
 
 
 def test_nothing_local_and_no_distances(dgx1: HostTopology) -> None:
@@ -293,32 +227,26 @@ def test_one_gpu_without_a_share_fails_the_whole_plan(host: MakeHost) -> None:
             plan(two, mode="unique_interleaved", balanced=balanced, min_physical_cores=0)
 
 
-def test_min_and_max_count_physical_cores(dgx1: HostTopology) -> None:
-    assert shares(dgx1, "unique_contiguous", max_physical_cores=2)[0] == "0-1,40-41"
-    assert shares(dgx1, "all", max_physical_cores=1)[0] == "0,40"
+def test_a_minimum_that_is_not_met(dgx1: HostTopology) -> None:
     assert plan(dgx1, mode="unique_contiguous", min_physical_cores=5)
-    for mode in ("unique_contiguous", "unique_interleaved"):
-        with pytest.raises(GPUAffinityError, match=r"5 physical cores near GPU 0 .* at least 6"):
-            plan(dgx1, mode=mode, min_physical_cores=6)
-    with pytest.raises(GPUAffinityError, match=r"20 physical cores .* at least 21"):
-        plan(dgx1, mode="all", min_physical_cores=21)
+    for mode, least, names in (
+        ("unique_contiguous", 6, r"5 physical cores near GPU 0 .* at least 6"),
+        ("unique_interleaved", 6, r"5 physical cores near GPU 0 .* at least 6"),
+        ("all", 21, r"20 physical cores .* at least 21"),
+    ):
+        with pytest.raises(GPUAffinityError, match=names):
+            plan(dgx1, mode=mode, min_physical_cores=least)
 
 
-def test_the_result_is_in_the_order_of_gpus(dgx1: HostTopology) -> None:
-    """Ranks on reordered GPUs: the first in line takes the first cores."""
-    assert shares(dgx1, "exclusive", gpus=[5, 0, 4]) == ["20-29,60-69", "0-19,40-59", "30-39,70-79"]
-    assert plan(dgx1, mode="exclusive", gpus={1, 0}) == plan(dgx1, mode="exclusive", gpus=[0, 1])
-    assert plan(dgx1, mode="exclusive", gpus=iter([0, 1])) == plan(dgx1, mode="exclusive", gpus=(0, 1))
+def test_gpus_may_be_any_iterable(dgx1: HostTopology) -> None:
+    wanted = plan(dgx1, mode="exclusive", gpus=[0, 1])
+    for same in ({1, 0}, iter([0, 1]), (0, 1)):
+        assert plan(dgx1, mode="exclusive", gpus=same) == wanted
 
 
 def test_numbers_of_any_kind_in_allowed_come_back_as_ints(dgx1: HostTopology) -> None:
     (share,) = plan(dgx1, mode="node", gpus=[0], allowed=[1.0, 2, 90.0])
     assert sorted(map(repr, share)) == ["1", "2"]
-
-
-def test_no_gpus_no_shares(dgx1: HostTopology, host: MakeHost) -> None:
-    assert plan(dgx1, mode="exclusive", gpus=()) == []
-    assert plan(host(cores_per_node=1, nodes=1), mode="node") == []
 
 
 class Theirs(Enum):
@@ -332,6 +260,9 @@ def test_strings_and_members_are_the_same(dgx1: HostTopology) -> None:
     assert plan(dgx1, mode=Mode.UNIQUE_CONTIGUOUS, **members) == text
     assert plan(dgx1, mode=Theirs.CONTIGUOUS, **{**members, "scope": Theirs.SOCKET}) == text  # type: ignore[arg-type]
     assert str(Mode.SINGLE_UNIQUE) == "single_unique"
+    assert {mode.value for mode in Mode} < set(MODES)
+    assert tuple(scope.value for scope in Scope) == SCOPES
+    assert tuple(threads.value for threads in Multithreading) == MULTITHREADING
     assert AffinityOptions(mode=Mode.ALL) == AffinityOptions(mode="all")
 
 
@@ -392,37 +323,18 @@ def hosts(draw: st.DrawFn, most_cpus: int = 1024) -> HostTopology:
     smt = draw(st.sampled_from([1, 2, 4, 8]))
     nodes = draw(st.integers(1, 8))
     cores_per_node = draw(st.integers(1, max(1, min(64, most_cpus // (smt * nodes)))))
-    count = cores_per_node * nodes
-    dense = draw(st.booleans())
-    cores = [
-        frozenset(core * smt + thread if dense else core + thread * count for thread in range(smt))
-        for core in range(count)
-    ]
-    per_package = draw(st.sampled_from([1, 2, 4]))
     ids = sorted(draw(st.sets(st.integers(0, 255), min_size=nodes, max_size=nodes)))
-
-    def of(first: int, last: int) -> frozenset[int]:
-        return frozenset().union(*cores[first:last])
-
-    by_node = {node: of(at * cores_per_node, (at + 1) * cores_per_node) for at, node in enumerate(ids)}
-    step = draw(st.integers(1, cores_per_node))
-    distances = {a: {b: 10 if a == b else 20 + abs(a - b) for b in ids} for a in ids} if draw(st.booleans()) else {}
-    places = draw(st.lists(st.sampled_from([*ids, None]), min_size=1, max_size=16))
-    return HostTopology(
-        cpus=frozenset(range(count * smt)),
-        cores=draw(st.permutations(cores)) if count < 40 else cores,
-        nodes=by_node,
-        packages={
-            at: of(at * per_package * cores_per_node, (at + 1) * per_package * cores_per_node)
-            for at in range(-(-nodes // per_package))
-        },
-        llc=[
-            of(first, min(first + step, end))
-            for end in range(cores_per_node, count + 1, cores_per_node)
-            for first in range(end - cores_per_node, end, step)
-        ],
-        distances=distances,
-        gpus=[GpuLocality(index, f"GPU-{index}", node) for index, node in enumerate(places)],
+    return make_host(
+        cores_per_node=cores_per_node,
+        nodes=nodes,
+        nodes_per_package=draw(st.sampled_from([1, 2, 4])),
+        smt=smt,
+        gpu_nodes=draw(st.lists(st.sampled_from([*ids, None]), min_size=1, max_size=16)),
+        caches_per_node=draw(st.integers(1, cores_per_node)),
+        distances=draw(st.booleans()),
+        ids=ids,
+        dense=draw(st.booleans()),
+        order=draw(st.permutations(range(cores_per_node * nodes))) if cores_per_node * nodes < 40 else None,
     )
 
 

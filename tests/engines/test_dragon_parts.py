@@ -7,7 +7,7 @@ import pickle
 import subprocess
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +17,6 @@ import pytest
 from safe_gpu import GPUAffinityError, UnsatisfiableRequestError, WrongDeviceError, procfs
 from safe_gpu.claim.worker import check_expected_gpu
 from safe_gpu.engines import dragon
-from safe_gpu.engines import dragon as dragon_holder
 from safe_gpu.engines.cluster import ClusterGpu
 from safe_gpu.engines.dragon import DragonClaim, WorkerCheck, _split, claim
 from safe_gpu.engines.holder import ClaimArguments, HolderProcess
@@ -49,22 +48,21 @@ def test_a_worker_that_got_what_was_promised(gpus: tuple[ClusterGpu, ...], monke
     assert os.environ["SAFE_GPU_SCOPE"] == gpus[1].environment["SAFE_GPU_SCOPE"]
 
 
-@pytest.mark.parametrize("visible", [None, "", "0,1,2,3,4,5,6,7", "7", "0,1"])
+@pytest.mark.parametrize(
+    ("visible", "host", "held"),
+    [
+        *((visible, "hosta", "GPU 0 or 1") for visible in (None, "", "0,1,2,3,4,5,6,7", "7", "0,1")),
+        ("0", "hostb", "nothing"),
+    ],
+)
 def test_a_worker_with_another_gpu_or_all(
-    gpus: tuple[ClusterGpu, ...], visible: str | None, monkeypatch: pytest.MonkeyPatch
+    gpus: tuple[ClusterGpu, ...], visible: str | None, host: str, held: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if visible is None:
-        monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    else:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    with pytest.raises(WrongDeviceError, match="holds GPU 0 or 1 there"):
-        WorkerCheck(gpus).at("hosta")
-
-
-def test_a_worker_on_another_host(gpus: tuple[ClusterGpu, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    with pytest.raises(WrongDeviceError, match="on hostb, and the claim holds nothing there"):
-        WorkerCheck(gpus).at("hostb")
+    with pytest.raises(WrongDeviceError, match=f"on {host}, and the claim holds {held} there"):
+        WorkerCheck(gpus).at(host)
 
 
 def test_a_worker_on_other_cpus(gpus: tuple[ClusterGpu, ...], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,16 +90,13 @@ def test_a_worker_after_the_claim(
 class Idle:
     """A holder's side of the driver that has nothing to say."""
 
-    node = SimpleNamespace(gpus=list(range(8)), gpu_env_str="CUDA_VISIBLE_DEVICES")
+    def __init__(self, numbers: Sequence[int] = range(8), variable: str = "CUDA_VISIBLE_DEVICES") -> None:
+        self.node = SimpleNamespace(gpus=numbers, gpu_env_str=variable)
 
-    def call(self, method: str, *arguments: Any) -> None:
+    def nothing(self, *arguments: Any) -> None:
         pass
 
-    def answer(self, limit: float | None) -> None:
-        pass
-
-    def end(self) -> None:
-        pass
+    call = answer = end = nothing
 
 
 @pytest.fixture
@@ -132,9 +127,6 @@ def test_the_environment_of_a_template_is_that_of_the_gpu_of_its_policy(
 def test_a_policy_that_is_not_of_the_claim_has_no_environment(claimed: DragonClaim, wrong: Any) -> None:
     with pytest.raises(UnsatisfiableRequestError, match="policies"):
         claimed.template_env(wrong)
-
-
-def test_a_released_claim_has_no_environment(claimed: DragonClaim) -> None:
     claimed.release()
     with pytest.raises(UnsatisfiableRequestError, match="claim again"):
         claimed.template_env(policy("hosta", 0))
@@ -151,10 +143,7 @@ def amd(monkeypatch: pytest.MonkeyPatch) -> Iterator[DragonClaim]:
     monkeypatch.delenv("ROCR_VISIBLE_DEVICES")  # as in another process
     monkeypatch.delenv("HIP_VISIBLE_DEVICES")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    idle: Any = Idle()
-    idle.node = SimpleNamespace(
-        gpus=[1, 2, 3], gpu_env_str="ROCR_VISIBLE_DEVICES"
-    )  # Dragon 0.14 numbers them as ROCR does
+    idle: Any = Idle([1, 2, 3], "ROCR_VISIBLE_DEVICES")  # Dragon 0.14 numbers them as ROCR does
     with DragonClaim({replace(gpu, host="hosta", node_id="1"): idle for gpu in granted}) as claim:
         yield claim
     holder.release()
@@ -162,13 +151,10 @@ def amd(monkeypatch: pytest.MonkeyPatch) -> Iterator[DragonClaim]:
 
 def test_amd_gpus_where_dragon_counts_those_of_nvidia(amd: DragonClaim) -> None:
     """Its numbers are others' there, even if the holder has inherited a ROCR_VISIBLE_DEVICES."""
+    assert amd.find_gpus() == [("hosta", 2), ("hosta", 3)]
     idle: Any = Idle()
     with pytest.raises(UnsatisfiableRequestError, match="Dragon places there by CUDA_VISIBLE_DEVICES"):
         DragonClaim(dict.fromkeys(amd.gpus, idle))
-
-
-def test_numbers_of_amd_gpus(amd: DragonClaim) -> None:
-    assert amd.find_gpus() == [("hosta", 2), ("hosta", 3)]
 
 
 @pytest.mark.parametrize("left_over", [{}, {"HIP_VISIBLE_DEVICES": "2,3"}, {"CUDA_VISIBLE_DEVICES": "3"}])
@@ -179,10 +165,17 @@ def test_a_worker_on_an_amd_gpu(
     """Dragon sets ROCR_VISIBLE_DEVICES; HIP would count the others, where there are any, within that."""
     check = pickle.loads(pickle.dumps(amd.check_worker))
     gpu = amd.gpus[1]
-    for name, value in {"ROCR_VISIBLE_DEVICES": gpu.uuid if by_uuid else "3", **left_over}.items():
+    given = {**left_over, "ROCR_VISIBLE_DEVICES": gpu.uuid if by_uuid else "3"}  # Dragon's policy comes last
+    with monkeypatch.context() as patch:
+        for name, value in given.items():
+            patch.setenv(name, value)
+        assert check.at("hosta") == gpu
+        patch.setenv("SAFE_GPU_EXPECT", gpu.uuid)
+        check_expected_gpu()
+    env = amd.template_env(policy("hosta", 3))
+    assert env == {**gpu.environment, "SAFE_GPU_EXPECT": gpu.uuid}
+    for name, value in {**left_over, **env, "ROCR_VISIBLE_DEVICES": given["ROCR_VISIBLE_DEVICES"]}.items():
         monkeypatch.setenv(name, value)
-    assert check.at("hosta") == gpu
-    monkeypatch.setenv("SAFE_GPU_EXPECT", gpu.uuid)
     check_expected_gpu()
 
 
@@ -193,18 +186,6 @@ def test_a_worker_on_another_amd_gpu(amd: DragonClaim, visible: str | None, monk
         monkeypatch.setenv("ROCR_VISIBLE_DEVICES", visible)
     with pytest.raises(WrongDeviceError, match=r"this worker got ROCR_VISIBLE_DEVICES=.* holds GPU 2 or 3 there"):
         amd.check_worker.at("hosta")
-
-
-@pytest.mark.parametrize("left_over", [{}, {"HIP_VISIBLE_DEVICES": "2,3"}, {"CUDA_VISIBLE_DEVICES": "3"}])
-def test_the_environment_of_a_template_on_an_amd_gpu(
-    amd: DragonClaim, left_over: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    env = amd.template_env(policy("hosta", 3))
-    assert env == {**amd.gpus[1].environment, "SAFE_GPU_EXPECT": amd.gpus[1].uuid}
-    worker = {**left_over, **env, "ROCR_VISIBLE_DEVICES": "3"}  # Dragon's policy comes last
-    for name, value in worker.items():
-        monkeypatch.setenv(name, value)
-    check_expected_gpu()
 
 
 CORES = tuple((core, core + 8) for core in range(4))
@@ -301,8 +282,8 @@ def test_a_holder_ends_with_a_driver_of_its_node_without_asking_dragon(
     def leave(code: int) -> None:
         raise Ends
 
-    monkeypatch.setattr(dragon_holder, "time", SimpleNamespace(sleep=sleep))
-    monkeypatch.setattr(dragon_holder.os, "_exit", leave)
+    monkeypatch.setattr(dragon, "time", SimpleNamespace(sleep=sleep))
+    monkeypatch.setattr(dragon.os, "_exit", leave)
     with pytest.raises(outcome):
-        dragon_holder._end_with_processes(**process)
+        dragon._end_with_processes(**process)
     assert looks == (1 if outcome is Ends else 3)

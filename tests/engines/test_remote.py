@@ -9,7 +9,7 @@ import pytest
 
 from safe_gpu.engines.cluster import ClusterGpu
 from safe_gpu.engines.holder import HostReport
-from safe_gpu.engines.remote import HeldClaim, NodeFacts, choose_nodes, claim_through, nodes_named
+from safe_gpu.engines.remote import HeldClaim, NodeFacts, choose_nodes, claim_through
 from safe_gpu.errors import HolderLostError, NotEnoughGpusError, SafeGpuError, UnsatisfiableRequestError
 
 
@@ -67,12 +67,8 @@ def make(**free: int) -> tuple[list[Node], dict[str, list[int]]]:
 def test_gpus_come_with_their_node_in_the_order_of_the_nodes() -> None:
     nodes, free = make(z=4, a=4)
     held = claim_through(nodes, 2, 2, 0)
-    assert [(gpu.host, gpu.node_id, gpu.index) for gpu in held] == [
-        ("z", "id-z", 0),
-        ("z", "id-z", 1),
-        ("a", "id-a", 0),
-        ("a", "id-a", 1),
-    ]
+    found = [(gpu.host, gpu.node_id, gpu.index) for gpu in held]
+    assert found == [(host, f"id-{host}", index) for host in "za" for index in (0, 1)]
     assert [holder.host for holder in held.values()] == ["z", "z", "a", "a"]
     assert not any(node.ended for node in nodes)
     assert [len(gpus) for gpus in free.values()] == [2, 2]
@@ -120,9 +116,7 @@ def test_nodes_that_are_one_host_make_one_claim() -> None:
     free = {"a": list(range(8))}
     nodes = [Node("1", "a", free), Node("2", "a", free)]
     held = claim_through(nodes, 2, 4, 0)
-    assert [(gpu.node_id, gpu.index) for gpu in held] == [
-        (node, i) for node in "12" for i in range(4 * int(node) - 4, 4 * int(node))
-    ]
+    assert [(gpu.node_id, gpu.index) for gpu in held] == [("1" if index < 4 else "2", index) for index in range(8)]
     assert set(held.values()) == {nodes[0]}
     assert nodes[1].ended
 
@@ -143,23 +137,12 @@ def test_a_claim_says_which_holder_is_gone() -> None:
     assert [len(gpus) for gpus in free.values()] == [2, 2]
 
 
-def test_names_of_nodes() -> None:
-    nodes = {"id1": ("hosta", "10.0.0.1"), "id2": ("hostb", "10.0.0.2"), "id3": ("hostb", "10.0.0.3")}
-    assert nodes_named(["10.0.0.3", "hosta", "id2"], nodes) == ["id3", "id1", "id2"]
-    for names, words in (
-        (["hostx"], "'hostx' is no live node"),
-        (["hostb"], "2 nodes, name one by its id"),
-        (["hosta", "10.0.0.1"], "named twice"),
-    ):
-        with pytest.raises(UnsatisfiableRequestError, match=words):
-            nodes_named(names, nodes)
-
-
 ALIVE = {
     "id1": NodeFacts(("head", "10.0.0.1"), has_gpus=False),
     "id2": NodeFacts(("hosta", "10.0.0.2"), has_gpus=True),
     "id3": NodeFacts(("hostb", "10.0.0.3"), has_gpus=True),
 }
+TWICE = {**ALIVE, "id4": NodeFacts(("hostb", "10.0.0.4"), has_gpus=True)}  # a name of two nodes
 
 
 @pytest.mark.parametrize(
@@ -169,7 +152,7 @@ ALIVE = {
         (2, ["id2", "id3"], 2),
         (3, ["id1", "id2", "id3"], 3),
         ("head", ["id1"], 1),
-        (["10.0.0.3", "hosta"], ["id3", "id2"], 2),
+        (["10.0.0.3", "hosta", "id1"], ["id3", "id2", "id1"], 3),
     ],
 )
 def test_nodes_that_may_take_part(nodes: int | str | list[str], chosen: list[str], count: int) -> None:
@@ -184,11 +167,13 @@ def test_nodes_that_may_take_part(nodes: int | str | list[str], chosen: list[str
         ([], "names no node"),
         (4, "4 nodes asked for, and the cluster has 3: head, hosta, hostb"),
         (["hosta", "id2"], "named twice"),
+        (["hostx"], "'hostx' is no live node; live nodes: head, hosta, hostb"),
+        (["hostb"], "2 nodes, name one by its id"),
     ],
 )
 def test_nodes_that_cannot_take_part(nodes: int | list[str], words: str) -> None:
     with pytest.raises(UnsatisfiableRequestError, match=words) as caught:
-        choose_nodes(nodes, ALIVE, "the cluster")
+        choose_nodes(nodes, TWICE if nodes == ["hostb"] else ALIVE, "the cluster")
     assert caught.value.value is not None
 
 

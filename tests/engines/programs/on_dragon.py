@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import signal
 import socket
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import scenarios
 from dragon.infrastructure.facts import PMIBackend
 from dragon.infrastructure.policy import Policy
 from dragon.native.pool import Pool
@@ -268,31 +267,6 @@ def _as_worker(check: WorkerCheck) -> None:
         del os.environ["CUDA_VISIBLE_DEVICES"]
 
 
-def refusals() -> None:
-    """What cannot be, is said, with the host where it was found; others' GPUs are waited for; nothing is left."""
-    refused = safe_gpu.UnsatisfiableRequestError
-    raises(refused, "3 nodes asked for", call=lambda: claim(nodes=3))
-    raises(refused, "hostx", call=lambda: claim(nodes=["hosta", "hostx"]))
-    raises(refused, "hosta: ", call=lambda: claim(nodes=2, gpus_per_node=9))
-    stop = f"{MARKS}/stop"
-    neighbour = [sys.executable, str(Path(__file__).with_name("neighbour.py")), stop, "3", "hold"]
-    with subprocess.Popen(neighbour, stdout=subprocess.PIPE, text=True) as other:
-        try:
-            assert other.stdout is not None
-            assert "holding [0, 1, 2]" in other.stdout.readline()
-            both = ["hostb", "hosta"]
-            busy = raises(safe_gpu.NotEnoughGpusError, "hosta: 6 GPUs", call=lambda: claim(both, 6, timeout=0))
-            assert (busy.host, busy.nb_gpus, len(busy.verdicts)) == ("hosta", 6, 8)
-            late = raises(safe_gpu.ClaimTimeout, "hosta: ", call=lambda: claim(both, 6, timeout=0.5))
-            assert (late.host, late.timeout) == ("hosta", 0.5)
-            with claim(nodes=1, gpus_per_node=6, timeout=0) as held:
-                assert held.hosts == ("hostb",)
-        finally:
-            open(stop, "w").close()
-    with claim(both, 8, timeout=60):
-        assert safe_gpu.get_free_gpus() == []
-
-
 def train(check: WorkerCheck, go_on: str) -> None:
     gpu = check()
     with safe_gpu.GPUOwner(1, timeout=0, affinity=None), using(gpu.uuid):
@@ -303,31 +277,12 @@ def train(check: WorkerCheck, go_on: str) -> None:
 def losses() -> None:
     """A holder that dies gives its node's GPUs back, but not those that a worker holds; the claim says it is broken."""
     held = claim(nodes=["hosta", "hostb"], gpus_per_node=4)
-    working, idle = held.gpus[0], held.gpus[1]
-    go_on = f"{MARKS}/go-on"
-    worker = Process(target=train, args=(held.check_worker, go_on), policy=held.policies()[0])
+    worker = Process(target=train, args=(held.check_worker, scenarios.GO_ON), policy=held.policies()[0])
     worker.start()
-    wait(lambda: os.path.exists(f"{go_on}.started"), "training")
-    began = time.monotonic()
-    os.kill(holder_of(idle.uuid), signal.SIGKILL)
-    wait(lambda: len(safe_gpu.get_free_gpus()) == 7, "GPUs of the dead holder")
-    print(f"holder: {1000 * (time.monotonic() - began):.0f} ms to free GPUs", flush=True)
-    assert str(working.index) not in safe_gpu.get_free_gpus()
-    lost = raises(safe_gpu.SafeGpuError, "hosta: ", "has exited", call=held.check)
-    assert lost.host == "hosta"
-    raises(type(lost), "hosta: ", call=held.policies)
-    began = time.monotonic()
-    os.kill(holder_of(f"{working.uuid}.inner"), signal.SIGKILL)
-    wait(lambda: len(safe_gpu.get_free_gpus()) == 8, "the dead worker's GPU")
-    print(f"worker: {1000 * (time.monotonic() - began):.0f} ms to a free GPU", flush=True)
+    scenarios.lose_holder(held, held.policies)
+    scenarios.lose_worker(held.gpus[0])
     worker.join()
-    os.unlink(f"{MARKS}/hosta:{working.uuid}")  # its mark died with it
     held.release()
-
-
-def holder_of(lease: str) -> int:
-    """The pid in a lease record of this host."""
-    return int(json.loads((Path(os.environ["SAFE_GPU_DIR"]) / "leases" / f"{lease}.lock").read_text())["pid"])
 
 
 def among_others() -> None:
@@ -354,28 +309,18 @@ def race_of_two(rounds: str) -> None:
         assert racer.returncode == 0
 
 
-def driver(end: str) -> None:
-    """A claim that nobody releases: the driver is killed, or simply ends."""
-    held = claim(nodes=2, gpus_per_node=8)
-    print(held, flush=True)
-    Path(f"{MARKS}/driver").write_text(str(os.getpid()))
-    wait(lambda: os.path.exists(f"{MARKS}/end-driver"), "the end", 100)
-    if end == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
 def main() -> None:
     open(f"{MARKS}/started", "w").close()
     os.makedirs(RESULTS, exist_ok=True)
     if sys.argv[1] == "driver":
-        driver(sys.argv[2])
+        scenarios.driver(claim, sys.argv[2])
         return
-    scenarios = {
+    by_name = {
         "workers": workers,
         "executables": executables,
         "amd": amd,
         "mpi": mpi,
-        "refusals": refusals,
+        "refusals": lambda: scenarios.refusals(claim),
         "losses": losses,
         "among_others": among_others,
         "race": lambda: race_of_two("8"),
@@ -383,7 +328,7 @@ def main() -> None:
     try:
         for name in sys.argv[1:]:
             began = time.monotonic()
-            scenarios[name]()
+            by_name[name]()
             print(f"{name}: done in {time.monotonic() - began:.1f} s", flush=True)
     except BaseException:
         import traceback

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import os
-import signal
 import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import ray
+import scenarios
 from expect import raises
 from race import race
-from referee import MARKS, using, wait
+from referee import using, wait
 
 import safe_gpu
 from safe_gpu.engines.ray import claim
-
-HERE = Path(__file__).parent
 
 
 def look() -> dict[str, Any]:
@@ -64,11 +61,6 @@ def free_here() -> list[str]:
     return safe_gpu.get_free_gpus()
 
 
-def holder_of(lease: str) -> int:
-    """The pid in a lease record of this host."""
-    return int(json.loads((Path(os.environ["SAFE_GPU_DIR"]) / "leases" / f"{lease}.lock").read_text())["pid"])
-
-
 def workers() -> None:
     """Every worker sees its own GPU alone, next to its own CPUs, and may claim it; all of it ends with the claim."""
     single = safe_gpu.AffinityOptions(mode="single_unique")  # CPU 0 for GPU 0, CPU 1 for GPU 1, on this host
@@ -105,45 +97,19 @@ def workers() -> None:
 
 
 def refusals() -> None:
-    """What cannot be, is said, with the host where it was found; nothing is held afterwards."""
     refused = safe_gpu.UnsatisfiableRequestError
-    raises(refused, "3 nodes asked for", "hosta", call=lambda: claim(nodes=3))
-    raises(refused, "hostx", "hosta, hostb", call=lambda: claim(nodes=["hosta", "hostx"]))
     raises(refused, "named twice", call=lambda: claim(nodes=["hosta", "hosta"]))
     raises(refused, call=lambda: claim(nodes=0))
-    raises(refused, "hosta: ", call=lambda: claim(nodes=2, gpus_per_node=9))
     raises(refused, "hosta: ", call=lambda: claim(nodes=2, model="V100"))
-    stop = f"{MARKS}/stop"
-    with subprocess.Popen(
-        [sys.executable, str(HERE / "neighbour.py"), stop, "3", "hold"], stdout=subprocess.PIPE, text=True
-    ) as other:
-        try:
-            among_three(other, stop)
-        finally:
-            open(stop, "w").close()
-    assert other.returncode == 0
+    scenarios.refusals(claim, among_three)
 
 
-def among_three(other: subprocess.Popen[str], stop: str) -> None:
-    """Another user holds three GPUs of this host until there is a file ``stop``."""
-    assert other.stdout is not None
-    assert "holding [0, 1, 2]" in other.stdout.readline()
-    hosta, hostb = "hosta", "hostb"
-    both = [hostb, hosta]
-    busy = raises(safe_gpu.NotEnoughGpusError, f"{hosta}: 6 GPUs", call=lambda: claim(both, 6, timeout=0))
-    assert (busy.host, busy.nb_gpus, len(busy.verdicts)) == (hosta, 6, 8)
-    assert [verdict.pid for verdict in busy.verdicts if not verdict.free] == [other.pid] * 3
-    late = raises(safe_gpu.ClaimTimeout, hosta, str(other.pid), call=lambda: claim(both, 6, timeout=0.5))
-    assert (late.host, late.timeout) == (hosta, 0.5)
-    wait(lambda: len(free_here()) == 5, "what the failed claims held")
-    with claim(nodes=1, gpus_per_node=6, timeout=0) as held:  # any node: the one that can
-        assert held.hosts == (hostb,)
-    with claim(nodes=1, gpus_per_node=5, timeout=0) as held:  # and of those that can, the fullest
-        assert held.hosts == (hosta,)
+def among_three() -> None:
+    """Another user holds three GPUs of this host."""
+    with claim(nodes=1, gpus_per_node=5, timeout=0) as held:  # of those that can, the fullest
+        assert held.hosts == ("hosta",)
     with claim(nodes=2, gpus_per_node=5, timeout=0):
-        open(stop, "w").close()
-    with claim(both, 8, timeout=60):
-        assert free_here() == []
+        pass
 
 
 def losses() -> None:
@@ -151,26 +117,13 @@ def losses() -> None:
     held = claim(nodes=["hosta", "hostb"], gpus_per_node=4)
     working, idle = held.gpus[0], held.gpus[1]
     trainer = Trainer.options(**held.options(working)).remote()
-    go_on = f"{MARKS}/go-on"
-    training = trainer.train.remote(working.uuid, go_on)
-    wait(lambda: os.path.exists(f"{go_on}.started"), "training")
-    began = time.monotonic()
-    os.kill(holder_of(idle.uuid), signal.SIGKILL)
-    wait(lambda: len(free_here()) == 7, "GPUs of the dead holder")
-    print(f"holder: {1000 * (time.monotonic() - began):.0f} ms to free GPUs", flush=True)
-    assert str(working.index) not in free_here()
-    lost = raises(safe_gpu.SafeGpuError, "hosta: ", "has exited", call=held.check)
-    assert lost.host == "hosta"
-    raises(type(lost), "hosta: ", call=lambda: held.options(idle))
+    training = trainer.train.remote(working.uuid, scenarios.GO_ON)
+    scenarios.lose_holder(held, lambda: held.options(idle))
     held.options(held.gpus[-1])  # hostb's stand
     with claim(nodes=["hosta"], gpus_per_node=7, timeout=0) as another:
         assert working.uuid not in {gpu.uuid for gpu in another.gpus}
-    began = time.monotonic()
-    os.kill(holder_of(f"{working.uuid}.inner"), signal.SIGKILL)
-    wait(lambda: len(free_here()) == 8, "the dead worker's GPU")
-    print(f"worker: {1000 * (time.monotonic() - began):.0f} ms to a free GPU", flush=True)
+    scenarios.lose_worker(working)
     raises(ray.exceptions.RayError, call=lambda: ray.get(training))
-    os.unlink(f"{MARKS}/hosta:{working.uuid}")  # its mark died with it
     held.release()
 
 
@@ -187,16 +140,6 @@ def among_others() -> None:
         with claim(nodes=2, gpus_per_node=6, timeout=100) as held:
             tasks = [work.options(**held.options(gpu, num_cpus=0.1)).remote(gpu.uuid) for gpu in held.gpus[::3]]
             assert ray.get(tasks) == [gpu.uuid for gpu in held.gpus[::3]]
-
-
-def driver(end: str) -> None:
-    """A claim that nobody releases: the driver is killed, or simply ends."""
-    held = claim(nodes=2, gpus_per_node=8)
-    Path(f"{MARKS}/driver").write_text(str(os.getpid()))
-    print(held, flush=True)
-    wait(lambda: os.path.exists(f"{MARKS}/end-driver"), "the end", 100)
-    if end == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def one_host_twice() -> None:
@@ -254,7 +197,7 @@ def main() -> None:
             "refusals": refusals,
             "losses": losses,
             "among_others": among_others,
-            "driver": driver,
+            "driver": partial(scenarios.driver, claim),
             "one_host_twice": one_host_twice,
             "amd": amd,
         }[scenario](*arguments)

@@ -1,0 +1,91 @@
+"""Scenarios, and parts of them, that are the same for every engine, given its ``claim``."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from expect import raises
+from referee import MARKS, wait
+
+import safe_gpu
+
+GO_ON = f"{MARKS}/go-on"
+"""Training has started when there is this file with ".started", and goes on until there is this file."""
+
+
+def holder_of(lease: str) -> int:
+    """The pid in a lease record of this host."""
+    return int(json.loads((Path(os.environ["SAFE_GPU_DIR"]) / "leases" / f"{lease}.lock").read_text())["pid"])
+
+
+def refusals(claim: Callable[..., Any], more: Callable[[], None] = lambda: None) -> None:
+    """What cannot be, is said, with the host where it was found; others' GPUs are waited for; nothing is left.
+
+    ``more`` is called while another user holds three GPUs of hosta.
+    """
+    refused = safe_gpu.UnsatisfiableRequestError
+    raises(refused, "3 nodes asked for", "hosta", call=lambda: claim(nodes=3))
+    raises(refused, "hostx", "hosta, hostb", call=lambda: claim(nodes=["hosta", "hostx"]))
+    raises(refused, "hosta: ", call=lambda: claim(nodes=2, gpus_per_node=9))
+    stop = f"{MARKS}/stop"
+    neighbour = [sys.executable, str(Path(__file__).with_name("neighbour.py")), stop, "3", "hold"]
+    both = ["hostb", "hosta"]
+    with subprocess.Popen(neighbour, stdout=subprocess.PIPE, text=True) as other:
+        try:
+            assert other.stdout is not None
+            assert "holding [0, 1, 2]" in other.stdout.readline()
+            busy = raises(safe_gpu.NotEnoughGpusError, "hosta: 6 GPUs", call=lambda: claim(both, 6, timeout=0))
+            assert (busy.host, busy.nb_gpus, len(busy.verdicts)) == ("hosta", 6, 8)
+            assert [verdict.pid for verdict in busy.verdicts if not verdict.free] == [other.pid] * 3
+            late = raises(safe_gpu.ClaimTimeout, "hosta: ", call=lambda: claim(both, 6, timeout=0.5))
+            assert (late.host, late.timeout) == ("hosta", 0.5)
+            wait(lambda: len(safe_gpu.get_free_gpus()) == 5, "what the failed claims held")
+            with claim(nodes=1, gpus_per_node=6, timeout=0) as held:  # any node: the one that can
+                assert held.hosts == ("hostb",)
+            more()
+        finally:
+            open(stop, "w").close()
+    assert other.returncode == 0
+    with claim(both, 8, timeout=60):
+        assert safe_gpu.get_free_gpus() == []
+
+
+def lose_holder(held: Any, use: Callable[[], object]) -> None:
+    """The holder of hosta dies while a worker holds its first GPU: the others are free, and ``use`` of one fails."""
+    working, idle = held.gpus[:2]
+    wait(lambda: os.path.exists(f"{GO_ON}.started"), "training")
+    began = time.monotonic()
+    os.kill(holder_of(idle.uuid), signal.SIGKILL)
+    wait(lambda: len(safe_gpu.get_free_gpus()) == 7, "GPUs of the dead holder")
+    print(f"holder: {1000 * (time.monotonic() - began):.0f} ms to free GPUs", flush=True)
+    assert str(working.index) not in safe_gpu.get_free_gpus()
+    lost = raises(safe_gpu.SafeGpuError, "hosta: ", "has exited", call=held.check)
+    assert lost.host == "hosta"
+    raises(type(lost), "hosta: ", call=use)
+
+
+def lose_worker(working: Any) -> None:
+    """The worker that holds this GPU of hosta dies: the GPU is free."""
+    began = time.monotonic()
+    os.kill(holder_of(f"{working.uuid}.inner"), signal.SIGKILL)
+    wait(lambda: len(safe_gpu.get_free_gpus()) == 8, "the dead worker's GPU")
+    print(f"worker: {1000 * (time.monotonic() - began):.0f} ms to a free GPU", flush=True)
+    os.unlink(f"{MARKS}/hosta:{working.uuid}")  # its mark died with it
+
+
+def driver(claim: Callable[..., Any], end: str) -> None:
+    """A claim that nobody releases: the driver is killed, or simply ends."""
+    held = claim(nodes=2, gpus_per_node=8)
+    print(held, flush=True)
+    Path(f"{MARKS}/driver").write_text(str(os.getpid()))
+    wait(lambda: os.path.exists(f"{MARKS}/end-driver"), "the end", 100)
+    if end == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)

@@ -274,7 +274,7 @@ def _find_leases(
             found.records[name] = record
     found.faults = recent_faults(read_faults(leases, list(uuids)), time.time())
     devices = {**devices, **{status.st_ino: status.st_dev for status in held.values()}}
-    found.locks = procfs.flock_holders(devices, devices, b"FLOCK")
+    found.locks = procfs.flock_holders(devices, devices, b"FLOCK", held=devices)
     for name, status in held.items():
         lockers = tuple(found.locks.get(status.st_ino, ()))
         found.files[name] = LockedFile(name, status.st_dev, status.st_ino, lockers)

@@ -155,7 +155,7 @@ def test_every_folder_says_what_it_is_for(path: Path) -> None:
 
 # Size: lines of code, without docstrings, comments and blank lines. What is added pays for itself in lines removed.
 MOST_FILES = 110
-MOST_CODE = {"safe_gpu": 18_400, "tests and tools": 37_300}
+MOST_CODE = {"safe_gpu": 16_600, "tests and tools": 32_500}
 
 
 def code_lines(source: str) -> int:

@@ -262,7 +262,10 @@ def verify_alone(view: HostView, claim: Claim, terms: ClaimOptions, *, holding: 
     while True:
         snapshot = claim.before.updated(view.driver.usage(claim.gpus))
         _refuse_other_processes(claim, snapshot, view.own, holding)
-        shown = [(gpu.label, _presence(gpu, claim, snapshot, view.own)) for gpu in claim.gpus if holding]
+        shown = []
+        for gpu in claim.gpus if holding else ():
+            before, now = claim.before.by_uuid(gpu.uuid), snapshot.by_uuid(gpu.uuid)
+            shown.append((gpu.label, presence(before or gpu, now or gpu, view.own)))
         waiting = claim.legacy is not None and any(one not in (SHOWN, HIDDEN) for _, one in shown)
         late = time.monotonic() >= until
         if not waiting or late:
@@ -276,11 +279,6 @@ def verify_alone(view: HostView, claim: Claim, terms: ClaimOptions, *, holding: 
             "example, cannot see that it is taken: only claims of safe_gpu keep off it (safe-gpu doctor says more)",
             ",".join(hidden),
         )
-
-
-def _presence(gpu: Gpu, claim: Claim, snapshot: HostSnapshot, own: set[int]) -> str:
-    before, now = claim.before.by_uuid(gpu.uuid), snapshot.by_uuid(gpu.uuid)
-    return presence(before or gpu, now or gpu, own)
 
 
 def _refuse_other_processes(claim: Claim, snapshot: HostSnapshot, own: set[int], holding: bool) -> None:

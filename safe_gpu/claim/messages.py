@@ -15,9 +15,9 @@ from ..coordination.signals import DeferredSignals
 from ..devices import GpuRequest, LeaseHolder
 from ..drivers import may_be_several, open_drivers
 from ..drivers.vendors import NAMES, meant_vendor
-from ..errors import ClaimTimeout, NotEnoughGpusError, SafeGpuError, UnsatisfiableRequestError
+from ..errors import ClaimTimeout, LockTimeout, NotEnoughGpusError, SafeGpuError, UnsatisfiableRequestError
 from ..procfs import user_name
-from ..selection.backfill import BackfillRequest, dates, free_at, starts
+from ..selection.backfill import dates, free_at, starts
 from ..selection.choice import check_possible
 from ..selection.verdicts import fence_hint
 from ..text import format_age, gpu_ranges, plural
@@ -70,7 +70,8 @@ def forecast(view: HostView, line: QueuePlace) -> Forecast:
     holders = _recorded_holders(view)
     when = _free_at(view, holders, now)
     ahead = waiter.competing()
-    wants = [*_wants(ahead), backfill_request(waiter.demand._replace(hold_for=line.hold_for()))]
+    wants = [backfill_request(one.demand) for one in ahead if one.demand is not None and not one.is_stopped()]
+    wants.append(backfill_request(waiter.demand._replace(hold_for=line.hold_for())))
     start, earliest = starts(wants, when)[-1], list(dates(wants, when))[-1][1]
     mine = {uuid: holder for uuid, holder in holders.items() if stem_of(view, uuid) in waiter.demand.gpus}
     told = any(holder.until is not None for holder in mine.values())
@@ -82,10 +83,6 @@ def forecast(view: HostView, line: QueuePlace) -> Forecast:
         _shares(holder for holder in mine.values() if told and holder.until is None),
         _shares(holder for holder in mine.values() if waiter.since and (holder.since or 0.0) > waiter.since),
     )
-
-
-def _wants(tickets: Iterable[Ticket]) -> Iterator[BackfillRequest]:
-    return (backfill_request(one.demand) for one in tickets if one.demand is not None and not one.is_stopped())
 
 
 def _recorded_holders(view: HostView) -> dict[str, LeaseHolder]:
@@ -218,15 +215,10 @@ def wait_status(
         return WaitStatus(position, None, view.request.nb_gpus, spent=spent)
     if ticket is not None:
         return WaitStatus(position, None, view.request.nb_gpus, ahead=ClaimAhead.of(ticket))
-    verdicts = view.judge(_recorded(view, unleased, named))
-    return WaitStatus(position, sum(verdict.free for verdict in verdicts), view.request.nb_gpus, verdicts)
-
-
-def _recorded(view: HostView, unleased: Collection[str], named: Collection[str]) -> dict[str, LeaseHolder]:
-    """UUID -> holder of the leases that others hold."""
     held = [gpu.uuid for gpu in view.usable if gpu.uuid not in unleased]
     found = recorded_holders({uuid: (view.lease_name(uuid), inner_name(uuid)) for uuid in held if uuid not in named})
-    return {uuid: found.get(uuid, LeaseHolder(elsewhere=True)) for uuid in held}
+    verdicts = view.judge({uuid: found.get(uuid, LeaseHolder(elsewhere=True)) for uuid in held})
+    return WaitStatus(position, sum(verdict.free for verdict in verdicts), view.request.nb_gpus, verdicts)
 
 
 def refuse_if_ancestor_holds(view: HostView) -> None:
@@ -282,7 +274,10 @@ def refusal(
 
 
 def _holders(view: HostView) -> dict[str, LeaseHolder]:
-    return lease_holders(view.snapshot.gpus, inner=bool(view.outer), prefix=view.snapshot.names)
+    try:
+        return lease_holders(view.snapshot.gpus, inner=bool(view.outer), prefix=view.snapshot.names)
+    except LockTimeout:  # so large a crowd that it only tells who had them a moment ago
+        return _recorded_holders(view)
 
 
 def _judge(view: HostView, holders: dict[str, LeaseHolder]) -> tuple[GpuVerdict, ...]:

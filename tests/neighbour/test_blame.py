@@ -117,7 +117,9 @@ def test_a_pid_that_the_victim_has_now(
     monkeypatch.setattr(
         procfs,
         "flock_holders",
-        lambda *args: {inode: [named.get(pid, pid) for pid in pids] for inode, pids in genuine(*args).items()},
+        lambda *args, **options: {
+            inode: [named.get(pid, pid) for pid in pids] for inode, pids in genuine(*args, **options).items()
+        },
     )
     monkeypatch.setattr(procfs, "pids", list)  # what a user sees who may not look into processes of others
     one = gather().gpus[0].claim

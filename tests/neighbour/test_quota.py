@@ -114,7 +114,9 @@ def test_a_pid_that_is_used_again(leases: Path, user: Any, as_user: Any, monkeyp
     assert holder.hear() == "1"
     assert owners(leases, 0) == [BEN]
     genuine = procfs.flock_holders
-    monkeypatch.setattr(procfs, "flock_holders", lambda *args: {inode: [victim.pid] for inode in genuine(*args)})
+    monkeypatch.setattr(
+        procfs, "flock_holders", lambda *args, **more: {inode: [victim.pid] for inode in genuine(*args, **more)}
+    )
     assert owners(leases, 0) == [None]
 
 

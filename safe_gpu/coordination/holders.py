@@ -234,15 +234,17 @@ def _holder(record: LeaseRecord | None, lockers: Sequence[int]) -> LeaseHolder:
         return LeaseHolder()
     pid, uid = holder_by_kernel(record, lockers)
     user, command = user_and_command(record, pid, uid)
-    ended = pid is None and procfs.has_ended(record.pid)  # a moment ago: no other process is blamed by its number
+    place = procfs.place_of(record.pidns)
+    # Its own number there, or of one that ended a moment ago: by neither is another process blamed.
+    recorded = place or (pid is None and procfs.has_ended(record.pid))
     return LeaseHolder(
-        record.pid if ended else pid,
+        record.pid if recorded else pid,
         user,
         record.job,
         command,
         record.since,
-        record.start,
-        place="" if pid else procfs.place_of(record.pidns),
+        None if place else record.start,
+        place=place,
         until=record.until,
     )
 

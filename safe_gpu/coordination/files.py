@@ -167,11 +167,16 @@ class StateDir:
         """
         try:
             made = self._link(name, mode) or self._rename(name, mode)
-            fd = os.open(name, _OPEN_FILE, dir_fd=self.fd)  # /proc/PID/fd shows the first descriptor as deleted
-        except (FileExistsError, FileNotFoundError):
+        except FileExistsError:
             return None
         except StateDirError:
             raise
+        except OSError as err:
+            raise self.error(name, err) from err
+        try:
+            fd = os.open(name, _OPEN_FILE, dir_fd=self.fd)  # /proc/PID/fd shows the first descriptor as deleted
+        except FileNotFoundError:
+            return None  # a cleaner was as fast as that
         except OSError as err:
             raise self.error(name, err) from err
         if os.path.samestat(os.fstat(fd), made):

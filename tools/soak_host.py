@@ -146,9 +146,10 @@ class Stage:
 
     @staticmethod
     def _home() -> str:
-        """The state directory of this process, by its inode: limits count the claims of one."""
+        """The state directory of this process and its PID namespace, by inodes. Limits count the claims of one directory,
+        and of those the ones whose processes the kernel names there."""
         try:
-            return str(os.stat(os.environ["SAFE_GPU_DIR"]).st_ino)
+            return f"{os.stat(os.environ['SAFE_GPU_DIR']).st_ino}:{os.stat('/proc/self/ns/pid').st_ino}"
         except OSError:
             return "-"
 

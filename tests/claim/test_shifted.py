@@ -54,6 +54,7 @@ def test_uuids_do_not_shift(shell: Any, fake_gpus: Any) -> None:
     assert "means" not in "".join(shell(f"CUDA_VISIBLE_DEVICES={fake_gpus.uuids[1]} safe-gpu status", lost=0))
 
 
+@pytest.mark.skipif(not os.path.exists("/sys/devices/system/cpu/cpu0/topology"), reason="needs /sys")
 def test_bind_notices_it(shell: Any) -> None:
     assert shell("safe-gpu bind -- echo bound") == ["bound\n", "DONE 0\n"]
     text = "".join(shell("safe-gpu bind -- echo bound", lost=0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -147,6 +148,7 @@ def test_a_program_that_claims_inside_run(command: Any, host: Host) -> None:
     assert lines[1:] == ([f"{host.uuids[4]}/0000:c5:00.0"] if host.hip else [])
 
 
+@pytest.mark.skipif(not os.path.exists("/sys/devices/system/cpu/cpu0/topology"), reason="needs /sys")
 @on_two
 def test_cpus_next_to_gpus(command: Any, host: Host) -> None:
     shares = json.loads(command.run("affinity", "--json").stdout)["gpus"]

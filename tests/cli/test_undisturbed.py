@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 from typing import Any
+
+import pytest
 
 # What only a claim that waits, fails, is limited, or runs on another vendor's GPUs needs is not here.
 OWN = """
@@ -37,6 +40,7 @@ main(["run", "--", "true"])
 """
 
 
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < (os.cpu_count() or 1), reason="needs all CPUs of the host")
 def test_an_undisturbed_run(ground: Any, child: Any, command: Any) -> None:
     command.run("run", "--", "true")  # the state directory is there by now
     own, others, frames = json.loads(child(RUN).hear())

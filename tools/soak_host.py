@@ -146,8 +146,8 @@ class Stage:
 
     @staticmethod
     def _home() -> str:
-        """The state directory of this process and its PID namespace, by inodes. Limits count the claims of one directory,
-        and of those the ones whose processes the kernel names there."""
+        """The state directory of this process and its PID namespace, by inodes: limits count claims of one directory,
+        as far as the kernel names their processes there."""
         try:
             return f"{os.stat(os.environ['SAFE_GPU_DIR']).st_ino}:{os.stat('/proc/self/ns/pid').st_ino}"
         except OSError:

@@ -10,6 +10,7 @@ import fcntl
 import math
 import os
 import random
+import shlex  # noqa: F401 - other users cannot read the library
 import signal
 import subprocess
 import sys

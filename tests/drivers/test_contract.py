@@ -90,7 +90,8 @@ def open_bench(request: pytest.FixtureRequest) -> Iterator[Callable[[bool], Benc
         return opened[0]
 
     yield make
-    opened[0].driver.close()
+    for bench in opened:
+        bench.driver.close()
 
 
 @pytest.fixture

@@ -178,13 +178,13 @@ class HostSnapshot(_Record):
         gpus: every device of the host, claimable or not.
         driver: name of the driver that was polled ("nvml", "nvidia-smi", "simulated:dgx-a100").
         driver_version: version of the kernel driver, "" if unknown.
-        names: what stands before UUIDs in the names of claimed GPUs; "" on a real host.
+        name_prefix: what stands before UUIDs in the names of claimed GPUs; "" on a real host.
     """
 
     gpus: tuple[Gpu, ...]
     driver: str = ""
     driver_version: str = ""
-    names: str = ""
+    name_prefix: str = ""
 
     @property
     def physical(self) -> tuple[Gpu, ...]:
@@ -219,7 +219,7 @@ class HostSnapshot(_Record):
         """This poll with the records of these devices replaced."""
         newer = {gpu.uuid: gpu for gpu in gpus}
         return HostSnapshot(
-            tuple(newer.get(gpu.uuid, gpu) for gpu in self.gpus), self.driver, self.driver_version, self.names
+            tuple(newer.get(gpu.uuid, gpu) for gpu in self.gpus), self.driver, self.driver_version, self.name_prefix
         )
 
 
@@ -282,8 +282,8 @@ class GpuVerdict(NamedTuple):
     """Whether one GPU may be taken, and if not, why.
 
     ``state`` is one of ``free claimed busy display unusable`` (the condition of the GPU) or ``outside`` (the request or
-    the fence excludes it). ``reason`` is a text for people, "" if the GPU is free. ``pid`` and ``user`` name the
-    process that uses or holds the GPU, if known. ``holder`` is the claim that holds it, if there is one.
+    the visible limit excludes it). ``reason`` is a text for people, "" if the GPU is free. ``pid`` and ``user`` name
+    the process that uses or holds the GPU, if known. ``holder`` is the claim that holds it, if there is one.
     """
 
     gpu: Gpu

@@ -10,6 +10,8 @@ import os
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from functools import cache
+from io import FileIO
+from stat import S_ISREG
 
 FIRST_PID_NAMESPACE = 4026531836
 """The inode of the initial PID namespace, a constant of the kernel (PROC_PID_INIT_INO)."""
@@ -34,17 +36,14 @@ def read_start(path: str, limit: int = LIMIT) -> bytes | None:
     """
     parts = []
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        if not path.startswith("/proc/") and not S_ISREG(os.stat(path).st_mode):
+            return None
+        with FileIO(path) as file:  # an exception between os.open() and os.close() would leave a descriptor open
+            while limit > 0 and (part := file.read(limit)):
+                parts.append(part)
+                limit -= len(part)
     except (OSError, ValueError):
         return None
-    try:
-        while limit > 0 and (part := os.read(fd, limit)):
-            parts.append(part)
-            limit -= len(part)
-    except OSError:
-        return None
-    finally:
-        os.close(fd)
     return b"".join(parts)
 
 

@@ -104,19 +104,24 @@ def visible(snapshot: HostSnapshot, environ: Mapping[str, str]) -> ResolvedGpus:
     from ..runtimes.visible_devices import read_visible
 
     order = environ.get("CUDA_DEVICE_ORDER") if snapshot.vendor == "nvidia" else "PCI_BUS_ID"
-    fence = read_visible(environ, snapshot)
+    visible_limit = read_visible(environ, snapshot)
     models = {gpu.name for gpu in snapshot.physical if not gpu.lost}
-    doubt = fence.doubt if fence is not None else ""
-    if not doubt and len(models) > 1 and order != "PCI_BUS_ID" and (fence is None or fence.uses_indices):
+    doubt = visible_limit.doubt if visible_limit is not None else ""
+    if (
+        not doubt
+        and len(models) > 1
+        and order != "PCI_BUS_ID"
+        and (visible_limit is None or visible_limit.uses_indices)
+    ):
         doubt = "the GPUs of this host are of different models; set CUDA_DEVICE_ORDER=PCI_BUS_ID"
-    if fence is None:
+    if visible_limit is None:
         return ResolvedGpus(tuple(gpu for gpu in snapshot.physical if not gpu.lost), "", doubt)
-    found = tuple(gpu for uuid in fence.uuids if (gpu := snapshot.by_uuid(uuid)) is not None)
+    found = tuple(gpu for uuid in visible_limit.uuids if (gpu := snapshot.by_uuid(uuid)) is not None)
     if not found:
         raise GPUAffinityError(
-            f"{fence.name}={fence.value} shows no GPU of this host, which has {len(snapshot.physical)}"
+            f"{visible_limit.name}={visible_limit.value} shows no GPU of this host, which has {len(snapshot.physical)}"
         )
-    return ResolvedGpus(found, f"all that {fence.name}={fence.value} shows", doubt)
+    return ResolvedGpus(found, f"all that {visible_limit.name}={visible_limit.value} shows", doubt)
 
 
 def visible_indices(snapshot: HostSnapshot, visible_devices: str | None) -> list[int]:

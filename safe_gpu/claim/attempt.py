@@ -75,7 +75,7 @@ class Attempt:
             self.ahead.close()
 
     def run(
-        self, view: HostView, line: QueuePlace, claim: Claim | None, terms: ClaimOptions, *, may_wait: bool
+        self, view: HostView, place: QueuePlace, claim: Claim | None, options: ClaimOptions, *, may_wait: bool
     ) -> None:
         """Look, and fill ``claim`` if enough GPUs are free; else join the queue if ``may_wait``.
 
@@ -86,33 +86,33 @@ class Attempt:
             LockTimeout, StateDirError: host.lock, a lease, a record or a ticket cannot be used.
             UnsatisfiableRequestError: the outer claim can never satisfy the request.
         """
-        if terms.quota is not None:
-            terms.quota.prepare()
+        if options.quota is not None:
+            options.quota.prepare()
         view.prepare()
-        line.prepare()
-        with HostLock(terms.lock_deadline) as host:
+        place.prepare()
+        with HostLock(options.lock_deadline) as host:
             if view.scope:
-                self._enter_scope(host, view, line, terms)
-            if line.waiter is None and not host.queue.is_empty():
-                line.ensure_waiter()
+                self._enter_scope(host, view, place, options)
+            if place.waiter is None and not host.queue.is_empty():
+                place.ensure_waiter()
             if claim is not None:
                 claim.inner = bool(view.outer)
-            leases = _Leases(host, view, claim, terms)
+            leases = _Leases(host, view, claim, options)
             try:
-                among = self._open(leases, line)
+                among = self._open(leases, place)
                 spent = leases.spent()
                 chosen = leases.choose(among) if spent is None else None
                 self.result = self._result(leases, chosen, spent)
                 if self.result.enough and chosen is not None:
                     if claim is not None:
-                        claim.take(host, chosen, leases.held, leases.names, line.hold_for())
+                        claim.take(host, chosen, leases.held, leases.names, place.hold_for())
                     self.chosen = chosen
             finally:
                 leases.give_back()
             if not self.chosen and may_wait:
-                line.ensure_waiter().join(host)
+                place.ensure_waiter().join(host)
         if self.chosen and leases.trouble is not None:
-            terms.logger.warning(
+            options.logger.warning(
                 "the GPUs are claimed by their lease files alone, since their names cannot be bound (%s): processes "
                 "with another state directory or a private /tmp do not see the claim",
                 leases.trouble,
@@ -128,24 +128,24 @@ class Attempt:
         named = leases.named(unleased) | (leases.dropped & unleased)
         return AttemptResult(unleased=unleased - named, named=named)
 
-    def _enter_scope(self, host: LockedHost, view: HostView, line: QueuePlace, terms: ClaimOptions) -> None:
+    def _enter_scope(self, host: LockedHost, view: HostView, place: QueuePlace, options: ClaimOptions) -> None:
         """Limit the view to the GPUs of the outer claim, or ignore a scope of which no claim exists any more."""
         view.outer = outer_claim(host, view.snapshot, view.scope)
         if view.outer:
-            delegate = terms.delegate and terms.command is None
+            delegate = options.delegate and options.command is None
             check_possible_inside(view.outer, view.usable, view.request, delegate=delegate)
             return
-        terms.logger.warning(
+        options.logger.warning(
             "SAFE_GPU_SCOPE=%s names no living claim of this user here (it leaks through qsub -V, ssh, sudo and tmux): "
             "ignored",
             printable_lines(view.scope),
         )
         view.scope = ""
-        line.abandon(host)
+        place.abandon(host)
 
-    def _open(self, leases: _Leases, line: QueuePlace) -> Collection[str] | None:
+    def _open(self, leases: _Leases, place: QueuePlace) -> Collection[str] | None:
         """UUIDs of the GPUs to choose from; None is all, if nobody ahead competes. Sets ``ahead``."""
-        waiter = line.waiter
+        waiter = place.waiter
         ahead = None if waiter is None else waiter.nearest(leases.host)
         if waiter is None or ahead is None:
             return None
@@ -158,7 +158,7 @@ class Attempt:
             free = leases.view.unoccupied.keys() & leases.held.keys()
             if len(free) < leases.view.request.nb_gpus:
                 return ()
-            demand = waiter.demand._replace(hold_for=line.hold_for())
+            demand = waiter.demand._replace(hold_for=place.hold_for())
             return moment.open_to(demand, waiter.everybody_ahead(leases.host), free)
         except BaseException:
             if ahead is not None:
@@ -181,7 +181,7 @@ class _Leases:
         closed: UUIDs of the GPUs whose lease files cannot be opened.
     """
 
-    def __init__(self, host: LockedHost, view: HostView, claim: Claim | None, terms: ClaimOptions) -> None:
+    def __init__(self, host: LockedHost, view: HostView, claim: Claim | None, options: ClaimOptions) -> None:
         host.leases.names_of_host = leases_of(gpu.uuid for gpu in view.snapshot.gpus)
         self.host = host
         self.view = view
@@ -190,8 +190,8 @@ class _Leases:
         self.dropped: frozenset[str] = frozenset()
         self.trouble: OSError | None = None
         self.holdings: LeasesByUser | None = None
-        if terms.quota is not None and not view.outer:
-            self.holdings = terms.quota.holdings(host.leases, view.snapshot.gpus, self.held)
+        if options.quota is not None and not view.outer:
+            self.holdings = options.quota.holdings(host.leases, view.snapshot.gpus, self.held)
         self.closed: set[str] = set()
         self._shared = view.snapshot.shared_display
         self._claim = claim
@@ -255,7 +255,7 @@ class _Leases:
         """Those of these GPUs that another process holds by name."""
         if self._shared:
             return frozenset()
-        return names.held_among(uuids, self.view.snapshot.names, inner=bool(self.view.outer))
+        return names.held_among(uuids, self.view.snapshot.name_prefix, inner=bool(self.view.outer))
 
     def _name(self, chosen: tuple[Gpu, ...]) -> frozenset[str]:
         """Take the names of these GPUs, whose leases are ours. Returns those that others have; then none is taken.
@@ -283,7 +283,7 @@ class _Leases:
         Raises:
             OSError: they cannot be bound.
         """
-        prefix = self.view.snapshot.names
+        prefix = self.view.snapshot.name_prefix
         wanted = [self.view.name(uuid)]
         if self._claim is not None and self._claim.token:
             wanted.append(names.scope_of(uuid, self._claim.token, prefix))

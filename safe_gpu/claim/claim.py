@@ -193,13 +193,13 @@ class Claim:
 _SHOWING = 2.0
 
 
-def confirm(view: HostView, claim: Claim, terms: ClaimOptions) -> bool:
+def confirm(view: HostView, claim: Claim, options: ClaimOptions) -> bool:
     """The second poll, with the leases and the lock of the older package held: whether the GPUs are still free.
 
     If they are not, the claim is released.
     """
     with DeferredSignals() as signals:
-        claim.legacy = take_legacy_lock(None if terms.timeout is None else terms.deadline, terms.logger, signals)
+        claim.legacy = take_legacy_lock(None if options.timeout is None else options.deadline, options.logger, signals)
     view.poll_again(claim.gpus)
     claim.before, claim.explained = view.snapshot, view.explained
     now = (view.snapshot.by_uuid(gpu.uuid) for gpu in claim.gpus)
@@ -208,7 +208,7 @@ def confirm(view: HostView, claim: Claim, terms: ClaimOptions) -> bool:
         verdict = verdicts.get(gpu.uuid)
         if verdict is None or not verdict.free:
             reason = "it is gone" if verdict is None else verdict.reason
-            terms.logger.info("GPU %s was taken meanwhile (%s): starting over", gpu.label, reason)
+            options.logger.info("GPU %s was taken meanwhile (%s): starting over", gpu.label, reason)
             claim.release()
             view.poll()  # before others are chosen
             return False
@@ -244,7 +244,7 @@ def verify_devices(gpus: Sequence[Gpu], runtime: Runtime) -> None:
         )
 
 
-def verify_alone(view: HostView, claim: Claim, terms: ClaimOptions, *, holding: bool) -> None:
+def verify_alone(view: HostView, claim: Claim, options: ClaimOptions, *, holding: bool) -> None:
     """The third poll: refuse foreign processes, and release the lock of the older package.
 
     That lock is held until the driver shows the placeholder, because the older package knows no leases. In a container
@@ -274,7 +274,7 @@ def verify_alone(view: HostView, claim: Claim, terms: ClaimOptions, *, holding: 
     claim.release_legacy()
     hidden = [label for label, one in shown if one == HIDDEN or (late and one == NOT_YET)]
     if hidden and not snapshot.shared_display:
-        terms.logger.warning(
+        options.logger.warning(
             "the driver does not list this process on GPU %s, so that others who look at the GPUs, with nvidia-smi for "
             "example, cannot see that it is taken: only claims of safe_gpu keep off it (safe-gpu doctor says more)",
             ",".join(hidden),

@@ -47,9 +47,9 @@ def wait_for_gpus(
     Returns:
         The GPUs that the claim would have got. Another process may take them at any time.
     """
-    terms = read_options(**locals())
-    with opened_driver.of(terms.request) as driver:
-        return wait_until_free(HostView.of(driver, driver.snapshot(), terms.request), terms)
+    options = read_options(**locals())
+    with opened_driver.of(options.request) as driver:
+        return wait_until_free(HostView.of(driver, driver.snapshot(), options.request), options)
 
 
 def get_free_gpus(*, vendor: str | None = None) -> list[str]:
@@ -67,7 +67,7 @@ def get_free_gpus(*, vendor: str | None = None) -> list[str]:
 
 
 def current_verdicts(
-    snapshot: HostSnapshot, request: GpuRequest, fence: VisibleLimit | None = None, *, inner: bool = False
+    snapshot: HostSnapshot, request: GpuRequest, visible_limit: VisibleLimit | None = None, *, inner: bool = False
 ) -> tuple[GpuVerdict, ...]:
     """Which GPUs of a new poll a request could have, with the holders of the others.
 
@@ -78,9 +78,9 @@ def current_verdicts(
         LockTimeout, StateDirError: the leases cannot be read.
         UnsatisfiableRequestError: a variable that sets a rule has no valid value.
     """
-    leased = lease_holders(snapshot.gpus, inner=inner, prefix=snapshot.names)
+    leased = lease_holders(snapshot.gpus, inner=inner, prefix=snapshot.name_prefix)
     rules = Rules.of(os.environ)
-    return judge(snapshot, request, leased=leased, fence=fence, describe=describe_process, rules=rules)
+    return judge(snapshot, request, leased=leased, visible_limit=visible_limit, describe=describe_process, rules=rules)
 
 
 def remaining_quota(snapshot: HostSnapshot, nb_gpus: int) -> float:

@@ -64,14 +64,14 @@ class Forecast(NamedTuple):
     passers: tuple[HolderShare, ...] = ()
 
 
-def forecast(view: HostView, line: QueuePlace) -> Forecast:
-    """What the claim in this line can expect now."""
-    waiter, now = line.ensure_waiter(), time.time()
+def forecast(view: HostView, place: QueuePlace) -> Forecast:
+    """What the claim in this place can expect now."""
+    waiter, now = place.ensure_waiter(), time.time()
     holders = _recorded_holders(view)
     when = _free_at(view, holders, now)
     ahead = waiter.competing()
     wants = [backfill_request(one.demand) for one in ahead if one.demand is not None and not one.is_stopped()]
-    wants.append(backfill_request(waiter.demand._replace(hold_for=line.hold_for())))
+    wants.append(backfill_request(waiter.demand._replace(hold_for=place.hold_for())))
     start, earliest = starts(wants, when)[-1], list(dates(wants, when))[-1][1]
     mine = {uuid: holder for uuid, holder in holders.items() if stem_of(view, uuid) in waiter.demand.gpus}
     told = any(holder.until is not None for holder in mine.values())
@@ -249,11 +249,11 @@ def refusal(
     Raises:
         NotEnoughGpusError, LockTimeout, StateDirError: as in :func:`refuse_if_ancestor_holds`.
     """
-    request, fence = view.request, view.fence
+    request, visible_limit = view.request, view.visible_limit
     holders = _holders(view)
     verdicts = _judge(view, holders)
-    hint = fence_hint(view.judge(holders, fenced=False), fence)
-    if hint and fence is not None and not fence.frozen:
+    hint = fence_hint(view.judge(holders, fenced=False), visible_limit)
+    if hint and visible_limit is not None and not visible_limit.frozen:
         hint += " (SAFE_GPU_FENCE=ignore disregards it)"
     ahead = None if ticket is None else ClaimAhead.of(ticket)
     passed = None if stopped is None else ClaimAhead.of(stopped)._replace(stopped=True)
@@ -275,7 +275,7 @@ def refusal(
 
 def _holders(view: HostView) -> dict[str, LeaseHolder]:
     try:
-        return lease_holders(view.snapshot.gpus, inner=bool(view.outer), prefix=view.snapshot.names)
+        return lease_holders(view.snapshot.gpus, inner=bool(view.outer), prefix=view.snapshot.name_prefix)
     except LockTimeout:  # so large a crowd that it only tells who had them a moment ago
         return _recorded_holders(view)
 
@@ -343,7 +343,7 @@ def _lines(verdicts: Sequence[GpuVerdict]) -> Iterator[str]:
         yield f"  GPU {gpu_ranges(labels)} ({name}): {reason}"
 
 
-def waiting_message(news: WaitStatus, now: float | None = None, *, width: int | None = None) -> str:
+def waiting_message(status: WaitStatus, now: float | None = None, *, width: int | None = None) -> str:
     """One line about a wait: the claim ahead if there is one, else who holds the GPUs and since when.
 
     Args:
@@ -352,23 +352,23 @@ def waiting_message(news: WaitStatus, now: float | None = None, *, width: int | 
             or of the first holder, always stay, so the line may be longer than a very narrow terminal.
     """
     moment = _moment(now)
-    text = _state(news, moment, width)
-    if news.expected is not None:
-        for clause in describe_forecast(news.expected, moment):
+    text = _state(status, moment, width)
+    if status.expected is not None:
+        for clause in describe_forecast(status.expected, moment):
             text = _widest([f"{text}; {clause}", text], width)
     return text
 
 
-def _state(news: WaitStatus, moment: float, width: int | None) -> str:
+def _state(status: WaitStatus, moment: float, width: int | None) -> str:
     """Who is ahead, or who holds the GPUs."""
-    text = f"waiting for {plural(news.needed)}"
-    if news.ahead is not None:
-        return _widest([f"{text} {behind}" for behind in _behind(news.ahead, news.position, moment)], width)
-    if news.spent is not None:
-        return f"{text}: {news.spent}"
-    if news.free is not None and news.free < news.needed:  # else enough GPUs have just become free
-        text += f", {news.free} free"
-    holders = _by_holder(news.verdicts, moment)
+    text = f"waiting for {plural(status.needed)}"
+    if status.ahead is not None:
+        return _widest([f"{text} {behind}" for behind in _behind(status.ahead, status.position, moment)], width)
+    if status.spent is not None:
+        return f"{text}: {status.spent}"
+    if status.free is not None and status.free < status.needed:  # else enough GPUs have just become free
+        text += f", {status.free} free"
+    holders = _by_holder(status.verdicts, moment)
     left = sum(number for number, _ in holders)
     for place, (number, clauses) in enumerate(holders):
         rest = f"; {left - number} more" if left > number else ""

@@ -41,7 +41,7 @@ class ClaimOptions(NamedTuple):
         logger: gets the steps at INFO.
         hold: how long the GPUs will probably be held.
         placeholder_fn: returns what holds a GPU; None is the default of the driver.
-        options: CPU affinity; None does not change it. memory: NUMA memory policy, or None.
+        binding: CPU affinity; None does not change it. memory: NUMA memory policy, or None.
         binding_required: whether the claim fails if binding fails.
         visible_as: how CUDA_VISIBLE_DEVICES names the GPUs.
         pause: seconds between setting CUDA_VISIBLE_DEVICES and the placeholders.
@@ -59,7 +59,7 @@ class ClaimOptions(NamedTuple):
     began: float
     logger: Any
     placeholder_fn: Callable[[int], Any] | None = None
-    options: AffinityOptions | None = None
+    binding: AffinityOptions | None = None
     memory: str | None = None
     binding_required: bool = False
     visible_as: str = "index"
@@ -140,12 +140,12 @@ def read_options(
     hold = parse_hold_for(hold_for, environ, job, spelling=spelling)
     render_cuda((), visible_as=visible_as, snapshot=HostSnapshot(()))
     settings.check(environ)
-    options = None
+    binding = None
     binding_required = affinity is not NODE_BY_DEFAULT or memory is not None
     if affinity is not None or memory is not None:
         from ..affinity.options import falls_back, parse_options
 
-        options = parse_options(affinity, memory)
+        binding = parse_options(affinity, memory)
         binding_required = binding_required and not falls_back(affinity)
     pause = _pause(debug_sleep)
     if placeholder_fn is not None and not callable(placeholder_fn):
@@ -161,7 +161,7 @@ def read_options(
         began,
         logger,
         placeholder_fn,
-        options,
+        binding,
         memory,
         binding_required=binding_required,
         visible_as=visible_as,
@@ -175,8 +175,8 @@ def read_options(
     )
 
 
-def with_policy_limits(terms: ClaimOptions) -> ClaimOptions:
-    """The terms with the limits of the policy file of this host, if there is one. Takes no lock.
+def with_policy_limits(options: ClaimOptions) -> ClaimOptions:
+    """The options with the limits of the policy file of this host, if there is one. Takes no lock.
 
     Raises:
         PolicyError: the file cannot be read, or a line of it is wrong.
@@ -184,11 +184,11 @@ def with_policy_limits(terms: ClaimOptions) -> ClaimOptions:
     path = settings.policy_file(os.environ)
     if not os.path.lexists(path):
         if os.environ.get("SAFE_GPU_POLICY"):
-            terms.logger.warning("SAFE_GPU_POLICY=%s does not exist: nothing is limited", printable_lines(path))
-        return terms
+            options.logger.warning("SAFE_GPU_POLICY=%s does not exist: nothing is limited", printable_lines(path))
+        return options
     from .quota import quota_of
 
-    return terms._replace(quota=quota_of(path, terms.logger.warning))
+    return options._replace(quota=quota_of(path, options.logger.warning))
 
 
 def _pause(debug_sleep: object) -> float:

@@ -167,23 +167,23 @@ class GPUOwner:
 
         try:
             _become_current(self)
-            terms = read_options(**arguments)
-            self.logger = terms.logger
-            with opened_driver.of(terms.request) as driver:
-                view = HostView.of(driver, driver.snapshot(), terms.request)
-                self._holding.prepare(driver.runtime, terms.placeholder_fn, self.logger)
+            options = read_options(**arguments)
+            self.logger = options.logger
+            with opened_driver.of(options.request) as driver:
+                view = HostView.of(driver, driver.snapshot(), options.request)
+                self._holding.prepare(driver.runtime, options.placeholder_fn, self.logger)
                 if view.age > _STALE:
                     view.poll()
                 bad = BadGpuFallback(view, self._holding.make, self.logger)
-                claim = self._take_and_hold(view, terms, bad)
+                claim = self._take_and_hold(view, options, bad)
                 if driver.runtime.real:
-                    remember_initializer(view.fence, self._holding.make, driver.runtime)
+                    remember_initializer(view.visible_limit, self._holding.make, driver.runtime)
                     verify_devices(self.gpus, driver.runtime)
-                verify_alone(view, claim, terms, holding=self._holding.on_gpu)
+                verify_alone(view, claim, options, holding=self._holding.on_gpu)
                 view.remember_own_pids()
                 bad.clear_notes(claim, holding=self._holding.on_gpu)
-                self._bind(driver, terms)
-            if not terms.by_job and terms.job.scheduler is not None:
+                self._bind(driver, options)
+            if not options.by_job and options.job.scheduler is not None:
                 warn_of_more_than_declared(len(self.gpus), self.logger)
         except BaseException:
             self._undo()
@@ -228,16 +228,16 @@ class GPUOwner:
 
     # The steps of a claim
 
-    def _take_and_hold(self, view: HostView, terms: ClaimOptions, bad: BadGpuFallback) -> Claim:
+    def _take_and_hold(self, view: HostView, options: ClaimOptions, bad: BadGpuFallback) -> Claim:
         """Lease GPUs and put the placeholder on them; if one of them proves to be bad, give all back and try others."""
-        record = LeaseRecord.of_this_process(terms.job.job_label, terms.command)
+        record = LeaseRecord.of_this_process(options.job.job_label, options.command)
         while True:
-            self._claim = claim = Claim(record, os.urandom(8).hex() if terms.delegate else "")
-            acquire(view, terms, claim)
-            self._take_over(claim, view.fence)
-            self._set_environment(claim, terms.visible_as)
-            if terms.pause:  # even time.sleep(0) yields the CPU
-                time.sleep(terms.pause)
+            self._claim = claim = Claim(record, os.urandom(8).hex() if options.delegate else "")
+            acquire(view, options, claim)
+            self._take_over(claim, view.visible_limit)
+            self._set_environment(claim, options.visible_as)
+            if options.pause:  # even time.sleep(0) yields the CPU
+                time.sleep(options.pause)
             try:
                 bad.try_suspects(claim)
                 self._hold(view, bad)
@@ -246,10 +246,10 @@ class GPUOwner:
                 bad.exclude(claim, err)
             self._give_back()
 
-    def _take_over(self, claim: Claim, fence: VisibleLimit | None) -> None:
+    def _take_over(self, claim: Claim, visible_limit: VisibleLimit | None) -> None:
         gpus = claim.gpus
-        if fence is not None and fence.frozen:  # CUDA is initialised, so its numbering cannot change
-            gpus = tuple(sorted(gpus, key=lambda gpu: fence.uuids.index(gpu.uuid)))
+        if visible_limit is not None and visible_limit.frozen:  # CUDA is initialised, so its numbering cannot change
+            gpus = tuple(sorted(gpus, key=lambda gpu: visible_limit.uuids.index(gpu.uuid)))
         self.gpus = claim.gpus = gpus
         self.devices_taken = [gpu.index for gpu in gpus]
         self.logger.info(
@@ -279,17 +279,17 @@ class GPUOwner:
         if self._holding.on_gpu:
             self.logger.info("Placeholder holds GPU %s", ",".join(gpu.label for gpu in self.gpus))
 
-    def _bind(self, driver: Driver, terms: ClaimOptions) -> None:
-        if terms.options is None and terms.memory is None:
+    def _bind(self, driver: Driver, options: ClaimOptions) -> None:
+        if options.binding is None and options.memory is None:
             return
         from ..affinity.cpu_shares import bind_claim
 
         try:
-            self.binding = bind_claim(self.gpus, driver, options=terms.options, memory=terms.memory)
+            self.binding = bind_claim(self.gpus, driver, options=options.binding, memory=options.memory)
             self.cpus = set(self.binding.cpus)
             self.logger.info("%s", self.binding)
         except GPUAffinityError as err:
-            if terms.binding_required:
+            if options.binding_required:
                 raise
             self.logger.warning("CPU affinity was left as it is: %s", err)
 

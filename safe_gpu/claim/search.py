@@ -127,7 +127,7 @@ _WARNING_DELAY = 1.0
 class WaitReporter:
     """The reports of one wait, which begins when the object is made.
 
-    Reports go to ``terms.on_wait``. If there is none they go to the logger: at INFO, and once, after a second, as a
+    Reports go to ``options.on_wait``. If there is none they go to the logger: at INFO, and once, after a second, as a
     warning, which Python shows even if logging is not configured.
 
     Attributes:
@@ -135,11 +135,11 @@ class WaitReporter:
         warning_due: the same for the warning.
     """
 
-    def __init__(self, view: HostView, terms: ClaimOptions, line: QueuePlace) -> None:
+    def __init__(self, view: HostView, options: ClaimOptions, place: QueuePlace) -> None:
         self._view = view
-        self._line = line
-        self._on_wait = terms.on_wait or _to_log(terms.logger, late=False)
-        self._on_long_wait = None if terms.on_wait is not None else _to_log(terms.logger, late=True)
+        self._place = place
+        self._on_wait = options.on_wait or _to_log(options.logger, late=False)
+        self._on_long_wait = None if options.on_wait is not None else _to_log(options.logger, late=True)
         self._last_ahead: int | None = None
         self.due = now = time.monotonic()
         self.warning_due = math.inf if self._on_long_wait is None else now + _WARNING_DELAY
@@ -151,13 +151,13 @@ class WaitReporter:
         The intervals depend on the pid, so that hundreds of waiters that started together do not look at the same time.
         """
         spread = 0.75 + os.getpid() % 500 / 1000
-        if self._line.among_first(_EARLY):
+        if self._place.among_first(_EARLY):
             return now + _EARLY_INTERVAL * spread
         if self._on_wait is None:
             return now + _REPORT_INTERVAL * spread
         return self.due if self.due > now else now + _REPORT_INTERVAL
 
-    def report(self, look: Attempt) -> None:
+    def report(self, attempt: Attempt) -> None:
         """Give the reports that are due after this look.
 
         Raises:
@@ -165,9 +165,9 @@ class WaitReporter:
             LockTimeout, StateDirError: it cannot be determined whether one does.
         """
         now = time.monotonic()
-        if look.ahead is None and now >= self.warning_due:  # a waiter behind a ticket is warned while it sleeps
-            self.warn_once(look)
-        ahead = 0 if look.ahead is None else look.ahead.ticket.seq
+        if attempt.ahead is None and now >= self.warning_due:  # a waiter behind a ticket is warned while it sleeps
+            self.warn_once(attempt)
+        ahead = 0 if attempt.ahead is None else attempt.ahead.ticket.seq
         if self._on_wait is not None and ahead != self._last_ahead:
             self._last_ahead = ahead
             self.due = min(self.due, now + _WARNING_DELAY)
@@ -176,32 +176,33 @@ class WaitReporter:
         self.due = now + _REPORT_INTERVAL if self._on_wait is not None else math.inf
         # The records show without a lock whether an ancestor may hold a GPU. Only then are the holders looked up.
         may_hold = ancestor_may_hold(self._view.usable, inner=bool(self._view.outer))
-        if look.ahead is None and (may_hold or self._on_wait is not None):
+        if attempt.ahead is None and (may_hold or self._on_wait is not None):
             self._view.poll()
         if may_hold:
             from .messages import refuse_if_ancestor_holds
 
             refuse_if_ancestor_holds(self._view)
         if self._on_wait is not None:
-            self._on_wait(self._gather(look, self._line.position))
+            self._on_wait(self._gather(attempt, self._place.position))
 
-    def warn_once(self, look: Attempt) -> None:
+    def warn_once(self, attempt: Attempt) -> None:
         """Give the warning from this look alone. Hundreds may wait, so there is no new look and no poll for it."""
         if self._on_long_wait is not None:
-            self._on_long_wait(self._gather(look, 0))  # 0: the position is not counted either
+            self._on_long_wait(self._gather(attempt, 0))  # 0: the position is not counted either
         self._on_long_wait = None
         self.warning_due = math.inf
 
-    def _gather(self, look: Attempt, position: int) -> WaitStatus:
+    def _gather(self, attempt: Attempt, position: int) -> WaitStatus:
         from .messages import forecast, wait_status
 
-        ticket = None if look.ahead is None else look.ahead.ticket
-        news = wait_status(self._view, ticket, look.result.unleased, position, look.result.named, look.result.spent)
-        if news.spent is not None:
-            return news  # when a claim of the same user ends, others do not matter
+        ticket = None if attempt.ahead is None else attempt.ahead.ticket
+        result = attempt.result
+        status = wait_status(self._view, ticket, result.unleased, position, result.named, result.spent)
+        if status.spent is not None:
+            return status  # when a claim of the same user ends, others do not matter
         if ticket is not None and not position:
-            return news  # hundreds may wait, and to look it up reads the tickets of all
-        return news._replace(expected=forecast(self._view, self._line))
+            return status  # hundreds may wait, and to look it up reads the tickets of all
+        return status._replace(expected=forecast(self._view, self._place))
 
 
 def _to_log(logger: Any, *, late: bool) -> Callable[[WaitStatus], None] | None:
@@ -213,11 +214,11 @@ def _to_log(logger: Any, *, late: bool) -> Callable[[WaitStatus], None] | None:
     if is_enabled is not None and not is_enabled(30 if late else 20):
         return None
 
-    def tell(news: WaitStatus) -> None:
+    def tell(status: WaitStatus) -> None:
         from .messages import waiting_message
 
-        facts = {f"safe_gpu_{name}": value for name, value in news._asdict().items()}
-        (logger.warning if late else logger.info)("%s", waiting_message(news), extra=facts)
+        facts = {f"safe_gpu_{name}": value for name, value in status._asdict().items()}
+        (logger.warning if late else logger.info)("%s", waiting_message(status), extra=facts)
 
     return tell
 
@@ -231,7 +232,7 @@ _LEASE_PAUSE = 0.010
 _OLD = 30.0
 
 
-def acquire(view: HostView, terms: ClaimOptions, claim: Claim) -> None:
+def acquire(view: HostView, options: ClaimOptions, claim: Claim) -> None:
     """Fill an empty claim with leases on N GPUs, confirmed by a second poll.
 
     Raises:
@@ -241,33 +242,33 @@ def acquire(view: HostView, terms: ClaimOptions, claim: Claim) -> None:
         LockTimeout, StateDirError, NoDriverError: host.lock, the state directory or the driver cannot be used.
     """
     if view.snapshot.shared_display:
-        terms.logger.info("Running on a machine with single GPU used for actual display")
-    _Search(view, terms).run(claim)
+        options.logger.info("Running on a machine with single GPU used for actual display")
+    _Search(view, options).run(claim)
     claim.note()
     for doubt in state_dir_warnings():
-        terms.logger.warning("the state directory %s %s", printable_lines(state_dir_path()), doubt)
+        options.logger.warning("the state directory %s %s", printable_lines(state_dir_path()), doubt)
 
 
-def wait_until_free(view: HostView, terms: ClaimOptions) -> tuple[Gpu, ...]:
+def wait_until_free(view: HostView, options: ClaimOptions) -> tuple[Gpu, ...]:
     """Wait until :func:`acquire` would succeed, but take nothing. The errors are the same.
 
     Returns:
         The GPUs that it would get.
     """
-    return _Search(view, terms).run(None)
+    return _Search(view, options).run(None)
 
 
 class _Search:
     """One search for GPUs, from the first look to the leases; with ``claim`` None it takes no leases."""
 
-    def __init__(self, view: HostView, terms: ClaimOptions) -> None:
-        terms = with_policy_limits(terms)
+    def __init__(self, view: HostView, options: ClaimOptions) -> None:
+        options = with_policy_limits(options)
         self._view = view
-        self._terms = terms
-        self._line = QueuePlace(view, terms.hold, terms.quota)
-        self._look = Attempt()
+        self._options = options
+        self._place = QueuePlace(view, options.hold, options.quota)
+        self._attempt = Attempt()
         self._lookout: LeaseWatcher | None = None
-        self._patience = WaitState(terms.deadline, tried_last=terms.timeout == 0)
+        self._patience = WaitState(options.deadline, tried_last=options.timeout == 0)
         self._news: WaitReporter | None = None
         self._watching_since = 0.0
         self._looks = 0
@@ -277,27 +278,27 @@ class _Search:
         """Look, decide and wait until there are enough GPUs, and a second poll confirms that they are free."""
         self._check_possible()
         self._limit()
-        self._terms.logger.info("acquiring lock")
+        self._options.logger.info("acquiring lock")
         try:
             with unwind_on_signals():
                 try:
                     while True:
                         # Stored before it holds a ticket, so that _leave closes it after an interrupt.
-                        self._look = look = Attempt()
-                        look.run(self._view, self._line, claim, self._terms, may_wait=self._may_wait())
+                        self._attempt = attempt = Attempt()
+                        attempt.run(self._view, self._place, claim, self._options, may_wait=self._may_wait())
                         self._limit()
-                        if look.chosen or not self._looks:
-                            self._terms.logger.info("lock acquired")
-                            self._terms.logger.info("lock released")
+                        if attempt.chosen or not self._looks:
+                            self._options.logger.info("lock acquired")
+                            self._options.logger.info("lock released")
                         self._looks += 1
-                        decision = self._decide(look)
+                        decision = self._decide(attempt)
                         if decision.step == REFUSE:
-                            raise self._refusal(look)
+                            raise self._refusal(attempt)
                         if decision.step != TAKE:
-                            self._carry_out(decision, look)
-                            look.close()
-                        elif self._is_confirmed(claim, look.chosen):
-                            return look.chosen if claim is None else claim.gpus
+                            self._carry_out(decision, attempt)
+                            attempt.close()
+                        elif self._is_confirmed(claim, attempt.chosen):
+                            return attempt.chosen if claim is None else claim.gpus
                 finally:
                     self._leave()
         except BaseException:
@@ -305,11 +306,11 @@ class _Search:
             raise
 
     def _check_possible(self) -> None:
-        view, request = self._view, self._terms.request
+        view, request = self._view, self._options.request
         try:
-            check_possible(view.snapshot, request, view.fence, rules=view.rules)
+            check_possible(view.snapshot, request, view.visible_limit, rules=view.rules)
         except UnsatisfiableRequestError as err:
-            if view.fence is not None:
+            if view.visible_limit is not None:
                 raise  # this process was given GPUs, and those of another vendor are not among them
             from .messages import with_way_out
 
@@ -318,34 +319,34 @@ class _Search:
     def _is_confirmed(self, claim: Claim | None, gpus: tuple[Gpu, ...]) -> bool:
         """Whether a second poll shows the GPUs free; the leases of a claim are given back if not."""
         if claim is not None:
-            return confirm(self._view, claim, self._terms)
+            return confirm(self._view, claim, self._options)
         self._view.poll_again(gpus)
         return all(gpu.uuid in self._view.unoccupied for gpu in gpus)
 
     def _limit(self) -> None:
         """Apply the policy, once it is certain that this claim is not made inside another one."""
-        if self._limited or self._terms.quota is None or self._view.scope:
+        if self._limited or self._options.quota is None or self._view.scope:
             return
         from .quota import check_policy_limits
 
         self._limited = True
-        terms, limits = self._terms, self._terms.quota.limits
-        check_policy_limits(terms.request.nb_gpus, terms.hold, limits, terms.request.spelling)
+        options, limits = self._options, self._options.quota.limits
+        check_policy_limits(options.request.nb_gpus, options.hold, limits, options.request.spelling)
         most = limits.max_wait
-        if most is not None and (terms.timeout is None or terms.timeout > most):
-            self._terms = terms._replace(timeout=most, wait_limit=limits.path)
-        self._patience = WaitState(self._terms.deadline, tried_last=self._terms.timeout == 0)
+        if most is not None and (options.timeout is None or options.timeout > most):
+            self._options = options._replace(timeout=most, wait_limit=limits.path)
+        self._patience = WaitState(self._options.deadline, tried_last=self._options.timeout == 0)
 
-    def _decide(self, look: Attempt) -> Decision:
+    def _decide(self, attempt: Attempt) -> Decision:
         now = next_look = time.monotonic()
-        if look.chosen:
+        if attempt.chosen:
             next_look = math.inf
-        elif self._terms.quota is None or not self._terms.quota.unresolved:
+        elif self._options.quota is None or not self._options.quota.unresolved:
             next_look = self._waiting().next_look(now)
         decision = decide(
-            look.result,
+            attempt.result,
             self._patience,
-            needed=self._terms.request.nb_gpus,
+            needed=self._options.request.nb_gpus,
             now=now,
             next_poll=self._view.next_poll,
             next_look=next_look,
@@ -354,49 +355,50 @@ class _Search:
         return decision
 
     def _may_wait(self) -> bool:
-        return time.monotonic() < self._terms.deadline
+        return time.monotonic() < self._options.deadline
 
     # Waiting
 
-    def _carry_out(self, decision: Decision, look: Attempt) -> None:
-        if not look.result.outdated and self._may_wait():
-            self._waiting().report(look)
+    def _carry_out(self, decision: Decision, attempt: Attempt) -> None:
+        if not attempt.result.outdated and self._may_wait():
+            self._waiting().report(attempt)
         if decision.step == POLL:
             self._view.poll()
         elif decision.step == SLEEP:
-            if not self._sleep(look, min(decision.until, self._waiting().due)) and self._view.age > _OLD:
+            if not self._sleep(attempt, min(decision.until, self._waiting().due)) and self._view.age > _OLD:
                 self._view.poll()  # a process that holds no lease may have started or exited
         else:
-            self._watch(look, decision.until)
+            self._watch(attempt, decision.until)
 
     def _waiting(self) -> WaitReporter:
         if self._news is None:
-            self._news = WaitReporter(self._view, self._terms, self._line)
+            self._news = WaitReporter(self._view, self._options, self._place)
         return self._news
 
-    def _sleep(self, look: Attempt, until: float) -> bool:
+    def _sleep(self, attempt: Attempt, until: float) -> bool:
         """Sleep until the ticket ahead is gone or ``until``; give a warning that becomes due meanwhile.
 
         Returns:
             Whether the ticket ahead is gone.
         """
-        assert look.ahead is not None
-        waiter, news = self._line.ensure_waiter(), self._waiting()
-        if news.warning_due < until:
-            if waiter.sleep_behind(look.ahead, max(0.0, news.warning_due - time.monotonic())):
+        assert attempt.ahead is not None
+        waiter, status = self._place.ensure_waiter(), self._waiting()
+        if status.warning_due < until:
+            if waiter.sleep_behind(attempt.ahead, max(0.0, status.warning_due - time.monotonic())):
                 return True
-            news.warn_once(look)
-        return waiter.sleep_behind(look.ahead, max(0.0, until - time.monotonic()))
+            status.warn_once(attempt)
+        return waiter.sleep_behind(attempt.ahead, max(0.0, until - time.monotonic()))
 
-    def _watch(self, look: Attempt, until: float) -> None:
+    def _watch(self, attempt: Attempt, until: float) -> None:
         """Sleep until a lease may have been released, or until ``until``."""
         from ..coordination.locks import LeaseWatcher
 
         now = time.monotonic()
         self._watching_since = self._watching_since or now
-        not_held = look.result.unleased | look.result.named  # a name cannot be slept on: the next full look sees to it
+        # A name cannot be slept on: the next full look sees to it.
+        not_held = attempt.result.unleased | attempt.result.named
         held = (self._view.lease_name(gpu.uuid) for gpu in self._view.usable if gpu.uuid not in not_held)
-        self._lookout = LeaseWatcher(held if look.result.spent is None else look.result.spent.leases)
+        self._lookout = LeaseWatcher(held if attempt.result.spent is None else attempt.result.spent.leases)
         with self._lookout as lookout:
             while now < until:
                 pause = _LEASE_PAUSE if now - self._watching_since < 1.0 else 2 * _LEASE_PAUSE
@@ -408,19 +410,19 @@ class _Search:
     def _leave(self) -> None:
         if self._lookout is not None:
             self._lookout.close()  # an interrupt may have come before the with block closed it
-        self._look.close()
-        self._line.leave()
+        self._attempt.close()
+        self._place.leave()
 
-    def _refusal(self, look: Attempt) -> Exception:
+    def _refusal(self, attempt: Attempt) -> Exception:
         from .messages import refusal
 
-        ticket = None if look.ahead is None else look.ahead.ticket
+        ticket = None if attempt.ahead is None else attempt.ahead.ticket
         return refusal(
             self._view,
             ticket=ticket,
-            stopped=look.stopped,
-            spent=look.result.spent,
-            position=self._line.position,
-            waited=self._terms.timeout or 0.0,
-            wait_limit=self._terms.wait_limit,
+            stopped=attempt.stopped,
+            spent=attempt.result.spent,
+            position=self._place.position,
+            waited=self._options.timeout or 0.0,
+            wait_limit=self._options.wait_limit,
         )

@@ -56,7 +56,7 @@ def outer_claim(host: LockedHost, snapshot: HostSnapshot, token: str) -> dict[st
         sockets = names.sockets()
         record = next(iter(found.values()), _UNKNOWN)
         for gpu in snapshot.gpus:
-            inode = sockets.get(names.scope_of(gpu.uuid, token, snapshot.names))
+            inode = sockets.get(names.scope_of(gpu.uuid, token, snapshot.name_prefix))
             if inode is not None and gpu.uuid not in found and socket_of_this_user(inode):
                 found[gpu.uuid] = record
     return found
@@ -180,7 +180,7 @@ class HostView:
 
     Args:
         driver: polled only while no lock is held; snapshot: its latest poll.
-        request, fence: what is asked for, and the UUIDs to choose from (None: all).
+        request, visible_limit: what is asked for, and the UUIDs to choose from (None: all).
         own: pids under which the driver shows this process.
         near: NUMA nodes of the CPUs that this process may use; None if it may use all CPUs.
         scope: the value of SAFE_GPU_SCOPE, "" if it is not set.
@@ -200,7 +200,7 @@ class HostView:
         snapshot: HostSnapshot,
         request: GpuRequest,
         *,
-        fence: VisibleLimit | None = None,
+        visible_limit: VisibleLimit | None = None,
         own: Collection[int] = (),
         near: frozenset[int] | None = None,
         scope: str = "",
@@ -210,7 +210,7 @@ class HostView:
         self.driver = driver
         self.snapshot = snapshot if request.nb_gpus == 1 else driver.linked(snapshot)
         self.request = request
-        self.fence = fence
+        self.visible_limit = visible_limit
         self.own = set(own)
         self.near = near
         self.scope = scope
@@ -239,18 +239,18 @@ class HostView:
                 "(docker --gpus), or try SAFE_GPU_DRIVER=simulated:dgx-a100",
                 driver=driver.name,
             )
-        fence = visible_limit_of(snapshot, request.nb_gpus, driver.runtime)
+        visible_limit = visible_limit_of(snapshot, request.nb_gpus, driver.runtime)
         own = _own_pids(snapshot)
         return cls(
             driver,
             snapshot,
             request,
-            fence=fence,
+            visible_limit=visible_limit,
             own=own,
             near=_near_nodes(driver),
             scope=os.environ.get("SAFE_GPU_SCOPE", ""),
             rules=Rules.of(os.environ),
-            unlisted=_unlisted(driver, snapshot, own) if fence is not None and fence.frozen else (),
+            unlisted=_unlisted(driver, snapshot, own) if visible_limit is not None and visible_limit.frozen else (),
         )
 
     def poll(self) -> None:
@@ -277,7 +277,7 @@ class HostView:
     def usable(self) -> list[Gpu]:
         """The GPUs that the request could ever get, whether they are free or not."""
         if self._usable is None or self._usable[0] is not self.snapshot:
-            possible = candidates(self.snapshot, self.request, self.fence, rules=self.rules)
+            possible = candidates(self.snapshot, self.request, self.visible_limit, rules=self.rules)
             self._usable = self.snapshot, [gpu for gpu in possible if gpu.uuid not in self.failed]
         if self.outer:
             return [gpu for gpu in self._usable[1] if gpu.uuid in self.outer]
@@ -318,7 +318,7 @@ class HostView:
 
     def name(self, uuid: str) -> str:
         """The name that this request is to take for a GPU."""
-        prefix = self.snapshot.names
+        prefix = self.snapshot.name_prefix
         return names.inner_of(uuid, prefix) if self.outer else names.name_of(uuid, prefix)
 
     def judge(
@@ -328,30 +328,30 @@ class HostView:
 
         Args:
             leased: UUID -> holder, for GPUs that others hold. gpus: the GPUs to judge; None: all of the host.
-            fenced: False judges without the fence.
+            fenced: False judges without the visible limit.
         """
-        verdicts = self._judge(self.request, leased, self.fence if fenced else None, gpus)
+        verdicts = self._judge(self.request, leased, self.visible_limit if fenced else None, gpus)
         if self.failed:
             why = self.failed
             verdicts = tuple(GpuVerdict(v.gpu, "busy", why[v.gpu.uuid]) if v.gpu.uuid in why else v for v in verdicts)
         return judged_inside(self.outer, verdicts) if self.outer else verdicts
 
     def judge_for(self, request: GpuRequest, leased: Mapping[str, LeaseHolder]) -> tuple[GpuVerdict, ...]:
-        """The verdicts for a request of another process, whose fence is unknown."""
+        """The verdicts for a request of another process, whose visible limit is unknown."""
         return self._judge(request, leased, None)
 
     def _judge(
         self,
         request: GpuRequest,
         leased: Mapping[str, LeaseHolder],
-        fence: VisibleLimit | None,
+        visible_limit: VisibleLimit | None,
         gpus: Iterable[Gpu] | None = None,
     ) -> tuple[GpuVerdict, ...]:
         return judge(
             self.snapshot,
             request,
             leased=leased,
-            fence=fence,
+            visible_limit=visible_limit,
             own=self.own,
             explained=self.explained,
             describe=self._describe(),

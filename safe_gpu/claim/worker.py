@@ -61,8 +61,8 @@ def _check_visible(uuid: str) -> None:
         snapshot = driver.snapshot()
     name = visible_variables(snapshot)[0]
     shown = os.environ.get(name)
-    fence = read_visible(os.environ, snapshot)
-    seen = tuple(gpu.uuid for gpu in snapshot.gpus) if fence is None else fence.uuids
+    visible_limit = read_visible(os.environ, snapshot)
+    seen = tuple(gpu.uuid for gpu in snapshot.gpus) if visible_limit is None else visible_limit.uuids
     if seen == (uuid,):
         return
     raise WrongDeviceError(

@@ -50,7 +50,7 @@ class WaitLine:
         self._hint = hint
         self._live = is_terminal(stream)
         self._began = time.monotonic()
-        self._news: WaitStatus | None = None
+        self._status: WaitStatus | None = None
         self._thread: Thread | None = None
         self._ended: Event | None = None
         self._told: set[tuple[int | None, float | None]] = set()  # claims without work
@@ -69,16 +69,16 @@ class WaitLine:
         """Since the wait began."""
         return time.monotonic() - self._began
 
-    def show(self, news: WaitStatus) -> None:
+    def show(self, status: WaitStatus) -> None:
         """Tell the user where the wait stands."""
         first, self.waited = not self.waited, True
         if self._quiet:
             return
         from ..claim.messages import waiting_message
 
-        self._news = news
+        self._status = status
         if not self._live:
-            self._write(f"{_PROGRAM}{waiting_message(news)}\n")
+            self._write(f"{_PROGRAM}{waiting_message(status)}\n")
         elif self._thread is None:
             import threading
 
@@ -86,14 +86,14 @@ class WaitLine:
             self._thread = threading.Thread(target=self._tick, name="safe_gpu-waitline", daemon=True)
             self._thread.start()
         if self._live:
-            self._tell_of_idle_claims(news)
+            self._tell_of_idle_claims(status)
         # Not at once, as most waits are short; but behind another waiter it may help at once.
-        if self._hint and (not first or news.ahead is not None):
+        if self._hint and (not first or status.ahead is not None):
             self._hint = False
             if _says_nothing():
                 self._note("short jobs get in earlier if they say for how long: --for 30m")
 
-    def _tell_of_idle_claims(self, news: WaitStatus) -> None:
+    def _tell_of_idle_claims(self, status: WaitStatus) -> None:
         """Whom to ask for GPUs that are held without use, once, where the policy of this host wants that told."""
         from .. import settings
 
@@ -111,8 +111,8 @@ class WaitLine:
             gpus = gather().gpus  # takes host.lock
         except (SafeGpuError, OSError):
             return
-        if news.verdicts:
-            wanted = {verdict.gpu.uuid for verdict in news.verdicts if verdict.state == "claimed"}
+        if status.verdicts:
+            wanted = {verdict.gpu.uuid for verdict in status.verdicts if verdict.state == "claimed"}
             gpus = tuple(one for one in gpus if one.gpu.uuid in wanted)
         lines = {key: line for key, line in whom_to_ask(gpus, os.geteuid()).items() if key not in self._told}
         for key in list(lines)[:_MOST_IDLE]:
@@ -135,9 +135,9 @@ class WaitLine:
         from ..claim.messages import waiting_message
         from ..text import format_age
 
-        assert self._news is not None
+        assert self._status is not None
         clock = f" ({format_age(self.seconds)})"
-        text = _PROGRAM + waiting_message(self._news, width=max(0, width - len(_PROGRAM) - len(clock)))
+        text = _PROGRAM + waiting_message(self._status, width=max(0, width - len(_PROGRAM) - len(clock)))
         if len(text) + len(clock) <= width:
             return text + clock
         return text if len(text) <= width else f"{text[: max(0, width - 3)]}..."[: max(0, width)]

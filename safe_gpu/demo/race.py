@@ -147,8 +147,8 @@ def _states(host: racers.RaceHost) -> list[str]:
             text = "drives the display, so claims share it" if host.snapshot.shared_display else "free"
         elif verdict.state in ("claimed", "busy"):
             text = "in use (`safe-gpu status` shows by whom)"
-        elif verdict.state == "outside" and host.fence is not None:
-            text = f"left out by {host.fence.title}"
+        elif verdict.state == "outside" and host.visible_limit is not None:
+            text = f"left out by {host.visible_limit.title}"
         else:
             text = verdict.reason
         groups.setdefault(text, []).append(verdict.gpu.label)

@@ -44,14 +44,14 @@ QUIET.addHandler(logging.NullHandler())
 
 
 class RaceHost(NamedTuple):
-    """A host before a race: one poll, the verdicts for a claim of this process, and the fence of CUDA_VISIBLE_DEVICES.
+    """A host before a race: one poll, the verdicts for a claim of this process, and the visible limit.
 
     ``obstacle`` is another reason why no claim is possible, "" if there is none.
     """
 
     snapshot: HostSnapshot
     verdicts: tuple[GpuVerdict, ...] = ()
-    fence: VisibleLimit | None = None
+    visible_limit: VisibleLimit | None = None
     obstacle: str = ""
 
 
@@ -74,14 +74,14 @@ def look() -> RaceHost:
             if not snapshot.gpus:
                 return RaceHost(snapshot)
             try:
-                fence = visible_limit_of(snapshot, 1, driver.runtime)
+                visible_limit = visible_limit_of(snapshot, 1, driver.runtime)
             except errors.UnsatisfiableRequestError as err:
                 return RaceHost(snapshot, obstacle=str(err))
     except errors.NoDriverError:
         if os.environ.get("SAFE_GPU_DRIVER") not in (None, "", "auto"):
             raise
         return RaceHost(HostSnapshot(()))
-    return RaceHost(snapshot, current_verdicts(snapshot, GpuRequest(), fence), fence)
+    return RaceHost(snapshot, current_verdicts(snapshot, GpuRequest(), visible_limit), visible_limit)
 
 
 @contextmanager
@@ -136,7 +136,7 @@ def plan_race(host: RaceHost, racers: int | None = None) -> tuple[int, ...]:
         return ()
     number = racers or max(_FEWEST, min(_MOST, 2 * free))
     try:
-        check_possible(host.snapshot, GpuRequest(2), host.fence)
+        check_possible(host.snapshot, GpuRequest(2), host.visible_limit)
     except errors.UnsatisfiableRequestError:  # on a host with one GPU, and for MIG instances
         return (1,) * number
     return tuple(2 if i % 4 == 3 else 1 for i in range(number))

@@ -143,27 +143,27 @@ def visible_devices(host: CheckedHost) -> Finding:
     if host.snapshot is None:
         return skipped("there is no driver to compare it with")
     value = host.environ[name]
-    fence = read_visible_once(host.environ, host.snapshot)
-    assert fence is not None
+    visible_limit = read_visible_once(host.environ, host.snapshot)
+    assert visible_limit is not None
     lift = f"unset {name}, or set SAFE_GPU_FENCE=ignore"
     if settings.ignores_fence(host.environ):
         return passed(f"{value!r} is ignored (SAFE_GPU_FENCE=ignore)")
-    if fence.ambiguous:
+    if visible_limit.ambiguous:
         return warning(
-            f"{value!r} is ambiguous: {fence.doubt}",
+            f"{value!r} is ambiguous: {visible_limit.doubt}",
             "set CUDA_DEVICE_ORDER=PCI_BUS_ID with numbers as nvidia-smi shows them, or name UUIDs",
         )
-    if not fence.uuids:
-        return failed(f"with {value!r} {fence.library} shows no GPU, so none can be claimed", lift)
+    if not visible_limit.uuids:
+        return failed(f"with {value!r} {visible_limit.library} shows no GPU, so none can be claimed", lift)
     entries = [entry.strip() for entry in value.split(",")]
-    if len(entries) > len(fence.uuids) and fence.library == "CUDA":
+    if len(entries) > len(visible_limit.uuids) and visible_limit.library == "CUDA":
         return warning(
-            f"{value!r}: CUDA stops reading at {entries[len(fence.uuids)]!r}, which names no GPU",
+            f"{value!r}: CUDA stops reading at {entries[len(visible_limit.uuids)]!r}, which names no GPU",
             "correct it, or " + lift,
         )
     usable = [gpu for gpu in host.snapshot.gpus if not gpu.unusable]
-    limits = f"{value!r} limits claims to {len(fence.uuids)} of {len(usable)} GPUs"
-    if len(fence.uuids) >= len(usable):
+    limits = f"{value!r} limits claims to {len(visible_limit.uuids)} of {len(usable)} GPUs"
+    if len(visible_limit.uuids) >= len(usable):
         return passed(f"{value!r} shows all GPUs")
     if host.job.scheduler is not None or host.environ.get("SAFE_GPU_SCOPE"):
         return passed(f"{limits}, as the job's share")

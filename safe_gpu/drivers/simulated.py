@@ -321,9 +321,9 @@ class SimulatedDriver(Driver):
         """UUIDs that CUDA would show this process now, by ordinal, as its environment says."""
         from ..runtimes.visible_devices import read_visible
 
-        fence = read_visible(os.environ, self._idle)
-        if fence is not None:
-            return fence.uuids
+        visible_limit = read_visible(os.environ, self._idle)
+        if visible_limit is not None:
+            return visible_limit.uuids
         return tuple(gpu.uuid for gpu in self._idle.gpus if not gpu.unusable)
 
     def cpu_affinity(self, uuid: str, scope: str) -> frozenset[int] | None:

@@ -354,7 +354,7 @@ def claim(
 
     selection = {"min_memory": min_memory, "model": model, "exclude": exclude, "only": only, "vendor": vendor}
     wishes = ClaimArguments(placeholder_fn, affinity, memory, "index", selection)
-    terms = wishes.read(gpus_per_node, timeout, logger)
+    options = wishes.read(gpus_per_node, timeout, logger)
     alive = {str(h_uid): Node(h_uid) for h_uid in System().nodes}
     facts = {key: NodeFacts((node.hostname,), bool(node.gpus)) for key, node in alive.items()}
     chosen, count = choose_nodes(nodes, facts, "the Dragon runtime")
@@ -366,7 +366,7 @@ def claim(
             value=nodes,
         )
     holders = start_holders([alive[key] for key in chosen], wishes)
-    return DragonClaim(claim_through(holders, count, terms.request.nb_gpus, terms.timeout, terms.logger), memory)
+    return DragonClaim(claim_through(holders, count, options.request.nb_gpus, options.timeout, options.logger), memory)
 
 
 class DragonClaim(HeldClaim[DragonHolder]):

@@ -184,10 +184,10 @@ class HolderProcess:
             request = self._wishes.request(nb_gpus)
             with opened_driver.of(request) as driver:
                 snapshot = driver.snapshot()
-                fence = visible_limit_of(snapshot, nb_gpus, driver.runtime)
-            check_possible(snapshot, request, fence, rules=Rules.of(os.environ))
+                visible_limit = visible_limit_of(snapshot, nb_gpus, driver.runtime)
+            check_possible(snapshot, request, visible_limit, rules=Rules.of(os.environ))
             inner = bool(os.environ.get("SAFE_GPU_SCOPE"))
-            verdicts = current_verdicts(snapshot, request, fence, inner=inner)
+            verdicts = current_verdicts(snapshot, request, visible_limit, inner=inner)
             room = math.inf if inner else remaining_quota(snapshot, nb_gpus)
         except SafeGpuError:
             return -1
@@ -213,8 +213,8 @@ def enter_worker(cpus: Iterable[int], numa_node: int | None, memory: str | None)
 def _inherited_order(inherited: Mapping[str, str], snapshot: HostSnapshot) -> tuple[str, ...]:
     """The GPUs in the variable that Dragon sets: CUDA_VISIBLE_DEVICES, or ROCR_VISIBLE_DEVICES on AMD hosts."""
     alone = (visible_variables(snapshot)[0], "CUDA_DEVICE_ORDER")
-    fence = read_visible({name: inherited[name] for name in alone if name in inherited}, snapshot)
-    return () if fence is None else fence.uuids
+    visible_limit = read_visible({name: inherited[name] for name in alone if name in inherited}, snapshot)
+    return () if visible_limit is None else visible_limit.uuids
 
 
 def _placeholder(snapshot: HostSnapshot) -> Callable[[int], Any] | None:

@@ -90,7 +90,7 @@ def claim(
         raise UnsatisfiableRequestError("Ray is not connected: call ray.init(address=...) before the claim")
     selection = {"min_memory": min_memory, "model": model, "exclude": exclude, "only": only, "vendor": vendor}
     wishes = ClaimArguments(placeholder_fn, affinity, memory, visible_as, selection)
-    terms = wishes.read(gpus_per_node, timeout, logger)
+    options = wishes.read(gpus_per_node, timeout, logger)
     alive = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
     # A node may have GPUs although Ray was told of none (--num-gpus 0). Nodes with GPUs are preferred all the same, so
     # that no holder is started on a head node without GPUs.
@@ -100,7 +100,7 @@ def claim(
     }
     chosen, count = choose_nodes(nodes, facts, "the Ray cluster")
     holders = [_RayHolder(alive[key], wishes) for key in chosen]
-    return RayClaim(claim_through(holders, count, terms.request.nb_gpus, terms.timeout, terms.logger), memory)
+    return RayClaim(claim_through(holders, count, options.request.nb_gpus, options.timeout, options.logger), memory)
 
 
 class RayClaim(HeldClaim["_RayHolder"]):

@@ -101,7 +101,7 @@ def parse_cuda(value: str | None, snapshot: HostSnapshot, *, device_order: str |
         device_order: the text of CUDA_DEVICE_ORDER; any value but ``PCI_BUS_ID`` is CUDA's default, fastest first.
 
     Returns:
-        The fence, or None if the variable is not set (every GPU is visible).
+        The visible limit, or None if the variable is not set (every GPU is visible).
 
     Indices follow the PCI bus order, as in nvidia-smi, if ``device_order`` is ``PCI_BUS_ID`` or all GPUs are of one
     model. They are ambiguous in three cases:
@@ -353,11 +353,11 @@ def stale_indices(value: str | None, device_order: str | None, claimed: Collecti
     """
     if snapshot.vendor != "nvidia":
         return ""  # ROCR_VISIBLE_DEVICES holds UUIDs
-    fence = parse_cuda(value, snapshot, device_order=device_order)
-    if fence is None or not fence.uses_indices or not claimed:
+    visible_limit = parse_cuda(value, snapshot, device_order=device_order)
+    if visible_limit is None or not visible_limit.uses_indices or not claimed:
         return ""
-    foreign = [gpu for gpu in snapshot.gpus if gpu.uuid in fence and gpu.uuid not in claimed]
-    lacking = sum(entry.strip()[:1].isdigit() for entry in fence.value.split(",")) > len(fence.uuids)
+    foreign = [gpu for gpu in snapshot.gpus if gpu.uuid in visible_limit and gpu.uuid not in claimed]
+    lacking = sum(entry.strip()[:1].isdigit() for entry in visible_limit.value.split(",")) > len(visible_limit.uuids)
     if not foreign and not lacking:
         return ""
     meant = "fewer GPUs than this claim holds"
@@ -371,6 +371,6 @@ def stale_indices(value: str | None, device_order: str | None, claimed: Collecti
     mine = [gpu.uuid for gpu in snapshot.gpus if gpu.uuid in claimed and not gpu.lost]
     way_out = f"set CUDA_VISIBLE_DEVICES={','.join(mine)} before CUDA starts" if mine else "end this claim"
     return (
-        f"CUDA_VISIBLE_DEVICES={fence.value} now means {meant}{why}: {way_out} "
+        f"CUDA_VISIBLE_DEVICES={visible_limit.value} now means {meant}{why}: {way_out} "
         "(--visible-as uuid keeps a claim from this)"
     )

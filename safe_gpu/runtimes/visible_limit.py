@@ -24,7 +24,7 @@ _initializer: tuple[int, str] | None = None
 def visible_limit_of(snapshot: HostSnapshot, nb_gpus: int, runtime: Runtime) -> VisibleLimit | None:
     """The GPUs that the variables of their vendor allow; None if these do not limit the choice.
 
-    If the runtime is initialised in this process, the fence is the GPUs that it sees (``frozen``), in its order.
+    If the runtime is initialised in this process, the limit is the GPUs that it sees (``frozen``), in its order.
 
     Args:
         snapshot: the host's devices.
@@ -40,10 +40,10 @@ def visible_limit_of(snapshot: HostSnapshot, nb_gpus: int, runtime: Runtime) -> 
         return _frozen(snapshot, nb_gpus, visible, runtime)
     if settings.ignores_fence(os.environ):
         return None
-    fence = read_visible_once(os.environ, snapshot)
-    if fence is not None and fence.ambiguous:
-        fence = VisibleLimit(fence.value, _resolved(snapshot, fence, runtime), uses_indices=fence.uses_indices)
-    return fence
+    limit = read_visible_once(os.environ, snapshot)
+    if limit is not None and limit.ambiguous:
+        limit = VisibleLimit(limit.value, _resolved(snapshot, limit, runtime), uses_indices=limit.uses_indices)
+    return limit
 
 
 def prepare_only(placeholder: Any, runtime: Runtime) -> None:
@@ -62,18 +62,18 @@ def prepare_only(placeholder: Any, runtime: Runtime) -> None:
         )
 
 
-def remember_initializer(fence: VisibleLimit | None, placeholder: Any, runtime: Runtime) -> None:
+def remember_initializer(visible_limit: VisibleLimit | None, placeholder: Any, runtime: Runtime) -> None:
     """After a placeholder is allocated: store whether it has initialised CUDA, for the error of a later claim.
 
-    ``fence`` is that of the claim; ``fence.frozen`` means that CUDA was initialised before.
+    ``visible_limit`` is that of the claim; ``visible_limit.frozen`` means that CUDA was initialised before.
     """
     global _initializer
-    if not (fence is not None and fence.frozen) and runtime.shown_at(0) is not None:
+    if not (visible_limit is not None and visible_limit.frozen) and runtime.shown_at(0) is not None:
         _initializer = os.getpid(), placeholders.name_of(placeholder)
 
 
 def _frozen(snapshot: HostSnapshot, nb_gpus: int, visible: tuple[str, ...], runtime: Runtime) -> VisibleLimit:
-    """The fence of a process in which CUDA is initialised. It can claim exactly the GPUs that CUDA sees, no others."""
+    """The limit of a process in which CUDA is initialised. It can claim exactly the GPUs that CUDA sees, no others."""
     found = _claimable(snapshot, visible, runtime)
     if found is None or len(found) != nb_gpus:
         library = runtime.title
@@ -94,7 +94,7 @@ def _frozen(snapshot: HostSnapshot, nb_gpus: int, visible: tuple[str, ...], runt
     return VisibleLimit(os.environ.get(name, ""), found, frozen=True, name=name, library=runtime.title)
 
 
-def _resolved(snapshot: HostSnapshot, fence: VisibleLimit, runtime: Runtime) -> tuple[str, ...]:
+def _resolved(snapshot: HostSnapshot, visible_limit: VisibleLimit, runtime: Runtime) -> tuple[str, ...]:
     """The devices that an ambiguous variable selects, as CUDA shows them in a child process."""
     problem = ""
     if runtime.real:
@@ -106,9 +106,10 @@ def _resolved(snapshot: HostSnapshot, fence: VisibleLimit, runtime: Runtime) -> 
         except NoDriverError as err:
             problem = f"; CUDA itself could not be asked: {err}"
     raise UnsatisfiableRequestError(
-        f"CUDA_VISIBLE_DEVICES={fence.value} is ambiguous: {fence.doubt}{problem}; set CUDA_DEVICE_ORDER=PCI_BUS_ID "
-        "with numbers as nvidia-smi shows them, or name UUIDs, or set SAFE_GPU_FENCE=ignore",
-        value=fence.value,
+        f"CUDA_VISIBLE_DEVICES={visible_limit.value} is ambiguous: {visible_limit.doubt}{problem}; set "
+        "CUDA_DEVICE_ORDER=PCI_BUS_ID with numbers as nvidia-smi shows them, or name UUIDs, or set "
+        "SAFE_GPU_FENCE=ignore",
+        value=visible_limit.value,
     )
 
 

@@ -20,13 +20,17 @@ if TYPE_CHECKING:
 
 
 def candidates(
-    snapshot: HostSnapshot, request: GpuRequest, fence: VisibleLimit | None = None, *, rules: Rules = DEFAULT_RULES
+    snapshot: HostSnapshot,
+    request: GpuRequest,
+    visible_limit: VisibleLimit | None = None,
+    *,
+    rules: Rules = DEFAULT_RULES,
 ) -> tuple[Gpu, ...]:
     """Every device that this request could ever get, in the order of the snapshot. Requests compete for these."""
     return tuple(
         gpu
         for gpu in snapshot.gpus
-        if not (why_unusable(gpu) or _why_unwatchable(gpu, snapshot, rules) or _why_never(gpu, request, fence))
+        if not (why_unusable(gpu) or _why_unwatchable(gpu, snapshot, rules) or _why_never(gpu, request, visible_limit))
         and not (gpu.is_mig_instance and request.nb_gpus > 1)
     )
 
@@ -34,14 +38,14 @@ def candidates(
 def check_possible(
     snapshot: HostSnapshot,
     request: GpuRequest,
-    fence: VisibleLimit | None = None,
+    visible_limit: VisibleLimit | None = None,
     *,
     leased: Mapping[str, LeaseHolder] | None = None,
     rules: Rules = DEFAULT_RULES,
 ) -> None:
-    """Raise if this host, or this process within its fence, can never satisfy the request.
+    """Raise if this host, or this process within its visible limit, can never satisfy the request.
 
-    ``leased`` is used only to count, in the message, the free GPUs outside the fence.
+    ``leased`` is used only to count, in the message, the free GPUs outside the visible limit.
 
     Raises:
         UnsatisfiableRequestError: names the offending value and what to do.
@@ -57,17 +61,23 @@ def check_possible(
     problem = ""
     verdicts_with = partial(judge, snapshot, request, leased=leased or {}, rules=rules)
     unwatchable = partial(_why_unwatchable, snapshot=snapshot, rules=rules)
-    for why_not in (why_unusable, unwatchable, partial(_why_never, request=request, fence=None)):
+    for why_not in (why_unusable, unwatchable, partial(_why_never, request=request, visible_limit=None)):
         left = [gpu for gpu in left if not why_not(gpu)]
         problem = problem or _too_few(request.nb_gpus, left, snapshot, why_not)
-    if not problem and fence is not None and capacity([gpu for gpu in left if gpu.uuid in fence]) < request.nb_gpus:
-        hint = fence_hint(verdicts_with(), fence)
-        way_out = "" if fence.frozen else ", or set SAFE_GPU_FENCE=ignore to disregard the variable"
+    if (
+        not problem
+        and visible_limit is not None
+        and capacity([gpu for gpu in left if gpu.uuid in visible_limit]) < request.nb_gpus
+    ):
+        hint = fence_hint(verdicts_with(), visible_limit)
+        way_out = "" if visible_limit.frozen else ", or set SAFE_GPU_FENCE=ignore to disregard the variable"
         problem = f"{hint}: ask for fewer GPUs or among those{way_out}"
     if problem:
         asked = "1 GPU is" if request.nb_gpus == 1 else f"{request.nb_gpus} GPUs are"
         raise UnsatisfiableRequestError(
-            f"{asked} asked for, but {problem}", value=request.nb_gpus, verdicts=verdicts_with(fence=fence)
+            f"{asked} asked for, but {problem}",
+            value=request.nb_gpus,
+            verdicts=verdicts_with(visible_limit=visible_limit),
         )
 
 
@@ -76,9 +86,9 @@ def _why_unwatchable(gpu: Gpu, snapshot: HostSnapshot, rules: Rules) -> str:
     return "" if watchable else UNWATCHABLE
 
 
-def _why_never(gpu: Gpu, request: GpuRequest, fence: VisibleLimit | None) -> str:
+def _why_never(gpu: Gpu, request: GpuRequest, visible_limit: VisibleLimit | None) -> str:
     """Why the request can never get the device: it is outside, or whether it has the memory will never be known."""
-    reason = why_outside(gpu, request, fence)
+    reason = why_outside(gpu, request, visible_limit)
     if not reason and request.min_memory and gpu.memory_free is None:
         reason = f"the driver does not tell its memory: leave {request.spelling.option('min_memory')} out"
     return reason
@@ -123,7 +133,7 @@ def can_be_met_by_releases(
     Args:
         candidate_uuids: the devices that the request could get (:func:`candidates`).
         nb_gpus: how many of them it needs.
-        verdicts: of every device, judged for this request without a fence.
+        verdicts: of every device, judged for this request without a visible limit.
         leaving: UUIDs of devices that are busy only with the processes of a claim that has just ended.
     """
     coming = [

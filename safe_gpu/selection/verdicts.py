@@ -129,7 +129,7 @@ def judge(
     request: GpuRequest,
     *,
     leased: Mapping[str, LeaseHolder],
-    fence: VisibleLimit | None = None,
+    visible_limit: VisibleLimit | None = None,
     own: Collection[int] = (),
     explained: Mapping[str, Collection[int]] | None = None,
     describe: Describe | None = None,
@@ -142,7 +142,7 @@ def judge(
         snapshot: one poll of the driver.
         request: what is asked for; the number of GPUs is not used.
         leased: UUID -> holder of its lease, without the leases that the caller itself holds.
-        fence: the inherited CUDA_VISIBLE_DEVICES; None: there is none.
+        visible_limit: the inherited CUDA_VISIBLE_DEVICES; None: there is none.
         own: pids whose processes and memory are disregarded on every device.
         explained: UUID -> pids that are disregarded on that device (the processes of an outer claim). On these devices
             memory in use without a process does not count, because it may be of processes that are not listed here.
@@ -160,7 +160,7 @@ def judge(
         disregarded = own if of_outer is None else {*own, *of_outer}
         if unusable := why_unusable(gpu):
             return GpuVerdict(gpu, "unusable", unusable)
-        if outside := why_outside(gpu, request, fence):
+        if outside := why_outside(gpu, request, visible_limit):
             return GpuVerdict(gpu, "outside", outside)
         if shared_display:
             return GpuVerdict(gpu, "display", _why_too_full(gpu, request, disregarded))
@@ -203,8 +203,8 @@ def why_unusable(gpu: Gpu) -> str:
     return ""
 
 
-def why_outside(gpu: Gpu, request: GpuRequest, fence: VisibleLimit | None) -> str:
-    """Why the request or the fence excludes the device; "" if neither does."""
+def why_outside(gpu: Gpu, request: GpuRequest, visible_limit: VisibleLimit | None) -> str:
+    """Why the request or the visible limit excludes the device; "" if neither does."""
     if request.only and not any(names_device(name, gpu) for name in request.only):
         return f"not listed in {request.spelling.setting('only', ','.join(request.only))}"
     if any(names_device(name, gpu) for name in request.exclude):
@@ -214,8 +214,8 @@ def why_outside(gpu: Gpu, request: GpuRequest, fence: VisibleLimit | None) -> st
         return f"{gpu.name or 'GPU without a name'} does not match {pattern}"
     if request.min_memory is not None and gpu.memory_total is not None and gpu.memory_total < request.min_memory:
         return f"{format_bytes(gpu.memory_total)} in all, {format_bytes(request.min_memory)} asked for"
-    if fence is not None and gpu.uuid not in fence:
-        return "not visible to CUDA in this process" if fence.frozen else f"not listed in {fence.title}"
+    if visible_limit is not None and gpu.uuid not in visible_limit:
+        return "not visible to CUDA in this process" if visible_limit.frozen else f"not listed in {visible_limit.title}"
     return ""
 
 
@@ -243,22 +243,22 @@ def _claimed_by(holder: LeaseHolder) -> str:
     return text
 
 
-def fence_hint(unfenced: Sequence[GpuVerdict], fence: VisibleLimit | None) -> str:
-    """What the fence excludes, such as
+def fence_hint(unfenced: Sequence[GpuVerdict], visible_limit: VisibleLimit | None) -> str:
+    """What the visible limit excludes, such as
     ``CUDA_VISIBLE_DEVICES=0 limits this process to 1 of 8 GPUs; 7 others are free``.
 
-    ``unfenced`` are the verdicts for the same request *without* the fence. The result is "" if the fence excludes none.
+    ``unfenced`` are the verdicts for the same request *without* it. The result is "" if it excludes none.
     """
-    if fence is None:
+    if visible_limit is None:
         return ""
     claimable = [verdict for verdict in unfenced if not verdict.gpu.mig_enabled]
-    beyond = [verdict for verdict in claimable if verdict.gpu.uuid not in fence]
+    beyond = [verdict for verdict in claimable if verdict.gpu.uuid not in visible_limit]
     if not beyond:
         return ""
     inside = len(claimable) - len(beyond)
     free = sum(verdict.free for verdict in beyond)
     others = "1 other is" if free == 1 else f"{free or 'none of the'} others are"
-    return f"{fence.title} limits this process to {inside} of {len(claimable)} GPUs; {others} free"
+    return f"{visible_limit.title} limits this process to {inside} of {len(claimable)} GPUs; {others} free"
 
 
 # For how long a GPU on which a claim failed is the last choice. Pure.

@@ -119,7 +119,7 @@ def status_of(*snapshots: HostSnapshot, broken: Iterable[str] = ()) -> HostStatu
         broken: sentences on the drivers that do not work.
     """
     path = state_dir_path()
-    found = look(path, [gpu for snapshot in snapshots for gpu in snapshot.gpus], snapshots[0].names)
+    found = look(path, [gpu for snapshot in snapshots for gpu in snapshot.gpus], snapshots[0].name_prefix)
     processes = ProcessTable(found.files)
     claims = {name: _claim(file, found.records.get(name), processes) for name, file in found.files.items()}
     now = time.time()

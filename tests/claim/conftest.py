@@ -72,7 +72,7 @@ class Host(SimulatedDriver):
     def snapshot(self) -> HostSnapshot:
         self._poll("poll")
         shown = super().snapshot()
-        return HostSnapshot(self._edited(shown.gpus), shown.driver, shown.driver_version, shown.names)
+        return HostSnapshot(self._edited(shown.gpus), shown.driver, shown.driver_version, shown.name_prefix)
 
     def usage(self, gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
         self._poll("usage")
@@ -179,8 +179,8 @@ class Spies:
         monkeypatch.setattr(look, "HostLock", SpiedHostLock)
         monkeypatch.setattr(recheck, "take_legacy_lock", take_legacy_lock)
         monkeypatch.setattr(time, "sleep", sleep)
-        spied(owner, "read_options", before="terms")
-        spied(host_view, "visible_limit_of", before="fence")
+        spied(owner, "read_options", before="options")
+        spied(host_view, "visible_limit_of", before="visible_limit")
         spied(look, "try_lease", before="lease")
         spied(Lease, "write", before="record")
         spied(owner, "verify_devices", before="verify")

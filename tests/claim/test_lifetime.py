@@ -301,8 +301,8 @@ def test_a_process_of_another_container_with_our_parents_number_is_not_our_paren
             json.dump(record, file)
     told: list[Any] = []
 
-    def on_wait(news: Any) -> None:
-        told.append(news)
+    def on_wait(status: Any) -> None:
+        told.append(status)
         ground.let_go()
 
     assert GPUOwner(2, timeout=60, _on_wait=on_wait).devices_taken == [0, 1]

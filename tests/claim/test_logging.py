@@ -11,7 +11,7 @@ import pytest
 
 from safe_gpu import NoPlaceholder, NotEnoughGpusError, claim_gpus, procfs
 from safe_gpu.claim import attempt as look
-from safe_gpu.claim import search as news
+from safe_gpu.claim import search as status
 from safe_gpu.coordination import holders as survey
 from safe_gpu.coordination.locks import HostLock, LeaseWatcher
 from safe_gpu.coordination.queue import Waiter
@@ -99,7 +99,7 @@ def test_the_warning_costs_no_look(host: Any, ground, monkeypatch: pytest.Monkey
     monkeypatch.setattr(survey, "HostLock", CountedLock)
     monkeypatch.setattr(Waiter, "sleep_behind", sleep)
     monkeypatch.setattr(LeaseWatcher, "any_free", enough)
-    monkeypatch.setattr(news, "_WARNING_DELAY", 0.0)
+    monkeypatch.setattr(status, "_WARNING_DELAY", 0.0)
     seen = []
     for level in (logging.WARNING, logging.ERROR):
         logger = Heard("heard", level)

@@ -178,12 +178,12 @@ def test_inner_claims_choose_among_what_is_free_inside(outer, child, ground, mon
     assert child(rank("2")).hear() == "0 5"
 
 
-@pytest.mark.parametrize("fence", ["2", "0,1,2"])
-def test_the_fence_counts_inside_as_well(outer, ground, monkeypatch: pytest.MonkeyPatch, fence: str) -> None:
+@pytest.mark.parametrize("visible_limit", ["2", "0,1,2"])
+def test_the_fence_counts_inside_as_well(outer, ground, monkeypatch: pytest.MonkeyPatch, visible_limit: str) -> None:
     _, token = outer(4)
-    inside(token, monkeypatch, fence)
+    inside(token, monkeypatch, visible_limit)
     with claim_gpus(1, NoPlaceholder(), affinity=None) as owner:
-        assert owner.devices_taken[0] in map(int, fence.split(","))
+        assert owner.devices_taken[0] in map(int, visible_limit.split(","))
 
 
 # A scope that means nothing here

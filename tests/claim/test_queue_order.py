@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from safe_gpu import ClaimTimeout, NoPlaceholder, NotEnoughGpusError, claim_gpus, procfs
-from safe_gpu.claim import search as news
+from safe_gpu.claim import search as status
 from safe_gpu.coordination.leases import LeaseRecord, lease_name
 from safe_gpu.coordination.queue import Waiter
 
@@ -38,7 +38,7 @@ class Case:
     leased: tuple[int, ...] = ()
     strangers: tuple[int, ...] = ()
     only: tuple[int, ...] = ()
-    fence: str = ""
+    visible_limit: str = ""
 
 
 CASES = {
@@ -56,7 +56,7 @@ CASES = {
     "overlapping parts of the host": Case(1, (2,), ahead=[(2, (0, 1))], leased=(0,), only=(1, 2)),
     "any GPU, behind one who wants a certain one": Case(1, (1,), ahead=[(1, (0,))], leased=(0,)),
     "a certain GPU, behind one who wants any": Case(1, None, ahead=[(1, ALL)], leased=(0,), only=(7,)),
-    "a fence makes other parts": Case(1, (3,), ahead=[(1, (0,))], leased=(0,), fence="3"),
+    "a visible limit makes other parts": Case(1, (3,), ahead=[(1, (0,))], leased=(0,), visible_limit="3"),
     "a blocked one before one who is not": Case(1, None, ahead=[(8, ALL), (2, ALL)], strangers=(7,), leased=(0,)),
     "one who is not before a blocked one": Case(1, None, ahead=[(2, ALL), (8, ALL)], strangers=(7,), leased=(0,)),
     "two blocked ones": Case(1, (6,), ahead=[(8, ALL), (1, (7,))], strangers=(7,)),
@@ -66,8 +66,8 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_who_may_go_first(case: Case, ground, line, stranger, monkeypatch: pytest.MonkeyPatch) -> None:
-    if case.fence:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", case.fence)
+    if case.visible_limit:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", case.visible_limit)
     ground.hold(*case.leased)
     if case.strangers:
         stranger(*case.strangers)
@@ -273,16 +273,16 @@ def test_a_sleeper_wakes_for_its_news_and_else_at_a_pace_of_its_own(
         """Instead of sleeping."""
 
     def sleep(self: Waiter, ahead: object, seconds: float) -> bool:
-        if seconds <= news._WARNING_DELAY:
+        if seconds <= status._WARNING_DELAY:
             return False  # until the warning
         raise Slept(seconds)
 
     line(8)
     ground.hold(0)
     logger = logging.Logger("sleeper", logging.INFO if listens else logging.WARNING)
-    monkeypatch.setattr(news, "_REPORT_INTERVAL", 1e6)  # so that what the machine is busy with counts for nothing
-    monkeypatch.setattr(news, "_EARLY_INTERVAL", 1e5)
-    monkeypatch.setattr(news, "_EARLY", 2 if early else 1)
+    monkeypatch.setattr(status, "_REPORT_INTERVAL", 1e6)  # so that what the machine is busy with counts for nothing
+    monkeypatch.setattr(status, "_EARLY_INTERVAL", 1e5)
+    monkeypatch.setattr(status, "_EARLY", 2 if early else 1)
     monkeypatch.setattr(Waiter, "sleep_behind", sleep)
     with pytest.raises(Slept) as slept:
         claim_gpus(1, NoPlaceholder(), logger, affinity=None, timeout=None)

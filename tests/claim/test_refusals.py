@@ -14,7 +14,7 @@ import safe_gpu
 from safe_gpu.claim import attempt as look
 from safe_gpu.claim import claim as verification
 from safe_gpu.claim import free as inquiry
-from safe_gpu.claim import options as terms
+from safe_gpu.claim import options
 from safe_gpu.coordination import holders as survey
 from safe_gpu.coordination.locks import MINIMUM_PATIENCE, HostLock
 from safe_gpu.errors import ClaimTimeout, LockTimeout, NotEnoughGpusError, UnsatisfiableRequestError
@@ -56,7 +56,7 @@ def test_a_wait_ends_when_the_leases_are_free_and_the_stranger_is_gone(
     ground.hold(*range(4))
     stranger = cleanup.enter_context(host.stranger(4))
 
-    def end(news: Any) -> None:
+    def end(status: Any) -> None:
         ground.let_go()
         stranger.close()
 
@@ -85,7 +85,7 @@ def test_only_exclude_model_and_memory_choose(host_of: Any, cleanup: ExitStack) 
     assert taken(min_memory="23.5GiB") == [2]
 
 
-# The fence
+# The visible limit
 
 
 def test_the_fence_is_named_where_it_stands_in_the_way(
@@ -127,7 +127,7 @@ def test_an_empty_fence_leaves_no_gpu(
 def test_a_stuck_host_lock_names_its_holder(
     host: Any, untouched: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (terms, inquiry, survey):
+    for module in (options, inquiry, survey):
         monkeypatch.setattr(module, "MINIMUM_PATIENCE", SHORT)
     with HostLock(None), untouched():
         with pytest.raises(LockTimeout, match=rf"host\.lock is held by process {os.getpid()} of ") as caught:

@@ -28,9 +28,9 @@ def test_the_steps_come_in_the_order_of_the_protocol(host: Any, spies: Any) -> N
     assert len(taken) == 2
     visible = ",".join(str(index) for index in owner.devices_taken)
     assert host.events == [
-        "terms",
+        "options",
         "poll",
-        "fence",
+        "visible_limit",
         "prepare",
         "host.lock",
         *["lease"] * 2,

@@ -275,4 +275,4 @@ def test_a_poll_is_taken_again_when_preparing_took_long(host: Any, monkeypatch: 
 
 
 def test_nothing_is_told_where_there_is_no_wait(host: Any) -> None:
-    safe_gpu.GPUOwner(1, timeout=60, _on_wait=lambda news: pytest.fail("told"))
+    safe_gpu.GPUOwner(1, timeout=60, _on_wait=lambda status: pytest.fail("told"))

@@ -100,8 +100,8 @@ def test_a_claim_waits_so_long_when_nothing_is_said(
     class Stop(Exception):
         pass
 
-    def acquire(view: object, terms: ClaimOptions, claim: object) -> None:
-        waits.append(terms.timeout)
+    def acquire(view: object, options: ClaimOptions, claim: object) -> None:
+        waits.append(options.timeout)
         raise Stop
 
     monkeypatch.setattr(owner, "acquire", acquire)

@@ -117,11 +117,11 @@ TOLD = [
 ]
 
 
-@pytest.mark.parametrize(("news", "text"), TOLD)
-def test_a_wait_is_told_in_one_line(news: WaitStatus, text: str) -> None:
+@pytest.mark.parametrize(("status", "text"), TOLD)
+def test_a_wait_is_told_in_one_line(status: WaitStatus, text: str) -> None:
     text = f"waiting for {text}"
-    assert waiting_message(news, NOW) == text
-    assert waiting_message(news, NOW, width=len(text)) == text
+    assert waiting_message(status, NOW) == text
+    assert waiting_message(status, NOW, width=len(text)) == text
 
 
 AHEAD = WaitStatus(3, None, 2, ahead=ADA)
@@ -145,18 +145,18 @@ LINES_HELD = [
 ]
 
 
-@pytest.mark.parametrize(("news", "longest_first"), [(AHEAD, LINES_AHEAD), (HELD, LINES_HELD)])
-def test_where_columns_are_few_name_and_pid_stay(news: WaitStatus, longest_first: list[str]) -> None:
+@pytest.mark.parametrize(("status", "longest_first"), [(AHEAD, LINES_AHEAD), (HELD, LINES_HELD)])
+def test_where_columns_are_few_name_and_pid_stay(status: WaitStatus, longest_first: list[str]) -> None:
     for text, shorter in zip(longest_first, [*longest_first[1:], longest_first[-1]], strict=True):
-        assert waiting_message(news, NOW, width=len(text)) == text
-        assert waiting_message(news, NOW, width=len(text) - 1) == shorter
-    assert waiting_message(news, NOW, width=0) == longest_first[-1]
+        assert waiting_message(status, NOW, width=len(text)) == text
+        assert waiting_message(status, NOW, width=len(text) - 1) == shorter
+    assert waiting_message(status, NOW, width=0) == longest_first[-1]
 
 
 def test_a_stranger_with_a_long_command_keeps_name_and_pid() -> None:
     stranger = BUSY._replace(reason=f"process 12 (bob, {'x' * 200}) uses 1 GiB")
-    news = WaitStatus(1, 0, 1, (stranger,))
-    assert waiting_message(news, NOW, width=60) == "waiting for 1 GPU, 0 free; GPU 3: bob (pid 12)"
+    status = WaitStatus(1, 0, 1, (stranger,))
+    assert waiting_message(status, NOW, width=60) == "waiting for 1 GPU, 0 free; GPU 3: bob (pid 12)"
 
 
 @given(
@@ -168,9 +168,9 @@ def test_a_stranger_with_a_long_command_keeps_name_and_pid() -> None:
     ),
 )
 def test_the_line_fits_or_is_as_short_as_it_gets(width: int, verdicts: list[GpuVerdict]) -> None:
-    news = WaitStatus(1, 0, 1, tuple(verdict._replace(gpu=gpu(index)) for index, verdict in enumerate(verdicts)))
-    text = waiting_message(news, NOW, width=width)
-    assert len(text) <= max(width, len(waiting_message(news, NOW, width=0)))
+    status = WaitStatus(1, 0, 1, tuple(verdict._replace(gpu=gpu(index)) for index, verdict in enumerate(verdicts)))
+    text = waiting_message(status, NOW, width=width)
+    assert len(text) <= max(width, len(waiting_message(status, NOW, width=0)))
 
 
 def test_ages_count_to_now_unless_told_otherwise() -> None:

@@ -24,7 +24,7 @@ from safe_gpu.text import format_age
 GPUS = preset("dgx-a100").gpus()
 
 
-def news(free: int = 0, position: int = 1) -> WaitStatus:
+def status(free: int = 0, position: int = 1) -> WaitStatus:
     holder = LeaseHolder(pid=77, user="eva", job="4711", command="train", since=1.0)
     verdicts = tuple(
         GpuVerdict(gpu, "free", "") if gpu.index < free else GpuVerdict(gpu, "claimed", "claimed", 77, "eva", holder)
@@ -39,8 +39,8 @@ def news(free: int = 0, position: int = 1) -> WaitStatus:
 def test_a_line_for_every_piece_of_news() -> None:
     stream = io.StringIO()
     with WaitLine(stream) as line:
-        line.show(news())
-        line.show(news(free=1))
+        line.show(status())
+        line.show(status(free=1))
     first, second = stream.getvalue().splitlines()
     assert first.startswith("safe-gpu: waiting for 2 GPUs, 0 free; GPU 0-7: eva (pid 77, job 4711) for ")
     assert second.startswith("safe-gpu: waiting for 2 GPUs, 1 free; GPU 1-7: eva (pid 77, job 4711) for ")
@@ -60,8 +60,8 @@ class BrokenTerminal(Broken):
 @pytest.mark.parametrize("stream", [Broken(), BrokenTerminal()])
 def test_a_stream_that_fails_costs_only_the_news(stream: io.StringIO) -> None:
     with WaitLine(stream) as line:
-        line.show(news())
-        line.show(news())
+        line.show(status())
+        line.show(status())
 
 
 def queued(pid: int = 1_048_576, user: str = "eva", position: int = 3) -> WaitStatus:
@@ -69,10 +69,10 @@ def queued(pid: int = 1_048_576, user: str = "eva", position: int = 3) -> WaitSt
     return WaitStatus(position, None, 8, ahead=ClaimAhead(pid, user, 8, time.time() - 60))
 
 
-@given(st.integers(0, 200), st.integers(0, 10**6), st.sampled_from([news(), news(free=7), queued()]))
+@given(st.integers(0, 200), st.integers(0, 10**6), st.sampled_from([status(), status(free=7), queued()]))
 def test_the_line_is_never_wider_than_the_terminal(width: int, seconds: int, told: WaitStatus) -> None:
     line = WaitLine(io.StringIO())
-    line._news = told
+    line._status = told
     line._began -= seconds
     shown = line._line(width)
     assert len(shown) <= width
@@ -82,11 +82,11 @@ def test_the_line_is_never_wider_than_the_terminal(width: int, seconds: int, tol
 
 @pytest.mark.parametrize("seconds", [5, 3599, 12_000, 187_200])
 @pytest.mark.parametrize(
-    ("told", "who"), [(queued(user="a" * 8), "behind aaaaaaaa (pid 1048576"), (news(), "GPU 0-7: eva (pid 77")]
+    ("told", "who"), [(queued(user="a" * 8), "behind aaaaaaaa (pid 1048576"), (status(), "GPU 0-7: eva (pid 77")]
 )
 def test_at_80_columns_user_and_pid_stay(seconds: int, told: WaitStatus, who: str) -> None:
     line = WaitLine(io.StringIO())
-    line._news = told
+    line._status = told
     line._began -= seconds
     assert who in line._line(79)
     assert line._line(79).endswith(f" ({format_age(seconds)})")

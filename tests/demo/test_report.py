@@ -19,13 +19,13 @@ A, B = GPUS = preset("dgx-a100").gpus()[:2]
 
 
 def host(name: str, *indices: int, busy: int = 0, fenced: int | None = None) -> RaceHost:
-    """The host of a preset, or so many of its GPUs; the first are busy, or behind a fence with so many."""
+    """The host of a preset, or so many of its GPUs; the first are busy, or behind a visible limit with so many."""
     gpus = [gpu for gpu in preset(name).gpus() if not indices or gpu.index in indices]
     stranger = (GpuProcess(1, memory_used=1 << 30),)
     gpus[:busy] = [replace(gpu, processes=stranger) for gpu in gpus[:busy]]
-    fence = None if fenced is None else VisibleLimit("", tuple(gpu.uuid for gpu in gpus[:fenced]))
+    visible_limit = None if fenced is None else VisibleLimit("", tuple(gpu.uuid for gpu in gpus[:fenced]))
     snapshot = HostSnapshot(tuple(gpus))
-    return RaceHost(snapshot, judge(snapshot, GpuRequest(), leased={}, fence=fence), fence)
+    return RaceHost(snapshot, judge(snapshot, GpuRequest(), leased={}, visible_limit=visible_limit), visible_limit)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ import pytest
 from support.hip_host import HipHost
 
 import safe_gpu
-from safe_gpu.claim import options as terms
+from safe_gpu.claim import options
 from safe_gpu.coordination import queue as waiting
 from safe_gpu.drivers.kfd import KfdDriver
 from safe_gpu.drivers.simulated import SimulatedDriver
@@ -318,7 +318,7 @@ def track(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     with tempfile.TemporaryDirectory(prefix="safe-gpu-race-") as path:
         os.chmod(path, 0o1777)
         monkeypatch.setenv("SAFE_GPU_DIR", f"{path}/state")
-        for module in (terms, waiting):  # a crowd on a busy machine may need longer for host.lock
+        for module in (options, waiting):  # a crowd on a busy machine may need longer for host.lock
             monkeypatch.setattr(module, "MINIMUM_PATIENCE", 300.0)
         if kind == "hip":
             library = request.getfixturevalue("build_library")("hip.c", "libamdhip64.so")

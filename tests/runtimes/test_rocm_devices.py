@@ -24,8 +24,8 @@ def seen(rocr: str | None = None, hip: str | None = None, cuda: str | None = Non
     return uuids(read_rocm({name: value for name, value in given.items() if value is not None}, HOST))
 
 
-def uuids(fence: VisibleLimit | None) -> tuple[str, ...] | None:
-    return None if fence is None else fence.uuids
+def uuids(visible_limit: VisibleLimit | None) -> tuple[str, ...] | None:
+    return None if visible_limit is None else visible_limit.uuids
 
 
 BY_ROCR = [
@@ -154,9 +154,9 @@ def test_elsewhere_two_equal_lists_are_what_hip_makes_of_them() -> None:
 
 
 def test_a_message_names_the_variables() -> None:
-    fence = read_rocm({"ROCR_VISIBLE_DEVICES": "1,2", "CUDA_VISIBLE_DEVICES": "0"}, HOST)
-    assert fence is not None
-    assert fence.title == "ROCR_VISIBLE_DEVICES=1,2 CUDA_VISIBLE_DEVICES=0"
+    visible_limit = read_rocm({"ROCR_VISIBLE_DEVICES": "1,2", "CUDA_VISIBLE_DEVICES": "0"}, HOST)
+    assert visible_limit is not None
+    assert visible_limit.title == "ROCR_VISIBLE_DEVICES=1,2 CUDA_VISIBLE_DEVICES=0"
 
 
 def test_all_gpus_hidden() -> None:

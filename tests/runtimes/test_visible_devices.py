@@ -45,9 +45,9 @@ def test_an_unset_variable_is_no_fence() -> None:
 
 
 def parsed(value: str, snapshot: HostSnapshot, device_order: str | None = None) -> visibility.VisibleLimit:
-    fence = visibility.parse_cuda(value, snapshot, device_order=device_order)
-    assert fence is not None
-    return fence
+    visible_limit = visibility.parse_cuda(value, snapshot, device_order=device_order)
+    assert visible_limit is not None
+    return visible_limit
 
 
 SHOWN = [
@@ -68,12 +68,12 @@ SHOWN = [
 
 @pytest.mark.parametrize(("shown", "value"), [(shown, value) for shown, values in SHOWN for value in values])
 def test_what_a_value_shows(shown: list[int], value: str) -> None:
-    fence = parsed(value, alike())
-    assert fence.value == value
-    assert fence.uuids == tuple(UUIDS[index] for index in shown)
-    assert not fence.ambiguous
-    assert fence.uses_indices == bool(value.strip() and value.strip()[0] in "+-0123456789")
-    assert all((uuid in fence) == (uuid in fence.uuids) for uuid in UUIDS)
+    visible_limit = parsed(value, alike())
+    assert visible_limit.value == value
+    assert visible_limit.uuids == tuple(UUIDS[index] for index in shown)
+    assert not visible_limit.ambiguous
+    assert visible_limit.uses_indices == bool(value.strip() and value.strip()[0] in "+-0123456789")
+    assert all((uuid in visible_limit) == (uuid in visible_limit.uuids) for uuid in UUIDS)
 
 
 @pytest.mark.parametrize(
@@ -90,9 +90,9 @@ def test_what_a_value_shows(shown: list[int], value: str) -> None:
     ],
 )
 def test_numbers_on_mixed_gpus(value: str, order: str | None, ambiguous: bool) -> None:
-    fence = parsed(value, mixed(), order)
-    assert fence.ambiguous is ambiguous
-    assert bool(fence.doubt) is ambiguous
+    visible_limit = parsed(value, mixed(), order)
+    assert visible_limit.ambiguous is ambiguous
+    assert bool(visible_limit.doubt) is ambiguous
 
 
 def test_a_lost_gpu_is_not_counted() -> None:
@@ -118,8 +118,8 @@ def test_a_lost_gpu_is_not_counted() -> None:
     ],
 )
 def test_mig_by_uuid(value: str, shown: tuple[str, ...]) -> None:
-    fence = parsed(value, with_mig())
-    assert (fence.uuids, fence.ambiguous) == (shown, False)
+    visible_limit = parsed(value, with_mig())
+    assert (visible_limit.uuids, visible_limit.ambiguous) == (shown, False)
 
 
 def test_the_older_name_of_a_mig_instance() -> None:
@@ -146,9 +146,9 @@ def test_a_mig_gpu_without_instances_is_not_counted() -> None:
     st.sampled_from([alike(), mixed(), with_lost(1), with_mig()]),
 )
 def test_any_text_is_read_and_shows_each_device_once(value: str, snapshot: HostSnapshot) -> None:
-    fence = parsed(value, snapshot)
-    assert len(set(fence.uuids)) == len(fence.uuids)
-    for uuid in fence.uuids:
+    visible_limit = parsed(value, snapshot)
+    assert len(set(visible_limit.uuids)) == len(visible_limit.uuids)
+    for uuid in visible_limit.uuids:
         gpu = snapshot.by_uuid(uuid)
         assert gpu is not None
         assert not gpu.lost
@@ -160,9 +160,9 @@ def test_what_is_written_is_what_cuda_reads(indices: list[int], visible_as: str,
     snapshot = alike() if of_one_model else mixed()
     gpus = [snapshot.gpus[index] for index in indices]
     written = visibility.render_cuda(gpus, visible_as=visible_as, snapshot=snapshot)
-    fence = parsed(written["CUDA_VISIBLE_DEVICES"], snapshot, written.get("CUDA_DEVICE_ORDER", "FASTEST_FIRST"))
-    assert fence.uuids == tuple(gpu.uuid for gpu in gpus)
-    assert not fence.ambiguous
+    visible_limit = parsed(written["CUDA_VISIBLE_DEVICES"], snapshot, written.get("CUDA_DEVICE_ORDER", "FASTEST_FIRST"))
+    assert visible_limit.uuids == tuple(gpu.uuid for gpu in gpus)
+    assert not visible_limit.ambiguous
 
 
 def test_indices_come_with_their_order() -> None:

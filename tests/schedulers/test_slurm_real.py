@@ -62,7 +62,7 @@ def slurm(cluster: Any, room: Any, wait_for: Callable[..., Any]) -> Iterator[Slu
 
 
 def test_jobs_with_gres_take_what_slurm_gave_them(slurm: Slurm, room: Any) -> None:
-    """Slurm's own choice is a fence; what the job asked for is SLURM_GPUS_ON_NODE."""
+    """Slurm's own choice is a visible limit; what the job asked for is SLURM_GPUS_ON_NODE."""
     jobs = {}
     for number in (4, 2, 1, 1):
         script = room.script('echo "given $CUDA_VISIBLE_DEVICES"', "$CLAIM claim job --hold go")

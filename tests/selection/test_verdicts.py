@@ -190,13 +190,15 @@ def test_a_single_gpu_with_a_display_is_shared() -> None:
 
 
 def test_the_fence() -> None:
-    fence = visibility.parse_cuda("2,5", host())
-    assert [verdict.gpu.index for verdict in judge(host(), ANY, leased={}, fence=fence) if verdict.free] == [2, 5]
-    assert "CUDA_VISIBLE_DEVICES=2,5" in judge(host(), ANY, leased={}, fence=fence)[0].reason
+    visible_limit = visibility.parse_cuda("2,5", host())
+    assert [
+        verdict.gpu.index for verdict in judge(host(), ANY, leased={}, visible_limit=visible_limit) if verdict.free
+    ] == [2, 5]
+    assert "CUDA_VISIBLE_DEVICES=2,5" in judge(host(), ANY, leased={}, visible_limit=visible_limit)[0].reason
 
 
 @pytest.mark.parametrize(
-    ("snapshot", "request_", "fence", "words"),
+    ("snapshot", "request_", "visible_limit", "words"),
     [
         (host(), GpuRequest(9), None, ["9 GPUs are asked for", "this host has only 8"]),
         (host(0), GpuRequest(1), None, ["1 GPU is asked for", "this host has none"]),
@@ -230,17 +232,17 @@ def test_the_fence() -> None:
     ],
 )
 def test_what_this_host_can_never_do(
-    snapshot: HostSnapshot, request_: GpuRequest, fence: str | None, words: list[str]
+    snapshot: HostSnapshot, request_: GpuRequest, visible_limit: str | None, words: list[str]
 ) -> None:
     with pytest.raises(UnsatisfiableRequestError) as caught:
-        check_possible(snapshot, request_, visibility.parse_cuda(fence, snapshot))
+        check_possible(snapshot, request_, visibility.parse_cuda(visible_limit, snapshot))
     for word in words:
         assert word in str(caught.value)
     assert caught.value.value is not None
 
 
 @pytest.mark.parametrize(
-    ("snapshot", "request_", "fence"),
+    ("snapshot", "request_", "visible_limit"),
     [
         (host(), GpuRequest(8), None),
         (host(8, _3=gpu(3, lost=True)), GpuRequest(7), None),
@@ -252,16 +254,16 @@ def test_what_this_host_can_never_do(
         (mig_host(), GpuRequest(1), "MIG-2"),
     ],
 )
-def test_what_may_come_in_time(snapshot: HostSnapshot, request_: GpuRequest, fence: str | None) -> None:
-    check_possible(snapshot, request_, visibility.parse_cuda(fence, snapshot))
+def test_what_may_come_in_time(snapshot: HostSnapshot, request_: GpuRequest, visible_limit: str | None) -> None:
+    check_possible(snapshot, request_, visibility.parse_cuda(visible_limit, snapshot))
 
 
 def test_leases_beyond_the_fence_are_not_called_free() -> None:
     leased = {gpu(index).uuid: LeaseHolder(1) for index in range(3, 8)}
-    fence = VisibleLimit("0", (gpu(0).uuid,))
+    visible_limit = VisibleLimit("0", (gpu(0).uuid,))
     with pytest.raises(UnsatisfiableRequestError, match="2 others are free"):
-        check_possible(host(), GpuRequest(2), fence, leased=leased)
-    assert fence_hint(judge(host(), ANY, leased=leased), fence).endswith("1 of 8 GPUs; 2 others are free")
+        check_possible(host(), GpuRequest(2), visible_limit, leased=leased)
+    assert fence_hint(judge(host(), ANY, leased=leased), visible_limit).endswith("1 of 8 GPUs; 2 others are free")
 
 
 def test_no_hint_where_the_fence_leaves_nothing_out() -> None:

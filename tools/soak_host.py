@@ -325,7 +325,7 @@ def bad_weather(stage: Stage) -> None:
 
     def bad_snapshot(self: SimulatedDriver) -> HostSnapshot:
         whole = snapshot(self)
-        return HostSnapshot(under(weather(), whole.gpus), whole.driver, whole.driver_version, whole.names)
+        return HostSnapshot(under(weather(), whole.gpus), whole.driver, whole.driver_version, whole.name_prefix)
 
     def bad_usage(self: SimulatedDriver, gpus: Any) -> tuple[Gpu, ...]:
         return under(weather(), usage(self, gpus))

@@ -6,6 +6,8 @@ Every import counts: at the top of a module, inside a function, and those that o
 from __future__ import annotations
 
 import ast
+import shutil
+import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -151,6 +153,19 @@ def test_no_file_is_too_long(path: Path) -> None:
 @pytest.mark.parametrize("path", sorted(ROOT.rglob("__init__.py")), ids=lambda path: path.parent.name)
 def test_every_folder_says_what_it_is_for(path: Path) -> None:
     assert ast.get_docstring(ast.parse(path.read_text()))
+
+
+def test_the_top_of_the_repository_is_tidy() -> None:
+    """Whatever else somebody leaves there has a better place."""
+    if shutil.which("git") is None or not (ROOT.parent / ".git").exists():
+        pytest.skip("this is not a git checkout")
+    listing = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT.parent, capture_output=True, text=True, timeout=60)
+    if listing.returncode:
+        pytest.skip(f"git does not list its files: {listing.stderr.strip()}")
+    top = {name.partition("/")[0] for name in listing.stdout.split("\0")[:-1]}
+    assert {name for name in top if not name.startswith(".")} == {
+        "safe_gpu", "tests", "tools", "pyproject.toml", "README.md", "CHANGELOG.md", "LICENSE",
+    }  # fmt: skip
 
 
 # Size: lines of code, without docstrings, comments and blank lines. What is added pays for itself in lines removed.

@@ -49,61 +49,61 @@ def used(state_dir: Path, driver_libraries: object) -> None:
         safe_gpu.GPUOwner(number, safe_gpu.NoPlaceholder(), affinity=None, timeout=0).release_gpus()
 
 
-def test_claims_the_latest_first(used: None, command: Any) -> None:
-    done = command.run("history")
+def test_claims_the_latest_first(used: None, ask: Any) -> None:
+    done = ask("history")
     title, first, second = done.stdout.splitlines()
     assert title.split() == ["USER", "GPU", "FROM", "TO", "GPU-HOURS", "COMMAND"]
     assert [first.split()[1], second.split()[1]] == ["0", "0,1"]
     assert done.stderr == ""
 
 
-def test_json_and_csv_tell_the_same(used: None, command: Any) -> None:
-    document = json.loads(command.run("history", "--json").stdout)
+def test_json_and_csv_tell_the_same(used: None, ask: Any) -> None:
+    document = json.loads(ask("history", "--json").stdout)
     assert document["schema"] == 1
     one, two = document["claims"]
     assert one["labels"] == ["0"]
     assert one["running"] is False
     assert two["since"] <= two["seen"] == two["ended"] <= one["since"]
-    rows = list(csv.DictReader(io.StringIO(command.run("history", "--csv").stdout)))
+    rows = list(csv.DictReader(io.StringIO(ask("history", "--csv").stdout)))
     assert [row["labels"] for row in rows] == ["0", "0 1"]
     assert rows[0].keys() == one.keys()
     assert rows[0]["ended"] == time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(one["ended"]))
 
 
 @pytest.mark.parametrize(("by", "keys"), [("user", 1), ("gpu", 2), ("job", 1), ("day", 1)])
-def test_gpu_hours(used: None, command: Any, by: str, keys: int) -> None:
-    document = json.loads(command.run("history", "--by", by, "--json", "--since", "1h").stdout)
+def test_gpu_hours(used: None, ask: Any, by: str, keys: int) -> None:
+    document = json.loads(ask("history", "--by", by, "--json", "--since", "1h").stdout)
     assert document["by"] == by
     assert len({row[by] for row in document["use"]}) == keys
-    rows = list(csv.DictReader(io.StringIO(command.run("history", "--by", by, "--csv").stdout)))
+    rows = list(csv.DictReader(io.StringIO(ask("history", "--by", by, "--csv").stdout)))
     assert [row[by] for row in rows] == [row[by] for row in document["use"]]
-    table = command.run("history", "--by", by).stdout.splitlines()
+    table = ask("history", "--by", by).stdout.splitlines()
     assert table[0].split() == [by.upper(), "CLAIMS", "GPU-HOURS"]
     assert len(table) == 1 + keys + (keys > 1)
 
 
-def test_others_and_other_times_are_left_out(used: None, command: Any) -> None:
-    assert command.run("history", "--user", "nobody-of-here").stdout == "no claims in this time\n"
-    assert command.run("history", "--until", "1h").stdout == "no claims in this time\n"
-    assert json.loads(command.run("history", "--until", "1h", "--json").stdout)["claims"] == []
+def test_others_and_other_times_are_left_out(used: None, ask: Any) -> None:
+    assert ask("history", "--user", "nobody-of-here").stdout == "no claims in this time\n"
+    assert ask("history", "--until", "1h").stdout == "no claims in this time\n"
+    assert json.loads(ask("history", "--until", "1h", "--json").stdout)["claims"] == []
 
 
-def test_claims_whose_gpus_show_no_work(used: None, command: Any) -> None:
+def test_claims_whose_gpus_show_no_work(used: None, ask: Any) -> None:
     with safe_gpu.GPUOwner(1, safe_gpu.NoPlaceholder(), affinity=None, timeout=0):
-        command.run("status")  # the first look, from which on the GPU is known to be idle
-        (claim,) = json.loads(command.run("history", "--idle", "--json").stdout)["claims"]
+        ask("status")  # the first look, from which on the GPU is known to be idle
+        (claim,) = json.loads(ask("history", "--idle", "--json").stdout)["claims"]
     assert claim["running"]
-    assert json.loads(command.run("history", "--idle", "--json").stdout)["claims"] == []
+    assert json.loads(ask("history", "--idle", "--json").stdout)["claims"] == []
 
 
-def test_a_host_without_a_history(state_dir: Path, command: Any) -> None:
-    done = command.run("history")
+def test_a_host_without_a_history(state_dir: Path, ask: Any) -> None:
+    done = ask("history")
     assert (done.returncode, done.stdout, done.stderr) == (0, "no claims in this time\n", "")
     assert not state_dir.exists()
 
 
 @pytest.mark.parametrize("arguments", [["--json", "--csv"], ["--by", "moon"], ["--since", "1h", "--until", "2h"]])
-def test_mistakes(state_dir: Path, command: Any, arguments: list[str]) -> None:
-    done = command.run("history", *arguments)
+def test_mistakes(state_dir: Path, ask: Any, arguments: list[str]) -> None:
+    done = ask("history", *arguments)
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,11 +36,11 @@ def rules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], No
 
 
 @pytest.fixture
-def idle(state_dir: Path, command: Any) -> Any:
+def idle(state_dir: Path, command: Any, ask: Any) -> Any:
     """A claim of all GPUs, made two hours ago and without work since, as far as the files of the host tell."""
     started = command.start("run", "-n", 8, "--", "sh", "-c", "echo up; read x", stdin=subprocess.PIPE)
     assert started.stdout.readline() == "up\n"
-    assert command.run("status").returncode == 0
+    assert ask("status").returncode == 0
     leases = [path for path in (state_dir / "leases").glob("*.lock") if not path.name.endswith(".inner.lock")]
     notes = list((state_dir / "history").glob("*.idle"))
     assert len(leases) == len(notes) == 8
@@ -65,31 +64,19 @@ def earlier(lease: Path, now: float, then: float) -> None:
         file.write(f'"since": {then}'.encode().ljust(len(found[0])))
 
 
-def shown_as_idle(command: Any) -> int:
-    return len(re.findall("^ +no work for 2 h$", command.run("status").stdout, re.MULTILINE))
-
-
-def listed(command: Any) -> int:
-    return len(json.loads(command.run("history", "--idle", "--json").stdout)["claims"])
-
-
-@pytest.mark.parametrize(
-    ("policy", "marked", "found"),
-    [
+def test_from_the_limit_on_it_is_marked_and_listed(idle: Any, ask: Any, rules: Any) -> None:
+    for policy, marked, found in (
+        (None, 0, 1),
         ("idle_report_after = 1h", 8, 1),
         ("idle_report_after = 3h", 0, 0),
         ("idle_report_after = unlimited", 0, 0),
         ("max_gpus = 8", 0, 1),
-        (None, 0, 1),
-    ],
-)
-def test_from_the_limit_on_it_is_marked_and_listed(
-    idle: Any, command: Any, rules: Any, policy: str | None, marked: int, found: int
-) -> None:
-    if policy is not None:
-        rules(policy)
-    assert (shown_as_idle(command), listed(command)) == (marked, found)
-    assert all(one["idle_for"] > 2 * HOUR for one in json.loads(command.run("status", "--json").stdout)["gpus"])
+    ):
+        if policy is not None:
+            rules(policy)
+        assert len(re.findall("^ +no work for 2 h$", ask("status").stdout, re.MULTILINE)) == marked, policy
+        assert len(json.loads(ask("history", "--idle", "--json").stdout)["claims"]) == found, policy
+    assert all(one["idle_for"] > 2 * HOUR for one in json.loads(ask("status", "--json").stdout)["gpus"])
 
 
 @pytest.mark.parametrize("words", [("run", "--", "true"), ("wait",)], ids=["run", "wait"])
@@ -108,28 +95,23 @@ class Tty(io.StringIO):
         return True
 
 
-@pytest.mark.parametrize(
-    ("stream", "policy", "told"),
-    [
-        (Tty, "idle_report_after = 1h", True),
-        (Tty, "idle_report_after = 3h", False),
-        (Tty, "max_gpus = 99", False),
-        (Tty, None, False),
-        (io.StringIO, "idle_report_after = 1h", False),
-    ],
-)
 def test_only_on_a_terminal_and_from_the_limit_on_and_once(
-    idle: Any, rules: Any, stream: type[io.StringIO], policy: str | None, told: bool, monkeypatch: pytest.MonkeyPatch
+    idle: Any, rules: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The claim is held all the while, and the line is written before ``show`` returns."""
     monkeypatch.setenv("TERM", "xterm")
-    if policy is not None:
-        rules(policy)
-    else:  # nothing is loaded for it
-        monkeypatch.setitem(sys.modules, "safe_gpu.cli.run", None)
-    written = stream()
-    with WaitLine(written) as line:
-        line.show(WaitStatus(1, 0, 1))
-        line.show(WaitStatus(1, 0, 1))
-    assert "waiting for 1 GPU" in written.getvalue()
-    assert written.getvalue().count("no work on GPU 0-7 for 2 h") == told
+    for stream, policy, told in (
+        (Tty, None, False),
+        (Tty, "idle_report_after = 1h", True),
+        (Tty, "idle_report_after = 3h", False),
+        (Tty, "max_gpus = 99", False),
+        (io.StringIO, "idle_report_after = 1h", False),
+    ):
+        if policy is not None:
+            rules(policy)
+        written = stream()
+        with WaitLine(written) as line:
+            line.show(WaitStatus(1, 0, 1))
+            line.show(WaitStatus(1, 0, 1))
+        assert "waiting for 1 GPU" in written.getvalue()
+        assert written.getvalue().count("no work on GPU 0-7 for 2 h") == told, policy

@@ -33,10 +33,10 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_it_shows_each_value_and_its_section(path: Path, command: Any, ground: Any) -> None:
+def test_it_shows_each_value_and_its_section(path: Path, ask: Any, ground: Any) -> None:
     ground.hold(3)  # nobody's: its record does not tell whose
     with GPUOwner(1, NoPlaceholder(), affinity=None):
-        done = command.run("policy")
+        done = ask("policy")
     assert done.returncode == 0
     assert done.stdout.splitlines() == [
         f"{path}, for root",
@@ -51,8 +51,8 @@ def test_it_shows_each_value_and_its_section(path: Path, command: Any, ground: A
     ]
 
 
-def test_for_programs(path: Path, command: Any) -> None:
-    assert json.loads(command.run("policy", "--json").stdout) == {
+def test_for_programs(path: Path, ask: Any) -> None:
+    assert json.loads(ask("policy", "--json").stdout) == {
         "schema": 1,
         "file": str(path),
         "user": "root",
@@ -68,24 +68,22 @@ def test_for_programs(path: Path, command: Any) -> None:
     }
 
 
-def test_without_limits(path: Path, command: Any) -> None:
+def test_without_limits(path: Path, ask: Any) -> None:
     path.write_text("[default]\nmax_gpus = 1")
-    assert command.run("policy").stdout.startswith("root is exempt: ")
+    assert ask("policy").stdout.startswith("root is exempt: ")
     path.chmod(0o666)
-    ignored = command.run("policy")
+    ignored = ask("policy")
     assert ignored.stdout == f"{path} is ignored: nothing is limited\n"
     assert "mode 0666" in ignored.stderr
     path.unlink()
-    assert command.run("policy").stdout == f"There is no {path}: nothing is limited\n"
-    assert json.loads(command.run("policy", "--json").stdout)["file"] is None
+    assert ask("policy").stdout == f"There is no {path}: nothing is limited\n"
+    assert json.loads(ask("policy", "--json").stdout)["file"] is None
 
 
-def test_gpus_of_two_vendors_count_apart(
-    path: Path, command: Any, child: Any, ground: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gpus_of_two_vendors_count_apart(path: Path, ask: Any, child: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SAFE_GPU_DRIVER", "simulated:two-vendors")
     claim = "import safe_gpu\nsafe_gpu.GPUOwner({}, safe_gpu.NoPlaceholder(), affinity=None, timeout=0, vendor='{}')\n"
     for number, vendor in ((2, "nvidia"), (1, "amd")):
         assert child(claim.format(number, vendor) + "say('held'); listen()").hear() == "held"
-    assert json.loads(command.run("policy", "--json").stdout)["held"] == 3
-    assert command.run("policy").stdout.splitlines()[-1] == "You hold 2 of your 2 NVIDIA GPUs and 1 of your 2 AMD GPUs."
+    assert json.loads(ask("policy", "--json").stdout)["held"] == 3
+    assert ask("policy").stdout.splitlines()[-1] == "You hold 2 of your 2 NVIDIA GPUs and 1 of your 2 AMD GPUs."

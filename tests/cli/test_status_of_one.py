@@ -21,34 +21,34 @@ def busy(state_dir: Path, command: Any, ground: Any) -> None:
     assert started.stdout.readline() == "up\n"
 
 
-def test_free_gpus_one_on_a_line(busy: None, command: Any) -> None:
-    done = command.run("status", "--free")
+def test_free_gpus_one_on_a_line(busy: None, ask: Any) -> None:
+    done = ask("status", "--free")
     assert (done.returncode, done.stdout, done.stderr) == (0, "2\n3\n4\n6\n7\n", "")
 
 
-def test_nothing_is_free_where_the_claims_are_not_known(state_dir: Path, command: Any) -> None:
+def test_nothing_is_free_where_the_claims_are_not_known(state_dir: Path, ask: Any) -> None:
     state_dir.mkdir()
     (state_dir / "leases").touch()
-    done = command.run("status", "--free")
+    done = ask("status", "--free")
     assert (done.returncode, done.stdout) == (73, "")
     assert "warning" in done.stderr
 
 
 @pytest.mark.parametrize("option", ["--mine", "--user"])
-def test_gpus_of_one_user(busy: None, command: Any, option: str) -> None:
+def test_gpus_of_one_user(busy: None, ask: Any, option: str) -> None:
     me = procfs.user_name(os.geteuid()) if option == "--user" else None
     arguments = [option, *([me] if me else [])]
-    document = json.loads(command.run("status", "--json", *arguments).stdout)
+    document = json.loads(ask("status", "--json", *arguments).stdout)
     holders = {one["index"]: one["claim"]["user"] for one in document["gpus"]}
     assert {0, 1} <= holders.keys() <= {0, 1, 5}  # ground's holder is this user too
-    table = command.run("status", *arguments).stdout
+    table = ask("status", *arguments).stdout
     assert ": 5 of 8 GPUs free" in table.splitlines()[0]
     assert not any(line.split()[:1] == ["2"] for line in table.splitlines())
 
 
-def test_a_user_without_gpus(busy: None, command: Any) -> None:
-    assert json.loads(command.run("status", "--json", "--user", "nobody").stdout)["gpus"] == []
-    assert "none of these GPUs" in command.run("status", "--user", "nobody").stdout
+def test_a_user_without_gpus(busy: None, ask: Any) -> None:
+    assert json.loads(ask("status", "--json", "--user", "nobody").stdout)["gpus"] == []
+    assert "none of these GPUs" in ask("status", "--user", "nobody").stdout
 
 
 @pytest.mark.parametrize(
@@ -63,6 +63,6 @@ def test_a_user_without_gpus(busy: None, command: Any) -> None:
         "--free --prometheus",
     ],
 )
-def test_what_does_not_go_together(state_dir: Path, command: Any, line: str) -> None:
-    done = command.run("status", *line.split())
+def test_what_does_not_go_together(ask: Any, line: str) -> None:
+    done = ask("status", *line.split())
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)

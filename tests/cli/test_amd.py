@@ -76,37 +76,37 @@ def test_the_command_sees_its_gpus(
 @pytest.mark.parametrize(
     ("host", "arguments", "inherited", "words"),
     [
-        ("mi300x-cpx", ["-n", 65], {}, ["65"]),
-        ("mi250x", ["-n", 2], {ROCR: "3"}, ["ROCR_VISIBLE_DEVICES=3 limits this process to 1 of"]),
-        ("hip", ["-n", 1], {ROCR: ""}, ["ROCR_VISIBLE_DEVICES"]),
+        ("mi300x-cpx", ["-n", 65], {}, "65"),
+        ("mi250x", ["-n", 2], {ROCR: "3"}, "ROCR_VISIBLE_DEVICES=3 limits this process to 1 of"),
+        ("hip", ["-n", 1], {ROCR: ""}, "ROCR_VISIBLE_DEVICES"),
     ],
     indirect=["host"],
 )
 def test_what_this_host_can_never_satisfy(
-    command: Any, host: Host, arguments: list[Any], inherited: dict[str, str], words: list[str]
+    command: Any, host: Host, arguments: list[Any], inherited: dict[str, str], words: str
 ) -> None:
     done = command.run("run", "--timeout", 0, *arguments, "--", "true", env=inherited)
     assert done.returncode == 78, done.stderr
-    assert all(word in done.stderr for word in words), done.stderr
+    assert words in done.stderr
 
 
 @of_partitions
-def test_one_holds_and_others_look(command: Any, host: Host) -> None:
+def test_one_holds_and_others_look(command: Any, ask: Any, host: Host) -> None:
     holder = command.start("run", "-n", 2, "--only", "2,3", "--", *HOLD, stdin=subprocess.PIPE)
     assert holder.stdout.readline() == "held\n"
-    shown = json.loads(command.run("status", "--json").stdout)
+    shown = json.loads(ask("status", "--json").stdout)
     assert [gpu["uuid"] for gpu in shown["gpus"]] == host.uuids
     states = {gpu["index"]: gpu["state"] for gpu in shown["gpus"]}
     assert [index for index, state in states.items() if state == "claimed"] == [2, 3]
     assert [gpu["claim"]["pid"] for gpu in shown["gpus"] if gpu["claim"]] == [holder.pid] * 2
     free = [str(index) for index in states if index not in (2, 3)]
-    assert command.run("status", "--free").stdout.split() == free
+    assert ask("status", "--free").stdout.split() == free
     assert len(command.run("wait", "-n", 3).stdout.split()) == 3
     refused = command.run("run", "--timeout", 0, "--only", "2,3", "--", "true")
     assert refused.returncode == 75
     assert f"process {holder.pid}" in refused.stderr
     holder.communicate(timeout=60)
-    assert command.run("status", "--free").stdout.split() == [str(index) for index in range(len(host.uuids))]
+    assert ask("status", "--free").stdout.split() == [str(index) for index in range(len(host.uuids))]
 
 
 INNER = """
@@ -150,8 +150,8 @@ def test_a_program_that_claims_inside_run(command: Any, host: Host) -> None:
 
 @pytest.mark.skipif(not os.path.exists("/sys/devices/system/cpu/cpu0/topology"), reason="needs /sys")
 @on_two
-def test_cpus_next_to_gpus(command: Any, host: Host) -> None:
-    shares = json.loads(command.run("affinity", "--json").stdout)["gpus"]
+def test_cpus_next_to_gpus(command: Any, ask: Any, host: Host) -> None:
+    shares = json.loads(ask("affinity", "--json").stdout)["gpus"]
     assert [share["uuid"] for share in shares] == host.uuids
     if host.hip is None:
         topology = preset(host.name).topology()

@@ -188,7 +188,7 @@ def test_the_version(command, capsys) -> None:
 # Where the output goes
 
 
-@pytest.mark.parametrize("line", ["status", "--help", "--version", "affinity", "status --json"])
+@pytest.mark.parametrize("line", ["status", "--help", "affinity"])
 def test_output_that_nobody_reads(command, line: str) -> None:
     reader, writer = os.pipe()
     os.close(reader)
@@ -199,7 +199,7 @@ def test_output_that_nobody_reads(command, line: str) -> None:
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
-@pytest.mark.parametrize("line", ["status", "status --json", "affinity"])
+@pytest.mark.parametrize("line", ["status", "affinity"])
 def test_output_that_finds_no_room(command, line: str) -> None:
     with open("/dev/full", "w") as full:
         done = command.run(*line.split(), stdout=full)
@@ -208,9 +208,17 @@ def test_output_that_finds_no_room(command, line: str) -> None:
     assert "No space left" in done.stderr
 
 
-@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&- <&-"])
-@pytest.mark.parametrize(("line", "code"), [("status", 0), ("--help", 0), ("wait", 0), ("run -n 99 -- true", 78)])
-def test_closed_streams(command, closed: str, line: str, code: int) -> None:
+@pytest.mark.parametrize(
+    ("line", "closed", "code"),
+    [
+        ("status", ">&-", 0),
+        ("--help", ">&- 2>&- <&-", 0),
+        ("wait", ">&- 2>&- <&-", 0),
+        ("run -n 99 -- true", "2>&-", 78),
+        ("run -n 99 -- true", ">&- 2>&- <&-", 78),
+    ],
+)
+def test_closed_streams(command, line: str, closed: str, code: int) -> None:
     done = subprocess.run(["sh", "-c", f"{command.path} {line} {closed}"], capture_output=True, text=True, timeout=60)
     assert done.returncode == code
     assert "Traceback" not in done.stderr
@@ -222,17 +230,3 @@ def test_it_starts_without_what_only_other_commands_need() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=env)
     heavy = "filelock pynvml logging subprocess json ctypes torch dataclasses threading difflib shutil"
     assert not set(heavy.split()) & set(done.stdout.split())
-
-
-def test_run_imports_nothing_that_only_mistakes_and_other_commands_need(child, ground) -> None:
-    code = """
-import os, sys
-from safe_gpu.cli import main
-os.execv = lambda path, command: (say(*sys.modules), os._exit(0))
-main(["run", "--", "true"])
-"""
-    loaded = set(child(code).hear().split())
-    assert {"safe_gpu.cli.run", "safe_gpu.claim.owner", "filelock"} <= loaded
-    others = {name for name in COMMANDS if name != "run"} | {"suggest", "command_hints", "host", "status"}
-    assert not {f"safe_gpu.cli.{name}" for name in others} & loaded
-    assert {"difflib", "pynvml", "safe_gpu.doctor"} & loaded == set()

@@ -15,6 +15,7 @@ import pytest
 from support.terminals import Terminal
 
 from safe_gpu import procfs
+from safe_gpu.cli.become import CommandError, find_command
 
 USER = procfs.user_name(os.geteuid())
 
@@ -45,23 +46,23 @@ def test_the_command_has_our_pid_and_sees_its_gpus(command, ground) -> None:
     assert record["gpus"] == ground.uuids[:2]
 
 
-@pytest.mark.parametrize("code", [0, 1, 255])
+@pytest.mark.parametrize("code", [0, 255])
 def test_the_exit_code_is_the_command_s(command, code: int) -> None:
     done = command.run("run", "--", "sh", "-c", f"exit {code}")
     assert (done.returncode, done.stdout, done.stderr) == (code, "", "")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1])
 def test_signals_reach_the_command(command, number: signal.Signals) -> None:
     name = number.name[3:]
-    started = command.start("run", "--", "sh", "-c", f"trap 'echo caught; exit 7' {name}; echo up; while :; do :; done")
+    started = command.start("run", "--", "sh", "-c", f"trap 'echo caught; exit 7' {name}; echo up; while :; do sleep 0.01; done")
     assert started.stdout.readline() == "up\n"
     started.send_signal(number)
     assert started.communicate(timeout=60)[0] == "caught\n"
     assert started.returncode == 7
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_command_without_handlers_dies_of_signals(command, ground, number: signal.Signals) -> None:
     started = command.start("run", "--", "sh", "-c", "echo up; exec sleep 600")
     assert started.stdout.readline() == "up\n"
@@ -132,7 +133,7 @@ def test_leases_lie_out_of_the_way_and_nothing_else_is_handed_on(command, ground
     assert set(found) - leases - kept - names <= {0, 1, 2, 255}  # the last is bash's own
 
 
-@pytest.mark.parametrize("limit", [16, 64, 256, 505, 1024])
+@pytest.mark.parametrize("limit", [16, 256, 505])
 def test_a_low_limit_of_descriptors(command, ground, limit: int) -> None:
     text = f"ulimit -n {limit}; exec {command.path} run -n 8 -- bash -c '{LIST}; exec 3>/dev/null 4>&1 5<&0'"
     done = subprocess.run(["bash", "-c", text], capture_output=True, text=True, timeout=60)
@@ -142,7 +143,7 @@ def test_a_low_limit_of_descriptors(command, ground, limit: int) -> None:
     assert min(leases) >= min(500, limit // 2 - 8)
 
 
-@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("closed", ["<&-", "<&- >&- 2>&-"])
 def test_closed_standard_streams_stay_closed_and_no_lease_takes_their_number(
     command, ground, tmp_path: Path, closed: str
 ) -> None:
@@ -163,9 +164,15 @@ def test_a_script_without_an_interpreter_line_runs_in_a_shell(command, tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("name", "code"), [("no-such-command", 127), ("./no-such-file", 127), ("./orphan", 126), ("./foreign", 126)]
+    ("verb", "name", "code"),
+    [
+        ("run", "./no-such-file", 127),
+        ("run", "./orphan", 126),
+        ("run", "./foreign", 126),
+        ("bind", "no-such-command", 127),
+        ("bind", "./foreign", 126),
+    ],
 )
-@pytest.mark.parametrize("verb", ["run", "bind"])
 def test_a_command_that_cannot_be_run(command, ground, tmp_path: Path, verb: str, name: str, code: int) -> None:
     """Not there, without its interpreter, or for another machine."""
     script(tmp_path / "orphan", "#!/no/such/interpreter\n")
@@ -187,27 +194,34 @@ def test_it_is_looked_for_before_anybody_queues(command, ground) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "name", "code"),
+    ("path", "name", "found"),
     [
-        ("{bin}:/usr/bin:/bin", "tool", 0),
-        ("{closed}:{bin}:/usr/bin:/bin", "tool", 0),  # what cannot be executed is passed over
+        ("{bin}:/usr/bin:/bin", "tool", "{bin}/tool"),
+        ("{closed}:{bin}:/usr/bin:/bin", "tool", "{bin}/tool"),  # what cannot be executed is passed over
         ("{closed}:/usr/bin:/bin", "tool", 126),
-        ("/usr/bin:/bin", "./bin/tool", 0),
-        ("/usr/bin:/bin", "bin/tool", 0),
+        ("/usr/bin:/bin", "./bin/tool", "./bin/tool"),
+        ("/usr/bin:/bin", "bin/tool", "bin/tool"),
         ("/usr/bin:/bin", "tool", 127),
-        ("/usr/bin:/bin:bin", "tool", 0),  # relative places count from here
-        (":/usr/bin:/bin", "here", 0),  # an empty one is here
+        ("/usr/bin:/bin:bin", "tool", "bin/tool"),  # relative places count from here
+        (":/usr/bin:/bin", "here", "./here"),  # an empty one is here
     ],
 )
-def test_places_where_a_command_is_looked_for(command, tmp_path: Path, path: str, name: str, code: int) -> None:
+def test_places_where_a_command_is_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, name: str, found: str | int
+) -> None:
     for place, mode in (("bin", 0o755), ("closed", 0o644)):
         (tmp_path / place).mkdir()
-        script(tmp_path / place / "tool", "#!/bin/sh\necho $0\n", mode)
-    script(tmp_path / "here", "#!/bin/sh\necho $0\n")
-    path = path.format(bin=tmp_path / "bin", closed=tmp_path / "closed")
-    done = command.run("run", "--", name, cwd=tmp_path, env={"PATH": path})
-    assert done.returncode == code, done.stderr
-    assert bool(done.stdout) == (code == 0)
+        script(tmp_path / place / "tool", "#!/bin/sh\n", mode)
+    script(tmp_path / "here", "#!/bin/sh\n")
+    places = {"bin": tmp_path / "bin", "closed": tmp_path / "closed"}
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", path.format(**places))
+    if isinstance(found, str):
+        assert find_command([name]) == found.format(**places)
+    else:
+        with pytest.raises(CommandError) as caught:
+            find_command([name])
+        assert caught.value.code == found
 
 
 # While it waits
@@ -264,9 +278,8 @@ sys.exit(main(["run", "--for", "1h", "--only", "6,7", "-n", "2", "--", "true"]))
     waiter.kill()
 
 
-@pytest.mark.parametrize("verb", ["run", "wait"])
-@pytest.mark.parametrize("name", list(ENDS))
-def test_a_waiter_that_is_told_to_end_leaves_nothing(command, ground, name: str, verb: str) -> None:
+@pytest.mark.parametrize(("verb", "name"), [*(("run", name) for name in ENDS), ("wait", "TERM")])
+def test_a_waiter_that_is_told_to_end_leaves_nothing(command, ground, verb: str, name: str) -> None:
     ground.hold(*range(8))
     started, line = waiting(command, ground, verb=verb)
     assert "waiting for 1 GPU" in line
@@ -289,9 +302,6 @@ def test_a_timeout_names_everybody(command, ground) -> None:
     assert done.stderr.startswith("safe-gpu: 1 GPU asked for, 0 free: ")
     assert [line.split(" (")[0] for line in done.stderr.splitlines()[1:]] == ["  GPU 0", "  GPU 1-7"]
     assert f"process {os.getpid()}" in done.stderr
-    done = command.run("run", "--timeout", "0.05", "--", "true")
-    assert done.returncode == 75
-    assert ground.tickets() == []
 
 
 @pytest.mark.parametrize(("words", "said"), [(("run", "--", "echo", "done"), "done\n"), (("wait",), "0\n")])

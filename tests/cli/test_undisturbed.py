@@ -18,7 +18,7 @@ devices drivers drivers.base drivers.kernel drivers.presets drivers.simulated er
 runtimes.placeholders runtimes.runtime runtimes.visible_devices runtimes.visible_limit schedulers schedulers.job
 selection selection.backfill selection.choice selection.request selection.verdicts settings text
 """.split()
-HEAVY = {"dataclasses", "logging", "subprocess", "ctypes", "socket", "shutil", "tempfile", "inspect", "threading"}
+HEAVY = set("dataclasses logging subprocess ctypes socket shutil tempfile inspect threading difflib pynvml".split())
 DEEPEST = 12
 
 RUN = """

@@ -87,9 +87,7 @@ def test_the_arguments_of_a_claim() -> None:
 @pytest.mark.parametrize(
     "code",
     [
-        "import safe_gpu",
-        "from safe_gpu import SafeGpuError, NotEnoughGpusError",
-        "import safe_gpu; safe_gpu.gpu_owner, safe_gpu.claim_gpus, safe_gpu.CudaPlaceholder",
+        "from safe_gpu import SafeGpuError, NotEnoughGpusError, gpu_owner, claim_gpus, CudaPlaceholder",
         "from safe_gpu import safe_gpu; safe_gpu.claim_gpus",
     ],
 )

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import os
 import random
-import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import safe_gpu
 from safe_gpu.selection.backfill import BackfillRequest
 
-ROOT = Path(safe_gpu.__file__).parents[1]
 SCRIPT = Path(__file__).parents[1] / "tools" / "replay.py"
 
 pytestmark = pytest.mark.skipif(not SCRIPT.exists(), reason="this is not a checkout: there is no tools/ here")
@@ -99,36 +96,31 @@ def test_requests_for_different_gpus_pass_without_saying_anything(tool: Any) -> 
     assert silent < 0.9 * strict
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(SCRIPT), *arguments],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+@pytest.fixture
+def run(tool: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    def output(*arguments: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["replay.py", *arguments])
+        tool.main()
+        return capsys.readouterr().out
+
+    return output
 
 
-def test_a_table_of_a_csv(tmp_path: Path) -> None:
+def test_a_table_of_a_csv(run: Any, tmp_path: Path) -> None:
     trace = tmp_path / "jobs.csv"
     trace.write_text("arrival,size,duration,hold_for,gpus\n0,1,7200,7200,0\n0,2,3600,,\n1,1,3600,3600,0-1\n")
-    done = run(str(trace), "--gpus", "2")
-    assert done.returncode == 0, done.stderr
-    rows = {line[:34].strip(): line[34:].split() for line in done.stdout.splitlines() if line}
+    rows = {line[:34].strip(): line[34:].split() for line in run(str(trace), "--gpus", "2").splitlines() if line}
     assert rows["safe_gpu, --for as in the file"][:2] == ["0.0", "0.0"]
     assert rows["strict order"][:2] == ["1.5", "3.0"]
     assert rows["strict order"][3] == rows["safe_gpu, --for as in the file"][3] == "2.0"
 
 
-def test_a_job_that_fits_no_host_is_named(tmp_path: Path) -> None:
+def test_a_job_that_fits_no_host_is_named(run: Any, tmp_path: Path) -> None:
     trace = tmp_path / "jobs.csv"
     trace.write_text("arrival,size,duration\n0,3,5\n")
-    done = run(str(trace), "--gpus", "2")
-    assert done.returncode == 1
-    assert "wants 3 of 2 GPUs" in done.stderr
+    with pytest.raises(SystemExit, match="wants 3 of 2 GPUs"):
+        run(str(trace), "--gpus", "2")
 
 
-def test_a_generated_workload() -> None:
-    done = run("--jobs", "30", "--large", "10")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("safe_gpu, ") == 3
+def test_a_generated_workload(run: Any) -> None:
+    assert run("--jobs", "30", "--large", "10").count("safe_gpu, ") == 3

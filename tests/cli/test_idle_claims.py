@@ -7,6 +7,7 @@ import json
 import os
 import re
 import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,35 +37,22 @@ def rules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], No
 
 
 @pytest.fixture
-def idle(state_dir: Path, command: Any, ask: Any) -> Any:
-    """A claim of all GPUs, made two hours ago and without work since, as far as the files of the host tell."""
+def claim(command: Any, ask: Any) -> Any:
+    """A claim of all GPUs, whose first look without work has been noted."""
     started = command.start("run", "-n", 8, "--", "sh", "-c", "echo up; read x", stdin=subprocess.PIPE)
     assert started.stdout.readline() == "up\n"
     assert ask("status").returncode == 0
-    leases = [path for path in (state_dir / "leases").glob("*.lock") if not path.name.endswith(".inner.lock")]
-    notes = list((state_dir / "history").glob("*.idle"))
-    assert len(leases) == len(notes) == 8
-    now = json.loads(notes[0].read_text())["claim"]
-    then = float(int(now - 2 * HOUR))  # whole seconds, so that its text is not longer than that of now
-    for path in leases:
-        earlier(path, now, then)
-    for path in notes:
-        path.write_text(json.dumps({"v": 1, "claim": then, "idle": then}))
     return started
 
 
-def earlier(lease: Path, now: float, then: float) -> None:
-    """Change the time in the record of a lease in place, as its file stays locked."""
-    with lease.open("r+b") as file:
-        record = file.read()
-        found = re.search(rb'"since": [0-9.]+', record)
-        assert found is not None
-        assert float(found[0].split()[1]) == now
-        file.seek(found.start())
-        file.write(f'"since": {then}'.encode().ljust(len(found[0])))
+@pytest.fixture
+def idle(claim: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That claim two hours later, by the clock of this process."""
+    now = time.time
+    monkeypatch.setattr(time, "time", lambda: now() + 2 * HOUR)
 
 
-def test_from_the_limit_on_it_is_marked_and_listed(idle: Any, ask: Any, rules: Any) -> None:
+def test_from_the_limit_on_it_is_marked_and_listed(idle: None, ask: Any, rules: Any) -> None:
     for policy, marked, found in (
         (None, 0, 1),
         ("idle_report_after = 1h", 8, 1),
@@ -79,14 +67,14 @@ def test_from_the_limit_on_it_is_marked_and_listed(idle: Any, ask: Any, rules: A
     assert all(one["idle_for"] > 2 * HOUR for one in json.loads(ask("status", "--json").stdout)["gpus"])
 
 
-@pytest.mark.parametrize("words", [("run", "--", "true"), ("wait",)], ids=["run", "wait"])
 def test_a_waiter_on_a_terminal_is_told_whom_to_ask(
-    idle: Any, command: Any, rules: Any, words: tuple[str, ...], terminal: Terminal
+    claim: Any, command: Any, ask: Any, rules: Any, terminal: Terminal, eventually: Any
 ) -> None:
-    rules("idle_report_after = 1h")
-    started = command.start(*words, stderr=terminal.slave)
-    terminal.read_until(f"safe-gpu: no work on GPU 0-7 for 2 h: it is yours (pid {idle.pid})\r\n")
-    idle.communicate("\n", timeout=60)
+    rules("idle_report_after = 1s")
+    eventually(lambda: "no work for" in ask("status").stdout)
+    started = command.start("wait", stderr=terminal.slave)
+    terminal.read_until(f" s: it is yours (pid {claim.pid})\r\n")
+    claim.communicate("\n", timeout=60)
     assert started.wait(60) == 0
 
 
@@ -96,7 +84,7 @@ class Tty(io.StringIO):
 
 
 def test_only_on_a_terminal_and_from_the_limit_on_and_once(
-    idle: Any, rules: Any, monkeypatch: pytest.MonkeyPatch
+    idle: None, rules: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The claim is held all the while, and the line is written before ``show`` returns."""
     monkeypatch.setenv("TERM", "xterm")

@@ -54,8 +54,8 @@ def test_the_exit_code_is_the_command_s(command, code: int) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1])
 def test_signals_reach_the_command(command, number: signal.Signals) -> None:
-    name = number.name[3:]
-    started = command.start("run", "--", "sh", "-c", f"trap 'echo caught; exit 7' {name}; echo up; while :; do sleep 0.01; done")
+    text = f"trap 'echo caught; exit 7' {number.name[3:]}; echo up; while sleep 0.01; do :; done"
+    started = command.start("run", "--", "sh", "-c", text)
     assert started.stdout.readline() == "up\n"
     started.send_signal(number)
     assert started.communicate(timeout=60)[0] == "caught\n"

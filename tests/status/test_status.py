@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -19,6 +18,7 @@ from hypothesis import strategies as st
 
 import safe_gpu
 from safe_gpu import procfs
+from safe_gpu.cli.commands import main
 from safe_gpu.coordination.leases import LeaseRecord, lease_name
 from safe_gpu.coordination.locks import HostLock
 from safe_gpu.devices import Gpu, GpuProcess, HostSnapshot
@@ -258,16 +258,13 @@ def test_a_record_that_names_somebody_else_is_not_believed(state_dir: Path, hold
     assert f"process {holder.pid} does" in " ".join(table(look()).split())
 
 
-@pytest.mark.parametrize("content", ["", '{"pid": 1', "null", "\0" * 9])
-def test_a_claim_without_a_readable_record_is_still_a_claim(state_dir: Path, holder, content: str) -> None:
-    record_of_gpu_0(state_dir).write_text(content)
-    status = look()
-    assert status.gpus[0].state == "claimed"
-    assert status.gpus[0].claim.pid == holder.pid
-    assert "cannot be read" in status.gpus[0].claim.note
-
-
-def test_a_record_of_the_dead_is_no_claim(state_dir: Path, holder) -> None:
+def test_a_claim_without_a_readable_record_is_still_a_claim(state_dir: Path, holder) -> None:
+    for content in ("", '{"pid": 1', "null", "\0" * 9):
+        record_of_gpu_0(state_dir).write_text(content)
+        status = look()
+        assert status.gpus[0].state == "claimed"
+        assert status.gpus[0].claim.pid == holder.pid
+        assert "cannot be read" in status.gpus[0].claim.note
     holder.kill()
     assert record_of_gpu_0(state_dir).stat().st_size > 0
     assert look().gpus[0].state == "free"
@@ -587,7 +584,7 @@ hosts = st.builds(
 ANSI = re.compile(r"\x1b\[[0-9]+m")
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=30)
 @given(hosts, st.sampled_from([40, 80, 100, 200]))
 def test_no_line_is_too_wide_and_nothing_plays_tricks(status: HostStatus, width: int) -> None:
     text = render(status, width=width, color=False)
@@ -649,16 +646,11 @@ def test_cost_of_a_look_is_bounded_by_one_walk_through_proc(state_dir: Path, hol
     assert len(walks) <= 1
 
 
-def test_from_the_command_line(state_dir: Path, holder) -> None:
-    def run(*arguments: str) -> str:
-        command = [*holder.process.args[:1], "-m", "safe_gpu", "status", *arguments]
-        root = str(Path(procfs.__file__).parents[1])
-        return subprocess.run(
-            command, capture_output=True, text=True, timeout=60, check=True, env={**os.environ, "PYTHONPATH": root}
-        ).stdout
-
-    assert "\x1b" not in run()
-    document = json.loads(run("--json"))
+def test_from_the_command_line(state_dir: Path, holder, capsys) -> None:
+    assert main(["status"]) == 0
+    assert "\x1b" not in capsys.readouterr().out
+    assert main(["status", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
     check_document(document)
     assert document["gpus"][0]["claim"]["pid"] == holder.pid
 

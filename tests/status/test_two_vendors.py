@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -70,24 +68,12 @@ def test_the_command_shows_one_vendor_or_both(both: None, capsys: pytest.Capture
     assert {gpu["vendor"] for gpu in json.loads(capsys.readouterr().out)["gpus"]} == {"nvidia"}
 
 
-def test_waiters_say_for_whose_gpus_they_wait(both: None) -> None:
-    outside = {name: value for name, value in os.environ.items() if not name.endswith("VISIBLE_DEVICES")}
-    code = "import safe_gpu, sys; print(safe_gpu.claim_gpus(vendor='amd').devices_taken, flush=True); sys.stdin.read()"
-    holder = subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=outside
-    )
-    waiter = None
-    try:
-        assert holder.stdout is not None
-        assert holder.stdout.readline() == "[0]\n"
-        call = [sys.executable, "-m", "safe_gpu", "run", "-q", "--vendor", "amd", "-n", "4", "--", "true"]
-        waiter = subprocess.Popen(call, env=outside)
-        while not (status := gather()).queue:
-            assert waiter.poll() is None
-    finally:
-        for child in filter(None, (holder, waiter)):
-            child.kill()
-            child.communicate(timeout=60)
+def test_waiters_say_for_whose_gpus_they_wait(both: None, child: Any, command: Any) -> None:
+    holder = child("import safe_gpu\nsay(safe_gpu.claim_gpus(vendor='amd').devices_taken)\nlisten()")
+    assert holder.hear() == "[0]"
+    waiter = command.start("run", "-q", "--vendor", "amd", "-n", "4", "--", "true")
+    while not (status := gather()).queue:
+        assert waiter.poll() is None
     assert status.to_dict()["queue"][0]["vendor"] == "amd"
     assert "4 AMD GPUs" in render(status, width=100, color=False)
     assert of_vendor(status, "nvidia").queue == ()
@@ -98,48 +84,45 @@ def test_waiters_say_for_whose_gpus_they_wait(both: None) -> None:
 
 
 @pytest.fixture
-def amd(tmp_path: Path) -> KfdHost:
+def amd(fake_gpus: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> KfdHost:
+    """GPUs of AMD beside the fake ones of NVIDIA."""
     (tmp_path / "root/dev").mkdir(parents=True)
     (tmp_path / "root/dev/nvidiactl").touch()
     host = KfdHost(tmp_path / "root")
     host.gpu(0x03, 1, 0xABC)
     host.gpu(0x23, 2, 0xABD)
+    fake_gpus.here()
+    monkeypatch.setenv("SAFE_GPU_DRIVER", "auto")
+    monkeypatch.setenv("SAFE_GPU_FSROOT", str(host.root))
     return host
 
 
-def status(fake_gpus: Any, root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    call = [sys.executable, "-m", "safe_gpu", "status", *arguments]
-    environment = {**fake_gpus.env, "SAFE_GPU_DRIVER": "auto", "SAFE_GPU_FSROOT": str(root)}
-    return subprocess.run(call, env=environment, capture_output=True, text=True, timeout=60)
-
-
-def test_two_drivers(fake_gpus: Any, amd: KfdHost) -> None:
+def test_two_drivers(amd: KfdHost, capsys: pytest.CaptureFixture[str]) -> None:
     amd.process(4_000_000, queues=(2,))
-    child = status(fake_gpus, amd.root, "--json")
-    assert child.returncode == 0, child.stderr
-    document = json.loads(child.stdout)
+    assert main(["status", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
     assert document["driver"] == "nvml, kfd"
     assert [gpu["vendor"] for gpu in document["gpus"]] == ["nvidia"] * 8 + ["amd"] * 2
     assert [gpu["state"] for gpu in document["gpus"]] == ["free"] * 9 + ["busy"]
 
 
-@pytest.mark.parametrize("form", [(), ("--json",), ("--free",), ("--prometheus",)])
 def test_a_broken_driver_is_named_and_the_other_gpus_are_shown(
-    fake_gpus: Any, amd: KfdHost, form: tuple[str, ...]
+    fake_gpus: Any, amd: KfdHost, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fake_gpus.options(init_error=9)
-    child = status(fake_gpus, amd.root, *form)
-    assert child.returncode == 69
-    assert "not loaded" in " ".join((child.stderr if form else child.stdout).split())
-    if form == ("--json",):
-        assert [gpu["vendor"] for gpu in json.loads(child.stdout)["gpus"]] == ["amd", "amd"]
-    elif form == ("--free",):
-        assert child.stdout.split() == ["0", "1"]
-    elif form:
-        assert child.stdout.count("safe_gpu_memory_used_bytes{") == 2
-        assert "safe_gpu_waiting" in child.stdout
-    else:
-        assert "2 of 2 GPUs free" in child.stdout
+
+    def shown(*form: str) -> str:
+        assert main(["status", *form]) == 69
+        out, err = capsys.readouterr()
+        assert "not loaded" in " ".join((err if form else out).split())
+        return out
+
+    assert "2 of 2 GPUs free" in shown()
+    assert [gpu["vendor"] for gpu in json.loads(shown("--json"))["gpus"]] == ["amd", "amd"]
+    assert shown("--free").split() == ["0", "1"]
+    metrics = shown("--prometheus")
+    assert metrics.count("safe_gpu_memory_used_bytes{") == 2
+    assert "safe_gpu_waiting" in metrics
 
 
 def test_a_driver_that_breaks_between_opening_and_the_poll(both: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,7 +64,7 @@ def test_each_value_names_its_section() -> None:
     }
 
 
-def test_users_and_groups_by_number() -> None:
+def test_users_by_number() -> None:
     assert limits("ben", text="[user 1001]\nmax_gpus=3").max_gpus == 3
     assert limits("1001", text="[user ben]\nmax_gpus=3").max_gpus is None
 

@@ -48,8 +48,9 @@ def test_every_name_is_there(name: str) -> None:
 
 def test_no_name_is_there_twice_and_unknown_ones_are_not() -> None:
     assert len(safe_gpu.__all__) == len(set(safe_gpu.__all__))
-    with pytest.raises(AttributeError, match="claim_gpu'"):
+    with pytest.raises(AttributeError, match="claim_gpu'") as caught:
         safe_gpu.claim_gpu  # noqa: B018
+    assert (caught.value.name, caught.value.obj) == ("claim_gpu", safe_gpu), "Python may suggest another one"
 
 
 def test_the_star_import_brings_them_all() -> None:

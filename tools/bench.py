@@ -32,7 +32,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
@@ -115,10 +115,9 @@ class Worker:
         if self.pid == 0:
             status = 1
             try:
-                work(far_end)
-                status = 0
-            except EOFError:
-                pass
+                with suppress(EOFError):
+                    work(far_end)
+                    status = 0
             finally:
                 os._exit(status)
         far_end.close()
@@ -419,10 +418,8 @@ def warm_up(directory: Path) -> None:
     with held():
         ahead = Worker(lambda line: safe_gpu.claim_gpus(timeout=60, affinity=None))
         until_waiting(directory, 1)
-        try:
+        with suppress(safe_gpu.ClaimTimeout):
             safe_gpu.claim_gpus(timeout=0.05, affinity=None)
-        except safe_gpu.ClaimTimeout:
-            pass
     ahead.end()
     safe_gpu.claim_gpus(affinity=None)
     safe_gpu.release_gpus()
@@ -469,10 +466,8 @@ def bench_waiters(options: argparse.Namespace) -> list[Row]:
         safe_gpu.claim_gpus(timeout=3600, affinity=None, hold_for=600)
 
     def wait_once(line: Any) -> None:
-        try:
+        with suppress(safe_gpu.NotEnoughGpusError):
             safe_gpu.claim_gpus(timeout=1, affinity=None)
-        except safe_gpu.NotEnoughGpusError:
-            pass
 
     with simulated_host() as directory:
         warm_up(directory)

@@ -95,18 +95,13 @@ class Actor:
         self.tell("let go")
         self.hear("done")
 
-    def reap(self) -> None:
-        """Wait for its end."""
-        if not self.gone:
-            os.waitpid(self.pid, 0)
-            self.gone = True
-        self.line.close()
-
     def kill(self) -> None:
         """End it, at whatever it is."""
         if not self.gone:
             os.kill(self.pid, signal.SIGKILL)
-        self.reap()
+            os.waitpid(self.pid, 0)
+            self.gone = True
+        self.line.close()
 
     def wait_for_ticket(self, stage: Stage) -> None:
         """Return when it stands in the queue, or has something to say."""
@@ -170,7 +165,7 @@ class Stage:
             one = Actor("the first", claims(GPUS))
             one.hear("holds")
             one.let_go()
-            one.reap()
+            one.kill()
             driver = SimulatedDriver(_PRESET)
             with driver.occupy(driver.idle.gpus[0].uuid, memory=1):  # the driver's own directories
                 pass
@@ -317,10 +312,8 @@ class Refused(Scene):
         self.helpers[0].hear("holds")
 
     def operate(self) -> None:
-        try:
+        with suppress(safe_gpu.NotEnoughGpusError):
             super().operate()
-        except safe_gpu.NotEnoughGpusError:
-            pass
 
 
 class Release(Scene):

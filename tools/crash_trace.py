@@ -7,9 +7,8 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import NamedTuple
-
-__all__ = ["Stop", "Traced", "begin", "call_name", "end", "refusal"]
 
 _TRACEME, _CONT, _DETACH, _SYSCALL = 0, 7, 17, 24
 _SETOPTIONS, _GET_SYSCALL_INFO = 0x4200, 0x420E
@@ -201,10 +200,8 @@ class Traced:
 
     def _go_on(self, how: int) -> None:
         for thread, number in self._standing.items():
-            try:
+            with suppress(ProcessLookupError):  # killed meanwhile
                 _ptrace(how, thread, data=number)
-            except ProcessLookupError:
-                pass  # killed meanwhile
         self._standing.clear()
 
 

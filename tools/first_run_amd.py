@@ -35,16 +35,28 @@ CHILD = """
 import ctypes, json, os, signal, sys
 from safe_gpu.runtimes import hip
 from safe_gpu.runtimes.hip import HipMemory
-memory = None
-def octets(number):
-    raw = (ctypes.c_char * 16)()
-    hip.load().call("hipDeviceGetUuid", raw, ctypes.c_int(number))
-    return raw.raw.hex()
-def integrated(number):
-    answer = ctypes.c_int()
-    hip.load().call("hipDeviceGetAttribute", ctypes.byref(answer), ctypes.c_int(16), ctypes.c_int(number))
-    return bool(answer.value)
-def forked():
+held = []
+is_open = hip._kfd_is_open
+def load():
+    hip.load()
+    return hip._mapped_file()
+def start():
+    hip.load().initialize()
+def hold():
+    held.append(HipMemory(0))
+def free():
+    held.pop().release()
+def octets():
+    raws = [(ctypes.c_char * 16)() for _ in range(hip.load().count())]
+    for number, raw in enumerate(raws):
+        hip.load().call("hipDeviceGetUuid", raw, ctypes.c_int(number))
+    return [raw.raw.hex() for raw in raws]
+def integrated():
+    answers = [ctypes.c_int() for _ in range(hip.load().count())]
+    for number, answer in enumerate(answers):
+        hip.load().call("hipDeviceGetAttribute", ctypes.byref(answer), ctypes.c_int(16), ctypes.c_int(number))
+    return [bool(answer.value) for answer in answers]
+def fork():
     pid = os.fork()
     if pid == 0:
         signal.alarm(20)
@@ -61,27 +73,8 @@ def copy(path):
     return [first._handle._handle != other._handle._handle, first.count(), other.count()]
 for line in sys.stdin:
     step, *arguments = json.loads(line)
-    answer = None
     try:
-        if step == "load":
-            hip.load()
-            answer = hip._mapped_file()
-        elif step == "open":
-            answer = hip._kfd_is_open()
-        elif step == "start":
-            hip.load().initialize()
-        elif step == "hold":
-            memory = HipMemory(0)
-        elif step == "free":
-            memory.release()
-        elif step == "octets":
-            answer = [octets(number) for number in range(hip.load().count())]
-        elif step == "integrated":
-            answer = [integrated(number) for number in range(hip.load().count())]
-        elif step == "fork":
-            answer = forked()
-        elif step == "copy":
-            answer = copy(*arguments)
+        answer = globals()[step](*arguments)
     except Exception as err:
         answer = {"error": f"{type(err).__name__}: {err}"}
     print(json.dumps(answer), flush=True)
@@ -198,9 +191,9 @@ def check_start(driver: KfdDriver) -> None:
     """What does a process open and hold that has loaded HIP, and one that has started it?"""
     child = Child()
     library = child.do("load")
-    say(child.do("open") is False, f"loading {library} opens no /dev/kfd")
+    say(child.do("is_open") is False, f"loading {library} opens no /dev/kfd")
     child.do("start")
-    say(child.do("open") is True, "HIP keeps /dev/kfd open from its first call on")
+    say(child.do("is_open") is True, "HIP keeps /dev/kfd open from its first call on")
     shown = on(driver, child.pid)
     say(not shown, f"a process that has only started HIP is on {shown or 'no GPU'}")
     say(child.do("fork") != 0, "a child that is forked after HIP has started cannot use it")

@@ -29,7 +29,7 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppres
 from functools import partial
 from typing import Any, NamedTuple
 
-from soak_host import Policy, Stage
+from soak_host import Policy, Stage, replace_file
 from soak_lives import ISLANDS, SHOWN_IN_CALM, WOUNDS, Life, draw, live
 
 import safe_gpu
@@ -158,11 +158,7 @@ class Soak:
         self._set_weather(sky)
 
     def _set_weather(self, sky: dict[str, Any]) -> None:
-        path = f"{self.stage.root}/weather"
-        with open(f"{path}.new", "w", encoding="utf-8") as file:
-            json.dump(sky, file)
-        os.chmod(f"{path}.new", 0o644)
-        os.rename(f"{path}.new", path)
+        replace_file(f"{self.stage.root}/weather", json.dumps(sky))
 
     def _clean(self) -> None:
         """What a cleaner of /tmp does: remove a file, a directory, everything; or move it away."""
@@ -340,19 +336,20 @@ class Soak:
         part = rng.randint(1, len(self.gpus) - free - 1)
         for size in (part, len(self.gpus) - free - part):
             word = rng.choice((1.5, 2.0, 2.5, 3.0))
-            number = self._say(words, size, word, hold=word - rng.choice((0.2, 0.7)))
+            number = self.start(self._saying(size, word, hold=word - rng.choice((0.2, 0.7))))
+            words[number] = word
             if "holds" not in self.told(number):
                 self.violation({"what": "refused while enough GPUs were free", "number": number})
         waiters = []
-        for size in (
-            rng.choice((len(self.gpus), rng.randint(free + 1, len(self.gpus)))),
-            rng.randint(1, len(self.gpus)),
-        ):
-            number = self._say(words, size, 1.0, hold=0.1, queue_up=True)
+        large = rng.choice((len(self.gpus), rng.randint(free + 1, len(self.gpus))))
+        for size in (large, rng.randint(1, len(self.gpus))):
+            number = self._queue_up(self._saying(size, 1.0, hold=0.1))
+            words[number] = 1.0
             waiters.append(Waiter(number, self._expected_start(number)))
         for word in rng.sample((1.0, 1.0, 2.0, 4.0, 4.0, math.inf), 4):
             hold = 0.01 if word == math.inf else 0.9 * word
-            self._say(words, rng.randint(1, free), word, hold=hold, timeout=rng.choice((0.0, 0.0, 1.0)))
+            life = self._saying(rng.randint(1, free), word, hold=hold, timeout=rng.choice((0.0, 0.0, 1.0)))
+            words[self.start(life)] = word
             time.sleep(rng.choice((0.0, 0.1, 0.3)))
         for number in words:
             if "holds" in self.told(number):
@@ -360,21 +357,9 @@ class Soak:
         for broken in broken_promises(waiters, words, self.story):
             self.violation(broken)
 
-    def _say(
-        self,
-        words: dict[int, float],
-        size: int,
-        word: float,
-        *,
-        hold: float,
-        timeout: float = 10.0,
-        queue_up: bool = False,
-    ) -> int:
-        """Start a process that says for how long it will hold its GPUs; its number. The word is noted."""
-        life = _calm(size, timeout=timeout, hold=hold)._replace(hold_for=None if word == math.inf else word)
-        number = self._queue_up(life) if queue_up else self.start(life)
-        words[number] = word
-        return number
+    def _saying(self, size: int, word: float, *, hold: float, timeout: float = 10.0) -> Life:
+        """A claim that says for how long it will hold its GPUs."""
+        return _calm(size, timeout=timeout, hold=hold)._replace(hold_for=None if word == math.inf else word)
 
     def _expected_start(self, number: int) -> float:
         """When a waiter can expect to start, as ``status`` shows it, ``time.monotonic()``; inf if it shows none."""
@@ -433,10 +418,8 @@ class Soak:
     def _tickets(self) -> int:
         """The highest number of a ticket."""
         with suppress(OSError):
-            return max(
-                (int(name[:-7]) for name in os.listdir(f"{self.stage.state}/queue") if name.endswith(".ticket")),
-                default=-1,
-            )
+            names = os.listdir(f"{self.stage.state}/queue")
+            return max((int(name[:-7]) for name in names if name.endswith(".ticket")), default=-1)
         return -1
 
 
@@ -520,12 +503,14 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=2.0)
     parser.add_argument("--processes", type=int, default=24, help="how many live at a time")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
-    parser.add_argument(
-        "--islands", action="store_true", help="some in another state directory, a private one, a PID namespace"
-    )
-    parser.add_argument("--users", action="store_true", help="as three users")
-    parser.add_argument("--policy", action="store_true", help="with limits that change; part of --users")
-    parser.add_argument("--cleaner", action="store_true", help="the state directory is cleaned and moved")
+    needing_root = {
+        "islands": "some in another state directory, a private one, a PID namespace",
+        "users": "as three users",
+        "policy": "with limits that change; part of --users",
+        "cleaner": "the state directory is cleaned and moved",
+    }
+    for name, text in needing_root.items():
+        parser.add_argument(f"--{name}", action="store_true", help=text)
     whole = {name: [gpu for gpu in host.gpus() if not gpu.unusable] for name, host in PRESETS.items()}
     large = [name for name, gpus in whole.items() if len(gpus) >= 8]
     name_of = partial(re.sub, "^simulated:", "")
@@ -534,7 +519,7 @@ def main() -> int:
         "--break", dest="wound", choices=sorted(WOUNDS), default="", help="break the claim code: must end with 1"
     )
     args = parser.parse_args()
-    for name in ("islands", "users", "policy", "cleaner"):
+    for name in needing_root:
         if getattr(args, name) and os.geteuid():
             parser.error(f"--{name} needs root")
     print(f"seed {args.seed}", flush=True)

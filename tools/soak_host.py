@@ -364,11 +364,11 @@ class Policy:
         limits = {str(uid): number for uid, number in most.items() if number is not None}
         entry = {"from": time.monotonic(), "to": math.inf, "most": limits, "max_hold": "max_hold" in (others or {})}
         self._past = [*self._past[1 - _KEPT :], entry]
-        _replace(self._log, json.dumps(self._past))
-        _replace(self._path, "\n".join(lines) + "\n")
+        replace_file(self._log, json.dumps(self._past))
+        replace_file(self._path, "\n".join(lines) + "\n")
         for past in self._past[:-1]:  # it counted until the rename, at the latest
             past["to"] = min(past["to"], time.monotonic())
-        _replace(self._log, json.dumps(self._past))
+        replace_file(self._log, json.dumps(self._past))
 
     def change(self, rng: random.Random, uids: tuple[int, ...]) -> None:
         """Write a random policy for these users."""
@@ -406,7 +406,7 @@ def _most(entry: Mapping[str, Any], uid: int) -> float:
     return float(entry["most"].get(str(uid), math.inf))
 
 
-def _replace(path: str, text: str) -> None:
+def replace_file(path: str, text: str) -> None:
     with open(f"{path}.new", "w", encoding="utf-8") as file:
         file.write(text)
     os.chmod(f"{path}.new", 0o644)

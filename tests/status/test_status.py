@@ -524,30 +524,22 @@ def test_a_display_that_everyone_shares(state_dir: Path, child) -> None:
 
 texts = st.text(max_size=40)
 ages = st.none() | st.floats(0, 2e9)
+pids, names, amounts = st.integers(1, 1 << 22), st.none() | texts, st.none() | st.integers(0, 1 << 38)
+commands = st.none() | st.text(max_size=200)
 claims = st.builds(
-    ClaimStatus,
-    pid=st.none() | st.integers(1, 1 << 22),
-    user=st.none() | texts,
-    job=st.none() | texts,
-    command=st.none() | st.text(max_size=200),
-    since=ages,
-    stopped=st.booleans(),
-    note=texts,
-    until=ages,
+    ClaimStatus, st.none() | pids, names, names, commands, ages, stopped=st.booleans(), note=texts, until=ages
 )
-amounts = st.none() | st.integers(0, 1 << 38)
+used = st.none() | st.integers(0, 100)
 gpus = st.builds(
     Gpu,
-    index=st.integers(0, 31),
-    uuid=st.just("GPU-1"),
-    name=texts,
+    st.integers(0, 31),
+    st.just("GPU-1"),
+    texts,
     memory_total=amounts,
     memory_used=amounts,
-    utilization=st.none() | st.integers(0, 100),
+    utilization=used,
 )
-processes = st.builds(
-    ProcessStatus, st.integers(1, 1 << 22), st.none() | texts, st.none() | texts, st.just("compute"), amounts
-)
+processes = st.builds(ProcessStatus, pids, names, names, st.just("compute"), amounts)
 gpu_statuses = st.builds(
     GpuStatus,
     gpus,
@@ -558,25 +550,13 @@ gpu_statuses = st.builds(
     inner=st.none() | claims,
     processes=st.lists(processes, max_size=2).map(tuple),
 )
+waits = (st.booleans(), texts, st.none() | st.floats(1, 1e6), ages)
 waiters = st.builds(
-    WaiterStatus,
-    st.integers(1, 999),
-    st.none() | st.integers(1, 1 << 22),
-    st.none() | texts,
-    st.none() | st.integers(1, 64),
-    ages,
-    st.booleans(),
-    texts,
-    st.none() | st.floats(1, 1e6),
-    ages,
+    WaiterStatus, st.integers(1, 999), st.none() | pids, names, st.none() | st.integers(1, 64), ages, *waits
 )
 hosts = st.builds(
     HostStatus,
-    host=st.just("gpu01.example.org"),
-    driver=st.just("nvml"),
-    driver_version=st.just("550.54.15"),
-    state_dir=st.just("/tmp/safe-gpu"),
-    taken_at=st.just(1.8e9),
+    *map(st.just, ("gpu01.example.org", "nvml", "550.54.15", "/tmp/safe-gpu", 1.8e9)),
     gpus=st.lists(gpu_statuses, max_size=4).map(tuple),
     queue=st.lists(waiters, max_size=3).map(tuple),
     warnings=st.lists(texts, max_size=1).map(tuple),
@@ -661,16 +641,15 @@ def test_from_the_command_line(state_dir: Path, holder, capsys) -> None:
 ERROR = "CUDA_ERROR_ECC_UNCORRECTABLE: uncorrectable ECC error encountered"
 
 
-@pytest.fixture
-def noted(state_dir: Path) -> None:
-    """GPU 0 with a note of now, GPU 1 with one of yesterday."""
+def note(state_dir: Path, index: int, age: float = 0) -> None:
+    text = json.dumps({"when": time.time() - age, "error": ERROR})
+    (state_dir / "leases" / f"{UUIDS[index]}.fault").write_text(text)
+
+
+def test_a_free_gpu_that_is_taken_last_says_why(state_dir: Path) -> None:
     (state_dir / "leases").mkdir(parents=True)
-    for uuid, age in ((UUIDS[0], 0), (UUIDS[1], 86400)):
-        line = json.dumps({"when": time.time() - age, "error": ERROR})
-        (state_dir / "leases" / f"{uuid}.fault").write_text(line)
-
-
-def test_a_free_gpu_that_is_taken_last_says_why(noted) -> None:
+    note(state_dir, 0)
+    note(state_dir, 1, age=86400)
     status = gather()
     first, second = status.gpus[:2]
     assert (first.state, second.state, second.reason) == ("free", "free", "")
@@ -682,13 +661,10 @@ def test_a_free_gpu_that_is_taken_last_says_why(noted) -> None:
     assert "8 of 8 GPUs free" in table
 
 
-def test_a_claimed_one_too(noted) -> None:
+def test_a_claimed_one_too(state_dir: Path) -> None:
     with safe_gpu.GPUOwner(8, affinity=None, timeout=0):
-        # what works is forgiven, so it is noted anew
-        path = Path(gather().state_dir) / "leases" / f"{UUIDS[3]}.fault"
-        path.write_text(json.dumps({"when": time.time(), "error": ERROR}))
+        note(state_dir, 3)
         status = gather()
         assert status.gpus[3].state == "claimed"
         assert status.gpus[3].reason.endswith(ERROR)
-        assert status.gpus[0].fault == ""
         assert f"since a claim failed on it: {ERROR}" in render(status, width=200, color=False)

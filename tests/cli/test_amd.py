@@ -76,7 +76,6 @@ def test_the_command_sees_its_gpus(
 @pytest.mark.parametrize(
     ("host", "arguments", "inherited", "words"),
     [
-        ("mi300x-cpx", ["-n", 65], {}, "65"),
         ("mi250x", ["-n", 2], {ROCR: "3"}, "ROCR_VISIBLE_DEVICES=3 limits this process to 1 of"),
         ("hip", ["-n", 1], {ROCR: ""}, "ROCR_VISIBLE_DEVICES"),
     ],

@@ -170,19 +170,12 @@ def test_help_fits_a_terminal_explains_every_option_and_has_examples(
     assert capsys.readouterr().out == out
 
 
-def test_nothing_typed_is_a_question_for_help(capsys) -> None:
-    assert main(["--help"]) == 0
-    text = capsys.readouterr().out
-    for line in ([], ["-h"]):
-        assert main(line) == 0
-        assert capsys.readouterr().out == text
+def test_nothing_typed_is_a_question_for_help(ask) -> None:
+    assert ask("--help").stdout == ask().stdout == ask("-h").stdout
 
 
-def test_the_version(command, capsys) -> None:
-    for option in ("--version", "-V"):
-        assert main([option]) == 0
-        assert capsys.readouterr().out == f"safe-gpu {__version__}\n"
-    assert command.run("--version").stdout == f"safe-gpu {__version__}\n"
+def test_the_version(command, ask) -> None:
+    assert ask("-V").stdout == command.run("--version").stdout == f"safe-gpu {__version__}\n"
 
 
 # Where the output goes

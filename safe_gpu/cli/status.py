@@ -135,17 +135,10 @@ def _watch(options: argparse.Namespace, user: str | None) -> NoReturn:
         else:
             now = time.strftime("%H:%M:%S", time.localtime(status.taken_at))
             text = f"{cut(f'{now}, every {interval:g} s (Ctrl-C ends)', columns())}\n{_table(status, user)}\n"
-            text = redrawn(text, _rows()) if in_place else f"{text}\n"
+            text = redrawn(text, os.get_terminal_size(1).lines or 24) if in_place else f"{text}\n"
         sys.stdout.write(text)
         sys.stdout.flush()
         time.sleep(interval)
-
-
-def _rows() -> int:
-    try:
-        return os.get_terminal_size(1).lines or 24
-    except OSError:
-        return 24
 
 
 def redrawn(text: str, rows: int) -> str:
@@ -296,11 +289,8 @@ def _show(claims: list[PastClaim], options: argparse.Namespace, since: float, un
     elif not claims:
         print("no claims in this time")
     else:
-        table = (
-            table_of_use(uses, options.by, columns())
-            if options.by
-            else table_of_claims(claims, since, until, columns())
-        )
+        width = columns()
+        table = table_of_use(uses, options.by, width) if options.by else table_of_claims(claims, since, until, width)
         for line in table:
             print(line)
 

@@ -66,13 +66,8 @@ def state_directory(host: CheckedHost) -> Finding:
     except FileNotFoundError:
         return _not_there(path)
     except StateDirError as err:
-        return _refused(err)
+        return failed(str(err), (f"rm {quote(err.path)}, or " if err.errno in _REMOVABLE else "") + _ELSEWHERE)
     return trouble or _trouble_above(path) or risk or passed(f"{path}, mode 1777, belongs to {owner}")
-
-
-def _refused(err: StateDirError) -> Finding:
-    remove = f"rm {quote(err.path)}, or " if err.errno in _REMOVABLE else ""
-    return failed(str(err), remove + _ELSEWHERE)
 
 
 def _not_there(path: str) -> Finding:

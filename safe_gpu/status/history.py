@@ -424,7 +424,7 @@ def table_of_claims(claims: Sequence[PastClaim], since: float, until: float, wid
         Column("USER", [claim.user or "?" for claim in claims], most=24 if wide else 8),
         Column("GPU", [_gpus(claim) for claim in claims], most=24 if wide else 8),
         Column("JOB", [job if wide else job.rpartition(":")[2] for job in jobs], most=30 if wide else 12),
-        Column("FROM", [_clock(claim.since) for claim in claims]),
+        Column("FROM", [time.strftime("%Y-%m-%d %H:%M", time.localtime(claim.since)) for claim in claims]),
         Column("TO", [_end(claim) for claim in claims]),
         Column("GPU-HOURS", [_use(claim, since, until) for claim in claims], right=True),
         Column("COMMAND", [claim.command or "?" for claim in claims], most=200),
@@ -463,10 +463,6 @@ def _gpus(claim: PastClaim) -> str:
         return gpu_ranges(claim.labels)
     except ValueError:  # somebody's nonsense
         return ",".join(claim.labels)
-
-
-def _clock(when: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M", time.localtime(when))
 
 
 def _end(claim: PastClaim) -> str:

@@ -12,7 +12,6 @@ import pytest
 import safe_gpu
 
 ROOT = Path(safe_gpu.__file__).parents[1]
-MISSING = "raise ModuleNotFoundError({text!r}, name={name!r})"
 CLAIM = """
 import os, safe_gpu
 try:
@@ -27,12 +26,8 @@ def without(request: pytest.FixtureRequest, tmp_path: Path):
     """An environment in which a package is missing or too old."""
 
     def make(name: str, **variables: str) -> dict[str, str]:
-        text = (
-            MISSING.format(text=f"No module named '{name}'", name=name)
-            if request.param == "missing"
-            else "__version__ = '0.1'"
-        )
-        (tmp_path / f"{name}.py").write_text(text)
+        missing = f"raise ModuleNotFoundError('No module named {name}', name='{name}')"
+        (tmp_path / f"{name}.py").write_text(missing if request.param == "missing" else "__version__ = '0.1'")
         return {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}", **variables}
 
     return make

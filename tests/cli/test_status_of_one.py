@@ -36,8 +36,7 @@ def test_nothing_is_free_where_the_claims_are_not_known(state_dir: Path, ask: An
 
 @pytest.mark.parametrize("option", ["--mine", "--user"])
 def test_gpus_of_one_user(busy: None, ask: Any, option: str) -> None:
-    me = procfs.user_name(os.geteuid()) if option == "--user" else None
-    arguments = [option, *([me] if me else [])]
+    arguments = [option] if option == "--mine" else [option, procfs.user_name(os.geteuid())]
     document = json.loads(ask("status", "--json", *arguments).stdout)
     holders = {one["index"]: one["claim"]["user"] for one in document["gpus"]}
     assert {0, 1} <= holders.keys() <= {0, 1, 5}  # ground's holder is this user too

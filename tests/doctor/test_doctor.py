@@ -100,11 +100,7 @@ def in_namespace(setup: str, check: str, *flags: str, user: int = 0, **variables
     )
     command = ["unshare", *(flags or ["-m"]), "sh", "-c", f'{setup} && exec "$@"', "sh", sys.executable, "-c", code]
     run = subprocess.run(
-        command,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **variables},
-        capture_output=True,
-        text=True,
-        timeout=60,
+        command, env={**os.environ, "PYTHONPATH": str(ROOT), **variables}, capture_output=True, text=True, timeout=60
     )
     if run.returncode and ("unshare" in run.stderr or "mount:" in run.stderr):
         pytest.skip(f"no namespaces here: {run.stderr.strip()}")

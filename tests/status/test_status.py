@@ -226,7 +226,7 @@ def test_claims_inside_claims_are_shown(state_dir: Path, child) -> None:
         "if os.fork() == 0:\n"
         "    os.execv(sys.executable, [sys.executable, '-c', 'import safe_gpu; "
         'o = safe_gpu.claim_gpus(1, affinity=None); print("inner", o.devices_taken[0], flush=True); input()\'])\n'
-        "os.wait()",
+        "os.wait()"
     )
     word, index = outer.hear().split()
     assert word == "inner"
@@ -531,13 +531,7 @@ claims = st.builds(
 )
 used = st.none() | st.integers(0, 100)
 gpus = st.builds(
-    Gpu,
-    st.integers(0, 31),
-    st.just("GPU-1"),
-    texts,
-    memory_total=amounts,
-    memory_used=amounts,
-    utilization=used,
+    Gpu, st.integers(0, 31), st.just("GPU-1"), texts, memory_total=amounts, memory_used=amounts, utilization=used
 )
 processes = st.builds(ProcessStatus, pids, names, names, st.just("compute"), amounts)
 gpu_statuses = st.builds(

@@ -120,8 +120,7 @@ class Device:
 class Memory:
     def free(self):
         pass
-def init():
-    pass
+init = object
 def mem_alloc(size):
     assert stack, "no current context"
     return Memory()

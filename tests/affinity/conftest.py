@@ -6,25 +6,40 @@ import os
 import pickle
 import traceback
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import safe_gpu.drivers
+from safe_gpu.cpulist import parse_cpulist
 from safe_gpu.devices import Gpu, HostSnapshot
+from safe_gpu.errors import NoDriverError
 from safe_gpu.runtimes.runtime import Runtime
 from safe_gpu.topology import GpuLocality, HostTopology
 
+MakeHost = Callable[..., HostTopology]
+InChild = Callable[[Callable[[], Any]], Any]
+
 MASK = sorted(os.sched_getaffinity(0))
+needs_two_cpus = pytest.mark.skipif(len(MASK) < 2, reason="this process may use one CPU only")
 
 
-def as_list(cpus: Iterable[int]) -> str:
+def cpus(text: str) -> frozenset[int]:
+    found = parse_cpulist(text)
+    assert found is not None
+    return found
+
+
+@lru_cache
+def as_list(cpus: frozenset[int]) -> str:
     """Deliberately not the package's own formatter: single numbers are a list too."""
     return ",".join(str(cpu) for cpu in sorted(cpus))
 
 
-def as_mask(cpus: Iterable[int]) -> str:
+@lru_cache
+def as_mask(cpus: frozenset[int]) -> str:
     value = sum(1 << cpu for cpu in cpus)
     groups = []
     while value or not groups:
@@ -43,9 +58,13 @@ class SavedTree:
         return str(self.root)
 
     def write(self, path: str, text: str) -> None:
-        file = self.root / path
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text + "\n")
+        file = os.path.join(self.root, path)
+        try:
+            os.makedirs(os.path.dirname(file))
+        except FileExistsError:
+            pass
+        with open(file, "w") as written:
+            written.write(text + "\n")
 
     def remove(self, path: str) -> None:
         for file in self.root.glob(path):
@@ -69,22 +88,17 @@ class SavedTree:
         """
         base = "sys/devices/system/cpu"
         siblings, socket = ("thread_siblings", "core_siblings") if old_names else ("core_cpus", "package_cpus")
-        writers = [(as_mask, "", "map")] if masks else [(as_list, "_list", "list")]
-        if as_the_kernel:
-            writers = [(as_mask, "", "map"), (as_list, "_list", "list")]
-            cores, packages, caches = (
-                [[cpu for cpu in group if cpu not in offline] for group in groups]
-                for groups in (cores, packages, caches)
-            )
-            for cpu in offline:
-                self.write(f"{base}/cpu{cpu}/online", "0")
-        everything = sorted(cpu for core in cores for cpu in core)
+        writers = [(as_mask, "", "map")] * (masks or as_the_kernel) + [(as_list, "_list", "list")] * (not masks)
+        for cpu in offline:
+            self.write(f"{base}/cpu{cpu}/online", "0")
+        unnamed = offline if as_the_kernel else ()
+        cores, packages, caches = (
+            [frozenset(group).difference(unnamed) for group in groups] for groups in (cores, packages, caches)
+        )
+        everything = frozenset().union(*cores)
         packages = packages or [everything]
         for core in cores:
-            for cpu in core:
-                if cpu in offline:
-                    self.write(f"{base}/cpu{cpu}/online", "0")
-                    continue
+            for cpu in core.difference(offline):
                 number, package = next((n, group) for n, group in enumerate(packages) if cpu in group)
                 for put, suffix, _ in writers:
                     self.write(f"{base}/cpu{cpu}/topology/{siblings}{suffix}", put(core))
@@ -93,15 +107,14 @@ class SavedTree:
                 self.write(f"{base}/cpu{cpu}/topology/physical_package_id", str(identity))
                 cache = next((group for group in caches if cpu in group), None)
                 if cache is not None:
-                    levels = [("1", "Data", core), ("1", "Instruction", core), ("2", "Unified", core)]
-                    for index, (level, kind, shared) in enumerate([*levels, ("3", "Unified", cache)]):
+                    for index, (level, kind, shared) in enumerate([("1", "Data", core), ("3", "Unified", cache)]):
                         path = f"{base}/cpu{cpu}/cache/index{index}"
                         self.write(f"{path}/level", level)
                         self.write(f"{path}/type", kind)
                         for put, _, suffix in writers:
                             self.write(f"{path}/shared_cpu_{suffix}", put(shared))
         if not masks:
-            self.write(f"{base}/online", as_list(set(everything) - set(offline)))
+            self.write(f"{base}/online", as_list(everything.difference(offline)))
 
     def nodes(
         self,
@@ -113,13 +126,13 @@ class SavedTree:
         base = "sys/devices/system/node"
         for node, cpus in nodes.items():
             if masks:
-                self.write(f"{base}/node{node}/cpumap", as_mask(cpus))
+                self.write(f"{base}/node{node}/cpumap", as_mask(frozenset(cpus)))
             else:
-                self.write(f"{base}/node{node}/cpulist", as_list(cpus))
+                self.write(f"{base}/node{node}/cpulist", as_list(frozenset(cpus)))
             if distance is not None:
                 self.write(f"{base}/node{node}/distance", " ".join(str(distance(node, to)) for to in sorted(nodes)))
         if not masks:
-            self.write(f"{base}/online", as_list(nodes))
+            self.write(f"{base}/online", as_list(frozenset(nodes)))
 
     def gpu(self, bus_id: str, *, node: int | None = None, cpus: Iterable[int] | None = None, **files: str) -> None:
         base = f"sys/bus/pci/devices/{bus_id}"
@@ -128,7 +141,7 @@ class SavedTree:
         if node is not None:
             self.write(f"{base}/numa_node", str(node))
         if cpus is not None:
-            self.write(f"{base}/local_cpulist", as_list(cpus))
+            self.write(f"{base}/local_cpulist", as_list(frozenset(cpus)))
 
     def pad_with_nul(self) -> None:
         for file in self.root.rglob("*"):
@@ -139,12 +152,6 @@ class SavedTree:
 @pytest.fixture
 def saved_tree(tmp_path: Path) -> SavedTree:
     return SavedTree(tmp_path / "fsroot")
-
-
-@pytest.fixture(scope="session")
-def make_tree() -> Callable[[Path], SavedTree]:
-    """Trees at a place of the test's own."""
-    return SavedTree
 
 
 def make_host(
@@ -197,7 +204,7 @@ def make_host(
 
 
 @pytest.fixture
-def host() -> Callable[..., HostTopology]:
+def host() -> MakeHost:
     return make_host
 
 
@@ -212,6 +219,9 @@ class FakeDriver:
 
     def snapshot(self) -> HostSnapshot:
         return HostSnapshot(tuple(self.gpus))
+
+    def usage(self, gpus: Sequence[Gpu]) -> Sequence[Gpu]:
+        return gpus
 
     def cpu_affinity(self, uuid: str, scope: str) -> frozenset[int] | None:
         return self.affinity.get((uuid, scope))
@@ -228,8 +238,12 @@ def fake_driver() -> type[FakeDriver]:
     return FakeDriver
 
 
+def no_driver(name: str | None = None, **choice: Any) -> Any:
+    raise NoDriverError("there is no NVIDIA driver here")
+
+
 @pytest.fixture
-def in_child() -> Callable[[Callable[[], Any]], Any]:
+def in_child() -> InChild:
     """Runs a function in a forked child, where masks and memory policies may be changed, and returns its result."""
 
     def run(function: Callable[[], Any]) -> Any:

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from itertools import combinations, product
 from typing import Any
 
-from safe_gpu.topology import HostTopology
+from affinity.conftest import MakeHost
 
-MakeHost = Callable[..., HostTopology]
+from safe_gpu.topology import HostTopology
 
 HOSTS: dict[str, dict[str, Any]] = {
     "dgx1": {"cores_per_node": 20, "nodes": 2, "gpu_nodes": [0] * 4 + [1] * 4},

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from affinity.conftest import SavedTree
 from support.kfd_host import KfdHost
 
 from safe_gpu.affinity.cpu_shares import claim_shares, memory_nodes, node_cpus_of
@@ -22,7 +23,7 @@ from safe_gpu.topology import HostTopology, read_topology
 HOSTS = ("mi250x", "mi300x-cpx")
 
 
-def save(tree: Any, host: Preset, numa_node: Callable[[int], int] = lambda node: node) -> KfdHost:
+def save(tree: SavedTree, host: Preset, numa_node: Callable[[int], int] = lambda node: node) -> KfdHost:
     """The tree of a host, with ``numa_node`` as the firmware tells it."""
     cpus = host.cpus
     nodes = {node: cpus.of_node(node) for node in range(cpus.packages * cpus.nodes)}
@@ -47,11 +48,9 @@ def save(tree: Any, host: Preset, numa_node: Callable[[int], int] = lambda node:
 
 
 @pytest.fixture(scope="module", params=HOSTS)
-def saved(
-    request: pytest.FixtureRequest, make_tree: Any, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Preset, str]:
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Preset, str]:
     """A host, and the root of its tree."""
-    tree = make_tree(tmp_path_factory.mktemp("tree"))
+    tree = SavedTree(tmp_path_factory.mktemp("tree"))
     host = preset(request.param)
     save(tree, host)
     return host, os.fspath(tree)
@@ -75,21 +74,15 @@ def text(shares: list[frozenset[int]]) -> list[str]:
     return [format_cpulist(share) for share in shares]
 
 
-def test_the_tree_is_read_as_the_host_is(read: tuple[HostTopology, HostTopology]) -> None:
+def test_the_tree_is_read_as_the_host_is(read: tuple[HostTopology, HostTopology], saved: tuple[Preset, str]) -> None:
+    """By the driver, and without one."""
     there, found = read
-    assert located(found) == located(there)
+    assert located(found) == located(read_topology(saved[1])) == located(there)
     assert (found.cpus, found.nodes, found.packages, found.distances) == (
         there.cpus, there.nodes, there.packages, there.distances,
     )  # fmt: skip
     assert set(found.cores) == set(there.cores)
     assert set(found.llc) == set(there.llc)
-
-
-def test_gpus_are_found_without_a_driver_too(
-    read: tuple[HostTopology, HostTopology], saved: tuple[Preset, str]
-) -> None:
-    there, _ = read
-    assert located(read_topology(saved[1])) == located(there)
 
 
 EXPECTED = {
@@ -145,7 +138,7 @@ def test_ordinals_are_those_of_hip(read: tuple[HostTopology, HostTopology], cut:
         by_ordinal(64, snapshot, cut)
 
 
-def test_firmware_that_tells_no_node(saved_tree: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_firmware_that_tells_no_node(saved_tree: SavedTree, monkeypatch: pytest.MonkeyPatch) -> None:
     """``numa_node`` is -1 and the CPUs of the PCI device are all: every GPU is near everything, and divides it."""
     save(saved_tree, preset("mi250x"), lambda node: -1)
     monkeypatch.setenv("SAFE_GPU_FSROOT", os.fspath(saved_tree))
@@ -157,7 +150,7 @@ def test_firmware_that_tells_no_node(saved_tree: Any, monkeypatch: pytest.Monkey
     assert memory_nodes(found, range(8)) == frozenset()
 
 
-def test_nvidia_gpus_of_the_host_take_no_share(saved_tree: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nvidia_gpus_of_the_host_take_no_share(saved_tree: SavedTree, monkeypatch: pytest.MonkeyPatch) -> None:
     """A claim divides the cores among the GPUs of its own vendor."""
     save(saved_tree, preset("mi250x"))
     saved_tree.gpu("0000:01:00.0", node=3)

@@ -15,15 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from affinity.conftest import MASK, InChild, needs_two_cpus
 
 from safe_gpu.affinity import binding
 from safe_gpu.affinity.binding import BindingReport, PartReport, bind_process, enter, leave, original_mask, undo
 from safe_gpu.errors import GPUAffinityError
-
-InChild = Callable[[Callable[[], Any]], Any]
-
-MASK = sorted(os.sched_getaffinity(0))
-needs_two_cpus = pytest.mark.skipif(len(MASK) < 2, reason="this process may use one CPU only")
 
 
 def masks() -> dict[int, set[int]]:

@@ -7,19 +7,18 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import pytest
+from affinity.conftest import MASK, InChild, needs_two_cpus, no_driver
 
 import safe_gpu
+import safe_gpu.drivers
 from safe_gpu.affinity.options import AffinityOptions
 from safe_gpu.affinity.planner import Mode
+from safe_gpu.cli import main
 
-InChild = Callable[[Callable[[], Any]], Any]
-
-MASK = sorted(os.sched_getaffinity(0))
-pytestmark = pytest.mark.skipif(len(MASK) < 2, reason="this process may use one CPU only")
+pytestmark = needs_two_cpus
 
 
 class Said(logging.Handler):
@@ -130,7 +129,7 @@ def test_a_maximum_below_the_minimum_trims_and_is_warned_of(four_gpus: Any, in_c
 
 
 WORKER = """
-import json, multiprocessing, os, sys
+import json, multiprocessing, os
 import safe_gpu
 def facts():
     process = safe_gpu.placement().processes[0]
@@ -143,21 +142,17 @@ def rank(number):
         worker.start()
         worker.join()
 if __name__ == "__main__":
-    process = multiprocessing.get_context("spawn").Process(target=rank, args=(int(sys.argv[1]),))
+    process = multiprocessing.get_context("spawn").Process(target=rank, args=(3,))
     process.start()
     process.join()
 """
 
 
-@pytest.mark.parametrize("index", [3, 0])
-def test_a_spawned_rank_and_its_workers_know_their_gpu(
-    four_gpus_env: dict[str, str], tmp_path: Any, index: int
-) -> None:
+def test_a_spawned_rank_and_its_workers_know_their_gpu(four_gpus_env: dict[str, str], tmp_path: Any) -> None:
     program = tmp_path / "ranks.py"
     program.write_text(WORKER)
-    line = [sys.executable, program, str(index)]
-    done = subprocess.run(line, env=four_gpus_env, capture_output=True, text=True, timeout=100)
-    expected = [[index], "SAFE_GPU_BOUND", [MASK[index % 2]], True]
+    done = subprocess.run([sys.executable, program], env=four_gpus_env, capture_output=True, text=True, timeout=100)
+    expected = [[3], "SAFE_GPU_BOUND", [MASK[1]], True]
     assert [json.loads(text) for text in done.stdout.splitlines()] == [expected] * 3, done.stderr
 
 
@@ -168,41 +163,11 @@ print(json.dumps([found.gpus, found.gpu_source, sorted(os.sched_getaffinity(0))]
 """
 
 
-OLD_PROGRAM = """
-import argparse
-import os
-
-import safe_gpu as gpu_affinity
-
-parser = argparse.ArgumentParser()
-parser.add_argument("--local_rank", type=int, default=os.getenv("LOCAL_RANK", 0))
-args = parser.parse_args()
-try:
-    affinity = gpu_affinity.set_affinity(
-        args.local_rank,
-        2,
-        mode=gpu_affinity.Mode.UNIQUE_CONTIGUOUS,
-        scope=gpu_affinity.Scope.NODE,
-        multithreading=gpu_affinity.Multithreading.ALL_LOGICAL,
-    )
-except gpu_affinity.GPUAffinityError as err:
-    raise SystemExit(str(err))
-print(f"{args.local_rank}: core affinity: {affinity}")
-"""
-
-
-def test_a_program_for_gpu_affinity_changes_its_import_only(child: Any, four_gpus_env: dict[str, str]) -> None:
-    done = child(OLD_PROGRAM, env={**four_gpus_env, "CUDA_VISIBLE_DEVICES": "3,0", "LOCAL_RANK": "1"}).finish()
-    assert done == f"1: core affinity: {{{MASK[0]}}}\n"
-
-
 @pytest.mark.parametrize(
     ("options", "variables", "index"),
     [
         ([], {"LOCAL_RANK": "1"}, 0),
-        ([], {"LOCAL_RANK": "0"}, 3),
         (["--ordinal", "1"], {"LOCAL_RANK": "0"}, 0),
-        (["--gpu", "0"], {}, 0),
         (["--gpu", "3"], {"LOCAL_RANK": "1"}, 3),
     ],
 )
@@ -215,48 +180,75 @@ def test_a_rank_of_a_launcher_knows_its_gpu(
     assert done.stderr == ""
 
 
-def test_a_rank_beyond_the_visible_gpus_is_told(command: Any, four_gpus_env: dict[str, str]) -> None:
-    environment = {**four_gpus_env, "CUDA_VISIBLE_DEVICES": "3,0", "LOCAL_RANK": "5"}
-    done = command.run("bind", "--", "true", env=environment)
-    assert "local rank 5 is beyond the 2 visible GPUs" in done.stderr
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The commands that this process would have become."""
+    found: list[list[str]] = []
+
+    def execv(path: str, command: list[str]) -> None:
+        found.append(command)
+        raise SystemExit(0)
+
+    monkeypatch.setattr(os, "execv", execv)
+    return found
+
+
+def test_a_rank_beyond_the_visible_gpus_is_told(
+    four_gpus: Any, in_child: InChild, monkeypatch: pytest.MonkeyPatch, capfd: Any, ran: list[list[str]]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,0")
+    monkeypatch.setenv("LOCAL_RANK", "5")
+    assert in_child(lambda: (main(["bind", "--", "true"]), ran)) == (0, [["true"]])
+    assert "local rank 5 is beyond the 2 visible GPUs" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("options", "variables", "code", "why"),
+    ("options", "code", "why"),
     [
-        ([], {"SAFE_GPU_DRIVER": "nvidia-smi", "PATH": "/nowhere"}, 69, "nvidia-smi"),
-        (["--ordinal", "4"], {}, 78, "CUDA shows no GPU 4: 4 are visible"),
-        (["--gpu", "4"], {}, 78, "this host has no GPU 4"),
-        (["--mode", "exclusive"], {}, 78, "1 physical core near 2 GPUs"),
+        ([], 69, "no NVIDIA driver"),
+        (["--ordinal", "4"], 78, "CUDA shows no GPU 4: 4 are visible"),
+        (["--gpu", "4"], 78, "this host has no GPU 4"),
+        (["--mode", "exclusive"], 78, "1 physical core near 2 GPUs"),
     ],
 )
 def test_unbound_rather_than_not_at_all(
-    command: Any, four_gpus_env: dict[str, str], options: list[str], variables: dict[str, str], code: int, why: str
+    four_gpus: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Any,
+    ran: list[list[str]],
+    options: list[str],
+    code: int,
+    why: str,
 ) -> None:
-    environment = {**four_gpus_env, **variables}
-    refused = command.run("bind", *options, "--", "/bin/echo", "ran", env=environment)
-    assert (refused.returncode, refused.stdout) == (code, "")
-    done = command.run("bind", "--if-possible", *options, "--", "/bin/echo", "ran", env=environment)
-    assert (done.returncode, done.stdout) == (0, "ran\n")
-    assert done.stderr.startswith("safe-gpu: not bound: ")
-    assert why in done.stderr
+    if why == "no NVIDIA driver":
+        monkeypatch.setattr(safe_gpu.drivers, "open_driver", no_driver)
+    assert main(["bind", *options, "--", "/bin/echo", "ran"]) == code
+    assert ran == []
+    capsys.readouterr()
+    assert main(["bind", "--if-possible", *options, "--", "/bin/echo", "ran"]) == 0
+    assert ran == [["/bin/echo", "ran"]]
+    said = capsys.readouterr().err
+    assert said.startswith("safe-gpu: not bound: ")
+    assert why in said
 
 
-def test_the_command_line_shows_some_gpus_of_either_numbering(command: Any, four_gpus_env: dict[str, str]) -> None:
-    environment = {**four_gpus_env, "CUDA_VISIBLE_DEVICES": "3,0"}
+def test_the_command_line_shows_some_gpus_of_either_numbering(
+    four_gpus: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,0")
 
     def shown(*options: str) -> list[int]:
-        document = json.loads(command.run("affinity", "--json", *options, env=environment).stdout)
-        return [gpu["index"] for gpu in document["gpus"]]
+        assert main(["affinity", "--json", *options]) == 0
+        return [gpu["index"] for gpu in json.loads(capsys.readouterr().out)["gpus"]]
 
     assert shown() == [0, 1, 2, 3]
     assert shown("--ordinal", "0") == [3]
     assert shown("--gpu", "0,2") == [0, 2]
-    assert command.run("affinity", "--gpu", "0", "--ordinal", "0", env=environment).returncode == 2
+    assert main(["affinity", "--gpu", "0", "--ordinal", "0"]) == 2
 
 
 def test_a_process_that_cannot_be_asked_is_told_its_gpu(
-    command: Any, child: Any, four_gpus_env: dict[str, str]
+    child: Any, four_gpus: Any, four_gpus_env: dict[str, str], capsys: Any
 ) -> None:
     """What a process has set in its environment since it started is not in /proc."""
     environment = {**four_gpus_env, "CUDA_VISIBLE_DEVICES": "3,0"}
@@ -264,8 +256,8 @@ def test_a_process_that_cannot_be_asked_is_told_its_gpu(
     assert rank.hear() == "bound"
 
     def placed(*options: str) -> tuple[list[int], bool | None]:
-        done = command.run("affinity", "--of", str(rank.pid), "--json", *options, env=four_gpus_env)
-        process = json.loads(done.stdout)["processes"][0]
+        main(["affinity", "--of", str(rank.pid), "--json", *options])
+        process = json.loads(capsys.readouterr().out)["processes"][0]
         return process["gpus"], process["matches"]
 
     assert placed() == ([3, 0], True)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from affinity.conftest import MASK, InChild, MakeHost, cpus, needs_two_cpus
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,23 +25,9 @@ from safe_gpu.affinity.cpu_shares import (
 )
 from safe_gpu.affinity.options import MODES, AffinityOptions
 from safe_gpu.affinity.planner import plan
-from safe_gpu.cpulist import parse_cpulist
 from safe_gpu.devices import Gpu
 from safe_gpu.errors import GPUAffinityError
 from safe_gpu.topology import GpuLocality, HostTopology
-
-MakeHost = Callable[..., HostTopology]
-InChild = Callable[[Callable[[], Any]], Any]
-
-MASK = sorted(os.sched_getaffinity(0))
-needs_two_cpus = pytest.mark.skipif(len(MASK) < 2, reason="this process may use one CPU only")
-
-
-def cpus(text: str) -> frozenset[int]:
-    found = parse_cpulist(text)
-    assert found is not None
-    return found
-
 
 TWO_ON_ONE = {"cores_per_node": 8, "nodes": 1, "gpu_nodes": [0, 0]}
 ONE_EACH = {"cores_per_node": 4, "nodes": 2, "gpu_nodes": [0, 1]}

@@ -11,16 +11,15 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from affinity.conftest import save_two_nodes
+from affinity.conftest import MASK, InChild, needs_two_cpus, no_driver, save_two_nodes
 
+import safe_gpu.drivers
+from safe_gpu.affinity.binding import policy_for, set_policy
 from safe_gpu.affinity.placements import parse_numa_maps, placement
 from safe_gpu.devices import Gpu, GpuProcess
 from safe_gpu.errors import GPUAffinityError
 
-InChild = Callable[[Callable[[], Any]], Any]
-
-MASK = sorted(os.sched_getaffinity(0))
-pytestmark = pytest.mark.skipif(len(MASK) < 2, reason="this process may use one CPU only")
+pytestmark = needs_two_cpus
 
 # A process with a second thread, on one CPU, and a child of its own; it says when all are there.
 FAMILY = """
@@ -194,8 +193,6 @@ def test_a_thread_that_sleeps_since_it_was_bound_matches(two_nodes: Any, in_chil
 
 def test_a_memory_policy_changes_the_policy_and_not_the_cpuset(two_nodes: Any, in_child: InChild) -> None:
     def child() -> Any:
-        from safe_gpu.affinity.binding import policy_for, set_policy
-
         before = placement(driver=two_nodes, gpus=[0]).processes[0]
         try:
             set_policy(policy_for("bind", [0]))
@@ -284,13 +281,7 @@ def test_no_such_process(two_nodes: Any, pid: Any) -> None:
 
 
 def test_without_a_driver_the_rest_is_told(two_nodes: Any, family: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    import safe_gpu.drivers
-    from safe_gpu.errors import NoDriverError
-
-    def none(name: str | None = None, **choice: Any) -> Any:
-        raise NoDriverError("there is no NVIDIA driver here")
-
-    monkeypatch.setattr(safe_gpu.drivers, "open_driver", none)
+    monkeypatch.setattr(safe_gpu.drivers, "open_driver", no_driver)
     pid, _ = family()
     report = placement(pid)
     assert placement(pid, gpus=["1"]).processes[0].gpu_nodes == {1}  # the kernel's own list of GPUs

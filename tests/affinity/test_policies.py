@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from enum import Enum
 from typing import Any
 
 import pytest
-from affinity.conftest import make_host
+from affinity.conftest import MakeHost, cpus, make_host
 from affinity.peers import HOSTS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from safe_gpu.affinity.options import DIVIDING_MODES, MODES, MULTITHREADING, SCOPES, AffinityOptions, parse_options
 from safe_gpu.affinity.planner import Mode, Multithreading, Scope, is_remote, plan
-from safe_gpu.cpulist import format_cpulist, parse_cpulist
+from safe_gpu.cpulist import format_cpulist
 from safe_gpu.errors import GPUAffinityError
 from safe_gpu.topology import GpuLocality, HostTopology
-
-MakeHost = Callable[..., HostTopology]
-
-
-def cpus(text: str) -> frozenset[int]:
-    found = parse_cpulist(text)
-    assert found is not None
-    return found
 
 
 def shares(topology: HostTopology, mode: str, **options: Any) -> list[str]:

@@ -6,9 +6,7 @@ import json
 import os
 from typing import Any
 
-import pytest
-
-MASK = sorted(os.sched_getaffinity(0))
+from affinity.conftest import MASK, needs_two_cpus
 
 RANK = """
 import json, os, threading
@@ -19,7 +17,7 @@ def elsewhere():  # a thread that was there before the claim, as a warmed-up num
     asked["thread"] = sorted(os.sched_getaffinity(0))
 thread = threading.Thread(target=elsewhere)
 thread.start()
-owner = safe_gpu.claim_gpus(1, affinity=MODE)
+owner = safe_gpu.claim_gpus(1, affinity="exclusive")
 told.set()
 thread.join()
 facts = {"gpus": owner.devices_taken, "cpus": sorted(os.sched_getaffinity(0)), "said": sorted(owner.cpus)}
@@ -28,9 +26,8 @@ listen()
 """
 
 
-@pytest.mark.skipif(len(MASK) < 2, reason="this machine has one CPU for this process")
-@pytest.mark.parametrize("mode", ["exclusive", "unique_contiguous", "unique_interleaved"])
-def test_each_rank_has_cores_of_its_own(state_dir: Any, saved_tree: Any, fake_gpus: Any, child: Any, mode: str) -> None:
+@needs_two_cpus
+def test_each_rank_has_cores_of_its_own(state_dir: Any, saved_tree: Any, fake_gpus: Any, child: Any) -> None:
     """Two GPUs on one node of two real cores."""
     first, second = MASK[:2]
     saved_tree.cpus([(first,), (second,)])
@@ -38,10 +35,9 @@ def test_each_rank_has_cores_of_its_own(state_dir: Any, saved_tree: Any, fake_gp
     fake_gpus.set(2, node_cpus=f"{first},{second}")
     for gpu in fake_gpus.gpus:
         saved_tree.gpu(gpu["bus"].lower().removeprefix("0000"), node=0)
-    code = RANK.replace("MODE", repr(mode))
     environment = {**fake_gpus.env, "SAFE_GPU_FSROOT": os.fspath(saved_tree)}
     ranks = [
-        child(code, env={**environment, "OMPI_COMM_WORLD_LOCAL_RANK": str(number), "OMPI_COMM_WORLD_LOCAL_SIZE": "2"})
+        child(RANK, env={**environment, "OMPI_COMM_WORLD_LOCAL_RANK": str(number), "OMPI_COMM_WORLD_LOCAL_SIZE": "2"})
         for number in range(2)
     ]
     held = sorted((json.loads(rank.hear()) for rank in ranks), key=lambda facts: facts["gpus"])

@@ -12,6 +12,7 @@ from itertools import islice
 from typing import Any
 
 import pytest
+from affinity.conftest import MASK, needs_two_cpus
 from affinity.peers import torch_cases
 
 import safe_gpu
@@ -22,8 +23,6 @@ from safe_gpu.errors import GPUAffinityError
 
 # Read here: fixtures hide SAFE_GPU_* from the tests.
 REQUIRED = os.environ.get("SAFE_GPU_REQUIRE_REAL") == "1"
-MASK = sorted(os.sched_getaffinity(0))
-needs_two_cpus = pytest.mark.skipif(len(MASK) < 2, reason="this process may use one CPU only")
 needs_numactl = pytest.mark.skipif(shutil.which("numactl") is None and not REQUIRED, reason="numactl is not installed")
 needs_torch = pytest.mark.skipif(
     importlib.util.find_spec("torch") is None and not REQUIRED, reason="PyTorch is not installed"

@@ -50,7 +50,7 @@ def dates(wants: Iterable[BackfillRequest], free_at: Mapping[str, float]) -> Ite
         for other, other_date in earlier:
             if date < other_date < math.inf and not _may_pass(want, date, other, other_date):
                 date = other_date
-        insort(earlier, (want, date), key=_date_of)
+        insort(earlier, (want, date), key=lambda waiter: waiter[1])
         yield want, date
 
 
@@ -58,10 +58,6 @@ def _nth_free(want: BackfillRequest, free_at: Mapping[str, float]) -> float:
     """When enough of its GPUs are expected to be free."""
     moments = sorted(free_at.get(gpu, math.inf) for gpu in want.gpus)
     return moments[want.nb - 1] if 0 < want.nb <= len(moments) else math.inf
-
-
-def _date_of(pair: tuple[BackfillRequest, float]) -> float:
-    return pair[1]
 
 
 def _may_pass(want: BackfillRequest, start: float, other: BackfillRequest, date: float) -> bool:

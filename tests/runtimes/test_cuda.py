@@ -42,7 +42,6 @@ def test_neither_mapping_libcuda_nor_asking_initializes_it(host: Host, mapped: s
     [
         ({}, [B, C, A]),
         ({"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}, [A, B, C]),
-        ({"CUDA_VISIBLE_DEVICES": "2,0"}, [A, B]),
         ({"CUDA_VISIBLE_DEVICES": "2,1"}, [A, C]),
     ],
 )
@@ -189,7 +188,6 @@ def test_inherited_device_that_only_cuda_opens_gives_the_fork_away(monkeypatch: 
 def test_child_process_sees_what_cuda_would_see_in_its_environment(host: Host) -> None:
     code = "result = [library_child.visible_in_child(), cuda.visible_if_initialized()]"
     assert host.run(code) == [[B, C, A], None]
-    assert host.run(code, CUDA_DEVICE_ORDER="PCI_BUS_ID", CUDA_VISIBLE_DEVICES="2,0") == [[C, A], None]
     assert host.run(code, CUDA_VISIBLE_DEVICES="") == [[], None]
     code = "result = library_child.visible_in_child({**os.environ, 'CUDA_VISIBLE_DEVICES': '1'})"
     assert host.run(code, CUDA_VISIBLE_DEVICES="2") == [C]
@@ -232,11 +230,8 @@ finally:
 @pytest.mark.parametrize(
     ("code", "name", "advice"),
     [
-        (999, "CUDA_ERROR_UNKNOWN", "nvidia-modprobe"),
         (34, "CUDA_ERROR_STUB_LIBRARY", "lib64/stubs"),
-        (802, "CUDA_ERROR_SYSTEM_NOT_READY", "nvidia-fabricmanager"),
         (803, "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH", "reboot"),
-        (804, "CUDA_ERROR_COMPAT_NOT_SUPPORTED_ON_DEVICE", "/usr/local/cuda/compat"),
     ],
 )
 def test_a_start_that_fails_comes_with_advice(host: Host, code: int, name: str, advice: str) -> None:

@@ -240,25 +240,17 @@ def make(kind: type[Any], gpus: Gpus, monkeypatch: pytest.MonkeyPatch, logger: A
     return kind(logger)
 
 
-def pid_of(kind: type[Any]) -> str:
-    return kind.__name__
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # The contract
 
 
-@pytest.mark.parametrize("kind", STAND_INS, ids=pid_of)
-def test_prepare_wakes_nothing(kind: type[Any], gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    placeholders.prepare(make(kind, gpus, monkeypatch))
-    assert not gpus.initialized
-
-
-@pytest.mark.parametrize("kind", HOLDERS, ids=pid_of)
+@pytest.mark.parametrize("kind", HOLDERS, ids=lambda kind: kind.__name__)
 def test_two_devices_are_held_and_released_one_by_one(
     kind: type[Any], gpus: Gpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     placeholder = make(kind, gpus, monkeypatch)
+    placeholders.prepare(placeholder)
+    assert not gpus.initialized
     assert placeholders.holds_gpu(placeholder)
     things = []
     for device_no in (0, 1):
@@ -269,7 +261,7 @@ def test_two_devices_are_held_and_released_one_by_one(
         assert gpus.busy() == ([0, 1] if kind in UNRELEASABLE else [1][device_no:])
 
 
-@pytest.mark.parametrize("kind", HOLDERS, ids=pid_of)
+@pytest.mark.parametrize("kind", HOLDERS, ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize(
     ("failure", "hint"),
     [
@@ -293,38 +285,28 @@ def test_failure_names_device_cause_and_likely_rival(
     assert caught.value.device_no == 1
     assert caught.value.__cause__ is not None
     assert gpus.busy() == []
-
-
-@pytest.mark.parametrize("kind", HOLDERS, ids=pid_of)
-def test_device_that_is_not_there(kind: type[Any], gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus.failure = None
     with pytest.raises(PlaceholderError, match="claim first") as caught:
-        make(kind, gpus, monkeypatch)(2)
+        placeholder(2)
     assert caught.value.device_no == 2
 
 
 @pytest.mark.parametrize(("kind", "module", "install"), [(kind, *names) for kind, names in FRAMEWORKS.items()])
-def test_missing_framework_names_package_and_alternative(
+def test_a_framework_that_is_missing_or_broken(
     kind: type[Any], module: str, install: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    uninstall(monkeypatch, module, ModuleNotFoundError(f"No module named {module!r}", name=module))
-    with pytest.raises(PlaceholderError) as caught:
-        placeholders.prepare(kind())
-    message = str(caught.value)
-    assert message.startswith(f"{kind.__name__} needs {module}, which is not installed: {install}, or leave ")
-
-
-@pytest.mark.parametrize(("kind", "module"), [(kind, module) for kind, (module, _) in FRAMEWORKS.items()])
-@pytest.mark.parametrize(
-    "failure", [OSError("libcudart.so.12: no such file"), ModuleNotFoundError("No module named 'numpy'", name="numpy")]
-)
-def test_broken_framework_says_what_broke(
-    kind: type[Any], module: str, failure: Exception, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    uninstall(monkeypatch, module, failure)
-    with pytest.raises(PlaceholderError, match="cannot import") as caught:
-        placeholders.prepare(kind())
-    assert str(failure) in str(caught.value)
-    assert "not installed" not in str(caught.value)
+    """Missing: which package, and what to do without it. Broken: what broke."""
+    missing = ModuleNotFoundError(f"No module named {module!r}", name=module)
+    others = ModuleNotFoundError("No module named 'numpy'", name="numpy")
+    absent = f"{kind.__name__} needs {module}, which is not installed: {install}, or leave "
+    for failure in (missing, others, OSError("libcudart.so.12: no such file")):
+        with monkeypatch.context() as patch:
+            uninstall(patch, module, failure)
+            with pytest.raises(PlaceholderError) as caught:
+                placeholders.prepare(kind())
+        message = str(caught.value)
+        assert message.startswith(absent) is (failure is missing)
+        assert failure is missing or ("cannot import" in message and str(failure) in message)
 
 
 def uninstall(monkeypatch: pytest.MonkeyPatch, package: str, failure: Exception) -> None:
@@ -338,13 +320,13 @@ def uninstall(monkeypatch: pytest.MonkeyPatch, package: str, failure: Exception)
     monkeypatch.setattr(sys, "meta_path", [Finder(), *sys.meta_path])
 
 
-@pytest.mark.parametrize("kind", STAND_INS, ids=pid_of)
-def test_a_class_in_place_of_an_instance_is_refused(kind: type[Any]) -> None:
-    with pytest.raises(PlaceholderError, match=rf"pass {kind.__name__}\(\) instead"):
-        placeholders.prepare(kind)
+def test_a_class_in_place_of_an_instance_is_refused() -> None:
+    for kind in STAND_INS:
+        with pytest.raises(PlaceholderError, match=rf"pass {kind.__name__}\(\) instead"):
+            placeholders.prepare(kind)
 
 
-@pytest.mark.parametrize("kind", STAND_INS, ids=pid_of)
+@pytest.mark.parametrize("kind", STAND_INS, ids=lambda kind: kind.__name__)
 def test_logger_given_or_ours(
     kind: type[Any], gpus: Gpus, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -359,8 +341,9 @@ def test_logger_given_or_ours(
 # What is particular to one of them
 
 
-def test_no_placeholder_holds_nothing(gpus: Gpus) -> None:
+def test_no_placeholder_holds_nothing() -> None:
     placeholder = NoPlaceholder()
+    placeholders.prepare(placeholder)
     assert not placeholders.holds_gpu(placeholder)
     assert placeholders.allocate(placeholder, 0) is None
     placeholders.release(placeholder, None)
@@ -408,12 +391,11 @@ def test_tensorflow_that_sees_no_gpu(gpus: Gpus, monkeypatch: pytest.MonkeyPatch
 
 PYCUDA = """
 import os, sys, types
-class Context:
-    def detach(self):
-        os.write(1, b"detached ")
+context = types.SimpleNamespace
 driver = types.ModuleType("pycuda.driver")
 driver.init = lambda: None
-driver.Device = lambda device_no: types.SimpleNamespace(make_context=Context)
+detach = lambda: os.write(1, b"detached ")
+driver.Device = lambda device_no: context(make_context=lambda: context(detach=detach))
 sys.modules["pycuda"], sys.modules["pycuda.driver"] = types.ModuleType("pycuda"), driver
 from safe_gpu.runtimes.placeholders import PyCudaPlaceholder
 placeholder = PyCudaPlaceholder()
@@ -491,9 +473,10 @@ def test_any_function_or_class_is_a_placeholder() -> None:
         def __init__(self, device_no: int) -> None:
             self.device_no = device_no
 
-    for placeholder in (hold, Holder):
-        placeholders.prepare(placeholder)  # type: ignore[arg-type]
-        assert placeholders.holds_gpu(placeholder)  # type: ignore[arg-type]
+    kinds: tuple[Any, ...] = (hold, Holder)
+    for placeholder in kinds:
+        placeholders.prepare(placeholder)
+        assert placeholders.holds_gpu(placeholder)
     assert placeholders.allocate(hold, 3) == "thing on 3"
     assert placeholders.allocate(Holder, 1).device_no == 1  # type: ignore[arg-type]
     placeholders.release(hold, "thing on 3")

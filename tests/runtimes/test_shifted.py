@@ -43,9 +43,7 @@ def uuids(*indices: int) -> list[str]:
         ("1", (2,), (), "now means GPU 1, which this claim does not hold: "),
     ],
 )
-def test_what_indices_mean_by_now(
-    value: str | None, claimed: tuple[int, ...], lost: tuple[int, ...], text: str
-) -> None:
+def test_what_indices_mean_now(value: str | None, claimed: tuple[int, ...], lost: tuple[int, ...], text: str) -> None:
     found = stale_indices(value, "PCI_BUS_ID", uuids(*claimed), host(*lost))
     if not text:
         assert found == ""

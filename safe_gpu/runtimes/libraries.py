@@ -57,11 +57,6 @@ def _search_path() -> list[str]:
 def _candidates(name: str) -> Iterator[str]:
     """Files of that name in the order of dlopen(3): LD_LIBRARY_PATH, the loader's cache, the usual directories."""
     yield from (os.path.join(place, name) for place in _search_path() if not others_can_change(place))
-    yield from _cached(name)
+    cache = read_start(_CACHE, _CACHE_LIMIT) or b""  # its table of strings has paths (glibc's dl-cache.h)
+    yield from map(os.fsdecode, re.findall(rb"/[^\0]*/" + re.escape(os.fsencode(name)) + rb"(?=\0)", cache))
     yield from (os.path.join(place, name) for place in _DIRECTORIES)
-
-
-def _cached(name: str) -> Iterator[str]:
-    """What the loader's cache has for a name: the paths in its table of strings (glibc's dl-cache.h)."""
-    data = read_start(_CACHE, _CACHE_LIMIT) or b""
-    yield from map(os.fsdecode, re.findall(rb"/[^\0]*/" + re.escape(os.fsencode(name)) + rb"(?=\0)", data))

@@ -206,16 +206,11 @@ def test_a_cpuset_is_respected(cpuset: Any, in_child: InChild) -> None:
 # Memory
 
 
-def first_node() -> int:
-    nodes = [int(name[4:]) for name in os.listdir("/sys/devices/system/node") if name[4:].isdigit()]
-    return min(nodes)
-
-
 @pytest.fixture
 def memory_node() -> int:
     try:
         binding.get_policy()
-        return first_node()
+        return min(int(name[4:]) for name in os.listdir("/sys/devices/system/node") if name[4:].isdigit())
     except OSError as err:
         pytest.skip(f"NUMA memory policies cannot be used here: {err}")
 

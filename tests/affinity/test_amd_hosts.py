@@ -78,11 +78,9 @@ def test_the_tree_is_read_as_the_host_is(read: tuple[HostTopology, HostTopology]
     """By the driver, and without one."""
     there, found = read
     assert located(found) == located(read_topology(saved[1])) == located(there)
-    assert (found.cpus, found.nodes, found.packages, found.distances) == (
-        there.cpus, there.nodes, there.packages, there.distances,
-    )  # fmt: skip
-    assert set(found.cores) == set(there.cores)
-    assert set(found.llc) == set(there.llc)
+    for part in ("cpus", "nodes", "packages", "distances"):
+        assert getattr(found, part) == getattr(there, part), part
+    assert (set(found.cores), set(found.llc)) == (set(there.cores), set(there.llc))
 
 
 EXPECTED = {

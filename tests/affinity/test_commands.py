@@ -221,24 +221,13 @@ def test_a_plan_as_table_and_json(host: Callable[..., HostTopology]) -> None:
     shares = plan(topology, mode="node")
     options = AffinityOptions(mode="node")
     document = affinity_json(topology, options, shares, {0: (32 << 30, 5 << 30)})
-    gpus = [("GPU-0", 0, "0-1,4-5"), ("GPU-1", 1, "2-3,6-7"), ("GPU-2", None, "0-7")]
-    nodes = [("0-1,4-5", 32 << 30, 5 << 30, [10, 32]), ("2-3,6-7", None, None, [32, 10])]
+    columns = ("index", "uuid", "numa_node", "cpus"), ("node", "cpus", "memory_total", "memory_free", "distances")
+    gpus = [(0, "GPU-0", 0, "0-1,4-5"), (1, "GPU-1", 1, "2-3,6-7"), (2, "GPU-2", None, "0-7")]
+    nodes = [(0, "0-1,4-5", 32 << 30, 5 << 30, {"0": 10, "1": 32}), (1, "2-3,6-7", None, None, {"0": 32, "1": 10})]
     assert json.loads(json.dumps(document)) == {
         "mode": "node",
-        "gpus": [
-            {"index": index, "uuid": uuid, "numa_node": node, "cpus": share}
-            for index, (uuid, node, share) in enumerate(gpus)
-        ],
-        "nodes": [
-            {
-                "node": node,
-                "cpus": cpus,
-                "memory_total": size,
-                "memory_free": free,
-                "distances": dict(zip("01", row, strict=True)),
-            }
-            for node, (cpus, size, free, row) in enumerate(nodes)
-        ],
+        "gpus": [dict(zip(columns[0], gpu, strict=True)) for gpu in gpus],
+        "nodes": [dict(zip(columns[1], node, strict=True)) for node in nodes],
     }
     table = affinity_table(topology, options, shares).splitlines()
     assert table[1].split() == ["GPU", "BUS", "NODE", "CPUS", "CORES", "MEMORY", "SOURCE"]

@@ -380,16 +380,12 @@ def test_hwloc_sees_the_same_host(saved_tree: Any, seed: int) -> None:
     else:
         cores = [list(range(core * smt, (core + 1) * smt)) for core in range(count)]
 
-    def of(first: int, last: int) -> list[int]:
-        return sorted(cpu for core in cores[first:last] for cpu in core)
+    def groups_of(size: int) -> list[list[int]]:
+        return [[cpu for core in cores[first : first + size] for cpu in core] for first in range(0, count, size)]
 
-    sockets = [
-        of(number * nodes_each * cores_each, (number + 1) * nodes_each * cores_each) for number in range(packages)
-    ]
-    ids = sorted(chance.sample(range(64), packages * nodes_each))
-    nodes = {node: of(at * cores_each, (at + 1) * cores_each) for at, node in enumerate(ids)}
+    sockets, caches = groups_of(nodes_each * cores_each), groups_of(cores_each)
+    nodes = dict(zip(sorted(chance.sample(range(64), len(caches))), caches, strict=True))
     offline = chance.sample(range(1, count * smt), chance.choice([0, 1, 2]))
-    caches = list(nodes.values())
     old_names = chance.random() < 0.5
     saved_tree.cpus(cores, packages=sockets, caches=caches, offline=offline, old_names=old_names, as_the_kernel=True)
     saved_tree.nodes({node: set(cpus) - set(offline) for node, cpus in nodes.items()}, masks=True)

@@ -45,8 +45,8 @@ result = str(os.getpid()) in held
 
 def test_current_context_of_the_thread_stays_what_it_was(host: Host) -> None:
     code = """
-other = cuda_context.PrimaryContext.retain(1)
 import ctypes
+other = cuda_context.PrimaryContext.retain(1)
 lib = ctypes.CDLL('libcuda.so.1')
 def current():
     context = ctypes.c_void_p()

@@ -101,14 +101,11 @@ def test_the_likely_cause(text: str, hint: str) -> None:
 
 def test_what_a_build_for_rocm_says_in_the_words_of_cuda() -> None:
     """PyTorch for ROCm has these texts too, so that the advice must do for both."""
-    forked = (
-        "Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, you must use the 'spawn'"
-    )
+    forked = "Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, you must use the"
+    full = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate"
     assert "spawn" in causes.likely_cause(RuntimeError(forked))
     assert "ROCm" in causes.likely_cause(AssertionError("Torch not compiled with CUDA enabled"))
-    assert "nvidia" not in causes.likely_cause(
-        RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate")
-    )
+    assert "nvidia" not in causes.likely_cause(RuntimeError(full))
 
 
 def test_which_errors_speak_of_the_gpu() -> None:

@@ -40,10 +40,6 @@ def with_mig() -> HostSnapshot:
     return host(parent, *instances, Gpu(1, "GPU-ab000000", "NVIDIA H100"))
 
 
-def test_an_unset_variable_is_no_fence() -> None:
-    assert visibility.parse_cuda(None, alike()) is None
-
-
 def parsed(value: str, snapshot: HostSnapshot, device_order: str | None = None) -> visibility.VisibleLimit:
     visible_limit = visibility.parse_cuda(value, snapshot, device_order=device_order)
     assert visible_limit is not None
@@ -168,19 +164,20 @@ def test_what_is_written_is_what_cuda_reads(indices: list[int], visible_as: str,
 
 def test_indices_come_with_their_order() -> None:
     snapshot = alike()
-    assert visibility.render_cuda(snapshot.gpus[2:], visible_as="index", snapshot=snapshot) == {
-        "CUDA_VISIBLE_DEVICES": "2,3",
-        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
-    }
-    assert visibility.render_cuda(snapshot.gpus[2:], visible_as="uuid", snapshot=snapshot) == {
-        "CUDA_VISIBLE_DEVICES": "GPU-c0000000,GPU-d0000000"
-    }
+    chosen = snapshot.gpus[2:]
+    indices, uuids = (visibility.render_cuda(chosen, visible_as=v, snapshot=snapshot) for v in ("index", "uuid"))
+    assert indices == {"CUDA_VISIBLE_DEVICES": "2,3", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    assert uuids == {"CUDA_VISIBLE_DEVICES": "GPU-c0000000,GPU-d0000000"}
 
 
 @pytest.mark.parametrize("snapshot", [with_mig(), with_lost(0)], ids=["mig", "lost"])
 def test_uuids_where_numbers_mislead(snapshot: HostSnapshot) -> None:
     written = visibility.render_cuda([snapshot.gpus[-1]], visible_as="index", snapshot=snapshot)
     assert written == {"CUDA_VISIBLE_DEVICES": snapshot.gpus[-1].uuid}
+
+
+def test_an_unset_variable_is_no_fence() -> None:
+    assert visibility.parse_cuda(None, alike()) is None
 
 
 @pytest.mark.parametrize("visible_as", ["INDEX", "", None, 0, ["index"]])

@@ -365,9 +365,8 @@ class _Reader:
         # /proc shows the environment at exec. A forked child therefore shows its parent's environment from before the
         # claim; the parent's GPUs are more recent.
         variables = _variables(pid)
-        inherited = self.known.get(parent, ((), ""))[0], "parent"
-        if not inherited[0]:
-            inherited = (), ""
+        of_parent = self.known.get(parent, ((), ""))[0]
+        inherited = of_parent, "parent" if of_parent else ""
         forked = pid != os.getpid() and (variables is None or variables == _variables(parent, at_exec=True))
         if parent in self.known and forked:
             return inherited

@@ -107,12 +107,8 @@ def visible(snapshot: HostSnapshot, environ: Mapping[str, str]) -> ResolvedGpus:
     visible_limit = read_visible(environ, snapshot)
     models = {gpu.name for gpu in snapshot.physical if not gpu.lost}
     doubt = visible_limit.doubt if visible_limit is not None else ""
-    if (
-        not doubt
-        and len(models) > 1
-        and order != "PCI_BUS_ID"
-        and (visible_limit is None or visible_limit.uses_indices)
-    ):
+    counted = visible_limit is None or visible_limit.uses_indices
+    if counted and not doubt and len(models) > 1 and order != "PCI_BUS_ID":
         doubt = "the GPUs of this host are of different models; set CUDA_DEVICE_ORDER=PCI_BUS_ID"
     if visible_limit is None:
         return ResolvedGpus(tuple(gpu for gpu in snapshot.physical if not gpu.lost), "", doubt)

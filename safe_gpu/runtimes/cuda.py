@@ -112,10 +112,8 @@ class Library:
         said = []
         for function in ("cuGetErrorName", "cuGetErrorString"):
             text = ctypes.c_char_p()
-            with suppress(CudaCallError):
-                self.ask(
-                    function, ctypes.c_int(code), ctypes.byref(text)
-                )  # leaves NULL where it does not know the code
+            with suppress(CudaCallError):  # NULL stays where the library does not know the code
+                self.ask(function, ctypes.c_int(code), ctypes.byref(text))
             said.append((text.value or b"").decode(errors="replace"))
         known = f"CUDA_ERROR_{_NAMES[code]}" if code in _NAMES else "unnamed CUDA error"
         return said[0] or known, said[1]
@@ -217,9 +215,8 @@ def visible_if_initialized() -> tuple[str, ...] | None:
             if err.code == NO_DEVICE:
                 return ()
             if err.code not in (NOT_INITIALIZED, STUB_LIBRARY):
-                raise CudaInitializedError(
-                    f"CUDA is in use in this process but fails ({err}): claim GPUs in a new process"
-                ) from err
+                problem = f"CUDA is in use in this process but fails ({err}): claim GPUs in a new process"
+                raise CudaInitializedError(problem) from err
             if _forked_from_cuda(library):
                 raise CudaInitializedError(_SPAWN) from err
     refuse_if_torch_uses_cuda()

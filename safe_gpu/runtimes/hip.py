@@ -175,9 +175,8 @@ def visible_if_initialized() -> tuple[str, ...] | None:
     except CudaCallError as err:
         if err.code == NO_DEVICE:
             return ()
-        raise CudaInitializedError(
-            f"HIP is in use in this process but fails ({err}): claim GPUs in a new process"
-        ) from err
+        problem = f"HIP is in use in this process but fails ({err}): claim GPUs in a new process"
+        raise CudaInitializedError(problem) from err
 
 
 def shown_at(ordinal: int) -> str | None:

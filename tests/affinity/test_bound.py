@@ -40,7 +40,6 @@ class Said(logging.Handler):
     [
         ({"gpu_id": 1, "nproc_per_node": 2}, 0),
         ({"ordinal": 0}, 3),
-        ({"ordinal": 1}, 0),
         ({"gpus": "GPU-33"}, 3),
         ({}, None),
     ],

@@ -68,9 +68,7 @@ def test_an_open_device_without_hip(host: HipHost) -> None:
 @pytest.mark.parametrize(("variable", "value"), [("ROCR_VISIBLE_DEVICES", ""), ("HIP_VISIBLE_DEVICES", "1")])
 def test_a_child_is_asked(host: HipHost, variable: str, value: str) -> None:
     code = f"result = [HIP.visible_in_child({{**os.environ, '{variable}': '{value}'}}), HIP.visible_if_initialized()]"
-    seen = [shown(host, int(value))] if value else []
-    assert run(host, code) == [seen, None]
-    assert run(host, "result = HIP.visible_in_child()", **{variable: value}) == seen
+    assert run(host, code) == [[shown(host, int(value))] if value else [], None]
 
 
 def test_a_gpu_is_tried_in_a_child(host: HipHost) -> None:

@@ -53,16 +53,17 @@ class SavedTree:
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self._made: set[str] = set()
 
     def __fspath__(self) -> str:
         return str(self.root)
 
     def write(self, path: str, text: str) -> None:
         file = os.path.join(self.root, path)
-        try:
-            os.makedirs(os.path.dirname(file))
-        except FileExistsError:
-            pass
+        directory = os.path.dirname(file)
+        if directory not in self._made:
+            os.makedirs(directory, exist_ok=True)
+            self._made.add(directory)
         with open(file, "w") as written:
             written.write(text + "\n")
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import json
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,91 +12,96 @@ from support.kfd_host import KfdHost
 
 from safe_gpu.devices import GpuRequest, vendor_of
 from safe_gpu.drivers import open_driver, open_drivers, opened_driver
+from safe_gpu.drivers.base import Driver
 from safe_gpu.drivers.presets import PRESETS
 from safe_gpu.drivers.vendors import meant_vendor
-from safe_gpu.errors import UnsatisfiableRequestError
+from safe_gpu.errors import SafeGpuError, UnsatisfiableRequestError
 
 AMD = "GPU-00000000000000abc"[:20]
-
-ASK = """
-import json, os, sys
-if "no-module" in sys.argv:
-    sys.modules["pynvml"] = None
-from safe_gpu.drivers import open_driver, open_drivers
-from safe_gpu.errors import SafeGpuError
-def shown(driver):
-    return [driver.name, len(driver.snapshot().gpus)]
-try:
-    if "each" in sys.argv:
-        drivers, broken = open_drivers()
-        print(json.dumps([[*map(shown, drivers)], broken]))
-    else:
-        vendor = next((word for word in sys.argv if word in ("nvidia", "amd")), None)
-        print(json.dumps(shown(open_driver(vendor=vendor))))
-except SafeGpuError as err:
-    print(json.dumps([type(err).__name__, str(err)]))
-"""
 
 
 @pytest.fixture
 def amd(tmp_path: Path) -> KfdHost:
-    (tmp_path / "root").mkdir()
     host = KfdHost(tmp_path / "root")
     host.gpu(0x03, 1, 0xABC)
     return host
 
 
-def ask(fake_gpus: Any, root: Path, *arguments: str, **environment: str) -> Any:
-    environment = {"SAFE_GPU_DRIVER": "auto", "SAFE_GPU_FSROOT": str(root), **environment}
-    return json.loads(fake_gpus.python(ASK, *arguments, **environment))
+@pytest.fixture
+def ask(
+    fake_gpus: Any, driver_libraries: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., list[Any]]:
+    """``ask(root, "each")``: names of the drivers and numbers of their GPUs, or the class and text of an error.
+
+    Words say what this host lacks: ``module``, ``library`` or ``program`` of NVML and nvidia-smi; or the vendor.
+    """
+    empty = tmp_path / "libnvidia-ml.so.1"
+    empty.touch()
+
+    def shown(driver: Driver) -> list[Any]:
+        found = [driver.name, len(driver.snapshot().gpus)]
+        driver.close()
+        return found
+
+    def answer(root: Path, *words: str, driver: str = "auto") -> list[Any]:
+        fake_gpus.here()
+        if "library" in words:
+            driver_libraries.stand_ins["libnvidia-ml.so.1"] = str(empty)
+        with monkeypatch.context() as patch:
+            patch.setenv("SAFE_GPU_DRIVER", driver)
+            patch.setenv("SAFE_GPU_FSROOT", str(root))
+            if "module" in words:
+                patch.setitem(sys.modules, "pynvml", None)
+            if "program" in words:
+                patch.setenv("PATH", str(tmp_path / "nowhere"))
+            try:
+                if "each" in words:
+                    drivers, broken = open_drivers()
+                    return [[shown(driver) for driver in drivers], broken]
+                return shown(open_driver(vendor=next(iter({"nvidia", "amd"}.intersection(words)), None)))
+            except SafeGpuError as err:
+                return [type(err).__name__, str(err)]
+
+    return answer
 
 
-def nowhere(tmp_path: Path) -> dict[str, str]:
-    """An environment without NVML and nvidia-smi."""
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "empty/libnvidia-ml.so.1").touch()
-    return {"LD_LIBRARY_PATH": str(tmp_path / "empty"), "PATH": str(tmp_path / "empty")}
+NOTHING = ("library", "program")
 
 
 # ---- one vendor ----
 
 
 def test_auto_prefers_nvml_and_takes_nvidia_smi_where_that_lacks(
-    fake_gpus: Any, fake_nvidia_smi: Any, tmp_path: Path
+    ask: Any, fake_gpus: Any, fake_nvidia_smi: Any, tmp_path: Path
 ) -> None:
-    (tmp_path / "libnvidia-ml.so.1").touch()
-    assert ask(fake_gpus, tmp_path) == ["nvml", 8]
-    assert ask(fake_gpus, tmp_path, SAFE_GPU_DRIVER="") == ["nvml", 8]
-    assert ask(fake_gpus, tmp_path, "no-module") == ["nvidia-smi", 8]
-    assert ask(fake_gpus, tmp_path, LD_LIBRARY_PATH=str(tmp_path)) == ["nvidia-smi", 8]
+    assert ask(tmp_path) == ask(tmp_path, driver="") == ["nvml", 8]
+    assert ask(tmp_path, "module") == ask(tmp_path, "library") == ["nvidia-smi", 8]
     fake_gpus.options(init_error=9)
-    error, message = ask(fake_gpus, tmp_path)
+    error, message = ask(tmp_path)
     assert (error, "not loaded" in message) == ("NoDriverError", True), "it is reported, not worked around"
 
 
 @pytest.mark.parametrize(
-    ("driver", "arguments", "words"),
+    ("driver", "lacking", "words"),
     [
-        ("auto", (), ("SAFE_GPU_DRIVER=simulated:dgx-a100", "libnvidia-ml.so.1")),
-        ("auto", ("no-module",), ("SAFE_GPU_DRIVER=simulated:dgx-a100", "nvidia-ml-py is not installed")),
-        ("nvml", (), ("libnvidia-ml.so.1",)),
-        ("nvml", ("no-module",), ("pip install nvidia-ml-py",)),
+        ("auto", "library", ("SAFE_GPU_DRIVER=simulated:dgx-a100", "libnvidia-ml.so.1")),
+        ("auto", "module", ("SAFE_GPU_DRIVER=simulated:dgx-a100", "nvidia-ml-py is not installed")),
+        ("nvml", "library", ("libnvidia-ml.so.1",)),
+        ("nvml", "module", ("pip install nvidia-ml-py",)),
     ],
 )
 def test_no_driver_at_all_names_the_way_out(
-    fake_gpus: Any, tmp_path: Path, driver: str, arguments: tuple[str, ...], words: tuple[str, ...]
+    ask: Any, tmp_path: Path, driver: str, lacking: str, words: tuple[str, ...]
 ) -> None:
-    error, message = ask(fake_gpus, tmp_path, *arguments, **nowhere(tmp_path), SAFE_GPU_DRIVER=driver)
+    error, message = ask(tmp_path, lacking, "program", driver=driver)
     assert error == "NoDriverError"
     assert all(word in message for word in words)
 
 
-def test_auto_takes_amd_gpus_where_there_is_no_nvidia_driver(fake_gpus: Any, amd: KfdHost, tmp_path: Path) -> None:
-    place = nowhere(tmp_path)
-    assert ask(fake_gpus, amd.root, **place) == ["kfd", 1]
-    (amd.root / "dev").mkdir()
-    (amd.root / "dev/nvidiactl").touch()
-    assert ask(fake_gpus, amd.root, **place)[0] == "NoDriverError"
+def test_auto_takes_amd_gpus_where_there_is_no_nvidia_driver(ask: Any, amd: KfdHost) -> None:
+    assert ask(amd.root, *NOTHING) == ["kfd", 1]
+    with_nvidia_device(amd)
+    assert ask(amd.root, *NOTHING)[0] == "NoDriverError"
 
 
 def test_the_environment_decides_unless_a_name_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,58 +124,59 @@ def test_unknown_names(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- both vendors ----
 
 
-def test_nvidia_comes_first_and_a_choice_decides(fake_gpus: Any, fake_nvidia_smi: Any, amd: KfdHost) -> None:
-    assert ask(fake_gpus, amd.root) == ["nvml", 8]
-    assert ask(fake_gpus, amd.root, "nvidia") == ["nvml", 8]
-    assert ask(fake_gpus, amd.root, "amd") == ["kfd", 1]
-    assert ask(fake_gpus, amd.root, "each") == [[["nvml", 8], ["kfd", 1]], []]
-    assert ask(fake_gpus, amd.root, "no-module", "each") == [[["nvidia-smi", 8], ["kfd", 1]], []]
+def with_nvidia_device(host: KfdHost) -> None:
+    (host.root / "dev").mkdir()
+    (host.root / "dev/nvidiactl").touch()
 
 
-def test_a_driver_without_gpus_gives_way(fake_gpus: Any, amd: KfdHost) -> None:
+def test_nvidia_comes_first_and_a_choice_decides(ask: Any, fake_nvidia_smi: Any, amd: KfdHost) -> None:
+    assert ask(amd.root) == ask(amd.root, "nvidia") == ["nvml", 8]
+    assert ask(amd.root, "amd") == ["kfd", 1]
+    assert ask(amd.root, "each") == [[["nvml", 8], ["kfd", 1]], []]
+    assert ask(amd.root, "module", "each") == [[["nvidia-smi", 8], ["kfd", 1]], []]
+
+
+def test_a_driver_without_gpus_gives_way(ask: Any, fake_gpus: Any, amd: KfdHost) -> None:
     fake_gpus.set(0)
-    assert ask(fake_gpus, amd.root) == ["kfd", 1]
-    assert ask(fake_gpus, amd.root, "nvidia") == ["nvml", 0]
+    assert ask(amd.root) == ["kfd", 1]
+    assert ask(amd.root, "nvidia") == ["nvml", 0]
 
 
-def test_a_broken_driver_of_gpus_that_are_there_is_reported(fake_gpus: Any, amd: KfdHost) -> None:
+def test_a_broken_driver_of_gpus_that_are_there_is_reported(ask: Any, fake_gpus: Any, amd: KfdHost) -> None:
     fake_gpus.options(init_error=9)
-    (amd.root / "dev").mkdir()
-    (amd.root / "dev/nvidiactl").touch()
-    error, message = ask(fake_gpus, amd.root)
+    with_nvidia_device(amd)
+    error, message = ask(amd.root)
     assert error == "NoDriverError"
     assert "not loaded" in message
     assert "this host has AMD GPUs too: vendor='amd'" in message
-    assert ask(fake_gpus, amd.root, "amd") == ["kfd", 1]
-    shown, broken = ask(fake_gpus, amd.root, "each")
+    assert ask(amd.root, "amd") == ["kfd", 1]
+    shown, (broken,) = ask(amd.root, "each")
     assert shown == [["kfd", 1]]
-    assert len(broken) == 1
-    assert "not loaded" in broken[0]
+    assert "not loaded" in broken
 
 
-def test_a_driver_that_is_not_loaded_for_a_gpu_on_the_bus(fake_gpus: Any, amd: KfdHost) -> None:
+def test_a_driver_that_is_not_loaded_for_a_gpu_on_the_bus(ask: Any, fake_gpus: Any, amd: KfdHost) -> None:
     fake_gpus.options(init_error=9)
     card = amd.pci / "0000:81:00.0"
     card.mkdir(parents=True)
     (card / "vendor").write_text("0x10de\n")
     (card / "class").write_text("0x030200\n")
-    assert ask(fake_gpus, amd.root)[0] == "NoDriverError"
+    assert ask(amd.root)[0] == "NoDriverError"
     (card / "class").write_text("0x020000\n")  # a network card
-    assert ask(fake_gpus, amd.root) == ["kfd", 1], "a library without a GPU, as one image has on all hosts"
-    assert ask(fake_gpus, amd.root, "each") == [[["kfd", 1]], []]
+    assert ask(amd.root) == ["kfd", 1], "a library without a GPU, as one image has on all hosts"
+    assert ask(amd.root, "each") == [[["kfd", 1]], []]
 
 
-def test_a_host_of_one_vendor_has_none_of_the_other(fake_gpus: Any, amd: KfdHost, tmp_path: Path) -> None:
-    (tmp_path / "plain").mkdir()
-    error, message = ask(fake_gpus, tmp_path / "plain", "amd")
-    assert error == "UnsatisfiableRequestError"
-    assert message == "vendor='amd' asks for AMD GPUs, and this host has none: leave vendor= out"
-    place = nowhere(tmp_path)
-    error, message = ask(fake_gpus, amd.root, "nvidia", **place)
+def test_a_host_of_one_vendor_has_none_of_the_other(ask: Any, amd: KfdHost, tmp_path: Path) -> None:
+    plain = tmp_path / "plain"
+    assert ask(plain, "amd") == [
+        "UnsatisfiableRequestError",
+        "vendor='amd' asks for AMD GPUs, and this host has none: leave vendor= out",
+    ]
+    error, message = ask(amd.root, "nvidia", *NOTHING)
     assert error == "UnsatisfiableRequestError"
     assert "NVIDIA GPUs, and this host has none" in message
-    assert ask(fake_gpus, tmp_path / "plain", "nvidia", **place)[0] == "NoDriverError"
-    assert ask(fake_gpus, tmp_path / "plain", "amd", **place)[0] == "NoDriverError"
+    assert ask(plain, "nvidia", *NOTHING)[0] == ask(plain, "amd", *NOTHING)[0] == "NoDriverError"
 
 
 @pytest.mark.parametrize(
@@ -243,16 +250,14 @@ def test_what_a_uuid_names(monkeypatch: pytest.MonkeyPatch) -> None:
     "properties", [{"cpu_cores_count": 16}, {"memory": 512 << 20}], ids=["with CPU cores", "little memory"]
 )
 def test_integrated_graphics_beside_nvidia_gpus_are_not_shown(
-    fake_gpus: Any, tmp_path: Path, properties: dict[str, int]
+    ask: Any, fake_gpus: Any, tmp_path: Path, properties: dict[str, int]
 ) -> None:
-    (tmp_path / "root").mkdir()
     host = KfdHost(tmp_path / "root")
     host.gpu(0x03, 1, 0, **properties)
-    assert ask(fake_gpus, host.root, "each") == [[["nvml", 8]], []]
-    assert ask(fake_gpus, host.root, "amd") == ["kfd", 1]
+    assert ask(host.root, "each") == [[["nvml", 8]], []]
+    assert ask(host.root, "amd") == ["kfd", 1]
     fake_gpus.set(0)
-    assert ask(fake_gpus, host.root, "each") == [[["nvml", 0], ["kfd", 1]], []]
+    assert ask(host.root, "each") == [[["nvml", 0], ["kfd", 1]], []]
     fake_gpus.options(init_error=9)
-    (host.root / "dev").mkdir()
-    (host.root / "dev/nvidiactl").touch()
-    assert "AMD" not in ask(fake_gpus, host.root)[1]
+    with_nvidia_device(host)
+    assert "AMD" not in ask(host.root)[1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
 import os
 import shutil
@@ -43,34 +44,36 @@ class DriverLibraries:
 
 
 @pytest.fixture(scope="session")
-def build_library(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """``build_library("nvml.c", "libnvidia-ml.so.1", "-DNO_V3")`` compiles a fake, once; skips without a compiler."""
-    built: dict[tuple[str, ...], Path] = {}
-    compiler, lacking = _compiler()
+def build_library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """``build_library("nvml.c", "libnvidia-ml.so.1", "-DNO_V3")`` compiles a fake, once for all workers of a run.
+
+    Skips where there is no compiler that makes shared libraries."""
+    base = tmp_path_factory.getbasetemp()
+    libraries = (base.parent if hasattr(request.config, "workerinput") else base) / "libraries"
+    libraries.mkdir(exist_ok=True)
+    compiler = shutil.which("gcc") or shutil.which("cc")
+    options = ("-shared", "-fPIC", "-pthread")
 
     def build(source: str, name: str, *flags: str) -> Path:
-        if lacking:
-            pytest.skip(f"the fake driver libraries need a C compiler: {lacking}")
-        key = (source, name, *flags)
-        if key not in built:
-            path = tmp_path_factory.mktemp("library") / name
-            command = [compiler, "-shared", "-fPIC", "-O1", "-pthread", "-fvisibility=default", f"-Wl,-soname,{name}"]
-            subprocess.run([*command, *flags, "-o", str(path), str(FAKES / source)], check=True, timeout=120)
-            path.chmod(0o755)
-            built[key] = path
-        return built[key]
+        if compiler is None:
+            pytest.skip("the fake driver libraries need a C compiler: neither gcc nor cc is installed")
+        path = libraries / "".join((source, *flags)) / name
+        path.parent.mkdir(exist_ok=True)
+        with open(path.parent / "lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not path.exists():
+                unfinished = path.with_name("unfinished")
+                command = [compiler, *options, f"-Wl,-soname,{name}", *flags, "-o", unfinished, FAKES / source]
+                if subprocess.run(command, timeout=120).returncode:
+                    probe = [compiler, *options, "-x", "c", "-o", os.devnull, "-"]
+                    done = subprocess.run(probe, input=b"#include <pthread.h>\n", capture_output=True, timeout=120)
+                    assert done.returncode, f"{source} cannot be compiled"
+                    pytest.skip(f"the fake driver libraries need a C compiler: {done.stderr.decode()}")
+                unfinished.chmod(0o755)
+                unfinished.rename(path)
+        return path
 
     return build
-
-
-def _compiler() -> tuple[str, str]:
-    """A compiler that makes shared libraries; and what is lacking where there is none."""
-    compiler = shutil.which("gcc") or shutil.which("cc")
-    if compiler is None:
-        return "", "neither gcc nor cc is installed"
-    command = [compiler, "-shared", "-fPIC", "-pthread", "-x", "c", "-o", os.devnull, "-"]
-    probe = subprocess.run(command, input="#include <pthread.h>\n", capture_output=True, text=True, timeout=120)
-    return compiler, probe.stderr.partition("\n")[0] if probe.returncode else ""
 
 
 class FakeGpus:
@@ -195,7 +198,6 @@ class FakeGpus:
         import pynvml
 
         from safe_gpu.drivers import nvml
-        from safe_gpu.drivers import nvml as nvml_inventory
 
         self._libraries.stand_ins[DRIVER_LIBRARIES[0]] = str(self._build("nvml.c", DRIVER_LIBRARIES[0], *self._flags))
         self._monkeypatch.setenv("FAKE_GPU_DIR", str(self.directory))
@@ -203,7 +205,7 @@ class FakeGpus:
         self._monkeypatch.setattr(pynvml, "CDLL", ctypes.CDLL)
         self._monkeypatch.setattr(pynvml, "nvmlLib", None)
         self._monkeypatch.setattr(pynvml, "_nvmlGetFunctionPointer_cache", {})
-        self._monkeypatch.setattr(nvml, "_KNOWN", nvml_inventory.KnownGpus())  # of the hosts of other tests
+        self._monkeypatch.setattr(nvml, "_KNOWN", nvml.KnownGpus())  # of the hosts of other tests
 
     def python(self, code: str, *arguments: str, timeout: float = 60.0, **environment: str) -> str:
         """Output of Python code that runs in a child which sees these GPUs."""

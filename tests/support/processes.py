@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.gpus import PACKAGE_ROOT
 
 import safe_gpu
 from safe_gpu import coordination
-
-PACKAGE_ROOT = Path(safe_gpu.__file__).parents[1]
 
 
 class Child:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -45,31 +43,26 @@ def thread() -> Iterator[int]:
 
 
 @pytest.fixture
-def opening() -> Iterator[Callable[..., int]]:
+def opening(child: Any) -> Callable[..., int]:
     """``opening(path)``: the pid of a process that has this file open, or ``(path, "mapped")`` mapped and not open."""
-    children = []
-    code = """
-import mmap, sys
-if len(sys.argv) > 1:
-    file = open(sys.argv[1], "r+b")
-    if len(sys.argv) > 2:
-        memory = mmap.mmap(file.fileno(), 4096)
-        file.close()
-print(flush=True)
-sys.stdin.read()
-"""
 
     def start(*arguments: Any) -> int:
-        command = [sys.executable, "-I", "-S", "-c", code, *map(str, arguments)]
-        child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        children.append(child)
-        assert child.stdout is not None
-        child.stdout.readline()
-        return child.pid
+        how = f"""
+path, *mapped = {[*map(str, arguments), ""]!r}
+if path:
+    file = open(path, "r+b")
+if "mapped" in mapped:
+    import mmap
+    memory = mmap.mmap(file.fileno(), 4096)
+    file.close()
+say()
+listen()
+"""
+        process = child(how)
+        process.hear()
+        return process.pid
 
-    yield start
-    for child in children:
-        child.communicate()
+    return start
 
 
 # Threads
@@ -132,16 +125,9 @@ def test_a_process_that_may_not_be_read_or_has_too_much_open(
     assert not own_namespace_pids(listed)[0].elsewhere
 
 
-def test_a_zombie_is_not_judged_by_its_devices(devices: Path) -> None:
+def test_a_zombie_is_not_judged_by_its_devices(devices: Path, zombie: int) -> None:
     """Its descriptors and mappings are gone, which says nothing; so are those of a main thread that has ended."""
-    child = os.fork()
-    if child == 0:
-        os._exit(0)
-    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
-    try:
-        assert not own_namespace_pids((GpuProcess(child),))[0].elsewhere
-    finally:
-        os.waitpid(child, 0)
+    assert not own_namespace_pids((GpuProcess(zombie),))[0].elsewhere
 
 
 def test_numbers_of_others_on_every_driver(fake_gpus: Any, fake_nvidia_smi: Any, devices: Path, opening: Any) -> None:

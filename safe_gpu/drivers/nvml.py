@@ -201,7 +201,7 @@ class Inventory:
     """
 
     def __init__(self, session: Session, known: KnownGpus) -> None:
-        self._session = session
+        self.session = session
         self._known = known
         self._entries: list[_Entry] = []
         self._parents: dict[str, str] = {}  # of the MIG instances that the latest poll showed
@@ -217,7 +217,7 @@ class Inventory:
 
     def again(self, gpu: Gpu) -> Gpu:
         """A device as it is now; see :meth:`~safe_gpu.drivers.base.Driver.usage`."""
-        session = self._session
+        session = self.session
         try:
             entry = self._still(gpu.mig_parent or gpu.uuid)
             if entry is None:
@@ -237,7 +237,7 @@ class Inventory:
         entry = None if gpu.lost else self._find(gpu.uuid)
         if entry is None or entry.fault is not None:
             return gpu
-        session, handle, processes = self._session, entry.handle, gpu.processes
+        session, handle, processes = self.session, entry.handle, gpu.processes
         try:
             if gpu.is_mig_instance:
                 handle = _instance_handle(session, handle, gpu.mig_instance)
@@ -258,12 +258,12 @@ class Inventory:
             entry = self._find(uuid)
         if entry is None or entry.fault is not None or (entry.facts.uuid, scope) in self._known.without_cpus:
             return None
-        questions: list[tuple[Any, ...]] = [("nvmlDeviceGetCpuAffinityWithinScope", _MASK_WORDS, _SCOPES[scope])]
+        questions: dict[str, tuple[int, ...]] = {"nvmlDeviceGetCpuAffinityWithinScope": (_SCOPES[scope],)}
         if scope == "node":
-            questions.append(("nvmlDeviceGetCpuAffinity", _MASK_WORDS))
-        for name, *args in questions:
+            questions["nvmlDeviceGetCpuAffinity"] = ()
+        for name, args in questions.items():
             try:
-                words = self._session.ask(name, entry.handle, *args)
+                words = self.session.ask(name, entry.handle, _MASK_WORDS, *args)
             except NvmlError as fault:
                 if fault.absent:
                     continue
@@ -286,7 +286,7 @@ class Inventory:
         sure = True
         for one, other in combinations(entries, 2):
             try:
-                status = self._session.ask("nvmlDeviceGetP2PStatus", one.handle, other.handle, _P2P_NVLINK)
+                status = self.session.ask("nvmlDeviceGetP2PStatus", one.handle, other.handle, _P2P_NVLINK)
             except NvmlError as fault:
                 sure = sure and fault.absent
                 continue
@@ -306,7 +306,7 @@ class Inventory:
 
     def _identified(self) -> list[_Entry]:
         """Every GPU that NVML counts. Handles are kept; a GPU that had none is asked again."""
-        count = self._session.count()
+        count = self.session.count()
         if count == len(self._entries):
             entries = [e if e.fault is None else self._by_number(e.number) for e in self._entries]
         else:
@@ -318,7 +318,7 @@ class Inventory:
 
     def _by_uuids(self) -> list[_Entry]:
         """All GPUs by the UUIDs of an earlier session, one question each; empty where one is not found like this."""
-        ask, known = self._session.ask, self._known
+        ask, known = self.session.ask, self._known
         try:
             return [
                 _Entry(number, known.facts[uuid], ask("nvmlDeviceGetHandleByUUID", uuid))
@@ -330,8 +330,8 @@ class Inventory:
     def _by_number(self, number: int) -> _Entry:
         known = self._known
         try:
-            handle = self._session.ask("nvmlDeviceGetHandleByIndex", number)
-            uuid = self._session.ask("nvmlDeviceGetUUID", handle)
+            handle = self.session.ask("nvmlDeviceGetHandleByIndex", number)
+            uuid = self.session.ask("nvmlDeviceGetUUID", handle)
             if not uuid.strip():
                 raise NvmlError(UNKNOWN_ERROR)
             facts = known.facts.get(uuid) or self._read_facts(handle, uuid)
@@ -342,8 +342,8 @@ class Inventory:
             return _Entry(number, known.facts.get(uuid) or Gpu(number, uuid), fault=fault)
 
     def _read_facts(self, handle: Any, uuid: str) -> Gpu:
-        bus_id = self._session.bus_id(handle)
-        name = self._session.ask_or("", "nvmlDeviceGetName", handle)
+        bus_id = self.session.bus_id(handle)
+        name = self.session.ask_or("", "nvmlDeviceGetName", handle)
         facts = Gpu(0, uuid, name, bus_id, pci.numa_node(bus_id))
         if name and bus_id:
             self._known.facts[uuid] = facts
@@ -367,7 +367,7 @@ class Inventory:
             if entry.fault is not None:
                 raise entry.fault
             try:
-                if self._session.ask("nvmlDeviceGetUUID", entry.handle) == uuid:
+                if self.session.ask("nvmlDeviceGetUUID", entry.handle) == uuid:
                     return entry
             except NvmlError as fault:
                 if again or not fault.stale_handle:
@@ -376,7 +376,7 @@ class Inventory:
 
     def _describe(self, entry: _Entry, index: int) -> list[Gpu]:
         """A GPU with all that decides whether it is free, followed by its MIG instances."""
-        session, gpu = self._session, replace(entry.facts, index=index)
+        session, gpu = self.session, replace(entry.facts, index=index)
         try:
             if entry.fault is not None:
                 raise entry.fault
@@ -393,21 +393,21 @@ class Inventory:
         mig = False
         if gpu.uuid not in self._known.without_mig:
             try:
-                mig = self._session.ask("nvmlDeviceGetMigMode", lists.handle)[0] == 1
+                mig = self.session.ask("nvmlDeviceGetMigMode", lists.handle)[0] == 1
             except NvmlError as fault:
                 if fault.gpu_lost:
                     raise
                 if fault.absent:
                     self._known.without_mig.add(gpu.uuid)
         known.update(mig_enabled=mig, unusable=MIG_IS_ON if mig else None)
-        return _with_usage(self._session, lists, gpu, **known)
+        return _with_usage(self.session, lists, gpu, **known)
 
     def _display(self, entry: _Entry) -> bool:
         """Whether a display is active on a GPU. It decides most where the host has no other."""
         alone, known = len(self._entries) == 1, self._known.displays
         display = entry.display if alone else known.get(entry.facts.uuid)
         if display is None:
-            display = self._session.ask_or(0, "nvmlDeviceGetDisplayActive", entry.handle) == 1
+            display = self.session.ask_or(0, "nvmlDeviceGetDisplayActive", entry.handle) == 1
             entry.display = known[entry.facts.uuid] = display
         return display
 
@@ -489,7 +489,6 @@ class NvmlDriver(Driver):
     def __init__(self) -> None:
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._session: Session | None = None
         self._inventory: Inventory | None = None
         self._ask(lambda inventory: None)
 
@@ -527,7 +526,7 @@ class NvmlDriver(Driver):
             # A forked child. Its parent's session and handles are not for it, not even to be shut down; and the lock
             # may be held by a thread that was not copied.
             self._pid, self._lock = os.getpid(), threading.Lock()
-            self._session = self._inventory = None
+            self._inventory = None
         with self._lock:
             try:
                 try:
@@ -542,7 +541,7 @@ class NvmlDriver(Driver):
                 raise fault.as_no_driver() from fault
 
     def _opened(self) -> Inventory:
-        if self._session is None or self._inventory is None:
+        if self._inventory is None:
             try:
                 import pynvml
             except ImportError as err:
@@ -551,12 +550,11 @@ class NvmlDriver(Driver):
                 ) from err
             if too_old := _why_too_old(pynvml):
                 raise MissingPackageError(too_old)
-            self._session = Session(pynvml)
-            _KNOWN.version = _KNOWN.version or self._session.ask_or("", "nvmlSystemGetDriverVersion")
-            self._inventory = Inventory(self._session, _KNOWN)
+            self._inventory = Inventory(Session(pynvml), _KNOWN)
+            _KNOWN.version = _KNOWN.version or self._inventory.session.ask_or("", "nvmlSystemGetDriverVersion")
         return self._inventory
 
     def _end(self) -> None:
-        session, self._session, self._inventory = self._session, None, None
-        if session is not None:
-            session.close()
+        inventory, self._inventory = self._inventory, None
+        if inventory is not None:
+            inventory.session.close()

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-import select
 import signal
-import subprocess
-import sys
-import tempfile
 import time
+from collections.abc import Callable
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,8 +16,6 @@ from safe_gpu.devices import HostSnapshot, ProcessKind
 from safe_gpu.drivers.presets import PRESETS, preset
 from safe_gpu.drivers.simulated import SimulatedDriver, SimulatedPlaceholder
 from safe_gpu.errors import PlaceholderError, StateDirError, UnsatisfiableRequestError
-
-REPOSITORY = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -35,46 +31,28 @@ def entries(driver: SimulatedDriver) -> list[str]:
     return sorted(os.listdir(os.path.join(driver._state_dir, "simulated", "dgx-a100")))
 
 
-class Other:
-    """Another process that occupies GPU 0 of the same host, then runs ``then`` and waits for its standard input."""
+@pytest.fixture
+def occupying(driver: SimulatedDriver, child: Any) -> Callable[..., Any]:
+    """Start another process that occupies GPU 0 of the same host, runs ``then`` and waits."""
 
-    def __init__(self, driver: SimulatedDriver, then: str = "", before: str = "") -> None:
-        code = f"""
+    def start(then: str = "", before: str = "", on: SimulatedDriver = driver) -> Any:
+        process = child(f"""
 import os, signal, sys
 import safe_gpu.coordination.files  # while this interpreter can still be read
 from safe_gpu.drivers.simulated import SimulatedDriver
 {before}
-driver = SimulatedDriver({driver.name.partition(":")[2]!r}, {driver._state_dir!r})
-context = driver.occupy({driver.idle.gpus[0].uuid!r})
-{then}
-print("ready", flush=True)
-sys.stdin.read()
-"""
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", code],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-        )
-        assert self.process.stdout is not None
-        assert select.select([self.process.stdout], [], [], 30)[0]
-        self.said = self.process.stdout.readline().split()
+driver = SimulatedDriver({on.name.partition(":")[2]!r}, {on._state_dir!r})
+context = driver.occupy({on.idle.gpus[0].uuid!r})
+{then or "say()"}
+listen()
+""")
+        process.said = [int(word) for word in process.hear().split()]
+        return process
 
-    def __enter__(self) -> Other:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.process.kill()
-        self.process.communicate()
+    return start
 
 
 # What the hosts are
-
-
-def test_the_hosts_there_are() -> None:
-    names = "dgx-a100 dgx-h100 workstation-mixed laptop big-16 mig-h100 mi250x mi300x-cpx two-vendors"
-    assert " ".join(PRESETS) == names
 
 
 @pytest.mark.parametrize("name", ["", "dgx", "DGX-A100", "../etc", "dgx-a100/"])
@@ -103,6 +81,8 @@ def test_devices_are_as_a_driver_reports_them(name: str, tmp_path: Path) -> None
 
 
 def test_what_tells_the_hosts_apart() -> None:
+    names = "dgx-a100 dgx-h100 workstation-mixed laptop big-16 mig-h100 mi250x mi300x-cpx two-vendors"
+    assert " ".join(PRESETS) == names
     snapshots = {name: HostSnapshot(preset(name).gpus()) for name in PRESETS}
     gpus = {name: snapshot.gpus for name, snapshot in snapshots.items()}
     assert " ".join(gpu.pci_bus_id[5:7] for gpu in gpus["dgx-a100"]) == "07 0f 47 4e 87 90 b7 bd"
@@ -202,60 +182,56 @@ def test_devices_that_nothing_can_run_on(tmp_path: Path) -> None:
         assert pids(driver.snapshot(), 1) == [os.getpid()]
 
 
-def test_a_killed_process_is_gone_before_anyone_buries_it(driver: SimulatedDriver) -> None:
-    with Other(driver) as other:
-        assert pids(driver.snapshot()) == [other.process.pid]
-        other.process.send_signal(signal.SIGSTOP)
-        assert pids(driver.snapshot()) == [other.process.pid]
-        other.process.kill()
-        os.waitid(os.P_PID, other.process.pid, os.WEXITED | os.WNOWAIT)  # it stays a zombie
-        assert driver.snapshot() == driver.idle
-        assert entries(driver) == []
+def test_a_killed_process_is_gone_before_anyone_buries_it(driver: SimulatedDriver, occupying: Any) -> None:
+    other = occupying()
+    assert pids(driver.snapshot()) == [other.pid]
+    other.process.send_signal(signal.SIGSTOP)
+    assert pids(driver.snapshot()) == [other.pid]
+    other.process.kill()
+    os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)  # it stays a zombie
+    assert driver.usage(driver.idle.gpus) == driver.idle.gpus
+    assert driver.snapshot() == driver.idle
+    assert entries(driver) == []
 
 
-def test_a_process_that_becomes_another_program_has_left_the_gpu(driver: SimulatedDriver) -> None:
-    then = "os.execv('/bin/sh', ['sh', '-c', 'echo ready; read line'])"
-    with Other(driver, then) as other:
-        assert other.process.poll() is None
-        assert driver.snapshot() == driver.idle
+def test_a_process_that_becomes_another_program_has_left_the_gpu(driver: SimulatedDriver, occupying: Any) -> None:
+    other = occupying("os.execv('/bin/sh', ['sh', '-c', 'echo; read line'])")
+    assert driver.snapshot() == driver.idle
+    assert other.process.poll() is None
 
 
-def test_a_child_does_not_keep_what_its_parent_held(driver: SimulatedDriver, eventually) -> None:
-    then = """
+def test_a_child_does_not_keep_what_its_parent_held(
+    driver: SimulatedDriver, occupying: Any, eventually: Callable[..., None]
+) -> None:
+    other = occupying("""
 child = os.fork()
 if not child:
     context.close()  # not the child's to close
     signal.pause()
-print(child, end=" ")
-"""
-    with Other(driver, then) as other:
-        child = int(other.said[0])
-        try:
-            assert pids(driver.snapshot()) == [other.process.pid]
-            other.process.kill()
-            other.process.wait()
-            os.kill(child, 0)
-            eventually(lambda: driver.snapshot() == driver.idle)  # once the child has run at all
-        finally:
-            os.kill(child, signal.SIGKILL)
+say(child)
+""")
+    (child,) = other.said
+    try:
+        assert pids(driver.snapshot()) == [other.pid]
+        other.kill()
+        os.kill(child, 0)
+        eventually(lambda: driver.snapshot() == driver.idle)  # once the child has run at all
+    finally:
+        os.kill(child, signal.SIGKILL)
 
 
-def test_a_poll_never_takes_a_new_context_for_a_dead_one(driver: SimulatedDriver) -> None:
+def test_a_poll_never_takes_a_new_context_for_a_dead_one(driver: SimulatedDriver, occupying: Any) -> None:
     uuid = driver.idle.gpus[0].uuid
-    then = """
+    occupying("""
 context.close()
-parent = os.getpid()
-if not os.fork():
-    os.dup2(os.open("/dev/null", os.O_WRONLY), 1)
-    while os.getppid() == parent:
-        driver.snapshot()
-    os._exit(0)
-"""
-    with Other(driver, then):
-        for _ in range(300):
-            with driver.occupy(uuid):
-                assert pids(driver.snapshot()) == [os.getpid()]
-            assert driver.snapshot() == driver.idle
+say()
+while True:
+    driver.snapshot()
+""")
+    for _ in range(300):
+        with driver.occupy(uuid):
+            assert pids(driver.snapshot()) == [os.getpid()]
+        assert driver.snapshot() == driver.idle
 
 
 def test_what_the_dead_left_is_cleared_away_and_nothing_else(driver: SimulatedDriver) -> None:
@@ -288,23 +264,20 @@ def test_a_taken_name_is_passed_over(driver: SimulatedDriver, monkeypatch: pytes
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to act as two users")
-def test_users_with_narrow_umasks_share_the_host() -> None:
+def test_users_with_narrow_umasks_share_the_host(open_tmp: Path, occupying: Any) -> None:
     become = "from safe_gpu.coordination.socket_names import digest; digest(''); "
     become += "os.umask(0o077); os.setgid({0}); os.setuid({0})"
-    seen = "print(*sorted(p.pid for p in driver.snapshot().gpus[0].processes), end=' ')"
-    with tempfile.TemporaryDirectory(dir="/tmp") as everyones:
-        os.chmod(everyones, 0o1777)
-        driver = SimulatedDriver("dgx-a100", os.path.join(everyones, "state"))
-        with Other(driver, before=become.format(54321)) as first, Other(driver, before=become.format(54322)) as second:
-            assert pids(driver.snapshot()) == sorted([first.process.pid, second.process.pid])
-            with Other(driver, seen, become.format(54323)) as third:
-                together = sorted([first.process.pid, second.process.pid, third.process.pid])
-                assert [int(pid) for pid in third.said[:-1]] == together
-            first.process.kill()
-            first.process.wait()
-            # The second user may not remove what the dead first one left, and is not misled by it either.
-            with Other(driver, seen, become.format(54322)) as fourth:
-                assert [int(pid) for pid in fourth.said[:-1]] == sorted([second.process.pid, fourth.process.pid])
+    seen = "say(*sorted(p.pid for p in driver.snapshot().gpus[0].processes))"
+    driver = SimulatedDriver("dgx-a100", str(open_tmp / "state"))
+    first, second = (occupying("", become.format(uid), driver) for uid in (54321, 54322))
+    assert pids(driver.snapshot()) == sorted([first.pid, second.pid])
+    third = occupying(seen, become.format(54323), driver)
+    assert third.said == sorted([first.pid, second.pid, third.pid])
+    third.kill()
+    first.kill()
+    # The second user may not remove what the dead first one left, and is not misled by it either.
+    fourth = occupying(seen, become.format(54322), driver)
+    assert fourth.said == sorted([second.pid, fourth.pid])
 
 
 @pytest.mark.parametrize("level", ["", "simulated", "simulated/dgx-a100"])

@@ -8,87 +8,58 @@ from __future__ import annotations
 import copy
 import json
 import os
+import re
 import resource
 import signal
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, Phase, example, settings
 from hypothesis import strategies as st
 
+from safe_gpu.devices import HostSnapshot
 from safe_gpu.errors import SafeGpuError
-
-__all__ = [
-    "JUNK",
-    "LINES",
-    "TEXTS",
-    "TRICK",
-    "Refused",
-    "assert_plain",
-    "assert_shown_safely",
-    "bounded",
-    "broken_json",
-    "broken_text",
-    "examples",
-    "refusing",
-]
+from safe_gpu.status.gather import status_of
+from safe_gpu.status.render import render
 
 TRICK = "\x1b[2J\x1b]0;owned\x07\u202e\u2066evil\r\nGPU 0 is free\x9b31m\u0085\u2028\ufeff\x08."
 """Escape sequences, line breaks, bidirectional controls and a backspace, around words that can be looked for."""
 
 TEXTS = (
-    "",
-    " ",
-    "0",
-    "-1",
-    "nan",
-    "[]",
-    TRICK,
-    "\x00",
-    "\ud800",
-    "x" * 70_000,
-    "\u0301" * 3000,
-    "../../etc/passwd",
-    "%s%n",
-)
+    "", " ", "0", "-1", "nan", "[]", TRICK, "\x00", "\ud800", "x" * 70_000, "\u0301" * 3000, "../../etc/passwd", "%s%n",
+)  # fmt: skip
 """Texts with which a program that prints, counts or opens them may go wrong."""
 
+NOW = round(time.time(), 3)
 NUMBERS = (0, 1, -1, 2**31, 2**32, 2**53 + 1, 2**63, 2**64, -(2**63), 10**30, 0.5, -0.0, 1e11, 1e308)
 _RAW = (
-    "NaN",
-    "Infinity",
-    "-Infinity",
-    "1e999",
-    "-1e999",
-    "9" * 5000,
-    "[" * 100_000,
-    '{"a":' * 20_000,
-    "[" * 400 + "]" * 400,
-    '"\\ud800"',
-    '"\\u0000"',
-    "tru",
-    "",
-)
+    "NaN", "Infinity", "-Infinity", "1e999", "-1e999", "9" * 5000, "[" * 100_000, '{"a":' * 20_000,
+    "[" * 400 + "]" * 400, '"\\ud800"', '"\\u0000"', "tru", "",
+)  # fmt: skip
 """What stands for a value in a broken JSON document."""
 
 JUNK = (
-    b"",
-    b"\x00",
-    b"\x00" * 70_000,
-    b"\xff\xfe",
-    b"\n",
-    b"\r\n",
-    b"\x1b[2J",
-    b"{",
-    b"}" * 9,
-    b"[" * 70_000,
+    b"", b"\x00", b"\x00" * 70_000, b"\xff\xfe", b"\n", b"\r\n", b"\x1b[2J", b"{", b"}" * 9, b"[" * 70_000,
     b"\xed\xa0\x80",
-)
+)  # fmt: skip
 """Bytes that are put anywhere into a document, or stand in place of one."""
 
-_CPU_SECONDS = 10.0
-_MEBIBYTES = 512
+RECORD: dict[str, Any] = {
+    "v": 1, "pid": os.getpid(), "start": 1, "uid": 1000, "user": "anna", "host": "gpu1", "job": "sge:4711.3",
+    "command": "python train.py", "gpus": ["GPU-00000000-0000-0000-0000-000000000000"], "since": NOW - 60,
+    "until": NOW + 60, "token": "", "pidns": None,
+}  # fmt: skip
+"""What a lease file says; the rest of what lies in a state directory follows."""
+
+TICKET: dict[str, Any] = {
+    "pid": 1, "pidns": None, "user": "anna", "since": NOW - 5, "hold_for": 60.0,
+    "request": {"nb_gpus": 1, "gpus": RECORD["gpus"], "min_memory": None},
+}  # fmt: skip
+FAULT = {"when": NOW, "error": "CUDA_ERROR_ECC_UNCORRECTABLE"}
+CLAIM = {**RECORD, "claim": [os.getpid(), NOW - 60], "labels": ["0"]}
+ENDING = {"v": 1, "claim": [os.getpid(), NOW - 60], "ended": [NOW - 20, NOW]}
 
 
 def examples(quick: int) -> settings:
@@ -100,6 +71,17 @@ def examples(quick: int) -> settings:
         deadline=None,
         suppress_health_check=list(HealthCheck),
     )
+
+
+def with_examples(*rows: Any) -> Callable[[Any], Any]:
+    """A test of hypothesis with these examples: a tuple holds all arguments, anything else is the only one."""
+
+    def decorate(test: Any) -> Any:
+        for row in rows:
+            test = example(*row if isinstance(row, tuple) else (row,))(test)
+        return test
+
+    return decorate
 
 
 class Refused:
@@ -124,7 +106,7 @@ class TooSlow(BaseException):
 
 
 @contextmanager
-def bounded(seconds: float = _CPU_SECONDS, mebibytes: int = _MEBIBYTES) -> Iterator[None]:
+def bounded(seconds: float = 10.0, mebibytes: int = 512) -> Iterator[None]:
     """Fail where the body takes more CPU time or memory than this; other processes on the host do not count.
 
     The bounds are far above what any input may cost, so only growth without a limit reaches them.
@@ -172,6 +154,18 @@ def assert_plain(value: Any) -> None:
             assert_plain(one)
 
 
+def assert_gpus_shown_safely(snapshot: HostSnapshot) -> None:
+    """Whether what a driver says of GPUs tells them apart, and tables and documents with it can be shown."""
+    for gpu in snapshot.gpus:
+        assert_plain([gpu.uuid, gpu.name, gpu.pci_bus_id, gpu.process_error, gpu.unusable])
+        assert len(gpu.uuid) <= 100
+        assert "/.." not in gpu.pci_bus_id
+    assert len({gpu.uuid for gpu in snapshot.gpus}) == len(snapshot.gpus)
+    shown = status_of(snapshot)
+    assert_shown_safely(render(shown, width=100, color=False), most=10_000 + 4000 * len(snapshot.gpus))
+    assert_plain(shown.to_dict())
+
+
 class _Raw(str):
     """Text that stands in a JSON document as it is."""
 
@@ -188,9 +182,7 @@ LINES = st.one_of(
     st.sampled_from(TEXTS),
     st.text(max_size=40),
     st.sampled_from(NUMBERS).map(str),
-    st.sampled_from(
-        ["9" * 5000, "-5", "0x10", "1_000", "\u0663", "1e400", "infinity", "4294967295", "18446744073709551615"]
-    ),
+    st.sampled_from(["9" * 5000, "-5", "0x10", "1_000", "\u0663", "1e400", "infinity", str(2**32 - 1), str(2**64 - 1)]),
 )
 """Texts for places that hold one: a field, a file of sysfs, a variable."""
 
@@ -272,9 +264,7 @@ def broken_text(draw: Any, text: str, words: tuple[str, ...] = (), *, most: int 
         if not lines:
             break
         place = draw(st.integers(0, len(lines) - 1))
-        how = draw(
-            st.sampled_from(["drop", "twice", "often", "swap", "cut", "value", "value", "value", "junk", "word"])
-        )
+        how = draw(st.sampled_from(["drop", "twice", "often", "swap", "cut", *["value"] * 3, "junk", "word"]))
         line = lines[place]
         if how == "drop":
             del lines[place]
@@ -299,8 +289,6 @@ def broken_text(draw: Any, text: str, words: tuple[str, ...] = (), *, most: int 
 @st.composite
 def _with_another_value(draw: Any, line: str) -> str:
     """The line with one of its numbers, or what stands between marks, replaced."""
-    import re
-
     found = list(re.finditer(r"\d+|(?<=[>=:\" ])[^<>=:\" ]+", line))
     if not found:
         return draw(LINES)

@@ -5,20 +5,18 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Callable, Mapping
+from struct import pack_into
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
-from support.hostile import TEXTS, TRICK, assert_plain, assert_shown_safely, bounded, examples, refusing
+from support.hostile import TEXTS, TRICK, assert_gpus_shown_safely, bounded, examples, refusing, with_examples
 
 from safe_gpu.drivers import nvml, nvml_session
-from safe_gpu.drivers import nvml as nvml_inventory
 from safe_gpu.drivers.nvml_session import read_rows
 from safe_gpu.errors import NoDriverError
-from safe_gpu.status.gather import status_of
-from safe_gpu.status.render import render
 
 GPUS = 3
 UUID = "GPU-0000000{}-0000-0000-0000-000000000000"
@@ -101,8 +99,6 @@ class Host:
         return SimpleNamespace(**dict.fromkeys(names, self._list))
 
     def _list(self, handle: Any, count: Any, buffer: Any) -> int:
-        from struct import pack_into
-
         room = count._obj.value
         for place, (pid, memory) in enumerate(self._rows[:room]):
             pack_into("=IIQII", buffer, 24 * place, pid, 0, memory, HUGE, HUGE)
@@ -166,33 +162,35 @@ def nvml_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[Host], nvml.NvmlDriver
     def open_driver(host: Host) -> nvml.NvmlDriver:
         monkeypatch.setitem(sys.modules, "pynvml", host)  # type: ignore[arg-type]
         monkeypatch.setattr(nvml_session.libraries, "load", lambda name: host.library())
-        monkeypatch.setattr(nvml, "_KNOWN", nvml_inventory.KnownGpus())
+        monkeypatch.setattr(nvml, "_KNOWN", nvml.KnownGpus())
         return nvml.NvmlDriver()
 
     return open_driver
 
 
-@examples(60)
+ANSWERED: dict[str, list[Any]] = {
+    "nvmlDeviceGetCount": [HUGE, -1],
+    "nvmlDeviceGetUUID": ["", UUID.format(0), "../../" + TRICK],
+    "nvmlDeviceGetName": [TRICK * 3, b"\xff\xfe"],
+    "nvmlSystemGetDriverVersion": [TRICK * 3],
+    "nvmlDeviceGetMemoryInfo": [SimpleNamespace(total=-1, used=2**70, free=-(2**70))],
+    "nvmlDeviceGetPciInfo": [PciInfo(b"", *[HUGE] * 3, b"\x1b[2J:0:0"), PciInfo(b"", 0, 0, 0, b"../../..:0:0")],
+    "code:nvmlInit": [2**31],
+}
+SLICED = {"nvmlDeviceGetMigMode": [1, 1]}
+
+
+@with_examples(
+    ({}, [], None, 0),
+    *(({name: value}, [], None, 0) for name, values in ANSWERED.items() for value in values),
+    ({**SLICED, "nvmlDeviceGetMaxMigDeviceCount": HUGE}, [], None, 0),
+    ({**SLICED, "code:nvmlDeviceGetMigDeviceHandleByIndex": 6}, [(1, 1)], None, 0),
+    *(({}, [(1, 1)], HUGE, code) for code in (7, 0)),
+    ({}, [(HUGE, 2**64 - 2)] * 40, None, 0),
+    ({"nvmlSystemGetProcessName": TRICK * 300}, [(99999999, 1 << 30)], None, 0),
+)
+@examples(20)
 @given(answers(), ROWS, st.none() | NUMBERS.filter(lambda n: 0 <= n <= HUGE), st.just(0) | CODES)
-@example({}, [], None, 0)
-@example({"nvmlDeviceGetCount": HUGE}, [], None, 0)
-@example({"nvmlDeviceGetCount": -1}, [], None, 0)
-@example({"nvmlDeviceGetMigMode": [1, 1], "nvmlDeviceGetMaxMigDeviceCount": HUGE}, [], None, 0)
-@example({"nvmlDeviceGetMigMode": [1, 1], "code:nvmlDeviceGetMigDeviceHandleByIndex": 6}, [(1, 1)], None, 0)
-@example({}, [(1, 1)], HUGE, 7)
-@example({}, [(1, 1)], HUGE, 0)
-@example({}, [(HUGE, 2**64 - 2)] * 40, None, 0)
-@example({"nvmlDeviceGetUUID": ""}, [], None, 0)
-@example({"nvmlDeviceGetUUID": UUID.format(0)}, [], None, 0)
-@example({"nvmlDeviceGetUUID": "../../" + TRICK}, [], None, 0)
-@example({"nvmlDeviceGetName": TRICK * 3}, [], None, 0)
-@example({"nvmlDeviceGetName": b"\xff\xfe"}, [], None, 0)
-@example({"nvmlSystemGetDriverVersion": TRICK * 3}, [], None, 0)
-@example({"nvmlSystemGetProcessName": TRICK * 300}, [(99999999, 1 << 30)], None, 0)
-@example({"nvmlDeviceGetMemoryInfo": SimpleNamespace(total=-1, used=2**70, free=-(2**70))}, [], None, 0)
-@example({"nvmlDeviceGetPciInfo": PciInfo(b"", HUGE, HUGE, HUGE, b"\x1b[2J:0:0")}, [], None, 0)
-@example({"nvmlDeviceGetPciInfo": PciInfo(b"", 0, 0, 0, b"../../..:0:0")}, [], None, 0)
-@example({"code:nvmlInit": 2**31}, [], None, 0)
 def test_what_it_answers(
     nvml_of: Callable[[Host], nvml.NvmlDriver], answered: dict[str, Any], rows: Any, claimed: int | None, list_code: int
 ) -> None:
@@ -204,27 +202,14 @@ def test_what_it_answers(
         for gpu in snapshot.gpus[:4]:
             assert driver.cpu_affinity(gpu.uuid, "node") is None or gpu
         driver.close()
-        for gpu in snapshot.gpus:
-            assert_plain([gpu.uuid, gpu.name, gpu.pci_bus_id, gpu.process_error, gpu.unusable])
-            assert len(gpu.uuid) <= 100
-            assert "/.." not in gpu.pci_bus_id
-        assert len({gpu.uuid for gpu in snapshot.gpus}) == len(snapshot.gpus)
-        shown = status_of(snapshot)
-        assert_shown_safely(render(shown, width=100, color=False), most=10_000 + 4000 * len(snapshot.gpus))
-        assert_plain(shown.to_dict())
+        assert_gpus_shown_safely(snapshot)
     assert refused.error is None or isinstance(refused.error, NoDriverError)
     assert host.asked < 200_000
 
 
-@examples(60)
-@given(
-    st.binary(max_size=200),
-    NUMBERS.filter(lambda n: 0 <= n <= HUGE),
-    st.sampled_from([0, 7, 7, 15]),
-)
-@example(b"", HUGE, 7)
-@example(b"\xa5" * 64, 2, 0)
-@example(b"\xa5" * 63 + b"x", 2, 0)
+@with_examples((b"", HUGE, 7), (b"\xa5" * 64, 2, 0), (b"\xa5" * 63 + b"x", 2, 0))
+@examples(30)
+@given(st.binary(max_size=200), NUMBERS.filter(lambda n: 0 <= n <= HUGE), st.sampled_from([0, 7, 7, 15]))
 def test_a_list_that_lies_about_its_length(data: bytes, count: int, code: int) -> None:
     calls = []
 

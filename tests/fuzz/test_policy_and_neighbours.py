@@ -12,7 +12,17 @@ from pathlib import Path
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from support.hostile import LINES, TRICK, assert_plain, assert_shown_safely, bounded, broken_text, examples, refusing
+from support.hostile import (
+    LINES,
+    TRICK,
+    assert_plain,
+    assert_shown_safely,
+    bounded,
+    broken_text,
+    examples,
+    refusing,
+    with_examples,
+)  # fmt: skip
 
 import safe_gpu
 from safe_gpu import policy, procfs
@@ -36,18 +46,15 @@ DIGITS = "9" * 5000
 HEAD = b"0" * 16 + b": 00000002 00000000 00000000 0001 01 "  # of a line of /proc/net/unix, before the inode
 
 
-@examples(80)
+@with_examples(
+    POLICY, "[default]\n" * 6000, "[user " + "x" * 60_000 + "]\nmax_gpus = 1",
+    *(POLICY.replace(old, new) for old, new in (
+        ("4", DIGITS), ("2d", DIGITS), ("2d", "9" * 400 + "d"), ("2d", "1d" * 9000), ("anna", TRICK), ("100", DIGITS),
+        ("max_gpus", TRICK),
+    )),
+)  # fmt: skip
+@examples(30)
 @given(broken_text(POLICY, ("[", "[user ", "]", "=", "[default]", "max_gpus", "\ufeff")))
-@example(POLICY)
-@example("[default]\n" * 6000)
-@example(POLICY.replace("4", DIGITS))
-@example(POLICY.replace("2d", DIGITS))
-@example(POLICY.replace("2d", "9" * 400 + "d"))
-@example(POLICY.replace("2d", "1d" * 9000))
-@example(POLICY.replace("anna", TRICK))
-@example(POLICY.replace("100", DIGITS))
-@example(POLICY.replace("max_gpus", TRICK))
-@example("[user " + "x" * 60_000 + "]\nmax_gpus = 1")
 def test_a_policy(text: str) -> None:
     with bounded(), refusing() as refused:
         parsed = policy.parse(text, "/etc/safe-gpu/policy.ini")
@@ -68,17 +75,9 @@ def stranger() -> Iterator[socket.socket]:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        b"",
-        b"\xff\xfe",
-        TRICK.encode()[:40],
-        b"GPU-1 GPU-2",
-        b"GPU-1\n",
-        b"\x00",
-        b"x" * 90,
-        b"\na: 2 0 1 0001 01 x @safe-gpu/1/GPU-1",
-    ],
-)
+    [b"", b"\xff\xfe", TRICK.encode()[:40], b"GPU-1 GPU-2", b"GPU-1\n", b"\x00", b"x" * 90,
+     b"\na: 2 0 1 0001 01 x @safe-gpu/1/GPU-1"],
+)  # fmt: skip
 def test_names_of_sockets_that_a_neighbour_binds(stranger: socket.socket, name: bytes) -> None:
     stranger.bind(b"\0safe-gpu/1/" + name)
     with bounded():
@@ -86,14 +85,16 @@ def test_names_of_sockets_that_a_neighbour_binds(stranger: socket.socket, name: 
         assert names.held_among(["GPU-00000000-0000-0000-0000-00000000fee1"]) == frozenset()
 
 
-@examples(60)
+@with_examples(*([line] for line in (
+    b"1: FLOCK  ADVISORY  WRITE 1 08:01:7 0 EOF",
+    b"1: FLOCK  ADVISORY  WRITE " + DIGITS.encode() + b" 08:01:7 0 EOF",
+    b"1: FLOCK  ADVISORY  WRITE 1 " + b"f" * 5000 + b":01:7 0 EOF",
+    HEAD + DIGITS.encode() + b" @safe-gpu/1/" + b"x" * 40 + b"\n",
+    HEAD + b"x @safe-gpu/1/" + b"\xff" * 40 + b"\n",
+    HEAD + b"12345 @safe-gpu/1/" + b"\xff" * 40 + b"\n",
+)))  # fmt: skip
+@examples(30)
 @given(st.lists(st.binary(max_size=80) | LINES.map(lambda text: text.encode("utf-8", "replace")), max_size=4))
-@example([b"1: FLOCK  ADVISORY  WRITE 1 08:01:7 0 EOF"])
-@example([b"1: FLOCK  ADVISORY  WRITE " + DIGITS.encode() + b" 08:01:7 0 EOF"])
-@example([b"1: FLOCK  ADVISORY  WRITE 1 " + b"f" * 5000 + b":01:7 0 EOF"])
-@example([HEAD + DIGITS.encode() + b" @safe-gpu/1/" + b"x" * 40 + b"\n"])
-@example([HEAD + b"x @safe-gpu/1/" + b"\xff" * 40 + b"\n"])
-@example([HEAD + b"12345 @safe-gpu/1/" + b"\xff" * 40 + b"\n"])
 def test_tables_of_the_kernel(lines: list[bytes]) -> None:
     with bounded(), pytest.MonkeyPatch.context() as patched:
         patched.setattr(procfs, "lines_of", lambda path: iter(lines))
@@ -122,7 +123,7 @@ VALUES = st.binary(max_size=80).map(lambda value: value.replace(b"\0", b",")) | 
 )
 
 
-@examples(25)
+@examples(8)
 @given(st.dictionaries(st.sampled_from(VARIABLES), VALUES, max_size=3))
 @example({b"CUDA_VISIBLE_DEVICES": TRICK.encode()})
 @example({b"CUDA_VISIBLE_DEVICES": b"0," * 60_000, b"SAFE_GPU_BOUND": DIGITS.encode()})

@@ -11,7 +11,16 @@ from typing import Any
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from support.hostile import TRICK, assert_plain, assert_shown_safely, bounded, broken_text, examples, refusing
+from support.hostile import (
+    TRICK,
+    assert_gpus_shown_safely,
+    assert_plain,
+    bounded,
+    broken_text,
+    examples,
+    refusing,
+    with_examples,
+)  # fmt: skip
 from support.kfd_host import KfdHost
 
 from safe_gpu.affinity import planner as policies
@@ -20,8 +29,6 @@ from safe_gpu.cpulist import parse_cpulist, parse_cpumask
 from safe_gpu.drivers.kernel import bus_order, memory_is_node, numa_node
 from safe_gpu.drivers.kfd import KfdDriver
 from safe_gpu.errors import GPUAffinityError, NoDriverError
-from safe_gpu.status.gather import status_of
-from safe_gpu.status.render import render
 from safe_gpu.sysfs import Files, devices
 from safe_gpu.topology import read_topology
 
@@ -101,23 +108,24 @@ def changed(tree: Tree, **values: str) -> Tree:
 def test_a_tree_of_amd_gpus(root: Path, tmp_path: Path) -> None:
     tree = kfd_tree(tmp_path / "valid")
 
-    @examples(40)
+    @with_examples(
+        *(changed(tree, **{name: value}) for name, value in (
+            ("gpu_id", DIGITS), ("gpu_id", "-1"), ("vram_4001", TRICK * 999), ("vram_4001", "-1"),
+            ("properties", f"simd_count {DIGITS}\nlocation_id {'9' * 20}\n"),
+            ("properties", "simd_count 4\nlocation_id 1792\n"),
+            ("properties", ("simd_count 4\n" + "x" * 64 + " 1\n") * 3000),
+        )),
+        changed(tree, vram_4001="9" * 20, mem_info_vram_used="9" * 20),
+        *({**tree, name: value} for name, value in (
+            ("sys/module/amdgpu/version", TRICK * 999), (f"{PCI}/0000:07:00.0/product_name", TRICK),
+            (f"{PCI}/0000:07:00.0/product_name", "x" * 70_000),
+            (f"sys/class/kfd/kfd/proc/{'9' * 10}/vram_4001", "1"), ("sys/class/kfd/kfd/proc/\x1b[2J/vram_4001", "1"),
+        )),
+        tree,
+        {},
+    )  # fmt: skip
+    @examples(12)
     @given(broken_tree(tree))
-    @example(tree)
-    @example({})
-    @example(changed(tree, gpu_id=DIGITS))
-    @example(changed(tree, properties=f"simd_count {DIGITS}\nlocation_id {'9' * 20}\n"))
-    @example(changed(tree, properties="simd_count 4\nlocation_id 1792\n"))
-    @example(changed(tree, properties=("simd_count 4\n" + "x" * 64 + " 1\n") * 3000))
-    @example(changed(tree, vram_4001=TRICK * 999))
-    @example(changed(tree, vram_4001="-1"))
-    @example(changed(tree, gpu_id="-1"))
-    @example(changed(tree, vram_4001="9" * 20, mem_info_vram_used="9" * 20))
-    @example({**tree, "sys/module/amdgpu/version": TRICK * 999})
-    @example({**tree, f"{PCI}/0000:07:00.0/product_name": TRICK})
-    @example({**tree, f"{PCI}/0000:07:00.0/product_name": "x" * 70_000})
-    @example({**tree, f"sys/class/kfd/kfd/proc/{'9' * 10}/vram_4001": "1"})
-    @example({**tree, "sys/class/kfd/kfd/proc/\x1b[2J/vram_4001": "1"})
     def attack(files: Tree) -> None:
         plant(root, files)
         with bounded(), refusing() as refused:
@@ -127,35 +135,30 @@ def test_a_tree_of_amd_gpus(root: Path, tmp_path: Path) -> None:
             driver = KfdDriver()
             snapshot = driver.detailed(driver.linked(driver.snapshot()))
             driver.usage(snapshot.gpus)
-            for gpu in snapshot.gpus:
-                assert_plain([gpu.uuid, gpu.name, gpu.pci_bus_id, gpu.process_error, gpu.unusable])
-                assert len(gpu.uuid) + len(gpu.name) < 200
-            assert len({gpu.uuid for gpu in snapshot.gpus}) == len(snapshot.gpus)
-            shown = status_of(snapshot)
-            assert_shown_safely(render(shown, width=100, color=False))
-            assert_plain(shown.to_dict())
+            assert_gpus_shown_safely(snapshot)
+            assert all(len(gpu.name) < 100 for gpu in snapshot.gpus)
         assert refused.error is None or isinstance(refused.error, NoDriverError)
 
     attack()
 
 
 def test_a_tree_of_cpus(root: Path) -> None:
-    @examples(40)
+    @with_examples(
+        *((files, "node") for files in (
+            CPUS, {}, {**CPUS, f"{NODE}/node{'9' * 40}/cpulist": "0"},
+            {**CPUS, f"{CPU}/cpu{'9' * 40}/topology/core_id": "0"},
+            *(changed(CPUS, cpulist=text) for text in (
+                "0-4294967295", ",".join(map(str, range(70_000))), "0-65535," * 20_000, DIGITS,
+            )),
+        )),
+        *((changed(CPUS, distance=text), "socket") for text in ("10 " * 100_000, DIGITS)),
+        (changed(CPUS, physical_package_id=DIGITS), "socket"),
+        (changed(CPUS, level=DIGITS), "core-complex"),
+        (changed(CPUS, numa_node="-1", local_cpulist=TRICK), "exclusive"),
+        (changed(CPUS, information="GPU UUID: GPU-" + "a" * 100_000), "exclusive"),
+    )  # fmt: skip
+    @examples(12)
     @given(broken_tree(CPUS), st.sampled_from(["node", "socket", "exclusive", "core-complex", "unique_interleaved"]))
-    @example(CPUS, "node")
-    @example({}, "node")
-    @example(changed(CPUS, cpulist="0-4294967295"), "node")
-    @example(changed(CPUS, cpulist=",".join(map(str, range(70_000)))), "node")
-    @example(changed(CPUS, cpulist="0-65535," * 20_000), "node")
-    @example(changed(CPUS, cpulist=DIGITS), "node")
-    @example(changed(CPUS, distance="10 " * 100_000), "socket")
-    @example(changed(CPUS, distance=DIGITS), "socket")
-    @example(changed(CPUS, physical_package_id=DIGITS), "socket")
-    @example(changed(CPUS, level=DIGITS), "core-complex")
-    @example(changed(CPUS, numa_node="-1", local_cpulist=TRICK), "exclusive")
-    @example(changed(CPUS, information="GPU UUID: GPU-" + "a" * 100_000), "exclusive")
-    @example({**CPUS, f"{NODE}/node{'9' * 40}/cpulist": "0"}, "node")
-    @example({**CPUS, f"{CPU}/cpu{'9' * 40}/topology/core_id": "0"}, "node")
     def attack(files: Tree, mode: str) -> None:
         plant(root, files)
         with bounded(), refusing() as refused:
@@ -173,7 +176,7 @@ def test_a_tree_of_cpus(root: Path) -> None:
 LISTS = broken_text("0-3,8,10-11") | st.text(alphabet="0123456789-, \n\x00x", max_size=30)
 
 
-@examples(100)
+@examples(40)
 @given(LISTS, broken_text("00000000,0000010f") | st.text(alphabet="0123456789abcdef,", max_size=30))
 @example("0-65535," * 100_000, "f" * 100_000)
 @example("0-4294967295", "ffffffff," * 100_000)
@@ -187,12 +190,14 @@ def test_lists_and_masks_of_cpus(text: str, mask: str) -> None:
 MAPS = "7f1200000000 default file=/usr/lib/x mapped=4 N0=4 kernelpagesize_kB=4\n7f1300000000 bind:0-1 anon=9 N1=9\n"
 
 
-@examples(60)
+@with_examples(
+    MAPS,
+    f"7f12 default N{DIGITS}={DIGITS}",
+    f"7f12 bind:{DIGITS} N0=1",
+    f"7f12 default N0=1 kernelpagesize_kB={DIGITS}",
+)
+@examples(30)
 @given(broken_text(MAPS))
-@example(MAPS)
-@example(f"7f12 default N{DIGITS}={DIGITS}")
-@example(f"7f12 bind:{DIGITS} N0=1")
-@example(f"7f12 default N0=1 kernelpagesize_kB={DIGITS}")
 def test_the_maps_of_a_process(text: str) -> None:
     with bounded():
         maps = parse_numa_maps(text.encode("utf-8", "replace").splitlines(keepends=True))
@@ -201,13 +206,9 @@ def test_the_maps_of_a_process(text: str) -> None:
         assert len(maps.memory) <= text.count("=")
 
 
-@examples(60)
+@with_examples("../../../../../etc/passwd", "0000:07:00.0\x00", "\ud800:0:0", "0" * 100_000 + ":0:0", " 1_0:+7:0.0")
+@examples(30)
 @given(st.text(max_size=30) | broken_text("0000:07:00.0"))
-@example("../../../../../etc/passwd")
-@example("0000:07:00.0\x00")
-@example("\ud800:0:0")
-@example("0" * 100_000 + ":0:0")
-@example(" 1_0:+7:0.0")
 def test_the_address_of_a_device(bus_id: str) -> None:
     with bounded():
         place = bus_order(bus_id)

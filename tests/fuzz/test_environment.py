@@ -11,10 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
-from support.hostile import LINES, TRICK, assert_plain, assert_shown_safely, bounded, broken_text, examples, refusing
-from support.processes import PACKAGE_ROOT
+from support.gpus import PACKAGE_ROOT
+from support.hostile import (
+    LINES,
+    TRICK,
+    assert_plain,
+    assert_shown_safely,
+    bounded,
+    broken_text,
+    examples,
+    refusing,
+    with_examples,
+)  # fmt: skip
 
 import safe_gpu
 from safe_gpu import schedulers
@@ -64,16 +74,18 @@ def assert_logged_safely(caplog: pytest.LogCaptureFixture) -> None:
     caplog.clear()
 
 
-@examples(150)
+@with_examples(
+    {"PBS_JOBID": DIGITS},
+    {"PBS_JOBID": f"4711[{DIGITS}]"},
+    {"SGE_JOB_SPOOL_DIR": f"/x/active_jobs/{DIGITS}.1"},
+    {"SGE_JOB_SPOOL_DIR": "/x/active_jobs/1.1", "NSLOTS": DIGITS},
+    {"SLURM_JOB_ID": "1", "SLURM_GPUS_ON_NODE": "9" * 18, "SLURM_STEP_GPUS": TRICK},
+    {"SLURM_JOB_ID": "1", "SLURM_NODEID": "9" * 18, "SLURM_STEP_TASKS_PER_NODE": "1(x1)," * 20_000},
+    {"LSB_JOBID": "1", "CUDA_VISIBLE_DEVICES": "," * 100_000},
+    {"SAFE_GPU_NB_GPUS": TRICK},
+)
+@examples(50)
 @given(st.dictionaries(st.sampled_from([*JOBS, *RANKS]), VALUES, max_size=6))
-@example({"PBS_JOBID": DIGITS})
-@example({"PBS_JOBID": f"4711[{DIGITS}]"})
-@example({"SGE_JOB_SPOOL_DIR": f"/x/active_jobs/{DIGITS}.1"})
-@example({"SGE_JOB_SPOOL_DIR": "/x/active_jobs/1.1", "NSLOTS": DIGITS})
-@example({"SLURM_JOB_ID": "1", "SLURM_GPUS_ON_NODE": "9" * 18, "SLURM_STEP_GPUS": TRICK})
-@example({"SLURM_JOB_ID": "1", "SLURM_NODEID": "9" * 18, "SLURM_STEP_TASKS_PER_NODE": "1(x1)," * 20_000})
-@example({"LSB_JOBID": "1", "CUDA_VISIBLE_DEVICES": "," * 100_000})
-@example({"SAFE_GPU_NB_GPUS": TRICK})
 def test_jobs_and_ranks(environ: dict[str, str]) -> None:
     with bounded():
         job = schedulers.current(environ)
@@ -112,25 +124,20 @@ def test_a_claim_in_such_an_environment(
 ) -> None:
     """It ends well or with an error of ours, and leaves no lease, whatever the variables say."""
 
-    @examples(12)
+    @with_examples(
+        *(({}, value) for value in (DIGITS, "1e308")),
+        *((environ, "0") for environ in (
+            {"SAFE_GPU_FOR": "1e308"}, {"SAFE_GPU_UNEXPLAINED_MEMORY": DIGITS},
+            {"SAFE_GPU_UNEXPLAINED_MEMORY": "1e9999GiB"}, {"SAFE_GPU_SCOPE": TRICK}, {"SAFE_GPU_SCOPE": "\udcff"},
+            {"SAFE_GPU_FSROOT": f"/{TRICK}"}, {"SAFE_GPU_FSROOT": "\udcff"}, {"COLUMNS": "9" * 9}, {"COLUMNS": "1"},
+            {"SAFE_GPU_BOUND": TRICK, "SAFE_GPU_EXPECT": "\udcff", "SAFE_GPU_RAY_WORKER": "x"},
+            {"SLURM_JOB_ID": "1", "SLURM_JOB_END_TIME": "9" * 18}, {"PBS_JOBID": "1", "PBS_WALLTIME": "9" * 18},
+            {"SGE_JOB_SPOOL_DIR": f"/x/active_jobs/{DIGITS}.1"}, {"SAFE_GPU_DRIVER": f"simulated:{TRICK}"},
+            {"SAFE_GPU_DRIVER": "x" * 100_000},
+        )),
+    )  # fmt: skip
+    @examples(8)
     @given(ENVIRONMENTS, VALUES)
-    @example({}, DIGITS)
-    @example({}, "1e308")
-    @example({"SAFE_GPU_FOR": "1e308"}, "0")
-    @example({"SAFE_GPU_UNEXPLAINED_MEMORY": DIGITS}, "0")
-    @example({"SAFE_GPU_UNEXPLAINED_MEMORY": "1e9999GiB"}, "0")
-    @example({"SAFE_GPU_SCOPE": TRICK}, "0")
-    @example({"SAFE_GPU_FSROOT": f"/{TRICK}"}, "0")
-    @example({"SAFE_GPU_SCOPE": "\udcff"}, "0")
-    @example({"SAFE_GPU_BOUND": TRICK, "SAFE_GPU_EXPECT": "\udcff", "SAFE_GPU_RAY_WORKER": "x"}, "0")
-    @example({"SLURM_JOB_ID": "1", "SLURM_JOB_END_TIME": "9" * 18}, "0")
-    @example({"PBS_JOBID": "1", "PBS_WALLTIME": "9" * 18}, "0")
-    @example({"SGE_JOB_SPOOL_DIR": f"/x/active_jobs/{DIGITS}.1"}, "0")
-    @example({"COLUMNS": "9" * 9}, "0")
-    @example({"COLUMNS": "1"}, "0")
-    @example({"SAFE_GPU_FSROOT": "\udcff"}, "0")
-    @example({"SAFE_GPU_DRIVER": f"simulated:{TRICK}"}, "0")
-    @example({"SAFE_GPU_DRIVER": "x" * 100_000}, "0")
     def attack(environ: dict[str, str], value: str) -> None:
         with monkeypatch.context() as patched:
             for name, text in {**environ, visible: value}.items():
@@ -156,12 +163,7 @@ ELSEWHERE = (
 
 @pytest.mark.parametrize("variable", PATHS)
 def test_paths_that_name_anything(
-    variable: str,
-    open_tmp: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    ground: Any,
-    run_commands: Any,
-    caplog: pytest.LogCaptureFixture,
+    variable: str, open_tmp: Path, monkeypatch: pytest.MonkeyPatch, ground: Any, run_commands: Any, caplog: Any
 ) -> None:
     """What lies there is not harmed, nothing is left outside, and a claim ends well or with an error of ours."""
     base = open_tmp / "base"
@@ -175,11 +177,9 @@ def test_paths_that_name_anything(
     below = VALUES.map(lambda text: f"{base}/{text.replace('..', '__')}")
     there = st.sampled_from([f"{base}{end}" for end in ("", "/file", "/link", "/loop", "/pipe", "/file/x", "//./x/..")])
 
-    @examples(30)
+    @with_examples(*(f"{base}/{name}" for name in ("x/" * 2000, "x" * 70_000, TRICK)))
+    @examples(10)
     @given(there | below | st.sampled_from(ELSEWHERE))
-    @example(f"{base}/{'x/' * 2000}")
-    @example(f"{base}/{'x' * 70_000}")
-    @example(f"{base}/{TRICK}")
     def attack(path: str) -> None:
         with monkeypatch.context() as patched:
             patched.setenv(variable, path)
@@ -194,21 +194,24 @@ def test_paths_that_name_anything(
     assert ground.leased() == []
 
 
+COMMANDS = """
+import sys
+from safe_gpu.cli import main
+for command in ("status", "status --json", "doctor", "policy", "history", "affinity"):
+    assert main(command.split()) in (0, 1, 70, 73, 78), command
+main(["run", "--", "true"])
+"""
+
+
 @pytest.mark.parametrize("codec", ["utf-8", "ascii", "latin-1"])
-@pytest.mark.parametrize(
-    "arguments", ["status", "status --json", "doctor", "policy", "history", "affinity", "run -- true"]
-)
-def test_bytes_that_are_no_text_in_a_terminal_of_any_codec(arguments: str, codec: str, tmp_path: Path) -> None:
+def test_bytes_that_are_no_text_in_a_terminal_of_any_codec(codec: str, tmp_path: Path) -> None:
     state = os.fsencode(tmp_path) + b"/caf\xe9\xff\x1b[2J\xe2\x80\xae"
     os.mkdir(state)
     environ = {
         **os.environb, b"SAFE_GPU_DIR": state, b"SAFE_GPU_SCOPE": b"\xff\x1b[2J", b"PBS_JOBID": b"1.\xff",
         b"SAFE_GPU_\xff": b"\xff", b"PYTHONPATH": os.fsencode(PACKAGE_ROOT), b"PYTHONIOENCODING": codec.encode(),
     }  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, "-m", "safe_gpu", *arguments.split()],
-        env=environ, stdin=subprocess.DEVNULL, capture_output=True, timeout=60,
-    )  # fmt: skip
+    done = subprocess.run([sys.executable, "-c", COMMANDS], env=environ, capture_output=True, timeout=100)
     out, err = done.stdout.decode(codec), done.stderr.decode(codec)
     assert "Traceback" not in err, err
     assert done.returncode in (0, 1, 70, 73, 78), err
@@ -237,17 +240,16 @@ XML = (
 )  # fmt: skip
 
 
-@examples(80)
+@with_examples(
+    *((answer, HOSTFILE, "") for answer in (
+        ANSWER, ANSWER.replace("2.000000", "nan"), ANSWER.replace("2.000000", "1e999"),
+        ANSWER.replace("<qstat_l_requests>", "<x>" * 50_000), "<JB_hard_resource_list>" * 100_000,
+    )),
+    *((ANSWER, f"{os.uname().nodename} {number} q\n", "") for number in (DIGITS, "9" * 400, "\u0663")),
+    (ANSWER, "", f"host_slots={DIGITS}"),
+)  # fmt: skip
+@examples(25)
 @given(broken_text(ANSWER, XML), broken_text(HOSTFILE), broken_text("host_slots=4\n"))
-@example(ANSWER, HOSTFILE, "")
-@example("<JB_hard_resource_list>" * 100_000, "", "")
-@example(ANSWER.replace("2.000000", "nan"), "", "")
-@example(ANSWER.replace("2.000000", "1e999"), "", "")
-@example(ANSWER, f"{os.uname().nodename} {DIGITS} q\n", "")
-@example(ANSWER, f"{os.uname().nodename} {'9' * 400} q\n", "")
-@example(ANSWER, f"{os.uname().nodename} \u0663 q\n", "")
-@example(ANSWER, "", f"host_slots={DIGITS}")
-@example(ANSWER.replace("<qstat_l_requests>", "<x>" * 50_000), "", "")
 def test_what_grid_engine_says(
     tmp_path_factory: pytest.TempPathFactory, answer: str, hostfile: str, config: str
 ) -> None:

@@ -226,11 +226,6 @@ def test_it_needs_the_program(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) ->
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(NoDriverError, match="PATH"):
         NvidiaSmiDriver()
-    program = tmp_path / "nvidia-smi"
-    program.write_text("#!/nonexistent/interpreter\n")
-    program.chmod(0o755)
-    with pytest.raises(NoDriverError, match="cannot be started"):
-        NvidiaSmiDriver().snapshot()
 
 
 def test_mig_instances(host: Any, driver: NvidiaSmiDriver) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
-from support.hostile import open_files
+from support.hostile import assert_plain, assert_shown_safely, bounded, open_files
+
+from safe_gpu.cli import main
 
 settings.register_profile(
     "deep", max_examples=10_000, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True
@@ -19,3 +22,21 @@ def nothing_left_open() -> Iterator[None]:
     before = open_files()
     yield
     assert open_files() <= before + 2, "descriptors were left open"  # two of caches that are filled once
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., None]:
+    """Run a command in this process, and judge how it ends and what it shows."""
+
+    def command(arguments: str, *codes: int, own: bool = False, plain: bool = True, most: int = 60_000) -> None:
+        capsys.readouterr()
+        with bounded():
+            code = main(arguments.split())
+        out, err = capsys.readouterr()
+        assert code in (codes or (0,)), (arguments, code, err[:500])
+        for text in (out, err):
+            assert_shown_safely(text, most, own=own)
+        if out and plain and "--json" in arguments:
+            assert_plain(json.loads(out, parse_constant=pytest.fail))
+
+    return command

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +26,6 @@ from support.hostile import (
 
 import safe_gpu
 from safe_gpu import schedulers
-from safe_gpu.cli import main
 from safe_gpu.errors import UnsatisfiableRequestError
 from safe_gpu.schedulers import gpu_count as qstat
 from safe_gpu.settings import VARIABLES
@@ -65,6 +62,7 @@ VALUES = st.one_of(
 )  # fmt: skip
 ENVIRONMENTS = st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=5)
 DIGITS = "9" * 5000
+ENDS = (0, 69, 70, 73, 75, 78)
 
 
 def assert_logged_safely(caplog: pytest.LogCaptureFixture) -> None:
@@ -98,29 +96,9 @@ def test_jobs_and_ranks(environ: dict[str, str]) -> None:
     assert len(str(refused.error or "")) < 25_000
 
 
-@pytest.fixture
-def run_commands(capsys: Any) -> Callable[..., None]:
-    """Run commands; each ends in bounded time, with a status of its own and with text that a terminal can show."""
-
-    def run(*commands: str, paths: bool = False) -> None:
-        for command in commands:
-            capsys.readouterr()
-            with bounded():
-                code = main(command.split())
-            out, err = capsys.readouterr()
-            assert code in (0, 69, 70, 73, 75, 78) or (code == 1 and paths), (command, code, err[:500])
-            for text in (out, err):
-                # doctor shows a path with each of its findings
-                assert_shown_safely(text, 200_000 if paths else 30_000, own=True)
-            if out and "--json" in command and not paths:
-                assert_plain(json.loads(out))
-
-    return run
-
-
 @pytest.mark.parametrize("visible", ["CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "SAFE_GPU_TIMEOUT"])
 def test_a_claim_in_such_an_environment(
-    visible: str, monkeypatch: pytest.MonkeyPatch, ground: Any, run_commands: Any, caplog: pytest.LogCaptureFixture
+    visible: str, monkeypatch: pytest.MonkeyPatch, ground: Any, run: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It ends well or with an error of ours, and leaves no lease, whatever the variables say."""
 
@@ -148,7 +126,8 @@ def test_a_claim_in_such_an_environment(
                 safe_gpu.GPUOwner(1, safe_gpu.NoPlaceholder(), affinity=None, timeout=0).release_gpus()
             assert_logged_safely(caplog)
             assert {name: os.environ.get(name) for name in set_before} == set_before
-            run_commands("status", "status --json", "policy", "wait --timeout 0")
+            for command in ("status", "status --json", "policy", "wait --timeout 0"):
+                run(command, *ENDS, own=True)
         assert ground.leased() == []
 
     attack()
@@ -163,7 +142,7 @@ ELSEWHERE = (
 
 @pytest.mark.parametrize("variable", PATHS)
 def test_paths_that_name_anything(
-    variable: str, open_tmp: Path, monkeypatch: pytest.MonkeyPatch, ground: Any, run_commands: Any, caplog: Any
+    variable: str, open_tmp: Path, monkeypatch: pytest.MonkeyPatch, ground: Any, run: Any, caplog: Any
 ) -> None:
     """What lies there is not harmed, nothing is left outside, and a claim ends well or with an error of ours."""
     base = open_tmp / "base"
@@ -186,7 +165,8 @@ def test_paths_that_name_anything(
             with bounded(), refusing():
                 safe_gpu.GPUOwner(1, safe_gpu.NoPlaceholder(), affinity=None, timeout=0).release_gpus()
             assert_logged_safely(caplog)
-            run_commands("status", "status --json", "policy", "history", "doctor", paths=True)
+            for command in ("status", "status --json", "policy", "history", "doctor"):
+                run(command, 1, *ENDS, own=True, plain=False, most=200_000)  # doctor shows a path with each of its findings
         assert (base / "file").read_text() == "kept"
         assert os.listdir(empty) == []
 
@@ -272,9 +252,8 @@ def test_what_grid_engine_says(
 
 @pytest.mark.parametrize(
     "script",
-    ["yes", "exec cat /dev/zero", "yes '<JB_hard_resource_list>'", "exec sleep 600", "(sleep 600) &",
-     "printf '\\033[2J\\n' >&2; exit 1", "echo '<AN_text>&#27;[2J</AN_text>'",
-     "head -c 70000 /dev/zero | tr '\\0' x; exit 1",
+    ["exec cat /dev/zero", "exec sleep 600", "(sleep 600) &", "printf '\\033[2J\\n' >&2; exit 1",
+     "echo '<AN_text>&#27;[2J</AN_text>'", "head -c 70000 /dev/zero | tr '\\0' x; exit 1",
      "echo '<JB_job_number>4711</JB_job_number>'"],
 )  # fmt: skip
 def test_a_qstat_that_prints_without_end_or_hangs(script: str, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,6 @@ from support.hostile import (
     RECORD,
     TICKET,
     TRICK,
-    assert_plain,
-    assert_shown_safely,
     bounded,
     broken_json,
     examples,
@@ -34,7 +32,6 @@ from support.hostile import (
 )  # fmt: skip
 
 import safe_gpu
-from safe_gpu.cli import main
 from safe_gpu.coordination.history import file_names, month_of
 
 HELD = 4
@@ -105,25 +102,6 @@ def locked_by_a_neighbour(state_dir: Path, names: list[str]) -> Iterator[None]:
 @pytest.fixture
 def uuids(ground: Any) -> list[str]:
     return list(ground.uuids)
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Run a command in this process and judge how it ends and what it shows; returns its output."""
-
-    def command(arguments: str, *codes: int) -> str:
-        capsys.readouterr()
-        with bounded():
-            code = main(arguments.split())
-        out, err = capsys.readouterr()
-        assert code in (codes or (FINE,)), (arguments, code, err[:500])
-        assert_shown_safely(err)
-        assert_shown_safely(out, 60_000)
-        if "--json" in arguments:
-            assert_plain(json.loads(out, parse_constant=pytest.fail))
-        return out
-
-    return command
 
 
 def judge(run: Any, state_dir: Path, uuids: list[str], free: Files, locked: Files) -> None:

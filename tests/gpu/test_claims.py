@@ -68,7 +68,7 @@ def test_a_killed_claim_ends(gpu: Any, claimer: Any) -> None:
 
 
 @pytest.mark.usefixtures("exclusive")
-def test_eight_race_for_one_gpu_and_each_has_it_alone(claimer: Any, tmp_path: Path) -> None:
+def test_several_race_for_one_gpu_and_each_has_it_alone(claimer: Any, tmp_path: Path) -> None:
     inside = tmp_path / "inside"
     code = f"""
 owner = claim(uuid, timeout=200)
@@ -78,6 +78,6 @@ os.rmdir({str(inside)!r})
 safe_gpu.release_gpus()
 say(opened_now[0])
 """
-    racers = [claimer(code) for _ in range(8)]
+    racers = [claimer(code) for _ in range(5)]
     assert len({racer.hear() for racer in racers}) == 1
-    assert [racer.process.wait(60) for racer in racers] == [0] * 8
+    assert [racer.process.wait(60) for racer in racers] == [0] * 5

@@ -35,7 +35,9 @@ def driver_libraries(
     for name in list(os.environ):
         if name.startswith(OUTER_PREFIXES) or name in OUTER_NAMES:
             monkeypatch.delenv(name)
-    monkeypatch.setenv("SAFE_GPU_DIR", str(_fresh_state_dir(tmp_path_factory)))
+    states = tmp_path_factory.getbasetemp() / "state"  # far cheaper than a temporary directory of pytest's for each
+    states.mkdir(exist_ok=True)
+    monkeypatch.setenv("SAFE_GPU_DIR", str(states / str(next(_state_dirs))))
     monkeypatch.setenv("SAFE_GPU_TEST_SIMULATED", "1")  # on purpose, also where there is a real driver
     if request.node.get_closest_marker("gpu"):
         if fakes is not None:
@@ -55,13 +57,6 @@ def driver_libraries(
         ":".join(filter(None, [str(_unusable_libraries(tmp_path_factory)), os.environ.get("LD_LIBRARY_PATH")])),
     )
     yield libraries
-
-
-def _fresh_state_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A path where there is nothing yet; far cheaper per test than a temporary directory of pytest's."""
-    parent = tmp_path_factory.getbasetemp() / "state"
-    parent.mkdir(exist_ok=True)
-    return parent / str(next(_state_dirs))
 
 
 def _unusable_libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:

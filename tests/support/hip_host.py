@@ -12,8 +12,6 @@ from support.kfd_host import KfdHost
 
 from safe_gpu.runtimes import hip
 
-__all__ = ["HipHost", "without_hip"]
-
 
 class HipHost(KfdHost):
     """A number of equal GPUs. Names of claimed GPUs are one for the whole machine, so the UUIDs are this test's own."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-__all__ = ["KfdHost"]
-
 GIB = 1 << 30
 
 

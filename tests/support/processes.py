@@ -16,7 +16,6 @@ import pytest
 from support.gpus import PACKAGE_ROOT
 
 import safe_gpu
-from safe_gpu import coordination
 
 
 class Child:
@@ -107,20 +106,15 @@ def everything_imported() -> None:
     for module in pkgutil.walk_packages(safe_gpu.__path__, "safe_gpu."):
         if not module.name.endswith("__main__"):
             importlib.import_module(module.name)
-    import grp  # noqa: F401
-    import struct  # noqa: F401
-    import unicodedata  # noqa: F401
+    for name in ("grp", "pwd", "resource", "struct", "unicodedata", "encodings.idna"):
+        importlib.import_module(name)
 
 
 class UserProcess:
     """A forked process of another user. It is forked, not started anew, since that user may not even be able to read
-    this interpreter; everything is imported before it changes its user."""
+    this interpreter; :func:`as_user` imports everything before."""
 
     def __init__(self, uid: int, umask: int, work: Callable[[Callable[[str], None], Callable[[], str]], None]) -> None:
-        for module in ("filelock", "json", "pwd", "fcntl", "resource", "threading", "signal", "encodings.idna"):
-            importlib.import_module(module)
-        for module in pkgutil.iter_modules(coordination.__path__, "safe_gpu.coordination."):
-            importlib.import_module(module.name)
         from_child, to_parent = os.pipe()
         from_parent, to_child = os.pipe()
         self.pid = os.fork()
@@ -164,7 +158,7 @@ class UserProcess:
 
 
 @pytest.fixture
-def as_user() -> Iterator[Callable[..., UserProcess]]:
+def as_user(everything_imported: None) -> Iterator[Callable[..., UserProcess]]:
     """Run ``work(say, listen)`` as another user."""
     if os.geteuid() != 0:
         pytest.skip("needs root, to act as other users")

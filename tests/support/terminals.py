@@ -12,8 +12,6 @@ from collections.abc import Callable
 
 import pytest
 
-__all__ = ["Screen", "Terminal", "open_terminal"]
-
 
 def open_terminal() -> tuple[int, int]:
     """Both ends, the caller's to close; skips the test in a container without /dev/pts."""

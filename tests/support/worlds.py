@@ -14,8 +14,6 @@ from typing import Any
 
 from safe_gpu.selection.backfill import BackfillRequest
 
-__all__ = ["BrokenPromise", "Job", "World", "random_jobs"]
-
 
 class BrokenPromise(AssertionError):
     """What the rule promises did not hold in a world."""

@@ -192,24 +192,19 @@ def test_integrated_graphics_alone_and_beside_gpus(host: KfdHost) -> None:
     assert free() == [1]
 
 
-def test_xgmi_connects_a_hive(three: KfdHost) -> None:
-    driver = KfdDriver()
-    linked = driver.linked(driver.snapshot()).gpus
-    assert [gpu.nvlink_peers for gpu in linked] == [{linked[1].uuid}, {linked[0].uuid}, frozenset()]
-
-
-def test_what_people_look_at(three: KfdHost) -> None:
-    (three.pci / "0000:23:00.0/gpu_busy_percent").write_text("87\n")
+def test_what_is_asked_for_later(three: KfdHost) -> None:
+    """The display, links by xGMI, which connects a hive, and what people look at."""
+    second = three.pci / "0000:23:00.0"
+    (second / "gpu_busy_percent").write_text("87\n")
     (three.pci / "0000:63:00.0/gpu_busy_percent").write_text("65535\n")
-    driver = KfdDriver()
-    assert [gpu.utilization for gpu in driver.detailed(driver.snapshot()).gpus] == [0, 87, None]
-
-
-def test_a_display(three: KfdHost) -> None:
-    connector = three.pci / "0000:23:00.0/drm/card1/card1-HDMI-A-1"
+    connector = second / "drm/card1/card1-HDMI-A-1"
     connector.mkdir(parents=True)
     (connector / "enabled").write_text("enabled\n")
-    assert [gpu.display_active for gpu in gpus()] == [False, True, False]
+    driver = KfdDriver()
+    gpus = driver.detailed(driver.linked(driver.snapshot())).gpus
+    assert [gpu.display_active for gpu in gpus] == [False, True, False]
+    assert [gpu.nvlink_peers for gpu in gpus] == [{gpus[1].uuid}, {gpus[0].uuid}, frozenset()]
+    assert [gpu.utilization for gpu in gpus] == [0, 87, None]
 
 
 def test_asked_again(three: KfdHost) -> None:

@@ -79,13 +79,11 @@ def test_a_thread_stands_for_its_process(thread: int) -> None:
 def test_threads_on_every_driver(fake_gpus: Any, fake_nvidia_smi: Any, ground: Any, thread: int) -> None:
     fake_gpus.here()
     fake_gpus.process(fake_gpus.uuids[0], thread)
-    for driver in (NvmlDriver(), NvidiaSmiDriver()):
-        (gpu,) = driver.usage(driver.snapshot().gpus[:1])
-        assert [process.pid for process in gpu.processes or ()] == [os.getpid()], driver.name
     simulated = SimulatedDriver("dgx-a100")
     with simulated.occupy(simulated.idle.gpus[0].uuid, pid=thread):
-        (process,) = simulated.snapshot().gpus[0].processes or ()
-    assert process.pid == os.getpid()
+        for driver in (NvmlDriver(), NvidiaSmiDriver(), simulated):
+            (gpu,) = driver.usage(driver.snapshot().gpus[:1])
+            assert [process.pid for process in gpu.processes or ()] == [os.getpid()], driver.name
 
 
 # Numbers of another PID namespace

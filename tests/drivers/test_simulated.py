@@ -122,12 +122,15 @@ def test_the_processors_fit_together(name: str, tmp_path: Path) -> None:
         assert place.socket_cpus == driver.cpu_affinity(place.uuid, "socket")
 
 
-def test_the_numbers_of_a_dgx_a100(driver: SimulatedDriver) -> None:
+def test_numbers_of_real_hosts(driver: SimulatedDriver, tmp_path: Path) -> None:
     topology = driver.host_topology()
     assert topology.nodes[3] == frozenset([*range(48, 64), *range(176, 192)])
     assert topology.cores[5] == {5, 133}
     assert len(topology.packages[1]) == 128
     assert topology.distances[0][3] < topology.distances[0][4]
+    lumi = SimulatedDriver("mi250x", str(tmp_path))
+    assert [gpu.numa_node for gpu in lumi.idle.gpus] == [3, 3, 1, 1, 0, 0, 2, 2]
+    assert lumi.cpu_affinity(lumi.idle.gpus[0].uuid, "node") == frozenset((*range(48, 64), *range(112, 128)))
 
 
 def test_instances_stand_where_their_gpu_does(tmp_path: Path) -> None:
@@ -292,10 +295,8 @@ def test_links_are_never_followed(driver: SimulatedDriver, tmp_path: Path, level
     with pytest.raises(StateDirError, match="link"):
         driver.occupy(driver.idle.gpus[0].uuid)
     assert list(target.iterdir()) == []
-
-
-def test_a_file_in_its_place(driver: SimulatedDriver) -> None:
-    Path(driver._state_dir).write_text("")
+    place.unlink()
+    place.write_text("")
     with pytest.raises(StateDirError, match="SAFE_GPU_DIR"):
         driver.snapshot()
 
@@ -393,10 +394,3 @@ def test_partitions_of_one_gpu_are_apart(tmp_path: Path) -> None:
     assert (first.pci_bus_id, len(others)) == (second.pci_bus_id, 62)
     with driver.occupy(second.uuid):
         assert [gpu.index for gpu in driver.snapshot().gpus if gpu.processes] == [1]
-
-
-def test_an_mi250x_node_is_wired_as_in_lumi(tmp_path: Path) -> None:
-    driver = SimulatedDriver("mi250x", str(tmp_path))
-    gpus = driver.idle.gpus
-    assert [gpu.numa_node for gpu in gpus] == [3, 3, 1, 1, 0, 0, 2, 2]
-    assert driver.cpu_affinity(gpus[0].uuid, "node") == frozenset((*range(48, 64), *range(112, 128)))

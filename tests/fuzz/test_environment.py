@@ -166,7 +166,9 @@ def test_paths_that_name_anything(
                 safe_gpu.GPUOwner(1, safe_gpu.NoPlaceholder(), affinity=None, timeout=0).release_gpus()
             assert_logged_safely(caplog)
             for command in ("status", "status --json", "policy", "history", "doctor"):
-                run(command, 1, *ENDS, own=True, plain=False, most=200_000)  # doctor shows a path with each of its findings
+                run(
+                    command, 1, *ENDS, own=True, plain=False, most=200_000
+                )  # doctor shows a path with each of its findings
         assert (base / "file").read_text() == "kept"
         assert os.listdir(empty) == []
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from safe_gpu import procfs
 from safe_gpu.devices import Gpu, GpuRequest
 from safe_gpu.drivers import opened_driver
 from safe_gpu.selection.verdicts import judge
@@ -43,7 +42,7 @@ class RealGpu:
         """Whether the driver lists this process on it; some drivers list the number of a thread in its place."""
         processes = self.now().processes
         assert processes is not None
-        return pid in {_process_of(process.pid) for process in processes}
+        return pid in {procfs.thread_group(process.pid) or process.pid for process in processes}
 
     def expect(self, pid: int) -> None:
         """Wait until the driver lists this process; skip where it lists none of this PID namespace."""
@@ -55,14 +54,6 @@ class RealGpu:
                     pytest.fail(f"the driver lists {numbers}, and not {pid}")
                 pytest.skip(f"this driver does not list processes of this PID namespace (it lists {numbers})")
             time.sleep(0.01)
-
-
-def _process_of(number: int) -> int:
-    with suppress(OSError):
-        for line in Path(f"/proc/{number}/status").read_text().splitlines():
-            if line.startswith("Tgid:"):
-                return int(line.split()[1])
-    return number
 
 
 @pytest.fixture

@@ -46,7 +46,7 @@ def cost() -> Callable[..., Cost]:
 
     def measure(*command: str) -> list[Any]:
         done = subprocess.run(
-            [sys.executable, "-c", _MEASURE, sys.executable, *command],
+            [sys.executable, "-ISc", _MEASURE, sys.executable, *command],
             env={**os.environ, "PYTHONPATH": str(PACKAGE_ROOT)},
             capture_output=True,
             text=True,

@@ -139,10 +139,10 @@ def needs_root() -> None:
 
 
 def test_of_one_user_a_thousand_tickets_count(used: Path, needs_root: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    for number in range(1, MOST + 501):
+    for number in range(1, MOST + 51):
         os.close(make_ticket(used, number, NEIGHBOUR))
-    victims = [make_ticket(used, MOST + 501 + number, uid, REQUEST) for number, uid in enumerate((VICTIM, 0))]
-    late = make_ticket(used, MOST + 503, NEIGHBOUR, REQUEST)
+    victims = [make_ticket(used, MOST + 51 + number, uid, REQUEST) for number, uid in enumerate((VICTIM, 0))]
+    late = make_ticket(used, MOST + 53, NEIGHBOUR, REQUEST)
     opened: list[int] = []
     genuine = tickets.open_live
 
@@ -152,7 +152,7 @@ def test_of_one_user_a_thousand_tickets_count(used: Path, needs_root: None, monk
 
     with monkeypatch.context() as patch:
         patch.setattr("safe_gpu.coordination.queue.open_live", counted)
-        assert ahead_of(ANY) == [MOST + 502, MOST + 501]
+        assert ahead_of(ANY) == [MOST + 52, MOST + 51]
     assert len(opened) == MOST + 2
     for fd in (*victims, late):
         os.close(fd)

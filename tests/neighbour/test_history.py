@@ -138,18 +138,18 @@ def many_gpus(number: int) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("write_line", "arguments"),
+    ("files", "write_line", "arguments"),
     [
-        (lambda number: line(number, gpus=["a"]), ()),
-        (lambda number: line(number, ended=int(time.time())), ()),
-        (lambda number: line(number, gpus=["a"], command=f"{number}{WIDE}".ljust(200)), ("--csv",)),
-        (long_fields, ("--json",)),
-        (many_gpus, ("--by", "gpu")),
+        (1, lambda number: line(number, gpus=["a"]), ()),
+        (2, lambda number: line(number, ended=int(time.time())), ()),
+        (2, lambda number: line(number, gpus=["a"], command=f"{number}{WIDE}".ljust(200)), ("--csv",)),
+        (2, long_fields, ("--json",)),
+        (2, many_gpus, ("--by", "gpu")),
     ],
     ids=["short", "ends", "commands", "long fields", "GPUs"],
 )
-def test_two_full_files_take_little_memory(
-    directory: Path, cost: Callable[..., Any], write_line: Callable[[int], bytes], arguments: tuple[str, ...]
+def test_full_files_take_little_memory(
+    directory: Path, cost: Callable[..., Any], files: int, write_line: Callable[[int], bytes], arguments: tuple[str, ...]
 ) -> None:
     def lines(first: int) -> Iterator[bytes]:
         size, number = 0, first
@@ -157,7 +157,7 @@ def test_two_full_files_take_little_memory(
             yield (data := write_line(number))
             size, number = size + len(data), number + 1
 
-    for part, name in enumerate(history.file_names(history.month_of(time.time()))[:2]):
+    for part, name in enumerate(history.file_names(history.month_of(time.time()))[:files]):
         write(directory / name, b"".join(lines(part * 400_000)))
     taken = cost("history", *arguments)
     assert taken.code == 0

@@ -24,7 +24,7 @@ from safe_gpu.errors import StateDirError
 
 OWNER, OTHER = 4711, 4712
 PRIVATE = 0o100600
-RACE = 60.0 if os.environ.get("SAFE_GPU_REQUIRE_REAL") == "1" else 2.0  # seconds; tests run without the variable
+RACE = 60.0 if os.environ.get("SAFE_GPU_REQUIRE_REAL") == "1" else 0.5  # seconds; tests run without the variable
 RENAME_EXCHANGE = 2
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be the victim")

@@ -11,14 +11,13 @@ AT_ONCE = 10
 CONTENDED = 75  # EX_TEMPFAIL
 
 
-def race(scene: Any, claims: int, flags: Sequence[str] = ()) -> int:
-    """Let that many claims of both clients run, ten at once; kill every fifth. Returns how many were killed.
+def race(scene: Any, claims: int, flags: Sequence[str] = ()) -> None:
+    """Let that many claims of both clients run, ten at once; kill every fifth of them, chosen at random.
 
     Args:
         flags: with which the C client is broken. The Python one may see it on its GPUs, and refuse.
     """
     live: list[Any] = []
-    killed = 0
 
     def wait_for_room(room: int) -> None:
         nonlocal live
@@ -34,21 +33,17 @@ def race(scene: Any, claims: int, flags: Sequence[str] = ()) -> int:
         kind = "python" if number % 4 == 0 else "c"
         size, seconds = scene.random.choice((1, 2, 3, 5)), scene.random.choice((0.0, 0.005, 0.02))
         live.append(scene.start(kind, size, seconds=seconds, flags=flags if kind == "c" else ()))
-        if scene.random.random() < 0.2:
-            victim = live.pop(scene.random.randrange(len(live)))
-            victim.end()
-            killed += 1
+        if number % 5 == 4:
+            live.pop(scene.random.randrange(len(live))).end()
     wait_for_room(0)
-    return killed
 
 
 @pytest.mark.timeout(600)
 def test_no_gpu_is_held_twice(scene: Any) -> None:
-    claims = 900 if scene.required else 60
-    killed = race(scene, claims)
+    claims = 900 if scene.required else 50
+    race(scene, claims)
     assert scene.said("rival") == []
-    assert len(scene.served()) >= claims - killed
-    assert killed > claims // 10
+    assert len(scene.served()) >= claims * 4 // 5
     scene.all_can_be_claimed()
     assert scene.tickets() == []
 

@@ -93,7 +93,7 @@ def test_64_processes_race_for_8_gpus_and_some_are_killed(track: Any, steps: Any
     with_placeholder = steps(lambda: safe_gpu.GPUOwner(1, None, timeout=0, affinity=None).release_gpus())
     field = Field(track, 64)
     claims = killed = 0
-    for number in range(50):
+    for number in range(15):
         waits = number % 2 == 1
         orders = []
         for i in range(64):
@@ -121,12 +121,12 @@ def test_64_processes_race_for_8_gpus_and_some_are_killed(track: Any, steps: Any
                 assert all(verdict.pid for verdict in told), told
                 assert 8 - len(told) < refusal.nb_gpus
         track.claim_all()
-    assert killed > 100
+    assert killed > 30
     assert track.files() == []
 
 
 # A host, how many GPUs a racer may ask for (all together want more than there are), and the number of rounds.
-AMD_HOSTS = [("mi250x", (1, 2, 3), 12), ("mi300x-cpx", (1, 8, 24), 5), ("hip", (1, 2, 3), 8)]
+AMD_HOSTS = [("mi250x", (1, 2, 3), 6), ("mi300x-cpx", (1, 8, 24), 4), ("hip", (1, 2, 3), 4)]
 on_amd_hosts = pytest.mark.parametrize(
     ("track", "sizes", "rounds"), AMD_HOSTS, indirect=["track"], ids=[host for host, _, _ in AMD_HOSTS]
 )

@@ -95,9 +95,9 @@ def desk(track: Any, eventually: Callable[[Callable[[], bool]], None]) -> Desk:
     return Desk(track, eventually)
 
 
-def test_30_waiters_of_mixed_sizes_are_served_in_their_order(desk: Desk, track: Any) -> None:
+def test_15_waiters_of_mixed_sizes_are_served_in_their_order(desk: Desk, track: Any) -> None:
     desk.arrive(8)
-    for _ in range(30):
+    for _ in range(15):
         desk.arrive(track.random.choice(MIXED))
     order = [racer.pid for racer, _ in desk.queue]
     assert desk.tickets() == order
@@ -123,9 +123,9 @@ def test_a_request_for_all_is_served_in_its_turn_among_a_stream_of_small_ones(de
 @pytest.mark.timeout(180)
 def test_killing_waiters_and_holders_at_random_never_blocks_the_others(desk: Desk, track: Any) -> None:
     random = track.random
-    for _ in range(12):
+    for _ in range(10):
         desk.arrive(random.choice(MIXED))
-    for _ in range(80):
+    for _ in range(50):
         choice = random.random()
         if choice < 0.3 or not desk.queue:
             desk.arrive(random.choice(MIXED))

@@ -22,22 +22,6 @@ def mode_of(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
-@pytest.fixture(params=[0o022, 0o077, 0o000])
-def umask(request: pytest.FixtureRequest):
-    before = os.umask(request.param)
-    yield request.param
-    os.umask(before)
-
-
-def test_is_made_open_to_all_whatever_the_umask(state_dir: Path, umask: int) -> None:
-    with StateDir(str(state_dir)) as root, StateDir("leases", root) as leases:
-        os.close(leases.open_or_create("a.lock"))
-    assert mode_of(state_dir) == 0o1777
-    assert mode_of(state_dir / "leases") == 0o1777
-    assert mode_of(state_dir / "leases" / "a.lock") == 0o666
-    assert os.listdir(state_dir / "leases") == ["a.lock"]
-
-
 def test_the_default_path_and_a_relative_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("SAFE_GPU_DIR", raising=False)
     assert state_dir_path() == "/tmp/safe-gpu"

@@ -131,16 +131,6 @@ def is_free(path: Path) -> bool:
     return True
 
 
-def test_theirs_is_waited_for_in_the_kernels_queue(present: Path, child, eventually) -> None:
-    holder = theirs(child, present)
-    other = ours(child, present, "take(); say('got it'); listen()")
-    eventually(lambda: waiting_for(present) == 1)
-    holder.tell()
-    assert holder.hear() == "released"
-    assert other.hear() == "got it"
-    assert not is_free(present)
-
-
 TURNS = """
 import fcntl, os, time
 mine = open(os.open(PATH, os.O_WRONLY), "w")

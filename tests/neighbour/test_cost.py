@@ -36,17 +36,6 @@ def test_of_a_wide_process_little_is_read(wide: int, monkeypatch: pytest.MonkeyP
     assert max(size for name, size in sizes if name == "environ") == 65536
 
 
-@pytest.mark.parametrize("arguments", [("status",), ("status", "--json"), ("doctor",), ("affinity", "--of")])
-def test_memory_of_commands_beside_a_wide_process(
-    state_dir: Path, wide: int, ground: Any, cost: Callable[..., Any], arguments: tuple[str, ...]
-) -> None:
-    ground.hold(0)
-    (state_dir / "leases" / lease_name(ground.uuids[0])).write_text(f'{{"pid": {wide}, "user": "x", "command": "y"}}')
-    taken = cost(*arguments, *([wide] if "--of" in arguments else []))
-    assert taken.code in (0, 1), taken.err
-    assert taken.mebibytes < MOST
-
-
 @pytest.mark.parametrize("text", ["a" + "\u0301" * 60_000, "x" * 60_000])
 def test_long_names_in_records_are_cut(state_dir: Path, ground: Any, cost: Callable[..., Any], text: str) -> None:
     ground.hold(*range(8))

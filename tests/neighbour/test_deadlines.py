@@ -157,4 +157,4 @@ def test_a_wide_process(used: Path, ground: Any, check: Any, wide: int) -> None:
         file.write(REQUEST % (wide, "8", ground.uuids[5], "null"))
         file.flush()
         fcntl.flock(file, fcntl.LOCK_EX)
-        check()
+        check({**COMMANDS, ("affinity", "--of", wide): (0, 1)})

@@ -149,7 +149,11 @@ def many_gpus(number: int) -> bytes:
     ids=["short", "ends", "commands", "long fields", "GPUs"],
 )
 def test_full_files_take_little_memory(
-    directory: Path, cost: Callable[..., Any], files: int, write_line: Callable[[int], bytes], arguments: tuple[str, ...]
+    directory: Path,
+    cost: Callable[..., Any],
+    files: int,
+    write_line: Callable[[int], bytes],
+    arguments: tuple[str, ...],
 ) -> None:
     def lines(first: int) -> Iterator[bytes]:
         size, number = 0, first

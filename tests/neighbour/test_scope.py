@@ -18,7 +18,7 @@ from safe_gpu import procfs
 from safe_gpu.coordination import socket_names as names
 from safe_gpu.coordination.files import StateDir
 from safe_gpu.coordination.holders import leases_of_this_user, socket_of_this_user
-from safe_gpu.coordination.leases import LeaseRecord, lease_name
+from safe_gpu.coordination.leases import lease_name
 
 VICTIM, THIEF = 4711, 4712
 
@@ -59,15 +59,9 @@ def test_what_records_and_names_tell_opens_nothing(state_dir: Path, victim: Any,
 
 def test_a_token_that_leaked_opens_nothing_to_other_users(victim: Any, as_user: Any) -> None:
     token = victim.hear()
-    assert as_user(lambda say, listen: say(attempt(token)), uid=THIEF).hear() == "refused"
+    for other in (THIEF, 0):
+        assert as_user(lambda say, listen: say(attempt(token)), uid=other).hear() == "refused"
     assert as_user(lambda say, listen: say(attempt(token)), uid=VICTIM).hear() == "[0]"
-
-
-def test_root_is_another_user_too(victim: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    token = victim.hear()
-    monkeypatch.setenv("SAFE_GPU_SCOPE", token)
-    with pytest.raises(safe_gpu.NotEnoughGpusError):
-        claim(1)
 
 
 @pytest.mark.parametrize("way", ["alive", "child"])
@@ -185,9 +179,3 @@ def test_whose_socket_it_is(as_user: Any, everything_imported: None) -> None:
     assert not socket_of_this_user(sockets[theirs])
     assert socket_of_this_user(sockets[ours])
     own.release()
-
-
-def test_a_raw_token_is_never_written() -> None:
-    record = LeaseRecord.of_this_process(None, None).claiming(("GPU-1",), "secret-token")
-    assert b"secret-token" not in record.encode()
-    assert record.token == names.digest("secret-token")

@@ -26,9 +26,7 @@ def first_claim(nb_gpus: int = 2) -> None:
 
 
 @pytest.mark.parametrize("first_use", [True, False], ids=["of the first claim ever", "of a later claim"])
-def test_killed_at_every_step(
-    track: Any, steps: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, first_use: bool
-) -> None:
+def test_killed_at_every_step(track: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, first_use: bool) -> None:
     """Each call that enters the kernel is a step; the claim is killed before it, for every one of them."""
 
     def prepare(number: int) -> None:

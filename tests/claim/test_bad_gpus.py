@@ -14,6 +14,8 @@ import safe_gpu
 from safe_gpu import NotEnoughGpusError, PlaceholderError
 from safe_gpu.devices import GpuFault
 
+from .conftest import forked
+
 ECC = "CUDA_ERROR_ECC_UNCORRECTABLE"
 
 
@@ -134,38 +136,28 @@ def test_a_note_that_cannot_be_written_costs_nothing(host: Any, caplog: pytest.L
 
 # With CUDA, which fixes the GPUs of a process when it starts
 
-PRELUDE = """
-import json, os, safe_gpu, sys
-def claim(number=1, *arguments, **options):
-    try:
-        return safe_gpu.claim_gpus(number, *arguments, **{"timeout": 0, "affinity": None, **options}).devices_taken
-    except safe_gpu.SafeGpuError as err:
-        return [type(err).__name__, str(err)]
-"""
 
-
-def run(gpus: Any, code: str, **environment: str) -> Any:
+def run(gpus: Any, code: str) -> Any:
     """What an expression gives in a new process."""
-    out = gpus.python(f"{PRELUDE}\nprint(json.dumps({code}))", **environment)
-    return json.loads(out.splitlines()[-1])
+    return forked(gpus, f"out = {code}")
 
 
 @pytest.mark.parametrize("code", [46, 214, 714])
 def test_a_bad_gpu_swallows_one_claim_and_no_more(fake_gpus: Any, code: int) -> None:
     fake_gpus.change(0, bad=code)
-    name, message = run(fake_gpus, "claim()")
+    name, message, _ = run(fake_gpus, "claim(1)")
     assert name == "PlaceholderError"
     assert f"({code})" in message
     assert message.endswith("; GPU 0 is taken last for ten minutes: start a new process")
     assert notes() == [fake_gpus.uuids[0]]
-    assert [run(fake_gpus, "claim()"), run(fake_gpus, "claim(7)")] == [[1], [1, 2, 3, 4, 5, 6, 7]]
+    assert [run(fake_gpus, "claim(1)"), run(fake_gpus, "claim(7)")] == [[1], [1, 2, 3, 4, 5, 6, 7]]
 
 
 def test_a_hidden_process_on_an_exclusive_gpu_makes_it_the_last_choice(fake_gpus: Any, stranger_pid: int) -> None:
     fake_gpus.set(8, mode=3)
     fake_gpus.process(fake_gpus.uuids[0], stranger_pid, kind="graphics")  # not among those that compute
-    assert run(fake_gpus, "claim()")[0] == "PlaceholderError"
-    assert run(fake_gpus, "claim()") == [1]
+    assert run(fake_gpus, "claim(1)")[0] == "PlaceholderError"
+    assert run(fake_gpus, "claim(1)") == [1]
 
 
 def test_a_noted_gpu_is_tried_in_a_child_and_the_process_stays_free(fake_gpus: Any) -> None:
@@ -174,22 +166,22 @@ def test_a_noted_gpu_is_tried_in_a_child_and_the_process_stays_free(fake_gpus: A
     fake_gpus.change(1, bad=214)
     note(fake_gpus.uuids[0])
     note(fake_gpus.uuids[1])
-    code = "[claim(), __import__('safe_gpu.runtimes.cuda').runtimes.cuda.visible_if_initialized()]"
-    (name, message), visible = run(fake_gpus, code)
+    code = "[claim(1), __import__('safe_gpu.runtimes.cuda').runtimes.cuda.visible_if_initialized()]"
+    (name, message, _), visible = run(fake_gpus, code)
     assert name == "PlaceholderError"
     assert "GPU 1 is taken last" in message
     assert visible is None
     fake_gpus.change(1, bad=0)
-    assert run(fake_gpus, "claim()") == [1]  # 0 was tried, and failed
+    assert run(fake_gpus, "claim(1)") == [1]  # 0 was tried, and failed
     assert notes() == [fake_gpus.uuids[0]]
 
 
 def test_a_gpu_that_stays_bad_swallows_no_claim_every_ten_minutes(fake_gpus: Any) -> None:
     fake_gpus.change(0, bad=214)
     note(fake_gpus.uuids[0], age=86400)
-    assert run(fake_gpus, "claim()") == [1]
+    assert run(fake_gpus, "claim(1)") == [1]
     assert notes() == [fake_gpus.uuids[0]]
-    assert run(fake_gpus, "claim()") == [1]
+    assert run(fake_gpus, "claim(1)") == [1]
 
 
 def test_run_falls_over_too(fake_gpus: Any, command: Any) -> None:
@@ -206,9 +198,14 @@ def test_run_falls_over_too(fake_gpus: Any, command: Any) -> None:
 def test_a_start_of_cuda_that_fails_leaves_other_gpus_to_the_process_but_blames_none_for_it(fake_gpus: Any) -> None:
     """The fake libcuda, as CUDA may, does not look anew after a cuInit that failed: no GPU works in that process."""
     fake_gpus.change(0, bad_init=214)
-    name, message = run(fake_gpus, "claim()")
-    assert name == "PlaceholderError"
-    assert "GPU 1 works in another process: start a new process" in message
+    code = """
+import safe_gpu
+try:  # in a forked process CUDA's refusal would be one of the fork's
+    safe_gpu.claim_gpus(1, timeout=0, affinity=None)
+except safe_gpu.PlaceholderError as err:
+    print(err)
+"""
+    assert "GPU 1 works in another process: start a new process" in fake_gpus.python(code)
     assert notes() == [fake_gpus.uuids[0]]
 
 
@@ -221,10 +218,14 @@ def test_a_start_of_cuda_that_fails_on_one_of_several_gpus_is_blamed_on_that_one
 
 def test_a_notebook_that_claims_its_noted_gpu_again_is_not_kept_out_by_itself(fake_gpus: Any) -> None:
     fake_gpus.set(1, mode=3)
-    kept = "safe_gpu.CudaPlaceholder()(0).uuid"  # a framework keeps its context
-    code = f'[claim(), {kept}, safe_gpu.release_gpus(), open(sys.argv[1], "w").write(sys.argv[2]), claim()]'
-    path = Path(os.environ["SAFE_GPU_DIR"]) / "leases" / f"{fake_gpus.uuids[0]}.fault"
     line = json.dumps({"when": time.time(), "error": ECC})
-    out = fake_gpus.python(f"{PRELUDE}\nprint(json.dumps({code}))", str(path), line)
-    assert json.loads(out)[-1] == [0]
+    code = f"""
+claim(1)
+kept = CudaPlaceholder()(0)  # a framework keeps its context
+safe_gpu.release_gpus()
+with open(os.environ["SAFE_GPU_DIR"] + "/leases/{fake_gpus.uuids[0]}.fault", "w") as file:
+    file.write({line!r})
+out = claim(1)
+"""
+    assert forked(fake_gpus, code) == [0]
     assert notes() == []

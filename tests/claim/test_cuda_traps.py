@@ -2,38 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-PRELUDE = """
-import ctypes, json, os, sys
-import safe_gpu
-from safe_gpu import CudaPlaceholder, NoPlaceholder
-out = {}
-def initialize():
-    lib = ctypes.CDLL("libcuda.so.1")
-    assert lib.cuInit(0) == 0
-    return lib
-def claim(*arguments, **options):
-    try:
-        owner = safe_gpu.claim_gpus(*arguments, **{"timeout": 0, "affinity": None, **options})
-    except safe_gpu.SafeGpuError as err:
-        return [type(err).__name__, str(err), {k: v for k, v in vars(err).items() if isinstance(v, (str, int, tuple))
-                                               and k not in ("message", "verdicts", "processes")}]
-    return owner.devices_taken
-def variables():
-    return {name: os.environ.get(name) for name in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "SAFE_GPU_SCOPE")}
-"""
-UNSET = {"CUDA_VISIBLE_DEVICES": None, "CUDA_DEVICE_ORDER": None, "SAFE_GPU_SCOPE": None}
-
-
-def run(gpus: Any, code: str, **environment: str) -> Any:
-    """What `code` leaves in `out`."""
-    return json.loads(gpus.python(f"{PRELUDE}\n{code}\nprint(json.dumps(out))", **environment).splitlines()[-1])
+from .conftest import forked
 
 
 def holders(gpus: Any) -> list[str]:
@@ -60,12 +35,12 @@ safe_gpu.release_gpus()
 out["unset"] = variables()
 out["free again"] = safe_gpu.get_free_gpus()
 """
-    out = run(fake_gpus, code)
+    out = forked(fake_gpus, code)
     visible = ",".join(map(str, out["taken"]))
-    assert out["set"] == {"CUDA_VISIBLE_DEVICES": visible, "CUDA_DEVICE_ORDER": "PCI_BUS_ID", "SAFE_GPU_SCOPE": None}
+    assert out["set"] == {"CUDA_VISIBLE_DEVICES": visible, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
     assert out["procs"] == sorted(fake_gpus.uuids[index] for index in out["taken"])
     assert sorted(out["free"] + visible.split(",")) == out["free again"] == [str(index) for index in range(8)]
-    assert out["unset"] == UNSET
+    assert out["unset"] == {}
     assert holders(fake_gpus) == []
 
 
@@ -73,32 +48,31 @@ def test_cuda_initialized_before_the_claim_is_refused_before_anything_is_touched
     fake_gpus: Any, tmp_path: Path
 ) -> None:
     state = tmp_path / "state"
-    out = run(fake_gpus, "initialize(); out['claim'] = claim(1); out['set'] = variables()", SAFE_GPU_DIR=str(state))
+    out = forked(fake_gpus, "initialize(); out['claim'] = claim(1); out['set'] = variables()", SAFE_GPU_DIR=str(state))
     name, message, attributes = out["claim"]
     assert name == "CudaInitializedError"
     assert "8 GPU(s)" in message
     assert "call claim_gpus() before" in message
     assert attributes["visible"] == fake_gpus.uuids
-    assert out["set"] == UNSET
+    assert out["set"] == {}
     assert not state.exists()
     assert holders(fake_gpus) == []
 
 
-@pytest.mark.parametrize("placeholder", ["CudaPlaceholder()", "NoPlaceholder()"])
 @pytest.mark.parametrize(
-    ("visible", "number", "taken"),
-    [("3", 1, [3]), ("2,0", 2, [2, 0]), ("0,1,2,3,4,5,6,7", 8, list(range(8)))],
+    ("visible", "placeholder"), [("3", "Cuda"), ("2,0", "Cuda"), ("2,0", "No"), ("0,1,2,3,4,5,6,7", "No")]
 )
 def test_cuda_initialized_is_fine_where_the_claim_takes_exactly_what_it_sees(
-    fake_gpus: Any, visible: str, number: int, taken: list[int], placeholder: str
+    fake_gpus: Any, visible: str, placeholder: str
 ) -> None:
-    out = run(fake_gpus, f"initialize(); out = claim({number}, {placeholder})", CUDA_VISIBLE_DEVICES=visible)
-    assert out == taken
+    taken = [int(index) for index in visible.split(",")]
+    code = f"initialize(); out = claim({len(taken)}, {placeholder}Placeholder())"
+    assert forked(fake_gpus, code, CUDA_VISIBLE_DEVICES=visible) == taken
 
 
 def test_all_gpus_may_be_claimed_with_cuda_initialized_in_its_own_order(fake_gpus: Any) -> None:
     mix(fake_gpus)
-    assert run(fake_gpus, "initialize(); out = claim(3)") == [1, 2, 0]
+    assert forked(fake_gpus, "initialize(); out = claim(3)") == [1, 2, 0]
 
 
 @pytest.mark.parametrize(
@@ -106,7 +80,7 @@ def test_all_gpus_may_be_claimed_with_cuda_initialized_in_its_own_order(fake_gpu
     [("3,4", "1"), ("3", "2"), ("3", "1, only=4"), ("3", "1, exclude=3"), ("3", "1, model='H100'")],
 )
 def test_any_other_claim_comes_too_late(fake_gpus: Any, visible: str, arguments: str) -> None:
-    out = run(fake_gpus, f"initialize(); out = claim({arguments})", CUDA_VISIBLE_DEVICES=visible)
+    out = forked(fake_gpus, f"initialize(); out = claim({arguments})", CUDA_VISIBLE_DEVICES=visible)
     assert out[0] in ("CudaInitializedError", "UnsatisfiableRequestError")
     assert "CUDA" in out[1] or "leaves" in out[1] or "NVIDIA" in out[1]
     assert holders(fake_gpus) == []
@@ -114,8 +88,8 @@ def test_any_other_claim_comes_too_late(fake_gpus: Any, visible: str, arguments:
 
 def test_an_ignored_fence_does_not_move_what_cuda_sees(fake_gpus: Any) -> None:
     environment = {"CUDA_VISIBLE_DEVICES": "3", "SAFE_GPU_FENCE": "ignore"}
-    assert run(fake_gpus, "initialize(); out = claim(1)", **environment) == [3]
-    assert run(fake_gpus, "initialize(); out = claim(2)", **environment)[0] == "CudaInitializedError"
+    assert forked(fake_gpus, "initialize(); out = claim(1)", **environment) == [3]
+    assert forked(fake_gpus, "initialize(); out = claim(2)", **environment)[0] == "CudaInitializedError"
 
 
 def test_a_notebook_claims_again_after_release(fake_gpus: Any) -> None:
@@ -128,13 +102,13 @@ out["more"] = claim(2)[0]
 out["other"] = claim(1, only=4)[:2]
 out["set"] = variables()
 """
-    out = run(fake_gpus, code)
+    out = forked(fake_gpus, code)
     assert out["first"] == out["again"] == [5]
     assert out["more"] == "CudaInitializedError"
     assert out["other"][0] == "UnsatisfiableRequestError"
     assert "CUDA, already initialised in this process, limits this process to " in out["other"][1]
     assert "SAFE_GPU_FENCE" not in out["other"][1]
-    assert out["set"] == UNSET
+    assert out["set"] == {}
 
 
 @pytest.mark.parametrize(("first", "second", "way_out"), [(1, 2, "one claim of 2"), (3, 1, "one claim of 3")])
@@ -142,7 +116,7 @@ def test_a_later_claim_of_another_number_is_told_that_the_placeholder_initialize
     fake_gpus: Any, first: int, second: int, way_out: str
 ) -> None:
     code = f"out['first'] = claim({first}); safe_gpu.release_gpus(); out['second'] = claim({second})"
-    name, message, attributes = run(fake_gpus, code)["second"]
+    name, message, attributes = forked(fake_gpus, code)["second"]
     assert name == "CudaInitializedError"
     assert attributes["visible"] == fake_gpus.uuids[:first]
     for part in ("placeholder of an earlier claim (CudaPlaceholder)", way_out, "NoPlaceholder()", "release_gpus()"):
@@ -152,22 +126,22 @@ def test_a_later_claim_of_another_number_is_told_that_the_placeholder_initialize
 
 def test_a_later_claim_of_another_number_works_without_placeholders(fake_gpus: Any) -> None:
     code = "out['first'] = claim(1, NoPlaceholder()); safe_gpu.release_gpus(); out['second'] = claim(2)"
-    assert run(fake_gpus, code) == {"first": [0], "second": [0, 1]}
+    assert forked(fake_gpus, code) == {"first": [0], "second": [0, 1]}
 
 
 @pytest.mark.parametrize("placeholder", ["NoPlaceholder()", "(lambda device_no: None)"])
 def test_a_placeholder_that_did_not_initialize_cuda_is_not_named(fake_gpus: Any, placeholder: str) -> None:
     code = f"claim(1, {placeholder}); initialize(); safe_gpu.release_gpus(); out = claim(2)"
-    name, message, _ = run(fake_gpus, code)
+    name, message, _ = forked(fake_gpus, code)
     assert name == "CudaInitializedError"
     assert "call claim_gpus() before torch.cuda.is_available()" in message
     code = "initialize(); claim(1, CudaPlaceholder()); safe_gpu.release_gpus(); out = claim(2)"
-    assert "placeholder" not in run(fake_gpus, code, CUDA_VISIBLE_DEVICES="3")[1]
+    assert "placeholder" not in forked(fake_gpus, code, CUDA_VISIBLE_DEVICES="3")[1]
 
 
 def test_a_notebook_whose_gpu_another_took_meanwhile_is_told_so(fake_gpus: Any) -> None:
     fake_gpus.process(fake_gpus.uuids[5], os.getpid())
-    out = run(fake_gpus, "initialize(); out = claim(1)", CUDA_VISIBLE_DEVICES="5")
+    out = forked(fake_gpus, "initialize(); out = claim(1)", CUDA_VISIBLE_DEVICES="5")
     assert out[0] == "NotEnoughGpusError"
     assert f"process {os.getpid()}" in out[1]
     assert "CUDA, already initialised in this process, limits this process to 1 of 8 GPUs; 7 others are free." in out[1]
@@ -181,14 +155,16 @@ class Eager(CudaPlaceholder):
 out["claim"] = claim(1, Eager())[:2]
 out["set"] = variables()
 """
-    out = run(fake_gpus, code)
+    out = forked(fake_gpus, code)
     assert out["claim"][0] == "CudaInitializedError"
     assert "prepare()" in out["claim"][1]
-    assert out["set"] == UNSET
+    assert out["set"] == {}
 
 
 def test_cuda_that_slept_through_a_check_does_not_hinder(fake_gpus: Any) -> None:
-    out = run(fake_gpus, "ctypes.CDLL('libcuda.so.1').cuDeviceGetCount(ctypes.byref(ctypes.c_int())); out = claim(1)")
+    out = forked(
+        fake_gpus, "ctypes.CDLL('libcuda.so.1').cuDeviceGetCount(ctypes.byref(ctypes.c_int())); out = claim(1)"
+    )
     assert out == [0]
 
 
@@ -214,7 +190,7 @@ def tamper(device_no):
 out["claim"] = claim({number}, tamper, only={only!r})
 out["free"] = safe_gpu.get_free_gpus()
 """
-    out = run(fake_gpus, code)
+    out = forked(fake_gpus, code)
     name, message, attributes = out["claim"]
     uuids = {"expected": expected, "actual": actual}
     told = {word: "" if index is None else fake_gpus.uuids[index] for word, index in uuids.items()}
@@ -233,12 +209,12 @@ out["taken"] = claim(1, only={index}, visible_as={visible_as!r})
 out["held"] = safe_gpu.gpu_owner.placeholders[0].uuid
 out["set"] = variables()
 """
-        out = run(fake_gpus, code)
+        out = forked(fake_gpus, code)
         assert out["taken"] == [index]
         assert out["held"] == fake_gpus.uuids[index]
         expected = str(index) if visible_as == "index" else fake_gpus.uuids[index]
         assert out["set"]["CUDA_VISIBLE_DEVICES"] == expected
-        assert out["set"]["CUDA_DEVICE_ORDER"] == ("PCI_BUS_ID" if visible_as == "index" else None)
+        assert out["set"].get("CUDA_DEVICE_ORDER") == ("PCI_BUS_ID" if visible_as == "index" else None)
 
 
 # Fences
@@ -246,20 +222,22 @@ out["set"] = variables()
 
 def test_an_ambiguous_fence_is_resolved_through_cuda(fake_gpus: Any) -> None:
     mix(fake_gpus)
-    assert run(fake_gpus, "out = claim(1)", CUDA_VISIBLE_DEVICES="0") == [1]
-    assert run(fake_gpus, "out = claim(1)", CUDA_VISIBLE_DEVICES="2") == [0]
-    assert run(fake_gpus, "out = claim(1)", CUDA_VISIBLE_DEVICES="0", CUDA_DEVICE_ORDER="PCI_BUS_ID") == [0]
-    assert run(fake_gpus, "out = claim(2)", CUDA_VISIBLE_DEVICES="0,1") == [1, 2]
+    assert forked(fake_gpus, "out = claim(1)", CUDA_VISIBLE_DEVICES="0") == [1]
+    assert forked(fake_gpus, "out = claim(1)", CUDA_VISIBLE_DEVICES="2") == [0]
+    assert forked(fake_gpus, "out = claim(1)", CUDA_VISIBLE_DEVICES="0", CUDA_DEVICE_ORDER="PCI_BUS_ID") == [0]
+    assert forked(fake_gpus, "out = claim(2)", CUDA_VISIBLE_DEVICES="0,1") == [1, 2]
 
 
 def test_an_ambiguous_fence_that_cuda_cannot_resolve_is_refused_with_the_way_out(fake_gpus: Any) -> None:
     mix(fake_gpus)
     fake_gpus.options(cuda_init_error=999)
-    name, message, _ = run(fake_gpus, "out = claim(1)", CUDA_VISIBLE_DEVICES="0")
+    name, message, _ = forked(fake_gpus, "out = claim(1)", CUDA_VISIBLE_DEVICES="0")
     assert name == "UnsatisfiableRequestError"
     for part in ("CUDA_VISIBLE_DEVICES=0 is ambiguous", "999", "CUDA_DEVICE_ORDER=PCI_BUS_ID", "SAFE_GPU_FENCE=ignore"):
         assert part in message
-    assert run(fake_gpus, "out = claim(1, NoPlaceholder())", CUDA_VISIBLE_DEVICES="0", SAFE_GPU_FENCE="ignore") == [0]
+    assert forked(fake_gpus, "out = claim(1, NoPlaceholder())", CUDA_VISIBLE_DEVICES="0", SAFE_GPU_FENCE="ignore") == [
+        0
+    ]
 
 
 # MIG and lost GPUs
@@ -274,30 +252,30 @@ out["set"] = variables()
 out["held"] = safe_gpu.gpu_owner.placeholders[0].uuid
 out["free"] = safe_gpu.get_free_gpus()
 """
-    name, message, _ = run(fake_gpus, "out = claim(2)")
+    name, message, _ = forked(fake_gpus, "out = claim(2)")
     assert name == "UnsatisfiableRequestError"
     assert "one MIG instance" in message
-    out = run(fake_gpus, code)
+    out = forked(fake_gpus, code)
     assert out["first"] == [0]
     assert out["set"]["CUDA_VISIBLE_DEVICES"] == out["held"] == instances[0]
-    assert out["set"]["CUDA_DEVICE_ORDER"] is None
+    assert "CUDA_DEVICE_ORDER" not in out["set"]
     assert out["free"] == ["0:1"]
 
 
 def test_a_whole_gpu_beside_mig_is_named_by_uuid(fake_gpus: Any) -> None:
     instance = fake_gpus.uuid("MIG", 0)
     fake_gpus.write({"mig": 1, "instances": instance, "imem": 40 << 30}, {}, {})
-    out = run(fake_gpus, "out['taken'] = claim(2); out['set'] = variables()")
+    out = forked(fake_gpus, "out['taken'] = claim(2); out['set'] = variables()")
     assert out["taken"] == [1, 2]
     assert out["set"]["CUDA_VISIBLE_DEVICES"] == ",".join(fake_gpus.uuids[1:])
 
 
 def test_uuids_are_written_beside_a_lost_gpu(fake_gpus: Any) -> None:
     fake_gpus.change(0, lost=1)
-    out = run(fake_gpus, "out['taken'] = claim(2); out['set'] = variables()")
+    out = forked(fake_gpus, "out['taken'] = claim(2); out['set'] = variables()")
     assert 0 not in out["taken"]
     assert out["set"]["CUDA_VISIBLE_DEVICES"] == ",".join(fake_gpus.uuids[index] for index in out["taken"])
-    assert out["set"]["CUDA_DEVICE_ORDER"] is None
+    assert "CUDA_DEVICE_ORDER" not in out["set"]
 
 
 # Placeholders that fail
@@ -305,37 +283,37 @@ def test_uuids_are_written_beside_a_lost_gpu(fake_gpus: Any) -> None:
 
 def test_the_rival_on_an_exclusive_gpu_is_named(fake_gpus: Any) -> None:
     fake_gpus.set(2, mode=3)
-    code = """
+    code = f"""
 class Late(CudaPlaceholder):
     def __call__(self, device_no):
         if device_no == 1:  # somebody comes between our look and our context
-            place = f"{os.environ['FAKE_GPU_DIR']}/procs/" + sys.argv[1]
+            place = "{fake_gpus.directory}/procs/{fake_gpus.uuids[1]}"
             os.makedirs(place, exist_ok=True)
-            open(f"{place}/{os.getppid()}", "w").write("1000000")
+            open(place + "/{os.getpid()}", "w").write("1000000")
         return super().__call__(device_no)
 out["claim"] = claim(2, Late())
 out["set"] = variables()
 out["free"] = safe_gpu.get_free_gpus()
 """
-    out = json.loads(fake_gpus.python(f"{PRELUDE}\n{code}\nprint(json.dumps(out))", fake_gpus.uuids[1]))
+    out = forked(fake_gpus, code)
     name, message, attributes = out["claim"]
     assert name == "PlaceholderError"
     assert attributes == {"device_no": 1, "uuid": fake_gpus.uuids[1]}
     assert "EXCLUSIVE_PROCESS" in message
     assert f"process {os.getpid()} (" in message
-    assert out["set"] == UNSET
+    assert out["set"] == {}
     assert out["free"] == ["0"]
 
 
 @pytest.mark.parametrize("option", ["ctx_error", "alloc_error", "cuda_init_error"])
 def test_a_context_that_fails_leaves_nothing(fake_gpus: Any, option: str) -> None:
     fake_gpus.options(**{option: 2})
-    out = run(fake_gpus, "out['claim'] = claim(2); out['set'] = variables(); out['free'] = safe_gpu.get_free_gpus()")
+    out = forked(fake_gpus, "out['claim'] = claim(2); out['set'] = variables(); out['free'] = safe_gpu.get_free_gpus()")
     name, message, attributes = out["claim"]
     assert name == "PlaceholderError"
     assert "out of memory" in message.lower() or "OUT_OF_MEMORY" in message
     assert attributes == {"device_no": 0, "uuid": fake_gpus.uuids[0]}
-    assert out["set"] == UNSET
+    assert out["set"] == {}
     assert len(out["free"]) == 8
     assert holders(fake_gpus) == []
 
@@ -347,7 +325,7 @@ def test_a_driver_library_without_cuda_is_told_before_any_lock(fake_gpus: Any, t
     nvml = "libnvidia-ml.so.1"
     (libraries / nvml).symlink_to(Path(fake_gpus.env["LD_LIBRARY_PATH"]) / nvml)
     (libraries / "libcuda.so.1").touch()  # the loader stops here and looks no further
-    out = run(fake_gpus, "out = claim(1)", SAFE_GPU_DIR=str(state), LD_LIBRARY_PATH=str(libraries))
+    out = forked(fake_gpus, "out = claim(1)", SAFE_GPU_DIR=str(state), LD_LIBRARY_PATH=str(libraries))
     assert out[0] == "NoDriverError"
     assert not state.exists()
 
@@ -357,20 +335,11 @@ def test_a_driver_library_without_cuda_is_told_before_any_lock(fake_gpus: Any, t
 
 def test_a_driver_that_shows_contexts_late_does_not_disturb(fake_gpus: Any) -> None:
     fake_gpus.options(lag_ms=5000)
-    assert run(fake_gpus, "out = claim(2)") == [0, 1]
+    assert forked(fake_gpus, "out = claim(2)") == [0, 1]
 
 
 def test_a_forked_child_of_a_process_with_cuda_initialized_is_told_to_spawn(fake_gpus: Any) -> None:
-    code = """
-initialize()
-child = os.fork()
-if child == 0:
-    print(json.dumps(claim(1)), flush=True)
-    os._exit(0)
-os.waitpid(child, 0)
-sys.exit()
-"""
-    name, message, _ = run(fake_gpus, code)
+    name, message, _ = forked(fake_gpus, "initialize(); out = in_fork(lambda: claim(1))")
     assert name == "CudaInitializedError"
     assert "spawn" in message
 
@@ -378,15 +347,10 @@ sys.exit()
 def test_nvml_after_a_fork_is_a_session_of_its_own(fake_gpus: Any) -> None:
     code = """
 first = claim(1, NoPlaceholder())
-child = os.fork()
-if child == 0:
-    del os.environ["CUDA_VISIBLE_DEVICES"]
-    print(json.dumps([first, claim(1, NoPlaceholder()), safe_gpu.get_free_gpus()]), flush=True)
-    os._exit(0)
-os.waitpid(child, 0)
-sys.exit()
+del os.environ["CUDA_VISIBLE_DEVICES"]
+out = in_fork(lambda: [first, claim(1, NoPlaceholder()), safe_gpu.get_free_gpus()])
 """
-    first, second, free = run(fake_gpus, code)
+    first, second, free = forked(fake_gpus, code)
     assert first == [0]
     assert second == [1]
     assert free == ["2", "3", "4", "5", "6", "7"]
@@ -394,11 +358,11 @@ sys.exit()
 
 def test_a_driver_without_gpus_and_one_that_goes_away(fake_gpus: Any) -> None:
     fake_gpus.set(0)
-    name, message, attributes = run(fake_gpus, "out = claim(1)")
+    name, message, attributes = forked(fake_gpus, "out = claim(1)")
     assert (name, attributes) == ("NoDriverError", {"driver": "nvml"})
     assert "no GPU" in message
     fake_gpus.options(session_error=999)
-    assert run(fake_gpus, "out = claim(1)")[0] == "NoDriverError"
+    assert forked(fake_gpus, "out = claim(1)")[0] == "NoDriverError"
 
 
 def test_descriptors_and_threads_are_as_before(fake_gpus: Any) -> None:
@@ -417,5 +381,5 @@ for _ in range(3):
     safe_gpu.get_free_gpus()
 out["after"] = state()
 """
-    out = run(fake_gpus, code)
+    out = forked(fake_gpus, code)
     assert out["before"] == out["after"]

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections import Counter
 from typing import Any
 
 import pytest
 
+from .conftest import forked
+
 # Claims twice, and says which NVML functions were called before the leases were held and after, each time.
 CLAIMS = """
-import json, logging, os, sys
-import safe_gpu
+import logging
 from safe_gpu.claim import view as host_view, owner
 
 owner._STALE = host_view._RECENT = 1e9  # on a busy machine a poll may be old by the time it is used
@@ -33,18 +33,18 @@ logger = logging.getLogger("safe_gpu")
 logger.setLevel(logging.INFO)
 logger.addHandler(AtLeases())
 for _ in range(2):
-    owner = safe_gpu.claim_gpus(int(sys.argv[1]), timeout=0)
+    owner = safe_gpu.claim_gpus({nb_gpus}, timeout=0)
     phases.append(new_calls())
     owner.release_gpus()
     assert not os.path.exists(calls), "a release asks nothing"
-print(json.dumps(phases))
+out = phases
 """
 
 
 def claims(fake_gpus: Any, nb_gpus: int = 1) -> list[Counter[str]]:
     """The calls of a first claim before and after its leases, and those of a second one."""
     fake_gpus.options(log=1)
-    phases: list[list[str]] = json.loads(fake_gpus.python(CLAIMS, str(nb_gpus)).splitlines()[-1])
+    phases: list[list[str]] = forked(fake_gpus, CLAIMS.format(nb_gpus=nb_gpus))
     assert len(phases) == 4
     return [Counter(name.partition("_v")[0].removeprefix("nvml") for name in phase) for phase in phases]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -14,13 +13,13 @@ import safe_gpu
 from safe_gpu.devices import ProcessKind
 from safe_gpu.errors import NotEnoughGpusError
 
+from .conftest import forked
+
 MIB, GIB = 1 << 20, 1 << 30
 NOT_SUPPORTED = 3
 
 PRELUDE = """
-import json, logging, os, sys, threading
-import safe_gpu
-from safe_gpu.claim import claim as recheck
+import logging
 from safe_gpu.coordination import legacy
 legacy.LOCK_FILE = os.environ["FAKE_GPU_DIR"] + "/older package/lock"
 out = {"warnings": []}
@@ -29,20 +28,16 @@ class Kept(logging.Handler):
         if record.levelno >= logging.WARNING:
             out["warnings"].append(record.getMessage())
 logging.getLogger("safe_gpu").addHandler(Kept())
-def claim(*arguments, **options):
-    try:
-        owner = safe_gpu.claim_gpus(*arguments, **{"timeout": 0, "affinity": None, **options})
-    except safe_gpu.SafeGpuError as err:
-        return [type(err).__name__, str(err)]
-    taken = owner.devices_taken
-    owner.release_gpus()
+def claimed(number=1, *arguments, **options):
+    taken = claim(number, *arguments, **options)
+    safe_gpu.release_gpus()
     return taken
 """
 
 
 def run(gpus: Any, code: str, **environment: str) -> Any:
     """What ``code`` leaves in ``out``."""
-    return json.loads(gpus.python(f"{PRELUDE}\n{code}\nprint(json.dumps(out))", **environment).splitlines()[-1])
+    return forked(gpus, PRELUDE + code, **environment)
 
 
 @pytest.fixture
@@ -58,7 +53,7 @@ def older_lock(fake_gpus: Any) -> None:
 def test_a_claim_from_another_thread_where_the_driver_lists_threads(fake_gpus: Any) -> None:
     fake_gpus.options(thread_ids=1)
     code = """
-worker = threading.Thread(target=lambda: out.update(taken=claim(2)))
+worker = threading.Thread(target=lambda: out.update(taken=claimed(2)))
 worker.start()
 worker.join()
 """
@@ -72,7 +67,7 @@ def test_a_stranger_who_is_listed_by_a_thread_is_named_by_its_process(fake_gpus:
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as stranger:
         assert stranger.stdout is not None
         fake_gpus.process(fake_gpus.uuids[0], int(stranger.stdout.readline()))
-        kind, text = run(fake_gpus, "out['taken'] = claim(only=0)")["taken"]
+        kind, text, _ = run(fake_gpus, "out['taken'] = claimed(only=0)")["taken"]
     assert (kind, f"process {stranger.pid} (" in text) == ("NotEnoughGpusError", True)
 
 
@@ -82,10 +77,7 @@ def test_a_stranger_who_is_listed_by_a_thread_is_named_by_its_process(fake_gpus:
 def test_a_claim_that_is_listed_under_the_number_of_a_process_here(fake_gpus: Any) -> None:
     fake_gpus.devices("nvidiactl")
     fake_gpus.options(listed_as=os.getppid())
-    code = """
-for _ in range(2):
-    out["taken"] = claim()
-"""
+    code = "claimed(); out['taken'] = claimed()"
     command = [sys.executable, "-c", "import sys; sys.stdin.read()"]
     with subprocess.Popen(command, stdin=subprocess.PIPE) as bystander:
         fake_gpus.options(listed_as=bystander.pid)
@@ -99,7 +91,7 @@ for _ in range(2):
 
 def test_where_nobody_is_listed_the_older_package_is_not_kept_waiting(fake_gpus: Any, older_lock: None) -> None:
     fake_gpus.options(hidden=1)
-    code = "recheck._SHOWING = 1e9\nout['taken'] = claim(2)"  # a wait would end this test by its time limit
+    code = "recheck._SHOWING = 1e9\nout['taken'] = claimed(2)"  # a wait would end this test by its time limit
     out = run(fake_gpus, code)
     assert out["taken"] == [0, 1]
     (warning,) = out["warnings"]
@@ -108,12 +100,12 @@ def test_where_nobody_is_listed_the_older_package_is_not_kept_waiting(fake_gpus:
 
 def test_a_driver_that_lists_a_context_late_is_waited_for(fake_gpus: Any, older_lock: None) -> None:
     fake_gpus.options(lag_ms=300)
-    code = "recheck._SHOWING = 1e9\nout['taken'] = claim()"
+    code = "recheck._SHOWING = 1e9\nout['taken'] = claimed()"
     assert run(fake_gpus, code) == {"taken": [0], "warnings": []}
 
 
 def test_a_placeholder_that_shows_nothing_is_told_of_after_the_wait(fake_gpus: Any, older_lock: None) -> None:
-    code = "recheck._SHOWING = 0.05\nout['taken'] = claim(1, lambda device_no: None)"
+    code = "recheck._SHOWING = 0.05\nout['taken'] = claimed(1, lambda device_no: None)"
     out = run(fake_gpus, code)
     assert out["taken"] == [0]
     assert len(out["warnings"]) == 1
@@ -129,15 +121,15 @@ class Keeping(safe_gpu.CudaPlaceholder):
     def __call__(self, device_no):
         kept.append(PrimaryContext.retain(device_no))
         return super().__call__(device_no)
-out["first"] = claim(1, Keeping(), only=3)
-out["second"] = claim(1, only=3)
+out["first"] = claimed(1, Keeping(), only=3)
+out["second"] = claimed(1, only=3)
 kept[0].release()
-out["third"] = claim(1, only=3)
+out["third"] = claimed(1, only=3)
 """
     out = run(fake_gpus, code)
     assert [out["first"], out["second"], out["third"]] == [[3]] * 3
     fake_gpus.change(3, used=300 * MIB)
-    assert run(fake_gpus, "out['taken'] = claim(1, only=3)")["taken"][0] == "NotEnoughGpusError"
+    assert run(fake_gpus, "out['taken'] = claimed(1, only=3)")["taken"][0] == "NotEnoughGpusError"
 
 
 # Outer claims
@@ -161,9 +153,9 @@ with safe_gpu.GPUOwner(2, delegate=True, timeout=0, affinity=None) as outer:
 
 def test_the_memory_of_a_stranger_of_another_container_is_noticed(fake_gpus: Any) -> None:
     fake_gpus.change(0, used=600 * MIB)
-    assert run(fake_gpus, "out['taken'] = claim()")["taken"] == [1]
-    assert run(fake_gpus, "out['taken'] = claim()", SAFE_GPU_UNEXPLAINED_MEMORY="700MiB")["taken"] == [0]
-    kind, text = run(fake_gpus, "out['taken'] = claim()", SAFE_GPU_UNEXPLAINED_MEMORY="some")["taken"]
+    assert run(fake_gpus, "out['taken'] = claimed()")["taken"] == [1]
+    assert run(fake_gpus, "out['taken'] = claimed()", SAFE_GPU_UNEXPLAINED_MEMORY="700MiB")["taken"] == [0]
+    kind, text, _ = run(fake_gpus, "out['taken'] = claimed()", SAFE_GPU_UNEXPLAINED_MEMORY="some")["taken"]
     assert (kind, "SAFE_GPU_UNEXPLAINED_MEMORY" in text) == ("UnsatisfiableRequestError", True)
 
 
@@ -172,13 +164,13 @@ def test_the_memory_of_a_stranger_of_another_container_is_noticed(fake_gpus: Any
 
 def test_gpus_without_process_lists_are_claimed_where_that_is_allowed(fake_gpus: Any, older_lock: None) -> None:
     fake_gpus.set(2, compute_error=NOT_SUPPORTED, mps_error=NOT_SUPPORTED, memory_error=NOT_SUPPORTED)
-    code = "recheck._SHOWING = 1e9\nout['taken'] = claim()"
-    kind, text = run(fake_gpus, code)["taken"]
+    code = "recheck._SHOWING = 1e9\nout['taken'] = claimed()"
+    kind, text, _ = run(fake_gpus, code)["taken"]
     assert (kind, "SAFE_GPU_PROCESS_LIST=optional" in text) == ("UnsatisfiableRequestError", True)
     out = run(fake_gpus, code, SAFE_GPU_PROCESS_LIST="optional")
     assert out["taken"] == [0]
     assert len(out["warnings"]) == 1
-    code = "out['free'] = safe_gpu.get_free_gpus()\nout['claim'] = claim(min_memory='1GiB', timeout=None)"
+    code = "out['free'] = safe_gpu.get_free_gpus()\nout['claim'] = claimed(min_memory='1GiB', timeout=None)"
     out = run(fake_gpus, code, SAFE_GPU_PROCESS_LIST="optional")
     assert out["free"] == ["0", "1"]
     assert out["claim"][0] == "UnsatisfiableRequestError"
@@ -192,7 +184,7 @@ from safe_gpu.runtimes.cuda import PrimaryContext
 first = safe_gpu.claim_gpus(1, timeout=0, affinity=None)
 kept = PrimaryContext.retain(0)
 first.release_gpus()
-out["second"] = claim()
+out["second"] = claimed()
 """
     assert run(fake_gpus, code, SAFE_GPU_PROCESS_LIST="optional")["second"] == [0]
 

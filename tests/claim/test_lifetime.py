@@ -8,7 +8,6 @@ import os
 import signal
 import threading
 import weakref
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -26,27 +25,11 @@ from safe_gpu.errors import (
     UnsatisfiableRequestError,
 )
 
+from .conftest import in_fork
+
 CLAIM = "import os, safe_gpu\nowner = safe_gpu.claim_gpus(2, timeout=0)\nsay(*owner.devices_taken)\n"
 OTHERS = [str(index) for index in range(2, 8)]
 ALL = [str(index) for index in range(8)]
-
-
-def in_forked_child(work: Callable[[], object]) -> Any:
-    """What `work` returns in a forked child of this process."""
-    receiving, sending = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            answer = work()
-        except BaseException as err:
-            answer = [type(err).__name__, str(err)]
-        os.write(sending, json.dumps(answer).encode())
-        os._exit(0)
-    os.close(sending)
-    with os.fdopen(receiving, "rb") as pipe:
-        answer = json.loads(pipe.read())
-    os.waitpid(pid, 0)
-    return answer
 
 
 # The ordinary ends
@@ -245,7 +228,7 @@ def test_a_forked_child_frees_nothing(host: Any, placeholder: Any) -> None:
         owner.release_gpus()
         return [safe_gpu.gpu_owner is None, safe_gpu.get_free_gpus(), dict(os.environ) == environment]
 
-    assert in_forked_child(work) == [True, OTHERS, True]
+    assert in_fork(work) == [True, OTHERS, True]
     assert safe_gpu.get_free_gpus() == OTHERS
     assert owner.devices_taken == [0, 1]
     assert all(context is None or context._fd >= 0 for context in owner.placeholders)
@@ -262,7 +245,7 @@ def test_a_forked_child_leaves_the_placeholders_alone(host: Any) -> None:
             released.append(thing)
 
     owner = safe_gpu.claim_gpus(2, Placeholder(), timeout=0)
-    assert in_forked_child(lambda: [owner.release_gpus(), released]) == [None, []]
+    assert in_fork(lambda: [owner.release_gpus(), released]) == [None, []]
     owner.release_gpus()
     assert released == [0, 1]
 
@@ -270,7 +253,7 @@ def test_a_forked_child_leaves_the_placeholders_alone(host: Any) -> None:
 @pytest.mark.parametrize("timeout", [0, 60, None])
 def test_a_forked_child_that_claims_its_parents_gpus_is_told_so(host: Any, timeout: float | None) -> None:
     safe_gpu.claim_gpus(2, timeout=0)
-    name, message = in_forked_child(lambda: safe_gpu.claim_gpus(1, timeout=timeout).devices_taken)
+    name, message, _ = in_fork(lambda: safe_gpu.claim_gpus(1, timeout=timeout).devices_taken)
     assert name == "NotEnoughGpusError"
     assert f"process {os.getpid()}, a parent of this one, holds GPU 0, 1" in message
     assert "delegate=True" in message
@@ -279,8 +262,8 @@ def test_a_forked_child_that_claims_its_parents_gpus_is_told_so(host: Any, timeo
 def test_a_forked_child_may_claim_what_its_parent_does_not_hold(host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     safe_gpu.claim_gpus(2, timeout=0)
     monkeypatch.setenv("SAFE_GPU_FENCE", "ignore")
-    assert in_forked_child(lambda: safe_gpu.claim_gpus(6, timeout=0).devices_taken) == [2, 3, 4, 5, 6, 7]
-    name, message = in_forked_child(lambda: safe_gpu.claim_gpus(7, timeout=60).devices_taken)
+    assert in_fork(lambda: safe_gpu.claim_gpus(6, timeout=0).devices_taken) == [2, 3, 4, 5, 6, 7]
+    name, message, _ = in_fork(lambda: safe_gpu.claim_gpus(7, timeout=60).devices_taken)
     assert name == "NotEnoughGpusError"
     assert "a parent of this one" in message
 

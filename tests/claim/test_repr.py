@@ -6,6 +6,8 @@ import os
 
 from safe_gpu import GPUOwner, NoPlaceholder
 
+from .conftest import in_fork
+
 
 def test_gpus_with_their_model(ground) -> None:
     owner = GPUOwner(3, NoPlaceholder(), affinity=None)
@@ -24,11 +26,6 @@ def test_the_cpus_it_bound(ground) -> None:
 
 def test_in_a_forked_child_it_says_who_holds_them(ground) -> None:
     with GPUOwner(2, NoPlaceholder(), affinity=None) as owner:
-        reader, writer = os.pipe()
-        if not (child := os.fork()):
-            os.write(writer, repr(owner).encode())
-            os._exit(0)
-        os.waitpid(child, 0)
-        os.close(writer)
-        with os.fdopen(reader) as told:
-            assert told.read() == f"<GPUOwner: GPU 0,1 (NVIDIA A100-SXM4-80GB), held by process {os.getpid()}>"
+        assert in_fork(lambda: repr(owner)) == (
+            f"<GPUOwner: GPU 0,1 (NVIDIA A100-SXM4-80GB), held by process {os.getpid()}>"
+        )

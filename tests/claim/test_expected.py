@@ -28,12 +28,20 @@ def worker(held: GPUOwner, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("verb", ["run", "bind"])
-def test_the_command_runs_on_the_gpu_that_was_meant(worker: pytest.MonkeyPatch, command, verb: str) -> None:
+def test_the_command_runs_on_the_gpu_that_was_meant_or_not_at_all(
+    worker: pytest.MonkeyPatch, held: GPUOwner, command, verb: str
+) -> None:
     done = command.run(verb, "--", "sh", "-c", "echo $CUDA_VISIBLE_DEVICES ${SAFE_GPU_EXPECT-unset}")
     assert (done.returncode, done.stdout) == (0, "1 unset\n"), done.stderr
+    worker.setenv("CUDA_VISIBLE_DEVICES", "0")
+    done = command.run(verb, "--", "echo", "started")
+    assert (done.returncode, done.stdout, "CUDA_VISIBLE_DEVICES=0 it sees GPU-" in done.stderr) == (70, "", True)
+    held.release_gpus()
+    worker.setenv("CUDA_VISIBLE_DEVICES", "1")
+    done = command.run(verb, "--", "echo", "started")
+    assert (done.returncode, done.stdout, "is no longer held by its claim" in done.stderr) == (70, "", True)
 
 
-@pytest.mark.parametrize("verb", ["run", "bind"])
 @pytest.mark.parametrize(
     ("visible", "seen"),
     [
@@ -43,28 +51,13 @@ def test_the_command_runs_on_the_gpu_that_was_meant(worker: pytest.MonkeyPatch, 
         (None, "without CUDA_VISIBLE_DEVICES it sees 8 GPUs"),
     ],
 )
-def test_the_command_does_not_run_on_other_gpus(
-    worker: pytest.MonkeyPatch, command, verb: str, visible: str | None, seen: str
-) -> None:
-    if visible is None:
-        worker.delenv("CUDA_VISIBLE_DEVICES")
-    else:
+def test_other_gpus_than_the_expected_one(worker: pytest.MonkeyPatch, visible: str | None, seen: str) -> None:
+    worker.delenv("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
         worker.setenv("CUDA_VISIBLE_DEVICES", visible)
-    done = command.run(verb, "--", "echo", "started")
-    assert (done.returncode, done.stdout) == (70, "")
-    assert seen in done.stderr
-    assert os.environ["SAFE_GPU_EXPECT"] in done.stderr
-
-
-@pytest.mark.parametrize("verb", ["run", "bind"])
-def test_the_command_does_not_run_after_the_claim(
-    worker: pytest.MonkeyPatch, held: GPUOwner, command, verb: str
-) -> None:
-    held.release_gpus()
-    worker.setenv("CUDA_VISIBLE_DEVICES", "1")
-    done = command.run(verb, "--", "echo", "started")
-    assert (done.returncode, done.stdout) == (70, "")
-    assert "is no longer held by its claim" in done.stderr
+    with pytest.raises(WrongDeviceError, match=seen) as caught:
+        check_expected_gpu()
+    assert os.environ["SAFE_GPU_EXPECT"] in str(caught.value)
 
 
 def test_a_gpu_that_another_claim_holds_does_not_count(worker: pytest.MonkeyPatch, held: GPUOwner) -> None:
@@ -81,13 +74,10 @@ def test_a_gpu_that_this_host_does_not_have(worker: pytest.MonkeyPatch) -> None:
     assert caught.value.expected == "GPU-00000000-0000-0000-0000-000000000000"
 
 
-@pytest.mark.parametrize("value", [None, ""])
-def test_without_the_variable_nothing_is_asked(monkeypatch: pytest.MonkeyPatch, value: str | None) -> None:
-    if value is None:
-        monkeypatch.delenv("SAFE_GPU_EXPECT", raising=False)
-    else:
-        monkeypatch.setenv("SAFE_GPU_EXPECT", value)
+def test_without_the_variable_nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("safe_gpu.claim.worker.opened_driver", None)
+    check_expected_gpu()
+    monkeypatch.setenv("SAFE_GPU_EXPECT", "")
     check_expected_gpu()
 
 

@@ -22,22 +22,17 @@ def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records]
 
 
-STEPS = """
+def test_a_bare_script_hears_nothing(child) -> None:
+    one = child("""
 import safe_gpu
 with safe_gpu.GPUOwner(2) as owner: pass
-safe_gpu.claim_gpus({arguments})
-print(safe_gpu.get_free_gpus())
-safe_gpu.release_gpus()
-"""
-
-
-@pytest.mark.parametrize("arguments", ["", "timeout=0", "8", "1, affinity='socket'", "1, memory='preferred'"])
-def test_a_bare_script_hears_nothing(child, arguments: str) -> None:
-    one = child(STEPS.format(arguments=arguments))
+for arguments in {}, {"timeout": 0}, {"nb_gpus": 8}, {"affinity": "socket"}, {"memory": "preferred"}:
+    safe_gpu.claim_gpus(**arguments)
+    say(safe_gpu.get_free_gpus())
+    safe_gpu.release_gpus()
+""")
     out, err = one.process.communicate(timeout=60)
-    assert one.process.returncode == 0
-    assert err == ""
-    assert len(out.splitlines()) == 1
+    assert (one.process.returncode, len(out.splitlines()), err) == (0, 5, "")
 
 
 WAITS = """

@@ -348,13 +348,12 @@ def test_those_who_wait_inside_and_outside_do_not_meet(
 # Without delegation
 
 
-@pytest.mark.parametrize("timeout", ["None", "0", "600"])
-def test_a_child_that_claims_what_its_parent_holds_is_told_at_once(child, ground, timeout: str) -> None:
+def test_a_child_that_claims_what_its_parent_holds_is_told_at_once(child, ground) -> None:
     code = f"""
 import subprocess
 from safe_gpu import NoPlaceholder, claim_gpus
 owner = claim_gpus(1, NoPlaceholder(), affinity=None)
-done = subprocess.run([sys.executable, "-c", {rank(f"timeout={timeout}")!r}], capture_output=True, text=True)
+done = subprocess.run([sys.executable, "-c", {rank("timeout=None")!r}], capture_output=True, text=True)
 say(done.stderr.strip().splitlines()[-1])
 """
     parent = child(code)
@@ -363,6 +362,3 @@ say(done.stderr.strip().splitlines()[-1])
     assert "delegate=True" in message
     parent.finish()
     assert ground.tickets() == []
-
-
-# Records

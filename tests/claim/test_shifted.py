@@ -36,36 +36,20 @@ def shell(fake_gpus: Any, command: Any) -> Any:
     return ask
 
 
-def test_status_notices_it(shell: Any) -> None:
+@pytest.mark.skipif(not os.path.exists("/sys/devices/system/cpu/cpu0/topology"), reason="needs /sys")
+def test_status_and_bind_notice_it(shell: Any, fake_gpus: Any, command: Any) -> None:
     assert "means" not in "".join(shell("COLUMNS=200 safe-gpu status"))
     *lines, done = shell("COLUMNS=300 safe-gpu status", lost=0)
     assert f"warning: {SHIFT}" in "".join(lines)
     assert done == "DONE 0\n"
-
-
-def test_status_for_programs_says_it_beside_the_document(shell: Any) -> None:
-    text = "".join(shell("safe-gpu status --json", lost=0)[:-1])
-    said, brace, rest = text.partition("{")
+    said, brace, rest = "".join(shell("safe-gpu status --json")[:-1]).partition("{")
     assert SHIFT in said
     assert json.loads(brace + rest)["schema"] == 2
-
-
-def test_uuids_do_not_shift(shell: Any, fake_gpus: Any) -> None:
-    assert "means" not in "".join(shell(f"CUDA_VISIBLE_DEVICES={fake_gpus.uuids[1]} safe-gpu status", lost=0))
-
-
-@pytest.mark.skipif(not os.path.exists("/sys/devices/system/cpu/cpu0/topology"), reason="needs /sys")
-def test_bind_notices_it(shell: Any) -> None:
-    assert shell("safe-gpu bind -- echo bound") == ["bound\n", "DONE 0\n"]
-    text = "".join(shell("safe-gpu bind -- echo bound", lost=0))
-    assert SHIFT in text
-    assert "bound\n" in text
-
-
-def test_outside_the_claim_nothing_is_said(shell: Any, fake_gpus: Any, command: Any) -> None:
-    shell("echo", lost=0)
-    shown = command.run("status", env={**fake_gpus.env, "CUDA_VISIBLE_DEVICES": "1"})
-    assert "means" not in shown.stdout + shown.stderr
+    assert "means" not in "".join(shell(f"CUDA_VISIBLE_DEVICES={fake_gpus.uuids[1]} safe-gpu status"))
+    *lines, bound, _ = shell("safe-gpu bind -- echo bound")
+    assert (SHIFT in "".join(lines), bound) == (True, "bound\n")
+    outside = command.run("status", env={**fake_gpus.env, "CUDA_VISIBLE_DEVICES": "1"})
+    assert "means" not in outside.stdout + outside.stderr
 
 
 def test_bind_in_python_notices_it(host: Any) -> None:

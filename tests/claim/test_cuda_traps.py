@@ -338,12 +338,6 @@ def test_a_driver_that_shows_contexts_late_does_not_disturb(fake_gpus: Any) -> N
     assert forked(fake_gpus, "out = claim(2)") == [0, 1]
 
 
-def test_a_forked_child_of_a_process_with_cuda_initialized_is_told_to_spawn(fake_gpus: Any) -> None:
-    name, message, _ = forked(fake_gpus, "initialize(); out = in_fork(lambda: claim(1))")
-    assert name == "CudaInitializedError"
-    assert "spawn" in message
-
-
 def test_nvml_after_a_fork_is_a_session_of_its_own(fake_gpus: Any) -> None:
     code = """
 first = claim(1, NoPlaceholder())

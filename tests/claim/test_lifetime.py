@@ -263,9 +263,7 @@ def test_a_forked_child_may_claim_what_its_parent_does_not_hold(host: Any, monke
     safe_gpu.claim_gpus(2, timeout=0)
     monkeypatch.setenv("SAFE_GPU_FENCE", "ignore")
     assert in_fork(lambda: safe_gpu.claim_gpus(6, timeout=0).devices_taken) == [2, 3, 4, 5, 6, 7]
-    name, message, _ = in_fork(lambda: safe_gpu.claim_gpus(7, timeout=60).devices_taken)
-    assert name == "NotEnoughGpusError"
-    assert "a parent of this one" in message
+    assert "a parent of this one" in in_fork(lambda: safe_gpu.claim_gpus(7, timeout=60).devices_taken)[1]
 
 
 def test_a_process_of_another_container_with_our_parents_number_is_not_our_parent(

@@ -234,14 +234,6 @@ def test_a_scope_of_no_claim_lifts_no_limit(rules: Any, user: Any, monkeypatch: 
     assert "2 GPUs asked for, and" in user(ANNA, 2, timeout=None).hear()
 
 
-def test_root_is_exempt_unless_named(rules: Any, user: Any) -> None:
-    path = rules("[default]\nmax_gpus = 0")
-    claim(8).release_gpus()
-    path.write_text("[user root]\nmax_gpus = 1")
-    with pytest.raises(UnsatisfiableRequestError, match=r"\[user root\]"):
-        claim(2)
-
-
 def test_a_group_limits_its_members(rules: Any, user: Any) -> None:
     rules("[default]\nmax_gpus = 9\n[group 4711]\nmax_gpus = 1")
     assert user(ANNA).hear() == "1"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,6 +14,8 @@ from safe_gpu.claim import view as host_view
 from safe_gpu.coordination.leases import LeaseRecord, lease_name
 from safe_gpu.coordination.locks import HostLock
 from safe_gpu.coordination.queue import TicketRequest, Waiter
+
+from .conftest import _locked
 
 
 def record(uuid: str) -> Path:
@@ -55,15 +56,6 @@ def test_only_what_is_wanted_is_leased(host: Any, monkeypatch: Any) -> None:
     assert tried == [lease_name(host.uuids[0])]
 
 
-def is_locked(path: Path) -> bool:
-    with path.open() as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        return False
-
-
 def test_a_process_is_looked_up_once_and_never_under_host_lock(host: Any, cleanup: ExitStack, monkeypatch: Any) -> None:
     """Others wait for host.lock. The waiter ahead is judged too: it wants what the stranger has, and is passed."""
     cleanup.enter_context(host.stranger(0))
@@ -74,7 +66,7 @@ def test_a_process_is_looked_up_once_and_never_under_host_lock(host: Any, cleanu
     looked_up = []
 
     def describe(pid: int) -> Any:
-        looked_up.append((pid, is_locked(Path(os.environ["SAFE_GPU_DIR"], "host.lock"))))
+        looked_up.append((pid, _locked(Path(os.environ["SAFE_GPU_DIR"], "host.lock"))))
         return procfs.describe_process(pid)
 
     monkeypatch.setattr(host_view, "describe_process", describe)

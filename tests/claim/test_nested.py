@@ -12,6 +12,8 @@ import safe_gpu
 from safe_gpu import NoPlaceholder, NotEnoughGpusError, UnsatisfiableRequestError, claim_gpus
 from safe_gpu.coordination.socket_names import digest
 
+from .conftest import in_fork
+
 CLAIM = """
 import os, sys
 from safe_gpu import claim_gpus
@@ -118,24 +120,10 @@ listen()
     assert (ground.leased(), ground.leased(inner=True)) == ([], [])
 
 
-def test_children_of_a_delegating_claim_by_fork(child, ground) -> None:
-    code = """
-import os
-from safe_gpu import NoPlaceholder, claim_gpus
-owner = claim_gpus(2, NoPlaceholder(), delegate=True, affinity=None)
-reader, writer = os.pipe()
-if not (pid := os.fork()):
-    inner = claim_gpus(1, NoPlaceholder(), affinity=None)
-    os.write(writer, b"%d" % inner.devices_taken[0])
-    inner.release_gpus()
-    os._exit(0)
-os.waitpid(pid, 0)
-say(os.read(reader, 9).decode(), *owner.devices_taken)
-listen()
-"""
-    parent = child(code)
-    assert parent.hear() == "0 0 1"
-    assert (ground.leased(), ground.leased(inner=True)) == ([0, 1], [])
+def test_children_of_a_delegating_claim_by_fork(ground) -> None:
+    with claim_gpus(2, NoPlaceholder(), delegate=True, affinity=None):
+        assert in_fork(lambda: claim_gpus(1, NoPlaceholder(), affinity=None).devices_taken) == [0]
+        assert (ground.leased(), ground.leased(inner=True)) == ([0, 1], [])
 
 
 # Nobody reaches outside
@@ -343,22 +331,3 @@ def test_those_who_wait_inside_and_outside_do_not_meet(
     first.tell()
     assert second.communicate(timeout=60)[0] == "second\n"
     assert third.communicate(timeout=60)[0] == "third\n"
-
-
-# Without delegation
-
-
-def test_a_child_that_claims_what_its_parent_holds_is_told_at_once(child, ground) -> None:
-    code = f"""
-import subprocess
-from safe_gpu import NoPlaceholder, claim_gpus
-owner = claim_gpus(1, NoPlaceholder(), affinity=None)
-done = subprocess.run([sys.executable, "-c", {rank("timeout=None")!r}], capture_output=True, text=True)
-say(done.stderr.strip().splitlines()[-1])
-"""
-    parent = child(code)
-    message = parent.hear()
-    assert message.startswith(f"safe_gpu.errors.NotEnoughGpusError: process {parent.pid}, a parent of this one, holds")
-    assert "delegate=True" in message
-    parent.finish()
-    assert ground.tickets() == []

@@ -228,46 +228,35 @@ def _untouched() -> Iterator[None]:
         assert now[what] == then, what
 
 
-def _held_leases(state: Path) -> list[str]:
-    """Names of the leases that are held, and not only tried by a waiter, who holds host.lock then."""
-    names = [path.name for path in sorted(state.glob("leases/*.lock")) if _locked(path)]
-    if not names or not (state / "host.lock").exists():
-        return names
+def _held(state: Path) -> list[str]:
+    """Names of the locks that are held, and not only tried by a waiter, who holds host.lock then."""
+
+    def leases() -> list[str]:
+        return [path.name for path in sorted(state.glob("leases/*.lock")) if _locked(path)]
+
+    if not (state / "host.lock").exists():
+        return leases()
     with (state / "host.lock").open() as lock:
         for _ in range(100):  # a test may hold it all the time
             with suppress(BlockingIOError):
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return [name for name in names if _locked(state / "leases" / name)]
+                return leases()
             time.sleep(0.005)
-    return names
+    return ["host.lock", *leases()]
 
 
 def _traces() -> dict[str, object]:
     state = Path(os.environ["SAFE_GPU_DIR"])
     return {
         "environment": dict(os.environ),
-        "affinity": {tid: os.sched_getaffinity(int(tid)) for tid in _tids()},
+        "affinity": {tid: os.sched_getaffinity(int(tid)) for tid in os.listdir("/proc/self/task")},
         "descriptors": _descriptors(),
         "threads": sorted(thread.name for thread in threading.enumerate()),
-        "leases": _held_leases(state),
-        "host.lock": _stays_locked(state / "host.lock"),
+        "locks": _held(state),
         "tickets": sorted(path.name for path in state.glob("queue/*")),
         "contexts": sorted(path.name for path in state.glob("simulated/*/*")),
         "owners": (owner.current_owner(), safe_gpu.gpu_owner),
     }
-
-
-def _stays_locked(path: Path) -> bool:
-    """Whether a lock is held, and not only for the moment of a waiter's look."""
-    for _ in range(100):
-        if not _locked(path):
-            return False
-        time.sleep(0.005)
-    return True
-
-
-def _tids() -> list[str]:
-    return os.listdir("/proc/self/task")
 
 
 def _descriptors() -> dict[str, str]:

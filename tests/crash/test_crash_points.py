@@ -25,10 +25,10 @@ def crash_points(*arguments: str) -> subprocess.CompletedProcess[str]:
     return done
 
 
-def test_a_hundred_points() -> None:
+def test_some_points() -> None:
     """CRASH_SEED and CRASH_SAMPLE choose others, and more."""
     seed = os.environ.get("CRASH_SEED") or str(random.SystemRandom().randrange(10**6))
-    done = crash_points("--sample", os.environ.get("CRASH_SAMPLE", "100"), "--seed", seed)
+    done = crash_points("--sample", os.environ.get("CRASH_SAMPLE", "50"), "--seed", seed)
     print(done.stdout)
     assert done.returncode == 0, f"seed {seed}\n{done.stdout}{done.stderr}"
     assert f"seed {seed}" in done.stdout

@@ -56,9 +56,7 @@ def refused(kind: type[SafeGpuError], part: str, **arguments: Any) -> SafeGpuErr
 
 
 @pytest.mark.parametrize(("arguments", "kind", "part"), ARGUMENTS, ids=lambda value: str(value)[:40])
-def test_arguments(
-    host: Any, arguments: dict[str, Any], kind: type[SafeGpuError], part: str, untouched: Callable[[], Any]
-) -> None:
+def test_arguments(host, arguments: dict[str, Any], kind: type[SafeGpuError], part: str, untouched) -> None:
     with untouched():
         # For ever, unless the argument says otherwise: what makes no sense is not waited for.
         refused(kind, part, **{"timeout": None, **arguments})

@@ -44,9 +44,7 @@ out["free again"] = safe_gpu.get_free_gpus()
     assert holders(fake_gpus) == []
 
 
-def test_cuda_initialized_before_the_claim_is_refused_before_anything_is_touched(
-    fake_gpus: Any, tmp_path: Path
-) -> None:
+def test_cuda_initialized_before_the_claim_is_refused_before_anything_is_touched(fake_gpus, tmp_path: Path) -> None:
     state = tmp_path / "state"
     out = forked(fake_gpus, "initialize(); out['claim'] = claim(1); out['set'] = variables()", SAFE_GPU_DIR=str(state))
     name, message, attributes = out["claim"]

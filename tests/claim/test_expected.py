@@ -28,9 +28,7 @@ def worker(held: GPUOwner, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("verb", ["run", "bind"])
-def test_the_command_runs_on_the_gpu_that_was_meant_or_not_at_all(
-    worker: pytest.MonkeyPatch, held: GPUOwner, command, verb: str
-) -> None:
+def test_the_command_runs_on_the_gpu_that_was_meant_or_not_at_all(worker, held: GPUOwner, command, verb: str) -> None:
     done = command.run(verb, "--", "sh", "-c", "echo $CUDA_VISIBLE_DEVICES ${SAFE_GPU_EXPECT-unset}")
     assert (done.returncode, done.stdout) == (0, "1 unset\n"), done.stderr
     worker.setenv("CUDA_VISIBLE_DEVICES", "0")

@@ -266,9 +266,7 @@ def test_a_forked_child_may_claim_what_its_parent_does_not_hold(host: Any, monke
     assert "a parent of this one" in in_fork(lambda: safe_gpu.claim_gpus(7, timeout=60).devices_taken)[1]
 
 
-def test_a_process_of_another_container_with_our_parents_number_is_not_our_parent(
-    host: Any, ground: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_of_another_container_with_our_parents_number_is_not_our_parent(host, ground, monkeypatch) -> None:
     # Containers that share the state directory number their processes alike: most have a process 1.
     owner = safe_gpu.claim_gpus(2, timeout=0)
     path = os.path.join(os.environ["SAFE_GPU_DIR"], "leases", lease_name(owner.gpus[0].uuid))

@@ -24,6 +24,8 @@ from safe_gpu.coordination.queue import TicketRequest, Waiter
 from safe_gpu.drivers.simulated import SimulatedDriver
 from safe_gpu.engines.holder import ClaimArguments, HolderProcess
 
+from .conftest import in_fork
+
 ANNA, BEN, CARLA = 4711, 4712, 4713
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, whose file a policy must be")
@@ -211,19 +213,10 @@ def test_inner_claims_are_neither_counted_nor_limited(rules: Any, as_user: Any, 
     rules("[default]\nmax_gpus = 2\nmax_hold = 5\nmax_wait = 0")
 
     def work(say: Callable[[object], None], listen: Callable[[], str]) -> None:
-        outer = claim(2, delegate=True)
-        pid = os.fork()
-        if not pid:
-            try:
-                inner = safe_gpu.GPUOwner(2, safe_gpu.NoPlaceholder(), affinity=None, timeout=9, hold_for=99)
-                say(f"{len(inner.gpus)} inside, {held_by(ANNA)} held")
-            except BaseException as err:
-                say(repr(err))
-            os._exit(0)
-        os.waitpid(pid, 0)
-        outer.release_gpus()
+        with claim(2, delegate=True):
+            say(in_fork(lambda: [len(claim(2, timeout=9, hold_for=99).gpus), held_by(ANNA)]))
 
-    assert as_user(work, uid=ANNA).hear() == "2 inside, 2 held"
+    assert as_user(work, uid=ANNA).hear() == "[2, 2]"
 
 
 def test_a_scope_of_no_claim_lifts_no_limit(rules: Any, user: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,9 +257,7 @@ def until() -> float | None:
         ("max_gpus = 8", None, None),
     ],
 )
-def test_how_long_a_claim_will_hold(
-    rules: Any, monkeypatch: pytest.MonkeyPatch, text: str, said: str | None, seconds: float | None
-) -> None:
+def test_how_long_a_claim_will_hold(rules, monkeypatch, text: str, said: str | None, seconds: float | None) -> None:
     rules(NAMED + text)
     if said is not None:
         monkeypatch.setenv("SAFE_GPU_FOR", said)
@@ -336,9 +327,7 @@ def test_a_variable_that_names_no_file_is_told(rules: Any, caplog: Any) -> None:
     assert f"SAFE_GPU_POLICY={path} does not exist: nothing is limited" in caplog.text
 
 
-def test_a_claim_without_limits_that_meets_nobody_loads_nothing_for_it(
-    child: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_claim_without_limits_that_meets_nobody_loads_nothing_for_it(child, monkeypatch) -> None:
     monkeypatch.delenv("SAFE_GPU_POLICY", raising=False)
     program = (
         "import safe_gpu, safe_gpu.settings\nsafe_gpu.settings.POLICY_FILE = '/nonexistent/policy.ini'\n"

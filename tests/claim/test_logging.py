@@ -147,9 +147,7 @@ def test_one_line_a_step(caplog: pytest.LogCaptureFixture) -> None:
 DISPLAY = "Running on a machine with single GPU used for actual display"
 
 
-def test_a_single_gpu_that_drives_a_display_is_told_as_by_the_older_package(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_single_gpu_that_drives_a_display_is_told_as_by_the_older_package(caplog, monkeypatch) -> None:
     caplog.set_level(logging.INFO, "safe_gpu")
     with claim_gpus(1, affinity=None):
         pass

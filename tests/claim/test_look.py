@@ -18,14 +18,8 @@ from safe_gpu.coordination.queue import TicketRequest, Waiter
 from .conftest import _locked
 
 
-def record(uuid: str) -> Path:
-    """Where the record of a GPU's lease stands."""
-    return Path(os.environ["SAFE_GPU_DIR"]) / "leases" / lease_name(uuid)
-
-
 def write_record(uuid: str) -> None:
-    path = record(uuid)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path = Path(os.environ["SAFE_GPU_DIR"]) / "leases" / lease_name(uuid)
     path.write_bytes(LeaseRecord.of_this_process(None, None).claiming((uuid,), "").encode())
 
 

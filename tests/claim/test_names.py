@@ -179,9 +179,7 @@ def test_from_another_namespace(host: Path, child: Any, space: str) -> None:
         assert done.stdout.strip() == "refused [2, 3, 4, 5, 6, 7]", done.stderr
 
 
-def test_where_names_cannot_be_bound_the_lease_counts(
-    host: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_where_names_cannot_be_bound_the_lease_counts(host: Path, monkeypatch, caplog) -> None:
     def refuse(name: str) -> None:
         raise PermissionError(1, "Operation not permitted")
 

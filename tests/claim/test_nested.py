@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 
@@ -94,29 +95,14 @@ def test_ranks_under_run_get_a_gpu_each(command, ground) -> None:
 
 def test_children_of_a_delegating_claim(child, ground) -> None:
     """The parent's own contexts are on these GPUs, and do not make them busy for its children."""
-    code = f"""
-import subprocess
-from safe_gpu import claim_gpus
-owner = claim_gpus(3, delegate=True, affinity=None)
-ranks = [
-    subprocess.Popen([sys.executable, "-c", {rank()!r}], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    for _ in range(3)
-]
-say(*sorted(rank.stdout.readline().strip() for rank in ranks))
-listen()
-for rank in ranks:
-    rank.communicate("\\n")
-    assert rank.returncode == 0
-owner.release_gpus()
-assert "SAFE_GPU_SCOPE" not in __import__("os").environ
-say("released")
-listen()
-"""
-    parent = child(code)
-    assert parent.hear() == "0 1 2"
-    assert (ground.leased(), ground.leased(inner=True)) == ([0, 1, 2], [0, 1, 2])
-    parent.tell()
-    assert parent.hear() == "released"
+    with claim_gpus(3, delegate=True, affinity=None):
+        ranks = [child(rank()) for _ in range(3)]
+        assert sorted(one.hear() for one in ranks) == ["0", "1", "2"]
+        assert (ground.leased(), ground.leased(inner=True)) == ([0, 1, 2], [0, 1, 2])
+        for one in ranks:
+            one.tell()
+            one.finish()
+    assert "SAFE_GPU_SCOPE" not in os.environ
     assert (ground.leased(), ground.leased(inner=True)) == ([], [])
 
 
@@ -214,9 +200,7 @@ def test_a_lease_that_somebody_else_has_meanwhile(outer, ground, child, monkeypa
     ends_well(held)
 
 
-def test_the_outer_claim_ends_while_one_inside_waits(
-    outer, ground, child, command, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_outer_claim_ends_while_one_inside_waits(outer, ground, child, command, monkeypatch) -> None:
     """It waits on as anybody else, and its place counts among all from then on."""
     started, token = outer(1)
     inside(token, monkeypatch, "0")
@@ -261,9 +245,7 @@ def test_a_third_level_is_told_so_at_once(command, ground) -> None:
 # Life and death
 
 
-def test_nobody_takes_a_gpu_that_an_orphaned_inner_claim_holds(
-    outer, ground, child, command, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nobody_takes_a_gpu_that_an_orphaned_inner_claim_holds(outer, ground, child, command, monkeypatch) -> None:
     started, token = outer(2)
     with monkeypatch.context() as patch:
         inside(token, patch)
@@ -286,32 +268,19 @@ def test_nobody_takes_a_gpu_that_an_orphaned_inner_claim_holds(
     assert waiter.communicate(timeout=60)[0] == "all\n"
 
 
-def test_releasing_the_outer_claim_leaves_the_inner_ones(ground, child) -> None:
-    parent = child(
-        f"""
-import subprocess
-from safe_gpu import NoPlaceholder, claim_gpus
-owner = claim_gpus(2, NoPlaceholder(), delegate=True, affinity=None)
-rank = subprocess.Popen([sys.executable, "-c", {rank()!r}], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-say(rank.stdout.readline())
-owner.release_gpus()
-owner = claim_gpus(2, NoPlaceholder(), affinity=None)
-say(*owner.devices_taken)
-rank.communicate("\\n")
-"""
-    )
-    assert parent.hear() == "0"
-    assert parent.hear() == ""
-    assert "0" not in parent.hear().split()
-    parent.finish()
+def test_releasing_the_outer_claim_leaves_the_inner_ones(child) -> None:
+    outer = claim_gpus(2, NoPlaceholder(), delegate=True, affinity=None)
+    inner = child(rank())
+    assert inner.hear() == "0"
+    outer.release_gpus()
+    with claim_gpus(2, NoPlaceholder(), affinity=None) as owner:
+        assert 0 not in owner.devices_taken
 
 
 # The queue inside
 
 
-def test_those_who_wait_inside_and_outside_do_not_meet(
-    outer, ground, child, command, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_those_who_wait_inside_and_outside_do_not_meet(outer, ground, child, command, monkeypatch) -> None:
     _, token = outer(2)
     everything = command.start("run", "-n", 8, "--", "true")  # waits outside, first of all
     assert "waiting for 8 GPUs, 6 free; GPU 0,1: " in everything.stderr.readline()

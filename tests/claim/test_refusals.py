@@ -50,9 +50,7 @@ def test_too_few_until_the_deadline(host: Any, ground: Any, untouched: Callable[
     assert "wait longer" in str(caught.value)
 
 
-def test_a_wait_ends_when_the_leases_are_free_and_the_stranger_is_gone(
-    host: Any, ground: Any, cleanup: ExitStack
-) -> None:
+def test_a_wait_ends_when_the_leases_are_free_and_the_stranger_is_gone(host, ground, cleanup) -> None:
     ground.hold(*range(4))
     stranger = cleanup.enter_context(host.stranger(4))
 
@@ -88,9 +86,7 @@ def test_only_exclude_model_and_memory_choose(host_of: Any, cleanup: ExitStack) 
 # The visible limit
 
 
-def test_the_fence_is_named_where_it_stands_in_the_way(
-    host: Any, monkeypatch: pytest.MonkeyPatch, untouched: Callable[[], Any], cleanup: ExitStack
-) -> None:
+def test_the_fence_is_named_where_it_stands_in_the_way(host, monkeypatch, untouched, cleanup) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     sentence = "CUDA_VISIBLE_DEVICES=0 limits this process to 1 of 8 GPUs; 7 others are free"
     with untouched(), pytest.raises(UnsatisfiableRequestError) as never:
@@ -112,9 +108,7 @@ def test_the_fence_is_named_where_it_stands_in_the_way(
 
 
 @pytest.mark.parametrize("value", ["", "-1", "NoDevFiles", "0,0", "GPU-"])
-def test_an_empty_fence_leaves_no_gpu(
-    host: Any, monkeypatch: pytest.MonkeyPatch, untouched: Callable[[], Any], value: str
-) -> None:
+def test_an_empty_fence_leaves_no_gpu(host, monkeypatch, untouched, value: str) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
     with untouched(), pytest.raises(UnsatisfiableRequestError, match="to 0 of 8 GPUs; 8 others are free"):
         safe_gpu.claim_gpus(1, timeout=None)
@@ -124,9 +118,7 @@ def test_an_empty_fence_leaves_no_gpu(
 # Locks and deadlines
 
 
-def test_a_stuck_host_lock_names_its_holder(
-    host: Any, untouched: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stuck_host_lock_names_its_holder(host, untouched, monkeypatch) -> None:
     for module in (options, inquiry, survey):
         monkeypatch.setattr(module, "MINIMUM_PATIENCE", SHORT)
     with HostLock(None), untouched():
@@ -138,9 +130,7 @@ def test_a_stuck_host_lock_names_its_holder(
     assert caught.value.path == os.path.join(os.environ["SAFE_GPU_DIR"], "host.lock")
 
 
-def test_a_crowd_at_the_end_of_a_wait_is_no_lock_timeout(
-    host: Any, ground: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_crowd_at_the_end_of_a_wait_is_no_lock_timeout(host, ground, monkeypatch) -> None:
     ground.hold(*range(8))
     held = look.HostLock
     deadlines: list[float] = []
@@ -180,9 +170,7 @@ def test_the_timeout_is_one_deadline_from_the_call(host: Any, monkeypatch: pytes
 # get_free_gpus
 
 
-def test_free_gpus_are_those_of_the_host_in_numeric_order(
-    host_of: Any, ground: Any, cleanup: ExitStack, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_free_gpus_are_those_of_the_host_in_numeric_order(host_of, ground, cleanup, monkeypatch) -> None:
     host = host_of("big-16")
     ground.uuids = host.uuids
     everyone = [str(index) for index in range(16)]

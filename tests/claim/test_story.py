@@ -68,13 +68,7 @@ class Boom(BaseException):
 
 
 @pytest.mark.parametrize("kind", [Boom, RuntimeError, OSError, NoDriverError])
-def test_a_failure_at_any_step_leaves_nothing(
-    host: Any,
-    spies: Any,
-    untouched: Callable[[], Any],
-    kind: type[BaseException],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_failure_at_any_step_leaves_nothing(host, spies, untouched, kind: type[BaseException], monkeypatch) -> None:
     monkeypatch.setenv("CUDA_DEVICE_ORDER", "FASTEST_FIRST")
     claim(spies, delegate=True)
     steps = list(host.events)
@@ -126,9 +120,7 @@ def test_a_logger_that_fails_at_any_line_leaves_nothing(host: Any, spies: Any, u
             break
 
 
-def test_a_release_that_is_interrupted_takes_its_other_steps(
-    host: Any, spies: Any, untouched: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_release_that_is_interrupted_takes_its_other_steps(host, spies, untouched, monkeypatch) -> None:
     genuine = spies.placeholder.release
 
     def interrupted(thing: Any) -> None:
@@ -159,9 +151,7 @@ def test_a_placeholder_that_cannot_be_released_is_told_and_the_rest_is_given_bac
     assert caplog.text.count("context is corrupt") == 2
 
 
-def test_the_environment_of_before_comes_back(
-    spies: Any, untouched: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_environment_of_before_comes_back(spies, untouched, monkeypatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
     monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     monkeypatch.setenv("SAFE_GPU_SCOPE", "stale")

@@ -49,9 +49,7 @@ def test_a_stranger_before_the_second_poll_costs_one_gpu_and_not_the_claim(host:
     assert host.events.count("usage") == 3, "0 and 1, then 2 and 3 twice"
 
 
-def test_a_stranger_before_the_second_poll_is_named_when_too_few_are_left(
-    host: Any, cleanup: ExitStack, untouched: Callable[[], Any], eventually: Any
-) -> None:
+def test_a_stranger_before_the_second_poll_is_named_when_too_few_are_left(host, cleanup, untouched, eventually) -> None:
     stranger = cleanup.enter_context(host.stranger(3))
     stranger.close()
     host.on_poll = lambda number: number == 2 and cleanup.enter_context(host.stranger(3))
@@ -84,9 +82,7 @@ def test_a_gpu_that_goes_bad_before_the_second_poll_is_given_back(
     assert reason in caplog.text
 
 
-def test_where_the_first_poll_is_old_the_second_asks_about_the_whole_host(
-    host: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_the_first_poll_is_old_the_second_asks_about_the_whole_host(host, monkeypatch) -> None:
     """After a wait, a GPU that is not this claim's may be lost, and CUDA's numbers mean others then."""
     monkeypatch.setattr(host_view, "_RECENT", -1.0)
     host.on_poll = lambda number: number == 2 and host.edits.update({host.uuids[7]: {"lost": True}})
@@ -105,9 +101,7 @@ def test_uuids_are_written_once_a_gpu_is_lost_even_during_the_claim(host: Any) -
 # Between the second poll and the last
 
 
-def test_a_stranger_beside_our_placeholder_is_named_and_everything_given_back(
-    host: Any, cleanup: ExitStack, untouched: Callable[[], Any]
-) -> None:
+def test_a_stranger_beside_our_placeholder_is_named_and_everything_given_back(host, cleanup, untouched) -> None:
     placeholder = Holding(host, lambda number: number == 1 and cleanup.enter_context(host.stranger(1)))
     with untouched():
         with pytest.raises(GpuContendedError, match=f"process {host.stranger_pid} ") as caught:
@@ -138,9 +132,7 @@ def test_a_process_that_only_draws_is_no_stranger_until_it_computes(host: Any, c
         safe_gpu.claim_gpus(1, placeholder, timeout=0, only=0)
 
 
-def test_the_mps_server_that_our_placeholder_starts_is_no_stranger(
-    host: Any, cleanup: ExitStack, eventually: Any
-) -> None:
+def test_the_mps_server_that_our_placeholder_starts_is_no_stranger(host, cleanup, eventually) -> None:
     server = cleanup.enter_context(subprocess.Popen(["/usr/bin/nvidia-cuda-mps-server", "60"], executable="/bin/sleep"))
     cleanup.callback(server.kill)
     # Within exec(2) descriptors are closed, for which Popen waits, before the command line is replaced.
@@ -247,9 +239,7 @@ def test_a_process_list_that_fails_in_the_last_poll_gives_nothing_to_object_to(h
 
 
 @pytest.mark.parametrize("last", [1, 2, 3, None], ids=lambda last: f"poll {last}" if last else "under a waiter")
-def test_a_driver_that_dies_between_polls(
-    host: Any, ground: Any, untouched: Callable[[], Any], last: int | None
-) -> None:
+def test_a_driver_that_dies_between_polls(host, ground, untouched, last: int | None) -> None:
     if last is None:
         ground.hold(*range(8))
 

@@ -92,9 +92,7 @@ def test_the_default_fits_where_the_process_runs(text: str, seconds: float | Non
         ({"SLURM_JOB_ID": "7", "SAFE_GPU_TIMEOUT": "1h"}, 3600.0),
     ],
 )
-def test_a_claim_waits_so_long_when_nothing_is_said(
-    environ: dict[str, str], seconds: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_claim_waits_so_long_when_nothing_is_said(environ: dict[str, str], seconds: float, monkeypatch) -> None:
     waits: list[float | None] = []
 
     class Stop(Exception):

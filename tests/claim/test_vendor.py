@@ -97,9 +97,7 @@ def test_the_vendor_that_would_do_is_named(command: Any) -> None:
         ("ROCR_VISIBLE_DEVICES", UUIDS["amd"][0], "A100"),
     ],
 )
-def test_no_vendor_is_named_that_this_process_was_not_given(
-    name: str, value: str, model: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_vendor_is_named_that_this_process_was_not_given(name: str, value: str, model: str, monkeypatch) -> None:
     monkeypatch.setenv(name, value)
     with pytest.raises(safe_gpu.UnsatisfiableRequestError) as caught:
         claim(model=model)
@@ -193,9 +191,7 @@ def test_placeholders_of_the_users_own_find_the_gpus() -> None:
 # The queue
 
 
-def test_waiters_of_two_vendors_do_not_wait_for_each_other(
-    command: Any, child: Any, ground: Any, eventually: Any
-) -> None:
+def test_waiters_of_two_vendors_do_not_wait_for_each_other(command, child, ground, eventually) -> None:
     """A waiter for all NVIDIA GPUs keeps nobody from AMD's, and its place among NVIDIA's."""
     holder = child("import safe_gpu; say(safe_gpu.claim_gpus().devices_taken); listen()")
     assert holder.hear() == "[0]"

@@ -372,16 +372,11 @@ class HostView:
 
 def _near_nodes(driver: Driver) -> frozenset[int] | None:
     cpus = os.sched_getaffinity(0)
-    if len(cpus) >= _online_cpus():
+    if len(cpus) >= (os.cpu_count() or 1):
         return None
     from ..affinity.cpu_shares import nodes_of_cpus
 
     return nodes_of_cpus(cpus, driver)
-
-
-@cache
-def _online_cpus() -> int:
-    return os.cpu_count() or 1
 
 
 def _own_pids(snapshot: HostSnapshot) -> set[int]:

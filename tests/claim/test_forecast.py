@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from safe_gpu import NoPlaceholder, claim_gpus
 from safe_gpu.claim.messages import Forecast, HolderShare, describe_forecast
 
 NOW = time.mktime((2026, 11, 21, 13, 0, 0, 0, 0, -1))
@@ -47,21 +48,9 @@ def test_the_words(expected: Forecast, told: list[str]) -> None:
     assert describe_forecast(expected, NOW) == told
 
 
-HOLD = """
-import safe_gpu
-safe_gpu.claim_gpus({nb_gpus}, safe_gpu.NoPlaceholder(), affinity=None, hold_for={hold_for})
-say('got'); listen()
-"""
-
-
-def holds(child: Any, nb_gpus: int, hold_for: object) -> Any:
-    one = child(HOLD.format(nb_gpus=nb_gpus, hold_for=hold_for))
-    assert one.hear() == "got"
-    return one
-
-
-def test_a_waiter_is_told_when_it_can_start(ground: Any, child: Any, command: Any) -> None:
-    holds(child, 7, 7200)
+def test_a_waiter_is_told_when_it_can_start(child: Any, command: Any) -> None:
+    claim = "safe_gpu.claim_gpus(7, safe_gpu.NoPlaceholder(), affinity=None, hold_for=7200)"
+    assert child(f"import safe_gpu\n{claim}\nsay('got'); listen()").hear() == "got"
     large = command.start("run", "-n", 8, "--for", "1h", "--", "true", stderr=subprocess.PIPE)
     clock = r"(?:\w{3} )?\d\d:\d\d"
     assert re.search(rf"; expected at about {clock}, when \S+'s 7 GPUs are due$", large.stderr.readline())
@@ -74,7 +63,7 @@ def test_a_waiter_is_told_when_it_can_start(ground: Any, child: Any, command: An
 
 
 def test_the_head_is_told_who_passed_it(ground: Any, child: Any) -> None:
-    holds(child, 7, 7200)
+    ground.hold(*range(7), until=time.time() + 7200)
     large = child(
         "import logging, sys, time, safe_gpu\n"
         "from safe_gpu.claim import search as news\n"
@@ -84,9 +73,9 @@ def test_the_head_is_told_who_passed_it(ground: Any, child: Any) -> None:
     )
     while "waiting for 8 GPUs" not in large.hear():
         pass
-    holds(child, 1, 600)
-    while not re.search(r"; passed by \S+ \(1 GPU, until \d\d:\d\d\)$", large.hear()):
-        pass
+    with claim_gpus(1, NoPlaceholder(), affinity=None, hold_for=600):
+        while not re.search(r"; passed by \S+ \(1 GPU, until \d\d:\d\d\)$", large.hear()):
+            pass
 
 
 def test_run_mentions_for_once_where_it_may_help(ground: Any, command: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,8 @@ from safe_gpu.coordination.leases import lease_name
 from safe_gpu.coordination.records import ClaimEnd
 from safe_gpu.status.history import PastClaim, claims_between
 
+from .conftest import in_fork
+
 
 def claim(number: int = 1, **options: Any) -> safe_gpu.GPUOwner:
     return safe_gpu.GPUOwner(number, safe_gpu.NoPlaceholder(), affinity=None, timeout=0, **options)
@@ -143,12 +145,9 @@ def test_a_history_that_cannot_be_written_costs_its_line_and_no_claim(state_dir:
     assert len(past()) == 2
 
 
-def test_a_claim_inside_another_has_no_line(state_dir: Path, monkeypatch: pytest.MonkeyPatch, command: Any) -> None:
-    code = "import safe_gpu; safe_gpu.GPUOwner(1, safe_gpu.NoPlaceholder(), affinity=None, timeout=0).release_gpus()"
-    import sys
-
-    done = command.run("run", "-n", 2, "-q", "--", sys.executable, "-c", code)
-    assert done.returncode == 0, done.stderr
+def test_a_claim_inside_another_has_no_line(state_dir: Path) -> None:
+    with claim(2, delegate=True):
+        in_fork(lambda: claim(1).release_gpus())
     assert [len(one.gpus) for one in past()] == [2]
     for file in (state_dir / "leases").glob("*.inner.lock"):
         assert file.read_bytes() == b""

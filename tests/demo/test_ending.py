@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,14 @@ def started(command: Any, tmp_path: Path) -> Any:
     assert demo.stdout.readline().startswith("A race on a simulated host")
     while not (helpers := procfs.descendants(demo.pid)):
         assert demo.poll() is None, demo.stderr.read()
+        time.sleep(0.002)
     return demo, helpers, temporary
 
 
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM), (signal.SIGHUP, -signal.SIGHUP)]
 )
-def test_a_signal_ends_all_of_it(started: Any, eventually: Any, number: int, code: int) -> None:
+def test_a_signal_ends_all_of_it(started: Any, number: int, code: int) -> None:
     demo, helpers, temporary = started
     if number == signal.SIGINT:
         os.killpg(demo.pid, number)  # as a terminal sends it: to the helpers, too
@@ -44,6 +46,7 @@ def test_a_second_ctrl_c_does_not_disturb_the_cleaning(started: Any) -> None:
     demo, helpers, temporary = started
     while demo.poll() is None:
         os.killpg(demo.pid, signal.SIGINT)
+        time.sleep(0.002)
     assert demo.wait() in (130, -signal.SIGINT)  # the last one may come when the program is over
     assert os.listdir(temporary) == []
     assert all(procfs.has_ended(pid) for pid in helpers)

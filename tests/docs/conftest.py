@@ -101,6 +101,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     blocks = {
         "block": lambda block: True,
         "run_block": lambda block: block.kind == "runs",
+        "long_block": lambda block: block.kind == "starts",
         "session": lambda block: block.kind == "session",
         "code": lambda block: block.language in ("bash", "python"),
     }
@@ -289,38 +290,3 @@ def session_script(text: str) -> tuple[str, list[tuple[str, str]]]:
 
 
 MARK = "-- the next command --"
-
-
-@pytest.fixture(name="same")
-def _same() -> Callable[..., bool]:
-    return same
-
-
-@pytest.fixture
-def scenes() -> dict[str, Callable[[Desk], None]]:
-    """What goes on around a block, by the name after ``runs:`` or ``session:``."""
-    return SCENES
-
-
-@pytest.fixture(name="session_script")
-def _session_script() -> Callable[[str], tuple[str, str, list[tuple[str, str]]]]:
-    def make(text: str) -> tuple[str, str, list[tuple[str, str]]]:
-        script, steps = session_script(text)
-        return script, MARK, steps
-
-    return make
-
-
-@pytest.fixture
-def pages() -> dict[str, Path]:
-    return PAGES
-
-
-@pytest.fixture
-def blocks() -> list[Block]:
-    return all_blocks()
-
-
-@pytest.fixture
-def root() -> Path:
-    return ROOT

@@ -7,19 +7,21 @@ from typing import Any
 
 import pytest
 
-KINDS = ("run", "runs", "prints", "session", "needs", "text")
+from .conftest import MARK, SCENES, same, session_script
+
+KINDS = ("run", "runs", "prints", "session", "starts", "needs", "text")
 
 
 def test_every_block_says_what_it_is(block: Any) -> None:
     assert block.kind in KINDS, (
         f"{block.name}: write <!-- runs -->, <!-- session --> ... before it, see tests/README.md"
     )
-    if block.kind in ("run", "needs"):
+    if block.kind in ("run", "starts", "needs"):
         assert block.about
     if block.kind == "runs":
         assert block.language in ("bash", "python")
     if block.language in ("bash", "python"):
-        assert block.kind in ("run", "runs", "needs"), f"{block.name}: code is run, or needs something to run"
+        assert block.kind in ("run", "runs", "starts", "needs"), f"{block.name}: code is run, or needs something to run"
     if block.kind == "text":
         first = block.text.split(maxsplit=1)[0]
         assert first not in ("$", "safe-gpu", "python", "python3", "pip", "import", "from"), (
@@ -35,46 +37,43 @@ def test_code_can_be_read(code: Any) -> None:
         assert done.returncode == 0, done.stderr
 
 
-def test_what_runs_prints_what_the_page_says(run_block: Any, desk: Any, scenes: Any, same: Any) -> None:
-    scenes[run_block.about](desk)
+def test_what_runs_prints_what_the_page_says(run_block: Any, desk: Any) -> None:
+    SCENES[run_block.about](desk)
     printed = desk.python(run_block.text) if run_block.language == "python" else desk.shell(run_block.text)
     if run_block.output is not None:
         assert same(printed, run_block.output, loosely=run_block.loosely), printed
 
 
-def test_a_session_goes_as_the_page_says(session: Any, desk: Any, scenes: Any, same: Any, session_script: Any) -> None:
-    scenes[session.about](desk)
-    script, mark, steps = session_script(session.text)
-    printed = desk.shell(script).split(f"{mark}\n")[1:]
+def test_what_takes_long_knows_all_its_options(long_block: Any, desk: Any) -> None:
+    said = desk.shell(f"{long_block.text.strip()} --no-such-option || test $? = 2")
+    assert said.endswith(": error: unrecognized arguments: --no-such-option\n")
+
+
+def test_a_session_goes_as_the_page_says(session: Any, desk: Any) -> None:
+    SCENES[session.about](desk)
+    script, steps = session_script(session.text)
+    printed = desk.shell(script).split(f"{MARK}\n")[1:]
     for (command, expected), actual in zip(steps, printed, strict=True):
         assert same(actual, expected), f"$ {command}\n{actual}"
 
 
 @pytest.mark.parametrize(
-    ("printed", "expected", "equal"),
+    ("printed", "expected", "loosely", "equal"),
     [
-        ("a  b\nc\n", "a b\nc", True),
-        ("a\nb\n", "a\nc\n", False),
-        ("process 12 waits 3 s\n", "process 4711 waits 12 min\n", True),
-        ("GPU 1\n", "GPU 2\n", False),
-        ("1 of 8 GPUs free\n", "2 of 8 GPUs free\n", False),
-        ("first\nx\ny\nlast\n", "first\n...\nlast\n", True),
-        ("first\nx\ny\n", "first\n...\nlast\n", False),
+        ("a  b\nc\n", "a b\nc", False, True),
+        ("a\nb\n", "a\nc\n", False, False),
+        ("process 12 waits 3 s\n", "process 4711 waits 12 min\n", False, True),
+        ("GPU 1\n", "GPU 2\n", False, False),
+        ("1 of 8 GPUs free\n", "2 of 8 GPUs free\n", False, False),
+        ("first\nx\ny\nlast\n", "first\n...\nlast\n", False, True),
+        ("first\nx\ny\n", "first\n...\nlast\n", False, False),
+        ("a 1\nb 2\n", "b 7\na 8\n", True, True),
+        ("a 1\nb 2\n", "b 7\n", True, False),
+        ("a 1\nb 2\n", "b 7\n...\n", True, True),
+        ("a 1\n", "a 1\nb 7\n...\n", True, False),
+        ("GPU 1\nGPU 2\n", "GPU 3\n", True, False),
     ],
 )
-def test_only_what_varies_may_differ(same: Any, printed: str, expected: str, equal: bool) -> None:
-    assert same(printed, expected) is equal
-
-
-@pytest.mark.parametrize(
-    ("printed", "expected", "equal"),
-    [
-        ("a 1\nb 2\n", "b 7\na 8\n", True),
-        ("a 1\nb 2\n", "b 7\n", False),
-        ("a 1\nb 2\n", "b 7\n...\n", True),
-        ("a 1\n", "a 1\nb 7\n...\n", False),
-        ("GPU 1\nGPU 2\n", "GPU 3\n", False),
-    ],
-)
-def test_a_loose_comparison_minds_lines_and_how_often(same: Any, printed: str, expected: str, equal: bool) -> None:
-    assert same(printed, expected, loosely=True) is equal
+def test_only_what_varies_may_differ(printed: str, expected: str, loosely: bool, equal: bool) -> None:
+    """A loose comparison minds lines and how often they come."""
+    assert same(printed, expected, loosely=loosely) is equal

@@ -21,8 +21,8 @@ import pytest
 
 import safe_gpu
 
-HERE = Path(__file__).parent
-TOOLS = HERE.parents[1] / "tools"
+PROGRAMS = Path(__file__).parent / "programs"
+TOOLS = Path(__file__).parents[2] / "tools"
 PACKAGE_ROOT = Path(safe_gpu.__file__).parents[1]
 NAMES = ("hosta", "hostb", "hostc", "hostd")
 
@@ -158,27 +158,3 @@ def make_hosts() -> Iterator[Callable[..., Hosts]]:
     yield make
     for hosts in made:
         hosts.remove()
-
-
-@pytest.fixture(scope="session")
-def until() -> Callable[..., None]:
-    """:func:`wait_until`."""
-    return wait_until
-
-
-@pytest.fixture(scope="session")
-def needed() -> Callable[[str], None]:
-    """:func:`missing`."""
-    return missing
-
-
-@pytest.fixture(scope="session")
-def engine_python() -> Callable[[str], str]:
-    """:func:`python_with`."""
-    return python_with
-
-
-@pytest.fixture(scope="session")
-def programs() -> Path:
-    """Where the programs for the hosts are."""
-    return HERE / "programs"

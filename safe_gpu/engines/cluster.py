@@ -22,8 +22,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import itemgetter
-from typing import Generic, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from ..errors import ClaimTimeout, NotEnoughGpusError, SafeGpuError, UnsatisfiableRequestError
 
@@ -94,86 +93,69 @@ def claim_on_all(
         SafeGpuError: the error of a host, see :func:`on_host`. All claimers have been abandoned then.
     """
     order = sorted(range(len(claimers)), key=lambda number: claimers[number].rank)
+    deadline = None if timeout is None else clock() + timeout
+    grants: list[_GrantT] = []  # of the first hosts in the order, which stay held
     try:
-        grants = _Attempt([claimers[number] for number in order], timeout, on_wait, clock).run()
+        while len(grants) < len(order):
+            ahead = [claimers[number] for number in order[len(grants) :]]
+            granted, refusal = _try(ahead[:1] if timeout == 0 and not grants else ahead)
+            grants += granted
+            if refusal is None:
+                continue
+            if timeout == 0:
+                raise refusal
+            busy = ahead[len(granted)]
+            left = None if deadline is None else deadline - clock()
+            if timeout is not None and left is not None and left <= 0:
+                error = ClaimTimeout(
+                    refusal.message, nb_gpus=refusal.nb_gpus, verdicts=refusal.verdicts, timeout=timeout
+                )
+                error.__dict__["host"] = busy.host  # the message names it already
+                raise error
+            if on_wait is not None:
+                on_wait(busy.host, refusal)
+            busy.begin(left)
+            try:
+                grants.append(busy.outcome())
+            except SafeGpuError as err:
+                if isinstance(err, ClaimTimeout) and timeout is not None:
+                    err.timeout = timeout  # the host was given only the remaining time
+                raise on_host(busy.host, err) from None
     except BaseException:
         for claimer in claimers:
             claimer.abandon()
         raise
-    return [grant for _, grant in sorted(zip(order, grants, strict=True), key=itemgetter(0))]
+    by_number = dict(zip(order, grants, strict=True))
+    return [by_number[number] for number in range(len(claimers))]
 
 
-class _Attempt(Generic[_GrantT]):
-    def __init__(
-        self,
-        claimers: Sequence[HostClaimer[_GrantT]],
-        timeout: float | None,
-        on_wait: Callable[[str, NotEnoughGpusError], None] | None,
-        clock: Callable[[], float],
-    ) -> None:
-        self._claimers = claimers
-        self._timeout = timeout
-        self._on_wait = on_wait
-        self._clock = clock
-        self._deadline = None if timeout is None else clock() + timeout
-        self._grants: list[_GrantT] = []  # of the first hosts in the order, which stay held
-
-    def run(self) -> list[_GrantT]:
-        while len(self._grants) < len(self._claimers):
-            ahead = self._claimers[len(self._grants) :]
-            if self._timeout == 0 and not self._grants:
-                ahead = ahead[:1]
-            refusal = self._try(ahead)
-            if refusal is not None:
-                self._wait_for(self._claimers[len(self._grants)], refusal)
-        return self._grants
-
-    def _try(self, ahead: Sequence[HostClaimer[_GrantT]]) -> NotEnoughGpusError | None:
-        """Try hosts at the same time and keep those before the first busy one; return its refusal, or None."""
-        for claimer in ahead:
-            claimer.begin(0)
-        refusal: NotEnoughGpusError | None = None
-        error: SafeGpuError | None = None
-        behind: list[HostClaimer[_GrantT]] = []
-        for claimer in ahead:
-            try:
-                grant = claimer.outcome()
-            except NotEnoughGpusError as err:
-                refusal = refusal or on_host(claimer.host, err)
-            except SafeGpuError as err:
-                error = error or on_host(claimer.host, err)
-            else:
-                if refusal is None:
-                    self._grants.append(grant)
-                else:
-                    behind.append(claimer)
-        if error is not None:  # waiting for the busy hosts cannot help
-            raise error
-        for claimer in behind:
-            claimer.give_back()
-        for claimer in behind:
-            claimer.given_back()
-        return refusal
-
-    def _wait_for(self, claimer: HostClaimer[_GrantT], refusal: NotEnoughGpusError) -> None:
-        if self._timeout == 0:
-            raise refusal
-        left = None if self._deadline is None else self._deadline - self._clock()
-        if left is not None and left <= 0:
-            error = ClaimTimeout(
-                refusal.message, nb_gpus=refusal.nb_gpus, verdicts=refusal.verdicts, timeout=self._timeout or 0.0
-            )
-            error.__dict__["host"] = claimer.host  # the message names it already
-            raise error
-        if self._on_wait is not None:
-            self._on_wait(claimer.host, refusal)
-        claimer.begin(left)
+def _try(ahead: Sequence[HostClaimer[_GrantT]]) -> tuple[list[_GrantT], NotEnoughGpusError | None]:
+    """Try hosts at the same time and keep those before the first busy one: their grants, and its refusal or None."""
+    for claimer in ahead:
+        claimer.begin(0)
+    grants: list[_GrantT] = []
+    refusal: NotEnoughGpusError | None = None
+    error: SafeGpuError | None = None
+    behind: list[HostClaimer[_GrantT]] = []
+    for claimer in ahead:
         try:
-            self._grants.append(claimer.outcome())
+            grant = claimer.outcome()
+        except NotEnoughGpusError as err:
+            refusal = refusal or on_host(claimer.host, err)
         except SafeGpuError as err:
-            if isinstance(err, ClaimTimeout) and self._timeout is not None:
-                err.timeout = self._timeout  # the host was given only the remaining time
-            raise on_host(claimer.host, err) from None
+            error = error or on_host(claimer.host, err)
+        else:
+            if refusal is None:
+                grants.append(grant)
+            else:
+                behind.append(claimer)
+    if error is not None:  # waiting for the busy hosts cannot help
+        raise error
+    for claimer in behind:
+        claimer.give_back()
+    for claimer in behind:
+        claimer.given_back()
+    return grants, refusal
 
 
 @dataclass(frozen=True)

@@ -149,10 +149,12 @@ class DragonHolder:
         self._requests: Any = None
         self._asked: list[tuple[str, tuple[Any, ...]]] = []
         self._started = False
+        # By these a process of this node can tell whether this one is alive.
+        this_process = (os.uname().nodename, os.getpid(), procfs.start_time(os.getpid()))
         label = f"dragon: claim of process {os.getpid()} on {os.uname().nodename}"
         self._process = Process(
             target=_serve,
-            args=(self._number, wishes, label, self._answers.queue, current().puid, _this_process(), sign),
+            args=(self._number, wishes, label, self._answers.queue, current().puid, this_process, sign),
             # With this order the numbers in the CUDA_VISIBLE_DEVICES that Dragon sets are those of nvidia-smi.
             env={"CUDA_DEVICE_ORDER": "PCI_BUS_ID"},
             policy=Policy(placement=Policy.Placement.HOST_NAME, host_name=self.host),
@@ -223,11 +225,6 @@ class DragonHolder:
             self._requests = None
         except Exception:
             pass  # the holder or Dragon has exited
-
-
-def _this_process() -> tuple[str, int, int | None]:
-    """Node, pid and start time: a process of this node can tell by them whether this one is alive."""
-    return os.uname().nodename, os.getpid(), procfs.start_time(os.getpid())
 
 
 def _serve(

@@ -142,7 +142,10 @@ class HolderProcess:
                     raise
         except SafeGpuError as err:
             return err
-        order = _inherited_order(inherited, snapshot)
+        # The GPUs in the variable that Dragon sets: CUDA_VISIBLE_DEVICES, or ROCR_VISIBLE_DEVICES on AMD hosts.
+        alone = (visible_variables(snapshot)[0], "CUDA_DEVICE_ORDER")
+        visible_limit = read_visible({name: inherited[name] for name in alone if name in inherited}, snapshot)
+        order = () if visible_limit is None else visible_limit.uuids
         scope = os.environ.get("SAFE_GPU_SCOPE", "")  # which lets the workers claim the GPUs of this process
         more = {} if scope == inherited.get("SAFE_GPU_SCOPE") else {"SAFE_GPU_SCOPE": scope}
         held = []
@@ -208,13 +211,6 @@ def enter_worker(cpus: Iterable[int], numa_node: int | None, memory: str | None)
         return str(bind_process(wanted or None, () if numa_node is None else (numa_node,), memory))
     except GPUAffinityError as err:
         return f"not bound: {err}"
-
-
-def _inherited_order(inherited: Mapping[str, str], snapshot: HostSnapshot) -> tuple[str, ...]:
-    """The GPUs in the variable that Dragon sets: CUDA_VISIBLE_DEVICES, or ROCR_VISIBLE_DEVICES on AMD hosts."""
-    alone = (visible_variables(snapshot)[0], "CUDA_DEVICE_ORDER")
-    visible_limit = read_visible({name: inherited[name] for name in alone if name in inherited}, snapshot)
-    return () if visible_limit is None else visible_limit.uuids
 
 
 def _placeholder(snapshot: HostSnapshot) -> Callable[[int], Any] | None:

@@ -15,8 +15,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -36,18 +36,6 @@ def unavailable(reason: str) -> NoReturn:
     if REQUIRED:
         pytest.fail(reason)
     pytest.skip(reason)
-
-
-def _wait_for(condition: Callable[[], Any], what: str, seconds: float = 60.0) -> Any:
-    """The first true answer of ``condition``, asked again and again."""
-    deadline = time.monotonic() + seconds
-    while True:
-        answer = condition()
-        if answer:
-            return answer
-        if time.monotonic() > deadline:
-            pytest.fail(f"after {seconds:g} s: no {what}")
-        time.sleep(0.05)
 
 
 def become_user() -> list[str]:
@@ -246,8 +234,9 @@ class Cluster:
         shutil.rmtree(self.scratch, ignore_errors=True)
 
 
-def _bring_up(script: str, programs: Sequence[str], **settings: str) -> Cluster:
-    """A running cluster, or a skip with the reason."""
+@contextmanager
+def bring_up(script: str, programs: Sequence[str], **settings: str) -> Iterator[Cluster]:
+    """``bring_up("sge_up.sh", ["qsub"], HOSTS="2")``: a running cluster, or a skip with the reason."""
     if os.geteuid() != 0:
         unavailable(f"only root can bring up a scheduler: tools/{script}")
     missing = [name for name in programs if shutil.which(name, path="/usr/sbin:/usr/bin:/sbin:/bin") is None]
@@ -258,19 +247,8 @@ def _bring_up(script: str, programs: Sequence[str], **settings: str) -> Cluster:
     if done.returncode != 0:
         cluster.close()
         unavailable(f"tools/{script} up failed: {done.stdout}{done.stderr}")
-    return cluster
-
-
-@pytest.fixture(scope="session")
-def bring_up() -> Callable[..., Cluster]:
-    """``bring_up("sge_up.sh", ["qsub"], HOSTS="2")``: a cluster, which the caller closes; skips where there is none."""
-    return _bring_up
-
-
-@pytest.fixture(scope="session")
-def wait_for() -> Callable[..., Any]:
-    """``wait_for(condition, "what", seconds)`` returns the first true answer, or fails saying what did not come."""
-    return _wait_for
+    yield cluster
+    cluster.close()
 
 
 @pytest.fixture(scope="session")

@@ -121,9 +121,8 @@ def main() -> None:
         record = json.load(lease)
     shown = [gpu.uuid for gpu in owner.gpus] if AMD else map(str, owner.devices_taken)
     assert os.environ[VISIBLE] == ",".join(shown)
-    facts = {"indices": owner.devices_taken} if AMD else {}
     assert os.sched_getaffinity(0) <= allowed
-    use_gpus(args.hold, job=record["job"], **facts)
+    use_gpus(args.hold, job=record["job"], indices=owner.devices_taken)
     safe_gpu.release_gpus()
 
 

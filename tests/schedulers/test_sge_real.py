@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from support.batch import BatchSystem
+
+from .conftest import bring_up
 
 pytestmark = [pytest.mark.scheduler, pytest.mark.timeout(300)]
 
@@ -38,23 +40,22 @@ class GridEngine(BatchSystem):
 
 
 @pytest.fixture(scope="module")
-def cluster(bring_up: Callable[..., Any]) -> Iterator[Any]:
-    cluster = bring_up("sge_up.sh", ["sge_qmaster", "sge_execd", "qsub"], HOSTS="2", SLOTS="32", GPUS="8")
-    yield cluster
-    cluster.close()
+def cluster() -> Iterator[Any]:
+    with bring_up("sge_up.sh", ["sge_qmaster", "sge_execd", "qsub"], HOSTS="2", SLOTS="32", GPUS="8") as cluster:
+        yield cluster
 
 
 @pytest.fixture
-def sge(cluster: Any, room: Any, wait_for: Callable[..., Any]) -> Iterator[GridEngine]:
-    engine = GridEngine(cluster, room, wait_for)
+def sge(cluster: Any, room: Any) -> Iterator[GridEngine]:
+    engine = GridEngine(cluster, room)
     yield engine
     engine.end_all()
 
 
-def test_twelve_jobs_of_one_two_and_four_gpus(sge: GridEngine, room: Any) -> None:
+def test_jobs_of_one_two_and_four_gpus(sge: GridEngine, room: Any) -> None:
     """Half of them claim a number, half ask Grid Engine what the job declared."""
     jobs = {}
-    for round_ in range(4):
+    for round_ in range(2):
         for number in (4, 2, 1):
             script = room.script(f"$CLAIM claim {'job' if round_ % 2 else number}")
             jobs[sge.submit(*ON_HOST1, "-l", f"gpu={number}", script)] = number
@@ -84,7 +85,7 @@ def test_parallel_environment_over_two_hosts(sge: GridEngine, room: Any) -> None
         f"for host in $(cut -d' ' -f1 $PE_HOSTFILE); do qrsh -inherit -nostdin $host {task} & done", "wait"
     )
     job = sge.submit("-pe", "mpi", "6", "-l", "gpu=1", script)
-    sge.wait_for(lambda: len(room.records("claim")) == 2, "claims on both hosts")
+    sge.claims(2)
     room.go()
     sge.finish(job)
     assert {claim["host"]: len(claim["gpus"]) for claim in room.verdict()} == {HOST1: 3, HOST2: 3}
@@ -95,7 +96,7 @@ def test_mpi_ranks_of_a_parallel_environment(sge: GridEngine, room: Any, mpirun:
     """Open MPI starts its daemons through Grid Engine; each rank claims its share, one GPU of the 2 on its host."""
     rank = room.script("$CLAIM claim job --hold go")
     job = sge.submit("-pe", "mpi", "4", "-l", "gpu=1", room.script(f"{' '.join(mpirun)} {rank}"))
-    sge.wait_for(lambda: len(room.records("claim")) == 4, "claims of 4 ranks")
+    sge.claims(4)
     room.go()
     sge.finish(job)
     claims = room.verdict()
@@ -111,7 +112,7 @@ def test_linear_binding_is_kept(sge: GridEngine, room: Any) -> None:
     """Grid Engine binds each job to a core; the claim binds within that, next to its GPU or not."""
     script = room.script("grep Cpus_allowed_list /proc/self/status", "$CLAIM claim 1 --hold go")
     jobs = [sge.submit(*ON_HOST1, "-binding", "linear:1", "-l", "gpu=1", script) for _ in range(2)]
-    claims = sge.wait_for(lambda: room.records("claim") if len(room.records("claim")) == 2 else None, "two claims")
+    claims = sge.claims(2)
     room.go()
     sge.finish(*jobs)
     room.verdict()
@@ -174,7 +175,7 @@ def test_starter_method_gives_gpus_to_jobs_that_know_nothing(sge: GridEngine, ro
     jobs = {sge.submit(*ON_HOST1, "-l", f"gpu={number}", script): number for number in (1, 2, 4)}
     program = [room.python, f"{room.path}/job.py", "given", "--hold", "go"]
     jobs[sge.submit(*ON_HOST1, "-l", "gpu=1", "-v", f"REFEREE={room.referee}", "-b", "y", *program)] = 1
-    claims = sge.wait_for(lambda: room.records("claim") if len(room.records("claim")) == 4 else None, "four claims")
+    claims = sge.claims(4)
     assert {claim["about"]["JOB_ID"]: len(claim["gpus"]) for claim in claims} == jobs
     holders = {record["pid"] for record in room.leases(HOST1).values()}
     assert len(holders) == 4

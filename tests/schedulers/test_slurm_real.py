@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from support.batch import BatchSystem
+from support.batch import BatchSystem, wait_for
+
+from .conftest import bring_up
 
 pytestmark = [pytest.mark.scheduler, pytest.mark.timeout(300)]
 
@@ -39,24 +42,21 @@ class Slurm(BatchSystem):
         return next(self.room.referee.glob(f"{job}.*")).read_text()
 
 
-def brought_up(
-    bring_up: Callable[..., Any], room: Any, wait_for: Callable[..., Any], **settings: str
-) -> Iterator[Slurm]:
-    cluster = bring_up("slurm_up.sh", PROGRAMS, CPUS="32", GPUS="8", **settings)
-    yield Slurm(cluster, room, wait_for)
-    cluster.close()
+@contextmanager
+def brought_up(room: Any, **settings: str) -> Iterator[Slurm]:
+    with bring_up("slurm_up.sh", PROGRAMS, NODES="1", CPUS="32", GPUS="8", **settings) as cluster:
+        yield Slurm(cluster, room)
 
 
 @pytest.fixture(scope="module")
-def cluster(bring_up: Callable[..., Any]) -> Iterator[Any]:
-    cluster = bring_up("slurm_up.sh", PROGRAMS, NODES="2", CPUS="32", GPUS="8")
-    yield cluster
-    cluster.close()
+def cluster() -> Iterator[Any]:
+    with bring_up("slurm_up.sh", PROGRAMS, NODES="2", CPUS="32", GPUS="8") as cluster:
+        yield cluster
 
 
 @pytest.fixture
-def slurm(cluster: Any, room: Any, wait_for: Callable[..., Any]) -> Iterator[Slurm]:
-    slurm = Slurm(cluster, room, wait_for)
+def slurm(cluster: Any, room: Any) -> Iterator[Slurm]:
+    slurm = Slurm(cluster, room)
     yield slurm
     slurm.end_all()
 
@@ -67,7 +67,7 @@ def test_jobs_with_gres_take_what_slurm_gave_them(slurm: Slurm, room: Any) -> No
     for number in (4, 2, 1, 1):
         script = room.script('echo "given $CUDA_VISIBLE_DEVICES"', "$CLAIM claim job --hold go")
         jobs[slurm.submit(*ON_NODE1, f"--gres=gpu:{number}", script)] = number
-    claims = slurm.wait_for(lambda: room.records("claim") if len(room.records("claim")) == 4 else None, "four claims")
+    claims = slurm.claims(4)
     room.go()
     slurm.finish(*jobs)
     room.verdict()
@@ -101,7 +101,7 @@ def test_tasks_of_srun_share_what_the_job_has(slurm: Slurm, room: Any) -> None:
     """Four tasks on each of two nodes, 8 GPUs a node: two for each task."""
     step = room.script("$CLAIM claim job --hold go")
     running = slurm.cluster.start("srun", "-N2", "--ntasks-per-node=4", "--gres=gpu:8", step)
-    slurm.wait_for(lambda: len(room.records("claim")) == 8, "claims of 8 tasks")
+    slurm.claims(8)
     room.go()
     output, _ = running.communicate(timeout=90)
     assert running.returncode == 0, output
@@ -109,9 +109,11 @@ def test_tasks_of_srun_share_what_the_job_has(slurm: Slurm, room: Any) -> None:
     assert sorted((claim["host"], len(claim["gpus"])) for claim in claims) == [("n1", 2)] * 4 + [("n2", 2)] * 4
 
 
-def test_tasks_that_srun_binds_to_a_gpu_each(slurm: Slurm, room: Any) -> None:
+@pytest.mark.parametrize("preset", ["dgx-a100", "mi250x"])
+def test_tasks_that_srun_binds_to_a_gpu_each(slurm: Slurm, room: Any, preset: str) -> None:
+    room.preset = preset
     slurm.srun("-N1", "-n4", "--gpus-per-task=1", room.script("$CLAIM claim job"))
-    assert sorted(gpu for claim in room.verdict() for gpu in claim["gpus"]) == ["0", "1", "2", "3"]
+    assert sorted(claim["indices"] for claim in room.verdict()) == [[0], [1], [2], [3]]
 
 
 SHOW_AMD = 'echo "given ${ROCR_VISIBLE_DEVICES-unset} ${CUDA_VISIBLE_DEVICES-unset} ${GPU_DEVICE_ORDINAL-unset}"'
@@ -124,7 +126,7 @@ def claims_of_three_jobs_on_amd_gpus(slurm: Slurm, room: Any) -> set[tuple[str, 
         slurm.submit(*ON_NODE1, f"--gres=gpu:{number}", room.script(SHOW_AMD, "$CLAIM claim job --hold go"))
         for number in (2, 2, 1)
     ]
-    slurm.wait_for(lambda: len(room.records("claim")) == 3, "three claims")
+    slurm.claims(3)
     room.go()
     slurm.finish(*jobs)
     given = set()
@@ -141,18 +143,12 @@ def test_jobs_on_amd_gpus(slurm: Slurm, room: Any) -> None:
     assert claims_of_three_jobs_on_amd_gpus(slurm, room) == {(one, one, one) for one in lists}
 
 
-def test_tasks_that_srun_binds_to_an_amd_gpu_each(slurm: Slurm, room: Any) -> None:
-    room.preset = "mi250x"
-    slurm.srun("-N1", "-n4", "--gpus-per-task=1", room.script("$CLAIM claim job"))
-    assert sorted(claim["indices"] for claim in room.verdict()) == [[0], [1], [2], [3]]
-
-
 def test_mpi_ranks_in_a_job(slurm: Slurm, room: Any, mpirun: list[str]) -> None:
     """mpirun's daemons are Slurm's tasks: every rank inherits SLURM_LOCALID=0, and has a rank of its own."""
     rank = room.script("$CLAIM claim job --hold go")
     script = room.script(f"{' '.join(mpirun)} {rank}")
     job = slurm.submit("-N2", "--ntasks-per-node=2", "--gres=gpu:4", script)
-    slurm.wait_for(lambda: len(room.records("claim")) == 4, "claims of 4 ranks")
+    slurm.claims(4)
     room.go()
     slurm.finish(job)
     claims = room.verdict()
@@ -164,10 +160,11 @@ def test_scancel_in_mid_claim_and_in_the_queue(slurm: Slurm) -> None:
 
 
 @pytest.fixture
-def constrained(bring_up: Callable[..., Any], room: Any, wait_for: Callable[..., Any]) -> Iterator[Slurm]:
+def constrained(room: Any) -> Iterator[Slurm]:
     if not os.path.isdir("/sys/fs/cgroup/devices"):
         pytest.skip("ConstrainDevices is tried with cgroup v1 only, which this machine does not have")
-    yield from brought_up(bring_up, room, wait_for, NODES="1", CONSTRAIN="1")
+    with brought_up(room, CONSTRAIN="1") as slurm:
+        yield slurm
 
 
 def test_numbers_that_count_from_0_in_every_job(constrained: Slurm, room: Any) -> None:
@@ -181,8 +178,9 @@ def test_numbers_that_count_from_0_in_every_job(constrained: Slurm, room: Any) -
 
 
 @pytest.fixture
-def for_amd(bring_up: Callable[..., Any], room: Any, wait_for: Callable[..., Any]) -> Iterator[Slurm]:
-    yield from brought_up(bring_up, room, wait_for, NODES="1", GRES_FLAGS="amd_gpu_env")
+def for_amd(room: Any) -> Iterator[Slurm]:
+    with brought_up(room, GRES_FLAGS="amd_gpu_env") as slurm:
+        yield slurm
 
 
 def test_slurm_configured_for_amd_gpus(for_amd: Slurm, room: Any) -> None:
@@ -191,14 +189,15 @@ def test_slurm_configured_for_amd_gpus(for_amd: Slurm, room: Any) -> None:
 
 
 @pytest.fixture
-def private_tmp(bring_up: Callable[..., Any], room: Any, wait_for: Callable[..., Any]) -> Iterator[Slurm]:
-    yield from brought_up(bring_up, room, wait_for, NODES="1", PRIVATE_TMP="1")
+def private_tmp(room: Any) -> Iterator[Slurm]:
+    with brought_up(room, PRIVATE_TMP="1") as slurm:
+        yield slurm
 
 
 def start(slurm: Slurm, script: str, started: Callable[[], Any]) -> str:
     """Submit a job and wait until it has started; its number."""
     job = slurm.submit(script)
-    slurm.wait_for(started, "start of a job")
+    wait_for(started, "start of a job")
     return job
 
 

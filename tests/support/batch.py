@@ -2,8 +2,21 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection
 from typing import Any
+
+import pytest
+
+
+def wait_for(condition: Callable[[], Any], what: str, pause: float = 0.05) -> Any:
+    """The first true answer of ``condition``, asked again and again; fails saying what did not come."""
+    deadline = time.monotonic() + 120
+    while not (answer := condition()):
+        if time.monotonic() > deadline:
+            pytest.fail(f"after two minutes: no {what}")
+        time.sleep(pause)
+    return answer
 
 
 class BatchSystem:
@@ -12,10 +25,9 @@ class BatchSystem:
     name = ""
     cancel = ""  # the command that ends jobs
 
-    def __init__(self, cluster: Any, room: Any, wait_for: Callable[..., Any]) -> None:
+    def __init__(self, cluster: Any, room: Any) -> None:
         self.cluster = cluster
         self.room = room
-        self.wait_for = wait_for
 
     def submit(self, *words: str) -> str:
         """Submit a job with these options and the script; its number."""
@@ -27,7 +39,17 @@ class BatchSystem:
 
     def finish(self, *jobs: str) -> None:
         """Wait until these jobs are gone."""
-        self.wait_for(lambda: not set(jobs) & set(self.jobs()), f"end of jobs {jobs}", 120)
+        wait_for(lambda: not set(jobs) & set(self.jobs()), f"end of jobs {jobs}", 0.4)  # each look starts processes
+
+    def claims(self, number: int) -> list[dict[str, Any]]:
+        """Wait for so many claims; their records."""
+
+        def all_of_them() -> list[dict[str, Any]] | None:
+            records: list[dict[str, Any]] = self.room.records("claim")
+            return records if len(records) == number else None
+
+        found: list[dict[str, Any]] = wait_for(all_of_them, f"{number} claims")
+        return found
 
     def end_all(self) -> None:
         left = list(self.jobs())
@@ -40,11 +62,11 @@ class BatchSystem:
         GPUs. All run on the host to which the options ``where`` lead."""
         room = self.room
         holder = self.submit(*where, room.script("exec $CLAIM claim 8 --debug-sleep 600"))
-        self.wait_for(lambda: len(room.leases(host)) == 8, "lease of the first")
+        wait_for(lambda: len(room.leases(host)) == 8, "lease of the first")
         waiter = self.submit(*where, room.script("exec $CLAIM claim 8"))
-        self.wait_for(lambda: room.waiting(host) == 1, "ticket of the second")
+        wait_for(lambda: room.waiting(host) == 1, "ticket of the second")
         heir = self.submit(*where, room.script("$CLAIM claim 8"))
-        self.wait_for(lambda: room.waiting(host) == 2, "ticket of the third")
+        wait_for(lambda: room.waiting(host) == 2, "ticket of the third")
         self.cluster.run(self.cancel, waiter)
         self.finish(waiter)
         self.cluster.run(self.cancel, holder)
@@ -52,7 +74,7 @@ class BatchSystem:
         assert [claim["job"] for claim in room.verdict()] == [f"{self.name}:{heir}"]
 
     def check_waiting(self, *where: str) -> None:
-        """Jobs that declare no GPUs run at once as far as the scheduler knows: 6 of 4 GPUs each on 8 take turns."""
+        """Jobs that declare no GPUs run at once as far as the scheduler knows: 4 of 4 GPUs each on 8 take turns."""
         script = self.room.script("$CLAIM claim 4")
-        self.finish(*[self.submit(*where, script) for _ in range(6)])
-        assert [len(claim["gpus"]) for claim in self.room.verdict()] == [4] * 6
+        self.finish(*[self.submit(*where, script) for _ in range(4)])
+        assert [len(claim["gpus"]) for claim in self.room.verdict()] == [4] * 4

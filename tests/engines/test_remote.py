@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from typing import Any
 
 import pytest
@@ -175,8 +174,3 @@ def test_nodes_that_cannot_take_part(nodes: int | list[str], words: str) -> None
     with pytest.raises(UnsatisfiableRequestError, match=words) as caught:
         choose_nodes(nodes, TWICE if nodes == ["hostb"] else ALIVE, "the cluster")
     assert caught.value.value is not None
-
-
-def test_the_error_of_a_lost_holder_survives_pickling() -> None:
-    error = pickle.loads(pickle.dumps(HolderLostError("hosta: gone", host="hosta")))
-    assert (str(error), error.host) == ("hosta: gone", "hosta")

@@ -1,7 +1,7 @@
 """What every rank of the launcher tests does: claim one GPU, and hold it until all ranks hold theirs.
 
     rank.py DIRECTORY RANKS
-    rank.py DIRECTORY RANKS METHOD [FAILING]      RANKS processes of multiprocessing, of which FAILING raises
+    rank.py DIRECTORY RANKS METHOD FAILING      RANKS processes of multiprocessing, of which FAILING raises; -1: none
 
 A placeholder is ready only when all ranks are making theirs, so ranks that wait for each other's placeholder hang. Each
 rank leaves a file in DIRECTORY while it holds its GPU.
@@ -73,4 +73,4 @@ if __name__ == "__main__":
     if len(sys.argv) == 3:
         rank(place, number)
     else:
-        processes(place, number, sys.argv[3], int(sys.argv[4]) if len(sys.argv) > 4 else -1)
+        processes(place, number, sys.argv[3], int(sys.argv[4]))

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import socket
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.real import REQUIRED
 
-# Read here: fixtures hide SAFE_GPU_* from the tests.
-REQUIRED = os.environ.get("SAFE_GPU_REQUIRE_REAL") == "1"
 LOADER = Path(__file__).parent / "loader.py"
 
 pytestmark = [

@@ -18,24 +18,16 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
+from support.real import REQUIRED, unavailable
 
 import safe_gpu
 
 TOOLS = Path(__file__).parents[2] / "tools"
 JOB = Path(__file__).parent / "job.py"
 USER = "gpujobs"
-# Set where a missing part is a failure rather than a skip. Read here: fixtures hide SAFE_GPU_* from the tests.
-REQUIRED = os.environ.get("SAFE_GPU_REQUIRE_REAL") == "1"
-
-
-def unavailable(reason: str) -> NoReturn:
-    """Skip, or fail where nothing may be missing."""
-    if REQUIRED:
-        pytest.fail(reason)
-    pytest.skip(reason)
 
 
 def become_user() -> list[str]:
@@ -72,15 +64,15 @@ class Room:
     @functools.cached_property
     def python(self) -> str:
         """An interpreter that the jobs' user may run: this one, unless it lies in someone's home directory."""
+        check = ["-c", "import sys; sys.exit(sys.version_info < (3, 10))"]
         for python in (sys.executable, "/usr/bin/python3"):
-            check = [python, "-c", "import sys; sys.exit(sys.version_info < (3, 10))"]
             # setpriv itself still opens what root may; what env starts, the user must be able to.
-            if (
-                subprocess.run([*become_user(), "env", *check], capture_output=True, cwd="/", timeout=60).returncode
-                == 0
-            ):
-                return python
-        unavailable("no Python >= 3.10 that an ordinary user may run: try one outside root's home directory")
+            command = [*become_user(), "env", python, *check]
+            if subprocess.run(command, capture_output=True, cwd="/", timeout=60).returncode == 0:
+                break
+        else:
+            unavailable("no Python >= 3.10 that an ordinary user may run: try one outside root's home directory")
+        return python
 
     @property
     def environment(self) -> dict[str, str]:

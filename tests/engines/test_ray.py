@@ -8,14 +8,11 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from .conftest import PROGRAMS, python_with, wait_until
-
-if TYPE_CHECKING:
-    from subprocess import Popen
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(360)]
 
@@ -42,24 +39,18 @@ class RayCluster:
     def address(self, host: str) -> str:
         return f"10.77.0.{self.hosts.names.index(host) + 1}"
 
-    def start(self, host: str, *arguments: str) -> Popen[str]:
+    def start(self, host: str, *arguments: str) -> Any:
         command = [self.python, str(PROGRAMS / "on_ray.py"), ADDRESS, *arguments]
-        process: Popen[str] = self.hosts.start(host, *command, MY_ADDRESS=self.address(host))
-        return process
+        return self.hosts.start(host, *command, MY_ADDRESS=self.address(host))
 
     def run(self, *arguments: str) -> str:
         output: str = self.hosts.finish(self.start("hosta", *arguments), 240)
         print(output)
         return output
 
-    def neighbour(self, host: str, stop: Path, *arguments: str) -> Popen[str]:
-        command = [self.python, str(PROGRAMS / "neighbour.py"), str(stop), *arguments]
-        process: Popen[str] = self.hosts.start(host, *command)
-        return process
-
 
 @pytest.fixture(scope="module")
-def cluster(make_hosts: Callable[..., Any]) -> Iterator[RayCluster]:
+def cluster(make_hosts: Callable[..., Any]) -> RayCluster:
     python = python_with("ray")
     return RayCluster(make_hosts(2), python)
 
@@ -76,16 +67,9 @@ def no_leases_and_no_marks(request: pytest.FixtureRequest) -> Iterator[None]:
         assert not [name for name in left if name.startswith("host")], left
 
 
-def test_workers(cluster: RayCluster) -> None:
-    cluster.run("workers")
-
-
-def test_refusals(cluster: RayCluster) -> None:
-    cluster.run("refusals")
-
-
-def test_a_holder_and_a_worker_die(cluster: RayCluster) -> None:
-    cluster.run("losses")
+@pytest.mark.parametrize("part", ["workers", "refusals", "losses"])
+def test_workers_refusals_and_deaths(cluster: RayCluster, part: str) -> None:
+    cluster.run(part)
 
 
 @pytest.mark.parametrize("end", ["kill", "exit"])
@@ -115,7 +99,8 @@ def test_two_claims_from_opposite_ends(cluster: RayCluster) -> None:
 def test_other_users_on_both_hosts(cluster: RayCluster) -> None:
     hosts = cluster.hosts
     stop = hosts.marks / "stop"
-    others = [cluster.neighbour(host, stop, str(count)) for host in hosts.names for count in (1, 2)]
+    neighbour = [cluster.python, str(PROGRAMS / "neighbour.py"), str(stop)]
+    others = [hosts.start(host, *neighbour, str(count)) for host in hosts.names for count in (1, 2)]
     try:
         cluster.run("among_others")
     finally:

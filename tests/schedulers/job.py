@@ -1,6 +1,6 @@
 """The program of the test jobs: claim GPUs, or take what one is given, and tell the referee.
 
-    job.py claim N [--hold S|go] [--timeout S] [--debug-sleep S] [--placeholders-meet N] [--delegate] [--fail]
+    job.py claim N [--hold S|go] [--timeout S] [--debug-sleep S] [--placeholders-meet N] [--fail]
     job.py given [--hold S|go]
 
 It believes only CUDA_VISIBLE_DEVICES, or ROCR_VISIBLE_DEVICES on a host with AMD GPUs. Two detectors see a GPU that is
@@ -92,7 +92,6 @@ def main() -> None:
     parser.add_argument("--timeout", type=float)
     parser.add_argument("--debug-sleep", type=float, default=0.0)
     parser.add_argument("--placeholders-meet", type=int)
-    parser.add_argument("--delegate", action="store_true")
     parser.add_argument("--fail", action="store_true")
     args = parser.parse_args()
     if args.mode == "given":
@@ -111,7 +110,6 @@ def main() -> None:
         args.number if args.number == "job" else int(args.number),
         meeting(args.placeholders_meet) if args.placeholders_meet else None,
         debug_sleep=args.debug_sleep,
-        delegate=args.delegate,
         **options,
     )
     if args.fail:

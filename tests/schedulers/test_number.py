@@ -154,32 +154,32 @@ def test_request_on_this_host(request_: ResourceRequest, granted: Slots, number:
     assert here(request_, granted) == number
 
 
-class TestSlots:
-    """How much of a parallel job is on this host."""
+def test_slots_of_a_parallel_job_on_this_host(tmp_path: Path) -> None:
+    own = os.uname().nodename.split(".")[0]
+    assert slots({"NSLOTS": "1", "NHOSTS": "1"}) == slots({}) == Slots(1, True)
+    path = tmp_path / "pe_hostfile"
+    environ = {"PE_HOSTFILE": str(path), "NSLOTS": "4", "NHOSTS": "2"}
+    assert slots(environ) == Slots(None, False), "there is no host file"
+    for hosts, found in (
+        (
+            "other 3 all.q@x UNDEFINED\n{own}.site.org 2 all.q@x UNDEFINED\n{own} 1 b.q@x UNDEFINED\n",
+            Slots(3, False),
+        ),
+        ("{own} 2 all.q@{own} UNDEFINED\nother 2 all.q@other UNDEFINED\n", Slots(2, True)),
+        ("other 2 all.q@other UNDEFINED\n", Slots(None, False)),
+    ):
+        path.write_text(hosts.format(own=own))
+        assert slots(environ) == found
 
-    def test_without_a_host_file(self) -> None:
-        assert slots({"NSLOTS": "1", "NHOSTS": "1"}) == slots({}) == Slots(1, True)
-        assert slots({"NSLOTS": "4", "NHOSTS": "2", "PE_HOSTFILE": "/nowhere"}) == Slots(None, False)
 
-    def test_host_file(self, tmp_path: Path) -> None:
-        own = os.uname().nodename.split(".")[0]
-        path = tmp_path / "pe_hostfile"
-        path.write_text(f"other 3 all.q@other UNDEFINED\n{own}.site.org 2 all.q@x UNDEFINED\n{own} 1 b.q@x UNDEFINED\n")
-        environ = {"PE_HOSTFILE": str(path), "NSLOTS": "6", "NHOSTS": "2"}
-        assert slots(environ) == Slots(3, False)
-        path.write_text(f"{own} 2 all.q@{own} UNDEFINED\nother 2 all.q@other UNDEFINED\n")
-        assert slots(environ) == Slots(2, True)
-        path.write_text("other 2 all.q@other UNDEFINED\n")
-        assert slots(environ) == Slots(None, False)
-
-    def test_task_of_qrsh_on_the_host_of_the_script(self, tmp_path: Path) -> None:
-        (tmp_path / "pe_hostfile").write_text(f"{os.uname().nodename} 2 all.q@x UNDEFINED\nother 2 all.q@y UNDEFINED\n")
-        (tmp_path / "1.host").mkdir()
-        assert slots({"SGE_JOB_SPOOL_DIR": str(tmp_path / "1.host"), "NSLOTS": "4", "NHOSTS": "2"}) == Slots(2, True)
-
-    def test_task_of_qrsh_elsewhere(self, tmp_path: Path) -> None:
-        (tmp_path / "config").write_text("pe=mpi\npe_slots=4\nhost_slots=2\n")
-        assert slots({"SGE_JOB_SPOOL_DIR": str(tmp_path), "NSLOTS": "4", "NHOSTS": "2"}) == Slots(2, False)
+def test_slots_of_a_task_that_qrsh_started(tmp_path: Path) -> None:
+    master, elsewhere = tmp_path / "1.host", tmp_path / "host2" / "1.host2"
+    master.mkdir()
+    elsewhere.mkdir(parents=True)
+    (tmp_path / "pe_hostfile").write_text(f"{os.uname().nodename} 2 all.q@x UNDEFINED\nother 2 all.q@y UNDEFINED\n")
+    (elsewhere / "config").write_text("pe=mpi\npe_slots=4\nhost_slots=2\n")
+    found = [slots({"SGE_JOB_SPOOL_DIR": str(place), "NSLOTS": "4", "NHOSTS": "2"}) for place in (master, elsewhere)]
+    assert found == [Slots(2, True), Slots(2, False)]
 
 
 Qstat = Callable[..., dict[str, str]]
@@ -215,16 +215,12 @@ def test_asking_qstat(fake_qstat: Qstat) -> None:
     assert number_for_job(off_its_path) == 2
 
 
-def test_slots_and_ranks_share_what_qstat_says(fake_qstat: Qstat) -> None:
-    environ = {**fake_qstat(qstat_xml(hard(request("gpu", 1)))), "NSLOTS": "4"}
+def test_slots_ranks_and_a_resource_of_another_name(fake_qstat: Qstat) -> None:
+    environ = {**fake_qstat(qstat_xml(hard(request("accel", 1)))), "NSLOTS": "4"}
+    assert declared_gpus(environ) == 0
+    environ["SAFE_GPU_SGE_RESOURCE"] = "accel"
     assert number_for_job(environ) == 4
     assert number_for_job({**environ, "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}) == 1
-
-
-def test_a_resource_of_another_name(fake_qstat: Qstat) -> None:
-    environ = fake_qstat(qstat_xml(hard(request("accel", 3))))
-    assert declared_gpus(environ) == 0
-    assert number_for_job({**environ, "SAFE_GPU_SGE_RESOURCE": "accel"}) == 3
 
 
 @pytest.mark.parametrize(

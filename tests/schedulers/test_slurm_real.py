@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -40,12 +39,6 @@ class Slurm(BatchSystem):
     def output(self, job: str) -> str:
         """What a job has said; its number in no array is what sbatch writes for %a."""
         return next(self.room.referee.glob(f"{job}.*")).read_text()
-
-
-@contextmanager
-def brought_up(room: Any, **settings: str) -> Iterator[Slurm]:
-    with bring_up("slurm_up.sh", PROGRAMS, NODES="1", CPUS="32", GPUS="8", **settings) as cluster:
-        yield Slurm(cluster, room)
 
 
 @pytest.fixture(scope="module")
@@ -160,38 +153,37 @@ def test_scancel_in_mid_claim_and_in_the_queue(slurm: Slurm) -> None:
 
 
 @pytest.fixture
-def constrained(room: Any) -> Iterator[Slurm]:
-    if not os.path.isdir("/sys/fs/cgroup/devices"):
+def alone(room: Any, request: pytest.FixtureRequest) -> Iterator[Slurm]:
+    """A cluster of one node with the setting that a test names."""
+    setting = request.param
+    if setting == {"CONSTRAIN": "1"} and not os.path.isdir("/sys/fs/cgroup/devices"):
         pytest.skip("ConstrainDevices is tried with cgroup v1 only, which this machine does not have")
-    with brought_up(room, CONSTRAIN="1") as slurm:
-        yield slurm
+    with bring_up("slurm_up.sh", PROGRAMS, NODES="1", CPUS="32", GPUS="8", **setting) as cluster:
+        yield Slurm(cluster, room)
 
 
-def test_numbers_that_count_from_0_in_every_job(constrained: Slurm, room: Any) -> None:
+def on_a_cluster_with(**setting: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("alone", [setting], indirect=True, ids=list(setting))
+
+
+@on_a_cluster_with(CONSTRAIN="1")
+def test_numbers_that_count_from_0_in_every_job(alone: Slurm, room: Any) -> None:
     """Under ConstrainDevices each job sees CUDA_VISIBLE_DEVICES=0. Where the driver shows all GPUs nevertheless, as the
     simulated one does, that is one GPU for all: they must take turns."""
     script = room.script('echo "given $CUDA_VISIBLE_DEVICES of $SLURM_JOB_GPUS"', "$CLAIM claim job")
-    jobs = [constrained.submit("--gres=gpu:1", script) for _ in range(3)]
-    constrained.finish(*jobs)
+    jobs = [alone.submit("--gres=gpu:1", script) for _ in range(3)]
+    alone.finish(*jobs)
     assert [claim["gpus"] for claim in room.verdict()] == [["0"]] * 3
-    assert {constrained.output(job).splitlines()[0] for job in jobs} == {f"given 0 of {gpu}" for gpu in range(3)}
+    assert {alone.output(job).splitlines()[0] for job in jobs} == {f"given 0 of {gpu}" for gpu in range(3)}
 
 
-@pytest.fixture
-def for_amd(room: Any) -> Iterator[Slurm]:
-    with brought_up(room, GRES_FLAGS="amd_gpu_env") as slurm:
-        yield slurm
-
-
-def test_slurm_configured_for_amd_gpus(for_amd: Slurm, room: Any) -> None:
+@on_a_cluster_with(GRES_FLAGS="amd_gpu_env")
+def test_slurm_configured_for_amd_gpus(alone: Slurm, room: Any) -> None:
     lists = ("0,1", "2,3", "4")
-    assert claims_of_three_jobs_on_amd_gpus(for_amd, room) == {(one, "unset", "unset") for one in lists}
+    assert claims_of_three_jobs_on_amd_gpus(alone, room) == {(one, "unset", "unset") for one in lists}
 
 
-@pytest.fixture
-def private_tmp(room: Any) -> Iterator[Slurm]:
-    with brought_up(room, PRIVATE_TMP="1") as slurm:
-        yield slurm
+private_tmp = on_a_cluster_with(PRIVATE_TMP="1")
 
 
 def start(slurm: Slurm, script: str, started: Callable[[], Any]) -> str:
@@ -201,31 +193,34 @@ def start(slurm: Slurm, script: str, started: Callable[[], Any]) -> str:
     return job
 
 
-def test_jobs_with_a_private_tmp_get_no_gpu_twice(private_tmp: Slurm, room: Any) -> None:
+@private_tmp
+def test_jobs_with_a_private_tmp_get_no_gpu_twice(alone: Slurm, room: Any) -> None:
     """job_container/tmpfs: each job has a /tmp of its own, so their lease files do not meet. Their names do."""
     script = room.script("export SAFE_GPU_DIR=/tmp/safe-gpu", "$CLAIM claim 8 --hold go")
-    first = start(private_tmp, script, lambda: len(room.records("claim")) == 1)
+    first = start(alone, script, lambda: len(room.records("claim")) == 1)
     script = room.script("export SAFE_GPU_DIR=/tmp/safe-gpu", "$CLAIM claim 1 --timeout 0")
-    second = start(private_tmp, script, lambda: len(room.records("start")) == 2)
-    private_tmp.finish(second)
-    assert "its lease file is not in this state directory" in private_tmp.output(second)
+    second = start(alone, script, lambda: len(room.records("start")) == 2)
+    alone.finish(second)
+    assert "its lease file is not in this state directory" in alone.output(second)
     room.go()
-    private_tmp.finish(first)
+    alone.finish(first)
     assert len(room.verdict()) == 1
 
 
-def test_doctor_sees_the_private_tmp(private_tmp: Slurm, room: Any) -> None:
+@private_tmp
+def test_doctor_sees_the_private_tmp(alone: Slurm, room: Any) -> None:
     script = room.script("export SAFE_GPU_DIR=/tmp/safe-gpu", "$SAFE_GPU doctor --json; $CLAIM given --hold go")
-    job = start(private_tmp, script, lambda: room.records("claim"))
+    job = start(alone, script, lambda: room.records("claim"))
     room.go()
-    private_tmp.finish(job)
-    report = json.JSONDecoder().raw_decode(private_tmp.output(job))[0]
+    alone.finish(job)
+    report = json.JSONDecoder().raw_decode(alone.output(job))[0]
     assert "SAFE_GPU_DIR" in json.dumps(report)
 
 
-def test_a_shared_state_directory_brings_them_together(private_tmp: Slurm, room: Any) -> None:
-    first = start(private_tmp, room.script("$CLAIM claim 8 --hold go"), lambda: room.records("claim"))
-    second = start(private_tmp, room.script("$CLAIM claim 8"), lambda: room.waiting("n1") == 1)
+@private_tmp
+def test_a_shared_state_directory_brings_them_together(alone: Slurm, room: Any) -> None:
+    first = start(alone, room.script("$CLAIM claim 8 --hold go"), lambda: room.records("claim"))
+    second = start(alone, room.script("$CLAIM claim 8"), lambda: room.waiting("n1") == 1)
     room.go()
-    private_tmp.finish(first, second)
+    alone.finish(first, second)
     assert [claim["job"] for claim in room.verdict()] == [f"slurm:{first}", f"slurm:{second}"]

@@ -69,8 +69,8 @@ def test_libraries_are_loaded_from_places_of_root_only(
 
 
 def test_the_cache_of_the_loader_is_read() -> None:
-    assert any(os.path.isfile(path) for path in libraries._cached("libc.so.6"))
-    assert not list(libraries._cached("libnothing.so.1"))
+    assert any(os.path.isfile(path) for path in libraries._candidates("libc.so.6"))
+    assert not any(os.path.isfile(path) for path in libraries._candidates("libnothing.so.1"))
 
 
 @pytest.mark.parametrize("name", ["SAFE_GPU_DIR", "SAFE_GPU_FSROOT", "SAFE_GPU_SIMULATED_DIR"])

@@ -57,7 +57,7 @@ def build_library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
     def build(source: str, name: str, *flags: str) -> Path:
         if compiler is None:
             pytest.skip("the fake driver libraries need a C compiler: neither gcc nor cc is installed")
-        path = libraries / "".join((source, *flags)) / name
+        path = libraries / "".join((Path(source).name, *flags)) / name
         path.parent.mkdir(exist_ok=True)
         with open(path.parent / "lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)

@@ -9,8 +9,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .argument_style import ArgumentStyle
-
 VENDORS = ("nvidia", "amd")
 """Of these GPUs; a claim that chooses none takes the first that the host has."""
 
@@ -20,7 +18,7 @@ MIG_IS_ON = "MIG mode is on: claim one of its instances"
 _SHORTEST_UUID = len("GPU-0123456789abcdef")
 
 
-class _Record:
+class Record:
     """Equality, hash and repr of the dataclasses here.
 
     Each dataclass would generate and compile its own, which adds a millisecond to every process that claims.
@@ -53,7 +51,7 @@ class ProcessKind:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class GpuProcess(_Record):
+class GpuProcess(Record):
     """One process that the driver reports on a GPU.
 
     ``pid`` is the driver's number. In a container it may be a host pid, which may not exist in the container's /proc.
@@ -69,7 +67,7 @@ class GpuProcess(_Record):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Gpu(_Record):
+class Gpu(Record):
     """One device: a GPU, or a MIG instance of a GPU. It may be one that cannot be claimed.
 
     Attributes:
@@ -171,7 +169,7 @@ class Gpu(_Record):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class HostSnapshot(_Record):
+class HostSnapshot(Record):
     """One poll of a driver: all devices in index order (a MIG parent before its instances).
 
     Attributes:
@@ -221,30 +219,6 @@ class HostSnapshot(_Record):
         return HostSnapshot(
             tuple(newer.get(gpu.uuid, gpu) for gpu in self.gpus), self.driver, self.driver_version, self.name_prefix
         )
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class GpuRequest(_Record):
-    """What a claim asks for, already checked and parsed (see ``selection.parse_request``).
-
-    ``min_memory`` is in bytes. ``only`` and ``exclude`` hold indices (``"3"``), MIG labels (``"3:1"``), UUIDs or
-    prefixes of UUIDs. ``model`` is a case-insensitive pattern of the product name: a glob if it has ``*``, ``?`` or
-    ``[``, else a substring. ``vendor`` is one of ``VENDORS``, or None for no choice. ``spelling`` says how messages
-    about the request write its arguments.
-    """
-
-    nb_gpus: int = 1
-    min_memory: int | None = None
-    model: str | None = None
-    only: tuple[str, ...] = ()
-    exclude: tuple[str, ...] = ()
-    vendor: str | None = None
-    spelling: type[ArgumentStyle] = ArgumentStyle
-
-    @property
-    def named_vendor(self) -> str | None:
-        """The vendor of the GPUs that ``only`` names, as far as a whole UUID tells."""
-        return next((vendor_of(name) for name in self.only if len(name) >= _SHORTEST_UUID), None)
 
 
 class GpuFault(NamedTuple):
@@ -309,6 +283,11 @@ def vendor_of(uuid: str) -> str:
     """
     of_rocr = uuid.startswith("GPU-") and len(uuid) == _SHORTEST_UUID and "-" not in uuid[4:]
     return "amd" if of_rocr or uuid.startswith("AMD-") else "nvidia"
+
+
+def vendor_of_name(name: str) -> str | None:
+    """The vendor of the GPU with this name, as far as it is a whole UUID."""
+    return vendor_of(name) if len(name) >= _SHORTEST_UUID else None
 
 
 def normalize_bus_id(bus_id: str) -> str:

@@ -6,12 +6,13 @@ from dataclasses import FrozenInstanceError, replace
 
 import pytest
 
-from safe_gpu.devices import Gpu, GpuProcess, GpuRequest, HostSnapshot
+from safe_gpu.devices import Gpu, GpuProcess, HostSnapshot
+from safe_gpu.selection.request import parse_request
 
 GPU = Gpu(3, "GPU-a", "Model", processes=(GpuProcess(7, memory_used=5),))
 
 
-@pytest.mark.parametrize("record", [GPU, GpuProcess(7), HostSnapshot((GPU,), "nvml"), GpuRequest(2, model="A100")])
+@pytest.mark.parametrize("record", [GPU, GpuProcess(7), HostSnapshot((GPU,), "nvml"), parse_request(2, model="A100")])
 def test_records_compare_by_what_they_say(record: object) -> None:
     for twin in (copy.deepcopy(record), pickle.loads(pickle.dumps(record)), replace(record)):  # type: ignore[type-var]
         assert twin == record

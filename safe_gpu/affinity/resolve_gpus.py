@@ -59,7 +59,7 @@ def by_name(names: Names, snapshot: HostSnapshot) -> ResolvedGpus:
     Raises:
         GPUAffinityError: this host has no such GPU. UnsatisfiableRequestError: a name has none of these forms.
     """
-    from ..selection.request import names_device, parse_names
+    from ..selection.values import names_device, parse_names
 
     wanted = parse_names(names, "gpus")
     found = [gpu for gpu in snapshot.gpus if any(names_device(name, gpu) for name in wanted)]

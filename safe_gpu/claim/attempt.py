@@ -37,11 +37,12 @@ class AttemptResult(NamedTuple):
 
     Attributes:
         enough: enough GPUs are free.
-        outdated: enough GPUs are free, but another waiter was passed on the ground of a poll that is too old.
+        outdated: the poll is too old, or lacks what another waiter's conditions need.
         behind: a ticket ahead competes for the same GPUs and may not be passed.
         unleased: UUIDs of the usable GPUs that nobody holds; empty if ``behind``.
         named: UUIDs of the usable GPUs whose lease is free and whose name another process holds.
         spent: the limit of this user, if it does not allow more; ``unleased`` and ``named`` are empty then.
+        strange: whether a ticket ahead has a condition that is not known here, so that a look soon may show more.
     """
 
     enough: bool = False
@@ -50,6 +51,7 @@ class AttemptResult(NamedTuple):
     unleased: frozenset[str] = frozenset()
     named: frozenset[str] = frozenset()
     spent: LimitReached | None = None
+    strange: bool = False
 
 
 class Attempt:
@@ -68,6 +70,8 @@ class Attempt:
         self.ahead: WaiterAhead | None = None
         self.stopped: Ticket | None = None
         self._passed = False  # on the ground of the poll
+        self._strange = False
+        self._lacking: frozenset[str] = frozenset()
 
     def close(self) -> None:
         """Close the ticket ahead. Safe to call twice."""
@@ -101,7 +105,7 @@ class Attempt:
             try:
                 among = self._open(leases, place)
                 spent = leases.spent()
-                chosen = leases.choose(among) if spent is None else None
+                chosen = leases.choose(among) if spent is None and not self._lacking else None
                 self.result = self._result(leases, chosen, spent)
                 if self.result.enough and chosen is not None:
                     if claim is not None:
@@ -119,11 +123,14 @@ class Attempt:
             )
 
     def _result(self, leases: _Leases, chosen: tuple[Gpu, ...] | None, spent: LimitReached | None) -> AttemptResult:
+        if self._lacking:
+            leases.view.needs |= self._lacking
+            return AttemptResult(outdated=True)
         if chosen is not None:
             outdated = self._passed and leases.view.age > _RECENT
             return AttemptResult(enough=not outdated, outdated=outdated)
         if self.ahead is not None or spent is not None:
-            return AttemptResult(behind=self.ahead is not None, spent=spent)
+            return AttemptResult(behind=self.ahead is not None, spent=spent, strange=self._strange)
         unleased = frozenset(leases.all())
         named = leases.named(unleased) | (leases.dropped & unleased)
         return AttemptResult(unleased=unleased - named, named=named)
@@ -149,7 +156,7 @@ class Attempt:
         ahead = None if waiter is None else waiter.nearest(leases.host)
         if waiter is None or ahead is None:
             return None
-        moment = QueueSnapshot(leases.host, leases.view, leases.all(), leases.named, leases.holdings)
+        moment = QueueSnapshot(leases.host, leases.view, leases.all(), leases.named, place.untaken, leases.holdings)
         try:
             while ahead is not None and moment.is_absent(ahead.ticket):
                 ahead = waiter.nearest(leases.host, beyond=ahead)
@@ -167,6 +174,7 @@ class Attempt:
             raise
         finally:
             self.ahead, self.stopped, self._passed = ahead, moment.stopped, moment.by_poll
+            self._strange, self._lacking = moment.strange, moment.lacking
 
 
 class _Leases:
@@ -217,6 +225,7 @@ class _Leases:
             if len(among) < count:
                 return None
             unoccupied = {uuid: verdict for uuid, verdict in unoccupied.items() if uuid in among}
+        groups = self.view.request.groups if self.view.request.together else None
         self.view.faults, last = _faults(self.host.leases, unoccupied)
         available = set()
         for uuid in unoccupied:
@@ -225,7 +234,7 @@ class _Leases:
                 available.add(uuid)
         while True:
             free = (verdict for uuid, verdict in unoccupied.items() if uuid in available)
-            chosen = choose(free, count, near=self.view.near, last=last)
+            chosen = choose(free, count, near=self.view.near, last=last, groups=groups)
             if chosen is None:
                 return None
             missed = set()

@@ -18,7 +18,7 @@ from ..coordination.legacy import take_legacy_lock
 from ..coordination.locks import StateDirGuard, opened
 from ..coordination.records import program_names
 from ..coordination.signals import DeferredSignals
-from ..devices import Gpu, GpuProcess, GpuRequest, HostSnapshot
+from ..devices import Gpu, GpuProcess, HostSnapshot
 from ..errors import (
     CudaInitializedError,
     GpuContendedError,
@@ -31,6 +31,7 @@ from ..errors import (
 )
 from ..procfs import describe_process, printable, well_formed
 from ..selection.choice import capacity
+from ..selection.request import Selection
 from ..selection.verdicts import HIDDEN, NOT_YET, SHOWN, computes, has_mps_clients, judge, presence
 from ..text import in_brackets
 
@@ -312,7 +313,7 @@ def _contended(
         f"{names} started on GPU {gpu.label} ({gpu.uuid}) without safe_gpu, at the same moment as this claim: "
         "everything was given back, claim again",
         nb_gpus=len(claim.gpus),
-        verdicts=judge(snapshot, GpuRequest(), leased={}, own=own, describe=describe_process),
+        verdicts=judge(snapshot, Selection(), leased={}, own=own, describe=describe_process),
         uuid=gpu.uuid,
         processes=others,
     )
@@ -323,7 +324,7 @@ def _lost(gpu: Gpu, claim: Claim, snapshot: HostSnapshot, own: Collection[int]) 
         f"the driver lost GPU {gpu.label} ({gpu.uuid}) while it was being claimed: everything was given back, claim "
         "again to get another",
         nb_gpus=len(claim.gpus),
-        verdicts=judge(snapshot, GpuRequest(), leased={}, own=own, describe=describe_process),
+        verdicts=judge(snapshot, Selection(), leased={}, own=own, describe=describe_process),
     )
 
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from .. import settings
 from ..argument_style import ArgumentStyle
 from ..coordination.holders import lease_holders
 from ..coordination.locks import MINIMUM_PATIENCE, HostLock
-from ..devices import Gpu, GpuRequest
+from ..devices import Gpu
 from ..drivers import opened_driver
 from ..procfs import describe_process
-from ..selection.request import Rules, parse_request
+from ..selection.request import Rules, Selection, parse_request
 from ..selection.verdicts import judge
 from .options import read_options
 from .search import wait_until_free
@@ -23,8 +23,11 @@ from .times import DEFAULT, DefaultTimeout
 from .view import HostView
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from ..devices import GpuVerdict, HostSnapshot
     from ..runtimes.visible_devices import VisibleLimit
+    from ..selection.request import Conditions
     from .messages import WaitStatus
 
 
@@ -32,23 +35,24 @@ def wait_for_gpus(
     nb_gpus: int | str = 1,
     *,
     timeout: float | str | DefaultTimeout | None = None,
-    min_memory: int | str | None = None,
-    model: str | None = None,
-    exclude: str | int | Iterable[str | int] = (),
-    only: str | int | Iterable[str | int] = (),
     hold_for: float | str | DefaultTimeout | None = DEFAULT,
     vendor: str | None = None,
     logger: Any = None,
     on_wait: Callable[[WaitStatus], None] | None = None,
     spelling: type[ArgumentStyle] = ArgumentStyle,
+    **conditions: Unpack[Conditions],
 ) -> tuple[Gpu, ...]:
     """Wait in the queue until a claim with these arguments would succeed, but claim nothing. The errors are the same.
+
+    Args:
+        conditions: ``min_memory``, ``model`` and the others of :func:`~safe_gpu.claim_gpus`.
 
     Returns:
         The GPUs that the claim would have got. Another process may take them at any time.
     """
-    options = read_options(**locals())
-    with opened_driver.of(options.request) as driver:
+    arguments = {name: value for name, value in locals().items() if name != "conditions"}
+    options = read_options(**arguments, **conditions)
+    with opened_driver(**options.request.driver) as driver:
         return wait_until_free(HostView.of(driver, driver.snapshot(), options.request), options)
 
 
@@ -61,13 +65,13 @@ def get_free_gpus(*, vendor: str | None = None) -> list[str]:
         vendor: as for :func:`~safe_gpu.claim_gpus`, whose default it has too.
     """
     request = parse_request(1, vendor=vendor)
-    with opened_driver.of(request) as driver:
+    with opened_driver(**request.driver) as driver:
         snapshot = driver.snapshot()
-    return [verdict.gpu.label for verdict in current_verdicts(snapshot, GpuRequest()) if verdict.free]
+    return [verdict.gpu.label for verdict in current_verdicts(snapshot, Selection()) if verdict.free]
 
 
 def current_verdicts(
-    snapshot: HostSnapshot, request: GpuRequest, visible_limit: VisibleLimit | None = None, *, inner: bool = False
+    snapshot: HostSnapshot, request: Selection, visible_limit: VisibleLimit | None = None, *, inner: bool = False
 ) -> tuple[GpuVerdict, ...]:
     """Which GPUs of a new poll a request could have, with the holders of the others.
 

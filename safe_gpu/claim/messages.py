@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, NamedTuple
 from ..coordination.holders import lease_holders, recorded_holders
 from ..coordination.leases import inner_name
 from ..coordination.signals import DeferredSignals
-from ..devices import GpuRequest, LeaseHolder
+from ..devices import LeaseHolder
 from ..drivers import may_be_several, open_drivers
 from ..drivers.vendors import NAMES, meant_vendor
 from ..errors import ClaimTimeout, LockTimeout, NotEnoughGpusError, SafeGpuError, UnsatisfiableRequestError
 from ..procfs import user_name
 from ..selection.backfill import dates, free_at, starts
 from ..selection.choice import check_possible
+from ..selection.request import Selection
 from ..selection.verdicts import fence_hint
 from ..text import format_age, gpu_ranges, plural
 from .queue_place import backfill_request, stem_of
@@ -26,7 +27,7 @@ from .view import refuse_gpus_of_ancestors
 
 if TYPE_CHECKING:
     from ..coordination.queue import Ticket
-    from ..devices import GpuRequest, GpuVerdict
+    from ..devices import GpuVerdict
     from ..selection.request import Rules
     from .queue_place import QueuePlace
     from .quota import LimitReached
@@ -70,8 +71,8 @@ def forecast(view: HostView, place: QueuePlace) -> Forecast:
     holders = _recorded_holders(view)
     when = _free_at(view, holders, now)
     ahead = waiter.competing()
-    wants = [backfill_request(one.demand) for one in ahead if one.demand is not None and not one.is_stopped()]
-    wants.append(backfill_request(waiter.demand._replace(hold_for=place.hold_for())))
+    wants = [backfill_request(view, one.demand) for one in ahead if one.demand is not None and not one.is_stopped()]
+    wants.append(backfill_request(view, waiter.demand._replace(hold_for=place.hold_for())))
     start, earliest = starts(wants, when)[-1], list(dates(wants, when))[-1][1]
     mine = {uuid: holder for uuid, holder in holders.items() if stem_of(view, uuid) in waiter.demand.gpus}
     told = any(holder.until is not None for holder in mine.values())
@@ -94,7 +95,7 @@ def _recorded_holders(view: HostView) -> dict[str, LeaseHolder]:
 
 def _free_at(view: HostView, holders: Mapping[str, LeaseHolder], now: float) -> dict[str, float]:
     found = {}
-    for verdict in view.judge_for(GpuRequest(), holders):
+    for verdict in view.judge_for(Selection(), holders):
         holder = holders.get(verdict.gpu.uuid)
         when = now if verdict.free else math.inf
         if holder is not None:
@@ -290,7 +291,7 @@ def _judge(view: HostView, holders: dict[str, LeaseHolder]) -> tuple[GpuVerdict,
 
 
 def refusal_message(
-    request: GpuRequest,
+    request: Selection,
     verdicts: Sequence[GpuVerdict],
     *,
     hint: str = "",
@@ -314,7 +315,7 @@ def refusal_message(
         now: in Unix seconds; None reads the clock.
     """
     free = sum(verdict.free for verdict in verdicts)
-    text = f"{plural(request.nb_gpus)} asked for, {free} free"
+    text = f"{plural(request.nb_gpus)} {f'{request.together} ' if request.together else ''}asked for, {free} free"
     if waited:
         text += f" after {format_age(waited)}"
     if ahead is not None:
@@ -443,7 +444,7 @@ def _who(verdict: GpuVerdict, now: float) -> tuple[str, ...]:
 # Hosts with GPUs of two vendors: a request that those of the default vendor can never satisfy, and the others can.
 
 
-def with_way_out(err: UnsatisfiableRequestError, request: GpuRequest, rules: Rules) -> UnsatisfiableRequestError:
+def with_way_out(err: UnsatisfiableRequestError, request: Selection, rules: Rules) -> UnsatisfiableRequestError:
     """The error of a claim, which also names the vendor to ask for where the GPUs of another one would do."""
     vendor = _that_fits(request, rules)
     if not vendor:
@@ -454,7 +455,7 @@ def with_way_out(err: UnsatisfiableRequestError, request: GpuRequest, rules: Rul
     )
 
 
-def _that_fits(request: GpuRequest, rules: Rules) -> str:
+def _that_fits(request: Selection, rules: Rules) -> str:
     """The first vendor whose GPUs here can satisfy the request; "" if there is none, or the vendor was no default."""
     if request.vendor is not None or meant_vendor(os.environ, request.named_vendor) or not may_be_several():
         return ""

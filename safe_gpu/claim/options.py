@@ -5,22 +5,25 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import settings
 from ..argument_style import ArgumentStyle
 from ..coordination.locks import MINIMUM_PATIENCE
-from ..devices import GpuRequest, HostSnapshot
+from ..devices import HostSnapshot
 from ..errors import PlaceholderError, UnsatisfiableRequestError
 from ..procfs import printable_lines
 from ..runtimes.visible_devices import render_cuda
 from ..schedulers import JobContext, current
-from ..selection.request import parse_request
+from ..selection.request import Selection, parse_request
 from .times import DEFAULT, UNKNOWN, DefaultTimeout, HoldTime, parse_hold_for, parse_timeout
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from ..affinity import AffinityOptions
+    from ..selection.request import Conditions
     from .messages import WaitStatus
     from .quota import Quota
 
@@ -54,7 +57,7 @@ class ClaimOptions(NamedTuple):
             gets these reports.
     """
 
-    request: GpuRequest
+    request: Selection
     timeout: float | None
     began: float
     logger: Any
@@ -99,10 +102,6 @@ def read_options(
     timeout: float | str | DefaultTimeout | None = DEFAULT,
     affinity: str | AffinityOptions | None = None,
     memory: str | None = None,
-    min_memory: int | str | None = None,
-    model: str | None = None,
-    exclude: str | int | Iterable[str | int] = (),
-    only: str | int | Iterable[str | int] = (),
     visible_as: str = "index",
     delegate: bool = False,
     hold_for: float | str | DefaultTimeout | None = DEFAULT,
@@ -110,6 +109,7 @@ def read_options(
     command: str | None = None,
     on_wait: Callable[[WaitStatus], None] | None = None,
     spelling: type[ArgumentStyle] = ArgumentStyle,
+    **conditions: Unpack[Conditions],
 ) -> ClaimOptions:
     """Check the arguments of ``claim_gpus``. The timeout counts from this call.
 
@@ -133,9 +133,7 @@ def read_options(
         from ..schedulers import number_for_job
 
         count = number_for_job(environ, spelling=spelling)
-    request = parse_request(
-        count, min_memory=min_memory, model=model, only=only, exclude=exclude, vendor=vendor, spelling=spelling
-    )
+    request = parse_request(count, vendor=vendor, spelling=spelling, **conditions)
     wait = parse_timeout(timeout, environ, in_batch_job=job.scheduler is not None, spelling=spelling)
     hold = parse_hold_for(hold_for, environ, job, spelling=spelling)
     render_cuda((), visible_as=visible_as, snapshot=HostSnapshot(()))

@@ -169,7 +169,7 @@ class GPUOwner:
             _become_current(self)
             options = read_options(**arguments)
             self.logger = options.logger
-            with opened_driver.of(options.request) as driver:
+            with opened_driver(**options.request.driver) as driver:
                 view = HostView.of(driver, driver.snapshot(), options.request)
                 self._holding.prepare(driver.runtime, options.placeholder_fn, self.logger)
                 if view.age > _STALE:

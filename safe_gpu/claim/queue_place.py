@@ -15,20 +15,25 @@ from .. import procfs
 from ..coordination.files import StateDir
 from ..coordination.leases import may_be_held, read_record
 from ..coordination.locks import opened
-from ..devices import GpuRequest, LeaseHolder
+from ..devices import GpuVerdict, LeaseHolder
 from ..selection.backfill import BackfillRequest, free_at, open_gpus
-from ..selection.choice import can_be_met_by_releases, capacity
+from ..selection.choice import can_be_met_by_releases, capacity, fits
+from ..selection.request import Selection
 from .view import end_of_outer
 
 if TYPE_CHECKING:
     from ..coordination.files import StateDir
     from ..coordination.locks import LockedHost
     from ..coordination.queue import Listing, Ticket, TicketRequest, Waiter
-    from ..devices import Gpu, GpuVerdict
+    from ..devices import Gpu
     from .quota import LeasesByUser, Quota
     from .times import HoldTime
     from .view import HostView
 
+
+TIME_TO_TAKE = 1.0
+"""Seconds in which a waiter takes a free GPU that it can use. One with a condition that is not known here cannot use
+those that it did not take."""
 
 # A claim's place in the queue. The queue's code is loaded only if the claim or another process waits.
 
@@ -38,6 +43,7 @@ class QueuePlace:
 
     def __init__(self, view: HostView, hold: HoldTime, quota: Quota | None = None) -> None:
         self.waiter: Waiter | None = None
+        self.untaken = Untaken()
         self._listed: Listing | None = None
         self._view = view
         self._hold = hold
@@ -49,8 +55,8 @@ class QueuePlace:
             from ..coordination.queue import TicketRequest, Waiter
 
             view = self._view
-            stems = (f"{gpu.uuid}.inner" if view.outer else gpu.uuid for gpu in view.usable)
-            demand = TicketRequest(view.request.nb_gpus, frozenset(stems), view.request.min_memory, self.hold_for())
+            stems = frozenset(stem_of(view, uuid) for uuid in view.wanted)
+            demand = TicketRequest(view.request.nb_gpus, stems, view.request.ticket, self.hold_for())
             self.waiter = Waiter(demand, self._listing())
         return self.waiter
 
@@ -109,9 +115,32 @@ def stem_of(view: HostView, uuid: str) -> str:
     return f"{uuid}.inner" if view.outer else uuid
 
 
-def backfill_request(demand: TicketRequest) -> BackfillRequest:
+def backfill_request(view: HostView, demand: TicketRequest) -> BackfillRequest:
     """A ticket's request as the rule takes it."""
-    return BackfillRequest(demand.nb_gpus, demand.gpus, math.inf if demand.hold_for is None else demand.hold_for)
+    selection, _ = Selection.from_ticket(demand.nb_gpus, demand.conditions)
+    stems = {gpu.uuid: stem_of(view, gpu.uuid) for gpu in view.snapshot.gpus}
+    groups = selection.groups([gpu for gpu in view.snapshot.gpus if stems[gpu.uuid] in demand.gpus])
+    return BackfillRequest(
+        demand.nb_gpus,
+        demand.gpus,
+        math.inf if demand.hold_for is None else demand.hold_for,
+        tuple(frozenset(stems[gpu.uuid] for gpu in group) for group in groups) if len(groups) != 1 else (),
+    )
+
+
+class Untaken:
+    """The GPUs that waiters could have taken, as far as a look tells, and did not: they do not meet a condition of the
+    ticket that is not known here."""
+
+    def __init__(self) -> None:
+        self._free_since: dict[tuple[int, float], dict[str, float]] = {}
+
+    def note(self, ticket: Ticket, free: Iterable[str]) -> frozenset[str]:
+        """Those of these free GPUs (UUIDs) that an earlier look found free too, a second ago or more."""
+        now = time.monotonic()
+        before = self._free_since.get((ticket.seq, ticket.since), {})
+        since = self._free_since[ticket.seq, ticket.since] = {uuid: before.get(uuid, now) for uuid in free}
+        return frozenset(uuid for uuid, moment in since.items() if now - moment >= TIME_TO_TAKE)
 
 
 def _last_holder(leases: StateDir, name: str) -> int | None:
@@ -136,11 +165,14 @@ class QueueSnapshot:
     Args:
         mine: UUIDs of the usable GPUs whose leases this look holds.
         named: returns those of some UUIDs that another process holds by name.
+        untaken: what earlier looks of this claim found free.
         holdings: which users hold what; None if there are no limits.
 
     Attributes:
         stopped: the nearest ticket that was found to be stopped.
         by_poll: whether a waiter was found absent on the ground of the latest poll.
+        strange: whether a ticket has a condition that is not known here.
+        lacking: what the poll lacks to judge the GPUs for a ticket.
     """
 
     def __init__(
@@ -149,14 +181,18 @@ class QueueSnapshot:
         view: HostView,
         mine: Collection[str],
         named: Callable[[Collection[str]], Collection[str]],
+        untaken: Untaken,
         holdings: LeasesByUser | None = None,
     ) -> None:
         self.stopped: Ticket | None = None
         self.by_poll = False
+        self.strange = False
+        self.lacking: frozenset[str] = frozenset()
+        self._untaken = untaken
         self._host = host
         self._view = view
         self._holdings = holdings
-        self._verdicts: dict[int | None, tuple[GpuVerdict, ...]] = {}
+        self._judged: dict[tuple[object, ...], tuple[GpuVerdict, ...]] = {}
         self._leased: dict[str, LeaseHolder] = {}
         self._leaving: set[str] = set()
         self._frozen: dict[bytes, bool] = {}
@@ -192,10 +228,10 @@ class QueueSnapshot:
         if self._holdings is not None and self._holdings.is_at_limit(ticket):
             return True
         wanted = {stem.removesuffix(".inner") for stem in ticket.demand.gpus}
-        if ticket.demand.min_memory is None and self._are_leased(wanted, ticket.demand.nb_gpus):
+        if not ticket.demand.conditions and self._are_leased(wanted, ticket.demand.nb_gpus):
             return False
-        verdicts = self._judged(ticket.demand.min_memory)
-        absent = not can_be_met_by_releases(wanted, ticket.demand.nb_gpus, verdicts, self._leaving)
+        selection, verdicts = self._verdicts(ticket)
+        absent = not can_be_met_by_releases(wanted, selection, verdicts, self._leaving)
         self.by_poll = self.by_poll or absent
         return absent
 
@@ -213,12 +249,14 @@ class QueueSnapshot:
         """
         now = time.time()
         stems = {stem_of(self._view, uuid): uuid for uuid in free}
-        left = open_gpus(backfill_request(demand), self._wants(demand, ahead), stems, self.free_at(now), now)
+        left = open_gpus(
+            backfill_request(self._view, demand), self._wants(demand, ahead), stems, self.free_at(now), now
+        )
         return frozenset(stems[stem] for stem in left)
 
     def free_at(self, now: float) -> dict[str, float]:
         """When each GPU is expected to be free, by the stem of its lease, in Unix seconds."""
-        free = {verdict.gpu.uuid for verdict in self._judged(None) if verdict.free} | self._leaving
+        free = {verdict.gpu.uuid for verdict in self._judge(Selection()) if verdict.free} | self._leaving
         found = {}
         for gpu in self._view.snapshot.gpus:
             when = now if gpu.uuid in free else math.inf
@@ -234,22 +272,33 @@ class QueueSnapshot:
             if ticket.demand is None:
                 yield BackfillRequest(len(demand.gpus) + 1, demand.gpus)  # nobody passes it
             elif not self.is_absent(ticket):
-                yield self._fitting(ticket.demand)
+                yield self._fitting(ticket)
 
-    def _fitting(self, demand: TicketRequest) -> BackfillRequest:
-        """What a waiter wants, without the GPUs that nobody holds and that are too full for it."""
-        want = backfill_request(demand)
-        if not demand.min_memory:
+    def _fitting(self, ticket: Ticket) -> BackfillRequest:
+        """What a waiter wants, without the GPUs that nobody holds and that do not meet its conditions."""
+        assert ticket.demand is not None
+        want = backfill_request(self._view, ticket.demand)
+        if not ticket.demand.conditions:
             return want
-        full = {
-            stem_of(self._view, verdict.gpu.uuid)
-            for verdict in self._judged(demand.min_memory)
-            if not verdict.free and verdict.gpu.uuid not in self._leased and verdict.gpu.uuid not in self._leaving
-        }
-        return want._replace(gpus=want.gpus - full)
+        busy = (one.gpu.uuid for one in self._verdicts(ticket)[1] if not one.free)
+        coming = self._leaving.union(self._leased)
+        return want.without({stem_of(self._view, uuid) for uuid in busy if uuid not in coming})
 
-    def _judged(self, min_memory: int | None) -> tuple[GpuVerdict, ...]:
-        if min_memory not in self._verdicts:
-            request = GpuRequest(min_memory=min_memory)
-            self._verdicts[min_memory] = self._view.judge_for(request, self._leased)
-        return self._verdicts[min_memory]
+    def _verdicts(self, ticket: Ticket) -> tuple[Selection, tuple[GpuVerdict, ...]]:
+        """What a ticket asks for, as far as that is known here, and which GPUs it could have."""
+        assert ticket.demand is not None
+        selection, known = Selection.from_ticket(ticket.demand.nb_gpus, ticket.demand.conditions)
+        self.lacking |= selection.needs - self._view.needs
+        verdicts = self._judge(selection)
+        if known:
+            return selection, verdicts
+        self.strange = True
+        free = [v.gpu for v in verdicts if v.free and stem_of(self._view, v.gpu.uuid) in ticket.demand.gpus]
+        # Of fewer than it needs it takes none, whether it can use them or not.
+        untaken = self._untaken.note(ticket, [gpu.uuid for gpu in free] if fits(selection, free) else ())
+        return selection, tuple(GpuVerdict(v.gpu, "busy") if v.gpu.uuid in untaken else v for v in verdicts)
+
+    def _judge(self, selection: Selection) -> tuple[GpuVerdict, ...]:
+        if selection.conditions not in self._judged:
+            self._judged[selection.conditions] = self._view.judge_for(selection, self._leased)
+        return self._judged[selection.conditions]

@@ -16,11 +16,11 @@ from ..coordination.files import state_dir_path, state_dir_warnings
 from ..coordination.signals import unwind_on_signals
 from ..errors import UnsatisfiableRequestError
 from ..procfs import printable_lines
-from ..selection.choice import check_possible
+from ..selection.choice import check_possible, fits
 from .attempt import Attempt
 from .claim import confirm
 from .options import with_policy_limits
-from .queue_place import QueuePlace
+from .queue_place import TIME_TO_TAKE, QueuePlace
 from .view import ancestor_may_hold
 
 if TYPE_CHECKING:
@@ -80,12 +80,18 @@ class Decision(NamedTuple):
 
 
 def decide(
-    seen: AttemptResult, patience: WaitState, *, needed: int, now: float, next_poll: float, next_look: float = math.inf
+    seen: AttemptResult,
+    patience: WaitState,
+    *,
+    suffices: bool,
+    now: float,
+    next_poll: float,
+    next_look: float = math.inf,
 ) -> Decision:
     """The next step of a claim.
 
     Args:
-        needed: how many GPUs.
+        suffices: whether the unleased GPUs would be enough.
         now: ``time.monotonic()`` value, as are the next two.
         next_poll: earliest time of another poll for the same unleased GPUs.
         next_look: latest time at which a sleeping waiter looks again.
@@ -105,7 +111,7 @@ def decide(
     until = min(patience.deadline, now + _FULL_LOOK)
     if seen.spent is not None:
         return Decision(WATCH, patience, until)
-    if len(seen.unleased) >= needed:  # enough leases are free, but the driver shows processes on those GPUs
+    if suffices:  # enough leases are free, but the driver shows processes on those GPUs
         if seen.unleased != patience.polled_for or now >= next_poll:
             return Decision(POLL, patience._replace(polled_for=seen.unleased))
         until = min(until, next_poll)
@@ -343,10 +349,13 @@ class _Search:
             next_look = math.inf
         elif self._options.quota is None or not self._options.quota.unresolved:
             next_look = self._waiting().next_look(now)
+        if attempt.result.strange:
+            next_look = min(next_look, now + TIME_TO_TAKE)
+        unleased = [gpu for gpu in self._view.usable if gpu.uuid in attempt.result.unleased]
         decision = decide(
             attempt.result,
             self._patience,
-            needed=self._options.request.nb_gpus,
+            suffices=fits(self._options.request, unleased),
             now=now,
             next_poll=self._view.next_poll,
             next_look=next_look,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -18,17 +18,17 @@ from ..coordination import socket_names as names
 from ..coordination.holders import leases_of_this_user, socket_of_this_user
 from ..coordination.leases import LeaseRecord, inner_name, lease_name, may_be_held, read_record
 from ..coordination.locks import LockedHost, opened
-from ..devices import Gpu, GpuRequest, GpuVerdict, HostSnapshot
+from ..devices import Gpu, GpuVerdict, HostSnapshot
 from ..errors import NoDriverError, NotEnoughGpusError, UnsatisfiableRequestError
 from ..procfs import describe_process
 from ..runtimes.visible_limit import visible_limit_of
 from ..selection.choice import candidates
-from ..selection.request import DEFAULT_RULES, Rules
+from ..selection.request import DEFAULT_RULES, Rules, Selection
 from ..selection.verdicts import judge
 
 if TYPE_CHECKING:
     from ..coordination.leases import LeaseRecord
-    from ..devices import Gpu, GpuFault, GpuRequest, HostSnapshot, LeaseHolder
+    from ..devices import Gpu, GpuFault, HostSnapshot, LeaseHolder
     from ..drivers.base import Driver
     from ..runtimes.visible_devices import VisibleLimit
     from ..selection.verdicts import Describe
@@ -76,7 +76,7 @@ def pids_of_outer(record: LeaseRecord) -> tuple[int, ...]:
 
 
 def check_possible_inside(
-    outer: Mapping[str, LeaseRecord], usable: Collection[Gpu], request: GpuRequest, *, delegate: bool
+    outer: Mapping[str, LeaseRecord], usable: Collection[Gpu], request: Selection, *, delegate: bool
 ) -> None:
     """Refuse a request that the outer claim can never satisfy.
 
@@ -125,7 +125,7 @@ def ancestor_may_hold(gpus: Iterable[Gpu], *, inner: bool) -> bool:
 
 
 def refuse_gpus_of_ancestors(
-    verdicts: Iterable[GpuVerdict], usable: Collection[str], request: GpuRequest, *, inner: bool
+    verdicts: Iterable[GpuVerdict], usable: Collection[str], request: Selection, *, inner: bool
 ) -> None:
     """Refuse to wait for GPUs that an ancestor holds: if the ancestor waits for this process, both wait for ever.
 
@@ -189,6 +189,8 @@ class HostView:
 
     Attributes:
         outer: UUID -> record of the claim inside which this one is made; empty if there is none.
+        needs: methods of the driver that complete each poll, for this request, to choose well, and for
+            those of others that it must judge.
         next_poll: ``time.monotonic()`` value before which a waiter must not poll the driver again.
         faults: UUID -> note, of the GPUs on which a claim failed and none has worked since.
         failed: UUID -> reason, of the GPUs on which this very claim has failed; it does not try them again.
@@ -198,7 +200,7 @@ class HostView:
         self,
         driver: Driver,
         snapshot: HostSnapshot,
-        request: GpuRequest,
+        request: Selection,
         *,
         visible_limit: VisibleLimit | None = None,
         own: Collection[int] = (),
@@ -208,8 +210,9 @@ class HostView:
         unlisted: Collection[str] = (),
     ) -> None:
         self.driver = driver
-        self.snapshot = snapshot if request.nb_gpus == 1 else driver.linked(snapshot)
+        self.needs = request.needs | ({"linked"} if request.nb_gpus > 1 else frozenset())
         self.request = request
+        self.snapshot = self._completed(snapshot)
         self.visible_limit = visible_limit
         self.own = set(own)
         self.near = near
@@ -226,7 +229,7 @@ class HostView:
         self._described: tuple[HostSnapshot, Describe] = self.snapshot, cache(describe_process)
 
     @classmethod
-    def of(cls, driver: Driver, snapshot: HostSnapshot, request: GpuRequest) -> HostView:
+    def of(cls, driver: Driver, snapshot: HostSnapshot, request: Selection) -> HostView:
         """The view of this process, limited to the GPUs that its environment and CUDA allow.
 
         Raises:
@@ -256,10 +259,14 @@ class HostView:
     def poll(self) -> None:
         """Poll the driver for the whole host."""
         began = time.monotonic()
-        snapshot = self.driver.snapshot()
-        self.snapshot = snapshot if self.request.nb_gpus == 1 else self.driver.linked(snapshot)
+        self.snapshot = self._completed(self.driver.snapshot())
         self._polled = now = time.monotonic()
         self.next_poll = now + max(_DRIVER_PAUSE, 9 * (now - began))
+
+    def _completed(self, snapshot: HostSnapshot) -> HostSnapshot:
+        for method in sorted(self.needs):
+            snapshot = getattr(self.driver, method)(snapshot)
+        return snapshot
 
     def poll_again(self, gpus: Sequence[Gpu]) -> None:
         """Poll the driver for these GPUs only, or for the whole host if the latest poll of it is old."""
@@ -282,6 +289,14 @@ class HostView:
         if self.outer:
             return [gpu for gpu in self._usable[1] if gpu.uuid in self.outer]
         return self._usable[1]
+
+    @property
+    def wanted(self) -> Iterator[str]:
+        """UUIDs of the GPUs that the request could ever use, those too that the driver does not reach now."""
+        possible = candidates(self.snapshot, self.request, self.visible_limit, rules=self.rules, lost=True)
+        return (
+            one.uuid for one in possible if one.uuid not in self.failed and (not self.outer or one.uuid in self.outer)
+        )
 
     @property
     def unoccupied(self) -> dict[str, GpuVerdict]:
@@ -336,13 +351,13 @@ class HostView:
             verdicts = tuple(GpuVerdict(v.gpu, "busy", why[v.gpu.uuid]) if v.gpu.uuid in why else v for v in verdicts)
         return judged_inside(self.outer, verdicts) if self.outer else verdicts
 
-    def judge_for(self, request: GpuRequest, leased: Mapping[str, LeaseHolder]) -> tuple[GpuVerdict, ...]:
+    def judge_for(self, request: Selection, leased: Mapping[str, LeaseHolder]) -> tuple[GpuVerdict, ...]:
         """The verdicts for a request of another process, whose visible limit is unknown."""
         return self._judge(request, leased, None)
 
     def _judge(
         self,
-        request: GpuRequest,
+        request: Selection,
         leased: Mapping[str, LeaseHolder],
         visible_limit: VisibleLimit | None,
         gpus: Iterable[Gpu] | None = None,

@@ -6,10 +6,13 @@ import argparse
 import os
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..argument_style import ArgumentStyle
 from .output import columns
+
+if TYPE_CHECKING:
+    from ..selection.request import Condition
 
 # argparse as this command line wants it: usage errors of one line that say what was probably meant, its own width.
 
@@ -129,20 +132,14 @@ def _count(text: str) -> int | str:
     return int(text)
 
 
-def _of_request(argument: str) -> Callable[[str], Any]:
-    """The value of an argument of a claim, as the claim reads it."""
-
-    def parse(text: str) -> Any:
-        from ..selection.request import parse_request
-
-        return getattr(parse_request(1, **{argument: text}, spelling=CommandLine), argument)
-
-    return parse
+def _of(condition: type[Condition]) -> Callable[[str], Any]:
+    """The value of a condition, as the claim reads it."""
+    return lambda text: condition.parse(text, CommandLine)
 
 
 def gpu_list(text: str) -> tuple[str, ...]:
     """The value of --gpu: ``0,3``, ``4-7`` or UUIDs."""
-    from ..selection.request import parse_names
+    from ..selection.values import parse_names
 
     return parse_names(text, "gpu", spelling=CommandLine)
 
@@ -163,19 +160,18 @@ _HOW_LONG_TO_WAIT = """how long to wait: 90 (seconds), 15m, 1h30m, 01:30:00, 2-1
 wait (default: SAFE_GPU_TIMEOUT, else inf)"""
 _HOW_LONG_TO_HOLD = """for how long the GPUs will probably be held, such as 30m or 2h, or: unknown; short jobs get in
 earlier, and nothing ends when the time is over (default: SAFE_GPU_FOR, else the end of the batch job)"""
-_WHICH_MODEL = "part of the GPU's name, such as A100, or a pattern: 'RTX*4090'"
 
 
 def add_request(parser: argparse.ArgumentParser) -> None:
     """The options of commands that ask for GPUs."""
+    from ..selection.request import CONDITIONS
+
     add = parser.add_argument
     add("-n", "--gpus", "--nb-gpus", dest="nb_gpus", type=_count, default=1, metavar="N", help=_HOW_MANY)
     add("-t", "--timeout", type=_duration, default=argparse.SUPPRESS, metavar="D", help=_HOW_LONG_TO_WAIT)
     add("--for", dest="hold_for", type=_hold_for, default=argparse.SUPPRESS, metavar="D", help=_HOW_LONG_TO_HOLD)
-    add("--min-memory", type=_of_request("min_memory"), metavar="S", help="free memory on each GPU, such as 20GiB")
-    add("--model", type=_of_request("model"), metavar="P", help=_WHICH_MODEL)
-    add("--exclude", type=_of_request("exclude"), default=(), metavar="L", help="not these GPUs: 0,3 or 4-7 or UUIDs")
-    add("--only", type=_of_request("only"), default=(), metavar="L", help="only these GPUs: 0,3 or 4-7 or UUIDs")
+    for one in CONDITIONS:
+        add(CommandLine.option(one.argument), type=_of(one), metavar=one.metavar, help=one.help)
     add_vendor(parser, "GPUs of this vendor (default: NVIDIA's where there are some)")
 
 

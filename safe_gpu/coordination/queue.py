@@ -47,6 +47,7 @@ _TICK = 20_000_000
 # What no request exceeds. A ticket that does is unreadable.
 _MOST_GPUS = 4096
 _MOST_MEMORY = 1 << 60
+_MOST_CONDITIONS = 16
 _LONGEST_STEM = 100  # UUID.inner
 _LONGEST_NAME = 64
 
@@ -63,14 +64,14 @@ def ticket_name(seq: int) -> str:
 class TicketRequest(NamedTuple):
     """What a waiter wants, as far as others must know it.
 
-    ``gpus`` are the lease names' stems that it could use (UUIDs, or ``UUID.inner`` inside a scope); ``min_memory`` in
-    bytes, None where it does not matter; ``hold_for`` is for how many seconds it will probably hold them, None where it
-    did not say.
+    ``gpus`` are the lease names' stems that it could use (UUIDs, or ``UUID.inner`` inside a scope); ``conditions`` are
+    the names and JSON values of what else it asks of them; ``hold_for`` is for how many seconds it will probably hold
+    them, None where it did not say.
     """
 
     nb_gpus: int
     gpus: frozenset[str]
-    min_memory: int | None = None
+    conditions: tuple[tuple[str, Any], ...] = ()
     hold_for: float | None = None
 
     def competes_with(self, other: TicketRequest) -> bool:
@@ -116,7 +117,7 @@ class Ticket(NamedTuple):
 def encode_ticket(pid: int, demand: TicketRequest) -> bytes:
     import json
 
-    request = {"nb_gpus": demand.nb_gpus, "gpus": sorted(demand.gpus), "min_memory": demand.min_memory}
+    request = {"nb_gpus": demand.nb_gpus, "gpus": sorted(demand.gpus), "min_memory": None, **dict(demand.conditions)}
     user = procfs.well_formed(procfs.user_name(os.geteuid()))
     fields: dict[str, Any] = {"pid": pid, "pidns": procfs.pid_namespace(), "user": user, "request": request}
     fields["hold_for"] = demand.hold_for
@@ -148,11 +149,11 @@ def _decode(seq: int, inode: int, data: bytes) -> Ticket:
     try:
         raw: dict[str, Any] = json.loads(data.decode("utf-8", "replace"))
         request = raw["request"]
-        memory, pidns = request.get("min_memory"), raw.get("pidns")
+        pidns = raw.get("pidns")
         demand = TicketRequest(
             decoding.as_int(request["nb_gpus"], 1, _MOST_GPUS),
             frozenset(str(stem)[:_LONGEST_STEM] for stem in request["gpus"]),
-            None if memory is None else decoding.as_int(memory, 0, _MOST_MEMORY),
+            tuple(_conditions(request)),
             decoding.as_seconds(raw.get("hold_for"), 1),
         )
         pid = int(raw["pid"])
@@ -167,6 +168,17 @@ def _decode(seq: int, inode: int, data: bytes) -> Ticket:
         )
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
         return Ticket(seq, inode, 0, "unknown", 0.0, None)
+
+
+def _conditions(request: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """What a request has besides its number and its GPUs. A value that is no plain one makes sense to nobody."""
+    for name in sorted(request.keys() - {"nb_gpus", "gpus"})[:_MOST_CONDITIONS]:
+        value = request[name]
+        if name == "min_memory" and value is not None:
+            value = decoding.as_int(value, 0, _MOST_MEMORY)
+        if value is not None:
+            plain = isinstance(value, (bool, int, float)) or (isinstance(value, str) and len(value) <= _LONGEST_NAME)
+            yield decoding.as_text(name, _LONGEST_NAME), value if plain else ""
 
 
 class Listing:

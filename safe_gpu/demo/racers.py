@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from .. import errors
 from ..claim.free import current_verdicts
 from ..claim.owner import claim_gpus, release_gpus
-from ..devices import GpuRequest, HostSnapshot
+from ..devices import HostSnapshot
 from ..drivers import opened_driver
 from ..runtimes.visible_limit import visible_limit_of
 from ..selection.choice import check_possible
+from ..selection.request import Selection
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -81,7 +82,7 @@ def look() -> RaceHost:
         if os.environ.get("SAFE_GPU_DRIVER") not in (None, "", "auto"):
             raise
         return RaceHost(HostSnapshot(()))
-    return RaceHost(snapshot, current_verdicts(snapshot, GpuRequest(), visible_limit), visible_limit)
+    return RaceHost(snapshot, current_verdicts(snapshot, Selection(), visible_limit), visible_limit)
 
 
 @contextmanager
@@ -136,7 +137,7 @@ def plan_race(host: RaceHost, racers: int | None = None) -> tuple[int, ...]:
         return ()
     number = racers or max(_FEWEST, min(_MOST, 2 * free))
     try:
-        check_possible(host.snapshot, GpuRequest(2), host.visible_limit)
+        check_possible(host.snapshot, Selection(2), host.visible_limit)
     except errors.UnsatisfiableRequestError:  # on a host with one GPU, and for MIG instances
         return (1,) * number
     return tuple(2 if i % 4 == 3 else 1 for i in range(number))

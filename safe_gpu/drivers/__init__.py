@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from ..argument_style import ArgumentStyle
 
 if TYPE_CHECKING:
-    from ..devices import GpuRequest
     from .base import Driver
 
 __all__ = ["may_be_several", "open_driver", "open_drivers", "opened_driver"]
@@ -179,11 +178,6 @@ class opened_driver:
         self._vendor = vendor
         self._prefer = prefer
         self._spelling = spelling
-
-    @classmethod
-    def of(cls, request: GpuRequest) -> opened_driver:
-        """The driver for a request, which may name the vendor, or a GPU of it by its UUID."""
-        return cls(request.vendor, prefer=request.named_vendor, spelling=request.spelling)
 
     def __enter__(self) -> Driver:
         if sys.platform != "linux":

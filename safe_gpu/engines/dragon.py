@@ -45,7 +45,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from queue import Empty, SimpleQueue
@@ -61,7 +61,10 @@ from .holder import ClaimArguments, HolderProcess, enter_worker
 from .remote import HeldClaim, NodeFacts, choose_nodes, claim_through
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from ..affinity.options import AffinityOptions
+    from ..selection.request import Conditions
 
 
 # Holders in processes of a Dragon runtime: the driver's side that starts and calls them, and the code that they run.
@@ -315,11 +318,8 @@ def claim(
     logger: Any = None,
     affinity: str | AffinityOptions | None = "node",
     memory: str | None = None,
-    min_memory: int | str | None = None,
-    model: str | None = None,
-    exclude: str | int | Iterable[str | int] = (),
-    only: str | int | Iterable[str | int] = (),
     vendor: str | None = None,
+    **conditions: Unpack[Conditions],
 ) -> DragonClaim:
     """Claim GPUs on nodes of the Dragon runtime that this process belongs to: all of them, or none.
 
@@ -334,8 +334,8 @@ def claim(
         logger: gets a message at INFO when the claim waits for a node; default: the logger ``safe_gpu``.
         affinity: the CPUs of the workers, as in ``claim_gpus``.
         memory: the memory policy of the workers, which ``check_worker`` sets.
-        min_memory, model, exclude, only, vendor: as in ``claim_gpus``, on every node. On hosts with GPUs of both
-            vendors Dragon places by those of NVIDIA only.
+        vendor, and conditions such as min_memory and only: as in ``claim_gpus``, on every node. On hosts with GPUs of
+            both vendors Dragon places by those of NVIDIA only.
 
     Raises:
         NotEnoughGpusError: a node has too few free GPUs (ClaimTimeout: until the deadline). The message and the
@@ -349,8 +349,7 @@ def claim(
         raise UnsatisfiableRequestError("there is no Dragon runtime here: start this program with `dragon PROGRAM`")
     from dragon.native.machine import Node, System
 
-    selection = {"min_memory": min_memory, "model": model, "exclude": exclude, "only": only, "vendor": vendor}
-    wishes = ClaimArguments(placeholder_fn, affinity, memory, "index", selection)
+    wishes = ClaimArguments(placeholder_fn, affinity, memory, "index", {"vendor": vendor, **conditions})
     options = wishes.read(gpus_per_node, timeout, logger)
     alive = {str(h_uid): Node(h_uid) for h_uid in System().nodes}
     facts = {key: NodeFacts((node.hostname,), bool(node.gpus)) for key, node in alive.items()}

@@ -15,10 +15,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ..affinity.options import AffinityOptions, parse_options
-from ..devices import ComputeMode, Gpu, GpuRequest, HostSnapshot
+from ..devices import ComputeMode, Gpu, HostSnapshot
 from ..drivers import opened_driver
 from ..errors import GPUAffinityError, SafeGpuError
 from ..runtimes.visible_devices import read_visible, render_visible, visible_variables
+from ..selection.request import Selection
 from .cluster import ClusterGpu
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ class ClaimArguments:
             **self.selection,
         )
 
-    def request(self, nb_gpus: int) -> GpuRequest:
+    def request(self, nb_gpus: int) -> Selection:
         """The request on one host.
 
         Raises:
@@ -123,7 +124,7 @@ class HolderProcess:
         wishes = self._wishes
         inherited = dict(os.environ)
         try:
-            with opened_driver.of(wishes.request(nb_gpus)) as driver:
+            with opened_driver(**wishes.request(nb_gpus).driver) as driver:
                 self._owner = owner = GPUOwner(
                     nb_gpus,
                     wishes.placeholder_fn or _placeholder(driver.snapshot()),
@@ -185,7 +186,7 @@ class HolderProcess:
 
         try:
             request = self._wishes.request(nb_gpus)
-            with opened_driver.of(request) as driver:
+            with opened_driver(**request.driver) as driver:
                 snapshot = driver.snapshot()
                 visible_limit = visible_limit_of(snapshot, nb_gpus, driver.runtime)
             check_possible(snapshot, request, visible_limit, rules=Rules.of(os.environ))

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..claim.times import DEFAULT, DefaultTimeout
@@ -28,7 +28,10 @@ from .holder import ClaimArguments, HolderProcess, enter_worker
 from .remote import HeldClaim, NodeFacts, choose_nodes, claim_through
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from ..affinity.options import AffinityOptions
+    from ..selection.request import Conditions
 
 
 # Ray does not change these variables in processes that have this. Before 2.45 it set ROCR_VISIBLE_DEVICES on AMD GPUs.
@@ -50,12 +53,9 @@ def claim(
     logger: Any = None,
     affinity: str | AffinityOptions | None = "node",
     memory: str | None = None,
-    min_memory: int | str | None = None,
-    model: str | None = None,
-    exclude: str | int | Iterable[str | int] = (),
-    only: str | int | Iterable[str | int] = (),
     visible_as: str = "index",
     vendor: str | None = None,
+    **conditions: Unpack[Conditions],
 ) -> RayClaim:
     """Claim GPUs on nodes of the Ray cluster that this process is connected to: all of them, or none.
 
@@ -70,7 +70,7 @@ def claim(
             out.
         logger: gets a message at INFO when the claim waits for a node; default: the logger ``safe_gpu``.
         affinity, memory: the CPUs and the memory policy of the workers, as in ``claim_gpus``.
-        min_memory, model, exclude, only, visible_as, vendor: as in ``claim_gpus``, on every node.
+        visible_as, vendor, and conditions such as min_memory and only: as in ``claim_gpus``, on every node.
 
     Raises:
         NotEnoughGpusError: a node has too few free GPUs (ClaimTimeout: until the deadline). The message and the
@@ -88,8 +88,7 @@ def claim(
 
     if not is_initialized():
         raise UnsatisfiableRequestError("Ray is not connected: call ray.init(address=...) before the claim")
-    selection = {"min_memory": min_memory, "model": model, "exclude": exclude, "only": only, "vendor": vendor}
-    wishes = ClaimArguments(placeholder_fn, affinity, memory, visible_as, selection)
+    wishes = ClaimArguments(placeholder_fn, affinity, memory, visible_as, {"vendor": vendor, **conditions})
     options = wishes.read(gpus_per_node, timeout, logger)
     alive = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
     # A node may have GPUs although Ray was told of none (--num-gpus 0). Nodes with GPUs are preferred all the same, so

@@ -14,11 +14,33 @@ from typing import NamedTuple
 
 
 class BackfillRequest(NamedTuple):
-    """What one request wants: ``nb`` of ``gpus``, for ``hold_for`` seconds (``math.inf``: for an unknown time)."""
+    """What one request wants: ``nb`` of ``gpus``, for ``hold_for`` seconds (``math.inf``: for an unknown time).
+
+    If there are ``groups``, all must be of one of these.
+    """
 
     nb: int
     gpus: frozenset[str]
     hold_for: float = math.inf
+    groups: tuple[frozenset[str], ...] = ()
+
+    def fits(self, gpus: Collection[str]) -> bool:
+        """Whether it can have all that it wants of these."""
+        return any(len(group.intersection(gpus)) >= self.nb for group in self.groups or (self.gpus,))
+
+    def without(self, gpus: Collection[str]) -> BackfillRequest:
+        """The same, but it cannot use these."""
+        groups = tuple(group.difference(gpus) for group in self.groups)
+        return self._replace(gpus=self.gpus.difference(gpus), groups=groups)
+
+    def earliest(self, free_at: Mapping[str, float]) -> tuple[float, list[str]]:
+        """When enough of its GPUs are expected to be free, and the first that are; all where there never are enough."""
+        best: tuple[float, list[str]] = math.inf, []
+        for group in self.groups or (self.gpus,):
+            first = sorted((free_at.get(gpu, math.inf), gpu) for gpu in group)[: max(0, self.nb)]
+            if first and len(first) == self.nb and (not best[1] or first[-1][0] < best[0]):
+                best = first[-1][0], [gpu for _, gpu in first]
+        return best if best[1] else (math.inf, list(self.gpus))
 
 
 def free_at(now: float, *, since: float, until: float | None) -> float:
@@ -46,7 +68,7 @@ def dates(wants: Iterable[BackfillRequest], free_at: Mapping[str, float]) -> Ite
     """
     earlier: list[tuple[BackfillRequest, float]] = []  # by date
     for want in wants:
-        date = _nth_free(want, free_at)
+        date = want.earliest(free_at)[0]
         for other, other_date in earlier:
             if date < other_date < math.inf and not _may_pass(want, date, other, other_date):
                 date = other_date
@@ -54,15 +76,9 @@ def dates(wants: Iterable[BackfillRequest], free_at: Mapping[str, float]) -> Ite
         yield want, date
 
 
-def _nth_free(want: BackfillRequest, free_at: Mapping[str, float]) -> float:
-    """When enough of its GPUs are expected to be free."""
-    moments = sorted(free_at.get(gpu, math.inf) for gpu in want.gpus)
-    return moments[want.nb - 1] if 0 < want.nb <= len(moments) else math.inf
-
-
 def _may_pass(want: BackfillRequest, start: float, other: BackfillRequest, date: float) -> bool:
     """Whether a request that starts then ends before the other's date, or can do without the other's GPUs."""
-    return start + want.hold_for <= date or len(want.gpus - other.gpus) >= want.nb
+    return start + want.hold_for <= date or want.fits(want.gpus - other.gpus)
 
 
 def open_gpus(
@@ -72,7 +88,7 @@ def open_gpus(
     free_at: Mapping[str, float],
     now: float,
 ) -> frozenset[str]:
-    """The free GPUs that a request may take. It may start if there are ``want.nb`` of them.
+    """The free GPUs that a request may take. It may start if they fit it.
 
     A GPU that somebody ahead wants is open only if the request ends by the date of that waiter, and the date is known.
 
@@ -83,11 +99,11 @@ def open_gpus(
         free_at: see :func:`dates`.
     """
     left = want.gpus.intersection(free)
-    if len(left) >= want.nb:
+    if want.fits(left):
         for other, date in dates(ahead, free_at):
             if not now + want.hold_for <= date < math.inf:
                 left -= other.gpus
-                if len(left) < want.nb:
+                if not want.fits(left):
                     break
     return left
 
@@ -102,12 +118,12 @@ def starts(wants: Iterable[BackfillRequest], free_at: Mapping[str, float]) -> li
     ahead: list[tuple[BackfillRequest, float]] = []
     found = []
     for want, date in dates(wants, free_at):
-        start = _nth_free(want, free_at)
+        start = want.earliest(free_at)[0]
         rivals = [when for other, when in ahead if not other.gpus.isdisjoint(want.gpus)]
         if not rivals or not all(start + want.hold_for <= when < math.inf for when in rivals):
-            start = max(date, _nth_free(want, ends))
-            for gpu in sorted(want.gpus, key=lambda gpu: (ends.get(gpu, math.inf), gpu))[: max(0, want.nb)]:
-                ends[gpu] = start + want.hold_for
+            free, first = want.earliest(ends)
+            start = max(date, free)
+            ends.update(dict.fromkeys(first, start + want.hold_for))
         ahead.append((want, date))
         found.append(start)
     return found

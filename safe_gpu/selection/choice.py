@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import combinations, islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from ..devices import GpuVerdict
 from ..errors import UnsatisfiableRequestError
-from .request import DEFAULT_RULES, Rules, unknown_names
+from .request import DEFAULT_RULES, Rules, Selection
 from .verdicts import UNWATCHABLE, fence_hint, judge, why_outside, why_unusable
 
 if TYPE_CHECKING:
-    from ..devices import Gpu, GpuRequest, GpuVerdict, HostSnapshot, LeaseHolder
+    from ..devices import Gpu, HostSnapshot, LeaseHolder
     from ..runtimes.visible_devices import VisibleLimit
 
 
@@ -21,23 +22,29 @@ if TYPE_CHECKING:
 
 def candidates(
     snapshot: HostSnapshot,
-    request: GpuRequest,
+    request: Selection,
     visible_limit: VisibleLimit | None = None,
     *,
     rules: Rules = DEFAULT_RULES,
+    lost: bool = False,
 ) -> tuple[Gpu, ...]:
-    """Every device that this request could ever get, in the order of the snapshot. Requests compete for these."""
+    """Every device that this request could ever get, in the order of the snapshot. Requests compete for these.
+
+    Args:
+        lost: whether those count that the driver has lost and may find again.
+    """
     return tuple(
         gpu
         for gpu in snapshot.gpus
-        if not (why_unusable(gpu) or _why_unwatchable(gpu, snapshot, rules) or _why_never(gpu, request, visible_limit))
-        and not (gpu.is_mig_instance and request.nb_gpus > 1)
+        if not (gpu.is_mig_instance and request.nb_gpus > 1)
+        and not ((why_unusable(gpu) or _why_unwatchable(gpu, snapshot, rules)) and not (lost and gpu.lost))
+        and not (why_outside(gpu, request, visible_limit) if gpu.lost else _why_never(gpu, request, visible_limit))
     )
 
 
 def check_possible(
     snapshot: HostSnapshot,
-    request: GpuRequest,
+    request: Selection,
     visible_limit: VisibleLimit | None = None,
     *,
     leased: Mapping[str, LeaseHolder] | None = None,
@@ -50,10 +57,10 @@ def check_possible(
     Raises:
         UnsatisfiableRequestError: names the offending value and what to do.
     """
-    for argument, names in (("only", request.only), ("exclude", request.exclude)):
-        for name in unknown_names(names, snapshot):
+    for condition in request.conditions:
+        for name in condition.unknown(snapshot):
             raise UnsatisfiableRequestError(
-                f"{request.spelling.setting(argument, name)} names no single GPU of this host, which has "
+                f"{request.spelling.setting(condition.argument, name)} names no single GPU of this host, which has "
                 f"{_inventory(snapshot.gpus, by_uuid=not name[0].isdigit())}",
                 value=name,
             )
@@ -64,10 +71,11 @@ def check_possible(
     for why_not in (why_unusable, unwatchable, partial(_why_never, request=request, visible_limit=None)):
         left = [gpu for gpu in left if not why_not(gpu)]
         problem = problem or _too_few(request.nb_gpus, left, snapshot, why_not)
+    problem = problem or _too_far_apart(request, left)
     if (
         not problem
         and visible_limit is not None
-        and capacity([gpu for gpu in left if gpu.uuid in visible_limit]) < request.nb_gpus
+        and not fits(request, [gpu for gpu in left if gpu.uuid in visible_limit])
     ):
         hint = fence_hint(verdicts_with(), visible_limit)
         way_out = "" if visible_limit.frozen else ", or set SAFE_GPU_FENCE=ignore to disregard the variable"
@@ -81,17 +89,22 @@ def check_possible(
         )
 
 
+def _too_far_apart(request: Selection, left: Sequence[Gpu]) -> str:
+    """Why these GPUs do not suffice together, although there are enough of them."""
+    most = max(map(capacity, request.groups(left)), default=0)
+    if most >= request.nb_gpus:
+        return ""
+    return f"{f'only {most}' if most > 1 else 'no two'} of this host are {request.together}: ask for fewer"
+
+
 def _why_unwatchable(gpu: Gpu, snapshot: HostSnapshot, rules: Rules) -> str:
     watchable = gpu.processes_supported or snapshot.shared_display or rules.lists_optional
     return "" if watchable else UNWATCHABLE
 
 
-def _why_never(gpu: Gpu, request: GpuRequest, visible_limit: VisibleLimit | None) -> str:
+def _why_never(gpu: Gpu, request: Selection, visible_limit: VisibleLimit | None) -> str:
     """Why the request can never get the device: it is outside, or whether it has the memory will never be known."""
-    reason = why_outside(gpu, request, visible_limit)
-    if not reason and request.min_memory and gpu.memory_free is None:
-        reason = f"the driver does not tell its memory: leave {request.spelling.option('min_memory')} out"
-    return reason
+    return why_outside(gpu, request, visible_limit) or request.why_unknowable(gpu)
 
 
 def _too_few(nb_gpus: int, left: Sequence[Gpu], snapshot: HostSnapshot, why_not: Callable[[Gpu], str]) -> str:
@@ -126,13 +139,13 @@ def _inventory(gpus: Sequence[Gpu], *, by_uuid: bool) -> str:
 
 
 def can_be_met_by_releases(
-    candidate_uuids: Collection[str], nb_gpus: int, verdicts: Iterable[GpuVerdict], leaving: Collection[str] = ()
+    candidate_uuids: Collection[str], request: Selection, verdicts: Iterable[GpuVerdict], leaving: Collection[str] = ()
 ) -> bool:
     """Whether a waiting request would be met if every lease were released. If so, later waiters must not pass it.
 
     Args:
         candidate_uuids: the devices that the request could get (:func:`candidates`).
-        nb_gpus: how many of them it needs.
+        request: how many of them it needs, and which together.
         verdicts: of every device, judged for this request without a visible limit.
         leaving: UUIDs of devices that are busy only with the processes of a claim that has just ended.
     """
@@ -142,7 +155,12 @@ def can_be_met_by_releases(
         if verdict.gpu.uuid in candidate_uuids
         and (verdict.free or verdict.state == "claimed" or verdict.gpu.uuid in leaving)
     ]
-    return capacity(coming) >= nb_gpus
+    return fits(request, coming)
+
+
+def fits(request: Selection, gpus: Sequence[Gpu]) -> bool:
+    """Whether the request can have all its GPUs of these."""
+    return any(capacity(group) >= request.nb_gpus for group in request.groups(gpus))
 
 
 def capacity(gpus: Collection[Gpu]) -> int:
@@ -164,6 +182,7 @@ Hosts with 8 GPUs, and hosts with 16 GPUs behind NVSwitch, have fewer sets.
 """
 
 _Score = tuple[int, int, int, int]
+_Rank = tuple[Any, ...]
 
 
 def choose(
@@ -172,6 +191,7 @@ def choose(
     *,
     near: frozenset[int] | None = None,
     last: Collection[str] = (),
+    groups: Callable[[Sequence[Gpu]], list[list[Gpu]]] | None = None,
 ) -> tuple[Gpu, ...] | None:
     """Pick ``nb_gpus`` of the free devices.
 
@@ -185,6 +205,7 @@ def choose(
         nb_gpus: how many.
         near: NUMA nodes of the CPUs that this process may use; None: no preference.
         last: UUIDs of the devices that are taken only if the others are too few.
+        groups: divides the devices into sets, of one of which all must be.
 
     Returns:
         The devices in index order, or None if fewer are free.
@@ -192,6 +213,12 @@ def choose(
     free = [verdict.gpu for verdict in verdicts if verdict.free]
     if nb_gpus > capacity(free):
         return None
+    if groups is not None and nb_gpus > 1:
+        sets = (
+            choose([GpuVerdict(gpu, "free") for gpu in group], nb_gpus, near=near, last=last) for group in groups(free)
+        )
+        nodes = [gpu.numa_node for gpu in free]
+        return min(filter(None, sets), key=lambda found: _rank(found, nodes, near or (), last), default=None)
     if last:
         sound = [gpu for gpu in free if gpu.uuid not in last]
         if nb_gpus <= capacity(sound):  # also if that leaves MIG instances only
@@ -211,6 +238,21 @@ def _best_one(pool: Sequence[Gpu], near: frozenset[int]) -> Gpu:
         return gpu.display_active, gpu.numa_node not in near, nodes.count(gpu.numa_node), _position(gpu)
 
     return min(pool, key=rank)
+
+
+def _rank(gpus: Sequence[Gpu], nodes: Sequence[int | None], near: Collection[int], last: Collection[str]) -> _Rank:
+    """The rank of a set by the criteria of :func:`choose`; ``nodes`` are those of all free GPUs."""
+    used = {gpu.numa_node for gpu in gpus}
+    uuids = {gpu.uuid for gpu in gpus}
+    return (
+        sum(gpu.uuid in last for gpu in gpus),
+        sum(gpu.display_active for gpu in gpus),
+        len(used),
+        -sum(len(uuids.intersection(gpu.nvlink_peers)) for gpu in gpus),
+        -sum(gpu.numa_node in near for gpu in gpus),
+        sum(map(nodes.count, used)),
+        *map(_position, gpus),
+    )
 
 
 def _position(gpu: Gpu) -> tuple[int, int]:

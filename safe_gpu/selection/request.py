@@ -1,224 +1,320 @@
-"""What a claim asks for: parsing, the names of GPUs, and the rules by which GPUs are judged. Pure."""
+"""What a claim asks for: how many GPUs, the conditions that they must meet, and the rules of judging. Pure.
+
+A condition is a class here, and a row of :data:`CONDITIONS`. Everything else derives from it: the arguments of claims
+and their parsing, the option of the command line, the verdicts, and what a ticket tells others.
+"""
 
 from __future__ import annotations
 
-import operator
-import re
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypedDict
 
 from ..argument_style import ArgumentStyle
-from ..devices import VENDORS, GpuRequest
+from ..devices import VENDORS, Gpu, Record, vendor_of_name
 from ..errors import UnsatisfiableRequestError
+from ..text import format_bytes
+from .values import as_index, matches_model, names_device, parse_names, parse_size, refused, unknown_names
 
 if TYPE_CHECKING:
-    from ..devices import Gpu, HostSnapshot
+    from typing_extensions import Unpack
+
+    from ..devices import HostSnapshot
 
 
-# Parses the arguments of a claim into a :class:`~safe_gpu.devices.GpuRequest`. No device is queried.
+class Conditions(TypedDict, total=False):
+    """The arguments of a claim that set conditions, as callers may write them."""
+
+    min_memory: int | str | None
+    model: str | None
+    exclude: str | int | Iterable[str | int]
+    only: str | int | Iterable[str | int]
 
 
-_UNITS = {
-    "": 1,
-    "b": 1,
-    **{f"{letter}{tail}": 1 << (10 * power) for power, letter in enumerate("kmgt", 1) for tail in ("", "ib")},
-    **{f"{letter}b": 1000**power for power, letter in enumerate("kmgt", 1)},
-}
-# Nobody needs to ask for less memory than this, so a number below it probably lacks its unit.
-_FEWEST_BYTES = 1 << 20
-# Compiled on first use by re's own cache, because most claims need none of these patterns.
-_SIZE = r"\s*([0-9]{1,18}(?:\.[0-9]{0,18})?|\.[0-9]{1,18})\s*([a-zA-Z]{0,9})\s*"
-_RANGE = r"([0-9]{1,4})-([0-9]{1,4})"
-_NAME = r"[0-9]{1,4}(:[0-9]{1,4})?|(GPU|MIG)-[0-9A-Za-z/-]*|AMD-[0-9a-z:.-]*"
+@dataclass(frozen=True, eq=False, repr=False)
+class Condition(Record):
+    """What a claim asks of each GPU, or of the GPUs together, besides their number.
+
+    Texts about GPUs are for people; "" means that the GPU meets the condition.
+
+    Attributes:
+        value: as parsed.
+        argument: of ``claim_gpus``. metavar, help: of the command line's option.
+        ticketed: whether others must know it, since it depends on more than which GPU it is. Then ``value`` is JSON.
+        needs: methods of :class:`~safe_gpu.drivers.base.Driver` that must complete each poll.
+        together: what the GPUs are of which it is a condition that they are so together; "" if it is of each.
+    """
+
+    value: Any
+
+    argument: ClassVar[str]
+    metavar: ClassVar[str]
+    help: ClassVar[str]
+    ticketed: ClassVar[bool] = False
+    needs: ClassVar[frozenset[str]] = frozenset()
+    together: ClassVar[str] = ""
+
+    @classmethod
+    def parse(cls, value: Any, spelling: type[ArgumentStyle]) -> Any:
+        """The checked value; None is no condition.
+
+        Raises:
+            UnsatisfiableRequestError: names the value and what is valid.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def from_ticket(cls, value: object) -> Condition:
+        """The condition of another process's ticket.
+
+        Raises:
+            ValueError, TypeError: the value makes no sense.
+        """
+        try:
+            return cls(cls.parse(value, ArgumentStyle))
+        except UnsatisfiableRequestError as err:
+            raise ValueError(str(err)) from err
+
+    def unknown(self, snapshot: HostSnapshot) -> tuple[str, ...]:
+        """The names in it that fit no single device of this host."""
+        return ()
+
+    def why_outside(self, gpu: Gpu, spelling: type[ArgumentStyle]) -> str:
+        """Why the GPU never meets the condition."""
+        return ""
+
+    def why_unknowable(self, gpu: Gpu, spelling: type[ArgumentStyle]) -> str:
+        """Why it will never be known whether the GPU meets the condition."""
+        return ""
+
+    def why_not_now(self, gpu: Gpu, freed: int = 0) -> str:
+        """Why the GPU does not meet the condition at the moment.
+
+        Args:
+            freed: bytes that are in use by processes that do not count.
+        """
+        return ""
+
+    def met_by(self, gpu: Gpu) -> bool:
+        """Whether the GPU, by itself, meets the condition now."""
+        return not (self.why_outside(gpu, ArgumentStyle) or self.why_not_now(gpu))
+
+    def to_ticket(self) -> Any:
+        """What others must know, as JSON; None if nothing."""
+        return self.value if self.ticketed else None
+
+    def groups(self, gpus: Sequence[Gpu]) -> list[list[Gpu]]:
+        """The largest sets of these GPUs of which any subset meets the condition together."""
+        return [list(gpus)]
+
+
+class MinMemory(Condition):
+    argument, metavar, help = "min_memory", "S", "free memory on each GPU, such as 20GiB"
+    ticketed = True
+
+    @classmethod
+    def parse(cls, value: Any, spelling: type[ArgumentStyle]) -> int | None:
+        return parse_size(value, spelling=spelling) or None
+
+    @classmethod
+    def from_ticket(cls, value: object) -> Condition:
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _MOST_MEMORY:
+            raise ValueError(value)
+        return cls(value)
+
+    def why_outside(self, gpu: Gpu, spelling: type[ArgumentStyle]) -> str:
+        if gpu.memory_total is None or gpu.memory_total >= self.value:
+            return ""
+        return f"{format_bytes(gpu.memory_total)} in all, {format_bytes(self.value)} asked for"
+
+    def why_unknowable(self, gpu: Gpu, spelling: type[ArgumentStyle]) -> str:
+        if gpu.memory_free is not None:
+            return ""
+        return f"the driver does not tell its memory: leave {spelling.option(self.argument)} out"
+
+    def why_not_now(self, gpu: Gpu, freed: int = 0) -> str:
+        if gpu.memory_free is None:
+            return f"free memory unknown, {format_bytes(self.value)} asked for"
+        free = gpu.memory_free + freed
+        return (
+            "" if free >= self.value else f"{format_bytes(free)} of memory free, {format_bytes(self.value)} asked for"
+        )
+
+
+class Model(Condition):
+    argument, metavar = "model", "P"
+    help = "part of the GPU's name, such as A100, or a pattern: 'RTX*4090'"
+
+    @classmethod
+    def parse(cls, value: Any, spelling: type[ArgumentStyle]) -> str:
+        if not isinstance(value, str) or not value.strip():
+            example, pattern = map(spelling.value, ("A100", "RTX*4090"))
+            raise refused(
+                "model", value, f"give part of the name, such as {example}, or a pattern: {pattern}", spelling
+            )
+        return value.strip()
+
+    def why_outside(self, gpu: Gpu, spelling: type[ArgumentStyle]) -> str:
+        if matches_model(self.value, gpu.name):
+            return ""
+        pattern = spelling.setting(self.argument, spelling.value(self.value))
+        return f"{gpu.name or 'GPU without a name'} does not match {pattern}"
+
+
+class _Names(Condition):
+    """Names of GPUs: indices, UUIDs and prefixes of UUIDs."""
+
+    metavar = "L"
+
+    @classmethod
+    def parse(cls, value: Any, spelling: type[ArgumentStyle]) -> tuple[str, ...] | None:
+        return parse_names(value, cls.argument, spelling=spelling) or None
+
+    def unknown(self, snapshot: HostSnapshot) -> tuple[str, ...]:
+        return unknown_names(self.value, snapshot)
+
+    def _names(self, gpu: Gpu) -> bool:
+        return any(names_device(name, gpu) for name in self.value)
+
+
+class Only(_Names):
+    argument, help = "only", "only these GPUs: 0,3 or 4-7 or UUIDs"
+
+    def why_outside(self, gpu: Gpu, spelling: type[ArgumentStyle]) -> str:
+        return "" if self._names(gpu) else f"not listed in {spelling.setting('only', ','.join(self.value))}"
+
+
+class Exclude(_Names):
+    argument, help = "exclude", "not these GPUs: 0,3 or 4-7 or UUIDs"
+
+    def why_outside(self, gpu: Gpu, spelling: type[ArgumentStyle]) -> str:
+        return f"listed in {spelling.setting('exclude', ','.join(self.value))}" if self._names(gpu) else ""
+
+
+CONDITIONS: tuple[type[Condition], ...] = (Only, Exclude, Model, MinMemory)
+"""In the order in which they are checked."""
+
+_MOST_MEMORY = 1 << 60
+
+_BY_ARGUMENT = {condition.argument: condition for condition in CONDITIONS}
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Selection(Record):
+    """What a claim asks for, checked and parsed by :func:`parse_request`.
+
+    ``vendor`` is one of ``VENDORS``, or None for no choice. ``spelling`` says how messages write its arguments.
+    """
+
+    nb_gpus: int = 1
+    conditions: tuple[Condition, ...] = ()
+    vendor: str | None = None
+    spelling: type[ArgumentStyle] = ArgumentStyle
+
+    def value_of(self, argument: str) -> Any:
+        """The value of a condition; None where there is no such condition."""
+        return next((one.value for one in self.conditions if one.argument == argument), None)
+
+    @property
+    def named_vendor(self) -> str | None:
+        """The vendor of the GPUs that ``only`` names, as far as a whole UUID tells."""
+        return next(filter(None, map(vendor_of_name, self.value_of("only") or ())), None)
+
+    @property
+    def driver(self) -> dict[str, Any]:
+        """Arguments of :class:`~safe_gpu.drivers.opened_driver`: the request may name the vendor, or a GPU of it."""
+        return {"vendor": self.vendor, "prefer": self.named_vendor, "spelling": self.spelling}
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """What its conditions need (:attr:`Condition.needs`)."""
+        return frozenset().union(*(one.needs for one in self.conditions))
+
+    @property
+    def ticket(self) -> tuple[tuple[str, Any], ...]:
+        """What others must know of its conditions: arguments and JSON values."""
+        return tuple((one.argument, one.to_ticket()) for one in self.conditions if one.ticketed)
+
+    @classmethod
+    def from_ticket(cls, nb_gpus: int, conditions: Iterable[tuple[str, Any]]) -> tuple[Selection, bool]:
+        """The request of another process, and whether all its conditions are known here."""
+        found = []
+        known = True
+        for argument, value in conditions:
+            try:
+                found.append(_BY_ARGUMENT[argument].from_ticket(value))
+            except (KeyError, ValueError, TypeError):
+                known = False
+        return cls(nb_gpus, tuple(found)), known
+
+    def why_outside(self, gpu: Gpu) -> str:
+        """Why the GPU can never satisfy the request; "" if it can."""
+        return next(filter(None, (one.why_outside(gpu, self.spelling) for one in self.conditions)), "")
+
+    def why_unknowable(self, gpu: Gpu) -> str:
+        """Why it will never be known whether the GPU satisfies the request."""
+        return next(filter(None, (one.why_unknowable(gpu, self.spelling) for one in self.conditions)), "")
+
+    def why_not_now(self, gpu: Gpu, freed: int = 0) -> str:
+        """Why the GPU does not satisfy the request now."""
+        return next(filter(None, (one.why_not_now(gpu, freed) for one in self.conditions)), "")
+
+    def groups(self, gpus: Sequence[Gpu]) -> list[list[Gpu]]:
+        """The largest sets of these GPUs of which any ``nb_gpus`` satisfy the request together."""
+        found = [list(gpus)]
+        if self.nb_gpus > 1:
+            for one in self.conditions:
+                found = [group for part in found for group in one.groups(part)]
+        return found
+
+    @property
+    def together(self) -> str:
+        """What the GPUs must be together; "" if nothing."""
+        return " and ".join(filter(None, (one.together for one in self.conditions))) if self.nb_gpus > 1 else ""
 
 
 def parse_request(
-    nb_gpus: object,
+    nb_gpus: object = 1,
     *,
-    min_memory: int | str | None = None,
-    model: str | None = None,
-    only: object = (),
-    exclude: object = (),
     vendor: object = None,
     spelling: type[ArgumentStyle] = ArgumentStyle,
-) -> GpuRequest:
+    **conditions: Unpack[Conditions],
+) -> Selection:
     """Check and parse what a claim asks for.
 
     Args:
         nb_gpus: a whole number, 1 or more (numpy integers too).
-        min_memory: bytes that must be free on each GPU, in a form that :func:`parse_bytes` accepts; None: any. A number
-            below 1 MiB without a unit is refused.
-        model: a name pattern, see :func:`~safe_gpu.selection.request.matches_model`; None: any.
-        only, exclude: the devices to choose from, and those to leave out: an index (``3``), or a string of indices,
-            ranges, MIG labels and UUID prefixes (``"0,2"``, ``"0-3"``, ``"1:0"``, ``"GPU-8932"``), or an iterable of
-            these. None or an empty iterable means no restriction.
-        vendor: "nvidia" or "amd"; None: no choice.
+        vendor: one of ``VENDORS``; None: no choice.
         spelling: how messages write these arguments.
+        conditions: as ``claim_gpus`` documents them; None or nothing in it is no condition.
 
     Raises:
         UnsatisfiableRequestError: a value is invalid; the message names it and says which values are valid.
     """
-    if model is not None and (not isinstance(model, str) or not model.strip()):
-        way_out = f"give part of the name, such as {spelling.value('A100')}, or a pattern: {spelling.value('RTX*4090')}"
-        raise _refused("model", model, way_out, spelling)
+    given: Mapping[str, Any] = conditions
+    if unknown := given.keys() - _BY_ARGUMENT.keys():
+        raise TypeError(f"there is no argument {min(unknown)!r}")
     if isinstance(vendor, str):
         vendor = vendor.strip().lower()
+    parsed: list[tuple[type[Condition], Any]] = []
+    for one in CONDITIONS:
+        if given.get(one.argument) is not None:
+            parsed.append((one, one.parse(given[one.argument], spelling)))
     if vendor is not None and vendor not in VENDORS:
-        raise _refused("vendor", vendor, f"choose {' or '.join(map(spelling.value, VENDORS))}", spelling)
-    return GpuRequest(
-        nb_gpus=_count(nb_gpus, spelling),
-        min_memory=None if min_memory is None else parse_size(min_memory, spelling=spelling),
-        model=None if model is None else model.strip(),
-        only=parse_names(only, "only", spelling=spelling),
-        exclude=parse_names(exclude, "exclude", spelling=spelling),
-        vendor=None if vendor is None else str(vendor),
-        spelling=spelling,
-    )
-
-
-def _refused(name: str, value: object, way_out: str, spelling: type[ArgumentStyle]) -> UnsatisfiableRequestError:
-    written = spelling.setting(name, spelling.value(value))
-    return UnsatisfiableRequestError(f"{written} makes no sense: {way_out}", value=value)
+        raise refused("vendor", vendor, f"choose {' or '.join(map(spelling.value, VENDORS))}", spelling)
+    found = tuple(one(value) for one, value in parsed if value is not None)
+    return Selection(_count(nb_gpus, spelling), found, None if vendor is None else str(vendor), spelling)
 
 
 def _count(nb_gpus: object, spelling: type[ArgumentStyle]) -> int:
-    count = _index(nb_gpus)
+    count = as_index(nb_gpus)
     if count is None or count < 1:
         job = spelling.value("job")
         way_out = f"ask for a whole number of GPUs, 1 or more (or {job} for the number that the batch job asked for)"
         if isinstance(nb_gpus, (list, tuple, range, set)):
             way_out += f"; to choose GPUs by index, pass {spelling.setting('only', spelling.value(nb_gpus))}"
-        raise _refused("nb_gpus", nb_gpus, way_out, spelling)
+        raise refused("nb_gpus", nb_gpus, way_out, spelling)
     return count
-
-
-def _index(value: object) -> int | None:
-    """A whole number, of numpy too; None for anything else, and for a bool."""
-    try:
-        return None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        return None
-
-
-def parse_size(value: object, name: str = "min_memory", *, spelling: type[ArgumentStyle] = ArgumentStyle) -> int:
-    """The same as :func:`parse_bytes`, but a small number without a unit is refused: 20 probably means 20 GiB.
-
-    Raises:
-        UnsatisfiableRequestError: not a size, or probably without its unit.
-    """
-    count = parse_bytes(value, name, spelling=spelling)
-    bare = not isinstance(value, str) or value.strip().isdecimal()
-    if bare and 0 < count < _FEWEST_BYTES:
-        unit = "GiB" if count < 1024 and name == "min_memory" else "MiB"
-        written = spelling.setting(name, spelling.value(value))
-        raise UnsatisfiableRequestError(
-            f"{written} means {count} bytes? write {spelling.value(f'{count}{unit}')}", value=value
-        )
-    return count
-
-
-def parse_bytes(value: object, name: str = "min_memory", *, spelling: type[ArgumentStyle] = ArgumentStyle) -> int:
-    """A number of bytes: an int, or a string such as ``"20GiB"``, ``"20G"``, ``"1.5 TiB"``, ``"20480M"``, ``"20GB"``.
-
-    K, M, G, T and KiB, MiB, GiB, TiB are powers of 1024, as in nvidia-smi and Grid Engine; KB, MB, GB, TB are powers of
-    1000. A bare number is bytes. Letter case does not matter.
-
-    Raises:
-        UnsatisfiableRequestError: not a size; ``name`` is the name of the argument in the message.
-
-    >>> parse_bytes("20GiB") == parse_bytes("20G") == 20 * 1024**3
-    True
-    """
-    if isinstance(value, str):
-        size = re.fullmatch(_SIZE, value)
-        factor = _UNITS.get(size[2].lower()) if size else None
-        if size and factor:
-            return int(float(size[1]) * factor) if "." in size[1] else int(size[1]) * factor
-    elif (count := _index(value)) is not None and count >= 0:
-        return count
-    way_out = f"give bytes as a whole number, or a size such as {spelling.value('20GiB')}"
-    raise _refused(name, value, way_out, spelling)
-
-
-def parse_names(value: object, argument: str, *, spelling: type[ArgumentStyle] = ArgumentStyle) -> tuple[str, ...]:
-    """The entries of ``only`` or ``exclude``, as described in :func:`parse_request`; ranges are expanded.
-
-    Raises:
-        UnsatisfiableRequestError: an entry has none of the forms; ``argument`` is its name in the message.
-    """
-    try:
-        return _names(value)
-    except ValueError:
-        examples = ", ".join(map(spelling.value, ("0,2", "4-7")))
-        way_out = f"name GPUs by index, range or UUID, such as {examples} or {spelling.value('GPU-8932f937')}"
-        raise _refused(argument, value, way_out, spelling) from None
-
-
-def _names(value: object) -> tuple[str, ...]:
-    names: dict[str, None] = {}
-    for item in _flat(value):
-        text = item.strip()
-        span = re.fullmatch(_RANGE, text)
-        if span is not None and int(span[1]) <= int(span[2]):
-            names.update((str(index), None) for index in range(int(span[1]), int(span[2]) + 1))
-        elif re.fullmatch(_NAME, text):
-            names[":".join(str(int(part)) for part in text.split(":")) if text[0].isdigit() else text] = None
-        else:
-            raise ValueError(text)
-    return tuple(names)
-
-
-def _flat(value: object) -> Iterable[str]:
-    if value is None:
-        return
-    if isinstance(value, str):
-        yield from value.split(",")
-    elif isinstance(value, Iterable) and not isinstance(value, (bytes, bytearray)):
-        for item in value:
-            if item is None or (isinstance(item, Iterable) and not isinstance(item, str)):
-                raise ValueError(item)
-            yield from _flat(item)
-    elif (index := _index(value)) is not None:
-        yield str(index)
-    else:
-        raise ValueError(value)
-
-
-# The names by which requests speak of GPUs: indices, UUIDs and product names. Pure functions.
-
-
-def names_device(name: str, gpu: Gpu) -> bool:
-    """Whether an entry of ``only`` or ``exclude`` matches this device. The name of a GPU matches its MIG instances."""
-    if name[0].isdigit():
-        return name in (gpu.label, str(gpu.index))
-    return gpu.uuid.startswith(name) or (gpu.mig_parent is not None and gpu.mig_parent.startswith(name))
-
-
-def unknown_names(names: Iterable[str], snapshot: HostSnapshot) -> tuple[str, ...]:
-    """The entries that match no device of this host, and the UUID prefixes that match several."""
-    return tuple(name for name in names if not _matches_one(name, snapshot))
-
-
-def _matches_one(name: str, snapshot: HostSnapshot) -> bool:
-    if name[0].isdigit():
-        return any(names_device(name, gpu) for gpu in snapshot.gpus)
-    uuids = {gpu.uuid for gpu in snapshot.gpus}
-    return name in uuids or sum(uuid.startswith(name) for uuid in uuids) == 1
-
-
-def matches_model(pattern: str, name: str) -> bool:
-    """Whether a product name matches ``pattern``. Letter case does not matter.
-
-    A pattern without ``*``, ``?`` or ``[`` matches anywhere in the name. Otherwise the pattern is a glob for the whole
-    name, or for the part of the name from some word to the end. Both ``"NVIDIA A100*"`` and ``"A100*80GB"`` match
-    ``NVIDIA A100-SXM4-80GB``.
-    """
-    from fnmatch import fnmatchcase
-
-    pattern, name = pattern.lower(), name.lower()
-    if not any(sign in pattern for sign in "*?["):
-        return pattern in name
-    return fnmatchcase(name, pattern) or fnmatchcase(name, f"* {pattern}")
 
 
 # The rules of judging that users may change: when memory without a process makes a GPU busy, and process lists.

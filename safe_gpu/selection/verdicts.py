@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 from ..devices import ComputeMode, GpuFault, GpuVerdict, ProcessKind
 from ..text import format_bytes, in_brackets
-from .request import DEFAULT_RULES, LEAST_LIMIT, Rules, matches_model, names_device
+from .request import DEFAULT_RULES, LEAST_LIMIT, Rules, Selection
 
 if TYPE_CHECKING:
-    from ..devices import Gpu, GpuProcess, GpuRequest, HostSnapshot, LeaseHolder
+    from ..devices import Gpu, GpuProcess, HostSnapshot, LeaseHolder
     from ..runtimes.visible_devices import VisibleLimit
 
 
@@ -126,7 +126,7 @@ UNWATCHABLE = (
 
 def judge(
     snapshot: HostSnapshot,
-    request: GpuRequest,
+    request: Selection,
     *,
     leased: Mapping[str, LeaseHolder],
     visible_limit: VisibleLimit | None = None,
@@ -163,7 +163,7 @@ def judge(
         if outside := why_outside(gpu, request, visible_limit):
             return GpuVerdict(gpu, "outside", outside)
         if shared_display:
-            return GpuVerdict(gpu, "display", _why_too_full(gpu, request, disregarded))
+            return GpuVerdict(gpu, "display", _why_not_now(gpu, request, disregarded))
         if holder is not None and holder.closed:
             return GpuVerdict(gpu, "unusable", holder.closed)
         if holder is not None:
@@ -182,7 +182,7 @@ def judge(
             computing.sort(key=lambda process: (-(process.memory_used or 0), process.pid))
             user, text = name_processes(computing, describe)
             return GpuVerdict(gpu, "busy", text, computing[0].pid, user)
-        reason = _why_too_full(gpu, request, disregarded)
+        reason = _why_not_now(gpu, request, disregarded)
         if not reason and of_outer is None:
             reason = why_memory_unexplained(gpu, rules)
         return GpuVerdict(gpu, "busy" if reason else "free", reason)
@@ -203,33 +203,19 @@ def why_unusable(gpu: Gpu) -> str:
     return ""
 
 
-def why_outside(gpu: Gpu, request: GpuRequest, visible_limit: VisibleLimit | None) -> str:
+def why_outside(gpu: Gpu, request: Selection, visible_limit: VisibleLimit | None) -> str:
     """Why the request or the visible limit excludes the device; "" if neither does."""
-    if request.only and not any(names_device(name, gpu) for name in request.only):
-        return f"not listed in {request.spelling.setting('only', ','.join(request.only))}"
-    if any(names_device(name, gpu) for name in request.exclude):
-        return f"listed in {request.spelling.setting('exclude', ','.join(request.exclude))}"
-    if request.model is not None and not matches_model(request.model, gpu.name):
-        pattern = request.spelling.setting("model", request.spelling.value(request.model))
-        return f"{gpu.name or 'GPU without a name'} does not match {pattern}"
-    if request.min_memory is not None and gpu.memory_total is not None and gpu.memory_total < request.min_memory:
-        return f"{format_bytes(gpu.memory_total)} in all, {format_bytes(request.min_memory)} asked for"
-    if visible_limit is not None and gpu.uuid not in visible_limit:
+    reason = request.why_outside(gpu)
+    if not reason and visible_limit is not None and gpu.uuid not in visible_limit:
         return "not visible to CUDA in this process" if visible_limit.frozen else f"not listed in {visible_limit.title}"
-    return ""
+    return reason
 
 
-def _why_too_full(gpu: Gpu, request: GpuRequest, disregarded: Collection[int]) -> str:
-    if not request.min_memory:
+def _why_not_now(gpu: Gpu, request: Selection, disregarded: Collection[int]) -> str:
+    if not request.conditions:
         return ""
-    if gpu.memory_free is None:
-        return f"free memory unknown, {format_bytes(request.min_memory)} asked for"
-    free = gpu.memory_free + sum(
-        process.memory_used or 0 for process in gpu.processes or () if process.pid in disregarded
-    )
-    if free < request.min_memory:
-        return f"{format_bytes(free)} of memory free, {format_bytes(request.min_memory)} asked for"
-    return ""
+    processes = gpu.processes or ()
+    return request.why_not_now(gpu, sum(one.memory_used or 0 for one in processes if one.pid in disregarded))
 
 
 def _claimed_by(holder: LeaseHolder) -> str:

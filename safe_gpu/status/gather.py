@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING
 from ..coordination.files import state_dir_path
 from ..coordination.holders import outer_claim_of_process, user_and_command
 from ..coordination.leases import inner_name, lease_name, leases_of
-from ..devices import Gpu, GpuProcess, GpuRequest, HostSnapshot, LeaseHolder, vendor_of
+from ..devices import Gpu, GpuProcess, HostSnapshot, LeaseHolder, vendor_of
 from ..errors import NoDriverError
 from ..runtimes.visible_devices import stale_indices
 from ..selection.backfill import BackfillRequest, free_at, starts
-from ..selection.request import Rules
+from ..selection.request import Rules, Selection
 from ..selection.verdicts import computes, has_mps_clients, judge, why_last
 from ..settings import policy_file
 from ..text import in_brackets
@@ -186,7 +186,7 @@ def _gpus(
         pairs.append((outer, inner) if outer else (inner, None))  # an inner claim may outlive its outer claim
     verdicts = judge(
         snapshot,
-        GpuRequest(),
+        Selection(),
         leased={
             gpu.uuid: LeaseHolder(
                 claim.pid, claim.user, claim.job, claim.command, claim.since, elsewhere=gpu.uuid in found.elsewhere

@@ -325,11 +325,11 @@ def line(ground: Any) -> Iterator[Callable[..., Waiter]]:
     waiters: list[Waiter] = []
 
     def join(
-        nb_gpus: int, gpus: Sequence[int] = range(8), *, hold_for: float | None = None, min_memory: int | None = None,
-        inner: bool = False,
+        nb_gpus: int, gpus: Sequence[int] = range(8), *, hold_for: float | None = None, inner: bool = False,
+        **conditions: Any,
     ) -> Waiter:  # fmt: skip
         stems = (ground.uuids[index] + (".inner" if inner else "") for index in gpus)
-        waiters.append(Waiter(TicketRequest(nb_gpus, frozenset(stems), min_memory, hold_for)))
+        waiters.append(Waiter(TicketRequest(nb_gpus, frozenset(stems), tuple(conditions.items()), hold_for)))
         with HostLock(time.monotonic() + 30) as host:
             waiters[-1].join(host)
         return waiters[-1]

@@ -55,7 +55,7 @@ CASES = {
 def test_the_next_step(
     seen: Seen, patience: WaitState, next_poll: float, step: str, until: float | None, then: dict[str, object]
 ) -> None:
-    found = decide(seen, patience, needed=2, now=NOW, next_poll=next_poll, next_look=NOW + 30)
+    found = decide(seen, patience, suffices=len(seen.unleased) >= 2, now=NOW, next_poll=next_poll, next_look=NOW + 30)
     assert (found.step, found.patience) == (step, patience._replace(**then))  # type: ignore[arg-type]
     assert until is None or found.until == until
 
@@ -81,7 +81,9 @@ patiences = st.builds(WaitState, moments, st.booleans(), st.none() | gpus())
 def test_what_holds_for_every_state(
     seen: Seen, patience: WaitState, needed: int, next_poll: float, next_look: float
 ) -> None:
-    step, after, until = decide(seen, patience, needed=needed, now=NOW, next_poll=next_poll, next_look=next_look)
+    step, after, until = decide(
+        seen, patience, suffices=len(seen.unleased) >= needed, now=NOW, next_poll=next_poll, next_look=next_look
+    )
     assert (step == TAKE) == seen.enough
     if step in (SLEEP, WATCH):
         assert patience.deadline > NOW
@@ -101,7 +103,9 @@ def test_every_state_makes_progress(seen: Seen, patience: WaitState, needed: int
     now, polls = NOW, 0
     next_poll = NOW
     for _ in range(8):
-        step, patience, until = decide(seen, patience, needed=needed, now=now, next_poll=next_poll, next_look=now + 60)
+        step, patience, until = decide(
+            seen, patience, suffices=len(seen.unleased) >= needed, now=now, next_poll=next_poll, next_look=now + 60
+        )
         if step == REFUSE:
             return
         if step == POLL:

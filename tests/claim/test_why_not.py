@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from safe_gpu.claim.messages import ClaimAhead, WaitStatus, refusal_message, waiting_message
 from safe_gpu.cli.parser import CommandLine
-from safe_gpu.devices import Gpu, GpuRequest, GpuVerdict, LeaseHolder
+from safe_gpu.devices import Gpu, GpuVerdict, LeaseHolder
+from safe_gpu.selection.request import Selection
 
 NOW = 1_000_000.0
 
@@ -56,7 +57,7 @@ INSTANCE = GpuVerdict(gpu(2, mig_parent="GPU-2", mig_instance=1), "free")
     ids=["all kinds", "one holder", "models", "no name", "a display", "a MIG instance"],
 )
 def test_a_refusal_is_a_sentence_and_a_line_for_each_gpu(verdicts: list[GpuVerdict], lines: str) -> None:
-    first, *rest = refusal_message(GpuRequest(9), verdicts).split("\n")
+    first, *rest = refusal_message(Selection(9), verdicts).split("\n")
     assert first.startswith("9 GPUs asked for, ")
     assert rest == lines.split("\n")[1:]
 
@@ -77,12 +78,12 @@ def test_a_refusal_is_a_sentence_and_a_line_for_each_gpu(verdicts: list[GpuVerdi
     ],
 )
 def test_the_first_sentence_says_what_to_do(nb_gpus: int, arguments: dict[str, object], first: str) -> None:
-    text = refusal_message(GpuRequest(nb_gpus), (BUSY,), now=NOW, **arguments)  # type: ignore[arg-type]
+    text = refusal_message(Selection(nb_gpus), (BUSY,), now=NOW, **arguments)  # type: ignore[arg-type]
     assert text.splitlines()[0] == first
 
 
 def test_a_request_from_the_command_line_is_answered_with_its_options() -> None:
-    text = refusal_message(GpuRequest(2, spelling=CommandLine), (FREE, BUSY))
+    text = refusal_message(Selection(2, spelling=CommandLine), (FREE, BUSY))
     assert text.startswith("2 GPUs asked for, 1 free: wait for them (--timeout), or ask for fewer.")
 
 

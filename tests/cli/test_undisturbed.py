@@ -16,7 +16,7 @@ cli.parser cli.run coordination coordination.files coordination.history coordina
 coordination.legacy coordination.locks coordination.records coordination.signals coordination.socket_names cpulist
 devices drivers drivers.base drivers.kernel drivers.presets drivers.simulated errors procfs programs runtimes
 runtimes.placeholders runtimes.runtime runtimes.visible_devices runtimes.visible_limit schedulers schedulers.job
-selection selection.backfill selection.choice selection.request selection.verdicts settings text
+selection selection.backfill selection.choice selection.request selection.values selection.verdicts settings text
 """.split()
 HEAVY = set("dataclasses logging subprocess ctypes socket shutil tempfile inspect threading difflib pynvml".split())
 DEEPEST = 12

@@ -10,9 +10,10 @@ import pytest
 from safe_gpu.demo import race
 from safe_gpu.demo.race import Collision, RefereeReport, rule
 from safe_gpu.demo.racers import Outcome, RaceHost, plan_race
-from safe_gpu.devices import GpuProcess, GpuRequest, HostSnapshot
+from safe_gpu.devices import GpuProcess, HostSnapshot
 from safe_gpu.drivers.presets import preset
 from safe_gpu.runtimes.visible_devices import VisibleLimit
+from safe_gpu.selection.request import Selection
 from safe_gpu.selection.verdicts import judge
 
 A, B = GPUS = preset("dgx-a100").gpus()[:2]
@@ -25,7 +26,7 @@ def host(name: str, *indices: int, busy: int = 0, fenced: int | None = None) -> 
     gpus[:busy] = [replace(gpu, processes=stranger) for gpu in gpus[:busy]]
     visible_limit = None if fenced is None else VisibleLimit("", tuple(gpu.uuid for gpu in gpus[:fenced]))
     snapshot = HostSnapshot(tuple(gpus))
-    return RaceHost(snapshot, judge(snapshot, GpuRequest(), leased={}, visible_limit=visible_limit), visible_limit)
+    return RaceHost(snapshot, judge(snapshot, Selection(), leased={}, visible_limit=visible_limit), visible_limit)
 
 
 @pytest.mark.parametrize(

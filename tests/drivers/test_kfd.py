@@ -12,10 +12,11 @@ import pytest
 from support.kfd_host import GIB, KfdHost
 
 from safe_gpu import sysfs as kfd_nodes
-from safe_gpu.devices import Gpu, GpuProcess, GpuRequest
+from safe_gpu.devices import Gpu, GpuProcess
 from safe_gpu.drivers import kfd, open_driver
 from safe_gpu.drivers.kfd import KfdDriver
 from safe_gpu.errors import NoDriverError
+from safe_gpu.selection.request import Selection
 from safe_gpu.selection.verdicts import judge
 
 HIDDEN = 4_000_000  # above every pid that Linux gives
@@ -43,7 +44,7 @@ def gpus() -> tuple[Gpu, ...]:
 
 def free() -> list[int]:
     snapshot = KfdDriver().snapshot()
-    return [verdict.gpu.index for verdict in judge(snapshot, GpuRequest(), leased={}) if verdict.free]
+    return [verdict.gpu.index for verdict in judge(snapshot, Selection(), leased={}) if verdict.free]
 
 
 def test_gpus_stand_in_the_order_of_rocr(three: KfdHost) -> None:

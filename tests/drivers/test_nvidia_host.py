@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 
-from safe_gpu.devices import GpuProcess, GpuRequest, HostSnapshot, ProcessKind
+from safe_gpu.devices import GpuProcess, HostSnapshot, ProcessKind
 from safe_gpu.drivers import kernel as nvidia_host
 from safe_gpu.drivers.kernel import is_wsl, memory_is_node, own_namespace_pids
 from safe_gpu.drivers.nvidia_smi import NvidiaSmiDriver
 from safe_gpu.drivers.nvml import NvmlDriver
 from safe_gpu.drivers.simulated import SimulatedDriver
+from safe_gpu.selection.request import Selection
 from safe_gpu.selection.verdicts import judge
 
 HIDDEN = 4_000_000  # above every pid that Linux gives
@@ -141,7 +142,7 @@ def test_numbers_of_others_on_every_driver(fake_gpus: Any, fake_nvidia_smi: Any,
 
 
 def judged(driver: Any, number: int = 0) -> tuple[str, str]:
-    verdict = judge(driver.snapshot(), GpuRequest(), leased={})[number]
+    verdict = judge(driver.snapshot(), Selection(), leased={})[number]
     return verdict.state, verdict.reason
 
 
@@ -155,7 +156,7 @@ def test_memory_that_the_driver_reserves(fake_gpus: Any) -> None:
     fake_gpus.change(0, used=600 * MIB)
     assert "600 MiB of memory in use by no process" in judged(driver)[1]
     (gpu,) = driver.usage(driver.snapshot().gpus[:1])
-    assert not judge(HostSnapshot((gpu, *driver.snapshot().gpus[1:])), GpuRequest(), leased={})[0].free
+    assert not judge(HostSnapshot((gpu, *driver.snapshot().gpus[1:])), Selection(), leased={})[0].free
     fake_gpus.change(0, used=0, memory_v2_error=NOT_SUPPORTED)
     assert driver.snapshot().gpus[0].counts_reserved
     assert judged(driver) == ("free", "")

@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
-from safe_gpu.devices import ComputeMode, Gpu, GpuProcess, GpuRequest, HostSnapshot, ProcessKind
+from safe_gpu.devices import ComputeMode, Gpu, GpuProcess, HostSnapshot, ProcessKind
 from safe_gpu.drivers import nvml
 from safe_gpu.drivers.nvml_session import Session, read_rows
 from safe_gpu.errors import NoDriverError
+from safe_gpu.selection.request import Selection
 from safe_gpu.selection.verdicts import NOT_YET, SHOWN, judge, presence
 
 # nvmlReturn_t, as the fake answers it
@@ -45,7 +46,7 @@ def identity(gpu: Gpu) -> tuple[Any, ...]:
 
 def state(gpu: Gpu) -> tuple[str, str]:
     """What a claim would say of it."""
-    (verdict,) = judge(HostSnapshot((gpu, Gpu(1, "GPU-other")), ""), GpuRequest(), leased={})[:1]
+    (verdict,) = judge(HostSnapshot((gpu, Gpu(1, "GPU-other")), ""), Selection(), leased={})[:1]
     return verdict.state, verdict.reason
 
 

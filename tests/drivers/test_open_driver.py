@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 from support.kfd_host import KfdHost
 
-from safe_gpu.devices import GpuRequest, vendor_of
+from safe_gpu.devices import vendor_of
 from safe_gpu.drivers import open_driver, open_drivers, opened_driver
 from safe_gpu.drivers.base import Driver
 from safe_gpu.drivers.presets import PRESETS
 from safe_gpu.drivers.vendors import meant_vendor
 from safe_gpu.errors import SafeGpuError, UnsatisfiableRequestError
+from safe_gpu.selection.request import Selection, parse_request
 
 AMD = "GPU-00000000000000abc"[:20]
 
@@ -235,14 +236,14 @@ def test_what_a_uuid_names(monkeypatch: pytest.MonkeyPatch) -> None:
     """A whole UUID of an AMD GPU in `only` chooses the driver, as does one in ROCR_VISIBLE_DEVICES."""
     monkeypatch.setenv("SAFE_GPU_DRIVER", "simulated:two-vendors")
     for request, environment, vendor in (
-        (GpuRequest(), "", "nvidia"),
-        (GpuRequest(only=(AMD,)), "", "amd"),
-        (GpuRequest(only=("0", "1")), "", "nvidia"),
-        (GpuRequest(), AMD, "amd"),
-        (GpuRequest(vendor="nvidia", only=(AMD,)), AMD, "nvidia"),
+        (Selection(), "", "nvidia"),
+        (parse_request(only=(AMD,)), "", "amd"),
+        (parse_request(only=("0", "1")), "", "nvidia"),
+        (Selection(), AMD, "amd"),
+        (parse_request(vendor="nvidia", only=(AMD,)), AMD, "nvidia"),
     ):
         monkeypatch.setenv("ROCR_VISIBLE_DEVICES", environment)
-        with opened_driver.of(request) as driver:
+        with opened_driver(**request.driver) as driver:
             assert driver.snapshot().vendor == vendor
 
 

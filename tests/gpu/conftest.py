@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from safe_gpu import procfs
-from safe_gpu.devices import Gpu, GpuRequest
+from safe_gpu.devices import Gpu
 from safe_gpu.drivers import opened_driver
+from safe_gpu.selection.request import Selection
 from safe_gpu.selection.verdicts import judge
 
 PRELUDE = """
@@ -61,7 +62,7 @@ def gpu() -> RealGpu:
     """A free GPU, or MIG instance, of this machine."""
     with opened_driver() as driver:
         snapshot = driver.snapshot()
-    free = [verdict.gpu for verdict in judge(snapshot, GpuRequest(), leased={}) if verdict.free]
+    free = [verdict.gpu for verdict in judge(snapshot, Selection(), leased={}) if verdict.free]
     if not free:
         pytest.skip("no GPU of this machine is free")
     return RealGpu(free[0].uuid)

@@ -54,7 +54,7 @@ struct ticket {
   double since, min_memory;
   long pid, pidns;
   int nb_gpus;
-  bool readable;
+  bool readable, strange; /* strange: it has a condition that is not known here */
   const char *gpus; /* the JSON array, in text */
   char text[TEXT + 1];
 };
@@ -72,6 +72,7 @@ static char my_ticket_name[32];
 static long my_number;
 static struct { long number, pid, pidns; double since; } ahead[TICKETS]; /* who was there when my ticket was taken */
 static int ahead_count;
+static bool strange_ahead; /* a waiter ahead has a condition that is not known here */
 
 static _Noreturn void die(int code, const char *format, ...)
 {
@@ -199,6 +200,22 @@ static const char *find_key(const char *p, const char *key) /* its value in an o
     if (!(p = skip_value(p))) return NULL;
   }
   return found;
+}
+
+static bool has_other_keys(const char *p, const char *const *known) /* an object with a key that is not among these */
+{
+  const char *end = p ? skip_value(p) : NULL;
+  if (!p || !end || *skip_space(p) != '{') return false;
+  for (p = skip_space(skip_space(p) + 1); p && *p == '"'; p = p && *p == ',' ? skip_space(p + 1) : NULL) {
+    const char *name = p + 1, *behind = skip_string(p);
+    const char *value = behind && *(p = skip_space(behind)) == ':' ? skip_space(p + 1) : NULL;
+    bool is_known = !value || !strncmp(value, "null", 4);
+    for (int i = 0; value && known[i] && !is_known; i++)
+      is_known = (size_t)(behind - name - 1) == strlen(known[i]) && !strncmp(name, known[i], strlen(known[i]));
+    if (!is_known) return true;
+    p = value ? skip_value(value) : NULL;
+  }
+  return false;
 }
 
 static double number(const char *value, double otherwise)
@@ -1006,6 +1023,7 @@ static int open_live(long n, struct ticket *ticket) /* -1: dead, and removed whe
   ticket->nb_gpus = nb >= 1 && nb <= 4096 ? (int)nb : 0;
   ticket->readable = ticket->nb_gpus && memory >= 0 && memory <= (double)(1L << 60) && array && *array == '[';
   ticket->gpus = ticket->readable ? request + (array - copy) : NULL;
+  ticket->strange = has_other_keys(copy, (const char *const[]){"nb_gpus", "gpus", "min_memory", NULL});
   free(copy);
   return fd;
 }
@@ -1025,11 +1043,37 @@ static bool competes(const struct ticket *ticket)
   return false;
 }
 
-static bool is_absent(const struct ticket *ticket) /* stopped, or kept waiting by a stranger */
+static bool is_free(const char *uuid) { return !someone_on(uuid, 0) && !is_held(uuid, false); }
+
+/* Whether a free GPU was free a second ago too, and this waiter did not take it: it does not meet its condition. */
+static bool is_untaken(const struct ticket *ticket, const char *uuid, bool is_free)
 {
-  int possible = 0, instances = 0;
+  static struct { long number; double since, free_since; char uuid[UUID_SIZE]; } seen[4 * GPUS];
+  static int count;
+  int i = 0;
+  while (i < count && (seen[i].number != ticket->number || seen[i].since != ticket->since || strcmp(seen[i].uuid, uuid))) i++;
+  if (i == count || !is_free) {
+    if (i == count && !is_free) return false;
+    if (i == count && count < 4 * GPUS) count++;
+    else if (i == count) i = (int)(ticket->number % (4 * GPUS)); /* forget one */
+    seen[i].number = ticket->number, seen[i].since = ticket->since, seen[i].free_since = is_free ? now() : 1e300;
+    put(seen[i].uuid, sizeof seen[i].uuid, "%s", uuid);
+    return false;
+  }
+  if (seen[i].free_since > now()) seen[i].free_since = now();
+  return now() - seen[i].free_since >= 1;
+}
+
+static bool is_absent(const struct ticket *ticket) /* stopped, kept waiting by a stranger, or with no use for what is free */
+{
+  int possible = 0, instances = 0, free_now = 0;
   if (!ticket->readable) return false;
   if (ticket->pid > 0 && is_here(ticket->text) && is_stopped(ticket->pid)) return true;
+  for (const char *e = ticket->strange ? first(ticket->gpus) : NULL; e; e = next(e)) {
+    char uuid[UUID_SIZE];
+    free_now += string(e, uuid, sizeof uuid) && is_free(uuid);
+  }
+  bool enough = free_now >= ticket->nb_gpus; /* of fewer it takes none, whether it can use them or not */
   for (const char *e = first(ticket->gpus); e; e = next(e)) {
     char uuid[UUID_SIZE], name[160];
     if (!string(e, uuid, sizeof uuid)) continue;
@@ -1044,6 +1088,7 @@ static bool is_absent(const struct ticket *ticket) /* stopped, or kept waiting b
       counts = pid > 0 && is_here(record) && someone_on(uuid, pid) && is_leaving(pid);
       close(fd);
     }
+    if (ticket->strange && is_untaken(ticket, uuid, enough && is_free(uuid))) counts = false;
     if (counts && !strncmp(uuid, "MIG-", 4)) instances++; else possible += counts;
   }
   if (instances && !possible) possible = 1;
@@ -1066,6 +1111,7 @@ static int look_ahead(int *others, bool remember)
   struct place *numbers;
   int count = list_tickets(&numbers), nearest = -1;
   *others = 0;
+  strange_ahead = false;
   if (remember) ahead_count = 0;
   for (int i = count - 1; i >= 0; i--) {
     if (!numbers[i].counts || (my_ticket_fd >= 0 && numbers[i].number >= my_number)) continue;
@@ -1076,6 +1122,7 @@ static int look_ahead(int *others, bool remember)
       ahead[ahead_count].number = ticket.number, ahead[ahead_count].since = ticket.since;
       ahead[ahead_count].pid = ticket.pid, ahead[ahead_count++].pidns = ticket.pidns;
     }
+    strange_ahead |= ticket.strange;
     if (nearest < 0 && was_ahead(&ticket) && competes(&ticket) && !is_absent(&ticket)) nearest = fd;
     else close(fd);
     if (nearest >= 0 && !remember) break;
@@ -1253,7 +1300,7 @@ static void claim(void)
       leave_queue();
       die(75, "%d of these GPUs were not free in time", wanted);
     }
-    if (nearest >= 0) sleep_on(&nearest, others < 32 ? 10 : 60);
+    if (nearest >= 0) sleep_on(&nearest, strange_ahead ? 1 : others < 32 ? 10 : 60);
     else nap(no_longer_than(0.015));
     if (stale && now() - shortage > 0.1) {
       shortage = now();

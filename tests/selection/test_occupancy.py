@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from safe_gpu.devices import Gpu, GpuProcess, GpuRequest, GpuVerdict, HostSnapshot, ProcessKind
+from safe_gpu.devices import Gpu, GpuProcess, GpuVerdict, HostSnapshot, ProcessKind
 from safe_gpu.errors import UnsatisfiableRequestError
 from safe_gpu.selection.choice import candidates, check_possible
-from safe_gpu.selection.request import DEFAULT_RULES, Rules
+from safe_gpu.selection.request import DEFAULT_RULES, Rules, Selection, parse_request
 from safe_gpu.selection.verdicts import HIDDEN, NOT_YET, SHOWN, UNKNOWN, UNWATCHABLE, computes, judge, presence
 
 MIB, GIB = 1 << 20, 1 << 30
 LIMIT = "SAFE_GPU_UNEXPLAINED_MEMORY"
-ANY = GpuRequest()
+ANY = Selection()
 OWN = 4711
 
 
@@ -31,7 +31,7 @@ def process(pid: int, mib: float | None = 300, kind: str = ProcessKind.COMPUTE, 
     return replace(GpuProcess(pid, kind, None if mib is None else int(mib * MIB)), **changes)
 
 
-def verdict(device: Gpu, beside: Gpu | None = None, request: GpuRequest = ANY, **options: Any) -> GpuVerdict:
+def verdict(device: Gpu, beside: Gpu | None = None, request: Selection = ANY, **options: Any) -> GpuVerdict:
     other = beside or gpu(0, index=1, uuid="GPU-01")
     return judge(HostSnapshot((device, other)), request, leased={}, **options)[0]
 
@@ -129,7 +129,7 @@ def test_without_process_lists_leases_and_memory_decide_where_that_is_allowed(
 @pytest.mark.parametrize("total", [None, 80 * GIB])
 def test_memory_that_is_unknown_is_not_waited_for(total: int | None) -> None:
     unknown = gpu(None, memory_total=total)
-    request = GpuRequest(1, min_memory=GIB)
+    request = parse_request(1, min_memory=GIB)
     with pytest.raises(UnsatisfiableRequestError, match=r"none fits .* not tell its memory: leave min_memory= out"):
         check_possible(HostSnapshot((unknown,)), request)
     assert not candidates(HostSnapshot((unknown,)), request)

@@ -14,7 +14,6 @@ from safe_gpu.devices import (
     Gpu,
     GpuFault,
     GpuProcess,
-    GpuRequest,
     GpuVerdict,
     HostSnapshot,
     LeaseHolder,
@@ -24,11 +23,12 @@ from safe_gpu.errors import UnsatisfiableRequestError
 from safe_gpu.runtimes import visible_devices as visibility
 from safe_gpu.runtimes.visible_devices import VisibleLimit
 from safe_gpu.selection.choice import can_be_met_by_releases, candidates, capacity, check_possible
-from safe_gpu.selection.request import matches_model, names_device, unknown_names
+from safe_gpu.selection.request import Selection, parse_request
+from safe_gpu.selection.values import matches_model, names_device, unknown_names
 from safe_gpu.selection.verdicts import fence_hint, judge, recent_faults, why_last
 
 GIB = 1 << 30
-ANY = GpuRequest()
+ANY = Selection()
 A100 = "NVIDIA A100-SXM4-80GB"
 
 
@@ -52,7 +52,7 @@ def mig_host() -> HostSnapshot:
     return HostSnapshot((parent, *instances, gpu(1)))
 
 
-def verdict_on(device: Gpu, request: GpuRequest = ANY, beside: int = 1, **options: Any) -> GpuVerdict:
+def verdict_on(device: Gpu, request: Selection = ANY, beside: int = 1, **options: Any) -> GpuVerdict:
     """The verdict on one device that is not alone in its host."""
     others = tuple(gpu(device.index + number) for number in range(1, beside + 1))
     return judge(HostSnapshot((device, *others)), request, leased=options.pop("leased", {}), **options)[0]
@@ -88,20 +88,20 @@ DESKTOP = process(9, 3, ProcessKind.GRAPHICS)
         (gpu(compute_mode=ComputeMode.PROHIBITED), ANY, "unusable", "PROHIBITED"),
         (gpu(memory_used=12 * GIB), ANY, "busy", "12 GiB of memory in use by no process"),
         (gpu(memory_used=5 * GIB, processes=(DESKTOP,)), ANY, "busy", "2 GiB of memory in use"),
-        (gpu(memory_used=GIB), GpuRequest(min_memory=80 * GIB), "busy", "79 GiB of memory free"),
-        (gpu(memory_free=None), GpuRequest(min_memory=GIB), "busy", "unknown"),
-        (gpu(), GpuRequest(min_memory=81 * GIB), "outside", "80 GiB in all"),
-        (gpu(), GpuRequest(only=("1", "2")), "outside", "only=1,2"),
-        (gpu(), GpuRequest(exclude=("1", "0")), "outside", "exclude=1,0"),
-        (gpu(), GpuRequest(model="H100"), "outside", "A100-SXM4-80GB"),
+        (gpu(memory_used=GIB), parse_request(min_memory=80 * GIB), "busy", "79 GiB of memory free"),
+        (gpu(memory_free=None), parse_request(min_memory=GIB), "busy", "unknown"),
+        (gpu(), parse_request(min_memory=81 * GIB), "outside", "80 GiB in all"),
+        (gpu(), parse_request(only=("1", "2")), "outside", "only=1,2"),
+        (gpu(), parse_request(exclude=("1", "0")), "outside", "exclude=1,0"),
+        (gpu(), parse_request(model="H100"), "outside", "A100-SXM4-80GB"),
         (gpu(unusable="MIG mode is on"), ANY, "unusable", "MIG mode is on"),
         (gpu(mig_enabled=True), ANY, "unusable", "MIG mode is on"),
         (gpu(lost=True), ANY, "unusable", "lost"),
         (gpu(processes_supported=False), ANY, "unusable", "cannot list processes"),
-        (gpu(processes=(process(),), lost=True), GpuRequest(only=("5",)), "unusable", "lost"),
+        (gpu(processes=(process(),), lost=True), parse_request(only=("5",)), "unusable", "lost"),
     ],
 )
-def test_what_stands_in_the_way(device: Gpu, request_: GpuRequest, state: str, words: str) -> None:
+def test_what_stands_in_the_way(device: Gpu, request_: Selection, state: str, words: str) -> None:
     verdict = verdict_on(device, request_, describe=people)
     assert verdict.state == state
     assert words in verdict.reason
@@ -139,7 +139,7 @@ def test_processes_of_ones_own_are_disregarded() -> None:
     ours = gpu(memory_used=70 * GIB, processes=(process(11, 69),))
     assert not verdict_on(ours).free
     assert verdict_on(ours, own={11}).free
-    assert verdict_on(ours, GpuRequest(min_memory=79 * GIB), own={11}).free
+    assert verdict_on(ours, parse_request(min_memory=79 * GIB), own={11}).free
     assert not verdict_on(ours, own={12}).free
     both = replace(ours, processes=(process(11, 40), process(4242, 29)))
     assert verdict_on(both, own={11}).pid == 4242
@@ -166,7 +166,7 @@ def test_a_single_gpu_with_a_display_is_shared() -> None:
     assert (verdict.state, verdict.reason, verdict.free) == ("display", "", True)
     check_possible(snapshot, ANY)
     assert candidates(snapshot, ANY) == (used,)
-    assert not judge(snapshot, GpuRequest(min_memory=79 * GIB), leased={})[0].free
+    assert not judge(snapshot, parse_request(min_memory=79 * GIB), leased={})[0].free
     assert not judge(HostSnapshot((replace(used, display_active=False),)), ANY, leased={})[0].free
 
 
@@ -179,29 +179,29 @@ def test_the_fence() -> None:
 @pytest.mark.parametrize(
     ("snapshot", "request_", "visible_limit", "words"),
     [
-        (host(), GpuRequest(9), None, ["9 GPUs are asked for", "this host has only 8"]),
-        (host(0), GpuRequest(1), None, ["1 GPU is asked for", "this host has none"]),
-        (host(8, _3=gpu(3, lost=True)), GpuRequest(8), None, ["only 7 of the 8", "GPU 3: the driver lost it"]),
+        (host(), Selection(9), None, ["9 GPUs are asked for", "this host has only 8"]),
+        (host(0), Selection(1), None, ["1 GPU is asked for", "this host has none"]),
+        (host(8, _3=gpu(3, lost=True)), Selection(8), None, ["only 7 of the 8", "GPU 3: the driver lost it"]),
         (host(1, _0=gpu(unusable="broken")), ANY, None, ["none fits (GPU 0: broken)"]),
-        (host(), GpuRequest(model="H100"), None, ["none fits", f"GPU 0-7: {A100} does not match model='H100'"]),
-        (host(), GpuRequest(3, only=("0", "1")), None, ["only 2 of the 8", "only=0,1"]),
-        (host(2), GpuRequest(2, exclude=("1",)), None, ["only 1 of the 2", "GPU 1: listed in exclude=1"]),
-        (host(), GpuRequest(min_memory=100 * GIB), None, ["80 GiB in all", "100 GiB asked for"]),
-        (host(), GpuRequest(only=("8",)), None, ["only=8 names no single GPU of this host", "has GPU 0-7"]),
-        (host(), GpuRequest(exclude=("GPU-",)), None, ["exclude=GPU- names no single GPU"]),
-        (mig_host(), GpuRequest(2), None, ["one MIG instance", "ask for 1"]),
-        (mig_host(), GpuRequest(2, only=("0",)), None, ["one MIG instance"]),
-        (mig_host(), GpuRequest(9), None, ["one MIG instance", "ask for 1 in each of up to"]),
+        (host(), parse_request(model="H100"), None, ["none fits", f"GPU 0-7: {A100} does not match model='H100'"]),
+        (host(), parse_request(3, only=("0", "1")), None, ["only 2 of the 8", "only=0,1"]),
+        (host(2), parse_request(2, exclude=("1",)), None, ["only 1 of the 2", "GPU 1: listed in exclude=1"]),
+        (host(), parse_request(min_memory=100 * GIB), None, ["80 GiB in all", "100 GiB asked for"]),
+        (host(), parse_request(only=("8",)), None, ["only=8 names no single GPU of this host", "has GPU 0-7"]),
+        (host(), parse_request(exclude=("GPU-",)), None, ["exclude=GPU- names no single GPU"]),
+        (mig_host(), Selection(2), None, ["one MIG instance", "ask for 1"]),
+        (mig_host(), parse_request(2, only=("0",)), None, ["one MIG instance"]),
+        (mig_host(), Selection(9), None, ["one MIG instance", "ask for 1 in each of up to"]),
         (host(1, _0=gpu(compute_mode=ComputeMode.PROHIBITED)), ANY, None, ["PROHIBITED", "nvidia-smi -c DEFAULT"]),
-        (host(), GpuRequest(2), "0", ["CUDA_VISIBLE_DEVICES=0 limits this process to 1 of 8 GPUs; 7 others are free"]),
-        (host(), GpuRequest(1), "", ["='' (set, but empty) limits", "0 of 8 GPUs", "SAFE_GPU_FENCE=ignore"]),
-        (host(2), GpuRequest(2), "1", ["1 of 2 GPUs; 1 other is free"]),
-        (host(2), GpuRequest(1, only=("0",)), "1", ["CUDA_VISIBLE_DEVICES=1 limits"]),
-        (host(2, _0=gpu(processes=(process(),))), GpuRequest(2), "1", ["none of the others are free"]),
+        (host(), Selection(2), "0", ["CUDA_VISIBLE_DEVICES=0 limits this process to 1 of 8 GPUs; 7 others are free"]),
+        (host(), Selection(1), "", ["='' (set, but empty) limits", "0 of 8 GPUs", "SAFE_GPU_FENCE=ignore"]),
+        (host(2), Selection(2), "1", ["1 of 2 GPUs; 1 other is free"]),
+        (host(2), parse_request(1, only=("0",)), "1", ["CUDA_VISIBLE_DEVICES=1 limits"]),
+        (host(2, _0=gpu(processes=(process(),))), Selection(2), "1", ["none of the others are free"]),
     ],
 )
 def test_what_this_host_can_never_do(
-    snapshot: HostSnapshot, request_: GpuRequest, visible_limit: str | None, words: list[str]
+    snapshot: HostSnapshot, request_: Selection, visible_limit: str | None, words: list[str]
 ) -> None:
     with pytest.raises(UnsatisfiableRequestError) as caught:
         check_possible(snapshot, request_, visibility.parse_cuda(visible_limit, snapshot))
@@ -213,17 +213,17 @@ def test_what_this_host_can_never_do(
 @pytest.mark.parametrize(
     ("snapshot", "request_", "visible_limit"),
     [
-        (host(), GpuRequest(8), None),
-        (host(8, _3=gpu(3, lost=True)), GpuRequest(7), None),
+        (host(), Selection(8), None),
+        (host(8, _3=gpu(3, lost=True)), Selection(7), None),
         (host(1, _0=gpu(processes=(process(),))), ANY, None),
         (host(1, _0=gpu(processes=None)), ANY, None),
         (host(2, _0=gpu(processes_supported=False)), ANY, None),
-        (host(), GpuRequest(2), "6,7"),
-        (mig_host(), GpuRequest(1, only=("0:1",)), None),
-        (mig_host(), GpuRequest(1), "MIG-2"),
+        (host(), Selection(2), "6,7"),
+        (mig_host(), parse_request(1, only=("0:1",)), None),
+        (mig_host(), Selection(1), "MIG-2"),
     ],
 )
-def test_what_may_come_in_time(snapshot: HostSnapshot, request_: GpuRequest, visible_limit: str | None) -> None:
+def test_what_may_come_in_time(snapshot: HostSnapshot, request_: Selection, visible_limit: str | None) -> None:
     check_possible(snapshot, request_, visibility.parse_cuda(visible_limit, snapshot))
 
 
@@ -231,7 +231,7 @@ def test_leases_beyond_the_fence_are_not_called_free() -> None:
     leased = {gpu(index).uuid: LeaseHolder(1) for index in range(3, 8)}
     visible_limit = VisibleLimit("0", (gpu(0).uuid,))
     with pytest.raises(UnsatisfiableRequestError, match="2 others are free"):
-        check_possible(host(), GpuRequest(2), visible_limit, leased=leased)
+        check_possible(host(), Selection(2), visible_limit, leased=leased)
     assert fence_hint(judge(host(), ANY, leased=leased), visible_limit).endswith("1 of 8 GPUs; 2 others are free")
 
 
@@ -243,22 +243,22 @@ def test_no_hint_where_the_fence_leaves_nothing_out() -> None:
 def test_candidates() -> None:
     snapshot = host(4, _1=gpu(1, lost=True), _2=gpu(2, processes=(process(),)))
     assert [device.index for device in candidates(snapshot, ANY)] == [0, 2, 3]
-    assert [device.index for device in candidates(snapshot, GpuRequest(exclude=("0",)))] == [2, 3]
+    assert [device.index for device in candidates(snapshot, parse_request(exclude=("0",)))] == [2, 3]
     assert [device.index for device in candidates(snapshot, ANY, visibility.parse_cuda("0", snapshot))] == [0]
-    assert [device.label for device in candidates(mig_host(), GpuRequest(1))] == ["0:0", "0:1", "0:2", "1"]
-    assert [device.label for device in candidates(mig_host(), GpuRequest(2))] == ["1"]
+    assert [device.label for device in candidates(mig_host(), Selection(1))] == ["0:0", "0:1", "0:2", "1"]
+    assert [device.label for device in candidates(mig_host(), Selection(2))] == ["1"]
 
 
 def test_what_releases_alone_can_satisfy() -> None:
     snapshot = host(4, _1=gpu(1, processes=(process(),)), _2=gpu(2, processes=(process(),)))
     verdicts = judge(snapshot, ANY, leased={gpu(0).uuid: LeaseHolder(1)})  # claimed, busy, busy, free
     everything = {device.uuid for device in snapshot.gpus}
-    assert can_be_met_by_releases(everything, 2, verdicts)
-    assert not can_be_met_by_releases(everything, 3, verdicts)
-    assert can_be_met_by_releases(everything, 3, verdicts, leaving={gpu(2).uuid})
-    assert not can_be_met_by_releases({gpu(1).uuid, gpu(3).uuid}, 2, verdicts)
+    assert can_be_met_by_releases(everything, Selection(2), verdicts)
+    assert not can_be_met_by_releases(everything, Selection(3), verdicts)
+    assert can_be_met_by_releases(everything, Selection(3), verdicts, leaving={gpu(2).uuid})
+    assert not can_be_met_by_releases({gpu(1).uuid, gpu(3).uuid}, Selection(2), verdicts)
     instances = {device.uuid for device in mig_host().gpus if device.is_mig_instance}
-    assert not can_be_met_by_releases(instances, 2, judge(mig_host(), ANY, leased={}))
+    assert not can_be_met_by_releases(instances, Selection(2), judge(mig_host(), ANY, leased={}))
 
 
 def test_capacity() -> None:

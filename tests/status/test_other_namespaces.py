@@ -13,7 +13,8 @@ from safe_gpu import NoPlaceholder, claim_gpus, procfs
 from safe_gpu.claim.view import ancestor_may_hold, pids_of_outer
 from safe_gpu.coordination.leases import LeaseRecord, lease_name
 from safe_gpu.coordination.queue import Ticket
-from safe_gpu.devices import Gpu, GpuRequest, HostSnapshot, LeaseHolder
+from safe_gpu.devices import Gpu, HostSnapshot, LeaseHolder
+from safe_gpu.selection.request import Selection
 from safe_gpu.selection.verdicts import judge
 from safe_gpu.status.gather import gather
 from safe_gpu.status.probe import LockedFile, ProcessTable, who_holds, who_waits
@@ -102,7 +103,7 @@ def test_the_processes_of_an_outer_claim_elsewhere() -> None:
 def test_what_a_refusal_says() -> None:
     gpu = Gpu(0, "GPU-0")
     held = {"GPU-0": LeaseHolder(7, "ada", command="train", place="in a container")}
-    (verdict,) = judge(HostSnapshot((gpu,)), GpuRequest(), leased=held)
+    (verdict,) = judge(HostSnapshot((gpu,)), Selection(), leased=held)
     assert verdict.reason == "claimed by process 7 in a container (ada, train)"
     assert verdict.pid is None
 

@@ -21,7 +21,7 @@ def gpu(index: int, state: str = "claimed", until: float | None = None, inner: C
 
 def ticket(nb_gpus: int, hold_for: float | None = None, inner: str = "") -> Ticket:
     return Ticket(
-        1, 1, 0, "x", 1.0, TicketRequest(nb_gpus, frozenset({f"GPU-0{inner}", f"GPU-1{inner}"}), None, hold_for)
+        1, 1, 0, "x", 1.0, TicketRequest(nb_gpus, frozenset({f"GPU-0{inner}", f"GPU-1{inner}"}), (), hold_for)
     )
 
 

@@ -1,0 +1,162 @@
+"""The values of a claim's arguments: sizes, the names of GPUs, and patterns of product names. Pure."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from ..argument_style import ArgumentStyle
+from ..errors import UnsatisfiableRequestError
+
+if TYPE_CHECKING:
+    from ..devices import Gpu, HostSnapshot
+
+_UNITS = {
+    "": 1,
+    "b": 1,
+    **{f"{letter}{tail}": 1 << (10 * power) for power, letter in enumerate("kmgt", 1) for tail in ("", "ib")},
+    **{f"{letter}b": 1000**power for power, letter in enumerate("kmgt", 1)},
+}
+# Nobody needs to ask for less memory than this, so a number below it probably lacks its unit.
+_FEWEST_BYTES = 1 << 20
+# Compiled on first use by re's own cache, because most claims need none of these patterns.
+_SIZE = r"\s*([0-9]{1,18}(?:\.[0-9]{0,18})?|\.[0-9]{1,18})\s*([a-zA-Z]{0,9})\s*"
+_RANGE = r"([0-9]{1,4})-([0-9]{1,4})"
+_NAME = r"[0-9]{1,4}(:[0-9]{1,4})?|(GPU|MIG)-[0-9A-Za-z/-]*|AMD-[0-9a-z:.-]*"
+
+
+def refused(name: str, value: object, way_out: str, spelling: type[ArgumentStyle]) -> UnsatisfiableRequestError:
+    """The error about a value that makes no sense."""
+    written = spelling.setting(name, spelling.value(value))
+    return UnsatisfiableRequestError(f"{written} makes no sense: {way_out}", value=value)
+
+
+def as_index(value: object) -> int | None:
+    """A whole number, of numpy too; None for anything else, and for a bool."""
+    try:
+        return None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+
+
+def parse_size(value: object, name: str = "min_memory", *, spelling: type[ArgumentStyle] = ArgumentStyle) -> int:
+    """The same as :func:`parse_bytes`, but a small number without a unit is refused: 20 probably means 20 GiB.
+
+    Raises:
+        UnsatisfiableRequestError: not a size, or probably without its unit.
+    """
+    count = parse_bytes(value, name, spelling=spelling)
+    bare = not isinstance(value, str) or value.strip().isdecimal()
+    if bare and 0 < count < _FEWEST_BYTES:
+        unit = "GiB" if count < 1024 and name == "min_memory" else "MiB"
+        written = spelling.setting(name, spelling.value(value))
+        raise UnsatisfiableRequestError(
+            f"{written} means {count} bytes? write {spelling.value(f'{count}{unit}')}", value=value
+        )
+    return count
+
+
+def parse_bytes(value: object, name: str = "min_memory", *, spelling: type[ArgumentStyle] = ArgumentStyle) -> int:
+    """A number of bytes: an int, or a string such as ``"20GiB"``, ``"20G"``, ``"1.5 TiB"``, ``"20480M"``, ``"20GB"``.
+
+    K, M, G, T and KiB, MiB, GiB, TiB are powers of 1024, as in nvidia-smi and Grid Engine; KB, MB, GB, TB are powers of
+    1000. A bare number is bytes. Letter case does not matter.
+
+    Raises:
+        UnsatisfiableRequestError: not a size; ``name`` is the name of the argument in the message.
+
+    >>> parse_bytes("20GiB") == parse_bytes("20G") == 20 * 1024**3
+    True
+    """
+    if isinstance(value, str):
+        size = re.fullmatch(_SIZE, value)
+        factor = _UNITS.get(size[2].lower()) if size else None
+        if size and factor:
+            return int(float(size[1]) * factor) if "." in size[1] else int(size[1]) * factor
+    elif (count := as_index(value)) is not None and count >= 0:
+        return count
+    way_out = f"give bytes as a whole number, or a size such as {spelling.value('20GiB')}"
+    raise refused(name, value, way_out, spelling)
+
+
+def parse_names(value: object, argument: str, *, spelling: type[ArgumentStyle] = ArgumentStyle) -> tuple[str, ...]:
+    """The entries of ``only`` or ``exclude``, as described in :func:`parse_request`; ranges are expanded.
+
+    Raises:
+        UnsatisfiableRequestError: an entry has none of the forms; ``argument`` is its name in the message.
+    """
+    try:
+        return _names(value)
+    except ValueError:
+        examples = ", ".join(map(spelling.value, ("0,2", "4-7")))
+        way_out = f"name GPUs by index, range or UUID, such as {examples} or {spelling.value('GPU-8932f937')}"
+        raise refused(argument, value, way_out, spelling) from None
+
+
+def _names(value: object) -> tuple[str, ...]:
+    names: dict[str, None] = {}
+    for item in _flat(value):
+        text = item.strip()
+        span = re.fullmatch(_RANGE, text)
+        if span is not None and int(span[1]) <= int(span[2]):
+            names.update((str(index), None) for index in range(int(span[1]), int(span[2]) + 1))
+        elif re.fullmatch(_NAME, text):
+            names[":".join(str(int(part)) for part in text.split(":")) if text[0].isdigit() else text] = None
+        else:
+            raise ValueError(text)
+    return tuple(names)
+
+
+def _flat(value: object) -> Iterable[str]:
+    if value is None:
+        return
+    if isinstance(value, str):
+        yield from value.split(",")
+    elif isinstance(value, Iterable) and not isinstance(value, (bytes, bytearray)):
+        for item in value:
+            if item is None or (isinstance(item, Iterable) and not isinstance(item, str)):
+                raise ValueError(item)
+            yield from _flat(item)
+    elif (index := as_index(value)) is not None:
+        yield str(index)
+    else:
+        raise ValueError(value)
+
+
+# The names by which requests speak of GPUs: indices, UUIDs and product names. Pure functions.
+
+
+def names_device(name: str, gpu: Gpu) -> bool:
+    """Whether an entry of ``only`` or ``exclude`` matches this device. The name of a GPU matches its MIG instances."""
+    if name[0].isdigit():
+        return name in (gpu.label, str(gpu.index))
+    return gpu.uuid.startswith(name) or (gpu.mig_parent is not None and gpu.mig_parent.startswith(name))
+
+
+def unknown_names(names: Iterable[str], snapshot: HostSnapshot) -> tuple[str, ...]:
+    """The entries that match no device of this host, and the UUID prefixes that match several."""
+    return tuple(name for name in names if not _matches_one(name, snapshot))
+
+
+def _matches_one(name: str, snapshot: HostSnapshot) -> bool:
+    if name[0].isdigit():
+        return any(names_device(name, gpu) for gpu in snapshot.gpus)
+    uuids = {gpu.uuid for gpu in snapshot.gpus}
+    return name in uuids or sum(uuid.startswith(name) for uuid in uuids) == 1
+
+
+def matches_model(pattern: str, name: str) -> bool:
+    """Whether a product name matches ``pattern``. Letter case does not matter.
+
+    A pattern without ``*``, ``?`` or ``[`` matches anywhere in the name. Otherwise the pattern is a glob for the whole
+    name, or for the part of the name from some word to the end. Both ``"NVIDIA A100*"`` and ``"A100*80GB"`` match
+    ``NVIDIA A100-SXM4-80GB``.
+    """
+    from fnmatch import fnmatchcase
+
+    pattern, name = pattern.lower(), name.lower()
+    if not any(sign in pattern for sign in "*?["):
+        return pattern in name
+    return fnmatchcase(name, pattern) or fnmatchcase(name, f"* {pattern}")

@@ -145,6 +145,7 @@ class GPUOwner:
         model: str | None = None,
         exclude: str | int | Iterable[str | int] = (),
         only: str | int | Iterable[str | int] = (),
+        max_utilization: int | str | None = None,
         visible_as: str = "index",
         delegate: bool = False,
         hold_for: float | str | DefaultTimeout | None = DEFAULT,
@@ -348,6 +349,7 @@ def claim_gpus(
     model: str | None = None,
     exclude: str | int | Iterable[str | int] = (),
     only: str | int | Iterable[str | int] = (),
+    max_utilization: int | str | None = None,
     visible_as: str = "index",
     delegate: bool = False,
     hold_for: float | str | DefaultTimeout | None = DEFAULT,
@@ -366,6 +368,7 @@ def claim_gpus(
         memory: NUMA memory policy next to the GPUs: None, "preferred" or "bind".
         min_memory: bytes that must be free on each GPU, or text such as "20GiB".
         model: pattern of the GPU's name. exclude, only: indices, UUIDs or prefixes of UUIDs.
+        max_utilization: percent; GPUs that are busier, and those of which the driver cannot tell, are not free.
         visible_as: write CUDA_VISIBLE_DEVICES as "index" (with CUDA_DEVICE_ORDER=PCI_BUS_ID) or as "uuid".
         delegate: let child processes claim from this claim.
         hold_for: how long the GPUs will probably be held, in seconds or "2h"; None is unknown. It gets short claims in

@@ -29,6 +29,7 @@ class Conditions(TypedDict, total=False):
     model: str | None
     exclude: str | int | Iterable[str | int]
     only: str | int | Iterable[str | int]
+    max_utilization: int | str | None
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -191,7 +192,27 @@ class Exclude(_Names):
         return f"listed in {spelling.setting('exclude', ','.join(self.value))}" if self._names(gpu) else ""
 
 
-CONDITIONS: tuple[type[Condition], ...] = (Only, Exclude, Model, MinMemory)
+class MaxUtilization(Condition):
+    argument, metavar = "max_utilization", "PCT"
+    help = "only GPUs that are busy at most so many percent of the time, such as 10"
+    ticketed = True
+    needs = frozenset({"detailed"})
+
+    @classmethod
+    def parse(cls, value: Any, spelling: type[ArgumentStyle]) -> int:
+        text = value.strip().removesuffix("%") if isinstance(value, str) else value
+        percent = int(text) if isinstance(text, str) and text.isdecimal() and len(text) < 4 else as_index(text)
+        if percent is None or not 0 <= percent <= 100:
+            raise refused(cls.argument, value, f"give percent from 0 to 100, such as {spelling.value(10)}", spelling)
+        return percent
+
+    def why_not_now(self, gpu: Gpu, freed: int = 0) -> str:
+        if gpu.utilization is None:
+            return f"utilisation unknown, at most {self.value} % asked for"
+        return "" if gpu.utilization <= self.value else f"{gpu.utilization} % busy, at most {self.value} % asked for"
+
+
+CONDITIONS: tuple[type[Condition], ...] = (Only, Exclude, Model, MinMemory, MaxUtilization)
 """In the order in which they are checked."""
 
 _MOST_MEMORY = 1 << 60

@@ -1,0 +1,78 @@
+"""Waiters with conditions: nobody waits for a GPU that the one ahead cannot use, nor takes one past him that he can."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from safe_gpu import NoPlaceholder, claim_gpus
+from safe_gpu.claim import queue_place, search
+from safe_gpu.claim.times import UNKNOWN
+from safe_gpu.claim.view import HostView
+from safe_gpu.selection.request import parse_request
+
+from .conftest import Host, try_claim
+
+
+@pytest.fixture
+def host(host_of: Any) -> Host:
+    """GPU 0 computes for nobody, or draws; GPU 1 has links with GPU 0 alone."""
+    host: Host = host_of("dgx-a100")
+    host.edits = {
+        uuid: {"utilization": 50 if number == 0 else 0, "nvlink_peers": (host.uuids[1 - number],) if number < 2 else ()}
+        for number, uuid in enumerate(host.uuids)
+    }
+    return host
+
+
+@pytest.mark.parametrize(
+    ("ahead", "gets"),
+    [
+        ({"max_utilization": 10}, 0),
+        ({"max_utilization": 50}, None),
+        ({"min_memory": 70 << 30}, 0),
+        ({"min_memory": 7 << 30}, None),
+        ({"max_utilization": 10, "min_memory": 1}, 0),
+    ],
+)
+def test_one_that_cannot_use_the_free_gpu_is_passed(
+    ahead: dict[str, Any], gets: int | None, host, ground, line
+) -> None:
+    host.stranger(0, kind="graphics", memory=30 << 30)
+    line(1, (0,), **ahead)
+    line(1, (0,), max_utilization=0)
+    assert try_claim(1, only=0) == (None if gets is None else (gets,))
+
+
+def test_a_claim_of_idle_gpus(host, ground) -> None:
+    assert try_claim(1, only="0,1", max_utilization=20) == (1,)
+    assert try_claim(1, only="0", max_utilization=20) is None
+    assert try_claim(1, only="0", max_utilization=50) == (0,)
+
+
+@pytest.mark.parametrize("condition", [{"colour": "red"}, {"max_utilization": "x" * 100}])
+def test_nobody_starves_behind_a_condition_that_is_not_known(
+    condition: dict[str, Any], host, ground, line, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At first the GPU may be about to be taken. A second later it would have been."""
+    for module in (queue_place, search):
+        monkeypatch.setattr(module, "TIME_TO_TAKE", 0.02)
+    line(1, (5,), **condition)
+    assert try_claim(1, only=5) is None
+    claim_gpus(1, NoPlaceholder(), only=5, timeout=30, affinity=None)
+
+
+def test_one_that_waits_for_a_second_gpu_keeps_the_first(host, ground, line, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (queue_place, search):
+        monkeypatch.setattr(module, "TIME_TO_TAKE", 0.0)
+    ground.hold(5)
+    line(2, (5, 6), colour="red")
+    assert try_claim(1, only=6) is None
+
+
+def test_a_gpu_that_was_lost_when_a_waiter_came(host) -> None:
+    """It stands in the waiter's ticket, so nobody takes it past the waiter when it is back."""
+    host.edits[host.uuids[5]] = {"lost": True}
+    view = HostView.of(host, host.snapshot(), parse_request(1, only="3,5"))
+    assert queue_place.QueuePlace(view, UNKNOWN).ensure_waiter().demand.gpus == {host.uuids[3], host.uuids[5]}

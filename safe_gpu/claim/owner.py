@@ -146,6 +146,7 @@ class GPUOwner:
         exclude: str | int | Iterable[str | int] = (),
         only: str | int | Iterable[str | int] = (),
         max_utilization: int | str | None = None,
+        near: str | None = None,
         visible_as: str = "index",
         delegate: bool = False,
         hold_for: float | str | DefaultTimeout | None = DEFAULT,
@@ -350,6 +351,7 @@ def claim_gpus(
     exclude: str | int | Iterable[str | int] = (),
     only: str | int | Iterable[str | int] = (),
     max_utilization: int | str | None = None,
+    near: str | None = None,
     visible_as: str = "index",
     delegate: bool = False,
     hold_for: float | str | DefaultTimeout | None = DEFAULT,
@@ -369,6 +371,7 @@ def claim_gpus(
         min_memory: bytes that must be free on each GPU, or text such as "20GiB".
         model: pattern of the GPU's name. exclude, only: indices, UUIDs or prefixes of UUIDs.
         max_utilization: percent; GPUs that are busier, and those of which the driver cannot tell, are not free.
+        near: "numa": all GPUs on one NUMA node; "nvlink": each connected to each by NVLink.
         visible_as: write CUDA_VISIBLE_DEVICES as "index" (with CUDA_DEVICE_ORDER=PCI_BUS_ID) or as "uuid".
         delegate: let child processes claim from this claim.
         hold_for: how long the GPUs will probably be held, in seconds or "2h"; None is unknown. It gets short claims in

@@ -30,6 +30,7 @@ class Conditions(TypedDict, total=False):
     exclude: str | int | Iterable[str | int]
     only: str | int | Iterable[str | int]
     max_utilization: int | str | None
+    near: str | None
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -212,7 +213,59 @@ class MaxUtilization(Condition):
         return "" if gpu.utilization <= self.value else f"{gpu.utilization} % busy, at most {self.value} % asked for"
 
 
-CONDITIONS: tuple[type[Condition], ...] = (Only, Exclude, Model, MinMemory, MaxUtilization)
+class Near(Condition):
+    argument, metavar = "near", "HOW"
+    help = "all on one NUMA node (numa), or each connected to each by NVLink (nvlink)"
+    ticketed = True
+
+    @classmethod
+    def parse(cls, value: Any, spelling: type[ArgumentStyle]) -> str:
+        if value not in _TOGETHER:
+            raise refused(cls.argument, value, f"choose {' or '.join(map(spelling.value, _TOGETHER))}", spelling)
+        return str(value)
+
+    @property
+    def together(self) -> str:  # type: ignore[override]
+        return _TOGETHER[self.value]
+
+    @property
+    def needs(self) -> frozenset[str]:  # type: ignore[override]
+        return frozenset({"linked"} if self.value == "nvlink" else ())
+
+    def groups(self, gpus: Sequence[Gpu]) -> list[list[Gpu]]:
+        if self.value == "nvlink":
+            return _cliques(gpus)
+        nodes = sorted({gpu.numa_node for gpu in gpus if gpu.numa_node is not None})
+        return [[gpu for gpu in gpus if gpu.numa_node == node] for node in nodes]
+
+
+_TOGETHER = {"numa": "on one NUMA node", "nvlink": "all connected to each other by NVLink"}
+
+
+def _cliques(gpus: Sequence[Gpu]) -> list[list[Gpu]]:
+    """The largest sets of GPUs each of which is linked to each (Bron and Kerbosch, Algorithm 457, CACM 1973)."""
+    linked = {
+        gpu.uuid: {other.uuid for other in gpus if other.uuid in gpu.nvlink_peers or gpu.uuid in other.nvlink_peers}
+        - {gpu.uuid}
+        for gpu in gpus
+    }
+    found: list[set[str]] = []
+
+    def extend(clique: set[str], ahead: set[str], done: set[str]) -> None:
+        if not ahead and not done:
+            found.append(clique)
+            return
+        pivot = max(ahead | done, key=lambda uuid: len(linked[uuid] & ahead))
+        for uuid in sorted(ahead - linked[pivot]):
+            extend(clique | {uuid}, ahead & linked[uuid], done & linked[uuid])
+            ahead = ahead - {uuid}
+            done = done | {uuid}
+
+    extend(set(), set(linked), set())
+    return [[gpu for gpu in gpus if gpu.uuid in clique] for clique in found]
+
+
+CONDITIONS: tuple[type[Condition], ...] = (Only, Exclude, Model, MinMemory, MaxUtilization, Near)
 """In the order in which they are checked."""
 
 _MOST_MEMORY = 1 << 60

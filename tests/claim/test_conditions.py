@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -45,13 +46,43 @@ def test_one_that_cannot_use_the_free_gpu_is_passed(
     assert try_claim(1, only=0) == (None if gets is None else (gets,))
 
 
+@pytest.mark.parametrize(
+    ("strangers", "near", "gets"),
+    [((), "numa", None), ((1,), "numa", (0,)), ((2,), "nvlink", None), ((1,), "nvlink", (0,)), ((2, 3), "numa", None)],
+)
+def test_a_set_that_no_release_can_complete_is_passed(
+    strangers: tuple[int, ...], near: str, gets: tuple[int, ...] | None, host, ground, line
+) -> None:
+    """GPUs 0 and 1 share a node, and so do 2 and 3; the waiter wants two of the four."""
+    ground.hold(*range(4, 8))
+    for number in strangers if near == "nvlink" else (*strangers, *((2,) if 1 in strangers else ())):
+        host.stranger(number)
+    line(2, range(4), near=near)
+    assert try_claim(1, only=0) == gets
+
+
+def test_by_dates_a_set_waits_for_the_earliest_of_its_groups(host, ground, line) -> None:
+    ground.hold(1, until=time.time() + 1000)
+    ground.hold(3, until=time.time() + 5000)
+    line(2, range(4), near="numa", hold_for=60)
+    assert try_claim(1, only=2, hold_for=2000) is None
+    assert try_claim(1, only=2, hold_for=900) == (2,)
+
+
+def test_a_claim_takes_what_is_near(host, ground) -> None:
+    ground.hold(1, 2, 4)
+    assert try_claim(2, near="numa") == (6, 7)
+    assert try_claim(2, near="nvlink") is None
+    assert try_claim(2) == (6, 7)
+
+
 def test_a_claim_of_idle_gpus(host, ground) -> None:
     assert try_claim(1, only="0,1", max_utilization=20) == (1,)
     assert try_claim(1, only="0", max_utilization=20) is None
     assert try_claim(1, only="0", max_utilization=50) == (0,)
 
 
-@pytest.mark.parametrize("condition", [{"colour": "red"}, {"max_utilization": "x" * 100}])
+@pytest.mark.parametrize("condition", [{"colour": "red"}, {"near": ["a", "b"]}, {"max_utilization": "x" * 100}])
 def test_nobody_starves_behind_a_condition_that_is_not_known(
     condition: dict[str, Any], host, ground, line, monkeypatch: pytest.MonkeyPatch
 ) -> None:

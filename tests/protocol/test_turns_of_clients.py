@@ -138,3 +138,20 @@ def test_a_waiter_is_passed_by_dates_only_where_it_is_not_delayed(scene: Any, fi
     # The C client is the simplest one, which passes nobody.
     assert brief.finish()[0] == (0 if second == "python" else 75)
     holder.end()
+
+
+@pytest.mark.parametrize("second", KINDS)
+def test_a_waiter_whose_condition_the_free_gpus_do_not_meet_is_passed(scene: Any, second: str) -> None:
+    """GPUs 5 and 7 are free, of different nodes. The C client does not know what the waiter asks of them."""
+    strangers = [scene.until_holds(scene.start("c", 1, flags=["-DNO_LEASE"])) for _ in range(7)]
+    on = {int(pid): scene.uuids.index(uuid) for pid, uuid in scene.said("holds")}
+    by_gpu = {on[stranger.pid]: stranger for stranger in strangers}
+    by_gpu.pop(5).end()
+    waiter = scene.until_waits(scene.start("python", 2, "--near", "numa"))
+    options = {"c": ("-t", "60"), "python": NOW["python"]}[second]
+    scene.until_holds(scene.start(second, 1, *options))
+    by_gpu.pop(6).end()
+    by_gpu.pop(4).end()
+    scene.until_holds(waiter)
+    for stranger in by_gpu.values():
+        stranger.end()

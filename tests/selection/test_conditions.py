@@ -5,21 +5,25 @@ from __future__ import annotations
 import argparse
 import inspect
 import json
+from itertools import combinations
 from typing import Any, get_type_hints
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from safe_gpu import GPUOwner, UnsatisfiableRequestError, claim_gpus
 from safe_gpu.argument_style import ArgumentStyle
 from safe_gpu.cli.parser import CommandLine, add_request
-from safe_gpu.devices import Gpu, HostSnapshot
-from safe_gpu.selection.choice import candidates
+from safe_gpu.devices import Gpu, GpuVerdict, HostSnapshot
+from safe_gpu.selection.choice import candidates, check_possible, choose
 from safe_gpu.selection.request import (
     CONDITIONS,
     Condition,
     Conditions,
     MaxUtilization,
     MinMemory,
+    Near,
     Selection,
     parse_request,
 )
@@ -31,6 +35,7 @@ SAMPLES: dict[str, Any] = {
     "model": "A100",
     "min_memory": "20GiB",
     "max_utilization": 10,
+    "near": "numa",
 }
 
 every = pytest.mark.parametrize("condition", CONDITIONS, ids=lambda condition: condition.argument)
@@ -97,6 +102,51 @@ def test_a_busy_gpu(utilization: int | None, state: str) -> None:
     assert verdict.state == state
     assert state == "free" or "at most 10 % asked for" in verdict.reason
     assert MaxUtilization(10).met_by(gpu(0, utilization=utilization)) == (state == "free")
+
+
+def linked(*pairs: tuple[int, int], count: int = 6) -> list[Gpu]:
+    """GPUs with these links, each known to one end only."""
+    return [gpu(i, nvlink_peers=tuple(f"GPU-{b}" for a, b in pairs if a == i), numa_node=i % 2) for i in range(count)]
+
+
+def indices(groups: list[list[Gpu]]) -> list[list[int]]:
+    return sorted([one.index for one in group] for group in groups)
+
+
+def test_numa_nodes() -> None:
+    assert indices(Near("numa").groups([*linked(), gpu(6)])) == [[0, 2, 4], [1, 3, 5]]
+
+
+@given(st.sets(st.sampled_from(list(combinations(range(6), 2)))))
+def test_each_linked_to_each(pairs: set[tuple[int, int]]) -> None:
+    def together(group: tuple[int, ...]) -> bool:
+        return all(pair in pairs for pair in combinations(sorted(group), 2))
+
+    sets = [set(one) for size in range(1, 7) for one in combinations(range(6), size) if together(one)]
+    largest = sorted(sorted(one) for one in sets if not any(one < other for other in sets))
+    assert indices(Near("nvlink").groups(linked(*pairs))) == largest
+
+
+def test_the_best_set_is_of_one_group() -> None:
+    gpus = linked((0, 3), (1, 2))
+    free = [GpuVerdict(one, "free") for one in gpus]
+    asked = parse_request(2, near="nvlink")
+    assert [one.index for one in choose(free, 2, groups=asked.groups) or ()] == [0, 3]
+    assert [one.index for one in choose(free, 2, groups=asked.groups, last={"GPU-0"}) or ()] == [1, 2]
+    assert choose(free, 3, groups=parse_request(3, near="nvlink").groups) is None
+    assert [one.index for one in choose(free, 3, groups=parse_request(3, near="numa").groups) or ()] == [0, 2, 4]
+
+
+def test_what_can_never_be_together() -> None:
+    host = HostSnapshot(tuple(linked((0, 1))))
+    check_possible(host, parse_request(3, near="numa"))
+    check_possible(host, parse_request(1, near="nvlink"))
+    with pytest.raises(
+        UnsatisfiableRequestError, match="4 GPUs are asked for, but only 3 of this host are on one NUMA node: ask for"
+    ):
+        check_possible(host, parse_request(4, near="numa"))
+    with pytest.raises(UnsatisfiableRequestError, match="only 2 of this host are all connected"):
+        check_possible(host, parse_request(3, near="nvlink"))
 
 
 def test_a_lost_gpu_may_come_back() -> None:

@@ -195,7 +195,7 @@ class Exclude(_Names):
 
 class MaxUtilization(Condition):
     argument, metavar = "max_utilization", "PCT"
-    help = "only GPUs that are busy at most so many percent of the time, such as 10"
+    help = "only GPUs whose utilisation is at most this, in percent, such as 10"
     ticketed = True
     needs = frozenset({"detailed"})
 

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..coordination.holders import lease_holders, recorded_holders
@@ -17,12 +18,12 @@ from ..drivers import may_be_several, open_drivers
 from ..drivers.vendors import NAMES, meant_vendor
 from ..errors import ClaimTimeout, LockTimeout, NotEnoughGpusError, SafeGpuError, UnsatisfiableRequestError
 from ..procfs import user_name
-from ..selection.backfill import dates, free_at, starts
+from ..selection.backfill import BackfillRequest, dates, free_at, starts
 from ..selection.choice import check_possible
 from ..selection.request import Selection
 from ..selection.verdicts import fence_hint
 from ..text import format_age, gpu_ranges, plural
-from .queue_place import backfill_request, stem_of
+from .queue_place import stem_of
 from .view import refuse_gpus_of_ancestors
 
 if TYPE_CHECKING:
@@ -71,8 +72,9 @@ def forecast(view: HostView, place: QueuePlace) -> Forecast:
     holders = _recorded_holders(view)
     when = _free_at(view, holders, now)
     ahead = waiter.competing()
-    wants = [backfill_request(view, one.demand) for one in ahead if one.demand is not None and not one.is_stopped()]
-    wants.append(backfill_request(view, waiter.demand._replace(hold_for=place.hold_for())))
+    of = partial(BackfillRequest.of, gpus=view.snapshot.gpus)
+    wants = [of(one.demand) for one in ahead if one.demand is not None and not one.is_stopped()]
+    wants.append(of(waiter.demand._replace(hold_for=place.hold_for())))
     start, earliest = starts(wants, when)[-1], list(dates(wants, when))[-1][1]
     mine = {uuid: holder for uuid, holder in holders.items() if stem_of(view, uuid) in waiter.demand.gpus}
     told = any(holder.until is not None for holder in mine.values())

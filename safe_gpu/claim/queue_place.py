@@ -115,19 +115,6 @@ def stem_of(view: HostView, uuid: str) -> str:
     return f"{uuid}.inner" if view.outer else uuid
 
 
-def backfill_request(view: HostView, demand: TicketRequest) -> BackfillRequest:
-    """A ticket's request as the rule takes it."""
-    selection, _ = Selection.from_ticket(demand.nb_gpus, demand.conditions)
-    stems = {gpu.uuid: stem_of(view, gpu.uuid) for gpu in view.snapshot.gpus}
-    groups = selection.groups([gpu for gpu in view.snapshot.gpus if stems[gpu.uuid] in demand.gpus])
-    return BackfillRequest(
-        demand.nb_gpus,
-        demand.gpus,
-        math.inf if demand.hold_for is None else demand.hold_for,
-        tuple(frozenset(stems[gpu.uuid] for gpu in group) for group in groups) if len(groups) != 1 else (),
-    )
-
-
 class Untaken:
     """The GPUs that waiters could have taken, as far as a look tells, and did not: they do not meet a condition of the
     ticket that is not known here."""
@@ -249,9 +236,8 @@ class QueueSnapshot:
         """
         now = time.time()
         stems = {stem_of(self._view, uuid): uuid for uuid in free}
-        left = open_gpus(
-            backfill_request(self._view, demand), self._wants(demand, ahead), stems, self.free_at(now), now
-        )
+        want = BackfillRequest.of(demand, self._view.snapshot.gpus)
+        left = open_gpus(want, self._wants(demand, ahead), stems, self.free_at(now), now)
         return frozenset(stems[stem] for stem in left)
 
     def free_at(self, now: float) -> dict[str, float]:
@@ -277,7 +263,7 @@ class QueueSnapshot:
     def _fitting(self, ticket: Ticket) -> BackfillRequest:
         """What a waiter wants, without the GPUs that nobody holds and that do not meet its conditions."""
         assert ticket.demand is not None
-        want = backfill_request(self._view, ticket.demand)
+        want = BackfillRequest.of(ticket.demand, self._view.snapshot.gpus)
         if not ticket.demand.conditions:
             return want
         busy = (one.gpu.uuid for one in self._verdicts(ticket)[1] if not one.free)

@@ -10,33 +10,58 @@ from __future__ import annotations
 import math
 from bisect import insort
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+from .request import Selection
+
+if TYPE_CHECKING:
+    from ..coordination.queue import TicketRequest
+    from ..devices import Gpu
 
 
 class BackfillRequest(NamedTuple):
     """What one request wants: ``nb`` of ``gpus``, for ``hold_for`` seconds (``math.inf``: for an unknown time).
 
-    If there are ``groups``, all must be of one of these.
+    If ``groups`` is not None, all must be of one of these.
     """
 
     nb: int
     gpus: frozenset[str]
     hold_for: float = math.inf
-    groups: tuple[frozenset[str], ...] = ()
+    groups: tuple[frozenset[str], ...] | None = None
+
+    @classmethod
+    def of(cls, demand: TicketRequest, gpus: Iterable[Gpu]) -> BackfillRequest:
+        """What a ticket asks for.
+
+        Args:
+            gpus: of the host, with what the ticket's conditions need.
+        """
+        selection, _ = Selection.from_ticket(demand.nb_gpus, demand.conditions)
+        hold_for = math.inf if demand.hold_for is None else demand.hold_for
+        if not selection.together:
+            return cls(demand.nb_gpus, demand.gpus, hold_for)
+        stems = {gpu: stem for gpu in gpus for stem in (gpu.uuid, f"{gpu.uuid}.inner") if stem in demand.gpus}
+        groups = tuple(frozenset(map(stems.__getitem__, group)) for group in selection.groups(list(stems)))
+        return cls(demand.nb_gpus, demand.gpus, hold_for, groups)
+
+    @property
+    def _groups(self) -> tuple[frozenset[str], ...]:
+        return (self.gpus,) if self.groups is None else self.groups
 
     def fits(self, gpus: Collection[str]) -> bool:
         """Whether it can have all that it wants of these."""
-        return any(len(group.intersection(gpus)) >= self.nb for group in self.groups or (self.gpus,))
+        return any(len(group.intersection(gpus)) >= self.nb for group in self._groups)
 
     def without(self, gpus: Collection[str]) -> BackfillRequest:
         """The same, but it cannot use these."""
-        groups = tuple(group.difference(gpus) for group in self.groups)
+        groups = self.groups and tuple(group.difference(gpus) for group in self.groups)
         return self._replace(gpus=self.gpus.difference(gpus), groups=groups)
 
     def earliest(self, free_at: Mapping[str, float]) -> tuple[float, list[str]]:
         """When enough of its GPUs are expected to be free, and the first that are; all where there never are enough."""
         best: tuple[float, list[str]] = math.inf, []
-        for group in self.groups or (self.gpus,):
+        for group in self._groups:
             first = sorted((free_at.get(gpu, math.inf), gpu) for gpu in group)[: max(0, self.nb)]
             if first and len(first) == self.nb and (not best[1] or first[-1][0] < best[0]):
                 best = first[-1][0], [gpu for _, gpu in first]

@@ -46,7 +46,9 @@ def expected_starts(tickets: Sequence[Ticket], gpus: Iterable[GpuStatus], now: f
     """
     ends: dict[str, float] = {}
     coming: set[str] = set()
+    devices = []
     for one in gpus:
+        devices.append(one.gpu)
         uuid, inner, free = one.gpu.uuid, f"{one.gpu.uuid}.inner", one.state in _FREE
         ends[uuid] = now if free else _end(one.claim, now)
         ends[inner] = now if one.inner is None else _end(one.inner, now)
@@ -58,8 +60,7 @@ def expected_starts(tickets: Sequence[Ticket], gpus: Iterable[GpuStatus], now: f
         if demand is None:  # nobody knows what it wants, so nobody behind it knows more
             wants[place] = BackfillRequest(len(ends) + 1, frozenset(ends))
         elif not ticket.is_stopped() and len(demand.gpus & coming) >= demand.nb_gpus:
-            hold_for = math.inf if demand.hold_for is None else demand.hold_for
-            wants[place] = BackfillRequest(demand.nb_gpus, demand.gpus, hold_for)
+            wants[place] = BackfillRequest.of(demand, devices)
     found = dict(zip(wants, starts(wants.values(), ends), strict=True))
     moments = (found.get(place, math.inf) for place in range(len(tickets)))
     return [None if moment == math.inf else round(moment, 3) for moment in moments]

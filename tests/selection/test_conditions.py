@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import json
+import math
 from itertools import combinations
 from typing import Any, get_type_hints
 
@@ -16,6 +17,7 @@ from safe_gpu import GPUOwner, UnsatisfiableRequestError, claim_gpus
 from safe_gpu.argument_style import ArgumentStyle
 from safe_gpu.cli.parser import CommandLine, add_request
 from safe_gpu.devices import Gpu, GpuVerdict, HostSnapshot
+from safe_gpu.selection.backfill import BackfillRequest, dates, open_gpus, starts
 from safe_gpu.selection.choice import candidates, check_possible, choose
 from safe_gpu.selection.request import (
     CONDITIONS,
@@ -154,3 +156,23 @@ def test_a_lost_gpu_may_come_back() -> None:
     asked = parse_request(exclude="2", spelling=ArgumentStyle)
     assert [one.index for one in candidates(host, asked)] == [0]
     assert [one.index for one in candidates(host, asked, lost=True)] == [0, 1]
+
+
+GPUS = [f"GPU-{number}" for number in range(6)]
+parts = st.lists(st.frozensets(st.sampled_from(GPUS), min_size=1), min_size=1, max_size=4).map(tuple)
+times = st.lists(st.sampled_from([0.0, 5.0, 9.0, math.inf]), min_size=6, max_size=6)
+
+
+@given(parts, times, st.integers(1, 3), st.sampled_from([4.0, math.inf]), st.frozensets(st.sampled_from(GPUS)))
+def test_a_set_is_dated_by_the_earliest_of_its_groups(
+    groups: tuple[frozenset[str], ...], moments: list[float], nb: int, hold_for: float, gone: frozenset[str]
+) -> None:
+    free = dict(zip(GPUS, moments, strict=True))
+    want = BackfillRequest(nb, frozenset().union(*groups), hold_for, groups)
+    alone = [BackfillRequest(nb, group, hold_for) for group in groups]
+    assert [date for _, date in dates([want], free)] == [min(date for one in alone for _, date in dates([one], free))]
+    assert starts([want], free) == [min(starts([one], free)[0] for one in alone)]
+    assert want.without(gone).fits(GPUS) == any(one.without(gone).fits(GPUS) for one in alone)
+    now = {gpu for gpu, when in free.items() if when == 0.0}
+    assert want.fits(open_gpus(want, [], now, free, 0.0)) == any(one.fits(now) for one in alone)
+    assert starts([want._replace(groups=(want.gpus,))] * 2, free) == starts([want._replace(groups=None)] * 2, free)

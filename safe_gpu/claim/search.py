@@ -275,7 +275,7 @@ class _Search:
         self._attempt = Attempt()
         self._lookout: LeaseWatcher | None = None
         self._patience = WaitState(options.deadline, tried_last=options.timeout == 0)
-        self._news: WaitReporter | None = None
+        self._reporter: WaitReporter | None = None
         self._watching_since = 0.0
         self._looks = 0
         self._limited = False
@@ -380,9 +380,9 @@ class _Search:
             self._watch(attempt, decision.until)
 
     def _waiting(self) -> WaitReporter:
-        if self._news is None:
-            self._news = WaitReporter(self._view, self._options, self._place)
-        return self._news
+        if self._reporter is None:
+            self._reporter = WaitReporter(self._view, self._options, self._place)
+        return self._reporter
 
     def _sleep(self, attempt: Attempt, until: float) -> bool:
         """Sleep until the ticket ahead is gone or ``until``; give a warning that becomes due meanwhile.
@@ -391,11 +391,11 @@ class _Search:
             Whether the ticket ahead is gone.
         """
         assert attempt.ahead is not None
-        waiter, status = self._place.ensure_waiter(), self._waiting()
-        if status.warning_due < until:
-            if waiter.sleep_behind(attempt.ahead, max(0.0, status.warning_due - time.monotonic())):
+        waiter, reporter = self._place.ensure_waiter(), self._waiting()
+        if reporter.warning_due < until:
+            if waiter.sleep_behind(attempt.ahead, max(0.0, reporter.warning_due - time.monotonic())):
                 return True
-            status.warn_once(attempt)
+            reporter.warn_once(attempt)
         return waiter.sleep_behind(attempt.ahead, max(0.0, until - time.monotonic()))
 
     def _watch(self, attempt: Attempt, until: float) -> None:

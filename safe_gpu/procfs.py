@@ -150,16 +150,19 @@ def parent_of(pid: int) -> int | None:
     return int(fields[1]) if len(fields) > 1 else None
 
 
-def is_stopped(pid: int, frozen: dict[bytes, bool] | None = None) -> bool:
+def is_stopped(pid: int, known: dict[int | bytes, bool] | None = None) -> bool:
     """Whether the process is stopped (SIGSTOP, a suspended job) or frozen by a cgroup v2 freezer.
 
     Args:
-        frozen: cgroup -> whether it is frozen, filled here, so that a look at many processes reads each cgroup once.
+        known: the answers for processes and cgroups, filled here, so that one look asks for each once.
     """
-    fields = _stat_fields(pid)
-    if fields[:1] == [b"T"]:
-        return True
-    known = {} if frozen is None else frozen
+    known = {} if known is None else known
+    if pid not in known:
+        known[pid] = _stat_fields(pid)[:1] == [b"T"] or _is_frozen(pid, known)
+    return known[pid]
+
+
+def _is_frozen(pid: int, known: dict[int | bytes, bool]) -> bool:
     for line in _read(f"/proc/{pid}/cgroup").splitlines():
         if line.startswith(b"0::"):
             if line not in known:

@@ -182,7 +182,7 @@ class QueueSnapshot:
         self._judged: dict[tuple[object, ...], tuple[GpuVerdict, ...]] = {}
         self._leased: dict[str, LeaseHolder] = {}
         self._leaving: set[str] = set()
-        self._frozen: dict[bytes, bool] = {}
+        self._stopped: dict[int | bytes, bool] = {}
         usable = {gpu.uuid for gpu in view.usable}
         used = set()
         for gpu in view.snapshot.gpus:
@@ -209,7 +209,7 @@ class QueueSnapshot:
         """
         if ticket.demand is None:
             return False
-        if ticket.is_stopped(self._frozen):
+        if ticket.is_stopped(self._stopped):
             self.stopped = self.stopped or ticket
             return True
         if self._holdings is not None and self._holdings.is_at_limit(ticket):

@@ -103,15 +103,15 @@ class Ticket(NamedTuple):
         """Whether both are one waiter's. Numbers and inodes are used again within seconds, these are not."""
         return (self.since, self.pid, self.pidns) == (other.since, other.pid, other.pidns)
 
-    def is_stopped(self, frozen: dict[bytes, bool] | None = None) -> bool:
+    def is_stopped(self, known: dict[int | bytes, bool] | None = None) -> bool:
         """Whether its waiter is stopped or frozen (Ctrl-Z, a suspended job). In another PID namespace nobody knows.
 
         Args:
-            frozen: as for :func:`~safe_gpu.procfs.is_stopped`, for a look at many tickets.
+            known: as for :func:`~safe_gpu.procfs.is_stopped`, for a look at many tickets.
         """
         if not self.pid or self.pidns not in (None, procfs.pid_namespace()):
             return False
-        return procfs.is_stopped(self.pid, frozen)
+        return procfs.is_stopped(self.pid, known)
 
 
 def encode_ticket(pid: int, demand: TicketRequest) -> bytes:
@@ -382,9 +382,8 @@ class _Predecessors:
             beyond.close()
         never: set[int] = set()
         try:
-            for seq in reversed(self._before):
-                if beyond is not None and seq >= beyond.ticket.seq:
-                    continue
+            end = None if beyond is None else bisect.bisect_left(self._before, beyond.ticket.seq)
+            for seq in reversed(self._before[:end]):
                 competitor = self._competitor(host, seq)
                 if competitor is not None:
                     return competitor

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypedDict
 
 from ..argument_style import ArgumentStyle
@@ -234,7 +235,8 @@ class Near(Condition):
 
     def groups(self, gpus: Sequence[Gpu]) -> list[list[Gpu]]:
         if self.value == "nvlink":
-            return _cliques(gpus)
+            cliques = _cliques(tuple((gpu.uuid, gpu.nvlink_peers) for gpu in gpus))
+            return [[gpu for gpu in gpus if gpu.uuid in clique] for clique in cliques]
         nodes = sorted({gpu.numa_node for gpu in gpus if gpu.numa_node is not None})
         return [[gpu for gpu in gpus if gpu.numa_node == node] for node in nodes]
 
@@ -242,16 +244,21 @@ class Near(Condition):
 _TOGETHER = {"numa": "on one NUMA node", "nvlink": "all connected to each other by NVLink"}
 
 
-def _cliques(gpus: Sequence[Gpu]) -> list[list[Gpu]]:
-    """The largest sets of GPUs each of which is linked to each (Bron and Kerbosch, Algorithm 457, CACM 1973)."""
-    linked = {
-        gpu.uuid: {other.uuid for other in gpus if other.uuid in gpu.nvlink_peers or gpu.uuid in other.nvlink_peers}
-        - {gpu.uuid}
-        for gpu in gpus
-    }
-    found: list[set[str]] = []
+@lru_cache(64)
+def _cliques(links: tuple[tuple[str, frozenset[str]], ...]) -> list[frozenset[str]]:
+    """The largest sets of UUIDs each of which is linked to each (Bron and Kerbosch, Algorithm 457, CACM 1973).
 
-    def extend(clique: set[str], ahead: set[str], done: set[str]) -> None:
+    Args:
+        links: each UUID with those of its peers.
+    """
+    linked: dict[str, set[str]] = {uuid: set() for uuid, _ in links}
+    for uuid, peers in links:
+        for peer in linked.keys() & set(peers) - {uuid}:
+            linked[uuid].add(peer)
+            linked[peer].add(uuid)
+    found: list[frozenset[str]] = []
+
+    def extend(clique: frozenset[str], ahead: set[str], done: set[str]) -> None:
         if not ahead and not done:
             found.append(clique)
             return
@@ -261,8 +268,8 @@ def _cliques(gpus: Sequence[Gpu]) -> list[list[Gpu]]:
             ahead = ahead - {uuid}
             done = done | {uuid}
 
-    extend(set(), set(linked), set())
-    return [[gpu for gpu in gpus if gpu.uuid in clique] for clique in found]
+    extend(frozenset(), set(linked), set())
+    return found
 
 
 CONDITIONS: tuple[type[Condition], ...] = (Only, Exclude, Model, MinMemory, MaxUtilization, Near)

@@ -21,7 +21,10 @@ def host(host_of: Any) -> Host:
     """GPU 0 computes for nobody, or draws; GPU 1 has links with GPU 0 alone."""
     host: Host = host_of("dgx-a100")
     host.edits = {
-        uuid: {"utilization": 50 if number == 0 else 0, "nvlink_peers": (host.uuids[1 - number],) if number < 2 else ()}
+        uuid: {
+            "utilization": 50 if number == 0 else 0,
+            "nvlink_peers": frozenset(host.uuids[1 - number : 2 - number] if number < 2 else ()),
+        }
         for number, uuid in enumerate(host.uuids)
     }
     return host

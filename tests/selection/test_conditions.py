@@ -108,7 +108,9 @@ def test_a_busy_gpu(utilization: int | None, state: str) -> None:
 
 def linked(*pairs: tuple[int, int], count: int = 6) -> list[Gpu]:
     """GPUs with these links, each known to one end only."""
-    return [gpu(i, nvlink_peers=tuple(f"GPU-{b}" for a, b in pairs if a == i), numa_node=i % 2) for i in range(count)]
+    return [
+        gpu(i, nvlink_peers=frozenset(f"GPU-{b}" for a, b in pairs if a == i), numa_node=i % 2) for i in range(count)
+    ]
 
 
 def indices(groups: list[list[Gpu]]) -> list[list[int]]:

@@ -102,22 +102,6 @@ def kill_me_at(step: int) -> None:
     sys.setprofile(profile)
 
 
-def steps_of(work: Callable[[], None]) -> int:
-    """How many calls of functions that enter the kernel it makes."""
-    number = 0
-
-    def profile(frame: Any, event: str, function: Any) -> None:
-        nonlocal number
-        number += event == "c_call" and function.__module__ in ("posix", "fcntl")
-
-    sys.setprofile(profile)
-    try:
-        work()
-    finally:
-        sys.setprofile(None)
-    return number
-
-
 class Counters:
     """A number for each GPU, read when a claim begins and written one higher when it ends: overlap loses updates."""
 
@@ -354,9 +338,3 @@ def _warm_up(track: Track) -> None:
     for name in ("threading", "pwd", "json", "signal"):
         __import__(name)
     str(safe_gpu.NotEnoughGpusError("warm"))
-
-
-@pytest.fixture
-def steps() -> Callable[[Callable[[], None]], int]:
-    """Counts the calls that enter the kernel."""
-    return steps_of

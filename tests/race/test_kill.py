@@ -61,33 +61,6 @@ def test_a_waiter_killed_at_any_step_is_passed(track: Any) -> None:
         assert track.files() == []
 
 
-def test_a_holder_killed_in_the_middle_of_its_work_is_forgotten(track: Any) -> None:
-    for _ in range(2):
-        holders = [track.start(claim(track, 4)) for _ in range(2)]
-        assert {holder.hear()[0] for holder in holders} == {"holds"}
-        with pytest.raises(safe_gpu.NotEnoughGpusError):
-            safe_gpu.claim_gpus(1, NOTHING, timeout=0, affinity=None)
-        holders[0].kill()
-        with safe_gpu.GPUOwner(4, NOTHING, timeout=0, affinity=None):
-            pass
-        holders[1].kill()
-        track.claim_all()
-        assert track.files() == []
-
-
-def test_a_waiter_meets_no_marker_of_a_dead_holder(track: Any) -> None:
-    """The kernel gives a dying holder's GPUs back before anybody can have taken its markers away."""
-    for _ in range(3):
-        holder = track.start(claim(track, 8))
-        assert holder.hear()[0] == "holds"
-        waiter = track.start(claim(track, 8, timeout=60.0))
-        os.kill(holder.pid, signal.SIGKILL)
-        word, _, rivals = waiter.hear()
-        assert (word, rivals) == ("holds", [])
-        waiter.tell("let go")
-        assert waiter.hear() == ("done",)
-
-
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can start processes of other users")
 @pytest.mark.parametrize("umasks", [(0o077, 0o022), (0o022, 0o077)], ids=["strict first", "open first"])
 def test_two_users_share_a_state_directory(track: Any, umasks: tuple[int, int]) -> None:

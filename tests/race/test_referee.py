@@ -85,9 +85,7 @@ def test_a_limit_counts_from_before_it_is_written_until_after_it_is_replaced(tmp
     ("uid", "nb_gpus", "hold_for", "expected"),
     [(7, 3, None, True), (7, 2, None, False), (8, 3, None, False), (7, 2, 2.0, True), (7, 2, 1.0, False)],
 )
-def test_what_a_policy_may_refuse(
-    tmp_path: Path, uid: int, nb_gpus: int, hold_for: float | None, expected: bool
-) -> None:
+def test_what_a_policy_may_refuse(tmp_path, uid: int, nb_gpus: int, hold_for: float | None, expected: bool) -> None:
     Policy(str(tmp_path)).set({7: 2}, {"max_hold": "1s"})
     assert may_refuse(str(tmp_path), uid, time.monotonic(), nb_gpus, hold_for) == expected
 

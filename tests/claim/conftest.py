@@ -324,12 +324,9 @@ def line(ground: Any) -> Iterator[Callable[..., Waiter]]:
     """Tickets, played in this process: ``line(2, (0, 1), hold_for=600)``."""
     waiters: list[Waiter] = []
 
-    def join(
-        nb_gpus: int, gpus: Sequence[int] = range(8), *, hold_for: float | None = None, inner: bool = False,
-        **conditions: Any,
-    ) -> Waiter:  # fmt: skip
-        stems = (ground.uuids[index] + (".inner" if inner else "") for index in gpus)
-        waiters.append(Waiter(TicketRequest(nb_gpus, frozenset(stems), tuple(conditions.items()), hold_for)))
+    def join(nb_gpus: int, gpus: Sequence[int] = range(8), *, hold_for: float | None = None, **more: Any) -> Waiter:
+        uuids = frozenset(ground.uuids[index] for index in gpus)
+        waiters.append(Waiter(TicketRequest(nb_gpus, uuids, tuple(more.items()), hold_for)))
         with HostLock(time.monotonic() + 30) as host:
             waiters[-1].join(host)
         return waiters[-1]
@@ -339,10 +336,15 @@ def line(ground: Any) -> Iterator[Callable[..., Waiter]]:
         waiter.leave()
 
 
+def claim(nb_gpus: int = 1, **options: Any) -> safe_gpu.GPUOwner:
+    """A claim without placeholders that does not wait, unless the options say otherwise."""
+    return safe_gpu.GPUOwner(nb_gpus, safe_gpu.NoPlaceholder(), **{"timeout": 0, "affinity": None, **options})
+
+
 def try_claim(nb_gpus: int, **options: Any) -> tuple[int, ...] | None:
     """The GPUs that a claim gets without waiting and gives back at once; None: it is refused."""
     try:
-        with safe_gpu.claim_gpus(nb_gpus, safe_gpu.NoPlaceholder(), affinity=None, timeout=0, **options) as claimed:
+        with claim(nb_gpus, **options) as claimed:
             return tuple(claimed.devices_taken)
     except safe_gpu.NotEnoughGpusError:
         return None

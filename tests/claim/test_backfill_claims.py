@@ -116,31 +116,10 @@ def holds(child: Any, nb_gpus: int, hold_for: object) -> Any:
     return child(HOLD.format(nb_gpus=nb_gpus, hold_for=hold_for))
 
 
-def until(ground: Any, index: int) -> float:
-    return float(json.loads((ground.directory / "leases" / f"{ground.uuids[index]}.lock").read_text())["until"])
-
-
 def large_waiter(command: Any) -> subprocess.Popen[str]:
     waiter = command.start("run", "-n", 8, "--", "sh", "-c", "echo started; cat", stdin=subprocess.PIPE)
     waiter.stderr.readline()
     return waiter  # type: ignore[no-any-return]
-
-
-def test_a_short_job_passes_a_large_waiter_which_starts_no_later(ground: Any, child: Any, command: Any) -> None:
-    holder = holds(child, 7, 3600)
-    assert len(holder.hear().split()) == 7
-    large = large_waiter(command)
-    passer = holds(child, 1, 600)
-    index = int(passer.hear())
-    date = max(until(ground, other) for other in ALL if other != index)
-    assert until(ground, index) <= date
-    assert command.run("run", "--timeout", 0, "--for", "2h", "--", "true").returncode == 75
-    passer.tell()
-    passer.finish()
-    holder.tell()
-    holder.finish()
-    assert large.stdout.readline() == "started\n"
-    large.communicate(timeout=60)
 
 
 def test_a_sleeper_notices_that_it_may_pass(ground: Any, child: Any, command: Any) -> None:

@@ -9,14 +9,16 @@ from typing import Any
 import pytest
 
 import safe_gpu
-from safe_gpu import ClaimTimeout, NoPlaceholder, StateDirError
+from safe_gpu import ClaimTimeout, StateDirError
 from safe_gpu.coordination.leases import inner_name, lease_name
+
+from .conftest import claim
 
 
 @pytest.fixture
 def close_lease(state_dir: Path, ground: Any) -> Any:
     """Put a FIFO in the place of the lease files of these GPUs."""
-    safe_gpu.GPUOwner(8, NoPlaceholder(), affinity=None, timeout=0).release_gpus()
+    claim(8).release_gpus()
 
     def close(*indices: int, name: Any = lease_name) -> None:
         for index in indices:
@@ -28,7 +30,7 @@ def close_lease(state_dir: Path, ground: Any) -> Any:
 
 
 def claimed(nb_gpus: int, **options: Any) -> list[int]:
-    with safe_gpu.GPUOwner(nb_gpus, NoPlaceholder(), affinity=None, **{"timeout": 0, **options}) as owner:
+    with claim(nb_gpus, **options) as owner:
         return owner.devices_taken
 
 

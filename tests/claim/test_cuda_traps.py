@@ -238,7 +238,7 @@ def test_an_ambiguous_fence_that_cuda_cannot_resolve_is_refused_with_the_way_out
     ]
 
 
-# MIG and lost GPUs
+# MIG
 
 
 def test_a_mig_instance_is_claimed_by_its_uuid(fake_gpus: Any) -> None:
@@ -266,14 +266,6 @@ def test_a_whole_gpu_beside_mig_is_named_by_uuid(fake_gpus: Any) -> None:
     out = forked(fake_gpus, "out['taken'] = claim(2); out['set'] = variables()")
     assert out["taken"] == [1, 2]
     assert out["set"]["CUDA_VISIBLE_DEVICES"] == ",".join(fake_gpus.uuids[1:])
-
-
-def test_uuids_are_written_beside_a_lost_gpu(fake_gpus: Any) -> None:
-    fake_gpus.change(0, lost=1)
-    out = forked(fake_gpus, "out['taken'] = claim(2); out['set'] = variables()")
-    assert 0 not in out["taken"]
-    assert out["set"]["CUDA_VISIBLE_DEVICES"] == ",".join(fake_gpus.uuids[index] for index in out["taken"])
-    assert "CUDA_DEVICE_ORDER" not in out["set"]
 
 
 # Placeholders that fail
@@ -328,12 +320,7 @@ def test_a_driver_library_without_cuda_is_told_before_any_lock(fake_gpus: Any, t
     assert not state.exists()
 
 
-# Lag, and forks
-
-
-def test_a_driver_that_shows_contexts_late_does_not_disturb(fake_gpus: Any) -> None:
-    fake_gpus.options(lag_ms=5000)
-    assert forked(fake_gpus, "out = claim(2)") == [0, 1]
+# Forks
 
 
 def test_nvml_after_a_fork_is_a_session_of_its_own(fake_gpus: Any) -> None:

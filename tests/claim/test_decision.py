@@ -77,26 +77,6 @@ moments = st.floats(NOW - 100, NOW + 100) | st.just(math.inf)
 patiences = st.builds(WaitState, moments, st.booleans(), st.none() | gpus())
 
 
-@given(looks(), patiences, st.integers(1, 4), moments, moments)
-def test_what_holds_for_every_state(
-    seen: Seen, patience: WaitState, needed: int, next_poll: float, next_look: float
-) -> None:
-    step, after, until = decide(
-        seen, patience, suffices=len(seen.unleased) >= needed, now=NOW, next_poll=next_poll, next_look=next_look
-    )
-    assert (step == TAKE) == seen.enough
-    if step in (SLEEP, WATCH):
-        assert patience.deadline > NOW
-        assert until <= patience.deadline
-        assert (step == SLEEP) == seen.behind
-    if step == REFUSE:
-        assert patience.tried_last
-        assert patience.deadline <= NOW
-    if seen.outdated:
-        assert step == POLL
-    assert after.deadline == patience.deadline
-
-
 @given(looks().filter(lambda seen: not seen.enough and not seen.outdated), patiences, st.integers(1, 4))
 def test_every_state_makes_progress(seen: Seen, patience: WaitState, needed: int) -> None:
     """With the world standing still, time passes or the same look leads to another step; a late claim ends."""

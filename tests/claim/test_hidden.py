@@ -15,7 +15,7 @@ from safe_gpu.errors import NotEnoughGpusError
 
 from .conftest import forked
 
-MIB, GIB = 1 << 20, 1 << 30
+MIB = 1 << 20
 NOT_SUPPORTED = 3
 
 PRELUDE = """

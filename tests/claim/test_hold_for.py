@@ -115,14 +115,6 @@ def test_the_record_says_until_when(ground: Any, monkeypatch: pytest.MonkeyPatch
         assert record(ground)["until"] is None
 
 
-def test_a_batch_job_s_record_says_when_the_job_ends(ground: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    ends = int(time.time()) + 1000
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
-    monkeypatch.setenv("SLURM_JOB_END_TIME", str(ends))
-    with claim_gpus(1, NoPlaceholder(), affinity=None):
-        assert record(ground)["until"] == pytest.approx(ends, abs=0.1)
-
-
 def test_a_claim_inside_another_ends_with_that_one(ground: Any) -> None:
     def inside() -> float:
         with claim_gpus(1, NoPlaceholder(), affinity=None):
@@ -130,14 +122,6 @@ def test_a_claim_inside_another_ends_with_that_one(ground: Any) -> None:
 
     with claim_gpus(1, NoPlaceholder(), affinity=None, hold_for=500, delegate=True):
         assert in_fork(inside) == pytest.approx(record(ground)["until"], abs=0.1)
-
-
-def test_a_ticket_says_for_how_long(ground: Any, command: Any) -> None:
-    ground.hold(*range(8))
-    waiter = command.start("wait", "--for", "20m", stderr=subprocess.PIPE)
-    waiter.stderr.readline()
-    (name,) = ground.tickets()
-    assert json.loads((ground.directory / "queue" / name).read_text())["hold_for"] == 1200.0
 
 
 def test_run_says_it_for_its_command(ground: Any, command: Any) -> None:

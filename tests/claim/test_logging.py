@@ -75,7 +75,7 @@ def enough(*_: object) -> bool:
 
 
 @pytest.mark.parametrize("queued", [False, True])
-def test_the_warning_costs_no_look(host: Any, ground, monkeypatch: pytest.MonkeyPatch, line: Any, queued: bool) -> None:
+def test_the_warning_costs_no_look(host, ground, line, monkeypatch, caplog, queued: bool) -> None:
     """Neither at host.lock nor at the driver: hundreds may wait."""
     ground.hold(*range(8))
     if queued:
@@ -97,26 +97,17 @@ def test_the_warning_costs_no_look(host: Any, ground, monkeypatch: pytest.Monkey
     monkeypatch.setattr(status, "_WARNING_DELAY", 0.0)
     seen = []
     for level in (logging.WARNING, logging.ERROR):
-        logger = Heard("heard", level)
+        logger = logging.Logger("safe_gpu", level)
+        logger.addHandler(caplog.handler)
+        caplog.clear()
         taken.clear()
         polls = host.polls
         with pytest.raises(Enough):
             claim_gpus(1, NoPlaceholder(), logger, affinity=None, timeout=None)
         seen.append((len(taken), host.polls - polls))
-        assert len(logger.records) == (level == logging.WARNING)
+        assert len(caplog.records) == (level == logging.WARNING)
     assert seen[0] == seen[1]
     assert seen[0][0] == 1
-
-
-class Heard(logging.Logger):
-    """Keeps what it is told."""
-
-    def __init__(self, name: str, level: int) -> None:
-        super().__init__(name, level)
-        self.records: list[logging.LogRecord] = []
-
-    def handle(self, record: logging.LogRecord) -> None:
-        self.records.append(record)
 
 
 def test_what_went_wrong_is_heard_without_any_set_up(child, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import safe_gpu
 from safe_gpu import procfs
 from safe_gpu.claim import attempt as look
 from safe_gpu.claim import view as host_view
@@ -15,7 +14,7 @@ from safe_gpu.coordination.leases import LeaseRecord, lease_name
 from safe_gpu.coordination.locks import HostLock
 from safe_gpu.coordination.queue import TicketRequest, Waiter
 
-from .conftest import _locked
+from .conftest import _locked, try_claim
 
 
 def write_record(uuid: str) -> None:
@@ -23,21 +22,16 @@ def write_record(uuid: str) -> None:
     path.write_bytes(LeaseRecord.of_this_process(None, None).claiming((uuid,), "").encode())
 
 
-def claimed() -> list[int]:
-    with safe_gpu.GPUOwner(1, safe_gpu.NoPlaceholder(), affinity=None, timeout=0) as owner:
-        return owner.devices_taken
-
-
 def test_idle_gpus_that_are_leased_count_when_nodes_are_filled_up(host: Any, ground: Any) -> None:
     """GPUs 2 and 3 share a node. The driver shows nobody on GPU 2, its lease is held: GPU 3 is the one to take."""
-    assert claimed() == [0]
+    assert try_claim(1) == (0,)
     ground.hold(2)
     write_record(host.uuids[2])
-    assert claimed() == [3]
+    assert try_claim(1) == (3,)
 
 
 def test_only_what_is_wanted_is_leased(host: Any, monkeypatch: Any) -> None:
-    claimed()
+    try_claim(1)
     tried: list[str] = []
     genuine = look.try_lease
 
@@ -46,7 +40,7 @@ def test_only_what_is_wanted_is_leased(host: Any, monkeypatch: Any) -> None:
         return genuine(where, name, shared=shared)
 
     monkeypatch.setattr(look, "try_lease", try_lease)
-    assert claimed() == [0]
+    assert try_claim(1) == (0,)
     assert tried == [lease_name(host.uuids[0])]
 
 
@@ -64,5 +58,5 @@ def test_a_process_is_looked_up_once_and_never_under_host_lock(host: Any, cleanu
         return procfs.describe_process(pid)
 
     monkeypatch.setattr(host_view, "describe_process", describe)
-    assert claimed() == [1]
+    assert try_claim(1) == (1,)
     assert looked_up == [(host.stranger_pid, False)]

@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 
 import safe_gpu
-from safe_gpu import NoPlaceholder, NotEnoughGpusError
+from safe_gpu import NotEnoughGpusError
 from safe_gpu.coordination import socket_names as names
+
+from .conftest import claim
 
 ELSEWHERE = "claimed: its lease file is not in this state directory (a private /tmp, or it was removed)"
 CLAIM = """
@@ -37,10 +39,6 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("SAFE_GPU_SIMULATED_DIR", str(tmp_path / "host"))
     monkeypatch.setenv("SAFE_GPU_DIR", str(tmp_path / "state"))
     return tmp_path
-
-
-def claim(nb_gpus: int = 1, **options: Any) -> safe_gpu.GPUOwner:
-    return safe_gpu.GPUOwner(nb_gpus, NoPlaceholder(), affinity=None, **{"timeout": 0, **options})
 
 
 def other_dir(host: Path) -> dict[str, str]:

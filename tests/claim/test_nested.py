@@ -13,8 +13,6 @@ import safe_gpu
 from safe_gpu import NoPlaceholder, NotEnoughGpusError, UnsatisfiableRequestError, claim_gpus
 from safe_gpu.coordination.socket_names import digest
 
-from .conftest import in_fork
-
 CLAIM = """
 import os, sys
 from safe_gpu import claim_gpus
@@ -104,12 +102,6 @@ def test_children_of_a_delegating_claim(child, ground) -> None:
             one.finish()
     assert "SAFE_GPU_SCOPE" not in os.environ
     assert (ground.leased(), ground.leased(inner=True)) == ([], [])
-
-
-def test_children_of_a_delegating_claim_by_fork(ground) -> None:
-    with claim_gpus(2, NoPlaceholder(), delegate=True, affinity=None):
-        assert in_fork(lambda: claim_gpus(1, NoPlaceholder(), affinity=None).devices_taken) == [0]
-        assert (ground.leased(), ground.leased(inner=True)) == ([0, 1], [])
 
 
 # Nobody reaches outside

@@ -13,18 +13,13 @@ from typing import Any
 
 import pytest
 
-import safe_gpu
 from safe_gpu.claim import claim as note
 from safe_gpu.coordination import history
 from safe_gpu.coordination.leases import lease_name
 from safe_gpu.coordination.records import ClaimEnd
 from safe_gpu.status.history import PastClaim, claims_between
 
-from .conftest import in_fork
-
-
-def claim(number: int = 1, **options: Any) -> safe_gpu.GPUOwner:
-    return safe_gpu.GPUOwner(number, safe_gpu.NoPlaceholder(), affinity=None, timeout=0, **options)
+from .conftest import claim, in_fork
 
 
 def past() -> list[PastClaim]:

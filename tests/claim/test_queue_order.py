@@ -45,13 +45,11 @@ CASES = {
     "nobody is there": Case(1, (0,)),
     "enough for both": Case(1, None, ahead=[(1, ALL)]),  # the first in line is about to take its own
     "behind a large request that waits for a lease": Case(1, None, ahead=[(8, ALL)], leased=(3,)),
-    "behind a large request that waits for all leases": Case(1, None, ahead=[(8, ALL)], leased=ALL),
     "behind a large request that a stranger blocks": Case(1, (6,), ahead=[(8, ALL)], strangers=(7,)),
     "a stranger and a lease": Case(1, (1,), ahead=[(8, ALL)], strangers=(7,), leased=(0, 2, 3, 4, 5, 6)),
     "a stranger who leaves enough to be released": Case(1, None, ahead=[(7, ALL)], strangers=(7,), leased=(0,)),
     "one stranger too many": Case(1, (0,), ahead=[(7, ALL)], strangers=(6, 7)),
     "a stranger on the one GPU that is wanted": Case(1, (1,), ahead=[(1, (0,))], strangers=(0,)),
-    "a stranger elsewhere": Case(1, (2,), ahead=[(1, (0,))], strangers=(1,), leased=(0,)),
     "other parts of the host": Case(1, (4,), ahead=[(2, (0, 1))], leased=(0, 1), only=(4, 5)),
     "overlapping parts of the host": Case(1, (2,), ahead=[(2, (0, 1))], leased=(0,), only=(1, 2)),
     "any GPU, behind one who wants a certain one": Case(1, (1,), ahead=[(1, (0,))], leased=(0,)),
@@ -93,11 +91,6 @@ def test_a_waiter_whose_wish_no_release_can_meet_because_of_memory(ground, line,
     assert try_claim(1, only=0) is None
     stranger(0, kind="graphics", memory=30 << 30)
     assert try_claim(1, only=0) == (0,)
-
-
-def test_those_inside_a_claim_are_in_nobody_s_way(ground, line) -> None:
-    line(8, inner=True)
-    assert try_claim(8) == ALL
 
 
 def last_holder(ground, number: int, pid: int) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from safe_gpu.claim.messages import ClaimAhead, WaitStatus, refusal_message, waiting_message
 from safe_gpu.cli.parser import CommandLine
@@ -27,7 +25,6 @@ FREE = GpuVerdict(gpu(0), "free")
 BUSY = GpuVerdict(gpu(3), "busy", "process 12 (bob, python) uses 1 GiB", 12, "bob")
 OUTSIDE = GpuVerdict(gpu(4), "outside", "listed in exclude=4")
 ADA = ClaimAhead(30106, "ada", 8, NOW - 740)
-UNREADABLE = ClaimAhead(0, "unknown", None, 0.0)
 BEHIND = "behind ada (pid 30106, wants 8 GPUs, queued for 12 min)"
 UNUSABLE = GpuVerdict(gpu(5), "unusable", "the driver lost it")
 
@@ -158,20 +155,6 @@ def test_a_stranger_with_a_long_command_keeps_name_and_pid() -> None:
     stranger = BUSY._replace(reason=f"process 12 (bob, {'x' * 200}) uses 1 GiB")
     status = WaitStatus(1, 0, 1, (stranger,))
     assert waiting_message(status, NOW, width=60) == "waiting for 1 GPU, 0 free; GPU 3: bob (pid 12)"
-
-
-@given(
-    st.integers(0, 200),
-    st.lists(
-        st.sampled_from(
-            [FREE, BUSY, OUTSIDE, *(claimed(1, pid=pid, job=job) for pid in (1, 2, 3) for job in (None, "x"))]
-        )
-    ),
-)
-def test_the_line_fits_or_is_as_short_as_it_gets(width: int, verdicts: list[GpuVerdict]) -> None:
-    status = WaitStatus(1, 0, 1, tuple(verdict._replace(gpu=gpu(index)) for index, verdict in enumerate(verdicts)))
-    text = waiting_message(status, NOW, width=width)
-    assert len(text) <= max(width, len(waiting_message(status, NOW, width=0)))
 
 
 def test_ages_count_to_now_unless_told_otherwise() -> None:

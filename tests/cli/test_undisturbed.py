@@ -18,7 +18,9 @@ devices drivers drivers.base drivers.kernel drivers.presets drivers.simulated er
 runtimes.placeholders runtimes.runtime runtimes.visible_devices runtimes.visible_limit schedulers schedulers.job
 selection selection.backfill selection.choice selection.request selection.values selection.verdicts settings text
 """.split()
-HEAVY = set("dataclasses logging subprocess ctypes socket shutil tempfile inspect threading difflib pynvml".split())
+HEAVY = set(
+    "dataclasses logging subprocess ctypes socket hashlib shutil tempfile inspect threading difflib pynvml".split()
+)
 DEEPEST = 12
 
 RUN = """

@@ -37,14 +37,7 @@ def clean(state_dir: Path) -> Callable[[], None]:
     return run
 
 
-def test_a_lease_that_is_held_is_not_removed(state_dir: Path, clean: Callable[[], None]) -> None:
-    with safe_gpu.GPUOwner(2, NOTHING, timeout=0, affinity=None) as owner:
-        clean()
-        for gpu in owner.gpus:
-            assert (state_dir / "leases" / f"{gpu.uuid}.lock").exists()
-
-
-def test_nor_while_somebody_waits(state_dir: Path, clean: Callable[[], None], ground: Any, child: Any, eventually: Any):
+def test_who_waits_keeps_cleaners_out(state_dir: Path, clean, ground, child, eventually) -> None:
     ground.hold(*range(8))
     waiter = child("import safe_gpu; safe_gpu.claim_gpus(1, safe_gpu.NoPlaceholder(), timeout=60); say('got it')")
     eventually(lambda: ground.tickets() == ["1.ticket"])
@@ -64,14 +57,13 @@ def test_after_the_claim_it_is_cleaned(state_dir: Path, clean: Callable[[], None
 @pytest.mark.parametrize(
     "rest",
     [
+        "say('there'); listen()",
         "owner.keep_across_exec(); os.execv('/bin/sh', ['sh', '-c', 'echo there; read line'])",
         "if os.fork(): os._exit(0)\nsay('there'); listen()",
     ],
-    ids=["the command of run", "a forked child that lives on"],
+    ids=["the claim itself", "the command of run", "a forked child that lives on"],
 )
-def test_who_inherits_a_claim_keeps_cleaners_out(
-    state_dir: Path, clean: Callable[[], None], child: Any, rest: str
-) -> None:
+def test_who_has_a_claim_keeps_cleaners_out(state_dir: Path, clean, child: Any, rest: str) -> None:
     work = "import os, safe_gpu\nowner = safe_gpu.GPUOwner(1, safe_gpu.NoPlaceholder(), timeout=0, affinity=None)\n"
     holder = child(work + rest)
     assert holder.hear() == "there"

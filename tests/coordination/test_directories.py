@@ -63,34 +63,8 @@ def test_killed_at_any_step_it_is_open_to_others(open_tmp: Path, as_user: Any) -
     assert step > 10
 
 
-def test_the_name_never_shows_another_mode(state_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever is called while they are made, a directory that is there has mode 1777."""
-    seen = set()
-
-    def profile(frame: Any, event: str, function: Any) -> None:
-        if event == "c_call":
-            for path in (state_dir, state_dir / "leases"):
-                try:
-                    seen.add(stat.S_IMODE(os.lstat(path).st_mode))
-                except FileNotFoundError:
-                    pass
-
-    before = os.umask(0o077)
-    sys.setprofile(profile)
-    try:
-        make_all(state_dir)
-    finally:
-        sys.setprofile(None)
-        os.umask(before)
-    assert seen == {0o1777}
-    assert sorted(os.listdir(state_dir)) == ["leases"]
-    assert os.listdir(state_dir.parent) == ["state"]
-
-
 @pytest.mark.parametrize("trouble", ["no function", "not here"])
-def test_without_renameat2_they_are_made_all_the_same(
-    state_dir: Path, monkeypatch: pytest.MonkeyPatch, trouble: str
-) -> None:
+def test_without_renameat2_they_are_made_all_the_same(state_dir: Path, monkeypatch, trouble: str) -> None:
     import ctypes
     import errno
 

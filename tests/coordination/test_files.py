@@ -82,9 +82,7 @@ def test_a_file_in_its_place_or_a_missing_parent_is_refused(tmp_path: Path) -> N
         StateDir(str(tmp_path / "none" / "state"))
 
 
-def test_a_fifo_in_the_place_of_a_lock_file_is_refused_unopened(
-    state_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fifo_in_the_place_of_a_lock_file_is_refused_unopened(state_dir: Path, monkeypatch) -> None:
     with StateDir(str(state_dir)) as root:
         os.mkfifo(state_dir / "host.lock")
         with monkeypatch.context() as patch:
@@ -151,9 +149,7 @@ def test_a_directory_closed_by_another_user_is_named_with_its_fix(state_dir: Pat
 
 
 @pytest.mark.parametrize("mode", [0o700, 0o755])
-def test_the_moment_between_anothers_mkdir_and_chmod_is_waited_out(
-    state_dir: Path, as_user, monkeypatch: pytest.MonkeyPatch, mode: int
-) -> None:
+def test_the_moment_between_anothers_mkdir_and_chmod_is_waited_out(state_dir, as_user, monkeypatch, mode: int) -> None:
     state_dir.mkdir(mode=mode)  # root's first use, stopped in the middle
     monkeypatch.setattr(files, "_CREATION_PATIENCE", 60.0)
 
@@ -239,9 +235,7 @@ def test_a_file_gets_its_name_when_it_is_ready(state_dir: Path, monkeypatch: pyt
     assert os.listdir(state_dir) == ["a.lock"]
 
 
-def test_two_creators_at_once_end_with_one_file(
-    state_dir: Path, monkeypatch: pytest.MonkeyPatch, unnamed: bool
-) -> None:
+def test_two_creators_at_once_end_with_one_file(state_dir: Path, monkeypatch: pytest.MonkeyPatch, unnamed) -> None:
     with StateDir(str(state_dir)) as root:
         real = os.link
 
@@ -258,9 +252,7 @@ def test_two_creators_at_once_end_with_one_file(
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
-def test_a_full_disk_is_said_and_leaves_nothing(
-    state_dir: Path, monkeypatch: pytest.MonkeyPatch, code: int, unnamed: bool
-) -> None:
+def test_a_full_disk_is_said_and_leaves_nothing(state_dir: Path, monkeypatch, code: int, unnamed) -> None:
     with StateDir(str(state_dir)) as root:
 
         def full(*args, **kwargs):

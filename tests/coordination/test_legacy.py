@@ -175,27 +175,6 @@ def test_waits_that_end_early_leave_one_thread_and_no_lock(present: Path, child,
     assert is_free(present)
 
 
-def test_a_wait_after_one_that_ended_early_gets_the_lock(present: Path, child, eventually) -> None:
-    holder = theirs(child, present)
-    one = ours(
-        child,
-        present,
-        """
-try: take(0.01)
-except Exception as err: say(type(err).__name__)
-lock = take(); say("got it"); listen()
-lock.release(); say(threading.active_count(), record_locks._left_behind); listen()
-""",
-    )
-    assert one.hear() == "LockTimeout"
-    holder.tell()
-    assert one.hear() == "got it"
-    assert not is_free(present)
-    one.tell()
-    assert one.hear() == "1 []"
-    assert is_free(present)
-
-
 def test_an_interrupt_ends_the_wait_and_leaves_no_lock(present: Path, child, eventually) -> None:
     holder = theirs(child, present)
     one = ours(
@@ -258,25 +237,28 @@ def test_another_descriptor_of_the_file_may_be_closed_meanwhile(present: Path, c
 @pytest.mark.parametrize(
     "without",
     [
+        "",
         "def refuse(thread): raise RuntimeError('no thread')\nthreading.Thread.start = refuse",
         "def refuse(*arguments): raise OSError(22, 'Invalid argument')\nrecord_locks._command = refuse",
     ],
-    ids=["threads", "locks of descriptions"],
+    ids=["nothing", "threads", "locks of descriptions"],
 )
-def test_without_threads_or_such_locks_it_is_polled(present: Path, child, without: str) -> None:
+def test_a_wait_after_one_that_ended_early_gets_the_lock(present: Path, child, without: str) -> None:
+    """Without threads, or without locks of descriptions, it is polled."""
     holder = theirs(child, present)
     one = ours(
         child,
         present,
         f"{without}\ntry: take(0.01)\nexcept Exception as err: say(type(err).__name__)\n"
-        "lock = take(); say('got it'); listen(); lock.release(); say('released'); listen()",
+        "lock = take(); say('got it'); listen(); lock.release()\n"
+        "say(threading.active_count(), record_locks._left_behind); listen()",
     )
     assert one.hear() == "LockTimeout"
     holder.tell()
     assert one.hear() == "got it"
     assert not is_free(present)
     one.tell()
-    assert one.hear() == "released"
+    assert one.hear() == "1 []"
     assert is_free(present)
 
 

@@ -292,9 +292,7 @@ def test_who_is_among_the_first_is_known_without_a_lock(state_dir: Path, join) -
     assert third.among_first(1)
 
 
-def test_too_few_descriptors_do_not_make_a_ticket_look_dead(
-    state_dir: Path, join, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_few_descriptors_do_not_make_a_ticket_look_dead(state_dir: Path, join, monkeypatch) -> None:
     join()
     mine = join()
 

@@ -67,9 +67,7 @@ def test_root_is_not_told_to_chmod_what_others_can_replace(used: Path, broken: s
 
 @pytest.mark.parametrize("mode", [0o1777, 0o777, 0o770])
 @pytest.mark.parametrize("owner", [0, NEIGHBOUR])
-def test_a_directory_below_one_that_others_can_change(
-    open_tmp: Path, monkeypatch: pytest.MonkeyPatch, owner: int, mode: int
-) -> None:
+def test_a_directory_below_one_that_others_can_change(open_tmp: Path, monkeypatch, owner: int, mode: int) -> None:
     """Right above it or higher up: whoever may rename what is on the way puts a symbolic link there."""
     if os.geteuid() != 0:
         pytest.skip("needs root, to give files away")

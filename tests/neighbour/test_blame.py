@@ -25,8 +25,6 @@ from safe_gpu.status.render import render_metrics
 
 VICTIM, NEIGHBOUR, VIEWER = 4711, 4712, 4713
 
-pytestmark = pytest.mark.usefixtures("everything_imported")
-
 
 def claim(nb_gpus: int = 1, **options: Any) -> safe_gpu.GPUOwner:
     return safe_gpu.GPUOwner(nb_gpus, safe_gpu.NoPlaceholder(), **{"affinity": None, "timeout": 0, **options})
@@ -82,9 +80,7 @@ def identity(process: Any) -> dict[str, Any]:
     return {"pid": process.pid, "start": procfs.start_time(process.pid), "uid": VICTIM, "user": user}
 
 
-def test_a_record_that_names_a_living_process_of_somebody_else(
-    state_dir: Path, as_user: Any, holder: Any, seen: Any
-) -> None:
+def test_a_record_that_names_a_living_process_of_somebody_else(state_dir: Path, as_user: Any, holder, seen) -> None:
     neighbour = holder(NEIGHBOUR)
     victim = as_user(lambda say, listen: listen(), uid=VICTIM)
     rewrite(state_dir, **identity(victim), job="sge:1")
@@ -105,9 +101,7 @@ def test_a_record_that_tells_of_another_user_and_fits(state_dir: Path, holder: A
     assert "innocent" not in refusal
 
 
-def test_a_pid_that_the_victim_has_now(
-    state_dir: Path, as_user: Any, holder: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pid_that_the_victim_has_now(state_dir: Path, as_user: Any, holder: Any, monkeypatch) -> None:
     """The neighbour's process has ended, a child of it holds the lock, and /proc/locks goes on showing the number."""
     neighbour = holder(NEIGHBOUR)
     victim = as_user(lambda say, listen: listen(), uid=VICTIM)
@@ -204,9 +198,7 @@ def test_the_lock_and_not_a_record_lock_tells(state_dir: Path, as_user: Any, hol
     assert seen(VIEWER)[:3] == (victim.pid, "says: 4711", None)
 
 
-def test_no_idle_report_blames_whom_a_record_names(
-    state_dir: Path, as_user: Any, holder: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_idle_report_blames_whom_a_record_names(state_dir: Path, as_user, holder, tmp_path, monkeypatch) -> None:
     policy = tmp_path / "policy.ini"
     policy.write_text("[default]\nidle_report_after = 1m")
     policy.chmod(0o644)
@@ -257,9 +249,7 @@ def test_a_ticket_that_names_somebody_else(ticket: tuple[Any, Path], as_user: An
         claim()
 
 
-def test_a_ticket_of_the_victim_that_the_neighbour_keeps_locked(
-    ticket: tuple[Any, Path], state_dir: Path, as_user: Any
-) -> None:
+def test_a_ticket_of_the_victim_that_the_neighbour_keeps_locked(ticket: tuple[Any, Path], state_dir, as_user) -> None:
     """The victim was killed while it waited. Everybody may open and lock what it left."""
     left = state_dir / "queue" / "99.ticket"
     left.write_bytes(encode_ticket(1, TicketRequest(1, frozenset({"GPU-1"}))))

@@ -113,7 +113,7 @@ ANY = TicketRequest(1, frozenset({"GPU-0"}))
 REQUEST = json.dumps({"pid": 1, "user": "x", "since": 1.0, "request": {"nb_gpus": 1, "gpus": ["GPU-0"]}})
 
 
-def test_nobody_rewrites_a_ticket_of_another_user(used: Path, as_user: Any, everything_imported: None) -> None:
+def test_nobody_rewrites_a_ticket_of_another_user(used: Path, as_user: Any) -> None:
     def wait(say: Callable[[object], None], listen: Callable[[], str]) -> None:
         waiter = Waiter(ANY)
         with HostLock(time.monotonic() + 30) as host:

@@ -21,7 +21,6 @@ EXACT = "\n0000000000000000: 00000002 00000000 00000000 0001 01 {:5} @safe-gpu/1
 LOOSE = "\na: 2 0 1 0001 01 {} @safe-gpu/1/{}"  # the same eight fields, narrower
 HEAD = 61  # bytes of the exact line before the name
 ROOM = {"abstract": 107, "path": 108}  # for what is bound: sun_path has 108 bytes, and a NUL begins an abstract name
-AMD, NVIDIA = "GPU-a3f1c07e52d98b16", "GPU-5c89852c-d268-c3f3-1b07-005d5ae1dc3f"
 
 
 @pytest.fixture(autouse=True)
@@ -72,17 +71,6 @@ def test_no_forged_line_has_room_for_a_name(kind: str, monkeypatch: pytest.Monke
     assert imitated(kind) == set(range(40, ROOM[kind] - HEAD + 1)), "by their length alone: 46 and 47 are the longest"
 
 
-def test_48_bytes_are_the_fewest_that_suffice() -> None:
-    """As arithmetic, by the widths of the kernel's columns; a blank follows each."""
-    widths = {"address:": 17, "references": 8, "protocol": 8, "flags": 8, "type": 4, "state": 2, "inode": 5}
-    assert len("\n") + sum(width + 1 for width in widths.values()) + len("@") == HEAD
-    assert len(EXACT.format(0, "")) - len("safe-gpu/1/") == HEAD
-    assert max(ROOM.values()) - HEAD == 47
-    for uuid in (AMD, NVIDIA):
-        for name in (names.name_of(uuid), names.inner_of(uuid), names.scope_of(uuid, "token")):
-            assert len("safe-gpu/1/" + name) >= 48
-
-
 @pytest.mark.parametrize("kind", ROOM)
 def test_a_gpu_with_a_short_uuid_does_not_seem_claimed(kind: str) -> None:
     uuid = f"GPU-{os.urandom(8).hex()}"
@@ -99,9 +87,7 @@ def test_a_gpu_is_not_lent_to_a_claim_by_a_forged_line() -> None:
             assert names.scope_of(uuid, token) not in names.sockets()
 
 
-def test_the_gpus_of_a_host_seem_free_still(
-    state_dir: Path, as_user: Any, everything_imported: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_gpus_of_a_host_seem_free_still(state_dir: Path, as_user: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SAFE_GPU_DRIVER", "simulated:mi250x")
     uuids = [gpu.uuid for gpu in preset("mi250x").gpus()]
     prefix = names.simulated_prefix(str(state_dir / "simulated"))

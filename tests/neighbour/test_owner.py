@@ -17,7 +17,6 @@ import pytest
 
 import safe_gpu
 from safe_gpu.coordination import files, history
-from safe_gpu.coordination import files as directories
 from safe_gpu.coordination.leases import lease_name
 from safe_gpu.coordination.locks import HostLock
 from safe_gpu.errors import StateDirError
@@ -194,9 +193,7 @@ def without_unnamed_files(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @needs_root
-def test_root_makes_no_file_under_a_name_that_another_user_may_replace(
-    owned: Path, monkeypatch: pytest.MonkeyPatch, command: Any
-) -> None:
+def test_root_makes_no_file_under_a_name_that_another_user_may_replace(owned: Path, monkeypatch) -> None:
     with HostLock(time.monotonic() + 30):
         pass  # as anybody does, where files without names can be made
     (owned / "host.lock").unlink()
@@ -205,13 +202,6 @@ def test_root_makes_no_file_under_a_name_that_another_user_may_replace(
     with pytest.raises(StateDirError, match=refusal), HostLock(time.monotonic() + 30):
         pass
     assert sorted(os.listdir(owned)) == ["leases", "queue"]
-
-
-@needs_root
-def test_others_and_root_at_home_make_files_without_o_tmpfile(state_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    without_unnamed_files(monkeypatch)
-    with HostLock(time.monotonic() + 30):
-        assert stat.S_IMODE((state_dir / "host.lock").stat().st_mode) == 0o666
 
 
 # What is said
@@ -232,9 +222,7 @@ def unseen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @needs_root
-def test_a_claim_of_root_says_once_that_the_owner_can_remove_its_files(
-    owned: Path, ground: Any, unseen: None, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_claim_of_root_says_once_that_the_owner_can_remove_its_files(owned: Path, ground, unseen, caplog) -> None:
     claim()
     claim()
     (line,) = said(caplog)
@@ -266,7 +254,7 @@ def namespace() -> Iterator[None]:
 @needs_root
 @pytest.mark.parametrize("owner", [OWNER, OTHER, 0])
 def test_a_claim_in_a_network_of_its_own_says_who_can_remove_its_lease(
-    owned: Path, ground: Any, namespace: None, unseen: None, as_user: Any, everything_imported: None, owner: int
+    owned: Path, ground: Any, namespace: None, unseen: None, as_user: Any, owner: int
 ) -> None:
     for part in (owned, *owned.iterdir()):
         os.chown(part, owner, owner)
@@ -283,10 +271,8 @@ def test_a_claim_in_a_network_of_its_own_says_who_can_remove_its_lease(
 
 
 @needs_root
-def test_a_claim_in_the_network_of_the_host_says_nothing(
-    owned: Path, unseen: None, monkeypatch: pytest.MonkeyPatch, as_user: Any, everything_imported: None
-) -> None:
-    if not directories._sees_network_devices():
+def test_a_claim_in_the_network_of_the_host_says_nothing(owned: Path, unseen: None, monkeypatch, as_user) -> None:
+    if not files._sees_network_devices():
         pytest.skip("this network namespace has no network device")
 
     def work(say: Callable[[object], None], listen: Callable[[], str]) -> None:

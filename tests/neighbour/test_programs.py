@@ -122,21 +122,6 @@ def test_a_place_that_others_can_change(open_tmp: Path, how: str, monkeypatch: p
     assert programs.find_program("nvidia-smi", environment) == str(place / "nvidia-smi")
 
 
-def test_the_neighbour_can_write_by_an_acl(open_tmp: Path, as_user: Any) -> None:
-    """So the bits of the group, which show it, mean more than root's group."""
-    place = open_tmp / "bin"
-    write(place / "qstat", "true")
-    opened_by_acl(place)
-
-    def replace(say: Callable[[object], None], _listen: Callable[[], str]) -> None:
-        (place / "qstat").unlink()
-        (place / "qstat").write_text("his")
-        say("done")
-
-    assert as_user(replace, uid=NEIGHBOUR).hear() == "done"
-    assert (place / "qstat").read_text() == "his"
-
-
 @pytest.mark.parametrize(("mode", "sure"), [(0o755, True), (0o777, False), (0o1777, True), (0o1775, True)])
 def test_a_sticky_directory_keeps_what_is_roots(open_tmp: Path, mode: int, sure: bool) -> None:
     (open_tmp / "x").mkdir()

@@ -19,10 +19,7 @@ from safe_gpu.coordination.leases import lease_name
 
 ANNA, BEN = 4711, 4712
 
-pytestmark = [
-    pytest.mark.skipif(os.geteuid() != 0, reason="needs root, whose file a policy must be"),
-    pytest.mark.usefixtures("everything_imported"),
-]
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, whose file a policy must be")
 
 
 @pytest.fixture
@@ -40,15 +37,7 @@ def user(as_user: Any, next_tick: Callable[[], None]) -> Callable[..., Any]:
     """``user(ANNA, 1)``: a process of hers, started when no other was, that claims one GPU, says how that went, and
     holds it. ``before`` and ``after`` the claim these are called in it; ``start_as`` is its user before that."""
 
-    def start(
-        uid: int,
-        nb_gpus: int = 1,
-        *,
-        start_as: int | None = None,
-        before: Callable[[], object] = bool,
-        after: Callable[[], object] = bool,
-        **options: Any,
-    ) -> Any:
+    def start(uid: int, nb_gpus: int = 1, *, start_as=None, before=bool, after=bool, **options: Any) -> Any:
         def work(say: Callable[[object], None], listen: Callable[[], str]) -> None:
             before()
             owner = safe_gpu.GPUOwner(nb_gpus, safe_gpu.NoPlaceholder(), affinity=None, timeout=0, **options)

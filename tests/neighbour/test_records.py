@@ -44,9 +44,7 @@ def test_arguments_stand_in_no_record(state_dir: Path, command: Any) -> None:
 
 
 @pytest.mark.parametrize("look", ["status", "claim"])
-def test_a_record_ends_with_its_claim_however_that_ends(
-    state_dir: Path, command: Any, look: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_record_ends_with_its_claim_however_that_ends(state_dir: Path, command: Any, look: str, monkeypatch) -> None:
     monkeypatch.setenv("SAFE_GPU_RECORD_COMMAND", "full")
     started = command.start("run", "-n", 8, "--", "sh", "-c", "echo up; read x", SECRET, stdin=subprocess.PIPE)
     assert started.stdout.readline() == "up\n"
@@ -60,9 +58,7 @@ def test_a_record_ends_with_its_claim_however_that_ends(
     assert ends_only(state_dir)
 
 
-def test_a_neighbour_who_finds_it_dead_empties_it(
-    state_dir: Path, as_user: Any, everything_imported: None, ground: Any
-) -> None:
+def test_a_neighbour_who_finds_it_dead_empties_it(state_dir: Path, as_user: Any, ground: Any) -> None:
     def hold(say: Callable[[str], None], listen: Callable[[], str]) -> None:
         safe_gpu.GPUOwner(8, safe_gpu.NoPlaceholder(), affinity=None, timeout=0)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -75,9 +71,7 @@ def test_a_neighbour_who_finds_it_dead_empties_it(
     assert ends_only(state_dir)
 
 
-def test_the_record_of_a_process_that_is_only_exiting_stays(
-    state_dir: Path, ground: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_record_of_a_process_that_is_only_exiting_stays(state_dir: Path, ground: Any, monkeypatch) -> None:
     """Its memory is still on the GPU, and who waits for that GPU has to know that it will go."""
     safe_gpu.GPUOwner(1, safe_gpu.NoPlaceholder(), affinity=None, timeout=0).release_gpus()
     record = LeaseRecord.of_this_process(None, None).claiming((ground.uuids[0],), "")

@@ -36,7 +36,7 @@ def attempt(token: str, **options: Any) -> str:
 
 
 @pytest.fixture
-def victim(state_dir: Path, as_user: Any, everything_imported: None) -> Any:
+def victim(state_dir: Path, as_user: Any) -> Any:
     """Another user who holds all eight GPUs and lets its children claim; ``hear`` gives its token."""
 
     def hold(say: Callable[[str], None], listen: Callable[[], str]) -> None:
@@ -65,9 +65,7 @@ def test_a_token_that_leaked_opens_nothing_to_other_users(victim: Any, as_user: 
 
 
 @pytest.mark.parametrize("way", ["alive", "child"])
-def test_a_forged_record_does_not_lure_anybody_into_a_claim(
-    state_dir: Path, as_user: Any, everything_imported: None, ground: Any, way: str
-) -> None:
+def test_a_forged_record_does_not_lure_anybody_into_a_claim(state_dir: Path, as_user: Any, ground, way: str) -> None:
     """A neighbour writes the victim's uid and hash into the record of a lease that the neighbour holds. In the second
     case the process that took the lock has ended, and a child of it holds the lock."""
     token = "0123456789abcdef"
@@ -91,9 +89,7 @@ def test_a_forged_record_does_not_lure_anybody_into_a_claim(
         neighbour.tell()
 
 
-def test_a_name_of_another_user_does_not_add_a_gpu_to_a_claim(
-    state_dir: Path, as_user: Any, everything_imported: None, ground: Any
-) -> None:
+def test_a_name_of_another_user_does_not_add_a_gpu_to_a_claim(state_dir: Path, as_user: Any, ground: Any) -> None:
     """The hash is public, so a neighbour can bind ``UUID.HASH`` for a GPU that the victim does not hold."""
 
     def hold(say: Callable[[str], None], listen: Callable[[], str]) -> None:
@@ -139,9 +135,7 @@ def _shows_locks_of_the_dead(directory: Path) -> bool:
         return bool(procfs.flock_holders({os.fstat(file.fileno()).st_ino}))
 
 
-def test_an_open_file_is_not_a_held_lock(
-    state_dir: Path, tmp_path: Path, as_user: Any, everything_imported: None
-) -> None:
+def test_an_open_file_is_not_a_held_lock(state_dir: Path, tmp_path: Path, as_user: Any) -> None:
     """What holds the lock is a neighbour's child, whose parent took it and has ended; this process only looks."""
     if not _shows_locks_of_the_dead(tmp_path):
         pytest.skip("in a PID namespace the kernel does not show locks of processes that have ended")
@@ -163,7 +157,7 @@ def test_an_open_file_is_not_a_held_lock(
         os.close(fd)
 
 
-def test_whose_socket_it_is(as_user: Any, everything_imported: None) -> None:
+def test_whose_socket_it_is(as_user: Any) -> None:
     unique = f"test-{os.getpid()}-{time.monotonic_ns()}"
     theirs, ours = names.name_of(f"{unique}.a"), names.name_of(f"{unique}.b")
 

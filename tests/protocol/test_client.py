@@ -18,6 +18,7 @@ from safe_gpu.coordination import socket_names as names
 
 SOURCES = sorted(Path(__file__).parent.glob("*.c"))
 NOW = {"c": ("-t", "0"), "python": ("--timeout", "0")}
+DELEGATES = {"c": ("-s",), "python": ()}
 KINDS = ("c", "python")
 BOTH = pytest.mark.parametrize(("first", "second"), [KINDS, KINDS[::-1]], ids=["C first", "Python first"])
 ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root can start processes of other users")
@@ -73,7 +74,6 @@ def test_a_dead_one_leaves_nothing_that_blocks(scene: Any, how: int) -> None:
 @BOTH
 def test_a_claim_inside_a_claim(scene: Any, first: str, second: str) -> None:
     """The inner one gets GPUs of the outer one only, at most those, and each once."""
-    outer = ("-s",) if first == "c" else ()
     inner = " ".join(scene.words(second, 2, *NOW[second]))
     enough = " ".join(scene.words(second, 1, *NOW[second]))
     script = (
@@ -81,7 +81,7 @@ def test_a_claim_inside_a_claim(scene: Any, first: str, second: str) -> None:
         f'echo $CUDA_VISIBLE_DEVICES; {enough} sh -c "echo \\$CUDA_VISIBLE_DEVICES"; {inner} true; echo $?\'; '
         f"{inner} sh -c 'echo $CUDA_VISIBLE_DEVICES'"
     )
-    code, out, err = scene.start(first, 2, *outer, command=["sh", "-c", script]).finish()
+    code, out, err = scene.start(first, 2, *DELEGATES[first], command=["sh", "-c", script]).finish()
     assert code == 0, err
     *singles, refused, both = out.split()
     assert refused != "0", out
@@ -94,13 +94,12 @@ def test_a_claim_inside_a_claim(scene: Any, first: str, second: str) -> None:
 
 @BOTH
 def test_a_claim_inside_waits_for_another_one_inside(scene: Any, first: str, second: str) -> None:
-    outer = ("-s",) if first == "c" else ()
     held, go = scene.directory / "held", scene.directory / "go"
     for fifo in (held, go):
         os.mkfifo(fifo)
     holder = " ".join([*scene.words(first, 1), "sh", "-c", f"'echo held >{held}; read x <{go}'"])
     waiter = " ".join([*scene.words(second, 1), "echo", "served"])
-    party = scene.start(first, 1, *outer, command=["sh", "-c", f"{holder} & read x <{held}; {waiter}; wait"])
+    party = scene.start(first, 1, *DELEGATES[first], command=["sh", "-c", f"{holder} & read x <{held}; {waiter}; wait"])
     scene.until(lambda: len(scene.tickets()) == 1, party)
     assert scene.start(second, 8, *NOW[second]).finish()[0] == 75
     go.write_text("go\n")
@@ -118,8 +117,7 @@ def test_a_claim_that_would_wait_for_its_own_parent_is_refused(scene: Any, first
 
 @BOTH
 def test_a_stale_scope_is_ignored(scene: Any, first: str, second: str) -> None:
-    outer = ("-s",) if first == "c" else ()
-    token = scene.start(first, 1, *outer, command=["sh", "-c", "echo $SAFE_GPU_SCOPE"]).finish()[1].strip()
+    token = scene.start(first, 1, *DELEGATES[first], command=["sh", "-c", "echo $SAFE_GPU_SCOPE"]).finish()[1].strip()
     assert len(token) == 16
     code, _, err = scene.start(second, 8, *NOW[second], command=["true"], env={"SAFE_GPU_SCOPE": token}).finish()
     assert code == 0
@@ -142,10 +140,9 @@ def test_names_keep_two_state_directories_apart(scene: Any, first: str, second: 
 @BOTH
 def test_a_cleaned_directory_gives_no_gpu_away(scene: Any, first: str, second: str) -> None:
     """Nor what is claimed inside: the name of a claim says whose it is."""
-    outer = ("-s",) if first == "c" else ()
     inner = " ".join([*scene.words(second, 2, *NOW[second]), *scene.job()])
     clean = f"rm -rf {scene.state_dir}/leases {scene.state_dir}/queue"
-    party = scene.start(first, 6, *outer, command=["sh", "-c", f"{clean}; exec {inner}"])
+    party = scene.start(first, 6, *DELEGATES[first], command=["sh", "-c", f"{clean}; exec {inner}"])
     scene.until(lambda: bool(scene.served()), party)
     for kind in KINDS:
         assert scene.start(kind, 3, *NOW[kind], command=["true"]).finish()[0] == 75

@@ -196,13 +196,7 @@ class Track:
         """Do what the kernel does after the end of a process."""
 
     def claim_and_hold(
-        self,
-        line: Any,
-        nb_gpus: int = 1,
-        *,
-        timeout: float | None = 0.0,
-        placeholder: Any = None,
-        die_at: int = 0,
+        self, line: Any, nb_gpus: int = 1, *, timeout: float | None = 0.0, placeholder: Any = None, die_at: int = 0
     ) -> None:
         """What a racer does: claim, hold until told to let go. It says ``refused`` or ``holds``, and ``done``.
 
@@ -325,10 +319,8 @@ def _warm_up(track: Track) -> None:
         os.environ["SAFE_GPU_DIR"] = path
         try:
             # HIP is left alone: it would be initialised in all racers, which are forked from here.
-            every, placeholder = (
-                len(track.driver.snapshot().gpus),
-                safe_gpu.NoPlaceholder() if track.claims_once else None,
-            )
+            every = len(track.driver.snapshot().gpus)
+            placeholder = safe_gpu.NoPlaceholder() if track.claims_once else None
             with safe_gpu.GPUOwner(every, placeholder, QUIET, timeout=0, affinity=None):
                 racer = track.start(lambda line: track.claim_and_hold(line))
                 assert racer.hear()[0] == "refused"

@@ -23,6 +23,7 @@ class Field:
 
     def __init__(self, track: Any, size: int, other_dir: str = "") -> None:
         self._track = track
+        self.claims = self.met = 0  # claimed GPUs, and how often a racer met another one there
         self.doubled: list[str] = []  # GPUs on which the driver showed several processes while they were held
         self._other_dir = other_dir  # the state directory of half of the racers
         self._gun = track.state_dir.parent / "gun"
@@ -84,6 +85,9 @@ class Field:
             assert racer.hear() == ("done",)
         if self._track.claims_once:
             self.racers = [self._replaced(racer) for racer in self.racers]
+        self.claims += sum(len(uuids) for uuids, _ in said["holds"])
+        self.met += sum(len(rivals) for _, rivals in said["holds"])
+        assert not (at_once and said["refused"]), "these wait"
         return said
 
 
@@ -91,7 +95,7 @@ class Field:
 def test_64_processes_race_for_8_gpus_and_some_are_killed(track: Any) -> None:
     """Half of the rounds without waiting, half where everyone waits for a turn; a fifth of the racers is killed."""
     field = Field(track, 64)
-    claims = killed = 0
+    killed = 0
     for number in range(15):
         waits = number % 2 == 1
         orders = []
@@ -105,12 +109,9 @@ def test_64_processes_race_for_8_gpus_and_some_are_killed(track: Any) -> None:
             orders.append((track.random.choice((1, 1, 1, 2)), options))
         said = field.round(orders, at_once=waits)
 
-        assert [rivals for _, rivals in said["holds"] if rivals] == []
-        claims += sum(len(uuids) for uuids, _ in said["holds"])
-        assert track.counters.total() == claims, f"round {number}: a lost update, so two held one GPU"
+        assert field.met == 0
+        assert track.counters.total() == field.claims, f"round {number}: a lost update, so two held one GPU"
         killed += len(said["gone"])
-        if waits:
-            assert said["refused"] == []
         for (refusal,) in said["refused"]:
             assert len(refusal.verdicts) == 8
             assert refusal.nb_gpus in (1, 2)
@@ -131,10 +132,9 @@ on_amd_hosts = pytest.mark.parametrize(
 )
 
 
-def run_eight(track: Any, sizes: tuple[int, ...], rounds: int, *, kills: bool = True) -> tuple[int, int, Field]:
-    """Eight racers that use what they claim. Returns how often two met on a GPU, claimed GPUs, and the field."""
+def run_eight(track: Any, sizes: tuple[int, ...], rounds: int, *, kills: bool = True) -> Field:
+    """Eight racers that use what they claim."""
     field = Field(track, 8)
-    met = claims = 0
     for number in range(rounds):
         waits = kills and number % 3 == 2
         orders = [
@@ -148,20 +148,17 @@ def run_eight(track: Any, sizes: tuple[int, ...], rounds: int, *, kills: bool = 
             )
             for i in range(8)
         ]
-        said = field.round(orders, at_once=waits, work=True)
-        met += sum(len(rivals) for _, rivals in said["holds"])
-        claims += sum(len(names) for names, _ in said["holds"])
-        assert not (waits and said["refused"])
-    return met, claims, field
+        field.round(orders, at_once=waits, work=True)
+    return field
 
 
 @pytest.mark.timeout(300)
 @on_amd_hosts
 def test_eight_processes_race_on_an_amd_host(track: Any, sizes: tuple[int, ...], rounds: int) -> None:
     """Markers, counters and the list of processes see no collision, and those that are killed leave nothing."""
-    met, claims, field = run_eight(track, sizes, rounds)
-    assert met == 0
-    assert track.counters.total() == claims > rounds * 2, "a lost update, so two held one GPU"
+    field = run_eight(track, sizes, rounds)
+    assert field.met == 0
+    assert track.counters.total() == field.claims > rounds * 2, "a lost update, so two held one GPU"
     assert field.doubled == []
     track.claim_all()
     assert track.files() == []
@@ -170,9 +167,9 @@ def test_eight_processes_race_on_an_amd_host(track: Any, sizes: tuple[int, ...],
 @on_amd_hosts
 def test_on_an_amd_host_all_three_see_that_locks_are_missing(track: Any, sizes, rounds, monkeypatch) -> None:
     without_locks(monkeypatch)
-    met, claims, field = run_eight(track, sizes, min(rounds, 2), kills=False)
-    assert met > 0
-    assert track.counters.total() < claims
+    field = run_eight(track, sizes, min(rounds, 2), kills=False)
+    assert field.met > 0
+    assert track.counters.total() < field.claims
     assert field.doubled
 
 
@@ -197,19 +194,15 @@ def test_with_two_state_directories_on_one_host(track: Any, monkeypatch: pytest.
     if not named:
         without_names(monkeypatch)
     field = Field(track, 24, str(track.state_dir.parent / "other"))
-    rivals = claims = 0
     for number in range(6 if named else 1):
         waits = number % 2 == 1
         orders = [
             (1 + (i + number) % 2, {"placeholder": NOTHING, "timeout": 60.0 if waits else 0.0}) for i in range(24)
         ]
-        said = field.round(orders, at_once=waits)
-        rivals += sum(len(met) for _, met in said["holds"])
-        claims += sum(len(uuids) for uuids, _ in said["holds"])
-        assert not (waits and said["refused"])
+        field.round(orders, at_once=waits)
     if named:
-        assert rivals == 0
-        assert track.counters.total() == claims > 6 * 6
+        assert field.met == 0
+        assert track.counters.total() == field.claims > 6 * 6
     else:
-        assert rivals > 0
-        assert track.counters.total() < claims
+        assert field.met > 0
+        assert track.counters.total() < field.claims

@@ -23,11 +23,12 @@ sys.path.insert(0, str(TOOLS))
 from soak import Waiter, broken_promises  # noqa: E402
 from soak_host import Policy, Stage, allowed, may_refuse  # noqa: E402
 
+Moments = tuple[float, float, float]
 HOLDER, LARGE, SECOND, SMALL = 1, 2, 3, 4
 WORDS = {HOLDER: 2.0, LARGE: 1.0, SECOND: 1.0, SMALL: 4.0}
 
 
-def story(**moments: tuple[float, float, float]) -> list[dict[str, Any]]:
+def story(**moments: Moments) -> list[dict[str, Any]]:
     """Events of processes that begin, hold and release at these seconds; ``inf`` is never."""
     numbers = {"holder": HOLDER, "large": LARGE, "second": SECOND, "small": SMALL}
     return [
@@ -48,12 +49,7 @@ def story(**moments: tuple[float, float, float]) -> list[dict[str, Any]]:
         ((0, 0.1, 1.8), (0.2, math.inf, math.inf), (0.3, 0.3, 3.9), True),  # the large one has given up
     ],
 )
-def test_who_is_to_blame_for_a_late_start(
-    holder: tuple[float, float, float],
-    large: tuple[float, float, float],
-    small: tuple[float, float, float],
-    to_blame: bool,
-) -> None:
+def test_who_is_to_blame_for_a_late_start(holder: Moments, large: Moments, small: Moments, to_blame: bool) -> None:
     told = story(holder=holder, large=large, second=(0.25, 6.0, 6.1), small=small)
     found = broken_promises([Waiter(LARGE, 2.0)], WORDS, told)
     assert bool(found) == to_blame

@@ -106,7 +106,7 @@ def everything_imported() -> None:
     for module in pkgutil.walk_packages(safe_gpu.__path__, "safe_gpu."):
         if not module.name.endswith("__main__"):
             importlib.import_module(module.name)
-    for name in ("grp", "pwd", "resource", "struct", "unicodedata", "encodings.idna"):
+    for name in ("filelock", "grp", "pwd", "resource", "struct", "unicodedata", "encodings.idna"):
         importlib.import_module(name)
 
 

@@ -13,6 +13,7 @@ and --cleaner need root.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import io
 import json
 import math
@@ -29,10 +30,12 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppres
 from functools import partial
 from typing import Any, NamedTuple
 
+from common import parser_with_seed
 from soak_host import Policy, Stage, replace_file
 from soak_lives import ISLANDS, SHOWN_IN_CALM, WOUNDS, Life, draw, live
 
 import safe_gpu
+from safe_gpu import procfs
 from safe_gpu.cli.commands import main as safe_gpu_main
 from safe_gpu.drivers.presets import PRESETS
 from safe_gpu.drivers.simulated import SimulatedDriver
@@ -41,6 +44,7 @@ USERS = (12001, 12002, 12003)
 GRACE = 15.0  # how far past its deadline a claim may return on a busy machine with a driver that stalls, seconds
 QUIET_EVERY = 20.0  # seconds
 PATIENCE = 30.0  # how long all may take to end before a quiet point, seconds
+_SET_CHILD_SUBREAPER = 36  # prctl(2): processes whose parents have ended become children of this one
 _LATE = 0.3  # how much later than it was told a waiter may start on a busy machine, seconds
 
 
@@ -57,7 +61,6 @@ class Soak:
         self.users = USERS if options.users else ()
         self.policy = Policy(self.stage.root) if options.users or options.policy else None
         self.wound: str = options.wound
-        self.first_calm = options.wound in ("", *SHOWN_IN_CALM)
         self.counts: Counter[str] = Counter()
         self.errors: Counter[str] = Counter()
         self.violations: list[dict[str, Any]] = []
@@ -74,6 +77,7 @@ class Soak:
             _see_host(self.stage)
             self.stage = Stage(self.stage.root)
         self._load_modules()
+        ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         self._events = open(f"{self.stage.root}/events", encoding="utf-8")  # noqa: SIM115
         self._partial = ""
 
@@ -89,7 +93,7 @@ class Soak:
 
     def run(self, seconds: float) -> None:
         """Let processes live for this time, with a quiet point every 20 s and at the end."""
-        if self.first_calm:
+        if self.wound in SHOWN_IN_CALM:
             self._be_quiet()
         started = time.monotonic()
         end, minute, quiet = started + seconds, started + 60.0, started + QUIET_EVERY / 3
@@ -208,8 +212,8 @@ class Soak:
             print(f"    {past}")
 
     def _reap(self) -> None:
-        for child in list(self._children):
-            if os.waitpid(child, os.WNOHANG)[0]:
+        with suppress(ChildProcessError):
+            while child := os.waitpid(-1, os.WNOHANG)[0]:
                 self._children.discard(child)
         for pid in [pid for pid in self._players if not self.stage.start_time(pid)]:
             del self._players[pid]
@@ -265,6 +269,11 @@ class Soak:
             self._reap()
             time.sleep(0.002)
 
+    def expect_served(self, number: int, what: str, **facts: Any) -> None:
+        """It is this violation if a process gets no GPUs."""
+        if "holds" not in self.told(number):
+            self.violation({"what": what, "number": number, **facts})
+
     def kill(self, number: int) -> None:
         """Kill a process that has told that it begins."""
         for pid, known in self._players.items():
@@ -272,15 +281,15 @@ class Soak:
                 _signal(pid, signal.SIGKILL)
 
     def _end_all(self) -> None:
-        for pid in (*self._players, *self._children):
-            _signal(pid, signal.SIGKILL)
-        while self._children:
-            self._reap()
-            time.sleep(0.002)
+        """Kill all, with what outlives its parent by design: a forked child, or a claim inside a claim."""
+        with suppress(ChildProcessError):
+            while True:
+                for pid in procfs.descendants(os.getpid()):
+                    _signal(pid, signal.SIGKILL)
+                os.waitpid(-1, 0)
+        self._children.clear()
         self._players.clear()
         self._listen()
-        # What outlives its parent by design, a forked child or a claim inside a claim, ends by itself.
-        time.sleep(3.0)
 
     def report(self, seconds: float) -> None:
         """One line of figures."""
@@ -303,26 +312,28 @@ class Soak:
     # ---- What must be true at a quiet point ----
 
     def claim_all(self, island: str) -> None:
-        number = self.start(_calm(len(self.gpus), hold=0.0)._replace(island=island))
-        if "holds" not in self.told(number):
-            self.violation({"what": "GPUs that nobody can claim at a quiet point", "number": number, "island": island})
+        number = self.start(_calm(len(self.gpus), hold=0.0, island=island))
+        self.expect_served(number, "GPUs that nobody can claim at a quiet point", island=island)
 
     def take_turns(self) -> None:
         """Waiters for the whole host, who come one after the other behind a holder, are served in that order."""
-        holder = self.start(_calm(len(self.gpus), hold=0.5))
+        holder = self.start(_calm(len(self.gpus), hold=PATIENCE))
         self.told(holder)
         ends = ("linger", "release", "release", "exit", "release")
         waiters = [self._queue_up(_calm(len(self.gpus), end=end)) for end in ends]
+        self.kill(holder)
         served = self._served(waiters)
         if served != waiters:
             self.violation({"what": "waiters out of turn", "came": waiters, "served": served})
 
     def stay_behind(self) -> None:
         """A small claim that says nothing does not pass one who waits for all GPUs, though half of them are free."""
-        holder = self.start(_calm(len(self.gpus) // 2, hold=1.5))
+        holder = self.start(_calm(len(self.gpus) // 2, hold=PATIENCE))
         self.told(holder)
         large = self._queue_up(_calm(len(self.gpus)))
         small = self.start(_calm(1, timeout=0.0))
+        self.told(small)
+        self.kill(holder)
         if self._served([large, small])[:1] == [small]:
             self.violation({"what": "a waiter was passed", "number": small, "waiter": large})
 
@@ -336,19 +347,19 @@ class Soak:
         part = rng.randint(1, len(self.gpus) - free - 1)
         for size in (part, len(self.gpus) - free - part):
             word = rng.choice((1.5, 2.0, 2.5, 3.0))
-            number = self.start(self._saying(size, word, hold=word - rng.choice((0.2, 0.7))))
+            number = self.start(_calm(size, hold=word - rng.choice((0.2, 0.7)), hold_for=word))
             words[number] = word
-            if "holds" not in self.told(number):
-                self.violation({"what": "refused while enough GPUs were free", "number": number})
+            self.expect_served(number, "refused while enough GPUs were free")
         waiters = []
         large = rng.choice((len(self.gpus), rng.randint(free + 1, len(self.gpus))))
         for size in (large, rng.randint(1, len(self.gpus))):
-            number = self._queue_up(self._saying(size, 1.0, hold=0.1))
+            number = self._queue_up(_calm(size, hold=0.1, hold_for=1.0))
             words[number] = 1.0
             waiters.append(Waiter(number, self._expected_start(number)))
         for word in rng.sample((1.0, 1.0, 2.0, 4.0, 4.0, math.inf), 4):
-            hold = 0.01 if word == math.inf else 0.9 * word
-            life = self._saying(rng.randint(1, free), word, hold=hold, timeout=rng.choice((0.0, 0.0, 1.0)))
+            life = _calm(rng.randint(1, free), timeout=rng.choice((0.0, 0.0, 1.0)))
+            if word < math.inf:
+                life = life._replace(hold=0.9 * word, hold_for=word)
             words[self.start(life)] = word
             time.sleep(rng.choice((0.0, 0.1, 0.3)))
         for number in words:
@@ -356,10 +367,6 @@ class Soak:
                 self.told(number, "released")
         for broken in broken_promises(waiters, words, self.story):
             self.violation(broken)
-
-    def _saying(self, size: int, word: float, *, hold: float, timeout: float = 10.0) -> Life:
-        """A claim that says for how long it will hold its GPUs."""
-        return _calm(size, timeout=timeout, hold=hold)._replace(hold_for=None if word == math.inf else word)
 
     def _expected_start(self, number: int) -> float:
         """When a waiter can expect to start, as ``status`` shows it, ``time.monotonic()``; inf if it shows none."""
@@ -382,24 +389,18 @@ class Soak:
         policy.set({user: most})
         holders: list[int] = []
         for size, uid in ((2, other), (most - 1, user), (1, user)):
-            holders.append(self.start(self._of(uid, size, timeout=0.0, hold=8.0)))
-            if "holds" not in self.told(holders[-1]):
-                self.violation({"what": "refused within the limit", "number": holders[-1], "most": most})
-        over = self.start(self._of(user, 1, timeout=0.0))
+            holders.append(self.start(_calm(size, uid=uid, timeout=0.0, hold=8.0)))
+            self.expect_served(holders[-1], "refused within the limit", most=most)
+        over = self.start(_calm(1, uid=user, timeout=0.0))
         self.told(over)  # the markers tell if it is over the limit
-        waiter = self._queue_up(self._of(user, 1, timeout=60.0))
-        passer = self.start(self._of(other, 1, timeout=0.0))
+        waiter = self._queue_up(_calm(1, uid=user, timeout=60.0))
+        passer = self.start(_calm(1, uid=other, timeout=0.0))
         held = "holds" in self.told(passer)
         if not held and not any("released" in self.told(number, "holds") for number in holders):
             self.violation({"what": "held up by a waiter at its limit", "number": passer, "waiter": waiter})
         for number in holders:
             self.kill(number)
-        if "holds" not in self.told(waiter):
-            self.violation({"what": "not served below the limit", "number": waiter, "most": most})
-
-    def _of(self, uid: int, nb_gpus: int, *, timeout: float, hold: float = 0.01) -> Life:
-        """A claim of a user. In a PID namespace of its own the kernel would not name who holds what."""
-        return _calm(nb_gpus, timeout=timeout, hold=hold)._replace(uid=uid, island="home")
+        self.expect_served(waiter, "not served below the limit", most=most)
 
     def _queue_up(self, life: Life) -> int:
         """Start a process and wait until it has a ticket, or needs none; its number."""
@@ -423,9 +424,9 @@ class Soak:
         return -1
 
 
-def _calm(nb_gpus: int, *, timeout: float = 10.0, hold: float = 0.01, end: str = "release") -> Life:
+def _calm(nb_gpus: int, *, timeout: float = 10.0, hold: float = 0.01, **others: Any) -> Life:
     """A plain claim at a quiet point."""
-    return Life("claim", nb_gpus, False, timeout, hold, None, end, "home", None, 0)
+    return Life("claim", nb_gpus, False, timeout, hold, None, "release", "home", None, 0)._replace(**others)
 
 
 class Waiter(NamedTuple):
@@ -499,10 +500,9 @@ def _signal(pid: int, number: int) -> bool:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = parser_with_seed(__doc__, WOUNDS)
     parser.add_argument("--minutes", type=float, default=2.0)
     parser.add_argument("--processes", type=int, default=24, help="how many live at a time")
-    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
     needing_root = {
         "islands": "some in another state directory, a private one, a PID namespace",
         "users": "as three users",
@@ -515,9 +515,6 @@ def main() -> int:
     large = [name for name, gpus in whole.items() if len(gpus) >= 8]
     name_of = partial(re.sub, "^simulated:", "")
     parser.add_argument("--preset", type=name_of, choices=large, default="dgx-a100", help="the simulated host")
-    parser.add_argument(
-        "--break", dest="wound", choices=sorted(WOUNDS), default="", help="break the claim code: must end with 1"
-    )
     args = parser.parse_args()
     for name in needing_root:
         if getattr(args, name) and os.geteuid():

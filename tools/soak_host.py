@@ -8,7 +8,6 @@ import json
 import math
 import os
 import random
-import sys
 import tempfile
 import time
 from collections.abc import Mapping
@@ -17,16 +16,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # the package beside these scripts, installed or not
+from common import simulate
 
-from safe_gpu import NoDriverError  # noqa: E402
-from safe_gpu.devices import Gpu, HostSnapshot  # noqa: E402
-from safe_gpu.drivers import simulated  # noqa: E402
-from safe_gpu.drivers.simulated import SimulatedDriver  # noqa: E402
+from safe_gpu import NoDriverError
+from safe_gpu.devices import Gpu, HostSnapshot
+from safe_gpu.drivers import simulated
+from safe_gpu.drivers.simulated import SimulatedDriver
 
 _BEGAN = "SOAK_BEGAN"
-_FENCES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
 _LAST_MOMENTS = 5.0  # how long a dying process may keep its locks, seconds
 _PF_EXITING = 0x4  # in the flags of /proc/PID/stat
 
@@ -71,14 +68,8 @@ class Stage:
 
     def enter(self, state: str | None = None) -> None:
         """Make this process one on the simulated host."""
-        os.environ.update(
-            SAFE_GPU_DRIVER=f"simulated:{self.preset}",
-            SAFE_GPU_DIR=state or self.state,
-            SAFE_GPU_SIMULATED_DIR=f"{self.root}/tree",
-            SAFE_GPU_LEGACY_LOCK="never",
-        )
-        for name in (*_FENCES, "SAFE_GPU_TIMEOUT", "SAFE_GPU_FOR", "SAFE_GPU_SCOPE", "SAFE_GPU_POLICY"):
-            os.environ.pop(name, None)
+        tree = f"{self.root}/tree"
+        simulate(self.preset, state or self.state, SAFE_GPU_SIMULATED_DIR=tree, SAFE_GPU_LEGACY_LOCK="never")
         if os.path.exists(f"{self.root}/policy.ini"):
             os.environ["SAFE_GPU_POLICY"] = f"{self.root}/policy.ini"
 

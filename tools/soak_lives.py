@@ -18,7 +18,8 @@ import time
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from soak_host import ROOT, Ambush, Stage, bad_weather, be_a_stranger, may_refuse
+from common import ROOT, become
+from soak_host import Ambush, Stage, bad_weather, be_a_stranger, may_refuse
 
 import safe_gpu
 from safe_gpu.claim import claim, queue_place, quota, view
@@ -111,10 +112,7 @@ def _live(stage: Stage, number: int, life: Life, wound: str) -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     _move_to(stage, life.island)
     os.umask(random.Random(life.seed).choice((0o022, 0o077, 0o002)))
-    if life.uid is not None:
-        os.setgroups([])
-        os.setresgid(life.uid, life.uid, life.uid)
-        os.setresuid(life.uid, life.uid, life.uid)
+    become(life.uid)
     stage.enter(stage.other if life.island == "other directory" else None)
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)

@@ -1,0 +1,39 @@
+"""What scripts share that start processes on a simulated host: the package, the environment, the user, the options."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # the package beside these scripts, installed or not
+
+
+def simulate(preset: str, state: str, **variables: str) -> None:
+    """Make this process one on a simulated host, whatever it has inherited."""
+    for name in list(os.environ):
+        if name.startswith(("SAFE_GPU_", "CUDA_", "HIP_", "ROCR_", "GPU_DEVICE_")):
+            del os.environ[name]
+    os.environ.update(SAFE_GPU_DRIVER=f"simulated:{preset}", SAFE_GPU_DIR=state, **variables)
+
+
+def become(uid: int | None) -> None:
+    """Go on as another user, without groups; None stays."""
+    if uid is not None:
+        os.setgroups([])
+        os.setresgid(uid, uid, uid)
+        os.setresuid(uid, uid, uid)
+
+
+def parser_with_seed(text: str | None, wounds: Iterable[str]) -> argparse.ArgumentParser:
+    """A parser with --seed, and with --break, which is ``wound``."""
+    parser = argparse.ArgumentParser(description=(text or "").partition("\n")[0])
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6), help="of what is random")
+    parser.add_argument(
+        "--break", dest="wound", choices=sorted(wounds), default="", help="break the claim code: must end with 1"
+    )
+    return parser

@@ -21,11 +21,12 @@ import signal
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
+from common import parser_with_seed
 from crash_scenes import GPUS, SCENES, WOUNDS, Actor, Failure, Scene, Stage, claims, load_everything
 from crash_trace import Stop, Traced, begin, end, refusal
 
@@ -61,7 +62,7 @@ class Interrupt(BaseException):
     """What the signal handler of the victim raises. An Exception inside a placeholder would be the placeholder's."""
 
 
-def crash(stage: Stage, point: Point, wound: str | None = None) -> Outcome:
+def crash(stage: Stage, point: Point, wound: str) -> Outcome:
     """Let a process crash at this point, and see what is left.
 
     Args:
@@ -110,7 +111,7 @@ class Outcome:
 
     # The crash
 
-    def crash(self, wound: str | None) -> None:
+    def crash(self, wound: str) -> None:
         self.scene.arrange(self.stage)
         self._actors += self.scene.helpers
         self._victim = self._start("the victim", _victim(self.scene, wound))
@@ -276,7 +277,7 @@ def _held(pid: int) -> str:
     return " + ".join(sorted(found, key=list(_KINDS.values()).index)) or "nothing"
 
 
-def _victim(scene: Scene, wound: str | None) -> Callable[[Connection], None]:
+def _victim(scene: Scene, wound: str) -> Callable[[Connection], None]:
     def work(line: Connection) -> None:
         raised: list[int] = []
         ignored: list[str] = []
@@ -290,10 +291,10 @@ def _victim(scene: Scene, wound: str | None) -> Callable[[Connection], None]:
         signal.signal(signal.SIGUSR1, interrupt)
         if wound:
             setattr(*WOUNDS[wound])
-        before = _Surroundings()
+        before = _surroundings()
         scene.prepare(line)
         if not scene.ends_claim:
-            before = _Surroundings()
+            before = _surroundings()
         line.send(("ready", scene.child))
         begin()
         said = "done"
@@ -306,13 +307,14 @@ def _victim(scene: Scene, wound: str | None) -> Callable[[Connection], None]:
         end()
         owner = current_owner()
         uuids = [gpu.uuid for gpu in owner.gpus] if owner else []
-        line.send(("over", said, ignored, before.changes() if said == "raised" else [], uuids))
+        changed = _changes(before, "environment", "handler", "CPUs") if said == "raised" else []
+        line.send(("over", said, ignored, changed, uuids))
         _obey(line, before)
 
     return work
 
 
-def _obey(line: Connection, before: _Surroundings) -> None:
+def _obey(line: Connection, before: Mapping[str, Any]) -> None:
     """What the victim does after its operation: what it is told to."""
     while True:
         word = line.recv()
@@ -324,46 +326,27 @@ def _obey(line: Connection, before: _Surroundings) -> None:
         elif word == "claim":
             claims(GPUS, _SOON)(line)
         elif word == "descriptors":
-            line.send(("descriptors", before.more_descriptors()))
+            line.send(("descriptors", _changes(before, "descriptor")))
 
 
-class _Surroundings:
+def _surroundings() -> dict[str, Any]:
     """What a claim leaves as it was: descriptors, environment, signal handlers, CPUs."""
-
-    def __init__(self) -> None:
-        self._descriptors = _descriptors()
-        self._environment = dict(os.environ)
-        self._handlers = _handlers()
-        self._cpus = os.sched_getaffinity(0)
-
-    def more_descriptors(self) -> list[str]:
-        return [f"{fd} -> {path}" for fd, path in _descriptors().items() if self._descriptors.get(fd) != path]
-
-    def changes(self) -> list[str]:
-        now = dict(os.environ)
-        names = [name for name in {*now, *self._environment} if now.get(name) != self._environment.get(name)]
-        found = [f"environment variables have changed: {', '.join(names)}"] if names else []
-        handlers = _handlers()
-        found += [
-            f"the handler of signal {number} is {handlers[number]}"
-            for number in handlers
-            if handlers[number] != self._handlers[number]
-        ]
-        if os.sched_getaffinity(0) != self._cpus:
-            found.append("the CPUs have changed")
-        return found
-
-
-def _descriptors() -> dict[int, str]:
-    found = {}
+    found: dict[str, Any] = {f"environment variable {name}": value for name, value in os.environ.items()}
+    found |= {f"handler of signal {number}": signal.getsignal(number) for number in signal.valid_signals()}
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):  # that of the list itself
-            found[int(name)] = os.readlink(f"/proc/self/fd/{name}")
-    return found
+            found[f"descriptor {name}"] = os.readlink(f"/proc/self/fd/{name}")
+    return found | {"CPUs": os.sched_getaffinity(0)}
 
 
-def _handlers() -> dict[int, Any]:
-    return {number: signal.getsignal(number) for number in signal.valid_signals()}
+def _changes(before: Mapping[str, Any], *kinds: str) -> list[str]:
+    """What of these kinds is new, other or gone; a descriptor that is gone does not count."""
+    now = _surroundings()
+    return [
+        f"{what} is {now.get(what)}, and was {before.get(what)}"
+        for what in sorted({*now, *before} if kinds != ("descriptor",) else now)
+        if what.startswith(kinds) and now.get(what) != before.get(what)
+    ]
 
 
 _SKIPPED = 77
@@ -415,16 +398,14 @@ def _end_of(outcome: Outcome) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = parser_with_seed(__doc__, WOUNDS)
     parser.add_argument("--operation", choices=SCENES, action="append", help="only this one; may be repeated")
     parser.add_argument("--how", choices=HOW, help="only this way to crash")
     parser.add_argument("--sample", type=int, metavar="N", help="only N points")
-    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6), help="of the sample")
     parser.add_argument("--call", action="append", metavar="NAME", help="only this system call; may be repeated")
     parser.add_argument("--at", type=int, metavar="CALL", help="only this call, counted from 1; with one operation")
     parser.add_argument("--when", choices=("before", "after"), help="only before, or only after")
     parser.add_argument("--thread", type=int, default=0, help="of --at: 0 is the main thread")
-    parser.add_argument("--break", dest="wound", choices=sorted(WOUNDS), help="break the claim code: must end with 1")
     args = parser.parse_args()
     reason = refusal()
     if reason:
@@ -447,26 +428,22 @@ def _crash_all(stage: Stage, args: argparse.Namespace) -> int:
         print(f"{args.sample} of {len(points)} points, seed {args.seed}", flush=True)
         points = random.Random(args.seed).sample(points, args.sample)
     outcomes: list[Outcome] = []
+    bad, due = 0, began + _REPORT_INTERVAL
     with suppress(KeyboardInterrupt):  # with a table of those that were visited
-        _visit(stage, points, args, outcomes)
+        for point in points:
+            if time.monotonic() >= due:
+                due += _REPORT_INTERVAL
+                print(f"{len(outcomes)} of {len(points)} points", file=sys.stderr, flush=True)
+            outcome = crash(stage, point, args.wound)
+            outcomes.append(outcome)
+            for violation in outcome.violations:
+                print(f"VIOLATION: {outcome.call} held {outcome.held}: {violation}\n    {point.command()}", flush=True)
+            bad += bool(outcome.violations)
+            if args.wound and bad:
+                break
     print(table(outcomes))
-    bad = sum(bool(outcome.violations) for outcome in outcomes)
     print(f"\n{len(outcomes)} points, {bad} with violations, {time.monotonic() - began:.0f} s")
     return 1 if bad else 0
-
-
-def _visit(stage: Stage, points: Sequence[Point], args: argparse.Namespace, outcomes: list[Outcome]) -> None:
-    due = time.monotonic() + _REPORT_INTERVAL
-    for point in points:
-        if time.monotonic() >= due:
-            due += _REPORT_INTERVAL
-            print(f"{len(outcomes)} of {len(points)} points", file=sys.stderr, flush=True)
-        outcome = crash(stage, point, args.wound)
-        outcomes.append(outcome)
-        for violation in outcome.violations:
-            print(f"VIOLATION: {outcome.call} held {outcome.held}: {violation}\n    {point.command()}", flush=True)
-        if args.wound and outcome.violations:
-            return
 
 
 if __name__ == "__main__":

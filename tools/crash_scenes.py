@@ -19,16 +19,14 @@ from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
 
+from common import ROOT, become, simulate
 from crash_trace import Stop
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # the package beside these scripts, installed or not
-
-import safe_gpu  # noqa: E402
-from safe_gpu.cli.commands import main as safe_gpu_main  # noqa: E402
-from safe_gpu.coordination import files, leases, legacy, queue, signals  # noqa: E402
-from safe_gpu.coordination import locks as host_lock  # noqa: E402
-from safe_gpu.drivers.simulated import SimulatedDriver  # noqa: E402
+import safe_gpu
+from safe_gpu.cli.commands import main as safe_gpu_main
+from safe_gpu.coordination import files, leases, legacy, queue, signals
+from safe_gpu.coordination import locks as host_lock
+from safe_gpu.drivers.simulated import SimulatedDriver
 
 GPUS = 8
 _PRESET = "dgx-a100"
@@ -59,7 +57,8 @@ class Actor:
         if self.pid == 0:
             try:
                 self.line.close()
-                _become(uid)
+                become(uid)
+                ctypes.CDLL(None).prctl(_SET_DUMPABLE, 1, 0, 0, 0)
                 work(theirs)
             except (EOFError, BrokenPipeError):
                 pass  # the controller is gone
@@ -112,14 +111,6 @@ class Actor:
                         return
 
 
-def _become(uid: int | None) -> None:
-    if uid is not None:
-        os.setgroups([])
-        os.setresgid(uid, uid, uid)
-        os.setresuid(uid, uid, uid)
-        ctypes.CDLL(None).prctl(_SET_DUMPABLE, 1, 0, 0, 0)
-
-
 def claims(nb_gpus: int, timeout: float = 0.0, **options: Any) -> Callable[[Connection], None]:
     """What an actor does that claims, says ``holds`` or ``refused``, and releases when it is told to."""
 
@@ -147,9 +138,6 @@ class Stage:
         self.number = 0
         self.state = ""
         self.users: tuple[int | None, int | None] = (54321, 54322) if os.geteuid() == 0 else (None, None)
-        for name in [name for name in os.environ if name.startswith(("SAFE_GPU_", "CUDA_"))]:
-            del os.environ[name]
-        os.environ["SAFE_GPU_DRIVER"] = f"simulated:{_PRESET}"
         self.renew(first_use=False)
 
     def renew(self, *, first_use: bool) -> None:
@@ -159,7 +147,8 @@ class Stage:
         place = os.path.join(self.base, str(self.number))
         os.mkdir(place)
         os.chmod(place, 0o1777)
-        self.state = os.environ["SAFE_GPU_DIR"] = os.path.join(place, "state")
+        self.state = os.path.join(place, "state")
+        simulate(_PRESET, self.state)
         if not first_use:
             # By root: its files are nobody's whom a sticky directory would let remove them.
             one = Actor("the first", claims(GPUS))

@@ -212,29 +212,24 @@ def _ptrace(what: int, thread: int, address: int = 0, data: int = 0) -> None:
         raise kind(code, os.strerror(code))
 
 
-_NAMES = {
-    int(number): name
-    for number, _, name in (
-        pair.partition("=")
-        for pair in (
-            "0=read 1=write 2=open 3=close 4=stat 5=fstat 6=lstat 7=poll 8=lseek 9=mmap 10=mprotect 11=munmap "
-            "12=brk 13=rt_sigaction 14=rt_sigprocmask 15=rt_sigreturn 16=ioctl 17=pread64 18=pwrite64 21=access "
-            "22=pipe 24=sched_yield 25=mremap 28=madvise 32=dup 33=dup2 35=nanosleep 39=getpid 41=socket "
-            "42=connect 44=sendto 45=recvfrom 49=bind 56=clone 57=fork 59=execve 60=exit 61=wait4 62=kill "
-            "63=uname 72=fcntl 73=flock 77=ftruncate 78=getdents 79=getcwd 82=rename 83=mkdir 84=rmdir 87=unlink "
-            "88=symlink 89=readlink 90=chmod 91=fchmod 96=gettimeofday 97=getrlimit 102=getuid 107=geteuid "
-            "110=getppid 115=getgroups 124=getsid 157=prctl 186=gettid 202=futex 203=sched_setaffinity "
-            "204=sched_getaffinity 217=getdents64 218=set_tid_address 228=clock_gettime 230=clock_nanosleep "
-            "231=exit_group 234=tgkill 239=get_mempolicy 257=openat 258=mkdirat 262=newfstatat 263=unlinkat "
-            "265=linkat 267=readlinkat 268=fchmodat 269=faccessat 270=pselect6 273=set_robust_list 302=prlimit64 "
-            "316=renameat2 318=getrandom 332=statx 334=rseq 435=clone3 436=close_range 439=faccessat2 "
-            "452=fchmodat2 "
-        ).split()
-    )
-}
+_NAMES = dict(
+    pair.split("=")
+    for pair in """
+0=read 1=write 2=open 3=close 4=stat 5=fstat 6=lstat 7=poll 8=lseek 9=mmap 10=mprotect 11=munmap 12=brk 13=rt_sigaction
+14=rt_sigprocmask 15=rt_sigreturn 16=ioctl 17=pread64 18=pwrite64 21=access 22=pipe 24=sched_yield 25=mremap 28=madvise
+32=dup 33=dup2 35=nanosleep 39=getpid 41=socket 42=connect 44=sendto 45=recvfrom 49=bind 56=clone 57=fork 59=execve
+60=exit 61=wait4 62=kill 63=uname 72=fcntl 73=flock 77=ftruncate 78=getdents 79=getcwd 82=rename 83=mkdir 84=rmdir
+87=unlink 88=symlink 89=readlink 90=chmod 91=fchmod 96=gettimeofday 97=getrlimit 102=getuid 107=geteuid 110=getppid
+115=getgroups 124=getsid 157=prctl 186=gettid 202=futex 203=sched_setaffinity 204=sched_getaffinity 217=getdents64
+218=set_tid_address 228=clock_gettime 230=clock_nanosleep 231=exit_group 234=tgkill 239=get_mempolicy 257=openat
+258=mkdirat 262=newfstatat 263=unlinkat 265=linkat 267=readlinkat 268=fchmodat 269=faccessat 270=pselect6
+273=set_robust_list 302=prlimit64 316=renameat2 318=getrandom 332=statx 334=rseq 435=clone3 436=close_range
+439=faccessat2 452=fchmodat2
+""".split()
+)
 """Of x86-64."""
 
 
 def call_name(number: int) -> str:
     """The name of a system call; its number on other machines than x86-64."""
-    return (os.uname().machine == "x86_64" and _NAMES.get(number)) or f"call {number}"
+    return (os.uname().machine == "x86_64" and _NAMES.get(str(number))) or f"call {number}"

@@ -39,8 +39,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # the package beside these scripts, installed or not
+from common import ROOT, simulate
+
+import safe_gpu
+from safe_gpu.affinity.options import MODES
+from safe_gpu.affinity.planner import plan
+from safe_gpu.drivers.simulated import SimulatedDriver
+from safe_gpu.topology import GpuLocality, HostTopology
 
 GPUS = 8
 WORK = 0.05  # how long each claim of the hand-over is held, seconds
@@ -94,15 +99,7 @@ def environment() -> dict[str, str]:
 def simulated_host() -> Iterator[Path]:
     """A simulated host in a fresh directory, for this process and its children; yields the directory."""
     with tempfile.TemporaryDirectory(prefix="safe-gpu-bench-") as directory:
-        for name in list(os.environ):
-            if name.startswith(("SAFE_GPU_", "CUDA_")):
-                del os.environ[name]
-        os.environ.update(
-            SAFE_GPU_DIR=f"{directory}/state",
-            SAFE_GPU_DRIVER="simulated:dgx-a100",
-            SAFE_GPU_LEGACY_LOCK="never",
-            SAFE_GPU_TEST_SIMULATED="1",
-        )
+        simulate("dgx-a100", f"{directory}/state", SAFE_GPU_LEGACY_LOCK="never", SAFE_GPU_TEST_SIMULATED="1")
         yield Path(directory)
 
 
@@ -113,13 +110,11 @@ class Worker:
         self.line, far_end = Pipe()
         self.pid = os.fork()
         if self.pid == 0:
-            status = 1
             try:
                 with suppress(EOFError):
                     work(far_end)
-                    status = 0
             finally:
-                os._exit(status)
+                os._exit(0)
         far_end.close()
 
     def end(self, *, kill: bool = False) -> None:
@@ -177,8 +172,6 @@ class Bare:
     """The usual solution by hand: one lock file, held from the poll of the GPUs until the context exists."""
 
     def __init__(self, directory: Path) -> None:
-        from safe_gpu.drivers.simulated import SimulatedDriver
-
         self._driver = SimulatedDriver("dgx-a100")
         self._path = directory / "bare.lock"
         self._context: Any = None
@@ -197,8 +190,6 @@ class Bare:
 
 
 def bench_claim(options: argparse.Namespace) -> list[Row]:
-    import safe_gpu
-
     def claim(affinity: str | None) -> None:
         safe_gpu.claim_gpus(timeout=0, affinity=affinity)
         safe_gpu.release_gpus()
@@ -262,18 +253,13 @@ def bench_calls(options: argparse.Namespace) -> list[Row]:
         (directory / "gpus").write_text("".join(gpus))
         fake = {"LD_LIBRARY_PATH": str(directory), "FAKE_GPU_DIR": str(directory), "SAFE_GPU_DRIVER": "nvml"}
         del os.environ["SAFE_GPU_TEST_SIMULATED"]
-        command = [sys.executable, "-c", TWICE]
-        done = subprocess.run(
-            command, env={**environment(), **fake}, stdout=subprocess.PIPE, check=True, text=True, cwd=directory
-        )
-    began, leased, held, again, leased_again, held_again = json.loads(done.stdout)
+        told = subprocess.check_output([sys.executable, "-c", TWICE], env={**environment(), **fake}, cwd=directory)
+    began, leased, held, again, leased_again, held_again = json.loads(told)
     return [
         Row("NVML in a first claim", held - began, unit="calls", budget=100),
         Row("NVML in a claim again", held_again - again, unit="calls", budget=62),
-        *(
-            Row("NVML once the leases are held", calls, unit="calls", budget=20)
-            for calls in (held - leased, held_again - leased_again)
-        ),
+        Row("NVML once the leases are held", held - leased, unit="calls", budget=20),
+        Row("NVML once the leases are held", held_again - leased_again, unit="calls", budget=20),
     ]
 
 
@@ -308,8 +294,6 @@ def at_once(claim: Callable[[], None], release: Callable[[], None]) -> float:
 
 
 def bench_crowd(options: argparse.Namespace) -> list[Row]:
-    import safe_gpu
-
     def claim() -> None:
         safe_gpu.claim_gpus(timeout=600, affinity=None)
 
@@ -370,8 +354,6 @@ def gaps(claim: Callable[[], str], release: Callable[[], None], processes: int) 
 
 
 def bench_handover(options: argparse.Namespace) -> list[Row]:
-    import safe_gpu
-
     def claim() -> str:
         return safe_gpu.claim_gpus(timeout=600, affinity=None, hold_for=60).gpus[0].uuid
 
@@ -390,7 +372,6 @@ def bench_handover(options: argparse.Namespace) -> list[Row]:
 @contextmanager
 def held(number: int = GPUS) -> Iterator[None]:
     """Have another process hold GPUs. This process cannot, because its children would not wait for it."""
-    import safe_gpu
 
     def hold(line: Any) -> None:
         safe_gpu.claim_gpus(number, affinity=None, hold_for=3600)
@@ -413,8 +394,6 @@ def until_waiting(directory: Path, number: int) -> None:
 
 def warm_up(directory: Path) -> None:
     """Import all modules in this process before it forks, also those for waiting behind others."""
-    import safe_gpu
-
     with held():
         ahead = Worker(lambda line: safe_gpu.claim_gpus(timeout=60, affinity=None))
         until_waiting(directory, 1)
@@ -458,8 +437,6 @@ def cost_of(
 
 
 def bench_waiters(options: argparse.Namespace) -> list[Row]:
-    import safe_gpu
-
     number = options.waiters
 
     def wait(line: Any) -> None:
@@ -487,8 +464,6 @@ def bench_waiters(options: argparse.Namespace) -> list[Row]:
 
 
 def bench_backfill(options: argparse.Namespace) -> list[Row]:
-    import safe_gpu
-
     number = options.waiters
 
     def wait(line: Any, nb_gpus: int = 1, hold_for: float = 7200) -> None:
@@ -506,9 +481,9 @@ def bench_backfill(options: argparse.Namespace) -> list[Row]:
     return [Row(f"{number} waiters, an idle GPU, share of a core", share, unit="%", budget=2.0)]
 
 
-def memory_of(process: subprocess.Popen[str]) -> float:
+def memory_of(pid: int) -> float:
     """MiB of memory that the process has in use, shared pages by their share."""
-    lines = Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines()
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     return int(next(line.split()[1] for line in lines if line.startswith("Pss:"))) / 1024
 
 
@@ -518,19 +493,17 @@ def bench_memory(options: argparse.Namespace) -> list[Row]:
     with simulated_host() as directory, ExitStack() as ending:
         ending.enter_context(held())
 
-        def start(code: str) -> list[subprocess.Popen[str]]:
-            found = []
-            for _ in range(5):
-                command = [sys.executable, "-c", code]
-                found.append(subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True))
-                ending.enter_context(found[-1])
-                ending.callback(found[-1].kill)
-                found[-1].stdout.readline()  # type: ignore[union-attr]
-            return found
+        def start(code: str) -> int:
+            process = subprocess.Popen([sys.executable, "-c", code], env=environment(), stdout=subprocess.PIPE)
+            ending.enter_context(process)
+            ending.callback(process.kill)
+            process.stdout.readline()  # type: ignore[union-attr]
+            return process.pid
 
-        waiters, bare = start(waits), start(f"import time; {say}; time.sleep(3600)")
+        waiters = [start(waits) for _ in range(5)]
+        bare = [start(f"import time; {say}; time.sleep(3600)") for _ in range(5)]
         until_waiting(directory, len(waiters))
-        settle([waiter.pid for waiter in waiters])
+        settle(waiters)
         own, other = median(map(memory_of, waiters)), median(map(memory_of, bare))
     rival = "a bare interpreter that sleeps"
     return [Row("memory of a waiter", own, other, rival, "MiB", budget=15.0, what="over")]
@@ -540,10 +513,6 @@ def bench_memory(options: argparse.Namespace) -> list[Row]:
 
 
 def bench_plan(options: argparse.Namespace) -> list[Row]:
-    from safe_gpu.affinity.options import MODES
-    from safe_gpu.affinity.planner import plan
-    from safe_gpu.topology import GpuLocality, HostTopology
-
     cores, nodes, gpus = 512, 8, 16
     threads = [frozenset({core, core + cores}) for core in range(cores)]  # numbered as Linux does on x86
 

@@ -8,7 +8,6 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ import pytest
 import safe_gpu as package
 from safe_gpu import safe_gpu
 from safe_gpu.claim import owner
-from safe_gpu.drivers.simulated import SimulatedDriver
 
 
 @pytest.fixture(autouse=True)
@@ -69,13 +67,6 @@ def test_the_ready_made_placeholders_take_a_device_number(name: str) -> None:
     assert list(inspect.signature(placeholder).parameters) == ["device_no"]
 
 
-@pytest.mark.parametrize("name", ["PytorchPlaceholder", "TensorflowPlaceholder", "PyCudaPlaceholder"])
-def test_placeholder_classes_take_a_logger(name: str) -> None:
-    assert getattr(safe_gpu, name)(logger=logging).logger is logging
-    assert getattr(safe_gpu, name)(logging).logger is logging
-    getattr(safe_gpu, name)()
-
-
 def test_an_own_placeholder_is_called_with_the_device_number_and_kept() -> None:
     made = []
 
@@ -87,27 +78,6 @@ def test_an_own_placeholder_is_called_with_the_device_number_and_kept() -> None:
     assert made == [(0, "0,1"), (1, "0,1")]
     assert safe_gpu.gpu_owner.placeholders == ["pointer 0", "pointer 1"]
     safe_gpu.release_gpus()  # it has no release(): nothing to call
-
-
-def test_an_own_placeholder_class_is_released(caplog: pytest.LogCaptureFixture) -> None:
-    released = []
-
-    class Placeholder:
-        def __call__(self, device_no: int) -> str:
-            return f"thing {device_no}"
-
-        def release(self, placeholder: str) -> None:
-            released.append(placeholder)
-
-    caplog.set_level(logging.INFO)
-    safe_gpu.claim_gpus(2, Placeholder())
-    taken = safe_gpu.gpu_owner.devices_taken
-    safe_gpu.release_gpus()
-    assert released == ["thing 0", "thing 1"]
-    lines = [record.getMessage() for record in caplog.records]
-    assert [line for line in lines if line.startswith("Releasing")] == [
-        f"Releasing placeholder on CUDA device: {device}" for device in taken
-    ]
 
 
 def test_the_owner_can_be_constructed_and_released_explicitly() -> None:
@@ -122,63 +92,6 @@ def test_the_logging_module_itself_is_a_logger(caplog: pytest.LogCaptureFixture)
     caplog.set_level(logging.INFO)
     safe_gpu.claim_gpus(1, logger=logging)
     assert {record.name for record in caplog.records} == {"root"}
-
-
-def test_the_log_tells_the_steps(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "safe_gpu")
-    safe_gpu.claim_gpus(2)
-    lines = [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]
-    steps = ["acquiring lock", "lock acquired", "lock released", "Set CUDA_VISIBLE_DEVICES=0,1"]
-    assert [line for line in lines if line in steps] == steps
-    assert {record.name for record in caplog.records} == {"safe_gpu"}
-
-
-def test_debug_sleep_falls_between_the_choice_and_the_placeholder(monkeypatch: pytest.MonkeyPatch) -> None:
-    steps = []
-    monkeypatch.setattr("time.sleep", lambda seconds: steps.append((seconds, visible())))
-    safe_gpu.claim_gpus(1, lambda device_no: steps.append("placeholder"), None, 12.5)
-    assert steps[:2] == [(12.5, "0"), "placeholder"]
-
-
-def test_too_few_free_gpus_is_a_runtime_error(monkeypatch: pytest.MonkeyPatch, stranger_pid: int) -> None:
-    monkeypatch.setenv("SAFE_GPU_TIMEOUT", "0")
-    driver = SimulatedDriver("dgx-a100")
-    contexts = [driver.occupy(gpu.uuid, pid=stranger_pid) for gpu in driver.idle.gpus[:7]]
-    with pytest.raises(RuntimeError, match="2 GPUs asked for, 1 free"):
-        safe_gpu.claim_gpus(2)
-    with pytest.raises(RuntimeError):
-        safe_gpu.claim_gpus(9)
-    for context in contexts:
-        context.close()
-
-
-def test_a_failing_placeholder_is_a_runtime_error() -> None:
-    def fails(device_no: int) -> None:
-        raise RuntimeError("CUDA error: out of memory")
-
-    with pytest.raises(RuntimeError, match="out of memory"):
-        safe_gpu.claim_gpus(placeholder_fn=fails)
-    assert visible() is None
-
-
-def test_no_driver_is_an_nvidiasmi_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("SAFE_GPU_DRIVER", "nvidia-smi")
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(safe_gpu.NvidiasmiError):
-        safe_gpu.claim_gpus(2)
-
-
-def test_free_gpus_are_strings_in_numeric_order() -> None:
-    assert safe_gpu.get_free_gpus() == [str(index) for index in range(8)]
-    safe_gpu.claim_gpus(2)
-    assert safe_gpu.get_free_gpus() == [str(index) for index in range(2, 8)]
-
-
-def test_releasing_twice_or_nothing_is_fine() -> None:
-    safe_gpu.release_gpus()
-    safe_gpu.claim_gpus()
-    safe_gpu.release_gpus()
-    safe_gpu.release_gpus()
 
 
 def test_all_names_are_there_by_any_way_of_importing() -> None:

@@ -70,6 +70,8 @@ def test_the_arguments_of_a_claim() -> None:
         "memory": None,
         "min_memory": None,
         "model": None,
+        "max_utilization": None,
+        "near": None,
         "exclude": (),
         "only": (),
         "visible_as": "index",

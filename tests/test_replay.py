@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import random
 import sys
@@ -14,35 +13,28 @@ import pytest
 
 from safe_gpu.selection.backfill import BackfillRequest
 
-SCRIPT = Path(__file__).parents[1] / "tools" / "replay.py"
+TOOLS = Path(__file__).parents[1] / "tools"
+if not TOOLS.exists():
+    pytest.skip("this is not a checkout: there is no tools/ here", allow_module_level=True)
+sys.path.insert(0, str(TOOLS))
 
-pytestmark = pytest.mark.skipif(not SCRIPT.exists(), reason="this is not a checkout: there is no tools/ here")
+import replay as tool  # noqa: E402
 
 GPUS = ["GPU-0", "GPU-1"]
 
 
-@pytest.fixture(scope="module")
-def tool() -> Any:
-    spec = importlib.util.spec_from_file_location("replay", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def waits(tool: Any, jobs: list[Any], policy: Any, gpus: list[str] = GPUS) -> dict[Any, float]:
+def waits(jobs: list[Any], policy: Any, gpus: list[str] = GPUS) -> dict[Any, float]:
     outcome = tool.replay(jobs, gpus, policy, random.Random(1))
     assert len(outcome.waits) == len(jobs)
     return dict(outcome.waits)
 
 
-def job(tool: Any, arrival: float, size: int, duration: float, hold_for: float = math.inf) -> Any:
+def job(arrival: float, size: int, duration: float, hold_for: float = math.inf) -> Any:
     return tool.Job(arrival, BackfillRequest(size, frozenset(GPUS), hold_for), duration)
 
 
-def test_a_short_job_passes_a_large_one_by_its_word_only(tool: Any) -> None:
-    first, large = job(tool, 0, 1, 100, 100), job(tool, 1, 2, 10)
+def test_a_short_job_passes_a_large_one_by_its_word_only() -> None:
+    first, large = job(0, 1, 100, 100), job(1, 2, 10)
     for says, policy, expected in (
         (50, tool.ours, 0),
         (math.inf, tool.ours, 100 + 10 - 2),
@@ -50,22 +42,22 @@ def test_a_short_job_passes_a_large_one_by_its_word_only(tool: Any) -> None:
         (50, tool.strict, 100 + 10 - 2),
         (math.inf, tool.polling, 0),
     ):
-        short = job(tool, 2, 1, 50, says)
-        found = waits(tool, [first, large, short], policy)
+        short = job(2, 1, 50, says)
+        found = waits([first, large, short], policy)
         assert found[short] == expected
         assert found[large] == 99
 
 
-def test_a_holder_that_overruns_stops_the_passing(tool: Any) -> None:
-    first, large = job(tool, 0, 1, 100, 60), job(tool, 1, 2, 10)
-    early, late = job(tool, 2, 1, 50, 50), job(tool, 60, 1, 5, 5)
-    found = waits(tool, [first, large, early, late], tool.ours)
+def test_a_holder_that_overruns_stops_the_passing() -> None:
+    first, large = job(0, 1, 100, 60), job(1, 2, 10)
+    early, late = job(2, 1, 50, 50), job(60, 1, 5, 5)
+    found = waits([first, large, early, late], tool.ours)
     assert found[early] == 0
     assert found[late] == 50  # the first job is overdue from 60 on, the large one runs from 100 to 110
     assert found[large] == 99
 
 
-def test_generated_jobs_need_the_load_that_was_asked_for(tool: Any) -> None:
+def test_generated_jobs_need_the_load_that_was_asked_for() -> None:
     gpus = [f"GPU-{number}" for number in range(8)]
     jobs = tool.generated(2000, gpus, 0.06, 0.65, random.Random(1))
     work = sum(one.want.nb * one.duration for one in jobs)
@@ -73,12 +65,12 @@ def test_generated_jobs_need_the_load_that_was_asked_for(tool: Any) -> None:
     assert 0.04 < sum(one.large for one in jobs) / len(jobs) < 0.08
 
 
-def test_who_says_how_long_waits_less_and_large_jobs_do_not_pay_for_it(tool: Any) -> None:
+def test_who_says_how_long_waits_less_and_large_jobs_do_not_pay_for_it() -> None:
     gpus = [f"GPU-{number}" for number in range(8)]
     jobs = tool.generated(400, gpus, 0.06, 0.65, random.Random(1))
 
     def means(jobs: list[Any], policy: Any) -> list[float]:
-        found = waits(tool, jobs, policy, gpus)
+        found = waits(jobs, policy, gpus)
         groups = [[wait for one, wait in found.items() if one.large is large] for large in (False, True)]
         return [sum(group) / len(group) for group in groups]
 
@@ -89,15 +81,15 @@ def test_who_says_how_long_waits_less_and_large_jobs_do_not_pay_for_it(tool: Any
     assert all_say[1] < strict[1]
 
 
-def test_requests_for_different_gpus_pass_without_saying_anything(tool: Any) -> None:
+def test_requests_for_different_gpus_pass_without_saying_anything() -> None:
     gpus = [f"GPU-{number}" for number in range(8)]
     jobs = tool.generated(400, gpus, 0.06, 0.5, random.Random(1), picky=0.5)
-    strict, silent = (sum(waits(tool, jobs, policy, gpus).values()) for policy in (tool.strict, tool.ours))
+    strict, silent = (sum(waits(jobs, policy, gpus).values()) for policy in (tool.strict, tool.ours))
     assert silent < 0.9 * strict
 
 
 @pytest.fixture
-def run(tool: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     def output(*arguments: str) -> str:
         monkeypatch.setattr(sys, "argv", ["replay.py", *arguments])
         tool.main()

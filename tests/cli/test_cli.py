@@ -98,6 +98,13 @@ BAD = [
     *[(f"affinity --allowed {value}", value) for value in ("x", "5-2", ",", "-1", "0-99999999999")],
     *[(f"affinity --of {value}", value) for value in ("x", "0", "-1", "999999999")],
     ("--no-such-option", "--no-such-option"),
+    *[(f"status --watch --interval={value}", "--interval") for value in ("0", "0.01", "-1", "inf", "soon", "")],
+    # What does not go together
+    *[(f"status --free {other}", "--free") for other in ("--json", "--mine", "--prometheus")],
+    *[(f"status --prometheus {other}", other.split()[0]) for other in ("--user anna", "--watch")],
+    ("status --output file", "--output"),
+    ("status --mine --user anna", "--user"),
+    *[(f"history {line}", line.split()[0]) for line in ("--json --csv", "--by moon", "--since 1h --until 2h")],
 ]  # fmt: skip
 
 

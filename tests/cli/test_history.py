@@ -100,10 +100,3 @@ def test_a_host_without_a_history(state_dir: Path, ask: Any) -> None:
     done = ask("history")
     assert (done.returncode, done.stdout, done.stderr) == (0, "no claims in this time\n", "")
     assert not state_dir.exists()
-
-
-@pytest.mark.parametrize("arguments", [["--json", "--csv"], ["--by", "moon"], ["--since", "1h", "--until", "2h"]])
-def test_mistakes(state_dir: Path, ask: Any, arguments: list[str]) -> None:
-    done = ask("history", *arguments)
-    assert done.returncode == 2
-    assert done.stderr.count("\n") == 1

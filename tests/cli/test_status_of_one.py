@@ -48,20 +48,3 @@ def test_gpus_of_one_user(busy: None, ask: Any, option: str) -> None:
 def test_a_user_without_gpus(busy: None, ask: Any) -> None:
     assert json.loads(ask("status", "--json", "--user", "nobody").stdout)["gpus"] == []
     assert "none of these GPUs" in ask("status", "--user", "nobody").stdout
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "--free --json",
-        "--free --mine",
-        "--prometheus --user anna",
-        "--prometheus --watch",
-        "--output file",
-        "--mine --user anna",
-        "--free --prometheus",
-    ],
-)
-def test_what_does_not_go_together(ask: Any, line: str) -> None:
-    done = ask("status", *line.split())
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)

@@ -9,7 +9,6 @@ import signal
 import pytest
 from support.terminals import Screen, Terminal
 
-from safe_gpu.cli.commands import main
 from safe_gpu.cli.status import redrawn
 
 CLOCK = r"\d\d:\d\d:\d\d, every {} s \(Ctrl-C ends\)"
@@ -66,9 +65,3 @@ def test_json_again_and_again_is_a_line_each(command) -> None:
     for _ in range(2):
         assert json.loads(started.stdout.readline())["schema"] == 2
     started.kill()
-
-
-@pytest.mark.parametrize("interval", ["0", "0.01", "-1", "inf", "soon", ""])
-def test_intervals_that_cannot_be(interval: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["status", "--watch", f"--interval={interval}"]) == 2
-    assert "--interval" in capsys.readouterr().err

@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-import safe_gpu
+from support.gpus import PACKAGE_ROOT
 
 PROGRAM = Path(__file__).parent / "rank.py"
 
@@ -27,18 +25,12 @@ class Ranks:
         """Start a command with safe_gpu on its path."""
         return subprocess.Popen(
             [str(word) for word in command],
-            env={**self.environment, **environment},
+            env={**os.environ, "PYTHONPATH": str(PACKAGE_ROOT), **environment},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
             text=True,
         )
-
-    @property
-    def environment(self) -> Mapping[str, str]:
-        """The environment of what is started."""
-        path = [str(Path(safe_gpu.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-        return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))}
 
     def finish(self, *processes: subprocess.Popen[str]) -> str:
         """Wait for all; their output. Fails with it where one failed."""

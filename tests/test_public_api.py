@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import json
 import os
 import subprocess
 import sys
@@ -25,16 +24,28 @@ AlreadyClaimedError LockTimeout StateDirError CudaInitializedError PlaceholderEr
 """.split()
 
 
-def python(code: str, **environment: str) -> str:
-    child = subprocess.run(
-        [sys.executable, "-S", "-c", code],
-        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert child.returncode == 0, child.stderr
-    return child.stdout
+HEAVY = "torch tensorflow numpy pynvml filelock ctypes subprocess logging asyncio"
+
+
+@pytest.mark.parametrize(
+    ("code", "heavy"),
+    [
+        ("import safe_gpu", HEAVY),
+        ("from safe_gpu import SafeGpuError, NotEnoughGpusError, gpu_owner, claim_gpus, CudaPlaceholder", HEAVY),
+        ("from safe_gpu import safe_gpu; safe_gpu.claim_gpus", HEAVY),
+        (
+            "import safe_gpu; safe_gpu.claim_gpus(1, timeout=0); safe_gpu.release_gpus()",
+            "torch pynvml numpy subprocess",
+        ),
+    ],
+)
+def test_what_is_loaded(code: str, heavy: str) -> None:
+    site = str(Path(importlib.import_module("filelock").__file__ or "").parents[1])
+    command = [sys.executable, "-S", "-c", f"{code}; import sys; print(*sys.modules)"]
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}:{site}"}
+    loaded = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=True).stdout.split()
+    assert not [name for name in loaded if name in heavy.split()]
+    assert code != "import safe_gpu" or not [name for name in loaded if name.startswith("safe_gpu.")]
 
 
 @pytest.mark.parametrize("name", sorted({*safe_gpu.__all__, *CONTRACT}))
@@ -85,34 +96,6 @@ def test_the_arguments_of_a_claim() -> None:
         assert public == expected
         positional = [name for name, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
         assert positional == ["nb_gpus", "placeholder_fn", "logger", "debug_sleep"]
-
-
-@pytest.mark.parametrize(
-    "code",
-    [
-        "from safe_gpu import SafeGpuError, NotEnoughGpusError, gpu_owner, claim_gpus, CudaPlaceholder",
-        "from safe_gpu import safe_gpu; safe_gpu.claim_gpus",
-    ],
-)
-def test_importing_loads_nothing_heavy(code: str) -> None:
-    heavy = ["torch", "tensorflow", "numpy", "pynvml", "filelock", "ctypes", "subprocess", "logging", "asyncio"]
-    loaded = json.loads(python(f"{code}; import json, sys; print(json.dumps(sorted(sys.modules)))"))
-    assert [name for name in heavy if name in loaded] == []
-
-
-def test_importing_the_package_itself_loads_none_of_its_modules() -> None:
-    loaded = json.loads(python("import safe_gpu, json, sys; print(json.dumps(sorted(sys.modules)))"))
-    assert [name for name in loaded if name.startswith("safe_gpu.")] == []
-
-
-def test_a_claim_on_a_simulated_host_needs_neither_nvml_nor_a_framework() -> None:
-    code = (
-        "import safe_gpu, json, sys; safe_gpu.claim_gpus(1, timeout=0); safe_gpu.release_gpus();"
-        "print(json.dumps(sorted(sys.modules)))"
-    )
-    site = str(Path(importlib.import_module("filelock").__file__ or "").parents[1])
-    loaded = json.loads(python(code, PYTHONPATH=f"{ROOT}:{site}"))
-    assert [name for name in ("torch", "pynvml", "numpy", "subprocess") if name in loaded] == []
 
 
 def test_elsewhere_than_on_linux_the_import_works_and_a_claim_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -127,13 +127,10 @@ class Child:
                 continue  # a library prints something
         return {"error": f"the process ended with status {self._process.wait()}"}
 
-    def end(self) -> None:
-        """Let it exit."""
-        self._process.communicate()
-
-    def kill(self) -> None:
-        """End it by SIGKILL."""
-        self._process.kill()
+    def end(self, *, kill: bool = False) -> None:
+        """Let it exit, or end it by SIGKILL."""
+        if kill:
+            self._process.kill()
         self._process.communicate()
 
 
@@ -222,18 +219,12 @@ def check_processes(driver: KfdDriver, gpu: Gpu) -> None:
     say(not others, f"GPU {gpu.index}: {bytes_held} bytes there, and on other GPUs {others or 'none'}")
     child.do("free")
     note(f"GPU {gpu.index}: after the memory is freed, the process is on {on(driver, child.pid) or 'no GPU'}")
-    child.end()
-    check_gone(driver, gpu, child.pid, "end")
-    child = Child(**only)
-    child.do("hold")
-    child.kill()
-    check_gone(driver, gpu, child.pid, "SIGKILL")
-
-
-def check_gone(driver: KfdDriver, gpu: Gpu, pid: int, end: str) -> None:
-    """How long does the kernel list a process after its end?"""
-    took = waited(lambda: not on(driver, pid))
-    say(took is not None and took < 1, f"GPU {gpu.index}: the process is gone {took} s after its {end}")
+    killed = Child(**only)
+    killed.do("hold")
+    for one, end in ((child, "end"), (killed, "SIGKILL")):
+        one.end(kill=one is killed)
+        took = waited(lambda pid=one.pid: not on(driver, pid))  # type: ignore[misc]
+        say(took is not None and took < 1, f"GPU {gpu.index}: the process is gone {took} s after its {end}")
 
 
 def waited(condition: Callable[[], bool]) -> float | None:

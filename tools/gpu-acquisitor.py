@@ -63,7 +63,6 @@ def work(backend: str, owner: safe_gpu.GPUOwner) -> list[Any]:
                 memory.free()
             finally:
                 pycuda.driver.Context.pop()
-        return []
     return []  # the placeholder's context is on the GPU already
 
 

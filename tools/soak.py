@@ -73,8 +73,9 @@ class Soak:
         self.story: deque[dict[str, Any]] = deque(maxlen=4000)
         if options.islands:
             open(f"{self.stage.root}/islands", "w").close()
-            self.stage.islands = True
-            _see_host(self.stage)
+            # Processes in PID namespaces see the host's /proc there.
+            if os.system(f"mount --bind /proc '{self.stage.root}/proc'"):
+                sys.exit("soak.py: --islands needs root, and mount(8)")
             self.stage = Stage(self.stage.root)
         self._load_modules()
         ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -156,10 +157,8 @@ class Soak:
 
     def _change_weather(self) -> None:
         some = self.rng.sample(self.gpus, 2)
-        sky = self.rng.choice(
-            (*[{}] * 4, {"lag": 0.05}, {"stall": 0.1}, {"stall": 2.0}, {"hides": some}, {"lost": some}, {"fails": True})
-        )
-        self._set_weather(sky)
+        skies = ({"lag": 0.05}, {"stall": 0.1}, {"stall": 2.0}, {"hides": some}, {"lost": some}, {"fails": True})
+        self._set_weather(self.rng.choice((*[{}] * 4, *skies)))
 
     def _set_weather(self, sky: dict[str, Any]) -> None:
         replace_file(f"{self.stage.root}/weather", json.dumps(sky))
@@ -483,12 +482,6 @@ def broken_promises(
 def _lateness(events: Mapping[str, float], end: float) -> float:
     """How much later than that a process let go, seconds."""
     return max(0.0, events.get("released", math.inf) - end)
-
-
-def _see_host(stage: Stage) -> None:
-    """Keep the host's /proc visible for processes in PID namespaces."""
-    if os.system(f"mount --bind /proc '{stage.root}/proc'"):
-        sys.exit("soak.py: --islands needs root, and mount(8)")
 
 
 def _signal(pid: int, number: int) -> bool:

@@ -49,15 +49,12 @@ class Stage:
         self.islands = os.path.exists(f"{root}/islands")
         self._events = -1
         if not os.path.isdir(root):
-            os.mkdir(root)
-            for name in ("markers", "strangers", "tree", "private", "proc"):
-                os.mkdir(f"{root}/{name}")
-                os.chmod(f"{root}/{name}", 0o1777)
-            os.close(os.open(f"{root}/events", os.O_CREAT | os.O_WRONLY, 0o600))
-            os.chmod(f"{root}/events", 0o666)
-            os.chmod(root, 0o1777)
-            Path(f"{root}/preset").write_text(preset)
-            os.chmod(f"{root}/preset", 0o644)
+            before = os.umask(0)
+            for name in ("", "markers", "strangers", "tree", "private", "proc"):
+                os.mkdir(f"{root}/{name}", 0o1777)
+            Path(f"{root}/events").touch(0o666)
+            os.umask(before)
+            replace_file(f"{root}/preset", preset)
         self.preset = preset or Path(f"{root}/preset").read_text()
 
     @classmethod
@@ -161,14 +158,10 @@ class Stage:
         """
         if os.path.exists(f"{self.root}/cleaner"):
             return
-        seen = self._own_claims()
+        seen = dict(self._own_claims().items() & self._own_claims().items())  # those were there all at once
         if len(seen) > max((float(marker.split()[4]) for marker in seen.values()), default=math.inf):
-            again = self._own_claims()  # what is there both times was there all at once
-            seen = {uuid: marker for uuid, marker in seen.items() if again.get(uuid) == marker}
-            most = max((float(marker.split()[4]) for marker in seen.values()), default=math.inf)
-            if len(seen) > most:
-                uuids, claims = sorted(seen), sorted({marker.strip() for marker in seen.values()})
-                self.tell("violation", what="a user over the limit", number=number, uuids=uuids, claims=claims)
+            uuids, claims = sorted(seen), sorted({marker.strip() for marker in seen.values()})
+            self.tell("violation", what="a user over the limit", number=number, uuids=uuids, claims=claims)
 
     def _own_claims(self) -> dict[str, str]:
         """UUID -> marker, for the GPUs that living processes of this user hold by this state directory."""

@@ -73,22 +73,6 @@ def test_the_command_sees_its_gpus(
     assert seen(done.stdout) == host.variables(*taken)
 
 
-@pytest.mark.parametrize(
-    ("host", "arguments", "inherited", "words"),
-    [
-        ("mi250x", ["-n", 2], {ROCR: "3"}, "ROCR_VISIBLE_DEVICES=3 limits this process to 1 of"),
-        ("hip", ["-n", 1], {ROCR: ""}, "ROCR_VISIBLE_DEVICES"),
-    ],
-    indirect=["host"],
-)
-def test_what_this_host_can_never_satisfy(
-    command: Any, host: Host, arguments: list[Any], inherited: dict[str, str], words: str
-) -> None:
-    done = command.run("run", "--timeout", 0, *arguments, "--", "true", env=inherited)
-    assert done.returncode == 78, done.stderr
-    assert words in done.stderr
-
-
 @of_partitions
 def test_one_holds_and_others_look(command: Any, ask: Any, host: Host) -> None:
     holder = command.start("run", "-n", 2, "--only", "2,3", "--", *HOLD, stdin=subprocess.PIPE)

@@ -106,11 +106,6 @@ def complete(
     return ask
 
 
-@pytest.mark.parametrize("shell", list(SHELLS))
-def test_the_script_is_one(shell: str, script: Callable[[str], Path]) -> None:
-    assert subprocess.run([program(shell), "-n", str(script(shell))], timeout=60).returncode == 0
-
-
 @pytest.mark.parametrize(
     ("words", "expected"),
     [

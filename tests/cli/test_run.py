@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -294,16 +293,6 @@ def test_a_waiter_that_is_told_to_end_leaves_nothing(command, ground, verb: str,
     assert ground.leased() == []
 
 
-def test_a_timeout_names_everybody(command, ground) -> None:
-    ground.hold(*range(1, 8))
-    ground.occupy(0)
-    done = command.run("run", "--timeout", "0", "--", "true")
-    assert done.returncode == 75
-    assert done.stderr.startswith("safe-gpu: 1 GPU asked for, 0 free: ")
-    assert [line.split(" (")[0] for line in done.stderr.splitlines()[1:]] == ["  GPU 0", "  GPU 1-7"]
-    assert f"process {os.getpid()}" in done.stderr
-
-
 @pytest.mark.parametrize(("words", "said"), [(("run", "--", "echo", "done"), "done\n"), (("wait",), "0\n")])
 def test_nobody_reads_what_a_waiter_says(command, ground, words: tuple[str, ...], said: str) -> None:
     """The place in the queue is worth more than the news."""
@@ -399,12 +388,6 @@ def test_affinity_of_the_command(command) -> None:
     done = command.run("run", "--", sys.executable, "-c", code)
     assert done.returncode == 0
     assert done.stderr == ""
-
-
-def test_an_owner_is_made_readable_to_everybody(command, ground) -> None:
-    command.run("run", "--", "true", umask=0o077)
-    path = ground.directory / "leases" / f"{ground.uuids[0]}.lock"
-    assert stat.S_IMODE(path.stat().st_mode) == 0o666
 
 
 # What it says of the claim

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import io
-import os
 import re
 import signal
-import subprocess
 import time
 
 import pytest
@@ -14,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.terminals import Terminal
 
-from safe_gpu import procfs
 from safe_gpu.claim.messages import ClaimAhead, WaitStatus
 from safe_gpu.cli.run import WaitLine
 from safe_gpu.devices import GpuVerdict, LeaseHolder
@@ -45,23 +42,6 @@ def test_a_line_for_every_piece_of_news() -> None:
     assert first.startswith("safe-gpu: waiting for 2 GPUs, 0 free; GPU 0-7: eva (pid 77, job 4711) for ")
     assert second.startswith("safe-gpu: waiting for 2 GPUs, 1 free; GPU 1-7: eva (pid 77, job 4711) for ")
     assert "\x1b" not in stream.getvalue()
-
-
-class Broken(io.StringIO):
-    def write(self, text: str) -> int:
-        raise OSError(5, "Input/output error")
-
-
-class BrokenTerminal(Broken):
-    def isatty(self) -> bool:
-        return True
-
-
-@pytest.mark.parametrize("stream", [Broken(), BrokenTerminal()])
-def test_a_stream_that_fails_costs_only_the_news(stream: io.StringIO) -> None:
-    with WaitLine(stream) as line:
-        line.show(status())
-        line.show(status())
 
 
 def queued(pid: int = 1_048_576, user: str = "eva", position: int = 3) -> WaitStatus:
@@ -113,19 +93,6 @@ def test_one_line_that_is_wiped_at_the_end(command, ground, terminal: Terminal, 
     assert out == ("started\n" if piped else None)
     if terminal.columns == 80:
         assert re.search(r"waiting for 2 GPUs, 0 free; GPU 0-6: .*; 1 more \(\d+ s\)", terminal.raw)
-
-
-def test_the_ones_that_are_waited_for_are_named_at_80_columns(command, ground, terminal: Terminal) -> None:
-    holder = command.start("run", "-n", "7", "--", "sh", "-c", "echo up; read x", stdin=subprocess.PIPE)
-    assert holder.stdout.readline() == "up\n"
-    user = procfs.user_name(os.geteuid())[:12]
-    head = command.start("run", "-n", "8", "--", "true", stderr=terminal.slave)
-    terminal.read_until(f"GPU 0-6: {user} (pid {holder.pid}) ")  # a long name leaves no room for how long
-    behind = command.start("run", "--", "true", stderr=terminal.slave)
-    terminal.read_until(f"waiting for 1 GPU behind {user} (pid {head.pid}, wants 8 GPUs")
-    holder.communicate("\n", timeout=60)
-    assert (head.wait(60), behind.wait(60)) == (0, 0)
-    assert terminal.widest < 80
 
 
 def test_who_comes_to_be_the_head_says_whom_it_waits_for_now(command, ground, terminal: Terminal) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import errno
 import inspect
-import multiprocessing
 import pickle
 import sys
 from typing import Any
@@ -94,18 +93,6 @@ def test_notes_survive_pickling() -> None:
     error = errors.NotEnoughGpusError("busy")
     error.add_note("seen on node1")
     assert pickle.loads(pickle.dumps(error)).__notes__ == ["seen on node1"]
-
-
-def _fail(number: int) -> None:
-    safe_gpu.claim_gpus(number, timeout=0)
-
-
-def test_they_cross_process_boundaries() -> None:
-    with multiprocessing.get_context("fork").Pool(1) as pool, pytest.raises(errors.UnsatisfiableRequestError) as caught:
-        pool.apply(_fail, (9,))
-    assert caught.value.value == 9
-    assert len(caught.value.verdicts) == 8
-    assert caught.value.verdicts[0].gpu.name == "NVIDIA A100-SXM4-80GB"
 
 
 def test_the_older_name_of_a_missing_driver() -> None:

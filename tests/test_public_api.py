@@ -34,6 +34,10 @@ HEAVY = "torch tensorflow numpy pynvml filelock ctypes subprocess logging asynci
         ("from safe_gpu import SafeGpuError, NotEnoughGpusError, gpu_owner, claim_gpus, CudaPlaceholder", HEAVY),
         ("from safe_gpu import safe_gpu; safe_gpu.claim_gpus", HEAVY),
         (
+            "import safe_gpu.cli",
+            "filelock pynvml logging subprocess json ctypes torch dataclasses threading difflib shutil",
+        ),
+        (
             "import safe_gpu; safe_gpu.claim_gpus(1, timeout=0); safe_gpu.release_gpus()",
             "torch pynvml numpy subprocess",
         ),

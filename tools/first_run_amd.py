@@ -79,6 +79,8 @@ for line in sys.stdin:
         answer = {"error": f"{type(err).__name__}: {err}"}
     print(json.dumps(answer), flush=True)
 """
+PLAIN = {name: value for name, value in os.environ.items() if not name.endswith("_VISIBLE_DEVICES")}
+PIPES: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
 PATIENCE = 10.0
 IDLE_LIMIT = 1 << 30
 
@@ -101,14 +103,7 @@ class Child:
     """A process that uses HIP step by step."""
 
     def __init__(self, **variables: str) -> None:
-        plain = {name: value for name, value in os.environ.items() if not name.endswith("_VISIBLE_DEVICES")}
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", CHILD],
-            env={**plain, **variables},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        self._process = subprocess.Popen([sys.executable, "-c", CHILD], env={**PLAIN, **variables}, **PIPES)
         self.pid = self._process.pid
 
     def do(self, *step: str) -> Any:
@@ -161,14 +156,13 @@ def check_idle(snapshot: HostSnapshot) -> None:
 
 def check_names(snapshot: HostSnapshot) -> None:
     """Does HIP number and name the GPUs as the kernel's list does, and see only those that the variables name?"""
-    plain = {name: value for name, value in os.environ.items() if not name.endswith("_VISIBLE_DEVICES")}
-    seen = HIP.visible_in_child(plain)
+    seen = HIP.visible_in_child(PLAIN)
     same = len(seen) == len(snapshot.gpus) and all(map(HIP.is_same, seen, snapshot.gpus))
     say(same, f"HIP shows {', '.join(seen)}; the kernel lists {', '.join(gpu.uuid for gpu in snapshot.gpus)}")
     for gpu in snapshot.gpus:
         for environ in ({}, UNDER_RAY):
             variables = render_visible([gpu], visible_as="index", snapshot=snapshot, environ=environ)
-            chosen = HIP.visible_in_child({**plain, **variables})
+            chosen = HIP.visible_in_child({**PLAIN, **variables})
             say(len(chosen) == 1 and HIP.is_same(chosen[0], gpu), f"with {variables} HIP shows {chosen}")
     child = Child()
     octets = child.do("octets")

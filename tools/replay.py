@@ -222,9 +222,8 @@ def table(jobs: Sequence[Job], gpus: Sequence[str], *, told: bool, seed: int) ->
     ]
     if told:
         rows.append(("safe_gpu, --for as in the file", ours, jobs))
-    else:
-        rows.append(("safe_gpu, half say --for", ours, saying(jobs, 0.5, random.Random(seed))))
-        rows.append(("safe_gpu, all say --for", ours, saying(jobs, 1.0, random.Random(seed))))
+    for word, share in () if told else (("half say", 0.5), ("all say", 1.0)):
+        rows.append((f"safe_gpu, {word} --for", ours, saying(jobs, share, random.Random(seed))))
     for title, policy, said in rows:
         yield line(title, replay(said, gpus, policy, random.Random(seed)))
 
@@ -243,16 +242,14 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     gpus = [f"GPU-{number:03d}" for number in range(options.gpus)]
-    workloads: list[tuple[str, list[Job], bool]] = []
-    if options.csv:
-        jobs, told = read(options.csv, gpus)
-        workloads.append((f"{len(jobs)} jobs from {options.csv}, {options.gpus} GPUs", jobs, told))
-    for large in [] if options.csv else options.large:
-        chance = random.Random(options.seed)
-        jobs = generated(options.jobs, gpus, large / 100, options.load, chance, options.picky / 100)
-        title = f"{len(jobs)} jobs, {large:g} % of them large; {options.gpus} GPUs, load {options.load:g}"
-        workloads.append((title, jobs, False))
-    for number, (title, jobs, told) in enumerate(workloads):
+    for number, large in enumerate(options.large[:1] if options.csv else options.large):
+        if options.csv:
+            jobs, told = read(options.csv, gpus)
+            title = f"{len(jobs)} jobs from {options.csv}, {options.gpus} GPUs"
+        else:
+            chance, told = random.Random(options.seed), False
+            jobs = generated(options.jobs, gpus, large / 100, options.load, chance, options.picky / 100)
+            title = f"{len(jobs)} jobs, {large:g} % of them large; {options.gpus} GPUs, load {options.load:g}"
         print("\n" * bool(number) + f"{title}\n")
         for row in table(jobs, gpus, told=told, seed=options.seed):
             print(row, flush=True)

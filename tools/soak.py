@@ -55,8 +55,7 @@ class Soak:
         self.rng = random.Random(options.seed)
         self.stage = Stage.new(options.preset)
         self.gpus = [gpu.uuid for gpu in SimulatedDriver(options.preset, self.stage.root).idle.gpus]
-        self.processes: int = options.processes
-        self.cleaner: bool = options.cleaner
+        self.options = options
         self.islands = ISLANDS if options.islands else ISLANDS[:1]
         self.users = USERS if options.users else ()
         self.policy = Policy(self.stage.root) if options.users or options.policy else None
@@ -116,7 +115,7 @@ class Soak:
         return bool(self.wound) and bool(self.violations)
 
     def _step(self) -> None:
-        while len(self._children) < self.processes:
+        while len(self._children) < self.options.processes:
             self.start(draw(self.rng, self.islands, self.users))
         self._reap()
         self._listen()
@@ -132,7 +131,7 @@ class Soak:
         if self.policy and self.rng.random() < 0.01:
             self.counts["policies"] += 1
             self.policy.change(self.rng, self.users or (os.getuid(),))
-        if self.cleaner and self.rng.random() < 0.2:
+        if self.options.cleaner and self.rng.random() < 0.2:
             self._clean()
         time.sleep(0.005)
 
@@ -193,7 +192,7 @@ class Soak:
                 self._players[event["pid"]] = event["number"]
             elif event["event"] == "refused":
                 self.errors[event["error"]] += 1
-                if event["error"] in ("StateDirError", "LockTimeout") and not self.cleaner:
+                if event["error"] in ("StateDirError", "LockTimeout") and not self.options.cleaner:
                     self.violation(event | {"what": "an error without a cause"})
             elif event["event"] == "waited":
                 self.longest_wait = max(self.longest_wait, event["seconds"])
@@ -253,7 +252,7 @@ class Soak:
         with suppress(FileNotFoundError):
             os.unlink(path)
         yield
-        if self.cleaner:
+        if self.options.cleaner:
             open(path, "w").close()
 
     def told(self, number: int, *events: str) -> set[str]:

@@ -53,7 +53,7 @@ class Podman:
     def words(
         self, *command: str, network: str = "none", mount: bool = True, options: tuple[str, ...] = ()
     ) -> list[str]:
-        """The command line that runs a command in a new container, whose name is the last of :attr:`names`.
+        """The command line that runs a command in a new container, which is the latest from now on.
 
         Args:
             mount: whether the container has the directory with the state directory; the simulated host it has always.
@@ -79,11 +79,6 @@ class Podman:
             *(f"--env={key}={value}" for key, value in environment.items()),
             *(*options, "--rootfs", "/:O", *command),
         ]
-
-    @property
-    def name(self) -> str:
-        """The name of the latest container."""
-        return self._names[-1]
 
     def start(self, *command: str, **options: object) -> subprocess.Popen[str]:
         """Run a command in a container, with its output captured."""
@@ -112,18 +107,15 @@ class Podman:
         assert line, process.communicate()[1]
         return line.strip()
 
-    def control(self, *words: str) -> None:
-        """A command of podman's on existing containers."""
-        subprocess.run([*PODMAN, *words], check=True, capture_output=True, timeout=60)
+    def kill(self) -> None:
+        """End the latest container by SIGKILL."""
+        subprocess.run([*PODMAN, "kill", "--signal=KILL", self._names[-1]], check=True, capture_output=True, timeout=60)
 
     def end(self) -> None:
         for name in self._names:
             subprocess.run([*PODMAN, "rm", "-f", "-i", "-t", "0", name], capture_output=True, timeout=60)
         for process in self._started:
-            process.wait(60)
-            for stream in (process.stdout, process.stderr):
-                if stream is not None:
-                    stream.close()
+            process.communicate(timeout=60)
 
 
 @pytest.fixture

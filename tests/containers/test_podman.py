@@ -42,7 +42,7 @@ def test_a_claim_inside_holds_outside(podman, ground, eventually) -> None:
 
     with claim(5) as owner:
         assert owner.devices_taken == [3, 4, 5, 6, 7]
-    podman.control("kill", "--signal=KILL", podman.name)
+    podman.kill()
     eventually(lambda: ground.leased() == [])
 
 
@@ -88,7 +88,7 @@ def test_a_detached_container_keeps_the_claim_of_run(command, podman, ground, ev
     assert ground.leased() == [0, 1]
     with claim(6) as owner:
         assert owner.devices_taken == [2, 3, 4, 5, 6, 7]
-    podman.control("kill", "--signal=KILL", podman.name)
+    podman.kill()
     eventually(lambda: ground.leased() == [])
 
 

@@ -60,11 +60,9 @@ def test_the_default_of_the_older_package_can_be_passed_where_torch_is(monkeypat
     assert safe_gpu.gpu_owner.placeholders == ["cuda:0", "cuda:1"]
 
 
-@pytest.mark.parametrize("name", ["pytorch_placeholder", "tensorflow_placeholder"])
-def test_the_ready_made_placeholders_take_a_device_number(name: str) -> None:
-    placeholder = getattr(safe_gpu, name)
-    assert callable(placeholder)
-    assert list(inspect.signature(placeholder).parameters) == ["device_no"]
+def test_the_ready_made_placeholders_take_a_device_number() -> None:
+    for placeholder in (safe_gpu.pytorch_placeholder, safe_gpu.tensorflow_placeholder):
+        assert list(inspect.signature(placeholder).parameters) == ["device_no"]
 
 
 def test_an_own_placeholder_is_called_with_the_device_number_and_kept() -> None:
@@ -80,25 +78,20 @@ def test_an_own_placeholder_is_called_with_the_device_number_and_kept() -> None:
     safe_gpu.release_gpus()  # it has no release(): nothing to call
 
 
-def test_the_owner_can_be_constructed_and_released_explicitly() -> None:
+def test_the_owner_can_be_constructed_and_released_explicitly(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
     own = safe_gpu.GPUOwner(nb_gpus=2, logger=logging, debug_sleep=0.0)
     assert own.devices_taken == [0, 1]
+    assert {record.name for record in caplog.records} == {"root"}, "the logging module is a logger, too"
     assert safe_gpu.gpu_owner is None
     own.release_gpus()
     assert safe_gpu.GPUOwner(2).devices_taken == [0, 1], "they were given back"
 
 
-def test_the_logging_module_itself_is_a_logger(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
-    safe_gpu.claim_gpus(1, logger=logging)
-    assert {record.name for record in caplog.records} == {"root"}
-
-
 def test_all_names_are_there_by_any_way_of_importing() -> None:
     names = (
-        "LOCK_FILENAME NvidiasmiError get_free_gpus PytorchPlaceholder TensorflowPlaceholder PyCudaPlaceholder "
-        "GPUOwner claim_gpus release_gpus gpu_owner pytorch_placeholder tensorflow_placeholder"
-    ).split()
-    module = importlib.import_module("safe_gpu.safe_gpu")
-    assert module is safe_gpu
-    exec(f"from safe_gpu.safe_gpu import {', '.join(names)}; import safe_gpu.safe_gpu as s; s.claim_gpus", {})
+        "LOCK_FILENAME, NvidiasmiError, get_free_gpus, PytorchPlaceholder, TensorflowPlaceholder, PyCudaPlaceholder, "
+        "GPUOwner, claim_gpus, release_gpus, gpu_owner, pytorch_placeholder, tensorflow_placeholder"
+    )
+    exec(f"from safe_gpu.safe_gpu import {names}; import safe_gpu.safe_gpu as s; s.claim_gpus", {})
+    assert importlib.import_module("safe_gpu.safe_gpu") is safe_gpu

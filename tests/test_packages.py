@@ -39,8 +39,7 @@ def run(env: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str
 
 def test_filelock_on_the_command_line(without, ground) -> None:
     done = run(without("filelock"), "-m", "safe_gpu", "run", "--", "true")
-    assert done.returncode == 70
-    assert done.stdout == ""
+    assert (done.returncode, done.stdout) == (70, "")
     assert done.stderr.startswith("safe-gpu: the Python package filelock is missing, or older than 3.30 (")
     assert done.stderr.endswith("): pip install 'filelock>=3.30'\n")
     assert done.stderr.count("\n") == 1
@@ -56,15 +55,10 @@ def test_filelock_in_python(without) -> None:
 
 def test_status_and_doctor_still_say_what_they_can(without, ground) -> None:
     ground.hold(0)
-    env = without("filelock")
-    done = run(env, "-m", "safe_gpu", "status")
-    assert done.returncode == 73
-    assert "pip install" in " ".join(done.stdout.split())
-    assert done.stderr == ""
-    done = run(env, "-m", "safe_gpu", "doctor")
-    assert done.returncode == 1
-    assert "filelock is missing or too old" in " ".join(done.stdout.split())
-    assert done.stderr == ""
+    for verb, code, said in (("status", 73, "pip install"), ("doctor", 1, "filelock is missing or too old")):
+        done = run(without("filelock"), "-m", "safe_gpu", verb)
+        assert (done.returncode, done.stderr) == (code, "")
+        assert said in " ".join(done.stdout.split())
 
 
 @pytest.mark.parametrize(("driver", "line"), [("nvml", "run -- /bin/true"), ("auto", "wait"), ("auto", "status")])

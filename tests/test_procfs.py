@@ -70,11 +70,10 @@ def test_a_process_that_is_held_while_it_exits(tmp_path: Path, child: Callable[.
 @pytest.mark.parametrize(("flags", "exits"), [(4, True), (0x400044, True), (0x400040, False)])
 def test_a_process_exits_when_its_last_thread_does(monkeypatch: pytest.MonkeyPatch, flags: int, exits: bool) -> None:
     """The first is a zombie already, and the other may still free memory of a GPU, or live on."""
-    fields = ["0"] * 15
 
     def stat(path: str, limit: int = 0) -> bytes:
         state, flag = ("Z", 4) if path.endswith(f"/proc/{os.getpid()}/stat") else ("D", flags)
-        return " ".join(["1 (a b)", state, *fields[:5], str(flag), *fields[:10], "2"]).encode()
+        return f"1 (a b) {state}{' 0' * 5} {flag}{' 0' * 10} 2".encode()
 
     thread = threading.Event()
     other = threading.Thread(target=thread.wait)

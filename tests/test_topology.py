@@ -28,14 +28,11 @@ def test_a_topology_of_the_wrong_shape(broken: dict[str, Any]) -> None:
 
 
 def test_frozen_and_comparable() -> None:
-    def host() -> HostTopology:
-        return HostTopology(
-            cpus=frozenset(range(4)), nodes={0: frozenset(range(4))}, gpus=[GpuLocality(0, numa_node=0)]
-        )
-
-    assert host() == host()
+    cpus = frozenset(range(4))
+    host, twin = (HostTopology(cpus, nodes={0: cpus}, gpus=[GpuLocality(0, numa_node=0)]) for _ in range(2))
+    assert host == twin
     with pytest.raises(AttributeError):
-        host().cpus = frozenset()  # type: ignore[misc]
+        host.cpus = frozenset()  # type: ignore[misc]
 
 
 def test_from_host_reads_as_affinity_does(tmp_path: Path) -> None:

@@ -407,8 +407,7 @@ def main() -> int:
     parser.add_argument("--when", choices=("before", "after"), help="only before, or only after")
     parser.add_argument("--thread", type=int, default=0, help="of --at: 0 is the main thread")
     args = parser.parse_args()
-    reason = refusal()
-    if reason:
+    if reason := refusal():
         print(f"skipped: {reason}")
         return _SKIPPED
     logging.getLogger("safe_gpu").addHandler(logging.NullHandler())

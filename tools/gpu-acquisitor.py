@@ -77,7 +77,7 @@ class Stopwatch(logging.Handler):
         self.steps.setdefault(record.getMessage().split()[0], time.monotonic())
 
 
-def arguments() -> argparse.Namespace:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--sleep",
@@ -97,11 +97,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--explicit-owner-object", action="store_true", help="construct a GPUOwner instead of calling claim_gpus()"
     )
-    return parser.parse_args()
+    args = parser.parse_args()
 
-
-def main() -> int:
-    args = arguments()
     logging.basicConfig(format="%(name)s %(asctime)s [%(levelname)s] %(message)s")
     logger = logging.getLogger(f"GPUOwner{args.id}")
     logger.setLevel(logging.INFO)

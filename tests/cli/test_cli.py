@@ -121,13 +121,9 @@ def test_bad_input_is_a_usage_error_of_one_line(line: str, value: str, capsys: p
 # Exit codes
 
 
-@pytest.fixture
-def nothing_on_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-
-
 @pytest.mark.parametrize("line", ["wait", "status", "run -- /bin/true"])
-def test_no_driver(line: str, nothing_on_path: None, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+def test_no_driver(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("SAFE_GPU_DRIVER", "nvidia-smi")
     assert main(line.split()) == 69
     assert capsys.readouterr().err.startswith("safe-gpu: ")

@@ -50,6 +50,7 @@ SETTINGS = [
 ]
 # Minimum and maximum of physical cores.
 BOUNDS = [(1, None), (1, 3), (4, 2)]
+OPTIONS = ("mode", "scope", "multithreading", "balanced", "min_physical_cores", "max_physical_cores")
 MODES = ("all", "single", "single_unique", "unique_interleaved", "unique_contiguous")
 
 TORCH_HOSTS = [
@@ -63,22 +64,8 @@ def planner_cases(make_host: MakeHost) -> Iterator[tuple[HostTopology, frozenset
     """2,280 cases for gpu_affinity: host, mask, number of processes, options."""
     for (name, mask, nproc), bounds in product(SETTINGS, BOUNDS):
         host = make_host(**HOSTS[name])
-        for mode, scope, threads, balanced in product(
-            MODES, ("node", "socket"), ("all_logical", "single_logical"), (True, False)
-        ):
-            yield (
-                host,
-                MASKS[mask](host),
-                nproc,
-                {
-                    "mode": mode,
-                    "scope": scope,
-                    "multithreading": threads,
-                    "balanced": balanced,
-                    "min_physical_cores": bounds[0],
-                    "max_physical_cores": bounds[1],
-                },
-            )
+        for options in product(MODES, ("node", "socket"), ("all_logical", "single_logical"), (True, False)):
+            yield host, MASKS[mask](host), nproc, dict(zip(OPTIONS, (*options, *bounds), strict=True))
 
 
 def torch_cases(make_host: MakeHost) -> Iterator[tuple[HostTopology, frozenset[int], tuple[int, ...], str]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-import pickle
 import platform
 import subprocess
 import threading
@@ -18,7 +17,7 @@ import pytest
 from affinity.conftest import MASK, InChild, needs_two_cpus
 
 from safe_gpu.affinity import binding
-from safe_gpu.affinity.binding import BindingReport, PartReport, bind_process, enter, leave, original_mask, undo
+from safe_gpu.affinity.binding import PartReport, bind_process, enter, leave, original_mask, undo
 from safe_gpu.errors import GPUAffinityError
 
 
@@ -306,23 +305,3 @@ def test_memory_without_a_node() -> None:
         bind_process(None, [], "bind")
     with pytest.raises(GPUAffinityError, match="interleave"):
         bind_process(None, [0], "interleave")
-
-
-# The report
-
-
-def test_the_report_travels_and_prints() -> None:
-    report = BindingReport(
-        frozenset([0, 1]),
-        PartReport(frozenset([0, 1]), frozenset([0, 1]), moved=3),
-        PartReport(frozenset([1]), refused=("memory policy bind on node 1: Operation not permitted",)),
-        "bind",
-        ("CPUs 0-1 are remote to GPU 3 (on NUMA node 1)",),
-    )
-    assert pickle.loads(pickle.dumps(report)) == report
-    assert str(report) == (
-        "bound 3 threads to CPUs 0-1; refused: memory policy bind on node 1: Operation not permitted; "
-        "CPUs 0-1 are remote to GPU 3 (on NUMA node 1)"
-    )
-    with pytest.raises(AttributeError):
-        report.cpus = frozenset()  # type: ignore[misc]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,59 +21,46 @@ from safe_gpu.cli import main
 pytestmark = needs_two_cpus
 
 
-class Said(logging.Handler):
-    """Collects what the package logs."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.INFO)
-        self.lines: list[str] = []
-        logger = logging.getLogger("safe_gpu")
-        logger.addHandler(self)
-        logger.setLevel(logging.INFO)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(f"{record.levelname} {record.getMessage()}")
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+    """What the package has logged, in this process or a child of it."""
+    caplog.set_level("INFO", "safe_gpu")
+    return lambda: [f"{record.levelname} {record.getMessage()}" for record in caplog.records]
 
 
 @pytest.mark.parametrize(
     ("arguments", "index"),
-    [
-        ({"gpu_id": 1, "nproc_per_node": 2}, 0),
-        ({"ordinal": 0}, 3),
-        ({"gpus": "GPU-33"}, 3),
-        ({}, None),
-    ],
+    [({"gpu_id": 1, "nproc_per_node": 2}, 0), ({"ordinal": 0}, 3), ({"gpus": "GPU-33"}, 3), ({}, None)],
 )
 def test_neighbours_mean_what_they_say(
-    four_gpus: Any, in_child: InChild, monkeypatch: pytest.MonkeyPatch, arguments: Any, index: int | None
+    four_gpus: Any, in_child: InChild, said: Any, monkeypatch: pytest.MonkeyPatch, arguments: Any, index: int | None
 ) -> None:
     """GPUs 0 and 2 are next to the first CPU, 1 and 3 next to the second."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,0")
 
     def child() -> Any:
-        said = Said()
         bound = safe_gpu.set_affinity(**arguments) if "gpu_id" in arguments else safe_gpu.bind(**arguments).cpus
         wrapped = safe_gpu.wrap_command(["true"], mode="node", **arguments) if "ordinal" in arguments else []
         found = safe_gpu.placement(driver=four_gpus).processes[0]
-        return sorted(bound), wrapped, said.lines, found.gpus, found.gpu_source
+        return sorted(bound), wrapped, said(), found.gpus, found.gpu_source
 
-    cpus, wrapped, said, gpus, source = in_child(child)
+    cpus, wrapped, lines, gpus, source = in_child(child)
     if index is None:
         assert (cpus, gpus, source) == (MASK[:2], (3, 0), "CUDA_VISIBLE_DEVICES")
-        assert said[0].startswith("INFO next to GPU 3,0, all that CUDA_VISIBLE_DEVICES=3,0 shows: bound ")
+        assert lines[0].startswith("INFO next to GPU 3,0, all that CUDA_VISIBLE_DEVICES=3,0 shows: bound ")
         return
     assert cpus == [MASK[index % 2]]
     assert (gpus, source) == ((index,), "SAFE_GPU_BOUND")
-    assert said[0].startswith(f"INFO next to GPU {index} (GPU-{index}{index}ab)")
-    assert f": bound 1 thread to CPUs {MASK[index % 2]}" in said[0]
+    assert lines[0].startswith(f"INFO next to GPU {index} (GPU-{index}{index}ab)")
+    assert f": bound 1 thread to CPUs {MASK[index % 2]}" in lines[0]
     ordinal = arguments.get("ordinal", arguments.get("gpu_id"))
     if ordinal is not None:
-        assert f"CUDA ordinal {ordinal} with CUDA_VISIBLE_DEVICES=3,0" in said[0]
+        assert f"CUDA ordinal {ordinal} with CUDA_VISIBLE_DEVICES=3,0" in lines[0]
     if wrapped:
         line = f"numactl --physcpubind={MASK[index % 2]} true"
         assert wrapped == line.split()
-        assert said[-1].startswith(f"INFO next to GPU {index} (")
-        assert said[-1].endswith(f": {line}")
+        assert lines[-1].startswith(f"INFO next to GPU {index} (")
+        assert lines[-1].endswith(f": {line}")
 
 
 def test_the_latest_binding_counts_until_other_gpus_are_visible(four_gpus: Any, in_child: InChild) -> None:
@@ -88,39 +75,39 @@ def test_the_latest_binding_counts_until_other_gpus_are_visible(four_gpus: Any, 
 
 
 @pytest.mark.parametrize("arguments", [{"gpus": 9}, {"gpus": 0, "ordinal": 0}])
-def test_a_gpu_that_is_not_there(four_gpus: Any, in_child: InChild, arguments: Any) -> None:
+def test_a_gpu_that_is_not_there(four_gpus: Any, in_child: InChild, said: Any, arguments: Any) -> None:
     def child() -> Any:
-        said = Said()
         try:
             safe_gpu.bind(**arguments)
             raised = False
         except safe_gpu.GPUAffinityError:
             raised = True
         report = safe_gpu.bind(**arguments, strict=False)
-        return raised, report.ok, sorted(report.cpus), said.lines, os.environ.get("SAFE_GPU_BOUND")
+        return raised, report.ok, sorted(report.cpus), said(), os.environ.get("SAFE_GPU_BOUND")
 
-    raised, ok, cpus, said, bound = in_child(child)
+    raised, ok, cpus, lines, bound = in_child(child)
     assert (raised, ok, cpus, bound) == (True, False, MASK, None)
-    assert [line.split(":")[0] for line in said] == ["WARNING not bound"]
+    assert [line.split(":")[0] for line in lines] == ["WARNING not bound"]
 
 
-def test_a_maximum_below_the_minimum_trims_and_is_warned_of(four_gpus: Any, in_child: InChild, saved_tree: Any) -> None:
+def test_a_maximum_below_the_minimum_is_warned_of(
+    four_gpus: Any, in_child: InChild, said: Any, saved_tree: Any
+) -> None:
     saved_tree.cpus([(cpu,) for cpu in range(8)])
     saved_tree.nodes({0: range(8)})
     mode = AffinityOptions("all", min_physical_cores=2, max_physical_cores=1)
 
     def child() -> Any:
-        said = Said()
         first = safe_gpu.set_affinity(0, 1, mode=Mode.ALL, min_physical_cores=2, max_physical_cores=1)
         report = safe_gpu.bind(0, mode=mode)
         wrapped = safe_gpu.wrap_command(["true"], gpu=0, mode=mode)
-        return sorted(first), sorted(report.cpus), wrapped[1], said.lines
+        return sorted(first), sorted(report.cpus), wrapped[1], said()
 
-    first, second, option, said = in_child(child)
+    first, second, option, lines = in_child(child)
     assert (first, second, option) == ([MASK[0]], [MASK[0]], f"--physcpubind={MASK[0]}")
     doubt = "max_physical_cores=1 is below min_physical_cores=2: shares are trimmed to 1"
-    assert [doubt in line for line in said] == [True, True, True, False]
-    assert (said[0].split()[0], said[2]) == ("WARNING", f"WARNING {doubt}")
+    assert [doubt in line for line in lines] == [True, True, True, False]
+    assert (lines[0].split()[0], lines[2]) == ("WARNING", f"WARNING {doubt}")
 
 
 WORKER = """

@@ -29,10 +29,7 @@ from safe_gpu.topology import HostTopology, read_topology
 
 
 @needs_two_cpus
-@pytest.mark.parametrize(
-    ("visible", "expected"),
-    [(None, [0, 1]), ("3,2", [1, 0]), ("GPU-33,GPU-0", [1, 0])],
-)
+@pytest.mark.parametrize(("visible", "expected"), [(None, [0, 1]), ("3,2", [1, 0]), ("GPU-33,GPU-0", [1, 0])])
 def test_ranks_follow_the_order_of_visible_gpus(
     four_gpus: Any, in_child: InChild, monkeypatch: pytest.MonkeyPatch, visible: str | None, expected: list[int]
 ) -> None:
@@ -71,7 +68,6 @@ def test_a_program_for_gpu_affinity_changes_its_import_only(four_gpus: Any, in_c
         ((True, 2), {}, None, "True"),
         ((0, 0), {}, None, "nproc_per_node .* 0"),
         ((0, 5), {}, None, "nproc_per_node=5 .* 4 are visible"),
-        ((0, 2), {}, "9", "CUDA_VISIBLE_DEVICES=9 shows no GPU"),
         ((0, 2), {}, "0,0", "CUDA_VISIBLE_DEVICES=0,0 shows no GPU"),
         ((0, 2), {}, "0", "1 are visible with CUDA_VISIBLE_DEVICES=0"),
         pytest.param((0, 4), {}, None, "1 physical core near 2 GPUs", marks=needs_two_cpus),

@@ -116,7 +116,7 @@ def test_memory_nodes(host: MakeHost) -> None:
 
 # Binding
 
-THREE_GPUS = [Gpu(number, f"GPU-{number}", pci_bus_id=f"0000:0{number + 1}:00.0") for number in range(3)]
+GPUS = [Gpu(number, f"GPU-{number}", pci_bus_id=f"0000:0{number + 1}:00.0") for number in range(3)]
 
 
 @pytest.fixture
@@ -134,13 +134,12 @@ def small_host(saved_tree: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 @needs_two_cpus
 @pytest.mark.parametrize("mode", ["node", "exclusive"])
 def test_a_claim_is_bound_and_given_back(small_host: Any, fake_driver: Any, in_child: InChild, mode: str) -> None:
-    gpus = THREE_GPUS
-    driver = fake_driver(gpus)
+    driver = fake_driver(GPUS)
 
     def child() -> tuple[Any, ...]:
         bind_process({MASK[0]})  # which is there again after the claim
         seen = []
-        for chosen in ([gpus[0]], [gpus[1]], gpus[:2], [gpus[2]]):
+        for chosen in ([GPUS[0]], [GPUS[1]], GPUS[:2], [GPUS[2]]):
             report = bind_claim(chosen, driver, options=AffinityOptions(mode=mode))
             seen.append((os.sched_getaffinity(0), report.notes))
             undo_binding()
@@ -160,13 +159,11 @@ def test_a_claim_is_bound_and_given_back(small_host: Any, fake_driver: Any, in_c
 def test_the_default_reads_no_whole_host(
     small_host: Any, fake_driver: Any, in_child: InChild, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gpus = THREE_GPUS
-
     def whole(*_: Any) -> HostTopology:
         raise AssertionError("the whole host was read")
 
     monkeypatch.setattr("safe_gpu.topology.read_topology", whole)
-    assert in_child(lambda: bind_near(gpus[1:2], fake_driver(gpus), options=AffinityOptions()).cpus) == {MASK[1]}
+    assert in_child(lambda: bind_near(GPUS[1:2], fake_driver(GPUS), options=AffinityOptions()).cpus) == {MASK[1]}
 
 
 @needs_two_cpus
@@ -185,8 +182,7 @@ def test_a_place_that_is_not_told_cheaply(small_host: Any, fake_driver: Any, in_
 
 @needs_two_cpus
 def test_memory_goes_to_the_gpus_node(small_host: Any, fake_driver: Any, in_child: InChild) -> None:
-    gpus = THREE_GPUS
-    report = in_child(lambda: bind_near(gpus[:1], fake_driver(gpus), options=None, memory="bind"))
+    report = in_child(lambda: bind_near(GPUS[:1], fake_driver(GPUS), options=None, memory="bind"))
     assert report.cpus == set(MASK)
     assert report.memory.asked == {0}
     assert report.threads.asked == frozenset()
@@ -194,13 +190,12 @@ def test_memory_goes_to_the_gpus_node(small_host: Any, fake_driver: Any, in_chil
 
 @needs_two_cpus
 def test_not_strict_reports_instead(small_host: Any, fake_driver: Any, in_child: InChild) -> None:
-    gpus = THREE_GPUS
     options = AffinityOptions(mode="all", min_physical_cores=9)
 
     def child() -> Any:
         with pytest.raises(GPUAffinityError):
-            bind_near(gpus[:1], fake_driver(gpus), options=options)
-        return bind_near(gpus[:1], fake_driver(gpus), options=options, strict=False)
+            bind_near(GPUS[:1], fake_driver(GPUS), options=options)
+        return bind_near(GPUS[:1], fake_driver(GPUS), options=options, strict=False)
 
     report = in_child(child)
     assert report.cpus == set(MASK)

@@ -39,18 +39,6 @@ def dgx_a100(host: MakeHost) -> HostTopology:
     return host(**HOSTS["dgx-a100"], distances=True)
 
 
-def test_dgx_a100(dgx_a100: HostTopology) -> None:
-    pair = ["48-63,176-191", "16-31,144-159", "112-127,240-255", "80-95,208-223"]
-    assert shares(dgx_a100, "node") == [node for node in pair for _ in range(2)]
-    assert shares(dgx_a100, "socket") == ["0-63,128-191"] * 4 + ["64-127,192-255"] * 4
-    # 16 cores of a node for 2 GPUs: 8 each.
-    eights = ["48-55,176-183", "56-63,184-191", "16-23,144-151", "24-31,152-159"]
-    eights += ["112-119,240-247", "120-127,248-255", "80-87,208-215", "88-95,216-223"]
-    assert shares(dgx_a100, "exclusive") == shares(dgx_a100, "unique_contiguous") == eights
-    # A complex is 4 cores; the two GPUs of a node take its first and second.
-    assert shares(dgx_a100, "core-complex")[:4] == ["48-51,176-179", "52-55,180-183", "16-19,144-147", "20-23,148-151"]
-
-
 @pytest.mark.parametrize(
     ("mode", "most", "expected"),
     [

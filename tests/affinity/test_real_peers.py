@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from affinity.conftest import MASK, needs_two_cpus
 from affinity.peers import torch_cases
+from support.real import REQUIRED
 
 import safe_gpu
 from safe_gpu.affinity.numactl import wrap_command
@@ -21,8 +22,6 @@ from safe_gpu.affinity.options import MODES, AffinityOptions, parse_options
 from safe_gpu.affinity.planner import plan
 from safe_gpu.errors import GPUAffinityError
 
-# Read here: fixtures hide SAFE_GPU_* from the tests.
-REQUIRED = os.environ.get("SAFE_GPU_REQUIRE_REAL") == "1"
 needs_numactl = pytest.mark.skipif(shutil.which("numactl") is None and not REQUIRED, reason="numactl is not installed")
 needs_torch = pytest.mark.skipif(
     importlib.util.find_spec("torch") is None and not REQUIRED, reason="PyTorch is not installed"

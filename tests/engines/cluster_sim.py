@@ -348,12 +348,8 @@ def storm(number: int, seed: int) -> list[Claim]:
     for rival in range(pick.randint(2, 6)):
         wanted = pick.sample(hosts, pick.choice([number, pick.randint(1, number)]))
         wanted.sort(key=lambda host: host.name, reverse=rival % 2 == 1)
-        terms = (
-            wanted,
-            pick.randint(1, GPUS),
-            pick.choice([None, None, 0, pick.uniform(0.01, 1)]),
-            pick.uniform(0, 0.1),
-        )
+        timeout = pick.choice([None, None, 0, pick.uniform(0.01, 1)])
+        terms = wanted, pick.randint(1, GPUS), timeout, pick.uniform(0, 0.1)
         world.start(lambda rival=rival, terms=terms: one(rival, *terms), at=pick.uniform(0, 0.02))
     world.run()
     assert not any(host.held for host in hosts), "something is held after all claims have ended"

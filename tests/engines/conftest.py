@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -128,6 +129,29 @@ class Hosts:
                     except BlockingIOError:
                         found.add(f"{host}:{path.name.removesuffix('.lock')}")
         return found
+
+    def see_the_driver_end(self, process: subprocess.Popen[str], end: str) -> None:
+        """A program that runs ``scenarios.driver`` ends, and so do its 16 leases."""
+        wait_until(lambda: (self.marks / "driver").exists() or process.poll() is not None, "the claim")
+        assert process.poll() is None, self.output(process)
+        assert len(self.leased()) == 16
+        (self.marks / "end-driver").touch()
+        began = time.monotonic()
+        wait_until(lambda: not self.leased(), "leases of the driver that is gone")
+        print(f"driver, {end}: {1000 * (time.monotonic() - began):.0f} ms to free GPUs")
+
+    @contextmanager
+    def neighbours(self, python: str, **env: str) -> Iterator[None]:
+        """Other users on each host, who take one and two GPUs over and over, and get them."""
+        stop = self.marks / "stop"
+        program = (python, str(PROGRAMS / "neighbour.py"), str(stop))
+        others = [self.start(host, *program, count, **env) for host in self.names for count in "12"]
+        try:
+            yield
+        finally:
+            stop.touch()
+        for other in others:
+            assert "round 3" in self.finish(other, 30)
 
     def remove(self) -> None:
         self.down()

@@ -21,13 +21,6 @@ def test_rivals_never_deadlock_and_get_all_or_nothing() -> None:
     assert any(claim.error is not None for claim in claims)
 
 
-def test_a_seed_gives_the_same_run() -> None:
-    def run() -> list[tuple[float, float, str]]:
-        return [(claim.seconds, claim.messages, repr(claim.error)) for claim in sim.storm(20, 3)]
-
-    assert run() == run()
-
-
 def test_a_cycle_of_waiting_claims_is_found() -> None:
     world = sim.World(sim.Network(stragglers=0), 1)
     first, second = sim.make_hosts(world, 2)

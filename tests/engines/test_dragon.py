@@ -168,15 +168,8 @@ def test_amd_gpus(dragon: Dragon, dragon_on_amd: Dragon) -> None:
 
 @pytest.mark.parametrize("end", ["kill", "exit"])
 def test_the_driver_ends(dragon: Dragon, end: str) -> None:
-    hosts = dragon.hosts
     process = dragon.start("driver", end)
-    wait_until(lambda: (hosts.marks / "driver").exists() or process.poll() is not None, "the claim")
-    assert process.poll() is None, hosts.output(process)
-    assert len(hosts.leased()) == 16
-    (hosts.marks / "end-driver").touch()
-    began = time.monotonic()
-    wait_until(lambda: not hosts.leased(), "leases of the driver that is gone")
-    print(f"driver, {end}: {1000 * (time.monotonic() - began):.0f} ms to free GPUs")
+    dragon.hosts.see_the_driver_end(process, end)
     dragon.kill(process)
 
 
@@ -194,16 +187,6 @@ def test_two_claims_from_opposite_ends(dragon: Dragon) -> None:
 def test_other_users_on_both_hosts(dragon: Dragon) -> None:
     hosts = dragon.hosts
     process = dragon.start("among_others")
-    stop = hosts.marks / "stop"
-    neighbour = [str(PROGRAMS / "neighbour.py"), str(stop)]
-    others = [
-        hosts.start(host, "python3", *neighbour, str(count), PATH=hosts.env["PATH"])
-        for host in hosts.names
-        for count in (1, 2)
-    ]
-    output = hosts.finish(process, 150)
-    stop.touch()
-    for other in others:
-        assert "round 3" in hosts.finish(other, 30)
-    assert "done" in output
+    with hosts.neighbours("python3", PATH=hosts.env["PATH"]):
+        assert "done" in hosts.finish(process, 150)
     assert not list(hosts.marks.glob("*.DOUBLE"))

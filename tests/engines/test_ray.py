@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import secrets
-import signal
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -51,7 +48,7 @@ class RayCluster:
 
 @pytest.fixture(scope="module")
 def cluster(make_hosts: Callable[..., Any]) -> RayCluster:
-    python = python_with("ray")
+    python = python_with("ray")  # before any host is made
     return RayCluster(make_hosts(2), python)
 
 
@@ -74,17 +71,8 @@ def test_workers_refusals_and_deaths(cluster: RayCluster, part: str) -> None:
 
 @pytest.mark.parametrize("end", ["kill", "exit"])
 def test_the_driver_ends(cluster: RayCluster, end: str) -> None:
-    hosts = cluster.hosts
     process = cluster.start("hosta", "driver", end)
-    wait_until(lambda: (hosts.marks / "driver").exists() or process.poll() is not None, "the claim")
-    assert process.poll() is None, hosts.output(process)
-    assert len(hosts.leased()) == 16
-    began = time.monotonic()
-    if end == "kill":
-        os.kill(int((hosts.marks / "driver").read_text()), signal.SIGKILL)
-    (hosts.marks / "end-driver").touch()
-    wait_until(lambda: not hosts.leased(), "leases of the driver that is gone")
-    print(f"driver, {end}: {1000 * (time.monotonic() - began):.0f} ms to free GPUs")
+    cluster.hosts.see_the_driver_end(process, end)
     process.wait(30)
 
 
@@ -97,16 +85,8 @@ def test_two_claims_from_opposite_ends(cluster: RayCluster) -> None:
 
 
 def test_other_users_on_both_hosts(cluster: RayCluster) -> None:
-    hosts = cluster.hosts
-    stop = hosts.marks / "stop"
-    neighbour = [cluster.python, str(PROGRAMS / "neighbour.py"), str(stop)]
-    others = [hosts.start(host, *neighbour, str(count)) for host in hosts.names for count in (1, 2)]
-    try:
+    with cluster.hosts.neighbours(cluster.python):
         cluster.run("among_others")
-    finally:
-        stop.touch()
-    for other in others:
-        assert "round 3" in hosts.finish(other, 30)
 
 
 @pytest.fixture(scope="module")

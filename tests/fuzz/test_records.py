@@ -130,11 +130,7 @@ def test_the_end_of_a_claim(data: bytes) -> None:
 
 
 @with_classics(
-    CLAIM,
-    {"labels": [TRICK], "gpus": [TRICK]},
-    {"labels": ["9" * 5000]},
-    {"claim": 5},
-    {"claim": [[[]], {}]},
+    CLAIM, {"labels": [TRICK], "gpus": [TRICK]}, {"labels": ["9" * 5000]}, {"claim": 5}, {"claim": [[[]], {}]}
 )
 @example(b'{"v": 1' * 9000)
 @examples(40)

@@ -8,6 +8,8 @@ import pickle
 import socket
 import sys
 import time
+import traceback
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +55,10 @@ def report(name: str, check: WorkerCheck | None = None) -> None:
         result: Any = me()
     except safe_gpu.SafeGpuError as err:
         result = err
+    keep(name, result)
+
+
+def keep(name: str, result: Any) -> None:
     path = Path(RESULTS, name)
     path.with_suffix(".new").write_bytes(pickle.dumps(result))
     path.with_suffix(".new").rename(path)
@@ -75,6 +81,12 @@ def group(*templates: ProcessTemplate) -> None:
     processes.start()
     processes.join()
     processes.close(patience=60)
+
+
+def reports(check: WorkerCheck, policies: dict[str, Policy]) -> list[Any]:
+    """What the processes of a group report, one with each of these policies, by name."""
+    group(*(ProcessTemplate(report, args=(name, check), policy=policy) for name, policy in policies.items()))
+    return results(*policies)
 
 
 def on(host: str, **more: Any) -> Policy:
@@ -100,15 +112,10 @@ def workers() -> None:
         assert {(host, visible) for host, visible, _, _ in found} == set(gpus), found
         assert len(found) == 8, found
 
-        names = [f"worker{number}" for number in range(5)]
         policies = held.make_policies(held.find_gpus(), nprocs=5)
-        group(
-            *(
-                ProcessTemplate(report, args=(name, held.check_worker), policy=policy)
-                for name, policy in zip(names, policies, strict=True)
-            )
-        )
-        for nth, found_one in enumerate(results(*names)):
+        named = {f"worker{number}": policy for number, policy in enumerate(policies)}
+        assert len(named) == 5
+        for nth, found_one in enumerate(reports(held.check_worker, named)):
             gpu = held.gpus[nth % 4]
             assert found_one[:2] == (gpu.host, str(gpu.index)), found_one
             assert set(found_one[2]) == ({0} if nth == 0 else {1} if nth == 4 else set(gpu.cpus)), found_one
@@ -118,17 +125,10 @@ def workers() -> None:
             "no-gpu": on("hostb", cpu_affinity=[0]),
             "not-ours": on("hosta", gpu_affinity=[7]),
         }
-        group(
-            *(
-                ProcessTemplate(report, args=(name, held.check_worker), policy=policy)
-                for name, policy in failing.items()
-            )
-        )
-        for name, error in zip(failing, results(*failing), strict=True):
+        for name, error in zip(failing, reports(held.check_worker, failing), strict=True):
             assert isinstance(error, safe_gpu.WrongDeviceError), (name, error)
-        one_core = WorkerCheck(tuple(_with_cpus(gpu, frozenset({1})) for gpu in held.gpus))
-        group(ProcessTemplate(report, args=("cpu", one_core), policy=on("hosta", gpu_affinity=[0], cpu_affinity=[99])))
-        (error,) = results("cpu")
+        one_core = WorkerCheck(tuple(replace(gpu, cpus=frozenset({1})) for gpu in held.gpus))
+        (error,) = reports(one_core, {"cpu": on("hosta", gpu_affinity=[0], cpu_affinity=[99])})
         assert isinstance(error, safe_gpu.GPUAffinityError), error
 
         raises(safe_gpu.UnsatisfiableRequestError, "GPU 7 of hosta", call=lambda: held.make_policies([("hosta", 7)]))
@@ -201,9 +201,7 @@ def report_amd(name: str, check: WorkerCheck) -> None:
             found.append(owner.gpus[0].uuid)
     except safe_gpu.SafeGpuError as err:
         found = err
-    path = Path(RESULTS, name)
-    path.with_suffix(".new").write_bytes(pickle.dumps(found))
-    path.with_suffix(".new").rename(path)
+    keep(name, found)
 
 
 def amd() -> None:
@@ -253,12 +251,6 @@ def mpi() -> None:
     open(f"{MARKS}/mpi-done", "w").close()
 
 
-def _with_cpus(gpu: Any, cpus: frozenset[int]) -> Any:
-    from dataclasses import replace
-
-    return replace(gpu, cpus=cpus)
-
-
 def _as_worker(check: WorkerCheck) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = "0"
     try:
@@ -297,11 +289,10 @@ def among_others() -> None:
             assert [found[0] for found in results(*names)] == list(held.hosts)
 
 
-def race_of_two(rounds: str) -> None:
+def race_of_two(rounds: int) -> None:
     racers = []
     for number, host in enumerate(("hosta", "hostb")):
-        policy = Policy(placement=Policy.Placement.HOST_NAME, host_name=host)
-        racers.append(Process(target=race, args=(claim, number, int(rounds)), policy=policy))
+        racers.append(Process(target=race, args=(claim, number, rounds), policy=on(host)))
     for racer in racers:
         racer.start()
     for racer in racers:
@@ -323,7 +314,7 @@ def main() -> None:
         "refusals": lambda: scenarios.refusals(claim),
         "losses": losses,
         "among_others": among_others,
-        "race": lambda: race_of_two("8"),
+        "race": lambda: race_of_two(8),
     }
     try:
         for name in sys.argv[1:]:
@@ -331,8 +322,6 @@ def main() -> None:
             by_name[name]()
             print(f"{name}: done in {time.monotonic() - began:.1f} s", flush=True)
     except BaseException:
-        import traceback
-
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)  # threads of a pool that is open still would wait for ever

@@ -90,9 +90,7 @@ def test_a_gpu_that_is_not_there(four_gpus: Any, in_child: InChild, said: Any, a
     assert [line.split(":")[0] for line in lines] == ["WARNING not bound"]
 
 
-def test_a_maximum_below_the_minimum_is_warned_of(
-    four_gpus: Any, in_child: InChild, said: Any, saved_tree: Any
-) -> None:
+def test_a_maximum_below_the_minimum_is_warned_of(four_gpus: Any, in_child: Any, said: Any, saved_tree: Any) -> None:
     saved_tree.cpus([(cpu,) for cpu in range(8)])
     saved_tree.nodes({0: range(8)})
     mode = AffinityOptions("all", min_physical_cores=2, max_physical_cores=1)
@@ -214,9 +212,7 @@ def test_unbound_rather_than_not_at_all(
     assert why in said
 
 
-def test_the_command_line_shows_some_gpus_of_either_numbering(
-    four_gpus: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_the_command_line_shows_some_gpus_of_either_numbering(four_gpus: Any, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,0")
 
     def shown(*options: str) -> list[int]:
@@ -234,8 +230,7 @@ def test_a_process_that_cannot_be_asked_is_told_its_gpu(
 ) -> None:
     """What a process has set in its environment since it started is not in /proc."""
     environment = {**four_gpus_env, "CUDA_VISIBLE_DEVICES": "3,0"}
-    rank = child("import safe_gpu; safe_gpu.bind(ordinal=1); say('bound'); listen()", env=environment)
-    assert rank.hear() == "bound"
+    rank = child("import safe_gpu; safe_gpu.bind(ordinal=1); say('bound'); listen()", env=environment, says="bound")
 
     def placed(*options: str) -> tuple[list[int], bool | None]:
         main(["affinity", "--of", str(rank.pid), "--json", *options])

@@ -156,9 +156,7 @@ def test_a_claim_is_bound_and_given_back(small_host: Any, fake_driver: Any, in_c
 
 
 @needs_two_cpus
-def test_the_default_reads_no_whole_host(
-    small_host: Any, fake_driver: Any, in_child: InChild, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_default_reads_no_whole_host(small_host: Any, fake_driver: Any, in_child: Any, monkeypatch: Any) -> None:
     def whole(*_: Any) -> HostTopology:
         raise AssertionError("the whole host was read")
 

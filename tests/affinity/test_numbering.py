@@ -99,9 +99,7 @@ def test_lost_gpus_have_no_ordinal() -> None:
         ("GPU-of-another-host", None, None),
     ],
 )
-def test_what_was_bound_is_known_while_it_is_visible(
-    bound: str | None, shown: str | None, indices: list[int] | None
-) -> None:
+def test_what_was_bound_is_known_while_it_is_visible(bound: Any, shown: Any, indices: list[int] | None) -> None:
     environ = {name: value for name, value in ((BOUND, bound), ("CUDA_VISIBLE_DEVICES", shown)) if value is not None}
     found = remembered(EIGHT, environ)
     assert (found and [gpu.index for gpu in found.gpus]) == indices

@@ -45,7 +45,7 @@ sys.exit(code)
 def race_on(fake_gpus: Any, tmp_path: Path) -> Any:
     """Run the demo in a process that sees the fake GPUs; it must leave nothing on them and no file."""
 
-    def run(meanwhile: str = "", processes: int | None = 4, **environment: str) -> Run:
+    def run(meanwhile: str = "", processes: int | None = 4, code: int = 0, **environment: str) -> Run:
         temporary = tmp_path / "tmp"
         temporary.mkdir()
         done = subprocess.run(
@@ -58,7 +58,9 @@ def race_on(fake_gpus: Any, tmp_path: Path) -> Any:
         assert done.stderr == ""
         assert os.listdir(temporary) == []
         assert not list((fake_gpus.directory / "procs").glob("*/[0-9]*[0-9]")), "a context was left on a GPU"
-        return checked(done.returncode, done.stdout)
+        assert done.returncode == code
+        assert "Failure" not in done.stdout
+        return checked(code, done.stdout)
 
     return run
 
@@ -71,7 +73,6 @@ def labels(run: Run) -> set[str]:
 def test_free_gpus_are_raced_for(fake_gpus: Any, race_on: Any, count: int, processes: int | None) -> None:
     fake_gpus.set(count)
     run = race_on(processes=processes)
-    assert run.code == 0
     assert f"This host has {count} x NVIDIA A100-SXM4-80GB." in run.text
     assert run.got
     assert labels(run) <= set(map(str, range(count)))
@@ -86,7 +87,6 @@ def test_only_free_ones_are_touched(fake_gpus: Any, race_on: Any) -> None:
         fake_gpus.process(uuid, 999_999, static=True)
     fake_gpus.change(4, lost=1)
     run = race_on()
-    assert run.code == 0
     assert "This host has 1 x NVIDIA A100, 3 x NVIDIA L4, 1 x unknown GPU." in run.text
     assert "GPU 0,1: in use" in run.text
     assert "GPU 2,3: free" in run.text
@@ -98,7 +98,6 @@ def test_only_free_ones_are_touched(fake_gpus: Any, race_on: Any) -> None:
 
 def test_a_batch_jobs_gpu_is_all_that_is_raced_for(fake_gpus: Any, race_on: Any) -> None:
     run = race_on(CUDA_VISIBLE_DEVICES="1", CUDA_DEVICE_ORDER="PCI_BUS_ID")
-    assert run.code == 0
     assert "left out by CUDA_VISIBLE_DEVICES=1" in run.text
     assert labels(run) == {"1"}
 
@@ -107,7 +106,6 @@ def test_mig_instances_are_raced_for(fake_gpus: Any, race_on: Any) -> None:
     uuids = [fake_gpus.uuid("MIG", i) for i in range(2)]
     fake_gpus.write({"mig": 1, "instances": ",".join(uuids), "imem": 10 << 30}, {})
     run = race_on()
-    assert run.code == 0
     assert "GPU 0 is split into 2 MIG instances" in run.text
     assert labels(run) <= {"0:0", "0:1", "1"}
     assert run.verdict.startswith("Verdict: 0 collisions in ")
@@ -123,7 +121,6 @@ def lose(host):
     os.rename(gpus + "/new", gpus + "/gpus")
 after_the_look(lose)
 """)
-    assert run.code == 0
     assert labels(run) <= {"0"}
     assert run.verdict.startswith("Verdict: 0 collisions in ")
 
@@ -133,7 +130,6 @@ def test_all_busy_moves_the_race(fake_gpus: Any, race_on: Any) -> None:
     for uuid in fake_gpus.uuids:
         fake_gpus.process(uuid, 999_999, static=True)
     run = race_on()
-    assert run.code == 0
     assert "GPU 0,1: in use (`safe-gpu status` shows by whom)" in run.text
     assert "A race on a simulated host, dgx-a100" in run.text
     assert "4 of 4 served" in run.text
@@ -159,20 +155,16 @@ def claim_all(host):
     finally_do.append(lambda: (os.close(until), os.waitpid(other, 0)))
 after_the_look(claim_all)
 """)
-    assert run.code == 0
     assert "No process got a GPU" in run.text
     assert "A race on a simulated host, dgx-a100" in run.text
-    assert "Failure" not in run.text
 
 
 def test_gpus_that_cuda_cannot_use_are_told_of(fake_gpus: Any, race_on: Any) -> None:
     fake_gpus.set(1)
     fake_gpus.options(ctx_error=999)
-    run = race_on()
+    run = race_on(code=1)  # no claim on this host has worked
     assert "Error of a GPU or its driver" in run.text
-    assert "Failure" not in run.text
     assert "A race on a simulated host, dgx-a100" in run.text
-    assert run.code == 1, "no claim on this host has worked"
 
 
 @pytest.mark.parametrize("driver", ["without GPUs", "none"])
@@ -180,7 +172,6 @@ def test_a_host_without_gpus_or_driver(race_on: Any, fake_gpus: Any, driver: str
     fake_gpus.set(0)
     nowhere = {"LD_LIBRARY_PATH": os.environ["LD_LIBRARY_PATH"].partition(":")[0], "PATH": "/nonexistent"}
     run = race_on(SAFE_GPU_DRIVER="auto", **(nowhere if driver == "none" else {}))
-    assert run.code == 0
     assert "No NVIDIA GPU can be used on this host; `safe-gpu doctor` says why." in run.text
     assert "A race on a simulated host, dgx-a100" in run.text
     assert not Path(os.environ["SAFE_GPU_DIR"]).exists()
@@ -196,6 +187,5 @@ def test_a_fence_that_cannot_be_read_moves_the_race(fake_gpus: Any, race_on: Any
     fake_gpus.write({"name": "NVIDIA A100"}, {"name": "NVIDIA L4", "speed": 9})
     fake_gpus.options(cuda_init_error=999)
     run = race_on(CUDA_VISIBLE_DEVICES="0")
-    assert run.code == 0
     assert "No GPU can be claimed: " in run.text
     assert "A race on a simulated host, dgx-a100" in run.text

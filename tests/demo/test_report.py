@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -45,9 +46,7 @@ def host(name: str, *indices: int, busy: int = 0, fenced: int | None = None) -> 
         (RaceHost(HostSnapshot(())), ()),
     ],
 )
-def test_twice_as_many_racers_as_free_gpus_and_pairs_where_they_are_possible(
-    where: RaceHost, expected: tuple[int, ...]
-) -> None:
+def test_twice_as_many_racers_as_free_gpus_and_pairs_where_they_are_possible(where: RaceHost, expected: Any) -> None:
     assert plan_race(where) == expected
     assert plan_race(where, 5)[:4] == (expected[:4] and (1, 1, 1, expected[3]))
 

@@ -39,6 +39,8 @@ def headless_host(monkeypatch: pytest.MonkeyPatch) -> None:
         ("workstation-mixed", [1, 1, 1, 2, 1, 1], "0 1 2"),
         ("mig-h100", [1] * 10, "0:0 0:1 0:2 0:3 1"),
         ("dgx-a100", [1, 1, 1, 2] * 4, "0 1 2 3 4 5 6 7"),
+        ("mi250x", [1, 1, 1, 2] * 4, "0 1 2 3 4 5 6 7"),
+        ("two-vendors", [1, 1, 1, 2] * 2, "0 1 2 3"),
     ],
 )
 def test_claims_exclude_each_other(watch_a_demo: Any, preset: str, asked: list[int], labels: str) -> None:
@@ -125,9 +127,7 @@ def test_whatever_else_happens_to_a_racer_is_a_failure(
     assert capfd.readouterr().err == "", "no traceback"
 
 
-def test_where_temporary_files_are_no_good_memory_serves(
-    watch_a_demo: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
-) -> None:
+def test_where_temporary_files_are_no_good_memory_serves(watch_a_demo: Any, monkeypatch: Any, tmp_path: Any) -> None:
     tried = []
 
     def refuse_first(*arguments: Any, **options: Any) -> Any:

@@ -285,12 +285,9 @@ def test_no_room_and_read_only(open_tmp: Path) -> None:
         assert (found.status, words in found.detail) == ("failed", True), found
 
 
-def test_a_host_lock_that_is_never_given_back(
-    claimed, state_dir: Path, child, eventually, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_host_lock_that_is_never_given_back(claimed, state_dir: Path, child, eventually, monkeypatch: Any) -> None:
     code = "import os\nfrom safe_gpu.coordination.locks import HostLock\n"
-    holder = child(code + "with HostLock(None):\n    say('locked'); listen()")
-    assert holder.hear() == "locked"
+    holder = child(code + "with HostLock(None):\n    say('locked'); listen()", says="locked")
     os.kill(holder.pid, signal.SIGSTOP)
     eventually(lambda: procfs.is_stopped(holder.pid))
     monkeypatch.setattr(state, "_PATIENCE", 0.05)
@@ -499,8 +496,7 @@ def test_driver_pids_that_do_not_resolve(fake_gpus) -> None:
 
 
 def test_suspended_holders_and_waiters(state_dir: Path, child, eventually) -> None:
-    holder = child(HOLD)
-    assert holder.hear() == "held"
+    holder = child(HOLD, says="held")
     waiter = child(HOLD.replace("only=0", "only=0, timeout=None"))
     eventually(lambda: any(path.read_text() for path in (state_dir / "queue").glob("*.ticket")))
     assert finding("suspended processes").status == "passed"
@@ -515,8 +511,7 @@ def test_suspended_holders_and_waiters(state_dir: Path, child, eventually) -> No
 
 
 def test_a_claim_from_the_future(state_dir: Path, child) -> None:
-    holder = child(HOLD)
-    assert holder.hear() == "held"
+    child(HOLD, says="held")
     assert finding("clock").status == "passed"
     record = state_dir / "leases" / lease_name(UUIDS[0])
     record.write_text(json.dumps({**json.loads(record.read_text()), "since": time.time() + 7200}))
@@ -574,9 +569,7 @@ def test_the_older_package_closed_to_us(old_lock: Path, as_user) -> None:
         ({"safe_gpu": "2.0.0"}, "warning", "pip uninstall safe-gpu"),
     ],
 )
-def test_packages_in_each_others_way(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, installed: dict[str, str], status: str, words: str
-) -> None:
+def test_packages_in_each_others_way(tmp_path: Path, monkeypatch: Any, installed: Any, status: str, words: str) -> None:
     before = finding("Python packages")
     if before.status != "passed":
         pytest.skip(f"this environment has the trouble already: {before.detail}")

@@ -54,9 +54,7 @@ def test_a_worker_that_got_what_was_promised(gpus: tuple[ClusterGpu, ...], monke
         ("0", "hostb", "nothing"),
     ],
 )
-def test_a_worker_with_another_gpu_or_all(
-    gpus: tuple[ClusterGpu, ...], visible: str | None, host: str, held: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_with_another_gpu_or_all(gpus: Any, visible: Any, host: str, held: str, monkeypatch: Any) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
@@ -71,9 +69,7 @@ def test_a_worker_on_other_cpus(gpus: tuple[ClusterGpu, ...], monkeypatch: pytes
         WorkerCheck(elsewhere).at("hosta")
 
 
-def test_a_worker_after_the_claim(
-    holder: HolderProcess, gpus: tuple[ClusterGpu, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_after_the_claim(holder: HolderProcess, gpus: tuple[ClusterGpu, ...], monkeypatch: Any) -> None:
     holder.release()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     with pytest.raises(HolderLostError, match="hosta: GPU 0 is no longer held"):
@@ -155,9 +151,7 @@ def test_amd_gpus_where_dragon_counts_those_of_nvidia(amd: DragonClaim) -> None:
 
 @pytest.mark.parametrize("left_over", [{}, {"HIP_VISIBLE_DEVICES": "2,3"}, {"CUDA_VISIBLE_DEVICES": "3"}])
 @pytest.mark.parametrize("by_uuid", [False, True])
-def test_a_worker_on_an_amd_gpu(
-    amd: DragonClaim, by_uuid: bool, left_over: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_on_an_amd_gpu(amd: DragonClaim, by_uuid: bool, left_over: dict[str, str], monkeypatch: Any) -> None:
     """Dragon sets ROCR_VISIBLE_DEVICES; HIP would count the others, where there are any, within that."""
     check = pickle.loads(pickle.dumps(amd.check_worker))
     gpu = amd.gpus[1]
@@ -198,9 +192,7 @@ CORES = tuple((core, core + 8) for core in range(4))
         ((), 3, [()]),  # no preference
     ],
 )
-def test_workers_divide_the_cores_of_their_gpu(
-    cores: tuple[tuple[int, ...], ...], workers: int, parts: list[tuple[int, ...]]
-) -> None:
+def test_workers_divide_the_cores_of_their_gpu(cores: Any, workers: int, parts: Any) -> None:
     assert _split(cores, workers) == parts
 
 

@@ -104,9 +104,7 @@ def test_amd_gpus(make: Callable[..., HolderProcess], monkeypatch: pytest.Monkey
         ({"ROCR_VISIBLE_DEVICES": "3,2"}, "index", {"HIP_VISIBLE_DEVICES": "1"}),
     ],
 )
-def test_amd_gpus_under_ray(
-    make: Callable[..., HolderProcess], monkeypatch: pytest.MonkeyPatch, inherited: Any, visible_as: str, shown: Any
-) -> None:
+def test_amd_gpus_under_ray(make: Any, monkeypatch: Any, inherited: Any, visible_as: str, shown: Any) -> None:
     """ROCR_VISIBLE_DEVICES stays as it is: Ray cannot be imported where it is set. An inner claim keeps to that."""
     for name, value in {**inherited, "RAY_RAYLET_PID": "7", "SAFE_GPU_DRIVER": "simulated:mi250x"}.items():
         monkeypatch.setenv(name, value)
@@ -175,9 +173,7 @@ def test_the_report(make: Callable[..., HolderProcess], monkeypatch: pytest.Monk
     assert make(selection={"model": "H100"}).report(1).free == -1
 
 
-def test_two_state_directories_are_two_hosts(
-    make: Callable[..., HolderProcess], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_state_directories_are_two_hosts(make: Callable[..., HolderProcess], monkeypatch: Any) -> None:
     here = make().report().rank
     monkeypatch.setenv("SAFE_GPU_DIR", os.environ["SAFE_GPU_DIR"] + "-other")
     assert make().report().rank != here

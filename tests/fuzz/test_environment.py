@@ -11,18 +11,9 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support import hostile
 from support.gpus import PACKAGE_ROOT
-from support.hostile import (
-    LINES,
-    TRICK,
-    assert_plain,
-    assert_shown_safely,
-    bounded,
-    broken_text,
-    examples,
-    refusing,
-    with_examples,
-)  # fmt: skip
+from support.hostile import LINES, TRICK, assert_shown_safely, bounded, broken_text, examples, refusing, with_examples
 
 import safe_gpu
 from safe_gpu import schedulers
@@ -87,7 +78,7 @@ def assert_logged_safely(caplog: pytest.LogCaptureFixture) -> None:
 def test_jobs_and_ranks(environ: dict[str, str]) -> None:
     with bounded():
         job = schedulers.current(environ)
-        assert_plain([job.job_label or ""])
+        hostile.assert_plain([job.job_label or ""])
         assert len(job.job_label or "") <= 100
         assert schedulers.declared_gpus(environ, ask=False) is None or environ
         with refusing() as refused:
@@ -97,9 +88,7 @@ def test_jobs_and_ranks(environ: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize("visible", ["CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "SAFE_GPU_TIMEOUT"])
-def test_a_claim_in_such_an_environment(
-    visible: str, monkeypatch: pytest.MonkeyPatch, ground: Any, run: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_claim_in_such_an_environment(visible: str, monkeypatch: Any, ground: Any, run: Any, caplog: Any) -> None:
     """It ends well or with an error of ours, and leaves no lease, whatever the variables say."""
 
     @with_examples(

@@ -15,41 +15,7 @@ from support.hostile import TRICK, assert_gpus_shown_safely, bounded, broken_tex
 from safe_gpu.drivers import nvidia_smi
 from safe_gpu.errors import NoDriverError
 
-REPORT = """<?xml version="1.0" ?>
-<!DOCTYPE nvidia_smi_log SYSTEM "nvsmi_device_v12.dtd">
-<nvidia_smi_log>
-<driver_version>550.54.15</driver_version>
-<gpu id="00000000:07:00.0">
-<product_name>NVIDIA A100-SXM4-80GB</product_name>
-<display_active>Disabled</display_active>
-<mig_mode><current_mig>Enabled</current_mig></mig_mode>
-<mig_devices>
-<mig_device>
-<index>0</index><gpu_instance_id>1</gpu_instance_id><compute_instance_id>0</compute_instance_id>
-<fb_memory_usage>
-<total>9856 MiB</total><reserved>0 MiB</reserved><used>12 MiB</used><free>9843 MiB</free></fb_memory_usage>
-</mig_device>
-</mig_devices>
-<uuid>GPU-00000000-0000-0000-0000-000000000000</uuid>
-<fb_memory_usage>
-<total>81920 MiB</total><reserved>600 MiB</reserved><used>3000 MiB</used><free>78320 MiB</free></fb_memory_usage>
-<compute_mode>Default</compute_mode><utilization><gpu_util>3 %</gpu_util></utilization>
-<processes>
-<process_info><gpu_instance_id>1</gpu_instance_id><compute_instance_id>0</compute_instance_id>
-<pid>1</pid><type>C</type><process_name>python &amp; co</process_name><used_memory>2400 MiB</used_memory></process_info>
-</processes></gpu>
-<gpu id="00000000:0F:00.0">
-<product_name>NVIDIA A100-SXM4-80GB</product_name>
-<mig_mode><current_mig>Disabled</current_mig></mig_mode>
-<uuid>GPU-00000001-0000-0000-0000-000000000000</uuid>
-<fb_memory_usage>
-<total>81920 MiB</total><reserved>600 MiB</reserved><used>4 MiB</used><free>81316 MiB</free></fb_memory_usage>
-<compute_mode>Exclusive_Process</compute_mode>
-<processes><process_info>
-<pid>99999</pid><type>M+C</type><process_name>[Not Found]</process_name><used_memory>N/A</used_memory></process_info>
-</processes></gpu>
-</nvidia_smi_log>
-"""
+REPORT = Path(__file__).with_name("nvidia_smi.xml").read_text()
 LIST = """GPU 0: NVIDIA A100-SXM4-80GB (UUID: GPU-00000000-0000-0000-0000-000000000000)
   MIG 1g.10gb     Device  0: (UUID: MIG-00000000-1111-0000-0000-000000000000)
 GPU 1: NVIDIA A100-SXM4-80GB (UUID: GPU-00000001-0000-0000-0000-000000000000)

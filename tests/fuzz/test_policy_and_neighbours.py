@@ -12,17 +12,8 @@ from pathlib import Path
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from support.hostile import (
-    LINES,
-    TRICK,
-    assert_plain,
-    assert_shown_safely,
-    bounded,
-    broken_text,
-    examples,
-    refusing,
-    with_examples,
-)  # fmt: skip
+from support import hostile
+from support.hostile import LINES, TRICK, assert_plain, assert_shown_safely, bounded, examples, refusing, with_examples
 
 import safe_gpu
 from safe_gpu import policy, procfs
@@ -54,7 +45,7 @@ HEAD = b"0" * 16 + b": 00000002 00000000 00000000 0001 01 "  # of a line of /pro
     )),
 )  # fmt: skip
 @examples(30)
-@given(broken_text(POLICY, ("[", "[user ", "]", "=", "[default]", "max_gpus", "\ufeff")))
+@given(hostile.broken_text(POLICY, ("[", "[user ", "]", "=", "[default]", "max_gpus", "\ufeff")))
 def test_a_policy(text: str) -> None:
     with bounded(), refusing() as refused:
         parsed = policy.parse(text, "/etc/safe-gpu/policy.ini")

@@ -8,21 +8,8 @@ from dataclasses import asdict
 from typing import Any
 
 from hypothesis import example, given
-from support.hostile import (
-    CLAIM,
-    ENDING,
-    FAULT,
-    JUNK,
-    NOW,
-    RECORD,
-    TICKET,
-    TRICK,
-    assert_plain,
-    bounded,
-    broken_json,
-    examples,
-    with_examples,
-)  # fmt: skip
+from support import hostile
+from support.hostile import CLAIM, FAULT, NOW, RECORD, TICKET, TRICK, assert_plain, bounded, broken_json, examples
 
 from safe_gpu.coordination import leases as faults
 from safe_gpu.coordination import queue as tickets
@@ -33,8 +20,8 @@ from safe_gpu.status import history as past
 LATEST = 1e11
 
 CLASSICS = (
-    *JUNK, b"[" * 60_000, b'{"pid": ' + b"9" * 5000 + b"}", b'{"pid": NaN}', b"null", b"7", b'"x"', b"[]", b"{}",
-    b"\xef\xbb\xbf{}",
+    *hostile.JUNK, b"[" * 60_000, b'{"pid": ' + b"9" * 5000 + b"}", b'{"pid": NaN}', b"null", b"7", b'"x"', b"[]",
+    b"{}", b"\xef\xbb\xbf{}",
 )  # fmt: skip
 
 
@@ -52,7 +39,7 @@ def assert_bounded(value: Any, texts: int, numbers: float = 2**63) -> None:
 
 def with_classics(document: dict[str, Any], *changes: dict[str, Any]) -> Any:
     """A test with an example of each classic, and of the document as it is and with each of these changes."""
-    return with_examples(*CLASSICS, *(json.dumps({**document, **change}).encode() for change in ({}, *changes)))
+    return hostile.with_examples(*CLASSICS, *(json.dumps({**document, **change}).encode() for change in ({}, *changes)))
 
 
 @with_classics(
@@ -116,9 +103,9 @@ def test_a_note_of_a_fault(data: bytes) -> None:
         assert_bounded(tuple(fault), 400)
 
 
-@with_classics(ENDING, {"claim": [1e5, NOW], "ended": NOW}, {"claim": [4470, 5], "ended": [math.nan, math.inf]})
+@with_classics(hostile.ENDING, {"claim": [1e5, NOW], "ended": NOW}, {"claim": [4470, 5], "ended": [math.nan, math.inf]})
 @examples(30)
-@given(broken_json(ENDING))
+@given(broken_json(hostile.ENDING))
 def test_the_end_of_a_claim(data: bytes) -> None:
     with bounded():
         ending = ClaimEnd.decode(data[: 1 << 16])

@@ -15,21 +15,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.hostile import (
-    CLAIM,
-    ENDING,
-    FAULT,
-    JUNK,
-    NOW,
-    RECORD,
-    TICKET,
-    TRICK,
-    bounded,
-    broken_json,
-    examples,
-    open_files,
-    with_examples,
-)  # fmt: skip
+from support import hostile
+from support.hostile import CLAIM, ENDING, FAULT, JUNK, NOW, RECORD, TICKET, TRICK, bounded, broken_json, open_files
 
 import safe_gpu
 from safe_gpu.coordination.history import file_names, month_of
@@ -127,9 +114,9 @@ def judge(run: Any, state_dir: Path, uuids: list[str], free: Files, locked: File
 
 
 def test_garbage_in_every_file(run: Any, state_dir: Path, uuids: list[str]) -> None:
-    @examples(4)
+    @hostile.examples(4)
     @given(garbage(uuids))
-    @with_examples(
+    @hostile.with_examples(
         *(
             (files,)
             for files in (
@@ -163,9 +150,7 @@ def test_doctor_and_affinity_say_nothing_of_others(run: Any, state_dir: Path, uu
 
 
 @pytest.mark.parametrize("content", [*JUNK[1:], changed(TICKET, user=TRICK), b'{"pid": ' + b"9" * 5000])
-def test_a_live_ticket_that_makes_no_sense_is_waited_for(
-    run: Any, state_dir: Path, uuids: list[str], content: bytes
-) -> None:
+def test_a_live_ticket_that_makes_no_sense_is_waited_for(run: Any, state_dir: Path, uuids: Any, content: bytes) -> None:
     """It may stand for any request, so a claim behind it ends as one that waits does, and names what it waits for."""
     safe_gpu.GPUOwner(1, safe_gpu.NoPlaceholder(), affinity=None, timeout=0).release_gpus()
     write(state_dir, {"queue/1.ticket": content})

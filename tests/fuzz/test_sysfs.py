@@ -11,16 +11,8 @@ from typing import Any
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from support.hostile import (
-    TRICK,
-    assert_gpus_shown_safely,
-    assert_plain,
-    bounded,
-    broken_text,
-    examples,
-    refusing,
-    with_examples,
-)  # fmt: skip
+from support import hostile
+from support.hostile import TRICK, assert_plain, bounded, broken_text, examples, refusing, with_examples
 from support.kfd_host import KfdHost
 
 from safe_gpu.affinity import planner as policies
@@ -135,7 +127,7 @@ def test_a_tree_of_amd_gpus(root: Path, tmp_path: Path) -> None:
             driver = KfdDriver()
             snapshot = driver.detailed(driver.linked(driver.snapshot()))
             driver.usage(snapshot.gpus)
-            assert_gpus_shown_safely(snapshot)
+            hostile.assert_gpus_shown_safely(snapshot)
             assert all(len(gpu.name) < 100 for gpu in snapshot.gpus)
         assert refused.error is None or isinstance(refused.error, NoDriverError)
 

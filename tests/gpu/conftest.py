@@ -77,6 +77,6 @@ def exclusive(gpu: RealGpu) -> None:
 
 
 @pytest.fixture
-def claimer(child: Callable[..., Any], gpu: RealGpu) -> Callable[[str], Any]:
+def claimer(child: Callable[..., Any], gpu: RealGpu) -> Callable[..., Any]:
     """Start a process that runs some code with ``uuid`` as the free GPU's, and ``claim`` and ``opened`` defined."""
-    return lambda code: child(f"{PRELUDE}\nuuid = {gpu.uuid!r}\n{code}")
+    return lambda code, says="": child(f"{PRELUDE}\nuuid = {gpu.uuid!r}\n{code}", says)

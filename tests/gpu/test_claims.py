@@ -32,14 +32,13 @@ def test_a_claim_opens_its_gpu_and_no_other(gpu: Any, claimer: Any, code: str) -
 
 @pytest.mark.parametrize("code", [IN_MAIN, IN_THREAD], ids=["main thread", "another thread"])
 def test_the_driver_lists_our_process(gpu: Any, claimer: Any, code: str) -> None:
-    process = claimer(f"{code}\nsay('holds')\nlisten()")
-    assert process.hear() == "holds"
+    process = claimer(f"{code}\nsay('holds')\nlisten()", says="holds")
     gpu.expect(process.pid)
 
 
 def test_a_released_gpu_is_free_while_its_process_lives(gpu: Any, claimer: Any) -> None:
-    first = claimer("claim(uuid); say('holds'); listen(); safe_gpu.release_gpus(); say('released'); listen()")
-    assert first.hear() == "holds"
+    released = "safe_gpu.release_gpus(); say('released'); listen()"
+    first = claimer(f"claim(uuid); say('holds'); listen(); {released}", says="holds")
     first.tell()
     assert first.hear() == "released"
     second = claimer("say(claim(uuid).gpus[0].uuid); listen()")
@@ -49,8 +48,7 @@ def test_a_released_gpu_is_free_while_its_process_lives(gpu: Any, claimer: Any) 
 
 @pytest.mark.usefixtures("exclusive")
 def test_a_claim_is_refused_what_another_holds(gpu: Any, claimer: Any) -> None:
-    first = claimer("claim(uuid); say('holds'); listen()")
-    assert first.hear() == "holds"
+    first = claimer("claim(uuid); say('holds'); listen()", says="holds")
     refused = """
 try:
     claim(uuid, timeout=0)
@@ -61,8 +59,7 @@ except safe_gpu.NotEnoughGpusError as err:
 
 
 def test_a_killed_claim_ends(gpu: Any, claimer: Any) -> None:
-    first = claimer("claim(uuid); say('holds'); listen()")
-    assert first.hear() == "holds"
+    first = claimer("claim(uuid); say('holds'); listen()", says="holds")
     first.kill()
     assert claimer("say(claim(uuid).gpus[0].uuid)").hear() == gpu.uuid
 

@@ -31,8 +31,7 @@ def test_status_shows_the_claim_and_its_end(gpu: Any, command: Any, claimer: Any
         return next(one for one in json.loads(status.stdout)["gpus"] if one["uuid"] == gpu.uuid)
 
     assert shown()["state"] in ("free", "display")
-    process = claimer("claim(uuid); say('holds'); listen()")
-    assert process.hear() == "holds"
+    process = claimer("claim(uuid); say('holds'); listen()", says="holds")
     during = shown()
     assert during["state"] in ("claimed", "display")
     assert during["claim"]["pid"] == process.pid

@@ -52,5 +52,4 @@ def test_a_placeholder_holds_the_gpu_and_lets_it_go(gpu: Any, claimer: Any, plac
 
 
 def test_no_placeholder_leaves_cuda_alone(gpu: Any, claimer: Any) -> None:
-    process = claimer("claim(uuid, safe_gpu.NoPlaceholder()); say(cuda.visible_if_initialized())")
-    assert process.hear() == "None"
+    claimer("claim(uuid, safe_gpu.NoPlaceholder()); say(cuda.visible_if_initialized())", says="None")

@@ -6,6 +6,7 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -110,9 +111,7 @@ def gpu(index: int, uid: int | None, idle_for: float | None, user: str = "anna",
     ],
 )
 @as_root
-def test_the_limit_is_that_of_the_user_of_the_claim(
-    path: str, uid: int | None, idle_for: float | None, expected: bool | None
-) -> None:
+def test_the_limit_is_that_of_the_user_of_the_claim(path: str, uid: Any, idle_for: Any, expected: Any) -> None:
     other = gpu(1, 9999, 1.0)
     assert with_reports((gpu(0, uid, idle_for), other), path)[0].idle_report is expected
 

@@ -111,16 +111,6 @@ def test_promtool_has_nothing_to_say(driver_libraries: object, state_dir: Path) 
         assert (done.returncode, done.stdout + done.stderr) == (0, "")
 
 
-def test_a_real_node_exporter_serves_them(tmp_path: Path) -> None:
-    port = free_port()
-    arguments = exporter(tmp_path, port)
-    assert main(["status", "--prometheus", "--output", str(tmp_path / "safe_gpu.prom")]) == 0
-    with running(*arguments):
-        text = fetched(f"http://127.0.0.1:{port}/metrics")
-    assert "node_textfile_scrape_error 0" in text
-    assert len(re.findall(r'^safe_gpu_gpu_state{.*state="free",vendor="nvidia"} 1$', text, re.MULTILINE)) == 8
-
-
 # The Grafana dashboard in tools/: it asks for metrics that exist, and a real Prometheus answers
 
 DASHBOARD = Path(__file__).parents[2] / "tools" / "grafana-dashboard.json"

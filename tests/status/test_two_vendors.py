@@ -69,8 +69,7 @@ def test_the_command_shows_one_vendor_or_both(both: None, capsys: pytest.Capture
 
 
 def test_waiters_say_for_whose_gpus_they_wait(both: None, child: Any, command: Any) -> None:
-    holder = child("import safe_gpu\nsay(safe_gpu.claim_gpus(vendor='amd').devices_taken)\nlisten()")
-    assert holder.hear() == "[0]"
+    child("import safe_gpu\nsay(safe_gpu.claim_gpus(vendor='amd').devices_taken)\nlisten()", says="[0]")
     waiter = command.start("run", "-q", "--vendor", "amd", "-n", "4", "--", "true")
     while not (status := gather()).queue:
         assert waiter.poll() is None
@@ -106,9 +105,7 @@ def test_two_drivers(amd: KfdHost, capsys: pytest.CaptureFixture[str]) -> None:
     assert [gpu["state"] for gpu in document["gpus"]] == ["free"] * 9 + ["busy"]
 
 
-def test_a_broken_driver_is_named_and_the_other_gpus_are_shown(
-    fake_gpus: Any, amd: KfdHost, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_broken_driver_is_named_and_the_other_gpus_are_shown(fake_gpus: Any, amd: KfdHost, capsys: Any) -> None:
     fake_gpus.options(init_error=9)
 
     def shown(*form: str) -> str:

@@ -238,19 +238,10 @@ def _encode(value: Any, *, ascii_only: bool) -> str:
 
 @st.composite
 def _torn(draw: Any, data: bytes) -> bytes:
-    how = draw(st.sampled_from(["whole"] * 4 + ["cut", "junk", "twice", "line", "bytes", "crop"]))
     place = draw(st.integers(0, len(data)))
-    if how == "cut":
-        return data[:place]
-    if how == "crop":
-        return data[place:]
-    if how == "junk":
-        return data[:place] + draw(st.sampled_from(JUNK)) + data[place:]
-    if how == "twice":
-        return data + data
-    if how == "bytes":
-        return bytes(draw(st.binary(max_size=60)))
-    return data + b"\n" if how == "line" else data
+    before, after = data[:place], data[place:]
+    torn = [before, after, before + draw(st.sampled_from(JUNK)) + after, data + data, data + b"\n"]
+    return draw(st.sampled_from([data] * 4 + [*torn, draw(st.binary(max_size=60))]))
 
 
 _MUCH = 1 << 20  # characters of one line that is repeated

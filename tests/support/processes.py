@@ -63,11 +63,12 @@ class Child:
 
 @pytest.fixture
 def child() -> Iterator[Callable[..., Child]]:
-    """Start children that do not outlive the test."""
+    """Start children that do not outlive the test; with ``says``, come back when that has been said."""
     children: list[Child] = []
 
-    def start(code: str, **options: object) -> Child:
+    def start(code: str, says: str = "", **options: object) -> Child:
         children.append(Child(code, **options))
+        assert not says or children[-1].hear() == says
         return children[-1]
 
     yield start

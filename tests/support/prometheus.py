@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import os
 import shutil
 import socket
 import subprocess
@@ -15,21 +14,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-REQUIRED = os.environ.get("SAFE_GPU_REQUIRE_REAL") == "1"  # read here, as tests run without these variables
-
-
-def missing(what: str) -> AssertionError:
-    (pytest.fail if REQUIRED else pytest.skip)(f"{what} is not installed")
-    return AssertionError()
+from support.real import unavailable
 
 
 def program(name: str) -> str:
-    found = shutil.which(name)
-    if found is None:
-        raise missing(name)
-    return found
+    return shutil.which(name) or unavailable(f"{name} is not installed")
 
 
 def parser() -> Any:
@@ -37,7 +26,7 @@ def parser() -> Any:
     try:
         return importlib.import_module("prometheus_client.parser")
     except ImportError:
-        raise missing("prometheus-client") from None
+        unavailable("prometheus-client is not installed")
 
 
 def free_port() -> int:

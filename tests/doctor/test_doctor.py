@@ -640,21 +640,72 @@ def test_a_slow_driver() -> None:
     says("driver speed", "warning", "3.20 s", host, "persistence")
 
 
-ASK_CUDA = """
+ASK = """
 import sys
 from safe_gpu import doctor
 found = dict(doctor.CHECKS)[sys.argv[1]](doctor.CheckedHost())
-print(found.status, found.detail)
+print(found.status, found.detail, found.fix, sep="|")
 """
 
 
 def test_cuda_in_a_child(fake_gpus) -> None:
     def ask(**variables: str) -> str:
-        return fake_gpus.python(ASK_CUDA, "CUDA", **variables)
+        return fake_gpus.python(ASK, "CUDA", **variables)
 
-    assert ask(CUDA_VISIBLE_DEVICES="1") == "passed CUDA can be initialised and sees 8 GPU(s)\n"
+    assert ask(CUDA_VISIBLE_DEVICES="1") == "passed|CUDA can be initialised and sees 8 GPU(s)|\n"
     fake_gpus.options(cuda_init_error=802)
-    assert re.match("failed CUDA could not be asked.*802", ask())
+    assert re.match(r"failed\|CUDA could not be asked.*802", ask())
+
+
+# Whether the driver lists processes, which is tried with a context
+
+
+def lists(fake_gpus, **variables: str) -> tuple[str, str, str]:
+    status, detail, fix = fake_gpus.python(ASK, "process lists", **variables).strip("\n").split("|")
+    return status, detail, fix
+
+
+def test_a_driver_that_lists_processes(fake_gpus) -> None:
+    assert lists(fake_gpus) == ("passed", "the driver lists the processes of every GPU", "")
+    assert not list(fake_gpus.directory.glob("procs/*/[0-9]*")), "the context was for a moment"
+
+
+@pytest.mark.parametrize("options", [{"hidden": 1}, {"lag_ms": 10**6}])
+def test_a_driver_that_lists_nobody(fake_gpus, options: dict[str, int]) -> None:
+    fake_gpus.options(**options)
+    status, detail, fix = lists(fake_gpus)
+    assert status == "failed"
+    assert "does not list the process of a CUDA context" in detail
+    assert "--pid=host" in fix
+
+
+def test_a_driver_that_lists_numbers_of_the_host(fake_gpus) -> None:
+    fake_gpus.options(listed_as=os.getpid())
+    assert lists(fake_gpus)[0] == "passed"
+
+
+def test_where_no_gpu_is_free_it_is_not_tried(fake_gpus) -> None:
+    for uuid in fake_gpus.uuids:
+        fake_gpus.process(uuid, os.getpid())
+    status, detail, _ = lists(fake_gpus)
+    assert status == "passed"
+    assert "not tried with a context: 1 GPU asked for, 0 free" in detail
+
+
+def test_memory_of_nobody(fake_gpus) -> None:
+    fake_gpus.change(2, used=600 << 20)
+    status, detail, fix = lists(fake_gpus)
+    assert (status, detail.startswith("GPU 2: 600 MiB of memory in use by no process")) == ("warning", True)
+    assert "SAFE_GPU_UNEXPLAINED_MEMORY" in fix
+    assert lists(fake_gpus, SAFE_GPU_UNEXPLAINED_MEMORY="1GiB")[0] == "passed"
+
+
+def test_lists_that_nobody_asks_for(fake_gpus) -> None:
+    fake_gpus.change(2, compute_error=3)
+    status, detail, fix = lists(fake_gpus)
+    assert (status, "GPU 2" in detail, "SAFE_GPU_PROCESS_LIST=optional" in fix) == ("failed", True, True)
+    status, detail, _ = lists(fake_gpus, SAFE_GPU_PROCESS_LIST="optional")
+    assert (status, "by lease and memory alone" in detail) == ("warning", True)
 
 
 def test_mps_daemons_and_clients(fake_gpus, eventually) -> None:
@@ -758,14 +809,14 @@ def test_a_narrow_mask(fake_gpus) -> None:
         pytest.skip("needs two CPUs")
     near = ",".join(map(str, cpus))
     fake_gpus.write({"node_cpus": near}, {"node_cpus": str(cpus[-1])})
-    code = f"import os; os.sched_setaffinity(0, {{int(c) for c in os.environ['MASK'].split(',')}})\n{ASK_CUDA}"
+    code = f"import os; os.sched_setaffinity(0, {{int(c) for c in os.environ['MASK'].split(',')}})\n{ASK}"
 
     def ask(mask: str) -> str:
         return fake_gpus.python(code, "CPU mask", MASK=mask)
 
     assert ask(near).startswith("passed")
     assert "this process may use only some" in ask(str(cpus[-1]))
-    assert ask(str(cpus[0])).startswith("warning GPU 1: this process may use no CPU")
+    assert ask(str(cpus[0])).startswith("warning|GPU 1: this process may use no CPU")
 
 
 # The policy and the history

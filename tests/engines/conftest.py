@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from support.batch import wait_for
 from support.real import unavailable
 
 import safe_gpu
@@ -36,14 +37,6 @@ def python_with(module: str) -> str:
     if subprocess.run([python, "-c", code], cwd="/", timeout=60).returncode:
         unavailable(f"{module} is not installed in {python}: pip install '.[{module}]'")
     return python
-
-
-def wait_until(condition: Callable[[], bool], what: str, seconds: float = 60.0) -> None:
-    """Return as soon as the condition holds; fail when it does not come true."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, f"not in {seconds:g} s: {what}"
-        time.sleep(0.01)
 
 
 class Hosts:
@@ -132,12 +125,12 @@ class Hosts:
 
     def see_the_driver_end(self, process: subprocess.Popen[str], end: str) -> None:
         """A program that runs ``scenarios.driver`` ends, and so do its 16 leases."""
-        wait_until(lambda: (self.marks / "driver").exists() or process.poll() is not None, "the claim")
+        wait_for(lambda: (self.marks / "driver").exists() or process.poll() is not None, "claim")
         assert process.poll() is None, self.output(process)
         assert len(self.leased()) == 16
         (self.marks / "end-driver").touch()
         began = time.monotonic()
-        wait_until(lambda: not self.leased(), "leases of the driver that is gone")
+        wait_for(lambda: not self.leased(), "end of the leases of a driver that is gone")
         print(f"driver, {end}: {1000 * (time.monotonic() - began):.0f} ms to free GPUs")
 
     @contextmanager

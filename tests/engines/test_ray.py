@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.batch import wait_for
 
-from .conftest import PROGRAMS, python_with, wait_until
+from .conftest import PROGRAMS, python_with
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(360)]
 
@@ -57,7 +58,7 @@ def no_leases_and_no_marks(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     if "cluster" in request.fixturenames:
         hosts = request.getfixturevalue("cluster").hosts
-        wait_until(lambda: not hosts.leased(), "all leases given back")
+        wait_for(lambda: not hosts.leased(), "end of all leases")
         left = [path.name for path in hosts.marks.iterdir() if not path.name.startswith(("meet-", "end-", "stop"))]
         for path in hosts.marks.iterdir():
             path.unlink()
@@ -98,7 +99,7 @@ def amd_cluster(make_hosts: Callable[..., Any]) -> RayCluster:
 
 def test_amd_gpus(amd_cluster: RayCluster) -> None:
     amd_cluster.run("amd")
-    wait_until(lambda: not amd_cluster.hosts.leased(), "all leases given back")
+    wait_for(lambda: not amd_cluster.hosts.leased(), "end of all leases")
 
 
 def test_two_nodes_on_one_host(make_hosts: Callable[..., Any], cluster: RayCluster) -> None:

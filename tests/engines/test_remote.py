@@ -15,8 +15,6 @@ from safe_gpu.errors import HolderLostError, NotEnoughGpusError, SafeGpuError, U
 class Node:
     """A holder without a process: grants what the node has free, first numbers first."""
 
-    hosts: dict[str, list[int]]
-
     def __init__(self, node_id: str, host: str, free: dict[str, list[int]], *, lost: str = "") -> None:
         self.node_id = node_id
         self.host = host

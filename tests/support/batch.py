@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 
-def wait_for(condition: Callable[[], Any], what: str, pause: float = 0.05) -> Any:
+def wait_for(condition: Callable[[], Any], what: str, pause: float = 0.05, seconds: float = 120.0) -> Any:
     """The first true answer of ``condition``, asked again and again; fails saying what did not come."""
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + seconds
     while not (answer := condition()):
         if time.monotonic() > deadline:
-            pytest.fail(f"after two minutes: no {what}")
+            pytest.fail(f"after {seconds:g} s: no {what}")
         time.sleep(pause)
     return answer
 

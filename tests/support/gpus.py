@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -224,12 +225,7 @@ def _strings(values: Mapping[str, object]) -> dict[str, str]:
 
 
 @pytest.fixture
-def fake_gpus(
-    tmp_path: Path,
-    build_library: Callable[..., Path],
-    driver_libraries: DriverLibraries,
-    monkeypatch: pytest.MonkeyPatch,
-) -> FakeGpus:
+def fake_gpus(tmp_path: Path, build_library: Any, driver_libraries: Any, monkeypatch: Any) -> FakeGpus:
     """Eight idle fake GPUs behind real libnvidia-ml.so.1 and libcuda.so.1 files; see :class:`FakeGpus`."""
     directory = tmp_path / "gpus"
     directory.mkdir()

@@ -110,13 +110,11 @@ class World:
         return [one for one in ahead if one.want.gpus & job.want.gpus]
 
     def _free_at(self) -> dict[str, float]:
-        told = {gpu: None if hold.said == math.inf else hold.said for gpu, hold in self.held.items()}
-        return {
-            gpu: self.rule.free_at(self.now, since=self.held[gpu].since, until=told[gpu])
-            if gpu in self.held
-            else self.now
-            for gpu in self.gpus
-        }
+        found = dict.fromkeys(self.gpus, self.now)
+        for gpu, hold in self.held.items():
+            until = None if hold.said == math.inf else hold.said
+            found[gpu] = self.rule.free_at(self.now, since=hold.since, until=until)
+        return found
 
     def _note_promises(self) -> None:
         """Give those that nobody is ahead of a date, by what the holders said, and hold the rule to the earliest."""
@@ -149,13 +147,7 @@ def random_jobs(
             says = lasts + chance.choice((0, 0, 1, 10))
         else:
             says = max(1, round(lasts * chance.choice((0.2, 0.8, 1, 1, 3))))
-        jobs.append(
-            Job(
-                name,
-                arrives=chance.randint(0, 60),
-                want=BackfillRequest(chance.randint(1, len(among)), among, says),
-                lasts=lasts,
-                patience=chance.choice((math.inf, math.inf, 10)),
-            )
-        )
+        arrives = chance.randint(0, 60)
+        want = BackfillRequest(chance.randint(1, len(among)), among, says)
+        jobs.append(Job(name, arrives, want, lasts, patience=chance.choice((math.inf, math.inf, 10))))
     return jobs

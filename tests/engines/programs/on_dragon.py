@@ -19,9 +19,7 @@ from dragon.infrastructure.policy import Policy
 from dragon.native.pool import Pool
 from dragon.native.process import Process, ProcessTemplate
 from dragon.native.process_group import ProcessGroup
-from expect import raises
-from race import race
-from referee import MARKS, using, wait
+from referee import MARKS, raises, using, wait
 
 import safe_gpu
 from safe_gpu.engines.dragon import WorkerCheck, claim
@@ -292,7 +290,7 @@ def among_others() -> None:
 def race_of_two(rounds: int) -> None:
     racers = []
     for number, host in enumerate(("hosta", "hostb")):
-        racers.append(Process(target=race, args=(claim, number, rounds), policy=on(host)))
+        racers.append(Process(target=scenarios.race, args=(claim, number, rounds), policy=on(host)))
     for racer in racers:
         racer.start()
     for racer in racers:

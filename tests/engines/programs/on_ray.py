@@ -12,9 +12,7 @@ from typing import Any
 
 import ray
 import scenarios
-from expect import raises
-from race import race
-from referee import using, wait
+from referee import raises, using, wait
 
 import safe_gpu
 from safe_gpu.engines.ray import claim
@@ -190,7 +188,7 @@ def main() -> None:
         runtime_env={"worker_process_setup_hook": job_hook} if scenario == "workers" else None,
     )
     if scenario == "race":
-        race(claim, int(arguments[0]), int(arguments[1]))
+        scenarios.race(claim, int(arguments[0]), int(arguments[1]))
     else:
         {
             "workers": workers,

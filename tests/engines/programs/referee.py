@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 MARKS = os.environ["TEST_MARKS"]
 
@@ -40,3 +41,14 @@ def wait(condition: Callable[[], bool], what: str, seconds: float = 60.0) -> Non
     while not condition():
         assert time.monotonic() < end, f"not in {seconds:g} s: {what}"
         time.sleep(0.01)
+
+
+def raises(kind: type[BaseException], *words: str, call: Any) -> Any:
+    """The error that ``call`` raises; it must be of this kind and have these words in its message."""
+    try:
+        call()
+    except kind as err:
+        if missing := [word for word in words if word not in str(err)]:
+            raise AssertionError(f"{missing} not in: {err}") from err
+        return err
+    raise AssertionError(f"no {kind.__name__}")

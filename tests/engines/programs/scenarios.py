@@ -9,11 +9,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from expect import raises
-from referee import MARKS, wait
+from referee import MARKS, meet, raises, using, wait
 
 import safe_gpu
 
@@ -89,3 +89,37 @@ def driver(claim: Callable[..., Any], end: str) -> None:
     wait(lambda: os.path.exists(f"{MARKS}/end-driver"), "the end", 100)
     if end == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def race(claim: Callable[..., Any], me: int, rounds: int) -> None:
+    """Two drivers claim the same GPUs on two hosts, from opposite ends, over and over.
+
+    Of claims that may not wait exactly one wins, of claims that may, which take turns with them, both do.
+    """
+    hosts = ["hosta", "hostb"] if me == 0 else ["hostb", "hosta"]
+    wins = 0
+    for number in range(rounds):
+        patient = number % 2 == 1
+        meet(f"start-{number}", me)
+        refusal = None
+        try:
+            held = claim(nodes=hosts, gpus_per_node=8, timeout=100 if patient else 0)
+        except safe_gpu.NotEnoughGpusError as err:
+            refusal = err
+        if refusal is not None:
+            assert not patient, refusal
+            assert refusal.host in hosts
+            assert refusal.verdicts
+            meet(f"end-{number}", me)
+            continue
+        wins += 1
+        assert [gpu.host for gpu in held.gpus] == [hosts[0]] * 8 + [hosts[1]] * 8
+        with ExitStack() as marks:
+            for gpu in held.gpus:
+                marks.enter_context(using(gpu.uuid, host=gpu.host))
+            if not patient:
+                meet(f"end-{number}", me)  # held until the other one has failed
+        held.release()
+        if patient:
+            meet(f"end-{number}", me)
+    print(f"driver {me} won {wins} of {rounds}", flush=True)

@@ -254,17 +254,16 @@ def in_child() -> InChild:
             try:
                 try:
                     answer = (True, function())
-                except BaseException as err:
-                    answer = (False, f"{type(err).__name__}: {err}\n{traceback.format_exc()}")
+                except BaseException:
+                    answer = (False, traceback.format_exc())
                 with os.fdopen(writing, "wb") as file:
                     pickle.dump(answer, file)
             finally:
                 os._exit(0)
         os.close(writing)
         with os.fdopen(reading, "rb") as file:
-            answer = file.read()
+            done, value = pickle.load(file)
         os.waitpid(pid, 0)
-        done, value = pickle.loads(answer)
         assert done, value
         return value
 

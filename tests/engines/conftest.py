@@ -104,8 +104,7 @@ class Hosts:
 
     @staticmethod
     def output(process: subprocess.Popen[str]) -> str:
-        text: str = process.output.read_text(errors="replace")  # type: ignore[attr-defined]
-        return text
+        return process.output.read_text(errors="replace")  # type: ignore[attr-defined, no-any-return]
 
     def run(self, host: str, *command: str, timeout: float = 90.0, **env: str) -> str:
         """Run a command on a host. Output goes to a file: what a killed runtime leaves behind would hold a pipe."""

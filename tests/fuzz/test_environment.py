@@ -193,18 +193,7 @@ def test_bytes_that_are_no_text_in_a_terminal_of_any_codec(codec: str, tmp_path:
 # Grid Engine's files and its qstat
 
 HOSTFILE = "gpu1.site.org 4 all.q@gpu1 <NULL>\ngpu2 2 all.q@gpu2 UNDEFINED\n"
-ANSWER = """<?xml version='1.0'?>
-<detailed_job_info>
-<djob_info><element><JB_job_number>4711</JB_job_number>
-<JB_hard_resource_list>
-<qstat_l_requests>
-<CE_name>gpu</CE_name><CE_valtype>1</CE_valtype><CE_stringval>2</CE_stringval><CE_doubleval>2.000000</CE_doubleval>
-<CE_consumable>1</CE_consumable>
-</qstat_l_requests>
-</JB_hard_resource_list>
-</element></djob_info>
-</detailed_job_info>
-"""
+ANSWER = Path(__file__).with_name("qstat.xml").read_text()
 XML = (
     "<JB_hard_resource_list>", "</JB_hard_resource_list>", "<element>", "<!DOCTYPE x>", "&lol;", "<unknown_jobs>",
     "<AN_text>",

@@ -111,25 +111,17 @@ TEXT_ANSWERS = (
 )
 NUMBERS = st.sampled_from([0, 1, 2, -1, 63, 4096, 2**31 - 1, HUGE, 2**64 - 1, -(2**63)])
 ANSWERS = {
-    **dict.fromkeys(
-        ("nvmlDeviceGetUUID", "nvmlDeviceGetName", "nvmlSystemGetDriverVersion", "nvmlSystemGetProcessName"),
-        TEXT_ANSWERS,
-    ),
-    **dict.fromkeys(
-        (
-            "nvmlDeviceGetCount", "nvmlDeviceGetComputeMode", "nvmlDeviceGetDisplayActive",
-            "nvmlDeviceGetMaxMigDeviceCount",
-            "nvmlDeviceGetGpuInstanceId", "nvmlDeviceGetComputeInstanceId", "nvmlDeviceGetP2PStatus",
-        ),
-        NUMBERS,
-    ),
+    **dict.fromkeys(("nvmlDeviceGetUUID", "nvmlDeviceGetName", "nvmlSystemGetDriverVersion",
+                     "nvmlSystemGetProcessName"), TEXT_ANSWERS),
+    **dict.fromkeys(("nvmlDeviceGetCount", "nvmlDeviceGetComputeMode", "nvmlDeviceGetDisplayActive",
+                     "nvmlDeviceGetMaxMigDeviceCount", "nvmlDeviceGetGpuInstanceId", "nvmlDeviceGetComputeInstanceId",
+                     "nvmlDeviceGetP2PStatus"), NUMBERS),
     "nvmlDeviceGetMigMode": st.lists(st.sampled_from([0, 1, HUGE]), min_size=2, max_size=2),
     "nvmlDeviceGetMemoryInfo": st.builds(SimpleNamespace, total=NUMBERS, used=NUMBERS, free=NUMBERS),
     "nvmlDeviceGetUtilizationRates": st.builds(SimpleNamespace, gpu=NUMBERS, memory=NUMBERS),
     "nvmlDeviceGetCpuAffinityWithinScope": st.lists(st.sampled_from([0, 1, 2**64 - 1]), max_size=70),
     "nvmlDeviceGetPciInfo": st.builds(
-        PciInfo, st.binary(max_size=16), st.integers(0, HUGE), st.integers(0, HUGE), st.integers(0, HUGE),
-        st.binary(max_size=32) |
+        PciInfo, st.binary(max_size=16), *[st.integers(0, HUGE)] * 3, st.binary(max_size=32) |
         st.sampled_from([b"00000000:07:00.0", b"../../../../etc", b"\x1b[2J", b":::", b"a:b:c.d"]),
     ),
 }  # fmt: skip

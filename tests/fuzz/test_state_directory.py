@@ -117,19 +117,14 @@ def test_garbage_in_every_file(run: Any, state_dir: Path, uuids: list[str]) -> N
     @hostile.examples(4)
     @given(garbage(uuids))
     @hostile.with_examples(
-        *(
-            (files,)
-            for files in (
-                ({}, {}),
-                ({f"leases/{uuid}.lock": changed(RECORD, gpus=[TRICK]) for uuid in uuids}, {}),
-                ({}, {f"leases/{uuids[0]}.lock": changed(RECORD, gpus=[TRICK] * 900)}),
-                ({}, {f"leases/{uuids[0]}.lock": changed(RECORD, since=1, until=9e10)}),
-                ({f"history/{month_of(NOW)}.jsonl": changed(CLAIM, labels=[TRICK], gpus=[TRICK])}, {}),
-                ({f"history/{month_of(NOW)}.jsonl": changed(CLAIM, job="x" * 60_000)}, {}),
-                ({f"leases/{uuids[7]}.fault": changed(FAULT, error=TRICK * 99)}, {}),
-                ({f"leases/{uuids[7]}.fault": changed(FAULT, when=math.nan, error="")}, {}),
-            )
-        )
+        [{}, {}],
+        [{f"leases/{uuid}.lock": changed(RECORD, gpus=[TRICK]) for uuid in uuids}, {}],
+        [{}, {f"leases/{uuids[0]}.lock": changed(RECORD, gpus=[TRICK] * 900)}],
+        [{}, {f"leases/{uuids[0]}.lock": changed(RECORD, since=1, until=9e10)}],
+        [{f"history/{month_of(NOW)}.jsonl": changed(CLAIM, labels=[TRICK], gpus=[TRICK])}, {}],
+        [{f"history/{month_of(NOW)}.jsonl": changed(CLAIM, job="x" * 60_000)}, {}],
+        [{f"leases/{uuids[7]}.fault": changed(FAULT, error=TRICK * 99)}, {}],
+        [{f"leases/{uuids[7]}.fault": changed(FAULT, when=math.nan, error="")}, {}],
     )
     def attack(files: tuple[Files, Files]) -> None:
         judge(run, state_dir, uuids, *files)

@@ -1,7 +1,10 @@
-"""Claims of a real GPU: the driver shows them, CUDA opens what was claimed, and they end with their process."""
+"""Claims of a real GPU: the driver shows them, CUDA opens what was claimed, and they end; placeholders; commands."""
 
 from __future__ import annotations
 
+import importlib.util
+import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -78,3 +81,86 @@ say(opened_now[0])
     racers = [claimer(code) for _ in range(5)]
     assert len({racer.hear() for racer in racers}) == 1
     assert [racer.process.wait(60) for racer in racers] == [0] * 5
+
+
+# Every placeholder, as far as its framework is installed
+
+PLACEHOLDERS = {
+    "CudaPlaceholder": "",
+    "PytorchPlaceholder": "torch",
+    "TensorflowPlaceholder": "tensorflow",
+    "PyCudaPlaceholder": "pycuda",
+    "CupyPlaceholder": "cupy",
+    "JaxPlaceholder": "jax",
+}
+
+CODE = """
+try:
+    owner = claim(uuid, safe_gpu.{placeholder}())
+except safe_gpu.PlaceholderError as err:
+    say("failed", str(err).splitlines()[0])
+    sys.exit()
+say("holds", opened()[0])
+listen()
+safe_gpu.release_gpus()
+say("released")
+listen()
+"""
+
+
+@pytest.mark.parametrize("placeholder", PLACEHOLDERS)
+def test_a_placeholder_holds_the_gpu_and_lets_it_go(gpu: Any, claimer: Any, placeholder: str) -> None:
+    module = PLACEHOLDERS[placeholder]
+    if module and importlib.util.find_spec(module) is None:
+        pytest.skip(f"{module} is not installed")
+    process = claimer(CODE.format(placeholder=placeholder))
+    word, _, rest = process.hear().partition(" ")
+    if word == "failed" and "for CPUs only" in rest:
+        pytest.skip(f"{module} is built for CPUs: {rest}")
+    assert word == "holds", rest
+    assert same_device(rest, gpu.uuid)
+    process.tell()
+    assert process.hear() == "released"
+    process.kill()
+    assert claimer("say(claim(uuid).gpus[0].uuid)").hear() == gpu.uuid
+
+
+def test_no_placeholder_leaves_cuda_alone(gpu: Any, claimer: Any) -> None:
+    claimer("claim(uuid, safe_gpu.NoPlaceholder()); say(cuda.visible_if_initialized())", says="None")
+
+
+# The commands
+
+SEEN = "from safe_gpu.runtimes import runtime as library_child; print(*library_child.visible_in_child())"
+
+
+@pytest.mark.parametrize("visible_as", ["index", "uuid"])
+def test_the_command_of_run_sees_the_claimed_gpu_alone(gpu: Any, command: Any, visible_as: str) -> None:
+    done = command.start("run", "--only", gpu.uuid, "--visible-as", visible_as, "--", sys.executable, "-c", SEEN)
+    out, err = done.communicate(timeout=120)
+    assert done.returncode == 0, err
+    (seen,) = out.split()
+    assert same_device(seen, gpu.uuid)
+
+
+def test_status_shows_the_claim_and_its_end(gpu: Any, command: Any, claimer: Any, eventually: Any) -> None:
+    def shown() -> Any:
+        status = command.run("status", "--json")
+        assert status.returncode == 0, status.stderr
+        return next(one for one in json.loads(status.stdout)["gpus"] if one["uuid"] == gpu.uuid)
+
+    assert shown()["state"] in ("free", "display")
+    process = claimer("claim(uuid); say('holds'); listen()", says="holds")
+    during = shown()
+    assert during["state"] in ("claimed", "display")
+    assert during["claim"]["pid"] == process.pid
+    process.kill()
+    eventually(lambda: shown()["claim"] is None)
+
+
+def test_a_race_on_this_machine(gpu: Any, command: Any) -> None:
+    process = command.start("demo")
+    out, err = process.communicate(timeout=240)
+    assert process.returncode == 0, out + err
+    assert "Verdict:" in out
+    assert "A race on a simulated host" not in out.partition("Verdict:")[0]

@@ -43,7 +43,7 @@ def test_they_need_little_and_pass_on_fake_gpus(fake_gpus: Any, tmp_path: Path) 
         for path in sorted((ROOT / "tests").rglob("test_*.py"))
         if re.search(r"^(pytestmark = .*|@)pytest\.mark\.gpu\b", path.read_text(), re.MULTILINE)
     ]
-    assert len(marked) >= 5
+    assert len(marked) >= 3
     assert sorted({*passed, NEEDS_MORE}) == marked
     assert len(passed) >= 15, done.stdout
     assert "no GPU" not in done.stdout

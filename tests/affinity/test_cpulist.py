@@ -1,58 +1,33 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from safe_gpu.cpulist import LIMIT, format_cpulist, parse_cpulist, parse_cpumask
 
-
-@pytest.mark.parametrize(
-    ("text", "numbers"),
-    [
-        ("0", {0}),
-        ("0-3", {0, 1, 2, 3}),
-        ("0-1,8,10-11\n", {0, 1, 8, 10, 11}),
-        ("0-1\n\0\0\0", {0, 1}),
-        (" 2 , 4 ", {2, 4}),
-        ("", set()),
-        ("\n", set()),
-    ],
-)
-def test_lists(text: str, numbers: set[int]) -> None:
-    assert parse_cpulist(text) == numbers
+LISTS = {
+    "0": {0}, "0-3": {0, 1, 2, 3}, "0-1,8,10-11\n": {0, 1, 8, 10, 11}, "0-1\n\0\0\0": {0, 1}, " 2 , 4 ": {2, 4},
+    "": set(), "\n": set(),
+}  # fmt: skip
+MASKS = {
+    "f": {0, 1, 2, 3}, "00000000,00000001": {0}, "1,00000000": {32}, "00000001,00000000,00000002\0\0": {1, 64},
+    "0": set(), "ff00000000000000": set(range(56, 64)),
+}  # fmt: skip
+NO_LISTS = (
+    "x", "3-1", "0-", "-1", "0--3", "0-4294967295", str(LIMIT), "9" * 5000, "0-3:2", "٣", "(null)", "1 2", None,
+)  # fmt: skip
+NO_MASKS = ("g", "0x1", "1,,1", "000000000,1", "-1", "f" * 70_000, "1," * 3000 + "1", None)
 
 
 @pytest.mark.parametrize(
-    "text", ["x", "3-1", "0-", "-1", "0--3", "0-4294967295", str(LIMIT), "9" * 5000, "0-3:2", "٣", "(null)", "1 2"]
+    ("parse", "texts"),
+    [(parse_cpulist, {**LISTS, **dict.fromkeys(NO_LISTS)}), (parse_cpumask, {**MASKS, **dict.fromkeys(NO_MASKS)})],
 )
-def test_malformed_lists_are_none(text: str) -> None:
-    assert parse_cpulist(text) is None
-
-
-@pytest.mark.parametrize(
-    ("text", "numbers"),
-    [
-        ("f", {0, 1, 2, 3}),
-        ("00000000,00000001", {0}),
-        ("1,00000000", {32}),
-        ("00000001,00000000,00000002\0\0", {1, 64}),
-        ("0", set()),
-        ("ff00000000000000", set(range(56, 64))),
-    ],
-)
-def test_masks(text: str, numbers: set[int]) -> None:
-    assert parse_cpumask(text) == numbers
-
-
-@pytest.mark.parametrize("text", ["g", "0x1", "1,,1", "000000000,1", "-1", "f" * 70_000, "1," * 3000 + "1"])
-def test_malformed_masks_are_none(text: str) -> None:
-    assert parse_cpumask(text) is None
-
-
-def test_no_text_is_none() -> None:
-    assert parse_cpulist(None) is None
-    assert parse_cpumask(None) is None
+def test_lists_and_masks_and_what_is_none(parse: Any, texts: dict[str | None, set[int] | None]) -> None:
+    assert {text: parse(text) for text in texts} == texts
 
 
 @given(st.frozensets(st.integers(0, 2000)))

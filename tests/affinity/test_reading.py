@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from affinity.conftest import cpus
 
 from safe_gpu.affinity.cpu_shares import node_cpus_of
 from safe_gpu.cpulist import parse_cpumask
@@ -28,20 +29,22 @@ def groups(cores: Any) -> list[list[int]]:
     return [sorted(core) for core in cores]
 
 
+# CPUs 0-3 with siblings 8-11, 4-7 with siblings 12-15.
+FIRST, SECOND = cpus("0-3,8-11"), cpus("4-7,12-15")
+
+
 def two_sockets(tree: Any, **options: Any) -> None:
-    """Two packages of one node each: 0-3 with siblings 8-11, 4-7 with siblings 12-15."""
-    packages = [[0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]]
+    """Two packages of one node each."""
+    packages = [FIRST, SECOND]
     tree.cpus([(cpu, cpu + 8) for cpu in range(8)], packages=packages, caches=packages, **options)
     tree.nodes(dict(enumerate(packages)), distance=lambda a, b: 10 if a == b else 21, masks=options.get("masks", False))
 
 
 def check_two_sockets(host: HostTopology) -> None:
-    first, second = frozenset([0, 1, 2, 3, 8, 9, 10, 11]), frozenset([4, 5, 6, 7, 12, 13, 14, 15])
     assert host.cpus == frozenset(range(16))
     assert groups(host.cores) == [[cpu, cpu + 8] for cpu in range(8)]
-    assert host.nodes == {0: first, 1: second}
-    assert host.packages == {0: first, 1: second}
-    assert set(host.llc) == {first, second}
+    assert host.nodes == host.packages == {0: FIRST, 1: SECOND}
+    assert set(host.llc) == {FIRST, SECOND}
     assert host.distances == {0: {0: 10, 1: 21}, 1: {0: 21, 1: 10}}
 
 
@@ -231,11 +234,10 @@ def test_a_card_passed_on_to_a_virtual_machine_is_no_gpu(saved_tree: Any) -> Non
 
 def test_where_a_gpu_stands(saved_tree: Any) -> None:
     two_sockets(saved_tree)
-    second = {4, 5, 6, 7, 12, 13, 14, 15}
     cases: list[tuple[dict[str, str], Any]] = [
-        ({"numa_node": "1", "local_cpulist": "0-3"}, (1, second, "numa_node")),
-        ({"numa_node": "-1", "local_cpulist": "4-7,12-15"}, (1, second, "local_cpulist")),
-        ({"numa_node": "-1", "local_cpus": "0000f0f0"}, (1, second, "local_cpus")),
+        ({"numa_node": "1", "local_cpulist": "0-3"}, (1, SECOND, "numa_node")),
+        ({"numa_node": "-1", "local_cpulist": "4-7,12-15"}, (1, SECOND, "local_cpulist")),
+        ({"numa_node": "-1", "local_cpus": "0000f0f0"}, (1, SECOND, "local_cpus")),
         ({"numa_node": "9", "local_cpulist": "0-1"}, (0, {0, 1}, "local_cpulist")),
         ({"local_cpulist": "0-15"}, (None, set(range(16)), "local_cpulist")),
         ({"numa_node": "-1"}, (None, set(), "")),
@@ -265,10 +267,9 @@ def test_nodes_without_cpus(saved_tree: Any, node: int, expected: Any) -> None:
 def test_the_drivers_word_comes_before_pci(saved_tree: Any, fake_driver: Any) -> None:
     two_sockets(saved_tree)
     saved_tree.gpu("0000:01:00.0", node=0)
-    near = frozenset([4, 5, 6, 7, 12, 13, 14, 15])
-    driver = fake_driver([Gpu(0, "GPU-a", pci_bus_id="0000:01:00.0", numa_node=0)], {("GPU-a", "node"): near})
+    driver = fake_driver([Gpu(0, "GPU-a", pci_bus_id="0000:01:00.0", numa_node=0)], {("GPU-a", "node"): SECOND})
     (gpu,) = read_topology(saved_tree, driver).gpus
-    assert gpu == GpuLocality(0, "GPU-a", 1, near, near, "0000:01:00.0", "nvml")
+    assert gpu == GpuLocality(0, "GPU-a", 1, SECOND, SECOND, "0000:01:00.0", "nvml")
 
 
 def test_a_silent_driver_leaves_it_to_pci(saved_tree: Any, fake_driver: Any) -> None:
@@ -322,8 +323,8 @@ def test_the_short_way_to_one_gpus_node(saved_tree: Any, fake_driver: Any) -> No
     saved_tree.gpu("0000:03:00.0", node=-1, cpus=[0, 1])
     for gpu, expected in [
         (Gpu(0, "GPU-told"), ({1, 2}, "nvml")),
-        (Gpu(0, "GPU-x", pci_bus_id="0000:02:00.0"), ({4, 5, 6, 7, 12, 13, 14, 15}, "numa_node")),
-        (Gpu(0, "GPU-x", pci_bus_id="0000:77:00.0", numa_node=0), ({0, 1, 2, 3, 8, 9, 10, 11}, "numa_node")),
+        (Gpu(0, "GPU-x", pci_bus_id="0000:02:00.0"), (SECOND, "numa_node")),
+        (Gpu(0, "GPU-x", pci_bus_id="0000:77:00.0", numa_node=0), (FIRST, "numa_node")),
         (Gpu(0, "GPU-x", pci_bus_id="0000:03:00.0"), ({0, 1}, "local_cpulist")),
         (Gpu(0, "MIG-x", mig_parent="GPU-told"), ({1, 2}, "nvml")),
         (Gpu(0, "GPU-x", pci_bus_id="0000:77:00.0"), None),

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -74,14 +75,10 @@ def test_further_rounds_are_summed_up(watch_a_demo: Any) -> None:
     assert re.search(r"1 more round: \d claims?, \d refusals?\.", watch_a_demo("headless-1", 4, rounds=2).text)
 
 
-def refuse(name: str) -> None:
-    raise OSError(errno.EPERM, "not permitted")
-
-
 def test_a_broken_claim_is_found_out(watch_a_demo: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (host_lock, leases, waiting):
         monkeypatch.setattr(module, "lock_file", lambda fd: True)
-    monkeypatch.setattr(names, "bind", refuse)
+    monkeypatch.setattr(names, "bind", Mock(side_effect=OSError(errno.EPERM, "not permitted")))
     # With a placeholder the claims would notice each other by themselves.
     monkeypatch.setattr(racers, "claim_gpus", partial(safe_gpu.claim_gpus, placeholder_fn=safe_gpu.NoPlaceholder()))
     run = watch_a_demo("dgx-a100", 8)
@@ -90,21 +87,13 @@ def test_a_broken_claim_is_found_out(watch_a_demo: Any, monkeypatch: pytest.Monk
     assert "Verdict: 0 collisions" not in run.text
 
 
-def no_room(*arguments: object, **options: object) -> None:
-    raise safe_gpu.StateDirError("no room anywhere")
-
-
-def no_release() -> None:
-    raise RuntimeError
-
-
 @pytest.mark.parametrize(
     ("name", "broken", "told"),
     [
-        ("claim_gpus", no_room, "no room anywhere"),
+        ("claim_gpus", Mock(side_effect=safe_gpu.StateDirError("no room anywhere")), "no room anywhere"),
         ("claim_gpus", lambda *arguments, **options: os._exit(3), "exited without a report"),
-        ("claim_gpus", lambda *arguments, **options: 1 / 0, "ZeroDivisionError"),
-        ("release_gpus", no_release, "could not release its GPUs"),
+        ("claim_gpus", Mock(side_effect=ZeroDivisionError), "ZeroDivisionError"),
+        ("release_gpus", Mock(side_effect=RuntimeError), "could not release its GPUs"),
     ],
 )
 def test_whatever_else_happens_to_a_racer_is_a_failure(

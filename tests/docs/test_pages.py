@@ -27,14 +27,10 @@ def prose(text: str) -> str:
     return re.sub(r"\]\([^)]*\)", "]", text)
 
 
-def anchor(heading: str) -> str:
-    """The name by which a heading is linked to."""
-    words = re.sub(r"[^\w\- ]", "", heading.replace("`", "").lower())
-    return words.strip().replace(" ", "-")
-
-
 def anchors(text: str) -> set[str]:
-    return {anchor(line.lstrip("# ")) for line in without_code(text).splitlines() if line.startswith("#")}
+    """The names by which the headings of a page are linked to."""
+    headings = re.findall(r"^#+ *(.*)$", without_code(text), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
 
 
 def test_links_resolve(page: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import cache
 from typing import TYPE_CHECKING
 
 from ..cpulist import format_cpulist
@@ -40,7 +41,7 @@ def wrap_command(
     """``command`` with ``numactl --physcpubind=...`` before it, for the share of one GPU among all GPUs of the host.
 
     An INFO line has the GPU that was meant and the final command. numactl must be installed where the command runs;
-    here it is needed for ``check`` only.
+    here it is needed for ``check`` and for falling back only.
 
     Args:
         command: the arguments, the program first.
@@ -50,8 +51,9 @@ def wrap_command(
             ``NumaOptions``. None binds no CPUs; without ``memory`` the command is returned as it is.
         memory: the policy for the GPU's NUMA node: None, "preferred" (``--preferred``) or "bind" (``--membind``).
         strict: False logs a warning and returns the command as it is where the binding cannot be worked out or the
-            check fails, as does a NumaOptions with ``should_fall_back_if_binding_fails``.
-        check: run ``numactl`` with these options and ``true`` once, here.
+            check, which it implies, fails; so does a NumaOptions with ``should_fall_back_if_binding_fails``. Avoid it:
+            a command that runs unbound is slow, and only the log says why.
+        check: run ``numactl`` with these options and ``true``, here. Each binding is tried once per process and PATH.
         driver: None opens the one that ``SAFE_GPU_DRIVER`` names.
 
     Raises:
@@ -69,13 +71,14 @@ def wrap_command(
     if (gpu is None) == (ordinal is None):
         raise GPUAffinityError("name one GPU: gpu= as nvidia-smi shows it, or ordinal= as CUDA numbers it")
     log = logging.getLogger("safe_gpu")
+    may_fall_back = not strict or falls_back(mode)
     try:
         with opened_driver() if driver is None else nullcontext(driver) as opened:
             chosen, prefix = _prefix(gpu, ordinal, options, memory, opened)
-        if check:
-            _try(prefix)
+        if (check or may_fall_back) and (refusal := _refusal(tuple(prefix), os.environ.get("PATH"))):
+            raise GPUAffinityError(refusal)
     except SafeGpuError as err:
-        if not strict or falls_back(mode):
+        if may_fall_back:
             log.warning("the command runs unbound: %s", err)
             return list(command)
         if isinstance(err, GPUAffinityError):
@@ -110,27 +113,24 @@ def _prefix(
     return chosen, ["numactl", *numactl_options(cpus, nodes, memory)]
 
 
-def _try(prefix: Sequence[str]) -> None:
-    """Run ``true`` under numactl.
-
-    Raises:
-        GPUAffinityError: numactl is not installed, root may not run it, or it refuses; the message has what it printed.
-    """
+@cache
+def _refusal(prefix: tuple[str, ...], path: str | None) -> str:
+    """Run ``true`` under numactl, found on this PATH: "", or why it fails, with what numactl printed."""
     from ..programs import TooLate, TooMuch, find_program, output_of
 
     try:
         found = {name: find_program(name, os.environ) for name in ("numactl", "true")}
-        if missing := [name for name, path in found.items() if path is None]:
-            raise GPUAffinityError(f"{missing[0]} is not installed here, or not on PATH")
+        if missing := [name for name, place in found.items() if place is None]:
+            return f"{missing[0]} is not installed here, or not on PATH"
         command = [str(found["numactl"]), *prefix[1:], str(found["true"])]
         code, _, error = output_of(command, env=os.environ, timeout=_PATIENCE, most=_MOST_OUTPUT, apart=True)
     except (TooLate, TooMuch):
-        raise GPUAffinityError(f"numactl did not end within {_PATIENCE:g} s, or prints without end") from None
+        return f"numactl did not end within {_PATIENCE:g} s, or prints without end"
     except OSError as err:
-        raise GPUAffinityError(f"numactl cannot be run: {err}") from err
-    if code != 0:
-        said = " ".join(error.split()) or f"exit code {code}"
-        raise GPUAffinityError(f"{' '.join(prefix)} fails here: {said}")
+        return f"numactl cannot be run: {err}"
+    if code == 0:
+        return ""
+    return f"{' '.join(prefix)} fails here: {' '.join(error.split()) or f'exit code {code}'}"
 
 
 def numactl_options(

@@ -175,7 +175,7 @@ def test_options_of_torch_are_taken_as_they_are(four_gpus: Any, in_child: InChil
         ({"gpu": 9}, "no GPU 9"),
         ({"ordinal": 9}, "CUDA shows no GPU 9"),
         ({"gpu": 0, "mode": "exclusive"}, "physical core"),  # one for two GPUs
-        pytest.param({"gpu": 0, "check": True}, "numactl is not installed here", marks=needs_two_cpus),
+        pytest.param({"gpu": 0}, "numactl is not installed here", marks=needs_two_cpus),
     ],
 )
 def test_falling_back_to_the_command(
@@ -191,7 +191,21 @@ def test_falling_back_to_the_command(
     assert "the command runs unbound: " in caplog.text
     assert why in caplog.text
     with pytest.raises(GPUAffinityError, match=why):
-        wrap_command(command, **{**arguments, "mode": mode})
+        wrap_command(command, **{**arguments, "mode": mode, "check": True})
+
+
+def test_numactl_is_asked_once_for_each_binding(four_gpus: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    """It refuses memory here, as in a container."""
+    numactl = tmp_path / "numactl"
+    numactl.write_text(f'#!/bin/sh\necho "$1" >> {tmp_path}/asked\ncase $1 in --membind*) exit 1; esac\n')
+    numactl.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    for _ in range(2):
+        assert wrap_command(["./train"], gpu=0, mode=None, memory="preferred", strict=False)[0] == "numactl"
+        assert wrap_command(["./train"], gpu=0, mode=None, memory="bind", strict=False) == ["./train"]
+        with pytest.raises(GPUAffinityError, match="numactl --membind=0 fails here: exit code 1"):
+            wrap_command(["./train"], gpu=0, mode=None, memory="bind", check=True)
+    assert (tmp_path / "asked").read_text().split() == ["--preferred=0", "--membind=0"]
 
 
 def test_no_mode_no_change(four_gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:

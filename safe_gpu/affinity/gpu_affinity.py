@@ -40,7 +40,8 @@ def set_affinity(
 
     * Scope SOCKET, unique modes: each core of a GPU's node brings some of the socket's other cores along. Where they
       do not divide evenly (a ragged mask, or GPUs on some nodes only), gpu_affinity drops all beyond the common number.
-      Here no core is lost, and ``balanced`` trims the shares to the smallest.
+      Here no core is lost. ``balanced`` then trims all shares to the smallest, and gpu_affinity does not: with 5 or 6
+      ranks on a DGX A100, GPU 4 gets 16 cores here, as every GPU does, and 32 there.
     * Mode ALL with scope SOCKET: the cores of the GPU's own node come first, then those of the other GPUs' nodes, then
       the rest. gpu_affinity does not put the own node first, which matters with ``max_physical_cores``.
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import replace
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,11 +15,15 @@ from affinity.peers import HOSTS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import safe_gpu
+from safe_gpu.affinity.gpu_affinity import set_affinity
 from safe_gpu.affinity.options import DIVIDING_MODES, MODES, MULTITHREADING, SCOPES, AffinityOptions, parse_options
 from safe_gpu.affinity.planner import Mode, Multithreading, Scope, is_remote, plan
 from safe_gpu.cpulist import format_cpulist
 from safe_gpu.errors import GPUAffinityError
 from safe_gpu.topology import GpuLocality, HostTopology
+
+PAGE = Path(safe_gpu.__file__).parent / "affinity" / "README.md"
 
 
 def shares(topology: HostTopology, mode: str, **options: Any) -> list[str]:
@@ -117,6 +123,27 @@ def test_socket_cores_are_dealt_round_robin_and_none_is_lost(host: MakeHost) -> 
     )
     for most, expected in ((None, "0-7"), (4, "0-3"), (7, "0-6")):  # round by round: 0 1 2, 3 4 5, 6 7
         assert shares(topology, "unique_contiguous", scope="socket", max_physical_cores=most) == [expected]
+
+
+def test_what_balanced_does_on_a_dgx_a100(dgx_a100: HostTopology) -> None:
+    """gpu_affinity takes 8 of the 16 node cores of GPU 4, with 3 other cores of the socket each: 32."""
+    for ranks in (5, 6):
+        for mode in (Mode.UNIQUE_CONTIGUOUS, Mode.UNIQUE_INTERLEAVED):
+            found = plan(dgx_a100, mode=mode, scope="socket", gpus=range(ranks))
+            assert [len(cores_of(dgx_a100, share)) for share in found] == [16] * ranks
+    told = "5 or 6 ranks on a DGX A100, GPU 4 gets 16 cores here, as every GPU does, and 32 there"
+    assert told in PAGE.read_text()
+    assert told in " ".join(str(set_affinity.__doc__).split())
+
+
+def test_the_picture_of_the_modes(host: MakeHost) -> None:
+    """In help(Mode) and on the page: two GPUs on eight cores."""
+    topology = host(cores_per_node=8, nodes=1, smt=1, gpu_nodes=[0, 0])
+    pictures = (
+        re.findall(r"^ *([a-z_]+) +([0-7][-,0-7]*) +([0-7][-,0-7]*) ", str(Mode.__doc__), re.MULTILINE),
+        re.findall(r"^\| `([a-z_]+)` \| ([0-7][-,0-7]*) \| ([0-7][-,0-7]*) \|", PAGE.read_text(), re.MULTILINE),
+    )
+    assert pictures == ([(mode.value, *shares(topology, mode)) for mode in Mode],) * 2
 
 
 def test_single_modes_ignore_scope_and_bounds(dgx_a100: HostTopology) -> None:

@@ -8,7 +8,7 @@ import os
 from ..errors import GPUAffinityError, SafeGpuError
 from ..topology import read_topology
 from .binding import bind_process, original_mask
-from .options import AffinityOptions, doubt_about
+from .options import AffinityOptions, as_count, doubt_about
 from .planner import Mode, Multithreading, Scope, plan
 from .resolve_gpus import by_ordinal, remember, visible
 
@@ -28,7 +28,7 @@ def set_affinity(
 
     Args:
         gpu_id: 0 to ``nproc_per_node`` - 1, a position in CUDA_VISIBLE_DEVICES (indices or UUIDs), as in CUDA.
-        nproc_per_node: the number of processes that take part, with one GPU each.
+        nproc_per_node: the number of processes that take part, with one GPU each. Both may be integers of numpy.
         mode, scope, multithreading, balanced, min_physical_cores, max_physical_cores: see
             :class:`~safe_gpu.affinity.options.AffinityOptions`; ``mode`` takes the other modes of this package too.
 
@@ -48,9 +48,7 @@ def set_affinity(
     Raises:
         GPUAffinityError: there is no such GPU, too few cores or no driver, or the kernel refuses.
     """
-    for name, value, least in (("gpu_id", gpu_id, 0), ("nproc_per_node", nproc_per_node, 1)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise GPUAffinityError(f"{name} must be a whole number from {least} on, not {value!r}")
+    gpu_id, nproc_per_node = as_count("gpu_id", gpu_id, 0), as_count("nproc_per_node", nproc_per_node, 1)
     if gpu_id >= nproc_per_node:
         raise GPUAffinityError(f"gpu_id={gpu_id} should be smaller than nproc_per_node={nproc_per_node}")
     options = AffinityOptions(mode, scope, multithreading, balanced, min_physical_cores, max_physical_cores)

@@ -31,7 +31,12 @@ def _choice(what: str, value: object, choices: tuple[str, ...]) -> str:
     return text
 
 
-def _count(what: str, value: object, least: int) -> int:
+def as_count(what: str, value: object, least: int) -> int:
+    """A whole number, of any type that has ``__index__`` (numpy's have).
+
+    Raises:
+        GPUAffinityError: it is none, or below ``least``; the text names it ``what``.
+    """
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise GPUAffinityError(f"{what} must be a whole number, not {value!r}")
     number = int(value.__index__())
@@ -84,8 +89,8 @@ class AffinityOptions(_Options):
         multithreading = _choice("multithreading mode", multithreading, MULTITHREADING)
         if not isinstance(balanced, bool):
             raise GPUAffinityError(f"balanced must be True or False, not {balanced!r}")
-        least = _count("min_physical_cores", min_physical_cores, 0)
-        most = None if max_physical_cores is None else _count("max_physical_cores", max_physical_cores, 1)
+        least = as_count("min_physical_cores", min_physical_cores, 0)
+        most = None if max_physical_cores is None else as_count("max_physical_cores", max_physical_cores, 1)
         return super().__new__(cls, mode, scope, multithreading, balanced, least, most)
 
 

@@ -60,13 +60,30 @@ def test_a_program_for_gpu_affinity_changes_its_import_only(four_gpus: Any, in_c
     assert repr(in_child(child)) == repr(set(MASK[:2]))
 
 
+class Int64:
+    """An integer as numpy has them."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def __index__(self) -> int:
+        return self.value
+
+
+@needs_two_cpus
+def test_integers_of_numpy(four_gpus: Any, in_child: InChild) -> None:
+    number: Any = Int64
+    assert in_child(lambda: set_affinity(number(1), number(2), max_physical_cores=number(1))) == {MASK[1]}
+
+
 @pytest.mark.parametrize(
     ("arguments", "options", "visible", "names"),
     [
         ((2, 2), {}, None, "gpu_id=2 .* nproc_per_node=2"),
-        ((-1, 2), {}, None, "gpu_id .* -1"),
-        ((True, 2), {}, None, "True"),
-        ((0, 0), {}, None, "nproc_per_node .* 0"),
+        ((-1, 2), {}, None, "gpu_id=-1"),
+        ((True, 2), {}, None, "gpu_id must be a whole number, not True"),
+        ((0, 2.0), {}, None, "nproc_per_node must be a whole number, not 2.0"),
+        ((0, 0), {}, None, "nproc_per_node=0"),
         ((0, 5), {}, None, "nproc_per_node=5 .* 4 are visible"),
         ((0, 2), {}, "0,0", "CUDA_VISIBLE_DEVICES=0,0 shows no GPU"),
         ((0, 2), {}, "0", "1 are visible with CUDA_VISIBLE_DEVICES=0"),

@@ -197,8 +197,8 @@ class WrongDeviceError(SafeGpuError, RuntimeError):
     actual: str = ""
 
 
-class GPUAffinityError(SafeGpuError, RuntimeError):
-    """CPU or memory affinity could not be planned or applied."""
+class GPUAffinityError(SafeGpuError, ValueError, RuntimeError):
+    """CPU or memory affinity could not be planned or applied. torch.numa raises one or the other of its bases."""
 
 
 class MissingPackageError(SafeGpuError, ImportError):

@@ -91,6 +91,8 @@ class HostTopology:
         for name, shaped in shapes.items():
             try:
                 object.__setattr__(self, name, shaped(getattr(self, name)))
+            except GPUAffinityError:
+                raise
             except (TypeError, ValueError, AttributeError) as err:
                 raise GPUAffinityError(f"{name} of a host topology has the wrong shape: {err}") from err
         if not all(isinstance(gpu, GpuLocality) for gpu in self.gpus):

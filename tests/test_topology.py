@@ -23,8 +23,13 @@ from safe_gpu.topology import GpuLocality, HostTopology, read_topology
     ],
 )
 def test_a_topology_of_the_wrong_shape(broken: dict[str, Any]) -> None:
-    with pytest.raises(GPUAffinityError):
+    with pytest.raises(GPUAffinityError, match=r"^(cpus|cores|nodes|gpus|distances) "):
         HostTopology(**broken)
+
+
+def test_a_set_of_the_wrong_shape_is_told_once() -> None:
+    with pytest.raises(GPUAffinityError, match=r"^cpus must be a set of CPU numbers, not 3$"):
+        HostTopology(cpus=3)  # type: ignore[arg-type]
 
 
 def test_frozen_and_comparable() -> None:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -230,6 +231,18 @@ def test_no_mode_no_change(four_gpus: Any, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(safe_gpu.drivers, "open_driver", no_driver)
     assert wrap_command(("./train", "x y"), mode=None) == ["./train", "x y"]
     assert wrap_command(["./train"], gpu=0, mode=None, check=True) == ["./train"]
+
+
+@needs_two_cpus
+def test_what_differs_from_torch_numa(four_gpus: Any) -> None:
+    """The page has a table of it."""
+    assert wrap_command(["true"], gpu=1, mode=NumaOptions("node")) == ["numactl", f"--physcpubind={MASK[1]}", "true"]
+    with pytest.raises(RuntimeError, match="physical core"):  # torch's for too few cores
+        wrap_command(["true"], gpu=0, mode=NumaOptions("exclusive"))
+    with pytest.raises(ValueError, match="elsewhere"):  # torch's for an unknown mode
+        wrap_command(["true"], gpu=0, mode=NumaOptions(Theirs.ELSEWHERE))
+    table = (Path(safe_gpu.__file__).parent / "affinity" / "README.md").read_text().partition("from torch.numa\n")[2]
+    assert all(word in table for word in ("--cpunodebind", "--physcpubind", "`None`", "ValueError", "avoid using this"))
 
 
 def test_a_claim_falls_back_with_torchs_options(four_gpus: Any) -> None:

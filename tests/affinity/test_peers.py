@@ -73,7 +73,7 @@ def test_the_planner_of_gpu_affinity(recorded: Any, once_each: Any) -> None:
             why = reason(host, options, theirs)
             assert why, (options, theirs, own)
             found[why] += 1
-    section = PAGE.read_text().partition("## What differs from gpu_affinity and torch.numa")[2]
+    section = PAGE.read_text().partition("## What differs from gpu_affinity\n")[2]
     told = dict(re.findall(r"^\| \*\*([^*]+)\*\*.*\| (\d+) \|$", section, re.MULTILINE))
     assert found == {why: int(count) for why, count in told.items()}
 

@@ -152,7 +152,9 @@ class BindingReport(NamedTuple):
         memory: the memory part; empty if no memory policy was requested.
         memory_mode: "preferred", "bind" or None.
         notes: remarks for the user, such as remote CPUs, a mask used as the share, or a policy on one thread only.
-        target: the GPUs that the caller meant, and how they were found; "" for a claim, which has logged its GPUs.
+        target: the GPUs or the NUMA node that the caller meant, and how they were found; "" for a claim, which has
+            logged its GPUs.
+        remote: whether the CPUs are not those next to some GPU, because the mask has none of these.
     """
 
     cpus: frozenset[int]
@@ -161,6 +163,7 @@ class BindingReport(NamedTuple):
     memory_mode: str | None = None
     notes: tuple[str, ...] = ()
     target: str = ""
+    remote: bool = False
 
     @property
     def ok(self) -> bool:

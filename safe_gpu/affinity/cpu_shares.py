@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..cpulist import format_cpulist
@@ -15,7 +16,7 @@ from ..devices import normalize_bus_id
 from ..errors import GPUAffinityError, as_affinity_error
 from ..settings import fsroot_or_default
 from .binding import BindingReport, PartReport, bind_process, enter, leave, original_mask
-from .options import AffinityOptions, doubt_about
+from .options import AffinityOptions, as_count, doubt_about
 
 if TYPE_CHECKING:
     from ..devices import Gpu
@@ -188,7 +189,7 @@ def bind_near(
         if options is not None and options.mode == "node" and memory is None:
             near = _near_shares(gpus, driver, fsroot)
             if near is not None:  # reading the whole host is not necessary
-                return bind_process(near.cpus, notes=near.notes)
+                return bind_process(near.cpus, notes=near.notes)._replace(remote=_is_remote(near, driver))
         from ..topology import read_topology
 
         topology = read_topology(fsroot, driver)
@@ -197,7 +198,8 @@ def bind_near(
         if options is None:
             return bind_process(None, nodes, memory)
         shares = claim_shares(topology, options, indices, original_mask())
-        return bind_process(shares.cpus, nodes, memory, notes=filter(None, (*shares.notes, doubt_about(options))))
+        report = bind_process(shares.cpus, nodes, memory, notes=filter(None, (*shares.notes, doubt_about(options))))
+        return report._replace(remote=_is_remote(shares, driver))
     except GPUAffinityError as err:
         if strict:
             raise
@@ -219,6 +221,38 @@ def _near_shares(gpus: Sequence[Gpu], driver: Driver, fsroot: str | None) -> Cla
         if not share & known[index]
     )
     return shares._replace(notes=(*shares.notes, *_notes(remote)))
+
+
+def _is_remote(shares: ClaimShares, driver: Driver) -> bool:
+    """Whether the mask lacks the CPUs next to some GPU. The CPUs of a made-up host are not those of this machine."""
+    return bool(shares.notes) and driver.host_topology() is None
+
+
+def bind_node(node: int, *, cpus: bool = True, memory: str | None = None) -> BindingReport:
+    """Bind this process to a NUMA node by the kernel's number, within the mask before any earlier binding.
+
+    No driver is opened, but for a simulated host, whose nodes count.
+
+    Raises:
+        GPUAffinityError: there is no such node, or, unless not ``cpus``, the mask has no CPU of it.
+    """
+    from ..drivers import opened_driver
+    from ..topology import read_topology
+
+    number = as_count("node", node, 0)
+    simulated = os.environ.get("SAFE_GPU_DRIVER", "").startswith("simulated")
+    with opened_driver() if simulated else nullcontext() as driver:
+        nodes = read_topology(driver=driver).nodes
+    if number not in nodes:
+        raise GPUAffinityError(f"this host has no NUMA node {number}: it has {format_cpulist(nodes)}")
+    mask = original_mask()
+    usable = nodes[number] & mask
+    if cpus and not usable:
+        has = format_cpulist(nodes[number]) or "none"
+        raise GPUAffinityError(
+            f"this process may use no CPU of NUMA node {number}: the node has {has}, the mask {format_cpulist(mask)}"
+        )
+    return bind_process(usable if cpus else None, [number], memory)._replace(target=f"NUMA node {number}")
 
 
 def bind_claim(

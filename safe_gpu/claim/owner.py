@@ -289,7 +289,8 @@ class GPUOwner:
         try:
             self.binding = bind_claim(self.gpus, driver, options=options.binding, memory=options.memory)
             self.cpus = set(self.binding.cpus)
-            self.logger.info("%s", self.binding)
+            tell = self.logger.warning if self.binding.remote else self.logger.info
+            tell("%s", self.binding)
         except GPUAffinityError as err:
             if options.binding_required:
                 raise

@@ -99,6 +99,7 @@ def bind(
     gpus: Names | None = None,
     *,
     ordinal: int | None = None,
+    node: int | None = None,
     mode: str | AffinityOptions | None = "node",
     memory: str | None = None,
     strict: bool = True,
@@ -114,6 +115,7 @@ def bind(
             from which it was forked claimed, else those next to which it was bound before, else those that
             CUDA_VISIBLE_DEVICES selects.
         ordinal: CUDA's number of one GPU in this process, instead of ``gpus``.
+        node: the kernel's number of a NUMA node, instead of a GPU; needs no driver, and takes no mode but "node".
         mode: as ``affinity`` of a claim; torch's ``NumaOptions`` is accepted. None binds the memory only.
         memory: None, "preferred" or "bind"; a refused policy is only reported.
         strict: False puts errors into the report instead of raising them, as does a NumaOptions with
@@ -123,22 +125,28 @@ def bind(
         GPUAffinityError: the CPUs cannot be planned or bound. NoDriverError, UnsatisfiableRequestError: it cannot be
             determined which GPUs are meant. With ``strict=False`` none of these is raised.
     """
-    return _bind(gpus, ordinal, mode, memory, strict)
+    return _bind(gpus, ordinal, node, mode, memory, strict)
 
 
 def bind_rank(
-    gpus: Names | None = None, ordinal: int | None = None, *, mode: str = "node", memory: str | None = None
+    gpus: Names | None = None,
+    ordinal: int | None = None,
+    node: int | None = None,
+    *,
+    mode: str = "node",
+    memory: str | None = None,
 ) -> BindingReport:
     """:func:`bind` for one rank under a launcher. Of several visible GPUs the one at its local rank is used."""
     from ..schedulers import current
 
     rank = current(os.environ).local_rank if gpus is None and ordinal is None else None
-    return _bind(gpus, ordinal, mode, memory, True, of_rank=True, rank=rank)
+    return _bind(gpus, ordinal, node, mode, memory, True, of_rank=True, rank=rank)
 
 
 def _bind(
     gpus: Names | None,
     ordinal: int | None,
+    node: int | None,
     mode: str | AffinityOptions | None,
     memory: str | None,
     strict: bool,
@@ -149,13 +157,19 @@ def _bind(
     import logging
 
     from ..affinity.binding import BindingReport, PartReport
-    from ..affinity.cpu_shares import bind_near
+    from ..affinity.cpu_shares import bind_near, bind_node
     from ..affinity.options import falls_back, parse_options
     from ..errors import SafeGpuError
 
     log = logging.getLogger("safe_gpu")
     try:
         options = parse_options(mode, memory)
+        if node is not None:
+            if gpus is not None or ordinal is not None or (options is not None and options.mode != "node"):
+                raise GPUAffinityError(f"node={node!r} names no GPU: leave out gpus=, ordinal= and modes but 'node'")
+            report = bind_node(node, cpus=options is not None, memory=memory)
+            log.info("%s", report)
+            return report
         if gpus is not None and ordinal is not None:
             raise GPUAffinityError("name the GPU once: gpus= as nvidia-smi shows it, or ordinal= as CUDA numbers it")
         with opened_driver(prefer=_vendor_of(gpus)) as driver:

@@ -180,11 +180,13 @@ def add_vendor(parser: argparse.ArgumentParser, meaning: str) -> None:
     parser.add_argument("--vendor", type=str.lower, choices=("nvidia", "amd"), default=None, help=meaning)
 
 
-def add_which_gpus(parser: argparse.ArgumentParser, gpu: str, ordinal: str) -> None:
-    """``--gpu L`` and ``--ordinal N``, of which one may be given; the texts are their help."""
+def add_which_gpus(parser: argparse.ArgumentParser, gpu: str, ordinal: str, node: str = "") -> None:
+    """``--gpu L``, ``--ordinal N`` and perhaps ``--node N``, of which one may be given; the texts are their help."""
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--gpu", type=gpu_list, default=None, metavar="L", help=gpu)
     which.add_argument("--ordinal", type=whole_number("CUDA's", 0), default=None, metavar="N", help=ordinal)
+    if node:
+        which.add_argument("--node", type=whole_number("a NUMA node", 0), default=None, metavar="N", help=node)
 
 
 def claim_arguments(options: argparse.Namespace) -> dict[str, Any]:

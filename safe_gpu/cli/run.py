@@ -11,9 +11,9 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from ..errors import SafeGpuError, UnsatisfiableRequestError
-from .become import become, find_command
+from .become import CommandError, become, find_command
 from .output import Log, is_terminal, say, width_of
-from .parser import CommandLine, add_request, add_which_gpus, claim_arguments
+from .parser import EX_USAGE, CommandLine, add_request, add_which_gpus, claim_arguments
 
 if TYPE_CHECKING:
     from threading import Event, Thread
@@ -272,6 +272,7 @@ def configure_bind(parser: argparse.ArgumentParser) -> None:
         parser,
         gpu="these GPUs instead, as nvidia-smi shows them: 0,3",
         ordinal="this GPU instead, as CUDA numbers it after CUDA_VISIBLE_DEVICES",
+        node="the NUMA node of this number instead, whatever GPU the command uses",
     )
     parser.add_argument(
         "--if-possible", action="store_true", help="run the command unbound, and say why, where binding fails"
@@ -281,12 +282,14 @@ def configure_bind(parser: argparse.ArgumentParser) -> None:
 
 
 def _bind(options: argparse.Namespace) -> int:
+    if options.node is not None and options.mode != "node":
+        raise CommandError(f"--node {options.node} binds to the whole node: leave out --mode", code=EX_USAGE)
     path = find_command(options.command, "bind")
     from ..claim.worker import bind_rank, check_expected_gpu
 
     check_expected_gpu()
     try:
-        report = bind_rank(options.gpu, options.ordinal, mode=options.mode, memory=options.memory)
+        report = bind_rank(options.gpu, options.ordinal, options.node, mode=options.mode, memory=options.memory)
     except SafeGpuError as err:
         if not options.if_possible:
             raise

@@ -90,7 +90,59 @@ def test_a_gpu_that_is_not_there(four_gpus: Any, in_child: InChild, said: Any, a
     assert [line.split(":")[0] for line in lines] == ["WARNING not bound"]
 
 
-def test_a_maximum_below_the_minimum_is_warned_of(four_gpus: Any, in_child: Any, said: Any, saved_tree: Any) -> None:
+def test_a_node_by_its_number(
+    four_gpus: Any, in_child: Any, said: Any, saved_tree: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Node 2 has a CPU that this process may not use."""
+    saved_tree.cpus([(MASK[0],), (MASK[1],), (5000,)])
+    saved_tree.nodes({0: [MASK[0]], 1: [MASK[1]], 2: [5000]})
+    monkeypatch.setenv("SAFE_GPU_DRIVER", "nvml")
+    monkeypatch.setattr(safe_gpu.drivers, "open_driver", no_driver)
+
+    def child() -> Any:
+        found = [sorted(safe_gpu.bind(node=node).cpus) for node in (1, 0)]
+        return found, said(), safe_gpu.bind(node=1, mode=None, memory="bind").memory.asked
+
+    found, lines, asked = in_child(child)
+    assert (found, asked) == ([[MASK[1]], [MASK[0]]], {1})
+    assert lines[:2] == [f"INFO next to NUMA node {node}: bound 1 thread to CPUs {MASK[node]}" for node in (1, 0)]
+    for wrong, why in (
+        ({"node": 2}, rf"may use no CPU of NUMA node 2: the node has 5000, the mask {MASK[0]}"),
+        ({"node": 3}, "no NUMA node 3: it has 0-2"),
+        ({"node": -1}, "node=-1"),
+        ({"node": True}, "node must be a whole number, not True"),
+        ({"node": 1, "gpus": 0}, "node=1 names no GPU"),
+        ({"node": 1, "ordinal": 0}, "node=1 names no GPU"),
+        ({"node": 1, "mode": "socket"}, "node=1 names no GPU"),
+    ):
+        with pytest.raises(safe_gpu.GPUAffinityError, match=why):
+            safe_gpu.bind(**wrong)
+        assert not safe_gpu.bind(**wrong, strict=False).ok
+
+
+def test_a_node_of_a_simulated_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SAFE_GPU_DRIVER", "simulated:dgx-a100")
+    with pytest.raises(safe_gpu.GPUAffinityError, match="no NUMA node 8: it has 0-7"):
+        safe_gpu.bind(node=8)
+
+
+def test_a_claim_far_from_its_gpu_warns(four_gpus: Any, in_child: Any, said: Any) -> None:
+    """A scheduler gave the job the CPUs of another node."""
+
+    def child() -> Any:
+        os.sched_setaffinity(0, MASK[:1])
+        for gpu in (0, 1):
+            safe_gpu.GPUOwner(1, safe_gpu.NoPlaceholder(), only=gpu).release_gpus()
+        return [line for line in said() if "bound" in line]
+
+    near, far = in_child(child)
+    assert near == f"INFO bound 1 thread to CPUs {MASK[0]}"
+    assert far.startswith(f"WARNING bound 1 thread to CPUs {MASK[0]}; this process may use none of the CPUs {MASK[1]} ")
+
+
+def test_a_maximum_below_the_minimum_trims_and_is_warned_of(
+    four_gpus: Any, in_child: Any, said: Any, saved_tree: Any
+) -> None:
     saved_tree.cpus([(cpu,) for cpu in range(8)])
     saved_tree.nodes({0: range(8)})
     mode = AffinityOptions("all", min_physical_cores=2, max_physical_cores=1)
@@ -189,6 +241,7 @@ def test_a_rank_beyond_the_visible_gpus_is_told(
         (["--ordinal", "4"], 78, "CUDA shows no GPU 4: 4 are visible"),
         (["--gpu", "4"], 78, "this host has no GPU 4"),
         (["--mode", "exclusive"], 78, "1 physical core near 2 GPUs"),
+        (["--node", "2"], 78, "this host has no NUMA node 2: it has 0-1"),
     ],
 )
 def test_unbound_rather_than_not_at_all(
@@ -210,6 +263,19 @@ def test_unbound_rather_than_not_at_all(
     said = capsys.readouterr().err
     assert said.startswith("safe-gpu: not bound: ")
     assert why in said
+
+
+def test_a_command_on_a_node(command: Any, four_gpus_env: dict[str, str]) -> None:
+    code = "import os; print(sorted(os.sched_getaffinity(0)))"
+    done = command.run("bind", "--node", "1", "--", sys.executable, "-c", code, env=four_gpus_env)
+    assert (json.loads(done.stdout), done.stderr) == ([MASK[1]], "")
+
+
+@pytest.mark.parametrize("other", ["--gpu 0", "--ordinal 0", "--mode socket"])
+def test_a_node_goes_alone(capsys: Any, ran: list[list[str]], other: str) -> None:
+    assert main(["bind", "--node", "1", *other.split(), "--", "true"]) == 2
+    assert "--node" in capsys.readouterr().err
+    assert ran == []
 
 
 def test_the_command_line_shows_some_gpus_of_either_numbering(four_gpus: Any, monkeypatch: Any, capsys: Any) -> None:

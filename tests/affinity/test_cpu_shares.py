@@ -141,6 +141,7 @@ def test_a_claim_is_bound_and_given_back(small_host: Any, fake_driver: Any, in_c
         seen = []
         for chosen in ([GPUS[0]], [GPUS[1]], GPUS[:2], [GPUS[2]]):
             report = bind_claim(chosen, driver, options=AffinityOptions(mode=mode))
+            assert report.remote == bool(report.notes)
             seen.append((os.sched_getaffinity(0), report.notes))
             undo_binding()
         return (*seen, os.sched_getaffinity(0))
@@ -153,6 +154,13 @@ def test_a_claim_is_bound_and_given_back(small_host: Any, fake_driver: Any, in_c
     assert "none of the CPUs 5000 of GPU 2" in remote[1][0]
     assert "remote to GPU 2" in remote[1][1]
     assert after == {MASK[0]}
+
+
+def test_a_made_up_host_is_never_remote(fake_driver: Any, in_child: InChild) -> None:
+    driver = fake_driver(THREE_GPUS)
+    driver.own = HostTopology(cpus=cpus("5000"), nodes={0: cpus("5000")}, gpus=[GpuLocality(0, numa_node=0)])
+    report = in_child(lambda: bind_near(THREE_GPUS[:1], driver, options=AffinityOptions()))
+    assert ("none of the CPUs 5000" in report.notes[0], report.remote) == (True, False)
 
 
 @needs_two_cpus

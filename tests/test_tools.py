@@ -90,6 +90,7 @@ def test_the_second_instance_does_not_wait_for_the_first_ones_placeholder(instan
     ours, theirs = (set(step.partition("=")[2].split(",")) for step in (mine, chosen))
     assert (len(ours), len(theirs), len(ours & theirs)) == (2, 1, 0)
     assert any(step.startswith("Allocated devices: [") for step in second.steps)
+    assert "now claims run side by side" in second.steps[-2]
 
 
 # PyCUDA as far as it matters here: a stack of contexts, and an abort at exit if one is left on it.

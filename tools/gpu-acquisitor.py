@@ -129,6 +129,7 @@ def main() -> int:
     time.sleep(args.sleep)
     del results
     owner.release_gpus()
+    logger.info("With safe-gpu 2.0 one of two instances really waited for the other; now claims run side by side")
     logger.info("Finished")
     return 0
 

@@ -166,6 +166,30 @@ def test_amd_gpus(dragon: Dragon, dragon_on_amd: Dragon) -> None:
     dragon_on_amd.hosts.down()
 
 
+def test_the_recipe_of_the_tutorial_inside_a_claim(dragon: Dragon) -> None:
+    """On one host, where Dragon inherits the environment: its GPUs are those of the claim, whatever it calls them."""
+    hosts = dragon.hosts
+    for _ in range(4):
+        dragon.fresh_hosts()
+        results = hosts.marks / "results"
+        results.mkdir(exist_ok=True)
+        recipe = ["dragon", "-s", str(PROGRAMS / "tutorial.py"), str(results)]
+        command = ["python3", "-m", "safe_gpu", "run", "-n", "2", "--only", "4-7", "--", *recipe]
+        process = hosts.start("hosta", *command, DRAGON_RT_UID=str(time.monotonic_ns() % 1_000_000_007))
+        end = time.monotonic() + 60
+        seen: list[str] = []
+        while process.poll() is None and len(seen) < 4 and time.monotonic() < end:
+            time.sleep(0.02)
+            seen = sorted(path.read_text() for path in results.glob("*") if path.name.isdecimal())
+        held = len(hosts.leased())
+        dragon.kill(process)
+        if len(seen) == 4:
+            break
+        for path in results.glob("*"):
+            path.unlink()
+    assert (seen, held) == (["4", "4", "5", "5"], 2), hosts.output(process)
+
+
 @pytest.mark.parametrize("end", ["kill", "exit"])
 def test_the_driver_ends(dragon: Dragon, end: str) -> None:
     process = dragon.start("driver", end)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import pickle
 import subprocess
 import sys
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -264,3 +266,13 @@ def test_a_holder_ends_with_a_driver_of_its_node_without_asking_dragon(changed: 
     with pytest.raises(SystemExit if ends else KeyboardInterrupt):
         dragon._end_with_processes(**process)
     assert looks == (1 if ends else 3)
+
+
+def test_the_stand_in_for_cudart_has_all_that_dragon_looks_up(build_library: Callable[..., Path]) -> None:
+    """As of Dragon 0.15.0: where one is missing, it sees no GPU."""
+    library = ctypes.CDLL(str(build_library("cudart.c", "libcudart.so")))
+    names = """
+        Malloc Free Memcpy Memset SetDeviceFlags SetDevice GetDevice DeviceSynchronize IpcGetMemHandle IpcOpenMemHandle
+        IpcCloseMemHandle GetErrorString GetDeviceCount HostRegister HostUnregister GetDeviceProperties
+    """
+    assert [name for name in names.split() if not hasattr(library, f"cuda{name}")] == []

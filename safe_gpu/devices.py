@@ -5,12 +5,12 @@ Memory is in bytes and utilisation in percent. ``None`` means that the driver do
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-VENDORS = ("nvidia", "amd")
-"""Of these GPUs; a claim that chooses none takes the first that the host has."""
+from .vendors import FIRST, VENDORS
 
 MIG_IS_ON = "MIG mode is on: claim one of its instances"
 """Why a GPU with MIG instances cannot be claimed itself."""
@@ -56,7 +56,7 @@ class GpuProcess(Record):
 
     ``pid`` is the driver's number. In a container it may be a host pid, which may not exist in the container's /proc.
     ``memory_used`` is in bytes. ``name`` is None unless the driver reports it. ``elsewhere`` is True if the process of
-    this number here has no NVIDIA device open, so that the driver must mean a process of another PID namespace.
+    this number here has no device of the vendor open, so that the driver must mean a process of another PID namespace.
     """
 
     pid: int
@@ -73,7 +73,7 @@ class Gpu(Record):
     Attributes:
         index: position by PCI bus id, as nvidia-smi shows it; a MIG instance has the index of its parent. AMD GPUs have
             ROCR's numbers.
-        uuid: ``GPU-...`` or ``MIG-...`` (``AMD-...`` for an AMD GPU without one); identifies the device everywhere.
+        uuid: ``GPU-...`` or ``MIG-...``; of a GPU without one, its place (``AMD-...``). It names the device everywhere.
         name: product name.
         pci_bus_id: as in sysfs: ``0000:07:00.0``, lower case, with a 4-digit domain unless it needs more.
         numa_node: the NUMA node of the PCI device; None is unknown.
@@ -95,7 +95,7 @@ class Gpu(Record):
         mig_instance: number of the instance on its parent, for a MIG instance.
         nvlink_peers: UUIDs of the GPUs reachable by NVLink, directly or through NVSwitch, or by xGMI; queried only for
             claims of several GPUs (``Driver.linked``).
-        vendor: "nvidia" or "amd".
+        vendor: a key of :data:`~safe_gpu.vendors.VENDORS`.
     """
 
     index: int
@@ -120,7 +120,7 @@ class Gpu(Record):
     mig_parent: str | None = None
     mig_instance: int | None = None
     nvlink_peers: frozenset[str] = frozenset()
-    vendor: str = "nvidia"
+    vendor: str = FIRST
 
     @property
     def is_mig_instance(self) -> bool:
@@ -192,7 +192,7 @@ class HostSnapshot(Record):
     @property
     def vendor(self) -> str:
         """The vendor of the GPUs; a snapshot has those of one only."""
-        return self.gpus[0].vendor if self.gpus else "nvidia"
+        return self.gpus[0].vendor if self.gpus else FIRST
 
     @property
     def needs_uuids(self) -> bool:
@@ -274,20 +274,20 @@ class GpuVerdict(NamedTuple):
 
 
 def vendor_of(uuid: str) -> str:
-    """The vendor of the GPU with this UUID. AMD's have 16 hex digits, or are named by their place.
+    """The vendor of the GPU with this UUID, by the grammars of :mod:`~safe_gpu.vendors`; the first if none fits.
 
     >>> vendor_of("GPU-a3f1c07e52d98b16"), vendor_of("AMD-0000:05:00.0-1")
     ('amd', 'amd')
     >>> vendor_of("GPU-4f667d77-15c7-524b-c32d-5340d78b712e")
     'nvidia'
     """
-    of_rocr = uuid.startswith("GPU-") and len(uuid) == _SHORTEST_UUID and "-" not in uuid[4:]
-    return "amd" if of_rocr or uuid.startswith("AMD-") else "nvidia"
+    return next((key for key, vendor in VENDORS.items() if re.fullmatch(vendor.uuid, uuid)), FIRST)
 
 
 def vendor_of_name(name: str) -> str | None:
     """The vendor of the GPU with this name, as far as it is a whole UUID."""
-    return vendor_of(name) if len(name) >= _SHORTEST_UUID else None
+    by_place = tuple(vendor.by_place for vendor in VENDORS.values() if vendor.by_place)
+    return vendor_of(name) if len(name) >= _SHORTEST_UUID or name.startswith(by_place) else None
 
 
 def normalize_bus_id(bus_id: str) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from .argument_style import ArgumentStyle
 from .errors import GPUAffinityError, UnsatisfiableRequestError
 from .procfs import printable_lines
+from .vendors import VENDORS
 
 # The environment variables that safe_gpu reads, and checks for values and names that are probably mistakes.
 
@@ -18,7 +19,9 @@ PREFIX = "SAFE_GPU_"
 
 VARIABLES = {
     "SAFE_GPU_DIR": "the state directory, an absolute path (default /tmp/safe-gpu)",
-    "SAFE_GPU_DRIVER": "auto, nvml, nvidia-smi, kfd (AMD) or simulated:PRESET (default auto)",
+    "SAFE_GPU_DRIVER": "auto, "
+    + "".join(f"{', '.join(one.drivers)} ({one.title}), " for one in VENDORS.values())
+    + "or simulated:PRESET (default auto)",
     "SAFE_GPU_TIMEOUT": "the default timeout of claims: 90, 15m, 1h30m, inf",
     "SAFE_GPU_FOR": "how long claims will probably hold their GPUs: 600, 30m, 2h",
     "SAFE_GPU_NB_GPUS": 'the number of GPUs that "job" stands for',
@@ -52,7 +55,7 @@ POLICY_FILE = "/etc/safe-gpu/policy.ini"
 _FOR_TESTS = f"{PREFIX}TEST_"
 # Programs that use simulated GPUs on purpose set this variable, which turns off the warning about them.
 _SIMULATED_ON_PURPOSE = f"{_FOR_TESTS}SIMULATED"
-_REAL_DRIVERS = {"/proc/driver/nvidia/version": "NVIDIA", "/dev/kfd": "AMD"}
+_REAL_DRIVERS = {f"/{one.warns}": one.title for one in VENDORS.values() if one.warns}
 
 
 def unknown(names: Iterable[str]) -> dict[str, str]:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..errors import GPUAffinityError
+from ..vendors import VENDORS
 
 if TYPE_CHECKING:
     from ..devices import Gpu, HostSnapshot
@@ -79,7 +80,7 @@ def by_ordinal(ordinal: int, snapshot: HostSnapshot, environ: Mapping[str, str],
     Raises:
         GPUAffinityError: it is not a number from 0 on, or CUDA shows fewer GPUs.
     """
-    library = "HIP" if snapshot.vendor == "amd" else "CUDA"
+    library = VENDORS[snapshot.vendor].library
     if isinstance(ordinal, bool) or not isinstance(ordinal, int) or ordinal < 0:
         raise GPUAffinityError(f"ordinal={ordinal!r} is not a number of {library}'s: pass 0 or a greater whole number")
     shown = visible(snapshot, environ)
@@ -103,7 +104,8 @@ def visible(snapshot: HostSnapshot, environ: Mapping[str, str]) -> ResolvedGpus:
     """
     from ..runtimes.visible_devices import read_visible
 
-    order = environ.get("CUDA_DEVICE_ORDER") if snapshot.vendor == "nvidia" else "PCI_BUS_ID"
+    has_order = VENDORS[snapshot.vendor].library == "CUDA"
+    order = environ.get("CUDA_DEVICE_ORDER") if has_order else "PCI_BUS_ID"
     visible_limit = read_visible(environ, snapshot)
     models = {gpu.name for gpu in snapshot.physical if not gpu.lost}
     doubt = visible_limit.doubt if visible_limit is not None else ""

@@ -15,7 +15,7 @@ from ..coordination.leases import inner_name
 from ..coordination.signals import DeferredSignals
 from ..devices import LeaseHolder
 from ..drivers import may_be_several, open_drivers
-from ..drivers.vendors import NAMES, meant_vendor
+from ..drivers.vendors import meant_vendor
 from ..errors import ClaimTimeout, LockTimeout, NotEnoughGpusError, SafeGpuError, UnsatisfiableRequestError
 from ..procfs import user_name
 from ..selection.backfill import BackfillRequest, dates, free_at, starts
@@ -23,6 +23,7 @@ from ..selection.choice import check_possible
 from ..selection.request import Selection
 from ..selection.verdicts import fence_hint
 from ..text import format_age, gpu_ranges, plural
+from ..vendors import VENDORS
 from .queue_place import stem_of
 from .view import refuse_gpus_of_ancestors
 
@@ -453,7 +454,9 @@ def with_way_out(err: UnsatisfiableRequestError, request: Selection, rules: Rule
         return err
     way_out = request.spelling.setting("vendor", request.spelling.value(vendor))
     return UnsatisfiableRequestError(
-        f"{err} (the {NAMES[vendor]} GPUs of this host would do: {way_out})", value=err.value, verdicts=err.verdicts
+        f"{err} (the {VENDORS[vendor].title} GPUs of this host would do: {way_out})",
+        value=err.value,
+        verdicts=err.verdicts,
     )
 
 

@@ -178,7 +178,7 @@ class GPUOwner:
                     view.poll()
                 bad = BadGpuFallback(view, self._holding.make, self.logger)
                 claim = self._take_and_hold(view, options, bad)
-                if driver.runtime.real:
+                if driver.runtime.asks_library:
                     remember_initializer(view.visible_limit, self._holding.make, driver.runtime)
                     verify_devices(self.gpus, driver.runtime)
                 verify_alone(view, claim, options, holding=self._holding.on_gpu)
@@ -377,7 +377,7 @@ def claim_gpus(
         delegate: let child processes claim from this claim.
         hold_for: how long the GPUs will probably be held, in seconds or "2h"; None is unknown. It gets short claims in
             earlier and ends nothing. Default: SAFE_GPU_FOR, else until the end of the batch job, else unknown.
-        vendor: "nvidia" or "amd". Default: that of the claim around this process, else "nvidia" where there are such.
+        vendor: such as "amd". Default: that of the claim around this process, else the first that has GPUs here.
 
     Returns:
         The owner, which is also ``safe_gpu.gpu_owner`` until :func:`release_gpus`.

@@ -181,10 +181,11 @@ def _held() -> dict[str, int] | None:
 
 def _shown_held(limits: Limits, held: dict[str, int] | None) -> list[str]:
     from ..text import plural
+    from ..vendors import VENDORS
 
     if limits.max_gpus is None or held is None:
         return []
-    kinds = {f"{vendor.upper()} GPU": number for vendor, number in held.items()} if len(held) > 1 else {}
+    kinds = {f"{VENDORS[vendor].title} GPU": number for vendor, number in held.items()} if len(held) > 1 else {}
     each = kinds or {"GPU": sum(held.values())}
     texts = [f"{number} of your {plural(limits.max_gpus, kind)}" for kind, number in each.items()]
     return ["", f"You hold {' and '.join(texts)}."]

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..argument_style import ArgumentStyle
+from ..vendors import FIRST, VENDORS
 from .output import columns
 
 if TYPE_CHECKING:
@@ -172,12 +173,12 @@ def add_request(parser: argparse.ArgumentParser) -> None:
     add("--for", dest="hold_for", type=_hold_for, default=argparse.SUPPRESS, metavar="D", help=_HOW_LONG_TO_HOLD)
     for one in CONDITIONS:
         add(CommandLine.option(one.argument), type=_of(one), metavar=one.metavar, help=one.help)
-    add_vendor(parser, "GPUs of this vendor (default: NVIDIA's where there are some)")
+    add_vendor(parser, f"GPUs of this vendor (default: {VENDORS[FIRST].title}'s where there are some)")
 
 
 def add_vendor(parser: argparse.ArgumentParser, meaning: str) -> None:
-    """``--vendor``, which matters on hosts with GPUs of both."""
-    parser.add_argument("--vendor", type=str.lower, choices=("nvidia", "amd"), default=None, help=meaning)
+    """``--vendor``, which matters on hosts with GPUs of several."""
+    parser.add_argument("--vendor", type=str.lower, choices=tuple(VENDORS), default=None, help=meaning)
 
 
 def add_which_gpus(parser: argparse.ArgumentParser, gpu: str, ordinal: str, node: str = "") -> None:

@@ -234,7 +234,7 @@ def _run(options: argparse.Namespace) -> NoReturn:
     except UnsatisfiableRequestError as err:
         if options.nb_gpus != "job" or err.value != 0:
             raise
-        os.environ.update(hide_all("nvidia"), **hide_all("amd"))  # the job asked for no GPU, so it shall see none
+        os.environ.update(hide_all())  # the job asked for no GPU, so it shall see none
         become(path, options.command)
     finally:
         release_gpus()  # also where an exception came before the claim had a name here

@@ -112,7 +112,7 @@ def host_lines(host: racers.RaceHost, asks: Sequence[int], simulated: str | None
         simulated: the name of the simulated host; None: the GPUs are real.
     """
     if not host.snapshot.gpus:
-        return ["No NVIDIA GPU can be used on this host; `safe-gpu doctor` says why."]
+        return ["No GPU can be used on this host; `safe-gpu doctor` says why."]
     models = _models(host.snapshot)
     if simulated is None:
         lines = _wrapped(f"This host has {models}.")

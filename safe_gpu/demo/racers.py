@@ -23,6 +23,7 @@ from ..drivers import opened_driver
 from ..runtimes.visible_limit import visible_limit_of
 from ..selection.choice import check_possible
 from ..selection.request import Selection
+from ..vendors import VENDORS
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -102,7 +103,7 @@ def simulated_host(name: str) -> Iterator[None]:
         for parent in (tempfile.gettempdir(), "/dev/shm"):
             directory = ending.enter_context(tempfile.TemporaryDirectory(prefix="safe-gpu-demo-", dir=parent))
             for variable in list(os.environ):
-                if variable.startswith(("SAFE_GPU_", "CUDA_", "ROCR_", "HIP_")):
+                if variable.startswith(("SAFE_GPU_", *(name for one in VENDORS.values() for name in one.prefixes))):
                     del os.environ[variable]
             os.environ.update(
                 SAFE_GPU_DIR=directory,

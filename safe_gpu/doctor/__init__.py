@@ -53,9 +53,6 @@ CHECKS: tuple[tuple[str, Callable[[CheckedHost], Finding]], ...] = (
 )
 """Name and function of every check, in the order of the report."""
 
-# Names of checks where a claim would get AMD GPUs.
-_ON_AMD = {"CUDA": "HIP", "CUDA_VISIBLE_DEVICES": "ROCR_VISIBLE_DEVICES"}
-
 
 def run_checks(host: CheckedHost | None = None) -> list[Check]:
     """Run all checks; ``host`` None is this host with this process's environment. Errors in checks do not raise."""
@@ -71,7 +68,8 @@ def run_checks(host: CheckedHost | None = None) -> list[Check]:
                     f"the check itself failed: {type(err).__name__}: {err}",
                     "look for the cause that the message names; the other checks are not affected",
                 )
-            name = _ON_AMD.get(name, name) if examined.is_amd else name
+            own = {"CUDA": examined.vendor.library, "CUDA_VISIBLE_DEVICES": examined.vendor.variables[0]}
+            name = own.get(name, name)
             found.append(Check(name, **vars(finding)))
     finally:
         examined.close()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from ..coordination.files import state_dir_path
 from ..errors import SafeGpuError, StateDirError
 from ..text import paint, wrapped
+from ..vendors import FIRST, VENDORS, Vendor
 
 if TYPE_CHECKING:
     from ..devices import Gpu, HostSnapshot
@@ -130,7 +131,7 @@ class CheckedHost:
 
     @cached_property
     def others(self) -> tuple[list[HostSnapshot], list[str]]:
-        """One poll of the driver of the other vendor, where this host has its GPUs, and what is broken."""
+        """One poll of the driver of each other vendor of which this host has GPUs, and what is broken."""
         from ..drivers import may_be_several
         from ..status.gather import polls
 
@@ -142,9 +143,9 @@ class CheckedHost:
         return [one for one in found if one.gpus and one.vendor != mine], broken
 
     @property
-    def is_amd(self) -> bool:
-        """Whether a claim would get AMD GPUs."""
-        return self.snapshot is not None and self.snapshot.vendor == "amd"
+    def vendor(self) -> Vendor:
+        """That of the GPUs that a claim would get."""
+        return VENDORS[FIRST if self.snapshot is None else self.snapshot.vendor]
 
     @cached_property
     def status(self) -> HostStatus:
@@ -165,7 +166,7 @@ class CheckedHost:
     @property
     def simulated(self) -> bool:
         """Whether the GPUs are simulated."""
-        return self.driver is not None and not self.driver.runtime.real
+        return self.driver is not None and self.driver.is_simulated
 
     def close(self) -> None:
         """Close the driver."""

@@ -17,12 +17,11 @@ from ..devices import ComputeMode, HostSnapshot, ProcessKind
 from ..errors import NoDriverError, SafeGpuError
 from ..selection.request import Rules
 from ..selection.verdicts import HIDDEN, NOT_YET, SHOWN, UNWATCHABLE, presence, why_memory_unexplained
+from ..vendors import VENDORS
 from .check import CheckedHost, Finding, failed, labels, passed, skipped, warning, with_snapshot
 
 # Checks of the GPUs and their driver.
 
-
-_OF_NVIDIA = "AMD GPUs have none: it is NVIDIA's"
 
 # A poll of eight initialised GPUs takes milliseconds. Without persistence mode the kernel driver initialises each GPU
 # first, which takes seconds.
@@ -30,7 +29,13 @@ _SLOW_POLL = 1.0
 
 
 def _of_nvidia(check: Callable[[CheckedHost, HostSnapshot], Finding]) -> Callable[[CheckedHost], Finding]:
-    return with_snapshot(lambda host, snapshot: skipped(_OF_NVIDIA) if host.is_amd else check(host, snapshot))
+    return with_snapshot(lambda host, snapshot: _not_of(host) or check(host, snapshot))
+
+
+def _not_of(host: CheckedHost) -> Finding | None:
+    """The finding about a thing of NVIDIA's where a claim would get other GPUs."""
+    is_first = host.vendor is VENDORS["nvidia"]
+    return None if is_first else skipped(f"{host.vendor.title} GPUs have none: it is NVIDIA's")
 
 
 def _described(snapshot: HostSnapshot) -> str:
@@ -43,13 +48,11 @@ def driver(host: CheckedHost) -> Finding:
     snapshot = host.snapshot
     if snapshot is None:
         return failed(
-            host.driver_error, "install the NVIDIA driver and nvidia-ml-py, or try SAFE_GPU_DRIVER=simulated:dgx-a100"
+            host.driver_error, f"{host.vendor.install}, or try SAFE_GPU_DRIVER=simulated:{host.vendor.preset}"
         )
     if not snapshot.gpus:
-        way_out = "pass GPUs into the container (docker run --gpus all), or see nvidia-smi"
-        if snapshot.driver == "kfd":
-            way_out = "pass GPUs into the container (docker run --device /dev/kfd --device /dev/dri), or see rocminfo"
-        return failed(f"{snapshot.driver} {snapshot.driver_version} shows no GPU", way_out)
+        whose = next((one for one in VENDORS.values() if snapshot.driver in one.drivers), host.vendor)
+        return failed(f"{snapshot.driver} {snapshot.driver_version} shows no GPU", whose.pass_in)
     detail = _described(snapshot)
     if host.simulated and os.path.exists(os.path.join(host.root, "dev/nvidia0")):
         return warning(
@@ -65,17 +68,19 @@ def driver(host: CheckedHost) -> Finding:
 
 
 def other_vendor(host: CheckedHost) -> Finding:
-    """Does this host have GPUs of a second vendor, and does their driver work?"""
+    """Does this host have GPUs of further vendors, and do their drivers work?"""
     others, broken = host.others
     if broken:
         return warning(
-            f"a driver of one vendor does not work, and only claims of the other's GPUs can be made: {broken[0]}",
-            "repair that driver; --vendor (vendor=) chooses the GPUs of the one that works",
+            f"a driver of one vendor does not work, and only claims of other GPUs can be made: {broken[0]}",
+            "repair that driver; --vendor (vendor=) chooses the GPUs of one that works",
         )
     if host.snapshot is None or not others:
         return passed("no GPUs of a second vendor")
-    vendor = others[0].vendor
-    return passed(f"{_described(others[0])}; claims get those with --vendor {vendor} (vendor={vendor!r})")
+    found = (
+        f"{_described(one)}; claims get those with --vendor {one.vendor} (vendor={one.vendor!r})" for one in others
+    )
+    return passed("; ".join(found))
 
 
 @with_snapshot
@@ -84,37 +89,27 @@ def driver_speed(host: CheckedHost, snapshot: HostSnapshot) -> Finding:
     took = f"opening and polling the driver took {host.poll_seconds:.2f} s"
     if host.poll_seconds <= _SLOW_POLL:
         return passed(took)
-    if host.is_amd:
-        return warning(took, "see dmesg for amdgpu: a GPU that is reset or wakes up answers slowly")
-    return warning(took, "turn persistence mode on: start nvidia-persistenced, or `nvidia-smi -pm 1` as root")
+    return warning(took, host.vendor.is_slow)
 
 
 @with_snapshot
 def cuda_starts(host: CheckedHost, snapshot: HostSnapshot) -> Finding:
     """Can CUDA be initialised, and does it see the GPUs that the driver shows? Tested in a short-lived child."""
     if host.simulated:
-        return skipped(f"simulated GPUs have no {'HIP' if host.is_amd else 'CUDA'}")
+        return skipped(f"simulated GPUs have no {host.vendor.library}")
     assert host.driver is not None
-    from ..runtimes.visible_devices import visible_variables
-
-    title, chosen_by = host.driver.runtime.title, visible_variables(snapshot)
+    title, chosen_by = host.driver.runtime.title, host.vendor.variables
     without_fence = {name: value for name, value in host.environ.items() if name not in chosen_by}
     try:
         seen = host.driver.runtime.visible_in_child(without_fence)
     except NoDriverError as err:
-        return failed(
-            str(err),
-            "install the driver's CUDA library of the same version as the kernel module; on NVSwitch hosts start "
-            "nvidia-fabricmanager; see dmesg"
-            if title == "CUDA"
-            else "install ROCm's HIP runtime, and join the groups that may open /dev/kfd and /dev/dri (render, video)",
-        )
+        return failed(str(err), host.vendor.no_library)
     usable = [gpu for gpu in snapshot.physical if not gpu.lost]
     plain = not any(gpu.mig_enabled for gpu in usable)
     if len(seen) < len(usable) and plain:
         return warning(
             f"{title} can be initialised and sees {len(seen)} GPU(s), but the driver shows {len(usable)}",
-            f"see dmesg for the others ({'amdgpu' if host.is_amd else 'Xid'}); claims of them fail with "
+            f"see dmesg for the others ({host.vendor.log}); claims of them fail with "
             "WrongDeviceError or PlaceholderError",
         )
     return passed(f"{title} can be initialised and sees {len(seen)} GPU(s)")
@@ -127,9 +122,7 @@ def lost_gpus(host: CheckedHost, snapshot: HostSnapshot) -> Finding:
     if lost:
         return warning(
             f"{labels(lost)}: {lost[0].unusable or 'the driver lost it'}",
-            "look for amdgpu in dmesg, or reboot the host"
-            if host.is_amd
-            else "look for Xid in dmesg, then `nvidia-smi -r` as root, or reboot the host",
+            host.vendor.recover,
         )
     closed = [gpu for gpu in snapshot.gpus if bool(gpu.unusable) and not gpu.mig_enabled]
     if closed:
@@ -176,8 +169,8 @@ def mig(host: CheckedHost, snapshot: HostSnapshot) -> Finding:
 
 def mps(host: CheckedHost) -> Finding:
     """Does the Multi-Process Service run?"""
-    if host.is_amd:
-        return skipped(_OF_NVIDIA)
+    if other := _not_of(host):
+        return other
     servers = [
         pid
         for pid in procfs.pids()

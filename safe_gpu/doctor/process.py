@@ -133,10 +133,10 @@ def scope(host: CheckedHost) -> Finding:
 
 
 def visible_devices(host: CheckedHost) -> Finding:
-    """Does an inherited CUDA_VISIBLE_DEVICES, or ROCR_ or HIP_ for AMD GPUs, limit claims, and is its value clear?"""
-    from ..runtimes.visible_devices import read_visible_once, visible_variables
+    """Does an inherited variable such as CUDA_VISIBLE_DEVICES limit claims, and is its value clear?"""
+    from ..runtimes.visible_devices import read_visible_once
 
-    known = visible_variables(host.snapshot) if host.snapshot is not None else ("CUDA_VISIBLE_DEVICES",)
+    known = host.vendor.variables
     name = next((name for name in known if name in host.environ), "")
     if not name:
         return passed("not set: claims choose among all GPUs")
@@ -172,8 +172,8 @@ def visible_devices(host: CheckedHost) -> Finding:
 
 def device_order(host: CheckedHost) -> Finding:
     """Does CUDA_DEVICE_ORDER have a value that CUDA knows?"""
-    if host.is_amd:
-        return skipped("HIP does not read it")
+    if host.vendor.library != "CUDA":
+        return skipped(f"{host.vendor.library} does not read it")
     value = host.environ.get("CUDA_DEVICE_ORDER")
     if value in ("PCI_BUS_ID", "FASTEST_FIRST"):
         return passed(value)

@@ -10,6 +10,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from ..argument_style import ArgumentStyle
+from ..vendors import FIRST, VENDORS
 
 if TYPE_CHECKING:
     from .base import Driver
@@ -17,7 +18,11 @@ if TYPE_CHECKING:
 __all__ = ["may_be_several", "open_driver", "open_drivers", "opened_driver"]
 
 # The drivers, with the vendor of those whose GPUs are all of one.
-_KINDS = {"auto": None, "nvml": "nvidia", "nvidia-smi": "nvidia", "kfd": "amd", "simulated": None}
+_KINDS = {
+    "auto": None,
+    **{name: key for key, vendor in VENDORS.items() for name in vendor.drivers},
+    "simulated": None,
+}
 
 
 def open_driver(
@@ -27,19 +32,19 @@ def open_driver(
     prefer: str | None = None,
     spelling: type[ArgumentStyle] = ArgumentStyle,
 ) -> Driver:
-    """Open a driver by name: ``auto``, ``nvml``, ``nvidia-smi``, ``kfd`` or ``simulated:PRESET``.
+    """Open a driver by name: ``auto``, one of ``Vendor.drivers``, or ``simulated:PRESET``.
 
     Args:
         name: None means what ``SAFE_GPU_DRIVER`` says, else ``auto``: NVML, or nvidia-smi where NVML's library or
-            Python module is missing, or AMD's driver where there are no NVIDIA GPUs. A driver that is there and does
-            not work is reported, not worked around.
-        vendor: "nvidia" or "amd"; None leaves the choice to the host and to the claim around this process.
-        prefer: the same where a host has GPUs of both and this is not inside a claim; never an error.
+            Python module is missing, or the driver of the next vendor where there are no NVIDIA GPUs. A driver that
+            is there and does not work is reported, not worked around.
+        vendor: a key of ``VENDORS``; None leaves the choice to the host and to the claim around this process.
+        prefer: the same where a host has GPUs of several and this is not inside a claim; never an error.
         spelling: how messages write ``vendor``.
 
     Raises:
         UnsatisfiableRequestError: no such driver, or no such preset, or it has no GPUs of that vendor, or the claim
-            around this process is of the other one.
+            around this process is of another one.
         NoDriverError: the driver is missing or does not work.
     """
     kind, preset = _parsed(name)
@@ -70,13 +75,13 @@ def open_drivers() -> tuple[list[Driver], list[str]]:
     """For viewers, such as ``status``: the drivers of all GPUs that ``SAFE_GPU_DRIVER`` names, one for each vendor.
 
     Returns:
-        The drivers, NVIDIA's first, and sentences on those that do not work.
+        The drivers, in the order of ``VENDORS``, and sentences on those that do not work.
 
     Raises:
         UnsatisfiableRequestError: no such driver, or no such preset. NoDriverError: none works.
     """
     kind, preset = _parsed(None)
-    if kind == "auto" and _has_kfd():
+    if kind == "auto" and _may_have_others():
         from .vendors import open_each
 
         return open_each(_nvidia)
@@ -95,7 +100,7 @@ def may_be_several() -> bool:
         from .presets import preset as find_preset
 
         return len(find_preset(preset).vendors) > 1
-    return kind == "auto" and _has_kfd()
+    return kind == "auto" and _may_have_others()
 
 
 def _parsed(name: str | None) -> tuple[str, str]:
@@ -109,10 +114,12 @@ def _parsed(name: str | None) -> tuple[str, str]:
     return kind, preset
 
 
-def _has_kfd() -> bool:
-    """Whether the kernel's AMD driver is loaded. Every claim asks this, so it is one question to the file system."""
+def _may_have_others() -> bool:
+    """Whether a kernel driver of another than the first vendor is loaded. Every claim asks this, so it is one or two
+    questions to the file system for each vendor."""
     root = os.environ.get("SAFE_GPU_FSROOT") or "/"
-    return os.path.exists(os.path.join(root, "sys/class/kfd/kfd/topology/nodes"))
+    paths = (path for key, vendor in VENDORS.items() if key != FIRST for path in vendor.loaded)
+    return any(os.path.exists(os.path.join(root, path)) for path in paths)
 
 
 def _auto(vendor: str | None, prefer: str | None, spelling: type[ArgumentStyle]) -> Driver:
@@ -120,7 +127,7 @@ def _auto(vendor: str | None, prefer: str | None, spelling: type[ArgumentStyle])
         from .vendors import open_of
 
         return open_of(vendor, _nvidia, spelling)
-    if _has_kfd():
+    if _may_have_others():
         from .vendors import open_first
 
         return open_first(prefer, _nvidia, spelling)

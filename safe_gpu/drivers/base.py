@@ -25,6 +25,9 @@ class Driver(Protocol):
     def name(self) -> str:
         """``nvml``, ``nvidia-smi``, ``kfd`` or ``simulated:PRESET``."""
 
+    is_simulated: bool = False
+    """Whether there are no such GPUs."""
+
     @property
     def runtime(self) -> Runtime:
         """The library through which programs use its GPUs."""

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from .. import procfs
 from ..devices import GpuProcess, ProcessKind
+from ..vendors import FIRST, VENDORS, Vendor
 
 # PCI bus ids: their order, which is nvidia-smi's order of GPUs, and the NUMA node that sysfs gives them.
 
@@ -70,12 +71,8 @@ def has_nvidia_gpu() -> bool:
 _MOST_DESCRIPTORS = 4096
 
 
-# What opens a GPU's device files -> the file that is there if the driver is.
-_CONTROL = {"nvidia": "dev/nvidiactl", "kfd": "dev/kfd"}
-
-
 def own_namespace_pids(
-    processes: Iterable[GpuProcess], *, by_devices: bool = True, device: str = "nvidia"
+    processes: Iterable[GpuProcess], *, by_devices: bool = True, vendor: Vendor = VENDORS[FIRST]
 ) -> tuple[GpuProcess, ...]:
     """The processes under their numbers of this PID namespace, each once per kind.
 
@@ -85,12 +82,12 @@ def own_namespace_pids(
 
     Args:
         by_devices: False does not look whether a process has the driver's device open, for drivers without devices.
-        device: how the names of the driver's devices begin: "nvidia" or "kfd".
+        vendor: whose device files are looked for.
     """
-    by_devices = by_devices and _exists(_CONTROL[device])
+    by_devices = by_devices and _exists(vendor.control)
     found: dict[tuple[int, str], GpuProcess] = {}
     for listed in processes:
-        process = _resolved(listed, device if by_devices else "")
+        process = _resolved(listed, vendor.device if by_devices else "")
         known = found.setdefault((process.pid, process.kind), process)
         if (known.memory_used or -1) < (process.memory_used or -1):
             found[process.pid, process.kind] = process

@@ -27,6 +27,7 @@ from ..devices import Gpu, GpuProcess, HostSnapshot
 from ..errors import NoDriverError
 from ..runtimes.runtime import HIP
 from ..sysfs import Device, Files, devices, tree
+from ..vendors import VENDORS
 from . import kernel as pci
 from .base import Driver
 from .kernel import own_namespace_pids
@@ -72,7 +73,7 @@ def processes(files: Files, gpu_ids: Iterable[int]) -> dict[int, ProcessesOnGpu]
                 found[gpu_id].append(GpuProcess(pid, memory_used=memory))
     return {
         # A pid there is the kernel's number, that of the first PID namespace.
-        gpu_id: ProcessesOnGpu(own_namespace_pids(listed, device="kfd"), errors[gpu_id])
+        gpu_id: ProcessesOnGpu(own_namespace_pids(listed, vendor=VENDORS["amd"]), errors[gpu_id])
         for gpu_id, listed in found.items()
     }
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..devices import MIG_IS_ON, VENDORS, Gpu, vendor_of
+from ..devices import MIG_IS_ON, Gpu, vendor_of
 from ..errors import UnsatisfiableRequestError
+from ..vendors import VENDORS
 
 if TYPE_CHECKING:
     from ..topology import HostTopology
@@ -99,7 +100,7 @@ class Preset:
 
     @cached_property
     def vendors(self) -> tuple[str, ...]:
-        """The vendors of its GPUs, NVIDIA first."""
+        """The vendors of its GPUs, in the order of the table."""
         found = {device.vendor for device in self.devices}
         return tuple(vendor for vendor in VENDORS if vendor in found)
 

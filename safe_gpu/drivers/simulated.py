@@ -34,6 +34,7 @@ from ..coordination.socket_names import simulated_prefix
 from ..devices import Gpu, GpuProcess, HostSnapshot, ProcessKind
 from ..errors import PlaceholderError, StateDirError
 from ..runtimes.runtime import Runtime
+from ..vendors import VENDORS
 from .base import Driver
 from .kernel import own_namespace_pids
 from .presets import CONTEXT_BYTES
@@ -166,7 +167,6 @@ def _opened(stack: ExitStack, place: tuple[str, ...], *, make: bool) -> StateDir
 # A driver without GPUs: a preset host whose processes are files in the state directory.
 
 
-_VERSIONS = {"nvidia": "550.54.15", "amd": "6.8.5"}
 _TREE = "simulated"
 _GONE = "this host has no such device"
 _CREATION_PATIENCE = 1.0  # how long another user's first use may take between its mkdir and its chmod, seconds
@@ -182,11 +182,10 @@ class SimulatedDriver(Driver):
     simulated. Nothing is open between polls; contexts belong to their process, as with a real driver.
 
     Args:
-        preset: name of the host (``dgx-a100``, ``dgx-h100``, ``workstation-mixed``, ``laptop``, ``big-16``,
-            ``mig-h100``, ``mi250x``, ``mi300x-cpx``, ``two-vendors``).
+        preset: name of the host, a key of ``presets.PRESETS``.
         state_dir: where the processes are kept, in ``simulated``; None: in ``SAFE_GPU_SIMULATED_DIR``, else in
             ``simulated`` in the state directory. It is made when the first process comes.
-        vendor: whose GPUs it has, on a host with those of both; None: NVIDIA's there.
+        vendor: whose GPUs it has, on a host with those of several; None: of the first there.
 
     Raises:
         UnsatisfiableRequestError: no such preset. StateDirError: a relative path.
@@ -198,8 +197,10 @@ class SimulatedDriver(Driver):
         self._place = (*_tree_of(state_dir, self._state_dir), self._host.name)
         prefix = simulated_prefix(os.path.join(*self._place[:-1]))
         gpus = self._host.gpus()
-        self._idle = HostSnapshot(gpus, self.name, _VERSIONS[gpus[0].vendor], prefix)
+        self._idle = HostSnapshot(gpus, self.name, VENDORS[gpus[0].vendor].version, prefix)
         self._by_uuid = {gpu.uuid: gpu for gpu in self._idle.gpus}
+
+    is_simulated = True
 
     @property
     def name(self) -> str:

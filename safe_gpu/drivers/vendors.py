@@ -1,10 +1,10 @@
-"""Hosts with GPUs of both vendors: which driver a claim works with, and all drivers for viewers."""
+"""Hosts with GPUs of several vendors: which driver a claim works with, and all drivers for viewers."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from .. import settings
 from ..argument_style import ArgumentStyle
@@ -12,15 +12,11 @@ from ..coordination.holders import gpus_of_scope
 from ..devices import vendor_of
 from ..errors import NoDriverError, UnsatisfiableRequestError
 from ..sysfs import devices, tree
+from ..vendors import FIRST, VENDORS
 from .kernel import has_nvidia_gpu
-from .kfd import KfdDriver, may_be_integrated
 
 if TYPE_CHECKING:
     from .base import Driver
-
-
-NAMES = {"nvidia": "NVIDIA", "amd": "AMD"}
-"""The names of vendors in messages."""
 
 
 def meant_vendor(environ: Mapping[str, str], prefer: str | None = None) -> str | None:
@@ -51,8 +47,8 @@ def check_inside(vendor: str, spelling: type[ArgumentStyle]) -> None:
     around = gpus_of_scope(os.environ.get("SAFE_GPU_SCOPE", ""))
     if around and (other := vendor_of(around[0])) != vendor:
         raise UnsatisfiableRequestError(
-            f"{_asked(vendor, spelling)}, and the claim around this process (SAFE_GPU_SCOPE) holds {NAMES[other]} "
-            f"GPUs: leave {spelling.option('vendor')} out, or make the claim outside",
+            f"{_asked(vendor, spelling)}, and the claim around this process (SAFE_GPU_SCOPE) holds "
+            f"{VENDORS[other].title} GPUs: leave {spelling.option('vendor')} out, or make the claim outside",
             value=vendor,
         )
 
@@ -67,82 +63,115 @@ def lacking(vendor: str, driver: str, spelling: type[ArgumentStyle]) -> Unsatisf
 
 
 def _asked(vendor: str, spelling: type[ArgumentStyle]) -> str:
-    return f"{spelling.setting('vendor', spelling.value(vendor))} asks for {NAMES[vendor]} GPUs"
+    return f"{spelling.setting('vendor', spelling.value(vendor))} asks for {VENDORS[vendor].title} GPUs"
+
+
+class _Other(NamedTuple):
+    """A vendor after the first: how many of its GPUs the kernel lists, and whether all may be integrated graphics."""
+
+    open: Callable[[], Driver]
+    gpus: int
+    only_graphics: bool
+
+
+def _of_amd() -> _Other:
+    from .kfd import KfdDriver, may_be_integrated
+
+    found = devices(tree()) or ()
+    return _Other(KfdDriver, len(found), all(map(may_be_integrated, found)))
+
+
+_OTHERS: dict[str, Callable[[], _Other]] = {"amd": _of_amd}
+
+
+def _others() -> dict[str, _Other]:
+    """The vendors after the first of which this host has GPUs, those last that may have integrated graphics only."""
+    files = tree()
+    found = {key: _OTHERS[key]() for key in _OTHERS if any(map(files.exists, VENDORS[key].loaded))}
+    there = [(key, other) for key, other in found.items() if other.gpus]
+    return dict(sorted(there, key=lambda one: one[1].only_graphics))
 
 
 def open_of(vendor: str, open_nvidia: Callable[[], Driver], spelling: type[ArgumentStyle]) -> Driver:
     """The driver of the vendor that was chosen.
 
     Raises:
-        UnsatisfiableRequestError: this host has GPUs of the other vendor only.
+        UnsatisfiableRequestError: this host has GPUs of other vendors only.
         NoDriverError: it has no driver at all, or the one that was chosen does not work.
     """
-    if vendor == "amd":
+    others = _others()
+    if vendor != FIRST:
         from .nvidia_smi import find_nvidia_smi
         from .nvml import why_missing
 
-        if not devices(tree()) and (why_missing() is None or find_nvidia_smi() is not None):
+        if vendor not in others and (others or why_missing() is None or find_nvidia_smi() is not None):
             raise lacking(vendor, "auto", spelling)
-        return KfdDriver()
+        return _OTHERS[vendor]().open()
     try:
         return open_nvidia()
     except NoDriverError as err:
-        if err.driver == "auto" and devices(tree()):  # it is missing
+        if err.driver == "auto" and others:  # it is missing
             raise lacking(vendor, "auto", spelling) from err
         raise
 
 
 def open_first(prefer: str | None, open_nvidia: Callable[[], Driver], spelling: type[ArgumentStyle]) -> Driver:
-    """The driver of a process that chose no vendor, on a host where the kernel's AMD driver is loaded.
+    """The driver of a process that chose no vendor, on a host where the kernel's driver of a further one is loaded.
 
-    NVIDIA's is the first, unless this process has been given AMD GPUs (``prefer``, or :func:`meant_vendor`). AMD's is
-    taken only where there are no NVIDIA GPUs. Whether they are free does not matter: programs are built for one vendor.
+    NVIDIA's is the first, unless this process has been given other GPUs (``prefer``, or :func:`meant_vendor`). The
+    others are taken only where there are no NVIDIA GPUs, in the order of the table. Whether they are free does not
+    matter: programs are built for one vendor.
 
     Raises:
         NoDriverError: there are NVIDIA GPUs, and their driver does not work.
     """
-    if not devices(tree()):
+    others = _others()
+    if not others:
         return open_nvidia()
     vendor = meant_vendor(os.environ, prefer)
-    if vendor == "amd":
-        return KfdDriver()
+    if vendor in others:
+        return others[vendor].open()
+    first = next(iter(others))
     try:
         driver = open_nvidia()
-        is_first = vendor is not None or bool(driver.snapshot().gpus)
+        is_first = vendor == FIRST or bool(driver.snapshot().gpus)
     except NoDriverError as err:
         if _is_of_other_vendor(err):
-            return KfdDriver()
-        if _has_only_graphics():
+            return others[first].open()
+        if others[first].only_graphics:
             raise
-        way_out = spelling.setting("vendor", spelling.value("amd"))
-        raise NoDriverError(f"{err} (this host has AMD GPUs too: {way_out})", driver=err.driver) from err
+        way_out = spelling.setting("vendor", spelling.value(first))
+        text = f"{err} (this host has {VENDORS[first].title} GPUs too: {way_out})"
+        raise NoDriverError(text, driver=err.driver) from err
     if is_first:
         return driver
     driver.close()
-    return KfdDriver()
+    return others[first].open()
 
 
 def open_each(open_nvidia: Callable[[], Driver]) -> tuple[list[Driver], list[str]]:
     """The drivers of all vendors of which this host has GPUs, and what is wrong with those that do not work.
 
-    The integrated graphics of a processor are left out where there are NVIDIA GPUs.
+    The integrated graphics of a processor are left out where there are other GPUs.
 
     Raises:
-        NoDriverError: there are no AMD GPUs, and NVIDIA's driver is missing or does not work.
+        NoDriverError: there are GPUs of the first vendor only, and its driver is missing or does not work.
     """
-    if not devices(tree()):
+    others = _others()
+    if not others:
         return [open_nvidia()], []
+    wanted = [key for key, other in others.items() if not other.only_graphics]
+    broken: list[str] = []
+    drivers: list[Driver] = []
     try:
-        nvidia = open_nvidia()
-        if _has_only_graphics() and nvidia.snapshot().gpus:
-            return [nvidia], []
+        drivers.append(open_nvidia())
+        if not wanted and drivers[0].snapshot().gpus:
+            return drivers, []
     except NoDriverError as err:
-        return [KfdDriver()], [] if _is_of_other_vendor(err) else [str(err)]
-    return [nvidia, KfdDriver()], []
-
-
-def _has_only_graphics() -> bool:
-    return all(map(may_be_integrated, devices(tree()) or ()))
+        drivers.clear()
+        broken += [] if _is_of_other_vendor(err) else [str(err)]
+    drivers += [others[key].open() for key in VENDORS if key in (wanted or others)]
+    return drivers, broken
 
 
 def _is_of_other_vendor(err: NoDriverError) -> bool:

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 from ..errors import ClaimTimeout, NotEnoughGpusError, SafeGpuError, UnsatisfiableRequestError
+from ..vendors import FIRST
 
 _GrantT = TypeVar("_GrantT")
 _GrantT_co = TypeVar("_GrantT_co", covariant=True)
@@ -169,7 +170,7 @@ class ClusterGpu:
         cpus: the CPUs next to it, for its workers; empty: no preference.
         cores: the same CPUs, as the hardware threads of each physical core.
         numa_node: the NUMA node next to it; None is unknown.
-        vendor: "nvidia" or "amd".
+        vendor: a key of :data:`~safe_gpu.vendors.VENDORS`.
         environment: the variables that make only this GPU visible to CUDA or HIP, and allow its workers to claim it.
         inherited_position: its position in the CUDA_VISIBLE_DEVICES, or ROCR_VISIBLE_DEVICES for an AMD GPU, that the
             holder inherited; None without one.
@@ -182,7 +183,7 @@ class ClusterGpu:
     cpus: frozenset[int] = frozenset()
     cores: tuple[tuple[int, ...], ...] = field(default=(), repr=False)
     numa_node: int | None = field(default=None, repr=False)
-    vendor: str = field(default="nvidia", repr=False)
+    vendor: str = field(default=FIRST, repr=False)
     environment: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
     inherited_position: int | None = field(default=None, repr=False)
 

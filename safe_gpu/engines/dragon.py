@@ -56,6 +56,7 @@ from .. import procfs
 from ..claim.times import DEFAULT, DefaultTimeout
 from ..claim.worker import EXPECT, is_held
 from ..errors import GPUAffinityError, HolderLostError, UnsatisfiableRequestError, WrongDeviceError
+from ..vendors import VENDORS
 from .cluster import ClusterGpu
 from .holder import ClaimArguments, HolderProcess, enter_worker
 from .remote import HeldClaim, NodeFacts, choose_nodes, claim_through
@@ -526,14 +527,12 @@ class WorkerCheck:
 
 def _variable(gpu: ClusterGpu) -> str:
     """The variable that Dragon sets for a GPU of this vendor."""
-    return "ROCR_VISIBLE_DEVICES" if gpu.vendor == "amd" else "CUDA_VISIBLE_DEVICES"
+    return VENDORS[gpu.vendor].variables[0]
 
 
 def _values(gpu: ClusterGpu) -> tuple[str, ...]:
     """The values of Dragon's variable for this GPU alone."""
-    if gpu.vendor == "amd":  # the number, or the UUID if Dragon has inherited UUIDs
-        return str(gpu.index), gpu.uuid
-    return (gpu.environment["CUDA_VISIBLE_DEVICES"],)
+    return str(gpu.index), gpu.environment[_variable(gpu)]  # the latter if Dragon has inherited UUIDs
 
 
 class _DeviceOrder:
@@ -568,7 +567,7 @@ def _dragon_number(gpu: ClusterGpu, node: Any) -> int:
     if node.gpu_env_str != _variable(gpu):
         problem = (
             f"Dragon places there by {node.gpu_env_str}, and GPU {gpu.index} is one for {_variable(gpu)}: leave the "
-            "host out of nodes, or claim GPUs of the other vendor"
+            "host out of nodes, or claim GPUs of another vendor"
         )
     elif gpu.vendor == "nvidia" and not gpu.environment["CUDA_VISIBLE_DEVICES"].isdecimal():
         problem = (

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..claim.times import DEFAULT, DefaultTimeout
 from ..errors import HolderLostError, UnsatisfiableRequestError
+from ..vendors import VENDORS
 from .cluster import ClusterGpu
 from .holder import ClaimArguments, HolderProcess, enter_worker
 from .remote import HeldClaim, NodeFacts, choose_nodes, claim_through
@@ -36,8 +37,6 @@ if TYPE_CHECKING:
 
 # Ray does not change these variables in processes that have this. Before 2.45 it set ROCR_VISIBLE_DEVICES on AMD GPUs.
 _KEEP_VISIBLE_DEVICES = {f"RAY_EXPERIMENTAL_NOSET_{name}_VISIBLE_DEVICES": "1" for name in ("CUDA", "HIP", "ROCR")}
-# What would limit HIP beside the variables of the claim, or contradict them, in the runtime environment of a user.
-_OTHERS_OF_AMD = ("ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
 # What _set_up_worker does before a worker's first task, as JSON: the binding, and the job's own setup hook, which
 # _set_up_worker replaces and calls.
 _WORKER = "SAFE_GPU_RAY_WORKER"
@@ -135,8 +134,8 @@ class RayClaim(HeldClaim["_RayHolder"]):
         self._known(gpu)
         job = ray.get_runtime_context().runtime_env.get("env_vars") or {}
         given = (runtime_env or {}).get("env_vars") or {}
-        if gpu.vendor == "amd":
-            given = {name: value for name, value in given.items() if name not in _OTHERS_OF_AMD}
+        # In the runtime environment of a user they would limit the library beside the variables of the claim.
+        given = {name: value for name, value in given.items() if name not in VENDORS[gpu.vendor].variables}
         setup = {
             "cpus": sorted(gpu.cpus),
             "numa_node": gpu.numa_node,

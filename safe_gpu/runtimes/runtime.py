@@ -27,11 +27,11 @@ class Runtime:
 
     Attributes:
         title: what messages call the library.
-        real: whether there is such a library, and the GPUs of the driver are those that it sees in this process.
+        asks_library: whether there is such a library, and the GPUs of the driver are those that it sees here.
     """
 
     title = "CUDA"
-    real = False
+    asks_library = False
 
     def visible_if_initialized(self) -> tuple[str, ...] | None:
         """The GPUs that the library sees in this process, in the order of its ordinals; None: it is not initialised.
@@ -195,7 +195,7 @@ def _listed(library: str) -> tuple[str, ...]:
 class CudaRuntime(Runtime):
     """CUDA in this process. A GPU is named by its UUID."""
 
-    real = True
+    asks_library = True
 
     def visible_if_initialized(self) -> tuple[str, ...] | None:
         from . import cuda

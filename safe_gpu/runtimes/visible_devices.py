@@ -43,6 +43,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..errors import UnsatisfiableRequestError
+from ..vendors import VENDORS
 
 if TYPE_CHECKING:
     from ..devices import Gpu, HostSnapshot
@@ -50,7 +51,6 @@ if TYPE_CHECKING:
 
 ROCR, HIP, CUDA = "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"
 OPENCL = "GPU_DEVICE_ORDINAL"
-_VARIABLES = {"nvidia": (CUDA,), "amd": (ROCR, HIP, CUDA)}
 # Ray sets it for its workers, and their child processes inherit it.
 _RAY = "RAY_RAYLET_PID"
 
@@ -306,14 +306,18 @@ def render_rocm(
     return {**written, **({OPENCL: numbers} if OPENCL in environ else {})}
 
 
+def _library(snapshot: HostSnapshot) -> str:
+    return VENDORS[snapshot.vendor].library
+
+
 def visible_variables(snapshot: HostSnapshot) -> tuple[str, ...]:
     """The variables that choose among these GPUs."""
-    return _VARIABLES[snapshot.vendor]
+    return VENDORS[snapshot.vendor].variables
 
 
 def read_visible(environ: Mapping[str, str], snapshot: HostSnapshot) -> VisibleLimit | None:
     """The GPUs to which an environment limits a process; None if no variable does."""
-    if snapshot.vendor == "amd":
+    if _library(snapshot) == "HIP":
         return read_rocm(environ, snapshot)
     return parse_cuda(environ.get(CUDA), snapshot, device_order=environ.get("CUDA_DEVICE_ORDER"))
 
@@ -321,7 +325,7 @@ def read_visible(environ: Mapping[str, str], snapshot: HostSnapshot) -> VisibleL
 def read_visible_once(environ: Mapping[str, str], snapshot: HostSnapshot) -> VisibleLimit | None:
     """The GPUs to which an environment limits a claim: as :func:`read`, but a list that a batch scheduler has written
     into several variables counts once. See :mod:`~safe_gpu.runtimes.visible_devices`."""
-    return read_visible(rocm_once(environ) if snapshot.vendor == "amd" else environ, snapshot)
+    return read_visible(rocm_once(environ) if _library(snapshot) == "HIP" else environ, snapshot)
 
 
 def render_visible(
@@ -333,14 +337,14 @@ def render_visible(
     Raises:
         UnsatisfiableRequestError: as for :func:`~safe_gpu.runtimes.visible_devices.render_cuda`.
     """
-    if snapshot.vendor == "amd":
+    if _library(snapshot) == "HIP":
         return render_rocm(gpus, visible_as=visible_as, snapshot=snapshot, environ=environ or {})
     return render_cuda(gpus, visible_as=visible_as, snapshot=snapshot)
 
 
-def hide_all(vendor: str) -> dict[str, str]:
-    """The variables that hide all GPUs of a vendor."""
-    return dict.fromkeys(_VARIABLES[vendor], "")
+def hide_all() -> dict[str, str]:
+    """The variables that hide all GPUs."""
+    return {name: "" for vendor in VENDORS.values() for name in vendor.variables}
 
 
 def stale_indices(value: str | None, device_order: str | None, claimed: Collection[str], snapshot: HostSnapshot) -> str:
@@ -351,8 +355,8 @@ def stale_indices(value: str | None, device_order: str | None, claimed: Collecti
         claimed: UUIDs of the GPUs of the claim inside which this process runs.
         snapshot: the host now.
     """
-    if snapshot.vendor != "nvidia":
-        return ""  # ROCR_VISIBLE_DEVICES holds UUIDs
+    if _library(snapshot) != "CUDA":
+        return ""  # the others do not renumber
     visible_limit = parse_cuda(value, snapshot, device_order=device_order)
     if visible_limit is None or not visible_limit.uses_indices or not claimed:
         return ""

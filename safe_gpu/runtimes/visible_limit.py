@@ -97,7 +97,7 @@ def _frozen(snapshot: HostSnapshot, nb_gpus: int, visible: tuple[str, ...], runt
 def _resolved(snapshot: HostSnapshot, visible_limit: VisibleLimit, runtime: Runtime) -> tuple[str, ...]:
     """The devices that an ambiguous variable selects, as CUDA shows them in a child process."""
     problem = ""
-    if runtime.real:
+    if runtime.asks_library:
         try:
             found = _claimable(snapshot, runtime.visible_in_child(), runtime)
             if found is not None:

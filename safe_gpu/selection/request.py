@@ -12,9 +12,10 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypedDict
 
 from ..argument_style import ArgumentStyle
-from ..devices import VENDORS, Gpu, Record, vendor_of_name
+from ..devices import Gpu, Record, vendor_of_name
 from ..errors import UnsatisfiableRequestError
 from ..text import format_bytes
+from ..vendors import VENDORS
 from .values import as_index, matches_model, names_device, parse_names, parse_size, refused, unknown_names
 
 if TYPE_CHECKING:
@@ -381,7 +382,7 @@ def parse_request(
     for one in CONDITIONS:
         if given.get(one.argument) is not None:
             parsed.append((one, one.parse(given[one.argument], spelling)))
-    if vendor is not None and vendor not in VENDORS:
+    if vendor is not None and vendor not in tuple(VENDORS):
         raise refused("vendor", vendor, f"choose {' or '.join(map(spelling.value, VENDORS))}", spelling)
     found = tuple(one(value) for one, value in parsed if value is not None)
     return Selection(_count(nb_gpus, spelling), found, None if vendor is None else str(vendor), spelling)

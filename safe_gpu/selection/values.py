@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from ..argument_style import ArgumentStyle
 from ..errors import UnsatisfiableRequestError
+from ..vendors import VENDORS
 
 if TYPE_CHECKING:
     from ..devices import Gpu, HostSnapshot
@@ -24,7 +25,8 @@ _FEWEST_BYTES = 1 << 20
 # Compiled on first use by re's own cache, because most claims need none of these patterns.
 _SIZE = r"\s*([0-9]{1,18}(?:\.[0-9]{0,18})?|\.[0-9]{1,18})\s*([a-zA-Z]{0,9})\s*"
 _RANGE = r"([0-9]{1,4})-([0-9]{1,4})"
-_NAME = r"[0-9]{1,4}(:[0-9]{1,4})?|(GPU|MIG)-[0-9A-Za-z/-]*|AMD-[0-9a-z:.-]*"
+_BY_PLACE = "|".join(one.by_place for one in VENDORS.values() if one.by_place)
+_NAME = rf"[0-9]{{1,4}}(:[0-9]{{1,4}})?|(GPU|MIG)-[0-9A-Za-z/-]*|({_BY_PLACE})[0-9a-z:.-]*"
 
 
 def refused(name: str, value: object, way_out: str, spelling: type[ArgumentStyle]) -> UnsatisfiableRequestError:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from ..procfs import printable
 from ..text import GAP, Column, cut, display_width, format_age, gpu_ranges, paint, plural, short_age, wrapped
+from ..vendors import VENDORS
 
 if TYPE_CHECKING:
     from ..devices import Gpu
@@ -271,7 +272,7 @@ def _wants(one: WaiterStatus, both: bool) -> str:
     """``2 GPUs``, or ``2 AMD GPUs`` on a host with GPUs of two vendors."""
     if one.nb_gpus is None:
         return "?"
-    return plural(one.nb_gpus, f"{one.vendor.upper()} GPU" if both and one.vendor else "GPU")
+    return plural(one.nb_gpus, f"{VENDORS[one.vendor].title} GPU" if both and one.vendor else "GPU")
 
 
 def _starts(one: WaiterStatus, now: float) -> str:

@@ -17,6 +17,7 @@ coordination.legacy coordination.locks coordination.records coordination.signals
 devices drivers drivers.base drivers.kernel drivers.presets drivers.simulated errors procfs programs runtimes
 runtimes.placeholders runtimes.runtime runtimes.visible_devices runtimes.visible_limit schedulers schedulers.job
 selection selection.backfill selection.choice selection.request selection.values selection.verdicts settings text
+vendors
 """.split()
 HEAVY = set(
     "dataclasses logging subprocess ctypes socket hashlib shutil tempfile inspect threading difflib pynvml".split()

@@ -74,8 +74,8 @@ def test_it_says_who_it_is(bench: Bench) -> None:
     assert snapshot.driver == bench.driver.name
     assert snapshot.driver_version
     runtime = bench.driver.runtime
-    assert runtime.real == (not bench.driver.name.startswith("simulated:"))
-    assert (bench.driver.host_topology() is None) == runtime.real
+    assert runtime.asks_library == (not bench.driver.name.startswith("simulated:"))
+    assert (bench.driver.host_topology() is None) == runtime.asks_library
     placeholder = runtime.default_placeholder()
     assert callable(placeholder)
     assert callable(placeholder.release)

@@ -153,5 +153,5 @@ def test_a_message_names_the_variables() -> None:
 
 
 def test_all_gpus_hidden() -> None:
-    assert uuids(read_rocm(hide_all("amd"), HOST)) == ()
-    assert visible_variables(HOST) == tuple(hide_all("amd"))
+    assert uuids(read_rocm(hide_all(), HOST)) == ()
+    assert set(visible_variables(HOST)) <= set(hide_all())

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from safe_gpu.devices import GpuProcess, HostSnapshot, ProcessKind
-from safe_gpu.drivers import kernel as nvidia_host
+from safe_gpu.drivers import kernel
 from safe_gpu.drivers.kernel import is_wsl, memory_is_node, own_namespace_pids
 from safe_gpu.drivers.nvidia_smi import NvidiaSmiDriver
 from safe_gpu.drivers.nvml import NvmlDriver
@@ -118,7 +118,7 @@ def test_a_process_that_may_not_be_read_or_has_too_much_open(
 
     listed = (GpuProcess(opening()),)
     assert own_namespace_pids(listed)[0].elsewhere
-    monkeypatch.setattr(nvidia_host, "_MOST_DESCRIPTORS", limit)
+    monkeypatch.setattr(kernel, "_MOST_DESCRIPTORS", limit)
     if limit:
         monkeypatch.setattr(os, "listdir", refuse)
     assert not own_namespace_pids(listed)[0].elsewhere

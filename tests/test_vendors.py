@@ -1,0 +1,60 @@
+"""The table of vendors, and that the rooms and the pages have what it says."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+
+import pytest
+
+import safe_gpu
+from safe_gpu.cli.parser import add_vendor
+from safe_gpu.devices import vendor_of, vendor_of_name
+from safe_gpu.drivers import _KINDS
+from safe_gpu.drivers.presets import PRESETS, preset
+from safe_gpu.drivers.vendors import _OTHERS
+from safe_gpu.runtimes.runtime import Runtime
+from safe_gpu.runtimes.visible_devices import hide_all
+from safe_gpu.selection.values import _NAME
+from safe_gpu.vendors import FIRST, VENDORS
+
+PAGE = Path(safe_gpu.__file__).parent.parent / "README.md"
+
+
+@pytest.mark.parametrize("key", VENDORS)
+def test_a_row_is_whole(key: str) -> None:
+    vendor = VENDORS[key]
+    assert preset(vendor.preset).vendors == (key,)
+    uuids = [device.uuid for host in PRESETS.values() for device in host.devices if device.vendor == key]
+    assert uuids
+    for uuid in [*uuids, *([f"{vendor.by_place}0000:05:00.0"] if vendor.by_place else [])]:
+        assert [vendor_of(uuid), vendor_of_name(uuid)] == [key, key]
+        assert re.fullmatch(_NAME, uuid)
+    assert vendor.library in {"CUDA"} | {one.title for one in _runtimes(Runtime)}
+    assert all(name.startswith(tuple(p for one in VENDORS.values() for p in one.prefixes)) for name in vendor.variables)
+    assert set(vendor.variables) <= set(hide_all())
+
+
+def _runtimes(above: type[Runtime]) -> set[type[Runtime]]:
+    return {found for one in above.__subclasses__() for found in {one, *_runtimes(one)}}
+
+
+def test_what_derives_from_the_table() -> None:
+    assert {FIRST, *_OTHERS} == set(VENDORS)
+    assert {kind for kind, vendor in _KINDS.items() if vendor} == {
+        name for row in VENDORS.values() for name in row.drivers
+    }
+    parser = argparse.ArgumentParser()
+    add_vendor(parser, "")
+    assert [parser.parse_args(["--vendor", key.upper()]).vendor for key in VENDORS] == list(VENDORS)
+    assert vendor_of_name("0") is vendor_of_name("GPU-ab") is None
+
+
+def test_the_page_names_every_driver_and_simulated_host() -> None:
+    row = next(line for line in PAGE.read_text().splitlines() if line.startswith("| `SAFE_GPU_DRIVER` |"))
+    drivers, hosts = row.split("`simulated:`")
+    assert re.findall(r"`([^`]*)`", hosts) == list(PRESETS)
+    named = re.findall(r"`([^`]*)`", drivers.split("|")[2])
+    assert named == ["auto", *(name for one in VENDORS.values() for name in one.drivers)]
+    assert all(f"({one.title})" in drivers for key, one in VENDORS.items() if key != FIRST)

@@ -96,6 +96,9 @@ class Gpu(Record):
         nvlink_peers: UUIDs of the GPUs reachable by NVLink, directly or through NVSwitch, or by xGMI; queried only for
             claims of several GPUs (``Driver.linked``).
         vendor: a key of :data:`~safe_gpu.vendors.VENDORS`.
+        tiles: how many parts Intel's library may show as devices of their own.
+        processes_private: ``processes`` has only those that this user may see, for the reason in ``process_error``. The
+            GPU is claimed by lease, and by memory where that is known.
     """
 
     index: int
@@ -121,6 +124,8 @@ class Gpu(Record):
     mig_instance: int | None = None
     nvlink_peers: frozenset[str] = frozenset()
     vendor: str = FIRST
+    tiles: int = 1
+    processes_private: bool = False
 
     @property
     def is_mig_instance(self) -> bool:
@@ -165,6 +170,7 @@ class Gpu(Record):
             mig_parent=self.mig_parent,
             mig_instance=self.mig_instance,
             vendor=self.vendor,
+            tiles=self.tiles,
         )
 
 

@@ -23,6 +23,7 @@ class Vendor(NamedTuple):
         warns: a file that is there on hosts with its GPUs only, for the warning about simulated ones; "" if none is.
         library: the library through which programs use the GPUs.
         variables: those that choose among the GPUs. Claims name the GPUs in the first one.
+        hides: the value of these variables that hides all GPUs.
         prefixes: how the names of all variables of its library begin that claims read or set.
         preset: a simulated host with its GPUs.
         version: that of its driver on simulated hosts.
@@ -41,6 +42,7 @@ class Vendor(NamedTuple):
     warns: str
     library: str
     variables: tuple[str, ...]
+    hides: str
     prefixes: tuple[str, ...]
     preset: str
     version: str
@@ -64,6 +66,7 @@ VENDORS = {
         warns="proc/driver/nvidia/version",
         library="CUDA",
         variables=("CUDA_VISIBLE_DEVICES",),
+        hides="",
         prefixes=("CUDA_",),
         preset="dgx-a100",
         version="550.54.15",
@@ -86,6 +89,7 @@ VENDORS = {
         warns="dev/kfd",
         library="HIP",
         variables=("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"),
+        hides="",
         prefixes=("ROCR_", "HIP_"),
         preset="mi250x",
         version="6.8.5",
@@ -96,6 +100,30 @@ VENDORS = {
         "video)",
         log="amdgpu",
         recover="look for amdgpu in dmesg, or reboot the host",
+    ),
+    "intel": Vendor(
+        title="Intel",
+        uuid=r"INTEL-.*",  # sysfs has no UUID
+        by_place="INTEL-",
+        drivers=("intel",),
+        loaded=("sys/bus/pci/drivers/i915", "sys/bus/pci/drivers/xe"),
+        control="",
+        device="render",
+        warns="",  # laptops without a card have these drivers too
+        library="Level Zero",
+        variables=("ZE_AFFINITY_MASK",),
+        hides="9999",  # an empty mask hides nothing, a number that no device has hides all
+        prefixes=("ZE_", "ONEAPI_"),
+        preset="max1550",
+        version="Linux 6.8.0",
+        install="load the kernel driver xe or i915",
+        pass_in="pass GPUs into the container (docker run --device /dev/dri), and join the groups that may open "
+        "/dev/dri/renderD* (render, video)",
+        is_slow="see dmesg for xe and i915: a GPU that is reset or wakes up answers slowly",
+        no_library="install level-zero and intel-level-zero-gpu, and join the groups that may open /dev/dri/renderD* "
+        "(render, video)",
+        log="xe or i915",
+        recover="look for xe or i915 in dmesg, or reboot the host",
     ),
 }
 """Key -> row. A claim that chooses no vendor takes the first one here of which the host has GPUs."""

@@ -182,6 +182,8 @@ class GPUOwner:
                     remember_initializer(view.visible_limit, self._holding.make, driver.runtime)
                     verify_devices(self.gpus, driver.runtime)
                 verify_alone(view, claim, options, holding=self._holding.on_gpu)
+                if private := [one.process_error for one in claim.gpus if one.processes_private]:
+                    self.logger.warning(f"Whether other programs use the GPUs of this claim is not known: {private[0]}")
                 view.remember_own_pids()
                 bad.clear_notes(claim, holding=self._holding.on_gpu)
                 self._bind(driver, options)

@@ -213,6 +213,13 @@ def process_lists(host: CheckedHost, snapshot: HostSnapshot) -> Finding:
                 "make sure that nobody uses these GPUs without safe_gpu",
             )
         return failed(f"{what}; such a GPU cannot be claimed", UNWATCHABLE.partition("; ")[2])
+    private = [gpu for gpu in whole if gpu.processes_private]
+    if private:
+        return warning(
+            f"{labels(private)}: {private[0].process_error}; such a GPU is claimed by lease, and by memory where that "
+            "is known",
+            "make sure that nobody uses these GPUs without safe_gpu, or claim as root",
+        )
     now = [gpu for gpu in whole if gpu.processes is None]
     if now:
         return warning(

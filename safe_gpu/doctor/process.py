@@ -151,7 +151,7 @@ def visible_devices(host: CheckedHost) -> Finding:
     if visible_limit.ambiguous:
         return warning(
             f"{value!r} is ambiguous: {visible_limit.doubt}",
-            "set CUDA_DEVICE_ORDER=PCI_BUS_ID with numbers as nvidia-smi shows them, or name UUIDs",
+            f"set {visible_limit.clear_by}",
         )
     if not visible_limit.uuids:
         return failed(f"with {value!r} {visible_limit.library} shows no GPU, so none can be claimed", lift)

@@ -66,6 +66,10 @@ def open_driver(
         from .kfd import KfdDriver
 
         return KfdDriver()
+    if kind == "intel":
+        from .intel import IntelDriver
+
+        return IntelDriver()
     from .nvidia_smi import NvidiaSmiDriver
 
     return NvidiaSmiDriver()

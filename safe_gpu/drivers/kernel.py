@@ -8,10 +8,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from .. import procfs
 from ..devices import GpuProcess, ProcessKind
 from ..vendors import FIRST, VENDORS, Vendor
+
+if TYPE_CHECKING:
+    from ..sysfs import Files
 
 # PCI bus ids: their order, which is nvidia-smi's order of GPUs, and the NUMA node that sysfs gives them.
 
@@ -139,6 +143,15 @@ def memory_is_node(bus_id: str) -> bool:
 
     status = procfs.read_start(_path(f"proc/driver/nvidia/gpus/{bus_id}/numa_status"), 4096)
     return re.search(rb"Node:\s*[0-9]", status or b"") is not None
+
+
+def has_display(files: Files, device: str) -> bool:
+    """Whether a connector of a GPU drives a screen; ``device`` is its PCI device below the root."""
+    cards = [card for card in files.names(f"{device}/drm") if card.startswith("card")]
+    connectors = [f"{card}/{name}" for card in cards for name in files.names(f"{device}/drm/{card}")]
+    return any(
+        files.text(f"{device}/drm/{connector}/enabled") == "enabled" for connector in connectors if "/card" in connector
+    )
 
 
 def _exists(path: str) -> bool:

@@ -198,22 +198,12 @@ def _gpus(files: Files, found: tuple[Device, ...]) -> Iterable[Gpu]:
             memory_total=total,
             memory_used=memory,
             memory_free=None if total is None or memory is None else max(0, total - memory),
-            display_active=_has_display(files, device),
+            display_active=pci.has_display(files, device.pci),
             processes=None if use.error else use.processes,
             process_error=use.error,
             unusable=_INTEGRATED if integrated else None,
             vendor="amd",
         )
-
-
-def _has_display(files: Files, device: Device) -> bool:
-    """Whether a connector of the GPU drives a screen."""
-    place = f"{device.pci}/drm"
-    cards = [card for card in files.names(place) if card.startswith("card")]
-    connectors = [f"{card}/{name}" for card in cards for name in files.names(f"{place}/{card}")]
-    return any(
-        files.text(f"{place}/{connector}/enabled") == "enabled" for connector in connectors if "/card" in connector
-    )
 
 
 def may_be_integrated(device: Device) -> bool:

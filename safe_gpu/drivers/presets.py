@@ -82,6 +82,7 @@ class SimulatedGpu(NamedTuple):
     mib: int
     display: bool = False
     instances: tuple[SimulatedInstance, ...] = ()
+    tiles: int = 1
 
     @property
     def vendor(self) -> str:
@@ -139,6 +140,7 @@ class Preset:
                 mig_enabled=mig,
                 nvlink_peers=everyone - {device.uuid},
                 vendor=device.vendor,
+                tiles=device.tiles,
             )
             found.append(whole)
             for number, (uuid, profile, mib) in enumerate(device.instances):
@@ -368,6 +370,30 @@ _TWO_VENDORS = Preset(
     ),
 )
 
-_ALL = (_DGX_A100, _DGX_H100, _WORKSTATION_MIXED, _LAPTOP, _BIG_16, _MIG_H100, _MI250X, _MI300X_CPX, _TWO_VENDORS)
+
+def _of_intel(name: str, mib: int, tiles: int, *places: tuple[int, int]) -> tuple[SimulatedGpu, ...]:
+    """Cards of one model, from (bus, node)."""
+    return tuple(
+        SimulatedGpu(f"INTEL-0000:{bus:02x}:00.0", bus, node, f"Intel {name}", mib, tiles=tiles) for bus, node in places
+    )
+
+
+_MAX1550 = Preset(
+    "max1550",
+    Cpus(packages=2, nodes=1, cores=52, llc=52, distances=(10, 10, 21)),  # two Xeon Max 9470C, as in Aurora
+    _of_intel("Data Center GPU Max 1550", 131072, 2, (0x18, 0), (0x42, 0), (0x6C, 0), (0x93, 1), (0xBD, 1), (0xE7, 1)),
+    nvswitch=True,
+)
+
+_ARC_A770 = Preset(
+    "arc-a770",
+    Cpus(packages=1, nodes=1, cores=16, llc=16, adjacent=True),
+    _of_intel("Arc A770", 16384, 1, (0x03, 0), (0x07, 0)),
+)
+
+_ALL = (
+    *(_DGX_A100, _DGX_H100, _WORKSTATION_MIXED, _LAPTOP, _BIG_16, _MIG_H100, _MI250X, _MI300X_CPX, _TWO_VENDORS),
+    *(_MAX1550, _ARC_A770),
+)
 PRESETS: dict[str, Preset] = {host.name: host for host in _ALL}
 """Name -> host."""

@@ -170,7 +170,8 @@ def _opened(stack: ExitStack, place: tuple[str, ...], *, make: bool) -> StateDir
 _TREE = "simulated"
 _GONE = "this host has no such device"
 _CREATION_PATIENCE = 1.0  # how long another user's first use may take between its mkdir and its chmod, seconds
-_ENTRY = r"((?:GPU|MIG)-[0-9a-f-]{36}|GPU-[0-9a-f]{16})\.([0-9]{1,10})-([0-9]{1,15})-(compute|graphics|mps)-[0-9]+"
+_UUID = r"(?:GPU|MIG)-[0-9a-f-]{36}|GPU-[0-9a-f]{16}|INTEL-[0-9a-f:]{12}\.[0-9a-f]"
+_ENTRY = rf"({_UUID})\.([0-9]{{1,10}})-([0-9]{{1,15}})-(compute|graphics|mps)-[0-9]+"
 _Usage = dict["tuple[int, str]", int]
 """(pid, kind) -> bytes, on one device."""
 

@@ -81,7 +81,13 @@ def _of_amd() -> _Other:
     return _Other(KfdDriver, len(found), all(map(may_be_integrated, found)))
 
 
-_OTHERS: dict[str, Callable[[], _Other]] = {"amd": _of_amd}
+def _of_intel() -> _Other:
+    from .intel import IntelDriver, cards
+
+    return _Other(IntelDriver, len(cards(tree())), False)
+
+
+_OTHERS: dict[str, Callable[[], _Other]] = {"amd": _of_amd, "intel": _of_intel}
 
 
 def _others() -> dict[str, _Other]:

@@ -231,6 +231,27 @@ class HipPlaceholder(CudaPlaceholder):
         return HipMemory(device_no)
 
 
+class LevelZeroPlaceholder(CudaPlaceholder):
+    """The default on Intel GPUs where Level Zero is installed: a context with a small allocation, freed on release."""
+
+    _library = "Level Zero"
+
+    def prepare(self) -> None:
+        """Map libze_loader. This does not initialise Level Zero.
+
+        Raises:
+            NoDriverError: this host has none.
+        """
+        from . import level_zero
+
+        level_zero.load()
+
+    def _allocate(self, device_no: int) -> Any:
+        from .level_zero import ZeMemory
+
+        return ZeMemory(device_no)
+
+
 class NoPlaceholder(Base):
     """Nothing on the GPU. Only the lease protects the claim; nvidia-smi shows the GPU as free.
 

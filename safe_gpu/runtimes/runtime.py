@@ -1,6 +1,6 @@
 """CUDA and HIP as a claim asks for them: in this process, or in a short-lived child.
 
-None of this has run on AMD hardware. ``tools/first_run_amd.py`` checks there what is taken for granted here.
+None of this has run on AMD or Intel hardware. ``tools/first_run_amd.py`` checks there what is taken for granted here.
 """
 
 from __future__ import annotations
@@ -11,7 +11,15 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..errors import NoDriverError, SafeGpuError
-from .placeholders import CudaPlaceholder, HipPlaceholder, allocate, likely_cause, release
+from .placeholders import (
+    CudaPlaceholder,
+    HipPlaceholder,
+    LevelZeroPlaceholder,
+    NoPlaceholder,
+    allocate,
+    likely_cause,
+    release,
+)
 
 if TYPE_CHECKING:
     from ..devices import Gpu
@@ -85,6 +93,7 @@ _SLOW = {
     "CUDA": "turn persistence mode on (nvidia-persistenced, or `nvidia-smi -pm 1` as root) if the host starts its GPUs "
     "slowly; otherwise the driver hangs, see dmesg",
     "HIP": "the driver hangs, see dmesg",
+    "Level Zero": "the driver hangs, see dmesg",
 }
 
 # Starts the lines of the answer. Libraries may print other lines.
@@ -113,7 +122,7 @@ def ask_child(
         question: "list": which GPUs it shows; "hold": the same for the first GPU, after a try to hold it.
         env: the whole environment of the child.
         timeout: seconds to wait for the child.
-        library: "CUDA" or "HIP".
+        library: the title of a runtime.
 
     Raises:
         NoDriverError: the child failed or did not answer in time; the message says why.
@@ -166,8 +175,12 @@ def _child(question: str, library: str) -> int:
 
 
 def _held(library: str) -> tuple[str, ...]:
-    from . import cuda, hip
+    from . import cuda, hip, level_zero
 
+    if library == "Level Zero":
+        held = level_zero.ZeMemory(0)
+        held.release()
+        return (held.shown,)
     if library == "HIP":
         memory = hip.HipMemory(0)
         memory.release()
@@ -178,9 +191,11 @@ def _held(library: str) -> tuple[str, ...]:
 
 
 def _listed(library: str) -> tuple[str, ...]:
-    from . import cuda, hip
+    from . import cuda, hip, level_zero
 
     try:
+        if library == "Level Zero":
+            return level_zero.load().all_shown()
         if library == "HIP":
             return hip.load().all_shown()
         loaded = cuda.load()
@@ -259,5 +274,48 @@ class HipRuntime(CudaRuntime):
         return HipPlaceholder(logger)
 
 
+class LevelZeroRuntime(CudaRuntime):
+    """Level Zero in this process. A GPU is named by its bus id, and ordinals count cards."""
+
+    title = "Level Zero"
+
+    def visible_if_initialized(self) -> tuple[str, ...] | None:
+        from . import level_zero
+
+        return level_zero.visible_if_initialized()
+
+    def shown_at(self, ordinal: int) -> str | None:
+        from . import level_zero
+
+        return level_zero.shown_at(ordinal)
+
+    def is_same(self, shown: str, gpu: Gpu) -> bool:
+        return shown == gpu.pci_bus_id
+
+    def contexts(self) -> frozenset[str]:
+        return frozenset()
+
+    def try_gpu(self, gpu: Gpu, ordinal: int, logger: Any) -> None:
+        """Hold a card in a child process, under the hierarchy in which its number is the index."""
+        from ..devices import HostSnapshot
+        from .visible_devices import HIERARCHY, render_visible
+
+        cards = {**os.environ, HIERARCHY: "COMPOSITE"}
+        only = render_visible([gpu], visible_as="index", snapshot=HostSnapshot((gpu,)), environ=cards)
+        ask_child("hold", {**cards, **only}, library=self.title)
+
+    def default_placeholder(self, logger: Any = None) -> LevelZeroPlaceholder | NoPlaceholder:  # type: ignore[override]
+        from . import level_zero
+
+        placeholder = LevelZeroPlaceholder(logger)
+        try:
+            level_zero.load()
+        except NoDriverError as err:
+            placeholder.logger.warning(f"No placeholder is put on the GPUs, so others see them as free: {err}")
+            return NoPlaceholder(logger)
+        return placeholder
+
+
 CUDA = CudaRuntime()
 HIP = HipRuntime()
+LEVEL_ZERO = LevelZeroRuntime()

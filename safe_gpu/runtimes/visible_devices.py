@@ -1,4 +1,4 @@
-"""CUDA_VISIBLE_DEVICES, ROCR_ and HIP_VISIBLE_DEVICES: what they mean, and how to write them. Pure.
+"""CUDA_VISIBLE_DEVICES, ROCR_ and HIP_VISIBLE_DEVICES, ZE_AFFINITY_MASK: what they mean, how to write them. Pure.
 
 The grammar is the CUDA driver's (CUDA Programming Guide, "CUDA Environment Variables"; MIG User Guide, "CUDA Device
 Enumeration"). Details follow PyTorch's parser, which was compared with driver 525.60.13:
@@ -22,6 +22,13 @@ Two libraries read them, one on top of the other (``amd_filter_device.cpp`` of R
   at the first entry that names no GPU. A second mention of a GPU has no effect. An empty value is as good as none.
 
 OpenCL programs read GPU_DEVICE_ORDINAL instead of the latter two. HIP does not.
+
+Level Zero reads ZE_AFFINITY_MASK (Core Programming Guide of its specification; ``parseAffinityMask`` of Intel's
+compute runtime): a list of ordinals, whose order means nothing. An empty list, or "default", hides nothing, and entries
+that name no device are ignored. What an ordinal names depends on ZE_FLAT_DEVICE_HIERARCHY: a card under COMPOSITE,
+where ``1.0`` is its first tile, and a tile under FLAT and COMBINED, counted through all cards. The default has changed
+between versions and differs between GPUs. Devices are counted in the order of their bus ids only under
+ZE_ENABLE_PCI_ID_DEVICE_ORDER=1. A claim takes whole cards, so a card of which the mask shows a part is outside.
 
 Two programs need exceptions:
 
@@ -53,6 +60,9 @@ ROCR, HIP, CUDA = "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_D
 OPENCL = "GPU_DEVICE_ORDINAL"
 # Ray sets it for its workers, and their child processes inherit it.
 _RAY = "RAY_RAYLET_PID"
+MASK, HIERARCHY, PCI_ORDER = "ZE_AFFINITY_MASK", "ZE_FLAT_DEVICE_HIERARCHY", "ZE_ENABLE_PCI_ID_DEVICE_ORDER"
+SELECTOR = "ONEAPI_DEVICE_SELECTOR"
+_MOST_TILES = 16
 
 _BLANKS = " \t\n\v\f\r"
 # Compiled on first use by re's own cache, because most claims inherit no CUDA_VISIBLE_DEVICES.
@@ -80,6 +90,13 @@ class VisibleLimit(NamedTuple):
     frozen: bool = False
     name: str = "CUDA_VISIBLE_DEVICES"
     library: str = "CUDA"
+
+    @property
+    def clear_by(self) -> str:
+        """What to set so that the variable is not ambiguous."""
+        if self.name == MASK:
+            return f"{HIERARCHY} and {PCI_ORDER}=1 with numbers in the order of the bus ids"
+        return "CUDA_DEVICE_ORDER=PCI_BUS_ID with numbers as nvidia-smi shows them, or name UUIDs"
 
     @property
     def title(self) -> str:
@@ -306,6 +323,73 @@ def render_rocm(
     return {**written, **({OPENCL: numbers} if OPENCL in environ else {})}
 
 
+# Level Zero. An ordinal is that of a card under COMPOSITE, and of a tile under FLAT and COMBINED.
+
+
+def _ordinals(snapshot: HostSnapshot, *, cards: bool) -> dict[str, range]:
+    """UUID -> the numbers of the card. Cards that are not listed, such as integrated GPUs, have one tile."""
+    tiles = {gpu.index: 1 if cards else gpu.tiles for gpu in snapshot.gpus}
+    found, first = {}, 0
+    for index in range(max(tiles, default=-1) + 1):
+        found[index] = range(first, first := first + tiles.get(index, 1))
+    return {gpu.uuid: found[gpu.index] for gpu in snapshot.gpus}
+
+
+def _hierarchy(environ: Mapping[str, str]) -> str:
+    """The hierarchy that is set; "" if none is, or none that Level Zero knows."""
+    value = environ.get(HIERARCHY, "").upper()
+    return value if value in ("COMPOSITE", "FLAT", "COMBINED") else ""
+
+
+def read_level_zero(environ: Mapping[str, str], snapshot: HostSnapshot) -> VisibleLimit | None:
+    """The cards that ZE_AFFINITY_MASK shows whole, in the order of their bus ids; None if it limits nothing."""
+    value = environ.get(MASK, "")
+    if value in ("", "default"):
+        return None
+    hierarchy, listed = _hierarchy(environ), snapshot.physical
+    composite = hierarchy == "COMPOSITE"
+    ordinals = _ordinals(snapshot, cards=composite)
+    tiles = {gpu.uuid: gpu.tiles for gpu in listed}
+    named: set[tuple[int, int]] = set()  # number, and tile of the card
+    for entry in value.split(","):
+        number = re.fullmatch(r"([0-9]{1,9})(?:\.([0-9]{1,9}))?", entry.strip(_BLANKS))
+        if number is None or (number[2] and not composite):
+            continue
+        named |= {(int(number[1]), tile) for tile in ([int(number[2])] if number[2] else range(_MOST_TILES))}
+    uuids = [
+        gpu.uuid
+        for gpu in listed
+        if {(one, tile) for one in ordinals[gpu.uuid] for tile in range(tiles[gpu.uuid] if composite else 1)} <= named
+    ]
+    doubt = ""
+    if not hierarchy and max(tiles.values(), default=1) > 1:
+        doubt = f"without {HIERARCHY} it depends on the driver whether its numbers are those of cards or of tiles"
+    elif len({gpu.name for gpu in listed}) > 1 and environ.get(PCI_ORDER) != "1" and len(uuids) < len(listed):
+        doubt = f"the GPUs of this host are of different models, and without {PCI_ORDER}=1 their order is the driver's"
+    return VisibleLimit(value, tuple(uuids), bool(doubt), True, doubt, name=MASK, library="Level Zero")
+
+
+def render_level_zero(
+    gpus: Sequence[Gpu], *, visible_as: str, snapshot: HostSnapshot, environ: Mapping[str, str]
+) -> dict[str, str]:
+    """The variables that make exactly these cards visible, with all their tiles.
+
+    Numbers are the only names that there are. ONEAPI_DEVICE_SELECTOR counts what the mask leaves. It is written where
+    it is set and holds numbers.
+
+    Raises:
+        UnsatisfiableRequestError: ``visible_as`` is neither "index" nor "uuid".
+    """
+    _check_visible_as(visible_as)
+    hierarchy = _hierarchy(environ) or "FLAT"
+    ordinals = _ordinals(snapshot, cards=hierarchy == "COMPOSITE")
+    numbers = [number for gpu in gpus for number in ordinals[gpu.uuid]]
+    written = {MASK: ",".join(map(str, numbers)), HIERARCHY: hierarchy, PCI_ORDER: "1"}
+    if re.search(r"[0-9]", environ.get(SELECTOR, "").replace("level_zero", "")):
+        written[SELECTOR] = f"level_zero:{','.join(map(str, range(len(numbers))))}"
+    return written
+
+
 def _library(snapshot: HostSnapshot) -> str:
     return VENDORS[snapshot.vendor].library
 
@@ -319,6 +403,8 @@ def read_visible(environ: Mapping[str, str], snapshot: HostSnapshot) -> VisibleL
     """The GPUs to which an environment limits a process; None if no variable does."""
     if _library(snapshot) == "HIP":
         return read_rocm(environ, snapshot)
+    if _library(snapshot) == "Level Zero":
+        return read_level_zero(environ, snapshot)
     return parse_cuda(environ.get(CUDA), snapshot, device_order=environ.get("CUDA_DEVICE_ORDER"))
 
 
@@ -339,12 +425,14 @@ def render_visible(
     """
     if _library(snapshot) == "HIP":
         return render_rocm(gpus, visible_as=visible_as, snapshot=snapshot, environ=environ or {})
+    if _library(snapshot) == "Level Zero":
+        return render_level_zero(gpus, visible_as=visible_as, snapshot=snapshot, environ=environ or {})
     return render_cuda(gpus, visible_as=visible_as, snapshot=snapshot)
 
 
 def hide_all() -> dict[str, str]:
     """The variables that hide all GPUs."""
-    return {name: "" for vendor in VENDORS.values() for name in vendor.variables}
+    return {name: vendor.hides for vendor in VENDORS.values() for name in vendor.variables}
 
 
 def stale_indices(value: str | None, device_order: str | None, claimed: Collection[str], snapshot: HostSnapshot) -> str:

@@ -42,7 +42,7 @@ def visible_limit_of(snapshot: HostSnapshot, nb_gpus: int, runtime: Runtime) -> 
         return None
     limit = read_visible_once(os.environ, snapshot)
     if limit is not None and limit.ambiguous:
-        limit = VisibleLimit(limit.value, _resolved(snapshot, limit, runtime), uses_indices=limit.uses_indices)
+        limit = limit._replace(uuids=_resolved(snapshot, limit, runtime), ambiguous=False, doubt="")
     return limit
 
 
@@ -102,13 +102,12 @@ def _resolved(snapshot: HostSnapshot, visible_limit: VisibleLimit, runtime: Runt
             found = _claimable(snapshot, runtime.visible_in_child(), runtime)
             if found is not None:
                 return found
-            problem = "; CUDA itself shows GPUs that the driver does not"
+            problem = f"; {runtime.title} itself shows GPUs that the driver does not"
         except NoDriverError as err:
-            problem = f"; CUDA itself could not be asked: {err}"
+            problem = f"; {runtime.title} itself could not be asked: {err}"
     raise UnsatisfiableRequestError(
-        f"CUDA_VISIBLE_DEVICES={visible_limit.value} is ambiguous: {visible_limit.doubt}{problem}; set "
-        "CUDA_DEVICE_ORDER=PCI_BUS_ID with numbers as nvidia-smi shows them, or name UUIDs, or set "
-        "SAFE_GPU_FENCE=ignore",
+        f"{visible_limit.name}={visible_limit.value} is ambiguous: {visible_limit.doubt}{problem}; set "
+        f"{visible_limit.clear_by}, or set SAFE_GPU_FENCE=ignore",
         value=visible_limit.value,
     )
 

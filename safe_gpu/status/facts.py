@@ -94,7 +94,7 @@ class WaiterStatus:
     ticket's file.
 
     ``hold_for`` is for how many seconds it will probably hold its GPUs, and ``expected_start`` when it can expect to
-    start, in Unix seconds; None is unknown. ``vendor`` is that of the GPUs, "nvidia" or "amd".
+    start, in Unix seconds; None is unknown. ``vendor`` is that of the GPUs, a key of the table of vendors.
     """
 
     position: int
@@ -118,7 +118,7 @@ class HostStatus:
         driver, driver_version: as in :class:`~safe_gpu.devices.HostSnapshot`; of two drivers "nvml, kfd".
         state_dir: the state directory.
         taken_at: Unix seconds.
-        gpus: every device, in the driver's order; NVIDIA's before AMD's.
+        gpus: every device, in the driver's order; in the order of the vendors.
         queue: the waiters, in order of arrival.
         warnings: sentences that say which facts are not known, and why.
         shift: a sentence, if the indices in CUDA_VISIBLE_DEVICES of this process no longer mean the GPUs of the claim
@@ -148,7 +148,7 @@ class HostStatus:
         state_dir                      the state directory
         gpus[].index                   as nvidia-smi numbers them; a MIG instance has that of its GPU; AMD GPUs are
                                        numbered apart
-        gpus[].vendor                  nvidia or amd
+        gpus[].vendor                  nvidia, amd or intel
         gpus[].uuid, name              as the driver reports them
         gpus[].pci_bus_id              as sysfs writes it: 0000:07:00.0
         gpus[].numa_node               number of its NUMA node
@@ -172,7 +172,7 @@ class HostStatus:
         queue[].position               1 for the first waiter of this host
         queue[].pid, user              the waiting process, and the owner of its ticket
         queue[].nb_gpus, since         the number of GPUs that it waits for; since when, in Unix seconds
-        queue[].vendor                 nvidia or amd; null if its ticket cannot be read
+        queue[].vendor                 nvidia, amd or intel; null if its ticket cannot be read
         queue[].hold_for               for how many seconds it will probably hold them
         queue[].expected_start         when it can expect to start, in Unix seconds
         =============================  ==============================================================================

@@ -237,7 +237,7 @@ def _inside(inner: ClaimStatus | None) -> list[str]:
 
 def _is_idle(gpu: Gpu, claims: Collection[ClaimStatus], processes: ProcessTable, mps_clients: bool) -> bool:
     """Whether none of the claim's processes computes there; False if the process list is unknown."""
-    if gpu.processes is None or not gpu.processes_supported:
+    if gpu.processes is None or not gpu.processes_supported or gpu.processes_private:
         return False
     return not any(
         computes(process, processes.describe, mps_clients=mps_clients) and _may_belong(process, claims, processes)

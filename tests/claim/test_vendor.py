@@ -106,11 +106,11 @@ def test_no_vendor_is_named_that_this_process_was_not_given(name: str, value: st
 
 @pytest.mark.parametrize("vendor", ["intel", "", "nvidia,amd", 1, ["amd"]])
 def test_a_wrong_vendor(vendor: Any) -> None:
-    with pytest.raises(safe_gpu.UnsatisfiableRequestError, match="choose 'nvidia' or 'amd'") as caught:
+    with pytest.raises(safe_gpu.UnsatisfiableRequestError, match="choose 'nvidia' or 'amd' or 'intel'") as caught:
         claim(vendor=vendor)
     assert f"vendor={vendor!r}" in str(caught.value)
     for ask in (safe_gpu.get_free_gpus, wait_for_gpus):
-        with pytest.raises(safe_gpu.UnsatisfiableRequestError, match="choose 'nvidia' or 'amd'"):
+        with pytest.raises(safe_gpu.UnsatisfiableRequestError, match="choose 'nvidia' or 'amd' or 'intel'"):
             ask(vendor=vendor)
 
 

@@ -202,9 +202,9 @@ def test_simulated_hosts_have_a_driver_for_each_vendor(preset: str, monkeypatch:
     drivers, broken = open_drivers()
     assert broken == []
     vendors = [driver.snapshot().vendor for driver in drivers]
-    assert vendors == {"two-vendors": ["nvidia", "amd"], "mi250x": ["amd"], "mi300x-cpx": ["amd"]}.get(
-        preset, ["nvidia"]
-    )
+    both, amd, intel = ["nvidia", "amd"], ["amd"], ["intel"]
+    others = {"two-vendors": both, "mi250x": amd, "mi300x-cpx": amd, "max1550": intel, "arc-a770": intel}
+    assert vendors == others.get(preset, ["nvidia"])
     for driver, vendor in zip(drivers, vendors, strict=True):
         snapshot = driver.snapshot()
         assert {gpu.vendor for gpu in snapshot.gpus} == {vendor}

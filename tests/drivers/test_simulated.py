@@ -81,7 +81,7 @@ def test_devices_are_as_a_driver_reports_them(name: str, tmp_path: Path) -> None
 
 
 def test_what_tells_the_hosts_apart() -> None:
-    names = "dgx-a100 dgx-h100 workstation-mixed laptop big-16 mig-h100 mi250x mi300x-cpx two-vendors"
+    names = "dgx-a100 dgx-h100 workstation-mixed laptop big-16 mig-h100 mi250x mi300x-cpx two-vendors max1550 arc-a770"
     assert " ".join(PRESETS) == names
     snapshots = {name: HostSnapshot(preset(name).gpus()) for name in PRESETS}
     gpus = {name: snapshot.gpus for name, snapshot in snapshots.items()}

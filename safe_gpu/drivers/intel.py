@@ -1,0 +1,242 @@
+"""Intel GPUs through the kernel's files, and the processes on them.
+
+The drivers are i915 and xe. A GPU is a PCI device with a render node (``/sys/class/drm/renderD*``) that this process
+may open: Level Zero counts no other. ``index`` is Level Zero's number of the card under
+``ZE_ENABLE_PCI_ID_DEVICE_ORDER=1``. Integrated GPUs have such numbers too and are not listed, so
+numbers may be missing.
+
+A process is on a GPU if one of its open files is a DRM client of it that holds memory there (``/proc/PID/fdinfo``, see
+``Documentation/gpu/drm-usage-stats.rst`` of the Linux kernel). Only root can read those of other users. Without them
+the list of processes is incomplete, and how much memory is in use is not known.
+
+Not known without hardware:
+
+* whether a process that has only started Level Zero holds memory on every GPU that it sees. Any memory counts as use,
+  so that a GPU may be taken for busy that is idle, never the other way round;
+* on which GPUs the kernel shows processes without the memory that they hold. They count as users of the GPU.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from .. import procfs
+from ..devices import Gpu, GpuProcess, HostSnapshot
+from ..errors import NoDriverError
+from ..runtimes.runtime import LEVEL_ZERO
+from ..sysfs import Files, pci_address, tree
+from ..vendors import VENDORS
+from . import kernel
+from .base import Driver
+
+_DRM = "sys/class/drm"
+_PCI = "sys/bus/pci/devices"
+_GONE = "the kernel no longer lists it"
+_MOST_DESCRIPTORS = 1 << 16
+
+# PCI device ids and names of cards, from Intel's compute runtime.
+_NAMES = {
+    0x0B69: "Data Center GPU Max 1450",
+    **dict.fromkeys((0x0BD5, 0x0BD6), "Data Center GPU Max 1550"),
+    **dict.fromkeys((0x0BD7, 0x0BD8), "Data Center GPU Max 1350"),
+    **dict.fromkeys((0x0BD9, 0x0BDA, 0x0BDB), "Data Center GPU Max 1100"),
+    0x56C0: "Data Center GPU Flex 170",
+    0x56C1: "Data Center GPU Flex 140",
+    0x56A0: "Arc A770",
+    0x56A1: "Arc A750",
+    0x56A5: "Arc A380",
+    0x56A6: "Arc A310",
+}
+
+PRIVATE = "the kernel shows the processes of other users on Intel GPUs to root only"
+_OUTSIDE = "the processes outside this container are not visible"
+
+
+class Card(NamedTuple):
+    """A card without what changes from poll to poll; ``number`` is Level Zero's number of it."""
+
+    number: int
+    bus_id: str
+    name: str
+    tiles: int
+    memory_total: int | None
+
+    @property
+    def uuid(self) -> str:
+        """Its place, since sysfs has no UUID."""
+        return f"{VENDORS['intel'].by_place}{self.bus_id}"
+
+
+def cards(files: Files) -> tuple[Card, ...]:
+    """The cards that this process may open, in the order of their bus ids; integrated GPUs are left out."""
+    found = set()
+    for node in files.names(_DRM):
+        place = os.path.realpath(f"{files.root}/{_DRM}/{node}/device")
+        bus_id = os.path.basename(place)
+        driver = os.path.basename(os.path.realpath(f"{place}/driver"))
+        usable = re.fullmatch(r"renderD[0-9]{1,6}", node) and pci_address(bus_id) and driver in ("i915", "xe")
+        if usable and os.access(f"{files.root}/dev/dri/{node}", os.R_OK | os.W_OK):
+            found.add(bus_id)
+    counted = sorted(found, key=lambda bus_id: pci_address(bus_id) or ())
+    return tuple(_card(files, number, bus_id) for number, bus_id in enumerate(counted) if not _is_integrated(bus_id))
+
+
+def _is_integrated(bus_id: str) -> bool:
+    """Whether the GPU is part of the processor: it is on the root bus then, and a card is behind a bridge."""
+    domain, bus, _, _ = pci_address(bus_id) or (0, 0, 0, 0)
+    return domain == bus == 0
+
+
+def _card(files: Files, number: int, bus_id: str) -> Card:
+    place = f"{_PCI}/{bus_id}"
+    minors = [f"{place}/drm/{name}" for name in files.names(f"{place}/drm") if name.startswith("card")]
+    tiles = files.numbered(place, "tile")  # xe
+    parts = [files.number(f"{place}/tile{tile}/physical_vram_size_bytes") for tile in tiles]
+    parts = parts or [files.number(f"{minor}/lmem_total_bytes") for minor in minors[:1]]  # i915 outside mainline
+    known = [part for part in parts if part is not None]
+    engines = [len(files.numbered(f"{minor}/gt", "gt")) for minor in minors]  # of i915: one on each tile
+    device = re.fullmatch(r"0x([0-9a-f]{1,4})", files.text(f"{place}/device") or "")
+    identity = int(device[1], 16) if device else 0
+    name = _NAMES.get(identity, f"GPU {identity:04x}")
+    total = sum(known) if known and len(known) == len(parts) else None
+    return Card(number, bus_id, f"Intel {name}", max([len(tiles), 1] if tiles else [*engines, 1]), total)
+
+
+class _Clients(NamedTuple):
+    """The processes on each GPU, by bus id, and why the lists are incomplete, else ""."""
+
+    processes: dict[str, list[GpuProcess]]
+    incomplete: str
+
+
+def clients(files: Files) -> _Clients:
+    """Who has files of Intel GPUs open and holds memory there."""
+    found: dict[str, list[GpuProcess]] = {}
+    incomplete = ""
+    if files.root == "/" and procfs.pid_namespace() != procfs.FIRST_PID_NAMESPACE:
+        incomplete = _OUTSIDE
+    for pid in files.numbered("proc"):
+        try:
+            used = _used_by(files, f"proc/{pid}")
+        except FileNotFoundError:
+            continue  # it has ended
+        except OSError:
+            incomplete = incomplete or PRIVATE
+            continue
+        for bus_id, memory in used.items():
+            found.setdefault(bus_id, []).append(GpuProcess(pid, memory_used=memory))
+    return _Clients(found, incomplete)
+
+
+def _used_by(files: Files, process: str) -> dict[str, int | None]:
+    """Bus id -> bytes that a process holds there, None if the kernel does not tell; without those of which it has none.
+
+    Raises:
+        OSError: its open files cannot be read.
+    """
+    used: dict[str, dict[str, int | None]] = {}
+    for number in os.listdir(f"{files.root}/{process}/fd")[:_MOST_DESCRIPTORS]:
+        try:
+            opened = os.readlink(f"{files.root}/{process}/fd/{number}")
+            text = files.read(f"{process}/fdinfo/{number}") if "/dev/dri/" in opened else ""
+        except FileNotFoundError:
+            continue  # closed meanwhile
+        client = parse_client(text)
+        if client is not None:
+            bus_id, identity, memory = client
+            used.setdefault(bus_id, {})[identity] = memory  # a client may be open under several numbers
+    return {bus_id: _sum(memory.values()) for bus_id, memory in used.items() if _sum(memory.values()) != 0}
+
+
+def _sum(parts: Iterable[int | None]) -> int | None:
+    """Their sum; None if one is not known."""
+    total = 0
+    for part in parts:
+        if part is None:
+            return None
+        total += part
+    return total
+
+
+_UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+
+
+def parse_client(text: str) -> tuple[str, str, int | None] | None:
+    """Bus id, client and bytes of its memory on the card, of a file of ``fdinfo``; None if it is no client of i915 or
+    xe. Memory that is resident counts, or all of it in kernels that do not tell; None if they tell neither."""
+    fields = dict(re.findall(r"(?m)^(drm-[\w-]+):[ \t]*(\S.*?)[ \t]*$", text))
+    bus_id = fields.get("drm-pdev", "")
+    if fields.get("drm-driver") not in ("i915", "xe") or not pci_address(bus_id):
+        return None
+    for kind in ("resident", "total"):
+        sizes = [value for name, value in fields.items() if re.fullmatch(rf"drm-{kind}-(vram|local)[0-9]*", name)]
+        parts = [re.fullmatch(r"([0-9]{1,18}) ?(|KiB|MiB|GiB)", size) for size in sizes]
+        if parts:
+            known = [int(part[1]) * _UNITS[part[2]] for part in parts if part]
+            return bus_id, fields.get("drm-client-id", ""), sum(known) if len(known) == len(parts) else None
+    return bus_id, fields.get("drm-client-id", ""), None
+
+
+class IntelDriver(Driver):
+    """The kernel's drivers i915 and xe as a driver. A device is a whole card.
+
+    Raises:
+        NoDriverError: neither is loaded.
+    """
+
+    name = "intel"
+    runtime = LEVEL_ZERO
+
+    def __init__(self) -> None:
+        files = tree()
+        if not any(map(files.exists, VENDORS["intel"].loaded)):
+            raise NoDriverError(
+                "the Intel GPU driver is not loaded: there is neither /sys/bus/pci/drivers/xe nor i915; load one, or "
+                "use the driver of this host's GPUs (SAFE_GPU_DRIVER=auto)",
+                driver=self.name,
+            )
+
+    def snapshot(self) -> HostSnapshot:
+        """Poll every card of the host; see :class:`~safe_gpu.drivers.base.Driver`."""
+        files = tree()
+        users = clients(files)
+        gpus = tuple(_gpu(files, card, users) for card in cards(files))
+        return HostSnapshot(gpus, self.name, procfs.printable(f"Linux {os.uname().release}"[:80]))
+
+    def usage(self, gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
+        """Ask again about these devices: all of them are the same few files."""
+        if not gpus:
+            return ()
+        shown = {gpu.uuid: gpu for gpu in self.snapshot().gpus}
+        return tuple(
+            replace(gpu, memory_used=now.memory_used, memory_free=now.memory_free, processes=now.processes,
+                    process_error=now.process_error, processes_private=now.processes_private)
+            if (now := shown.get(gpu.uuid)) is not None
+            else gpu.unreachable(_GONE)
+            for gpu in gpus
+        )  # fmt: skip
+
+
+def _gpu(files: Files, card: Card, users: _Clients) -> Gpu:
+    processes = users.processes.get(card.bus_id, [])
+    used = None if users.incomplete else _sum([process.memory_used for process in processes])
+    return Gpu(
+        index=card.number,
+        uuid=card.uuid,
+        name=card.name,
+        pci_bus_id=card.bus_id,
+        numa_node=kernel.numa_node(card.bus_id),
+        memory_total=card.memory_total,
+        memory_used=used,
+        memory_free=None if used is None or card.memory_total is None else max(0, card.memory_total - used),
+        display_active=kernel.has_display(files, f"{_PCI}/{card.bus_id}"),
+        processes=tuple(processes),
+        process_error=users.incomplete,
+        processes_private=bool(users.incomplete),
+        tiles=card.tiles,
+        vendor="intel",
+    )

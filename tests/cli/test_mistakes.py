@@ -99,7 +99,7 @@ $ safe-gpu run -- ''
 $ SAFE_GPU_TIMEOUT=soon safe-gpu wait
 [78] safe-gpu: SAFE_GPU_TIMEOUT='soon' is not a duration: write seconds (90 or 90s), 15m, 1h30m, 01:30:00, 2-12:00:...
 $ SAFE_GPU_DRIVER=cuda safe-gpu wait
-[78] safe-gpu: There is no driver 'cuda': choose one of auto, nvml, nvidia-smi, kfd, simulated:PRESET.
+[78] safe-gpu: There is no driver 'cuda': choose one of auto, nvml, nvidia-smi, kfd, intel, simulated:PRESET.
 $ SAFE_GPU_NB_GPUS=two safe-gpu wait -n job
 [78] safe-gpu: SAFE_GPU_NB_GPUS='two' is not a number of GPUs: set it to a whole number from 1 up, or unset it
 $ SAFE_GPU_TIMOUT=5 safe-gpu wait

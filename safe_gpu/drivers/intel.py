@@ -119,7 +119,7 @@ def clients(files: Files) -> _Clients:
     incomplete = ""
     if files.root == "/" and procfs.pid_namespace() != procfs.FIRST_PID_NAMESPACE:
         incomplete = _OUTSIDE
-    for pid in files.numbered("proc"):
+    for pid in sorted(int(name) for name in files.names("proc") if re.fullmatch(r"[1-9][0-9]{0,9}", name)):
         try:
             used = _used_by(files, f"proc/{pid}")
         except FileNotFoundError:

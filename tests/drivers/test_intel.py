@@ -56,9 +56,9 @@ def test_who_is_on_a_card(host: IntelHost) -> None:
     assert [(process.pid, process.memory_used) for process in one.processes or ()] == [(11, (64 << 20) + 1024)]
     assert (one.memory_used, one.memory_free) == ((64 << 20) + 1024, GIB - (64 << 20) - 1024)
     assert (two.processes, two.memory_used) == ((), 0)
-    host.client(14, TWO, driver="i915")  # a kernel that does not tell memory
+    host.client(4_000_014, TWO, driver="i915")  # a kernel that does not tell memory
     two = open_driver("intel").usage([two])[0]
-    assert [(process.pid, process.memory_used) for process in two.processes or ()] == [(14, None)]
+    assert [(process.pid, process.memory_used) for process in two.processes or ()] == [(4_000_014, None)]
     assert two.memory_used is None
 
 

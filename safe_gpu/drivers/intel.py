@@ -122,7 +122,7 @@ def clients(files: Files) -> _Clients:
     for pid in sorted(int(name) for name in files.names("proc") if re.fullmatch(r"[1-9][0-9]{0,9}", name)):
         try:
             used = _used_by(files, f"proc/{pid}")
-        except FileNotFoundError:
+        except (FileNotFoundError, ProcessLookupError):
             continue  # it has ended
         except OSError:
             incomplete = incomplete or PRIVATE
@@ -143,7 +143,7 @@ def _used_by(files: Files, process: str) -> dict[str, int | None]:
         try:
             opened = os.readlink(f"{files.root}/{process}/fd/{number}")
             text = files.read(f"{process}/fdinfo/{number}") if "/dev/dri/" in opened else ""
-        except FileNotFoundError:
+        except (FileNotFoundError, ProcessLookupError):
             continue  # closed meanwhile
         client = parse_client(text)
         if client is not None:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from . import procfs, programs
 from .argument_style import ArgumentStyle
 from .errors import PolicyError, UnsatisfiableRequestError
+from .foreign_files import open_to_read
 from .settings import parse_duration
 
 KEYS = ("max_gpus", "max_hold", "default_hold", "max_wait", "idle_report_after")
@@ -225,25 +226,21 @@ def read(path: str) -> tuple[Policy | None, str]:
         PolicyError: the file cannot be read, or a line of it is wrong.
     """
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open_to_read(path, os.O_NOFOLLOW) as file:
+            doubt = _doubt(os.fstat(file.fileno()))
+            data = b"" if doubt else file.read(_LONGEST_FILE + 1) or b""
     except FileNotFoundError:
         return None, ""
+    except IsADirectoryError:
+        doubt = "is not a file"
     except OSError as err:
         if os.path.islink(path):
             return None, f"{path} is a link: it is ignored, and nothing is limited; write the policy there itself"
         raise PolicyError(
             f"{path} cannot be read ({err.strerror}): ask root for `chmod 644 {path}`", path=path
         ) from err
-    try:
-        status = os.fstat(fd)
-        if doubt := _doubt(status):
-            return (
-                None,
-                f"{path} {doubt}: it is ignored, and nothing is limited; root should make it a file of mode 644",
-            )
-        data = os.read(fd, _LONGEST_FILE + 1)
-    finally:
-        os.close(fd)
+    if doubt:
+        return None, f"{path} {doubt}: it is ignored, and nothing is limited; root should make it a file of mode 644"
     if len(data) > _LONGEST_FILE:
         raise PolicyError(f"{path} is longer than 64 KiB: name groups, not users", path=path)
     return parse(data.removeprefix(b"\xef\xbb\xbf").decode("utf-8", "replace"), path), ""

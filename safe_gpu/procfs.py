@@ -10,14 +10,11 @@ import os
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from functools import cache
-from io import FileIO
-from stat import S_ISREG
+
+from .foreign_files import LIMIT, read_start
 
 FIRST_PID_NAMESPACE = 4026531836
 """The inode of the initial PID namespace, a constant of the kernel (PROC_PID_INIT_INO)."""
-
-LIMIT = 1 << 16
-"""Bytes that are read of one file of a process, or of a file that other users may write. They can make it larger."""
 
 _LONGEST_COMMAND = 1 << 12  # bytes of a command line
 _MOST_FILES = 1 << 12  # descriptors of one process
@@ -27,24 +24,6 @@ _PF_EXITING = 0x4  # a flag of a task in the kernel (linux/sched.h), set before 
 
 def _read(path: str, limit: int = LIMIT) -> bytes:
     return read_start(path, limit) or b""
-
-
-def read_start(path: str, limit: int = LIMIT) -> bytes | None:
-    """The first ``limit`` bytes of a file; None if it cannot be read. A FIFO in a saved tree does not block it.
-
-    The kernel returns a page or less of some files at a time.
-    """
-    parts = []
-    try:
-        if not path.startswith("/proc/") and not S_ISREG(os.stat(path).st_mode):
-            return None
-        with FileIO(path) as file:  # an exception between os.open() and os.close() would leave a descriptor open
-            while limit > 0 and (part := file.read(limit)):
-                parts.append(part)
-                limit -= len(part)
-    except (OSError, ValueError):
-        return None
-    return b"".join(parts)
 
 
 def _stat_fields(task: int | str) -> list[bytes]:

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..cpulist import format_cpulist, parse_cpulist
 from ..errors import GPUAffinityError, SafeGpuError
-from ..procfs import command_of, descendants, lines_of, parent_of, printable, read_start
+from ..foreign_files import read_start
+from ..procfs import command_of, descendants, lines_of, parent_of, printable
 from ..runtimes.visible_devices import visible_variables
 from ..text import plural
 from ..topology import GpuLocality, HostTopology, read_topology

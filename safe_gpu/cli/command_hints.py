@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from shlex import join, quote
 from shutil import which
 
+from ..foreign_files import read_start
+
 # Commands of docker and nerdctl: their containers are no children of the client, which alone would hold the claim.
 
 
@@ -114,11 +116,8 @@ def _of_client(words: Sequence[str]) -> tuple[set[str], list[str]]:
 
 def _is_podman(path: str) -> bool:
     """Whether this docker is a script or a link of podman's."""
-    try:
-        with open(path, "rb", buffering=0) as file:
-            return b"podman" in os.path.basename(os.fsencode(os.path.realpath(path))) + file.read(1024)
-    except OSError:
-        return False
+    start = read_start(path, 1024)
+    return start is not None and b"podman" in os.path.basename(os.fsencode(os.path.realpath(path))) + start
 
 
 # What to do about a command that does not exist: the mistakes that a shell would have caught. Read after one only.

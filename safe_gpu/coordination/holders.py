@@ -13,6 +13,7 @@ from contextlib import suppress
 from .. import procfs
 from ..devices import Gpu, LeaseHolder
 from ..errors import LockTimeout, StateDirError
+from ..foreign_files import read_start
 from . import socket_names as names
 from .files import HOST_LOCK, StateDir, is_everybodys, state_dir_path
 from .leases import LeaseRecord, inner_name, leases_of, probe, read_record
@@ -145,7 +146,7 @@ def locked_by(pid: int, names: Collection[str]) -> set[tuple[int, int]]:
                 status = os.stat(f"/proc/{pid}/fd/{number}")
             except OSError:
                 continue
-            if b"FLOCK" in (procfs.read_start(f"/proc/{pid}/fdinfo/{number}") or b""):
+            if b"FLOCK" in (read_start(f"/proc/{pid}/fdinfo/{number}") or b""):
                 found.add((status.st_dev, status.st_ino))
     return found
 

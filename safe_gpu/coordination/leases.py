@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from .. import procfs
 from ..devices import GpuFault
 from ..errors import StateDirError
+from ..foreign_files import LIMIT
 from . import socket_names as names
 from .files import HOST_LOCK, StateDir, survive_exec, write_all
 from .locks import LockedHost, lock_file, unlock_file
@@ -187,7 +188,7 @@ class PreviousRecord(NamedTuple):
         """What an open file says; nothing if it cannot be read."""
         try:
             status = os.fstat(fd)
-            return cls(os.pread(fd, procfs.LIMIT, 0), status.st_mtime, time.time()) if status.st_size else cls()
+            return cls(os.pread(fd, LIMIT, 0), status.st_mtime, time.time()) if status.st_size else cls()
         except OSError:
             return cls()
 
@@ -393,7 +394,7 @@ def read_record(directory: StateDir, name: str) -> LeaseRecord | None:
         return None
     try:
         for _ in range(5):
-            record = LeaseRecord.decode(os.pread(fd, procfs.LIMIT, 0))
+            record = LeaseRecord.decode(os.pread(fd, LIMIT, 0))
             if record is not None:
                 return record
         return None

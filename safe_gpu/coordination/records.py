@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import procfs
 from ..errors import StateDirError
-from ..procfs import LIMIT, arguments_of, printable, read_start
+from ..foreign_files import read_start
+from ..procfs import arguments_of, printable
 
 if TYPE_CHECKING:
     from .files import StateDir
@@ -123,7 +124,7 @@ def command_for_record(arguments: Sequence[str]) -> str | None:
 
 def own_command() -> str | None:
     """The same of this process."""
-    line = (read_start("/proc/self/cmdline", LIMIT) or b"").rstrip(b"\0")
+    line = (read_start("/proc/self/cmdline") or b"").rstrip(b"\0")
     return command_for_record([os.fsdecode(argument) for argument in line.split(b"\0")])
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from ..coordination.files import state_dir_path
 from ..errors import SafeGpuError, StateDirError
+from ..foreign_files import read_start
 from ..text import paint, wrapped
 from ..vendors import FIRST, VENDORS, Vendor
 
@@ -99,11 +100,8 @@ class CheckedHost:
 
     def read(self, name: str) -> str | None:
         """The text of a file under the root, its first MiB, without trailing blanks; None if it cannot be read."""
-        try:
-            with open(os.path.join(self.root, name), encoding="utf-8", errors="replace") as file:
-                return file.read(_MOST).rstrip()
-        except OSError:
-            return None
+        data = read_start(os.path.join(self.root, name), _MOST)
+        return None if data is None else data.decode("utf-8", "replace").rstrip()
 
     def link(self, name: str) -> str | None:
         """The target of a symbolic link under the root; None if it cannot be read."""

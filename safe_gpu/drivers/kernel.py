@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from .. import procfs
 from ..devices import GpuProcess, ProcessKind
+from ..foreign_files import read_start
 from ..vendors import FIRST, VENDORS, Vendor
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def numa_node(bus_id: str) -> int | None:
     """
     if bus_order(bus_id) is None:
         return None
-    text = procfs.read_start(_path(f"sys/bus/pci/devices/{bus_id}/numa_node"), 64) or b""
+    text = read_start(_path(f"sys/bus/pci/devices/{bus_id}/numa_node"), 64) or b""
     node = text.strip(b"\0 \n")
     return int(node) if node.isdigit() else None
 
@@ -63,7 +64,7 @@ def has_nvidia_gpu() -> bool:
         return False
 
     def starts(path: str, value: bytes) -> bool:
-        return (procfs.read_start(f"{devices}/{path}", 64) or b"").lower().startswith(value)
+        return (read_start(f"{devices}/{path}", 64) or b"").lower().startswith(value)
 
     return any(starts(f"{one}/vendor", b"0x10de") and starts(f"{one}/class", b"0x03") for one in found)
 
@@ -141,7 +142,7 @@ def memory_is_node(bus_id: str) -> bool:
     """
     import re  # only nvidia-smi's driver asks, which has it loaded
 
-    status = procfs.read_start(_path(f"proc/driver/nvidia/gpus/{bus_id}/numa_status"), 4096)
+    status = read_start(_path(f"proc/driver/nvidia/gpus/{bus_id}/numa_status"), 4096)
     return re.search(rb"Node:\s*[0-9]", status or b"") is not None
 
 

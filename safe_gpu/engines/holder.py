@@ -18,6 +18,7 @@ from ..affinity.options import AffinityOptions, parse_options
 from ..devices import ComputeMode, Gpu, HostSnapshot
 from ..drivers import opened_driver
 from ..errors import GPUAffinityError, SafeGpuError
+from ..foreign_files import read_start
 from ..runtimes.visible_devices import read_visible, render_visible, visible_variables
 from ..selection.request import Selection
 from .cluster import ClusterGpu
@@ -109,11 +110,7 @@ class HolderProcess:
 
         from ..coordination.files import state_dir_path
 
-        try:
-            with open("/proc/sys/kernel/random/boot_id") as file:
-                boot = file.read().strip()
-        except OSError:
-            boot = socket.gethostname()
+        boot = (read_start("/proc/sys/kernel/random/boot_id") or b"").decode().strip() or socket.gethostname()
         place = f"{boot}:{os.path.realpath(state_dir_path())}"
         return HostReport(socket.gethostname(), place, self._free(count_for) if count_for else 0)
 

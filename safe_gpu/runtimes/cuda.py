@@ -18,7 +18,8 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CudaInitializedError, NoDriverError, SafeGpuError
-from ..procfs import lines_of, open_files, read_start
+from ..foreign_files import read_start
+from ..procfs import lines_of, open_files
 
 if TYPE_CHECKING:
     import ctypes

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ..procfs import read_start
+from ..foreign_files import read_start
 from ..programs import is_root, others_can_change
 
 if TYPE_CHECKING:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ..argument_style import ArgumentStyle
 from ..errors import UnsatisfiableRequestError
+from ..foreign_files import read_start
 from ..procfs import printable
 from .job import count, current, resource_names
 
@@ -174,12 +175,7 @@ def _short(host: str) -> str:
 
 
 def _read(path: str) -> str:
-    try:
-        # A FIFO in its place does not block.
-        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
-            return file.read(1 << 20).decode(errors="replace")
-    except (OSError, ValueError):
-        return ""
+    return (read_start(path, 1 << 20) or b"").decode(errors="replace")
 
 
 _WAY_OUT = "set SAFE_GPU_NB_GPUS=N, or write the number of GPUs instead of job"

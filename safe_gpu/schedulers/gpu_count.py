@@ -16,7 +16,7 @@ from ..argument_style import ArgumentStyle
 from ..errors import UnsatisfiableRequestError
 from ..foreign_files import read_start
 from ..procfs import printable
-from .job import count, current, resource_names
+from .job import SCHEDULERS, count, current, resource_names
 
 if TYPE_CHECKING:
     from .job import JobContext
@@ -179,12 +179,7 @@ def _read(path: str) -> str:
 
 
 _WAY_OUT = "set SAFE_GPU_NB_GPUS=N, or write the number of GPUs instead of job"
-
-_COUNTED = {"slurm": "SLURM_GPUS_ON_NODE", "pbs": "PBS_NGPUS"}
-
-# These schedulers list the assigned GPUs in one of these variables and may have no variable with their number.
-_LISTED = {"lsf", "pbs"}
-_LISTS = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
+_VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 
 
 def number_for_job(
@@ -251,8 +246,8 @@ def _declared(environ: Mapping[str, str], context: JobContext, ask: bool, patien
             return ask_qstat(environ, context.job_id, patience=patience), ""
         except QstatError as err:
             return None, f" ({err})"
-    visible = next((environ[name] for name in _LISTS if name in environ), None)
-    if context.scheduler in _LISTED and visible is not None:
+    scheduler = next((one for one in SCHEDULERS if one.name == context.scheduler), None)
+    visible = next((environ[name] for name in _VISIBLE if name in environ), None)
+    if scheduler is not None and scheduler.lists_gpus and visible is not None:
         return len([entry for entry in visible.split(",") if entry.strip() not in ("", "-1", "NoDevFiles")]), ""
-    variable = _COUNTED.get(context.scheduler or "")
-    return None, f" ({variable} is not set)" if variable else ""
+    return None, f" ({scheduler.number} is not set)" if scheduler is not None and scheduler.number else ""

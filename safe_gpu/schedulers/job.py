@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 
@@ -17,13 +17,11 @@ class JobContext(NamedTuple):
     """The job and the rank of a process according to its environment; None means "not known".
 
     Attributes:
-        scheduler: ``sge``, ``slurm``, ``pbs``, ``lsf`` or ``flux``; None outside a batch job.
+        scheduler: its name in :data:`SCHEDULERS`; None outside a batch job.
         job_id: the job's number as its scheduler shows it, ``"1234"``; for an array, the number of the whole array.
         task_id: this task's number in an array.
         local_rank: the rank of this process, from 0, among those that its launcher started on this host.
         local_size: the number of these processes.
-        allowed: the GPUs that the scheduler gave to the job on this host, in the scheduler's names. This is never
-            taken from CUDA_VISIBLE_DEVICES, which counts from 0 in every job under a device cgroup.
         requested_gpus: the number of GPUs of the job on this host, for all its ranks together, if the environment has
             it; :func:`~safe_gpu.schedulers.declared_gpus` also asks the scheduler.
         ends: when the scheduler ends the job, in Unix seconds.
@@ -35,7 +33,6 @@ class JobContext(NamedTuple):
     task_id: int | None = None
     local_rank: int | None = None
     local_size: int | None = None
-    allowed: tuple[str, ...] | None = None
     requested_gpus: int | None = None
     ends: int | None = None
     walltime: int | None = None
@@ -86,7 +83,7 @@ def _slurm(environ: Mapping[str, str]) -> JobContext | None:
         return None
     array, task = count(environ, "SLURM_ARRAY_JOB_ID"), count(environ, "SLURM_ARRAY_TASK_ID")
     in_array = array is not None and task is not None
-    allowed = words(environ.get("SLURM_STEP_GPUS")) or words(environ.get("SLURM_JOB_GPUS"))
+    listed = words(environ.get("SLURM_STEP_GPUS")) or words(environ.get("SLURM_JOB_GPUS"))
     requested = count(environ, "SLURM_GPUS_ON_NODE")
     return JobContext(
         "slurm",
@@ -94,8 +91,7 @@ def _slurm(environ: Mapping[str, str]) -> JobContext | None:
         task if in_array else None,
         count(environ, "SLURM_LOCALID"),
         _tasks_here(environ),
-        allowed,
-        len(allowed) if requested is None and allowed else requested,  # Slurm before 20.11 has no SLURM_GPUS_ON_NODE
+        len(listed) if requested is None and listed else requested,  # Slurm before 20.11 has no SLURM_GPUS_ON_NODE
         ends=count(environ, "SLURM_JOB_END_TIME"),  # Slurm 22.05 and later
     )
 
@@ -133,14 +129,14 @@ def _sge(environ: Mapping[str, str]) -> JobContext | None:
         return None
     in_path = re.search(r"/active_jobs/([0-9]{1,18})(?:[./]|$)", spool)
     number = str(job) if job is not None else in_path[1] if in_path else None
-    allowed = next(filter(None, (words(environ.get(f"SGE_HGR_{name}")) for name in resource_names(environ))), None)
-    requested = len(allowed) if allowed else None
-    return JobContext("sge", number, count(environ, "SGE_TASK_ID"), allowed=allowed, requested_gpus=requested)
+    listed = next(filter(None, (words(environ.get(f"SGE_HGR_{name}")) for name in resource_names(environ))), None)
+    requested = len(listed) if listed else None
+    return JobContext("sge", number, count(environ, "SGE_TASK_ID"), requested_gpus=requested)
 
 
 def _pbs(environ: Mapping[str, str]) -> JobContext | None:
     """``PBS_NGPUS`` is set by many sites, not by PBS itself. PBS writes the assigned GPUs into a file or into
-    CUDA_VISIBLE_DEVICES, so ``allowed`` is None. The number is "1234.server", in an array "1234[5].server".
+    CUDA_VISIBLE_DEVICES. The job's number is "1234.server", in an array "1234[5].server".
     """
     match = re.fullmatch(r"([0-9]{1,18})(?:\[([0-9]{0,18})\])?(?:\..*)?", environ.get("PBS_JOBID", "").strip())
     if match is None:
@@ -182,9 +178,32 @@ def _flux(environ: Mapping[str, str]) -> JobContext | None:
     )
 
 
-# Each gives the job of this process, or None outside one. Slurm first: sbatch passes on the environment it is called
-# in, so a Slurm job may carry another scheduler's variables.
-_SCHEDULERS = (_slurm, _sge, _pbs, _lsf, _flux)
+class Scheduler(NamedTuple):
+    """One scheduler.
+
+    Attributes:
+        name: as in :class:`JobContext` and in lease records.
+        parse: gives the job of this process by an environment, or None outside the jobs of this scheduler.
+        number: the variable with the number of GPUs of the job on this host, for messages; "" if it has none.
+        lists_gpus: whether it lists the assigned GPUs in CUDA_VISIBLE_DEVICES, or in AMD's variables, and may have no
+            variable with their number.
+    """
+
+    name: str
+    parse: Callable[[Mapping[str, str]], JobContext | None]
+    number: str = ""
+    lists_gpus: bool = False
+
+
+# Slurm first: sbatch passes on the environment it is called in, so a Slurm job may carry another scheduler's variables.
+SCHEDULERS = (
+    Scheduler("slurm", _slurm, "SLURM_GPUS_ON_NODE"),
+    Scheduler("sge", _sge),
+    Scheduler("pbs", _pbs, "PBS_NGPUS", lists_gpus=True),
+    Scheduler("lsf", _lsf, lists_gpus=True),
+    Scheduler("flux", _flux),
+)
+"""All that are known. ``test_a_scheduler_has_all_that_it_needs`` says what one more needs beside its row."""
 
 # Local rank and local size of each launcher, innermost first: mpirun and srun start torchrun, not the other way round.
 # torchrun is recognised only by both of its variables, because other launchers set LOCAL_RANK too.
@@ -208,7 +227,7 @@ def current(environ: Mapping[str, str] | None = None) -> JobContext:
     """
     if environ is None:
         environ = os.environ
-    job = next(filter(None, (parse(environ) for parse in _SCHEDULERS)), JobContext())
+    job = next(filter(None, (scheduler.parse(environ) for scheduler in SCHEDULERS)), JobContext())
     rank = _rank(environ)
     return job if rank is None else job._replace(local_rank=rank[0], local_size=rank[1])
 

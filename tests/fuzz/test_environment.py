@@ -27,7 +27,8 @@ JOBS = (
     "SLURM_GPUS_ON_NODE", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_PROCID", "SLURM_STEP_TASKS_PER_NODE",
     "SLURM_JOB_END_TIME", "PBS_JOBID", "PBS_ARRAY_INDEX", "PBS_ARRAYID", "PBS_NGPUS", "PBS_WALLTIME", "LSB_JOBID",
     "LSB_JOBINDEX", "JOB_ID", "SGE_TASK_ID", "SGE_JOB_SPOOL_DIR", "SGE_ROOT", "SGE_HGR_gpu", "PE_HOSTFILE", "NHOSTS",
-    "NSLOTS", "HOSTNAME", "SAFE_GPU_SGE_RESOURCE", "SAFE_GPU_NB_GPUS", "CUDA_VISIBLE_DEVICES",
+    "NSLOTS", "HOSTNAME", "SAFE_GPU_SGE_RESOURCE", "SAFE_GPU_NB_GPUS", "CUDA_VISIBLE_DEVICES", "FLUX_JOB_ID",
+    "FLUX_JOB_SIZE", "FLUX_JOB_NNODES", "FLUX_TASK_LOCAL_ID", "FLUX_TASK_RANK",
 )  # fmt: skip
 RANKS = (
     "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE",
@@ -45,7 +46,8 @@ VALUES = st.one_of(
     st.sampled_from(
         ["\udcff\udc80", "0,1", "0", "-1", "1.5", "1e308", "9" * 400, "inf", "2(x3),1", "1(x999999999)",
          "4711[5].server",
-         "4711.server", "[", "undefined", "GPU-", "MIG-GPU-/1/0", "0,0", "9" * 5000 + ",1", ",", "2-12:00:00",
+         "4711.server", "ƒ3ETxsR9H",
+         "[", "undefined", "GPU-", "MIG-GPU-/1/0", "0,0", "9" * 5000 + ",1", ",", "2-12:00:00",
          "1d" * 99,
          "20GiB", "1e9999GiB", "auto", "node", "simulated:", "simulated:laptop", "/dev/null",
          "/nonexistent/active_jobs/x.1"]
@@ -71,6 +73,7 @@ def assert_logged_safely(caplog: pytest.LogCaptureFixture) -> None:
     {"SLURM_JOB_ID": "1", "SLURM_GPUS_ON_NODE": "9" * 18, "SLURM_STEP_GPUS": TRICK},
     {"SLURM_JOB_ID": "1", "SLURM_NODEID": "9" * 18, "SLURM_STEP_TASKS_PER_NODE": "1(x1)," * 20_000},
     {"LSB_JOBID": "1", "CUDA_VISIBLE_DEVICES": "," * 100_000},
+    {"FLUX_JOB_ID": "f1", "FLUX_JOB_SIZE": "1", "FLUX_JOB_NNODES": "1", "CUDA_VISIBLE_DEVICES": "," * 100_000},
     {"SAFE_GPU_NB_GPUS": TRICK},
 )
 @examples(50)

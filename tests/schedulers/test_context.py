@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import pickle
+import re
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.guard import OUTER_NAMES, OUTER_PREFIXES
 
+from safe_gpu import schedulers
 from safe_gpu.schedulers import JobContext, current, in_batch_job
+from safe_gpu.schedulers.job import SCHEDULERS, Scheduler
+
+TESTS = Path(__file__).parents[1]
 
 
 def env(variables: str) -> dict[str, str]:
@@ -36,11 +44,11 @@ CASES: dict[str, tuple[dict[str, str], JobContext]] = {
     "sge that tells no number": (env("SGE_TASK_ID=undefined"), JobContext("sge")),
     "univa, resource map": (
         {**SGE, "SGE_HGR_gpu": "1 3"},
-        JobContext("sge", "1234", allowed=("1", "3"), requested_gpus=2),
+        JobContext("sge", "1234", requested_gpus=2),
     ),
     "univa, resource map of another name": (
         SGE | env("SGE_HGR_accel=gpu0 SAFE_GPU_SGE_RESOURCE=accel"),
-        JobContext("sge", "1234", allowed=("gpu0",), requested_gpus=1),
+        JobContext("sge", "1234", requested_gpus=1),
     ),
     "JOB_ID of something else": (env("JOB_ID=1234"), JobContext()),
     "a submit host of Grid Engine": (env("SGE_ROOT=/opt/sge SGE_CELL=default"), JobContext()),
@@ -67,21 +75,21 @@ CASES: dict[str, tuple[dict[str, str], JobContext]] = {
     ),
     "slurm, AMD GPUs": (
         SLURM | env("SLURM_JOB_GPUS=4,5 SLURM_GPUS_ON_NODE=2 ROCR_VISIBLE_DEVICES=4,5"),
-        JobContext("slurm", "77", None, 0, None, ("4", "5"), 2),
+        JobContext("slurm", "77", None, 0, None, 2),
     ),
     "slurm without gres": (SLURM, JobContext("slurm", "77", local_rank=0)),
     "slurm, batch script": (
         SLURM | env("SLURM_GPUS_ON_NODE=4 SLURM_JOB_GPUS=0,1,2,3 SLURM_TASKS_PER_NODE=2"),
-        JobContext("slurm", "77", None, 0, None, ("0", "1", "2", "3"), 4),
+        JobContext("slurm", "77", None, 0, None, 4),
     ),
     "slurm, array": (SLURM | env("SLURM_ARRAY_JOB_ID=70 SLURM_ARRAY_TASK_ID=3"), JobContext("slurm", "70", 3, 0)),
     "slurm, device cgroup: its numbers count from 0 in every job": (
         SLURM | env("SLURM_JOB_GPUS=5 SLURM_GPUS_ON_NODE=1 CUDA_VISIBLE_DEVICES=0"),
-        JobContext("slurm", "77", None, 0, None, ("5",), 1),
+        JobContext("slurm", "77", None, 0, None, 1),
     ),
     "slurm, device cgroup, gres that tells no numbers": (
         SLURM | env("SLURM_GPUS_ON_NODE=1 CUDA_VISIBLE_DEVICES=0"),
-        JobContext("slurm", "77", None, 0, None, None, 1),
+        JobContext("slurm", "77", None, 0, None, 1),
     ),
     "slurm, one of two tasks on the second node": (
         SLURM
@@ -89,17 +97,17 @@ CASES: dict[str, tuple[dict[str, str], JobContext]] = {
             "SLURM_LOCALID=1 SLURM_PROCID=4 SLURM_NODEID=1 SLURM_STEP_TASKS_PER_NODE=3,2(x2)"
             " SLURM_GPUS_ON_NODE=2 SLURM_STEP_GPUS=1 SLURM_JOB_GPUS=0,1"
         ),
-        JobContext("slurm", "77", None, 1, 2, ("1",), 2),
+        JobContext("slurm", "77", None, 1, 2, 2),
     ),
     "slurm, a task on the third node": (
         SLURM | env("SLURM_NODEID=2 SLURM_STEP_TASKS_PER_NODE=2(x2),3"),
         JobContext("slurm", "77", None, 0, 3),
     ),
-    "slurm before 20.11": (SLURM | env("SLURM_JOB_GPUS=0,2"), JobContext("slurm", "77", None, 0, None, ("0", "2"), 2)),
+    "slurm before 20.11": (SLURM | env("SLURM_JOB_GPUS=0,2"), JobContext("slurm", "77", None, 0, None, 2)),
     "srun with PMI-2": (SLURM | env("SLURM_LOCALID=1 SLURM_PROCID=5 PMI_RANK=5"), JobContext("slurm", "77", None, 1)),
     "mpirun in slurm: its daemon's SLURM_LOCALID says nothing": (
         SLURM | OMPI | env("SLURM_STEP_TASKS_PER_NODE=1(x2) SLURM_GPUS_ON_NODE=4"),
-        JobContext("slurm", "77", None, 3, 4, None, 4),
+        JobContext("slurm", "77", None, 3, 4, 4),
     ),
     "an old hydra in slurm": (SLURM | env("PMI_RANK=2 PMI_SIZE=4"), JobContext("slurm", "77", None, 2)),
     "mpirun in sge": (SGE | OMPI, JobContext("sge", "1234", None, 3, 4)),
@@ -143,6 +151,33 @@ CASES: dict[str, tuple[dict[str, str], JobContext]] = {
 }
 
 
+class Asked(dict[str, str]):
+    """An environment that remembers which of its variables were asked for."""
+
+    def __init__(self, environ: dict[str, str]) -> None:
+        super().__init__(environ)
+        self.names: set[str] = set()
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.names |= {name} & self.keys()
+        return super().get(name, default)
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS, ids=lambda scheduler: scheduler.name)
+def test_a_scheduler_has_all_that_it_needs(scheduler: Scheduler) -> None:
+    """Samples in CASES, whose variables the fuzz sets too and no test inherits, and a place on the page."""
+    samples = [Asked(environ) for environ, context in CASES.values() if context.scheduler == scheduler.name]
+    assert len(samples) > 1
+    assert all(scheduler.parse(environ) for environ in samples)
+    assert any(current(dict(environ)).requested_gpus for environ in samples) or scheduler.lists_gpus
+    names = set().union(*(environ.names for environ in samples))
+    fuzz = (TESTS / "fuzz" / "test_environment.py").read_text()
+    assert {name for name in names if f'"{name}"' not in fuzz} == {"SGE_HGR_accel"} & names
+    assert {name for name in names if not name.startswith(OUTER_PREFIXES) and name not in OUTER_NAMES} == set()
+    page = Path(schedulers.__file__).with_name("README.md").read_text()
+    assert re.search(rf"\b{scheduler.name}\b", page, re.IGNORECASE)
+
+
 def test_label() -> None:
     jobs = (JobContext(local_rank=1), JobContext("sge"), JobContext("sge", "1234"), JobContext("sge", "1234", 5))
     assert [job.job_label for job in jobs] == [None, None, "sge:1234", "sge:1234.5"]
@@ -169,12 +204,13 @@ SENSELESS = [
 
 @given(
     st.dictionaries(
-        st.sampled_from(NAMES), st.sampled_from([*SENSELESS, "0", "1", "17"]) | st.text("0197()[].,x- \0é", max_size=8)
+        st.sampled_from(NAMES),
+        st.sampled_from([*SENSELESS, "0", "1", "17", "ƒ3ETxsR9H"]) | st.text("0197()[].,xfƒ- \0é", max_size=8),
     )
 )
 def test_senseless_values_never_raise_and_never_show(environ: dict[str, str]) -> None:
     context = current(environ)
-    assert context.scheduler in (None, "sge", "slurm", "pbs", "lsf", "flux")
+    assert context.scheduler in (None, *(scheduler.name for scheduler in SCHEDULERS))
     assert context.job_id is None or context.job_id.removeprefix("f").isalnum()
     for number in (context.task_id, context.local_rank, context.local_size, context.requested_gpus):
         assert number is None or (type(number) is int and 0 <= number < 10**18)

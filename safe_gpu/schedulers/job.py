@@ -1,8 +1,8 @@
-"""The job and the rank of this process, by the variables of its scheduler and its launcher. Pure.
+"""The job and the rank of this process, by the variables of its scheduler and its launcher. Pure, but for one file.
 
 Slurm's are those of sbatch(1) and srun(1), "OUTPUT ENVIRONMENT VARIABLES", Flux's those of flux-environment(7), "JOB
-ENVIRONMENT". Most versions of Grid Engine count GPUs but do not assign them, so the environment rarely has the number
-that a job asked for. The module ``gpu_count`` asks for it.
+ENVIRONMENT", HTCondor's those of its manual, "Services for Running Jobs". Most versions of Grid Engine count GPUs but
+do not assign them, so the environment rarely has the number that a job asked for. The module ``gpu_count`` asks for it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
+
+from ..foreign_files import read_start
 
 
 class JobContext(NamedTuple):
@@ -178,6 +180,27 @@ def _flux(environ: Mapping[str, str]) -> JobContext | None:
     )
 
 
+def _htcondor(environ: Mapping[str, str]) -> JobContext | None:
+    """The numbers of the job are in its ad, a file of lines ``Name = value``; the second counts jobs of one submission.
+
+    ``_CONDOR_AssignedGPUs`` lists the GPUs by UUIDs of eight digits, as CUDA_VISIBLE_DEVICES does. Without it the ad
+    counts, where a request may be an expression.
+    """
+    path = environ.get("_CONDOR_JOB_AD")
+    if not path:
+        return None
+    text = (read_start(path, 1 << 20) or b"").decode("utf-8", "replace")
+    ad = {name: int(value) for name, value in re.findall(r"(?m)^(ClusterId|ProcId|RequestGPUs) = ([0-9]{1,18})$", text)}
+    listed = words(environ.get("_CONDOR_AssignedGPUs"))
+    job = ad.get("ClusterId")
+    return JobContext(
+        "htcondor",
+        None if job is None else str(job),
+        ad.get("ProcId"),
+        requested_gpus=len(listed) if listed else ad.get("RequestGPUs"),
+    )
+
+
 class Scheduler(NamedTuple):
     """One scheduler.
 
@@ -202,6 +225,7 @@ SCHEDULERS = (
     Scheduler("pbs", _pbs, "PBS_NGPUS", lists_gpus=True),
     Scheduler("lsf", _lsf, lists_gpus=True),
     Scheduler("flux", _flux),
+    Scheduler("htcondor", _htcondor, "_CONDOR_AssignedGPUs"),
 )
 """All that are known. ``test_a_scheduler_has_all_that_it_needs`` says what one more needs beside its row."""
 

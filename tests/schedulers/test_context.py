@@ -26,6 +26,18 @@ def env(variables: str) -> dict[str, str]:
 SGE = env("JOB_ID=1234 SGE_TASK_ID=undefined SGE_ROOT=/var/lib/gridengine NSLOTS=1 NHOSTS=1")
 FLUX = env("FLUX_JOB_ID=ƒ3ETxsR9H FLUX_JOB_SIZE=1 FLUX_JOB_NNODES=1 FLUX_TASK_RANK=0 FLUX_TASK_LOCAL_ID=0")
 SLURM = env("SLURM_JOB_ID=77 SLURM_JOBID=77 SLURM_LOCALID=0 SLURM_PROCID=0 SLURM_NODEID=0")
+# HTCondor 23.9, and its ad shortened.
+HTCONDOR = env(
+    "_CONDOR_JOB_AD=JOB_AD _CONDOR_SLOT=slot1_1 _CONDOR_AssignedGPUs=GPU-06223334,GPU-17223334"
+    " CUDA_VISIBLE_DEVICES=GPU-06223334,GPU-17223334 GPU_DEVICE_ORDINAL=GPU-06223334,GPU-17223334"
+)
+JOB_AD = """AutoClusterAttrs = "RequestCpus,RequestGPUs,ConcurrencyLimits"
+ClusterId = 4
+LastJobLeaseRenewal = 1795379909
+ProcId = 0
+RequestGPUs = 2
+Requirements = (TARGET.Arch == "X86_64") && (TARGET.GPUs >= RequestGPUs)
+"""
 OMPI = env("OMPI_COMM_WORLD_LOCAL_RANK=3 OMPI_COMM_WORLD_LOCAL_SIZE=4 OMPI_COMM_WORLD_RANK=7")
 
 # name: (environment, context)
@@ -144,6 +156,12 @@ CASES: dict[str, tuple[dict[str, str], JobContext]] = {
     "pbs, array, number in the name only": (env("PBS_JOBID=12[5].head"), JobContext("pbs", "12", 5)),
     "lsf": (env("LSB_JOBID=9 LSB_JOBINDEX=0"), JobContext("lsf", "9")),
     "lsf, array": (env("LSB_JOBID=9 LSB_JOBINDEX=4"), JobContext("lsf", "9", 4)),
+    "htcondor": (HTCONDOR, JobContext("htcondor", "4", 0, requested_gpus=2)),
+    "htcondor, a job without its list": (
+        env("_CONDOR_JOB_AD=JOB_AD CUDA_VISIBLE_DEVICES=10000"),
+        JobContext("htcondor", "4", 0, requested_gpus=2),
+    ),
+    "htcondor, no ad": (env("_CONDOR_JOB_AD=/nonexistent _CONDOR_SLOT=slot1_1"), JobContext("htcondor")),
     "jsrun in lsf": (
         env("LSB_JOBID=9 JSM_NAMESPACE_LOCAL_RANK=1 JSM_NAMESPACE_LOCAL_SIZE=6"),
         JobContext("lsf", "9", None, 1, 6),
@@ -184,8 +202,10 @@ def test_label() -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_environment_to_context(name: str) -> None:
+def test_environment_to_context(name: str, tmp_path: Path) -> None:
     environ, expected = CASES[name]
+    (tmp_path / "ad").write_text(JOB_AD)
+    environ = {name: str(tmp_path / "ad") if value == "JOB_AD" else value for name, value in environ.items()}
     before = dict(environ)
     context = current(environ)
     assert context == expected

@@ -17,7 +17,8 @@ _state_dirs = itertools.count()
 # What a scheduler, a launcher or the person who runs the tests has set must not decide their outcome.
 OUTER_PREFIXES = (
     *("SAFE_GPU_", "CUDA_", "ROCR_", "HIP_"),
-    *("SLURM_", "SGE_", "PBS_", "LSB_", "FLUX_", "OMPI_", "PMI_", "PMIX_", "MPI_", "HOROVOD_", "TORCHELASTIC_"),
+    *("SLURM_", "SGE_", "PBS_", "LSB_", "FLUX_", "_CONDOR_"),
+    *("OMPI_", "PMI_", "PMIX_", "MPI_", "HOROVOD_", "TORCHELASTIC_"),
 )
 OUTER_NAMES = ("LOCAL_RANK", "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "JOB_ID", "NSLOTS", "FAKE_GPU_DIR")
 

@@ -6,6 +6,7 @@ Every import counts: at the top of a module, inside a function, and those that o
 from __future__ import annotations
 
 import ast
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -95,6 +96,12 @@ def test_imports_point_downward() -> None:
         if room_of(module) != room_of(target) and FLOOR[room_of(module)] <= FLOOR[room_of(target)]
     ]
     assert upward == []
+
+
+def test_the_page_shows_every_floor() -> None:
+    page = (ROOT.parent / "tests" / "README.md").read_text().partition("```\n")[2].partition("```")[0]
+    shown = [frozenset(re.split(" {3,}", line)[0].split()) for line in page.splitlines()]
+    assert shown == [rooms - {""} for rooms in FLOORS]
 
 
 def test_no_modules_import_each_other() -> None:

@@ -63,7 +63,7 @@ def environment(**variables: str) -> CheckedHost:
 
 @pytest.fixture(autouse=True)
 def no_context(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A child of this process would find the real libraries, not those of ``fake_gpus.here()``."""
+    """A child of this process would find the real libraries, not those of ``fake_gpus.use_nvml_here()``."""
     monkeypatch.setattr(listing, "_shown_in_child", lambda environ: "not in this test")
 
 
@@ -487,7 +487,7 @@ def test_hidden_processes_of_others() -> None:
 
 
 def test_driver_pids_that_do_not_resolve(fake_gpus) -> None:
-    fake_gpus.here()
+    fake_gpus.use_nvml_here()
     fake_gpus.process(fake_gpus.uuids[1], os.getpid())
     if os.readlink("/proc/self/ns/pid") == "pid:[4026531836]":
         assert finding("process namespace").status == "passed"
@@ -592,7 +592,7 @@ def test_a_filelock_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_good_host_of_gpus(fake_gpus) -> None:
-    fake_gpus.here()
+    fake_gpus.use_nvml_here()
     host = CheckedHost()
     for name in ("GPU driver", "driver speed", "lost GPUs", "process lists", "compute mode", "MIG"):
         assert finding(name, host).status == "passed", name
@@ -613,13 +613,13 @@ def test_a_good_host_of_gpus(fake_gpus) -> None:
 )
 def test_faults_of_gpus(fake_gpus, change: dict[str, object], check: str, status: str, words: str) -> None:
     fake_gpus.change(2, **change)
-    fake_gpus.here()
+    fake_gpus.use_nvml_here()
     says(check, status, words)
 
 
 def test_no_gpus_and_no_driver(fake_gpus) -> None:
     fake_gpus.write()
-    fake_gpus.here()
+    fake_gpus.use_nvml_here()
     assert "shows no GPU" in finding("GPU driver").detail
     fake_gpus.options(init_error=9)
     host = CheckedHost()
@@ -709,7 +709,7 @@ def test_lists_that_nobody_asks_for(fake_gpus) -> None:
 
 
 def test_mps_daemons_and_clients(fake_gpus, eventually) -> None:
-    fake_gpus.here()
+    fake_gpus.use_nvml_here()
     assert finding("MPS").status == "passed"
     client = fake_gpus.process(fake_gpus.uuids[3], os.getpid(), kind="mps")
     assert "clients on GPU 3" in finding("MPS").detail

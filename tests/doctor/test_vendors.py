@@ -80,7 +80,7 @@ def test_a_broken_driver_of_one_vendor(doctor: Any, fake_gpus: Any, tmp_path: Pa
     (tmp_path / "root/dev/nvidiactl").touch()
     KfdHost(tmp_path / "root").gpu(0x03, 1, 0xABC)
     fake_gpus.options(init_error=9)
-    fake_gpus.here()
+    fake_gpus.use_nvml_here()
     found = doctor(SAFE_GPU_DRIVER="auto", SAFE_GPU_FSROOT=str(tmp_path / "root"))
     assert found["GPU driver"]["status"] == "failed"
     assert found["other vendor"]["status"] == "warning"

@@ -1,4 +1,4 @@
-"""What every driver promises, asked of all three with the same words."""
+"""What every driver promises, asked of each with the same words."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Bench(NamedTuple):
 
 def over_fake_gpus(fake_gpus: Any, mig: bool, name: str) -> Bench:
     if name == "nvml":
-        fake_gpus.here()
+        fake_gpus.use_nvml_here()
     if mig:
         fake_gpus.write({"mig": 0}, {"mig": 1, "instances": "MIG-0a,MIG-0b"}, {"mig": 0})
     else:

@@ -78,7 +78,7 @@ def test_a_thread_stands_for_its_process(thread: int) -> None:
 
 
 def test_threads_on_every_driver(fake_gpus: Any, fake_nvidia_smi: Any, ground: Any, thread: int) -> None:
-    fake_gpus.here()
+    fake_gpus.use_nvml_here()
     fake_gpus.process(fake_gpus.uuids[0], thread)
     simulated = SimulatedDriver("dgx-a100")
     with simulated.occupy(simulated.idle.gpus[0].uuid, pid=thread):
@@ -130,7 +130,7 @@ def test_a_zombie_is_not_judged_by_its_devices(devices: Path, zombie: int) -> No
 
 
 def test_numbers_of_others_on_every_driver(fake_gpus: Any, fake_nvidia_smi: Any, devices: Path, opening: Any) -> None:
-    fake_gpus.here()
+    fake_gpus.use_nvml_here()
     bystander = opening()
     fake_gpus.process(fake_gpus.uuids[0], bystander)
     for driver in (NvmlDriver(), NvidiaSmiDriver()):
@@ -148,7 +148,7 @@ def judged(driver: Any, number: int = 0) -> tuple[str, str]:
 
 def test_memory_that_the_driver_reserves(fake_gpus: Any) -> None:
     """Version 2 of the memory call leaves it out, so that a stranger of another container with 600 MiB is noticed."""
-    fake_gpus.here()
+    fake_gpus.use_nvml_here()
     driver = NvmlDriver()
     fake_gpus.change(0, reserved=700 * MIB)
     assert judged(driver) == ("free", "")
@@ -173,7 +173,7 @@ def test_memory_that_nvidia_smi_reserves(fake_gpus: Any, fake_nvidia_smi: Any) -
 
 
 def test_page_cache_on_a_gpu_whose_memory_is_a_numa_node(fake_gpus: Any) -> None:
-    fake_gpus.here()
+    fake_gpus.use_nvml_here()
     driver = NvmlDriver()
     fake_gpus.change(0, used=60 << 30, memory_node=1)
     fake_gpus.change(1, used=17 * MIB)
@@ -203,7 +203,7 @@ def test_page_cache_by_nvidia_smi(fake_gpus: Any, fake_nvidia_smi: Any, text: st
 
 
 def test_the_desktop_of_windows(fake_gpus: Any, fake_nvidia_smi: Any) -> None:
-    fake_gpus.here()
+    fake_gpus.use_nvml_here()
     fake_gpus.change(0, used=2 << 30)
     devices = fake_gpus.devices("dxg")
     assert is_wsl()

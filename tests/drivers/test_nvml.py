@@ -29,7 +29,7 @@ HIDDEN = 4_000_000  # above every pid that Linux gives: what a container sees of
 
 @pytest.fixture
 def host(fake_gpus: Any) -> Any:
-    fake_gpus.here()
+    fake_gpus.use_nvml_here()
     return fake_gpus
 
 
@@ -173,7 +173,7 @@ def test_processes_that_start_during_the_call(host: Any, driver: nvml.NvmlDriver
 @pytest.mark.parametrize("flags", [(), ("-DSTRIDE_V3=32",), ("-DNO_V3",), ("-DNO_V3", "-DNO_MIG", "-DNO_SCOPE")])
 def test_every_generation_of_driver(host: Any, flags: tuple[str, ...]) -> None:
     host.variant(*flags)
-    host.here()
+    host.use_nvml_here()
     host.set(3, used=100 << 20, node_cpus="0-3", socket_cpus="0-7")
     kinds = [ProcessKind.COMPUTE] * 3 + [ProcessKind.GRAPHICS, ProcessKind.MPS]
     for number, kind in enumerate(kinds):
@@ -204,7 +204,7 @@ def test_a_list_that_exists_and_does_not_work(host: Any, driver: nvml.NvmlDriver
 @pytest.mark.parametrize("flag", ["-DNO_PROCESSES", "-DNO_V2"])
 def test_a_driver_without_process_lists_that_we_know(host: Any, flag: str) -> None:
     host.variant(flag)
-    host.here()
+    host.use_nvml_here()
     gpus = nvml.NvmlDriver().snapshot().gpus
     assert all(gpu.processes is None and not gpu.processes_supported and gpu.process_error for gpu in gpus)
 
@@ -213,7 +213,7 @@ def test_a_driver_without_process_lists_that_we_know(host: Any, flag: str) -> No
 @pytest.mark.parametrize("flag", ["", "-DNO_MPS"])
 def test_a_gpu_that_cannot_list(host: Any, code: int, flag: str) -> None:
     host.variant(*filter(None, [flag]))
-    host.here()
+    host.use_nvml_here()
     host.change(1, compute_error=code)
     host.change(2, mps_error=code, graphics_error=code)
     host.process(host.uuids[2], HIDDEN, static=True)
@@ -357,7 +357,7 @@ def test_nvml_that_does_not_start(host: Any, code: int, words: str) -> None:
 
 def test_a_driver_that_is_too_old(host: Any) -> None:
     host.variant("-DANCIENT")
-    host.here()
+    host.use_nvml_here()
     with pytest.raises(NoDriverError, match="older than R450"):
         nvml.NvmlDriver()
 

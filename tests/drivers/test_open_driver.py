@@ -45,7 +45,7 @@ def ask(
         return found
 
     def answer(root: Path, *words: str, driver: str = "auto") -> list[Any]:
-        fake_gpus.here()
+        fake_gpus.use_nvml_here()
         if "library" in words:
             driver_libraries.stand_ins["libnvidia-ml.so.1"] = str(empty)
         with monkeypatch.context() as patch:

@@ -173,7 +173,7 @@ class OneGpu:
 
 
 def test_a_status_asks_for_what_no_claim_needs(fake_gpus) -> None:
-    fake_gpus.here()
+    fake_gpus.use_nvml_here()
     fake_gpus.set(2, util=37)
     fake_gpus.process(fake_gpus.uuids[0], os.getpid(), 1 << 20, kind="graphics")
     first, second = look().gpus
@@ -464,7 +464,7 @@ def test_mig_lost_gpus_and_values_the_driver_does_not_give(fake_gpus, state_dir:
         {"uuid": "GPU-x", "mode": 2},
         {"uuid": "GPU-y"},
     )
-    fake_gpus.here()
+    fake_gpus.use_nvml_here()
     fake_gpus.process("GPU-y", 1 << 29, 5 << 30, static=True)
     fake_gpus.process("GPU-y", 1, 1 << 30, static=True)
     status = look()

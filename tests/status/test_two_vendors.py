@@ -90,7 +90,7 @@ def amd(fake_gpus: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> KfdH
     host = KfdHost(tmp_path / "root")
     host.gpu(0x03, 1, 0xABC)
     host.gpu(0x23, 2, 0xABD)
-    fake_gpus.here()
+    fake_gpus.use_nvml_here()
     monkeypatch.setenv("SAFE_GPU_DRIVER", "auto")
     monkeypatch.setenv("SAFE_GPU_FSROOT", str(host.root))
     return host

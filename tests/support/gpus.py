@@ -194,8 +194,10 @@ class FakeGpus:
                 link.symlink_to(library)
         return directory
 
-    def here(self) -> None:
-        """Show these GPUs to NVML in this very process (CUDA keeps state for good: use a child for it)."""
+    def use_nvml_here(self) -> None:
+        """Show these GPUs to NVML in this very process, and make it the driver.
+
+        CUDA keeps state for good: use a child for it."""
         import pynvml
 
         from safe_gpu.drivers import nvml

@@ -1,11 +1,11 @@
 # A Debian 12 with python3, python3-venv and git and nothing else, and commands run in it. For .ci/run, as root.
 # Packages come from where this machine's apt and pip get theirs.
 
-# make_debian DIR: a Debian, with a user named someone besides root.
+# make_debian DIR [SUITE]: a Debian, 12 unless another is named, with a user named someone besides root.
 make_debian() {
   local mirror
   mirror=$(apt-get indextargets --format '$(REPO_URI)' 'Identifier: Packages' 'Origin: Debian' 'Component: main' | sed -n 1p)
-  debootstrap --variant=minbase --include=python3,python3-venv,git,ca-certificates bookworm "$1" ${mirror:+"$mirror"} \
+  debootstrap --variant=minbase --include=python3,python3-venv,git,ca-certificates "${2:-bookworm}" "$1" ${mirror:+"$mirror"} \
     >"$1.log" 2>&1 || { tail -n 30 "$1.log" >&2; return 1; }
   chroot "$1" useradd --create-home someone
 }

@@ -33,7 +33,7 @@ FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"settings", "text"}),
     frozenset({"errors"}),
     frozenset({"procfs", "programs", "devices", "sysfs"}),
-    frozenset({"argument_style", "cpulist", "vendors"}),
+    frozenset({"argument_style", "cpulist", "foreign_files", "vendors"}),
 )
 FLOOR = {room: len(FLOORS) - number for number, rooms in enumerate(FLOORS) for room in rooms}
 
@@ -156,7 +156,7 @@ def test_the_top_of_the_repository_is_tidy() -> None:
 
 
 # Size: lines of code, without docstrings, comments and blank lines. What is added pays for itself in lines removed.
-MOST_FILES = 110
+MOST_FILES = 112
 MOST_CODE = {"safe_gpu": 17_700, "tests and tools": 32_500}
 
 

@@ -225,7 +225,7 @@ def _near_shares(gpus: Sequence[Gpu], driver: Driver, fsroot: str | None) -> Cla
 
 def _is_remote(shares: ClaimShares, driver: Driver) -> bool:
     """Whether the mask lacks the CPUs next to some GPU. The CPUs of a made-up host are not those of this machine."""
-    return bool(shares.notes) and driver.host_topology() is None
+    return bool(shares.notes) and not driver.is_simulated
 
 
 def bind_node(node: int, *, cpus: bool = True, memory: str | None = None) -> BindingReport:

@@ -211,6 +211,7 @@ def host() -> MakeHost:
 
 class FakeDriver:
     runtime = Runtime()
+    is_simulated = False
 
     def __init__(self, gpus: list[Gpu], affinity: dict[tuple[str, str], frozenset[int]] | None = None) -> None:
         self.name = "nvml"

@@ -159,6 +159,7 @@ def test_a_claim_is_bound_and_given_back(small_host: Any, fake_driver: Any, in_c
 def test_a_made_up_host_is_never_remote(fake_driver: Any, in_child: InChild) -> None:
     driver = fake_driver(GPUS)
     driver.own = HostTopology(cpus=cpus("5000"), nodes={0: cpus("5000")}, gpus=[GpuLocality(0, numa_node=0)])
+    driver.is_simulated = True
     report = in_child(lambda: bind_near(GPUS[:1], driver, options=AffinityOptions()))
     assert ("none of the CPUs 5000" in report.notes[0], report.remote) == (True, False)
 

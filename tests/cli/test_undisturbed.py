@@ -14,8 +14,8 @@ safe_gpu affinity affinity.binding affinity.cpu_shares affinity.options argument
 claim.options claim.owner claim.queue_place claim.search claim.times claim.view cli cli.become cli.commands cli.output
 cli.parser cli.run coordination coordination.files coordination.history coordination.holders coordination.leases
 coordination.legacy coordination.locks coordination.records coordination.signals coordination.socket_names cpulist
-devices drivers drivers.base drivers.kernel drivers.presets drivers.simulated errors foreign_files procfs programs runtimes
-runtimes.placeholders runtimes.runtime runtimes.visible_devices runtimes.visible_limit schedulers schedulers.job
+devices drivers drivers.base drivers.kernel drivers.presets drivers.simulated errors foreign_files procfs programs
+runtimes runtimes.placeholders runtimes.runtime runtimes.visible_devices runtimes.visible_limit schedulers schedulers.job
 selection selection.backfill selection.choice selection.request selection.values selection.verdicts settings text
 vendors
 """.split()

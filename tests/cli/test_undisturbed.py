@@ -15,9 +15,9 @@ claim.options claim.owner claim.queue_place claim.search claim.times claim.view 
 cli.parser cli.run coordination coordination.files coordination.history coordination.holders coordination.leases
 coordination.legacy coordination.locks coordination.records coordination.signals coordination.socket_names cpulist
 devices drivers drivers.base drivers.kernel drivers.presets drivers.simulated errors foreign_files procfs programs
-runtimes runtimes.placeholders runtimes.runtime runtimes.visible_devices runtimes.visible_limit schedulers schedulers.job
-selection selection.backfill selection.choice selection.request selection.values selection.verdicts settings text
-vendors
+runtimes runtimes.placeholders runtimes.runtime runtimes.visible_devices runtimes.visible_limit schedulers
+schedulers.job selection selection.backfill selection.choice selection.request selection.values selection.verdicts
+settings text vendors
 """.split()
 HEAVY = set(
     "dataclasses logging subprocess ctypes socket hashlib shutil tempfile inspect threading difflib pynvml".split()

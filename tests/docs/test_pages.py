@@ -110,3 +110,19 @@ def test_the_table_of_exit_codes_is_that_of_the_command() -> None:
     section = PAGES["README.md"].read_text().partition("## Exit codes")[2]
     told = {int(number) for row in re.findall(r"^\| ([\d, ]+) \|", section, re.MULTILINE) for number in row.split(",")}
     assert numbers <= told
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ("a condition of claims", r"max_utilization"),
+        ("a scheduler", r"_CONDOR"),
+        ("a vendor of GPUs", r"(?<!and )\bintel\b(?! MPI)|INTEL-|_intel\b|level_zero"),
+    ],
+)
+def test_the_page_says_what_to_touch(row: str, words: str) -> None:
+    """The files of the package that name what was added last, and no others."""
+    (line,) = re.findall(rf"^\| {row} \|(.*)$", PAGES["tests/README.md"].read_text(), re.MULTILINE)
+    listed = set(re.findall(r"`(safe_gpu/[\w./]+)`", line))
+    code = ((path.relative_to(ROOT).as_posix(), path.read_text()) for path in (ROOT / "safe_gpu").rglob("*.py"))
+    assert {name for name, text in code if re.search(words, name + text)} == listed

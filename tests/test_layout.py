@@ -19,6 +19,7 @@ import pytest
 import safe_gpu
 
 ROOT = Path(safe_gpu.__file__).parent
+CHECKOUT = Path(__file__).parents[1]
 FILES = sorted(ROOT.rglob("*.py"))
 
 # From the top down. A room imports from itself and from lower floors, not from the others on its own.
@@ -99,7 +100,7 @@ def test_imports_point_downward() -> None:
 
 
 def test_the_page_shows_every_floor() -> None:
-    page = (ROOT.parent / "tests" / "README.md").read_text().partition("```\n")[2].partition("```")[0]
+    page = (CHECKOUT / "tests" / "README.md").read_text().partition("```\n")[2].partition("```")[0]
     shown = [frozenset(re.split(" {3,}", line)[0].split()) for line in page.splitlines()]
     assert shown == [rooms - {""} for rooms in FLOORS]
 
@@ -144,9 +145,9 @@ def test_every_folder_says_what_it_is_for() -> None:
 
 def test_the_top_of_the_repository_is_tidy() -> None:
     """Whatever else somebody leaves there has a better place."""
-    if shutil.which("git") is None or not (ROOT.parent / ".git").exists():
+    if shutil.which("git") is None or not (CHECKOUT / ".git").exists():
         pytest.skip("this is not a git checkout")
-    listing = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT.parent, capture_output=True, text=True, timeout=60)
+    listing = subprocess.run(["git", "ls-files", "-z"], cwd=CHECKOUT, capture_output=True, text=True, timeout=60)
     if listing.returncode:
         pytest.skip(f"git does not list its files: {listing.stderr.strip()}")
     top = {name.partition("/")[0] for name in listing.stdout.split("\0")[:-1]}
@@ -173,7 +174,7 @@ def code_lines(source: str) -> int:
 
 def test_the_package_and_its_tests_stay_small() -> None:
     assert len(FILES) <= MOST_FILES
-    beside = [path for name in ("tests", "tools") for path in sorted((ROOT.parent / name).rglob("*.py"))]
+    beside = [path for name in ("tests", "tools") for path in sorted((CHECKOUT / name).rglob("*.py"))]
     sizes = {
         "safe_gpu": sum(code_lines(path.read_text()) for path in FILES),
         "tests and tools": sum(code_lines(path.read_text()) for path in beside),

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-import safe_gpu
 from safe_gpu.cli.parser import add_vendor
 from safe_gpu.devices import vendor_of, vendor_of_name
 from safe_gpu.drivers import _KINDS
@@ -19,7 +18,7 @@ from safe_gpu.runtimes.visible_devices import hide_all
 from safe_gpu.selection.values import _NAME
 from safe_gpu.vendors import FIRST, VENDORS
 
-PAGE = Path(safe_gpu.__file__).parent.parent / "README.md"
+PAGE = Path(__file__).parents[1] / "README.md"
 
 
 @pytest.mark.parametrize("key", VENDORS)

@@ -524,7 +524,7 @@ class Waiter:
             if ahead.sleeper is None:  # no room for one more thread (ulimit -u, h_vmem): look now and then
                 time.sleep(min(seconds, _THREADLESS_PAUSE))
                 return True
-        return ahead.sleeper.done.wait(seconds)
+        return ahead.sleeper.wait(seconds)
 
     def leave(self) -> None:
         """Give the ticket back; safe to call twice, and without one."""
@@ -564,7 +564,7 @@ def _put_to_sleep(ahead: WaiterAhead) -> None:
     status = os.fstat(ahead.fd)
     key = (os.getpid(), status.st_dev, status.st_ino)
     sleeper = _sleepers.get(key)
-    if sleeper is None or sleeper.done.is_set():
+    if sleeper is None or not sleeper.sleeps.locked():
         fd, ahead.fd = ahead.fd, -1
         try:
             sleeper = _Sleeper(key, fd)
@@ -584,7 +584,10 @@ class _Sleeper:
         import threading
 
         self.key = key
-        self.done = threading.Event()
+        # Not an Event: of two signals in a row the second may come while Event.wait() takes its lock back, and then it
+        # raises an error of its own.
+        self.sleeps = threading.Lock()
+        self.sleeps.acquire()
         fork_guard.add(fd)
         try:
             threading.Thread(target=self._run, args=(fd,), name="safe_gpu-waiter", daemon=True).start()
@@ -593,6 +596,13 @@ class _Sleeper:
             os.close(fd)
             raise
         _sleepers[key] = self
+
+    def wait(self, seconds: float) -> bool:
+        """Whether the lock was given back within that time. Several threads may wait."""
+        if not self.sleeps.acquire(timeout=seconds):
+            return False
+        self.sleeps.release()
+        return True
 
     def _run(self, fd: int) -> None:
         import fcntl
@@ -605,7 +615,7 @@ class _Sleeper:
         finally:
             fork_guard.discard(fd)
             os.close(fd)
-            self.done.set()
+            self.sleeps.release()
             _sleepers.pop(self.key, None)
 
 

@@ -28,7 +28,7 @@ def users():
 def host(tmp_path: Path, build_library: Callable[..., Path]) -> IntelHost:
     """An integrated GPU, and two cards of two tiles. Their names are for this test alone on the whole machine."""
     host = IntelHost(tmp_path, build_library("ze.c", "libze_loader.so.1"))
-    domain = f"{int.from_bytes(os.urandom(4), 'big') | 1 << 20:08x}"
+    domain = f"{int.from_bytes(os.urandom(4), 'big') | 1 << 28:08x}"
     host.gpu("0000:00:02.0", 0x46A6, driver="i915")
     host.uuids = []  # type: ignore[attr-defined]
     for bus in (0x18, 0x42):

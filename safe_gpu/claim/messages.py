@@ -311,7 +311,7 @@ def refusal_message(
     Args:
         verdicts: of every device, with holders.
         hint: what CUDA_VISIBLE_DEVICES excludes, see ``fence_hint``; a sentence without the full stop.
-        ahead, position: as in :class:`WaitNews`.
+        ahead, position: as in :class:`WaitStatus`.
         passed: a waiter that stands ahead and is stopped.
         spent, wait_limit: as in :func:`refusal`.
         waited: seconds that the claim waited.

@@ -233,8 +233,8 @@ class HostView:
         """The view of this process, limited to the GPUs that its environment and CUDA allow.
 
         Raises:
-            NoDriverError: the driver has no GPU. CudaInitializedError, UnsatisfiableRequestError: see ``fence_of`` and
-            ``Rules.of``.
+            NoDriverError: the driver has no GPU. CudaInitializedError, UnsatisfiableRequestError: see
+            ``visible_limit_of`` and ``Rules.of``.
         """
         if not snapshot.gpus:
             raise NoDriverError(

@@ -21,7 +21,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 from .. import procfs
@@ -209,16 +208,7 @@ class IntelDriver(Driver):
 
     def usage(self, gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
         """Ask again about these devices: all of them are the same few files."""
-        if not gpus:
-            return ()
-        shown = {gpu.uuid: gpu for gpu in self.snapshot().gpus}
-        return tuple(
-            replace(gpu, memory_used=now.memory_used, memory_free=now.memory_free, processes=now.processes,
-                    process_error=now.process_error, processes_private=now.processes_private)
-            if (now := shown.get(gpu.uuid)) is not None
-            else gpu.unreachable(_GONE)
-            for gpu in gpus
-        )  # fmt: skip
+        return kernel.as_shown_now(gpus, self.snapshot().gpus, _GONE) if gpus else ()
 
 
 def _gpu(files: Files, card: Card, users: _Clients) -> Gpu:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from .. import procfs
-from ..devices import GpuProcess, ProcessKind
+from ..devices import Gpu, GpuProcess, ProcessKind
 from ..foreign_files import read_start
 from ..vendors import FIRST, VENDORS, Vendor
 
@@ -161,3 +161,15 @@ def _exists(path: str) -> bool:
 
 def _path(path: str) -> str:
     return os.path.join(os.environ.get("SAFE_GPU_FSROOT") or "/", path)
+
+
+def as_shown_now(gpus: Iterable[Gpu], shown: Iterable[Gpu], gone: str) -> tuple[Gpu, ...]:
+    """These devices with the memory and the processes of a new poll; ``gone`` is said of those that it lacks."""
+    found = {gpu.uuid: gpu for gpu in shown}
+    return tuple(
+        replace(gpu, memory_used=now.memory_used, memory_free=now.memory_free, processes=now.processes,
+                process_error=now.process_error, processes_private=now.processes_private, unusable=now.unusable)
+        if (now := found.get(gpu.uuid)) is not None
+        else gpu.unreachable(gone)
+        for gpu in gpus
+    )  # fmt: skip

@@ -30,7 +30,7 @@ from ..sysfs import Device, Files, devices, tree
 from ..vendors import VENDORS
 from . import kernel as pci
 from .base import Driver
-from .kernel import own_namespace_pids
+from .kernel import as_shown_now, own_namespace_pids
 
 # Which processes use AMD GPUs, by ``/sys/class/kfd/kfd/proc`` (``kfd_process.c`` in the Linux kernel).
 
@@ -127,16 +127,7 @@ class KfdDriver(Driver):
 
     def usage(self, gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
         """Ask again about these devices. Their memory and processes are a few files of the host."""
-        if not gpus:
-            return ()
-        shown = {gpu.uuid: gpu for gpu in self.snapshot().gpus}
-        return tuple(
-            replace(gpu, memory_used=now.memory_used, memory_free=now.memory_free, processes=now.processes,
-                    process_error=now.process_error, unusable=now.unusable)
-            if (now := shown.get(gpu.uuid)) is not None
-            else gpu.unreachable(_GONE)
-            for gpu in gpus
-        )  # fmt: skip
+        return as_shown_now(gpus, self.snapshot().gpus, _GONE) if gpus else ()
 
     def linked(self, snapshot: HostSnapshot) -> HostSnapshot:
         """The same poll with the GPUs connected by xGMI as ``nvlink_peers``: those of one hive."""

@@ -32,6 +32,14 @@ def _stat_fields(task: int | str) -> list[bytes]:
     return _read(f"/proc/{task}/stat").rpartition(b")")[2].split()
 
 
+def _status_numbers(pid: int, name: bytes) -> list[int]:
+    """The numbers in one line of /proc/PID/status."""
+    for line in _read(f"/proc/{pid}/status").splitlines():
+        if line.startswith(name):
+            return [int(number) for number in line.split()[1:]]
+    return []
+
+
 def exists(pid: int) -> bool:
     """Whether /proc shows a process with this pid (zombies included)."""
     return os.path.exists(f"/proc/{pid}")
@@ -109,18 +117,12 @@ def place_of(namespace: int | None) -> str:
 
 def pid_within(pid: int) -> int | None:
     """The number that the process has in its own, innermost PID namespace; None if it cannot be seen."""
-    for line in _read(f"/proc/{pid}/status").splitlines():
-        if line.startswith(b"NSpid:"):
-            return int(line.split()[-1])
-    return None
+    return next(reversed(_status_numbers(pid, b"NSpid:")), None)
 
 
 def thread_group(pid: int) -> int | None:
     """The pid of the process that has this thread, which is ``pid`` for its main thread; None if it cannot be seen."""
-    for line in _read(f"/proc/{pid}/status").splitlines():
-        if line.startswith(b"Tgid:"):
-            return int(line[5:])
-    return None
+    return next(iter(_status_numbers(pid, b"Tgid:")), None)
 
 
 def parent_of(pid: int) -> int | None:
@@ -221,10 +223,7 @@ def uid_of(pid: int) -> int | None:
 def real_uid_of(pid: int) -> int | None:
     """Real uid of the process, which a program that changes its user (su, sudo) has from who started it at first; None
     if it has exited or cannot be seen."""
-    for line in _read(f"/proc/{pid}/status").splitlines():
-        if line.startswith(b"Uid:"):
-            return int(line.split()[1])
-    return None
+    return next(iter(_status_numbers(pid, b"Uid:")), None)
 
 
 def user_of(pid: int) -> str | None:

@@ -107,13 +107,16 @@ class StateDir:
         with os.scandir(self.fd) as entries:
             return next(entries, None) is None
 
+    def status(self, name: str) -> os.stat_result | None:
+        """What stands under this name, which is not followed if it is a link; None if nothing does."""
+        try:
+            return os.stat(name, dir_fd=self.fd, follow_symlinks=False)
+        except OSError:
+            return None
+
     def has(self, name: str) -> bool:
         """Whether there is something of this name."""
-        try:
-            os.stat(name, dir_fd=self.fd, follow_symlinks=False)
-        except OSError:
-            return False
-        return True
+        return self.status(name) is not None
 
     def open(self, name: str) -> int | None:
         """A descriptor of an existing file, for reading and writing; None where there is no such file.
@@ -226,11 +229,8 @@ class StateDir:
 
     def is_current(self, name: str, fd: int) -> bool:
         """Whether the name still means this open file (a cleaner of /tmp may have unlinked or replaced it)."""
-        try:
-            now = os.stat(name, dir_fd=self.fd, follow_symlinks=False)
-        except OSError:
-            return False
-        return os.path.samestat(now, os.fstat(fd))
+        now = self.status(name)
+        return now is not None and os.path.samestat(now, os.fstat(fd))
 
     def unlink(self, name: str) -> bool:
         """Remove a name; False where this user may not, or it was gone."""
@@ -278,18 +278,13 @@ class LeaseDir(StateDir):
 
     def twin(self, name: str, status: os.stat_result | None = None) -> str:
         """The name of the lock or of the other lease that is the same file, relative to this directory; "" for none."""
-        with suppress(OSError):  # gone meanwhile
-            status = os.stat(name, dir_fd=self.fd, follow_symlinks=False) if status is None else status
-            for other in (HOST_LOCK, *self.names_of_host) if status.st_nlink > 1 else ():
-                if other != name and (found := self._status(other)) and os.path.samestat(found, status):
-                    return other
+        status = status or self.status(name)
+        if status is None or status.st_nlink < 2:
+            return ""
+        for other in (HOST_LOCK, *self.names_of_host):
+            if other != name and (found := self.status(other)) and os.path.samestat(found, status):
+                return other
         return ""
-
-    def _status(self, name: str) -> os.stat_result | None:
-        try:
-            return os.stat(name, dir_fd=self.fd, follow_symlinks=False)
-        except OSError:
-            return None
 
 
 def write_all(fd: int, data: bytes, path: str) -> None:
@@ -302,17 +297,9 @@ def write_all(fd: int, data: bytes, path: str) -> None:
         written = os.pwrite(fd, data, 0)
         os.ftruncate(fd, written)
     except OSError as err:
-        raise StateDirError(
-            f"cannot write {path} ({err.strerror}): free some space there, or set SAFE_GPU_DIR to another directory",
-            path=path,
-            errno=err.errno,
-        ) from err
+        raise refusal(f"cannot write {path} ({err.strerror}): free some space there", path, err.errno) from err
     if written != len(data):
-        raise StateDirError(
-            f"no room to write {path}: free some space there, or set SAFE_GPU_DIR to another directory",
-            path=path,
-            errno=errno.ENOSPC,
-        )
+        raise refusal(f"no room to write {path}: free some space there", path, errno.ENOSPC)
 
 
 def survive_exec(fd: int) -> int:
@@ -506,7 +493,7 @@ def make_directory(name: str, path: str, parent: int | None) -> None:
             what = f"no room for {path} ({err.strerror}): free some space there"
         else:
             what = f"{path} cannot be created ({err.strerror}): make it with mode 1777"
-        raise StateDirError(f"{what}, or set SAFE_GPU_DIR to another directory", path=path, errno=err.errno) from err
+        raise refusal(what, path, err.errno) from err
 
 
 def open_to_all(fd: int) -> bool:
@@ -587,7 +574,7 @@ def why_unusable(name: str, path: str, parent: int | None, err: OSError) -> Stat
         what = f"{path} is closed to user {os.geteuid()}: ask its owner for mode 1777 or root to remove it"
     else:
         what = f"{path} cannot be opened ({err.strerror})"
-    return StateDirError(f"{what}, or set SAFE_GPU_DIR to another directory", path=path, errno=err.errno)
+    return refusal(what, path, err.errno)
 
 
 def risk_of_owner(path: str, uid: int) -> str:
@@ -626,10 +613,12 @@ def _sees_network_devices() -> bool:
         return False
 
 
-# Why a file of the state directory is not used: loaded only where one is refused.
+# Why a file of the state directory is not used.
 
 
-_ELSEWHERE = "or set SAFE_GPU_DIR to another directory"
+def refusal(what: str, path: str, code: int | None) -> StateDirError:
+    """The error that says so, with the way out that is always there; ``code`` is an errno."""
+    return StateDirError(f"{what}, or set SAFE_GPU_DIR to another directory", path=path, errno=code)
 
 
 def refusal_of_error(path: str, err: OSError) -> StateDirError:
@@ -646,7 +635,7 @@ def refusal_of_error(path: str, err: OSError) -> StateDirError:
         what = f"{path} is on a read-only file system"
     else:
         what = f"{path} cannot be opened ({err.strerror})"
-    return StateDirError(f"{what}, {_ELSEWHERE}", path=path, errno=err.errno)
+    return refusal(what, path, err.errno)
 
 
 def refusal_of_status(path: str, status: os.stat_result) -> StateDirError:
@@ -661,27 +650,20 @@ def refusal_of_status(path: str, status: os.stat_result) -> StateDirError:
         names = f"{status.st_nlink} names (hard links) and " if status.st_nlink > 1 else ""
         what = f"{path} has {names}mode {mode:04o} in place of 0666, so it may be somebody's file from elsewhere, which"
         what += f" is not to be written to: ask {owner} or root to remove this name"
-    return StateDirError(f"{what}, {_ELSEWHERE}", path=path, errno=code)
+    return refusal(what, path, code)
 
 
 def linked(path: str, other: str) -> StateDirError:
     """Why a lease is not used that is the same file as another one. Its owner need not be who linked it."""
-    return StateDirError(
-        f"{path} is closed: a hard link to {os.path.basename(other)}; who made it is not known: ask root to remove it, "
-        f"{_ELSEWHERE}",
-        path=path,
-        errno=errno.EMLINK,
-    )
+    what = f"{path} is closed: a hard link to {os.path.basename(other)}; who made it is not known"
+    return refusal(f"{what}: ask root to remove it", path, errno.EMLINK)
 
 
 def to_root(path: str, uid: int) -> StateDirError:
     """Why root makes no file here: under a name, the owner of the directory could replace it meanwhile."""
-    return StateDirError(
-        f"{path} belongs to {procfs.user_name(uid)}, and root makes a file in there only before it has a name "
-        f"(O_TMPFILE, and /proc), which is not possible here: give the directory to root, {_ELSEWHERE}",
-        path=path,
-        errno=errno.EPERM,
-    )
+    what = f"{path} belongs to {procfs.user_name(uid)}, and root makes a file in there only before it has a name "
+    what += "(O_TMPFILE, and /proc), which is not possible here: give the directory to root"
+    return refusal(what, path, errno.EPERM)
 
 
 def under_file_lease(path: str, status: os.stat_result) -> StateDirError:
@@ -689,9 +671,5 @@ def under_file_lease(path: str, status: os.stat_result) -> StateDirError:
     user = procfs.user_name(status.st_uid)
     pids = procfs.flock_holders({status.st_ino}).get(status.st_ino, [])
     by = f", by process {pids[0]}" if pids else ""
-    return StateDirError(
-        f"{path} is kept under a file lease (F_SETLEASE) by its owner {user}{by}: ask {user} or root to end that, "
-        f"{_ELSEWHERE}",
-        path=path,
-        errno=errno.EWOULDBLOCK,
-    )
+    what = f"{path} is kept under a file lease (F_SETLEASE) by its owner {user}{by}: ask {user} or root to end that"
+    return refusal(what, path, errno.EWOULDBLOCK)

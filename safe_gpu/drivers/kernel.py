@@ -55,20 +55,6 @@ def numa_node(bus_id: str) -> int | None:
     return int(node) if node.isdigit() else None
 
 
-def has_nvidia_gpu() -> bool:
-    """Whether the kernel lists a display device of NVIDIA, with a driver or without, read under ``SAFE_GPU_FSROOT``."""
-    devices = _path("sys/bus/pci/devices")
-    try:
-        found = os.listdir(devices)
-    except OSError:
-        return False
-
-    def starts(path: str, value: bytes) -> bool:
-        return (read_start(f"{devices}/{path}", 64) or b"").lower().startswith(value)
-
-    return any(starts(f"{one}/vendor", b"0x10de") and starts(f"{one}/class", b"0x03") for one in found)
-
-
 # What /dev and /proc say about the driver's answers: whose its process numbers are, and whose the memory in use.
 
 

@@ -27,7 +27,7 @@ from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from ..coordination.files import StateDir, state_dir_path, write_all
+from ..coordination.files import OPEN_DIR, StateDir, refusal, state_dir_path, write_all
 from ..coordination.records import read_bounded
 from ..coordination.signals import DeferredSignals
 from ..coordination.socket_names import simulated_prefix
@@ -148,12 +148,8 @@ def _enter(directory: StateDir, stem: str) -> tuple[int, str]:
     except OSError as err:
         if fd >= 0:
             os.close(fd)
-        raise StateDirError(
-            f"the simulated host cannot write {directory.path} ({err.strerror}): free some space there, "
-            "or set SAFE_GPU_DIR to another directory",
-            path=directory.path,
-            errno=err.errno,
-        ) from err
+        what = f"the simulated host cannot write {directory.path} ({err.strerror}): free some space there"
+        raise refusal(what, directory.path, err.errno) from err
 
 
 def _opened(stack: ExitStack, place: tuple[str, ...], *, make: bool) -> StateDir:
@@ -170,12 +166,9 @@ def _opened(stack: ExitStack, place: tuple[str, ...], *, make: bool) -> StateDir
 _TREE = "simulated"
 _GONE = "this host has no such device"
 _CREATION_PATIENCE = 1.0  # how long another user's first use may take between its mkdir and its chmod, seconds
-_UUID = r"(?:GPU|MIG)-[0-9a-f-]{36}|GPU-[0-9a-f]{16}|INTEL-[0-9a-f:]{12}\.[0-9a-f]"
-_ENTRY = rf"({_UUID})\.([0-9]{{1,10}})-([0-9]{{1,15}})-(compute|graphics|mps)-[0-9]+"
+_ENTRY = r"(.+)\.([0-9]{1,10})-([0-9]{1,15})-(compute|graphics|mps)-[0-9]+"
 _Usage = dict["tuple[int, str]", int]
 """(pid, kind) -> bytes, on one device."""
-
-_OPEN_DIR = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 class SimulatedDriver(Driver):
@@ -247,12 +240,8 @@ class SimulatedDriver(Driver):
                 with StateDir(self._place[0]):
                     pass  # where it is the state directory itself, this says more
                 path = os.path.join(*self._place)
-                raise StateDirError(
-                    f"the simulated host cannot read {path} ({err.strerror}): make it and what is above it plain "
-                    "directories with mode 1777, or set SAFE_GPU_DIR to another directory",
-                    path=path,
-                    errno=err.errno,
-                ) from err
+                what = f"the simulated host cannot read {path} ({err.strerror}): make it and what is above it plain "
+                raise refusal(f"{what}directories with mode 1777", path, err.errno) from err
             try:
                 for name in os.listdir(tree):
                     entry = re.fullmatch(_ENTRY, name)
@@ -343,11 +332,11 @@ class SimulatedDriver(Driver):
         patience = time.monotonic() + _CREATION_PATIENCE
         while True:
             try:
-                tree = os.open(self._place[0], _OPEN_DIR)
+                tree = os.open(self._place[0], OPEN_DIR)
                 for name in self._place[1:]:
                     above = tree
                     try:
-                        tree = os.open(name, _OPEN_DIR, dir_fd=above)
+                        tree = os.open(name, OPEN_DIR, dir_fd=above)
                     finally:
                         os.close(above)
                 return tree

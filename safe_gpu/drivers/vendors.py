@@ -11,9 +11,8 @@ from ..argument_style import ArgumentStyle
 from ..coordination.holders import gpus_of_scope
 from ..devices import vendor_of
 from ..errors import NoDriverError, UnsatisfiableRequestError
-from ..sysfs import devices, tree
+from ..sysfs import SysfsTree, devices, tree
 from ..vendors import FIRST, VENDORS
-from .kernel import has_nvidia_gpu
 
 if TYPE_CHECKING:
     from .base import Driver
@@ -183,5 +182,5 @@ def open_each(open_nvidia: Callable[[], Driver]) -> tuple[list[Driver], list[str
 def _is_of_other_vendor(err: NoDriverError) -> bool:
     """Whether NVIDIA's driver does not work because the host has no NVIDIA GPUs. A cluster may install one image on
     all hosts, with libraries of both vendors."""
-    is_missing = err.driver == "auto"
-    return not tree().exists("dev/nvidiactl") and (is_missing or not has_nvidia_gpu())
+    files = tree()
+    return not files.exists("dev/nvidiactl") and (err.driver == "auto" or not SysfsTree(files.root).pci_gpus())

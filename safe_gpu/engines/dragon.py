@@ -59,7 +59,7 @@ from ..errors import GPUAffinityError, HolderLostError, UnsatisfiableRequestErro
 from ..vendors import VENDORS
 from .cluster import ClusterGpu
 from .holder import ClaimArguments, HolderProcess, enter_worker
-from .remote import HeldClaim, NodeFacts, choose_nodes, claim_through
+from .remote import HeldClaim, NodeFacts, choose_nodes, claim_through, holder_exited, holder_is_mute
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -187,10 +187,7 @@ class DragonHolder:
                 self._connect(message[1])
             now = time.monotonic()
             if limit is not None and now - began > limit:
-                raise HolderLostError(
-                    f"{self.host}: the holder does not answer within {limit:g} s; is the node overloaded or cut off?",
-                    host=self.host,
-                )
+                raise holder_is_mute(self.host, limit)
             if now - asked > self._sign:
                 asked = now
                 self._check_alive()
@@ -208,11 +205,7 @@ class DragonHolder:
         except Exception:
             alive = False
         if not alive:
-            raise HolderLostError(
-                f"{self.host}: the process that held the GPUs there has exited, and others may have taken them: claim "
-                "again",
-                host=self.host,
-            )
+            raise holder_exited(self.host)
 
     def end(self) -> None:
         if not self._started:

@@ -22,11 +22,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..claim.times import DEFAULT, DefaultTimeout
-from ..errors import HolderLostError, UnsatisfiableRequestError
+from ..errors import UnsatisfiableRequestError
 from ..vendors import VENDORS
 from .cluster import ClusterGpu
 from .holder import ClaimArguments, HolderProcess, enter_worker
-from .remote import HeldClaim, NodeFacts, choose_nodes, claim_through
+from .remote import HeldClaim, NodeFacts, choose_nodes, claim_through, holder_exited, holder_is_mute
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -180,16 +180,9 @@ class _RayHolder:
         except ray.exceptions.RayTaskError:
             raise  # a bug in safe_gpu; the exception has the traceback
         except ray.exceptions.GetTimeoutError as err:
-            raise HolderLostError(
-                f"{self.host}: the holder does not answer within {limit:g} s; is the node overloaded or cut off?",
-                host=self.host,
-            ) from err
+            raise holder_is_mute(self.host, limit or 0) from err
         except ray.exceptions.RayError as err:
-            raise HolderLostError(
-                f"{self.host}: the process that held the GPUs there has exited, and others may have taken them: claim "
-                f"again ({' '.join(str(err).split())[:300]})",
-                host=self.host,
-            ) from err
+            raise holder_exited(self.host, f" ({' '.join(str(err).split())[:300]})") from err
 
     def end(self) -> None:
         import ray

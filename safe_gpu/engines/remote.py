@@ -44,6 +44,21 @@ class RemoteHolder(Protocol):
         """End the holder in any state, which releases what it holds. Safe to call twice."""
 
 
+def holder_exited(host: str, said: str = "") -> HolderLostError:
+    """The error of a claim whose GPUs on a host nobody holds any more; ``said`` is the engine's word, in brackets."""
+    return HolderLostError(
+        f"{host}: the process that held the GPUs there has exited, and others may have taken them: claim again{said}",
+        host=host,
+    )
+
+
+def holder_is_mute(host: str, limit: float) -> HolderLostError:
+    """The error of a holder that did not answer for so many seconds."""
+    return HolderLostError(
+        f"{host}: the holder does not answer within {limit:g} s; is the node overloaded or cut off?", host=host
+    )
+
+
 _HolderT = TypeVar("_HolderT", bound=RemoteHolder)
 
 

@@ -396,11 +396,6 @@ class PrimaryContext:
                 self.release()
             raise
 
-    @classmethod
-    def retain(cls, device_no: int) -> PrimaryContext:
-        """The same, as a function."""
-        return cls(device_no)
-
     def release(self) -> None:
         """Free the allocation and release the context. A second call does nothing.
 

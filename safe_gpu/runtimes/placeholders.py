@@ -200,7 +200,7 @@ class CudaPlaceholder(Base):
     def _allocate(self, device_no: int) -> Any:
         from .cuda import PrimaryContext
 
-        return PrimaryContext.retain(device_no)
+        return PrimaryContext(device_no)
 
     def release(self, placeholder: Any) -> None:
         """Free the allocation and release the context. The context stays if a framework of this process uses it."""

@@ -119,7 +119,7 @@ from safe_gpu.runtimes.cuda import PrimaryContext
 kept = []
 class Keeping(safe_gpu.CudaPlaceholder):
     def __call__(self, device_no):
-        kept.append(PrimaryContext.retain(device_no))
+        kept.append(PrimaryContext(device_no))
         return super().__call__(device_no)
 out["first"] = claimed(1, Keeping(), only=3)
 out["second"] = claimed(1, only=3)
@@ -182,7 +182,7 @@ def test_a_context_of_our_own_does_not_keep_us_out_where_nothing_is_listed(fake_
     code = """
 from safe_gpu.runtimes.cuda import PrimaryContext
 first = safe_gpu.claim_gpus(1, timeout=0, affinity=None)
-kept = PrimaryContext.retain(0)
+kept = PrimaryContext(0)
 first.release_gpus()
 out["second"] = claimed()
 """

@@ -139,8 +139,8 @@ def test_pytorch_is_asked_where_libcuda_says_nothing(
 @pytest.mark.parametrize(
     ("woken", "asked"),
     [
-        ("cuda_context.PrimaryContext.retain(0).release()", "cuda.visible_if_initialized()"),
-        (INITIALIZE, "cuda_context.PrimaryContext.retain(0)"),
+        ("cuda_context.PrimaryContext(0).release()", "cuda.visible_if_initialized()"),
+        (INITIALIZE, "cuda_context.PrimaryContext(0)"),
         (INITIALIZE, "cuda.visible_if_initialized()"),  # the fake opens no /dev/nvidia-uvm, as on WSL2 and Jetson
     ],
 )
@@ -153,7 +153,7 @@ def test_child_forked_after_anyone_woke_cuda_is_told_to_spawn(host: Host, woken:
 
 def test_child_forked_from_a_sleeping_process_is_free_to_start(host: Host) -> None:
     assert host.run(MAP + in_child("cuda.visible_if_initialized()")) is None
-    assert host.run(MAP + in_child("cuda_context.PrimaryContext.retain(0).uuid")) == B
+    assert host.run(MAP + in_child("cuda_context.PrimaryContext(0).uuid")) == B
 
 
 def test_asking_about_the_fork_leaves_the_child_as_it_was(host: Host) -> None:
@@ -270,7 +270,7 @@ class TestRealDriver:
 
     def test_initialized_only_after_the_context(self) -> None:
         before, during, uuid, after = self.run(
-            "cuda.load(); before = cuda.visible_if_initialized(); held = cuda_context.PrimaryContext.retain(0);"
+            "cuda.load(); before = cuda.visible_if_initialized(); held = cuda_context.PrimaryContext(0);"
             "during = cuda.visible_if_initialized(); held.release();"
             "result = [before, during, held.uuid, cuda.visible_if_initialized()]"
         )
@@ -299,7 +299,7 @@ def used():
     return int(subprocess.check_output(query, text=True))
 uuid = library_child.visible_in_child()[0]
 before = used()
-held = cuda_context.PrimaryContext.retain(0)
+held = cuda_context.PrimaryContext(0)
 during = used()
 held.release()
 deadline = time.monotonic() + 10
@@ -313,7 +313,7 @@ result = [before, during, used()]
         assert after < during
 
     def test_forked_child_is_told_to_spawn_whoever_woke_cuda(self) -> None:
-        for initialize in (INITIALIZE, "held = cuda_context.PrimaryContext.retain(0)"):
+        for initialize in (INITIALIZE, "held = cuda_context.PrimaryContext(0)"):
             name, message = self.run(initialize + in_child("cuda.visible_if_initialized()"))
             assert name == "CudaInitializedError"
             assert "spawn" in message

@@ -78,11 +78,10 @@ def install(monkeypatch: pytest.MonkeyPatch, name: str, **contents: object) -> N
 
 def stand_in_cuda(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
     class PrimaryContext:
-        @classmethod
-        def retain(cls, device_no: int) -> PrimaryContext:
+        def __init__(self, device_no: int) -> None:
             if gpus.failure is not None:
                 raise cuda.CudaCallError(f"cuInit failed with {gpus.failure}", call="cuInit", code=999)
-            return gpus.put(device_no, cls())
+            gpus.put(device_no, self)
 
         def release(self) -> None:
             gpus.take(self)
@@ -438,7 +437,7 @@ def test_jax_starts_without_preallocation_unless_the_user_has_chosen(
 
 def test_cuda_placeholder_passes_the_fork_error_on(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
     placeholder = make(CudaPlaceholder, gpus, monkeypatch)
-    monkeypatch.setattr(cuda.PrimaryContext, "retain", raiser(CudaInitializedError("forked")))
+    monkeypatch.setattr(cuda, "PrimaryContext", raiser(CudaInitializedError("forked")))
     with pytest.raises(CudaInitializedError, match="forked"):
         placeholder(0)
 

@@ -7,6 +7,7 @@ users of safe_gpu, but others see its GPUs as free.
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -14,7 +15,6 @@ from collections.abc import Callable, Mapping
 from .. import procfs
 from ..devices import ComputeMode, HostSnapshot, ProcessKind
 from ..errors import NoDriverError, SafeGpuError
-from ..programs import TooLate, TooMuch, output_of
 from ..selection.request import Rules
 from ..selection.verdicts import HIDDEN, NOT_YET, SHOWN, UNWATCHABLE, presence, why_memory_unexplained
 from ..vendors import VENDORS
@@ -193,7 +193,6 @@ def mps(host: CheckedHost) -> Finding:
 
 # Seconds. CUDA may have to initialise every GPU of the host first.
 _PATIENCE = 120.0
-_MOST_OUTPUT = 1 << 20
 # How long a driver may take to list a process that has a context, in seconds.
 _LISTING = 2.0
 
@@ -250,14 +249,23 @@ def _shown_in_child(environ: Mapping[str, str]) -> str:
     # -I makes the child ignore PYTHON* variables and the current directory, so it needs the path of the packages.
     code = "import sys; sys.path[:] = sys.argv[1:]; from safe_gpu.doctor.gpus import _child; _child()"
     root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-    command = [sys.executable, "-I", "-c", code, root, *filter(None, sys.path)]
     try:
-        status, answer, _ = output_of(command, env=environ, timeout=_PATIENCE, most=_MOST_OUTPUT, apart=True)
+        child = subprocess.Popen(
+            [sys.executable, "-I", "-c", code, root, *filter(None, sys.path)],
+            env=dict(environ),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            errors="replace",
+        )
+        answer, _ = child.communicate(timeout=_PATIENCE)
     except OSError as err:
         return f"a child process could not be started: {err}"
-    except (TooLate, TooMuch):
+    except subprocess.TimeoutExpired:
+        child.kill()  # not waited for: a process that hangs inside the driver cannot be killed
         return f"no answer within {_PATIENCE:g} s"
-    return (answer.strip().splitlines() or [f"exit status {status}"])[-1]
+    return (answer.strip().splitlines() or [f"exit status {child.returncode}"])[-1]
 
 
 def _child() -> None:

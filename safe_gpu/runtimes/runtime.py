@@ -96,22 +96,8 @@ _SLOW = {
     "Level Zero": "the driver hangs, see dmesg",
 }
 
-_MOST_OUTPUT = 1 << 20
 # Starts the lines of the answer. Libraries may print other lines.
 _MARK = "cuda-sees "
-
-
-def visible_in_child(env: Mapping[str, str] | None = None, timeout: float = PATIENCE) -> tuple[str, ...]:
-    """UUIDs of the GPUs that CUDA would see in an environment, in ordinal order.
-
-    Args:
-        env: the whole environment of the child; None takes this process's.
-        timeout: seconds to wait for the child.
-
-    Raises:
-        NoDriverError: the child failed or did not answer in time; the message says why.
-    """
-    return ask_child("list", os.environ if env is None else env, timeout)
 
 
 def ask_child(
@@ -128,7 +114,7 @@ def ask_child(
     Raises:
         NoDriverError: the child failed or did not answer in time; the message says why.
     """
-    from ..programs import TooLate, TooMuch, output_of
+    import subprocess
 
     # -I makes the child ignore PYTHON* variables and the current directory, so it needs the path of the package.
     root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -137,16 +123,29 @@ def ask_child(
         "sys.exit(_child(*sys.argv[2:]))"
     )
     driver = library.lower()
-    command = [sys.executable, "-I", "-S", "-c", code, root, question, library]
     try:
-        status, answer, trouble = output_of(command, env=env, timeout=timeout, most=_MOST_OUTPUT, apart=True)
+        child = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", code, root, question, library],
+            env=dict(env),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+        )
     except OSError as err:
         raise NoDriverError(f"a child process to ask {library} could not be started: {err}", driver=driver) from err
-    except (TooLate, TooMuch) as err:
+    try:
+        answer, trouble = child.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired as err:
         problem = f"{library} did not answer within {timeout:g} s in a child process: {_SLOW[library]}"
         raise NoDriverError(problem, driver=driver) from err
-    if status:
-        reason = (trouble.strip().splitlines() or [f"exit status {status}"])[-1]
+    finally:
+        # Do not wait for the child: a process that hangs inside the driver cannot be killed.
+        if child.poll() is None:
+            child.kill()
+    if child.returncode:
+        reason = (trouble.strip().splitlines() or [f"exit status {child.returncode}"])[-1]
         raise NoDriverError(f"{library} could not be asked in a child process: {reason}", driver=driver)
     return tuple(line.removeprefix(_MARK) for line in answer.splitlines() if line.startswith(_MARK))
 

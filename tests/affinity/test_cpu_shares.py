@@ -84,7 +84,7 @@ def test_what_cannot_be_divided_or_does_not_exist(host: MakeHost) -> None:
             claim_shares(topology, AffinityOptions(mode=options), gpus, mask)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_never_wider_than_the_mask_and_never_in_anothers_way(data: st.DataObject) -> None:
     cores, gpus = data.draw(st.integers(4, 24)), data.draw(st.integers(2, 4))
@@ -252,7 +252,7 @@ def test_a_share_among_workers(host: MakeHost) -> None:
             split_share(share, topology, wrong)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(1, 32), st.sampled_from([1, 2, 4]), st.data())
 def test_parts_are_whole_cores_and_make_up_the_share(cores: int, smt: int, data: st.DataObject) -> None:
     topology = HostTopology(

@@ -353,7 +353,7 @@ def cores_of(topology: HostTopology, share: Iterable[int]) -> set[frozenset[int]
     return {core for core in topology.cores if not core.isdisjoint(share)}
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(questions())
 def test_laws(question: tuple[HostTopology, dict[str, Any]]) -> None:
     topology, options = question

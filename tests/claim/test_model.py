@@ -118,7 +118,7 @@ class World:
 def test_whatever_happens_in_whatever_order(child: Any, stranger_pid: int) -> None:
     world = World(lambda: child(WORKER), stranger_pid)
 
-    @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=40, suppress_health_check=list(HealthCheck))
     @given(st.lists(orders, max_size=25))
     def check(story: list[tuple[Any, ...]]) -> None:
         try:

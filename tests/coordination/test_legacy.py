@@ -200,7 +200,7 @@ say("alone"); listen()
 
 def test_the_thread_does_not_hold_up_the_end_of_the_interpreter(present: Path, child) -> None:
     theirs(child, present)
-    one = ours(child, present, "try: take(0.01)\nexcept Exception as err: say(threading.active_count())")
+    one = ours(child, present, "try: take(0.5)\nexcept Exception as err: say(threading.active_count())")
     assert one.finish() == "2\n"
 
 

@@ -131,7 +131,7 @@ def test_no_placeholder_leaves_cuda_alone(gpu: Any, claimer: Any) -> None:
 
 # The commands
 
-SEEN = "from safe_gpu.runtimes import runtime as library_child; print(*library_child.visible_in_child())"
+SEEN = "from safe_gpu.runtimes import runtime as library_child; print(*library_child.CUDA.visible_in_child())"
 
 
 @pytest.mark.parametrize("visible_as", ["index", "uuid"])

@@ -14,9 +14,9 @@ import safe_gpu
 MAIN = "from safe_gpu.cli import main; sys.exit(main())"
 CUDA = """
 from safe_gpu.errors import NoDriverError
-from safe_gpu.runtimes.runtime import visible_in_child
+from safe_gpu.runtimes.runtime import CUDA
 try:
-    visible_in_child()
+    CUDA.visible_in_child()
 except NoDriverError as err:
     assert "cannot be loaded" in str(err), err
 """

@@ -20,9 +20,9 @@ pytestmark = pytest.mark.skipif(not is_root(), reason="needs root, to be the vic
 NVML = "from safe_gpu.drivers.nvml import why_missing; print(why_missing())"
 CUDA = """
 from safe_gpu.errors import NoDriverError
-from safe_gpu.runtimes.runtime import visible_in_child
+from safe_gpu.runtimes.runtime import CUDA
 try:
-    visible_in_child()
+    CUDA.visible_in_child()
 except NoDriverError as err:
     print(err)
 """

@@ -182,21 +182,21 @@ def test_inherited_device_that_only_cuda_opens_gives_the_fork_away(monkeypatch: 
 
 
 def test_child_process_sees_what_cuda_would_see_in_its_environment(host: Host) -> None:
-    code = "result = [library_child.visible_in_child(), cuda.visible_if_initialized()]"
+    code = "result = [library_child.CUDA.visible_in_child(), cuda.visible_if_initialized()]"
     assert host.run(code) == [[B, C, A], None]
     assert host.run(code, CUDA_VISIBLE_DEVICES="") == [[], None]
-    code = "result = library_child.visible_in_child({**os.environ, 'CUDA_VISIBLE_DEVICES': '1'})"
+    code = "result = library_child.CUDA.visible_in_child({**os.environ, 'CUDA_VISIBLE_DEVICES': '1'})"
     assert host.run(code, CUDA_VISIBLE_DEVICES="2") == [C]
 
 
 def test_child_process_of_one_with_cuda_initialized_starts_afresh(host: Host) -> None:
-    code = f"{INITIALIZE}; os.environ['CUDA_VISIBLE_DEVICES'] = '1'; result = library_child.visible_in_child()"
+    code = f"{INITIALIZE}; os.environ['CUDA_VISIBLE_DEVICES'] = '1'; result = library_child.CUDA.visible_in_child()"
     assert host.run(code) == [C]
 
 
 def test_child_process_without_libcuda(tmp_path: Path) -> None:
     with pytest.raises(NoDriverError, match=r"libcuda\.so\.1") as caught:
-        library_child.visible_in_child({"LD_LIBRARY_PATH": str(broken_library(tmp_path))})
+        library_child.CUDA.visible_in_child({"LD_LIBRARY_PATH": str(broken_library(tmp_path))})
     assert caught.value.driver == "cuda"
 
 
@@ -208,7 +208,7 @@ import subprocess
 started, start = [], subprocess.Popen
 subprocess.Popen = lambda *args, **kwargs: started.append(start(*args, **kwargs)) or started[0]
 try:
-    library_child.visible_in_child(timeout=0.5)
+    library_child.ask_child("list", os.environ, 0.5)
 finally:
     assert started[0].wait(10) == -9
 """
@@ -228,7 +228,7 @@ finally:
 )
 def test_a_start_that_fails_comes_with_advice(host: Host, code: int, name: str, advice: str) -> None:
     host.set_options(f"cuda_init_error={code}")
-    error, message = host.run("result = library_child.visible_in_child()")
+    error, message = host.run("result = library_child.CUDA.visible_in_child()")
     assert error == "NoDriverError"
     assert f"cuInit failed with {name} ({code})" in message
     assert advice in message
@@ -237,7 +237,7 @@ def test_a_start_that_fails_comes_with_advice(host: Host, code: int, name: str, 
 def test_no_interpreter_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/nonexistent/python")
     with pytest.raises(NoDriverError, match="/nonexistent/python"):
-        library_child.visible_in_child()
+        library_child.CUDA.visible_in_child()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -260,7 +260,7 @@ class TestRealDriver:
     @pytest.fixture(autouse=True)
     def _needs_a_gpu(self) -> None:
         try:
-            if not library_child.visible_in_child():
+            if not library_child.CUDA.visible_in_child():
                 pytest.skip("CUDA sees no GPU here")
         except NoDriverError as err:
             pytest.skip(f"needs a real NVIDIA GPU: {err}")
@@ -279,12 +279,12 @@ class TestRealDriver:
         assert after == during
 
     def test_nvidia_smi_knows_the_uuid(self) -> None:
-        uuid = self.run("result = library_child.visible_in_child()[0]", CUDA_DEVICE_ORDER="PCI_BUS_ID")
+        uuid = self.run("result = library_child.CUDA.visible_in_child()[0]", CUDA_DEVICE_ORDER="PCI_BUS_ID")
         listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True).stdout
         assert uuid in listed
 
     def test_nothing_visible(self) -> None:
-        assert self.run("result = library_child.visible_in_child()", CUDA_VISIBLE_DEVICES="") == []
+        assert self.run("result = library_child.CUDA.visible_in_child()", CUDA_VISIBLE_DEVICES="") == []
 
     def test_wake_up_that_finds_no_gpu_is_not_taken_for_a_fork(self) -> None:
         code = f"{MAP}; found = lib.cuInit(0); result = [found, cuda.visible_if_initialized()]"
@@ -297,7 +297,7 @@ import subprocess, time
 def used():
     query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "-i", uuid]
     return int(subprocess.check_output(query, text=True))
-uuid = library_child.visible_in_child()[0]
+uuid = library_child.CUDA.visible_in_child()[0]
 before = used()
 held = cuda_context.PrimaryContext(0)
 during = used()

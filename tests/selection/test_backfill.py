@@ -185,7 +185,7 @@ def check_expected_starts_fit_the_dates(rule: Any, wants: Sequence[BackfillReque
         assert start == date if alone else start >= 0
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(host=hosts())
 def test_in_any_state(host: tuple[list[BackfillRequest], dict[str, float]]) -> None:
     check_reference(backfill, *host)

@@ -138,7 +138,7 @@ def hosts(draw: st.DrawFn) -> list[Gpu]:
     return [gpu(index, nodes[index], [b for a, b in links if a == index], index in displays) for index in range(size)]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(hosts(), st.data(), st.frozensets(st.integers(0, 2)))
 def test_as_good_as_brute_force(gpus: list[Gpu], data: st.DataObject, near: frozenset[int]) -> None:
     count = data.draw(st.integers(1, len(gpus)))

@@ -15,6 +15,9 @@ from .vendors import FIRST, VENDORS
 MIG_IS_ON = "MIG mode is on: claim one of its instances"
 """Why a GPU with MIG instances cannot be claimed itself."""
 
+MOST_SHARERS = 16
+"""Claims that can share a GPU at once."""
+
 _SHORTEST_UUID = len("GPU-0123456789abcdef")
 
 
@@ -243,7 +246,10 @@ class LeaseHolder(NamedTuple):
     the holder in clock ticks since boot. It distinguishes the holder from another process that has its pid now.
     ``elsewhere``: only the name of the GPU is held, and the lease file is not in this state directory. ``place``: where
     ``pid`` is a number, such as "in a container"; "" if it is a process of this PID namespace. ``closed``: why the
-    lease file cannot be opened, so that nobody can claim the GPU; "" if it can be.
+    lease file cannot be opened, so that nobody can claim the GPU; "" if it can be. ``uid`` is that of the record.
+    ``share`` is how many bytes of the GPU it holds; None for a whole GPU, and where that cannot be read. ``sharers``
+    are the claims that share the GPU, the oldest first, and the other fields are those of the oldest; empty if one
+    claim holds it alone.
     """
 
     pid: int | None = None
@@ -256,6 +262,20 @@ class LeaseHolder(NamedTuple):
     place: str = ""
     until: float | None = None
     closed: str = ""
+    uid: int = -1
+    share: int | None = None
+    sharers: tuple[LeaseHolder, ...] = ()
+
+    @classmethod
+    def of_sharers(cls, sharers: Iterable[LeaseHolder]) -> LeaseHolder:
+        """The holder of a GPU that these claims share."""
+        ranked = tuple(sorted(sharers, key=lambda one: one.since or 0.0))
+        return ranked[0]._replace(sharers=ranked)
+
+    @property
+    def each(self) -> tuple[LeaseHolder, ...]:
+        """The claims on the GPU."""
+        return self.sharers or (self,)
 
 
 class GpuVerdict(NamedTuple):

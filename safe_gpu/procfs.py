@@ -226,6 +226,17 @@ def real_uid_of(pid: int) -> int | None:
     return next(iter(_status_numbers(pid, b"Uid:")), None)
 
 
+def family_of(pid: int) -> tuple[int, tuple[int, ...]] | None:
+    """Effective uid of the process, and the pids of it and its ancestors.
+
+    None if it cannot be seen, and if it runs in a PID namespace of its own (a container), where parents tell nothing.
+    """
+    status = dict(line.split(b":", 1) for line in _read(f"/proc/{pid}/status").splitlines() if b":" in line)
+    if len(status.get(b"NSpid", b"").split()) != 1:
+        return None
+    return int(status[b"Uid"].split()[1]), (pid, *ancestors(pid))
+
+
 def user_of(pid: int) -> str | None:
     """Login name of the process's effective user; None if the process has exited."""
     uid = uid_of(pid)

@@ -32,6 +32,7 @@ from ..errors import (
 from ..procfs import describe_process, printable, well_formed
 from ..selection.choice import capacity
 from ..selection.request import Selection
+from ..selection.sharing import share_capacity
 from ..selection.verdicts import HIDDEN, NOT_YET, SHOWN, computes, has_mps_clients, judge, presence
 from ..text import in_brackets
 
@@ -83,6 +84,8 @@ def _line(record: LeaseRecord, labels: Sequence[str] = ()) -> bytes:
     # The record may have the whole command, by the wish of its user, and is soon gone; this line stays.
     fields["command"] = record.command and printable(well_formed(program_names(record.command.split())))
     fields.update(gpus=record.gpus, labels=labels, until=record.until)
+    if record.share is not None:
+        fields.update(share=record.share, of=record.of)
     return json.dumps(fields).encode() + b"\n"
 
 
@@ -98,10 +101,12 @@ class Claim:
 
     Attributes:
         gpus: the claimed GPUs, as in ``before``.
-        leases: the leases of these GPUs.
+        leases: the leases of these GPUs, or of the slots in which the claim shares them.
+        beneath: the GPUs' leases, locked shared, of a claim that shares them or is inside one that does.
         names: the names of these GPUs, which exclude processes with another state directory.
         before: the last poll before the placeholders are allocated.
         kept: the lock that keeps cleaners of temporary files out of the state directory.
+        share: bytes of each GPU that it holds; None for whole GPUs.
         inner: whether this claim is made inside another one. Such a claim cannot delegate.
         explained: UUID -> driver pids on that GPU that belong to the outer claim.
         legacy: the lock of the older package, while it is held.
@@ -110,6 +115,8 @@ class Claim:
     def __init__(self, record: LeaseRecord, token: str = "") -> None:
         self.gpus: tuple[Gpu, ...] = ()
         self.leases: list[Lease] = []
+        self.beneath: list[Lease] = []
+        self.share: int | None = None
         self.names: list[SocketName] = []
         self.kept = StateDirGuard(by_children=True)
         self.before = HostSnapshot(())
@@ -131,10 +138,13 @@ class Claim:
         gpus: tuple[Gpu, ...],
         leases: dict[str, Lease],
         names: dict[str, list[SocketName]],
+        beneath: dict[str, Lease],
         hold_for: float | None = None,
+        *,
+        share: int | None = None,
     ) -> None:
-        """Move the leases and names of these GPUs from ``leases`` and ``names`` (by UUID) into this claim, and write
-        their records. ``inner`` has been set before. ``hold_for``: seconds that the claim will probably last.
+        """Move the leases and names of these GPUs, by UUID, into this claim, and write their records. ``inner`` has
+        been set before. ``hold_for``: seconds that the claim will probably last.
 
         Raises:
             StateDirError: a record cannot be written (no space). The claim holds the leases even then.
@@ -143,13 +153,31 @@ class Claim:
         for gpu in gpus:
             self.leases.append(leases[gpu.uuid])
             del leases[gpu.uuid]
+            if gpu.uuid in beneath:
+                self.beneath.append(beneath[gpu.uuid])
+                del beneath[gpu.uuid]
             self.names.extend(names.get(gpu.uuid, ()))
             names.pop(gpu.uuid, None)
         self._taken = self._record.claiming(tuple(gpu.uuid for gpu in gpus), self.token, hold_for)
+        self.share = share
+        if share is not None:
+            self._taken = self._taken._replace(
+                share=share, of=min(filter(None, map(share_capacity, gpus)), default=None)
+            )
         line = self._taken.encode()
         for lease in self.leases:
             lease.write(line)
         self.kept.hold(host)
+
+    def _held(self) -> tuple[list[Lease] | list[SocketName], ...]:
+        """What is released last comes first.
+
+        Names go before leases: whose lease is free has no name any more. Those of a share go after its slot: else who
+        comes through another state directory, and asks for names alone, gets more than there is.
+        """
+        if self.share is not None:
+            return self.beneath, self.names, self.leases
+        return self.beneath, self.leases, self.names
 
     def note(self) -> None:
         """Tell the history of this claim, and how those before it ended. It holds its GPUs; host.lock is not held."""
@@ -159,10 +187,9 @@ class Claim:
     def keep_across_exec(self) -> None:
         """Keep the leases and locks across exec(2) of this process."""
         with DeferredSignals():
-            for lease in self.leases:
-                lease.keep_across_exec()
-            for name in self.names:
-                name.keep_across_exec()
+            for held in self._held():
+                for one in held:
+                    one.keep_across_exec()
             self.kept.keep_across_exec()
 
     def release_legacy(self) -> None:
@@ -178,12 +205,10 @@ class Claim:
     def _release_now(self) -> None:
         with ExitStack() as steps:  # every step runs, even if another one raises
             steps.callback(self.kept.release)
-            steps.callback(self.leases.clear)
-            for lease in self.leases:
-                steps.callback(lease.release)
-            steps.callback(self.names.clear)
-            for name in self.names:
-                steps.callback(name.release)  # before the leases: whose lease is free has no name any more
+            for held in self._held():
+                steps.callback(held.clear)
+                for one in held:
+                    steps.callback(one.release)
             steps.callback(self.release_legacy)
 
 
@@ -203,6 +228,9 @@ def confirm(view: HostView, claim: Claim, options: ClaimOptions) -> bool:
         claim.legacy = take_legacy_lock(None if options.timeout is None else options.deadline, options.logger, signals)
     view.poll_again(claim.gpus)
     claim.before, claim.explained = view.snapshot, view.explained
+    if claim.beneath:
+        with opened("leases") as leases:
+            view.see_sharers(leases)
     now = (view.snapshot.by_uuid(gpu.uuid) for gpu in claim.gpus)
     verdicts = {verdict.gpu.uuid: verdict for verdict in view.judge({}, [gpu for gpu in now if gpu is not None])}
     for gpu in claim.gpus:
@@ -262,7 +290,7 @@ def verify_alone(view: HostView, claim: Claim, options: ClaimOptions, *, holding
     until = time.monotonic() + _SHOWING
     while True:
         snapshot = claim.before.updated(view.driver.usage(claim.gpus))
-        _refuse_other_processes(claim, snapshot, view.own, holding)
+        _refuse_other_processes(view, claim, snapshot, holding)
         shown = []
         for gpu in claim.gpus if holding else ():
             before, now = claim.before.by_uuid(gpu.uuid), snapshot.by_uuid(gpu.uuid)
@@ -282,9 +310,9 @@ def verify_alone(view: HostView, claim: Claim, options: ClaimOptions, *, holding
         )
 
 
-def _refuse_other_processes(claim: Claim, snapshot: HostSnapshot, own: set[int], holding: bool) -> None:
-    """Raise if another process has started on a claimed GPU."""
-    mps_clients = has_mps_clients(snapshot)
+def _refuse_other_processes(view: HostView, claim: Claim, snapshot: HostSnapshot, holding: bool) -> None:
+    """Raise if another process has started on a claimed GPU; if others share it, one of none of them."""
+    mps_clients, own = has_mps_clients(snapshot), view.own
     for gpu in claim.gpus:
         before, now = claim.before.by_uuid(gpu.uuid), snapshot.by_uuid(gpu.uuid)
         if now is None or now.lost:
@@ -296,6 +324,9 @@ def _refuse_other_processes(claim: Claim, snapshot: HostSnapshot, own: set[int],
         if others:
             known |= {process.pid for process in _computing(before.processes)}
         new = [process for process in _computing(others, mps_clients=mps_clients) if process.pid not in known]
+        if claim.beneath and new:
+            with opened("leases") as leases:
+                new = view.strangers(leases, gpu, new)
         hidden = [process for process in new if process.elsewhere or not procfs.exists(process.pid)]
         # The driver may show host pids: one new pid that is not in /proc, in place of this process's, is this process.
         if holding and len(own) == 1 and len(hidden) == 1 and not any(p.pid in own for p in now.processes):

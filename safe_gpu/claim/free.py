@@ -109,6 +109,6 @@ def remaining_quota(snapshot: HostSnapshot, nb_gpus: int) -> float:
         return math.inf
     check_count(nb_gpus, quota.limits)
     with HostLock(time.monotonic() + MINIMUM_PATIENCE) as host:
-        spent = quota.holdings(host.leases, snapshot.gpus, {}).own_spent(quota.limits.max_gpus + 1)
+        spent = quota.holdings(host.leases, snapshot.gpus, {}).own_spent(Selection(quota.limits.max_gpus + 1))
     assert spent is not None  # one GPU more than the limit is never allowed
     return spent.most - spent.held

@@ -18,7 +18,7 @@ from ..drivers import may_be_several, open_drivers
 from ..drivers.vendors import meant_vendor
 from ..errors import ClaimTimeout, LockTimeout, NotEnoughGpusError, SafeGpuError, UnsatisfiableRequestError
 from ..procfs import user_name
-from ..selection.backfill import BackfillRequest, dates, free_at, starts
+from ..selection.backfill import BackfillRequest, When, dates, starts, when_free
 from ..selection.choice import check_possible
 from ..selection.request import Selection
 from ..selection.verdicts import fence_hint
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 # When a waiter can expect to start, who is overdue, and who passed it: from records and tickets, without a lock.
 
 
-class HolderShare(NamedTuple):
+class HolderGpus(NamedTuple):
     """The GPUs of one holder. ``until`` in Unix seconds; None is unknown."""
 
     user: str
@@ -61,10 +61,10 @@ class Forecast(NamedTuple):
 
     start: float | None = None
     earliest: float | None = None
-    due: tuple[HolderShare, ...] = ()
-    overdue: tuple[HolderShare, ...] = ()
-    silent: tuple[HolderShare, ...] = ()
-    passers: tuple[HolderShare, ...] = ()
+    due: tuple[HolderGpus, ...] = ()
+    overdue: tuple[HolderGpus, ...] = ()
+    silent: tuple[HolderGpus, ...] = ()
+    passers: tuple[HolderGpus, ...] = ()
 
 
 def forecast(view: HostView, place: QueuePlace) -> Forecast:
@@ -77,15 +77,16 @@ def forecast(view: HostView, place: QueuePlace) -> Forecast:
     wants = [of(one.demand) for one in ahead if one.demand is not None and not one.is_stopped()]
     wants.append(of(waiter.demand._replace(hold_for=place.hold_for())))
     start, earliest = starts(wants, when)[-1], list(dates(wants, when))[-1][1]
-    mine = {uuid: holder for uuid, holder in holders.items() if stem_of(view, uuid) in waiter.demand.gpus}
-    told = any(holder.until is not None for holder in mine.values())
+    wanted = [holder for uuid, holder in holders.items() if stem_of(view, uuid) in waiter.demand.gpus]
+    mine = [each for holder in wanted for each in holder.each]
+    told = any(holder.until is not None for holder in mine)
     return Forecast(
         start if start < math.inf else None,
         earliest if earliest < math.inf else None,
-        _shares(holder for holder in mine.values() if not ahead and holder.until == start),
-        _shares(holder for holder in mine.values() if holder.until is not None and holder.until < now),
-        _shares(holder for holder in mine.values() if told and holder.until is None),
-        _shares(holder for holder in mine.values() if waiter.since and (holder.since or 0.0) > waiter.since),
+        _by_user(holder for holder in mine if not ahead and holder.until == start),
+        _by_user(holder for holder in mine if holder.until is not None and holder.until < now),
+        _by_user(holder for holder in mine if told and holder.until is None),
+        _by_user(holder for holder in mine if waiter.since and (holder.since or 0.0) > waiter.since),
     )
 
 
@@ -96,25 +97,21 @@ def _recorded_holders(view: HostView) -> dict[str, LeaseHolder]:
     return {uuid: holder for uuid, holder in found.items() if holder.since is not None}
 
 
-def _free_at(view: HostView, holders: Mapping[str, LeaseHolder], now: float) -> dict[str, float]:
-    found = {}
-    for verdict in view.judge_for(Selection(), holders):
-        holder = holders.get(verdict.gpu.uuid)
-        when = now if verdict.free else math.inf
-        if holder is not None:
-            when = free_at(now, since=holder.since or 0.0, until=holder.until)
-        found[stem_of(view, verdict.gpu.uuid)] = when
-    return found
+def _free_at(view: HostView, holders: Mapping[str, LeaseHolder], now: float) -> dict[str, When]:
+    return {
+        stem_of(view, verdict.gpu.uuid): when_free(verdict.gpu, holders.get(verdict.gpu.uuid), now, free=verdict.free)
+        for verdict in view.judge_for(Selection(), holders)
+    }
 
 
-def _shares(holders: Iterable[LeaseHolder]) -> tuple[HolderShare, ...]:
+def _by_user(holders: Iterable[LeaseHolder]) -> tuple[HolderGpus, ...]:
     """Grouped by user and end, those with the most GPUs first."""
     numbers: dict[tuple[str, float | None], int] = {}
     for holder in holders:
         key = (holder.user or "somebody", holder.until)
         numbers[key] = numbers.get(key, 0) + 1
     ranked = sorted(numbers.items(), key=lambda item: -item[1])
-    return tuple(HolderShare(user, number, until) for (user, until), number in ranked)
+    return tuple(HolderGpus(user, number, until) for (user, until), number in ranked)
 
 
 def describe_forecast(expected: Forecast, now: float) -> list[str]:
@@ -139,7 +136,7 @@ def describe_forecast(expected: Forecast, now: float) -> list[str]:
     return found
 
 
-def _whose(share: HolderShare) -> str:
+def _whose(share: HolderGpus) -> str:
     if share.nb_gpus == 1:
         return f"{share.user}'s GPU is"
     return f"{share.user}'s {share.nb_gpus} GPUs are"
@@ -219,7 +216,7 @@ def wait_status(
         return WaitStatus(position, None, view.request.nb_gpus, spent=spent)
     if ticket is not None:
         return WaitStatus(position, None, view.request.nb_gpus, ahead=ClaimAhead.of(ticket))
-    held = [gpu.uuid for gpu in view.usable if gpu.uuid not in unleased]
+    held = [gpu.uuid for gpu in view.usable if gpu.uuid not in unleased or gpu.uuid in view.shared]
     found = recorded_holders({uuid: (view.lease_name(uuid), inner_name(uuid)) for uuid in held if uuid not in named})
     verdicts = view.judge({uuid: found.get(uuid, LeaseHolder(elsewhere=True)) for uuid in held})
     return WaitStatus(position, sum(verdict.free for verdict in verdicts), view.request.nb_gpus, verdicts)

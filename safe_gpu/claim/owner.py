@@ -114,6 +114,9 @@ gpu_owner: GPUOwner | None = None
 # If the first poll is older than this, in seconds, it is repeated. Importing the placeholder's framework takes time.
 _STALE = 1.0
 
+# The affinity modes that divide the CPUs of a node among its GPUs.
+_DIVIDING = ("exclusive", "core-complex")
+
 # The owner that holds GPUs in this process. There is at most one, because a process has one CUDA_VISIBLE_DEVICES.
 _current: GPUOwner | None = None
 _current_lock = allocate_lock()
@@ -127,6 +130,7 @@ class GPUOwner:
     Attributes:
         devices_taken: indices as nvidia-smi shows them, in the order in which CUDA numbers the GPUs from 0.
         gpus: the same GPUs as :class:`~safe_gpu.devices.Gpu`, as polled before the placeholders were allocated.
+        share: bytes of each GPU, if the claim shares its GPUs with others; None for whole GPUs.
         cpus: the CPUs that this process was bound to; empty if it was not bound.
         binding: the report of that binding, or None.
     """
@@ -147,6 +151,7 @@ class GPUOwner:
         only: str | int | Iterable[str | int] = (),
         max_utilization: int | str | None = None,
         near: str | None = None,
+        share: int | str | None = None,
         visible_as: str = "index",
         delegate: bool = False,
         hold_for: float | str | DefaultTimeout | None = DEFAULT,
@@ -158,6 +163,7 @@ class GPUOwner:
         arguments = {name.lstrip("_"): value for name, value in locals().items() if name != "self"}
         self.devices_taken: list[int] = []
         self.gpus: tuple[Gpu, ...] = ()
+        self.share: int | None = None
         self.cpus: set[int] = set()
         self.binding: BindingReport | None = None
 
@@ -214,6 +220,16 @@ class GPUOwner:
         return f"<GPUOwner: {', '.join(parts)}>"
 
     @property
+    def share_fraction(self) -> float | None:
+        """What a framework may allocate of each GPU, from 0 to 1: the share without 512 MiB for CUDA's own context, of
+        all memory of the GPU (of several the largest). None for whole GPUs."""
+        if self.share is None:
+            return None
+        from ..selection.sharing import share_fraction
+
+        return share_fraction(self.share, self.gpus)
+
+    @property
     def placeholders(self) -> list[Any]:
         """What ``placeholder_fn`` returned, one per GPU."""
         return self._holding.placed
@@ -255,6 +271,7 @@ class GPUOwner:
         if visible_limit is not None and visible_limit.frozen:  # CUDA is initialised, so its numbering cannot change
             gpus = tuple(sorted(gpus, key=lambda gpu: visible_limit.uuids.index(gpu.uuid)))
         self.gpus = claim.gpus = gpus
+        self.share = claim.share
         self.devices_taken = [gpu.index for gpu in gpus]
         self.logger.info(
             "Leased GPU %s (%s)",
@@ -265,6 +282,10 @@ class GPUOwner:
 
     def _set_environment(self, claim: Claim, visible_as: str) -> None:
         variables = render_visible(claim.gpus, visible_as=visible_as, snapshot=claim.before, environ=os.environ)
+        if claim.share is not None:
+            from .shares import share_variables
+
+            variables.update(share_variables(claim.share, claim.gpus, os.environ))
         if claim.token:
             variables["SAFE_GPU_SCOPE"] = claim.token
         self._environment.set(variables)
@@ -291,6 +312,9 @@ class GPUOwner:
         try:
             self.binding = bind_claim(self.gpus, driver, options=options.binding, memory=options.memory)
             self.cpus = set(self.binding.cpus)
+            if self.share is not None and options.binding is not None and options.binding.mode in _DIVIDING:
+                note = "every claim that shares these GPUs gets the same CPUs"
+                self.binding = self.binding._replace(notes=(*self.binding.notes, note))
             tell = self.logger.warning if self.binding.remote else self.logger.info
             tell("%s", self.binding)
         except GPUAffinityError as err:
@@ -338,6 +362,7 @@ class GPUOwner:
         self.cpus = set()
         self.devices_taken = []
         self.gpus = ()
+        self.share = None
 
 
 def claim_gpus(
@@ -355,6 +380,7 @@ def claim_gpus(
     only: str | int | Iterable[str | int] = (),
     max_utilization: int | str | None = None,
     near: str | None = None,
+    share: int | str | None = None,
     visible_as: str = "index",
     delegate: bool = False,
     hold_for: float | str | DefaultTimeout | None = DEFAULT,
@@ -375,6 +401,8 @@ def claim_gpus(
         model: pattern of the GPU's name. exclude, only: indices, UUIDs or prefixes of UUIDs.
         max_utilization: percent; GPUs that are busier, and those of which the driver cannot tell, are not free.
         near: "numa": all GPUs on one NUMA node; "nvlink": each connected to each by NVLink.
+        share: not whole GPUs but this much memory of each, beside other claims that share: bytes, or text such as
+            "20GiB" or "25%" of what claims can share.
         visible_as: write CUDA_VISIBLE_DEVICES as "index" (with CUDA_DEVICE_ORDER=PCI_BUS_ID) or as "uuid".
         delegate: let child processes claim from this claim.
         hold_for: how long the GPUs will probably be held, in seconds or "2h"; None is unknown. It gets short claims in

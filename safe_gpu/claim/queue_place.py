@@ -5,7 +5,6 @@ The rule is that of :mod:`safe_gpu.selection.backfill`. This module gathers what
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
@@ -13,12 +12,12 @@ from typing import TYPE_CHECKING
 
 from .. import procfs
 from ..coordination.files import StateDir
-from ..coordination.leases import may_be_held, read_record
+from ..coordination.leases import held_slots, holder_of_slots, may_be_held, read_record, slot_name
 from ..coordination.locks import opened
-from ..devices import GpuVerdict, LeaseHolder
-from ..selection.backfill import BackfillRequest, free_at, open_gpus
+from ..devices import MOST_SHARERS, GpuVerdict, LeaseHolder
+from ..selection.backfill import BackfillRequest, When, open_gpus, when_free
 from ..selection.choice import can_be_met_by_releases, capacity, fits
-from ..selection.request import Selection
+from ..selection.request import Selection, uuid_of_stem
 from .view import end_of_outer
 
 if TYPE_CHECKING:
@@ -56,7 +55,7 @@ class QueuePlace:
 
             view = self._view
             stems = frozenset(stem_of(view, uuid) for uuid in view.wanted)
-            demand = TicketRequest(view.request.nb_gpus, stems, view.request.ticket, self.hold_for())
+            demand = TicketRequest(view.request.nb_gpus, stems, view.effective.ticket, self.hold_for())
             self.waiter = Waiter(demand, self._listing())
         return self.waiter
 
@@ -112,7 +111,8 @@ class QueuePlace:
 
 def stem_of(view: HostView, uuid: str) -> str:
     """The name of a GPU in tickets of requests that compete with this one."""
-    return f"{uuid}.inner" if view.outer else uuid
+    slot = view.slot(uuid)
+    return uuid + ("" if slot is None else f".share.{slot}") + (".inner" if view.outer else "")
 
 
 class Untaken:
@@ -130,20 +130,22 @@ class Untaken:
         return frozenset(uuid for uuid, moment in since.items() if now - moment >= TIME_TO_TAKE)
 
 
-def _last_holder(leases: StateDir, name: str) -> int | None:
-    """The pid of the process that holds this lease or held it last, from its record or what is left of that."""
-    record = read_record(leases, name)
-    if record is not None:
-        return record.pid
+def _last_holders(leases: StateDir, files: Iterable[str]) -> set[int]:
+    """The pids of who holds these leases or held them last, from their records or what is left of those."""
     from ..coordination.records import LONGEST, ClaimEnd, read_bounded
 
-    ending = ClaimEnd.decode(read_bounded(leases, name, LONGEST))
-    return None if ending is None else ending.pid
+    found = set()
+    for name in files:
+        last = read_record(leases, name) or ClaimEnd.decode(read_bounded(leases, name, LONGEST))
+        if last is not None:
+            found.add(last.pid)
+    return found
 
 
-def _is_leaving(last_holder: int, gpu: Gpu) -> bool:
-    """Whether the last holder of the lease is on the GPU and exits. One that let go and lives on is a stranger."""
-    return any(process.pid == last_holder for process in gpu.processes or ()) and procfs.is_exiting(last_holder)
+def _is_leaving(last_holders: Collection[int], gpu: Gpu) -> bool:
+    """Whether one of its last holders is on the GPU and exits. One that let go and lives on is a stranger."""
+    pids = {process.pid for process in gpu.processes or ()}
+    return any(pid in pids and procfs.is_exiting(pid) for pid in last_holders)
 
 
 class QueueSnapshot:
@@ -187,19 +189,28 @@ class QueueSnapshot:
         used = set()
         for gpu in view.snapshot.gpus:
             name = view.lease_name(gpu.uuid)
-            if gpu.uuid in usable and gpu.uuid not in mine:
-                self._leased[gpu.uuid] = LeaseHolder()
+            if gpu.uuid in view.shared or (gpu.uuid in usable and gpu.uuid not in mine):
+                self._leased[gpu.uuid] = self._holder(gpu.uuid)
                 continue
             # Read first: to probe a lease replaces the record of a holder that has just gone.
-            last = _last_holder(host.leases, name) if gpu.processes else None
+            files = (name, *(slot_name(gpu.uuid, slot) for slot in range(MOST_SHARERS)))
+            last = _last_holders(host.leases, files) if gpu.processes else ()
             if gpu.uuid not in usable and may_be_held(host, name):
-                self._leased[gpu.uuid] = LeaseHolder()
+                self._leased[gpu.uuid] = self._holder(gpu.uuid)
             elif gpu.processes:
                 used.add(gpu.uuid)
-                if last is not None and _is_leaving(last, gpu):
+                if _is_leaving(last, gpu):
                     self._leaving.add(gpu.uuid)
         if used:
             self._leased.update(dict.fromkeys(named(used), LeaseHolder(elsewhere=True)))
+
+    def _holder(self, uuid: str) -> LeaseHolder:
+        """Who holds the lease of a GPU, by the record; of a shared one, who holds its slots."""
+        name = self._view.lease_name(uuid)
+        record = read_record(self._host.leases, name)
+        if record is None and not self._view.outer:
+            return holder_of_slots(held_slots(self._host, uuid).values()) or LeaseHolder()
+        return LeaseHolder() if record is None else record.as_holder()
 
     def is_absent(self, ticket: Ticket) -> bool:
         """Whether a waiter counts as absent: it is stopped, its user is at a limit, or no release of leases can satisfy
@@ -214,7 +225,7 @@ class QueueSnapshot:
             return True
         if self._holdings is not None and self._holdings.is_at_limit(ticket):
             return True
-        wanted = {stem.removesuffix(".inner") for stem in ticket.demand.gpus}
+        wanted = set(map(uuid_of_stem, ticket.demand.gpus))
         if not ticket.demand.conditions and self._are_leased(wanted, ticket.demand.nb_gpus):
             return False
         selection, verdicts = self._verdicts(ticket)
@@ -240,18 +251,13 @@ class QueueSnapshot:
         left = open_gpus(want, self._wants(demand, ahead), stems, self.free_at(now), now)
         return frozenset(stems[stem] for stem in left)
 
-    def free_at(self, now: float) -> dict[str, float]:
+    def free_at(self, now: float) -> dict[str, When]:
         """When each GPU is expected to be free, by the stem of its lease, in Unix seconds."""
         free = {verdict.gpu.uuid for verdict in self._judge(Selection()) if verdict.free} | self._leaving
-        found = {}
-        for gpu in self._view.snapshot.gpus:
-            when = now if gpu.uuid in free else math.inf
-            holder = self._leased.get(gpu.uuid)
-            if holder is not None:
-                record = None if holder.elsewhere else read_record(self._host.leases, self._view.lease_name(gpu.uuid))
-                when = math.inf if record is None else free_at(now, since=record.since, until=record.until)
-            found[stem_of(self._view, gpu.uuid)] = when
-        return found
+        return {
+            stem_of(self._view, gpu.uuid): when_free(gpu, self._leased.get(gpu.uuid), now, free=gpu.uuid in free)
+            for gpu in self._view.snapshot.gpus
+        }
 
     def _wants(self, demand: TicketRequest, ahead: Iterable[Ticket]) -> Iterator[BackfillRequest]:
         for ticket in ahead:

@@ -7,17 +7,19 @@ is read under host.lock. The module is loaded only if there is a policy file.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 from .. import policy
 from ..coordination.files import StateDir, state_dir_path
 from ..coordination.holders import lease_owners
-from ..coordination.leases import lease_name
+from ..coordination.leases import lease_name, recorded_slots, slot_name
 from ..errors import UnsatisfiableRequestError
 from ..procfs import printable_lines
-from ..text import format_age, plural
+from ..selection.request import Selection
+from ..selection.sharing import share_capacity
+from ..text import format_age
 
 if TYPE_CHECKING:
     from ..argument_style import ArgumentStyle
@@ -32,13 +34,13 @@ if TYPE_CHECKING:
 class LimitReached(NamedTuple):
     """A limit of a user that stands in the way: ``held`` of ``most`` GPUs, by the leases with these names."""
 
-    held: int
+    held: float
     most: int
     leases: frozenset[str] = frozenset()
 
     def __str__(self) -> str:
         """``you hold 4 of your 4 GPUs``."""
-        return f"you hold {self.held} of your {self.most} {'GPU' if self.most == 1 else 'GPUs'}"
+        return f"you hold {round(self.held, 2):g} of your {self.most} {'GPU' if self.most == 1 else 'GPUs'}"
 
 
 class Quota:
@@ -76,7 +78,7 @@ class Quota:
         Args:
             gpus: of this host. tried: the leases that this process takes during the look.
         """
-        return LeasesByUser(self, leases, [lease_name(gpu.uuid) for gpu in gpus], tried)
+        return LeasesByUser(self, leases, gpus, tried)
 
     def most_of(self, uid: int) -> int | None:
         """How many GPUs a user may hold at once; None is no limit, or not known yet."""
@@ -89,23 +91,25 @@ class Quota:
 class LeasesByUser:
     """Who holds which leases, read from the kernel at the first question."""
 
-    def __init__(self, quota: Quota, leases: StateDir, names: Collection[str], tried: Mapping[str, Lease]) -> None:
+    def __init__(self, quota: Quota, leases: StateDir, gpus: Iterable[Gpu], tried: Mapping[str, Lease]) -> None:
         self._quota = quota
         self._leases = leases
-        self._names = names
+        self._gpus = tuple(gpus)
         self._tried = tried
         self._owners: Mapping[str, int] | None = None
+        self._parts: dict[str, float] = {}  # of a GPU, by the name of the lease
 
-    def own_spent(self, nb_gpus: int) -> LimitReached | None:
+    def own_spent(self, request: Selection) -> LimitReached | None:
         """The limit of the user of this claim, if it does not allow that many GPUs more."""
-        return self._spent(os.geteuid(), nb_gpus)
+        return self._spent(os.geteuid(), request)
 
-    def _spent(self, uid: int, nb_gpus: int) -> LimitReached | None:
+    def _spent(self, uid: int, request: Selection) -> LimitReached | None:
         most = self._quota.most_of(uid)
         if most is None:
             return None
-        held = self._held_by(uid)
-        return LimitReached(len(held), most, held) if len(held) + nb_gpus > most else None
+        names = self._held_by(uid)
+        held = sum(self._parts[name] for name in names)
+        return LimitReached(held, most, names) if held + amount(request, self._gpus) > most + _ROUNDING else None
 
     def is_at_limit(self, ticket: Ticket) -> bool:
         """Whether that waiter, of another user, cannot take its GPUs before leases of its user end. It may be passed.
@@ -116,13 +120,32 @@ class LeasesByUser:
             return False
         if any(stem.endswith(".inner") for stem in ticket.demand.gpus):
             return False
-        return self._spent(ticket.uid, ticket.demand.nb_gpus) is not None
+        request, _ = Selection.from_ticket(ticket.demand.nb_gpus, ticket.demand.conditions)
+        return self._spent(ticket.uid, request) is not None
 
     def _held_by(self, uid: int) -> frozenset[str]:
         if self._owners is None:
             tried = {lease.name for lease in self._tried.values()}
-            self._owners = lease_owners(self._leases, set(self._names) - tried)
+            for gpu in self._gpus:
+                size = share_capacity(gpu) or 0
+                shares = {slot: one.share for slot, one in recorded_slots(self._leases, gpu.uuid).items()}
+                self._parts[lease_name(gpu.uuid)] = 1.0
+                self._parts.update((slot_name(gpu.uuid, slot), _part(share, size)) for slot, share in shares.items())
+            self._owners = lease_owners(self._leases, set(self._parts) - tried)
         return frozenset(name for name, owner in self._owners.items() if owner == uid)
+
+
+_ROUNDING = 1e-6  # sums of shares are not exact
+
+
+def amount(request: Selection, gpus: Iterable[Gpu]) -> float:
+    """How many GPUs a request counts as: a share of each as its part of the smallest that has it."""
+    sizes = [size for gpu in gpus if (size := share_capacity(gpu)) and size >= (request.share or 0)]
+    return request.nb_gpus * _part(request.share, min(sizes, default=0))
+
+
+def _part(share: int | None, size: int) -> float:
+    return 1.0 if share is None or not size else min(1.0, share / size)
 
 
 def quota_of(path: str, warn: object) -> Quota | None:
@@ -140,7 +163,7 @@ def quota_of(path: str, warn: object) -> Quota | None:
     return None if rules is None else Quota(rules, policy.limits_of_this_user(rules))
 
 
-def check_policy_limits(nb_gpus: int, hold: HoldTime, limits: Limits, spelling: type[ArgumentStyle]) -> None:
+def check_policy_limits(nb_gpus: float, hold: HoldTime, limits: Limits, spelling: type[ArgumentStyle]) -> None:
     """Refuse a claim that is not made inside another one and that the policy never allows.
 
     Raises:
@@ -156,7 +179,7 @@ def check_policy_limits(nb_gpus: int, hold: HoldTime, limits: Limits, spelling: 
         )
 
 
-def check_count(nb_gpus: int, limits: Limits) -> None:
+def check_count(nb_gpus: float, limits: Limits) -> None:
     """Refuse more GPUs than the user may hold at once.
 
     Raises:
@@ -166,8 +189,8 @@ def check_count(nb_gpus: int, limits: Limits) -> None:
     if most is not None and nb_gpus > most:
         number, way_out = (f"{most} at once", "ask for fewer, or ") if most else ("none", "")
         raise UnsatisfiableRequestError(
-            f"{plural(nb_gpus)} asked for, and {limits.path} allows you {number} on this host "
-            f"({limits.sections['max_gpus']}): {way_out}ask the administrator",
+            f"{nb_gpus:.2g} {'GPU' if nb_gpus == 1 else 'GPUs'} asked for, and {limits.path} allows you {number} on "
+            f"this host ({limits.sections['max_gpus']}): {way_out}ask the administrator",
             value=nb_gpus,
         )
 

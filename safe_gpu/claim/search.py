@@ -312,7 +312,7 @@ class _Search:
             raise
 
     def _check_possible(self) -> None:
-        view, request = self._view, self._options.request
+        view, request = self._view, self._view.request
         try:
             check_possible(view.snapshot, request, view.visible_limit, rules=view.rules)
         except UnsatisfiableRequestError as err:
@@ -333,11 +333,12 @@ class _Search:
         """Apply the policy, once it is certain that this claim is not made inside another one."""
         if self._limited or self._options.quota is None or self._view.scope:
             return
-        from .quota import check_policy_limits
+        from .quota import amount, check_policy_limits
 
         self._limited = True
         options, limits = self._options, self._options.quota.limits
-        check_policy_limits(options.request.nb_gpus, options.hold, limits, options.request.spelling)
+        number = amount(self._view.request, self._view.snapshot.gpus)
+        check_policy_limits(number, options.hold, limits, options.request.spelling)
         most = limits.max_wait
         if most is not None and (options.timeout is None or options.timeout > most):
             self._options = options._replace(timeout=most, wait_limit=limits.path)
@@ -355,7 +356,7 @@ class _Search:
         decision = decide(
             attempt.result,
             self._patience,
-            suffices=fits(self._options.request, unleased),
+            suffices=fits(self._view.request, unleased),
             now=now,
             next_poll=self._view.next_poll,
             next_look=next_look,
@@ -407,7 +408,8 @@ class _Search:
         # A name cannot be slept on: the next full look sees to it.
         not_held = attempt.result.unleased | attempt.result.named
         held = (self._view.lease_name(gpu.uuid) for gpu in self._view.usable if gpu.uuid not in not_held)
-        self._lookout = LeaseWatcher(held if attempt.result.spent is None else attempt.result.spent.leases)
+        watched = {*held, *attempt.result.watched}
+        self._lookout = LeaseWatcher(watched if attempt.result.spent is None else attempt.result.spent.leases)
         with self._lookout as lookout:
             while now < until:
                 pause = _LEASE_PAUSE if now - self._watching_since < 1.0 else 2 * _LEASE_PAUSE

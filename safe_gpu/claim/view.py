@@ -16,19 +16,31 @@ from typing import TYPE_CHECKING
 from .. import procfs
 from ..coordination import socket_names as names
 from ..coordination.holders import leases_of_this_user, socket_of_this_user
-from ..coordination.leases import LeaseRecord, inner_name, lease_name, may_be_held, read_record
+from ..coordination.leases import (
+    LeaseRecord,
+    holder_of_slots,
+    inner_name,
+    lease_name,
+    may_be_held,
+    read_record,
+    recorded_slots,
+    slot_name,
+)
 from ..coordination.locks import LockedHost, opened
-from ..devices import Gpu, GpuVerdict, HostSnapshot
+from ..devices import MOST_SHARERS, Gpu, GpuVerdict, HostSnapshot
 from ..errors import NoDriverError, NotEnoughGpusError, UnsatisfiableRequestError
 from ..procfs import describe_process
 from ..runtimes.visible_limit import visible_limit_of
 from ..selection.choice import candidates
 from ..selection.request import DEFAULT_RULES, Rules, Selection
+from ..selection.sharing import strangers
 from ..selection.verdicts import judge
+from ..text import format_bytes
 
 if TYPE_CHECKING:
+    from ..coordination.files import StateDir
     from ..coordination.leases import LeaseRecord
-    from ..devices import Gpu, GpuFault, HostSnapshot, LeaseHolder
+    from ..devices import Gpu, GpuFault, GpuProcess, HostSnapshot, LeaseHolder
     from ..drivers.base import Driver
     from ..runtimes.visible_devices import VisibleLimit
     from ..selection.verdicts import Describe
@@ -46,19 +58,20 @@ def outer_claim(host: LockedHost, snapshot: HostSnapshot, token: str) -> dict[st
     secret = names.digest(token)
     carriers = {}
     for gpu in snapshot.gpus:
-        name = lease_name(gpu.uuid)
-        record = read_record(host.leases, name) if may_be_held(host, name) else None
-        if record is not None and record.token == secret:
-            carriers[name] = gpu.uuid, record
+        for name in (lease_name(gpu.uuid), *(slot_name(gpu.uuid, slot) for slot in range(MOST_SHARERS))):
+            record = read_record(host.leases, name)
+            if record is not None and record.token == secret and may_be_held(host, name):
+                carriers[name] = gpu.uuid, record
     ours = leases_of_this_user(host.leases, {name: record.uid for name, (_, record) in carriers.items()})
     found = {uuid: record for name, (uuid, record) in carriers.items() if name in ours}
     if not found or any(uuid not in found for record in found.values() for uuid in record.gpus):
         sockets = names.sockets()
         record = next(iter(found.values()), _UNKNOWN)
         for gpu in snapshot.gpus:
-            inode = sockets.get(names.scope_of(gpu.uuid, token, snapshot.name_prefix))
-            if inode is not None and gpu.uuid not in found and socket_of_this_user(inode):
-                found[gpu.uuid] = record
+            for slot in (None, *range(MOST_SHARERS)):
+                inode = sockets.get(names.scope_of(gpu.uuid, token, snapshot.name_prefix, slot))
+                if inode is not None and gpu.uuid not in found and socket_of_this_user(inode):
+                    found[gpu.uuid] = record._replace(slot=slot)
     return found
 
 
@@ -91,6 +104,13 @@ def check_possible_inside(
         raise UnsatisfiableRequestError(
             "delegate=True is not possible inside another claim (SAFE_GPU_SCOPE): one level only; claim without it",
             value=True,
+        )
+    shares = [record.share for record in outer.values() if record.share is not None]
+    if request.share is not None and shares and request.share > min(shares):
+        raise UnsatisfiableRequestError(
+            f"{format_bytes(request.share)} of each GPU asked for inside {_whose(outer)}, which has a share of "
+            f"{format_bytes(min(shares))}: ask for less, or make the outer share larger",
+            value=request.share,
         )
     if len(usable) < request.nb_gpus:
         raise UnsatisfiableRequestError(
@@ -194,6 +214,7 @@ class HostView:
         next_poll: ``time.monotonic()`` value before which a waiter must not poll the driver again.
         faults: UUID -> note, of the GPUs on which a claim failed and none has worked since.
         failed: UUID -> reason, of the GPUs on which this very claim has failed; it does not try them again.
+        shared: UUID -> the claims that share the GPU, as far as this claim may share it with them.
     """
 
     def __init__(
@@ -211,7 +232,7 @@ class HostView:
     ) -> None:
         self.driver = driver
         self.needs = request.needs | ({"linked"} if request.nb_gpus > 1 else frozenset())
-        self.request = request
+        self.request = request.resolved(snapshot)
         self.snapshot = self._completed(snapshot)
         self.visible_limit = visible_limit
         self.own = set(own)
@@ -223,9 +244,11 @@ class HostView:
         self.next_poll = 0.0
         self.faults: Mapping[str, GpuFault] = {}
         self.failed: Mapping[str, str] = {}
+        self.shared: dict[str, LeaseHolder] = {}
         self._polled = time.monotonic()
         self._usable: tuple[HostSnapshot, list[Gpu]] | None = None
-        self._unoccupied: tuple[HostSnapshot, dict[str, GpuVerdict]] | None = None
+        self._unoccupied: tuple[HostSnapshot, dict[str, LeaseHolder], dict[str, GpuVerdict]] | None = None
+        self._family_of = cache(procfs.family_of)
         self._described: tuple[HostSnapshot, Describe] = self.snapshot, cache(describe_process)
 
     @classmethod
@@ -299,17 +322,53 @@ class HostView:
         )
 
     @property
+    def effective(self) -> Selection:
+        """The request as it is judged. Inside another claim it gets all that this one holds of a GPU."""
+        return self.request.whole if self.outer else self.request
+
+    @property
+    def share(self) -> int | None:
+        """Bytes of each GPU that the claim is to hold; None if it holds all of it, or all that the outer claim has."""
+        return None if self.snapshot.shared_display else self.effective.share
+
+    def slot(self, uuid: str) -> int | None:
+        """The slot of the outer claim on a GPU; None if it has a whole GPU, or there is none."""
+        return self.outer[uuid].slot if uuid in self.outer else None
+
+    def see_sharers(self, leases: StateDir) -> None:
+        """Read who shares the usable GPUs, where this claim may share them. No lock is taken."""
+        if self.share is None and not any(record.slot is not None for record in self.outer.values()):
+            return
+        slots = {gpu.uuid: recorded_slots(leases, gpu.uuid) for gpu in self.usable}
+        others = {
+            uuid: holder_of_slots(
+                record for record in found.values() if not (record.here and record.pid == os.getpid())
+            )
+            for uuid, found in slots.items()
+        }
+        self.shared = {uuid: holder for uuid, holder in others.items() if holder is not None}
+
+    def strangers(self, leases: StateDir, gpu: Gpu, processes: list[GpuProcess]) -> list[GpuProcess]:
+        """Those of these processes on a GPU of this claim that are of no claim that shares it."""
+        holder = holder_of_slots(recorded_slots(leases, gpu.uuid).values())
+        return strangers(processes, holder.sharers if holder else (), procfs.family_of)
+
+    @property
     def unoccupied(self) -> dict[str, GpuVerdict]:
-        """UUID -> verdict of the usable GPUs that are free apart from leases, computed once for each poll."""
-        if self._unoccupied is None or self._unoccupied[0] is not self.snapshot:
+        """UUID -> verdict of the usable GPUs that are free apart from leases, computed once for each poll, and again
+        when others have come to share them."""
+        if self._unoccupied is None or self._unoccupied[0] is not self.snapshot or self._unoccupied[1] != self.shared:
             free = {verdict.gpu.uuid: verdict for verdict in self.judge({}, self.usable) if verdict.free}
-            self._unoccupied = self.snapshot, free
-        return self._unoccupied[1]
+            self._unoccupied = self.snapshot, dict(self.shared), free
+        return self._unoccupied[2]
 
     def prepare(self) -> None:
         """Judge the GPUs before host.lock is taken, for others wait meanwhile; not inside another claim, which is known
         only under the lock."""
         if not self.scope:
+            if self.share is not None:
+                with opened("leases") as leases:
+                    self.see_sharers(leases)
             self.unoccupied  # noqa: B018 - it is kept until the next poll
 
     @property
@@ -328,12 +387,17 @@ class HostView:
         self.poll()
 
     def lease_name(self, uuid: str) -> str:
-        """Name of the lease that this request takes for a GPU."""
+        """Name of the lease that this request takes for a GPU; a claim that shares it locks that lease shared."""
+        slot = self.slot(uuid)
+        if slot is not None:
+            return slot_name(uuid, slot, inner=True)
         return inner_name(uuid) if self.outer else lease_name(uuid)
 
     def name(self, uuid: str) -> str:
         """The name that this request is to take for a GPU."""
-        prefix = self.snapshot.name_prefix
+        prefix, slot = self.snapshot.name_prefix, self.slot(uuid)
+        if slot is not None:
+            return names.slot_of(uuid, slot, prefix, inner=True)
         return names.inner_of(uuid, prefix) if self.outer else names.name_of(uuid, prefix)
 
     def judge(
@@ -345,7 +409,8 @@ class HostView:
             leased: UUID -> holder, for GPUs that others hold. gpus: the GPUs to judge; None: all of the host.
             fenced: False judges without the visible limit.
         """
-        verdicts = self._judge(self.request, leased, self.visible_limit if fenced else None, gpus)
+        leased = {**self.shared, **leased}
+        verdicts = self._judge(self.effective, leased, self.visible_limit if fenced else None, gpus)
         if self.failed:
             why = self.failed
             verdicts = tuple(GpuVerdict(v.gpu, "busy", why[v.gpu.uuid]) if v.gpu.uuid in why else v for v in verdicts)
@@ -370,6 +435,7 @@ class HostView:
             own=self.own,
             explained=self.explained,
             describe=self._describe(),
+            family_of=self._family_of,
             rules=self.rules,
             gpus=gpus,
         )
@@ -378,6 +444,7 @@ class HostView:
         """Looks each process up once for each poll: a look judges the GPUs for several requests under host.lock."""
         if self._described[0] is not self.snapshot:
             self._described = self.snapshot, cache(describe_process)
+            self._family_of = cache(procfs.family_of)
         return self._described[1]
 
     def remember_own_pids(self) -> None:

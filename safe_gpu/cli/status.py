@@ -256,7 +256,7 @@ def _without_work(claims: list[PastClaim]) -> list[PastClaim]:
     return found
 
 
-_FACTS = "user uid pid job command host gpus labels since until running seen ended".split()
+_FACTS = "user uid pid job command host gpus labels since until running seen ended share of".split()
 
 
 def _show(claims: list[PastClaim], options: argparse.Namespace, since: float, until: float) -> None:

@@ -11,7 +11,7 @@ import errno
 import os
 import stat
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import TypeVar
 
@@ -258,10 +258,10 @@ class LeaseDir(StateDir):
     held for ever, or whenever the other one is.
 
     Attributes:
-        names_of_host: the leases of this host's GPUs, as far as the caller knows them.
+        names_of_host: returns the leases of this host's GPUs, as far as the caller knows them.
     """
 
-    names_of_host: Collection[str] = ()
+    names_of_host: Callable[[], Iterable[str]] = tuple
 
     def open(self, name: str) -> int | None:
         """As every StateDir's, and a link to host.lock or to another lease is refused too."""
@@ -281,7 +281,7 @@ class LeaseDir(StateDir):
         status = status or self.status(name)
         if status is None or status.st_nlink < 2:
             return ""
-        for other in (HOST_LOCK, *self.names_of_host):
+        for other in (HOST_LOCK, *self.names_of_host()):
             if other != name and (found := self.status(other)) and os.path.samestat(found, status):
                 return other
         return ""

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 
 from .. import procfs
 from ..devices import Gpu, LeaseHolder
@@ -16,7 +17,7 @@ from ..errors import LockTimeout, StateDirError
 from ..foreign_files import read_start
 from . import socket_names as names
 from .files import HOST_LOCK, StateDir, is_everybodys, state_dir_path
-from .leases import LeaseRecord, inner_name, leases_of, probe, read_record
+from .leases import LeaseRecord, inner_name, leases_of, names_of_host, probe, read_record, recorded_slots, slot_name
 from .locks import MINIMUM_PATIENCE, HostLock, opened
 from .records import LONGEST, command_of
 from .socket_names import digest
@@ -176,9 +177,10 @@ def lease_holders(gpus: Collection[Gpu], *, inner: bool = False, prefix: str | N
     held: dict[str, str] = {}
     found: dict[str, LeaseHolder] = {}
     with HostLock(time.monotonic() + MINIMUM_PATIENCE) as host:
-        host.leases.names_of_host = leases_of(files)
+        host.leases.names_of_host = partial(names_of_host, files)
         # Read first: while host.lock is held nobody takes a lease, so who is found to hold one held it here.
         claims = _claims(host.leases, {name: (name,) for names_of_gpu in files.values() for name in names_of_gpu})
+        shared = {} if inner else _sharers(host.leases, files, lambda name: probe(host, name))
         for uuid, names_of_gpu in files.items():
             for name in names_of_gpu:
                 try:
@@ -194,7 +196,18 @@ def lease_holders(gpus: Collection[Gpu], *, inner: bool = False, prefix: str | N
     return {
         **found,
         **{uuid: LeaseHolder() if uuid in linked else _holder(*claims[name]) for uuid, name in held.items()},
+        **shared,
     }
+
+
+def _sharers(
+    directory: StateDir, uuids: Iterable[str], is_held: Callable[[str], bool] = lambda name: True
+) -> dict[str, LeaseHolder]:
+    """Who shares which of these GPUs, by the records in their slots."""
+    slots = {uuid: [slot_name(uuid, slot) for slot in recorded_slots(directory, uuid)] for uuid in uuids}
+    claims = _claims(directory, {name: (name,) for files in slots.values() for name in files})
+    held = {uuid: [_holder(*claims[name]) for name in files if is_held(name)] for uuid, files in slots.items()}
+    return {uuid: LeaseHolder.of_sharers(holders) for uuid, holders in held.items() if holders}
 
 
 def recorded_holders(leases: Mapping[str, Iterable[str]]) -> dict[str, LeaseHolder]:
@@ -207,7 +220,8 @@ def recorded_holders(leases: Mapping[str, Iterable[str]]) -> dict[str, LeaseHold
     """
     with opened("leases") as directory:
         claims = _claims(directory, leases)
-        return {uuid: _holder(*claim) for uuid, claim in claims.items()}
+        shared = _sharers(directory, [uuid for uuid, (record, _) in claims.items() if record is None])
+        return {uuid: shared.get(uuid) or _holder(*claim) for uuid, claim in claims.items()}
 
 
 def _claims(
@@ -247,6 +261,8 @@ def _holder(record: LeaseRecord | None, lockers: Sequence[int]) -> LeaseHolder:
         None if place else record.start,
         place=place,
         until=record.until,
+        uid=record.uid,
+        share=record.share,
     )
 
 
@@ -296,4 +312,4 @@ def gpus_of_scope(scope: str) -> tuple[str, ...]:
             ours = leases_of_this_user(host.leases, held)
     except (LockTimeout, StateDirError, OSError):
         return ()  # the claim itself meets the same error
-    return tuple(sorted(name.removesuffix(".lock") for name in ours))
+    return tuple(sorted(name.removesuffix(".lock").partition(".share.")[0] for name in ours))

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from typing import Any, NamedTuple
 
 from .. import procfs
-from ..devices import GpuFault
+from ..devices import MOST_SHARERS, GpuFault, LeaseHolder
 from ..errors import StateDirError
 from ..foreign_files import LIMIT
 from . import socket_names as names
@@ -50,6 +50,28 @@ def inner_name(uuid: str) -> str:
     return uuid.replace("/", "_") + _INNER
 
 
+def names_of_host(uuids: Iterable[str]) -> Iterator[str]:
+    """Every file that a claim of these devices may lock."""
+    for uuid in uuids:
+        yield from leases_of([uuid])
+        for slot in range(MOST_SHARERS):
+            yield from (slot_name(uuid, slot), slot_name(uuid, slot, inner=True))
+
+
+def slot_name(uuid: str, slot: int, *, inner: bool = False) -> str:
+    """The file of a share, for a claim or for one made inside it.
+
+    >>> slot_name("GPU-12", 3)
+    'GPU-12.share.3.lock'
+    """
+    return f"{uuid.replace('/', '_')}.share.{slot}{_INNER if inner else '.lock'}"
+
+
+def _slot_in(name: str) -> int | None:
+    number = name.partition(".share.")[2].partition(".")[0]
+    return int(number) if number.isdecimal() and len(number) < 3 else None
+
+
 def fault_name(uuid: str) -> str:
     """The file with the note on a device.
 
@@ -70,7 +92,8 @@ class LeaseRecord(NamedTuple):
     ``start`` is the holder's start in clock ticks since boot, ``since`` the claim's in Unix seconds, ``gpus`` the UUIDs
     that the claim holds, ``token`` the hash of what claims inside it carry ("" if there can be none). ``pidns`` is the
     inode of the PID namespace in which ``pid`` and ``start`` are numbers, None where it is not known. ``until`` is when
-    the claim will probably end, in Unix seconds, None where it did not say.
+    the claim will probably end, in Unix seconds, None where it did not say. ``share`` is how much of each GPU it holds,
+    in bytes, ``of`` how much there is to share; None of whole GPUs. ``slot`` is that of the file, None of no share.
     """
 
     pid: int
@@ -86,6 +109,9 @@ class LeaseRecord(NamedTuple):
     v: int = 1
     pidns: int | None = None
     until: float | None = None
+    share: int | None = None
+    of: int | None = None
+    slot: int | None = None
 
     @property
     def of_the_dead(self) -> bool:
@@ -133,6 +159,7 @@ class LeaseRecord(NamedTuple):
         import json
 
         keys = "v pid start uid user host job command gpus since until token pidns".split()
+        keys += ["share", "of"] if self.share is not None else []
         fields = {key: getattr(self, key) for key in keys}
         for key, value in fields.items():
             if isinstance(value, str):  # an argument of a command may be any bytes
@@ -166,9 +193,27 @@ class LeaseRecord(NamedTuple):
                 v=as_int(raw.get("v", 1), 0, _LARGEST),
                 pidns=None if raw.get("pidns") is None else as_int(raw["pidns"], 0, _LARGEST),
                 until=as_seconds(raw.get("until"), 0),
+                share=None if raw.get("share") is None else as_int(raw["share"], 1, _LARGEST),
+                of=None if raw.get("of") is None else as_int(raw["of"], 1, _LARGEST),
             )
         except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
             return None
+
+    def as_holder(self) -> LeaseHolder:
+        """What it says of a claim, by its word alone."""
+        place = procfs.place_of(self.pidns)
+        return LeaseHolder(
+            None if place else self.pid,
+            self.user,
+            self.job,
+            self.command,
+            self.since,
+            None if place else self.start,
+            place=place,
+            until=self.until,
+            uid=self.uid,
+            share=self.share,
+        )
 
     @property
     def here(self) -> bool:
@@ -341,6 +386,11 @@ def _clear(fd: int, *, inner: bool) -> None:
                 _leave(fd, line)
 
 
+def clear_record(lease: Lease) -> None:
+    """Replace the record that a dead claim left in a lease that is locked shared. host.lock is held."""
+    _clear(lease.fd, inner=False)
+
+
 def is_empty(directory: StateDir, name: str) -> bool:
     """Whether a lease file holds no record, or does not exist: then probably nobody holds the lease.
 
@@ -396,12 +446,51 @@ def read_record(directory: StateDir, name: str) -> LeaseRecord | None:
         for _ in range(5):
             record = LeaseRecord.decode(os.pread(fd, LIMIT, 0))
             if record is not None:
-                return record
+                return record._replace(slot=_slot_in(name))
         return None
     except OSError:
         return None
     finally:
         os.close(fd)
+
+
+# Slots: what claims hold that share a GPU. Each locks a file ``UUID.share.K.lock``, and the GPU's lease shared.
+
+
+def recorded_slots(leases: StateDir, uuid: str) -> dict[int, LeaseRecord]:
+    """Slot -> record, of living claims and of dead ones. No lock is taken."""
+    found = {}
+    for slot in range(MOST_SHARERS):
+        name = slot_name(uuid, slot)
+        record = None if is_empty(leases, name) else read_record(leases, name)
+        if record is not None:
+            found[slot] = record
+    return found
+
+
+def held_slots(host: LockedHost, uuid: str) -> dict[int, LeaseRecord | None]:
+    """Slot -> record, of the slots that claims hold, or claims inside them whose outer claim has ended.
+
+    The record is None where it cannot be read: then the claim counts as holding the whole GPU.
+    """
+    found = {}
+    for slot, record in ((slot, _record(host.leases, uuid, slot)) for slot in range(MOST_SHARERS)):
+        # Read first: to probe a slot replaces the record of a dead claim.
+        if any(may_be_held(host, slot_name(uuid, slot, inner=inner)) for inner in (False, True)):
+            found[slot] = record
+    return found
+
+
+def _record(leases: StateDir, uuid: str, slot: int) -> LeaseRecord | None:
+    names = (slot_name(uuid, slot, inner=inner) for inner in (False, True))
+    records = (read_record(leases, name) for name in names if not is_empty(leases, name))
+    return next((record for record in records if record is not None), None)
+
+
+def holder_of_slots(slots: Iterable[LeaseRecord | None]) -> LeaseHolder | None:
+    """The holder of a GPU in these slots, by their records alone; None if there is none."""
+    found = [LeaseHolder() if record is None else record.as_holder() for record in slots]
+    return LeaseHolder.of_sharers(found) if found else None
 
 
 # Notes of GPUs on which a claim failed: ``leases/UUID.fault``, one line of JSON each, for the claims that come next.

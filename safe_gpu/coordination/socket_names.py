@@ -1,8 +1,8 @@
 """Names of claimed GPUs: what no cleaner, ``rm -rf`` or private /tmp can take away from a claim.
 
 Beside its lease files, a claim holds for each GPU a Unix stream socket that is bound to an abstract name and never
-listens. Such a name belongs to the network namespace: it is one for all mount and PID namespaces and all users of a
-host. There is no file, and the kernel frees it with the last descriptor.
+listens; for a share of a GPU it is a datagram socket. Such a name belongs to the network namespace: it is one for all
+mount and PID namespaces and all users of a host. There is no file, and the kernel frees it with the last descriptor.
 
 A socket cannot be unbound while a copy of its descriptor lives. So forked children close theirs, and only exec(2) by
 ``safe-gpu run`` passes names on.
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 
 from ..procfs import lines_of
 from .files import survive_exec
@@ -27,10 +27,13 @@ _SPARE = 8  # descriptors that are left to the program: where the limit is that 
 _ADDRESS = 16
 _COLUMNS = b": 00000000 00000000 00000000 0000 00 "
 _STREAMS = b" 00000000 00000000 0001 ", b" 00000000 00010000 0001 "  # protocol to type; the second one listens
+_DATAGRAMS = (b" 00000000 00000000 0002 ",)
 _TO_ZERO = bytes.maketrans(b"123456789ABCDEF", b"0" * 15)
 _INODE = _ADDRESS + len(_COLUMNS)
 _BEGIN = b" @" + _PROTOCOL.encode()
 _SHORTEST = 48  # bytes of a name: from its "\n" to "@" a forged line has 61, and no path or name is longer than 108
+
+_SHARE = ".share."  # in names of shares, which are of datagram sockets: connect(2) tells whether one is held
 
 _digests: dict[str, str] = {}
 
@@ -54,9 +57,18 @@ def inner_of(uuid: str, prefix: str = "") -> str:
     return _padded(uuid, ".inner", prefix)
 
 
-def scope_of(uuid: str, token: str, prefix: str = "") -> str:
+def scope_of(uuid: str, token: str, prefix: str = "", slot: int | None = None) -> str:
     """The name by which claims inside a delegating claim find it; all users can read it, so it has a hash."""
-    return _padded(uuid, f".{digest(token)}", prefix)
+    return _padded(uuid, f"{_slot_suffix(slot)}.{digest(token)}", prefix)
+
+
+def slot_of(uuid: str, slot: int, prefix: str = "", *, inner: bool = False) -> str:
+    """The name of a share: that of a claim, or of one made inside it."""
+    return _padded(uuid, _slot_suffix(slot) + (".inner" if inner else ""), prefix)
+
+
+def _slot_suffix(slot: int | None) -> str:
+    return "" if slot is None else f"{_SHARE}{slot}"
 
 
 def _padded(uuid: str, suffix: str, prefix: str) -> str:
@@ -111,22 +123,50 @@ def bind(name: str) -> SocketName | None:
     Raises:
         OSError: the kernel refuses sockets or this name.
     """
-    from _socket import AF_UNIX, SOCK_STREAM, socket  # the module socket takes 15 ms to import
+    from _socket import AF_UNIX, SHUT_RDWR, SOCK_DGRAM, SOCK_STREAM, socket  # the module socket takes 15 ms to import
 
-    address = b"\0" + os.fsencode(_PROTOCOL + name)
+    address = _address(name)
     if len(address) > _LONGEST + 1:
         raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG), name)
-    one = socket(AF_UNIX, SOCK_STREAM)
+    datagrams = _SHARE in name
+    one = socket(AF_UNIX, SOCK_DGRAM if datagrams else SOCK_STREAM)
     try:
         if 0 < os.sysconf("SC_OPEN_MAX") <= one.fileno() + _SPARE:
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         one.bind(address)
+        if datagrams:
+            one.shutdown(SHUT_RDWR)  # or anybody's datagrams, with descriptors in them, would queue up in it
     except OSError as err:
         one.close()
         if err.errno == errno.EADDRINUSE:
             return None
         raise
     return SocketName(one.detach())
+
+
+def _address(name: str) -> bytes:
+    return b"\0" + os.fsencode(_PROTOCOL + name)
+
+
+def held_slots(uuid: str, prefix: str, slots: int) -> Iterator[int]:
+    """The slots of a GPU whose names are held: by a claim, or by one inside it.
+
+    connect(2) of a datagram socket tells that at once: ECONNREFUSED is free, and any other answer is held.
+    /proc/net/unix may leave out a name while others come and go.
+
+    Raises:
+        OSError: there are no sockets here.
+    """
+    from _socket import AF_UNIX, SOCK_DGRAM, socket
+
+    one = socket(AF_UNIX, SOCK_DGRAM)
+    try:
+        for slot in range(slots):
+            asked = (_address(slot_of(uuid, slot, prefix, inner=inner)) for inner in (False, True))
+            if any(one.connect_ex(address) != errno.ECONNREFUSED for address in asked):
+                yield slot
+    finally:
+        one.close()
 
 
 def in_use() -> frozenset[str]:
@@ -146,26 +186,30 @@ def sockets() -> dict[str, int]:
         if at < 0 or len(line) - at < len(b" @\n") + _SHORTEST:
             continue
         columns, inode = line[_ADDRESS:_INODE], line[_INODE:at]
+        name = line[at + len(_BEGIN) : -1].decode("utf-8", "replace")
         if (
-            columns[10:34] in _STREAMS
+            columns[10:34] in (_DATAGRAMS if _SHARE in name else _STREAMS)
             and columns.translate(_TO_ZERO) == _COLUMNS
             and len(inode) <= 20
             and inode.lstrip(b" ").isdigit()
             and inode == b"%5d" % (number := int(inode))
         ):
-            found[line[at + len(_BEGIN) : -1].decode("utf-8", "replace")] = number
+            found[name] = number
     return found
 
 
-def held_among(uuids: Collection[str], prefix: str = "", *, inner: bool = False) -> frozenset[str]:
+def held_among(uuids: Collection[str], prefix: str = "", *, inner: bool = False, shares: bool = True) -> frozenset[str]:
     """Those of these devices whose name is held: by a claim, by one inside another claim too.
 
     Args:
         inner: ask for the names of claims inside another claim only.
+        shares: ask for the names of shares too.
     """
     if not uuids:
         return frozenset()
     held = in_use()
-    return frozenset(
-        uuid for uuid in uuids if inner_of(uuid, prefix) in held or (not inner and name_of(uuid, prefix) in held)
-    )
+    found = {uuid for uuid in uuids if inner_of(uuid, prefix) in held or (not inner and name_of(uuid, prefix) in held)}
+    shared = {name.partition(_SHARE)[0] for name in held if _SHARE in name} if shares and not inner else ()
+    if shared:
+        found |= {uuid for uuid in uuids if f"{prefix}{uuid.replace('/', '_')}" in shared}
+    return frozenset(found)

@@ -40,6 +40,7 @@ CHECKS: tuple[tuple[str, Callable[[CheckedHost], Finding]], ...] = (
     ("private /tmp", state.private_directory),
     ("process namespace", state.process_namespace),
     ("suspended processes", state.suspended),
+    ("shared GPUs", state.overused),
     ("clock", state.clock),
     ("older package", state.older_package),
     ("SAFE_GPU variables", process.variables),

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from fnmatch import fnmatchcase
+from functools import partial
 from glob import glob
 from pathlib import PurePath
 from shlex import quote
@@ -19,7 +20,7 @@ from .. import procfs
 from ..coordination import legacy
 from ..coordination.files import DIR_MODE, NETWORK_TYPES, PARTS, RULE, LeaseDir, StateDir, file_system_type, root_owns
 from ..coordination.history import NAME, HistoryDir
-from ..coordination.leases import leases_of
+from ..coordination.leases import names_of_host
 from ..coordination.locks import HostLock, lock_file
 from ..coordination.mounts import Mount, in_container, is_of_image, mount_of, parse_mounts, private_to
 from ..devices import HostSnapshot
@@ -27,7 +28,7 @@ from ..errors import LockTimeout, PolicyError, StateDirError
 from ..programs import others_can_change
 from ..settings import policy_file
 from ..status.facts import ClaimStatus
-from ..text import plural
+from ..text import format_bytes, plural
 from .check import CheckedHost, Finding, failed, passed, skipped, warning
 
 # Checks of the state directory: whether it exists, all users may use it, locks work in it, and files in it persist.
@@ -147,8 +148,8 @@ def _trouble_with_files(root: StateDir, host: CheckedHost) -> Finding | None:
     """A finding on host.lock or a lease. Other users may have made files of any other name."""
     try:
         with LeaseDir("leases", root, make=False) as leases, StateDir("queue", root, make=False):
-            leases.names_of_host = leases_of(one.gpu.uuid for one in host.status.gpus)
-            files = [(root, "host.lock"), *((leases, name) for name in leases.names_of_host)]
+            leases.names_of_host = partial(names_of_host, [one.gpu.uuid for one in host.status.gpus])
+            files = [(root, "host.lock"), *((leases, name) for name in leases.names_of_host())]
             return next(filter(None, (_trouble_with_file(*file) for file in files)), None)
     except FileNotFoundError:
         return None  # the first claim creates it
@@ -470,7 +471,7 @@ def process_namespace(host: CheckedHost) -> Finding:
 
 def _claims(host: CheckedHost) -> Iterator[tuple[str, ClaimStatus]]:
     for one in host.status.gpus:
-        for claim in (one.claim, one.inner):
+        for claim in (*one.claims, one.inner):
             if claim is not None:
                 yield one.label, claim
 
@@ -495,6 +496,22 @@ def suspended(host: CheckedHost) -> Finding:
     if host.status.warnings:
         return skipped(host.status.warnings[0])
     return passed("no process that holds GPUs or waits for them is stopped")
+
+
+def overused(host: CheckedHost) -> Finding:
+    """Does a claim use more of a GPU than its share?"""
+    found = [
+        f"process {claim.pid} ({claim.user or 'unknown'}) uses {format_bytes(used)} of GPU {one.label}, where it has a "
+        f"share of {format_bytes(claim.share)}"
+        for one in host.status.gpus
+        for claim in one.shares
+        if claim.share is not None and (used := claim.memory_used or 0) > claim.share
+    ]
+    if found:
+        fix = "ask its user to end it, or to claim a larger share: newcomers are kept off these GPUs meanwhile"
+        return warning("; ".join(found[:_MOST]), fix)
+    shared = sum(bool(one.shares) for one in host.status.gpus)
+    return passed(f"{plural(shared)} shared, and no claim uses more than its share" if shared else "no GPU is shared")
 
 
 def clock(host: CheckedHost) -> Finding:

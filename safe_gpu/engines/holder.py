@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ..affinity.options import AffinityOptions, parse_options
 from ..devices import ComputeMode, Gpu, HostSnapshot
 from ..drivers import opened_driver
-from ..errors import GPUAffinityError, SafeGpuError
+from ..errors import GPUAffinityError, SafeGpuError, UnsatisfiableRequestError
 from ..foreign_files import read_start
 from ..runtimes.visible_devices import read_visible, render_visible, visible_variables
 from ..selection.request import Selection
@@ -52,6 +52,12 @@ class ClaimArguments:
         """
         from ..claim.options import read_options
 
+        if self.selection.get("share") is not None:
+            raise UnsatisfiableRequestError(
+                f"share={self.selection['share']!r} is not possible across hosts: claim whole GPUs there, or a share on "
+                "each host by itself",
+                value=self.selection["share"],
+            )
         return read_options(
             nb_gpus,
             logger=logger,

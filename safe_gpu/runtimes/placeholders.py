@@ -271,7 +271,10 @@ class PytorchPlaceholder(Base):
     _install = "torch"
 
     def _allocate(self, device_no: int) -> Any:
-        return self._import().zeros((1,), device=f"cuda:{device_no}")
+        torch = self._import()
+        if share := os.environ.get("SAFE_GPU_SHARE_FRACTION"):  # set by this claim, if it shares its GPUs
+            torch.cuda.set_per_process_memory_fraction(float(share), device_no)
+        return torch.zeros((1,), device=f"cuda:{device_no}")
 
     def release(self, placeholder: Any) -> None:
         """Return the tensor's memory to the driver. The context stays, because PyTorch cannot destroy it."""

@@ -1,8 +1,9 @@
 """Who may go first without delaying anybody ahead (backfill). Pure functions of plain values.
 
 Times are Unix seconds or any other clock, durations are seconds, and ``math.inf`` is "never". GPUs are named by the
-stems of their lease files. A request is held back by dates, not by counts of spare GPUs: a count for each waiter allows
-several requests that together delay a waiter, and lets holders that overrun starve the first waiter.
+stems of their lease files, and their memory is in bytes. A request is held back by dates, not by counts of spare GPUs
+or bytes: a count for each waiter allows several requests that together delay a waiter, and lets holders that overrun
+starve the first waiter.
 """
 
 from __future__ import annotations
@@ -12,23 +13,56 @@ from bisect import insort
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
-from .request import Selection
+from .request import Selection, uuid_of_stem
+from .sharing import share_capacity
 
 if TYPE_CHECKING:
     from ..coordination.queue import TicketRequest
-    from ..devices import Gpu
+    from ..devices import Gpu, LeaseHolder
+
+
+When = float | tuple[tuple[float, float], ...]
+"""When a GPU is expected to be free: all of it at one time, or each part, as (time, bytes), at its own."""
+
+
+def ready(when: When, share: float) -> float:
+    """When that much of a GPU is expected to be free; ``math.inf`` bytes are all of it."""
+    if not isinstance(when, tuple):
+        return when
+    if share == math.inf:
+        return max(time for time, _ in when)
+    room = 0.0
+    for time, size in sorted(when):
+        room += size
+        if room >= share:
+            return time
+    return math.inf
+
+
+def _after(when: When, share: float, end: float) -> When:
+    """The same GPU once a request has taken the part that is free first, until ``end``."""
+    if share == math.inf:
+        return end
+    parts = [(end, share)]
+    for time, size in sorted(when if isinstance(when, tuple) else ((when, math.inf),)):
+        taken = min(size, share)
+        share -= taken
+        if size > taken:
+            parts.append((time, size - taken))
+    return tuple(parts)
 
 
 class BackfillRequest(NamedTuple):
     """What one request wants: ``nb`` of ``gpus``, for ``hold_for`` seconds (``math.inf``: for an unknown time).
 
-    If ``groups`` is not None, all must be of one of these.
+    If ``groups`` is not None, all must be of one of these. ``share`` is how much of each GPU, ``math.inf`` is all.
     """
 
     nb: int
     gpus: frozenset[str]
     hold_for: float = math.inf
     groups: tuple[frozenset[str], ...] | None = None
+    share: float = math.inf
 
     @classmethod
     def of(cls, demand: TicketRequest, gpus: Iterable[Gpu]) -> BackfillRequest:
@@ -39,11 +73,13 @@ class BackfillRequest(NamedTuple):
         """
         selection, _ = Selection.from_ticket(demand.nb_gpus, demand.conditions)
         hold_for = math.inf if demand.hold_for is None else demand.hold_for
+        share = selection.share or math.inf
         if not selection.together:
-            return cls(demand.nb_gpus, demand.gpus, hold_for)
-        stems = {gpu: stem for gpu in gpus for stem in (gpu.uuid, f"{gpu.uuid}.inner") if stem in demand.gpus}
+            return cls(demand.nb_gpus, demand.gpus, hold_for, share=share)
+        named = {uuid_of_stem(stem): stem for stem in demand.gpus}
+        stems = {gpu: named[gpu.uuid] for gpu in gpus if gpu.uuid in named}
         groups = tuple(frozenset(map(stems.__getitem__, group)) for group in selection.groups(list(stems)))
-        return cls(demand.nb_gpus, demand.gpus, hold_for, groups)
+        return cls(demand.nb_gpus, demand.gpus, hold_for, groups, share)
 
     @property
     def _groups(self) -> tuple[frozenset[str], ...]:
@@ -58,11 +94,11 @@ class BackfillRequest(NamedTuple):
         groups = self.groups and tuple(group.difference(gpus) for group in self.groups)
         return self._replace(gpus=self.gpus.difference(gpus), groups=groups)
 
-    def earliest(self, free_at: Mapping[str, float]) -> tuple[float, list[str]]:
+    def earliest(self, free_at: Mapping[str, When]) -> tuple[float, list[str]]:
         """When enough of its GPUs are expected to be free, and the first that are; all where there never are enough."""
         best: tuple[float, list[str]] = math.inf, []
         for group in self._groups:
-            first = sorted((free_at.get(gpu, math.inf), gpu) for gpu in group)[: max(0, self.nb)]
+            first = sorted((ready(free_at.get(gpu, math.inf), self.share), gpu) for gpu in group)[: max(0, self.nb)]
             if first and len(first) == self.nb and (not best[1] or first[-1][0] < best[0]):
                 best = first[-1][0], [gpu for _, gpu in first]
         return best if best[1] else (math.inf, list(self.gpus))
@@ -81,7 +117,20 @@ def free_at(now: float, *, since: float, until: float | None) -> float:
     return now if until < since else max(now, until)
 
 
-def dates(wants: Iterable[BackfillRequest], free_at: Mapping[str, float]) -> Iterator[tuple[BackfillRequest, float]]:
+def when_free(gpu: Gpu, holder: LeaseHolder | None, now: float, *, free: bool) -> When:
+    """When a GPU, or each part of it, is expected to be free by the word of who holds it.
+
+    Args:
+        free: whether a GPU that nobody holds is free now; else that is not known.
+    """
+    size = share_capacity(gpu) or math.inf
+    if holder is None:
+        return ((now if free else math.inf, size),)
+    parts = tuple((free_at(now, since=one.since or 0.0, until=one.until), one.share or size) for one in holder.each)
+    return (*parts, (now, max(0.0, size - sum(share for _, share in parts)))) if holder.sharers else parts
+
+
+def dates(wants: Iterable[BackfillRequest], free_at: Mapping[str, When]) -> Iterator[tuple[BackfillRequest, float]]:
     """Each waiter, in the order of the queue, with the date from which on nobody may take one of its GPUs past it.
 
     That is the time at which enough of its GPUs are expected to be free. A waiter behind another that it cannot pass
@@ -89,7 +138,7 @@ def dates(wants: Iterable[BackfillRequest], free_at: Mapping[str, float]) -> Ite
 
     Args:
         wants: only the waiters that count; see :func:`open_gpus`.
-        free_at: when each GPU is expected to be free, not before the present. A GPU that is missing never is.
+        free_at: when each GPU, or each part of it, is expected to be free, not before now. What is missing never is.
     """
     earlier: list[tuple[BackfillRequest, float]] = []  # by date
     for want in wants:
@@ -110,7 +159,7 @@ def open_gpus(
     want: BackfillRequest,
     ahead: Iterable[BackfillRequest],
     free: Collection[str],
-    free_at: Mapping[str, float],
+    free_at: Mapping[str, When],
     now: float,
 ) -> frozenset[str]:
     """The free GPUs that a request may take. It may start if they fit it.
@@ -120,7 +169,7 @@ def open_gpus(
     Args:
         ahead: the waiters ahead in the order of the queue, without those that releases alone cannot satisfy and those
             that are stopped. They are read one by one, and no more of them once too few GPUs are left.
-        free: the GPUs that nobody holds or uses.
+        free: the GPUs that the request could take if nobody were ahead.
         free_at: see :func:`dates`.
     """
     left = want.gpus.intersection(free)
@@ -133,7 +182,7 @@ def open_gpus(
     return left
 
 
-def starts(wants: Iterable[BackfillRequest], free_at: Mapping[str, float]) -> list[float]:
+def starts(wants: Iterable[BackfillRequest], free_at: Mapping[str, When]) -> list[float]:
     """When each waiter can expect to start, in the order of the queue, if all hold as long as they said.
 
     Unlike a date this is an estimate: the first waiter starts at its date, and each of the others after those ahead of
@@ -148,7 +197,7 @@ def starts(wants: Iterable[BackfillRequest], free_at: Mapping[str, float]) -> li
         if not rivals or not all(start + want.hold_for <= when < math.inf for when in rivals):
             free, first = want.earliest(ends)
             start = max(date, free)
-            ends.update(dict.fromkeys(first, start + want.hold_for))
+            ends.update((gpu, _after(ends.get(gpu, math.inf), want.share, start + want.hold_for)) for gpu in first)
         ahead.append((want, date))
         found.append(start)
     return found

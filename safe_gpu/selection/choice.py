@@ -230,6 +230,35 @@ def choose(
     return _Chooser(sorted(pool, key=_position), nb_gpus, near or frozenset(), last).best()
 
 
+def choose_shares(
+    verdicts: Iterable[GpuVerdict],
+    request: Selection,
+    rooms: Mapping[str, int],
+    *,
+    near: frozenset[int] | None = None,
+    last: Collection[str] = (),
+) -> tuple[Gpu, ...] | None:
+    """The GPUs for a share: as many that are shared already as can be, those with the least room first; then as
+    :func:`choose`, whose arguments these are.
+
+    Args:
+        rooms: UUID -> bytes that are left, of the GPUs that are shared.
+    """
+    best: tuple[Any, ...] = ()
+    for group in request.groups([verdict.gpu for verdict in verdicts if verdict.free]):
+        shared = [gpu for gpu in group if gpu.uuid in rooms and gpu.uuid not in last]
+        first = sorted(shared, key=lambda gpu: (rooms[gpu.uuid], _position(gpu)))[: request.nb_gpus]
+        missing = request.nb_gpus - len(first)
+        rest: tuple[Gpu, ...] | None = ()
+        if missing:
+            others = [GpuVerdict(gpu, "free") for gpu in group if gpu not in first]
+            rest = choose(others, missing, near=near, last=last)
+        if rest is not None:
+            chosen = tuple(sorted((*first, *rest), key=_position))
+            best = max(best, (len(first), -sum(rooms[gpu.uuid] for gpu in first), chosen), key=lambda one: one[:2])
+    return best[2] if best else None
+
+
 def _best_one(pool: Sequence[Gpu], near: frozenset[int]) -> Gpu:
     """The best by the same criteria, for a claim of one GPU, as most are: no sets have to be compared."""
     nodes = [gpu.numa_node for gpu in pool]

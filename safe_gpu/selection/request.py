@@ -7,7 +7,7 @@ and their parsing, the option of the command line, the verdicts, and what a tick
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypedDict
 
@@ -16,6 +16,7 @@ from ..devices import Gpu, Record, vendor_of_name
 from ..errors import UnsatisfiableRequestError
 from ..text import format_bytes
 from ..vendors import VENDORS
+from .sharing import LEAST_SHARE, MIB, share_capacity, why_unshareable
 from .values import as_index, matches_model, names_device, parse_names, parse_size, refused, unknown_names
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ class Conditions(TypedDict, total=False):
     only: str | int | Iterable[str | int]
     max_utilization: int | str | None
     near: str | None
+    share: int | str | None
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -273,10 +275,73 @@ def _cliques(links: tuple[tuple[str, frozenset[str]], ...]) -> list[frozenset[st
     return found
 
 
-CONDITIONS: tuple[type[Condition], ...] = (Only, Exclude, Model, MinMemory, MaxUtilization, Near)
+class Share(Condition):
+    """Not all of each GPU, but this much memory: whole MiB in bytes, or percent as text until the host is known."""
+
+    argument, metavar = "share", "S"
+    help = "not whole GPUs, but this much memory of each, such as 20GiB or 25%%, beside others that share"
+    ticketed = True
+
+    @classmethod
+    def parse(cls, value: Any, spelling: type[ArgumentStyle]) -> int | str:
+        text = value.strip() if isinstance(value, str) else ""
+        if text.endswith("%"):
+            number = text.removesuffix("%").strip()
+            if not number.isdecimal() or not 0 < int(number[:4]) <= 100:
+                raise refused("share", value, f"give percent from 1 to 100, such as {spelling.value('25%')}", spelling)
+            return f"{int(number)}%"
+        size = -(-parse_size(value, "share", spelling=spelling) // MIB) * MIB
+        if size < LEAST_SHARE:
+            raise refused(
+                "share", value, f"{format_bytes(LEAST_SHARE)} is the least, CUDA's context included", spelling
+            )
+        return size
+
+    @classmethod
+    def from_ticket(cls, value: object) -> Condition:
+        return MinMemory.from_ticket(value) and cls(value)
+
+    def why_outside(self, gpu: Gpu, spelling: type[ArgumentStyle]) -> str:
+        return why_unshareable(gpu, self.value)
+
+    def why_unknowable(self, gpu: Gpu, spelling: type[ArgumentStyle]) -> str:
+        if share_capacity(gpu) is not None:
+            return ""
+        return f"the driver does not tell its memory: leave {spelling.option(self.argument)} out"
+
+    def resolved(self, gpus: Iterable[Gpu], spelling: type[ArgumentStyle]) -> Share:
+        """The same in bytes. Percent are of what can be shared of each of these GPUs.
+
+        Raises:
+            UnsatisfiableRequestError: percent of GPUs with different memory.
+        """
+        if not isinstance(self.value, str):
+            return self
+        sizes = sorted({size for gpu in gpus if (size := share_capacity(gpu)) is not None})
+        if len(sizes) > 1:
+            way_out = f"GPUs here have from {format_bytes(sizes[0])} to {format_bytes(sizes[-1])} to share: "
+            way_out += f"give a size, such as {spelling.value('20GiB')}, or choose GPUs by {spelling.option('model')}"
+            raise refused("share", self.value, way_out, spelling)
+        share = sum(sizes) * int(self.value.removesuffix("%")) // 100 // MIB * MIB
+        if sizes and share < LEAST_SHARE:
+            raise refused("share", self.value, f"{format_bytes(LEAST_SHARE)} is the least", spelling)
+        return Share(share)
+
+
+CONDITIONS: tuple[type[Condition], ...] = (Only, Exclude, Model, MinMemory, MaxUtilization, Near, Share)
 """In the order in which they are checked."""
 
 _MOST_MEMORY = 1 << 60
+
+
+def uuid_of_stem(stem: str) -> str:
+    """The GPU of a lease, by its file without ``.lock``.
+
+    >>> uuid_of_stem("GPU-12.inner"), uuid_of_stem("GPU-12.share.3.inner")
+    ('GPU-12', 'GPU-12')
+    """
+    return stem.removesuffix(".inner").partition(".share.")[0]
+
 
 _BY_ARGUMENT = {condition.argument: condition for condition in CONDITIONS}
 
@@ -296,6 +361,32 @@ class Selection(Record):
     def value_of(self, argument: str) -> Any:
         """The value of a condition; None where there is no such condition."""
         return next((one.value for one in self.conditions if one.argument == argument), None)
+
+    @property
+    def share(self) -> int | None:
+        """Bytes of each GPU; None for whole GPUs."""
+        size: int | None = self.value_of("share")
+        return size
+
+    @property
+    def whole(self) -> Selection:
+        """The same request for whole GPUs."""
+        if self.share is None:
+            return self
+        return replace(self, conditions=tuple(one for one in self.conditions if not isinstance(one, Share)))
+
+    def resolved(self, snapshot: HostSnapshot) -> Selection:
+        """The same request with a share in bytes, for this host.
+
+        Raises:
+            UnsatisfiableRequestError: percent, and the GPUs have different memory.
+        """
+        if self.share is None:
+            return self
+        others = self.whole
+        gpus = [gpu for gpu in snapshot.gpus if not gpu.mig_enabled and not others.why_outside(gpu)]
+        shares = (one.resolved(gpus, self.spelling) for one in self.conditions if isinstance(one, Share))
+        return replace(others, conditions=(*others.conditions, *shares))
 
     @property
     def named_vendor(self) -> str | None:
@@ -385,6 +476,12 @@ def parse_request(
     if vendor is not None and vendor not in tuple(VENDORS):
         raise refused("vendor", vendor, f"choose {' or '.join(map(spelling.value, VENDORS))}", spelling)
     found = tuple(one(value) for one, value in parsed if value is not None)
+    if {MinMemory, Share} <= {type(one) for one in found}:
+        both = " and ".join(map(spelling.option, ("min_memory", "share")))
+        raise UnsatisfiableRequestError(
+            f"{both} do not go together: a share is memory of its own, so ask for the larger of the two as a share",
+            value=given["share"],
+        )
     return Selection(_count(nb_gpus, spelling), found, None if vendor is None else str(vendor), spelling)
 
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ..devices import ComputeMode, GpuFault, GpuVerdict, ProcessKind
-from ..text import format_bytes, in_brackets
-from .request import DEFAULT_RULES, LEAST_LIMIT, Rules, Selection
+from ..text import format_bytes, in_brackets, plural
+from .request import DEFAULT_RULES, LEAST_LIMIT, MinMemory, Rules, Selection
+from .sharing import FamilyOf, room, strangers, why_no_room
 
 if TYPE_CHECKING:
     from ..devices import Gpu, GpuProcess, HostSnapshot, LeaseHolder
@@ -133,6 +135,7 @@ def judge(
     own: Collection[int] = (),
     explained: Mapping[str, Collection[int]] | None = None,
     describe: Describe | None = None,
+    family_of: FamilyOf | None = None,
     rules: Rules = DEFAULT_RULES,
     gpus: Iterable[Gpu] | None = None,
 ) -> tuple[GpuVerdict, ...]:
@@ -148,11 +151,13 @@ def judge(
             memory in use without a process does not count, because it may be of processes that are not listed here.
         describe: gives the user and command of a process for the reasons, and identifies the MPS server. Without it
             reasons name only pids.
+        family_of: tells whose processes there are on a shared GPU. Without it that cannot be told of any.
         rules: what the user has set.
         gpus: the devices of the snapshot to judge; None: all of them.
     """
     explained = explained or {}
-    describe = describe or (lambda pid: None)
+    describe, family_of = describe or (lambda pid: None), family_of or (lambda pid: None)
+    share = request.share
     mps_clients, shared_display = has_mps_clients(snapshot), snapshot.shared_display
 
     def verdict_on(gpu: Gpu) -> GpuVerdict:
@@ -163,10 +168,12 @@ def judge(
         if outside := why_outside(gpu, request, visible_limit):
             return GpuVerdict(gpu, "outside", outside)
         if shared_display:
-            return GpuVerdict(gpu, "display", _why_not_now(gpu, request, disregarded))
+            fits = request if share is None else replace(request, conditions=(MinMemory(share), *request.conditions))
+            return GpuVerdict(gpu, "display", _why_not_now(gpu, fits, disregarded))
         if holder is not None and holder.closed:
             return GpuVerdict(gpu, "unusable", holder.closed)
-        if holder is not None:
+        sharers = holder.sharers if holder is not None and (share is not None or of_outer is not None) else ()
+        if holder is not None and not sharers:
             pid = None if holder.place else holder.pid
             return GpuVerdict(gpu, "claimed", _claimed_by(holder), pid, holder.user, holder)
         if not gpu.processes_supported and not rules.lists_optional:
@@ -178,16 +185,31 @@ def judge(
             for process in gpu.processes or ()
             if process.pid not in disregarded and computes(process, describe, mps_clients=mps_clients)
         ]
+        if sharers:
+            computing = strangers(computing, sharers, family_of)
         if computing:
             computing.sort(key=lambda process: (-(process.memory_used or 0), process.pid))
             user, text = name_processes(computing, describe)
+            text += " without a share" if sharers else ""
             return GpuVerdict(gpu, "busy", text, computing[0].pid, user)
         reason = _why_not_now(gpu, request, disregarded)
-        if not reason and of_outer is None:
+        if not reason and of_outer is None and not sharers:
             reason = why_memory_unexplained(gpu, rules)
+        if not reason and share is not None:
+            left = room_for_shares(gpu, sharers, rules, family_of, disregarded)
+            if full := why_no_room(gpu, sharers, left, share):
+                return GpuVerdict(gpu, "claimed" if sharers else "busy", full, holder=holder)
         return GpuVerdict(gpu, "busy" if reason else "free", reason)
 
     return tuple(map(verdict_on, snapshot.gpus if gpus is None else gpus))
+
+
+def room_for_shares(
+    gpu: Gpu, sharers: Sequence[LeaseHolder], rules: Rules, family_of: FamilyOf, disregarded: Collection[int] = ()
+) -> int:
+    """Bytes of a GPU that another share may have; see :func:`~safe_gpu.selection.sharing.room`."""
+    own = sum(process.memory_used or 0 for process in gpu.processes or () if process.pid in disregarded)
+    return room(gpu, sharers, family_of, unexplained=_limit(gpu, rules), own=own)
 
 
 def why_unusable(gpu: Gpu) -> str:
@@ -219,6 +241,8 @@ def _why_not_now(gpu: Gpu, request: Selection, disregarded: Collection[int]) -> 
 
 
 def _claimed_by(holder: LeaseHolder) -> str:
+    if holder.sharers:
+        return f"shared by {plural(len(holder.sharers), 'claim')}"
     if holder.elsewhere:
         return "claimed: its lease file is not in this state directory (a private /tmp, or it was removed)"
     text = "claimed" if holder.pid is None else f"claimed by process {holder.pid}"

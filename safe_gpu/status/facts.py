@@ -10,7 +10,8 @@ from ..devices import Gpu
 # Version of the JSON document.
 _SCHEMA = 2
 
-_QUEUE = ("position", "pid", "user", "nb_gpus", "vendor", "since", "hold_for", "expected_start")
+_QUEUE = ("position", "pid", "user", "nb_gpus", "share", "vendor", "since", "hold_for", "expected_start")
+_CLAIM = ("pid", "uid", "user", "job", "command", "since", "until")
 _MOST_WAITERS = 1000  # in the JSON document: any user can make more
 
 
@@ -29,6 +30,8 @@ class ClaimStatus:
         note: anything unusual about the holder, such as a record that names another process; else "".
         uid: the holder's real user id, by the kernel; None: nobody is to be asked or blamed for the claim.
         until: when it will probably end by the holder's word, Unix seconds.
+        share: bytes of the GPU that it holds, by the record; None of a whole GPU.
+        memory_used: bytes of it that its process and their descendants use; None of a whole GPU.
     """
 
     pid: int | None = None
@@ -41,6 +44,8 @@ class ClaimStatus:
     note: str = ""
     uid: int | None = None
     until: float | None = None
+    share: int | None = None
+    memory_used: int | None = None
 
 
 @dataclass(frozen=True)
@@ -60,7 +65,9 @@ class GpuStatus:
 
     Attributes:
         idle: claimed, and the driver shows no compute process of the claim on it.
-        claim: None if no process holds the lease.
+        claim: None if no process holds the lease; of a shared GPU the oldest claim.
+        shares: the claims that share it, the oldest first.
+        share_free: bytes that one more share could have; None if the GPU is not shared.
         inner: the claim inside ``claim``, if any.
         idle_for: for how many seconds it has shown no work while it was claimed, as far as anybody looked; None if
             that is not known.
@@ -80,12 +87,19 @@ class GpuStatus:
     fault: str = ""
     idle_for: float | None = None
     idle_report: bool | None = None
+    shares: tuple[ClaimStatus, ...] = ()
+    share_free: int | None = None
     prefix: str = ""
 
     @property
     def label(self) -> str:
         """How people are told which GPU it is: ``3``, ``3:1``, or ``amd:3``."""
         return self.prefix + self.gpu.label
+
+    @property
+    def claims(self) -> tuple[ClaimStatus, ...]:
+        """All claims of it, but for those inside others."""
+        return self.shares or ((self.claim,) if self.claim is not None else ())
 
 
 @dataclass(frozen=True)
@@ -94,7 +108,8 @@ class WaiterStatus:
     ticket's file.
 
     ``hold_for`` is for how many seconds it will probably hold its GPUs, and ``expected_start`` when it can expect to
-    start, in Unix seconds; None is unknown. ``vendor`` is that of the GPUs, a key of the table of vendors.
+    start, in Unix seconds; None is unknown. ``vendor`` is that of the GPUs, a key of the table of vendors. ``share`` is
+    how many bytes of each GPU it wants, None for whole GPUs.
     """
 
     position: int
@@ -107,6 +122,7 @@ class WaiterStatus:
     hold_for: float | None = None
     expected_start: float | None = None
     vendor: str | None = None
+    share: int | None = None
 
 
 @dataclass(frozen=True)
@@ -167,12 +183,16 @@ class HostStatus:
         gpus[].claim.command           its program and script
         gpus[].claim.job               the batch job, such as sge:1234.5, by the record
         gpus[].claim.since, until      Unix seconds: claimed at; expected to end at; by the record
+        gpus[].shares[]                the claims that share the GPU, the oldest first, which is gpus[].claim: its keys,
+                                       and share and memory_used in bytes
+        gpus[].share_free              bytes that one more share could have; null if it is not shared
         gpus[].processes[]             pid, user, command, kind (compute, graphics, mps), memory_used in bytes
         queue                          the first 1,000 waiters
         queue[].position               1 for the first waiter of this host
         queue[].pid, user              the waiting process, and the owner of its ticket
         queue[].nb_gpus, since         the number of GPUs that it waits for; since when, in Unix seconds
         queue[].vendor                 nvidia, amd or intel; null if its ticket cannot be read
+        queue[].share                  bytes of each GPU; null for whole GPUs
         queue[].hold_for               for how many seconds it will probably hold them
         queue[].expected_start         when it can expect to start, in Unix seconds
         =============================  ==============================================================================
@@ -197,7 +217,8 @@ def _gpu_dict(one: GpuStatus) -> dict[str, Any]:
         "idle": one.idle,
         "idle_for": one.idle_for,
         "reason": one.reason,
-        "claim": claim
-        and {name: getattr(claim, name) for name in ("pid", "uid", "user", "job", "command", "since", "until")},
+        "claim": claim and {name: getattr(claim, name) for name in _CLAIM},
+        "shares": [{name: getattr(each, name) for name in (*_CLAIM, "share", "memory_used")} for each in one.shares],
+        "share_free": one.share_free,
         "processes": [asdict(process) for process in one.processes],
     }

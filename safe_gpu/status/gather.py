@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING
 
 from ..coordination.files import state_dir_path
 from ..coordination.holders import outer_claim_of_process, user_and_command
-from ..coordination.leases import inner_name, lease_name, leases_of
-from ..devices import Gpu, GpuProcess, HostSnapshot, LeaseHolder, vendor_of
+from ..coordination.leases import inner_name, lease_name, names_of_host, slot_name
+from ..devices import MOST_SHARERS, Gpu, GpuProcess, HostSnapshot, LeaseHolder, vendor_of
 from ..errors import NoDriverError
 from ..runtimes.visible_devices import stale_indices
-from ..selection.backfill import BackfillRequest, free_at, starts
-from ..selection.request import Rules, Selection
-from ..selection.verdicts import computes, has_mps_clients, judge, why_last
+from ..selection.backfill import BackfillRequest, When, starts, when_free
+from ..selection.request import Rules, Selection, uuid_of_stem
+from ..selection.sharing import used_by_sharers
+from ..selection.verdicts import computes, has_mps_clients, judge, room_for_shares, why_last
 from ..settings import policy_file
 from ..text import in_brackets
 from .facts import ClaimStatus, GpuStatus, HostStatus, ProcessStatus, WaiterStatus
@@ -44,14 +45,14 @@ def expected_starts(tickets: Sequence[Ticket], gpus: Iterable[GpuStatus], now: f
 
     A waiter that is stopped, or that no release of claims can satisfy, has none and keeps nobody waiting.
     """
-    ends: dict[str, float] = {}
+    ends: dict[str, When] = {}
     coming: set[str] = set()
     devices = []
     for one in gpus:
         devices.append(one.gpu)
         uuid, inner, free = one.gpu.uuid, f"{one.gpu.uuid}.inner", one.state in _FREE
-        ends[uuid] = now if free else _end(one.claim, now)
-        ends[inner] = now if one.inner is None else _end(one.inner, now)
+        ends[uuid] = when_free(one.gpu, _holder(one.claim, one.shares), now, free=free)
+        ends[inner] = when_free(one.gpu, _holder(one.inner), now, free=True)
         if free or one.claim is not None:
             coming |= {uuid, inner}
     wants: dict[int, BackfillRequest] = {}
@@ -66,8 +67,17 @@ def expected_starts(tickets: Sequence[Ticket], gpus: Iterable[GpuStatus], now: f
     return [None if moment == math.inf else round(moment, 3) for moment in moments]
 
 
-def _end(claim: ClaimStatus | None, now: float) -> float:
-    return math.inf if claim is None else free_at(now, since=claim.since or 0.0, until=claim.until)
+def _holder(claim: ClaimStatus | None, shares: Iterable[ClaimStatus] = ()) -> LeaseHolder | None:
+    """Who holds a GPU, by what was found of the claim, or of the claims that share it."""
+    if claim is None:
+        return None
+    found = [
+        LeaseHolder(
+            one.pid, one.user, one.job, one.command, one.since, until=one.until, uid=one.uid or 0, share=one.share
+        )
+        for one in (*shares, claim)
+    ]
+    return LeaseHolder.of_sharers(found[:-1]) if len(found) > 1 else found[0]
 
 
 # The state of a host at one moment: every GPU, its holder, and the queue.
@@ -173,38 +183,36 @@ def _claim(file: LockedFile, record: LeaseRecord | None, processes: ProcessTable
     claim = ClaimStatus(pid, user, command=command, stopped=stopped, note=note, uid=uid)
     if record is None:
         return claim
-    return replace(claim, job=record.job, since=record.since or None, until=record.until, token=record.token)
+    known = replace(claim, job=record.job, since=record.since or None, until=record.until, token=record.token)
+    return replace(known, share=record.share)
 
 
 def _gpus(
     snapshot: HostSnapshot, claims: Mapping[str, ClaimStatus], found: HostFacts, processes: ProcessTable
 ) -> tuple[GpuStatus, ...]:
     pairs: list[tuple[ClaimStatus | None, ClaimStatus | None]] = []
+    shares: list[tuple[ClaimStatus, ...]] = []
+    leased: dict[str, LeaseHolder] = {}
     for gpu in snapshot.gpus:
         outer, inner = claims.get(lease_name(gpu.uuid)), claims.get(inner_name(gpu.uuid))
         if gpu.uuid in found.elsewhere:
             outer = ClaimStatus()
-        pairs.append((outer, inner) if outer else (inner, None))  # an inner claim may outlive its outer claim
-    verdicts = judge(
-        snapshot,
-        Selection(),
-        leased={
-            gpu.uuid: LeaseHolder(
-                claim.pid, claim.user, claim.job, claim.command, claim.since, elsewhere=gpu.uuid in found.elsewhere
-            )
-            for gpu, (claim, _) in zip(snapshot.gpus, pairs, strict=True)
-            if claim
-        },
-        describe=processes.describe,
-        rules=Rules.of(os.environ),
-    )
+        pair = (outer, inner) if outer else (inner, None)  # an inner claim may outlive its outer claim
+        shares.append(_sharers(gpu, claims, processes))
+        if shares[-1]:  # they lock the lease shared, and write nothing there
+            pair = shares[-1][0], None
+        pairs.append(pair)
+        if (holder := _holder(pair[0], shares[-1])) is not None:
+            leased[gpu.uuid] = holder._replace(elsewhere=gpu.uuid in found.elsewhere)
+    rules = Rules.of(os.environ)
+    verdicts = judge(snapshot, Selection(), leased=leased, describe=processes.describe, rules=rules)
     mps_clients = has_mps_clients(snapshot)
     rows = []
-    for verdict, (claim, inner) in zip(verdicts, pairs, strict=True):
+    for verdict, (claim, inner), sharers in zip(verdicts, pairs, shares, strict=True):
         gpu, state = verdict.gpu, verdict.state
         fault = why_last(found.faults[gpu.uuid]) if gpu.uuid in found.faults else ""
         reasons = [verdict.reason, *_remarks(claim), *_inside(inner), fault]
-        trouble = next((found.closed[name] for name in leases_of([gpu.uuid]) if name in found.closed), "")
+        trouble = next((found.closed[name] for name in names_of_host([gpu.uuid]) if name in found.closed), "")
         if trouble:
             state, reasons = "unusable", [trouble]
         elif state == "free" and found.warnings:
@@ -213,15 +221,37 @@ def _gpus(
             GpuStatus(
                 gpu,
                 state,
-                idle=claim is not None and _is_idle(gpu, [*filter(None, (claim, inner))], processes, mps_clients),
+                idle=claim is not None
+                and _is_idle(gpu, sharers or [*filter(None, (claim, inner))], processes, mps_clients),
                 reason="; ".join(filter(None, reasons)),
                 claim=claim,
                 inner=inner,
                 processes=tuple(_process(process, processes) for process in gpu.processes or ()),
                 fault=fault,
+                shares=sharers,
+                share_free=_share_free(gpu, leased[gpu.uuid], rules, processes) if sharers else None,
             )
         )
     return tuple(rows)
+
+
+def _share_free(gpu: Gpu, holder: LeaseHolder, rules: Rules, processes: ProcessTable) -> int:
+    if len(holder.sharers) >= MOST_SHARERS:
+        return 0
+    return max(0, room_for_shares(gpu, holder.sharers, rules, processes.family_of))
+
+
+def _sharers(gpu: Gpu, claims: Mapping[str, ClaimStatus], processes: ProcessTable) -> tuple[ClaimStatus, ...]:
+    """The claims that share a GPU, the oldest first, with what they use of it; a claim inside a share that has ended
+    stands for it."""
+    files = ((slot_name(gpu.uuid, slot), slot_name(gpu.uuid, slot, inner=True)) for slot in range(MOST_SHARERS))
+    found = [claims.get(outer) or claims.get(inner) for outer, inner in files]
+    sharers = sorted((one for one in found if one is not None), key=lambda one: one.since or 0.0)
+    holder = _holder(sharers[0], sharers) if sharers else None
+    if holder is None:
+        return ()
+    used = used_by_sharers(gpu, holder.sharers, processes.family_of)
+    return tuple(replace(one, memory_used=size) for one, size in zip(sharers, used, strict=True))
 
 
 def _remarks(claim: ClaimStatus | None) -> list[str]:
@@ -265,13 +295,14 @@ def _waiter(
 ) -> WaiterStatus:
     pid, user, note = who_waits(ticket, found.locks.get(ticket.inode, ()), processes)
     demand = ticket.demand
-    vendors = {vendor_of(stem.removesuffix(".inner")) for stem in demand.gpus} if demand else set()
+    vendors = {vendor_of(uuid_of_stem(stem)) for stem in demand.gpus} if demand else set()
     return WaiterStatus(
         position,
         pid,
         user,
         demand.nb_gpus if demand else None,
         ticket.since or None,
+        share=Selection.from_ticket(1, demand.conditions)[0].share if demand else None,
         stopped=pid is not None and processes.is_stopped(pid),
         note=note,
         hold_for=demand.hold_for if demand else None,
@@ -302,7 +333,7 @@ def of_vendor(status: HostStatus, vendor: str) -> HostStatus:
 
 
 def _concerns(one: GpuStatus, user: str) -> bool:
-    claims = [claim.user for claim in (one.claim, one.inner) if claim is not None]
+    claims = [claim.user for claim in (*one.claims, one.inner) if claim is not None]
     return user in claims or any(process.user == user for process in one.processes if process.kind != "graphics")
 
 

@@ -56,6 +56,7 @@ class PastClaim:
         seen: when it was last known to hold them.
         ended: when it was known to hold them no more; None if it runs, or nobody looked. Equal to ``seen`` if it was
             released, which tells the time exactly; a claim that died ended between the two.
+        share, of: bytes that it held of each GPU, and how many there were to share; None of whole GPUs.
     """
 
     pid: int
@@ -71,6 +72,13 @@ class PastClaim:
     running: bool = False
     seen: float = 0.0
     ended: float | None = None
+    share: int | None = None
+    of: int | None = None
+
+    @property
+    def part(self) -> float:
+        """How much of each GPU it held, from 0 to 1."""
+        return min(1.0, self.share / self.of) if self.share and self.of else 1.0
 
     @property
     def key(self) -> tuple[int, int]:
@@ -117,10 +125,12 @@ def merged(
     found = []
     for claim in sorted(kept.claims.values(), key=lambda claim: claim.since)[::-1]:
         if claim.ended is None and not claim.running:  # it ended before one of its GPUs was claimed anew
-            anew = (kept.next_claim[uuid] for uuid in claim.gpus if uuid in kept.next_claim)
+            later = kept.next_claim if claim.share is None else kept.next_whole
+            anew = (later[uuid] for uuid in claim.gpus if uuid in later)
             claim = replace(claim, ended=min(anew, default=None))
         found.append(claim)
-        kept.next_claim.update(dict.fromkeys(claim.gpus, claim.since))
+        for later in (kept.next_claim, *([kept.next_whole] if claim.share is None else [])):
+            later.update(dict.fromkeys(claim.gpus, claim.since))
     return found[::-1]
 
 
@@ -130,12 +140,14 @@ class _Kept:
     Attributes:
         claims: with their ends, as far as these were told.
         next_claim: UUID -> when it was first claimed after ``until``.
+        next_whole: UUID -> when it was next claimed without others, of the claims that are kept.
         dropped: whether any claim was.
     """
 
     def __init__(self, until: float) -> None:
         self.claims: dict[tuple[int, int], PastClaim] = {}
         self.next_claim: dict[str, float] = {}
+        self.next_whole: dict[str, float] = {}
         self.dropped = False
         self._until = until
         self._early: dict[tuple[int, int], ClaimEnd] = {}
@@ -274,6 +286,8 @@ def _claim(raw: dict[str, Any]) -> PastClaim:
         labels=labels if len(labels) == len(gpus) else (),
         until=as_seconds(raw.get("until"), 0),
         seen=since,
+        share=None if raw.get("share") is None else as_int(raw["share"], 1, 1 << 62),
+        of=None if raw.get("of") is None else as_int(raw["of"], 1, 1 << 62),
     )
 
 
@@ -326,7 +340,7 @@ def _lease_files(root: StateDir) -> list[str]:
     return [name for _, _, name in sorted(in_turn)]
 
 
-_RECORDED = ("pid", "since", "uid", "user", "host", "job", "command", "gpus", "until")
+_RECORDED = ("pid", "since", "uid", "user", "host", "job", "command", "gpus", "until", "share", "of")
 
 
 def _of_leases(found: Iterable[tuple[bool, PreviousRecord]]) -> Iterator[PastClaim | ClaimEnd]:
@@ -358,14 +372,15 @@ class GpuHours(NamedTuple):
 
 
 def hours_held(claim: PastClaim, since: float, until: float) -> tuple[float, float]:
-    """For how many seconds a claim held each of its GPUs between these moments, at least and at most.
+    """For how many seconds a claim held each of its GPUs between these moments, at least and at most; a share counts
+    as its part of them.
 
     ``until`` is at most now: a claim that runs holds them up to then.
     """
     begin = max(claim.since, since)
     last = until if claim.running or claim.ended is None else min(claim.ended, until)
     sure = until if claim.running else min(claim.seen, until)
-    return max(0.0, sure - begin), max(0.0, last - begin)
+    return claim.part * max(0.0, sure - begin), claim.part * max(0.0, last - begin)
 
 
 def gpu_hours_by(claims: Iterable[PastClaim], by: str, since: float, until: float) -> list[GpuHours]:

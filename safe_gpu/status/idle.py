@@ -54,7 +54,7 @@ def with_idle_times(gpus: Iterable[GpuStatus], now: float) -> tuple[GpuStatus, .
 
 def _with_idle_time(directory: StateDir, one: GpuStatus, now: float) -> GpuStatus:
     since = one.claim.since if one.claim else None
-    if not since:
+    if not since or one.shares:  # who of them does nothing, nobody knows
         return one
     name, began = one.gpu.uuid.replace("/", "_") + ".idle", None
     if shows_no_work(one):

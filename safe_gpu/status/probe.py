@@ -11,14 +11,14 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from .. import procfs
 from ..coordination.files import LeaseDir, StateDir
 from ..coordination.holders import holder_by_kernel, locked_by
-from ..coordination.leases import LeaseRecord, leases_of, probe, read_faults, read_record
+from ..coordination.leases import LeaseRecord, leases_of, names_of_host, probe, read_faults, read_record
 from ..coordination.locks import HostLock
 from ..coordination.queue import Listing, Ticket, live_tickets
 from ..coordination.socket_names import held_among
@@ -76,6 +76,7 @@ class ProcessTable:
         self.real_uid_of = cache(procfs.real_uid_of)
         self.describe = cache(procfs.describe_process)
         self.ancestors = cache(procfs.ancestors)
+        self.family_of = cache(procfs.family_of)
 
     def holder_of(self, file: LockedFile) -> int | None:
         """A process that has this file open and locked, as far as this user may see. The first query reads all of
@@ -194,7 +195,7 @@ def _look_under_host_lock(found: HostFacts, path: str, uuids: Collection[str], p
         with StateDir(path, make=False) as root, StateDir("queue", root, make=False) as queue:
             listing.update(queue)
         with HostLock(time.monotonic() + _PATIENCE, path, make=False) as host:
-            host.leases.names_of_host = leases_of(uuids)
+            host.leases.names_of_host = partial(names_of_host, uuids)
             found.tickets = live_tickets(host, listing)
             device = os.fstat(host.queue.fd).st_dev
             _find_leases(
@@ -239,7 +240,7 @@ def _look_without_host_lock(found: HostFacts, path: str, uuids: Collection[str])
     """Find held leases in /proc/locks only, which takes no lock but does not show locks of other pid namespaces."""
     with StateDir(path, make=False) as root, LeaseDir("leases", root, make=False) as leases:
         inodes: dict[str, int] = {}
-        for name in leases_of(uuids):
+        for name in names_of_host(uuids):
             with suppress(OSError):
                 inodes[name] = os.stat(name, dir_fd=leases.fd, follow_symlinks=False).st_ino
         locks = procfs.flock_holders(set(inodes.values()))
@@ -255,7 +256,7 @@ def _find_leases(
 ) -> None:
     """Find held leases, with their records, and who locks them and the tickets' files, whose devices are given."""
     held: dict[str, os.stat_result] = {}
-    for name in leases_of(uuids):
+    for name in names_of_host(uuids):
         try:
             if not is_held(name):
                 continue

@@ -103,7 +103,8 @@ class _Row:
 
 def _gpu_table(status: HostStatus, width: int, color: bool) -> list[str]:
     wide = width >= 100
-    rows = [_row(one, status.taken_at, wide) for one in status.gpus]
+    now = status.taken_at
+    rows = [row for one in status.gpus for row in (_row(one, now, wide), *_share_rows(one, now, wide))]
     columns = [
         Column("GPU", [row.label for row in rows], right=True),
         Column("STATE", [row.state for row in rows]),
@@ -139,6 +140,13 @@ def _gpu_table(status: HostStatus, width: int, color: bool) -> list[str]:
     return lines
 
 
+def _share_rows(one: GpuStatus, now: float, wide: bool) -> Iterator[_Row]:
+    """A row for each claim that shares the GPU, below the GPU's own."""
+    for claim in one.shares:
+        memory = f"{_gib(claim.memory_used)}/{_gib(claim.share)}G"
+        yield _claim_row(("", "", "", memory, ""), claim, now, wide, _share_remarks(claim, now))
+
+
 def _remark(text: str, width: int, color: bool) -> list[str]:
     return [paint(line, "yellow", color) for line in wrapped(text, width, _INDENT)]
 
@@ -147,18 +155,13 @@ def _row(one: GpuStatus, now: float, wide: bool) -> _Row:
     color = "yellow" if one.idle or one.idle_report else _STATE_COLORS.get(one.state, "dim")
     load = "idle" if one.idle else "-" if one.gpu.utilization is None else f"{one.gpu.utilization}%"
     facts = (one.label, one.state, color, _memory(one.gpu), load)
-    claim = one.claim
-    if claim is not None:
+    if one.shares:
+        left = "" if one.share_free is None else f", {_gib(one.share_free)} GiB left"
         return _Row(
-            *facts,
-            user=printable(claim.user or "?"),
-            pid=str(claim.pid or "?"),
-            job=printable((claim.job or "") if wide else (claim.job or "").rpartition(":")[2]),
-            age=short_age(now - claim.since) if claim.since else "?",
-            left=_left(claim.until, now),
-            command=_short(claim.command or "?"),
-            remarks=_remarks(one, now),
+            *facts, text=f"shared by {plural(len(one.shares), 'claim')}{left}", remarks=tuple(filter(None, [one.fault]))
         )
+    if one.claim is not None:
+        return _claim_row(facts, one.claim, now, wide, _remarks(one, now))
     computing = [process for process in one.processes if process.kind != "graphics"]
     if one.state == "busy" and computing:
         first = max(computing, key=lambda process: process.memory_used or 0)
@@ -171,6 +174,34 @@ def _row(one: GpuStatus, now: float, wide: bool) -> _Row:
         )
     shared = "free, shared with the display" if one.state == "display" else ""
     return _Row(*facts, text=printable(one.reason) or shared)
+
+
+def _claim_row(
+    facts: tuple[str, str, str, str, str], claim: ClaimStatus, now: float, wide: bool, remarks: tuple[str, ...]
+) -> _Row:
+    return _Row(
+        *facts,
+        user=printable(claim.user or "?"),
+        pid=str(claim.pid or "?"),
+        job=printable((claim.job or "") if wide else (claim.job or "").rpartition(":")[2]),
+        age=short_age(now - claim.since) if claim.since else "?",
+        left=_left(claim.until, now),
+        command=_short(claim.command or "?"),
+        remarks=remarks,
+    )
+
+
+def _share_remarks(claim: ClaimStatus, now: float) -> tuple[str, ...]:
+    found = [*_claim_remarks(claim), _overdue(claim, now)]
+    if claim.share is not None and (claim.memory_used or 0) > claim.share:
+        found.append(f"uses more than its share: {_gib(claim.memory_used)} of {_gib(claim.share)} GiB")
+    return tuple(printable(text) for text in found if text)
+
+
+def _overdue(claim: ClaimStatus | None, now: float) -> str:
+    if claim is None or claim.until is None or claim.until >= now:
+        return ""
+    return f"overdue {format_age(now - claim.until)}"
 
 
 def _command_of(process: ProcessStatus) -> str:
@@ -192,9 +223,7 @@ def _left(until: float | None, now: float) -> str:
 
 def _remarks(one: GpuStatus, now: float) -> tuple[str, ...]:
     """The lines below the row of a claim, for facts that have no column."""
-    found = list(_claim_remarks(one.claim))
-    if one.claim is not None and one.claim.until is not None and one.claim.until < now:
-        found.append(f"overdue {format_age(now - one.claim.until)}")
+    found = [*_claim_remarks(one.claim), _overdue(one.claim, now)]
     if one.idle_report and one.idle_for is not None:
         found.append(f"no work for {format_age(one.idle_for)}")
     if one.inner is not None:
@@ -223,9 +252,13 @@ def _memory(gpu: Gpu) -> str:
     """``12.3/80G``, in GiB."""
     if gpu.memory_used is None and gpu.memory_total is None:
         return "-"
-    used = "?" if gpu.memory_used is None else f"{gpu.memory_used / (1 << 30):.1f}"
+    used = _gib(gpu.memory_used)
     total = "?" if gpu.memory_total is None else f"{gpu.memory_total / (1 << 30):.0f}"
     return f"{used}/{total}G"
+
+
+def _gib(size: int | None) -> str:
+    return "?" if size is None else f"{size / (1 << 30):.1f}"
 
 
 # The queue
@@ -272,7 +305,8 @@ def _wants(one: WaiterStatus, both: bool) -> str:
     """``2 GPUs``, or ``2 AMD GPUs`` on a host with GPUs of two vendors."""
     if one.nb_gpus is None:
         return "?"
-    return plural(one.nb_gpus, f"{VENDORS[one.vendor].title} GPU" if both and one.vendor else "GPU")
+    text = plural(one.nb_gpus, f"{VENDORS[one.vendor].title} GPU" if both and one.vendor else "GPU")
+    return text if one.share is None else f"{_gib(one.share).removesuffix('.0')} GiB of {text}"
 
 
 def _starts(one: WaiterStatus, now: float) -> str:
@@ -303,6 +337,12 @@ _CLAIM_METRICS: tuple[tuple[str, str, Callable[[GpuStatus, ClaimStatus], float |
 """Name, help and value of each metric of a claimed GPU."""
 
 
+_SHARE_METRICS = (
+    ("share_bytes", "Memory of the GPU that this claim shares with others has.", "share"),
+    ("share_used_bytes", "Memory that the processes of this claim use on the shared GPU.", "memory_used"),
+)
+
+
 def render_metrics(status: HostStatus) -> str:
     """All metrics of a host.
 
@@ -316,8 +356,15 @@ def render_metrics(status: HostStatus) -> str:
     if status.warnings:
         return text
     for name, help_text, value in _CLAIM_METRICS:
-        held = [(_of(one, user=one.claim.user or ""), value(one, one.claim)) for one in gpus if one.claim is not None]
+        held = [(_of(one, user=claim.user or ""), value(one, claim)) for one in gpus for claim in one.claims]
         text += _metric(name, help_text, held)
+    for name, help_text, fact in _SHARE_METRICS:
+        shares = [
+            (_of(one, user=claim.user or "", pid=str(claim.pid or "")), getattr(claim, fact))
+            for one in gpus
+            for claim in one.shares
+        ]
+        text += _metric(name, help_text, shares)
     oldest = max((status.taken_at - one.since for one in status.queue if one.since), default=0.0)
     text += _metric("waiting", "Waiting claims.", _waiting(status))
     help_text = "How long the first waiting claim has waited; 0 without any."

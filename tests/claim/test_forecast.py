@@ -11,22 +11,22 @@ from typing import Any
 import pytest
 
 from safe_gpu import NoPlaceholder, claim_gpus
-from safe_gpu.claim.messages import Forecast, HolderShare, describe_forecast
+from safe_gpu.claim.messages import Forecast, HolderGpus, describe_forecast
 
 NOW = time.mktime((2026, 11, 21, 13, 0, 0, 0, 0, -1))
 MINUTE = 60.0
 SOON = NOW + 80 * MINUTE
 
 
-ALICE, BEN = HolderShare("alice", 4, SOON), HolderShare("ben", 2, NOW - 20 * MINUTE)
-PASSERS = (HolderShare("carla", 1, NOW + 5 * MINUTE), HolderShare("dan", 1, None))
+ALICE, BEN = HolderGpus("alice", 4, SOON), HolderGpus("ben", 2, NOW - 20 * MINUTE)
+PASSERS = (HolderGpus("carla", 1, NOW + 5 * MINUTE), HolderGpus("dan", 1, None))
 AT = "expected at about"
 
 TOLD = {
     "nothing is known": (Forecast(), []),
     "the first in line": (Forecast(SOON, SOON, due=(ALICE,)), [f"{AT} 14:20, when alice's 4 GPUs are due"]),
     "one GPU": (
-        Forecast(SOON, SOON, due=(HolderShare("alice", 1, SOON), HolderShare("ben", 1, SOON))),
+        Forecast(SOON, SOON, due=(HolderGpus("alice", 1, SOON), HolderGpus("ben", 1, SOON))),
         [f"{AT} 14:20, when alice's GPU is due"],
     ),
     "behind others": (Forecast(SOON, NOW), [f"{AT} 14:20"]),

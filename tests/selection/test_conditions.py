@@ -27,6 +27,7 @@ from safe_gpu.selection.request import (
     MinMemory,
     Near,
     Selection,
+    Share,
     parse_request,
 )
 from safe_gpu.selection.verdicts import judge
@@ -38,6 +39,7 @@ SAMPLES: dict[str, Any] = {
     "min_memory": "20GiB",
     "max_utilization": 10,
     "near": "numa",
+    "share": "20GiB",
 }
 
 every = pytest.mark.parametrize("condition", CONDITIONS, ids=lambda condition: condition.argument)
@@ -66,6 +68,7 @@ def test_it_is_an_argument_and_an_option(condition: type[Condition]) -> None:
 def test_what_changes_stands_in_the_ticket(condition: type[Condition]) -> None:
     """Others judge GPUs for a waiter: by its ticket, where it depends on more than which GPU it is."""
     changes = condition.why_not_now is not Condition.why_not_now or condition.groups is not Condition.groups
+    changes = changes or condition is Share  # judged with the claims that share the GPU
     asked = parse_request(2, **{condition.argument: SAMPLES[condition.argument]})
     assert changes == bool(asked.ticket)
     said = json.loads(json.dumps(dict(asked.ticket)))

@@ -1,0 +1,126 @@
+"""Claims that share a GPU: how much of its memory is left, and which processes stand in their way. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING
+
+from ..devices import MOST_SHARERS, ComputeMode
+from ..text import format_bytes, plural
+
+if TYPE_CHECKING:
+    from ..devices import Gpu, GpuProcess, LeaseHolder
+
+MIB = 1 << 20
+
+LEAST_SHARE = 1 << 30
+"""Bytes. A CUDA context alone takes some hundred MiB, and counts inside the share."""
+
+_CONTEXT = 512 * MIB  # of a CUDA program, beside what its framework allocates
+_RESERVED = 1 << 30  # what the driver keeps for itself at most, where it counts that as used
+
+_NAMED = 2  # holders that a reason names
+
+
+FamilyOf = Callable[[int], "tuple[int, tuple[int, ...]] | None"]
+"""The effective uid of a process, and the pids of it and its ancestors; None if it is not visible or in a container."""
+
+
+def share_capacity(gpu: Gpu) -> int | None:
+    """Bytes of the GPU that claims can share, whole MiB; None if the driver does not tell its memory."""
+    if gpu.memory_total is None:
+        return None
+    size = gpu.memory_total - _RESERVED
+    if not gpu.counts_reserved and gpu.memory_used is not None and gpu.memory_free is not None:
+        size = gpu.memory_used + gpu.memory_free
+    return max(0, size) // MIB * MIB
+
+
+def why_unshareable(gpu: Gpu, share: int) -> str:
+    """Why the GPU can never be shared that way; "" if it can, or its memory is not known."""
+    if gpu.compute_mode == ComputeMode.EXCLUSIVE_PROCESS:
+        return "compute mode EXCLUSIVE_PROCESS admits one process, so it cannot be shared"
+    size = share_capacity(gpu)
+    if size is None or size >= share:
+        return ""
+    return f"{format_bytes(size)} can be shared, {format_bytes(share)} asked for"
+
+
+def share_fraction(share: int, gpus: Collection[Gpu]) -> float:
+    """What frameworks may allocate of each GPU, as a fraction of its memory; of several GPUs the smallest."""
+    totals = [gpu.memory_total or share for gpu in gpus]
+    return max(0.0, min((share - _CONTEXT) / total for total in totals))
+
+
+def used_by_sharers(gpu: Gpu, sharers: Sequence[LeaseHolder], family_of: FamilyOf) -> list[int]:
+    """Bytes that each sharer's process and its descendants use, as far as the driver lists them."""
+    used = [0] * len(sharers)
+    largest: dict[int, int] = {}
+    for process in gpu.processes or ():
+        if not process.elsewhere:
+            largest[process.pid] = max(largest.get(process.pid, 0), process.memory_used or 0)
+    for pid, size in largest.items():
+        family = family_of(pid)
+        for number, sharer in enumerate(sharers):
+            if family is not None and sharer.pid in family[1]:
+                used[number] += size
+                break
+    return used
+
+
+def promised_room(gpu: Gpu, sharers: Sequence[LeaseHolder]) -> int:
+    """Bytes that are not promised to these claims; one whose share cannot be read counts as holding all."""
+    size = share_capacity(gpu) or 0
+    return size - sum(size if sharer.share is None else sharer.share for sharer in sharers)
+
+
+def room(gpu: Gpu, sharers: Sequence[LeaseHolder], family_of: FamilyOf, *, unexplained: int, own: int = 0) -> int:
+    """Bytes that are neither promised nor in use; less than 0 where a holder uses more than its share.
+
+    Args:
+        unexplained: bytes in use that count as the driver's own.
+        own: bytes in use by processes that do not count.
+    """
+    left = promised_room(gpu, sharers)
+    if gpu.memory_shared:  # what is in use there may belong to nobody
+        return left
+    used = used_by_sharers(gpu, sharers, family_of)
+    left -= sum(max(0, size - sharer.share) for sharer, size in zip(sharers, used, strict=True) if sharer.share)
+    return min(left, (share_capacity(gpu) or 0) - max(0, (gpu.memory_used or 0) - own - unexplained))
+
+
+def strangers(
+    computing: Collection[GpuProcess], sharers: Sequence[LeaseHolder], family_of: FamilyOf
+) -> list[GpuProcess]:
+    """Those of the processes on a shared GPU that are certainly of none of its sharers.
+
+    What cannot be told (a process of a container, a descendant whose parents have ended) only counts by its memory.
+    """
+    holders, users = {sharer.pid for sharer in sharers}, {sharer.uid for sharer in sharers}
+    found = []
+    for process in computing:
+        family = None if process.elsewhere else family_of(process.pid)
+        if family is not None and family[0] not in users and holders.isdisjoint(family[1]):
+            found.append(process)
+    return found
+
+
+def why_no_room(gpu: Gpu, sharers: Sequence[LeaseHolder], left: int, share: int) -> str:
+    """Why a share does not fit beside those of others; "" if it does.
+
+    ``shared: 72 of 79.4 GiB promised to 3 claims (anna 20 GiB, ben 20 GiB, ...), 7.4 GiB left, 20 GiB asked for``
+    """
+    if len(sharers) >= MOST_SHARERS:
+        return f"{MOST_SHARERS} claims share it already"
+    if left >= share:
+        return ""
+    if not sharers:
+        return f"{format_bytes(max(0, left))} of memory free, {format_bytes(share)} asked for"
+    size = share_capacity(gpu) or 0
+    shares = [size if one.share is None else one.share for one in sharers]
+    named = [f"{one.user or '?'} {format_bytes(amount)}" for one, amount in zip(sharers, shares, strict=True)]
+    more = ", ..." if len(named) > _NAMED else ""
+    return (
+        f"shared: {format_bytes(sum(shares))} of {format_bytes(size)} promised to {plural(len(sharers), 'claim')} "
+        f"({', '.join(named[:_NAMED])}{more}), {format_bytes(max(0, left))} left, {format_bytes(share)} asked for"
+    )

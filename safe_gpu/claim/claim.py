@@ -106,7 +106,7 @@ class Claim:
         names: the names of these GPUs, which exclude processes with another state directory.
         before: the last poll before the placeholders are allocated.
         kept: the lock that keeps cleaners of temporary files out of the state directory.
-        share: bytes of each GPU that it holds; None for whole GPUs.
+        share: bytes of each GPU that it holds; None for whole GPUs, and inside another claim.
         inner: whether this claim is made inside another one. Such a claim cannot delegate.
         explained: UUID -> driver pids on that GPU that belong to the outer claim.
         legacy: the lock of the older package, while it is held.
@@ -159,7 +159,7 @@ class Claim:
             self.names.extend(names.get(gpu.uuid, ()))
             names.pop(gpu.uuid, None)
         self._taken = self._record.claiming(tuple(gpu.uuid for gpu in gpus), self.token, hold_for)
-        self.share = share
+        self.share = None if self.inner else share
         if share is not None:
             self._taken = self._taken._replace(
                 share=share, of=min(filter(None, map(share_capacity, gpus)), default=None)
@@ -175,9 +175,7 @@ class Claim:
         Names go before leases: whose lease is free has no name any more. Those of a share go after its slot: else who
         comes through another state directory, and asks for names alone, gets more than there is.
         """
-        if self.share is not None:
-            return self.beneath, self.names, self.leases
-        return self.beneath, self.leases, self.names
+        return (self.beneath, self.names, self.leases) if self.beneath else (self.leases, self.names)
 
     def note(self) -> None:
         """Tell the history of this claim, and how those before it ended. It holds its GPUs; host.lock is not held."""

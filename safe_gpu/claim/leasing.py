@@ -80,7 +80,10 @@ class Leases:
 
     def hand_over(self, claim: Claim, gpus: tuple[Gpu, ...], hold_for: float | None) -> None:
         """Move what is held of these GPUs into a claim, which writes its records. Errors as of ``Claim.take``."""
-        claim.take(self.host, gpus, self.held, self.names, self.beneath, hold_for, share=self.view.share)
+        share = self.view.share
+        if self.view.outer:
+            share = self.view.outer[gpus[0].uuid].share
+        claim.take(self.host, gpus, self.held, self.names, self.beneath, hold_for, share=share)
 
     def choose(self, among: Collection[str] | None = None) -> tuple[Gpu, ...] | None:
         """The best GPUs that nobody holds or uses, leased; None if there are too few.

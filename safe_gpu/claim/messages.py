@@ -276,7 +276,11 @@ def refusal(
 
 def _holders(view: HostView) -> dict[str, LeaseHolder]:
     try:
-        return lease_holders(view.snapshot.gpus, inner=bool(view.outer), prefix=view.snapshot.name_prefix)
+        prefix, slots = (
+            view.snapshot.name_prefix,
+            {uuid: slot for uuid in view.outer if (slot := view.slot(uuid)) is not None},
+        )
+        return lease_holders(view.snapshot.gpus, inner=bool(view.outer), slots=slots, prefix=prefix)
     except LockTimeout:  # so large a crowd that it only tells who had them a moment ago
         return _recorded_holders(view)
 

@@ -162,18 +162,23 @@ def _own_processes() -> Iterator[int]:
 # Who holds which GPU, from its lease, its record and its name.
 
 
-def lease_holders(gpus: Collection[Gpu], *, inner: bool = False, prefix: str | None = None) -> dict[str, LeaseHolder]:
+def lease_holders(
+    gpus: Collection[Gpu], *, inner: bool = False, slots: Mapping[str, int] | None = None, prefix: str | None = None
+) -> dict[str, LeaseHolder]:
     """Who holds which of these GPUs' leases: UUID -> holder, for those that are held or cannot be opened.
 
     A GPU counts as held by a claim inside another one when the outer claim is gone and the inner one lives.
 
     Args:
+        inner: look at the leases of claims inside another claim only.
+        slots: UUID -> slot of that other claim, of GPUs that it shares.
         prefix: what stands before UUIDs in names: GPUs that are held by name only are told too. None: they are not.
 
     Raises:
         LockTimeout, StateDirError: the leases cannot be read.
     """
     files = {gpu.uuid: [inner_name(gpu.uuid)] if inner else leases_of([gpu.uuid]) for gpu in gpus}
+    files.update((uuid, [slot_name(uuid, slot, inner=True)]) for uuid, slot in (slots or {}).items())
     held: dict[str, str] = {}
     found: dict[str, LeaseHolder] = {}
     with HostLock(time.monotonic() + MINIMUM_PATIENCE) as host:
@@ -191,7 +196,11 @@ def lease_holders(gpus: Collection[Gpu], *, inner: bool = False, prefix: str | N
                     found[uuid] = LeaseHolder(closed=str(err))
         if prefix is not None:
             rest = [uuid for uuid in files if uuid not in held and uuid not in found]
-            found.update(dict.fromkeys(names.held_among(rest, prefix, inner=inner), LeaseHolder(elsewhere=True)))
+            whole = names.held_among(rest, prefix, inner=inner, shares=False)
+            for uuid in names.held_among(rest, prefix, inner=inner):
+                found[uuid] = elsewhere = LeaseHolder(elsewhere=True)
+                if uuid not in whole:
+                    found[uuid] = elsewhere._replace(sharers=(elsewhere,))
         linked = {uuid for uuid, name in held.items() if host.leases.twin(name)}  # its lock does not say which is held
     return {
         **found,

@@ -54,8 +54,8 @@ class ClaimArguments:
 
         if self.selection.get("share") is not None:
             raise UnsatisfiableRequestError(
-                f"share={self.selection['share']!r} is not possible across hosts: claim whole GPUs there, or a share on "
-                "each host by itself",
+                f"share={self.selection['share']!r} is not possible across hosts: claim whole GPUs there, or a share "
+                "on each host by itself",
                 value=self.selection["share"],
             )
         return read_options(

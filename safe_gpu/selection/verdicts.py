@@ -172,7 +172,8 @@ def judge(
             return GpuVerdict(gpu, "display", _why_not_now(gpu, fits, disregarded))
         if holder is not None and holder.closed:
             return GpuVerdict(gpu, "unusable", holder.closed)
-        sharers = holder.sharers if holder is not None and (share is not None or of_outer is not None) else ()
+        sharing = (share is not None or of_outer is not None) and holder is not None and not holder.elsewhere
+        sharers = holder.sharers if holder is not None and sharing else ()
         if holder is not None and not sharers:
             pid = None if holder.place else holder.pid
             return GpuVerdict(gpu, "claimed", _claimed_by(holder), pid, holder.user, holder)
@@ -241,6 +242,8 @@ def _why_not_now(gpu: Gpu, request: Selection, disregarded: Collection[int]) -> 
 
 
 def _claimed_by(holder: LeaseHolder) -> str:
+    if holder.sharers and holder.elsewhere:
+        return "shared in another state directory (set SAFE_GPU_DIR)"
     if holder.sharers:
         return f"shared by {plural(len(holder.sharers), 'claim')}"
     if holder.elsewhere:

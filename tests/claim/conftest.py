@@ -22,7 +22,7 @@ from safe_gpu import drivers
 from safe_gpu.affinity import cpu_shares as shares
 from safe_gpu.claim import attempt as look
 from safe_gpu.claim import claim as recheck
-from safe_gpu.claim import owner
+from safe_gpu.claim import leasing, owner
 from safe_gpu.claim import view as host_view
 from safe_gpu.coordination.leases import Lease
 from safe_gpu.coordination.locks import HostLock
@@ -184,7 +184,7 @@ class Spies:
         monkeypatch.setattr(time, "sleep", sleep)
         spied(owner, "read_options", before="options")
         spied(host_view, "visible_limit_of", before="visible_limit")
-        spied(look, "try_lease", before="lease")
+        spied(leasing, "try_lease", before="lease")
         spied(Lease, "write", before="record")
         spied(owner, "verify_devices", before="verify")
         spied(shares, "bind_process", before="bind", after="bound")

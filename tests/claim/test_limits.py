@@ -351,3 +351,14 @@ def test_room_for_claims_across_hosts(rules: Any, user: Any) -> None:
     assert holder.report(1).free == 0
     path.unlink()
     assert holder.report(1).free == 5
+
+
+def test_a_share_counts_as_its_part_of_a_gpu(rules: Any, user: Any) -> None:
+    rules("[default]\nmax_gpus = 1")
+    assert user(ANNA, 2, share="20GiB").hear() == "2"
+    assert "you hold 0.5 of your 1 GPU" in user(ANNA, 3, share="20GiB").hear()
+    assert "you hold 0.5 of your 1 GPU" in user(ANNA).hear()
+    assert "1.2 GPUs asked for" in user(BEN, 5, share="20GiB").hear()
+    assert user(BEN).hear() == "1"
+    assert user(ANNA, 2, share="20GiB").hear() == "2"
+    assert "you hold 1 of your 1 GPU" in user(ANNA, share="1GiB").hear()

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from safe_gpu import procfs
-from safe_gpu.claim import attempt as look
+from safe_gpu.claim import leasing
 from safe_gpu.claim import view as host_view
 from safe_gpu.coordination.leases import LeaseRecord, lease_name
 from safe_gpu.coordination.locks import HostLock
@@ -33,13 +33,13 @@ def test_idle_gpus_that_are_leased_count_when_nodes_are_filled_up(host: Any, gro
 def test_only_what_is_wanted_is_leased(host: Any, monkeypatch: Any) -> None:
     try_claim(1)
     tried: list[str] = []
-    genuine = look.try_lease
+    genuine = leasing.try_lease
 
     def try_lease(where: Any, name: str, *, shared: bool = False) -> Any:
         tried.append(name)
         return genuine(where, name, shared=shared)
 
-    monkeypatch.setattr(look, "try_lease", try_lease)
+    monkeypatch.setattr(leasing, "try_lease", try_lease)
     assert try_claim(1) == (0,)
     assert tried == [lease_name(host.uuids[0])]
 

@@ -11,14 +11,13 @@ import pytest
 # What only a claim that waits, fails, is limited, or runs on another vendor's GPUs needs is not here.
 OWN = """
 safe_gpu affinity affinity.binding affinity.cpu_shares affinity.options argument_style claim claim.attempt claim.claim
-claim.leasing claim.options claim.owner claim.queue_place claim.search claim.times claim.view cli cli.become cli.commands cli.output
-cli.parser cli.run coordination coordination.files coordination.history coordination.holders coordination.leases
-coordination.legacy coordination.locks coordination.records coordination.signals coordination.socket_names cpulist
-devices drivers drivers.base drivers.kernel drivers.presets drivers.simulated errors foreign_files procfs programs
-runtimes runtimes.placeholders runtimes.runtime runtimes.visible_devices runtimes.visible_limit schedulers
-schedulers.job selection selection.backfill selection.choice selection.request selection.sharing selection.values
-selection.verdicts
-settings text vendors
+claim.leasing claim.options claim.owner claim.queue_place claim.search claim.times claim.view cli cli.become
+cli.commands cli.output cli.parser cli.run coordination coordination.files coordination.history coordination.holders
+coordination.leases coordination.legacy coordination.locks coordination.records coordination.signals
+coordination.socket_names cpulist devices drivers drivers.base drivers.kernel drivers.presets drivers.simulated errors
+foreign_files procfs programs runtimes runtimes.placeholders runtimes.runtime runtimes.visible_devices
+runtimes.visible_limit schedulers schedulers.job selection selection.backfill selection.choice selection.request
+selection.sharing selection.values selection.verdicts settings text vendors
 """.split()
 HEAVY = set(
     "dataclasses logging subprocess ctypes socket hashlib shutil tempfile inspect threading difflib pynvml".split()

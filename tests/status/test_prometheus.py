@@ -129,7 +129,7 @@ def test_the_parser_of_prometheus_reads_any_user_back(user: str) -> None:
     families = {
         one.name: one for one in parser().text_string_to_metric_families(render_metrics(replace(STATUS, gpus=(gpu,))))
     }
-    assert len(families) == 8
+    assert len(families) == 10
     assert all(one.type == "gauge" and one.documentation for one in families.values())
     (sample,) = families["safe_gpu_claimed"].samples
     assert (sample.labels["gpu"], sample.labels["UUID"], sample.value) == ("1", "GPU-b", 1.0)

@@ -40,12 +40,12 @@ DOCUMENT = {
 GPU = {
     **dict.fromkeys(("vendor", "uuid", "name", "pci_bus_id", "state", "reason"), str), "index": int, "idle": bool,
     **dict.fromkeys(("numa_node", "memory_total", "memory_used", "utilization"), INTEGER), "idle_for": NUMBER,
-    "claim": (dict, type(None)), "processes": list,
+    "claim": (dict, type(None)), "processes": list, "shares": list, "share_free": INTEGER,
 }  # fmt: skip
 CLAIMED = {"pid": INTEGER, "uid": INTEGER, "user": TEXT, "job": TEXT, "command": TEXT, "since": NUMBER, "until": NUMBER}
 PROCESS = {"pid": int, "user": TEXT, "command": TEXT, "kind": str, "memory_used": INTEGER}
 WAITER = {
-    "position": int, "pid": INTEGER, "user": TEXT, "nb_gpus": INTEGER, "vendor": TEXT,
+    "position": int, "pid": INTEGER, "user": TEXT, "nb_gpus": INTEGER, "share": INTEGER, "vendor": TEXT,
     **dict.fromkeys(("since", "hold_for", "expected_start"), NUMBER),
 }  # fmt: skip
 

@@ -1,0 +1,424 @@
+"""Claims that share GPUs: who fits beside whom, what they hold and give back, and what their programs are told."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import safe_gpu
+from safe_gpu import ClaimTimeout, NotEnoughGpusError, UnsatisfiableRequestError
+from safe_gpu.claim import shares
+from safe_gpu.coordination import socket_names as names
+from safe_gpu.coordination.leases import slot_name
+from safe_gpu.devices import Gpu
+from safe_gpu.status.gather import gather
+from safe_gpu.status.render import render, render_metrics
+
+from .conftest import claim, try_claim
+
+GIB = 1 << 30
+SHARE = """
+import os, safe_gpu
+def claim(nb_gpus=1, **options):
+    options = {"timeout": 0, "affinity": None, **options}
+    return safe_gpu.GPUOwner(nb_gpus, safe_gpu.NoPlaceholder(), **options)
+"""
+
+
+def hold(*arguments: object, first: str = "", **options: object) -> str:
+    """Code that claims these, does something first, says which GPUs it got, and gives them back when told."""
+    given = ", ".join([*map(str, arguments), *(f"{name}={value!r}" for name, value in options.items())])
+    return f"""{SHARE}
+owner = claim({given})
+{first}
+say(*owner.devices_taken)
+listen()
+owner.release_gpus()
+say('gone')
+listen()
+"""
+
+
+@pytest.fixture
+def sharing(child: Any) -> Any:
+    """``sharing(1, share="20GiB")``: a process that holds these; says which GPUs it got."""
+
+    def start(nb_gpus: int = 1, *, env: dict[str, str] | None = None, **options: Any) -> Any:
+        started = child(hold(nb_gpus, **options), env=env or {})
+        started.devices = tuple(map(int, started.hear().split()))
+        return started
+
+    return start
+
+
+def records(directory: Path) -> dict[str, Any]:
+    """Name of a slot -> its record, of those that have one of a claim."""
+    found = {path.name: json.loads(path.read_text() or "{}") for path in (directory / "leases").glob("*.share.*.lock")}
+    return {name: record for name, record in found.items() if "pid" in record}
+
+
+# Beside whom
+
+
+def test_sharers_fill_a_gpu_and_no_more(sharing: Any, ground: Any) -> None:
+    assert sharing(share="30GiB").devices == (0,)
+    assert sharing(share="30GiB").devices == (0,)
+    assert sharing(share="30GiB").devices == (1,)  # 20 GiB are left of GPU 0
+    assert sharing(share="20GiB").devices == (0,)  # the one with the least room that is enough
+    assert sharing(2, share="25%").devices == (1, 2)
+
+
+def test_a_whole_claim_and_a_share_exclude_each_other(sharing: Any, ground: Any) -> None:
+    sharer, whole = sharing(share="20GiB"), sharing(7)
+    assert whole.devices == (1, 2, 3, 4, 5, 6, 7)
+    with pytest.raises(NotEnoughGpusError, match="shared by 1 claim") as caught:
+        claim(1)
+    assert caught.value.verdicts[0].state == "claimed"
+    with pytest.raises(NotEnoughGpusError, match=r"promised to 1 claim .*60 GiB left, 70 GiB asked for"):
+        claim(1, share="70GiB")
+    with pytest.raises(NotEnoughGpusError, match=f"claimed by process {whole.process.pid} "):
+        claim(2, share="20GiB")
+    sharer.kill()
+    assert try_claim(1) == (0,)
+
+
+def test_all_or_nothing(sharing: Any, ground: Any) -> None:
+    sharing(7)
+    (last,) = sharing(share="70GiB").devices
+    assert try_claim(2, share="5GiB") is None
+    assert list(records(ground.directory)) == [slot_name(ground.uuids[last], 0)]
+
+
+def test_sixteen_and_no_more(sharing: Any, ground: Any) -> None:
+    holders = [sharing(share="1GiB", only="0") for _ in range(16)]
+    with pytest.raises(NotEnoughGpusError, match="16 claims share it already"):
+        claim(1, share="1GiB", only="0")
+    holders[3].kill()
+    with claim(1, share="1GiB", only="0"):
+        assert records(ground.directory)[slot_name(ground.uuids[0], 3)]["pid"] == os.getpid()
+
+
+def test_a_killed_sharer_leaves_its_room(sharing: Any, ground: Any) -> None:
+    """Also to a claim that needs the room of several dead ones, on several GPUs."""
+    holders = [sharing(8, share="40GiB") for _ in range(2)]
+    for one in holders:
+        one.kill()
+    assert try_claim(8, share="80GiB") == tuple(range(8))
+    assert try_claim(8) == tuple(range(8))
+
+
+def test_a_share_is_given_back_with_its_end_in_place_of_its_record(ground: Any) -> None:
+    with claim(1, share="20GiB") as owner:
+        assert (owner.share, owner.share_fraction) == (20 * GIB, 19.5 / 80)
+        record = records(ground.directory)[slot_name(ground.uuids[0], 0)]
+        assert (record["share"], record["of"]) == (20 * GIB, 80 * GIB)
+        lease = ground.directory / "leases" / f"{ground.uuids[0]}.lock"
+        assert lease.read_bytes() == b""
+    assert (owner.share, owner.share_fraction) == (None, None)
+    assert records(ground.directory) == {}
+    assert names.in_use() & {names.slot_of(ground.uuids[0], 0)} == set()
+
+
+def test_the_record_of_a_dead_whole_claim_goes_when_its_gpu_is_shared(sharing: Any, ground: Any) -> None:
+    sharing(1).kill()
+    lease = ground.directory / "leases" / f"{ground.uuids[0]}.lock"
+    assert b'"pid"' in lease.read_bytes()
+    assert sharing(share="1GiB").devices == (0,)
+    assert b'"ended"' in lease.read_bytes()
+
+
+@pytest.mark.parametrize("content", [b"", b"not a record\n" * 20, b'{"pid": 1, "share": null}' + b" " * 200])
+def test_a_share_that_cannot_be_read_is_all_of_the_gpu(sharing: Any, ground: Any, content: bytes) -> None:
+    sharing(share="1GiB", only="0")
+    (ground.directory / "leases" / slot_name(ground.uuids[0], 0)).write_bytes(content)
+    assert try_claim(1, share="1GiB", only="0") is None
+    assert try_claim(1, share="1GiB", only="0,1") == (1,)
+
+
+def test_an_orphan_keeps_the_share(child: Any, ground: Any, eventually: Any) -> None:
+    """A child that outlives the claim may compute there."""
+    parent = child(
+        SHARE
+        + """
+owner = claim(1, share="60GiB", only="0")
+pid = os.fork()
+if not pid:
+    listen()
+    os._exit(0)
+say(pid)
+os.kill(os.getpid(), 9)
+"""
+    )
+    orphan = int(parent.hear())
+    parent.process.wait(30)
+    try:
+        assert try_claim(1, share="60GiB", only="0") is None
+    finally:
+        os.kill(orphan, signal.SIGKILL)
+    eventually(lambda: try_claim(1, share="60GiB", only="0") == (0,))
+
+
+def test_the_command_of_run_holds_the_share(command: Any, ground: Any) -> None:
+    tell = "import os; print(os.environ['SAFE_GPU_SHARE'], flush=True); input()"
+    started = command.start("run", "--share", "60GiB", "--", sys.executable, "-c", tell, stdin=-1)
+    assert started.stdout.readline().strip() == str(60 * GIB)
+    assert try_claim(8, share="30GiB") is None
+    assert try_claim(1, share="20GiB") == (0,)
+    assert started.communicate("\n")[1] == ""
+    assert try_claim(8) == tuple(range(8))
+
+
+# By name, where files do not tell
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ground: Any) -> dict[str, str]:
+    """The environment of processes on this host with another state directory."""
+    monkeypatch.setenv("SAFE_GPU_SIMULATED_DIR", str(tmp_path / "host"))
+    return {"SAFE_GPU_DIR": str(tmp_path / "other")}
+
+
+def test_two_state_directories_never_share_a_gpu(sharing: Any, elsewhere: dict[str, str]) -> None:
+    other = sharing(2, share="1GiB", env=elsewhere)
+    assert other.devices == (0, 1)
+    assert sharing(1, share="1GiB").devices == (2,)
+    assert try_claim(7) is None
+    assert try_claim(5) == (3, 4, 5, 6, 7)
+    with pytest.raises(NotEnoughGpusError, match=r"shared in another state directory \(set SAFE_GPU_DIR\)"):
+        claim(7, share="1GiB")
+    other.tell()
+    assert other.hear() == "gone"
+    assert try_claim(7) is not None
+
+
+def test_a_whole_claim_elsewhere_is_met_by_name(sharing: Any, elsewhere: dict[str, str]) -> None:
+    assert sharing(6, env=elsewhere).devices == (0, 1, 2, 3, 4, 5)
+    assert sharing(2, share="1GiB").devices == (6, 7)
+    assert try_claim(3, share="1GiB") is None
+
+
+def test_where_names_cannot_be_bound_files_count(sharing: Any, ground: Any, monkeypatch: Any, caplog: Any) -> None:
+    def refuse(name: str) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    sharing(share="60GiB")
+    monkeypatch.setattr(names, "bind", refuse)
+    assert try_claim(1, share="30GiB") == (1,)
+    assert try_claim(1, share="20GiB") == (0,)
+    assert "names cannot be bound" in caplog.text
+
+
+def test_nobodys_datagrams_queue_up_in_a_name(ground: Any) -> None:
+    import socket
+
+    uuid, prefix = ground.uuids[0], gather().gpus[0] and names.simulated_prefix(str(ground.directory / "simulated"))
+    held = names.bind(names.slot_of(uuid, 0, prefix))
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
+        with pytest.raises(OSError, match=r"Broken pipe|Operation not permitted"):
+            other.sendto(b"x", b"\0safe-gpu/1/" + names.slot_of(uuid, 0, prefix).encode())
+        assert list(names.held_slots(uuid, prefix, 3)) == [0]
+    assert held is not None
+    held.release()
+    assert list(names.held_slots(uuid, prefix, 3)) == []
+
+
+# Inside other claims
+
+
+def test_claims_inside_a_share_get_all_of_it(command: Any, ground: Any) -> None:
+    """Two ranks under one run each get one of its two shares, and a third none; others see the shares held."""
+    code = SHARE + "print(*claim(1, timeout=20, share='10GiB').devices_taken, flush=True); input()"
+    launcher = (
+        "import subprocess, sys\n"
+        f"line = [sys.executable, '-c', {code!r}]\n"
+        "ranks = [subprocess.Popen(line, stdin=-1, stdout=-1, text=True) for _ in range(2)]\n"
+        "print(*sorted(rank.stdout.readline().strip() for rank in ranks), flush=True)\n"
+        "line[2] = line[2].replace('timeout=20', 'timeout=0')\n"
+        "third = subprocess.run(line, stderr=-1, text=True)\n"
+        "print(third.stderr.strip().splitlines()[-3], flush=True)\n"
+        "input()\n"
+    )
+    started = command.start("run", "-n", 2, "--share", "20GiB", "--", sys.executable, "-c", launcher, stdin=-1)
+    assert started.stdout.readline().strip() == "0 1"
+    assert "claimed by process" in started.stdout.readline()
+    assert {f"{ground.uuids[number]}.share.0.inner.lock" for number in (0, 1)} <= set(records(ground.directory))
+    assert try_claim(8, share="60GiB") == tuple(range(8))
+    assert try_claim(8, share="61GiB") is None
+    started.kill()
+
+
+def test_inside_a_share_no_more_can_be_asked_for(command: Any, ground: Any) -> None:
+    ran = command.run("run", "--share", "20GiB", "--", command.path, "run", "--share", "30GiB", "--", "true")
+    assert ran.returncode == 78
+    assert "30 GiB of each GPU asked for inside the claim of process" in ran.stderr
+    assert "which has a share of 20 GiB: ask for less" in ran.stderr
+
+
+def test_inside_a_whole_claim_a_share_gets_the_gpu(command: Any, ground: Any) -> None:
+    tell = [command.path, "run", "--share", "20GiB", "-t", "0", "--", "sh", "-c", "echo got $SAFE_GPU_SHARE"]
+    assert command.run("run", "--", *tell).stdout == "got\n"
+
+
+def test_a_claim_inside_a_share_that_has_ended_keeps_it(ground: Any, child: Any, eventually: Any) -> None:
+    inner = SHARE + "claim(1); print('in', flush=True); input()"
+    outer = child(
+        f"""{SHARE}
+import subprocess, sys
+owner = claim(1, share="60GiB", only="0", delegate=True)
+inner = subprocess.Popen([sys.executable, "-c", {inner!r}], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+os.set_inheritable(inner.stdin.fileno(), True)
+keeper = subprocess.Popen(["sleep", "600"], close_fds=False)  # so that the pipe stays open
+say(inner.stdout.readline().decode().strip(), inner.pid, keeper.pid)
+os.kill(os.getpid(), 9)
+"""
+    )
+    word, *pids = outer.hear().split()
+    assert word == "in"
+    outer.process.wait(30)
+    try:
+        assert try_claim(1, only="0") is None
+        assert try_claim(1, share="30GiB", only="0") is None
+        assert try_claim(1, share="20GiB", only="0") == (0,)
+    finally:
+        for pid in pids:
+            os.kill(int(pid), signal.SIGKILL)
+    eventually(lambda: try_claim(1, only="0") == (0,))
+
+
+# Strangers, and who uses too much
+
+
+def test_a_stranger_keeps_newcomers_off_a_shared_gpu(sharing: Any, ground: Any, as_user: Any) -> None:
+    sharing(share="1GiB", only="0")
+    other = as_user(lambda say, listen: (say("here"), listen()), uid=12001)
+    assert other.hear() == "here"
+    ground.occupy(0, pid=other.pid)
+    with pytest.raises(NotEnoughGpusError, match=f"process {other.pid} .* without a share"):
+        claim(1, share="1GiB", only="0")
+
+
+def test_an_over_user_is_named_and_newcomers_are_refused(child: Any, ground: Any) -> None:
+    use = f"used = safe_gpu.drivers.open_driver().occupy(owner.gpus[0].uuid, memory={70 * GIB})"
+    greedy = child("import safe_gpu.drivers\n" + hold(share="20GiB", only="0", first=use))
+    greedy.hear()
+    with pytest.raises(NotEnoughGpusError, match="10 GiB left, 20 GiB asked for"):
+        claim(1, share="20GiB", only="0")
+    status = gather()
+    (one,) = status.gpus[0].shares
+    assert (one.pid, one.share, one.memory_used) == (greedy.process.pid, 20 * GIB, 70 * GIB)
+    assert "uses more than its share: 70.0 of 20.0 GiB" in render(status, width=80, color=False)
+    assert f'pid="{greedy.process.pid}"}} {float(70 * GIB)!r}' in render_metrics(status)
+
+
+# The queue
+
+
+def test_a_sharer_waits_for_room_and_gets_it(sharing: Any, child: Any, ground: Any, eventually: Any) -> None:
+    holder = sharing(8, share="50GiB")
+    waiter = child(SHARE + "say(*claim(1, share='40GiB', timeout=60).devices_taken)")
+    eventually(lambda: [one.share for one in gather().queue] == [40 * GIB])
+    holder.tell()
+    assert waiter.hear() in "01234567"
+
+
+def test_a_sharer_behind_a_whole_claim_waits_its_turn(sharing: Any, child: Any, ground: Any, eventually: Any) -> None:
+    """There is room for it, but it would delay the whole claim; if it ends in time it does not."""
+    holder = sharing(8, share="20GiB", hold_for=3600)
+    whole = child(SHARE + "owner = claim(8, timeout=60); say(*owner.devices_taken); listen()")
+    eventually(lambda: len(gather().queue) == 1)
+    assert try_claim(1, share="20GiB") is None
+    assert try_claim(1, share="20GiB", hold_for=7200) is None
+    assert try_claim(1, share="20GiB", hold_for=1800) == (0,)
+    holder.tell()
+    assert whole.hear() == "0 1 2 3 4 5 6 7"
+
+
+def test_a_wait_for_a_share_ends_in_time(sharing: Any, ground: Any) -> None:
+    sharing(8, share="60GiB")
+    with pytest.raises(ClaimTimeout, match="promised to 1 claim"):
+        claim(1, share="30GiB", timeout=0.3)
+
+
+# Limits, and what users see
+
+
+def test_what_users_see(sharing: Any, ground: Any) -> None:
+    first, second = sharing(share="20GiB"), sharing(share="30GiB")
+    status = gather()
+    one = status.to_dict()["gpus"][0]
+    assert (one["state"], one["claim"]["pid"], one["share_free"]) == ("claimed", first.process.pid, 30 * GIB)
+    assert [(each["pid"], each["share"]) for each in one["shares"]] == [
+        (first.process.pid, 20 * GIB),
+        (second.process.pid, 30 * GIB),
+    ]
+    text = render(status, width=80, color=False)
+    assert "shared by 2 claims, 30.0 GiB left" in text
+    assert "0.0/20.0G" in text
+    assert safe_gpu.get_free_gpus() == ["1", "2", "3", "4", "5", "6", "7"]
+
+
+def test_the_history_counts_a_share_as_its_part(ground: Any, monkeypatch: Any) -> None:
+    from safe_gpu.status.history import claims_between, gpu_hours_by
+
+    with claim(2, share="20GiB"):
+        pass
+    (past,), _ = claims_between(0, 1e12)
+    assert (past.share, past.of, past.part) == (20 * GIB, 80 * GIB, 0.25)
+    (use,) = gpu_hours_by([past], "user", 0, 1e12)
+    assert use.most == pytest.approx(2 * 0.25 * ((past.ended or 0) - past.since) / 3600)
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected", "absent"),
+    [
+        ({}, {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.24375"}, {"PYTORCH_CUDA_ALLOC_CONF"}),
+        ({"XLA_CLIENT_MEM_FRACTION": ".5"}, {}, {"XLA_PYTHON_CLIENT_MEM_FRACTION"}),
+        (
+            {"TF_FORCE_GPU_ALLOW_GROWTH": "false", "GPU_MEMORY_LIMIT": "1"},
+            {},
+            {"TF_FORCE_GPU_ALLOW_GROWTH", "GPU_MEMORY_LIMIT"},
+        ),
+        ({"SAFE_GPU_SHARE_TORCH": "1"}, {"PYTORCH_CUDA_ALLOC_CONF": "per_process_memory_fraction:0.24375"}, set()),
+        ({"SAFE_GPU_SHARE_TORCH": "1", "PYTORCH_CUDA_ALLOC_CONF": "x:y"}, {}, {"PYTORCH_CUDA_ALLOC_CONF"}),
+    ],
+)
+def test_what_frameworks_are_told(environ: dict[str, str], expected: dict[str, str], absent: set[str]) -> None:
+    gpu = Gpu(0, "GPU-0", memory_total=80 * GIB)
+    found = shares.share_variables(20 * GIB, [gpu], environ)
+    assert found["SAFE_GPU_SHARE"] == str(20 * GIB)
+    assert found["SAFE_GPU_SHARE_FRACTION"] == "0.24375"
+    assert expected.items() <= found.items()
+    assert absent.isdisjoint(found)
+    assert "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT" not in found
+
+
+def test_mps_is_told_where_it_runs(tmp_path: Path) -> None:
+    (tmp_path / "control").touch()
+    gpu = Gpu(0, "GPU-0", memory_total=80 * GIB)
+    found = shares.share_variables(20 * GIB, [gpu], {"CUDA_MPS_PIPE_DIRECTORY": str(tmp_path)})
+    assert found["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == "GPU-0=20480M"
+
+
+def test_the_variables_go_with_the_claim(ground: Any) -> None:
+    before = dict(os.environ)
+    with claim(1, share="20GiB"):
+        assert os.environ["GPU_MEMORY_LIMIT"] == str(20 * GIB)
+    assert dict(os.environ) == before
+
+
+def test_modes_that_divide_say_that_sharers_get_the_same_cpus(ground: Any) -> None:
+    with claim(1, share="20GiB", affinity="exclusive") as owner:
+        assert "every claim that shares these GPUs gets the same CPUs" in str(owner.binding)
+
+
+def test_not_across_hosts() -> None:
+    from safe_gpu.engines.holder import ClaimArguments
+
+    with pytest.raises(UnsatisfiableRequestError, match="share='20GiB' is not possible across hosts"):
+        ClaimArguments(selection={"share": "20GiB"}).read(1, 0, None)

@@ -1,0 +1,291 @@
+"""How much of a GPU a share may have, who stands in its way, and when it can expect to start: pure decisions."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from safe_gpu import UnsatisfiableRequestError
+from safe_gpu.devices import ComputeMode, Gpu, GpuProcess, GpuVerdict, HostSnapshot, LeaseHolder
+from safe_gpu.selection.backfill import BackfillRequest, open_gpus, ready, starts, when_free
+from safe_gpu.selection.choice import check_possible, choose_shares
+from safe_gpu.selection.request import Selection, parse_request, uuid_of_stem
+from safe_gpu.selection.sharing import room, share_capacity, share_fraction
+from safe_gpu.selection.verdicts import judge
+
+GIB = 1 << 30
+TOTAL, RESERVED = 80 * GIB, GIB // 2
+
+
+def gpu(index: int = 0, used: int = 0, **values: Any) -> Gpu:
+    memory: dict[str, Any] = {"memory_total": TOTAL, "memory_used": used, "memory_free": TOTAL - RESERVED - used}
+    return Gpu(index, f"GPU-{index}", **{**memory, "counts_reserved": False, "processes": (), **values})
+
+
+def sharer(pid: int, share: int | None = 20 * GIB, uid: int = 1, user: str = "anna", **facts: Any) -> LeaseHolder:
+    return LeaseHolder(pid, user, uid=uid, share=share, **facts)
+
+
+def verdict(one: Gpu, share: str, *sharers: LeaseHolder, families: dict[int, Any] | None = None) -> GpuVerdict:
+    leased = {one.uuid: LeaseHolder.of_sharers(sharers)} if sharers else {}
+    request = parse_request(1, share=share).resolved(HostSnapshot((one,)))
+    return judge(HostSnapshot((one, gpu(1))), request, leased=leased, family_of=(families or {}).get)[0]
+
+
+@pytest.mark.parametrize(
+    ("one", "expected"),
+    [
+        pytest.param(gpu(), TOTAL - RESERVED, id="without what the driver reserves"),
+        pytest.param(gpu(used=3 * GIB), TOTAL - RESERVED, id="whatever is in use"),
+        pytest.param(gpu(counts_reserved=True), TOTAL - GIB, id="the reserve counts as used"),
+        pytest.param(gpu(memory_free=None), TOTAL - GIB, id="free memory unknown"),
+        pytest.param(gpu(memory_total=TOTAL + 5, counts_reserved=True), TOTAL - GIB, id="whole MiB"),
+        pytest.param(gpu(memory_total=None), None, id="unknown"),
+    ],
+)
+def test_what_can_be_shared_of_a_gpu(one: Gpu, expected: int | None) -> None:
+    assert share_capacity(one) == expected
+
+
+@pytest.mark.parametrize(
+    ("given_share", "expected"),
+    [
+        ("20GiB", 20 * GIB),
+        (20 * GIB - 1, 20 * GIB),
+        ("20480M", 20 * GIB),
+        ("25%", (TOTAL - RESERVED) // 4 >> 20 << 20),
+        (" 100 % ", TOTAL - RESERVED),
+    ],
+)
+def test_shares_are_whole_mib(given_share: Any, expected: int) -> None:
+    assert parse_request(1, share=given_share).resolved(HostSnapshot((gpu(),))).share == expected
+
+
+def test_four_quarters_fit() -> None:
+    quarter = parse_request(1, share="25%").resolved(HostSnapshot((gpu(),))).share
+    assert quarter is not None
+    assert 4 * quarter <= (share_capacity(gpu()) or 0) < 4 * quarter + (4 << 20)
+
+
+@pytest.mark.parametrize("value", ["0%", "101%", "-5%", "1.5.2GiB", "512MiB", 5, "x", "%", True, "²%"])
+def test_a_share_that_makes_no_sense_is_refused(value: Any) -> None:
+    with pytest.raises(UnsatisfiableRequestError, match="share="):
+        parse_request(1, share=value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "gpus", "message"),
+    [
+        ({"share": "90GiB"}, [gpu()], "79.5 GiB can be shared, 90 GiB asked for"),
+        ({"share": "20GiB"}, [gpu(compute_mode=ComputeMode.EXCLUSIVE_PROCESS)], "EXCLUSIVE_PROCESS"),
+        ({"share": "20GiB"}, [gpu(memory_total=None, memory_free=None, memory_used=None)], "leave share= out"),
+        ({"share": "25%"}, [gpu(), gpu(1, memory_total=TOTAL // 2, memory_free=TOTAL // 4)], "from 20 GiB to 79.5"),
+        ({"share": "1%"}, [gpu()], "1 GiB is the least"),
+    ],
+)
+def test_what_this_host_can_never_give(arguments: dict[str, Any], gpus: list[Gpu], message: str) -> None:
+    snapshot = HostSnapshot(tuple(gpus))
+    with pytest.raises(UnsatisfiableRequestError, match=message):
+        check_possible(snapshot, parse_request(1, **arguments).resolved(snapshot))
+
+
+def test_free_memory_is_not_asked_for_too() -> None:
+    with pytest.raises(UnsatisfiableRequestError, match="min_memory= and share= do not go together"):
+        parse_request(1, share="20GiB", min_memory="30GiB")
+
+
+def test_percent_count_the_gpus_that_the_request_means() -> None:
+    snapshot = HostSnapshot((gpu(name="A100"), gpu(1, name="T4", memory_total=16 * GIB, memory_free=15 * GIB)))
+    assert parse_request(1, share="50%", model="T4").resolved(snapshot).share == 15 * GIB // 2
+
+
+@pytest.mark.parametrize(
+    ("one", "sharers", "expected"),
+    [
+        pytest.param(gpu(), [], "", id="nobody"),
+        pytest.param(gpu(), [sharer(1), sharer(2)], "", id="others with room"),
+        pytest.param(
+            gpu(),
+            [sharer(1), sharer(2, 30 * GIB, user="ben"), sharer(3, 15 * GIB)],
+            "shared: 65 GiB of 79.5 GiB promised to 3 claims (anna 20 GiB, ben 30 GiB, ...), 14.5 GiB left, 20 GiB",
+            id="too little left",
+        ),
+        pytest.param(gpu(), [sharer(1, None)], "0 MiB left", id="a share that cannot be read is all"),
+        pytest.param(gpu(), [sharer(n, GIB) for n in range(16)], "16 claims share it already", id="no slot"),
+        pytest.param(gpu(used=60 * GIB), [sharer(1)], "19.6 GiB left", id="more in use than promised"),
+        pytest.param(gpu(used=70 * GIB), [], "of memory in use by no process", id="no sharer, unexplained memory"),
+        pytest.param(gpu(used=60 * GIB, memory_shared=True), [sharer(1)], "", id="memory that may be nobody's"),
+    ],
+)
+def test_what_is_left_for_a_share(one: Gpu, sharers: list[LeaseHolder], expected: str) -> None:
+    found = verdict(one, "20GiB", *sharers)
+    assert expected in found.reason
+    assert found.free == (not expected)
+    if sharers and expected:
+        assert found.state == "claimed"
+
+
+def test_a_whole_request_is_told_of_the_shares() -> None:
+    leased = {"GPU-0": LeaseHolder.of_sharers([sharer(2, since=7.0), sharer(1, since=5.0)])}
+    found = judge(HostSnapshot((gpu(),)), Selection(), leased=leased)[0]
+    assert (found.state, found.reason, found.pid) == ("claimed", "shared by 2 claims", 1)
+
+
+OWN, CHILD, OTHER, HIDDEN = 10, 11, 20, 30
+FAMILIES = {OWN: (1, (OWN,)), CHILD: (3, (CHILD, OWN)), OTHER: (2, (OTHER, 1))}
+
+
+@pytest.mark.parametrize(
+    ("pid", "busy"),
+    [
+        pytest.param(OWN, False, id="a holder"),
+        pytest.param(CHILD, False, id="its child, as another user"),
+        pytest.param(OTHER, True, id="a stranger"),
+        pytest.param(HIDDEN, False, id="who can tell"),
+    ],
+)
+def test_a_certain_stranger_makes_a_shared_gpu_busy(pid: int, busy: bool) -> None:
+    one = gpu(used=GIB, processes=(GpuProcess(pid, memory_used=GIB),))
+    found = verdict(one, "20GiB", sharer(OWN), families=FAMILIES)
+    assert (found.state == "busy") == busy
+    if busy:
+        assert found.pid == OTHER
+        assert "process 20" in found.reason
+        assert "without a share" in found.reason
+
+
+def test_a_process_of_a_sharers_user_is_no_stranger() -> None:
+    one = gpu(used=GIB, processes=(GpuProcess(OTHER, memory_used=GIB),))
+    assert verdict(one, "20GiB", sharer(OWN, uid=2), families=FAMILIES).free
+
+
+def test_who_uses_more_than_promised_keeps_newcomers_off() -> None:
+    """The driver counts 45 GiB; promised are 40, of which one holder and its child use 25 instead of 20."""
+    processes = (GpuProcess(OWN, memory_used=20 * GIB), GpuProcess(CHILD, memory_used=5 * GIB))
+    one = gpu(used=25 * GIB, processes=processes)
+    left = room(one, [sharer(OWN), sharer(99)], FAMILIES.get, unexplained=0)
+    assert left == TOTAL - RESERVED - 45 * GIB
+
+
+def test_the_first_sharer_follows_the_rules_of_whole_claims() -> None:
+    one = gpu(used=GIB, processes=(GpuProcess(HIDDEN, memory_used=GIB),))
+    assert verdict(one, "20GiB").state == "busy"
+
+
+def test_on_a_shared_display_a_share_is_free_memory() -> None:
+    one = gpu(used=70 * GIB, display_active=True)
+    request = parse_request(1, share="20GiB")
+    (found,) = judge(HostSnapshot((one,)), request, leased={})
+    assert (found.state, found.reason) == ("display", "9.5 GiB of memory free, 20 GiB asked for")
+
+
+def free(*numbers: int) -> list[GpuVerdict]:
+    return [GpuVerdict(gpu(number, numa_node=number // 2), "free") for number in numbers]
+
+
+@pytest.mark.parametrize(
+    ("nb", "numbers", "rooms", "expected"),
+    [
+        pytest.param(1, [0, 1, 2], {1: 50, 2: 30}, (2,), id="the least room"),
+        pytest.param(1, [0, 1, 2], {1: 30, 2: 30}, (1,), id="the same room"),
+        pytest.param(2, [0, 1, 2], {2: 30}, (0, 2), id="and one more"),
+        pytest.param(2, [0, 1, 2, 3], {}, (0, 1), id="none is shared yet"),
+        pytest.param(1, [0, 1], {7: 30}, (0,), id="the shared one is not to be had"),
+        pytest.param(3, [0, 1], {0: 30}, None, id="too few"),
+    ],
+)
+def test_which_gpus_are_shared(nb: int, numbers: list[int], rooms: dict[int, int], expected: tuple[int, ...]) -> None:
+    left = {f"GPU-{number}": size for number, size in rooms.items()}
+    found = choose_shares(free(*numbers), parse_request(nb, share="20GiB"), left)
+    assert found == expected if found is None else tuple(one.index for one in found) == expected
+
+
+def test_shares_that_must_be_near_each_other() -> None:
+    left = {"GPU-1": 10, "GPU-2": 20, "GPU-3": 30}
+    found = choose_shares(free(0, 1, 2, 3), parse_request(2, share="20GiB", near="numa"), left)
+    assert found is not None
+    assert [one.index for one in found] == [2, 3]
+
+
+def test_a_gpu_that_failed_is_shared_last() -> None:
+    found = choose_shares(free(0, 1), parse_request(1, share="20GiB"), {"GPU-1": 30}, last=("GPU-1",))
+    assert found is not None
+    assert found[0].index == 0
+
+
+def test_what_frameworks_may_allocate() -> None:
+    assert share_fraction(20 * GIB, [gpu()]) == pytest.approx(19.5 / 80)
+    assert share_fraction(20 * GIB, [gpu(), gpu(1, memory_total=TOTAL * 2)]) == pytest.approx(19.5 / 160)
+
+
+# The queue
+
+
+@pytest.mark.parametrize(
+    ("parts", "share", "expected"),
+    [
+        pytest.param(5.0, 20, 5, id="a whole GPU"),
+        pytest.param(((5, 20), (9, 30), (0, 10)), 10, 0, id="room now"),
+        pytest.param(((5, 20), (9, 30), (0, 10)), 11, 5, id="when the first ends"),
+        pytest.param(((5, 20), (9, 30), (0, 10)), 31, 9, id="when both have ended"),
+        pytest.param(((5, 20), (9, 30), (0, 10)), math.inf, 9, id="all of it"),
+        pytest.param(((5, 20), (math.inf, 30), (0, 10)), 31, math.inf, id="who did not say"),
+        pytest.param(((5, 20),), 31, math.inf, id="more than there is"),
+    ],
+)
+def test_when_that_much_is_free(parts: Any, share: float, expected: float) -> None:
+    assert ready(parts, share) == expected
+
+
+def test_a_holder_that_does_not_say_how_much_counts_as_all() -> None:
+    holder = LeaseHolder.of_sharers(
+        [sharer(1, 20 * GIB, until=50.0, since=1.0), sharer(2, None, until=90.0, since=1.0)]
+    )
+    when = when_free(gpu(), holder, 10.0, free=False)
+    assert [ready(when, share) for share in (20 * GIB, 30 * GIB, math.inf)] == [50, 90, 90]
+
+
+def want(nb: int, share: float = math.inf, hold_for: float = math.inf, gpus: str = "0") -> BackfillRequest:
+    return BackfillRequest(nb, frozenset(gpus), hold_for, share=share)
+
+
+HALF = {"0": ((100.0, 40.0), (0.0, 40.0))}  # one holder has half of it until 100
+
+
+@pytest.mark.parametrize(
+    ("one", "ahead", "opens"),
+    [
+        pytest.param(want(1, 30), [], True, id="nobody ahead"),
+        pytest.param(want(1, 30, 100), [want(1)], True, id="ends by the date of a whole request"),
+        pytest.param(want(1, 30, 101), [want(1)], False, id="would delay it"),
+        pytest.param(want(1, 10), [want(1, 60)], False, id="spare room is not counted"),
+        pytest.param(want(1, 10, 100), [want(1, 60)], True, id="ends by the date of a share"),
+    ],
+)
+def test_who_passes_whom(one: BackfillRequest, ahead: list[BackfillRequest], opens: bool) -> None:
+    assert open_gpus(one, ahead, {"0"}, HALF, 0.0) == (one.gpus if opens else frozenset())
+
+
+def test_expected_starts_fill_a_gpu_up_and_no_further() -> None:
+    free_now = {"0": ((0.0, 80.0),)}
+    assert starts([want(1, 40, 10), want(1, 40, 20), want(1, 40, 5), want(1, hold_for=5)], free_now) == [0, 0, 10, 20]
+
+
+def test_the_gpu_of_a_lease() -> None:
+    assert {uuid_of_stem(f"GPU-1{end}") for end in ("", ".inner", ".share.3", ".share.15.inner")} == {"GPU-1"}
+
+
+sizes = st.integers(1, 80)
+
+
+@given(st.lists(st.tuples(st.integers(0, 50), sizes), max_size=6), sizes)
+def test_whole_requests_wait_for_all_and_shares_for_what_they_need(parts: list[tuple[int, int]], share: int) -> None:
+    when = (*parts, (0, 0))
+    moment = ready(when, share)
+    assert moment == math.inf or sum(size for end, size in when if end <= moment) >= share
+    assert all(sum(size for end, size in when if end <= earlier) < share for earlier, _ in when if earlier < moment)
+    assert ready(when, math.inf) == max(end for end, _ in when)

@@ -158,7 +158,7 @@ def test_the_top_of_the_repository_is_tidy() -> None:
 
 # Size: lines of code, without docstrings, comments and blank lines. What is added pays for itself in lines removed.
 MOST_FILES = 115
-MOST_CODE = {"safe_gpu": 18_260, "tests and tools": 30_900}
+MOST_CODE = {"safe_gpu": 18_200, "tests and tools": 31_300}
 
 
 def code_lines(source: str) -> int:

@@ -503,7 +503,7 @@ def main() -> int:
     }
     for name, text in needing_root.items():
         parser.add_argument(f"--{name}", action="store_true", help=text)
-    whole = {name: [gpu for gpu in host.gpus() if not gpu.unusable] for name, host in PRESETS.items()}
+    whole = {name: [gpu for gpu in host.of(None).gpus() if not gpu.unusable] for name, host in PRESETS.items()}
     large = [name for name, gpus in whole.items() if len(gpus) >= 8]
     name_of = partial(re.sub, "^simulated:", "")
     parser.add_argument("--preset", type=name_of, choices=large, default="dgx-a100", help="the simulated host")

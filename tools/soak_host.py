@@ -149,6 +149,10 @@ class Stage:
             fcntl.flock(fd, fcntl.LOCK_UN)
             os.close(fd)
 
+    def has_cleaner(self) -> bool:
+        """Whether a cleaner is at work."""
+        return os.path.exists(f"{self.root}/cleaner")
+
     # ---- Detector 2: the users in the markers ----
 
     def count_own(self, number: int) -> None:
@@ -156,7 +160,7 @@ class Stage:
 
         Not while a cleaner is at work: a claim whose lease file is gone is not counted.
         """
-        if os.path.exists(f"{self.root}/cleaner"):
+        if self.has_cleaner():
             return
         seen = dict(self._own_claims().items() & self._own_claims().items())  # those were there all at once
         if len(seen) > max((float(marker.split()[4]) for marker in seen.values()), default=math.inf):

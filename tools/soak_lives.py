@@ -179,7 +179,7 @@ def _hold(stage: Stage, number: int, uuids: list[str], seconds: float, end: str,
     stage.count_own(number)
     if end == "fork" and os.fork() == 0:
         for mark in marks:
-            if stage.islands:  # in other state directories only the name speaks for the GPU, and that is the parent's
+            if stage.islands or stage.has_cleaner():  # the name speaks for the GPU then, and that is the parent's
                 os.close(mark)
             else:
                 stage.sign(mark)

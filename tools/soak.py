@@ -5,7 +5,8 @@
 
 A referee outside the claim code counts violations: GPUs booked twice, GPUs that nobody can claim at a quiet point,
 waits past their deadline, waiters served out of turn or later than they were told because others were let through,
-users over their limit or held up by it wrongly, undocumented exceptions. The exit status is 1 if there was any. One
+users over their limit or held up by it wrongly, shares beside a whole claim or together larger than the memory,
+undocumented exceptions. The exit status is 1 if there was any. One
 line of figures is printed each minute; for each violation, the last events on that GPU. --islands, --users, --policy
 and --cleaner need root.
 """
@@ -56,6 +57,7 @@ class Soak:
         self.stage = Stage.new(options.preset)
         self.gpus = [gpu.uuid for gpu in SimulatedDriver(options.preset, self.stage.root).idle.gpus]
         self.options = options
+        self.shared = tuple(self.gpus[:3]) if options.shares else ()
         self.islands = ISLANDS if options.islands else ISLANDS[:1]
         self.users = USERS if options.users else ()
         self.policy = Policy(self.stage.root) if options.users or options.policy else None
@@ -116,7 +118,7 @@ class Soak:
 
     def _step(self) -> None:
         while len(self._children) < self.options.processes:
-            self.start(draw(self.rng, self.islands, self.users))
+            self.start(draw(self.rng, self.islands, self.users, self.shared))
         self._reap()
         self._listen()
         now = time.monotonic()
@@ -237,6 +239,8 @@ class Soak:
                 self.policy.set({})
             scenes: list[Callable[[], None]] = [partial(self.claim_all, island) for island in self.islands]
             scenes += [self.take_turns, self.stay_behind, self.keep_promises]
+            if self.shared:
+                scenes.insert(0, self.share_out)
             if self.policy:
                 scenes.append(partial(self.keep_limits, self.policy))
             for scene in scenes:
@@ -334,6 +338,25 @@ class Soak:
         self.kill(holder)
         if self._served([large, small])[:1] == [small]:
             self.violation({"what": "a waiter was passed", "number": small, "waiter": large})
+
+    def share_out(self) -> None:
+        """Shares that fit are served beside each other. What does not fit is tried, and the referee sees it served."""
+        gpu = self.rng.choice(self.shared)
+
+        def attempt(share: str | None, island: str = "home", hold: float = 0.01, timeout: float = 0.0) -> int:
+            number = self.start(_calm(1, timeout=timeout, hold=hold, share=share, only=(gpu,), island=island))
+            self.told(number)
+            return number
+
+        for sizes in (("50%", "50%"), (None,), ("100%",)):
+            holders = [attempt(share, hold=PATIENCE, timeout=2.0) for share in sizes]
+            for number in holders:
+                self.expect_served(number, "refused while there was room", uuid=gpu, sizes=sizes)
+            for island in self.islands:
+                attempt(None, island)
+                attempt("1GiB", island)
+            for number in holders:
+                self.kill(number)
 
     # ---- Promises ----
 
@@ -495,6 +518,7 @@ def main() -> int:
     parser = parser_with_seed(__doc__, WOUNDS)
     parser.add_argument("--minutes", type=float, default=2.0)
     parser.add_argument("--processes", type=int, default=24, help="how many live at a time")
+    parser.add_argument("--shares", action="store_true", help="most claims are on three GPUs, and share them")
     needing_root = {
         "islands": "some in another state directory, a private one, a PID namespace",
         "users": "as three users",

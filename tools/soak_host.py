@@ -50,7 +50,7 @@ class Stage:
         self._events = -1
         if not os.path.isdir(root):
             before = os.umask(0)
-            for name in ("", "markers", "strangers", "tree", "private", "proc"):
+            for name in ("", "markers", "shares", "strangers", "tree", "private", "proc"):
                 os.mkdir(f"{root}/{name}", 0o1777)
             Path(f"{root}/events").touch(0o666)
             os.umask(before)
@@ -122,12 +122,15 @@ class Stage:
                     return fd
                 time.sleep(0.001)
         self.sign(fd)
+        if shares := self._shares(uuid):
+            self.tell("violation", what="a whole claim beside a share", uuid=uuid, rival=sorted(shares.values()))
         return fd
 
-    def sign(self, fd: int) -> None:
-        """Write into a marker whose it is: pid and start of the process, uid, state directory, limit of the user."""
+    def sign(self, fd: int, *share: object) -> None:
+        """Write into a marker whose it is: pid and start of the process, uid, state directory, limit of the user; and
+        of a share what :meth:`mark_share` adds."""
         pid, uid = self.pid(), os.getuid()
-        words = pid, self.start_time(pid), uid, self._home(), allowed(self.root, uid, self.began)
+        words = pid, self.start_time(pid), uid, self._home(), allowed(self.root, uid, self.began), *share
         line = (" ".join(map(str, words)) + "\n").encode()
         os.pwrite(fd, line, 0)
         os.ftruncate(fd, len(line))
@@ -153,7 +156,52 @@ class Stage:
         """Whether a cleaner is at work."""
         return os.path.exists(f"{self.root}/cleaner")
 
-    # ---- Detector 2: the users in the markers ----
+    # ---- Detector 2: a marker for each share of a GPU ----
+
+    def mark_share(self, uuid: str, size: int, claim: str) -> int:
+        """Mark a share of a GPU. Tell if then more is promised than there is, or somebody has the GPU who may not.
+
+        Args:
+            size: in bytes.
+            claim: what the processes have in common that hold the share together.
+        """
+        fd, path = tempfile.mkstemp(prefix=".", dir=f"{self.root}/shares")
+        os.fchmod(fd, 0o666)
+        self.sign(fd, size, claim)
+        os.rename(path, f"{self.root}/shares/{uuid}.{os.path.basename(path)[1:]}")
+        # A whole claim marks the GPU before it looks for shares: of two that come at once one sees the other.
+        with suppress(FileNotFoundError):
+            rival = Path(f"{self.root}/markers/{uuid}").read_text()
+            if self._lives(rival):
+                self.tell("violation", what="a share beside a whole claim", uuid=uuid, rival=rival)
+        first = self._shares(uuid)
+        both = [words for name, words in self._shares(uuid).items() if name in first]  # those were there all at once
+        sizes = {words[6]: int(words[5]) for words in both}
+        if sum(sizes.values()) > self._memory(uuid):
+            self.tell("violation", what="more promised than there is", uuid=uuid, shares=sizes)
+        homes = {words[3].partition(":")[0] for words in both}
+        if len(homes) > 1 and not os.path.exists(f"{self.root}/cleaner"):
+            self.tell("violation", what="shared by two state directories", uuid=uuid, shares=both)
+        return fd
+
+    def _shares(self, uuid: str) -> dict[str, list[str]]:
+        """File -> words, for the marked shares of a GPU that living processes hold."""
+        found = {}
+        for name in os.listdir(f"{self.root}/shares"):
+            if name.startswith(f"{uuid}."):
+                path = Path(f"{self.root}/shares/{name}")
+                with suppress(FileNotFoundError, PermissionError):
+                    marker = path.read_text()
+                    if self._lives(marker):
+                        found[name] = marker.split()
+                    else:
+                        path.unlink()
+        return found
+
+    def _memory(self, uuid: str) -> int:
+        return next(gpu.memory_total or 0 for gpu in SimulatedDriver(self.preset).idle.gpus if gpu.uuid == uuid)
+
+    # ---- Detector 3: the users in the markers ----
 
     def count_own(self, number: int) -> None:
         """Tell if this user holds more GPUs at once than any of its claims was allowed.
@@ -189,7 +237,7 @@ class Stage:
         lines = map(str.split, Path(f"{self.proc}/locks").read_text().splitlines())
         return {int(words[5].rpartition(":")[2]) for words in lines if words[1] == "FLOCK" and words[3] == "WRITE"}
 
-    # ---- Detector 3: the driver's list ----
+    # ---- Detector 4: the driver's list ----
 
     def look_for_company(self, uuids: list[str]) -> None:
         """Tell of processes of other claims on these GPUs, which this process holds."""

@@ -16,21 +16,26 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from common import ROOT, become
 from soak_host import Ambush, Stage, bad_weather, be_a_stranger, may_refuse
 
 import safe_gpu
-from safe_gpu.claim import claim, queue_place, quota, view
+from safe_gpu.claim import claim, queue_place, quota, shares, view
 from safe_gpu.cli.commands import main as safe_gpu_main
 from safe_gpu.coordination import leases, locks, queue, socket_names
 from safe_gpu.drivers.simulated import SimulatedDriver
+from safe_gpu.selection import verdicts
 from safe_gpu.selection.backfill import BackfillRequest
+from safe_gpu.selection.sharing import promised_room, room
 
 ISLANDS = ("home", "other directory", "private directory", "pid namespace")
 _ENDS = ("release", "release", "release", "exit", "die", "fork", "exec", "nothing")
 _WAYS = ("claim",) * 24 + ("ambush",) * 4 + ("stranger",) * 3 + ("run", "run", "nest", "status", "wait")
+_SHARING_WAYS = ("claim",) * 8 + ("run", "nest", "wait")
+_SHARES = (None, None, "1GiB", "3GiB", "10%", "25%", "25%", "50%", "60%")
 _NEWNS, _NEWPID = 0x00020000, 0x20000000
 _BIND, _PRIVATE = 4096, (1 << 18) | 16384  # MS_PRIVATE | MS_REC
 
@@ -51,6 +56,8 @@ class Life(NamedTuple):
         island: where it lives; one of :data:`ISLANDS`.
         uid: its user; None is the user of the soak.
         seed: of its own random choices.
+        share: how much of each GPU; None is all.
+        only: UUIDs of the GPUs that it may have; empty: of all.
     """
 
     way: str
@@ -63,13 +70,15 @@ class Life(NamedTuple):
     island: str
     uid: int | None
     seed: int
+    share: str | None = None
+    only: tuple[str, ...] = ()
 
 
-def draw(rng: random.Random, islands: tuple[str, ...], users: tuple[int, ...]) -> Life:
-    """A random life."""
+def draw(rng: random.Random, islands: tuple[str, ...], users: tuple[int, ...], shared: tuple[str, ...] = ()) -> Life:
+    """A random life; if there are ``shared`` GPUs, most lives are on these, and most of those share them."""
     hold = min(rng.expovariate(1 / 0.08), 2.0)
     end = rng.choice(_ENDS)
-    return Life(
+    life = Life(
         way=rng.choice(_WAYS),
         nb_gpus=rng.choice((1, 1, 1, 1, 2, 2, 3, 4)),
         context=rng.random() < 0.4,
@@ -81,6 +90,12 @@ def draw(rng: random.Random, islands: tuple[str, ...], users: tuple[int, ...]) -
         uid=rng.choice(users) if users else None,
         seed=rng.getrandbits(32),
     )
+    if shared and rng.random() < 0.7:
+        share = rng.choice(_SHARES)
+        ways = _WAYS if share is None else _SHARING_WAYS
+        hold = 3 * life.hold
+        life = life._replace(way=rng.choice(ways), nb_gpus=min(life.nb_gpus, 3), hold=hold, share=share, only=shared)
+    return life
 
 
 def live(stage: Stage, number: int, life: Life, wound: str = "") -> None:
@@ -133,9 +148,9 @@ def _live(stage: Stage, number: int, life: Life, wound: str) -> int:
     elif life.way in ("run", "nest"):
         command = [sys.executable, os.path.abspath(__file__), stage.root]
         command += ["nest" if life.way == "nest" else "hold", str(life.hold), life.end]
-        return _command("run", "-q", "-n", str(life.nb_gpus), "-t", str(life.timeout), "--", *command)
+        return _command("run", "-q", *_options(life), "--", *command)
     elif life.way == "wait":
-        code = _command("wait", "-q", "-n", str(life.nb_gpus), "-t", str(life.timeout))
+        code = _command("wait", "-q", *_options(life))
         stage.tell("waited", number=number, seconds=time.monotonic() - started, timeout=life.timeout, code=code)
         # 143: the first process of a PID namespace does not die of the SIGTERM that ended the wait.
         if code not in (0, 69, 73, 75, 130, 143) and not (code == 78 and _may_refuse(stage, life)):
@@ -143,6 +158,12 @@ def _live(stage: Stage, number: int, life: Life, wound: str) -> int:
     else:
         _command("status", "--json")
     return 0
+
+
+def _options(life: Life) -> list[str]:
+    words = ["-n", str(life.nb_gpus), "-t", str(life.timeout)]
+    words += ["--share", life.share] if life.share else []
+    return words + (["--only", ",".join(life.only)] if life.only else [])
 
 
 def _may_refuse(stage: Stage, life: Life) -> bool:
@@ -161,32 +182,53 @@ def _claim(stage: Stage, number: int, life: Life, ambush: Ambush | None = None) 
     placeholder = None if life.context else safe_gpu.NoPlaceholder()
     try:
         owner = safe_gpu.GPUOwner(
-            life.nb_gpus, placeholder, timeout=life.timeout, affinity=None, hold_for=life.hold_for
+            life.nb_gpus,
+            placeholder,
+            timeout=life.timeout,
+            affinity=None,
+            hold_for=life.hold_for,
+            share=life.share,
+            only=life.only or None,
         )
     finally:
         stage.tell("waited", number=number, seconds=time.monotonic() - started, timeout=life.timeout)
     uuids = [gpu.uuid for gpu in owner.gpus]
     if ambush:
         ambush.judge(uuids)
-    _hold(stage, number, uuids, life.hold, life.end, owner.release_gpus)
+    share = (owner.share, str(stage.pid())) if owner.share else None
+    _hold(stage, number, uuids, life.hold, life.end, owner.release_gpus, share)
 
 
-def _hold(stage: Stage, number: int, uuids: list[str], seconds: float, end: str, release: Any) -> None:
-    """Hold GPUs under the eyes of the referee, and end."""
-    marks = [stage.mark(uuid) for uuid in uuids]
-    stage.tell("holds", number=number, uuids=uuids, end=end)
-    stage.look_for_company(uuids)
+def _hold(
+    stage: Stage,
+    number: int,
+    uuids: list[str],
+    seconds: float,
+    end: str,
+    release: Any,
+    share: tuple[int, str] | None = None,
+) -> None:
+    """Hold GPUs under the eyes of the referee, and end.
+
+    Args:
+        share: how much of each, and the claim, as of ``Stage.mark_share``.
+    """
+    marks = [stage.mark_share(uuid, *share) if share else stage.mark(uuid) for uuid in uuids]
+    stage.tell("holds", number=number, uuids=uuids, end=end, share=share and share[0])
+    if not share:
+        stage.look_for_company(uuids)
     stage.count_own(number)
     if end == "fork" and os.fork() == 0:
         for mark in marks:
             if stage.islands or stage.has_cleaner():  # the name speaks for the GPU then, and that is the parent's
                 os.close(mark)
             else:
-                stage.sign(mark)
+                stage.sign(mark, *(share or ()))
         time.sleep(seconds + 0.2)
         os._exit(0)
     time.sleep(seconds)
-    stage.look_for_company(uuids)
+    if not share:
+        stage.look_for_company(uuids)
     if end == "die":
         os.kill(os.getpid(), signal.SIGKILL)
     if end in ("exec", "release", "linger"):  # exec closes one file after the other, and the process lives meanwhile
@@ -239,8 +281,23 @@ def _inside(stage: Stage, seconds: float) -> None:
         owner = safe_gpu.GPUOwner(1, safe_gpu.NoPlaceholder(), timeout=3.0, affinity=None)
     except safe_gpu.NotEnoughGpusError:
         return
-    inner = [f"{gpu.uuid}.inner" for gpu in owner.gpus]
-    _hold(stage, -1, inner, seconds, "release", owner.release_gpus)
+    share = _share_of_run()
+    # The process may be all that is left of the outer claim.
+    marks = [stage.mark_share(gpu.uuid, *share) for gpu in owner.gpus] if share else []
+    inner = [f"{gpu.uuid}.{share[1] if share else ''}inner" for gpu in owner.gpus]
+
+    def release() -> None:
+        for mark in marks:
+            stage.unmark(mark)
+        owner.release_gpus()
+
+    _hold(stage, -1, inner, seconds, "release", release)
+
+
+def _share_of_run() -> tuple[int, str] | None:
+    """The share of the ``safe-gpu run`` inside which this process is, as ``Stage.mark_share`` wants it."""
+    share = os.environ.get("SAFE_GPU_SHARE")
+    return (int(share), os.environ["SAFE_GPU_SCOPE"]) if share else None
 
 
 def _counts_all(self: quota.LeasesByUser, uid: int) -> frozenset[str]:
@@ -272,6 +329,7 @@ def _lock_and_drop_in_child(fd: int) -> bool:
 
 _held_by, _open_gpus, _update = quota.LeasesByUser._held_by, queue_place.open_gpus, queue.Listing.update
 _lock_file = leases.lock_file
+_NO_DOOR = SimpleNamespace(**{**vars(socket_names), "name_of": lambda uuid, prefix="": f"{prefix}{uuid}.{os.getpid()}"})
 _NO_NAMES = [(socket_names, "bind", _refuse_name), (socket_names, "in_use", frozenset)]
 
 WOUNDS: dict[str, list[tuple[Any, str, Any]]] = {
@@ -298,10 +356,21 @@ WOUNDS: dict[str, list[tuple[Any, str, Any]]] = {
         (view.HostView, "poll_again", lambda self, gpus: None),
         (claim, "_refuse_other_processes", lambda *_: True),
     ],
+    # Nobody asks which slots of a shared GPU are locked.
+    "slots": [(shares, "held_slots", lambda *_: {})],
+    # Who shares a GPU does not take the name of the whole GPU first; nobody asks for the names of slots.
+    "door": [(shares, "names", _NO_DOOR)],
+    "slot-names": [(socket_names, "held_slots", lambda *_: iter(()))],
+    # The room for shares is taken for 8 GiB larger than it is.
+    "room": [
+        (shares, "promised_room", lambda *rest: promised_room(*rest) + (8 << 30)),
+        (verdicts, "room", lambda *rest, **more: room(*rest, **more) + (8 << 30)),
+    ],
 }
 """Ways to break the claim code in one process, to see that the soak test finds what they do."""
 
-SHOWN_IN_CALM = ("backfill", "promise", "limit", "limit-of-others", "limit-of-waiters", "queue", "ticket")
+_OF_SHARES = ("slots", "door", "slot-names", "room")
+SHOWN_IN_CALM = ("backfill", "promise", "limit", "limit-of-others", "limit-of-waiters", "queue", "ticket", *_OF_SHARES)
 """Those that a quiet point finds; the others need what happens before one."""
 
 
@@ -311,14 +380,15 @@ def _main(root: str, what: str, seconds: str, end: str) -> int:
         _inside(stage, float(seconds))
         return 0
     uuids = list(SimulatedDriver(os.environ["SAFE_GPU_DRIVER"].partition(":")[2]).visible())
+    share = _share_of_run()
     if what == "nest":
         for uuid in uuids:
-            stage.mark(uuid)
+            stage.mark_share(uuid, *share) if share else stage.mark(uuid)
         stage.count_own(-1)
         inner = [sys.executable, __file__, root, "inside", seconds, end]
         inside = [subprocess.Popen(inner, cwd=ROOT) for _ in uuids]
         return max(process.wait() for process in inside)
-    _hold(stage, -1, uuids, float(seconds), "exit" if end == "release" else end, None)
+    _hold(stage, -1, uuids, float(seconds), "exit" if end == "release" else end, None, share)
     return 0
 
 

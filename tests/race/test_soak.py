@@ -17,7 +17,7 @@ pytestmark = [
 ]
 
 
-as_root = pytest.mark.skipif(os.geteuid() != 0, reason="other users, and a cleaner, need root")
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="other users, other namespaces and a cleaner need root")
 
 
 def soak(*words: str, seed: int = 1) -> subprocess.CompletedProcess[str]:
@@ -40,6 +40,10 @@ def soak(*words: str, seed: int = 1) -> subprocess.CompletedProcess[str]:
         pytest.param("limit-of-others", ("--policy",), 1, ["refused within the limit"], marks=as_root),
         pytest.param("limit-of-waiters", ("--policy",), 1, ["held up by a waiter at its limit"], marks=as_root),
         pytest.param("names", ("--cleaner",), 1, ["double booking"], marks=as_root),
+        ("slots", ("--shares",), 1, ["refused while there was room"]),
+        ("room", ("--shares",), 1, ["more promised than there is"]),
+        pytest.param("door", ("--shares", "--islands"), 1, ["a share beside a whole claim"], marks=as_root),
+        pytest.param("slot-names", ("--shares", "--islands"), 1, ["a whole claim beside a share"], marks=as_root),
     ],
 )
 def test_a_broken_build_is_caught(broken: str, words: tuple[str, ...], seed: int, violations: list[str]) -> None:

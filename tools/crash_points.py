@@ -164,6 +164,10 @@ class Outcome:
             scene.child = 0
         if scene.inside:
             self._claim_inside()
+        if scene.shared:
+            sharer = self._start("the next sharer", claims(GPUS, share="50%"), other=True)
+            self._served(sharer)
+            sharer.let_go()
         first = self._start("the next claimer", claims(GPUS, _SOON if scene.helpers else 0.0), other=True)
         if scene.helpers:
             first.wait_for_ticket(stage)
@@ -193,7 +197,7 @@ class Outcome:
         if left:
             self.violations.append(f"left in the state directory: {', '.join(left)}")
         self.violations += stage.narrow()
-        self.violations += [f"torn line of the history: {line}" for line in stage.torn_history()]
+        self.violations += [f"torn line: {line}" for line in stage.torn_lines()]
 
     def _examine(self) -> None:
         """What the victim says of itself."""
@@ -260,7 +264,7 @@ def _give_up(number: int, frame: Any) -> None:
     raise Failure(f"nothing goes on for {_LONGEST} s")
 
 
-_KINDS = {"host.lock": "host.lock", ".inner.lock": "inner GPU", ".lock": "GPU", ".ticket": "ticket"}
+_KINDS = {"host.lock": "host.lock", ".inner.lock": "inner GPU", ".lock": "GPU", ".ticket": "ticket", "share": "share"}
 
 
 def _held(pid: int) -> str:
@@ -269,7 +273,9 @@ def _held(pid: int) -> str:
     for name in os.listdir(f"/proc/{pid}/fd"):
         with suppress(OSError):
             path = os.readlink(f"/proc/{pid}/fd/{name}")
-            kind = next((what for ending, what in _KINDS.items() if path.endswith(ending)), "")
+            kind = (
+                "share" if ".share." in path else next((one for end, one in _KINDS.items() if path.endswith(end)), "")
+            )
             if kind:
                 with open(f"/proc/{pid}/fdinfo/{name}") as file:
                     if "FLOCK" in file.read():

@@ -180,14 +180,15 @@ class Stage:
                 wrong.append(f"{path.relative_to(state.parent)} has mode {mode:o}")
         return wrong
 
-    def torn_history(self) -> list[str]:
-        """Lines of the history that make no sense."""
+    def torn_lines(self) -> list[str]:
+        """Lines of the history and of lease files that make no sense."""
         torn = []
-        for line in (line for path in Path(self.state).glob("history/*") for line in path.read_bytes().splitlines()):
-            try:
-                json.loads(line)
-            except ValueError:
-                torn.append(repr(line))
+        for path in (*Path(self.state).glob("history/*"), *Path(self.state).glob("leases/*")):
+            for line in path.read_bytes().splitlines():
+                try:
+                    json.loads(line)
+                except ValueError:
+                    torn.append(f"{path.name}: {line!r}")
         return torn
 
     def close(self) -> None:
@@ -227,6 +228,7 @@ class Scene:
     needs_stops = False  # after the crash too
     ends_claim = False
     inside = 0  # GPUs of the claim inside which it is
+    shared = False  # with the helper, which has half of each GPU
 
     def __init__(self) -> None:
         self.helpers: list[Actor] = []
@@ -317,6 +319,31 @@ class Release(Scene):
         self.owner.release_gpus()
 
 
+class Share(Scene):
+    """A claim of a share of two GPUs, beside a claim that shares all."""
+
+    shared = True
+
+    def arrange(self, stage: Stage) -> None:
+        self.helpers = [stage.start("the other sharer", claims(GPUS, share="50%"), other=True)]
+        self.helpers[0].hear("holds")
+
+    def operate(self) -> None:
+        self.owner = safe_gpu.claim_gpus(2, timeout=0, affinity=None, delegate=True, share="50%", only=(0, 1))
+
+
+class ReleaseShare(Share):
+    """The release of such a share."""
+
+    ends_claim = True
+
+    def prepare(self, line: Connection) -> None:
+        Share.operate(self)
+
+    def operate(self) -> None:
+        self.owner.release_gpus()
+
+
 class ReleaseForked(Release):
     """The release of two GPUs while a forked child lives, which has copies of the leases."""
 
@@ -396,6 +423,8 @@ SCENES: dict[str, type[Scene]] = {
     "queue": Queue,
     "release": Release,
     "release-forked": ReleaseForked,
+    "share": Share,
+    "release-share": ReleaseShare,
     "nested": Nested,
     "run": Run,
 }

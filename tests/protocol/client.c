@@ -7,11 +7,12 @@
  * how many seconds the GPUs will be held. -s: COMMAND may claim from what this claim holds.
  * Exit: 75 no GPUs, 70 anything else that failed, 64 usage.
  *
- * Left out, as the page allows: the history, places in the queue by date, the job in the record, contexts. A host with
- * one GPU and a display is not known here.
+ * Left out, as the page allows: the history, places in the queue by date, the job in the record, contexts, shares of
+ * GPUs. A host with one GPU and a display is not known here.
  *
  * cc -std=c11 -Wall -Wextra -Werror -o client client.c
- * Builds that must be caught: -DNO_LEASE takes no lease and no name. -DNO_QUEUE ignores those who wait ahead. */
+ * Builds that must be caught: -DNO_LEASE takes no lease and no name. -DNO_QUEUE ignores those who wait ahead. -DNO_SLOTS
+ * does not ask whether claims share a GPU. */
 #define _GNU_SOURCE
 #include <dirent.h>
 #include <errno.h>
@@ -36,7 +37,7 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { GPUS = 64, UUID_SIZE = 101, TEXT = 64 * 1024, NAMES = 2, TICKETS = 4096 };
+enum { GPUS = 64, UUID_SIZE = 101, TEXT = 64 * 1024, NAMES = 2, TICKETS = 4096, SLOTS = 16 };
 
 struct gpu {
   char uuid[UUID_SIZE];
@@ -637,14 +638,40 @@ static void name_of(char out[108], const struct gpu *gpu, const char *suffix)
   out[n] = 0;
 }
 
-static int bind_name(const struct gpu *gpu, const char *suffix) /* -1: another has it; -2: names cannot be had */
+static socklen_t address_of(struct sockaddr_un *address, const struct gpu *gpu, const char *suffix) /* its length */
 {
-  struct sockaddr_un address = {.sun_family = AF_UNIX};
   char name[108];
   name_of(name, gpu, suffix);
-  memcpy(address.sun_path + 1, name, strlen(name) < 107 ? strlen(name) : 107);
+  memset(address, 0, sizeof *address);
+  address->sun_family = AF_UNIX;
+  memcpy(address->sun_path + 1, name, strlen(name) < 107 ? strlen(name) : 107);
+  return (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + strlen(name));
+}
+
+static bool is_shared(const struct gpu *gpu) /* whether a claim has the name of a share, or one inside it */
+{
+#ifdef NO_SLOTS
+  return false && gpu;
+#endif
+  struct sockaddr_un address;
+  bool held = false;
+  int fd = socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0);
+  for (int i = 0; i < 2 * SLOTS && fd >= 0 && !held; i++) {
+    char suffix[20];
+    put(suffix, sizeof suffix, ".share.%d%s", i / 2, i % 2 ? ".inner" : "");
+    socklen_t length = address_of(&address, gpu, suffix);
+    held = !connect(fd, (void *)&address, length) || errno != ECONNREFUSED;
+  }
+  if (fd >= 0) close(fd);
+  return held;
+}
+
+static int bind_name(const struct gpu *gpu, const char *suffix) /* -1: another has it; -2: names cannot be had */
+{
+  struct sockaddr_un address;
+  socklen_t length = address_of(&address, gpu, suffix);
   int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
-  if (fd >= 0 && !bind(fd, (void *)&address, (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + strlen(name)))) return fd;
+  if (fd >= 0 && !bind(fd, (void *)&address, length)) return fd;
   int error = errno;
   if (fd >= 0) close(fd);
   if (error == EADDRINUSE) return -1;
@@ -852,6 +879,7 @@ static struct gpu *bind_names(void)
     int moment = bind_name(sorted[i], ".inner");
     if (moment == -1) return sorted[i];
     if (moment >= 0) close(moment);
+    if (is_shared(sorted[i])) return sorted[i];
     put(suffix, sizeof suffix, ".%s", token_hash);
     if (*token_hash) sorted[i]->names[1] = bind_name(sorted[i], suffix);
   }

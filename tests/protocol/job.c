@@ -4,7 +4,7 @@
  *
  * GPUs are the UUIDs in CUDA_VISIBLE_DEVICES. Each gets a marker that only one process can make, a symbolic link
  * MARKERS/UUID that names it, and a process on the simulated host, a locked file in TREE. Who meets another's marker or
- * another's process says so in LOG. Then the job sleeps, for ever at -1, and takes both away. LOG gets a line for each:
+ * another's process says so in LOG. A job with SAFE_GPU_SHARE makes no marker, and meets no other such job. Then the job sleeps, for ever at -1, and takes both away. LOG gets a line for each:
  *
  *   holds PID UUID,UUID     rival PID UUID OTHER marker|list     done PID */
 #define _GNU_SOURCE
@@ -79,6 +79,15 @@ static void mark(const char *directory, const char *uuid)
   }
 }
 
+static void look_at_marker(const char *directory, const char *uuid) /* of a job that has the whole GPU */
+{
+  char path[4096], there[64], life[64];
+  snprintf(path, sizeof path, "%s/%s", directory, uuid);
+  read_marker(path, there);
+  life_of(atol(there), life);
+  if (*there && !strcmp(life, there)) rival(uuid, there, "marker");
+}
+
 static void look_at_list(int tree, const char *uuid)
 {
   int copy = openat(tree, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
@@ -117,14 +126,15 @@ int main(int argc, char **argv)
   char *list = strdup(visible);
   for (char *uuid = strtok(list, ","); uuid && count < GPUS; uuid = strtok(NULL, ",")) uuids[count++] = uuid;
   int tree = open(argv[2], O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  bool shares = getenv("SAFE_GPU_SHARE");
   if (tree < 0) return 2;
-  for (int i = 0; i < count; i++) mark(argv[1], uuids[i]);
+  for (int i = 0; i < count && !shares; i++) mark(argv[1], uuids[i]);
   for (int i = 0; i < count; i++) enter(tree, uuids[i], names[i]);
-  for (int i = 0; i < count; i++) look_at_list(tree, uuids[i]);
+  for (int i = 0; i < count; i++) shares ? look_at_marker(argv[1], uuids[i]) : look_at_list(tree, uuids[i]);
   say("holds", visible);
   if (atof(argv[4]) < 0) pause();
   usleep((useconds_t)(atof(argv[4]) * 1e6));
-  for (int i = 0; i < count; i++) look_at_list(tree, uuids[i]);
+  for (int i = 0; i < count; i++) shares ? look_at_marker(argv[1], uuids[i]) : look_at_list(tree, uuids[i]);
   for (int i = 0; i < count; i++) {
     char own[64], there[64];
     unlinkat(tree, names[i], 0);

@@ -7,7 +7,7 @@ import time
 from _thread import allocate_lock
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..argument_style import ArgumentStyle
 from ..coordination.leases import LeaseRecord
@@ -198,6 +198,13 @@ class GPUOwner:
         except BaseException:
             self._undo()
             raise
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Neither copied nor pickled: a copy would give back the locks of this one."""
+        raise TypeError(
+            f"a GPUOwner cannot be copied or pickled, since process {self._pid} holds the GPUs: pass "
+            "owner.devices_taken or owner.gpus instead, and call release_gpus() in that process"
+        )
 
     def __enter__(self) -> GPUOwner:
         return self

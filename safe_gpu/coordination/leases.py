@@ -19,7 +19,7 @@ from ..errors import StateDirError
 from ..foreign_files import LIMIT
 from . import socket_names as names
 from .files import HOST_LOCK, StateDir, survive_exec, write_all
-from .locks import LockedHost, lock_file, unlock_file
+from .locks import LockedHost, file_of, lock_file, unlock_file
 from .records import as_time, own_command, read_bounded
 from .signals import DeferredSignals
 
@@ -270,6 +270,7 @@ class Lease:
         self.former = PreviousRecord()
         self.noted: tuple[int, float] | None = None
         self._written = False
+        self._file = file_of(fd)
 
     def write(self, record: bytes) -> None:
         """Say who holds it. What was said of the claim before is kept in ``former``.
@@ -289,6 +290,8 @@ class Lease:
         """
         if self.fd >= 0:
             fd, self.fd = self.fd, -1
+            if file_of(fd) != self._file:
+                return  # the program has closed it, and with it the lock
             try:
                 if os.getpid() == self.owner:
                     if self._written and not self.shared:

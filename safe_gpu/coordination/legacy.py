@@ -78,9 +78,8 @@ def lock_shared(fd: int, deadline: float | None, signals: DeferredSignals | None
 
 def unlock(fd: int) -> None:
     """Give the lock back and close the descriptor; without effect in a forked child, where it is closed already."""
-    if fd not in fork_guard:
+    if not fork_guard.discard(fd):
         return
-    fork_guard.discard(fd)
     try:
         _command(fd, _F_OFD_SETLK, _F_UNLCK)  # a child between fork and exec may have a copy
     except OSError:

@@ -58,6 +58,18 @@ def _pauses() -> Iterator[float]:
         yield min(1 + 1000 * waited, _SLOWEST) * uneven(0.001, 0.005)
 
 
+def file_of(fd: int) -> tuple[int, int] | None:
+    """Device and inode of what a descriptor has open; None where it is closed.
+
+    A program may close what it did not open, as daemons do. Then the number is soon that of a file of its own.
+    """
+    try:
+        status = os.fstat(fd)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
+
+
 class ForkGuard:
     """Descriptors whose locks must not live on in a forked child: they are closed there.
 
@@ -65,7 +77,7 @@ class ForkGuard:
     """
 
     def __init__(self) -> None:
-        self._fds: set[int] = set()
+        self._fds: dict[int, tuple[int, int] | None] = {}
         self._registered = False
 
     def add(self, fd: int) -> None:
@@ -73,22 +85,22 @@ class ForkGuard:
         if not self._registered:
             os.register_at_fork(after_in_child=self._close_all)
             self._registered = True
-        self._fds.add(fd)
+        self._fds[fd] = file_of(fd)
 
-    def discard(self, fd: int) -> None:
-        """Forget a descriptor, before it is closed."""
-        self._fds.discard(fd)
+    def discard(self, fd: int) -> bool:
+        """Forget a descriptor. Whether it is still the caller's, to unlock and close: neither in a forked child nor
+        where the program has closed it."""
+        file = self._fds.pop(fd, None)
+        return file is not None and file == file_of(fd)
 
     def __contains__(self, fd: int) -> bool:
-        return fd in self._fds
+        file = self._fds.get(fd)
+        return file is not None and file == file_of(fd)
 
     def _close_all(self) -> None:
-        for fd in self._fds:
-            try:
+        for fd in list(self._fds):
+            if self.discard(fd):
                 os.close(fd)
-            except OSError:
-                pass
-        self._fds.clear()
 
 
 fork_guard = ForkGuard()
@@ -150,7 +162,6 @@ class HostLock:
         self._path = path or state_dir_path()
         self._make = make
         self._fd = -1
-        self._pid = -1
         self._host: LockedHost | None = None
         self._signals = DeferredSignals()
 
@@ -194,8 +205,7 @@ class HostLock:
     def _unlock(self) -> None:
         if self._fd >= 0:
             fd, self._fd = self._fd, -1
-            if self._pid == os.getpid():  # a child forked inside the block has had its copy closed already
-                fork_guard.discard(fd)
+            if fork_guard.discard(fd):
                 try:
                     unlock_file(fd)
                 except OSError:
@@ -208,8 +218,8 @@ class HostLock:
             fd = root.open_or_create("host.lock") if self._make else root.open("host.lock")
             if fd is None:
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), f"{root.path}/host.lock")
-            self._fd, self._pid = fd, os.getpid()
-            fork_guard.add(self._fd)
+            self._fd = fd
+            fork_guard.add(fd)
             try:
                 pauses = _pauses()
                 while not lock_file(fd):
@@ -269,6 +279,7 @@ class StateDirGuard:
         self._by_children = by_children
         self._fd = -1
         self._owner = -1
+        self._file: tuple[int, int] | None = None
 
     def hold(self, host: LockedHost) -> None:
         """Take it, where it is not held yet."""
@@ -287,17 +298,16 @@ class StateDirGuard:
             return
         if not self._by_children:
             fork_guard.add(fd)
-        self._fd, self._owner = fd, os.getpid()
+        self._fd, self._owner, self._file = fd, os.getpid(), file_of(fd)
 
     def release(self) -> None:
         """Give it back; safe to call twice. In a forked child this only closes the child's copy, where it has one."""
         fd, self._fd = self._fd, -1
-        mine = os.getpid() == self._owner
-        if fd < 0 or not (mine or self._by_children):
+        is_ours = fork_guard.discard(fd) if not self._by_children else fd >= 0 and file_of(fd) == self._file
+        if not is_ours:
             return
         try:
-            if mine:
-                fork_guard.discard(fd)
+            if os.getpid() == self._owner:
                 unlock_file(fd)
         finally:
             os.close(fd)
@@ -356,8 +366,7 @@ class LeaseWatcher:
         finally:  # also when a signal came in the midst of that
             while self._fds:
                 fd = self._fds.pop()
-                if fd in fork_guard:  # in a forked child they are closed already
-                    fork_guard.discard(fd)
+                if fork_guard.discard(fd):
                     os.close(fd)
             self._signals.deliver()
 

@@ -553,8 +553,7 @@ class Waiter:
     def _close_now(self) -> None:
         self._kept.release()
         fd, self._fd, self._seq = self._fd, -1, None
-        if fd in fork_guard:  # in a forked child it is not: the ticket is its parent's, the descriptor is closed
-            fork_guard.discard(fd)
+        if fork_guard.discard(fd):  # in a forked child the ticket is its parent's
             unlock_file(fd)
             os.close(fd)
 
@@ -609,12 +608,13 @@ class _Sleeper:
 
         try:
             fcntl.flock(fd, fcntl.LOCK_SH)
-            unlock_file(fd)
+            if fd in fork_guard:
+                unlock_file(fd)
         except OSError:
             pass  # the waiter looks again
         finally:
-            fork_guard.discard(fd)
-            os.close(fd)
+            if fork_guard.discard(fd):
+                os.close(fd)
             self.sleeps.release()
             _sleepers.pop(self.key, None)
 

@@ -100,19 +100,16 @@ class SocketName:
     def __init__(self, fd: int) -> None:
         fork_guard.add(fd)
         self._fd = fd
-        self._owner = os.getpid()
 
     def release(self) -> None:
         """Free it; safe to call twice, and without effect in a forked child, where it is closed already."""
         fd, self._fd = self._fd, -1
-        if fd >= 0 and os.getpid() == self._owner:
-            fork_guard.discard(fd)
+        if fork_guard.discard(fd):
             os.close(fd)
 
     def keep_across_exec(self) -> None:
         """Let it survive exec(2)."""
-        if self._fd >= 0:
-            fork_guard.discard(self._fd)
+        if fork_guard.discard(self._fd):
             self._fd = survive_exec(self._fd)
             fork_guard.add(self._fd)
 

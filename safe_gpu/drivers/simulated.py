@@ -28,6 +28,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from ..coordination.files import OPEN_DIR, StateDir, refusal, state_dir_path, write_all
+from ..coordination.locks import file_of
 from ..coordination.records import read_bounded
 from ..coordination.signals import DeferredSignals
 from ..coordination.socket_names import simulated_prefix
@@ -103,6 +104,7 @@ class SimulatedContext:
             except BaseException:
                 os.close(self._directory)
                 raise
+        self._files = {fd: file_of(fd) for fd in (self._fd, self._directory)}
         _contexts.add(self)
 
     def close(self) -> None:
@@ -115,8 +117,8 @@ class SimulatedContext:
         _contexts.discard(self)
 
     def _disown(self) -> None:
-        for fd in (self._fd, self._directory):
-            if fd >= 0:
+        for fd, file in self._files.items():
+            if file == file_of(fd):
                 os.close(fd)
         self._fd = self._directory = -1
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import stat
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -93,6 +94,28 @@ def find_program(name: str, environ: Mapping[str, str], *more: str) -> str | Non
     if refusal:
         raise PermissionError(refusal)
     return None
+
+
+IN_CHILD = "_SAFE_GPU_CHILD"
+"""The variable in the environment of such children."""
+
+
+def python_child(environ: Mapping[str, str], *arguments: str) -> tuple[list[str], dict[str, str]]:
+    """The command line and the environment of a child that is the Python of this process.
+
+    Raises:
+        FileNotFoundError: no such program is known. A program that is frozen or embeds Python may be its own
+            ``sys.executable``, and children of it would start children without end.
+    """
+    python = sys.executable or ""
+    if not os.path.basename(python).startswith(("python", "pypy")):
+        python = os.path.join(sys.base_exec_prefix, "bin", "python{}.{}".format(*sys.version_info))
+    if getattr(sys, "frozen", False) or IN_CHILD in os.environ or not os.path.isfile(python):
+        raise FileNotFoundError(
+            f"{sys.executable or 'this program'} is a program that contains Python, and a child of it would be that "
+            "program once more: start it under `safe-gpu run`, which claims for it"
+        )
+    return [python, *arguments], {**environ, IN_CHILD: "1"}
 
 
 class TooLate(Exception):

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from .. import procfs
 from ..devices import ComputeMode, HostSnapshot, ProcessKind
 from ..errors import NoDriverError, SafeGpuError
+from ..programs import IN_CHILD, python_child
 from ..selection.request import Rules
 from ..selection.verdicts import HIDDEN, NOT_YET, SHOWN, UNWATCHABLE, presence, why_memory_unexplained
 from ..vendors import VENDORS
@@ -250,9 +251,10 @@ def _shown_in_child(environ: Mapping[str, str]) -> str:
     code = "import sys; sys.path[:] = sys.argv[1:]; from safe_gpu.doctor.gpus import _child; _child()"
     root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     try:
+        command, environ = python_child(environ, "-I", "-c", code, root, *filter(None, sys.path))
         child = subprocess.Popen(
-            [sys.executable, "-I", "-c", code, root, *filter(None, sys.path)],
-            env=dict(environ),
+            command,
+            env=environ,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -275,6 +277,7 @@ def _child() -> None:
     from ..claim.owner import GPUOwner
     from ..drivers import opened_driver
 
+    os.environ.pop(IN_CHILD, None)  # this is the child that was meant, and its claim may need one of its own
     silent = logging.getLogger("safe_gpu.doctor")
     silent.disabled = True
     try:

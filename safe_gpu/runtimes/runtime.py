@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..errors import NoDriverError, SafeGpuError
+from ..programs import python_child
 from .placeholders import (
     CudaPlaceholder,
     HipPlaceholder,
@@ -124,9 +125,10 @@ def ask_child(
     )
     driver = library.lower()
     try:
+        command, environ = python_child(env, "-I", "-S", "-c", code, root, question, library)
         child = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", code, root, question, library],
-            env=dict(env),
+            command,
+            env=environ,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

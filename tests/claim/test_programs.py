@@ -5,13 +5,19 @@ from __future__ import annotations
 import copy
 import os
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.gpus import PACKAGE_ROOT
 
 import safe_gpu
+from safe_gpu.doctor import gpus as doctor_gpus
+from safe_gpu.programs import python_child
+from safe_gpu.runtimes.runtime import CUDA
 
 from .conftest import claim, in_fork
 
@@ -73,3 +79,61 @@ def _of_ours(fd: int) -> bool:
     except OSError:
         return False  # the one that listed them
     return target.startswith((os.environ["SAFE_GPU_DIR"], "socket:"))
+
+
+# Programs that contain Python: frozen apps, and applications that embed it
+
+
+def _by_claim() -> str:
+    with pytest.raises(safe_gpu.NoDriverError) as refusal:
+        CUDA.visible_in_child()
+    return str(refusal.value)
+
+
+CHILDREN = [_by_claim, lambda: doctor_gpus._shown_in_child(os.environ)]
+
+
+@pytest.mark.parametrize("ask", CHILDREN)
+@pytest.mark.parametrize("app", ["frozen", "embedding"])
+def test_an_app_that_contains_python_is_not_started_again(
+    app: str, ask: Callable[[], str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    program, trace = tmp_path / "app", tmp_path / "started"
+    program.write_text(f"#!/bin/sh\necho >> {trace}\n")
+    program.chmod(0o755)
+    if app == "frozen":
+        monkeypatch.setattr(sys, "frozen", True, raising=False)
+    else:
+        monkeypatch.setattr(sys, "base_exec_prefix", str(tmp_path))
+    monkeypatch.setattr(sys, "executable", str(program))
+    assert f"{program} is a program that contains Python" in ask()
+    assert not trace.exists()
+
+
+def test_where_the_python_of_an_app_is_known_it_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/opt/app/bin/app")
+    (python, *_), _ = python_child({})
+    version = subprocess.run(
+        [python, "-c", "import sys; print(sys.version)"], capture_output=True, text=True, timeout=60
+    )
+    assert version.stdout.strip() == sys.version
+
+
+@pytest.mark.parametrize("ask", CHILDREN)
+def test_an_app_that_is_called_python_is_started_once(
+    ask: Callable[[], str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    program, trace = tmp_path / "python-app", tmp_path / "started"
+    again = (
+        f"import sys; sys.executable = {str(program)!r}\n"
+        "from safe_gpu.runtimes.runtime import CUDA\n"
+        f"open({str(trace)!r}, 'a').write('once\\n')\n"
+        f"len(open({str(trace)!r}).readlines()) < 9 and CUDA.visible_in_child()\n"
+    )
+    (tmp_path / "main.py").write_text(again)
+    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{tmp_path}/main.py"\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PYTHONPATH", str(PACKAGE_ROOT))
+    monkeypatch.setattr(sys, "executable", str(program))
+    ask()
+    assert trace.read_text() == "once\n"

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
         wrap_command,
     )
     from .claim.free import get_free_gpus
-    from .claim.owner import GPUOwner, claim_gpus, release_gpus
+    from .claim.owner import GPUOwner, claim_gpus, ensure_gpus, release_gpus
     from .claim.worker import bind
     from .devices import Gpu, GpuProcess, GpuVerdict
     from .errors import (
@@ -99,6 +99,7 @@ __all__ = [
     "__version__",
     "bind",
     "claim_gpus",
+    "ensure_gpus",
     "get_free_gpus",
     "gpu_owner",
     "placement",
@@ -124,7 +125,7 @@ _HOMES = {
         "SafeGpuError StateDirError UnsatisfiableRequestError WrongDeviceError"
     ),
     "claim.free": ("get_free_gpus"),
-    "claim.owner": ("GPUOwner claim_gpus gpu_owner release_gpus"),
+    "claim.owner": ("GPUOwner claim_gpus ensure_gpus gpu_owner release_gpus"),
     "runtimes.placeholders": (
         "CudaPlaceholder CupyPlaceholder JaxPlaceholder NoPlaceholder PyCudaPlaceholder "
         "PytorchPlaceholder TensorflowPlaceholder pytorch_placeholder tensorflow_placeholder"

@@ -15,7 +15,7 @@ import safe_gpu
 
 ROOT = Path(safe_gpu.__file__).parents[1]
 CONTRACT = """
-claim_gpus release_gpus gpu_owner GPUOwner get_free_gpus
+claim_gpus ensure_gpus release_gpus gpu_owner GPUOwner get_free_gpus
 PytorchPlaceholder TensorflowPlaceholder PyCudaPlaceholder CupyPlaceholder JaxPlaceholder CudaPlaceholder NoPlaceholder
 pytorch_placeholder tensorflow_placeholder
 set_affinity Mode Scope Multithreading GPUAffinityError bind placement wrap_command AffinityOptions

@@ -168,6 +168,7 @@ class GPUOwner:
         self.binding: BindingReport | None = None
 
         self._pid = os.getpid()
+        self._asked: tuple[object, ...] = ()
         self._claim: Claim | None = None
         self._environment = ClaimVariables()
         self._signals = DeferredSignals()
@@ -195,6 +196,7 @@ class GPUOwner:
                 self._bind(driver, options)
             if not options.by_job and options.job.scheduler is not None:
                 warn_of_more_than_declared(len(self.gpus), self.logger)
+            self._asked = _asked(options)
         except BaseException:
             self._undo()
             raise
@@ -434,6 +436,30 @@ def claim_gpus(
     return gpu_owner
 
 
+def ensure_gpus(nb_gpus: int | str = 1, placeholder_fn: Callable[[int], Any] | None = None, **options: Any) -> GPUOwner:
+    """Claim GPUs as :func:`claim_gpus` does, or keep those that this process holds by the same request.
+
+    This is for code that runs more than once in a process, such as the first cell of a notebook. The same request is
+    the same ``nb_gpus``, ``vendor``, ``visible_as``, ``delegate`` and conditions of the GPUs.
+
+    Returns:
+        The new owner, or the one that holds the GPUs.
+
+    Raises:
+        AlreadyClaimedError: this process holds GPUs by another request. Others as for :func:`claim_gpus`.
+    """
+    holder = current_owner()
+    if holder is None:
+        return claim_gpus(nb_gpus, placeholder_fn, **options)
+    if _asked(read_options(nb_gpus, placeholder_fn=placeholder_fn, **options)) != holder._asked:
+        raise _already_claimed(holder, "by another request: release_gpus() first")
+    return holder
+
+
+def _asked(options: ClaimOptions) -> tuple[object, ...]:
+    return options.request, options.visible_as, options.delegate
+
+
 def release_gpus() -> None:
     """Release the GPUs that this process holds, through :func:`claim_gpus` or any owner; do nothing without any."""
     owner = gpu_owner or current_owner()
@@ -456,13 +482,19 @@ def _become_current(owner: GPUOwner) -> None:
     with _current_lock:
         holder = current_owner()
         if holder is not None:
-            devices = holder.devices_taken
-            what = f"GPU {','.join(map(str, devices))}" if devices else "a claim in another thread that is not done yet"
-            raise AlreadyClaimedError(
-                f"this process holds {what} already: release_gpus() first, or ask for all GPUs in one claim",
-                devices=devices,
+            raise _already_claimed(
+                holder,
+                "already: release_gpus() first, ask for all GPUs in one claim, or call ensure_gpus(), which keeps "
+                "those of the same request",
             )
         _current = owner
+
+
+def _already_claimed(holder: GPUOwner, further: str) -> AlreadyClaimedError:
+    devices = holder.devices_taken
+    if not holder._asked:
+        return AlreadyClaimedError("another thread of this process is claiming GPUs: wait for it, and share its GPUs")
+    return AlreadyClaimedError(f"this process holds GPU {','.join(map(str, devices))} {further}", devices=devices)
 
 
 def _clear_current(owner: GPUOwner) -> None:

@@ -197,7 +197,7 @@ def test_a_second_claim_while_another_thread_is_at_it_is_refused(host: Any) -> N
     thread = threading.Thread(target=lambda: taken.append(safe_gpu.claim_gpus(2, timeout=0).devices_taken))
     thread.start()
     assert begun.wait(30)
-    with pytest.raises(AlreadyClaimedError, match="another thread") as caught:
+    with pytest.raises(AlreadyClaimedError, match="another thread of this process is claiming") as caught:
         safe_gpu.claim_gpus(1, timeout=0)
     assert caught.value.devices == ()
     go.set()

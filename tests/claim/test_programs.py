@@ -137,3 +137,33 @@ def test_an_app_that_is_called_python_is_started_once(
     monkeypatch.setattr(sys, "executable", str(program))
     ask()
     assert trace.read_text() == "once\n"
+
+
+# Cells that run twice
+
+
+@pytest.mark.parametrize("again", [{}, {"timeout": 5, "affinity": None}, {"min_memory": None, "only": ()}])
+def test_the_same_request_keeps_its_gpus(ground: Any, again: dict[str, Any]) -> None:
+    owner = safe_gpu.ensure_gpus(2, safe_gpu.NoPlaceholder(), timeout=0)
+    assert safe_gpu.ensure_gpus(2, safe_gpu.NoPlaceholder(), **again) is owner is safe_gpu.gpu_owner
+    assert owner.devices_taken == [0, 1]
+    safe_gpu.release_gpus()
+    assert safe_gpu.ensure_gpus(2, safe_gpu.NoPlaceholder(), timeout=0) is not owner
+
+
+def test_it_keeps_what_a_claim_holds(ground: Any) -> None:
+    with claim(1, model="A100") as owner:
+        assert safe_gpu.ensure_gpus(model="A100") is owner
+
+
+@pytest.mark.parametrize("other", [{"nb_gpus": 2}, {"model": "A100"}, {"delegate": True}, {"visible_as": "uuid"}])
+def test_another_request_does_not(ground: Any, other: dict[str, Any]) -> None:
+    with claim(1) as owner:
+        with pytest.raises(
+            safe_gpu.AlreadyClaimedError, match=r"holds GPU 0 by another request: release_gpus\(\) first"
+        ) as caught:
+            safe_gpu.ensure_gpus(**other)
+        assert caught.value.devices == (0,)
+        assert owner.devices_taken == [0]
+        with pytest.raises(safe_gpu.AlreadyClaimedError, match=r"or call ensure_gpus\(\)"):
+            claim(1)

@@ -124,7 +124,7 @@ UnsatisfiableRequestError: visible_as='name' is unknown: use "index" or "uuid"
 >>> claim_gpus(1, 'torch')
 PlaceholderError: placeholder_fn='torch' cannot be called: pass a function of the CUDA ordinal that returns what ho...
 >>> GPUOwner(1), GPUOwner(1)
-AlreadyClaimedError: this process holds GPU 0 already: release_gpus() first, or ask for all GPUs in one claim
+AlreadyClaimedError: this process holds GPU 0 already: release_gpus() first, ask for all GPUs in one claim, or...
 >>> bind(9)
 GPUAffinityError: this host has no GPU 9: it has GPU 0-7
 >>> set_affinity(9, 8)

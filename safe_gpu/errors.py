@@ -7,6 +7,7 @@ processes.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -72,6 +73,24 @@ class SafeGpuError(Exception):
 
     def __str__(self) -> str:
         return self.message
+
+    @property
+    def _keeps_frames(self) -> bool:
+        """Whether a traceback of it has all its frames; those of a placeholder lead to the program's own code."""
+        return bool(os.environ.get("SAFE_GPU_TRACEBACK")) or isinstance(self, PlaceholderError)
+
+    @property
+    def _render_traceback_(self) -> Callable[[], list[str]]:
+        """What IPython calls, where there is such an attribute, for what a cell shows of an error."""
+        if self._keeps_frames:
+            raise AttributeError("_render_traceback_")
+        return lambda: [f"{type(self).__name__}: {self}"]
+
+    def shorten(self) -> None:
+        """Forget the frames so far, also those of its causes, but for ``SAFE_GPU_TRACEBACK=1``."""
+        one: BaseException | None = None if self._keeps_frames else self
+        while one is not None:
+            one.__traceback__, one = None, one.__cause__
 
 
 class NoDriverError(SafeGpuError):

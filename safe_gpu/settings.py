@@ -34,6 +34,7 @@ VARIABLES = {
     "SAFE_GPU_SIMULATED_DIR": "the tree of a simulated host",
     "SAFE_GPU_SGE_RESOURCE": "the name of the GPU resource in Grid Engine",
     "SAFE_GPU_RECORD_COMMAND": "what others can read of a command: names (program and script; default) or full",
+    "SAFE_GPU_TRACEBACK": "1: errors of a claim come with all frames of the package",
     "SAFE_GPU_SCOPE": "set by a claim, for claims made inside it",
     "SAFE_GPU_EXPECT": "set for a worker of a claim across hosts: the GPU that run and bind must find",
     "SAFE_GPU_SHARE": "set by a claim that shares GPUs: bytes of each",

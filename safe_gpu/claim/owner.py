@@ -14,7 +14,7 @@ from ..coordination.leases import LeaseRecord
 from ..coordination.signals import DeferredSignals
 from ..devices import Gpu
 from ..drivers import opened_driver
-from ..errors import AlreadyClaimedError, GPUAffinityError, PlaceholderError
+from ..errors import AlreadyClaimedError, GPUAffinityError, PlaceholderError, SafeGpuError
 from ..runtimes import placeholders
 from ..runtimes.visible_devices import render_visible
 from ..runtimes.visible_limit import prepare_only, remember_initializer
@@ -197,9 +197,13 @@ class GPUOwner:
             if not options.by_job and options.job.scheduler is not None:
                 warn_of_more_than_declared(len(self.gpus), self.logger)
             self._asked = _asked(options)
-        except BaseException:
+        except BaseException as err:
+            __tracebackhide__ = True  # by pytest
             self._undo()
-            raise
+            if not isinstance(err, SafeGpuError):
+                raise
+            err.shorten()
+            raise err
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Neither copied nor pickled: a copy would give back the locks of this one."""
@@ -430,7 +434,9 @@ def claim_gpus(
 
     After an error nothing stays claimed, and the environment is restored.
     """
-    owner = GPUOwner(**locals())
+    arguments = locals().copy()
+    __tracebackhide__ = True
+    owner = GPUOwner(**arguments)
     global gpu_owner
     gpu_owner = owner
     return gpu_owner
@@ -448,9 +454,12 @@ def ensure_gpus(nb_gpus: int | str = 1, placeholder_fn: Callable[[int], Any] | N
     Raises:
         AlreadyClaimedError: this process holds GPUs by another request. Others as for :func:`claim_gpus`.
     """
+    __tracebackhide__ = True
+    global gpu_owner
     holder = current_owner()
     if holder is None:
-        return claim_gpus(nb_gpus, placeholder_fn, **options)
+        gpu_owner = GPUOwner(nb_gpus, placeholder_fn, **options)
+        return gpu_owner
     if _asked(read_options(nb_gpus, placeholder_fn=placeholder_fn, **options)) != holder._asked:
         raise _already_claimed(holder, "by another request: release_gpus() first")
     return holder

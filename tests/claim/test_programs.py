@@ -7,7 +7,8 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -33,17 +34,12 @@ def test_an_owner_is_neither_copied_nor_pickled(ground: Any, duplicate: Callable
         assert duplicate([owner.devices_taken, owner.gpus])
 
 
-def _others_files(first: int, last: int, path: Path) -> list[int]:
+def _reopened(fds: Iterable[int], path: Path) -> None:
     """Close these descriptors, as daemons do, and open files of the program's own under the same numbers."""
-    taken = [fd for fd in range(first, last) if _is_open(fd)]
-    os.closerange(first, last)
     path.write_text("kept")
-    for fd in taken:
-        own = os.open(path, os.O_RDWR)
-        if own != fd:
-            os.dup2(own, fd)
-            os.close(own)
-    return taken
+    own = os.open(path, os.O_RDWR)
+    for fd in fds:
+        os.dup2(own, fd)
 
 
 def _is_open(fd: int) -> bool:
@@ -60,15 +56,15 @@ def test_a_release_leaves_files_alone_that_have_its_old_numbers(
 ) -> None:
     def daemon() -> list[object]:
         owner = safe_gpu.GPUOwner(2, placeholder(), affinity=None, timeout=0)
-        used = {int(fd) for fd in os.listdir("/proc/self/fd") if _of_ours(int(fd))}
-        taken = _others_files(min(used), max(used) + 1, tmp_path / "own")
+        taken = [int(fd) for fd in os.listdir("/proc/self/fd") if _of_ours(int(fd))]
+        _reopened(taken, tmp_path / "own")
         child = os.fork()
         if child == 0:
             owner.release_gpus()
             os._exit(sum(not _is_open(fd) for fd in taken))
         lost_in_child = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         owner.release_gpus()
-        return [len(used) > 2, lost_in_child, sum(not _is_open(fd) for fd in taken), (tmp_path / "own").read_text()]
+        return [len(taken) > 2, lost_in_child, sum(not _is_open(fd) for fd in taken), (tmp_path / "own").read_text()]
 
     assert in_fork(daemon) == [True, 0, 0, "kept"]
 
@@ -167,3 +163,71 @@ def test_another_request_does_not(ground: Any, other: dict[str, Any]) -> None:
         assert owner.devices_taken == [0]
         with pytest.raises(safe_gpu.AlreadyClaimedError, match=r"or call ensure_gpus\(\)"):
             claim(1)
+
+
+# What a user sees of an error
+
+
+PACKAGE = str(PACKAGE_ROOT / "safe_gpu")
+
+
+def _frames(err: BaseException | None) -> int:
+    """Frames of ours in what the plain interpreter shows."""
+    number = 0
+    while err is not None:
+        number += sum(frame.filename.startswith(PACKAGE) for frame in traceback.extract_tb(err.__traceback__))
+        err = err.__cause__
+    return number
+
+
+def _cell(err: BaseException) -> list[str]:
+    """What a notebook shows, as IPython's ``showtraceback`` makes it."""
+    return err._render_traceback_() if hasattr(err, "_render_traceback_") else traceback.format_exception(err)
+
+
+def _closed() -> None:
+    os.environ["SAFE_GPU_DIR"] = "/proc/nowhere"
+    safe_gpu.ensure_gpus()
+
+
+REFUSED = [
+    lambda: safe_gpu.ensure_gpus(9),
+    lambda: safe_gpu.claim_gpus(9),
+    lambda: safe_gpu.claim_gpus(timeout=-1),
+    _closed,
+]
+
+
+@pytest.mark.parametrize("refused", REFUSED)
+@pytest.mark.parametrize("full", [False, True])
+def test_an_error_is_shown_without_our_frames(
+    refused: Callable[[], object], full: bool, ground: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SAFE_GPU_DIR", os.environ["SAFE_GPU_DIR"])
+    if full:
+        monkeypatch.setenv("SAFE_GPU_TRACEBACK", "1")
+    with pytest.raises(safe_gpu.SafeGpuError) as caught:
+        refused()
+    assert (_frames(caught.value) > 2) is full
+    assert (_cell(caught.value) == [f"{type(caught.value).__name__}: {caught.value}"]) is not full
+    pickle.loads(pickle.dumps(caught.value))
+
+
+def test_errors_of_the_programs_own_code_keep_their_frames(ground: Any) -> None:
+    def broken(ordinal: int) -> object:
+        raise ValueError("of the program")
+
+    with pytest.raises(safe_gpu.PlaceholderError) as caught:
+        safe_gpu.claim_gpus(1, broken, timeout=0)
+    assert "in broken" in "".join(_cell(caught.value))
+    assert "in broken" in "".join(traceback.format_exception(caught.value))
+
+
+def test_pytest_shows_the_line_that_claims(tmp_path: Path) -> None:
+    (tmp_path / "test_it.py").write_text("import safe_gpu\n\ndef test_it():\n    safe_gpu.claim_gpus(9)\n")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(tmp_path)]
+    env = {**os.environ, "PYTHONPATH": str(PACKAGE_ROOT)}
+    shown = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60).stdout
+    assert "test_it.py:4: UnsatisfiableRequestError" in shown
+    assert PACKAGE not in shown
+    assert "safe_gpu/claim" not in shown

@@ -131,24 +131,25 @@ _WARNING_DELAY = 1.0
 
 
 class WaitReporter:
-    """The reports of one wait, which begins when the object is made.
+    """The reports of one wait, which began at ``began``, a ``time.monotonic()`` value.
 
-    Reports go to ``options.on_wait``. If there is none they go to the logger: at INFO, and once, after a second, as a
-    warning, which Python shows even if logging is not configured.
+    Reports go to ``options.on_wait``. If there is none they go to the logger at INFO; where nobody hears that, once,
+    after a second, as a warning, which Python shows even if logging is not configured.
 
     Attributes:
         due: ``time.monotonic()`` value at which the next report is due; ``math.inf`` if none is.
         warning_due: the same for the warning.
     """
 
-    def __init__(self, view: HostView, options: ClaimOptions, place: QueuePlace) -> None:
+    def __init__(self, view: HostView, options: ClaimOptions, place: QueuePlace, began: float) -> None:
         self._view = view
         self._place = place
         self._on_wait = options.on_wait or _to_log(options.logger, late=False)
-        self._on_long_wait = None if options.on_wait is not None else _to_log(options.logger, late=True)
+        is_heard = getattr(options.logger, "hasHandlers", bool) if options.on_wait is None else lambda: True
+        self._on_long_wait = None if self._on_wait and is_heard() else _to_log(options.logger, late=True)
         self._last_ahead: int | None = None
-        self.due = now = time.monotonic()
-        self.warning_due = math.inf if self._on_long_wait is None else now + _WARNING_DELAY
+        self.due = began
+        self.warning_due = math.inf if self._on_long_wait is None else began + _WARNING_DELAY
 
     def next_look(self, now: float) -> float:
         """The latest time at which a sleeping waiter looks again, whether or not the ticket that it sleeps on is gone.
@@ -349,7 +350,7 @@ class _Search:
         if attempt.chosen:
             next_look = math.inf
         elif self._options.quota is None or not self._options.quota.unresolved:
-            next_look = self._waiting().next_look(now)
+            next_look = self._waiting(began=now).next_look(now)
         if attempt.result.strange:
             next_look = min(next_look, now + TIME_TO_TAKE)
         unleased = [gpu for gpu in self._view.usable if gpu.uuid in attempt.result.unleased]
@@ -378,11 +379,11 @@ class _Search:
             if not self._sleep(attempt, min(decision.until, self._waiting().due)) and self._view.age > _OLD:
                 self._view.poll()  # a process that holds no lease may have started or exited
         else:
-            self._watch(attempt, decision.until)
+            self._watch(attempt, min(decision.until, self._waiting().warning_due))
 
-    def _waiting(self) -> WaitReporter:
+    def _waiting(self, began: float | None = None) -> WaitReporter:
         if self._reporter is None:
-            self._reporter = WaitReporter(self._view, self._options, self._place)
+            self._reporter = WaitReporter(self._view, self._options, self._place, began or time.monotonic())
         return self._reporter
 
     def _sleep(self, attempt: Attempt, until: float) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import time
 from typing import Any
 
 import pytest
@@ -64,6 +65,37 @@ def test_a_bare_script_that_waits_longer_hears_it_once(child, ground, eventually
     ground.let_go()
     for one in (head, behind):
         assert one.process.communicate(timeout=60) == ("has\n", "")
+
+
+class Clock:
+    """Time that passes in pauses, and by a third of a second where a log is made ready, as in a new process."""
+
+    def __init__(self) -> None:
+        self._now = time.monotonic()
+
+    def monotonic(self) -> float:
+        return self._now
+
+    def sleep(self, seconds: float) -> None:
+        self._now += seconds
+
+
+@pytest.mark.parametrize("level", [logging.INFO, logging.WARNING])
+def test_a_wait_of_two_seconds_is_told_of_once(ground, level: int, caplog, monkeypatch: pytest.MonkeyPatch) -> None:
+    ground.hold(*range(8))
+    clock, to_log = Clock(), status._to_log
+
+    def slowly(logger: Any, *, late: bool) -> Any:
+        clock.sleep(1 / 3)
+        return to_log(logger, late=late)
+
+    monkeypatch.setattr(status, "time", clock)
+    monkeypatch.setattr(status, "_to_log", slowly)
+    caplog.set_level(level, "safe_gpu")
+    with pytest.raises(NotEnoughGpusError):
+        claim_gpus(1, NoPlaceholder(), affinity=None, timeout=2)
+    waiting = [record for record in caplog.records if record.getMessage().startswith("waiting for 1 GPU, 0 free")]
+    assert [record.levelno for record in waiting] == [level]
 
 
 class Enough(Exception):

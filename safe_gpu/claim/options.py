@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import settings
@@ -13,6 +14,7 @@ from ..argument_style import ArgumentStyle
 from ..coordination.locks import MINIMUM_PATIENCE
 from ..devices import HostSnapshot
 from ..errors import PlaceholderError, UnsatisfiableRequestError
+from ..foreign_files import read_start
 from ..procfs import printable_lines
 from ..runtimes.visible_devices import render_cuda
 from ..schedulers import JobContext, current
@@ -26,6 +28,9 @@ if TYPE_CHECKING:
     from ..selection.request import Conditions
     from .messages import WaitStatus
     from .quota import Quota
+
+
+_LARGEST_ENVIRONMENT = 1 << 22  # bytes
 
 
 class _ByDefault(str):
@@ -200,6 +205,28 @@ def _pause(debug_sleep: object) -> float:
     raise UnsatisfiableRequestError(
         f"debug_sleep={debug_sleep!r} is not a number of seconds: pass 0 or a positive number", value=debug_sleep
     )
+
+
+def warn_of_older_workers(name: str, value: str, logger: Any) -> None:
+    """Warn if workers that outlive their work see other GPUs than this claim's, whose variable is ``name``."""
+    for title, pids in _lasting_workers(sys.modules):
+        environs = (read_start(f"/proc/{pid}/environ", _LARGEST_ENVIRONMENT) for pid in pids)
+        if any(one and os.fsencode(f"{name}={value}") not in one.split(b"\0") for one in environs):
+            logger.warning(
+                "%s was started before this claim, and its workers see other GPUs: claim before the first worker, and "
+                "end workers before the release (safe_gpu/PROGRAMS.md)",
+                title,
+            )
+
+
+def _lasting_workers(modules: Mapping[str, Any]) -> Iterator[tuple[str, list[int]]]:
+    """What starts or keeps workers for later work -> the processes whose environment these have."""
+    server = getattr(modules.get("multiprocessing.forkserver"), "_forkserver", None)
+    yield "the forkserver of multiprocessing", [pid] if (pid := getattr(server, "_forkserver_pid", None)) else []
+    for package in ("loky", "joblib.externals.loky"):
+        threads = list(getattr(modules.get(f"{package}.process_executor"), "_threads_wakeups", ()))
+        pids = [pid for thread in threads if thread.is_alive() for pid in list(getattr(thread, "processes", ()))]
+        yield f"an executor of {package}", pids
 
 
 def warn_of_more_than_declared(taken: int, logger: Any) -> None:

@@ -19,7 +19,7 @@ from ..runtimes import placeholders
 from ..runtimes.visible_devices import render_visible
 from ..runtimes.visible_limit import prepare_only, remember_initializer
 from .claim import BadGpuFallback, Claim, other_processes, verify_alone, verify_devices
-from .options import NODE_BY_DEFAULT, read_options, warn_of_more_than_declared
+from .options import NODE_BY_DEFAULT, read_options, warn_of_more_than_declared, warn_of_older_workers
 from .search import acquire
 from .times import DEFAULT, DefaultTimeout
 from .view import HostView
@@ -302,6 +302,7 @@ class GPUOwner:
         if claim.token:
             variables["SAFE_GPU_SCOPE"] = claim.token
         self._environment.set(variables)
+        warn_of_older_workers(*next(iter(variables.items())), self.logger)
         self.logger.info(
             "Set %s=%s",
             *next(iter(variables.items())),

@@ -102,7 +102,8 @@ def check_possible_inside(
     """
     if delegate:
         raise UnsatisfiableRequestError(
-            "delegate=True is not possible inside another claim (SAFE_GPU_SCOPE): one level only; claim without it",
+            "delegate=True is not possible inside another claim (SAFE_GPU_SCOPE): one level only; "
+            + (_ONCE_FOR_ALL_RANKS if "LOCAL_RANK" in os.environ else "claim without it"),
             value=True,
         )
     shares = [record.share for record in outer.values() if record.share is not None]
@@ -118,6 +119,13 @@ def check_possible_inside(
             f"{len(usable)} of its {len(outer)}: ask for fewer, or make the outer claim larger",
             value=request.nb_gpus,
         )
+
+
+# For a rank whose script was started again by the first rank (Lightning) or by a launcher in a process that claims.
+_ONCE_FOR_ALL_RANKS = (
+    'this is a rank that its program has started, so claim once for all: `if "LOCAL_RANK" not in os.environ: '
+    "safe_gpu.claim_gpus(...)`, and let the ranks use those GPUs without claiming"
+)
 
 
 def judged_inside(outer: Mapping[str, LeaseRecord], verdicts: Iterable[GpuVerdict]) -> tuple[GpuVerdict, ...]:
@@ -178,6 +186,8 @@ def refuse_gpus_of_ancestors(
         else "claim there with delegate=True (or start this under `safe-gpu run`) so that its children may claim from "
         "it, or use its GPUs without claiming"
     )
+    if "LOCAL_RANK" in os.environ and held[0].pid != os.getpid():
+        way_out = _ONCE_FOR_ALL_RANKS
     raise NotEnoughGpusError(f"{who} holds GPU {labels}: {way_out}", nb_gpus=request.nb_gpus, verdicts=all_verdicts)
 
 

@@ -93,7 +93,7 @@ def test_a_wait_of_two_seconds_is_told_of_once(ground, level: int, caplog, monke
     monkeypatch.setattr(status, "_to_log", slowly)
     caplog.set_level(level, "safe_gpu")
     with pytest.raises(NotEnoughGpusError):
-        claim_gpus(1, NoPlaceholder(), affinity=None, timeout=2)
+        claim_gpus(1, NoPlaceholder(), affinity=None, timeout=1.9)
     waiting = [record for record in caplog.records if record.getMessage().startswith("waiting for 1 GPU, 0 free")]
     assert [record.levelno for record in waiting] == [level]
 

@@ -10,6 +10,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -231,3 +232,87 @@ def test_pytest_shows_the_line_that_claims(tmp_path: Path) -> None:
     assert "test_it.py:4: UnsatisfiableRequestError" in shown
     assert PACKAGE not in shown
     assert "safe_gpu/claim" not in shown
+
+
+# Workers that outlive a claim
+
+
+FORKSERVER = """
+import os, multiprocessing, safe_gpu
+from multiprocessing import forkserver
+
+def claim(gpu):
+    safe_gpu.claim_gpus(1, safe_gpu.NoPlaceholder(), only=gpu, affinity=None)
+
+if __name__ == "__main__":
+    {first}
+    forkserver.ensure_running()
+    {second}
+"""
+OLDER = "the forkserver of multiprocessing was started before this claim"
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "warned"),
+    [
+        ("", "claim(0)", True),
+        ("claim(0)", "", False),
+        ("claim(0)", "safe_gpu.release_gpus(); claim(0)", False),
+        ("claim(0)", "safe_gpu.release_gpus(); claim(1)", True),
+    ],
+)
+def test_a_forkserver_that_sees_other_gpus_is_warned_of(
+    first: str, second: str, warned: bool, child: Any, ground: Any
+) -> None:
+    one = child(FORKSERVER.format(first=first, second=second))
+    _, err = one.process.communicate(timeout=60)
+    assert (OLDER in err) is warned
+    assert warned or not err
+
+
+@pytest.mark.parametrize("package", ["loky", "joblib.externals.loky"])
+def test_so_are_workers_of_loky(
+    package: str, child: Any, ground: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module: Any = ModuleType(f"{package}.process_executor")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    worker = child("say('there'); listen()", "there")
+    for alive, pids, warned in ((True, [], False), (False, [worker.pid], False), (True, [worker.pid], True)):
+        module._threads_wakeups = [SimpleNamespace(is_alive=lambda alive=alive: alive, processes=pids)]
+        caplog.clear()
+        with claim(1):
+            heirs = child("say('there'); listen()", "there")
+        assert [f"an executor of {package} was" in record.getMessage() for record in caplog.records] == [True] * warned
+        module._threads_wakeups = [SimpleNamespace(is_alive=lambda: True, processes=[heirs.pid])]
+        caplog.clear()
+        with claim(1):
+            assert not caplog.records
+
+
+# Scripts that start themselves again, as Lightning does for each further rank
+
+
+RANKS = """
+import os, subprocess, sys, safe_gpu
+{condition}
+    safe_gpu.claim_gpus(2, safe_gpu.NoPlaceholder(), affinity=None, timeout=0, delegate={delegate})
+print("rank", os.environ.get("LOCAL_RANK", "0"), "on", os.environ["CUDA_VISIBLE_DEVICES"], flush=True)
+if "LOCAL_RANK" not in os.environ:
+    sys.exit(subprocess.run([sys.executable, *sys.argv], env={{**os.environ, "LOCAL_RANK": "1"}}).returncode)
+"""
+
+
+@pytest.mark.parametrize("delegate", [False, True])
+def test_a_second_rank_is_told_the_line_that_works(delegate: bool, ground: Any, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+
+    def run(condition: str) -> subprocess.CompletedProcess[str]:
+        script.write_text(RANKS.format(condition=condition, delegate=delegate))
+        env = {**os.environ, "PYTHONPATH": str(PACKAGE_ROOT)}
+        return subprocess.run([sys.executable, script], env=env, capture_output=True, text=True, timeout=60)
+
+    line = 'if "LOCAL_RANK" not in os.environ:'
+    refused = run("if True:")
+    assert refused.returncode == 1
+    assert f"claim once for all: `{line} safe_gpu.claim_gpus(...)`" in refused.stderr
+    assert run(line).stdout == "rank 0 on 0,1\nrank 1 on 0,1\n"

@@ -253,7 +253,9 @@ def refusal(
     request, visible_limit = view.request, view.visible_limit
     holders = _holders(view)
     verdicts = _judge(view, holders)
-    hint = fence_hint(view.judge(holders, fenced=False), visible_limit)
+    unfenced = view.judge(holders, fenced=False)
+    hint = fence_hint(unfenced, visible_limit)
+    frozen = visible_limit is not None and visible_limit.frozen
     if hint and visible_limit is not None and not visible_limit.frozen:
         hint += " (SAFE_GPU_FENCE=ignore disregards it)"
     ahead = None if ticket is None else ClaimAhead.of(ticket)
@@ -268,6 +270,7 @@ def refusal(
         position=position,
         waited=waited,
         wait_limit=wait_limit,
+        elsewhere=frozen and sum(verdict.free for verdict in unfenced) >= request.nb_gpus,
     )
     if waited:
         return ClaimTimeout(message, nb_gpus=request.nb_gpus, verdicts=verdicts, timeout=waited)
@@ -305,6 +308,7 @@ def refusal_message(
     position: int = 0,
     waited: float = 0.0,
     wait_limit: str = "",
+    elsewhere: bool = False,
     now: float | None = None,
 ) -> str:
     """Why a request was not met: one sentence, then one line for the GPUs that share a reason.
@@ -316,6 +320,7 @@ def refusal_message(
         passed: a waiter that stands ahead and is stopped.
         spent, wait_limit: as in :func:`refusal`.
         waited: seconds that the claim waited.
+        elsewhere: whether another process could have them at once, in which CUDA is not initialised.
         now: in Unix seconds; None reads the clock.
     """
     free = sum(verdict.free for verdict in verdicts)
@@ -329,7 +334,9 @@ def refusal_message(
     if spent is not None:
         text += f", and {spent}"
     way_out = "wait longer" if waited else "wait for it" if request.nb_gpus == 1 else "wait for them"
-    if wait_limit:
+    if elsewhere:
+        text += ": start a new process, which can have others (in a notebook, restart the kernel)"
+    elif wait_limit:
         text += f": try again ({wait_limit} limits the wait)"
     else:
         text += f": {way_out} ({request.spelling.option('timeout')})"

@@ -128,6 +128,8 @@ _EARLY_INTERVAL = 10.0
 _EARLY = 32
 # Seconds of waiting after which a warning is given, and after which a change of the waiter ahead is reported.
 _WARNING_DELAY = 1.0
+# Characters of a report in the log; what others run on the GPUs may have any length.
+_LONGEST_LINE = 240
 
 
 class WaitReporter:
@@ -225,7 +227,7 @@ def _to_log(logger: Any, *, late: bool) -> Callable[[WaitStatus], None] | None:
         from .messages import waiting_message
 
         facts = {f"safe_gpu_{name}": value for name, value in status._asdict().items()}
-        (logger.warning if late else logger.info)("%s", waiting_message(status), extra=facts)
+        (logger.warning if late else logger.info)("%s", waiting_message(status, width=_LONGEST_LINE), extra=facts)
 
     return tell
 

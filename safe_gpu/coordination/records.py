@@ -104,6 +104,7 @@ def as_seconds(value: object, least: float) -> float | None:
 
 
 _LONGEST = 200
+_KERNEL = " ipykernel_launcher"
 
 # Programs whose first argument is a script, unless it is an option.
 _INTERPRETERS = frozenset(
@@ -125,7 +126,9 @@ def command_for_record(arguments: Sequence[str]) -> str | None:
 def own_command() -> str | None:
     """The same of this process."""
     line = (read_start("/proc/self/cmdline") or b"").rstrip(b"\0")
-    return command_for_record([os.fsdecode(argument) for argument in line.split(b"\0")])
+    command = command_for_record([os.fsdecode(argument) for argument in line.split(b"\0")])
+    notebook = _base(os.environ.get("JPY_SESSION_NAME", ""))
+    return f"{command} {notebook}"[:_LONGEST] if notebook and command and command.endswith(_KERNEL) else command
 
 
 def command_of(pid: int, said: str | None) -> str | None:
@@ -135,8 +138,10 @@ def command_of(pid: int, said: str | None) -> str | None:
         said: what its record says. If that is the whole command, its user wants it to be seen.
     """
     arguments = arguments_of(pid)
+    # Only here is more believed than /proc shows: a kernel's record names the notebook, which is no argument.
     whole, short = (printable(text)[:_LONGEST] for text in (" ".join(arguments), program_names(arguments)))
-    return (whole if whole == said else short) or None
+    is_notebook = said and short.endswith(_KERNEL) and said.startswith(f"{short} ")
+    return (said if whole == said or is_notebook else short) or None
 
 
 def program_names(arguments: Sequence[str]) -> str:

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from safe_gpu import NoPlaceholder, claim_gpus
 from safe_gpu.claim.messages import Forecast, HolderGpus, describe_forecast
 
 NOW = time.mktime((2026, 11, 21, 13, 0, 0, 0, 0, -1))
@@ -73,9 +72,10 @@ def test_the_head_is_told_who_passed_it(ground: Any, child: Any) -> None:
     )
     while "waiting for 8 GPUs" not in large.hear():
         pass
-    with claim_gpus(1, NoPlaceholder(), affinity=None, hold_for=600):
-        while not re.search(r"; passed by \S+ \(1 GPU, until \d\d:\d\d\)$", large.hear()):
-            pass
+    claim = "safe_gpu.claim_gpus(1, safe_gpu.NoPlaceholder(), affinity=None, hold_for=600)"
+    child(f"import safe_gpu; {claim}; say('has'); listen()", "has")
+    while not re.search(r"; passed by \S+ \(1 GPU, until \d\d:\d\d\)$", large.hear()):
+        pass
 
 
 def test_run_mentions_for_once_where_it_may_help(ground: Any, command: Any, monkeypatch: pytest.MonkeyPatch) -> None:

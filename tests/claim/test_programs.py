@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import os
 import pickle
 import subprocess
@@ -17,9 +18,12 @@ import pytest
 from support.gpus import PACKAGE_ROOT
 
 import safe_gpu
+from safe_gpu.claim.messages import WaitStatus
+from safe_gpu.claim.search import _to_log
+from safe_gpu.devices import GpuVerdict
 from safe_gpu.doctor import gpus as doctor_gpus
 from safe_gpu.programs import python_child
-from safe_gpu.runtimes.runtime import CUDA
+from safe_gpu.runtimes.runtime import CUDA, CudaRuntime
 
 from .conftest import claim, in_fork
 
@@ -316,3 +320,46 @@ def test_a_second_rank_is_told_the_line_that_works(delegate: bool, ground: Any, 
     assert refused.returncode == 1
     assert f"claim once for all: `{line} safe_gpu.claim_gpus(...)`" in refused.stderr
     assert run(line).stdout == "rank 0 on 0,1\nrank 1 on 0,1\n"
+
+
+# What others are told
+
+
+def test_a_notebook_is_named(child: Any, tmp_path: Path) -> None:
+    (tmp_path / "ipykernel_launcher.py").write_text(
+        "import safe_gpu; safe_gpu.claim_gpus(8, safe_gpu.NoPlaceholder(), affinity=None); print('has'); input()"
+    )
+    environment = {"PYTHONPATH": f"{PACKAGE_ROOT}:{tmp_path}", "JPY_SESSION_NAME": "/home/anna/train.ipynb"}
+    code = "import os; os.execv(sys.executable, [sys.executable, '-m', 'ipykernel_launcher', '-f', 'kernel.json'])"
+    child(code, "has", env=environment)
+    with pytest.raises(safe_gpu.NotEnoughGpusError, match=r"-m ipykernel_launcher train\.ipynb\)"):
+        claim(1)
+
+
+def test_a_wait_behind_long_commands_is_a_short_line(host: Any, caplog: pytest.LogCaptureFixture) -> None:
+    reason = f"process {{}} (anna, python -m joblib.externals.loky.backend.popen_loky_posix {150 * 'x'}) uses 1 GiB"
+    verdicts = tuple(
+        GpuVerdict(gpu, "busy", reason.format(pid), user="anna", pid=pid)
+        for pid, gpu in enumerate(host.idle.gpus, 4000)
+    )
+    tell = _to_log(logging.getLogger("safe_gpu"), late=True)
+    assert tell is not None
+    tell(WaitStatus(1, 0, 1, verdicts))
+    holders = (f"GPU {number}: anna (pid {4000 + number})" for number in range(8))
+    assert caplog.messages == ["; ".join(["waiting for 1 GPU, 0 free", *holders])]
+
+
+def test_a_kernel_that_can_have_other_gpus_only_anew_is_told_so(
+    host: Any, ground: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host.cuda = True
+    monkeypatch.setattr(CudaRuntime, "visible_if_initialized", lambda self: (host.uuids[0],))
+    monkeypatch.setattr(CudaRuntime, "contexts", lambda self: frozenset())
+    ground.hold(0)
+    with pytest.raises(
+        safe_gpu.NotEnoughGpusError, match=r"start a new process.*restart the kernel.*7 others are free"
+    ):
+        claim(1)
+    ground.hold(*range(1, 8))
+    with pytest.raises(safe_gpu.NotEnoughGpusError, match=r"wait for it \(timeout="):
+        claim(1)

@@ -7,11 +7,15 @@ process that has just exited), the result is None or empty; no error is raised.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from functools import cache
+from typing import TypeVar
 
 from .foreign_files import LIMIT, read_start
+
+_T = TypeVar("_T")
 
 FIRST_PID_NAMESPACE = 4026531836
 """The inode of the initial PID namespace, a constant of the kernel (PROC_PID_INIT_INO)."""
@@ -255,6 +259,13 @@ def arguments_of(pid: int) -> list[str]:
     """The program and its arguments, of which 4 KiB are read, printable or not; [""] if it has exited."""
     line = _read(f"/proc/{pid}/cmdline", _LONGEST_COMMAND).rstrip(b"\0") or _read(f"/proc/{pid}/comm").strip()
     return line.decode("utf-8", "replace").split("\0")
+
+
+def lasting(name: str, new: _T) -> _T:
+    """What this process has under a name, at first ``new``. It outlives a reload of all modules, as by IPython's
+    autoreload: locks that nobody knew of any more would be held to the end of the process."""
+    kept: _T = vars(sys).setdefault("_safe_gpu", {}).setdefault(name, new)
+    return kept
 
 
 def describe_process(pid: int) -> tuple[str, str] | None:

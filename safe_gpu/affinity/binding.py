@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from ..cpulist import LIMIT, format_cpulist
 from ..errors import GPUAffinityError
+from ..procfs import lasting
 from .options import check_memory_mode
 
 # The NUMA memory policy of the calling thread, by raw system call: neither libnuma nor numactl is needed.
@@ -195,7 +196,7 @@ class _Before:
         self.policies: list[MemoryPolicy] = []
 
 
-_stack: list[_Before] = []
+_stack: list[_Before] = lasting("bindings", [])
 """The saved states, the oldest first. A forked child inherits the list, and it stays valid there: the child's threads
 have other numbers, but the masks that this module set are recognised by value, and the mask before them is the same."""
 

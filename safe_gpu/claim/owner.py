@@ -15,6 +15,7 @@ from ..coordination.signals import DeferredSignals
 from ..devices import Gpu
 from ..drivers import opened_driver
 from ..errors import AlreadyClaimedError, GPUAffinityError, PlaceholderError, SafeGpuError
+from ..procfs import lasting
 from ..runtimes import placeholders
 from ..runtimes.visible_devices import render_visible
 from ..runtimes.visible_limit import prepare_only, remember_initializer
@@ -108,7 +109,7 @@ class PlaceholderSet:
 # ``GPUOwner`` and ``claim_gpus``: the steps of a claim in their order, and its release.
 
 
-gpu_owner: GPUOwner | None = None
+gpu_owner: GPUOwner | None
 """The owner that :func:`claim_gpus` made, until its release."""
 
 # If the first poll is older than this, in seconds, it is repeated. Importing the placeholder's framework takes time.
@@ -117,9 +118,16 @@ _STALE = 1.0
 # The affinity modes that divide the CPUs of a node among its GPUs.
 _DIVIDING = ("exclusive", "core-complex")
 
-# The owner that holds GPUs in this process. There is at most one, because a process has one CUDA_VISIBLE_DEVICES.
-_current: GPUOwner | None = None
-_current_lock = allocate_lock()
+# The owner that holds GPUs in this process, "current". There is at most one, because a process has one
+# CUDA_VISIBLE_DEVICES. It is also "gpu_owner" if it was made by a function.
+_owners: dict[str, GPUOwner | None] = lasting("owners", {})
+_owners_lock = lasting("owners_lock", allocate_lock())
+
+
+def __getattr__(name: str) -> Any:
+    if name == "gpu_owner":
+        return _owners.get(name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 class GPUOwner:
@@ -168,7 +176,7 @@ class GPUOwner:
         self.binding: BindingReport | None = None
 
         self._pid = os.getpid()
-        self._asked: tuple[object, ...] = ()
+        self._asked = ""
         self._claim: Claim | None = None
         self._environment = ClaimVariables()
         self._signals = DeferredSignals()
@@ -437,10 +445,8 @@ def claim_gpus(
     """
     arguments = locals().copy()
     __tracebackhide__ = True
-    owner = GPUOwner(**arguments)
-    global gpu_owner
-    gpu_owner = owner
-    return gpu_owner
+    _owners["gpu_owner"] = owner = GPUOwner(**arguments)
+    return owner
 
 
 def ensure_gpus(nb_gpus: int | str = 1, placeholder_fn: Callable[[int], Any] | None = None, **options: Any) -> GPUOwner:
@@ -456,40 +462,40 @@ def ensure_gpus(nb_gpus: int | str = 1, placeholder_fn: Callable[[int], Any] | N
         AlreadyClaimedError: this process holds GPUs by another request. Others as for :func:`claim_gpus`.
     """
     __tracebackhide__ = True
-    global gpu_owner
     holder = current_owner()
     if holder is None:
-        gpu_owner = GPUOwner(nb_gpus, placeholder_fn, **options)
-        return gpu_owner
+        _owners["gpu_owner"] = holder = GPUOwner(nb_gpus, placeholder_fn, **options)
+        return holder
     if _asked(read_options(nb_gpus, placeholder_fn=placeholder_fn, **options)) != holder._asked:
         raise _already_claimed(holder, "by another request: release_gpus() first")
     return holder
 
 
-def _asked(options: ClaimOptions) -> tuple[object, ...]:
-    return options.request, options.visible_as, options.delegate
+def _asked(options: ClaimOptions) -> str:
+    return repr((options.request, options.visible_as, options.delegate))  # text, which compares after a reload too
 
 
 def release_gpus() -> None:
     """Release the GPUs that this process holds, through :func:`claim_gpus` or any owner; do nothing without any."""
-    owner = gpu_owner or current_owner()
+    owner = _owners.get("gpu_owner") or current_owner()
     if owner is not None:
         owner.release_gpus()
 
 
 def current_owner() -> GPUOwner | None:
     """The owner that holds GPUs in this process, or None. In a forked child the parent's owner does not count."""
-    return _current if _current is not None and _current._pid == os.getpid() else None
+    current = _owners.get("current")
+    return current if current is not None and current._pid == os.getpid() else None
 
 
 def latest_gpus() -> tuple[Gpu, ...]:
     """The GPUs that this process holds, or that its parent held when this process was forked."""
-    return _current.gpus if _current is not None else ()
+    current = _owners.get("current")
+    return current.gpus if current is not None else ()
 
 
 def _become_current(owner: GPUOwner) -> None:
-    global _current
-    with _current_lock:
+    with _owners_lock:
         holder = current_owner()
         if holder is not None:
             raise _already_claimed(
@@ -497,7 +503,7 @@ def _become_current(owner: GPUOwner) -> None:
                 "already: release_gpus() first, ask for all GPUs in one claim, or call ensure_gpus(), which keeps "
                 "those of the same request",
             )
-        _current = owner
+        _owners["current"] = owner
 
 
 def _already_claimed(holder: GPUOwner, further: str) -> AlreadyClaimedError:
@@ -508,8 +514,6 @@ def _already_claimed(holder: GPUOwner, further: str) -> AlreadyClaimedError:
 
 
 def _clear_current(owner: GPUOwner) -> None:
-    global _current, gpu_owner
-    if gpu_owner is owner:
-        gpu_owner = None
-    if _current is owner:
-        _current = None
+    for name, one in list(_owners.items()):
+        if one is owner:
+            _owners[name] = None

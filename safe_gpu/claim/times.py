@@ -11,6 +11,7 @@ from typing import NamedTuple
 from .. import procfs
 from ..argument_style import ArgumentStyle
 from ..errors import UnsatisfiableRequestError
+from ..procfs import lasting
 from ..schedulers import JobContext
 from ..settings import parse_duration
 
@@ -30,7 +31,7 @@ class DefaultTimeout:
         return "<default>"
 
 
-DEFAULT = DefaultTimeout()
+DEFAULT = lasting("default", DefaultTimeout())
 
 
 def parse_timeout(
@@ -41,7 +42,7 @@ def parse_timeout(
     Raises:
         UnsatisfiableRequestError: the value is negative, not a number, or of another type.
     """
-    if isinstance(timeout, DefaultTimeout):
+    if timeout is DEFAULT:
         return default_timeout(environ, in_batch_job=in_batch_job)
     if timeout is None:
         return None
@@ -113,7 +114,7 @@ def parse_hold_for(
     Raises:
         UnsatisfiableRequestError: less than a second, not a number, or of another type.
     """
-    if isinstance(hold_for, DefaultTimeout):
+    if hold_for is DEFAULT:
         text = environ.get("SAFE_GPU_FOR")
         if text:
             return HoldTime(_seconds_of(text, "SAFE_GPU_FOR", spelling=ArgumentStyle))

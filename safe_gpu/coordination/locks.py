@@ -103,7 +103,7 @@ class ForkGuard:
                 os.close(fd)
 
 
-fork_guard = ForkGuard()
+fork_guard = procfs.lasting("fork_guard", ForkGuard())
 
 
 class LockedHost:

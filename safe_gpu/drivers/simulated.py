@@ -34,6 +34,7 @@ from ..coordination.signals import DeferredSignals
 from ..coordination.socket_names import simulated_prefix
 from ..devices import Gpu, GpuProcess, HostSnapshot, ProcessKind
 from ..errors import PlaceholderError, StateDirError
+from ..procfs import lasting
 from ..runtimes.runtime import Runtime
 from ..vendors import VENDORS
 from .base import Driver
@@ -70,7 +71,7 @@ def is_alive(name: str, directory: int) -> bool:
         os.close(fd)
 
 
-_contexts: set[SimulatedContext] = set()
+_contexts: set[SimulatedContext] = lasting("simulated_contexts", set())
 _numbers = count()
 
 

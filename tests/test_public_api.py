@@ -87,6 +87,7 @@ def test_the_arguments_of_a_claim() -> None:
         "model": None,
         "max_utilization": None,
         "near": None,
+        "prefer": None,
         "exclude": (),
         "only": (),
         "visible_as": "index",

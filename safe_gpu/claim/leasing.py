@@ -123,7 +123,8 @@ class Leases:
     def _choose(self, free: Collection[GpuVerdict], last: Collection[str]) -> tuple[Gpu, ...] | None:
         request = self.view.request
         groups = request.groups if request.together else None
-        return choose(free, request.nb_gpus, near=self.view.near, last=last, groups=groups)
+        prefer = request.value_of("prefer") or ()
+        return choose(free, request.nb_gpus, near=self.view.near, last=last, groups=groups, prefer=prefer)
 
     def spent(self) -> LimitReached | None:
         """The limit of this user, if it does not allow as many GPUs more as are asked for."""

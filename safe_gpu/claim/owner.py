@@ -160,6 +160,7 @@ class GPUOwner:
         max_utilization: int | str | None = None,
         near: str | None = None,
         share: int | str | None = None,
+        prefer: str | Iterable[str] | None = None,
         visible_as: str = "index",
         delegate: bool = False,
         hold_for: float | str | DefaultTimeout | None = DEFAULT,
@@ -403,6 +404,7 @@ def claim_gpus(
     max_utilization: int | str | None = None,
     near: str | None = None,
     share: int | str | None = None,
+    prefer: str | Iterable[str] | None = None,
     visible_as: str = "index",
     delegate: bool = False,
     hold_for: float | str | DefaultTimeout | None = DEFAULT,
@@ -425,6 +427,7 @@ def claim_gpus(
         near: "numa": all GPUs on one NUMA node; "nvlink": each connected to each by NVLink.
         share: not whole GPUs but this much memory of each, beside other claims that share: bytes, or text such as
             "20GiB" or "25%" of what claims can share.
+        prefer: which models to take first, such as "H100,A100"; others will do too.
         visible_as: write CUDA_VISIBLE_DEVICES as "index" (with CUDA_DEVICE_ORDER=PCI_BUS_ID) or as "uuid".
         delegate: let child processes claim from this claim.
         hold_for: how long the GPUs will probably be held, in seconds or "2h"; None is unknown. It gets short claims in

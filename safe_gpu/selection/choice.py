@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ..devices import GpuVerdict
 from ..errors import UnsatisfiableRequestError
 from .request import DEFAULT_RULES, Rules, Selection
+from .values import matches_model
 from .verdicts import UNWATCHABLE, fence_hint, judge, why_outside, why_unusable
 
 if TYPE_CHECKING:
@@ -192,8 +193,9 @@ def choose(
     near: frozenset[int] | None = None,
     last: Collection[str] = (),
     groups: Callable[[Sequence[Gpu]], list[list[Gpu]]] | None = None,
+    prefer: Iterable[str] = (),
 ) -> tuple[Gpu, ...] | None:
-    """Pick ``nb_gpus`` of the free devices.
+    """Pick ``nb_gpus`` of the free devices: of the first model in ``prefer`` of which enough are free, else of all.
 
     The criteria, most important first: few GPUs that are to be taken ``last``; few GPUs with an active display; whole
     GPUs rather than a MIG instance; few NUMA nodes; many NVLink connections among the chosen GPUs; many GPUs on the
@@ -206,6 +208,7 @@ def choose(
         near: NUMA nodes of the CPUs that this process may use; None: no preference.
         last: UUIDs of the devices that are taken only if the others are too few.
         groups: divides the devices into sets, of one of which all must be.
+        prefer: patterns of names, as for :func:`~safe_gpu.selection.values.matches_model`.
 
     Returns:
         The devices in index order, or None if fewer are free.
@@ -213,6 +216,11 @@ def choose(
     free = [verdict.gpu for verdict in verdicts if verdict.free]
     if nb_gpus > capacity(free):
         return None
+    for pattern in prefer:
+        model = [gpu for gpu in free if gpu.uuid not in last and matches_model(pattern, gpu.name)]
+        found = choose([GpuVerdict(gpu, "free") for gpu in model], nb_gpus, near=near, groups=groups)
+        if found is not None:
+            return found
     if groups is not None and nb_gpus > 1:
         sets = (
             choose([GpuVerdict(gpu, "free") for gpu in group], nb_gpus, near=near, last=last) for group in groups(free)
@@ -252,7 +260,7 @@ def choose_shares(
         rest: tuple[Gpu, ...] | None = ()
         if missing:
             others = [GpuVerdict(gpu, "free") for gpu in group if gpu not in first]
-            rest = choose(others, missing, near=near, last=last)
+            rest = choose(others, missing, near=near, last=last, prefer=request.value_of("prefer") or ())
         if rest is not None:
             chosen = tuple(sorted((*first, *rest), key=_position))
             best = max(best, (len(first), -sum(rooms[gpu.uuid] for gpu in first), chosen), key=lambda one: one[:2])

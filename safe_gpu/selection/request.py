@@ -35,6 +35,7 @@ class Conditions(TypedDict, total=False):
     max_utilization: int | str | None
     near: str | None
     share: int | str | None
+    prefer: str | Iterable[str] | None
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -328,7 +329,22 @@ class Share(Condition):
         return Share(share)
 
 
-CONDITIONS: tuple[type[Condition], ...] = (Only, Exclude, Model, MinMemory, MaxUtilization, Near, Share)
+class Prefer(Condition):
+    """An order among the GPUs that will do, which excludes none."""
+
+    argument, metavar = "prefer", "P"
+    help = "which models to take first, such as H100,A100; others will do too"
+
+    @classmethod
+    def parse(cls, value: Any, spelling: type[ArgumentStyle]) -> tuple[str, ...] | None:
+        patterns = value.split(",") if isinstance(value, str) else value
+        if not isinstance(patterns, Iterable) or not all(isinstance(one, str) and one.strip() for one in patterns):
+            example = spelling.value("H100,A100")
+            raise refused(cls.argument, value, f"list parts of names, the best first, such as {example}", spelling)
+        return tuple(one.strip() for one in patterns) or None
+
+
+CONDITIONS: tuple[type[Condition], ...] = (Only, Exclude, Model, MinMemory, MaxUtilization, Near, Share, Prefer)
 """In the order in which they are checked."""
 
 _MOST_MEMORY = 1 << 60

@@ -110,3 +110,22 @@ def test_a_gpu_that_was_lost_when_a_waiter_came(host) -> None:
     host.edits[host.uuids[5]] = {"lost": True}
     view = HostView.of(host, host.snapshot(), parse_request(1, only="3,5"))
     assert queue_place.QueuePlace(view, UNKNOWN).ensure_waiter().demand.gpus == {host.uuids[3], host.uuids[5]}
+
+
+@pytest.mark.parametrize(
+    ("prefer", "held", "gets"),
+    [
+        ("A2000", (), (0,)),
+        ("3090,4090", (), (2,)),
+        (["3090", "4090"], (2,), (1,)),
+        ("3090", (1, 2), (0,)),
+        ("H100", (), (1,)),
+    ],
+)
+def test_a_preference_is_an_order(
+    prefer: Any, held: tuple[int, ...], gets: tuple[int, ...], host_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = host_of("workstation-mixed")
+    for number in held:
+        host.stranger(number)
+    assert try_claim(1, prefer=prefer) == gets

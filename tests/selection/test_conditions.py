@@ -40,6 +40,7 @@ SAMPLES: dict[str, Any] = {
     "max_utilization": 10,
     "near": "numa",
     "share": "20GiB",
+    "prefer": "H100,A100",
 }
 
 every = pytest.mark.parametrize("condition", CONDITIONS, ids=lambda condition: condition.argument)
@@ -181,3 +182,33 @@ def test_a_set_is_dated_by_the_earliest_of_its_groups(
     now = {gpu for gpu, when in free.items() if when == 0.0}
     assert want.fits(open_gpus(want, [], now, free, 0.0)) == any(one.fits(now) for one in alone)
     assert starts([want._replace(groups=(want.gpus,))] * 2, free) == starts([want._replace(groups=None)] * 2, free)
+
+
+FREE = [gpu(0, name="A100"), gpu(1, name="H100"), gpu(2, name="A100"), gpu(3, name="V100"), gpu(4, name="H100")]
+
+
+@pytest.mark.parametrize(
+    ("nb_gpus", "prefer", "last", "chosen"),
+    [
+        (1, ("H100", "A100"), (), (1,)),
+        (1, ("H100", "A100"), ("GPU-1",), (4,)),
+        (1, ("H100", "A100"), ("GPU-1", "GPU-4"), (0,)),
+        (2, ("V100", "A100"), (), (0, 2)),
+        (3, ("H100", "A100"), (), (0, 1, 2)),
+        (2, ("P100",), (), (0, 1)),
+        (6, ("H100",), (), None),
+    ],
+)
+def test_the_first_model_of_which_there_are_enough(
+    nb_gpus: int, prefer: tuple[str, ...], last: tuple[str, ...], chosen: tuple[int, ...] | None
+) -> None:
+    found = choose([GpuVerdict(one, "free") for one in FREE], nb_gpus, prefer=prefer, last=last)
+    assert (found and tuple(one.index for one in found)) == chosen
+
+
+@pytest.mark.parametrize("value", ["", "H100,", ["H100", 3], 5])
+def test_a_preference_that_makes_no_sense(value: Any) -> None:
+    with pytest.raises(
+        UnsatisfiableRequestError, match=r"prefer=.*list parts of names, the best first, such as 'H100,A1"
+    ):
+        parse_request(1, prefer=value)

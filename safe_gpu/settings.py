@@ -30,7 +30,7 @@ VARIABLES = {
     "SAFE_GPU_LEGACY_LOCK": "the older package's lock: auto, always or never (default auto)",
     "SAFE_GPU_UNEXPLAINED_MEMORY": "bytes in use by no visible process that make a GPU busy: 300MiB (at least 16MiB)",
     "SAFE_GPU_PROCESS_LIST": "optional: claim by lease and memory where the driver can list no processes",
-    "SAFE_GPU_POLICY": "the policy file (default /etc/safe-gpu/policy.ini)",
+    "SAFE_GPU_POLICY": "the policy file where the host has none (default /etc/safe-gpu/config.ini)",
     "SAFE_GPU_SIMULATED_DIR": "the tree of a simulated host",
     "SAFE_GPU_SGE_RESOURCE": "the name of the GPU resource in Grid Engine",
     "SAFE_GPU_RECORD_COMMAND": "what others can read of a command: names (program and script; default) or full",
@@ -53,8 +53,8 @@ CHOICES = {
 }
 """Name -> allowed values, for the variables that take one of a few words."""
 
-POLICY_FILE = "/etc/safe-gpu/policy.ini"
-"""The limits that root sets for the users of this host."""
+HOST_FILES = ("/etc/safe-gpu/config.ini", "/etc/safe-gpu/policy.ini")
+"""The file with root's settings and limits for this host: its name, and its older name."""
 
 _FOR_TESTS = f"{PREFIX}TEST_"
 # Programs that use simulated GPUs on purpose set this variable, which turns off the warning about them.
@@ -88,8 +88,17 @@ def check(environ: Mapping[str, str]) -> None:
 
 
 def policy_file(environ: Mapping[str, str]) -> str:
-    """Where the policy of this host is, whether the file exists or not."""
-    return environ.get("SAFE_GPU_POLICY") or POLICY_FILE
+    """Where the policy of this host is, whether the file exists or not.
+
+    Where root has made one, a user cannot choose another by ``SAFE_GPU_POLICY``, unless the GPUs are simulated.
+    """
+    own = next(filter(os.path.lexists, HOST_FILES), None)
+    given = environ.get("SAFE_GPU_POLICY")
+    if given and own and not environ.get("SAFE_GPU_DRIVER", "").startswith("simulated"):
+        from .programs import is_root
+
+        given = given if is_root() else None
+    return given or own or HOST_FILES[0]
 
 
 def ignores_fence(environ: Mapping[str, str]) -> bool:
@@ -104,6 +113,9 @@ def doubts(environ: Mapping[str, str]) -> list[str]:
         hint = f": did you mean {meant}?" if meant else ""
         found.append(f"{name} is not a variable of safe_gpu and has no effect{hint}")
     found += _risks_for_root(environ)
+    policy = environ.get("SAFE_GPU_POLICY")
+    if policy and policy != policy_file(environ):
+        found.append(f"SAFE_GPU_POLICY={policy} has no effect: {policy_file(environ)} holds on this host")
     driver = environ.get("SAFE_GPU_DRIVER", "")
     if driver.startswith("simulated") and not environ.get(_SIMULATED_ON_PURPOSE):
         maker = next((maker for path, maker in _REAL_DRIVERS.items() if os.path.exists(path)), "")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from safe_gpu import PolicyError, policy
+from safe_gpu import PolicyError, policy, settings
 from safe_gpu.policy import KEYS, Limits, Policy, limits_of_this_user, limits_of_user, parse, read, resolve
 
 FILE = """\
@@ -211,3 +211,26 @@ def test_whether_gpus_are_limited_at_all() -> None:
     assert parse("[user x]\nmax_gpus = 0", "/p").limits_gpus
     assert not parse("[user x]\nmax_gpus = unlimited\nmax_wait = 1", "/p").limits_gpus
     assert not Policy("/p").limits_gpus
+
+
+# Which file counts
+
+
+@needs_root
+@pytest.mark.parametrize("name", ["config.ini", "policy.ini"])
+def test_a_user_cannot_lift_the_limits_of_the_host(
+    name: str, open_tmp: Path, monkeypatch: pytest.MonkeyPatch, as_user: Any
+) -> None:
+    monkeypatch.setattr(settings, "HOST_FILES", tuple(f"{open_tmp}/{one}" for one in ("config.ini", "policy.ini")))
+    variables = {"SAFE_GPU_POLICY": "/nonexistent", "SAFE_GPU_DRIVER": "nvml"}
+    assert settings.policy_file(variables) == "/nonexistent"  # this host has no policy yet
+    (open_tmp / name).touch()
+    simulated = {**variables, "SAFE_GPU_DRIVER": "simulated:dgx-a100"}
+
+    def look(say: Callable[[object], None], listen: Callable[[], str]) -> None:
+        say([settings.policy_file(variables), *settings.doubts(variables), settings.policy_file(simulated)])
+
+    path = f"{open_tmp}/{name}"
+    said = [path, f"SAFE_GPU_POLICY=/nonexistent has no effect: {path} holds on this host", "/nonexistent"]
+    assert as_user(look, uid=4711).hear() == str(said)
+    assert settings.policy_file(variables) == "/nonexistent"  # root may try another one

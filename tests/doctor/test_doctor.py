@@ -844,7 +844,7 @@ def test_a_policy(tmp_path: Path, prepare: str, status: str, words: str, fix: st
 
 
 def test_a_host_without_a_policy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("safe_gpu.settings.POLICY_FILE", str(tmp_path / "policy.ini"))
+    monkeypatch.setattr("safe_gpu.settings.HOST_FILES", (str(tmp_path / "config.ini"),))
     says("policy", "skipped", host=environment())
 
 

@@ -7,16 +7,14 @@ it. Most hosts have none, so this module is loaded only where the file exists.
 from __future__ import annotations
 
 import os
-import re
-import stat
 from collections.abc import Callable, Collection, Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
-from . import procfs, programs
+from . import host_file, procfs, programs, settings
 from .argument_style import ArgumentStyle
-from .errors import PolicyError, UnsatisfiableRequestError
-from .foreign_files import open_to_read
+from .errors import PolicyError
+from .host_file import Section
 from .settings import parse_duration
 
 KEYS = ("max_gpus", "max_hold", "default_hold", "max_wait", "idle_report_after")
@@ -25,20 +23,6 @@ KEYS = ("max_gpus", "max_hold", "default_hold", "max_wait", "idle_report_after")
 # Least values, in seconds, of the keys that cannot be 0.
 _LEAST = {"max_hold": 1.0, "default_hold": 1.0, "idle_report_after": 1.0}
 _UNLIMITED = ("unlimited", "none", "inf")
-_LONGEST_FILE = 1 << 16
-
-
-class Section(NamedTuple):
-    """One section: ``kind`` is "default", "user" or "group". A key that is set to no limit has the value None."""
-
-    kind: str
-    name: str
-    values: Mapping[str, float | None]
-
-    @property
-    def title(self) -> str:
-        """As in the file: ``[user anna]``."""
-        return f"[{self.kind} {self.name}]" if self.name else f"[{self.kind}]"
 
 
 class Policy(NamedTuple):
@@ -93,53 +77,8 @@ class _InFile(ArgumentStyle):
 
 
 def parse(text: str, path: str) -> Policy:
-    """The policy in a text of ``[section]`` and ``key = value`` lines; ``#`` and ``;`` begin comments.
-
-    Raises:
-        PolicyError: names the line, and what is wrong with it.
-    """
-    sections: list[Section] = []
-    values: dict[str, float | None] | None = None
-    for number, raw in enumerate(text.splitlines(), 1):
-        line = re.split(r"(?:^|[ \t])[#;]", raw.strip(), maxsplit=1)[0].strip()
-        try:
-            if line.startswith("["):
-                kind, name = _header(line)
-                if any((one.kind, one.name) == (kind, name) for one in sections):
-                    raise ValueError(f"{line} stands here twice: write all of it into one section")
-                values = {}
-                sections.append(Section(kind, name, values))
-            elif line:
-                if values is None:
-                    raise ValueError(f"{line!r} stands before the first section: write [default] above it")
-                key, value = _setting(line)
-                if key in values:
-                    raise ValueError(f"{key} is set twice in this section")
-                values[key] = value
-        except (ValueError, UnsatisfiableRequestError) as err:
-            raise PolicyError(f"{path}:{number}: {err}", path=path, line=number) from err
-    return Policy(path, tuple(sections))
-
-
-def _header(line: str) -> tuple[str, str]:
-    found = re.fullmatch(r"\[\s*(?:(?:default|DEFAULT)\s*|(user|group)\s([^]]+))\]", line)
-    kind, name = (found[1] or "default", (found[2] or "").strip()) if found else ("", "")
-    if not kind or (kind != "default" and not name):
-        raise ValueError(f"{line} is not a section: write [default], [user NAME] or [group NAME]")
-    return kind, name
-
-
-def _setting(line: str) -> tuple[str, float | None]:
-    name, *value = re.split("[=:]", line, maxsplit=1)
-    if not value:
-        raise ValueError(f"{line!r} is neither [section] nor key = value")
-    key = name.strip().lower()
-    if key not in KEYS:
-        from difflib import get_close_matches
-
-        meant = next(iter(get_close_matches(key, KEYS, 1, 0.6)), "")
-        raise ValueError(f"{key!r} is unknown: " + (f"did you mean {meant}?" if meant else f"write {', '.join(KEYS)}"))
-    return key, _value(key, value[0].strip())
+    """The policy in a text. Errors are those of :func:`safe_gpu.host_file.parse`."""
+    return Policy(path, host_file.parse(text, path, KEYS, _value))
 
 
 def _value(key: str, text: str) -> float | None:
@@ -223,35 +162,10 @@ def read(path: str) -> tuple[Policy | None, str]:
     """The policy in a file, or None and why the file is ignored; ("" where there is no file).
 
     Raises:
-        PolicyError: the file cannot be read, or a line of it is wrong.
+        PolicyError: the file cannot be read, or a line of it is wrong, or a file with the older name is there too.
     """
-    try:
-        with open_to_read(path, os.O_NOFOLLOW) as file:
-            doubt = _doubt(os.fstat(file.fileno()))
-            data = b"" if doubt else file.read(_LONGEST_FILE + 1) or b""
-    except FileNotFoundError:
-        return None, ""
-    except IsADirectoryError:
-        doubt = "is not a file"
-    except OSError as err:
-        if os.path.islink(path):
-            return None, f"{path} is a link: it is ignored, and nothing is limited; write the policy there itself"
-        raise PolicyError(
-            f"{path} cannot be read ({err.strerror}): ask root for `chmod 644 {path}`", path=path
-        ) from err
-    if doubt:
-        return None, f"{path} {doubt}: it is ignored, and nothing is limited; root should make it a file of mode 644"
-    if len(data) > _LONGEST_FILE:
-        raise PolicyError(f"{path} is longer than 64 KiB: name groups, not users", path=path)
-    return parse(data.removeprefix(b"\xef\xbb\xbf").decode("utf-8", "replace"), path), ""
-
-
-def _doubt(status: os.stat_result) -> str:
-    """Why a policy file does not count; "" if it does."""
-    if not stat.S_ISREG(status.st_mode):
-        return "is not a file"
-    if status.st_uid:
-        return f"belongs to {procfs.user_name(status.st_uid)}, not to root"
-    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        return f"can be written by others than root (mode {stat.S_IMODE(status.st_mode):04o})"
-    return ""
+    text, doubt = host_file.read_text(path)
+    name, *older = settings.HOST_FILES
+    if path == name and os.path.lexists(path) and (other := next(filter(os.path.lexists, older), None)):
+        raise PolicyError(f"{other} counts only where there is no {path}: move its sections there", path=other)
+    return (None if doubt or not os.path.lexists(path) else parse(text, path)), doubt

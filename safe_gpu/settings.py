@@ -101,6 +101,40 @@ def policy_file(environ: Mapping[str, str]) -> str:
     return given or own or HOST_FILES[0]
 
 
+def host_setting(key: str, variable: str, environ: Mapping[str, str]) -> str | None:
+    """What the environment says; else what root's file says for this host under ``key``; None where neither does.
+
+    Raises:
+        PolicyError: the file cannot be read, or a line of its section [host] is wrong.
+    """
+    if environ.get(variable):
+        return environ[variable]
+    path = policy_file(environ)
+    if not os.path.lexists(path):
+        return None
+    from .host_file import host_values
+
+    return host_values(path).get(key)
+
+
+def _differences(environ: Mapping[str, str]) -> list[str]:
+    """Where the environment differs from root's file: jobs, cron and sudo do not inherit it."""
+    path = policy_file(environ)
+    if not os.path.lexists(path):
+        return []
+    from .host_file import KEYS, host_values
+
+    pairs = ((KEYS[key], f"{key} = {value}", value) for key, value in host_values(path).items())
+    return [
+        f"{name}={environ[name]} counts, and {path} says {said}" + _QUEUES * (name == "SAFE_GPU_DIR")
+        for name, said, value in pairs
+        if environ.get(name, value) not in ("", value)
+    ]
+
+
+_QUEUES = ": two state directories are two queues"
+
+
 def ignores_fence(environ: Mapping[str, str]) -> bool:
     """Whether an inherited CUDA_VISIBLE_DEVICES is to be disregarded."""
     return environ.get("SAFE_GPU_FENCE") == "ignore"
@@ -112,7 +146,7 @@ def doubts(environ: Mapping[str, str]) -> list[str]:
     for name, meant in unknown(environ).items():
         hint = f": did you mean {meant}?" if meant else ""
         found.append(f"{name} is not a variable of safe_gpu and has no effect{hint}")
-    found += _risks_for_root(environ)
+    found += [*_risks_for_root(environ), *_differences(environ)]
     policy = environ.get("SAFE_GPU_POLICY")
     if policy and policy != policy_file(environ):
         found.append(f"SAFE_GPU_POLICY={policy} has no effect: {policy_file(environ)} holds on this host")

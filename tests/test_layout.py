@@ -32,6 +32,7 @@ FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"selection", "drivers"}),
     frozenset({"coordination", "runtimes", "schedulers", "policy", "topology"}),
     frozenset({"settings", "text"}),
+    frozenset({"host_file"}),
     frozenset({"errors"}),
     frozenset({"procfs", "programs", "devices", "sysfs"}),
     frozenset({"argument_style", "cpulist", "foreign_files", "vendors"}),

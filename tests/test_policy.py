@@ -10,7 +10,12 @@ from typing import Any
 import pytest
 
 from safe_gpu import PolicyError, policy, settings
+from safe_gpu.coordination.files import state_dir_path
+from safe_gpu.drivers.vendors import meant_vendor
+from safe_gpu.host_file import host_values
 from safe_gpu.policy import KEYS, Limits, Policy, limits_of_this_user, limits_of_user, parse, read, resolve
+from safe_gpu.schedulers.job import resource_names
+from safe_gpu.selection.request import Rules
 
 FILE = """\
 ; the group's rules
@@ -234,3 +239,55 @@ def test_a_user_cannot_lift_the_limits_of_the_host(
     said = [path, f"SAFE_GPU_POLICY=/nonexistent has no effect: {path} holds on this host", "/nonexistent"]
     assert as_user(look, uid=4711).hear() == str(said)
     assert settings.policy_file(variables) == "/nonexistent"  # root may try another one
+
+
+@needs_root
+def test_both_names_at_once_are_a_mistake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is lifted quietly because root began a new file."""
+    names = tuple(f"{tmp_path}/{one}" for one in ("config.ini", "policy.ini"))
+    monkeypatch.setattr(settings, "HOST_FILES", names)
+    for name in names:
+        Path(name).write_text("[default]\nmax_gpus = 1")
+    with pytest.raises(PolicyError, match="move its sections there"):
+        read(settings.policy_file({}))
+
+
+# The section [host]
+
+
+@needs_root
+def test_root_sets_the_defaults_of_a_host(write: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "state_dir = /var/lib/safe-gpu\nvendor = amd\nsge_resource = accel\nunexplained_memory = 300MiB"
+    path = str(write(f"[host]\n{text}\n[default]\nmax_gpus = 3\n"))
+    variables = {"SAFE_GPU_POLICY": path}
+    monkeypatch.setenv("SAFE_GPU_POLICY", path)
+    monkeypatch.delenv("SAFE_GPU_DIR")
+    assert state_dir_path() == "/var/lib/safe-gpu"
+    assert meant_vendor(variables) == "amd"
+    assert resource_names(variables) == ("accel",)
+    assert Rules.of(variables).unexplained_limit == 300 << 20
+    assert limits_of_this_user(read(path)[0] or Policy(path)).exempt
+    assert settings.doubts(variables) == []
+    monkeypatch.setenv("SAFE_GPU_DIR", "/elsewhere")  # the environment still wins, and a claim says so
+    assert state_dir_path() == "/elsewhere"
+    assert f"SAFE_GPU_DIR=/elsewhere counts, and {path} says state_dir = /var/lib/safe-gpu: two state" in str(
+        settings.doubts({**variables, "SAFE_GPU_DIR": "/elsewhere"})
+    )
+
+
+@needs_root
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("state_dir = tmp", "is relative: write a path from / on"),
+        ("vendor = ati", "is no vendor: write nvidia"),
+        ("refused_exit = 256", "is no exit code: write 1 to 255"),
+        ("unexplained_memory = much", "is no size"),
+        ("max_gpus = 2", "'max_gpus' is unknown: write state_dir"),
+    ],
+)
+def test_a_wrong_setting_is_named(write: Any, text: str, says: str) -> None:
+    path = str(write(f"[user anna]\nmax_gpus = nonsense\n[host]\n{text}"))
+    with pytest.raises(PolicyError, match=":4: ") as caught:
+        host_values(path)
+    assert says in str(caught.value)

@@ -17,6 +17,7 @@ from typing import TypeVar
 
 from .. import procfs
 from ..errors import StateDirError
+from ..settings import host_setting
 
 # The state directory, and files in it that are opened safely although everybody may write there.
 
@@ -41,12 +42,13 @@ NETWORK_TYPES = frozenset(
 
 
 def state_dir_path() -> str:
-    """Where the state directory is: ``SAFE_GPU_DIR``, else ``/tmp/safe-gpu``, as an absolute path.
+    """Where the state directory is: ``SAFE_GPU_DIR``, else what root's file says, else ``/tmp/safe-gpu``; absolute.
 
     Raises:
+        PolicyError: root's file has a mistake.
         StateDirError: ``SAFE_GPU_DIR`` is relative, and would name another directory in every working directory.
     """
-    path = os.environ.get("SAFE_GPU_DIR") or DEFAULT_DIR
+    path = host_setting("state_dir", "SAFE_GPU_DIR", os.environ) or DEFAULT_DIR
     if not os.path.isabs(path):
         raise StateDirError(
             f"SAFE_GPU_DIR={path} is relative: started elsewhere, another process would use another directory and "

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from ..coordination.files import state_dir_path
-from ..errors import SafeGpuError, StateDirError
+from ..errors import PolicyError, SafeGpuError, StateDirError
 from ..foreign_files import read_start
 from ..text import paint, wrapped
 from ..vendors import FIRST, VENDORS, Vendor
@@ -92,7 +92,7 @@ class CheckedHost:
         self.environ = os.environ if environ is None else environ
         try:
             self.path = state_dir_path()
-        except StateDirError as err:  # the check of the variables reports it
+        except (StateDirError, PolicyError) as err:  # the checks of the variables and of the policy report it
             self.path = os.path.abspath(err.path)
         self.driver: Driver | None = None
         self.driver_error = ""

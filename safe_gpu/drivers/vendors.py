@@ -34,7 +34,9 @@ def meant_vendor(environ: Mapping[str, str], prefer: str | None = None) -> str |
     if expected:
         return vendor_of(expected)
     named = environ.get("ROCR_VISIBLE_DEVICES", "").strip().upper().startswith("GPU-")
-    return "amd" if named and not settings.ignores_fence(environ) else None
+    if named and not settings.ignores_fence(environ):
+        return "amd"
+    return settings.host_setting("vendor", "", environ)
 
 
 def check_inside(vendor: str, spelling: type[ArgumentStyle]) -> None:

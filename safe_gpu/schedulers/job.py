@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from ..foreign_files import read_start
+from ..settings import host_setting
 
 
 class JobContext(NamedTuple):
@@ -117,7 +118,7 @@ _RESOURCES = tuple("gpu gpus ngpu ngpus num_gpu num_gpus gpu_num gpu_card gpu_ca
 
 def resource_names(environ: Mapping[str, str]) -> tuple[str, ...]:
     """The names under which the jobs of this Grid Engine site ask for GPUs."""
-    return words(environ.get("SAFE_GPU_SGE_RESOURCE")) or _RESOURCES
+    return words(host_setting("sge_resource", "SAFE_GPU_SGE_RESOURCE", environ)) or _RESOURCES
 
 
 def _sge(environ: Mapping[str, str]) -> JobContext | None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypedDict
 from ..argument_style import ArgumentStyle
 from ..devices import Gpu, Record, vendor_of_name
 from ..errors import UnsatisfiableRequestError
+from ..settings import host_setting
 from ..text import format_bytes
 from ..vendors import VENDORS
 from .sharing import LEAST_SHARE, MIB, share_capacity, why_unshareable
@@ -535,12 +536,12 @@ class Rules(NamedTuple):
 
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> Rules:
-        """The rules that the environment sets.
+        """The rules that the environment and root's file set.
 
         Raises:
             UnsatisfiableRequestError: ``SAFE_GPU_UNEXPLAINED_MEMORY`` is not a size.
         """
-        limit = environ.get(MEMORY_VARIABLE)
+        limit = host_setting("unexplained_memory", MEMORY_VARIABLE, environ)
         return cls(
             max(parse_size(limit, MEMORY_VARIABLE), LEAST_LIMIT) if limit else None,
             environ.get("SAFE_GPU_PROCESS_LIST") == "optional",

@@ -10,6 +10,7 @@ import math
 import os
 import time
 from collections.abc import Callable
+from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..coordination.files import state_dir_path, state_dir_warnings
@@ -267,6 +268,22 @@ def wait_until_free(view: HostView, options: ClaimOptions) -> tuple[Gpu, ...]:
     return _Search(view, options).run(None)
 
 
+_ROOMS = "affinity claim coordination drivers runtimes schedulers selection status".split()
+
+
+@cache
+def _import_all() -> None:
+    """Import what the wait, the claim after it and their refusals may need: an upgrade may replace the files."""
+    import pkgutil
+    from importlib import import_module
+
+    package = __name__.partition(".")[0]
+    for name in ("host_file", "policy", "sysfs", "topology", *_ROOMS):
+        module = import_module(f"{package}.{name}")
+        for one in pkgutil.iter_modules(getattr(module, "__path__", ())):
+            import_module(f"{module.__name__}.{one.name}")
+
+
 class _Search:
     """One search for GPUs, from the first look to the leases; with ``claim`` None it takes no leases."""
 
@@ -374,6 +391,7 @@ class _Search:
 
     def _carry_out(self, decision: Decision, attempt: Attempt) -> None:
         if not attempt.result.outdated and self._may_wait():
+            _import_all()
             self._waiting().report(attempt)
         if decision.step == POLL:
             self._view.poll()

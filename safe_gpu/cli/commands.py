@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import os
 import sys
 from collections.abc import Sequence
 
@@ -112,7 +113,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         if first in COMMANDS:
             return parser_of(first).parse_args(["--help"])
     if first in ("-V", "--version"):
-        print(f"safe-gpu {__version__}")
+        print(f"safe-gpu {__version__}{_commit()}")
         raise SystemExit(0)
     parser = Parser(
         prog="safe-gpu",
@@ -141,6 +142,22 @@ SAFE_GPU_FENCE; CUDA_VISIBLE_DEVICES limits which GPUs are chosen from""",
         parser.error(mistake)
     parser.print_help()
     raise SystemExit(0)
+
+
+def _commit() -> str:
+    """`` (5089dec)`` in a checkout, as far as git tells; else ""."""
+    from ..programs import TooLate, TooMuch, find_program, output_of
+
+    checkout = __file__.rpartition("/safe_gpu/")[0]
+    if not os.path.exists(f"{checkout}/.git"):
+        return ""
+    try:
+        git = find_program("git", os.environ)
+        command = (git or "", "-C", checkout, "rev-parse", "--short", "HEAD")
+        code, text, _ = output_of(command, env=os.environ, timeout=5.0, most=99)
+    except (OSError, TooLate, TooMuch):
+        return ""
+    return "" if code else f" ({text.strip()})"
 
 
 def parser_of(name: str) -> Parser:

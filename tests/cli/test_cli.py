@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -177,7 +178,12 @@ def test_nothing_typed_is_a_question_for_help(ask) -> None:
 
 
 def test_the_version(command, ask) -> None:
-    assert ask("-V").stdout == command.run("--version").stdout == f"safe-gpu {__version__}\n"
+    said = ask("-V").stdout
+    assert said == command.run("--version").stdout
+    assert re.fullmatch(rf"safe-gpu {re.escape(__version__)}( \([0-9a-f]+\))?\n", said)
+    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    if shutil.which("git") and not (head := subprocess.run(git, capture_output=True, text=True, timeout=60)).returncode:
+        assert f"({head.stdout.strip()})" in said
 
 
 # Where the output goes

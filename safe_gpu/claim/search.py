@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..coordination.files import state_dir_path, state_dir_warnings
 from ..coordination.signals import unwind_on_signals
-from ..errors import UnsatisfiableRequestError
+from ..errors import StateDirError, UnsatisfiableRequestError
 from ..procfs import printable_lines
 from ..selection.choice import check_possible, fits
 from .attempt import Attempt
@@ -240,6 +240,9 @@ def _to_log(logger: Any, *, late: bool) -> Callable[[WaitStatus], None] | None:
 _LEASE_PAUSE = 0.010
 # A sleeper that looks again polls the driver first if its latest poll is older than this, in seconds.
 _OLD = 30.0
+# For so long waiters wait for a state directory that went away, in seconds, and look for it so often.
+_LONGEST_ABSENCE = 60.0
+_ABSENCE_PAUSE = 0.25
 
 
 def acquire(view: HostView, options: ClaimOptions, claim: Claim) -> None:
@@ -299,6 +302,7 @@ class _Search:
         self._watching_since = 0.0
         self._looks = 0
         self._limited = False
+        self._gone_since = 0.0  # time.monotonic() value, of the state directory
 
     def run(self, claim: Claim | None) -> tuple[Gpu, ...]:
         """Look, decide and wait until there are enough GPUs, and a second poll confirms that they are free."""
@@ -311,19 +315,25 @@ class _Search:
                     while True:
                         # Stored before it holds a ticket, so that _leave closes it after an interrupt.
                         self._attempt = attempt = Attempt()
-                        attempt.run(self._view, self._place, claim, self._options, may_wait=self._may_wait())
-                        self._limit()
-                        if attempt.chosen or not self._looks:
-                            self._options.logger.info("lock acquired")
-                            self._options.logger.info("lock released")
-                        self._looks += 1
-                        decision = self._decide(attempt)
-                        if decision.step == REFUSE:
-                            raise self._refusal(attempt)
-                        if decision.step != TAKE:
-                            self._carry_out(decision, attempt)
+                        try:
+                            attempt.run(self._view, self._place, claim, self._options, may_wait=self._may_wait())
+                            self._limit()
+                            if attempt.chosen or not self._looks:
+                                self._options.logger.info("lock acquired")
+                                self._options.logger.info("lock released")
+                            self._looks += 1
+                            self._gone_since = 0.0
+                            decision = self._decide(attempt)
+                            if decision.step == REFUSE:
+                                raise self._refusal(attempt)
+                            if decision.step != TAKE:
+                                self._carry_out(decision, attempt)
+                                attempt.close()
+                        except StateDirError as err:
                             attempt.close()
-                        elif self._is_confirmed(claim, attempt.chosen):
+                            self._outlast(err)
+                            continue
+                        if decision.step == TAKE and self._is_confirmed(claim, attempt.chosen):
                             return attempt.chosen if claim is None else claim.gpus
                 finally:
                     self._leave()
@@ -388,6 +398,16 @@ class _Search:
         return time.monotonic() < self._options.deadline
 
     # Waiting
+
+    def _outlast(self, err: StateDirError) -> None:
+        """Sleep for a moment if the state directory went away during the wait, less than a minute ago; else raise."""
+        now = time.monotonic()
+        self._gone_since = self._gone_since or (now if self._looks and not os.path.isdir(state_dir_path()) else 0.0)
+        if not self._gone_since or now >= min(self._gone_since + _LONGEST_ABSENCE, self._options.deadline):
+            raise err
+        if now == self._gone_since:
+            self._options.logger.warning("%s; waiting a minute for it", printable_lines(str(err)))
+        time.sleep(_ABSENCE_PAUSE)
 
     def _carry_out(self, decision: Decision, attempt: Attempt) -> None:
         if not attempt.result.outdated and self._may_wait():

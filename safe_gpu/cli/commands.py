@@ -44,6 +44,8 @@ _EXIT_CODES: tuple[tuple[type[SafeGpuError], int], ...] = (
     (SafeGpuError, EX_SOFTWARE),
 )
 
+_OF_THE_HOST = (EX_NO_DRIVER, EX_SOFTWARE, EX_STATE_DIR)
+
 # The module of each has ``configure_NAME(parser)``, which sets the options and the handler.
 COMMANDS = {
     "run": "wait for GPUs, claim them, become a command",
@@ -72,6 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; ``run`` and ``bind`` do not return but become their command."""
     gc.set_threshold(50_000)  # imports make no garbage, and looking for it among them takes 2 ms
     open_standard_streams()
+    options = None
     try:
         try:
             options = parse(list(sys.argv[1:] if argv is None else argv))
@@ -85,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return err.code
     except SafeGpuError as err:
         say(str(err))
-        return next(code for kind, code in _EXIT_CODES if isinstance(err, kind))
+        return _for_scheduler(next(code for kind, code in _EXIT_CODES if isinstance(err, kind)), options)
     except KeyboardInterrupt:
         return EX_INTERRUPTED
     except BrokenPipeError:  # the reader of the output has closed it
@@ -97,6 +100,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EX_OUTPUT
     finally:
         drop_errors()
+
+
+def _for_scheduler(code: int, options: argparse.Namespace | None) -> int:
+    """The exit code, or what ``run --refused-exit`` or root's file say in its place where the host is to blame."""
+    if code not in _OF_THE_HOST or options is None or not hasattr(options, "refused_exit"):
+        return code
+    from ..settings import host_setting
+
+    try:
+        return options.refused_exit or int(host_setting("refused_exit", "", os.environ) or code)
+    except PolicyError:
+        return code
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:

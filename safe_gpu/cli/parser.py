@@ -190,9 +190,12 @@ def add_which_gpus(parser: argparse.ArgumentParser, gpu: str, ordinal: str, node
         which.add_argument("--node", type=whole_number("a NUMA node", 0), default=None, metavar="N", help=node)
 
 
+_NOT_OF_CLAIMS = ("handler", "command", "quiet", "refused_exit")
+
+
 def claim_arguments(options: argparse.Namespace) -> dict[str, Any]:
     """The options of a command that asks for GPUs as keyword arguments of a claim, which have the same names."""
-    given = {name: value for name, value in vars(options).items() if name not in ("handler", "command", "quiet")}
+    given = {name: value for name, value in vars(options).items() if name not in _NOT_OF_CLAIMS}
     return {**given, "timeout": timeout_of(options)}
 
 

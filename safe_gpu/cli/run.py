@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NoReturn, TextIO
 from ..errors import SafeGpuError, UnsatisfiableRequestError
 from .become import CommandError, become, find_command
 from .output import Log, is_terminal, say, width_of
-from .parser import EX_USAGE, CommandLine, add_request, add_which_gpus, claim_arguments
+from .parser import EX_USAGE, CommandLine, add_request, add_which_gpus, claim_arguments, is_number
 
 if TYPE_CHECKING:
     from threading import Event, Thread
@@ -181,6 +181,12 @@ exit codes: the command's; 2 usage, 69 no driver, 70 a package is missing,
     quiet = "say nothing about waiting, nor which GPUs were claimed"
     parser.add_argument("-q", "--quiet", action="store_true", help=quiet)
     parser.add_argument(
+        "--refused-exit",
+        type=_exit_code,
+        metavar="N",
+        help="exit code in place of 69, 70 and 73: for Grid Engine 99 (queue the job again) or 100 (hold it)",
+    )
+    parser.add_argument(
         "--affinity", choices=_CLAIM_MODES, default=argparse.SUPPRESS, help="CPUs to bind to (default node)"
     )
     parser.add_argument("--memory", choices=("preferred", "bind"), help="NUMA memory policy next to the GPUs")
@@ -192,6 +198,12 @@ exit codes: the command's; 2 usage, 69 no driver, 70 a package is missing,
     )
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- CMD", help="the command and its arguments")
     parser.set_defaults(handler=_run)
+
+
+def _exit_code(text: str) -> int:
+    if not is_number(text) or not 0 < int(text) < 256:
+        raise ValueError(f"--refused-exit {text} is no exit code: a whole number from 1 to 255")
+    return int(text)
 
 
 def _run(options: argparse.Namespace) -> NoReturn:

@@ -399,3 +399,33 @@ def test_on_a_terminal_it_says_so_at_once(command, terminal: Terminal, quiet: tu
     assert command.run("run", "-n", 2, *quiet, "--", "true", stderr=terminal.slave).returncode == 0
     terminal.read_to_the_end()
     assert terminal.raw == said
+
+
+# Where the host is to blame
+
+
+@pytest.mark.parametrize(
+    ("said", "config", "code"), [(None, "", 73), (99, "", 99), (None, "100", 100), (99, "100", 99)]
+)
+def test_what_a_scheduler_is_told_of_a_broken_host(
+    command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: int | None, config: str, code: int
+) -> None:
+    if config:
+        if os.geteuid() != 0:
+            pytest.skip("needs root, whose file it must be")
+        path = tmp_path / "config.ini"
+        path.write_text(f"[host]\nrefused_exit = {config}\n")
+        path.chmod(0o644)
+        monkeypatch.setenv("SAFE_GPU_POLICY", str(path))
+    monkeypatch.setenv("SAFE_GPU_DIR", str(tmp_path / "file"))
+    (tmp_path / "file").touch()
+    option = [] if said is None else ["--refused-exit", said]
+    assert command.run("run", *option, "--", "true").returncode == code
+    monkeypatch.setenv("SAFE_GPU_DIR", str(tmp_path / "state"))
+    assert command.run("run", "-n", 99, *option, "--", "true").returncode == 78  # the request is to blame
+    assert command.run("run", *option, "--", "sh", "-c", "exit 70").returncode == 70  # the command's own
+
+
+def test_an_exit_code_that_is_none(command) -> None:
+    done = command.run("run", "--refused-exit", 256, "--", "true")
+    assert (done.returncode, "a whole number from 1 to 255" in done.stderr) == (2, True)

@@ -90,15 +90,17 @@ def check(environ: Mapping[str, str]) -> None:
 def policy_file(environ: Mapping[str, str]) -> str:
     """Where the policy of this host is, whether the file exists or not.
 
-    Where root has made one, a user cannot choose another by ``SAFE_GPU_POLICY``, unless the GPUs are simulated.
+    Where root has made its directory, a user cannot choose another by ``SAFE_GPU_POLICY``, unless the GPUs are
+    simulated.
     """
-    own = next(filter(os.path.lexists, HOST_FILES), None)
+    own = next(filter(os.path.lexists, HOST_FILES), HOST_FILES[0])
     given = environ.get("SAFE_GPU_POLICY")
-    if given and own and not environ.get("SAFE_GPU_DRIVER", "").startswith("simulated"):
+    simulated = environ.get("SAFE_GPU_DRIVER", "").startswith("simulated")
+    if given and not simulated and os.path.lexists(os.path.dirname(own)):
         from .programs import is_root
 
         given = given if is_root() else None
-    return given or own or HOST_FILES[0]
+    return given or own
 
 
 def host_setting(key: str, variable: str, environ: Mapping[str, str]) -> str | None:

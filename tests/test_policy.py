@@ -226,16 +226,18 @@ def test_whether_gpus_are_limited_at_all() -> None:
 def test_a_user_cannot_lift_the_limits_of_the_host(
     name: str, open_tmp: Path, monkeypatch: pytest.MonkeyPatch, as_user: Any
 ) -> None:
-    monkeypatch.setattr(settings, "HOST_FILES", tuple(f"{open_tmp}/{one}" for one in ("config.ini", "policy.ini")))
+    etc = open_tmp / "etc"
+    monkeypatch.setattr(settings, "HOST_FILES", tuple(f"{etc}/{one}" for one in ("config.ini", "policy.ini")))
     variables = {"SAFE_GPU_POLICY": "/nonexistent", "SAFE_GPU_DRIVER": "nvml"}
     assert settings.policy_file(variables) == "/nonexistent"  # this host has no policy yet
-    (open_tmp / name).touch()
+    etc.mkdir(mode=0o755)
+    (etc / name).touch()
     simulated = {**variables, "SAFE_GPU_DRIVER": "simulated:dgx-a100"}
 
     def look(say: Callable[[object], None], listen: Callable[[], str]) -> None:
         say([settings.policy_file(variables), *settings.doubts(variables), settings.policy_file(simulated)])
 
-    path = f"{open_tmp}/{name}"
+    path = f"{etc}/{name}"
     said = [path, f"SAFE_GPU_POLICY=/nonexistent has no effect: {path} holds on this host", "/nonexistent"]
     assert as_user(look, uid=4711).hear() == str(said)
     assert settings.policy_file(variables) == "/nonexistent"  # root may try another one

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from .. import settings
 from ..argument_style import ArgumentStyle
 from ..coordination.holders import lease_holders
+from ..coordination.leases import drained_gpus
 from ..coordination.locks import MINIMUM_PATIENCE, HostLock
 from ..devices import Gpu
 from ..drivers import opened_driver
@@ -83,7 +84,7 @@ def current_verdicts(
         UnsatisfiableRequestError: a variable that sets a rule has no valid value.
     """
     leased = lease_holders(snapshot.gpus, inner=inner, prefix=snapshot.name_prefix)
-    rules = Rules.of(os.environ)
+    rules = Rules.of(os.environ)._replace(drained=drained_gpus())
     return judge(snapshot, request, leased=leased, visible_limit=visible_limit, describe=describe_process, rules=rules)
 
 

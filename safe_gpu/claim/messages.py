@@ -430,7 +430,8 @@ def _by_holder(verdicts: Sequence[GpuVerdict], now: float) -> list[tuple[int, li
     """
     holders: dict[tuple[str, ...], list[str]] = {}
     for verdict in verdicts:
-        if verdict.free or verdict.state in ("outside", "unusable"):
+        drained = verdict.reason.startswith("drained by ")
+        if verdict.free or (verdict.state in ("outside", "unusable") and not drained):
             continue
         holders.setdefault(_who(verdict, now), []).append(verdict.gpu.label)
     ranked = sorted(holders.items(), key=lambda item: -len(item[1]))

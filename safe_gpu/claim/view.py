@@ -18,6 +18,7 @@ from ..coordination import socket_names as names
 from ..coordination.holders import leases_of_this_user, socket_of_this_user
 from ..coordination.leases import (
     LeaseRecord,
+    drained_gpus,
     holder_of_slots,
     inner_name,
     lease_name,
@@ -243,12 +244,12 @@ class HostView:
         self.driver = driver
         self.needs = request.needs | ({"linked"} if request.nb_gpus > 1 else frozenset())
         self.request = request.resolved(snapshot)
+        self.rules = rules
         self.snapshot = self._completed(snapshot)
         self.visible_limit = visible_limit
         self.own = set(own)
         self.near = near
         self.scope = scope
-        self.rules = rules
         self.unlisted = unlisted
         self.outer: Mapping[str, LeaseRecord] = {}
         self.next_poll = 0.0
@@ -299,6 +300,10 @@ class HostView:
     def _completed(self, snapshot: HostSnapshot) -> HostSnapshot:
         for method in sorted(self.needs):
             snapshot = getattr(self.driver, method)(snapshot)
+        drained = drained_gpus()
+        if drained != self.rules.drained:
+            self.rules = self.rules._replace(drained=drained)
+            self._unoccupied = None
         return snapshot
 
     def poll_again(self, gpus: Sequence[Gpu]) -> None:

@@ -53,6 +53,8 @@ COMMANDS = {
     "status": "which GPUs are free, who has the others, who waits",
     "history": "who used which GPUs, and for how long",
     "wait": "wait until GPUs could be claimed",
+    "drain": "no new claims on a GPU",
+    "resume": "new claims there again",
     "doctor": "check this host, with fixes",
     "policy": "which limits of this host apply to you",
     "affinity": "which CPUs go with which GPU",
@@ -66,7 +68,7 @@ RUNNERS = ("run", "bind")
 
 # Commands that share a file.
 _MODULES = {"bind": "run", "wait": "run", "history": "status"} | dict.fromkeys(
-    ("affinity", "policy", "doctor", "demo"), "host"
+    ("affinity", "policy", "drain", "resume", "doctor", "demo"), "host"
 )
 
 

@@ -7,8 +7,9 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
+from ..errors import GPUAffinityError
 from .output import columns, in_color, print_json, say
-from .parser import add_which_gpus, is_number, whole_number
+from .parser import add_which_gpus, gpu_list, is_number, whole_number
 
 if TYPE_CHECKING:
     from ..drivers.base import Driver
@@ -199,6 +200,73 @@ def _shown_limit(key: str, value: float | None) -> str:
     if key == "max_gpus":
         return str(value)
     return f"{value:g} s" if value % 60 else format_age(value)
+
+
+# ``safe-gpu drain`` and ``resume``: no new claims on GPUs, until they are resumed.
+
+
+def configure_drain(parser: argparse.ArgumentParser) -> None:
+    """Its options and its handler."""
+    parser.description = """Let nobody claim these GPUs, or any of this host: for root, or the owner of the state
+directory. Who holds them goes on, and who waits for them waits."""
+    parser.epilog = "example:\n  safe-gpu drain 3 --reason 'a fan is broken'"
+    parser.add_argument("--reason", metavar="R", default="", help="shown to everybody")
+    _add_gpus(parser)
+    parser.set_defaults(handler=_drain)
+
+
+def configure_resume(parser: argparse.ArgumentParser) -> None:
+    """Its options and its handler."""
+    parser.description = "Let everybody claim these GPUs again, or all of this host."
+    _add_gpus(parser)
+    parser.set_defaults(handler=_drain, reason=None)
+
+
+def _add_gpus(parser: argparse.ArgumentParser) -> None:
+    names = "as nvidia-smi shows them: 3, 0,3 or 4-7; all if none is named"
+    parser.add_argument("gpus", nargs="*", type=gpu_list, metavar="GPU", help=names)
+
+
+def _drain(options: argparse.Namespace) -> int:
+    """Write the file of this user; root may change that of the owner of the state directory too."""
+    from ..coordination.leases import drain_files, drained_gpus, read_drained
+    from ..errors import PolicyError
+    from ..programs import is_root
+    from ..selection.values import names_device
+    from ..status.gather import gather
+    from .output import write_whole
+
+    names = [name for names in options.gpus for name in names]
+    gpus = gather().gpus
+    unknown = [name for name in names if not any(names_device(name, one.gpu) for one in gpus)]
+    if unknown:
+        raise GPUAffinityError(f"this host has no GPU {', '.join(unknown)}: see safe-gpu status")
+    meant = [one for one in gpus if not names or any(names_device(name, one.gpu) for name in names)]
+    files = [path for path in drain_files() if is_root() or _is_own(os.path.dirname(path))]
+    if not files:
+        raise PolicyError("only root and the owner of the state directory may drain GPUs: ask them")
+    for path in files:
+        reasons = read_drained(path)[1]
+        before = dict(reasons)
+        for one in meant:
+            reasons.pop(one.gpu.uuid, None)
+            if options.reason is not None and path == files[0]:
+                reasons[one.gpu.uuid] = " ".join(options.reason.split())
+        if reasons != before:
+            os.makedirs(os.path.dirname(path), mode=0o755, exist_ok=True)
+            write_whole(path, "".join(f"{uuid} {reason}\n" for uuid, reason in reasons.items()))
+    now = drained_gpus()
+    for one in meant:
+        claimed = f"; claimed by {one.claim.user} until that claim ends" if one.claim and one.gpu.uuid in now else ""
+        say(f"GPU {one.label}: {now.get(one.gpu.uuid, 'can be claimed')}{claimed}")
+    return 0
+
+
+def _is_own(path: str) -> bool:
+    try:
+        return os.stat(path).st_uid == os.geteuid()
+    except OSError:
+        return False
 
 
 # ``safe-gpu doctor``: checks of this host and this environment, each finding with its fix.

@@ -1,4 +1,4 @@
-"""Leases: one locked file for each claimed GPU, with its record; and the notes of GPUs that failed.
+"""Leases: one locked file for each claimed GPU, with its record; and the notes of GPUs that failed or are drained.
 
 Every user may write every note (mode 0666). The note of another user cannot be unlinked in a sticky directory; it is
 emptied instead. A note proves nothing: it only makes other GPUs the better choice for some minutes. Who holds the lease
@@ -8,6 +8,7 @@ of a GPU writes and clears its note, so no lock is needed.
 from __future__ import annotations
 
 import os
+import stat
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -16,10 +17,11 @@ from typing import Any, NamedTuple
 from .. import procfs
 from ..devices import MOST_SHARERS, GpuFault, LeaseHolder
 from ..errors import StateDirError
-from ..foreign_files import LIMIT
+from ..foreign_files import LIMIT, open_to_read
+from ..settings import policy_file
 from . import socket_names as names
-from .files import HOST_LOCK, StateDir, survive_exec, write_all
 from .locks import LockedHost, file_of, lock_file, unlock_file
+from .files import HOST_LOCK, StateDir, state_dir_path, survive_exec, write_all
 from .records import as_time, own_command, read_bounded
 from .signals import DeferredSignals
 
@@ -559,3 +561,36 @@ def clear_fault(leases: StateDir, uuid: str) -> None:
         os.ftruncate(fd, 0)
     finally:
         os.close(fd)
+
+
+# Drained GPUs: no new claims there, by the word of root or of the owner of the state directory.
+
+
+def drain_files() -> tuple[str, str]:
+    """The files with the UUIDs of drained GPUs: root's, beside its settings of the host, and that of the owner of the
+    state directory, in it."""
+    return os.path.join(os.path.dirname(policy_file(os.environ)), "drained"), os.path.join(state_dir_path(), "drained")
+
+
+def drained_gpus() -> dict[str, str]:
+    """UUID -> why nobody may claim it now: ``drained by root: a fan is broken``."""
+    found = {}
+    for path in reversed(drain_files()):
+        user, reasons = read_drained(path)
+        for uuid, reason in reasons.items():
+            found[uuid] = f"drained by {user}" + (f": {reason}" if reason else "")
+    return found
+
+
+def read_drained(path: str) -> tuple[str, dict[str, str]]:
+    """The user who wrote such a file, and UUID -> reason; nothing of a file that another user could have written."""
+    try:
+        with open_to_read(path, os.O_NOFOLLOW) as file:
+            status, owner = os.fstat(file.fileno()), os.stat(os.path.dirname(path)).st_uid
+            if not stat.S_ISREG(status.st_mode) or status.st_mode & 0o022 or status.st_uid not in (0, owner):
+                return "", {}
+            text = (file.read(LIMIT) or b"").decode("utf-8", "replace")
+    except OSError:
+        return "", {}
+    lines = (line.partition(" ") for line in map(procfs.printable, text.splitlines()) if line)
+    return procfs.user_name(status.st_uid), {uuid: reason for uuid, _, reason in lines}

@@ -24,6 +24,7 @@ CHECKS: tuple[tuple[str, Callable[[CheckedHost], Finding]], ...] = (
     ("driver speed", gpus.driver_speed),
     ("CUDA", gpus.cuda_starts),
     ("lost GPUs", gpus.lost_gpus),
+    ("drained GPUs", gpus.drained),
     ("process lists", gpus.process_lists),
     ("compute mode", gpus.compute_mode),
     ("MIG", gpus.mig),

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from .. import procfs
+from ..coordination.leases import drained_gpus
 from ..devices import ComputeMode, HostSnapshot, ProcessKind
 from ..errors import NoDriverError, SafeGpuError
 from ..programs import IN_CHILD, python_child
@@ -114,6 +115,16 @@ def cuda_starts(host: CheckedHost, snapshot: HostSnapshot) -> Finding:
             "WrongDeviceError or PlaceholderError",
         )
     return passed(f"{title} can be initialised and sees {len(seen)} GPU(s)")
+
+
+def drained(host: CheckedHost) -> Finding:
+    """Has root, or the owner of the state directory, taken GPUs out of use?"""
+    reasons = drained_gpus()
+    found = {one.label: reasons[one.gpu.uuid] for one in host.status.gpus if one.gpu.uuid in reasons}
+    if not found:
+        return passed("no GPU is drained")
+    texts = "; ".join(f"GPU {label} {reason}" for label, reason in found.items())
+    return warning(texts, f"safe-gpu resume {' '.join(found)}, when they may be claimed again")
 
 
 @with_snapshot

@@ -529,10 +529,16 @@ class Rules(NamedTuple):
     Attributes:
         unexplained_limit: bytes that may be in use without a process; None: by what the driver counts as used.
         lists_optional: whether GPUs whose processes the driver can never list may be claimed, by lease and memory.
+        drained: UUID -> why nobody may claim it now.
     """
 
     unexplained_limit: int | None = None
     lists_optional: bool = False
+    drained: Mapping[str, str] = {}
+
+    def why_drained(self, gpu: Gpu) -> str:
+        """Why nobody may claim a device, or the one that it is an instance of; "" if somebody may."""
+        return self.drained.get(gpu.uuid) or self.drained.get(gpu.mig_parent or "", "")
 
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> Rules:

@@ -167,6 +167,9 @@ def judge(
             return GpuVerdict(gpu, "unusable", unusable)
         if outside := why_outside(gpu, request, visible_limit):
             return GpuVerdict(gpu, "outside", outside)
+        drained = "" if holder is not None or of_outer is not None else rules.why_drained(gpu)
+        if drained:
+            return GpuVerdict(gpu, "unusable", drained)
         if shared_display:
             fits = request if share is None else replace(request, conditions=(MinMemory(share), *request.conditions))
             return GpuVerdict(gpu, "display", _why_not_now(gpu, fits, disregarded))

@@ -73,7 +73,8 @@ class GpuStatus:
             that is not known.
         idle_report: whether that is as long as the policy's ``idle_report_after`` for the user of the claim; None if
             the policy does not say.
-        fault: why it is taken last, if a claim failed on it in the last ten minutes; else "".
+        fault: why it is taken last, if a claim failed on it in the last ten minutes, or not again, if it is claimed and
+            drained; else "".
         prefix: "amd:" or "nvidia:" on a host with GPUs of both, where an index alone is ambiguous; else "".
     """
 

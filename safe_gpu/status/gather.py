@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from ..coordination.files import state_dir_path
 from ..coordination.holders import outer_claim_of_process, user_and_command
-from ..coordination.leases import inner_name, lease_name, names_of_host, slot_name
+from ..coordination.leases import drained_gpus, inner_name, lease_name, names_of_host, slot_name
 from ..devices import MOST_SHARERS, Gpu, GpuProcess, HostSnapshot, LeaseHolder, vendor_of
 from ..errors import NoDriverError
 from ..runtimes.visible_devices import stale_indices
@@ -204,13 +204,14 @@ def _gpus(
         pairs.append(pair)
         if (holder := _holder(pair[0], shares[-1])) is not None:
             leased[gpu.uuid] = holder._replace(elsewhere=gpu.uuid in found.elsewhere)
-    rules = Rules.of(os.environ)
+    rules = Rules.of(os.environ)._replace(drained=drained_gpus())
     verdicts = judge(snapshot, Selection(), leased=leased, describe=processes.describe, rules=rules)
     mps_clients = has_mps_clients(snapshot)
     rows = []
     for verdict, (claim, inner), sharers in zip(verdicts, pairs, shares, strict=True):
         gpu, state = verdict.gpu, verdict.state
         fault = why_last(found.faults[gpu.uuid]) if gpu.uuid in found.faults else ""
+        fault = rules.why_drained(gpu) * (claim is not None) or fault
         reasons = [verdict.reason, *_remarks(claim), *_inside(inner), fault]
         trouble = next((found.closed[name] for name in names_of_host([gpu.uuid]) if name in found.closed), "")
         if trouble:

@@ -40,13 +40,14 @@ those that it did not take."""
 class QueuePlace:
     """The place of one claim. ``waiter`` is None until another process is found waiting or this claim waits."""
 
-    def __init__(self, view: HostView, hold: HoldTime, quota: Quota | None = None) -> None:
+    def __init__(self, view: HostView, hold: HoldTime, quota: Quota | None = None, job: str | None = None) -> None:
         self.waiter: Waiter | None = None
         self.untaken = Untaken()
         self._listed: Listing | None = None
         self._view = view
         self._hold = hold
         self._quota = quota
+        self._job = job
 
     def ensure_waiter(self) -> Waiter:
         """The waiter of this claim, created on the first call. It holds a ticket only after ``join``."""
@@ -55,7 +56,7 @@ class QueuePlace:
 
             view = self._view
             stems = frozenset(stem_of(view, uuid) for uuid in view.wanted)
-            demand = TicketRequest(view.request.nb_gpus, stems, view.effective.ticket, self.hold_for())
+            demand = TicketRequest(view.request.nb_gpus, stems, view.effective.ticket, self.hold_for(), self._job)
             self.waiter = Waiter(demand, self._listing())
         return self.waiter
 

@@ -15,7 +15,7 @@ from .. import policy
 from ..coordination.files import StateDir, state_dir_path
 from ..coordination.holders import lease_owners
 from ..coordination.leases import lease_name, recorded_slots, slot_name
-from ..errors import UnsatisfiableRequestError
+from ..errors import PolicyError, UnsatisfiableRequestError
 from ..procfs import printable_lines
 from ..selection.request import Selection
 from ..selection.sharing import share_capacity
@@ -56,10 +56,21 @@ class Quota:
         self.unresolved = False
         self._rules = rules
         self._most: dict[int, int | None] = {os.geteuid(): limits.max_gpus}
+        self._changed = _time_of(rules.path)
 
     def prepare(self) -> None:
-        """Resolve the limits of the users who wait. Call it while host.lock is not held, before each look."""
+        """Resolve the limits of the users who wait. Call it while host.lock is not held, before each look.
+
+        A file that was changed is read again. While it has a mistake, the limits stay as they were.
+        """
         self.unresolved = False
+        changed = _time_of(self._rules.path)
+        if changed != self._changed:
+            self._changed = changed
+            with suppress(PolicyError):
+                self._rules = policy.read(self._rules.path)[0] or self._rules
+                self.limits = policy.limits_of_this_user(self._rules)
+                self._most = {os.geteuid(): self.limits.max_gpus}
         if not self._rules.limits_gpus:
             return
         with suppress(FileNotFoundError), StateDir(state_dir_path(), make=False) as root:
@@ -86,6 +97,14 @@ class Quota:
             self.unresolved = self.unresolved or self._rules.limits_gpus
             return None
         return self._most[uid]
+
+
+def _time_of(path: str) -> int:
+    """When a file was changed; 0 if it is not there."""
+    try:
+        return os.stat(path).st_mtime_ns
+    except OSError:
+        return 0
 
 
 class LeasesByUser:

@@ -294,7 +294,7 @@ class _Search:
         options = with_policy_limits(options)
         self._view = view
         self._options = options
-        self._place = QueuePlace(view, options.hold, options.quota)
+        self._place = QueuePlace(view, options.hold, options.quota, options.job.job_label)
         self._attempt = Attempt()
         self._lookout: LeaseWatcher | None = None
         self._patience = WaitState(options.deadline, tried_last=options.timeout == 0)

@@ -38,6 +38,7 @@ def configure_status(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--mine", action="store_true", help="only GPUs that you use, and your places in the queue")
     parser.add_argument("--user", metavar="U", help="the same of this user")
+    parser.add_argument("-v", "--verbose", action="store_true", help="a line for each waiter, also of one user")
     add_vendor(parser, "only GPUs of this vendor (default: of all)")
     parser.add_argument("--watch", action="store_true", help="show it again every two seconds until interrupted")
     parser.add_argument(
@@ -95,7 +96,7 @@ def _status(options: argparse.Namespace) -> int:
     elif options.json:
         print_json(_of(status, user).to_dict())
     else:
-        print(_table(status, user))
+        print(_table(status, user, options.verbose))
     return EX_STATE_DIR if status.warnings else EX_NO_DRIVER if status.broken else 0
 
 
@@ -111,11 +112,11 @@ def _of(status: HostStatus, user: str | None) -> HostStatus:
     return status if user is None else of_user(status, user)
 
 
-def _table(status: HostStatus, user: str | None) -> str:
+def _table(status: HostStatus, user: str | None, verbose: bool) -> str:
     from ..status.render import render
 
     shown = None if user is None else _of(status, user)
-    return render(status, width=columns(), color=in_color(sys.stdout), shown=shown)
+    return render(status, width=columns(), color=in_color(sys.stdout), shown=shown, verbose=verbose)
 
 
 def _watch(options: argparse.Namespace, user: str | None) -> NoReturn:
@@ -134,7 +135,8 @@ def _watch(options: argparse.Namespace, user: str | None) -> NoReturn:
             text = f"{json.dumps(_of(status, user).to_dict())}\n"
         else:
             now = time.strftime("%H:%M:%S", time.localtime(status.taken_at))
-            text = f"{cut(f'{now}, every {interval:g} s (Ctrl-C ends)', columns())}\n{_table(status, user)}\n"
+            head = cut(f"{now}, every {interval:g} s (Ctrl-C ends)", columns())
+            text = f"{head}\n{_table(status, user, options.verbose)}\n"
             text = redrawn(text, os.get_terminal_size(1).lines or 24) if in_place else f"{text}\n"
         sys.stdout.write(text)
         sys.stdout.flush()

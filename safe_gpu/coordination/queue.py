@@ -50,6 +50,7 @@ _MOST_MEMORY = 1 << 60
 _MOST_CONDITIONS = 16
 _LONGEST_STEM = 100  # UUID.inner
 _LONGEST_NAME = 64
+_LONGEST_JOB = 100
 
 
 def ticket_name(seq: int) -> str:
@@ -66,13 +67,14 @@ class TicketRequest(NamedTuple):
 
     ``gpus`` are the lease names' stems that it could use (UUIDs, or ``UUID.inner`` inside a scope); ``conditions`` are
     the names and JSON values of what else it asks of them; ``hold_for`` is for how many seconds it will probably hold
-    them, None where it did not say.
+    them, None where it did not say; ``job`` is the batch job, for people.
     """
 
     nb_gpus: int
     gpus: frozenset[str]
     conditions: tuple[tuple[str, Any], ...] = ()
     hold_for: float | None = None
+    job: str | None = None
 
     def competes_with(self, other: TicketRequest) -> bool:
         """Whether both could end up wanting the same GPU."""
@@ -120,7 +122,7 @@ def encode_ticket(pid: int, demand: TicketRequest) -> bytes:
     request = {"nb_gpus": demand.nb_gpus, "gpus": sorted(demand.gpus), "min_memory": None, **dict(demand.conditions)}
     user = procfs.well_formed(procfs.user_name(os.geteuid()))
     fields: dict[str, Any] = {"pid": pid, "pidns": procfs.pid_namespace(), "user": user, "request": request}
-    fields["hold_for"] = demand.hold_for
+    fields["hold_for"], fields["job"] = demand.hold_for, demand.job
     return json.dumps({**fields, "since": round(time.time(), 6)}).encode() + b"\n"
 
 
@@ -155,6 +157,7 @@ def _decode(seq: int, inode: int, data: bytes) -> Ticket:
             frozenset(str(stem)[:_LONGEST_STEM] for stem in request["gpus"]),
             tuple(_conditions(request)),
             decoding.as_seconds(raw.get("hold_for"), 1),
+            None if raw.get("job") is None else decoding.as_text(raw["job"], _LONGEST_JOB),
         )
         pid = int(raw["pid"])
         return Ticket(

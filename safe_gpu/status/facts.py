@@ -10,7 +10,9 @@ from ..devices import Gpu
 # Version of the JSON document.
 _SCHEMA = 2
 
-_QUEUE = ("position", "pid", "user", "nb_gpus", "share", "vendor", "since", "hold_for", "expected_start")
+_QUEUE = (
+    "position", "pid", "user", "nb_gpus", "share", "vendor", "since", "hold_for", "expected_start", "job", "limit",
+)  # fmt: skip
 _CLAIM = ("pid", "uid", "user", "job", "command", "since", "until")
 _MOST_WAITERS = 1000  # in the JSON document: any user can make more
 
@@ -110,7 +112,8 @@ class WaiterStatus:
 
     ``hold_for`` is for how many seconds it will probably hold its GPUs, and ``expected_start`` when it can expect to
     start, in Unix seconds; None is unknown. ``vendor`` is that of the GPUs, a key of the table of vendors. ``share`` is
-    how many bytes of each GPU it wants, None for whole GPUs.
+    how many bytes of each GPU it wants, None for whole GPUs. ``job`` is the batch job by its ticket. ``limit``: how
+    many GPUs its user holds and may hold, if that is why it waits.
     """
 
     position: int
@@ -124,6 +127,8 @@ class WaiterStatus:
     expected_start: float | None = None
     vendor: str | None = None
     share: int | None = None
+    job: str | None = None
+    limit: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -196,6 +201,8 @@ class HostStatus:
         queue[].share                  bytes of each GPU; null for whole GPUs
         queue[].hold_for               for how many seconds it will probably hold them
         queue[].expected_start         when it can expect to start, in Unix seconds
+        queue[].job                    the batch job, such as sge:1234.5, by the ticket
+        queue[].limit                  [held, most]: GPUs that its user holds and may hold, if that is why it waits
         =============================  ==============================================================================
         """
         return {

@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from ..coordination.files import state_dir_path
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from ..coordination.leases import LeaseRecord
     from ..coordination.queue import Ticket
     from ..drivers.base import Driver
+    from .limits import AtLimit
 
 
 _FREE = ("free", "display")
@@ -40,10 +42,16 @@ _FREE = ("free", "display")
 # When each waiter of the queue can expect to start. Pure.
 
 
-def expected_starts(tickets: Sequence[Ticket], gpus: Iterable[GpuStatus], now: float) -> list[float | None]:
+def expected_starts(
+    tickets: Sequence[Ticket],
+    gpus: Iterable[GpuStatus],
+    now: float,
+    limited: Mapping[int, AtLimit] = MappingProxyType({}),
+) -> list[float | None]:
     """Unix seconds for each ticket, in the order of the queue; None where somebody did not say for how long.
 
-    A waiter that is stopped, or that no release of claims can satisfy, has none and keeps nobody waiting.
+    A waiter that is stopped, or that no release of claims can satisfy, has none and keeps nobody waiting. Nor does one
+    whose user is at a limit (number of the ticket -> limit): it can start when enough claims of that user end.
     """
     ends: dict[str, When] = {}
     coming: set[str] = set()
@@ -60,9 +68,10 @@ def expected_starts(tickets: Sequence[Ticket], gpus: Iterable[GpuStatus], now: f
         demand = ticket.demand
         if demand is None:  # nobody knows what it wants, so nobody behind it knows more
             wants[place] = BackfillRequest(len(ends) + 1, frozenset(ends))
-        elif not ticket.is_stopped() and len(demand.gpus & coming) >= demand.nb_gpus:
+        elif ticket.seq not in limited and not ticket.is_stopped() and len(demand.gpus & coming) >= demand.nb_gpus:
             wants[place] = BackfillRequest.of(demand, devices)
     found = dict(zip(wants, starts(wants.values(), ends), strict=True))
+    found.update((place, limited[one.seq].until) for place, one in enumerate(tickets) if one.seq in limited)
     moments = (found.get(place, math.inf) for place in range(len(tickets)))
     return [None if moment == math.inf else round(moment, 3) for moment in moments]
 
@@ -140,10 +149,14 @@ def status_of(*snapshots: HostSnapshot, broken: Iterable[str] = ()) -> HostStatu
         for one in _gpus(snapshot, claims, found, processes)
     ]
     gpus = with_idle_times(rows, now)
-    if os.path.lexists(rules := policy_file(os.environ)):
-        gpus = with_reports(gpus, rules)
     tickets = sorted(found.tickets, key=lambda ticket: ticket.seq)
-    expected = zip(tickets, expected_starts(tickets, gpus, now), strict=True)
+    limited: Mapping[int, AtLimit] = {}
+    if os.path.lexists(rules := policy_file(os.environ)):
+        from .limits import at_limits
+
+        gpus = with_reports(gpus, rules)
+        limited = at_limits(tickets, gpus, rules, now)
+    expected = zip(tickets, expected_starts(tickets, gpus, now, limited), strict=True)
     return HostStatus(
         host=os.uname().nodename,
         driver=_all_of(snapshot.driver for snapshot in snapshots),
@@ -152,7 +165,8 @@ def status_of(*snapshots: HostSnapshot, broken: Iterable[str] = ()) -> HostStatu
         taken_at=now,
         gpus=gpus,
         queue=tuple(
-            _waiter(place, ticket, found, processes, start) for place, (ticket, start) in enumerate(expected, 1)
+            _waiter(place, ticket, found, processes, start, limited.get(ticket.seq))
+            for place, (ticket, start) in enumerate(expected, 1)
         ),
         warnings=tuple(found.warnings),
         shift=_shift(snapshots, found),
@@ -292,7 +306,12 @@ def _process(process: GpuProcess, processes: ProcessTable) -> ProcessStatus:
 
 
 def _waiter(
-    position: int, ticket: Ticket, found: HostFacts, processes: ProcessTable, start: float | None
+    position: int,
+    ticket: Ticket,
+    found: HostFacts,
+    processes: ProcessTable,
+    start: float | None,
+    limit: AtLimit | None,
 ) -> WaiterStatus:
     pid, user, note = who_waits(ticket, found.locks.get(ticket.inode, ()), processes)
     demand = ticket.demand
@@ -309,6 +328,8 @@ def _waiter(
         hold_for=demand.hold_for if demand else None,
         expected_start=start,
         vendor=vendors.pop() if len(vendors) == 1 else None,
+        job=demand.job if demand else None,
+        limit=None if limit is None else (limit.held, limit.most),
     )
 
 

@@ -6,9 +6,9 @@ Labels are named as NVIDIA's DCGM exporter names them (``gpu``, ``UUID``), so th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, groupby
 from typing import TYPE_CHECKING
 
 from ..procfs import printable
@@ -29,12 +29,16 @@ _INDENT = " " * 5
 
 # Waiters that are shown. Any user can make thousands.
 _MOST_WAITERS = 100
+_LEAST_ALIKE = 4
 
 
-def render(status: HostStatus, *, width: int, color: bool, shown: HostStatus | None = None) -> str:
+def render(
+    status: HostStatus, *, width: int, color: bool, shown: HostStatus | None = None, verbose: bool = False
+) -> str:
     """The status as text: no line is wider than ``width`` columns; ``color`` adds ANSI colours to the state.
 
     Args:
+        verbose: whether waiters of one user have a line each.
         shown: the part of it whose GPUs and waiters are listed; None lists all.
     """
     lines = _headline(status, width, color)
@@ -45,10 +49,20 @@ def render(status: HostStatus, *, width: int, color: bool, shown: HostStatus | N
         lines += _gpu_table(shown, width, color)
     else:
         lines += wrapped("none of these GPUs" if status.gpus else "no GPUs", width)
-    lines += _queue(shown, width, color)
+    lines += _queue(shown, width, color, verbose)
     for warning in (*filter(None, [status.shift]), *status.broken, *status.warnings):
         lines += ["", *(paint(line, "yellow", color) for line in wrapped(f"warning: {warning}", width))]
     return "\n".join(lines)
+
+
+def _alike(queue: Sequence[WaiterStatus], verbose: bool) -> list[list[WaiterStatus]]:
+    """The waiters; those together that follow each other, are of one user and want the same, unless they are few."""
+    found: list[list[WaiterStatus]] = []
+    for _, one in groupby(queue, lambda one: (one.user, one.nb_gpus, one.vendor, one.limit, one.stopped, one.note)):
+        alike = list(one)
+        apart = verbose or len(alike) < _LEAST_ALIKE or alike[0].stopped or alike[0].note
+        found += [[waiter] for waiter in alike] if apart else [alike]
+    return found
 
 
 def _headline(status: HostStatus, width: int, color: bool) -> list[str]:
@@ -264,17 +278,19 @@ def _gib(size: int | None) -> str:
 # The queue
 
 
-def _queue(status: HostStatus, width: int, color: bool) -> list[str]:
+def _queue(status: HostStatus, width: int, color: bool, verbose: bool) -> list[str]:
     if not status.queue:
         return []
-    queue = status.queue[:_MOST_WAITERS]
+    groups = _alike(status.queue, verbose)[:_MOST_WAITERS]
+    queue = [one for one, *_ in groups]
     both, now = any(one.prefix for one in status.gpus), status.taken_at
-    foreseen = any(one.expected_start is not None for one in queue)
+    foreseen = any(one.expected_start is not None or one.limit for one in queue)
     columns = (
-        Column("#", [str(one.position) for one in queue], right=True),
+        Column("#", [gpu_ranges(str(one.position) for one in group) for group in groups], right=True),
         Column("USER", [printable(one.user or "?") for one in queue], most=24),
-        Column("PID", [str(one.pid or "?") for one in queue], right=True),
-        Column("WANTS", [_wants(one, both) for one in queue]),
+        Column("PID", [str(group[0].pid or "?") if len(group) < 2 else "" for group in groups], right=True),
+        Column("JOB", [_job_of(group, width) for group in groups], most=30 if width >= 100 else 12),
+        Column("WANTS", [f"{len(group)} x " * (len(group) > 1) + _wants(group[0], both) for group in groups]),
         Column("FOR", [short_age(now - one.since) if one.since else "?" for one in queue], right=True),
         Column("HOLDS", ["" if one.hold_for is None else short_age(one.hold_for) for one in queue], right=True),
         Column("STARTS", [_starts(one, now) if foreseen else "" for one in queue], right=True),
@@ -288,8 +304,9 @@ def _queue(status: HostStatus, width: int, color: bool) -> list[str]:
             text = f"process {one.pid} is stopped (a suspended job?) and keeps its place"
             lines += _remark(text, width, color)
         lines += _remark(one.note, width, color)
-    if len(status.queue) > len(queue):
-        lines.append(f"... and {len(status.queue) - len(queue)} more")
+    shown = sum(map(len, groups))
+    if len(status.queue) > shown:
+        lines.append(f"... and {len(status.queue) - shown} more")
     return lines
 
 
@@ -299,6 +316,12 @@ def table(columns: Iterable[Column], width: int) -> Iterator[str]:
     rows = zip(*(column.cells for column in shown), strict=True)
     for cells in chain([[column.title for column in shown]], rows):
         yield cut(GAP.join(column.padded(cell) for column, cell in zip(shown, cells, strict=True)).rstrip(), width)
+
+
+def _job_of(group: Sequence[WaiterStatus], width: int) -> str:
+    """Of one waiter, to cancel it; where columns are few without the scheduler."""
+    job = (group[0].job or "") if len(group) < 2 else ""
+    return printable(job if width >= 100 else job.rpartition(":")[2])
 
 
 def _wants(one: WaiterStatus, both: bool) -> str:
@@ -311,6 +334,9 @@ def _wants(one: WaiterStatus, both: bool) -> str:
 
 def _starts(one: WaiterStatus, now: float) -> str:
     """``in 20m``; ``now`` where the GPUs are free or overdue."""
+    if one.limit is not None:
+        held = f"at limit ({one.limit[0]} of {one.limit[1]})"
+        return held if one.expected_start is None else f"{held}, in {short_age(one.expected_start - now)}"
     if one.expected_start is None:
         return "?"
     return f"in {short_age(one.expected_start - now)}" if one.expected_start > now else "now"

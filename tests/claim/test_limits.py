@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import re
 import select
 import time
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from safe_gpu.coordination.locks import HostLock
 from safe_gpu.coordination.queue import TicketRequest, Waiter
 from safe_gpu.drivers.simulated import SimulatedDriver
 from safe_gpu.engines.holder import ClaimArguments, HolderProcess
+from safe_gpu.status.gather import gather
 
 from .conftest import claim, in_fork
 
@@ -362,3 +364,26 @@ def test_a_share_counts_as_its_part_of_a_gpu(rules: Any, user: Any) -> None:
     assert user(BEN).hear() == "1"
     assert user(ANNA, 2, share="20GiB").hear() == "2"
     assert "you hold 1 of your 1 GPU" in user(ANNA, share="1GiB").hear()
+
+
+def test_status_says_why_a_claim_waits(rules: Any, user: Any, command: Any, eventually: Any) -> None:
+    rules("[default]\nmax_gpus = 1")
+    ends = time.time() + 600
+    assert user(ANNA, hold_for=600).hear() == "1"
+    user(ANNA, timeout=None)
+    eventually(lambda: bool(gather().queue))
+    (waiter,) = gather().queue
+    assert waiter.limit == (1, 1)
+    assert waiter.expected_start is not None
+    assert abs(waiter.expected_start - ends) < 120
+    shown = command.run("status", env={"COLUMNS": "100"}).stdout
+    assert re.search(r"at limit \(1 of 1\), in \d+m", shown)
+
+
+def test_a_raised_limit_reaches_those_who_wait(rules: Any, user: Any, eventually: Any) -> None:
+    rules("[default]\nmax_gpus = 1")
+    assert user(ANNA).hear() == "1"
+    waiter = user(ANNA, timeout=None)
+    eventually(lambda: bool(gather().queue))
+    rules("[default]\nmax_gpus = 2")
+    assert waiter.hear() == "1"

@@ -29,11 +29,11 @@ $ safe-gpu top
 $ safe-gpu sh -c true
 [2] safe-gpu: error: there is no command 'sh': to run it on a GPU, write safe-gpu run -- sh (see safe-gpu --help)
 $ safe-gpu xyzzy
-[2] safe-gpu: error: there is no command 'xyzzy': choose from run, bind, status, history, wait, doctor, policy, aff...
+[2] safe-gpu: error: there is no command 'xyzzy': choose from run, bind, status, history, wait, drain, resume, doct...
 $ safe-gpu -n 2 python train.py
 [2] safe-gpu: error: -n is an option of safe-gpu run: write safe-gpu run -n ... (see safe-gpu --help)
 $ safe-gpu -v
-[2] safe-gpu: error: there is no option -v: did you mean safe-gpu --version? (see safe-gpu --help)
+[2] safe-gpu: error: -v is an option of safe-gpu status: write safe-gpu status -v ... (see safe-gpu --help)
 # Options
 $ safe-gpu run --timout 5 -- true
 [2] safe-gpu run: error: there is no option --timout: did you mean --timeout? (see safe-gpu run --help)

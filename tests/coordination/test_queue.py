@@ -77,7 +77,7 @@ def test_tickets_are_numbered_in_order_and_say_who_waits(state_dir: Path, join) 
     join(nb_gpus=8)
     assert queue(state_dir) == ["1.ticket", "2.ticket"]
     raw = json.loads((state_dir / "queue" / "2.ticket").read_text())
-    assert set(raw) == {"pid", "pidns", "user", "request", "since", "hold_for"}
+    assert set(raw) == {"pid", "pidns", "user", "request", "since", "hold_for", "job"}
     assert (raw["pid"], raw["pidns"]) == (os.getpid(), os.stat("/proc/self/ns/pid").st_ino)
     assert raw["request"] == {"nb_gpus": 8, "gpus": ["GPU-0", "GPU-1"], "min_memory": None}
     assert (state_dir / "queue" / "2.ticket").stat().st_mode & 0o777 == 0o644

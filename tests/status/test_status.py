@@ -46,7 +46,7 @@ CLAIMED = {"pid": INTEGER, "uid": INTEGER, "user": TEXT, "job": TEXT, "command":
 PROCESS = {"pid": int, "user": TEXT, "command": TEXT, "kind": str, "memory_used": INTEGER}
 WAITER = {
     "position": int, "pid": INTEGER, "user": TEXT, "nb_gpus": INTEGER, "share": INTEGER, "vendor": TEXT,
-    **dict.fromkeys(("since", "hold_for", "expected_start"), NUMBER),
+    **dict.fromkeys(("since", "hold_for", "expected_start"), NUMBER), "job": TEXT, "limit": (list, type(None)),
 }  # fmt: skip
 
 
@@ -525,7 +525,7 @@ gpu_statuses = st.builds(
     inner=st.none() | claims,
     processes=st.lists(processes, max_size=2).map(tuple),
 )
-waits = (st.booleans(), texts, st.none() | st.floats(1, 1e6), ages)
+waits = (st.booleans(), texts, st.none() | st.floats(1, 1e6), ages, st.none(), names)
 waiters = st.builds(
     WaiterStatus, st.integers(1, 999), st.none() | pids, names, st.none() | st.integers(1, 64), ages, *waits
 )
@@ -560,6 +560,9 @@ def test_a_crowd_of_waiters_is_cut() -> None:
     assert "1500 waiting" in text
     assert text.endswith("\n... and 1400 more")
     assert text.count("anna") == 100
+    plain = replace(status, queue=tuple(replace(one, note="", job=f"sge:7.{one.position}") for one in crowd))
+    assert re.search(r"^1-1500  anna +1500 x 1 GPU", render(plain, width=80, color=False), re.M)
+    assert re.search(r"^ +3  anna +13  7\.3 +1 GPU", render(plain, width=80, color=False, verbose=True), re.M)
     assert [one["position"] for one in status.to_dict()["queue"]] == list(range(1, 1001))
     assert "more" not in render(replace(status, queue=crowd[:100]), width=80, color=False)
 

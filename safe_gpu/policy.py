@@ -132,6 +132,26 @@ def limits_of_user(policy: Policy, uid: int) -> Limits:
     return resolve(policy, _names(uid), lambda group: _gid(group) in gids(), is_root=uid == 0)
 
 
+def unknown_names(policy: Policy) -> list[str]:
+    """Sentences on the sections of users and groups that this host does not know."""
+    known = {"user": lambda name: uid_of(name) is not None, "group": lambda name: _gid(name) is not None}
+    return [
+        f"{one.title}: there is no such {one.kind} here"
+        for one in policy.sections
+        if one.kind in known and not known[one.kind](one.name)
+    ]
+
+
+def uid_of(name: str) -> int | None:
+    """The uid of a user, by name or number; None if nobody has that name."""
+    import pwd
+
+    try:
+        return pwd.getpwnam(name).pw_uid
+    except (KeyError, ValueError):
+        return int(name) if name.isdecimal() and name.isascii() and len(name) < 11 else None
+
+
 def _names(uid: int) -> tuple[str, str]:
     return procfs.user_name(uid), str(uid)
 

@@ -56,7 +56,7 @@ COMMANDS = {
     "drain": "no new claims on a GPU",
     "resume": "new claims there again",
     "doctor": "check this host, with fixes",
-    "policy": "which limits of this host apply to you",
+    "policy": "which limits of this host apply to you, or to others",
     "affinity": "which CPUs go with which GPU",
     "demo": "watch a race for GPUs",
     "completion": "completion of all this in bash, zsh or fish",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from ..errors import GPUAffinityError
@@ -112,30 +113,62 @@ def _usable(driver: Driver) -> frozenset[int] | None:
     return None if foreign else original_mask()
 
 
-# ``safe-gpu policy``: which limits of this host apply to the user who asks.
+# ``safe-gpu policy``: which limits of this host apply to whom.
 
 
 def configure_policy(parser: argparse.ArgumentParser) -> None:
     """Its options and its handler."""
-    parser.description = "Show the limits that the administrator of this host has set for you."
-    parser.epilog = "examples:\n  safe-gpu policy\n  safe-gpu policy --json | jq .max_gpus"
+    parser.description = "Show the limits that the administrator of this host has set for you, or for others."
+    parser.epilog = "examples:\n  safe-gpu policy\n  safe-gpu policy --json | jq .max_gpus\n  safe-gpu policy --all"
+    whose = parser.add_mutually_exclusive_group()
+    whose.add_argument("--user", metavar="U", help="those of this user, by name or number")
+    whose.add_argument("--all", action="store_true", help="how many GPUs each user holds and may hold")
+    whose.add_argument("--check", metavar="FILE", help="whether this file could be the host's")
     parser.add_argument("--json", action="store_true", help="for programs; times in seconds, null for no limit")
-    parser.set_defaults(handler=_policy)
+    parser.set_defaults(handler=_policy, usage_error=parser.error)
 
 
 def _policy(options: argparse.Namespace) -> int:
     from .. import settings
-    from ..policy import KEYS, Limits, limits_of_this_user, read
+    from ..policy import KEYS, Limits, limits_of_this_user, limits_of_user, read, uid_of, unknown_names
     from ..procfs import printable_lines, user_name
 
-    path = settings.policy_file(os.environ)
+    path = options.check or settings.policy_file(os.environ)
     rules, ignored = read(path)
     if ignored:
         say(f"warning: {ignored}")
-    limits = Limits() if rules is None else limits_of_this_user(rules)
-    held = None if rules is None else _held()
-    uid = os.geteuid()
+    if rules is not None and (options.check or options.all):
+        for doubt in unknown_names(rules):
+            say(f"warning: {doubt}")
+    if options.check:
+        if rules is None and not ignored:
+            options.usage_error(f"--check: there is no {path}")
+        print(f"{path} is right" if rules else f"{path} would be ignored")
+        return 0 if rules else 1
+    uid = os.geteuid() if options.user is None else uid_of(options.user)
+    if uid is None:
+        options.usage_error(f"--user {options.user}: there is no such user here")
+    assert uid is not None
     user = user_name(uid)
+    if rules is None:
+        limits = Limits()
+    else:
+        limits = limits_of_this_user(rules) if uid == os.geteuid() else limits_of_user(rules, uid)
+    all_held = None if rules is None else _held()
+    if rules is not None and options.all:
+        held_by = Counter(uid for held in (all_held or {}).values() for uid in held.elements())
+        sections = (uid_of(one.name) for one in rules.sections if one.kind == "user")
+        named = {one for one in sections if one is not None}
+        rows = [(user_name(one), held_by[one], limits_of_user(rules, one).max_gpus) for one in named | held_by.keys()]
+        if options.json:
+            users = [{"user": name, "held": held, "max_gpus": most} for name, held, most in sorted(rows)]
+            print_json({"schema": 1, "file": path, "users": users})
+            return 0
+        for name, number, most in sorted(rows):
+            above = "  above the limit" if most is not None and number > most else ""
+            print(printable_lines(f"{name:<18}{number} of {'unlimited' if most is None else most}{above}"))
+        return 0
+    held = None if all_held is None else {vendor: number[uid] for vendor, number in all_held.items()}
     if options.json:
         facts: dict[str, Any] = {"schema": 1, "file": limits.path or None, "user": user, "uid": uid}
         facts.update(exempt=limits.exempt, held=None if held is None else sum(held.values()))
@@ -147,15 +180,16 @@ def _policy(options: argparse.Namespace) -> int:
     elif limits.exempt:
         text = f"{user} is exempt: {path} limits root only in a section [user root]"
     else:
-        rows = ((key, _shown_limit(key, getattr(limits, key)), limits.sections.get(key, "")) for key in KEYS)
-        lines = [f"{key:<18}{value:<13}{section}".rstrip() for key, value, section in rows]
-        text = "\n".join([f"{path}, for {user}", "", *lines, *_shown_held(limits, held)])
+        keys = ((key, _shown_limit(key, getattr(limits, key)), limits.sections.get(key, "")) for key in KEYS)
+        lines = [f"{key:<18}{value:<13}{section}".rstrip() for key, value, section in keys]
+        text = "\n".join([f"{path}, for {user}", "", *lines, *_shown_held(limits, held, options.user and user)])
     print(printable_lines(text))
     return 0
 
 
-def _held() -> dict[str, int] | None:
-    """Vendor -> how many of its GPUs this user holds here; None if the GPUs or the state directory cannot be read."""
+def _held() -> dict[str, Counter[int]] | None:
+    """Vendor -> how many of its GPUs each user (uid) holds here; None if the GPUs or the state directory cannot be
+    read."""
     from ..coordination.files import StateDir, state_dir_path
     from ..coordination.holders import lease_owners
     from ..coordination.leases import lease_name
@@ -171,7 +205,7 @@ def _held() -> dict[str, int] | None:
                 driver.close()
             with StateDir(state_dir_path(), make=False) as root, StateDir("leases", root, make=False) as leases:
                 owners = lease_owners(leases, [lease_name(gpu.uuid) for gpu in snapshot.gpus])
-            held[snapshot.vendor] = list(owners.values()).count(os.geteuid())
+            held[snapshot.vendor] = Counter(owners.values())
     except FileNotFoundError:
         return {}
     except SafeGpuError as err:
@@ -180,16 +214,18 @@ def _held() -> dict[str, int] | None:
     return held
 
 
-def _shown_held(limits: Limits, held: dict[str, int] | None) -> list[str]:
+def _shown_held(limits: Limits, held: dict[str, int] | None, other: str | None) -> list[str]:
     from ..text import plural
     from ..vendors import VENDORS
 
-    if limits.max_gpus is None or held is None:
+    most = limits.max_gpus
+    if most is None or held is None:
         return []
     kinds = {f"{VENDORS[vendor].title} GPU": number for vendor, number in held.items()} if len(held) > 1 else {}
     each = kinds or {"GPU": sum(held.values())}
-    texts = [f"{number} of your {plural(limits.max_gpus, kind)}" for kind, number in each.items()]
-    return ["", f"You hold {' and '.join(texts)}."]
+    texts = [f"{number} of {'' if other else 'your '}{plural(most, kind)}" for kind, number in each.items()]
+    above = " The limit was lowered since: nothing ends, and claims wait." if max(each.values()) > most else ""
+    return ["", f"{f'{other} holds' if other else 'You hold'} {' and '.join(texts)}.{above}"]
 
 
 def _shown_limit(key: str, value: float | None) -> str:

@@ -73,7 +73,12 @@ def _status(options: argparse.Namespace) -> int:
             options.usage_error(f"--{form} goes with none of --mine, --user and --watch")
     if options.watch:
         _watch(options, user)
-    status = _gathered(options.vendor)
+    try:
+        status = _gathered(options.vendor)
+    except SafeGpuError:
+        if options.prometheus:
+            _write_metrics("safe_gpu_up 0\n", options.output)
+        raise
     warnings: Sequence[str] = ()
     if options.prometheus or options.free:
         warnings = (*status.broken, *status.warnings)
@@ -84,11 +89,7 @@ def _status(options: argparse.Namespace) -> int:
     if options.prometheus:
         from ..status.render import render_metrics
 
-        text = render_metrics(status)
-        if options.output in (None, "-"):
-            sys.stdout.write(text)
-        else:
-            write_whole(options.output, text)
+        _write_metrics(render_metrics(status), options.output)
     elif options.free:
         from ..status.gather import free_labels
 
@@ -98,6 +99,15 @@ def _status(options: argparse.Namespace) -> int:
     else:
         print(_table(status, user, options.verbose))
     return EX_STATE_DIR if status.warnings else EX_NO_DRIVER if status.broken else 0
+
+
+def _write_metrics(text: str, path: str | None) -> None:
+    if path in (None, "-"):
+        sys.stdout.write(text)
+        return
+    if not os.path.isdir(os.path.dirname(os.path.abspath(path))):
+        raise OSError(f"--output {path}: there is no such directory: make it, for the textfile collector to read")
+    write_whole(path, text)
 
 
 def _gathered(vendor: str | None) -> HostStatus:

@@ -377,7 +377,8 @@ def render_metrics(status: HostStatus) -> str:
     gpus = status.gpus
     states = [(_of(one, state=state), float(one.state == state)) for one in gpus for state in _STATES]
     used = [(_of(one), one.gpu.memory_used) for one in gpus]
-    text = _metric("gpu_state", "1 for the state that the GPU is in, 0 for the others.", states)
+    text = _metric("up", "1 if the state of the host could be read.", [("", float(not status.warnings))])
+    text += _metric("gpu_state", "1 for the state that the GPU is in, 0 for the others.", states)
     text += _metric("memory_used_bytes", "Memory in use on the GPU.", used)
     if status.warnings:
         return text
@@ -391,6 +392,15 @@ def render_metrics(status: HostStatus) -> str:
             for claim in one.shares
         ]
         text += _metric(name, help_text, shares)
+    jobs = [
+        (_of(one, user=one.claim.user or "", batch_job=one.claim.job), 1.0)
+        for one in gpus
+        if one.claim and one.claim.job
+    ]
+    text += _metric("claim_info", "The batch job of a claim.", jobs)
+    limited = Counter(one.user or "" for one in status.queue if one.limit)
+    samples = [(_labels(user=user), float(number)) for user, number in sorted(limited.items())[:_MOST_USERS]]
+    text += _metric("waiting_at_limit", "Waiting claims whose user holds as many GPUs as allowed.", samples)
     oldest = max((status.taken_at - one.since for one in status.queue if one.since), default=0.0)
     text += _metric("waiting", "Waiting claims.", _waiting(status))
     help_text = "How long the first waiting claim has waited; 0 without any."

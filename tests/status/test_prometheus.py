@@ -100,6 +100,7 @@ def exporter(directory: Path, port: int) -> tuple[object, ...]:
 
 def test_every_metric() -> None:
     assert [line for line in render_metrics(STATUS).splitlines() if not line.startswith("#")] == [
+        "safe_gpu_up 1.0",
         *(
             f'safe_gpu_gpu_state{{gpu="{gpu}",UUID="{uuid}",vendor="nvidia",state="{state}"}} {float(state == now)}'
             for gpu, uuid, now in (("0", "GPU-a", "free"), ("1", "GPU-b", "claimed"))
@@ -118,6 +119,7 @@ def test_every_metric() -> None:
 def test_what_is_not_known_has_no_sample() -> None:
     text = render_metrics(replace(STATUS, warnings=("the claims are not known",)))
     assert "safe_gpu_gpu_state{" in text
+    assert "safe_gpu_up 0.0" in text
     for name in ("claimed{", "waiting", "oldest"):
         assert f"safe_gpu_{name}" not in text
 
@@ -151,6 +153,28 @@ def test_a_real_claim_and_the_file(command: Any, tmp_path: Path, capsys: pytest.
     assert file.stat().st_mode & 0o777 == 0o644
     assert [path.name for path in tmp_path.iterdir()] == [file.name]
     started.communicate("\n", timeout=60)
+
+
+def test_jobs_and_limits() -> None:
+    claimed, waiter = STATUS.gpus[1], STATUS.queue[0]
+    claim = replace(claimed.claim, job="sge:7.3")  # type: ignore[type-var]
+    limited = replace(waiter, limit=(1, 1))
+    text = render_metrics(replace(STATUS, gpus=(replace(claimed, claim=claim),), queue=(limited, limited, waiter)))
+    assert 'safe_gpu_claim_info{gpu="1",UUID="GPU-b",vendor="nvidia",user="anna",batch_job="sge:7.3"} 1.0' in text
+    assert 'safe_gpu_waiting_at_limit{user="ben"} 2.0' in text
+
+
+def test_a_driver_that_fails_shows_in_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SAFE_GPU_DRIVER", "kfd")
+    monkeypatch.setenv("SAFE_GPU_FSROOT", str(tmp_path))
+    (tmp_path / "safe_gpu.prom").write_text("old")
+    assert main(["status", "--prometheus", "--output", str(tmp_path / "safe_gpu.prom")]) == 69
+    assert (tmp_path / "safe_gpu.prom").read_text() == "safe_gpu_up 0\n"
+    missing = tmp_path / "missing" / "safe_gpu.prom"
+    assert main(["status", "--prometheus", "--output", str(missing)]) == 74
+    assert f"--output {missing}: there is no such directory" in capsys.readouterr().err
 
 
 def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
@@ -191,7 +215,9 @@ def names(text: str) -> set[str]:
 
 
 def printed() -> set[str]:
-    return set(re.findall(r"^(safe_gpu_\w+)[{ ]", render_metrics(STATUS), re.MULTILINE))
+    """All but those that are for alerts, and to be joined."""
+    found = set(re.findall(r"^(safe_gpu_\w+)[{ ]", render_metrics(STATUS), re.MULTILINE))
+    return found - {"safe_gpu_up", "safe_gpu_claim_info", "safe_gpu_waiting_at_limit"}
 
 
 @checkout

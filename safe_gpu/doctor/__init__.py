@@ -19,6 +19,7 @@ __all__ = ["CHECKS", "Check", "exit_code", "render_checks", "run_checks", "to_di
 CHECKS: tuple[tuple[str, Callable[[CheckedHost], Finding]], ...] = (
     ("platform", process.platform),
     ("Python packages", process.packages),
+    ("for all users", process.for_all_users),
     ("GPU driver", gpus.driver),
     ("other vendor", gpus.other_vendor),
     ("driver speed", gpus.driver_speed),
@@ -42,6 +43,7 @@ CHECKS: tuple[tuple[str, Callable[[CheckedHost], Finding]], ...] = (
     ("process namespace", state.process_namespace),
     ("suspended processes", state.suspended),
     ("shared GPUs", state.overused),
+    ("other state directories", state.other_directories),
     ("clock", state.clock),
     ("older package", state.older_package),
     ("SAFE_GPU variables", process.variables),

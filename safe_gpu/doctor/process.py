@@ -62,6 +62,30 @@ def _major(version: str) -> int:
     return int(major) if major.isdecimal() else 0
 
 
+def for_all_users(host: CheckedHost) -> Finding:
+    """Can other users run this interpreter and read this package, where root has installed it?"""
+    import stat
+
+    import filelock
+
+    package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    if os.stat(package).st_uid:
+        return skipped(f"{package} is not root's, so it need not be for all")
+    files = [(os.path.realpath(sys.executable), stat.S_IXOTH)]
+    files += [(os.path.join(package, "__init__.py"), stat.S_IROTH), (filelock.__file__, stat.S_IROTH)]
+    for path, bit in files:
+        above, needed = path, bit
+        while above != "/":
+            mode = os.stat(above).st_mode
+            if not mode & needed:
+                return warning(
+                    f"other users cannot use {path}: {above} has mode {stat.S_IMODE(mode):04o}",
+                    "install with /usr/bin/python3 and umask 022, outside of home directories",
+                )
+            above, needed = os.path.dirname(above), stat.S_IXOTH
+    return passed(f"{files[0][0]} and {package} can be used by all users")
+
+
 # Variables
 
 

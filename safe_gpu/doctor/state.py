@@ -29,7 +29,7 @@ from ..programs import others_can_change
 from ..settings import policy_file
 from ..status.facts import ClaimStatus
 from ..text import format_bytes, plural
-from .check import CheckedHost, Finding, failed, passed, skipped, warning
+from .check import CheckedHost, Finding, failed, gpus_named, passed, skipped, warning
 
 # Checks of the state directory: whether it exists, all users may use it, locks work in it, and files in it persist.
 
@@ -64,11 +64,23 @@ def state_directory(host: CheckedHost) -> Finding:
             trouble = _trouble_with_files(root, host)
             risk = _risk_of_owner(root)
             owner = procfs.user_name(os.fstat(root.fd).st_uid)
+            others = _other_owners(root)
     except FileNotFoundError:
         return _not_there(path)
     except StateDirError as err:
         return failed(str(err), (f"rm {quote(err.path)}, or " if err.errno in _REMOVABLE else "") + _ELSEWHERE)
-    return trouble or _trouble_above(path) or risk or passed(f"{path}, mode 1777, belongs to {owner}")
+    return trouble or _trouble_above(path) or risk or passed(f"{path}, mode 1777, belongs to {owner}{others}")
+
+
+def _other_owners(root: StateDir) -> str:
+    """Whose host.lock and history are, where they are not those of the owner of the directory."""
+    found = ""
+    for name in ("host.lock", NAME):
+        with suppress(OSError):
+            uid = os.stat(name, dir_fd=root.fd, follow_symlinks=False).st_uid
+            if uid != os.fstat(root.fd).st_uid:
+                found += f", {name} to {procfs.user_name(uid)}"
+    return found
 
 
 def _not_there(path: str) -> Finding:
@@ -479,9 +491,12 @@ def _claims(host: CheckedHost) -> Iterator[tuple[str, ClaimStatus]]:
 def suspended(host: CheckedHost) -> Finding:
     """Is a process stopped that holds GPUs or waits for them?"""
     stopped: dict[int | None, str] = {}
+    holding: dict[tuple[int | None, str], list[str]] = {}
     for label, claim in _claims(host):
         if claim.stopped:
-            stopped.setdefault(claim.pid, f"process {claim.pid} ({claim.user or 'unknown'}), which holds GPU {label}")
+            holding.setdefault((claim.pid, claim.user or "unknown"), []).append(label)
+    for (pid, user), labels in holding.items():
+        stopped[pid] = f"process {pid} ({user}), which holds {gpus_named(list(dict.fromkeys(labels)))}"
     for waiter in host.status.queue:
         if waiter.stopped:
             text = f"process {waiter.pid} ({waiter.user or 'unknown'}), which waits at place {waiter.position}"
@@ -512,6 +527,23 @@ def overused(host: CheckedHost) -> Finding:
         return warning("; ".join(found[:_MOST]), fix)
     shared = sum(bool(one.shares) for one in host.status.gpus)
     return passed(f"{plural(shared)} shared, and no claim uses more than its share" if shared else "no GPU is shared")
+
+
+def other_directories(host: CheckedHost) -> Finding:
+    """Are GPUs claimed whose leases are in another state directory, by the names that the kernel has?"""
+    found: dict[str, list[str]] = {}
+    for one in host.status.gpus:
+        if one.claim is not None and one.claim.elsewhere is not None:
+            who = f" (process {one.claim.pid} of {one.claim.user})" if one.claim.pid else ""
+            where = one.claim.elsewhere or "a directory that cannot be seen from here (as root it can)"
+            found.setdefault(f"{where}{who}", []).append(one.label)
+    if not found:
+        return passed("no claim has its leases elsewhere")
+    texts = "; ".join(f"{gpus_named(labels)} in {where}" for where, labels in found.items())
+    return warning(
+        f"claimed in other state directories, whose queues do not meet this one: {texts}",
+        "set state_dir in /etc/safe-gpu/config.ini, and no other SAFE_GPU_DIR, in all sessions of this host",
+    )
 
 
 def clock(host: CheckedHost) -> Finding:

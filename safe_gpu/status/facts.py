@@ -34,6 +34,7 @@ class ClaimStatus:
         until: when it will probably end by the holder's word, Unix seconds.
         share: bytes of the GPU that it holds, by the record; None of a whole GPU.
         memory_used: bytes of it that its process and their descendants use; None of a whole GPU.
+        elsewhere: the state directory of a claim whose lease is not in this one, "" if it cannot be seen; else None.
     """
 
     pid: int | None = None
@@ -48,6 +49,7 @@ class ClaimStatus:
     until: float | None = None
     share: int | None = None
     memory_used: int | None = None
+    elsewhere: str | None = None
 
 
 @dataclass(frozen=True)

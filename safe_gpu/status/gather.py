@@ -14,6 +14,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from ..coordination import socket_names
 from ..coordination.files import state_dir_path
 from ..coordination.holders import outer_claim_of_process, user_and_command
 from ..coordination.leases import drained_gpus, inner_name, lease_name, names_of_host, slot_name
@@ -201,6 +202,18 @@ def _claim(file: LockedFile, record: LeaseRecord | None, processes: ProcessTable
     return replace(known, share=record.share)
 
 
+def _claim_elsewhere(gpu: Gpu, prefix: str, processes: ProcessTable) -> ClaimStatus:
+    """The claim that holds the name of a GPU: its process can be seen by root and by its user."""
+    pid, files = processes.holder_of_socket(socket_names.sockets().get(socket_names.name_of(gpu.uuid, prefix)))
+    if pid is None:
+        return ClaimStatus(elsewhere="")
+    user, command = processes.describe(pid) or (None, None)
+    lease = next((path for path in files if path.endswith(f"/leases/{lease_name(gpu.uuid)}")), "")
+    directory = lease.rpartition("/leases/")[0]
+    note = f"its lease is in {directory}" if directory else ""
+    return ClaimStatus(pid, user, command=command, note=note, uid=processes.real_uid_of(pid), elsewhere=directory)
+
+
 def _gpus(
     snapshot: HostSnapshot, claims: Mapping[str, ClaimStatus], found: HostFacts, processes: ProcessTable
 ) -> tuple[GpuStatus, ...]:
@@ -210,7 +223,7 @@ def _gpus(
     for gpu in snapshot.gpus:
         outer, inner = claims.get(lease_name(gpu.uuid)), claims.get(inner_name(gpu.uuid))
         if gpu.uuid in found.elsewhere:
-            outer = ClaimStatus()
+            outer = _claim_elsewhere(gpu, snapshot.name_prefix, processes)
         pair = (outer, inner) if outer else (inner, None)  # an inner claim may outlive its outer claim
         shares.append(_sharers(gpu, claims, processes))
         if shares[-1]:  # they lock the lease shared, and write nothing there

@@ -39,7 +39,7 @@ def at_limits(tickets: Sequence[Ticket], gpus: Iterable[GpuStatus], path: str, n
     most_of = cache(lambda uid: policy.limits_of_user(rules, uid).max_gpus)
     ends: dict[tuple[int | None, str], list[float]] = {}
     for one in gpus:
-        if one.claim is not None:
+        if one.claim is not None and one.claim.elsewhere is None:
             ends.setdefault((one.claim.uid, one.gpu.vendor), []).append(one.claim.until or math.inf)
     found = {}
     for ticket in tickets:

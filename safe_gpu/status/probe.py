@@ -85,6 +85,14 @@ class ProcessTable:
             self._holders = {identity: pid for pid in procfs.pids() for identity in locked_by(pid, self._names)}
         return self._holders.get((file.device, file.inode))
 
+    def holder_of_socket(self, inode: int | None) -> tuple[int | None, Collection[str]]:
+        """A process that has this socket, as far as this user may see, and the paths of its open files."""
+        for pid in procfs.pids() if inode is not None else ():
+            files = (procfs.open_files(pid) or {}).values()
+            if f"socket:[{inode}]" in files:
+                return pid, files
+        return None, ()
+
 
 def who_holds(file: LockedFile, record: LeaseRecord | None, processes: ProcessTable) -> LockHolder:
     """The process that holds a lease.

@@ -22,6 +22,7 @@ from safe_gpu.coordination import legacy
 from safe_gpu.coordination.leases import lease_name, try_lease
 from safe_gpu.coordination.locks import HostLock
 from safe_gpu.doctor import gpus as listing
+from safe_gpu.doctor import process as checks_of_process
 from safe_gpu.doctor import state
 from safe_gpu.doctor.check import CheckedHost, Finding
 from safe_gpu.drivers.presets import preset
@@ -115,7 +116,15 @@ def test_a_host_without_faults_passes_and_stays_as_it_was(state_dir: Path) -> No
     checks = doctor.run_checks()
     assert [one.name for one in checks] == list(FUNCTIONS)
     # A container may well be the place where the tests run.
-    places = ("private /tmp", "process namespace", "cleaning of old files", "Python packages", "address space", "MPS")
+    places = (
+        "private /tmp",
+        "process namespace",
+        "cleaning of old files",
+        "Python packages",
+        "address space",
+        "MPS",
+        "for all users",
+    )
     assert {
         one.name: one.detail for one in checks if one.status in ("failed", "warning") and one.name not in places
     } == {}
@@ -508,6 +517,52 @@ def test_suspended_holders_and_waiters(state_dir: Path, child, eventually) -> No
     eventually(lambda: all(text in finding("suspended processes").detail for text in said))
     eventually(lambda: f"kill -CONT {holder.pid} {waiter.pid}" in finding("suspended processes").fix)
     assert finding("suspended processes").status == "warning"
+
+
+def test_all_gpus_of_a_stopped_holder(state_dir: Path, child, eventually) -> None:
+    holder = child(HOLD.replace("gpus(1", "gpus(2").replace("only=0", "only='0,5'"), says="held")
+    os.kill(holder.pid, signal.SIGSTOP)
+    eventually(lambda: "which holds GPUs 0,5" in finding("suspended processes").detail)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, who sees the processes of all")
+def test_a_claim_in_another_state_directory(
+    state_dir: Path, open_tmp: Path, child, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    says("other state directories", "passed")
+    monkeypatch.setenv("SAFE_GPU_SIMULATED_DIR", str(open_tmp / "simulated"))  # one host for both
+    holder = child(HOLD, says="held", env={"SAFE_GPU_DIR": str(open_tmp / "other")})
+    words = f"GPU 0 in {open_tmp / 'other'} (process {holder.pid} of "
+    says("other state directories", "warning", words, fix="/etc/safe-gpu/config.ini")
+    claim = CheckedHost().status.gpus[0].claim
+    assert claim is not None
+    assert (claim.pid, claim.note) == (holder.pid, f"its lease is in {open_tmp / 'other'}")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, who installs for all")
+def test_a_package_that_others_cannot_read(open_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = open_tmp / "safe_gpu" / "doctor"
+    package.mkdir(parents=True)
+    (package.parent / "__init__.py").touch()
+    monkeypatch.setattr(checks_of_process, "__file__", str(package / "process.py"))
+    monkeypatch.setattr(sys, "executable", "/bin/sh")
+    monkeypatch.setattr("filelock.__file__", str(package.parent / "__init__.py"))
+    says("for all users", "passed")
+    package.parent.chmod(0o700)  # umask 077
+    says("for all users", "warning", f"{package.parent} has mode 0700", fix="umask 022")
+    package.parent.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(open_tmp / "pyenv" / "python"))
+    (open_tmp / "pyenv").mkdir(mode=0o750)
+    (open_tmp / "pyenv" / "python").touch(mode=0o755)
+    says("for all users", "warning", f"{open_tmp / 'pyenv'} has mode 0750")
+
+
+def test_whose_the_files_are(state_dir: Path, child) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("needs root, to give files away")
+    child(HOLD, says="held")
+    os.chown(state_dir / "host.lock", 54321, 0)
+    says("state directory", "passed", "belongs to root, host.lock to 54321")
 
 
 def test_a_claim_from_the_future(state_dir: Path, child) -> None:

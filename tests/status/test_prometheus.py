@@ -131,7 +131,7 @@ def test_the_parser_of_prometheus_reads_any_user_back(user: str) -> None:
     families = {
         one.name: one for one in parser().text_string_to_metric_families(render_metrics(replace(STATUS, gpus=(gpu,))))
     }
-    assert len(families) == 10
+    assert len(families) == 13
     assert all(one.type == "gauge" and one.documentation for one in families.values())
     (sample,) = families["safe_gpu_claimed"].samples
     assert (sample.labels["gpu"], sample.labels["UUID"], sample.value) == ("1", "GPU-b", 1.0)
@@ -164,17 +164,15 @@ def test_jobs_and_limits() -> None:
     assert 'safe_gpu_waiting_at_limit{user="ben"} 2.0' in text
 
 
-def test_a_driver_that_fails_shows_in_the_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_driver_that_fails_shows_in_the_file(command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SAFE_GPU_DRIVER", "kfd")
     monkeypatch.setenv("SAFE_GPU_FSROOT", str(tmp_path))
     (tmp_path / "safe_gpu.prom").write_text("old")
     assert main(["status", "--prometheus", "--output", str(tmp_path / "safe_gpu.prom")]) == 69
     assert (tmp_path / "safe_gpu.prom").read_text() == "safe_gpu_up 0\n"
     missing = tmp_path / "missing" / "safe_gpu.prom"
-    assert main(["status", "--prometheus", "--output", str(missing)]) == 74
-    assert f"--output {missing}: there is no such directory" in capsys.readouterr().err
+    done = command.run("status", "--prometheus", "--output", missing)
+    assert (done.returncode, f"--output {missing}: there is no such directory" in done.stderr) == (74, True)
 
 
 def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:

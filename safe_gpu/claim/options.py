@@ -140,7 +140,13 @@ def read_options(
         count = number_for_job(environ, spelling=spelling)
     request = parse_request(count, vendor=vendor, spelling=spelling, **conditions)
     wait = parse_timeout(timeout, environ, in_batch_job=job.scheduler is not None, spelling=spelling)
-    hold = parse_hold_for(hold_for, environ, job, spelling=spelling)
+    ends = job
+    if job.scheduler in ("slurm", "sge") and isinstance(hold_for, DefaultTimeout) and not environ.get("SAFE_GPU_FOR"):
+        from ..schedulers import with_end
+
+        # Thousands of array tasks of one GPU would ask it at once.
+        ends = with_end(environ, job, ask=job.task_id is None or request.nb_gpus > 1)
+    hold = parse_hold_for(hold_for, environ, ends, spelling=spelling)
     render_cuda((), visible_as=visible_as, snapshot=HostSnapshot(()))
     settings.check(environ)
     binding = None

@@ -78,11 +78,46 @@ def ask_qstat(environ: Mapping[str, str], job_id: str, *, patience: float = 10.0
     if code != 0 or f"<JB_job_number>{job_id}</JB_job_number>" not in text:
         said = _reason(text, error) or f"exit status {code}"
         raise QstatError(f"qstat gives no information on job {job_id}: {said}")
+    if limit := re.search(r"<CE_name>h_rt</CE_name>(?:(?!<CE_name>).)*?<CE_doubleval>([0-9]+)", text, re.DOTALL):
+        _run_times[job_id] = int(limit[1])
     request = hard_request(text, resource_names(environ))
     number = 0 if request is None else here(request, slots(environ))
     if number is None:
         raise QstatError("it is not known how many slots of the job are on this host")
     return number
+
+
+_run_times: dict[str, int] = {}
+"""Number of a job of Grid Engine -> its hard limit h_rt, in seconds, by the answers of qstat in this process."""
+
+_PATIENCE = 3.0
+
+
+def with_end(environ: Mapping[str, str], job: JobContext, *, ask: bool) -> JobContext:
+    """The job with its end or its walltime, where the scheduler told these with the number of GPUs, or is asked.
+
+    Args:
+        ask: whether Slurm may be asked, which takes about 0.05 s, at most 3 s.
+    """
+    if job.ends is not None or job.walltime is not None or job.job_id is None:
+        return job
+    if job.scheduler == "sge":
+        return job._replace(walltime=_run_times.get(job.job_id))
+    if job.scheduler != "slurm" or not ask:
+        return job
+    import time
+
+    from ..programs import TooLate, TooMuch, find_program, output_of
+
+    number = environ.get("SLURM_JOB_ID") or environ.get("SLURM_JOBID") or ""
+    try:
+        program = find_program("squeue", environ)
+        command = [program or "", "-h", "-j", number, "-o", "%e"]
+        code, text, _ = output_of(command, env=environ, timeout=_PATIENCE, most=99, apart=True)
+        ends = int(time.mktime(time.strptime(text.strip(), "%Y-%m-%dT%H:%M:%S")))
+    except (OSError, TooLate, TooMuch, ValueError, OverflowError):  # a job without a limit ends at N/A
+        return job
+    return job if code else job._replace(ends=ends)
 
 
 def hard_request(xml: str, names: Iterable[str]) -> ResourceRequest | None:

@@ -95,7 +95,7 @@ def _slurm(environ: Mapping[str, str]) -> JobContext | None:
         count(environ, "SLURM_LOCALID"),
         _tasks_here(environ),
         len(listed) if requested is None and listed else requested,  # Slurm before 20.11 has no SLURM_GPUS_ON_NODE
-        ends=count(environ, "SLURM_JOB_END_TIME"),  # Slurm 22.05 and later
+        ends=count(environ, "SLURM_JOB_END_TIME"),  # only of later versions than 22.05
     )
 
 

@@ -1,0 +1,66 @@
+"""The administrator's page, literally: its commands in a throwaway copy of this host, with claims by two users."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from .conftest import ROOT, all_blocks
+
+BEFORE = """
+set -eux
+mount -t tmpfs none "$1"
+mkdir "$1/upper" "$1/work" "$1/host"
+mount -t overlay overlay -o "lowerdir=/,upperdir=$1/upper,workdir=$1/work" "$1/host" || exit 77
+mount -t proc proc "$1/host/proc"
+mount --rbind /dev "$1/host/dev"
+mkdir "$1/host/src"
+cp -r safe_gpu pyproject.toml README.md LICENSE "$1/host/src"
+chroot "$1/host" bash -eux /src/safe_gpu/page.sh
+find "$1/upper" -name '*safe[-_]gpu*' -not -path "$1/upper/src*" -not -path "$1/upper/root/*" -not -type c
+"""
+CLAIMS = """
+runuser -u daemon -- safe-gpu run -- sh -c 'echo daemon got $CUDA_VISIBLE_DEVICES; exec sleep 600' > /tmp/daemon.log &
+holder=$!
+until grep got /tmp/daemon.log; do sleep 0.05; done
+runuser -u nobody -- safe-gpu run -- sh -c 'echo nobody got $CUDA_VISIBLE_DEVICES'
+runuser -u nobody -- safe-gpu status | grep daemon
+runuser -u nobody -- safe-gpu run -n 5 -- true || echo refused with $?
+runuser -u nobody -- safe-gpu run -n 4 -- true
+ls /var/lib/safe-gpu/leases/*.lock
+"""
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="needs root, and unshare")
+def test_the_page_on_a_host_of_its_own(tmp_path: Path) -> None:
+    blocks = [one.text for one in all_blocks() if one.page == "safe_gpu/ADMIN.md" and one.about == "an administrator"]
+    directory, install, *settings, upgrade, rollback, removal = blocks
+    steps = [directory, install, *settings, CLAIMS, upgrade, "kill -0 $holder\n", rollback]
+    steps += ["kill $(pgrep -P $holder) $holder || true\nwait\n", removal]
+    script = "cd /src\ntrap 'kill $(jobs -p) || true' EXIT\n"
+    script += "export SAFE_GPU_DRIVER=simulated:dgx-a100 SAFE_GPU_TEST_SIMULATED=1\nunset SAFE_GPU_DIR\n"
+    source = tmp_path / "source"
+    shutil.copytree(ROOT / "safe_gpu", source / "safe_gpu", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    (source / "safe_gpu" / "page.sh").write_text(script + "".join(steps))
+    (tmp_path / "copy").mkdir()
+    command = ["unshare", "-m", "bash", "-c", BEFORE, "bash", str(tmp_path / "copy")]
+    with (tmp_path / "log").open("w") as log:
+        done = subprocess.run(command, cwd=source, stdin=subprocess.DEVNULL, stdout=log, stderr=log, timeout=900)
+    said = (tmp_path / "log").read_text()
+    if done.returncode == 77:
+        pytest.skip("this kernel gives no overlay file system here")
+    if "No matching distribution" in said:
+        pytest.skip("no package index can be reached")
+    assert done.returncode == 0, said
+    assert "daemon got 0" in said
+    assert "nobody got 1" in said
+    assert "refused with 78" in said
+    assert "GPU 3: drained by root: a fan is broken" in said
+    assert [line for line in said.splitlines() if line.startswith(str(tmp_path))] == [], "removed without a trace"

@@ -18,7 +18,7 @@ from ..coordination.leases import lease_name, recorded_slots, slot_name
 from ..errors import PolicyError, UnsatisfiableRequestError
 from ..procfs import printable_lines
 from ..selection.request import Selection
-from ..selection.sharing import share_capacity
+from ..selection.sharing import amount, part_of
 from ..text import format_age
 
 if TYPE_CHECKING:
@@ -128,7 +128,8 @@ class LeasesByUser:
             return None
         names = self._held_by(uid)
         held = sum(self._parts[name] for name in names)
-        return LimitReached(held, most, names) if held + amount(request, self._gpus) > most + _ROUNDING else None
+        wanted = amount(request.nb_gpus, request.share, self._gpus)
+        return LimitReached(held, most, names) if held + wanted > most + _ROUNDING else None
 
     def is_at_limit(self, ticket: Ticket) -> bool:
         """Whether that waiter, of another user, cannot take its GPUs before leases of its user end. It may be passed.
@@ -145,11 +146,7 @@ class LeasesByUser:
     def _held_by(self, uid: int) -> frozenset[str]:
         if self._owners is None:
             tried = {lease.name for lease in self._tried.values()}
-            for gpu in self._gpus:
-                size = share_capacity(gpu) or 0
-                shares = {slot: one.share for slot, one in recorded_slots(self._leases, gpu.uuid).items()}
-                self._parts[lease_name(gpu.uuid)] = 1.0
-                self._parts.update((slot_name(gpu.uuid, slot), _part(share, size)) for slot, share in shares.items())
+            self._parts = parts_by_lease(self._leases, self._gpus)
             self._owners = lease_owners(self._leases, set(self._parts) - tried)
         return frozenset(name for name, owner in self._owners.items() if owner == uid)
 
@@ -157,14 +154,14 @@ class LeasesByUser:
 _ROUNDING = 1e-6  # sums of shares are not exact
 
 
-def amount(request: Selection, gpus: Iterable[Gpu]) -> float:
-    """How many GPUs a request counts as: a share of each as its part of the smallest that has it."""
-    sizes = [size for gpu in gpus if (size := share_capacity(gpu)) and size >= (request.share or 0)]
-    return request.nb_gpus * _part(request.share, min(sizes, default=0))
-
-
-def _part(share: int | None, size: int) -> float:
-    return 1.0 if share is None or not size else min(1.0, share / size)
+def parts_by_lease(leases: StateDir, gpus: Iterable[Gpu]) -> dict[str, float]:
+    """Name of a lease -> how much of a GPU who holds it has: of a share its part."""
+    found = {}
+    for gpu in gpus:
+        found[lease_name(gpu.uuid)] = 1.0
+        for slot, record in recorded_slots(leases, gpu.uuid).items():
+            found[slot_name(gpu.uuid, slot)] = part_of(gpu, record.share)
+    return found
 
 
 def quota_of(path: str, warn: object) -> Quota | None:

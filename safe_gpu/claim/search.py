@@ -363,11 +363,13 @@ class _Search:
         """Apply the policy, once it is certain that this claim is not made inside another one."""
         if self._limited or self._options.quota is None or self._view.scope:
             return
-        from .quota import amount, check_policy_limits
+        from ..selection.sharing import amount
+        from .quota import check_policy_limits
 
         self._limited = True
         options, limits = self._options, self._options.quota.limits
-        number = amount(self._view.request, self._view.snapshot.gpus)
+        request = self._view.request
+        number = amount(request.nb_gpus, request.share, self._view.snapshot.gpus)
         check_policy_limits(number, options.hold, limits, options.request.spelling)
         most = limits.max_wait
         if most is not None and (options.timeout is None or options.timeout > most):

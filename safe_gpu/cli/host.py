@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from ..errors import GPUAffinityError
@@ -156,24 +155,28 @@ def _policy(options: argparse.Namespace) -> int:
         limits = limits_of_this_user(rules) if uid == os.geteuid() else limits_of_user(rules, uid)
     all_held = None if rules is None else _held()
     if rules is not None and options.all:
-        held_by = Counter(uid for held in (all_held or {}).values() for uid in held.elements())
+        held_by: dict[int, float] = {}
+        for users in (all_held or {}).values():
+            held_by.update((uid, held_by.get(uid, 0) + number) for uid, number in users.items())
         sections = (uid_of(one.name) for one in rules.sections if one.kind == "user")
         named = {one for one in sections if one is not None}
-        rows = [(user_name(one), held_by[one], limits_of_user(rules, one).max_gpus) for one in named | held_by.keys()]
+        rows = [
+            (user_name(one), held_by.get(one, 0), limits_of_user(rules, one).max_gpus) for one in named | held_by.keys()
+        ]
         if options.json:
-            users = [{"user": name, "held": held, "max_gpus": most} for name, held, most in sorted(rows)]
-            print_json({"schema": 1, "file": path, "users": users})
+            facts = [{"user": name, "held": held, "max_gpus": most} for name, held, most in sorted(rows)]
+            print_json({"schema": 1, "file": path, "users": facts})
             return 0
         for name, number, most in sorted(rows):
             above = "  above the limit" if most is not None and number > most else ""
             print(printable_lines(f"{name:<18}{number} of {'unlimited' if most is None else most}{above}"))
         return 0
-    held = None if all_held is None else {vendor: number[uid] for vendor, number in all_held.items()}
+    held = None if all_held is None else {vendor: users.get(uid, 0) for vendor, users in all_held.items()}
     if options.json:
-        facts: dict[str, Any] = {"schema": 1, "file": limits.path or None, "user": user, "uid": uid}
-        facts.update(exempt=limits.exempt, held=None if held is None else sum(held.values()))
-        facts.update((key, getattr(limits, key)) for key in KEYS)
-        print_json({**facts, "sections": dict(limits.sections)})
+        own: dict[str, Any] = {"schema": 1, "file": limits.path or None, "user": user, "uid": uid}
+        own.update(exempt=limits.exempt, held=None if held is None else sum(held.values()))
+        own.update((key, getattr(limits, key)) for key in KEYS)
+        print_json({**own, "sections": dict(limits.sections)})
         return 0
     if rules is None:
         text = f"{path} is ignored: nothing is limited" if ignored else f"There is no {path}: nothing is limited"
@@ -187,12 +190,12 @@ def _policy(options: argparse.Namespace) -> int:
     return 0
 
 
-def _held() -> dict[str, Counter[int]] | None:
-    """Vendor -> how many of its GPUs each user (uid) holds here; None if the GPUs or the state directory cannot be
-    read."""
+def _held() -> dict[str, dict[int, float]] | None:
+    """Vendor -> how many of its GPUs each user (uid) holds here, of shares their parts; None if the GPUs or the state
+    directory cannot be read."""
+    from ..claim.quota import parts_by_lease
     from ..coordination.files import StateDir, state_dir_path
     from ..coordination.holders import lease_owners
-    from ..coordination.leases import lease_name
     from ..drivers import open_drivers
     from ..errors import SafeGpuError
 
@@ -204,8 +207,12 @@ def _held() -> dict[str, Counter[int]] | None:
             finally:
                 driver.close()
             with StateDir(state_dir_path(), make=False) as root, StateDir("leases", root, make=False) as leases:
-                owners = lease_owners(leases, [lease_name(gpu.uuid) for gpu in snapshot.gpus])
-            held[snapshot.vendor] = Counter(owners.values())
+                parts = parts_by_lease(leases, snapshot.gpus)
+                owners = lease_owners(leases, parts)
+            held[snapshot.vendor] = {
+                uid: _rounded(sum(parts[name] for name, owner in owners.items() if owner == uid))
+                for uid in set(owners.values())
+            }
     except FileNotFoundError:
         return {}
     except SafeGpuError as err:
@@ -214,7 +221,12 @@ def _held() -> dict[str, Counter[int]] | None:
     return held
 
 
-def _shown_held(limits: Limits, held: dict[str, int] | None, other: str | None) -> list[str]:
+def _rounded(number: float) -> float:
+    """A number of GPUs, whole where it is: 2 or 0.25."""
+    return int(number) if number == int(number) else round(number, 2)
+
+
+def _shown_held(limits: Limits, held: dict[str, float] | None, other: str | None) -> list[str]:
     from ..text import plural
     from ..vendors import VENDORS
 

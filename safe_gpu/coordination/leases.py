@@ -20,8 +20,8 @@ from ..errors import StateDirError
 from ..foreign_files import LIMIT, open_to_read
 from ..settings import policy_file
 from . import socket_names as names
-from .locks import LockedHost, file_of, lock_file, unlock_file
 from .files import HOST_LOCK, StateDir, state_dir_path, survive_exec, write_all
+from .locks import LockedHost, file_of, lock_file, unlock_file
 from .records import as_time, own_command, read_bounded
 from .signals import DeferredSignals
 

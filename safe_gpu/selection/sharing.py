@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from ..devices import MOST_SHARERS, ComputeMode
@@ -34,6 +34,19 @@ def share_capacity(gpu: Gpu) -> int | None:
     if not gpu.counts_reserved and gpu.memory_used is not None and gpu.memory_free is not None:
         size = gpu.memory_used + gpu.memory_free
     return max(0, size) // MIB * MIB
+
+
+def part_of(gpu: Gpu, share: int | None) -> float:
+    """How much of a GPU a share is, from 0 to 1; None is a whole GPU."""
+    size = share_capacity(gpu)
+    return 1.0 if share is None or not size else min(1.0, share / size)
+
+
+def amount(nb_gpus: int, share: int | None, gpus: Iterable[Gpu]) -> float:
+    """How many GPUs so many shares count as: each as its part of the smallest GPU that has it."""
+    return nb_gpus * max(
+        (part_of(gpu, share) for gpu in gpus if (share_capacity(gpu) or 0) >= (share or 0)), default=1.0
+    )
 
 
 def why_unshareable(gpu: Gpu, share: int) -> str:

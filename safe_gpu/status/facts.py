@@ -130,7 +130,7 @@ class WaiterStatus:
     vendor: str | None = None
     share: int | None = None
     job: str | None = None
-    limit: tuple[int, int] | None = None
+    limit: tuple[float, int] | None = None
 
 
 @dataclass(frozen=True)

@@ -5,22 +5,28 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from functools import cache
+from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
 from .. import policy
 from ..devices import vendor_of
 from ..errors import PolicyError
+from ..selection.request import Selection
+from ..selection.sharing import amount, part_of
 
 if TYPE_CHECKING:
     from ..coordination.queue import Ticket
     from .facts import GpuStatus
 
 
-class AtLimit(NamedTuple):
-    """A user who holds ``held`` of ``most`` GPUs; ``until``: when enough of them are expected to be given back, Unix
-    seconds, ``math.inf`` if that is not known."""
+_ROUNDING = 1e-6  # sums of shares are not exact
 
-    held: int
+
+class AtLimit(NamedTuple):
+    """A user who holds ``held`` of ``most`` GPUs, of shares their parts; ``until``: when enough of them are expected to
+    be given back, Unix seconds, ``math.inf`` if that is not known."""
+
+    held: float
     most: int
     until: float
 
@@ -37,18 +43,25 @@ def at_limits(tickets: Sequence[Ticket], gpus: Iterable[GpuStatus], path: str, n
     if rules is None or not rules.limits_gpus:
         return {}
     most_of = cache(lambda uid: policy.limits_of_user(rules, uid).max_gpus)
-    ends: dict[tuple[int | None, str], list[float]] = {}
+    gpus = tuple(gpus)
+    ends: dict[tuple[int | None, str], list[tuple[float, float]]] = {}  # and parts of GPUs
     for one in gpus:
-        if one.claim is not None and one.claim.elsewhere is None:
-            ends.setdefault((one.claim.uid, one.gpu.vendor), []).append(one.claim.until or math.inf)
+        for claim in one.claims:
+            if claim.elsewhere is None:
+                end = claim.until or math.inf, part_of(one.gpu, claim.share)
+                ends.setdefault((claim.uid, one.gpu.vendor), []).append(end)
     found = {}
     for ticket in tickets:
         demand, most = ticket.demand, most_of(ticket.uid)
         if demand is None or most is None or any(stem.endswith(".inner") for stem in demand.gpus):
             continue
         own = sorted(ends.get((ticket.uid, vendor_of(next(iter(demand.gpus), ""))), ()))
-        lacking = len(own) + demand.nb_gpus - most
-        if lacking > 0:
-            until = own[lacking - 1] if lacking <= len(own) else math.inf
-            found[ticket.seq] = AtLimit(len(own), most, max(until, now))
+        held, share = sum(part for _, part in own), Selection.from_ticket(1, demand.conditions)[0].share
+        lacking = held + amount(demand.nb_gpus, share, (one.gpu for one in gpus)) - most
+        if lacking > _ROUNDING:
+            freed = accumulate(part for _, part in own)
+            until = next(
+                (end for (end, _), sum_ in zip(own, freed, strict=True) if sum_ >= lacking - _ROUNDING), math.inf
+            )
+            found[ticket.seq] = AtLimit(round(held, 2), most, max(until, now))
     return found

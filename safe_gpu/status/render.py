@@ -58,7 +58,9 @@ def render(
 def _alike(queue: Sequence[WaiterStatus], verbose: bool) -> list[list[WaiterStatus]]:
     """The waiters; those together that follow each other, are of one user and want the same, unless they are few."""
     found: list[list[WaiterStatus]] = []
-    for _, one in groupby(queue, lambda one: (one.user, one.nb_gpus, one.vendor, one.limit, one.stopped, one.note)):
+    for _, one in groupby(
+        queue, lambda one: (one.user, one.nb_gpus, one.share, one.vendor, one.limit, one.stopped, one.note)
+    ):
         alike = list(one)
         apart = verbose or len(alike) < _LEAST_ALIKE or alike[0].stopped or alike[0].note
         found += [[waiter] for waiter in alike] if apart else [alike]
@@ -335,7 +337,7 @@ def _wants(one: WaiterStatus, both: bool) -> str:
 def _starts(one: WaiterStatus, now: float) -> str:
     """``in 20m``; ``now`` where the GPUs are free or overdue."""
     if one.limit is not None:
-        held = f"at limit ({one.limit[0]} of {one.limit[1]})"
+        held = f"at limit ({one.limit[0]:g} of {one.limit[1]})"
         return held if one.expected_start is None else f"{held}, in {short_age(one.expected_start - now)}"
     if one.expected_start is None:
         return "?"

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from itertools import chain, count
 from typing import Any, NamedTuple
 
+from .. import procfs
 from ..coordination.files import StateDir, state_dir_path
 from ..coordination.history import LARGEST, HistoryDir, file_names, month_of, months_kept
 from ..coordination.leases import PreviousRecord, probe
@@ -41,6 +42,7 @@ _PATIENCE = 5.0  # seconds that host.lock is waited for
 _MOST_LEASES = 512  # lease files that are probed
 _LONGEST_PROBE = 0.02  # seconds of CPU, under host.lock
 _LONGEST_RECORD = 1 << 13
+_TICK = 1.0  # seconds, in which the two clocks are read and rounded
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,8 @@ class PastClaim:
         ended: when it was known to hold them no more; None if it runs, or nobody looked. Equal to ``seen`` if it was
             released, which tells the time exactly; a claim that died ended between the two.
         share, of: bytes that it held of each GPU, and how many there were to share; None of whole GPUs.
+        not_before: of a claim that runs, the start of its process by the boot clock: ``since`` is by a clock that may
+            have jumped since.
     """
 
     pid: int
@@ -74,6 +78,7 @@ class PastClaim:
     ended: float | None = None
     share: int | None = None
     of: int | None = None
+    not_before: float = 0.0
 
     @property
     def part(self) -> float:
@@ -166,7 +171,7 @@ class _Kept:
             known = replace(known, labels=claim.labels)
         if claim.running:
             self.claims.pop(claim.key, None)  # it is to be dropped last
-            known = replace(known, running=True, seen=claim.seen, ended=None)
+            known = replace(known, running=True, seen=claim.seen, ended=None, not_before=claim.not_before)
         self.claims[claim.key] = self._sharing(known)
         if claim.key in self._early:
             self.end(self._early.pop(claim.key))
@@ -349,7 +354,10 @@ def _of_leases(found: Iterable[tuple[bool, PreviousRecord]]) -> Iterator[PastCla
         record = former.record()
         if record is not None and record.since and record.gpus:
             facts = {name: getattr(record, name) for name in _RECORDED}
-            yield PastClaim(**facts, seen=former.read if held else record.since, running=held)
+            known = held and record.here and record.start == procfs.start_time(record.pid)
+            age = procfs.seconds_running(record.pid) if known else None
+            began = 0.0 if age is None else time.time() - age - _TICK
+            yield PastClaim(**facts, seen=former.read if held else record.since, running=held, not_before=began)
         ending = None if held else ClaimEnd.decode(former.ending())
         if ending is not None:
             yield ending
@@ -377,7 +385,7 @@ def hours_held(claim: PastClaim, since: float, until: float) -> tuple[float, flo
 
     ``until`` is at most now: a claim that runs holds them up to then.
     """
-    begin = max(claim.since, since)
+    begin = max(claim.since, claim.not_before, since)
     last = until if claim.running or claim.ended is None else min(claim.ended, until)
     sure = until if claim.running else min(claim.seen, until)
     return claim.part * max(0.0, sure - begin), claim.part * max(0.0, last - begin)

@@ -228,7 +228,7 @@ def confirm(view: HostView, claim: Claim, options: ClaimOptions) -> bool:
     claim.before, claim.explained = view.snapshot, view.explained
     if claim.beneath:
         with opened("leases") as leases:
-            view.see_sharers(leases)
+            view.see_sharers(leases, claim.gpus)
     now = (view.snapshot.by_uuid(gpu.uuid) for gpu in claim.gpus)
     verdicts = {verdict.gpu.uuid: verdict for verdict in view.judge({}, [gpu for gpu in now if gpu is not None])}
     for gpu in claim.gpus:

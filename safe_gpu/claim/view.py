@@ -350,11 +350,12 @@ class HostView:
         """The slot of the outer claim on a GPU; None if it has a whole GPU, or there is none."""
         return self.outer[uuid].slot if uuid in self.outer else None
 
-    def see_sharers(self, leases: StateDir) -> None:
-        """Read who shares the usable GPUs, where this claim may share them. No lock is taken."""
+    def see_sharers(self, leases: StateDir, gpus: Iterable[Gpu] | None = None) -> None:
+        """Read who shares these GPUs (None: the usable ones), where this claim may share them. No lock is taken."""
         if self.share is None and not any(record.slot is not None for record in self.outer.values()):
             return
-        slots = {gpu.uuid: recorded_slots(leases, gpu.uuid) for gpu in self.usable}
+        files = frozenset(leases.names())
+        slots = {gpu.uuid: recorded_slots(leases, gpu.uuid, files) for gpu in (gpus or self.usable)}
         others = {
             uuid: holder_of_slots(
                 record for record in found.values() if not (record.here and record.pid == os.getpid())

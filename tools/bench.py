@@ -5,6 +5,7 @@
 
 import    `import safe_gpu` over a bare interpreter
 claim     an uncontended claim and its release, warm, over a simulated driver
+share     a claim of a share over one of a whole GPU, and both beside claims that share all other GPUs
 calls     the calls of NVML in a claim of one GPU of eight, counted with a fake NVML (needs a C compiler)
 crowd     eight processes at once, one GPU each, until the last process has its GPU
 run       `safe-gpu run -- true` over an interpreter that imports filelock, pynvml and argparse and becomes `true`
@@ -44,6 +45,7 @@ from common import ROOT, simulate
 import safe_gpu
 from safe_gpu.affinity.options import MODES
 from safe_gpu.affinity.planner import plan
+from safe_gpu.coordination import socket_names
 from safe_gpu.drivers.simulated import SimulatedDriver
 from safe_gpu.topology import GpuLocality, HostTopology
 
@@ -208,6 +210,43 @@ def bench_claim(options: argparse.Namespace) -> list[Row]:
         Row("claim and release", plain, other, FLOCK, budget=4.5, what="ratio"),
         Row("claim and release, by itself", plain, budget=3.0),
         Row("affinity='node' on top of that", bound - plain, budget=2.0),
+    ]
+
+
+def bench_share(options: argparse.Namespace) -> list[Row]:
+    def claim(**options: Any) -> None:
+        safe_gpu.claim_gpus(timeout=0, affinity=None, **options)
+        safe_gpu.release_gpus()
+
+    def unasked() -> None:
+        held_slots = socket_names.held_slots
+        socket_names.held_slots = lambda *_: iter(())
+        try:
+            claim()
+        finally:
+            socket_names.held_slots = held_slots
+
+    def hold(line: Any) -> None:
+        others = [gpu.uuid for gpu in SimulatedDriver("dgx-a100").idle.gpus[1:]]
+        safe_gpu.claim_gpus(1, safe_gpu.NoPlaceholder(), affinity=None, share="5%", only=others)
+        line.send("holds")
+        line.recv()
+
+    repeat, sharers = 20 * options.repeat, 8 * (GPUS - 1)
+    with simulated_host():
+        empty = in_turns(repeat, claim, partial(claim, share="10%"), unasked)
+        holders = [Worker(hold) for _ in range(sharers)]
+        for holder in holders:
+            holder.line.recv()
+        crowded = in_turns(repeat, claim, partial(claim, share="10%"))
+        for holder in holders:
+            holder.end(kill=True)
+    whole, share, bare, late, late_share = (found[len(found) // 10] for found in (*empty, *crowded))
+    return [
+        Row("a share", share, whole, "a whole GPU", budget=1.5, what="over"),
+        Row("a whole GPU", whole, bare, "without asking whether it is shared", budget=0.1, what="over"),
+        Row(f"a whole GPU beside {sharers} shares", late, whole, "on an empty host", budget=1.0, what="over"),
+        Row(f"a share beside {sharers} shares", late_share, share, "on an empty host"),
     ]
 
 

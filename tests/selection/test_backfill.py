@@ -198,12 +198,15 @@ def test_in_any_state(host: tuple[list[BackfillRequest], dict[str, float]]) -> N
 # Any course of events
 
 
-def live(rule: Any, seed: int, *, honest: bool = False, mute: bool = False) -> World:
-    """A random world, in which a promise that does not hold raises."""
+def live(
+    rule: Any, seed: int, *, honest: bool = False, mute: bool = False, shares: Sequence[float] = (ALWAYS,)
+) -> World:
+    """A random world, in which a promise that does not hold raises, and so does a GPU that is promised twice."""
     chance = random.Random(seed)
     gpus = NAMES[: chance.choice((2, 3, 4, 8, 16))]
     world = World(rule, gpus, chance, honest=honest)
-    world.run(random_jobs(chance, gpus, honest=honest, mute=mute))
+    world.run(random_jobs(chance, gpus, honest=honest, mute=mute, shares=shares), until=3000)
+    assert not world.queue
     return world
 
 
@@ -216,6 +219,15 @@ def test_promises_are_kept_whatever_holders_do() -> None:
     kept, broken = in_random_worlds(backfill)
     assert kept > 100
     assert broken > 50
+
+
+def in_random_worlds_of_shares(rule: Any) -> int:
+    shares = ALWAYS, ALWAYS, 1.0, 1.0, 2.0, 3.0, 5.0, 8.0
+    return sum(live(rule, seed, honest=seed % 2 == 0, shares=shares).passes for seed in range(50))
+
+
+def test_promises_are_kept_among_shares_whatever_holders_do() -> None:
+    assert in_random_worlds_of_shares(backfill) > 100
 
 
 def test_nobody_passes_where_nobody_says_for_how_long() -> None:
@@ -240,7 +252,8 @@ def in_random_states(check: Callable[..., None]) -> Callable[[Any], None]:
         chance = random.Random(1)
         for _ in range(4000):
             gpus = NAMES[: chance.randint(2, 4)]
-            wants = [job.want for job in random_jobs(chance, gpus, honest=True, number=chance.randint(2, 5))]
+            jobs = random_jobs(chance, gpus, honest=True, number=chance.randint(2, 5))
+            wants = [rule.BackfillRequest(*job.want) for job in jobs]
             check(rule, wants, {gpu: chance.choice((0, 0, 3, 6, 10, ALWAYS)) for gpu in gpus})
 
     return run
@@ -259,11 +272,15 @@ def by_order(rule: Any) -> None:
     [
         pytest.param("now + want.hold_for <= date < math.inf", "now < date < math.inf", in_random_worlds, id="ends"),
         pytest.param("<= date < math.inf:", "<= date:", in_random_worlds, id="the date is known"),
-        pytest.param("moments[want.nb - 1]", "moments[-1]", in_random_worlds, id="as many as it needs"),
+        pytest.param("first[-1][0], [gpu", "first[0][0], [gpu", by_reference, id="as many as it needs"),
+        pytest.param("room >= share", "room > share", in_random_worlds_of_shares, id="room that is just enough"),
+        pytest.param(
+            "(when):\n        room", "(when)[:1]:\n        room", in_random_worlds_of_shares, id="the sum of parts"
+        ),
         pytest.param("max(now, until)", "max(until, 2 * now - since)", in_random_worlds, id="overdue is due"),
         pytest.param("in dates(ahead, free_at)", "in list(dates(ahead, free_at))[:1]", in_random_worlds, id="all"),
         pytest.param("start + want.hold_for <= date or", "", can_start, id="one that may pass can start"),
-        pytest.param("or len(want.gpus - other.gpus) >= want.nb", "", can_start, id="one with other GPUs can start"),
+        pytest.param("or want.fits(want.gpus - other.gpus)", "", can_start, id="one with other GPUs can start"),
         pytest.param("date = other_date", "pass", by_reference, id="one that cannot start is late"),
         pytest.param(
             "insort(earlier, (want, date), key=lambda waiter: waiter[1])",
@@ -274,8 +291,9 @@ def by_order(rule: Any) -> None:
     ],
 )
 def test_a_clause_left_out_is_noticed(old: str, new: str, promise: Callable[[Any], object]) -> None:
+    rule = without(old, new)
     with pytest.raises(AssertionError):
-        promise(without(old, new))
+        promise(rule)
 
 
 # Worlds that other rules failed in

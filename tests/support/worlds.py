@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from safe_gpu.selection.backfill import BackfillRequest
+from safe_gpu.selection.backfill import BackfillRequest, When
+
+CAPACITY = 8.0
+"""Of each GPU, for those that share it."""
 
 
 class BrokenPromise(AssertionError):
@@ -33,7 +36,7 @@ class Job:
 
 @dataclass
 class Hold:
-    """A leased GPU's job. ``said`` is when it is to end by its own word."""
+    """The job of a leased GPU, or of a share of it. ``said`` is when it is to end by its own word."""
 
     job: Job
     since: float
@@ -50,7 +53,7 @@ class World:
     chance: random.Random
     honest: bool = False
     now: float = 0.0
-    held: dict[str, Hold] = field(default_factory=dict)
+    held: dict[str, list[Hold]] = field(default_factory=dict)
     queue: list[Job] = field(default_factory=list)
     promised: dict[int, float] = field(default_factory=dict)  # of the waiters with no competitor ahead
     due: dict[int, float] = field(default_factory=dict)  # when such a waiter is served at the latest
@@ -60,8 +63,8 @@ class World:
         """Let these jobs come and go."""
         coming = sorted(jobs, key=lambda job: job.arrives)
         while self.now < until and (coming or self.queue or self.held):
-            for gpu in [gpu for gpu, hold in self.held.items() if hold.ends <= self.now]:
-                del self.held[gpu]
+            left = {gpu: [hold for hold in holds if hold.ends > self.now] for gpu, holds in self.held.items()}
+            self.held = {gpu: holds for gpu, holds in left.items() if holds}
             self.queue = [job for job in self.queue if job.arrives + job.patience > self.now]
             while coming and coming[0].arrives <= self.now:
                 self.queue.append(coming.pop(0))
@@ -77,8 +80,9 @@ class World:
     def look(self, job: Job) -> None:
         """One look of a waiter, which starts if the rule lets it."""
         ahead = self.queue[: self.queue.index(job)]
-        free = frozenset(self.gpus) - self.held.keys()
-        opened = self.rule.open_gpus(job.want, [one.want for one in ahead], free, self._free_at(), self.now)
+        free = frozenset(gpu for gpu in self.gpus if _room(self.held.get(gpu, [])) >= min(job.want.share, CAPACITY))
+        want, *others = (self.rule.BackfillRequest(*one.want) for one in (job, *ahead))
+        opened = self.rule.open_gpus(want, others, free, self._free_at(), self.now)
         if not self._competitors(job) and opened != job.want.gpus & free:
             raise BrokenPromise(f"nobody competes ahead of {job}, and it is hindered")
         if len(opened) >= job.want.nb:
@@ -87,12 +91,13 @@ class World:
     def take(self, job: Job, gpus: Iterable[str]) -> None:
         """Give the job these GPUs, and check whom that harms."""
         for gpu in gpus:
-            assert gpu not in self.held
+            assert _room(self.held.get(gpu, [])) >= min(job.want.share, CAPACITY)
             for other in self._competitors(job):
                 if gpu in other.want.gpus:
                     self._check_pass(job, other)
         for gpu in gpus:
-            self.held[gpu] = Hold(job, self.now, self.now + job.want.hold_for, self.now + job.lasts)
+            hold = Hold(job, self.now, self.now + job.want.hold_for, self.now + job.lasts)
+            self.held.setdefault(gpu, []).append(hold)
         job.started = self.now
         self.queue.remove(job)
 
@@ -109,19 +114,29 @@ class World:
         ahead = self.queue[: self.queue.index(job)]
         return [one for one in ahead if one.want.gpus & job.want.gpus]
 
-    def _free_at(self) -> dict[str, float]:
-        found = dict.fromkeys(self.gpus, self.now)
-        for gpu, hold in self.held.items():
-            until = None if hold.said == math.inf else hold.said
-            found[gpu] = self.rule.free_at(self.now, since=hold.since, until=until)
+    def _free_at(self) -> dict[str, When]:
+        found: dict[str, When] = dict.fromkeys(self.gpus, self.now)
+        for gpu, holds in self.held.items():
+            ends = []
+            for hold in holds:
+                until = None if hold.said == math.inf else hold.said
+                ends.append(self.rule.free_at(self.now, since=hold.since, until=until))
+            parts = [(end, hold.job.want.share) for end, hold in zip(ends, holds, strict=True)]
+            found[gpu] = ends[0] if _room(holds) == -math.inf else (*parts, (self.now, _room(holds)))
         return found
+
+    def _said(self, gpu: str, share: float) -> float:
+        """When there is that much room on a GPU, by what its holders said."""
+        holds = self.held.get(gpu, [])
+        moments = {self.now, *(max(self.now, hold.said) for hold in holds)}
+        return min(at for at in moments if _room([one for one in holds if one.said > at]) >= min(share, CAPACITY))
 
     def _note_promises(self) -> None:
         """Give those that nobody is ahead of a date, by what the holders said, and hold the rule to the earliest."""
         for job in self.queue:
             if self._competitors(job):
                 continue
-            said = [max(self.now, self.held[gpu].said) if gpu in self.held else self.now for gpu in job.want.gpus]
+            said = [self._said(gpu, job.want.share) for gpu in job.want.gpus]
             date = next((when for when in sorted(said) if sum(one <= when for one in said) >= job.want.nb), math.inf)
             earlier = self.promised.get(job.name, math.inf)
             if self.honest and date > max(earlier, self.now):
@@ -129,14 +144,24 @@ class World:
             self.promised[job.name] = min(earlier, date)
             if self.promised[job.name] <= self.now and job.name not in self.due:
                 # From its date on nobody takes its GPUs, so it is served when those who hold them then have ended.
-                holds = [self.held[gpu].ends if gpu in self.held else self.now for gpu in job.want.gpus]
-                self.due[job.name] = max(self.now, *holds)
+                ends = [hold.ends for gpu in job.want.gpus for hold in self.held.get(gpu, [])]
+                self.due[job.name] = max([self.now, *ends])
+
+
+def _room(holds: Iterable[Hold]) -> float:
+    return CAPACITY - sum(hold.job.want.share for hold in holds)
 
 
 def random_jobs(
-    chance: random.Random, gpus: tuple[str, ...], *, honest: bool = False, mute: bool = False, number: int = 40
+    chance: random.Random,
+    gpus: tuple[str, ...],
+    *,
+    honest: bool = False,
+    mute: bool = False,
+    number: int = 40,
+    shares: Sequence[float] = (math.inf,),
 ) -> list[Job]:
-    """Jobs with overlapping sets of GPUs. ``mute``: nobody says for how long."""
+    """Jobs with overlapping sets of GPUs. ``mute``: nobody says for how long. ``shares``: how much each may want."""
     jobs = []
     for name in range(number):
         among = frozenset(chance.sample(gpus, chance.randint(1, len(gpus))))
@@ -148,6 +173,7 @@ def random_jobs(
         else:
             says = max(1, round(lasts * chance.choice((0.2, 0.8, 1, 1, 3))))
         arrives = chance.randint(0, 60)
-        want = BackfillRequest(chance.randint(1, len(among)), among, says)
+        share = shares[0] if len(shares) == 1 else chance.choice(shares)
+        want = BackfillRequest(chance.randint(1, len(among)), among, says, share=share)
         jobs.append(Job(name, arrives, want, lasts, patience=chance.choice((math.inf, math.inf, 10))))
     return jobs

@@ -197,6 +197,8 @@ def refuse_gpus_of_ancestors(
 
 # If the latest poll of the whole host is older than this, in seconds, the second poll is of the whole host again.
 _RECENT = 5.0
+# Names in the directory of the leases up to which it is listed: any user can make more.
+_MOST_NAMES = 1000
 # Minimum pause between two polls of a waiter, in seconds. If polls are slow they take at most a tenth of the time.
 _DRIVER_PAUSE = 0.100
 
@@ -354,7 +356,7 @@ class HostView:
         """Read who shares these GPUs (None: the usable ones), where this claim may share them. No lock is taken."""
         if self.share is None and not any(record.slot is not None for record in self.outer.values()):
             return
-        files = frozenset(leases.names())
+        files = leases.few_names(_MOST_NAMES)
         slots = {gpu.uuid: recorded_slots(leases, gpu.uuid, files) for gpu in (gpus or self.usable)}
         others = {
             uuid: holder_of_slots(

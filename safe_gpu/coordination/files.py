@@ -13,6 +13,7 @@ import stat
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from itertools import islice
 from typing import TypeVar
 
 from .. import procfs
@@ -103,6 +104,12 @@ class StateDir:
     def names(self) -> list[str]:
         """The names in it, in no order."""
         return os.listdir(self.fd)
+
+    def few_names(self, most: int) -> frozenset[str] | None:
+        """The names in it; None if there are more than that."""
+        with os.scandir(self.fd) as entries:
+            found = frozenset(entry.name for entry in islice(entries, most + 1))
+        return found if len(found) <= most else None
 
     def is_empty(self) -> bool:
         """Whether there is no name in it."""

@@ -88,6 +88,7 @@ def test_the_arguments_of_a_claim() -> None:
         "max_utilization": None,
         "near": None,
         "prefer": None,
+        "share": None,
         "exclude": (),
         "only": (),
         "visible_as": "index",

@@ -156,11 +156,13 @@ def held_slots(uuid: str, prefix: str, slots: int) -> Iterator[int]:
     """
     from _socket import AF_UNIX, SOCK_DGRAM, socket
 
+    begin = f"\0{_PROTOCOL}{prefix}{uuid.replace('/', '_')}{_SHARE}".encode()
     one = socket(AF_UNIX, SOCK_DGRAM)
+    connect, free, width = one.connect_ex, errno.ECONNREFUSED, _SHORTEST + 1
     try:
         for slot in range(slots):
-            asked = (_address(slot_of(uuid, slot, prefix, inner=inner)) for inner in (False, True))
-            if any(one.connect_ex(address) != errno.ECONNREFUSED for address in asked):
+            name = b"%b%d" % (begin, slot)
+            if connect(name.ljust(width, b".")) != free or connect((name + b".inner").ljust(width, b".")) != free:
                 yield slot
     finally:
         one.close()

@@ -117,7 +117,7 @@ def _usable(driver: Driver) -> frozenset[int] | None:
 
 def configure_policy(parser: argparse.ArgumentParser) -> None:
     """Its options and its handler."""
-    parser.description = "Show the limits that the administrator of this host has set for you, or for others."
+    parser.description = "Show the limits that the administrator has set for you, or for others."
     parser.epilog = "examples:\n  safe-gpu policy\n  safe-gpu policy --json | jq .max_gpus\n  safe-gpu policy --all"
     whose = parser.add_mutually_exclusive_group()
     whose.add_argument("--user", metavar="U", help="those of this user, by name or number")
@@ -255,8 +255,8 @@ def _shown_limit(key: str, value: float | None) -> str:
 
 def configure_drain(parser: argparse.ArgumentParser) -> None:
     """Its options and its handler."""
-    parser.description = """Let nobody claim these GPUs, or any of this host: for root, or the owner of the state
-directory. Who holds them goes on, and who waits for them waits."""
+    parser.description = """Let nobody claim these GPUs, or any of this host: for root, or the owner
+of the state directory. Who holds them goes on, and who waits for them waits."""
     parser.epilog = "example:\n  safe-gpu drain 3 --reason 'a fan is broken'"
     parser.add_argument("--reason", metavar="R", default="", help="shown to everybody")
     _add_gpus(parser)

@@ -6,6 +6,7 @@ Reading takes bounded memory, a FIFO does not block it, and an exception of a si
 from __future__ import annotations
 
 import os
+from functools import partial
 from io import FileIO
 
 LIMIT = 1 << 16
@@ -16,8 +17,8 @@ _FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 _PART = 1 << 16
 
 
-def open_to_read(path: str, flags: int = 0) -> FileIO:
-    """The open file; ``flags`` are more of those of os.open(), such as O_NOFOLLOW.
+def open_to_read(path: str, flags: int = 0, dir_fd: int | None = None) -> FileIO:
+    """The open file; ``flags`` are more of those of os.open(), such as O_NOFOLLOW, and ``dir_fd`` is as there.
 
     Raises:
         OSError: it cannot be opened, or it is a directory. ValueError: the path has a NUL.
@@ -25,7 +26,7 @@ def open_to_read(path: str, flags: int = 0) -> FileIO:
     try:
         # One call, for a handler may raise after each: the file closes itself when nobody has it. An opener for open()
         # would be a function of Python with a call more.
-        return next(map(FileIO, map(os.open, (path,), (_FLAGS | flags,))))
+        return next(map(FileIO, map(partial(os.open, dir_fd=dir_fd), (path,), (_FLAGS | flags,))))
     except IsADirectoryError as err:
         if isinstance(err.filename, int):  # FileIO does not close the descriptor that it refuses
             os.close(err.filename)

@@ -276,7 +276,7 @@ def _add_gpus(parser: argparse.ArgumentParser) -> None:
 
 
 def _drain(options: argparse.Namespace) -> int:
-    """Write the file of this user; root may change that of the owner of the state directory too."""
+    """Write root's file, or that of the owner of the state directory."""
     from ..coordination.leases import drain_files, drained_gpus, read_drained
     from ..errors import PolicyError
     from ..programs import is_root
@@ -290,19 +290,16 @@ def _drain(options: argparse.Namespace) -> int:
     if unknown:
         raise GPUAffinityError(f"this host has no GPU {', '.join(unknown)}: see safe-gpu status")
     meant = [one for one in gpus if not names or any(names_device(name, one.gpu) for name in names)]
-    files = [path for path in drain_files() if is_root() or _is_own(os.path.dirname(path))]
-    if not files:
+    path = drain_files()[not is_root()]
+    if not is_root() and not _is_own(os.path.dirname(path)):
         raise PolicyError("only root and the owner of the state directory may drain GPUs: ask them")
-    for path in files:
-        reasons = read_drained(path)[1]
-        before = dict(reasons)
-        for one in meant:
-            reasons.pop(one.gpu.uuid, None)
-            if options.reason is not None and path == files[0]:
-                reasons[one.gpu.uuid] = " ".join(options.reason.split())
-        if reasons != before:
-            os.makedirs(os.path.dirname(path), mode=0o755, exist_ok=True)
-            write_whole(path, "".join(f"{uuid} {reason}\n" for uuid, reason in reasons.items()))
+    reasons = read_drained(path)[1]
+    for one in meant:
+        reasons.pop(one.gpu.uuid, None)
+        if options.reason is not None:
+            reasons[one.gpu.uuid] = " ".join(options.reason.split())
+    os.makedirs(os.path.dirname(path), mode=0o755, exist_ok=True)
+    write_whole(path, "".join(f"{uuid} {reason}\n" for uuid, reason in reasons.items()))
     now = drained_gpus()
     for one in meant:
         claimed = f"; claimed by {one.claim.user} until that claim ends" if one.claim and one.gpu.uuid in now else ""

@@ -592,13 +592,19 @@ def drained_gpus() -> dict[str, str]:
 
 def read_drained(path: str) -> tuple[str, dict[str, str]]:
     """The user who wrote such a file, and UUID -> reason; nothing of a file that another user could have written."""
+    directory, name = os.path.split(path)
     try:
-        with open_to_read(path, os.O_NOFOLLOW) as file:
-            status, owner = os.fstat(file.fileno()), os.stat(os.path.dirname(path)).st_uid
+        if directory != state_dir_path():
+            file, owner = open_to_read(path, os.O_NOFOLLOW), 0
+        else:
+            with StateDir(directory, make=False) as root:  # no path into it is followed
+                file, owner = open_to_read(name, os.O_NOFOLLOW, root.fd), os.fstat(root.fd).st_uid
+        with file:
+            status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode) or status.st_mode & 0o022 or status.st_uid not in (0, owner):
                 return "", {}
             text = (file.read(LIMIT) or b"").decode("utf-8", "replace")
-    except OSError:
+    except (OSError, StateDirError):
         return "", {}
     lines = (line.partition(" ") for line in map(procfs.printable, text.splitlines()) if line)
     return procfs.user_name(status.st_uid), {uuid: reason for uuid, _, reason in lines}

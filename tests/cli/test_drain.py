@@ -80,7 +80,7 @@ def test_the_owner_of_the_state_directory(etc: Path, state_dir: Path, as_user: A
     os.chown(state_dir, 4711, 4711)
     assert as_anna(as_user, lambda: main(["drain", "3"])) == "0"
     assert drained_gpus() == {ground.uuids[3]: "drained by 4711"}
-    assert main(["drain", "3"]) == 0  # root takes it over
+    assert main(["drain", "3"]) == 0  # root's word comes first
     assert drained_gpus() == {ground.uuids[3]: "drained by root"}
     assert as_anna(as_user, lambda: main(["resume", "3"])) == "0"
     assert drained_gpus() == {ground.uuids[3]: "drained by root"}

@@ -167,8 +167,8 @@ def judge(
             return GpuVerdict(gpu, "unusable", unusable)
         if outside := why_outside(gpu, request, visible_limit):
             return GpuVerdict(gpu, "outside", outside)
-        drained = "" if holder is not None or of_outer is not None else rules.why_drained(gpu)
-        if drained:
+        drained = rules.why_drained(gpu) if of_outer is None else ""
+        if drained and (holder is None or (share is not None and holder.sharers)):
             return GpuVerdict(gpu, "unusable", drained)
         if shared_display:
             fits = request if share is None else replace(request, conditions=(MinMemory(share), *request.conditions))

@@ -95,6 +95,16 @@ def test_a_file_that_others_could_have_written(etc: Path, state_dir: Path, groun
     assert drained_gpus() == {}
 
 
+def test_no_further_share_of_a_drained_gpu(etc: Path, ask: Any, command: Any) -> None:
+    holder = command.start("run", "--share", "10GiB", "--", "sh", "-c", "echo up; exec sleep 600")
+    assert holder.stdout.readline() == "up\n"
+    assert claim(share="10GiB", only=0) == [0]
+    ask("drain", "0")
+    with pytest.raises(NotEnoughGpusError, match="drained by root"):
+        claim(share="10GiB", only=0)
+    assert claim(share="10GiB") == [1]
+
+
 def test_instances_of_a_drained_gpu(etc: Path, ask: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SAFE_GPU_DRIVER", "simulated:mig-h100")
     free = get_free_gpus()

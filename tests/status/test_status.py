@@ -525,7 +525,7 @@ gpu_statuses = st.builds(
     inner=st.none() | claims,
     processes=st.lists(processes, max_size=2).map(tuple),
 )
-waits = (st.booleans(), texts, st.none() | st.floats(1, 1e6), ages, st.none(), names)
+waits = (st.booleans(), texts, st.none() | st.floats(1, 1e6), ages, st.none(), amounts, names)
 waiters = st.builds(
     WaiterStatus, st.integers(1, 999), st.none() | pids, names, st.none() | st.integers(1, 64), ages, *waits
 )

@@ -88,6 +88,21 @@ def test_requests_for_different_gpus_pass_without_saying_anything() -> None:
     assert silent < 0.9 * strict
 
 
+def test_shares_run_side_by_side_and_may_slow_each_other() -> None:
+    def share(arrival: float, duration: float) -> Any:
+        return tool.Job(arrival, BackfillRequest(1, frozenset(GPUS[:1]), share=40.0), duration)
+
+    jobs = [share(0, 100), share(1, 100), share(2, 10)]
+    for slowdown, expected in ((0.0, 100 - 2), (0.3, 1 + 99 * 1.3 - 2)):
+        outcome = tool.replay(jobs, GPUS, tool.ours, random.Random(1), slowdown)
+        assert [wait for _, wait in outcome.waits] == [0, 0, pytest.approx(expected)]
+
+
+def test_a_table_of_shares(run: Any) -> None:
+    rows = run("--jobs", "60", "--sharing", "70", "--large", "20").splitlines()
+    assert [row[:34].strip() for row in rows if "shared" in row] == ["all say --for: shared", "nobody says: shared"]
+
+
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     def output(*arguments: str) -> str:

@@ -3,6 +3,7 @@
 
     python tools/replay.py                         a generated workload
     python tools/replay.py --large 10 --load 0.5   another one
+    python tools/replay.py --sharing 70 --load 1   whole GPUs only, and shared by most jobs
     python tools/replay.py jobs.csv --gpus 8       your own
 
 The CSV has a header. Columns: arrival (seconds), size (GPUs), duration (seconds); optional: hold_for (what the job says
@@ -15,39 +16,52 @@ from __future__ import annotations
 
 import argparse
 import csv
-import heapq
 import math
 import random
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
 from safe_gpu.cpulist import parse_cpulist
-from safe_gpu.selection.backfill import BackfillRequest, free_at, open_gpus
+from safe_gpu.selection.backfill import BackfillRequest, When, free_at, open_gpus
 
 LOOKERS = 32
 """Only this many waiters look for a chance to pass others; the rest follow when they get there."""
 
 
 class Job(NamedTuple):
-    """``arrival`` and ``duration`` in seconds."""
+    """``arrival`` and ``duration`` in seconds; ``shares``: whether it wants a part of a GPU, where some do."""
 
     arrival: float
     want: BackfillRequest
     duration: float
+    shares: bool | None = None
 
     @property
     def large(self) -> bool:
-        """Whether it wants at least half of its GPUs, and more than one."""
+        """Whether it wants at least half of its GPUs, and more than one; where some share GPUs, whether it does not."""
+        if self.shares is not None:
+            return not self.shares
         return self.want.nb > 1 and 2 * self.want.nb >= len(self.want.gpus)
 
 
-class Hold(NamedTuple):
-    """A GPU's job: from when, and until when by its own word."""
+MEMORY = 80.0
+"""GiB of each GPU."""
 
+
+@dataclass(eq=False)
+class Run:
+    """A job on its GPUs: from when, until when by its own word, and until when. ``slow``: how many times as long as
+    alone what is left of it takes."""
+
+    job: Job
+    gpus: frozenset[str]
     since: float
     until: float | None
+    ends: float
+    slow: float = 1.0
 
 
 class Outcome(NamedTuple):
@@ -65,60 +79,80 @@ class Host:
     """GPUs in simulated time."""
 
     def __init__(self, gpus: Iterable[str]) -> None:
-        self.free = set(gpus)
-        self.held: dict[str, Hold] = {}
+        self.held: dict[str, list[Run]] = {gpu: [] for gpu in gpus}
         self.now = 0.0
 
-    def dates(self) -> dict[str, float]:
-        """When each GPU is expected to be free."""
-        leased = {gpu: free_at(self.now, since=one.since, until=one.until) for gpu, one in self.held.items()}
-        return leased | dict.fromkeys(self.free, self.now)
+    def room(self, gpu: str) -> float:
+        """GiB that nobody has; less than 0 where somebody has the whole GPU."""
+        return MEMORY - sum(one.job.want.share for one in self.held[gpu])
+
+    def free(self, want: BackfillRequest) -> frozenset[str]:
+        """The GPUs that a request could have if nobody were ahead of it."""
+        return frozenset(gpu for gpu in want.gpus if self.room(gpu) >= min(want.share, MEMORY))
+
+    def dates(self) -> dict[str, When]:
+        """When each GPU, or each part of it, is expected to be free."""
+        found: dict[str, When] = {}
+        for gpu, runs in self.held.items():
+            parts = [(free_at(self.now, since=one.since, until=one.until), one.job.want.share) for one in runs]
+            room = self.room(gpu)
+            found[gpu] = self.now if not parts else parts[0][0] if room < 0 else (*parts, (self.now, room))
+        return found
+
+    def change(self, run: Run, *, ends: bool, slowdown: float) -> None:
+        """Let a job begin or end. Each neighbour slows a job by ``slowdown``."""
+        for gpu in run.gpus:
+            self.held[gpu].remove(run) if ends else self.held[gpu].append(run)
+        for one in {one for gpu in run.gpus for one in self.held[gpu]} if slowdown else ():
+            slow = 1 + slowdown * max(len(self.held[gpu]) - 1 for gpu in one.gpus)
+            one.ends = self.now + (one.ends - self.now) * slow / one.slow
+            one.slow = slow
 
 
 def polling(host: Host, want: BackfillRequest, _ahead: Sequence[Job]) -> frozenset[str]:
     """No queue: the first who looks while there are enough."""
-    return want.gpus & host.free
+    return host.free(want)
 
 
 def strict(host: Host, want: BackfillRequest, ahead: Sequence[Job]) -> frozenset[str]:
     """First come, first served: nobody passes anybody who wants one of the same GPUs."""
     if any(not other.want.gpus.isdisjoint(want.gpus) for other in ahead):
         return frozenset()
-    return want.gpus & host.free
+    return host.free(want)
 
 
 def ours(host: Host, want: BackfillRequest, ahead: Sequence[Job]) -> frozenset[str]:
     """The rule of this package."""
-    if len(want.gpus & host.free) < want.nb:
+    free = host.free(want)
+    if len(free) < want.nb:
         return frozenset()
-    return open_gpus(want, (other.want for other in ahead), host.free, host.dates(), host.now)
+    return open_gpus(want, (other.want for other in ahead), free, host.dates(), host.now)
 
 
-def replay(jobs: Sequence[Job], gpus: Sequence[str], policy: Policy, chance: random.Random) -> Outcome:
-    """Let all these jobs come, wait, run and end."""
+def replay(
+    jobs: Sequence[Job], gpus: Sequence[str], policy: Policy, chance: random.Random, slowdown: float = 0.0
+) -> Outcome:
+    """Let all these jobs come, wait, run and end. Each neighbour on a GPU slows a job by ``slowdown``."""
     host, coming, queue = Host(gpus), sorted(jobs, key=lambda job: job.arrival)[::-1], list[Job]()
-    ending: list[tuple[float, int, frozenset[str]]] = []
+    running: list[Run] = []
     waits: list[tuple[Job, float]] = []
     idle = 0.0
-    while coming or ending:
-        times = [coming[-1].arrival] if coming else []
-        now = min([*times, ending[0][0]] if ending else times)
-        idle += (now - host.now) * len(host.free) * bool(queue)
+    while coming or running:
+        now = min([*(run.ends for run in running), *(job.arrival for job in coming[-1:])])
+        idle += (now - host.now) * sum(not runs for runs in host.held.values()) * bool(queue)
         host.now = now
-        while ending and ending[0][0] <= now:
-            for gpu in heapq.heappop(ending)[2]:
-                del host.held[gpu]
-                host.free.add(gpu)
+        for run in [run for run in running if run.ends <= now]:
+            running.remove(run)
+            host.change(run, ends=True, slowdown=slowdown)
         while coming and coming[-1].arrival <= now:
             queue.append(coming.pop())
         while (found := _next_start(host, queue, policy, chance)) is not None:
             place, open_to = found
             job = queue.pop(place)
-            taken = frozenset(sorted(open_to)[: job.want.nb])
-            host.free -= taken
+            taken = sorted(open_to, key=lambda gpu: (host.room(gpu), gpu))[: job.want.nb]
             until = None if job.want.hold_for == math.inf else now + job.want.hold_for
-            host.held.update(dict.fromkeys(taken, Hold(now, until)))
-            heapq.heappush(ending, (now + job.duration, len(waits), taken))
+            running.append(Run(job, frozenset(taken), now, until, now + job.duration))
+            host.change(running[-1], ends=False, slowdown=slowdown)
             waits.append((job, now - job.arrival))
     return Outcome(waits, idle / (len(gpus) * max(host.now, 1e-9)))
 
@@ -127,7 +161,7 @@ def _next_start(
     host: Host, queue: Sequence[Job], policy: Policy, chance: random.Random
 ) -> tuple[int, frozenset[str]] | None:
     """The first waiter that may start now, by its place, with the GPUs that are open to it."""
-    if not host.free:
+    if not any(host.room(gpu) > 0 for gpu in host.held):
         return None
     places = list(range(len(queue)))
     if policy is polling:
@@ -145,7 +179,13 @@ def _next_start(
 
 
 def generated(
-    number: int, gpus: Sequence[str], large: float, load: float, chance: random.Random, picky: float = 0.0
+    number: int,
+    gpus: Sequence[str],
+    large: float,
+    load: float,
+    chance: random.Random,
+    picky: float = 0.0,
+    sharing: float = 0.0,
 ) -> list[Job]:
     """Jobs that arrive at random, half of them shorter than an hour, some of them a day long.
 
@@ -153,19 +193,25 @@ def generated(
         large: the share of jobs that want half of the GPUs or all of them; the others want one.
         load: the share of all GPU time that the jobs need.
         picky: the share of jobs that want no other GPUs than those of one half of the host.
+        sharing: the share of jobs that want 10 to 20 GiB of one GPU; the load counts whole GPUs for these too.
     """
     wide = (max(1, len(gpus) // 2), len(gpus))
     sizes = [chance.choice(wide) if chance.random() < large else 1 for _ in range(number)]
+    shares = [0.0] * number
+    if sharing:
+        shares = [chance.uniform(10, 20) * (chance.random() < sharing) for _ in range(number)]
+        sizes = [1 if share else size for share, size in zip(shares, sizes, strict=True)]
     durations = [chance.lognormvariate(math.log(3600), 1.0) for _ in range(number)]
     work = sum(size * duration for size, duration in zip(sizes, durations, strict=True))
     gap = work / number / (load * len(gpus))
     arrival, jobs = 0.0, []
-    for size, duration in zip(sizes, durations, strict=True):
+    for size, duration, share in zip(sizes, durations, shares, strict=True):
         arrival += chance.expovariate(1 / gap)
         among = gpus
         if picky and size <= len(gpus) // 2 and chance.random() < picky:
             among = chance.choice((gpus[: len(gpus) // 2], gpus[len(gpus) // 2 :]))
-        jobs.append(Job(arrival, BackfillRequest(size, frozenset(among)), duration))
+        want = BackfillRequest(size, frozenset(among), share=share or math.inf)
+        jobs.append(Job(arrival, want, duration, bool(share) if sharing else None))
     return jobs
 
 
@@ -228,6 +274,17 @@ def table(jobs: Sequence[Job], gpus: Sequence[str], *, told: bool, seed: int) ->
         yield line(title, replay(said, gpus, policy, random.Random(seed)))
 
 
+def table_of_shares(jobs: Sequence[Job], gpus: Sequence[str], *, seed: int) -> Iterable[str]:
+    """What sharing changes; small jobs are those that share GPUs, large ones the others."""
+    yield f"{'waits in hours':34}" + "".join(f"{title:>8}{'95 %':>8}{'longest':>8}" for title in ("sharing", "whole"))
+    for word, says in (("all say --for", 1.0), ("nobody says", 0.0)):
+        shared = saying(jobs, says, random.Random(seed))
+        whole = [job._replace(want=job.want._replace(share=math.inf)) for job in shared]
+        rows = [("whole GPUs only", whole, 0.0), ("shared", shared, 0.0), ("30 % slower each", shared, 0.3)]
+        for title, some, slowdown in rows:
+            yield line(f"{word}: {title}", replay(some, gpus, ours, random.Random(seed), slowdown))[:82]
+
+
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description="Replay jobs through the queue in simulated time.")
@@ -238,6 +295,7 @@ def main() -> None:
         "--large", type=float, nargs="+", default=[6, 20], help="per cent of them that are large (default 6, then 20)"
     )
     parser.add_argument("--picky", type=float, default=0, help="per cent that want one half of the host (default 0)")
+    parser.add_argument("--sharing", type=float, default=0, help="per cent that share an 80 GiB GPU (default 0)")
     parser.add_argument("--load", type=float, default=0.65, help="share of the GPU time that they need (default 0.65)")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
@@ -248,10 +306,13 @@ def main() -> None:
             title = f"{len(jobs)} jobs from {options.csv}, {options.gpus} GPUs"
         else:
             chance, told = random.Random(options.seed), False
-            jobs = generated(options.jobs, gpus, large / 100, options.load, chance, options.picky / 100)
+            jobs = generated(
+                options.jobs, gpus, large / 100, options.load, chance, options.picky / 100, options.sharing / 100
+            )
             title = f"{len(jobs)} jobs, {large:g} % of them large; {options.gpus} GPUs, load {options.load:g}"
         print("\n" * bool(number) + f"{title}\n")
-        for row in table(jobs, gpus, told=told, seed=options.seed):
+        rows = table_of_shares(jobs, gpus, seed=options.seed) if options.sharing else None
+        for row in rows or table(jobs, gpus, told=told, seed=options.seed):
             print(row, flush=True)
 
 

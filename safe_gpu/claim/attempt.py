@@ -91,6 +91,7 @@ class Attempt:
         view.prepare()
         place.prepare()
         with HostLock(options.lock_deadline) as host:
+            view.see_drained(host)
             if view.scope:
                 self._enter_scope(host, view, place, options)
             if place.waiter is None and not host.queue.is_empty():

@@ -113,6 +113,8 @@ class SharedLeases(Leases):
         The name of the whole GPU is held meanwhile, so that of two that come at once one sees the other.
         """
         prefix = self.view.snapshot.name_prefix
+        if self._claim is None:  # who binds only to look takes a GPU from others
+            return not self.named([uuid]) and self._all_here(uuid, held)
         door = names.bind(names.name_of(uuid, prefix))
         if door is None:
             return False
@@ -121,10 +123,8 @@ class SharedLeases(Leases):
             if inside is None:
                 return False
             inside.release()
-            if not set(names.held_slots(uuid, prefix, MOST_SHARERS)) <= set(held):
+            if not self._all_here(uuid, held):
                 return False
-            if self._claim is None:
-                return True
             wanted = [names.bind(names.slot_of(uuid, slot, prefix))]
             if self._claim.token:
                 wanted.append(names.bind(names.scope_of(uuid, self._claim.token, prefix, slot)))
@@ -132,6 +132,10 @@ class SharedLeases(Leases):
             return len(self.names[uuid]) == len(wanted)
         finally:
             door.release()
+
+    def _all_here(self, uuid: str, held: Collection[int]) -> bool:
+        """Whether all slots whose names are held are locked in this state directory."""
+        return set(names.held_slots(uuid, self.view.snapshot.name_prefix, MOST_SHARERS)) <= set(held)
 
 
 # What the frameworks of the program are told, as far as the user has not told them otherwise.

@@ -18,6 +18,7 @@ from ..coordination import socket_names as names
 from ..coordination.holders import leases_of_this_user, socket_of_this_user
 from ..coordination.leases import (
     LeaseRecord,
+    drain_files,
     drained_gpus,
     holder_of_slots,
     inner_name,
@@ -247,6 +248,8 @@ class HostView:
         self.needs = request.needs | ({"linked"} if request.nb_gpus > 1 else frozenset())
         self.request = request.resolved(snapshot)
         self.rules = rules
+        self._drained_by_root: Mapping[str, str] = {}
+        self._drained_here: Mapping[str, str] = {}
         self.snapshot = self._completed(snapshot)
         self.visible_limit = visible_limit
         self.own = set(own)
@@ -302,11 +305,19 @@ class HostView:
     def _completed(self, snapshot: HostSnapshot) -> HostSnapshot:
         for method in sorted(self.needs):
             snapshot = getattr(self.driver, method)(snapshot)
-        drained = drained_gpus()
-        if drained != self.rules.drained:
-            self.rules = self.rules._replace(drained=drained)
-            self._unoccupied = None
+        self._see_drained(drained_gpus(drain_files()[:1]), self._drained_here)
         return snapshot
+
+    def see_drained(self, host: LockedHost) -> None:
+        """Read which GPUs the owner of the state directory has drained, if any."""
+        if host.drained or self._drained_here:
+            self._see_drained(self._drained_by_root, drained_gpus(drain_files()[1:]))
+
+    def _see_drained(self, by_root: Mapping[str, str], here: Mapping[str, str]) -> None:
+        if (by_root, here) != (self._drained_by_root, self._drained_here):
+            self._drained_by_root, self._drained_here = by_root, here
+            self.rules = self.rules._replace(drained={**here, **by_root})
+            self._unoccupied = None
 
     def poll_again(self, gpus: Sequence[Gpu]) -> None:
         """Poll the driver for these GPUs only, or for the whole host if the latest poll of it is old."""
@@ -346,7 +357,8 @@ class HostView:
     @property
     def share(self) -> int | None:
         """Bytes of each GPU that the claim is to hold; None if it holds all of it, or all that the outer claim has."""
-        return None if self.snapshot.shared_display else self.effective.share
+        share = self.effective.share
+        return None if share is None or self.snapshot.shared_display else share
 
     def slot(self, uuid: str) -> int | None:
         """The slot of the outer claim on a GPU; None if it has a whole GPU, or there is none."""

@@ -580,10 +580,10 @@ def drain_files() -> tuple[str, str]:
     return os.path.join(os.path.dirname(policy_file(os.environ)), "drained"), os.path.join(state_dir_path(), "drained")
 
 
-def drained_gpus() -> dict[str, str]:
-    """UUID -> why nobody may claim it now: ``drained by root: a fan is broken``."""
+def drained_gpus(paths: Iterable[str] | None = None) -> dict[str, str]:
+    """UUID -> why nobody may claim it now: ``drained by root: a fan is broken``; by these files, by default all."""
     found = {}
-    for path in reversed(drain_files()):
+    for path in reversed([*(drain_files() if paths is None else paths)]):
         user, reasons = read_drained(path)
         for uuid, reason in reasons.items():
             found[uuid] = f"drained by {user}" + (f": {reason}" if reason else "")

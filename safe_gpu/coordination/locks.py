@@ -110,9 +110,13 @@ class LockedHost:
     """What may be done while host.lock is held: leases and tickets live in these directories.
 
     Every function that probes a lease or a ticket takes one of these, so that no probe can happen without the lock.
+
+    Attributes:
+        drained: whether there is a file that drains GPUs.
     """
 
     def __init__(self, root: StateDir, *, make: bool = True) -> None:
+        self.drained = root.has("drained")
         self.leases = LeaseDir("leases", root, make=make)
         try:
             self.queue = StateDir("queue", root, make=make)

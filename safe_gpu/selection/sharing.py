@@ -121,7 +121,7 @@ def strangers(
 def why_no_room(gpu: Gpu, sharers: Sequence[LeaseHolder], left: int, share: int) -> str:
     """Why a share does not fit beside those of others; "" if it does.
 
-    ``shared: 72 of 79.4 GiB promised to 3 claims (anna 20 GiB, ben 20 GiB, ...), 7.4 GiB left, 20 GiB asked for``
+    ``shared: 72 of 79.4 GiB promised to 3 claims (anna 20 GiB, ben 32 GiB, ...), 7.4 left, 20 asked for``
     """
     if len(sharers) >= MOST_SHARERS:
         return f"{MOST_SHARERS} claims share it already"
@@ -131,9 +131,13 @@ def why_no_room(gpu: Gpu, sharers: Sequence[LeaseHolder], left: int, share: int)
         return f"{format_bytes(max(0, left))} of memory free, {format_bytes(share)} asked for"
     size = share_capacity(gpu) or 0
     shares = [size if one.share is None else one.share for one in sharers]
-    named = [f"{one.user or '?'} {format_bytes(amount)}" for one, amount in zip(sharers, shares, strict=True)]
+    named = [f"{one.user or '?'} {_gib(each)} GiB" for one, each in zip(sharers, shares, strict=True)]
     more = ", ..." if len(named) > _NAMED else ""
     return (
-        f"shared: {format_bytes(sum(shares))} of {format_bytes(size)} promised to {plural(len(sharers), 'claim')} "
-        f"({', '.join(named[:_NAMED])}{more}), {format_bytes(max(0, left))} left, {format_bytes(share)} asked for"
+        f"shared: {_gib(sum(shares))} of {_gib(size)} GiB promised to {plural(len(sharers), 'claim')} "
+        f"({', '.join(named[:_NAMED])}{more}), {_gib(max(0, left))} left, {_gib(share)} asked for"
     )
+
+
+def _gib(size: int) -> str:
+    return f"{size / (1 << 30):.1f}".removesuffix(".0")

@@ -80,7 +80,7 @@ def test_a_whole_claim_and_a_share_exclude_each_other(sharing: Any, ground: Any)
     with pytest.raises(NotEnoughGpusError, match="shared by 1 claim") as caught:
         claim(1)
     assert caught.value.verdicts[0].state == "claimed"
-    with pytest.raises(NotEnoughGpusError, match=r"promised to 1 claim .*60 GiB left, 70 GiB asked for"):
+    with pytest.raises(NotEnoughGpusError, match=r"promised to 1 claim .*60 left, 70 asked for"):
         claim(1, share="70GiB")
     with pytest.raises(NotEnoughGpusError, match=f"claimed by process {whole.process.pid} "):
         claim(2, share="20GiB")
@@ -307,7 +307,7 @@ def test_an_over_user_is_named_and_newcomers_are_refused(child: Any, ground: Any
     use = f"used = safe_gpu.drivers.open_driver().occupy(owner.gpus[0].uuid, memory={70 * GIB})"
     greedy = child("import safe_gpu.drivers\n" + hold(share="20GiB", only="0", first=use))
     greedy.hear()
-    with pytest.raises(NotEnoughGpusError, match="10 GiB left, 20 GiB asked for"):
+    with pytest.raises(NotEnoughGpusError, match="10 left, 20 asked for"):
         claim(1, share="20GiB", only="0")
     status = gather()
     (one,) = status.gpus[0].shares

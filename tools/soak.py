@@ -37,6 +37,7 @@ from soak_lives import ISLANDS, SHOWN_IN_CALM, WOUNDS, Life, draw, live
 
 import safe_gpu
 from safe_gpu import procfs
+from safe_gpu.claim import search
 from safe_gpu.cli.commands import main as safe_gpu_main
 from safe_gpu.drivers.presets import PRESETS
 from safe_gpu.drivers.simulated import SimulatedDriver
@@ -90,6 +91,7 @@ class Soak:
         for words in (["status", "--json"], ["wait", "-t", "0"]):
             with open(os.devnull, "w") as null, redirect_stdout(null), redirect_stderr(null):
                 safe_gpu_main(words)
+        search._import_all()  # what waiters import
 
     # ---- Time passes ----
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def wait_for_gpus(
-    nb_gpus: int | str = 1,
+    nb_gpus: int | str | tuple[int, int] = 1,
     *,
     timeout: float | str | DefaultTimeout | None = None,
     hold_for: float | str | DefaultTimeout | None = DEFAULT,

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from ..coordination.locks import LockedHost
     from ..coordination.socket_names import SocketName
     from ..devices import Gpu, GpuFault
+    from ..selection.request import Selection
     from .claim import Claim
     from .options import ClaimOptions
     from .quota import LeasesByUser, LimitReached
@@ -121,7 +122,18 @@ class Leases:
             available = available.intersection(self.all()) - missed
 
     def _choose(self, free: Collection[GpuVerdict], last: Collection[str]) -> tuple[Gpu, ...] | None:
-        request = self.view.request
+        requests = self.view.request.numbers
+        if self.view.visible_limit is not None and self.view.visible_limit.frozen:
+            requests = iter([self.view.request])  # CUDA is initialised with so many
+        allowed = (one for one in requests if self._allows(one))
+        return next(filter(None, (self._best(free, last, one) for one in allowed)), None)
+
+    def _allows(self, request: Selection) -> bool:
+        if request is self.view.request or self.holdings is None or self._display:
+            return True
+        return self.holdings.own_spent(request) is None
+
+    def _best(self, free: Collection[GpuVerdict], last: Collection[str], request: Selection) -> tuple[Gpu, ...] | None:
         groups = request.groups if request.together else None
         prefer = request.value_of("prefer") or ()
         return choose(free, request.nb_gpus, near=self.view.near, last=last, groups=groups, prefer=prefer)

@@ -99,7 +99,7 @@ class ClaimOptions(NamedTuple):
 
 
 def read_options(
-    nb_gpus: int | str = 1,
+    nb_gpus: int | str | tuple[int, int] = 1,
     *,
     placeholder_fn: Callable[[int], Any] | None = None,
     logger: Any = None,

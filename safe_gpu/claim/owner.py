@@ -145,7 +145,7 @@ class GPUOwner:
 
     def __init__(
         self,
-        nb_gpus: int | str = 1,
+        nb_gpus: int | str | tuple[int, int] = 1,
         placeholder_fn: Callable[[int], Any] | None = None,
         logger: Any = None,
         debug_sleep: float = 0.0,
@@ -389,7 +389,7 @@ class GPUOwner:
 
 
 def claim_gpus(
-    nb_gpus: int | str = 1,
+    nb_gpus: int | str | tuple[int, int] = 1,
     placeholder_fn: Callable[[int], Any] | None = None,
     logger: Any = None,
     debug_sleep: float = 0.0,
@@ -413,7 +413,8 @@ def claim_gpus(
     """Claim GPUs for this process. Call it before anything initialises CUDA.
 
     Args:
-        nb_gpus: how many, or ``"job"`` for the number that the batch job asked for.
+        nb_gpus: how many; ``(2, 4)`` for at least two, and up to four if these can be had at once; ``"job"`` for the
+            number that the batch job asked for.
         placeholder_fn: called with each CUDA ordinal from 0; returns what holds that GPU. Default: a CUDA context.
         logger: gets the steps at INFO; default: the logger ``safe_gpu``.
         debug_sleep: seconds between setting CUDA_VISIBLE_DEVICES and the placeholders.
@@ -452,7 +453,9 @@ def claim_gpus(
     return owner
 
 
-def ensure_gpus(nb_gpus: int | str = 1, placeholder_fn: Callable[[int], Any] | None = None, **options: Any) -> GPUOwner:
+def ensure_gpus(
+    nb_gpus: int | str | tuple[int, int] = 1, placeholder_fn: Callable[[int], Any] | None = None, **options: Any
+) -> GPUOwner:
     """Claim GPUs as :func:`claim_gpus` does, or keep those that this process holds by the same request.
 
     This is for code that runs more than once in a process, such as the first cell of a notebook. The same request is

@@ -315,31 +315,35 @@ class _Search:
                     while True:
                         # Stored before it holds a ticket, so that _leave closes it after an interrupt.
                         self._attempt = attempt = Attempt()
-                        try:
-                            attempt.run(self._view, self._place, claim, self._options, may_wait=self._may_wait())
-                            self._limit()
-                            if attempt.chosen or not self._looks:
-                                self._options.logger.info("lock acquired")
-                                self._options.logger.info("lock released")
-                            self._looks += 1
-                            self._gone_since = 0.0
-                            decision = self._decide(attempt)
-                            if decision.step == REFUSE:
-                                raise self._refusal(attempt)
-                            if decision.step != TAKE:
-                                self._carry_out(decision, attempt)
-                                attempt.close()
-                        except StateDirError as err:
-                            attempt.close()
-                            self._outlast(err)
-                            continue
-                        if decision.step == TAKE and self._is_confirmed(claim, attempt.chosen):
+                        if self._takes(attempt, claim) and self._is_confirmed(claim, attempt.chosen):
                             return attempt.chosen if claim is None else claim.gpus
                 finally:
                     self._leave()
         except BaseException:
             self._leave()  # again, because an interrupt may have ended the first call
             raise
+
+    def _takes(self, attempt: Attempt, claim: Claim | None) -> bool:
+        """Look once, and wait if there are too few GPUs; a state directory that is away for a moment is waited for."""
+        try:
+            attempt.run(self._view, self._place, claim, self._options, may_wait=self._may_wait())
+            self._limit()
+            if attempt.chosen or not self._looks:
+                self._options.logger.info("lock acquired")
+                self._options.logger.info("lock released")
+            self._looks += 1
+            self._gone_since = 0.0
+            decision = self._decide(attempt)
+            if decision.step == REFUSE:
+                raise self._refusal(attempt)
+            if decision.step != TAKE:
+                self._carry_out(decision, attempt)
+                attempt.close()
+            return decision.step == TAKE
+        except StateDirError as err:
+            attempt.close()
+            self._outlast(err)
+            return False
 
     def _check_possible(self) -> None:
         view, request = self._view, self._view.request

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ..coordination.leases import Lease
     from ..coordination.locks import LockedHost
     from ..devices import Gpu
+    from ..selection.request import Selection
     from .claim import Claim
     from .options import ClaimOptions
     from .view import HostView
@@ -63,9 +64,9 @@ class SharedLeases(Leases):
             self.beneath[gpu.uuid], self.held[gpu.uuid] = self.held[gpu.uuid], self.slots.pop(gpu.uuid)
         super().hand_over(claim, gpus, hold_for)
 
-    def _choose(self, free: Collection[GpuVerdict], last: Collection[str]) -> tuple[Gpu, ...] | None:
+    def _best(self, free: Collection[GpuVerdict], last: Collection[str], request: Selection) -> tuple[Gpu, ...] | None:
         rooms = {uuid: self._left(uuid) for uuid in self.view.shared}
-        return choose_shares(free, self.view.request, rooms, near=self.view.near, last=last)
+        return choose_shares(free, request, rooms, near=self.view.near, last=last)
 
     def _left(self, uuid: str) -> int:
         gpu, holder = self.view.snapshot.by_uuid(uuid), self.view.shared.get(uuid)

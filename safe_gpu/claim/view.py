@@ -245,7 +245,7 @@ class HostView:
         unlisted: Collection[str] = (),
     ) -> None:
         self.driver = driver
-        self.needs = request.needs | ({"linked"} if request.nb_gpus > 1 else frozenset())
+        self.needs = request.needs | ({"linked"} if request.several else frozenset())
         self.request = request.resolved(snapshot)
         self.rules = rules
         self._drained_by_root: Mapping[str, str] = {}

@@ -124,12 +124,17 @@ def _hold_for(text: str) -> float | None:
     return parse_hold_for(text, {}, JobContext(), spelling=CommandLine).seconds
 
 
-def _count(text: str) -> int | str:
+def _count(text: str) -> int | str | tuple[int, int]:
     if text == "job":
         return text
+    least, dash, most = text.partition("-")
+    if dash and is_number(least) and is_number(most) and 0 < int(least) <= int(most):
+        return int(least) if int(least) == int(most) else (int(least), int(most))
     if not is_number(text) or int(text) < 1:
         hint = f"; for GPUs by index, write --only {text}" if "," in text else ""
-        raise ValueError(f"-n {text} is not a number of GPUs: a whole number from 1 up, or job{hint}")
+        raise ValueError(
+            f"-n {text} is not a number of GPUs: a whole number from 1 up, a range such as 2-4, or job{hint}"
+        )
     return int(text)
 
 
@@ -156,7 +161,8 @@ def whole_number(what: str, least: int) -> Callable[[str], int]:
     return parse
 
 
-_HOW_MANY = "how many GPUs, or: job for the number that the batch job asked for (default 1)"
+_HOW_MANY = """how many GPUs; 2-4: at least two, and up to four if these can be had at once; job: as many as the batch
+job asked for (default 1)"""
 _HOW_LONG_TO_WAIT = """how long to wait: 90 (seconds), 15m, 1h30m, 01:30:00, 2-12:00:00 (days first), inf; 0 does not
 wait (default: SAFE_GPU_TIMEOUT, else inf)"""
 _HOW_LONG_TO_HOLD = """for how long the GPUs will probably be held, such as 30m or 2h, or: unknown; short jobs get in

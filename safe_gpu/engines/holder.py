@@ -52,6 +52,11 @@ class ClaimArguments:
         """
         from ..claim.options import read_options
 
+        if isinstance(nb_gpus, tuple):
+            raise UnsatisfiableRequestError(
+                f"gpus_per_node={nb_gpus!r} is not a number: across hosts every node has the same number of GPUs",
+                value=nb_gpus,
+            )
         if self.selection.get("share") is not None:
             raise UnsatisfiableRequestError(
                 f"share={self.selection['share']!r} is not possible across hosts: claim whole GPUs there, or a share "

@@ -6,7 +6,7 @@ and their parsing, the option of the command line, the verdicts, and what a tick
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypedDict
@@ -368,12 +368,14 @@ class Selection(Record):
     """What a claim asks for, checked and parsed by :func:`parse_request`.
 
     ``vendor`` is one of ``VENDORS``, or None for no choice. ``spelling`` says how messages write its arguments.
+    ``up_to``: how many GPUs it takes if it can have them at once, of which it needs ``nb_gpus``; None: no more.
     """
 
     nb_gpus: int = 1
     conditions: tuple[Condition, ...] = ()
     vendor: str | None = None
     spelling: type[ArgumentStyle] = ArgumentStyle
+    up_to: int | None = None
 
     def value_of(self, argument: str) -> Any:
         """The value of a condition; None where there is no such condition."""
@@ -452,7 +454,7 @@ class Selection(Record):
     def groups(self, gpus: Sequence[Gpu]) -> list[list[Gpu]]:
         """The largest sets of these GPUs of which any ``nb_gpus`` satisfy the request together."""
         found = [list(gpus)]
-        if self.nb_gpus > 1:
+        if self.several:
             for one in self.conditions:
                 found = [group for part in found for group in one.groups(part)]
         return found
@@ -460,7 +462,18 @@ class Selection(Record):
     @property
     def together(self) -> str:
         """What the GPUs must be together; "" if nothing."""
-        return " and ".join(filter(None, (one.together for one in self.conditions))) if self.nb_gpus > 1 else ""
+        return " and ".join(filter(None, (one.together for one in self.conditions))) if self.several else ""
+
+    @property
+    def several(self) -> bool:
+        """Whether it may get more than one GPU."""
+        return max(self.nb_gpus, self.up_to or 0) > 1
+
+    @property
+    def numbers(self) -> Iterator[Selection]:
+        """The same request for each number of GPUs that it takes, the largest first."""
+        yield from (replace(self, nb_gpus=number) for number in range(self.up_to or 0, self.nb_gpus, -1))
+        yield self
 
 
 def parse_request(
@@ -473,7 +486,7 @@ def parse_request(
     """Check and parse what a claim asks for.
 
     Args:
-        nb_gpus: a whole number, 1 or more (numpy integers too).
+        nb_gpus: a whole number, 1 or more (numpy integers too), or the least and the most, as ``(2, 4)``.
         vendor: one of ``VENDORS``; None: no choice.
         spelling: how messages write these arguments.
         conditions: as ``claim_gpus`` documents them; None or nothing in it is no condition.
@@ -499,7 +512,12 @@ def parse_request(
             f"{both} do not go together: a share is memory of its own, so ask for the larger of the two as a share",
             value=given["share"],
         )
-    return Selection(_count(nb_gpus, spelling), found, None if vendor is None else str(vendor), spelling)
+    up_to = None
+    if isinstance(nb_gpus, tuple) and len(nb_gpus) == 2:
+        least, most = map(as_index, nb_gpus)
+        if least is not None and most is not None and 0 < least < most:
+            nb_gpus, up_to = least, most
+    return Selection(_count(nb_gpus, spelling), found, None if vendor is None else str(vendor), spelling, up_to)
 
 
 def _count(nb_gpus: object, spelling: type[ArgumentStyle]) -> int:

@@ -355,6 +355,13 @@ def test_room_for_claims_across_hosts(rules: Any, user: Any) -> None:
     assert holder.report(1).free == 5
 
 
+def test_a_range_takes_no_more_than_its_user_may_hold(rules: Any, user: Any) -> None:
+    rules("[default]\nmax_gpus = 3")
+    assert user(ANNA, (2, 6)).hear() == "3"
+    assert user(BEN, (1, 2)).hear() == "2"
+    assert user(BEN, (1, 2)).hear() == "1"
+
+
 def test_a_share_counts_as_its_part_of_a_gpu(rules: Any, user: Any) -> None:
     rules("[default]\nmax_gpus = 1")
     assert user(ANNA, 2, share="20GiB").hear() == "2"

@@ -10,6 +10,7 @@ import pytest
 from support.batch import BatchSystem
 
 from .conftest import bring_up
+from .test_slurm_real import END
 
 pytestmark = [pytest.mark.scheduler, pytest.mark.timeout(300)]
 
@@ -68,6 +69,15 @@ def test_jobs_of_one_two_and_four_gpus(sge: GridEngine, room: Any) -> None:
 
 def test_jobs_that_declare_nothing_wait_for_each_other(sge: GridEngine) -> None:
     sge.check_waiting(*ON_HOST1)
+
+
+def test_a_claim_ends_with_its_job(sge: GridEngine, room: Any) -> None:
+    """h_rt stands in the answer of qstat that tells the number of GPUs."""
+    script = room.script(END.replace("run --", "run -n job --"))
+    job = sge.submit(*ON_HOST1, "-l", "gpu=1,h_rt=600", script)
+    sge.finish(job)
+    began, until = map(float, sge.output(job).split())
+    assert 0 < until - began <= 660
 
 
 def test_array(sge: GridEngine, room: Any) -> None:

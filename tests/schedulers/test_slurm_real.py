@@ -16,6 +16,12 @@ pytestmark = [pytest.mark.scheduler, pytest.mark.timeout(300)]
 
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun")
 ON_NODE1 = ("-w", "n1")
+# What the job says: when it began, and when others expect its claim to end.
+END = """export PROGRAM="$SAFE_GPU"; date +%s
+$SAFE_GPU run -- python3 -c '
+import json, os, subprocess
+status = json.loads(subprocess.check_output([*os.environ["PROGRAM"].split(), "status", "--json"]))
+print(next(gpu["claim"]["until"] for gpu in status["gpus"] if gpu["claim"]))'"""
 
 
 class Slurm(BatchSystem):
@@ -79,6 +85,15 @@ def test_the_number_of_a_job_without_gres_is_not_known(slurm: Slurm, room: Any) 
     slurm.finish(job)
     assert "set SAFE_GPU_NB_GPUS=N" in slurm.output(job)
     assert "exit code 78" in slurm.output(job)
+
+
+def test_a_claim_ends_with_its_job(slurm: Slurm, room: Any) -> None:
+    """This version sets no SLURM_JOB_END_TIME: squeue is asked."""
+    script = room.script(END)
+    job = slurm.submit(*ON_NODE1, "--gres=gpu:1", "--time=10", script)
+    slurm.finish(job)
+    began, until = map(float, slurm.output(job).split())
+    assert 0 < until - began <= 600
 
 
 def test_array(slurm: Slurm, room: Any) -> None:

@@ -251,8 +251,13 @@ class PreviousRecord(NamedTuple):
 
         if ClaimEnd.decode(self.data):
             return self.data
-        record = self.record()
-        ending = record and end_of_dead_claim(record.pid, record.since, round(self.changed, 3), round(self.read, 3))
+        record, read = self.record(), self.read
+        if record is not None and record.start is not None and record.here:
+            # It has lived no longer than since its process started, by the boot clock: the other may have jumped.
+            age = time.clock_gettime(time.CLOCK_BOOTTIME) - record.start / os.sysconf("SC_CLK_TCK")
+            if self.changed <= record.since + age:  # else it is from before a reboot
+                read = min(read, record.since + age)
+        ending = record and end_of_dead_claim(record.pid, record.since, round(self.changed, 3), round(read, 3))
         return ending.encode() if ending else b""
 
 
@@ -274,6 +279,7 @@ class Lease:
         self.former = PreviousRecord()
         self.noted: tuple[int, float] | None = None
         self._written = False
+        self._began = 0.0  # by the boot clock, which does not jump
         self._file = file_of(fd)
 
     def write(self, record: bytes) -> None:
@@ -284,6 +290,7 @@ class Lease:
         """
         if not self._written:
             self._written = True
+            self._began = time.clock_gettime(time.CLOCK_BOOTTIME)
             self.former = PreviousRecord.of(self.fd)
         write_all(self.fd, record, self.path)
 
@@ -320,8 +327,8 @@ class Lease:
         if self.noted is None:
             return self.former.ending()
         pid, since = self.noted
-        now = max(since, round(time.time(), 3))
-        return ClaimEnd(pid, since, now, now).encode()
+        ended = round(since + time.clock_gettime(time.CLOCK_BOOTTIME) - self._began, 3)
+        return ClaimEnd(pid, since, ended, ended).encode()
 
     def keep_across_exec(self) -> None:
         """Move the descriptor out of the way of shell redirections and let it survive exec(2).

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ..devices import Gpu
@@ -147,6 +148,7 @@ class HostStatus:
         warnings: sentences that say which facts are not known, and why.
         shift: a sentence, if the indices in CUDA_VISIBLE_DEVICES of this process no longer mean the GPUs of the claim
             inside which it runs; else "".
+        max_gpus: user who holds or waits -> how many GPUs the policy allows, where it limits that.
         broken: sentences on the drivers of the other vendor that do not work, so that its GPUs are missing here.
     """
 
@@ -160,6 +162,7 @@ class HostStatus:
     warnings: tuple[str, ...] = ()
     shift: str = ""
     broken: tuple[str, ...] = ()
+    max_gpus: Mapping[str, int] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """The document of ``status --json``; null means "not known".

@@ -152,10 +152,13 @@ def status_of(*snapshots: HostSnapshot, broken: Iterable[str] = ()) -> HostStatu
     gpus = with_idle_times(rows, now)
     tickets = sorted(found.tickets, key=lambda ticket: ticket.seq)
     limited: Mapping[int, AtLimit] = {}
+    max_gpus: Mapping[str, int] = {}
     if os.path.lexists(rules := policy_file(os.environ)):
-        from .limits import at_limits
+        from .limits import at_limits, most_by_user
 
         gpus = with_reports(gpus, rules)
+        uids = {claim.uid for one in gpus for claim in one.claims if claim.uid is not None}
+        max_gpus = most_by_user(uids | {ticket.uid for ticket in tickets}, rules)
         limited = at_limits(tickets, gpus, rules, now)
     expected = zip(tickets, expected_starts(tickets, gpus, now, limited), strict=True)
     return HostStatus(
@@ -172,6 +175,7 @@ def status_of(*snapshots: HostSnapshot, broken: Iterable[str] = ()) -> HostStatu
         warnings=tuple(found.warnings),
         shift=_shift(snapshots, found),
         broken=tuple(broken),
+        max_gpus=max_gpus,
     )
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from .. import policy
 from ..devices import vendor_of
 from ..errors import PolicyError
+from ..procfs import user_name
 from ..selection.request import Selection
 from ..selection.sharing import amount, part_of
 
@@ -29,6 +30,18 @@ class AtLimit(NamedTuple):
     held: float
     most: int
     until: float
+
+
+def most_by_user(uids: Iterable[int], path: str) -> dict[str, int]:
+    """How many GPUs these users may hold by the policy file at ``path``, of those that it limits."""
+    try:
+        rules = policy.read(path)[0]
+    except PolicyError:
+        rules = None
+    if rules is None or not rules.limits_gpus:
+        return {}
+    found = {user_name(uid): policy.limits_of_user(rules, uid).max_gpus for uid in uids}
+    return {user: most for user, most in found.items() if most is not None}
 
 
 def at_limits(tickets: Sequence[Ticket], gpus: Iterable[GpuStatus], path: str, now: float) -> dict[int, AtLimit]:

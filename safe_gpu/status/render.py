@@ -400,6 +400,8 @@ def render_metrics(status: HostStatus) -> str:
         if one.claim and one.claim.job
     ]
     text += _metric("claim_info", "The batch job of a claim.", jobs)
+    most = [(_labels(user=user), float(number)) for user, number in sorted(status.max_gpus.items())[:_MOST_USERS]]
+    text += _metric("max_gpus", "How many GPUs a user who holds or waits may hold.", most)
     limited = Counter(one.user or "" for one in status.queue if one.limit)
     samples = [(_labels(user=user), float(number)) for user, number in sorted(limited.items())[:_MOST_USERS]]
     text += _metric("waiting_at_limit", "Waiting claims whose user holds as many GPUs as allowed.", samples)

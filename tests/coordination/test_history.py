@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from safe_gpu import NoPlaceholder, claim_gpus
 from safe_gpu.coordination import history
 from safe_gpu.coordination.leases import LeaseRecord
 from safe_gpu.coordination.records import LONGEST, ClaimEnd, end_of_dead_claim
+from safe_gpu.status.history import claims_between
 
 NOW = 1_795_000_000.0  # in November 2026
 FILE = "2026-11.jsonl"
@@ -136,3 +139,30 @@ def test_a_dead_claim_ended_between_last_seen_and_found_free(
 ) -> None:
     ending = end_of_dead_claim(7, since, changed, 30.0)
     assert (ending and (ending.seen, ending.ended)) == expected
+
+
+@pytest.mark.parametrize("jump", [-86400.0, 86400.0])
+def test_a_clock_that_jumps_does_not_change_how_long_a_claim_lasted(ground, monkeypatch, jump: float) -> None:
+    clock = time.time
+    began = time.monotonic()
+    with claim_gpus(1, NoPlaceholder(), affinity=None):
+        monkeypatch.setattr(time, "time", lambda: clock() + jump)
+    lasted = time.monotonic() - began
+    end = ClaimEnd.decode((ground.directory / "leases" / f"{ground.uuids[0]}.lock").read_bytes())
+    assert end is not None
+    assert 0 <= end.ended - end.since <= lasted
+
+
+def test_a_dead_claim_has_lasted_no_longer_than_its_process(ground, child, monkeypatch) -> None:
+    """The clock jumps ahead before anybody finds out that it died."""
+    began = time.monotonic()
+    died = child("import safe_gpu; safe_gpu.claim_gpus(1, safe_gpu.NoPlaceholder(), affinity=None); say(1); listen()")
+    died.hear()
+    died.kill()
+    clock = time.time
+    monkeypatch.setattr(time, "time", lambda: clock() + 86400.0)
+    with claim_gpus(8, NoPlaceholder(), affinity=None):
+        pass
+    lasted = time.monotonic() - began
+    (past, _) = claims_between(0, 1e12)[0]
+    assert (past.ended or 0) - past.since <= lasted + 1

@@ -131,7 +131,7 @@ def test_the_parser_of_prometheus_reads_any_user_back(user: str) -> None:
     families = {
         one.name: one for one in parser().text_string_to_metric_families(render_metrics(replace(STATUS, gpus=(gpu,))))
     }
-    assert len(families) == 13
+    assert len(families) == 14
     assert all(one.type == "gauge" and one.documentation for one in families.values())
     (sample,) = families["safe_gpu_claimed"].samples
     assert (sample.labels["gpu"], sample.labels["UUID"], sample.value) == ("1", "GPU-b", 1.0)
@@ -159,7 +159,10 @@ def test_jobs_and_limits() -> None:
     claimed, waiter = STATUS.gpus[1], STATUS.queue[0]
     claim = replace(claimed.claim, job="sge:7.3")  # type: ignore[type-var]
     limited = replace(waiter, limit=(1, 1))
-    text = render_metrics(replace(STATUS, gpus=(replace(claimed, claim=claim),), queue=(limited, limited, waiter)))
+    queue = (limited, limited, waiter)
+    status = replace(STATUS, gpus=(replace(claimed, claim=claim),), queue=queue, max_gpus={"ben": 1})
+    text = render_metrics(status)
+    assert 'safe_gpu_max_gpus{user="ben"} 1.0' in text
     assert 'safe_gpu_claim_info{gpu="1",UUID="GPU-b",vendor="nvidia",user="anna",batch_job="sge:7.3"} 1.0' in text
     assert 'safe_gpu_waiting_at_limit{user="ben"} 2.0' in text
 

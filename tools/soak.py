@@ -159,7 +159,8 @@ class Soak:
                 self._resume.append((time.monotonic() + self.rng.uniform(0.05, 1.5), pid))
 
     def _change_weather(self) -> None:
-        some = self.rng.sample(self.gpus, 2)
+        # Who asks for all of the shared GPUs is refused for ever while one of them is lost, and rightly.
+        some = self.rng.sample([gpu for gpu in self.gpus if gpu not in self.shared], 2)
         skies = ({"lag": 0.05}, {"stall": 0.1}, {"stall": 2.0}, {"hides": some}, {"lost": some}, {"fails": True})
         self._set_weather(self.rng.choice((*[{}] * 4, *skies)))
 

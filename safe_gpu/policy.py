@@ -132,6 +132,14 @@ def limits_of_user(policy: Policy, uid: int) -> Limits:
     return resolve(policy, _names(uid), lambda group: _gid(group) in gids(), is_root=uid == 0)
 
 
+def if_readable(path: str) -> Policy | None:
+    """The policy in a file; None where it is ignored or broken, which claims and ``safe-gpu policy`` report."""
+    try:
+        return read(path)[0]
+    except PolicyError:
+        return None
+
+
 def unknown_names(policy: Policy) -> list[str]:
     """Sentences on the sections of users and groups that this host does not know."""
     known = {"user": lambda name: uid_of(name) is not None, "group": lambda name: _gid(name) is not None}

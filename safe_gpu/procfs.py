@@ -235,10 +235,8 @@ def family_of(pid: int) -> tuple[int, tuple[int, ...]] | None:
 
     None if it cannot be seen, and if it runs in a PID namespace of its own (a container), where parents tell nothing.
     """
-    status = dict(line.split(b":", 1) for line in _read(f"/proc/{pid}/status").splitlines() if b":" in line)
-    if len(status.get(b"NSpid", b"").split()) != 1:
-        return None
-    return int(status[b"Uid"].split()[1]), (pid, *ancestors(pid))
+    uids = _status_numbers(pid, b"Uid:")
+    return (uids[1], (pid, *ancestors(pid))) if uids and len(_status_numbers(pid, b"NSpid:")) == 1 else None
 
 
 def user_of(pid: int) -> str | None:

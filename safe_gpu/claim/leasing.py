@@ -194,11 +194,14 @@ class Leases:
             mine.append(one)
         if self.view.outer:
             return True
-        inside = names.bind(names.inner_of(uuid, prefix))  # an outer claim died and one inside it lives on?
-        if inside is None:
-            return False
-        inside.release()
-        return not any(True for _ in names.held_slots(uuid, prefix, MOST_SHARERS))
+        return self._inner_is_free(uuid) and next(names.held_slots(uuid, prefix, MOST_SHARERS), None) is None
+
+    def _inner_is_free(self, uuid: str) -> bool:
+        """Whether no claim inside another one lives on after that one has ended."""
+        inside = names.bind(names.inner_of(uuid, self.view.snapshot.name_prefix))
+        if inside is not None:
+            inside.release()
+        return inside is not None
 
     def _give_back_names(self) -> None:
         for uuid in list(self.names):

@@ -18,7 +18,7 @@ from ..coordination.leases import lease_name, recorded_slots, slot_name
 from ..errors import PolicyError, UnsatisfiableRequestError
 from ..procfs import printable_lines
 from ..selection.request import Selection
-from ..selection.sharing import amount, part_of
+from ..selection.sharing import ROUNDING, amount, part_of
 from ..text import format_age
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ class LeasesByUser:
         names = self._held_by(uid)
         held = sum(self._parts[name] for name in names)
         wanted = amount(request.nb_gpus, request.share, self._gpus)
-        return LimitReached(held, most, names) if held + wanted > most + _ROUNDING else None
+        return LimitReached(held, most, names) if held + wanted > most + ROUNDING else None
 
     def is_at_limit(self, ticket: Ticket) -> bool:
         """Whether that waiter, of another user, cannot take its GPUs before leases of its user end. It may be passed.
@@ -149,9 +149,6 @@ class LeasesByUser:
             self._parts = parts_by_lease(self._leases, self._gpus)
             self._owners = lease_owners(self._leases, set(self._parts) - tried)
         return frozenset(name for name, owner in self._owners.items() if owner == uid)
-
-
-_ROUNDING = 1e-6  # sums of shares are not exact
 
 
 def parts_by_lease(leases: StateDir, gpus: Iterable[Gpu]) -> dict[str, float]:

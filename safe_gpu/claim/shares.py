@@ -30,7 +30,7 @@ class SharedLeases(Leases):
     are asked on the chosen GPUs, and on all where too few have room.
 
     Attributes:
-        slots: UUID -> slot of the claim, and the other slots that are held on the GPU.
+        slots: UUID -> the lease of a slot, for the GPUs that were chosen for a claim.
     """
 
     def __init__(self, host: LockedHost, view: HostView, claim: Claim | None, options: ClaimOptions) -> None:
@@ -54,10 +54,12 @@ class SharedLeases(Leases):
         return names.held_among(uuids, self.view.snapshot.name_prefix, shares=False)
 
     def give_back(self) -> None:
-        for lease in self.slots.values():
-            lease.release()
-        self.slots = {}
+        self._give_back_slots()
         super().give_back()
+
+    def _give_back_slots(self) -> None:
+        while self.slots:
+            self.slots.popitem()[1].release()
 
     def hand_over(self, claim: Claim, gpus: tuple[Gpu, ...], hold_for: float | None) -> None:
         for gpu in gpus:
@@ -87,9 +89,7 @@ class SharedLeases(Leases):
             held = self._ask_locks(gpu.uuid)
             if not self.view.judge({}, [gpu])[0].free or not self._take_slot(gpu.uuid, held):
                 self._give_back_names()
-                for lease in self.slots.values():
-                    lease.release()
-                self.slots = {}
+                self._give_back_slots()
                 return frozenset({gpu.uuid})
         return frozenset()
 
@@ -120,11 +120,7 @@ class SharedLeases(Leases):
         if door is None:
             return False
         try:
-            inside = names.bind(names.inner_of(uuid, prefix))  # an outer claim died and one inside it lives on?
-            if inside is None:
-                return False
-            inside.release()
-            if not self._all_here(uuid, held):
+            if not self._inner_is_free(uuid) or not self._all_here(uuid, held):
                 return False
             wanted = [names.bind(names.slot_of(uuid, slot, prefix))]
             if self._claim.token:

@@ -258,21 +258,10 @@ def _holder(record: LeaseRecord | None, lockers: Sequence[int]) -> LeaseHolder:
         return LeaseHolder()
     pid, uid = holder_by_kernel(record, lockers)
     user, command = user_and_command(record, pid, uid)
-    place = procfs.place_of(record.pidns)
+    said = record.as_holder()
     # Its own number there, or of one that ended a moment ago: by neither is another process blamed.
-    recorded = place or (pid is None and procfs.has_ended(record.pid))
-    return LeaseHolder(
-        record.pid if recorded else pid,
-        user,
-        record.job,
-        command,
-        record.since,
-        None if place else record.start,
-        place=place,
-        until=record.until,
-        uid=record.uid,
-        share=record.share,
-    )
+    recorded = said.place or (pid is None and procfs.has_ended(record.pid))
+    return said._replace(pid=record.pid if recorded else pid, user=user, command=command)
 
 
 # The claim inside which this process runs, as the records of leases tell.

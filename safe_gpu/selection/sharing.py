@@ -16,6 +16,9 @@ MIB = 1 << 20
 LEAST_SHARE = 1 << 30
 """Bytes. A CUDA context alone takes some hundred MiB, and counts inside the share."""
 
+ROUNDING = 1e-6
+"""Sums of parts of GPUs are not more exact than that."""
+
 _CONTEXT = 512 * MIB  # of a CUDA program, beside what its framework allocates
 _RESERVED = 1 << 30  # what the driver keeps for itself at most, where it counts that as used
 

@@ -20,7 +20,7 @@ from .. import policy
 from ..coordination.files import StateDir, state_dir_path, write_all
 from ..coordination.history import HistoryDir
 from ..coordination.records import as_time, read_bounded
-from ..errors import PolicyError, StateDirError
+from ..errors import StateDirError
 from ..procfs import printable
 from ..text import format_age, gpu_ranges
 from .facts import ClaimStatus, GpuStatus
@@ -97,7 +97,7 @@ def with_reports(gpus: tuple[GpuStatus, ...], path: str) -> tuple[GpuStatus, ...
     """
     if not any(one.claim and one.claim.uid is not None and one.idle_for for one in gpus):
         return gpus
-    rules = _rules(path)
+    rules = policy.if_readable(path)
     if rules is None:
         return gpus
     limits = cache(partial(policy.limits_of_user, rules))
@@ -115,15 +115,8 @@ def with_reports(gpus: tuple[GpuStatus, ...], path: str) -> tuple[GpuStatus, ...
 
 def sets_a_limit(path: str) -> bool:
     """Whether the policy file at ``path`` has GPUs reported as idle, of any user."""
-    rules = _rules(path)
+    rules = policy.if_readable(path)
     return rules is not None and any(section.values.get(_KEY) is not None for section in rules.sections)
-
-
-def _rules(path: str) -> policy.Policy | None:
-    try:
-        return policy.read(path)[0]
-    except PolicyError:
-        return None
 
 
 def whom_to_ask(gpus: Iterable[GpuStatus], uid: int) -> dict[tuple[int | None, float | None], str]:

@@ -10,17 +10,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from .. import policy
 from ..devices import vendor_of
-from ..errors import PolicyError
 from ..procfs import user_name
 from ..selection.request import Selection
-from ..selection.sharing import amount, part_of
+from ..selection.sharing import ROUNDING, amount, part_of
 
 if TYPE_CHECKING:
     from ..coordination.queue import Ticket
     from .facts import GpuStatus
-
-
-_ROUNDING = 1e-6  # sums of shares are not exact
 
 
 class AtLimit(NamedTuple):
@@ -34,10 +30,7 @@ class AtLimit(NamedTuple):
 
 def most_by_user(uids: Iterable[int], path: str) -> dict[str, int]:
     """How many GPUs these users may hold by the policy file at ``path``, of those that it limits."""
-    try:
-        rules = policy.read(path)[0]
-    except PolicyError:
-        rules = None
+    rules = policy.if_readable(path)
     if rules is None or not rules.limits_gpus:
         return {}
     found = {user_name(uid): policy.limits_of_user(rules, uid).max_gpus for uid in uids}
@@ -49,10 +42,7 @@ def at_limits(tickets: Sequence[Ticket], gpus: Iterable[GpuStatus], path: str, n
 
     A file that is broken says nothing here: claims report it. Takes no lock; a directory may be asked.
     """
-    try:
-        rules = policy.read(path)[0] if tickets else None
-    except PolicyError:
-        rules = None
+    rules = policy.if_readable(path) if tickets else None
     if rules is None or not rules.limits_gpus:
         return {}
     most_of = cache(lambda uid: policy.limits_of_user(rules, uid).max_gpus)
@@ -71,10 +61,10 @@ def at_limits(tickets: Sequence[Ticket], gpus: Iterable[GpuStatus], path: str, n
         own = sorted(ends.get((ticket.uid, vendor_of(next(iter(demand.gpus), ""))), ()))
         held, share = sum(part for _, part in own), Selection.from_ticket(1, demand.conditions)[0].share
         lacking = held + amount(demand.nb_gpus, share, (one.gpu for one in gpus)) - most
-        if lacking > _ROUNDING:
+        if lacking > ROUNDING:
             freed = accumulate(part for _, part in own)
             until = next(
-                (end for (end, _), sum_ in zip(own, freed, strict=True) if sum_ >= lacking - _ROUNDING), math.inf
+                (end for (end, _), sum_ in zip(own, freed, strict=True) if sum_ >= lacking - ROUNDING), math.inf
             )
             found[ticket.seq] = AtLimit(round(held, 2), most, max(until, now))
     return found

@@ -12,15 +12,15 @@ class ArgumentStyle:
 
     @staticmethod
     def option(argument: str) -> str:
-        """An argument without a value: ``timeout=``."""
+        """Return an argument without a value: ``timeout=``."""
         return f"{argument}="
 
     @staticmethod
     def setting(argument: str, value: str) -> str:
-        """An argument with a value, which is not quoted: ``exclude=0,3``."""
+        """Return an argument with a value, which is not quoted: ``exclude=0,3``."""
         return f"{argument}={value}"
 
     @staticmethod
     def value(value: object) -> str:
-        """A value as the caller writes it: ``'20GiB'``."""
+        """Return a value as the caller writes it: ``'20GiB'``."""
         return repr(value)

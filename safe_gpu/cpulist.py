@@ -19,7 +19,7 @@ _LONG_HEX = r"[0-9a-fA-F]+"
 
 
 def parse_cpulist(text: str | None) -> frozenset[int] | None:
-    """The numbers in a kernel list; None if ``text`` is None or malformed, an empty set if it is blank.
+    """Return the numbers in a kernel list; None if ``text`` is None or malformed, an empty set if it is blank.
 
     >>> sorted(parse_cpulist("0-2,8"))
     [0, 1, 2, 8]
@@ -45,7 +45,7 @@ def parse_cpulist(text: str | None) -> frozenset[int] | None:
 
 
 def parse_cpumask(text: str | None) -> frozenset[int] | None:
-    """The numbers in a kernel bit mask: 32-bit groups, the highest first. None if ``text`` is None or malformed.
+    """Return the numbers in a kernel bit mask: 32-bit groups, the highest first. None if ``text`` is None or malformed.
 
     >>> sorted(parse_cpumask("1,80000003"))
     [0, 1, 31, 32]
@@ -70,7 +70,7 @@ def parse_cpumask(text: str | None) -> frozenset[int] | None:
 
 
 def format_cpulist(numbers: Iterable[int]) -> str:
-    """Numbers as ranges, in the format of the kernel and numactl; "" for an empty set.
+    """Return the numbers as ranges, in the format of the kernel and numactl; "" for an empty set.
 
     >>> format_cpulist({0, 1, 2, 8})
     '0-2,8'

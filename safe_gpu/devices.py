@@ -159,7 +159,7 @@ class Gpu(Record):
         return max(0, self.memory_used - sum(largest.values()))
 
     def unreachable(self, reason: str, *, lost: bool = True) -> Gpu:
-        """The record of this device while nothing but its identity is known."""
+        """Return the record of this device while nothing but its identity is known."""
         return Gpu(
             self.index,
             self.uuid,
@@ -219,11 +219,11 @@ class HostSnapshot(Record):
         return len(whole) == 1 and whole[0].display_active
 
     def by_uuid(self, uuid: str) -> Gpu | None:
-        """The device with this UUID, or None."""
+        """Return the device with this UUID, or None."""
         return next((gpu for gpu in self.gpus if gpu.uuid == uuid), None)
 
     def updated(self, gpus: Iterable[Gpu]) -> HostSnapshot:
-        """This poll with the records of these devices replaced."""
+        """Return this poll with the records of these devices replaced."""
         newer = {gpu.uuid: gpu for gpu in gpus}
         return HostSnapshot(
             tuple(newer.get(gpu.uuid, gpu) for gpu in self.gpus), self.driver, self.driver_version, self.name_prefix
@@ -268,7 +268,7 @@ class LeaseHolder(NamedTuple):
 
     @classmethod
     def of_sharers(cls, sharers: Iterable[LeaseHolder]) -> LeaseHolder:
-        """The holder of a GPU that these claims share."""
+        """Return the holder of a GPU that these claims share."""
         ranked = tuple(sorted(sharers, key=lambda one: one.since or 0.0))
         return ranked[0]._replace(sharers=ranked)
 
@@ -300,7 +300,7 @@ class GpuVerdict(NamedTuple):
 
 
 def vendor_of(uuid: str) -> str:
-    """The vendor of the GPU with this UUID, by the grammars of :mod:`~safe_gpu.vendors`; the first if none fits.
+    """Return the vendor of the GPU with this UUID, by the grammars of :mod:`~safe_gpu.vendors`; the first if none fits.
 
     >>> vendor_of("GPU-a3f1c07e52d98b16"), vendor_of("AMD-0000:05:00.0-1")
     ('amd', 'amd')
@@ -311,13 +311,14 @@ def vendor_of(uuid: str) -> str:
 
 
 def vendor_of_name(name: str) -> str | None:
-    """The vendor of the GPU with this name, as far as it is a whole UUID."""
+    """Return the vendor of the GPU with this name, as far as it is a whole UUID."""
     by_place = tuple(vendor.by_place for vendor in VENDORS.values() if vendor.by_place)
     return vendor_of(name) if len(name) >= _SHORTEST_UUID or name.startswith(by_place) else None
 
 
 def normalize_bus_id(bus_id: str) -> str:
-    """A PCI bus id of NVML, such as ``00000000:07:00.0``, in the form of sysfs: lower case, domain of 4 digits or more.
+    """Return a PCI bus id of NVML, such as ``00000000:07:00.0``, in the form of sysfs: lower case, domain of 4 digits
+    or more.
 
     >>> normalize_bus_id("00000000:0F:00.0")
     '0000:0f:00.0'

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from .procfs import printable_lines
 
 if TYPE_CHECKING:
     from inspect import Signature
+    from types import TracebackType
 
     from .devices import GpuProcess, GpuVerdict
 
@@ -76,7 +78,7 @@ class SafeGpuError(Exception):
 
     @property
     def _keeps_frames(self) -> bool:
-        """Whether a traceback of it has all its frames; those of a placeholder lead to the program's own code."""
+        """Whether its traceback has all frames: one of a placeholder leads to the program's own code."""
         return bool(os.environ.get("SAFE_GPU_TRACEBACK")) or isinstance(self, PlaceholderError)
 
     @property
@@ -87,14 +89,31 @@ class SafeGpuError(Exception):
         return lambda: [f"{type(self).__name__}: {self}"]
 
     def shorten(self) -> None:
-        """Forget the frames so far, also those of its causes, but for ``SAFE_GPU_TRACEBACK=1``."""
-        one: BaseException | None = None if self._keeps_frames else self
-        while one is not None:
-            one.__traceback__, one = None, one.__cause__
+        """Drop the frames of this package so far, also those of the errors that led to this one."""
+        chain: list[BaseException | None] = [None if self._keeps_frames else self]
+        seen: set[int] = set()  # by id, since errors of other packages may compare in ways of their own
+        for one in chain:
+            if one is not None and id(one) not in seen:
+                seen.add(id(one))
+                chain += one.__cause__, one.__context__
+                if not isinstance(one, PlaceholderError):
+                    one.__traceback__ = _without_ours(one.__traceback__)
+
+
+def _without_ours(frames: TracebackType | None) -> TracebackType | None:
+    kept: list[TracebackType | None] = []
+    while frames is not None:
+        if str(frames.tb_frame.f_globals.get("__name__")).partition(".")[0] != __package__:
+            kept.append(frames)
+        frames = frames.tb_next
+    kept.append(None)
+    for one, following in pairwise(kept):
+        one.tb_next = following  # type: ignore[union-attr]
+    return kept[0]
 
 
 class NoDriverError(SafeGpuError):
-    """There is no usable GPU driver, or the driver shows no GPU.
+    """There is no usable driver of NVIDIA, AMD or Intel GPUs, or it shows no GPU.
 
     Attributes:
         driver: the driver that was selected or tried, as in ``SAFE_GPU_DRIVER`` ("auto", "nvml", ...).
@@ -133,7 +152,8 @@ class GpuContendedError(NotEnoughGpusError):
     """A process that does not use safe_gpu started on a GPU while this process claimed it.
 
     Attributes:
-        uuid: the GPU; processes: those other processes, as :class:`~safe_gpu.devices.GpuProcess`.
+        uuid: the GPU.
+        processes: those other processes, as :class:`~safe_gpu.devices.GpuProcess`.
     """
 
     uuid: str = ""
@@ -144,7 +164,8 @@ class UnsatisfiableRequestError(SafeGpuError, ValueError, RuntimeError):
     """The request is invalid, or this host can never satisfy it. A claim does not wait before it raises this.
 
     Attributes:
-        value: the offending value, if there is one; verdicts: as in :class:`NotEnoughGpusError`.
+        value: the offending value, if there is one.
+        verdicts: as in :class:`NotEnoughGpusError`.
     """
 
     value: object = None
@@ -166,7 +187,8 @@ class LockTimeout(_OsError, TimeoutError):
     """The host lock, or the lock of the older package, could not be taken in time.
 
     Attributes:
-        path: the lock file; pid, user: the holder of the lock if /proc/locks shows it, else None.
+        path: the lock file.
+        pid, user: the holder of the lock if /proc/locks shows it, else None.
     """
 
     pid: int | None = None
@@ -177,7 +199,8 @@ class StateDirError(_OsError):
     """The state directory, or a file in it, cannot be used.
 
     Attributes:
-        path: the directory or file; errno: of the failed call, None if safe_gpu itself refused the path.
+        path: the directory or file.
+        errno: of the failed call, None if safe_gpu itself refused the path.
     """
 
 
@@ -201,7 +224,8 @@ class PolicyError(SafeGpuError, RuntimeError):
     """The policy file of this host cannot be read, or a line of it is wrong.
 
     Attributes:
-        path: the file; line: the number of the line, None if it is not about a line.
+        path: the file.
+        line: the number of the line, None if it is not about a line.
     """
 
     path: str = ""
@@ -237,7 +261,7 @@ _T = TypeVar("_T")
 
 
 def as_affinity_error(driver: Any, question: Callable[[], _T]) -> _T:
-    """The driver's answer; an error of the driver is raised as GPUAffinityError."""
+    """Return the driver's answer; an error of the driver is raised as GPUAffinityError."""
     try:
         return question()
     except GPUAffinityError:

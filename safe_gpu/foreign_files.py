@@ -18,7 +18,7 @@ _PART = 1 << 16
 
 
 def open_to_read(path: str, flags: int = 0, dir_fd: int | None = None) -> FileIO:
-    """The open file; ``flags`` are more of those of os.open(), such as O_NOFOLLOW, and ``dir_fd`` is as there.
+    """Return the open file; ``flags`` are more of those of os.open(), such as O_NOFOLLOW, and ``dir_fd`` is as there.
 
     Raises:
         OSError: it cannot be opened, or it is a directory. ValueError: the path has a NUL.
@@ -34,7 +34,7 @@ def open_to_read(path: str, flags: int = 0, dir_fd: int | None = None) -> FileIO
 
 
 def read_bytes(path: str, limit: int = LIMIT) -> bytes:
-    """The first ``limit`` bytes of a file. The kernel returns a page or less of some files at a time.
+    """Return the first ``limit`` bytes of a file. The kernel returns a page or less of some files at a time.
 
     Raises:
         OSError: it cannot be read. ValueError: the path has a NUL.
@@ -48,7 +48,7 @@ def read_bytes(path: str, limit: int = LIMIT) -> bytes:
 
 
 def read_start(path: str, limit: int = LIMIT) -> bytes | None:
-    """The same; None if it cannot be read."""
+    """Return the same; None if it cannot be read."""
     try:
         return read_bytes(path, limit)
     except (OSError, ValueError):

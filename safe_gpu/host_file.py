@@ -44,7 +44,7 @@ class Section(NamedTuple):
 
 @cache
 def host_values(path: str) -> Mapping[str, str]:
-    """The values of ``[host]`` in a file, read once in a process, which thus stays with one state directory.
+    """Return the values of ``[host]`` in a file, read once in a process, which thus stays with one state directory.
 
     Raises:
         PolicyError: the file cannot be read, or a line of that section is wrong.
@@ -56,10 +56,11 @@ def host_values(path: str) -> Mapping[str, str]:
 def parse(
     text: str, path: str, keys: Collection[str] = (), value_of: Callable[[str, str], Any] | None = None
 ) -> tuple[Section, ...]:
-    """The sections of a text of ``[section]`` and ``key = value`` lines; ``#`` and ``;`` begin comments.
+    """Return the sections of a text of ``[section]`` and ``key = value`` lines; ``#`` and ``;`` begin comments.
 
     Args:
-        keys: of the sections other than ``[host]``; value_of: reads one of them, by its key and text. None: their
+        keys: of the sections other than ``[host]``.
+        value_of: reads one of them, by its key and text. None: their
             lines are not looked at.
 
     Raises:
@@ -124,7 +125,7 @@ def _host_value(key: str, text: str) -> str:
 
 
 def read_text(path: str) -> tuple[str, str]:
-    """The text of a file, and why the file is ignored; both are "" where there is none.
+    """Return the text of a file, and why the file is ignored; both are "" where there is none.
 
     Raises:
         PolicyError: the file cannot be read.
@@ -151,7 +152,7 @@ def read_text(path: str) -> tuple[str, str]:
 
 
 def _doubt(status: os.stat_result) -> str:
-    """Why such a file does not count; "" if it does."""
+    """Return why such a file does not count; "" if it does."""
     if not stat.S_ISREG(status.st_mode):
         return "is not a file"
     if status.st_uid:

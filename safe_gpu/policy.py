@@ -44,7 +44,7 @@ class Limits(NamedTuple):
         path: the policy file.
         max_gpus: GPUs that the user may hold at once on this host.
         max_hold: the longest time for which a claim may say that it holds its GPUs, in seconds.
-        default_hold: the time for which a claim that says nothing will probably hold its GPUs, in seconds.
+        default_hold: the time for which a claim without ``hold_for`` will probably hold its GPUs, in seconds.
         max_wait: the longest wait of a claim, in seconds.
         idle_report_after: after this many seconds without work a claimed GPU is reported as idle.
         sections: key -> title of the section that it comes from.
@@ -77,7 +77,7 @@ class _InFile(ArgumentStyle):
 
 
 def parse(text: str, path: str) -> Policy:
-    """The policy in a text. Errors are those of :func:`safe_gpu.host_file.parse`."""
+    """Return the policy in a text. Errors are those of :func:`safe_gpu.host_file.parse`."""
     return Policy(path, host_file.parse(text, path, KEYS, _value))
 
 
@@ -98,7 +98,7 @@ def _value(key: str, text: str) -> float | None:
 
 
 def resolve(policy: Policy, names: Collection[str], in_group: Callable[[str], bool], *, is_root: bool) -> Limits:
-    """What applies to one user.
+    """Return what applies to one user.
 
     Each key comes from the user's section, else from the first section in the file of a group of the user's that sets
     it, else from the default. Root is exempt unless the file has a section for that user.
@@ -120,20 +120,21 @@ def resolve(policy: Policy, names: Collection[str], in_group: Callable[[str], bo
 
 
 def limits_of_this_user(policy: Policy) -> Limits:
-    """What applies to this process, by its effective user and its groups. Takes no lock; a directory may be asked."""
+    """Return what applies to this process, by its effective user and its groups. Takes no lock; a directory may be
+    asked."""
     gids = {os.getegid(), *os.getgroups()}
     uid = os.geteuid()
     return resolve(policy, _names(uid), lambda group: _gid(group) in gids, is_root=programs.is_root())
 
 
 def limits_of_user(policy: Policy, uid: int) -> Limits:
-    """What applies to another user, by the groups that the directory has for that user. It may take a while."""
+    """Return what applies to another user, by the groups that the directory has for that user. It may take a while."""
     gids = cache(lambda: _gids_of(uid))  # not asked for where no group matters
     return resolve(policy, _names(uid), lambda group: _gid(group) in gids(), is_root=uid == 0)
 
 
 def if_readable(path: str) -> Policy | None:
-    """The policy in a file; None where it is ignored or broken, which claims and ``safe-gpu policy`` report."""
+    """Return the policy in a file; None where it is ignored or broken, which claims and ``safe-gpu policy`` report."""
     try:
         return read(path)[0]
     except PolicyError:
@@ -141,7 +142,7 @@ def if_readable(path: str) -> Policy | None:
 
 
 def unknown_names(policy: Policy) -> list[str]:
-    """Sentences on the sections of users and groups that this host does not know."""
+    """Return the sentences on the sections of users and groups that this host does not know."""
     known = {"user": lambda name: uid_of(name) is not None, "group": lambda name: _gid(name) is not None}
     return [
         f"{one.title}: there is no such {one.kind} here"
@@ -151,7 +152,7 @@ def unknown_names(policy: Policy) -> list[str]:
 
 
 def uid_of(name: str) -> int | None:
-    """The uid of a user, by name or number; None if nobody has that name."""
+    """Return the uid of a user, by name or number; None if nobody has that name."""
     import pwd
 
     try:
@@ -187,7 +188,7 @@ def _gid(group: str) -> int | None:
 
 
 def read(path: str) -> tuple[Policy | None, str]:
-    """The policy in a file, or None and why the file is ignored; ("" where there is no file).
+    """Return the policy in a file, or None and why the file is ignored; ("" where there is no file).
 
     Raises:
         PolicyError: the file cannot be read, or a line of it is wrong, or a file with the older name is there too.

@@ -31,13 +31,13 @@ def _read(path: str, limit: int = LIMIT) -> bytes:
 
 
 def _stat_fields(task: int | str) -> list[bytes]:
-    """Fields of /proc/PID/stat from the third (state) on, or of ``PID/task/TID``. The second, the name, may contain
-    blanks and brackets."""
+    """Return the fields of /proc/PID/stat from the third (state) on, or of ``PID/task/TID``. The second, the name, may
+    contain blanks and brackets."""
     return _read(f"/proc/{task}/stat").rpartition(b")")[2].split()
 
 
 def _status_numbers(pid: int, name: bytes) -> list[int]:
-    """The numbers in one line of /proc/PID/status."""
+    """Return the numbers in one line of /proc/PID/status."""
     for line in _read(f"/proc/{pid}/status").splitlines():
         if line.startswith(name):
             return [int(number) for number in line.split()[1:]]
@@ -45,18 +45,18 @@ def _status_numbers(pid: int, name: bytes) -> list[int]:
 
 
 def exists(pid: int) -> bool:
-    """Whether /proc shows a process with this pid (zombies included)."""
+    """Return whether /proc shows a process with this pid (zombies included)."""
     return os.path.exists(f"/proc/{pid}")
 
 
 def pids() -> list[int]:
-    """The pids that /proc shows, in ascending order."""
+    """Return the pids that /proc shows, in ascending order."""
     return sorted(int(name) for name in os.listdir("/proc") if name.isdecimal())
 
 
 def has_ended(pid: int) -> bool:
-    """Whether the process has exited. A zombie has, unless only its first thread is one (pthread_exit(3)); a process
-    that is only hidden from this user has not."""
+    """Return whether the process has exited. A zombie has, unless only its first thread is one (pthread_exit(3)); a
+    process that is only hidden from this user has not."""
     try:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):
@@ -68,7 +68,8 @@ def has_ended(pid: int) -> bool:
 
 
 def is_exiting(pid: int) -> bool:
-    """Whether the process has exited or all its threads are exiting, so that the kernel may have released its locks.
+    """Return whether the process has exited or all its threads are exiting, so that the kernel may have released its
+    locks.
 
     The threads of a process that was killed take their time to free memory of a GPU, when the first is long a zombie.
     """
@@ -79,30 +80,31 @@ def is_exiting(pid: int) -> bool:
 
 
 def _leaves(fields: list[bytes]) -> bool:
-    """Whether a thread with this line of /proc exits; one without any has gone."""
+    """Return whether a thread with this line of /proc exits; one without any has gone."""
     return len(fields) < 7 or bool(int(fields[6]) & _PF_EXITING)
 
 
 def _other_threads(pid: int) -> Iterator[str]:
-    """``PID/task/TID`` of each thread but the first."""
+    """Yield ``PID/task/TID`` of each thread but the first."""
     with suppress(OSError), os.scandir(f"/proc/{pid}/task") as threads:
         yield from (f"{pid}/task/{thread.name}" for thread in threads if thread.name != str(pid))
 
 
 def start_time(pid: int) -> int | None:
-    """Start time of the process in clock ticks since boot. Pid and start time together identify one process."""
+    """Return the start time of the process in clock ticks since boot. Pid and start time together identify one
+    process."""
     fields = _stat_fields("self" if pid == os.getpid() else pid)  # /proc may be that of another PID namespace
     return int(fields[19]) if len(fields) > 19 else None
 
 
 def seconds_running(pid: int) -> float | None:
-    """How long ago the process started; None for a process that cannot be seen."""
+    """Return how long ago the process started; None for a process that cannot be seen."""
     started, uptime = start_time(pid), _read("/proc/uptime").split()
     return float(uptime[0]) - started / os.sysconf("SC_CLK_TCK") if uptime and started is not None else None
 
 
 def pid_namespace() -> int | None:
-    """The inode of this process's PID namespace, which identifies it on this host; None without /proc."""
+    """Return the inode of this process's PID namespace, which identifies it on this host; None without /proc."""
     try:
         return os.stat("/proc/self/ns/pid").st_ino
     except OSError:
@@ -110,7 +112,8 @@ def pid_namespace() -> int | None:
 
 
 def place_of(namespace: int | None) -> str:
-    """Where the processes of a PID namespace are, seen from this one: "in a container" and the like; "" if here."""
+    """Return where the processes of a PID namespace are, seen from this one: "in a container" and the like; "" if
+    here."""
     own = pid_namespace()
     if namespace is None or namespace == own:
         return ""
@@ -120,23 +123,24 @@ def place_of(namespace: int | None) -> str:
 
 
 def pid_within(pid: int) -> int | None:
-    """The number that the process has in its own, innermost PID namespace; None if it cannot be seen."""
+    """Return the number that the process has in its own, innermost PID namespace; None if it cannot be seen."""
     return next(reversed(_status_numbers(pid, b"NSpid:")), None)
 
 
 def thread_group(pid: int) -> int | None:
-    """The pid of the process that has this thread, which is ``pid`` for its main thread; None if it cannot be seen."""
+    """Return the pid of the process that has this thread, which is ``pid`` for its main thread; None if it cannot be
+    seen."""
     return next(iter(_status_numbers(pid, b"Tgid:")), None)
 
 
 def parent_of(pid: int) -> int | None:
-    """The parent's pid; None for a process that cannot be seen."""
+    """Return the parent's pid; None for a process that cannot be seen."""
     fields = _stat_fields(pid)
     return int(fields[1]) if len(fields) > 1 else None
 
 
 def is_stopped(pid: int, known: dict[int | bytes, bool] | None = None) -> bool:
-    """Whether the process is stopped (SIGSTOP, a suspended job) or frozen by a cgroup v2 freezer.
+    """Return whether the process is stopped (SIGSTOP, a suspended job) or frozen by a cgroup v2 freezer.
 
     Args:
         known: the answers for processes and cgroups, filled here, so that one look asks for each once.
@@ -157,7 +161,8 @@ def _is_frozen(pid: int, known: dict[int | bytes, bool]) -> bool:
 
 
 def open_files(pid: int | str) -> dict[int, str] | None:
-    """Descriptor -> the file it refers to, as the kernel writes it (``/path``, ``/path (deleted)``, ``pipe:[1]``).
+    """Return descriptor -> the file it refers to, as the kernel writes it (``/path``, ``/path (deleted)``,
+    ``pipe:[1]``).
 
     None if the process has exited, this user may not read its descriptors, or it has more than 4,096 of them.
     """
@@ -178,7 +183,7 @@ def open_files(pid: int | str) -> dict[int, str] | None:
 
 
 def ancestors(pid: int) -> list[int]:
-    """The pids of the parent, its parent and so on, as far as /proc shows them."""
+    """Return the pids of the parent, its parent and so on, as far as /proc shows them."""
     found: list[int] = []
     parent = parent_of(pid)
     while parent and parent not in found:
@@ -188,7 +193,8 @@ def ancestors(pid: int) -> list[int]:
 
 
 def descendants(pid: int) -> list[int]:
-    """The pids of the children, their children and so on, in no particular order. They may change at any time."""
+    """Return the pids of the children, their children and so on, in no particular order. They may change at any
+    time."""
     children: dict[int, list[int]] = {}
     for name in os.listdir("/proc"):
         if name.isdecimal() and (parent := parent_of(int(name))):
@@ -204,7 +210,7 @@ def descendants(pid: int) -> list[int]:
 
 @cache
 def user_name(uid: int) -> str:
-    """The login name of a uid, or the number as text if it has none.
+    """Return the login name of a uid, or the number as text if it has none.
 
     Cached, because a directory service may take seconds to answer.
     """
@@ -217,7 +223,7 @@ def user_name(uid: int) -> str:
 
 
 def uid_of(pid: int) -> int | None:
-    """Effective uid of the process; None if it has exited."""
+    """Return the effective uid of the process; None if it has exited."""
     try:
         return os.stat(f"/proc/{pid}").st_uid
     except OSError:
@@ -225,13 +231,13 @@ def uid_of(pid: int) -> int | None:
 
 
 def real_uid_of(pid: int) -> int | None:
-    """Real uid of the process, which a program that changes its user (su, sudo) has from who started it at first; None
-    if it has exited or cannot be seen."""
+    """Return the real uid of the process, which a program that changes its user (su, sudo) has from who started it at
+    first; None if it has exited or cannot be seen."""
     return next(iter(_status_numbers(pid, b"Uid:")), None)
 
 
 def family_of(pid: int) -> tuple[int, tuple[int, ...]] | None:
-    """Effective uid of the process, and the pids of it and its ancestors.
+    """Return the effective uid of the process, and the pids of it and its ancestors.
 
     None if it cannot be seen, and if it runs in a PID namespace of its own (a container), where parents tell nothing.
     """
@@ -240,13 +246,13 @@ def family_of(pid: int) -> tuple[int, tuple[int, ...]] | None:
 
 
 def user_of(pid: int) -> str | None:
-    """Login name of the process's effective user; None if the process has exited."""
+    """Return the login name of the process's effective user; None if the process has exited."""
     uid = uid_of(pid)
     return None if uid is None else user_name(uid)
 
 
 def command_of(pid: int, limit: int = 200) -> str | None:
-    """The command line, arguments separated by blanks, cut to ``limit`` characters.
+    """Return the command line, arguments separated by blanks, cut to ``limit`` characters.
 
     Kernel threads and zombies have no command line; for them it is the name of the task.
     """
@@ -254,31 +260,31 @@ def command_of(pid: int, limit: int = 200) -> str | None:
 
 
 def arguments_of(pid: int) -> list[str]:
-    """The program and its arguments, of which 4 KiB are read, printable or not; [""] if it has exited."""
+    """Return the program and its arguments, of which 4 KiB are read, printable or not; [""] if it has exited."""
     line = _read(f"/proc/{pid}/cmdline", _LONGEST_COMMAND).rstrip(b"\0") or _read(f"/proc/{pid}/comm").strip()
     return line.decode("utf-8", "replace").split("\0")
 
 
 def lasting(name: str, new: _T) -> _T:
-    """What this process has under a name, at first ``new``. It outlives a reload of all modules, as by IPython's
+    """Return what this process has under a name, at first ``new``. It outlives a reload of all modules, as by IPython's
     autoreload: locks that nobody knew of any more would be held to the end of the process."""
     kept: _T = vars(sys).setdefault("_safe_gpu", {}).setdefault(name, new)
     return kept
 
 
 def describe_process(pid: int) -> tuple[str, str] | None:
-    """(user, command) of a process, or None if /proc does not show it."""
+    """Return (user, command) of a process, or None if /proc does not show it."""
     user = user_of(pid)
     return None if user is None else (user, command_of(pid) or "")
 
 
 def printable(text: str) -> str:
-    """Untrusted text, made safe for a terminal: unprintable characters, such as escape codes, become blanks."""
+    """Make untrusted text safe for a terminal: unprintable characters, such as escape codes, become blanks."""
     return text if text.isprintable() else "".join(c if c.isprintable() else " " for c in text)
 
 
 def printable_lines(text: str, longest: int = 20_000) -> str:
-    """The same for a text of several lines, which is cut if it is longer than any of ours.
+    r"""Return the same for a text of several lines, which is cut if it is longer than any of ours.
 
     >>> printable_lines("one\x1b[2J\ntwo")
     'one [2J\ntwo'
@@ -289,7 +295,8 @@ def printable_lines(text: str, longest: int = 20_000) -> str:
 
 
 def well_formed(text: str) -> str:
-    """Text that every JSON parser accepts: lone surrogates, which stand for bytes that are not UTF-8, become U+FFFD.
+    """Return text that every JSON parser accepts: lone surrogates, which stand for bytes that are not UTF-8, become
+    U+FFFD.
 
     >>> well_formed("caf\\udce9")
     'caf\ufffd'
@@ -306,7 +313,7 @@ def flock_holders(
     held: Collection[int] = (),
     tries: int = 3,
 ) -> dict[int, list[int]]:
-    """Inode -> pids that hold a flock or POSIX lock on it, from /proc/locks.
+    """Return inode -> pids that hold a flock or POSIX lock on it, from /proc/locks.
 
     Only inodes are compared, because on overlay file systems the device numbers in /proc/locks differ from those of
     stat. The kernel does not show locks held in other pid namespaces. It writes the table a page at a time, and leaves
@@ -345,7 +352,8 @@ def flock_holders(
 
 
 def lines_of(path: str) -> Iterator[bytes]:
-    """The lines of a table of the kernel, one at a time: other users can make it long. None if it cannot be read."""
+    """Yield the lines of a table of the kernel, one at a time: other users can make it long. None if it cannot be
+    read."""
     try:
         with open(path, "rb") as file:
             yield from file

@@ -25,8 +25,8 @@ _LOAD_CODE = ("LD_", "BASH", "ENV", "GCONV_PATH", "PERL", "PYTHON", "RUBY")  # t
 
 
 def is_root() -> bool:
-    """Whether this process is root of the host or of a container whose root that is, rather than a user who became
-    root of a user namespace and gains nothing from it."""
+    """Return whether this process is root of the host or of a container whose root that is, rather than a user who
+    became root of a user namespace and gains nothing from it."""
     if os.geteuid() != 0:
         return False
     ids = read_start("/proc/self/uid_map", 4096)
@@ -34,7 +34,7 @@ def is_root() -> bool:
 
 
 def others_can_change(path: str) -> str | None:
-    """The first part of a path, on the way through all links, that a user other than root can change or make.
+    """Return the first part of a path, on the way through all links, that a user other than root can change or make.
 
     None: there is none, and root may rely on the path. Where an ACL lets somebody write, the bits of the group say so.
     In a sticky directory others may write, but not replace what is root's. The current directory may be anybody's.
@@ -69,12 +69,12 @@ def others_can_change(path: str) -> str | None:
 
 
 def _names(path: str) -> list[str]:
-    """The parts of a path, the last one first."""
+    """Return the parts of a path, the last one first."""
     return [name for name in reversed(path.split("/")) if name not in ("", ".")]
 
 
 def find_program(name: str, environ: Mapping[str, str], *more: str) -> str | None:
-    """The path of a program, by ``PATH`` and then in ``more``; for root, the first that only root can change.
+    """Return the path of a program, by ``PATH`` and then in ``more``; for root, the first that only root can change.
 
     Raises:
         PermissionError: there are only such that other users can change; the text is for root, with the way out.
@@ -101,7 +101,7 @@ IN_CHILD = "_SAFE_GPU_CHILD"
 
 
 def python_child(environ: Mapping[str, str], *arguments: str) -> tuple[list[str], dict[str, str]]:
-    """The command line and the environment of a child that is the Python of this process.
+    """Return the command line and the environment of a child that is the Python of this process.
 
     Raises:
         FileNotFoundError: no such program is known. A program that is frozen or embeds Python may be its own
@@ -129,14 +129,15 @@ class TooMuch(Exception):
 def output_of(
     arguments: Sequence[str], *, env: Mapping[str, str], timeout: float, most: int, apart: bool = False
 ) -> tuple[int, str, str]:
-    """Exit status, output and error output; the last is in the output unless ``apart``.
+    """Return the exit status, output and error output; the last is in the output unless ``apart``.
 
     Bytes that are not UTF-8 become U+FFFD. A child that keeps the output open is waited for like the program. As root
     it gets no variable by which another user could have it load code.
 
     Args:
         arguments: the first is a path from :func:`find_program`.
-        timeout: seconds. most: bytes that are read.
+        timeout: seconds.
+        most: bytes that are read.
 
     Raises:
         OSError: it cannot be started. TooLate, TooMuch: see there.
@@ -168,7 +169,7 @@ def output_of(
 
 
 def _for_root(env: Mapping[str, str]) -> dict[str, str]:
-    """What a program run by root gets of an environment that may be a user's."""
+    """Return what a program run by root gets of an environment that may be a user's."""
     kept = {name: value for name, value in env.items() if name != "PATH" and not name.startswith(_LOAD_CODE)}
     for name in ("PATH", "LD_LIBRARY_PATH"):
         places = env.get(name, "").replace(";", ":").split(":")
@@ -180,7 +181,7 @@ def _for_root(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def _read(process: subprocess.Popen[bytes], deadline: float, most: int) -> list[bytes]:
-    """What it prints on its output and its error output, until both are closed."""
+    """Return what it prints on its output and its error output, until both are closed."""
     import selectors
 
     parts: list[list[bytes]] = [[], []]

@@ -63,7 +63,8 @@ _REAL_DRIVERS = {f"/{one.warns}": one.title for one in VENDORS.values() if one.w
 
 
 def unknown(names: Iterable[str]) -> dict[str, str]:
-    """Names that look like variables of this package but are not -> the variable that was probably meant, or ""."""
+    """Return the names that look like variables of this package but are not -> the variable that was probably meant, or
+    ""."""
     found = {}
     for name in names:
         if name[: len(PREFIX)].upper() == PREFIX and name not in VARIABLES and not name.startswith(_FOR_TESTS):
@@ -88,7 +89,7 @@ def check(environ: Mapping[str, str]) -> None:
 
 
 def policy_file(environ: Mapping[str, str]) -> str:
-    """Where the policy of this host is, whether the file exists or not.
+    """Return where the policy of this host is, whether the file exists or not.
 
     Where root has made its directory, a user cannot choose another by ``SAFE_GPU_POLICY``, unless the GPUs are
     simulated.
@@ -104,7 +105,8 @@ def policy_file(environ: Mapping[str, str]) -> str:
 
 
 def host_setting(key: str, variable: str, environ: Mapping[str, str]) -> str | None:
-    """What the environment says; else what root's file says for this host under ``key``; None where neither does.
+    """Return what the environment says; else what root's file says for this host under ``key``; None where neither
+    does.
 
     Raises:
         PolicyError: the file cannot be read, or a line of its section [host] is wrong.
@@ -120,7 +122,7 @@ def host_setting(key: str, variable: str, environ: Mapping[str, str]) -> str | N
 
 
 def _differences(environ: Mapping[str, str]) -> list[str]:
-    """Where the environment differs from root's file: jobs, cron and sudo do not inherit it."""
+    """Return where the environment differs from root's file: jobs, cron and sudo do not inherit it."""
     path = policy_file(environ)
     if not os.path.lexists(path):
         return []
@@ -138,12 +140,13 @@ _QUEUES = ": two state directories are two queues"
 
 
 def ignores_fence(environ: Mapping[str, str]) -> bool:
-    """Whether an inherited CUDA_VISIBLE_DEVICES is to be disregarded."""
+    """Return whether an inherited CUDA_VISIBLE_DEVICES is to be disregarded."""
     return environ.get("SAFE_GPU_FENCE") == "ignore"
 
 
 def doubts(environ: Mapping[str, str]) -> list[str]:
-    """Warnings about settings that are probably mistakes, one sentence each, printable. Every claim logs them."""
+    """Return the warnings about settings that are probably mistakes, one sentence each, printable. Every claim logs
+    them."""
     found = []
     for name, meant in unknown(environ).items():
         hint = f": did you mean {meant}?" if meant else ""
@@ -190,7 +193,7 @@ def _risks_for_root(environ: Mapping[str, str]) -> list[str]:
 
 
 def fsroot_or_default(fsroot: str | os.PathLike[str] | None) -> str:
-    """The root directory of ``sys`` and ``proc``: ``fsroot`` if given, else ``SAFE_GPU_FSROOT``, else ``/``.
+    """Return the root directory of ``sys`` and ``proc``: ``fsroot`` if given, else ``SAFE_GPU_FSROOT``, else ``/``.
 
     Raises:
         GPUAffinityError: ``fsroot`` is not a path.
@@ -215,7 +218,7 @@ _UNCLEAR = rf"({_NUMBER}):({_NUMBER})"
 
 
 def parse_duration(text: str, name: str = "timeout", *, spelling: type[ArgumentStyle] = ArgumentStyle) -> float | None:
-    """Seconds of a duration; None for ``inf``.
+    """Return the seconds of a duration; None for ``inf``.
 
     The forms are ``90``, ``90s``, ``15m``, ``1h30m``, ``2d``, ``01:30:00`` (h:m:s) and ``2-12:00:00`` (days-h:m:s, as
     in Slurm).
@@ -245,7 +248,7 @@ def parse_duration(text: str, name: str = "timeout", *, spelling: type[ArgumentS
 
 
 def _simple(word: str) -> float | None:
-    """Seconds of a number with at most one unit; None if the text has another form."""
+    """Return the seconds of a number with at most one unit; None if the text has another form."""
     number = word.rstrip("abcdefghijklmnopqrstuvwxyz")
     unit = _UNITS.get(word[len(number) :]) if number != word else 1.0
     try:
@@ -256,7 +259,8 @@ def _simple(word: str) -> float | None:
 
 
 def _compound(word: str) -> float | None:
-    """Seconds of ``1h30m``, ``01:30:00`` and similar forms, with whole numbers; None if the text has another form."""
+    """Return the seconds of ``1h30m``, ``01:30:00`` and similar forms, with whole numbers; None if the text has another
+    form."""
     found = re.fullmatch(_CLOCK, word) or re.fullmatch(_DAYS, word) or (word and re.fullmatch(_SPANS, word))
     if not found:
         return None

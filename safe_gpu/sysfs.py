@@ -41,7 +41,7 @@ GroupOf = Callable[[int], frozenset[int]]
 
 
 def pci_address(name: str) -> tuple[int, int, int, int] | None:
-    """A PCI bus id as numbers, which sort in the order of nvidia-smi; None if the name is not a bus id."""
+    """Return a PCI bus id as numbers, which sort in the order of nvidia-smi; None if the name is not a bus id."""
     match = _ADDRESS.fullmatch(name)
     return None if match is None else (int(match[1], 16), int(match[2], 16), int(match[3], 16), int(match[4], 16))
 
@@ -61,7 +61,7 @@ class Files:
         self.root = root
 
     def read(self, path: str) -> str:
-        """The text of a file without NULs and outer blanks.
+        """Return the text of a file without NULs and outer blanks.
 
         Raises:
             OSError: it cannot be read.
@@ -70,20 +70,20 @@ class Files:
         return data.replace(b"\0", b"").decode("utf-8", "replace").strip()
 
     def text(self, path: str) -> str | None:
-        """The same; None if it is empty or cannot be read."""
+        """Return the same; None if it is empty or cannot be read."""
         try:
             return self.read(path) or None
         except (OSError, ValueError):
             return None
 
     def number(self, path: str, *, signed: bool = False) -> int | None:
-        """A file that holds one decimal number of at most 20 digits."""
+        """Return the decimal number in a file, of at most 20 digits; None if there is none."""
         text = self.text(path)
         pattern = "-?[0-9]{1,20}" if signed else "[0-9]{1,20}"
         return int(text) if text is not None and re.fullmatch(pattern, text) else None
 
     def properties(self, path: str) -> dict[str, int]:
-        """A file of lines "name number"; other lines are left out.
+        """Return name -> number of a file of such lines; other lines are left out.
 
         Raises:
             OSError: it cannot be read.
@@ -91,25 +91,25 @@ class Files:
         return {name: int(value) for name, value in re.findall(r"(?m)^(\w{1,64}) ([0-9]{1,20})$", self.read(path))}
 
     def names(self, path: str) -> list[str]:
-        """The entries of a directory, sorted."""
+        """Return the entries of a directory, sorted."""
         try:
             return sorted(os.listdir(f"{self.root}/{path}"))
         except (OSError, ValueError):
             return []
 
     def numbered(self, path: str, prefix: str = "") -> list[int]:
-        """The numbers N of the entries ``prefixN`` of a directory, in order."""
+        """Return the numbers N of the entries ``prefixN`` of a directory, in order."""
         digits = (name[len(prefix) :] for name in self.names(path) if name.startswith(prefix))
         numbers = {int(text) for text in digits if text.isascii() and text.isdigit() and len(text) < 7}
         return sorted(number for number in numbers if number < LIMIT)
 
     def exists(self, path: str) -> bool:
-        """Whether there is such a file."""
+        """Return whether there is such a file."""
         return os.path.exists(f"{self.root}/{path}")
 
 
 def tree() -> Files:
-    """The files of this host, or of the saved host that ``SAFE_GPU_FSROOT`` names."""
+    """Return the files of this host, or of the saved host that ``SAFE_GPU_FSROOT`` names."""
     return Files(os.environ.get("SAFE_GPU_FSROOT") or "/")
 
 
@@ -117,7 +117,7 @@ class SysfsTree(Files):
     """The CPUs, nodes and PCI devices under one root directory. Most sets hold online CPUs only."""
 
     def siblings(self, cpu: int, *names: str) -> frozenset[int]:
-        """The CPUs that share a topology level with ``cpu``; an empty set if no file has them.
+        """Return the CPUs that share a topology level with ``cpu``; an empty set if no file has them.
 
         For each name in turn the files ``NAME_list`` and ``NAME`` are read. The first set that contains ``cpu`` counts.
         """
@@ -130,7 +130,8 @@ class SysfsTree(Files):
         return frozenset()
 
     def online_cpus(self) -> frozenset[int]:
-        """CPUs with a topology that are not switched off, within the kernel's list of online CPUs if it exists."""
+        """Return the CPUs with a topology that are not switched off, within the kernel's list of online CPUs if it
+        exists."""
         present = frozenset(
             cpu
             for cpu in self.numbered(_CPU, "cpu")
@@ -140,11 +141,12 @@ class SysfsTree(Files):
         return present & listed
 
     def cores(self, online: frozenset[int]) -> tuple[frozenset[int], ...]:
-        """The hardware threads of each physical core, by lowest CPU; each group is read once."""
+        """Return the hardware threads of each physical core, by lowest CPU; each group is read once."""
         return _partition(online, lambda cpu: self.siblings(cpu, "core_cpus", "thread_siblings"))
 
     def packages(self, online: frozenset[int], cores: Sequence[frozenset[int]]) -> dict[int, frozenset[int]]:
-        """CPUs by processor socket, under the kernel's ids; sockets without an id (-1) are numbered by lowest CPU."""
+        """Return the CPUs by processor socket, under the kernel's ids; sockets without an id (-1) are numbered by
+        lowest CPU."""
         ids: dict[int, int] = {}
         for core in cores:
             for cpu in sorted(core):
@@ -163,13 +165,14 @@ class SysfsTree(Files):
         return {package: frozenset(packages[package]) for package in sorted(packages)}
 
     def node_ids(self) -> list[int]:
-        """The nodes that exist (not all possible ones); an empty list if the kernel has no NUMA support."""
+        """Return the nodes that exist (not all possible ones); an empty list if the kernel has no NUMA support."""
         existing = self.numbered(_NODE, "node")
         listed = parse_cpulist(self.text(f"{_NODE}/online"))
         return [node for node in existing if node in listed] if listed else existing
 
     def node_cpus(self, node: int) -> frozenset[int]:
-        """The CPUs of one node in the kernel's list, which may have offline CPUs; empty for a memory-only node."""
+        """Return the CPUs of one node in the kernel's list, which may have offline CPUs; empty for a memory-only
+        node."""
         path = f"{_NODE}/node{node}"
         found = parse_cpulist(self.text(f"{path}/cpulist"))
         if found is None:
@@ -177,14 +180,15 @@ class SysfsTree(Files):
         return frozenset(self.numbered(path, "cpu")) if found is None else found
 
     def node_memory(self, node: int) -> tuple[int, int] | None:
-        """The memory of one node in bytes: all of it, and what is free; None if the kernel does not tell."""
+        """Return the memory of one node in bytes: all of it, and what is free; None if the kernel does not tell."""
         facts = dict(
             re.findall(r"(MemTotal|MemFree):\s+([0-9]{1,15}) kB", self.text(f"{_NODE}/node{node}/meminfo") or "")
         )
         return (int(facts["MemTotal"]) * 1024, int(facts["MemFree"]) * 1024) if len(facts) == 2 else None
 
     def nodes(self, online: frozenset[int]) -> dict[int, frozenset[int]]:
-        """Online CPUs by NUMA node, nodes without CPUs included; a CPU in several nodes belongs to the first."""
+        """Return the online CPUs by NUMA node, nodes without CPUs included; a CPU in several nodes belongs to the
+        first."""
         ids = self.node_ids() or [0]
         nodes: dict[int, frozenset[int]] = {}
         left = online
@@ -196,7 +200,7 @@ class SysfsTree(Files):
         return nodes
 
     def distances(self, nodes: Mapping[int, frozenset[int]]) -> dict[int, dict[int, int]]:
-        """The kernel's relative distances (10 is local). A row with another number of nodes is left out."""
+        """Return the kernel's relative distances (10 is local). A row with another number of nodes is left out."""
         existing = self.numbered(_NODE, "node")
         distances: dict[int, dict[int, int]] = {}
         for node in nodes:
@@ -214,7 +218,8 @@ class SysfsTree(Files):
         nodes: Mapping[int, frozenset[int]],
         packages: Mapping[int, frozenset[int]],
     ) -> tuple[frozenset[int], ...]:
-        """CPUs that share the last-level data cache; without cache files, the CPUs of one package and node."""
+        """Return the CPUs that share the last-level data cache; without cache files, the CPUs of one package and
+        node."""
 
         def sharing(cpu: int) -> frozenset[int]:
             found = self._last_level(cpu)
@@ -242,7 +247,7 @@ class SysfsTree(Files):
         return best
 
     def pci_gpus(self) -> list[PciGpu]:
-        """NVIDIA GPUs in bus order: display devices of vendor 0x10de, and those that the kernel driver lists.
+        """Return NVIDIA GPUs in bus order: display devices of vendor 0x10de, and those that the kernel driver lists.
 
         If the NVIDIA driver is loaded, a card that is bound to another driver (passed through to a virtual machine) is
         left out.
@@ -268,11 +273,11 @@ class SysfsTree(Files):
         return match[1] if match else ""
 
     def pci_node(self, bus_id: str) -> int | None:
-        """The NUMA node of a PCI device, negative if the firmware does not say; None without the file."""
+        """Return the NUMA node of a PCI device, negative if the firmware does not say; None without the file."""
         return self.number(f"{_PCI}/{bus_id}/numa_node", signed=True) if pci_address(bus_id) else None
 
     def pci_cpus(self, bus_id: str) -> tuple[frozenset[int], str] | None:
-        """The CPUs near a PCI device and the name of the file that says so."""
+        """Return the CPUs near a PCI device and the name of the file that says so."""
         if not pci_address(bus_id):
             return None
         for name, parse in (("local_cpulist", parse_cpulist), ("local_cpus", parse_cpumask)):
@@ -362,7 +367,7 @@ class Device(NamedTuple):
 
 
 def devices(files: Files) -> tuple[Device, ...] | None:
-    """All GPUs that this process may open, in ROCR's order. None if there is no KFD topology."""
+    """Return all GPUs that this process may open, in ROCR's order. None if there is no KFD topology."""
     if not files.exists(_NODES):
         return None
     nodes = list(_gpu_nodes(files))
@@ -413,7 +418,7 @@ def _gpu_nodes(files: Files) -> Iterator[Node]:
 
 
 def _place(files: Files, node: Node) -> tuple[str, int]:
-    """Bus id and number of the partition; ("", 0) if the node does not tell."""
+    """Return the bus id and number of the partition; ("", 0) if the node does not tell."""
     location = node.properties.get("location_id")
     domain = node.properties.get("domain", 0)
     if location is None or location >= 1 << 32 or domain >= 1 << 32:
@@ -426,7 +431,7 @@ def _place(files: Files, node: Node) -> tuple[str, int]:
 
 
 def _memory(files: Files, node: Node, bus_id: str, *, shared: bool) -> int | None:
-    """Bytes of memory: of the PCI device, or of the node's memory banks where partitions share that."""
+    """Return the bytes of memory: of the PCI device, or of the node's memory banks where partitions share that."""
     total = files.number(f"{_PCI}/{bus_id}/mem_info_vram_total")
     if total is not None and not shared:
         return total
@@ -447,7 +452,7 @@ def _name(files: Files, node: Node, bus_id: str) -> str:
 
 
 def _without_doubles(found: list[Device]) -> Iterator[Device]:
-    """The devices, where two have one key under a key each that cannot be claimed."""
+    """Yield the devices, where two have one key under a key each that cannot be claimed."""
     keys = Counter(device.uuid for device in found)
     for device in found:
         if keys[device.uuid] == 1:

@@ -14,7 +14,7 @@ _COLORS = {"green": "32", "yellow": "33", "red": "31", "cyan": "36", "dim": "2",
 
 
 def format_age(seconds: float) -> str:
-    """A duration in at most two units: ``45 s``, ``12 min``, ``3 h 20 min``, ``2 d 4 h``.
+    """Return a duration in at most two units: ``45 s``, ``12 min``, ``3 h 20 min``, ``2 d 4 h``.
 
     >>> format_age(12_000)
     '3 h 20 min'
@@ -24,7 +24,7 @@ def format_age(seconds: float) -> str:
 
 
 def short_age(seconds: float) -> str:
-    """A duration in few columns: ``45s``, ``12m``, ``3h20m``, ``2d4h``.
+    """Return a duration in few columns: ``45s``, ``12m``, ``3h20m``, ``2d4h``.
 
     >>> short_age(12_000)
     '3h20m'
@@ -44,7 +44,7 @@ def _largest_units(seconds: float) -> tuple[tuple[int, str], ...]:
 
 
 def plural(number: int, thing: str = "GPU") -> str:
-    """A number and its noun: ``1 GPU``, ``2 GPUs``.
+    """Return a number and its noun: ``1 GPU``, ``2 GPUs``.
 
     >>> plural(0, "claim")
     '0 claims'
@@ -53,7 +53,7 @@ def plural(number: int, thing: str = "GPU") -> str:
 
 
 def in_brackets(*facts: str | None) -> str:
-    """The known facts in brackets, to append to a name: `` (alice, python train.py)``; "" if none is known.
+    """Return the known facts in brackets, to append to a name: `` (alice, python train.py)``; "" if none is known.
 
     >>> in_brackets("alice", None, "job 12")
     ' (alice, job 12)'
@@ -63,7 +63,7 @@ def in_brackets(*facts: str | None) -> str:
 
 
 def gpu_ranges(labels: Iterable[str]) -> str:
-    """Labels of GPUs in the given order, with three or more consecutive ones written as a range.
+    """Return labels of GPUs in the given order, with three or more consecutive ones written as a range.
 
     Ranges of MIG instances are of one GPU.
 
@@ -81,7 +81,7 @@ def gpu_ranges(labels: Iterable[str]) -> str:
 
 
 def gpus_by_model(gpus: Iterable[tuple[str, str]]) -> str:
-    """GPUs, given as pairs of label and product name, grouped by product name.
+    """Group GPUs, given as pairs of label and product name, by product name.
 
     >>> gpus_by_model([("0", "NVIDIA A100"), ("1", "NVIDIA A100"), ("4", "NVIDIA L4"), ("5", "")])
     'GPU 0,1 (NVIDIA A100), GPU 4 (NVIDIA L4), GPU 5'
@@ -99,7 +99,7 @@ def _run(prefix: str, numbers: list[int]) -> str:
 
 
 def format_bytes(count: int) -> str:
-    """A number of bytes in GiB or MiB: ``31.2 GiB``, ``400 MiB``."""
+    """Return a number of bytes in GiB or MiB: ``31.2 GiB``, ``400 MiB``."""
     if count >= 1 << 30:
         return f"{count / (1 << 30):.1f} GiB".replace(".0 ", " ")
     return f"{round(count / (1 << 20))} MiB"
@@ -109,7 +109,7 @@ def format_bytes(count: int) -> str:
 
 
 def display_width(text: str) -> int:
-    """The number of columns that a text takes on a terminal."""
+    """Return the number of columns that a text takes on a terminal."""
     if text.isascii():
         return len(text)
     from unicodedata import combining, east_asian_width
@@ -118,7 +118,7 @@ def display_width(text: str) -> int:
 
 
 def cut(text: str, width: int) -> str:
-    """The text if it fits into ``width`` columns, else its beginning with ``..`` at the end.
+    """Return the text if it fits into ``width`` columns, else its beginning with ``..`` at the end.
 
     Combining characters take no column, so a text may also have at most three characters for each column.
     """
@@ -130,7 +130,7 @@ def cut(text: str, width: int) -> str:
 
 
 def wrapped(text: str, width: int, indent: str = "") -> list[str]:
-    """The text as printable lines of at most ``width`` columns."""
+    """Return the text as printable lines of at most ``width`` columns."""
     lines: list[str] = []
     line = indent
     for word in printable(text).split():
@@ -143,7 +143,7 @@ def wrapped(text: str, width: int, indent: str = "") -> list[str]:
 
 
 def paint(text: str, color: str, on: bool) -> str:
-    """The text in a colour or bold, if ``on``; else the text unchanged."""
+    """Return the text in a colour or bold, if ``on``; else the text unchanged."""
     return f"\x1b[{_COLORS[color]}m{text}\x1b[0m" if on and text else text
 
 
@@ -151,7 +151,8 @@ class Column:
     """One column of a table, as wide as its widest cell. ``width`` is 0 if all cells are empty.
 
     Args:
-        most: columns of the terminal that a cell may take; longer cells are cut. right: align cells to the right.
+        most: columns of the terminal that a cell may take; longer cells are cut.
+        right: align cells to the right.
     """
 
     def __init__(self, title: str, cells: Iterable[str], *, right: bool = False, most: int = 40) -> None:
@@ -162,6 +163,6 @@ class Column:
         self.width = max(widest, len(title)) if widest else 0
 
     def padded(self, text: str) -> str:
-        """The text, padded with blanks to the width of the column."""
+        """Return the text, padded with blanks to the width of the column."""
         blanks = " " * (self.width - display_width(text))
         return blanks + text if self.right else text + blanks

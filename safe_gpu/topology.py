@@ -112,7 +112,7 @@ class HostTopology:
         return read_topology(fsroot, driver)
 
     def gpu(self, index: int) -> GpuLocality:
-        """The GPU with this index.
+        """Return the GPU with this index.
 
         Raises:
             GPUAffinityError: there is none.
@@ -126,7 +126,8 @@ class HostTopology:
         )
 
     def node_set(self, gpu: GpuLocality) -> frozenset[int]:
-        """Online CPUs next to a GPU: its ``node_cpus``, else those of its NUMA node, else (node unknown) all CPUs."""
+        """Return the online CPUs next to a GPU: its ``node_cpus``, else those of its NUMA node, else (node unknown) all
+        CPUs."""
         if gpu.node_cpus:
             return gpu.node_cpus & self.cpus
         if gpu.numa_node is None:
@@ -134,14 +135,16 @@ class HostTopology:
         return self.nodes.get(gpu.numa_node, frozenset()) & self.cpus
 
     def node_of(self, gpu: GpuLocality) -> int | None:
-        """The NUMA node of a GPU: ``numa_node`` if it is given, else derived from ``node_cpus``; None is unknown."""
+        """Return the NUMA node of a GPU: ``numa_node`` if it is given, else derived from ``node_cpus``; None is
+        unknown."""
         if gpu.numa_node is not None:
             return gpu.numa_node
         near = gpu.node_cpus & self.cpus
         return next((node for node, cpus in self.nodes.items() if near and near <= cpus), None)
 
     def socket_set(self, gpu: GpuLocality, allowed: frozenset[int] | None = None) -> frozenset[int]:
-        """Online CPUs of a GPU's processor socket. If a node spans several sockets, ``allowed`` decides which."""
+        """Return the online CPUs of a GPU's processor socket. If a node spans several sockets, ``allowed`` decides
+        which."""
         if gpu.socket_cpus:
             return gpu.socket_cpus & self.cpus
         return socket_around(self.node_set(gpu), self.nodes, self.packages, allowed) & self.cpus
@@ -153,7 +156,7 @@ def socket_around(
     packages: Mapping[int, frozenset[int]],
     allowed: frozenset[int] | None = None,
 ) -> frozenset[int]:
-    """CPUs of the package around ``near``: the nodes of that package, and its CPUs that are in no node.
+    """Return the CPUs of the package around ``near``: the nodes of that package, and its CPUs that are in no node.
 
     The package is that of the lowest CPU of ``near``. A node belongs to the package of its lowest CPU, so that a node
     that spans two packages is not split. "Lowest" means the lowest CPU in ``allowed``, if any is allowed.
@@ -242,7 +245,7 @@ def _located_gpus(tree: SysfsTree, host: HostTopology, driver: GpuLocator | None
 
 
 def _by_driver(tree: SysfsTree, host: HostTopology, driver: GpuLocator, by_pci: GpuLocality) -> GpuLocality:
-    """The place of a GPU according to the driver; ``by_pci`` if the driver does not know it."""
+    """Return the place of a GPU according to the driver; ``by_pci`` if the driver does not know it."""
 
     def told(scope: str) -> frozenset[int]:
         return (as_affinity_error(driver, lambda: driver.cpu_affinity(by_pci.uuid, scope)) or frozenset()) & host.cpus
@@ -263,7 +266,7 @@ def _by_driver(tree: SysfsTree, host: HostTopology, driver: GpuLocator, by_pci: 
 
 
 def _unfiltered(told: frozenset[int], groups: Mapping[int, frozenset[int]]) -> frozenset[int]:
-    """NVML's answer before NVML intersected it with this process's cpuset.
+    """Return NVML's answer before NVML intersected it with this process's cpuset.
 
     Cores are divided over the whole host, so that jobs in different cpusets compute the same shares. A group counts as
     whole if every CPU of it that is missing in the answer is one that this process may not use.
@@ -279,7 +282,8 @@ def _unfiltered(told: frozenset[int], groups: Mapping[int, frozenset[int]]) -> f
 def _by_pci(
     tree: SysfsTree, host: HostTopology, index: int, uuid: str, bus_id: str, told_node: int | None
 ) -> GpuLocality:
-    """The place of a GPU from its PCI device; ``told_node`` is the driver's node, for a device that sysfs lacks."""
+    """Return the place of a GPU from its PCI device; ``told_node`` is the driver's node, for a device that sysfs
+    lacks."""
     node = tree.pci_node(bus_id)
     if node is None:
         node = told_node

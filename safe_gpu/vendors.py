@@ -95,7 +95,7 @@ VENDORS = {
         version="6.8.5",
         install="load the kernel driver amdgpu",
         pass_in="pass GPUs into the container (docker run --device /dev/kfd --device /dev/dri), or see rocminfo",
-        is_slow="see dmesg for amdgpu: a GPU that is reset or wakes up answers slowly",
+        is_slow="see dmesg for amdgpu: a GPU answers slowly after a reset or a sleep",
         no_library="install ROCm's HIP runtime, and join the groups that may open /dev/kfd and /dev/dri (render, "
         "video)",
         log="amdgpu",
@@ -119,7 +119,7 @@ VENDORS = {
         install="load the kernel driver xe or i915",
         pass_in="pass GPUs into the container (docker run --device /dev/dri), and join the groups that may open "
         "/dev/dri/renderD* (render, video)",
-        is_slow="see dmesg for xe and i915: a GPU that is reset or wakes up answers slowly",
+        is_slow="see dmesg for xe and i915: a GPU answers slowly after a reset or a sleep",
         no_library="install level-zero and intel-level-zero-gpu, and join the groups that may open /dev/dri/renderD* "
         "(render, video)",
         log="xe or i915",

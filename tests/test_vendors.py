@@ -18,7 +18,7 @@ from safe_gpu.runtimes.visible_devices import hide_all
 from safe_gpu.selection.values import _NAME
 from safe_gpu.vendors import FIRST, VENDORS
 
-PAGE = Path(__file__).parents[1] / "README.md"
+PAGE = Path(__file__).parents[1] / "safe_gpu" / "README.md"
 
 
 @pytest.mark.parametrize("key", VENDORS)

@@ -50,7 +50,7 @@ class MemoryPolicy(NamedTuple):
 
 
 def policy_for(mode: str, nodes: Iterable[int]) -> MemoryPolicy:
-    """The policy for mode "preferred" or "bind" on some nodes.
+    """Return the policy for mode "preferred" or "bind" on some nodes.
 
     "bind" does not fall back to other nodes: the kernel kills a process that fills its nodes.
 
@@ -65,7 +65,7 @@ def policy_for(mode: str, nodes: Iterable[int]) -> MemoryPolicy:
 
 
 def get_policy() -> MemoryPolicy:
-    """The calling thread's policy.
+    """Return the calling thread's policy.
 
     Raises:
         OSError: the kernel or a container's filter refuses.
@@ -202,7 +202,7 @@ have other numbers, but the masks that this module set are recognised by value, 
 
 
 def original_mask() -> frozenset[int]:
-    """The CPUs that this process could use before its first binding. Every new binding starts from this mask."""
+    """Return the CPUs that this process could use before its first binding. Every new binding starts from this mask."""
     return _stack[0].caller if _stack else frozenset(os.sched_getaffinity(0))
 
 
@@ -327,7 +327,7 @@ def _move_threads(wanted: frozenset[int]) -> PartReport:
 
 
 def _mask_of(tid: int) -> frozenset[int] | None:
-    """A thread's mask; None for one that has ended."""
+    """Return a thread's mask; None for one that has ended."""
     try:
         return frozenset(os.sched_getaffinity(tid))
     except ProcessLookupError:

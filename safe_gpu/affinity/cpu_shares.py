@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 def node_cpus_of(
     gpu: Gpu, driver: Driver, fsroot: str | os.PathLike[str] | None = None
 ) -> tuple[frozenset[int], str] | None:
-    """The CPUs of one GPU's node and the source of that fact. Reads only the list of that node: under 0.2 ms.
+    """Return the CPUs of one GPU's node and the source of that fact. Reads only the list of that node: under 0.2 ms.
 
     The set may have CPUs that are offline, and may lack CPUs that NVML hides from this process: intersect it with the
     process's mask. The result is None if the node has no CPUs, if the driver brings its own host topology, or if the
@@ -66,7 +66,7 @@ def node_cpus_of(
 def node_memory(
     nodes: Iterable[int], driver: Driver, fsroot: str | os.PathLike[str] | None = None
 ) -> dict[int, tuple[int, int]]:
-    """NUMA node -> its memory in bytes, all of it and what is free.
+    """Return, for each NUMA node, its memory in bytes: all of it, and what is free.
 
     Nodes of which the kernel tells nothing are left out, as are all nodes of a host that the driver makes up.
 
@@ -102,7 +102,7 @@ class ClaimShares(NamedTuple):
 def claim_shares(
     topology: HostTopology, options: AffinityOptions, gpus: Iterable[int], mask: Iterable[int]
 ) -> ClaimShares:
-    """The CPUs of a claim of ``gpus`` (indices) by a process that may use the CPUs in ``mask``.
+    """Return the CPUs of a claim of ``gpus`` (indices) by a process that may use the CPUs in ``mask``.
 
     The result is a subset of the mask and never empty: if the mask has none of the shares' CPUs, the whole mask is the
     share.
@@ -147,9 +147,13 @@ def _cut(planned: dict[int, frozenset[int]], mask: Iterable[int]) -> ClaimShares
         raise GPUAffinityError("the mask of allowed CPUs is empty")
     cut = {index: share & whole for index, share in planned.items()}
     cpus = frozenset[int]().union(*cut.values())
-    rest = f"claim's other CPUs {format_cpulist(cpus)}" if cpus else f"whole mask {format_cpulist(whole)}"
+    rest = (
+        f"other CPUs of the claim, {format_cpulist(cpus)},"
+        if cpus
+        else f"CPUs of the whole mask, {format_cpulist(whole)},"
+    )
     notes = _notes(
-        (index, f"this process may use none of the CPUs {format_cpulist(share)} of {{}}, so the {rest} must do")
+        (index, f"this process may use none of the CPUs {format_cpulist(share)} of {{}}, so the {rest} are used")
         for index, share in planned.items()
         if not cut[index]
     )
@@ -158,7 +162,7 @@ def _cut(planned: dict[int, frozenset[int]], mask: Iterable[int]) -> ClaimShares
 
 
 def memory_nodes(topology: HostTopology, gpus: Iterable[int]) -> frozenset[int]:
-    """The NUMA nodes of some GPUs, for a memory policy; a GPU whose node is unknown adds none."""
+    """Return the NUMA nodes of some GPUs, for a memory policy; a GPU whose node is unknown adds none."""
     nodes = (topology.node_of(topology.gpu(index)) for index in gpus)
     return frozenset(node for node in nodes if node is not None)
 
@@ -207,7 +211,7 @@ def bind_near(
 
 
 def _near_shares(gpus: Sequence[Gpu], driver: Driver, fsroot: str | None) -> ClaimShares | None:
-    """The shares in mode ``node``; None if the whole host must be read to know them."""
+    """Return the shares in mode ``node``; None if the whole host must be read to know them."""
     known = {}
     for gpu in gpus:
         found = node_cpus_of(gpu, driver, fsroot)
@@ -224,7 +228,8 @@ def _near_shares(gpus: Sequence[Gpu], driver: Driver, fsroot: str | None) -> Cla
 
 
 def _is_remote(shares: ClaimShares, driver: Driver) -> bool:
-    """Whether the mask lacks the CPUs next to some GPU. The CPUs of a made-up host are not those of this machine."""
+    """Return whether the mask lacks the CPUs next to some GPU. The CPUs of a made-up host are not those of this
+    machine."""
     return bool(shares.notes) and not driver.is_simulated
 
 
@@ -258,7 +263,7 @@ def bind_node(node: int, *, cpus: bool = True, memory: str | None = None) -> Bin
 def bind_claim(
     gpus: Sequence[Gpu], driver: Driver, *, options: AffinityOptions | None, memory: str | None = None
 ) -> BindingReport:
-    """:func:`bind_near` for a claim: :func:`undo_binding` restores the state at the time of this call.
+    """Call :func:`bind_near` for a claim: :func:`undo_binding` restores the state at the time of this call.
 
     Raises:
         GPUAffinityError: as for :func:`bind_near`; the earlier state has been restored then.
@@ -276,7 +281,7 @@ undo_binding = leave
 
 
 def nodes_of_cpus(cpus: Iterable[int], driver: Driver, fsroot: str | None = None) -> frozenset[int] | None:
-    """The NUMA nodes of some CPUs, from the node lists only; None if the kernel shows no node for them."""
+    """Return the NUMA nodes of some CPUs, from the node lists only; None if the kernel shows no node for them."""
     from ..sysfs import SysfsTree
 
     wanted = frozenset(cpus)
@@ -310,7 +315,8 @@ def split_share(cpus: Iterable[int], topology: HostTopology, n: int) -> list[fro
 
 
 def cores_of_share(cpus: Iterable[int], topology: HostTopology) -> list[frozenset[int]]:
-    """The physical cores of a share, as their threads in it, by the lowest thread; then CPUs of no known core."""
+    """Return the physical cores of a share, as their threads in it, by the lowest thread; then CPUs of no known
+    core."""
     share = frozenset(cpus)
     cores = [core & share for core in sorted(topology.cores, key=min) if core & share]
     return cores + [frozenset([cpu]) for cpu in sorted(share.difference(*cores))]

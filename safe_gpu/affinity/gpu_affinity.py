@@ -61,7 +61,7 @@ def set_affinity(
     except GPUAffinityError:
         raise
     except SafeGpuError as err:
-        raise GPUAffinityError(f"where GPU {gpu_id} is cannot be told: {err}") from err
+        raise GPUAffinityError(f"the place of GPU {gpu_id} is not known: {err}") from err
     if nproc_per_node > len(shown):
         raise GPUAffinityError(
             f"nproc_per_node={nproc_per_node} processes need as many GPUs, and {len(shown)} are visible"

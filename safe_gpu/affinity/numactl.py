@@ -38,7 +38,8 @@ def wrap_command(
     check: bool = False,
     driver: Driver | None = None,
 ) -> list[str]:
-    """``command`` with ``numactl --physcpubind=...`` before it, for the share of one GPU among all GPUs of the host.
+    """Return ``command`` with ``numactl --physcpubind=...`` before it, for the share of one GPU among all GPUs of the
+    host.
 
     An INFO line has the GPU that was meant and the final command. numactl must be installed where the command runs;
     here it is needed for ``check`` and for falling back only.
@@ -84,7 +85,7 @@ def wrap_command(
         if isinstance(err, GPUAffinityError):
             raise
         which = f"ordinal {ordinal}" if gpu is None else repr(gpu)
-        raise GPUAffinityError(f"where GPU {which} is cannot be told: {err}") from err
+        raise GPUAffinityError(f"the place of GPU {which} is not known: {err}") from err
     for note in filter(None, (*chosen.notes, doubt_about(options))):
         log.warning("%s", note)
     wrapped = [*prefix, *command]
@@ -95,7 +96,7 @@ def wrap_command(
 def _prefix(
     gpu: int | None, ordinal: int | None, options: AffinityOptions | None, memory: str | None, driver: Driver
 ) -> tuple[ResolvedGpus, list[str]]:
-    """The GPU that is meant, and ``numactl`` with its options for that GPU."""
+    """Return the GPU that is meant, and ``numactl`` with its options for that GPU."""
     snapshot = driver.snapshot()
     if ordinal is not None:
         chosen = by_ordinal(ordinal, snapshot, os.environ)
@@ -136,7 +137,7 @@ def _refusal(prefix: tuple[str, ...], path: str | None) -> str:
 def numactl_options(
     cpus: frozenset[int] | None, nodes: frozenset[int] = frozenset(), memory: str | None = None
 ) -> list[str]:
-    """The options of numactl(8) for a share (None is none) and a memory policy.
+    """Return the options of numactl(8) for a share (None is none) and a memory policy.
 
     Raises:
         GPUAffinityError: a memory policy without a node.

@@ -32,7 +32,7 @@ def _choice(what: str, value: object, choices: tuple[str, ...]) -> str:
 
 
 def as_count(what: str, value: object, least: int) -> int:
-    """A whole number, of any type that has ``__index__`` (numpy's have).
+    """Return a whole number, of any type that has ``__index__`` (numpy's have).
 
     Raises:
         GPUAffinityError: it is none, or below ``least``; the text names it ``what``.
@@ -95,7 +95,7 @@ class AffinityOptions(_Options):
 
 
 def parse_options(affinity: object, memory: object = None) -> AffinityOptions | None:
-    """The options for an argument ``affinity``: None, the name of a mode, or the options themselves.
+    """Return the options for an argument ``affinity``: None, the name of a mode, or the options themselves.
 
     torch's ``NumaOptions`` counts as its ``affinity_mode``. It is known by its attributes; torch is not imported.
 
@@ -110,12 +110,13 @@ def parse_options(affinity: object, memory: object = None) -> AffinityOptions | 
 
 
 def falls_back(affinity: object) -> bool:
-    """Whether an argument ``affinity`` is a ``NumaOptions`` of torch that asks for going on where binding fails."""
+    """Return whether an argument ``affinity`` is a ``NumaOptions`` of torch that asks for going on where binding
+    fails."""
     return bool(getattr(affinity, "should_fall_back_if_binding_fails", False))
 
 
 def doubt_about(options: AffinityOptions | None) -> str:
-    """A warning about options that contradict each other; "" if they do not."""
+    """Return a warning about options that contradict each other; "" if they do not."""
     least, most = (0, None) if options is None else (options.min_physical_cores, options.max_physical_cores)
     if most is None or most >= least:
         return ""

@@ -46,7 +46,8 @@ class NumaMaps(NamedTuple):
 
     Attributes:
         memory: bytes of its pages by node.
-        policy, nodes: the policy of most mappings, in the words of this package, and its nodes.
+        policy: the policy of most mappings, in the words of this package.
+        nodes: the nodes of that policy.
     """
 
     memory: dict[int, int]
@@ -55,7 +56,7 @@ class NumaMaps(NamedTuple):
 
 
 def parse_numa_maps(lines: Iterable[bytes]) -> NumaMaps | None:
-    """The sums over all mappings; None if there are none, which means that the file may not be read."""
+    """Return the sums over all mappings; None if there are none, which means that the file may not be read."""
     total: Counter[int] = Counter()
     policies: Counter[tuple[bytes, bytes]] = Counter()
     for line in lines:
@@ -79,8 +80,10 @@ class ThreadPlacement:
     """One thread: where it ran last, and where it may run.
 
     Attributes:
-        tid, name: the thread's number and name.
-        cpu, node: the CPU on which it ran last, and the NUMA node of that CPU (None if unknown).
+        tid: its number.
+        name: its name.
+        cpu: the CPU on which it ran last.
+        node: the NUMA node of that CPU; None if unknown.
         cpus_allowed: CPUs that it may use.
         mems_allowed: memory nodes of its cpuset. A memory policy does not change them; see ``ProcessPlacement.policy``.
         matches: whether it ran last on a node of its GPUs, or may run only there; None without a known GPU.
@@ -100,7 +103,9 @@ class ProcessPlacement:
     """One process.
 
     Attributes:
-        pid, parent, command: its pid, the pid of its parent, and its command line.
+        pid: its pid.
+        parent: the pid of its parent.
+        command: its command line.
         threads: its threads, the main one first.
         memory: bytes of its pages by NUMA node; None if the kernel does not allow reading it.
         policy: its memory policy: "default" (a page comes from the node of the CPU that first writes to it),
@@ -189,7 +194,8 @@ class PlacementReport:
         return "\n".join([*map(str, self.processes), *self.notes])
 
     def as_dict(self) -> dict[str, Any]:
-        """The report as JSON values: CPU and node sets as kernel lists ("0-3,8"), the keys of ``memory`` as strings."""
+        """Return the report as JSON values: CPU and node sets as kernel lists ("0-3,8"), the keys of ``memory`` as
+        strings."""
 
         def plain(value: Any) -> Any:
             if isinstance(value, frozenset):
@@ -229,7 +235,7 @@ def placement(
     ordinal: int | None = None,
     fsroot: str | os.PathLike[str] | None = None,
 ) -> PlacementReport:
-    """Where a process, its threads and its descendants run.
+    """Return where a process, its threads and its descendants run.
 
     Args:
         pid: None is this process.
@@ -303,7 +309,7 @@ class _Reader:
         self._set = cache(lambda text: parse_cpulist(text) or frozenset[int]())  # most threads have the same ones
 
     def process(self, pid: int) -> ProcessPlacement | None:
-        """One process; None if it has ended."""
+        """Return one process; None if it has ended."""
         parent = parent_of(pid)
         if parent is None:
             return None
@@ -393,7 +399,7 @@ def _text(path: str) -> str:
 
 
 def _variables(pid: int, *, at_exec: bool = False) -> Mapping[str, str] | None:
-    """A process's environment: as it is now for this process, else as it was at the start, its first 64 KiB.
+    """Return a process's environment: as it is now for this process, else as it was at the start, its first 64 KiB.
 
     None if it may not be read.
     """

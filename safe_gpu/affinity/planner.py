@@ -1,7 +1,7 @@
 """Plans the CPUs of each GPU, and shows a plan as a table or as JSON. Pure.
 
-They have a module of their own because creating them takes longer than most bindings: the rest of the package uses
-plain strings.
+The enumerations are for callers. The rest of the package uses plain strings, because creating enumerations takes longer
+than most bindings.
 
 The modes are those of torch.numa (node, socket, exclusive, core-complex) and of NVIDIA gpu_affinity (all, single,
 single_unique, unique_interleaved, unique_contiguous). A share has only CPUs of ``allowed``. The modes that divide
@@ -91,7 +91,7 @@ def plan(
     allowed: Iterable[int] | None = None,
     gpus: Iterable[int] | None = None,
 ) -> list[frozenset[int]]:
-    """The CPUs of each GPU.
+    """Return the CPUs of each GPU.
 
     Args:
         topology: the host.
@@ -122,7 +122,7 @@ def plan(
 
 
 def is_remote(topology: HostTopology, gpu: GpuLocality, share: frozenset[int]) -> bool:
-    """Whether a share has no CPU on the GPU's own node; False if that node is unknown."""
+    """Return whether a share has no CPU on the GPU's own node; False if that node is unknown."""
     if gpu.numa_node is None and not gpu.node_cpus:
         return False
     return not share & topology.node_set(gpu)
@@ -157,14 +157,14 @@ def _chosen(topology: HostTopology, gpus: Iterable[int] | None) -> list[GpuLocal
 
 
 def divide(cores: Sequence[_T], parts: int) -> list[Sequence[_T]]:
-    """Contiguous parts; the first ones have one core more if they do not divide evenly."""
+    """Return contiguous parts; the first ones have one core more if they do not divide evenly."""
     each, more = divmod(len(cores), parts)
     ends = [nth * each + min(nth, more) for nth in range(parts + 1)]
     return [cores[start:end] for start, end in pairwise(ends)]
 
 
 def _groups(sets: Sequence[frozenset[int]]) -> dict[frozenset[int], list[int]]:
-    """The positions of the GPUs by their set of CPUs."""
+    """Return the positions of the GPUs by their set of CPUs."""
     groups: dict[frozenset[int], list[int]] = {}
     for position, cpus in enumerate(sets):
         groups.setdefault(cpus, []).append(position)
@@ -186,7 +186,7 @@ class _Planner:
         self.near = [topology.node_set(gpu) & allowed for gpu in gpus]
 
     def shares(self) -> list[frozenset[int]]:
-        """One set for each GPU; empty if there is no CPU for it."""
+        """Return one set for each GPU; empty if there is no CPU for it."""
         mode = self.options.mode
         if mode in DIVIDING_MODES:
             self._check_disjoint(self.near, "NUMA node")
@@ -208,7 +208,7 @@ class _Planner:
         return [_union(core[:threads] for core in cores) for cores in dealers[mode]()]
 
     def _cores(self, cpus: frozenset[int]) -> list[Core]:
-        """The physical cores of a set of CPUs, as their threads in the set, by the lowest thread of the core."""
+        """Return the physical cores of a set of CPUs, as their threads in the set, by the lowest thread of the core."""
         cores: dict[int, list[int]] = {}
         for cpu in sorted(cpus):
             cores.setdefault(self.core_of[cpu], []).append(cpu)
@@ -221,7 +221,7 @@ class _Planner:
         return self.topology.socket_set(gpu, self.allowed) & self.allowed
 
     def _nearest(self, gpu: GpuLocality) -> frozenset[int]:
-        """Allowed CPUs of the node nearest to a GPU, for a GPU whose own node has none."""
+        """Return the allowed CPUs of the node nearest to a GPU whose own node has none."""
         node = self.topology.node_of(gpu)
         row = {} if node is None else self.topology.distances.get(node, {})
         left = {other: cpus & self.allowed for other, cpus in self.topology.nodes.items()}
@@ -264,7 +264,8 @@ class _Planner:
         return shares
 
     def _caches(self, cpus: frozenset[int]) -> list[frozenset[int]]:
-        """Last-level cache groups, intersected with a set: the largest first, then by lowest CPU of the whole group."""
+        """Return the last-level cache groups, intersected with a set: the largest first, then by lowest CPU of the
+        whole group."""
         found = [(min(group), group & cpus) for group in self.topology.llc if group & cpus]
         rest = cpus.difference(*self.topology.llc)
         for group in (*self.topology.packages.values(), rest):  # CPUs without a cache: by package
@@ -297,7 +298,7 @@ class _Planner:
         return [[core] for core in taken]
 
     def _divided(self, deal: Deal, *, balanced: bool) -> list[Sequence[Core]]:
-        """The cores of each node, dealt to its GPUs; ``balanced``: as many to each as where they are fewest."""
+        """Return the cores of each node, dealt to its GPUs; ``balanced``: as many to each as where they are fewest."""
         groups = [(self._cores(cpus), positions) for cpus, positions in _groups(self.near).items()]
         fewest, sharers = min(groups, key=lambda group: len(group[0]) / len(group[1]))
         common = len(fewest) // len(sharers)
@@ -359,7 +360,7 @@ def affinity_json(
     memory: Mapping[int, tuple[int, int]] | None = None,
     shown: Collection[int] | None = None,
 ) -> dict[str, Any]:
-    """The plan and the host's NUMA nodes.
+    """Return the plan and the host's NUMA nodes.
 
     ``{"mode", "gpus": [{"index", "uuid", "numa_node", "cpus"}],
     "nodes": [{"node", "cpus", "memory_total", "memory_free", "distances"}]}``; memory is in bytes or null, and
@@ -389,7 +390,8 @@ def affinity_table(
     shares: Sequence[frozenset[int]],
     shown: Collection[int] | None = None,
 ) -> str:
-    """The plan as a table: GPU, bus, node, CPUs as ranges, physical cores, memory node, source of the GPU's place."""
+    """Return the plan as a table: GPU, bus, node, CPUs as ranges, physical cores, memory node, source of the GPU's
+    place."""
     rows = [_HEADER]
     notes = []
     for gpu, share in _rows(topology, shares, shown):
@@ -404,7 +406,7 @@ def affinity_table(
 
 
 def node_table(topology: HostTopology, memory: Mapping[int, tuple[int, int]]) -> str:
-    """The NUMA nodes as a table: CPUs, size of the memory, what of it is free, and the distance to each node.
+    """Return the NUMA nodes as a table: CPUs, size of the memory, what of it is free, and the distance to each node.
 
     Distances are the kernel's, relative to 10 for the node itself.
     """

@@ -55,7 +55,7 @@ class ResolvedGpus(NamedTuple):
 
 
 def by_name(names: Names, snapshot: HostSnapshot) -> ResolvedGpus:
-    """GPUs by index as nvidia-smi shows it, range, or UUID (or its first characters).
+    """Return GPUs by index as nvidia-smi shows it, range, or UUID (or its first characters).
 
     Raises:
         GPUAffinityError: this host has no such GPU. UnsatisfiableRequestError: a name has none of these forms.
@@ -75,7 +75,8 @@ def by_name(names: Names, snapshot: HostSnapshot) -> ResolvedGpus:
 
 
 def by_ordinal(ordinal: int, snapshot: HostSnapshot, environ: Mapping[str, str], *, also: str = "") -> ResolvedGpus:
-    """The GPU with CUDA's (HIP's) number ``ordinal`` in a process with this environment; ``also`` is for the report.
+    """Return the GPU with CUDA's (HIP's) number ``ordinal`` in a process with this environment; ``also`` is for the
+    report.
 
     Raises:
         GPUAffinityError: it is not a number from 0 on, or CUDA shows fewer GPUs.
@@ -94,7 +95,7 @@ def by_ordinal(ordinal: int, snapshot: HostSnapshot, environ: Mapping[str, str],
 
 
 def visible(snapshot: HostSnapshot, environ: Mapping[str, str]) -> ResolvedGpus:
-    """The GPUs that CUDA shows to a process with this environment, in CUDA's order. CUDA is not asked.
+    """Return the GPUs that CUDA shows to a process with this environment, in CUDA's order. CUDA is not asked.
 
     On a host with GPUs of several models, CUDA numbers the fastest first unless ``CUDA_DEVICE_ORDER`` says otherwise.
     PCI bus order is assumed there, as in gpu_affinity, and ``doubt`` says so.
@@ -123,7 +124,7 @@ def visible(snapshot: HostSnapshot, environ: Mapping[str, str]) -> ResolvedGpus:
 
 
 def visible_indices(snapshot: HostSnapshot, visible_devices: str | None) -> list[int]:
-    """Indices of the GPUs in CUDA_VISIBLE_DEVICES, in its order; a MIG instance counts as its GPU.
+    """Return the indices of the GPUs in CUDA_VISIBLE_DEVICES, in its order; a MIG instance counts as its GPU.
 
     Raises:
         GPUAffinityError: it names no GPU of this host.
@@ -138,7 +139,7 @@ def remember(gpus: Iterable[Gpu]) -> None:
 
 
 def remembered(snapshot: HostSnapshot, environ: Mapping[str, str]) -> ResolvedGpus | None:
-    """The GPUs next to which a process with this environment was bound by number.
+    """Return the GPUs next to which a process with this environment was bound by number.
 
     None if it was not, and if CUDA does not show all of them: then the variable is older than CUDA_VISIBLE_DEVICES.
     """

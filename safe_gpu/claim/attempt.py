@@ -89,8 +89,7 @@ class Attempt:
         if options.quota is not None:
             options.quota.prepare()
         view.prepare()
-        place.prepare()
-        with HostLock(options.lock_deadline) as host:
+        with HostLock(options.lock_deadline, prepare=place.prepare) as host:
             view.see_drained(host)
             if view.scope:
                 self._enter_scope(host, view, place, options)
@@ -137,7 +136,7 @@ class Attempt:
         view.outer = outer_claim(host, view.snapshot, view.scope)
         if view.outer:
             delegate = options.delegate and options.command is None
-            check_possible_inside(view.outer, view.usable, view.request, delegate=delegate)
+            check_possible_inside(view, delegate=delegate)
             return
         options.logger.warning(
             "SAFE_GPU_SCOPE=%s names no living claim of this user here (it leaks through qsub -V, ssh, sudo and tmux): "
@@ -148,7 +147,7 @@ class Attempt:
         place.abandon(host)
 
     def _open(self, leases: Leases, place: QueuePlace) -> Collection[str] | None:
-        """UUIDs of the GPUs to choose from; None is all, if nobody ahead competes. Sets ``ahead``."""
+        """Return the UUIDs of the GPUs to choose from; None is all, if nobody ahead competes. Sets ``ahead``."""
         waiter = place.waiter
         ahead = None if waiter is None else waiter.nearest(leases.host)
         if waiter is None or ahead is None:
@@ -176,7 +175,7 @@ class Attempt:
 
 
 def _leases(host: LockedHost, view: HostView, claim: Claim | None, options: ClaimOptions) -> Leases:
-    """The leases of one look; with code of its own for a claim that shares GPUs."""
+    """Return the leases of one look; with code of its own for a claim that shares GPUs."""
     if view.share is None:
         return Leases(host, view, claim, options)
     from .shares import SharedLeases

@@ -66,7 +66,8 @@ def append_history(record: LeaseRecord, gpus: Sequence[Gpu], leases: Sequence[Le
 
 
 def _of_former(lease: Lease) -> list[bytes]:
-    """How the claim before ended; with all that is known of it if it died, perhaps before it wrote its own line."""
+    """Return how the claim before ended; with all that is known of it if it died, perhaps before it wrote its own
+    line."""
     if not lease.former.data:
         return []
     ending = lease.former.ending()
@@ -170,7 +171,7 @@ class Claim:
         self.kept.hold(host)
 
     def _held(self) -> tuple[list[Lease] | list[SocketName], ...]:
-        """What is released last comes first.
+        """Return all that is held. What is released last comes first.
 
         Names go before leases: whose lease is free has no name any more. Those of a share go after its slot: else who
         comes through another state directory, and asks for names alone, gets more than there is.
@@ -218,7 +219,8 @@ _SHOWING = 2.0
 
 
 def confirm(view: HostView, claim: Claim, options: ClaimOptions) -> bool:
-    """The second poll, with the leases and the lock of the older package held: whether the GPUs are still free.
+    """Poll again, with the leases and the lock of the older package held. Return whether the GPUs are still
+    free.
 
     If they are not, the claim is released.
     """
@@ -272,7 +274,7 @@ def verify_devices(gpus: Sequence[Gpu], runtime: Runtime) -> None:
 
 
 def verify_alone(view: HostView, claim: Claim, options: ClaimOptions, *, holding: bool) -> None:
-    """The third poll: refuse foreign processes, and release the lock of the older package.
+    """Poll a third time: refuse foreign processes, and release the lock of the older package.
 
     That lock is held until the driver shows the placeholder, because the older package knows no leases. In a container
     that shows host pids, the host pid of this process is found here and added to ``view.own``. A driver that hides the
@@ -358,7 +360,7 @@ def _lost(gpu: Gpu, claim: Claim, snapshot: HostSnapshot, own: Collection[int]) 
 
 
 def other_processes(view: HostView, gpu: Gpu) -> str:
-    """The other processes on a GPU whose placeholder failed, for the message; "" if there is none."""
+    """Return the other processes on a GPU whose placeholder failed, for the message; "" if there is none."""
     try:
         (now,) = view.driver.usage((gpu,))
     except SafeGpuError as err:
@@ -368,7 +370,7 @@ def other_processes(view: HostView, gpu: Gpu) -> str:
 
 
 def _computing(processes: Iterable[GpuProcess], *, mps_clients: bool = False) -> list[GpuProcess]:
-    """The processes that make a GPU busy, one entry for each pid; ``mps_clients`` as in ``computes``.
+    """Return the processes that make a GPU busy, one entry for each pid; ``mps_clients`` as in ``computes``.
 
     The MPS server is left out, because the placeholder may have started it.
     """
@@ -390,7 +392,9 @@ class BadGpuFallback:
     """What one claim learns of bad GPUs, from its first lease to its last placeholder.
 
     Args:
-        view: of this claim. placeholder_fn: its placeholder. logger: gets a warning for each bad GPU.
+        view: of this claim.
+        placeholder_fn: its placeholder.
+        logger: gets a warning for each bad GPU.
     """
 
     def __init__(self, view: HostView, placeholder_fn: Any, logger: Any) -> None:
@@ -423,7 +427,7 @@ class BadGpuFallback:
                 raise _error(f"GPU {gpu.label} was tried first and failed: {reason}", gpu, device_no)
 
     def described(self, err: PlaceholderError, gpu: Gpu, device_no: int, others: str) -> PlaceholderError:
-        """The error of a placeholder in this process, with the GPU and the ``others`` on it."""
+        """Return the error of a placeholder in this process, with the GPU and the ``others`` on it."""
         from ..runtimes.placeholders import blames_gpu
 
         self._failed_here = True
@@ -482,7 +486,7 @@ class BadGpuFallback:
         return bad
 
     def _is_fixed(self) -> bool:
-        """Whether CUDA is initialised in this process, so that its GPUs cannot be changed any more."""
+        """Return whether CUDA is initialised in this process, so that its GPUs cannot be changed any more."""
         try:
             return self._view.driver.runtime.visible_if_initialized() is not None
         except CudaInitializedError:

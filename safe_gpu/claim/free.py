@@ -58,7 +58,7 @@ def wait_for_gpus(
 
 
 def get_free_gpus(*, vendor: str | None = None) -> list[str]:
-    """Indices of the GPUs that nobody holds or uses, in numeric order. The result may be outdated at once.
+    """Return the indices of the GPUs that nobody holds or uses, in numeric order. The result may be outdated at once.
 
     CUDA_VISIBLE_DEVICES is not considered, and GPUs that this process holds are not free. A MIG instance is ``"3:1"``.
 
@@ -74,7 +74,7 @@ def get_free_gpus(*, vendor: str | None = None) -> list[str]:
 def current_verdicts(
     snapshot: HostSnapshot, request: Selection, visible_limit: VisibleLimit | None = None, *, inner: bool = False
 ) -> tuple[GpuVerdict, ...]:
-    """Which GPUs of a new poll a request could have, with the holders of the others.
+    """Return which GPUs of a new poll a request could have, with the holders of the others.
 
     Args:
         inner: whether the claim would be made inside another claim.
@@ -89,7 +89,7 @@ def current_verdicts(
 
 
 def remaining_quota(snapshot: HostSnapshot, nb_gpus: int) -> float:
-    """How many GPUs more the policy of this host lets this user hold; ``math.inf`` if nothing limits that.
+    """Return how many GPUs more the policy of this host lets this user hold; ``math.inf`` if nothing limits that.
 
     Args:
         nb_gpus: how many would be claimed at once.

@@ -72,11 +72,11 @@ class Leases:
         return self.held
 
     def unleased(self) -> frozenset[str]:
-        """UUIDs of the usable GPUs that nobody holds."""
+        """Return the UUIDs of the usable GPUs that nobody holds."""
         return frozenset(self.all())
 
     def watched(self) -> Iterable[str]:
-        """Lease files besides those of held GPUs that may come free."""
+        """Return the lease files besides those of held GPUs that may come free."""
         return ()
 
     def hand_over(self, claim: Claim, gpus: tuple[Gpu, ...], hold_for: float | None) -> None:
@@ -87,7 +87,7 @@ class Leases:
         claim.take(self.host, gpus, self.held, self.names, self.beneath, hold_for, share=share)
 
     def choose(self, among: Collection[str] | None = None) -> tuple[Gpu, ...] | None:
-        """The best GPUs that nobody holds or uses, leased; None if there are too few.
+        """Return the best GPUs that nobody holds or uses, leased; None if there are too few.
 
         Args:
             among: UUIDs to choose from; None is all.
@@ -124,7 +124,7 @@ class Leases:
     def _choose(self, free: Collection[GpuVerdict], last: Collection[str]) -> tuple[Gpu, ...] | None:
         requests = self.view.request.numbers
         if self.view.visible_limit is not None and self.view.visible_limit.frozen:
-            requests = iter([self.view.request])  # CUDA is initialised with so many
+            requests = iter([self.view.request])  # CUDA is initialised with that many
         allowed = (one for one in requests if self._allows(one))
         return next(filter(None, (self._best(free, last, one) for one in allowed)), None)
 
@@ -139,7 +139,7 @@ class Leases:
         return choose(free, request.nb_gpus, near=self.view.near, last=last, groups=groups, prefer=prefer)
 
     def spent(self) -> LimitReached | None:
-        """The limit of this user, if it does not allow as many GPUs more as are asked for."""
+        """Return the limit of this user, if it does not allow as many GPUs more as are asked for."""
         if self.holdings is None or self._display:
             return None
         return self.holdings.own_spent(self.view.effective)
@@ -151,7 +151,7 @@ class Leases:
             lease.release()
 
     def named(self, uuids: Collection[str]) -> frozenset[str]:
-        """Those of these GPUs that another process holds by name."""
+        """Return those of these GPUs that another process holds by name."""
         if self._display:
             return frozenset()
         return names.held_among(uuids, self.view.snapshot.name_prefix, inner=bool(self.view.outer))
@@ -186,18 +186,23 @@ class Leases:
         wanted = [self.view.name(uuid)]
         if self._claim is not None and self._claim.token:
             wanted.append(names.scope_of(uuid, self._claim.token, prefix))
+        if not self._bind_all(uuid, wanted):
+            return False
+        if self.view.outer:
+            return True
+        return self._inner_is_free(uuid) and next(names.held_slots(uuid, prefix, MOST_SHARERS), None) is None
+
+    def _bind_all(self, uuid: str, wanted: Iterable[str]) -> bool:
         mine = self.names.setdefault(uuid, [])
         for name in wanted:
             one = names.bind(name)
             if one is None:
                 return False
             mine.append(one)
-        if self.view.outer:
-            return True
-        return self._inner_is_free(uuid) and next(names.held_slots(uuid, prefix, MOST_SHARERS), None) is None
+        return True
 
     def _inner_is_free(self, uuid: str) -> bool:
-        """Whether no claim inside another one lives on after that one has ended."""
+        """Return whether no claim inside another one lives on after that one has ended."""
         inside = names.bind(names.inner_of(uuid, self.view.snapshot.name_prefix))
         if inside is not None:
             inside.release()
@@ -210,7 +215,7 @@ class Leases:
             del self.names[uuid]
 
     def _take(self, uuid: str) -> bool:
-        """Whether this look has the lease of a GPU, which is tried if it was not yet.
+        """Return whether this look has the lease of a GPU, which is tried if it was not yet.
 
         Raises:
             StateDirError: its file cannot be opened, and without such GPUs the request can never be met.
@@ -245,7 +250,7 @@ class Leases:
 
 
 def _faults(leases: StateDir, uuids: Iterable[str]) -> tuple[Mapping[str, GpuFault], Collection[str]]:
-    """The notes on these GPUs, and which of them are taken last. Almost always there is none."""
+    """Return the notes on these GPUs, and which of them are taken last. Almost always there is none."""
     if not any(leases.has(fault_name(uuid)) for uuid in uuids):
         return {}, ()
     import time

@@ -22,7 +22,7 @@ from ..selection.backfill import BackfillRequest, When, dates, starts, when_free
 from ..selection.choice import check_possible
 from ..selection.request import Selection
 from ..selection.verdicts import fence_hint
-from ..text import format_age, gpu_ranges, plural
+from ..text import cut, display_width, format_age, gpu_ranges, in_brackets, plural
 from ..vendors import VENDORS
 from .queue_place import stem_of
 from .view import refuse_gpus_of_ancestors
@@ -51,24 +51,22 @@ class Forecast(NamedTuple):
     """What a waiter can expect.
 
     Attributes:
-        start: when it will probably start, Unix seconds; None if somebody did not say for how long.
-        earliest: before that it does not start, as far as holders keep their word; None is unknown.
-        due: those whose GPUs are due at ``start``, if nobody is ahead in the queue.
-        overdue: those who were to be done by now.
-        silent: those who did not say for how long, if others did.
-        passers: those who got GPUs that this waiter wants after it came.
+        start: when it will probably start, in Unix seconds; None if some end is unknown.
+        earliest: it does not start before that if holders keep their word; None is unknown.
+        overdue: the holders whose end has passed.
+        silent: the holders whose end is unknown, if that of others is known.
+        passers: the holders of GPUs that this waiter wants who came after it.
     """
 
     start: float | None = None
     earliest: float | None = None
-    due: tuple[HolderGpus, ...] = ()
     overdue: tuple[HolderGpus, ...] = ()
     silent: tuple[HolderGpus, ...] = ()
     passers: tuple[HolderGpus, ...] = ()
 
 
 def forecast(view: HostView, place: QueuePlace) -> Forecast:
-    """What the claim in this place can expect now."""
+    """Return what the claim in this place can expect now."""
     waiter, now = place.ensure_waiter(), time.time()
     holders = _recorded_holders(view)
     when = _free_at(view, holders, now)
@@ -83,7 +81,6 @@ def forecast(view: HostView, place: QueuePlace) -> Forecast:
     return Forecast(
         start if start < math.inf else None,
         earliest if earliest < math.inf else None,
-        _by_user(holder for holder in mine if not ahead and holder.until == start),
         _by_user(holder for holder in mine if holder.until is not None and holder.until < now),
         _by_user(holder for holder in mine if told and holder.until is None),
         _by_user(holder for holder in mine if waiter.since and (holder.since or 0.0) > waiter.since),
@@ -91,7 +88,7 @@ def forecast(view: HostView, place: QueuePlace) -> Forecast:
 
 
 def _recorded_holders(view: HostView) -> dict[str, LeaseHolder]:
-    """UUID -> who has a record in the lease file. A lease that was released has none."""
+    """Return UUID -> who has a record in the lease file. A lease that was released has none."""
     uuids = [gpu.uuid for gpu in view.snapshot.gpus]
     found = recorded_holders({uuid: (view.lease_name(uuid), inner_name(uuid)) for uuid in uuids})
     return {uuid: holder for uuid, holder in found.items() if holder.since is not None}
@@ -105,7 +102,7 @@ def _free_at(view: HostView, holders: Mapping[str, LeaseHolder], now: float) -> 
 
 
 def _by_user(holders: Iterable[LeaseHolder]) -> tuple[HolderGpus, ...]:
-    """Grouped by user and end, those with the most GPUs first."""
+    """Group them by user and end, those with the most GPUs first."""
     numbers: dict[tuple[str, float | None], int] = {}
     for holder in holders:
         key = (holder.user or "somebody", holder.until)
@@ -114,36 +111,32 @@ def _by_user(holders: Iterable[LeaseHolder]) -> tuple[HolderGpus, ...]:
     return tuple(HolderGpus(user, number, until) for (user, until), number in ranked)
 
 
-def describe_forecast(expected: Forecast, now: float) -> list[str]:
-    """What to tell the user, the most important first; nothing if nobody said anything."""
-    found = []
+def describe_forecast(expected: Forecast, now: float) -> tuple[str, list[str]]:
+    """Return when the waiter starts, "" if nothing is known; and what else there is to tell."""
+    start, more = "", list[str]()
     if expected.overdue:
         share = expected.overdue[0]
-        late = format_age(now - share.until) if share.until is not None else ""
-        found.append(f"{_whose(share)} overdue {late}")
+        start = f"{_whose(share)} overdue by {format_age(now - (share.until or now))}"
     elif expected.start is not None and expected.start > now:
-        text = f"expected at about {_clock(expected.start, now)}"
-        found.append(f"{text}, when {_whose(expected.due[0])} due" if expected.due else text)
+        start = f"starts about {_clock(expected.start, now)}"
     elif expected.start is None and expected.earliest is not None and expected.earliest > now:
-        found.append(f"not before {_clock(expected.earliest, now)}")
+        start = f"not before {_clock(expected.earliest, now)}"
     elif expected.start is None and expected.silent:
-        found.append(f"{expected.silent[0].user} did not say for how long")
+        more.append(f"no end known for {_whose(expected.silent[0])}")
     if expected.passers:
         share = expected.passers[0]
         until = f", until {_clock(share.until, now)}" if share.until is not None else ""
         others = f" and {len(expected.passers) - 1} more" if len(expected.passers) > 1 else ""
-        found.append(f"passed by {share.user} ({plural(share.nb_gpus)}{until}){others}")
-    return found
+        more.append(f"passed by {share.user} ({plural(share.nb_gpus)}{until}){others}")
+    return start, more
 
 
 def _whose(share: HolderGpus) -> str:
-    if share.nb_gpus == 1:
-        return f"{share.user}'s GPU is"
-    return f"{share.user}'s {share.nb_gpus} GPUs are"
+    return f"{share.user}'s {'GPU' if share.nb_gpus == 1 else plural(share.nb_gpus)}"
 
 
 def _clock(moment: float, now: float) -> str:
-    """``14:20``, ``Sun 14:20`` or ``2026-11-30``, whichever is clear."""
+    """Return ``14:20``, ``Sun 14:20`` or ``2026-11-30``, whichever is clear."""
     form = "%H:%M" if moment - now < 18 * 3600 else "%a %H:%M" if moment - now < 6 * 86400 else "%Y-%m-%d"
     return time.strftime(form, time.localtime(moment))
 
@@ -166,7 +159,8 @@ class ClaimAhead(NamedTuple):
 
     @classmethod
     def of(cls, ticket: Ticket) -> ClaimAhead:
-        """The claim that a ticket describes, of the owner of its file. /proc tells whether its process is stopped."""
+        """Return the claim that a ticket describes, of the owner of its file. /proc tells whether its process is
+        stopped."""
         nb_gpus = None if ticket.demand is None else ticket.demand.nb_gpus
         with DeferredSignals():  # an exception that comes in the midst of getpwuid(3) is lost if it knows no such user
             user = user_name(ticket.uid)
@@ -176,11 +170,15 @@ class ClaimAhead(NamedTuple):
 class WaitStatus(NamedTuple):
     """The state of a wait, for a report to the user.
 
-    ``needed`` GPUs are asked for. If another claim is ahead in the queue, it is ``ahead``, ``verdicts`` is empty and
-    ``free`` is None. Otherwise ``verdicts`` has one entry for each GPU, and ``free`` of them are free. ``position`` is
-    1 for the first of the waiters that compete for the same GPUs, and 0 if it was not counted. ``expected`` is when it
-    can expect to start; None if that was not looked up. If a limit of the user stands in the way, it is ``spent``, with
-    ``held`` and ``most``; ``verdicts`` is empty then and ``free`` is None.
+    Attributes:
+        position: 1 for the first of the waiters that compete for the same GPUs, 0 if it was not counted.
+        free: how many GPUs are free; None if they were not judged.
+        needed: how many GPUs it waits for.
+        verdicts: one for each GPU; empty if they were not judged.
+        ahead: the nearest claim ahead in the queue, if there is one.
+        expected: when it can expect to start; None if that was not looked up.
+        spent: the limit of the user, if it stands in the way. Then the GPUs are not judged.
+        asked: all that is asked for, in words; "" if that is only ``needed`` GPUs.
     """
 
     position: int
@@ -190,6 +188,7 @@ class WaitStatus(NamedTuple):
     ahead: ClaimAhead | None = None
     expected: Forecast | None = None
     spent: LimitReached | None = None
+    asked: str = ""
 
 
 # Gathering the facts
@@ -203,23 +202,28 @@ def wait_status(
     named: Collection[str] = (),
     spent: LimitReached | None = None,
 ) -> WaitStatus:
-    """The state of a wait after the latest look. It takes no lock and does not poll the driver.
+    """Return the state of a wait after the latest look. It takes no lock and does not poll the driver.
 
     Args:
         ticket: the nearest ticket ahead that may not be passed, if any.
         unleased: UUIDs of the usable GPUs that nobody holds; used only if there is no such ticket.
-        position: in the queue, or 0 if it was not counted.
+        position: in the queue, or 0 if it was not counted. Behind a ticket the GPUs are not judged then, because
+            hundreds may wait.
         named: UUIDs of the GPUs that are held by name only.
         spent: the limit of this user, if it stands in the way.
     """
-    if spent is not None:
-        return WaitStatus(position, None, view.request.nb_gpus, spent=spent)
+    ahead = None if ticket is None else ClaimAhead.of(ticket)
+    status = WaitStatus(position, None, view.request.nb_gpus, ahead=ahead, spent=spent, asked=view.request.text)
+    if spent is not None or (ticket is not None and not position):
+        return status
     if ticket is not None:
-        return WaitStatus(position, None, view.request.nb_gpus, ahead=ClaimAhead.of(ticket))
-    held = [gpu.uuid for gpu in view.usable if gpu.uuid not in unleased or gpu.uuid in view.shared]
-    found = recorded_holders({uuid: (view.lease_name(uuid), inner_name(uuid)) for uuid in held if uuid not in named})
-    verdicts = view.judge({uuid: found.get(uuid, LeaseHolder(elsewhere=True)) for uuid in held})
-    return WaitStatus(position, sum(verdict.free for verdict in verdicts), view.request.nb_gpus, verdicts)
+        verdicts = view.judge(_recorded_holders(view))
+    else:
+        held = [gpu.uuid for gpu in view.usable if gpu.uuid not in unleased or gpu.uuid in view.shared]
+        names = {uuid: (view.lease_name(uuid), inner_name(uuid)) for uuid in held if uuid not in named}
+        found = recorded_holders(names)
+        verdicts = view.judge({uuid: found.get(uuid, LeaseHolder(elsewhere=True)) for uuid in held})
+    return status._replace(free=sum(verdict.free for verdict in verdicts), verdicts=verdicts)
 
 
 def refuse_if_ancestor_holds(view: HostView) -> None:
@@ -229,7 +233,7 @@ def refuse_if_ancestor_holds(view: HostView) -> None:
         NotEnoughGpusError: an ancestor of this process holds the GPUs that it waits for.
         LockTimeout, StateDirError: the leases cannot be read.
     """
-    _judge(view, _holders(view))
+    _judge(view, holders_now(view))
 
 
 def refusal(
@@ -242,7 +246,8 @@ def refusal(
     waited: float,
     wait_limit: str = "",
 ) -> NotEnoughGpusError:
-    """The error with which a claim fails: ClaimTimeout if it waited (``waited`` in seconds), else NotEnoughGpusError.
+    """Return the error with which a claim fails: ClaimTimeout if it waited (``waited`` in seconds), else
+    NotEnoughGpusError.
 
     ``ticket``, ``spent`` and ``position`` are those of :func:`wait_news`; ``stopped`` was passed, because its waiter is
     stopped; ``wait_limit`` is the policy file, if that set the timeout.
@@ -251,7 +256,7 @@ def refusal(
         NotEnoughGpusError, LockTimeout, StateDirError: as in :func:`refuse_if_ancestor_holds`.
     """
     request, visible_limit = view.request, view.visible_limit
-    holders = _holders(view)
+    holders = holders_now(view)
     verdicts = _judge(view, holders)
     unfenced = view.judge(holders, fenced=False)
     hint = fence_hint(unfenced, visible_limit)
@@ -277,7 +282,12 @@ def refusal(
     return NotEnoughGpusError(message, nb_gpus=request.nb_gpus, verdicts=verdicts)
 
 
-def _holders(view: HostView) -> dict[str, LeaseHolder]:
+def holders_now(view: HostView) -> dict[str, LeaseHolder]:
+    """Return UUID -> holder of the GPUs that are held now. Takes host.lock.
+
+    Raises:
+        StateDirError: the leases cannot be read.
+    """
     try:
         prefix, slots = (
             view.snapshot.name_prefix,
@@ -311,7 +321,7 @@ def refusal_message(
     elsewhere: bool = False,
     now: float | None = None,
 ) -> str:
-    """Why a request was not met: one sentence, then one line for the GPUs that share a reason.
+    """Return why a request was not met: one sentence, then one line for the GPUs that share a reason.
 
     Args:
         verdicts: of every device, with holders.
@@ -324,11 +334,12 @@ def refusal_message(
         now: in Unix seconds; None reads the clock.
     """
     free = sum(verdict.free for verdict in verdicts)
-    text = f"{plural(request.nb_gpus)} {f'{request.together} ' if request.together else ''}asked for, {free} free"
+    text = f"{request.text} asked for, {free} free"
     if waited:
         text += f" after {format_age(waited)}"
     if ahead is not None:
-        text += f", {_behind(ahead, position, _moment(now))[0]}"
+        text += f", {_behind(ahead, _moment(now))}"
+        text += f" and {plural(position - 2, 'more claim')}" if position > 2 else ""
     if passed is not None:
         text += f" (past {passed.user}, {', '.join(_facts(passed, _moment(now)))})"
     if spent is not None:
@@ -355,61 +366,58 @@ def _lines(verdicts: Sequence[GpuVerdict]) -> Iterator[str]:
         yield f"  GPU {gpu_ranges(labels)} ({name}): {reason}"
 
 
-def waiting_message(status: WaitStatus, now: float | None = None, *, width: int | None = None) -> str:
-    """One line about a wait: the claim ahead if there is one, else who holds the GPUs and since when.
+def waiting_message(
+    status: WaitStatus, now: float | None = None, *, waited: float | None = None, width: int | None = None
+) -> str:
+    """Return one line about a wait, the most important first: ``waiting 0:07 for 3 GPUs (0 free), #2 in the queue,
+    starts about 15:18; behind ada (pid 30106)``.
 
     Args:
         now: in Unix seconds; None reads the clock.
-        width: columns of the terminal. Details are left out until the line fits. The user and pid of the claim ahead,
-            or of the first holder, always stay, so the line may be longer than a very narrow terminal.
+        waited: seconds since the wait began; None leaves them out.
+        width: columns of the terminal. The end of a longer line is cut off, which is who holds what.
     """
     moment = _moment(now)
-    text = _state(status, moment, width)
-    if status.expected is not None:
-        for clause in describe_forecast(status.expected, moment):
-            text = _widest([f"{text}; {clause}", text], width)
-    return text
-
-
-def _state(status: WaitStatus, moment: float, width: int | None) -> str:
-    """Who is ahead, or who holds the GPUs."""
-    text = f"waiting for {plural(status.needed)}"
-    if status.ahead is not None:
-        return _widest([f"{text} {behind}" for behind in _behind(status.ahead, status.position, moment)], width)
+    start, more = describe_forecast(status.expected or Forecast(), moment)
+    text = "waiting" if waited is None else f"waiting {_running_clock(waited)}"
+    text += f" for {status.asked or plural(status.needed)}"
+    candidates = [verdict for verdict in status.verdicts if _is_candidate(verdict)]
+    if status.free is not None:
+        text += f" ({status.free} {f'of {len(candidates)} ' if len(candidates) < len(status.verdicts) else ''}free)"
     if status.spent is not None:
-        return f"{text}: {status.spent}"
-    if status.free is not None and status.free < status.needed:  # else enough GPUs have just become free
-        text += f", {status.free} free"
-    holders = _by_holder(status.verdicts, moment)
-    left = sum(number for number, _ in holders)
-    for place, (number, clauses) in enumerate(holders):
-        rest = f"; {left - number} more" if left > number else ""
-        room = None if width is None else width - len(rest)
-        longer = _widest([f"{text}; {clause}" for clause in clauses], room)
-        if place and room is not None and len(longer) > room:
-            return f"{text}; {left} more"
-        text, left = longer, left - number
-    return text
+        text += f", at your limit ({round(status.spent.held, 2):g} of {status.spent.most})"
+    place = f", #{status.position}{{}}" if status.ahead is not None and status.position > 1 else ""
+    heads = [text + place.format(words) + (start and f", {start}") for words in (" in the queue", "")]
+    head = heads[0] if width is None or display_width(heads[0]) <= width else heads[1]
+    who = [] if status.ahead is None else [_behind(status.ahead, moment)]
+    line = "; ".join([head, *who, *_by_holder(candidates, moment), *more])
+    if width is None or display_width(line) <= width:
+        return line
+    return cut(line if display_width(head) + _LEAST_REST <= width else head, width)
+
+
+_LEAST_REST = 12  # columns that are worth writing of who holds what
+
+
+def _running_clock(seconds: float) -> str:
+    """Return ``0:07`` or ``26:03:00``."""
+    minutes, left = divmod(max(0, int(seconds)), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{left:02}" if minutes >= 60 else f"{minutes}:{left:02}"
+
+
+def _is_candidate(verdict: GpuVerdict) -> bool:
+    """Return whether the request could use the GPU if it were free; a drained one comes back."""
+    return verdict.state not in ("outside", "unusable") or verdict.reason.startswith("drained by ")
 
 
 def _moment(now: float | None) -> float:
     return time.time() if now is None else now
 
 
-def _widest(texts: Sequence[str], width: int | None) -> str:
-    """The first text that fits into ``width``, else the last one."""
-    return next((text for text in texts if width is None or len(text) <= width), texts[-1])
-
-
-def _behind(ahead: ClaimAhead, position: int, now: float) -> list[str]:
-    """Texts that say who is ahead, from the longest to the shortest."""
+def _behind(ahead: ClaimAhead, now: float) -> str:
     if not ahead.pid:
-        return ["behind a claim whose ticket cannot be read"]
-    facts = _facts(ahead, now)
-    texts = [f"behind {ahead.user} ({', '.join(facts[:kept])})" for kept in range(len(facts), 0, -1)]
-    if position > 2:
-        texts.insert(0, f"{texts[0]} and {plural(position - 2, 'more claim')}")
-    return texts
+        return "behind a claim whose ticket cannot be read"
+    return f"behind {ahead.user} ({', '.join(_facts(ahead, now))})"
 
 
 def _facts(waiter: ClaimAhead, now: float) -> list[str]:
@@ -423,54 +431,46 @@ def _facts(waiter: ClaimAhead, now: float) -> list[str]:
     return facts
 
 
-def _by_holder(verdicts: Sequence[GpuVerdict], now: float) -> list[tuple[int, list[str]]]:
-    """For each holder: the number of its GPUs, and texts on it from the longest to the shortest.
-
-    The holders with the most GPUs come first.
-    """
-    holders: dict[tuple[str, ...], list[str]] = {}
+def _by_holder(verdicts: Iterable[GpuVerdict], now: float) -> list[str]:
+    """Return who has the GPUs that are not free, those with the most GPUs first."""
+    holders: dict[str, list[str]] = {}
     for verdict in verdicts:
-        drained = verdict.reason.startswith("drained by ")
-        if verdict.free or (verdict.state in ("outside", "unusable") and not drained):
-            continue
-        holders.setdefault(_who(verdict, now), []).append(verdict.gpu.label)
+        if not verdict.free:
+            holders.setdefault(_who(verdict, now), []).append(verdict.gpu.label)
     ranked = sorted(holders.items(), key=lambda item: -len(item[1]))
-    return [(len(labels), [f"GPU {gpu_ranges(labels)}: {who}" for who in texts]) for texts, labels in ranked]
+    return [f"GPU {gpu_ranges(labels)}: {who}" for who, labels in ranked]
 
 
-def _who(verdict: GpuVerdict, now: float) -> tuple[str, ...]:
+def _who(verdict: GpuVerdict, now: float) -> str:
     holder = verdict.holder
-    if holder is not None and holder.elsewhere:
-        return (verdict.reason, "claimed elsewhere")
-    if verdict.state != "claimed" or holder is None:
-        process = f"{verdict.user} (pid {verdict.pid})" if verdict.user and verdict.pid else None
-        return (verdict.reason, process) if process else (verdict.reason,)
+    if verdict.state != "claimed" or holder is None or holder.elsewhere or holder.sharers:
+        return verdict.reason
     if not holder.user and not holder.pid:
-        return ("unknown holder",)
-    who = f"{holder.user or 'unknown user'} (pid {holder.pid or '?'}{holder.place and f' {holder.place}'}"
+        return "unknown holder"
+    pid = f"pid {holder.pid or '?'}{holder.place and f' {holder.place}'}"
     age = f" for {format_age(now - holder.since)}" if holder.since else ""
-    texts = (f"{who}){age}", f"{who})")
-    return (f"{who}, job {holder.job}){age}", *texts) if holder.job else texts
+    return f"{holder.user or 'unknown user'}{in_brackets(pid, holder.job and f'job {holder.job}')}{age}"
 
 
 # Hosts with GPUs of two vendors: a request that those of the default vendor can never satisfy, and the others can.
 
 
 def with_way_out(err: UnsatisfiableRequestError, request: Selection, rules: Rules) -> UnsatisfiableRequestError:
-    """The error of a claim, which also names the vendor to ask for where the GPUs of another one would do."""
+    """Return the error of a claim, with the vendor to ask for if its GPUs here can satisfy the request."""
     vendor = _that_fits(request, rules)
     if not vendor:
         return err
     way_out = request.spelling.setting("vendor", request.spelling.value(vendor))
     return UnsatisfiableRequestError(
-        f"{err} (the {VENDORS[vendor].title} GPUs of this host would do: {way_out})",
+        f"{err} (the {VENDORS[vendor].title} GPUs of this host fit: {way_out})",
         value=err.value,
         verdicts=err.verdicts,
     )
 
 
 def _that_fits(request: Selection, rules: Rules) -> str:
-    """The first vendor whose GPUs here can satisfy the request; "" if there is none, or the vendor was no default."""
+    """Return the first vendor whose GPUs here can satisfy the request; "" if there is none, or the vendor was no
+    default."""
     if request.vendor is not None or meant_vendor(os.environ, request.named_vendor) or not may_be_several():
         return ""
     with suppress(SafeGpuError):

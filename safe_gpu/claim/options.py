@@ -45,20 +45,23 @@ class ClaimOptions(NamedTuple):
 
     Attributes:
         request: which GPUs, and how many.
-        timeout: seconds to wait from ``began``, a ``time.monotonic()`` value; 0 does not wait, None waits for ever.
+        timeout: seconds to wait from ``began``, a ``time.monotonic()`` value; 0 does not wait, None waits without
+            limit.
         logger: gets the steps at INFO.
         hold: how long the GPUs will probably be held.
         placeholder_fn: returns what holds a GPU; None is the default of the driver.
-        binding: CPU affinity; None does not change it. memory: NUMA memory policy, or None.
+        binding: CPU affinity; None does not change it.
+        memory: NUMA memory policy, or None.
         binding_required: whether the claim fails if binding fails.
         visible_as: how CUDA_VISIBLE_DEVICES names the GPUs.
         pause: seconds between setting CUDA_VISIBLE_DEVICES and the placeholders.
         delegate: whether child processes may claim from this claim.
-        job: the batch job of this process. by_job: whether the number of GPUs is that of the job.
+        job: the batch job of this process.
+        by_job: whether the number of GPUs is that of the job.
         command: the command as in records, set by ``safe-gpu run``; None is that of this process.
         quota: the limits of the policy file; None if there is no such file.
         wait_limit: the policy file, if it made ``timeout`` shorter than was asked for.
-        on_wait: called when waiting begins, when another claim comes to be ahead, and once a minute. None: the logger
+        on_wait: called when waiting begins, when something changes, and once a minute. None: the logger
             gets these reports.
     """
 
@@ -88,7 +91,7 @@ class ClaimOptions(NamedTuple):
 
     @property
     def lock_deadline(self) -> float | None:
-        """``time.monotonic()`` value until which a look waits for host.lock; None waits for ever.
+        """``time.monotonic()`` value until which a look waits for host.lock; None waits without limit.
 
         It is always some time ahead. Otherwise the last look of a claim would fail whenever many processes use the
         lock.
@@ -185,7 +188,7 @@ def read_options(
 
 
 def with_policy_limits(options: ClaimOptions) -> ClaimOptions:
-    """The options with the limits of the policy file of this host, if there is one. Takes no lock.
+    """Return the options with the limits of the policy file of this host, if there is one. Takes no lock.
 
     Raises:
         PolicyError: the file cannot be read, or a line of it is wrong.
@@ -201,7 +204,8 @@ def with_policy_limits(options: ClaimOptions) -> ClaimOptions:
 
 
 def _pause(debug_sleep: object) -> float:
-    """Seconds of ``debug_sleep``. A value that ``time.sleep`` would refuse is refused here, before the claim begins."""
+    """Return the seconds of ``debug_sleep``. A value that ``time.sleep`` would refuse is refused here, before the claim
+    begins."""
     try:
         seconds = float(debug_sleep)  # type: ignore[arg-type]
         if 0 <= seconds < math.inf and not isinstance(debug_sleep, (str, bytes, bytearray)):
@@ -226,7 +230,7 @@ def warn_of_older_workers(name: str, value: str, logger: Any) -> None:
 
 
 def _lasting_workers(modules: Mapping[str, Any]) -> Iterator[tuple[str, list[int]]]:
-    """What starts or keeps workers for later work -> the processes whose environment these have."""
+    """Yield what starts or keeps workers for later work -> the processes whose environment these have."""
     server = getattr(modules.get("multiprocessing.forkserver"), "_forkserver", None)
     yield "the forkserver of multiprocessing", [pid] if (pid := getattr(server, "_forkserver_pid", None)) else []
     for package in ("loky", "joblib.externals.loky"):

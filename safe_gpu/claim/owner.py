@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ..argument_style import ArgumentStyle
 from ..coordination.leases import LeaseRecord
 from ..coordination.signals import DeferredSignals
 from ..devices import Gpu
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
     from ..drivers.base import Driver
     from ..runtimes.runtime import Runtime
     from ..runtimes.visible_devices import VisibleLimit
-    from .messages import WaitStatus
     from .options import ClaimOptions
 
 
@@ -102,7 +100,7 @@ class PlaceholderSet:
             placeholders.release(self.make, placeholder)
 
     def _passing(self) -> AbstractContextManager[object]:
-        """In a placeholder of the program's own, which may take any time, handlers of signals run."""
+        """Let handlers of signals run in a placeholder of the program's own, which may take any time."""
         return nullcontext() if placeholders.is_builtin(self.make) else self._signals.delivering()
 
 
@@ -143,6 +141,8 @@ class GPUOwner:
         binding: the report of that binding, or None.
     """
 
+    _internal: Mapping[str, Any] = {}  # see owner_type
+
     def __init__(
         self,
         nb_gpus: int | str | tuple[int, int] = 1,
@@ -165,11 +165,8 @@ class GPUOwner:
         delegate: bool = False,
         hold_for: float | str | DefaultTimeout | None = DEFAULT,
         vendor: str | None = None,
-        _on_wait: Callable[[WaitStatus], None] | None = None,
-        _command: str | None = None,
-        _spelling: type[ArgumentStyle] = ArgumentStyle,
     ) -> None:
-        arguments = {name.lstrip("_"): value for name, value in locals().items() if name != "self"}
+        arguments = {name: value for name, value in locals().items() if name != "self"}
         self.devices_taken: list[int] = []
         self.gpus: tuple[Gpu, ...] = ()
         self.share: int | None = None
@@ -185,7 +182,7 @@ class GPUOwner:
 
         try:
             _become_current(self)
-            options = read_options(**arguments)
+            options = read_options(**arguments, **self._internal)
             self.logger = options.logger
             with opened_driver(**options.request.driver) as driver:
                 view = HostView.of(driver, driver.snapshot(), options.request)
@@ -215,7 +212,7 @@ class GPUOwner:
             raise err
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        """Neither copied nor pickled: a copy would give back the locks of this one."""
+        """Refuse copies and pickles: a copy would give back the locks of this one."""
         raise TypeError(
             f"a GPUOwner cannot be copied or pickled, since process {self._pid} holds the GPUs: pass "
             "owner.devices_taken or owner.gpus instead, and call release_gpus() in that process"
@@ -228,7 +225,7 @@ class GPUOwner:
         self.release_gpus()
 
     def __repr__(self) -> str:
-        """``<GPUOwner: GPU 0,1 (NVIDIA A100-SXM4-80GB), CPUs 0-15>``, for notebooks."""
+        """Return ``<GPUOwner: GPU 0,1 (NVIDIA A100-SXM4-80GB), CPUs 0-15>``, for notebooks."""
         if not self.gpus:
             return "<GPUOwner: released>"
         from ..cpulist import format_cpulist
@@ -271,7 +268,8 @@ class GPUOwner:
     # The steps of a claim
 
     def _take_and_hold(self, view: HostView, options: ClaimOptions, bad: BadGpuFallback) -> Claim:
-        """Lease GPUs and put the placeholder on them; if one of them proves to be bad, give all back and try others."""
+        """Lease GPUs and put the placeholder on them; if one of them proves to be bad, give all back and try
+        others."""
         record = LeaseRecord.of_this_process(options.job.job_label, options.command)
         while True:
             self._claim = claim = Claim(record, os.urandom(8).hex() if options.delegate else "")
@@ -388,6 +386,16 @@ class GPUOwner:
         self.share = None
 
 
+def owner_type(**internal: Any) -> type[GPUOwner]:
+    """Return GPUOwner with further arguments of :func:`~safe_gpu.claim.options.read_options`, for the rest of this
+    package."""
+
+    class InternalOwner(GPUOwner):
+        _internal = internal
+
+    return InternalOwner
+
+
 def claim_gpus(
     nb_gpus: int | str | tuple[int, int] = 1,
     placeholder_fn: Callable[[int], Any] | None = None,
@@ -413,22 +421,23 @@ def claim_gpus(
     """Claim GPUs for this process. Call it before anything initialises CUDA.
 
     Args:
-        nb_gpus: how many; ``(2, 4)`` for at least two, and up to four if these can be had at once; ``"job"`` for the
+        nb_gpus: how many; ``(2, 4)`` for at least two, and up to four if these are free at once; ``"job"`` for the
             number that the batch job asked for.
         placeholder_fn: called with each CUDA ordinal from 0; returns what holds that GPU. Default: a CUDA context.
         logger: gets the steps at INFO; default: the logger ``safe_gpu``.
         debug_sleep: seconds between setting CUDA_VISIBLE_DEVICES and the placeholders.
-        timeout: seconds to wait for GPUs; 0 does not wait, None waits for ever. Default: SAFE_GPU_TIMEOUT, else 300
-            inside a batch job, else 10.
+        timeout: seconds to wait for GPUs; 0 does not wait, None waits without limit. Default: SAFE_GPU_TIMEOUT, else
+            300 inside a batch job, else 10.
         affinity: CPUs to bind to: None, "node", "socket", "exclusive", "core-complex" or AffinityOptions.
         memory: NUMA memory policy next to the GPUs: None, "preferred" or "bind".
         min_memory: bytes that must be free on each GPU, or text such as "20GiB".
-        model: pattern of the GPU's name. exclude, only: indices, UUIDs or prefixes of UUIDs.
+        model: pattern of the GPU's name.
+        exclude, only: indices, UUIDs or prefixes of UUIDs.
         max_utilization: percent; GPUs that are busier, and those of which the driver cannot tell, are not free.
         near: "numa": all GPUs on one NUMA node; "nvlink": each connected to each by NVLink.
         share: not whole GPUs but this much memory of each, beside other claims that share: bytes, or text such as
             "20GiB" or "25%" of what claims can share.
-        prefer: which models to take first, such as "H100,A100"; others will do too.
+        prefer: which models to take first, such as "H100,A100"; it takes others too.
         visible_as: write CUDA_VISIBLE_DEVICES as "index" (with CUDA_DEVICE_ORDER=PCI_BUS_ID) or as "uuid".
         delegate: let child processes claim from this claim.
         hold_for: how long the GPUs will probably be held, in seconds or "2h"; None is unknown. It gets short claims in
@@ -472,9 +481,13 @@ def ensure_gpus(
     if holder is None:
         _owners["gpu_owner"] = holder = GPUOwner(nb_gpus, placeholder_fn, **options)
         return holder
-    if _asked(read_options(nb_gpus, placeholder_fn=placeholder_fn, **options)) != holder._asked:
+    try:
+        if _asked(read_options(nb_gpus, placeholder_fn=placeholder_fn, **options)) == holder._asked:
+            return holder
         raise _already_claimed(holder, "by another request: release_gpus() first")
-    return holder
+    except SafeGpuError as err:
+        err.shorten()
+        raise err
 
 
 def _asked(options: ClaimOptions) -> str:
@@ -489,13 +502,14 @@ def release_gpus() -> None:
 
 
 def current_owner() -> GPUOwner | None:
-    """The owner that holds GPUs in this process, or None. In a forked child the parent's owner does not count."""
+    """Return the owner that holds GPUs in this process, or None. In a forked child the parent's owner does not
+    count."""
     current = _owners.get("current")
     return current if current is not None and current._pid == os.getpid() else None
 
 
 def latest_gpus() -> tuple[Gpu, ...]:
-    """The GPUs that this process holds, or that its parent held when this process was forked."""
+    """Return the GPUs that this process holds, or that its parent held when this process was forked."""
     current = _owners.get("current")
     return current.gpus if current is not None else ()
 

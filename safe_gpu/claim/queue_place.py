@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from .. import procfs
 from ..coordination.files import StateDir
 from ..coordination.leases import held_slots, holder_of_slots, may_be_held, read_record, slot_name
-from ..coordination.locks import opened
 from ..devices import MOST_SHARERS, GpuVerdict, LeaseHolder
 from ..selection.backfill import BackfillRequest, When, open_gpus, when_free
 from ..selection.choice import can_be_met_by_releases, capacity, fits
@@ -50,7 +48,7 @@ class QueuePlace:
         self._job = job
 
     def ensure_waiter(self) -> Waiter:
-        """The waiter of this claim, created on the first call. It holds a ticket only after ``join``."""
+        """Return the waiter of this claim, created on the first call. It holds a ticket only after ``join``."""
         if self.waiter is None:
             from ..coordination.queue import TicketRequest, Waiter
 
@@ -61,7 +59,7 @@ class QueuePlace:
         return self.waiter
 
     def hold_for(self) -> float | None:
-        """For how long this claim will probably hold its GPUs from now on, in seconds; None is unknown."""
+        """Return for how long this claim will probably hold its GPUs from now on, in seconds; None is unknown."""
         seconds = self._hold.at(time.time(), end_of_outer(self._view.outer))
         if self._quota is None or self._view.outer:
             return seconds
@@ -69,15 +67,12 @@ class QueuePlace:
 
         return hold_within(seconds, self._quota.limits, said=self._hold.said)
 
-    def prepare(self) -> None:
-        """List those who wait before host.lock is taken, for others wait meanwhile."""
-        if self.waiter is not None and self.waiter.queued:
-            return
-        with suppress(FileNotFoundError), opened("queue", make=False) as queue:
-            if not queue.is_empty():
-                from ..coordination.queue import Waiter  # noqa: F401 - while no lock is held
+    def prepare(self, host: LockedHost) -> None:
+        """List those who wait before host.lock is taken, since others wait meanwhile."""
+        if not (self.waiter is not None and self.waiter.queued) and not host.queue.is_empty():
+            from ..coordination.queue import Waiter  # noqa: F401 - while no lock is held
 
-                self._listing().update(queue)
+            self._listing().update(host.queue)
 
     def _listing(self) -> Listing:
         if self._listed is None:
@@ -92,7 +87,7 @@ class QueuePlace:
         return 1 if self.waiter is None else self.waiter.position()
 
     def among_first(self, number: int) -> bool:
-        """Whether this claim is certainly one of the first ``number`` waiters."""
+        """Return whether this claim is certainly one of the first ``number`` waiters."""
         return self.waiter is None or self.waiter.among_first(number)
 
     def abandon(self, host: LockedHost) -> None:
@@ -111,7 +106,7 @@ class QueuePlace:
 
 
 def stem_of(view: HostView, uuid: str) -> str:
-    """The name of a GPU in tickets of requests that compete with this one."""
+    """Return the name of a GPU in tickets of requests that compete with this one."""
     slot = view.slot(uuid)
     return uuid + ("" if slot is None else f".share.{slot}") + (".inner" if view.outer else "")
 
@@ -124,7 +119,7 @@ class Untaken:
         self._free_since: dict[tuple[int, float], dict[str, float]] = {}
 
     def note(self, ticket: Ticket, free: Iterable[str]) -> frozenset[str]:
-        """Those of these free GPUs (UUIDs) that an earlier look found free too, a second ago or more."""
+        """Return those of these free GPUs (UUIDs) that an earlier look found free too, a second ago or more."""
         now = time.monotonic()
         before = self._free_since.get((ticket.seq, ticket.since), {})
         since = self._free_since[ticket.seq, ticket.since] = {uuid: before.get(uuid, now) for uuid in free}
@@ -132,7 +127,7 @@ class Untaken:
 
 
 def _last_holders(leases: StateDir, files: Iterable[str]) -> set[int]:
-    """The pids of who holds these leases or held them last, from their records or what is left of those."""
+    """Return the pids of who holds these leases or held them last, from their records or what is left of those."""
     from ..coordination.records import LONGEST, ClaimEnd, read_bounded
 
     found = set()
@@ -144,7 +139,7 @@ def _last_holders(leases: StateDir, files: Iterable[str]) -> set[int]:
 
 
 def _is_leaving(last_holders: Collection[int], gpu: Gpu) -> bool:
-    """Whether one of its last holders is on the GPU and exits. One that let go and lives on is a stranger."""
+    """Return whether one of its last holders is on the GPU and exits. One that let go and lives on is a stranger."""
     pids = {process.pid for process in gpu.processes or ()}
     return any(pid in pids and procfs.is_exiting(pid) for pid in last_holders)
 
@@ -206,7 +201,7 @@ class QueueSnapshot:
             self._leased.update(dict.fromkeys(named(used), LeaseHolder(elsewhere=True)))
 
     def _holder(self, uuid: str) -> LeaseHolder:
-        """Who holds the lease of a GPU, by the record; of a shared one, who holds its slots."""
+        """Return who holds the lease of a GPU, by the record; of a shared one, who holds its slots."""
         name = self._view.lease_name(uuid)
         record = read_record(self._host.leases, name)
         if record is None and not self._view.outer:
@@ -214,8 +209,8 @@ class QueueSnapshot:
         return LeaseHolder() if record is None else record.as_holder()
 
     def is_absent(self, ticket: Ticket) -> bool:
-        """Whether a waiter counts as absent: it is stopped, its user is at a limit, or no release of leases can satisfy
-        it.
+        """Return whether a waiter counts as absent: it is stopped, its user is at a limit, or no release of leases can
+        satisfy it.
 
         A ticket that cannot be read never does.
         """
@@ -235,12 +230,13 @@ class QueueSnapshot:
         return absent
 
     def _are_leased(self, wanted: Collection[str], number: int) -> bool:
-        """Whether others hold the leases of so many of these GPUs already. Then the GPUs need not be judged."""
+        """Return whether others hold the leases of that many of these GPUs already. Then the GPUs need not be
+        judged."""
         leased = [gpu for gpu in self._view.usable if gpu.uuid in wanted and gpu.uuid in self._leased]
         return capacity(leased) >= number and not self._view.snapshot.shared_display
 
     def open_to(self, demand: TicketRequest, ahead: Iterable[Ticket], free: Collection[str]) -> frozenset[str]:
-        """UUIDs of the free GPUs that a request may take past the waiters ahead; too few: it may not pass.
+        """Return the UUIDs of the free GPUs that a request may take past the waiters ahead; too few: it may not pass.
 
         Args:
             ahead: in the order of the queue. Only those are read that decide.
@@ -253,7 +249,7 @@ class QueueSnapshot:
         return frozenset(stems[stem] for stem in left)
 
     def free_at(self, now: float) -> dict[str, When]:
-        """When each GPU is expected to be free, by the stem of its lease, in Unix seconds."""
+        """Return when each GPU is expected to be free, by the stem of its lease, in Unix seconds."""
         free = {verdict.gpu.uuid for verdict in self._judge(Selection()) if verdict.free} | self._leaving
         return {
             stem_of(self._view, gpu.uuid): when_free(gpu, self._leased.get(gpu.uuid), now, free=gpu.uuid in free)
@@ -268,7 +264,7 @@ class QueueSnapshot:
                 yield self._fitting(ticket)
 
     def _fitting(self, ticket: Ticket) -> BackfillRequest:
-        """What a waiter wants, without the GPUs that nobody holds and that do not meet its conditions."""
+        """Return what a waiter wants, without the GPUs that nobody holds and that do not meet its conditions."""
         assert ticket.demand is not None
         want = BackfillRequest.of(ticket.demand, self._view.snapshot.gpus)
         if not ticket.demand.conditions:
@@ -278,7 +274,7 @@ class QueueSnapshot:
         return want.without({stem_of(self._view, uuid) for uuid in busy if uuid not in coming})
 
     def _verdicts(self, ticket: Ticket) -> tuple[Selection, tuple[GpuVerdict, ...]]:
-        """What a ticket asks for, as far as that is known here, and which GPUs it could have."""
+        """Return what a ticket asks for, as far as that is known here, and which GPUs it could have."""
         assert ticket.demand is not None
         selection, known = Selection.from_ticket(ticket.demand.nb_gpus, ticket.demand.conditions)
         self.lacking |= selection.needs - self._view.needs

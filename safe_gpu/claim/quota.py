@@ -39,7 +39,7 @@ class LimitReached(NamedTuple):
     leases: frozenset[str] = frozenset()
 
     def __str__(self) -> str:
-        """``you hold 4 of your 4 GPUs``."""
+        """Return ``you hold 4 of your 4 GPUs``."""
         return f"you hold {round(self.held, 2):g} of your {self.most} {'GPU' if self.most == 1 else 'GPUs'}"
 
 
@@ -84,15 +84,16 @@ class Quota:
                 self._most[uid] = policy.limits_of_user(self._rules, uid).max_gpus
 
     def holdings(self, leases: StateDir, gpus: Iterable[Gpu], tried: Mapping[str, Lease]) -> LeasesByUser:
-        """Who holds what during one look.
+        """Return who holds what during one look.
 
         Args:
-            gpus: of this host. tried: the leases that this process takes during the look.
+            gpus: of this host.
+            tried: the leases that this process takes during the look.
         """
         return LeasesByUser(self, leases, gpus, tried)
 
     def most_of(self, uid: int) -> int | None:
-        """How many GPUs a user may hold at once; None is no limit, or not known yet."""
+        """Return how many GPUs a user may hold at once; None is no limit, or not known yet."""
         if uid not in self._most:
             self.unresolved = self.unresolved or self._rules.limits_gpus
             return None
@@ -100,7 +101,7 @@ class Quota:
 
 
 def _time_of(path: str) -> int:
-    """When a file was changed; 0 if it is not there."""
+    """Return when a file was changed; 0 if it is not there."""
     try:
         return os.stat(path).st_mtime_ns
     except OSError:
@@ -119,7 +120,7 @@ class LeasesByUser:
         self._parts: dict[str, float] = {}  # of a GPU, by the name of the lease
 
     def own_spent(self, request: Selection) -> LimitReached | None:
-        """The limit of the user of this claim, if it does not allow that many GPUs more."""
+        """Return the limit of the user of this claim, if it does not allow that many GPUs more."""
         return self._spent(os.geteuid(), request)
 
     def _spent(self, uid: int, request: Selection) -> LimitReached | None:
@@ -132,7 +133,8 @@ class LeasesByUser:
         return LimitReached(held, most, names) if held + wanted > most + ROUNDING else None
 
     def is_at_limit(self, ticket: Ticket) -> bool:
-        """Whether that waiter, of another user, cannot take its GPUs before leases of its user end. It may be passed.
+        """Return whether that waiter, of another user, cannot take its GPUs before leases of its user end. It may be
+        passed.
 
         Waiters of this user keep their order, and those inside a claim have no limit.
         """
@@ -152,7 +154,7 @@ class LeasesByUser:
 
 
 def parts_by_lease(leases: StateDir, gpus: Iterable[Gpu]) -> dict[str, float]:
-    """Name of a lease -> how much of a GPU who holds it has: of a share its part."""
+    """Return name of a lease -> how much of a GPU who holds it has: of a share its part."""
     found = {}
     for gpu in gpus:
         found[lease_name(gpu.uuid)] = 1.0
@@ -162,7 +164,7 @@ def parts_by_lease(leases: StateDir, gpus: Iterable[Gpu]) -> dict[str, float]:
 
 
 def quota_of(path: str, warn: object) -> Quota | None:
-    """What the policy file demands of this claim; None if it is ignored, with a warning.
+    """Return what the policy file demands of this claim; None if it is ignored, with a warning.
 
     Args:
         warn: called with a format and arguments, as ``logging.Logger.warning``.
@@ -209,7 +211,7 @@ def check_count(nb_gpus: float, limits: Limits) -> None:
 
 
 def hold_within(seconds: float | None, limits: Limits, *, said: bool) -> float | None:
-    """For how long a claim will probably hold its GPUs, by its own word and by the policy; None is unknown.
+    """Return for how long a claim will probably hold its GPUs, by its own word and by the policy; None is unknown.
 
     Args:
         seconds: by its own word, or by that of the batch job.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,7 +26,7 @@ from .view import ancestor_may_hold
 
 if TYPE_CHECKING:
     from ..coordination.locks import LeaseWatcher
-    from ..devices import Gpu
+    from ..devices import Gpu, LeaseHolder
     from .attempt import Attempt, AttemptResult
     from .claim import Claim
     from .messages import WaitStatus
@@ -60,7 +60,7 @@ class WaitState(NamedTuple):
     """The state of a claim's wait.
 
     Attributes:
-        deadline: ``time.monotonic()`` value; ``math.inf`` waits for ever.
+        deadline: ``time.monotonic()`` value; ``math.inf`` waits without limit.
         tried_last: whether the last look, after the deadline, has been made.
         polled_for: the unleased GPUs at the time of the latest poll.
         named: the GPUs held by name only for which a second look was made.
@@ -89,7 +89,7 @@ def decide(
     next_poll: float,
     next_look: float = math.inf,
 ) -> Decision:
-    """The next step of a claim.
+    """Return the next step of a claim.
 
     Args:
         suffices: whether the unleased GPUs would be enough.
@@ -124,10 +124,10 @@ def decide(
 
 # Seconds between two reports. A sleeping waiter also looks again about this often.
 _REPORT_INTERVAL = 60.0
-# The same for the first waiters of the queue: one that stops while others sleep behind it wakes nobody.
+# The same for the first waiters of the queue: nobody behind one that stops is woken by that.
 _EARLY_INTERVAL = 10.0
 _EARLY = 32
-# Seconds of waiting after which a warning is given, and after which a change of the waiter ahead is reported.
+# Seconds of waiting after which a warning is given, and the fewest after which a change is reported.
 _WARNING_DELAY = 1.0
 # Characters of a report in the log; what others run on the GPUs may have any length.
 _LONGEST_LINE = 240
@@ -150,12 +150,13 @@ class WaitReporter:
         self._on_wait = options.on_wait or _to_log(options.logger, late=False)
         is_heard = getattr(options.logger, "hasHandlers", bool) if options.on_wait is None else lambda: True
         self._on_long_wait = None if self._on_wait and is_heard() else _to_log(options.logger, late=True)
-        self._last_ahead: int | None = None
-        self.due = began
+        self._last: tuple[object, ...] | None = None
+        self._began = self.due = began
         self.warning_due = math.inf if self._on_long_wait is None else began + _WARNING_DELAY
 
     def next_look(self, now: float) -> float:
-        """The latest time at which a sleeping waiter looks again, whether or not the ticket that it sleeps on is gone.
+        """Return the latest time at which a sleeping waiter looks again, whether or not the ticket that it sleeps on is
+        gone.
 
         Among the first 32 of the queue that is in 10 seconds, else when the next report is due or in about a minute.
         The intervals depend on the pid, so that hundreds of waiters that started together do not look at the same time.
@@ -177,10 +178,9 @@ class WaitReporter:
         now = time.monotonic()
         if attempt.ahead is None and now >= self.warning_due:  # a waiter behind a ticket is warned while it sleeps
             self.warn_once(attempt)
-        ahead = 0 if attempt.ahead is None else attempt.ahead.ticket.seq
-        if self._on_wait is not None and ahead != self._last_ahead:
-            self._last_ahead = ahead
-            self.due = min(self.due, now + _WARNING_DELAY)
+        if self._on_wait is not None and (found := self._found(attempt)) != self._last:
+            self._last = found
+            self.due = min(self.due, now + max(_WARNING_DELAY, (now - self._began) / 60))  # a long wait fills no log
         if now < self.due:
             return
         self.due = now + _REPORT_INTERVAL if self._on_wait is not None else math.inf
@@ -194,6 +194,13 @@ class WaitReporter:
             refuse_if_ancestor_holds(self._view)
         if self._on_wait is not None:
             self._on_wait(self._gather(attempt, self._place.position))
+
+    def _found(self, attempt: Attempt) -> tuple[object, ...]:
+        """Return what a look has found; another report is due when it changes. Only few waiters count their
+        position."""
+        position = self._place.position if self._place.among_first(_EARLY) else 0
+        ahead = None if attempt.ahead is None else attempt.ahead.ticket.seq
+        return position, ahead, attempt.result.unleased, attempt.result.spent
 
     def warn_once(self, attempt: Attempt) -> None:
         """Give the warning from this look alone. Hundreds may wait, so there is no new look and no poll for it."""
@@ -216,7 +223,8 @@ class WaitReporter:
 
 
 def _to_log(logger: Any, *, late: bool) -> Callable[[WaitStatus], None] | None:
-    """A function that logs a report, with the facts as attributes of the log record: at INFO, or if ``late`` a warning.
+    """Return a function that logs a report, with the facts as attributes of the log record: at INFO, or if ``late`` a
+    warning.
 
     None if the logger is not enabled for that level.
     """
@@ -326,7 +334,10 @@ class _Search:
     def _takes(self, attempt: Attempt, claim: Claim | None) -> bool:
         """Look once, and wait if there are too few GPUs; a state directory that is away for a moment is waited for."""
         try:
+            scope = self._view.scope
             attempt.run(self._view, self._place, claim, self._options, may_wait=self._may_wait())
+            if scope != self._view.scope:  # it is of no claim, so the visible limit decides
+                self._check_possible()
             self._limit()
             if attempt.chosen or not self._looks:
                 self._options.logger.info("lock acquired")
@@ -346,18 +357,28 @@ class _Search:
             return False
 
     def _check_possible(self) -> None:
+        """Refuse what this host can never give. Inside another claim, that decides, once the lock is held."""
         view, request = self._view, self._view.request
+        visible_limit = None if view.scope else view.visible_limit
         try:
-            check_possible(view.snapshot, request, view.visible_limit, rules=view.rules)
+            check_possible(view.snapshot, request, visible_limit, leased=self._leased, rules=view.rules)
         except UnsatisfiableRequestError as err:
-            if view.visible_limit is not None:
+            if visible_limit is not None:
                 raise  # this process was given GPUs, and those of another vendor are not among them
             from .messages import with_way_out
 
             raise with_way_out(err, request, view.rules) from None
 
+    def _leased(self) -> Mapping[str, LeaseHolder]:
+        from .messages import holders_now
+
+        try:
+            return holders_now(self._view)
+        except StateDirError:
+            return {}
+
     def _is_confirmed(self, claim: Claim | None, gpus: tuple[Gpu, ...]) -> bool:
-        """Whether a second poll shows the GPUs free; the leases of a claim are given back if not."""
+        """Return whether a second poll shows the GPUs free; the leases of a claim are given back if not."""
         if claim is not None:
             return confirm(self._view, claim, self._options)
         self._view.poll_again(gpus)

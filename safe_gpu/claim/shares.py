@@ -75,7 +75,7 @@ class SharedLeases(Leases):
         return 0 if gpu is None else promised_room(gpu, () if holder is None else holder.sharers)
 
     def _ask_locks(self, uuid: str) -> Collection[int]:
-        """The slots that are held, after which ``view.shared`` has no dead claim of this GPU any more."""
+        """Return the slots that are held, after which ``view.shared`` has no dead claim of this GPU any more."""
         held = held_slots(self.host, uuid)
         holder = holder_of_slots(held.values())
         self.view.shared.pop(uuid, None)
@@ -122,24 +122,34 @@ class SharedLeases(Leases):
         try:
             if not self._inner_is_free(uuid) or not self._all_here(uuid, held):
                 return False
-            wanted = [names.bind(names.slot_of(uuid, slot, prefix))]
+            wanted = [names.slot_of(uuid, slot, prefix), self._place(uuid, slot)]
             if self._claim.token:
-                wanted.append(names.bind(names.scope_of(uuid, self._claim.token, prefix, slot)))
-            self.names[uuid] = [name for name in wanted if name is not None]
-            return len(self.names[uuid]) == len(wanted)
+                wanted.append(names.scope_of(uuid, self._claim.token, prefix, slot))
+            return self._bind_all(uuid, wanted)
         finally:
             door.release()
 
     def _all_here(self, uuid: str, held: Collection[int]) -> bool:
-        """Whether all slots whose names are held are locked in this state directory."""
-        return set(names.held_slots(uuid, self.view.snapshot.name_prefix, MOST_SHARERS)) <= set(held)
+        """Return whether all slots whose names are held are locked in this state directory, by who has the name.
+
+        A forked child may hold the lock of a slot without its name, and a claim elsewhere may then have that name.
+        """
+        prefix = self.view.snapshot.name_prefix
+        return all(
+            slot in held
+            and (names.is_held(self._place(uuid, slot)) or not names.is_held(names.slot_of(uuid, slot, prefix)))
+            for slot in names.held_slots(uuid, prefix, MOST_SHARERS)
+        )
+
+    def _place(self, uuid: str, slot: int) -> str:
+        return names.place_of(uuid, slot, os.fstat(self.host.leases.fd), self.view.snapshot.name_prefix)
 
 
 # What the frameworks of the program are told, as far as the user has not told them otherwise.
 
 
 def share_variables(share: int, gpus: Collection[Gpu], environ: Mapping[str, str]) -> dict[str, str]:
-    """Variables that keep a program within its share of each GPU, in bytes."""
+    """Return variables that keep a program within its share of each GPU, in bytes."""
     fraction = f"{share_fraction(share, gpus):.6g}"
     found = {"GPU_MEMORY_LIMIT": str(share), "TF_FORCE_GPU_ALLOW_GROWTH": "true"}
     if "XLA_CLIENT_MEM_FRACTION" not in environ:  # JAX refuses both together

@@ -28,7 +28,7 @@ class DefaultTimeout:
     """The type of :data:`DEFAULT`, which stands for the result of :func:`default_timeout`."""
 
     def __repr__(self) -> str:
-        return "<default>"
+        return "DEFAULT"
 
 
 DEFAULT = lasting("default", DefaultTimeout())
@@ -37,7 +37,8 @@ DEFAULT = lasting("default", DefaultTimeout())
 def parse_timeout(
     timeout: object, environ: Mapping[str, str], *, in_batch_job: bool, spelling: type[ArgumentStyle] = ArgumentStyle
 ) -> float | None:
-    """Seconds to wait, None for ever. ``timeout`` is a number, None, a text for :func:`parse_duration`, or DEFAULT.
+    """Return the seconds to wait, None for no limit. ``timeout`` is a number, None, a text for :func:`parse_duration`,
+    or DEFAULT.
 
     Raises:
         UnsatisfiableRequestError: the value is negative, not a number, or of another type.
@@ -55,14 +56,14 @@ def parse_timeout(
     if isinstance(timeout, (bool, bytes, bytearray)) or math.isnan(seconds) or seconds < 0:
         raise UnsatisfiableRequestError(
             f"{spelling.setting('timeout', spelling.value(timeout))} is not a number of seconds: pass 0 (no wait), "
-            "a positive number, or None (for ever)",
+            "a positive number, or None (no limit)",
             value=timeout,
         )
     return None if math.isinf(seconds) else seconds
 
 
 def default_timeout(environ: Mapping[str, str], *, in_batch_job: bool) -> float | None:
-    """``SAFE_GPU_TIMEOUT``, else 300 s inside a batch job, else 10 s."""
+    """Return ``SAFE_GPU_TIMEOUT``, else 300 s inside a batch job, else 10 s."""
     text = environ.get("SAFE_GPU_TIMEOUT")
     if text:
         return parse_duration(text, "SAFE_GPU_TIMEOUT")
@@ -89,7 +90,7 @@ class HoldTime(NamedTuple):
     said: bool = False
 
     def at(self, now: float, outer_end: float | None = None) -> float | None:
-        """Seconds for a claim that gets its GPUs at ``now``, at least 1; None is unknown.
+        """Return the seconds for a claim that gets its GPUs at ``now``, at least 1; None is unknown.
 
         Args:
             outer_end: when the claim around this one will probably end, Unix seconds; None if there is none, or if
@@ -107,7 +108,7 @@ UNKNOWN = HoldTime()
 def parse_hold_for(
     hold_for: object, environ: Mapping[str, str], job: JobContext, *, spelling: type[ArgumentStyle] = ArgumentStyle
 ) -> HoldTime:
-    """The meaning of ``hold_for``: seconds, a text for ``parse_duration``, None for unknown, or DEFAULT.
+    """Return the meaning of ``hold_for``: seconds, a text for ``parse_duration``, None for unknown, or DEFAULT.
 
     The default is ``SAFE_GPU_FOR``, else the end of the batch job if that is at most a day away, else unknown.
 
@@ -144,12 +145,12 @@ def _seconds_of(text: str, name: str, *, spelling: type[ArgumentStyle]) -> float
 def _refused(value: object, name: str, spelling: type[ArgumentStyle]) -> UnsatisfiableRequestError:
     written = spelling.setting(name, spelling.value(value))
     return UnsatisfiableRequestError(
-        f"{written} is not a time to hold GPUs: a second is the least, and unknown says nothing", value=value
+        f"{written} is not a time to hold GPUs: give at least a second, or unknown", value=value
     )
 
 
 def _end_of(job: JobContext) -> float | None:
-    """When the batch job ends, Unix seconds; None if that is not known, past, or more than a day away."""
+    """Return when the batch job ends, Unix seconds; None if that is not known, past, or more than a day away."""
     now = time.time()
     end: float | None = job.ends
     if end is None and job.walltime is not None:

@@ -18,7 +18,6 @@ from ..coordination import socket_names as names
 from ..coordination.holders import leases_of_this_user, socket_of_this_user
 from ..coordination.leases import (
     LeaseRecord,
-    drain_files,
     drained_gpus,
     holder_of_slots,
     inner_name,
@@ -37,7 +36,8 @@ from ..selection.choice import candidates
 from ..selection.request import DEFAULT_RULES, Rules, Selection
 from ..selection.sharing import strangers
 from ..selection.verdicts import judge
-from ..text import format_bytes
+from ..text import format_bytes, in_brackets, plural
+from ..vendors import FIRST, VENDORS
 
 if TYPE_CHECKING:
     from ..coordination.files import StateDir
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 
 def outer_claim(host: LockedHost, snapshot: HostSnapshot, token: str) -> dict[str, LeaseRecord]:
-    """UUID -> record of this user's claim with this token, for each lease that it holds; empty if there is none.
+    """Return UUID -> record of this user's claim with this token, for each lease that it holds; empty if there is none.
 
     If a lease file is not in this state directory, the name of the claim decides. Its record is then that of another
     GPU of the claim, or has pid 0.
@@ -81,22 +81,19 @@ _UNKNOWN = LeaseRecord(0, None, -1, "", "", None, None, (), 0.0, "")
 
 
 def end_of_outer(outer: Mapping[str, LeaseRecord]) -> float | None:
-    """When the outer claim will probably end, in Unix seconds; None if that is not known or there is none."""
+    """Return when the outer claim will probably end, in Unix seconds; None if that is not known or there is none."""
     return next((record.until for record in outer.values() if record.until is not None), None)
 
 
 def pids_of_outer(record: LeaseRecord) -> tuple[int, ...]:
-    """The processes that are the outer claim's own: who inherited its token has them for parents."""
+    """Return the processes that are the outer claim's own: who inherited its token has them for parents."""
     return (record.pid,) if record.pid and record.here else tuple(procfs.ancestors(os.getpid()))
 
 
-def check_possible_inside(
-    outer: Mapping[str, LeaseRecord], usable: Collection[Gpu], request: Selection, *, delegate: bool
-) -> None:
+def check_possible_inside(view: HostView, *, delegate: bool) -> None:
     """Refuse a request that the outer claim can never satisfy.
 
     Args:
-        usable: the GPUs of the outer claim that the request could ever get.
         delegate: whether the inner claim asks to delegate too.
 
     Raises:
@@ -108,6 +105,7 @@ def check_possible_inside(
             + (_ONCE_FOR_ALL_RANKS if "LOCAL_RANK" in os.environ else "claim without it"),
             value=True,
         )
+    outer, request = view.outer, view.request
     shares = [record.share for record in outer.values() if record.share is not None]
     if request.share is not None and shares and request.share > min(shares):
         raise UnsatisfiableRequestError(
@@ -115,10 +113,14 @@ def check_possible_inside(
             f"{format_bytes(min(shares))}: ask for less, or make the outer share larger",
             value=request.share,
         )
+    usable = {gpu.uuid for gpu in view.usable}
     if len(usable) < request.nb_gpus:
+        reasons = (v for v in view.judge({}) if v.gpu.uuid in outer and v.gpu.uuid not in usable)
+        listed = in_brackets("; ".join(f"GPU {verdict.gpu.label}: {verdict.reason}" for verdict in reasons))
+        way_out = "ask for others" if listed else "make the outer claim larger"
         raise UnsatisfiableRequestError(
-            f"{request.nb_gpus} GPUs asked for inside {_whose(outer)}, which can give "
-            f"{len(usable)} of its {len(outer)}: ask for fewer, or make the outer claim larger",
+            f"{plural(request.nb_gpus)} asked for inside {_whose(outer)}, which can give "
+            f"{len(usable)} of its {len(outer)}{listed}: ask for fewer, or {way_out}",
             value=request.nb_gpus,
         )
 
@@ -131,7 +133,7 @@ _ONCE_FOR_ALL_RANKS = (
 
 
 def judged_inside(outer: Mapping[str, LeaseRecord], verdicts: Iterable[GpuVerdict]) -> tuple[GpuVerdict, ...]:
-    """The verdicts, in which every GPU that the outer claim does not hold has the state ``outside``."""
+    """Return the verdicts, in which every GPU that the outer claim does not hold has the state ``outside``."""
     beyond = f"outside {_whose(outer)}, inside which this one is made (SAFE_GPU_SCOPE)"
     return tuple(v if v.gpu.uuid in outer else GpuVerdict(v.gpu, "outside", beyond) for v in verdicts)
 
@@ -143,7 +145,7 @@ def _whose(outer: Mapping[str, LeaseRecord]) -> str:
 
 
 def ancestor_may_hold(gpus: Iterable[Gpu], *, inner: bool) -> bool:
-    """Whether the record of one of these leases names this process or one of its ancestors.
+    """Return whether the record of one of these leases names this process or one of its ancestors.
 
     A record alone does not prove that the lease is held. Reading records needs no lock.
     """
@@ -157,7 +159,7 @@ def ancestor_may_hold(gpus: Iterable[Gpu], *, inner: bool) -> bool:
 def refuse_gpus_of_ancestors(
     verdicts: Iterable[GpuVerdict], usable: Collection[str], request: Selection, *, inner: bool
 ) -> None:
-    """Refuse to wait for GPUs that an ancestor holds: if the ancestor waits for this process, both wait for ever.
+    """Refuse to wait for GPUs that an ancestor holds: if the ancestor waits for this process, neither ever ends.
 
     Args:
         verdicts: with the holders that the kernel names: anybody may write a parent of all (process 1) into a record.
@@ -213,7 +215,8 @@ class HostView:
     """The host as one request sees it. Each poll replaces ``snapshot``, from which the verdicts are computed.
 
     Args:
-        driver: polled only while no lock is held; snapshot: its latest poll.
+        driver: polled only while no lock is held.
+        snapshot: its latest poll.
         request, visible_limit: what is asked for, and the UUIDs to choose from (None: all).
         own: pids under which the driver shows this process.
         near: NUMA nodes of the CPUs that this process may use; None if it may use all CPUs.
@@ -269,16 +272,17 @@ class HostView:
 
     @classmethod
     def of(cls, driver: Driver, snapshot: HostSnapshot, request: Selection) -> HostView:
-        """The view of this process, limited to the GPUs that its environment and CUDA allow.
+        """Return the view of this process, limited to the GPUs that its environment and CUDA allow.
 
         Raises:
             NoDriverError: the driver has no GPU. CudaInitializedError, UnsatisfiableRequestError: see
             ``visible_limit_of`` and ``Rules.of``.
         """
         if not snapshot.gpus:
+            vendor = next((one for one in VENDORS.values() if driver.name in one.drivers), VENDORS[FIRST])
             raise NoDriverError(
-                f"the driver ({driver.name}) works, but there is no GPU here: pass one into the container "
-                "(docker --gpus), or try SAFE_GPU_DRIVER=simulated:dgx-a100",
+                f"the driver ({driver.name}) works, but there is no GPU here: {vendor.pass_in}; to try safe_gpu "
+                f"without a GPU, set SAFE_GPU_DRIVER=simulated:{vendor.preset}",
                 driver=driver.name,
             )
         visible_limit = visible_limit_of(snapshot, request.nb_gpus, driver.runtime)
@@ -305,13 +309,13 @@ class HostView:
     def _completed(self, snapshot: HostSnapshot) -> HostSnapshot:
         for method in sorted(self.needs):
             snapshot = getattr(self.driver, method)(snapshot)
-        self._see_drained(drained_gpus(drain_files()[:1]), self._drained_here)
+        self._see_drained(drained_gpus(by_root=True), self._drained_here)
         return snapshot
 
     def see_drained(self, host: LockedHost) -> None:
         """Read which GPUs the owner of the state directory has drained, if any."""
         if host.drained or self._drained_here:
-            self._see_drained(self._drained_by_root, drained_gpus(drain_files()[1:]))
+            self._see_drained(self._drained_by_root, drained_gpus(by_root=False))
 
     def _see_drained(self, by_root: Mapping[str, str], here: Mapping[str, str]) -> None:
         if (by_root, here) != (self._drained_by_root, self._drained_here):
@@ -361,7 +365,7 @@ class HostView:
         return None if share is None or self.snapshot.shared_display else share
 
     def slot(self, uuid: str) -> int | None:
-        """The slot of the outer claim on a GPU; None if it has a whole GPU, or there is none."""
+        """Return the slot of the outer claim on a GPU; None if it has a whole GPU, or there is none."""
         return self.outer[uuid].slot if uuid in self.outer else None
 
     def see_sharers(self, leases: StateDir, gpus: Iterable[Gpu] | None = None) -> None:
@@ -379,7 +383,7 @@ class HostView:
         self.shared = {uuid: holder for uuid, holder in others.items() if holder is not None}
 
     def strangers(self, leases: StateDir, gpu: Gpu, processes: list[GpuProcess]) -> list[GpuProcess]:
-        """Those of these processes on a GPU of this claim that are of no claim that shares it."""
+        """Return those of these processes on a GPU of this claim that are of no claim that shares it."""
         holder = holder_of_slots(recorded_slots(leases, gpu.uuid).values())
         return strangers(processes, holder.sharers if holder else (), procfs.family_of)
 
@@ -393,8 +397,10 @@ class HostView:
         return self._unoccupied[2]
 
     def prepare(self) -> None:
-        """Judge the GPUs before host.lock is taken, for others wait meanwhile; not inside another claim, which is known
-        only under the lock."""
+        """Judge the GPUs before host.lock is taken, since others wait meanwhile.
+
+        Not inside another claim, which is known only under the lock.
+        """
         if not self.scope:
             if self.share is not None:
                 with opened("leases") as leases:
@@ -417,14 +423,15 @@ class HostView:
         self.poll()
 
     def lease_name(self, uuid: str) -> str:
-        """Name of the lease that this request takes for a GPU; a claim that shares it locks that lease shared."""
+        """Return the name of the lease that this request takes for a GPU; a claim that shares it locks that lease
+        shared."""
         slot = self.slot(uuid)
         if slot is not None:
             return slot_name(uuid, slot, inner=True)
         return inner_name(uuid) if self.outer else lease_name(uuid)
 
     def name(self, uuid: str) -> str:
-        """The name that this request is to take for a GPU."""
+        """Return the name that this request is to take for a GPU."""
         prefix, slot = self.snapshot.name_prefix, self.slot(uuid)
         if slot is not None:
             return names.slot_of(uuid, slot, prefix, inner=True)
@@ -433,10 +440,11 @@ class HostView:
     def judge(
         self, leased: Mapping[str, LeaseHolder], gpus: Iterable[Gpu] | None = None, *, fenced: bool = True
     ) -> tuple[GpuVerdict, ...]:
-        """Which GPUs the request could have now, and why not the others.
+        """Return which GPUs the request could have now, and why not the others.
 
         Args:
-            leased: UUID -> holder, for GPUs that others hold. gpus: the GPUs to judge; None: all of the host.
+            leased: UUID -> holder, for GPUs that others hold.
+            gpus: the GPUs to judge; None: all of the host.
             fenced: False judges without the visible limit.
         """
         leased = {**self.shared, **leased}
@@ -447,7 +455,7 @@ class HostView:
         return judged_inside(self.outer, verdicts) if self.outer else verdicts
 
     def judge_for(self, request: Selection, leased: Mapping[str, LeaseHolder]) -> tuple[GpuVerdict, ...]:
-        """The verdicts for a request of another process, whose visible limit is unknown."""
+        """Return the verdicts for a request of another process, whose visible limit is unknown."""
         return self._judge(request, leased, None)
 
     def _judge(
@@ -471,7 +479,8 @@ class HostView:
         )
 
     def _describe(self) -> Describe:
-        """Looks each process up once for each poll: a look judges the GPUs for several requests under host.lock."""
+        """Return a function that looks each process up once for each poll: a look judges the GPUs for several requests
+        under host.lock."""
         if self._described[0] is not self.snapshot:
             self._described = self.snapshot, cache(describe_process)
             self._family_of = cache(procfs.family_of)
@@ -482,9 +491,12 @@ class HostView:
         _driver_pids[os.getpid()] = frozenset(self.own)
 
 
+_cpu_count = cache(os.cpu_count)  # reads a file of /sys
+
+
 def _near_nodes(driver: Driver) -> frozenset[int] | None:
     cpus = os.sched_getaffinity(0)
-    if len(cpus) >= (os.cpu_count() or 1):
+    if len(cpus) >= (_cpu_count() or 1):
         return None
     from ..affinity.cpu_shares import nodes_of_cpus
 
@@ -492,7 +504,7 @@ def _near_nodes(driver: Driver) -> frozenset[int] | None:
 
 
 def _own_pids(snapshot: HostSnapshot) -> set[int]:
-    """The pids under which the driver shows this process.
+    """Return the pids under which the driver shows this process.
 
     A stored pid that the driver no longer shows is dropped, because another process may get it later.
     """
@@ -503,6 +515,7 @@ def _own_pids(snapshot: HostSnapshot) -> set[int]:
 
 
 def _unlisted(driver: Driver, snapshot: HostSnapshot, own: Collection[int]) -> frozenset[str]:
-    """UUIDs of the GPUs on which this process has a context that the driver does not list (a hidden process list)."""
+    """Return the UUIDs of the GPUs on which this process has a context that the driver does not list (a hidden process
+    list)."""
     listed = {gpu.uuid for gpu in snapshot.gpus if any(process.pid in own for process in gpu.processes or ())}
     return driver.runtime.contexts() - listed

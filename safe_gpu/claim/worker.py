@@ -76,7 +76,7 @@ def _check_visible(uuid: str) -> None:
 
 
 def is_held(uuid: str, token: str | None) -> bool:
-    """Whether a claim holds the lease of this GPU; with a ``token`` (SAFE_GPU_SCOPE), whether that claim does.
+    """Return whether a claim holds the lease of this GPU; with a ``token`` (SAFE_GPU_SCOPE), whether that claim does.
 
     Raises:
         LockTimeout, StateDirError: the leases cannot be read.
@@ -136,7 +136,8 @@ def bind_rank(
     mode: str = "node",
     memory: str | None = None,
 ) -> BindingReport:
-    """:func:`bind` for one rank under a launcher. Of several visible GPUs the one at its local rank is used."""
+    """Call :func:`bind` for one rank under a launcher. Of several visible GPUs the one at its local rank is
+    used."""
     from ..schedulers import current
 
     rank = current(os.environ).local_rank if gpus is None and ordinal is None else None
@@ -200,7 +201,7 @@ def _bind(
 
 
 def _vendor_of(gpus: Names | None) -> str | None:
-    """The vendor of the GPUs that are meant, as far as their UUIDs or the claim of this process tell."""
+    """Return the vendor of the GPUs that are meant, as far as their UUIDs or the claim of this process tell."""
     if isinstance(gpus, (list, tuple)) and gpus:
         gpus = gpus[0]
     if isinstance(gpus, str) and len(gpus) >= len("GPU-0123456789abcdef"):
@@ -218,7 +219,7 @@ def _own(snapshot: HostSnapshot) -> ResolvedGpus:
 
 
 def _of_rank(rank: int | None, snapshot: HostSnapshot) -> ResolvedGpus:
-    """The GPUs of a rank: the one at its local rank, or all that are visible if there is none."""
+    """Return the GPUs of a rank: the one at its local rank, or all that are visible if there is none."""
     shown = visible(snapshot, os.environ)
     if rank is None or len(shown.gpus) == 1:
         return shown
@@ -228,7 +229,8 @@ def _of_rank(rank: int | None, snapshot: HostSnapshot) -> ResolvedGpus:
 
 
 def _shift(snapshot: HostSnapshot) -> str:
-    """What is wrong if the indices in CUDA_VISIBLE_DEVICES no longer mean the GPUs of the claim around this process."""
+    """Return what is wrong if the indices in CUDA_VISIBLE_DEVICES no longer mean the GPUs of the claim around this
+    process."""
     value = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     if not value[:1].isdigit():
         return ""
@@ -239,7 +241,7 @@ def _shift(snapshot: HostSnapshot) -> str:
 
 
 def _claimed_around(snapshot: HostSnapshot) -> Sequence[str]:
-    """UUIDs of the GPUs of the claim inside which this process runs. Records are read without a lock."""
+    """Return the UUIDs of the GPUs of the claim inside which this process runs. Records are read without a lock."""
     from ..coordination.holders import outer_claim_of_process
     from ..coordination.leases import inner_name, lease_name, read_record
     from ..coordination.locks import opened

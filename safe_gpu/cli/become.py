@@ -22,10 +22,11 @@ class CommandError(SafeGpuError):
 
 
 def find_command(command: Sequence[str], verb: str = "run") -> str:
-    """The file that a shell would run for this command; a name with a slash is the file itself.
+    """Return the file that a shell would run for this command; a name with a slash is the file itself.
 
     Args:
-        command: its name and arguments; verb: the command of safe-gpu that runs it, for advice.
+        command: its name and arguments.
+        verb: the command of safe-gpu that runs it, for advice.
 
     Raises:
         CommandError: no such command, or only files that cannot be executed.
@@ -85,6 +86,7 @@ def become(path: str, command: Sequence[str]) -> NoReturn:
 
 
 def _is_binary(path: str) -> bool:
-    """Whether a file that the kernel knows no way to execute is no script either (a program for another machine)."""
+    """Return whether a file that the kernel knows no way to execute is no script either (a program for another
+    machine)."""
     with open(path, "rb", buffering=0) as file:
         return b"\0" in file.read(128)

@@ -1,4 +1,4 @@
-"""Advice on a command: it is not found, or it starts a container through a daemon."""
+"""Advice on a command: it is not found, or it starts a container in which the claim would not hold."""
 
 from __future__ import annotations
 
@@ -38,11 +38,15 @@ _SWITCHES = frozenset(
 
 
 def warning_about(command: Sequence[str], path: str, state_dir: str) -> str:
-    """What to say before a command is run that starts a container through a daemon; "" for all other commands.
+    """Return a warning about a command that starts a container in which the claim would not hold or not be known.
 
     Args:
-        command: its name and arguments; path: the file that is run for it.
+        command: its name and arguments.
+        path: the file that is run for it.
         state_dir: the state directory, which the container should have.
+
+    Returns:
+        One sentence or more; "" for all other commands.
     """
     words = list(command)
     while words and (wrapper := os.path.basename(words[0])) in _WRAPPERS:
@@ -64,7 +68,7 @@ def warning_about(command: Sequence[str], path: str, state_dir: str) -> str:
     elif client == "docker-compose":
         client, rest = "docker", ["compose", *rest]
     elif client not in ("docker", "nerdctl"):
-        return ""
+        return _warning_about_variables(client, words[1:])
     if rest[:1] == ["container"]:
         del rest[0]
     name, *rest = rest or [""]
@@ -79,7 +83,7 @@ def warning_about(command: Sequence[str], path: str, state_dir: str) -> str:
     else:
         return ""
     ending = (
-        f"the claim ends with `{client} {name}`, not with the container, which is no child of it and may run on"
+        f"the claim ends with `{client} {name}`, not with the container, which is not its child and may run on"
         if attached
         else f"`{client} {name}` ends at once, and the claim with it, so that others can claim the GPUs of the "
         "container"
@@ -92,8 +96,27 @@ def warning_about(command: Sequence[str], path: str, state_dir: str) -> str:
     )
 
 
+def _warning_about_variables(client: str, words: Sequence[str]) -> str:
+    """Return a warning about a child of this process that would not pass on which GPUs were claimed."""
+    text = " ".join(words)
+    if re.search("VISIBLE_DEVICES|AFFINITY_MASK|--env-host", text):
+        return ""
+    if client == "podman" and re.search(r"\brun .*(gpu|/dev/)", text):
+        cause, way_out = "without -e", "add -e CUDA_VISIBLE_DEVICES -e CUDA_DEVICE_ORDER"
+    elif client in ("apptainer", "singularity") and re.match(_CLEAN, text):
+        cause, way_out = "with this option", "leave out --cleanenv (-e) and --containall (-C)"
+    else:
+        return ""
+    return (
+        f"warning: {cause}, {client} passes no variables on, so the container may use GPUs that others hold: {way_out}"
+    )
+
+
+_CLEAN = r"\S+ (-\S+ )*(-e|--cleanenv|-C|--containall) "
+
+
 def _options(words: Sequence[str], takes_argument: Callable[[str], bool]) -> tuple[set[str], list[str]]:
-    """The options up to the first word that is none, without those switched off; and the words from there on."""
+    """Return the options up to the first word that is none, without those switched off; and the words from there on."""
     rest, found = list(words), set()
     while rest and rest[0].startswith("-") and rest[0] != "-":
         option, equals, value = rest.pop(0).partition("=")
@@ -115,12 +138,12 @@ def _of_client(words: Sequence[str]) -> tuple[set[str], list[str]]:
 
 
 def _is_podman(path: str) -> bool:
-    """Whether this docker is a script or a link of podman's."""
+    """Return whether this docker is a script or a link of podman's."""
     start = read_start(path, 1024)
     return start is not None and b"podman" in os.path.basename(os.fsencode(os.path.realpath(path))) + start
 
 
-# What to do about a command that does not exist: the mistakes that a shell would have caught. Read after one only.
+# What to do about a command that does not exist: the mistakes that a shell would have caught. Loaded only after one.
 
 
 # What only a shell knows: its builtins, and the functions that environments are set up with.
@@ -132,7 +155,7 @@ _SHELL_SYNTAX = re.compile(r"[;|&<>$`*?(){}#\n]")
 
 
 def hint_for(command: Sequence[str], verb: str) -> str:
-    """How the command is written so that it is found, as the tail of a sentence; "" where nobody can tell.
+    """Return how the command is written so that it is found, as the tail of a sentence; "" where nobody can tell.
 
     Args:
         command: its name, which is not found, and its arguments.

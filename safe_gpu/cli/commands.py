@@ -53,18 +53,20 @@ COMMANDS = {
     "status": "which GPUs are free, who has the others, who waits",
     "history": "who used which GPUs, and for how long",
     "wait": "wait until GPUs could be claimed",
-    "drain": "no new claims on a GPU",
-    "resume": "new claims there again",
-    "doctor": "check this host, with fixes",
+    "drain": "allow no new claims on GPUs",
+    "resume": "allow new claims on GPUs again",
+    "doctor": "check this host: what is wrong, and how to fix it",
     "policy": "which limits of this host apply to you, or to others",
     "affinity": "which CPUs go with which GPU",
     "demo": "watch a race for GPUs",
-    "completion": "completion of all this in bash, zsh or fish",
+    "completion": "print a completion script for bash, zsh or fish",
 }
 
 
 RUNNERS = ("run", "bind")
 """Those that take a command of the user's own and become it."""
+
+_COMMAND_LIST = "\n".join(["commands:", *(f"  {name:<12} {summary}" for name, summary in COMMANDS.items())])
 
 # Commands that share a file.
 _MODULES = {"bind": "run", "wait": "run", "history": "status"} | dict.fromkeys(
@@ -105,7 +107,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _for_scheduler(code: int, options: argparse.Namespace | None) -> int:
-    """The exit code, or what ``run --refused-exit`` or root's file say in its place where the host is to blame."""
+    """Return the exit code, or the one of ``run --refused-exit`` or root's file in its place where the host is to
+    blame."""
     if code not in _OF_THE_HOST or options is None or not hasattr(options, "refused_exit"):
         return code
     from ..settings import host_setting
@@ -117,7 +120,7 @@ def _for_scheduler(code: int, options: argparse.Namespace | None) -> int:
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """What was typed, as options with a ``handler`` that takes them.
+    """Parse what was typed into options with a ``handler`` that takes them.
 
     Raises:
         SystemExit: a usage error, or help or the version was printed.
@@ -132,23 +135,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     if first in ("-V", "--version"):
         print(f"safe-gpu {__version__}{_commit()}")
         raise SystemExit(0)
-    parser = Parser(
-        prog="safe-gpu",
-        description="Claim GPUs on a shared host without collisions.",
-        usage="safe-gpu COMMAND [options]",
-        epilog="""examples:
-  safe-gpu status                                which GPUs are free, who waits
-  safe-gpu run -- python train.py                wait for a GPU, and run there
-  safe-gpu run -n 2 --timeout 2h -- ./simulate  two GPUs, within two hours
-  safe-gpu help run                              the options of a command
-
-environment: SAFE_GPU_DIR, SAFE_GPU_DRIVER, SAFE_GPU_TIMEOUT, SAFE_GPU_NB_GPUS,
-SAFE_GPU_FENCE; CUDA_VISIBLE_DEVICES limits which GPUs are chosen from""",
-    )
-    parser.add_argument("-V", "--version", action="store_true", help="show the version and exit")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", prog=parser.prog)
-    for name, summary in COMMANDS.items():
-        commands.add_parser(name, help=summary)
+    parser = top_parser()
     if first not in ("-h", "--help", "help"):
         from .suggest import unknown_command, unknown_option
 
@@ -161,8 +148,28 @@ SAFE_GPU_FENCE; CUDA_VISIBLE_DEVICES limits which GPUs are chosen from""",
     raise SystemExit(0)
 
 
+def top_parser() -> Parser:
+    """Return the parser of what stands before the name of a command."""
+    parser = Parser(
+        prog="safe-gpu",
+        description=f"Claim GPUs on a shared host without collisions.\n\n{_COMMAND_LIST}",
+        usage="safe-gpu COMMAND [options]",
+        epilog="""examples:
+  safe-gpu status                              which GPUs are free, who waits
+  safe-gpu run -- python train.py              wait for a GPU, and run there
+  safe-gpu run -n 2 --timeout 2h -- ./train    two GPUs, within two hours
+  safe-gpu help run                            the options of a command
+
+environment: SAFE_GPU_DIR, SAFE_GPU_DRIVER, SAFE_GPU_TIMEOUT, SAFE_GPU_NB_GPUS,
+SAFE_GPU_FENCE; CUDA_VISIBLE_DEVICES limits which GPUs are chosen from""",
+    )
+    parser.add_argument("-V", "--version", action="store_true", help="show the version and exit")
+    parser.add_help_option()
+    return parser
+
+
 def _commit() -> str:
-    """`` (5089dec)`` in a checkout, as far as git tells; else ""."""
+    """Return `` (5089dec)`` in a checkout where git tells; else ""."""
     from ..programs import TooLate, TooMuch, find_program, output_of
 
     checkout = __file__.rpartition("/safe_gpu/")[0]
@@ -178,12 +185,13 @@ def _commit() -> str:
 
 
 def parser_of(name: str) -> Parser:
-    """The parser of one command; one of all commands costs time that ``run`` has not."""
+    """Return the parser of one command: parsers of all would cost ``run`` time."""
     from importlib import import_module
 
     parser = Parser(prog=f"safe-gpu {name}")
     module = import_module(f".{_MODULES.get(name, name)}", __package__)
     getattr(module, f"configure_{name}")(parser)
+    parser.add_help_option()
     return parser
 
 

@@ -59,7 +59,7 @@ _BEFORE_HELP = {"zsh": ":", "fish": "\t"}  # bash shows none
 
 
 def configure_completion(parser: argparse.ArgumentParser) -> None:
-    """Its argument and its handler."""
+    """Set its argument and its handler."""
     parser.description = "Print a script that completes commands, options and their values."
     parser.epilog = """examples:
   echo 'eval "$(safe-gpu completion bash)"' >> ~/.bashrc
@@ -88,7 +88,7 @@ def _completion(options: argparse.Namespace) -> int:
 
 
 def candidates(words: Sequence[str]) -> dict[str, str] | int:
-    """What may stand in place of the last of these words, with its meaning, whatever has been typed of it.
+    """Return what may stand in place of the last of these words, with its meaning, whatever has been typed of it.
 
     A number says which of the words is the first of a command line of another program.
     """

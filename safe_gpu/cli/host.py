@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 def configure_affinity(parser: argparse.ArgumentParser) -> None:
-    """Its options and its handler."""
+    """Set its options and its handler."""
     from ..affinity.options import MODES
 
-    parser.description = "The CPUs that a claim of each GPU is bound to; or where a process really runs."
+    parser.description = "Show the CPUs that a claim of each GPU is bound to, or where a process runs."
     parser.epilog = (
         "examples:\n  safe-gpu affinity --mode exclusive\n  safe-gpu affinity --of $(pgrep -n python) --gpu 3"
     )
@@ -48,7 +48,7 @@ def configure_affinity(parser: argparse.ArgumentParser) -> None:
 
 
 def cpu_list(text: str) -> str:
-    """A list of CPUs, as the kernel writes it."""
+    """Check that a text is a list of CPUs as the kernel writes it, and return it."""
     from ..cpulist import parse_cpulist
 
     if not parse_cpulist(text):
@@ -57,7 +57,7 @@ def cpu_list(text: str) -> str:
 
 
 def process_id(text: str) -> int:
-    """A process that can be seen from here."""
+    """Return the number of a process that can be seen from here."""
     if not is_number(text) or not os.path.exists(f"/proc/{int(text)}"):
         raise ValueError(f"there is no process {text!r}")
     return int(text)
@@ -95,7 +95,7 @@ def _affinity(options: argparse.Namespace) -> int:
 
 
 def _shown(options: argparse.Namespace, driver: Driver) -> list[int] | None:
-    """The indices of the GPUs to show; None for all."""
+    """Return the indices of the GPUs to show; None for all."""
     from ..affinity.resolve_gpus import by_name, by_ordinal
 
     if options.ordinal is not None:
@@ -104,7 +104,7 @@ def _shown(options: argparse.Namespace, driver: Driver) -> list[int] | None:
 
 
 def _usable(driver: Driver) -> frozenset[int] | None:
-    """This process's mask, where the topology is this host's; None for every CPU."""
+    """Return this process's mask, where the topology is this host's; None for every CPU."""
     from ..affinity.binding import original_mask
     from ..settings import fsroot_or_default
 
@@ -116,13 +116,13 @@ def _usable(driver: Driver) -> frozenset[int] | None:
 
 
 def configure_policy(parser: argparse.ArgumentParser) -> None:
-    """Its options and its handler."""
+    """Set its options and its handler."""
     parser.description = "Show the limits that the administrator has set for you, or for others."
     parser.epilog = "examples:\n  safe-gpu policy\n  safe-gpu policy --json | jq .max_gpus\n  safe-gpu policy --all"
     whose = parser.add_mutually_exclusive_group()
-    whose.add_argument("--user", metavar="U", help="those of this user, by name or number")
-    whose.add_argument("--all", action="store_true", help="how many GPUs each user holds and may hold")
-    whose.add_argument("--check", metavar="FILE", help="whether this file could be the host's")
+    whose.add_argument("--user", metavar="U", help="show the limits of this user, by name or number")
+    whose.add_argument("--all", action="store_true", help="show how many GPUs each user holds and may hold")
+    whose.add_argument("--check", metavar="FILE", help="check whether this file is valid as the host's")
     parser.add_argument("--json", action="store_true", help="for programs; times in seconds, null for no limit")
     parser.set_defaults(handler=_policy, usage_error=parser.error)
 
@@ -191,8 +191,8 @@ def _policy(options: argparse.Namespace) -> int:
 
 
 def _held() -> dict[str, dict[int, float]] | None:
-    """Vendor -> how many of its GPUs each user (uid) holds here, of shares their parts; None if the GPUs or the state
-    directory cannot be read."""
+    """Return, for each vendor, how many of its GPUs each user (uid) holds here, counting shares as parts; None if the
+    GPUs or the state directory cannot be read."""
     from ..claim.quota import parts_by_lease
     from ..coordination.files import StateDir, state_dir_path
     from ..coordination.holders import lease_owners
@@ -222,7 +222,7 @@ def _held() -> dict[str, dict[int, float]] | None:
 
 
 def _rounded(number: float) -> float:
-    """A number of GPUs, whole where it is: 2 or 0.25."""
+    """Return a number of GPUs as an integer where it is whole: 2 or 0.25."""
     return int(number) if number == int(number) else round(number, 2)
 
 
@@ -236,7 +236,7 @@ def _shown_held(limits: Limits, held: dict[str, float] | None, other: str | None
     kinds = {f"{VENDORS[vendor].title} GPU": number for vendor, number in held.items()} if len(held) > 1 else {}
     each = kinds or {"GPU": sum(held.values())}
     texts = [f"{number} of {'' if other else 'your '}{plural(most, kind)}" for kind, number in each.items()]
-    above = " The limit was lowered since: nothing ends, and claims wait." if max(each.values()) > most else ""
+    above = " The limit has been lowered: no claim ends, and new ones wait." if max(each.values()) > most else ""
     return ["", f"{f'{other} holds' if other else 'You hold'} {' and '.join(texts)}.{above}"]
 
 
@@ -254,9 +254,10 @@ def _shown_limit(key: str, value: float | None) -> str:
 
 
 def configure_drain(parser: argparse.ArgumentParser) -> None:
-    """Its options and its handler."""
-    parser.description = """Let nobody claim these GPUs, or any of this host: for root, or the owner
-of the state directory. Who holds them goes on, and who waits for them waits."""
+    """Set its options and its handler."""
+    parser.description = """Allow no new claims on these GPUs, or on any GPU of this host. Claims that hold
+them go on, and waiters keep waiting. For root and the owner of the state
+directory only."""
     parser.epilog = "example:\n  safe-gpu drain 3 --reason 'a fan is broken'"
     parser.add_argument("--reason", metavar="R", default="", help="shown to everybody")
     _add_gpus(parser)
@@ -264,8 +265,8 @@ of the state directory. Who holds them goes on, and who waits for them waits."""
 
 
 def configure_resume(parser: argparse.ArgumentParser) -> None:
-    """Its options and its handler."""
-    parser.description = "Let everybody claim these GPUs again, or all of this host."
+    """Set its options and its handler."""
+    parser.description = "Allow new claims on these GPUs again, or on all GPUs of this host."
     _add_gpus(parser)
     parser.set_defaults(handler=_drain, reason=None)
 
@@ -277,7 +278,7 @@ def _add_gpus(parser: argparse.ArgumentParser) -> None:
 
 def _drain(options: argparse.Namespace) -> int:
     """Write root's file, or that of the owner of the state directory."""
-    from ..coordination.leases import drain_files, drained_gpus, read_drained
+    from ..coordination.leases import drain_file, drained_gpus, read_drained
     from ..errors import PolicyError
     from ..programs import is_root
     from ..selection.values import names_device
@@ -290,10 +291,10 @@ def _drain(options: argparse.Namespace) -> int:
     if unknown:
         raise GPUAffinityError(f"this host has no GPU {', '.join(unknown)}: see safe-gpu status")
     meant = [one for one in gpus if not names or any(names_device(name, one.gpu) for name in names)]
-    path = drain_files()[not is_root()]
+    path = drain_file(by_root=is_root())
     if not is_root() and not _is_own(os.path.dirname(path)):
         raise PolicyError("only root and the owner of the state directory may drain GPUs: ask them")
-    reasons = read_drained(path)[1]
+    reasons = read_drained(by_root=is_root())[1]
     for one in meant:
         reasons.pop(one.gpu.uuid, None)
         if options.reason is not None:
@@ -318,8 +319,9 @@ def _is_own(path: str) -> bool:
 
 
 def configure_doctor(parser: argparse.ArgumentParser) -> None:
-    """Its options and its handler."""
-    parser.description = "Check this host and this environment, each finding with its fix."
+    """Set its options and its handler."""
+    parser.description = "Check this host and this environment; print what is wrong, each with its fix."
+    parser.add_argument("-v", "--verbose", action="store_true", help="list the checks that passed or were skipped too")
     parser.add_argument("--json", action="store_true", help="for programs")
     parser.set_defaults(handler=_doctor)
 
@@ -331,7 +333,7 @@ def _doctor(options: argparse.Namespace) -> int:
     if options.json:
         print_json(doctor.to_dict(checks))
     else:
-        print(doctor.render_checks(checks, color=in_color(sys.stdout), width=columns()))
+        print(doctor.render_checks(checks, color=in_color(sys.stdout), width=columns(), verbose=options.verbose))
     return doctor.exit_code(checks)
 
 
@@ -339,12 +341,12 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def configure_demo(parser: argparse.ArgumentParser) -> None:
-    """Its handler; it takes no options."""
-    parser.description = "A race for GPUs that anyone can watch: on real GPUs, or simulated where none is."
+    """Set its handler; it takes no options."""
+    parser.description = "Race processes for GPUs: real ones that are free, or simulated ones."
     parser.set_defaults(handler=_demo)
 
 
 def _demo(options: argparse.Namespace) -> int:
     from ..demo.race import run
 
-    return run(stream=sys.stdout)
+    return run(stream=sys.stdout, color=in_color(sys.stdout))

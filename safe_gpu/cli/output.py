@@ -9,11 +9,11 @@ from typing import TextIO
 
 from ..procfs import printable_lines
 
-# The standard streams of a command: all three there, how wide, errors said on stderr, a broken one let go.
+# The standard streams of a command: opened if missing, measured, written to, and discarded if broken.
 
 
 def open_standard_streams() -> None:
-    """Let none of the numbers 0 to 2 be free, or a lease takes it and is printed to; the command finds them closed."""
+    """Open the numbers 0 to 2 where they are closed: a lease would take one of them, and be printed to."""
     for number in range(3):
         try:
             os.fstat(number)
@@ -25,14 +25,14 @@ def open_standard_streams() -> None:
 
 
 def drop(stream: TextIO) -> None:
-    """What is still buffered cannot be written, and the interpreter would try once more at exit."""
+    """Discard what a stream still buffers and cannot write; the interpreter would try once more at exit."""
     fd = os.open(os.devnull, os.O_WRONLY)
     os.dup2(fd, stream.fileno())
     os.close(fd)
 
 
 def drop_errors() -> None:
-    """The same of stderr, where it is broken: the interpreter would end with exit code 120 over it."""
+    """Flush stderr, or discard what it buffers: with a broken stderr the interpreter would end with exit code 120."""
     try:
         sys.stderr.flush()
     except (OSError, ValueError):
@@ -40,7 +40,7 @@ def drop_errors() -> None:
 
 
 def is_terminal(stream: TextIO) -> bool:
-    """Whether somebody sees it at once, and it can move its cursor."""
+    """Return whether a stream is a terminal that can move its cursor."""
     try:
         return stream.isatty() and os.environ.get("TERM") != "dumb"
     except ValueError:  # closed
@@ -48,44 +48,44 @@ def is_terminal(stream: TextIO) -> bool:
 
 
 def in_color(stream: TextIO) -> bool:
-    """Whether it shows colours, and the user wants them."""
+    """Return whether a stream is such a terminal, and the user wants colours."""
     return is_terminal(stream) and not os.environ.get("NO_COLOR")
 
 
 class Log:
-    """The logger of a claim that a command makes: warnings are said on stderr, the steps are not."""
+    """The logger of a claim that a command makes: it prints warnings on stderr, and no steps."""
 
     def isEnabledFor(self, level: int) -> bool:
-        """Whether messages of a level are said."""
+        """Return whether messages of a level are printed."""
         return level >= 30
 
     def info(self, message: str, *args: object, **_: object) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def warning(self, message: str, *args: object, **_: object) -> None:
-        """Say it."""
+        """Print it on stderr."""
         say(f"warning: {message % args if args else message}")
 
     error = warning
 
 
 def say(text: str) -> None:
-    """One line, or a sentence and a list, on stderr."""
+    """Print a line, or a sentence and a list, on stderr."""
     try:
         print(f"safe-gpu: {printable_lines(text)}", file=sys.stderr, flush=True)
     except (OSError, ValueError):
-        pass  # nobody listens
+        pass  # nobody reads it
 
 
 def print_json(value: object) -> None:
-    """A document for programs; sets are sorted lists there."""
+    """Print a document for programs; sets become sorted lists."""
     import json
 
     print(json.dumps(value, indent=2, default=sorted))
 
 
 def columns() -> int:
-    """What COLUMNS says, or the width of the terminal that stdout is, or 80."""
+    """Return the value of COLUMNS, else the width of the terminal that stdout is, else 80."""
     text = os.environ.get("COLUMNS", "")
     if text.isascii() and text.isdecimal() and len(text) < 10 and int(text) > 0:
         return int(text)
@@ -93,7 +93,7 @@ def columns() -> int:
 
 
 def width_of(stream: TextIO) -> int:
-    """The width of the terminal that a stream is, or 80."""
+    """Return the width of the terminal that a stream is, else 80."""
     try:
         return os.get_terminal_size(stream.fileno()).columns or 80
     except (OSError, ValueError):

@@ -22,15 +22,15 @@ EX_USAGE = 2
 
 
 def is_number(text: str) -> bool:
-    """Whether a text is a number of at most nine ASCII digits."""
+    """Return whether a text is a number of at most nine ASCII digits."""
     return text.isdecimal() and text.isascii() and len(text) < 10
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):
-    """Knows its width by itself: argparse makes a formatter for every option and would import shutil for it."""
+    """A formatter that knows its width: argparse makes one for every option and would import shutil for it."""
 
     def __init__(self, prog: str, **options: Any) -> None:
-        super().__init__(prog, **{"width": columns() - 2, **options})
+        super().__init__(prog, **{"width": min(columns(), 80) - 2, **options})
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
         # The value once, not after each of the names: -n N, --gpus N.
@@ -44,9 +44,13 @@ class Parser(argparse.ArgumentParser):
     """argparse, with ``-5s`` taken for the value that it is, no abbreviations, and suggestions for what is unknown."""
 
     def __init__(self, **options: Any) -> None:
-        options.update(formatter_class=_Formatter, allow_abbrev=False)
+        options.update(formatter_class=_Formatter, allow_abbrev=False, add_help=False)
         super().__init__(**options)
         self._negative_number_matcher = re.compile(r"-([0-9.].*|inf)$")
+
+    def add_help_option(self) -> None:
+        """Add ``--help`` at the end, where it is no group of its own."""
+        self._action_groups[-1].add_argument("-h", "--help", action="help", help="show this help and exit")
 
     def error(self, message: str) -> NoReturn:
         name, colon, rest = message.partition(": ")
@@ -83,7 +87,7 @@ class Parser(argparse.ArgumentParser):
         return options
 
     def names(self) -> list[str]:
-        """Every option, under all its names."""
+        """Return all options, under all their names."""
         return list(self._option_string_actions)
 
 
@@ -95,17 +99,18 @@ class CommandLine(ArgumentStyle):
 
     @staticmethod
     def option(argument: str) -> str:
-        """``--timeout``; ``-n`` for the number of GPUs."""
+        """Return ``--timeout``; ``-n`` for the number of GPUs."""
         return {"nb_gpus": "-n", "hold_for": "--for"}.get(argument) or f"--{argument.replace('_', '-')}"
 
     @staticmethod
     def setting(argument: str, value: str) -> str:
-        """``--exclude 0,3``; variables of the environment, which are upper case, are ``NAME=value`` as everywhere."""
+        """Return ``--exclude 0,3``; variables of the environment, which are upper case, are ``NAME=value`` as
+        everywhere."""
         return f"{argument}={value}" if argument.isupper() else f"{CommandLine.option(argument)} {value}"
 
     @staticmethod
     def value(value: object) -> str:
-        """As a shell takes it: ``20GiB``, ``'RTX*4090'``."""
+        """Return a value as a shell takes it: ``20GiB``, ``'RTX*4090'``."""
         from shlex import quote
 
         return quote(str(value))
@@ -139,19 +144,19 @@ def _count(text: str) -> int | str | tuple[int, int]:
 
 
 def _of(condition: type[Condition]) -> Callable[[str], Any]:
-    """The value of a condition, as the claim reads it."""
+    """Return the parser of a condition, which a claim has too."""
     return lambda text: condition.parse(text, CommandLine)
 
 
 def gpu_list(text: str) -> tuple[str, ...]:
-    """The value of --gpu: ``0,3``, ``4-7`` or UUIDs."""
+    """Parse the value of ``--gpu``: ``0,3``, ``4-7`` or UUIDs."""
     from ..selection.values import parse_names
 
     return parse_names(text, "gpu", spelling=CommandLine)
 
 
 def whole_number(what: str, least: int) -> Callable[[str], int]:
-    """A number of ``what``, from ``least`` up."""
+    """Return a parser of numbers of ``what``, from ``least`` up."""
 
     def parse(text: str) -> int:
         if not is_number(text) or int(text) < least:
@@ -161,34 +166,36 @@ def whole_number(what: str, least: int) -> Callable[[str], int]:
     return parse
 
 
-_HOW_MANY = """how many GPUs; 2-4: at least two, and up to four if these can be had at once; job: as many as the batch
-job asked for (default 1)"""
+_HOW_MANY = """number of GPUs; 2-4: at least two, and up to four if that many are free; job: as many as the batch job
+asked for (default 1)"""
 _HOW_LONG_TO_WAIT = """how long to wait: 90 (seconds), 15m, 1h30m, 01:30:00, 2-12:00:00 (days first), inf; 0 does not
 wait (default: SAFE_GPU_TIMEOUT, else inf)"""
-_HOW_LONG_TO_HOLD = """for how long the GPUs will probably be held, such as 30m or 2h, or: unknown; short jobs get in
-earlier, and nothing ends when the time is over (default: SAFE_GPU_FOR, else the end of the batch job)"""
+_HOW_LONG_TO_HOLD = """how long the GPUs will probably be held: 30m, 2h, unknown; short jobs get in earlier, and no job
+ends when the time is over (default: SAFE_GPU_FOR, else the end of the batch job)"""
 
 
 def add_request(parser: argparse.ArgumentParser) -> None:
-    """The options of commands that ask for GPUs."""
+    """Add the options of commands that ask for GPUs."""
     from ..selection.request import CONDITIONS
 
-    add = parser.add_argument
-    add("-n", "--gpus", "--nb-gpus", dest="nb_gpus", type=_count, default=1, metavar="N", help=_HOW_MANY)
+    which = parser.add_argument_group("which GPUs")
+    which.add_argument("-n", "--gpus", "--nb-gpus", dest="nb_gpus", type=_count, default=1, metavar="N", help=_HOW_MANY)
+    for one in CONDITIONS:
+        which.add_argument(CommandLine.option(one.argument), type=_of(one), metavar=one.metavar, help=one.help)
+    add_vendor(which, f"GPUs of this vendor (default: {VENDORS[FIRST].title}'s where there are some)")
+    add = parser.add_argument_group("how long").add_argument
     add("-t", "--timeout", type=_duration, default=argparse.SUPPRESS, metavar="D", help=_HOW_LONG_TO_WAIT)
     add("--for", dest="hold_for", type=_hold_for, default=argparse.SUPPRESS, metavar="D", help=_HOW_LONG_TO_HOLD)
-    for one in CONDITIONS:
-        add(CommandLine.option(one.argument), type=_of(one), metavar=one.metavar, help=one.help)
-    add_vendor(parser, f"GPUs of this vendor (default: {VENDORS[FIRST].title}'s where there are some)")
 
 
-def add_vendor(parser: argparse.ArgumentParser, meaning: str) -> None:
-    """``--vendor``, which matters on hosts with GPUs of several."""
+def add_vendor(parser: argparse._ActionsContainer, meaning: str) -> None:
+    """Add ``--vendor``, which matters on hosts with GPUs of several vendors."""
     parser.add_argument("--vendor", type=str.lower, choices=tuple(VENDORS), default=None, help=meaning)
 
 
 def add_which_gpus(parser: argparse.ArgumentParser, gpu: str, ordinal: str, node: str = "") -> None:
-    """``--gpu L``, ``--ordinal N`` and perhaps ``--node N``, of which one may be given; the texts are their help."""
+    """Add ``--gpu L``, ``--ordinal N`` and perhaps ``--node N``, of which one may be given; the texts are their
+    help."""
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--gpu", type=gpu_list, default=None, metavar="L", help=gpu)
     which.add_argument("--ordinal", type=whole_number("CUDA's", 0), default=None, metavar="N", help=ordinal)
@@ -200,13 +207,13 @@ _NOT_OF_CLAIMS = ("handler", "command", "quiet", "refused_exit")
 
 
 def claim_arguments(options: argparse.Namespace) -> dict[str, Any]:
-    """The options of a command that asks for GPUs as keyword arguments of a claim, which have the same names."""
+    """Return the options of a command that asks for GPUs as keyword arguments of a claim, which have the same names."""
     given = {name: value for name, value in vars(options).items() if name not in _NOT_OF_CLAIMS}
     return {**given, "timeout": timeout_of(options)}
 
 
 def timeout_of(options: argparse.Namespace) -> float | None:
-    """Seconds to wait, None for ever: ``--timeout``, else SAFE_GPU_TIMEOUT, else for ever.
+    """Return the seconds to wait: ``--timeout``, else SAFE_GPU_TIMEOUT; None waits without limit, as by default.
 
     Raises:
         UnsatisfiableRequestError: the variable makes no sense.

@@ -37,7 +37,8 @@ class WaitLine:
     queue.
 
     Args:
-        quiet: show nothing. hint: mention --for once.
+        quiet: show nothing.
+        hint: mention --for once.
 
     Attributes:
         waited: whether there was any news.
@@ -78,7 +79,7 @@ class WaitLine:
 
         self._status = status
         if not self._live:
-            self._write(f"{_PROGRAM}{waiting_message(status)}\n")
+            self._write(f"{_PROGRAM}{waiting_message(status, waited=self.seconds)}\n")
         elif self._thread is None:
             import threading
 
@@ -90,11 +91,11 @@ class WaitLine:
         # Not at once, as most waits are short; but behind another waiter it may help at once.
         if self._hint and (not first or status.ahead is not None):
             self._hint = False
-            if _says_nothing():
+            if _hold_is_unknown():
                 self._note("short jobs get in earlier if they say for how long: --for 30m")
 
     def _tell_of_idle_claims(self, status: WaitStatus) -> None:
-        """Whom to ask for GPUs that are held without use, once, where the policy of this host wants that told."""
+        """Tell once whom to ask for GPUs that are held without use, if the policy of this host asks for that."""
         from .. import settings
 
         path = settings.policy_file(os.environ)
@@ -120,7 +121,7 @@ class WaitLine:
             self._note(cut(lines[key], width_of(self._stream) - 1 - len(_PROGRAM)))
 
     def _note(self, text: str) -> None:
-        """A line of its own, above the live one."""
+        """Write a line of its own, above the live one."""
         self._write(f"{_ERASE if self._live else ''}{_PROGRAM}{text}\n")
 
     def _tick(self) -> None:
@@ -131,16 +132,12 @@ class WaitLine:
                 return
 
     def _line(self, width: int) -> str:
-        """The news and for how long we wait, in what a terminal of this width shows without breaking the line."""
+        """Return what a terminal of this width shows without breaking the line."""
         from ..claim.messages import waiting_message
-        from ..text import format_age
 
         assert self._status is not None
-        clock = f" ({format_age(self.seconds)})"
-        text = _PROGRAM + waiting_message(self._status, width=max(0, width - len(_PROGRAM) - len(clock)))
-        if len(text) + len(clock) <= width:
-            return text + clock
-        return text if len(text) <= width else f"{text[: max(0, width - 3)]}..."[: max(0, width)]
+        text = waiting_message(self._status, waited=self.seconds, width=width - len(_PROGRAM))
+        return (_PROGRAM + text)[: max(0, width)]
 
     def _write(self, text: str) -> None:
         with suppress(OSError, ValueError):
@@ -148,8 +145,8 @@ class WaitLine:
             self._stream.flush()
 
 
-def _says_nothing() -> bool:
-    """Whether nothing says for how long the GPUs will be held: no variable, no batch job."""
+def _hold_is_unknown() -> bool:
+    """Return whether neither a variable nor a batch job tells for how long the GPUs will be held."""
     from ..claim.times import DEFAULT, parse_hold_for
     from ..schedulers import current
 
@@ -159,11 +156,12 @@ def _says_nothing() -> bool:
 # ``safe-gpu run``: wait for GPUs, claim them, become the command.
 
 
+_CONTAINERS = ("docker", "nerdctl", "podman", "apptainer", "singularity")
 _CLAIM_MODES = ("none", "node", "socket", "exclusive", "core-complex")
 
 
 def configure_run(parser: argparse.ArgumentParser) -> None:
-    """Its options and its handler."""
+    """Set its options and its handler."""
     parser.usage = "safe-gpu run [options] -- CMD ..."
     parser.description = "Wait for GPUs, claim them, and become the command, which holds them to its end."
     parser.epilog = """examples:
@@ -172,43 +170,39 @@ def configure_run(parser: argparse.ArgumentParser) -> None:
   safe-gpu run -n 8 -- mpirun -np 8 python train.py     each rank may claim one
 
 The GPUs are held until the command and whatever inherited its descriptors have
-ended. In Python, claim_gpus() does more: it shows others a context at once.
+ended. In Python, claim_gpus() also shows others a context at once.
+
+Claim inside containers of docker and nerdctl, with the state directory mounted.
+A claim around podman run or apptainer exec holds: let podman pass on what the
+claim sets (-e CUDA_VISIBLE_DEVICES -e CUDA_DEVICE_ORDER), and start apptainer
+without --cleanenv.
 
 exit codes: the command's; 2 usage, 69 no driver, 70 a package is missing,
-73 state directory unusable, 75 not free in time, 78 never on this host,
+73 state directory unusable, 75 not free in time, 78 impossible on this host,
 126 the command cannot be run, 127 it is not found, 130 interrupted"""
     add_request(parser)
-    quiet = "say nothing about waiting, nor which GPUs were claimed"
-    parser.add_argument("-q", "--quiet", action="store_true", help=quiet)
-    parser.add_argument(
-        "--refused-exit",
-        type=_exit_code,
-        metavar="N",
-        help="exit code in place of 69, 70 and 73: for Grid Engine 99 (queue the job again) or 100 (hold it)",
-    )
-    parser.add_argument(
-        "--affinity", choices=_CLAIM_MODES, default=argparse.SUPPRESS, help="CPUs to bind to (default node)"
-    )
-    parser.add_argument("--memory", choices=("preferred", "bind"), help="NUMA memory policy next to the GPUs")
-    parser.add_argument(
-        "--visible-as",
-        choices=("index", "uuid"),
-        default="index",
-        help="how CUDA_VISIBLE_DEVICES names them; uuid for shells and long sessions",
-    )
-    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- CMD", help="the command and its arguments")
+    add = parser.add_argument_group("CPUs, memory and environment").add_argument
+    add("--affinity", choices=_CLAIM_MODES, default=argparse.SUPPRESS, help="CPUs to bind to (default node)")
+    add("--memory", choices=("preferred", "bind"), help="NUMA memory policy next to the GPUs")
+    visible_as = "how CUDA_VISIBLE_DEVICES names the GPUs; uuid for shells and long sessions (default index)"
+    add("--visible-as", choices=("index", "uuid"), default="index", help=visible_as)
+    add = parser.add_argument_group("output and exit code").add_argument
+    add("-q", "--quiet", action="store_true", help="print nothing about waiting, nor which GPUs were claimed")
+    refused = "exit code in place of 69, 70 and 73: for Grid Engine 99 (queue the job again) or 100 (hold it)"
+    add("--refused-exit", type=_exit_code, metavar="N", help=refused)
+    parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     parser.set_defaults(handler=_run)
 
 
 def _exit_code(text: str) -> int:
     if not is_number(text) or not 0 < int(text) < 256:
-        raise ValueError(f"--refused-exit {text} is no exit code: a whole number from 1 to 255")
+        raise ValueError(f"--refused-exit {text} is not an exit code: a whole number from 1 to 255")
     return int(text)
 
 
 def _run(options: argparse.Namespace) -> NoReturn:
     path = find_command(options.command)
-    if any(os.path.basename(word).startswith(("docker", "nerdctl", "podman")) for word in options.command):
+    if any(os.path.basename(word).startswith(_CONTAINERS) for word in options.command):
         from ..coordination.files import state_dir_path
         from .command_hints import warning_about
 
@@ -218,7 +212,7 @@ def _run(options: argparse.Namespace) -> NoReturn:
         from ..claim.worker import check_expected_gpu
 
         check_expected_gpu()
-    from ..claim.owner import GPUOwner, release_gpus
+    from ..claim.owner import owner_type, release_gpus
     from ..coordination.records import command_for_record
     from ..coordination.signals import unwind_on_signals
     from ..runtimes.placeholders import NoPlaceholder
@@ -230,15 +224,9 @@ def _run(options: argparse.Namespace) -> NoReturn:
     hint = "hold_for" not in arguments
     try:
         with unwind_on_signals(), WaitLine(sys.stderr, quiet=options.quiet, hint=hint) as line:
-            owner = GPUOwner(
-                placeholder_fn=NoPlaceholder(),
-                logger=Log(),
-                delegate=True,
-                _on_wait=line.show,
-                _command=command_for_record(options.command),
-                _spelling=CommandLine,
-                **arguments,
-            )
+            record = command_for_record(options.command)
+            owner_of = owner_type(on_wait=line.show, command=record, spelling=CommandLine)
+            owner = owner_of(placeholder_fn=NoPlaceholder(), logger=Log(), delegate=True, **arguments)
         if not options.quiet and (line.waited or sys.stderr.isatty()):
             say(_got(owner, line.seconds if line.waited else None))
         owner.keep_across_exec()
@@ -253,7 +241,7 @@ def _run(options: argparse.Namespace) -> NoReturn:
 
 
 def _got(owner: GPUOwner, waited: float | None) -> str:
-    """``got GPU 0-2,5 (4 x NVIDIA A100-SXM4-80GB) after 3 min``."""
+    """Return a sentence on the claim: ``got GPU 0-2,5 (4 x NVIDIA A100-SXM4-80GB) after 3 min``."""
     from ..text import format_age, gpu_ranges
 
     models = Counter(gpu.name for gpu in owner.gpus)
@@ -266,7 +254,7 @@ def _got(owner: GPUOwner, waited: float | None) -> str:
 
 
 def configure_bind(parser: argparse.ArgumentParser) -> None:
-    """Its options and its handler."""
+    """Set its options and its handler."""
     from ..affinity.options import MODES
 
     parser.usage = "safe-gpu bind [options] -- CMD ..."
@@ -287,9 +275,9 @@ def configure_bind(parser: argparse.ArgumentParser) -> None:
         node="the NUMA node of this number instead, whatever GPU the command uses",
     )
     parser.add_argument(
-        "--if-possible", action="store_true", help="run the command unbound, and say why, where binding fails"
+        "--if-possible", action="store_true", help="where binding fails, say why and run the command unbound"
     )
-    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- CMD", help="the command and its arguments")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     parser.set_defaults(handler=_bind)
 
 
@@ -316,12 +304,13 @@ def _bind(options: argparse.Namespace) -> int:
 
 
 def configure_wait(parser: argparse.ArgumentParser) -> None:
-    """Its options and its handler."""
+    """Set its options and its handler."""
     parser.description = """Wait until that many GPUs could be claimed, print their indices, one on a line,
 and claim nothing; exit code 0 then."""
     parser.epilog = "example:\n  safe-gpu wait -n 2 --timeout 1h && notify-send 'two GPUs are free'"
     add_request(parser)
-    parser.add_argument("-q", "--quiet", action="store_true", help="say nothing about waiting")
+    quiet = "print nothing about waiting"
+    parser.add_argument_group("output").add_argument("-q", "--quiet", action="store_true", help=quiet)
     parser.set_defaults(handler=_wait)
 
 

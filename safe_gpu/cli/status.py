@@ -6,7 +6,8 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, NoReturn
 
 from ..errors import SafeGpuError
@@ -26,7 +27,7 @@ _INTERVAL = 2.0
 
 
 def configure_status(parser: argparse.ArgumentParser) -> None:
-    """Its options and its handler."""
+    """Set its options and its handler."""
     parser.description = "Which GPUs are free, who has the others, and who waits."
     parser.epilog = "examples:\n  safe-gpu status --watch --interval 10s\n  safe-gpu status --json | jq '.gpus[].state'"
     form = parser.add_mutually_exclusive_group()
@@ -48,7 +49,7 @@ def configure_status(parser: argparse.ArgumentParser) -> None:
 
 
 def seconds(text: str) -> float:
-    """The value of --interval."""
+    """Parse the value of ``--interval``."""
     from ..settings import parse_duration
 
     found = parse_duration(text, "interval", spelling=CommandLine)
@@ -126,36 +127,80 @@ def _table(status: HostStatus, user: str | None, verbose: bool) -> str:
     from ..status.render import render
 
     shown = None if user is None else _of(status, user)
-    return render(status, width=columns(), color=in_color(sys.stdout), shown=shown, verbose=verbose)
+    bar = "━╾─" if sys.stdout.encoding.lower().startswith("utf") else "##-"
+    return render(status, width=columns(), color=in_color(sys.stdout), shown=shown, verbose=verbose, bar=bar)
 
 
 def _watch(options: argparse.Namespace, user: str | None) -> NoReturn:
-    """Show it until somebody interrupts; on a terminal in place, elsewhere one after the other."""
+    """Show it until a signal ends it; on a terminal in place, elsewhere one after the other."""
     import json
 
     from ..text import cut
 
     interval = _INTERVAL if options.interval is None else options.interval
     in_place = is_terminal(sys.stdout) and not options.json
-    if in_place:
-        sys.stdout.write("\x1b[H\x1b[2J")
-    while True:
-        status = _gathered(options.vendor)
-        if options.json:
-            text = f"{json.dumps(_of(status, user).to_dict())}\n"
-        else:
-            now = time.strftime("%H:%M:%S", time.localtime(status.taken_at))
-            head = cut(f"{now}, every {interval:g} s (Ctrl-C ends)", columns())
-            text = f"{head}\n{_table(status, user, options.verbose)}\n"
-            text = redrawn(text, os.get_terminal_size(1).lines or 24) if in_place else f"{text}\n"
-        sys.stdout.write(text)
-        sys.stdout.flush()
-        time.sleep(interval)
+    with _alternate_screen() if in_place else nullcontext(_print) as show:
+        while True:
+            status = _gathered(options.vendor)
+            if options.json:
+                _print("", json.dumps(_of(status, user).to_dict()))
+            else:
+                now = time.strftime("%H:%M:%S", time.localtime(status.taken_at))
+                head = cut(f"{now}, every {interval:g} s (Ctrl-C ends)", columns())
+                show(f"{head}\n", f"{_table(status, user, options.verbose)}\n")
+            time.sleep(interval)
+
+
+def _print(head: str, text: str) -> None:
+    print(f"{head}{text}", flush=True)
+
+
+_ENTER = "\x1b[?1049h\x1b[?25l\x1b[H\x1b[2J"  # the second screen, without a cursor
+_LEAVE = "\x1b[?25h\x1b[?1049l"
+
+
+@contextmanager
+def _alternate_screen() -> Iterator[Callable[[str, str], None]]:
+    """Give a function that shows a head and a text on the terminal's second screen.
+
+    However that ends, and while it is suspended, the first screen is back, and the last text stays there.
+    """
+    import signal
+
+    from ..coordination.signals import unwind_on_signals
+
+    picture = last = ""
+
+    def write(text: str) -> None:  # past the buffer of stdout, in which an exception would leave a part
+        data = text.encode(sys.stdout.encoding, "replace")
+        while data:
+            data = data[os.write(1, data) :]
+
+    def show(head: str, text: str) -> None:
+        nonlocal picture, last
+        picture, last = redrawn(head + text, os.get_terminal_size(1).lines or 24), text
+        write(picture)
+
+    def suspend(number: int, frame: object) -> None:
+        write(_LEAVE + last)
+        signal.signal(number, before)
+        os.kill(os.getpid(), number)
+        signal.signal(number, suspend)
+        write(_ENTER + picture)
+
+    before = signal.getsignal(signal.SIGTSTP)
+    with unwind_on_signals():
+        try:
+            signal.signal(signal.SIGTSTP, suspend)
+            write(_ENTER)
+            yield show
+        finally:
+            write(_LEAVE + last)
 
 
 def redrawn(text: str, rows: int) -> str:
-    """What puts this text over the one before it on a terminal with that many rows, without clearing it first: an
-    empty screen between two pictures is what flickers.
+    """Return what puts this text over the one before it on a terminal with that many rows, without clearing it first:
+    an empty screen between two pictures flickers.
     """
     lines = text.splitlines()
     if len(lines) >= rows:
@@ -173,7 +218,7 @@ _FORMS = ("%Y-%m-%d", "%Y-%m-%d %H:%M", "%Y-%m-%dT%H:%M", "%Y-%m-%d %H:%M:%S", "
 
 
 def configure_history(parser: argparse.ArgumentParser) -> None:
-    """Its options and its handler."""
+    """Set its options and its handler."""
     parser.description = "Claims on this host, the latest first, or GPU-hours by user, GPU, job or day."
     parser.epilog = """examples:
   safe-gpu history --user anna --since yesterday
@@ -204,7 +249,7 @@ GPU-hours have a least and a most for that."""
 
 
 def moment(text: str) -> float:
-    """A date, a time, a word or an age, in local time, as Unix seconds."""
+    """Parse a date, a time, a word or an age, in local time, to Unix seconds."""
     from ..settings import parse_duration
 
     word, now = text.strip().lower(), time.time()
@@ -251,8 +296,10 @@ def _history(options: argparse.Namespace) -> int:
 
 
 def _without_work(claims: list[PastClaim]) -> list[PastClaim]:
-    """Those that run and of which a look at the host finds a GPU that has shown no work since an earlier look, or for
-    as long as the policy says. Their user is the kernel's word, and where that is not to be had they are left out."""
+    """Return the running claims with a GPU that has shown no work since an earlier look, or as long as the policy says.
+
+    Their user is the one that the kernel knows. Claims whose user it does not know are left out.
+    """
     from dataclasses import replace
 
     from ..procfs import user_name

@@ -1,11 +1,11 @@
-"""What somebody probably meant who typed a command or an option that does not exist. Read after a mistake only."""
+"""Guesses what was meant by a command or an option that does not exist. Loaded only after such a mistake."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-# What the tools that people come from call it: what is meant, and other words for it. Where a word stands for several
-# options, the first that the command has is meant.
+# Commands and options, and the words of other tools for them. If a word stands for several options, the first that the
+# command has is meant.
 _COMMANDS = {
     "affinity": "numa topo",
     "completion": "completions",
@@ -38,13 +38,13 @@ _OPTIONS = {
 
 
 def _meant(word: str, table: Mapping[str, str], known: Iterable[str] | None = None) -> str:
-    """What one of these tables has for a word; "" for nothing, or nothing that is known."""
+    """Return what one of these tables has for a word; "" for nothing, or nothing that is known."""
     found = (name for name, words in table.items() if word in words.split())
     return next((name for name in found if known is None or name in known), "")
 
 
 def _similar(word: str, known: Iterable[str]) -> str:
-    """The one of these words that looks most like it, dashes aside; "" where none does."""
+    """Return the one of these words that looks most like it, dashes aside; "" where none does."""
     from difflib import get_close_matches
 
     bare = {option.lstrip("-"): option for option in known}
@@ -53,7 +53,7 @@ def _similar(word: str, known: Iterable[str]) -> str:
 
 
 def not_a_choice(option: Sequence[str], value: str, choices: Sequence[str]) -> str:
-    """The usage error for a value that is none of a few words; ``option`` is its name, or nothing."""
+    """Return the usage error for a value that is none of a few words; ``option`` is its name, or nothing."""
     from shlex import quote
 
     close = _similar(value, choices)
@@ -62,10 +62,11 @@ def not_a_choice(option: Sequence[str], value: str, choices: Sequence[str]) -> s
 
 
 def unknown_option(word: str, options_of: Mapping[str, Sequence[str]]) -> str:
-    """The usage error for an option where a command was expected.
+    """Return the usage error for an option where a command was expected.
 
     Args:
-        word: as it was typed; options_of: command -> all its options, under all their names.
+        word: as it was typed.
+        options_of: command -> all its options, under all their names.
     """
     name = word.partition("=")[0]
     owner = next((command for command, options in options_of.items() if name in options), "")
@@ -78,7 +79,7 @@ def unknown_option(word: str, options_of: Mapping[str, Sequence[str]]) -> str:
 
 
 def unknown_command(word: str, commands: Sequence[str]) -> str:
-    """The usage error for a first word that is no command."""
+    """Return the usage error for a first word that is no command."""
     from .become import CommandError, find_command
 
     text = f"there is no command {word!r}"
@@ -93,10 +94,11 @@ def unknown_command(word: str, commands: Sequence[str]) -> str:
 
 
 def unknown_argument(word: str, known: Sequence[str]) -> str:
-    """The usage error for an argument that a command does not take.
+    """Return the usage error for an argument that a command does not take.
 
     Args:
-        word: as it was typed; known: all options of the command, under all their names.
+        word: as it was typed.
+        known: all options of the command, under all their names.
     """
     name = word.partition("=")[0]
     if word == "--":

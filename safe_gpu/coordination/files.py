@@ -43,7 +43,8 @@ NETWORK_TYPES = frozenset(
 
 
 def state_dir_path() -> str:
-    """Where the state directory is: ``SAFE_GPU_DIR``, else what root's file says, else ``/tmp/safe-gpu``; absolute.
+    """Return where the state directory is: ``SAFE_GPU_DIR``, else what root's file says, else ``/tmp/safe-gpu``;
+    absolute.
 
     Raises:
         PolicyError: root's file has a mistake.
@@ -98,37 +99,38 @@ class StateDir:
             self.fd = -1
 
     def is_removed(self) -> bool:
-        """Whether it was removed since it was opened, by a cleaner or a user. Nothing can be created in it then."""
+        """Return whether it was removed since it was opened, by a cleaner or a user. Nothing can be created in it
+        then."""
         return os.fstat(self.fd).st_nlink == 0
 
     def names(self) -> list[str]:
-        """The names in it, in no order."""
+        """Return the names in it, in no order."""
         return os.listdir(self.fd)
 
     def few_names(self, most: int) -> frozenset[str] | None:
-        """The names in it; None if there are more than that."""
+        """Return the names in it; None if there are more than that."""
         with os.scandir(self.fd) as entries:
             found = frozenset(entry.name for entry in islice(entries, most + 1))
         return found if len(found) <= most else None
 
     def is_empty(self) -> bool:
-        """Whether there is no name in it."""
+        """Return whether there is no name in it."""
         with os.scandir(self.fd) as entries:
             return next(entries, None) is None
 
     def status(self, name: str) -> os.stat_result | None:
-        """What stands under this name, which is not followed if it is a link; None if nothing does."""
+        """Return what stands under this name, which is not followed if it is a link; None if nothing does."""
         try:
             return os.stat(name, dir_fd=self.fd, follow_symlinks=False)
         except OSError:
             return None
 
     def has(self, name: str) -> bool:
-        """Whether there is something of this name."""
+        """Return whether there is something of this name."""
         return self.status(name) is not None
 
     def open(self, name: str) -> int | None:
-        """A descriptor of an existing file, for reading and writing; None where there is no such file.
+        """Return a descriptor of an existing file, for reading and writing; None where there is no such file.
 
         A file of mode 0666 is everybody's anyway. Another one may be somebody's from elsewhere: the owner of this
         directory may move it here, and where fs.protected_hardlinks is 0, anybody may link it.
@@ -156,13 +158,13 @@ class StateDir:
         raise refusal_of_status(os.path.join(self.path, name), status)
 
     def _is_anothers(self) -> bool:
-        """Whether another user may put files here by renaming them."""
+        """Return whether another user may put files here by renaming them."""
         status = os.fstat(self.fd)
         open_to_others = status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX
         return bool(open_to_others) or status.st_uid not in (0, os.geteuid())
 
     def open_or_create(self, name: str) -> int:
-        """Like :meth:`open`, and creates it empty with mode 0666, whatever the umask, where it is missing."""
+        """Open it as :meth:`open` does, and create it empty with mode 0666, whatever the umask, where it is missing."""
         while True:
             fd = self.open(name)
             if fd is None:
@@ -171,7 +173,7 @@ class StateDir:
                 return fd
 
     def create(self, name: str, mode: int = _FILE_MODE) -> int | None:
-        """A descriptor of a new, empty file with this mode, whatever the umask; None where the name is taken.
+        """Return a descriptor of a new, empty file with this mode, whatever the umask; None where the name is taken.
 
         It is made without a name and linked into place, or renamed where all files have one: no one ever sees it with
         another mode, and a process that is killed here leaves nothing. O_CREAT is never used on a name that may
@@ -237,7 +239,7 @@ class StateDir:
             os.close(fd)
 
     def is_current(self, name: str, fd: int) -> bool:
-        """Whether the name still means this open file (a cleaner of /tmp may have unlinked or replaced it)."""
+        """Return whether the name still means this open file (a cleaner of /tmp may have unlinked or replaced it)."""
         now = self.status(name)
         return now is not None and os.path.samestat(now, os.fstat(fd))
 
@@ -250,13 +252,14 @@ class StateDir:
         return True
 
     def error(self, name: str, err: OSError) -> StateDirError:
-        """Why a file cannot be opened or made."""
+        """Return why a file cannot be opened or made."""
 
         return refusal_of_error(os.path.join(self.path, name), err)
 
 
 def is_everybodys(status: os.stat_result) -> bool:
-    """Whether it is a regular file that everybody may write, or has one name only, so that it is nobody's elsewhere."""
+    """Return whether it is a regular file that everybody may write, or has one name only, so that it is nobody's
+    elsewhere."""
     return stat.S_ISREG(status.st_mode) and (status.st_nlink < 2 or status.st_mode & 0o7777 == _FILE_MODE)
 
 
@@ -264,7 +267,7 @@ class LeaseDir(StateDir):
     """The directory of the leases, each of which is a file of its own.
 
     Everybody may link files of mode 0666, so host.lock or another lease may stand in the place of a lease. It would be
-    held for ever, or whenever the other one is.
+    held always, or whenever the other one is.
 
     Attributes:
         names_of_host: returns the leases of this host's GPUs, as far as the caller knows them.
@@ -273,7 +276,7 @@ class LeaseDir(StateDir):
     names_of_host: Callable[[], Iterable[str]] = tuple
 
     def open(self, name: str) -> int | None:
-        """As every StateDir's, and a link to host.lock or to another lease is refused too."""
+        """Open it as every StateDir does, but refuse a link to host.lock or to another lease too."""
         fd = super().open(name)
         if fd is not None and (other := self.twin(name, os.fstat(fd))):
             os.close(fd)
@@ -281,12 +284,13 @@ class LeaseDir(StateDir):
         return fd
 
     def linked(self, name: str, other: str) -> StateDirError:
-        """Why a lease is not used that has a twin."""
+        """Return why a lease is not used that has a twin."""
 
         return linked(os.path.join(self.path, name), other)
 
     def twin(self, name: str, status: os.stat_result | None = None) -> str:
-        """The name of the lock or of the other lease that is the same file, relative to this directory; "" for none."""
+        """Return the name of the lock or of the other lease that is the same file, relative to this directory; "" for
+        none."""
         status = status or self.status(name)
         if status is None or status.st_nlink < 2:
             return ""
@@ -323,7 +327,7 @@ def survive_exec(fd: int) -> int:
     try:
         moved = fcntl.fcntl(fd, fcntl.F_DUPFD, floor)
     except OSError:
-        os.set_inheritable(fd, True)  # no room up there: where it is will do
+        os.set_inheritable(fd, True)  # no room up there: it stays where it is
         return fd
     os.close(fd)
     return moved
@@ -365,8 +369,8 @@ def _open_shared(name: str, path: str, parent: int | None, *, make: bool) -> int
 
 
 def _is_ready(fd: int, *, make: bool) -> bool:
-    """Whether this user may work in the directory. One of its own that is empty is opened to all, if it is to be made:
-    a process may have been killed while it did that."""
+    """Return whether this user may work in the directory. One of its own that is empty is opened to all, if it is to be
+    made: a process may have been killed while it did that."""
     status = os.fstat(fd)
     if stat.S_IMODE(status.st_mode) == DIR_MODE:
         return True
@@ -378,12 +382,13 @@ def _is_ready(fd: int, *, make: bool) -> bool:
 
 
 def file_system_type(fd: int) -> str:
-    """The type of the file system an open descriptor lies on, as in /proc/self/mountinfo; "" where that is hidden."""
+    """Return the type of the file system an open descriptor lies on, as in /proc/self/mountinfo; "" where that is
+    hidden."""
     return _mount_of(fd)[0]
 
 
 def _mount_of(fd: int) -> tuple[str, str, str]:
-    """The type of the file system, which directory of it is mounted, and where.
+    """Return the type of the file system, which directory of it is mounted, and where.
 
     The mount is found by its id, not by device number: those differ on overlay and btrfs file systems.
     """
@@ -436,7 +441,7 @@ _looked_at: set[tuple[int, int]] = set()
 
 
 def state_dir_warnings() -> list[str]:
-    """What a claim is to be told of the state directory, after its path, once for each process."""
+    """Return what a claim is to be told of the state directory, after its path, once for each process."""
     told = list(filter(None, _doubts))
     _doubts.clear()
     return told
@@ -554,7 +559,7 @@ def _replaced(name: str) -> PermissionError:
 
 
 def rename_new(source: str, target: str, parent: int | None) -> int:
-    """renameat2(2) with RENAME_NOREPLACE; returns 0 or the error number."""
+    """Call renameat2(2) with RENAME_NOREPLACE. Return 0 or the error number."""
     try:
         import ctypes
 
@@ -568,7 +573,7 @@ def rename_new(source: str, target: str, parent: int | None) -> int:
 
 
 def why_unusable(name: str, path: str, parent: int | None, err: OSError) -> StateDirError:
-    """Why a directory cannot be opened, and what to do; the arguments are those of :func:`make_directory`."""
+    """Return why a directory cannot be opened, and what to do; the arguments are those of :func:`make_directory`."""
     try:
         status = os.stat(name, dir_fd=parent, follow_symlinks=False)
     except OSError:
@@ -587,7 +592,7 @@ def why_unusable(name: str, path: str, parent: int | None, err: OSError) -> Stat
 
 
 def risk_of_owner(path: str, uid: int) -> str:
-    """What is to be said of a state directory that belongs to another user, after its path; "" if nothing is.
+    """Return what is to be said of a state directory that belongs to another user, after its path; "" if nothing is.
 
     Who is not root is told only where names may not protect a claim: in a network namespace of its own. Those of other
     processes cannot be read, but the host's has the network interfaces that are devices.
@@ -604,7 +609,7 @@ def risk_of_owner(path: str, uid: int) -> str:
 
 
 def root_owns(path: str) -> str:
-    """The commands that give the state directory to root, now and at boot."""
+    """Return the commands that give the state directory to root, now and at boot."""
     import shlex
 
     names = shlex.join([path, *(os.path.join(path, part) for part in PARTS)])
@@ -613,7 +618,8 @@ def root_owns(path: str) -> str:
 
 
 def _sees_network_devices() -> bool:
-    """Whether an interface of this network namespace is a device. /sys may be of another one, so it is not listed."""
+    """Return whether an interface of this network namespace is a device. /sys may be of another one, so it is not
+    listed."""
     from _socket import if_nameindex  # the module socket takes 15 ms to import
 
     try:
@@ -626,12 +632,12 @@ def _sees_network_devices() -> bool:
 
 
 def refusal(what: str, path: str, code: int | None) -> StateDirError:
-    """The error that says so, with the way out that is always there; ``code`` is an errno."""
+    """Return the error that says so, with the way out that is always there; ``code`` is an errno."""
     return StateDirError(f"{what}, or set SAFE_GPU_DIR to another directory", path=path, errno=code)
 
 
 def refusal_of_error(path: str, err: OSError) -> StateDirError:
-    """Why it cannot be opened or made."""
+    """Return why it cannot be opened or made."""
     if err.errno in (errno.ELOOP, errno.EMLINK):
         what = f"{path} is a symbolic link, which is never followed: remove it"
     elif err.errno in (errno.EACCES, errno.EPERM):
@@ -648,7 +654,7 @@ def refusal_of_error(path: str, err: OSError) -> StateDirError:
 
 
 def refusal_of_status(path: str, status: os.stat_result) -> StateDirError:
-    """Why a file of this kind, or with this mode, is not used."""
+    """Return why a file of this kind, or with this mode, is not used."""
     owner = f"its owner {procfs.user_name(status.st_uid)}"
     if stat.S_ISLNK(status.st_mode):
         what, code = f"{path} is a symbolic link, which is never followed: remove it", errno.ELOOP
@@ -663,20 +669,21 @@ def refusal_of_status(path: str, status: os.stat_result) -> StateDirError:
 
 
 def linked(path: str, other: str) -> StateDirError:
-    """Why a lease is not used that is the same file as another one. Its owner need not be who linked it."""
+    """Return why a lease is not used that is the same file as another one. Its owner need not be who linked it."""
     what = f"{path} is closed: a hard link to {os.path.basename(other)}; who made it is not known"
     return refusal(f"{what}: ask root to remove it", path, errno.EMLINK)
 
 
 def to_root(path: str, uid: int) -> StateDirError:
-    """Why root makes no file here: under a name, the owner of the directory could replace it meanwhile."""
+    """Return why root makes no file here: under a name, the owner of the directory could replace it meanwhile."""
     what = f"{path} belongs to {procfs.user_name(uid)}, and root makes a file in there only before it has a name "
     what += "(O_TMPFILE, and /proc), which is not possible here: give the directory to root"
     return refusal(what, path, errno.EPERM)
 
 
 def under_file_lease(path: str, status: os.stat_result) -> StateDirError:
-    """Why it cannot be opened now: a file lease (F_SETLEASE in fcntl(2)), which only its owner or root can take."""
+    """Return why it cannot be opened now: a file lease (F_SETLEASE in fcntl(2)), which only its owner or root can
+    take."""
     user = procfs.user_name(status.st_uid)
     pids = procfs.flock_holders({status.st_ino}).get(status.st_ino, [])
     by = f", by process {pids[0]}" if pids else ""

@@ -47,7 +47,7 @@ class HistoryDir(StateDir):
 
 
 def month_of(when: float) -> str:
-    """The month of a time in Unix seconds, in UTC.
+    """Return the month of a time in Unix seconds, in UTC.
 
     >>> month_of(0)
     '1970-01'
@@ -56,7 +56,8 @@ def month_of(when: float) -> str:
 
 
 def months_kept(now: float) -> list[str]:
-    """The months whose files are kept, in their order: that of a time in Unix seconds, in UTC, and those before it.
+    """Return the months whose files are kept, in their order: that of a time in Unix seconds, in UTC, and those before
+    it.
 
     >>> months_kept(0)[0], months_kept(0)[-1]
     ('1968-02', '1970-01')
@@ -67,7 +68,7 @@ def months_kept(now: float) -> list[str]:
 
 
 def file_names(month: str) -> list[str]:
-    """The files of a month, in the order in which they are filled.
+    """Return the files of a month, in the order in which they are filled.
 
     >>> file_names("2026-11")
     ['2026-11.jsonl', '2026-11.1.jsonl', '2026-11.2.jsonl', '2026-11.3.jsonl']
@@ -98,7 +99,7 @@ def _append(directory: StateDir, name: str, data: bytes, now: float) -> bool:
             fd = directory.open_or_create(name)
             _remove_old(directory, now)
     except StateDirError:
-        return False  # somebody else's, and closed: the next part will do
+        return False  # somebody else's, and closed: the next part takes it
     import fcntl
 
     try:

@@ -33,13 +33,14 @@ _known: set[tuple[int, object]] = set()
 
 
 def holder_by_kernel(record: LeaseRecord | None, lockers: Sequence[int]) -> tuple[int | None, int | None]:
-    """Pid and real uid of the process that /proc/locks names for a lease.
+    """Return the pid and real uid of the process that /proc/locks names for a lease.
 
     Pids are used again, so it is certain only where its start is that of the record (the same number in all PID
     namespaces). Else there is no uid, and the pid is of a process that may hold the lock; None if none can be seen.
 
     Args:
-        record: of the lease; None if it cannot be read. lockers: as from :func:`lockers_of`.
+        record: of the lease; None if it cannot be read.
+        lockers: as from :func:`lockers_of`.
     """
     living = [pid for pid in lockers[:_MOST_LOCKERS] if not procfs.has_ended(pid)]
     if record is None:
@@ -53,7 +54,8 @@ def holder_by_kernel(record: LeaseRecord | None, lockers: Sequence[int]) -> tupl
 
 
 def user_and_command(record: LeaseRecord | None, pid: int | None, uid: int | None) -> tuple[str | None, str | None]:
-    """Of a holder, for people. Without a uid they are what the record says, the user marked as that."""
+    """Return the user and command of a holder, for people. Without a uid the record says them, and the user is
+    marked."""
     said = record.command if record is not None else None
     if pid is not None and uid is not None:
         return procfs.user_name(uid), command_of(pid, said)
@@ -61,13 +63,13 @@ def user_and_command(record: LeaseRecord | None, pid: int | None, uid: int | Non
 
 
 def lockers_of(files: Collection[os.stat_result]) -> Mapping[int, list[int]]:
-    """Inode -> pids that took a lock (flock) on that file, as /proc/locks shows them. Some may have ended."""
+    """Return inode -> pids that took a lock (flock) on that file, as /proc/locks shows them. Some may have ended."""
     devices = {status.st_ino: status.st_dev for status in files}
     return procfs.flock_holders(devices, devices, b"FLOCK", [one.st_ino for one in files if one.st_size > LONGEST])
 
 
 def lease_owners(directory: StateDir, names: Iterable[str]) -> dict[str, int]:
-    """Name of a lease -> real uid of who holds it, for those of these leases whose holder the kernel names.
+    """Return name of a lease -> real uid of who holds it, for those of these leases whose holder the kernel names.
 
     Each file counts once, whatever names it has; host.lock and a file of another mode, such as a ticket, are no lease.
     """
@@ -91,7 +93,7 @@ def lease_owners(directory: StateDir, names: Iterable[str]) -> dict[str, int]:
 
 
 def leases_of_this_user(directory: StateDir, recorded: Mapping[str, int]) -> frozenset[str]:
-    """Those of these held leases that a process with the effective uid of this one holds.
+    """Return those of these held leases that a process with the effective uid of this one holds.
 
     /proc/locks names the process that took a lock. If that one has ended, a process that inherited the lock is looked
     for. The record counts only if the kernel shows no holder, as for those in another PID namespace.
@@ -115,7 +117,7 @@ def leases_of_this_user(directory: StateDir, recorded: Mapping[str, int]) -> fro
 
 
 def socket_of_this_user(inode: int) -> bool:
-    """Whether a process with the effective uid of this one has the socket with this inode."""
+    """Return whether a process with the effective uid of this one has the socket with this inode."""
     key, socket = (os.getpid(), inode), f"socket:[{inode}]"
     if key not in _known and any(socket in (procfs.open_files(pid) or {}).values() for pid in _own_processes()):
         _known.add(key)
@@ -138,8 +140,8 @@ def _inherited(name: str, status: os.stat_result, lockers: tuple[int, ...]) -> b
 
 
 def locked_by(pid: int, names: Collection[str]) -> set[tuple[int, int]]:
-    """Device and inode of the files with one of these names that a process has open and locked (flock): a file that is
-    merely open says nothing. Nothing is found of processes of others, unless this is root."""
+    """Return the device and inode of the files with one of these names that a process has open and locked (flock): a
+    file that is only open does not count. Only root finds those of other users' processes."""
     found = set()
     for number, target in (procfs.open_files(pid) or {}).items():
         if target.rpartition("/")[2] in names:
@@ -153,7 +155,7 @@ def locked_by(pid: int, names: Collection[str]) -> set[tuple[int, int]]:
 
 
 def _own_processes() -> Iterator[int]:
-    """The processes of this user, ancestors first."""
+    """Yield the processes of this user, ancestors first."""
     for pid in dict.fromkeys([*procfs.ancestors(os.getpid()), *procfs.pids()]):
         if procfs.uid_of(pid) == os.geteuid():
             yield pid
@@ -165,7 +167,7 @@ def _own_processes() -> Iterator[int]:
 def lease_holders(
     gpus: Collection[Gpu], *, inner: bool = False, slots: Mapping[str, int] | None = None, prefix: str | None = None
 ) -> dict[str, LeaseHolder]:
-    """Who holds which of these GPUs' leases: UUID -> holder, for those that are held or cannot be opened.
+    """Return who holds which of these GPUs' leases: UUID -> holder, for those that are held or cannot be opened.
 
     A GPU counts as held by a claim inside another one when the outer claim is gone and the inner one lives.
 
@@ -212,7 +214,7 @@ def lease_holders(
 def _sharers(
     directory: StateDir, uuids: Iterable[str], is_held: Callable[[str], bool] = lambda name: True
 ) -> dict[str, LeaseHolder]:
-    """Who shares which of these GPUs, by the records in their slots."""
+    """Return who shares which of these GPUs, by the records in their slots."""
     slots = {uuid: [slot_name(uuid, slot) for slot in recorded_slots(directory, uuid)] for uuid in uuids}
     claims = _claims(directory, {name: (name,) for files in slots.values() for name in files})
     held = {uuid: [_holder(*claims[name]) for name in files if is_held(name)] for uuid, files in slots.items()}
@@ -220,7 +222,7 @@ def _sharers(
 
 
 def recorded_holders(leases: Mapping[str, Iterable[str]]) -> dict[str, LeaseHolder]:
-    """UUID -> who has claimed it, by the first readable of the lease files with these names. It takes no lock.
+    """Return UUID -> who has claimed it, by the first readable of the lease files with these names. It takes no lock.
 
     Whether a lease is still held is not asked. A directory service may be.
 
@@ -236,7 +238,7 @@ def recorded_holders(leases: Mapping[str, Iterable[str]]) -> dict[str, LeaseHold
 def _claims(
     directory: StateDir, leases: Mapping[str, Iterable[str]]
 ) -> dict[str, tuple[LeaseRecord | None, Sequence[int]]]:
-    """UUID -> record of its claim, and the processes that locked its file."""
+    """Return UUID -> record of its claim, and the processes that locked its file."""
     records: dict[str, LeaseRecord | None] = {}
     files: dict[str, os.stat_result] = {}
     for uuid, candidates in leases.items():
@@ -272,10 +274,12 @@ _MOST_LEASES = 512
 
 
 def outer_claim_of_process(records: Iterable[LeaseRecord], scope: str) -> LeaseRecord | None:
-    """The record of this process, else that of its nearest ancestor, else the one with this scope; None without any.
+    """Return the record of this process, else that of its nearest ancestor, else the one with this scope; None without
+    any.
 
     Args:
-        records: of held leases. scope: the value of SAFE_GPU_SCOPE, "" if it is not set.
+        records: of held leases.
+        scope: the value of SAFE_GPU_SCOPE, "" if it is not set.
     """
     known = list(records)
     for pid in (os.getpid(), *procfs.ancestors(os.getpid())):
@@ -286,7 +290,8 @@ def outer_claim_of_process(records: Iterable[LeaseRecord], scope: str) -> LeaseR
 
 
 def gpus_of_scope(scope: str) -> tuple[str, ...]:
-    """UUIDs of the GPUs of this user's living claim with this value of SAFE_GPU_SCOPE, whichever driver knows them.
+    """Return the UUIDs of the GPUs of this user's living claim with this value of SAFE_GPU_SCOPE, whichever driver
+    knows them.
 
     Empty if there is no such claim, and if the leases cannot be read.
     """

@@ -39,7 +39,7 @@ _own: dict[int, int | None] = {}
 
 
 def lease_name(uuid: str) -> str:
-    """The lease file of a device.
+    """Return the lease file of a device.
 
     >>> lease_name("GPU-12")
     'GPU-12.lock'
@@ -49,12 +49,12 @@ def lease_name(uuid: str) -> str:
 
 
 def inner_name(uuid: str) -> str:
-    """The lease file of a claim made inside another claim."""
+    """Return the lease file of a claim made inside another claim."""
     return uuid.replace("/", "_") + _INNER
 
 
 def names_of_host(uuids: Iterable[str]) -> Iterator[str]:
-    """Every file that a claim of these devices may lock."""
+    """Yield every file that a claim of these devices may lock."""
     for uuid in uuids:
         yield from leases_of([uuid])
         for slot in range(MOST_SHARERS):
@@ -62,7 +62,7 @@ def names_of_host(uuids: Iterable[str]) -> Iterator[str]:
 
 
 def slot_name(uuid: str, slot: int, *, inner: bool = False) -> str:
-    """The file of a share, for a claim or for one made inside it.
+    """Return the file of a share, for a claim or for one made inside it.
 
     >>> slot_name("GPU-12", 3)
     'GPU-12.share.3.lock'
@@ -76,7 +76,7 @@ def _slot_in(name: str) -> int | None:
 
 
 def fault_name(uuid: str) -> str:
-    """The file with the note on a device.
+    """Return the file with the note on a device.
 
     >>> fault_name("GPU-12")
     'GPU-12.fault'
@@ -85,7 +85,7 @@ def fault_name(uuid: str) -> str:
 
 
 def leases_of(uuids: Iterable[str]) -> tuple[str, ...]:
-    """The lease files of these devices, for claims and for claims inside them."""
+    """Return the lease files of these devices, for claims and for claims inside them."""
     return tuple(name for uuid in uuids for name in (lease_name(uuid), inner_name(uuid)))
 
 
@@ -123,7 +123,7 @@ class LeaseRecord(NamedTuple):
 
     @classmethod
     def of_this_process(cls, job: str | None, command: str | None) -> LeaseRecord:
-        """What a claim of this process says of it, whichever GPUs it gets.
+        """Return what a claim of this process says of it, whichever GPUs it gets.
 
         Args:
             command: as in records, of what this process will execute; None: of this process itself.
@@ -149,7 +149,7 @@ class LeaseRecord(NamedTuple):
         )
 
     def claiming(self, gpus: tuple[str, ...], token: str, hold_for: float | None = None) -> LeaseRecord:
-        """The record of a claim that gets these GPUs now. Everybody can read it, so it has a hash of the token.
+        """Return the record of a claim that gets these GPUs now. Everybody can read it, so it has a hash of the token.
 
         Args:
             hold_for: for how many seconds the claim will probably last; None is unknown.
@@ -158,7 +158,7 @@ class LeaseRecord(NamedTuple):
         return self._replace(gpus=gpus, since=now, token=code, until=hold_for and round(now + hold_for, 3))
 
     def encode(self) -> bytes:
-        """One line of JSON."""
+        """Return one line of JSON."""
         import json
 
         keys = "v pid start uid user host job command gpus since until token pidns".split()
@@ -172,7 +172,7 @@ class LeaseRecord(NamedTuple):
     @classmethod
     @lru_cache(128)
     def decode(cls, data: bytes) -> LeaseRecord | None:
-        """The record in this line, or None where it is torn, empty or somebody's nonsense.
+        """Return the record in this line, or None where it is torn, empty or somebody's nonsense.
 
         Anybody may have written it: text comes out printable and cut, bytes that are not UTF-8 as U+FFFD, and a time
         that cannot be as 0.
@@ -204,7 +204,7 @@ class LeaseRecord(NamedTuple):
             return None
 
     def as_holder(self) -> LeaseHolder:
-        """What it says of a claim, by its word alone."""
+        """Return what it says of a claim, by its word alone."""
         place = procfs.place_of(self.pidns)
         return LeaseHolder(
             None if place else self.pid,
@@ -234,7 +234,7 @@ class PreviousRecord(NamedTuple):
 
     @classmethod
     def of(cls, fd: int) -> PreviousRecord:
-        """What an open file says; nothing if it cannot be read."""
+        """Return what an open file says; nothing if it cannot be read."""
         try:
             status = os.fstat(fd)
             return cls(os.pread(fd, LIMIT, 0), status.st_mtime, time.time()) if status.st_size else cls()
@@ -242,11 +242,11 @@ class PreviousRecord(NamedTuple):
             return cls()
 
     def record(self) -> LeaseRecord | None:
-        """The record of a claim that left it there when it died."""
+        """Return the record of a claim that left it there when it died."""
         return LeaseRecord.decode(self.data) if self.data else None
 
     def ending(self) -> bytes:
-        """How the claim that it speaks of ended, as a line for the file; b"" if it speaks of none."""
+        """Return how the claim that it speaks of ended, as a line for the file; b"" if it speaks of none."""
         from .records import ClaimEnd, end_of_dead_claim
 
         if ClaimEnd.decode(self.data):
@@ -319,7 +319,8 @@ class Lease:
         return self.name.endswith(_INNER)
 
     def _last_words(self) -> bytes:
-        """What to leave in the file: how this claim ended, or the one before, if the history knows nothing of this."""
+        """Return what to leave in the file: how this claim ended, or the one before, if the history knows nothing of
+        this."""
         if self.inner:
             return b""
         from .records import ClaimEnd
@@ -406,7 +407,7 @@ def clear_record(lease: Lease) -> None:
 
 
 def is_empty(directory: StateDir, name: str) -> bool:
-    """Whether a lease file holds no record, or does not exist: then probably nobody holds the lease.
+    """Return whether a lease file holds no record, or does not exist: then probably nobody holds the lease.
 
     Records are longer than what a claim leaves when it ends (``endings.LONGEST``).
     """
@@ -417,7 +418,7 @@ def is_empty(directory: StateDir, name: str) -> bool:
 
 
 def probe(host: LockedHost, name: str) -> bool:
-    """Whether somebody holds this lease. A record that its dead holder left is replaced by when that ended.
+    """Return whether somebody holds this lease. A record that its dead holder left is replaced by when that ended.
 
     Raises:
         StateDirError: the file cannot be opened, or it is a link to host.lock, or to another lease that is free.
@@ -449,7 +450,7 @@ def may_be_held(host: LockedHost, name: str) -> bool:
 
 
 def read_record(directory: StateDir, name: str) -> LeaseRecord | None:
-    """What the lease file says; None where nothing is readable. A torn record is read again."""
+    """Return what the lease file says; None where nothing is readable. A torn record is read again."""
     try:
         fd = directory.open(name)
     except StateDirError:
@@ -472,7 +473,7 @@ def read_record(directory: StateDir, name: str) -> LeaseRecord | None:
 
 
 def recorded_slots(leases: StateDir, uuid: str, files: Collection[str] | None = None) -> dict[int, LeaseRecord]:
-    """Slot -> record, of living claims and of dead ones. No lock is taken.
+    """Return slot -> record, of living claims and of dead ones. No lock is taken.
 
     Args:
         files: the names in the directory, if they are known: to ask for each of all GPUs takes longer than to list it.
@@ -489,7 +490,7 @@ def recorded_slots(leases: StateDir, uuid: str, files: Collection[str] | None = 
 
 
 def held_slots(host: LockedHost, uuid: str) -> dict[int, LeaseRecord | None]:
-    """Slot -> record, of the slots that claims hold, or claims inside them whose outer claim has ended.
+    """Return slot -> record, of the slots that claims hold, or claims inside them whose outer claim has ended.
 
     The record is None where it cannot be read: then the claim counts as holding the whole GPU.
     """
@@ -508,7 +509,7 @@ def _record(leases: StateDir, uuid: str, slot: int) -> LeaseRecord | None:
 
 
 def holder_of_slots(slots: Iterable[LeaseRecord | None]) -> LeaseHolder | None:
-    """The holder of a GPU in these slots, by their records alone; None if there is none."""
+    """Return the holder of a GPU in these slots, by their records alone; None if there is none."""
     found = [LeaseHolder() if record is None else record.as_holder() for record in slots]
     return LeaseHolder.of_sharers(found) if found else None
 
@@ -521,7 +522,7 @@ _MOST_CHARACTERS = 400
 
 
 def read_faults(leases: StateDir, uuids: Iterable[str]) -> dict[str, GpuFault]:
-    """UUID -> note, for the devices that have one that can be read, however old it is."""
+    """Return UUID -> note, for the devices that have one that can be read, however old it is."""
     found = {}
     for uuid in uuids:
         fault = _decode(read_bounded(leases, fault_name(uuid), _MOST_BYTES))
@@ -531,7 +532,7 @@ def read_faults(leases: StateDir, uuids: Iterable[str]) -> dict[str, GpuFault]:
 
 
 def _decode(data: bytes) -> GpuFault | None:
-    """The note in this line; None if it is empty, torn or makes no sense. Anybody may have written it."""
+    """Return the note in this line; None if it is empty, torn or makes no sense. Anybody may have written it."""
     if not data:
         return None
     import json
@@ -581,31 +582,35 @@ def clear_fault(leases: StateDir, uuid: str) -> None:
 # Drained GPUs: no new claims there, by the word of root or of the owner of the state directory.
 
 
-def drain_files() -> tuple[str, str]:
-    """The files with the UUIDs of drained GPUs: root's, beside its settings of the host, and that of the owner of the
-    state directory, in it."""
-    return os.path.join(os.path.dirname(policy_file(os.environ)), "drained"), os.path.join(state_dir_path(), "drained")
+def drain_file(*, by_root: bool) -> str:
+    """Return the file with the UUIDs of drained GPUs: root's, beside its settings of the host, or that of the owner of
+    the state directory, in it."""
+    return os.path.join(os.path.dirname(policy_file(os.environ)) if by_root else state_dir_path(), "drained")
 
 
-def drained_gpus(paths: Iterable[str] | None = None) -> dict[str, str]:
-    """UUID -> why nobody may claim it now: ``drained by root: a fan is broken``; by these files, by default all."""
+def drained_gpus(*, by_root: bool | None = None) -> dict[str, str]:
+    """Return UUID -> why nobody may claim it now: ``drained by root: a fan is broken``.
+
+    Args:
+        by_root: read root's file only, or only that of the owner of the state directory; None reads both.
+    """
     found = {}
-    for path in reversed([*(drain_files() if paths is None else paths)]):
-        user, reasons = read_drained(path)
+    for root in (False, True) if by_root is None else (by_root,):
+        user, reasons = read_drained(by_root=root)
         for uuid, reason in reasons.items():
             found[uuid] = f"drained by {user}" + (f": {reason}" if reason else "")
     return found
 
 
-def read_drained(path: str) -> tuple[str, dict[str, str]]:
-    """The user who wrote such a file, and UUID -> reason; nothing of a file that another user could have written."""
-    directory, name = os.path.split(path)
+def read_drained(*, by_root: bool) -> tuple[str, dict[str, str]]:
+    """Return the user who wrote such a file, and UUID -> reason; nothing of a file that another user could have
+    written."""
     try:
-        if directory != state_dir_path():
-            file, owner = open_to_read(path, os.O_NOFOLLOW), 0
+        if by_root:
+            file, owner = open_to_read(drain_file(by_root=True), os.O_NOFOLLOW), 0
         else:
-            with StateDir(directory, make=False) as root:  # no path into it is followed
-                file, owner = open_to_read(name, os.O_NOFOLLOW, root.fd), os.fstat(root.fd).st_uid
+            with StateDir(state_dir_path(), make=False) as root:  # no path into it is followed
+                file, owner = open_to_read("drained", os.O_NOFOLLOW, root.fd), os.fstat(root.fd).st_uid
         with file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode) or status.st_mode & 0o022 or status.st_uid not in (0, owner):

@@ -34,12 +34,12 @@ _LONGEST = 4e6
 def lock_shared(fd: int, deadline: float | None, signals: DeferredSignals | None = None) -> int | None:
     """Lock the whole file for as long as the descriptor is open here; forked children close theirs.
 
-    A wait that ends early leaves a thread behind, which the kernel wakes when the lock is free. The next wait for that
-    file takes it over, so there is at most one.
+    A wait that ends early leaves a thread behind, which the kernel resumes when the lock is free. The next wait for
+    that file takes it over, so there is at most one.
 
     Args:
         fd: of an open file description of its own, for reading. It is given up, whatever happens.
-        deadline: ``time.monotonic()`` value; None waits for ever. The lock is always tried once.
+        deadline: ``time.monotonic()`` value; None waits without limit. The lock is always tried once.
         signals: held back by the caller, who stores the result before it lets them go; they pass while this waits.
 
     Returns:
@@ -106,7 +106,7 @@ class _Blocked:
 
     @classmethod
     def on(cls, fd: int) -> _Blocked | None:
-        """Wait for the file of ``fd``, whose owner this is from here on; None where no thread can be had."""
+        """Wait for the file of ``fd``, whose owner this is from here on; None if no thread can be started."""
         new = cls(fd)
         for other in list(_left_behind):
             if other._key == new._key and other._take_back():
@@ -170,7 +170,8 @@ def _command(fd: int, command: int, kind: int) -> None:
 
 
 def _try(fd: int) -> bool | None:
-    """Whether it is locked now. Where the kernel has no such locks, the process's own is tried; None: not locked."""
+    """Return whether it is locked now. Where the kernel has no such locks, the process's own is tried; None: not
+    locked."""
     import fcntl
 
     try:
@@ -218,7 +219,7 @@ class LegacyLock:
 
 
 def legacy_mode() -> str:
-    """What ``SAFE_GPU_LEGACY_LOCK`` says: auto, always or never.
+    """Return what ``SAFE_GPU_LEGACY_LOCK`` says: auto, always or never.
 
     Raises:
         UnsatisfiableRequestError: it says something else.
@@ -231,7 +232,7 @@ def take_legacy_lock(deadline: float | None, logger: Any, signals: DeferredSigna
     """Take it shared where the older package is present (``SAFE_GPU_LEGACY_LOCK`` = auto, always or never).
 
     Args:
-        deadline: ``time.monotonic()`` value; None waits for ever. It is always tried once.
+        deadline: ``time.monotonic()`` value; None waits without limit. It is always tried once.
         signals: held back by the caller, who stores the lock before it lets them go; they pass while this waits.
 
     Returns:

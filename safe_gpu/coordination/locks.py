@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 
 from .. import procfs
@@ -45,7 +45,8 @@ _SLOWEST = 20
 
 
 def _pauses() -> Iterator[float]:
-    """Seconds between tries at host.lock: short, since it is held for microseconds, and uneven, or crowds go in step.
+    """Yield seconds between tries at host.lock: short, since it is held for microseconds, and uneven, or crowds go in
+    step.
 
     The longer the wait, the larger the crowd: hundreds that pause for so little leave no CPU to the holder.
     """
@@ -59,7 +60,7 @@ def _pauses() -> Iterator[float]:
 
 
 def file_of(fd: int) -> tuple[int, int] | None:
-    """Device and inode of what a descriptor has open; None where it is closed.
+    """Return the device and inode of what a descriptor has open; None where it is closed.
 
     A program may close what it did not open, as daemons do. Then the number is soon that of a file of its own.
     """
@@ -125,7 +126,7 @@ class LockedHost:
             raise
 
     def is_removed(self) -> bool:
-        """Whether a cleaner has removed one of the directories."""
+        """Return whether a cleaner has removed one of the directories."""
         return self.leases.is_removed() or self.queue.is_removed()
 
     def close(self) -> None:
@@ -136,7 +137,7 @@ class LockedHost:
 
 @contextmanager
 def opened(part: str, *, make: bool = True) -> Iterator[StateDir]:
-    """A directory of the state directory, for a moment, with handlers of signals held back.
+    """Open a directory of the state directory for a moment, with handlers of signals held back.
 
     Raises:
         StateDirError, FileNotFoundError: as :class:`~safe_gpu.coordination.files.StateDir`.
@@ -151,18 +152,27 @@ class HostLock:
     Without host.lock nothing is claimed by file, so who only looks makes nothing.
 
     Args:
-        deadline: ``time.monotonic()`` value after which LockTimeout is raised; None waits for ever.
+        deadline: ``time.monotonic()`` value after which LockTimeout is raised; None waits without limit.
         path: the state directory; default :func:`~safe_gpu.coordination.files.state_dir_path`.
         make: whether to make what is missing.
+        prepare: called with the directories before the lock is taken, since others wait meanwhile.
 
     Raises:
-        LockTimeout: not to be had before the deadline; names the holder where /proc/locks shows it.
+        LockTimeout: it was not free before the deadline; names the holder where /proc/locks shows it.
         StateDirError: the state directory cannot be used.
         FileNotFoundError: host.lock or a directory is missing, and is not to be made.
     """
 
-    def __init__(self, deadline: float | None, path: str | None = None, *, make: bool = True) -> None:
+    def __init__(
+        self,
+        deadline: float | None,
+        path: str | None = None,
+        *,
+        make: bool = True,
+        prepare: Callable[[LockedHost], None] | None = None,
+    ) -> None:
         self._deadline = deadline
+        self._prepare = prepare
         self._path = path or state_dir_path()
         self._make = make
         self._fd = -1
@@ -177,9 +187,11 @@ class HostLock:
                 # Opened anew each time, by path: a directory that was cleaned away or replaced is noticed at once.
                 with StateDir(self._path, make=self._make) as root:
                     try:
-                        self._host = host = LockedHost(root, make=self._make)  # before, for others wait meanwhile
+                        self._host = host = LockedHost(root, make=self._make)  # before, since others wait meanwhile
                         if self._make:
                             look_at_owners(root)
+                        if self._prepare is not None:
+                            self._prepare(host)
                         self._lock(root)
                         if not host.is_removed():  # else it is not the one that others use now
                             return host
@@ -272,7 +284,7 @@ class HostLock:
 class StateDirGuard:
     """A shared flock on the state directory, on a descriptor of its own; made without one.
 
-    Everybody may share it, and nobody waits for it: where it is not to be had, because a cleaner is at work just now,
+    Everybody may share it, and nobody waits for it: if a cleaner holds it just now,
     the claim goes on without it.
 
     Args:
@@ -379,7 +391,7 @@ class LeaseWatcher:
         self._fds.append(fd)
 
     def any_free(self) -> bool:
-        """Whether one of them is free now; also where host.lock is busy, and it cannot be told."""
+        """Return whether one of them is free now; also where host.lock is busy, and it cannot be told."""
         host, *leases = self._fds
         self._signals.defer()
         try:

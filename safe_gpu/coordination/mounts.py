@@ -21,7 +21,7 @@ class Mount(NamedTuple):
 
 
 def parse_mounts(text: str) -> list[Mount]:
-    """The mounts of a text as in /proc/PID/mountinfo."""
+    """Return the mounts of a text as in /proc/PID/mountinfo."""
     found = []
     for line in text.splitlines():
         fields, _, tail = line.partition(" - ")
@@ -33,12 +33,12 @@ def parse_mounts(text: str) -> list[Mount]:
 
 
 def _plain(name: str) -> str:
-    """A name without the octal escapes that the kernel writes for blanks."""
+    """Return a name without the octal escapes that the kernel writes for blanks."""
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), name)
 
 
 def mount_of(path: str, mounts: list[Mount]) -> Mount | None:
-    """The mount of a path: the one with the longest mount point, and the last of these."""
+    """Return the mount of a path: the one with the longest mount point, and the last of these."""
     best = None
     for mount in mounts:
         below = path == mount.point or path.startswith(mount.point.rstrip("/") + "/")
@@ -48,7 +48,7 @@ def mount_of(path: str, mounts: list[Mount]) -> Mount | None:
 
 
 def private_to(root: str) -> str:
-    """What a mount is private to, by the directory of its file system that is mounted; "" where nothing says so.
+    """Return what a mount is private to, by the directory of its file system that is mounted; "" where nothing says so.
 
     >>> private_to("/tmp/systemd-private-0a1b-foo.service-XyZ/tmp")
     'private to foo.service (PrivateTmp of systemd)'
@@ -76,13 +76,14 @@ _IMAGE_TYPES = ("overlay", "fuse-overlayfs", "fuse.fuse-overlayfs", "aufs")
 
 
 def in_container(mounts: list[Mount], root: str = "/") -> bool:
-    """Whether this process runs in a container.
+    """Return whether this process runs in a container.
 
     A marker alone does not say so: a virtual machine may have been made from an image. Nor do namespaces alone: batch
     systems and systemd use them too. Apptainer keeps all namespaces but that of mounts.
 
     Args:
-        mounts: those of this process; root: the directory that has ``proc`` and the markers.
+        mounts: those of this process.
+        root: the directory that has ``proc`` and the markers.
     """
     if os.path.isdir(os.path.join(root, ".singularity.d")):
         return True
@@ -100,13 +101,15 @@ def _is_initial(root: str, name: str, inode: int) -> bool:
 
 
 def is_of_image(mount: Mount) -> bool:
-    """Whether this mount, in a container, is its root, from an image, and no directory that was mounted into it."""
+    """Return whether this mount, in a container, is its root, from an image, and no directory that was mounted into
+    it."""
     on_disk = mount.source.startswith("/dev/") and mount.root.count("/") < 2
     return mount.point == "/" and (mount.kind in _IMAGE_TYPES or not on_disk)
 
 
 def privacy_of(path: str) -> str:
-    """What is to be said of a state directory that is private to some processes, after its path; "" if nothing is."""
+    """Return what is to be said of a state directory that is private to some processes, after its path; "" if nothing
+    is."""
     try:
         with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file:
             mounts = parse_mounts(file.read())

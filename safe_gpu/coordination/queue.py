@@ -54,7 +54,7 @@ _LONGEST_JOB = 100
 
 
 def ticket_name(seq: int) -> str:
-    """The file of a number.
+    """Return the file of a number.
 
     >>> ticket_name(7)
     '7.ticket'
@@ -77,7 +77,7 @@ class TicketRequest(NamedTuple):
     job: str | None = None
 
     def competes_with(self, other: TicketRequest) -> bool:
-        """Whether both could end up wanting the same GPU."""
+        """Return whether both could end up wanting the same GPU."""
         return not self.gpus.isdisjoint(other.gpus)
 
 
@@ -98,15 +98,16 @@ class Ticket(NamedTuple):
     uid: int = -1
 
     def competes_with(self, demand: TicketRequest) -> bool:
-        """Whether it wants any of the same GPUs; a ticket that cannot be read is taken to."""
+        """Return whether it wants any of the same GPUs; a ticket that cannot be read is taken to."""
         return self.demand is None or self.demand.competes_with(demand)
 
     def is_same(self, other: Ticket) -> bool:
-        """Whether both are one waiter's. Numbers and inodes are used again within seconds, these are not."""
+        """Return whether both are one waiter's. Numbers and inodes are used again within seconds, these are not."""
         return (self.since, self.pid, self.pidns) == (other.since, other.pid, other.pidns)
 
     def is_stopped(self, known: dict[int | bytes, bool] | None = None) -> bool:
-        """Whether its waiter is stopped or frozen (Ctrl-Z, a suspended job). In another PID namespace nobody knows.
+        """Return whether its waiter is stopped or frozen (Ctrl-Z, a suspended job). In another PID namespace nobody
+        knows.
 
         Args:
             known: as for :func:`~safe_gpu.procfs.is_stopped`, for a look at many tickets.
@@ -174,7 +175,7 @@ def _decode(seq: int, inode: int, data: bytes) -> Ticket:
 
 
 def _conditions(request: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """What a request has besides its number and its GPUs. A value that is no plain one makes sense to nobody."""
+    """Yield what a request has besides its number and its GPUs. A value that is no plain one makes sense to nobody."""
     for name in sorted(request.keys() - {"nb_gpus", "gpus"})[:_MOST_CONDITIONS]:
         value = request[name]
         if name == "min_memory" and value is not None:
@@ -191,7 +192,8 @@ class Listing:
     A name with leading zeros, or too long, is nobody's. No number counts after a gap that no queue makes.
 
     Attributes:
-        numbers: of the tickets that count, in order. highest: of all names, 0 for none.
+        numbers: of the tickets that count, in order.
+        highest: of all names, 0 for none.
     """
 
     def __init__(self) -> None:
@@ -221,7 +223,7 @@ class Listing:
                 bisect.insort(self.numbers, seq)
 
     def _counts(self, queue: StateDir, seq: int) -> bool:
-        """Whether it is a ticket, the first name of it, and one of the first of its user."""
+        """Return whether it is a ticket, the first name of it, and one of the first of its user."""
         try:
             status = os.stat(ticket_name(seq), dir_fd=queue.fd, follow_symlinks=False)
         except OSError:
@@ -234,7 +236,7 @@ class Listing:
 
 
 def present(queue: StateDir, numbers: Iterable[int]) -> list[int]:
-    """Those of these numbers that still have a file, in the same order."""
+    """Return those of these numbers that still have a file, in the same order."""
     names = set(queue.names())
     return [seq for seq in numbers if ticket_name(seq) in names]
 
@@ -247,13 +249,14 @@ def _number(name: str) -> int | None:
 
 
 def _is_ticket(status: os.stat_result) -> bool:
-    """Whether a file of the queue is a ticket, by its mode. host.lock and leases have another one: links to these
-    would be live tickets for as long as a claim lives, or for ever, since who looks at a ticket holds host.lock."""
+    """Return whether a file of the queue is a ticket, by its mode. host.lock and leases have another one: links to
+    these would be live tickets for as long as a claim lives, or always, since who looks at a ticket holds
+    host.lock."""
     return status.st_mode == stat.S_IFREG | TICKET_MODE
 
 
 def ticket_owners(queue: StateDir) -> set[int]:
-    """Uids of the owners of all ticket files, dead ones too. Takes no lock."""
+    """Return the uids of the owners of all ticket files, dead ones too. Takes no lock."""
     found = set()
     for name in queue.names():
         if name.endswith(_SUFFIX):
@@ -263,7 +266,7 @@ def ticket_owners(queue: StateDir) -> set[int]:
 
 
 def read_ticket(queue: StateDir, seq: int) -> Ticket | None:
-    """What a ticket says, dead or alive; None where there is none, or it is closed to us.
+    """Return what a ticket says, dead or alive; None where there is none, or it is closed to us.
 
     Raises:
         StateDirError: this process cannot open more files.
@@ -277,8 +280,8 @@ def read_ticket(queue: StateDir, seq: int) -> Ticket | None:
 
 
 def open_live(host: LockedHost, seq: int, known: Ticket | None = None) -> tuple[Ticket, int] | None:
-    """A ticket whose waiter holds it, and a descriptor of its file, for reading. The dead are unlinked where this user
-    may.
+    """Return a ticket whose waiter holds it, and a descriptor of its file, for reading. The dead are unlinked where
+    this user may.
 
     Args:
         known: what was read of it before.
@@ -318,7 +321,7 @@ def _opened(queue: StateDir, seq: int) -> int | None:
 
 
 def live_tickets(host: LockedHost, listing: Listing | None = None) -> list[Ticket]:
-    """Everyone who waits, first come first.
+    """Return everyone who waits, first come first.
 
     Args:
         listing: of the queue, as it was before host.lock was taken.
@@ -337,7 +340,7 @@ def live_tickets(host: LockedHost, listing: Listing | None = None) -> list[Ticke
 # The queue: first come, first served, without a daemon.
 
 
-# How often to look where no thread can be had to sleep in.
+# How often to look where no thread to sleep in can be started.
 _THREADLESS_PAUSE = 0.1
 
 
@@ -380,7 +383,7 @@ class _Predecessors:
             self._before = list(self._listing.numbers)
 
     def nearest(self, host: LockedHost, beyond: WaiterAhead | None) -> WaiterAhead | None:
-        """The nearest live ticket that competes, or the nearest ahead of ``beyond``, which is closed."""
+        """Return the nearest live ticket that competes, or the nearest ahead of ``beyond``, which is closed."""
         if beyond is not None:
             beyond.close()
         never: set[int] = set()
@@ -397,7 +400,8 @@ class _Predecessors:
                 self._before = [seq for seq in self._before if seq not in never]
 
     def _competitor(self, host: LockedHost, seq: int) -> WaiterAhead | None:
-        """The live ticket with this number, where it competes; None where it does not, and then it never will."""
+        """Return the live ticket with this number, where it competes; None where it does not, and then it never
+        will."""
         seen = open_live(host, seq, self._read.get(seq))
         if seen is None:
             return None
@@ -410,7 +414,7 @@ class _Predecessors:
         return WaiterAhead(ticket, fd)
 
     def everybody(self, host: LockedHost) -> Iterator[Ticket]:
-        """The live tickets that compete, in the order of the queue, each as it is asked for."""
+        """Yield the live tickets that compete, in the order of the queue, each as it is asked for."""
         for seq in list(self._before):
             competitor = self._competitor(host, seq)
             if competitor is not None:
@@ -418,14 +422,15 @@ class _Predecessors:
                 yield competitor.ticket
 
     def fewer_than(self, number: int) -> bool:
-        """Whether fewer than this may still stand ahead, competitors or not. Lists the queue, without a lock."""
+        """Return whether fewer than this may still stand ahead, competitors or not. Lists the queue, without a lock."""
         if len(self._before) >= number:
             with opened("queue") as queue:
                 self._before = present(queue, self._before)
         return len(self._before) < number
 
     def standing(self) -> list[Ticket]:
-        """Those that compete. Tickets are read and not probed, without a lock: one that died a moment ago may count."""
+        """Return those that compete. Tickets are read and not probed, without a lock: one that died a moment ago may
+        count."""
         with opened("queue") as queue:
             tickets = [self._ticket(queue, seq) for seq in present(queue, self._before)]
         return [ticket for ticket in tickets if ticket is not None and ticket.competes_with(self._demand)]
@@ -488,7 +493,7 @@ class Waiter:
         self.since = time.time()
 
     def nearest(self, host: LockedHost, *, beyond: WaiterAhead | None = None) -> WaiterAhead | None:
-        """The nearest live ticket ahead that competes; without a ticket of its own, all are ahead.
+        """Return the nearest live ticket ahead that competes; without a ticket of its own, all are ahead.
 
         Args:
             beyond: one that may be passed: the nearest ahead of that one; it is closed.
@@ -498,22 +503,22 @@ class Waiter:
         return self._ahead.nearest(host, beyond)
 
     def everybody_ahead(self, host: LockedHost) -> Iterator[Ticket]:
-        """Every live ticket ahead that competes, after :meth:`nearest` under the same hold of host.lock."""
+        """Return every live ticket ahead that competes, after :meth:`nearest` under the same hold of host.lock."""
         return self._ahead.everybody(host)
 
     def position(self) -> int:
-        """1 for the head of those who compete with it, counting itself.
+        """Return 1 for the head of those who compete with it, counting itself.
 
         Reads tickets and probes none, so it needs no lock and holds up nobody; one that died a moment ago may count.
         """
         return 1 + len(self._ahead.standing())
 
     def competing(self) -> list[Ticket]:
-        """The tickets ahead that compete, in order, read as :meth:`position` does."""
+        """Return the tickets ahead that compete, in order, read as :meth:`position` does."""
         return self._ahead.standing()
 
     def among_first(self, number: int) -> bool:
-        """Whether it is certainly one of the first ``number`` in the queue. Cheaper than :meth:`position`."""
+        """Return whether it is certainly one of the first ``number`` in the queue. Cheaper than :meth:`position`."""
         return self._ahead.fewer_than(number)
 
     def sleep_behind(self, ahead: WaiterAhead, seconds: float) -> bool:
@@ -562,7 +567,7 @@ class Waiter:
 
 
 def _put_to_sleep(ahead: WaiterAhead) -> None:
-    """Give a competitor the sleeper on its ticket, with its descriptor; none where no thread can be had."""
+    """Give a competitor the sleeper on its ticket, with its descriptor; none if no thread can be started."""
     status = os.fstat(ahead.fd)
     key = (os.getpid(), status.st_dev, status.st_ino)
     sleeper = _sleepers.get(key)
@@ -600,7 +605,7 @@ class _Sleeper:
         _sleepers[key] = self
 
     def wait(self, seconds: float) -> bool:
-        """Whether the lock was given back within that time. Several threads may wait."""
+        """Return whether the lock was given back within that time. Several threads may wait."""
         if not self.sleeps.acquire(timeout=seconds):
             return False
         self.sleeps.release()

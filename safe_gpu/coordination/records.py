@@ -31,7 +31,7 @@ _LATEST = 1e11
 
 
 def read_bounded(directory: StateDir, name: str, most: int) -> bytes:
-    """The first ``most`` bytes of a file; none if it is missing or cannot be read."""
+    """Return the first ``most`` bytes of a file; none if it is missing or cannot be read."""
     try:
         fd = directory.open(name)
     except StateDirError:
@@ -47,30 +47,30 @@ def read_bounded(directory: StateDir, name: str, most: int) -> bytes:
 
 
 def as_text(value: object, longest: int = 200) -> str:
-    """Printable text of at most ``longest`` characters.
+    """Return printable text of at most ``longest`` characters.
 
-    >>> text("a\\x1b[31m", 3)
+    >>> as_text("a\\x1b[31m", 3)
     'a ['
     """
     return procfs.printable(str(value)[:longest])
 
 
 def as_list(value: object) -> list[object]:
-    """The first 1,024 entries of a list; none of anything else.
+    """Return the first 1,024 entries of a list; none of anything else.
 
-    >>> listed("GPU-12")
+    >>> as_list("GPU-12")
     []
     """
     return value[:1024] if isinstance(value, list) else []
 
 
 def as_int(value: object, least: int, most: int) -> int:
-    """A whole number within these bounds.
+    """Return a whole number within these bounds.
 
     Raises:
         ValueError, TypeError, OverflowError: it is none, or beyond them.
 
-    >>> whole(8, 1, 4096)
+    >>> as_int(8, 1, 4096)
     8
     """
     number = int(value)  # type: ignore[call-overload]
@@ -80,7 +80,7 @@ def as_int(value: object, least: int, most: int) -> int:
 
 
 def as_time(value: object) -> float:
-    """Unix seconds; 0 for a time that cannot be.
+    """Return Unix seconds; 0 for a time that cannot be.
 
     Raises:
         ValueError, TypeError, OverflowError: it is no number.
@@ -90,9 +90,9 @@ def as_time(value: object) -> float:
 
 
 def as_seconds(value: object, least: float) -> float | None:
-    """A number of seconds from ``least`` up; None for anything else, and for a time that cannot be.
+    """Return a number of seconds from ``least`` up; None for anything else, and for a time that cannot be.
 
-    >>> seconds("soon", 1) is None
+    >>> as_seconds("soon", 1) is None
     True
     """
     if isinstance(value, (int, float)) and not isinstance(value, bool) and least <= value < _LATEST:
@@ -115,7 +115,8 @@ _SHELL_FLAGS = frozenset("abefhiklmnprstuvxBCEHPT")  # those that take no value
 
 
 def command_for_record(arguments: Sequence[str]) -> str | None:
-    """The command as it stands in a record: the names of program and script, or all of it, at most 200 characters.
+    """Return the command as it stands in a record: the names of program and script, or all of it, at most 200
+    characters.
 
     ``SAFE_GPU_RECORD_COMMAND=full`` asks for all of it.
     """
@@ -124,7 +125,7 @@ def command_for_record(arguments: Sequence[str]) -> str | None:
 
 
 def own_command() -> str | None:
-    """The same of this process."""
+    """Return the same of this process."""
     line = (read_start("/proc/self/cmdline") or b"").rstrip(b"\0")
     command = command_for_record([os.fsdecode(argument) for argument in line.split(b"\0")])
     notebook = _base(os.environ.get("JPY_SESSION_NAME", ""))
@@ -132,7 +133,7 @@ def own_command() -> str | None:
 
 
 def command_of(pid: int, said: str | None) -> str | None:
-    """The command of a living process for people: the names of program and script, as /proc shows them.
+    """Return the command of a living process for people: the names of program and script, as /proc shows them.
 
     Args:
         said: what its record says. If that is the whole command, its user wants it to be seen.
@@ -145,13 +146,13 @@ def command_of(pid: int, said: str | None) -> str | None:
 
 
 def program_names(arguments: Sequence[str]) -> str:
-    """The names of the program and of the script that it runs, without directories and other arguments.
+    """Return the names of the program and of the script that it runs, without directories and other arguments.
 
-    >>> names_in(["/usr/bin/python3.11", "-u", "jobs/train.py", "--password", "1234"])
+    >>> program_names(["/usr/bin/python3.11", "-u", "jobs/train.py", "--password", "1234"])
     'python3.11 train.py'
-    >>> names_in(["python", "-m", "train", "--epochs", "3"])
+    >>> program_names(["python", "-m", "train", "--epochs", "3"])
     'python -m train'
-    >>> names_in(["bash", "-c", "curl -u anna:1234 example.org"])
+    >>> program_names(["bash", "-c", "curl -u anna:1234 example.org"])
     'bash'
     """
     first, *others = arguments or [""]
@@ -182,7 +183,7 @@ def _without_flags(arguments: Sequence[str]) -> list[str]:
 
 
 def _python_script(arguments: Iterable[str]) -> str:
-    """The script, or the module after ``-m``; "" for code that is given as an argument. See python(1)."""
+    """Return the script, or the module after ``-m``; "" for code that is given as an argument. See python(1)."""
     rest = iter(arguments)
     for argument in rest:
         if not argument.startswith("-"):
@@ -223,13 +224,13 @@ class ClaimEnd(NamedTuple):
     ended: float
 
     def encode(self) -> bytes:
-        """One line of JSON, at most :data:`LONGEST` bytes."""
+        """Return one line of JSON, at most :data:`LONGEST` bytes."""
         when = f"{self.ended:.3f}" if self.seen == self.ended else f"[{self.seen:.3f}, {self.ended:.3f}]"
         return _BEGINNING + f'{self.pid}, {self.since:.3f}], "ended": {when}}}\n'.encode()
 
     @classmethod
     def decode(cls, data: bytes) -> ClaimEnd | None:
-        """The line, or None if it is something else. Anybody may have written it."""
+        """Return the line, or None if it is something else. Anybody may have written it."""
         if len(data) > LONGEST or not data.startswith(_BEGINNING):
             return None
         try:
@@ -239,7 +240,7 @@ class ClaimEnd(NamedTuple):
 
     @classmethod
     def of(cls, raw: Any) -> ClaimEnd | None:
-        """The end that a decoded line tells of, or None."""
+        """Return the end that a decoded line tells of, or None."""
         try:
             pid, since = raw["claim"]
             when = raw["ended"]
@@ -251,7 +252,7 @@ class ClaimEnd(NamedTuple):
 
 
 def end_of_dead_claim(pid: int, since: float, changed: float, now: float) -> ClaimEnd | None:
-    """The end of a claim whose lease was found free at ``now``, its file last changed at ``changed``.
+    """Return the end of a claim whose lease was found free at ``now``, its file last changed at ``changed``.
 
     None if the times in the record make no sense.
     """

@@ -95,7 +95,7 @@ class DeferredSignals:
 
 @contextmanager
 def unwind_on_signals() -> Iterator[None]:
-    """While inside, SIGTERM and SIGHUP unwind the stack first, where they would have killed the process at once.
+    """Let SIGTERM and SIGHUP unwind the stack first, where they would kill the process at once.
 
     Only in the main thread and only for signals at their default action; afterwards the process dies of the signal as
     it would have.
@@ -131,12 +131,12 @@ def _set(handlers: Mapping[int, Any]) -> None:
 
 
 def restore_default_signals() -> None:
-    """SIGPIPE and SIGXFSZ at their default action: Python ignores them, and exec(2) would hand that on."""
+    """Set SIGPIPE and SIGXFSZ to their default action: Python ignores them, and exec(2) would hand that on."""
     for number in (_signal.SIGPIPE, _signal.SIGXFSZ):
         _signal.signal(number, _signal.SIG_DFL)
 
 
 def ignore_again() -> None:
-    """The same two ignored, as Python has them from its start."""
+    """Ignore the same two, as Python does from its start."""
     for number in (_signal.SIGPIPE, _signal.SIGXFSZ):
         _signal.signal(number, _signal.SIG_IGN)

@@ -39,7 +39,7 @@ _digests: dict[str, str] = {}
 
 
 def name_of(uuid: str, prefix: str = "") -> str:
-    """The name of a claimed device, without what all names of the protocol begin with.
+    """Return the name of a claimed device, without what all names of the protocol begin with.
 
     Args:
         prefix: "" on a real host, else :func:`simulated_prefix`.
@@ -53,17 +53,22 @@ def name_of(uuid: str, prefix: str = "") -> str:
 
 
 def inner_of(uuid: str, prefix: str = "") -> str:
-    """The name for a claim made inside another claim."""
+    """Return the name for a claim made inside another claim."""
     return _padded(uuid, ".inner", prefix)
 
 
 def scope_of(uuid: str, token: str, prefix: str = "", slot: int | None = None) -> str:
-    """The name by which claims inside a delegating claim find it; all users can read it, so it has a hash."""
+    """Return the name by which claims inside a delegating claim find it; all users can read it, so it has a hash."""
     return _padded(uuid, f"{_slot_suffix(slot)}.{digest(token)}", prefix)
 
 
+def place_of(uuid: str, slot: int, directory: os.stat_result, prefix: str = "") -> str:
+    """Return the second name of a share, which says in which directory of leases its slot is locked."""
+    return scope_of(uuid, f"{directory.st_dev}:{directory.st_ino}", prefix, slot)
+
+
 def slot_of(uuid: str, slot: int, prefix: str = "", *, inner: bool = False) -> str:
-    """The name of a share: that of a claim, or of one made inside it."""
+    """Return the name of a share: that of a claim, or of one made inside it."""
     return _padded(uuid, _slot_suffix(slot) + (".inner" if inner else ""), prefix)
 
 
@@ -76,12 +81,13 @@ def _padded(uuid: str, suffix: str, prefix: str) -> str:
 
 
 def simulated_prefix(tree: str) -> str:
-    """What stands before the UUIDs of a simulated host whose processes are kept in this directory."""
+    """Return what stands before the UUIDs of a simulated host whose processes are kept in this directory."""
     return f"sim-{digest(tree)}/"
 
 
 def digest(text: str) -> str:
-    """The first 16 hexadecimal digits of SHA-256. hashlib would load OpenSSL, which takes longer than a claim."""
+    """Return the first 16 hexadecimal digits of SHA-256. hashlib would load OpenSSL, which takes longer than a
+    claim."""
     if text not in _digests:
         try:
             from _sha2 import sha256  # type: ignore[import-not-found, unused-ignore]
@@ -146,7 +152,7 @@ def _address(name: str) -> bytes:
 
 
 def held_slots(uuid: str, prefix: str, slots: int) -> Iterator[int]:
-    """The slots of a GPU whose names are held: by a claim, or by one inside it.
+    """Yield the slots of a GPU whose names are held: by a claim, or by one inside it.
 
     connect(2) of a datagram socket tells that at once: ECONNREFUSED is free, and any other answer is held.
     /proc/net/unix may leave out a name while others come and go.
@@ -168,13 +174,25 @@ def held_slots(uuid: str, prefix: str, slots: int) -> Iterator[int]:
         one.close()
 
 
+def is_held(name: str) -> bool:
+    """Return whether one name of a share is held; asked as in :func:`held_slots`, with the same errors."""
+    from _socket import AF_UNIX, SOCK_DGRAM, socket
+
+    one = socket(AF_UNIX, SOCK_DGRAM)
+    try:
+        return one.connect_ex(_address(name)) != errno.ECONNREFUSED
+    finally:
+        one.close()
+
+
 def in_use() -> frozenset[str]:
-    """All names of the protocol that are held on this host, by /proc/net/unix; none where that cannot be read."""
+    """Return all names of the protocol that are held on this host, by /proc/net/unix; none where that cannot be
+    read."""
     return frozenset(sockets())
 
 
 def sockets() -> dict[str, int]:
-    """Every name of the protocol that is held on this host -> the inode of its socket, by /proc/net/unix.
+    """Return every name of the protocol that is held on this host -> the inode of its socket, by /proc/net/unix.
 
     The kernel writes names and paths as they are: by a line break in one, a neighbour writes a line with any inode. In
     the exact columns of the kernel, which alone count, such a line has no room for a name of the protocol.
@@ -198,7 +216,7 @@ def sockets() -> dict[str, int]:
 
 
 def held_among(uuids: Collection[str], prefix: str = "", *, inner: bool = False, shares: bool = True) -> frozenset[str]:
-    """Those of these devices whose name is held: by a claim, by one inside another claim too.
+    """Return those of these devices whose name is held: by a claim, by one inside another claim too.
 
     Args:
         inner: ask for the names of claims inside another claim only.

@@ -14,7 +14,7 @@ from typing import NamedTuple, TextIO
 
 from ..devices import HostSnapshot
 from ..procfs import printable
-from ..text import gpu_ranges, plural
+from ..text import gpu_ranges, paint, plural
 from . import racers
 from .racers import Outcome
 
@@ -81,7 +81,7 @@ def _collisions(heat: Iterable[Outcome]) -> Iterator[Collision]:
 
 
 def _in_time(heat: Iterable[Outcome]) -> list[tuple[float, Outcome]]:
-    """When each got its GPUs or was refused, in that order."""
+    """Return when each got its GPUs or was refused, in that order."""
     timed = [(outcome.began, outcome) for outcome in heat if outcome.began is not None]
     return sorted(timed, key=lambda one: one[0])
 
@@ -90,7 +90,7 @@ def _in_time(heat: Iterable[Outcome]) -> list[tuple[float, Outcome]]:
 
 
 # The most lines of a refusal that are printed: it names every GPU.
-_REFUSAL_LINES = 8
+_REFUSAL_LINES = 4
 
 
 def _wrapped(text: str, first: str = "", further: str = "  ") -> list[str]:
@@ -104,7 +104,7 @@ def _wrapped(text: str, first: str = "", further: str = "  ") -> list[str]:
 
 
 def host_lines(host: racers.RaceHost, asks: Sequence[int], simulated: str | None) -> list[str]:
-    """The GPUs of the host, and what the race does with them.
+    """Return the GPUs of the host, and what the race does with them.
 
     Args:
         host: the host.
@@ -124,7 +124,7 @@ def host_lines(host: racers.RaceHost, asks: Sequence[int], simulated: str | None
         return [*lines, *_wrapped(f"No GPU can be claimed: {host.obstacle}", "  ")]
     if simulated is None or not asks:
         lines += [line for text in _states(host) for line in _wrapped(text, "  ", "    ")]
-    return [*lines, end if asks else "There is nothing to race for."]
+    return [*lines, end] if asks else lines
 
 
 def _models(snapshot: HostSnapshot) -> str:
@@ -137,7 +137,7 @@ def _models(snapshot: HostSnapshot) -> str:
 
 
 def _states(host: racers.RaceHost) -> list[str]:
-    """A line for each state of GPUs."""
+    """Return a line for each state of GPUs."""
     groups: dict[str, list[str]] = {}
     parents = {gpu.mig_parent for gpu in host.snapshot.gpus}
     for verdict in host.verdicts:
@@ -155,33 +155,50 @@ def _states(host: racers.RaceHost) -> list[str]:
     return [f"GPU {gpu_ranges(labels)}: {text}" for text, labels in groups.items()]
 
 
-def rush_lines(heat: Iterable[Outcome]) -> list[str]:
-    """Who got what and when, all refusals as one line, and the message of one refusal."""
-    timed = _in_time(heat)
-    refused = [(began, outcome) for began, outcome in timed if outcome.refused]
+def use_lines(heat: Iterable[Outcome], color: bool = False) -> list[str]:
+    """Return how many processes had each GPU, in one line for each number."""
+    users = Counter(gpu.label for outcome in heat for gpu in outcome.gpus)
     lines = []
-    for began, outcome in timed:
-        line = f"{began * 1e3:8.1f} ms  "
-        if outcome.gpus:
-            asked, got = plural(outcome.nb_gpus), ",".join(gpu.label for gpu in outcome.gpus)
-            lines.append(f"{line}process {outcome.pid:<8d}asked for {asked:8s}got GPU {got}")
-        elif outcome is refused[0][1]:
-            others = f"es were refused, the last at {refused[-1][0] * 1e3:.1f} ms"
-            lines.append(f"{line}{len(refused)} process{others if len(refused) > 1 else ' was refused'}")
+    for number in sorted(set(users.values()), reverse=True):
+        labels = [label for label in sorted(users, key=_in_order) if users[label] == number]
+        text = f"{number} process{'es' * (number > 1)}" + (" at once" * (number > 1) or " each" * (len(labels) > 1))
+        lines.append(f"  GPU {gpu_ranges(labels)}: {paint(text, 'red' if number > 1 else 'green', color)}")
+    return lines
+
+
+def _in_order(label: str) -> list[int]:
+    return [int(number) for number in label.split(":")]
+
+
+def rush_lines(races: Sequence[Sequence[Outcome]], color: bool = False) -> list[str]:
+    """Return who got what and how soon in the first race, the message of one refusal, and the sum of the others."""
+    timed = _in_time(races[0])
+    won = [(began, outcome) for began, outcome in timed if outcome.gpus]
+    refused = [(began, outcome) for began, outcome in timed if outcome.refused]
+    lines = use_lines(races[0], color)
+    if won:
+        got = f"{len(won)} process{'es' * (len(won) > 1)} got {plural(sum(len(outcome.gpus) for _, outcome in won))}"
+        lines += _wrapped(f"{got} within {won[-1][0] * 1e3:.0f} ms{_further(races[1:])}.", "  ")
     for _, outcome in refused[:1]:
-        lines += ["", f"   Process {outcome.pid}, which asked for {plural(outcome.nb_gpus)}, was told:"]
+        lines.append(f"  {len(refused)} refused within {refused[-1][0] * 1e3:.0f} ms, one of them with the message:")
         message = []
         for text in outcome.refused.splitlines():
-            indent = " " * (5 + len(text) - len(text.lstrip()))
+            indent = " " * (4 + len(text) - len(text.lstrip()))
             message += _wrapped(text.strip(), indent, indent + "  ")
         if len(message) > _REFUSAL_LINES:
-            message[_REFUSAL_LINES - 1 :] = [f"     ... and {len(message) - _REFUSAL_LINES + 1} more lines"]
+            message[_REFUSAL_LINES - 1 :] = [f"      ... and {len(message) - _REFUSAL_LINES + 1} more lines"]
         lines += message
     return lines
 
 
+def _further(races: Sequence[Sequence[Outcome]]) -> str:
+    ruling = rule(*races)
+    claims, refusals = plural(ruling.claims, "claim"), plural(ruling.refused, "refusal")
+    return f"; {plural(len(races), 'more round')}: {claims}, {refusals}" if races else ""
+
+
 def turns_lines(heat: Sequence[Outcome]) -> list[str]:
-    """How many racers got their GPUs, and how long GPUs were idle between two claims."""
+    """Return how many racers got their GPUs, and how long GPUs were idle between two claims."""
     last: dict[str, float] = {}
     gaps = []
     for began, outcome in _in_time(heat):
@@ -189,21 +206,14 @@ def turns_lines(heat: Sequence[Outcome]) -> list[str]:
         if -math.inf < given_back <= began:  # otherwise it is a collision
             gaps.append((began - given_back) * 1e3)
         last.update((gpu.uuid, outcome.ended) for gpu in outcome.gpus)
-    lines = [f"   {sum(bool(outcome.gpus) for outcome in heat)} of {len(heat)} served."]
+    served = f"{sum(bool(outcome.gpus) for outcome in heat)} of {len(heat)} served"
     if gaps:
-        times = f"median {median(gaps):.0f} ms, worst {max(gaps):.0f} ms"
-        lines.append(f"   From a release to the next claim of that GPU: {times}.")
-    return lines
+        served += f"; a freed GPU was idle for {median(gaps):.0f} ms (median), {max(gaps):.0f} ms at most"
+    return _wrapped(f"{served}.", "  ")
 
 
-def contrast_lines(heat: Iterable[Outcome]) -> list[str]:
-    """The number of processes on each GPU that was picked."""
-    users = Counter(gpu.label for outcome in heat for gpu in outcome.gpus)
-    return [f"   GPU {label}: {number} process{'es at once' * (number > 1)}" for label, number in sorted(users.items())]
-
-
-def verdict_lines(ruling: RefereeReport, contrast: RefereeReport) -> list[str]:
-    """What the referee saw: of all races, and of the one without safe_gpu."""
+def verdict_lines(ruling: RefereeReport, contrast: RefereeReport, color: bool = False) -> list[str]:
+    """Return what the referee saw: of all races with safe_gpu, and of the one without."""
     events: dict[str, list[str]] = {}  # a line with a gap -> the processes to be named there
     for one in ruling.collisions:
         text = f"Collision: process % got GPU {one.label} ({one.uuid}), which process {one.rival} had."
@@ -216,13 +226,13 @@ def verdict_lines(ruling: RefereeReport, contrast: RefereeReport) -> list[str]:
     met, claims = plural(len(ruling.collisions), "collision"), plural(ruling.claims, "claim")
     paragraphs = [
         *(text.replace("%", ", ".join(pids), 1) for text, pids in events.items()),
-        f"Verdict: {met} in {claims} of {plural(ruling.taken)}; {plural(ruling.refused, 'claim')} refused.",
-        "  The referee does not rely on the claims: by one clock each process notes when it has a GPU and when it "
-        "gives it back. No two such times may overlap.",
-        f"  Without safe_gpu, {len(contrast.collisions)} of {plural(contrast.taken, 'chosen GPU')} were already in use "
-        "by another process.",
+        f"Verdict: {met} in {claims} of {plural(ruling.taken)}; without safe_gpu, {len(contrast.collisions)} on "
+        f"{plural(contrast.taken)}.",
+        "A collision: two processes with one GPU at one time, whatever the claims say.",
     ]
-    return [line for text in paragraphs for line in _wrapped(text)]
+    lines = [line for text in paragraphs for line in _wrapped(text)]
+    result = "red" if ruling.fails else "green"
+    return [paint(line, result, color and line.startswith("Verdict:")) for line in lines]
 
 
 # The demo: a race on real GPUs if some are free, else on a simulated host.
@@ -232,19 +242,19 @@ def verdict_lines(ruling: RefereeReport, contrast: RefereeReport) -> list[str]:
 _ENOUGH = 3.0
 
 
-def run(processes: int | None = None, rounds: int = 5, stream: TextIO | None = None) -> int:
-    """Run the races and print a report: who got which GPU and when, who was refused and why, how many collisions.
+def run(processes: int | None = None, rounds: int = 5, stream: TextIO | None = None, *, color: bool = False) -> int:
+    """Run the races and print a report: first without safe_gpu, then with it, then the number of collisions.
 
-    On a host with real GPUs only free ones are claimed, no process waits, and each GPU is held for a moment. If none
-    can be claimed, the race runs on a simulated host in a temporary directory. There the racers also wait for turns.
-    At last the race is repeated without safe_gpu, on a simulated host. However the demo ends, it leaves no process and
-    no file.
+    The race without safe_gpu is always on a simulated host. The others are on real GPUs that are free, where no process
+    waits and each GPU is held for a moment. If none can be claimed, they run on a simulated host in a temporary
+    directory, where the racers also wait for turns. However the demo ends, it leaves no process and no file.
 
     Args:
         processes: the number of processes that claim at the same moment; default: twice as many as there are free
             GPUs, 4 to 32.
         rounds: the number of rounds; fewer if the contexts on the GPUs are slow.
         stream: where the report is printed; default: standard output.
+        color: paint the report.
 
     Returns:
         0; 1 if two processes had the same GPU, or a claim failed for another reason than too few free GPUs.
@@ -255,18 +265,19 @@ def run(processes: int | None = None, rounds: int = 5, stream: TextIO | None = N
         LockTimeout, StateDirError: the claims of this host cannot be read.
     """
     with racers.signals_at_the_end():
-        return _Demo(stream or sys.stdout, processes, rounds).run()
+        return _Demo(stream or sys.stdout, processes, rounds, color).run()
 
 
 class _Demo:
     """One run of the demo, with its races so far."""
 
-    def __init__(self, stream: TextIO, processes: int | None, rounds: int) -> None:
+    def __init__(self, stream: TextIO, processes: int | None, rounds: int, color: bool) -> None:
         self._stream = stream
         self._processes = processes
         self._rounds = rounds
-        self._sections = 0
-        self._races: list[list[Sequence[Outcome]]] = []  # of each section
+        self._color = color
+        self._races: list[list[Sequence[Outcome]]] = []  # of each section with safe_gpu
+        self._contrast: Sequence[Outcome] | None = None
 
     def run(self) -> int:
         wanted = racers.wanted_host()
@@ -274,25 +285,27 @@ class _Demo:
             with racers.simulated_host(racers.DEFAULT_HOST):
                 pass  # it makes a claim, so that all modules are imported before the race
         if not self._race(wanted):
-            wanted = racers.DEFAULT_HOST
             self._say("")
-            self._race(wanted)
+            self._race(racers.DEFAULT_HOST)
         whole = rule(*(heat for races in self._races for heat in races))
-        self._say("", *verdict_lines(whole, self._without(wanted)))
+        self._say("", *verdict_lines(whole, rule(self._contrast or ()), self._color))
         return 1 if any(rule(*races).fails for races in self._races) else 0
 
     def _race(self, simulated: str | None) -> bool:
-        """Race on this host or on a simulated one; returns whether there was a race, and somebody got a GPU."""
+        """Race on this host or on a simulated one; return whether there was a race, and a process got a GPU."""
         with racers.simulated_host(simulated) if simulated is not None else nullcontext():
             host = racers.look()
             asks = racers.plan_race(host, self._processes)
             self._say(*host_lines(host, asks, simulated))
             if not asks:
                 return False
+            if self._contrast is None:
+                self._contrast = self._without(asks, simulated)
             self._rush(asks)
             if simulated is not None:
-                each = f"each waiting for its turn and using its GPUs for {racers.TURN * 1e3:.0f} ms"
-                self._section(f"The same {len(asks)}, {each}:")
+                self._section(
+                    f"With safe_gpu, each waits for its turn and uses its GPUs for {racers.TURN * 1e3:.0f} ms:"
+                )
                 heat = racers.race(asks, racers.claim_in_turn)
                 self._say(*turns_lines(heat))
                 self._races.append([heat])
@@ -301,34 +314,27 @@ class _Demo:
                 return False
             return True
 
+    def _without(self, asks: Sequence[int], simulated: str | None) -> Sequence[Outcome]:
+        """Race on a simulated host without safe_gpu: processes poll the driver, pick free GPUs and start up."""
+        where = "" if simulated is not None else f"on a simulated host, {racers.DEFAULT_HOST}, "
+        self._section(f"Without safe_gpu, {where}{len(asks)} processes poll the driver and pick free GPUs:")
+        with nullcontext() if simulated is not None else racers.simulated_host(racers.DEFAULT_HOST):
+            heat = racers.race(asks, racers.poll_and_pick)
+        self._say(*use_lines(heat, self._color))
+        return heat
+
     def _rush(self, asks: Sequence[int]) -> None:
-        """All racers claim at the same moment and none waits, in several rounds."""
+        """Let all racers claim at the same moment without waiting, in several rounds."""
         began = time.monotonic()
-        self._section(f"{len(asks)} processes claim GPUs at the same moment, and none waits:")
+        self._section(f"With safe_gpu, {len(asks)} processes claim GPUs at the same moment, and none waits:")
         races: list[Sequence[Outcome]] = [racers.race(asks, racers.claim_at_once)]
-        self._say(*rush_lines(races[0]))
         while len(races) < self._rounds and time.monotonic() - began < _ENOUGH:
             races.append(racers.race(asks, racers.claim_at_once))
-        if len(races) > 1:
-            ruling = rule(*races[1:])
-            claims, refusals = plural(ruling.claims, "claim"), plural(ruling.refused, "refusal")
-            self._say("", f"   {plural(len(races) - 1, 'more round')}: {claims}, {refusals}.")
+        self._say(*rush_lines(races, self._color))
         self._races.append(races)
 
-    def _without(self, wanted: str | None) -> RefereeReport:
-        """The race without safe_gpu, on a simulated host: processes poll the driver, pick a free GPU and start up."""
-        with racers.simulated_host(wanted or racers.DEFAULT_HOST):
-            asks = racers.plan_race(racers.look(), self._processes)
-            where = "" if wanted else f"on a simulated host, {racers.DEFAULT_HOST}, "
-            what = "processes without safe_gpu: they poll the driver, pick free GPUs and start up"
-            self._section(f"For contrast, {where}{len(asks)} {what}:")
-            heat = racers.race(asks, racers.poll_and_pick)
-            self._say(*contrast_lines(heat))
-            return rule(heat)
-
     def _section(self, title: str) -> None:
-        self._sections += 1
-        self._say("", *_wrapped(f"{self._sections}. {title}", "", "   "), "")
+        self._say("", *(paint(line, "bold", self._color) for line in _wrapped(title)))
 
     def _say(self, *lines: str) -> None:
         for line in lines:

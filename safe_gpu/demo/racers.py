@@ -58,13 +58,13 @@ class RaceHost(NamedTuple):
 
 
 def wanted_host() -> str | None:
-    """The simulated host that SAFE_GPU_DRIVER names; None if it names a driver of real GPUs or is not set."""
+    """Return the simulated host that SAFE_GPU_DRIVER names; None if it names a driver of real GPUs or is not set."""
     kind, _, name = os.environ.get("SAFE_GPU_DRIVER", "").partition(":")
     return name if kind == "simulated" else None
 
 
 def look() -> RaceHost:
-    """The host of the driver that SAFE_GPU_DRIVER names; without a driver it has no GPUs.
+    """Return the host of the driver that SAFE_GPU_DRIVER names; without a driver it has no GPUs.
 
     Raises:
         NoDriverError: the driver that SAFE_GPU_DRIVER names does not work.
@@ -88,7 +88,7 @@ def look() -> RaceHost:
 
 @contextmanager
 def simulated_host(name: str) -> Iterator[None]:
-    """An unused simulated host in a temporary directory, for this process and its children.
+    """Set up an unused simulated host in a temporary directory, for this process and its children.
 
     One claim is made there and released, so that racers need not import modules.
 
@@ -128,7 +128,8 @@ _FEWEST, _MOST = 4, 32
 
 
 def plan_race(host: RaceHost, racers: int | None = None) -> tuple[int, ...]:
-    """How many GPUs each racer claims on this host; empty if none can be claimed now, or claims share the only one.
+    """Return how many GPUs each racer claims on this host; empty if none can be claimed now, or claims share the only
+    one.
 
     Args:
         racers: their number; default: twice as many as free GPUs, 4 to 32.
@@ -164,9 +165,9 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @contextmanager
 def signals_at_the_end() -> Iterator[None]:
-    """Signals that end this process are blocked inside, here and in its children, and do it when all is cleaned up.
+    """Block signals that end this process, here and in its children, until all is cleaned up.
 
-    :func:`race` looks for them. So they come at no moment at which a process or a directory would be forgotten.
+    :func:`race` looks for them. So no process and no directory is left behind.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
@@ -226,7 +227,7 @@ def claim_in_turn(outcome: Outcome, driver: object, line: Connection[Any, Any]) 
 
 
 def poll_and_pick(outcome: Outcome, driver: Any, line: Connection[Any, Any]) -> None:
-    """What programs do without safe_gpu, on a simulated host: poll the driver, pick a free GPU, start up, use it."""
+    """Do what programs do without safe_gpu, on a simulated host: poll the driver, pick a free GPU, start up, use it."""
     seen = driver.snapshot().gpus
     free = [gpu for gpu in seen if not (gpu.processes or gpu.unusable or gpu.lost)][: outcome.nb_gpus]
     time.sleep(_START_UP)
@@ -269,7 +270,7 @@ def race(asks: Sequence[int], work: Work) -> list[Outcome]:
 
 
 class _Racer:
-    """A forked process that claims; a signal that ends the demo interrupts whoever waits for it."""
+    """A forked process that claims; a signal that ends the demo interrupts the wait for it."""
 
     def __init__(self, work: Work, ask: int, hear: int, fire: int) -> None:
         self._ask = ask
@@ -281,7 +282,7 @@ class _Racer:
         far_end.close()
 
     def hear(self, until: float) -> Outcome:
-        """Its next message: that it is ready, or its outcome."""
+        """Return its next message: that it is ready, or its outcome."""
         failed = f"it neither got a GPU nor was refused within {_PATIENCE:.0f} s"
         try:
             if self._waits(self._line.poll, until):
@@ -318,7 +319,7 @@ class _Racer:
 
 
 def _racer_main(parent: int, line: Connection[Any, Any], work: Work, ask: int, hear: int, fire: int) -> None:
-    """The main function of a racer. All modules were imported before the fork."""
+    """Run a racer. All modules were imported before the fork."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     if os.getppid() != parent:
         return  # the parent exited before prctl

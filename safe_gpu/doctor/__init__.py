@@ -1,6 +1,6 @@
 """Checks a host and the environment of a claim. Each finding comes with its fix.
 
-A check is a function from :class:`Host` to :class:`Finding`. A check that raises counts as failed, and the other
+A check is a function from :class:`CheckedHost` to :class:`Finding`. A check that raises counts as failed, and the other
 checks still run.
 """
 
@@ -19,41 +19,41 @@ __all__ = ["CHECKS", "Check", "exit_code", "render_checks", "run_checks", "to_di
 CHECKS: tuple[tuple[str, Callable[[CheckedHost], Finding]], ...] = (
     ("platform", process.platform),
     ("Python packages", process.packages),
-    ("for all users", process.for_all_users),
+    ("shared installation", process.for_all_users),
     ("GPU driver", gpus.driver),
-    ("other vendor", gpus.other_vendor),
+    ("GPUs of other vendors", gpus.other_vendor),
     ("driver speed", gpus.driver_speed),
     ("CUDA", gpus.cuda_starts),
-    ("lost GPUs", gpus.lost_gpus),
-    ("drained GPUs", gpus.drained),
+    ("access to GPUs", gpus.lost_gpus),
+    ("GPUs in service", gpus.drained),
     ("process lists", gpus.process_lists),
     ("compute mode", gpus.compute_mode),
     ("MIG", gpus.mig),
     ("MPS", gpus.mps),
     ("state directory", state.state_directory),
-    ("its file system", state.file_system),
-    ("room", state.room),
-    ("locks", state.locks),
-    ("cleaning of old files", state.cleaning),
-    ("removed leases", state.removed_leases),
-    ("protected_regular", state.protected_regular),
-    ("policy", state.policy),
+    ("file system", state.file_system),
+    ("free disk space", state.room),
+    ("file locks", state.locks),
+    ("removal of old files", state.cleaning),
+    ("lease files", state.removed_leases),
+    ("fs.protected_regular", state.protected_regular),
+    ("policy file", state.policy),
     ("history", state.history),
-    ("private /tmp", state.private_directory),
-    ("process namespace", state.process_namespace),
-    ("suspended processes", state.suspended),
-    ("shared GPUs", state.overused),
-    ("other state directories", state.other_directories),
+    ("shared state directory", state.private_directory),
+    ("visible processes", state.process_namespace),
+    ("holders and waiters", state.suspended),
+    ("shares of memory", state.overused),
+    ("state directories of claims", state.other_directories),
     ("clock", state.clock),
-    ("older package", state.older_package),
+    ("safe-gpu 1.x and 2.0", state.older_package),
     ("SAFE_GPU variables", process.variables),
     ("SAFE_GPU_SCOPE", process.scope),
     ("CUDA_VISIBLE_DEVICES", process.visible_devices),
     ("CUDA_DEVICE_ORDER", process.device_order),
     ("batch job", process.batch_job),
-    ("address space", process.address_space),
+    ("address space limit", process.address_space),
     ("CPU mask", process.cpu_mask),
-    ("OpenMP binding", process.openmp),
+    ("OpenMP variables", process.openmp),
 )
 """Name and function of every check, in the order of the report."""
 
@@ -81,7 +81,7 @@ def run_checks(host: CheckedHost | None = None) -> list[Check]:
 
 
 def to_dict(checks: Sequence[Check]) -> dict[str, Any]:
-    """The JSON document: ``{"host", "checks": [{"name", "status", "detail", "fix"}]}``."""
+    """Return the JSON document: ``{"host", "checks": [{"name", "status", "detail", "fix"}]}``."""
     return {
         "host": os.uname().nodename,
         "checks": [asdict(one) for one in checks],
@@ -89,5 +89,5 @@ def to_dict(checks: Sequence[Check]) -> dict[str, Any]:
 
 
 def exit_code(checks: Sequence[Check]) -> int:
-    """1 if a check failed, else 0."""
+    """Return 1 if a check failed, else 0."""
     return int(any(one.status == "failed" for one in checks))

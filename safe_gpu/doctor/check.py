@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,7 +12,8 @@ from typing import TYPE_CHECKING
 from ..coordination.files import state_dir_path
 from ..errors import PolicyError, SafeGpuError, StateDirError
 from ..foreign_files import read_start
-from ..text import paint, wrapped
+from ..procfs import printable
+from ..text import paint, plural, wrapped
 from ..vendors import FIRST, VENDORS, Vendor
 
 if TYPE_CHECKING:
@@ -44,32 +46,32 @@ class Check:
 
 
 def passed(detail: str) -> Finding:
-    """No problem; ``detail`` says what was checked."""
+    """Return a finding of no problem; ``detail`` says what was checked."""
     return Finding("passed", detail)
 
 
 def skipped(detail: str) -> Finding:
-    """The check does not apply; ``detail`` says why."""
+    """Return a finding that the check does not apply; ``detail`` says why."""
     return Finding("skipped", detail)
 
 
 def warning(detail: str, fix: str) -> Finding:
-    """Claims work, but less well or less safely than users expect."""
+    """Return a finding that claims work, but less well or less safely than users expect."""
     return Finding("warning", detail, fix)
 
 
 def failed(detail: str, fix: str) -> Finding:
-    """Claims fail, or do not protect GPUs."""
+    """Return a finding that claims fail, or do not protect GPUs."""
     return Finding("failed", detail, fix)
 
 
 def gpus_named(labels: Sequence[str]) -> str:
-    """``GPU 3`` or ``GPUs 0,1,amd:2``."""
+    """Return ``GPU 3`` or ``GPUs 0,1,amd:2``."""
     return f"GPU{'s' if len(labels) > 1 else ''} {','.join(labels)}"
 
 
 def labels(gpus: Iterable[Gpu]) -> str:
-    """The same, of GPUs of one vendor."""
+    """Return the same for GPUs of one vendor."""
     return gpus_named([gpu.label for gpu in gpus])
 
 
@@ -99,12 +101,13 @@ class CheckedHost:
         self.poll_seconds = 0.0
 
     def read(self, name: str) -> str | None:
-        """The text of a file under the root, its first MiB, without trailing blanks; None if it cannot be read."""
+        """Return the text of a file under the root, its first MiB, without trailing blanks; None if it cannot be
+        read."""
         data = read_start(os.path.join(self.root, name), _MOST)
         return None if data is None else data.decode("utf-8", "replace").rstrip()
 
     def link(self, name: str) -> str | None:
-        """The target of a symbolic link under the root; None if it cannot be read."""
+        """Return the target of a symbolic link under the root; None if it cannot be read."""
         try:
             return os.readlink(os.path.join(self.root, name))
         except OSError:
@@ -173,28 +176,44 @@ class CheckedHost:
 
 
 def with_snapshot(check: Callable[[CheckedHost, HostSnapshot], Finding]) -> Callable[[CheckedHost], Finding]:
-    """A check of what the driver shows, which is skipped without one."""
+    """Return a check of what the driver shows, which is skipped without one."""
     return lambda host: skipped("there is no driver") if host.snapshot is None else check(host, host.snapshot)
 
 
 # Renders findings for a terminal. Pure.
 
 
-_COLORS = {"passed": "green", "warning": "yellow", "failed": "red", "skipped": "dim"}
+_COLORS = {"failed": "red", "warning": "yellow", "passed": "green", "skipped": "dim"}
+_INDENT = " " * 9
 
 
-def render_checks(checks: Sequence[Check], *, color: bool, width: int) -> str:
-    """One paragraph for each check, with its fix, and a last line with the number of checks by status."""
-    names = max((len(one.name) for one in checks), default=0)
-    indent = " " * (7 + 2 + names + 2)
+def render_checks(checks: Sequence[Check], *, color: bool, width: int, verbose: bool = False) -> str:
+    """Return what is wrong, worst first and each with its fix, and a last line with the number of checks by status.
+
+    Args:
+        checks: the checks in the order of the report.
+        color: paint the status and ``fix:``.
+        width: the columns of the terminal. A word of a fix is never cut, so that it can be copied.
+        verbose: list the checks that passed or were skipped too.
+    """
     lines = []
-    for one in checks:
-        head = f"{one.status:7}  {one.name:{names}}  "
-        first, *others = wrapped(one.detail, width, indent) or [indent]
-        lines.append(paint(one.status, _COLORS[one.status], color) + head[len(one.status) :] + first[len(indent) :])
-        lines += others
-        if one.fix:
-            lines += wrapped(f"fix: {one.fix}", width, indent)
-    counts = {status: sum(one.status == status for one in checks) for status in _COLORS}
-    summary = ", ".join(f"{number} {status}" for status, number in counts.items() if number)
-    return "\n".join([*lines, "", summary])
+    for status in _COLORS if verbose else ("failed", "warning"):
+        for one in (one for one in checks if one.status == status):
+            first, *others = wrapped(f"{one.name}: {one.detail}", width, _INDENT)
+            lines += [paint(status, _COLORS[status], color) + first[len(status) :], *others]
+            if one.fix:
+                text = textwrap.fill(
+                    printable(f"fix: {one.fix}"),
+                    width,
+                    initial_indent=_INDENT,
+                    subsequent_indent=_INDENT,
+                    break_long_words=False,
+                    break_on_hyphens=False,
+                )
+                lines.append(text.replace("fix:", paint("fix:", "bold", color), 1))
+    numbers = {status: sum(one.status == status for one in checks) for status in ("passed", "skipped", "failed")}
+    warnings = len(checks) - sum(numbers.values())
+    counts = [f"{number} {status}" for status, number in numbers.items() if number]
+    counts += [plural(warnings, "warning")] if warnings else []
+    summary = ", ".join(counts) + ("" if verbose else " (-v lists all)")
+    return "\n".join([*lines, *[""][: len(lines)], summary])

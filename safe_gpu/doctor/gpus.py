@@ -19,6 +19,7 @@ from ..errors import NoDriverError, SafeGpuError
 from ..programs import IN_CHILD, python_child
 from ..selection.request import Rules
 from ..selection.verdicts import HIDDEN, NOT_YET, SHOWN, UNWATCHABLE, presence, why_memory_unexplained
+from ..text import plural
 from ..vendors import VENDORS
 from .check import CheckedHost, Finding, failed, labels, passed, skipped, warning, with_snapshot
 
@@ -35,23 +36,22 @@ def _of_nvidia(check: Callable[[CheckedHost, HostSnapshot], Finding]) -> Callabl
 
 
 def _not_of(host: CheckedHost) -> Finding | None:
-    """The finding about a thing of NVIDIA's where a claim would get other GPUs."""
+    """Return the finding about a feature of NVIDIA's where a claim would get GPUs of another vendor; else None."""
     is_first = host.vendor is VENDORS["nvidia"]
-    return None if is_first else skipped(f"{host.vendor.title} GPUs have none: it is NVIDIA's")
+    return None if is_first else skipped(f"it does not apply to {host.vendor.title} GPUs")
 
 
 def _described(snapshot: HostSnapshot) -> str:
     names = ", ".join(sorted({gpu.name for gpu in snapshot.physical if gpu.name})) or "no names"
-    return f"{snapshot.driver} {snapshot.driver_version}".strip() + f": {len(snapshot.physical)} GPU(s), {names}"
+    return f"{snapshot.driver} {snapshot.driver_version}".strip() + f": {plural(len(snapshot.physical))}, {names}"
 
 
 def driver(host: CheckedHost) -> Finding:
-    """Is there a driver, which one, with how many GPUs?"""
+    """Check that there is a driver, and name it and its GPUs."""
     snapshot = host.snapshot
     if snapshot is None:
-        return failed(
-            host.driver_error, f"{host.vendor.install}, or try SAFE_GPU_DRIVER=simulated:{host.vendor.preset}"
-        )
+        detail, _, _ = host.driver_error.partition(". On a GPU host, ")  # which is the fix
+        return failed(detail, f"{host.vendor.install}, or try SAFE_GPU_DRIVER=simulated:{host.vendor.preset}")
     if not snapshot.gpus:
         whose = next((one for one in VENDORS.values() if snapshot.driver in one.drivers), host.vendor)
         return failed(f"{snapshot.driver} {snapshot.driver_version} shows no GPU", whose.pass_in)
@@ -70,7 +70,7 @@ def driver(host: CheckedHost) -> Finding:
 
 
 def other_vendor(host: CheckedHost) -> Finding:
-    """Does this host have GPUs of further vendors, and do their drivers work?"""
+    """Check the drivers of GPUs of further vendors."""
     others, broken = host.others
     if broken:
         return warning(
@@ -87,7 +87,7 @@ def other_vendor(host: CheckedHost) -> Finding:
 
 @with_snapshot
 def driver_speed(host: CheckedHost, snapshot: HostSnapshot) -> Finding:
-    """Does a poll delay claims?"""
+    """Check that a poll does not delay claims."""
     took = f"opening and polling the driver took {host.poll_seconds:.2f} s"
     if host.poll_seconds <= _SLOW_POLL:
         return passed(took)
@@ -96,7 +96,7 @@ def driver_speed(host: CheckedHost, snapshot: HostSnapshot) -> Finding:
 
 @with_snapshot
 def cuda_starts(host: CheckedHost, snapshot: HostSnapshot) -> Finding:
-    """Can CUDA be initialised, and does it see the GPUs that the driver shows? Tested in a short-lived child."""
+    """Check in a short-lived child that CUDA can be initialised and sees the GPUs that the driver shows."""
     if host.simulated:
         return skipped(f"simulated GPUs have no {host.vendor.library}")
     assert host.driver is not None
@@ -110,15 +110,15 @@ def cuda_starts(host: CheckedHost, snapshot: HostSnapshot) -> Finding:
     plain = not any(gpu.mig_enabled for gpu in usable)
     if len(seen) < len(usable) and plain:
         return warning(
-            f"{title} can be initialised and sees {len(seen)} GPU(s), but the driver shows {len(usable)}",
+            f"{title} can be initialised and sees {plural(len(seen))}, but the driver shows {len(usable)}",
             f"see dmesg for the others ({host.vendor.log}); claims of them fail with "
             "WrongDeviceError or PlaceholderError",
         )
-    return passed(f"{title} can be initialised and sees {len(seen)} GPU(s)")
+    return passed(f"{title} can be initialised and sees {plural(len(seen))}")
 
 
 def drained(host: CheckedHost) -> Finding:
-    """Has root, or the owner of the state directory, taken GPUs out of use?"""
+    """Check whether root, or the owner of the state directory, has taken GPUs out of use."""
     reasons = drained_gpus()
     found = {one.label: reasons[one.gpu.uuid] for one in host.status.gpus if one.gpu.uuid in reasons}
     if not found:
@@ -129,7 +129,7 @@ def drained(host: CheckedHost) -> Finding:
 
 @with_snapshot
 def lost_gpus(host: CheckedHost, snapshot: HostSnapshot) -> Finding:
-    """Are there GPUs that the driver cannot reach?"""
+    """Check that the driver can reach all GPUs."""
     lost = [gpu for gpu in snapshot.gpus if gpu.lost]
     if lost:
         return warning(
@@ -144,7 +144,7 @@ def lost_gpus(host: CheckedHost, snapshot: HostSnapshot) -> Finding:
 
 @_of_nvidia
 def compute_mode(host: CheckedHost, snapshot: HostSnapshot) -> Finding:
-    """Do compute modes prevent claims, or keep out the child processes of a claim?"""
+    """Check that compute modes neither prevent claims nor keep out the child processes of a claim."""
     prohibited = [gpu for gpu in snapshot.gpus if gpu.compute_mode == ComputeMode.PROHIBITED]
     if prohibited:
         return warning(
@@ -162,7 +162,7 @@ def compute_mode(host: CheckedHost, snapshot: HostSnapshot) -> Finding:
 
 @_of_nvidia
 def mig(host: CheckedHost, snapshot: HostSnapshot) -> Finding:
-    """Which GPUs are in MIG mode, and do they have instances?"""
+    """Check that GPUs in MIG mode have instances."""
     split = [gpu for gpu in snapshot.gpus if gpu.mig_enabled]
     if not split:
         return passed("off")
@@ -175,12 +175,12 @@ def mig(host: CheckedHost, snapshot: HostSnapshot) -> Finding:
         )
     instances = sum(gpu.is_mig_instance for gpu in snapshot.gpus)
     return passed(
-        f"on for {labels(split)}: {instances} instance(s); CUDA uses one of them per process, and UUIDs name them"
+        f"on for {labels(split)}: {plural(instances, 'instance')}; CUDA uses one per process, and UUIDs name them"
     )
 
 
 def mps(host: CheckedHost) -> Finding:
-    """Does the Multi-Process Service run?"""
+    """Check whether the Multi-Process Service runs."""
     if other := _not_of(host):
         return other
     servers = [
@@ -213,7 +213,7 @@ _LISTED = "the driver lists the processes of every GPU"
 
 @with_snapshot
 def process_lists(host: CheckedHost, snapshot: HostSnapshot) -> Finding:
-    """Does the driver list the processes on a GPU? Without that list it is not known whether the GPU is free."""
+    """Check that the driver lists the processes on a GPU. Without that list it is not known whether the GPU is free."""
     rules = Rules.of(host.environ)
     whole = [gpu for gpu in snapshot.gpus if not gpu.lost and not gpu.mig_enabled]
     never = [gpu for gpu in whole if not gpu.processes_supported]
@@ -257,7 +257,8 @@ def process_lists(host: CheckedHost, snapshot: HostSnapshot) -> Finding:
 
 
 def _shown_in_child(environ: Mapping[str, str]) -> str:
-    """Claim a free GPU in a child process: ``SHOWN``, ``HIDDEN`` or ``NOT_YET``; else why that was not possible."""
+    """Claim a free GPU in a child process; return ``SHOWN``, ``HIDDEN`` or ``NOT_YET``, or why that was not
+    possible."""
     # -I makes the child ignore PYTHON* variables and the current directory, so it needs the path of the packages.
     code = "import sys; sys.path[:] = sys.argv[1:]; from safe_gpu.doctor.gpus import _child; _child()"
     root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -282,7 +283,7 @@ def _shown_in_child(environ: Mapping[str, str]) -> str:
 
 
 def _child() -> None:
-    """The child's part: claim a free GPU, and print whether the driver lists this process on it, or the error."""
+    """Claim a free GPU in the child, and print whether the driver lists this process on it, or the error."""
     import logging
 
     from ..claim.owner import GPUOwner

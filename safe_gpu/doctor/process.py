@@ -11,11 +11,12 @@ from ..devices import HostSnapshot
 from ..errors import GPUAffinityError, SafeGpuError
 from ..schedulers.gpu_count import number_for_job
 from ..selection.request import MEMORY_VARIABLE, Rules
+from ..text import plural
 from .check import CheckedHost, Finding, failed, gpus_named, labels, passed, skipped, warning, with_snapshot
 
 
 def platform(host: CheckedHost) -> Finding:
-    """Is this Linux? Shows the versions of the kernel and of Python."""
+    """Check that this is Linux, and name the versions of the kernel and of Python."""
     name = os.uname()
     detail = f"{name.sysname} {name.release} on {name.machine}, Python {'.'.join(map(str, sys.version_info[:3]))}"
     if name.sysname != "Linux":
@@ -24,7 +25,7 @@ def platform(host: CheckedHost) -> Finding:
 
 
 def packages(host: CheckedHost) -> Finding:
-    """Are the required Python packages installed, and none that replaces their modules?"""
+    """Check that the required Python packages are installed, and none that replaces their modules."""
     import re
     from importlib import metadata
 
@@ -63,14 +64,14 @@ def _major(version: str) -> int:
 
 
 def for_all_users(host: CheckedHost) -> Finding:
-    """Can other users run this interpreter and read this package, where root has installed it?"""
+    """Check that other users can run this interpreter and read this package, where root has installed it."""
     import stat
 
     import filelock
 
     package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     if os.stat(package).st_uid:
-        return skipped(f"{package} is not root's, so it need not be for all")
+        return skipped(f"{package} does not belong to root, so other users need no access")
     files = [(os.path.realpath(sys.executable), stat.S_IXOTH)]
     files += [(os.path.join(package, "__init__.py"), stat.S_IROTH), (filelock.__file__, stat.S_IROTH)]
     for path, bit in files:
@@ -90,7 +91,7 @@ def for_all_users(host: CheckedHost) -> Finding:
 
 
 def variables(host: CheckedHost) -> Finding:
-    """Does every SAFE_GPU_* variable exist, and does it have a valid value? Those who read them are asked."""
+    """Check that every SAFE_GPU_* variable exists and has a value that its reader accepts."""
     for name, meant in settings.unknown(host.environ).items():
         hint = f"did you mean {meant}? " if meant else ""
         return warning(f"{name} is not a variable of safe_gpu and has no effect", f"{hint}unset {name}")
@@ -132,7 +133,7 @@ _READERS: dict[str, Callable[[str, str], object]] = {
 
 
 def scope(host: CheckedHost) -> Finding:
-    """Does SAFE_GPU_SCOPE, which a claim sets for claims inside it, belong to a claim that is held?"""
+    """Check that SAFE_GPU_SCOPE, which a claim sets for claims inside it, belongs to a claim that is held."""
     token = host.environ.get("SAFE_GPU_SCOPE")
     if not token:
         return passed("not set: this is not inside another claim")
@@ -157,7 +158,8 @@ def scope(host: CheckedHost) -> Finding:
 
 
 def visible_devices(host: CheckedHost) -> Finding:
-    """Does an inherited variable such as CUDA_VISIBLE_DEVICES limit claims, and is its value clear?"""
+    """Check whether an inherited variable such as CUDA_VISIBLE_DEVICES limits claims, and whether its value is
+    clear."""
     from ..runtimes.visible_devices import read_visible_once
 
     known = host.vendor.variables
@@ -195,7 +197,7 @@ def visible_devices(host: CheckedHost) -> Finding:
 
 
 def device_order(host: CheckedHost) -> Finding:
-    """Does CUDA_DEVICE_ORDER have a value that CUDA knows?"""
+    """Check that CUDA_DEVICE_ORDER has a value that CUDA knows."""
     if host.vendor.library != "CUDA":
         return skipped(f"{host.vendor.library} does not read it")
     value = host.environ.get("CUDA_DEVICE_ORDER")
@@ -210,7 +212,7 @@ def device_order(host: CheckedHost) -> Finding:
 
 
 def batch_job(host: CheckedHost) -> Finding:
-    """The batch job and the rank of this process."""
+    """Report the batch job and the rank of this process."""
     job = host.job
     rank = "" if job.local_rank is None else f"rank {job.local_rank} of {job.local_size or '?'} on this host"
     if job.scheduler is None:
@@ -231,14 +233,15 @@ def batch_job(host: CheckedHost) -> Finding:
             f"({','.join(sorted(given))}), and the driver shows {len(shown)}",
             "compare gres.conf with the driver's numbers (AutoDetect=nvml), or set CUDA_VISIBLE_DEVICES as Slurm says",
         )
-    return passed(text if job.requested_gpus is None else f"{text}, {job.requested_gpus} GPU(s) asked for")
+    return passed(text if job.requested_gpus is None else f"{text}, {plural(job.requested_gpus)} asked for")
 
 
 # Limits and CPUs
 
 
 def address_space(host: CheckedHost) -> Finding:
-    """Is the address space limited? Batch systems set that limit for memory, and CUDA may fail under it."""
+    """Check that the address space is not limited. Batch systems set that limit for memory, and CUDA may fail under
+    it."""
     import resource
 
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
@@ -246,14 +249,14 @@ def address_space(host: CheckedHost) -> Finding:
         return passed("not limited")
     return warning(
         f"limited to {limit / (1 << 30):.1f} GiB: CUDA reserves more address space than the memory of the host and its "
-        "GPUs together, and may fail with out of memory",
+        "GPUs together, and may fail with an out-of-memory error",
         "limit memory in another way than h_vmem or ulimit -v (such as m_mem_free, cgroups), or ulimit -v unlimited",
     )
 
 
 @with_snapshot
 def cpu_mask(host: CheckedHost, snapshot: HostSnapshot) -> Finding:
-    """May this process use the CPUs next to the GPUs?"""
+    """Check that this process may use the CPUs next to the GPUs."""
     if host.simulated:
         return skipped("the CPUs next to simulated GPUs are simulated too")
     from ..topology import read_topology
@@ -279,7 +282,7 @@ def cpu_mask(host: CheckedHost, snapshot: HostSnapshot) -> Finding:
         return warning(f"{labels(remote)}: this process may use no CPU next to it, but {len(mask)} elsewhere", fix)
     if narrowed:
         return warning(
-            f"{labels(narrowed)}: this process may use only some of the CPUs next to it, {len(mask)} CPU(s) in all", fix
+            f"{labels(narrowed)}: this process may use only some of the CPUs next to it, {len(mask)} in all", fix
         )
     return passed(f"all CPUs next to the GPUs may be used, {len(mask)} in all")
 
@@ -292,7 +295,7 @@ _OPENMP = {
 
 
 def openmp(host: CheckedHost) -> Finding:
-    """Does a variable of OpenMP move threads away from the CPUs to which a claim binds them?"""
+    """Check that no variable of OpenMP moves threads away from the CPUs to which a claim binds them."""
     for name, harmless in _OPENMP.items():
         value = host.environ.get(name)
         if value is not None and value.lower() not in harmless:

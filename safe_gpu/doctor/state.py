@@ -47,14 +47,14 @@ _REMOVABLE = (errno.ENOTDIR, errno.ELOOP, errno.EINVAL, errno.EMLINK, errno.EPER
 
 
 def _existing(path: str) -> str:
-    """The directory itself, or the nearest existing directory above it."""
+    """Return the directory itself, or the nearest existing directory above it."""
     while not os.path.isdir(path):
         path = os.path.dirname(path)
     return path
 
 
 def state_directory(host: CheckedHost) -> Finding:
-    """Is it a plain directory that every user can use? It is opened as a claim opens it."""
+    """Check that it is a plain directory that every user can use. It is opened as a claim opens it."""
     path = host.path
     trouble = next(filter(None, (_trouble_with_mode(path, part) for part in (".", *PARTS[:2]))), None)
     if trouble:
@@ -73,7 +73,7 @@ def state_directory(host: CheckedHost) -> Finding:
 
 
 def _other_owners(root: StateDir) -> str:
-    """Whose host.lock and history are, where they are not those of the owner of the directory."""
+    """Return whose host.lock and history are, where they are not those of the owner of the directory."""
     found = ""
     for name in ("host.lock", NAME):
         with suppress(OSError):
@@ -95,7 +95,7 @@ def _not_there(path: str) -> Finding:
 
 
 def _risk_of_owner(root: StateDir) -> Finding | None:
-    """The sticky bit does not bind the owner of a directory."""
+    """Return a finding if the owner of the directory is not root: the sticky bit does not bind an owner."""
     for part in (".", *PARTS):
         with suppress(OSError):  # the first claim creates it
             uid = os.stat(part, dir_fd=root.fd, follow_symlinks=False).st_uid
@@ -115,7 +115,8 @@ def _trouble_with_mode(
     closed: str = "other users cannot claim GPUs",
     open_to_all: str = "every user may remove the leases of other users",
 ) -> Finding | None:
-    """A finding if a directory is not everybody's. What is missing or no directory is for those who open it.
+    """Return a finding if a directory is not open to all users. One that is missing, or is no directory, is left to
+    those who open it.
 
     No path into the state directory is followed.
     """
@@ -144,8 +145,8 @@ def _trouble_with_mode(
 
 
 def _opened_to_all(path: str, status: os.stat_result) -> str:
-    """How to set the mode of a directory. Root is never told to change a name that another user can replace by a link.
-    That is who can change a directory above, and the owner of the name where that one is sticky."""
+    """Return how to set the mode of a directory. Root is never told to change a name that another user can replace by a
+    link. That is who can change a directory above, and the owner of the name where that one is sticky."""
     command = f"chmod 1777 {quote(path)}"
     for_root = others_can_change(os.path.dirname(path)) is None
     if status.st_uid == 0:
@@ -157,7 +158,7 @@ def _opened_to_all(path: str, status: os.stat_result) -> str:
 
 
 def _trouble_with_files(root: StateDir, host: CheckedHost) -> Finding | None:
-    """A finding on host.lock or a lease. Other users may have made files of any other name."""
+    """Return a finding on host.lock or a lease. Other users may have made files of any other name."""
     try:
         with LeaseDir("leases", root, make=False) as leases, StateDir("queue", root, make=False):
             leases.names_of_host = partial(names_of_host, [one.gpu.uuid for one in host.status.gpus])
@@ -182,7 +183,7 @@ def _trouble_with_file(directory: StateDir, name: str) -> Finding | None:
 
 
 def _trouble_above(path: str) -> Finding | None:
-    """A finding if not all users may enter the directories above: users who may not would not see the claims."""
+    """Return a finding if not all users may enter the directories above: users who may not would not see the claims."""
     above = os.path.dirname(path)
     while above != "/":
         try:
@@ -201,7 +202,7 @@ def _trouble_above(path: str) -> Finding | None:
 
 
 def file_system(host: CheckedHost) -> Finding:
-    """Is it on a local, writable file system? Locks do not work reliably on a network file system."""
+    """Check that it is on a local, writable file system. Locks do not work reliably on a network file system."""
     where = _existing(host.path)
     try:
         fd = os.open(where, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -220,7 +221,7 @@ def file_system(host: CheckedHost) -> Finding:
 
 
 def room(host: CheckedHost) -> Finding:
-    """Is there space for a few small files?"""
+    """Check that there is space for a few small files."""
     where = _existing(host.path)
     numbers = os.statvfs(where)
     free = numbers.f_bavail * numbers.f_frsize
@@ -228,11 +229,11 @@ def room(host: CheckedHost) -> Finding:
         return failed(f"{free // _KIB} KiB are free at {where}", f"free some space there, or {_ELSEWHERE}")
     if numbers.f_files and numbers.f_favail < _LEAST_FILES:
         return failed(f"{numbers.f_favail} inodes are free at {where}", f"remove some files there, or {_ELSEWHERE}")
-    return passed(f"{free >> 20} MiB are free")
+    return passed(f"{free >> 20} MiB are free at {where}")
 
 
 def locks(host: CheckedHost) -> Finding:
-    """Can host.lock be taken, and is a second lock on a locked file refused?"""
+    """Check that host.lock can be taken, and that a second lock on a locked file is refused."""
     began = time.monotonic()
     try:
         with HostLock(began + _PATIENCE, host.path, make=False), StateDir(host.path, make=False) as root:
@@ -255,7 +256,7 @@ def locks(host: CheckedHost) -> Finding:
         return failed(f"two locks on one file in {host.path} do not exclude each other", _ELSEWHERE)
     if waited > _LONG_HOLD:
         return warning(
-            f"host.lock was held by others for {waited:.1f} s; normal are microseconds",
+            f"host.lock was held by others for {waited:.1f} s; microseconds are normal",
             "look for a process that uses safe_gpu and is stopped or gets no CPU time (safe-gpu status)",
         )
     return passed("host.lock was free, and locks exclude each other")
@@ -269,7 +270,7 @@ _CLEANERS = ("etc/cron.daily/tmpwatch", "etc/cron.daily/tmpreaper")
 
 
 def cleaning(host: CheckedHost) -> Finding:
-    """Does something remove old files there? It would also remove lease files that are held."""
+    """Check that nothing removes old files there. It would also remove lease files that are held."""
     fix = f"as root: echo {quote(f'x {host.path}')} > {RULE}"
     for cleaner in _CLEANERS:
         if os.path.exists(os.path.join(host.root, cleaner)) and host.path.startswith(("/tmp/", "/var/tmp/")):
@@ -281,17 +282,18 @@ def cleaning(host: CheckedHost) -> Finding:
     for kind, path, age, source in _rules(host):
         covers = any(fnmatchcase(str(one), path.rstrip("/")) for one in above)
         if kind[0] in "xX" and covers:
-            return passed(f"{source} exempts it")
+            return passed(f"{source} exempts {host.path}")
         if kind[0] in _AGED_TYPES and covers and len(path) > longest:
             longest = len(path)
             aged = f"{path} after {age} ({source})" if age not in ("", "-") else ""
     if aged:
         return warning(f"systemd-tmpfiles removes files below {aged}, also lease files that are held", fix)
-    return passed("no rule of systemd-tmpfiles removes old files there")
+    return passed(f"no rule of systemd-tmpfiles removes old files from {host.path}")
 
 
 def _rules(host: CheckedHost) -> Iterator[tuple[str, str, str, str]]:
-    """(type, path, age, file) of every line of tmpfiles.d(5); a file in /etc replaces its namesake in /usr/lib."""
+    """Yield (type, path, age, file) of every line of tmpfiles.d(5); a file in /etc replaces its namesake in
+    /usr/lib."""
     files: dict[str, str] = {}
     for directory in _RULES:
         for name in glob("*.conf", root_dir=os.path.join(host.root, directory)):
@@ -304,7 +306,7 @@ def _rules(host: CheckedHost) -> Iterator[tuple[str, str, str, str]]:
 
 
 def removed_leases(host: CheckedHost) -> Finding:
-    """Are there claims whose lease file was removed? Other processes see their GPUs as unclaimed."""
+    """Check that no claim has lost its lease file. Other processes would see its GPUs as unclaimed."""
     leases = os.path.join(os.path.realpath(host.path), "leases") + "/"
     for pid in procfs.pids():
         for number, target in (procfs.open_files(pid) or {}).items():
@@ -325,7 +327,7 @@ def removed_leases(host: CheckedHost) -> Finding:
 
 
 def protected_regular(host: CheckedHost) -> Finding:
-    """The value of fs.protected_regular, which restricts opening files of other users in sticky directories."""
+    """Report the value of fs.protected_regular, which restricts opening files of other users in sticky directories."""
     value = host.read("proc/sys/fs/protected_regular")
     if value is None:
         return skipped("this kernel has no fs.protected_regular")
@@ -341,7 +343,7 @@ def protected_regular(host: CheckedHost) -> Finding:
 
 
 def policy(host: CheckedHost) -> Finding:
-    """Does the policy file count, and is every line of it right?"""
+    """Check that the policy file is read, and that every line of it is right."""
     path = policy_file(host.environ)
     try:
         found, ignored = rules.read(path)
@@ -360,7 +362,7 @@ def policy(host: CheckedHost) -> Finding:
 
 
 def history(host: CheckedHost) -> Finding:
-    """Can every user's claims be recorded? A claim does not fail where they cannot."""
+    """Check that every user's claims can be recorded. A claim does not fail where they cannot."""
     path = os.path.join(host.path, NAME)
     try:
         with StateDir(host.path, make=False) as root, HistoryDir(root):
@@ -371,7 +373,7 @@ def history(host: CheckedHost) -> Finding:
         fix = _ELSEWHERE if isinstance(err, StateDirError) else f"rm {quote(path)}, as its owner or root"
         return warning(f"{path} cannot be opened, and claims may not be recorded: {err}", fix)
     trouble = _trouble_with_mode(
-        host.path, NAME, "claims of other users are not recorded", "every user may remove it all"
+        host.path, NAME, "claims of other users are not recorded", "every user may remove all of it"
     )
     return trouble or passed(f"{path}, mode 1777")
 
@@ -389,7 +391,7 @@ _MOST = 10  # processes that one finding names
 
 
 def _location(path: str, mounts: list[Mount]) -> tuple[str, str] | None:
-    """(device, path inside the file system): equal for two paths if they are the same directory."""
+    """Return (device, path inside the file system): equal for two paths if they are the same directory."""
     mount = mount_of(path, mounts)
     if mount is None:
         return None
@@ -397,7 +399,7 @@ def _location(path: str, mounts: list[Mount]) -> tuple[str, str] | None:
 
 
 def private_directory(host: CheckedHost) -> Finding:
-    """Do all jobs of this host see the same state directory?"""
+    """Check that all jobs of this host see the same state directory."""
     path = os.path.realpath(host.path)
     mounts = parse_mounts(host.read("proc/self/mountinfo") or "")
     mount = mount_of(path, mounts)
@@ -407,15 +409,15 @@ def private_directory(host: CheckedHost) -> Finding:
     mount_it = f"start the container with -v {path}:{path} (docker, podman, nerdctl) or --bind {path} (apptainer)"
     if contained and is_of_image(mount):
         return warning(
-            f"{path} belongs to this container and is not mounted from the host: claims outside do not see these, nor "
-            "these them, unless the container has the network of the host, where claims meet by name",
+            f"{path} belongs to this container and is not mounted from the host: claims inside and "
+            "outside do not see each other unless the container has the network of the host, where claims meet by name",
             mount_it,
         )
     sign = _sign_of_privacy(mount, host)
     if sign:
         return warning(
-            f"{path} is on {mount.point}, which {sign}: claims made elsewhere exclude these, but nobody sees who made "
-            "them, and queues do not meet",
+            f"{path} is on {mount.point}, which {sign}: claims here and elsewhere exclude each other, but do not show "
+            "who made them, and their queues do not meet",
             _TOGETHER,
         )
     own, first = host.link("proc/self/ns/mnt"), host.link("proc/1/ns/mnt")
@@ -435,7 +437,7 @@ def private_directory(host: CheckedHost) -> Finding:
 
 
 def _sign_of_privacy(mount: Mount, host: CheckedHost) -> str:
-    """Why a mount is known to be private, as the end of a sentence; "" if there is no sign of that."""
+    """Return why a mount is known to be private, as the end of a sentence; "" if there is no sign of that."""
     private = private_to(mount.root)
     if private:
         return f"is {private}"
@@ -450,7 +452,7 @@ def _sign_of_privacy(mount: Mount, host: CheckedHost) -> str:
 
 
 def process_namespace(host: CheckedHost) -> Finding:
-    """Are the processes visible that the driver reports?"""
+    """Check that the processes that the driver reports are visible."""
     snapshot = host.snapshot or HostSnapshot(())
     processes = [process for gpu in snapshot.gpus for process in gpu.processes or ()]
     unseen = {
@@ -489,7 +491,7 @@ def _claims(host: CheckedHost) -> Iterator[tuple[str, ClaimStatus]]:
 
 
 def suspended(host: CheckedHost) -> Finding:
-    """Is a process stopped that holds GPUs or waits for them?"""
+    """Check that no process is stopped that holds GPUs or waits for them."""
     stopped: dict[int | None, str] = {}
     holding: dict[tuple[int | None, str], list[str]] = {}
     for label, claim in _claims(host):
@@ -514,7 +516,7 @@ def suspended(host: CheckedHost) -> Finding:
 
 
 def overused(host: CheckedHost) -> Finding:
-    """Does a claim use more of a GPU than its share?"""
+    """Check that no claim uses more of a GPU than its share."""
     found = [
         f"process {claim.pid} ({claim.user or 'unknown'}) uses {format_bytes(used)} of GPU {one.label}, where it has a "
         f"share of {format_bytes(claim.share)}"
@@ -523,19 +525,19 @@ def overused(host: CheckedHost) -> Finding:
         if claim.share is not None and (used := claim.memory_used or 0) > claim.share
     ]
     if found:
-        fix = "ask its user to end it, or to claim a larger share: newcomers are kept off these GPUs meanwhile"
+        fix = "ask its user to end it, or to claim a larger share: until then these GPUs take no new shares"
         return warning("; ".join(found[:_MOST]), fix)
     shared = sum(bool(one.shares) for one in host.status.gpus)
     return passed(f"{plural(shared)} shared, and no claim uses more than its share" if shared else "no GPU is shared")
 
 
 def other_directories(host: CheckedHost) -> Finding:
-    """Are GPUs claimed whose leases are in another state directory, by the names that the kernel has?"""
+    """Check, by the names that the kernel has, that no GPUs are claimed whose leases are in another state directory."""
     found: dict[str, list[str]] = {}
     for one in host.status.gpus:
         if one.claim is not None and one.claim.elsewhere is not None:
             who = f" (process {one.claim.pid} of {one.claim.user})" if one.claim.pid else ""
-            where = one.claim.elsewhere or "a directory that cannot be seen from here (as root it can)"
+            where = one.claim.elsewhere or "a directory that cannot be seen from here (root can see it)"
             found.setdefault(f"{where}{who}", []).append(one.label)
     if not found:
         return passed("no claim has its leases elsewhere")
@@ -547,7 +549,7 @@ def other_directories(host: CheckedHost) -> Finding:
 
 
 def clock(host: CheckedHost) -> Finding:
-    """Does a claim or a ticket have a time in the future?"""
+    """Check that no claim or ticket has a time in the future."""
     now = time.time()
     times = [(claim.since, f"the claim of GPU {label}") for label, claim in _claims(host)]
     times += [(waiter.since, f"the wait at place {waiter.position}") for waiter in host.status.queue]
@@ -562,7 +564,7 @@ def clock(host: CheckedHost) -> Finding:
 
 
 def older_package(host: CheckedHost) -> Finding:
-    """Is safe-gpu 1.x or 2.0 in use here, and can its lock be taken too?"""
+    """Check whether safe-gpu 1.x or 2.0 is in use here, and whether its lock can be taken too."""
     path, directory = legacy.LOCK_FILE, os.path.dirname(legacy.LOCK_FILE)
     # The file must not be opened: closing any descriptor of it would drop a POSIX lock that this process holds on it.
     try:

@@ -76,7 +76,7 @@ def open_driver(
 
 
 def open_drivers() -> tuple[list[Driver], list[str]]:
-    """For viewers, such as ``status``: the drivers of all GPUs that ``SAFE_GPU_DRIVER`` names, one for each vendor.
+    """Open the drivers of all GPUs that ``SAFE_GPU_DRIVER`` names, one for each vendor, for viewers such as ``status``.
 
     Returns:
         The drivers, in the order of ``VENDORS``, and sentences on those that do not work.
@@ -98,7 +98,7 @@ def open_drivers() -> tuple[list[Driver], list[str]]:
 
 
 def may_be_several() -> bool:
-    """Whether :func:`open_drivers` may open more than one driver. It opens none."""
+    """Return whether :func:`open_drivers` may open more than one driver. It opens none."""
     kind, preset = _parsed(None)
     if kind == "simulated":
         from .presets import preset as find_preset
@@ -119,8 +119,8 @@ def _parsed(name: str | None) -> tuple[str, str]:
 
 
 def _may_have_others() -> bool:
-    """Whether a kernel driver of another than the first vendor is loaded. Every claim asks this, so it is one or two
-    questions to the file system for each vendor."""
+    """Return whether a kernel driver of another than the first vendor is loaded. Every claim asks this, so it is one or
+    two questions to the file system for each vendor."""
     root = os.environ.get("SAFE_GPU_FSROOT") or "/"
     paths = (path for key, vendor in VENDORS.items() if key != FIRST for path in vendor.loaded)
     return any(os.path.exists(os.path.join(root, path)) for path in paths)
@@ -135,10 +135,11 @@ def _auto(vendor: str | None, prefer: str | None, spelling: type[ArgumentStyle])
         from .vendors import open_first
 
         return open_first(prefer, _nvidia, spelling)
-    return _nvidia()
+    return _nvidia(only=True)
 
 
-def _nvidia() -> Driver:
+def _nvidia(*, only: bool = False) -> Driver:
+    """NVIDIA's driver; ``only`` if that of no other vendor is loaded."""
     from .nvml import NvmlDriver, why_missing
 
     reason = why_missing()
@@ -151,8 +152,9 @@ def _nvidia() -> Driver:
         from ..errors import NoDriverError
 
         raise NoDriverError(
-            f"There is no NVIDIA driver here: {reason}, and nvidia-smi is not on PATH. On a GPU host, install the "
-            "driver and nvidia-ml-py; to try safe_gpu without a GPU, set SAFE_GPU_DRIVER=simulated:dgx-a100.",
+            f"There is no {'' if only else 'NVIDIA '}GPU driver here: {reason}, and nvidia-smi is not on PATH"
+            f"{'; nor is the driver of AMD or Intel GPUs loaded' if only else ''}. On a GPU host, install the driver, "
+            "for NVIDIA also nvidia-ml-py; to try safe_gpu without a GPU, set SAFE_GPU_DRIVER=simulated:dgx-a100.",
             driver="auto",
         )
     return NvidiaSmiDriver()

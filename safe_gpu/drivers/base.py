@@ -17,8 +17,8 @@ class Driver(Protocol):
 
     A driver may be used by one process only (NVML handles do not survive fork); implementations notice a fork and open
     a new session. All methods raise :class:`~safe_gpu.errors.NoDriverError` when the driver as a whole is gone;
-    the trouble of a single GPU never raises, it shows in that GPU's record. What has an answer here is that of a driver
-    that cannot tell, and keeps nothing open.
+    the trouble of a single GPU does not raise but shows in that GPU's record. The methods with a body
+    here answer for a driver that cannot tell and keeps nothing open.
     """
 
     @property
@@ -48,22 +48,23 @@ class Driver(Protocol):
         """
 
     def linked(self, snapshot: HostSnapshot) -> HostSnapshot:
-        """The same poll with ``nvlink_peers``, for claims of several GPUs: n GPUs are n * (n - 1) / 2 questions."""
+        """Return the same poll with ``nvlink_peers``, for claims of several GPUs: n GPUs are n * (n - 1) / 2
+        questions."""
         return snapshot
 
     def detailed(self, snapshot: HostSnapshot) -> HostSnapshot:
-        """The same poll with what only people look at: utilisation, and processes that only draw."""
+        """Return the same poll with what only people look at: utilisation, and processes that only draw."""
         return snapshot
 
     def cpu_affinity(self, uuid: str, scope: str) -> frozenset[int] | None:
-        """Logical CPUs next to a GPU, for ``scope`` "node" or "socket"; None when the driver cannot tell.
+        """Return the logical CPUs next to a GPU, for ``scope`` "node" or "socket"; None when the driver cannot tell.
 
         NVML returns an empty set for a GPU whose CPUs are all outside this process's cpuset: that too is None.
         """
         return None
 
     def host_topology(self) -> HostTopology | None:
-        """The CPUs of the host where the driver brings its own (a simulated host); None: read sysfs."""
+        """Return the CPUs of the host where the driver brings its own (a simulated host); None: read sysfs."""
         return None
 
     def close(self) -> None:

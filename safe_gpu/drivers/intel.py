@@ -71,7 +71,7 @@ class Card(NamedTuple):
 
 
 def cards(files: Files) -> tuple[Card, ...]:
-    """The cards that this process may open, in the order of their bus ids; integrated GPUs are left out."""
+    """Return the cards that this process may open, in the order of their bus ids; integrated GPUs are left out."""
     found = set()
     for node in files.names(_DRM):
         place = os.path.realpath(f"{files.root}/{_DRM}/{node}/device")
@@ -85,7 +85,7 @@ def cards(files: Files) -> tuple[Card, ...]:
 
 
 def _is_integrated(bus_id: str) -> bool:
-    """Whether the GPU is part of the processor: it is on the root bus then, and a card is behind a bridge."""
+    """Return whether the GPU is part of the processor: it is on the root bus then, and a card is behind a bridge."""
     domain, bus, _, _ = pci_address(bus_id) or (0, 0, 0, 0)
     return domain == bus == 0
 
@@ -113,7 +113,7 @@ class _Clients(NamedTuple):
 
 
 def clients(files: Files) -> _Clients:
-    """Who has files of Intel GPUs open and holds memory there."""
+    """Return who has files of Intel GPUs open and holds memory there."""
     found: dict[str, list[GpuProcess]] = {}
     incomplete = ""
     if files.root == "/" and procfs.pid_namespace() != procfs.FIRST_PID_NAMESPACE:
@@ -132,7 +132,8 @@ def clients(files: Files) -> _Clients:
 
 
 def _used_by(files: Files, process: str) -> dict[str, int | None]:
-    """Bus id -> bytes that a process holds there, None if the kernel does not tell; without those of which it has none.
+    """Return, for each bus id, the bytes that a process holds there, None if the kernel does not tell; cards of which
+    it holds none are left out.
 
     Raises:
         OSError: its open files cannot be read.
@@ -152,7 +153,7 @@ def _used_by(files: Files, process: str) -> dict[str, int | None]:
 
 
 def _sum(parts: Iterable[int | None]) -> int | None:
-    """Their sum; None if one is not known."""
+    """Return their sum; None if one is not known."""
     total = 0
     for part in parts:
         if part is None:
@@ -165,8 +166,8 @@ _UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
 
 def parse_client(text: str) -> tuple[str, str, int | None] | None:
-    """Bus id, client and bytes of its memory on the card, of a file of ``fdinfo``; None if it is no client of i915 or
-    xe. Memory that is resident counts, or all of it in kernels that do not tell; None if they tell neither."""
+    """Return bus id, client and bytes of its memory on the card, from a file of ``fdinfo``; None if it is no client of
+    i915 or xe. Memory that is resident counts, or all of it in kernels that do not tell; None if they tell neither."""
     fields = dict(re.findall(r"(?m)^(drm-[\w-]+):[ \t]*(\S.*?)[ \t]*$", text))
     bus_id = fields.get("drm-pdev", "")
     if fields.get("drm-driver") not in ("i915", "xe") or not pci_address(bus_id):

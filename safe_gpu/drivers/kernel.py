@@ -27,7 +27,7 @@ _CHARACTERS = frozenset("0123456789abcdefABCDEF:.")
 
 
 def bus_order(bus_id: str) -> tuple[int, ...] | None:
-    """Sort key of a bus id: domain, bus, device and function as numbers; None where it is none.
+    """Return the sort key of a bus id: domain, bus, device and function as numbers; None where it is none.
 
     >>> bus_order("0000:0f:00.0") < bus_order("0000:c1:00.0") < bus_order("10000:01:00.0")
     True
@@ -43,7 +43,7 @@ def bus_order(bus_id: str) -> tuple[int, ...] | None:
 
 
 def numa_node(bus_id: str) -> int | None:
-    """The NUMA node of a PCI device by sysfs, read under ``SAFE_GPU_FSROOT``; None is unknown (sysfs says -1).
+    """Return the NUMA node of a PCI device by sysfs, read under ``SAFE_GPU_FSROOT``; None is unknown (sysfs says -1).
 
     This is where the card is plugged in. The driver's own notion of a GPU's NUMA node (``nvmlDeviceGetNumaNodeId``) is
     the node that the GPU's *memory* forms on coherent platforms, which is no place for CPUs.
@@ -65,7 +65,7 @@ _MOST_DESCRIPTORS = 4096
 def own_namespace_pids(
     processes: Iterable[GpuProcess], *, by_devices: bool = True, vendor: Vendor = VENDORS[FIRST]
 ) -> tuple[GpuProcess, ...]:
-    """The processes under their numbers of this PID namespace, each once per kind.
+    """Return the processes under their numbers of this PID namespace, each once per kind.
 
     Drivers 535 to 570.144 and 575.51 list the id of the *thread* that opened the driver. gVisor, and drivers before
     535.113 in a container, list numbers of another PID namespace, which may be those of other processes here. The
@@ -94,7 +94,7 @@ def _resolved(process: GpuProcess, device: str) -> GpuProcess:
 
 
 def _has_device(pid: int, device: str) -> bool | None:
-    """Whether a descriptor or a mapping of the process is such a device; None if /proc does not tell."""
+    """Return whether a descriptor or a mapping of the process is such a device; None if /proc does not tell."""
     mapped = False
     try:
         numbers = os.listdir(f"/proc/{pid}/fd")
@@ -117,12 +117,12 @@ def _has_device(pid: int, device: str) -> bool | None:
 
 
 def is_wsl() -> bool:
-    """Whether the GPUs are those of a Windows host, whose desktop and processes are not listed here."""
+    """Return whether the GPUs are those of a Windows host, whose desktop and processes are not listed here."""
     return _exists("dev/dxg") and not _exists("dev/nvidiactl")
 
 
 def memory_is_node(bus_id: str) -> bool:
-    """Whether the memory of a GPU is a NUMA node of the kernel, as on GH200, by the driver's ``/proc`` files.
+    """Return whether the memory of a GPU is a NUMA node of the kernel, as on GH200, by the driver's ``/proc`` files.
 
     NVML's ``nvmlDeviceGetNumaNodeId`` says the same; this is for drivers that do not ask NVML.
     """
@@ -133,7 +133,7 @@ def memory_is_node(bus_id: str) -> bool:
 
 
 def has_display(files: Files, device: str) -> bool:
-    """Whether a connector of a GPU drives a screen; ``device`` is its PCI device below the root."""
+    """Return whether a connector of a GPU drives a screen; ``device`` is its PCI device below the root."""
     cards = [card for card in files.names(f"{device}/drm") if card.startswith("card")]
     connectors = [f"{card}/{name}" for card in cards for name in files.names(f"{device}/drm/{card}")]
     return any(
@@ -150,7 +150,7 @@ def _path(path: str) -> str:
 
 
 def as_shown_now(gpus: Iterable[Gpu], shown: Iterable[Gpu], gone: str) -> tuple[Gpu, ...]:
-    """These devices with the memory and the processes of a new poll; ``gone`` is said of those that it lacks."""
+    """Return these devices with the memory and the processes of a new poll; ``gone`` is said of those that it lacks."""
     found = {gpu.uuid: gpu for gpu in shown}
     return tuple(
         replace(gpu, memory_used=now.memory_used, memory_free=now.memory_free, processes=now.processes,

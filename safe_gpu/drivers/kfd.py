@@ -48,7 +48,7 @@ class ProcessesOnGpu(NamedTuple):
 
 
 def processes(files: Files, gpu_ids: Iterable[int]) -> dict[int, ProcessesOnGpu]:
-    """The processes on each of these GPUs, by ``gpu_id``."""
+    """Return the processes on each of these GPUs, by ``gpu_id``."""
     wanted = tuple(gpu_ids)
     found: dict[int, list[GpuProcess]] = {gpu_id: [] for gpu_id in wanted}
     errors = dict.fromkeys(wanted, "")
@@ -79,7 +79,7 @@ def processes(files: Files, gpu_ids: Iterable[int]) -> dict[int, ProcessesOnGpu]
 
 
 def _memory(files: Files, path: str) -> int:
-    """Bytes; 0 if there is no such file, because the process or its context has just ended."""
+    """Return the bytes; 0 if there is no such file, because the process or its context has just ended."""
     try:
         text = files.read(path)
     except (FileNotFoundError, ProcessLookupError):
@@ -130,7 +130,7 @@ class KfdDriver(Driver):
         return as_shown_now(gpus, self.snapshot().gpus, _GONE) if gpus else ()
 
     def linked(self, snapshot: HostSnapshot) -> HostSnapshot:
-        """The same poll with the GPUs connected by xGMI as ``nvlink_peers``: those of one hive."""
+        """Return the same poll with the GPUs connected by xGMI as ``nvlink_peers``: those of one hive."""
         hives: dict[int, set[str]] = {}
         for device in self._devices():
             hives.setdefault(device.hive, set()).add(device.uuid)
@@ -140,7 +140,8 @@ class KfdDriver(Driver):
         )
 
     def detailed(self, snapshot: HostSnapshot) -> HostSnapshot:
-        """The same poll with ``utilization``, of whole GPUs only: the kernel does not count it for partitions."""
+        """Return the same poll with ``utilization``, of whole GPUs only: the kernel does not count it for
+        partitions."""
         files = tree()
         alone = {device.uuid: device.pci for device in self._devices() if device.bus_id and not device.shared}
         return snapshot.updated(
@@ -198,5 +199,6 @@ def _gpus(files: Files, found: tuple[Device, ...]) -> Iterable[Gpu]:
 
 
 def may_be_integrated(device: Device) -> bool:
-    """Whether it looks like the integrated graphics of a processor. GPUs of another vendor tell whether it matters."""
+    """Return whether it looks like the integrated graphics of a processor. GPUs of another vendor tell whether it
+    matters."""
     return device.integrated or (device.memory_total or 0) < _LARGEST_CARVE_OUT

@@ -1,7 +1,7 @@
 """The NVIDIA driver through the nvidia-smi program, for hosts without NVML.
 
 The report is read element by element, not as XML: some versions close elements of the clocks' section in the wrong
-order, and warnings stand before, after and, on a bad day, inside it. A value may be ``N/A``, ``Not Supported``,
+order, and warnings stand before, after and sometimes inside it. A value may be ``N/A``, ``Not Supported``,
 ``Unknown Error`` or ``ERR!``, with or without brackets, and old versions do not have every element.
 
 One run of ``nvidia-smi -q -x`` answers a poll. Where a GPU has MIG instances, ``nvidia-smi -L`` tells their UUIDs, once
@@ -54,7 +54,7 @@ class ProcessList(NamedTuple):
 
 
 class MigReport(NamedTuple):
-    """A MIG instance by its number. ``uuid`` is "" where it is not told. ``memory`` is that of a Gpu."""
+    """A MIG instance by its number. ``uuid`` is "" if unknown. ``memory`` is that of a Gpu."""
 
     slot: int
     uuid: str
@@ -74,7 +74,7 @@ class GpuReport(NamedTuple):
 
 
 def read(report: str) -> Iterator[GpuReport]:
-    """The GPUs that it reports, in its order."""
+    """Yield the GPUs that it reports, in its order."""
     _, *pieces = _GPU.split(report)
     for bus_id, text in zip(pieces[::2], pieces[1::2], strict=True):
         # A process may have any name, so its list ends where the last such element does.
@@ -94,18 +94,18 @@ def read(report: str) -> Iterator[GpuReport]:
 
 
 def _value(text: str) -> str | None:
-    """None for ``[N/A]``, ``Not Supported``, ``ERR!`` and the like."""
+    """Return the text; None for ``[N/A]``, ``Not Supported``, ``ERR!`` and the like."""
     return None if text.startswith("[") or text.lower() in _NO_VALUES else text
 
 
 def _number(text: str) -> int | None:
-    """The digits that it begins with; None where they are more than any figure of a driver has."""
+    """Return the digits that it begins with; None where they are more than any figure of a driver has."""
     found = re.match(r"[0-9]{1,18}(?![0-9])", text)
     return int(found[0]) if found else None
 
 
 def _in_bytes(text: str) -> int | None:
-    """From MiB, with or without the unit."""
+    """Return a number of MiB, with or without the unit, in bytes."""
     found = _number(text)
     return None if found is None else found * _MIB
 
@@ -145,7 +145,7 @@ def _unlisted(said: str) -> ProcessList:
 
 
 def _memory(text: str) -> dict[str, int | None]:
-    """As fields of a Gpu."""
+    """Return the memory as fields of a Gpu."""
     return {f"memory_{name}": _in_bytes(_text(text, name)) for name in ("total", "used", "free")}
 
 
@@ -154,7 +154,8 @@ def _section(text: str, name: str) -> str:
 
 
 def _sections(text: str, name: str) -> Iterator[str]:
-    """What stands in each element of this name. It takes one pass, also where elements are opened and never closed."""
+    """Yield what stands in each element of this name. It takes one pass, also where elements are opened and never
+    closed."""
     begin, end = f"<{name}>", f"</{name}>"
     start = text.find(begin)
     while start >= 0 and (stop := text.find(end, start + len(begin))) >= 0:
@@ -163,7 +164,8 @@ def _sections(text: str, name: str) -> Iterator[str]:
 
 
 def _text(text: str, name: str) -> str:
-    """The beginning of what an element holds, printable and with XML's names of characters replaced; "" for none."""
+    """Return the beginning of what an element holds, printable and with XML's names of characters replaced; "" for
+    none."""
     found = _section(text, name).strip()[:_LONGEST_TEXT]
     if "&" in found:
         from html import unescape
@@ -194,7 +196,7 @@ _GONE = "nvidia-smi no longer shows it"
 
 
 def find_nvidia_smi() -> str | None:
-    """Path of nvidia-smi by PATH, or None.
+    """Return the path of nvidia-smi by PATH, or None.
 
     Raises:
         NoDriverError: this is root, and other users can change it.
@@ -208,10 +210,10 @@ def find_nvidia_smi() -> str | None:
 
 
 class NvidiaSmiDriver(Driver):
-    """nvidia-smi as a driver. NVLink and CPUs it tells in tables for people only.
+    """nvidia-smi as a driver. It shows NVLink and CPUs in tables for people only.
 
     Args:
-        timeout: seconds that one run of nvidia-smi may take; without persistence mode it wakes every card up first.
+        timeout: seconds that one run of nvidia-smi may take; without persistence mode it initialises every card first.
 
     Raises:
         NoDriverError: it is not on PATH, or not one that root may run.
@@ -255,7 +257,7 @@ class NvidiaSmiDriver(Driver):
         )
 
     def _gpus(self, text: str) -> Iterator[Gpu]:
-        """The devices of a report, a GPU before its MIG instances."""
+        """Yield the devices of a report, a GPU before its MIG instances."""
         reports = {report.bus_id: report for report in read(text)}
         complaints = {normalize_bus_id(bus_id): said for bus_id, said in _NO_HANDLE.findall(text)}
         order = {bus_id: place for bus_id in {**complaints, **reports} if (place := pci.bus_order(bus_id))}
@@ -276,7 +278,7 @@ class NvidiaSmiDriver(Driver):
                     seen.add(gpu.uuid)
 
     def _identified(self, index: int, bus_id: str) -> Gpu:
-        """A GPU that does not tell its UUID, as far as it is remembered."""
+        """Return a GPU that does not tell its UUID, as far as it is remembered."""
         uuid, name = self._known.get(bus_id, (f"unknown-{bus_id}", ""))
         return Gpu(index, uuid, name, bus_id, pci.numa_node(bus_id))
 
@@ -292,7 +294,7 @@ class NvidiaSmiDriver(Driver):
             self._known[report.bus_id] = uuid, (_value(name) or "")[:_LONGEST_NAME]
         gpu = self._identified(index, report.bus_id)
         if trouble or not _UUID.fullmatch(uuid):
-            yield _unreachable(gpu, trouble or uuid or "it tells no UUID")
+            yield _unreachable(gpu, trouble or uuid or "it reports no UUID")
             return
         gpu = replace(
             gpu,
@@ -315,7 +317,7 @@ class NvidiaSmiDriver(Driver):
                 yield _with_usage(device, instance.memory, _of_instance(report.processes, instance))
 
     def _list_instances(self, reports: Iterable[GpuReport]) -> None:
-        """Learn the UUIDs of MIG instances, where there are others than at the last time."""
+        """Learn the UUIDs of MIG instances, where they have changed since the last time."""
         layout = tuple(
             (_text(report.text, "uuid"), one.slot, one.gpu_instance, one.compute_instance, one.memory["memory_total"])
             for report in reports
@@ -369,7 +371,7 @@ def _with_usage(gpu: Gpu, memory: dict[str, Any], processes: ProcessList) -> Gpu
 
 
 def _of_instance(processes: ProcessList, instance: MigReport) -> ProcessList:
-    """The processes of a GPU that are on one of its MIG instances."""
+    """Return the processes of a GPU that are on one of its MIG instances."""
     unplaced = next((row.process.pid for row in processes.rows if row.gpu_instance is None), None)
     if unplaced is not None:
         return ProcessList(error=f"nvidia-smi does not tell which MIG instance process {unplaced} is on")
@@ -384,7 +386,7 @@ def _unreachable(gpu: Gpu, complaint: str) -> Gpu:
 
 
 def _complaint(text: str) -> str:
-    """The line of its output that says what is wrong: the last one, unless another speaks of a failure."""
+    """Return the line of its output that says what is wrong: the last one, unless another speaks of a failure."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     line = next((line for line in lines if "fail" in line.lower()), lines[-1] if lines else "")
     return procfs.printable(line[:_LONGEST_COMPLAINT])

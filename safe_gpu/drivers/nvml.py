@@ -71,7 +71,7 @@ def _instance_handle(session: Session, parent_handle: Any, slot: int | None) -> 
 
 
 class _Lists:
-    """The process lists of a device, or the fault that keeps them from us. They are read when first asked for.
+    """The process lists of a device, or the fault that hides them. They are read when first asked for.
 
     Args:
         parent: the lists of its GPU, for a MIG instance: some drivers give its rows only there, with its ids.
@@ -106,7 +106,8 @@ class _Lists:
         return {"processes": processes, "process_error": "", "processes_supported": True}
 
     def memory_is_node(self) -> bool:
-        """Whether the device's memory is a NUMA node of the kernel (GH200, GB200), whose page cache counts as used."""
+        """Return whether the device's memory is a NUMA node of the kernel (GH200, GB200), whose page cache counts as
+        used."""
         own = self._session.ask_or(None, "nvmlDeviceGetNumaNodeId", self.handle) is not None
         return own or (self._parent is not None and self._parent.memory_is_node())
 
@@ -126,7 +127,7 @@ class _Lists:
                 self._fault = fault
 
     def _from_parent(self, parent: _Lists, *, mute: bool) -> Iterator[tuple[str, ProcessRow]]:
-        """The rows of the GPU that are this instance's."""
+        """Yield the rows of the GPU that are this instance's."""
         if not parent._rows:
             return
         gpu_instance = self._session.ask_or(None, "nvmlDeviceGetGpuInstanceId", self.handle)
@@ -142,7 +143,7 @@ class _Lists:
                 yield kind, row
 
     def _name(self, pid: int) -> str | None:
-        """The command of a process; NVML is asked where /proc does not show it."""
+        """Return the command of a process; NVML is asked where /proc does not show it."""
         name: str | None = procfs.command_of(pid) or self._session.ask_or(None, "nvmlSystemGetProcessName", pid)
         return name
 
@@ -164,7 +165,7 @@ class KnownGpus:
 
     Attributes:
         facts: identity by UUID, as a record without anything that changes.
-        uuids: UUID by NVML's number at the latest count; a GPU that never told its UUID has ``unknown-NUMBER``.
+        uuids: UUID by NVML's number at the latest count; a GPU that never reported its UUID has ``unknown-NUMBER``.
         without_mig: UUIDs of GPUs that cannot have MIG instances.
         without_cpus: UUIDs of GPUs of which the driver cannot say which CPUs are next to them, each with the scope.
         displays: UUID -> whether a display is active on it, of a host with several GPUs. There it decides only which
@@ -207,7 +208,7 @@ class Inventory:
         self._parents: dict[str, str] = {}  # of the MIG instances that the latest poll showed
 
     def poll(self) -> tuple[Gpu, ...]:
-        """All devices in nvidia-smi's order, a GPU before its MIG instances."""
+        """Return all devices in nvidia-smi's order, a GPU before its MIG instances."""
         gpus: list[Gpu] = []
         for index, entry in enumerate(_in_bus_order(self._identified())):
             gpus += self._describe(entry, index)
@@ -216,7 +217,7 @@ class Inventory:
         return tuple(gpus)
 
     def again(self, gpu: Gpu) -> Gpu:
-        """A device as it is now; see :meth:`~safe_gpu.drivers.base.Driver.usage`."""
+        """Return a device as it is now; see :meth:`~safe_gpu.drivers.base.Driver.usage`."""
         session = self.session
         try:
             entry = self._still(gpu.mig_parent or gpu.uuid)
@@ -233,7 +234,7 @@ class Inventory:
             return _failed(gpu, fault)
 
     def details(self, gpu: Gpu) -> Gpu:
-        """The same record with utilisation and processes that only draw, as far as the device answers."""
+        """Return the same record with utilisation and processes that only draw, as far as the device answers."""
         entry = None if gpu.lost else self._find(gpu.uuid)
         if entry is None or entry.fault is not None:
             return gpu
@@ -251,7 +252,8 @@ class Inventory:
         return replace(gpu, utilization=None if utilization is None else int(utilization.gpu), processes=processes)
 
     def cpus(self, uuid: str, scope: str) -> frozenset[int] | None:
-        """CPUs next to a GPU (for a MIG instance, next to its GPU), by scope "node" or "socket"; None is unknown."""
+        """Return the CPUs next to a GPU (for a MIG instance, next to its GPU), by scope "node" or "socket"; None is
+        unknown."""
         entry = self._find(uuid)
         if entry is None:
             self.poll()
@@ -276,7 +278,7 @@ class Inventory:
         return None
 
     def peers(self, gpus: Iterable[Gpu]) -> dict[str, frozenset[str]]:
-        """Who reaches whom by NVLink; asked once per process for a set of GPUs that all answer."""
+        """Return who reaches whom by NVLink; asked once per process for a set of GPUs that all answer."""
         whole = [gpu.uuid for gpu in gpus if not gpu.is_mig_instance and not gpu.lost]
         entries = [entry for uuid in whole if (entry := self._find(uuid)) is not None and entry.fault is None]
         asked = tuple(entry.facts.uuid for entry in entries)
@@ -305,7 +307,7 @@ class Inventory:
         return next((entry for entry in self._entries if entry.facts.uuid == uuid), None)
 
     def _identified(self) -> list[_Entry]:
-        """Every GPU that NVML counts. Handles are kept; a GPU that had none is asked again."""
+        """Return every GPU that NVML counts. Handles are kept; a GPU that had none is asked again."""
         count = self.session.count()
         if count == len(self._entries):
             entries = [e if e.fault is None else self._by_number(e.number) for e in self._entries]
@@ -317,7 +319,8 @@ class Inventory:
         return self._entries
 
     def _by_uuids(self) -> list[_Entry]:
-        """All GPUs by the UUIDs of an earlier session, one question each; empty where one is not found like this."""
+        """Return all GPUs by the UUIDs of an earlier session, one question each; empty where one is not found like
+        this."""
         ask, known = self.session.ask, self._known
         try:
             return [
@@ -350,7 +353,7 @@ class Inventory:
         return facts
 
     def _still(self, uuid: str) -> _Entry | None:
-        """The GPU with this UUID, which its handle confirms; None where there is no such GPU any more.
+        """Return the GPU with this UUID, which its handle confirms; None where there is no such GPU any more.
 
         Raises:
             NvmlError: the GPU does not answer.
@@ -375,7 +378,7 @@ class Inventory:
         return None
 
     def _describe(self, entry: _Entry, index: int) -> list[Gpu]:
-        """A GPU with all that decides whether it is free, followed by its MIG instances."""
+        """Return a GPU with all that decides whether it is free, followed by its MIG instances."""
         session, gpu = self.session, replace(entry.facts, index=index)
         try:
             if entry.fault is not None:
@@ -389,7 +392,7 @@ class Inventory:
             return [_failed(gpu, fault)]
 
     def _used(self, lists: _Lists, gpu: Gpu, **known: Any) -> Gpu:
-        """The GPU with its memory, processes and MIG mode of now."""
+        """Return the GPU with its memory, processes and MIG mode of now."""
         mig = False
         if gpu.uuid not in self._known.without_mig:
             try:
@@ -403,7 +406,7 @@ class Inventory:
         return _with_usage(self.session, lists, gpu, **known)
 
     def _display(self, entry: _Entry) -> bool:
-        """Whether a display is active on a GPU. It decides most where the host has no other."""
+        """Return whether a display is active on a GPU. It decides most where the host has no other."""
         alone, known = len(self._entries) == 1, self._known.displays
         display = entry.display if alone else known.get(entry.facts.uuid)
         if display is None:
@@ -419,7 +422,7 @@ def _failed(gpu: Gpu, fault: NvmlError) -> Gpu:
 
 
 def _without_doubles(found: list[_Entry]) -> list[_Entry]:
-    """The same, but a GPU whose UUID an earlier one has too cannot be used: a lease would be of both."""
+    """Return the same, but a GPU whose UUID an earlier one has too cannot be used: a lease would be of both."""
     seen: set[str] = set()
     for place, entry in enumerate(found):
         if entry.facts.uuid in seen:
@@ -430,7 +433,8 @@ def _without_doubles(found: list[_Entry]) -> list[_Entry]:
 
 
 def _in_bus_order(found: list[_Entry]) -> list[_Entry]:
-    """By PCI bus id, as nvidia-smi numbers them; where it is unknown, the place that NVML's number gives."""
+    """Return them by PCI bus id, as nvidia-smi numbers them; where it is unknown, at the place that NVML's number
+    gives."""
     keyed = [(pci.bus_order(entry.facts.pci_bus_id), entry) for entry in found]
     ordered = [entry for _, entry in sorted(((key, e) for key, e in keyed if key), key=lambda pair: pair[0])]
     for key, entry in keyed:
@@ -449,7 +453,7 @@ _KNOWN = KnownGpus()
 
 
 def why_missing() -> str | None:
-    """What lacks for NVML on this host, its Python module or its library; None when both are there."""
+    """Return what is missing for NVML on this host, its Python module or its library; None when both are there."""
     try:
         import pynvml
     except ImportError:
@@ -464,7 +468,7 @@ def why_missing() -> str | None:
 
 
 def _why_too_old(pynvml: Any) -> str | None:
-    """Why a module of that name is not nvidia-ml-py's, nor enough like it; else None."""
+    """Return why a module of that name is not nvidia-ml-py's, nor enough like it; else None."""
     if all(hasattr(pynvml, name) for name in ("NVMLError", "c_nvmlDevice_t", "nvmlPciInfo_t")):
         return None
     return (
@@ -501,17 +505,17 @@ class NvmlDriver(Driver):
         return self._ask(lambda inventory: tuple(map(inventory.again, gpus)))
 
     def linked(self, snapshot: HostSnapshot) -> HostSnapshot:
-        """The same poll with NVLink."""
+        """Return the same poll with NVLink."""
         peers = self._ask(lambda inventory: inventory.peers(snapshot.gpus))
         linked = (gpu for gpu in snapshot.gpus if peers.get(gpu.uuid))
         return snapshot.updated(replace(gpu, nvlink_peers=peers[gpu.uuid]) for gpu in linked)
 
     def detailed(self, snapshot: HostSnapshot) -> HostSnapshot:
-        """The same poll with utilisation and graphics processes."""
+        """Return the same poll with utilisation and graphics processes."""
         return snapshot.updated(self._ask(lambda inventory: tuple(map(inventory.details, snapshot.gpus))))
 
     def cpu_affinity(self, uuid: str, scope: str) -> frozenset[int] | None:
-        """CPUs next to a GPU; a MIG instance has those of its GPU."""
+        """Return the CPUs next to a GPU; a MIG instance has those of its GPU."""
         return self._ask(lambda inventory: inventory.cpus(uuid, scope))
 
     def close(self) -> None:

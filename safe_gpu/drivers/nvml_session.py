@@ -1,8 +1,8 @@
 """NVML between nvmlInit and nvmlShutdown: its calls, and the boundary behind which its return codes stay.
 
 Every question either has an answer or raises :class:`NvmlError`, which says in words what happened and of which kind
-it is: this question has no answer here, or this GPU is gone. :class:`SessionOver` says that NVML as a whole is. Source:
-NVML API reference, nvmlReturn_t.
+it is: this question has no answer here, or this GPU is gone. :class:`SessionOver` says that NVML as a whole is
+gone. Source: NVML API reference, nvmlReturn_t.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class NvmlTrouble(Exception):
         self._code = code
 
     def as_no_driver(self) -> NoDriverError:
-        """The error for the user when it stops NVML as a whole."""
+        """Return the error for the user when it stops NVML as a whole."""
         return NoDriverError(_NO_DRIVER.get(self._code) or f"NVML cannot be used: {self}.", driver="nvml")
 
 
@@ -203,7 +203,7 @@ class Session:
             raise NvmlError(UNKNOWN_ERROR) from err
 
     def ask_or(self, default: Any, name: str, *args: Any) -> Any:
-        """The same for a question that may go unanswered, unless the GPU or the session is gone altogether."""
+        """Return the same for a question that may go unanswered, unless the GPU or the session is gone altogether."""
         try:
             return self.ask(name, *args)
         except NvmlError as fault:
@@ -212,11 +212,11 @@ class Session:
             return default
 
     def count(self) -> int:
-        """How many GPUs NVML numbers, lost ones included."""
+        """Return how many GPUs NVML numbers, lost ones included."""
         return min(max(0, int(self.ask("nvmlDeviceGetCount"))), _MOST_GPUS)
 
     def bus_id(self, handle: Any) -> str:
-        """PCI bus id in sysfs's form; "" if what NVML says is none."""
+        """Return a PCI bus id in sysfs's form; "" if NVML gives none."""
         info = self.ask_or(None, "nvmlDeviceGetPciInfo", handle)
         if info is None:
             return ""
@@ -225,7 +225,7 @@ class Session:
         return bus_id if pci.bus_order(bus_id) else ""
 
     def memory(self, handle: Any) -> dict[str, Any]:
-        """The memory of a device, as fields of :class:`~..devices.Gpu`.
+        """Return the memory of a device, as fields of :class:`~..devices.Gpu`.
 
         Version 2, where there is one, leaves what the driver reserves for itself out of "used", as nvidia-smi does.
         """
@@ -239,7 +239,7 @@ class Session:
         return {**known, "counts_reserved": version is None}
 
     def processes(self, kind: str, handle: Any) -> list[ProcessRow]:
-        """The processes of one kind on a GPU or MIG instance, by the newest list that this driver answers."""
+        """Return the processes of one kind on a GPU or MIG instance, by the newest list that this driver answers."""
         code = _FUNCTION_NOT_FOUND
         for version in ("_v3", "_v2"):  # since R510, since R450
             function = getattr(self._library, _LISTS[kind] + version, None)

@@ -50,17 +50,17 @@ class Cpus(NamedTuple):
         return self.packages * self.nodes * self.cores
 
     def threads(self, first: int, count: int) -> frozenset[int]:
-        """Logical CPUs of ``count`` cores from the ``first`` on."""
+        """Return the logical CPUs of ``count`` cores from the ``first`` on."""
         if self.adjacent:
             return frozenset(range(2 * first, 2 * (first + count)))
         return frozenset(range(first, first + count)) | frozenset(range(self.total + first, self.total + first + count))
 
     def of_node(self, node: int) -> frozenset[int]:
-        """Logical CPUs of a NUMA node."""
+        """Return the logical CPUs of a NUMA node."""
         return self.threads(node * self.cores, self.cores)
 
     def of_package(self, package: int) -> frozenset[int]:
-        """Logical CPUs of a socket."""
+        """Return the logical CPUs of a socket."""
         return self.threads(package * self.nodes * self.cores, self.nodes * self.cores)
 
 
@@ -106,7 +106,8 @@ class Preset:
         return tuple(vendor for vendor in VENDORS if vendor in found)
 
     def of(self, vendor: str | None) -> Preset:
-        """The host as the driver of this vendor shows it; its first vendor if that is None, or has no GPUs here."""
+        """Return the host as the driver of this vendor shows it; its first vendor if that is None, or has no GPUs
+        here."""
         if len(self.vendors) == 1:
             return self
         meant = vendor if vendor in self.vendors else self.vendors[0]
@@ -114,7 +115,7 @@ class Preset:
         return Preset(self.name, self.cpus, devices, self.nvswitch)
 
     def gpus(self) -> tuple[Gpu, ...]:
-        """All devices as the driver of an idle host reports them, MIG instances after their GPU."""
+        """Return all devices as the driver of an idle host reports them, MIG instances after their GPU."""
         return self._gpus
 
     @cached_property
@@ -151,7 +152,7 @@ class Preset:
         return tuple(found)
 
     def topology(self) -> HostTopology:
-        """The CPUs of the host, and where its GPUs are among them."""
+        """Return the CPUs of the host, and where its GPUs are among them."""
         from ..topology import GpuLocality, HostTopology
 
         cpus = self.cpus
@@ -186,7 +187,7 @@ class Preset:
         )
 
     def node_of(self, uuid: str) -> int | None:
-        """The NUMA node of a GPU or MIG instance; None for a UUID that is not of this host."""
+        """Return the NUMA node of a GPU or MIG instance; None for a UUID that is not of this host."""
         return next((gpu.numa_node for gpu in self._gpus if gpu.uuid == uuid), None)
 
 
@@ -194,7 +195,7 @@ class Preset:
 
 
 def preset(name: str) -> Preset:
-    """The simulated host of this name.
+    """Return the simulated host of this name.
 
     Raises:
         UnsatisfiableRequestError: there is none; the message lists those there are.
@@ -209,7 +210,7 @@ def preset(name: str) -> Preset:
 
 
 def _alike(name: str, mib: int, *places: tuple[int, int, str], display: bool = False) -> tuple[SimulatedGpu, ...]:
-    """GPUs of one model, from (bus, node, UUID without its prefix)."""
+    """Return GPUs of one model, from (bus, node, UUID without its prefix)."""
     return tuple(SimulatedGpu(f"GPU-{uuid}", bus, node, name, mib, display) for bus, node, uuid in places)
 
 
@@ -228,7 +229,7 @@ _CUT, _WHOLE = _alike(
 
 
 def _of_intel(name: str, mib: int, tiles: int, *places: tuple[int, int]) -> tuple[SimulatedGpu, ...]:
-    """Cards of one model, from (bus, node)."""
+    """Return cards of one model, from (bus, node)."""
     return tuple(
         SimulatedGpu(f"INTEL-0000:{bus:02x}:00.0", bus, node, f"Intel {name}", mib, tiles=tiles) for bus, node in places
     )

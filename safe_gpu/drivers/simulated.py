@@ -53,7 +53,7 @@ _OPEN_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 def is_alive(name: str, directory: int) -> bool:
-    """Whether somebody holds the lock of this entry; if nobody does, it is removed where this user may."""
+    """Return whether somebody holds the lock of this entry; if nobody does, it is removed where this user may."""
     try:
         fd = os.open(name, _OPEN_FILE, dir_fd=directory)
     except OSError:
@@ -76,7 +76,8 @@ _numbers = count()
 
 
 def _forget() -> None:
-    """In a forked child: the contexts are its parent's, and must not outlive that one through copies of the locks."""
+    """Forget the contexts in a forked child: they are its parent's, and must not outlive that one through copies of the
+    locks."""
     for context in _contexts:
         context._disown()
     _contexts.clear()
@@ -131,7 +132,7 @@ class SimulatedContext:
 
 
 def _enter(directory: StateDir, stem: str) -> tuple[int, str]:
-    """Make the entry of a context and take its lock; returns its descriptor and name."""
+    """Make the entry of a context and take its lock; return its descriptor and name."""
     fd = -1
     try:
         while True:
@@ -224,15 +225,16 @@ class SimulatedDriver(Driver):
         return self._idle.updated(self._used(self._by_uuid[uuid], used) for uuid, used in usage.items())
 
     def usage(self, gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
-        """These devices with the processes that live now; the same errors as :meth:`snapshot`."""
+        """Return these devices with the processes that live now; the same errors as :meth:`snapshot`."""
         usage = self._usage({gpu.uuid for gpu in gpus})
-        found = ((gpu, self._by_uuid.get(gpu.uuid)) for gpu in gpus)
+        found = ((gpu, self._by_uuid.get(gpu.uuid), usage.get(gpu.uuid)) for gpu in gpus)
         return tuple(
-            gpu.unreachable(_GONE) if idle is None else self._used(idle, usage.get(gpu.uuid, {})) for gpu, idle in found
+            gpu.unreachable(_GONE) if idle is None else self._used(idle, used) if used else idle
+            for gpu, idle, used in found
         )
 
     def _usage(self, uuids: Container[str]) -> dict[str, _Usage]:
-        """What lives on these devices; idle ones are left out."""
+        """Return what lives on these devices; idle ones are left out."""
         usage: dict[str, _Usage] = {}
         with DeferredSignals():
             try:
@@ -257,7 +259,7 @@ class SimulatedDriver(Driver):
         return usage
 
     def _used(self, gpu: Gpu, usage: _Usage) -> Gpu:
-        """The device with its processes."""
+        """Return the device with its processes."""
         total = gpu.memory_total or 0
         taken = min((gpu.memory_used or 0) + sum(usage.values()), total)
         listed = (GpuProcess(pid, kind, memory) for (pid, kind), memory in sorted(usage.items()))
@@ -312,7 +314,7 @@ class SimulatedDriver(Driver):
                 os.close(fd)
 
     def visible(self) -> tuple[str, ...]:
-        """UUIDs that CUDA would show this process now, by ordinal, as its environment says."""
+        """Return the UUIDs that CUDA would show this process now, by ordinal, as its environment says."""
         from ..runtimes.visible_devices import read_visible
 
         visible_limit = read_visible(os.environ, self._idle)
@@ -331,7 +333,7 @@ class SimulatedDriver(Driver):
         return self._host.topology()
 
     def _open_tree(self) -> int:
-        """The directory of this host's processes, reached without following a link."""
+        """Return the directory of this host's processes, reached without following a link."""
         patience = time.monotonic() + _CREATION_PATIENCE
         while True:
             try:
@@ -350,8 +352,8 @@ class SimulatedDriver(Driver):
 
 
 def _tree_of(given: str | None, state_dir: str) -> tuple[str, ...]:
-    """Where the processes of simulated hosts are: a directory, and what is below it. Its path is the host's identity:
-    processes with two state directories and one tree are on one host."""
+    """Return where the processes of simulated hosts are: a directory, and what is below it. Its path is the host's
+    identity: processes with two state directories and one tree are on one host."""
     tree = os.environ.get("SAFE_GPU_SIMULATED_DIR") if given is None else None
     if not tree:
         return state_dir, _TREE
@@ -402,7 +404,8 @@ class SimulatedPlaceholder:
         self._found()
 
     def _found(self) -> SimulatedDriver:
-        """The given host, else that of the GPUs that the environment names now: a claim sets it after ``prepare``."""
+        """Return the given host, else that of the GPUs that the environment names now: a claim sets it after
+        ``prepare``."""
         if self._driver is not None:
             return self._driver
         kind, _, name = os.environ.get("SAFE_GPU_DRIVER", "").partition(":")

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def meant_vendor(environ: Mapping[str, str], prefer: str | None = None) -> str | None:
-    """The vendor whose GPUs this process has been given, or ``prefer``; None if nothing tells.
+    """Return the vendor whose GPUs this process has been given, or ``prefer``; None if nothing tells.
 
     A claim inside another one keeps to the vendor of that. After ``prefer`` comes the GPU for which an engine started
     this process, and AMD where ROCR_VISIBLE_DEVICES has UUIDs, as claims set it. CUDA_VISIBLE_DEVICES does not tell:
@@ -55,7 +55,7 @@ def check_inside(vendor: str, spelling: type[ArgumentStyle]) -> None:
 
 
 def lacking(vendor: str, driver: str, spelling: type[ArgumentStyle]) -> UnsatisfiableRequestError:
-    """The error of a claim for a vendor of which a driver has no GPUs."""
+    """Return the error of a claim for a vendor of which a driver has no GPUs."""
     if driver == "auto":
         text = f"and this host has none: leave {spelling.option('vendor')} out"
     else:
@@ -92,7 +92,8 @@ _OTHERS: dict[str, Callable[[], _Other]] = {"amd": _of_amd, "intel": _of_intel}
 
 
 def _others() -> dict[str, _Other]:
-    """The vendors after the first of which this host has GPUs, those last that may have integrated graphics only."""
+    """Return the vendors after the first of which this host has GPUs, those last that may have integrated graphics
+    only."""
     files = tree()
     found = {key: _OTHERS[key]() for key in _OTHERS if any(map(files.exists, VENDORS[key].loaded))}
     there = [(key, other) for key, other in found.items() if other.gpus]
@@ -100,7 +101,7 @@ def _others() -> dict[str, _Other]:
 
 
 def open_of(vendor: str, open_nvidia: Callable[[], Driver], spelling: type[ArgumentStyle]) -> Driver:
-    """The driver of the vendor that was chosen.
+    """Return the driver of the vendor that was chosen.
 
     Raises:
         UnsatisfiableRequestError: this host has GPUs of other vendors only.
@@ -123,7 +124,8 @@ def open_of(vendor: str, open_nvidia: Callable[[], Driver], spelling: type[Argum
 
 
 def open_first(prefer: str | None, open_nvidia: Callable[[], Driver], spelling: type[ArgumentStyle]) -> Driver:
-    """The driver of a process that chose no vendor, on a host where the kernel's driver of a further one is loaded.
+    """Return the driver of a process that chose no vendor, on a host where the kernel's driver of a further one is
+    loaded.
 
     NVIDIA's is the first, unless this process has been given other GPUs (``prefer``, or :func:`meant_vendor`). The
     others are taken only where there are no NVIDIA GPUs, in the order of the table. Whether they are free does not
@@ -157,7 +159,7 @@ def open_first(prefer: str | None, open_nvidia: Callable[[], Driver], spelling: 
 
 
 def open_each(open_nvidia: Callable[[], Driver]) -> tuple[list[Driver], list[str]]:
-    """The drivers of all vendors of which this host has GPUs, and what is wrong with those that do not work.
+    """Return the drivers of all vendors of which this host has GPUs, and what is wrong with those that do not work.
 
     The integrated graphics of a processor are left out where there are other GPUs.
 
@@ -182,7 +184,7 @@ def open_each(open_nvidia: Callable[[], Driver]) -> tuple[list[Driver], list[str
 
 
 def _is_of_other_vendor(err: NoDriverError) -> bool:
-    """Whether NVIDIA's driver does not work because the host has no NVIDIA GPUs. A cluster may install one image on
-    all hosts, with libraries of both vendors."""
+    """Return whether NVIDIA's driver does not work because the host has no NVIDIA GPUs. A cluster may install one image
+    on all hosts, with libraries of both vendors."""
     files = tree()
     return not files.exists("dev/nvidiactl") and (err.driver == "auto" or not SysfsTree(files.root).pci_gpus())

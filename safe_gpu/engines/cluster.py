@@ -44,7 +44,7 @@ class HostClaimer(Protocol[_GrantT_co]):
         """The sort key of this host: different for different hosts, the same for every claim."""
 
     def begin(self, timeout: float | None) -> None:
-        """Start claiming; ``timeout`` in seconds, 0 does not wait, None waits for ever."""
+        """Start claiming; ``timeout`` in seconds: 0 does not wait, None waits without limit."""
 
     def outcome(self) -> _GrantT_co:
         """Wait for the result of ``begin`` and return what the host granted.
@@ -65,7 +65,7 @@ class HostClaimer(Protocol[_GrantT_co]):
 
 
 def on_host(host: str, error: _ErrorT) -> _ErrorT:
-    """The same error, with the host in its message and in a new attribute ``host``."""
+    """Return the same error, with the host in its message and in a new attribute ``host``."""
     if not getattr(error, "host", None):
         error.host = host  # type: ignore[attr-defined]
         error.message = f"{host}: {error.message}"
@@ -83,7 +83,7 @@ def claim_on_all(
 
     Args:
         claimers: one per host, in any order.
-        timeout: one deadline for all of them, in seconds; 0 does not wait, None waits for ever.
+        timeout: one deadline for all of them, in seconds; 0 does not wait, None waits without limit.
         on_wait: called with the host and its refusal, each time before the claim waits for a host.
         clock: a monotonic clock in seconds.
 
@@ -166,7 +166,8 @@ class ClusterGpu:
     Attributes:
         host: the engine's name of the host.
         node_id: the engine's id of the node.
-        index, uuid: as nvidia-smi shows them on that host; ROCR's number and UUID of an AMD GPU.
+        index: as nvidia-smi shows it on that host; ROCR's number of an AMD GPU.
+        uuid: as nvidia-smi or ROCR shows it.
         cpus: the CPUs next to it, for its workers; empty: no preference.
         cores: the same CPUs, as the hardware threads of each physical core.
         numa_node: the NUMA node next to it; None is unknown.
@@ -235,7 +236,7 @@ class ClusterClaim:
             self._release()
 
     def _known(self, gpu: ClusterGpu) -> ClusterGpu:
-        """The GPU itself, if it belongs to this claim and is still held."""
+        """Return the GPU itself, if it belongs to this claim and is still held."""
         if gpu not in self.gpus:
             raise UnsatisfiableRequestError(f"{gpu!r} is not a GPU of {self!r}: pass one of claim.gpus", value=gpu)
         self._check_unreleased()

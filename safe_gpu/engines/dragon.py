@@ -12,7 +12,7 @@ Three simpler ways do not work with Dragon's global services, at least in 0.14:
 
 * Joining the driver: the global services fail when the process that waits exits before the driver.
 * Asking them from two threads: the thread that gets its reply notifies the other one just before it releases a lock
-  that the other one tries only once. On a busy host the other thread then waits for ever.
+  that the other one tries only once. On a busy host the other thread then never stops waiting.
 * Killing a holder through them: sometimes the holder is never killed and the call never returns. So the driver asks the
   holder to exit.
 
@@ -117,7 +117,8 @@ class _Answers:
         self._kept: dict[int, list[tuple[str, Any]]] = {}
 
     def take(self, number: int) -> tuple[str, Any] | None:
-        """The next message of a holder, or None: ("ready", its request queue) or ("answer", a method's result)."""
+        """Return the next message of a holder, or None: ("ready", its request queue) or ("answer", a method's
+        result)."""
         with self._lock:
             try:
                 sender, message = self.queue.get(timeout=0)
@@ -233,7 +234,7 @@ def _serve(
     process: tuple[str, int, int | None],
     sign: float,
 ) -> None:
-    """The main function of a holder process. ``driver`` is Dragon's number of the ``process`` that started it."""
+    """Run a holder process. ``driver`` is Dragon's number of the ``process`` that started it."""
     from dragon.native.queue import Queue
 
     Thread(target=_end_with_processes, args=process, daemon=True).start()
@@ -320,7 +321,7 @@ def claim(
     Args:
         nodes: the number of nodes (those with enough free GPUs are preferred), or a list of host names or h_uids.
         gpus_per_node: the number of GPUs on each node.
-        timeout: one deadline for all nodes, in seconds; 0 does not wait, None waits for ever. Default:
+        timeout: one deadline for all nodes, in seconds; 0 does not wait, None waits without limit. Default:
             SAFE_GPU_TIMEOUT, else 300 inside a batch job, else 10. The start of the holders does not count.
         placeholder_fn: the placeholder of each GPU on its node, picklable. Default: a context of CUDA or HIP. On a node
             with GPUs in compute mode EXCLUSIVE_PROCESS the default is no placeholder, because it would keep workers
@@ -378,12 +379,12 @@ class DragonClaim(HeldClaim[DragonHolder]):
         return WorkerCheck(self.gpus, self._memory)
 
     def find_gpus(self) -> list[tuple[str, int]]:
-        """(host name, GPU number) of every held GPU, as Dragon's policies take them."""
+        """Return (host name, GPU number) of every held GPU, as Dragon's policies take them."""
         return list(self._held)
 
     def policies(self, processes_per_gpu: int = 1, nprocs: int | None = None) -> list[Any]:
-        """A Policy for each of ``nprocs`` workers: for ``Pool(policy=..., processes_per_policy=1)``, or one for each
-        ProcessTemplate of a ProcessGroup.
+        """Return a Policy for each of ``nprocs`` workers: for ``Pool(policy=..., processes_per_policy=1)``, or one for
+        each ProcessTemplate of a ProcessGroup.
 
         Each policy names a host, a GPU and CPUs. Workers are assigned to GPUs as in :meth:`make_policies`.
 
@@ -398,7 +399,8 @@ class DragonClaim(HeldClaim[DragonHolder]):
         return self.make_policies(None, len(self.gpus) * processes_per_gpu if nprocs is None else nprocs)
 
     def make_policies(self, all_gpus: Sequence[tuple[str, int]] | None = None, nprocs: int = 32) -> list[Any]:
-        """Policies for ``nprocs`` workers, assigned round-robin to ``all_gpus``: some or all of :meth:`find_gpus`.
+        """Return policies for ``nprocs`` workers, assigned round-robin to ``all_gpus``: some or all of
+        :meth:`find_gpus`.
 
         Workers that share a GPU get different cores next to it, as long as there are enough cores.
 
@@ -429,7 +431,8 @@ class DragonClaim(HeldClaim[DragonHolder]):
         return policies
 
     def template_env(self, policy: Any) -> dict[str, str]:
-        """Environment variables for a worker with this policy: ``ProcessTemplate(..., policy=policy, env=...)``.
+        """Return the environment variables for a worker with this policy: ``ProcessTemplate(..., policy=policy,
+        env=...)``.
 
         For executables and MPI ranks, which cannot call :attr:`check_worker`. The worker may claim its GPU, and
         ``safe-gpu run`` and ``safe-gpu bind`` check that it is the only one that it sees. Dragon adds these variables
@@ -471,7 +474,7 @@ class WorkerCheck:
     memory: str | None = None
 
     def __call__(self) -> ClusterGpu:
-        """The worker's GPU.
+        """Return the worker's GPU.
 
         Raises:
             WrongDeviceError: the host or the GPU does not belong to this claim, or the worker sees several GPUs.
@@ -483,7 +486,7 @@ class WorkerCheck:
         return self.at(current().hostname)
 
     def at(self, host: str) -> ClusterGpu:
-        """:meth:`__call__` with the name of the host as an argument."""
+        """Call :meth:`__call__` with the name of the host as an argument."""
         here = [gpu for gpu in self.gpus if gpu.host == host]
         name = next(map(_variable, here), "CUDA_VISIBLE_DEVICES")
         shown = os.environ.get(name)
@@ -519,12 +522,12 @@ class WorkerCheck:
 
 
 def _variable(gpu: ClusterGpu) -> str:
-    """The variable that Dragon sets for a GPU of this vendor."""
+    """Return the variable that Dragon sets for a GPU of this vendor."""
     return VENDORS[gpu.vendor].variables[0]
 
 
 def _values(gpu: ClusterGpu) -> tuple[str, ...]:
-    """The values of Dragon's variable for this GPU alone."""
+    """Return the values of Dragon's variable for this GPU alone."""
     return str(gpu.index), gpu.environment[_variable(gpu)]  # the latter if Dragon has inherited UUIDs
 
 
@@ -551,7 +554,7 @@ class _DeviceOrder:
 
 
 def _dragon_number(gpu: ClusterGpu, node: Any) -> int:
-    """Dragon's number of this GPU.
+    """Return Dragon's number of this GPU.
 
     A Dragon process without a GPU in its policy, such as the holder, sees all GPUs that Dragon knows, in the order of
     Dragon's numbers. So the position in the holder's CUDA_VISIBLE_DEVICES, or ROCR_VISIBLE_DEVICES, gives the number.

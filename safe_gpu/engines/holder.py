@@ -74,7 +74,7 @@ class ClaimArguments:
         )
 
     def request(self, nb_gpus: int) -> Selection:
-        """The request on one host.
+        """Return the request on one host.
 
         Raises:
             UnsatisfiableRequestError: an argument is wrong.
@@ -116,7 +116,8 @@ class HolderProcess:
         self._owner: GPUOwner | None = None
 
     def report(self, count_for: int = 0) -> HostReport:
-        """The report on this host; with ``count_for`` it has the number of free GPUs for a claim of that many."""
+        """Return the report on this host; with ``count_for`` it has the number of free GPUs for a claim of that
+        many."""
         import socket
 
         from ..coordination.files import state_dir_path
@@ -127,20 +128,19 @@ class HolderProcess:
 
     def claim(self, nb_gpus: int, timeout: float | None) -> tuple[ClusterGpu, ...] | SafeGpuError:
         """Claim GPUs; the result has no host and node yet. Returns the error if the claim fails."""
-        from ..claim.owner import GPUOwner
+        from ..claim.owner import owner_type
 
         wishes = self._wishes
         inherited = dict(os.environ)
         try:
             with opened_driver(**wishes.request(nb_gpus).driver) as driver:
-                self._owner = owner = GPUOwner(
+                self._owner = owner = owner_type(command=self._label)(
                     nb_gpus,
                     wishes.placeholder_fn or _placeholder(driver.snapshot()),
                     timeout=timeout,
                     affinity=None,
                     visible_as=wishes.visible_as,
                     delegate=True,
-                    _command=self._label,
                     **wishes.selection,
                 )
                 try:
@@ -207,7 +207,7 @@ class HolderProcess:
 
 
 def enter_worker(cpus: Iterable[int], numa_node: int | None, memory: str | None) -> str:
-    """Bind this process, a worker of a claim, next to its GPU; returns one line for a log.
+    """Bind this process, a worker of a claim, next to its GPU; return one line for a log.
 
     It never raises: an unbound worker is slow, but one that does not start is worse.
     """
@@ -223,7 +223,8 @@ def enter_worker(cpus: Iterable[int], numa_node: int | None, memory: str | None)
 
 
 def _placeholder(snapshot: HostSnapshot) -> Callable[[int], Any] | None:
-    """No placeholder if a compute mode allows one process only: the workers are other processes than the holder."""
+    """Return no placeholder if a compute mode allows one process only: the workers are other processes than the
+    holder."""
     from ..runtimes.placeholders import NoPlaceholder
 
     exclusive = any(gpu.compute_mode == ComputeMode.EXCLUSIVE_PROCESS for gpu in snapshot.gpus)
@@ -233,7 +234,7 @@ def _placeholder(snapshot: HostSnapshot) -> Callable[[int], Any] | None:
 def _near(
     gpus: Sequence[Gpu], driver: Driver, wishes: ClaimArguments
 ) -> dict[int, tuple[tuple[tuple[int, ...], ...], int | None]]:
-    """GPU index -> the cores and the NUMA node for its workers."""
+    """Return, by GPU index, the cores and the NUMA node for its workers."""
     indices = list(dict.fromkeys(gpu.index for gpu in gpus))
     nowhere: dict[int, tuple[tuple[tuple[int, ...], ...], int | None]] = dict.fromkeys(indices, ((), None))
     options = parse_options(wishes.affinity, wishes.memory)

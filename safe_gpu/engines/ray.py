@@ -62,14 +62,16 @@ def claim(
         nodes: the number of nodes (live ones; those with enough free GPUs are preferred), or a list of Ray node ids,
             host names or addresses.
         gpus_per_node: the number of GPUs on each node.
-        timeout: one deadline for all nodes, in seconds; 0 does not wait, None waits for ever. Default:
+        timeout: one deadline for all nodes, in seconds; 0 does not wait, None waits without limit. Default:
             SAFE_GPU_TIMEOUT, else 300 inside a batch job, else 10. The start of the holders does not count.
         placeholder_fn: the placeholder of each GPU on its node, picklable. Default: a context of CUDA or HIP. On a node
             with GPUs in compute mode EXCLUSIVE_PROCESS the default is no placeholder, because it would keep workers
             out.
         logger: gets a message at INFO when the claim waits for a node; default: the logger ``safe_gpu``.
-        affinity, memory: the CPUs and the memory policy of the workers, as in ``claim_gpus``.
-        visible_as, vendor, and conditions such as min_memory and only: as in ``claim_gpus``, on every node.
+        affinity: the CPUs of the workers, as in ``claim_gpus``.
+        memory: the memory policy of the workers, as in ``claim_gpus``.
+        visible_as: as in ``claim_gpus``.
+        vendor: as in ``claim_gpus``, on every node, with conditions such as min_memory and only.
 
     Raises:
         NotEnoughGpusError: a node has too few free GPUs (ClaimTimeout: until the deadline). The message and the
@@ -111,7 +113,8 @@ class RayClaim(HeldClaim["_RayHolder"]):
     def options(
         self, gpu: ClusterGpu, *, runtime_env: Mapping[str, Any] | None = None, **options: Any
     ) -> dict[str, Any]:
-        """Options that run a task or an actor on one GPU of this claim: ``task.options(**claim.options(gpu))``.
+        """Return the options that run a task or an actor on one GPU of this claim:
+        ``task.options(**claim.options(gpu))``.
 
         The worker runs on the GPU's node and sees only this GPU, as device 0. It is bound to the CPUs next to the GPU
         before its first task, and may claim the GPU for itself (``safe_gpu.claim_gpus(1)``). safe_gpu must be installed
@@ -194,7 +197,7 @@ class _RayHolder:
 
 
 def _set_up_worker() -> None:
-    """Runs in each worker of a claim before its first task."""
+    """Set up each worker of a claim before its first task."""
     import logging
 
     setup = json.loads(os.environ[_WORKER])

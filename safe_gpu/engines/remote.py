@@ -34,7 +34,7 @@ class RemoteHolder(Protocol):
         """Start a method of the holder."""
 
     def answer(self, limit: float | None) -> Any:
-        """The result of the method.
+        """Return the result of the method.
 
         Raises:
             HolderLostError: the holder has exited, or did not answer within ``limit`` seconds.
@@ -45,7 +45,8 @@ class RemoteHolder(Protocol):
 
 
 def holder_exited(host: str, said: str = "") -> HolderLostError:
-    """The error of a claim whose GPUs on a host nobody holds any more; ``said`` is the engine's word, in brackets."""
+    """Return the error of a claim whose GPUs on a host nobody holds any more; ``said`` is the engine's word, in
+    brackets."""
     return HolderLostError(
         f"{host}: the process that held the GPUs there has exited, and others may have taken them: claim again{said}",
         host=host,
@@ -53,7 +54,7 @@ def holder_exited(host: str, said: str = "") -> HolderLostError:
 
 
 def holder_is_mute(host: str, limit: float) -> HolderLostError:
-    """The error of a holder that did not answer for so many seconds."""
+    """Return the error of a holder that did not answer within this number of seconds."""
     return HolderLostError(
         f"{host}: the holder does not answer within {limit:g} s; is the node overloaded or cut off?", host=host
     )
@@ -70,7 +71,7 @@ class NodeFacts(NamedTuple):
 
 
 def choose_nodes(nodes: int | Sequence[Any], alive: Mapping[str, NodeFacts], engine: str) -> tuple[list[str], int]:
-    """The ids of the candidate nodes, and the number of nodes that the claim needs.
+    """Return the ids of the candidate nodes, and the number of nodes that the claim needs.
 
     Args:
         nodes: the number of nodes, or a list of node ids or names.
@@ -102,7 +103,7 @@ def choose_nodes(nodes: int | Sequence[Any], alive: Mapping[str, NodeFacts], eng
 
 
 def nodes_named(names: Sequence[str], nodes: Mapping[str, Sequence[str]]) -> list[str]:
-    """The node ids for names given by a user.
+    """Return the node ids for names given by a user.
 
     Args:
         names: for each node its id or one of its names.
@@ -178,7 +179,7 @@ def claim_through(
 def _ask(
     holders: Collection[_HolderT], limit: float, method: str, *arguments: Any
 ) -> tuple[dict[_HolderT, Any], HolderLostError | None]:
-    """The answers of holders that are asked at the same time, and the error of the first one that is lost."""
+    """Return the answers of holders that are asked at the same time, and the error of the first one that is lost."""
     answers: dict[_HolderT, Any] = {}
     lost: HolderLostError | None = None
     for holder in holders:
@@ -192,8 +193,8 @@ def _ask(
 
 
 def _best(reports: Mapping[_HolderT, HostReport], nodes: int, gpus_per_node: int) -> dict[_HolderT, HostReport]:
-    """The best nodes: first those with enough free GPUs, by fewest free GPUs, which keeps room for large requests; then
-    the others, by most free GPUs."""
+    """Return the best nodes: first those with enough free GPUs, by fewest free GPUs, which keeps room for large
+    requests; then the others, by most free GPUs."""
 
     def key(holder: _HolderT) -> tuple[int, int]:
         free = reports[holder].free
@@ -204,7 +205,8 @@ def _best(reports: Mapping[_HolderT, HostReport], nodes: int, gpus_per_node: int
 
 
 def _one_per_host(chosen: Mapping[_HolderT, HostReport], gpus_per_node: int) -> list[_Claimer[_HolderT]]:
-    """One claimer for each host. An engine may run several nodes on one host; two claims there could deadlock."""
+    """Return one claimer for each host. An engine may run several nodes on one host; two claims there could
+    deadlock."""
     groups: dict[tuple[str, ...], list[_HolderT]] = {}
     for holder, report in chosen.items():
         groups.setdefault(report.rank, []).append(holder)

@@ -58,7 +58,9 @@ class CudaCallError(SafeGpuError):
     """A call of the CUDA driver failed.
 
     Attributes:
-        call: the function, "cuInit"; code: its CUresult; name: "CUDA_ERROR_NO_DEVICE", where the driver knows one.
+        call: the function, "cuInit".
+        code: its CUresult.
+        name: "CUDA_ERROR_NO_DEVICE", where the driver knows one.
     """
 
     call: str = ""
@@ -100,14 +102,14 @@ class Library:
             raise self.error(name, code)
 
     def error(self, name: str, code: int) -> CudaCallError:
-        """The error that says which call failed and how."""
+        """Return the error that says which call failed and how."""
         title, meaning = self.texts(code)
         call = name.removesuffix("_v2")
         message = f"{call} failed with {title} ({code})" + (f": {meaning}" if meaning else "")
         return self.failure(message, call=call, code=code, name=title)
 
     def texts(self, code: int) -> tuple[str, str]:
-        """The name of a result, and what it means, "" if the library does not say."""
+        """Return the name of a result, and what it means, "" if the library does not say."""
         import ctypes
 
         said = []
@@ -136,7 +138,7 @@ class Library:
         _initialized_in = os.getpid()
 
     def count(self) -> int:
-        """How many GPUs the library sees in this process.
+        """Return how many GPUs the library sees in this process.
 
         Raises:
             CudaCallError: with code NOT_INITIALIZED while CUDA is not initialised.
@@ -148,7 +150,7 @@ class Library:
         return number.value
 
     def device(self, ordinal: int) -> ctypes.c_int:
-        """The CUdevice of an ordinal.
+        """Return the CUdevice of an ordinal.
 
         Raises:
             CudaCallError: with code INVALID_DEVICE if there is no such device.
@@ -160,7 +162,7 @@ class Library:
         return device
 
     def uuid(self, ordinal: int) -> str:
-        """The UUID of an ordinal: ``GPU-...``, or ``MIG-...`` for a MIG instance.
+        """Return the UUID of an ordinal: ``GPU-...``, or ``MIG-...`` for a MIG instance.
 
         Before CUDA 11.4 a MIG instance has the UUID of its parent GPU.
         """
@@ -177,7 +179,7 @@ class Library:
         return f"{kind}-{uuid.UUID(bytes=bytes(octets))}"
 
     def uuids(self) -> tuple[str, ...]:
-        """The UUIDs of all GPUs that CUDA sees in this process, in ordinal order."""
+        """Return the UUIDs of all GPUs that CUDA sees in this process, in ordinal order."""
         return tuple(self.uuid(ordinal) for ordinal in range(self.count()))
 
 
@@ -200,7 +202,8 @@ def load() -> Library:
 
 
 def visible_if_initialized() -> tuple[str, ...] | None:
-    """UUIDs of the GPUs that CUDA sees in this process, in ordinal order; None while CUDA is not initialised.
+    """Return the UUIDs of the GPUs that CUDA sees in this process, in ordinal order; None while CUDA is not
+    initialised.
 
     This never initialises CUDA. It does not import ctypes unless libcuda is already mapped.
 
@@ -225,7 +228,7 @@ def visible_if_initialized() -> tuple[str, ...] | None:
 
 
 def uuid_of_ordinal(device_no: int) -> str | None:
-    """UUID of the GPU that CUDA knows as ``device_no`` in this process.
+    """Return the UUID of the GPU that CUDA knows as ``device_no`` in this process.
 
     None while CUDA is not initialised or cannot be asked. "" if CUDA is initialised and has no such device.
     """
@@ -239,7 +242,7 @@ def uuid_of_ordinal(device_no: int) -> str | None:
 
 
 def same_device(cuda_uuid: str, claimed_uuid: str) -> bool:
-    """Whether a UUID that CUDA reports is the device that was claimed.
+    """Return whether a UUID that CUDA reports is the device that was claimed.
 
     Prefixes and case do not matter. For a MIG instance with an old name (``MIG-GPU-<uuid>/<gi>/<ci>``, drivers before
     R470) CUDA reports only the UUID of the parent GPU.
@@ -296,7 +299,7 @@ _PATIENCE = 10.0
 
 
 def _forked_from_cuda(library: Library) -> bool:
-    """Whether this process was forked from one in which CUDA was initialised.
+    """Return whether this process was forked from one in which CUDA was initialised.
 
     If safe_gpu did not initialise CUDA in the parent, an inherited descriptor of /dev/nvidia-uvm, which CUDA opens and
     NVML does not, tells it. There is none on WSL2 and Jetson, and a child may have closed it. So a forked process
@@ -309,7 +312,8 @@ def _forked_from_cuda(library: Library) -> bool:
 
 
 def _refuses_in_fork(library: Library) -> bool:
-    """Whether cuInit fails in a forked child of this process as it does if CUDA was initialised before the fork."""
+    """Return whether cuInit fails in a forked child of this process as it does if CUDA was initialised before the
+    fork."""
     import ctypes
     import signal
     import warnings
@@ -340,7 +344,8 @@ _HOLD_BYTES = 1024
 
 
 def active_contexts() -> frozenset[str]:
-    """UUIDs of the GPUs on which this process has a primary context, a framework's included; empty if CUDA fails.
+    """Return the UUIDs of the GPUs on which this process has a primary context, a framework's included; empty if CUDA
+    fails.
 
     CUDA is not initialised for it.
     """
@@ -365,7 +370,8 @@ class PrimaryContext:
     that retained it: :meth:`release` in a forked child does nothing.
 
     Attributes:
-        device_no: the CUDA ordinal; uuid: of the GPU behind it, as CUDA reports it.
+        device_no: the CUDA ordinal.
+        uuid: of the GPU behind it, as CUDA reports it.
     """
 
     def __init__(self, device_no: int) -> None:

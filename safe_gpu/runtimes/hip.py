@@ -53,7 +53,7 @@ class HipLibrary(Library):
     failure = HipCallError
 
     def texts(self, code: int) -> tuple[str, str]:
-        """The name of a result, and what it means, "" if the library does not say."""
+        """Return the name of a result, and what it means, "" if the library does not say."""
         import ctypes
 
         said = []
@@ -95,7 +95,7 @@ class HipLibrary(Library):
         return f"{uuid}/{bus_id.value.decode('ascii', 'replace').lower()}"
 
     def all_shown(self) -> tuple[str, ...]:
-        """The GPUs that HIP sees in this process, in ordinal order."""
+        """Return the GPUs that HIP sees in this process, in ordinal order."""
         return tuple(self.shown(ordinal) for ordinal in range(self.count()))
 
 
@@ -106,7 +106,7 @@ def _uuid(octets: bytes) -> str:
 
 
 def is_same_gpu(shown: str, uuid: str, bus_id: str) -> bool:
-    """Whether what :meth:`HipLibrary.shown` returned is the GPU with this UUID and bus id.
+    """Return whether what :meth:`HipLibrary.shown` returned is the GPU with this UUID and bus id.
 
     Partitions have one bus id, and the function in it is that of the partition in some versions of HIP. So the UUID
     decides, and the bus id only for GPUs without one.
@@ -134,13 +134,13 @@ def load() -> HipLibrary:
             trouble = trouble or err
     raise NoDriverError(
         f"the HIP runtime library cannot be loaded ({trouble}): install ROCm's hip-runtime-amd, or put its directory "
-        "on LD_LIBRARY_PATH; `safe-gpu run` and NoPlaceholder() do without it",
+        "on LD_LIBRARY_PATH; `safe-gpu run` and NoPlaceholder() do not need it",
         driver="hip",
     )
 
 
 def _of_pytorch() -> list[str]:
-    """The copy that PyTorch would load, if a build of PyTorch for ROCm is installed. PyTorch is not imported."""
+    """Return the copy that PyTorch would load, if a build of PyTorch for ROCm is installed. PyTorch is not imported."""
     from importlib.util import find_spec
 
     with suppress(ImportError, ValueError):
@@ -151,7 +151,7 @@ def _of_pytorch() -> list[str]:
 
 
 def visible_if_initialized() -> tuple[str, ...] | None:
-    """The GPUs that HIP sees in this process, in ordinal order; None while HIP is not initialised.
+    """Return the GPUs that HIP sees in this process, in ordinal order; None while HIP is not initialised.
 
     This never initialises HIP.
 
@@ -180,7 +180,7 @@ def visible_if_initialized() -> tuple[str, ...] | None:
 
 
 def shown_at(ordinal: int) -> str | None:
-    """The GPU that HIP knows by this ordinal in this process; "" if there is none.
+    """Return the GPU that HIP knows by this ordinal in this process; "" if there is none.
 
     None while HIP is not initialised or cannot be asked.
     """
@@ -226,7 +226,8 @@ class HipMemory:
     """A small allocation on one GPU. It belongs to the process that made it: :meth:`release` in a child does nothing.
 
     Attributes:
-        device_no: HIP's ordinal; shown: the GPU behind it, as HIP names it.
+        device_no: HIP's ordinal.
+        shown: the GPU behind it, as HIP names it.
     """
 
     def __init__(self, device_no: int) -> None:
@@ -259,7 +260,7 @@ class HipMemory:
 
     @contextmanager
     def _current(self) -> Iterator[None]:
-        """The GPU is the calling thread's current one, for the block."""
+        """Make the GPU the calling thread's current one for the block."""
         import ctypes
 
         before = ctypes.c_int(0)

@@ -62,7 +62,7 @@ class ZeLibrary(Library):
     failure = ZeCallError
 
     def texts(self, code: int) -> tuple[str, str]:
-        """The name of a result; the library has no texts."""
+        """Return the name of a result; the library has no texts."""
         return _RESULTS.get(code, f"ze_result_t {code:#x}"), ""
 
     def initialize(self) -> None:
@@ -90,7 +90,7 @@ class ZeLibrary(Library):
         return list(found.values())
 
     def all_shown(self) -> tuple[str, ...]:
-        """The bus ids of the cards that Level Zero shows, in its order; it is initialised if it is not yet."""
+        """Return the bus ids of the cards that Level Zero shows, in its order; it is initialised if it is not yet."""
         try:
             self.initialize()
         except ZeCallError as err:
@@ -141,13 +141,13 @@ def load() -> ZeLibrary:
             trouble = trouble or err
     raise NoDriverError(
         f"the Level Zero loader cannot be loaded ({trouble}): install level-zero (libze1), or put its directory on "
-        "LD_LIBRARY_PATH; `safe-gpu run` and NoPlaceholder() do without it",
+        "LD_LIBRARY_PATH; `safe-gpu run` and NoPlaceholder() do not need it",
         driver="level zero",
     )
 
 
 def visible_if_initialized() -> tuple[str, ...] | None:
-    """The cards that Level Zero shows in this process; None while it is not in use. This never initialises it.
+    """Return the cards that Level Zero shows in this process; None while it is not in use. This never initialises it.
 
     Raises:
         CudaInitializedError: it is in use but its cards cannot be listed, or this process was forked from one in which
@@ -166,7 +166,8 @@ def visible_if_initialized() -> tuple[str, ...] | None:
 
 
 def shown_at(ordinal: int) -> str | None:
-    """The bus id of the card with this ordinal; "" if there is none, None if Level Zero is not in use or fails."""
+    """Return the bus id of the card with this ordinal; "" if there is none, None if Level Zero is not in use or
+    fails."""
     library = _in_use()
     with suppress(CudaCallError):
         if library is not None:
@@ -176,7 +177,7 @@ def shown_at(ordinal: int) -> str | None:
 
 
 def _in_use() -> ZeLibrary | None:
-    """The library if it is mapped and a render node is open, else None."""
+    """Return the library if it is mapped and a render node is open, else None."""
     import ctypes
 
     nodes = os.path.join(os.environ.get("SAFE_GPU_FSROOT") or "/", "dev/dri/render")
@@ -195,7 +196,8 @@ class ZeMemory:
     """A context with a small allocation on one card. It belongs to the process that made it.
 
     Attributes:
-        device_no: the ordinal of the card; shown: its bus id.
+        device_no: the ordinal of the card.
+        shown: its bus id.
     """
 
     def __init__(self, device_no: int) -> None:

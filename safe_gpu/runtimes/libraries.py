@@ -47,7 +47,7 @@ def load(name: str) -> ctypes.CDLL:
 
 
 def _search_path() -> list[str]:
-    """The directories of LD_LIBRARY_PATH, as it is and as it was when this process was started."""
+    """Return the directories of LD_LIBRARY_PATH, as it is and as it was when this process was started."""
     entries = (read_start("/proc/self/environ") or b"").split(b"\0")
     began = [os.fsdecode(entry[16:]) for entry in entries if entry.startswith(b"LD_LIBRARY_PATH=")]
     values = filter(None, (os.environ.get("LD_LIBRARY_PATH"), *began))

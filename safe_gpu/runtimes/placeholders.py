@@ -62,7 +62,8 @@ def allocate(placeholder: Placeholder, device_no: int) -> Any:
 def _allocated(
     hold: Placeholder, name: str, device_no: int, library: str = "CUDA", of_library: tuple[type[Exception], ...] = ()
 ) -> Any:
-    """What a call returns; its errors become PlaceholderError, but those of this package and not ``of_library``."""
+    """Return what a call returns; its errors become PlaceholderError, but those of this package and not
+    ``of_library``."""
     try:
         return hold(device_no)
     except Exception as err:
@@ -88,17 +89,17 @@ def release(placeholder: Placeholder, thing: Any) -> None:
 
 
 def holds_gpu(placeholder: Placeholder) -> bool:
-    """Whether the placeholder occupies the GPU, so that the driver shows this process there."""
+    """Return whether the placeholder occupies the GPU, so that the driver shows this process there."""
     return bool(getattr(placeholder, "holds_gpu", True))
 
 
 def is_builtin(placeholder: Placeholder) -> bool:
-    """Whether it is one of this package, which waits for nothing but the driver."""
+    """Return whether it is one of this package, which waits for nothing but the driver."""
     return type(placeholder).__module__.startswith(f"{__package__.partition('.')[0]}.")
 
 
 def _first_line(err: BaseException) -> str:
-    """The first line of an error's text; frameworks add long advice after it.
+    """Return the first line of an error's text; frameworks add long advice after it.
 
     The type of the error comes first, unless the error is of this package.
     """
@@ -109,7 +110,7 @@ def _first_line(err: BaseException) -> str:
 
 
 def name_of(placeholder: object) -> str:
-    """How messages call a placeholder: the name of its function or class."""
+    """Return how messages call a placeholder: the name of its function or class."""
     return getattr(placeholder, "__qualname__", None) or type(placeholder).__name__
 
 
@@ -375,7 +376,7 @@ _PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
 class JaxPlaceholder(Base):
     """An array of one element. JAX initialises all visible GPUs, and keeps its contexts until the process exits.
 
-    By default JAX allocates 75 % of the memory of every visible GPU when it starts. Unless the user has set
+    By default JAX allocates 75% of the memory of every visible GPU when it starts. Unless the user has set
     XLA_PYTHON_CLIENT_PREALLOCATE, this placeholder sets it to false while JAX starts and then removes it again. JAX
     reads the variable only once, so preallocation stays off in this process.
     """
@@ -478,7 +479,7 @@ hipErrorUnknown|unknown error|hipErrorOperatingSystem|OS call failed|HSA_STATUS_
 """
 
 # A GPU that answers so will answer the next claim so too. Memory that is short, a framework built for CPUs, CUDA that
-# was initialised too early and a driver that is not ready say nothing about one GPU.
+# was initialised too early and a driver that is not ready are not the fault of one GPU.
 _BUSY = r"DEVICE_UNAVAILABLE|DevicesUnavailable|busy or unavailable"
 _BROKEN = (
     r"ECC_UNCORRECTABLE|ECCUncorrectable|NVLINK_UNCORRECTABLE|NvlinkUncorrectable|uncorrectable (ECC|NVLink)|"
@@ -488,7 +489,8 @@ _BROKEN = (
 
 
 def blames_gpu(err: BaseException, *, rivals: bool = False) -> bool:
-    """Whether an error of a placeholder says that the GPU itself is bad or is kept by a process that is not shown.
+    """Return whether an error of a placeholder says that the GPU itself is bad or is kept by a process that is not
+    shown.
 
     Args:
         err: the error of the placeholder, whose innermost cause counts.
@@ -501,7 +503,7 @@ def blames_gpu(err: BaseException, *, rivals: bool = False) -> bool:
 
 
 def likely_cause(err: BaseException) -> str:
-    """The likely cause of a failed placeholder, to append to a sentence: "; ...", or "" if none is known."""
+    """Return the likely cause of a failed placeholder, to append to a sentence: "; ...", or "" if none is known."""
     text = f"{type(err).__name__}: {err}"
     causes = _HIP_CAUSES if re.search(_OF_HIP, text) else _CAUSES
     for signs, meaning in re.findall(r"^((?:\S.*\n)+)((?: +.*\n)+)", causes, re.MULTILINE):

@@ -43,7 +43,8 @@ class Runtime:
     asks_library = False
 
     def visible_if_initialized(self) -> tuple[str, ...] | None:
-        """The GPUs that the library sees in this process, in the order of its ordinals; None: it is not initialised.
+        """Return the GPUs that the library sees in this process, in the order of its ordinals; None: it is not
+        initialised.
 
         Raises:
             CudaInitializedError: it is initialised, but its GPUs cannot be listed.
@@ -51,19 +52,20 @@ class Runtime:
         return None
 
     def shown_at(self, ordinal: int) -> str | None:
-        """The GPU with this ordinal; "" if there is none, None if the library is not initialised or cannot be asked."""
+        """Return the GPU with this ordinal; "" if there is none, None if the library is not initialised or cannot be
+        asked."""
         return None
 
     def is_same(self, shown: str, gpu: Gpu) -> bool:
-        """Whether a GPU that the library shows is this GPU of the driver."""
+        """Return whether a GPU that the library shows is this GPU of the driver."""
         return shown == gpu.uuid
 
     def contexts(self) -> frozenset[str]:
-        """UUIDs of the GPUs on which this process has a context that is known to the library."""
+        """Return the UUIDs of the GPUs on which this process has a context that is known to the library."""
         return frozenset()
 
     def visible_in_child(self, env: Mapping[str, str] | None = None) -> tuple[str, ...]:
-        """The GPUs that the library shows to a child process with this environment (None: that of this process).
+        """Return the GPUs that the library shows to a child process with this environment (None: that of this process).
 
         Raises:
             NoDriverError: it could not be asked.
@@ -80,7 +82,7 @@ class Runtime:
         release(trial, allocate(trial, ordinal))
 
     def default_placeholder(self, logger: Any = None) -> Any:
-        """The placeholder that holds these GPUs when the caller names none."""
+        """Return the placeholder that holds these GPUs when the caller names none."""
         raise NotImplementedError
 
 
@@ -153,7 +155,7 @@ def ask_child(
 
 
 def _child(question: str, library: str) -> int:
-    """The child's part: print what names the GPUs to stdout, or an error to stderr; return an exit status."""
+    """Do the child's part: print what names the GPUs to stdout, or an error to stderr; return an exit status."""
     try:
         shown = (_held if question == "hold" else _listed)(library)
     except SafeGpuError as err:

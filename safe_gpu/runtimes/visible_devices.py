@@ -79,7 +79,8 @@ class VisibleLimit(NamedTuple):
         uses_indices: the variable holds indices rather than UUIDs.
         doubt: why it is ambiguous, as a clause ("this host's GPUs are of different models and ..."), else "".
         frozen: CUDA is already initialised in this process, and its choice of GPUs is the limit, not the variable.
-        name: the variable. library: which library reads it.
+        name: the variable.
+        library: which library reads it.
     """
 
     value: str
@@ -157,14 +158,15 @@ def parse_cuda(value: str | None, snapshot: HostSnapshot, *, device_order: str |
 
 
 def _as_shown(gpu: Gpu, snapshot: HostSnapshot) -> Gpu | None:
-    """What CUDA shows for a device: the first instance of a GPU with MIG on, nothing of a lost one."""
+    """Return what CUDA shows for a device: the first instance of a GPU with MIG on, nothing of a lost one."""
     instances = (instance for instance in snapshot.gpus if instance.mig_parent == gpu.uuid)
     shown = next(instances, None) if gpu.mig_enabled else gpu
     return None if gpu.lost or shown is None or shown.lost else shown
 
 
 def _by_uuid(entry: str, snapshot: HostSnapshot) -> tuple[Gpu | None, str]:
-    """The one device whose UUID starts with ``entry`` (None if there is none), and why it is ambiguous, or ""."""
+    """Return the one device whose UUID starts with ``entry`` (None if there is none), and why it is ambiguous, or
+    ""."""
     if not entry.startswith(("GPU-", "MIG-")):
         return None, ""
     same = [gpu for gpu in snapshot.gpus if gpu.uuid == entry]
@@ -181,7 +183,7 @@ def _by_uuid(entry: str, snapshot: HostSnapshot) -> tuple[Gpu | None, str]:
 
 
 def _doubt_about_numbers(highest: int, chosen: Sequence[Gpu], snapshot: HostSnapshot, device_order: str | None) -> str:
-    """Why CUDA may read indices up to ``highest`` as other GPUs than ``chosen``; "" if it cannot."""
+    """Return why CUDA may read indices up to ``highest`` as other GPUs than ``chosen``; "" if it cannot."""
     if highest < 0:
         return ""  # "-1" selects no GPU on any host
     if any(gpu.mig_enabled for gpu in snapshot.gpus):
@@ -208,7 +210,7 @@ def _check_visible_as(visible_as: str) -> None:
 
 
 def render_cuda(gpus: Sequence[Gpu], *, visible_as: str, snapshot: HostSnapshot) -> dict[str, str]:
-    """The environment variables that make exactly these devices visible to CUDA, in this order.
+    """Return the environment variables that make exactly these devices visible to CUDA, in this order.
 
     Args:
         gpus: the devices, in the order in which CUDA is to number them from 0.
@@ -230,7 +232,8 @@ _SHORTEST_PREFIX, _LONGEST = len("GPU-0"), len("GPU-0123456789abcdef")
 
 
 def read_rocm(environ: Mapping[str, str], snapshot: HostSnapshot) -> VisibleLimit | None:
-    """The GPUs that these variables leave to a program that uses HIP, in its order; None if none of them is set."""
+    """Return the GPUs that these variables leave to a program that uses HIP, in its order; None if none of them is
+    set."""
     left = list(snapshot.physical)
     above = next((name for name in (HIP, CUDA) if environ.get(name)), None)
     name, value = (ROCR, environ[ROCR]) if ROCR in environ else (above, environ.get(above or ""))
@@ -246,7 +249,8 @@ def read_rocm(environ: Mapping[str, str], snapshot: HostSnapshot) -> VisibleLimi
 
 
 def rocm_once(environ: Mapping[str, str]) -> Mapping[str, str]:
-    """The environment without Slurm's second copy of its list, which HIP would take for numbers within the list."""
+    """Return the environment without Slurm's second copy of its list, which HIP would take for numbers within the
+    list."""
     copied = CUDA in environ and environ.get(CUDA) == environ.get(ROCR) and not environ.get(HIP)
     if not copied or "SLURM_JOB_ID" not in environ or "GPU-" in environ[CUDA]:
         return environ
@@ -295,7 +299,7 @@ def _by_hip(value: str, gpus: Sequence[Gpu]) -> list[Gpu]:
 def render_rocm(
     gpus: Sequence[Gpu], *, visible_as: str, snapshot: HostSnapshot, environ: Mapping[str, str]
 ) -> dict[str, str]:
-    """The variables that make exactly these GPUs visible, in this order, to a process with this environment.
+    """Return the variables that make exactly these GPUs visible, in this order, to a process with this environment.
 
     ROCR gets UUIDs whatever ``visible_as`` says, and the index of a GPU that has no UUID. HIP then sees nothing else,
     and its own variables count from 0: an inherited one would count GPUs that are no longer there. OpenCL's variable
@@ -327,7 +331,7 @@ def render_rocm(
 
 
 def _ordinals(snapshot: HostSnapshot, *, cards: bool) -> dict[str, range]:
-    """UUID -> the numbers of the card. Cards that are not listed, such as integrated GPUs, have one tile."""
+    """Return UUID -> the numbers of the card. Cards that are not listed, such as integrated GPUs, have one tile."""
     tiles = {gpu.index: 1 if cards else gpu.tiles for gpu in snapshot.gpus}
     found, first = {}, 0
     for index in range(max(tiles, default=-1) + 1):
@@ -336,13 +340,13 @@ def _ordinals(snapshot: HostSnapshot, *, cards: bool) -> dict[str, range]:
 
 
 def _hierarchy(environ: Mapping[str, str]) -> str:
-    """The hierarchy that is set; "" if none is, or none that Level Zero knows."""
+    """Return the hierarchy that is set; "" if none is, or none that Level Zero knows."""
     value = environ.get(HIERARCHY, "").upper()
     return value if value in ("COMPOSITE", "FLAT", "COMBINED") else ""
 
 
 def read_level_zero(environ: Mapping[str, str], snapshot: HostSnapshot) -> VisibleLimit | None:
-    """The cards that ZE_AFFINITY_MASK shows whole, in the order of their bus ids; None if it limits nothing."""
+    """Return the cards that ZE_AFFINITY_MASK shows whole, in the order of their bus ids; None if it limits nothing."""
     value = environ.get(MASK, "")
     if value in ("", "default"):
         return None
@@ -372,7 +376,7 @@ def read_level_zero(environ: Mapping[str, str], snapshot: HostSnapshot) -> Visib
 def render_level_zero(
     gpus: Sequence[Gpu], *, visible_as: str, snapshot: HostSnapshot, environ: Mapping[str, str]
 ) -> dict[str, str]:
-    """The variables that make exactly these cards visible, with all their tiles.
+    """Return the variables that make exactly these cards visible, with all their tiles.
 
     Numbers are the only names that there are. ONEAPI_DEVICE_SELECTOR counts what the mask leaves. It is written where
     it is set and holds numbers.
@@ -395,12 +399,12 @@ def _library(snapshot: HostSnapshot) -> str:
 
 
 def visible_variables(snapshot: HostSnapshot) -> tuple[str, ...]:
-    """The variables that choose among these GPUs."""
+    """Return the variables that choose among these GPUs."""
     return VENDORS[snapshot.vendor].variables
 
 
 def read_visible(environ: Mapping[str, str], snapshot: HostSnapshot) -> VisibleLimit | None:
-    """The GPUs to which an environment limits a process; None if no variable does."""
+    """Return the GPUs to which an environment limits a process; None if no variable does."""
     if _library(snapshot) == "HIP":
         return read_rocm(environ, snapshot)
     if _library(snapshot) == "Level Zero":
@@ -409,16 +413,16 @@ def read_visible(environ: Mapping[str, str], snapshot: HostSnapshot) -> VisibleL
 
 
 def read_visible_once(environ: Mapping[str, str], snapshot: HostSnapshot) -> VisibleLimit | None:
-    """The GPUs to which an environment limits a claim: as :func:`read`, but a list that a batch scheduler has written
-    into several variables counts once. See :mod:`~safe_gpu.runtimes.visible_devices`."""
+    """Return the GPUs to which an environment limits a claim: as :func:`read`, but a list that a batch scheduler has
+    written into several variables counts once. See :mod:`~safe_gpu.runtimes.visible_devices`."""
     return read_visible(rocm_once(environ) if _library(snapshot) == "HIP" else environ, snapshot)
 
 
 def render_visible(
     gpus: Sequence[Gpu], *, visible_as: str, snapshot: HostSnapshot, environ: Mapping[str, str] | None = None
 ) -> dict[str, str]:
-    """The variables that make exactly these GPUs visible, in this order, to a process with this environment (None: an
-    empty one). The first one names them.
+    """Return the variables that make exactly these GPUs visible, in this order, to a process with this environment
+    (None: an empty one). The first one names them.
 
     Raises:
         UnsatisfiableRequestError: as for :func:`~safe_gpu.runtimes.visible_devices.render_cuda`.
@@ -431,12 +435,12 @@ def render_visible(
 
 
 def hide_all() -> dict[str, str]:
-    """The variables that hide all GPUs."""
+    """Return the variables that hide all GPUs."""
     return {name: vendor.hides for vendor in VENDORS.values() for name in vendor.variables}
 
 
 def stale_indices(value: str | None, device_order: str | None, claimed: Collection[str], snapshot: HostSnapshot) -> str:
-    """What is wrong with the indices, and what to do: a sentence without the full stop. "" if nothing is wrong.
+    """Return what is wrong with the indices, and what to do: a sentence without the full stop. "" if nothing is wrong.
 
     Args:
         value, device_order: CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER of this process; None if not set.

@@ -22,7 +22,7 @@ _initializer: tuple[int, str] | None = None
 
 
 def visible_limit_of(snapshot: HostSnapshot, nb_gpus: int, runtime: Runtime) -> VisibleLimit | None:
-    """The GPUs that the variables of their vendor allow; None if these do not limit the choice.
+    """Return the GPUs that the variables of their vendor allow; None if these do not limit the choice.
 
     If the runtime is initialised in this process, the limit is the GPUs that it sees (``frozen``), in its order.
 
@@ -73,7 +73,8 @@ def remember_initializer(visible_limit: VisibleLimit | None, placeholder: Any, r
 
 
 def _frozen(snapshot: HostSnapshot, nb_gpus: int, visible: tuple[str, ...], runtime: Runtime) -> VisibleLimit:
-    """The limit of a process in which CUDA is initialised. It can claim exactly the GPUs that CUDA sees, no others."""
+    """Return the limit of a process in which CUDA is initialised. It can claim exactly the GPUs that CUDA sees, no
+    others."""
     found = _claimable(snapshot, visible, runtime)
     if found is None or len(found) != nb_gpus:
         library = runtime.title
@@ -95,7 +96,7 @@ def _frozen(snapshot: HostSnapshot, nb_gpus: int, visible: tuple[str, ...], runt
 
 
 def _resolved(snapshot: HostSnapshot, visible_limit: VisibleLimit, runtime: Runtime) -> tuple[str, ...]:
-    """The devices that an ambiguous variable selects, as CUDA shows them in a child process."""
+    """Return the devices that an ambiguous variable selects, as CUDA shows them in a child process."""
     problem = ""
     if runtime.asks_library:
         try:

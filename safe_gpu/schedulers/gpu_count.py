@@ -16,6 +16,7 @@ from ..argument_style import ArgumentStyle
 from ..errors import UnsatisfiableRequestError
 from ..foreign_files import read_start
 from ..procfs import printable
+from ..text import plural
 from .job import SCHEDULERS, count, current, resource_names
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ class Slots(NamedTuple):
 
 
 def ask_qstat(environ: Mapping[str, str], job_id: str, *, patience: float = 10.0) -> int:
-    """The number of GPUs that this job has on this host by its hard request, 0 if it asked for none.
+    """Return the number of GPUs that this job has on this host by its hard request, 0 if it asked for none.
 
     It takes about 0.1 s, at most ``patience`` seconds.
 
@@ -94,7 +95,7 @@ _PATIENCE = 3.0
 
 
 def with_end(environ: Mapping[str, str], job: JobContext, *, ask: bool) -> JobContext:
-    """The job with its end or its walltime, where the scheduler told these with the number of GPUs, or is asked.
+    """Return the job with its end or its walltime, where the scheduler told these with the number of GPUs, or is asked.
 
     Args:
         ask: whether Slurm may be asked, which takes about 0.05 s, at most 3 s.
@@ -121,7 +122,7 @@ def with_end(environ: Mapping[str, str], job: JobContext, *, ask: bool) -> JobCo
 
 
 def hard_request(xml: str, names: Iterable[str]) -> ResourceRequest | None:
-    """The request for GPUs in the hard requests of an answer of ``qstat -j JOB -xml``; None if there is none.
+    """Return the request for GPUs in the hard requests of an answer of ``qstat -j JOB -xml``; None if there is none.
 
     Only the list of hard requests is parsed, because some versions write broken XML in other parts (job names,
     environments). The first of ``names`` that was requested counts.
@@ -147,7 +148,8 @@ def hard_request(xml: str, names: Iterable[str]) -> ResourceRequest | None:
 
 
 def here(request: ResourceRequest, slots: Slots) -> int | None:
-    """A request as a number of GPUs on this host; None if it depends on the number of slots and that is not known.
+    """Return a request as a number of GPUs on this host; None if it depends on the number of slots and that is not
+    known.
 
     A request per job counts on the host where the job's script runs, and nowhere else.
 
@@ -162,7 +164,7 @@ def here(request: ResourceRequest, slots: Slots) -> int | None:
 
 
 def slots(environ: Mapping[str, str]) -> Slots:
-    """The slots of this job on this host. A job without a parallel environment has one slot.
+    """Return the slots of this job on this host. A job without a parallel environment has one slot.
 
     The host file lists all hosts, the host of the job's script first. A task that ``qrsh -inherit`` started on another
     host has no host file; the file ``config`` of the execution daemon in the spool directory has the number there.
@@ -184,7 +186,7 @@ def slots(environ: Mapping[str, str]) -> Slots:
 
 
 def _reason(answer: str, error: str) -> str:
-    """The reason why qstat gave no answer. Son of Grid Engine refuses in XML on stdout, with exit status 0."""
+    """Return the reason why qstat gave no answer. Son of Grid Engine refuses in XML on stdout, with exit status 0."""
     from html import unescape
 
     if "<unknown_jobs" in answer:
@@ -220,7 +222,7 @@ _VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES
 def number_for_job(
     environ: Mapping[str, str], *, ask: bool = True, spelling: type[ArgumentStyle] = ArgumentStyle
 ) -> int:
-    """The number of GPUs that this process is to claim, from 1 up.
+    """Return the number of GPUs that this process is to claim, from 1 up.
 
     ``SAFE_GPU_NB_GPUS`` takes precedence and is not divided. Otherwise the GPUs of the job on this host
     (:func:`declared_gpus`) are divided by the number of ranks that a launcher started here, rounding down: ranks work
@@ -255,7 +257,7 @@ def number_for_job(
     ranks = context.local_size or 1
     if number < ranks:
         too_few = (
-            f"{number} GPU(s) on this host and {ranks} processes were started here: start at most {number}, ask for "
+            f"{plural(number)} on this host and {ranks} processes were started here: start at most {number}, ask for "
             "more GPUs"
         )
         too_few = too_few if number else "no GPU on this host: ask its scheduler for some"
@@ -264,7 +266,7 @@ def number_for_job(
 
 
 def declared_gpus(environ: Mapping[str, str], *, ask: bool = True, patience: float = 10.0) -> int | None:
-    """The number of GPUs that the batch job asked for on this host, for all ranks together; None if not known.
+    """Return the number of GPUs that the batch job asked for on this host, for all ranks together; None if not known.
 
     The number comes from the scheduler's variables. In Grid Engine it comes from qstat, if ``ask`` is true (about
     0.1 s, at most ``patience`` seconds). It never raises, because claims use it only for a warning.
@@ -273,7 +275,7 @@ def declared_gpus(environ: Mapping[str, str], *, ask: bool = True, patience: flo
 
 
 def _declared(environ: Mapping[str, str], context: JobContext, ask: bool, patience: float) -> tuple[int | None, str]:
-    """The number, or None with the reason in brackets, for the end of a clause."""
+    """Return the number, or None with the reason in brackets, for the end of a clause."""
     if context.requested_gpus is not None:
         return context.requested_gpus, ""
     if context.scheduler == "sge" and context.job_id is not None and ask:

@@ -56,7 +56,7 @@ class JobContext(NamedTuple):
 
 
 def count(environ: Mapping[str, str], *names: str) -> int | None:
-    """The first of these variables that is a whole number from 0 up. Any other value counts as not set.
+    """Return the first of these variables that is a whole number from 0 up. Any other value counts as not set.
 
     >>> count({"SGE_TASK_ID": "undefined"}, "SGE_TASK_ID") is None
     True
@@ -69,7 +69,7 @@ def count(environ: Mapping[str, str], *names: str) -> int | None:
 
 
 def words(text: str | None) -> tuple[str, ...] | None:
-    """The words of a list that is separated by commas or blanks; None if it has none.
+    """Return the words of a list that is separated by commas or blanks; None if it has none.
 
     >>> words("0,1")
     ('0', '1')
@@ -78,9 +78,9 @@ def words(text: str | None) -> tuple[str, ...] | None:
 
 
 def _slurm(environ: Mapping[str, str]) -> JobContext | None:
-    """GPU variables exist only if the site has a gres for GPUs and the job asked for some. ``SLURM_LOCALID`` is 0 for
-    the batch script and for every process that it starts without srun. The number of ranks is known only in a step.
-    """
+    """Read the variables of Slurm. Those of GPUs exist only if the site has a gres for GPUs and the job asked for some.
+    ``SLURM_LOCALID`` is 0 for the batch script and for every process that it starts without srun. The number of ranks
+    is known only in a step."""
     job = count(environ, "SLURM_JOB_ID", "SLURM_JOBID")
     if job is None:
         return None
@@ -100,7 +100,8 @@ def _slurm(environ: Mapping[str, str]) -> JobContext | None:
 
 
 def _tasks_here(environ: Mapping[str, str]) -> int | None:
-    """The entry of this node in ``SLURM_STEP_TASKS_PER_NODE``, a list such as ``2(x3),1`` in the order of the nodes."""
+    """Return the entry of this node in ``SLURM_STEP_TASKS_PER_NODE``, a list such as ``2(x3),1`` in the order of the
+    nodes."""
     node = count(environ, "SLURM_NODEID")
     for entry in environ.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
         match = re.fullmatch(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?", entry.strip())
@@ -117,12 +118,13 @@ _RESOURCES = tuple("gpu gpus ngpu ngpus num_gpu num_gpus gpu_num gpu_card gpu_ca
 
 
 def resource_names(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """The names under which the jobs of this Grid Engine site ask for GPUs."""
+    """Return the names under which the jobs of this Grid Engine site ask for GPUs."""
     return words(host_setting("sge_resource", "SAFE_GPU_SGE_RESOURCE", environ)) or _RESOURCES
 
 
 def _sge(environ: Mapping[str, str]) -> JobContext | None:
-    """``JOB_ID`` alone is not enough, because other programs use that name. ``SGE_ROOT`` is set on submit hosts too.
+    """Read the variables of Grid Engine. ``JOB_ID`` alone is not enough, because other programs use that name.
+    ``SGE_ROOT`` is set on submit hosts too.
 
     Outside arrays ``SGE_TASK_ID`` is the word ``undefined``. If Univa's resource maps assign GPUs, ``SGE_HGR_gpu``
     lists them. The path of the spool directory has the number too: ``.../active_jobs/1234.5`` or a directory in it.
@@ -138,9 +140,8 @@ def _sge(environ: Mapping[str, str]) -> JobContext | None:
 
 
 def _pbs(environ: Mapping[str, str]) -> JobContext | None:
-    """``PBS_NGPUS`` is set by many sites, not by PBS itself. PBS writes the assigned GPUs into a file or into
-    CUDA_VISIBLE_DEVICES. The job's number is "1234.server", in an array "1234[5].server".
-    """
+    """Read the variables of PBS. ``PBS_NGPUS`` is set by many sites, not by PBS itself. PBS writes the assigned GPUs
+    into a file or into CUDA_VISIBLE_DEVICES. The job's number is "1234.server", in an array "1234[5].server"."""
     match = re.fullmatch(r"([0-9]{1,18})(?:\[([0-9]{0,18})\])?(?:\..*)?", environ.get("PBS_JOBID", "").strip())
     if match is None:
         return None
@@ -155,13 +156,14 @@ def _pbs(environ: Mapping[str, str]) -> JobContext | None:
 
 
 def _lsf(environ: Mapping[str, str]) -> JobContext | None:
-    """LSF has no variable for the number of GPUs; ``LSB_JOBINDEX`` is 0 outside arrays."""
+    """Read the variables of LSF. There is none for the number of GPUs; ``LSB_JOBINDEX`` is 0 outside arrays."""
     job = count(environ, "LSB_JOBID")
     return None if job is None else JobContext("lsf", str(job), count(environ, "LSB_JOBINDEX") or None)
 
 
 def _flux(environ: Mapping[str, str]) -> JobContext | None:
-    """Flux lists the GPUs of the job on this host in CUDA_VISIBLE_DEVICES, for AMD GPUs too, and -1 if there are none.
+    """Read the variables of Flux, which lists the GPUs of the job on this host in CUDA_VISIBLE_DEVICES, for AMD GPUs
+    too, and -1 if there are none.
 
     With ``-o gpu-affinity=per-task`` it lists those of the task instead, which nothing tells apart. So their number is
     known only if each host runs one task. The job is in F58, such as "ƒ3ETxsR9H"; Flux takes "f" for "ƒ", too.
@@ -182,7 +184,8 @@ def _flux(environ: Mapping[str, str]) -> JobContext | None:
 
 
 def _htcondor(environ: Mapping[str, str]) -> JobContext | None:
-    """The numbers of the job are in its ad, a file of lines ``Name = value``; the second counts jobs of one submission.
+    """Read the ad of an HTCondor job, a file of lines ``Name = value``; the second number counts jobs of one
+    submission.
 
     ``_CONDOR_AssignedGPUs`` lists the GPUs by UUIDs of eight digits, as CUDA_VISIBLE_DEVICES does. Without it the ad
     counts, where a request may be an expression.
@@ -245,7 +248,7 @@ _LAUNCHERS = (
 
 
 def current(environ: Mapping[str, str] | None = None) -> JobContext:
-    """The job and the rank of this process; ``environ`` None is the process's own environment.
+    """Return the job and the rank of this process; ``environ`` None is the process's own environment.
 
     The job comes from the batch scheduler, the rank from the innermost launcher: an MPI rank in a Slurm job has Slurm's
     job number and MPI's rank. A variable with an invalid value counts as not set.
@@ -258,20 +261,22 @@ def current(environ: Mapping[str, str] | None = None) -> JobContext:
 
 
 def in_batch_job(environ: Mapping[str, str] | None = None) -> bool:
-    """Whether this process is part of a batch job. Claims in a batch job have a longer default timeout."""
+    """Return whether this process is part of a batch job. Claims in a batch job have a longer default timeout."""
     return current(environ).scheduler is not None
 
 
 def _rank(environ: Mapping[str, str]) -> tuple[int | None, int | None] | None:
-    """The rank that a launcher other than srun gave to this process, and the number of ranks here; or None.
+    """Return the rank that a launcher other than srun gave to this process, and the number of ranks here; or None.
 
     It takes precedence over Slurm's rank: ranks that mpirun starts in a Slurm job inherit ``SLURM_LOCALID=0`` from the
     daemon of mpirun.
     """
-    for names in (_TORCHRUN, *_LAUNCHERS):
-        rank, size = (count(environ, name) for name in names)
-        if rank is not None and not (size is None and names == _TORCHRUN):
-            return rank, size or None
+    for rank_name, size_name in (_TORCHRUN, *_LAUNCHERS):
+        rank = count(environ, rank_name)
+        if rank is not None:
+            size = count(environ, size_name)
+            if size is not None or size_name != _TORCHRUN[1]:
+                return rank, size or None
     # Old versions of MPICH set only the global rank, which equals the local rank if the job runs on one host. PMI of
     # srun and of Flux sets the variable too; their own local rank is right then.
     world = count(environ, "PMI_RANK")

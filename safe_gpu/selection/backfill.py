@@ -26,7 +26,7 @@ When = float | tuple[tuple[float, float], ...]
 
 
 def ready(when: When, share: float) -> float:
-    """When that much of a GPU is expected to be free; ``math.inf`` bytes are all of it."""
+    """Return when that much of a GPU is expected to be free; ``math.inf`` bytes are all of it."""
     if not isinstance(when, tuple):
         return when
     if share == math.inf:
@@ -40,7 +40,7 @@ def ready(when: When, share: float) -> float:
 
 
 def _after(when: When, share: float, end: float) -> When:
-    """The same GPU once a request has taken the part that is free first, until ``end``."""
+    """Return the same GPU once a request has taken the part that is free first, until ``end``."""
     if share == math.inf:
         return end
     parts = [(end, share)]
@@ -66,7 +66,7 @@ class BackfillRequest(NamedTuple):
 
     @classmethod
     def of(cls, demand: TicketRequest, gpus: Iterable[Gpu]) -> BackfillRequest:
-        """What a ticket asks for.
+        """Return what a ticket asks for.
 
         Args:
             gpus: of the host, with what the ticket's conditions need.
@@ -86,16 +86,17 @@ class BackfillRequest(NamedTuple):
         return (self.gpus,) if self.groups is None else self.groups
 
     def fits(self, gpus: Collection[str]) -> bool:
-        """Whether it can have all that it wants of these."""
+        """Return whether it can have all that it wants of these."""
         return any(len(group.intersection(gpus)) >= self.nb for group in self._groups)
 
     def without(self, gpus: Collection[str]) -> BackfillRequest:
-        """The same, but it cannot use these."""
+        """Return the same, but it cannot use these."""
         groups = self.groups and tuple(group.difference(gpus) for group in self.groups)
         return self._replace(gpus=self.gpus.difference(gpus), groups=groups)
 
     def earliest(self, free_at: Mapping[str, When]) -> tuple[float, list[str]]:
-        """When enough of its GPUs are expected to be free, and the first that are; all where there never are enough."""
+        """Return when enough of its GPUs are expected to be free, and the first that are; all where there never are
+        enough."""
         best: tuple[float, list[str]] = math.inf, []
         for group in self._groups:
             first = sorted((ready(free_at.get(gpu, math.inf), self.share), gpu) for gpu in group)[: max(0, self.nb)]
@@ -105,7 +106,7 @@ class BackfillRequest(NamedTuple):
 
 
 def free_at(now: float, *, since: float, until: float | None) -> float:
-    """When a leased GPU is expected to be free, by its holder's word.
+    """Return when a leased GPU is expected to be free, by its holder's word.
 
     A holder that overruns is due now, and so is one whose record cannot be right (``until`` before ``since``).
 
@@ -118,7 +119,7 @@ def free_at(now: float, *, since: float, until: float | None) -> float:
 
 
 def when_free(gpu: Gpu, holder: LeaseHolder | None, now: float, *, free: bool) -> When:
-    """When a GPU, or each part of it, is expected to be free by the word of who holds it.
+    """Return when a GPU, or each part of it, is expected to be free by the word of who holds it.
 
     Args:
         free: whether a GPU that nobody holds is free now; else that is not known.
@@ -131,7 +132,8 @@ def when_free(gpu: Gpu, holder: LeaseHolder | None, now: float, *, free: bool) -
 
 
 def dates(wants: Iterable[BackfillRequest], free_at: Mapping[str, When]) -> Iterator[tuple[BackfillRequest, float]]:
-    """Each waiter, in the order of the queue, with the date from which on nobody may take one of its GPUs past it.
+    """Yield each waiter, in the order of the queue, with the date from which on nobody may take one of its GPUs past
+    it.
 
     That is the time at which enough of its GPUs are expected to be free. A waiter behind another that it cannot pass
     cannot start before the date of that one, so its own date is not earlier either.
@@ -151,7 +153,7 @@ def dates(wants: Iterable[BackfillRequest], free_at: Mapping[str, When]) -> Iter
 
 
 def _may_pass(want: BackfillRequest, start: float, other: BackfillRequest, date: float) -> bool:
-    """Whether a request that starts then ends before the other's date, or can do without the other's GPUs."""
+    """Return whether a request that starts then ends before the other's date, or does not need the other's GPUs."""
     return start + want.hold_for <= date or want.fits(want.gpus - other.gpus)
 
 
@@ -162,7 +164,7 @@ def open_gpus(
     free_at: Mapping[str, When],
     now: float,
 ) -> frozenset[str]:
-    """The free GPUs that a request may take. It may start if they fit it.
+    """Return the free GPUs that a request may take. It may start if they fit it.
 
     A GPU that somebody ahead wants is open only if the request ends by the date of that waiter, and the date is known.
 
@@ -183,7 +185,7 @@ def open_gpus(
 
 
 def starts(wants: Iterable[BackfillRequest], free_at: Mapping[str, When]) -> list[float]:
-    """When each waiter can expect to start, in the order of the queue, if all hold as long as they said.
+    """Return when each waiter can expect to start, in the order of the queue, if all hold as long as they said.
 
     Unlike a date this is an estimate: the first waiter starts at its date, and each of the others after those ahead of
     it, unless it may pass them all. ``math.inf``: somebody did not say for how long.

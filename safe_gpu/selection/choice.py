@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..devices import GpuVerdict
 from ..errors import UnsatisfiableRequestError
+from ..text import gpu_ranges, plural
+from ..vendors import VENDORS
 from .request import DEFAULT_RULES, Rules, Selection
 from .values import matches_model
 from .verdicts import UNWATCHABLE, fence_hint, judge, why_outside, why_unusable
@@ -29,7 +31,7 @@ def candidates(
     rules: Rules = DEFAULT_RULES,
     lost: bool = False,
 ) -> tuple[Gpu, ...]:
-    """Every device that this request could ever get, in the order of the snapshot. Requests compete for these.
+    """Return every device that this request could ever get, in the order of the snapshot. Requests compete for these.
 
     Args:
         lost: whether those count that the driver has lost and may find again.
@@ -48,12 +50,13 @@ def check_possible(
     request: Selection,
     visible_limit: VisibleLimit | None = None,
     *,
-    leased: Mapping[str, LeaseHolder] | None = None,
+    leased: Callable[[], Mapping[str, LeaseHolder]] = dict,
     rules: Rules = DEFAULT_RULES,
 ) -> None:
     """Raise if this host, or this process within its visible limit, can never satisfy the request.
 
-    ``leased`` is used only to count, in the message, the free GPUs outside the visible limit.
+    Args:
+        leased: returns the holders of leases, by UUID. It is called only to say what is free outside the visible limit.
 
     Raises:
         UnsatisfiableRequestError: names the offending value and what to do.
@@ -61,13 +64,13 @@ def check_possible(
     for condition in request.conditions:
         for name in condition.unknown(snapshot):
             raise UnsatisfiableRequestError(
-                f"{request.spelling.setting(condition.argument, name)} names no single GPU of this host, which has "
-                f"{_inventory(snapshot.gpus, by_uuid=not name[0].isdigit())}",
+                f"{request.spelling.setting(condition.argument, name)} names no single {_title(snapshot)} GPU of this "
+                f"host, which has {_inventory(snapshot.gpus, by_uuid=not name[0].isdigit())}",
                 value=name,
             )
     left: Sequence[Gpu] = snapshot.gpus
+    holders: Mapping[str, LeaseHolder] = {}
     problem = ""
-    verdicts_with = partial(judge, snapshot, request, leased=leased or {}, rules=rules)
     unwatchable = partial(_why_unwatchable, snapshot=snapshot, rules=rules)
     for why_not in (why_unusable, unwatchable, partial(_why_never, request=request, visible_limit=None)):
         left = [gpu for gpu in left if not why_not(gpu)]
@@ -78,20 +81,25 @@ def check_possible(
         and visible_limit is not None
         and not fits(request, [gpu for gpu in left if gpu.uuid in visible_limit])
     ):
-        hint = fence_hint(verdicts_with(), visible_limit)
+        holders = leased()
+        hint = fence_hint(judge(snapshot, request, leased=holders, rules=rules), visible_limit)
         way_out = "" if visible_limit.frozen else ", or set SAFE_GPU_FENCE=ignore to disregard the variable"
-        problem = f"{hint}: ask for fewer GPUs or among those{way_out}"
+        problem = f"{hint}: ask for its GPUs only{way_out}"
     if problem:
         asked = "1 GPU is" if request.nb_gpus == 1 else f"{request.nb_gpus} GPUs are"
         raise UnsatisfiableRequestError(
             f"{asked} asked for, but {problem}",
             value=request.nb_gpus,
-            verdicts=verdicts_with(visible_limit=visible_limit),
+            verdicts=judge(snapshot, request, leased=holders, visible_limit=visible_limit, rules=rules),
         )
 
 
+def _title(snapshot: HostSnapshot) -> str:
+    return VENDORS[snapshot.vendor].title
+
+
 def _too_far_apart(request: Selection, left: Sequence[Gpu]) -> str:
-    """Why these GPUs do not suffice together, although there are enough of them."""
+    """Return why these GPUs do not suffice together, although there are enough of them."""
     most = max(map(capacity, request.groups(left)), default=0)
     if most >= request.nb_gpus:
         return ""
@@ -104,13 +112,15 @@ def _why_unwatchable(gpu: Gpu, snapshot: HostSnapshot, rules: Rules) -> str:
 
 
 def _why_never(gpu: Gpu, request: Selection, visible_limit: VisibleLimit | None) -> str:
-    """Why the request can never get the device: it is outside, or whether it has the memory will never be known."""
+    """Return why the request can never get the device: it is outside, or whether it has the memory will never be
+    known."""
     return why_outside(gpu, request, visible_limit) or request.why_unknowable(gpu)
 
 
 def _too_few(nb_gpus: int, left: Sequence[Gpu], snapshot: HostSnapshot, why_not: Callable[[Gpu], str]) -> str:
-    """Why ``nb_gpus`` cannot be had from the devices in ``left``; "" if they suffice."""
+    """Return why the devices in ``left`` are fewer than ``nb_gpus``; "" if they suffice."""
     most, total = capacity(left), len(snapshot.physical)
+    gpus = plural(total, f"{_title(snapshot)} GPU")
     if most >= nb_gpus:
         return ""
     if any(gpu.is_mig_instance for gpu in left):
@@ -119,21 +129,17 @@ def _too_few(nb_gpus: int, left: Sequence[Gpu], snapshot: HostSnapshot, why_not:
             text += f"{', or for 1' if most > 1 else ''} in each of up to {len(left)} processes"
         return text
     if total < nb_gpus and len(left) == len(snapshot.gpus):
-        return f"this host has only {total}: ask for fewer" if total else "this host has none"
-    from ..text import gpu_ranges  # few claims come here
-
+        return f"this host has only {gpus}: ask for fewer" if total else "this host has none"
     reasons: dict[str, list[str]] = {}
     for gpu in snapshot.gpus:
         reasons.setdefault(why_not(gpu), []).append(gpu.label)
     listed = "; ".join(f"GPU {gpu_ranges(labels)}: {reason}" for reason, labels in reasons.items() if reason)
-    return f"only {most} of the {total} in this host can be claimed ({listed})" if most else f"none fits ({listed})"
+    return f"only {most} of the {gpus} of this host can be claimed ({listed})" if most else f"none fits ({listed})"
 
 
 def _inventory(gpus: Sequence[Gpu], *, by_uuid: bool) -> str:
     if not gpus:
         return "none"
-    from ..text import gpu_ranges
-
     if by_uuid:
         return ", ".join(f"{gpu.label} ({gpu.uuid})" for gpu in gpus)
     return f"GPU {gpu_ranges(gpu.label for gpu in gpus)}"
@@ -142,7 +148,8 @@ def _inventory(gpus: Sequence[Gpu], *, by_uuid: bool) -> str:
 def can_be_met_by_releases(
     candidate_uuids: Collection[str], request: Selection, verdicts: Iterable[GpuVerdict], leaving: Collection[str] = ()
 ) -> bool:
-    """Whether a waiting request would be met if every lease were released. If so, later waiters must not pass it.
+    """Return whether a waiting request would be met if every lease were released. If so, later waiters must not pass
+    it.
 
     Args:
         candidate_uuids: the devices that the request could get (:func:`candidates`).
@@ -160,12 +167,13 @@ def can_be_met_by_releases(
 
 
 def fits(request: Selection, gpus: Sequence[Gpu]) -> bool:
-    """Whether the request can have all its GPUs of these."""
+    """Return whether the request can have all its GPUs of these."""
     return any(capacity(group) >= request.nb_gpus for group in request.groups(gpus))
 
 
 def capacity(gpus: Collection[Gpu]) -> int:
-    """How many of these devices one process can hold: all whole GPUs, or one MIG instance if there is no whole GPU.
+    """Return how many of these devices one process can hold: all whole GPUs, or one MIG instance if there is no whole
+    GPU.
 
     CUDA shows a process at most one MIG instance, and with many driver versions no whole GPU together with it.
     """
@@ -246,7 +254,7 @@ def choose_shares(
     near: frozenset[int] | None = None,
     last: Collection[str] = (),
 ) -> tuple[Gpu, ...] | None:
-    """The GPUs for a share: as many that are shared already as can be, those with the least room first; then as
+    """Return the GPUs for a share: as many that are shared already as can be, those with the least room first; then as
     :func:`choose`, whose arguments these are.
 
     Args:
@@ -268,7 +276,7 @@ def choose_shares(
 
 
 def _best_one(pool: Sequence[Gpu], near: frozenset[int]) -> Gpu:
-    """The best by the same criteria, for a claim of one GPU, as most are: no sets have to be compared."""
+    """Return the best by the same criteria, for a claim of one GPU, as most are: no sets have to be compared."""
     nodes = [gpu.numa_node for gpu in pool]
 
     def rank(gpu: Gpu) -> tuple[object, ...]:
@@ -278,7 +286,7 @@ def _best_one(pool: Sequence[Gpu], near: frozenset[int]) -> Gpu:
 
 
 def _rank(gpus: Sequence[Gpu], nodes: Sequence[int | None], near: Collection[int], last: Collection[str]) -> _Rank:
-    """The rank of a set by the criteria of :func:`choose`; ``nodes`` are those of all free GPUs."""
+    """Return the rank of a set by the criteria of :func:`choose`; ``nodes`` are those of all free GPUs."""
     used = {gpu.numa_node for gpu in gpus}
     uuids = {gpu.uuid for gpu in gpus}
     return (
@@ -334,7 +342,7 @@ class _Chooser:
         return tuple(self.pool[position] for position in _positions(best))
 
     def _score(self, mask: int) -> _Score:
-        """The score of a set by the criteria of :func:`choose`; lower is better."""
+        """Return the score of a set by the criteria of :func:`choose`; lower is better."""
         nodes = room = links = 0
         for members in self.nodes.values():
             if members & mask:
@@ -345,7 +353,7 @@ class _Chooser:
         return nodes, -links, -(mask & self.near).bit_count(), room
 
     def _sets(self, taken: int, spare: int, missing: int) -> Iterator[int]:
-        """The sets to compare: ``taken`` and ``missing`` GPUs of ``spare``, on the fewest nodes.
+        """Yield the sets to compare: ``taken`` and ``missing`` GPUs of ``spare``, on the fewest nodes.
 
         A good set comes first, because :data:`_EXACT_LIMIT` may end the search early.
         """
@@ -370,7 +378,7 @@ class _Chooser:
                     yield taken | mask
 
     def _greedy(self, taken: int, spare: int, missing: int) -> int:
-        """A good set: each step adds the GPU with the most links to those already in the set."""
+        """Return a good set: each step adds the GPU with the most links to those already in the set."""
         mask = taken
         for _ in range(missing):
             mask |= 1 << max(
@@ -380,7 +388,7 @@ class _Chooser:
         return mask
 
     def _twins(self, relevant: int, spare: int) -> list[list[int]]:
-        """``spare`` in groups of interchangeable GPUs: on the same node, with the same links to all others.
+        """Return ``spare`` in groups of interchangeable GPUs: on the same node, with the same links to all others.
 
         Sets that take equally many members of a group differ only in indices, so only the numbers are tried.
         """
@@ -399,7 +407,7 @@ class _Chooser:
 
 
 def _pick(groups: Sequence[Sequence[int]], missing: int) -> Iterator[int]:
-    """Every way to divide ``missing`` among the groups; from each group the first members are taken."""
+    """Yield every way to divide ``missing`` among the groups; from each group the first members are taken."""
     if not groups:
         if not missing:
             yield 0

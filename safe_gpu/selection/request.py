@@ -15,7 +15,7 @@ from ..argument_style import ArgumentStyle
 from ..devices import Gpu, Record, vendor_of_name
 from ..errors import UnsatisfiableRequestError
 from ..settings import host_setting
-from ..text import format_bytes
+from ..text import format_bytes, plural
 from ..vendors import VENDORS
 from .sharing import LEAST_SHARE, MIB, share_capacity, why_unshareable
 from .values import as_index, matches_model, names_device, parse_names, parse_size, refused, unknown_names
@@ -47,7 +47,8 @@ class Condition(Record):
 
     Attributes:
         value: as parsed.
-        argument: of ``claim_gpus``. metavar, help: of the command line's option.
+        argument: of ``claim_gpus``.
+        metavar, help: of the command line's option.
         ticketed: whether others must know it, since it depends on more than which GPU it is. Then ``value`` is JSON.
         needs: methods of :class:`~safe_gpu.drivers.base.Driver` that must complete each poll.
         together: what the GPUs are of which it is a condition that they are so together; "" if it is of each.
@@ -64,7 +65,7 @@ class Condition(Record):
 
     @classmethod
     def parse(cls, value: Any, spelling: type[ArgumentStyle]) -> Any:
-        """The checked value; None is no condition.
+        """Return the checked value; None is no condition.
 
         Raises:
             UnsatisfiableRequestError: names the value and what is valid.
@@ -73,7 +74,7 @@ class Condition(Record):
 
     @classmethod
     def from_ticket(cls, value: object) -> Condition:
-        """The condition of another process's ticket.
+        """Return the condition of another process's ticket.
 
         Raises:
             ValueError, TypeError: the value makes no sense.
@@ -84,19 +85,19 @@ class Condition(Record):
             raise ValueError(str(err)) from err
 
     def unknown(self, snapshot: HostSnapshot) -> tuple[str, ...]:
-        """The names in it that fit no single device of this host."""
+        """Return the names in it that fit no single device of this host."""
         return ()
 
     def why_outside(self, gpu: Gpu, spelling: type[ArgumentStyle]) -> str:
-        """Why the GPU never meets the condition."""
+        """Return why the GPU never meets the condition."""
         return ""
 
     def why_unknowable(self, gpu: Gpu, spelling: type[ArgumentStyle]) -> str:
-        """Why it will never be known whether the GPU meets the condition."""
+        """Return why it will never be known whether the GPU meets the condition."""
         return ""
 
     def why_not_now(self, gpu: Gpu, freed: int = 0) -> str:
-        """Why the GPU does not meet the condition at the moment.
+        """Return why the GPU does not meet the condition at the moment.
 
         Args:
             freed: bytes that are in use by processes that do not count.
@@ -104,15 +105,15 @@ class Condition(Record):
         return ""
 
     def met_by(self, gpu: Gpu) -> bool:
-        """Whether the GPU, by itself, meets the condition now."""
+        """Return whether the GPU, by itself, meets the condition now."""
         return not (self.why_outside(gpu, ArgumentStyle) or self.why_not_now(gpu))
 
     def to_ticket(self) -> Any:
-        """What others must know, as JSON; None if nothing."""
+        """Return what others must know, as JSON; None if nothing."""
         return self.value if self.ticketed else None
 
     def groups(self, gpus: Sequence[Gpu]) -> list[list[Gpu]]:
-        """The largest sets of these GPUs of which any subset meets the condition together."""
+        """Return the largest sets of these GPUs of which any subset meets the condition together."""
         return [list(gpus)]
 
 
@@ -215,8 +216,8 @@ class MaxUtilization(Condition):
 
     def why_not_now(self, gpu: Gpu, freed: int = 0) -> str:
         if gpu.utilization is None:
-            return f"utilisation unknown, at most {self.value} % asked for"
-        return "" if gpu.utilization <= self.value else f"{gpu.utilization} % busy, at most {self.value} % asked for"
+            return f"utilisation unknown, at most {self.value}% asked for"
+        return "" if gpu.utilization <= self.value else f"{gpu.utilization}% busy, at most {self.value}% asked for"
 
 
 class Near(Condition):
@@ -251,7 +252,7 @@ _TOGETHER = {"numa": "on one NUMA node", "nvlink": "all connected to each other 
 
 @lru_cache(64)
 def _cliques(links: tuple[tuple[str, frozenset[str]], ...]) -> list[frozenset[str]]:
-    """The largest sets of UUIDs each of which is linked to each (Bron and Kerbosch, Algorithm 457, CACM 1973).
+    """Return the largest sets of UUIDs each of which is linked to each (Bron and Kerbosch, Algorithm 457, CACM 1973).
 
     Args:
         links: each UUID with those of its peers.
@@ -312,7 +313,7 @@ class Share(Condition):
         return f"the driver does not tell its memory: leave {spelling.option(self.argument)} out"
 
     def resolved(self, gpus: Iterable[Gpu], spelling: type[ArgumentStyle]) -> Share:
-        """The same in bytes. Percent are of what can be shared of each of these GPUs.
+        """Return the same in bytes. Percent are of what can be shared of each of these GPUs.
 
         Raises:
             UnsatisfiableRequestError: percent of GPUs with different memory.
@@ -331,10 +332,10 @@ class Share(Condition):
 
 
 class Prefer(Condition):
-    """An order among the GPUs that will do, which excludes none."""
+    """An order among the GPUs that meet the request. It excludes none."""
 
     argument, metavar = "prefer", "P"
-    help = "which models to take first, such as H100,A100; others will do too"
+    help = "models to take first, such as H100,A100; others are taken too"
 
     @classmethod
     def parse(cls, value: Any, spelling: type[ArgumentStyle]) -> tuple[str, ...] | None:
@@ -352,7 +353,7 @@ _MOST_MEMORY = 1 << 60
 
 
 def uuid_of_stem(stem: str) -> str:
-    """The GPU of a lease, by its file without ``.lock``.
+    """Return the GPU of a lease, by its file without ``.lock``.
 
     >>> uuid_of_stem("GPU-12.inner"), uuid_of_stem("GPU-12.share.3.inner")
     ('GPU-12', 'GPU-12')
@@ -378,8 +379,11 @@ class Selection(Record):
     up_to: int | None = None
 
     def value_of(self, argument: str) -> Any:
-        """The value of a condition; None where there is no such condition."""
-        return next((one.value for one in self.conditions if one.argument == argument), None)
+        """Return the value of a condition; None where there is no such condition."""
+        for one in self.conditions:
+            if one.argument == argument:
+                return one.value
+        return None
 
     @property
     def share(self) -> int | None:
@@ -395,7 +399,7 @@ class Selection(Record):
         return replace(self, conditions=tuple(one for one in self.conditions if not isinstance(one, Share)))
 
     def resolved(self, snapshot: HostSnapshot) -> Selection:
-        """The same request with a share in bytes, for this host.
+        """Return the same request with a share in bytes, for this host.
 
         Raises:
             UnsatisfiableRequestError: percent, and the GPUs have different memory.
@@ -429,7 +433,7 @@ class Selection(Record):
 
     @classmethod
     def from_ticket(cls, nb_gpus: int, conditions: Iterable[tuple[str, Any]]) -> tuple[Selection, bool]:
-        """The request of another process, and whether all its conditions are known here."""
+        """Return the request of another process, and whether all its conditions are known here."""
         found = []
         known = True
         for argument, value in conditions:
@@ -440,19 +444,25 @@ class Selection(Record):
         return cls(nb_gpus, tuple(found)), known
 
     def why_outside(self, gpu: Gpu) -> str:
-        """Why the GPU can never satisfy the request; "" if it can."""
-        return next(filter(None, (one.why_outside(gpu, self.spelling) for one in self.conditions)), "")
+        """Return why the GPU can never satisfy the request; "" if it can."""
+        for one in self.conditions:  # most have none, and this is asked for every GPU
+            if why := one.why_outside(gpu, self.spelling):
+                return why
+        return ""
 
     def why_unknowable(self, gpu: Gpu) -> str:
-        """Why it will never be known whether the GPU satisfies the request."""
-        return next(filter(None, (one.why_unknowable(gpu, self.spelling) for one in self.conditions)), "")
+        """Return why it will never be known whether the GPU satisfies the request."""
+        for one in self.conditions:
+            if why := one.why_unknowable(gpu, self.spelling):
+                return why
+        return ""
 
     def why_not_now(self, gpu: Gpu, freed: int = 0) -> str:
-        """Why the GPU does not satisfy the request now."""
+        """Return why the GPU does not satisfy the request now."""
         return next(filter(None, (one.why_not_now(gpu, freed) for one in self.conditions)), "")
 
     def groups(self, gpus: Sequence[Gpu]) -> list[list[Gpu]]:
-        """The largest sets of these GPUs of which any ``nb_gpus`` satisfy the request together."""
+        """Return the largest sets of these GPUs of which any ``nb_gpus`` satisfy the request together."""
         found = [list(gpus)]
         if self.several:
             for one in self.conditions:
@@ -463,6 +473,13 @@ class Selection(Record):
     def together(self) -> str:
         """What the GPUs must be together; "" if nothing."""
         return " and ".join(filter(None, (one.together for one in self.conditions))) if self.several else ""
+
+    @property
+    def text(self) -> str:
+        """What is asked for: ``2-4 GPUs on one NUMA node``, ``20 GiB each of 2 GPUs``."""
+        number = f"{self.nb_gpus}-{self.up_to} GPUs" if self.up_to else plural(self.nb_gpus)
+        share = f"{format_bytes(self.share)} {'each ' if self.several else ''}of " if self.share else ""
+        return f"{share}{number}{self.together and f' {self.together}'}"
 
     @property
     def several(self) -> bool:
@@ -555,12 +572,12 @@ class Rules(NamedTuple):
     drained: Mapping[str, str] = {}
 
     def why_drained(self, gpu: Gpu) -> str:
-        """Why nobody may claim a device, or the one that it is an instance of; "" if somebody may."""
+        """Return why nobody may claim a device, or the one that it is an instance of; "" if somebody may."""
         return self.drained.get(gpu.uuid) or self.drained.get(gpu.mig_parent or "", "")
 
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> Rules:
-        """The rules that the environment and root's file set.
+        """Return the rules that the environment and root's file set.
 
         Raises:
             UnsatisfiableRequestError: ``SAFE_GPU_UNEXPLAINED_MEMORY`` is not a size.

@@ -30,7 +30,7 @@ FamilyOf = Callable[[int], "tuple[int, tuple[int, ...]] | None"]
 
 
 def share_capacity(gpu: Gpu) -> int | None:
-    """Bytes of the GPU that claims can share, whole MiB; None if the driver does not tell its memory."""
+    """Return the bytes of the GPU that claims can share, whole MiB; None if the driver does not tell its memory."""
     if gpu.memory_total is None:
         return None
     size = gpu.memory_total - _RESERVED
@@ -40,20 +40,20 @@ def share_capacity(gpu: Gpu) -> int | None:
 
 
 def part_of(gpu: Gpu, share: int | None) -> float:
-    """How much of a GPU a share is, from 0 to 1; None is a whole GPU."""
+    """Return how much of a GPU a share is, from 0 to 1; None is a whole GPU."""
     size = share_capacity(gpu)
     return 1.0 if share is None or not size else min(1.0, share / size)
 
 
 def amount(nb_gpus: int, share: int | None, gpus: Iterable[Gpu]) -> float:
-    """How many GPUs so many shares count as: each as its part of the smallest GPU that has it."""
+    """Return how many GPUs that many shares count as: each as its part of the smallest GPU that has it."""
     return nb_gpus * max(
         (part_of(gpu, share) for gpu in gpus if (share_capacity(gpu) or 0) >= (share or 0)), default=1.0
     )
 
 
 def why_unshareable(gpu: Gpu, share: int) -> str:
-    """Why the GPU can never be shared that way; "" if it can, or its memory is not known."""
+    """Return why the GPU can never be shared that way; "" if it can, or its memory is not known."""
     if gpu.compute_mode == ComputeMode.EXCLUSIVE_PROCESS:
         return "compute mode EXCLUSIVE_PROCESS admits one process, so it cannot be shared"
     size = share_capacity(gpu)
@@ -63,13 +63,13 @@ def why_unshareable(gpu: Gpu, share: int) -> str:
 
 
 def share_fraction(share: int, gpus: Collection[Gpu]) -> float:
-    """What frameworks may allocate of each GPU, as a fraction of its memory; of several GPUs the smallest."""
+    """Return what frameworks may allocate of each GPU, as a fraction of its memory; of several GPUs the smallest."""
     totals = [gpu.memory_total or share for gpu in gpus]
     return max(0.0, min((share - _CONTEXT) / total for total in totals))
 
 
 def used_by_sharers(gpu: Gpu, sharers: Sequence[LeaseHolder], family_of: FamilyOf) -> list[int]:
-    """Bytes that each sharer's process and its descendants use, as far as the driver lists them."""
+    """Return the bytes that each sharer's process and its descendants use, as far as the driver lists them."""
     used = [0] * len(sharers)
     largest: dict[int, int] = {}
     for process in gpu.processes or ():
@@ -85,13 +85,13 @@ def used_by_sharers(gpu: Gpu, sharers: Sequence[LeaseHolder], family_of: FamilyO
 
 
 def promised_room(gpu: Gpu, sharers: Sequence[LeaseHolder]) -> int:
-    """Bytes that are not promised to these claims; one whose share cannot be read counts as holding all."""
+    """Return the bytes that are not promised to these claims; one whose share cannot be read counts as holding all."""
     size = share_capacity(gpu) or 0
     return size - sum(size if sharer.share is None else sharer.share for sharer in sharers)
 
 
 def room(gpu: Gpu, sharers: Sequence[LeaseHolder], family_of: FamilyOf, *, unexplained: int, own: int = 0) -> int:
-    """Bytes that are neither promised nor in use; less than 0 where a holder uses more than its share.
+    """Return the bytes that are neither promised nor in use; less than 0 where a holder uses more than its share.
 
     Args:
         unexplained: bytes in use that count as the driver's own.
@@ -108,7 +108,7 @@ def room(gpu: Gpu, sharers: Sequence[LeaseHolder], family_of: FamilyOf, *, unexp
 def strangers(
     computing: Collection[GpuProcess], sharers: Sequence[LeaseHolder], family_of: FamilyOf
 ) -> list[GpuProcess]:
-    """Those of the processes on a shared GPU that are certainly of none of its sharers.
+    """Return those of the processes on a shared GPU that are certainly of none of its sharers.
 
     What cannot be told (a process of a container, a descendant whose parents have ended) only counts by its memory.
     """
@@ -122,7 +122,7 @@ def strangers(
 
 
 def why_no_room(gpu: Gpu, sharers: Sequence[LeaseHolder], left: int, share: int) -> str:
-    """Why a share does not fit beside those of others; "" if it does.
+    """Return why a share does not fit beside those of others; "" if it does.
 
     ``shared: 72 of 79.4 GiB promised to 3 claims (anna 20 GiB, ben 32 GiB, ...), 7.4 left, 20 asked for``
     """

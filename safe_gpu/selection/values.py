@@ -30,13 +30,13 @@ _NAME = rf"[0-9]{{1,4}}(:[0-9]{{1,4}})?|(GPU|MIG)-[0-9A-Za-z/-]*|({_BY_PLACE})[0
 
 
 def refused(name: str, value: object, way_out: str, spelling: type[ArgumentStyle]) -> UnsatisfiableRequestError:
-    """The error about a value that makes no sense."""
+    """Return the error about a value that makes no sense."""
     written = spelling.setting(name, spelling.value(value))
     return UnsatisfiableRequestError(f"{written} makes no sense: {way_out}", value=value)
 
 
 def as_index(value: object) -> int | None:
-    """A whole number, of numpy too; None for anything else, and for a bool."""
+    """Return a whole number, of numpy too; None for anything else, and for a bool."""
     try:
         return None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
     except TypeError:
@@ -44,7 +44,7 @@ def as_index(value: object) -> int | None:
 
 
 def parse_size(value: object, name: str = "min_memory", *, spelling: type[ArgumentStyle] = ArgumentStyle) -> int:
-    """The same as :func:`parse_bytes`, but a small number without a unit is refused: 20 probably means 20 GiB.
+    """Return the same as :func:`parse_bytes`, but a small number without a unit is refused: 20 probably means 20 GiB.
 
     Raises:
         UnsatisfiableRequestError: not a size, or probably without its unit.
@@ -61,7 +61,8 @@ def parse_size(value: object, name: str = "min_memory", *, spelling: type[Argume
 
 
 def parse_bytes(value: object, name: str = "min_memory", *, spelling: type[ArgumentStyle] = ArgumentStyle) -> int:
-    """A number of bytes: an int, or a string such as ``"20GiB"``, ``"20G"``, ``"1.5 TiB"``, ``"20480M"``, ``"20GB"``.
+    """Return a number of bytes: an int, or a string such as ``"20GiB"``, ``"20G"``, ``"1.5 TiB"``, ``"20480M"``,
+    ``"20GB"``.
 
     K, M, G, T and KiB, MiB, GiB, TiB are powers of 1024, as in nvidia-smi and Grid Engine; KB, MB, GB, TB are powers of
     1000. A bare number is bytes. Letter case does not matter.
@@ -84,7 +85,7 @@ def parse_bytes(value: object, name: str = "min_memory", *, spelling: type[Argum
 
 
 def parse_names(value: object, argument: str, *, spelling: type[ArgumentStyle] = ArgumentStyle) -> tuple[str, ...]:
-    """The entries of ``only`` or ``exclude``, as described in :func:`parse_request`; ranges are expanded.
+    """Return the entries of ``only`` or ``exclude``, as described in :func:`parse_request`; ranges are expanded.
 
     Raises:
         UnsatisfiableRequestError: an entry has none of the forms; ``argument`` is its name in the message.
@@ -131,14 +132,15 @@ def _flat(value: object) -> Iterable[str]:
 
 
 def names_device(name: str, gpu: Gpu) -> bool:
-    """Whether an entry of ``only`` or ``exclude`` matches this device. The name of a GPU matches its MIG instances."""
+    """Return whether an entry of ``only`` or ``exclude`` matches this device. The name of a GPU matches its MIG
+    instances."""
     if name[0].isdigit():
         return name in (gpu.label, str(gpu.index))
     return gpu.uuid.startswith(name) or (gpu.mig_parent is not None and gpu.mig_parent.startswith(name))
 
 
 def unknown_names(names: Iterable[str], snapshot: HostSnapshot) -> tuple[str, ...]:
-    """The entries that match no device of this host, and the UUID prefixes that match several."""
+    """Return the entries that match no device of this host, and the UUID prefixes that match several."""
     return tuple(name for name in names if not _matches_one(name, snapshot))
 
 
@@ -150,7 +152,7 @@ def _matches_one(name: str, snapshot: HostSnapshot) -> bool:
 
 
 def matches_model(pattern: str, name: str) -> bool:
-    """Whether a product name matches ``pattern``. Letter case does not matter.
+    """Return whether a product name matches ``pattern``. Letter case does not matter.
 
     A pattern without ``*``, ``?`` or ``[`` matches anywhere in the name. Otherwise the pattern is a glob for the whole
     name, or for the part of the name from some word to the end. Both ``"NVIDIA A100*"`` and ``"A100*80GB"`` match

@@ -39,12 +39,12 @@ SHOWN, HIDDEN, NOT_YET, UNKNOWN = "shown", "hidden", "not yet", "unknown"
 
 
 def has_mps_clients(snapshot: HostSnapshot) -> bool:
-    """Whether a process on some GPU of the host is a client of an MPS server."""
+    """Return whether a process on some GPU of the host is a client of an MPS server."""
     return any(process.kind == ProcessKind.MPS for gpu in snapshot.gpus for process in gpu.processes or ())
 
 
 def computes(process: GpuProcess, describe: Describe, *, mps_clients: bool = False) -> bool:
-    """Whether a process makes a device busy. Graphics processes do not, nor does the MPS server itself.
+    """Return whether a process makes a device busy. Graphics processes do not, nor does the MPS server itself.
 
     Args:
         describe: gives the command by which the MPS server is known.
@@ -68,7 +68,7 @@ def _command(process: GpuProcess, describe: Describe) -> str | None:
 
 
 def name_processes(processes: Collection[GpuProcess], describe: Describe) -> tuple[str | None, str]:
-    """The user of the first process, and a text that names it and says how many others there are."""
+    """Return the user of the first process, and a text that names it and says how many others there are."""
     first, *others = processes
     user, command = (None if first.elsewhere else describe(first.pid)) or (None, None)
     amount = "an unknown amount of memory" if first.memory_used is None else format_bytes(first.memory_used)
@@ -82,7 +82,8 @@ def name_processes(processes: Collection[GpuProcess], describe: Describe) -> tup
 
 
 def why_memory_unexplained(gpu: Gpu, rules: Rules) -> str:
-    """Why the GPU is busy although no process is visible: a container or the driver may hide one that uses memory."""
+    """Return why the GPU is busy although no process is visible: a container or the driver may hide one that uses
+    memory."""
     excess = gpu.unexplained_memory
     if gpu.memory_shared or excess <= _limit(gpu, rules):
         return ""
@@ -98,7 +99,7 @@ def _limit(gpu: Gpu, rules: Rules) -> int:
 
 
 def presence(before: Gpu, now: Gpu, own: Collection[int]) -> str:
-    """Whether the driver shows this process on a GPU, on which it has started a context between two polls.
+    """Return whether the driver shows this process on a GPU, on which it has started a context between two polls.
 
     Args:
         own: the pids of this process.
@@ -211,13 +212,13 @@ def judge(
 def room_for_shares(
     gpu: Gpu, sharers: Sequence[LeaseHolder], rules: Rules, family_of: FamilyOf, disregarded: Collection[int] = ()
 ) -> int:
-    """Bytes of a GPU that another share may have; see :func:`~safe_gpu.selection.sharing.room`."""
+    """Return the bytes of a GPU that another share may have; see :func:`~safe_gpu.selection.sharing.room`."""
     own = sum(process.memory_used or 0 for process in gpu.processes or () if process.pid in disregarded)
     return room(gpu, sharers, family_of, unexplained=_limit(gpu, rules), own=own)
 
 
 def why_unusable(gpu: Gpu) -> str:
-    """Why nobody can claim the device in its present state; "" if somebody can."""
+    """Return why nobody can claim the device in its present state; "" if somebody can."""
     if gpu.unusable:
         return gpu.unusable
     if gpu.lost:
@@ -230,7 +231,7 @@ def why_unusable(gpu: Gpu) -> str:
 
 
 def why_outside(gpu: Gpu, request: Selection, visible_limit: VisibleLimit | None) -> str:
-    """Why the request or the visible limit excludes the device; "" if neither does."""
+    """Return why the request or the visible limit excludes the device; "" if neither does."""
     reason = request.why_outside(gpu)
     if not reason and visible_limit is not None and gpu.uuid not in visible_limit:
         return "not visible to CUDA in this process" if visible_limit.frozen else f"not listed in {visible_limit.title}"
@@ -260,8 +261,8 @@ def _claimed_by(holder: LeaseHolder) -> str:
 
 
 def fence_hint(unfenced: Sequence[GpuVerdict], visible_limit: VisibleLimit | None) -> str:
-    """What the visible limit excludes, such as
-    ``CUDA_VISIBLE_DEVICES=0 limits this process to 1 of 8 GPUs; 7 others are free``.
+    """Return what the visible limit excludes, such as ``CUDA_VISIBLE_DEVICES=0 limits this process to 1 of 8 GPUs; 7
+    others are free``.
 
     ``unfenced`` are the verdicts for the same request *without* it. The result is "" if it excludes none.
     """
@@ -287,7 +288,7 @@ LAST_CHOICE_TEXT = "ten minutes"
 
 
 def recent_faults(faults: Mapping[str, GpuFault], now: float) -> dict[str, GpuFault]:
-    """The notes, by UUID, that still count at ``now`` (Unix seconds).
+    """Return the notes, by UUID, that still count at ``now`` (Unix seconds).
 
     A note from the future (the clock was set back) counts for as long as one from the past, and no longer.
     """
@@ -295,6 +296,6 @@ def recent_faults(faults: Mapping[str, GpuFault], now: float) -> dict[str, GpuFa
 
 
 def why_last(fault: GpuFault) -> str:
-    """``taken last until 14:32, since a claim failed on it: ...``, in local time."""
+    """Return ``taken last until 14:32, since a claim failed on it: ...``, in local time."""
     until = time.strftime("%H:%M", time.localtime(fault.when + LAST_CHOICE))
     return f"taken last until {until}, since a claim failed on it: {fault.error}"

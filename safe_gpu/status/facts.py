@@ -24,15 +24,15 @@ class ClaimStatus:
 
     Attributes:
         pid: a process that holds the lock, as numbered in this pid namespace; None if it cannot be seen from here.
-        user, command: by the kernel. Where it does not tell, the user is ``says: `` and the name in the record, and the
-            command that of the record.
+        user: by the kernel. Where it does not tell, ``says: `` and the name in the record.
+        command: by the kernel. Where it does not tell, that of the record.
         job: the batch job, by the record.
-        since: when it was claimed, Unix seconds, by the record.
+        since: when it was claimed, in Unix seconds, by the record.
         token: the hash of the token that claims inside this claim carry; "" for none.
         stopped: the process is stopped or frozen, such as the processes of a suspended job.
         note: anything unusual about the holder, such as a record that names another process; else "".
-        uid: the holder's real user id, by the kernel; None: nobody is to be asked or blamed for the claim.
-        until: when it will probably end by the holder's word, Unix seconds.
+        uid: the holder's real user id, by the kernel; None: it is not known whom to ask about the claim.
+        until: when the holder expects it to end, in Unix seconds.
         share: bytes of the GPU that it holds, by the record; None of a whole GPU.
         memory_used: bytes of it that its process and their descendants use; None of a whole GPU.
         elsewhere: the state directory of a claim whose lease is not in this one, "" if it cannot be seen; else None.
@@ -55,7 +55,10 @@ class ClaimStatus:
 
 @dataclass(frozen=True)
 class ProcessStatus:
-    """A process that the driver reports on a GPU; ``user`` and ``command`` are None if its pid is not one of here."""
+    """A process that the driver reports on a GPU.
+
+    ``user`` and ``command`` are None if its pid is not of this PID namespace.
+    """
 
     pid: int
     user: str | None
@@ -72,14 +75,14 @@ class GpuStatus:
         idle: claimed, and the driver shows no compute process of the claim on it.
         claim: None if no process holds the lease; of a shared GPU the oldest claim.
         shares: the claims that share it, the oldest first.
-        share_free: bytes that one more share could have; None if the GPU is not shared.
+        share_free: bytes available to one more share; None if the GPU is not shared.
         inner: the claim inside ``claim``, if any.
-        idle_for: for how many seconds it has shown no work while it was claimed, as far as anybody looked; None if
-            that is not known.
-        idle_report: whether that is as long as the policy's ``idle_report_after`` for the user of the claim; None if
-            the policy does not say.
-        fault: why it is taken last, if a claim failed on it in the last ten minutes, or not again, if it is claimed and
-            drained; else "".
+        idle_for: for how many seconds it has shown no work while claimed, as far as looks tell; None if not known.
+        idle_report: whether ``idle_for`` has reached the policy's ``idle_report_after`` for the user of the claim; None
+            if the policy does not set it.
+        fault: why it is taken last, if a claim failed on it in the last ten minutes; why it is not claimed again, if it
+            is claimed and drained; else "".
+        drained: whether an administrator has closed it to new claims.
         prefix: "amd:" or "nvidia:" on a host with GPUs of both, where an index alone is ambiguous; else "".
     """
 
@@ -95,28 +98,34 @@ class GpuStatus:
     idle_report: bool | None = None
     shares: tuple[ClaimStatus, ...] = ()
     share_free: int | None = None
+    drained: bool = False
     prefix: str = ""
 
     @property
     def label(self) -> str:
-        """How people are told which GPU it is: ``3``, ``3:1``, or ``amd:3``."""
+        """The name of the GPU for people: ``3``, ``3:1``, or ``amd:3``."""
         return self.prefix + self.gpu.label
 
     @property
     def claims(self) -> tuple[ClaimStatus, ...]:
-        """All claims of it, but for those inside others."""
+        """All claims of it, except those inside others."""
         return self.shares or ((self.claim,) if self.claim is not None else ())
 
 
 @dataclass(frozen=True)
 class WaiterStatus:
-    """One waiter. ``position`` counts the waiters of this host from 1; ``since`` is in Unix seconds. ``user`` owns the
-    ticket's file.
+    """One waiter; None means "not known".
 
-    ``hold_for`` is for how many seconds it will probably hold its GPUs, and ``expected_start`` when it can expect to
-    start, in Unix seconds; None is unknown. ``vendor`` is that of the GPUs, a key of the table of vendors. ``share`` is
-    how many bytes of each GPU it wants, None for whole GPUs. ``job`` is the batch job by its ticket. ``limit``: how
-    many GPUs its user holds and may hold, if that is why it waits.
+    Attributes:
+        position: its place among the waiters of this host, from 1.
+        user: the owner of the ticket's file.
+        since: since when it has waited, in Unix seconds.
+        hold_for: for how many seconds it expects to hold its GPUs.
+        expected_start: when it is expected to start, in Unix seconds.
+        vendor: that of the GPUs, a key of the table of vendors.
+        share: how many bytes of each GPU it wants; None for whole GPUs.
+        job: the batch job, by its ticket.
+        limit: how many GPUs its user holds and may hold, if that is why it waits; else None.
     """
 
     position: int
@@ -140,16 +149,17 @@ class HostStatus:
 
     Attributes:
         host: name of the host.
-        driver, driver_version: as in :class:`~safe_gpu.devices.HostSnapshot`; of two drivers "nvml, kfd".
+        driver: as in :class:`~safe_gpu.devices.HostSnapshot`; of two drivers "nvml, kfd".
+        driver_version: the same of their versions.
         state_dir: the state directory.
         taken_at: Unix seconds.
-        gpus: every device, in the driver's order; in the order of the vendors.
+        gpus: every device, in the driver's order, one vendor after the other.
         queue: the waiters, in order of arrival.
         warnings: sentences that say which facts are not known, and why.
-        shift: a sentence, if the indices in CUDA_VISIBLE_DEVICES of this process no longer mean the GPUs of the claim
-            inside which it runs; else "".
-        max_gpus: user who holds or waits -> how many GPUs the policy allows, where it limits that.
-        broken: sentences on the drivers of the other vendor that do not work, so that its GPUs are missing here.
+        shift: a sentence, if the indices in CUDA_VISIBLE_DEVICES of this process no longer mean the GPUs of its outer
+            claim; else "".
+        max_gpus: how many GPUs each user who holds some or waits may hold, where the policy limits that.
+        broken: sentences on the drivers that do not work, whose GPUs are missing here.
     """
 
     host: str
@@ -165,7 +175,7 @@ class HostStatus:
     max_gpus: Mapping[str, int] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """The document of ``status --json``; null means "not known".
+        """Return the document of ``status --json``; null means "not known".
 
         =============================  ==============================================================================
         schema                         2; it changes when a key changes its meaning or is removed, not when one is added
@@ -173,8 +183,8 @@ class HostStatus:
         driver, driver_version         the driver that was polled (nvml, nvidia-smi, kfd, simulated:NAME); "" if
                                        unknown; "nvml, kfd" where there are GPUs of two vendors
         state_dir                      the state directory
-        gpus[].index                   as nvidia-smi numbers them; a MIG instance has that of its GPU; AMD GPUs are
-                                       numbered apart
+        gpus[].index                   as nvidia-smi numbers them; a MIG instance has the index of its GPU; AMD GPUs
+                                       are numbered apart
         gpus[].vendor                  nvidia, amd or intel
         gpus[].uuid, name              as the driver reports them
         gpus[].pci_bus_id              as sysfs writes it: 0000:07:00.0
@@ -184,7 +194,7 @@ class HostStatus:
         gpus[].state                   free, claimed, busy (used without a claim), display (free, shared with the
                                        host's only display), unusable
         gpus[].idle                    claimed, and no process of the claim computes on it
-        gpus[].idle_for                claimed, and for how many seconds it has shown no work, as far as seen
+        gpus[].idle_for                for how many seconds a claimed GPU has shown no work, as far as looks tell
         gpus[].reason                  why it is not free, or why it is taken last, a sentence; else ""
         gpus[].claim                   null if no process holds the lease, else:
         gpus[].claim.pid, uid, user    the process that holds it, and its real user, by the kernel; pid is null for a
@@ -196,7 +206,7 @@ class HostStatus:
         gpus[].claim.since, until      Unix seconds: claimed at; expected to end at; by the record
         gpus[].shares[]                the claims that share the GPU, the oldest first, which is gpus[].claim: its keys,
                                        and share and memory_used in bytes
-        gpus[].share_free              bytes that one more share could have; null if it is not shared
+        gpus[].share_free              bytes available to one more share; null if the GPU is not shared
         gpus[].processes[]             pid, user, command, kind (compute, graphics, mps), memory_used in bytes
         queue                          the first 1,000 waiters
         queue[].position               1 for the first waiter of this host
@@ -204,8 +214,8 @@ class HostStatus:
         queue[].nb_gpus, since         the number of GPUs that it waits for; since when, in Unix seconds
         queue[].vendor                 nvidia, amd or intel; null if its ticket cannot be read
         queue[].share                  bytes of each GPU; null for whole GPUs
-        queue[].hold_for               for how many seconds it will probably hold them
-        queue[].expected_start         when it can expect to start, in Unix seconds
+        queue[].hold_for               for how many seconds it expects to hold them
+        queue[].expected_start         when it is expected to start, in Unix seconds
         queue[].job                    the batch job, such as sge:1234.5, by the ticket
         queue[].limit                  [held, most]: GPUs that its user holds and may hold, if that is why it waits
         =============================  ==============================================================================

@@ -1,4 +1,4 @@
-"""Gathers the state of a host: GPUs, claims, queue, expected starts; or what of it concerns one user.
+"""Gather the state of a host: GPUs, claims, queue, expected starts; or what of it concerns one user.
 
 The driver is polled first, with no lock held. Then all leases and tickets are probed under one short hold of host.lock.
 Only the lock decides whether a GPU is claimed, and only the kernel whose claim it is; a record adds to it.
@@ -49,10 +49,13 @@ def expected_starts(
     now: float,
     limited: Mapping[int, AtLimit] = MappingProxyType({}),
 ) -> list[float | None]:
-    """Unix seconds for each ticket, in the order of the queue; None where somebody did not say for how long.
+    """Return Unix seconds for each ticket, in the order of the queue; None where a holder did not say for how long.
 
-    A waiter that is stopped, or that no release of claims can satisfy, has none and keeps nobody waiting. Nor does one
-    whose user is at a limit (number of the ticket -> limit): it can start when enough claims of that user end.
+    A waiter that is stopped, or that no release of claims can satisfy, has no start and delays nobody. A waiter whose
+    user is at a limit delays nobody either, and starts when enough claims of that user end.
+
+    Args:
+        limited: number of a ticket -> the limit of its user.
     """
     ends: dict[str, When] = {}
     coming: set[str] = set()
@@ -78,7 +81,7 @@ def expected_starts(
 
 
 def _holder(claim: ClaimStatus | None, shares: Iterable[ClaimStatus] = ()) -> LeaseHolder | None:
-    """Who holds a GPU, by what was found of the claim, or of the claims that share it."""
+    """Return who holds a GPU, from what was found of its claim, or of the claims that share it."""
     if claim is None:
         return None
     found = [
@@ -94,7 +97,7 @@ def _holder(claim: ClaimStatus | None, shares: Iterable[ClaimStatus] = ()) -> Le
 
 
 def gather(driver: Driver | None = None) -> HostStatus:
-    """The state of this host, for any user. It claims nothing and does not create the state directory.
+    """Return the state of this host, for any user. It claims nothing and does not create the state directory.
 
     Args:
         driver: None opens those that ``SAFE_GPU_DRIVER`` names, one for each vendor, and closes them again.
@@ -110,7 +113,7 @@ def gather(driver: Driver | None = None) -> HostStatus:
 
 
 def polls() -> tuple[list[HostSnapshot], list[str]]:
-    """One poll of each vendor's driver, and sentences on those that do not work.
+    """Return one poll of each vendor's driver, and sentences on those that do not work.
 
     Raises:
         NoDriverError, UnsatisfiableRequestError: as of :func:`gather`.
@@ -134,9 +137,10 @@ def polls() -> tuple[list[HostSnapshot], list[str]]:
 
 
 def status_of(*snapshots: HostSnapshot, broken: Iterable[str] = ()) -> HostStatus:
-    """The result of :func:`gather` for given polls, which should be fresh: of each vendor's driver one.
+    """Return the result of :func:`gather` for given polls.
 
     Args:
+        snapshots: one of each vendor's driver, which should be fresh.
         broken: sentences on the drivers that do not work.
     """
     path = state_dir_path()
@@ -207,7 +211,7 @@ def _claim(file: LockedFile, record: LeaseRecord | None, processes: ProcessTable
 
 
 def _claim_elsewhere(gpu: Gpu, prefix: str, processes: ProcessTable) -> ClaimStatus:
-    """The claim that holds the name of a GPU: its process can be seen by root and by its user."""
+    """Return the claim that holds the name of a GPU; only root and its user can see its process."""
     pid, files = processes.holder_of_socket(socket_names.sockets().get(socket_names.name_of(gpu.uuid, prefix)))
     if pid is None:
         return ClaimStatus(elsewhere="")
@@ -262,6 +266,7 @@ def _gpus(
                 fault=fault,
                 shares=sharers,
                 share_free=_share_free(gpu, leased[gpu.uuid], rules, processes) if sharers else None,
+                drained=bool(rules.why_drained(gpu)),
             )
         )
     return tuple(rows)
@@ -274,8 +279,10 @@ def _share_free(gpu: Gpu, holder: LeaseHolder, rules: Rules, processes: ProcessT
 
 
 def _sharers(gpu: Gpu, claims: Mapping[str, ClaimStatus], processes: ProcessTable) -> tuple[ClaimStatus, ...]:
-    """The claims that share a GPU, the oldest first, with what they use of it; a claim inside a share that has ended
-    stands for it."""
+    """Return the claims that share a GPU, the oldest first, with what they use of it.
+
+    A claim inside a share that has ended takes its place.
+    """
     files = ((slot_name(gpu.uuid, slot), slot_name(gpu.uuid, slot, inner=True)) for slot in range(MOST_SHARERS))
     found = [claims.get(outer) or claims.get(inner) for outer, inner in files]
     sharers = sorted((one for one in found if one is not None), key=lambda one: one.since or 0.0)
@@ -298,7 +305,7 @@ def _inside(inner: ClaimStatus | None) -> list[str]:
 
 
 def _is_idle(gpu: Gpu, claims: Collection[ClaimStatus], processes: ProcessTable, mps_clients: bool) -> bool:
-    """Whether none of the claim's processes computes there; False if the process list is unknown."""
+    """Return whether none of the claim's processes computes there; False if the process list is unknown."""
     if gpu.processes is None or not gpu.processes_supported or gpu.processes_private:
         return False
     return not any(
@@ -308,7 +315,7 @@ def _is_idle(gpu: Gpu, claims: Collection[ClaimStatus], processes: ProcessTable,
 
 
 def _may_belong(process: GpuProcess, claims: Collection[ClaimStatus], processes: ProcessTable) -> bool:
-    """Whether a process may belong to one of the claims: a descendant, a process of its user, or who knows."""
+    """Return whether a process may belong to one of the claims: a descendant, one of its user, or an unknown one."""
     pid = process.pid
     described = None if process.elsewhere else processes.describe(pid)
     if described is None:
@@ -350,11 +357,11 @@ def _waiter(
     )
 
 
-# What of the state of a host concerns one user, or one vendor. Pure.
+# The part of the state of a host that concerns one user, or one vendor. Pure.
 
 
 def of_user(status: HostStatus, user: str) -> HostStatus:
-    """The GPUs that a user has claimed or computes on, and his places in the queue."""
+    """Return the status with only the GPUs that a user has claimed or computes on, and that user's waiters."""
     return replace(
         status,
         gpus=tuple(one for one in status.gpus if _concerns(one, user)),
@@ -363,7 +370,7 @@ def of_user(status: HostStatus, user: str) -> HostStatus:
 
 
 def of_vendor(status: HostStatus, vendor: str) -> HostStatus:
-    """The GPUs of a vendor, by their indices alone, and the waiters for them."""
+    """Return the status with only the GPUs of a vendor, named by their indices alone, and the waiters for them."""
     return replace(
         status,
         gpus=tuple(replace(one, prefix="") for one in status.gpus if one.gpu.vendor == vendor),
@@ -377,9 +384,9 @@ def _concerns(one: GpuStatus, user: str) -> bool:
 
 
 def free_labels(status: HostStatus) -> list[str]:
-    """The GPUs that a claim could have now, as ``0``, ``3:1``, or ``amd:0`` where there are GPUs of two vendors.
+    """Return the GPUs that could be claimed now, as ``0``, ``3:1``, or ``amd:0`` on a host with GPUs of two vendors.
 
-    None is free if the claims are not known.
+    The list is empty if the claims are not known.
     """
     if status.warnings:
         return []

@@ -1,8 +1,8 @@
 """The claims of the past: read, merged, summed up as GPU-hours, and as a table.
 
-Anybody may have written any line of the history, so all of it is bounded, and nothing else depends on it.
+Any user may have written any line of the history, so all of it is bounded, and nothing else depends on it.
 
-A claim that died ended between two moments, so each sum has a least and a most.
+A claim that died ended between two moments, so each sum has a lower and an upper bound.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .render import table
 
 
 _MOST = 50_000  # claims that are kept, together with the different texts in them
-_MOST_EARLY = 4096  # facts that are told before the claims that they belong to
+_MOST_EARLY = 4096  # facts that are read before the claims that they belong to
 _MOST_LINES = LARGEST // 64  # of a file; none of ours is shorter
 _LONGEST_LINE = 1 << 16
 _MONTH = 31 * 86400.0
@@ -50,15 +50,18 @@ class PastClaim:
     """One claim. Times are Unix seconds.
 
     Attributes:
-        pid, since: the process that claimed, and when.
-        uid, user, host, job, command: as in its record; uid is -1 and texts are "" or None if they are not known.
-        gpus: UUIDs. labels: their indices at that time, in the same order; () if they are not known.
-        until: when it was to end by its own word, or None.
+        pid: the process that claimed.
+        since: when it did.
+        uid: as in its record, like ``user``, ``host``, ``job`` and ``command``; -1 if not known, as "" or None there.
+        gpus: UUIDs.
+        labels: their indices at that time, in the same order; () if they are not known.
+        until: when its holder expected it to end, or None.
         running: whether it holds its GPUs now.
         seen: when it was last known to hold them.
-        ended: when it was known to hold them no more; None if it runs, or nobody looked. Equal to ``seen`` if it was
+        ended: when it was first known not to hold them; None if it runs, or nobody looked. Equal to ``seen`` if it was
             released, which tells the time exactly; a claim that died ended between the two.
-        share, of: bytes that it held of each GPU, and how many there were to share; None of whole GPUs.
+        share: bytes that it held of each GPU; None of whole GPUs.
+        of: bytes of each GPU that could be shared; None of whole GPUs.
         not_before: of a claim that runs, the start of its process by the boot clock: ``since`` is by a clock that may
             have jumped since.
     """
@@ -91,12 +94,12 @@ class PastClaim:
         return self.pid, round(self.since * 1000)
 
     def overlaps(self, since: float, until: float) -> bool:
-        """Whether it may have held GPUs in this time."""
+        """Return whether it may have held GPUs in this time."""
         return self.since < until and (self.ended is None or self.ended >= since)
 
 
 def claims_between(since: float, until: float) -> tuple[list[PastClaim], list[str]]:
-    """The claims that held GPUs in this time, in the order in which they began, and warnings.
+    """Return the claims that held GPUs in this time, in the order in which they began, and warnings.
 
     Claims that began more than a month before ``since`` are known only if they are held now.
     """
@@ -115,7 +118,7 @@ def claims_between(since: float, until: float) -> tuple[list[PastClaim], list[st
 def merged(
     told: Iterable[PastClaim | ClaimEnd], until: float = math.inf, warnings: list[str] | None = None
 ) -> list[PastClaim]:
-    """Claims with their ends, in the order in which they began. Ends of claims that nobody told of are dropped.
+    """Return claims with their ends, in the order in which they began. Ends of unknown claims are dropped.
 
     Args:
         told: ends, and claims without them.
@@ -140,13 +143,13 @@ def merged(
 
 
 class _Kept:
-    """Claims in bounded memory, whatever is told of them: if they become too many, those told first are dropped.
+    """Claims in bounded memory, whatever the files say: if there are too many, those read first are dropped.
 
     Attributes:
-        claims: with their ends, as far as these were told.
+        claims: with their ends, as far as these have been read.
         next_claim: UUID -> when it was first claimed after ``until``.
         next_whole: UUID -> when it was next claimed without others, of the claims that are kept.
-        dropped: whether any claim was.
+        dropped: whether any claim was dropped.
     """
 
     def __init__(self, until: float) -> None:
@@ -160,7 +163,7 @@ class _Kept:
         self._size = 0  # of these, in texts
 
     def add(self, claim: PastClaim) -> None:
-        """A claim; what is known of it already stays."""
+        """Add a claim; what is already known of it stays."""
         if claim.since >= self._until:
             for uuid in claim.gpus:
                 if uuid in self._shared or len(self.next_claim) < _MOST_EARLY:
@@ -179,7 +182,7 @@ class _Kept:
             self._drop()
 
     def end(self, end: ClaimEnd) -> None:
-        """The end of a claim. Of several the narrowest counts."""
+        """Add the end of a claim. Of several the narrowest counts."""
         key = end.pid, round(end.since * 1000)
         claim = self.claims.get(key)
         if claim is None:
@@ -213,7 +216,7 @@ class _Kept:
 
 
 def _narrower(one: ClaimEnd, other: ClaimEnd) -> ClaimEnd:
-    """Both tell of the same end, as seen on different GPUs."""
+    """Return what two ends of the same claim tell together, as seen on different GPUs."""
     exact = next((end for end in (one, other) if end.seen == end.ended), None)
     if exact is not None:
         return exact
@@ -243,7 +246,7 @@ def _lines(root: StateDir, since: float, warnings: list[str]) -> Iterator[PastCl
 
 
 def _file(fd: int, seen: set[int]) -> Iterator[PastClaim | ClaimEnd]:
-    """What a file tells, unless its inode was ``seen`` under another name."""
+    """Read the claims and ends in a file, unless its inode was ``seen`` under another name."""
     with os.fdopen(fd, "rb") as file:
         inode = os.fstat(fd).st_ino
         if inode in seen:
@@ -259,7 +262,7 @@ def _file(fd: int, seen: set[int]) -> Iterator[PastClaim | ClaimEnd]:
 
 
 def _line(line: bytes) -> Iterator[PastClaim | ClaimEnd]:
-    """What a line tells. A line that is incomplete, since there was no room, has the next one behind it."""
+    """Read a line. A line that is incomplete, since there was no room, is followed by the next one."""
     start = line.rfind(b'{"v":')
     try:
         raw: Any = json.loads(line[max(start, 0) :].decode("utf-8", "replace"))
@@ -300,7 +303,7 @@ def _claim(raw: dict[str, Any]) -> PastClaim:
 
 
 def _now(root: StateDir, warnings: list[str]) -> list[tuple[bool, PreviousRecord]]:
-    """What lease files say, and whether they are held."""
+    """Return what lease files say, and whether they are held."""
     found: dict[str, tuple[bool, PreviousRecord]] = {}
     try:
         names = _lease_files(root)
@@ -327,10 +330,10 @@ def _now(root: StateDir, warnings: list[str]) -> list[tuple[bool, PreviousRecord
 
 
 def _lease_files(root: StateDir) -> list[str]:
-    """Names of the lease files that say something, found before host.lock is taken: anybody can make thousands.
+    """Return the names of the lease files with content, found before host.lock is taken: any user can make thousands.
 
-    They come in turn by their owners, which nobody can make up, and of each owner the oldest inodes first: so files
-    of one user do not push out those of others.
+    They alternate between their owners, which nobody can forge, and of each owner the oldest inodes come first. So
+    files of one user do not push out those of others.
     """
     found = []
     with StateDir("leases", root, make=False) as leases, os.scandir(leases.fd) as entries:
@@ -349,7 +352,7 @@ _RECORDED = ("pid", "since", "uid", "user", "host", "job", "command", "gpus", "u
 
 
 def _of_leases(found: Iterable[tuple[bool, PreviousRecord]]) -> Iterator[PastClaim | ClaimEnd]:
-    """Claims that hold GPUs, and ends that no later claim has written into the history yet."""
+    """Return claims that hold GPUs, and ends that no later claim has written into the history yet."""
     for held, former in found:
         record = former.record()
         if record is not None and record.since and record.gpus:
@@ -380,10 +383,9 @@ class GpuHours(NamedTuple):
 
 
 def hours_held(claim: PastClaim, since: float, until: float) -> tuple[float, float]:
-    """For how many seconds a claim held each of its GPUs between these moments, at least and at most; a share counts
-    as its part of them.
+    """Return for how many seconds a claim held each of its GPUs in this time, at least and at most.
 
-    ``until`` is at most now: a claim that runs holds them up to then.
+    A share counts as its part of them. ``until`` is at most now: a claim that runs holds them up to then.
     """
     begin = max(claim.since, claim.not_before, since)
     last = until if claim.running or claim.ended is None else min(claim.ended, until)
@@ -392,7 +394,7 @@ def hours_held(claim: PastClaim, since: float, until: float) -> tuple[float, flo
 
 
 def gpu_hours_by(claims: Iterable[PastClaim], by: str, since: float, until: float) -> list[GpuHours]:
-    """The sums, the largest first; by day in their order."""
+    """Return the sums, the largest first; by day in the order of the days."""
     claims = list(claims)
     labels = {uuid: label for claim in claims for uuid, label in zip(claim.gpus, claim.labels, strict=False)}
     sums: dict[str, list[float]] = {}
@@ -409,7 +411,7 @@ def gpu_hours_by(claims: Iterable[PastClaim], by: str, since: float, until: floa
 def _shares(
     claim: PastClaim, by: str, since: float, until: float, labels: Mapping[str, str]
 ) -> Iterator[tuple[str, float, float]]:
-    """The keys that a claim counts for, each with seconds of GPUs."""
+    """Return the keys that a claim counts for, each with GPU-seconds."""
     number = len(claim.gpus)
     if by == "gpu":
         number, spans = 1, [(f"{labels[uuid]} {uuid}" if uuid in labels else uuid, since, until) for uuid in claim.gpus]
@@ -424,7 +426,7 @@ def _shares(
 
 
 def _days(begin: float, end: float) -> Iterator[tuple[str, float, float]]:
-    """The days of local time in a span: name, beginning and end. A moment is a span too."""
+    """Return the days of local time in a span: name, beginning and end. A moment is a span too."""
     while begin <= end:
         day = time.localtime(begin)
         midnight = time.mktime((day.tm_year, day.tm_mon, day.tm_mday + 1, 0, 0, 0, 0, 0, -1))
@@ -440,7 +442,7 @@ def _days(begin: float, end: float) -> Iterator[tuple[str, float, float]]:
 
 
 def table_of_claims(claims: Sequence[PastClaim], since: float, until: float, width: int) -> Iterator[str]:
-    """A title and a line for each claim; no line is wider than ``width`` columns."""
+    """Return a title and a line for each claim; no line is wider than ``width`` columns."""
     wide = width >= 100
     jobs = [claim.job or "" for claim in claims]
     facts = [
@@ -456,7 +458,7 @@ def table_of_claims(claims: Sequence[PastClaim], since: float, until: float, wid
 
 
 def table_of_use(found: Sequence[GpuHours], by: str, width: int) -> Iterator[str]:
-    """A title, a line for each key, and the sum."""
+    """Return a title, a line for each key, and the sum."""
     rows = [*found]
     if len(found) > 1:
         claims = sum(one.claims for one in found) if by == "user" else 0
@@ -470,7 +472,7 @@ def table_of_use(found: Sequence[GpuHours], by: str, width: int) -> Iterator[str
 
 
 def hours(least: float, most: float) -> str:
-    """GPU-hours; both ends where they differ.
+    """Return GPU-hours; both bounds where they differ.
 
     >>> hours(1.26, 1.26), hours(0.0, 2.5)
     ('1.3', '0.0-2.5')
@@ -484,12 +486,12 @@ def _gpus(claim: PastClaim) -> str:
         return f"{len(claim.gpus)} GPUs" if len(claim.gpus) > 1 else claim.gpus[0][:12]
     try:
         return gpu_ranges(claim.labels)
-    except ValueError:  # somebody's nonsense
+    except ValueError:  # labels that no claim of ours writes
         return ",".join(claim.labels)
 
 
 def _end(claim: PastClaim) -> str:
-    """``12:30``, ``by 12:30`` where only that is known, ``now``, or "?"."""
+    """Return ``12:30``, ``by 12:30`` where only that is known, ``now``, or "?"."""
     if claim.running:
         return "now"
     if claim.ended is None:

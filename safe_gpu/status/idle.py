@@ -3,7 +3,7 @@
 A note is ``history/UUID.idle``, one line of JSON. It proves nothing, and no claim depends on it. Where it cannot be
 read or written, nothing is known.
 
-They are shown, and nothing is done to them. The limit is that of the user of the claim.
+They are shown and left alone. The limit is that of the user of the claim.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _LONGEST = 4096
 
 
 def shows_no_work(one: GpuStatus) -> bool:
-    """Whether a claimed GPU does nothing now: no process of the claim computes on it, or its utilization is 0."""
+    """Return whether a claimed GPU does nothing now: no process of the claim computes there, or utilization is 0."""
     return one.idle or one.gpu.utilization == 0
 
 
 def with_idle_times(gpus: Iterable[GpuStatus], now: float) -> tuple[GpuStatus, ...]:
-    """The same GPUs, the claimed ones with ``idle_for``; and notes for the next look.
+    """Return the same GPUs, the claimed ones with ``idle_for``, and leave notes for the next look.
 
     Args:
         now: Unix seconds.
@@ -54,7 +54,7 @@ def with_idle_times(gpus: Iterable[GpuStatus], now: float) -> tuple[GpuStatus, .
 
 def _with_idle_time(directory: StateDir, one: GpuStatus, now: float) -> GpuStatus:
     since = one.claim.since if one.claim else None
-    if not since or one.shares:  # who of them does nothing, nobody knows
+    if not since or one.shares:  # it is not known which of the sharers does nothing
         return one
     name, began = one.gpu.uuid.replace("/", "_") + ".idle", None
     if shows_no_work(one):
@@ -64,7 +64,7 @@ def _with_idle_time(directory: StateDir, one: GpuStatus, now: float) -> GpuStatu
 
 
 def _read(directory: StateDir, name: str, since: float) -> float | None:
-    """Since when the GPU had shown no work at the look before, if that was in the same claim."""
+    """Return since when the GPU had shown no work at the look before, if that was in the same claim."""
     try:
         raw: Any = json.loads(read_bounded(directory, name, _LONGEST).decode("utf-8", "replace"))
         began = as_time(raw["idle"]) if raw["claim"] == since and raw["idle"] is not None else 0.0
@@ -91,9 +91,10 @@ _KEY = "idle_report_after"
 
 
 def with_reports(gpus: tuple[GpuStatus, ...], path: str) -> tuple[GpuStatus, ...]:
-    """The same GPUs, with ``idle_report`` by the policy file at ``path``. Takes no lock; a directory may be asked.
+    """Return the same GPUs, with ``idle_report`` by the policy file at ``path``.
 
-    A file that is ignored or broken says nothing here: claims and ``safe-gpu policy`` report it.
+    It takes no lock, and may ask a directory service. A file that is ignored or broken counts as none: claims and
+    ``safe-gpu policy`` report it.
     """
     if not any(one.claim and one.claim.uid is not None and one.idle_for for one in gpus):
         return gpus
@@ -114,13 +115,13 @@ def with_reports(gpus: tuple[GpuStatus, ...], path: str) -> tuple[GpuStatus, ...
 
 
 def sets_a_limit(path: str) -> bool:
-    """Whether the policy file at ``path`` has GPUs reported as idle, of any user."""
+    """Return whether the policy file at ``path`` has GPUs of any user reported as idle."""
     rules = policy.if_readable(path)
     return rules is not None and any(section.values.get(_KEY) is not None for section in rules.sections)
 
 
 def whom_to_ask(gpus: Iterable[GpuStatus], uid: int) -> dict[tuple[int | None, float | None], str]:
-    """(pid, since) of each claim with GPUs that are reported as idle -> a line on them; the longest idle come first.
+    """Return a line on each claim with GPUs that are reported as idle, by (pid, since), the longest idle first.
 
     Args:
         uid: the user who reads it.

@@ -20,8 +20,13 @@ if TYPE_CHECKING:
 
 
 class AtLimit(NamedTuple):
-    """A user who holds ``held`` of ``most`` GPUs, of shares their parts; ``until``: when enough of them are expected to
-    be given back, Unix seconds, ``math.inf`` if that is not known."""
+    """A user who is at a limit.
+
+    Attributes:
+        held: how many GPUs the user holds; a share counts as its part.
+        most: how many are allowed.
+        until: when enough of them are expected to be given back, in Unix seconds; ``math.inf`` if that is not known.
+    """
 
     held: float
     most: int
@@ -29,7 +34,7 @@ class AtLimit(NamedTuple):
 
 
 def most_by_user(uids: Iterable[int], path: str) -> dict[str, int]:
-    """How many GPUs these users may hold by the policy file at ``path``, of those that it limits."""
+    """Return how many GPUs these users may hold by the policy file at ``path``, of those that it limits."""
     rules = policy.if_readable(path)
     if rules is None or not rules.limits_gpus:
         return {}
@@ -38,9 +43,9 @@ def most_by_user(uids: Iterable[int], path: str) -> dict[str, int]:
 
 
 def at_limits(tickets: Sequence[Ticket], gpus: Iterable[GpuStatus], path: str, now: float) -> dict[int, AtLimit]:
-    """Number of a ticket -> the limit of its user, where that stands in its way by the policy file at ``path``.
+    """Return the limit of the user, by the number of the ticket, where the policy file at ``path`` makes it wait.
 
-    A file that is broken says nothing here: claims report it. Takes no lock; a directory may be asked.
+    It takes no lock, and may ask a directory service. A file that is broken counts as none: claims report it.
     """
     rules = policy.if_readable(path) if tickets else None
     if rules is None or not rules.limits_gpus:

@@ -1,4 +1,4 @@
-"""Reads the state directory at one moment: held leases and tickets, and the processes that hold them.
+"""Read the state directory at one moment: held leases and tickets, and the processes that hold them.
 
 /proc/locks shows a flock under the pid that took it, for as long as any process has that open file description. So the
 process that took the lock may have exited while a child still holds it.
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
     from ..devices import Gpu
 
 
-# Who holds a lease and who waits with a ticket, for people: by the kernel's word, to which a record only adds.
+# Who holds a lease and who waits with a ticket, for people: the kernel decides, and a record only adds to it.
 
 
 @dataclass(frozen=True)
 class LockedFile:
     """A locked file: its name, its device and inode, and the pids that /proc/locks shows for its inode.
 
-    ``note`` says why a lease is closed although it is held: nobody is to be asked or blamed for it.
+    ``note`` says why a lease is closed although it is held, so that its holder is not known.
     """
 
     name: str
@@ -62,7 +62,7 @@ class LockHolder(NamedTuple):
 
 
 class ProcessTable:
-    """What /proc says of processes: each is asked once, however many files name it.
+    """What /proc says of processes. Each is read once, however many files name it.
 
     Args:
         names: the names (without directories) of the leases whose holders will be looked for.
@@ -79,14 +79,16 @@ class ProcessTable:
         self.family_of = cache(procfs.family_of)
 
     def holder_of(self, file: LockedFile) -> int | None:
-        """A process that has this file open and locked, as far as this user may see. The first query reads all of
-        /proc."""
+        """Return a process that has this file open and locked, as far as this user may see.
+
+        The first query reads all of /proc.
+        """
         if self._holders is None:
             self._holders = {identity: pid for pid in procfs.pids() for identity in locked_by(pid, self._names)}
         return self._holders.get((file.device, file.inode))
 
     def holder_of_socket(self, inode: int | None) -> tuple[int | None, Collection[str]]:
-        """A process that has this socket, as far as this user may see, and the paths of its open files."""
+        """Return a process that has this socket, as far as this user may see, and the paths of its open files."""
         for pid in procfs.pids() if inode is not None else ():
             files = (procfs.open_files(pid) or {}).values()
             if f"socket:[{inode}]" in files:
@@ -95,7 +97,7 @@ class ProcessTable:
 
 
 def who_holds(file: LockedFile, record: LeaseRecord | None, processes: ProcessTable) -> LockHolder:
-    """The process that holds a lease.
+    """Return the process that holds a lease.
 
     Args:
         record: of the lease; None if it cannot be read.
@@ -126,9 +128,9 @@ def who_holds(file: LockedFile, record: LeaseRecord | None, processes: ProcessTa
 
 
 def who_waits(ticket: Ticket, lockers: Collection[int], processes: ProcessTable) -> tuple[int | None, str | None, str]:
-    """The pid of a waiter, its user and a note like that of :class:`LockHolder`.
+    """Return the pid of a waiter, its user and a note like that of :class:`LockHolder`.
 
-    The user is the owner of the ticket's file, whatever stands in it, unless only others keep that file locked.
+    The user is the owner of the ticket's file, whatever its content, unless only others keep that file locked.
 
     Args:
         lockers: pids that /proc/locks shows for the ticket.
@@ -143,7 +145,7 @@ def who_waits(ticket: Ticket, lockers: Collection[int], processes: ProcessTable)
     return pid, user, ", ".join(notes)
 
 
-# Reads the state directory at one moment: held leases and tickets, probed under one short hold of host.lock.
+# The state directory at one moment: held leases and tickets, probed under one short hold of host.lock.
 
 
 # How long to wait for host.lock, seconds. It is held for microseconds, unless its holder is stopped or hundreds of
@@ -226,8 +228,10 @@ def _look_under_host_lock(found: HostFacts, path: str, uuids: Collection[str], p
 
 
 def mark_seen(path: str, names: Collection[str]) -> None:
-    """Set the time of these lease files, which were just seen held, to now; a claim that dies is known to have lived
-    until then."""
+    """Set the time of these lease files, which were just seen held, to now.
+
+    A claim that dies is then known to have lived until now.
+    """
     if not names:
         return
     with (
@@ -245,7 +249,7 @@ def mark_seen(path: str, names: Collection[str]) -> None:
 
 
 def _look_without_host_lock(found: HostFacts, path: str, uuids: Collection[str]) -> None:
-    """Find held leases in /proc/locks only, which takes no lock but does not show locks of other pid namespaces."""
+    """Find held leases in /proc/locks only. That takes no lock, but does not show locks of other PID namespaces."""
     with StateDir(path, make=False) as root, LeaseDir("leases", root, make=False) as leases:
         inodes: dict[str, int] = {}
         for name in names_of_host(uuids):
@@ -262,7 +266,11 @@ def _find_leases(
     is_held: Callable[[str], bool],
     devices: Mapping[int, int] = MappingProxyType({}),
 ) -> None:
-    """Find held leases, with their records, and who locks them and the tickets' files, whose devices are given."""
+    """Find held leases with their records, and who locks them and the tickets' files.
+
+    Args:
+        devices: inode -> device of the tickets' files.
+    """
     held: dict[str, os.stat_result] = {}
     for name in names_of_host(uuids):
         try:

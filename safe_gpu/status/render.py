@@ -6,26 +6,29 @@ Labels are named as NVIDIA's DCGM exporter names them (``gpu``, ``UUID``), so th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain, groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..procfs import printable
-from ..text import GAP, Column, cut, display_width, format_age, gpu_ranges, paint, plural, short_age, wrapped
+from ..text import GAP, Column, cut, format_age, format_bytes, gpu_ranges, paint, plural, short_age, wrapped
 from ..vendors import VENDORS
 
 if TYPE_CHECKING:
-    from ..devices import Gpu
     from .facts import ClaimStatus, GpuStatus, HostStatus, ProcessStatus, WaiterStatus
 
 
-# The table of ``safe-gpu status``: one row for each GPU with remarks below it, then the queue. Pure.
+# The screen of ``safe-gpu status``: a row for each GPU, notes on them, then the queue. Pure.
 
 
-_STATE_COLORS = {"free": "green", "display": "green", "claimed": "cyan", "busy": "red", "unusable": "dim"}
+_COLORS = {"free": "green", "display": "green", "claimed": "cyan", "shared": "cyan", "idle": "yellow", "busy": "red"}
 
-_INDENT = " " * 5
+_WIDE = 100  # columns of a terminal from which on there is room for the scheduler of a job and its pid
+_FIRST_MINUTE = 60.0  # seconds in which a job that has just begun is not called idle
+
+_LONGEST_BAR, _SHORTEST_BAR = 10, 4
+_COMMAND = 16  # columns of the command that a bar leaves
 
 # Waiters that are shown. Any user can make thousands.
 _MOST_WAITERS = 100
@@ -33,58 +36,63 @@ _LEAST_ALIKE = 4
 
 
 def render(
-    status: HostStatus, *, width: int, color: bool, shown: HostStatus | None = None, verbose: bool = False
+    status: HostStatus,
+    *,
+    width: int,
+    color: bool,
+    shown: HostStatus | None = None,
+    verbose: bool = False,
+    bar: str = "━╾─",
 ) -> str:
-    """The status as text: no line is wider than ``width`` columns; ``color`` adds ANSI colours to the state.
+    """Return the status as text of which no line is wider than ``width`` columns.
 
     Args:
-        verbose: whether waiters of one user have a line each.
+        color: whether to add ANSI colours.
         shown: the part of it whose GPUs and waiters are listed; None lists all.
+        verbose: whether waiters of one user have a line each.
+        bar: the characters of memory that is used, half used, and free.
     """
-    lines = _headline(status, width, color)
-    lines.append("")
+    lines = [*_headline(status, width, color), ""]
     if shown is None:
         shown = status
     if shown.gpus:
-        lines += _gpu_table(shown, width, color)
+        lines += _gpu_table(shown, width, color, bar)
     else:
         lines += wrapped("none of these GPUs" if status.gpus else "no GPUs", width)
     lines += _queue(shown, width, color, verbose)
     for warning in (*filter(None, [status.shift]), *status.broken, *status.warnings):
-        lines += ["", *(paint(line, "yellow", color) for line in wrapped(f"warning: {warning}", width))]
+        lines += ["", *_warning(f"warning: {warning}", width, color)]
     return "\n".join(lines)
 
 
-def _alike(queue: Sequence[WaiterStatus], verbose: bool) -> list[list[WaiterStatus]]:
-    """The waiters; those together that follow each other, are of one user and want the same, unless they are few."""
-    found: list[list[WaiterStatus]] = []
-    for _, one in groupby(
-        queue, lambda one: (one.user, one.nb_gpus, one.share, one.vendor, one.limit, one.stopped, one.note)
-    ):
-        alike = list(one)
-        apart = verbose or len(alike) < _LEAST_ALIKE or alike[0].stopped or alike[0].note
-        found += [[waiter] for waiter in alike] if apart else [alike]
-    return found
+def _warning(text: str, width: int, color: bool, indent: str = "") -> Iterator[str]:
+    return (paint(line, "yellow", color) for line in wrapped(text, width, indent))
 
 
 def _headline(status: HostStatus, width: int, color: bool) -> list[str]:
-    claimable = [one for one in status.gpus if not one.gpu.mig_enabled]
-    free = sum(one.state in ("free", "display") for one in claimable)
-    idle = sum(one.idle for one in status.gpus)
-    text = f"{status.host}: {free} of {len(claimable)} GPUs free"
-    if idle:
-        text += f", {idle} claimed but idle"
-    if status.queue:
-        text += f", {len(status.queue)} waiting"
+    instances = [one for one in status.gpus if one.gpu.is_mig_instance]
+    whole = [one for one in status.gpus if not (one.gpu.is_mig_instance or one.gpu.mig_enabled)]
+    counts = [f"{_free(whole)} of {plural(len(whole))} free"] if whole or not instances else []
+    if instances:
+        on = plural(len({one.gpu.mig_parent for one in instances}))
+        counts.append(f"{_free(instances)} of {plural(len(instances), 'MIG instance')} on {on} free")
+    states = Counter(_state(one, status.taken_at) for one in status.gpus)
+    counts += [f"{states[state]} {state}" for state in ("idle", "drained") if states[state]]
+    counts += [f"{len(status.queue)} waiting"] if status.queue else []
     driver = f"{status.driver} {status.driver_version}".strip()
-    lines = [paint(line, "bold", color) for line in wrapped(f"{text} ({driver})", width)]
+    text = f"{status.host}: {', '.join(counts)} ({driver})"
+    lines = [paint(line, "bold", color) for line in wrapped(text, width)]
     for names, labels in _models(status):
         lines += wrapped(f"{labels}: {names}" if labels else names, width)
     return lines
 
 
+def _free(gpus: Iterable[GpuStatus]) -> int:
+    return sum(one.state in ("free", "display") for one in gpus)
+
+
 def _models(status: HostStatus) -> list[tuple[str, str]]:
-    """(model, GPUs) for each model; one entry without a list of GPUs if all GPUs are of the same model."""
+    """Return (model, GPUs) for each model; one entry without a list of GPUs if all GPUs are of the same model."""
     found: dict[str, list[str]] = {}
     for one in status.gpus:
         if not one.gpu.is_mig_instance:
@@ -98,126 +106,153 @@ def _models(status: HostStatus) -> list[tuple[str, str]]:
 # The GPUs
 
 
-@dataclass(frozen=True)
-class _Row:
-    """The cells of one GPU; ``text``, if set, replaces the cells from ``user`` on."""
+class _Row(NamedTuple):
+    """One line of the table.
+
+    Attributes:
+        used: bytes of memory.
+        total: bytes that the GPU has.
+        cells: those from USER on, by title.
+        text: what replaces them.
+        claim: the one that they describe.
+    """
 
     label: str
     state: str
     color: str
-    memory: str
+    used: int | None
+    total: int | None
     load: str
-    user: str = ""
-    pid: str = ""
-    job: str = ""
-    age: str = ""
-    left: str = ""
-    command: str = ""
+    cells: Mapping[str, str]
     text: str = ""
-    remarks: tuple[str, ...] = ()
+    claim: ClaimStatus | None = None
+
+    @property
+    def memory(self) -> str:
+        """``12/80G``, in GiB."""
+        return "-" if self.used is self.total is None else f"{_gib(self.used)}/{_gib(self.total)}G"
+
+    def bar(self, columns: int, marks: str, color: bool) -> str:
+        """Return how full the memory is, that many columns wide."""
+        if self.used is None or self.total is None or self.total <= 0:
+            return " " * columns
+        used = max(0, min(self.used, self.total))  # a driver may answer anything, also what no float holds
+        full, half = divmod((4 * columns * used + self.total - 1) // (2 * self.total), 2)
+        rest = marks[2] * (columns - full - half)
+        return paint(marks[0] * full + marks[1] * half, self.color, color) + paint(rest, "dim", color)
 
 
-def _gpu_table(status: HostStatus, width: int, color: bool) -> list[str]:
-    wide = width >= 100
-    now = status.taken_at
-    rows = [row for one in status.gpus for row in (_row(one, now, wide), *_share_rows(one, now, wide))]
-    columns = [
+def _gpu_table(status: HostStatus, width: int, color: bool, marks: str) -> list[str]:
+    wide, now = width >= _WIDE, status.taken_at
+    rows = [*_rows(status.gpus, now, wide)]
+    most = {"USER": 24 if wide else 8, "JOB": 30, "JOB/PID": 13, "COMMAND": width}
+    gpu, state, memory, load = head = [
         Column("GPU", [row.label for row in rows], right=True),
         Column("STATE", [row.state for row in rows]),
         Column("MEMORY", [row.memory for row in rows], right=True),
         Column("UTIL", [row.load for row in rows], right=True),
     ]
-    holder = [
-        Column("USER", [row.user for row in rows], most=24 if wide else 8),
-        Column("PID", [row.pid for row in rows], right=True),
-        Column("JOB", [row.job for row in rows], most=30 if wide else 12),
-        Column("FOR", [row.age for row in rows], right=True),
-        Column("LEFT", [row.left for row in rows], right=True),
+    tail = [
+        Column(title, [row.cells.get(title, "") for row in rows], right=title in _RIGHT, most=most.get(title, width))
+        for title in ("USER", "PID", "JOB", "JOB/PID", "HELD", "LEFT", "COMMAND")
     ]
-    holder = [column for column in holder if column.width]
-    left = GAP.join(column.padded(column.title) for column in columns)
-    room = width - display_width(left) - len(GAP)
-    title = GAP.join([left, *(column.padded(column.title) for column in holder), "COMMAND"])
-    lines = [paint(cut(title, width).rstrip(), "bold", color)]
+    tail = [column for column in tail if column.width]
+    commands = tail[-1].width if tail else 0
+    room = width - _width(head + tail) + max(0, commands - _COMMAND) - 1
+    bar = min(room, _LONGEST_BAR) if room >= _SHORTEST_BAR else 0
+    blank = " " * (bar + 1 if bar else 0)
+    title = [gpu.padded("GPU"), state.padded("STATE"), "MEMORY".ljust(memory.width + len(blank)), load.padded("UTIL")]
+    title += [column.padded(column.title) for column in tail]
+    lines = [paint(cut(GAP.join(title).rstrip(), width), "bold", color)]
+    room = width - _width(head) - len(blank) - len(GAP)
     for number, row in enumerate(rows):
-        head = [column.padded(column.cells[number]) for column in columns]
-        head[1] = paint(head[1], row.color, color)
-        if row.load == "idle":
-            head[3] = paint(head[3], row.color, color)
-        tail = [column.padded(column.cells[number]) for column in holder]
-        rest = row.text or GAP.join([*tail, row.command])
-        lines.append(GAP.join([*head, cut(rest, max(0, room))]).rstrip())
-        remarks = row.remarks
-        if row.text and display_width(row.text) > room:
-            remarks = (row.text, *remarks)
-            lines[-1] = GAP.join(head).rstrip()
-        for remark in remarks:
-            lines += _remark(remark, width, color)
+        cells = [column.padded(column.cells[number]) for column in head]
+        cells[1] = paint(cells[1], row.color, color and row.state != "")
+        cells[2] = row.bar(bar, marks, color) + blank[:1] + cells[2]
+        rest = row.text or GAP.join(column.padded(column.cells[number]) for column in tail)
+        lines.append(GAP.join([*cells, cut(rest.rstrip(), max(0, room))]).rstrip())
+    notes: dict[str, list[str]] = {}
+    for one in status.gpus:
+        for note in _notes(one, now):
+            notes.setdefault(printable(note), []).append(one.label)
+    lines += [""] if notes else []
+    for note, labels in notes.items():
+        lines += _warning(f"GPU {gpu_ranges(labels)}: {note}", width, color)
     return lines
 
 
-def _share_rows(one: GpuStatus, now: float, wide: bool) -> Iterator[_Row]:
-    """A row for each claim that shares the GPU, below the GPU's own."""
-    for claim in one.shares:
-        memory = f"{_gib(claim.memory_used)}/{_gib(claim.share)}G"
-        yield _claim_row(("", "", "", memory, ""), claim, now, wide, _share_remarks(claim, now))
+_RIGHT = ("PID", "HELD", "LEFT")
 
 
-def _remark(text: str, width: int, color: bool) -> list[str]:
-    return [paint(line, "yellow", color) for line in wrapped(text, width, _INDENT)]
+def _width(columns: Collection[Column]) -> int:
+    return sum(column.width + len(GAP) for column in columns) - len(GAP)
 
 
-def _row(one: GpuStatus, now: float, wide: bool) -> _Row:
-    color = "yellow" if one.idle or one.idle_report else _STATE_COLORS.get(one.state, "dim")
-    load = "idle" if one.idle else "-" if one.gpu.utilization is None else f"{one.gpu.utilization}%"
-    facts = (one.label, one.state, color, _memory(one.gpu), load)
-    if one.shares:
-        left = "" if one.share_free is None else f", {_gib(one.share_free)} GiB left"
-        return _Row(
-            *facts, text=f"shared by {plural(len(one.shares), 'claim')}{left}", remarks=tuple(filter(None, [one.fault]))
-        )
-    if one.claim is not None:
-        return _claim_row(facts, one.claim, now, wide, _remarks(one, now))
+def _state(one: GpuStatus, now: float) -> str:
+    """Return the word for the state, which people are told in more detail than programs."""
+    if one.state == "unusable" and one.drained:
+        return "drained"
+    if one.state != "claimed":
+        return one.state
+    began = max((claim.since or 0.0 for claim in one.claims), default=0.0)
+    if one.idle_report or (one.idle and now - began >= _FIRST_MINUTE):
+        return "idle"
+    return "shared" if one.shares else "claimed"
+
+
+def _rows(gpus: Iterable[GpuStatus], now: float, wide: bool) -> Iterator[_Row]:
+    """Return the rows of the table, in which each claim is described once."""
+    first: dict[ClaimStatus, str] = {}
+    last: ClaimStatus | None = None
+    for one in gpus:
+        for row in _rows_of(one, now, wide):
+            claim = row.claim and replace(row.claim, memory_used=None)
+            if claim in first:
+                row = row._replace(cells={}, text="" if claim == last else f"with GPU {first[claim]}")
+            elif claim and (claim.pid or claim.since):
+                first[claim] = one.label
+            last = claim
+            yield row
+
+
+def _rows_of(one: GpuStatus, now: float, wide: bool) -> Iterator[_Row]:
+    """Return the row of a GPU, and one for each claim that shares it."""
+    state, gpu = _state(one, now), one.gpu
+    load = "-" if gpu.utilization is None else f"{gpu.utilization}%"
+    color = _COLORS.get(state, "dim")
+    row = _Row(one.label, state, color, gpu.memory_used, gpu.memory_total, load, {})
     computing = [process for process in one.processes if process.kind != "graphics"]
-    if one.state == "busy" and computing:
+    if one.shares:
+        free = "" if one.share_free is None else f", {format_bytes(one.share_free)} free"
+        yield row._replace(text=plural(len(one.shares), "claim") + free)
+    elif one.claim is not None:
+        yield row._replace(cells=_claim_cells(one.claim, now, wide), claim=one.claim)
+    elif one.state == "busy" and computing:
         first = max(computing, key=lambda process: process.memory_used or 0)
         number = len({process.pid for process in computing})
-        return _Row(
-            *facts,
-            user=printable(first.user or "?"),
-            pid=str(first.pid),
-            command=(f"(1 of {number}) " if number > 1 else "") + _command_of(first),
-        )
-    shared = "free, shared with the display" if one.state == "display" else ""
-    return _Row(*facts, text=printable(one.reason) or shared)
+        command = (f"(1 of {number}) " if number > 1 else "") + _command_of(first)
+        yield row._replace(cells=_holder_cells(first.user, first.pid, None, wide) | {"COMMAND": command})
+    else:
+        yield row
+    for claim in one.shares:
+        color = "red" if _is_over(claim) else "cyan"
+        yield _Row("", "", color, claim.memory_used, claim.share, "", _claim_cells(claim, now, wide), claim=claim)
 
 
-def _claim_row(
-    facts: tuple[str, str, str, str, str], claim: ClaimStatus, now: float, wide: bool, remarks: tuple[str, ...]
-) -> _Row:
-    return _Row(
-        *facts,
-        user=printable(claim.user or "?"),
-        pid=str(claim.pid or "?"),
-        job=printable((claim.job or "") if wide else (claim.job or "").rpartition(":")[2]),
-        age=short_age(now - claim.since) if claim.since else "?",
-        left=_left(claim.until, now),
-        command=_short(claim.command or "?"),
-        remarks=remarks,
-    )
+def _claim_cells(claim: ClaimStatus, now: float, wide: bool) -> dict[str, str]:
+    return _holder_cells(claim.user, claim.pid, claim.job, wide) | {
+        "HELD": short_age(now - claim.since) if claim.since else "?",
+        "LEFT": _left(claim.until, now),
+        "COMMAND": _short(claim.command or "?"),
+    }
 
 
-def _share_remarks(claim: ClaimStatus, now: float) -> tuple[str, ...]:
-    found = [*_claim_remarks(claim), _overdue(claim, now)]
-    if claim.share is not None and (claim.memory_used or 0) > claim.share:
-        found.append(f"uses more than its share: {_gib(claim.memory_used)} of {_gib(claim.share)} GiB")
-    return tuple(printable(text) for text in found if text)
-
-
-def _overdue(claim: ClaimStatus | None, now: float) -> str:
-    if claim is None or claim.until is None or claim.until >= now:
-        return ""
-    return f"overdue {format_age(now - claim.until)}"
+def _holder_cells(user: str | None, pid: int | None, job: str | None, wide: bool) -> dict[str, str]:
+    """Return the user with the pid and the job; on a narrow terminal the pid only where there is no job."""
+    name = {"USER": printable(user or "?")}
+    if wide:
+        return name | {"PID": str(pid or "?"), "JOB": printable(job or "")}
+    return name | {"JOB/PID": printable(job.rpartition(":")[2]) if job else f"pid {pid or '?'}"}
 
 
 def _command_of(process: ProcessStatus) -> str:
@@ -225,56 +260,71 @@ def _command_of(process: ProcessStatus) -> str:
 
 
 def _short(command: str) -> str:
-    """A command line without the directory of its program, to save columns."""
+    """Return a command line without the directory of its program, to save columns."""
     program, blank, arguments = printable(command).partition(" ")
     return (program.rpartition("/")[2] or program) + blank + arguments
 
 
 def _left(until: float | None, now: float) -> str:
-    """``20m`` for a claim that is to end in 20 minutes, ``-20m`` for one that was to end 20 minutes ago."""
+    """Return ``20m`` for a claim that is to end in 20 minutes, ``-20m`` for one that was to end 20 minutes ago."""
     if until is None:
         return ""
     return f"-{short_age(now - until)}" if until < now else short_age(until - now)
 
 
-def _remarks(one: GpuStatus, now: float) -> tuple[str, ...]:
-    """The lines below the row of a claim, for facts that have no column."""
-    found = [*_claim_remarks(one.claim), _overdue(one.claim, now)]
+def _gib(size: int | None) -> str:
+    gib = (size or 0) / (1 << 30)
+    return "?" if size is None else f"{gib:.1f}" if 0.05 <= gib < 9.95 else f"{gib:.0f}"
+
+
+# What has no column
+
+
+def _notes(one: GpuStatus, now: float) -> Iterator[str]:
+    """Return the remarks on a GPU and its claims."""
+    if one.shares:
+        for claim in one.shares:
+            yield from (f"process {claim.pid or '?'}: {note}" for note in _claim_notes(claim, now))
+    elif one.claim is not None:
+        yield from _claim_notes(one.claim, now)
     if one.idle_report and one.idle_for is not None:
-        found.append(f"no work for {format_age(one.idle_for)}")
+        yield f"no work for {format_age(one.idle_for)}"
     if one.inner is not None:
-        inner = one.inner
-        who = " ".join(part for part in (inner.user, _short(inner.command or "")) if part)
-        found.append(f"inside it: process {inner.pid or '?'} {who}".rstrip())
-        found += _claim_remarks(inner)
-    if one.state not in ("claimed", "display"):
-        found.append(one.reason.partition(";")[0])
-    found.append(one.fault)
-    strangers = [process for process in one.processes if process.kind != "graphics"] if one.idle else []
-    found += [f"on it, but not part of the claim: process {p.pid} {p.user or ''} {_command_of(p)}" for p in strangers]
-    return tuple(printable(text) for text in found if text)
-
-
-def _claim_remarks(claim: ClaimStatus | None) -> Iterable[str]:
-    if claim is None:
+        who = " ".join(filter(None, (one.inner.user, _short(one.inner.command or ""))))
+        yield f"inside it: process {one.inner.pid or '?'} {who}".rstrip()
+        yield from _claim_notes(one.inner, None)
+    computing = [process for process in one.processes if process.kind != "graphics"]
+    if one.claim is None:
+        if not (one.state == "busy" and computing):
+            yield from filter(None, [one.reason or "free, shared with the display" * (one.state == "display")])
         return
+    if one.state not in ("claimed", "display"):
+        yield one.reason.partition(";")[0]
+    if one.fault:
+        yield one.fault
+    for process in computing if one.idle else []:
+        who = f"{process.pid} {process.user or ''} {_command_of(process)}"
+        yield f"on it, but not part of the claim: process {who}"
+
+
+def _claim_notes(claim: ClaimStatus, now: float | None) -> Iterator[str]:
+    """Return the remarks on a claim.
+
+    Args:
+        now: None for a claim inside another, which ends with that one.
+    """
     if claim.stopped:
         yield f"process {claim.pid} is stopped (a suspended job?) and keeps the GPU"
     if claim.note:
         yield claim.note
+    if now is not None and claim.until is not None and claim.until < now:
+        yield f"overdue {format_age(now - claim.until)}"
+    if _is_over(claim):
+        yield f"uses more than its share: {format_bytes(claim.memory_used or 0)} of {format_bytes(claim.share or 0)}"
 
 
-def _memory(gpu: Gpu) -> str:
-    """``12.3/80G``, in GiB."""
-    if gpu.memory_used is None and gpu.memory_total is None:
-        return "-"
-    used = _gib(gpu.memory_used)
-    total = "?" if gpu.memory_total is None else f"{gpu.memory_total / (1 << 30):.0f}"
-    return f"{used}/{total}G"
-
-
-def _gib(size: int | None) -> str:
-    return "?" if size is None else f"{size / (1 << 30):.1f}"
+def _is_over(claim: ClaimStatus) -> bool:
+    return claim.share is not None and (claim.memory_used or 0) > claim.share
 
 
 # The queue
@@ -283,71 +333,86 @@ def _gib(size: int | None) -> str:
 def _queue(status: HostStatus, width: int, color: bool, verbose: bool) -> list[str]:
     if not status.queue:
         return []
-    groups = _alike(status.queue, verbose)[:_MOST_WAITERS]
+    wide, groups = width >= _WIDE, _alike(status.queue, verbose)[:_MOST_WAITERS]
     queue = [one for one, *_ in groups]
     both, now = any(one.prefix for one in status.gpus), status.taken_at
     foreseen = any(one.expected_start is not None or one.limit for one in queue)
+    who = [_holder_cells(one.user, one.pid, one.job, wide) for one in queue]
+    who = [cells if len(group) < 2 else {"USER": cells["USER"]} for cells, group in zip(who, groups, strict=True)]
     columns = (
         Column("#", [gpu_ranges(str(one.position) for one in group) for group in groups], right=True),
-        Column("USER", [printable(one.user or "?") for one in queue], most=24),
-        Column("PID", [str(group[0].pid or "?") if len(group) < 2 else "" for group in groups], right=True),
-        Column("JOB", [_job_of(group, width) for group in groups], most=30 if width >= 100 else 12),
+        Column("USER", [cells["USER"] for cells in who], most=24 if wide else 8),
+        Column("PID", [cells.get("PID", "") for cells in who], right=True),
+        Column("JOB", [cells.get("JOB", "") for cells in who], most=30),
+        Column("JOB/PID", [cells.get("JOB/PID", "") for cells in who], most=13),
         Column("WANTS", [f"{len(group)} x " * (len(group) > 1) + _wants(group[0], both) for group in groups]),
-        Column("FOR", [short_age(now - one.since) if one.since else "?" for one in queue], right=True),
-        Column("HOLDS", ["" if one.hold_for is None else short_age(one.hold_for) for one in queue], right=True),
-        Column("STARTS", [_starts(one, now) if foreseen else "" for one in queue], right=True),
+        Column("WAITED", [short_age(now - one.since) if one.since else "?" for one in queue], right=True),
+        Column("PLANNED", ["" if one.hold_for is None else short_age(one.hold_for) for one in queue], right=True),
+        Column("STARTS", [_starts(one, now) if foreseen else "" for one in queue]),
     )
     lines = ["", paint("Waiting, first come first served:", "bold", color)]
-    title, *rows = table(columns, width)
+    title, *rows = table(columns, width, optional=("PLANNED", "WAITED"))
     lines.append(paint(title, "bold", color))
     for one, row in zip(queue, rows, strict=True):
         lines.append(row)
         if one.stopped:
             text = f"process {one.pid} is stopped (a suspended job?) and keeps its place"
-            lines += _remark(text, width, color)
-        lines += _remark(one.note, width, color)
+            lines += _warning(text, width, color, "     ")
+        lines += _warning(one.note, width, color, "     ")
     shown = sum(map(len, groups))
     if len(status.queue) > shown:
         lines.append(f"... and {len(status.queue) - shown} more")
     return lines
 
 
-def table(columns: Iterable[Column], width: int) -> Iterator[str]:
-    """The titles and a line for each row, without the columns that are empty."""
+def _alike(queue: Sequence[WaiterStatus], verbose: bool) -> list[list[WaiterStatus]]:
+    """Group successive waiters of one user that want the same, unless they are few."""
+    found: list[list[WaiterStatus]] = []
+    for _, one in groupby(
+        queue, lambda one: (one.user, one.nb_gpus, one.share, one.vendor, one.limit, one.stopped, one.note)
+    ):
+        alike = list(one)
+        apart = verbose or len(alike) < _LEAST_ALIKE or alike[0].stopped or alike[0].note
+        found += [[waiter] for waiter in alike] if apart else [alike]
+    return found
+
+
+def table(columns: Iterable[Column], width: int, optional: Iterable[str] = ()) -> Iterator[str]:
+    """Return the titles and a line for each row, without the columns that are empty.
+
+    Args:
+        optional: titles of columns that are left out, one after the other, until the others fit.
+    """
     shown = [column for column in columns if column.width]
+    for title in optional:
+        if _width(shown) > width:
+            shown = [column for column in shown if column.title != title]
     rows = zip(*(column.cells for column in shown), strict=True)
     for cells in chain([[column.title for column in shown]], rows):
         yield cut(GAP.join(column.padded(cell) for column, cell in zip(shown, cells, strict=True)).rstrip(), width)
 
 
-def _job_of(group: Sequence[WaiterStatus], width: int) -> str:
-    """Of one waiter, to cancel it; where columns are few without the scheduler."""
-    job = (group[0].job or "") if len(group) < 2 else ""
-    return printable(job if width >= 100 else job.rpartition(":")[2])
-
-
 def _wants(one: WaiterStatus, both: bool) -> str:
-    """``2 GPUs``, or ``2 AMD GPUs`` on a host with GPUs of two vendors."""
+    """Return ``2 GPUs``, or ``2 AMD GPUs`` on a host with GPUs of two vendors."""
     if one.nb_gpus is None:
         return "?"
     text = plural(one.nb_gpus, f"{VENDORS[one.vendor].title} GPU" if both and one.vendor else "GPU")
-    return text if one.share is None else f"{_gib(one.share).removesuffix('.0')} GiB of {text}"
+    return text if one.share is None else f"{format_bytes(one.share)} of {text}"
 
 
 def _starts(one: WaiterStatus, now: float) -> str:
-    """``in 20m``; ``now`` where the GPUs are free or overdue."""
-    if one.limit is not None:
-        held = f"at limit ({one.limit[0]:g} of {one.limit[1]})"
-        return held if one.expected_start is None else f"{held}, in {short_age(one.expected_start - now)}"
+    """Return ``in 20m``, ``now`` if the GPUs are free or overdue, and ``at limit (1 of 1)`` if that is in the way."""
+    limit = [] if one.limit is None else [f"at limit ({one.limit[0]:g} of {one.limit[1]})"]
     if one.expected_start is None:
-        return "?"
-    return f"in {short_age(one.expected_start - now)}" if one.expected_start > now else "now"
+        return limit[0] if limit else "?"
+    start = f"in {short_age(one.expected_start - now)}" if one.expected_start >= now + 1 else "now"
+    return ", ".join([start, *limit])
 
 
 # The state of a host as metrics, in the text format of Prometheus. Pure.
 
 
-_MOST_USERS = 100  # of waiters: whoever has many user ids can wait as each of them
+_MOST_USERS = 100  # of waiters: somebody with many user ids can wait as each of them
 _OTHERS = "other"
 
 _STATES = ("free", "claimed", "busy", "display", "unusable")
@@ -355,7 +420,11 @@ _STATES = ("free", "claimed", "busy", "display", "unusable")
 _CLAIM_METRICS: tuple[tuple[str, str, Callable[[GpuStatus, ClaimStatus], float | None]], ...] = (
     ("claimed", "1 for a GPU that this user has claimed.", lambda one, claim: 1.0),
     ("claim_start_time_seconds", "When the claim was made, in Unix seconds.", lambda one, claim: claim.since or None),
-    ("claim_idle_seconds", "How long the claimed GPU has shown no work, as far as seen.", lambda one, _: one.idle_for),
+    (
+        "claim_idle_seconds",
+        "How long the claimed GPU has shown no work, as far as looks tell.",
+        lambda one, _: one.idle_for,
+    ),
     (
         "claim_expected_end_time_seconds",
         "When the claim is expected to end, in Unix seconds.",
@@ -366,15 +435,15 @@ _CLAIM_METRICS: tuple[tuple[str, str, Callable[[GpuStatus, ClaimStatus], float |
 
 
 _SHARE_METRICS = (
-    ("share_bytes", "Memory of the GPU that this claim shares with others has.", "share"),
+    ("share_bytes", "Memory of the shared GPU that this claim holds.", "share"),
     ("share_used_bytes", "Memory that the processes of this claim use on the shared GPU.", "memory_used"),
 )
 
 
 def render_metrics(status: HostStatus) -> str:
-    """All metrics of a host.
+    """Return all metrics of a host.
 
-    Facts that are not known have no sample. Nothing tells of claims and of the queue if they cannot be read.
+    Facts that are not known have no sample. Metrics of claims and of the queue are left out if these cannot be read.
     """
     gpus = status.gpus
     states = [(_of(one, state=state), float(one.state == state)) for one in gpus for state in _STATES]
@@ -394,14 +463,15 @@ def render_metrics(status: HostStatus) -> str:
             for claim in one.shares
         ]
         text += _metric(name, help_text, shares)
-    jobs = [
-        (_of(one, user=one.claim.user or "", batch_job=one.claim.job), 1.0)
+    jobs = {
+        _of(one, user=claim.user or "", batch_job=claim.job): 1.0
         for one in gpus
-        if one.claim and one.claim.job
-    ]
-    text += _metric("claim_info", "The batch job of a claim.", jobs)
+        for claim in one.shares or (one.claim,)
+        if claim and claim.job
+    }
+    text += _metric("claim_info", "The batch job of a claim.", [*jobs.items()])
     most = [(_labels(user=user), float(number)) for user, number in sorted(status.max_gpus.items())[:_MOST_USERS]]
-    text += _metric("max_gpus", "How many GPUs a user who holds or waits may hold.", most)
+    text += _metric("max_gpus", "How many GPUs a user who holds some or waits may hold.", most)
     limited = Counter(one.user or "" for one in status.queue if one.limit)
     samples = [(_labels(user=user), float(number)) for user, number in sorted(limited.items())[:_MOST_USERS]]
     text += _metric("waiting_at_limit", "Waiting claims whose user holds as many GPUs as allowed.", samples)
@@ -432,7 +502,7 @@ def _escaped(value: str) -> str:
 
 
 def _metric(name: str, help_text: str, samples: Iterable[tuple[str, float | None]]) -> str:
-    """A sample for each set of labels: a driver may report a device twice, and a reader refuses all then."""
+    """Return one sample for each set of labels: a driver may report a device twice, which readers refuse."""
     lines = [f"# HELP safe_gpu_{name} {help_text}", f"# TYPE safe_gpu_{name} gauge"]
     known = {labels: float(value) for labels, value in samples if value is not None}
     lines += (f"safe_gpu_{name}{labels} {value!r}" for labels, value in known.items())

@@ -46,14 +46,14 @@ THREE = {"cores_per_node": 4, "nodes": 2, "gpu_nodes": [0, 0, 1]}
         (
             *(ONE_EACH, "node", [0], "5-6", {0: "5-6"}),
             (
-                "this process may use none of the CPUs 0-3 of GPU 0, so the whole mask 5-6 must do",
+                "this process may use none of the CPUs 0-3 of GPU 0, so the CPUs of the whole mask, 5-6, are used",
                 "CPUs 5-6 are remote to GPU 0 (on NUMA node 0)",
             ),
         ),
         (
             *(THREE, "node", [0, 1, 2], "5", {0: "5", 1: "5", 2: "5"}),
             (
-                "this process may use none of the CPUs 0-3 of GPUs 0, 1, so the claim's other CPUs 5 must do",
+                "this process may use none of the CPUs 0-3 of GPUs 0, 1, so the other CPUs of the claim, 5, are used",
                 "CPUs 5 are remote to GPUs 0, 1 (on NUMA node 0)",
             ),
         ),

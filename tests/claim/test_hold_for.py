@@ -146,4 +146,4 @@ def test_status_tells_what_is_left(ground: Any, command: Any) -> None:
     assert until[:4] == [record(ground, 0)["until"], record(ground, 1)["until"], None, None]
     assert [waiter["hold_for"] for waiter in told["queue"]] == [90.0]
     shown = command.run("status").stdout
-    assert all(word in shown for word in ("LEFT", "overdue ", "HOLDS", "1m"))
+    assert all(word in shown for word in ("LEFT", "overdue ", "PLANNED", "1m"))

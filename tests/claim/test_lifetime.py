@@ -15,6 +15,7 @@ import pytest
 
 import safe_gpu
 from safe_gpu import GPUOwner
+from safe_gpu.claim.owner import owner_type
 from safe_gpu.coordination.leases import inner_name, lease_name, read_record
 from safe_gpu.coordination.locks import HostLock
 from safe_gpu.errors import (
@@ -268,7 +269,7 @@ def test_a_process_of_another_container_with_our_parents_number_is_not_our_paren
         told.append(status)
         ground.let_go()
 
-    assert GPUOwner(2, timeout=60, _on_wait=on_wait).devices_taken == [0, 1]
+    assert owner_type(on_wait=on_wait)(2, timeout=60).devices_taken == [0, 1]
     assert told[0].verdicts[0].user.startswith("says: ")
 
 

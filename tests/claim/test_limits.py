@@ -274,7 +274,7 @@ def test_waiting_says_what_is_held_and_ends_with_it(rules: Any, command: Any, us
     first = user(0)
     assert first.hear() == "1"
     waiting = command.start("wait", "--timeout", "inf")
-    assert waiting.stderr.readline() == "safe-gpu: waiting for 1 GPU: you hold 1 of your 1 GPU\n"
+    assert waiting.stderr.readline().endswith(" for 1 GPU, at your limit (1 of 1)\n")
     first.tell()
     assert waiting.wait(60) == 0
 
@@ -384,7 +384,7 @@ def test_status_says_why_a_claim_waits(rules: Any, user: Any, command: Any, even
     assert waiter.expected_start is not None
     assert abs(waiter.expected_start - ends) < 120
     shown = command.run("status", env={"COLUMNS": "100"}).stdout
-    assert re.search(r"at limit \(1 of 1\), in \d+m", shown)
+    assert re.search(r"in \d+m, at limit \(1 of 1\)", shown)
 
 
 def test_a_raised_limit_reaches_those_who_wait(rules: Any, user: Any, eventually: Any) -> None:

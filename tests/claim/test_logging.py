@@ -57,10 +57,10 @@ def test_a_bare_script_that_waits_a_moment_hears_nothing(child, ground, eventual
 def test_a_bare_script_that_waits_longer_hears_it_once(child, ground, eventually) -> None:
     ground.hold(*range(8))
     head = child(WAITS.format(seconds=0.01))
-    assert head.process.stderr.readline() == "waiting for 1 GPU, 0 free; GPU 0-7: unknown holder\n"
+    assert head.process.stderr.readline() == "waiting for 1 GPU (0 free); GPU 0-7: unknown holder\n"
     user = procfs.user_name(os.geteuid())
     behind = child(WAITS.format(seconds=0.01))
-    said = rf"waiting for 1 GPU behind {re.escape(user)} \(pid {head.process.pid}, wants 1 GPU, queued for \d+ s\)\n"
+    said = rf"waiting for 1 GPU; behind {re.escape(user)} \(pid {head.process.pid}, wants 1 GPU, queued for \d+ s\)\n"
     assert re.fullmatch(said, behind.process.stderr.readline())
     ground.let_go()
     for one in (head, behind):
@@ -94,7 +94,7 @@ def test_a_wait_of_two_seconds_is_told_of_once(ground, level: int, caplog, monke
     caplog.set_level(level, "safe_gpu")
     with pytest.raises(NotEnoughGpusError):
         claim_gpus(1, NoPlaceholder(), affinity=None, timeout=1.9)
-    waiting = [record for record in caplog.records if record.getMessage().startswith("waiting for 1 GPU, 0 free")]
+    waiting = [record for record in caplog.records if record.getMessage().startswith("waiting for 1 GPU (0 free)")]
     assert [record.levelno for record in waiting] == [level]
 
 
@@ -204,7 +204,7 @@ def test_a_wait_is_told_with_its_data(ground, caplog: pytest.LogCaptureFixture) 
         claim_gpus(2, NoPlaceholder(), affinity=None, timeout=0.5)
     waiting = [record for record in caplog.records if record.getMessage().startswith("waiting for 2 GPUs")]
     assert len(waiting) == 1
-    assert waiting[0].getMessage() == "waiting for 2 GPUs, 1 free; GPU 0-6: unknown holder"
+    assert waiting[0].getMessage() == "waiting for 2 GPUs (1 free); GPU 0-6: unknown holder"
     assert waiting[0].levelno == logging.INFO
     assert (waiting[0].safe_gpu_position, waiting[0].safe_gpu_free, waiting[0].safe_gpu_needed) == (1, 1, 2)
     assert len(waiting[0].safe_gpu_verdicts) == 8
@@ -217,10 +217,14 @@ def test_whom_one_waits_behind_is_told_with_its_data(line, ground, caplog: pytes
     caplog.set_level(logging.INFO, "safe_gpu")
     with pytest.raises(NotEnoughGpusError):
         claim_gpus(1, NoPlaceholder(), affinity=None, timeout=0.5)
-    (waiting,) = [record for record in caplog.records if record.getMessage().startswith("waiting for 1 GPU behind")]
+    (waiting,) = [
+        record
+        for record in caplog.records
+        if record.getMessage().startswith("waiting for 1 GPU (8 free), #2 in the queue; behind ")
+    ]
     assert (waiting.safe_gpu_ahead.pid, waiting.safe_gpu_ahead.nb_gpus) == (os.getpid(), 8)
     assert not waiting.safe_gpu_ahead.stopped
-    assert (waiting.safe_gpu_position, waiting.safe_gpu_free, waiting.safe_gpu_needed) == (2, None, 1)
+    assert (waiting.safe_gpu_position, waiting.safe_gpu_free, waiting.safe_gpu_needed) == (2, 8, 1)
 
 
 def test_a_logger_that_is_closed_to_info_costs_a_short_wait_nothing(ground, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -120,6 +121,33 @@ def test_no_more_than_the_outer_claim_has(outer, ground, monkeypatch: pytest.Mon
         assert ground.leased() == [0, 1]
 
 
+def test_a_refusal_inside_speaks_of_the_outer_claim(command, ground) -> None:
+    """Not of its variables: to lift that limit leads nowhere."""
+    for variables, why in (
+        ([], "which can give 1 of its 1: ask for fewer, or make the outer claim larger"),
+        (["SAFE_GPU_FENCE=ignore"], "which can give 1 of its 1: ask for fewer, or make the outer claim larger"),
+    ):
+        done = command.run("run", "--", "env", *variables, command.path, "run", "-n", 3, "--", "true")
+        assert done.returncode == 78
+        assert re.search(rf"3 GPUs asked for inside the claim of process \d+, {why}$", done.stderr.strip())
+    inner = ["env", "CUDA_VISIBLE_DEVICES=0", command.path, "run", "-n", 2, "--", "true"]
+    done = command.run("run", "-n", 2, "--only", "0,1", "--", *inner)
+    why = "which can give 1 of its 2 (GPU 1: not listed in CUDA_VISIBLE_DEVICES=0): ask for fewer, or ask for others"
+    assert why in done.stderr
+
+
+def test_gpus_beyond_the_visible_limit_that_others_hold_are_not_called_free(command, ground, monkeypatch) -> None:
+    ground.hold(*range(2, 8))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    done = command.run("run", "-n", 3, "--", "true")
+    assert "limits this process to 1 of 8 GPUs; 1 other is free: ask for its GPUs only, or set SAFE" in done.stderr
+    monkeypatch.setenv("SAFE_GPU_SCOPE", "0123456789abcdef")
+    done = command.run("run", "-n", 3, "--", "true")
+    assert "SAFE_GPU_SCOPE=0123456789abcdef names no living claim" in done.stderr
+    assert "limits this process to 1 of 8 GPUs; 1 other is free" in done.stderr
+    assert ground.tickets() == []
+
+
 def test_when_the_outer_claim_is_used_up(command, outer, ground, child, monkeypatch: pytest.MonkeyPatch) -> None:
     _, token = outer(2)
     inside(token, monkeypatch)
@@ -164,7 +192,7 @@ def test_the_warning_comes_once_however_long_it_waits(command, ground, monkeypat
     started = command.start("run", "--", "true")
     lines = [started.stderr.readline() for _ in range(2)]
     assert STALE in lines[0]
-    assert "waiting for 1 GPU" in lines[1]
+    assert "for 1 GPU" in lines[1]
     ground.let_go()
     assert STALE not in started.communicate(timeout=60)[1]
     assert started.returncode == 0
@@ -199,7 +227,7 @@ def test_the_outer_claim_ends_while_one_inside_waits(outer, ground, child, comma
     first = child(rank())
     assert first.hear() == "0"
     waiter = command.start("run", "--", "echo", "mine")
-    assert "waiting for 1 GPU" in waiter.stderr.readline()
+    assert "for 1 GPU" in waiter.stderr.readline()
     ends_well(started)
     assert waiter.poll() is None
     first.tell()
@@ -255,7 +283,7 @@ def test_nobody_takes_a_gpu_that_an_orphaned_inner_claim_holds(outer, ground, ch
     with pytest.raises(NotEnoughGpusError, match=rf"GPU 0 .*claimed by process {inner.pid} "):
         claim_gpus(8, NoPlaceholder(), affinity=None, timeout=0)
     waiter = command.start("run", "-n", 8, "--", "echo", "all")
-    assert "waiting for 8 GPUs, 7 free; " in waiter.stderr.readline()
+    assert "for 8 GPUs (7 free); " in waiter.stderr.readline()
     inner.tell()
     assert waiter.communicate(timeout=60)[0] == "all\n"
 
@@ -275,13 +303,13 @@ def test_releasing_the_outer_claim_leaves_the_inner_ones(child) -> None:
 def test_those_who_wait_inside_and_outside_do_not_meet(outer, ground, child, command, monkeypatch) -> None:
     _, token = outer(2)
     everything = command.start("run", "-n", 8, "--", "true")  # waits outside, first of all
-    assert "waiting for 8 GPUs, 6 free; GPU 0,1: " in everything.stderr.readline()
+    assert "for 8 GPUs (6 free); GPU 0,1: " in everything.stderr.readline()
     with monkeypatch.context() as patch:
         inside(token, patch, "0,1")
         first = child(rank("2"))
         assert first.hear() == "0 1"  # and did not queue behind it
         second = command.start("run", "--", "echo", "second")
-        assert "waiting for 1 GPU, 0 free; GPU 0,1: " in second.stderr.readline()
+        assert "for 1 GPU (0 of 2 free); GPU 0,1: " in second.stderr.readline()
         third = command.start("run", "-n", 2, "--", "echo", "third")
         assert f"(pid {second.pid}, wants 1 GPU, " in third.stderr.readline()
     assert ground.tickets() == ["1.ticket", "2.ticket", "3.ticket"]

@@ -6,6 +6,7 @@ import copy
 import logging
 import os
 import pickle
+import pydoc
 import subprocess
 import sys
 import traceback
@@ -177,12 +178,11 @@ PACKAGE = str(PACKAGE_ROOT / "safe_gpu")
 
 
 def _frames(err: BaseException | None) -> int:
-    """Frames of ours in what the plain interpreter shows."""
-    number = 0
-    while err is not None:
-        number += sum(frame.filename.startswith(PACKAGE) for frame in traceback.extract_tb(err.__traceback__))
-        err = err.__cause__
-    return number
+    """Frames of ours in an error and in all that led to it."""
+    if err is None:
+        return 0
+    number = sum(frame.filename.startswith(PACKAGE) for frame in traceback.extract_tb(err.__traceback__))
+    return number + max(_frames(err.__cause__), _frames(err.__context__))
 
 
 def _cell(err: BaseException) -> list[str]:
@@ -190,42 +190,74 @@ def _cell(err: BaseException) -> list[str]:
     return err._render_traceback_() if hasattr(err, "_render_traceback_") else traceback.format_exception(err)
 
 
-def _closed() -> None:
-    os.environ["SAFE_GPU_DIR"] = "/proc/nowhere"
-    safe_gpu.ensure_gpus()
-
-
-REFUSED = [
-    lambda: safe_gpu.ensure_gpus(9),
-    lambda: safe_gpu.claim_gpus(9),
-    lambda: safe_gpu.claim_gpus(timeout=-1),
-    _closed,
-]
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
+    "too many GPUs": ({"nb_gpus": 9}, {}),
+    "a wrong argument": ({"timeout": -1}, {}),
+    "a wrong variable": ({}, {"SAFE_GPU_TIMEOUT": "soon"}),
+    "no state directory": ({}, {"SAFE_GPU_DIR": "/proc/nowhere"}),  # with a cause and its context
+    "no such driver": ({}, {"SAFE_GPU_DRIVER": "simulated:nothing"}),
+    "GPUs of a held claim": ({"hold_for": "soon"}, {}),
+}
 
 
 @pytest.mark.parametrize("refused", REFUSED)
+@pytest.mark.parametrize("function", ["claim_gpus", "ensure_gpus", "GPUOwner"])
 @pytest.mark.parametrize("full", [False, True])
 def test_an_error_is_shown_without_our_frames(
-    refused: Callable[[], object], full: bool, ground: Any, monkeypatch: pytest.MonkeyPatch
+    refused: str, function: str, full: bool, ground: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("SAFE_GPU_DIR", os.environ["SAFE_GPU_DIR"])
+    arguments, variables = REFUSED[refused]
+    if refused == "GPUs of a held claim":
+        safe_gpu.ensure_gpus(1, safe_gpu.NoPlaceholder(), affinity=None)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
     if full:
         monkeypatch.setenv("SAFE_GPU_TRACEBACK", "1")
     with pytest.raises(safe_gpu.SafeGpuError) as caught:
-        refused()
+        getattr(safe_gpu, function)(**arguments)
+    safe_gpu.release_gpus()
     assert (_frames(caught.value) > 2) is full
     assert (_cell(caught.value) == [f"{type(caught.value).__name__}: {caught.value}"]) is not full
     pickle.loads(pickle.dumps(caught.value))
 
 
-def test_errors_of_the_programs_own_code_keep_their_frames(ground: Any) -> None:
+@pytest.mark.parametrize("error", [ValueError, safe_gpu.PolicyError, KeyboardInterrupt])
+def test_errors_of_the_programs_own_code_keep_their_frames(error: type[BaseException], ground: Any) -> None:
     def broken(ordinal: int) -> object:
-        raise ValueError("of the program")
+        raise error("of the program")
 
-    with pytest.raises(safe_gpu.PlaceholderError) as caught:
+    with pytest.raises(safe_gpu.PlaceholderError if error is ValueError else error) as caught:
         safe_gpu.claim_gpus(1, broken, timeout=0)
-    assert "in broken" in "".join(_cell(caught.value))
     assert "in broken" in "".join(traceback.format_exception(caught.value))
+    assert error is not ValueError or "in broken" in "".join(_cell(caught.value))
+    assert (_frames(caught.value) > 2) is (error is not safe_gpu.PolicyError)
+
+
+def test_so_do_errors_that_the_program_was_handling(ground: Any) -> None:
+    def deep(number: int) -> None:
+        deep(number + 1)
+
+    def claim_after_it() -> None:
+        try:
+            deep(0)
+        except RecursionError:
+            safe_gpu.claim_gpus(9)
+
+    with pytest.raises(safe_gpu.UnsatisfiableRequestError) as caught:
+        claim_after_it()
+    context = caught.value.__context__
+    assert isinstance(context, RecursionError)
+    assert len(traceback.extract_tb(context.__traceback__)) > 100
+    assert _frames(caught.value) <= 2
+
+
+def test_help_shows_what_callers_can_give() -> None:
+    shown = pydoc.render_doc(safe_gpu.GPUOwner)
+    assert "_on_wait" not in shown
+    assert "_command" not in shown
+    assert "_spelling" not in shown
+    assert "<default>" not in shown
+    assert "timeout: 'float | str | DefaultTimeout | None' = DEFAULT" in shown
 
 
 def test_pytest_shows_the_line_that_claims(tmp_path: Path) -> None:
@@ -345,8 +377,8 @@ def test_a_wait_behind_long_commands_is_a_short_line(host: Any, caplog: pytest.L
     tell = _to_log(logging.getLogger("safe_gpu"), late=True)
     assert tell is not None
     tell(WaitStatus(1, 0, 1, verdicts))
-    holders = (f"GPU {number}: anna (pid {4000 + number})" for number in range(8))
-    assert caplog.messages == ["; ".join(["waiting for 1 GPU, 0 free", *holders])]
+    assert caplog.messages[0].startswith("waiting for 1 GPU (0 free); GPU 0: process 4000 (anna, python -m joblib.")
+    assert len(caplog.messages[0]) == 240
 
 
 def test_a_kernel_that_can_have_other_gpus_only_anew_is_told_so(

@@ -135,7 +135,7 @@ def stop(eventually) -> Callable[[int], None]:
 def test_a_stopped_waiter_keeps_its_ticket_and_is_passed(command, ground, stop, eventually) -> None:
     ground.hold(0)
     large = command.start("run", "-n", 8, "--", "echo", "large")
-    assert "waiting for 8 GPUs, 7 free" in large.stderr.readline()
+    assert "for 8 GPUs (7 free)" in large.stderr.readline()
     assert try_claim(1) is None
     stop(large.pid)
     assert try_claim(1) == (1,)
@@ -151,7 +151,7 @@ def test_a_stopped_waiter_keeps_its_ticket_and_is_passed(command, ground, stop, 
 def test_one_that_sleeps_behind_a_waiter_notices_that_it_was_stopped(command, ground, child, stop) -> None:
     ground.hold(0)
     large = command.start("run", "-n", 8, "--", "echo", "large")
-    assert "waiting for 8 GPUs, 7 free" in large.stderr.readline()
+    assert "for 8 GPUs (7 free)" in large.stderr.readline()
     patch = "from safe_gpu.claim import search as news\nnews._EARLY_INTERVAL = 0.05\n"
     small = child(patch + WAIT.format(arguments="1"))
     assert f"behind {USER} (pid {large.pid}, wants 8 GPUs" in hear(small, "waiting")
@@ -189,7 +189,7 @@ def hear(one, start: str) -> str:
 def test_a_claimer_that_gives_back_after_the_second_poll_keeps_its_place(ground, child, eventually) -> None:
     ground.hold(0)
     first = child(WAIT.format(arguments="only=0"))
-    assert hear(first, "waiting").startswith("waiting for 1 GPU, 0 free; GPU 0: ")
+    assert hear(first, "waiting").startswith("waiting for 1 GPU (0 of 1 free); GPU 0: ")
     second = child(WAIT.format(arguments="only=0"))
     assert f"behind {USER} (pid {first.process.pid}, wants 1 GPU" in hear(second, "waiting")
     (context,) = ground.occupy(0)
@@ -209,9 +209,9 @@ def test_a_stranger_who_has_left_blocks_nobody(command, ground) -> None:
     ground.hold(*range(7))
     (context,) = ground.occupy(7)
     large = command.start("run", "-n", 8, "--", "sh", "-c", SHOW)
-    assert "waiting for 8 GPUs, 0 free; GPU 0-6: " in large.stderr.readline()
+    assert "for 8 GPUs (0 free); GPU 0-6: " in large.stderr.readline()
     small = command.start("run", "--only", "0", "--", "sh", "-c", SHOW)
-    assert "waiting for 1 GPU, 0 free; GPU 0: " in small.stderr.readline()  # the large one, a stranger blocks
+    assert "for 1 GPU (0 of 1 free); GPU 0: " in small.stderr.readline()  # the large one, a stranger blocks
     context.close()
     moment = time.monotonic()
     while time.monotonic() < moment + 1.1:  # what it saw on its arrival is old by then

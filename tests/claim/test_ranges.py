@@ -67,6 +67,6 @@ def test_a_range_that_makes_no_sense_is_refused(wanted: Any) -> None:
 
 
 def test_a_range_needs_its_least_number_on_this_host(ground: Any) -> None:
-    with pytest.raises(UnsatisfiableRequestError, match="this host has only 8"):
+    with pytest.raises(UnsatisfiableRequestError, match="this host has only 8 NVIDIA GPUs"):
         claim((9, 12))
     assert len(try_claim((8, 12)) or ()) == 8

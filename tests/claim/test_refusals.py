@@ -15,6 +15,7 @@ from safe_gpu.claim import attempt as look
 from safe_gpu.claim import claim as verification
 from safe_gpu.claim import free as inquiry
 from safe_gpu.claim import options
+from safe_gpu.claim.owner import owner_type
 from safe_gpu.coordination import holders as survey
 from safe_gpu.coordination.locks import MINIMUM_PATIENCE, HostLock
 from safe_gpu.errors import ClaimTimeout, LockTimeout, NotEnoughGpusError, UnsatisfiableRequestError
@@ -58,7 +59,7 @@ def test_a_wait_ends_when_the_leases_are_free_and_the_stranger_is_gone(host, gro
         ground.let_go()
         stranger.close()
 
-    assert safe_gpu.GPUOwner(8, timeout=60, _on_wait=end).devices_taken == list(range(8))
+    assert owner_type(on_wait=end)(8, timeout=60).devices_taken == list(range(8))
 
 
 # Choosing
@@ -136,9 +137,9 @@ def test_a_crowd_at_the_end_of_a_wait_is_no_lock_timeout(host, ground, monkeypat
     deadlines: list[float] = []
 
     class Recording(held):  # type: ignore[misc, valid-type]
-        def __init__(self, deadline: float) -> None:
+        def __init__(self, deadline: float, **more: Any) -> None:
             deadlines.append(deadline - time.monotonic())
-            super().__init__(deadline)
+            super().__init__(deadline, **more)
 
     monkeypatch.setattr(look, "HostLock", Recording)
     with pytest.raises(ClaimTimeout):

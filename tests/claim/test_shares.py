@@ -6,6 +6,8 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -141,8 +143,9 @@ def test_a_share_that_cannot_be_read_is_all_of_the_gpu(sharing: Any, ground: Any
     assert try_claim(1, share="1GiB", only="0,1") == (1,)
 
 
-def test_an_orphan_keeps_the_share(child: Any, ground: Any, eventually: Any) -> None:
-    """A child that outlives the claim may compute there."""
+@pytest.fixture
+def orphan(child: Any, ground: Any) -> Iterator[int]:
+    """A child that outlives the claim of a share, and may compute there."""
     parent = child(
         SHARE
         + """
@@ -155,12 +158,16 @@ say(pid)
 os.kill(os.getpid(), 9)
 """
     )
-    orphan = int(parent.hear())
+    pid = int(parent.hear())
     parent.process.wait(30)
-    try:
-        assert try_claim(1, share="60GiB", only="0") is None
-    finally:
-        os.kill(orphan, signal.SIGKILL)
+    yield pid
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def test_an_orphan_keeps_the_share(orphan: int, eventually: Any) -> None:
+    assert try_claim(1, share="60GiB", only="0") is None
+    os.kill(orphan, signal.SIGKILL)
     eventually(lambda: try_claim(1, share="60GiB", only="0") == (0,))
 
 
@@ -195,6 +202,17 @@ def test_two_state_directories_never_share_a_gpu(sharing: Any, elsewhere: dict[s
     other.tell()
     assert other.hear() == "gone"
     assert try_claim(7) is not None
+
+
+def test_the_slot_of_an_orphan_is_not_taken_for_that_of_a_claim_elsewhere(
+    sharing: Any, elsewhere: dict[str, str], orphan: int
+) -> None:
+    """A forked child has no names, so that a claim elsewhere can have that of its slot."""
+    assert try_claim(1, share="5GiB", only="0") == (0,)
+    other = sharing(1, share="15GiB", only="0", env=elsewhere)
+    assert try_claim(1, share="5GiB", only="0") is None
+    other.kill()
+    assert try_claim(1, share="5GiB", only="0") == (0,)
 
 
 def test_a_whole_claim_elsewhere_is_met_by_name(sharing: Any, elsewhere: dict[str, str]) -> None:
@@ -312,7 +330,7 @@ def test_an_over_user_is_named_and_newcomers_are_refused(child: Any, ground: Any
     status = gather()
     (one,) = status.gpus[0].shares
     assert (one.pid, one.share, one.memory_used) == (greedy.process.pid, 20 * GIB, 70 * GIB)
-    assert "uses more than its share: 70.0 of 20.0 GiB" in render(status, width=80, color=False)
+    assert f"process {one.pid}: uses more than its share: 70 GiB of 20 GiB" in render(status, width=80, color=False)
     assert f'pid="{greedy.process.pid}"}} {float(70 * GIB)!r}' in render_metrics(status)
 
 
@@ -358,8 +376,8 @@ def test_what_users_see(sharing: Any, ground: Any) -> None:
         (second.process.pid, 30 * GIB),
     ]
     text = render(status, width=80, color=False)
-    assert "shared by 2 claims, 30.0 GiB left" in text
-    assert "0.0/20.0G" in text
+    assert "  2 claims, 30 GiB free\n" in text
+    assert " 0/20G " in text
     assert safe_gpu.get_free_gpus() == ["1", "2", "3", "4", "5", "6", "7"]
 
 

@@ -13,6 +13,7 @@ import pytest
 import safe_gpu
 from safe_gpu import procfs
 from safe_gpu.claim import view as host_view
+from safe_gpu.claim.owner import owner_type
 from safe_gpu.devices import ComputeMode, ProcessKind
 from safe_gpu.errors import GpuContendedError, NoDriverError, NotEnoughGpusError, UnsatisfiableRequestError
 
@@ -262,4 +263,4 @@ def test_a_poll_is_taken_again_when_preparing_took_long(host: Any, monkeypatch: 
 
 
 def test_nothing_is_told_where_there_is_no_wait(host: Any) -> None:
-    safe_gpu.GPUOwner(1, timeout=60, _on_wait=lambda status: pytest.fail("told"))
+    owner_type(on_wait=lambda status: pytest.fail("told"))(1, timeout=60)

@@ -114,7 +114,7 @@ def test_a_claim_waits_so_long_when_nothing_is_said(environ: dict[str, str], sec
 def test_the_default_is_recognisable_in_help() -> None:
     for signature in (inspect.signature(safe_gpu.claim_gpus), inspect.signature(safe_gpu.GPUOwner)):
         assert isinstance(signature.parameters["timeout"].default, DefaultTimeout)
-        assert "timeout: 'float | str | DefaultTimeout | None' = <default>" in str(signature)
+        assert "timeout: 'float | str | DefaultTimeout | None' = DEFAULT" in str(signature)
 
 
 @given(st.text(max_size=12))

@@ -36,7 +36,7 @@ def test_ten_holders_and_ten_waiters(tmp_path: Path, monkeypatch: pytest.MonkeyP
         eventually(lambda: all(said(f"holder{number}", "held") for number in range(NUMBER)))
         for number in range(NUMBER):
             run("echo got $CUDA_VISIBLE_DEVICES", f"waiter{number}")
-        eventually(lambda: all(said(f"waiter{number}", "waiting for") for number in range(NUMBER)))
+        eventually(lambda: all(said(f"waiter{number}", "waiting ") for number in range(NUMBER)))
         for path in (tmp_path / "safe_gpu").rglob("*.py"):
             path.write_text("raise ImportError('the new version')")
         shutil.rmtree(tmp_path / "safe_gpu" / "__pycache__", ignore_errors=True)

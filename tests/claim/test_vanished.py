@@ -48,7 +48,7 @@ def waiter(var_lib: Path, as_user: Any) -> Callable[[], Any]:
 def test_it_comes_back_within_a_minute(var_lib: Path, ground: Any, waiter: Any) -> None:
     ground.hold(*range(8))
     one = waiter()
-    assert "waiting for 1 GPU" in one.hear()
+    assert "for 1 GPU" in one.hear()
     (var_lib / "state").rename(var_lib / "gone")
     assert "waiting a minute for it" in one.hear()
     (var_lib / "gone").rename(var_lib / "state")
@@ -60,7 +60,7 @@ def test_it_does_not(var_lib: Path, ground: Any, waiter: Any, monkeypatch: pytes
     monkeypatch.setattr(search, "_LONGEST_ABSENCE", 0.1)
     ground.hold(*range(8))
     one = waiter()
-    assert "waiting for 1 GPU" in one.hear()
+    assert "for 1 GPU" in one.hear()
     (var_lib / "state").rename(var_lib / "gone")
     assert "waiting a minute for it" in one.hear()
     assert one.hear().startswith("StateDirError: ")

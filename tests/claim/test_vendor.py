@@ -7,14 +7,17 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import safe_gpu
 from safe_gpu.claim.free import wait_for_gpus
-from safe_gpu.devices import vendor_of
+from safe_gpu.claim.view import HostView
+from safe_gpu.devices import HostSnapshot, vendor_of
 from safe_gpu.drivers.simulated import SimulatedDriver, SimulatedPlaceholder
+from safe_gpu.selection.request import Selection
 
 UUIDS = {
     vendor: [gpu.uuid for gpu in SimulatedDriver("two-vendors", "/nowhere", vendor=vendor).idle.gpus]
@@ -72,21 +75,29 @@ def _outside() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in VISIBLE}
 
 
+@pytest.mark.parametrize(
+    ("driver", "words"), [("kfd", "--device /dev/kfd .*simulated:mi250x"), ("nvml", "--gpus all.*simulated:dgx-a100")]
+)
+def test_a_driver_without_gpus_is_told_what_its_vendor_needs(driver: str, words: str) -> None:
+    with pytest.raises(safe_gpu.NoDriverError, match=rf"the driver \({driver}\) works, but .*{words}$"):
+        HostView.of(SimpleNamespace(name=driver), HostSnapshot(()), Selection())
+
+
 def test_the_vendor_that_would_do_is_named(command: Any) -> None:
     """Who leaves the vendor out and wants what only the other one has is told how to ask for it."""
-    hint = r" \(the AMD GPUs of this host would do: vendor='amd'\)$"
+    hint = r" \(the AMD GPUs of this host fit: vendor='amd'\)$"
     with pytest.raises(safe_gpu.UnsatisfiableRequestError, match=hint) as caught:
         claim(model="MI210")
     assert (caught.value.value, len(caught.value.verdicts)) == (1, 4)
     assert claim(model="MI210", vendor="amd").release_gpus() is None
     child = command.run("run", "--model", "mi210", "--", "true")
-    assert "(the AMD GPUs of this host would do: --vendor amd)" in child.stderr
+    assert "(the AMD GPUs of this host fit: --vendor amd)" in child.stderr
     refused: list[dict[str, Any]] = [{"nb_gpus": 5}, {"model": "H100"}, {"model": "MI210", "vendor": "nvidia"}]
     for options in refused:
         with pytest.raises(safe_gpu.UnsatisfiableRequestError) as caught:
             claim(**options)
-        assert "would do" not in str(caught.value)
-        assert "nb_gpus" not in options or "this host has only 4" in str(caught.value)
+        assert "of this host fit:" not in str(caught.value)
+        assert "nb_gpus" not in options or "this host has only 4 NVIDIA GPUs: ask for fewer" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +112,7 @@ def test_no_vendor_is_named_that_this_process_was_not_given(name: str, value: st
     monkeypatch.setenv(name, value)
     with pytest.raises(safe_gpu.UnsatisfiableRequestError) as caught:
         claim(model=model)
-    assert "would do" not in str(caught.value)
+    assert "of this host fit:" not in str(caught.value)
 
 
 @pytest.mark.parametrize("vendor", ["matrox", "", "nvidia,amd", 1, ["amd"]])

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
-from safe_gpu.claim.messages import ClaimAhead, WaitStatus, refusal_message, waiting_message
+from safe_gpu.claim.messages import ClaimAhead, Forecast, HolderGpus, WaitStatus, refusal_message, waiting_message
+from safe_gpu.claim.quota import LimitReached
 from safe_gpu.cli.parser import CommandLine
 from safe_gpu.devices import Gpu, GpuVerdict, LeaseHolder
-from safe_gpu.selection.request import Selection
+from safe_gpu.selection.request import Selection, parse_request
 
 NOW = 1_000_000.0
 
@@ -84,77 +87,126 @@ def test_a_request_from_the_command_line_is_answered_with_its_options() -> None:
     assert text.startswith("2 GPUs asked for, 1 free: wait for them (--timeout), or ask for fewer.")
 
 
-def status(*verdicts: GpuVerdict, free: int = 0, needed: int = 1) -> WaitStatus:
-    return WaitStatus(1, free, needed, verdicts)
+def status(*verdicts: GpuVerdict, free: int = 0, needed: int = 1, **facts: object) -> WaitStatus:
+    return WaitStatus(1, free, needed, verdicts, **facts)  # type: ignore[arg-type]
 
 
-TOLD = [
-    (status(), "1 GPU, 0 free"),
-    (
-        status(FREE, claimed(1), claimed(2), BUSY, OUTSIDE, UNUSABLE, free=1, needed=4),
-        "4 GPUs, 1 free; GPU 1,2: ada (pid 4711) for 1 h; GPU 3: process 12 (bob, python) uses 1 GiB",
+def claims(*indices: int, **holder: object) -> list[GpuVerdict]:
+    return [claimed(index, **holder) for index in indices]
+
+
+SOON = Forecast(NOW + 3600, NOW + 3600)
+SOON_TEXT = time.strftime("starts about %H:%M", time.localtime(NOW + 3600))
+BY_ADA = "ada (pid 4711) for 1 h"
+DRAINED = GpuVerdict(gpu(6), "unusable", "drained by root: a fan is broken")
+HELD = LimitReached(1.0, 1)
+TOLD = {
+    "nothing is known": (status(), "1 GPU (0 free)"),
+    "conditions leave fewer GPUs": (
+        status(FREE, *claims(1, 2), BUSY, OUTSIDE, UNUSABLE, free=1, needed=4),
+        f"4 GPUs (1 of 4 free); GPU 1,2: {BY_ADA}; GPU 3: process 12 (bob, python) uses 1 GiB",
     ),
-    (
+    "jobs": (
         status(claimed(1, job="sge:12.3", since=NOW - 61), claimed(2, job="sge:13", since=None)),
-        "1 GPU, 0 free; GPU 1: ada (pid 4711, job sge:12.3) for 1 min; GPU 2: ada (pid 4711, job sge:13)",
+        "1 GPU (0 free); GPU 1: ada (pid 4711, job sge:12.3) for 1 min; GPU 2: ada (pid 4711, job sge:13)",
     ),
-    (status(claimed(1, pid=None, user=None, since=None)), "1 GPU, 0 free; GPU 1: unknown holder"),
-    (status(FREE, claimed(1), free=2), "1 GPU; GPU 1: ada (pid 4711) for 1 h"),
-    (
-        status(claimed(0, pid=9, user="bob"), *(claimed(i) for i in range(1, 8)), needed=8),  # the holder of most first
-        "8 GPUs, 0 free; GPU 1-7: ada (pid 4711) for 1 h; GPU 0: bob (pid 9) for 1 h",
+    "nobody knows the holder": (
+        status(claimed(1, pid=None, user=None, since=None)),
+        "1 GPU (0 free); GPU 1: unknown holder",
     ),
-    (WaitStatus(2, None, 1, ahead=ADA), f"1 GPU {BEHIND}"),
-    (WaitStatus(0, None, 1, ahead=ADA._replace(stopped=True)), f"1 GPU {BEHIND.replace('6,', '6, stopped,')}"),
-    (WaitStatus(3, None, 2, ahead=ADA), f"2 GPUs {BEHIND} and 1 more claim"),
-    (WaitStatus(2, None, 1, ahead=ADA._replace(since=0.0)), "1 GPU behind ada (pid 30106, wants 8 GPUs)"),
-    (
+    "enough have just become free": (status(FREE, claimed(1), free=2), f"1 GPU (2 free); GPU 1: {BY_ADA}"),
+    "the holder of most comes first": (
+        status(claimed(0, pid=9, user="bob"), *claims(*range(1, 8)), needed=8),
+        f"8 GPUs (0 free); GPU 1-7: {BY_ADA}; GPU 0: bob (pid 9) for 1 h",
+    ),
+    "a drained GPU": (
+        status(claimed(0), DRAINED, expected=SOON),
+        f"1 GPU (0 free), {SOON_TEXT}; GPU 0: {BY_ADA}; GPU 6: drained by root: a fan is broken",
+    ),
+    "an overrun": (
+        status(claimed(0), expected=Forecast(NOW, NOW, overdue=(HolderGpus("ada", 1, NOW - 60),))),
+        f"1 GPU (0 free), ada's GPU overdue by 1 min; GPU 0: {BY_ADA}",
+    ),
+    "no known end": (
+        status(claimed(0), expected=Forecast(silent=(HolderGpus("ada", 2, None),))),
+        f"1 GPU (0 free); GPU 0: {BY_ADA}; no end known for ada's 2 GPUs",
+    ),
+    "a range": (status(claimed(0), asked=Selection(2, up_to=4).text), f"2-4 GPUs (0 free); GPU 0: {BY_ADA}"),
+    "GPUs of one node": (
+        status(FREE, claimed(1), free=1, asked=parse_request(2, near="numa").text),
+        f"2 GPUs on one NUMA node (1 free); GPU 1: {BY_ADA}",
+    ),
+    "a share": (
+        status(claimed(0), asked=parse_request(1, share="20GiB").text),
+        f"20 GiB of 1 GPU (0 free); GPU 0: {BY_ADA}",
+    ),
+    "shares": (
+        status(claimed(0, sharers=(LeaseHolder(), LeaseHolder())), asked=parse_request((1, 2), share="1.5GiB").text),
+        "1.5 GiB each of 1-2 GPUs (0 free); GPU 0: claimed by process 4711 (ada)",
+    ),
+    "a limit": (WaitStatus(1, None, 1, spent=HELD), "1 GPU, at your limit (1 of 1)"),
+    "a limit, and shares": (WaitStatus(1, None, 1, spent=HELD._replace(held=0.5)), "1 GPU, at your limit (0.5 of 1)"),
+    "one ahead": (
+        WaitStatus(2, 7, 1, (FREE, *claims(1)), ADA, SOON),
+        f"1 GPU (7 free), #2 in the queue, {SOON_TEXT}; {BEHIND}; GPU 1: {BY_ADA}",
+    ),
+    "one ahead, at your limit": (
+        WaitStatus(2, None, 1, ahead=ADA, spent=HELD),
+        f"1 GPU, at your limit (1 of 1), #2 in the queue; {BEHIND}",
+    ),
+    "the position is unknown": (
+        WaitStatus(0, None, 1, ahead=ADA._replace(stopped=True)),
+        f"1 GPU; {BEHIND.replace('6,', '6, stopped,')}",
+    ),
+    "an old ticket": (
+        WaitStatus(3, None, 2, ahead=ADA._replace(since=0.0)),
+        "2 GPUs, #3 in the queue; behind ada (pid 30106, wants 8 GPUs)",
+    ),
+    "a ticket that cannot be read": (
         WaitStatus(2, None, 1, ahead=ClaimAhead(0, "unknown", None, 0.0)),
-        "1 GPU behind a claim whose ticket cannot be read",
+        "1 GPU, #2 in the queue; behind a claim whose ticket cannot be read",
     ),
-]
+}
 
 
-@pytest.mark.parametrize(("status", "text"), TOLD)
+@pytest.mark.parametrize(("status", "text"), TOLD.values(), ids=TOLD)
 def test_a_wait_is_told_in_one_line(status: WaitStatus, text: str) -> None:
-    text = f"waiting for {text}"
-    assert waiting_message(status, NOW) == text
-    assert waiting_message(status, NOW, width=len(text)) == text
+    assert waiting_message(status, NOW) == f"waiting for {text}"
+    assert waiting_message(status, NOW, waited=67.9) == f"waiting 1:07 for {text}"
+    assert waiting_message(status, NOW, width=12 + len(text)) == f"waiting for {text}"
 
 
-AHEAD = WaitStatus(3, None, 2, ahead=ADA)
-LINES_AHEAD = [
-    f"waiting for 2 GPUs {BEHIND} and 1 more claim",
-    f"waiting for 2 GPUs {BEHIND}",
-    "waiting for 2 GPUs behind ada (pid 30106, wants 8 GPUs)",
-    "waiting for 2 GPUs behind ada (pid 30106)",
-]
-BY_ADA = [claimed(i, job="sge:1") for i in range(6)]
-HELD = status(*BY_ADA, claimed(6, pid=9, user="bob", since=NOW - 60), BUSY, needed=2)
-OF_ADA = "waiting for 2 GPUs, 0 free; GPU 0-5: ada (pid 4711, job sge:1) for 1 h"
-LINES_HELD = [
-    f"{OF_ADA}; GPU 6: bob (pid 9) for 1 min; GPU 3: process 12 (bob, python) uses 1 GiB",
-    f"{OF_ADA}; GPU 6: bob (pid 9) for 1 min; GPU 3: bob (pid 12)",
-    f"{OF_ADA}; GPU 6: bob (pid 9) for 1 min; 1 more",
-    f"{OF_ADA}; GPU 6: bob (pid 9); 1 more",
-    f"{OF_ADA}; 2 more",
-    "waiting for 2 GPUs, 0 free; GPU 0-5: ada (pid 4711) for 1 h; 2 more",
-    "waiting for 2 GPUs, 0 free; GPU 0-5: ada (pid 4711); 2 more",
-]
+@pytest.mark.parametrize(
+    ("seconds", "clock"), [(-1, "0:00"), (7, "0:07"), (3599.9, "59:59"), (3600, "1:00:00"), (360_061, "100:01:01")]
+)
+def test_the_clock_of_a_wait(seconds: float, clock: str) -> None:
+    assert waiting_message(status(), NOW, waited=seconds) == f"waiting {clock} for 1 GPU (0 free)"
 
 
-@pytest.mark.parametrize(("status", "longest_first"), [(AHEAD, LINES_AHEAD), (HELD, LINES_HELD)])
-def test_where_columns_are_few_name_and_pid_stay(status: WaitStatus, longest_first: list[str]) -> None:
-    for text, shorter in zip(longest_first, [*longest_first[1:], longest_first[-1]], strict=True):
-        assert waiting_message(status, NOW, width=len(text)) == text
-        assert waiting_message(status, NOW, width=len(text) - 1) == shorter
-    assert waiting_message(status, NOW, width=0) == longest_first[-1]
+QUEUED = WaitStatus(12, 0, 3, tuple(claims(*range(8))), ADA, SOON)
+HEAD = f"waiting 0:07 for 3 GPUs (0 free), #12 in the queue, {SOON_TEXT}"
+SHORT = HEAD.replace(" in the queue", "")
 
 
-def test_a_stranger_with_a_long_command_keeps_name_and_pid() -> None:
-    stranger = BUSY._replace(reason=f"process 12 (bob, {'x' * 200}) uses 1 GiB")
-    status = WaitStatus(1, 0, 1, (stranger,))
-    assert waiting_message(status, NOW, width=60) == "waiting for 1 GPU, 0 free; GPU 3: bob (pid 12)"
+@pytest.mark.parametrize(
+    ("width", "text"),
+    [
+        (200, f"{HEAD}; {BEHIND}; GPU 0-7: {BY_ADA}"),
+        (110, f"{HEAD}; {BEHIND}"[:108] + ".."),
+        (len(HEAD), HEAD),
+        (len(HEAD) + 11, HEAD),
+        (len(HEAD) + 12, f"{HEAD}; behind a.."),
+        (len(HEAD) - 1, f"{SHORT}; behind a.."),
+        (len(HEAD) - 2, SHORT),
+        (len(SHORT), SHORT),
+        (len(SHORT) - 1, f"{SHORT[:-3]}.."),
+        (10, "waiting .."),
+        (0, ""),
+        (-9, ""),
+    ],
+)
+def test_what_is_cut_off_is_who_holds_what(width: int, text: str) -> None:
+    assert waiting_message(QUEUED, NOW, waited=7, width=width) == text
 
 
 def test_ages_count_to_now_unless_told_otherwise() -> None:

@@ -142,10 +142,10 @@ def test_an_unusable_state_directory(tmp_path: Path, monkeypatch: pytest.MonkeyP
     ("error", "code"), [(LockTimeout("held"), 75), (GPUAffinityError("too few cores"), 78), (KeyboardInterrupt(), 130)]
 )
 def test_what_a_claim_may_raise(error: BaseException, code: int, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    def claim(*args: object, **options: object) -> None:
+    def claim(self: object, **options: object) -> None:
         raise error
 
-    monkeypatch.setattr(owner, "GPUOwner", claim)
+    monkeypatch.setattr(owner.GPUOwner, "__init__", claim)
     assert main(["run", "--", "true"]) == code
     assert capsys.readouterr().err == (f"safe-gpu: {error}\n" if str(error) else "")
 

@@ -66,11 +66,44 @@ def test_clients_of_daemons(command: str, says: str) -> None:
         "grep docker run",
         "podman --log-level debug container run IMAGE",
         "podman --remote=false run IMAGE",
+        "podman run --device nvidia.com/gpu=all -e CUDA_VISIBLE_DEVICES IMAGE",
+        "podman run --env-host --device nvidia.com/gpu=all IMAGE",
+        "podman exec NAME nvidia-smi -L /dev/null",
+        "apptainer exec --nv IMAGE.sif perl -e 1",
+        "apptainer exec --nv --bind /data IMAGE.sif python train.py",
     ],
 )
 def test_other_commands(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CONTAINER_HOST", raising=False)
     assert warned(command) == ""
+
+
+@pytest.mark.parametrize(
+    ("command", "way_out"),
+    [
+        ("podman run --rm --device nvidia.com/gpu=all IMAGE python train.py", "-e CUDA_VISIBLE_DEVICES"),
+        ("sudo podman container run --gpus all IMAGE", "-e CUDA_VISIBLE_DEVICES"),
+        ("podman run --device /dev/kfd --device /dev/dri IMAGE", "-e CUDA_VISIBLE_DEVICES"),
+        ("apptainer exec --nv --cleanenv IMAGE.sif python train.py", "leave out --cleanenv"),
+        ("singularity run -C --nv IMAGE.sif", "leave out --cleanenv"),
+    ],
+)
+def test_containers_that_do_not_learn_which_gpus_were_claimed(
+    command: str, way_out: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CONTAINER_HOST", raising=False)
+    text = warned(command)
+    assert text.startswith("warning: ")
+    assert "passes no variables on" in text
+    assert way_out in text
+
+
+def test_run_says_that_of_apptainer_too(command, tmp_path: Path, ground) -> None:
+    apptainer = tmp_path / "apptainer"
+    apptainer.write_text("#!/bin/sh\n")
+    apptainer.chmod(0o755)
+    done = command.run("run", "--", apptainer, "exec", "-e", "IMAGE.sif", "true")
+    assert "safe-gpu: warning: with this option, apptainer passes no variables on" in done.stderr
 
 
 def test_podman_by_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:

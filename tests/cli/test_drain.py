@@ -49,7 +49,7 @@ def test_claims_take_others_and_holders_go_on(etc: Path, ask: Any, command: Any,
     assert "GPU 1 drained by root: a fan is broken" in " ".join(ask("doctor").stdout.split())
     (etc / "config.ini").touch()
     waiter = command.start("run", "--only", "1-3", "--", "sh", "-c", "echo got $CUDA_VISIBLE_DEVICES")
-    assert "waiting for 1 GPU, 0 free; GPU 1-3: drained by root: a fan is broken" in waiter.stderr.readline()
+    assert "for 1 GPU (0 of 3 free); GPU 1-3: drained by root: a fan is broken" in waiter.stderr.readline()
     assert ask("resume", "2").returncode == 0
     assert waiter.communicate(timeout=60)[0] == "got 2\n"
     assert ask("resume").returncode == 0

@@ -53,7 +53,7 @@ $ safe-gpu run --gpus 0,1 -- true
 $ safe-gpu run -n job -- true
 [78] safe-gpu: -n job takes the number that the batch job asked for, and this process is in no batch job: set SAFE_...
 $ safe-gpu run -n 9 -- true
-[78] safe-gpu: 9 GPUs are asked for, but this host has only 8: ask for fewer
+[78] safe-gpu: 9 GPUs are asked for, but this host has only 8 NVIDIA GPUs: ask for fewer
 $ safe-gpu run -t 1:30 -- true
 [2] safe-gpu run: error: --timeout 1:30 may be hours or minutes: write 1h30m or 1m30s (see safe-gpu run --help)
 $ safe-gpu run --min-memory 20 -- true
@@ -65,11 +65,11 @@ $ safe-gpu run --model 'RTX*' -- true
 $ safe-gpu run --model '' -- true
 [2] safe-gpu run: error: --model '' makes no sense: give part of the name, such as A100, or a pattern: 'RTX*4090' (s...
 $ safe-gpu run --only 8 -- true
-[78] safe-gpu: --only 8 names no single GPU of this host, which has GPU 0-7
+[78] safe-gpu: --only 8 names no single NVIDIA GPU of this host, which has GPU 0-7
 $ safe-gpu run --only cuda:0 -- true
 [2] safe-gpu run: error: --only cuda:0 makes no sense: name GPUs by index, range or UUID, such as 0,2, 4-7 or GPU-8...
 $ safe-gpu run -n 2 --only 0 -- true
-[78] safe-gpu: 2 GPUs are asked for, but only 1 of the 8 in this host can be claimed (GPU 1-7: not listed in --only 0)
+[78] safe-gpu: 2 GPUs are asked for, but only 1 of the 8 NVIDIA GPUs of this host can be clai...
 $ safe-gpu run --affinity Node -- true
 [2] safe-gpu run: error: --affinity Node is not possible: did you mean node? choose from none, node, socket, exclus...
 $ safe-gpu status --watch --interval 0
@@ -114,7 +114,7 @@ CALLED = """
 >>> claim_gpus('2')
 UnsatisfiableRequestError: nb_gpus='2' makes no sense: ask for a whole number of GPUs, 1 or more (or 'job' for the...
 >>> claim_gpus(timeout=-1)
-UnsatisfiableRequestError: timeout=-1 is not a number of seconds: pass 0 (no wait), a positive number, or None (for...
+UnsatisfiableRequestError: timeout=-1 is not a number of seconds: pass 0 (no wait), a positive number, or None (no...
 >>> claim_gpus(min_memory=20.5)
 UnsatisfiableRequestError: min_memory=20.5 makes no sense: give bytes as a whole number, or a size such as '20GiB'
 >>> claim_gpus(affinity='numa')

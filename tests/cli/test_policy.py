@@ -111,7 +111,7 @@ def test_of_all_users(path: Path, ask: Any) -> None:
         users = json.loads(ask("policy", "--all", "--json").stdout)["users"]
     assert done.stdout.splitlines() == ["daemon            0 of 3", "root              2 of 1  above the limit"]
     assert "[group students-of-nobody]: there is no such group here" in done.stderr
-    assert mine == "You hold 2 of your 1 GPU. The limit was lowered since: nothing ends, and claims wait."
+    assert mine == "You hold 2 of your 1 GPU. The limit has been lowered: no claim ends, and new ones wait."
     assert users[1] == {"user": "root", "held": 2, "max_gpus": 1}
 
 

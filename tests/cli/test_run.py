@@ -238,12 +238,14 @@ def test_it_says_once_for_whom_it_waits(command, ground, eventually) -> None:
     started, line = waiting(command, ground, "-n", 2)
     user = re.escape(USER)
     assert re.fullmatch(
-        rf"safe-gpu: waiting for 2 GPUs, 0 free; GPU 0-7: {user} \(pid {holder.pid}\) for \d+ s\n", line
+        rf"safe-gpu: waiting 0:\d\d for 2 GPUs \(0 free\); GPU 0-7: {user} \(pid {holder.pid}\) for \d+ s\n", line
     )
     assert ground.tickets() == ["1.ticket"]
     behind, line = waiting(command, ground, "--for", "1h")
     assert re.fullmatch(
-        rf"safe-gpu: waiting for 1 GPU behind {user} \(pid {started.pid}, wants 2 GPUs, queued for \d+ s\)\n", line
+        rf"safe-gpu: waiting 0:\d\d for 1 GPU \(0 free\), #2 in the queue; behind {user} \(pid {started.pid}, wants "
+        rf"2 GPUs, queued for \d+ s\); GPU 0-7: {user} \(pid {holder.pid}\) for \d+ s\n",
+        line,
     )
     holder.communicate("\n", timeout=60)
     for one, gpus in (
@@ -267,10 +269,10 @@ safe_gpu.claim.search._REPORT_INTERVAL = 0.02
 sys.exit(main(["run", "--for", "1h", "--only", "6,7", "-n", "2", "--", "true"]))
 """
     waiter = child(code)
-    lines = {re.sub(r"\d+ s\b", "N s", waiter.process.stderr.readline()) for _ in range(3)}
+    lines = {re.sub(r"\d+ s\b|0:\d\d", "N s", waiter.process.stderr.readline()) for _ in range(3)}
     assert len(lines) == 1
     line = lines.pop()
-    assert "waiting for 2 GPUs, 0 free; GPU 6: unknown holder; " in line
+    assert "for 2 GPUs (0 of 2 free); GPU 6: unknown holder; " in line
     assert f"GPU 7: process {os.getpid()} " in line
     waiter.kill()
 
@@ -279,7 +281,7 @@ sys.exit(main(["run", "--for", "1h", "--only", "6,7", "-n", "2", "--", "true"]))
 def test_a_waiter_that_is_told_to_end_leaves_nothing(command, ground, verb: str, name: str) -> None:
     ground.hold(*range(8))
     started, line = waiting(command, ground, verb=verb)
-    assert "waiting for 1 GPU" in line
+    assert "for 1 GPU" in line
     behind, _ = waiting(command, ground, "--only", "0", "--for", "1h", verb=verb)
     assert ground.tickets() == ["1.ticket", "2.ticket"]
     for one in (started, behind):  # the head polls, the one behind sleeps
@@ -324,7 +326,7 @@ def test_wait_stands_in_the_queue_like_everybody(command, ground) -> None:
     first = command.start("run", "-n", 8, "--", "sh", "-c", "echo up; read x", stdin=subprocess.PIPE)
     first.stderr.readline()
     second, line = waiting(command, ground, verb="wait")
-    assert f"waiting for 1 GPU behind {USER} (pid {first.pid}, wants 8 GPUs, " in line
+    assert f"for 1 GPU (8 free), #2 in the queue; behind {USER} (pid {first.pid}, wants 8 GPUs, " in line
     ground.let_go()
     assert first.stdout.readline() == "up\n"
     assert second.poll() is None

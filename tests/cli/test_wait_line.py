@@ -12,11 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.terminals import Terminal
 
-from safe_gpu.claim.messages import ClaimAhead, WaitStatus
+from safe_gpu.claim.messages import ClaimAhead, Forecast, WaitStatus
 from safe_gpu.cli.run import WaitLine
 from safe_gpu.devices import GpuVerdict, LeaseHolder
 from safe_gpu.drivers.presets import preset
-from safe_gpu.text import format_age
 
 GPUS = preset("dgx-a100").gpus()
 
@@ -39,14 +38,15 @@ def test_a_line_for_every_piece_of_news() -> None:
         line.show(status())
         line.show(status(free=1))
     first, second = stream.getvalue().splitlines()
-    assert first.startswith("safe-gpu: waiting for 2 GPUs, 0 free; GPU 0-7: eva (pid 77, job 4711) for ")
-    assert second.startswith("safe-gpu: waiting for 2 GPUs, 1 free; GPU 1-7: eva (pid 77, job 4711) for ")
+    assert first.startswith("safe-gpu: waiting 0:00 for 2 GPUs (0 free); GPU 0-7: eva (pid 77, job 4711) for ")
+    assert second.startswith("safe-gpu: waiting 0:00 for 2 GPUs (1 free); GPU 1-7: eva (pid 77, job 4711) for ")
     assert "\x1b" not in stream.getvalue()
 
 
-def queued(pid: int = 1_048_576, user: str = "eva", position: int = 3) -> WaitStatus:
+def queued() -> WaitStatus:
     """Behind a waiter of a minute."""
-    return WaitStatus(position, None, 8, ahead=ClaimAhead(pid, user, 8, time.time() - 60))
+    ahead = ClaimAhead(1_048_576, "eva", 8, time.time() - 60)
+    return WaitStatus(3, 0, 8, ahead=ahead, expected=Forecast(time.time() + 7200))
 
 
 @given(st.integers(0, 200), st.integers(0, 10**6), st.sampled_from([status(), status(free=7), queued()]))
@@ -56,23 +56,62 @@ def test_the_line_is_never_wider_than_the_terminal(width: int, seconds: int, tol
     line._began -= seconds
     shown = line._line(width)
     assert len(shown) <= width
-    if width >= 75:
-        assert re.search(r" \(\d+ (s|min|h|d)( \d+ (min|h))?\)$", shown)
+    if width >= 79:
+        place = r", #3( in the queue)?, starts about \S+( \S+)?(; |$)" if told.ahead else "; GPU "
+        assert re.match(rf"safe-gpu: waiting \d+(:\d\d)+ for \d GPUs \([07] free\){place}", shown)
 
 
-@pytest.mark.parametrize("seconds", [5, 3599, 12_000, 187_200])
-@pytest.mark.parametrize(
-    ("told", "who"), [(queued(user="a" * 8), "behind aaaaaaaa (pid 1048576"), (status(), "GPU 0-7: eva (pid 77")]
-)
-def test_at_80_columns_user_and_pid_stay(seconds: int, told: WaitStatus, who: str) -> None:
-    line = WaitLine(io.StringIO())
-    line._status = told
-    line._began -= seconds
-    assert who in line._line(79)
-    assert line._line(79).endswith(f" ({format_age(seconds)})")
+def test_a_change_is_told(command, ground, child) -> None:
+    """How many GPUs are free, and the position in the queue."""
+    ground.hold(*range(8), until=time.time() + 7200)
+    ahead = [command.start("run", "-n", 8, "--", "true")]
+    assert " for 8 GPUs (0 free), starts about " in ahead[0].stderr.readline()
+    ahead.append(command.start("run", "-n", 8, "--", "true"))
+    assert " for 8 GPUs (0 free), #2 in the queue, not before " in ahead[1].stderr.readline()
+    code = """
+import safe_gpu.claim.search
+from safe_gpu.cli import main
+safe_gpu.claim.search._EARLY_INTERVAL = 0.1
+sys.exit(main(["wait", "-n", "8", "--for", "1h"]))
+"""
+    third = child(code).process
+    assert ", #3 in the queue, not before " in third.stderr.readline()
+    ahead[0].terminate()
+    assert ", #2 in the queue, not before " in third.stderr.readline()
+    ahead[1].terminate()
+    assert " (0 free), starts about " in third.stderr.readline()
+    ground.let_go(0, 1)
+    assert " (2 free), starts about " in third.stderr.readline()
+    ground.let_go()
+    assert third.wait(60) == 0
 
 
 # In a terminal
+
+
+AT_80 = r"safe-gpu: waiting 0:\d\d for 3 GPUs \(0 free\), #2 in the queue, starts about \d\d:\d\d"
+
+
+@pytest.mark.parametrize("no_color", ["", "1"])
+@pytest.mark.parametrize(
+    ("terminal", "shown"),
+    [(80, AT_80), (120, AT_80 + r"; behind \S+ \(pid \d+, (w.*|\.\.)"), (67, AT_80.replace(" in the queue", ""))],
+    indirect=["terminal"],
+)
+def test_when_it_starts_stays_and_who_holds_what_is_cut(
+    command, ground, terminal: Terminal, shown: str, no_color: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NO_COLOR", no_color)
+    ground.hold(*range(8), until=time.time() + 7200)
+    first = command.start("run", "-n", 8, "--for", "1h", "--", "true")
+    first.stderr.readline()
+    started = command.start("run", "-n", 3, "--for", "9h", "--", "true", stderr=terminal.slave)
+    terminal.read_until(lambda: len(set(re.findall(r"waiting 0:\d\d", terminal.raw))) > 2)  # the clock runs
+    assert len(terminal.shown) == 1  # in one line
+    assert re.fullmatch(shown, terminal.shown[0]), terminal.shown
+    assert terminal.widest < terminal.columns
+    assert not re.search(r"\x1b\[[0-9;]*m", terminal.raw)
+    started.kill()
 
 
 @pytest.mark.parametrize(("terminal", "piped"), [(80, False), (40, True), (12, True), (0, True)], indirect=["terminal"])
@@ -81,7 +120,7 @@ def test_one_line_that_is_wiped_at_the_end(command, ground, terminal: Terminal, 
     ground.occupy(7)  # so that the line is longer than 80 columns
     options = {} if piped else {"stdout": terminal.slave}
     started = command.start("run", "-n", 2, "--", "echo", "started", stderr=terminal.slave, **options)
-    terminal.read_until("waiting" if terminal.columns != 12 else "...")
+    terminal.read_until("waiting" if terminal.columns != 12 else "safe-gpu: .")
     assert len(terminal.shown) == 1
     assert terminal.widest < (terminal.columns or 80)
     ground.let_go()
@@ -92,7 +131,7 @@ def test_one_line_that_is_wiped_at_the_end(command, ground, terminal: Terminal, 
     assert rows == ([] if piped else ["started"])
     assert out == ("started\n" if piped else None)
     if terminal.columns == 80:
-        assert re.search(r"waiting for 2 GPUs, 0 free; GPU 0-6: .*; 1 more \(\d+ s\)", terminal.raw)
+        assert re.search(r"waiting 0:\d\d for 2 GPUs \(0 free\); GPU 0-6: .*; GPU 7: .*\.\.", terminal.raw)
 
 
 def test_who_comes_to_be_the_head_says_whom_it_waits_for_now(command, ground, terminal: Terminal) -> None:
@@ -100,7 +139,7 @@ def test_who_comes_to_be_the_head_says_whom_it_waits_for_now(command, ground, te
     head = command.start("run", "--", "true")
     head.stderr.readline()
     behind = command.start("run", "--", "true", stderr=terminal.slave)
-    terminal.read_until(f"(pid {head.pid}, ")
+    terminal.read_until("#2 in the queue; behind ")
     head.terminate()
     terminal.read_until("GPU 0-7: unknown holder")
     ground.let_go()

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
+from typing import Any
 
 import pytest
 from support.terminals import Screen, Terminal
 
+from safe_gpu import procfs
 from safe_gpu.cli.status import redrawn
 
 CLOCK = r"\d\d:\d\d:\d\d, every {} s \(Ctrl-C ends\)"
@@ -30,23 +33,60 @@ def test_a_picture_that_is_too_tall_does_not_scroll(rows: int) -> None:
         assert screen.shown == [*(f"line {number}" for number in range(rows - 2)), f"... {20 - rows + 2} more lines"]
 
 
+def watch(command: Any, terminal: Terminal, free: int = 8) -> Any:
+    """The command, once it shows that many free GPUs."""
+    # In a group of its own, with a parent outside it: an orphaned group cannot be suspended.
+    words = ("status", "--watch", "--interval", "0.1")
+    started = command.start(*words, stdout=terminal.slave, preexec_fn=os.setpgrp)
+    until_free(terminal, free)
+    return started
+
+
+def until_free(terminal: Terminal, number: int) -> None:
+    terminal.read_until(lambda: any(f"{number} of 8 GPUs free" in line for line in terminal.whole))
+
+
 def test_it_is_redrawn_in_place(command, ground, terminal: Terminal) -> None:
-    started = command.start("status", "--watch", "--interval", "0.1", stdout=terminal.slave)
-
-    def until_free(number: int) -> None:
-        terminal.read_until(lambda: any(f"{number} of 8 GPUs free" in line for line in terminal.whole))
-
-    until_free(8)
+    started = watch(command, terminal)
     assert re.fullmatch(CLOCK.format(0.1), terminal.whole[0])
     with_all_free = len(terminal.whole)
     ground.hold(0, 1)
-    until_free(6)
+    until_free(terminal, 6)
     ground.let_go()
-    until_free(8)
+    until_free(terminal, 8)
     assert len(terminal.whole) == with_all_free
     assert terminal.blanks == 1  # at the start
-    started.send_signal(signal.SIGINT)
-    assert started.wait(60) == 130
+    assert (terminal.alternate, terminal.cursor) == (True, False)
+    started.kill()
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM), (signal.SIGHUP, -signal.SIGHUP)]
+)
+def test_the_last_picture_stays_on_the_first_screen(command, terminal: Terminal, number: int, code: int) -> None:
+    terminal.write("$ what stood there\n")
+    started = watch(command, terminal)
+    assert "$ what stood there" not in terminal.shown
+    started.send_signal(number)
+    assert started.wait(60) == code
+    terminal.read_to_the_end()
+    assert (terminal.alternate, terminal.cursor) == (False, True)
+    assert terminal.shown[0] == "$ what stood there"
+    assert "8 of 8 GPUs free" in terminal.shown[1]
+    assert terminal.shown[-1].split()[:2] == ["7", "free"]
+
+
+def test_the_terminal_is_given_back_while_it_is_suspended(command, terminal: Terminal, eventually: Any) -> None:
+    started = watch(command, terminal)
+    started.send_signal(signal.SIGTSTP)
+    eventually(lambda: procfs.is_stopped(started.pid))
+    terminal.read_until(lambda: not terminal.alternate)
+    assert terminal.cursor
+    terminal.whole = []
+    started.send_signal(signal.SIGCONT)
+    until_free(terminal, 8)
+    assert (terminal.alternate, terminal.cursor) == (True, False)
+    started.kill()
 
 
 def test_without_a_terminal_pictures_follow_each_other(command) -> None:

@@ -83,7 +83,8 @@ def test_waiting_inside_for_a_claim_outside(podman, ground, eventually) -> None:
 
 def test_a_detached_container_keeps_the_claim_of_run(command, podman, ground, eventually) -> None:
     """podman's monitor has inherited the descriptors."""
-    started = command.run("run", "-n", 2, "--", *podman.words("sleep", "600", options=("-d",)))
+    options = ("-d", "--env=CUDA_VISIBLE_DEVICES", "--env=CUDA_DEVICE_ORDER")
+    started = command.run("run", "-n", 2, "--", *podman.words("sleep", "600", options=options))
     assert (started.returncode, started.stderr) == (0, "")
     assert ground.leased() == [0, 1]
     with claim(6) as owner:
@@ -112,7 +113,7 @@ def test_a_container_without_the_state_directory(podman, ground) -> None:
 @pytest.mark.parametrize("mount", [True, False])
 def test_doctor(podman, mount: bool) -> None:
     checks = json.loads(podman.safe_gpu("doctor", "--json", mount=mount).stdout)["checks"]
-    (found,) = [check for check in checks if check["name"] == "private /tmp"]
+    (found,) = [check for check in checks if check["name"] == "shared state directory"]
     assert found["status"] == ("passed" if mount else "warning"), found
     assert ("mounted into this container" if mount else "belongs to this container") in found["detail"]
 

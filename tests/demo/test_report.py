@@ -90,28 +90,51 @@ def test_failures_and_trouble() -> None:
     assert not rule([refused(1)]).fails
 
 
-def test_what_happened_stands_in_the_order_in_which_it_happened() -> None:
+def test_one_line_for_each_number_of_processes() -> None:
+    heat = [won(1, 0), won(2, 0), won(3, 0, 1)]
+    assert race.use_lines(heat) == ["  GPU 0: 3 processes at once", "  GPU 1: 1 process"]
+    assert race.use_lines([won(1, 0), won(2, 1)], color=True) == ["  GPU 0,1: \x1b[32m1 process each\x1b[0m"]
+    assert race.use_lines(heat, color=True)[0] == "  GPU 0: \x1b[31m3 processes at once\x1b[0m"
+
+
+def test_who_got_how_many_and_how_soon() -> None:
     failed = Outcome(5, 1, failed="it exited without a report")
-    lines = race.rush_lines([won(1, 0, began=0.3), refused(2, 0.2), refused(3, 0.4), won(4, 1), failed])
-    assert sum("was told:" in line for line in lines) == 1
-    assert [line.split()[0] for line in lines[:3]] == ["100.0", "200.0", "300.0"]
-    assert "2 processes were refused, the last at 400.0 ms" in lines[1]
-    assert lines[3] == ""
+    first = [won(1, 0, began=0.3), refused(2, 0.2), refused(3, 0.4), won(4, 1), failed]
+    assert race.rush_lines([first]) == [
+        "  GPU 0,1: 1 process each",
+        "  2 processes got 2 GPUs within 300 ms.",
+        "  2 refused within 400 ms, one of them with the message:",
+        "    none is free",
+    ]
+    assert race.rush_lines([first, [won(6, 0), refused(7)], [won(8, 1)]])[1] == (
+        "  2 processes got 2 GPUs within 300 ms; 2 more rounds: 2 claims, 1 refusal."
+    )
+    assert race.rush_lines([[failed]]) == []
 
 
 def test_a_refusal_fits_a_terminal_and_cannot_move_its_cursor() -> None:
     words = "none\n  GPU 0: claimed by process 7 (root, /" + "x" * 200 + "\x1b[2J)\n" + "  GPU 1: free\n" * 20
-    lines = race.rush_lines([refused(1, 0.1, words)])
+    lines = race.rush_lines([[refused(1, 0.1, words)]])
     assert all(len(line) <= 80 for line in lines)
     assert "\x1b" not in "".join(lines)
-    assert len(lines) <= 12
+    assert len(lines) <= 5
     assert "more lines" in lines[-1]
 
 
 def test_a_gap_is_from_the_last_of_its_gpus_and_none_where_claims_overlap() -> None:
     first, second = won(1, 0, ended=0.2), won(2, 1, ended=0.4)
-    assert "median 10 ms, worst 10 ms" in race.turns_lines([first, second, won(3, 0, 1, began=0.41, ended=0.5)])[1]
-    assert race.turns_lines([first, won(2, 0, began=0.15, ended=0.3)]) == ["   2 of 2 served."]
+    assert race.turns_lines([first, second, won(3, 0, 1, began=0.41, ended=0.5)]) == [
+        "  3 of 3 served; a freed GPU was idle for 10 ms (median), 10 ms at most."
+    ]
+    assert race.turns_lines([first, won(2, 0, began=0.15, ended=0.3)]) == ["  2 of 2 served."]
+
+
+@pytest.mark.parametrize(("heat", "code"), [([won(1, 0)], 32), ([won(1, 0), won(2, 0, began=0.2)], 31)])
+def test_the_verdict_is_green_or_red(heat: list[Outcome], code: int) -> None:
+    plain = race.verdict_lines(rule(heat), RefereeReport())
+    painted = race.verdict_lines(rule(heat), RefereeReport(), color=True)
+    (verdict,) = [line for line in plain if line.startswith("Verdict:")]
+    assert painted == [f"\x1b[{code}m{line}\x1b[0m" if line is verdict else line for line in plain]
 
 
 def test_collisions_with_one_process_are_one_line() -> None:

@@ -48,19 +48,19 @@ def test_claims_exclude_each_other(watch_a_demo: Any, preset: str, asked: list[i
     run = watch_a_demo(preset)
     assert run.code == 0
     assert f"A race on a simulated host, {preset}: " in run.text
-    got = [label for labels in run.got for label in labels]
-    assert len(got) == len(set(got))
-    assert set(got) <= set(labels.split())
-    assert got, "somebody gets something where something is free"
-    refused = re.search(r"(\d+) process(?:es were| was) refused", run.text)
-    assert len(run.got) + (int(refused[1]) if refused else 0) == len(asked)
-    assert f"{len(asked)} of {len(asked)} served." in run.text
-    taken = sum(len(one) for one in run.got) + sum(asked)
-    claims = len(run.got) + len(asked)
-    assert run.verdict.startswith(f"Verdict: 0 collisions in {claims} claims of {taken} GPU")
-    without = re.search(r"Without safe_gpu, (\d+) of (\d+) chosen GPUs", run.verdict)
-    assert without is not None
-    assert 0 < int(without[1]) < int(without[2])
+    assert run.got
+    assert run.got <= set(labels.split())
+    winners, taken = run.number
+    assert taken == len(run.got), "each GPU once"
+    refused = re.search(r"(\d+) refused within", run.claims)
+    assert winners + (int(refused[1]) if refused else 0) == len(asked)
+    assert f"{len(asked)} of {len(asked)} served" in run.text
+    claims, gpus = winners + len(asked), taken + sum(asked)
+    verdict = re.match(
+        rf"Verdict: 0 collisions in {claims} claims of {gpus} GPUs; without safe_gpu, (\d+) on (\d+)", run.verdict
+    )
+    assert verdict is not None
+    assert 0 < int(verdict[1]) < int(verdict[2])
 
 
 def test_where_claims_share_the_only_gpu_the_race_moves(watch_a_demo: Any) -> None:

@@ -23,7 +23,7 @@ from safe_gpu.procfs import user_name
 ROOT = Path(__file__).parents[2]
 PAGES = {
     str(path.relative_to(ROOT)): path
-    for pattern in ("*.md", "safe_gpu/**/*.md", "tests/*.md", "tools/*.md")
+    for pattern in ("*.md", "safe_gpu/**/*.md", "tests/*.md", "tools/*.md", ".github/*.md")
     for path in sorted(ROOT.glob(pattern))
 }
 
@@ -238,8 +238,9 @@ def normal(text: str) -> str:
     text = re.sub(rf"(?<![\w-])({HOST}|{re.escape(host)})(?![\w-])", "HOST", text)
     text = text.replace(os.environ["SAFE_GPU_DIR"], "/tmp/safe-gpu")
     text = re.sub(r"\d{4}-\d\d-\d\d", "DATE", text)
-    text = re.sub(r"\d\d:\d\d:\d\d(,\d{3})?", "TIME", text)
+    text = re.sub(r"\d\d:\d\d:\d\d(,\d{3})?|(?<=waiting )\d+:\d\d", "TIME", text)
     text = re.sub(r"\b(\d+(\.\d+)? ?(ms|s|min|m|h|d)( \d+ (min|h))?)(?!\w)", "AGE", text)
+    text = re.sub(r"[━╾─]+", "BAR", text)
     text = re.sub(r"\b(process|pid|USER)(\s+)\d+", r"\1\2PID", text)
     return re.sub(r"\s+", " ", text).strip()
 

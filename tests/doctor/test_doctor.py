@@ -117,13 +117,13 @@ def test_a_host_without_faults_passes_and_stays_as_it_was(state_dir: Path) -> No
     assert [one.name for one in checks] == list(FUNCTIONS)
     # A container may well be the place where the tests run.
     places = (
-        "private /tmp",
-        "process namespace",
-        "cleaning of old files",
+        "shared state directory",
+        "visible processes",
+        "removal of old files",
         "Python packages",
-        "address space",
+        "address space limit",
         "MPS",
-        "for all users",
+        "shared installation",
     )
     assert {
         one.name: one.detail for one in checks if one.status in ("failed", "warning") and one.name not in places
@@ -159,28 +159,46 @@ def test_a_fact_is_asked_for_once_and_the_driver_is_closed(monkeypatch: pytest.M
     assert calls == ["snapshot", "close"]
 
 
-@pytest.mark.parametrize("width", [40, 160])
-def test_the_report_fits_the_terminal(state_dir: Path, width: int) -> None:
-    checks = doctor.run_checks(environment(SAFE_GPU_TIMOUT="3", OMP_PROC_BIND="close"))
-    text = doctor.render_checks(checks, color=False, width=width)
-    assert max(map(display_width, text.splitlines())) <= width
-    assert "\x1b" not in text
-    words = " ".join(text.split())
-    if width > 40:
-        assert "fix: did you mean SAFE_GPU_TIMEOUT? unset SAFE_GPU_TIMOUT" in words
-        assert words.count("fix:") == sum(bool(one.fix) for one in checks)
-    colored = doctor.render_checks(checks, color=True, width=width)
-    assert "\x1b[33mwarning\x1b[0m" in colored
-    assert re.sub(r"\x1b\[[0-9]+m", "", colored) == text
-    counted = sum(one.status == "passed" for one in checks)
-    assert f"{counted} passed" in text.splitlines()[-1]
+FOUND = [
+    doctor.Check("platform", "passed", "Linux"),
+    doctor.Check("policy file", "skipped", "there is none"),
+    doctor.Check("file locks", "warning", "host.lock was held by others for 3.0 s", "look for a process " + "x" * 130),
+    doctor.Check("GPU driver", "failed", "it does not answer " * 9, "restart the driver"),
+    doctor.Check("clock", "warning", "a claim began in the future", "set the clock"),
+]
+
+
+@pytest.mark.parametrize("width", [40, 80, 120])
+@pytest.mark.parametrize("color", [False, True])
+def test_the_report_says_first_what_is_wrong(width: int, color: bool) -> None:
+    text = doctor.render_checks(FOUND, color=color, width=width)
+    assert ("\x1b[31mfailed\x1b[0m" in text, "\x1b[33mwarning\x1b[0m" in text) == (color, color)
+    lines = re.sub(r"\x1b\[[0-9]+m", "", text).splitlines()
+    assert [line.split(": ")[0] for line in lines if line[:1].strip()] == [
+        "failed   GPU driver", "warning  file locks", "warning  clock", lines[-1],
+    ]  # fmt: skip
+    assert sum(line.startswith(" " * 9 + "fix: ") for line in lines) == 3
+    assert lines[-1] == "1 passed, 1 skipped, 1 failed, 2 warnings (-v lists all)"
+    (long,) = [line for line in lines if display_width(line) > width and line != lines[-1]]
+    assert long.strip() == "x" * 130, "what is to be copied is whole"
+
+
+def test_the_report_of_all_checks() -> None:
+    lines = doctor.render_checks(FOUND, color=False, width=80, verbose=True).splitlines()
+    assert lines[-4:-2] == ["passed   platform: Linux", "skipped  policy file: there is none"]
+    assert lines[-1] == "1 passed, 1 skipped, 1 failed, 2 warnings"
+    assert doctor.render_checks(FOUND[:1], color=False, width=80) == "1 passed (-v lists all)"
 
 
 def test_from_the_command_line(state_dir: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
     main(["doctor"])
-    assert "GPU driver" in capsys.readouterr().out
+    assert "GPU driver" not in capsys.readouterr().out
+    main(["doctor", "-v"])
+    assert "passed   GPU driver: simulated:dgx-a100 " in capsys.readouterr().out
     monkeypatch.setenv("SAFE_GPU_DRIVER", "nvidia-smi")
     monkeypatch.setenv("PATH", str(state_dir))
+    assert main(["doctor"]) == 1
+    assert capsys.readouterr().out.startswith("failed   GPU driver: ")
     assert main(["doctor", "--json"]) == 1
     document = json.loads(capsys.readouterr().out)
     check_document(document)
@@ -195,7 +213,7 @@ def test_from_the_command_line(state_dir: Path, capsys, monkeypatch: pytest.Monk
 
 def test_a_missing_directory_will_be_made_where_it_can_be(state_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "does not exist yet" in finding("state directory").detail
-    assert finding("locks").status == "skipped"
+    assert finding("file locks").status == "skipped"
     monkeypatch.setenv("SAFE_GPU_DIR", str(state_dir / "deep" / "down"))
     found = finding("state directory")
     assert (found.status, f"mkdir -p {state_dir / 'deep'}" in found.fix) == ("failed", True)
@@ -208,7 +226,7 @@ USUAL = "passed" if os.geteuid() == 0 else "warning"
 
 def test_a_directory_in_use_passes(claimed, state_dir: Path) -> None:
     assert finding("state directory").status == USUAL
-    for name in ("locks", "room", "its file system"):
+    for name in ("file locks", "free disk space", "file system"):
         says(name, "passed")
     assert "mode 1777" in finding("state directory").detail or USUAL == "warning"
     assert not [path for path in state_dir.rglob("*") if "doctor" in path.name]
@@ -267,7 +285,7 @@ def test_what_is_closed_to_an_ordinary_user_is_failed(claimed, state_dir: Path, 
         say(finding("state directory").status)
         listen()
         say(finding("state directory").status)
-        say(finding("locks").status)
+        say(finding("file locks").status)
 
     user = as_user(work, uid=12345)
     assert user.hear() == "passed"
@@ -279,16 +297,16 @@ def test_what_is_closed_to_an_ordinary_user_is_failed(claimed, state_dir: Path, 
 
 def test_network_file_systems(state_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state, "file_system_type", lambda fd: "nfs4")
-    says("its file system", "failed", "nfs4", fix="SAFE_GPU_DIR")
+    says("file system", "failed", "nfs4", fix="SAFE_GPU_DIR")
 
 
 def test_no_room_and_read_only(open_tmp: Path) -> None:
     options = {"SAFE_GPU_DIR": str(open_tmp / "small" / "state")}
     (open_tmp / "small").mkdir()
     for mount, check, words in (
-        ("mount -t tmpfs -o size=1m,nr_inodes=8 none .", "room", "inodes"),
-        ("mount -t tmpfs -o size=1m none . && head -c 1048576 /dev/zero > $PWD/x", "room", "0 KiB"),
-        ("mount -t tmpfs -o ro none .", "its file system", "read-only"),
+        ("mount -t tmpfs -o size=1m,nr_inodes=8 none .", "free disk space", "inodes"),
+        ("mount -t tmpfs -o size=1m none . && head -c 1048576 /dev/zero > $PWD/x", "free disk space", "0 KiB"),
+        ("mount -t tmpfs -o ro none .", "file system", "read-only"),
     ):
         found = in_namespace(f"cd {open_tmp}/small && {mount}", check, **options)
         assert (found.status, words in found.detail) == ("failed", True), found
@@ -300,24 +318,24 @@ def test_a_host_lock_that_is_never_given_back(claimed, state_dir: Path, child, e
     os.kill(holder.pid, signal.SIGSTOP)
     eventually(lambda: procfs.is_stopped(holder.pid))
     monkeypatch.setattr(state, "_PATIENCE", 0.05)
-    says("locks", "failed", f"process {holder.pid}", fix=f"kill -CONT {holder.pid}")
+    says("file locks", "failed", f"process {holder.pid}", fix=f"kill -CONT {holder.pid}")
     holder.kill()
-    assert finding("locks").status == "passed"
+    assert finding("file locks").status == "passed"
 
 
 def test_locks_that_are_slow_or_do_not_exclude(claimed, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state, "_LONG_HOLD", -1.0)
-    says("locks", "warning", "held by others for")
+    says("file locks", "warning", "held by others for")
     monkeypatch.setattr(state, "lock_file", lambda fd: True)
-    says("locks", "failed", "do not exclude each other")
+    says("file locks", "failed", "do not exclude each other")
 
 
 def test_a_lease_that_was_removed_under_its_claim(claimed, state_dir: Path) -> None:
-    says("removed leases", "passed")
+    says("lease files", "passed")
     (state_dir / LEASES[0]).unlink()
-    says("removed leases", "warning", f"the lease of {UUIDS[0]} that process {os.getpid()}")
+    says("lease files", "warning", f"the lease of {UUIDS[0]} that process {os.getpid()}")
     claimed.release()
-    says("removed leases", "passed")
+    says("lease files", "passed")
 
 
 # Rules of the system, under a root of our own
@@ -341,7 +359,11 @@ SYSTEMD = {"run/systemd/system/x": "", "usr/lib/tmpfiles.d/tmp.conf": "# comment
         ({}, "passed", "does not run here"),
         (SYSTEMD, "warning", "/tmp after 10d"),
         ({**SYSTEMD, "etc/tmpfiles.d/tmp.conf": "D /tmp 1777 root root -\n"}, "passed", "no rule"),
-        ({**SYSTEMD, "etc/tmpfiles.d/safe-gpu.conf": "x /tmp/safe-gpu\n"}, "passed", "safe-gpu.conf exempts it"),
+        (
+            {**SYSTEMD, "etc/tmpfiles.d/safe-gpu.conf": "x /tmp/safe-gpu\n"},
+            "passed",
+            "safe-gpu.conf exempts /tmp/safe-gpu",
+        ),
         ({**SYSTEMD, "etc/tmpfiles.d/z.conf": "x /tmp/safe-*\n"}, "passed", "exempts"),
         ({**SYSTEMD, "etc/tmpfiles.d/z.conf": "d /tmp/safe-gpu 1777 root root -\n"}, "passed", "no rule"),
         ({**SYSTEMD, "etc/tmpfiles.d/z.conf": "x /tmp/o\nq! /tmp/safe-gpu 1777 root root 0\n"}, "warning", "after 0"),
@@ -351,8 +373,8 @@ SYSTEMD = {"run/systemd/system/x": "", "usr/lib/tmpfiles.d/tmp.conf": "# comment
 )
 def test_who_cleans_the_directory(tmp_path: Path, files: dict[str, str], status: str, words: str) -> None:
     fix = "x /tmp/safe-gpu" if status == "warning" and "tmpreaper" not in words else ""
-    says("cleaning of old files", status, words, rooted(tmp_path, files), fix)
-    says("cleaning of old files", "passed", host=rooted(tmp_path, files, "/srv/safe-gpu"))
+    says("removal of old files", status, words, rooted(tmp_path, files), fix)
+    says("removal of old files", "passed", host=rooted(tmp_path, files, "/srv/safe-gpu"))
 
 
 @pytest.mark.parametrize(
@@ -360,7 +382,7 @@ def test_who_cleans_the_directory(tmp_path: Path, files: dict[str, str], status:
 )
 def test_protected_regular_is_explained(tmp_path: Path, value: str | None, words: str) -> None:
     files = {} if value is None else {"proc/sys/fs/protected_regular": value}
-    assert words in finding("protected_regular", rooted(tmp_path, files)).detail
+    assert words in finding("fs.protected_regular", rooted(tmp_path, files)).detail
 
 
 PLAIN = "27 1 254:0 / / rw - ext4 /dev/vda rw\n"
@@ -382,9 +404,9 @@ PLAIN = "27 1 254:0 / / rw - ext4 /dev/vda rw\n"
 )
 def test_signs_of_a_private_directory(tmp_path: Path, mounts: str, words: str) -> None:
     host = rooted(tmp_path, {"proc/self/mountinfo": PLAIN + mounts})
-    says("private /tmp", "warning", words, host, "SAFE_GPU_DIR")
+    says("shared state directory", "warning", words, host, "SAFE_GPU_DIR")
     says(
-        "private /tmp",
+        "shared state directory",
         "passed",
         host=rooted(tmp_path, {"proc/self/mountinfo": PLAIN + mounts.replace(" /tmp rw", " /elsewhere rw")}),
     )
@@ -428,7 +450,7 @@ def test_a_container_without_the_state_directory(
         for process in ("self", "1"):
             (tmp_path / "proc" / process / "ns").mkdir(parents=True, exist_ok=True)
             (tmp_path / "proc" / process / "ns" / name).symlink_to(f"{name}:[{inode}]")
-    found = finding("private /tmp", host)
+    found = finding("shared state directory", host)
     assert found.status == status
     assert ("-v /tmp/safe-gpu:/tmp/safe-gpu" in found.fix) == (status == "warning")
 
@@ -448,34 +470,34 @@ def test_a_container_without_the_state_directory(
 )
 def test_the_same_name_outside(tmp_path: Path, inside: str, outside: str, status: str) -> None:
     files = {"proc/self/mountinfo": PLAIN + inside, "proc/1/mountinfo": PLAIN + outside}
-    assert finding("private /tmp", rooted(tmp_path, files)).status == status
+    assert finding("shared state directory", rooted(tmp_path, files)).status == status
 
 
 def test_a_container_in_the_host_s_namespaces(tmp_path: Path) -> None:
     """docker run --pid=host --uts=host --ipc=host: pid 1 has another root directory."""
     host = rooted(tmp_path, {"proc/self/mountinfo": OVERLAY, "proc/1/mountinfo": PLAIN})
-    says("private /tmp", "warning", host=host, fix="-v /tmp/safe-gpu:/tmp/safe-gpu")
+    says("shared state directory", "warning", host=host, fix="-v /tmp/safe-gpu:/tmp/safe-gpu")
 
 
 def test_a_directory_of_one_jobs_user_is_private(tmp_path: Path) -> None:
     host = rooted(tmp_path, {"proc/self/mountinfo": PLAIN + "40 27 0:9 / /tmp rw - tmpfs tmpfs rw\n", "tmp/x": ""})
-    says("private /tmp", "passed", host=host)
+    says("shared state directory", "passed", host=host)
     (tmp_path / "tmp").chmod(0o700)
     if os.geteuid() == 0:
         os.chown(tmp_path / "tmp", 12345, 12345)
-    says("private /tmp", "warning", "only ", host)
+    says("shared state directory", "warning", "only ", host)
 
 
 def test_a_private_mount_for_real(open_tmp: Path) -> None:
     (open_tmp / "state").mkdir()
     options = {"SAFE_GPU_DIR": str(open_tmp / "state")}
-    if in_namespace("true", "private /tmp", "--", **options).status != "passed":
+    if in_namespace("true", "shared state directory", "--", **options).status != "passed":
         pytest.skip("the tests themselves run where /tmp is private")
     (open_tmp / "other").mkdir()
     for mount in (f"mount -t tmpfs none {open_tmp}", f"mount --bind {open_tmp}/other {open_tmp}/state"):
-        found = in_namespace(mount, "private /tmp", **options)
+        found = in_namespace(mount, "shared state directory", **options)
         assert (found.status, "private to this mount namespace" in found.detail) == ("warning", True), mount
-    shared = in_namespace(f"mount --bind {open_tmp} {open_tmp}", "private /tmp", **options)
+    shared = in_namespace(f"mount --bind {open_tmp} {open_tmp}", "shared state directory", **options)
     assert shared.status == "passed", "the same directory by another mount is no other directory"
 
 
@@ -483,57 +505,57 @@ def test_a_private_mount_for_real(open_tmp: Path) -> None:
 
 
 def test_a_process_namespace_of_its_own() -> None:
-    found = in_namespace("true", "process namespace", "-p", "-f", "--mount-proc")
+    found = in_namespace("true", "visible processes", "-p", "-f", "--mount-proc")
     assert (found.status, "--pid=host" in found.fix) == ("warning", True)
 
 
 def test_hidden_processes_of_others() -> None:
     mount = "mount -t proc -o hidepid=2 none /proc"
-    found = in_namespace(mount, "process namespace", user=12345)
+    found = in_namespace(mount, "visible processes", user=12345)
     assert (found.status, "hidepid=" in found.detail) == ("warning", True)
     if os.readlink("/proc/self/ns/pid") == "pid:[4026531836]":
-        assert in_namespace(mount, "process namespace").status == "passed", "nothing is hidden from root"
+        assert in_namespace(mount, "visible processes").status == "passed", "nothing is hidden from root"
 
 
 def test_driver_pids_that_do_not_resolve(fake_gpus) -> None:
     fake_gpus.use_nvml_here()
     fake_gpus.process(fake_gpus.uuids[1], os.getpid())
     if os.readlink("/proc/self/ns/pid") == "pid:[4026531836]":
-        assert finding("process namespace").status == "passed"
+        assert finding("visible processes").status == "passed"
     fake_gpus.process(fake_gpus.uuids[1], 1 << 29, static=True)
-    says("process namespace", "warning", "1 of 2 processes")
+    says("visible processes", "warning", "1 of 2 processes")
 
 
 def test_suspended_holders_and_waiters(state_dir: Path, child, eventually) -> None:
     holder = child(HOLD, says="held")
     waiter = child(HOLD.replace("only=0", "only=0, timeout=None"))
     eventually(lambda: any(path.read_text() for path in (state_dir / "queue").glob("*.ticket")))
-    assert finding("suspended processes").status == "passed"
+    assert finding("holders and waiters").status == "passed"
     for process in (holder, waiter):
         os.kill(process.pid, signal.SIGSTOP)
         eventually(lambda process=process: procfs.is_stopped(process.pid))
     # /proc/locks may miss one while other processes lock and unlock files.
     said = ("holds GPU 0", *(f"process {process.pid} (" for process in (holder, waiter)))
-    eventually(lambda: all(text in finding("suspended processes").detail for text in said))
-    eventually(lambda: f"kill -CONT {holder.pid} {waiter.pid}" in finding("suspended processes").fix)
-    assert finding("suspended processes").status == "warning"
+    eventually(lambda: all(text in finding("holders and waiters").detail for text in said))
+    eventually(lambda: f"kill -CONT {holder.pid} {waiter.pid}" in finding("holders and waiters").fix)
+    assert finding("holders and waiters").status == "warning"
 
 
 def test_all_gpus_of_a_stopped_holder(state_dir: Path, child, eventually) -> None:
     holder = child(HOLD.replace("gpus(1", "gpus(2").replace("only=0", "only='0,5'"), says="held")
     os.kill(holder.pid, signal.SIGSTOP)
-    eventually(lambda: "which holds GPUs 0,5" in finding("suspended processes").detail)
+    eventually(lambda: "which holds GPUs 0,5" in finding("holders and waiters").detail)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, who sees the processes of all")
 def test_a_claim_in_another_state_directory(
     state_dir: Path, open_tmp: Path, child, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    says("other state directories", "passed")
+    says("state directories of claims", "passed")
     monkeypatch.setenv("SAFE_GPU_SIMULATED_DIR", str(open_tmp / "simulated"))  # one host for both
     holder = child(HOLD, says="held", env={"SAFE_GPU_DIR": str(open_tmp / "other")})
     words = f"GPU 0 in {open_tmp / 'other'} (process {holder.pid} of "
-    says("other state directories", "warning", words, fix="/etc/safe-gpu/config.ini")
+    says("state directories of claims", "warning", words, fix="/etc/safe-gpu/config.ini")
     claim = CheckedHost().status.gpus[0].claim
     assert claim is not None
     assert (claim.pid, claim.note) == (holder.pid, f"its lease is in {open_tmp / 'other'}")
@@ -547,14 +569,14 @@ def test_a_package_that_others_cannot_read(open_tmp: Path, monkeypatch: pytest.M
     monkeypatch.setattr(checks_of_process, "__file__", str(package / "process.py"))
     monkeypatch.setattr(sys, "executable", "/bin/sh")
     monkeypatch.setattr("filelock.__file__", str(package.parent / "__init__.py"))
-    says("for all users", "passed")
+    says("shared installation", "passed")
     package.parent.chmod(0o700)  # umask 077
-    says("for all users", "warning", f"{package.parent} has mode 0700", fix="umask 022")
+    says("shared installation", "warning", f"{package.parent} has mode 0700", fix="umask 022")
     package.parent.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(open_tmp / "pyenv" / "python"))
     (open_tmp / "pyenv").mkdir(mode=0o750)
     (open_tmp / "pyenv" / "python").touch(mode=0o755)
-    says("for all users", "warning", f"{open_tmp / 'pyenv'} has mode 0750")
+    says("shared installation", "warning", f"{open_tmp / 'pyenv'} has mode 0750")
 
 
 def test_whose_the_files_are(state_dir: Path, child) -> None:
@@ -584,16 +606,16 @@ def old_lock(open_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_older_package(old_lock: Path, child) -> None:
-    assert "not been used" in finding("older package").detail
+    assert "not been used" in finding("safe-gpu 1.x and 2.0").detail
     old_lock.parent.mkdir()
     old_lock.touch()
-    assert "claims take its lock too" in finding("older package").detail
+    assert "claims take its lock too" in finding("safe-gpu 1.x and 2.0").detail
     theirs = child(
         f"import fcntl\nf = open({str(old_lock)!r}, 'w')\nfcntl.lockf(f, fcntl.LOCK_EX)\nsay('locked'); listen()"
     )
     assert theirs.hear() == "locked"
-    assert f"process {theirs.pid}" in finding("older package").detail
-    assert finding("older package", environment(SAFE_GPU_LEGACY_LOCK="never")).status == "warning"
+    assert f"process {theirs.pid}" in finding("safe-gpu 1.x and 2.0").detail
+    assert finding("safe-gpu 1.x and 2.0", environment(SAFE_GPU_LEGACY_LOCK="never")).status == "warning"
 
 
 def test_the_older_package_closed_to_us(old_lock: Path, as_user) -> None:
@@ -602,9 +624,9 @@ def test_the_older_package_closed_to_us(old_lock: Path, as_user) -> None:
     old_lock.chmod(0o644)
 
     def work(say, listen) -> None:
-        say(finding("older package").status)
+        say(finding("safe-gpu 1.x and 2.0").status)
         listen()
-        found = finding("older package")
+        found = finding("safe-gpu 1.x and 2.0")
         say(f"{found.status} {found.fix}")
 
     user = as_user(work, uid=12345)
@@ -649,20 +671,20 @@ def test_a_filelock_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_good_host_of_gpus(fake_gpus) -> None:
     fake_gpus.use_nvml_here()
     host = CheckedHost()
-    for name in ("GPU driver", "driver speed", "lost GPUs", "process lists", "compute mode", "MIG"):
+    for name in ("GPU driver", "driver speed", "access to GPUs", "process lists", "compute mode", "MIG"):
         assert finding(name, host).status == "passed", name
-    assert finding("GPU driver", host).detail == "nvml 550.54.15: 8 GPU(s), NVIDIA A100-SXM4-80GB"
+    assert finding("GPU driver", host).detail == "nvml 550.54.15: 8 GPUs, NVIDIA A100-SXM4-80GB"
 
 
 @pytest.mark.parametrize(
     ("change", "check", "status", "words"),
     [
-        ({"lost": 1}, "lost GPUs", "warning", "GPU 2"),
-        ({"handle_error": 4}, "lost GPUs", "warning", "GPU 2"),
+        ({"lost": 1}, "access to GPUs", "warning", "GPU 2"),
+        ({"handle_error": 4}, "access to GPUs", "warning", "GPU 2"),
         ({"mode": 2}, "compute mode", "warning", "GPU 2: compute mode PROHIBITED"),
         ({"mode": 3}, "compute mode", "warning", "GPU 2: compute mode EXCLUSIVE_PROCESS"),
         ({"mig": 1}, "MIG", "warning", "GPU 2: MIG mode is on and there is no instance"),
-        ({"mig": 1, "instances": "MIG-a,MIG-b"}, "MIG", "passed", "on for GPU 2: 2 instance(s)"),
+        ({"mig": 1, "instances": "MIG-a,MIG-b"}, "MIG", "passed", "on for GPU 2: 2 instances"),
         ({"compute_error": 999}, "process lists", "warning", "GPU 2"),
     ],
 )
@@ -679,7 +701,7 @@ def test_no_gpus_and_no_driver(fake_gpus) -> None:
     fake_gpus.options(init_error=9)
     host = CheckedHost()
     assert finding("GPU driver", host).status == "failed"
-    for name in ("driver speed", "CUDA", "lost GPUs", "process lists", "compute mode", "MIG", "CPU mask"):
+    for name in ("driver speed", "CUDA", "access to GPUs", "process lists", "compute mode", "MIG", "CPU mask"):
         assert finding(name, host).status == "skipped", name
 
 
@@ -707,7 +729,7 @@ def test_cuda_in_a_child(fake_gpus) -> None:
     def ask(**variables: str) -> str:
         return fake_gpus.python(ASK, "CUDA", **variables)
 
-    assert ask(CUDA_VISIBLE_DEVICES="1") == "passed|CUDA can be initialised and sees 8 GPU(s)|\n"
+    assert ask(CUDA_VISIBLE_DEVICES="1") == "passed|CUDA can be initialised and sees 8 GPUs|\n"
     fake_gpus.options(cuda_init_error=802)
     assert re.match(r"failed\|CUDA could not be asked.*802", ask())
 
@@ -812,13 +834,13 @@ VARIABLES, VISIBLE, ORDER = "SAFE_GPU variables", "CUDA_VISIBLE_DEVICES", "CUDA_
         ("batch job", {}, "passed", "not in a batch job"),
         ("batch job", {"OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, "passed", "rank 1 of 4"),
         ("batch job", {"JOB_ID": "12", "SGE_TASK_ID": "3", "SGE_ROOT": "/x"}, "passed", "sge:12.3"),
-        ("batch job", {"SLURM_JOB_ID": "7", "SLURM_JOB_GPUS": "0,1"}, "passed", "2 GPU(s) asked for"),
+        ("batch job", {"SLURM_JOB_ID": "7", "SLURM_JOB_GPUS": "0,1"}, "passed", "2 GPUs asked for"),
         ("batch job", {"SLURM_JOB_ID": "7", "SLURM_JOB_GPUS": "2,3", "CUDA_VISIBLE_DEVICES": "3"}, "passed", ""),
         ("batch job", {"SLURM_JOB_ID": "7", "SLURM_JOB_GPUS": "2,3", "CUDA_VISIBLE_DEVICES": "0,1"}, "warning", "0,1"),
-        ("OpenMP binding", {"OMP_PROC_BIND": "false", "KMP_AFFINITY": "disabled"}, "passed", "no variable"),
-        ("OpenMP binding", {"OMP_PROC_BIND": "close"}, "warning", "close"),
-        ("OpenMP binding", {"GOMP_CPU_AFFINITY": "0-3"}, "warning", "0-3"),
-        ("OpenMP binding", {"KMP_AFFINITY": "granularity=fine,compact"}, "warning", "compact"),
+        ("OpenMP variables", {"OMP_PROC_BIND": "false", "KMP_AFFINITY": "disabled"}, "passed", "no variable"),
+        ("OpenMP variables", {"OMP_PROC_BIND": "close"}, "warning", "close"),
+        ("OpenMP variables", {"GOMP_CPU_AFFINITY": "0-3"}, "warning", "0-3"),
+        ("OpenMP variables", {"KMP_AFFINITY": "granularity=fine,compact"}, "warning", "compact"),
     ],
 )
 def test_variables(check: str, variables: dict[str, str], status: str, words: str) -> None:
@@ -853,7 +875,7 @@ def test_a_limited_address_space(child) -> None:
     code = (
         "import resource\nfrom safe_gpu import doctor\n"
         "resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))\n"
-        "found = dict(doctor.CHECKS)['address space'](doctor.CheckedHost())\n"
+        "found = dict(doctor.CHECKS)['address space limit'](doctor.CheckedHost())\n"
         "say(found.status, found.detail)"
     )
     said = child(code).hear()
@@ -897,12 +919,12 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, whose file a
 def test_a_policy(tmp_path: Path, prepare: str, status: str, words: str, fix: str) -> None:
     path = str(tmp_path / "policy.ini")
     subprocess.run(f"umask 022; {prepare}", shell=True, check=True, env={**os.environ, "P": path}, timeout=60)
-    says("policy", status, words, environment(SAFE_GPU_POLICY=path), fix)
+    says("policy file", status, words, environment(SAFE_GPU_POLICY=path), fix)
 
 
 def test_a_host_without_a_policy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("safe_gpu.settings.HOST_FILES", (str(tmp_path / "config.ini"),))
-    says("policy", "skipped", host=environment())
+    says("policy file", "skipped", host=environment())
 
 
 @pytest.mark.parametrize(

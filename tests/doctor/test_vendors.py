@@ -43,7 +43,7 @@ def test_rows_on_simulated_amd_hosts(doctor: Any, preset: str) -> None:
     found = doctor(SAFE_GPU_DRIVER=f"simulated:{preset}")
     check_rows_of_amd(found)
     assert found["HIP"]["detail"] == "simulated GPUs have no HIP"
-    assert found["other vendor"]["detail"] == "no GPUs of a second vendor"
+    assert found["GPUs of other vendors"]["detail"] == "no GPUs of a second vendor"
 
 
 def test_rows_on_a_saved_tree(doctor: Any, tmp_path: Path) -> None:
@@ -71,8 +71,8 @@ def test_the_other_vendor(doctor: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "HIP" in inside, "a claim inside a claim of AMD GPUs gets those"
     found = doctor()
     assert "CUDA" in found
-    assert found["other vendor"]["status"] == "passed"
-    assert "4 GPU(s), AMD Instinct MI210; claims get those with --vendor amd" in found["other vendor"]["detail"]
+    assert found["GPUs of other vendors"]["status"] == "passed"
+    assert "4 GPUs, AMD Instinct MI210; claims get those with --vendor amd" in found["GPUs of other vendors"]["detail"]
 
 
 def test_a_broken_driver_of_one_vendor(doctor: Any, fake_gpus: Any, tmp_path: Path) -> None:
@@ -83,5 +83,5 @@ def test_a_broken_driver_of_one_vendor(doctor: Any, fake_gpus: Any, tmp_path: Pa
     fake_gpus.use_nvml_here()
     found = doctor(SAFE_GPU_DRIVER="auto", SAFE_GPU_FSROOT=str(tmp_path / "root"))
     assert found["GPU driver"]["status"] == "failed"
-    assert found["other vendor"]["status"] == "warning"
-    assert "not loaded" in found["other vendor"]["detail"]
+    assert found["GPUs of other vendors"]["status"] == "warning"
+    assert "not loaded" in found["GPUs of other vendors"]["detail"]

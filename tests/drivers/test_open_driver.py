@@ -85,7 +85,7 @@ def test_auto_prefers_nvml_and_takes_nvidia_smi_where_that_lacks(
 @pytest.mark.parametrize(
     ("driver", "lacking", "words"),
     [
-        ("auto", "library", ("SAFE_GPU_DRIVER=simulated:dgx-a100", "libnvidia-ml.so.1")),
+        ("auto", "library", ("There is no GPU driver here", "libnvidia-ml.so.1", "nor is the driver of AMD or Intel")),
         ("auto", "module", ("SAFE_GPU_DRIVER=simulated:dgx-a100", "nvidia-ml-py is not installed")),
         ("nvml", "library", ("libnvidia-ml.so.1",)),
         ("nvml", "module", ("pip install nvidia-ml-py",)),

@@ -102,7 +102,7 @@ def test_the_number(environ: dict[str, str], number: int) -> None:
         ({**SLURM, "SLURM_GPUS_ON_NODE": "0"}, ["slurm:77 asked for no GPU", "set SAFE_GPU_NB_GPUS=N"]),
         (
             {**SLURM, "SLURM_GPUS_ON_NODE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4"},
-            ["slurm:77 asked for 2 GPU(s)", "4 processes"],
+            ["slurm:77 asked for 2 GPUs", "4 processes"],
         ),
         ({"SGE_TASK_ID": "undefined", "JOB_ID": "4"}, ["sge:4", "not known", "set SAFE_GPU_NB_GPUS=N"]),
         ({"SGE_TASK_ID": "undefined"}, ["of unknown number", "set SAFE_GPU_NB_GPUS=N"]),

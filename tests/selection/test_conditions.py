@@ -106,7 +106,7 @@ def test_a_busy_gpu(utilization: int | None, state: str) -> None:
     asked = parse_request(max_utilization="10%")
     (verdict,) = judge(HostSnapshot((gpu(0, utilization=utilization),)), asked, leased={})
     assert verdict.state == state
-    assert state == "free" or "at most 10 % asked for" in verdict.reason
+    assert state == "free" or "at most 10% asked for" in verdict.reason
     assert MaxUtilization(10).met_by(gpu(0, utilization=utilization)) == (state == "free")
 
 

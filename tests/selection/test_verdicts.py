@@ -179,16 +179,21 @@ def test_the_fence() -> None:
 @pytest.mark.parametrize(
     ("snapshot", "request_", "visible_limit", "words"),
     [
-        (host(), Selection(9), None, ["9 GPUs are asked for", "this host has only 8"]),
+        (host(), Selection(9), None, ["9 GPUs are asked for", "this host has only 8 NVIDIA GPUs"]),
         (host(0), Selection(1), None, ["1 GPU is asked for", "this host has none"]),
-        (host(8, _3=gpu(3, lost=True)), Selection(8), None, ["only 7 of the 8", "GPU 3: the driver lost it"]),
+        (
+            host(8, _3=gpu(3, lost=True)),
+            Selection(8),
+            None,
+            ["only 7 of the 8 NVIDIA GPUs", "GPU 3: the driver lost"],
+        ),
         (host(1, _0=gpu(unusable="broken")), ANY, None, ["none fits (GPU 0: broken)"]),
         (host(), parse_request(model="H100"), None, ["none fits", f"GPU 0-7: {A100} does not match model='H100'"]),
         (host(), parse_request(3, only=("0", "1")), None, ["only 2 of the 8", "only=0,1"]),
         (host(2), parse_request(2, exclude=("1",)), None, ["only 1 of the 2", "GPU 1: listed in exclude=1"]),
         (host(), parse_request(min_memory=100 * GIB), None, ["80 GiB in all", "100 GiB asked for"]),
-        (host(), parse_request(only=("8",)), None, ["only=8 names no single GPU of this host", "has GPU 0-7"]),
-        (host(), parse_request(exclude=("GPU-",)), None, ["exclude=GPU- names no single GPU"]),
+        (host(), parse_request(only=("8",)), None, ["only=8 names no single NVIDIA GPU of this host", "has GPU 0-7"]),
+        (host(), parse_request(exclude=("GPU-",)), None, ["exclude=GPU- names no single NVIDIA GPU"]),
         (mig_host(), Selection(2), None, ["one MIG instance", "ask for 1"]),
         (mig_host(), parse_request(2, only=("0",)), None, ["one MIG instance"]),
         (mig_host(), Selection(9), None, ["one MIG instance", "ask for 1 in each of up to"]),
@@ -231,7 +236,7 @@ def test_leases_beyond_the_fence_are_not_called_free() -> None:
     leased = {gpu(index).uuid: LeaseHolder(1) for index in range(3, 8)}
     visible_limit = VisibleLimit("0", (gpu(0).uuid,))
     with pytest.raises(UnsatisfiableRequestError, match="2 others are free"):
-        check_possible(host(), Selection(2), visible_limit, leased=leased)
+        check_possible(host(), Selection(2), visible_limit, leased=lambda: leased)
     assert fence_hint(judge(host(), ANY, leased=leased), visible_limit).endswith("1 of 8 GPUs; 2 others are free")
 
 

@@ -163,6 +163,6 @@ def test_the_table_marks_them() -> None:
         return render(HostStatus("h", "nvml", "", "/s", 1e9, (one,)), width=80, color=False).splitlines()
 
     one = gpu(0, 4711, 7200.0)
-    assert table(replace(one, idle_report=True))[-1] == "     no work for 2 h"
+    assert table(replace(one, idle_report=True))[-1] == "GPU 0: no work for 2 h"
     for report in (None, False):
         assert "no work" not in "\n".join(table(replace(one, idle_report=report)))

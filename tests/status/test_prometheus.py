@@ -165,6 +165,9 @@ def test_jobs_and_limits() -> None:
     assert 'safe_gpu_max_gpus{user="ben"} 1.0' in text
     assert 'safe_gpu_claim_info{gpu="1",UUID="GPU-b",vendor="nvidia",user="anna",batch_job="sge:7.3"} 1.0' in text
     assert 'safe_gpu_waiting_at_limit{user="ben"} 2.0' in text
+    shares = (claim, replace(claim, job="sge:8"), claim)
+    text = render_metrics(replace(status, gpus=(replace(claimed, claim=claim, shares=shares),)))
+    assert re.findall('safe_gpu_claim_info{.*batch_job="(.*)"}', text) == ["sge:7.3", "sge:8"]
 
 
 def test_a_driver_that_fails_shows_in_the_file(command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -142,17 +142,19 @@ def test_a_claim_is_shown_with_its_holder(state_dir: Path, child) -> None:
     assert not status.gpus[5].idle
     assert [one.pid for one in status.gpus[5].processes] == [process.pid]
     assert status.gpus[5].processes[0].user == claim.user
-    assert str(process.pid) in row(status, 5)
-    assert " 42.7 " in row(status, 5)
-    assert "sge:42.7" in render(status, width=120, color=False)
+    assert " 42.7 " in row(status, 1)
+    assert row(status, 5).endswith("  with GPU 1"), "a claim is described once"
+    assert re.search(rf" {process.pid}  sge:42\.7 ", render(status, width=120, color=False))
     assert "6 of 8 GPUs free" in table(status)
 
 
 def test_a_claim_without_a_process_on_the_gpu_is_idle(holder, ground) -> None:
     status = look()
     assert (status.gpus[0].state, status.gpus[0].idle) == ("claimed", True)
-    assert re.search(r"claimed +[0-9./G]+ +idle ", row(status, 0))
-    assert "1 claimed but idle" in table(status)
+    assert row(status, 0).split()[:2] == ["0", "claimed"], "but not in its first minute"
+    later = replace(status, taken_at=time.time() + 60)
+    assert row(later, 0).split()[:2] == ["0", "idle"]
+    assert "7 of 8 GPUs free, 1 idle (" in table(later)
     (context,) = ground.occupy(0)  # this process is of the same user
     assert not look().gpus[0].idle
     context.close()
@@ -346,7 +348,7 @@ def test_who_waits_in_what_order(state_dir: Path, child, eventually) -> None:
     assert [one.stopped for one in status.queue] == [False, True, False]
     text = table(status)
     assert "3 waiting" in text
-    assert re.search(rf"2  \w+ +{waiters[1].pid}  1 GPU ", text)
+    assert re.search(rf"2  \w+ +pid {waiters[1].pid}  1 GPU ", text)
     assert f"process {waiters[1].pid} is stopped" in text
     waiters[0].kill()
     assert [one.pid for one in look().queue] == [waiters[1].pid, waiters[2].pid]
@@ -482,7 +484,8 @@ def test_mig_lost_gpus_and_values_the_driver_does_not_give(fake_gpus, state_dir:
     text = table(status)
     assert f"{1 << 29}" in text
     assert "(1 of 2)" in text
-    assert "2:1" in text
+    assert ": 1 of 4 GPUs free, 2 of 2 MIG instances on 1 GPU free (" in text
+    assert "GPU 2: MIG mode is on" in text
     lost = next(one for one in status.gpus if one.gpu.lost)
     assert lost.state == "unusable"
     assert lost.reason in " ".join(text.split())
@@ -498,7 +501,7 @@ def test_a_display_that_everyone_shares(state_dir: Path, child) -> None:
     (one,) = status.gpus
     assert one.state == "display"
     assert one.claim.pid == process.pid
-    assert "1 of 1 GPUs free" in table(status)
+    assert "1 of 1 GPU free" in table(status)
 
 
 # The table
@@ -562,7 +565,7 @@ def test_a_crowd_of_waiters_is_cut() -> None:
     assert text.count("anna") == 100
     plain = replace(status, queue=tuple(replace(one, note="", job=f"sge:7.{one.position}") for one in crowd))
     assert re.search(r"^1-1500  anna +1500 x 1 GPU", render(plain, width=80, color=False), re.M)
-    assert re.search(r"^ +3  anna +13  7\.3 +1 GPU", render(plain, width=80, color=False, verbose=True), re.M)
+    assert re.search(r"^ +3  anna  7\.3 +1 GPU", render(plain, width=80, color=False, verbose=True), re.M)
     assert [one["position"] for one in status.to_dict()["queue"]] == list(range(1, 1001))
     assert "more" not in render(replace(status, queue=crowd[:100]), width=80, color=False)
 
@@ -575,10 +578,70 @@ def test_a_full_table_of_eighty_columns() -> None:
     )
     status = HostStatus("h", "nvml", "1", "/d", 12_001.0, (GpuStatus(gpu, "claimed", claim=claim), busy))
     assert render(status, width=80, color=False).split("\n")[3:] == [
-        "GPU  STATE      MEMORY  UTIL  USER          PID  JOB            FOR  COMMAND",
-        "  7  claimed  79.0/80G  100%  averyl..  1234567  1234567.890  3h20m  python tr..",
-        "  8  busy     79.0/80G  100%  bob          4242                      x --y",
+        "GPU  STATE    MEMORY        UTIL  USER      JOB/PID       HELD  COMMAND",
+        "  7  claimed  ━━━━━ 79/80G  100%  averyl..  1234567.890  3h20m  python train.p..",
+        "  8  busy     ━━━━━ 79/80G  100%  bob       pid 4242            x --y",
     ]
+
+
+def test_what_gpus_have_in_common_stands_once() -> None:
+    """Claims, and notes on several GPUs; a claim that is not known is not taken for the one before it."""
+    claim = ClaimStatus(7, "anna", None, "train", 1.0, stopped=True, until=2.0)
+    unknown = ClaimStatus(note="odd")
+    drained = GpuStatus(Gpu(0, "GPU-0"), "unusable", reason="drained by root: dust", drained=True)
+    held = [(0, claim), (1, claim), (2, unknown), (3, unknown), (4, claim)]
+    gpus = [GpuStatus(Gpu(number, "GPU-x"), "claimed", claim=one) for number, one in held]
+    gpus += [replace(drained, gpu=Gpu(number, "GPU-x")) for number in (5, 6, 7)]
+    lines = render(HostStatus("h", "nvml", "1", "/d", 62.0, tuple(gpus)), width=80, color=False).split("\n")
+    assert lines[0] == "h: 0 of 8 GPUs free, 3 drained (nvml 1)"
+    assert [" ".join(line.split()) for line in lines[4:]] == [
+        "0 claimed - - anna pid 7 1m -1m train",
+        "1 claimed - -",
+        "2 claimed - - ? pid ? ? ?",
+        "3 claimed - - ? pid ? ? ?",
+        "4 claimed - - with GPU 0",
+        *("5 drained - -", "6 drained - -", "7 drained - -", ""),
+        "GPU 0,1,4: process 7 is stopped (a suspended job?) and keeps the GPU",
+        "GPU 0,1,4: overdue 1 min",
+        "GPU 2,3: odd",
+        "GPU 5-7: drained by root: dust",
+    ]
+
+
+def test_each_sharer_has_its_row_and_its_notes() -> None:
+    gib = 1 << 30
+    first = ClaimStatus(7, "anna", "sge:8", "train", 1.0, share=20 * gib, memory_used=30 * gib)
+    second = ClaimStatus(9, "ben", None, "infer", 90.0, share=40 * gib, memory_used=gib, until=95.0)
+    gpu = Gpu(0, "GPU-0", memory_total=80 * gib, memory_used=31 * gib, utilization=5)
+    one = GpuStatus(gpu, "claimed", claim=first, shares=(first, second), share_free=10 * gib, idle=True)
+    status = HostStatus("h", "nvml", "1", "/d", 100.0, (one,))
+    lines = render(status, width=80, color=False).split("\n")[3:]
+    assert [" ".join(line.split()) for line in lines[1:]] == [
+        "0 shared ━━━━────── 31/80G 5% 2 claims, 10 GiB free",
+        "━━━━━━━━━━ 30/20G anna 8 1m train",
+        "────────── 1.0/40G ben pid 9 10s -5s infer",
+        "",
+        "GPU 0: process 7: uses more than its share: 30 GiB of 20 GiB",
+        "GPU 0: process 9: overdue 5 s",
+    ]
+    assert "0  idle " in render(replace(status, taken_at=150.0), width=80, color=False)
+    other = replace(first, memory_used=gib)  # the same claim on another GPU
+    status = replace(status, gpus=(one, replace(one, gpu=replace(gpu, index=1), claim=other, shares=(other,))))
+    assert render(status, width=80, color=False).count("anna") == 1
+    assert "/20G        with GPU 0\n" in render(status, width=80, color=False)
+
+
+def test_a_narrow_queue_leaves_out_the_least_important() -> None:
+    waiter = WaiterStatus(1, 7, "averylonguser", 12, 5.0, hold_for=90.0, job="sge:1234567.890", share=1 << 34)
+    waiter = replace(waiter, limit=(10, 12), expected_start=3600.0)
+    status = HostStatus("h", "nvml", "1", "/d", 10.0, (), (waiter,))
+    shown = {width: render(status, width=width, color=False).split("\n")[-2:] for width in (72, 80, 120)}
+    assert shown[80] == [
+        "#  USER      JOB/PID      WANTS              WAITED  STARTS",
+        "1  averyl..  1234567.890  16 GiB of 12 GPUs      5s  in 59m, at limit (10 of 12)",
+    ]
+    assert "GPUs  in 59m, at limit (10 of 12)" in shown[72][1]
+    assert shown[120][0].split() == "# USER PID JOB WANTS WAITED PLANNED STARTS".split()
 
 
 def test_cost_of_a_look_is_bounded_by_one_walk_through_proc(state_dir: Path, holder, monkeypatch) -> None:

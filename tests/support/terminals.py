@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import fcntl
 import os
 import pty
@@ -31,6 +32,9 @@ class Screen:
         self.blanks = 0  # how often everything was cleared
         self.widest = 0
         self.raw = ""
+        self.alternate = False
+        self.cursor = True
+        self._first: tuple[list[str], int] = ([], 0)  # the lines and the row of the screen behind the alternate one
         self._row = self._column = 0
         self._cut = ""  # the beginning of an escape whose end has not been read yet
 
@@ -53,10 +57,20 @@ class Screen:
             elif piece == "\x1b[2J":
                 self.lines = [""] * self.rows
                 self.blanks += 1
+            elif piece in ("\x1b[?25h", "\x1b[?25l"):
+                self.cursor = piece[-1] == "h"
+            elif piece == "\x1b[?1049h":
+                self.alternate, self._first = True, (self.lines, self._row)
+                self.lines = [""] * self.rows
+            elif piece == "\x1b[?1049l":
+                self.alternate, (self.lines, self._row) = False, self._first
+                self._column = 0
             elif piece == "\x1b[K":
                 self.lines[self._row] = line[: self._column]
             elif piece == "\x1b[J":
                 self.lines[self._row :] = [line[: self._column], *[""] * (self.rows - self._row - 1)]
+            elif piece.endswith("m") and piece[0] == "\x1b":
+                pass  # colours
             elif piece == "\r":
                 self._column = 0
             elif piece == "\n":
@@ -72,8 +86,9 @@ class Screen:
 class Terminal(Screen):
     """A pseudo-terminal of that many columns; a program gets ``slave``."""
 
-    def __init__(self, columns: int = 80) -> None:
-        super().__init__()
+    def __init__(self, columns: int = 80, rows: int = 24) -> None:
+        super().__init__(rows)
+        self._decode = codecs.getincrementaldecoder("utf-8")().decode  # a read may end within a character
         self.columns = columns
         self.master, self.slave = open_terminal()
         fcntl.ioctl(self.slave, termios.TIOCSWINSZ, struct.pack("HHHH", self.rows, columns, 0, 0))
@@ -81,15 +96,15 @@ class Terminal(Screen):
     def read_until(self, found: str | Callable[[], bool]) -> None:
         """Show what is written, until this has been written, or is so."""
         while not (found() if callable(found) else found in self.raw):
-            self.write(os.read(self.master, 65536).decode())
+            self.write(self._decode(os.read(self.master, 65536)))
 
     def read_to_the_end(self) -> None:
         """Show whatever is still to come, once no program has it open any more."""
         os.close(self.slave)
         self.slave = -1
         try:
-            while text := os.read(self.master, 65536).decode():
-                self.write(text)
+            while data := os.read(self.master, 65536):
+                self.write(self._decode(data))
         except OSError:  # how Linux says that the other end is closed
             pass
 

@@ -1,0 +1,126 @@
+"""What ``safe-gpu status`` shows on terminals of 80 and 120 columns, with and without colour, and its pictures."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from support.terminals import open_terminal
+
+from safe_gpu.text import display_width
+
+ROOT = Path(__file__).parents[2]
+TOOL = ROOT / "tools" / "picture.py"
+if not TOOL.exists():
+    pytest.skip("this is not a checkout: there is no tools/ here", allow_module_level=True)
+specification = importlib.util.spec_from_file_location("picture", TOOL)
+picture: Any = importlib.util.module_from_spec(specification)  # type: ignore[arg-type]
+specification.loader.exec_module(picture)  # type: ignore[union-attr]
+
+SGR = re.compile(r"\x1b\[\d+m")
+
+
+@pytest.fixture(autouse=True)
+def in_a_terminal() -> None:
+    """Skip where none can be made."""
+    for fd in open_terminal():
+        os.close(fd)
+
+
+@pytest.mark.parametrize("width", [40, 80, 120])
+def test_nothing_is_wider_than_the_terminal(width: int) -> None:
+    colored = picture.screen(width)
+    plain = picture.screen(width, NO_COLOR="1")
+    assert SGR.sub("", colored) == plain
+    assert "\x1b[36m━" in colored or width == 40
+    assert "\x1b" not in plain
+    assert picture.screen(width, TERM="dumb") == plain
+    assert max(map(display_width, plain.splitlines())) <= width
+    assert "━" in plain or width == 40
+    ascii_only = picture.screen(width, NO_COLOR="1", PYTHONIOENCODING="ascii")
+    assert ascii_only == plain.translate(str.maketrans("━╾─", "##-"))
+
+
+def test_a_screen_of_eighty_columns() -> None:
+    """Each fact once: whose claim it is, why a GPU is drained, when a waiter can expect to start."""
+    assert (
+        picture.screen(80, NO_COLOR="1")
+        == """\
+gpu1: 1 of 8 GPUs free, 1 idle, 1 drained, 2 waiting (nvml 550.54.15)
+8 x NVIDIA A100-SXM4-80GB
+
+GPU  STATE    MEMORY        UTIL  USER   JOB/PID     HELD  LEFT  COMMAND
+  0  claimed  ━━━╾  71/80G   98%  anna   4711.3     3h20m   40m  python train.py
+  1  claimed  ━━━╾  71/80G   97%
+  2  claimed  ━━━╾  70/80G   99%
+  3  claimed  ━━━╾  71/80G   96%
+  4  idle     ──── 0.4/80G    0%  ben    pid 48213   1d1h        jupyter-lab
+  5  shared   ━━──  42/80G   88%  2 claims, 16 GiB free
+              ━━━╾  20/24G        carla  4718         12m        python eval.py
+              ━━──  22/40G        dora   4719          9m   51m  simulate
+  6  drained  ────   0/80G    0%
+  7  free     ────   0/80G    0%
+
+GPU 6: drained by root: its fan is to be replaced
+
+Waiting, first come first served:
+#  USER  JOB/PID  WANTS   WAITED  PLANNED  STARTS
+1  emil  4720     4 GPUs     25m    2h00m  in 40m
+2  anna  4721     1 GPU       3m    1h00m  in 40m, at limit (4 of 4)
+"""
+    )
+
+
+@pytest.mark.skipif(shutil.which("tmux") is None, reason="there is no tmux here")
+@pytest.mark.parametrize("width", picture.WIDTHS)
+def test_the_same_in_tmux(tmp_path: Path, width: int, eventually: Any) -> None:
+    """What another author's terminal shows of --watch, and what is left of it after Ctrl-C."""
+
+    def tmux(*words: str) -> str:
+        done = subprocess.run(["tmux", "-S", str(tmp_path / "socket"), *words], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def shown() -> str:
+        return tmux("capture-pane", "-p").rstrip()
+
+    expected = picture.screen(width, NO_COLOR="1").rstrip()
+    watch = shlex.join([sys.executable, str(TOOL), "status", "--watch", "--interval", "0.1"])
+    tmux(
+        "-u", "-f", "/dev/null", "new-session", "-d", "-x", str(width), "-y", "40", f"unset COLUMNS; {watch}; read wait"
+    )
+    try:
+        eventually(lambda: shown().partition("\n")[2] == expected)
+        assert tmux("display-message", "-p", "#{alternate_on} #{cursor_flag}") == "1 0\n"
+        tmux("send-keys", "C-c")
+        eventually(lambda: tmux("display-message", "-p", "#{alternate_on} #{cursor_flag}") == "0 1\n")
+        assert expected in shown()
+    finally:
+        tmux("kill-server")
+
+
+def text_of(path: Path) -> str:
+    """The text of a picture, each piece in its column of its line."""
+    lines: dict[float, str] = {}
+    for piece in ElementTree.parse(path).iter("{http://www.w3.org/2000/svg}text"):
+        line = lines.get(height := float(piece.attrib["y"]), "")
+        column = round(float(piece.attrib["x"]) / 12.2)
+        lines[height] = line.ljust(column) + (piece.text or "").replace("\xa0", " ")
+    return "\n".join(lines[height].rstrip() for height in sorted(lines))
+
+
+@pytest.mark.skipif(not picture.PICTURES.exists(), reason="this is not a checkout: its pictures are not here")
+@pytest.mark.parametrize("width", picture.WIDTHS)
+def test_the_pictures_are_of_today(width: int) -> None:
+    """``python tools/picture.py`` draws them anew."""
+    expected = f"$ safe-gpu status\n{picture.screen(width, NO_COLOR='1')}"
+    assert text_of(picture.PICTURES / f"status-{width}.svg").rstrip() == expected.rstrip()

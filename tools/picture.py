@@ -1,0 +1,121 @@
+"""Pictures of ``safe-gpu status`` for the pages: the command in a terminal of 80 and of 120 columns, as SVG.
+
+The host is made up, so that it shows much in few lines; all else is what the command prints. Run it where ``rich`` is
+installed, which only draws:
+
+    python tools/picture.py                 # writes .github/pictures/status-80.svg and status-120.svg
+    python tools/picture.py status --watch  # shows that host in this terminal
+"""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import os
+import pty
+import re
+import struct
+import sys
+import termios
+from dataclasses import replace
+from pathlib import Path
+
+import safe_gpu
+from safe_gpu.cli.commands import main as command
+from safe_gpu.drivers.presets import preset
+from safe_gpu.status import gather
+from safe_gpu.status.facts import ClaimStatus, GpuStatus, HostStatus, WaiterStatus
+
+PICTURES = Path(__file__).parents[1] / ".github" / "pictures"
+WIDTHS = (80, 120)
+NOW, MINUTE, GIB = 1_795_000_000.0, 60.0, 1 << 30
+
+
+def claim(pid: int, user: str, job: str | None, script: str, held: float, left: float | None = None) -> ClaimStatus:
+    """A claim that has been held, and will be held, for so many minutes."""
+    until = None if left is None else NOW + left * MINUTE
+    return ClaimStatus(pid, user, job, script, NOW - held * MINUTE, until=until)
+
+
+def scene() -> HostStatus:
+    """Eight GPUs: a claim of four, one that is shared, one that is idle, one that is drained, one free; two wait."""
+    anna = claim(20511, "anna", "sge:4711.3", "python train.py", 200, 40)
+    ben = claim(48213, "ben", None, "jupyter-lab", 1500)
+    carla = replace(claim(50017, "carla", "sge:4718", "python eval.py", 12), share=24 * GIB, memory_used=20 * GIB)
+    dora = replace(claim(50102, "dora", "sge:4719", "./simulate", 9, 51), share=40 * GIB, memory_used=22 * GIB)
+    rows = [
+        (anna, 71, 98),
+        (anna, 71, 97),
+        (anna, 70, 99),
+        (anna, 71, 96),
+        (ben, 0.4, 0),
+        (carla, 42, 88),
+        (None, 0, 0),
+    ]
+    gpus = [
+        GpuStatus(
+            replace(gpu, memory_used=int(used * GIB), utilization=load),
+            "claimed" if holder else "unusable",
+            claim=holder,
+        )
+        for gpu, (holder, used, load) in zip(preset("dgx-a100").gpus(), [*rows, (None, 0, 0)], strict=True)
+    ]
+    gpus[4] = replace(gpus[4], idle=True)
+    gpus[5] = replace(gpus[5], shares=(carla, dora), share_free=16 * GIB)
+    gpus[6] = replace(gpus[6], drained=True, reason="drained by root: its fan is to be replaced")
+    gpus[7] = replace(gpus[7], state="free")
+    waiters = (
+        WaiterStatus(1, 51377, "emil", 4, NOW - 25 * MINUTE, hold_for=7200, expected_start=NOW + 2400, job="sge:4720"),
+        WaiterStatus(2, 51890, "anna", 1, NOW - 3 * MINUTE, hold_for=3600, expected_start=NOW + 2400, job="sge:4721",
+                     limit=(4, 4)),
+    )  # fmt: skip
+    return HostStatus("gpu1", "nvml", "550.54.15", "/tmp/safe-gpu", NOW, tuple(gpus), waiters)
+
+
+def show(*arguments: str) -> int:
+    """Run a command of safe-gpu on that host, and return its exit code."""
+    gather.gather = scene  # type: ignore[assignment]
+    return command(arguments)
+
+
+def screen(columns: int, **environment: str) -> str:
+    """What ``safe-gpu status`` writes to a terminal that wide."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        fcntl.ioctl(1, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+        kept = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "NO_COLOR")}
+        package = str(Path(safe_gpu.__file__).parents[1])
+        os.execve(
+            sys.executable,
+            [sys.executable, __file__, "status"],
+            {**kept, "PYTHONPATH": package, "TERM": "xterm-256color", **environment},
+        )
+    text = b""
+    try:
+        while piece := os.read(terminal, 65536):
+            text += piece
+    except OSError:  # how Linux says that the other end is closed
+        pass
+    os.close(terminal)
+    os.waitpid(pid, 0)
+    return text.decode().replace("\r\n", "\n")
+
+
+def svg(text: str, columns: int) -> str:
+    """The text of a terminal as a picture, without the fonts that rich would have a reader's browser fetch."""
+    from rich._export_format import CONSOLE_SVG_FORMAT
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(file=io.StringIO(), record=True, width=columns, force_terminal=True, color_system="standard")
+    console.print(Text.from_ansi(f"$ safe-gpu status\n{text}"))
+    form = re.sub(r" *@font-face \{\{.*?\}\}\n", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
+    return console.export_svg(title="", code_format=form, unique_id="status")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:]:
+        sys.exit(show(*sys.argv[1:]))
+    PICTURES.mkdir(parents=True, exist_ok=True)
+    for width in WIDTHS:
+        (PICTURES / f"status-{width}.svg").write_text(svg(screen(width), width))

@@ -93,7 +93,7 @@ def test_a_claim_ends_with_its_job(slurm: Slurm, room: Any) -> None:
     job = slurm.submit(*ON_NODE1, "--gres=gpu:1", "--time=10", script)
     slurm.finish(job)
     began, *_, until = slurm.output(job).split()
-    assert 0 < float(until) - float(began) <= 600
+    assert 0 < float(until) - float(began) <= 601  # a claim gets its GPUs some milliseconds after it asked
 
 
 def test_array(slurm: Slurm, room: Any) -> None:

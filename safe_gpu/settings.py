@@ -88,20 +88,29 @@ def check(environ: Mapping[str, str]) -> None:
             raise UnsatisfiableRequestError(f"{name}={value} is unknown: set it to {takes}, or unset it", value=value)
 
 
-def policy_file(environ: Mapping[str, str]) -> str:
-    """Return where the policy of this host is, whether the file exists or not.
+def policy_files(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Return where the policy of this host may be; the first one that exists counts.
 
     Where root has made its directory, a user cannot choose another by ``SAFE_GPU_POLICY``, unless the GPUs are
     simulated.
     """
-    own = next(filter(os.path.lexists, HOST_FILES), HOST_FILES[0])
     given = environ.get("SAFE_GPU_POLICY")
     simulated = environ.get("SAFE_GPU_DRIVER", "").startswith("simulated")
-    if given and not simulated and os.path.lexists(os.path.dirname(own)):
+    if given and not simulated and os.path.lexists(os.path.dirname(HOST_FILES[0])):
         from .programs import is_root
 
         given = given if is_root() else None
-    return given or own
+    return (given,) if given else HOST_FILES
+
+
+def existing_policy(environ: Mapping[str, str]) -> str | None:
+    """Return where the policy of this host is; None if there is none."""
+    return next(filter(os.path.lexists, policy_files(environ)), None)
+
+
+def policy_file(environ: Mapping[str, str]) -> str:
+    """Return where the policy of this host is, or would be."""
+    return existing_policy(environ) or policy_files(environ)[0]
 
 
 def host_setting(key: str, variable: str, environ: Mapping[str, str]) -> str | None:
@@ -113,8 +122,8 @@ def host_setting(key: str, variable: str, environ: Mapping[str, str]) -> str | N
     """
     if environ.get(variable):
         return environ[variable]
-    path = policy_file(environ)
-    if not os.path.lexists(path):
+    path = existing_policy(environ)
+    if path is None:
         return None
     from .host_file import host_values
 
@@ -123,8 +132,8 @@ def host_setting(key: str, variable: str, environ: Mapping[str, str]) -> str | N
 
 def _differences(environ: Mapping[str, str]) -> list[str]:
     """Return where the environment differs from root's file: jobs, cron and sudo do not inherit it."""
-    path = policy_file(environ)
-    if not os.path.lexists(path):
+    path = existing_policy(environ)
+    if path is None:
         return []
     from .host_file import KEYS, host_values
 

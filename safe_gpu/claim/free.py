@@ -98,8 +98,8 @@ def remaining_quota(snapshot: HostSnapshot, nb_gpus: int) -> float:
         UnsatisfiableRequestError: the policy never allows that many.
         PolicyError: the policy file cannot be used. LockTimeout, StateDirError: the leases cannot be read.
     """
-    path = settings.policy_file(os.environ)
-    if not os.path.lexists(path):
+    path = settings.existing_policy(os.environ)
+    if path is None:
         return math.inf
     import logging
 

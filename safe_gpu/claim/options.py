@@ -193,10 +193,10 @@ def with_policy_limits(options: ClaimOptions) -> ClaimOptions:
     Raises:
         PolicyError: the file cannot be read, or a line of it is wrong.
     """
-    path = settings.policy_file(os.environ)
-    if not os.path.lexists(path):
-        if os.environ.get("SAFE_GPU_POLICY"):
-            options.logger.warning("SAFE_GPU_POLICY=%s does not exist: nothing is limited", printable_lines(path))
+    path = settings.existing_policy(os.environ)
+    if path is None:
+        if given := os.environ.get("SAFE_GPU_POLICY"):
+            options.logger.warning("SAFE_GPU_POLICY=%s does not exist: nothing is limited", printable_lines(given))
         return options
     from .quota import quota_of
 

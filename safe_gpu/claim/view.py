@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .. import procfs
 from ..coordination import socket_names as names
@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from ..devices import Gpu, GpuFault, GpuProcess, HostSnapshot, LeaseHolder
     from ..drivers.base import Driver
     from ..runtimes.visible_devices import VisibleLimit
-    from ..selection.verdicts import Describe
 
 
 # Claims inside claims: find the outer claim by its token, and refuse waits of a child for its own parent.
@@ -267,8 +266,7 @@ class HostView:
         self._polled = time.monotonic()
         self._usable: tuple[HostSnapshot, list[Gpu]] | None = None
         self._unoccupied: tuple[HostSnapshot, dict[str, LeaseHolder], dict[str, GpuVerdict]] | None = None
-        self._family_of = cache(procfs.family_of)
-        self._described: tuple[HostSnapshot, Describe] = self.snapshot, cache(describe_process)
+        self._processes = self.snapshot, _Answers(describe_process), _Answers(procfs.family_of)
 
     @classmethod
     def of(cls, driver: Driver, snapshot: HostSnapshot, request: Selection) -> HostView:
@@ -465,6 +463,9 @@ class HostView:
         visible_limit: VisibleLimit | None,
         gpus: Iterable[Gpu] | None = None,
     ) -> tuple[GpuVerdict, ...]:
+        if self._processes[0] is not self.snapshot:
+            self._processes = self.snapshot, _Answers(describe_process), _Answers(procfs.family_of)
+        _, described, families = self._processes
         return judge(
             self.snapshot,
             request,
@@ -472,23 +473,27 @@ class HostView:
             visible_limit=visible_limit,
             own=self.own,
             explained=self.explained,
-            describe=self._describe(),
-            family_of=self._family_of,
+            describe=described.__getitem__,
+            family_of=families.__getitem__,
             rules=self.rules,
             gpus=gpus,
         )
 
-    def _describe(self) -> Describe:
-        """Return a function that looks each process up once for each poll: a look judges the GPUs for several requests
-        under host.lock."""
-        if self._described[0] is not self.snapshot:
-            self._described = self.snapshot, cache(describe_process)
-            self._family_of = cache(procfs.family_of)
-        return self._described[1]
-
     def remember_own_pids(self) -> None:
         """Store the driver's pids of this process for its next claim."""
         _driver_pids[os.getpid()] = frozenset(self.own)
+
+
+class _Answers(dict[int, Any]):
+    """What a function says of each pid, asked once for each poll: a look judges the GPUs for several requests under
+    host.lock. A :func:`functools.cache` takes longer to make than to use here."""
+
+    def __init__(self, ask: Callable[[int], object]) -> None:
+        super().__init__()
+        self._ask = ask
+
+    def __missing__(self, pid: int) -> object:
+        return self.setdefault(pid, self._ask(pid))
 
 
 _cpu_count = cache(os.cpu_count)  # reads a file of /sys

@@ -98,8 +98,8 @@ class WaitLine:
         """Tell once whom to ask for GPUs that are held without use, if the policy of this host asks for that."""
         from .. import settings
 
-        path = settings.policy_file(os.environ)
-        if not os.path.lexists(path):
+        path = settings.existing_policy(os.environ)
+        if path is None:
             return
         from ..status.idle import sets_a_limit, whom_to_ask
         from ..text import cut

@@ -19,7 +19,7 @@ from .. import procfs
 from ..devices import MOST_SHARERS, GpuFault, LeaseHolder
 from ..errors import StateDirError
 from ..foreign_files import LIMIT, open_to_read
-from ..settings import policy_file
+from ..settings import policy_files
 from . import socket_names as names
 from .files import HOST_LOCK, StateDir, state_dir_path, survive_exec, write_all
 from .locks import LockedHost, file_of, lock_file, unlock_file
@@ -585,7 +585,7 @@ def clear_fault(leases: StateDir, uuid: str) -> None:
 def drain_file(*, by_root: bool) -> str:
     """Return the file with the UUIDs of drained GPUs: root's, beside its settings of the host, or that of the owner of
     the state directory, in it."""
-    return os.path.join(os.path.dirname(policy_file(os.environ)) if by_root else state_dir_path(), "drained")
+    return os.path.join(os.path.dirname(policy_files(os.environ)[0]) if by_root else state_dir_path(), "drained")
 
 
 def drained_gpus(*, by_root: bool | None = None) -> dict[str, str]:

@@ -62,11 +62,11 @@ class DeferredSignals:
         handlers, self._handlers = self._handlers, {}  # at once, or a second call would put them back once more
         try:
             _set(handlers)
+        except BaseException:  # the first to be put back may have run at once, and raised
+            _set(handlers)
+            raise
         finally:
-            try:
-                _set(handlers)  # the first to be put back may have run at once, and raised
-            finally:
-                caught, self._caught = self._caught, []
+            caught, self._caught = self._caught, []
         for number, frame in caught:
             handlers[number](number, frame)
 

@@ -94,18 +94,16 @@ class SimulatedContext:
     Attributes: ``uuid`` of the device, ``pid`` as the driver shows it, ``memory`` in bytes.
     """
 
-    def __init__(self, place: tuple[str, ...], uuid: str, memory: int, kind: str, pid: int) -> None:
+    def __init__(self, directory: StateDir, uuid: str, memory: int, kind: str, pid: int) -> None:
         self.uuid = uuid
         self.pid = pid
         self.memory = memory
-        with ExitStack() as stack:
-            directory = _opened(stack, place, make=True)
-            self._directory = os.dup(directory.fd)
-            try:
-                self._fd, self._name = _enter(directory, f"{uuid}.{pid}-{memory}-{kind}")
-            except BaseException:
-                os.close(self._directory)
-                raise
+        self._directory = os.dup(directory.fd)
+        try:
+            self._fd, self._name = _enter(directory, f"{uuid}.{pid}-{memory}-{kind}")
+        except BaseException:
+            os.close(self._directory)
+            raise
         self._files = {fd: file_of(fd) for fd in (self._fd, self._directory)}
         _contexts.add(self)
 
@@ -287,12 +285,13 @@ class SimulatedDriver(Driver):
             reason = gpu.unusable if gpu else "no such device"
             raise PlaceholderError(f"{self.name} cannot run anything on {uuid}: {reason}", uuid=uuid)
         trouble = ""
-        with suppress(OSError), ExitStack() as stack:
-            directory = _opened(stack, self._place, make=False)
-            trouble = read_bounded(directory, f"{uuid}.bad", 4096).decode(errors="replace").strip()
-        if trouble:
-            raise PlaceholderError(f"{self.name} cannot make a context on {uuid}: {trouble}", uuid=uuid)
-        return SimulatedContext(self._place, uuid, memory, kind, os.getpid() if pid is None else pid)
+        with ExitStack() as stack:
+            directory = _opened(stack, self._place, make=True)
+            with suppress(OSError):
+                trouble = read_bounded(directory, f"{uuid}.bad", 4096).decode(errors="replace").strip()
+            if trouble:
+                raise PlaceholderError(f"{self.name} cannot make a context on {uuid}: {trouble}", uuid=uuid)
+            return SimulatedContext(directory, uuid, memory, kind, os.getpid() if pid is None else pid)
 
     def damage(
         self, uuid: str, error: str = "CUDA_ERROR_ECC_UNCORRECTABLE: uncorrectable ECC error encountered"

@@ -119,10 +119,11 @@ def _why_never(gpu: Gpu, request: Selection, visible_limit: VisibleLimit | None)
 
 def _too_few(nb_gpus: int, left: Sequence[Gpu], snapshot: HostSnapshot, why_not: Callable[[Gpu], str]) -> str:
     """Return why the devices in ``left`` are fewer than ``nb_gpus``; "" if they suffice."""
-    most, total = capacity(left), len(snapshot.physical)
-    gpus = plural(total, f"{_title(snapshot)} GPU")
+    most = capacity(left)
     if most >= nb_gpus:
         return ""
+    total = len(snapshot.physical)
+    gpus = plural(total, f"{_title(snapshot)} GPU")
     if any(gpu.is_mig_instance for gpu in left):
         text = f"CUDA shows a process one MIG instance, and no whole GPU beside it: ask for {most}"
         if most < len(left):

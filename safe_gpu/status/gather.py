@@ -25,7 +25,7 @@ from ..selection.backfill import BackfillRequest, When, starts, when_free
 from ..selection.request import Rules, Selection, uuid_of_stem
 from ..selection.sharing import used_by_sharers
 from ..selection.verdicts import computes, has_mps_clients, judge, room_for_shares, why_last
-from ..settings import policy_file
+from ..settings import existing_policy
 from ..text import in_brackets
 from .facts import ClaimStatus, GpuStatus, HostStatus, ProcessStatus, WaiterStatus
 from .idle import with_idle_times, with_reports
@@ -157,7 +157,7 @@ def status_of(*snapshots: HostSnapshot, broken: Iterable[str] = ()) -> HostStatu
     tickets = sorted(found.tickets, key=lambda ticket: ticket.seq)
     limited: Mapping[int, AtLimit] = {}
     max_gpus: Mapping[str, int] = {}
-    if os.path.lexists(rules := policy_file(os.environ)):
+    if rules := existing_policy(os.environ):
         from .limits import at_limits, most_by_user
 
         gpus = with_reports(gpus, rules)

@@ -136,9 +136,10 @@ def dragon(make_hosts: Callable[..., Any], dragon_python: str, build_library: Ca
     return Dragon(make_hosts(2), dragon_python, build_library)
 
 
-def test_workers_refusals_and_deaths(dragon: Dragon) -> None:
-    output = dragon.finish(dragon.start("workers", "executables", "refusals", "losses"), 300)
-    assert output.count(": done in") == 4
+@pytest.mark.parametrize("scenes", ["workers executables", "refusals losses"])
+def test_workers_refusals_and_deaths(dragon: Dragon, scenes: str) -> None:
+    output = dragon.finish(dragon.start(*scenes.split()), 420)
+    assert output.count(": done in") == 2
     wait_for(lambda: not dragon.hosts.leased(), "end of all leases")
 
 

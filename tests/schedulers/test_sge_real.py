@@ -42,7 +42,7 @@ class GridEngine(BatchSystem):
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
-    with bring_up("sge_up.sh", ["sge_qmaster", "sge_execd", "qsub"], HOSTS="2", SLOTS="32", GPUS="8") as cluster:
+    with bring_up("sge_up.sh", HOSTS="2", SLOTS="32", GPUS="8") as cluster:
         yield cluster
 
 

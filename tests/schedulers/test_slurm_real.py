@@ -14,7 +14,6 @@ from .conftest import bring_up
 
 pytestmark = [pytest.mark.scheduler, pytest.mark.timeout(300)]
 
-PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun")
 ON_NODE1 = ("-w", "n1")
 # What the job says: when it began, and when others expect its claim to end.
 END = """export PROGRAM="$SAFE_GPU"; date +%s
@@ -49,7 +48,7 @@ class Slurm(BatchSystem):
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
-    with bring_up("slurm_up.sh", PROGRAMS, NODES="2", CPUS="32", GPUS="8") as cluster:
+    with bring_up("slurm_up.sh", NODES="2", CPUS="32", GPUS="8") as cluster:
         yield cluster
 
 
@@ -173,7 +172,7 @@ def alone(room: Any, request: pytest.FixtureRequest) -> Iterator[Slurm]:
     setting = request.param
     if setting == {"CONSTRAIN": "1"} and not os.path.isdir("/sys/fs/cgroup/devices"):
         pytest.skip("ConstrainDevices is tried with cgroup v1 only, which this machine does not have")
-    with bring_up("slurm_up.sh", PROGRAMS, NODES="1", CPUS="32", GPUS="8", **setting) as cluster:
+    with bring_up("slurm_up.sh", NODES="1", CPUS="32", GPUS="8", **setting) as cluster:
         yield Slurm(cluster, room)
 
 

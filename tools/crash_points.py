@@ -357,7 +357,7 @@ def _changes(before: Mapping[str, Any], *kinds: str) -> list[str]:
 
 _SKIPPED = 77
 _REPORT_INTERVAL = 60.0  # seconds
-_PATIENCE, _SHORT_PATIENCE = 15.0, 5.0  # how long anything may take before it counts as hung, seconds
+_PATIENCE, _SHORT_PATIENCE = 15.0, 2.0  # how long anything may take before it counts as hung, seconds
 
 
 def points_of(stage: Stage, operation: str, args: argparse.Namespace) -> list[Point]:

@@ -19,7 +19,7 @@ NEIGHBOUR = 4711
 MOST = 64  # MiB beyond a bare interpreter
 LONGEST = 300_000  # characters of output
 
-TIMEOUT = 0.5
+TIMEOUT = 0.1
 # Seconds beyond the deadline, for slow machines. A file lease blocks every open for 45, and a FIFO for ever.
 SLACK = 20.0
 

@@ -1,6 +1,6 @@
 """The administrator's page, literally: its commands in a throwaway copy of this host, with claims by two users.
 
-``SAFE_GPU_TEST_THROWAWAY=1`` says that this host itself is one.
+``SAFE_GPU_TEST_THROWAWAY=1`` says that this host itself is one. pip installs from a package index there.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from support.real import REQUIRED
 
 from .conftest import ROOT, all_blocks
 
@@ -49,6 +50,7 @@ ls /var/lib/safe-gpu/leases/*.lock
 
 
 @pytest.mark.timeout(900)
+@pytest.mark.skipif(not (REQUIRED or THROWAWAY), reason="set SAFE_GPU_REQUIRE_REAL=1, as root: pip downloads packages")
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="needs root, and unshare")
 def test_the_page_on_a_host_of_its_own(tmp_path: Path) -> None:
     blocks = [one.text for one in all_blocks() if one.page == "safe_gpu/ADMIN.md" and one.about == "an administrator"]

@@ -115,10 +115,13 @@ def write(path: Path, data: bytes) -> None:
     path.chmod(0o666)
 
 
+COMPACT = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+
+
 def line(number: int, **facts: object) -> bytes:
     """A claim, with as few bytes as that takes."""
     told = {"claim": [number % 1_000_000 + 1, int(time.time()) - 60 - number // 1_000_000], **facts}
-    return json.dumps(told, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
+    return COMPACT.encode(told).encode() + b"\n"
 
 
 WIDE = "\U0001f600"  # makes each character of a text take four bytes

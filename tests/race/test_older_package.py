@@ -9,24 +9,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
+from support.real import unavailable
 
 HERE = Path(__file__).parent
 FAKES = HERE.parent / "fakes"
 LOCK_DIRECTORY = Path("/tmp/safe_gpu")
-
-
-# Read at import: tests run without the variables of the outer environment.
-REQUIRED = os.environ.get("SAFE_GPU_REQUIRE_REAL") == "1"
-
-
-def unavailable(reason: str) -> NoReturn:
-    """Skip, or fail where the real thing is required."""
-    if REQUIRED:
-        pytest.fail(reason)
-    pytest.skip(reason)
 
 
 @pytest.fixture(scope="module")

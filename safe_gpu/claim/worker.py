@@ -75,10 +75,6 @@ def _check_visible(uuid: str) -> None:
     )
 
 
-# Engines start many workers at once and spin meanwhile: on few cores a holder of host.lock then waits seconds for a CPU.
-_START_PATIENCE = 60.0
-
-
 def is_held(uuid: str, token: str | None) -> bool:
     """Return whether a claim holds the lease of this GPU; with a ``token`` (SAFE_GPU_SCOPE), whether that claim does.
 
@@ -89,7 +85,8 @@ def is_held(uuid: str, token: str | None) -> bool:
     from ..coordination.locks import HostLock
     from ..coordination.socket_names import digest
 
-    with HostLock(time.monotonic() + _START_PATIENCE) as host:
+    # Engines start many workers at once and spin meanwhile: on few cores a holder of host.lock waits seconds for a CPU.
+    with HostLock(time.monotonic() + 60.0) as host:
         if not probe(host, lease_name(uuid)):
             return False
         record = read_record(host.leases, lease_name(uuid))

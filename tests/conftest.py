@@ -38,6 +38,17 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None if any("mark.gpu" in file.read_text() for file in files) else True
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int | None:
+    """With ``-n auto``, one process more than cores: some tests mostly wait for others."""
+    return None if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ else len(os.sched_getaffinity(0)) + 1
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest test of the last file goes first: no process is to work on alone at the end."""
+    items.sort(key=lambda item: item.path.name != "test_tools.py")
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and not real_gpu():
         pytest.skip("no NVIDIA GPU on this machine")

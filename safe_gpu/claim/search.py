@@ -359,6 +359,8 @@ class _Search:
     def _check_possible(self) -> None:
         """Refuse what this host can never give. Inside another claim, that decides, once the lock is held."""
         view, request = self._view, self._view.request
+        if not request.conditions and fits(request, view.usable):  # as almost always
+            return
         visible_limit = None if view.scope else view.visible_limit
         try:
             check_possible(view.snapshot, request, visible_limit, leased=self._leased, rules=view.rules)

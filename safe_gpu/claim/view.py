@@ -489,7 +489,6 @@ class _Answers(dict[int, Any]):
     host.lock. A :func:`functools.cache` takes longer to make than to use here."""
 
     def __init__(self, ask: Callable[[int], object]) -> None:
-        super().__init__()
         self._ask = ask
 
     def __missing__(self, pid: int) -> object:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import procfs
 from ..errors import StateDirError
-from ..foreign_files import read_start
 from ..procfs import arguments_of, printable
 
 if TYPE_CHECKING:
@@ -126,8 +126,7 @@ def command_for_record(arguments: Sequence[str]) -> str | None:
 
 def own_command() -> str | None:
     """Return the same of this process."""
-    line = (read_start("/proc/self/cmdline") or b"").rstrip(b"\0")
-    command = command_for_record([os.fsdecode(argument) for argument in line.split(b"\0")])
+    command = command_for_record(sys.orig_argv)  # /proc/self/cmdline takes longer to read than a lease to take
     notebook = _base(os.environ.get("JPY_SESSION_NAME", ""))
     return f"{command} {notebook}"[:_LONGEST] if notebook and command and command.endswith(_KERNEL) else command
 

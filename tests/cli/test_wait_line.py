@@ -161,7 +161,7 @@ def test_it_is_wiped_when_the_wait_is_ended(command, ground, terminal: Terminal)
 
 def test_a_refusal_follows_on_an_empty_line(command, ground, terminal: Terminal) -> None:
     ground.hold(*range(8))
-    started = command.start("wait", "--timeout", "1", stderr=terminal.slave)
+    started = command.start("wait", "--timeout", "2", stderr=terminal.slave)
     assert started.wait(60) == 75
     terminal.read_to_the_end()
     assert terminal.shown[0].startswith("safe-gpu: 1 GPU asked for, 0 free")

@@ -145,7 +145,7 @@ def test_a_race_with_the_owner_is_never_lost(owned: Path, victim: Path, child: A
     assert attacker.hear() == "ready"
     until = time.monotonic() + RACE
     rounds = made = 0
-    while time.monotonic() < until or rounds < 200:
+    while time.monotonic() < until or rounds < 200 or not made:  # until somebody gets through
         rounds += 1
         for part in ("leases", "queue", "history"):
             shutil.rmtree(owned / part, ignore_errors=True)
@@ -158,7 +158,6 @@ def test_a_race_with_the_owner_is_never_lost(owned: Path, victim: Path, child: A
         history.append([b"{}\n"], time.time())
         assert victim.stat().st_mode == PRIVATE, f"lost in round {rounds}"
     assert victim.read_text() == "precious"
-    assert made, "somebody got through"
 
 
 @needs_root

@@ -53,6 +53,9 @@ def test_the_whole_command_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     own = own_command()
     assert own
+    with monkeypatch.context() as embedded:
+        embedded.setattr("sys.orig_argv", [])
+        assert own_command() == own
     assert "tests/" not in own
     monkeypatch.setenv("SAFE_GPU_RECORD_COMMAND", "full")
     with open("/proc/self/cmdline", "rb") as file:

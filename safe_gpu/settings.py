@@ -95,17 +95,25 @@ def policy_files(environ: Mapping[str, str]) -> tuple[str, ...]:
     simulated.
     """
     given = environ.get("SAFE_GPU_POLICY")
+    if not given:
+        return HOST_FILES
     simulated = environ.get("SAFE_GPU_DRIVER", "").startswith("simulated")
-    if given and not simulated and os.path.lexists(os.path.dirname(HOST_FILES[0])):
+    if not simulated and os.path.lexists(os.path.dirname(HOST_FILES[0])):
         from .programs import is_root
 
-        given = given if is_root() else None
-    return (given,) if given else HOST_FILES
+        return (given,) if is_root() else HOST_FILES
+    return (given,)
+
+
+def policy_directory(environ: Mapping[str, str]) -> str | None:
+    """Return the directory of root's files; None if there is none, as on most hosts, which one system call tells."""
+    path = os.path.dirname(policy_files(environ)[0]) or "."
+    return path if os.access(path, os.F_OK) else None
 
 
 def existing_policy(environ: Mapping[str, str]) -> str | None:
     """Return where the policy of this host is; None if there is none."""
-    return next(filter(os.path.lexists, policy_files(environ)), None)
+    return next(filter(os.path.lexists, policy_files(environ)), None) if policy_directory(environ) else None
 
 
 def policy_file(environ: Mapping[str, str]) -> str:
@@ -120,8 +128,8 @@ def host_setting(key: str, variable: str, environ: Mapping[str, str]) -> str | N
     Raises:
         PolicyError: the file cannot be read, or a line of its section [host] is wrong.
     """
-    if environ.get(variable):
-        return environ[variable]
+    if given := environ.get(variable):
+        return given
     path = existing_policy(environ)
     if path is None:
         return None

@@ -219,12 +219,11 @@ def bench_share(options: argparse.Namespace) -> list[Row]:
         safe_gpu.release_gpus()
 
     def unasked() -> None:
-        held_slots = socket_names.held_slots
-        socket_names.held_slots = lambda *_: iter(())
+        tails, socket_names._TAILS = socket_names._TAILS, ()
         try:
             claim()
         finally:
-            socket_names.held_slots = held_slots
+            socket_names._TAILS = tails
 
     def hold(line: Any) -> None:
         others = [gpu.uuid for gpu in SimulatedDriver("dgx-a100").idle.gpus[1:]]

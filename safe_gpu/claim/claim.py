@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from ..coordination.legacy import LegacyLock
     from ..coordination.locks import LockedHost
     from ..coordination.socket_names import SocketName
-    from ..devices import Gpu
     from ..runtimes.runtime import Runtime
     from .options import ClaimOptions
     from .view import HostView

@@ -17,7 +17,7 @@ from ..coordination.leases import (
     probe,
     try_lease,
 )
-from ..devices import MOST_SHARERS, GpuVerdict
+from ..devices import GpuVerdict
 from ..errors import StateDirError
 from ..selection.choice import choose
 
@@ -100,10 +100,11 @@ class Leases:
             if len(among) < count:
                 return None
             unoccupied = {uuid: verdict for uuid, verdict in unoccupied.items() if uuid in among}
-        self.view.faults, last = _faults(self.host.leases, unoccupied)
+        files = self.host.leases.few_names()  # to ask for each takes longer, and others wait
+        self.view.faults, last = _faults(self.host.leases, unoccupied, files)
         available = set()
         for uuid in unoccupied:
-            seems_free = uuid not in self._tried and is_empty(self.host.leases, self.view.lease_name(uuid))
+            seems_free = uuid not in self._tried and is_empty(self.host.leases, self.view.lease_name(uuid), files)
             if seems_free or self._take(uuid):
                 available.add(uuid)
         while True:
@@ -190,7 +191,7 @@ class Leases:
             return False
         if self.view.outer:
             return True
-        return self._inner_is_free(uuid) and next(names.held_slots(uuid, prefix, MOST_SHARERS), None) is None
+        return self._inner_is_free(uuid) and not names.held_slots(uuid, prefix)
 
     def _bind_all(self, uuid: str, wanted: Iterable[str]) -> bool:
         mine = self.names.setdefault(uuid, [])
@@ -249,9 +250,11 @@ class Leases:
         return False
 
 
-def _faults(leases: StateDir, uuids: Iterable[str]) -> tuple[Mapping[str, GpuFault], Collection[str]]:
+def _faults(
+    leases: StateDir, uuids: Iterable[str], files: frozenset[str] | None
+) -> tuple[Mapping[str, GpuFault], Collection[str]]:
     """Return the notes on these GPUs, and which of them are taken last. Almost always there is none."""
-    if not any(leases.has(fault_name(uuid)) for uuid in uuids):
+    if files is not None and files.isdisjoint(map(fault_name, uuids)):
         return {}, ()
     import time
 

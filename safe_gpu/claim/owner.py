@@ -26,7 +26,6 @@ from .view import HostView
 
 if TYPE_CHECKING:
     from ..affinity import AffinityOptions, BindingReport
-    from ..coordination.signals import DeferredSignals
     from ..drivers.base import Driver
     from ..runtimes.runtime import Runtime
     from ..runtimes.visible_devices import VisibleLimit

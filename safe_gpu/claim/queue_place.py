@@ -19,7 +19,6 @@ from ..selection.request import Selection, uuid_of_stem
 from .view import end_of_outer
 
 if TYPE_CHECKING:
-    from ..coordination.files import StateDir
     from ..coordination.locks import LockedHost
     from ..coordination.queue import Listing, Ticket, TicketRequest, Waiter
     from ..devices import Gpu

@@ -23,7 +23,6 @@ from ..text import format_age
 
 if TYPE_CHECKING:
     from ..argument_style import ArgumentStyle
-    from ..coordination.files import StateDir
     from ..coordination.leases import Lease
     from ..coordination.queue import Ticket
     from ..devices import Gpu

@@ -27,11 +27,10 @@ from .view import ancestor_may_hold
 if TYPE_CHECKING:
     from ..coordination.locks import LeaseWatcher
     from ..devices import Gpu, LeaseHolder
-    from .attempt import Attempt, AttemptResult
+    from .attempt import AttemptResult
     from .claim import Claim
     from .messages import WaitStatus
     from .options import ClaimOptions
-    from .queue_place import QueuePlace
     from .view import HostView
 
 
@@ -404,10 +403,10 @@ class _Search:
         self._patience = WaitState(self._options.deadline, tried_last=self._options.timeout == 0)
 
     def _decide(self, attempt: Attempt) -> Decision:
-        now = next_look = time.monotonic()
         if attempt.chosen:
-            next_look = math.inf
-        elif self._options.quota is None or not self._options.quota.unresolved:
+            return Decision(TAKE, self._patience)
+        now = next_look = time.monotonic()
+        if self._options.quota is None or not self._options.quota.unresolved:
             next_look = self._waiting(began=now).next_look(now)
         if attempt.result.strange:
             next_look = min(next_look, now + TIME_TO_TAKE)

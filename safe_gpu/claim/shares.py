@@ -138,7 +138,7 @@ class SharedLeases(Leases):
         return all(
             slot in held
             and (names.is_held(self._place(uuid, slot)) or not names.is_held(names.slot_of(uuid, slot, prefix)))
-            for slot in names.held_slots(uuid, prefix, MOST_SHARERS)
+            for slot in names.held_slots(uuid, prefix)
         )
 
     def _place(self, uuid: str, slot: int) -> str:

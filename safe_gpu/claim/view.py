@@ -41,8 +41,7 @@ from ..vendors import FIRST, VENDORS
 
 if TYPE_CHECKING:
     from ..coordination.files import StateDir
-    from ..coordination.leases import LeaseRecord
-    from ..devices import Gpu, GpuFault, GpuProcess, HostSnapshot, LeaseHolder
+    from ..devices import GpuFault, GpuProcess, LeaseHolder
     from ..drivers.base import Driver
     from ..runtimes.visible_devices import VisibleLimit
 
@@ -199,8 +198,6 @@ def refuse_gpus_of_ancestors(
 
 # If the latest poll of the whole host is older than this, in seconds, the second poll is of the whole host again.
 _RECENT = 5.0
-# Names in the directory of the leases up to which it is listed: any user can make more.
-_MOST_NAMES = 1000
 # Minimum pause between two polls of a waiter, in seconds. If polls are slow they take at most a tenth of the time.
 _DRIVER_PAUSE = 0.100
 
@@ -370,7 +367,7 @@ class HostView:
         """Read who shares these GPUs (None: the usable ones), where this claim may share them. No lock is taken."""
         if self.share is None and not any(record.slot is not None for record in self.outer.values()):
             return
-        files = leases.few_names(_MOST_NAMES)
+        files = leases.few_names()
         slots = {gpu.uuid: recorded_slots(leases, gpu.uuid, files) for gpu in (gpus or self.usable)}
         others = {
             uuid: holder_of_slots(

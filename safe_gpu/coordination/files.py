@@ -31,7 +31,6 @@ HOST_LOCK = "../host.lock"
 # How long another's first use may take between its mkdir and its chmod.
 _CREATION_PATIENCE = 1.0
 
-_OPEN_FILE = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _FILE_MODE = 0o666
 
 NETWORK_TYPES = frozenset(
@@ -76,6 +75,8 @@ class StateDir:
         FileNotFoundError: it is missing, and is not to be made.
     """
 
+    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # of files in it
+
     def __init__(self, path: str, parent: StateDir | None = None, *, make: bool = True) -> None:
         self.path: str = os.path.join(parent.path, path) if parent else path
         self.fd: int = _open_shared(path, self.path, parent.fd if parent else None, make=make)
@@ -107,11 +108,11 @@ class StateDir:
         """Return the names in it, in no order."""
         return os.listdir(self.fd)
 
-    def few_names(self, most: int) -> frozenset[str] | None:
-        """Return the names in it; None if there are more than that."""
+    def few_names(self) -> frozenset[str] | None:
+        """Return the names in it; None if there are more than 1000: any user can make more."""
         with os.scandir(self.fd) as entries:
-            found = frozenset(entry.name for entry in islice(entries, most + 1))
-        return found if len(found) <= most else None
+            found = frozenset(entry.name for entry in islice(entries, 1001))
+        return found if len(found) <= 1000 else None
 
     def is_empty(self) -> bool:
         """Return whether there is no name in it."""
@@ -143,7 +144,7 @@ class StateDir:
         try:
             status = os.stat(name, dir_fd=self.fd, follow_symlinks=False)
             if stat.S_ISREG(status.st_mode):
-                fd = os.open(name, _OPEN_FILE, dir_fd=self.fd)
+                fd = os.open(name, self.flags, dir_fd=self.fd)
                 status = os.fstat(fd)
                 if is_everybodys(status) and (status.st_mode & 0o7777 == _FILE_MODE or not self._is_anothers()):
                     return fd
@@ -188,7 +189,7 @@ class StateDir:
         except OSError as err:
             raise self.error(name, err) from err
         try:
-            fd = os.open(name, _OPEN_FILE, dir_fd=self.fd)  # /proc/PID/fd shows the first descriptor as deleted
+            fd = os.open(name, self.flags, dir_fd=self.fd)  # /proc/PID/fd shows the first descriptor as deleted
         except FileNotFoundError:
             return None  # a cleaner was as fast as that
         except OSError as err:
@@ -231,7 +232,7 @@ class StateDir:
         return made
 
     def _create_exclusively(self, name: str, mode: int) -> os.stat_result:
-        fd = os.open(name, _OPEN_FILE | os.O_CREAT | os.O_EXCL, mode, dir_fd=self.fd)
+        fd = os.open(name, self.flags | os.O_CREAT | os.O_EXCL, mode, dir_fd=self.fd)
         try:
             os.fchmod(fd, mode)
             return os.fstat(fd)

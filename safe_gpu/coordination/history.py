@@ -13,7 +13,6 @@ from contextlib import suppress
 
 from ..errors import StateDirError
 from .files import OPEN_DIR, StateDir, make_directory, state_dir_path
-from .signals import DeferredSignals
 
 NAME = "history"
 """The directory, in the state directory."""
@@ -77,7 +76,8 @@ def file_names(month: str) -> list[str]:
 
 
 def append(lines: Iterable[bytes], now: float) -> bool:
-    """Append whole lines to the file of the month; no lock is taken. Returns whether that was done.
+    """Append whole lines to the file of the month; no lock is taken. Returns whether that was done. The caller holds
+    handlers of signals back.
 
     Args:
         now: Unix seconds.
@@ -86,7 +86,8 @@ def append(lines: Iterable[bytes], now: float) -> bool:
     if not data:
         return True
     try:
-        with DeferredSignals(), StateDir(state_dir_path()) as root, HistoryDir(root, make=True) as directory:
+        with StateDir(state_dir_path()) as root, HistoryDir(root, make=True) as directory:
+            directory.flags |= os.O_APPEND
             return any(_append(directory, name, data, now) for name in file_names(month_of(now)))
     except (OSError, StateDirError):
         return False
@@ -100,12 +101,9 @@ def _append(directory: StateDir, name: str, data: bytes, now: float) -> bool:
             _remove_old(directory, now)
     except StateDirError:
         return False  # somebody else's, and closed: the next part takes it
-    import fcntl
-
     try:
         if os.fstat(fd).st_size >= LARGEST:
             return False
-        fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_APPEND)
         return os.write(fd, data) == len(data)
     except OSError:
         return False

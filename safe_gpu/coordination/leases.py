@@ -19,7 +19,7 @@ from .. import procfs
 from ..devices import MOST_SHARERS, GpuFault, LeaseHolder
 from ..errors import StateDirError
 from ..foreign_files import LIMIT, open_to_read
-from ..settings import policy_files
+from ..settings import policy_directory, policy_files
 from . import socket_names as names
 from .files import HOST_LOCK, StateDir, state_dir_path, survive_exec, write_all
 from .locks import LockedHost, file_of, lock_file, unlock_file
@@ -406,11 +406,14 @@ def clear_record(lease: Lease) -> None:
     _clear(lease.fd, inner=False)
 
 
-def is_empty(directory: StateDir, name: str) -> bool:
+def is_empty(directory: StateDir, name: str, files: Collection[str] | None = None) -> bool:
     """Return whether a lease file holds no record, or does not exist: then probably nobody holds the lease.
 
-    Records are longer than what a claim leaves when it ends (``endings.LONGEST``).
+    Records are longer than what a claim leaves when it ends (``endings.LONGEST``). ``files`` are the names in the
+    directory, if they are known.
     """
+    if files is not None and name not in files:
+        return True
     try:
         return os.stat(name, dir_fd=directory.fd, follow_symlinks=False).st_size <= _LONGEST_ENDING
     except OSError:
@@ -481,9 +484,7 @@ def recorded_slots(leases: StateDir, uuid: str, files: Collection[str] | None = 
     found = {}
     for slot in range(MOST_SHARERS):
         name = slot_name(uuid, slot)
-        if files is not None and name not in files:
-            continue
-        record = None if is_empty(leases, name) else read_record(leases, name)
+        record = None if is_empty(leases, name, files) else read_record(leases, name)
         if record is not None:
             found[slot] = record
     return found
@@ -607,6 +608,8 @@ def read_drained(*, by_root: bool) -> tuple[str, dict[str, str]]:
     written."""
     try:
         if by_root:
+            if policy_directory(os.environ) is None:
+                return "", {}
             file, owner = open_to_read(drain_file(by_root=True), os.O_NOFOLLOW), 0
         else:
             with StateDir(state_dir_path(), make=False) as root:  # no path into it is followed

@@ -119,8 +119,9 @@ def unwind_on_signals() -> Iterator[None]:
     finally:
         try:
             _set(default)
-        finally:
-            _set(default)  # another handler may have raised
+        except BaseException:  # another handler has raised
+            _set(default)
+            raise
         if caught:
             os.kill(os.getpid(), caught[0])
 

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable
 
+from ..devices import MOST_SHARERS
 from ..procfs import lines_of
 from .files import survive_exec
 from .locks import fork_guard
@@ -151,36 +152,39 @@ def _address(name: str) -> bytes:
     return b"\0" + os.fsencode(_PROTOCOL + name)
 
 
-def held_slots(uuid: str, prefix: str, slots: int) -> Iterator[int]:
-    """Yield the slots of a GPU whose names are held: by a claim, or by one inside it.
-
-    connect(2) of a datagram socket tells that at once: ECONNREFUSED is free, and any other answer is held.
-    /proc/net/unix may leave out a name while others come and go.
+def held_slots(uuid: str, prefix: str) -> list[int]:
+    """Return the slots of a GPU whose names are held: by a claim, or by one inside it.
 
     Raises:
         OSError: there are no sockets here.
     """
-    from _socket import AF_UNIX, SOCK_DGRAM, socket
-
-    begin = f"\0{_PROTOCOL}{prefix}{uuid.replace('/', '_')}{_SHARE}".encode()
-    one = socket(AF_UNIX, SOCK_DGRAM)
-    connect, free, width = one.connect_ex, errno.ECONNREFUSED, _SHORTEST + 1
-    try:
-        for slot in range(slots):
-            name = b"%b%d" % (begin, slot)
-            if connect(name.ljust(width, b".")) != free or connect((name + b".inner").ljust(width, b".")) != free:
-                yield slot
-    finally:
-        one.close()
+    return sorted({number // 2 for number, held in enumerate(_are_held(_slots(uuid, prefix))) if held})
 
 
 def is_held(name: str) -> bool:
-    """Return whether one name of a share is held; asked as in :func:`held_slots`, with the same errors."""
+    """Return whether one name of a share is held; the same errors as :func:`held_slots`."""
+    return _are_held([_address(name)])[0]
+
+
+_TAILS = tuple(b"%d%b" % (slot, tail) for slot in range(MOST_SHARERS) for tail in (b"", b".inner"))
+
+
+def _slots(uuid: str, prefix: str) -> list[bytes]:
+    begin = _address(f"{prefix}{uuid.replace('/', '_')}{_SHARE}")
+    return [(begin + tail).ljust(_SHORTEST + 1, b".") for tail in _TAILS]
+
+
+def _are_held(addresses: Iterable[bytes]) -> list[bool]:
+    """Return whether each of these names of shares is held.
+
+    connect(2) of a datagram socket tells that at once: ECONNREFUSED is free, and any other answer is held. It tells
+    nothing of stream sockets. /proc/net/unix may leave out a name while others come and go.
+    """
     from _socket import AF_UNIX, SOCK_DGRAM, socket
 
     one = socket(AF_UNIX, SOCK_DGRAM)
     try:
-        return one.connect_ex(_address(name)) != errno.ECONNREFUSED
+        return [answer != errno.ECONNREFUSED for answer in map(one.connect_ex, addresses)]
     finally:
         one.close()
 

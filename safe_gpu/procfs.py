@@ -122,11 +122,6 @@ def place_of(namespace: int | None) -> str:
     return "outside this container" if namespace == FIRST_PID_NAMESPACE else "in another container"
 
 
-def pid_within(pid: int) -> int | None:
-    """Return the number that the process has in its own, innermost PID namespace; None if it cannot be seen."""
-    return next(reversed(_status_numbers(pid, b"NSpid:")), None)
-
-
 def thread_group(pid: int) -> int | None:
     """Return the pid of the process that has this thread, which is ``pid`` for its main thread; None if it cannot be
     seen."""

@@ -143,7 +143,7 @@ class Attempt:
             "ignored",
             printable_lines(view.scope),
         )
-        view.scope = ""
+        view.leave_scope()
         place.abandon(host)
 
     def _open(self, leases: Leases, place: QueuePlace) -> Collection[str] | None:

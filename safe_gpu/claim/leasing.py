@@ -13,8 +13,10 @@ from ..coordination.leases import (
     inner_name,
     is_empty,
     lease_name,
+    may_be_held,
     names_of_host,
     probe,
+    slot_name,
     try_lease,
 )
 from ..devices import GpuVerdict
@@ -190,8 +192,8 @@ class Leases:
         if not self._bind_all(uuid, wanted):
             return False
         if self.view.outer:
-            return True
-        return self._inner_is_free(uuid) and not names.held_slots(uuid, prefix)
+            return self._outer_lives(uuid)
+        return self._is_free(names.inner_of(uuid, prefix)) and not names.held_slots(uuid, prefix)
 
     def _bind_all(self, uuid: str, wanted: Iterable[str]) -> bool:
         mine = self.names.setdefault(uuid, [])
@@ -202,12 +204,23 @@ class Leases:
             mine.append(one)
         return True
 
-    def _inner_is_free(self, uuid: str) -> bool:
-        """Return whether no claim inside another one lives on after that one has ended."""
-        inside = names.bind(names.inner_of(uuid, self.view.snapshot.name_prefix))
-        if inside is not None:
-            inside.release()
-        return inside is not None
+    def _outer_lives(self, uuid: str) -> bool:
+        """Return whether the claim around this one has its lease now, or its name if that lease is not here.
+
+        Its name of the GPU goes after both. So who comes through another state directory then sees the name of this
+        claim, which has been bound.
+        """
+        slot = self.view.slot(uuid)
+        if may_be_held(self.host, lease_name(uuid) if slot is None else slot_name(uuid, slot)):
+            return True
+        return not self._is_free(names.scope_of(uuid, self.view.scope, self.view.snapshot.name_prefix, slot))
+
+    def _is_free(self, name: str) -> bool:
+        """Return whether nobody has this name, which is bound for a moment."""
+        bound = names.bind(name)
+        if bound is not None:
+            bound.release()
+        return bound is not None
 
     def _give_back_names(self) -> None:
         for uuid in list(self.names):

@@ -120,7 +120,7 @@ class SharedLeases(Leases):
         if door is None:
             return False
         try:
-            if not self._inner_is_free(uuid) or not self._all_here(uuid, held):
+            if not self._is_free(names.inner_of(uuid, prefix)) or not self._all_here(uuid, held):
                 return False
             wanted = [names.slot_of(uuid, slot, prefix), self._place(uuid, slot)]
             if self._claim.token:

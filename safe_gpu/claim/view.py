@@ -417,6 +417,10 @@ class HostView:
         self.failed = {**self.failed, **failed}
         self.poll()
 
+    def leave_scope(self) -> None:
+        """Ask for GPUs as outside of every claim, since the outer claim has ended."""
+        self.scope, self._unoccupied = "", None
+
     def lease_name(self, uuid: str) -> str:
         """Return the name of the lease that this request takes for a GPU; a claim that shares it locks that lease
         shared."""

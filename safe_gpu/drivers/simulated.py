@@ -27,7 +27,7 @@ from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from ..coordination.files import OPEN_DIR, StateDir, refusal, state_dir_path, write_all
+from ..coordination.files import OPEN_DIR, StateDir, refusal, state_dir_path
 from ..coordination.locks import file_of
 from ..coordination.records import read_bounded
 from ..coordination.signals import DeferredSignals
@@ -292,25 +292,6 @@ class SimulatedDriver(Driver):
             if trouble:
                 raise PlaceholderError(f"{self.name} cannot make a context on {uuid}: {trouble}", uuid=uuid)
             return SimulatedContext(directory, uuid, memory, kind, os.getpid() if pid is None else pid)
-
-    def damage(
-        self, uuid: str, error: str = "CUDA_ERROR_ECC_UNCORRECTABLE: uncorrectable ECC error encountered"
-    ) -> None:
-        """Let a device refuse contexts with this error until ``error`` is set to "".
-
-        Raises:
-            StateDirError: the state directory cannot be written.
-        """
-        with ExitStack() as stack:
-            directory = _opened(stack, self._place, make=True)
-            if not error:
-                directory.unlink(f"{uuid}.bad")
-                return
-            fd = directory.open_or_create(f"{uuid}.bad")
-            try:
-                write_all(fd, error.encode(), directory.path)
-            finally:
-                os.close(fd)
 
     def visible(self) -> tuple[str, ...]:
         """Return the UUIDs that CUDA would show this process now, by ordinal, as its environment says."""

@@ -104,10 +104,6 @@ class Condition(Record):
         """
         return ""
 
-    def met_by(self, gpu: Gpu) -> bool:
-        """Return whether the GPU, by itself, meets the condition now."""
-        return not (self.why_outside(gpu, ArgumentStyle) or self.why_not_now(gpu))
-
     def to_ticket(self) -> Any:
         """Return what others must know, as JSON; None if nothing."""
         return self.value if self.ticketed else None

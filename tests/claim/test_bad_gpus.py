@@ -37,11 +37,17 @@ def claim(number: int = 1, **options: Any) -> safe_gpu.GPUOwner:
     return safe_gpu.claim_gpus(number, **{"timeout": 0, "affinity": None, **options})
 
 
+def damage(host: Any, uuid: str) -> None:
+    """Let a simulated GPU refuse contexts."""
+    host.occupy(uuid).close()  # makes the directory
+    Path(*host._place, f"{uuid}.bad").write_text(f"{ECC}: uncorrectable ECC error encountered")
+
+
 # On a simulated host, where nothing fixes the GPUs of a process
 
 
 def test_a_claim_that_gets_a_bad_gpu_takes_another(host: Any, caplog: pytest.LogCaptureFixture) -> None:
-    host.damage(host.uuids[0])
+    damage(host, host.uuids[0])
     owner = claim()
     assert owner.devices_taken == [1]
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "1"
@@ -52,8 +58,8 @@ def test_a_claim_that_gets_a_bad_gpu_takes_another(host: Any, caplog: pytest.Log
 
 
 def test_a_bad_gpu_of_several_is_replaced(host: Any) -> None:
-    host.damage(host.uuids[2])
-    host.damage(host.uuids[5])
+    damage(host, host.uuids[2])
+    damage(host, host.uuids[5])
     owner = claim(6)
     assert owner.devices_taken == [0, 1, 3, 4, 6, 7]
     assert len(owner.placeholders) == 6
@@ -62,7 +68,7 @@ def test_a_bad_gpu_of_several_is_replaced(host: Any) -> None:
 
 def test_each_gpu_is_tried_once_and_the_last_error_tells(host: Any) -> None:
     for uuid in host.uuids:
-        host.damage(uuid)
+        damage(host, uuid)
     attempts = []
 
     def failing(device_no: int) -> None:
@@ -76,7 +82,7 @@ def test_each_gpu_is_tried_once_and_the_last_error_tells(host: Any) -> None:
 
 
 def test_only_the_bad_gpu_is_free(host: Any, ground: Any) -> None:
-    host.damage(host.uuids[0])
+    damage(host, host.uuids[0])
     ground.hold(*range(1, 8))
     with pytest.raises(NotEnoughGpusError, match=f"GPU 0 .*it failed in this claim: .*{ECC}"):
         claim()
@@ -116,7 +122,7 @@ def test_a_noted_gpu_that_works_again_is_forgiven(host: Any, ground: Any, placeh
 
 
 def test_a_noted_gpu_that_has_to_be_taken_is_tried_first(host: Any, ground: Any) -> None:
-    host.damage(host.uuids[0])
+    damage(host, host.uuids[0])
     note(host.uuids[0], age=300)
     ground.hold(*range(2, 8))
     assert claim(1, placeholder_fn=safe_gpu.NoPlaceholder()).devices_taken == [1]
@@ -129,7 +135,7 @@ def test_a_note_that_cannot_be_written_costs_nothing(host: Any, caplog: pytest.L
     claim()
     safe_gpu.release_gpus()
     (Path(os.environ["SAFE_GPU_DIR"]) / "leases" / f"{host.uuids[0]}.fault").mkdir()
-    host.damage(host.uuids[0])
+    damage(host, host.uuids[0])
     assert claim().devices_taken == [1]
     assert "note" in caplog.text
 

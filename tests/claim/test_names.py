@@ -14,6 +14,7 @@ import pytest
 
 import safe_gpu
 from safe_gpu import NotEnoughGpusError
+from safe_gpu.coordination import leases
 from safe_gpu.coordination import socket_names as names
 
 from .conftest import claim
@@ -149,6 +150,48 @@ def test_an_inner_claim_outlives_its_outer_one(host: Path, child: Any) -> None:
             claim(8)
     finally:
         os.kill(inside, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("removed", [True, False])
+def test_no_claim_begins_inside_one_that_ends_just_then(
+    host: Path, child: Any, monkeypatch: pytest.MonkeyPatch, removed: bool
+) -> None:
+    """It has found the outer claim, which then ends, and another state directory gets the GPU before the inner name is
+    bound."""
+    ends = "owner = claim(1, delegate=True); say(owner._claim.token); listen(); owner.release_gpus(); say('ended')"
+    outer = child(CLAIM + ends)
+    other = child(CLAIM + "listen(); say(claim(1).devices_taken); listen()", env=other_dir(host))
+    monkeypatch.setenv("SAFE_GPU_SCOPE", outer.hear())
+    if removed:
+        shutil.rmtree(host / "state")
+    bind, seen = names.bind, []
+
+    def bind_late(name: str) -> Any:
+        if ".inner" in name and not seen:
+            outer.tell()
+            seen.append(outer.hear())
+            other.tell()
+            seen.append(other.hear())
+        return bind(name)
+
+    monkeypatch.setattr(names, "bind", bind_late)
+    with claim(1) as owner:
+        assert seen == ["ended", "[0]"]
+        assert owner.devices_taken == [1]
+
+
+@pytest.mark.parametrize(("delegate", "order"), [(True, ["lease", "name", "name"]), (False, ["name", "lease"])])
+def test_a_claim_with_others_inside_frees_its_lease_first(
+    host: Path, monkeypatch: pytest.MonkeyPatch, delegate: bool, order: list[str]
+) -> None:
+    owner, freed = claim(1, delegate=delegate), []
+    for kind, word in ((names.SocketName, "name"), (leases.Lease, "lease")):
+        release = kind.release
+        monkeypatch.setattr(
+            kind, "release", lambda self, word=word, release=release: (freed.append(word), release(self))
+        )
+    owner.release_gpus()
+    assert freed == order
 
 
 def in_namespace(space: str, mount: str, code: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -36,7 +36,7 @@ def test_a_claim_inside_holds_outside(podman, ground, eventually) -> None:
     holder = gather().gpus[0]
     assert holder.claim is not None
     assert holder.claim.pid is not None
-    assert procfs.pid_within(holder.claim.pid) == record["pid"] != holder.claim.pid
+    assert f"\nNSpid:\t{holder.claim.pid}\t{record['pid']}\n" in Path(f"/proc/{holder.claim.pid}/status").read_text()
     assert f"in a container, as process {record['pid']} there" in holder.reason
     assert holder.claim.user == procfs.user_name(os.geteuid())
 

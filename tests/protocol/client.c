@@ -796,7 +796,8 @@ static int take_lease(const struct gpu *gpu, bool inner) /* under host.lock; -1:
 static void release(struct gpu *gpu)
 {
   if (gpu->lease >= 0) (void)!ftruncate(gpu->lease, 0);
-  for (int i = 0; i < NAMES; i++) {
+  if (*token_hash) give_back(&gpu->lease); /* a claim inside this one may just be asking for it */
+  for (int i = NAMES - 1; i >= 0; i--) {
     if (gpu->names[i] >= 0) close(gpu->names[i]);
     gpu->names[i] = -1;
   }
@@ -864,6 +865,16 @@ static bool has_fault(const struct gpu *gpu)
 
 static int by_uuid(const void *a, const void *b) { return strcmp((*(struct gpu *const *)a)->uuid, (*(struct gpu *const *)b)->uuid); }
 
+static bool outer_lives(struct gpu *gpu)
+{
+  char suffix[20];
+  if (is_held(gpu->uuid, false)) return true;
+  put(suffix, sizeof suffix, ".%s", scope_hash);
+  int moment = bind_name(gpu, suffix);
+  if (moment >= 0) close(moment);
+  return moment == -1;
+}
+
 /* Names for the GPUs whose leases we hold. NULL, or the GPU that another process has. */
 static struct gpu *bind_names(void)
 {
@@ -875,6 +886,7 @@ static struct gpu *bind_names(void)
   qsort(sorted, (size_t)n, sizeof *sorted, by_uuid);
   for (int i = 0; i < n; i++) {
     if ((sorted[i]->names[0] = bind_name(sorted[i], inner_claim ? ".inner" : "")) == -1) return sorted[i];
+    if (inner_claim && !outer_lives(sorted[i])) return sorted[i];
     if (inner_claim) continue;
     int moment = bind_name(sorted[i], ".inner");
     if (moment == -1) return sorted[i];

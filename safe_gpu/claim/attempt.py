@@ -65,7 +65,7 @@ class Attempt:
         self.chosen: tuple[Gpu, ...] = ()
         self.ahead: WaiterAhead | None = None
         self.stopped: Ticket | None = None
-        self._passed = False  # on the ground of the poll
+        self._passed = False  # those ahead, by what the poll says of them
         self._strange = False
         self._lacking: frozenset[str] = frozenset()
 
@@ -123,7 +123,7 @@ class Attempt:
             leases.view.needs |= self._lacking
             return AttemptResult(outdated=True)
         if chosen is not None:
-            outdated = self._passed and leases.view.age > _RECENT
+            outdated = self._passed and (leases.view.has_waited or leases.view.age > _RECENT)
             return AttemptResult(enough=not outdated, outdated=outdated)
         if self.ahead is not None or spent is not None:
             return AttemptResult(behind=self.ahead is not None, spent=spent, strange=self._strange)
@@ -153,6 +153,7 @@ class Attempt:
         if waiter is None or ahead is None:
             return None
         leases.all()
+        self._passed = True
         moment = QueueSnapshot(leases.host, leases.view, leases.held, leases.named, place.untaken, leases.holdings)
         try:
             while ahead is not None and moment.is_absent(ahead.ticket):
@@ -170,7 +171,7 @@ class Attempt:
                 ahead = None
             raise
         finally:
-            self.ahead, self.stopped, self._passed = ahead, moment.stopped, moment.by_poll
+            self.ahead, self.stopped = ahead, moment.stopped
             self._strange, self._lacking = moment.strange, moment.lacking
 
 

@@ -185,9 +185,12 @@ class Claim:
             append_history(self._taken, self.gpus, self.leases)
 
     def keep_across_exec(self) -> None:
-        """Keep the leases and locks across exec(2) of this process."""
+        """Keep the leases and locks across exec(2) of this process.
+
+        The kernel closes the lowest descriptor of a dead process first, so those take it that are released first.
+        """
         with DeferredSignals():
-            for held in self._held():
+            for held in reversed(self._held()):
                 for one in held:
                     one.keep_across_exec()
             self.kept.keep_across_exec()

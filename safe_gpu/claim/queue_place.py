@@ -154,7 +154,6 @@ class QueueSnapshot:
 
     Attributes:
         stopped: the nearest ticket that was found to be stopped.
-        by_poll: whether a waiter was found absent on the ground of the latest poll.
         strange: whether a ticket has a condition that is not known here.
         lacking: what the poll lacks to judge the GPUs for a ticket.
     """
@@ -169,7 +168,6 @@ class QueueSnapshot:
         holdings: LeasesByUser | None = None,
     ) -> None:
         self.stopped: Ticket | None = None
-        self.by_poll = False
         self.strange = False
         self.lacking: frozenset[str] = frozenset()
         self._untaken = untaken
@@ -224,9 +222,7 @@ class QueueSnapshot:
         if not ticket.demand.conditions and self._are_leased(wanted, ticket.demand.nb_gpus):
             return False
         selection, verdicts = self._verdicts(ticket)
-        absent = not can_be_met_by_releases(wanted, selection, verdicts, self._leaving)
-        self.by_poll = self.by_poll or absent
-        return absent
+        return not can_be_met_by_releases(wanted, selection, verdicts, self._leaving)
 
     def _are_leased(self, wanted: Collection[str], number: int) -> bool:
         """Return whether others hold the leases of that many of these GPUs already. Then the GPUs need not be

@@ -441,6 +441,7 @@ class _Search:
         if not attempt.result.outdated and self._may_wait():
             _import_all()
             self._waiting().report(attempt)
+        self._view.has_waited = True
         if decision.step == POLL:
             self._view.poll()
         elif decision.step == SLEEP:

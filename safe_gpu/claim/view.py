@@ -225,6 +225,8 @@ class HostView:
         needs: methods of the driver that complete each poll, for this request, to choose well, and for
             those of others that it must judge.
         next_poll: ``time.monotonic()`` value before which a waiter must not poll the driver again.
+        has_waited: whether this claim has waited since the latest poll. Nobody in the queue is passed by that poll any
+            more: the processes that it lists may have ended.
         faults: UUID -> note, of the GPUs on which a claim failed and none has worked since.
         failed: UUID -> reason, of the GPUs on which this very claim has failed; it does not try them again.
         shared: UUID -> the claims that share the GPU, as far as this claim may share it with them.
@@ -257,6 +259,7 @@ class HostView:
         self.unlisted = unlisted
         self.outer: Mapping[str, LeaseRecord] = {}
         self.next_poll = 0.0
+        self.has_waited = False
         self.faults: Mapping[str, GpuFault] = {}
         self.failed: Mapping[str, str] = {}
         self.shared: dict[str, LeaseHolder] = {}
@@ -299,6 +302,7 @@ class HostView:
         began = time.monotonic()
         self.snapshot = self._completed(self.driver.snapshot())
         self._polled = now = time.monotonic()
+        self.has_waited = False
         self.next_poll = now + max(_DRIVER_PAUSE, 9 * (now - began))
 
     def _completed(self, snapshot: HostSnapshot) -> HostSnapshot:

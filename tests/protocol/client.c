@@ -1340,7 +1340,7 @@ static void claim(void)
       leave_queue();
       die(75, "%d of these GPUs were not free in time", wanted);
     }
-    if (nearest >= 0) sleep_on(&nearest, strange_ahead ? 1 : others < 32 ? 10 : 60);
+    if (nearest >= 0) sleep_on(&nearest, strange_ahead ? 1 : others < 32 ? 10 : 60), polled = -1e9;
     else nap(no_longer_than(0.015));
     if (stale && now() - shortage > 0.1) {
       shortage = now();

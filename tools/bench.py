@@ -219,11 +219,11 @@ def bench_share(options: argparse.Namespace) -> list[Row]:
         safe_gpu.release_gpus()
 
     def unasked() -> None:
-        tails, socket_names._TAILS = socket_names._TAILS, ()
+        slots, socket_names._slots = socket_names._slots, lambda *_: ()
         try:
             claim()
         finally:
-            socket_names._TAILS = tails
+            socket_names._slots = slots
 
     def hold(line: Any) -> None:
         others = [gpu.uuid for gpu in SimulatedDriver("dgx-a100").idle.gpus[1:]]

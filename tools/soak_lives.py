@@ -360,7 +360,7 @@ WOUNDS: dict[str, list[tuple[Any, str, Any]]] = {
     "slots": [(shares, "held_slots", lambda *_: {})],
     # Who shares a GPU does not take the name of the whole GPU first; nobody asks for the names of slots.
     "door": [(shares, "names", _NO_DOOR)],
-    "slot-names": [(socket_names, "_slots", lambda *_: [])],
+    "slot-names": [(socket_names, "_slots", lambda *_: ())],
     # The room for shares is taken for 8 GiB larger than it is.
     "room": [
         (shares, "promised_room", lambda *rest: promised_room(*rest) + (8 << 30)),

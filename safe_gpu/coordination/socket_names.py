@@ -13,6 +13,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Collection, Iterable
+from functools import cache
 
 from ..devices import MOST_SHARERS
 from ..procfs import lines_of
@@ -169,9 +170,10 @@ def is_held(name: str) -> bool:
 _TAILS = tuple(b"%d%b" % (slot, tail) for slot in range(MOST_SHARERS) for tail in (b"", b".inner"))
 
 
-def _slots(uuid: str, prefix: str) -> list[bytes]:
+@cache
+def _slots(uuid: str, prefix: str) -> tuple[bytes, ...]:
     begin = _address(f"{prefix}{uuid.replace('/', '_')}{_SHARE}")
-    return [(begin + tail).ljust(_SHORTEST + 1, b".") for tail in _TAILS]
+    return tuple((begin + tail).ljust(_SHORTEST + 1, b".") for tail in _TAILS)
 
 
 def _are_held(addresses: Iterable[bytes]) -> list[bool]:

@@ -97,8 +97,9 @@ class Soak:
 
     def run(self, seconds: float) -> None:
         """Let processes live for this time, with a quiet point every 20 s and at the end."""
-        if self.wound in SHOWN_IN_CALM:
-            self._be_quiet()
+        with self._without_cleaner():  # its end says that one is at work from now on
+            if self.wound in SHOWN_IN_CALM:
+                self._be_quiet()
         started = time.monotonic()
         end, minute, quiet = started + seconds, started + 60.0, started + QUIET_EVERY / 3
         while time.monotonic() < end and not self.is_caught:

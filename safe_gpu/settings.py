@@ -105,15 +105,16 @@ def policy_files(environ: Mapping[str, str]) -> tuple[str, ...]:
     return (given,)
 
 
-def policy_directory(environ: Mapping[str, str]) -> str | None:
-    """Return the directory of root's files; None if there is none, as on most hosts, which one system call tells."""
-    path = os.path.dirname(policy_files(environ)[0]) or "."
-    return path if os.access(path, os.F_OK) else None
+def policy_directory(environ: Mapping[str, str]) -> str:
+    """Return the directory of root's files, which most hosts do not have."""
+    return os.path.dirname(policy_files(environ)[0]) or "."
 
 
 def existing_policy(environ: Mapping[str, str]) -> str | None:
     """Return where the policy of this host is; None if there is none."""
-    return next(filter(os.path.lexists, policy_files(environ)), None) if policy_directory(environ) else None
+    if not os.access(policy_directory(environ), os.F_OK):  # one system call tells, and every claim asks
+        return None
+    return next(filter(os.path.lexists, policy_files(environ)), None)
 
 
 def policy_file(environ: Mapping[str, str]) -> str:

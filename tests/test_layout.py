@@ -159,7 +159,7 @@ def test_the_top_of_the_repository_is_tidy() -> None:
 
 # Size: lines of code, without docstrings, comments and blank lines. What is added pays for itself in lines removed.
 MOST_FILES = 117
-MOST_CODE = {"safe_gpu": 19_080, "tests and tools": 33_600}
+MOST_CODE = {"safe_gpu": 19_075, "tests and tools": 33_600}
 
 
 def code_lines(source: str) -> int:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .view import HostView
 
 
-# A waiter blocked by a process without a lease may be passed only if the poll is at most this old, in seconds.
+# Others in the queue may be passed only by a poll that is at most this old, in seconds.
 _RECENT = 1.0
 
 

@@ -172,12 +172,13 @@ class Claim:
     def _held(self) -> tuple[list[Lease] | list[SocketName], ...]:
         """Return all that is held. What is released last comes first.
 
-        Names go before leases: whose lease is free has no name any more. Those of a share go after its slot, and those
-        of a claim that allows claims inside it after its lease: else who comes through another state directory, and
-        asks for names alone, gets more than there is, or does not see who claims inside this one just now.
+        Names go before leases: whose lease is free has no name any more. A share frees its slots first, since who comes
+        through another state directory asks for names alone. So does a claim that allows claims inside it: one of them
+        may just have found its lease.
         """
-        last = self.beneath or self.token
-        return (self.beneath, self.names, self.leases) if last else (self.leases, self.names)
+        if self.beneath or self.token:
+            return self.beneath, self.names, self.leases
+        return self.leases, self.names
 
     def note(self) -> None:
         """Tell the history of this claim, and how those before it ended. It holds its GPUs; host.lock is not held."""

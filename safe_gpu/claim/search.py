@@ -403,10 +403,10 @@ class _Search:
         self._patience = WaitState(self._options.deadline, tried_last=self._options.timeout == 0)
 
     def _decide(self, attempt: Attempt) -> Decision:
-        if attempt.chosen:
-            return Decision(TAKE, self._patience)
         now = next_look = time.monotonic()
-        if self._options.quota is None or not self._options.quota.unresolved:
+        if attempt.chosen:
+            next_look = math.inf
+        elif self._options.quota is None or not self._options.quota.unresolved:
             next_look = self._waiting(began=now).next_look(now)
         if attempt.result.strange:
             next_look = min(next_look, now + TIME_TO_TAKE)

@@ -19,7 +19,7 @@ from .. import procfs
 from ..devices import MOST_SHARERS, GpuFault, LeaseHolder
 from ..errors import StateDirError
 from ..foreign_files import LIMIT, open_to_read
-from ..settings import policy_directory, policy_files
+from ..settings import policy_directory
 from . import socket_names as names
 from .files import HOST_LOCK, StateDir, state_dir_path, survive_exec, write_all
 from .locks import LockedHost, file_of, lock_file, unlock_file
@@ -586,7 +586,7 @@ def clear_fault(leases: StateDir, uuid: str) -> None:
 def drain_file(*, by_root: bool) -> str:
     """Return the file with the UUIDs of drained GPUs: root's, beside its settings of the host, or that of the owner of
     the state directory, in it."""
-    return os.path.join(os.path.dirname(policy_files(os.environ)[0]) if by_root else state_dir_path(), "drained")
+    return os.path.join(policy_directory(os.environ) if by_root else state_dir_path(), "drained")
 
 
 def drained_gpus(*, by_root: bool | None = None) -> dict[str, str]:
@@ -608,8 +608,6 @@ def read_drained(*, by_root: bool) -> tuple[str, dict[str, str]]:
     written."""
     try:
         if by_root:
-            if policy_directory(os.environ) is None:
-                return "", {}
             file, owner = open_to_read(drain_file(by_root=True), os.O_NOFOLLOW), 0
         else:
             with StateDir(state_dir_path(), make=False) as root:  # no path into it is followed

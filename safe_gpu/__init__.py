@@ -1,4 +1,6 @@
-"""Claim GPUs on shared hosts without collisions. No daemon and no root rights are needed.
+"""Claims GPUs on shared hosts without collisions.
+
+No daemon and no root rights are needed.
 
     import safe_gpu
     safe_gpu.claim_gpus(2)      # before anything initialises CUDA
@@ -27,9 +29,9 @@ if TYPE_CHECKING:
         wrap_command,
     )
     from .claim.free import get_free_gpus
-    from .claim.owner import GPUOwner, claim_gpus, ensure_gpus, release_gpus
-    from .claim.worker import bind
-    from .devices import Gpu, GpuProcess, GpuVerdict
+    from .claim.functions import claim_gpus, ensure_gpus, release_gpus
+    from .claim.owner import GPUOwner
+    from .claim.rank_binding import bind
     from .errors import (
         AlreadyClaimedError,
         ClaimTimeout,
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
         UnsatisfiableRequestError,
         WrongDeviceError,
     )
+    from .gpus.devices import Gpu, GpuProcess, GpuVerdict
     from .runtimes.placeholders import (
         CudaPlaceholder,
         CupyPlaceholder,
@@ -117,15 +120,16 @@ _HOMES = {
         "AffinityOptions BindingReport Mode Multithreading PlacementReport Scope placement set_affinity "
         "split_share wrap_command"
     ),
-    "claim.worker": ("bind"),
-    "devices": ("Gpu GpuProcess GpuVerdict"),
+    "claim.rank_binding": ("bind"),
+    "gpus.devices": ("Gpu GpuProcess GpuVerdict"),
     "errors": (
         "AlreadyClaimedError ClaimTimeout CudaInitializedError GPUAffinityError GpuContendedError "
         "LockTimeout NoDriverError NotEnoughGpusError NvidiasmiError PlaceholderError PolicyError "
         "SafeGpuError StateDirError UnsatisfiableRequestError WrongDeviceError"
     ),
     "claim.free": ("get_free_gpus"),
-    "claim.owner": ("GPUOwner claim_gpus ensure_gpus gpu_owner release_gpus"),
+    "claim.functions": ("claim_gpus ensure_gpus gpu_owner release_gpus"),
+    "claim.owner": ("GPUOwner"),
     "runtimes.placeholders": (
         "CudaPlaceholder CupyPlaceholder JaxPlaceholder NoPlaceholder PyCudaPlaceholder "
         "PytorchPlaceholder TensorflowPlaceholder pytorch_placeholder tensorflow_placeholder"

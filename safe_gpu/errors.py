@@ -12,13 +12,11 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-from .procfs import printable_lines
+from .host.procfs import printable_lines
 
 if TYPE_CHECKING:
     from inspect import Signature
     from types import TracebackType
-
-    from .devices import GpuProcess, GpuVerdict
 
 __all__ = [
     "AlreadyClaimedError",
@@ -77,27 +75,28 @@ class SafeGpuError(Exception):
         return self.message
 
     @property
-    def _keeps_frames(self) -> bool:
-        """Whether its traceback has all frames: one of a placeholder leads to the program's own code."""
-        return bool(os.environ.get("SAFE_GPU_TRACEBACK")) or isinstance(self, PlaceholderError)
-
-    @property
     def _render_traceback_(self) -> Callable[[], list[str]]:
         """What IPython calls, where there is such an attribute, for what a cell shows of an error."""
-        if self._keeps_frames:
+        if _keeps_frames(self):
             raise AttributeError("_render_traceback_")
         return lambda: [f"{type(self).__name__}: {self}"]
 
-    def shorten(self) -> None:
-        """Drop the frames of this package so far, also those of the errors that led to this one."""
-        chain: list[BaseException | None] = [None if self._keeps_frames else self]
-        seen: set[int] = set()  # by id, since errors of other packages may compare in ways of their own
-        for one in chain:
-            if one is not None and id(one) not in seen:
-                seen.add(id(one))
-                chain += one.__cause__, one.__context__
-                if not isinstance(one, PlaceholderError):
-                    one.__traceback__ = _without_ours(one.__traceback__)
+
+def _keeps_frames(err: BaseException) -> bool:
+    """Return whether its traceback has all frames: one of a placeholder leads to the program's own code."""
+    return bool(os.environ.get("SAFE_GPU_TRACEBACK")) or isinstance(err, PlaceholderError)
+
+
+def shorten(err: BaseException) -> None:
+    """Drop the frames of this package so far, also those of the errors that led to this one."""
+    chain: list[BaseException | None] = [None if _keeps_frames(err) else err]
+    seen: set[int] = set()  # by id, since errors of other packages may compare in ways of their own
+    for one in chain:
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            chain += one.__cause__, one.__context__
+            if not isinstance(one, PlaceholderError):
+                one.__traceback__ = _without_ours(one.__traceback__)
 
 
 def _without_ours(frames: TracebackType | None) -> TracebackType | None:
@@ -131,11 +130,11 @@ class NotEnoughGpusError(SafeGpuError, RuntimeError):
 
     Attributes:
         nb_gpus: how many were asked for.
-        verdicts: one :class:`~safe_gpu.devices.GpuVerdict` for every GPU of the host, in index order.
+        verdicts: one :class:`~safe_gpu.gpus.devices.GpuVerdict` for every GPU of the host, in index order.
     """
 
     nb_gpus: int = 0
-    verdicts: tuple[GpuVerdict, ...] = ()
+    verdicts: tuple[Any, ...] = ()
 
 
 class ClaimTimeout(NotEnoughGpusError, TimeoutError):
@@ -153,11 +152,11 @@ class GpuContendedError(NotEnoughGpusError):
 
     Attributes:
         uuid: the GPU.
-        processes: those other processes, as :class:`~safe_gpu.devices.GpuProcess`.
+        processes: those other processes, as :class:`~safe_gpu.gpus.devices.GpuProcess`.
     """
 
     uuid: str = ""
-    processes: tuple[GpuProcess, ...] = ()
+    processes: tuple[Any, ...] = ()
 
 
 class UnsatisfiableRequestError(SafeGpuError, ValueError, RuntimeError):
@@ -169,7 +168,7 @@ class UnsatisfiableRequestError(SafeGpuError, ValueError, RuntimeError):
     """
 
     value: object = None
-    verdicts: tuple[GpuVerdict, ...] = ()
+    verdicts: tuple[Any, ...] = ()
 
 
 class AlreadyClaimedError(SafeGpuError, RuntimeError):
@@ -188,11 +187,13 @@ class LockTimeout(_OsError, TimeoutError):
 
     Attributes:
         path: the lock file.
-        pid, user: the holder of the lock if /proc/locks shows it, else None.
+        pid, user: the process that keeps the lock, if one does that /proc/locks shows, else None.
+        overloaded: whether no process keeps it: it changed hands, or its holder got no CPU time.
     """
 
     pid: int | None = None
     user: str | None = None
+    overloaded: bool = False
 
 
 class StateDirError(_OsError):

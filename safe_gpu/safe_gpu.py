@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from .claim import owner
+from .claim import functions as owner
 from .claim.free import get_free_gpus
-from .claim.owner import GPUOwner, claim_gpus, release_gpus
-from .coordination.legacy import LOCK_FILE as LOCK_FILENAME
+from .claim.functions import claim_gpus, release_gpus
+from .claim.owner import GPUOwner
+from .coordination.locks.legacy_lock import LOCK_FILE as LOCK_FILENAME
 from .errors import NvidiasmiError
 from .runtimes.placeholders import (
     PyCudaPlaceholder,

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import random
+import re
 import signal
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
@@ -44,20 +47,29 @@ def pytest_xdist_auto_num_workers() -> int | None:
     return None if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ else len(os.sched_getaffinity(0)) + 1
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--shuffle", metavar="SEED", help="run the tests in the random order of this seed")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The longest test of the last file goes first: no process is to work on alone at the end."""
     items.sort(key=lambda item: item.path.name != "test_tools.py")
+    if config.getoption("shuffle") is not None:
+        random.Random(config.getoption("shuffle")).shuffle(items)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and not real_gpu():
-        pytest.skip("no NVIDIA GPU on this machine")
+        pytest.skip("needs a real NVIDIA GPU")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """One line in place of a page of skips."""
-    if terminalreporter.stats.get("skipped") and not terminalreporter.hasopt("skipped"):
-        terminalreporter.write_line("Some tests need what is not here and were skipped: pytest -rs says what.")
+    """One line in place of a page of skips: how many by cause, which is how their reasons begin."""
+    reasons = [report.longrepr[2].removeprefix("Skipped: ") for report in terminalreporter.stats.get("skipped", ())]
+    causes = Counter(re.split("[,:]", reason)[0] for reason in reasons)
+    if causes and not terminalreporter.hasopt("skipped"):
+        counts = ", ".join(f"{cause} ({count})" for cause, count in causes.most_common())
+        terminalreporter.write_line(f"Skipped: {counts}. More: pytest -rs")
 
 
 def real_gpu() -> bool:

@@ -6,7 +6,7 @@ from dataclasses import FrozenInstanceError, replace
 
 import pytest
 
-from safe_gpu.devices import Gpu, GpuProcess, HostSnapshot
+from safe_gpu.gpus.devices import Gpu, GpuProcess, HostSnapshot
 from safe_gpu.selection.request import parse_request
 
 GPU = Gpu(3, "GPU-a", "Model", processes=(GpuProcess(7, memory_used=5),))

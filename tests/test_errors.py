@@ -13,8 +13,8 @@ import pytest
 
 import safe_gpu
 from safe_gpu import errors
-from safe_gpu.devices import Gpu, GpuProcess, GpuVerdict, LeaseHolder
 from safe_gpu.errors import SafeGpuError
+from safe_gpu.gpus.devices import Gpu, GpuProcess, GpuVerdict, LeaseHolder
 from safe_gpu.runtimes.cuda import CudaCallError
 
 VERDICTS = (GpuVerdict(Gpu(0, "GPU-0"), "claimed", "claimed by process 7", 7, "ada", LeaseHolder(7, "ada", start=12)),)
@@ -35,7 +35,11 @@ TABLE: list[tuple[type[SafeGpuError], dict[str, Any], tuple[type[BaseException],
     ),
     (errors.UnsatisfiableRequestError, {"value": 9, "verdicts": VERDICTS}, (ValueError, RuntimeError)),
     (errors.AlreadyClaimedError, {"devices": (0, 1)}, (RuntimeError,)),
-    (errors.LockTimeout, {**PATH, "errno": errno.EAGAIN, "pid": 7, "user": "ada"}, (TimeoutError, OSError)),
+    (
+        errors.LockTimeout,
+        {**PATH, "errno": errno.EAGAIN, "pid": 7, "user": "ada", "overloaded": True},
+        (TimeoutError, OSError),
+    ),
     (errors.StateDirError, {**PATH, "errno": errno.ENOSPC}, (OSError,)),
     (errors.CudaInitializedError, {"visible": ("GPU-0",)}, (RuntimeError,)),
     (errors.PlaceholderError, {"device_no": 1, "uuid": "GPU-0"}, (RuntimeError,)),

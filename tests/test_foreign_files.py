@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from safe_gpu.foreign_files import open_to_read, read_bytes, read_start
+from safe_gpu.host.foreign_files import open_to_read, read_bytes, read_start
 
 
 def test_the_start_of_a_file(tmp_path: Path) -> None:
@@ -64,7 +64,7 @@ def test_a_file_lease_does_not_block(tmp_path: Path) -> None:
 
 INTERRUPTED = """
 import os, signal, sys
-from safe_gpu.foreign_files import read_start
+from safe_gpu.host.foreign_files import read_start
 raised = 0
 class Interrupt(BaseException): pass
 def handler(*_):

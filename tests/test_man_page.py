@@ -15,8 +15,8 @@ from types import ModuleType, SimpleNamespace
 import pytest
 from support.real import unavailable
 
-from safe_gpu import settings
 from safe_gpu.cli import commands
+from safe_gpu.settings import variables as settings
 
 SCRIPT = Path(__file__).parents[1] / "tools" / "man_page.py"
 SECTIONS = "NAME SYNOPSIS DESCRIPTION COMMANDS ENVIRONMENT FILES EXIT_STATUS EXAMPLES SEE_ALSO"
@@ -66,7 +66,8 @@ def test_its_sections(page: Path) -> None:
 @pytest.mark.parametrize("name", commands.COMMANDS)
 def test_every_option_of_a_command(terms: dict[str, list[str]], name: str) -> None:
     explained = {word for term in terms[name] for word in re.findall(r"--?[a-z][-a-z]*", term)}
-    options = set(commands.parser_of(name).names()) - {"-h", "--help"}
+    hidden = {"-h", "--help", *(["--mode"] if name in commands.RUNNERS else [])}
+    options = set(commands.parser_of(name).names()) - hidden
     as_for_run = {word for term in terms["run"] for word in re.findall(r"--?[a-z][-a-z]*", term)}
     assert options <= explained | (as_for_run if name == "wait" else set())
 

@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 
-from safe_gpu import PolicyError, policy, settings
-from safe_gpu.coordination.files import state_dir_path
+from safe_gpu import PolicyError
+from safe_gpu.coordination.files.location import state_dir_path
 from safe_gpu.drivers.vendors import meant_vendor
-from safe_gpu.host_file import host_values
-from safe_gpu.policy import KEYS, Limits, Policy, limits_of_this_user, limits_of_user, parse, read, resolve
 from safe_gpu.schedulers.job import resource_names
-from safe_gpu.selection.request import Rules
+from safe_gpu.selection.rules import Rules
+from safe_gpu.settings import policy
+from safe_gpu.settings import variables as settings
+from safe_gpu.settings.host_file import host_values
+from safe_gpu.settings.policy import KEYS, Limits, Policy, limits_of_this_user, limits_of_user, parse, read, resolve
 
 FILE = """\
 ; the group's rules
@@ -31,6 +33,7 @@ max_wait = 90
 [group staff]
 max_gpus = 6
 idle_report_after = 30m
+weight = 2
 
   [user anna]
 max_gpus = unlimited
@@ -47,11 +50,11 @@ def limits(user: str, *groups: str, text: str = FILE, is_root: bool = False) -> 
 @pytest.mark.parametrize(
     ("user", "groups", "expected"),
     [
-        ("ben", (), (2, 129600.0, 7200.0, None, None)),
-        ("ben", ("students",), (1, 129600.0, 7200.0, 90.0, None)),
-        ("ben", ("staff", "students"), (1, 129600.0, 7200.0, 90.0, 1800.0)),  # the first in the file, key by key
-        ("anna", ("students",), (None, None, 7200.0, 90.0, None)),
-        ("DOM\\eva maria", (), (0, 129600.0, 7200.0, None, None)),
+        ("ben", (), (2, 129600.0, 7200.0, None, None, None)),
+        ("ben", ("students",), (1, 129600.0, 7200.0, 90.0, None, None)),
+        ("ben", ("staff", "students"), (1, 129600.0, 7200.0, 90.0, 1800.0, 2.0)),  # the first in the file, key by key
+        ("anna", ("students",), (None, None, 7200.0, 90.0, None, None)),
+        ("DOM\\eva maria", (), (0, 129600.0, 7200.0, None, None, None)),
     ],
 )
 def test_which_section_wins(user: str, groups: tuple[str, ...], expected: tuple[object, ...]) -> None:
@@ -86,6 +89,13 @@ def test_groups_are_asked_for_only_where_the_file_has_some() -> None:
 
     assert resolve(parse("[default]\nmax_gpus=1\n[user ben]", "/p"), ("ben",), never, is_root=False).max_gpus == 1
     assert resolve(parse("[group staff]\nmax_gpus=1", "/p"), ("root",), never, is_root=True).exempt
+
+
+@pytest.mark.parametrize("key", ["max_hold", "default_hold", "idle_report_after"])
+def test_a_second_is_the_least(key: str) -> None:
+    assert getattr(limits("anna", text=f"[default]\n{key} = 1s"), key) == 1.0
+    with pytest.raises(PolicyError, match="a second is the least"):
+        parse(f"[default]\n{key} = 0s", "/p")
 
 
 @pytest.mark.parametrize(
@@ -196,7 +206,7 @@ def test_no_file_is_no_policy(tmp_path: Path) -> None:
 def test_groups_of_this_process_and_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of this process are the kernel's, those of other users the directory's."""
     rules = parse("[group audio]\nmax_gpus = 5\n[group 77]\nmax_gpus = 7\n[default]\nmax_gpus = 1\n", "/p")
-    monkeypatch.setattr(policy, "_gid", {"audio": 29, "77": 77}.get)
+    monkeypatch.setattr(policy, "gid_of", {"audio": 29, "77": 77}.get)
     monkeypatch.setattr(policy.programs, "is_root", lambda: False)
     monkeypatch.setattr(os, "getgroups", lambda: [77])
     assert limits_of_this_user(rules).max_gpus == 7
@@ -209,7 +219,7 @@ def test_groups_of_this_process_and_of_others(monkeypatch: pytest.MonkeyPatch) -
 def test_what_the_directory_says_of_root() -> None:
     assert 0 in policy._gids_of(0)
     assert policy._gids_of(999_999_999) == set()
-    assert (policy._gid("root"), policy._gid("4711"), policy._gid("no-such-group")) == (0, 4711, None)
+    assert (policy.gid_of("root"), policy.gid_of("4711"), policy.gid_of("no-such-group")) == (0, 4711, None)
 
 
 def test_whether_gpus_are_limited_at_all() -> None:
@@ -283,6 +293,7 @@ def test_root_sets_the_defaults_of_a_host(write: Any, monkeypatch: pytest.Monkey
     [
         ("state_dir = tmp", "is relative: write a path from / on"),
         ("vendor = ati", "is no vendor: write nvidia"),
+        ("order = random", "is no order: write fifo or fair"),
         ("refused_exit = 256", "is no exit code: write 1 to 255"),
         ("unexplained_memory = much", "is no size"),
         ("max_gpus = 2", "'max_gpus' is unknown: write state_dir"),

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from safe_gpu import procfs
+from safe_gpu.host import procfs
 
 PTRACE_SEIZE = 0x4206
 

@@ -131,3 +131,22 @@ def test_a_job_that_fits_no_host_is_named(run: Any, tmp_path: Path) -> None:
 
 def test_a_generated_workload(run: Any) -> None:
     assert run("--jobs", "30", "--large", "10").count("safe_gpu, ") == 3
+
+
+def test_turns_serve_a_user_between_the_jobs_of_a_sweep() -> None:
+    sweep = [job(0, 1, 100)._replace(user=1, duration=100 + number) for number in range(6)]
+    other = job(1, 1, 10)._replace(user=2)
+    for queue, waited in ((tool.Queue(), 305), (tool.Queue(fair=True), 100), (tool.Queue(most=1), 0)):
+        outcome = tool.replay([*sweep, other], GPUS, tool.ours, random.Random(1), queue=queue)
+        assert round(dict(outcome.waits)[other]) == waited
+
+
+def test_the_table_of_a_group(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tool, "GROUP", {"interactive": 12, "small": 12, "8 GPUs": 2, "sweep": 64})
+    monkeypatch.setattr(sys, "argv", ["replay.py", "--group"])
+    tool.main()
+    assert [line[:24] for line in capsys.readouterr().out.splitlines()[-3:]] == [
+        "first come, first served",
+        "the same with max_gpus =",
+        "order = fair            ",
+    ]

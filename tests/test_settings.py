@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 import safe_gpu
-from safe_gpu import settings
-from safe_gpu.coordination.files import state_dir_path
+from safe_gpu.coordination.files.location import state_dir_path
 from safe_gpu.errors import StateDirError, UnsatisfiableRequestError
+from safe_gpu.settings import variables as settings
 
 ROOT = Path(safe_gpu.__file__).parent
 

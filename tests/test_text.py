@@ -6,18 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from safe_gpu.text import (
-    Column,
-    cut,
-    display_width,
-    format_age,
-    format_bytes,
-    gpu_ranges,
-    gpus_by_model,
-    in_brackets,
-    plural,
-    short_age,
-)
+from safe_gpu.wording.text import Column, cut, display_width, format_age, format_bytes, gpu_ranges, short_age
 
 
 @pytest.mark.parametrize(
@@ -37,20 +26,6 @@ from safe_gpu.text import (
 def test_ages(seconds: float, text: str, short: str) -> None:
     assert format_age(seconds) == text
     assert short_age(seconds) == short
-
-
-@given(st.floats(min_value=0, max_value=1e9))
-def test_an_age_says_at_most_what_it_is_and_nearly_all_of_it(seconds: float) -> None:
-    sizes = {"s": 1, "min": 60, "h": 3600, "d": 86400}
-    words = format_age(seconds).split()
-    said = sum(int(number) * sizes[unit] for number, unit in zip(words[::2], words[1::2], strict=True))
-    assert (
-        said <= seconds < said + sizes[words[-1]] * (60 if words[-1] in ("h", "min") else 24 if words[-1] == "d" else 1)
-    )
-
-
-def test_a_number_of_things() -> None:
-    assert [plural(0), plural(1), plural(2, "claim")] == ["0 GPUs", "1 GPU", "2 claims"]
 
 
 @pytest.mark.parametrize(
@@ -96,18 +71,6 @@ def test_a_column_is_as_wide_as_what_stands_in_it() -> None:
     names = Column("USER", ["a", "averylongname"], most=8)
     assert [names.padded(cell) for cell in (names.title, *names.cells)] == ["USER    ", "a       ", "averyl.."]
     assert Column("JOB", ["", ""]).width == 0
-
-
-def test_gpus_with_their_models() -> None:
-    assert gpus_by_model([]) == ""
-    assert gpus_by_model([(str(index), "NVIDIA A100") for index in range(4)]) == "GPU 0-3 (NVIDIA A100)"
-    mixed = [("1", "NVIDIA L4"), ("3", "NVIDIA T4"), ("2", "NVIDIA L4"), ("4:0", "")]
-    assert gpus_by_model(mixed) == "GPU 1,2 (NVIDIA L4), GPU 3 (NVIDIA T4), GPU 4:0"
-
-
-def test_what_is_known_of_a_process() -> None:
-    assert in_brackets("alice", None, "python train.py", "") == " (alice, python train.py)"
-    assert in_brackets(None, "") == ""
 
 
 def test_characters_without_width_are_cut_too() -> None:

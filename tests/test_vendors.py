@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from safe_gpu.cli.parser import add_vendor
-from safe_gpu.devices import vendor_of, vendor_of_name
+from safe_gpu.cli.option_values import add_vendor
 from safe_gpu.drivers import _KINDS
 from safe_gpu.drivers.presets import PRESETS, preset
 from safe_gpu.drivers.vendors import _OTHERS
+from safe_gpu.gpus.devices import vendor_of, vendor_of_name
+from safe_gpu.gpus.vendors import FIRST, VENDORS
 from safe_gpu.runtimes.runtime import Runtime
 from safe_gpu.runtimes.visible_devices import hide_all
 from safe_gpu.selection.values import _NAME
-from safe_gpu.vendors import FIRST, VENDORS
 
 PAGE = Path(__file__).parents[1] / "safe_gpu" / "README.md"
 

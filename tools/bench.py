@@ -12,6 +12,7 @@ run       `safe-gpu run -- true` over an interpreter that imports filelock, pynv
 handover  64 processes for 8 GPUs: from the release of a GPU to the next claim of it
 waiters   500 processes wait for GPUs that do not become free: the time until all wait, and their processor time
 backfill  the same with an idle GPU: all say for how long they hold it, too long to pass the first, who wants all GPUs
+sweep     waits in job lengths beside 64 jobs of another user, by turns and first come first served (as root)
 memory    the memory of a waiting process, minus that of a bare interpreter
 plan      the shares of 1,024 CPUs for 16 GPUs, in each mode
 
@@ -25,6 +26,7 @@ import argparse
 import fcntl
 import gc
 import json
+import logging
 import math
 import os
 import shutil
@@ -37,19 +39,22 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any, NamedTuple
 
-from common import ROOT, simulate
+from common import ROOT, become, simulate
 
 import safe_gpu
 from safe_gpu.affinity.options import MODES
-from safe_gpu.affinity.planner import plan
+from safe_gpu.affinity.planning.planner import plan
+from safe_gpu.claim.search import search
 from safe_gpu.coordination import socket_names
 from safe_gpu.drivers.simulated import SimulatedDriver
-from safe_gpu.topology import GpuLocality, HostTopology
+from safe_gpu.topology.topology import GpuLocality, HostTopology
 
 GPUS = 8
+JOB = 2.0  # how long each job of the sweep lasts, seconds
+SWEEPER = 12001  # its user
 WORK = 0.05  # how long each claim of the hand-over is held, seconds
 FLOCK = "flock over poll and context"
 POLLED = "a lock file per GPU, tried every 50 ms"
@@ -101,8 +106,17 @@ def environment() -> dict[str, str]:
 def simulated_host() -> Iterator[Path]:
     """A simulated host in a fresh directory, for this process and its children; yields the directory."""
     with tempfile.TemporaryDirectory(prefix="safe-gpu-bench-") as directory:
-        simulate("dgx-a100", f"{directory}/state", SAFE_GPU_LEGACY_LOCK="never", SAFE_GPU_TEST_SIMULATED="1")
+        os.chmod(directory, 0o755)
+        simulate("dgx-a100", f"{directory}/state", SAFE_GPU_TEST_SIMULATED="1")
+        if "--fair" in sys.argv:
+            serve_in("fair", directory)
         yield Path(directory)
+
+
+def serve_in(order: str, directory: Path | str) -> None:
+    """Let users who wait be served in this order."""
+    os.environ["SAFE_GPU_POLICY"] = f"{directory}/policy.ini"
+    Path(directory, "policy.ini").write_text(f"[host]\norder = {order}\n")
 
 
 class Worker:
@@ -254,7 +268,7 @@ def bench_share(options: argparse.Namespace) -> list[Row]:
 TWICE = """
 import json, logging, os
 import safe_gpu
-from safe_gpu.claim import view as host_view, owner
+from safe_gpu.claim.host import polls as host_view; from safe_gpu.claim import owner
 owner._STALE = host_view._RECENT = 1e9  # on a busy machine a poll may be old by the time it is used, and is taken again
 log = os.environ["FAKE_GPU_DIR"] + "/calls"
 marks = []
@@ -474,6 +488,48 @@ def cost_of(
             worker.end(kill=True)
 
 
+def waits_behind_a_sweep(order: str) -> list[float]:
+    """Seconds for which each waits once the first user gives its GPUs back: its 64 jobs, then one GPU of a second user
+    and four of a third."""
+
+    def use(uid: int, number: int, line: Any) -> None:
+        become(uid)
+        safe_gpu.claim_gpus(number, safe_gpu.NoPlaceholder(), timeout=600, affinity=None, logger=quiet)
+        line.send(time.monotonic())
+        time.sleep(JOB)
+
+    quiet = logging.getLogger("bench")
+    quiet.setLevel(logging.CRITICAL)
+    with simulated_host() as directory:
+        serve_in(order, directory)
+        warm_up(directory)
+        search._import_all()  # those users may not be able to read the package
+        gate = Worker(lambda line: (use(SWEEPER, GPUS, line), line.recv()))
+        gate.line.recv()
+        workers = []
+        for uid, number in (*[(SWEEPER, 1)] * 64, (SWEEPER + 1, 1), (SWEEPER + 2, 4)):
+            workers.append(Worker(partial(use, uid, number)))
+            until_waiting(directory, len(workers))
+        gate.end(kill=True)
+        began = time.monotonic()
+        starts = [worker.line.recv() - began for worker in workers]
+        for worker in workers:
+            worker.end()
+    return starts
+
+
+def bench_sweep(options: argparse.Namespace) -> list[Row]:
+    if os.geteuid() or options.quick:
+        print("sweep: it needs root, for three users, and a minute")
+        return []
+    fair, fifo = (waits_behind_a_sweep(order) for order in ("fair", "fifo"))
+    who = {"one GPU of another user": [64], "four GPUs of a third": [65], "the sweep, mean": range(64)}
+    return [
+        Row(name, *(fmean(waits[one] for one in which) / JOB for waits in (fair, fifo)), "order = fifo", "jobs")
+        for name, which in who.items()
+    ]
+
+
 def bench_waiters(options: argparse.Namespace) -> list[Row]:
     number = options.waiters
 
@@ -586,6 +642,7 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=64, metavar="N", help="for handover (default: %(default)s)")
     parser.add_argument("--waiters", type=int, default=500, metavar="N", help="how many (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=20.0, metavar="S", help="of each measurement of waiters")
+    parser.add_argument("--fair", action="store_true", help="users who wait are served by turns (as root)")
     parser.add_argument("--quick", action="store_true", help="few repetitions, few processes")
     parser.add_argument("--check", action="store_true", help="exit 1 if a budget is missed")
     options = parser.parse_args()

@@ -9,16 +9,17 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(os.environ.get("SAFE_GPU_CHECKOUT") or Path(__file__).parents[1]).resolve()
 sys.path.insert(0, str(ROOT))  # the package beside these scripts, installed or not
 
 
 def simulate(preset: str, state: str, **variables: str) -> None:
-    """Make this process one on a simulated host, whatever it has inherited."""
+    """Make this process one on a simulated host, whatever it has inherited and whoever claims here by safe-gpu 2.0."""
     for name in list(os.environ):
         if name.startswith(("SAFE_GPU_", "CUDA_", "HIP_", "ROCR_", "GPU_DEVICE_")):
             del os.environ[name]
-    os.environ.update(SAFE_GPU_DRIVER=f"simulated:{preset}", SAFE_GPU_DIR=state, **variables)
+    os.environ.update(SAFE_GPU_DRIVER=f"simulated:{preset}", SAFE_GPU_DIR=state, SAFE_GPU_LEGACY_LOCK="never")
+    os.environ.update(variables)
 
 
 def become(uid: int | None) -> None:

@@ -31,7 +31,7 @@ from crash_scenes import GPUS, SCENES, WOUNDS, Actor, Failure, Scene, Stage, cla
 from crash_trace import Stop, Traced, begin, end, refusal
 
 from safe_gpu.claim.owner import current_owner
-from safe_gpu.procfs import has_ended
+from safe_gpu.host.procfs import has_ended
 
 HOW = ("kill", "exception")
 _SOON = 60.0  # timeout of claims that are to be served at once, seconds: longer than any patience

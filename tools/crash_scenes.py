@@ -24,8 +24,12 @@ from crash_trace import Stop
 
 import safe_gpu
 from safe_gpu.cli.commands import main as safe_gpu_main
-from safe_gpu.coordination import files, leases, legacy, queue, signals
-from safe_gpu.coordination import locks as host_lock
+from safe_gpu.coordination import signals
+from safe_gpu.coordination.files import file_system, shared_directory
+from safe_gpu.coordination.leases import lease as leases
+from safe_gpu.coordination.locks import host_lock
+from safe_gpu.coordination.locks import legacy_lock as legacy
+from safe_gpu.coordination.queue import waiter as queue
 from safe_gpu.drivers.simulated import SimulatedDriver
 
 GPUS = 8
@@ -258,7 +262,7 @@ class First(Scene):
     first_use = True
 
     def prepare(self, line: Connection) -> None:
-        files._local_devices.clear()
+        file_system.file_system_at.cache_clear()
 
 
 class Wait(Scene):
@@ -443,6 +447,6 @@ WOUNDS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     # An exception comes between open(2) and the line that stores the descriptor.
     "handlers": (signals.DeferredSignals, "defer", lambda self: None),
     # Directories have their names before they have their modes.
-    "directories": (files, "make_directory", _make_unfinished),
+    "directories": (shared_directory, "make_directory", _make_unfinished),
 }
 """Ways to break the claim code in one process, to see that crashes then leave something behind."""

@@ -20,12 +20,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from safe_gpu import sysfs as kfd_nodes
-from safe_gpu.devices import Gpu, HostSnapshot
 from safe_gpu.drivers.kfd import KfdDriver
 from safe_gpu.errors import SafeGpuError
+from safe_gpu.gpus.devices import Gpu, HostSnapshot
 from safe_gpu.runtimes.runtime import HIP
 from safe_gpu.runtimes.visible_devices import render_visible
+from safe_gpu.topology import sysfs as kfd_nodes
 
 # With this variable a claim leaves ROCR_VISIBLE_DEVICES alone, so that HIP's own numbers count.
 UNDER_RAY = {"RAY_RAYLET_PID": "1"}
@@ -60,7 +60,7 @@ def fork():
     pid = os.fork()
     if pid == 0:
         signal.alarm(20)
-        hip._initialized_in = None  # safe_gpu itself would refuse
+        hip.HipLibrary.initialized_in = None  # safe_gpu itself would refuse
         try:
             HipMemory(0)
             os._exit(0)

@@ -62,7 +62,7 @@ def page() -> str:
         sys.path.insert(0, str(ROOT))
     from safe_gpu import __version__
     from safe_gpu.cli.commands import COMMANDS, parser_of, top_parser
-    from safe_gpu.settings import VARIABLES
+    from safe_gpu.settings.variables import VARIABLES
 
     date = time.strftime("%Y-%m-%d", time.gmtime(int(os.environ.get("SOURCE_DATE_EPOCH", time.time()))))
     top, parsers = top_parser(), {name: parser_of(name) for name in COMMANDS}
@@ -89,16 +89,20 @@ def page() -> str:
 
 def files() -> dict[str, str]:
     """Return each file -> what it is for."""
-    from safe_gpu.coordination.files import DEFAULT_DIR, RULE
-    from safe_gpu.coordination.legacy import LOCK_FILE
-    from safe_gpu.settings import HOST_FILES
+    from safe_gpu.cli.host.setup import RULE
+    from safe_gpu.coordination.files.location import DEFAULT_DIR
+    from safe_gpu.coordination.files.warnings import ADMIN_DIR
+    from safe_gpu.coordination.locks.legacy_lock import LOCK_FILE
+    from safe_gpu.settings.variables import HOST_FILES
 
     return {
         DEFAULT_DIR: "The state directory, with the claims, the queue and the history of the host, unless SAFE_GPU_DIR "
         "or the settings name another.",
         HOST_FILES[0]: "The administrator's settings and limits for this host.",
         f"{os.path.dirname(HOST_FILES[0])}/drained": "The GPUs that nobody may claim: see drain.",
-        RULE: "The rule that keeps the state directory from being cleaned; safe-gpu doctor prints it.",
+        f"{os.path.dirname(HOST_FILES[0])}/windows": "When GPUs are reserved: see drain.",
+        ADMIN_DIR: "The state directory that setup makes.",
+        RULE: "Keeps root's state directory from being cleaned, and makes it again at boot; written by setup.",
         f"{os.path.dirname(LOCK_FILE)}/": "The lock of safe-gpu 1.x and 2.0, which claims take too where it exists.",
     }
 

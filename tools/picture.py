@@ -82,14 +82,17 @@ def screen(columns: int, **environment: str) -> str:
     """What ``safe-gpu status`` writes to a terminal that wide."""
     pid, terminal = pty.fork()
     if pid == 0:
-        fcntl.ioctl(1, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
-        kept = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "NO_COLOR")}
-        package = str(Path(safe_gpu.__file__).parents[1])
-        os.execve(
-            sys.executable,
-            [sys.executable, __file__, "status"],
-            {**kept, "PYTHONPATH": package, "TERM": "xterm-256color", **environment},
-        )
+        try:
+            fcntl.ioctl(1, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+            kept = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "NO_COLOR")}
+            package = str(Path(safe_gpu.__file__).parents[1])
+            os.execve(
+                sys.executable,
+                [sys.executable, __file__, "status"],
+                {**kept, "PYTHONPATH": package, "TERM": "xterm-256color", **environment},
+            )
+        finally:
+            os._exit(127)  # never as a second process of the caller
     text = b""
     try:
         while piece := os.read(terminal, 65536):

@@ -4,6 +4,7 @@
     python tools/replay.py                         a generated workload
     python tools/replay.py --large 10 --load 0.5   another one
     python tools/replay.py --sharing 70 --load 1   whole GPUs only, and shared by most jobs
+    python tools/replay.py --group                 a month of a group, by the order in which users are served
     python tools/replay.py jobs.csv --gpus 8       your own
 
 The CSV has a header. Columns: arrival (seconds), size (GPUs), duration (seconds); optional: hold_for (what the job says
@@ -18,26 +19,33 @@ import argparse
 import csv
 import math
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
-from safe_gpu.cpulist import parse_cpulist
+from safe_gpu.coordination.queue.ticket import Ticket, TicketRequest
+from safe_gpu.coordination.queue.turns import by_turn, turn_of_newcomer
 from safe_gpu.selection.backfill import BackfillRequest, When, free_at, open_gpus
+from safe_gpu.topology.cpulist import parse_cpulist
 
 LOOKERS = 32
 """Only this many waiters look for a chance to pass others; the rest follow when they get there."""
 
 
 class Job(NamedTuple):
-    """``arrival`` and ``duration`` in seconds; ``shares``: whether it wants a part of a GPU, where some do."""
+    """``arrival`` and ``duration`` in seconds; ``shares``: whether it wants a part of a GPU, where some do; ``user``
+    and ``kind``: whose job of what kind, where users are told apart."""
 
     arrival: float
     want: BackfillRequest
     duration: float
     shares: bool | None = None
+    user: int = 0
+    kind: str = ""
 
     @property
     def large(self) -> bool:
@@ -99,6 +107,13 @@ class Host:
             found[gpu] = self.now if not parts else parts[0][0] if room < 0 else (*parts, (self.now, room))
         return found
 
+    def holdings(self) -> Mapping[int, int]:
+        """How many GPUs each user holds."""
+        found: Counter[int] = Counter()
+        for run in {run for runs in self.held.values() for run in runs}:
+            found[run.job.user] += run.job.want.nb
+        return found
+
     def change(self, run: Run, *, ends: bool, slowdown: float) -> None:
         """Let a job begin or end. Each neighbour slows a job by ``slowdown``."""
         for gpu in run.gpus:
@@ -129,26 +144,72 @@ def ours(host: Host, want: BackfillRequest, ahead: Sequence[Job]) -> frozenset[s
     return open_gpus(want, (other.want for other in ahead), free, host.dates(), host.now)
 
 
+class Queue:
+    """Who waits, in order.
+
+    Args:
+        fair: users are served by turns; else who came first is served first.
+        most: GPUs that a user may hold at once, if its job does not want more; None is no limit.
+    """
+
+    def __init__(self, *, fair: bool = False, most: int | None = None) -> None:
+        self.jobs: list[Job] = []
+        self._fair = fair
+        self._most = most
+        self._tickets: dict[Job, Ticket] = {}
+        self._numbers = count(1)
+
+    def join(self, job: Job, held: Mapping[int, int]) -> None:
+        """Let a job join, whose user holds that many GPUs."""
+        request, seq = TicketRequest(job.want.nb, job.want.gpus), next(self._numbers)
+        turn = None
+        if self._fair:
+            order = by_turn(self._tickets.values())
+            turn = turn_of_newcomer(
+                request, order, seq, uid=job.user, held=held.get(job.user, 0), size=lambda one: one.nb_gpus
+            )
+        self._tickets[job] = Ticket(seq, seq, 0, "", 0.0, request, uid=job.user, turn=turn)
+        jobs = {ticket.seq: job for job, ticket in self._tickets.items()}
+        self.jobs = [jobs[ticket.seq] for _, ticket in by_turn(self._tickets.values())]
+
+    def leave(self, job: Job) -> None:
+        """Let a job leave, as it starts."""
+        self.jobs.remove(job)
+        del self._tickets[job]
+
+    def present(self, held: Mapping[int, int]) -> list[Job]:
+        """Those whose users are not at their limit."""
+        most = self._most
+        return [
+            job for job in self.jobs if most is None or held.get(job.user, 0) + job.want.nb <= max(most, job.want.nb)
+        ]
+
+
 def replay(
-    jobs: Sequence[Job], gpus: Sequence[str], policy: Policy, chance: random.Random, slowdown: float = 0.0
+    jobs: Sequence[Job],
+    gpus: Sequence[str],
+    policy: Policy,
+    chance: random.Random,
+    slowdown: float = 0.0,
+    queue: Queue | None = None,
 ) -> Outcome:
     """Let all these jobs come, wait, run and end. Each neighbour on a GPU slows a job by ``slowdown``."""
-    host, coming, queue = Host(gpus), sorted(jobs, key=lambda job: job.arrival)[::-1], list[Job]()
+    host, coming, queue = Host(gpus), sorted(jobs, key=lambda job: job.arrival)[::-1], queue or Queue()
     running: list[Run] = []
     waits: list[tuple[Job, float]] = []
     idle = 0.0
     while coming or running:
         now = min([*(run.ends for run in running), *(job.arrival for job in coming[-1:])])
-        idle += (now - host.now) * sum(not runs for runs in host.held.values()) * bool(queue)
+        idle += (now - host.now) * sum(not runs for runs in host.held.values()) * bool(queue.jobs)
         host.now = now
         for run in [run for run in running if run.ends <= now]:
             running.remove(run)
             host.change(run, ends=True, slowdown=slowdown)
         while coming and coming[-1].arrival <= now:
-            queue.append(coming.pop())
-        while (found := _next_start(host, queue, policy, chance)) is not None:
-            place, open_to = found
-            job = queue.pop(place)
+            queue.join(coming.pop(), host.holdings())
+        while (found := _next_start(host, queue.present(host.holdings()), policy, chance)) is not None:
+            job, open_to = found
+            queue.leave(job)
             taken = sorted(open_to, key=lambda gpu: (host.room(gpu), gpu))[: job.want.nb]
             until = None if job.want.hold_for == math.inf else now + job.want.hold_for
             running.append(Run(job, frozenset(taken), now, until, now + job.duration))
@@ -159,8 +220,8 @@ def replay(
 
 def _next_start(
     host: Host, queue: Sequence[Job], policy: Policy, chance: random.Random
-) -> tuple[int, frozenset[str]] | None:
-    """The first waiter that may start now, by its place, with the GPUs that are open to it."""
+) -> tuple[Job, frozenset[str]] | None:
+    """The first waiter that may start now, with the GPUs that are open to it."""
     if not any(host.room(gpu) > 0 for gpu in host.held):
         return None
     places = list(range(len(queue)))
@@ -171,7 +232,7 @@ def _next_start(
     for place in places:
         open_to = policy(host, queue[place].want, queue[:place])
         if len(open_to) >= queue[place].want.nb:
-            return place, open_to
+            return queue[place], open_to
     return None
 
 
@@ -212,6 +273,32 @@ def generated(
             among = chance.choice((gpus[: len(gpus) // 2], gpus[len(gpus) // 2 :]))
         want = BackfillRequest(size, frozenset(among), share=share or math.inf)
         jobs.append(Job(arrival, want, duration, bool(share) if sharing else None))
+    return jobs
+
+
+DAY = 86400.0
+GROUP = {"interactive": 240, "small": 300, "8 GPUs": 30, "sweep": 16 * 64}
+"""What a group does in 30 days: kind of job -> how many."""
+
+
+def of_a_group(gpus: Sequence[str], chance: random.Random) -> list[Job]:
+    """A month of ten users: sweeps of 64 jobs at once, jobs of eight GPUs, small jobs, and interactive work by day."""
+    jobs = []
+
+    def add(kind: str, arrival: float, user: int, hours: float, number: int = 1) -> None:
+        duration = chance.lognormvariate(math.log(3600 * hours) - 0.125, 0.5)
+        jobs.append(Job(arrival, BackfillRequest(number, frozenset(gpus)), duration, user=user, kind=kind))
+
+    for _ in range(GROUP["interactive"]):
+        add("interactive", (chance.randrange(30) + chance.uniform(9, 18) / 24) * DAY, chance.randrange(4), 1)
+    for _ in range(GROUP["small"]):
+        add("small", chance.uniform(0, 30) * DAY, 4 + chance.randrange(4), 2)
+    for _ in range(GROUP["8 GPUs"]):
+        add("8 GPUs", chance.uniform(0, 30) * DAY, 8, 5, len(gpus))
+    for _ in range(GROUP["sweep"] // 64):
+        arrival = chance.uniform(0, 29) * DAY
+        for _ in range(64):
+            add("sweep", arrival, 9, 1.5)
     return jobs
 
 
@@ -285,6 +372,21 @@ def table_of_shares(jobs: Sequence[Job], gpus: Sequence[str], *, seed: int) -> I
             yield line(f"{word}: {title}", replay(some, gpus, ours, random.Random(seed), slowdown))[:82]
 
 
+def table_of_orders(jobs: Sequence[Job], gpus: Sequence[str], *, seed: int) -> Iterable[str]:
+    """Mean, 95 % and longest wait of each kind of job, in hours, by the order in which users are served."""
+    yield f"{'mean / 95 % / longest wait, hours':34}" + "".join(f"{kind:>20}" for kind in GROUP) + f"{'idle':>8}"
+    for title, queue in (
+        ("first come, first served", Queue()),
+        ("the same with max_gpus = 4", Queue(most=4)),
+        ("order = fair", Queue(fair=True)),
+    ):
+        outcome, cells = replay(jobs, gpus, ours, random.Random(seed), queue=queue), ""
+        for kind in GROUP:
+            waits = sorted(wait / 3600 for job, wait in outcome.waits if job.kind == kind)
+            cells += f"{fmean(waits):8.1f} /{waits[int(0.95 * len(waits))]:4.1f} /{waits[-1]:4.1f}"
+        yield f"{title:34}{cells}{100 * outcome.idle:6.0f} %"
+
+
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description="Replay jobs through the queue in simulated time.")
@@ -297,9 +399,16 @@ def main() -> None:
     parser.add_argument("--picky", type=float, default=0, help="per cent that want one half of the host (default 0)")
     parser.add_argument("--sharing", type=float, default=0, help="per cent that share an 80 GiB GPU (default 0)")
     parser.add_argument("--load", type=float, default=0.65, help="share of the GPU time that they need (default 0.65)")
+    parser.add_argument("--group", action="store_true", help="a month of a group, by the order of its users")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     gpus = [f"GPU-{number:03d}" for number in range(options.gpus)]
+    if options.group:
+        jobs = of_a_group(gpus, random.Random(options.seed))
+        print(f"{len(jobs)} jobs of ten users in 30 days, {options.gpus} GPUs\n")
+        for row in table_of_orders(jobs, gpus, seed=options.seed):
+            print(row, flush=True)
+        return
     for number, large in enumerate(options.large[:1] if options.csv else options.large):
         if options.csv:
             jobs, told = read(options.csv, gpus)

@@ -7,8 +7,8 @@ A referee outside the claim code counts violations: GPUs booked twice, GPUs that
 waits past their deadline, waiters served out of turn or later than they were told because others were let through,
 users over their limit or held up by it wrongly, shares beside a whole claim or together larger than the memory,
 undocumented exceptions. The exit status is 1 if there was any. One
-line of figures is printed each minute; for each violation, the last events on that GPU. --islands, --users, --policy
-and --cleaner need root.
+line of figures is printed each minute; for each violation, the last events on that GPU. --islands, --users, --policy,
+--cleaner and --order fair need root.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import signal
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from functools import partial
 from typing import Any, NamedTuple
@@ -36,11 +36,11 @@ from soak_host import Policy, Stage, replace_file
 from soak_lives import ISLANDS, SHOWN_IN_CALM, WOUNDS, Life, draw, live
 
 import safe_gpu
-from safe_gpu import procfs
-from safe_gpu.claim import search
+from safe_gpu.claim.search import search
 from safe_gpu.cli.commands import main as safe_gpu_main
 from safe_gpu.drivers.presets import PRESETS
 from safe_gpu.drivers.simulated import SimulatedDriver
+from safe_gpu.host import procfs
 
 USERS = (12001, 12002, 12003)
 GRACE = 15.0  # how far past its deadline a claim may return on a busy machine with a driver that stalls, seconds
@@ -61,7 +61,8 @@ class Soak:
         self.shared = tuple(self.gpus[:3]) if options.shares else ()
         self.islands = ISLANDS if options.islands else ISLANDS[:1]
         self.users = USERS if options.users else ()
-        self.policy = Policy(self.stage.root) if options.users or options.policy else None
+        limited = options.users or options.policy or options.order == "fair"
+        self.policy = Policy(self.stage.root, options.order) if limited else None
         self.wound: str = options.wound
         self.counts: Counter[str] = Counter()
         self.errors: Counter[str] = Counter()
@@ -322,15 +323,22 @@ class Soak:
         self.expect_served(number, "GPUs that nobody can claim at a quiet point", island=island)
 
     def take_turns(self) -> None:
-        """Waiters for the whole host, who come one after the other behind a holder, are served in that order."""
-        holder = self.start(_calm(len(self.gpus), hold=PATIENCE))
+        """Waiters for the whole host, who come one after the other behind a holder, are served in order."""
+        fair = self.options.order == "fair"
+        uids: list[int | None] = [self.rng.choice(USERS) if fair else None for _ in range(6)]
+        holder = self.start(_calm(len(self.gpus), hold=PATIENCE, uid=uids[0]))
         self.told(holder)
         ends = ("linger", "release", "release", "exit", "release")
-        waiters = [self._queue_up(_calm(len(self.gpus), end=end)) for end in ends]
+        came = [
+            self._queue_up(_calm(len(self.gpus), end=end, uid=uid)) for end, uid in zip(ends, uids[1:], strict=True)
+        ]
         self.kill(holder)
-        served = self._served(waiters)
-        if served != waiters:
-            self.violation({"what": "waiters out of turn", "came": waiters, "served": served})
+        served, expected = (
+            self._served(came),
+            [came[place] for place in by_turns(uids, len(self.gpus))] if fair else came,
+        )
+        if served != expected:
+            self.violation({"what": "waiters out of turn", "came": came, "served": served, "expected": expected})
 
     def stay_behind(self) -> None:
         """A small claim that says nothing does not pass one who waits for all GPUs, though half of them are free."""
@@ -454,6 +462,15 @@ def _calm(nb_gpus: int, *, timeout: float = 10.0, hold: float = 0.01, **others: 
     return Life("claim", nb_gpus, False, timeout, hold, None, "release", "home", None, 0)._replace(**others)
 
 
+def by_turns(uids: Sequence[object], size: int) -> list[int]:
+    """Return in which order waiters for the whole host are served, by their users; the first of these holds it."""
+    turns: list[float] = []
+    for uid in uids[1:]:
+        own = [turn + size for turn, other in zip(turns, uids[1:], strict=False) if other == uid]
+        turns.append(max([min(turns, default=0.0) + 0.5 + size * (uid == uids[0]), *own]))
+    return sorted(range(len(turns)), key=turns.__getitem__)
+
+
 class Waiter(NamedTuple):
     """A waiter and the start that it was told to expect, ``time.monotonic()``; ``math.inf`` if it was told none."""
 
@@ -531,6 +548,7 @@ def main() -> int:
     }
     for name, text in needing_root.items():
         parser.add_argument(f"--{name}", action="store_true", help=text)
+    parser.add_argument("--order", choices=("fifo", "fair"), default="fifo", help="in which users are served")
     whole = {name: [gpu for gpu in host.of(None).gpus() if not gpu.unusable] for name, host in PRESETS.items()}
     large = [name for name, gpus in whole.items() if len(gpus) >= 8]
     name_of = partial(re.sub, "^simulated:", "")
@@ -539,6 +557,8 @@ def main() -> int:
     for name in needing_root:
         if getattr(args, name) and os.geteuid():
             parser.error(f"--{name} needs root")
+    if args.order == "fair" and os.geteuid():
+        parser.error("--order fair needs root")
     print(f"seed {args.seed}", flush=True)
     soak = Soak(args)
     started = time.monotonic()

@@ -19,9 +19,9 @@ from typing import Any
 from common import simulate
 
 from safe_gpu import NoDriverError
-from safe_gpu.devices import Gpu, HostSnapshot
 from safe_gpu.drivers import simulated
 from safe_gpu.drivers.simulated import SimulatedDriver
+from safe_gpu.gpus.devices import Gpu, HostSnapshot
 
 _BEGAN = "SOAK_BEGAN"
 _LAST_MOMENTS = 5.0  # how long a dying process may keep its locks, seconds
@@ -66,7 +66,7 @@ class Stage:
     def enter(self, state: str | None = None) -> None:
         """Make this process one on the simulated host."""
         tree = f"{self.root}/tree"
-        simulate(self.preset, state or self.state, SAFE_GPU_SIMULATED_DIR=tree, SAFE_GPU_LEGACY_LOCK="never")
+        simulate(self.preset, state or self.state, SAFE_GPU_SIMULATED_DIR=tree)
         if os.path.exists(f"{self.root}/policy.ini"):
             os.environ["SAFE_GPU_POLICY"] = f"{self.root}/policy.ini"
 
@@ -81,6 +81,11 @@ class Stage:
             self._events = os.open(f"{self.root}/events", os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
         line = {"at": round(time.monotonic(), 4), "event": event, "pid": self.pid(), **facts}
         os.write(self._events, json.dumps(line).encode()[:4000] + b"\n")
+
+    def close(self) -> None:
+        """Close the log."""
+        if self._events >= 0:
+            os.close(self._events)
 
     def pid(self) -> int:
         """This process's number on the host, which is another one inside a PID namespace."""
@@ -380,9 +385,11 @@ class Policy:
 
     Args:
         root: the directory of the stage. The file counts only if root writes it.
+        order: in which users are served.
     """
 
-    def __init__(self, root: str) -> None:
+    def __init__(self, root: str, order: str = "fifo") -> None:
+        self._order = order
         self._path, self._log = f"{root}/policy.ini", f"{root}/policies"
         self._past: list[dict[str, Any]] = []
         self.set({})
@@ -394,7 +401,12 @@ class Policy:
             most: uid -> how many GPUs the user may hold at once; None is no limit. Others have no limit.
             others: further keys of ``[default]``, as text.
         """
-        lines = ["[default]", *(f"{key} = {value}" for key, value in (others or {}).items())]
+        lines = [
+            "[host]",
+            f"order = {self._order}",
+            "[default]",
+            *(f"{key} = {value}" for key, value in (others or {}).items()),
+        ]
         for uid, number in most.items():
             lines += [f"[user {uid}]", f"max_gpus = {'unlimited' if number is None else number}"]
         limits = {str(uid): number for uid, number in most.items() if number is not None}

@@ -23,11 +23,20 @@ from common import ROOT, become
 from soak_host import Ambush, Stage, bad_weather, be_a_stranger, may_refuse
 
 import safe_gpu
-from safe_gpu.claim import claim, queue_place, quota, shares, view
+from safe_gpu.claim.checks import opened as claim
+from safe_gpu.claim.host import polls as view
+from safe_gpu.claim.limits import quota
+from safe_gpu.claim.search import names_of_look as gpu_names
+from safe_gpu.claim.search import queue_snapshot
+from safe_gpu.claim.search import slots_of_look as shares
 from safe_gpu.cli.commands import main as safe_gpu_main
-from safe_gpu.coordination import leases, locks, queue, socket_names
+from safe_gpu.coordination import name_table, socket_names
+from safe_gpu.coordination.leases import lease
+from safe_gpu.coordination.locks import flock
+from safe_gpu.coordination.locks import host_lock as locks
+from safe_gpu.coordination.queue import listing, turns, waiter
 from safe_gpu.drivers.simulated import SimulatedDriver
-from safe_gpu.selection import verdicts
+from safe_gpu.selection import backfill, verdicts
 from safe_gpu.selection.backfill import BackfillRequest
 from safe_gpu.selection.sharing import promised_room, room
 
@@ -302,7 +311,7 @@ def _share_of_run() -> tuple[int, str] | None:
 
 def _counts_all(self: quota.LeasesByUser, uid: int) -> frozenset[str]:
     _held_by(self, uid)
-    return frozenset(self._owners or ())
+    return frozenset(self.owners.users)
 
 
 def _without_dates(want: BackfillRequest, *rest: Any) -> frozenset[str]:
@@ -313,7 +322,7 @@ def _refuse_name(name: str) -> None:
     raise PermissionError(1, "names are taken out")
 
 
-def _slow_update(self: queue.Listing, *rest: Any) -> None:
+def _slow_update(self: listing.Listing, *rest: Any) -> None:
     _update(self, *rest)
     time.sleep(0.005)
 
@@ -327,39 +336,56 @@ def _lock_and_drop_in_child(fd: int) -> bool:
     return _lock_file(fd)
 
 
-_held_by, _open_gpus, _update = quota.LeasesByUser._held_by, queue_place.open_gpus, queue.Listing.update
-_lock_file = leases.lock_file
+_held_by, _open_gpus, _update = quota.LeasesByUser._held_by, backfill.open_gpus, listing.Listing.update
+_lock_file = flock.lock_file
 _NO_DOOR = SimpleNamespace(**{**vars(socket_names), "name_of": lambda uuid, prefix="": f"{prefix}{uuid}.{os.getpid()}"})
-_NO_NAMES = [(socket_names, "bind", _refuse_name), (socket_names, "in_use", frozenset)]
+
+
+def _without_door(bind_slot: Any) -> Any:
+    """Take the names of a slot without that of the whole GPU."""
+
+    def bound(*arguments: Any) -> Any:
+        gpu_names.names = _NO_DOOR
+        try:
+            return bind_slot(*arguments)
+        finally:
+            gpu_names.names = socket_names
+
+    return bound
+
+
+_NO_NAMES = [(socket_names, "take_name", _refuse_name), (name_table.NameTable, "add", lambda *_: False)]
 
 WOUNDS: dict[str, list[tuple[Any, str, Any]]] = {
     # Every free GPU is open to everybody, whatever a waiter ahead wants.
-    "backfill": [(queue_place, "open_gpus", lambda request, ahead, free, *_: frozenset(free))],
+    "backfill": [(queue_snapshot, "open_gpus", lambda request, ahead, free, *_: frozenset(free))],
     # Who says for how long may pass, whatever the waiters ahead were promised.
-    "promise": [(queue_place, "open_gpus", _without_dates)],
+    "promise": [(queue_snapshot, "open_gpus", _without_dates)],
     # What a user holds already is not counted.
-    "limit": [(quota.LeasesByUser, "own_spent", lambda *_: None)],
+    "limit": [(quota.LeasesByUser, "own_limit", lambda *_: None)],
     # What others hold is counted too.
     "limit-of-others": [(quota.LeasesByUser, "_held_by", _counts_all)],
     # A waiter whose user is at the limit is not passed.
     "limit-of-waiters": [(quota.LeasesByUser, "is_at_limit", lambda *_: False)],
-    "queue": [(queue.Waiter, "nearest", lambda *_, **__: None)],
-    "ticket": [(queue.Waiter, "leave", lambda self: None), (queue.Waiter, "abandon", lambda self, host: None)],
+    "queue": [(waiter.Waiter, "nearest", lambda *_, **__: None)],
+    # What a user holds and waits for already is not counted.
+    "turns": [(turns, "turn_of_newcomer", lambda *_, **__: 0.5)],
+    "ticket": [(waiter.Waiter, "leave", lambda self: None), (waiter.Waiter, "abandon", lambda self, host: None)],
     "names": _NO_NAMES,
-    "lease": [*_NO_NAMES, (leases, "lock_file", lambda fd: True)],
+    "lease": [*_NO_NAMES, (lease, "lock_file", lambda fd: True)],
     # flock(2) belongs to the open file: a child that unlocks its copy takes the lease from its parent.
-    "lease-after-fork": [*_NO_NAMES, (leases, "lock_file", _lock_and_drop_in_child)],
+    "lease-after-fork": [*_NO_NAMES, (lease, "lock_file", _lock_and_drop_in_child)],
     # Some time passes between the listing of the queue and a new ticket, so that two soon take the same number.
-    "host-lock": [(locks, "lock_file", lambda fd: True), (queue.Listing, "update", _slow_update)],
+    "host-lock": [(locks, "lock_file", lambda fd: True), (listing.Listing, "update", _slow_update)],
     # No look at the driver once the leases are held.
     "second-poll": [
-        (view.HostView, "poll_again", lambda self, gpus: None),
+        (view.Polls, "poll_again", lambda self, gpus: None),
         (claim, "_refuse_other_processes", lambda *_: True),
     ],
     # Nobody asks which slots of a shared GPU are locked.
     "slots": [(shares, "held_slots", lambda *_: {})],
     # Who shares a GPU does not take the name of the whole GPU first; nobody asks for the names of slots.
-    "door": [(shares, "names", _NO_DOOR)],
+    "door": [(gpu_names.GpuNames, "take_slot", _without_door(gpu_names.GpuNames.take_slot))],
     "slot-names": [(socket_names, "_slots", lambda *_: ())],
     # The room for shares is taken for 8 GiB larger than it is.
     "room": [
@@ -370,7 +396,17 @@ WOUNDS: dict[str, list[tuple[Any, str, Any]]] = {
 """Ways to break the claim code in one process, to see that the soak test finds what they do."""
 
 _OF_SHARES = ("slots", "door", "slot-names", "room")
-SHOWN_IN_CALM = ("backfill", "promise", "limit", "limit-of-others", "limit-of-waiters", "queue", "ticket", *_OF_SHARES)
+SHOWN_IN_CALM = (
+    "backfill",
+    "promise",
+    "limit",
+    "limit-of-others",
+    "limit-of-waiters",
+    "queue",
+    "turns",
+    "ticket",
+    *_OF_SHARES,
+)
 """Those that a quiet point finds; the others need what happens before one."""
 
 

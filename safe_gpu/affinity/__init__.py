@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ..topology import GpuLocality, HostTopology, read_topology
+    from ..topology.topology import GpuLocality, HostTopology, read_topology
     from .binding import BindingReport, PartReport, bind_process, original_mask, undo
     from .cpu_shares import (
         ClaimShares,
@@ -23,9 +23,12 @@ if TYPE_CHECKING:
     )
     from .gpu_affinity import set_affinity
     from .numactl import wrap_command
+    from .observed.placement_report import PlacementReport
+    from .observed.placements import placement
     from .options import AffinityOptions, parse_options
-    from .placements import PlacementReport, placement
-    from .planner import Mode, Multithreading, Scope, affinity_json, affinity_table, plan
+    from .planning.enumerations import Mode, Multithreading, Scope
+    from .planning.plan_text import affinity_json, affinity_table
+    from .planning.planner import plan
     from .resolve_gpus import visible_indices
 
 __all__ = [
@@ -38,14 +41,17 @@ __all__ = [
 # The module of each public name, as a relative module name without its first dot.
 _HOMES = {
     "binding": "BindingReport PartReport bind_process original_mask undo",
-    "planner": "Mode Multithreading Scope affinity_json affinity_table plan",
+    "planning.enumerations": "Mode Multithreading Scope",
+    "planning.planner": "plan",
+    "planning.plan_text": "affinity_json affinity_table",
     "gpu_affinity": "set_affinity",
     "numactl": "wrap_command",
     "resolve_gpus": "visible_indices",
     "options": "AffinityOptions parse_options",
-    "placements": "PlacementReport placement",
+    "observed.placement_report": "PlacementReport",
+    "observed.placements": "placement",
     "cpu_shares": ("ClaimShares bind_claim bind_near claim_shares memory_nodes nodes_of_cpus split_share undo_binding"),
-    ".topology": "GpuLocality HostTopology read_topology",
+    ".topology.topology": "GpuLocality HostTopology read_topology",
 }
 
 

@@ -1,4 +1,4 @@
-"""The CPUs of a process that claimed GPUs: those near the GPU, its share of them, and the binding.
+"""The CPUs of a process that claimed GPUs: plan over the whole host, intersect with its mask, bind.
 
 All cores of the host are divided among all its GPUs first. Only then is the share intersected with the mask of the
 process. In this way two independent jobs get disjoint cores, whatever their masks are.
@@ -11,78 +11,19 @@ from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..cpulist import format_cpulist
-from ..devices import normalize_bus_id
-from ..errors import GPUAffinityError, as_affinity_error
-from ..settings import fsroot_or_default
+from ..drivers import opened_driver
+from ..errors import GPUAffinityError
+from ..topology.cpulist import format_cpulist
+from ..topology.sysfs import fsroot_or_default
 from .binding import BindingReport, PartReport, bind_process, enter, leave, original_mask
-from .options import AffinityOptions, as_count, doubt_about
+from .node_cpus import node_cpus_of
+from .options import as_count, doubt_about
 
 if TYPE_CHECKING:
-    from ..devices import Gpu
     from ..drivers.base import Driver
-    from ..topology import GpuLocality, HostTopology
-
-
-# Finds the CPUs of one GPU's NUMA node without reading the whole host. Most claims need no more than that.
-
-
-def node_cpus_of(
-    gpu: Gpu, driver: Driver, fsroot: str | os.PathLike[str] | None = None
-) -> tuple[frozenset[int], str] | None:
-    """Return the CPUs of one GPU's node and the source of that fact. Reads only the list of that node: under 0.2 ms.
-
-    The set may have CPUs that are offline, and may lack CPUs that NVML hides from this process: intersect it with the
-    process's mask. The result is None if the node has no CPUs, if the driver brings its own host topology, or if the
-    node is unknown; :func:`~safe_gpu.topology.read_topology` reads the whole host then.
-
-    Raises:
-        GPUAffinityError: the driver does not answer.
-    """
-    near = as_affinity_error(driver, lambda: driver.cpu_affinity(gpu.mig_parent or gpu.uuid, "node"))
-    if near:
-        return near, driver.name.partition(":")[0] or "driver"
-    root = fsroot_or_default(fsroot)
-    if root == "/" and as_affinity_error(driver, lambda: driver.host_topology()) is not None:
-        return None
-    from ..sysfs import SysfsTree
-
-    tree = SysfsTree(root)
-    bus_id = normalize_bus_id(gpu.pci_bus_id)
-    node = tree.pci_node(bus_id)
-    if node is None:
-        node = gpu.numa_node
-    if node is not None and node >= 0 and node in tree.node_ids():
-        found = tree.node_cpus(node), "numa_node"
-    elif by_pci := tree.pci_cpus(bus_id):
-        found = by_pci
-    elif len(nodes := tree.node_ids()) == 1:
-        found = tree.node_cpus(nodes[0]), "only node"
-    else:
-        return None
-    return found if found[0] else None
-
-
-def node_memory(
-    nodes: Iterable[int], driver: Driver, fsroot: str | os.PathLike[str] | None = None
-) -> dict[int, tuple[int, int]]:
-    """Return, for each NUMA node, its memory in bytes: all of it, and what is free.
-
-    Nodes of which the kernel tells nothing are left out, as are all nodes of a host that the driver makes up.
-
-    Raises:
-        GPUAffinityError: the driver does not answer.
-    """
-    root = fsroot_or_default(fsroot)
-    if root == "/" and as_affinity_error(driver, lambda: driver.host_topology()) is not None:
-        return {}
-    from ..sysfs import SysfsTree
-
-    tree = SysfsTree(root)
-    return {node: memory for node in nodes if (memory := tree.node_memory(node)) is not None}
-
-
-# The CPUs of a process that claimed GPUs: plan over the whole host, intersect with the process's mask, bind.
+    from ..gpus.devices import Gpu
+    from ..topology.topology import GpuLocality, HostTopology
+    from .options import AffinityOptions
 
 
 class ClaimShares(NamedTuple):
@@ -111,7 +52,7 @@ def claim_shares(
         GPUAffinityError: the mode cannot divide this host (fewer cores than GPUs), a GPU is unknown, or the mask is
             empty.
     """
-    from .planner import is_remote, plan
+    from .planning.planner import is_remote, plan
 
     places = {gpu.index: gpu for gpu in sorted(topology.gpus, key=lambda gpu: gpu.index)}
     chosen = {topology.gpu(index).index for index in gpus}
@@ -194,7 +135,7 @@ def bind_near(
             near = _near_shares(gpus, driver, fsroot)
             if near is not None:  # reading the whole host is not necessary
                 return bind_process(near.cpus, notes=near.notes)._replace(remote=_is_remote(near, driver))
-        from ..topology import read_topology
+        from ..topology.topology import read_topology
 
         topology = read_topology(fsroot, driver)
         indices = list(dict.fromkeys(gpu.index for gpu in gpus))
@@ -241,8 +182,7 @@ def bind_node(node: int, *, cpus: bool = True, memory: str | None = None) -> Bin
     Raises:
         GPUAffinityError: there is no such node, or, unless not ``cpus``, the mask has no CPU of it.
     """
-    from ..drivers import opened_driver
-    from ..topology import read_topology
+    from ..topology.topology import read_topology
 
     number = as_count("node", node, 0)
     simulated = os.environ.get("SAFE_GPU_DRIVER", "").startswith("simulated")
@@ -276,13 +216,19 @@ def bind_claim(
         raise
 
 
+def usable_cpus(driver: Driver) -> frozenset[int] | None:
+    """Return this process's mask, where the topology is this host's; None for every CPU."""
+    foreign = fsroot_or_default(None) != "/" or driver.host_topology() is not None
+    return None if foreign else original_mask()
+
+
 undo_binding = leave
 """Restore every thread's mask and the memory policy as they were before the latest :func:`bind_claim`."""
 
 
 def nodes_of_cpus(cpus: Iterable[int], driver: Driver, fsroot: str | None = None) -> frozenset[int] | None:
     """Return the NUMA nodes of some CPUs, from the node lists only; None if the kernel shows no node for them."""
-    from ..sysfs import SysfsTree
+    from ..topology.sysfs import SysfsTree
 
     wanted = frozenset(cpus)
     root = fsroot_or_default(fsroot)
@@ -303,7 +249,7 @@ def split_share(cpus: Iterable[int], topology: HostTopology, n: int) -> list[fro
     """
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:
         raise GPUAffinityError(f"a share can be split among 1 worker or more, not {n!r}")
-    from .planner import divide
+    from .planning.planner import divide
 
     cores = cores_of_share(cpus, topology)
     if len(cores) < n:

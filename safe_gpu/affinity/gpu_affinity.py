@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import os
 
+from .. import drivers
 from ..errors import GPUAffinityError, SafeGpuError
-from ..topology import read_topology
+from ..topology.topology import read_topology
 from .binding import bind_process, original_mask
 from .options import AffinityOptions, as_count, doubt_about
-from .planner import Mode, Multithreading, Scope, plan
+from .planning.enumerations import Mode, Multithreading, Scope
+from .planning.planner import plan
 from .resolve_gpus import by_ordinal, remember, visible
 
 
@@ -52,10 +54,9 @@ def set_affinity(
     if gpu_id >= nproc_per_node:
         raise GPUAffinityError(f"gpu_id={gpu_id} should be smaller than nproc_per_node={nproc_per_node}")
     options = AffinityOptions(mode, scope, multithreading, balanced, min_physical_cores, max_physical_cores)
-    from ..drivers import open_driver
 
     try:
-        driver = open_driver()
+        driver = drivers.open_driver()
         snapshot = driver.snapshot()
         shown = visible(snapshot, os.environ).gpus
     except GPUAffinityError:

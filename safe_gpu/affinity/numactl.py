@@ -8,14 +8,15 @@ from contextlib import nullcontext
 from functools import cache
 from typing import TYPE_CHECKING
 
-from ..cpulist import format_cpulist
 from ..drivers import opened_driver
 from ..errors import GPUAffinityError, SafeGpuError
-from ..topology import read_topology
+from ..host.programs import TooLate, TooMuch, find_program, output_of
+from ..topology.cpulist import format_cpulist
+from ..topology.topology import read_topology
 from .binding import original_mask
 from .cpu_shares import memory_nodes
 from .options import AffinityOptions, check_memory_mode, doubt_about, falls_back, parse_options
-from .planner import plan
+from .planning.planner import plan
 from .resolve_gpus import ResolvedGpus, by_name, by_ordinal
 
 if TYPE_CHECKING:
@@ -48,8 +49,8 @@ def wrap_command(
         command: the arguments, the program first.
         gpu: index as nvidia-smi shows it.
         ordinal: CUDA's number in this process, after CUDA_VISIBLE_DEVICES, instead of ``gpu``.
-        mode: as for :func:`~safe_gpu.affinity.planner.plan`, over the CPUs that this process may use, or torch's
-            ``NumaOptions``. None binds no CPUs; without ``memory`` the command is returned as it is.
+        mode: as for :func:`~safe_gpu.affinity.planning.planner.plan`, over the CPUs that this process may use, or
+            torch's ``NumaOptions``. None binds no CPUs; without ``memory`` the command is returned as it is.
         memory: the policy for the GPU's NUMA node: None, "preferred" (``--preferred``) or "bind" (``--membind``).
         strict: False logs a warning and returns the command as it is where the binding cannot be worked out or the
             check, which it implies, fails; so does a NumaOptions with ``should_fall_back_if_binding_fails``. Avoid it:
@@ -117,8 +118,6 @@ def _prefix(
 @cache
 def _refusal(prefix: tuple[str, ...], path: str | None) -> str:
     """Run ``true`` under numactl, found on this PATH: "", or why it fails, with what numactl printed."""
-    from ..programs import TooLate, TooMuch, find_program, output_of
-
     try:
         found = {name: find_program(name, os.environ) for name in ("numactl", "true")}
         if missing := [name for name, place in found.items() if place is None]:

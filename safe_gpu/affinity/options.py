@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from ..errors import GPUAffinityError
+from ..topology.cpulist import parse_cpulist
 
 MODES = (
     *("node", "socket", "exclusive", "core-complex"),
@@ -43,6 +44,18 @@ def as_count(what: str, value: object, least: int) -> int:
     if number < least:
         raise GPUAffinityError(f"{what}={number} is too small: it must be at least {least}")
     return number
+
+
+def parse_cpus(text: str) -> frozenset[int]:
+    """Return the CPUs of a list as the kernel writes it.
+
+    Raises:
+        ValueError: it names none.
+    """
+    cpus = parse_cpulist(text)
+    if not cpus:
+        raise ValueError(f"{text!r} names no CPU: write a list such as 0-15,128-143")
+    return cpus
 
 
 class _Options(NamedTuple):

@@ -12,10 +12,14 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..errors import GPUAffinityError
-from ..vendors import VENDORS
+from ..gpus.vendors import VENDORS
+from ..runtimes.visible_devices import read_visible, visible_variables
+from ..selection.gpu_names import names_device
+from ..selection.values import parse_names
+from ..wording.text import gpu_ranges
 
 if TYPE_CHECKING:
-    from ..devices import Gpu, HostSnapshot
+    from ..gpus.devices import Gpu, HostSnapshot
 
 
 BOUND = "SAFE_GPU_BOUND"
@@ -41,8 +45,6 @@ class ResolvedGpus(NamedTuple):
     @property
     def title(self) -> str:
         """For a log line: ``GPU 2 (GPU-5a...), CUDA ordinal 1 with CUDA_VISIBLE_DEVICES=7,2``."""
-        from ..text import gpu_ranges
-
         gpus = f"GPU {gpu_ranges(gpu.label for gpu in self.gpus)}"
         if len(self.gpus) == 1:
             gpus += f" ({self.gpus[0].uuid})"
@@ -60,14 +62,10 @@ def by_name(names: Names, snapshot: HostSnapshot) -> ResolvedGpus:
     Raises:
         GPUAffinityError: this host has no such GPU. UnsatisfiableRequestError: a name has none of these forms.
     """
-    from ..selection.values import names_device, parse_names
-
     wanted = parse_names(names, "gpus")
     found = [gpu for gpu in snapshot.gpus if any(names_device(name, gpu) for name in wanted)]
     missing = [name for name in wanted if not any(names_device(name, gpu) for gpu in found)]
     if missing or not found:
-        from ..text import gpu_ranges
-
         has = f"GPU {gpu_ranges(gpu.label for gpu in snapshot.gpus)}" if snapshot.gpus else "none"
         raise GPUAffinityError(f"this host has no GPU {', '.join(missing) or repr(names)}: it has {has}")
     uuids = {gpu.uuid for gpu in found}
@@ -103,8 +101,6 @@ def visible(snapshot: HostSnapshot, environ: Mapping[str, str]) -> ResolvedGpus:
     Raises:
         GPUAffinityError: CUDA_VISIBLE_DEVICES names no GPU of this host.
     """
-    from ..runtimes.visible_devices import read_visible
-
     has_order = VENDORS[snapshot.vendor].library == "CUDA"
     order = environ.get("CUDA_DEVICE_ORDER") if has_order else "PCI_BUS_ID"
     visible_limit = read_visible(environ, snapshot)
@@ -160,7 +156,5 @@ def remembered(snapshot: HostSnapshot, environ: Mapping[str, str]) -> ResolvedGp
 
 
 def _with_variables(snapshot: HostSnapshot, environ: Mapping[str, str]) -> str:
-    from ..runtimes.visible_devices import visible_variables
-
     given = " ".join(f"{name}={environ[name]}" for name in visible_variables(snapshot) if name in environ)
     return f" with {given}" if given else ""

@@ -1,35 +1,32 @@
-"""Functions that claim nothing: list the free GPUs, judge all GPUs, and wait until enough are free."""
+"""Functions that claim nothing: they list, judge and wait for GPUs."""
 
 from __future__ import annotations
 
-import math
 import os
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from .. import settings
-from ..argument_style import ArgumentStyle
-from ..coordination.holders import lease_holders
-from ..coordination.leases import drained_gpus
-from ..coordination.locks import MINIMUM_PATIENCE, HostLock
-from ..devices import Gpu
+from ..coordination.holders.of_gpus import lease_holders
+from ..coordination.leases.drained import closed_now
 from ..drivers import opened_driver
-from ..procfs import describe_process
-from ..selection.request import Rules, Selection, parse_request
+from ..host.procfs import describe_process
+from ..selection.request import Selection, parse_request
+from ..selection.rules import Rules
 from ..selection.verdicts import judge
-from .options import read_options
-from .search import wait_until_free
-from .times import DEFAULT, DefaultTimeout
-from .view import HostView
+from ..wording.argument_style import ArgumentStyle
+from .arguments.options import read_options
+from .arguments.timeout import DEFAULT
+from .host.host_view import HostView
+from .search.search import wait_until_free
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from ..devices import GpuVerdict, HostSnapshot
-    from ..runtimes.visible_devices import VisibleLimit
+    from ..gpus.devices import Gpu, GpuVerdict, HostSnapshot
+    from ..gpus.visible import VisibleLimit
     from ..selection.request import Conditions
-    from .messages import WaitStatus
+    from .arguments.timeout import DefaultTimeout
+    from .messages.wait_status import WaitStatus
 
 
 def wait_for_gpus(
@@ -54,7 +51,7 @@ def wait_for_gpus(
     arguments = {name: value for name, value in locals().items() if name != "conditions"}
     options = read_options(**arguments, **conditions)
     with opened_driver(**options.request.driver) as driver:
-        return wait_until_free(HostView.of(driver, driver.snapshot(), options.request), options)
+        return wait_until_free(HostView(driver, driver.snapshot(), options.request), options)
 
 
 def get_free_gpus(*, vendor: str | None = None) -> list[str]:
@@ -84,32 +81,5 @@ def current_verdicts(
         UnsatisfiableRequestError: a variable that sets a rule has no valid value.
     """
     leased = lease_holders(snapshot.gpus, inner=inner, prefix=snapshot.name_prefix)
-    rules = Rules.of(os.environ)._replace(drained=drained_gpus())
+    rules = Rules.of(os.environ)._replace(drained=closed_now())
     return judge(snapshot, request, leased=leased, visible_limit=visible_limit, describe=describe_process, rules=rules)
-
-
-def remaining_quota(snapshot: HostSnapshot, nb_gpus: int) -> float:
-    """Return how many GPUs more the policy of this host lets this user hold; ``math.inf`` if nothing limits that.
-
-    Args:
-        nb_gpus: how many would be claimed at once.
-
-    Raises:
-        UnsatisfiableRequestError: the policy never allows that many.
-        PolicyError: the policy file cannot be used. LockTimeout, StateDirError: the leases cannot be read.
-    """
-    path = settings.existing_policy(os.environ)
-    if path is None:
-        return math.inf
-    import logging
-
-    from .quota import check_count, quota_of
-
-    quota = quota_of(path, logging.getLogger("safe_gpu").warning)
-    if quota is None or quota.limits.max_gpus is None:
-        return math.inf
-    check_count(nb_gpus, quota.limits)
-    with HostLock(time.monotonic() + MINIMUM_PATIENCE) as host:
-        spent = quota.holdings(host.leases, snapshot.gpus, {}).own_spent(Selection(quota.limits.max_gpus + 1))
-    assert spent is not None  # one GPU more than the limit is never allowed
-    return spent.most - spent.held

@@ -1,4 +1,4 @@
-"""The command ``safe-gpu``: what was typed in, an exit code out. Nothing here decides anything about GPUs."""
+"""The command ``safe-gpu``: what was typed in, an exit code out."""
 
 from .commands import main
 

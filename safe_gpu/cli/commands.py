@@ -19,7 +19,7 @@ from ..errors import (
     StateDirError,
     UnsatisfiableRequestError,
 )
-from .become import CommandError
+from .job.become import CommandError
 from .output import drop, drop_errors, open_standard_streams, say
 from .parser import Parser
 
@@ -56,6 +56,7 @@ COMMANDS = {
     "drain": "allow no new claims on GPUs",
     "resume": "allow new claims on GPUs again",
     "doctor": "check this host: what is wrong, and how to fix it",
+    "setup": "for root: make a state directory that users cannot harm",
     "policy": "which limits of this host apply to you, or to others",
     "affinity": "which CPUs go with which GPU",
     "demo": "watch a race for GPUs",
@@ -68,10 +69,14 @@ RUNNERS = ("run", "bind")
 
 _COMMAND_LIST = "\n".join(["commands:", *(f"  {name:<12} {summary}" for name, summary in COMMANDS.items())])
 
-# Commands that share a file.
-_MODULES = {"bind": "run", "wait": "run", "history": "status"} | dict.fromkeys(
-    ("affinity", "policy", "drain", "resume", "doctor", "demo"), "host"
-)
+# The module of each command that is not ``host/NAME.py``.
+_MODULES = {
+    "run": "job.run",
+    "bind": "job.bind",
+    "wait": "job.wait",
+    "resume": "host.drain",
+    "completion": "completion",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -111,7 +116,7 @@ def _for_scheduler(code: int, options: argparse.Namespace | None) -> int:
     blame."""
     if code not in _OF_THE_HOST or options is None or not hasattr(options, "refused_exit"):
         return code
-    from ..settings import host_setting
+    from ..settings.variables import host_setting
 
     try:
         return options.refused_exit or int(host_setting("refused_exit", "", os.environ) or code)
@@ -170,7 +175,7 @@ SAFE_GPU_FENCE; CUDA_VISIBLE_DEVICES limits which GPUs are chosen from""",
 
 def _commit() -> str:
     """Return `` (5089dec)`` in a checkout where git tells; else ""."""
-    from ..programs import TooLate, TooMuch, find_program, output_of
+    from ..host.programs import TooLate, TooMuch, find_program, output_of
 
     checkout = __file__.rpartition("/safe_gpu/")[0]
     if not os.path.exists(f"{checkout}/.git"):
@@ -189,7 +194,7 @@ def parser_of(name: str) -> Parser:
     from importlib import import_module
 
     parser = Parser(prog=f"safe-gpu {name}")
-    module = import_module(f".{_MODULES.get(name, name)}", __package__)
+    module = import_module("." + _MODULES.get(name, f"host.{name}"), __package__)
     getattr(module, f"configure_{name}")(parser)
     parser.add_help_option()
     return parser

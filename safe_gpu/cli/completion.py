@@ -119,5 +119,6 @@ def candidates(words: Sequence[str]) -> dict[str, str] | int:
     option, equals, _ = word.partition("=")
     if equals and option in by_name:
         return dict.fromkeys((f"{option}={one}" for one in by_name[option].choices or ()), "")
-    meanings = {option: " ".join((action.help or "").split()) for option, action in by_name.items()}
+    shown = {option: action for option, action in by_name.items() if action.help is not argparse.SUPPRESS}
+    meanings = {option: " ".join((action.help or "").split()) for option, action in shown.items()}
     return meanings | {str(one): "" for action in actions if not action.option_strings for one in action.choices or ()}

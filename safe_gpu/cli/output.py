@@ -1,15 +1,12 @@
-"""stdout, stderr and files that a command writes."""
+"""The standard streams of a command."""
 
 from __future__ import annotations
 
 import os
 import sys
-import time
 from typing import TextIO
 
-from ..procfs import printable_lines
-
-# The standard streams of a command: opened if missing, measured, written to, and discarded if broken.
+from ..host.procfs import printable_lines
 
 
 def open_standard_streams() -> None:
@@ -70,9 +67,15 @@ class Log:
 
 
 def say(text: str) -> None:
-    """Print a line, or a sentence and a list, on stderr."""
+    """Print a line, or a sentence and a list, on stderr; on a terminal its lines are broken between words."""
+    lines = f"safe-gpu: {printable_lines(text)}".split("\n")
     try:
-        print(f"safe-gpu: {printable_lines(text)}", file=sys.stderr, flush=True)
+        if is_terminal(sys.stderr) and max(map(len, lines)) > (width := width_of(sys.stderr)):
+            from textwrap import TextWrapper
+
+            wrapper = TextWrapper(width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+            lines = [part for line in lines for part in wrapper.wrap(line)]
+        print("\n".join(lines), file=sys.stderr, flush=True)
     except (OSError, ValueError):
         pass  # nobody reads it
 
@@ -98,29 +101,3 @@ def width_of(stream: TextIO) -> int:
         return os.get_terminal_size(stream.fileno()).columns or 80
     except (OSError, ValueError):
         return 80
-
-
-# Writing a file that others read at any moment: they see the old one or the new one, and never a part.
-
-
-def write_whole(path: str, text: str) -> None:
-    """Write a file of mode 0644 under another name in the same directory, and rename it into place.
-
-    Raises:
-        OSError: it cannot be written there; nothing is left behind.
-    """
-    path = os.path.abspath(path)
-    directory, name = os.path.split(path)
-    temporary = os.path.join(
-        directory, f".{name}.{os.getpid()}.{time.monotonic_ns():x}.tmp"
-    )  # no reader takes it for a metrics file
-    # A link that somebody put there is not followed.
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
-    try:
-        with os.fdopen(fd, "w", encoding="utf-8") as file:
-            os.fchmod(file.fileno(), 0o644)
-            file.write(text)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise

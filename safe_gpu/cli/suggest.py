@@ -1,4 +1,4 @@
-"""Guesses what was meant by a command or an option that does not exist. Loaded only after such a mistake."""
+"""Guesses what was meant by a command or an option that does not exist."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def unknown_option(word: str, options_of: Mapping[str, Sequence[str]]) -> str:
 
 def unknown_command(word: str, commands: Sequence[str]) -> str:
     """Return the usage error for a first word that is no command."""
-    from .become import CommandError, find_command
+    from .job.become import CommandError, find_command
 
     text = f"there is no command {word!r}"
     meant = _meant(word.lower(), _COMMANDS) or _similar(word, commands)

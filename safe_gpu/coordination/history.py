@@ -12,7 +12,9 @@ from collections.abc import Iterable
 from contextlib import suppress
 
 from ..errors import StateDirError
-from .files import OPEN_DIR, StateDir, make_directory, state_dir_path
+from .files.location import state_dir_path
+from .files.shared_directory import OPEN_DIR, make_directory
+from .files.state_dir import StateDir
 
 NAME = "history"
 """The directory, in the state directory."""

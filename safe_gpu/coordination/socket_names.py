@@ -1,8 +1,9 @@
 """Names of claimed GPUs: what no cleaner, ``rm -rf`` or private /tmp can take away from a claim.
 
 Beside its lease files, a claim holds for each GPU a Unix stream socket that is bound to an abstract name and never
-listens; for a share of a GPU it is a datagram socket. Such a name belongs to the network namespace: it is one for all
-mount and PID namespaces and all users of a host. There is no file, and the kernel frees it with the last descriptor.
+listens; for a share of a GPU it is a datagram socket, as is the one that says that claims inside are allowed. Such a
+name belongs to the network namespace: it is one for all mount and PID namespaces and all users of a host. There is no
+file, and the kernel frees it with the last descriptor.
 
 A socket cannot be unbound while a copy of its descriptor lives. So forked children close theirs, and only exec(2) by
 ``safe-gpu run`` passes names on.
@@ -12,32 +13,25 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Iterable
 from functools import cache
+from typing import Any
 
-from ..devices import MOST_SHARERS
-from ..procfs import lines_of
-from .files import survive_exec
-from .locks import fork_guard
+from ..gpus.devices import MOST_SHARERS
+from .files.descriptors import fork_guard, survive_exec
 
-_PROTOCOL = "safe-gpu/1/"
+PROTOCOL = "safe-gpu/1/"
+"""What all names begin with, after a NUL byte."""
+
 _LONGEST = 107  # bytes after the first, which is NUL: the kernel takes 108 in all
 _SPARE = 8  # descriptors that are left to the program: where the limit is that low, lease files have to do
 
-# A line of /proc/net/unix (unix_seq_show() in the kernel's net/unix/af_unix.c) is an address of 16 bytes, which may be
-# hidden, then ": %08X %08X %08X %04X %02X %5lu" for references, protocol, flags, type, state and inode, and " @NAME".
-_ADDRESS = 16
-_COLUMNS = b": 00000000 00000000 00000000 0000 00 "
-_STREAMS = b" 00000000 00000000 0001 ", b" 00000000 00010000 0001 "  # protocol to type; the second one listens
-_DATAGRAMS = (b" 00000000 00000000 0002 ",)
-_TO_ZERO = bytes.maketrans(b"123456789ABCDEF", b"0" * 15)
-_INODE = _ADDRESS + len(_COLUMNS)
-_BEGIN = b" @" + _PROTOCOL.encode()
-_SHORTEST = 48  # bytes of a name: from its "\n" to "@" a forged line has 61, and no path or name is longer than 108
+_SHORTEST = 48  # bytes of a name
 
-_SHARE = ".share."  # in names of shares, which are of datagram sockets: connect(2) tells whether one is held
-
-_digests: dict[str, str] = {}
+SHARE = ".share."
+"""Stands in names of shares."""
+OUTER = ".outer"
+"""Ends the name of a claim that allows claims inside it."""
 
 
 def name_of(uuid: str, prefix: str = "") -> str:
@@ -59,14 +53,20 @@ def inner_of(uuid: str, prefix: str = "") -> str:
     return _padded(uuid, ".inner", prefix)
 
 
+def outer_of(uuid: str, prefix: str = "") -> str:
+    """Return the name by which others see that a claim allows claims inside it."""
+    return _padded(uuid, OUTER, prefix)
+
+
 def scope_of(uuid: str, token: str, prefix: str = "", slot: int | None = None) -> str:
-    """Return the name by which claims inside a delegating claim find it; all users can read it, so it has a hash."""
+    """Return a name with the hash of a text, since all users can read it."""
     return _padded(uuid, f"{_slot_suffix(slot)}.{digest(token)}", prefix)
 
 
-def place_of(uuid: str, slot: int, directory: os.stat_result, prefix: str = "") -> str:
-    """Return the second name of a share, which says in which directory of leases its slot is locked."""
-    return scope_of(uuid, f"{directory.st_dev}:{directory.st_ino}", prefix, slot)
+def amount_of(uuid: str, slot: int, share: int, directory: os.stat_result, prefix: str = "") -> str:
+    """Return the second name of a share, which says how many bytes it has, and in which directory of leases its slot is
+    locked. Anybody may change a record, but not the names of another user."""
+    return scope_of(uuid, f"{directory.st_dev}:{directory.st_ino}:{share}", prefix, slot)
 
 
 def slot_of(uuid: str, slot: int, prefix: str = "", *, inner: bool = False) -> str:
@@ -75,11 +75,11 @@ def slot_of(uuid: str, slot: int, prefix: str = "", *, inner: bool = False) -> s
 
 
 def _slot_suffix(slot: int | None) -> str:
-    return "" if slot is None else f"{_SHARE}{slot}"
+    return "" if slot is None else f"{SHARE}{slot}"
 
 
 def _padded(uuid: str, suffix: str, prefix: str) -> str:
-    return f"{prefix}{uuid.replace('/', '_')}{suffix}".ljust(_SHORTEST - len(_PROTOCOL), ".")
+    return f"{prefix}{uuid.replace('/', '_')}{suffix}".ljust(_SHORTEST - len(PROTOCOL), ".")
 
 
 def simulated_prefix(tree: str) -> str:
@@ -87,19 +87,23 @@ def simulated_prefix(tree: str) -> str:
     return f"sim-{digest(tree)}/"
 
 
-def digest(text: str) -> str:
-    """Return the first 16 hexadecimal digits of SHA-256. hashlib would load OpenSSL, which takes longer than a
-    claim."""
-    if text not in _digests:
+@cache
+def _sha256() -> Callable[[bytes], Any]:
+    """Return SHA-256. hashlib would load OpenSSL, which takes longer than a claim; a module that is not there is
+    looked for each time."""
+    try:
+        from _sha2 import sha256  # type: ignore[import-not-found, unused-ignore]
+    except ImportError:
         try:
-            from _sha2 import sha256  # type: ignore[import-not-found, unused-ignore]
+            from _sha256 import sha256  # type: ignore[import-not-found, unused-ignore]
         except ImportError:
-            try:
-                from _sha256 import sha256  # type: ignore[import-not-found, unused-ignore]
-            except ImportError:
-                from hashlib import sha256
-        _digests[text] = sha256(os.fsencode(text)).hexdigest()[:16]
-    return _digests[text]
+            from hashlib import sha256
+    return sha256  # type: ignore[no-any-return, unused-ignore]
+
+
+def digest(text: str) -> str:
+    """Return the first 16 hexadecimal digits of SHA-256."""
+    return str(_sha256()(os.fsencode(text)).hexdigest()[:16])
 
 
 class SocketName:
@@ -108,6 +112,11 @@ class SocketName:
     def __init__(self, fd: int) -> None:
         fork_guard.add(fd)
         self._fd = fd
+
+    @property
+    def inode(self) -> int:
+        """The inode of its socket."""
+        return os.fstat(self._fd).st_ino
 
     def release(self) -> None:
         """Free it; safe to call twice, and without effect in a forked child, where it is closed already."""
@@ -122,7 +131,7 @@ class SocketName:
             fork_guard.add(self._fd)
 
 
-def bind(name: str) -> SocketName | None:
+def take_name(name: str) -> SocketName | None:
     """Take a name; None where another process has it.
 
     Raises:
@@ -133,7 +142,7 @@ def bind(name: str) -> SocketName | None:
     address = _address(name)
     if len(address) > _LONGEST + 1:
         raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG), name)
-    datagrams = _SHARE in name
+    datagrams = is_datagram(name)
     one = socket(AF_UNIX, SOCK_DGRAM if datagrams else SOCK_STREAM)
     try:
         if 0 < os.sysconf("SC_OPEN_MAX") <= one.fileno() + _SPARE:
@@ -149,11 +158,16 @@ def bind(name: str) -> SocketName | None:
     return SocketName(one.detach())
 
 
+def is_datagram(name: str) -> bool:
+    """Return whether a name is of a datagram socket, of which connect(2) tells whether it is held."""
+    return SHARE in name or OUTER in name
+
+
 def _address(name: str) -> bytes:
-    return b"\0" + os.fsencode(_PROTOCOL + name)
+    return b"\0" + os.fsencode(PROTOCOL + name)
 
 
-def held_slots(uuid: str, prefix: str) -> list[int]:
+def named_slots(uuid: str, prefix: str) -> list[int]:
     """Return the slots of a GPU whose names are held: by a claim, or by one inside it.
 
     Raises:
@@ -162,8 +176,13 @@ def held_slots(uuid: str, prefix: str) -> list[int]:
     return sorted({number // 2 for number, held in enumerate(_are_held(_slots(uuid, prefix))) if held})
 
 
+def is_divided(uuid: str, prefix: str) -> bool:
+    """Return whether a claim that allows claims inside it holds a GPU, or claims that share it; the same errors."""
+    return any(_are_held([_address(outer_of(uuid, prefix)), *_slots(uuid, prefix)]))
+
+
 def is_held(name: str) -> bool:
-    """Return whether one name of a share is held; the same errors as :func:`held_slots`."""
+    """Return whether one name of a datagram socket is held; the same errors."""
     return _are_held([_address(name)])[0]
 
 
@@ -172,15 +191,15 @@ _TAILS = tuple(b"%d%b" % (slot, tail) for slot in range(MOST_SHARERS) for tail i
 
 @cache
 def _slots(uuid: str, prefix: str) -> tuple[bytes, ...]:
-    begin = _address(f"{prefix}{uuid.replace('/', '_')}{_SHARE}")
+    begin = _address(f"{prefix}{uuid.replace('/', '_')}{SHARE}")
     return tuple((begin + tail).ljust(_SHORTEST + 1, b".") for tail in _TAILS)
 
 
 def _are_held(addresses: Iterable[bytes]) -> list[bool]:
-    """Return whether each of these names of shares is held.
+    """Return whether each of these names of datagram sockets is held, asked in this order.
 
     connect(2) of a datagram socket tells that at once: ECONNREFUSED is free, and any other answer is held. It tells
-    nothing of stream sockets. /proc/net/unix may leave out a name while others come and go.
+    nothing of stream sockets. A table of names may leave one out while others come and go.
     """
     from _socket import AF_UNIX, SOCK_DGRAM, socket
 
@@ -189,50 +208,3 @@ def _are_held(addresses: Iterable[bytes]) -> list[bool]:
         return [answer != errno.ECONNREFUSED for answer in map(one.connect_ex, addresses)]
     finally:
         one.close()
-
-
-def in_use() -> frozenset[str]:
-    """Return all names of the protocol that are held on this host, by /proc/net/unix; none where that cannot be
-    read."""
-    return frozenset(sockets())
-
-
-def sockets() -> dict[str, int]:
-    """Return every name of the protocol that is held on this host -> the inode of its socket, by /proc/net/unix.
-
-    The kernel writes names and paths as they are: by a line break in one, a neighbour writes a line with any inode. In
-    the exact columns of the kernel, which alone count, such a line has no room for a name of the protocol.
-    """
-    found = {}
-    for line in lines_of("/proc/net/unix"):
-        at = line.find(_BEGIN, _INODE)
-        if at < 0 or len(line) - at < len(b" @\n") + _SHORTEST:
-            continue
-        columns, inode = line[_ADDRESS:_INODE], line[_INODE:at]
-        name = line[at + len(_BEGIN) : -1].decode("utf-8", "replace")
-        if (
-            columns[10:34] in (_DATAGRAMS if _SHARE in name else _STREAMS)
-            and columns.translate(_TO_ZERO) == _COLUMNS
-            and len(inode) <= 20
-            and inode.lstrip(b" ").isdigit()
-            and inode == b"%5d" % (number := int(inode))
-        ):
-            found[name] = number
-    return found
-
-
-def held_among(uuids: Collection[str], prefix: str = "", *, inner: bool = False, shares: bool = True) -> frozenset[str]:
-    """Return those of these devices whose name is held: by a claim, by one inside another claim too.
-
-    Args:
-        inner: ask for the names of claims inside another claim only.
-        shares: ask for the names of shares too.
-    """
-    if not uuids:
-        return frozenset()
-    held = in_use()
-    found = {uuid for uuid in uuids if inner_of(uuid, prefix) in held or (not inner and name_of(uuid, prefix) in held)}
-    shared = {name.partition(_SHARE)[0] for name in held if _SHARE in name} if shares and not inner else ()
-    if shared:
-        found |= {uuid for uuid in uuids if f"{prefix}{uuid.replace('/', '_')}" in shared}
-    return frozenset(found)

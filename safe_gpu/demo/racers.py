@@ -1,128 +1,30 @@
-"""The racers: the GPUs of the host that they race on, who asks for how many, and the processes that claim."""
+"""The racers: processes that start claiming at one signal."""
 
 from __future__ import annotations
 
 import ctypes
-import logging
 import math
 import multiprocessing
 import os
 import signal
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from .. import errors
-from ..claim.free import current_verdicts
-from ..claim.owner import claim_gpus, release_gpus
-from ..devices import HostSnapshot
+from ..claim.functions import claim_gpus, release_gpus
 from ..drivers import opened_driver
-from ..runtimes.visible_limit import visible_limit_of
-from ..selection.choice import check_possible
+from ..selection.possible import check_possible
 from ..selection.request import Selection
-from ..vendors import VENDORS
+from .race_host import QUIET
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
-    from ..devices import Gpu, GpuVerdict
-    from ..runtimes.visible_devices import VisibleLimit
-
-
-# The hosts of races: the GPUs that can be claimed on this host, and private simulated hosts.
-
-
-DEFAULT_HOST = "dgx-a100"
-"""The simulated host if SAFE_GPU_DRIVER names none."""
-
-QUIET = logging.getLogger("safe_gpu.demo")
-"""The logger of all claims, without output: the demo prints its own report."""
-
-QUIET.propagate = False
-QUIET.addHandler(logging.NullHandler())
-
-
-class RaceHost(NamedTuple):
-    """A host before a race: one poll, the verdicts for a claim of this process, and the visible limit.
-
-    ``obstacle`` is another reason why no claim is possible, "" if there is none.
-    """
-
-    snapshot: HostSnapshot
-    verdicts: tuple[GpuVerdict, ...] = ()
-    visible_limit: VisibleLimit | None = None
-    obstacle: str = ""
-
-
-def wanted_host() -> str | None:
-    """Return the simulated host that SAFE_GPU_DRIVER names; None if it names a driver of real GPUs or is not set."""
-    kind, _, name = os.environ.get("SAFE_GPU_DRIVER", "").partition(":")
-    return name if kind == "simulated" else None
-
-
-def look() -> RaceHost:
-    """Return the host of the driver that SAFE_GPU_DRIVER names; without a driver it has no GPUs.
-
-    Raises:
-        NoDriverError: the driver that SAFE_GPU_DRIVER names does not work.
-        LockTimeout, StateDirError: as for a claim.
-    """
-    try:
-        with opened_driver() as driver:
-            snapshot = driver.snapshot()
-            if not snapshot.gpus:
-                return RaceHost(snapshot)
-            try:
-                visible_limit = visible_limit_of(snapshot, 1, driver.runtime)
-            except errors.UnsatisfiableRequestError as err:
-                return RaceHost(snapshot, obstacle=str(err))
-    except errors.NoDriverError:
-        if os.environ.get("SAFE_GPU_DRIVER") not in (None, "", "auto"):
-            raise
-        return RaceHost(HostSnapshot(()))
-    return RaceHost(snapshot, current_verdicts(snapshot, Selection(), visible_limit), visible_limit)
-
-
-@contextmanager
-def simulated_host(name: str) -> Iterator[None]:
-    """Set up an unused simulated host in a temporary directory, for this process and its children.
-
-    One claim is made there and released, so that racers need not import modules.
-
-    Raises:
-        UnsatisfiableRequestError: there is no such host.
-        StateDirError: locks work in no directory for temporary files.
-    """
-    kept = dict(os.environ)
-    with ExitStack() as ending:
-        ending.callback(os.environ.update, kept)
-        ending.callback(os.environ.clear)
-        for parent in (tempfile.gettempdir(), "/dev/shm"):
-            directory = ending.enter_context(tempfile.TemporaryDirectory(prefix="safe-gpu-demo-", dir=parent))
-            for variable in list(os.environ):
-                if variable.startswith(("SAFE_GPU_", *(name for one in VENDORS.values() for name in one.prefixes))):
-                    del os.environ[variable]
-            os.environ.update(
-                SAFE_GPU_DIR=directory,
-                SAFE_GPU_DRIVER=f"simulated:{name}",
-                SAFE_GPU_LEGACY_LOCK="never",
-                SAFE_GPU_TEST_SIMULATED="1",
-            )
-            try:
-                claim_gpus(logger=QUIET, timeout=0.0, affinity=None)
-                release_gpus()
-                break
-            except errors.StateDirError:  # locks do not work on a network's file system
-                if parent == "/dev/shm":
-                    raise
-        yield
-
-
-# The claims of a race. Pure: a function of a snapshot and verdicts.
-
+    from ..gpus.devices import Gpu
+    from .race_host import RaceHost
 
 _FEWEST, _MOST = 4, 32
 
@@ -145,20 +47,21 @@ def plan_race(host: RaceHost, racers: int | None = None) -> tuple[int, ...]:
     return tuple(2 if i % 4 == 3 else 1 for i in range(number))
 
 
-# The racers: processes that start claiming at one signal, and report what they got and when.
-
-
 TURN = 0.05
 """How long GPUs are used when racers wait for turns, seconds."""
 
 # Time between a program's poll of the GPUs and its use of one, seconds. Importing PyTorch takes far longer.
 _START_UP = 0.05
+
 # How long a race may take, seconds: a faulty GPU can block a process that uses it.
 _PATIENCE = 60.0
+
 # How long a racer waits for its turn, seconds.
 _TURN_PATIENCE = 30.0
+
 # How soon a signal is noticed, seconds.
 _NOTICE = 0.05
+
 # Signals that end the demo, which then ends its children.
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

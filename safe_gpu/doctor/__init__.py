@@ -1,4 +1,4 @@
-"""Checks a host and the environment of a claim. Each finding comes with its fix.
+"""Checks a host and the environment of a claim.
 
 A check is a function from :class:`CheckedHost` to :class:`Finding`. A check that raises counts as failed, and the other
 checks still run.
@@ -11,49 +11,53 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from . import gpus, process, state
-from .check import Check, CheckedHost, Finding, render_checks
+from . import gpus as gpus_module
+from . import packages, process_limits, shown_processes, variables
+from .check import Check, CheckedHost, Finding
+from .findings_text import render_checks
+from .state import claims, cleaners, namespaces
+from .state import directory as state_dir
 
 __all__ = ["CHECKS", "Check", "exit_code", "render_checks", "run_checks", "to_dict"]
 
 CHECKS: tuple[tuple[str, Callable[[CheckedHost], Finding]], ...] = (
-    ("platform", process.platform),
-    ("Python packages", process.packages),
-    ("shared installation", process.for_all_users),
-    ("GPU driver", gpus.driver),
-    ("GPUs of other vendors", gpus.other_vendor),
-    ("driver speed", gpus.driver_speed),
-    ("CUDA", gpus.cuda_starts),
-    ("access to GPUs", gpus.lost_gpus),
-    ("GPUs in service", gpus.drained),
-    ("process lists", gpus.process_lists),
-    ("compute mode", gpus.compute_mode),
-    ("MIG", gpus.mig),
-    ("MPS", gpus.mps),
-    ("state directory", state.state_directory),
-    ("file system", state.file_system),
-    ("free disk space", state.room),
-    ("file locks", state.locks),
-    ("removal of old files", state.cleaning),
-    ("lease files", state.removed_leases),
-    ("fs.protected_regular", state.protected_regular),
-    ("policy file", state.policy),
-    ("history", state.history),
-    ("shared state directory", state.private_directory),
-    ("visible processes", state.process_namespace),
-    ("holders and waiters", state.suspended),
-    ("shares of memory", state.overused),
-    ("state directories of claims", state.other_directories),
-    ("clock", state.clock),
-    ("safe-gpu 1.x and 2.0", state.older_package),
-    ("SAFE_GPU variables", process.variables),
-    ("SAFE_GPU_SCOPE", process.scope),
-    ("CUDA_VISIBLE_DEVICES", process.visible_devices),
-    ("CUDA_DEVICE_ORDER", process.device_order),
-    ("batch job", process.batch_job),
-    ("address space limit", process.address_space),
-    ("CPU mask", process.cpu_mask),
-    ("OpenMP variables", process.openmp),
+    ("platform", packages.platform),
+    ("Python packages", packages.packages),
+    ("shared installation", packages.for_all_users),
+    ("GPU driver", gpus_module.driver),
+    ("GPUs of other vendors", gpus_module.other_vendor),
+    ("driver speed", gpus_module.driver_speed),
+    ("CUDA", gpus_module.cuda_starts),
+    ("access to GPUs", gpus_module.lost_gpus),
+    ("GPUs in service", gpus_module.drained),
+    ("process lists", shown_processes.process_lists),
+    ("compute mode", gpus_module.compute_mode),
+    ("MIG", gpus_module.mig),
+    ("MPS", gpus_module.mps),
+    ("state directory", state_dir.state_directory),
+    ("file system", state_dir.file_system),
+    ("free disk space", state_dir.room),
+    ("file locks", state_dir.locks),
+    ("removal of old files", cleaners.cleaning),
+    ("lease files", cleaners.removed_leases),
+    ("fs.protected_regular", cleaners.protected_regular),
+    ("policy file", variables.policy),
+    ("history", state_dir.history),
+    ("shared state directory", namespaces.private_directory),
+    ("visible processes", namespaces.process_namespace),
+    ("holders and waiters", claims.suspended),
+    ("shares of memory", claims.overused),
+    ("state directories of claims", claims.other_directories),
+    ("clock", claims.clock),
+    ("safe-gpu 1.x and 2.0", claims.older_package),
+    ("SAFE_GPU variables", variables.variables),
+    ("SAFE_GPU_SCOPE", variables.scope),
+    ("CUDA_VISIBLE_DEVICES", variables.visible_devices),
+    ("CUDA_DEVICE_ORDER", variables.device_order),
+    ("batch job", variables.batch_job),
+    ("address space limit", process_limits.address_space),
+    ("CPU mask", process_limits.cpu_mask),
+    ("OpenMP variables", process_limits.openmp),
 )
 """Name and function of every check, in the order of the report."""
 

@@ -1,27 +1,28 @@
-"""The types of a check, the host that checks read, and findings as text."""
+"""The types of a check, and the host that checks read."""
 
 from __future__ import annotations
 
 import os
-import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from ..coordination.files import state_dir_path
+from .. import drivers
+from ..coordination.files.location import state_dir_path
+from ..drivers import may_be_several
 from ..errors import PolicyError, SafeGpuError, StateDirError
-from ..foreign_files import read_start
-from ..procfs import printable
-from ..text import paint, plural, wrapped
-from ..vendors import FIRST, VENDORS, Vendor
+from ..gpus.devices import HostSnapshot
+from ..gpus.vendors import FIRST, VENDORS
+from ..host.foreign_files import read_start
+from ..schedulers import current
 
 if TYPE_CHECKING:
-    from ..devices import Gpu, HostSnapshot
     from ..drivers.base import Driver
+    from ..gpus.devices import Gpu
+    from ..gpus.vendors import Vendor
     from ..schedulers import JobContext
     from ..status.facts import HostStatus
-
 
 _MOST = 1 << 20  # characters; mountinfo and the tables of tmpfiles.d can be long
 
@@ -118,11 +119,9 @@ class CheckedHost:
         """One poll of the driver, shared by all checks; None without a driver."""
         import time
 
-        from ..drivers import open_driver
-
         began = time.monotonic()
         try:
-            self.driver = open_driver()
+            self.driver = drivers.open_driver()
             snapshot = self.driver.detailed(self.driver.snapshot())
         except SafeGpuError as err:
             self.driver_error = str(err)
@@ -133,7 +132,6 @@ class CheckedHost:
     @cached_property
     def others(self) -> tuple[list[HostSnapshot], list[str]]:
         """One poll of the driver of each other vendor of which this host has GPUs, and what is broken."""
-        from ..drivers import may_be_several
         from ..status.gather import polls
 
         try:
@@ -151,7 +149,6 @@ class CheckedHost:
     @cached_property
     def status(self) -> HostStatus:
         """The claims and the queue; only the queue without a driver."""
-        from ..devices import HostSnapshot
         from ..status.gather import status_of
 
         shown = [*filter(None, [self.snapshot]), *self.others[0]]
@@ -160,8 +157,6 @@ class CheckedHost:
     @cached_property
     def job(self) -> JobContext:
         """The batch job and the rank of this process."""
-        from ..schedulers import current
-
         return current(self.environ)
 
     @property
@@ -178,42 +173,3 @@ class CheckedHost:
 def with_snapshot(check: Callable[[CheckedHost, HostSnapshot], Finding]) -> Callable[[CheckedHost], Finding]:
     """Return a check of what the driver shows, which is skipped without one."""
     return lambda host: skipped("there is no driver") if host.snapshot is None else check(host, host.snapshot)
-
-
-# Renders findings for a terminal. Pure.
-
-
-_COLORS = {"failed": "red", "warning": "yellow", "passed": "green", "skipped": "dim"}
-_INDENT = " " * 9
-
-
-def render_checks(checks: Sequence[Check], *, color: bool, width: int, verbose: bool = False) -> str:
-    """Return what is wrong, worst first and each with its fix, and a last line with the number of checks by status.
-
-    Args:
-        checks: the checks in the order of the report.
-        color: paint the status and ``fix:``.
-        width: the columns of the terminal. A word of a fix is never cut, so that it can be copied.
-        verbose: list the checks that passed or were skipped too.
-    """
-    lines = []
-    for status in _COLORS if verbose else ("failed", "warning"):
-        for one in (one for one in checks if one.status == status):
-            first, *others = wrapped(f"{one.name}: {one.detail}", width, _INDENT)
-            lines += [paint(status, _COLORS[status], color) + first[len(status) :], *others]
-            if one.fix:
-                text = textwrap.fill(
-                    printable(f"fix: {one.fix}"),
-                    width,
-                    initial_indent=_INDENT,
-                    subsequent_indent=_INDENT,
-                    break_long_words=False,
-                    break_on_hyphens=False,
-                )
-                lines.append(text.replace("fix:", paint("fix:", "bold", color), 1))
-    numbers = {status: sum(one.status == status for one in checks) for status in ("passed", "skipped", "failed")}
-    warnings = len(checks) - sum(numbers.values())
-    counts = [f"{number} {status}" for status, number in numbers.items() if number]
-    counts += [plural(warnings, "warning")] if warnings else []
-    summary = ", ".join(counts) + ("" if verbose else " (-v lists all)")
-    return "\n".join([*lines, *[""][: len(lines)], summary])

@@ -1,4 +1,4 @@
-"""Checks of the GPUs, their driver and its process lists.
+"""Checks of the GPUs and their driver.
 
 In some containers and virtual machines, and under WSL2, the lists can be read and are empty. A claim is then safe among
 users of safe_gpu, but others see its GPUs as free.
@@ -7,24 +7,20 @@ users of safe_gpu, but others see its GPUs as free.
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from .. import procfs
-from ..coordination.leases import drained_gpus
-from ..devices import ComputeMode, HostSnapshot, ProcessKind
-from ..errors import NoDriverError, SafeGpuError
-from ..programs import IN_CHILD, python_child
-from ..selection.request import Rules
-from ..selection.verdicts import HIDDEN, NOT_YET, SHOWN, UNWATCHABLE, presence, why_memory_unexplained
-from ..text import plural
-from ..vendors import VENDORS
-from .check import CheckedHost, Finding, failed, labels, passed, skipped, warning, with_snapshot
+from ..coordination.leases.drained import closed_now, ignored_drains
+from ..errors import NoDriverError
+from ..gpus.devices import ComputeMode, ProcessKind
+from ..gpus.vendors import VENDORS
+from ..host import procfs
+from ..wording.text import plural
+from .check import failed, labels, passed, skipped, warning, with_snapshot
 
-# Checks of the GPUs and their driver.
-
+if TYPE_CHECKING:
+    from ..gpus.devices import HostSnapshot
+    from .check import CheckedHost, Finding
 
 # A poll of eight initialised GPUs takes milliseconds. Without persistence mode the kernel driver initialises each GPU
 # first, which takes seconds.
@@ -62,7 +58,7 @@ def driver(host: CheckedHost) -> Finding:
             "unset SAFE_GPU_DRIVER",
         )
     if snapshot.driver == "nvidia-smi" and host.environ.get("SAFE_GPU_DRIVER", "auto") in ("", "auto"):
-        from ..drivers.nvml import why_missing
+        from ..drivers.nvidia.nvml import why_missing
 
         reason = why_missing() or "NVML is not available"
         return warning(f"{detail}, polled through nvidia-smi: {reason}", "pip install nvidia-ml-py")
@@ -119,12 +115,12 @@ def cuda_starts(host: CheckedHost, snapshot: HostSnapshot) -> Finding:
 
 def drained(host: CheckedHost) -> Finding:
     """Check whether root, or the owner of the state directory, has taken GPUs out of use."""
-    reasons = drained_gpus()
+    reasons = closed_now()
     found = {one.label: reasons[one.gpu.uuid] for one in host.status.gpus if one.gpu.uuid in reasons}
-    if not found:
-        return passed("no GPU is drained")
-    texts = "; ".join(f"GPU {label} {reason}" for label, reason in found.items())
-    return warning(texts, f"safe-gpu resume {' '.join(found)}, when they may be claimed again")
+    texts = "; ".join([*(f"GPU {label} {reason}" for label, reason in found.items()), *(ignored := ignored_drains())])
+    fixes = [f"safe-gpu resume {' '.join(found)}, when they may be claimed again"] if found else []
+    fixes += ["remove the file that is ignored, and drain again with safe-gpu drain"] if ignored else []
+    return warning(texts, "; ".join(fixes)) if texts else passed("no GPU is drained")
 
 
 @with_snapshot
@@ -198,113 +194,3 @@ def mps(host: CheckedHost) -> Finding:
         "apply to the server, not to its clients",
         "claim with visible_as='uuid' (--visible-as uuid), or stop it: echo quit | nvidia-cuda-mps-control",
     )
-
-
-# Does the driver list the processes on the GPUs? A child that claims a free GPU for a moment sees whether it is shown.
-
-
-# Seconds. CUDA may have to initialise every GPU of the host first.
-_PATIENCE = 120.0
-# How long a driver may take to list a process that has a context, in seconds.
-_LISTING = 2.0
-
-_LISTED = "the driver lists the processes of every GPU"
-
-
-@with_snapshot
-def process_lists(host: CheckedHost, snapshot: HostSnapshot) -> Finding:
-    """Check that the driver lists the processes on a GPU. Without that list it is not known whether the GPU is free."""
-    rules = Rules.of(host.environ)
-    whole = [gpu for gpu in snapshot.gpus if not gpu.lost and not gpu.mig_enabled]
-    never = [gpu for gpu in whole if not gpu.processes_supported]
-    if never:
-        what = f"{labels(never)}: {never[0].process_error or 'no process list'}"
-        if rules.lists_optional:
-            return warning(
-                f"{what}; such a GPU is claimed by lease and memory alone (SAFE_GPU_PROCESS_LIST=optional)",
-                "make sure that nobody uses these GPUs without safe_gpu",
-            )
-        return failed(f"{what}; such a GPU cannot be claimed", UNWATCHABLE.partition("; ")[2])
-    private = [gpu for gpu in whole if gpu.processes_private]
-    if private:
-        return warning(
-            f"{labels(private)}: {private[0].process_error}; such a GPU is claimed by lease, and by memory where that "
-            "is known",
-            "make sure that nobody uses these GPUs without safe_gpu, or claim as root",
-        )
-    now = [gpu for gpu in whole if gpu.processes is None]
-    if now:
-        return warning(
-            f"{labels(now)}: {now[0].process_error or 'the process list failed'}; such a GPU counts as busy",
-            "try again; if it persists, see dmesg and restart the driver",
-        )
-    shown = SHOWN if host.simulated else _shown_in_child(host.environ)
-    if shown in (HIDDEN, NOT_YET):
-        return failed(
-            "the driver does not list the process of a CUDA context (tried in a child process): others cannot see "
-            "which GPUs are taken, and claims see other programs by their memory alone",
-            "in a container, start it with --pid=host or update the driver; under WSL2 and some virtual machines it "
-            "stays so: let everybody claim with safe_gpu",
-        )
-    unexplained = [gpu for gpu in whole if why_memory_unexplained(gpu, rules)]
-    if unexplained:
-        return warning(
-            f"{labels(unexplained)}: {why_memory_unexplained(unexplained[0], rules)}; such a GPU counts as busy",
-            "look from the host, outside of containers; if the memory is the driver's own, raise "
-            "SAFE_GPU_UNEXPLAINED_MEMORY",
-        )
-    return passed(_LISTED if shown == SHOWN else f"{_LISTED} (not tried with a context: {shown})")
-
-
-def _shown_in_child(environ: Mapping[str, str]) -> str:
-    """Claim a free GPU in a child process; return ``SHOWN``, ``HIDDEN`` or ``NOT_YET``, or why that was not
-    possible."""
-    # -I makes the child ignore PYTHON* variables and the current directory, so it needs the path of the packages.
-    code = "import sys; sys.path[:] = sys.argv[1:]; from safe_gpu.doctor.gpus import _child; _child()"
-    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-    try:
-        command, environ = python_child(environ, "-I", "-c", code, root, *filter(None, sys.path))
-        child = subprocess.Popen(
-            command,
-            env=environ,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            errors="replace",
-        )
-        answer, _ = child.communicate(timeout=_PATIENCE)
-    except OSError as err:
-        return f"a child process could not be started: {err}"
-    except subprocess.TimeoutExpired:
-        child.kill()  # not waited for: a process that hangs inside the driver cannot be killed
-        return f"no answer within {_PATIENCE:g} s"
-    return (answer.strip().splitlines() or [f"exit status {child.returncode}"])[-1]
-
-
-def _child() -> None:
-    """Claim a free GPU in the child, and print whether the driver lists this process on it, or the error."""
-    import logging
-
-    from ..claim.owner import GPUOwner
-    from ..drivers import opened_driver
-
-    os.environ.pop(IN_CHILD, None)  # this is the child that was meant, and its claim may need one of its own
-    silent = logging.getLogger("safe_gpu.doctor")
-    silent.disabled = True
-    try:
-        with opened_driver() as driver, GPUOwner(1, logger=silent, timeout=0, affinity=None) as owner:
-            (before,) = owner.gpus
-            known = {process.pid for process in before.processes or ()}
-            until = time.monotonic() + _LISTING
-            while True:
-                (now,) = driver.usage(owner.gpus)
-                # In a container the driver may list this process under a number of the host.
-                came = {process.pid for process in now.processes or ()} - known
-                shown = presence(before, now, came)
-                if shown != NOT_YET or time.monotonic() >= until:
-                    break
-                time.sleep(0.02)
-            print(shown)
-    except SafeGpuError as err:
-        print(str(err).partition("\n")[0])

@@ -9,8 +9,10 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from ..argument_style import ArgumentStyle
-from ..vendors import FIRST, VENDORS
+from ..errors import NoDriverError, UnsatisfiableRequestError
+from ..gpus.vendors import FIRST, VENDORS
+from ..wording.argument_style import ArgumentStyle
+from .presets import preset as find_preset
 
 if TYPE_CHECKING:
     from .base import Driver
@@ -59,7 +61,7 @@ def open_driver(
     if kind == "simulated":
         return _simulated(preset, vendor, prefer, spelling)
     if kind == "nvml":
-        from .nvml import NvmlDriver
+        from .nvidia.nvml import NvmlDriver
 
         return NvmlDriver()
     if kind == "kfd":
@@ -70,7 +72,7 @@ def open_driver(
         from .intel import IntelDriver
 
         return IntelDriver()
-    from .nvidia_smi import NvidiaSmiDriver
+    from .nvidia.nvidia_smi import NvidiaSmiDriver
 
     return NvidiaSmiDriver()
 
@@ -90,7 +92,6 @@ def open_drivers() -> tuple[list[Driver], list[str]]:
 
         return open_each(_nvidia)
     if kind == "simulated":
-        from .presets import preset as find_preset
         from .simulated import SimulatedDriver
 
         return [SimulatedDriver(preset, vendor=vendor) for vendor in find_preset(preset).vendors], []
@@ -101,8 +102,6 @@ def may_be_several() -> bool:
     """Return whether :func:`open_drivers` may open more than one driver. It opens none."""
     kind, preset = _parsed(None)
     if kind == "simulated":
-        from .presets import preset as find_preset
-
         return len(find_preset(preset).vendors) > 1
     return kind == "auto" and _may_have_others()
 
@@ -111,8 +110,6 @@ def _parsed(name: str | None) -> tuple[str, str]:
     name = (os.environ.get("SAFE_GPU_DRIVER") if name is None else name) or "auto"
     kind, _, preset = name.partition(":")
     if kind not in _KINDS or (preset and kind != "simulated"):
-        from ..errors import UnsatisfiableRequestError
-
         choices = ", ".join(_KINDS) + ":PRESET"
         raise UnsatisfiableRequestError(f"There is no driver {name!r}: choose one of {choices}.", value=name)
     return kind, preset
@@ -140,17 +137,15 @@ def _auto(vendor: str | None, prefer: str | None, spelling: type[ArgumentStyle])
 
 def _nvidia(*, only: bool = False) -> Driver:
     """NVIDIA's driver; ``only`` if that of no other vendor is loaded."""
-    from .nvml import NvmlDriver, why_missing
+    from .nvidia.nvml import NvmlDriver, why_missing
 
     reason = why_missing()
     if reason is None:
         return NvmlDriver()
 
-    from .nvidia_smi import NvidiaSmiDriver, find_nvidia_smi
+    from .nvidia.nvidia_smi import NvidiaSmiDriver, find_nvidia_smi
 
     if find_nvidia_smi() is None:
-        from ..errors import NoDriverError
-
         raise NoDriverError(
             f"There is no {'' if only else 'NVIDIA '}GPU driver here: {reason}, and nvidia-smi is not on PATH"
             f"{'; nor is the driver of AMD or Intel GPUs loaded' if only else ''}. On a GPU host, install the driver, "
@@ -161,7 +156,6 @@ def _nvidia(*, only: bool = False) -> Driver:
 
 
 def _simulated(preset: str, vendor: str | None, prefer: str | None, spelling: type[ArgumentStyle]) -> Driver:
-    from .presets import preset as find_preset
     from .simulated import SimulatedDriver
 
     vendors = find_preset(preset).vendors
@@ -194,8 +188,6 @@ class opened_driver:
 
     def __enter__(self) -> Driver:
         if sys.platform != "linux":
-            from ..errors import UnsatisfiableRequestError
-
             raise UnsatisfiableRequestError(f"safe_gpu works on Linux only, and this is {sys.platform}")
         self._driver = open_driver(vendor=self._vendor, prefer=self._prefer, spelling=self._spelling)
         return self._driver

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ..devices import Gpu, HostSnapshot
+    from ..gpus.devices import Gpu, HostSnapshot
     from ..runtimes.runtime import Runtime
-    from ..topology import HostTopology
+    from ..topology.topology import HostTopology
 
 
 class Driver(Protocol):

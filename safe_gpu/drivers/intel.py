@@ -23,13 +23,13 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from .. import procfs
-from ..devices import Gpu, GpuProcess, HostSnapshot
 from ..errors import NoDriverError
+from ..gpus.devices import Gpu, GpuProcess, HostSnapshot
+from ..gpus.vendors import VENDORS
+from ..host import procfs
 from ..runtimes.runtime import LEVEL_ZERO
-from ..sysfs import Files, pci_address, tree
-from ..vendors import VENDORS
-from . import kernel
+from ..topology.sysfs import Files, pci_address, tree
+from . import kernel, pci
 from .base import Driver
 
 _DRM = "sys/class/drm"
@@ -220,7 +220,7 @@ def _gpu(files: Files, card: Card, users: _Clients) -> Gpu:
         uuid=card.uuid,
         name=card.name,
         pci_bus_id=card.bus_id,
-        numa_node=kernel.numa_node(card.bus_id),
+        numa_node=pci.numa_node(card.bus_id),
         memory_total=card.memory_total,
         memory_used=used,
         memory_free=None if used is None or card.memory_total is None else max(0, card.memory_total - used),

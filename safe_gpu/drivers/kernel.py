@@ -1,4 +1,4 @@
-"""What /dev, /proc and /sys say of GPUs: bus order, NUMA node, whose process numbers a driver shows.
+"""What /dev and /proc say about a driver's answers.
 
 Device files, and ``/proc/driver`` of the driver, are read under ``SAFE_GPU_FSROOT``; processes always in ``/proc``.
 """
@@ -10,53 +10,15 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from .. import procfs
-from ..devices import Gpu, GpuProcess, ProcessKind
-from ..foreign_files import read_start
-from ..vendors import FIRST, VENDORS, Vendor
+from ..gpus.devices import ProcessKind
+from ..gpus.vendors import FIRST, VENDORS
+from ..host import procfs
+from ..host.foreign_files import read_start
 
 if TYPE_CHECKING:
-    from ..sysfs import Files
-
-# PCI bus ids: their order, which is nvidia-smi's order of GPUs, and the NUMA node that sysfs gives them.
-
-
-# A domain has at most 8 digits. int() also reads signs, blanks, "_" and digits of other scripts.
-_LONGEST = len("00000000:00:00.0")
-_CHARACTERS = frozenset("0123456789abcdefABCDEF:.")
-
-
-def bus_order(bus_id: str) -> tuple[int, ...] | None:
-    """Return the sort key of a bus id: domain, bus, device and function as numbers; None where it is none.
-
-    >>> bus_order("0000:0f:00.0") < bus_order("0000:c1:00.0") < bus_order("10000:01:00.0")
-    True
-    """
-    if len(bus_id) > _LONGEST or not _CHARACTERS.issuperset(bus_id):
-        return None
-    try:
-        domain, bus, rest = bus_id.split(":")
-        device, _, function = rest.partition(".")
-        return int(domain, 16), int(bus, 16), int(device, 16), int(function or "0", 16)
-    except ValueError:
-        return None
-
-
-def numa_node(bus_id: str) -> int | None:
-    """Return the NUMA node of a PCI device by sysfs, read under ``SAFE_GPU_FSROOT``; None is unknown (sysfs says -1).
-
-    This is where the card is plugged in. The driver's own notion of a GPU's NUMA node (``nvmlDeviceGetNumaNodeId``) is
-    the node that the GPU's *memory* forms on coherent platforms, which is no place for CPUs.
-    """
-    if bus_order(bus_id) is None:
-        return None
-    text = read_start(_path(f"sys/bus/pci/devices/{bus_id}/numa_node"), 64) or b""
-    node = text.strip(b"\0 \n")
-    return int(node) if node.isdigit() else None
-
-
-# What /dev and /proc say about the driver's answers: whose its process numbers are, and whose the memory in use.
-
+    from ..gpus.devices import Gpu, GpuProcess
+    from ..gpus.vendors import Vendor
+    from ..topology.sysfs import Files
 
 # A process with more descriptors than this is not searched for a device among them.
 _MOST_DESCRIPTORS = 4096
@@ -128,7 +90,7 @@ def memory_is_node(bus_id: str) -> bool:
     """
     import re  # only nvidia-smi's driver asks, which has it loaded
 
-    status = read_start(_path(f"proc/driver/nvidia/gpus/{bus_id}/numa_status"), 4096)
+    status = read_start(under_root(f"proc/driver/nvidia/gpus/{bus_id}/numa_status"), 4096)
     return re.search(rb"Node:\s*[0-9]", status or b"") is not None
 
 
@@ -142,10 +104,10 @@ def has_display(files: Files, device: str) -> bool:
 
 
 def _exists(path: str) -> bool:
-    return os.path.exists(_path(path))
+    return os.path.exists(under_root(path))
 
 
-def _path(path: str) -> str:
+def under_root(path: str) -> str:
     return os.path.join(os.environ.get("SAFE_GPU_FSROOT") or "/", path)
 
 

@@ -1,4 +1,4 @@
-"""AMD GPUs through the kernel's own view in sysfs, and the processes on them.
+"""AMD GPUs through the kernel's own view in sysfs.
 
 Every process that has opened ``/dev/kfd`` has a directory with one file ``vram_<gpu_id>`` for each GPU of the host,
 whether it uses the GPU or not. So only values count: a process is on a GPU if it holds memory there or has a queue
@@ -17,87 +17,33 @@ Not known without hardware:
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING
 
-from .. import procfs
-from ..devices import Gpu, GpuProcess, HostSnapshot
 from ..errors import NoDriverError
+from ..gpus.devices import Gpu, HostSnapshot
+from ..host import procfs
 from ..runtimes.runtime import HIP
-from ..sysfs import Device, Files, devices, tree
-from ..vendors import VENDORS
-from . import kernel as pci
+from ..topology.sysfs import devices, tree
+from . import kernel
+from . import pci as pci_module
 from .base import Driver
-from .kernel import as_shown_now, own_namespace_pids
+from .kernel import as_shown_now
+from .kfd_processes import processes
 
-# Which processes use AMD GPUs, by ``/sys/class/kfd/kfd/proc`` (``kfd_process.c`` in the Linux kernel).
-
-
-_PROCESSES = "sys/class/kfd/kfd/proc"
-_MOST_CONTEXTS = 1 << 10
-_MOST_QUEUES = 1 << 12
-
-
-class ProcessesOnGpu(NamedTuple):
-    """The processes on one GPU, and why the list is incomplete, else ""."""
-
-    processes: tuple[GpuProcess, ...] = ()
-    error: str = ""
-
-
-def processes(files: Files, gpu_ids: Iterable[int]) -> dict[int, ProcessesOnGpu]:
-    """Return the processes on each of these GPUs, by ``gpu_id``."""
-    wanted = tuple(gpu_ids)
-    found: dict[int, list[GpuProcess]] = {gpu_id: [] for gpu_id in wanted}
-    errors = dict.fromkeys(wanted, "")
-    if not files.exists(_PROCESSES):
-        return dict.fromkeys(wanted, ProcessesOnGpu((), f"this kernel has no /{_PROCESSES}"))
-    for pid in sorted(int(name) for name in files.names(_PROCESSES) if re.fullmatch(r"[1-9][0-9]{0,9}", name)):
-        place = f"{_PROCESSES}/{pid}"
-        contexts = [name for name in files.names(place) if re.fullmatch(r"context_[0-9]{1,10}", name)]
-        places = [place, *(f"{place}/{name}" for name in contexts[:_MOST_CONTEXTS])]
-        queues = {
-            files.number(f"{place}/queues/{name}/gpuid")
-            for place in places
-            for name in files.names(f"{place}/queues")[:_MOST_QUEUES]
-        }
-        for gpu_id in wanted:
-            try:
-                memory = sum(_memory(files, f"{place}/vram_{gpu_id}") for place in places)
-            except (OSError, ValueError) as err:
-                errors[gpu_id] = f"memory of process {pid} cannot be read: {getattr(err, 'strerror', None) or err}"
-                continue
-            if memory or gpu_id in queues:
-                found[gpu_id].append(GpuProcess(pid, memory_used=memory))
-    return {
-        # A pid there is the kernel's number, that of the first PID namespace.
-        gpu_id: ProcessesOnGpu(own_namespace_pids(listed, vendor=VENDORS["amd"]), errors[gpu_id])
-        for gpu_id, listed in found.items()
-    }
-
-
-def _memory(files: Files, path: str) -> int:
-    """Return the bytes; 0 if there is no such file, because the process or its context has just ended."""
-    try:
-        text = files.read(path)
-    except (FileNotFoundError, ProcessLookupError):
-        return 0
-    if not re.fullmatch(r"[0-9]{1,20}", text):
-        raise ValueError(f"it is {text[:20]!r}")
-    return int(text)
-
-
-# AMD GPUs through the kernel's own view in sysfs: no library, and nothing is opened that the GPU would notice.
-
+if TYPE_CHECKING:
+    from ..topology.sysfs import Device, Files
 
 # The memory of integrated graphics is a small part of the host's that the firmware has set aside.
 _LARGEST_CARVE_OUT = 4 << 30
+
 _TIMES_LARGER = 4
+
 _LONGEST_NAME = 80
 
 _INTEGRATED = "it is the processor's integrated graphics beside GPUs with memory of their own"
+
 _GONE = "the kernel no longer lists it"
 
 
@@ -186,11 +132,11 @@ def _gpus(files: Files, found: tuple[Device, ...]) -> Iterable[Gpu]:
             uuid=device.uuid,
             name=device.name,
             pci_bus_id=device.bus_id,
-            numa_node=pci.numa_node(device.bus_id),
+            numa_node=pci_module.numa_node(device.bus_id),
             memory_total=total,
             memory_used=memory,
             memory_free=None if total is None or memory is None else max(0, total - memory),
-            display_active=pci.has_display(files, device.pci),
+            display_active=kernel.has_display(files, device.pci),
             processes=None if use.error else use.processes,
             process_error=use.error,
             unusable=_INTEGRATED if integrated else None,

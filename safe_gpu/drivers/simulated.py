@@ -27,26 +27,27 @@ from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from ..coordination.files import OPEN_DIR, StateDir, refusal, state_dir_path
-from ..coordination.locks import file_of
-from ..coordination.records import read_bounded
+from ..coordination.files.decoding import read_bounded
+from ..coordination.files.descriptors import file_of
+from ..coordination.files.location import state_dir_path
+from ..coordination.files.refusals import refusal
+from ..coordination.files.shared_directory import OPEN_DIR
+from ..coordination.files.state_dir import StateDir
 from ..coordination.signals import DeferredSignals
 from ..coordination.socket_names import simulated_prefix
-from ..devices import Gpu, GpuProcess, HostSnapshot, ProcessKind
 from ..errors import PlaceholderError, StateDirError
-from ..procfs import lasting
+from ..gpus.devices import Gpu, GpuProcess, HostSnapshot, ProcessKind
+from ..gpus.vendors import VENDORS
+from ..host.procfs import lasting
 from ..runtimes.runtime import Runtime
-from ..vendors import VENDORS
+from ..runtimes.visible_devices import read_visible
 from .base import Driver
 from .kernel import own_namespace_pids
-from .presets import CONTEXT_BYTES
+from .preset_parts import CONTEXT_BYTES
 from .presets import preset as find_preset
 
 if TYPE_CHECKING:
-    from ..topology import HostTopology
-
-
-# A process on a simulated GPU: an open, locked file, which the kernel closes when its process ends.
+    from ..topology.topology import HostTopology
 
 
 _OPEN_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -162,9 +163,6 @@ def _opened(stack: ExitStack, place: tuple[str, ...], *, make: bool) -> StateDir
     return directory
 
 
-# A driver without GPUs: a preset host whose processes are files in the state directory.
-
-
 _TREE = "simulated"
 _GONE = "this host has no such device"
 _CREATION_PATIENCE = 1.0  # how long another user's first use may take between its mkdir and its chmod, seconds
@@ -272,7 +270,7 @@ class SimulatedDriver(Driver):
         Args:
             uuid: the device.
             memory: bytes that it uses.
-            kind: one of :class:`~safe_gpu.devices.ProcessKind`.
+            kind: one of :class:`~safe_gpu.gpus.devices.ProcessKind`.
             pid: the number to show; None is this process's own. Another one plays a process whose pid means nothing
                 here, such as one in a container.
 
@@ -295,8 +293,6 @@ class SimulatedDriver(Driver):
 
     def visible(self) -> tuple[str, ...]:
         """Return the UUIDs that CUDA would show this process now, by ordinal, as its environment says."""
-        from ..runtimes.visible_devices import read_visible
-
         visible_limit = read_visible(os.environ, self._idle)
         if visible_limit is not None:
             return visible_limit.uuids
@@ -314,7 +310,7 @@ class SimulatedDriver(Driver):
 
     def _open_tree(self) -> int:
         """Return the directory of this host's processes, reached without following a link."""
-        patience = time.monotonic() + _CREATION_PATIENCE
+        deadline = time.monotonic() + _CREATION_PATIENCE
         while True:
             try:
                 tree = os.open(self._place[0], OPEN_DIR)
@@ -326,7 +322,7 @@ class SimulatedDriver(Driver):
                         os.close(above)
                 return tree
             except PermissionError:  # perhaps another user has made it just now and opens it up next
-                if time.monotonic() >= patience:
+                if time.monotonic() >= deadline:
                     raise
             time.sleep(0.005)
 

@@ -6,13 +6,13 @@ import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
-from .. import settings
-from ..argument_style import ArgumentStyle
-from ..coordination.holders import gpus_of_scope
-from ..devices import vendor_of
+from ..coordination.scope import gpus_of_scope
 from ..errors import NoDriverError, UnsatisfiableRequestError
-from ..sysfs import SysfsTree, devices, tree
-from ..vendors import FIRST, VENDORS
+from ..gpus.devices import vendor_of
+from ..gpus.vendors import FIRST, VENDORS
+from ..settings import variables as settings
+from ..topology.sysfs import SysfsTree, devices, tree
+from ..wording.argument_style import ArgumentStyle
 
 if TYPE_CHECKING:
     from .base import Driver
@@ -109,8 +109,8 @@ def open_of(vendor: str, open_nvidia: Callable[[], Driver], spelling: type[Argum
     """
     others = _others()
     if vendor != FIRST:
-        from .nvidia_smi import find_nvidia_smi
-        from .nvml import why_missing
+        from .nvidia.nvidia_smi import find_nvidia_smi
+        from .nvidia.nvml import why_missing
 
         if vendor not in others and (others or why_missing() is None or find_nvidia_smi() is not None):
             raise lacking(vendor, "auto", spelling)

@@ -1,4 +1,4 @@
-"""Claims all hosts or none, without deadlock. All engines use this module.
+"""Claims GPUs on all hosts or on none, without deadlock.
 
 Every cluster claim orders its hosts in the same way. It *waits* for a host only while all hosts that it holds come
 before that host. A deadlock is a cycle of claims, each waiting for a host that the next one holds. At least one claim
@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 from ..errors import ClaimTimeout, NotEnoughGpusError, SafeGpuError, UnsatisfiableRequestError
-from ..vendors import FIRST
+from ..gpus.vendors import FIRST
 
 _GrantT = TypeVar("_GrantT")
 _GrantT_co = TypeVar("_GrantT_co", covariant=True)
@@ -171,7 +171,7 @@ class ClusterGpu:
         cpus: the CPUs next to it, for its workers; empty: no preference.
         cores: the same CPUs, as the hardware threads of each physical core.
         numa_node: the NUMA node next to it; None is unknown.
-        vendor: a key of :data:`~safe_gpu.vendors.VENDORS`.
+        vendor: a key of :data:`~safe_gpu.gpus.vendors.VENDORS`.
         environment: the variables that make only this GPU visible to CUDA or HIP, and allow its workers to claim it.
         inherited_position: its position in the CUDA_VISIBLE_DEVICES, or ROCR_VISIBLE_DEVICES for an AMD GPU, that the
             holder inherited; None without one.

@@ -1,4 +1,4 @@
-"""The process that holds one host's GPUs for a claim across hosts. It is the same for all engines.
+"""The process that holds one host's GPUs for a claim across hosts.
 
 The holder claims GPUs like any other program on its host, so all users there see its leases and, unless the compute
 mode forbids it, its placeholder. It delegates: the workers of the claim get its SAFE_GPU_SCOPE and may claim its GPUs
@@ -14,19 +14,28 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ..affinity.binding import bind_process
+from ..affinity.cpu_shares import claim_shares, cores_of_share, memory_nodes
 from ..affinity.options import AffinityOptions, parse_options
-from ..devices import ComputeMode, Gpu, HostSnapshot
+from ..claim.arguments.options import read_options
+from ..claim.host.visible_limit import visible_limit_of
+from ..claim.owner import owner_type
+from ..coordination.files.location import state_dir_path
 from ..drivers import opened_driver
 from ..errors import GPUAffinityError, SafeGpuError, UnsatisfiableRequestError
-from ..foreign_files import read_start
+from ..gpus.devices import ComputeMode, Gpu, HostSnapshot
+from ..host.foreign_files import read_start
+from ..runtimes.placeholders import NoPlaceholder
 from ..runtimes.visible_devices import read_visible, render_visible, visible_variables
-from ..selection.request import Selection
+from ..selection.possible import check_possible
+from ..selection.request import Selection, parse_request
+from ..selection.rules import Rules
 from .cluster import ClusterGpu
 
 if TYPE_CHECKING:
-    from ..claim.options import ClaimOptions
+    from ..claim.arguments.options import ClaimOptions
+    from ..claim.arguments.timeout import DefaultTimeout
     from ..claim.owner import GPUOwner
-    from ..claim.times import DefaultTimeout
     from ..drivers.base import Driver
 
 
@@ -50,8 +59,6 @@ class ClaimArguments:
         Raises:
             UnsatisfiableRequestError, GPUAffinityError: an argument is wrong.
         """
-        from ..claim.options import read_options
-
         if isinstance(nb_gpus, tuple):
             raise UnsatisfiableRequestError(
                 f"gpus_per_node={nb_gpus!r} is not a number: across hosts every node has the same number of GPUs",
@@ -79,8 +86,6 @@ class ClaimArguments:
         Raises:
             UnsatisfiableRequestError: an argument is wrong.
         """
-        from ..selection.request import parse_request
-
         return parse_request(nb_gpus, **self.selection)
 
 
@@ -120,16 +125,12 @@ class HolderProcess:
         many."""
         import socket
 
-        from ..coordination.files import state_dir_path
-
         boot = (read_start("/proc/sys/kernel/random/boot_id") or b"").decode().strip() or socket.gethostname()
         place = f"{boot}:{os.path.realpath(state_dir_path())}"
         return HostReport(socket.gethostname(), place, self._free(count_for) if count_for else 0)
 
     def claim(self, nb_gpus: int, timeout: float | None) -> tuple[ClusterGpu, ...] | SafeGpuError:
         """Claim GPUs; the result has no host and node yet. Returns the error if the claim fails."""
-        from ..claim.owner import owner_type
-
         wishes = self._wishes
         inherited = dict(os.environ)
         try:
@@ -187,10 +188,8 @@ class HolderProcess:
         """Do nothing; the answer shows that the holder is alive."""
 
     def _free(self, nb_gpus: int) -> int:
-        from ..claim.free import current_verdicts, remaining_quota
-        from ..runtimes.visible_limit import visible_limit_of
-        from ..selection.choice import check_possible
-        from ..selection.request import Rules
+        from ..claim.free import current_verdicts
+        from ..claim.limits.quota import remaining_quota
 
         try:
             request = self._wishes.request(nb_gpus)
@@ -211,8 +210,6 @@ def enter_worker(cpus: Iterable[int], numa_node: int | None, memory: str | None)
 
     It never raises: an unbound worker is slow, but one that does not start is worse.
     """
-    from ..affinity.binding import bind_process
-
     wanted = frozenset(cpus)
     if not wanted and memory is None:
         return "not bound"
@@ -225,8 +222,6 @@ def enter_worker(cpus: Iterable[int], numa_node: int | None, memory: str | None)
 def _placeholder(snapshot: HostSnapshot) -> Callable[[int], Any] | None:
     """Return no placeholder if a compute mode allows one process only: the workers are other processes than the
     holder."""
-    from ..runtimes.placeholders import NoPlaceholder
-
     exclusive = any(gpu.compute_mode == ComputeMode.EXCLUSIVE_PROCESS for gpu in snapshot.gpus)
     return NoPlaceholder() if exclusive else None
 
@@ -240,8 +235,7 @@ def _near(
     options = parse_options(wishes.affinity, wishes.memory)
     if options is None and wishes.memory is None:
         return nowhere
-    from ..affinity.cpu_shares import claim_shares, cores_of_share, memory_nodes
-    from ..topology import read_topology
+    from ..topology.topology import read_topology
 
     try:
         topology = read_topology(driver=driver)

@@ -21,9 +21,9 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..claim.times import DEFAULT, DefaultTimeout
+from ..claim.arguments.timeout import DEFAULT, DefaultTimeout
 from ..errors import UnsatisfiableRequestError
-from ..vendors import VENDORS
+from ..gpus.vendors import VENDORS
 from .cluster import ClusterGpu
 from .holder import ClaimArguments, HolderProcess, enter_worker
 from .remote import HeldClaim, NodeFacts, choose_nodes, claim_through, holder_exited, holder_is_mute

@@ -18,8 +18,8 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CudaInitializedError, NoDriverError, SafeGpuError
-from ..foreign_files import read_start
-from ..procfs import lines_of, open_files
+from ..host.foreign_files import read_start
+from ..host.procfs import lines_of, open_files
 
 if TYPE_CHECKING:
     import ctypes
@@ -44,15 +44,6 @@ _NAMES = {
     804: "COMPAT_NOT_SUPPORTED_ON_DEVICE", 999: "UNKNOWN",
 }  # fmt: skip
 
-# Pid of the process in which safe_gpu called cuInit. In a forked child it differs from os.getpid(), which tells the
-# child that it cannot use CUDA.
-_initialized_in: int | None = None
-
-_SPAWN = (
-    "CUDA was initialised in the process from which this one was forked, and a forked child cannot initialise it "
-    "again: start the child with multiprocessing's 'spawn' (or 'forkserver') method, or claim before CUDA is used"
-)
-
 
 class CudaCallError(SafeGpuError):
     """A call of the CUDA driver failed.
@@ -69,12 +60,24 @@ class CudaCallError(SafeGpuError):
 
 
 class Library:
-    """libcuda with its functions by name. Every handle is passed as the C type that cuda.h declares."""
+    """libcuda with its functions by name. Every handle is passed as the C type that cuda.h declares.
+
+    Attributes:
+        initialized_in: the pid of the process in which safe_gpu initialised the library; another one in a forked child.
+        no_gpu: what the library answers if it finds no GPU.
+        forked: the sentence for a child that was forked from such a process.
+    """
 
     file = LIBRARY
     driver = "the NVIDIA driver"
     counting = "cuDeviceGetCount"
     failure: type[CudaCallError] = CudaCallError
+    initialized_in: int | None = None
+    no_gpu: tuple[int, ...] = (NO_DEVICE,)
+    forked = (
+        "CUDA was initialised in the process from which this one was forked, and a forked child cannot initialise it "
+        "again: start the child with multiprocessing's 'spawn' (or 'forkserver') method, or claim before CUDA is used"
+    )
 
     def __init__(self, handle: ctypes.CDLL) -> None:
         self._handle = handle
@@ -129,13 +132,23 @@ class Library:
         """
         import ctypes
 
-        global _initialized_in
         code = self.ask("cuInit", ctypes.c_uint(0))
         if code == NOT_INITIALIZED:
-            raise CudaInitializedError(_SPAWN) from self.error("cuInit", code)
+            raise CudaInitializedError(self.forked) from self.error("cuInit", code)
         if code != SUCCESS:
             raise self.error("cuInit", code)
-        _initialized_in = os.getpid()
+        type(self).initialized_in = os.getpid()
+
+    @classmethod
+    def is_forked(cls) -> bool:
+        """Return whether this process was forked from one in which safe_gpu had initialised the library."""
+        return cls.initialized_in not in (None, os.getpid())
+
+    @classmethod
+    def refuse_if_forked(cls) -> None:
+        """Refuse to use the library in such a process."""
+        if cls.is_forked():
+            raise CudaInitializedError(cls.forked)
 
     def count(self) -> int:
         """Return how many GPUs the library sees in this process.
@@ -161,7 +174,7 @@ class Library:
         self.call("cuDeviceGet", ctypes.byref(device), ctypes.c_int(ordinal))
         return device
 
-    def uuid(self, ordinal: int) -> str:
+    def shown(self, ordinal: int) -> str:
         """Return the UUID of an ordinal: ``GPU-...``, or ``MIG-...`` for a MIG instance.
 
         Before CUDA 11.4 a MIG instance has the UUID of its parent GPU.
@@ -178,9 +191,19 @@ class Library:
         kind = "MIG" if named and b" MIG " in name.value else "GPU"
         return f"{kind}-{uuid.UUID(bytes=bytes(octets))}"
 
-    def uuids(self) -> tuple[str, ...]:
-        """Return the UUIDs of all GPUs that CUDA sees in this process, in ordinal order."""
-        return tuple(self.uuid(ordinal) for ordinal in range(self.count()))
+    def all_shown(self) -> tuple[str, ...]:
+        """Return the GPUs that the library sees in this process, in the order of its ordinals."""
+        return tuple(self.shown(ordinal) for ordinal in range(self.count()))
+
+    def listed(self) -> tuple[str, ...]:
+        """Return the same; the library is initialised if it is not yet."""
+        try:
+            self.initialize()
+            return self.all_shown()
+        except CudaCallError as err:
+            if err.code not in self.no_gpu:
+                raise
+            return ()
 
 
 def load() -> Library:
@@ -214,7 +237,7 @@ def visible_if_initialized() -> tuple[str, ...] | None:
     library = _mapped()
     if library is not None:
         try:
-            return library.uuids()
+            return library.all_shown()
         except CudaCallError as err:
             if err.code == NO_DEVICE:
                 return ()
@@ -222,12 +245,12 @@ def visible_if_initialized() -> tuple[str, ...] | None:
                 problem = f"CUDA is in use in this process but fails ({err}): claim GPUs in a new process"
                 raise CudaInitializedError(problem) from err
             if _forked_from_cuda(library):
-                raise CudaInitializedError(_SPAWN) from err
+                raise CudaInitializedError(library.forked) from err
     refuse_if_torch_uses_cuda()
     return None
 
 
-def uuid_of_ordinal(device_no: int) -> str | None:
+def shown_at(device_no: int) -> str | None:
     """Return the UUID of the GPU that CUDA knows as ``device_no`` in this process.
 
     None while CUDA is not initialised or cannot be asked. "" if CUDA is initialised and has no such device.
@@ -236,7 +259,7 @@ def uuid_of_ordinal(device_no: int) -> str | None:
     if library is None:
         return None
     try:
-        return library.uuid(device_no)
+        return library.shown(device_no)
     except CudaCallError as err:
         return "" if err.code in (INVALID_DEVICE, NO_DEVICE) else None
 
@@ -284,7 +307,7 @@ def refuse_if_torch_uses_cuda() -> None:
     if cuda is None:
         return
     if getattr(cuda, "_is_in_bad_fork", bool)() is True:
-        raise CudaInitializedError(_SPAWN)
+        raise CudaInitializedError(Library.forked)
     if getattr(cuda, "is_initialized", bool)() is True:
         raise CudaInitializedError(
             "PyTorch has CUDA initialised in this process, so its choice of GPUs is fixed: claim GPUs before the first "
@@ -305,7 +328,7 @@ def _forked_from_cuda(library: Library) -> bool:
     NVML does not, tells it. There is none on WSL2 and Jetson, and a child may have closed it. So a forked process
     with libcuda mapped forks once more and calls cuInit there: after such a fork it answers NOT_INITIALIZED.
     """
-    if _initialized_in not in (None, os.getpid()) or "/dev/nvidia-uvm" in (open_files("self") or {}).values():
+    if library.is_forked() or "/dev/nvidia-uvm" in (open_files("self") or {}).values():
         return True
     status = (read_start("/proc/self/stat") or b"").rpartition(b")")[2].split()
     return len(status) > 6 and bool(int(status[6]) & _PF_FORKNOEXEC) and _refuses_in_fork(library)
@@ -359,7 +382,7 @@ def active_contexts() -> frozenset[str]:
             state = (library.device(ordinal), ctypes.byref(flags), ctypes.byref(active))
             library.call("cuDevicePrimaryCtxGetState", *state)
             if active.value:
-                found.add(library.uuid(ordinal))
+                found.add(library.shown(ordinal))
     return frozenset(found)
 
 
@@ -389,7 +412,7 @@ class PrimaryContext:
         self._library = library = load()
         library.initialize()
         self.device_no, self._device = device_no, library.device(device_no)
-        self.uuid = library.uuid(device_no)
+        self.uuid = library.shown(device_no)
         self._pid = os.getpid()
         self._context: ctypes.c_void_p | None = ctypes.c_void_p()
         self._memory = ctypes.c_uint64(0)
@@ -431,3 +454,6 @@ class PrimaryContext:
             yield
         finally:
             self._library.call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
+
+
+hold = PrimaryContext

@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from ..errors import CudaInitializedError, NoDriverError
-from ..procfs import lines_of, open_files
+from ..host.procfs import lines_of, open_files
 from .cuda import CudaCallError, Library, refuse_if_torch_uses_cuda
 
 if TYPE_CHECKING:
@@ -31,14 +31,6 @@ _FILES = (LIBRARY, f"{LIBRARY}.7", f"{LIBRARY}.6", f"{LIBRARY}.5", f"/opt/rocm/l
 NO_DEVICE = 100
 INVALID_DEVICE = 101
 
-# Pid of the process in which safe_gpu initialised HIP; see ``cuda._initialized_in``.
-_initialized_in: int | None = None
-
-_SPAWN = (
-    "HIP was initialised in the process from which this one was forked, and a forked child cannot use it: start the "
-    "child with multiprocessing's 'spawn' (or 'forkserver') method, or claim before HIP is used"
-)
-
 
 class HipCallError(CudaCallError):
     """A call of the HIP runtime failed; attributes as of :class:`~safe_gpu.runtimes.cuda.CudaCallError`."""
@@ -51,6 +43,10 @@ class HipLibrary(Library):
     driver = "ROCm"
     counting = "hipGetDeviceCount"
     failure = HipCallError
+    forked = (
+        "HIP was initialised in the process from which this one was forked, and a forked child cannot use it: start "
+        "the child with multiprocessing's 'spawn' (or 'forkserver') method, or claim before HIP is used"
+    )
 
     def texts(self, code: int) -> tuple[str, str]:
         """Return the name of a result, and what it means, "" if the library does not say."""
@@ -72,11 +68,9 @@ class HipLibrary(Library):
             HipCallError: it cannot be initialised, or sees no GPU.
             CudaInitializedError: this process was forked from one in which safe_gpu had initialised HIP.
         """
-        global _initialized_in
-        if _initialized_in not in (None, os.getpid()):
-            raise CudaInitializedError(_SPAWN)
+        self.refuse_if_forked()
         self.count()
-        _initialized_in = os.getpid()
+        type(self).initialized_in = os.getpid()
 
     def shown(self, ordinal: int) -> str:
         """``UUID/BUS-ID`` of an ordinal. The UUID is ``GPU-<16 hex digits>``, or "" for a GPU without one.
@@ -93,10 +87,6 @@ class HipLibrary(Library):
             self.call("hipDeviceGetUuid", octets, ctypes.c_int(ordinal))
         uuid = _uuid(octets.raw)
         return f"{uuid}/{bus_id.value.decode('ascii', 'replace').lower()}"
-
-    def all_shown(self) -> tuple[str, ...]:
-        """Return the GPUs that HIP sees in this process, in ordinal order."""
-        return tuple(self.shown(ordinal) for ordinal in range(self.count()))
 
 
 def _uuid(octets: bytes) -> str:
@@ -162,8 +152,7 @@ def visible_if_initialized() -> tuple[str, ...] | None:
     if not _kfd_is_open():
         refuse_if_torch_uses_cuda()
         return None
-    if _initialized_in not in (None, os.getpid()):
-        raise CudaInitializedError(_SPAWN)
+    HipLibrary.refuse_if_forked()
     library = _mapped()
     if library is None:
         raise CudaInitializedError(
@@ -271,3 +260,6 @@ class HipMemory:
         finally:
             with suppress(HipCallError):
                 self._library.call("hipSetDevice", before)
+
+
+hold = HipMemory

@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CudaInitializedError, NoDriverError
-from ..procfs import lines_of, open_files
+from ..host.procfs import lines_of, open_files
 from .cuda import CudaCallError, Library
 
 if TYPE_CHECKING:
@@ -36,16 +36,6 @@ _RESULTS = {
     0x70020000: "ZE_RESULT_ERROR_DEPENDENCY_UNAVAILABLE",
     0x78000001: "ZE_RESULT_ERROR_UNINITIALIZED",
 }
-# What zeInit answers where no driver finds a GPU.
-_NO_GPU = (0x78000001, 0x70020000)
-
-# Pid of the process in which safe_gpu initialised Level Zero; see ``cuda._initialized_in``.
-_initialized_in: int | None = None
-
-_SPAWN = (
-    "Level Zero was initialised in the process from which this one was forked, and a forked child cannot use it: start "
-    "the child with multiprocessing's 'spawn' (or 'forkserver') method, or claim before it is used"
-)
 # The driver rounds it up to its own granularity.
 _HOLD_BYTES = 1 << 16
 
@@ -60,6 +50,11 @@ class ZeLibrary(Library):
     file = LIBRARY
     driver = "Level Zero's loader"
     failure = ZeCallError
+    no_gpu = (0x78000001, 0x70020000)
+    forked = (
+        "Level Zero was initialised in the process from which this one was forked, and a forked child cannot use it: "
+        "start the child with multiprocessing's 'spawn' (or 'forkserver') method, or claim before it is used"
+    )
 
     def texts(self, code: int) -> tuple[str, str]:
         """Return the name of a result; the library has no texts."""
@@ -74,11 +69,9 @@ class ZeLibrary(Library):
         """
         import ctypes
 
-        global _initialized_in
-        if _initialized_in not in (None, os.getpid()):
-            raise CudaInitializedError(_SPAWN)
+        self.refuse_if_forked()
         self.call("zeInit", ctypes.c_uint32(_GPU_ONLY))
-        _initialized_in = os.getpid()
+        type(self).initialized_in = os.getpid()
 
     def cards(self) -> list[tuple[str, ctypes.c_void_p, ctypes.c_void_p]]:
         """Bus id, driver and first device of each card that Level Zero shows, in its order."""
@@ -90,13 +83,7 @@ class ZeLibrary(Library):
         return list(found.values())
 
     def all_shown(self) -> tuple[str, ...]:
-        """Return the bus ids of the cards that Level Zero shows, in its order; it is initialised if it is not yet."""
-        try:
-            self.initialize()
-        except ZeCallError as err:
-            if err.code in _NO_GPU:
-                return ()
-            raise
+        """Return the bus ids of the cards that Level Zero shows, in its order."""
         return tuple(bus_id for bus_id, _, _ in self.cards())
 
     def _handles(self, name: str, *of: Any) -> list[ctypes.c_void_p]:
@@ -156,10 +143,9 @@ def visible_if_initialized() -> tuple[str, ...] | None:
     library = _in_use()
     if library is None:
         return None
-    if _initialized_in not in (None, os.getpid()):
-        raise CudaInitializedError(_SPAWN)
+    library.refuse_if_forked()
     try:
-        return library.all_shown()
+        return library.listed()
     except CudaCallError as err:
         problem = f"Level Zero is in use in this process but fails ({err}): claim GPUs in a new process"
         raise CudaInitializedError(problem) from err
@@ -171,7 +157,7 @@ def shown_at(ordinal: int) -> str | None:
     library = _in_use()
     with suppress(CudaCallError):
         if library is not None:
-            shown = library.all_shown()
+            shown = library.listed()
             return shown[ordinal] if ordinal < len(shown) else ""
     return None
 
@@ -246,3 +232,6 @@ class ZeMemory:
             return
         self._library.call("zeMemFree", context, self._memory)
         self._library.call("zeContextDestroy", context)
+
+
+hold = ZeMemory

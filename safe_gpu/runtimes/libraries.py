@@ -1,4 +1,6 @@
-"""Where the driver's libraries are loaded from. Root loads nothing that another user could have put there.
+"""Where the vendors' libraries are loaded from.
+
+Root loads nothing that another user could have put there.
 
 dlopen(3) looks through LD_LIBRARY_PATH first, which root may have from a user: in a scheduler's prolog, or under sudo.
 """
@@ -10,8 +12,8 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ..foreign_files import read_start
-from ..programs import is_root, others_can_change
+from ..host.foreign_files import read_start
+from ..host.programs import is_root, others_can_change
 
 if TYPE_CHECKING:
     import ctypes
@@ -30,7 +32,8 @@ def load(name: str) -> ctypes.CDLL:
     """
     import ctypes
 
-    doubtful = [place for place in _search_path() if "$" in place or others_can_change(place)] if is_root() else []
+    places = _search_path() if is_root() else []
+    doubtful = [place for place in places if "$" in place or others_can_change(place, within=True)]
     if not doubtful:
         return ctypes.CDLL(name)
     for path in _candidates(name):

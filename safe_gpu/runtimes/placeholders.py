@@ -18,6 +18,7 @@ import os
 import re
 from collections.abc import Callable
 from contextlib import suppress
+from importlib import import_module
 from typing import Any
 
 from ..errors import PlaceholderError, SafeGpuError
@@ -178,20 +179,23 @@ class Base:
             ) from err
 
 
+def module_of(title: str) -> Any:
+    """Return the module that calls a library: ``hip`` for "HIP", ``_`` for a blank."""
+    return import_module(f".{title.lower().replace(' ', '_')}", __package__)
+
+
 class CudaPlaceholder(Base):
     """The default: a primary context with a small allocation, made through the CUDA driver and freed on release."""
 
     _library = "CUDA"
 
     def prepare(self) -> None:
-        """Map libcuda. This does not initialise CUDA.
+        """Map the vendor's library. This does not initialise it.
 
         Raises:
-            NoDriverError: this host has no libcuda.
+            NoDriverError: this host has none.
         """
-        from . import cuda
-
-        cuda.load()
+        module_of(self._library).load()
 
     def __call__(self, device_no: int) -> Any:
         from .cuda import CudaCallError
@@ -199,9 +203,7 @@ class CudaPlaceholder(Base):
         return _allocated(self._allocate, name_of(self), device_no, self._library, (CudaCallError,))
 
     def _allocate(self, device_no: int) -> Any:
-        from .cuda import PrimaryContext
-
-        return PrimaryContext(device_no)
+        return module_of(self._library).hold(device_no)
 
     def release(self, placeholder: Any) -> None:
         """Free the allocation and release the context. The context stays if a framework of this process uses it."""
@@ -216,41 +218,11 @@ class HipPlaceholder(CudaPlaceholder):
 
     _library = "HIP"
 
-    def prepare(self) -> None:
-        """Map libamdhip64. This does not initialise HIP.
-
-        Raises:
-            NoDriverError: this host has none.
-        """
-        from . import hip
-
-        hip.load()
-
-    def _allocate(self, device_no: int) -> Any:
-        from .hip import HipMemory
-
-        return HipMemory(device_no)
-
 
 class LevelZeroPlaceholder(CudaPlaceholder):
     """The default on Intel GPUs where Level Zero is installed: a context with a small allocation, freed on release."""
 
     _library = "Level Zero"
-
-    def prepare(self) -> None:
-        """Map libze_loader. This does not initialise Level Zero.
-
-        Raises:
-            NoDriverError: this host has none.
-        """
-        from . import level_zero
-
-        level_zero.load()
-
-    def _allocate(self, device_no: int) -> Any:
-        from .level_zero import ZeMemory
-
-        return ZeMemory(device_no)
 
 
 class NoPlaceholder(Base):

@@ -1,4 +1,4 @@
-"""CUDA_VISIBLE_DEVICES, ROCR_ and HIP_VISIBLE_DEVICES, ZE_AFFINITY_MASK: what they mean, how to write them. Pure.
+"""CUDA_VISIBLE_DEVICES, ROCR_ and HIP_VISIBLE_DEVICES, ZE_AFFINITY_MASK: their meanings and spellings. Pure.
 
 The grammar is the CUDA driver's (CUDA Programming Guide, "CUDA Environment Variables"; MIG User Guide, "CUDA Device
 Enumeration"). Details follow PyTorch's parser, which was compared with driver 525.60.13:
@@ -47,67 +47,30 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from ..errors import UnsatisfiableRequestError
-from ..vendors import VENDORS
+from ..gpus.vendors import VENDORS
+from ..gpus.visible import HIERARCHY, MASK, PCI_ORDER, VisibleLimit
 
 if TYPE_CHECKING:
-    from ..devices import Gpu, HostSnapshot
-
+    from ..gpus.devices import Gpu, HostSnapshot
 
 ROCR, HIP, CUDA = "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"
+
 OPENCL = "GPU_DEVICE_ORDINAL"
+
 # Ray sets it for its workers, and their child processes inherit it.
 _RAY = "RAY_RAYLET_PID"
-MASK, HIERARCHY, PCI_ORDER = "ZE_AFFINITY_MASK", "ZE_FLAT_DEVICE_HIERARCHY", "ZE_ENABLE_PCI_ID_DEVICE_ORDER"
+
 SELECTOR = "ONEAPI_DEVICE_SELECTOR"
+
 _MOST_TILES = 16
 
 _BLANKS = " \t\n\v\f\r"
+
 # Compiled on first use by re's own cache, because most claims inherit no CUDA_VISIBLE_DEVICES.
 _NUMBER = r"([+-]?)0*([0-9]{1,9})"  # no host has more GPUs
-
-
-class VisibleLimit(NamedTuple):
-    """The devices to which an inherited CUDA_VISIBLE_DEVICES limits this process.
-
-    Attributes:
-        value: the text of the variable.
-        uuids: the devices it selects, in CUDA's order; a guess if ``ambiguous``.
-        ambiguous: the text alone does not tell which devices are selected (see ``doubt``). Only CUDA can tell.
-        uses_indices: the variable holds indices rather than UUIDs.
-        doubt: why it is ambiguous, as a clause ("this host's GPUs are of different models and ..."), else "".
-        frozen: CUDA is already initialised in this process, and its choice of GPUs is the limit, not the variable.
-        name: the variable.
-        library: which library reads it.
-    """
-
-    value: str
-    uuids: tuple[str, ...] = ()
-    ambiguous: bool = False
-    uses_indices: bool = False
-    doubt: str = ""
-    frozen: bool = False
-    name: str = "CUDA_VISIBLE_DEVICES"
-    library: str = "CUDA"
-
-    @property
-    def clear_by(self) -> str:
-        """What to set so that the variable is not ambiguous."""
-        if self.name == MASK:
-            return f"{HIERARCHY} and {PCI_ORDER}=1 with numbers in the order of the bus ids"
-        return "CUDA_DEVICE_ORDER=PCI_BUS_ID with numbers as nvidia-smi shows them, or name UUIDs"
-
-    @property
-    def title(self) -> str:
-        """What limits this process, as the subject of a sentence in a message."""
-        if self.frozen:
-            return f"{self.library}, already initialised in this process,"
-        return f"{self.name}={self.value or repr(self.value) + ' (set, but empty)'}"
-
-    def __contains__(self, uuid: object) -> bool:
-        return uuid in self.uuids
 
 
 def parse_cuda(value: str | None, snapshot: HostSnapshot, *, device_order: str | None = None) -> VisibleLimit | None:
@@ -228,6 +191,7 @@ def render_cuda(gpus: Sequence[Gpu], *, visible_as: str, snapshot: HostSnapshot)
 
 
 _STRTOL = r"[ \t\n\v\f\r]*([+-]?)(0[xX][0-9a-fA-F]+|0[0-7]*|[1-9][0-9]*)"
+
 _SHORTEST_PREFIX, _LONGEST = len("GPU-0"), len("GPU-0123456789abcdef")
 
 
@@ -325,9 +289,6 @@ def render_rocm(
             names = ",".join(gpu.uuid if gpu.uuid.startswith("GPU-") else places[gpu.uuid] for gpu in gpus)
         written = {HIP: names, **({CUDA: names} if CUDA in environ else {})}
     return {**written, **({OPENCL: numbers} if OPENCL in environ else {})}
-
-
-# Level Zero. An ordinal is that of a card under COMPOSITE, and of a tile under FLAT and COMBINED.
 
 
 def _ordinals(snapshot: HostSnapshot, *, cards: bool) -> dict[str, range]:

@@ -12,11 +12,12 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..argument_style import ArgumentStyle
 from ..errors import UnsatisfiableRequestError
-from ..foreign_files import read_start
-from ..procfs import printable
-from ..text import plural
+from ..host.foreign_files import read_start
+from ..host.procfs import printable
+from ..host.programs import TooLate, TooMuch, find_program, output_of
+from ..wording.argument_style import ArgumentStyle
+from ..wording.text import plural
 from .job import SCHEDULERS, count, current, resource_names
 
 if TYPE_CHECKING:
@@ -57,8 +58,6 @@ def ask_qstat(environ: Mapping[str, str], job_id: str, *, patience: float = 10.0
     Raises:
         QstatError: qstat is missing or refused (execution hosts need not be submit hosts), or its answer is invalid.
     """
-    from ..programs import TooLate, TooMuch, find_program, output_of
-
     # A job's PATH may lack Grid Engine's directories.
     own = (
         environ.get("SGE_BINARY_PATH", ""),
@@ -107,8 +106,6 @@ def with_end(environ: Mapping[str, str], job: JobContext, *, ask: bool) -> JobCo
     if job.scheduler != "slurm" or not ask:
         return job
     import time
-
-    from ..programs import TooLate, TooMuch, find_program, output_of
 
     number = environ.get("SLURM_JOB_ID") or environ.get("SLURM_JOBID") or ""
     try:

@@ -1,4 +1,4 @@
-"""The job and the rank of this process, by the variables of its scheduler and its launcher. Pure, but for one file.
+"""The job and the rank of this process, by the variables of its scheduler and its launcher.
 
 Slurm's are those of sbatch(1) and srun(1), "OUTPUT ENVIRONMENT VARIABLES", Flux's those of flux-environment(7), "JOB
 ENVIRONMENT", HTCondor's those of its manual, "Services for Running Jobs". Most versions of Grid Engine count GPUs but
@@ -12,8 +12,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from ..foreign_files import read_start
-from ..settings import host_setting
+from ..host.foreign_files import read_start
+from ..settings.variables import host_setting
 
 
 class JobContext(NamedTuple):

@@ -1,4 +1,4 @@
-"""Who may go first without delaying anybody ahead (backfill). Pure functions of plain values.
+"""Who may go first without delaying anybody ahead (backfill). Pure.
 
 Times are Unix seconds or any other clock, durations are seconds, and ``math.inf`` is "never". GPUs are named by the
 stems of their lease files, and their memory is in bytes. A request is held back by dates, not by counts of spare GPUs
@@ -11,14 +11,15 @@ from __future__ import annotations
 import math
 from bisect import insort
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..gpus.windows import first_open
 from .request import Selection, uuid_of_stem
 from .sharing import share_capacity
 
 if TYPE_CHECKING:
-    from ..coordination.queue import TicketRequest
-    from ..devices import Gpu, LeaseHolder
+    from ..gpus.devices import Gpu, LeaseHolder
+    from ..gpus.windows import Spans
 
 
 When = float | tuple[tuple[float, float], ...]
@@ -56,6 +57,7 @@ class BackfillRequest(NamedTuple):
     """What one request wants: ``nb`` of ``gpus``, for ``hold_for`` seconds (``math.inf``: for an unknown time).
 
     If ``groups`` is not None, all must be of one of these. ``share`` is how much of each GPU, ``math.inf`` is all.
+    ``reserved`` says when GPUs are reserved for others.
     """
 
     nb: int
@@ -63,23 +65,33 @@ class BackfillRequest(NamedTuple):
     hold_for: float = math.inf
     groups: tuple[frozenset[str], ...] | None = None
     share: float = math.inf
+    reserved: Mapping[str, Spans] | None = None
 
     @classmethod
-    def of(cls, demand: TicketRequest, gpus: Iterable[Gpu]) -> BackfillRequest:
-        """Return what a ticket asks for.
+    def of(
+        cls,
+        nb: int,
+        gpus: frozenset[str],
+        conditions: Iterable[tuple[str, Any]],
+        hold_for: float | None,
+        devices: Iterable[Gpu],
+        reserved: Mapping[str, Spans],
+    ) -> BackfillRequest:
+        """Return what a ticket asks for, by its first four facts.
 
         Args:
-            gpus: of the host, with what the ticket's conditions need.
+            devices: of the host, with what the ticket's conditions need.
+            reserved: when GPUs are reserved for others than the ticket's user.
         """
-        selection, _ = Selection.from_ticket(demand.nb_gpus, demand.conditions)
-        hold_for = math.inf if demand.hold_for is None else demand.hold_for
-        share = selection.share or math.inf
+        selection, _ = Selection.from_ticket(nb, conditions)
+        seconds, share = math.inf if hold_for is None else hold_for, selection.share or math.inf
+        wanted = cls(nb, gpus, seconds, share=share, reserved=reserved)
         if not selection.together:
-            return cls(demand.nb_gpus, demand.gpus, hold_for, share=share)
-        named = {uuid_of_stem(stem): stem for stem in demand.gpus}
-        stems = {gpu: named[gpu.uuid] for gpu in gpus if gpu.uuid in named}
+            return wanted
+        named = {uuid_of_stem(stem): stem for stem in gpus}
+        stems = {gpu: named[gpu.uuid] for gpu in devices if gpu.uuid in named}
         groups = tuple(frozenset(map(stems.__getitem__, group)) for group in selection.groups(list(stems)))
-        return cls(demand.nb_gpus, demand.gpus, hold_for, groups, share)
+        return wanted._replace(groups=groups)
 
     @property
     def _groups(self) -> tuple[frozenset[str], ...]:
@@ -99,14 +111,28 @@ class BackfillRequest(NamedTuple):
         enough."""
         best: tuple[float, list[str]] = math.inf, []
         for group in self._groups:
-            first = sorted((ready(free_at.get(gpu, math.inf), self.share), gpu) for gpu in group)[: max(0, self.nb)]
+            ends = ((ready(free_at.get(gpu, math.inf), self.share), gpu) for gpu in group)
+            first = sorted((self.first_open(end, [gpu]), gpu) for end, gpu in ends)[: max(0, self.nb)]
             if first and len(first) == self.nb and (not best[1] or first[-1][0] < best[0]):
                 best = first[-1][0], [gpu for _, gpu in first]
         return best if best[1] else (math.inf, list(self.gpus))
 
+    def first_open(self, start: float, gpus: Iterable[str]) -> float:
+        """Return when it may take all these GPUs, from ``start`` on."""
+        if not self.reserved:
+            return start
+        return max(first_open(start, self.hold_for, self.reserved.get(gpu, ())) for gpu in gpus)
+
+    def wanted_at(self, moment: float) -> frozenset[str]:
+        """Return those of its GPUs that are not reserved for others then. From the others it keeps nobody."""
+        if not self.reserved:
+            return self.gpus
+        spans = {gpu: self.reserved.get(gpu, ()) for gpu in self.gpus}
+        return frozenset(gpu for gpu in spans if not any(begin <= moment < end for begin, end in spans[gpu]))
+
 
 def free_at(now: float, *, since: float, until: float | None) -> float:
-    """Return when a leased GPU is expected to be free, by its holder's word.
+    """Return when a leased GPU is expected to be free, as its holder stated.
 
     A holder that overruns is due now, and so is one whose record cannot be right (``until`` before ``since``).
 
@@ -127,7 +153,8 @@ def when_free(gpu: Gpu, holder: LeaseHolder | None, now: float, *, free: bool) -
     size = share_capacity(gpu) or math.inf
     if holder is None:
         return ((now if free else math.inf, size),)
-    parts = tuple((free_at(now, since=one.since or 0.0, until=one.until), one.share or size) for one in holder.each)
+    ends = (free_at(now, since=one.since or 0.0, until=one.until) for one in holder.each)
+    parts = tuple((end, min(size, one.share or size)) for end, one in zip(ends, holder.each, strict=True))
     return (*parts, (now, max(0.0, size - sum(share for _, share in parts)))) if holder.sharers else parts
 
 
@@ -154,7 +181,7 @@ def dates(wants: Iterable[BackfillRequest], free_at: Mapping[str, When]) -> Iter
 
 def _may_pass(want: BackfillRequest, start: float, other: BackfillRequest, date: float) -> bool:
     """Return whether a request that starts then ends before the other's date, or does not need the other's GPUs."""
-    return start + want.hold_for <= date or want.fits(want.gpus - other.gpus)
+    return start + want.hold_for <= date or want.fits(want.gpus - other.wanted_at(start))
 
 
 def open_gpus(
@@ -178,7 +205,7 @@ def open_gpus(
     if want.fits(left):
         for other, date in dates(ahead, free_at):
             if not now + want.hold_for <= date < math.inf:
-                left -= other.gpus
+                left -= other.wanted_at(now)
                 if not want.fits(left):
                     break
     return left
@@ -195,10 +222,10 @@ def starts(wants: Iterable[BackfillRequest], free_at: Mapping[str, When]) -> lis
     found = []
     for want, date in dates(wants, free_at):
         start = want.earliest(free_at)[0]
-        rivals = [when for other, when in ahead if not other.gpus.isdisjoint(want.gpus)]
+        rivals = [when for other, when in ahead if not other.wanted_at(start).isdisjoint(want.gpus)]
         if not rivals or not all(start + want.hold_for <= when < math.inf for when in rivals):
             free, first = want.earliest(ends)
-            start = max(date, free)
+            start = want.first_open(max(date, free), first)
             ends.update((gpu, _after(ends.get(gpu, math.inf), want.share, start + want.hold_for)) for gpu in first)
         ahead.append((want, date))
         found.append(start)

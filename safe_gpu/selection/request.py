@@ -1,4 +1,4 @@
-"""What a claim asks for: how many GPUs, the conditions that they must meet, and the rules of judging. Pure.
+"""What a claim asks for. Pure.
 
 A condition is a class here, and a row of :data:`CONDITIONS`. Everything else derives from it: the arguments of claims
 and their parsing, the option of the command line, the verdicts, and what a ticket tells others.
@@ -9,21 +9,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, Any, ClassVar, TypedDict
 
-from ..argument_style import ArgumentStyle
-from ..devices import Gpu, Record, vendor_of_name
 from ..errors import UnsatisfiableRequestError
-from ..settings import host_setting
-from ..text import format_bytes, plural
-from ..vendors import VENDORS
-from .sharing import LEAST_SHARE, MIB, share_capacity, why_unshareable
-from .values import as_index, matches_model, names_device, parse_names, parse_size, refused, unknown_names
+from ..gpus.devices import Record, vendor_of_name
+from ..gpus.vendors import VENDORS
+from ..wording.argument_style import ArgumentStyle
+from ..wording.text import format_bytes, plural
+from .gpu_names import matches_model, names_device, unknown_names
+from .sharing import LEAST_SHARE, MIB, part_of, share_capacity, why_unshareable
+from .values import as_index, parse_names, parse_size, refused
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from ..devices import HostSnapshot
+    from ..gpus.devices import Gpu, HostSnapshot
 
 
 class Conditions(TypedDict, total=False):
@@ -439,6 +439,11 @@ class Selection(Record):
                 known = False
         return cls(nb_gpus, tuple(found)), known
 
+    def amount(self, gpus: Iterable[Gpu]) -> float:
+        """Return how many of these GPUs it counts as: a share as its part of the smallest GPU that has it."""
+        parts = (part_of(gpu, self.share) for gpu in gpus if (share_capacity(gpu) or 0) >= (self.share or 0))
+        return self.nb_gpus * max(parts, default=1.0)
+
     def why_outside(self, gpu: Gpu) -> str:
         """Return why the GPU can never satisfy the request; "" if it can."""
         for one in self.conditions:  # most have none, and this is asked for every GPU
@@ -542,48 +547,3 @@ def _count(nb_gpus: object, spelling: type[ArgumentStyle]) -> int:
             way_out += f"; to choose GPUs by index, pass {spelling.setting('only', spelling.value(nb_gpus))}"
         raise refused("nb_gpus", nb_gpus, way_out, spelling)
     return count
-
-
-# The rules of judging that users may change: when memory without a process makes a GPU busy, and process lists.
-
-
-MEMORY_VARIABLE = "SAFE_GPU_UNEXPLAINED_MEMORY"
-
-LEAST_LIMIT = 16 << 20
-"""Bytes. The NVML driver asks for processes that only draw where more than this is in use without a process; below it
-their memory would count as unexplained."""
-
-
-class Rules(NamedTuple):
-    """How GPUs are judged.
-
-    Attributes:
-        unexplained_limit: bytes that may be in use without a process; None: by what the driver counts as used.
-        lists_optional: whether GPUs whose processes the driver can never list may be claimed, by lease and memory.
-        drained: UUID -> why nobody may claim it now.
-    """
-
-    unexplained_limit: int | None = None
-    lists_optional: bool = False
-    drained: Mapping[str, str] = {}
-
-    def why_drained(self, gpu: Gpu) -> str:
-        """Return why nobody may claim a device, or the one that it is an instance of; "" if somebody may."""
-        return self.drained.get(gpu.uuid) or self.drained.get(gpu.mig_parent or "", "")
-
-    @classmethod
-    def of(cls, environ: Mapping[str, str]) -> Rules:
-        """Return the rules that the environment and root's file set.
-
-        Raises:
-            UnsatisfiableRequestError: ``SAFE_GPU_UNEXPLAINED_MEMORY`` is not a size.
-        """
-        limit = host_setting("unexplained_memory", MEMORY_VARIABLE, environ)
-        return cls(
-            max(parse_size(limit, MEMORY_VARIABLE), LEAST_LIMIT) if limit else None,
-            environ.get("SAFE_GPU_PROCESS_LIST") == "optional",
-        )
-
-
-DEFAULT_RULES = Rules()
-"""The rules where the environment sets none."""

@@ -1,15 +1,15 @@
-"""Claims that share a GPU: how much of its memory is left, and which processes stand in their way. Pure."""
+"""How much of the memory of a shared GPU is left, and which processes stand in the way. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
-from ..devices import MOST_SHARERS, ComputeMode
-from ..text import format_bytes, plural
+from ..gpus.devices import MOST_SHARERS, ComputeMode
+from ..wording.text import format_bytes, plural
 
 if TYPE_CHECKING:
-    from ..devices import Gpu, GpuProcess, LeaseHolder
+    from ..gpus.devices import Gpu, GpuProcess, LeaseHolder
 
 MIB = 1 << 20
 
@@ -45,13 +45,6 @@ def part_of(gpu: Gpu, share: int | None) -> float:
     return 1.0 if share is None or not size else min(1.0, share / size)
 
 
-def amount(nb_gpus: int, share: int | None, gpus: Iterable[Gpu]) -> float:
-    """Return how many GPUs that many shares count as: each as its part of the smallest GPU that has it."""
-    return nb_gpus * max(
-        (part_of(gpu, share) for gpu in gpus if (share_capacity(gpu) or 0) >= (share or 0)), default=1.0
-    )
-
-
 def why_unshareable(gpu: Gpu, share: int) -> str:
     """Return why the GPU can never be shared that way; "" if it can, or its memory is not known."""
     if gpu.compute_mode == ComputeMode.EXCLUSIVE_PROCESS:
@@ -84,10 +77,16 @@ def used_by_sharers(gpu: Gpu, sharers: Sequence[LeaseHolder], family_of: FamilyO
     return used
 
 
-def promised_room(gpu: Gpu, sharers: Sequence[LeaseHolder]) -> int:
-    """Return the bytes that are not promised to these claims; one whose share cannot be read counts as holding all."""
+def promised(gpu: Gpu, sharers: Sequence[LeaseHolder]) -> list[int]:
+    """Return the bytes that are promised to each of these claims, no more than there are; all where its share cannot be
+    read."""
     size = share_capacity(gpu) or 0
-    return size - sum(size if sharer.share is None else sharer.share for sharer in sharers)
+    return [size if sharer.share is None else min(size, sharer.share) for sharer in sharers]
+
+
+def promised_room(gpu: Gpu, sharers: Sequence[LeaseHolder]) -> int:
+    """Return the bytes that are not promised to these claims."""
+    return (share_capacity(gpu) or 0) - sum(promised(gpu, sharers))
 
 
 def room(gpu: Gpu, sharers: Sequence[LeaseHolder], family_of: FamilyOf, *, unexplained: int, own: int = 0) -> int:
@@ -132,8 +131,7 @@ def why_no_room(gpu: Gpu, sharers: Sequence[LeaseHolder], left: int, share: int)
         return ""
     if not sharers:
         return f"{format_bytes(max(0, left))} of memory free, {format_bytes(share)} asked for"
-    size = share_capacity(gpu) or 0
-    shares = [size if one.share is None else one.share for one in sharers]
+    size, shares = share_capacity(gpu) or 0, promised(gpu, sharers)
     named = [f"{one.user or '?'} {_gib(each)} GiB" for one, each in zip(sharers, shares, strict=True)]
     more = ", ..." if len(named) > _NAMED else ""
     return (

@@ -1,18 +1,14 @@
-"""The values of a claim's arguments: sizes, the names of GPUs, and patterns of product names. Pure."""
+"""The values of a claim's arguments. Pure."""
 
 from __future__ import annotations
 
 import operator
 import re
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
-from ..argument_style import ArgumentStyle
 from ..errors import UnsatisfiableRequestError
-from ..vendors import VENDORS
-
-if TYPE_CHECKING:
-    from ..devices import Gpu, HostSnapshot
+from ..gpus.vendors import VENDORS
+from ..wording.argument_style import ArgumentStyle
 
 _UNITS = {
     "": 1,
@@ -20,12 +16,17 @@ _UNITS = {
     **{f"{letter}{tail}": 1 << (10 * power) for power, letter in enumerate("kmgt", 1) for tail in ("", "ib")},
     **{f"{letter}b": 1000**power for power, letter in enumerate("kmgt", 1)},
 }
+
 # Nobody needs to ask for less memory than this, so a number below it probably lacks its unit.
 _FEWEST_BYTES = 1 << 20
+
 # Compiled on first use by re's own cache, because most claims need none of these patterns.
 _SIZE = r"\s*([0-9]{1,18}(?:\.[0-9]{0,18})?|\.[0-9]{1,18})\s*([a-zA-Z]{0,9})\s*"
+
 _RANGE = r"([0-9]{1,4})-([0-9]{1,4})"
+
 _BY_PLACE = "|".join(one.by_place for one in VENDORS.values() if one.by_place)
+
 _NAME = rf"[0-9]{{1,4}}(:[0-9]{{1,4}})?|(GPU|MIG)-[0-9A-Za-z/-]*|({_BY_PLACE})[0-9a-z:.-]*"
 
 
@@ -52,11 +53,12 @@ def parse_size(value: object, name: str = "min_memory", *, spelling: type[Argume
     count = parse_bytes(value, name, spelling=spelling)
     bare = not isinstance(value, str) or value.strip().isdecimal()
     if bare and 0 < count < _FEWEST_BYTES:
-        unit = "GiB" if count < 1024 and name == "min_memory" else "MiB"
-        written = spelling.setting(name, spelling.value(value))
-        raise UnsatisfiableRequestError(
-            f"{written} means {count} bytes? write {spelling.value(f'{count}{unit}')}", value=value
+        units = ["GiB" if count < 1024 and name in ("min_memory", "share") else "MiB"] + ["%"] * (
+            name == "share" and count <= 100
         )
+        written = spelling.setting(name, spelling.value(value))
+        way_out = " or ".join(spelling.value(f"{count}{unit}") for unit in units)
+        raise UnsatisfiableRequestError(f"{written} means {count} bytes? write {way_out}", value=value)
     return count
 
 
@@ -126,41 +128,3 @@ def _flat(value: object) -> Iterable[str]:
         yield str(index)
     else:
         raise ValueError(value)
-
-
-# The names by which requests speak of GPUs: indices, UUIDs and product names. Pure functions.
-
-
-def names_device(name: str, gpu: Gpu) -> bool:
-    """Return whether an entry of ``only`` or ``exclude`` matches this device. The name of a GPU matches its MIG
-    instances."""
-    if name[0].isdigit():
-        return name in (gpu.label, str(gpu.index))
-    return gpu.uuid.startswith(name) or (gpu.mig_parent is not None and gpu.mig_parent.startswith(name))
-
-
-def unknown_names(names: Iterable[str], snapshot: HostSnapshot) -> tuple[str, ...]:
-    """Return the entries that match no device of this host, and the UUID prefixes that match several."""
-    return tuple(name for name in names if not _matches_one(name, snapshot))
-
-
-def _matches_one(name: str, snapshot: HostSnapshot) -> bool:
-    if name[0].isdigit():
-        return any(names_device(name, gpu) for gpu in snapshot.gpus)
-    uuids = {gpu.uuid for gpu in snapshot.gpus}
-    return name in uuids or sum(uuid.startswith(name) for uuid in uuids) == 1
-
-
-def matches_model(pattern: str, name: str) -> bool:
-    """Return whether a product name matches ``pattern``. Letter case does not matter.
-
-    A pattern without ``*``, ``?`` or ``[`` matches anywhere in the name. Otherwise the pattern is a glob for the whole
-    name, or for the part of the name from some word to the end. Both ``"NVIDIA A100*"`` and ``"A100*80GB"`` match
-    ``NVIDIA A100-SXM4-80GB``.
-    """
-    from fnmatch import fnmatchcase
-
-    pattern, name = pattern.lower(), name.lower()
-    if not any(sign in pattern for sign in "*?["):
-        return pattern in name
-    return fnmatchcase(name, pattern) or fnmatchcase(name, f"* {pattern}")

@@ -1,4 +1,4 @@
-"""Which GPUs a request may have now, and why not the others. Pure.
+"""Which GPUs a claim may take now, and why not the others. Pure.
 
 :func:`judge` says for every device whether it is free *now*. :mod:`.choice` says what this host can *ever* give, and
 :func:`~safe_gpu.selection.choice.choose` picks the best set of the free devices.
@@ -7,118 +7,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ..devices import ComputeMode, GpuFault, GpuVerdict, ProcessKind
-from ..text import format_bytes, in_brackets, plural
-from .request import DEFAULT_RULES, LEAST_LIMIT, MinMemory, Rules, Selection
-from .sharing import FamilyOf, room, strangers, why_no_room
+from ..gpus.devices import ComputeMode, GpuVerdict
+from ..wording.text import in_brackets, plural
+from .occupancy import computes, has_mps_clients, name_processes, unexplained_limit, why_memory_unexplained
+from .request import MinMemory
+from .rules import DEFAULT_RULES
+from .sharing import room, strangers, why_no_room
 
 if TYPE_CHECKING:
-    from ..devices import Gpu, GpuProcess, HostSnapshot, LeaseHolder
-    from ..runtimes.visible_devices import VisibleLimit
-
-
-# Which processes and how much memory make a GPU busy, and whether a driver shows a process. Pure functions.
-
-
-Describe = Callable[[int], "tuple[str | None, str | None] | None"]
-"""Returns the user and command line of a pid; None if this host's /proc does not show it."""
-
-# Bytes in use without a process that may be the driver's own: an idle GPU may show 0.5 GiB where what the driver
-# reserves for itself counts as used, and some tens of MiB where it does not.
-_LIMIT = 128 << 20
-_LIMIT_WITH_RESERVED = 1 << 30
-
-_MPS_SERVER = "nvidia-cuda-mps-server"
-_MPS_SERVER_MEMORY = 64 << 20  # an MPS server whose clients are on other GPUs has less; a CUDA program has more
-
-SHOWN, HIDDEN, NOT_YET, UNKNOWN = "shown", "hidden", "not yet", "unknown"
-
-
-def has_mps_clients(snapshot: HostSnapshot) -> bool:
-    """Return whether a process on some GPU of the host is a client of an MPS server."""
-    return any(process.kind == ProcessKind.MPS for gpu in snapshot.gpus for process in gpu.processes or ())
-
-
-def computes(process: GpuProcess, describe: Describe, *, mps_clients: bool = False) -> bool:
-    """Return whether a process makes a device busy. Graphics processes do not, nor does the MPS server itself.
-
-    Args:
-        describe: gives the command by which the MPS server is known.
-        mps_clients: whether some GPU of the host has MPS clients (:func:`has_mps_clients`). Then a small process
-            without a name is taken for the MPS server: hidepid=2 hides the names of other users' processes.
-    """
-    if process.kind == ProcessKind.GRAPHICS:
-        return False
-    words = (_command(process, describe) or "").split()
-    if words:
-        return words[0].rpartition("/")[2] != _MPS_SERVER
-    small = process.memory_used is not None and process.memory_used <= _MPS_SERVER_MEMORY
-    return not (mps_clients and small and process.kind == ProcessKind.COMPUTE)
-
-
-def _command(process: GpuProcess, describe: Describe) -> str | None:
-    if process.name is not None or process.elsewhere:
-        return process.name
-    described = describe(process.pid)
-    return described[1] if described else None
-
-
-def name_processes(processes: Collection[GpuProcess], describe: Describe) -> tuple[str | None, str]:
-    """Return the user of the first process, and a text that names it and says how many others there are."""
-    first, *others = processes
-    user, command = (None if first.elsewhere else describe(first.pid)) or (None, None)
-    amount = "an unknown amount of memory" if first.memory_used is None else format_bytes(first.memory_used)
-    if first.elsewhere:
-        command = "a number of another PID namespace"
-    text = f"process {first.pid}{in_brackets(user, command or first.name)} uses {amount}"
-    pids = {process.pid for process in others} - {first.pid}
-    if pids:
-        text += f", and {len(pids)} more process{'es' if len(pids) > 1 else ''}"
-    return user, text
-
-
-def why_memory_unexplained(gpu: Gpu, rules: Rules) -> str:
-    """Return why the GPU is busy although no process is visible: a container or the driver may hide one that uses
-    memory."""
-    excess = gpu.unexplained_memory
-    if gpu.memory_shared or excess <= _limit(gpu, rules):
-        return ""
-    hidden = "one in a container?" if gpu.processes_supported else "the driver lists none"
-    return f"{format_bytes(excess)} of memory in use by no process that is visible here ({hidden})"
-
-
-def _limit(gpu: Gpu, rules: Rules) -> int:
-    if rules.unexplained_limit is not None:
-        return max(rules.unexplained_limit, LEAST_LIMIT)
-    # In a container the processes of a desktop are not listed, and their memory is.
-    return _LIMIT_WITH_RESERVED if gpu.counts_reserved or gpu.display_active else _LIMIT
-
-
-def presence(before: Gpu, now: Gpu, own: Collection[int]) -> str:
-    """Return whether the driver shows this process on a GPU, on which it has started a context between two polls.
-
-    Args:
-        own: the pids of this process.
-
-    Returns:
-        ``SHOWN``; ``HIDDEN`` if the driver shows its memory and not the process, or never lists processes;
-        ``NOT_YET`` if it shows neither; ``UNKNOWN`` if a process list failed.
-    """
-    if not now.processes_supported:
-        return HIDDEN
-    if now.processes is None or before.processes is None:
-        return UNKNOWN
-    if any(process.pid in own for process in now.processes):
-        return SHOWN
-    return HIDDEN if now.unexplained_memory - before.unexplained_memory >= LEAST_LIMIT else NOT_YET
-
-
-# Which GPUs a claim may take now, and why not the others. Pure functions of a snapshot.
-
+    from ..gpus.devices import Gpu, GpuFault, HostSnapshot, LeaseHolder
+    from ..gpus.visible import VisibleLimit
+    from .occupancy import Describe
+    from .request import Selection
+    from .rules import Rules
+    from .sharing import FamilyOf
 
 UNWATCHABLE = (
     "the driver cannot list processes, so it is unknown whether the GPU is free; update the NVIDIA driver, try "
@@ -179,7 +85,7 @@ def judge(
         sharing = (share is not None or of_outer is not None) and holder is not None and not holder.elsewhere
         sharers = holder.sharers if holder is not None and sharing else ()
         if holder is not None and not sharers:
-            pid = None if holder.place else holder.pid
+            pid = None if holder.namespace else holder.pid
             return GpuVerdict(gpu, "claimed", _claimed_by(holder), pid, holder.user, holder)
         if not gpu.processes_supported and not rules.lists_optional:
             return GpuVerdict(gpu, "unusable", UNWATCHABLE)
@@ -214,7 +120,7 @@ def room_for_shares(
 ) -> int:
     """Return the bytes of a GPU that another share may have; see :func:`~safe_gpu.selection.sharing.room`."""
     own = sum(process.memory_used or 0 for process in gpu.processes or () if process.pid in disregarded)
-    return room(gpu, sharers, family_of, unexplained=_limit(gpu, rules), own=own)
+    return room(gpu, sharers, family_of, unexplained=unexplained_limit(gpu, rules), own=own)
 
 
 def why_unusable(gpu: Gpu) -> str:
@@ -253,22 +159,22 @@ def _claimed_by(holder: LeaseHolder) -> str:
     if holder.elsewhere:
         return "claimed: its lease file is not in this state directory (a private /tmp, or it was removed)"
     text = "claimed" if holder.pid is None else f"claimed by process {holder.pid}"
-    text += holder.place and f" {holder.place}"
+    text += holder.namespace and f" {holder.namespace}"
     text += in_brackets(holder.user, holder.job and f"job {holder.job}", holder.command)
     if holder.since is not None:
         text += time.strftime(" since %Y-%m-%d %H:%M:%S", time.localtime(holder.since))
     return text
 
 
-def fence_hint(unfenced: Sequence[GpuVerdict], visible_limit: VisibleLimit | None) -> str:
+def fence_hint(unlimited: Sequence[GpuVerdict], visible_limit: VisibleLimit | None) -> str:
     """Return what the visible limit excludes, such as ``CUDA_VISIBLE_DEVICES=0 limits this process to 1 of 8 GPUs; 7
     others are free``.
 
-    ``unfenced`` are the verdicts for the same request *without* it. The result is "" if it excludes none.
+    ``unlimited`` are the verdicts for the same request *without* it. The result is "" if it excludes none.
     """
     if visible_limit is None:
         return ""
-    claimable = [verdict for verdict in unfenced if not verdict.gpu.mig_enabled]
+    claimable = [verdict for verdict in unlimited if not verdict.gpu.mig_enabled]
     beyond = [verdict for verdict in claimable if verdict.gpu.uuid not in visible_limit]
     if not beyond:
         return ""
@@ -276,9 +182,6 @@ def fence_hint(unfenced: Sequence[GpuVerdict], visible_limit: VisibleLimit | Non
     free = sum(verdict.free for verdict in beyond)
     others = "1 other is" if free == 1 else f"{free or 'none of the'} others are"
     return f"{visible_limit.title} limits this process to {inside} of {len(claimable)} GPUs; {others} free"
-
-
-# For how long a GPU on which a claim failed is the last choice. Pure.
 
 
 LAST_CHOICE = 600.0

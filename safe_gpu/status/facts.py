@@ -1,20 +1,27 @@
-"""The state of a host as data, and as the document of ``status --json``."""
+"""The state of a host as records, and the part of it that concerns one user or one vendor. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
-from ..devices import Gpu
+if TYPE_CHECKING:
+    from ..gpus.devices import Gpu
+    from ..gpus.windows import Window
 
 # Version of the JSON document.
 _SCHEMA = 2
 
 _QUEUE = (
-    "position", "pid", "user", "nb_gpus", "share", "vendor", "since", "hold_for", "expected_start", "job", "limit",
+    "position", "pid", "user", "nb_gpus", "share", "vendor", "since", "hold_for", "expected_start", "earliest_start",
+    "job", "limit",
 )  # fmt: skip
-_CLAIM = ("pid", "uid", "user", "job", "command", "since", "until")
+
+_CLAIM = ("pid", "uid", "user", "job", "command", "since", "until", "removable_by")
+
+_FIRST_MINUTE = 60.0  # seconds in which a job that has just begun is not called idle
+
 _MOST_WAITERS = 1000  # in the JSON document: any user can make more
 
 
@@ -34,8 +41,10 @@ class ClaimStatus:
         uid: the holder's real user id, by the kernel; None: it is not known whom to ask about the claim.
         until: when the holder expects it to end, in Unix seconds.
         share: bytes of the GPU that it holds, by the record; None of a whole GPU.
+        share_known: whether the kernel confirms that.
         memory_used: bytes of it that its process and their descendants use; None of a whole GPU.
         elsewhere: the state directory of a claim whose lease is not in this one, "" if it cannot be seen; else None.
+        removable_by: the user who can remove its lease, if it has no name that keeps its GPU without one; else None.
     """
 
     pid: int | None = None
@@ -49,8 +58,10 @@ class ClaimStatus:
     uid: int | None = None
     until: float | None = None
     share: int | None = None
+    share_known: bool = True
     memory_used: int | None = None
     elsewhere: str | None = None
+    removable_by: str | None = None
 
 
 @dataclass(frozen=True)
@@ -69,7 +80,7 @@ class ProcessStatus:
 
 @dataclass(frozen=True)
 class GpuStatus:
-    """One device. ``state`` and ``reason`` are as in :class:`~safe_gpu.devices.GpuVerdict`.
+    """One device. ``state`` and ``reason`` are as in :class:`~safe_gpu.gpus.devices.GpuVerdict`.
 
     Attributes:
         idle: claimed, and the driver shows no compute process of the claim on it.
@@ -106,6 +117,19 @@ class GpuStatus:
         """The name of the GPU for people: ``3``, ``3:1``, or ``amd:3``."""
         return self.prefix + self.gpu.label
 
+    def shown_state(self, now: float) -> str:
+        """Return the word for the state that people see: ``state``, or a more exact one."""
+        if self.state == "unusable" and self.drained:
+            return "drained"
+        if self.state != "claimed":
+            return self.state
+        if any(claim.removable_by for claim in (*self.claims, self.inner) if claim is not None):
+            return "at risk"
+        began = max((claim.since or now for claim in self.claims), default=now)
+        if self.idle_report or (self.idle and now - began >= _FIRST_MINUTE):
+            return "idle"
+        return "shared" if self.shares else "claimed"
+
     @property
     def claims(self) -> tuple[ClaimStatus, ...]:
         """All claims of it, except those inside others."""
@@ -126,6 +150,9 @@ class WaiterStatus:
         share: how many bytes of each GPU it wants; None for whole GPUs.
         job: the batch job, by its ticket.
         limit: how many GPUs its user holds and may hold, if that is why it waits; else None.
+        earliest_start: it probably does not start before that, in Unix seconds.
+        turn: the number by which it stands in the queue, where users are served by turns.
+        in_turn: how many GPUs its user holds, if by its turn it stands ahead of one who came earlier; else None.
     """
 
     position: int
@@ -141,6 +168,9 @@ class WaiterStatus:
     share: int | None = None
     job: str | None = None
     limit: tuple[float, int] | None = None
+    earliest_start: float | None = None
+    turn: float | None = None
+    in_turn: float | None = None
 
 
 @dataclass(frozen=True)
@@ -149,17 +179,19 @@ class HostStatus:
 
     Attributes:
         host: name of the host.
-        driver: as in :class:`~safe_gpu.devices.HostSnapshot`; of two drivers "nvml, kfd".
+        driver: as in :class:`~safe_gpu.gpus.devices.HostSnapshot`; of two drivers "nvml, kfd".
         driver_version: the same of their versions.
         state_dir: the state directory.
         taken_at: Unix seconds.
         gpus: every device, in the driver's order, one vendor after the other.
-        queue: the waiters, in order of arrival.
+        queue: the waiters, in order.
         warnings: sentences that say which facts are not known, and why.
         shift: a sentence, if the indices in CUDA_VISIBLE_DEVICES of this process no longer mean the GPUs of its outer
             claim; else "".
         max_gpus: how many GPUs each user who holds some or waits may hold, where the policy limits that.
         broken: sentences on the drivers that do not work, whose GPUs are missing here.
+        ignored: sentences on the files of drained and reserved GPUs that do not count.
+        windows: the times in which GPUs are reserved, those that have begun or begin within a day.
     """
 
     host: str
@@ -172,7 +204,9 @@ class HostStatus:
     warnings: tuple[str, ...] = ()
     shift: str = ""
     broken: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
     max_gpus: Mapping[str, int] = field(default_factory=dict)
+    windows: tuple[Window, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return the document of ``status --json``; null means "not known".
@@ -191,8 +225,11 @@ class HostStatus:
         gpus[].numa_node               number of its NUMA node
         gpus[].memory_total            bytes; memory_used too
         gpus[].utilization             percent
+        gpus[].temperature             degrees Celsius
         gpus[].state                   free, claimed, busy (used without a claim), display (free, shared with the
                                        host's only display), unusable
+        gpus[].state_shown             as in the table: state; for unusable also drained; for claimed also shared,
+                                       idle, at risk
         gpus[].idle                    claimed, and no process of the claim computes on it
         gpus[].idle_for                for how many seconds a claimed GPU has shown no work, as far as looks tell
         gpus[].reason                  why it is not free, or why it is taken last, a sentence; else ""
@@ -204,20 +241,29 @@ class HostStatus:
         gpus[].claim.command           its program and script
         gpus[].claim.job               the batch job, such as sge:1234.5, by the record
         gpus[].claim.since, until      Unix seconds: claimed at; expected to end at; by the record
+        gpus[].claim.removable_by      the user who can remove its lease file, if nothing else keeps others off the GPU:
+                                       no name in the kernel that can be seen from here; else null
         gpus[].shares[]                the claims that share the GPU, the oldest first, which is gpus[].claim: its keys,
                                        and share and memory_used in bytes
         gpus[].share_free              bytes available to one more share; null if the GPU is not shared
         gpus[].processes[]             pid, user, command, kind (compute, graphics, mps), memory_used in bytes
         queue                          the first 1,000 waiters
         queue[].position               1 for the first waiter of this host
-        queue[].pid, user              the waiting process, and the owner of its ticket
+        queue[].pid, user              the waiting process, of the owner of its ticket, and that user; null where the
+                                       kernel shows no such process
         queue[].nb_gpus, since         the number of GPUs that it waits for; since when, in Unix seconds
         queue[].vendor                 nvidia, amd or intel; null if its ticket cannot be read
         queue[].share                  bytes of each GPU; null for whole GPUs
         queue[].hold_for               for how many seconds it expects to hold them
         queue[].expected_start         when it is expected to start, in Unix seconds
+        queue[].earliest_start         it probably does not start before that, in Unix seconds
         queue[].job                    the batch job, such as sge:1234.5, by the ticket
         queue[].limit                  [held, most]: GPUs that its user holds and may hold, if that is why it waits
+        queue[].turn                   by which it stands in the queue, where users are served by turns
+        queue[].in_turn                GPUs that its user holds, if by its turn it is ahead of one who came earlier
+        windows[]                      when GPUs are reserved, from a day before it begins: from and until in Unix
+                                       seconds, gpus (UUIDs), for (user:NAME, group:NAME; null is root alone), by (who
+                                       reserved them), reason
         =============================  ==============================================================================
         """
         return {
@@ -226,17 +272,29 @@ class HostStatus:
             "driver": self.driver,
             "driver_version": self.driver_version,
             "state_dir": self.state_dir,
-            "gpus": [_gpu_dict(one) for one in self.gpus],
-            "queue": [{name: getattr(one, name) for name in _QUEUE} for one in self.queue[:_MOST_WAITERS]],
+            "gpus": [_gpu_dict(one, self.taken_at) for one in self.gpus],
+            "queue": [_waiter_dict(one) for one in self.queue[:_MOST_WAITERS]],
+            "windows": [_window_dict(one) for one in self.windows],
         }
 
 
-def _gpu_dict(one: GpuStatus) -> dict[str, Any]:
-    facts = "index vendor uuid name pci_bus_id numa_node memory_total memory_used utilization".split()
+def _window_dict(one: Window) -> dict[str, Any]:
+    facts = {"from": one.begin, "until": one.end, "gpus": [*one.gpus], "for": one.whom or None}
+    return facts | {"by": one.by, "reason": one.reason}
+
+
+def _waiter_dict(one: WaiterStatus) -> dict[str, Any]:
+    turns = {name: getattr(one, name) for name in ("turn", "in_turn")} if one.turn is not None else {}
+    return {name: getattr(one, name) for name in _QUEUE} | turns
+
+
+def _gpu_dict(one: GpuStatus, now: float) -> dict[str, Any]:
+    facts = "index vendor uuid name pci_bus_id numa_node memory_total memory_used utilization temperature".split()
     claim = one.claim
     return {
         **{name: getattr(one.gpu, name) for name in facts},
         "state": one.state,
+        "state_shown": one.shown_state(now),
         "idle": one.idle,
         "idle_for": one.idle_for,
         "reason": one.reason,
@@ -245,3 +303,39 @@ def _gpu_dict(one: GpuStatus) -> dict[str, Any]:
         "share_free": one.share_free,
         "processes": [asdict(process) for process in one.processes],
     }
+
+
+FREE = ("free", "display")
+
+
+def of_user(status: HostStatus, user: str) -> HostStatus:
+    """Return the status with only the GPUs that a user has claimed or computes on, and that user's waiters."""
+    return replace(
+        status,
+        gpus=tuple(one for one in status.gpus if _concerns(one, user)),
+        queue=tuple(one for one in status.queue if one.user == user),
+    )
+
+
+def of_vendor(status: HostStatus, vendor: str) -> HostStatus:
+    """Return the status with only the GPUs of a vendor, named by their indices alone, and the waiters for them."""
+    return replace(
+        status,
+        gpus=tuple(replace(one, prefix="") for one in status.gpus if one.gpu.vendor == vendor),
+        queue=tuple(one for one in status.queue if one.vendor in (vendor, None)),
+    )
+
+
+def _concerns(one: GpuStatus, user: str) -> bool:
+    claims = [claim.user for claim in (*one.claims, one.inner) if claim is not None]
+    return user in claims or any(process.user == user for process in one.processes if process.kind != "graphics")
+
+
+def free_labels(status: HostStatus) -> list[str]:
+    """Return the GPUs that could be claimed now, as ``0``, ``3:1``, or ``amd:0`` on a host with GPUs of two vendors.
+
+    The list is empty if the claims are not known.
+    """
+    if status.warnings:
+        return []
+    return [one.label for one in status.gpus if one.state in FREE]

@@ -1,99 +1,51 @@
-"""Gather the state of a host: GPUs, claims, queue, expected starts; or what of it concerns one user.
-
-The driver is polled first, with no lock held. Then all leases and tickets are probed under one short hold of host.lock.
-Only the lock decides whether a GPU is claimed, and only the kernel whose claim it is; a record adds to it.
-"""
+"""The state of a host at one moment: every GPU, its holder, and the queue."""
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from ..coordination import socket_names
-from ..coordination.files import state_dir_path
-from ..coordination.holders import outer_claim_of_process, user_and_command
-from ..coordination.leases import drained_gpus, inner_name, lease_name, names_of_host, slot_name
-from ..devices import MOST_SHARERS, Gpu, GpuProcess, HostSnapshot, LeaseHolder, vendor_of
+from ..coordination.files.location import state_dir_path
+from ..coordination.files.warnings import stranger_among
+from ..coordination.holders.by_kernel import user_and_command
+from ..coordination.holders.outer_claim import outer_claim_of_process
+from ..coordination.leases.drained import all_windows, closed_now, find_admitted, ignored_drains
+from ..coordination.leases.file_names import inner_name, lease_name, names_of_host, slot_name
+from ..coordination.socket_names import name_of
+from ..drivers import open_drivers
 from ..errors import NoDriverError
+from ..gpus.devices import MOST_SHARERS, vendor_of
+from ..host.procfs import user_name
 from ..runtimes.visible_devices import stale_indices
-from ..selection.backfill import BackfillRequest, When, starts, when_free
-from ..selection.request import Rules, Selection, uuid_of_stem
-from ..selection.sharing import used_by_sharers
-from ..selection.verdicts import computes, has_mps_clients, judge, room_for_shares, why_last
-from ..settings import existing_policy
-from ..text import in_brackets
+from ..selection.occupancy import computes, has_mps_clients
+from ..selection.request import Selection, uuid_of_stem
+from ..selection.rules import Rules
+from ..selection.sharing import LEAST_SHARE, part_of, promised, used_by_sharers
+from ..selection.verdicts import judge, room_for_shares, why_last
+from ..settings.variables import existing_policy
+from ..wording.text import in_brackets
 from .facts import ClaimStatus, GpuStatus, HostStatus, ProcessStatus, WaiterStatus
-from .idle import with_idle_times, with_reports
-from .probe import HostFacts, LockedFile, ProcessTable, look, who_holds, who_waits
+from .idle import with_idle_times
+from .idle_reports import with_reports
+from .probe import look
+from .starts import expected_starts, lease_holder
+from .who_holds import ProcessTable, who_holds, who_waits
 
 if TYPE_CHECKING:
-    from ..coordination.leases import LeaseRecord
-    from ..coordination.queue import Ticket
+    from ..coordination.holders.of_gpus import LockedFile
+    from ..coordination.leases.record import LeaseRecord
+    from ..coordination.name_table import NameTable
+    from ..coordination.queue.ticket import Ticket
     from ..drivers.base import Driver
+    from ..gpus.devices import Gpu, GpuProcess, HostSnapshot, LeaseHolder
     from .limits import AtLimit
+    from .probe import HostFacts
 
 
-_FREE = ("free", "display")
-
-# When each waiter of the queue can expect to start. Pure.
-
-
-def expected_starts(
-    tickets: Sequence[Ticket],
-    gpus: Iterable[GpuStatus],
-    now: float,
-    limited: Mapping[int, AtLimit] = MappingProxyType({}),
-) -> list[float | None]:
-    """Return Unix seconds for each ticket, in the order of the queue; None where a holder did not say for how long.
-
-    A waiter that is stopped, or that no release of claims can satisfy, has no start and delays nobody. A waiter whose
-    user is at a limit delays nobody either, and starts when enough claims of that user end.
-
-    Args:
-        limited: number of a ticket -> the limit of its user.
-    """
-    ends: dict[str, When] = {}
-    coming: set[str] = set()
-    devices = []
-    for one in gpus:
-        devices.append(one.gpu)
-        uuid, inner, free = one.gpu.uuid, f"{one.gpu.uuid}.inner", one.state in _FREE
-        ends[uuid] = when_free(one.gpu, _holder(one.claim, one.shares), now, free=free)
-        ends[inner] = when_free(one.gpu, _holder(one.inner), now, free=True)
-        if free or one.claim is not None:
-            coming |= {uuid, inner}
-    wants: dict[int, BackfillRequest] = {}
-    for place, ticket in enumerate(tickets):
-        demand = ticket.demand
-        if demand is None:  # nobody knows what it wants, so nobody behind it knows more
-            wants[place] = BackfillRequest(len(ends) + 1, frozenset(ends))
-        elif ticket.seq not in limited and not ticket.is_stopped() and len(demand.gpus & coming) >= demand.nb_gpus:
-            wants[place] = BackfillRequest.of(demand, devices)
-    found = dict(zip(wants, starts(wants.values(), ends), strict=True))
-    found.update((place, limited[one.seq].until) for place, one in enumerate(tickets) if one.seq in limited)
-    moments = (found.get(place, math.inf) for place in range(len(tickets)))
-    return [None if moment == math.inf else round(moment, 3) for moment in moments]
-
-
-def _holder(claim: ClaimStatus | None, shares: Iterable[ClaimStatus] = ()) -> LeaseHolder | None:
-    """Return who holds a GPU, from what was found of its claim, or of the claims that share it."""
-    if claim is None:
-        return None
-    found = [
-        LeaseHolder(
-            one.pid, one.user, one.job, one.command, one.since, until=one.until, uid=one.uid or 0, share=one.share
-        )
-        for one in (*shares, claim)
-    ]
-    return LeaseHolder.of_sharers(found[:-1]) if len(found) > 1 else found[0]
-
-
-# The state of a host at one moment: every GPU, its holder, and the queue.
+_NOTICE = 86400.0  # seconds before a window begins, from which on it is shown
 
 
 def gather(driver: Driver | None = None) -> HostStatus:
@@ -118,8 +70,6 @@ def polls() -> tuple[list[HostSnapshot], list[str]]:
     Raises:
         NoDriverError, UnsatisfiableRequestError: as of :func:`gather`.
     """
-    from ..drivers import open_drivers
-
     drivers, broken = open_drivers()
     snapshots: list[HostSnapshot] = []
     for opened in drivers:
@@ -147,6 +97,8 @@ def status_of(*snapshots: HostSnapshot, broken: Iterable[str] = ()) -> HostStatu
     found = look(path, [gpu for snapshot in snapshots for gpu in snapshot.gpus], snapshots[0].name_prefix)
     processes = ProcessTable(found.files)
     claims = {name: _claim(file, found.records.get(name), processes) for name, file in found.files.items()}
+    if not any(snapshot.shared_display for snapshot in snapshots):
+        claims = _with_risks(claims, found, snapshots[0].name_prefix)
     now = time.time()
     rows = [
         replace(one, prefix=f"{snapshot.vendor}:") if len(snapshots) > 1 else one
@@ -154,7 +106,7 @@ def status_of(*snapshots: HostSnapshot, broken: Iterable[str] = ()) -> HostStatu
         for one in _gpus(snapshot, claims, found, processes)
     ]
     gpus = with_idle_times(rows, now)
-    tickets = sorted(found.tickets, key=lambda ticket: ticket.seq)
+    tickets = found.tickets
     limited: Mapping[int, AtLimit] = {}
     max_gpus: Mapping[str, int] = {}
     if rules := existing_policy(os.environ):
@@ -164,7 +116,10 @@ def status_of(*snapshots: HostSnapshot, broken: Iterable[str] = ()) -> HostStatu
         uids = {claim.uid for one in gpus for claim in one.claims if claim.uid is not None}
         max_gpus = most_by_user(uids | {ticket.uid for ticket in tickets}, rules)
         limited = at_limits(tickets, gpus, rules, now)
-    expected = zip(tickets, expected_starts(tickets, gpus, now, limited), strict=True)
+    windows = all_windows()
+    find_admitted(windows, {ticket.uid for ticket in tickets})
+    expected = zip(tickets, expected_starts(tickets, gpus, now, limited, windows), strict=True)
+    in_turn = _in_turn(tickets, gpus)
     return HostStatus(
         host=os.uname().nodename,
         driver=_all_of(snapshot.driver for snapshot in snapshots),
@@ -173,13 +128,19 @@ def status_of(*snapshots: HostSnapshot, broken: Iterable[str] = ()) -> HostStatu
         taken_at=now,
         gpus=gpus,
         queue=tuple(
-            _waiter(place, ticket, found, processes, start, limited.get(ticket.seq))
-            for place, (ticket, start) in enumerate(expected, 1)
+            replace(
+                _waiter(place, ticket, found, processes, moments, limited.get(ticket.seq)),
+                turn=ticket.turn,
+                in_turn=in_turn.get(ticket.seq),
+            )
+            for place, (ticket, moments) in enumerate(expected, 1)
         ),
         warnings=tuple(found.warnings),
         shift=_shift(snapshots, found),
         broken=tuple(broken),
+        ignored=ignored_drains(),
         max_gpus=max_gpus,
+        windows=tuple(one for one in sorted(windows) if one.begin - _NOTICE < now < one.end),
     )
 
 
@@ -207,19 +168,34 @@ def _claim(file: LockedFile, record: LeaseRecord | None, processes: ProcessTable
     if record is None:
         return claim
     known = replace(claim, job=record.job, since=record.since or None, until=record.until, token=record.token)
-    return replace(known, share=record.share)
+    if record.share is None or file.confirmed:
+        return replace(known, share=record.share)
+    notes = [known.note, "its share is only what its record says"]
+    return replace(known, share=record.share, share_known=False, note="; ".join(filter(None, notes)))
 
 
-def _claim_elsewhere(gpu: Gpu, prefix: str, processes: ProcessTable) -> ClaimStatus:
+def _with_risks(claims: Mapping[str, ClaimStatus], found: HostFacts, prefix: str) -> dict[str, ClaimStatus]:
+    """Return the claims, with who can remove the leases of those that have no name."""
+    at_risk = {}
+    for name, file in found.files.items() if found.names.complete else ():
+        uid, named = stranger_among(file.owners, claims[name].uid), name_of(name.removesuffix(".lock"), prefix)
+        if uid is not None and found.names.get(named) is None:
+            at_risk[name] = replace(claims[name], removable_by=user_name(uid))
+    return {**claims, **at_risk}
+
+
+def _claim_elsewhere(gpu: Gpu, prefix: str, names: NameTable, processes: ProcessTable) -> ClaimStatus:
     """Return the claim that holds the name of a GPU; only root and its user can see its process."""
-    pid, files = processes.holder_of_socket(socket_names.sockets().get(socket_names.name_of(gpu.uuid, prefix)))
+    uid, (held, *_) = names.owner(gpu.uuid, prefix), names.of_device(gpu.uuid, prefix)
+    pid, files = processes.holder_of_socket(held.inode)
     if pid is None:
-        return ClaimStatus(elsewhere="")
-    user, command = processes.describe(pid) or (None, None)
+        return ClaimStatus(user=None if uid is None else user_name(uid), uid=uid, elsewhere="")
+    uid = processes.real_uid_of(pid)
+    user, command = user_and_command(None, pid, uid)
     lease = next((path for path in files if path.endswith(f"/leases/{lease_name(gpu.uuid)}")), "")
     directory = lease.rpartition("/leases/")[0]
     note = f"its lease is in {directory}" if directory else ""
-    return ClaimStatus(pid, user, command=command, note=note, uid=processes.real_uid_of(pid), elsewhere=directory)
+    return ClaimStatus(pid, user, command=command, note=note, uid=uid, elsewhere=directory)
 
 
 def _gpus(
@@ -231,15 +207,15 @@ def _gpus(
     for gpu in snapshot.gpus:
         outer, inner = claims.get(lease_name(gpu.uuid)), claims.get(inner_name(gpu.uuid))
         if gpu.uuid in found.elsewhere:
-            outer = _claim_elsewhere(gpu, snapshot.name_prefix, processes)
+            outer = _claim_elsewhere(gpu, snapshot.name_prefix, found.names, processes)
         pair = (outer, inner) if outer else (inner, None)  # an inner claim may outlive its outer claim
         shares.append(_sharers(gpu, claims, processes))
         if shares[-1]:  # they lock the lease shared, and write nothing there
             pair = shares[-1][0], None
         pairs.append(pair)
-        if (holder := _holder(pair[0], shares[-1])) is not None:
+        if (holder := lease_holder(pair[0], shares[-1])) is not None:
             leased[gpu.uuid] = holder._replace(elsewhere=gpu.uuid in found.elsewhere)
-    rules = Rules.of(os.environ)._replace(drained=drained_gpus())
+    rules = Rules.of(os.environ)._replace(drained=closed_now())
     verdicts = judge(snapshot, Selection(), leased=leased, describe=processes.describe, rules=rules)
     mps_clients = has_mps_clients(snapshot)
     rows = []
@@ -286,11 +262,13 @@ def _sharers(gpu: Gpu, claims: Mapping[str, ClaimStatus], processes: ProcessTabl
     files = ((slot_name(gpu.uuid, slot), slot_name(gpu.uuid, slot, inner=True)) for slot in range(MOST_SHARERS))
     found = [claims.get(outer) or claims.get(inner) for outer, inner in files]
     sharers = sorted((one for one in found if one is not None), key=lambda one: one.since or 0.0)
-    holder = _holder(sharers[0], sharers) if sharers else None
+    holder = lease_holder(sharers[0], sharers) if sharers else None
     if holder is None:
         return ()
-    used = used_by_sharers(gpu, holder.sharers, processes.family_of)
-    return tuple(replace(one, memory_used=size) for one, size in zip(sharers, used, strict=True))
+    rows = zip(
+        sharers, promised(gpu, holder.sharers), used_by_sharers(gpu, holder.sharers, processes.family_of), strict=True
+    )
+    return tuple(replace(one, share=one.share and most, memory_used=used) for one, most, used in rows)
 
 
 def _remarks(claim: ClaimStatus | None) -> list[str]:
@@ -308,10 +286,10 @@ def _is_idle(gpu: Gpu, claims: Collection[ClaimStatus], processes: ProcessTable,
     """Return whether none of the claim's processes computes there; False if the process list is unknown."""
     if gpu.processes is None or not gpu.processes_supported or gpu.processes_private:
         return False
-    return not any(
-        computes(process, processes.describe, mps_clients=mps_clients) and _may_belong(process, claims, processes)
-        for process in gpu.processes
-    )
+    computing = [one for one in gpu.processes if computes(one, processes.describe, mps_clients=mps_clients)]
+    if not computing:
+        return not gpu.utilization  # else the driver hides who computes
+    return not any(_may_belong(one, claims, processes) for one in computing)
 
 
 def _may_belong(process: GpuProcess, claims: Collection[ClaimStatus], processes: ProcessTable) -> bool:
@@ -329,65 +307,46 @@ def _process(process: GpuProcess, processes: ProcessTable) -> ProcessStatus:
     return ProcessStatus(process.pid, user, command or process.name, process.kind, process.memory_used)
 
 
+def _in_turn(tickets: Sequence[Ticket], gpus: Iterable[GpuStatus]) -> dict[int, float]:
+    """Return number of a ticket -> how many GPUs its user holds, for those ahead of a competitor that came earlier."""
+    held: dict[int | None, float] = {}
+    for one in gpus:
+        for claim in one.claims:
+            part = part_of(one.gpu, claim.share if claim.share_known else LEAST_SHARE)
+            held[claim.uid] = held.get(claim.uid, 0.0) + part
+    found, first = {}, dict[str, int]()  # first: of those behind who want a GPU, the lowest number
+    for ticket in reversed(tickets):
+        wanted = ticket.request.gpus if ticket.request else ()
+        if any(first.get(gpu, ticket.seq) < ticket.seq for gpu in wanted):
+            found[ticket.seq] = round(held.get(ticket.uid, 0.0), 2)
+        first.update((gpu, min(first.get(gpu, ticket.seq), ticket.seq)) for gpu in wanted)
+    return found
+
+
 def _waiter(
     position: int,
     ticket: Ticket,
     found: HostFacts,
     processes: ProcessTable,
-    start: float | None,
+    moments: tuple[float | None, float | None],
     limit: AtLimit | None,
 ) -> WaiterStatus:
     pid, user, note = who_waits(ticket, found.locks.get(ticket.inode, ()), processes)
-    demand = ticket.demand
-    vendors = {vendor_of(uuid_of_stem(stem)) for stem in demand.gpus} if demand else set()
+    request = ticket.request
+    vendors = {vendor_of(uuid_of_stem(stem)) for stem in request.gpus} if request else set()
     return WaiterStatus(
         position,
         pid,
         user,
-        demand.nb_gpus if demand else None,
+        request.nb_gpus if request else None,
         ticket.since or None,
-        share=Selection.from_ticket(1, demand.conditions)[0].share if demand else None,
+        share=Selection.from_ticket(1, request.conditions)[0].share if request else None,
         stopped=pid is not None and processes.is_stopped(pid),
         note=note,
-        hold_for=demand.hold_for if demand else None,
-        expected_start=start,
+        hold_for=request.hold_for if request else None,
+        expected_start=moments[0],
+        earliest_start=moments[1],
         vendor=vendors.pop() if len(vendors) == 1 else None,
-        job=demand.job if demand else None,
+        job=request.job if request else None,
         limit=None if limit is None else (limit.held, limit.most),
     )
-
-
-# The part of the state of a host that concerns one user, or one vendor. Pure.
-
-
-def of_user(status: HostStatus, user: str) -> HostStatus:
-    """Return the status with only the GPUs that a user has claimed or computes on, and that user's waiters."""
-    return replace(
-        status,
-        gpus=tuple(one for one in status.gpus if _concerns(one, user)),
-        queue=tuple(one for one in status.queue if one.user == user),
-    )
-
-
-def of_vendor(status: HostStatus, vendor: str) -> HostStatus:
-    """Return the status with only the GPUs of a vendor, named by their indices alone, and the waiters for them."""
-    return replace(
-        status,
-        gpus=tuple(replace(one, prefix="") for one in status.gpus if one.gpu.vendor == vendor),
-        queue=tuple(one for one in status.queue if one.vendor in (vendor, None)),
-    )
-
-
-def _concerns(one: GpuStatus, user: str) -> bool:
-    claims = [claim.user for claim in (*one.claims, one.inner) if claim is not None]
-    return user in claims or any(process.user == user for process in one.processes if process.kind != "graphics")
-
-
-def free_labels(status: HostStatus) -> list[str]:
-    """Return the GPUs that could be claimed now, as ``0``, ``3:1``, or ``amd:0`` on a host with GPUs of two vendors.
-
-    The list is empty if the claims are not known.
-    """
-    if status.warnings:
-        return []
-    return [one.label for one in status.gpus if one.state in _FREE]

@@ -8,14 +8,14 @@ from functools import cache
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
-from .. import policy
-from ..devices import vendor_of
-from ..procfs import user_name
+from ..gpus.devices import vendor_of
+from ..host.procfs import user_name
 from ..selection.request import Selection
-from ..selection.sharing import ROUNDING, amount, part_of
+from ..selection.sharing import LEAST_SHARE, ROUNDING, part_of
+from ..settings import policy
 
 if TYPE_CHECKING:
-    from ..coordination.queue import Ticket
+    from ..coordination.queue.ticket import Ticket
     from .facts import GpuStatus
 
 
@@ -55,17 +55,16 @@ def at_limits(tickets: Sequence[Ticket], gpus: Iterable[GpuStatus], path: str, n
     ends: dict[tuple[int | None, str], list[tuple[float, float]]] = {}  # and parts of GPUs
     for one in gpus:
         for claim in one.claims:
-            if claim.elsewhere is None:
-                end = claim.until or math.inf, part_of(one.gpu, claim.share)
-                ends.setdefault((claim.uid, one.gpu.vendor), []).append(end)
+            end = claim.until or math.inf, part_of(one.gpu, claim.share if claim.share_known else LEAST_SHARE)
+            ends.setdefault((claim.uid, one.gpu.vendor), []).append(end)
     found = {}
     for ticket in tickets:
-        demand, most = ticket.demand, most_of(ticket.uid)
-        if demand is None or most is None or any(stem.endswith(".inner") for stem in demand.gpus):
+        request, most = ticket.request, most_of(ticket.uid)
+        if request is None or most is None or request.inside:
             continue
-        own = sorted(ends.get((ticket.uid, vendor_of(next(iter(demand.gpus), ""))), ()))
-        held, share = sum(part for _, part in own), Selection.from_ticket(1, demand.conditions)[0].share
-        lacking = held + amount(demand.nb_gpus, share, (one.gpu for one in gpus)) - most
+        own = sorted(ends.get((ticket.uid, vendor_of(next(iter(request.gpus), ""))), ()))
+        held, selection = sum(part for _, part in own), Selection.from_ticket(request.nb_gpus, request.conditions)[0]
+        lacking = held + selection.amount(one.gpu for one in gpus) - most
         if lacking > ROUNDING:
             freed = accumulate(part for _, part in own)
             until = next(

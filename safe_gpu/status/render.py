@@ -1,4 +1,4 @@
-"""The state of a host as a table and as metrics of Prometheus. Pure.
+"""The screen of ``safe-gpu status``. Pure.
 
 Labels are named as NVIDIA's DCGM exporter names them (``gpu``, ``UUID``), so that both join on them.
 """
@@ -6,32 +6,56 @@ Labels are named as NVIDIA's DCGM exporter names them (``gpu``, ``UUID``), so th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, groupby
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..procfs import printable
-from ..text import GAP, Column, cut, format_age, format_bytes, gpu_ranges, paint, plural, short_age, wrapped
-from ..vendors import VENDORS
+from ..gpus.vendors import VENDORS
+from ..host.procfs import printable
+from ..wording.text import (
+    GAP,
+    Column,
+    cut,
+    format_age,
+    format_bytes,
+    gpu_ranges,
+    gpus_held,
+    not_before,
+    paint,
+    plural,
+    short_age,
+    wrapped,
+)
 
 if TYPE_CHECKING:
     from .facts import ClaimStatus, GpuStatus, HostStatus, ProcessStatus, WaiterStatus
 
-
-# The screen of ``safe-gpu status``: a row for each GPU, notes on them, then the queue. Pure.
-
-
-_COLORS = {"free": "green", "display": "green", "claimed": "cyan", "shared": "cyan", "idle": "yellow", "busy": "red"}
-
-_WIDE = 100  # columns of a terminal from which on there is room for the scheduler of a job and its pid
-_FIRST_MINUTE = 60.0  # seconds in which a job that has just begun is not called idle
+_COLORS = {
+    "free": "green",
+    "display": "green",
+    "claimed": "cyan",
+    "shared": "cyan",
+    "idle": "yellow",
+    "at risk": "yellow",
+    "drained": "magenta",
+    "busy": "red",
+}
 
 _LONGEST_BAR, _SHORTEST_BAR = 10, 4
-_COMMAND = 16  # columns of the command that a bar leaves
+
+_WITH_BARS = 80  # columns of a terminal from which on there are bars in any case
+_WITH_HEAT = 100  # and temperatures
+
+_COMMAND = 16  # columns of the command that a longer bar leaves
+
+_LEAST_COMMAND = 8
+
+_HIGH = 90  # percent of utilization
 
 # Waiters that are shown. Any user can make thousands.
 _MOST_WAITERS = 100
+
 _LEAST_ALIKE = 4
 
 
@@ -42,7 +66,7 @@ def render(
     color: bool,
     shown: HostStatus | None = None,
     verbose: bool = False,
-    bar: str = "━╾─",
+    bar: str = "█▌░",
 ) -> str:
     """Return the status as text of which no line is wider than ``width`` columns.
 
@@ -59,10 +83,18 @@ def render(
         lines += _gpu_table(shown, width, color, bar)
     else:
         lines += wrapped("none of these GPUs" if status.gpus else "no GPUs", width)
+    lines += _windows(shown, width, color)
     lines += _queue(shown, width, color, verbose)
-    for warning in (*filter(None, [status.shift]), *status.broken, *status.warnings):
+    for warning in (*filter(None, [status.shift]), *status.broken, *status.ignored, *status.warnings):
         lines += ["", *_warning(f"warning: {warning}", width, color)]
     return "\n".join(lines)
+
+
+def _windows(status: HostStatus, width: int, color: bool) -> Iterator[str]:
+    """Yield when GPUs are reserved, where the notes under the table do not say it."""
+    for one in status.windows:
+        if labels := [shown.label for shown in status.gpus if one.covers(shown.gpu) and str(one) not in shown.reason]:
+            yield from _warning(printable(f"GPU {gpu_ranges(labels)}: {one}"), width, color)
 
 
 def _warning(text: str, width: int, color: bool, indent: str = "") -> Iterator[str]:
@@ -76,8 +108,8 @@ def _headline(status: HostStatus, width: int, color: bool) -> list[str]:
     if instances:
         on = plural(len({one.gpu.mig_parent for one in instances}))
         counts.append(f"{_free(instances)} of {plural(len(instances), 'MIG instance')} on {on} free")
-    states = Counter(_state(one, status.taken_at) for one in status.gpus)
-    counts += [f"{states[state]} {state}" for state in ("idle", "drained") if states[state]]
+    states = Counter(one.shown_state(status.taken_at) for one in status.gpus)
+    counts += [f"{states[state]} {state}" for state in ("idle", "at risk", "drained") if states[state]]
     counts += [f"{len(status.queue)} waiting"] if status.queue else []
     driver = f"{status.driver} {status.driver_version}".strip()
     text = f"{status.host}: {', '.join(counts)} ({driver})"
@@ -103,10 +135,7 @@ def _models(status: HostStatus) -> list[tuple[str, str]]:
     return [(name, f"GPU {gpu_ranges(labels)}") for name, labels in found.items()]
 
 
-# The GPUs
-
-
-class _Row(NamedTuple):
+class _TableRow(NamedTuple):
     """One line of the table.
 
     Attributes:
@@ -115,6 +144,7 @@ class _Row(NamedTuple):
         cells: those from USER on, by title.
         text: what replaces them.
         claim: the one that they describe.
+        heat: the temperature.
     """
 
     label: str
@@ -126,6 +156,7 @@ class _Row(NamedTuple):
     cells: Mapping[str, str]
     text: str = ""
     claim: ClaimStatus | None = None
+    heat: str = ""
 
     @property
     def memory(self) -> str:
@@ -143,31 +174,41 @@ class _Row(NamedTuple):
 
 
 def _gpu_table(status: HostStatus, width: int, color: bool, marks: str) -> list[str]:
-    wide, now = width >= _WIDE, status.taken_at
-    rows = [*_rows(status.gpus, now, wide)]
-    most = {"USER": 24 if wide else 8, "JOB": 30, "JOB/PID": 13, "COMMAND": width}
-    gpu, state, memory, load = head = [
+    now = status.taken_at
+    rows = [*_rows(status.gpus, now)]
+    most = {"USER": _most_of_user(width), "JOB/PID": 13, "COMMAND": width}
+    gpu, state, memory, load, *_ = head = [
         Column("GPU", [row.label for row in rows], right=True),
         Column("STATE", [row.state for row in rows]),
         Column("MEMORY", [row.memory for row in rows], right=True),
         Column("UTIL", [row.load for row in rows], right=True),
     ]
+    warm = Column("TEMP", [row.heat for row in rows] if width >= _WITH_HEAT else [""] * len(rows), right=True)
+    head += [warm] if warm.width else []
     tail = [
         Column(title, [row.cells.get(title, "") for row in rows], right=title in _RIGHT, most=most.get(title, width))
-        for title in ("USER", "PID", "JOB", "JOB/PID", "HELD", "LEFT", "COMMAND")
+        for title in ("USER", "JOB/PID", "HELD", "LEFT", "COMMAND")
     ]
     tail = [column for column in tail if column.width]
-    commands = tail[-1].width if tail else 0
+    for title in ("COMMAND", "LEFT", "HELD", "JOB/PID"):  # a column is left out, not cut, but for the end of commands
+        spare = max(0, tail[-1].width - _LEAST_COMMAND) if tail and tail[-1].title == "COMMAND" else 0
+        if _width(head + tail) - spare > width:
+            tail = [column for column in tail if column.title != title]
+    commands = tail[-1].width if tail and tail[-1].title == "COMMAND" else 0
     room = width - _width(head + tail) + max(0, commands - _COMMAND) - 1
+    if width >= _WITH_BARS:
+        room = max(room, _SHORTEST_BAR)
     bar = min(room, _LONGEST_BAR) if room >= _SHORTEST_BAR else 0
     blank = " " * (bar + 1 if bar else 0)
-    title = [gpu.padded("GPU"), state.padded("STATE"), "MEMORY".ljust(memory.width + len(blank)), load.padded("UTIL")]
-    title += [column.padded(column.title) for column in tail]
-    lines = [paint(cut(GAP.join(title).rstrip(), width), "bold", color)]
+    titles = [gpu.padded("GPU"), state.padded("STATE"), "MEMORY".ljust(memory.width + len(blank)), load.padded("UTIL")]
+    titles += [column.padded(column.title) for column in head[4:] + tail]
+    lines = [paint(cut(GAP.join(titles).rstrip(), width), "bold", color)]
     room = width - _width(head) - len(blank) - len(GAP)
     for number, row in enumerate(rows):
         cells = [column.padded(column.cells[number]) for column in head]
         cells[1] = paint(cells[1], row.color, color and row.state != "")
+        if row.load.removesuffix("%").isdecimal() and int(row.load[:-1]) >= _HIGH:
+            cells[3] = paint(cells[3], "bold", color)
         cells[2] = row.bar(bar, marks, color) + blank[:1] + cells[2]
         rest = row.text or GAP.join(column.padded(column.cells[number]) for column in tail)
         lines.append(GAP.join([*cells, cut(rest.rstrip(), max(0, room))]).rstrip())
@@ -181,31 +222,23 @@ def _gpu_table(status: HostStatus, width: int, color: bool, marks: str) -> list[
     return lines
 
 
-_RIGHT = ("PID", "HELD", "LEFT")
+_RIGHT = ("HELD", "LEFT")
+
+
+def _most_of_user(width: int) -> int:
+    return 24 if width >= 100 else 8
 
 
 def _width(columns: Collection[Column]) -> int:
     return sum(column.width + len(GAP) for column in columns) - len(GAP)
 
 
-def _state(one: GpuStatus, now: float) -> str:
-    """Return the word for the state, which people are told in more detail than programs."""
-    if one.state == "unusable" and one.drained:
-        return "drained"
-    if one.state != "claimed":
-        return one.state
-    began = max((claim.since or 0.0 for claim in one.claims), default=0.0)
-    if one.idle_report or (one.idle and now - began >= _FIRST_MINUTE):
-        return "idle"
-    return "shared" if one.shares else "claimed"
-
-
-def _rows(gpus: Iterable[GpuStatus], now: float, wide: bool) -> Iterator[_Row]:
+def _rows(gpus: Iterable[GpuStatus], now: float) -> Iterator[_TableRow]:
     """Return the rows of the table, in which each claim is described once."""
     first: dict[ClaimStatus, str] = {}
     last: ClaimStatus | None = None
     for one in gpus:
-        for row in _rows_of(one, now, wide):
+        for row in _rows_of(one, now):
             claim = row.claim and replace(row.claim, memory_used=None)
             if claim in first:
                 row = row._replace(cells={}, text="" if claim == last else f"with GPU {first[claim]}")
@@ -215,44 +248,51 @@ def _rows(gpus: Iterable[GpuStatus], now: float, wide: bool) -> Iterator[_Row]:
             yield row
 
 
-def _rows_of(one: GpuStatus, now: float, wide: bool) -> Iterator[_Row]:
+def _rows_of(one: GpuStatus, now: float) -> Iterator[_TableRow]:
     """Return the row of a GPU, and one for each claim that shares it."""
-    state, gpu = _state(one, now), one.gpu
+    state, gpu = one.shown_state(now), one.gpu
     load = "-" if gpu.utilization is None else f"{gpu.utilization}%"
+    heat = "" if gpu.temperature is None else f"{gpu.temperature}C"
     color = _COLORS.get(state, "dim")
-    row = _Row(one.label, state, color, gpu.memory_used, gpu.memory_total, load, {})
+    row = _TableRow(one.label, state, color, gpu.memory_used, gpu.memory_total, load, {}, heat=heat)
     computing = [process for process in one.processes if process.kind != "graphics"]
     if one.shares:
-        free = "" if one.share_free is None else f", {format_bytes(one.share_free)} free"
+        free = "" if one.share_free is None else f", {format_bytes(one.share_free)} unclaimed"
         yield row._replace(text=plural(len(one.shares), "claim") + free)
     elif one.claim is not None:
-        yield row._replace(cells=_claim_cells(one.claim, now, wide), claim=one.claim)
+        cells = _claim_cells(one.claim, now)
+        if computing and one.claim.pid is None and not one.claim.since:
+            cells |= _process_cells(computing)
+        yield row._replace(cells=cells, claim=one.claim)
     elif one.state == "busy" and computing:
-        first = max(computing, key=lambda process: process.memory_used or 0)
-        number = len({process.pid for process in computing})
-        command = (f"(1 of {number}) " if number > 1 else "") + _command_of(first)
-        yield row._replace(cells=_holder_cells(first.user, first.pid, None, wide) | {"COMMAND": command})
+        yield row._replace(cells=_process_cells(computing))
     else:
         yield row
     for claim in one.shares:
         color = "red" if _is_over(claim) else "cyan"
-        yield _Row("", "", color, claim.memory_used, claim.share, "", _claim_cells(claim, now, wide), claim=claim)
+        yield _TableRow("", "  share", color, claim.memory_used, claim.share, "", _claim_cells(claim, now), claim=claim)
 
 
-def _claim_cells(claim: ClaimStatus, now: float, wide: bool) -> dict[str, str]:
-    return _holder_cells(claim.user, claim.pid, claim.job, wide) | {
+def _process_cells(computing: Collection[ProcessStatus]) -> dict[str, str]:
+    """Describe the process with the most memory."""
+    first = max(computing, key=lambda process: process.memory_used or 0)
+    number = len({process.pid for process in computing})
+    command = (f"(1 of {number}) " if number > 1 else "") + _command_of(first)
+    return _holder_cells(first.user, first.pid, None) | {"COMMAND": command}
+
+
+def _claim_cells(claim: ClaimStatus, now: float) -> dict[str, str]:
+    return _holder_cells(claim.user, claim.pid, claim.job) | {
         "HELD": short_age(now - claim.since) if claim.since else "?",
         "LEFT": _left(claim.until, now),
         "COMMAND": _short(claim.command or "?"),
     }
 
 
-def _holder_cells(user: str | None, pid: int | None, job: str | None, wide: bool) -> dict[str, str]:
-    """Return the user with the pid and the job; on a narrow terminal the pid only where there is no job."""
-    name = {"USER": printable(user or "?")}
-    if wide:
-        return name | {"PID": str(pid or "?"), "JOB": printable(job or "")}
-    return name | {"JOB/PID": printable(job.rpartition(":")[2]) if job else f"pid {pid or '?'}"}
+def _holder_cells(user: str | None, pid: int | None, job: str | None) -> dict[str, str]:
+    """Return the user with the job, or the pid where there is no job."""
+    number = printable(job.rpartition(":")[2]) if job else f"pid {pid or '?'}"
+    return {"USER": printable(user or "?"), "JOB/PID": number}
 
 
 def _command_of(process: ProcessStatus) -> str:
@@ -277,9 +317,6 @@ def _gib(size: int | None) -> str:
     return "?" if size is None else f"{gib:.1f}" if 0.05 <= gib < 9.95 else f"{gib:.0f}"
 
 
-# What has no column
-
-
 def _notes(one: GpuStatus, now: float) -> Iterator[str]:
     """Return the remarks on a GPU and its claims."""
     if one.shares:
@@ -298,7 +335,7 @@ def _notes(one: GpuStatus, now: float) -> Iterator[str]:
         if not (one.state == "busy" and computing):
             yield from filter(None, [one.reason or "free, shared with the display" * (one.state == "display")])
         return
-    if one.state not in ("claimed", "display"):
+    if one.state not in ("claimed", "display") or one.claim.elsewhere is not None:
         yield one.reason.partition(";")[0]
     if one.fault:
         yield one.fault
@@ -317,6 +354,8 @@ def _claim_notes(claim: ClaimStatus, now: float | None) -> Iterator[str]:
         yield f"process {claim.pid} is stopped (a suspended job?) and keeps the GPU"
     if claim.note:
         yield claim.note
+    if claim.removable_by:
+        yield f"nothing but its lease keeps others off it, and {claim.removable_by} can remove that (safe-gpu doctor)"
     if now is not None and claim.until is not None and claim.until < now:
         yield f"overdue {format_age(now - claim.until)}"
     if _is_over(claim):
@@ -327,30 +366,28 @@ def _is_over(claim: ClaimStatus) -> bool:
     return claim.share is not None and (claim.memory_used or 0) > claim.share
 
 
-# The queue
-
-
 def _queue(status: HostStatus, width: int, color: bool, verbose: bool) -> list[str]:
     if not status.queue:
         return []
-    wide, groups = width >= _WIDE, _alike(status.queue, verbose)[:_MOST_WAITERS]
+    groups = _alike(status.queue, verbose)[:_MOST_WAITERS]
     queue = [one for one, *_ in groups]
     both, now = any(one.prefix for one in status.gpus), status.taken_at
-    foreseen = any(one.expected_start is not None or one.limit for one in queue)
-    who = [_holder_cells(one.user, one.pid, one.job, wide) for one in queue]
+    foreseen = any(one.expected_start is not None or one.earliest_start is not None or one.limit for one in queue)
+    who = [_holder_cells(one.user, one.pid, one.job) for one in queue]
     who = [cells if len(group) < 2 else {"USER": cells["USER"]} for cells, group in zip(who, groups, strict=True)]
     columns = (
         Column("#", [gpu_ranges(str(one.position) for one in group) for group in groups], right=True),
-        Column("USER", [cells["USER"] for cells in who], most=24 if wide else 8),
-        Column("PID", [cells.get("PID", "") for cells in who], right=True),
-        Column("JOB", [cells.get("JOB", "") for cells in who], most=30),
+        Column("USER", [cells["USER"] for cells in who], most=_most_of_user(width)),
         Column("JOB/PID", [cells.get("JOB/PID", "") for cells in who], most=13),
         Column("WANTS", [f"{len(group)} x " * (len(group) > 1) + _wants(group[0], both) for group in groups]),
         Column("WAITED", [short_age(now - one.since) if one.since else "?" for one in queue], right=True),
         Column("PLANNED", ["" if one.hold_for is None else short_age(one.hold_for) for one in queue], right=True),
         Column("STARTS", [_starts(one, now) if foreseen else "" for one in queue]),
     )
-    lines = ["", paint("Waiting, first come first served:", "bold", color)]
+    order = "first come first served"
+    if any(one.turn is not None for one in status.queue):
+        order = "by turns; all but the first may start later than shown" if foreseen else "by turns"
+    lines = ["", paint(f"Waiting, {order}:", "bold", color)]
     title, *rows = table(columns, width, optional=("PLANNED", "WAITED"))
     lines.append(paint(title, "bold", color))
     for one, row in zip(queue, rows, strict=True):
@@ -359,6 +396,10 @@ def _queue(status: HostStatus, width: int, color: bool, verbose: bool) -> list[s
             text = f"process {one.pid} is stopped (a suspended job?) and keeps its place"
             lines += _warning(text, width, color, "     ")
         lines += _warning(one.note, width, color, "     ")
+    passers = {one.user or "?": one.in_turn for one in queue if one.in_turn is not None}
+    if passers:
+        who_is = ", ".join(f"{user} ({gpus_held(held)})" for user, held in passers.items())
+        lines += wrapped(f"in turn: {who_is}", width, "     ")
     shown = sum(map(len, groups))
     if len(status.queue) > shown:
         lines.append(f"... and {len(status.queue) - shown} more")
@@ -401,109 +442,11 @@ def _wants(one: WaiterStatus, both: bool) -> str:
 
 
 def _starts(one: WaiterStatus, now: float) -> str:
-    """Return ``in 20m``, ``now`` if the GPUs are free or overdue, and ``at limit (1 of 1)`` if that is in the way."""
+    """Return ``in 20m``, ``now`` if the GPUs are free or overdue, ``probably not before 14:20`` if some end is unknown,
+    and ``at limit (1 of 1)`` if that is in the way."""
     limit = [] if one.limit is None else [f"at limit ({one.limit[0]:g} of {one.limit[1]})"]
     if one.expected_start is None:
-        return limit[0] if limit else "?"
+        later = one.earliest_start is not None and one.earliest_start > now
+        return limit[0] if limit else not_before(one.earliest_start or 0.0, now) if later else "?"
     start = f"in {short_age(one.expected_start - now)}" if one.expected_start >= now + 1 else "now"
     return ", ".join([start, *limit])
-
-
-# The state of a host as metrics, in the text format of Prometheus. Pure.
-
-
-_MOST_USERS = 100  # of waiters: somebody with many user ids can wait as each of them
-_OTHERS = "other"
-
-_STATES = ("free", "claimed", "busy", "display", "unusable")
-
-_CLAIM_METRICS: tuple[tuple[str, str, Callable[[GpuStatus, ClaimStatus], float | None]], ...] = (
-    ("claimed", "1 for a GPU that this user has claimed.", lambda one, claim: 1.0),
-    ("claim_start_time_seconds", "When the claim was made, in Unix seconds.", lambda one, claim: claim.since or None),
-    (
-        "claim_idle_seconds",
-        "How long the claimed GPU has shown no work, as far as looks tell.",
-        lambda one, _: one.idle_for,
-    ),
-    (
-        "claim_expected_end_time_seconds",
-        "When the claim is expected to end, in Unix seconds.",
-        lambda one, claim: claim.until,
-    ),
-)
-"""Name, help and value of each metric of a claimed GPU."""
-
-
-_SHARE_METRICS = (
-    ("share_bytes", "Memory of the shared GPU that this claim holds.", "share"),
-    ("share_used_bytes", "Memory that the processes of this claim use on the shared GPU.", "memory_used"),
-)
-
-
-def render_metrics(status: HostStatus) -> str:
-    """Return all metrics of a host.
-
-    Facts that are not known have no sample. Metrics of claims and of the queue are left out if these cannot be read.
-    """
-    gpus = status.gpus
-    states = [(_of(one, state=state), float(one.state == state)) for one in gpus for state in _STATES]
-    used = [(_of(one), one.gpu.memory_used) for one in gpus]
-    text = _metric("up", "1 if the state of the host could be read.", [("", float(not status.warnings))])
-    text += _metric("gpu_state", "1 for the state that the GPU is in, 0 for the others.", states)
-    text += _metric("memory_used_bytes", "Memory in use on the GPU.", used)
-    if status.warnings:
-        return text
-    for name, help_text, value in _CLAIM_METRICS:
-        held = [(_of(one, user=claim.user or ""), value(one, claim)) for one in gpus for claim in one.claims]
-        text += _metric(name, help_text, held)
-    for name, help_text, fact in _SHARE_METRICS:
-        shares = [
-            (_of(one, user=claim.user or "", pid=str(claim.pid or "")), getattr(claim, fact))
-            for one in gpus
-            for claim in one.shares
-        ]
-        text += _metric(name, help_text, shares)
-    jobs = {
-        _of(one, user=claim.user or "", batch_job=claim.job): 1.0
-        for one in gpus
-        for claim in one.shares or (one.claim,)
-        if claim and claim.job
-    }
-    text += _metric("claim_info", "The batch job of a claim.", [*jobs.items()])
-    most = [(_labels(user=user), float(number)) for user, number in sorted(status.max_gpus.items())[:_MOST_USERS]]
-    text += _metric("max_gpus", "How many GPUs a user who holds some or waits may hold.", most)
-    limited = Counter(one.user or "" for one in status.queue if one.limit)
-    samples = [(_labels(user=user), float(number)) for user, number in sorted(limited.items())[:_MOST_USERS]]
-    text += _metric("waiting_at_limit", "Waiting claims whose user holds as many GPUs as allowed.", samples)
-    oldest = max((status.taken_at - one.since for one in status.queue if one.since), default=0.0)
-    text += _metric("waiting", "Waiting claims.", _waiting(status))
-    help_text = "How long the first waiting claim has waited; 0 without any."
-    return text + _metric("oldest_wait_seconds", help_text, [("", max(0.0, oldest))])
-
-
-def _waiting(status: HostStatus) -> list[tuple[str, float]]:
-    users = Counter(one.user or "" for one in status.queue)
-    if len(users) > _MOST_USERS:
-        ranked = sorted(users, key=lambda user: (user == _OTHERS, -users[user]))
-        users[_OTHERS] = sum(users.pop(user) for user in ranked[_MOST_USERS - 1 :])
-    return [(_labels(user=user), number) for user, number in sorted(users.items())] or [(_labels(user=""), 0)]
-
-
-def _of(one: GpuStatus, **more: str) -> str:
-    return _labels(gpu=one.gpu.label, UUID=one.gpu.uuid, vendor=one.gpu.vendor, **more)
-
-
-def _labels(**labels: str) -> str:
-    return "{" + ",".join(f'{name}="{_escaped(value)}"' for name, value in labels.items()) + "}"
-
-
-def _escaped(value: str) -> str:
-    return printable(value).replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-
-
-def _metric(name: str, help_text: str, samples: Iterable[tuple[str, float | None]]) -> str:
-    """Return one sample for each set of labels: a driver may report a device twice, which readers refuse."""
-    lines = [f"# HELP safe_gpu_{name} {help_text}", f"# TYPE safe_gpu_{name} gauge"]
-    known = {labels: float(value) for labels, value in samples if value is not None}
-    lines += (f"safe_gpu_{name}{labels} {value!r}" for labels, value in known.items())
-    return "".join(f"{line}\n" for line in lines)

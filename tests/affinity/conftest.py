@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import os
-import pickle
-import traceback
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support import forks
 
 import safe_gpu.drivers
-from safe_gpu.cpulist import parse_cpulist
-from safe_gpu.devices import Gpu, HostSnapshot
 from safe_gpu.errors import NoDriverError
+from safe_gpu.gpus.devices import Gpu, HostSnapshot
 from safe_gpu.runtimes.runtime import Runtime
-from safe_gpu.topology import GpuLocality, HostTopology
+from safe_gpu.topology.cpulist import parse_cpulist
+from safe_gpu.topology.topology import GpuLocality, HostTopology
 
 MakeHost = Callable[..., HostTopology]
 InChild = Callable[[Callable[[], Any]], Any]
 
 MASK = sorted(os.sched_getaffinity(0))
-needs_two_cpus = pytest.mark.skipif(len(MASK) < 2, reason="this process may use one CPU only")
+needs_two_cpus = pytest.mark.skipif(len(MASK) < 2, reason="needs two CPUs")
 
 
 def cpus(text: str) -> frozenset[int]:
@@ -246,29 +245,8 @@ def no_driver(name: str | None = None, **choice: Any) -> Any:
 
 @pytest.fixture
 def in_child() -> InChild:
-    """Runs a function in a forked child, where masks and memory policies may be changed, and returns its result."""
-
-    def run(function: Callable[[], Any]) -> Any:
-        reading, writing = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            try:
-                try:
-                    answer = (True, function())
-                except BaseException:
-                    answer = (False, traceback.format_exc())
-                with os.fdopen(writing, "wb") as file:
-                    pickle.dump(answer, file)
-            finally:
-                os._exit(0)
-        os.close(writing)
-        with os.fdopen(reading, "rb") as file:
-            done, value = pickle.load(file)
-        os.waitpid(pid, 0)
-        assert done, value
-        return value
-
-    return run
+    """Runs a function in a forked child and returns its result."""
+    return forks.in_child
 
 
 def save_two_nodes(tree: SavedTree, bus_ids: Iterable[str]) -> None:

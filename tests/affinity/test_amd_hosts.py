@@ -10,15 +10,17 @@ import pytest
 from affinity.conftest import SavedTree
 from support.kfd_host import KfdHost
 
-from safe_gpu.affinity.cpu_shares import claim_shares, memory_nodes, node_cpus_of
+from safe_gpu.affinity.cpu_shares import claim_shares, memory_nodes
+from safe_gpu.affinity.node_cpus import node_cpus_of
 from safe_gpu.affinity.options import MODES, AffinityOptions
-from safe_gpu.affinity.planner import plan
+from safe_gpu.affinity.planning.planner import plan
 from safe_gpu.affinity.resolve_gpus import by_ordinal, visible
-from safe_gpu.cpulist import format_cpulist
 from safe_gpu.drivers.kfd import KfdDriver
-from safe_gpu.drivers.presets import Preset, preset
+from safe_gpu.drivers.preset_parts import Preset
+from safe_gpu.drivers.presets import preset
 from safe_gpu.errors import GPUAffinityError
-from safe_gpu.topology import HostTopology, read_topology
+from safe_gpu.topology.cpulist import format_cpulist
+from safe_gpu.topology.topology import HostTopology, read_topology
 
 HOSTS = ("mi250x", "mi300x-cpx")
 

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 from affinity.conftest import MASK, InChild, needs_two_cpus
 
-from safe_gpu.affinity import binding
+from safe_gpu.affinity import binding as binding_module
+from safe_gpu.affinity import memory_policy
 from safe_gpu.affinity.binding import PartReport, bind_process, enter, leave, original_mask, undo
 from safe_gpu.errors import GPUAffinityError
 
@@ -33,7 +34,7 @@ def masks() -> dict[int, set[int]]:
 
 @needs_two_cpus
 def test_every_thread_moves_and_comes_back_to_its_own_mask(in_child: InChild) -> None:
-    numpy = pytest.importorskip("numpy", reason="numpy, whose thread pool is the point, is not installed")
+    numpy = pytest.importorskip("numpy", reason="needs numpy, whose thread pool is the point")
     first, second = MASK[:2]
 
     def child() -> tuple[Any, ...]:
@@ -143,7 +144,7 @@ def test_what_the_kernel_refuses_leaves_nothing_behind(in_child: InChild) -> Non
         before = masks()
         with pytest.raises(GPUAffinityError, match=r"CPUs 60000-60001.*it may use"):
             bind_process({60000, 60001})
-        return before == masks(), len(binding._stack)
+        return before == masks(), len(binding_module._stack)
 
     assert in_child(child) == (True, 0)
 
@@ -152,7 +153,7 @@ def test_what_the_kernel_refuses_leaves_nothing_behind(in_child: InChild) -> Non
 def test_sets_that_are_none(cpus: Any) -> None:
     with pytest.raises(GPUAffinityError):
         bind_process(cpus)
-    assert not binding._stack
+    assert not binding_module._stack
 
 
 # cgroups
@@ -207,7 +208,7 @@ def test_a_cpuset_is_respected(cpuset: Any, in_child: InChild) -> None:
 @pytest.fixture
 def memory_node() -> int:
     try:
-        binding.get_policy()
+        memory_policy.get_policy()
         return min(int(name[4:]) for name in os.listdir("/sys/devices/system/node") if name[4:].isdigit())
     except OSError as err:
         pytest.skip(f"NUMA memory policies cannot be used here: {err}")
@@ -216,18 +217,18 @@ def memory_node() -> int:
 @pytest.mark.parametrize("mode", ["bind", "preferred"])
 def test_memory_policy_is_set_inherited_and_given_back(in_child: InChild, memory_node: int, mode: str) -> None:
     def child() -> tuple[Any, ...]:
-        before = binding.get_policy()
+        before = memory_policy.get_policy()
         report = bind_process(None, [memory_node], mode)
-        now = binding.get_policy()
+        now = memory_policy.get_policy()
         maps = subprocess.run(["cat", "/proc/self/numa_maps"], check=True, capture_output=True, text=True).stdout
         bind_process(None, [memory_node], "bind")
         undo()
-        return report, now, maps, before == binding.get_policy()
+        return report, now, maps, before == memory_policy.get_policy()
 
     report, now, maps, restored = in_child(child)
     assert report.memory == PartReport(frozenset([memory_node]), frozenset([memory_node]), moved=1)
     assert report.threads == PartReport()
-    assert now == binding.policy_for(mode, [memory_node])
+    assert now == memory_policy.policy_for(mode, [memory_node])
     word = "bind" if mode == "bind" else "prefer"
     assert f" {word}:{memory_node} " in maps  # another program, started after it
     assert restored
@@ -251,7 +252,7 @@ def refuse_memory_policies() -> None:
     class Program(ctypes.Structure):
         _fields_ = [("len", ctypes.c_ushort), ("filter", ctypes.POINTER(Filter))]
 
-    setting, getting = binding._CALLS[platform.machine()]
+    setting, getting = memory_policy._CALLS[platform.machine()]
     steps = (Filter * 5)(
         Filter(0x20, 0, 0, 0),  # load the call's number
         Filter(0x15, 2, 0, setting),
@@ -265,7 +266,7 @@ def refuse_memory_policies() -> None:
     assert libc.prctl(22, 2, ctypes.byref(program), 0, 0) == 0  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
 
 
-@pytest.mark.skipif(platform.machine() not in binding._CALLS, reason="the calls' numbers are not known here")
+@pytest.mark.skipif(platform.machine() not in memory_policy._CALLS, reason="the calls' numbers are not known here")
 def test_a_container_that_refuses_memory_policies(in_child: InChild) -> None:
     """Reported, not raised; the CPUs are bound all the same."""
 
@@ -283,7 +284,7 @@ def test_a_container_that_refuses_memory_policies(in_child: InChild) -> None:
 
 
 def test_an_architecture_whose_calls_are_not_known(monkeypatch: pytest.MonkeyPatch, in_child: InChild) -> None:
-    monkeypatch.setattr(binding, "_CALLS", {})
+    monkeypatch.setattr(memory_policy, "_CALLS", {})
     report = in_child(lambda: bind_process(None, [0], "preferred"))
     assert platform.machine() in report.memory.refused[0] or "ENOSYS" in report.memory.refused[0]
 
@@ -292,12 +293,12 @@ def test_an_architecture_whose_calls_are_not_known(monkeypatch: pytest.MonkeyPat
 def test_preferred_on_several_nodes(monkeypatch: pytest.MonkeyPatch, kernel_knows_many: bool, nodes: set[int]) -> None:
     """MPOL_PREFERRED_MANY is of Linux 5.15; before, EINVAL: then the lowest node alone."""
 
-    def kernel(policy: binding.MemoryPolicy) -> None:
+    def kernel(policy: memory_policy.MemoryPolicy) -> None:
         if policy.mode == 5 and not kernel_knows_many:
             raise OSError(errno.EINVAL, "Invalid argument")
 
-    monkeypatch.setattr(binding, "_set", kernel)
-    assert binding.set_policy(binding.policy_for("preferred", [0, 1])).nodes == nodes
+    monkeypatch.setattr(memory_policy, "_set", kernel)
+    assert memory_policy.set_policy(memory_policy.policy_for("preferred", [0, 1])).nodes == nodes
 
 
 def test_memory_without_a_node() -> None:

@@ -15,7 +15,7 @@ from affinity.conftest import MASK, InChild, needs_two_cpus, no_driver
 import safe_gpu
 import safe_gpu.drivers
 from safe_gpu.affinity.options import AffinityOptions
-from safe_gpu.affinity.planner import Mode
+from safe_gpu.affinity.planning.enumerations import Mode
 from safe_gpu.cli import main
 
 pytestmark = needs_two_cpus

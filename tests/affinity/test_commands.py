@@ -16,15 +16,16 @@ from affinity.conftest import MASK, InChild, needs_two_cpus, no_driver
 import safe_gpu
 import safe_gpu as gpu_affinity
 import safe_gpu.drivers
-from safe_gpu.affinity.cpu_shares import node_memory
 from safe_gpu.affinity.gpu_affinity import set_affinity
+from safe_gpu.affinity.node_cpus import node_memory
 from safe_gpu.affinity.numactl import numactl_options, wrap_command
 from safe_gpu.affinity.options import AffinityOptions, parse_options
-from safe_gpu.affinity.planner import affinity_json, affinity_table, node_table, plan
+from safe_gpu.affinity.planning.plan_text import affinity_json, affinity_table, node_table
+from safe_gpu.affinity.planning.planner import plan
 from safe_gpu.affinity.resolve_gpus import visible_indices
-from safe_gpu.devices import Gpu, HostSnapshot
 from safe_gpu.errors import GPUAffinityError
-from safe_gpu.topology import HostTopology, read_topology
+from safe_gpu.gpus.devices import Gpu, HostSnapshot
+from safe_gpu.topology.topology import HostTopology, read_topology
 
 # set_affinity
 

@@ -25,10 +25,10 @@ from safe_gpu.affinity.cpu_shares import (
     undo_binding,
 )
 from safe_gpu.affinity.options import MODES, AffinityOptions
-from safe_gpu.affinity.planner import plan
-from safe_gpu.devices import Gpu
+from safe_gpu.affinity.planning.planner import plan
 from safe_gpu.errors import GPUAffinityError
-from safe_gpu.topology import GpuLocality, HostTopology
+from safe_gpu.gpus.devices import Gpu
+from safe_gpu.topology.topology import GpuLocality, HostTopology
 
 TWO_ON_ONE = {"cores_per_node": 8, "nodes": 1, "gpu_nodes": [0, 0]}
 ONE_EACH = {"cores_per_node": 4, "nodes": 2, "gpu_nodes": [0, 1]}
@@ -169,7 +169,7 @@ def test_the_default_reads_no_whole_host(small_host: Any, fake_driver: Any, in_c
     def whole(*_: Any) -> HostTopology:
         raise AssertionError("the whole host was read")
 
-    monkeypatch.setattr("safe_gpu.topology.read_topology", whole)
+    monkeypatch.setattr("safe_gpu.topology.topology.read_topology", whole)
     assert in_child(lambda: bind_near(GPUS[1:2], fake_driver(GPUS), options=AffinityOptions()).cpus) == {MASK[1]}
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from safe_gpu.cpulist import LIMIT, format_cpulist, parse_cpulist, parse_cpumask
+from safe_gpu.topology.cpulist import LIMIT, format_cpulist, parse_cpulist, parse_cpumask
 
 LISTS = {
     "0": {0}, "0-3": {0, 1, 2, 3}, "0-1,8,10-11\n": {0, 1, 8, 10, 11}, "0-1\n\0\0\0": {0, 1}, " 2 , 4 ": {2, 4},

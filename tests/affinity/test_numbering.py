@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from safe_gpu.affinity.resolve_gpus import BOUND, by_name, by_ordinal, remember, remembered, visible
-from safe_gpu.devices import Gpu, HostSnapshot
 from safe_gpu.errors import GPUAffinityError, UnsatisfiableRequestError
+from safe_gpu.gpus.devices import Gpu, HostSnapshot
 
 EIGHT = HostSnapshot(tuple(Gpu(number, f"GPU-{number}{number}ab", name="A100") for number in range(8)))
 MIXED = HostSnapshot((Gpu(0, "GPU-00", name="T400"), Gpu(1, "GPU-11", name="H100"), Gpu(2, "GPU-22", name="H100")))

@@ -20,10 +20,10 @@ import pytest
 from affinity.peers import planner_cases, torch_cases
 
 import safe_gpu
-from safe_gpu.affinity.planner import plan
-from safe_gpu.cpulist import format_cpulist
+from safe_gpu.affinity.planning.planner import plan
 from safe_gpu.errors import GPUAffinityError
-from safe_gpu.topology import HostTopology
+from safe_gpu.topology.cpulist import format_cpulist
+from safe_gpu.topology.topology import HostTopology
 
 PAGE = Path(safe_gpu.__file__).parent / "affinity" / "README.md"
 

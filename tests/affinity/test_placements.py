@@ -14,10 +14,10 @@ import pytest
 from affinity.conftest import MASK, InChild, needs_two_cpus, no_driver, save_two_nodes
 
 import safe_gpu.drivers
-from safe_gpu.affinity.binding import policy_for, set_policy
-from safe_gpu.affinity.placements import parse_numa_maps, placement
-from safe_gpu.devices import Gpu, GpuProcess
+from safe_gpu.affinity.memory_policy import policy_for, set_policy
+from safe_gpu.affinity.observed.placements import parse_numa_maps, placement
 from safe_gpu.errors import GPUAffinityError
+from safe_gpu.gpus.devices import Gpu, GpuProcess
 
 pytestmark = needs_two_cpus
 
@@ -193,7 +193,7 @@ def test_a_memory_policy_changes_the_policy_and_not_the_cpuset(two_nodes: Any, i
 
 BOUND_CHILD = """
 import sys
-from safe_gpu.affinity.binding import policy_for, set_policy
+from safe_gpu.affinity.memory_policy import policy_for, set_policy
 try:
     set_policy(policy_for("preferred", [0]))
     say("set")

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 from affinity.conftest import cpus
 
-from safe_gpu.affinity.cpu_shares import node_cpus_of
-from safe_gpu.cpulist import parse_cpumask
-from safe_gpu.devices import Gpu, HostSnapshot
+from safe_gpu.affinity.node_cpus import node_cpus_of
 from safe_gpu.errors import GPUAffinityError, NoDriverError
-from safe_gpu.settings import fsroot_or_default
-from safe_gpu.topology import GpuLocality, HostTopology, read_topology
+from safe_gpu.gpus.devices import Gpu, HostSnapshot
+from safe_gpu.topology.cpulist import parse_cpumask
+from safe_gpu.topology.sysfs import fsroot_or_default
+from safe_gpu.topology.topology import GpuLocality, HostTopology, read_topology
 
 needs_sysfs = pytest.mark.skipif(not os.path.isdir("/sys/devices/system/cpu"), reason="/sys is not mounted")
 CPU = "sys/devices/system/cpu"
@@ -364,9 +364,7 @@ def hwloc(root: str) -> dict[str, set[frozenset[int]]]:
     return found
 
 
-needs_hwloc = pytest.mark.skipif(
-    shutil.which("lstopo-no-graphics") is None, reason="hwloc (lstopo-no-graphics) is not installed"
-)
+needs_hwloc = pytest.mark.skipif(shutil.which("lstopo-no-graphics") is None, reason="needs hwloc (lstopo-no-graphics)")
 
 
 @needs_hwloc

@@ -19,13 +19,11 @@ from support.real import REQUIRED
 import safe_gpu
 from safe_gpu.affinity.numactl import wrap_command
 from safe_gpu.affinity.options import MODES, AffinityOptions, parse_options
-from safe_gpu.affinity.planner import plan
+from safe_gpu.affinity.planning.planner import plan
 from safe_gpu.errors import GPUAffinityError
 
-needs_numactl = pytest.mark.skipif(shutil.which("numactl") is None and not REQUIRED, reason="numactl is not installed")
-needs_torch = pytest.mark.skipif(
-    importlib.util.find_spec("torch") is None and not REQUIRED, reason="PyTorch is not installed"
-)
+needs_numactl = pytest.mark.skipif(shutil.which("numactl") is None and not REQUIRED, reason="needs numactl")
+needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None and not REQUIRED, reason="needs PyTorch")
 
 
 @needs_numactl

@@ -7,9 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.forks import VARIABLES, forked
 from support.hip_host import HipHost, without_hip
-
-from .conftest import VARIABLES, forked
 
 INITIALIZE = "ctypes.CDLL('libamdhip64.so').hipGetDeviceCount(ctypes.byref(ctypes.c_int())); "
 

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from .conftest import try_claim
+from support.claims import try_claim
 
 ALL = tuple(range(8))
 HOUR = 3600.0
@@ -127,7 +126,8 @@ def test_a_sleeper_notices_that_it_may_pass(ground: Any, child: Any, command: An
     assert len(holder.hear().split()) + len(brief.hear().split()) == 8
     large = large_waiter(command)
     sleeper = child(
-        "from safe_gpu.claim import search as news\nnews._EARLY_INTERVAL = 0.1\n" + HOLD.format(nb_gpus=1, hold_for=60)
+        "from safe_gpu.claim.search import wait_reports as news\nnews._EARLY_INTERVAL = 0.1\n"
+        + HOLD.format(nb_gpus=1, hold_for=60)
     )
     while len(ground.tickets()) < 2:
         time.sleep(0.02)

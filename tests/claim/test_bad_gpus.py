@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.forks import forked
+from support.ground import write_for_all
 
 import safe_gpu
 from safe_gpu import NotEnoughGpusError, PlaceholderError
-from safe_gpu.devices import GpuFault
-
-from .conftest import forked
+from safe_gpu.gpus.devices import GpuFault
 
 ECC = "CUDA_ERROR_ECC_UNCORRECTABLE"
 
@@ -26,8 +26,9 @@ def notes(directory: str | None = None) -> list[str]:
 
 
 def note(uuid: str, age: float = 0.0) -> None:
-    from safe_gpu.coordination.files import StateDir, state_dir_path
-    from safe_gpu.coordination.leases import write_fault
+    from safe_gpu.coordination.files.location import state_dir_path
+    from safe_gpu.coordination.files.state_dir import StateDir
+    from safe_gpu.coordination.leases.faults import write_fault
 
     with StateDir(state_dir_path()) as root, StateDir("leases", root) as leases:
         write_fault(leases, uuid, GpuFault(time.time() - age, "CUDA_ERROR_ECC_UNCORRECTABLE"))
@@ -40,7 +41,7 @@ def claim(number: int = 1, **options: Any) -> safe_gpu.GPUOwner:
 def damage(host: Any, uuid: str) -> None:
     """Let a simulated GPU refuse contexts."""
     host.occupy(uuid).close()  # makes the directory
-    Path(*host._place, f"{uuid}.bad").write_text(f"{ECC}: uncorrectable ECC error encountered")
+    write_for_all(Path(*host._place, f"{uuid}.bad"), f"{ECC}: uncorrectable ECC error encountered")
 
 
 # On a simulated host, where nothing fixes the GPUs of a process
@@ -230,7 +231,7 @@ claim(1)
 kept = CudaPlaceholder()(0)  # a framework keeps its context
 safe_gpu.release_gpus()
 with open(os.environ["SAFE_GPU_DIR"] + "/leases/{fake_gpus.uuids[0]}.fault", "w") as file:
-    file.write({line!r})
+    file.write({line!r}), os.fchmod(file.fileno(), 0o666)
 out = claim(1)
 """
     assert forked(fake_gpus, code) == [0]

@@ -13,19 +13,24 @@ from typing import Any
 import pytest
 
 import safe_gpu
-from safe_gpu.errors import (
-    GPUAffinityError,
-    PlaceholderError,
-    SafeGpuError,
-    StateDirError,
-    UnsatisfiableRequestError,
-)
+from safe_gpu.errors import GPUAffinityError, PlaceholderError, SafeGpuError, StateDirError, UnsatisfiableRequestError
+from safe_gpu.runtimes.placeholders import Base
 
 # One of each kind, through a whole claim; all values are refused where they are parsed, and the messages are a table in
 # tests/cli/test_mistakes.py.
+
+
+class OfFramework(Base):
+    """A framework that finds no GPU."""
+
+    _module = "math"
+
+    def _allocate(self, device_no: int) -> Any:
+        raise RuntimeError("No CUDA GPUs are available")
+
+
 REFUSED = UnsatisfiableRequestError
 ARGUMENTS: list[tuple[dict[str, Any], type[SafeGpuError], str]] = [
-    ({"nb_gpus": 0}, REFUSED, "nb_gpus=0"),
     ({"nb_gpus": "job"}, REFUSED, "SAFE_GPU_NB_GPUS"),
     ({"nb_gpus": 10**30}, REFUSED, "only 8"),
     ({"timeout": float("nan")}, REFUSED, "timeout=nan"),
@@ -42,6 +47,11 @@ ARGUMENTS: list[tuple[dict[str, Any], type[SafeGpuError], str]] = [
     ({"logger": "print"}, REFUSED, "logger='print'"),
     ({"placeholder_fn": safe_gpu.PytorchPlaceholder}, PlaceholderError, "PytorchPlaceholder()"),
 ]
+
+
+def test_a_framework_is_told_that_the_gpus_are_simulated(host: Any) -> None:
+    with pytest.raises(PlaceholderError, match="those of simulated:dgx-a100 are simulated: "):
+        safe_gpu.claim_gpus(placeholder_fn=OfFramework())
 
 
 def refused(kind: type[SafeGpuError], part: str, **arguments: Any) -> SafeGpuError:

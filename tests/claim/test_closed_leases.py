@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.claims import claim
 
 import safe_gpu
 from safe_gpu import ClaimTimeout, StateDirError
-from safe_gpu.coordination.leases import inner_name, lease_name
-
-from .conftest import claim
+from safe_gpu.coordination.leases.file_names import inner_name, lease_name
 
 
 @pytest.fixture
@@ -71,9 +70,7 @@ def test_the_refusal_tells_of_it(close_lease: Any, ground: Any) -> None:
 
 def test_inside_a_claim(close_lease: Any, command: Any) -> None:
     close_lease(0)
-    inner = command.run(
-        *("run", "-n", 2, "--", "safe-gpu", "run", "-n", 1, "--", "printenv", "CUDA_VISIBLE_DEVICES"),
-    )
+    inner = command.run(*("run", "-n", 2, "--", "safe-gpu", "run", "-n", 1, "--", "printenv", "CUDA_VISIBLE_DEVICES"))
     assert (inner.returncode, inner.stdout) == (0, "2\n"), inner.stderr
 
 

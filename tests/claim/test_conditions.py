@@ -6,14 +6,15 @@ import time
 from typing import Any
 
 import pytest
+from support.claims import try_claim
+from support.watched_host import Host
 
 from safe_gpu import NoPlaceholder, claim_gpus
-from safe_gpu.claim import queue_place, search
-from safe_gpu.claim.times import UNKNOWN
-from safe_gpu.claim.view import HostView
+from safe_gpu.claim.arguments.hold_for import UNKNOWN
+from safe_gpu.claim.host.host_view import HostView
+from safe_gpu.claim.search import queue_place as queue_place_module
+from safe_gpu.claim.search import queue_snapshot, search
 from safe_gpu.selection.request import parse_request
-
-from .conftest import Host, try_claim
 
 
 @pytest.fixture
@@ -90,15 +91,16 @@ def test_nobody_starves_behind_a_condition_that_is_not_known(
     condition: dict[str, Any], host, ground, line, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At first the GPU may be about to be taken. A second later it would have been."""
-    for module in (queue_place, search):
-        monkeypatch.setattr(module, "TIME_TO_TAKE", 0.02)
     line(1, (5,), **condition)
+    monkeypatch.setattr(queue_snapshot, "TIME_TO_TAKE", 1e9)
     assert try_claim(1, only=5) is None
+    for module in (queue_snapshot, search):
+        monkeypatch.setattr(module, "TIME_TO_TAKE", 0.02)
     claim_gpus(1, NoPlaceholder(), only=5, timeout=30, affinity=None)
 
 
 def test_one_that_waits_for_a_second_gpu_keeps_the_first(host, ground, line, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (queue_place, search):
+    for module in (queue_snapshot, search):
         monkeypatch.setattr(module, "TIME_TO_TAKE", 0.0)
     ground.hold(5)
     line(2, (5, 6), colour="red")
@@ -108,8 +110,8 @@ def test_one_that_waits_for_a_second_gpu_keeps_the_first(host, ground, line, mon
 def test_a_gpu_that_was_lost_when_a_waiter_came(host) -> None:
     """It stands in the waiter's ticket, so nobody takes it past the waiter when it is back."""
     host.edits[host.uuids[5]] = {"lost": True}
-    view = HostView.of(host, host.snapshot(), parse_request(1, only="3,5"))
-    assert queue_place.QueuePlace(view, UNKNOWN).ensure_waiter().demand.gpus == {host.uuids[3], host.uuids[5]}
+    view = HostView(host, host.snapshot(), parse_request(1, only="3,5"))
+    assert queue_place_module.QueuePlace(view, UNKNOWN).ensure_waiter().request.gpus == {host.uuids[3], host.uuids[5]}
 
 
 @pytest.mark.parametrize(

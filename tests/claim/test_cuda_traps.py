@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from .conftest import forked
+from support.forks import forked
 
 
 def holders(gpus: Any) -> list[str]:

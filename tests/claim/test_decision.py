@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from safe_gpu.claim.attempt import AttemptResult as Seen
-from safe_gpu.claim.quota import LimitReached
-from safe_gpu.claim.search import POLL, REFUSE, SLEEP, TAKE, WATCH, WaitState, decide
+from safe_gpu.claim.limits.quota import LimitReached
+from safe_gpu.claim.search.attempt import AttemptResult as Seen
+from safe_gpu.claim.search.decision import POLL, REFUSE, SLEEP, TAKE, WATCH, WaitState, decide
 
 NOW = 1000.0
 A, AB, ABC = frozenset("A"), frozenset("AB"), frozenset("ABC")
@@ -24,7 +24,7 @@ OVER = WaitState(NOW)
 LATE = WaitState(NOW, tried_last=True)
 SOON = waiting(deadline=NOW + 5)
 ASKED = waiting(polled_for=AB)
-SPENT = LimitReached(1, 1)
+LIMIT = LimitReached(1, 1)
 
 # What an attempt saw, how far the wait has come, when the driver may be asked -> the step, to when, what changes.
 CASES = {
@@ -38,9 +38,9 @@ CASES = {
     "it failed behind others": (Seen(behind=True), LATE, 0, REFUSE, None, {}),
     "somebody ahead": (Seen(behind=True), waiting(), 0, SLEEP, NOW + 30, {}),
     "somebody ahead, to the deadline": (Seen(behind=True), SOON, 0, SLEEP, NOW + 5, {}),
-    "at the user's limit": (Seen(spent=SPENT), waiting(), 0, WATCH, NOW + 1, {}),
-    "that and behind": (Seen(behind=True, spent=SPENT), waiting(), 0, SLEEP, NOW + 30, {}),
-    "at the limit to the end": (Seen(spent=SPENT), LATE, 0, REFUSE, None, {}),
+    "at the user's limit": (Seen(limit=LIMIT), waiting(), 0, WATCH, NOW + 1, {}),
+    "that and behind": (Seen(behind=True, limit=LIMIT), waiting(), 0, SLEEP, NOW + 30, {}),
+    "at the limit to the end": (Seen(limit=LIMIT), LATE, 0, REFUSE, None, {}),
     "unleased and in use": (Seen(unleased=AB), waiting(), NOW + 9, POLL, None, {"polled_for": AB}),
     "others unleased": (Seen(unleased=ABC), ASKED, NOW + 9, POLL, None, {"polled_for": ABC}),
     "the driver may be asked": (Seen(unleased=AB), ASKED, NOW, POLL, None, {"polled_for": AB}),
@@ -51,12 +51,12 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(("seen", "patience", "next_poll", "step", "until", "then"), CASES.values(), ids=CASES.keys())
+@pytest.mark.parametrize(("result", "state", "next_poll", "step", "until", "then"), CASES.values(), ids=CASES.keys())
 def test_the_next_step(
-    seen: Seen, patience: WaitState, next_poll: float, step: str, until: float | None, then: dict[str, object]
+    result: Seen, state: WaitState, next_poll: float, step: str, until: float | None, then: dict[str, object]
 ) -> None:
-    found = decide(seen, patience, suffices=len(seen.unleased) >= 2, now=NOW, next_poll=next_poll, next_look=NOW + 30)
-    assert (found.step, found.patience) == (step, patience._replace(**then))  # type: ignore[arg-type]
+    found = decide(result, state, suffices=len(result.unleased) >= 2, now=NOW, next_poll=next_poll, next_look=NOW + 30)
+    assert (found.step, found.state) == (step, state._replace(**then))  # type: ignore[arg-type]
     assert until is None or found.until == until
 
 
@@ -77,14 +77,14 @@ moments = st.floats(NOW - 100, NOW + 100) | st.just(math.inf)
 patiences = st.builds(WaitState, moments, st.booleans(), st.none() | gpus())
 
 
-@given(looks().filter(lambda seen: not seen.enough and not seen.outdated), patiences, st.integers(1, 4))
-def test_every_state_makes_progress(seen: Seen, patience: WaitState, needed: int) -> None:
+@given(looks().filter(lambda result: not result.enough and not result.outdated), patiences, st.integers(1, 4))
+def test_every_state_makes_progress(result: Seen, state: WaitState, needed: int) -> None:
     """With the world standing still, time passes or the same look leads to another step; a late claim ends."""
     now, polls = NOW, 0
     next_poll = NOW
     for _ in range(8):
-        step, patience, until = decide(
-            seen, patience, suffices=len(seen.unleased) >= needed, now=now, next_poll=next_poll, next_look=now + 60
+        step, state, until = decide(
+            result, state, suffices=len(result.unleased) >= needed, now=now, next_poll=next_poll, next_look=now + 60
         )
         if step == REFUSE:
             return

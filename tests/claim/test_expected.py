@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from safe_gpu import GPUOwner, NoPlaceholder, WrongDeviceError
-from safe_gpu.claim.worker import check_expected_gpu
+from safe_gpu.claim.expected_gpu import check_expected_gpu
 from safe_gpu.errors import HolderLostError
 
 
@@ -17,14 +17,16 @@ def held() -> Iterator[GPUOwner]:
     """A delegating claim of GPU 0 and 1. The environment is that of a worker for GPU 1."""
     with GPUOwner(2, NoPlaceholder(), affinity=None, delegate=True) as owner:
         yield owner
+    os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # where a test released it, ``worker`` has put that back
 
 
 @pytest.fixture
-def worker(held: GPUOwner, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """Sets variables of the worker; so far they are right."""
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    monkeypatch.setenv("SAFE_GPU_EXPECT", held.gpus[1].uuid)
-    return monkeypatch
+def worker(held: GPUOwner) -> Iterator[pytest.MonkeyPatch]:
+    """Sets variables of the worker, for as long as the claim lives; so far they are right."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUDA_VISIBLE_DEVICES", "1")
+        patch.setenv("SAFE_GPU_EXPECT", held.gpus[1].uuid)
+        yield patch
 
 
 @pytest.mark.parametrize("verb", ["run", "bind"])
@@ -73,7 +75,7 @@ def test_a_gpu_that_this_host_does_not_have(worker: pytest.MonkeyPatch) -> None:
 
 
 def test_without_the_variable_nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("safe_gpu.claim.worker.opened_driver", None)
+    monkeypatch.setattr("safe_gpu.claim.rank_binding.opened_driver", None)
     check_expected_gpu()
     monkeypatch.setenv("SAFE_GPU_EXPECT", "")
     check_expected_gpu()

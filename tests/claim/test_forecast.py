@@ -10,30 +10,30 @@ from typing import Any
 
 import pytest
 
-from safe_gpu.claim.messages import Forecast, HolderGpus, describe_forecast
+from safe_gpu.claim.messages.forecast import Forecast, HolderGpus, describe_forecast
 
 NOW = time.mktime((2026, 11, 21, 13, 0, 0, 0, 0, -1))
 MINUTE = 60.0
 SOON = NOW + 80 * MINUTE
 
 
-BEN = HolderGpus("ben", 2, NOW - 20 * MINUTE)
-PASSERS = (HolderGpus("carla", 1, NOW + 5 * MINUTE), HolderGpus("dan", 1, None))
+BEN = HolderGpus("ben", ("2", "3"), NOW - 20 * MINUTE)
+PASSERS = (HolderGpus("carla", ("0",), NOW + 5 * MINUTE), HolderGpus("dan", ("1",), None))
 AT = "starts about"
 
 TOLD = {
     "nothing is known": (Forecast(), "", []),
     "all ends are known": (Forecast(SOON, SOON), f"{AT} 14:20", []),
-    "the earliest": (Forecast(None, SOON), "not before 14:20", []),
+    "the earliest": (Forecast(None, SOON), "probably not before 14:20", []),
     "tomorrow": (Forecast(NOW + 86400, None), f"{AT} Sun 13:00", []),
     "next week": (Forecast(NOW + 8 * 86400, None), f"{AT} 2026-11-29", []),
-    "some end is unknown": (Forecast(None, None, silent=(BEN,)), "", ["no end known for ben's 2 GPUs"]),
-    "overdue": (Forecast(NOW, NOW, overdue=(BEN,)), "ben's 2 GPUs overdue by 20 min", []),
-    "one GPU": (Forecast(NOW, NOW, overdue=(BEN._replace(nb_gpus=1),)), "ben's GPU overdue by 20 min", []),
+    "some end is unknown": (Forecast(None, None, silent=(BEN,)), "", ["no end known for ben's GPU 2,3"]),
+    "overdue": (Forecast(NOW, NOW, overdue=(BEN,)), "ben's GPU 2,3 overdue by 20 min", []),
+    "one GPU": (Forecast(NOW, NOW, overdue=(BEN._replace(gpus=("2",)),)), "ben's GPU 2 overdue by 20 min", []),
     "passed": (
         Forecast(SOON, SOON, passers=PASSERS),
         f"{AT} 14:20",
-        ["passed by carla (1 GPU, until 13:05) and 1 more"],
+        ["passed by carla (GPU 0, until 13:05) and 1 more"],
     ),
     "any moment": (Forecast(NOW, NOW), "", []),
 }
@@ -62,7 +62,7 @@ def test_the_head_is_told_who_passed_it(ground: Any, child: Any) -> None:
     ground.hold(*range(7), until=time.time() + 7200)
     large = child(
         "import logging, sys, time, safe_gpu\n"
-        "from safe_gpu.claim import search as news\n"
+        "from safe_gpu.claim.search import wait_reports as news\n"
         "news._REPORT_INTERVAL = news._WARNING_DELAY = 0.2\n"
         "logging.basicConfig(stream=sys.stdout, level=logging.INFO, format='%(message)s')\n"
         "safe_gpu.claim_gpus(8, safe_gpu.NoPlaceholder(), affinity=None, timeout=60)\n"
@@ -71,8 +71,24 @@ def test_the_head_is_told_who_passed_it(ground: Any, child: Any) -> None:
         pass
     claim = "safe_gpu.claim_gpus(1, safe_gpu.NoPlaceholder(), affinity=None, hold_for=600)"
     child(f"import safe_gpu; {claim}; say('has'); listen()", "has")
-    while not re.search(r"; passed by \S+ \(1 GPU, until \d\d:\d\d\)$", large.hear()):
+    while not re.search(r"; passed by \S+ \(GPU \d, until \d\d:\d\d\)$", large.hear()):
         pass
+
+
+def test_who_queued_earlier_has_not_passed(ground: Any, child: Any, command: Any) -> None:
+    """They get their GPUs after a later waiter has joined the queue."""
+    ground.hold(*range(8))
+    first = child("import safe_gpu\nsafe_gpu.claim_gpus(4, safe_gpu.NoPlaceholder(), timeout=60); say('has'); listen()")
+    queue = lambda: json.loads(command.run("status", "--json").stdout)["queue"]  # noqa: E731
+    while not queue():
+        pass
+    second = command.start("wait", "-n", 8, stderr=subprocess.PIPE)
+    assert "behind" in second.stderr.readline()
+    ground.let_go()
+    assert first.hear() == "has"
+    news = second.stderr.readline()
+    assert "GPU 0-3: " in news
+    assert "passed" not in news
 
 
 def test_run_mentions_for_once_where_it_may_help(ground: Any, command: Any, monkeypatch: pytest.MonkeyPatch) -> None:

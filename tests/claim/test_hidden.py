@@ -8,19 +8,18 @@ import sys
 from typing import Any
 
 import pytest
+from support.forks import forked
 
 import safe_gpu
-from safe_gpu.devices import ProcessKind
 from safe_gpu.errors import NotEnoughGpusError
-
-from .conftest import forked
+from safe_gpu.gpus.devices import ProcessKind
 
 MIB = 1 << 20
 NOT_SUPPORTED = 3
 
 PRELUDE = """
 import logging
-from safe_gpu.coordination import legacy
+from safe_gpu.coordination.locks import legacy_lock as legacy
 legacy.LOCK_FILE = os.environ["FAKE_GPU_DIR"] + "/older package/lock"
 out = {"warnings": []}
 class Kept(logging.Handler):
@@ -41,8 +40,9 @@ def run(gpus: Any, code: str, **environment: str) -> Any:
 
 
 @pytest.fixture
-def older_lock(fake_gpus: Any) -> None:
+def older_lock(fake_gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The lock file of the older package, so that claims show themselves before others look."""
+    monkeypatch.delenv("SAFE_GPU_LEGACY_LOCK")
     (fake_gpus.directory / "older package").mkdir()
     (fake_gpus.directory / "older package" / "lock").touch()
 
@@ -108,7 +108,18 @@ def test_a_placeholder_that_shows_nothing_is_told_of_after_the_wait(fake_gpus: A
     code = "recheck._SHOWING = 0.05\nout['taken'] = claimed(1, lambda device_no: None)"
     out = run(fake_gpus, code)
     assert out["taken"] == [0]
-    assert len(out["warnings"]) == 1
+    (warning,) = out["warnings"]
+    assert "GPU 0" in warning
+    assert "<lambda> probably put nothing there" in warning
+
+
+def test_a_function_that_holds_the_gpu_is_not_blamed_for_what_the_driver_hides(
+    fake_gpus: Any, older_lock: None
+) -> None:
+    fake_gpus.options(hidden=1)
+    code = "out['taken'] = claimed(1, lambda device_no: safe_gpu.CudaPlaceholder()(device_no))"
+    (warning,) = run(fake_gpus, code)["warnings"]
+    assert "safe-gpu doctor says more" in warning
 
 
 def test_a_context_of_our_own_that_is_not_listed_does_not_keep_us_out(fake_gpus: Any) -> None:

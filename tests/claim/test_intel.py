@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.forks import forked
 from support.intel_host import IntelHost
 
 from safe_gpu.cli.commands import main
-
-from .conftest import forked
 
 MASK, HIERARCHY, ORDER = "ZE_AFFINITY_MASK", "ZE_FLAT_DEVICE_HIERARCHY", "ZE_ENABLE_PCI_ID_DEVICE_ORDER"
 START = """

@@ -12,12 +12,14 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
+from support.forks import in_fork
 
 import safe_gpu
 from safe_gpu import GPUOwner
 from safe_gpu.claim.owner import owner_type
-from safe_gpu.coordination.leases import inner_name, lease_name, read_record
-from safe_gpu.coordination.locks import HostLock
+from safe_gpu.coordination.leases.file_names import inner_name, lease_name
+from safe_gpu.coordination.leases.record import read_record
+from safe_gpu.coordination.locks.host_lock import HostLock
 from safe_gpu.errors import (
     AlreadyClaimedError,
     GPUAffinityError,
@@ -25,8 +27,6 @@ from safe_gpu.errors import (
     PlaceholderError,
     UnsatisfiableRequestError,
 )
-
-from .conftest import in_fork
 
 CLAIM = "import os, safe_gpu\nowner = safe_gpu.claim_gpus(2, timeout=0)\nsay(*owner.devices_taken)\n"
 OTHERS = [str(index) for index in range(2, 8)]
@@ -240,7 +240,7 @@ def test_a_forked_child_that_claims_its_parents_gpus_is_told_so(host: Any, timeo
     safe_gpu.claim_gpus(2, timeout=0)
     name, message, _ = in_fork(lambda: safe_gpu.claim_gpus(1, timeout=timeout).devices_taken)
     assert name == "NotEnoughGpusError"
-    assert f"process {os.getpid()}, a parent of this one, holds GPU 0, 1" in message
+    assert f"process {os.getpid()}, a parent of this one, holds GPU 0,1" in message
     assert "delegate=True" in message
 
 
@@ -316,3 +316,15 @@ def test_claims_share_the_only_gpu_where_a_display_is_on_it(child: Any, host_of:
     owner.release_gpus()
     with pytest.raises(UnsatisfiableRequestError, match="only 1"):
         safe_gpu.claim_gpus(2, timeout=0)
+
+
+def test_gpus_with_their_model_and_who_holds_them(ground) -> None:
+    with GPUOwner(3, safe_gpu.NoPlaceholder(), affinity=None) as owner:
+        gpus = "<GPUOwner: GPU 0-2 (NVIDIA A100-SXM4-80GB)"
+        assert repr(owner) == f"{gpus}>"
+        assert in_fork(lambda: repr(owner)) == f"{gpus}, held by process {os.getpid()}>"
+        owner.cpus = {0, 1, 2, 3, 8}
+        assert repr(owner) == f"{gpus}, CPUs 0-3,8>"
+        owner.cpus = {7}
+        assert repr(owner) == f"{gpus}, CPU 7>"
+    assert repr(owner) == "<GPUOwner: released>"

@@ -13,64 +13,35 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.claims import claim
+from support.forks import in_fork
 
-from safe_gpu import NotEnoughGpusError, PolicyError, UnsatisfiableRequestError, policy, procfs
-from safe_gpu.claim import quota
-from safe_gpu.claim.free import remaining_quota, wait_for_gpus
-from safe_gpu.coordination.holders import lease_owners
-from safe_gpu.coordination.leases import lease_name
-from safe_gpu.coordination.locks import HostLock
-from safe_gpu.coordination.queue import TicketRequest, Waiter
+from safe_gpu import NotEnoughGpusError, PolicyError, UnsatisfiableRequestError
+from safe_gpu.claim.free import wait_for_gpus
+from safe_gpu.claim.limits import quota
+from safe_gpu.claim.limits.quota import remaining_quota
+from safe_gpu.coordination.files.state_dir import opened
+from safe_gpu.coordination.holders.by_kernel import lease_owners
+from safe_gpu.coordination.leases.file_names import lease_name
+from safe_gpu.coordination.locks.host_lock import HostLock
+from safe_gpu.coordination.queue.ticket import TicketRequest
+from safe_gpu.coordination.queue.waiter import Waiter
 from safe_gpu.drivers.simulated import SimulatedDriver
 from safe_gpu.engines.holder import ClaimArguments, HolderProcess
+from safe_gpu.host import procfs
+from safe_gpu.settings import policy
 from safe_gpu.status.gather import gather
-
-from .conftest import claim, in_fork
 
 ANNA, BEN, CARLA = 4711, 4712, 4713
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, whose file a policy must be")
 
 
-@pytest.fixture
-def rules(open_tmp: Path, state_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
-    """Write the policy of this test's host."""
-
-    def write(text: str) -> Path:
-        path = open_tmp / "policy.ini"
-        path.write_text(text)
-        path.chmod(0o644)
-        monkeypatch.setenv("SAFE_GPU_POLICY", str(path))
-        return path
-
-    return write
-
-
-@pytest.fixture
-def user(as_user: Any) -> Callable[..., Any]:
-    """``user(ANNA, 2)``: a process of hers that claims two GPUs, says how that went, and holds them until told."""
-
-    def start(uid: int, nb_gpus: int = 1, *, gate: bool = False, **options: Any) -> Any:
-        def work(say: Callable[[object], None], listen: Callable[[], str]) -> None:
-            if gate:
-                say("ready")
-                listen()
-            owner = claim(nb_gpus, **options)
-            say(len(owner.gpus))
-            listen()
-            owner.release_gpus()
-            say("released")
-            listen()
-
-        return as_user(work, uid=uid)
-
-    return start
-
-
 def held_by(uid: int) -> int:
-    with HostLock(time.monotonic() + 30) as host:
-        names = [name for name in host.leases.names() if name.endswith(".lock") and ".inner" not in name]
-        return list(lease_owners(host.leases, names).values()).count(uid)
+    snapshot = SimulatedDriver("dgx-a100").snapshot()
+    with opened("leases") as leases:
+        owners = lease_owners(leases, [gpu.uuid for gpu in snapshot.gpus], snapshot.name_prefix)
+    return list(owners.users.values()).count(uid)
 
 
 def test_a_limit_at_its_edges(rules: Any, user: Any) -> None:
@@ -123,19 +94,6 @@ def test_claims_at_the_same_moment_never_exceed_it(rules: Any, user: Any, eventu
     assert max(most) == 4
 
 
-@pytest.fixture
-def waiting(user: Any, ground: Any, eventually: Any) -> Callable[..., Any]:
-    """``waiting(ANNA, 2)``: a process of hers that has a ticket for two GPUs."""
-
-    def start(uid: int, nb_gpus: int = 1, **options: Any) -> Any:
-        before = len(ground.tickets())
-        one = user(uid, nb_gpus, **{"timeout": None, **options})
-        eventually(lambda: len(ground.tickets()) > before)
-        return one
-
-    return start
-
-
 def test_others_pass_a_waiter_whose_user_is_at_the_limit(rules: Any, user: Any, waiting: Any, eventually: Any) -> None:
     rules("[user 4711]\nmax_gpus = 2")
     first = user(ANNA, 2)
@@ -173,11 +131,13 @@ def test_limits_of_those_who_wait_are_known_before_the_look(rules: Any, state_di
     assert found is not None
     found.prepare()
     assert (found.most_of(BEN), found.unresolved) == (None, True)
+    waiter = Waiter(TicketRequest(1, frozenset({"GPU-1"})))
     with HostLock(time.monotonic() + 30) as host:
-        Waiter(TicketRequest(1, frozenset({"GPU-1"}))).join(host)
+        waiter.join(host)
     os.chown(next((state_dir / "queue").iterdir()), BEN, BEN)
     found.prepare()
     assert (found.most_of(BEN), found.unresolved) == (5, False)
+    waiter.leave()
 
 
 def test_a_process_that_hides_its_memory_is_still_of_its_user(rules: Any, as_user: Any, user: Any) -> None:
@@ -335,7 +295,7 @@ def test_groups_are_resolved_before_the_lock(rules: Any, monkeypatch: pytest.Mon
             asked.append(group)
         return 1
 
-    monkeypatch.setattr(policy, "_gid", gid)
+    monkeypatch.setattr(policy, "gid_of", gid)
     claim().release_gpus()
     assert asked == ["staff"]
 

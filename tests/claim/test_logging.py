@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 
-from safe_gpu import NoPlaceholder, NotEnoughGpusError, claim_gpus, procfs
-from safe_gpu.claim import attempt as look
-from safe_gpu.claim import search as status
-from safe_gpu.coordination import holders as survey
-from safe_gpu.coordination.locks import HostLock, LeaseWatcher
-from safe_gpu.coordination.queue import Waiter
+from safe_gpu import NoPlaceholder, NotEnoughGpusError, claim_gpus
+from safe_gpu.claim.search import attempt as look
+from safe_gpu.claim.search import search, wait_reports
+from safe_gpu.coordination.holders import of_gpus as survey
+from safe_gpu.coordination.leases.watcher import LeaseWatcher
+from safe_gpu.coordination.locks.host_lock import HostLock
+from safe_gpu.coordination.queue.waiter import Waiter
+from safe_gpu.host import procfs
 
 
 def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -38,7 +40,7 @@ for arguments in {}, {"timeout": 0}, {"nb_gpus": 8}, {"affinity": "socket"}, {"m
 
 WAITS = """
 import safe_gpu
-from safe_gpu.claim import search as news
+from safe_gpu.claim.search import wait_reports as news
 news._WARNING_DELAY = {seconds}
 safe_gpu.claim_gpus(timeout=None)
 say('has')
@@ -83,14 +85,15 @@ class Clock:
 @pytest.mark.parametrize("level", [logging.INFO, logging.WARNING])
 def test_a_wait_of_two_seconds_is_told_of_once(ground, level: int, caplog, monkeypatch: pytest.MonkeyPatch) -> None:
     ground.hold(*range(8))
-    clock, to_log = Clock(), status._to_log
+    clock, to_log = Clock(), wait_reports._to_log
 
     def slowly(logger: Any, *, late: bool) -> Any:
         clock.sleep(1 / 3)
         return to_log(logger, late=late)
 
-    monkeypatch.setattr(status, "time", clock)
-    monkeypatch.setattr(status, "_to_log", slowly)
+    monkeypatch.setattr(wait_reports, "time", clock)
+    monkeypatch.setattr(search, "time", clock)
+    monkeypatch.setattr(wait_reports, "_to_log", slowly)
     caplog.set_level(level, "safe_gpu")
     with pytest.raises(NotEnoughGpusError):
         claim_gpus(1, NoPlaceholder(), affinity=None, timeout=1.9)
@@ -126,7 +129,7 @@ def test_the_warning_costs_no_look(host, ground, line, monkeypatch, caplog, queu
     monkeypatch.setattr(survey, "HostLock", CountedLock)
     monkeypatch.setattr(Waiter, "sleep_behind", sleep)
     monkeypatch.setattr(LeaseWatcher, "any_free", enough)
-    monkeypatch.setattr(status, "_WARNING_DELAY", 0.0)
+    monkeypatch.setattr(wait_reports, "_WARNING_DELAY", 0.0)
     seen = []
     for level in (logging.WARNING, logging.ERROR):
         logger = logging.Logger("safe_gpu", level)
@@ -230,7 +233,7 @@ def test_whom_one_waits_behind_is_told_with_its_data(line, ground, caplog: pytes
 def test_a_logger_that_is_closed_to_info_costs_a_short_wait_nothing(ground, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who holds what is looked up for the log only where somebody reads it."""
     made = []
-    monkeypatch.setattr("safe_gpu.claim.messages.wait_status", lambda *arguments: made.append(arguments))
+    monkeypatch.setattr("safe_gpu.claim.messages.wait_status.wait_status", lambda *arguments: made.append(arguments))
     ground.hold(*range(8))
     with pytest.raises(NotEnoughGpusError):
         claim_gpus(1, NoPlaceholder(), affinity=None, timeout=0.02)
@@ -246,3 +249,11 @@ def test_importing_and_claiming_configures_no_logging() -> None:
         pass
     assert logging.root.handlers == before
     assert not logger.handlers
+
+
+@pytest.mark.parametrize("taken", [1, 2])
+def test_more_gpus_than_the_job_declared_are_warned_of(host: Any, taken: int, monkeypatch: Any, caplog: Any) -> None:
+    for name, value in {"SLURM_JOB_ID": "7", "SLURM_GPUS_ON_NODE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    claim_gpus(taken, NoPlaceholder(), timeout=0)
+    assert ("takes 2 GPUs, but the job asked its scheduler for 1" in caplog.text) == (taken == 2)

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import os
+import signal
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from safe_gpu import procfs
-from safe_gpu.claim import leasing
-from safe_gpu.claim import view as host_view
-from safe_gpu.coordination.leases import LeaseRecord, lease_name
-from safe_gpu.coordination.locks import HostLock
-from safe_gpu.coordination.queue import TicketRequest, Waiter
+import pytest
+from support.claims import try_claim
+from support.traces import is_locked
 
-from .conftest import _locked, try_claim
+from safe_gpu import GPUOwner
+from safe_gpu.claim.host import host_view as host_view_module
+from safe_gpu.claim.host import polls as polls_module
+from safe_gpu.claim.search import leases_of_look as leasing
+from safe_gpu.claim.search.queue_snapshot import QueueSnapshot
+from safe_gpu.coordination.leases.file_names import lease_name
+from safe_gpu.coordination.leases.lease import Lease
+from safe_gpu.coordination.leases.record import LeaseRecord
+from safe_gpu.coordination.locks.host_lock import HostLock
+from safe_gpu.coordination.queue.ticket import TicketRequest
+from safe_gpu.coordination.queue.waiter import Waiter
+from safe_gpu.host import procfs
 
 
 def write_record(uuid: str) -> None:
@@ -54,9 +63,57 @@ def test_a_process_is_looked_up_once_and_never_under_host_lock(host: Any, cleanu
     looked_up = []
 
     def describe(pid: int) -> Any:
-        looked_up.append((pid, _locked(Path(os.environ["SAFE_GPU_DIR"], "host.lock"))))
+        looked_up.append((pid, is_locked(Path(os.environ["SAFE_GPU_DIR"], "host.lock"))))
         return procfs.describe_process(pid)
 
-    monkeypatch.setattr(host_view, "describe_process", describe)
+    monkeypatch.setattr(host_view_module, "describe_process", describe)
     assert try_claim(1) == (1,)
     assert looked_up == [(host.stranger_pid, False)]
+
+
+@pytest.mark.parametrize(("age", "polls"), [(0.5, 0), (2.0, 1), (60.0, 1)])
+def test_who_passes_a_waiter_knows_the_host_of_this_second(
+    age: float, polls: int, host: Any, line: Any, cleanup: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What blocks the waiter may have ended since the poll, and then it may not be passed."""
+    cleanup.enter_context(host.stranger(7))
+    assert try_claim(1) == (6,)
+    usual = host.polls
+    monkeypatch.setattr(polls_module.Polls, "age", property(lambda self: age if host.polls == usual + 1 else 0.0))
+    line(8)
+    assert try_claim(1) == (6,)
+    assert host.polls == 2 * usual + polls
+
+
+def test_nobodys_wish_is_read_where_too_few_gpus_are_free_anyhow(
+    ground: Any, host: Any, line: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hundreds may be ahead. A GPU that is leased is not free, although nobody computes there."""
+
+    def read(*args: Any) -> None:
+        raise AssertionError("the waiters ahead were asked for their dates")
+
+    monkeypatch.setattr(QueueSnapshot, "open_to", read)
+    ground.hold(*range(7))
+    line(1)
+    assert try_claim(2) is None
+
+
+def test_an_interrupt_while_it_is_prepared_for_exec_leaves_all_of_a_claim_prepared(
+    host: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a lease may be in no descriptor that anybody knows, or the command holds a part of its GPUs."""
+    kept: list[Lease] = []
+    genuine = Lease.keep_across_exec
+
+    def keep(lease: Lease) -> None:
+        if not kept:
+            signal.raise_signal(signal.SIGINT)
+        genuine(lease)
+        kept.append(lease)
+
+    monkeypatch.setattr(Lease, "keep_across_exec", keep)
+    with GPUOwner(2, timeout=0) as owner:
+        with pytest.raises(KeyboardInterrupt):
+            owner.keep_across_exec()
+        assert [os.get_inheritable(lease.fd) for lease in kept] == [True, True]

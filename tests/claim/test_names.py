@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.claims import claim
 
 import safe_gpu
 from safe_gpu import NotEnoughGpusError
-from safe_gpu.coordination import leases
 from safe_gpu.coordination import socket_names as names
-
-from .conftest import claim
+from safe_gpu.coordination.leases import lease as leases
+from safe_gpu.coordination.name_table import read_names
 
 ELSEWHERE = "claimed: its lease file is not in this state directory (a private /tmp, or it was removed)"
 CLAIM = """
@@ -48,7 +48,7 @@ def other_dir(host: Path) -> dict[str, str]:
 
 def held(host: Path) -> set[str]:
     prefix = names.simulated_prefix(str(host / "host"))
-    return {name.removeprefix(prefix) for name in names.in_use() if name.startswith(prefix)}
+    return {name.removeprefix(prefix) for name in read_names() if name.startswith(prefix)}
 
 
 def test_two_state_directories_do_not_book_twice(host: Path, child: Any) -> None:
@@ -82,6 +82,8 @@ def test_who_looks_is_told_so(host: Path, child: Any) -> None:
     for _ in range(2):  # before there is a state directory here, and after
         first, second, *_rest = gather().gpus
         assert (first.state, first.reason.partition("; its lease is in ")[0]) == ("claimed", ELSEWHERE)
+        assert first.claim is not None
+        assert first.claim.command == Path(sys.executable).name, "no arguments, which may hold a password"
         assert first.claim is not None
         assert first.claim.pid == other.pid
         assert (second.state, second.claim) == ("free", None)
@@ -164,7 +166,7 @@ def test_no_claim_begins_inside_one_that_ends_just_then(
     monkeypatch.setenv("SAFE_GPU_SCOPE", outer.hear())
     if removed:
         shutil.rmtree(host / "state")
-    bind, seen = names.bind, []
+    bind, seen = names.take_name, []
 
     def bind_late(name: str) -> Any:
         if ".inner" in name and not seen:
@@ -174,16 +176,17 @@ def test_no_claim_begins_inside_one_that_ends_just_then(
             seen.append(other.hear())
         return bind(name)
 
-    monkeypatch.setattr(names, "bind", bind_late)
+    monkeypatch.setattr(names, "take_name", bind_late)
     with claim(1) as owner:
         assert seen == ["ended", "[0]"]
         assert owner.devices_taken == [1]
 
 
-@pytest.mark.parametrize(("delegate", "order"), [(True, ["lease", "name", "name"]), (False, ["name", "lease"])])
-def test_a_claim_with_others_inside_frees_its_lease_first(
+@pytest.mark.parametrize(("delegate", "order"), [(True, ["name"] * 3 + ["lease"]), (False, ["name", "lease"])])
+def test_names_are_freed_before_the_lease(
     host: Path, monkeypatch: pytest.MonkeyPatch, delegate: bool, order: list[str]
 ) -> None:
+    """Else others of this directory would find a free lease, and be refused by the name."""
     owner, freed = claim(1, delegate=delegate), []
     for kind, word in ((names.SocketName, "name"), (leases.Lease, "lease")):
         release = kind.release
@@ -224,7 +227,7 @@ def test_where_names_cannot_be_bound_the_lease_counts(host: Path, monkeypatch, c
     def refuse(name: str) -> None:
         raise PermissionError(1, "Operation not permitted")
 
-    monkeypatch.setattr(names, "bind", refuse)
+    monkeypatch.setattr(names, "take_name", refuse)
     with claim(2) as owner:
         assert owner.devices_taken == [0, 1]
     (record,) = [record for record in caplog.records if record.levelname == "WARNING"]
@@ -233,7 +236,7 @@ def test_where_names_cannot_be_bound_the_lease_counts(host: Path, monkeypatch, c
 
 def test_a_name_that_is_held_for_a_moment_is_tried_again(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A child between fork and exec has a copy of a name that was freed."""
-    real, refusals = names.bind, []
+    real, refusals = names.take_name, []
 
     def late(name: str) -> Any:
         if not refusals:
@@ -241,7 +244,7 @@ def test_a_name_that_is_held_for_a_moment_is_tried_again(host: Path, monkeypatch
             return None
         return real(name)
 
-    monkeypatch.setattr(names, "bind", late)
+    monkeypatch.setattr(names, "take_name", late)
     with claim(8) as owner:
         assert len(owner.gpus) == 8
     assert len(refusals) == 1
@@ -265,7 +268,7 @@ def test_a_shared_display_has_no_name(host: Path, monkeypatch: pytest.MonkeyPatc
         ("anything", ""),
     ],
 )
-def test_a_private_directory_is_warned_of_once(tmp_path: Path, source: str, says: str) -> None:
+def test_each_private_directory_is_warned_of_once(tmp_path: Path, source: str, says: str) -> None:
     """With a real mount, as systemd and Slurm make them: a directory of another file system, in place of /tmp."""
     (tmp_path / source).mkdir(parents=True)
     (tmp_path / "tmp").mkdir()
@@ -273,12 +276,12 @@ def test_a_private_directory_is_warned_of_once(tmp_path: Path, source: str, says
         "--mount",
         f"mount --bind {tmp_path / source} {tmp_path / 'tmp'}",
         "import logging; logging.basicConfig()\n"
-        "claim(1).release_gpus(); os.environ['SAFE_GPU_DIR'] += '2'; claim(1).release_gpus()",
+        "claim(1).release_gpus(); claim(1).release_gpus(); os.environ['SAFE_GPU_DIR'] += '2'; claim(1).release_gpus()",
         SAFE_GPU_DIR=str(tmp_path / "tmp" / "state"),
     )
     assert done.returncode == 0, done.stderr
     warnings = [line for line in done.stderr.splitlines() if line.startswith("WARNING")]
-    assert len(warnings) == bool(says), done.stderr
-    for line in warnings:
-        assert f"/tmp/state is {says}: GPUs that are claimed elsewhere on this host are not taken" in line
+    assert len(warnings) == 2 * bool(says), done.stderr
+    for line, name in zip(warnings, ("state", "state2"), strict=False):
+        assert f"/tmp/{name} is {says}: GPUs that are claimed elsewhere on this host are not taken" in line
         assert "queues do not meet" in line

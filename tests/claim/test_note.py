@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.claims import claim
+from support.forks import in_fork
 
-from safe_gpu.claim import claim as note
+from safe_gpu.claim import history_entry as note
 from safe_gpu.coordination import history
-from safe_gpu.coordination.leases import lease_name
-from safe_gpu.coordination.records import ClaimEnd
-from safe_gpu.status.history import PastClaim, claims_between
-
-from .conftest import claim, in_fork
+from safe_gpu.coordination.leases.claim_end import ClaimEnd
+from safe_gpu.coordination.leases.file_names import lease_name
+from safe_gpu.status.history.claims import PastClaim, claims_between
 
 
 def past() -> list[PastClaim]:
@@ -71,7 +71,7 @@ def test_a_claim_that_was_killed_ended_between_last_seen_and_found_free(
 def test_a_claim_that_was_killed_before_it_wrote_its_line_has_one(state_dir: Path, child: Any) -> None:
     code = """
 import os, safe_gpu
-from safe_gpu.claim import claim as note
+from safe_gpu.claim import history_entry as note
 note.append = lambda lines, now: os.kill(os.getpid(), 9)
 safe_gpu.GPUOwner(1, safe_gpu.NoPlaceholder(), affinity=None, timeout=0)
 """

@@ -7,6 +7,7 @@ import logging
 import os
 import pickle
 import pydoc
+import signal
 import subprocess
 import sys
 import traceback
@@ -16,17 +17,17 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from support.claims import claim
+from support.forks import in_fork
 from support.gpus import PACKAGE_ROOT
 
 import safe_gpu
-from safe_gpu.claim.messages import WaitStatus
-from safe_gpu.claim.search import _to_log
-from safe_gpu.devices import GpuVerdict
-from safe_gpu.doctor import gpus as doctor_gpus
-from safe_gpu.programs import python_child
+from safe_gpu.claim.messages.wait_status import WaitStatus
+from safe_gpu.claim.search.wait_reports import _to_log
+from safe_gpu.doctor import shown_processes as doctor_gpus
+from safe_gpu.gpus.devices import GpuVerdict
+from safe_gpu.host.programs import python_child
 from safe_gpu.runtimes.runtime import CUDA, CudaRuntime
-
-from .conftest import claim, in_fork
 
 
 @pytest.mark.parametrize(
@@ -171,6 +172,18 @@ def test_another_request_does_not(ground: Any, other: dict[str, Any]) -> None:
             claim(1)
 
 
+@pytest.mark.parametrize("function", [safe_gpu.claim_gpus, safe_gpu.ensure_gpus])
+def test_a_claim_of_no_gpu_hides_all(function: Any, ground: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    owner = function(0)
+    assert (os.environ["CUDA_VISIBLE_DEVICES"], owner.devices_taken, owner.placeholders) == ("", [], [])
+    assert safe_gpu.ensure_gpus(0) is owner
+    with pytest.raises(safe_gpu.AlreadyClaimedError, match="has claimed 0 GPUs"):
+        claim(1)
+    safe_gpu.release_gpus()
+    assert "CUDA_VISIBLE_DEVICES" not in os.environ
+
+
 # What a user sees of an error
 
 
@@ -230,7 +243,21 @@ def test_errors_of_the_programs_own_code_keep_their_frames(error: type[BaseExcep
         safe_gpu.claim_gpus(1, broken, timeout=0)
     assert "in broken" in "".join(traceback.format_exception(caught.value))
     assert error is not ValueError or "in broken" in "".join(_cell(caught.value))
-    assert (_frames(caught.value) > 2) is (error is not safe_gpu.PolicyError)
+    assert (_frames(caught.value) > 2) is (error is ValueError)
+
+
+def test_ctrl_c_in_a_wait_shows_the_line_of_the_program(ground: Any) -> None:
+    class Pressed(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if "waiting" in record.getMessage():
+                signal.raise_signal(signal.SIGINT)
+
+    ground.hold(*range(8))
+    logger = logging.Logger("of the program", logging.INFO)
+    logger.addHandler(Pressed())
+    with pytest.raises(KeyboardInterrupt) as caught:
+        safe_gpu.claim_gpus(1, logger=logger, timeout=60)
+    assert _frames(caught.value) <= 2
 
 
 def test_so_do_errors_that_the_program_was_handling(ground: Any) -> None:
@@ -441,3 +468,22 @@ def test_a_reload_of_all_modules_keeps_the_claim(cleared: bool, child: Any, grou
     with claim(8):
         one.tell()
         one.finish()
+
+
+WORKER = """
+import multiprocessing, safe_gpu
+safe_gpu.claim_gpus({}, safe_gpu.NoPlaceholder(), affinity=None, timeout=0)
+if __name__ == "__main__":
+    worker = multiprocessing.get_context("spawn").Process(target=print)
+    worker.start()
+    worker.join()
+"""
+
+
+@pytest.mark.parametrize("nb_gpus", [8, 1])
+def test_a_worker_that_imports_the_claim_is_told_where_to_put_it(ground: Any, tmp_path: Path, nb_gpus: int) -> None:
+    """With 8 the worker gets none, with 1 it would take another one without a word."""
+    (script := tmp_path / "script.py").write_text(WORKER.format(nb_gpus))
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60)
+    assert 'put the claim under `if __name__ == "__main__":`' in done.stderr
+    assert "delegate" not in done.stderr

@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from support.claims import claim, try_claim
 
 from safe_gpu import UnsatisfiableRequestError
 from safe_gpu.status.gather import gather
-
-from .conftest import claim, try_claim
 
 
 @pytest.mark.parametrize(

@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 
 import safe_gpu
-from safe_gpu.claim import attempt as look
-from safe_gpu.claim import claim as verification
-from safe_gpu.claim import free as inquiry
-from safe_gpu.claim import options
+from safe_gpu.claim.arguments import options
+from safe_gpu.claim.checks import confirmation as verification
 from safe_gpu.claim.owner import owner_type
-from safe_gpu.coordination import holders as survey
-from safe_gpu.coordination.locks import MINIMUM_PATIENCE, HostLock
+from safe_gpu.claim.search import attempt as look
+from safe_gpu.coordination.holders import of_gpus as survey
+from safe_gpu.coordination.locks.host_lock import MINIMUM_PATIENCE
 from safe_gpu.errors import ClaimTimeout, LockTimeout, NotEnoughGpusError, UnsatisfiableRequestError
 
 SHORT = 0.05
@@ -119,16 +118,45 @@ def test_an_empty_fence_leaves_no_gpu(host, monkeypatch, untouched, value: str) 
 # Locks and deadlines
 
 
-def test_a_stuck_host_lock_names_its_holder(host, untouched, monkeypatch) -> None:
-    for module in (options, inquiry, survey):
+HOLDER = """
+from safe_gpu.coordination.locks.host_lock import HostLock
+with HostLock(None):
+    say("held"); listen()
+"""
+
+
+def test_a_stuck_host_lock_names_its_holder(host, untouched, child, monkeypatch) -> None:
+    for module in (options, survey):
         monkeypatch.setattr(module, "MINIMUM_PATIENCE", SHORT)
-    with HostLock(None), untouched():
-        with pytest.raises(LockTimeout, match=rf"host\.lock is held by process {os.getpid()} of ") as caught:
+    holder = child(HOLDER, says="held")
+    with untouched():
+        with pytest.raises(LockTimeout, match=rf"host\.lock is held by process {holder.pid} of ") as caught:
             safe_gpu.claim_gpus(1, timeout=0)
         with pytest.raises(LockTimeout):
             safe_gpu.get_free_gpus()
-    assert (caught.value.pid, bool(caught.value.user)) == (os.getpid(), True)
+    assert (caught.value.pid, bool(caught.value.user)) == (holder.pid, True)
     assert caught.value.path == os.path.join(os.environ["SAFE_GPU_DIR"], "host.lock")
+
+
+def test_a_crowded_host_lock_is_waited_for_longer(host, monkeypatch) -> None:
+    """As long as nobody keeps it, and not for ever."""
+    tries: list[int] = []
+    last = 3
+
+    class Crowded(look.HostLock):  # type: ignore[misc, name-defined]
+        def __enter__(self) -> Any:
+            tries.append(1)
+            if len(tries) < last:
+                raise LockTimeout("the host is overloaded", overloaded=True)
+            return super().__enter__()
+
+    monkeypatch.setattr(look, "HostLock", Crowded)
+    assert safe_gpu.claim_gpus(1, timeout=0).devices_taken == [0]
+    safe_gpu.release_gpus()
+    last = 99
+    with pytest.raises(LockTimeout):
+        safe_gpu.claim_gpus(1, timeout=0)
+    assert len(tries) < last
 
 
 def test_a_crowd_at_the_end_of_a_wait_is_no_lock_timeout(host, ground, monkeypatch) -> None:

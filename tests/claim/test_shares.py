@@ -12,17 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.claims import claim, try_claim
 
 import safe_gpu
 from safe_gpu import ClaimTimeout, NotEnoughGpusError, UnsatisfiableRequestError
-from safe_gpu.claim import shares
+from safe_gpu.claim import variables as shares
 from safe_gpu.coordination import socket_names as names
-from safe_gpu.coordination.leases import slot_name
-from safe_gpu.devices import Gpu
+from safe_gpu.coordination.leases.file_names import slot_name
+from safe_gpu.coordination.name_table import read_names
+from safe_gpu.gpus.devices import Gpu
 from safe_gpu.status.gather import gather
-from safe_gpu.status.render import render, render_metrics
-
-from .conftest import claim, try_claim
+from safe_gpu.status.metrics import render_metrics
+from safe_gpu.status.render import render
 
 GIB = 1 << 30
 SHARE = """
@@ -124,7 +125,7 @@ def test_a_share_is_given_back_with_its_end_in_place_of_its_record(ground: Any) 
         assert lease.read_bytes() == b""
     assert (owner.share, owner.share_fraction) == (None, None)
     assert records(ground.directory) == {}
-    assert names.in_use() & {names.slot_of(ground.uuids[0], 0)} == set()
+    assert names.slot_of(ground.uuids[0], 0) not in read_names()
 
 
 def test_the_record_of_a_dead_whole_claim_goes_when_its_gpu_is_shared(sharing: Any, ground: Any) -> None:
@@ -226,7 +227,7 @@ def test_where_names_cannot_be_bound_files_count(sharing: Any, ground: Any, monk
         raise PermissionError(1, "Operation not permitted")
 
     sharing(share="60GiB")
-    monkeypatch.setattr(names, "bind", refuse)
+    monkeypatch.setattr(names, "take_name", refuse)
     assert try_claim(1, share="30GiB") == (1,)
     assert try_claim(1, share="20GiB") == (0,)
     assert "names cannot be bound" in caplog.text
@@ -236,14 +237,14 @@ def test_nobodys_datagrams_queue_up_in_a_name(ground: Any) -> None:
     import socket
 
     uuid, prefix = ground.uuids[0], gather().gpus[0] and names.simulated_prefix(str(ground.directory / "simulated"))
-    held = names.bind(names.slot_of(uuid, 0, prefix))
+    held = names.take_name(names.slot_of(uuid, 0, prefix))
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
         with pytest.raises(OSError, match=r"Broken pipe|Operation not permitted"):
             other.sendto(b"x", b"\0safe-gpu/1/" + names.slot_of(uuid, 0, prefix).encode())
-        assert names.held_slots(uuid, prefix) == [0]
+        assert names.named_slots(uuid, prefix) == [0]
     assert held is not None
     held.release()
-    assert names.held_slots(uuid, prefix) == []
+    assert names.named_slots(uuid, prefix) == []
 
 
 # Inside other claims
@@ -376,13 +377,13 @@ def test_what_users_see(sharing: Any, ground: Any) -> None:
         (second.process.pid, 30 * GIB),
     ]
     text = render(status, width=80, color=False)
-    assert "  2 claims, 30 GiB free\n" in text
+    assert "  2 claims, 30 GiB unclaimed\n" in text
     assert " 0/20G " in text
     assert safe_gpu.get_free_gpus() == ["1", "2", "3", "4", "5", "6", "7"]
 
 
 def test_the_history_counts_a_share_as_its_part(ground: Any, monkeypatch: Any) -> None:
-    from safe_gpu.status.history import claims_between, gpu_hours_by
+    from safe_gpu.status.history.claims import claims_between, gpu_hours_by
 
     with claim(2, share="20GiB"):
         pass

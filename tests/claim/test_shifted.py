@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import safe_gpu
+from safe_gpu.affinity import undo
 
 SHIFT = "CUDA_VISIBLE_DEVICES=1 now means GPU 2, which this claim does not hold, since GPU 0 is lost"
 
@@ -52,14 +54,21 @@ def test_status_and_bind_notice_it(shell: Any, fake_gpus: Any, command: Any) -> 
     assert "means" not in outside.stdout + outside.stderr
 
 
-def test_bind_in_python_notices_it(host: Any) -> None:
+@pytest.fixture
+def unbound() -> Iterator[None]:
+    """Undo the binding of this process after the test."""
+    yield
+    undo()
+
+
+def test_bind_in_python_notices_it(host: Any, unbound: None) -> None:
     safe_gpu.claim_gpus(1, only=1, affinity=None, timeout=0)
     assert SHIFT not in str(safe_gpu.bind())
     host.edits[host.uuids[0]] = {"lost": True}
     assert SHIFT in str(safe_gpu.bind())
 
 
-def test_bind_makes_no_state_directory(host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bind_makes_no_state_directory(host: Any, unbound: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     safe_gpu.bind()
     assert not Path(os.environ["SAFE_GPU_DIR"]).exists()

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 import safe_gpu
 from safe_gpu.claim import owner
-from safe_gpu.claim.options import ClaimOptions
-from safe_gpu.claim.times import DEFAULT, DefaultTimeout, default_timeout, parse_timeout
+from safe_gpu.claim.arguments.options import ClaimOptions
+from safe_gpu.claim.arguments.timeout import DEFAULT, DefaultTimeout, default_timeout, parse_timeout
 from safe_gpu.errors import UnsatisfiableRequestError
-from safe_gpu.settings import parse_duration
+from safe_gpu.settings.durations import parse_duration
 
 DURATIONS = {
     0.0: "0 0s",

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.claims import claim
 
-from safe_gpu.claim import search
-
-from .conftest import claim
+from safe_gpu.claim.search import search
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, whose directory it is")
 

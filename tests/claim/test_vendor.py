@@ -6,17 +6,17 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.forks import in_fork
 
 import safe_gpu
 from safe_gpu.claim.free import wait_for_gpus
-from safe_gpu.claim.view import HostView
-from safe_gpu.devices import HostSnapshot, vendor_of
+from safe_gpu.claim.host.host_view import HostView
 from safe_gpu.drivers.simulated import SimulatedDriver, SimulatedPlaceholder
+from safe_gpu.gpus.devices import HostSnapshot, vendor_of
 from safe_gpu.selection.request import Selection
 
 UUIDS = {
@@ -80,7 +80,7 @@ def _outside() -> dict[str, str]:
 )
 def test_a_driver_without_gpus_is_told_what_its_vendor_needs(driver: str, words: str) -> None:
     with pytest.raises(safe_gpu.NoDriverError, match=rf"the driver \({driver}\) works, but .*{words}$"):
-        HostView.of(SimpleNamespace(name=driver), HostSnapshot(()), Selection())
+        HostView(SimpleNamespace(name=driver), HostSnapshot(()), Selection())
 
 
 def test_the_vendor_that_would_do_is_named(command: Any) -> None:
@@ -147,10 +147,10 @@ def test_a_driver_that_was_named(monkeypatch: pytest.MonkeyPatch, command: Any) 
 
 
 @pytest.mark.parametrize("vendor", ["nvidia", "amd"])
-def test_a_claim_inside_a_claim_keeps_the_vendor(vendor: str, monkeypatch: pytest.MonkeyPatch, command: Any) -> None:
+def test_a_claim_inside_a_claim_keeps_the_vendor(vendor: str, command: Any) -> None:
     """Also where the program has cleared the variable that names AMD GPUs, and where it is left from elsewhere."""
     for stale in (None, UUIDS["amd"][3]):
-        with claim(2, vendor=vendor, delegate=True) as owner:
+        with claim(2, vendor=vendor, delegate=True) as owner, pytest.MonkeyPatch.context() as monkeypatch:
             if vendor == "nvidia" and stale:
                 monkeypatch.setenv("ROCR_VISIBLE_DEVICES", stale)
             if vendor == "amd" and stale is None:
@@ -182,16 +182,18 @@ def test_a_child_of_a_claim_that_does_not_delegate_is_told_so(command: Any) -> N
         assert f"process {os.getpid()}" in child.stderr
 
 
-def test_cpus_are_those_next_to_the_claimed_gpus(tmp_path: Path) -> None:
+def test_cpus_are_those_next_to_the_claimed_gpus() -> None:
     """`bind` looks for the GPUs of the claim, in its process and in children, not for NVIDIA's of the same number."""
-    for vendor, environment in (("amd", {}), ("nvidia", {"ROCR_VISIBLE_DEVICES": UUIDS["amd"][0]})):
-        os.environ.update(environment)
-        with claim(1, vendor=vendor, only="2") as owner:
-            report = safe_gpu.bind(strict=False, mode=None, memory="preferred")
-            assert owner.gpus[0].uuid in UUIDS[vendor]
-            assert "claimed by this process" in str(report.target)
-        for name in environment:
-            del os.environ[name]
+
+    def work() -> None:
+        for vendor, environment in (("amd", {}), ("nvidia", {"ROCR_VISIBLE_DEVICES": UUIDS["amd"][0]})):
+            os.environ.update(environment)
+            with claim(1, vendor=vendor, only="2") as owner:
+                report = safe_gpu.bind(strict=False, mode=None, memory="preferred")
+                assert owner.gpus[0].uuid in UUIDS[vendor]
+                assert "claimed by this process" in str(report.target)
+
+    in_fork(work)  # which ends bound
 
 
 def test_placeholders_of_the_users_own_find_the_gpus() -> None:

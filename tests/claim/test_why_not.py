@@ -6,10 +6,12 @@ import time
 
 import pytest
 
-from safe_gpu.claim.messages import ClaimAhead, Forecast, HolderGpus, WaitStatus, refusal_message, waiting_message
-from safe_gpu.claim.quota import LimitReached
-from safe_gpu.cli.parser import CommandLine
-from safe_gpu.devices import Gpu, GpuVerdict, LeaseHolder
+from safe_gpu.claim.limits.quota import LimitReached
+from safe_gpu.claim.messages.forecast import Forecast, HolderGpus
+from safe_gpu.claim.messages.wait_status import ClaimAhead, WaitStatus
+from safe_gpu.claim.messages.wording import refusal_message, waiting_message
+from safe_gpu.cli.option_values import CommandLine
+from safe_gpu.gpus.devices import Gpu, GpuVerdict, LeaseHolder
 from safe_gpu.selection.request import Selection, parse_request
 
 NOW = 1_000_000.0
@@ -124,12 +126,12 @@ TOLD = {
         f"1 GPU (0 free), {SOON_TEXT}; GPU 0: {BY_ADA}; GPU 6: drained by root: a fan is broken",
     ),
     "an overrun": (
-        status(claimed(0), expected=Forecast(NOW, NOW, overdue=(HolderGpus("ada", 1, NOW - 60),))),
-        f"1 GPU (0 free), ada's GPU overdue by 1 min; GPU 0: {BY_ADA}",
+        status(claimed(0), expected=Forecast(NOW, NOW, overdue=(HolderGpus("ada", ("0",), NOW - 60),))),
+        f"1 GPU (0 free), ada's GPU 0 overdue by 1 min; GPU 0: {BY_ADA}",
     ),
     "no known end": (
-        status(claimed(0), expected=Forecast(silent=(HolderGpus("ada", 2, None),))),
-        f"1 GPU (0 free); GPU 0: {BY_ADA}; no end known for ada's 2 GPUs",
+        status(claimed(0), expected=Forecast(silent=(HolderGpus("ada", ("0", "1"), None),))),
+        f"1 GPU (0 free); GPU 0: {BY_ADA}; no end known for ada's GPU 0,1",
     ),
     "a range": (status(claimed(0), asked=Selection(2, up_to=4).text), f"2-4 GPUs (0 free); GPU 0: {BY_ADA}"),
     "GPUs of one node": (
@@ -162,8 +164,12 @@ TOLD = {
         WaitStatus(3, None, 2, ahead=ADA._replace(since=0.0)),
         "2 GPUs, #3 in the queue; behind ada (pid 30106, wants 8 GPUs)",
     ),
+    "a waiter that the kernel does not show": (
+        WaitStatus(3, None, 2, ahead=ADA._replace(pid=0, user=None)),
+        "2 GPUs, #3 in the queue; behind somebody (wants 8 GPUs, queued for 12 min)",
+    ),
     "a ticket that cannot be read": (
-        WaitStatus(2, None, 1, ahead=ClaimAhead(0, "unknown", None, 0.0)),
+        WaitStatus(2, None, 1, ahead=ClaimAhead(30106, "ada", None, 0.0)),
         "1 GPU, #2 in the queue; behind a claim whose ticket cannot be read",
     ),
 }

@@ -1,28 +1,11 @@
-"""A terminal to look at, and commands in this process."""
+"""A terminal to look at."""
 
 from __future__ import annotations
 
-import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 from support.terminals import Terminal
-
-from safe_gpu.cli.commands import main
-
-Ask = Callable[..., subprocess.CompletedProcess[str]]
-
-
-@pytest.fixture
-def ask(capsys: pytest.CaptureFixture[str]) -> Ask:
-    """What a command that becomes no other prints, without a new interpreter for it."""
-
-    def run(*words: object) -> subprocess.CompletedProcess[str]:
-        capsys.readouterr()
-        code = main(list(map(str, words)))
-        return subprocess.CompletedProcess(words, code, *capsys.readouterr())
-
-    return run
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from safe_gpu import GPUAffinityError, LockTimeout, __version__
 from safe_gpu.claim import owner
 from safe_gpu.cli import commands as cli
 from safe_gpu.cli.commands import COMMANDS, main
-from safe_gpu.cli.parser import timeout_of
+from safe_gpu.cli.option_values import timeout_of
 
 
 def parsed(*line: str) -> object:
@@ -105,6 +105,8 @@ BAD = [
     ("status --output file", "--output"),
     ("status --mine --user anna", "--user"),
     *[(f"history {line}", line.split()[0]) for line in ("--json --csv", "--by moon", "--since 1h --until 2h")],
+    *[(f"history --report month {line}", line.split()[0]) for line in ("--by user", "--user anna", "--idle")],
+    *[(f"history {line}", "--plot") for line in ("--plot a.svg", "--report month --plot a.pdf")],
 ]  # fmt: skip
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from safe_gpu.cli.command_hints import warning_about
+from safe_gpu.cli.job.command_hints import warning_about
 
 STATE = "/tmp/safe-gpu"
 ATTACHED, DETACHED = "not with the container", "ends at once"

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from safe_gpu import GPUOwner, NoPlaceholder, NotEnoughGpusError, get_free_gpus
+from safe_gpu import GPUOwner, NoPlaceholder, NotEnoughGpusError, SafeGpuError, get_free_gpus
+from safe_gpu.claim.free import wait_for_gpus
+from safe_gpu.claim.host.host_view import HostView
 from safe_gpu.cli.commands import main
-from safe_gpu.coordination.leases import drained_gpus
+from safe_gpu.coordination.leases.drained import closed_now, drained_gpus
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, who drains GPUs")
 
@@ -111,3 +114,204 @@ def test_instances_of_a_drained_gpu(etc: Path, ask: Any, monkeypatch: pytest.Mon
     drained = next(label.partition(":")[0] for label in free if ":" in label)
     ask("drain", drained)
     assert get_free_gpus() == [label for label in free if label.partition(":")[0] != drained]
+
+
+# For a time
+
+ANNA, BEN = 4711, 4712
+
+
+def as_user_told(as_user: Any, uid: int, work: Callable[[], object]) -> str:
+    def told(say: Callable[[object], None], listen: Callable[[], str]) -> None:
+        try:
+            text = str(work())
+        except SafeGpuError as err:
+            text = f"{type(err).__name__}: {err}"
+        say(text.replace("\n", " "))
+
+    return str(as_user(told, uid=uid).hear())
+
+
+def test_before_it_begins_only_claims_that_end_in_time_enter(etc: Path, ask: Any, as_user: Any) -> None:
+    claim()  # makes the state directory
+    said = ask("drain", "0-6", "--from", "+2h", "--until", "+1h", "--reason", "new\nfans").stderr
+    assert said.startswith("safe-gpu: GPU 0-6: reserved by root from ")
+    assert said.endswith(": new fans\n")
+    table = [(None, "[7]"), ("1h", "[0]"), ("3h", "[7]"), ("unknown", "[7]")]
+    for hold_for, got in table:
+        assert as_user_told(as_user, BEN, lambda hold_for=hold_for: claim(hold_for=hold_for)) == got
+    for policy, got in (("default_hold = 1h", "[0]"), ("max_hold = 90m", "[0]"), ("default_hold = 3h", "[7]")):
+        (etc / "config.ini").write_text(f"[default]\n{policy}\n")
+        assert as_user_told(as_user, BEN, claim) == got
+    refused = as_user_told(as_user, BEN, lambda: claim(only="0-6", hold_for="3h"))
+    assert refused.startswith("NotEnoughGpusError")
+    assert all(words in refused for words in ("reserved by root from ", "new fans", "shorter --for"))
+    assert claim(hold_for="3h") == [0]  # root's
+
+
+def test_during_it_those_enter_for_whom_it_is(etc: Path, ask: Any, as_user: Any, ground: Any) -> None:
+    claim()
+    ask("drain", "--until", "+1h", "--for-group", str(ANNA), "--reason", "course")
+    assert as_user_told(as_user, ANNA, claim) == as_user_told(as_user, ANNA, lambda: claim(hold_for="5h")) == "[0]"
+    refused = as_user_told(as_user, BEN, lambda: claim(hold_for="1s"))
+    assert f"reserved by root for group {ANNA} from" in refused
+    assert "shorter --for" not in refused
+    assert as_user_told(as_user, BEN, get_free_gpus) == "[]"
+    assert len(get_free_gpus()) == 8
+    assert ask("resume", "3").returncode == 0
+    assert as_user_told(as_user, BEN, claim) == "[3]"
+    ask("resume")
+    ask("drain", "3", "--until", "+1h", "--for-user", str(ANNA))
+    assert as_user_told(as_user, ANNA, lambda: claim(only=3)) == "[3]"
+    assert as_user_told(as_user, BEN, lambda: claim(only=3)).startswith("NotEnoughGpusError")
+
+
+def test_it_lapses_by_itself(etc: Path, ask: Any, as_user: Any, ground: Any) -> None:
+    """A waiter gets the GPU once the window is over, and not before."""
+    claim()
+    until = int(time.time()) + 2
+    etc.mkdir()
+    (etc / "windows").write_text(f"1 {until} {','.join(ground.uuids)} -\n")
+
+    def wait() -> object:
+        got = claim(timeout=60)
+        return got, time.time() >= until
+
+    assert as_user_told(as_user, BEN, wait) == "([0], True)"
+
+
+def test_a_waiter_whose_gpus_are_reserved_keeps_no_others(etc: Path, ask: Any, as_user: Any, ground: Any) -> None:
+    claim()
+    ask("drain", "0", "--until", "+1h", "--for-user", str(ANNA))
+
+    def wait(say: Callable[[object], None], listen: Callable[[], str]) -> None:
+        wait_for_gpus(1, only=0, on_wait=lambda status: say("waits"))
+
+    assert as_user(wait, uid=BEN).hear() == "waits"
+    assert as_user_told(as_user, ANNA, lambda: claim(only=0)) == "[0]"
+    shown = json.loads(ask("status", "--json").stdout)
+    assert round(shown["queue"][0]["expected_start"] - time.time(), -3) == 4000
+    assert [(one["for"], one["by"], one["gpus"]) for one in shown["windows"]] == [
+        (f"user:{ANNA}", "root", [ground.uuids[0]])
+    ]
+    assert f"GPU 0: reserved by root for user {ANNA} from " in ask("status").stdout
+    assert "reserved by root" in as_user_told(as_user, BEN, closed_now)
+
+
+def test_running_claims_that_overlap_are_told(etc: Path, ask: Any, ground: Any) -> None:
+    ground.hold(1, until=time.time() + 7200)
+    ground.hold(2, until=time.time() + 60)
+    ground.hold(3)
+    lines = ask("drain", "0-4", "--from", "+1h", "--until", "+1h").stderr.splitlines()
+    assert [line.partition("GPU ")[2][0] for line in lines] == ["0", "1", "3"]
+    assert ", whose claim is to end at " in lines[1]
+    assert ", whose claim has not said when it ends" in lines[2]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--from", "+1h"), ("--for-user", "root"), ("--until", "yesterday"), ("--until", "+2y"), ("--until", "+900d"),
+        ("--from", "2026-01-01", "--until", "2026-01-02"), ("--until", "+1h", "--wait"), ("--timeout", "5m"),
+        ("--until", "+1h", "--for-user", "no-such-user"), ("--until", "+1h", "--for-group", "no-such-group"),
+        ("--until", "+1h", "--for-group", "root", "--for-user", "root"),
+    ],
+)  # fmt: skip
+def test_what_makes_no_window(etc: Path, ask: Any, words: tuple[str, ...]) -> None:
+    assert ask("drain", "0", *words).returncode == 2
+    assert not etc.exists()
+
+
+def test_the_owner_of_the_state_directory_reserves(etc: Path, state_dir: Path, as_user: Any, ground: Any) -> None:
+    claim()
+    assert as_user_told(as_user, ANNA, lambda: main(["drain", "3", "--until", "+1h"])) == "78"
+    os.chown(state_dir, ANNA, ANNA)
+    assert as_user_told(as_user, ANNA, lambda: main(["drain", "3", "--until", "+1h"])) == "0"
+    assert "reserved by 4711 from" in as_user_told(as_user, BEN, lambda: claim(only=3))
+    assert as_user_told(as_user, ANNA, lambda: main(["resume"])) == "0"
+    assert as_user_told(as_user, BEN, lambda: claim(only=3)) == "[3]"
+
+
+FORGED = {
+    "of another user": (BEN, 0o644, "1 4e9 {} -\n", "belongs to "),
+    "which others may write": (0, 0o666, "1 4e9 {} -\n", "can be written by others"),
+    "with a broken line": (0, 0o644, "1 4e9 {} -\nbroken\n", "has a line that is no window"),
+    "with too many lines": (0, 0o644, "1 4e9 {} -\n" * 101, "has a line that is no window, or too many"),
+    "that is huge": (0, 0o644, "1 4e9 {} -\n" + " " * (1 << 17), "has more than "),
+    "of no window": (0, 0o644, "1 1e400 {} -\n", "has a line that is no window"),
+    "of bytes": (0, 0o644, "\x00\ud800{}", "has a line that is no window"),
+}
+
+
+@pytest.mark.parametrize("in_etc", [True, False], ids=["root's", "the owner's"])
+@pytest.mark.parametrize(("uid", "mode", "text", "why"), FORGED.values(), ids=FORGED.keys())
+def test_a_file_that_is_ignored_is_told(
+    etc: Path, state_dir: Path, ask: Any, as_user: Any, ground: Any,
+    uid: int, mode: int, text: str, why: str, in_etc: bool,
+) -> None:  # fmt: skip
+    claim()
+    etc.mkdir()
+    file = (etc if in_etc else state_dir) / "windows"
+    file.write_text(text.replace("{}", ground.uuids[0]), errors="surrogatepass")
+    file.chmod(mode)
+    os.chown(file, uid, uid)
+    assert as_user_told(as_user, ANNA, claim) == "[0]"
+    for look in ("status", "doctor"):
+        said = " ".join(ask(look).stdout.split())
+        assert all(words in said for words in (f"{file} ", why, "it is ignored, and reserves no GPU"))
+    assert ask("drain", "0", "--until", "+1h").returncode == 0
+    if in_etc:
+        assert as_user_told(as_user, ANNA, claim) == "[1]"
+
+
+def test_a_full_file_takes_no_more(etc: Path, ask: Any, ground: Any) -> None:
+    etc.mkdir()
+    (etc / "windows").write_text(f"1 4e9 {ground.uuids[0]} -\n" * 99 + f"1 2 {ground.uuids[0]} -\n")
+    assert ask("drain", "1", "--until", "+1h").returncode == 0  # in place of the one that is over
+    assert "safe-gpu resume" in ask("drain", "1", "--until", "+1h").stderr
+    assert len((etc / "windows").read_text().splitlines()) == 100
+
+
+# Until nobody holds them
+
+
+def test_wait_ends_when_nobody_holds_or_uses_them(etc: Path, ask: Any, command: Any, ground: Any) -> None:
+    """The claim's process ends, and a child that it leaves behind goes on with its GPU."""
+    holder = command.start("run", "--", "sh", "-c", "sleep 600 & echo $!; wait")
+    orphan = int(holder.stdout.readline())
+    try:
+        drain = command.start("drain", "0-1", "--wait")
+        assert "GPU 0: drained by root; claimed by" in drain.stderr.readline()
+        holder.kill()
+        holder.wait()
+        assert ask("drain", "0-1", "--wait", "--timeout", "0").returncode == 75
+        assert drain.poll() is None
+    finally:
+        os.kill(orphan, 9)
+    assert drain.wait(timeout=60) == 0
+    assert ask("drain", "--wait", "--timeout", "0").returncode == 0
+
+
+def test_a_process_without_a_claim_is_waited_for(etc: Path, ask: Any, ground: Any) -> None:
+    ground.occupy(0)
+    assert ask("drain", "--wait", "--timeout", "0").returncode == 75
+    assert "GPU 0 still in use" in ask("drain", "0", "--wait", "--timeout", "0").stderr
+    assert ask("drain", "1-7", "--wait", "--timeout", "0").returncode == 0
+
+
+@pytest.mark.parametrize("name", ["drained", "windows"])
+def test_what_is_closed_while_a_claim_comes_to_the_lock(
+    etc: Path, state_dir: Path, as_user: Any, ground: Any, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """The last look is made under host.lock, so that a GPU is nobody's once it was seen free after a drain."""
+    claim()
+    os.chown(state_dir, BEN, BEN)
+    prepare = HostView.prepare
+    line = "{}" if name == "drained" else "1 4e9 {} -"
+
+    def prepare_and_close(view: HostView) -> None:
+        prepare(view)
+        (state_dir / name).write_text("".join(f"{line.format(uuid)}\n" for uuid in ground.uuids))
+
+    monkeypatch.setattr(HostView, "prepare", prepare_and_close)
+    assert as_user_told(as_user, BEN, claim).startswith("NotEnoughGpusError")

@@ -6,14 +6,16 @@ import argparse
 import csv
 import io
 import json
+import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import safe_gpu
-from safe_gpu.cli.status import moment
+from safe_gpu.cli.moments import moment
 
 NOW = time.mktime((2026, 11, 21, 12, 30, 0, 0, 0, -1))
 
@@ -27,6 +29,11 @@ NOW = time.mktime((2026, 11, 21, 12, 30, 0, 0, 0, -1))
         ("2026-11-01", (2026, 11, 1, 0, 0)),
         ("2026-11-01 13:45", (2026, 11, 1, 13, 45)),
         ("2026-11-01T13:45", (2026, 11, 1, 13, 45)),
+        ("12:30", NOW),
+        ("12:31", (2026, 11, 20, 12, 31)),
+        ("sat 9:00", (2026, 11, 21, 9, 0)),
+        ("Saturday  13:00", (2026, 11, 14, 13, 0)),
+        ("+2h", NOW + 7200),
         ("7d", NOW - 7 * 86400),
         ("99999999d", 0.0),
     ],
@@ -36,7 +43,43 @@ def test_times(text: str, expected: Any, monkeypatch: pytest.MonkeyPatch) -> Non
     assert moment(text) == (time.mktime((*expected, 0, 0, 0, -1)) if isinstance(expected, tuple) else expected)
 
 
-@pytest.mark.parametrize("text", ["soon", "7", "", "2026-13-01", "inf", "-5h", "2026-11-01 25:00"])
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("12:30", (2026, 11, 22, 12, 30)),
+        ("12:31", (2026, 11, 21, 12, 31)),
+        ("0:00", (2026, 11, 22, 0, 0)),
+        ("Sat 12:30", (2026, 11, 28, 12, 30)),
+        ("Sat 12:31", (2026, 11, 21, 12, 31)),
+        ("thu 9:00", (2026, 11, 26, 9, 0)),
+        ("Tue 9:00", (2026, 12, 1, 9, 0)),
+        ("+90m", NOW + 5400),
+        ("2026-11-01", (2026, 11, 1, 0, 0)),
+    ],
+)
+def test_the_next_such_time(text: str, expected: Any) -> None:
+    after = time.mktime((*expected, 0, 0, 0, -1)) if isinstance(expected, tuple) else expected
+    base = NOW if text != "Tue 9:00" else time.mktime((2026, 11, 24, 9, 0, 0, 0, 0, -1))
+    assert moment(text, base) == after
+
+
+@pytest.mark.parametrize("zone", ["Europe/Berlin", "America/New_York", "UTC"])
+def test_a_time_of_day_is_one_where_the_clocks_change(zone: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TZ", zone)
+    time.tzset()
+    try:
+        base = time.mktime((2026, 10, 24, 18, 0, 0, 0, 0, -1))
+        for days, text in enumerate(("17:00", "Mon 17:00"), 1):
+            found = time.localtime(moment(text, base))
+            assert (found.tm_mday, found.tm_hour, found.tm_min) == (24 + days, 17, 0)
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+
+
+@pytest.mark.parametrize(
+    "text", ["soon", "24:00", "9:60", "Foo 9:00", "+", "+2", "7", "", "2026-13-01", "inf", "-5h", "2026-11-01 25:00"]
+)
 def test_what_is_no_time_is_told_what_is(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="write 2026-11-01"):
         moment(text)
@@ -80,6 +123,46 @@ def test_gpu_hours(used: None, ask: Any, by: str, keys: int) -> None:
     table = ask("history", "--by", by).stdout.splitlines()
     assert table[0].split() == [by.upper(), "CLAIMS", "GPU-HOURS"]
     assert len(table) == 1 + keys + (keys > 1)
+
+
+def test_a_report_of_a_wait(command: Any, ask: Any, ground: Any, eventually: Any) -> None:
+    with safe_gpu.GPUOwner(8, safe_gpu.NoPlaceholder(), affinity=None, timeout=0):
+        began = time.monotonic()
+        waiter = command.start("run", "-q", "-n", 2, "--", "true")
+        eventually(lambda: bool(ground.tickets()))
+        seen = time.monotonic()
+        eventually(lambda: time.monotonic() > seen)
+        least = time.monotonic() - seen
+    assert waiter.wait(60) == 0
+    most = time.monotonic() - began
+    last, first = json.loads(ask("history", "--json").stdout)["claims"]
+    assert first["waited"] >= 0
+    assert least < last["waited"] < most
+    user, week, host = json.loads(ask("history", "--report", "month", "--json").stdout)["report"]
+    assert [one["claims"] for one in (user, week, host)] == [2, 2, 2]
+    assert (user["waits"], user["wait_95"]) == (2, last["waited"])
+    assert user["free_gpu_hours"] is None
+    assert week["free_gpu_hours"] == host["free_gpu_hours"] >= 0
+    rows = list(csv.DictReader(io.StringIO(ask("history", "--report", "month", "--csv").stdout)))
+    assert rows[0].keys() == user.keys()
+    for name in ("by", "key", "claims", "waits", "wait_mean", "wait_95"):  # the hours grow while somebody looks
+        assert [row[name] for row in rows] == [str(one[name]) for one in (user, week, host)]
+    titles = [line.split()[0] for line in ask("history", "--report", "month").stdout.splitlines() if line[:1].isupper()]
+    assert titles == ["USER", "WEEK", "HOST"]
+
+
+def test_a_picture_needs_matplotlib(used: None, ask: Any, command: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    words = ("history", "--report", "month", "--plot", tmp_path / "month.svg")
+    if find_spec("matplotlib") is not None:
+        done = command.run(*words)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert (tmp_path / "month.svg").read_text().startswith("<?xml")
+        (tmp_path / "month.svg").unlink()
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    done = ask(*words)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "--plot needs matplotlib, which is not installed: pip install matplotlib" in done.stderr
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_others_and_other_times_are_left_out(used: None, ask: Any) -> None:

@@ -7,15 +7,14 @@ import json
 import os
 import subprocess
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.terminals import Terminal
 
-from safe_gpu.claim.messages import WaitStatus
-from safe_gpu.cli.run import WaitLine
+from safe_gpu.claim.messages.wait_status import WaitStatus
+from safe_gpu.cli.job.wait_line import WaitLine
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, whose file a policy must be")
 
@@ -23,20 +22,7 @@ HOUR = 3600.0
 
 
 @pytest.fixture
-def rules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Write the policy of this host, one for root."""
-
-    def write(line: str) -> None:
-        path = tmp_path / "policy.ini"
-        path.write_text(f"[user root]\n{line}\n")
-        path.chmod(0o644)
-        monkeypatch.setenv("SAFE_GPU_POLICY", str(path))
-
-    return write
-
-
-@pytest.fixture
-def claim(command: Any, ask: Any) -> Any:
+def claim(state_dir: Path, command: Any, ask: Any) -> Any:
     """A claim of all GPUs, whose first look without work has been noted."""
     started = command.start("run", "-n", 8, "--", "sh", "-c", "echo up; read x", stdin=subprocess.PIPE)
     assert started.stdout.readline() == "up\n"
@@ -60,7 +46,7 @@ def test_from_the_limit_on_it_is_marked_and_listed(idle: None, ask: Any, rules: 
         ("max_gpus = 8", False, 1),
     ):
         if policy is not None:
-            rules(policy)
+            rules(f"[user root]\n{policy}\n")
         assert ("\nGPU 0-7: no work for 2 h\n" in ask("status").stdout) is marked, policy
         assert len(json.loads(ask("history", "--idle", "--json").stdout)["claims"]) == found, policy
     assert all(one["idle_for"] > 2 * HOUR for one in json.loads(ask("status", "--json").stdout)["gpus"])
@@ -69,7 +55,7 @@ def test_from_the_limit_on_it_is_marked_and_listed(idle: None, ask: Any, rules: 
 def test_a_waiter_on_a_terminal_is_told_whom_to_ask(
     claim: Any, command: Any, ask: Any, rules: Any, terminal: Terminal, eventually: Any
 ) -> None:
-    rules("idle_report_after = 1s")
+    rules("[user root]\nidle_report_after = 1s")
     eventually(lambda: "no work for" in ask("status").stdout)
     started = command.start("wait", stderr=terminal.slave)
     terminal.read_until(f" s: it is yours (pid {claim.pid})\r\n")
@@ -95,7 +81,7 @@ def test_only_on_a_terminal_and_from_the_limit_on_and_once(
         (io.StringIO, "idle_report_after = 1h", False),
     ):
         if policy is not None:
-            rules(policy)
+            rules(f"[user root]\n{policy}\n")
         written = stream()
         with WaitLine(written) as line:
             line.show(WaitStatus(1, 0, 1))

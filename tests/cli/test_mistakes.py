@@ -17,7 +17,7 @@ import pytest
 
 import safe_gpu
 from safe_gpu.cli import main
-from safe_gpu.cli.parser import CommandLine
+from safe_gpu.cli.option_values import CommandLine
 from safe_gpu.selection.request import parse_request
 
 TYPED = """
@@ -58,6 +58,12 @@ $ safe-gpu run -t 1:30 -- true
 [2] safe-gpu run: error: --timeout 1:30 may be hours or minutes: write 1h30m or 1m30s (see safe-gpu run --help)
 $ safe-gpu run --min-memory 20 -- true
 [2] safe-gpu run: error: --min-memory 20 means 20 bytes? write 20GiB (see safe-gpu run --help)
+$ safe-gpu run --share 25 -- true
+[2] safe-gpu run: error: --share 25 means 25 bytes? write 25GiB or 25% (see safe-gpu run --help)
+$ safe-gpu run --share 25MiB -- true
+[2] safe-gpu run: error: --share 25MiB makes no sense: 1 GiB is the least, CUDA's context included...
+$ safe-gpu run --for 2 -- true
+[2] safe-gpu run: error: --for 2 means 2 seconds? write 2h, 2m or 2s (see safe-gpu run --help)
 $ safe-gpu run --min-memory 90GiB -- true
 [78] safe-gpu: 1 GPU is asked for, but none fits (GPU 0-7: 80 GiB in all, 90 GiB asked for)
 $ safe-gpu run --model 'RTX*' -- true

@@ -25,12 +25,8 @@ max_gpus = 2
 
 
 @pytest.fixture
-def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    path = tmp_path / "policy.ini"
-    path.write_text(TEXT)
-    path.chmod(0o644)
-    monkeypatch.setenv("SAFE_GPU_POLICY", str(path))
-    return path
+def path(rules: Any) -> Path:
+    return rules(TEXT)
 
 
 def test_it_shows_each_value_and_its_section(path: Path, ask: Any, ground: Any) -> None:
@@ -46,6 +42,7 @@ def test_it_shows_each_value_and_its_section(path: Path, ask: Any, ground: Any) 
         "default_hold      unset",
         "max_wait          90 s         [group root]",
         "idle_report_after unset",
+        "weight            unset",
         "",
         "You hold 1 of your 2 GPUs.",
     ]
@@ -64,6 +61,7 @@ def test_for_programs(path: Path, ask: Any) -> None:
         "default_hold": None,
         "max_wait": 90.0,
         "idle_report_after": None,
+        "weight": None,
         "sections": {"max_gpus": "[user root]", "max_hold": "[default]", "max_wait": "[group root]"},
     }
 

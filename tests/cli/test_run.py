@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from support.terminals import Terminal
 
-from safe_gpu import procfs
-from safe_gpu.cli.become import CommandError, find_command
+from safe_gpu.cli.job.become import CommandError, find_command
+from safe_gpu.host import procfs
 
 USER = procfs.user_name(os.geteuid())
 
@@ -128,7 +128,7 @@ def test_leases_lie_out_of_the_way_and_nothing_else_is_handed_on(command, ground
     assert len(kept) == 1
     assert min(leases | kept) >= 500
     names = {number for number, target in found.items() if target.startswith("socket:") and number >= 500}
-    assert len(names) == 4  # of each GPU, and for claims inside this one
+    assert len(names) == 6  # of each GPU, and two for claims inside this one
     assert set(found) - leases - kept - names <= {0, 1, 2, 255}  # the last is bash's own
 
 
@@ -263,9 +263,9 @@ def test_it_says_it_again_every_minute(command, ground, child) -> None:
     ground.hold(*range(7))
     ground.occupy(7)
     code = """
-import safe_gpu.claim.search
+import safe_gpu.claim.search.wait_reports
 from safe_gpu.cli import main
-safe_gpu.claim.search._REPORT_INTERVAL = 0.02
+safe_gpu.claim.search.wait_reports._REPORT_INTERVAL = 0.02
 sys.exit(main(["run", "--for", "1h", "--only", "6,7", "-n", "2", "--", "true"]))
 """
     waiter = child(code)
@@ -368,6 +368,8 @@ x=$(safe-gpu run -n 3 -- printenv CUDA_VISIBLE_DEVICES); echo "$x"
 def test_the_number_that_a_job_asked_for(command, ground) -> None:
     line = ("run", "-n", "job", "--visible-as", "uuid", "--", "printenv", "CUDA_VISIBLE_DEVICES")
     assert command.run(*line, env={"SAFE_GPU_NB_GPUS": "3"}).stdout.strip().split(",") == ground.uuids[:3]
+    none = command.run(*line, env={"SAFE_GPU_NB_GPUS": "0"})
+    assert (none.returncode, none.stdout) == (0, "\n")
 
 
 def test_a_command_line_of_any_length_leaves_a_readable_record(command, ground) -> None:
@@ -410,15 +412,12 @@ def test_on_a_terminal_it_says_so_at_once(command, terminal: Terminal, quiet: tu
     ("said", "config", "code"), [(None, "", 73), (99, "", 99), (None, "100", 100), (99, "100", 99)]
 )
 def test_what_a_scheduler_is_told_of_a_broken_host(
-    command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: int | None, config: str, code: int
+    command, tmp_path: Path, rules, monkeypatch: pytest.MonkeyPatch, said: int | None, config: str, code: int
 ) -> None:
     if config:
         if os.geteuid() != 0:
             pytest.skip("needs root, whose file it must be")
-        path = tmp_path / "config.ini"
-        path.write_text(f"[host]\nrefused_exit = {config}\n")
-        path.chmod(0o644)
-        monkeypatch.setenv("SAFE_GPU_POLICY", str(path))
+        rules(f"[host]\nrefused_exit = {config}\n")
     monkeypatch.setenv("SAFE_GPU_DIR", str(tmp_path / "file"))
     (tmp_path / "file").touch()
     option = [] if said is None else ["--refused-exit", said]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from safe_gpu import procfs
+from safe_gpu.host import procfs
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ def trouble() -> str:
         return "needs root, for podman with --rootfs"
     missing = [name for name in ("podman", "runc") if shutil.which(name) is None]
     if missing:
-        return f"not installed: {', '.join(missing)}"
+        return f"needs {' and '.join(missing)}"
     try:
         done = subprocess.run(
             [*PODMAN, "run", "--rm", "--network=none", *LIMITS, "--rootfs", "/:O", "true"],

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from safe_gpu import procfs
 from safe_gpu.claim.owner import GPUOwner
 from safe_gpu.errors import NotEnoughGpusError
+from safe_gpu.host import procfs
 from safe_gpu.runtimes.placeholders import NoPlaceholder
 from safe_gpu.status.gather import gather
 

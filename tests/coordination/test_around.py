@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 
-from safe_gpu import procfs
-from safe_gpu.coordination.holders import outer_claim_of_process
-from safe_gpu.coordination.leases import LeaseRecord
+from safe_gpu.coordination.holders.outer_claim import outer_claim_of_process
+from safe_gpu.coordination.leases.record import LeaseRecord
 from safe_gpu.coordination.socket_names import digest
+from safe_gpu.host import procfs
 
 
 def record(pid: int, start: int | None, token: str = "") -> LeaseRecord:

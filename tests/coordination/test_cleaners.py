@@ -22,7 +22,7 @@ NOTHING = safe_gpu.NoPlaceholder()
 def clean(state_dir: Path) -> Callable[[], None]:
     """Clean the directory that the state directory lies in, as systemd does to /tmp; an age of 0 makes all old."""
     if TMPFILES is None:
-        pytest.skip("systemd-tmpfiles is not installed")
+        pytest.skip("needs systemd-tmpfiles")
     (state_dir.parent / "old file").touch()
     (state_dir.parent / "old").mkdir()
     (state_dir.parent / "old" / "file").touch()

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from safe_gpu.coordination.records import command_for_record, own_command, program_names
+from safe_gpu.coordination.leases.commands import command_for_record, own_command, program_names
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from safe_gpu.coordination import files as directories
-from safe_gpu.coordination.files import StateDir
+from safe_gpu.coordination.files import shared_directory
+from safe_gpu.coordination.files import state_dir as state_dir_module
+from safe_gpu.coordination.files.state_dir import StateDir
 
 FIRST, SECOND = 54321, 54322
 
@@ -25,7 +26,7 @@ def make_all(path: Path) -> None:
 
 def killed_at(step: int, path: Path) -> bool:
     """Make the directories as another user, and die before that call into the kernel; False where it came to none."""
-    directories.rename_new("/nowhere", "/nowhere/else", None)  # what it imports is there before the fork
+    shared_directory.rename_new("/nowhere", "/nowhere/else", None)  # what it imports is there before the fork
     pid = os.fork()
     if pid == 0:
         left = step
@@ -71,7 +72,8 @@ def test_without_renameat2_they_are_made_all_the_same(state_dir: Path, monkeypat
     if trouble == "no function":
         monkeypatch.setattr(ctypes, "CDLL", lambda *args, **options: object())
     else:
-        monkeypatch.setattr(directories, "rename_new", lambda *args: errno.EINVAL)
+        monkeypatch.setattr(shared_directory, "rename_new", lambda *args: errno.EINVAL)
+        monkeypatch.setattr(state_dir_module, "rename_new", lambda *args: errno.EINVAL)
     make_all(state_dir)
     for path in (state_dir, state_dir / "leases"):
         assert stat.S_IMODE(path.stat().st_mode) == 0o1777
@@ -80,8 +82,8 @@ def test_without_renameat2_they_are_made_all_the_same(state_dir: Path, monkeypat
 
 
 def test_whoever_is_faster_keeps_the_name(state_dir: Path) -> None:
-    directories.make_directory(str(state_dir), str(state_dir), None)
+    shared_directory.make_directory(str(state_dir), str(state_dir), None)
     (state_dir / "precious").touch()
-    directories.make_directory(str(state_dir), str(state_dir), None)
+    shared_directory.make_directory(str(state_dir), str(state_dir), None)
     assert os.listdir(state_dir) == ["precious"]
     assert os.listdir(state_dir.parent) == ["state"]

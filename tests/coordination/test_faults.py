@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.ground import write_for_all
 
-from safe_gpu.coordination.files import StateDir
-from safe_gpu.coordination.leases import clear_fault, fault_name, read_faults, write_fault
-from safe_gpu.devices import GpuFault
+from safe_gpu.coordination.files.state_dir import StateDir
+from safe_gpu.coordination.leases.faults import clear_fault, read_faults, write_fault
+from safe_gpu.coordination.leases.file_names import fault_name
 from safe_gpu.errors import StateDirError
+from safe_gpu.gpus.devices import GpuFault
 
 UUID = "GPU-1"
 
@@ -59,7 +61,7 @@ LONG = b'{"when": 1, "error": "' + b"x" * 9999
 
 @pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"[]", b"null", b'{"when": null, "error": "x"}', LONG + b'"}'])
 def test_nonsense_is_no_note(leases: StateDir, content: bytes) -> None:
-    path(leases).write_bytes(content)
+    write_for_all(path(leases), content)
     assert read_faults(leases, [UUID]) == {}
 
 

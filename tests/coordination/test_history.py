@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from safe_gpu import NoPlaceholder, claim_gpus
 from safe_gpu.coordination import history
-from safe_gpu.coordination.leases import LeaseRecord
-from safe_gpu.coordination.records import LONGEST, ClaimEnd, end_of_dead_claim
-from safe_gpu.status.history import claims_between
+from safe_gpu.coordination.leases.claim_end import LONGEST, ClaimEnd, end_of_dead_claim
+from safe_gpu.coordination.leases.record import LeaseRecord
+from safe_gpu.status.history.claims import claims_between
 
 NOW = 1_795_000_000.0  # in November 2026
 FILE = "2026-11.jsonl"
@@ -40,6 +40,15 @@ def test_a_file_for_each_month_that_everybody_may_write(written: Path) -> None:
     assert {file.name: file.read_bytes() for file in written.iterdir()} == {FILE: 3 * LINE, "2026-12.jsonl": LINE}
     assert stat.S_IMODE(written.stat().st_mode) == 0o1777
     assert {stat.S_IMODE(file.stat().st_mode) for file in written.iterdir()} == {0o666}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to act as other users")
+def test_links_of_others_stay_wherever_they_lead(written: Path) -> None:
+    link = written / "2020-01.jsonl"
+    link.symlink_to(written / FILE)
+    os.chown(link, 4711, 4711, follow_symlinks=False)
+    assert history.append([LINE], NOW + 31 * 86400)
+    assert link.is_symlink()
 
 
 def test_a_full_file_is_followed_by_the_next_part_up_to_a_bound(written: Path) -> None:

@@ -13,11 +13,16 @@ from pathlib import Path
 import pytest
 
 from safe_gpu import errors
-from safe_gpu.coordination.files import StateDir
-from safe_gpu.coordination.locks import HostLock, _pauses, fork_guard
+from safe_gpu.coordination.files.descriptors import fork_guard
+from safe_gpu.coordination.files.state_dir import StateDir
+from safe_gpu.coordination.holders.of_gpus import lease_holders
+from safe_gpu.coordination.leases import watcher
+from safe_gpu.coordination.locks import flock, host_lock
+from safe_gpu.coordination.locks.host_lock import HostLock, _pauses
+from safe_gpu.coordination.scope import gpus_of_scope
 
 HOLD = """
-from safe_gpu.coordination.locks import HostLock
+from safe_gpu.coordination.locks.host_lock import HostLock
 with HostLock(None) as host:
     say("held")
     listen()
@@ -49,6 +54,20 @@ def test_a_timeout_names_the_holder(state_dir: Path, child) -> None:
     assert isinstance(caught.value, TimeoutError)
 
 
+def test_who_reads_the_leases_waits_for_a_lock_that_is_held_for_a_moment(state_dir, monkeypatch) -> None:
+    tries: list[int] = []
+    genuine = flock.lock_file
+    monkeypatch.setattr(host_lock, "lock_file", lambda fd: tries.append(fd) or (len(tries) > 1 and genuine(fd)))
+    monkeypatch.setattr(watcher, "lock_file", lambda fd: tries.append(fd) or (len(tries) > 1 and genuine(fd)))
+    assert lease_holders((), prefix="") == {}
+    assert len(tries) == 2
+
+
+def test_who_reads_makes_no_directory(state_dir: Path) -> None:
+    assert gpus_of_scope("0123456789abcdef") == ()
+    assert not state_dir.exists()
+
+
 def test_a_stopped_holder_is_called_stopped(state_dir: Path, child, eventually) -> None:
     holder = child(HOLD)
     assert holder.hear() == "held"
@@ -56,6 +75,27 @@ def test_a_stopped_holder_is_called_stopped(state_dir: Path, child, eventually) 
     eventually(lambda: Path(f"/proc/{holder.pid}/stat").read_text().split()[2] == "T")
     with pytest.raises(errors.LockTimeout, match="which is stopped"), HostLock(time.monotonic()):
         pass
+
+
+@pytest.mark.parametrize("held_by", ["others in turn", "one that gets no CPU", "one that has ended"])
+def test_nobody_is_blamed_on_an_overloaded_host(state_dir: Path, child, monkeypatch, held_by: str) -> None:
+    holder = child(HOLD)
+    assert holder.hear() == "held"
+    ended = os.fork()
+    if not ended:
+        os._exit(0)
+    os.waitpid(ended, 0)
+    holders = iter([holder.pid, os.getppid()] * 3)
+    shown = {"others in turn": lambda: next(holders), "one that has ended": lambda: ended}.get(held_by)
+    if shown is not None:
+        monkeypatch.setattr(host_lock.procfs, "flock_holders", lambda inodes: {inode: [shown()] for inode in inodes})
+    else:
+        monkeypatch.setattr(host_lock.procfs, "is_running", lambda pid: pid == holder.pid)
+    monkeypatch.setattr(os, "getloadavg", lambda: (8.0 * os.cpu_count(), 0.0, 0.0))
+    with pytest.raises(errors.LockTimeout, match="no process keeps it: the host is overloaded") as caught:
+        HostLock(time.monotonic()).__enter__()
+    assert (caught.value.pid, caught.value.overloaded) == (None, True)
+    assert str(holder.pid) not in str(caught.value)
 
 
 def test_a_forked_child_does_not_keep_it(state_dir: Path) -> None:
@@ -87,7 +127,7 @@ def test_a_file_that_was_cleaned_away_meanwhile_is_not_locked(state_dir: Path, c
     holder = child(HOLD)
     assert holder.hear() == "held"
     spy = """
-from safe_gpu.coordination import locks as host_lock
+from safe_gpu.coordination.locks import host_lock
 real, told = host_lock.lock_file, []
 def lock_file(fd):
     got = real(fd)
@@ -146,7 +186,7 @@ def test_only_one_at_a_time(state_dir: Path, child, tmp_path: Path) -> None:
     """A marker must not be there on entry."""
     code = f"""
 import os
-from safe_gpu.coordination.locks import HostLock
+from safe_gpu.coordination.locks.host_lock import HostLock
 say("ready"); listen()
 for _ in range(200):
     with HostLock(None):

@@ -15,18 +15,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from safe_gpu.coordination import leases as leases_module
-from safe_gpu.coordination.leases import Lease, LeaseRecord, lease_name, probe, read_record, try_lease
-from safe_gpu.coordination.locks import HostLock
+from safe_gpu.coordination.leases import record as leases_module
+from safe_gpu.coordination.leases.file_names import lease_name
+from safe_gpu.coordination.leases.lease import Lease, probe, try_lease
+from safe_gpu.coordination.leases.record import LeaseRecord, read_record
+from safe_gpu.coordination.locks.host_lock import HostLock
 from safe_gpu.errors import StateDirError
-from safe_gpu.procfs import printable
+from safe_gpu.host.procfs import printable
 
 NAME = lease_name("GPU-1")
 
 HOLD = """
 import os
-from safe_gpu.coordination.locks import HostLock
-from safe_gpu.coordination.leases import try_lease
+from safe_gpu.coordination.locks.host_lock import HostLock
+from safe_gpu.coordination.leases.lease import try_lease
 with HostLock(None) as host:
     lease = try_lease(host, "GPU-1.lock")
 say("held" if lease else "refused")
@@ -70,11 +72,7 @@ def test_shared_holders_stand_side_by_side_and_keep_others_out(state_dir: Path) 
 
 @pytest.mark.parametrize("end", ["exit", "kill", "exec"])
 def test_ends_with_the_process_however_it_ends(state_dir: Path, child, eventually, end: str) -> None:
-    endings = {
-        "exit": "",
-        "kill": "os.kill(os.getpid(), 9)",
-        "exec": "os.execv('/bin/true', ['true'])",
-    }
+    endings = {"exit": "", "kill": "os.kill(os.getpid(), 9)", "exec": "os.execv('/bin/true', ['true'])"}
     holder = child(HOLD + "listen()\n" + endings[end])
     assert holder.hear() == "held"
     assert held()

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from safe_gpu.coordination import legacy
-from safe_gpu.coordination.legacy import take_legacy_lock
+from safe_gpu.coordination.locks import legacy_lock as legacy
+from safe_gpu.coordination.locks.legacy_lock import take_legacy_lock
 from safe_gpu.errors import LockTimeout, StateDirError, UnsatisfiableRequestError
 
 logger = logging.getLogger("test")
@@ -79,7 +79,8 @@ def test_a_bad_value_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_ours_pass_side_by_side_and_keep_theirs_out(present: Path, child) -> None:
     mine = take_legacy_lock(0.0, logger)
     other = child(
-        f"from safe_gpu.coordination import legacy\nimport logging\nlegacy.LOCK_FILE = {str(present)!r}\n"
+        f"from safe_gpu.coordination.locks import legacy_lock as legacy\n"
+        f"import logging\nlegacy.LOCK_FILE = {str(present)!r}\n"
         "lock = legacy.take_legacy_lock(0.0, logging)\nsay('shared' if lock else 'none'); listen(); lock.release()"
     )
     assert other.hear() == "shared"
@@ -102,7 +103,7 @@ def test_theirs_keeps_us_out_until_the_deadline(present: Path, child) -> None:
 
 OURS = """
 import logging, os, signal, sys, threading, time
-from safe_gpu.coordination import legacy, legacy as record_locks
+from safe_gpu.coordination.locks import legacy_lock as legacy, record_locks
 legacy.LOCK_FILE = PATH
 def take(seconds=None):
     return legacy.take_legacy_lock(None if seconds is None else time.monotonic() + seconds, logging)

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
 
-from safe_gpu.coordination.leases import lease_name, probe, try_lease
-from safe_gpu.coordination.locks import HostLock, LeaseWatcher
+from safe_gpu.coordination.leases.file_names import lease_name
+from safe_gpu.coordination.leases.lease import probe, try_lease
+from safe_gpu.coordination.leases.watcher import LeaseWatcher
+from safe_gpu.coordination.locks.host_lock import HostLock
 
 NAMES = [lease_name(f"GPU-{number}") for number in range(3)]
 
 HOLD = f"""
-from safe_gpu.coordination.locks import HostLock
-from safe_gpu.coordination.leases import try_lease
+from safe_gpu.coordination.locks.host_lock import HostLock
+from safe_gpu.coordination.leases.lease import try_lease
 with HostLock(None) as host:
     leases = [try_lease(host, name) for name in {NAMES!r}]
 say("held")
@@ -33,33 +36,42 @@ def holder(state_dir: Path, child):
 
 
 def test_it_stirs_when_a_lease_comes_free_and_keeps_none(holder) -> None:
-    with LeaseWatcher(NAMES) as lookout:
-        assert not lookout.any_free()
+    with LeaseWatcher(NAMES) as watcher:
+        assert not watcher.any_free()
         holder.tell()
         assert holder.hear() == "released"
-        assert lookout.any_free()
+        assert watcher.any_free()
         with HostLock(None) as host:
             assert not probe(host, NAMES[1])
             lease = try_lease(host, NAMES[1])
         assert lease is not None
-        assert not lookout.any_free()
+        assert not watcher.any_free()
         lease.release()
-        assert lookout.any_free()
+        assert watcher.any_free()
+
+
+def test_signals_are_held_back_only_while_it_looks(holder) -> None:
+    handler = signal.getsignal(signal.SIGINT)
+    with LeaseWatcher(NAMES) as watcher:
+        assert signal.getsignal(signal.SIGINT) is handler
+        watcher.any_free()
+        assert signal.getsignal(signal.SIGINT) is handler
+    assert signal.getsignal(signal.SIGINT) is handler
 
 
 def test_it_stirs_when_the_holder_dies(holder) -> None:
-    with LeaseWatcher(NAMES) as lookout:
-        assert not lookout.any_free()
+    with LeaseWatcher(NAMES) as watcher:
+        assert not watcher.any_free()
         holder.kill()
-        assert lookout.any_free()
+        assert watcher.any_free()
 
 
 def test_it_probes_nothing_while_another_has_host_lock(holder) -> None:
     holder.tell()
     assert holder.hear() == "released"
-    with LeaseWatcher(NAMES) as lookout, HostLock(None) as host:
+    with LeaseWatcher(NAMES) as watcher, HostLock(None) as host:
         lease = try_lease(host, NAMES[1])
-        assert lookout.any_free()  # it cannot tell
+        assert watcher.any_free()  # it cannot tell
         assert lease is not None
     with HostLock(None) as host:
         assert probe(host, NAMES[1])
@@ -77,7 +89,7 @@ def descriptors_of_a_child() -> int:
 def test_it_leaves_no_descriptor(holder, child) -> None:
     before = os.listdir("/proc/self/fd")
     in_child = descriptors_of_a_child()
-    with LeaseWatcher([*NAMES, lease_name("GPU-missing")]) as lookout:
+    with LeaseWatcher([*NAMES, lease_name("GPU-missing")]) as watcher:
         assert descriptors_of_a_child() == in_child
-        assert not lookout.any_free()
+        assert not watcher.any_free()
     assert os.listdir("/proc/self/fd") == before

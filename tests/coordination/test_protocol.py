@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import safe_gpu
-from safe_gpu.coordination.leases import inner_name, lease_name
+from safe_gpu.coordination.leases.file_names import inner_name, lease_name
 
 ELSEWHERE = 999_999_999  # the number of a process that cannot be seen from here
 

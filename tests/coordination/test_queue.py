@@ -15,10 +15,13 @@ from pathlib import Path
 
 import pytest
 
-from safe_gpu import procfs
-from safe_gpu.coordination.files import StateDir
-from safe_gpu.coordination.locks import HostLock, fork_guard
-from safe_gpu.coordination.queue import Listing, TicketRequest, Waiter, live_tickets
+from safe_gpu.coordination.files.descriptors import fork_guard
+from safe_gpu.coordination.files.state_dir import StateDir
+from safe_gpu.coordination.locks.host_lock import HostLock
+from safe_gpu.coordination.queue.listing import Listing
+from safe_gpu.coordination.queue.live import live_tickets
+from safe_gpu.coordination.queue.ticket import TicketRequest
+from safe_gpu.coordination.queue.waiter import Waiter
 from safe_gpu.errors import StateDirError
 
 ANY = frozenset({"GPU-0", "GPU-1"})
@@ -28,7 +31,7 @@ def host() -> HostLock:
     return HostLock(time.monotonic() + 30)
 
 
-def never(demand: TicketRequest) -> bool:
+def never(request: TicketRequest) -> bool:
     return False
 
 
@@ -64,7 +67,7 @@ def locked() -> Iterator[ExitStack]:
 def ahead_of(waiter: Waiter, may_pass=never) -> int | None:
     with host() as locked:
         found = waiter.nearest(locked)
-        while found is not None and found.ticket.demand is not None and may_pass(found.ticket.demand):
+        while found is not None and found.ticket.request is not None and may_pass(found.ticket.request):
             found = waiter.nearest(locked, beyond=found)
     if found is None:
         return None
@@ -134,15 +137,15 @@ def test_a_ticket_that_may_be_passed_is_passed_and_the_next_counts(state_dir: Pa
     join(nb_gpus=1)
     join(nb_gpus=8)  # say: a stranger sits on one of its eight
     mine = join()
-    assert ahead_of(mine, lambda demand: demand.nb_gpus == 8) == 1
-    assert ahead_of(mine, lambda demand: True) is None
+    assert ahead_of(mine, lambda request: request.nb_gpus == 8) == 1
+    assert ahead_of(mine, lambda request: True) is None
 
 
 WAIT = """
 import os, time
-from safe_gpu.coordination.locks import HostLock
-from safe_gpu.coordination.queue import Waiter
-from safe_gpu.coordination.queue import TicketRequest as Demand
+from safe_gpu.coordination.locks.host_lock import HostLock
+from safe_gpu.coordination.queue.waiter import Waiter
+from safe_gpu.coordination.queue.ticket import TicketRequest as Demand
 waiter = Waiter(Demand(1, frozenset({"GPU-0"})))
 with HostLock(None) as host:
     waiter.join(host)
@@ -230,7 +233,7 @@ def test_who_came_between_the_listing_and_the_lock_stands_ahead(state_dir: Path,
 def test_whoever_waits_lists_the_queue_but_once(state_dir: Path, join, monkeypatch: pytest.MonkeyPatch) -> None:
     """None comes to be ahead of a ticket, and the head of hundreds looks many times a second."""
     first, passed, mine = join(), join(nb_gpus=8), join()
-    assert ahead_of(mine, lambda demand: demand.nb_gpus == 8) == 1
+    assert ahead_of(mine, lambda request: request.nb_gpus == 8) == 1
     later = join()
     monkeypatch.setattr(StateDir, "names", None)
     assert ahead_of(mine) == 2
@@ -267,7 +270,7 @@ def test_a_ticket_is_known_again_by_what_cannot_repeat(state_dir: Path, join) ->
 
 @pytest.mark.parametrize(("here", "seen"), [(True, True), (None, True), (False, False)])
 def test_a_stopped_waiter_is_known_in_its_own_pid_namespace_only(
-    state_dir: Path, join, child, eventually, here: bool | None, seen: bool
+    state_dir: Path, join, child, stop, here: bool | None, seen: bool
 ) -> None:
     one = child(WAIT + "listen()")
     assert one.hear() == "queued"
@@ -277,8 +280,7 @@ def test_a_stopped_waiter_is_known_in_its_own_pid_namespace_only(
     ticket.write_text(json.dumps(raw))
     with host() as locked:
         assert [found.is_stopped() for found in live_tickets(locked)] == [False]
-    os.kill(one.pid, signal.SIGSTOP)
-    eventually(lambda: procfs.is_stopped(one.pid))
+    stop(one.pid)
     with host() as locked:
         assert [found.is_stopped() for found in live_tickets(locked)] == [seen]
 
@@ -367,13 +369,14 @@ def test_a_ticket_beyond_all_bounds_is_unreadable(state_dir: Path, join, wish: d
     raw["request"] |= wish
     ticket.write_text(json.dumps(raw))
     with host() as locked:
-        assert [found.demand for found in live_tickets(locked)] == [None]
+        assert [found.request for found in live_tickets(locked)] == [None]
 
 
 def test_a_ticket_under_a_file_lease_is_dead(state_dir: Path, join, file_lease) -> None:
     """Its waiter has it open, so nobody could take one. To open it would block everybody, with host.lock held."""
     waiter = join()
-    os.dup2(os.open("/dev/null", os.O_RDONLY), waiter._fd)  # it died
+    os.close(waiter._fd)  # it died
+    waiter._fd = -1
     file_lease(state_dir / "queue" / "1.ticket", 54321)
     assert ahead_of(join()) is None
 
@@ -485,3 +488,13 @@ with unwind_on_signals():
 say(signal.getsignal(signal.SIGHUP) is signal.SIG_DFL)
 """
     assert child(code).finish().split() == ["mine", "True"]
+
+
+def test_a_ticket_that_is_abandoned_is_closed_at_once(state_dir: Path) -> None:
+    waiter = Waiter(TicketRequest(1, ANY))
+    with host() as locked:
+        before = set(os.listdir("/proc/self/fd"))
+        waiter.join(locked)
+        waiter.abandon(locked)
+        assert set(os.listdir("/proc/self/fd")) == before
+    assert os.listdir(state_dir / "queue") == []

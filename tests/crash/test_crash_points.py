@@ -49,7 +49,7 @@ BROKEN = {
 def test_a_broken_build_is_caught(wound: str) -> None:
     operation, how, call, what = BROKEN[wound]
     if wound == "directories" and os.geteuid() != 0:
-        pytest.skip("only root can start processes of two users")
+        pytest.skip("needs root, to act as other users")
     done = crash_points("--break", wound, "--operation", operation, "--how", how, "--call", call)
     assert done.returncode == 1, done.stdout + done.stderr
     assert any(text in done.stdout for text in what.split("|")), done.stdout

@@ -18,7 +18,7 @@ PROGRAM = """
 import os, sys
 import safe_gpu
 from safe_gpu import demo
-from safe_gpu.demo import racers
+from safe_gpu.demo import race_host as racers
 
 finally_do = []
 gpus = os.environ["FAKE_GPU_DIR"]

@@ -8,24 +8,25 @@ from typing import Any
 
 import pytest
 
-from safe_gpu.demo import race
-from safe_gpu.demo.race import Collision, RefereeReport, rule
-from safe_gpu.demo.racers import Outcome, RaceHost, plan_race
-from safe_gpu.devices import GpuProcess, HostSnapshot
+from safe_gpu.demo import report as race
+from safe_gpu.demo.race_host import RaceHost
+from safe_gpu.demo.racers import Outcome, plan_race
+from safe_gpu.demo.referee import Collision, RefereeReport, rule
 from safe_gpu.drivers.presets import preset
-from safe_gpu.runtimes.visible_devices import VisibleLimit
+from safe_gpu.gpus.devices import GpuProcess, HostSnapshot
+from safe_gpu.gpus.visible import VisibleLimit
 from safe_gpu.selection.request import Selection
 from safe_gpu.selection.verdicts import judge
 
 A, B = GPUS = preset("dgx-a100").gpus()[:2]
 
 
-def host(name: str, *indices: int, busy: int = 0, fenced: int | None = None) -> RaceHost:
+def host(name: str, *indices: int, busy: int = 0, within: int | None = None) -> RaceHost:
     """The host of a preset, or so many of its GPUs; the first are busy, or behind a visible limit with so many."""
     gpus = [gpu for gpu in preset(name).gpus() if not indices or gpu.index in indices]
     stranger = (GpuProcess(1, memory_used=1 << 30),)
     gpus[:busy] = [replace(gpu, processes=stranger) for gpu in gpus[:busy]]
-    visible_limit = None if fenced is None else VisibleLimit("", tuple(gpu.uuid for gpu in gpus[:fenced]))
+    visible_limit = None if within is None else VisibleLimit("", tuple(gpu.uuid for gpu in gpus[:within]))
     snapshot = HostSnapshot(tuple(gpus))
     return RaceHost(snapshot, judge(snapshot, Selection(), leased={}, visible_limit=visible_limit), visible_limit)
 
@@ -39,8 +40,8 @@ def host(name: str, *indices: int, busy: int = 0, fenced: int | None = None) -> 
         (host("big-16"), (1, 1, 1, 2) * 8),
         (host("mig-h100"), (1,) * 10),
         (host("dgx-a100", busy=7), (1, 1, 1, 2)),
-        (host("dgx-a100", fenced=1), (1, 1, 1, 1)),
-        (host("dgx-a100", fenced=2), (1, 1, 1, 2)),
+        (host("dgx-a100", within=1), (1, 1, 1, 1)),
+        (host("dgx-a100", within=2), (1, 1, 1, 2)),
         (host("dgx-a100", busy=8), ()),
         (host("laptop"), ()),  # claims share the GPU of its display
         (RaceHost(HostSnapshot(())), ()),

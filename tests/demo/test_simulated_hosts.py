@@ -13,13 +13,15 @@ from unittest.mock import Mock
 import pytest
 
 import safe_gpu
-from safe_gpu.coordination import leases
-from safe_gpu.coordination import locks as host_lock
-from safe_gpu.coordination import queue as waiting
 from safe_gpu.coordination import socket_names as names
-from safe_gpu.demo import racers
+from safe_gpu.coordination.leases import lease as leases
+from safe_gpu.coordination.leases import watcher
+from safe_gpu.coordination.locks import host_lock as host_lock_module
+from safe_gpu.coordination.queue import waiter as waiting
+from safe_gpu.demo import race_host
+from safe_gpu.demo import racers as racers_module
 from safe_gpu.drivers import presets
-from safe_gpu.drivers.presets import Cpus, Preset, SimulatedGpu
+from safe_gpu.drivers.preset_parts import Cpus, Preset, SimulatedGpu
 
 HEADLESS = Preset(
     "headless-1",
@@ -76,11 +78,14 @@ def test_further_rounds_are_summed_up(watch_a_demo: Any) -> None:
 
 
 def test_a_broken_claim_is_found_out(watch_a_demo: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (host_lock, leases, waiting):
+    for module in (host_lock_module, watcher, leases, waiting):
         monkeypatch.setattr(module, "lock_file", lambda fd: True)
-    monkeypatch.setattr(names, "bind", Mock(side_effect=OSError(errno.EPERM, "not permitted")))
+    monkeypatch.setattr(names, "take_name", Mock(side_effect=OSError(errno.EPERM, "not permitted")))
     # With a placeholder the claims would notice each other by themselves.
-    monkeypatch.setattr(racers, "claim_gpus", partial(safe_gpu.claim_gpus, placeholder_fn=safe_gpu.NoPlaceholder()))
+    monkeypatch.setattr(race_host, "claim_gpus", partial(safe_gpu.claim_gpus, placeholder_fn=safe_gpu.NoPlaceholder()))
+    monkeypatch.setattr(
+        racers_module, "claim_gpus", partial(safe_gpu.claim_gpus, placeholder_fn=safe_gpu.NoPlaceholder())
+    )
     run = watch_a_demo("dgx-a100", 8)
     assert run.code == 1
     assert "Collision: process " in run.text
@@ -104,12 +109,12 @@ def test_whatever_else_happens_to_a_racer_is_a_failure(
     broken: Callable[..., Any],
     told: str,
 ) -> None:
-    parent, whole = os.getpid(), getattr(racers, name)
+    parent, whole = os.getpid(), getattr(racers_module, name)
 
     def chosen(*arguments: Any, **options: Any) -> Any:
         return (whole if os.getpid() == parent else broken)(*arguments, **options)
 
-    monkeypatch.setattr(racers, name, chosen)
+    monkeypatch.setattr(racers_module, name, chosen)
     run = watch_a_demo("headless-1", 4)
     assert run.code == 1
     assert told in " ".join(run.text.split())
@@ -125,7 +130,8 @@ def test_where_temporary_files_are_no_good_memory_serves(watch_a_demo: Any, monk
             raise safe_gpu.StateDirError("a network's file system")
         return safe_gpu.claim_gpus(*arguments, **options)
 
-    monkeypatch.setattr(racers, "claim_gpus", refuse_first)
+    monkeypatch.setattr(race_host, "claim_gpus", refuse_first)
+    monkeypatch.setattr(racers_module, "claim_gpus", refuse_first)
     assert watch_a_demo("headless-1", 4).code == 0
     assert tried[0].startswith(str(tmp_path))
     assert tried[1].startswith("/dev/shm/")

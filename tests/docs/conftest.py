@@ -5,12 +5,14 @@ The line before each code block is a comment that says what the tests do with it
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
 import signal
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +20,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from safe_gpu.procfs import user_name
+from safe_gpu.coordination import history
+from safe_gpu.drivers.presets import preset
+from safe_gpu.host.procfs import user_name
 
 ROOT = Path(__file__).parents[2]
 PAGES = {
@@ -199,14 +203,23 @@ def _end(process: subprocess.Popen[str]) -> None:
     process.stdout.close()
 
 
+JOB = {"JOB_ID": "4711", "SGE_TASK_ID": "3", "SGE_ROOT": "/opt/sge", "SAFE_GPU_NB_GPUS": "2"}
+
+
 def _job(desk: Desk) -> None:
     """Inside a batch job that asked for two GPUs."""
-    desk.environment.update(JOB_ID="4711", SGE_TASK_ID="3", SGE_ROOT="/opt/sge", SAFE_GPU_NB_GPUS="2")
+    desk.environment.update(JOB)
+
+
+def _checkout(desk: Desk) -> None:
+    """Beside an environment that the first command of the first page has made."""
+    (desk.directory / ".venv" / "bin").mkdir(parents=True)
+    (desk.directory / ".venv" / "bin" / "activate").touch()
 
 
 def _busy(desk: Desk) -> None:
     """A host of eight GPUs: seven are claimed, four of them for a program that does not use them yet."""
-    job = {"JOB_ID": "4711", "SGE_TASK_ID": "3", "SGE_ROOT": "/opt/sge"}
+    job = {name: value for name, value in JOB.items() if name != "SAFE_GPU_NB_GPUS"}
     desk.background("python train.py 2", **job)
     desk.background("safe-gpu run -n 4 -- ./simulate")
     desk.background("python train.py")
@@ -217,7 +230,25 @@ def _full(desk: Desk) -> None:
     desk.background("safe-gpu run -n 8 -- ./simulate")
 
 
-SCENES: dict[str, Callable[[Desk], None]] = {"in a job": _job, "busy": _busy, "full": _full, "": lambda desk: None}
+def _month(desk: Desk) -> None:
+    """A host with eight GPUs that two users have used for three weeks."""
+    uuids = [gpu.uuid for gpu in preset("dgx-a100").gpus()]
+    for number in range(60):
+        since = time.time() - 86400 * (20 - number / 3)
+        claim = {"v": 1, "claim": [1 + number, since], "gpus": uuids[: 1 + number % 4], "waited": 60 * (number % 7)}
+        claim |= {"user": USERS[number % 2], "host": os.uname().nodename}
+        end = {"v": 1, "claim": claim["claim"], "ended": since + 3600 * (1 + number % 5)}
+        assert history.append((json.dumps(line).encode() + b"\n" for line in (claim, end)), time.time())
+
+
+SCENES: dict[str, Callable[[Desk], None]] = {
+    "in the checkout": _checkout,
+    "in a job": _job,
+    "busy": _busy,
+    "full": _full,
+    "a used host": _month,
+    "": lambda desk: None,
+}
 
 
 @pytest.fixture
@@ -240,7 +271,7 @@ def normal(text: str) -> str:
     text = re.sub(r"\d{4}-\d\d-\d\d", "DATE", text)
     text = re.sub(r"\d\d:\d\d:\d\d(,\d{3})?|(?<=waiting )\d+:\d\d", "TIME", text)
     text = re.sub(r"\b(\d+(\.\d+)? ?(ms|s|min|m|h|d)( \d+ (min|h))?)(?!\w)", "AGE", text)
-    text = re.sub(r"[━╾─]+", "BAR", text)
+    text = re.sub(r"[█▌░]+", "BAR", text)
     text = re.sub(r"\b(process|pid|USER)(\s+)\d+", r"\1\2PID", text)
     return re.sub(r"\s+", " ", text).strip()
 
@@ -280,3 +311,20 @@ def session_script(text: str) -> tuple[str, list[tuple[str, str]]]:
 
 
 MARK = "-- the next command --"
+
+
+def first_page_in_order() -> tuple[str, list[Block]]:
+    """A script of all that the first page runs after its two commands, with a mark behind each block; and the blocks.
+
+    Python is saved as the page says.
+    """
+    blocks = [block for block in blocks_of("README.md", PAGES["README.md"].read_text()) if block.kind == "runs"]
+    script = ""
+    for block in blocks:
+        code = block.text
+        if block.language == "python":
+            code = f"cat > train.py <<'END'\n{code}END\npython train.py\n"
+        if block.about == "in a job":
+            code = f"({''.join(f'export {name}={value}; ' for name, value in JOB.items())}\n{code})\n"
+        script += f"{code}echo {shlex.quote(MARK)}\n"
+    return script, blocks

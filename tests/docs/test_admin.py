@@ -30,6 +30,7 @@ mkdir "$1/upper" "$1/work" "$1/host"
 mount -t overlay overlay -o "lowerdir=/,upperdir=$1/upper,workdir=$1/work" "$1/host" || exit 77
 mount -t proc proc "$1/host/proc"
 mount --rbind /dev "$1/host/dev"
+mount -t tmpfs -o mode=1777 none "$1/host/tmp"
 mkdir "$1/host/src"
 cp -r safe_gpu tools pyproject.toml README.md LICENSE "$1/host/src"
 chroot "$1/host" bash -eux /src/safe_gpu/page.sh
@@ -45,18 +46,35 @@ runuser -u nobody -- safe-gpu run -- sh -c 'echo nobody got $CUDA_VISIBLE_DEVICE
 runuser -u nobody -- safe-gpu status | grep daemon
 runuser -u nobody -- safe-gpu run -n 5 -- true || echo refused with $?
 runuser -u nobody -- safe-gpu run -n 4 -- true
-ls /var/lib/safe-gpu/leases/*.lock
+"""
+# A user removes and closes all that can be reached. In a network of its own a claim has nothing but files.
+ATTACK = """
+safe-gpu setup
+stat -c '%U %a %n' /var/lib/safe-gpu /var/lib/safe-gpu/* /var/lib/safe-gpu/leases/* | sort > /tmp/before
+for what in 'chmod 600' 'rm -rf' rmdir; do
+  runuser -u games -- find /var/lib/safe-gpu /etc/safe-gpu /etc/tmpfiles.d -depth -exec $what {} + || true
+done
+stat -c '%U %a %n' /var/lib/safe-gpu /var/lib/safe-gpu/* /var/lib/safe-gpu/leases/* | sort | diff /tmp/before -
+unshare -n runuser -u nobody -- safe-gpu run --only 0 --timeout 0 -- true || echo GPU 0 refused with $?
+safe-gpu setup --remove || echo removal refused with $?
+"""
+LEFT = """
+safe-gpu setup --remove
+rm -r /var/lib/safe-gpu/history/*.jsonl /etc/safe-gpu/config.ini
+find /var/lib/safe-gpu /etc/safe-gpu /etc/tmpfiles.d/safe-gpu.conf -printf 'remains: %p\\n' || true
 """
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.skipif(not (REQUIRED or THROWAWAY), reason="set SAFE_GPU_REQUIRE_REAL=1, as root: pip downloads packages")
+@pytest.mark.skipif(
+    not (REQUIRED or THROWAWAY), reason="needs SAFE_GPU_REQUIRE_REAL=1, as root: pip downloads packages"
+)
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="needs root, and unshare")
 def test_the_page_on_a_host_of_its_own(tmp_path: Path) -> None:
     blocks = [one.text for one in all_blocks() if one.page == "safe_gpu/ADMIN.md" and one.about == "an administrator"]
-    directory, install, *settings, upgrade, rollback, removal = blocks
-    steps = [directory, install, *settings, CLAIMS, upgrade, "kill -0 $holder\n", rollback]
-    steps += ["kill $(cat /tmp/daemon.pid) || true\nwait\n", removal]
+    install, setup, *settings, upgrade, rollback, removal = blocks
+    steps = [install, setup, setup, *settings, CLAIMS, ATTACK, upgrade, "kill -0 $holder\n", rollback]
+    steps += ["kill $(cat /tmp/daemon.pid) || true\nwait\n", LEFT, removal]
     script = "cd /src\ntrap 'kill $(jobs -p) || true' EXIT\n"
     script += "export SAFE_GPU_DRIVER=simulated:dgx-a100 SAFE_GPU_TEST_SIMULATED=1\nunset SAFE_GPU_DIR\n"
     # Names in the kernel are those of a path, and another such test may run on the machine meanwhile.
@@ -84,5 +102,10 @@ def test_the_page_on_a_host_of_its_own(tmp_path: Path) -> None:
     assert "daemon got 0" in said
     assert "nobody got 1" in said
     assert "refused with 78" in said
+    assert "nothing is left to do: the state directory /var/lib/safe-gpu is root's" in said
+    assert "GPU 0 refused with 75" in said
+    assert "removal refused with 75" in said
     assert "GPU 3: drained by root: a fan is broken" in said
+    remains = [line for line in said.splitlines() if line.startswith("remains: ")]
+    assert remains == [f"remains: /var/lib/safe-gpu{part}" for part in ("", "/history")] + ["remains: /etc/safe-gpu"]
     assert [line for line in said.splitlines() if line.startswith("left: ")] == [], "removed without a trace"

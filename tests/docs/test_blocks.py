@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import doctest
+import importlib
 import re
 import subprocess
 from typing import Any
 
 import pytest
 
-from .conftest import MARK, SCENES, same, session_script
+from .conftest import MARK, ROOT, SCENES, same, session_script
 
 KINDS = ("run", "runs", "prints", "session", "starts", "needs", "text")
 
@@ -71,3 +73,17 @@ def test_a_session_goes_as_the_page_says(session: Any, desk: Any) -> None:
 def test_only_what_varies_may_differ(printed: str, expected: str, loosely: bool, equal: bool) -> None:
     """A loose comparison minds lines and how often they come."""
     assert same(printed, expected, loosely=loosely) is equal
+
+
+MODULES = [
+    ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    for path in sorted((ROOT / "safe_gpu").rglob("*.py"))
+    if ">>> " in path.read_text()
+]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples(name: str) -> None:
+    failed, tried = doctest.testmod(importlib.import_module(name))
+    assert tried
+    assert not failed

@@ -53,6 +53,44 @@ def test_others_are_not(text: str) -> None:
     assert not BANNED.search(text)
 
 
+# Sentences at which readers have stopped: parts of what stood in pages and messages once.
+STOPPED = (
+    *(
+        "would lose their places, and claims",
+        "A process without safe_gpu",
+        "No cleaner, `rm -rf`",
+        "shows by its memory alone",
+    ),
+    *("means that they do not tell", "where jobs collide", "Dropping the owner", "nothing ends when it is over"),
+    *(
+        "keeps its meaning when",
+        "and once more when the placeholder",
+        "A holder who overruns",
+        "hold no part of the lock",
+    ),
+    *(
+        "without any check",
+        "A Slurm without a gres for GPUs lets",
+        "takes the two for one list",
+        "HIP counts the second",
+    ),
+    *(
+        "counts promises",
+        "fit one sold with",
+        "and so promise too",
+        "of a user who shares nothing",
+        "by its holder's word",
+    ),
+    "computes on GPUs that may be",
+)
+
+
+@pytest.mark.parametrize("part", STOPPED)
+def test_what_readers_stumbled_over_stays_away(part: str) -> None:
+    paths = [path for pattern in READ for path in ROOT.glob(pattern)]
+    assert [str(path) for path in paths if part in " ".join(path.read_text().split())] == []
+
+
 _NO_VERB = frozenset("A An How The Those What When Where Whether Which Who Why Returns Yields".split())
 
 

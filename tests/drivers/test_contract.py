@@ -8,11 +8,11 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
+from support.forks import in_child
 
-from safe_gpu.devices import Gpu, ProcessKind
-from safe_gpu.drivers import kernel as pci
-from safe_gpu.drivers import open_driver
+from safe_gpu.drivers import open_driver, pci
 from safe_gpu.drivers.base import Driver
+from safe_gpu.gpus.devices import Gpu, ProcessKind
 
 HIDDEN = 4_000_000  # above every pid that Linux gives
 MEMORY = 512 << 20
@@ -171,14 +171,8 @@ def test_more_is_told_of_the_same_poll(bench: Bench) -> None:
 
 def test_a_forked_child_may_ask(bench: Bench) -> None:
     before = bench.driver.snapshot()
-    child = os.fork()
-    if child == 0:
-        try:
-            same = bench.driver.usage(before.gpus[:1]) == before.gpus[:1] and bench.driver.snapshot() == before
-            os._exit(0 if same else 1)
-        finally:
-            os._exit(2)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert in_child(lambda: bench.driver.usage(before.gpus[:1]) == before.gpus[:1])
+    assert in_child(lambda: bench.driver.snapshot() == before)
     assert bench.driver.usage(before.gpus[1:]) == before.gpus[1:]
     assert bench.driver.snapshot() == before
 

@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 from support.kfd_host import GIB, KfdHost
 
-from safe_gpu import sysfs as kfd_nodes
-from safe_gpu.devices import Gpu, GpuProcess
-from safe_gpu.drivers import kfd, open_driver
+from safe_gpu.drivers import kfd as kfd_module
+from safe_gpu.drivers import kfd_processes, open_driver
 from safe_gpu.drivers.kfd import KfdDriver
 from safe_gpu.errors import NoDriverError
+from safe_gpu.gpus.devices import Gpu, GpuProcess
 from safe_gpu.selection.request import Selection
 from safe_gpu.selection.verdicts import judge
+from safe_gpu.topology import sysfs as kfd_nodes
 
 HIDDEN = 4_000_000  # above every pid that Linux gives
 MI210, SECOND, THIRD = 0x2C5F_51A3_0D4F_9E01, 0x91B2_0000_0000_0002, 0x0000_0000_00AB_0003
@@ -85,7 +86,7 @@ def test_only_values_put_a_process_on_a_gpu(three: KfdHost) -> None:
 def test_the_memory_of_a_process_that_starts_meanwhile_is_not_that_of_nobody(
     three: KfdHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    genuine = kfd.processes
+    genuine = kfd_processes.processes
 
     def and_then_it_starts(*args: Any) -> Any:
         answered = genuine(*args)
@@ -93,7 +94,8 @@ def test_the_memory_of_a_process_that_starts_meanwhile_is_not_that_of_nobody(
         three.process(HIDDEN, vram_22=1 << 30)
         return answered
 
-    monkeypatch.setattr(kfd, "processes", and_then_it_starts)
+    monkeypatch.setattr(kfd_processes, "processes", and_then_it_starts)
+    monkeypatch.setattr(kfd_module, "processes", and_then_it_starts)
     assert [gpu.unexplained_memory for gpu in gpus()] == [10 << 20] * 3
 
 

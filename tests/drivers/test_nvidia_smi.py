@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from safe_gpu.devices import ComputeMode, ProcessKind
-from safe_gpu.drivers.nvidia_smi import NvidiaSmiDriver
+from safe_gpu.drivers.nvidia.nvidia_smi import NvidiaSmiDriver
 from safe_gpu.errors import NoDriverError
+from safe_gpu.gpus.devices import ComputeMode, ProcessKind
 
 HIDDEN = 4_000_000
 
@@ -29,7 +29,10 @@ def driver(host: Any) -> Iterator[NvidiaSmiDriver]:
 
 
 def test_all_fields(host: Any, driver: NvidiaSmiDriver) -> None:
-    host.write({"bus": "00000000:C1:00.0", "util": 12, "mode": 3, "display": 1}, {"bus": "00000000:0A:00.0", "mode": 2})
+    host.write(
+        {"bus": "00000000:C1:00.0", "util": 12, "temp": 66, "mode": 3, "display": 1},
+        {"bus": "00000000:0A:00.0", "mode": 2},
+    )
     host.process(host.uuids[0], os.getpid(), 3 << 20)
     host.process(host.uuids[0], HIDDEN, None, static=True)
     host.process(host.uuids[0], HIDDEN + 1, 1 << 20, static=True, kind="graphics")
@@ -39,7 +42,7 @@ def test_all_fields(host: Any, driver: NvidiaSmiDriver) -> None:
     assert (snapshot.driver, snapshot.driver_version) == ("nvidia-smi", "550.54.15")
     assert (first.index, first.uuid, first.pci_bus_id) == (0, host.uuids[1], "0000:0a:00.0")
     assert (first.compute_mode, second.compute_mode) == (ComputeMode.PROHIBITED, ComputeMode.EXCLUSIVE_PROCESS)
-    assert (second.utilization, second.display_active) == (12, True)
+    assert (second.utilization, second.temperature, second.display_active) == (12, 66, True)
     assert (second.memory_total, second.memory_used) == (80 << 30, 5 << 20)
     own, *others = sorted(second.processes or (), key=lambda process: process.pid)
     assert (own.pid, own.memory_used, bool(own.name)) == (os.getpid(), 3 << 20, True)

@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 
-from safe_gpu.devices import ComputeMode, Gpu, GpuProcess, HostSnapshot, ProcessKind
-from safe_gpu.drivers import nvml
-from safe_gpu.drivers.nvml_session import Session, read_rows
+from safe_gpu.drivers.nvidia import nvml
+from safe_gpu.drivers.nvidia.nvml_session import Session, read_rows
 from safe_gpu.errors import NoDriverError
+from safe_gpu.gpus.devices import ComputeMode, Gpu, GpuProcess, HostSnapshot, ProcessKind
+from safe_gpu.selection.occupancy import NOT_YET, SHOWN, presence
 from safe_gpu.selection.request import Selection
-from safe_gpu.selection.verdicts import NOT_YET, SHOWN, judge, presence
+from safe_gpu.selection.verdicts import judge
 
 # nvmlReturn_t, as the fake answers it
 UNINITIALIZED, INVALID_ARGUMENT, NOT_SUPPORTED, NO_PERMISSION = 1, 2, 3, 4
@@ -70,11 +71,14 @@ def test_order_is_by_bus_id_as_numbers_whatever_nvml_says(host: Any, driver: nvm
 
 
 def test_dynamic_fields(host: Any, driver: nvml.NvmlDriver) -> None:
-    host.write({"used": 5 << 20, "util": 37, "mode": 3, "display": 1}, {"mode": 2, "util": "NA"}, {"mode": 1})
+    host.write(
+        {"used": 5 << 20, "util": 37, "temp": 66, "mode": 3, "display": 1}, {"mode": 2, "util": "NA"}, {"mode": 1}
+    )
     first, second, third = driver.detailed(driver.snapshot()).gpus
     assert (first.memory_used, first.memory_free) == (5 << 20, (80 << 30) - (5 << 20))
     assert (first.utilization, first.compute_mode, first.display_active) == (37, ComputeMode.EXCLUSIVE_PROCESS, True)
     assert (second.utilization, second.compute_mode, second.display_active) == (None, ComputeMode.PROHIBITED, False)
+    assert (first.temperature, second.temperature) == (66, 41)
     assert third.compute_mode == ComputeMode.EXCLUSIVE_PROCESS
 
 
@@ -256,6 +260,7 @@ HARMLESS = {
     "name_error": ("name", ""),
     "memory_error": ("memory_total", None),
     "util_error": ("utilization", None),
+    "temp_error": ("temperature", None),
     "mode_error": ("compute_mode", ComputeMode.DEFAULT),
     "display_error": ("display_active", False),
     "mig_error": ("mig_enabled", False),
@@ -443,7 +448,7 @@ def test_a_forked_child_opens_its_own_session(fake_gpus: Any) -> None:
 
 
 def test_nothing_is_imported_before_it_is_needed(fake_gpus: Any) -> None:
-    fake_gpus.python("import sys, safe_gpu.drivers, safe_gpu.drivers.nvml; assert 'pynvml' not in sys.modules")
+    fake_gpus.python("import sys, safe_gpu.drivers, safe_gpu.drivers.nvidia.nvml; assert 'pynvml' not in sys.modules")
 
 
 # ---- CPUs ----

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from safe_gpu.devices import HostSnapshot, ProcessKind
 from safe_gpu.drivers.presets import PRESETS, preset
 from safe_gpu.drivers.simulated import SimulatedDriver, SimulatedPlaceholder
 from safe_gpu.errors import PlaceholderError, StateDirError, UnsatisfiableRequestError
+from safe_gpu.gpus.devices import HostSnapshot, ProcessKind
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def occupying(driver: SimulatedDriver, child: Any) -> Callable[..., Any]:
     def start(then: str = "", before: str = "", on: SimulatedDriver = driver) -> Any:
         process = child(f"""
 import os, signal, sys
-import safe_gpu.coordination.files  # while this interpreter can still be read
+import safe_gpu.coordination.files.location  # while this interpreter can still be read
 from safe_gpu.drivers.simulated import SimulatedDriver
 {before}
 driver = SimulatedDriver({on.name.partition(":")[2]!r}, {on._state_dir!r})
@@ -81,7 +81,9 @@ def test_devices_are_as_a_driver_reports_them(name: str, tmp_path: Path) -> None
 
 
 def test_what_tells_the_hosts_apart() -> None:
-    names = "dgx-a100 dgx-h100 workstation-mixed laptop big-16 mig-h100 mi250x mi300x-cpx two-vendors max1550 arc-a770"
+    names = (
+        "dgx-a100 dgx-h100 p4d workstation-mixed laptop big-16 mig-h100 mi250x mi300x-cpx two-vendors max1550 arc-a770"
+    )
     assert " ".join(PRESETS) == names
     snapshots = {name: HostSnapshot(preset(name).gpus()) for name in PRESETS}
     gpus = {name: snapshot.gpus for name, snapshot in snapshots.items()}
@@ -266,7 +268,7 @@ def test_a_taken_name_is_passed_over(driver: SimulatedDriver, monkeypatch: pytes
 # The state directory
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to act as two users")
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to act as two users")
 def test_users_with_narrow_umasks_share_the_host(open_tmp: Path, occupying: Any) -> None:
     become = "from safe_gpu.coordination.socket_names import digest; digest(''); "
     become += "os.umask(0o077); os.setgid({0}); os.setuid({0})"

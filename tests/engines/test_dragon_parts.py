@@ -16,13 +16,15 @@ from typing import Any
 
 import pytest
 
-from safe_gpu import GPUAffinityError, UnsatisfiableRequestError, WrongDeviceError, procfs
-from safe_gpu.claim.worker import check_expected_gpu
-from safe_gpu.engines import dragon
+from safe_gpu import GPUAffinityError, UnsatisfiableRequestError, WrongDeviceError
+from safe_gpu.claim.expected_gpu import check_expected_gpu
+from safe_gpu.engines import dragon as dragon_module
+from safe_gpu.engines import dragon_holders
 from safe_gpu.engines.cluster import ClusterGpu
 from safe_gpu.engines.dragon import DragonClaim, WorkerCheck, _split, claim
 from safe_gpu.engines.holder import ClaimArguments, HolderProcess
 from safe_gpu.errors import HolderLostError
+from safe_gpu.host import procfs
 
 
 @pytest.fixture
@@ -34,16 +36,23 @@ def holder(monkeypatch: pytest.MonkeyPatch) -> Iterator[HolderProcess]:
 
 
 @pytest.fixture
+def patch() -> Iterator[pytest.MonkeyPatch]:
+    """Variables of a worker. A test asks for them last, so that they are undone before its claim is."""
+    with pytest.MonkeyPatch.context() as patch:
+        yield patch
+
+
+@pytest.fixture
 def gpus(holder: HolderProcess) -> tuple[ClusterGpu, ...]:
     granted = holder.claim(2, 0)
     return tuple(replace(gpu, host="hosta", node_id="1") for gpu in granted)
 
 
-def test_a_worker_that_got_what_was_promised(gpus: tuple[ClusterGpu, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_got_what_was_promised(gpus: tuple[ClusterGpu, ...], patch: pytest.MonkeyPatch) -> None:
     check = pickle.loads(pickle.dumps(WorkerCheck(gpus)))
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", str(gpus[1].index))
-    monkeypatch.setenv("CUDA_DEVICE_ORDER", "")
-    monkeypatch.setenv("SAFE_GPU_SCOPE", "")
+    patch.setenv("CUDA_VISIBLE_DEVICES", str(gpus[1].index))
+    patch.setenv("CUDA_DEVICE_ORDER", "")
+    patch.setenv("SAFE_GPU_SCOPE", "")
     assert check.at("hosta") == gpus[1]
     assert os.environ["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
     assert os.environ["SAFE_GPU_SCOPE"] == gpus[1].environment["SAFE_GPU_SCOPE"]
@@ -56,29 +65,29 @@ def test_a_worker_that_got_what_was_promised(gpus: tuple[ClusterGpu, ...], monke
         ("0", "hostb", "nothing"),
     ],
 )
-def test_a_worker_with_another_gpu_or_all(gpus: Any, visible: Any, host: str, held: str, monkeypatch: Any) -> None:
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+def test_a_worker_with_another_gpu_or_all(gpus: Any, visible: Any, host: str, held: str, patch: Any) -> None:
+    patch.delenv("CUDA_VISIBLE_DEVICES")
     if visible is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        patch.setenv("CUDA_VISIBLE_DEVICES", visible)
     with pytest.raises(WrongDeviceError, match=f"on {host}, and the claim holds {held} there"):
         WorkerCheck(gpus).at(host)
 
 
-def test_a_worker_on_other_cpus(gpus: tuple[ClusterGpu, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+def test_a_worker_on_other_cpus(gpus: tuple[ClusterGpu, ...], patch: pytest.MonkeyPatch) -> None:
+    patch.setenv("CUDA_VISIBLE_DEVICES", "0")
     elsewhere = tuple(replace(gpu, cpus=frozenset({max(os.sched_getaffinity(0)) + 1})) for gpu in gpus)
     with pytest.raises(GPUAffinityError, match="instead of"):
         WorkerCheck(elsewhere).at("hosta")
 
 
-def test_a_worker_after_the_claim(holder: HolderProcess, gpus: tuple[ClusterGpu, ...], monkeypatch: Any) -> None:
+def test_a_worker_after_the_claim(holder: HolderProcess, gpus: tuple[ClusterGpu, ...], patch: Any) -> None:
     holder.release()
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    patch.setenv("CUDA_VISIBLE_DEVICES", "0")
     with pytest.raises(HolderLostError, match="hosta: GPU 0 is no longer held"):
         WorkerCheck(gpus).at("hosta")
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    patch.delenv("CUDA_VISIBLE_DEVICES")
     holder.claim(2, 0)  # the same GPUs, but another claim
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    patch.setenv("CUDA_VISIBLE_DEVICES", "0")
     with pytest.raises(HolderLostError):
         WorkerCheck(gpus).at("hosta")
 
@@ -108,14 +117,14 @@ def policy(host: str, *numbers: int) -> Any:
 
 
 def test_the_environment_of_a_template_is_that_of_the_gpu_of_its_policy(
-    claimed: DragonClaim, gpus: tuple[ClusterGpu, ...], monkeypatch: pytest.MonkeyPatch
+    claimed: DragonClaim, gpus: tuple[ClusterGpu, ...], patch: pytest.MonkeyPatch
 ) -> None:
     for gpu in gpus:
         env = claimed.template_env(policy("hosta", gpu.index))
         assert env == {**gpu.environment, "SAFE_GPU_EXPECT": gpu.uuid}
         assert env["CUDA_VISIBLE_DEVICES"] == str(gpu.index)
         for name, value in env.items():
-            monkeypatch.setenv(name, value)
+            patch.setenv(name, value)
         check_expected_gpu()  # what ``run`` and ``bind`` do in the worker
 
 
@@ -135,11 +144,12 @@ def amd(monkeypatch: pytest.MonkeyPatch) -> Iterator[DragonClaim]:
     monkeypatch.setenv("ROCR_VISIBLE_DEVICES", "1,2,3")
     holder = HolderProcess(ClaimArguments(selection={"only": [2, 3]}), "a test")
     granted = holder.claim(2, 0)
-    for name in ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"):
-        monkeypatch.delenv(name)  # as in another process
     idle: Any = Idle([1, 2, 3], "ROCR_VISIBLE_DEVICES")  # Dragon 0.14 numbers them as ROCR does
-    with DragonClaim({replace(gpu, host="hosta", node_id="1"): idle for gpu in granted}) as claim:
-        yield claim
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"):
+            patch.delenv(name)  # as in another process
+        with DragonClaim({replace(gpu, host="hosta", node_id="1"): idle for gpu in granted}) as claim:
+            yield claim
     holder.release()
 
 
@@ -153,29 +163,29 @@ def test_amd_gpus_where_dragon_counts_those_of_nvidia(amd: DragonClaim) -> None:
 
 @pytest.mark.parametrize("left_over", [{}, {"HIP_VISIBLE_DEVICES": "2,3"}, {"CUDA_VISIBLE_DEVICES": "3"}])
 @pytest.mark.parametrize("by_uuid", [False, True])
-def test_a_worker_on_an_amd_gpu(amd: DragonClaim, by_uuid: bool, left_over: dict[str, str], monkeypatch: Any) -> None:
+def test_a_worker_on_an_amd_gpu(amd: DragonClaim, by_uuid: bool, left_over: dict[str, str], patch: Any) -> None:
     """Dragon sets ROCR_VISIBLE_DEVICES; HIP would count the others, where there are any, within that."""
     check = pickle.loads(pickle.dumps(amd.check_worker))
     gpu = amd.gpus[1]
     given = {**left_over, "ROCR_VISIBLE_DEVICES": gpu.uuid if by_uuid else "3"}  # Dragon's policy comes last
-    with monkeypatch.context() as patch:
+    with pytest.MonkeyPatch.context() as started:
         for name, value in given.items():
-            patch.setenv(name, value)
+            started.setenv(name, value)
         assert check.at("hosta") == gpu
-        patch.setenv("SAFE_GPU_EXPECT", gpu.uuid)
+        started.setenv("SAFE_GPU_EXPECT", gpu.uuid)
         check_expected_gpu()
     env = amd.template_env(policy("hosta", 3))
     assert env == {**gpu.environment, "SAFE_GPU_EXPECT": gpu.uuid}
     for name, value in {**left_over, **env, "ROCR_VISIBLE_DEVICES": given["ROCR_VISIBLE_DEVICES"]}.items():
-        monkeypatch.setenv(name, value)
+        patch.setenv(name, value)
     check_expected_gpu()
 
 
 @pytest.mark.parametrize("visible", [None, "", "0", "2,3", "GPU-a3f1c07e52d98b16"])
-def test_a_worker_on_another_amd_gpu(amd: DragonClaim, visible: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+def test_a_worker_on_another_amd_gpu(amd: DragonClaim, visible: str | None, patch: pytest.MonkeyPatch) -> None:
+    patch.setenv("CUDA_VISIBLE_DEVICES", "3")
     if visible is not None:
-        monkeypatch.setenv("ROCR_VISIBLE_DEVICES", visible)
+        patch.setenv("ROCR_VISIBLE_DEVICES", visible)
     with pytest.raises(WrongDeviceError, match=r"this worker got ROCR_VISIBLE_DEVICES=.* holds GPU 2 or 3 there"):
         amd.check_worker.at("hosta")
 
@@ -223,7 +233,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     monkeypatch.setitem(sys.modules, "dragon.native.machine", machine)
     monkeypatch.setenv("DRAGON_MY_PUID", "1")
-    monkeypatch.setattr(dragon, "start_holders", start)
+    monkeypatch.setattr(dragon_module, "start_holders", start)
     return found
 
 
@@ -261,10 +271,10 @@ def test_a_holder_ends_with_a_driver_of_its_node_without_asking_dragon(changed: 
     def leave(code: int) -> None:
         raise SystemExit
 
-    monkeypatch.setattr(dragon, "time", SimpleNamespace(sleep=sleep))
-    monkeypatch.setattr(dragon.os, "_exit", leave)
+    monkeypatch.setattr(dragon_holders, "time", SimpleNamespace(sleep=sleep))
+    monkeypatch.setattr(dragon_holders.os, "_exit", leave)
     with pytest.raises(SystemExit if ends else KeyboardInterrupt):
-        dragon._end_with_processes(**process)
+        dragon_holders._end_with_processes(**process)
     assert looks == (1 if ends else 3)
 
 

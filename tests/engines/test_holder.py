@@ -159,7 +159,7 @@ def test_the_vendor_is_chosen(make: Callable[..., HolderProcess], monkeypatch: p
     assert holder.report(1).free == -1
 
 
-def test_the_report(make: Callable[..., HolderProcess], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_report(make: Callable[..., HolderProcess]) -> None:
     holder = make()
     report = holder.report()
     assert isinstance(report, HostReport)
@@ -167,10 +167,11 @@ def test_the_report(make: Callable[..., HolderProcess], monkeypatch: pytest.Monk
     assert holder.report(3).free == 8
     holder.claim(2, 0)
     assert isinstance(make().claim(1, 0), AlreadyClaimedError)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")  # as in another process
-    assert make().report(3).free == 6
-    assert make().report(9).free == -1
-    assert make(selection={"model": "H100"}).report(1).free == -1
+    with pytest.MonkeyPatch.context() as elsewhere:
+        elsewhere.delenv("CUDA_VISIBLE_DEVICES")
+        assert make().report(3).free == 6
+        assert make().report(9).free == -1
+        assert make(selection={"model": "H100"}).report(1).free == -1
 
 
 def test_two_state_directories_are_two_hosts(make: Callable[..., HolderProcess], monkeypatch: Any) -> None:

@@ -135,6 +135,7 @@ def report(gpu):
                 ("Default", "Exclusive_Thread", "Prohibited", "Exclusive_Process")[int(gpu.get("mode", 0))],
             ),
             f"<utilization>\n{element('gpu_util', load)}</utilization>\n",
+            f"<temperature>\n{element('gpu_temp', gpu.get('temp', '41') + ' C')}</temperature>\n",
             clocks,
             element("processes", "\n" + "".join(process_infos(gpu))),
             "<accounted_processes></accounted_processes>\n</gpu>\n\n",

@@ -529,6 +529,13 @@ API nvmlDeviceGetUtilizationRates(void *handle, unsigned *out) { /* gpu, memory 
     return OK;
 }
 
+API nvmlDeviceGetTemperature(void *handle, int sensor, unsigned *out) {
+    RESOLVE("temp");
+    if (slot >= 0 || sensor) return NOT_SUPPORTED;
+    *out = (unsigned)number_of(gpu.line, "temp", 41);
+    return OK;
+}
+
 API nvmlDeviceGetComputeMode(void *handle, unsigned *out) {
     RESOLVE("mode");
     *out = (unsigned)number_of(gpu.line, "mode", 0);

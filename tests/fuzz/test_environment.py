@@ -19,7 +19,7 @@ import safe_gpu
 from safe_gpu import schedulers
 from safe_gpu.errors import UnsatisfiableRequestError
 from safe_gpu.schedulers import gpu_count as qstat
-from safe_gpu.settings import VARIABLES
+from safe_gpu.settings.variables import VARIABLES
 
 SAFE = sorted({*VARIABLES} - {"SAFE_GPU_DIR", "SAFE_GPU_SIMULATED_DIR", "SAFE_GPU_POLICY"})
 JOBS = (

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.hostile import TEXTS, TRICK, assert_gpus_shown_safely, bounded, examples, refusing, with_examples
 
-from safe_gpu.drivers import nvml, nvml_session
-from safe_gpu.drivers.nvml_session import read_rows
+from safe_gpu.drivers.nvidia import nvml, nvml_session
+from safe_gpu.drivers.nvidia.nvml_session import read_rows
 from safe_gpu.errors import NoDriverError
 
 GPUS = 3
@@ -83,6 +83,7 @@ class Host:
             "nvmlDeviceGetGpuInstanceId": 1,
             "nvmlDeviceGetComputeInstanceId": 0,
             "nvmlDeviceGetUtilizationRates": SimpleNamespace(gpu=0, memory=0),
+            "nvmlDeviceGetTemperature": 0,
             "nvmlDeviceGetCpuAffinityWithinScope": [1] + [0] * 63,
             "nvmlDeviceGetP2PStatus": 0,
             "nvmlSystemGetDriverVersion": "550.54.15",
@@ -119,6 +120,7 @@ ANSWERS = {
     "nvmlDeviceGetMigMode": st.lists(st.sampled_from([0, 1, HUGE]), min_size=2, max_size=2),
     "nvmlDeviceGetMemoryInfo": st.builds(SimpleNamespace, total=NUMBERS, used=NUMBERS, free=NUMBERS),
     "nvmlDeviceGetUtilizationRates": st.builds(SimpleNamespace, gpu=NUMBERS, memory=NUMBERS),
+    "nvmlDeviceGetTemperature": NUMBERS,
     "nvmlDeviceGetCpuAffinityWithinScope": st.lists(st.sampled_from([0, 1, 2**64 - 1]), max_size=70),
     "nvmlDeviceGetPciInfo": st.builds(
         PciInfo, st.binary(max_size=16), *[st.integers(0, HUGE)] * 3, st.binary(max_size=32) |

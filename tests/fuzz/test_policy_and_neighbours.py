@@ -16,9 +16,10 @@ from support import hostile
 from support.hostile import LINES, TRICK, assert_plain, assert_shown_safely, bounded, examples, refusing, with_examples
 
 import safe_gpu
-from safe_gpu import policy, procfs
-from safe_gpu.coordination import socket_names as names
+from safe_gpu.coordination.name_table import read_names
 from safe_gpu.errors import PolicyError
+from safe_gpu.host import procfs
+from safe_gpu.settings import policy
 
 POLICY = """# limits of this host
 [default]
@@ -34,7 +35,6 @@ max_wait = 1h30m
 idle_report_after = 30m
 """
 DIGITS = "9" * 5000
-HEAD = b"0" * 16 + b": 00000002 00000000 00000000 0001 01 "  # of a line of /proc/net/unix, before the inode
 
 
 @with_examples(
@@ -72,27 +72,21 @@ def stranger() -> Iterator[socket.socket]:
 def test_names_of_sockets_that_a_neighbour_binds(stranger: socket.socket, name: bytes) -> None:
     stranger.bind(b"\0safe-gpu/1/" + name)
     with bounded():
-        names.sockets()
-        assert names.held_among(["GPU-00000000-0000-0000-0000-00000000fee1"]) == frozenset()
+        assert read_names().held_among(["GPU-00000000-0000-0000-0000-00000000fee1"]) == frozenset()
 
 
 @with_examples(*([line] for line in (
     b"1: FLOCK  ADVISORY  WRITE 1 08:01:7 0 EOF",
     b"1: FLOCK  ADVISORY  WRITE " + DIGITS.encode() + b" 08:01:7 0 EOF",
     b"1: FLOCK  ADVISORY  WRITE 1 " + b"f" * 5000 + b":01:7 0 EOF",
-    HEAD + DIGITS.encode() + b" @safe-gpu/1/" + b"x" * 40 + b"\n",
-    HEAD + b"x @safe-gpu/1/" + b"\xff" * 40 + b"\n",
-    HEAD + b"12345 @safe-gpu/1/" + b"\xff" * 40 + b"\n",
 )))  # fmt: skip
 @examples(30)
 @given(st.lists(st.binary(max_size=80) | LINES.map(lambda text: text.encode("utf-8", "replace")), max_size=4))
 def test_tables_of_the_kernel(lines: list[bytes]) -> None:
     with bounded(), pytest.MonkeyPatch.context() as patched:
         patched.setattr(procfs, "lines_of", lambda path: iter(lines))
-        patched.setattr(names, "lines_of", lambda path: iter(lines))
         for pids in procfs.flock_holders({7}).values():
             assert all(pid > 0 for pid in pids)
-        names.sockets()
 
 
 @pytest.mark.parametrize("argument", [TRICK, "\udcff" * 9, "x" * 100_000, "\u0301" * 30_000, ""])

@@ -11,11 +11,11 @@ from hypothesis import example, given
 from support import hostile
 from support.hostile import CLAIM, FAULT, NOW, RECORD, TICKET, TRICK, assert_plain, bounded, broken_json, examples
 
-from safe_gpu.coordination import leases as faults
-from safe_gpu.coordination import queue as tickets
-from safe_gpu.coordination.leases import LeaseRecord
-from safe_gpu.coordination.records import LONGEST, ClaimEnd
-from safe_gpu.status import history as past
+from safe_gpu.coordination.leases import faults
+from safe_gpu.coordination.leases.claim_end import LONGEST, ClaimEnd
+from safe_gpu.coordination.leases.record import LeaseRecord
+from safe_gpu.coordination.queue import ticket as tickets
+from safe_gpu.status.history import claims as past
 
 LATEST = 1e11
 
@@ -83,13 +83,13 @@ def test_a_ticket(data: bytes) -> None:
     with bounded():
         ticket = tickets._decode(7, 11, data[: 1 << 16])
     assert_plain([ticket.user])
-    assert_bounded((*ticket[:5], *(ticket.demand or ())), 100)
+    assert_bounded((*ticket[:5], *(ticket.request or ())), 100)
     assert 0 <= ticket.pid < 1 << 31
     assert 0 <= ticket.since < LATEST
-    if ticket.demand is not None:
-        assert 1 <= ticket.demand.nb_gpus <= 4096
-        assert ticket.demand.hold_for is None or 1 <= ticket.demand.hold_for < LATEST
-        assert isinstance(ticket.competes_with(ticket.demand), bool)
+    if ticket.request is not None:
+        assert 1 <= ticket.request.nb_gpus <= 4096
+        assert ticket.request.hold_for is None or 1 <= ticket.request.hold_for < LATEST
+        assert isinstance(ticket.competes_with(ticket.request), bool)
 
 
 @with_classics(FAULT, {"error": TRICK}, {"when": math.nan}, {"when": 1e300})

@@ -27,7 +27,7 @@ HELD = 4
 FINE, FINDINGS, LATE = 0, 1, 75
 COMMANDS = (
     "status", "status --json", "status --prometheus", "history", "history --json", "history --by job",
-    "wait -n 1 --timeout 0", "policy",
+    "history --report month", "wait -n 1 --timeout 0", "policy",
 )  # fmt: skip
 
 IDLE = {"v": 1, "claim": NOW - 60, "idle": NOW - 50}

@@ -15,14 +15,15 @@ from support import hostile
 from support.hostile import TRICK, assert_plain, bounded, broken_text, examples, refusing, with_examples
 from support.kfd_host import KfdHost
 
-from safe_gpu.affinity import planner as policies
-from safe_gpu.affinity.placements import parse_numa_maps
-from safe_gpu.cpulist import parse_cpulist, parse_cpumask
-from safe_gpu.drivers.kernel import bus_order, memory_is_node, numa_node
+from safe_gpu.affinity.observed.placements import parse_numa_maps
+from safe_gpu.affinity.planning import planner as policies
+from safe_gpu.drivers.kernel import memory_is_node
 from safe_gpu.drivers.kfd import KfdDriver
+from safe_gpu.drivers.pci import bus_order, numa_node
 from safe_gpu.errors import GPUAffinityError, NoDriverError
-from safe_gpu.sysfs import Files, devices
-from safe_gpu.topology import read_topology
+from safe_gpu.topology.cpulist import parse_cpulist, parse_cpumask
+from safe_gpu.topology.sysfs import Files, devices
+from safe_gpu.topology.topology import read_topology
 
 Tree = dict[str, str]
 DIGITS = "9" * 5000

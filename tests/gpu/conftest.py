@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from safe_gpu import procfs
-from safe_gpu.devices import Gpu
 from safe_gpu.drivers import opened_driver
+from safe_gpu.gpus.devices import Gpu
+from safe_gpu.host import procfs
 from safe_gpu.selection.request import Selection
 from safe_gpu.selection.verdicts import judge
 
@@ -22,7 +22,7 @@ from safe_gpu.runtimes import cuda
 def claim(uuid, placeholder=None, timeout=60, **options):
     return safe_gpu.claim_gpus(1, placeholder, only=uuid, timeout=timeout, **options)
 def opened():
-    return cuda.uuid_of_ordinal(0), cuda.uuid_of_ordinal(1)
+    return cuda.shown_at(0), cuda.shown_at(1)
 """
 
 

@@ -112,7 +112,7 @@ listen()
 def test_a_placeholder_holds_the_gpu_and_lets_it_go(gpu: Any, claimer: Any, placeholder: str) -> None:
     module = PLACEHOLDERS[placeholder]
     if module and importlib.util.find_spec(module) is None:
-        pytest.skip(f"{module} is not installed")
+        pytest.skip(f"needs {module}")
     process = claimer(CODE.format(placeholder=placeholder))
     word, _, rest = process.hear().partition(" ")
     if word == "failed" and "for CPUs only" in rest:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import subprocess
@@ -17,6 +18,15 @@ import safe_gpu
 
 PACKAGE_ROOT = Path(safe_gpu.__file__).parents[1]
 MEBIBYTE = 1 << 20
+
+
+RENAME_EXCHANGE = 2
+
+
+def exchange(one: Path, other: Path) -> int:
+    """renameat2(2) with RENAME_EXCHANGE; returns 0 or the error number."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    return libc.renameat2(-100, bytes(one), -100, bytes(other), RENAME_EXCHANGE) and ctypes.get_errno()
 
 
 class Cost(NamedTuple):

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 import safe_gpu
-from safe_gpu.coordination.leases import lease_name
+from safe_gpu.coordination.leases.file_names import lease_name
 from safe_gpu.doctor import run_checks
 from safe_gpu.doctor.check import CheckedHost
-from safe_gpu.doctor.state import state_directory
+from safe_gpu.doctor.state.directory import state_directory
 
 NEIGHBOUR = 4711
 
@@ -88,7 +88,7 @@ def test_a_directory_below_one_that_others_can_change(open_tmp: Path, monkeypatc
 
 
 def test_stopped_waiters_do_not_fill_the_report(used: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from safe_gpu.doctor import state as sharing
+    from safe_gpu.doctor.state import claims as sharing
     from safe_gpu.status.facts import HostStatus, WaiterStatus
 
     host = CheckedHost()

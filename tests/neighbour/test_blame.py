@@ -14,20 +14,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.claims import claim
 
 import safe_gpu
-from safe_gpu import procfs
-from safe_gpu.coordination.queue import TicketRequest, encode_ticket
+from safe_gpu.coordination import name_table
+from safe_gpu.coordination.queue.ticket import TicketRequest, encode_ticket
+from safe_gpu.host import procfs
 from safe_gpu.status.facts import HostStatus, WaiterStatus
 from safe_gpu.status.gather import gather
-from safe_gpu.status.idle import whom_to_ask, with_reports
-from safe_gpu.status.render import render_metrics
+from safe_gpu.status.idle_reports import whom_to_ask, with_reports
+from safe_gpu.status.metrics import render_metrics
 
 VICTIM, NEIGHBOUR, VIEWER = 4711, 4712, 4713
-
-
-def claim(nb_gpus: int = 1, **options: Any) -> safe_gpu.GPUOwner:
-    return safe_gpu.GPUOwner(nb_gpus, safe_gpu.NoPlaceholder(), **{"affinity": None, "timeout": 0, **options})
 
 
 @pytest.fixture
@@ -80,7 +78,24 @@ def identity(process: Any) -> dict[str, Any]:
     return {"pid": process.pid, "start": procfs.start_time(process.pid), "uid": VICTIM, "user": user}
 
 
+@pytest.fixture
+def old_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before 5.3, the kernel does not tell who has made the socket with a name."""
+    monkeypatch.setattr(name_table, "_NAME_AND_UID", 1)
+
+
 def test_a_record_that_names_a_living_process_of_somebody_else(state_dir: Path, as_user: Any, holder, seen) -> None:
+    neighbour = holder(NEIGHBOUR)
+    victim = as_user(lambda say, listen: listen(), uid=VICTIM)
+    rewrite(state_dir, **identity(victim), job="sge:1")
+    pid, user, uid, job, refusal = seen(VIEWER)
+    assert (pid, user, uid, job) == (neighbour.pid, "4712", NEIGHBOUR, "sge:1"), "by the name of the GPU"
+    assert "(4712, job sge:1" in refusal
+    assert f"process {victim.pid} " not in refusal
+
+
+@pytest.mark.usefixtures("old_kernel")
+def test_on_an_old_kernel_the_user_is_what_the_record_says(state_dir: Path, as_user: Any, holder, seen) -> None:
     neighbour = holder(NEIGHBOUR)
     victim = as_user(lambda say, listen: listen(), uid=VICTIM)
     rewrite(state_dir, **identity(victim), job="sge:1")
@@ -111,16 +126,16 @@ def test_a_pid_that_the_victim_has_now(state_dir: Path, as_user: Any, holder: An
     monkeypatch.setattr(
         procfs,
         "flock_holders",
-        lambda *args, **options: {
-            inode: [named.get(pid, pid) for pid in pids] for inode, pids in genuine(*args, **options).items()
-        },
+        lambda *args, **options: procfs.LockTable(
+            (inode, [named.get(pid, pid) for pid in pids]) for inode, pids in genuine(*args, **options).items()
+        ),
     )
     monkeypatch.setattr(procfs, "pids", list)  # what a user sees who may not look into processes of others
     one = gather().gpus[0].claim
     assert one is not None
-    assert (one.pid, one.user, one.uid) == (None, "says: 4712", None)
+    assert (one.pid, one.user, one.uid) == (None, "4712", NEIGHBOUR)
     assert "has ended; a process that it started still holds it" in one.note
-    with pytest.raises(safe_gpu.NotEnoughGpusError, match="claimed \\(says: 4712"):
+    with pytest.raises(safe_gpu.NotEnoughGpusError, match="claimed \\(4712"):
         claim()
 
 
@@ -129,7 +144,6 @@ def test_a_child_that_outlives_its_parent(state_dir: Path, as_user: Any, seen: A
         claim(8)
         if os.fork():
             os.kill(os.getpid(), signal.SIGKILL)
-        ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)  # PR_SET_DUMPABLE, which a change of the user has taken away
         say(os.getpid())
         listen()
 
@@ -195,7 +209,7 @@ def test_the_lock_and_not_a_record_lock_tells(state_dir: Path, as_user: Any, hol
     neighbour = as_user(lock, uid=NEIGHBOUR)
     assert neighbour.hear() == "locked"
     rewrite(state_dir, pid=neighbour.pid, start=procfs.start_time(neighbour.pid))
-    assert seen(VIEWER)[:3] == (victim.pid, "says: 4711", None)
+    assert seen(VIEWER)[:3] == (victim.pid, "4711", VICTIM)
 
 
 def test_no_idle_report_blames_whom_a_record_names(state_dir: Path, as_user, holder, tmp_path, monkeypatch) -> None:
@@ -213,7 +227,7 @@ def test_no_idle_report_blames_whom_a_record_names(state_dir: Path, as_user, hol
     rewrite(state_dir, uid=VICTIM, user="4711")
     assert idle() == [f"no work on GPU 0-7 for 1 min: ask 4712 (pid {neighbour.pid})"]
     rewrite(state_dir, **identity(victim))
-    assert idle() == []
+    assert idle() == [f"no work on GPU 0-7 for 1 min: ask 4712 (pid {neighbour.pid})"]
 
 
 def test_the_history_of_idle_claims_names_the_real_user(state_dir: Path, holder: Any, command: Any) -> None:
@@ -266,6 +280,43 @@ def test_a_ticket_of_the_victim_that_the_neighbour_keeps_locked(ticket: tuple[An
     assert [one.user for one in gather().queue] == ["4712", None]
 
 
+@pytest.mark.parametrize("by_child", [False, True])
+def test_a_waiter_that_was_killed_is_named_by_nobody(
+    state_dir: Path, holder: Any, as_user: Any, eventually: Any, command: Any, by_child: bool
+) -> None:
+    """The neighbour slept on the ticket, and gets its lock; or a child of it did, which ends and leaves it the lock."""
+    holder(VIEWER)
+    victim = as_user(lambda say, listen: claim(timeout=None), uid=VICTIM)
+    eventually(lambda: [one.user for one in gather().queue] == ["4711"])
+    ticket = next((state_dir / "queue").glob("*.ticket"))
+
+    def sleep(say: Callable[[object], None], listen: Callable[[], str]) -> None:
+        fd = os.open(ticket, os.O_RDONLY)
+        if by_child and (child := os.fork()):
+            os.waitpid(child, 0)
+        else:
+            say("sleeps")
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            if by_child:
+                os._exit(0)
+        say("has it")
+        listen()
+
+    neighbour = as_user(sleep, uid=NEIGHBOUR)
+    assert neighbour.hear() == "sleeps"
+    os.kill(victim.pid, signal.SIGKILL)
+    assert neighbour.hear() == "has it"
+    status = gather()
+    (one,) = status.queue
+    assert (one.pid, one.user, one.nb_gpus) == (None, None, 1)
+    assert "4711" not in render_metrics(status)
+    assert '"user": null' in json.dumps(status.to_dict()["queue"])
+    assert "4711" not in command.run("status").stdout
+    with pytest.raises(safe_gpu.NotEnoughGpusError, match=r"behind somebody \(wants 1 GPU, queued for ") as refused:
+        claim()
+    assert "4711" not in str(refused.value)
+
+
 def test_metrics_of_a_thousand_users_who_wait() -> None:
     """A neighbour with a range of user ids (subuid(5)) can wait as each of them."""
     users = ["ada"] * 5 + ["other"] * 3 + [f"u{number}" for number in range(1000)]
@@ -279,6 +330,7 @@ def test_metrics_of_a_thousand_users_who_wait() -> None:
     assert numbers['safe_gpu_waiting{user="other"}'] == len(users) - 5 - 98
 
 
+@pytest.mark.usefixtures("old_kernel")
 def test_a_record_without_a_start_proves_nothing(state_dir: Path, holder: Any, seen: Any) -> None:
     neighbour = holder(NEIGHBOUR)
     rewrite(state_dir, start=None)

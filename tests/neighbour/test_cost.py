@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from safe_gpu import procfs
-from safe_gpu.affinity import placements
-from safe_gpu.coordination.holders import holder_by_kernel
-from safe_gpu.coordination.leases import lease_name
-from safe_gpu.coordination.queue import Ticket
-from safe_gpu.status import probe as holders
+from safe_gpu.affinity.observed import placements
+from safe_gpu.coordination.holders.by_kernel import holder_by_kernel
+from safe_gpu.coordination.leases.file_names import lease_name
+from safe_gpu.coordination.queue.ticket import Ticket
+from safe_gpu.host import procfs
+from safe_gpu.status import who_holds as holders
 
 MOST = 64  # MiB beyond a bare interpreter
 

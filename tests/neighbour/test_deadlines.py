@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import safe_gpu
-from safe_gpu.coordination.leases import fault_name, lease_name
+from safe_gpu.coordination.leases.file_names import fault_name, lease_name
 
 NEIGHBOUR = 4711
 MOST = 64  # MiB beyond a bare interpreter

@@ -11,13 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.claims import claim
 
-import safe_gpu
-from safe_gpu.coordination import queue as tickets
-from safe_gpu.coordination.files import StateDir
-from safe_gpu.coordination.leases import lease_name
-from safe_gpu.coordination.locks import HostLock
-from safe_gpu.coordination.queue import Listing, TicketRequest, Waiter, live_tickets
+from safe_gpu.coordination.files.state_dir import StateDir
+from safe_gpu.coordination.leases.file_names import lease_name
+from safe_gpu.coordination.locks.host_lock import HostLock
+from safe_gpu.coordination.queue import live as tickets
+from safe_gpu.coordination.queue.listing import Listing
+from safe_gpu.coordination.queue.live import live_tickets
+from safe_gpu.coordination.queue.ticket import TicketRequest
+from safe_gpu.coordination.queue.waiter import Waiter
 from safe_gpu.errors import NotEnoughGpusError, StateDirError
 from safe_gpu.status.gather import gather
 
@@ -29,10 +32,6 @@ MOST = 1000  # tickets of one user that count
 def used(state_dir: Path, ground: Any) -> Path:
     with HostLock(time.monotonic() + 30):
         return state_dir
-
-
-def claim(**options: Any) -> safe_gpu.GPUOwner:
-    return safe_gpu.GPUOwner(1, safe_gpu.NoPlaceholder(), affinity=None, timeout=0, **options)
 
 
 # Leases that are links
@@ -85,12 +84,12 @@ def test_a_link_under_a_name_that_is_no_gpus_closes_nothing(used: Path, ground: 
 # Tickets
 
 
-def ahead_of(demand: TicketRequest) -> list[int]:
+def ahead_of(request: TicketRequest) -> list[int]:
     """The numbers of the live tickets of which a newcomer knows, the nearest first."""
     listing, found = Listing(), []
     with StateDir(os.environ["SAFE_GPU_DIR"]) as root, StateDir("queue", root) as queue:
         listing.update(queue)
-    waiter = Waiter(demand, listing)
+    waiter = Waiter(request, listing)
     with HostLock(time.monotonic() + 30) as host:
         one = waiter.nearest(host)
         while one is not None:
@@ -151,7 +150,7 @@ def test_of_one_user_a_thousand_tickets_count(used: Path, needs_root: None, monk
         return genuine(host, seq, *args)
 
     with monkeypatch.context() as patch:
-        patch.setattr("safe_gpu.coordination.queue.open_live", counted)
+        patch.setattr("safe_gpu.coordination.queue.predecessors.open_live", counted)
         assert ahead_of(ANY) == [MOST + 52, MOST + 51]
     assert len(opened) == MOST + 2
     for fd in (*victims, late):

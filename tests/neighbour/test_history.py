@@ -16,10 +16,10 @@ import pytest
 
 import safe_gpu
 from safe_gpu.coordination import history
-from safe_gpu.coordination.files import StateDir
-from safe_gpu.coordination.locks import HostLock
-from safe_gpu.status import history as past
-from safe_gpu.status.history import claims_between
+from safe_gpu.coordination.files.state_dir import StateDir
+from safe_gpu.coordination.locks.host_lock import HostLock
+from safe_gpu.status.history import claims as past
+from safe_gpu.status.history.claims import claims_between
 
 USERS = (4711, 4712, 4713)
 MOST = 64  # MiB beyond a bare interpreter
@@ -146,8 +146,9 @@ def many_gpus(number: int) -> bytes:
         (2, lambda number: line(number, gpus=["a"], command=f"{number}{WIDE}".ljust(200)), ("--csv",)),
         (2, long_fields, ("--json",)),
         (2, many_gpus, ("--by", "gpu")),
+        (1, lambda number: line(number, gpus=["a"], user=f"{number}", waited=1e9), ("--report", "year")),
     ],
-    ids=["short", "ends", "commands", "long fields", "GPUs"],
+    ids=["short", "ends", "commands", "long fields", "GPUs", "waits"],
 )
 def test_full_files_take_little_memory(
     directory: Path,
@@ -199,9 +200,9 @@ def test_a_spreadsheet_runs_no_cell(directory: Path, command: Any, start: str) -
     text = f'{start}HYPERLINK("http://x","y")'
     facts = {"user": text, "host": text, "job": text, "command": text, "gpus": [text], "labels": [text]}
     write(directory / history.file_names(history.month_of(time.time()))[0], line(1, **facts))
-    for arguments in ((), ("--by", "user"), ("--by", "gpu"), ("--by", "job")):
+    for arguments in ((), ("--by", "user"), ("--by", "gpu"), ("--by", "job"), ("--report", "month")):
         done = command.run("history", "--csv", *arguments)
-        (row,) = csv.DictReader(io.StringIO(done.stdout))
+        row = next(csv.DictReader(io.StringIO(done.stdout)))
         numbers = {key for key, cell in row.items() if key == "uid" or not cell.strip("0123456789.")}
         assert row.get("uid", "-1") == "-1"
         assert not [cell for key, cell in row.items() if key not in numbers and cell[0] in "=+-@"]

@@ -20,9 +20,11 @@ try:
 except NoDriverError as err:
     assert "cannot be loaded" in str(err), err
 """
-LISTING = (
-    "import os; from safe_gpu.doctor import gpus as listing; assert ' ' not in listing._shown_in_child(os.environ)"
-)
+LISTING = """
+import os
+from safe_gpu.doctor.shown_processes import _shown_in_child
+assert ' ' not in _shown_in_child(os.environ)
+"""
 
 
 @pytest.fixture
@@ -37,13 +39,7 @@ def hostile(open_tmp: Path) -> Path:
 
 @pytest.mark.parametrize(
     ("code", "arguments"),
-    [
-        (MAIN, ("status",)),
-        (MAIN, ("run", "--", "true")),
-        (MAIN, ("doctor", "--json")),
-        (CUDA, ()),
-        (LISTING, ()),
-    ],
+    [(MAIN, ("status",)), (MAIN, ("run", "--", "true")), (MAIN, ("doctor", "--json")), (CUDA, ()), (LISTING, ())],
     ids=["status", "run", "doctor", "CUDA in a child", "a context in a child"],
 )
 def test_modules_of_a_hostile_directory_are_not_imported(

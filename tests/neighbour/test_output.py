@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.ground import write_for_all
 from support.hostile import TRICK, assert_plain, assert_shown_safely
 
 import safe_gpu
-from safe_gpu.coordination.leases import fault_name, lease_name
+from safe_gpu.coordination.leases.file_names import fault_name, lease_name
 
 LATE = 75
 
@@ -45,7 +46,7 @@ def tricks(state_dir: Path, ground: Any, child: Callable[..., Any]) -> int:
     (state_dir / "leases" / names[0]).write_text(json.dumps(record))
     (state_dir / "leases" / names[1]).write_text(json.dumps({**record, "pid": os.getpid()}))  # forged
     note = {"when": time.time(), "error": TRICK}
-    (state_dir / "leases" / fault_name(ground.uuids[2])).write_text(json.dumps(note))
+    write_for_all(state_dir / "leases" / fault_name(ground.uuids[2]), json.dumps(note))
     return int(holder.pid)
 
 

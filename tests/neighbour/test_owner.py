@@ -3,9 +3,13 @@ not. Nobody, root above all, is led to change, write or make anything elsewhere 
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
 import errno
+import json
+import logging
 import os
+import re
+import select
 import shutil
 import stat
 import time
@@ -14,17 +18,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.claims import claim
+from support.processes import own_network
 
 import safe_gpu
-from safe_gpu.coordination import files, history
-from safe_gpu.coordination.leases import lease_name
-from safe_gpu.coordination.locks import HostLock
+from safe_gpu.coordination import history, socket_names
+from safe_gpu.coordination.files import warnings as files
+from safe_gpu.coordination.files import warnings as owners
+from safe_gpu.coordination.leases.file_names import lease_name
+from safe_gpu.coordination.locks.host_lock import HostLock
 from safe_gpu.errors import StateDirError
+
+from .conftest import exchange
 
 OWNER, OTHER = 4711, 4712
 PRIVATE = 0o100600
 RACE = 60.0 if os.environ.get("SAFE_GPU_REQUIRE_REAL") == "1" else 0.5  # seconds; tests run without the variable
-RENAME_EXCHANGE = 2
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be the victim")
 
@@ -45,12 +54,6 @@ def victim(open_tmp: Path) -> Path:
     file.write_text("precious")
     file.chmod(0o600)
     return file
-
-
-def exchange(one: Path, other: Path) -> int:
-    """renameat2(2) with RENAME_EXCHANGE; returns 0 or the error number."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    return libc.renameat2(-100, bytes(one), -100, bytes(other), RENAME_EXCHANGE) and ctypes.get_errno()
 
 
 @pytest.fixture
@@ -161,15 +164,20 @@ def test_a_race_with_the_owner_is_never_lost(owned: Path, victim: Path, child: A
 
 
 @needs_root
+@pytest.mark.parametrize("owner", [OWNER, 0])
 @pytest.mark.parametrize(
     "name", ["host.lock", "leases/{lease}", "leases/{fault}", "history/{month}.jsonl", "queue/1.ticket"]
 )
-def test_a_file_that_was_moved_here_is_not_written(owned: Path, victim: Path, ground: Any, name: str) -> None:
+def test_a_file_that_was_moved_here_is_not_written(
+    owned: Path, victim: Path, ground: Any, name: str, owner: int
+) -> None:
+    """Also in a directory of root's: who owns the directory in which root has made a file may move it away."""
     place = owned / name.format(
         lease=lease_name(ground.uuids[0]), fault=f"{ground.uuids[0]}.fault", month=history.month_of(time.time())
     )
     place.parent.mkdir(exist_ok=True)
-    os.chown(place.parent, OWNER, OWNER)
+    for directory in (owned, place.parent):
+        os.chown(directory, owner, owner)
     place.unlink(missing_ok=True)
     victim.rename(place)
     try:
@@ -207,79 +215,141 @@ def test_root_makes_no_file_under_a_name_that_another_user_may_replace(owned: Pa
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if "belongs to" in record.getMessage()]
-
-
-def claim() -> None:
-    safe_gpu.GPUOwner(1, safe_gpu.NoPlaceholder(), affinity=None, timeout=0).release_gpus()
+    return [record.getMessage() for record in caplog.records if "can remove the leases" in record.getMessage()]
 
 
 @pytest.fixture
 def unseen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The owners of no directory are known yet."""
-    monkeypatch.setattr(files, "_looked_at", set())
+    """The owners of no directory are known yet, and no claim was told."""
+    files.owners_of.cache_clear()
+    monkeypatch.setattr(files, "_told", set())
+
+
+@pytest.fixture
+def unnamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel refuses names."""
+
+    def refuse(name: str) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(socket_names, "take_name", refuse)
 
 
 @needs_root
-def test_a_claim_of_root_says_once_that_the_owner_can_remove_its_files(owned: Path, ground, unseen, caplog) -> None:
-    claim()
-    claim()
+@pytest.mark.parametrize("place", [".", "leases", "lease"])
+def test_a_claim_that_cannot_have_names_says_once_who_can_remove_its_lease(
+    owned: Path, ground: Any, unseen: None, unnamed: None, caplog: pytest.LogCaptureFixture, place: str
+) -> None:
+    claim().release_gpus()
+    caplog.clear()
+    files._told.clear()
+    files.owners_of.cache_clear()
+    lease = owned / "leases" / lease_name(ground.uuids[0])
+    for part in (owned, *owned.iterdir(), lease):
+        os.chown(part, 0, 0)
+    claim().release_gpus()
+    assert said(caplog) == []
+    files.owners_of.cache_clear()
+    os.chown(lease if place == "lease" else owned / place, OWNER, OWNER)
+    claim().release_gpus()
+    claim().release_gpus()
     (line,) = said(caplog)
-    assert "belongs to 4711, who can remove root's files in it: as root: chown -h root:root" in line
-    assert "d %s 1777 root root -" in line
-    for part in ("leases", "queue", "history"):
-        assert f"{owned}/{part}" in line
+    assert line.startswith(f"{OWNER} can remove the leases of this claim in {owned}, and nothing else keeps others off")
+    assert line.endswith(f"since its names cannot be bound: as root: safe-gpu setup --state-dir {owned}")
 
 
 @needs_root
-def test_doctor_says_it_too(owned: Path, command: Any) -> None:
-    out = command.run("doctor").stdout
-    assert "4711" in out
-    assert "root's too" in " ".join(out.split())
-    assert f"{owned}/history" in out
+def test_a_claim_that_has_names_says_nothing_of_it(owned: Path, ground: Any, unseen: None, caplog: Any) -> None:
+    if not owners.sees_network_devices():
+        pytest.skip("this network namespace has no network device")
+    claim().release_gpus()
+    assert said(caplog) == []
+
+
+@needs_root
+def test_doctor_says_it_too(owned: Path, ground: Any, command: Any) -> None:
+    claim().release_gpus()
+    out = " ".join(command.run("doctor").stdout.split())
+    assert "4711, who can remove other users' files in it, root's too" in out
+    assert f"fix: as root: safe-gpu setup --state-dir {owned}" in out
 
 
 @pytest.fixture
 def namespace() -> Iterator[None]:
     """A network namespace of this process's own."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    with open("/proc/self/ns/net", "rb") as before:
-        if libc.unshare(0x40000000):
-            pytest.skip("cannot make a network namespace here")
+    with own_network():
         yield
-        assert libc.setns(before.fileno(), 0x40000000) == 0
 
 
 @needs_root
 @pytest.mark.parametrize("owner", [OWNER, OTHER, 0])
+@pytest.mark.parametrize("place", ["directories", "lease"])
 def test_a_claim_in_a_network_of_its_own_says_who_can_remove_its_lease(
-    owned: Path, ground: Any, namespace: None, unseen: None, as_user: Any, owner: int
+    owned: Path, ground: Any, namespace: None, unseen: None, as_user: Any, owner: int, place: str
 ) -> None:
+    claim().release_gpus()
     for part in (owned, *owned.iterdir()):
-        os.chown(part, owner, owner)
+        os.chown(part, owner if place == "directories" else 0, 0)
+    os.chown(owned / "leases" / lease_name(ground.uuids[0]), owner if place == "lease" else 0, 0)
 
     def work(say: Callable[[object], None], listen: Callable[[], str]) -> None:
-        claim()
-        with files.StateDir(str(owned)) as root:
-            files._looked_at.clear()
-            files.look_at_owners(root)
-        say(files.state_dir_warnings())
+        files.owners_of.cache_clear()
+        files._told.clear()
+        told: list[str] = []
+        log = logging.getLogger("safe_gpu")
+        log.handlers = [logging.Handler()]
+        log.handlers[0].emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+        claim().release_gpus()
+        say([line for line in told if "can remove the leases of this claim" in line])
 
     heard = as_user(work, uid=OTHER).hear()
-    assert ("who can remove the leases in it" in heard) is (owner == OWNER), heard
+    assert (f"{OWNER} can remove the leases" in heard) is (owner == OWNER), heard
+    assert ("seems not to be the host's" in heard) is (owner == OWNER), heard
 
 
 @needs_root
-def test_a_claim_in_the_network_of_the_host_says_nothing(owned: Path, unseen: None, monkeypatch, as_user) -> None:
-    if not files._sees_network_devices():
-        pytest.skip("this network namespace has no network device")
+@pytest.mark.parametrize("orphan", [False, True], ids=["another network", "a child of a dead claimer"])
+def test_status_marks_a_claim_whose_lease_another_user_can_remove(
+    owned: Path, ground: Any, as_user: Any, ask: Any, orphan: bool
+) -> None:
+    for part in (owned, *owned.iterdir()):
+        os.chown(part, 0, 0)
+    claim().release_gpus()  # makes the lease file
+    os.chown(owned / "leases" / lease_name(ground.uuids[0]), OWNER, OWNER)
 
-    def work(say: Callable[[object], None], listen: Callable[[], str]) -> None:
-        with files.StateDir(str(owned)) as root:
-            files.look_at_owners(root)
-        say(files.state_dir_warnings())
+    def hold(say: Callable[[object], None], listen: Callable[[], str]) -> None:
+        safe_gpu.claim_gpus(1, safe_gpu.NoPlaceholder(), affinity=None, timeout=0)
+        if orphan:
+            claimer = os.pidfd_open(os.getpid())
+            if os.fork():
+                os._exit(0)
+            select.select([claimer], [], [])  # it has ended
+        say("held")
+        listen()
 
-    assert as_user(work, uid=OTHER).hear() == "[]"
+    with contextlib.nullcontext() if orphan else own_network():
+        holder = as_user(hold, uid=OTHER)
+        assert holder.hear() == "held"
+    try:
+        table = ask("status").stdout
+        assert re.search(r"^ *0 +at risk", table, re.MULTILINE), table
+        assert "1 at risk" in table
+        assert f"nothing but its lease keeps others off it, and {OWNER} can remove that" in " ".join(table.split())
+        held = json.loads(ask("status", "--json").stdout)["gpus"][0]
+        assert held["state"] == "claimed"
+        assert held["claim"]["removable_by"] == str(OWNER)
+        os.chown(owned / "leases" / lease_name(ground.uuids[0]), 0, 0)
+        assert json.loads(ask("status", "--json").stdout)["gpus"][0]["claim"]["removable_by"] is None
+        assert " at risk" not in ask("status").stdout
+    finally:
+        holder.tell()
+
+
+@needs_root
+def test_status_does_not_mark_a_claim_that_has_its_name(owned: Path, ground: Any, ask: Any) -> None:
+    with safe_gpu.GPUOwner(1, safe_gpu.NoPlaceholder(), affinity=None, timeout=0):
+        assert " at risk" not in ask("status").stdout
+        assert json.loads(ask("status", "--json").stdout)["gpus"][0]["claim"]["removable_by"] is None
 
 
 # Who only looks

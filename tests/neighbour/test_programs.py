@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from safe_gpu import programs
+from safe_gpu.host import programs
 
 NEIGHBOUR = 4711
 
@@ -71,7 +71,7 @@ def test_root_runs_no_program_of_a_neighbour(
 def opened_by_acl(place: Path) -> None:
     setfacl = shutil.which("setfacl")
     if setfacl is None:
-        pytest.skip("setfacl (the package acl) is not installed")
+        pytest.skip("needs setfacl, of the package acl")
     if subprocess.run([setfacl, "-m", f"u:{NEIGHBOUR}:rwx", place], capture_output=True).returncode:
         pytest.skip("no ACLs on this file system")
 
@@ -129,6 +129,8 @@ def test_a_sticky_directory_keeps_what_is_roots(open_tmp: Path, mode: int, sure:
     (open_tmp / "link").symlink_to(open_tmp / "x")
     for name in ("x", "link", "x/../link"):
         assert programs.others_can_change(str(open_tmp / name)) == (None if sure else str(open_tmp / "x"))
+        within = None if mode == 0o755 else str(open_tmp / "x")
+        assert programs.others_can_change(str(open_tmp / name), within=True) == within, "others may make files there"
 
 
 @pytest.mark.parametrize(
@@ -145,22 +147,32 @@ def test_what_a_program_gets_of_the_environment(open_tmp: Path) -> None:
     """A program of root's loads libraries, and a script runs other programs, by variables."""
     his = open_tmp / "his"
     his.mkdir()
+    (open_tmp / "roots").mkdir()
     os.chown(his, NEIGHBOUR, NEIGHBOUR)
     environment = {
-        "PATH": f"{his}:/usr/bin:.:/bin",
-        "LD_LIBRARY_PATH": f"$ORIGIN/{his}:/usr/lib;{his}:",
+        "PATH": f"{his}:/usr/bin:.:{open_tmp}:/bin",
+        "LD_LIBRARY_PATH": f"$ORIGIN/{his}:/usr/lib;{his}::{open_tmp}",
         "LD_PRELOAD": "",
         "LD_AUDIT": f"{his}/audit.so",
         "BASH_ENV": f"{his}/bash",
         "ENV": f"{his}/sh",
         "PYTHONPATH": str(his),
         "PERL5LIB": str(his),
-        "SGE_ROOT": str(his),
-        "LC_ALL": "C",
+        "GLIBC_TUNABLES": "glibc.malloc.check=3",
+        "CUDA_INJECTION64_PATH": f"{his}/injected.so",
+        "SLURM_CONF_SERVER": "his.example.org",
+        "LC_CTYPE": f"../../..{his}",
     }
+    kept = {"JOB_ID": "4711", "SGE_CELL": "default", "SGE_QMASTER_PORT": "6444", "LC_ALL": "C"}
+    paths = {"HOME": "/root", "SGE_ROOT": "/opt/no such", "SLURM_CONF": "/etc/slurm.conf", "TZ": "Europe/Prague"}
+    his_paths = {"HOME": str(his), "SGE_ROOT": str(his), "SLURM_CONF": f"{his}/conf", "TZ": f"../../..{his}/zone"}
+    sure = {f"{name}={value}" for name, value in {**kept, **paths}.items()}
     for asked, got in (
-        (environment, {"PATH=/usr/bin:/bin", "LD_LIBRARY_PATH=/usr/lib", f"SGE_ROOT={his}", "LC_ALL=C"}),
-        ({"LD_LIBRARY_PATH": str(his), "PATH": str(his)}, set[str]()),
+        ({**environment, **kept, **paths}, {"PATH=/usr/bin:/bin", "LD_LIBRARY_PATH=/usr/lib", *sure}),
+        ({"LD_LIBRARY_PATH": str(his), "PATH": str(his), **his_paths}, set[str]()),
+        ({"HOME": ".", "SGE_ROOT": "sge", "TZ": f"{his}/zone"}, set[str]()),
+        ({"HOME": str(open_tmp), "SGE_ROOT": str(open_tmp), "TZ": f":{his}/zone"}, set[str]()),
+        ({"SGE_CELL": "..", "SGE_ROOT": f"{open_tmp}/roots", "SLURM_CONF": f"{open_tmp}/roots"}, {"SGE_CELL=.."}),
     ):
         code, text, _ = programs.output_of(["/usr/bin/env"], env=asked, timeout=60, most=1 << 16)
         assert (code, set(text.splitlines())) == (0, got)

@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 
 import safe_gpu
-from safe_gpu import procfs
-from safe_gpu.coordination.files import StateDir
-from safe_gpu.coordination.holders import lease_owners
-from safe_gpu.coordination.leases import lease_name
+from safe_gpu.coordination import name_table
+from safe_gpu.coordination.files.state_dir import StateDir
+from safe_gpu.coordination.holders.by_kernel import lease_owners
+from safe_gpu.coordination.leases.file_names import lease_name
+from safe_gpu.coordination.socket_names import simulated_prefix
+from safe_gpu.host import procfs
 
 ANNA, BEN = 4711, 4712
 
@@ -23,12 +25,9 @@ pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, whose fil
 
 
 @pytest.fixture
-def leases(open_tmp: Path, state_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def leases(rules: Any, state_dir: Path) -> Path:
     """Everybody may hold two GPUs."""
-    policy = open_tmp / "policy.ini"
-    policy.write_text("[default]\nmax_gpus = 2")
-    policy.chmod(0o644)
-    monkeypatch.setenv("SAFE_GPU_POLICY", str(policy))
+    rules("[default]\nmax_gpus = 2")
     return state_dir / "leases"
 
 
@@ -52,14 +51,15 @@ def user(as_user: Any, next_tick: Callable[[], None]) -> Callable[..., Any]:
 
 
 def owners(leases: Path, *indices: int) -> list[int | None]:
-    """Whom the leases of these GPUs count for."""
+    """Whom these GPUs count for, and all others for nobody."""
     from safe_gpu.drivers.presets import preset
 
     uuids = [gpu.uuid for gpu in preset("dgx-a100").gpus()]
-    names = [lease_name(uuids[index]) for index in indices]
     with StateDir(str(leases.parent)) as root, StateDir("leases", root) as directory:
-        found = lease_owners(directory, names)
-    return [found.get(name) for name in names]
+        found = lease_owners(directory, uuids, simulated_prefix(str(leases.parent / "simulated"))).users
+    told = [found.get(lease_name(uuids[index])) for index in indices]
+    assert len(found) == sum(uid is not None for uid in told)
+    return told
 
 
 def test_other_names_of_host_lock_and_of_a_lease(leases: Path, user: Any, ground: Any, as_user: Any) -> None:
@@ -92,7 +92,7 @@ def test_a_record_is_never_believed(leases: Path, user: Any, as_user: Any) -> No
     for path in leases.glob("*.lock"):
         said = {"uid": ANNA, "pid": victim.pid, "start": procfs.start_time(victim.pid)}
         path.write_text(json.dumps({**json.loads(path.read_text()), **said}))
-    assert owners(leases, 0, 1) == [None, None]
+    assert owners(leases, 0, 1) == [BEN, BEN]
     assert user(ANNA, 2).hear() == "2"
 
 
@@ -104,12 +104,18 @@ def test_a_pid_that_is_used_again(leases: Path, user: Any, as_user: Any, monkeyp
     assert owners(leases, 0) == [BEN]
     genuine = procfs.flock_holders
     monkeypatch.setattr(
-        procfs, "flock_holders", lambda *args, **more: {inode: [victim.pid] for inode in genuine(*args, **more)}
+        procfs,
+        "flock_holders",
+        lambda *args, **more: procfs.LockTable((inode, [victim.pid]) for inode in genuine(*args, **more)),
     )
+    assert owners(leases, 0) == [BEN], "by the name of the GPU"
+    monkeypatch.setattr(name_table, "_NAME_AND_UID", 1)  # as on kernels before 5.3
     assert owners(leases, 0) == [None]
 
 
-def test_a_child_of_a_process_that_has_ended_counts_for_nobody(leases: Path, user: Any) -> None:
+def test_a_child_of_a_process_that_has_ended_counts_for_its_user_alone(leases: Path, user: Any, as_user: Any) -> None:
+    """It holds the leases, and no names. Others cannot see into it, and count it for nobody."""
+
     def leave() -> None:
         if os.fork():
             os.kill(os.getpid(), signal.SIGKILL)
@@ -118,8 +124,11 @@ def test_a_child_of_a_process_that_has_ended_counts_for_nobody(leases: Path, use
     assert gone.hear() == "2"
     os.waitid(os.P_PID, gone.pid, os.WEXITED | os.WNOWAIT)
     try:
-        assert owners(leases, 0, 1) == [None, None]
-        assert user(ANNA, 2).hear() == "2"
+        for uid, told in ((0, [None, None]), (BEN, [None, None]), (ANNA, [ANNA, ANNA])):
+            look = as_user(lambda say, listen: say(owners(leases, 0, 1)), uid=uid)
+            assert look.hear() == str(told)
+        assert "you hold 2 of your 2 GPUs" in user(ANNA).hear()
+        assert user(BEN, 2).hear() == "2"
     finally:
         gone.tell()
 

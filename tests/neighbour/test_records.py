@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 import safe_gpu
-from safe_gpu import procfs
-from safe_gpu.coordination.leases import LeaseRecord, lease_name
+from safe_gpu.coordination.leases.file_names import lease_name
+from safe_gpu.coordination.leases.record import LeaseRecord
+from safe_gpu.host import procfs
 from safe_gpu.status.gather import gather
 
 USER = 4711

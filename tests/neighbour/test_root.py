@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from safe_gpu import settings
-from safe_gpu.drivers.nvml_session import LIBRARY
-from safe_gpu.programs import is_root
+from safe_gpu.drivers.nvidia.nvml_session import LIBRARY
+from safe_gpu.host.programs import is_root
 from safe_gpu.runtimes import libraries
+from safe_gpu.settings import variables as settings
 
 NEIGHBOUR = 4711
 
 pytestmark = pytest.mark.skipif(not is_root(), reason="needs root, to be the victim")
 
-NVML = "from safe_gpu.drivers.nvml import why_missing; print(why_missing())"
+NVML = "from safe_gpu.drivers.nvidia.nvml import why_missing; print(why_missing())"
 CUDA = """
 from safe_gpu.errors import NoDriverError
 from safe_gpu.runtimes.runtime import CUDA
@@ -48,6 +49,7 @@ def planted(open_tmp: Path, build_library: Callable[..., Path]) -> Path:
     [
         (0, "{planted}"),
         (NEIGHBOUR, "{planted}"),
+        (NEIGHBOUR, "{planted.parent}"),  # root's and sticky, where everybody may put a library
         (NEIGHBOUR, "{planted.parent}/down/.."),
         (NEIGHBOUR, "$ORIGIN" + "/.." * 8 + "{planted}"),  # the loader puts the program's directory there
         (NEIGHBOUR, "/$ORIGIN" + "/.." * 8 + "{planted}"),
@@ -60,6 +62,9 @@ def test_libraries_are_loaded_from_places_of_root_only(
     (planted / "below").mkdir()
     (open_tmp / "down").symlink_to(planted / "below")
     os.chown(planted, owner, owner)
+    for library in planted.glob("*.so*"):
+        shutil.copy(library, open_tmp)
+        os.chown(open_tmp / library.name, NEIGHBOUR, NEIGHBOUR)
     deep = open_tmp / "/".join("d" * 9)
     deep.mkdir(parents=True)
     environment = {"LD_LIBRARY_PATH": place.format(planted=planted), "PWNED": str(mark)}

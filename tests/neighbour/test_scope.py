@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import json
 import os
@@ -12,19 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.claims import claim
 
 import safe_gpu
-from safe_gpu import procfs
 from safe_gpu.coordination import socket_names as names
-from safe_gpu.coordination.files import StateDir
-from safe_gpu.coordination.holders import leases_of_this_user, socket_of_this_user
-from safe_gpu.coordination.leases import lease_name
+from safe_gpu.coordination.files.state_dir import StateDir
+from safe_gpu.coordination.holders.by_kernel import leases_of_this_user, socket_of_this_user
+from safe_gpu.coordination.leases.file_names import lease_name
+from safe_gpu.coordination.leases.record import LeaseRecord
+from safe_gpu.coordination.name_table import read_names
+from safe_gpu.host import procfs
 
 VICTIM, THIEF = 4711, 4712
-
-
-def claim(*arguments: Any, **options: Any) -> safe_gpu.GPUOwner:
-    return safe_gpu.GPUOwner(*arguments, safe_gpu.NoPlaceholder(), affinity=None, timeout=0, **options)
 
 
 def attempt(token: str, **options: Any) -> str:
@@ -99,7 +99,7 @@ def test_a_name_of_another_user_does_not_add_a_gpu_to_a_claim(state_dir: Path, a
 
     def bind(say: Callable[[str], None], listen: Callable[[], str]) -> None:
         prefix = names.simulated_prefix(str(state_dir / "simulated"))
-        say(str(names.bind(names.scope_of(ground.uuids[5], token, prefix)) is not None))
+        say(str(names.take_name(names.scope_of(ground.uuids[5], token, prefix)) is not None))
         listen()
 
     victim = as_user(hold, uid=VICTIM)
@@ -108,6 +108,67 @@ def test_a_name_of_another_user_does_not_add_a_gpu_to_a_claim(state_dir: Path, a
     assert as_user(lambda say, listen: say(attempt(token)), uid=VICTIM).hear() == "[0]"
     other = as_user(lambda say, listen: say(attempt(token, only=5)), uid=VICTIM)
     assert "which can give 0 of its 1" in other.hear()
+
+
+@pytest.mark.parametrize("own_pids", [False, True], ids=["", "in a PID namespace"])
+def test_a_forged_record_adds_no_gpu_to_a_claim(state_dir: Path, as_user: Any, ground: Any, own_pids: bool) -> None:
+    """The user has two jobs. Into the record of one, and of an honest user, a neighbour writes the hash of the other's
+    token, and the user: they are not inside."""
+
+    def hold(say: Callable[[str], None], listen: Callable[[], str]) -> None:
+        index = int(listen())
+        with claim(1, only=index, delegate=True):
+            say(os.environ["SAFE_GPU_SCOPE"])
+            listen()
+
+    jobs = [as_user(hold, uid=uid) for uid in (VICTIM, VICTIM, 4713)]
+    tokens = []
+    for index, job in enumerate(jobs):
+        job.tell(str(index))
+        tokens.append(job.hear())
+    for uuid in ground.uuids[1:3]:
+        path = state_dir / "leases" / lease_name(uuid)
+        said = {**json.loads(path.read_text()), "uid": VICTIM, "token": names.digest(tokens[0])}
+        path.write_text(json.dumps(said))
+
+    def inside(say: Callable[[str], None], listen: Callable[[], str]) -> None:
+        os.environ["SAFE_GPU_SCOPE"] = tokens[0]
+        try:
+            say(claim(2).devices_taken)
+        except safe_gpu.UnsatisfiableRequestError as err:
+            say(err)
+
+    answer = _in_a_pid_namespace(as_user, inside) if own_pids else as_user(inside, uid=VICTIM).hear()
+    assert "2 GPUs asked for inside" in answer
+    assert "which can give 1 of its 1" in answer
+
+
+def _in_a_pid_namespace(as_user: Any, work: Callable[[Callable[[str], None], Callable[[], str]], None]) -> str:
+    def enter(say: Callable[[str], None], listen: Callable[[], str]) -> None:
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.unshare(0x20000000 | 0x00020000):  # CLONE_NEWPID, CLONE_NEWNS
+            say("no")
+            return
+        if child := os.fork():
+            os.waitpid(child, 0)
+            return
+        libc.mount(b"none", b"/", None, 1 << 18 | 1 << 14, None)  # MS_PRIVATE, MS_REC
+        libc.mount(b"proc", b"/proc", b"proc", 0, None)
+        os.setresgid(VICTIM, VICTIM, VICTIM)
+        os.setresuid(VICTIM, VICTIM, VICTIM)
+        try:
+            work(say, listen)
+        finally:
+            os._exit(0)
+
+    answer = as_user(enter, uid=0).hear()
+    if answer == "no":
+        pytest.skip("needs root, to make namespaces")
+    return str(answer)
+
+
+def said(uid: int) -> LeaseRecord:
+    return LeaseRecord.of_this_process(None, None)._replace(uid=uid)
 
 
 def test_an_inherited_lock_is_still_ours(state_dir: Path) -> None:
@@ -119,8 +180,8 @@ def test_an_inherited_lock_is_still_ours(state_dir: Path) -> None:
             fcntl.flock(fd, fcntl.LOCK_EX)
             os._exit(0)
         os.waitpid(child, 0)
-        assert leases_of_this_user(leases, {"GPU-1.lock": -1}) == {"GPU-1.lock"}
-        assert leases_of_this_user(leases, {"GPU-2.lock": -1}) == frozenset()
+        assert leases_of_this_user(leases, {"GPU-1.lock": said(-1)}) == ({"GPU-1.lock"}, True)
+        assert leases_of_this_user(leases, {"GPU-2.lock": said(-1)}) == (frozenset(), True)
         os.close(fd)
         os.close(other)
 
@@ -153,7 +214,7 @@ def test_an_open_file_is_not_a_held_lock(state_dir: Path, tmp_path: Path, as_use
         fd = leases.open_or_create("GPU-1.lock")
         neighbour = as_user(lock, uid=THIEF)
         assert neighbour.hear() == "locked"
-        assert leases_of_this_user(leases, {"GPU-1.lock": os.geteuid()}) == frozenset()
+        assert leases_of_this_user(leases, {"GPU-1.lock": said(os.geteuid())}) == (frozenset(), True)
         os.close(fd)
 
 
@@ -162,14 +223,19 @@ def test_whose_socket_it_is(as_user: Any) -> None:
     theirs, ours = names.name_of(f"{unique}.a"), names.name_of(f"{unique}.b")
 
     def bind(say: Callable[[str], None], listen: Callable[[], str]) -> None:
-        say(str(names.bind(theirs) is not None))
+        say(str(names.take_name(theirs) is not None))
         listen()
 
     neighbour = as_user(bind, uid=THIEF)
     assert neighbour.hear() == "True"
-    own = names.bind(ours)
+    own = names.take_name(ours)
     assert own is not None
-    sockets = names.sockets()
-    assert not socket_of_this_user(sockets[theirs])
-    assert socket_of_this_user(sockets[ours])
+    table = read_names()
+    for name, expected in ((theirs, THIEF), (ours, os.geteuid())):
+        one = table.get(name)
+        assert one is not None
+        assert one.uid == expected
+        assert socket_of_this_user(one) is (expected == os.geteuid())
+        unknown = one._replace(uid=None)  # as on kernels before 5.3: a process that has it is looked for
+        assert socket_of_this_user(unknown) is (expected == os.geteuid())
     own.release()

@@ -17,6 +17,9 @@
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <linux/netlink.h>
+#include <linux/sock_diag.h>
+#include <linux/unix_diag.h>
 #include <pwd.h>
 #include <signal.h>
 #include <stdarg.h>
@@ -37,11 +40,12 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { GPUS = 64, UUID_SIZE = 101, TEXT = 64 * 1024, NAMES = 2, TICKETS = 4096, SLOTS = 16 };
+enum { GPUS = 64, UUID_SIZE = 101, TEXT = 64 * 1024, NAMES = 3, TICKETS = 4096, SLOTS = 16 };
 
 struct gpu {
   char uuid[UUID_SIZE];
   bool inside;        /* the outer claim named by SAFE_GPU_SCOPE holds it */
+  bool by_name;       /* which was found by its names */
   bool busy;          /* by the last poll of the driver */
   bool held;          /* its lease was held when last tried */
   bool closed;        /* its lease cannot be opened: nobody can claim it */
@@ -64,7 +68,9 @@ static struct gpu gpus[GPUS];
 static int gpu_count, wanted = 1;
 static double hold_for = -1, deadline = -1;
 static const char *preset;
-static char simulated[4096], name_prefix[64], token[17], token_hash[17], scope_hash[17], user[65], command[256];
+static char simulated[4096], name_prefix[64], secret[17], token[64], token_hash[17], scope_hash[17], user[65], command[256];
+static const char *scope;
+static bool named_here; /* the names of the outer claim, if it has any, are those that we can see */
 static int state_dir, leases_dir, queue_dir, kept_dir, host_fd = -1;
 static bool inner_claim;
 
@@ -367,14 +373,12 @@ static int open_state_dir(void)
 
 static int open_existing(int dir, const char *name) /* -1: errno; EPERM is a file that is not to be opened */
 {
-  struct stat s, above;
-  if (fstatat(dir, name, &s, AT_SYMLINK_NOFOLLOW) || fstat(dir, &above)) return -1;
+  struct stat s;
+  if (fstatat(dir, name, &s, AT_SYMLINK_NOFOLLOW)) return -1;
   if (!S_ISREG(s.st_mode)) return errno = EPERM, -1;
   int fd = openat(dir, name, O_RDWR | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC);
   if (fd < 0) return -1;
-  bool ours = (above.st_uid == 0 || above.st_uid == geteuid()) && (above.st_mode & S_ISVTX || !(above.st_mode & 022));
-  if (fstat(fd, &s) || !S_ISREG(s.st_mode) || ((s.st_mode & 07777) != 0666 && (s.st_nlink > 1 || !ours)))
-    return close(fd), errno = EPERM, -1; /* somebody's, linked or moved here */
+  if (fstat(fd, &s) || s.st_mode != (S_IFREG | 0666)) return close(fd), errno = EPERM, -1; /* linked or moved here */
   return fd;
 }
 
@@ -648,6 +652,16 @@ static socklen_t address_of(struct sockaddr_un *address, const struct gpu *gpu, 
   return (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + strlen(name));
 }
 
+static bool is_named(const struct gpu *gpu, const char *suffix) /* of a datagram socket */
+{
+  struct sockaddr_un address;
+  socklen_t length = address_of(&address, gpu, suffix);
+  int fd = socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0);
+  bool held = fd >= 0 && (!connect(fd, (void *)&address, length) || errno != ECONNREFUSED);
+  if (fd >= 0) close(fd);
+  return held;
+}
+
 static bool is_shared(const struct gpu *gpu) /* whether a claim has the name of a share, or one inside it */
 {
 #ifdef NO_SLOTS
@@ -670,8 +684,12 @@ static int bind_name(const struct gpu *gpu, const char *suffix) /* -1: another h
 {
   struct sockaddr_un address;
   socklen_t length = address_of(&address, gpu, suffix);
-  int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
-  if (fd >= 0 && !bind(fd, (void *)&address, length)) return fd;
+  bool datagrams = !strcmp(suffix, ".outer");
+  int fd = socket(AF_UNIX, (datagrams ? SOCK_DGRAM : SOCK_STREAM) | SOCK_CLOEXEC, 0);
+  if (fd >= 0 && !bind(fd, (void *)&address, length)) {
+    if (datagrams) shutdown(fd, SHUT_RDWR);
+    return fd;
+  }
   int error = errno;
   if (fd >= 0) close(fd);
   if (error == EADDRINUSE) return -1;
@@ -679,33 +697,67 @@ static int bind_name(const struct gpu *gpu, const char *suffix) /* -1: another h
   return -2;
 }
 
-static bool lists(const char *line, const char *name, unsigned long *inode) /* exactly as the kernel writes it */
+/* The socket with this name and whether our effective user has made it, as the kernel tells by NETLINK_SOCK_DIAG: its
+ * inode, or 0. No lock is held. */
+static unsigned long socket_with(const struct gpu *gpu, const char *suffix, bool *mine)
 {
-  static const char columns[] = ": XXXXXXXX 00000000 XXXXXXXX 0001 XX ";
-  const char *p = line + 16;
-  char end[160];
-  if (strlen(line) < 16 + sizeof columns) return false;
-  for (const char *c = columns; *c; c++, p++)
-    if (*c == 'X' ? !strchr("0123456789ABCDEF", *p) : *c != *p) return false;
-  *inode = strtoul(p, NULL, 10);
-  put(end, sizeof end, "%5lu @%s\n", *inode, name);
-  return !strcmp(p, end);
+  struct { struct nlmsghdr head; struct unix_diag_req body; } request = {
+    {sizeof request, SOCK_DIAG_BY_FAMILY, NLM_F_REQUEST | NLM_F_DUMP, 0, 0},
+    {.sdiag_family = AF_UNIX, .udiag_states = ~0U, /* a datagram socket is "established" once anybody connected to it */
+     .udiag_show = UDIAG_SHOW_NAME | UDIAG_SHOW_UID}};
+  static char answer[1 << 15] __attribute__((aligned(NLMSG_ALIGNTO)));
+  char name[109] = "", nobody[16] = "", socket_text[64];
+  unsigned long found = 0;
+  int type = strcmp(suffix, ".outer") ? SOCK_STREAM : SOCK_DGRAM;
+  bool more = true;
+  name_of(name + 1, gpu, suffix);
+  FILE *f = fopen("/proc/sys/kernel/overflowuid", "re");
+  if (f && !fgets(nobody, sizeof nobody, f)) *nobody = 0;
+  if (f) fclose(f);
+  int fd = socket(AF_NETLINK, SOCK_RAW | SOCK_CLOEXEC, NETLINK_SOCK_DIAG);
+  more = fd >= 0 && send(fd, &request, sizeof request, 0) == sizeof request;
+  while (more && !found) {
+    ssize_t length = recv(fd, answer, sizeof answer, MSG_DONTWAIT);
+    if (length <= 0) break;
+    for (struct nlmsghdr *head = (void *)answer; more && NLMSG_OK(head, length); head = NLMSG_NEXT(head, length)) {
+      struct unix_diag_msg *message = NLMSG_DATA(head);
+      bool is_it = false, known = false;
+      uint32_t uid = 0;
+      more = head->nlmsg_type == SOCK_DIAG_BY_FAMILY;
+      size_t at = NLMSG_ALIGN(sizeof *message), end = more ? head->nlmsg_len - NLMSG_HDRLEN : 0;
+      while (at + NLA_HDRLEN <= end) {
+        struct nlattr *one = (void *)((char *)message + at);
+        size_t size = one->nla_len - (size_t)NLA_HDRLEN;
+        const char *value = (char *)one + NLA_HDRLEN;
+        if (one->nla_type == UNIX_DIAG_NAME) is_it = size == 1 + strlen(name + 1) && !memcmp(value, name, size);
+        if (one->nla_type == UNIX_DIAG_UID) memcpy(&uid, value, sizeof uid), known = uid != strtoul(nobody, NULL, 10);
+        at += NLA_ALIGN(one->nla_len);
+      }
+      if (!is_it || message->udiag_type != type || (type == SOCK_STREAM && message->udiag_state == 1)) continue; /* a connection */
+      put(socket_text, sizeof socket_text, "socket:[%u]", message->udiag_ino);
+      *mine = known ? uid == geteuid() : one_of_mine_has("fd", NULL, socket_text);
+      found = message->udiag_ino;
+    }
+  }
+  if (fd >= 0) close(fd);
+  return found;
 }
 
-static bool socket_of(const struct gpu *gpu, const char *suffix, char *socket, size_t size) /* as /proc/PID/fd shows it */
+static void hash_suffix(char suffix[20], const char *text, unsigned long inode) /* of the name that says whose a socket is */
 {
-  char name[108], line[512];
-  bool found = false;
-  name_of(name, gpu, suffix);
-  FILE *f = fopen("/proc/net/unix", "re");
-  while (f && !found && fgets(line, sizeof line, f)) {
-    unsigned long inode;
-    if (!lists(line, name, &inode)) continue;
-    put(socket, size, "socket:[%lu]", inode);
-    found = true;
-  }
-  if (f) fclose(f);
-  return found;
+  char with_inode[512], hash[17];
+  put(with_inode, sizeof with_inode, "%s:%lu", text, inode);
+  hash16(with_inode, hash);
+  put(suffix, 20, ".%s", hash);
+}
+
+static bool is_in_scope(const struct gpu *gpu) /* our outer claim holds it by name */
+{
+  char suffix[20];
+  bool mine = false, any;
+  unsigned long inode = socket_with(gpu, ".outer", &mine);
+  hash_suffix(suffix, scope, inode);
+  return mine && socket_with(gpu, suffix, &any);
 }
 
 /* ---- the driver ---- */
@@ -793,14 +845,18 @@ static int take_lease(const struct gpu *gpu, bool inner) /* under host.lock; -1:
   }
 }
 
-static void release(struct gpu *gpu)
+static void close_names(struct gpu *gpu)
 {
-  if (gpu->lease >= 0) (void)!ftruncate(gpu->lease, 0);
-  if (*token_hash) give_back(&gpu->lease); /* a claim inside this one may just be asking for it */
   for (int i = NAMES - 1; i >= 0; i--) {
     if (gpu->names[i] >= 0) close(gpu->names[i]);
     gpu->names[i] = -1;
   }
+}
+
+static void release(struct gpu *gpu)
+{
+  if (gpu->lease >= 0) (void)!ftruncate(gpu->lease, 0);
+  close_names(gpu);
   give_back(&gpu->lease);
 }
 
@@ -865,14 +921,26 @@ static bool has_fault(const struct gpu *gpu)
 
 static int by_uuid(const void *a, const void *b) { return strcmp((*(struct gpu *const *)a)->uuid, (*(struct gpu *const *)b)->uuid); }
 
-static bool outer_lives(struct gpu *gpu)
+static unsigned long namespace_of_names(void)
 {
+  struct stat s;
+  return stat("/proc/self/ns/net", &s) ? 0 : (unsigned long)s.st_ino;
+}
+
+static void new_token(unsigned long place) /* of the network namespace in which its names are; 0: it has none */
+{
+  put(token, sizeof token, "%s@%lu", secret, place);
+  hash16(token, token_hash);
+}
+
+/* The names by which claims inside this one find it. -1: another has one; -2: names cannot be had. */
+static int bind_outer(struct gpu *gpu)
+{
+  struct stat s;
   char suffix[20];
-  if (is_held(gpu->uuid, false)) return true;
-  put(suffix, sizeof suffix, ".%s", scope_hash);
-  int moment = bind_name(gpu, suffix);
-  if (moment >= 0) close(moment);
-  return moment == -1;
+  if ((gpu->names[1] = bind_name(gpu, ".outer")) < 0 || fstat(gpu->names[1], &s)) return gpu->names[1];
+  hash_suffix(suffix, token, (unsigned long)s.st_ino);
+  return gpu->names[2] = bind_name(gpu, suffix);
 }
 
 /* Names for the GPUs whose leases we hold. NULL, or the GPU that another process has. */
@@ -880,50 +948,61 @@ static struct gpu *bind_names(void)
 {
   struct gpu *sorted[GPUS];
   int n = 0;
-  char suffix[20] = "";
+  bool without = false;
+  if (*token_hash) new_token(namespace_of_names());
   for (int i = 0; i < gpu_count; i++)
     if (gpus[i].lease >= 0) sorted[n++] = &gpus[i];
   qsort(sorted, (size_t)n, sizeof *sorted, by_uuid);
   for (int i = 0; i < n; i++) {
-    if ((sorted[i]->names[0] = bind_name(sorted[i], inner_claim ? ".inner" : "")) == -1) return sorted[i];
-    if (inner_claim && !outer_lives(sorted[i])) return sorted[i];
-    if (inner_claim) continue;
-    int moment = bind_name(sorted[i], ".inner");
-    if (moment == -1) return sorted[i];
+    struct gpu *gpu = sorted[i];
+    if (inner_claim && (gpu->names[1] = bind_name(gpu, ".inner")) == -1) return gpu;
+    if (inner_claim && gpu->by_name) {
+      if (!is_named(gpu, ".outer")) return gpu;
+      continue;
+    }
+    int bound = gpu->names[0] = bind_name(gpu, "");
+    if (bound == -1 || is_named(gpu, ".outer")) return gpu; /* asked before .inner, which one inside it has by then */
+    int moment = inner_claim ? -2 : bind_name(gpu, ".inner");
+    if (moment == -1) return gpu;
     if (moment >= 0) close(moment);
-    if (is_shared(sorted[i])) return sorted[i];
-    put(suffix, sizeof suffix, ".%s", token_hash);
-    if (*token_hash) sorted[i]->names[1] = bind_name(sorted[i], suffix);
+    if (is_shared(gpu)) return gpu;
+    if (*token_hash && !inner_claim && bound >= 0 && (bound = bind_outer(gpu)) == -1) return gpu;
+    without |= bound < 0;
   }
+  for (int i = 0; i < n && without && *token_hash; i++) close_names(sorted[i]); /* all or none */
+  if (without && *token_hash) new_token(0);
   return NULL;
 }
 
-/* Which GPUs the outer claim named by SAFE_GPU_SCOPE holds, as the same user. Under host.lock. */
-static int look_for_scope(void)
+/* Which GPUs the outer claim named by SAFE_GPU_SCOPE holds, as the same user. Without host.lock. */
+static void look_for_scope(void)
 {
-  int found = 0;
-  for (int i = 0; i < gpu_count && *scope_hash; i++) {
-    char name[160], hash[20] = "", suffix[20], socket[64];
+  bool named = false;
+  for (int i = 0; i < gpu_count; i++) named |= gpus[i].by_name = gpus[i].inside = named_here && is_in_scope(&gpus[i]);
+  for (int i = 0; i < gpu_count; i++) {
+    char name[160], hash[20] = "";
     struct stat s;
-    gpus[i].inside = false;
     lease_name(name, gpus[i].uuid, false);
     int fd = open_lease(name);
-    if (fd >= 0) {
-      const char *record = read_text(fd, scratch);
-      if (string(find_key(record, "token"), hash, sizeof hash) && !strcmp(hash, scope_hash) && is_held(gpus[i].uuid, false)) {
-        long pid = holder(fd);
-        gpus[i].outer_pid = (long)number(find_key(record, "pid"), 0);
-        if (!pid) gpus[i].inside = number(find_key(record, "uid"), -1) == (double)geteuid();
-        else if (kill((pid_t)pid, 0) && errno == ESRCH) gpus[i].inside = !fstat(fd, &s) && one_of_mine_has("fdinfo", &s, NULL);
-        else gpus[i].inside = is_mine(pid);
-      }
-      close(fd);
+    if (fd < 0) continue;
+    const char *record = read_text(fd, scratch);
+    if (string(find_key(record, "token"), hash, sizeof hash) && !strcmp(hash, scope_hash)) {
+      long pid = named ? 0 : holder(fd);
+      bool dead = !pid || (kill((pid_t)pid, 0) && errno == ESRCH);
+      gpus[i].outer_pid = (long)number(find_key(record, "pid"), 0);
+      if (!named && dead) gpus[i].inside = !fstat(fd, &s) && one_of_mine_has("fdinfo", &s, NULL); /* inherited */
+      if (!named && !named_here && !gpus[i].inside)
+        gpus[i].inside = pid ? !dead && is_mine(pid) : number(find_key(record, "uid"), -1) == (double)geteuid();
     }
-    put(suffix, sizeof suffix, ".%s", scope_hash);
-    if (!gpus[i].inside && socket_of(&gpus[i], suffix, socket, sizeof socket)) gpus[i].inside = one_of_mine_has("fd", NULL, socket);
-    found += gpus[i].inside;
+    close(fd);
   }
-  return found;
+}
+
+static bool is_still_inside(void) /* host.lock is free again: it was not known whose the name was that we asked for */
+{
+  for (int i = 0; i < gpu_count; i++)
+    if (inner_claim && gpus[i].lease >= 0 && gpus[i].by_name && !is_in_scope(&gpus[i])) return false;
+  return true;
 }
 
 /* Leases and names of `wanted` GPUs, with records, or nothing. Under host.lock. */
@@ -957,10 +1036,7 @@ static bool take(void)
     }
     if (taken) taken->named_until = now() + 1;
     for (int i = 0; i < gpu_count; i++) {
-      for (int j = 0; j < NAMES; j++) {
-        if (gpus[i].names[j] >= 0) close(gpus[i].names[j]);
-        gpus[i].names[j] = -1;
-      }
+      close_names(&gpus[i]);
       give_back(&gpus[i].lease);
     }
     if (!taken) return false;
@@ -1300,7 +1376,11 @@ static int lock_older_package(void) /* shared; -1: it is not there */
 /* A claim inside another one is on its GPUs alone, for as long as that lives. Under host.lock, at every look. */
 static void enter_scope(void)
 {
-  int found = look_for_scope();
+  int found = 0;
+  for (int i = 0; i < gpu_count; i++) {
+    gpus[i].inside = gpus[i].inside && (gpus[i].by_name || is_held(gpus[i].uuid, false));
+    found += gpus[i].inside;
+  }
   inner_claim = found > 0;
   if (inner_claim && found >= wanted) return judge_gpus();
   if (inner_claim) die(75, "the claim around this one holds %d of these GPUs", found);
@@ -1317,13 +1397,19 @@ static void claim(void)
   for (;;) {
     int others;
     if (now() - polled > 0.5) poll_driver();
+    if (*scope_hash) look_for_scope();
     lock_host();
     if (*scope_hash) enter_scope();
     int nearest = look_ahead(&others, my_ticket_fd < 0);
     bool taken = nearest < 0 && take(), named = false, stale = false;
     if (!taken && my_ticket_fd < 0 && (deadline < 0 || deadline > now())) take_ticket();
     unlock_host();
-    if (taken) return;
+    if (taken && is_still_inside()) return;
+    if (taken) {
+      for (int i = 0; i < gpu_count; i++) release(&gpus[i]);
+      if (nearest >= 0) close(nearest);
+      continue;
+    }
     for (int i = 0; i < gpu_count; i++) {
       named |= gpus[i].named_until > now();
       stale |= gpus[i].busy;
@@ -1396,7 +1482,7 @@ static _Noreturn void become(char **argv)
 static void prepare(const char *program)
 {
   struct passwd *entry = getpwuid(geteuid());
-  const char *scope = getenv("SAFE_GPU_SCOPE"), *slash = strrchr(program, '/');
+  const char *slash = strrchr(program, '/');
   char hash[17];
   unsigned char random[8];
   put(user, sizeof user, "%ld", (long)geteuid());
@@ -1411,11 +1497,16 @@ static void prepare(const char *program)
     hash16(simulated, hash);
     put(name_prefix, sizeof name_prefix, "sim-%s/", hash);
   }
-  if (scope && *scope) hash16(scope, scope_hash);
+  scope = getenv("SAFE_GPU_SCOPE");
+  if (scope && *scope) {
+    const char *place = strchr(scope, '@');
+    named_here = !place || !place[1] || strtoul(place + 1, NULL, 10) == namespace_of_names();
+    hash16(scope, scope_hash);
+  }
   if (*token) {
     if (getrandom(random, sizeof random, 0) != sizeof random) die(70, "no random numbers");
-    for (int i = 0; i < 8; i++) sprintf(token + 2 * i, "%02x", random[i]);
-    hash16(token, token_hash);
+    for (int i = 0; i < 8; i++) sprintf(secret + 2 * i, "%02x", random[i]);
+    new_token(namespace_of_names());
   }
   struct sigaction action = {.sa_handler = on_alarm}; /* without SA_RESTART: a sleep in flock ends */
   sigaction(SIGALRM, &action, NULL);
@@ -1438,7 +1529,7 @@ int main(int argc, char **argv)
     struct gpu *gpu = &gpus[gpu_count++];
     if (strlen(uuid) >= UUID_SIZE) die(64, "%s is no UUID", uuid);
     strcpy(gpu->uuid, uuid);
-    gpu->lease = gpu->names[0] = gpu->names[1] = -1;
+    gpu->lease = gpu->names[0] = gpu->names[1] = gpu->names[2] = -1;
   }
   if (!argv[optind] || wanted < 1 || wanted > gpu_count || (hold_for >= 0 && hold_for < 1))
     die(64, "usage: client -n N -g UUID,UUID,... [-p PRESET] [-t SECONDS] [-f SECONDS] [-s] COMMAND [ARGUMENT ...]");

@@ -35,7 +35,7 @@ def compiler() -> str:
     """Fails where ``.ci/run`` asks for everything, and skips elsewhere, if there is no C compiler."""
     found = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if found is None:
-        lacking = "the second client is written in C, and there is no C compiler"
+        lacking = "needs a C compiler, for the second client"
         if REQUIRED:
             pytest.fail(lacking)
         pytest.skip(lacking)

@@ -4,29 +4,34 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.ground import write_for_all
 
 from safe_gpu.coordination import socket_names as names
+from safe_gpu.coordination.name_table import read_names
+from safe_gpu.coordination.scope import scope_name
 
 SOURCES = sorted(Path(__file__).parent.glob("*.c"))
 NOW = {"c": ("-t", "0"), "python": ("--timeout", "0")}
 DELEGATES = {"c": ("-s",), "python": ()}
 KINDS = ("c", "python")
 BOTH = pytest.mark.parametrize(("first", "second"), [KINDS, KINDS[::-1]], ids=["C first", "Python first"])
-ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root can start processes of other users")
+ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to act as other users")
 USER = 54321
 COMPILERS = [name for name in ("gcc", "clang") if shutil.which(name)]
 
 
-@pytest.mark.skipif(not COMPILERS, reason="there is no gcc and no clang here")
+@pytest.mark.skipif(not COMPILERS, reason="needs a C compiler")
 @pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.name)
 @pytest.mark.parametrize("name", COMPILERS)
 def test_it_compiles_without_a_warning(name: str, source: Path) -> None:
@@ -118,7 +123,7 @@ def test_a_claim_that_would_wait_for_its_own_parent_is_refused(scene: Any, first
 @BOTH
 def test_a_stale_scope_is_ignored(scene: Any, first: str, second: str) -> None:
     token = scene.start(first, 1, *DELEGATES[first], command=["sh", "-c", "echo $SAFE_GPU_SCOPE"]).finish()[1].strip()
-    assert len(token) == 16
+    assert re.fullmatch(r"[0-9a-f]{16}@\d+", token)
     code, _, err = scene.start(second, 8, *NOW[second], command=["true"], env={"SAFE_GPU_SCOPE": token}).finish()
     assert code == 0
     assert "SAFE_GPU_SCOPE" in err
@@ -154,7 +159,7 @@ def test_the_names_of_a_simulated_host_have_the_hash_of_its_directory(scene: Any
         tree = env.get("SAFE_GPU_SIMULATED_DIR", scene.env["SAFE_GPU_SIMULATED_DIR"]) or f"{scene.state_dir}/simulated"
         prefix = names.simulated_prefix(tree)
         party = scene.start("c", 1, command=["sleep", "60"], env=env)
-        scene.until(lambda: names.name_of(scene.uuids[0], prefix) in names.in_use(), party)  # noqa: B023
+        scene.until(lambda: names.name_of(scene.uuids[0], prefix) in read_names(), party)  # noqa: B023
         party.end()
 
 
@@ -169,29 +174,72 @@ def test_a_short_name_is_padded(scene: Any) -> None:
     uuid = f"GPU-{os.urandom(8).hex()}"
     shown = bare(scene, uuid, "cat", "/proc/net/unix").stdout.splitlines()
     assert [line[-49:] for line in shown if uuid in line] == [f"@safe-gpu/1/{uuid}................."]
-    one = names.bind(names.name_of(uuid))
+    one = names.take_name(names.name_of(uuid))
     assert one is not None
     assert bare(scene, uuid, "true").returncode == 75
     one.release()
     assert bare(scene, uuid, "true").returncode == 0
 
 
-def test_a_forged_line_is_no_name(scene: Any) -> None:
-    """It says that a socket of this user has the name of the claim whose token this is."""
+def test_the_names_of_a_claim_let_its_user_in(scene: Any) -> None:
+    """Both together: the second one is of the socket that has the first."""
     uuid, token = f"GPU-{os.urandom(8).hex()}", os.urandom(8).hex()
-    name = f"safe-gpu/1/{names.scope_of(uuid, token)}"
-    with socket.socket(socket.AF_UNIX) as ours, socket.socket(socket.AF_UNIX) as theirs:
+    outer = names.outer_of(uuid)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ours, socket.socket(socket.AF_UNIX) as other:
         inode = os.fstat(ours.fileno()).st_ino
-        theirs.bind(f"\0\na: 2 0 1 0001 01 {inode} @{name}")
         assert "is of no living claim" in bare(scene, uuid, "true", token=token).stderr
-        ours.bind(f"\0{name}")
-        assert "is of no living claim" not in bare(scene, uuid, "true", token=token).stderr
+        ours.bind(f"\0safe-gpu/1/{outer}")
+        assert "is of no living claim" in bare(scene, uuid, "true", token=token).stderr
+        other.bind(f"\0safe-gpu/1/{scope_name(outer, token, inode + 1)}")
+        assert "is of no living claim" in bare(scene, uuid, "true", token=token).stderr
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ours, socket.socket(socket.AF_UNIX) as other:
+        ours.bind(f"\0safe-gpu/1/{outer}")
+        other.bind(f"\0safe-gpu/1/{scope_name(outer, token, os.fstat(ours.fileno()).st_ino)}")
+        assert bare(scene, uuid, "true", token=token).stderr == ""
+        assert "is of no living claim" in bare(scene, uuid, "true", token=f"{token}@1").stderr
+
+
+# A job that closes some of the descriptors that it has inherited: those of leases, or of names that end so.
+CLOSES = """
+import os, socket, sys, time
+for number in map(int, os.listdir("/proc/self/fd")):
+    try:
+        target = os.readlink(f"/proc/self/fd/{number}")
+    except OSError:
+        continue
+    kind = "lease" if "/leases/" in target else ""
+    if target.startswith("socket:"):
+        name = socket.socket(fileno=os.dup(number)).getsockname().decode().rstrip(".").rpartition("GPU-")[2]
+        kind = name.partition(".")[2] or "UUID"
+        kind = kind if kind in ("UUID", "outer") else "HASH"
+    if kind in sys.argv[1:]:
+        os.close(number)
+print(os.environ["SAFE_GPU_SCOPE"], flush=True)
+time.sleep(60)
+"""
+
+
+@BOTH
+@pytest.mark.parametrize("left", ["HASH", "lease", "outer HASH", "HASH lease"])
+def test_of_a_claim_half_dead_nobody_gets_a_gpu_that_another_gets(
+    scene: Any, first: str, second: str, left: str
+) -> None:
+    lost = sorted({"UUID", "outer", "HASH", "lease"} - set(left.split()))
+    outer = scene.start(first, 8, *DELEGATES[first], command=[sys.executable, "-c", CLOSES, *lost])
+    token = outer.process.stdout.readline().decode().strip()
+    rival = scene.start(
+        second, 8, *NOW[second], *DELEGATES[second], env={"SAFE_GPU_DIR": str(scene.directory / "other")}
+    )
+    scene.until(lambda: rival.pid in scene.served() or rival.process.poll() is not None)
+    inner = scene.start(first, 8, *NOW[first], env={"SAFE_GPU_SCOPE": token})
+    scene.until(lambda: inner.pid in scene.served() or inner.process.poll() is not None)
+    assert len(scene.served()) < 2
 
 
 def test_a_gpu_with_a_note_is_taken_last(scene: Any) -> None:
     scene.start("python", 1, command=["true"]).finish()
     note = {"when": time.time(), "error": "CUDA_ERROR_ECC_UNCORRECTABLE"}
-    (scene.state_dir / "leases" / f"{scene.uuids[0]}.fault").write_text(json.dumps(note))
+    write_for_all(scene.state_dir / "leases" / f"{scene.uuids[0]}.fault", json.dumps(note))
     assert scene.start("c", 1, command=["printenv", "CUDA_VISIBLE_DEVICES"]).finish()[1].strip() == scene.uuids[1]
     assert scene.start("c", 8, command=["true"]).finish()[0] == 0
 

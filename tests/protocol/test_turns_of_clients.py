@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import signal
 from typing import Any
 
 import pytest
-
-from safe_gpu import procfs
 
 KINDS = ("c", "python")
 BOTH = pytest.mark.parametrize(("first", "second"), [KINDS, KINDS[::-1]], ids=["C first", "Python first"])
@@ -108,12 +105,11 @@ def test_a_client_that_ignores_the_queue_is_seen(desk: Desk) -> None:
 
 
 @BOTH
-def test_a_stopped_waiter_is_passed(scene: Any, first: str, second: str) -> None:
+def test_a_stopped_waiter_is_passed(scene: Any, stop: Any, first: str, second: str) -> None:
     holder = scene.until_holds(scene.start("c", 1))
     waiter = scene.until_waits(scene.start(first, 8))
     assert scene.start(second, 1, *NOW[second]).finish()[0] == 75
-    waiter.process.send_signal(signal.SIGSTOP)
-    scene.until(lambda: procfs.is_stopped(waiter.pid))
+    stop(waiter.pid, scene.state_dir)
     scene.until_holds(scene.start(second, 1, *NOW[second]))
     holder.end()
 

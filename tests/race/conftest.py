@@ -21,8 +21,8 @@ import pytest
 from support.hip_host import HipHost
 
 import safe_gpu
-from safe_gpu.claim import options
-from safe_gpu.coordination import queue as waiting
+from safe_gpu.claim.arguments import options
+from safe_gpu.coordination.queue import waiter as waiting
 from safe_gpu.drivers.kfd import KfdDriver
 from safe_gpu.drivers.simulated import SimulatedDriver
 from safe_gpu.runtimes import hip
@@ -129,7 +129,7 @@ class Markers:
     """
 
     def __init__(self, path: Path) -> None:
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT)  # never closed: that would end the locks
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT)  # a racer never closes it: that would end its locks
 
     def enter(self, uuid: str) -> bool:
         """Mark the GPU as held by this process; False if another one holds it."""
@@ -142,6 +142,10 @@ class Markers:
     def leave(self, uuid: str) -> None:
         """Take this process's mark away, before the GPU is released."""
         fcntl.lockf(self._fd, fcntl.LOCK_UN, 1, zlib.crc32(uuid.encode()))
+
+    def close(self) -> None:
+        """Called by who runs the race and holds no GPU."""
+        os.close(self._fd)
 
 
 class Track:
@@ -157,6 +161,7 @@ class Track:
         self.preset = preset
         self.racers: list[Racer] = []
         self.random = random.Random(20)
+        self.markers: Markers | None = None
         self.use(directory)
 
     def use(self, directory: Path) -> None:
@@ -167,6 +172,8 @@ class Track:
         self.driver: Any = self.open_driver()
         (directory / "counters").mkdir()
         (directory / "counters").chmod(0o777)
+        if self.markers is not None:
+            self.markers.close()
         self.markers = Markers(directory / "markers")
         self.counters = Counters(directory / "counters")
 
@@ -253,6 +260,7 @@ class Track:
             racer.kill()
             racer.line.close()
         self.racers.clear()
+        self.markers.close()
 
 
 class HipTrack(Track):

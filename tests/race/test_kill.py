@@ -61,7 +61,7 @@ def test_a_waiter_killed_at_any_step_is_passed(track: Any) -> None:
         assert track.files() == []
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can start processes of other users")
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to act as other users")
 @pytest.mark.parametrize("umasks", [(0o077, 0o022), (0o022, 0o077)], ids=["strict first", "open first"])
 def test_two_users_share_a_state_directory(track: Any, umasks: tuple[int, int]) -> None:
     """One makes everything, under a umask; the other one claims, waits, and outlives it."""
@@ -83,7 +83,7 @@ def test_two_users_share_a_state_directory(track: Any, umasks: tuple[int, int]) 
     assert waiter.hear()[0] == "holds"
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can start processes of other users")
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to act as other users")
 def test_two_users_come_first_at_once(track: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither finds the state directory, so both make it."""
     base = track.state_dir.parent

@@ -32,9 +32,9 @@ def older_package(tmp_path_factory: pytest.TempPathFactory) -> Path:
             timeout=100,
         )
     except subprocess.TimeoutExpired:
-        unavailable("safe-gpu 2.0.0 could not be installed in 100 s")
+        unavailable("needs safe-gpu 2.0.0, which could not be installed in 100 s")
     if done.returncode:
-        unavailable(f"safe-gpu 2.0.0 could not be installed: {done.stderr.strip()[-200:]}")
+        unavailable(f"needs safe-gpu 2.0.0, which could not be installed: {done.stderr.strip()[-200:]}")
     return target
 
 
@@ -43,14 +43,14 @@ def private_lock() -> Iterator[list[str]]:
     """A command prefix: what it runs sees an empty directory where the older package has its lock."""
     unshare = shutil.which("unshare")
     if unshare is None:
-        unavailable("unshare(1) is not installed")
+        unavailable("needs unshare(1)")
     made = not LOCK_DIRECTORY.exists()
     LOCK_DIRECTORY.mkdir(exist_ok=True)
     mount = f'mount -t tmpfs -o mode=0777 none {LOCK_DIRECTORY} && exec "$@"'
     prefix = [unshare, "--mount", *([] if os.geteuid() == 0 else ["--map-root-user"]), "sh", "-c", mount, "sh"]
     try:
         if subprocess.run([*prefix, "true"], capture_output=True, timeout=30).returncode:
-            unavailable("this user may not make a mount namespace")
+            unavailable("needs a mount namespace, which this user may not make")
         yield prefix
     finally:
         if made and not any(LOCK_DIRECTORY.iterdir()):
@@ -65,7 +65,7 @@ def test_old_and_new_claims(scenario: str, older_package: Path, private_lock: li
     program.chmod(0o755)
     running = subprocess.Popen(
         [*private_lock, sys.executable, str(HERE / "old_and_new.py"), scenario, str(older_package)],
-        env={**fake_gpus.env, "PATH": f"{program.parent}:{os.environ['PATH']}"},
+        env={**fake_gpus.env, "PATH": f"{program.parent}:{os.environ['PATH']}", "SAFE_GPU_LEGACY_LOCK": "auto"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

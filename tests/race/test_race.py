@@ -11,10 +11,11 @@ import pytest
 from support.real import REQUIRED
 
 import safe_gpu
-from safe_gpu.coordination import leases
-from safe_gpu.coordination import locks as host_lock
-from safe_gpu.coordination import queue as waiting
 from safe_gpu.coordination import socket_names as names
+from safe_gpu.coordination.leases import lease as leases
+from safe_gpu.coordination.leases import watcher
+from safe_gpu.coordination.locks import host_lock
+from safe_gpu.coordination.queue import waiter as waiting
 
 NOTHING = safe_gpu.NoPlaceholder()
 ROUNDS = 15 if REQUIRED else 5
@@ -176,7 +177,7 @@ def test_on_an_amd_host_all_three_see_that_locks_are_missing(track: Any, sizes, 
 
 
 def without_locks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (host_lock, leases, waiting):
+    for module in (host_lock, watcher, leases, waiting):
         monkeypatch.setattr(module, "lock_file", lambda fd: True)
     without_names(monkeypatch)
 
@@ -185,8 +186,7 @@ def without_names(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(name: str) -> None:
         raise PermissionError(1, "no names in this test")
 
-    monkeypatch.setattr(names, "bind", refuse)
-    monkeypatch.setattr(names, "in_use", frozenset)
+    monkeypatch.setattr(names, "take_name", refuse)
 
 
 @pytest.mark.parametrize("named", [True, False])

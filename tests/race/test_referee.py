@@ -8,6 +8,7 @@ import os
 import random
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +88,7 @@ def test_what_a_policy_may_refuse(tmp_path, uid: int, nb_gpus: int, hold_for: fl
 
 
 def test_every_policy_of_a_soak_can_be_read(tmp_path: Path) -> None:
-    from safe_gpu import policy as package
+    from safe_gpu.settings import policy as package
 
     policy, rng = Policy(str(tmp_path)), random.Random(1)
     for _ in range(30):
@@ -101,9 +102,11 @@ def test_every_policy_of_a_soak_can_be_read(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stage:
+def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
     monkeypatch.setenv("SAFE_GPU_SIMULATED_DIR", f"{tmp_path}/stage/tree")
-    return Stage(f"{tmp_path}/stage", "dgx-a100")
+    stage = Stage(f"{tmp_path}/stage", "dgx-a100")
+    yield stage
+    stage.close()
 
 
 def events(stage: Stage) -> list[dict[str, Any]]:

@@ -13,11 +13,13 @@ SOAK = Path(__file__).parents[2] / "tools" / "soak.py"
 
 pytestmark = [
     pytest.mark.timeout(300),
-    pytest.mark.skipif(os.environ.get("SAFE_GPU_REQUIRE_REAL") != "1", reason="takes minutes; .ci/run runs it"),
+    pytest.mark.skipif(
+        os.environ.get("SAFE_GPU_REQUIRE_REAL") != "1", reason="needs SAFE_GPU_REQUIRE_REAL=1, as it takes minutes"
+    ),
 ]
 
 
-as_root = pytest.mark.skipif(os.geteuid() != 0, reason="other users, other namespaces and a cleaner need root")
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, for other users, other namespaces and a cleaner")
 
 
 def soak(*words: str, seed: int = 1) -> subprocess.CompletedProcess[str]:
@@ -34,6 +36,7 @@ def soak(*words: str, seed: int = 1) -> subprocess.CompletedProcess[str]:
         ("host-lock", (), 1, []),
         ("queue", (), 1, []),
         ("second-poll", (), 3, []),
+        pytest.param("turns", ("--order", "fair"), 1, ["waiters out of turn"], marks=as_root),
         ("ticket", (), 1, []),
         ("promise", (), 1, ["an expected start passed", "who said 4.0 s"]),  # it names who was let through
         pytest.param("limit", ("--policy",), 1, ["a user over the limit"], marks=as_root),

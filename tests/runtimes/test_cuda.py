@@ -14,8 +14,7 @@ import pytest
 from support.cuda_host import INITIALIZE, M0, M1, MAP, SLICED, A, B, C, Host, broken_library, in_child, run
 
 from safe_gpu.errors import CudaInitializedError, NoDriverError
-from safe_gpu.runtimes import cuda
-from safe_gpu.runtimes import runtime as library_child
+from safe_gpu.runtimes import child, cuda, runtime
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Is CUDA initialised?
@@ -23,7 +22,7 @@ from safe_gpu.runtimes import runtime as library_child
 
 def test_not_initialized_where_nothing_mapped_libcuda(host: Host) -> None:
     """Asking neither imports ctypes nor, where that is imported, maps libcuda."""
-    code = "result = [cuda.visible_if_initialized(), cuda.uuid_of_ordinal(0), 'ctypes' in sys.modules]"
+    code = "result = [cuda.visible_if_initialized(), cuda.shown_at(0), 'ctypes' in sys.modules]"
     assert host.run(code) == [None, None, False]
     code = "import ctypes; cuda.visible_if_initialized(); result = 'libcuda' in open('/proc/self/maps').read()"
     assert host.run(code) is False
@@ -32,21 +31,17 @@ def test_not_initialized_where_nothing_mapped_libcuda(host: Host) -> None:
 @pytest.mark.parametrize("mapped", [f"{MAP}; assert lib.cuDeviceGet(0, 0) == 3", "cuda.load()"])
 def test_neither_mapping_libcuda_nor_asking_initializes_it(host: Host, mapped: str) -> None:
     host.set_options("log=1")
-    assert host.run(f"{mapped}; result = [cuda.visible_if_initialized(), cuda.uuid_of_ordinal(0)]") == [None, None]
+    assert host.run(f"{mapped}; result = [cuda.visible_if_initialized(), cuda.shown_at(0)]") == [None, None]
     assert "cuDeviceGetCount" in host.calls()
     assert "cuInit" not in host.calls()
 
 
 @pytest.mark.parametrize(
     ("variables", "seen"),
-    [
-        ({}, [B, C, A]),
-        ({"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}, [A, B, C]),
-        ({"CUDA_VISIBLE_DEVICES": "2,1"}, [A, C]),
-    ],
+    [({}, [B, C, A]), ({"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}, [A, B, C]), ({"CUDA_VISIBLE_DEVICES": "2,1"}, [A, C])],
 )
 def test_initialized_cuda_tells_uuids_in_cuda_order(host: Host, variables: dict[str, str], seen: list[str]) -> None:
-    code = "result = [cuda.visible_if_initialized(), [cuda.uuid_of_ordinal(number) for number in range(-1, 4)]]"
+    code = "result = [cuda.visible_if_initialized(), [cuda.shown_at(number) for number in range(-1, 4)]]"
     ordinals = ["", *seen, "", ""][:5]
     assert host.run(f"{INITIALIZE}; {code}", **variables) == [seen, ordinals]
 
@@ -67,16 +62,16 @@ def test_an_initialization_that_found_no_gpu_left_cuda_uninitialized(host: Host)
     assert host.run(code, CUDA_VISIBLE_DEVICES="") == [100, None]
 
 
-class Answers:
+class Answers(cuda.Library):
     """A mapped libcuda whose every question fails with one code."""
 
     def __init__(self, code: int) -> None:
         self.code = code
 
-    def uuids(self) -> tuple[str, ...]:
+    def all_shown(self) -> tuple[str, ...]:
         raise cuda.CudaCallError(f"cuDeviceGetCount failed with {self.code}", code=self.code)
 
-    def uuid(self, device_no: int) -> str:
+    def shown(self, ordinal: int) -> str:
         raise cuda.CudaCallError(f"cuDeviceGet failed with {self.code}", code=self.code)
 
 
@@ -86,7 +81,7 @@ def test_answers_that_mean_uninitialized_or_no_gpu(
 ) -> None:
     monkeypatch.setattr(cuda, "_mapped", lambda: Answers(code))
     assert cuda.visible_if_initialized() == visible
-    assert cuda.uuid_of_ordinal(0) == uuid
+    assert cuda.shown_at(0) == uuid
 
 
 def test_cuda_in_trouble_is_not_taken_for_uninitialized(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,7 +89,7 @@ def test_cuda_in_trouble_is_not_taken_for_uninitialized(monkeypatch: pytest.Monk
     with pytest.raises(CudaInitializedError, match="999") as caught:
         cuda.visible_if_initialized()
     assert caught.value.visible == ()
-    assert cuda.uuid_of_ordinal(0) is None
+    assert cuda.shown_at(0) is None
 
 
 def test_mig_instance_has_its_own_uuid(host: Host) -> None:
@@ -196,7 +191,7 @@ def test_child_process_of_one_with_cuda_initialized_starts_afresh(host: Host) ->
 
 def test_child_process_without_libcuda(tmp_path: Path) -> None:
     with pytest.raises(NoDriverError, match=r"libcuda\.so\.1") as caught:
-        library_child.CUDA.visible_in_child({"LD_LIBRARY_PATH": str(broken_library(tmp_path))})
+        runtime.CUDA.visible_in_child({"LD_LIBRARY_PATH": str(broken_library(tmp_path))})
     assert caught.value.driver == "cuda"
 
 
@@ -216,15 +211,12 @@ finally:
     assert name == "NoDriverError"
     assert "0.5 s" in message
     assert "persistence mode" in message
-    assert library_child.PATIENCE == 120
+    assert child.PATIENCE == 120
 
 
 @pytest.mark.parametrize(
     ("code", "name", "advice"),
-    [
-        (34, "CUDA_ERROR_STUB_LIBRARY", "lib64/stubs"),
-        (803, "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH", "reboot"),
-    ],
+    [(34, "CUDA_ERROR_STUB_LIBRARY", "lib64/stubs"), (803, "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH", "reboot")],
 )
 def test_a_start_that_fails_comes_with_advice(host: Host, code: int, name: str, advice: str) -> None:
     host.set_options(f"cuda_init_error={code}")
@@ -237,7 +229,7 @@ def test_a_start_that_fails_comes_with_advice(host: Host, code: int, name: str, 
 def test_no_interpreter_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/nonexistent/python")
     with pytest.raises(NoDriverError, match="/nonexistent/python"):
-        library_child.CUDA.visible_in_child()
+        runtime.CUDA.visible_in_child()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -260,8 +252,8 @@ class TestRealDriver:
     @pytest.fixture(autouse=True)
     def _needs_a_gpu(self) -> None:
         try:
-            if not library_child.CUDA.visible_in_child():
-                pytest.skip("CUDA sees no GPU here")
+            if not runtime.CUDA.visible_in_child():
+                pytest.skip("needs a real NVIDIA GPU: CUDA sees none")
         except NoDriverError as err:
             pytest.skip(f"needs a real NVIDIA GPU: {err}")
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from safe_gpu.devices import Gpu, HostSnapshot
+from safe_gpu.gpus.devices import Gpu, HostSnapshot
 from safe_gpu.runtimes.visible_devices import hide_all, read_level_zero, render_visible
 
 MASK, HIERARCHY, ORDER = "ZE_AFFINITY_MASK", "ZE_FLAT_DEVICE_HIERARCHY", "ZE_ENABLE_PCI_ID_DEVICE_ORDER"

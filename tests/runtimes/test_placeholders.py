@@ -86,7 +86,7 @@ def stand_in_cuda(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
         def release(self) -> None:
             gpus.take(self)
 
-    monkeypatch.setattr(cuda, "PrimaryContext", PrimaryContext)
+    monkeypatch.setattr(cuda, "hold", PrimaryContext)
     monkeypatch.setattr(cuda, "load", lambda: None)
 
 
@@ -437,7 +437,7 @@ def test_jax_starts_without_preallocation_unless_the_user_has_chosen(
 
 def test_cuda_placeholder_passes_the_fork_error_on(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
     placeholder = make(CudaPlaceholder, gpus, monkeypatch)
-    monkeypatch.setattr(cuda, "PrimaryContext", raiser(CudaInitializedError("forked")))
+    monkeypatch.setattr(cuda, "hold", raiser(CudaInitializedError("forked")))
     with pytest.raises(CudaInitializedError, match="forked"):
         placeholder(0)
 

@@ -48,7 +48,7 @@ def lacking() -> str:
         probe = [sys.executable, "-S", "-c", f"import ctypes; ctypes.CDLL({file!r})"]
         if subprocess.run(probe, capture_output=True, timeout=60).returncode == 0:
             return ""
-    return "the HIP runtime is not installed (Debian: libamdhip64-5)"
+    return "needs the HIP runtime (Debian: libamdhip64-5)"
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -4,16 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from safe_gpu.devices import Gpu, HostSnapshot
 from safe_gpu.errors import UnsatisfiableRequestError
-from safe_gpu.runtimes.visible_devices import (
-    VisibleLimit,
-    hide_all,
-    read_rocm,
-    read_visible_once,
-    render_visible,
-    visible_variables,
-)
+from safe_gpu.gpus.devices import Gpu, HostSnapshot
+from safe_gpu.gpus.visible import VisibleLimit
+from safe_gpu.runtimes.visible_devices import hide_all, read_rocm, read_visible_once, render_visible, visible_variables
 
 A, B, C, D = "GPU-aa00000000000001", "GPU-aa00000000000002", "GPU-bb00000000000003", "AMD-0000:05:00.0-3"
 HOST = HostSnapshot(tuple(Gpu(index, uuid, vendor="amd") for index, uuid in enumerate((A, B, C, D))))

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from safe_gpu.devices import Gpu, HostSnapshot
+from safe_gpu.gpus.devices import Gpu, HostSnapshot
 from safe_gpu.runtimes.visible_devices import stale_indices
 
 GPUS = [Gpu(index, f"GPU-{index}", "Model") for index in range(4)]

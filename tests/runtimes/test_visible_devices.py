@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from safe_gpu.devices import Gpu, HostSnapshot
 from safe_gpu.errors import UnsatisfiableRequestError
-from safe_gpu.runtimes import visible_devices as visibility
+from safe_gpu.gpus import visible
+from safe_gpu.gpus.devices import Gpu, HostSnapshot
+from safe_gpu.runtimes import visible_devices
 
 UUIDS = ("GPU-aa000000", "GPU-ab000000", "GPU-c0000000", "GPU-d0000000")
 
@@ -40,8 +41,8 @@ def with_mig() -> HostSnapshot:
     return host(parent, *instances, Gpu(1, "GPU-ab000000", "NVIDIA H100"))
 
 
-def parsed(value: str, snapshot: HostSnapshot, device_order: str | None = None) -> visibility.VisibleLimit:
-    visible_limit = visibility.parse_cuda(value, snapshot, device_order=device_order)
+def parsed(value: str, snapshot: HostSnapshot, device_order: str | None = None) -> visible.VisibleLimit:
+    visible_limit = visible_devices.parse_cuda(value, snapshot, device_order=device_order)
     assert visible_limit is not None
     return visible_limit
 
@@ -156,7 +157,7 @@ def test_any_text_is_read_and_shows_each_device_once(value: str, snapshot: HostS
 def test_what_is_written_is_what_cuda_reads(indices: list[int], visible_as: str, of_one_model: bool) -> None:
     snapshot = alike() if of_one_model else mixed()
     gpus = [snapshot.gpus[index] for index in indices]
-    written = visibility.render_cuda(gpus, visible_as=visible_as, snapshot=snapshot)
+    written = visible_devices.render_cuda(gpus, visible_as=visible_as, snapshot=snapshot)
     visible_limit = parsed(written["CUDA_VISIBLE_DEVICES"], snapshot, written.get("CUDA_DEVICE_ORDER", "FASTEST_FIRST"))
     assert visible_limit.uuids == tuple(gpu.uuid for gpu in gpus)
     assert not visible_limit.ambiguous
@@ -165,23 +166,23 @@ def test_what_is_written_is_what_cuda_reads(indices: list[int], visible_as: str,
 def test_indices_come_with_their_order() -> None:
     snapshot = alike()
     chosen = snapshot.gpus[2:]
-    indices, uuids = (visibility.render_cuda(chosen, visible_as=v, snapshot=snapshot) for v in ("index", "uuid"))
+    indices, uuids = (visible_devices.render_cuda(chosen, visible_as=v, snapshot=snapshot) for v in ("index", "uuid"))
     assert indices == {"CUDA_VISIBLE_DEVICES": "2,3", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
     assert uuids == {"CUDA_VISIBLE_DEVICES": "GPU-c0000000,GPU-d0000000"}
 
 
 @pytest.mark.parametrize("snapshot", [with_mig(), with_lost(0)], ids=["mig", "lost"])
 def test_uuids_where_numbers_mislead(snapshot: HostSnapshot) -> None:
-    written = visibility.render_cuda([snapshot.gpus[-1]], visible_as="index", snapshot=snapshot)
+    written = visible_devices.render_cuda([snapshot.gpus[-1]], visible_as="index", snapshot=snapshot)
     assert written == {"CUDA_VISIBLE_DEVICES": snapshot.gpus[-1].uuid}
 
 
 def test_an_unset_variable_is_no_fence() -> None:
-    assert visibility.parse_cuda(None, alike()) is None
+    assert visible_devices.parse_cuda(None, alike()) is None
 
 
 @pytest.mark.parametrize("visible_as", ["INDEX", "", None, 0, ["index"]])
 def test_an_unknown_way_to_write_it(visible_as: object) -> None:
     with pytest.raises(UnsatisfiableRequestError, match="visible_as=") as caught:
-        visibility.render_cuda([], visible_as=visible_as, snapshot=alike())  # type: ignore[arg-type]
+        visible_devices.render_cuda([], visible_as=visible_as, snapshot=alike())  # type: ignore[arg-type]
     assert caught.value.value == visible_as

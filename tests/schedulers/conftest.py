@@ -230,9 +230,9 @@ class Cluster:
 def bring_up(script: str, **settings: str) -> Iterator[Cluster]:
     """``bring_up("sge_up.sh", HOSTS="2")``: a running cluster, or a skip with the reason."""
     if not REQUIRED:
-        pytest.skip(f"set SAFE_GPU_REQUIRE_REAL=1, as root: then tools/{script} installs and starts a scheduler here")
+        pytest.skip(f"needs SAFE_GPU_REQUIRE_REAL=1, as root: then tools/{script} installs and starts a scheduler here")
     if os.geteuid() != 0:
-        unavailable(f"only root can bring up a scheduler: tools/{script}")
+        unavailable(f"needs root, to bring up a scheduler by tools/{script}")
     cluster = Cluster(script, **settings)
     done = cluster.tool("up", check=False, timeout=300)
     if done.returncode != 0:
@@ -246,10 +246,10 @@ def bring_up(script: str, **settings: str) -> Iterator[Cluster]:
 def mpirun() -> list[str]:
     """Open MPI's mpirun, more ranks than cores allowed, and a user for its ranks; skips where there is none."""
     if shutil.which("mpirun") is None:
-        unavailable("no mpirun: apt-get install openmpi-bin")
+        unavailable("needs Open MPI: apt-get install openmpi-bin")
     said = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, timeout=60).stdout
     if "Open MPI" not in said:
-        unavailable(f"mpirun is not Open MPI's: {said.splitlines()[:1]}")
+        unavailable(f"needs Open MPI, and this mpirun is another: {said.splitlines()[:1]}")
     if os.geteuid() == 0:
         try:
             pwd.getpwnam(USER)

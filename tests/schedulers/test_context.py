@@ -54,10 +54,7 @@ CASES: dict[str, tuple[dict[str, str], JobContext]] = {
         JobContext("sge", "1234", 7),
     ),
     "sge that tells no number": (env("SGE_TASK_ID=undefined"), JobContext("sge")),
-    "univa, resource map": (
-        {**SGE, "SGE_HGR_gpu": "1 3"},
-        JobContext("sge", "1234", requested_gpus=2),
-    ),
+    "univa, resource map": ({**SGE, "SGE_HGR_gpu": "1 3"}, JobContext("sge", "1234", requested_gpus=2)),
     "univa, resource map of another name": (
         SGE | env("SGE_HGR_accel=gpu0 SAFE_GPU_SGE_RESOURCE=accel"),
         JobContext("sge", "1234", requested_gpus=1),

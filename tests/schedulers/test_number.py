@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from safe_gpu.claim.options import read_options
+from safe_gpu.claim.arguments.options import read_options
 from safe_gpu.errors import UnsatisfiableRequestError
 from safe_gpu.schedulers import current, declared_gpus, number_for_job, with_end
 from safe_gpu.schedulers.gpu_count import QstatError, ResourceRequest, Slots, ask_qstat, hard_request, here, slots
@@ -163,10 +163,7 @@ def test_slots_of_a_parallel_job_on_this_host(tmp_path: Path) -> None:
     environ = {"PE_HOSTFILE": str(path), "NSLOTS": "4", "NHOSTS": "2"}
     assert slots(environ) == Slots(None, False), "there is no host file"
     for hosts, found in (
-        (
-            "other 3 all.q@x UNDEFINED\n{own}.site.org 2 all.q@x UNDEFINED\n{own} 1 b.q@x UNDEFINED\n",
-            Slots(3, False),
-        ),
+        ("other 3 all.q@x UNDEFINED\n{own}.site.org 2 all.q@x UNDEFINED\n{own} 1 b.q@x UNDEFINED\n", Slots(3, False)),
         ("{own} 2 all.q@{own} UNDEFINED\nother 2 all.q@other UNDEFINED\n", Slots(2, True)),
         ("other 2 all.q@other UNDEFINED\n", Slots(None, False)),
     ):

@@ -234,6 +234,50 @@ def test_nobody_passes_where_nobody_says_for_how_long() -> None:
     assert all(live(backfill, seed, mute=True).passes == 0 for seed in range(10))
 
 
+# Reserved GPUs
+
+
+def reserved(request: BackfillRequest, **spans: tuple[float, float]) -> BackfillRequest:
+    """``reserved(want(1, "01"), GPU0=(5, 9))``: the same, but GPU 0 is reserved for others from 5 to 9."""
+    return request._replace(reserved={f"GPU-{name[3:]}": (span,) for name, span in spans.items()})
+
+
+HEAD = reserved(want(1, "0", 5), GPU0=(3, 9))
+WIDE = reserved(want(2, "01"), GPU0=(0, 9))
+
+
+@pytest.mark.parametrize(
+    ("when", "wants", "free", "expected"),
+    [
+        pytest.param(dated, [HEAD], times(0), [9], id="after the window"),
+        pytest.param(dated, [HEAD._replace(hold_for=3)], times(0), [0], id="ends before the window"),
+        pytest.param(dated, [reserved(want(1, "01", 5), GPU0=(3, 9))], times(0, 2), [2], id="another GPU is earlier"),
+        pytest.param(dated, [WIDE], times(0, 2), [9], id="needs both"),
+        pytest.param(starts, [want(1, "0", 4), HEAD], times(0), [0, 9], id="starts after it"),
+        pytest.param(
+            starts, [want(1, "1", 2), reserved(want(2, "01", 2), GPU0=(3, 9))], times(0, 0), [0, 9], id="pushed into it"
+        ),
+    ],
+)
+def test_when_reserved_gpus_are_free(when: Any, wants: Any, free: Any, expected: Any) -> None:
+    assert list(when(wants, free)) == expected
+
+
+@pytest.mark.parametrize(
+    ("request_", "ahead", "now", "expected"),
+    [
+        pytest.param(want(1, "0", 3), [HEAD], 0, "0", id="ends when the one ahead begins at the latest"),
+        pytest.param(want(1, "0"), [HEAD], 0, "", id="would delay the one ahead"),
+        pytest.param(want(1, "0"), [HEAD], 4, "0", id="reserved against the one ahead now"),
+        pytest.param(want(1, "01"), [WIDE], 4, "0", id="not the other GPU of the one ahead"),
+        pytest.param(want(1, "01", 5), [WIDE], 4, "01", id="it ends in time there"),
+    ],
+)
+def test_who_may_pass_one_whose_gpus_are_reserved(request_: Any, ahead: Any, now: float, expected: str) -> None:
+    free = {gpu: max(now, 0) for gpu in ("GPU-0", "GPU-1")}
+    assert open_gpus(request_, ahead, free, free, now) == {f"GPU-{digit}" for digit in expected}
+
+
 # One clause left out
 
 
@@ -267,6 +311,15 @@ def by_order(rule: Any) -> None:
     check_reference(rule, [want(2, "02"), want(2, "01", 5), want(1, "0", 7)], times(0, 5, 10))
 
 
+def by_windows(rule: Any) -> None:
+    head = rule.BackfillRequest(1, frozenset({"GPU-0"}), 5, reserved={"GPU-0": ((3, 9),)})
+    free, waiters = {"GPU-0": 4.0}, [head, want(1, "0")]
+    assert [date for _, date in rule.dates(waiters, free)] == [9, 4]
+    assert rule.starts(waiters, free) == [9, 4]
+    assert rule.open_gpus(waiters[1], [head], free, free, 4) == {"GPU-0"}
+    assert rule.starts([want(1, "1", 2), WIDE._replace(hold_for=2)], times(0, 0)) == [0, 9]
+
+
 @pytest.mark.parametrize(
     ("old", "new", "promise"),
     [
@@ -280,7 +333,9 @@ def by_order(rule: Any) -> None:
         pytest.param("max(now, until)", "max(until, 2 * now - since)", in_random_worlds, id="overdue is due"),
         pytest.param("in dates(ahead, free_at)", "in list(dates(ahead, free_at))[:1]", in_random_worlds, id="all"),
         pytest.param("start + want.hold_for <= date or", "", can_start, id="one that may pass can start"),
-        pytest.param("or want.fits(want.gpus - other.gpus)", "", can_start, id="one with other GPUs can start"),
+        pytest.param(
+            "or want.fits(want.gpus - other.wanted_at(start))", "", can_start, id="one with other GPUs can start"
+        ),
         pytest.param("date = other_date", "pass", by_reference, id="one that cannot start is late"),
         pytest.param(
             "insort(earlier, (want, date), key=lambda waiter: waiter[1])",
@@ -288,6 +343,10 @@ def by_order(rule: Any) -> None:
             by_order,
             id="by date, not by place",
         ),
+        pytest.param("self.first_open(end, [gpu])", "end", by_windows, id="no request begins in a window"),
+        pytest.param("left -= other.wanted_at(now)", "left -= other.gpus", by_windows, id="a window lets others pass"),
+        pytest.param("gpus - other.wanted_at(start)", "gpus - other.gpus", by_windows, id="and they can start then"),
+        pytest.param("not other.wanted_at(start).", "not other.gpus.", by_windows, id="and are shown to"),
     ],
 )
 def test_a_clause_left_out_is_noticed(old: str, new: str, promise: Callable[[Any], object]) -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from safe_gpu.devices import Gpu, GpuVerdict
+from safe_gpu.gpus.devices import Gpu, GpuVerdict
 from safe_gpu.selection import choice
 from safe_gpu.selection.choice import choose
 
@@ -83,6 +83,8 @@ def test_rules(gpus: Sequence[Gpu], count: int, near: frozenset[int] | None, tak
         pytest.param([gpu(0), gpu(1)], 2, {0, 1}, ["0", "1"], id="bad ones if need be"),
         pytest.param([gpu(0), gpu(1, display=True)], 1, {0}, ["1"], id="rather the display's than a bad one"),
         pytest.param([gpu(0, display=True), gpu(1)], 1, {0, 1}, ["1"], id="the bad one without a display"),
+        pytest.param([gpu(0, display=True), gpu(1), gpu(2)], 2, {1, 2}, ["0", "1"], id="a display before bad ones"),
+        pytest.param([gpu(0, display=True), gpu(1), gpu(2)], 2, {0, 1}, ["1", "2"], id="a bad one with a display last"),
         pytest.param([gpu(0, 0), gpu(1, 0), gpu(2, 1)], 2, {1}, ["0", "2"], id="before nodes"),
         pytest.param([gpu(0), instance(1, 0)], 1, {0}, ["1:0"], id="rather an instance than a bad whole GPU"),
         pytest.param([gpu(0), gpu(1), instance(2, 0)], 2, {0}, ["0", "1"], id="not mixed"),

@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from safe_gpu import GPUOwner, UnsatisfiableRequestError, claim_gpus
-from safe_gpu.argument_style import ArgumentStyle
-from safe_gpu.cli.parser import CommandLine, add_request
-from safe_gpu.devices import Gpu, GpuVerdict, HostSnapshot
+from safe_gpu.cli.option_values import CommandLine, add_request
+from safe_gpu.gpus.devices import Gpu, GpuVerdict, HostSnapshot
 from safe_gpu.selection.backfill import BackfillRequest, dates, open_gpus, starts
-from safe_gpu.selection.choice import candidates, check_possible, choose
+from safe_gpu.selection.choice import choose
+from safe_gpu.selection.possible import candidates, check_possible
 from safe_gpu.selection.request import (
     CONDITIONS,
     Condition,
@@ -30,6 +30,7 @@ from safe_gpu.selection.request import (
     parse_request,
 )
 from safe_gpu.selection.verdicts import judge
+from safe_gpu.wording.argument_style import ArgumentStyle
 
 SAMPLES: dict[str, Any] = {
     "only": "1,3",

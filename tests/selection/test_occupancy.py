@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 
-from safe_gpu.devices import Gpu, GpuProcess, GpuVerdict, HostSnapshot, ProcessKind
 from safe_gpu.errors import UnsatisfiableRequestError
-from safe_gpu.selection.choice import candidates, check_possible
-from safe_gpu.selection.request import DEFAULT_RULES, Rules, Selection, parse_request
-from safe_gpu.selection.verdicts import HIDDEN, NOT_YET, SHOWN, UNKNOWN, UNWATCHABLE, computes, judge, presence
+from safe_gpu.gpus.devices import Gpu, GpuProcess, GpuVerdict, HostSnapshot, ProcessKind
+from safe_gpu.selection.occupancy import HIDDEN, NOT_YET, SHOWN, UNKNOWN, computes, presence
+from safe_gpu.selection.possible import candidates, check_possible
+from safe_gpu.selection.request import Selection, parse_request
+from safe_gpu.selection.rules import DEFAULT_RULES, Rules
+from safe_gpu.selection.verdicts import UNWATCHABLE, judge
 
 MIB, GIB = 1 << 20, 1 << 30
 LIMIT = "SAFE_GPU_UNEXPLAINED_MEMORY"

@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from safe_gpu import UnsatisfiableRequestError
-from safe_gpu.devices import ComputeMode, Gpu, GpuProcess, GpuVerdict, HostSnapshot, LeaseHolder
+from safe_gpu.gpus.devices import ComputeMode, Gpu, GpuProcess, GpuVerdict, HostSnapshot, LeaseHolder
 from safe_gpu.selection.backfill import BackfillRequest, open_gpus, ready, starts, when_free
-from safe_gpu.selection.choice import check_possible, choose_shares
+from safe_gpu.selection.choice import choose_shares
+from safe_gpu.selection.possible import check_possible
 from safe_gpu.selection.request import Selection, parse_request, uuid_of_stem
 from safe_gpu.selection.sharing import room, share_capacity, share_fraction
 from safe_gpu.selection.verdicts import judge
@@ -63,6 +64,17 @@ def test_what_can_be_shared_of_a_gpu(one: Gpu, expected: int | None) -> None:
 )
 def test_shares_are_whole_mib(given_share: Any, expected: int) -> None:
     assert parse_request(1, share=given_share).resolved(HostSnapshot((gpu(),))).share == expected
+
+
+def test_shares_count_as_their_part_of_the_smallest_gpu_that_has_them() -> None:
+    gpus = [gpu(n, memory_total=size * GIB + RESERVED, memory_free=size * GIB) for n, size in enumerate((80, 40, 10))]
+
+    def amount(count: int, share: int | None) -> float:
+        return Selection.from_ticket(count, (("share", share),) if share else ())[0].amount(gpus)
+
+    assert [amount(1, share and share * GIB) for share in (10, 20, 40, 60, None)] == [1.0, 0.5, 1.0, 0.75, 1.0]
+    assert amount(3, 20 * GIB) == 1.5
+    assert amount(2, 100 * GIB) == 2.0, "none has it"
 
 
 def test_four_quarters_fit() -> None:

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from safe_gpu.devices import (
+from safe_gpu.errors import UnsatisfiableRequestError
+from safe_gpu.gpus.devices import (
     ComputeMode,
     Gpu,
     GpuFault,
@@ -19,12 +20,11 @@ from safe_gpu.devices import (
     LeaseHolder,
     ProcessKind,
 )
-from safe_gpu.errors import UnsatisfiableRequestError
+from safe_gpu.gpus.visible import VisibleLimit
 from safe_gpu.runtimes import visible_devices as visibility
-from safe_gpu.runtimes.visible_devices import VisibleLimit
-from safe_gpu.selection.choice import can_be_met_by_releases, candidates, capacity, check_possible
+from safe_gpu.selection.gpu_names import matches_model, names_device, unknown_names
+from safe_gpu.selection.possible import can_be_met_by_releases, candidates, capacity, check_possible
 from safe_gpu.selection.request import Selection, parse_request
-from safe_gpu.selection.values import matches_model, names_device, unknown_names
 from safe_gpu.selection.verdicts import fence_hint, judge, recent_faults, why_last
 
 GIB = 1 << 30

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.ground import write_for_all
 
-from safe_gpu.devices import Gpu
+from safe_gpu.gpus.devices import Gpu
 from safe_gpu.status.facts import ClaimStatus, GpuStatus, HostStatus
-from safe_gpu.status.idle import sets_a_limit, whom_to_ask, with_idle_times, with_reports
+from safe_gpu.status.idle import with_idle_times
+from safe_gpu.status.idle_reports import sets_a_limit, whom_to_ask, with_reports
 from safe_gpu.status.render import render
 
 SINCE = 1000.0
@@ -54,12 +56,12 @@ def test_a_gpu_without_a_claim_has_no_time(notes: Path) -> None:
     ["", "{", "[]", '{"claim": 1000.0}', '{"claim": 1000.0, "idle": -5}', '{"claim": 1000.0, "idle": "x"}', "[" * 9999],
 )
 def test_nonsense_in_a_note_counts_for_nothing(notes: Path, content: str) -> None:
-    (notes / "GPU-a.idle").write_text(content)
+    write_for_all(notes / "GPU-a.idle", content)
     assert [idle(STILL, 1100), idle(STILL, 1200)] == [0, 100]
 
 
 def test_a_note_from_the_future_makes_no_negative_time(notes: Path) -> None:
-    (notes / "GPU-a.idle").write_text(json.dumps({"v": 1, "claim": SINCE, "idle": 9e9}))
+    write_for_all(notes / "GPU-a.idle", json.dumps({"v": 1, "claim": SINCE, "idle": 9e9}))
     assert idle(STILL, 1100) == 0
 
 
@@ -118,7 +120,7 @@ def test_the_limit_is_that_of_the_user_of_the_claim(path: str, uid: Any, idle_fo
 
 @as_root
 def test_a_group_without_a_limit_is_never_reported(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("safe_gpu.policy._gids_of", lambda uid: {4712} if uid == 5000 else set())
+    monkeypatch.setattr("safe_gpu.settings.policy._gids_of", lambda uid: {4712} if uid == 5000 else set())
     assert [one.idle_report for one in with_reports((gpu(0, 5000, 9e9), gpu(1, 5001, 9e9)), path)] == [False, True]
 
 

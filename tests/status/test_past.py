@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.ground import write_for_all
 
 from safe_gpu.coordination.history import LARGEST, NAME
-from safe_gpu.coordination.records import ClaimEnd
-from safe_gpu.status import history as past_module
-from safe_gpu.status.history import (
+from safe_gpu.coordination.leases.claim_end import ClaimEnd
+from safe_gpu.status.history import claims as past_module
+from safe_gpu.status.history.claims import (
     KEYS,
     PastClaim,
     claims_between,
@@ -26,7 +27,7 @@ from safe_gpu.status.history import (
     table_of_claims,
     table_of_use,
 )
-from safe_gpu.text import display_width
+from safe_gpu.wording.text import display_width
 
 DAY = 86400.0
 MONDAY = time.mktime((2026, 11, 16, 0, 0, 0, 0, 0, -1))
@@ -132,7 +133,9 @@ def test_gpu_hours_by_user_gpu_job_and_day() -> None:
         "user": [("anna", 1, 4.0, 4.0), ("bert", 1, 0.0, 1.0)],
         "gpu": [("1 b", 2, 2.0, 3.0), ("0 a", 1, 2.0, 2.0)],
         "job": [("sge:1", 1, 4.0, 4.0), ("(no job)", 1, 0.0, 1.0)],
+        "host": [("?", 2, 4.0, 5.0)],
         "day": [("2026-11-16", 2, 2.0, 3.0), ("2026-11-17", 1, 2.0, 2.0)],
+        "week": [("2026-11-16", 2, 4.0, 5.0)],
     }
 
 
@@ -204,14 +207,14 @@ def test_a_line_of_nonsense_costs_no_other(directory: Path, line: bytes, end: by
     if not end and len(line) > 60_000:
         pytest.skip("as long as that, it takes the next one with it")
     good = json.dumps(GOOD).encode() + b"\n"
-    (directory / "2026-11.jsonl").write_bytes(good.replace(b"[7,", b"[6,") + line + end + good)
+    write_for_all(directory / "2026-11.jsonl", good.replace(b"[7,", b"[6,") + line + end + good)
     claims, warnings = claims_between(MONDAY, MONDAY + DAY)
     assert ([one.pid for one in claims], warnings) == ([6, 7], [])
 
 
 def test_text_comes_out_printable_and_cut(directory: Path) -> None:
     bad = {**GOOD, "user": "a\x1b[31m" + "x" * 999, "command": "\x9b" + "y" * 9999, "labels": ["\x1b"]}
-    (directory / "2026-11.jsonl").write_text(json.dumps(bad) + "\n")
+    write_for_all(directory / "2026-11.jsonl", json.dumps(bad) + "\n")
     (claim,), _ = claims_between(MONDAY, MONDAY + DAY)
     shown = "\n".join(table_of_claims([claim], MONDAY, MONDAY + DAY, 200))
     assert "\x1b" not in shown
@@ -222,9 +225,9 @@ def test_text_comes_out_printable_and_cut(directory: Path) -> None:
 
 def test_a_huge_file_is_read_to_a_bound(directory: Path) -> None:
     good = json.dumps(GOOD).encode() + b"\n"
-    (directory / "2026-11.jsonl").write_bytes(good)
+    write_for_all(directory / "2026-11.jsonl", good)
     os.truncate(directory / "2026-11.jsonl", 1 << 40)
-    (directory / "2026-11.1.jsonl").write_bytes(good.replace(b"[7,", b"[8,"))
+    write_for_all(directory / "2026-11.1.jsonl", good.replace(b"[7,", b"[8,"))
     assert LARGEST < 1 << 30
     claims, _ = claims_between(MONDAY, MONDAY + DAY)
     assert [one.pid for one in claims] == [7, 8]

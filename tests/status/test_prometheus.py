@@ -5,15 +5,15 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import os
 import re
 import shutil
-import socket
 import subprocess
 import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,13 +21,14 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.processes import free_port
 from support.real import unavailable
 
 from safe_gpu.cli.commands import main
-from safe_gpu.devices import Gpu
+from safe_gpu.gpus.devices import Gpu
 from safe_gpu.status.facts import ClaimStatus, GpuStatus, HostStatus, WaiterStatus
 from safe_gpu.status.gather import gather
-from safe_gpu.status.render import render_metrics
+from safe_gpu.status.metrics import render_metrics
 
 NOW = 1_795_000_000.0
 CLAIM = ClaimStatus(7, "anna", since=NOW - 60, until=NOW + 60)
@@ -46,7 +47,7 @@ STATUS = HostStatus(
 
 
 def program(name: str) -> str:
-    return shutil.which(name) or unavailable(f"{name} is not installed")
+    return shutil.which(name) or unavailable(f"needs {name}")
 
 
 def parser() -> Any:
@@ -54,13 +55,7 @@ def parser() -> Any:
     try:
         return importlib.import_module("prometheus_client.parser")
     except ImportError:
-        unavailable("prometheus-client is not installed")
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
+        unavailable("needs prometheus-client")
 
 
 def fetched(url: str) -> str:
@@ -181,10 +176,16 @@ def test_a_driver_that_fails_shows_in_the_file(command: Any, tmp_path: Path, mon
     assert (done.returncode, f"--output {missing}: there is no such directory" in done.stderr) == (74, True)
 
 
-def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
-    (tmp_path / "safe_gpu.prom").mkdir()
-    assert main(["status", "--prometheus", "--output", str(tmp_path / "safe_gpu.prom")]) == 74
-    assert [path.name for path in tmp_path.iterdir()] == ["safe_gpu.prom"]
+@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo, lambda path: os.symlink("/dev/null", path)])
+def test_what_is_no_regular_file_is_not_replaced(tmp_path: Path, make: Callable[[Path], None], capfd: Any) -> None:
+    """Root would make a file of /dev/null."""
+    file = tmp_path / "safe_gpu.prom"
+    make(file)
+    before = file.lstat().st_mode, file.lstat().st_ino
+    assert main(["status", "--prometheus", "--output", str(file)]) == 74
+    assert f"{file} is there and is no regular file, so it is not replaced" in capfd.readouterr().err
+    assert (file.lstat().st_mode, file.lstat().st_ino) == before
+    assert list(tmp_path.iterdir()) == [file]
 
 
 def test_promtool_has_nothing_to_say(driver_libraries: object, state_dir: Path) -> None:

@@ -16,7 +16,7 @@ from xml.etree import ElementTree
 import pytest
 from support.terminals import open_terminal
 
-from safe_gpu.text import display_width
+from safe_gpu.wording.text import display_width
 
 ROOT = Path(__file__).parents[2]
 TOOL = ROOT / "tools" / "picture.py"
@@ -41,13 +41,13 @@ def test_nothing_is_wider_than_the_terminal(width: int) -> None:
     colored = picture.screen(width)
     plain = picture.screen(width, NO_COLOR="1")
     assert SGR.sub("", colored) == plain
-    assert "\x1b[36m━" in colored or width == 40
+    assert "\x1b[36m█" in colored or width == 40
     assert "\x1b" not in plain
     assert picture.screen(width, TERM="dumb") == plain
     assert max(map(display_width, plain.splitlines())) <= width
-    assert "━" in plain or width == 40
+    assert "█" in plain or width == 40
     ascii_only = picture.screen(width, NO_COLOR="1", PYTHONIOENCODING="ascii")
-    assert ascii_only == plain.translate(str.maketrans("━╾─", "##-"))
+    assert ascii_only == plain.translate(str.maketrans("█▌░", "##-"))
 
 
 def test_a_screen_of_eighty_columns() -> None:
@@ -59,16 +59,16 @@ gpu1: 1 of 8 GPUs free, 1 idle, 1 drained, 2 waiting (nvml 550.54.15)
 8 x NVIDIA A100-SXM4-80GB
 
 GPU  STATE    MEMORY        UTIL  USER   JOB/PID     HELD  LEFT  COMMAND
-  0  claimed  ━━━╾  71/80G   98%  anna   4711.3     3h20m   40m  python train.py
-  1  claimed  ━━━╾  71/80G   97%
-  2  claimed  ━━━╾  70/80G   99%
-  3  claimed  ━━━╾  71/80G   96%
-  4  idle     ──── 0.4/80G    0%  ben    pid 48213   1d1h        jupyter-lab
-  5  shared   ━━──  42/80G   88%  2 claims, 16 GiB free
-              ━━━╾  20/24G        carla  4718         12m        python eval.py
-              ━━──  22/40G        dora   4719          9m   51m  simulate
-  6  drained  ────   0/80G    0%
-  7  free     ────   0/80G    0%
+  0  claimed  ███▌  71/80G   98%  anna   4711.3     3h20m   40m  python train.py
+  1  claimed  ███▌  71/80G   97%
+  2  claimed  ███▌  70/80G   99%
+  3  claimed  ███▌  71/80G   96%
+  4  idle     ░░░░ 0.4/80G    0%  ben    pid 48213   1d1h        jupyter-lab
+  5  shared   ██░░  42/80G   88%  2 claims, 16 GiB unclaimed
+       share  ███▌  20/24G        carla  4718         12m        python eval.py
+       share  ██░░  22/40G        dora   4719          9m   51m  simulate
+  6  drained  ░░░░   0/80G    0%
+  7  free     ░░░░   0/80G    0%
 
 GPU 6: drained by root: its fan is to be replaced
 
@@ -80,7 +80,15 @@ Waiting, first come first served:
     )
 
 
-@pytest.mark.skipif(shutil.which("tmux") is None, reason="there is no tmux here")
+@pytest.mark.parametrize(("width", "last"), [(50, "JOB/PID"), (54, "HELD"), (60, "LEFT"), (72, "COMMAND")])
+def test_a_column_is_whole_or_left_out(width: int, last: str) -> None:
+    plain = picture.screen(width, NO_COLOR="1")
+    assert f" {last}\n  0 " in plain
+    assert "\x1b[35mdrained" in picture.screen(width)
+    assert "\x1b[1m 98%" in picture.screen(width)
+
+
+@pytest.mark.skipif(shutil.which("tmux") is None, reason="needs tmux")
 @pytest.mark.parametrize("width", picture.WIDTHS)
 def test_the_same_in_tmux(tmp_path: Path, width: int, eventually: Any) -> None:
     """What another author's terminal shows of --watch, and what is left of it after Ctrl-C."""

@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 
-from safe_gpu.coordination.queue import Ticket, TicketRequest
-from safe_gpu.devices import Gpu
+from safe_gpu.coordination.leases.drained import find_admitted
+from safe_gpu.coordination.queue.ticket import Ticket, TicketRequest
+from safe_gpu.gpus.devices import Gpu
+from safe_gpu.gpus.windows import Window
 from safe_gpu.status.facts import ClaimStatus, GpuStatus
-from safe_gpu.status.gather import expected_starts
+from safe_gpu.status.starts import expected_starts
 
 NOW = 1000.0
 
@@ -25,7 +27,7 @@ def ticket(nb_gpus: int, hold_for: float | None = None, inner: str = "") -> Tick
     )
 
 
-UNREADABLE = ticket(1)._replace(demand=None)
+UNREADABLE = ticket(1)._replace(request=None)
 LEASED = [gpu(0, until=1100.0), gpu(1, until=1300.0)]
 
 
@@ -51,4 +53,26 @@ LEASED = [gpu(0, until=1100.0), gpu(1, until=1300.0)]
     ],
 )
 def test_when_waiters_can_expect_to_start(tickets: Any, gpus: Any, expected: Any) -> None:
-    assert expected_starts(tickets, gpus, NOW) == expected
+    assert [start for start, _ in expected_starts(tickets, gpus, NOW)] == expected
+
+
+@pytest.mark.parametrize(
+    ("ticket", "gpus", "expected"),
+    [
+        pytest.param(ticket(1, 60), [gpu(0, "free"), gpu(1, "free")], NOW, id="ends in time"),
+        pytest.param(ticket(1, 200), [gpu(0, "free"), gpu(1)], 2000.0, id="after the window"),
+        pytest.param(ticket(1), [gpu(0, "free"), gpu(1)], 2000.0, id="did not say"),
+        pytest.param(ticket(1, 200), [gpu(0, "free"), gpu(1, until=1300.0)], 1300.0, id="another is free before"),
+        pytest.param(ticket(1, 60, ".inner"), [gpu(0, inner=ClaimStatus(2, until=1050.0)), gpu(1)], NOW, id="inside"),
+    ],
+)
+def test_a_window_puts_a_start_off(ticket: Any, gpus: Any, expected: float) -> None:
+    windows = [Window(1100.0, 2000.0, ("GPU-0",), "user:4711", "", "root")]
+    anna, ben = ticket._replace(uid=4711), ticket._replace(uid=4712)
+    find_admitted(windows, [4711, 4712])
+    assert [start for start, _ in expected_starts([ben], gpus, NOW, windows=windows)] == [expected]
+    assert expected_starts([anna], gpus, NOW, windows=windows) == expected_starts([anna], gpus, NOW)
+
+
+def test_before_when_a_waiter_probably_does_not_start() -> None:
+    assert expected_starts([ticket(2), ticket(1)], LEASED, NOW) == [(1300.0, 1300.0), (None, 1300.0)]

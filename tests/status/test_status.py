@@ -15,19 +15,22 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.ground import write_for_all
 
 import safe_gpu
-from safe_gpu import procfs
 from safe_gpu.cli.commands import main
-from safe_gpu.coordination.leases import LeaseRecord, lease_name
-from safe_gpu.devices import Gpu, GpuProcess, HostSnapshot
+from safe_gpu.coordination.holders.of_gpus import LockedFile
+from safe_gpu.coordination.leases.file_names import lease_name
+from safe_gpu.coordination.leases.record import LeaseRecord
 from safe_gpu.drivers.presets import preset
+from safe_gpu.gpus.devices import Gpu, GpuProcess, HostSnapshot
+from safe_gpu.host import procfs
 from safe_gpu.status import probe as host_facts
 from safe_gpu.status.facts import ClaimStatus, GpuStatus, HostStatus, ProcessStatus, WaiterStatus
 from safe_gpu.status.gather import gather
-from safe_gpu.status.probe import LockedFile, ProcessTable, who_holds
 from safe_gpu.status.render import render
-from safe_gpu.text import display_width
+from safe_gpu.status.who_holds import ProcessTable, who_holds
+from safe_gpu.wording.text import display_width
 
 UUIDS = [gpu.uuid for gpu in preset("dgx-a100").gpus()]
 
@@ -36,18 +39,24 @@ INTEGER, TEXT, NUMBER = (int, type(None)), (str, type(None)), (int, float, type(
 # Keys of the document, each with the types of its values.
 DOCUMENT = {
     **dict.fromkeys(("host", "driver", "driver_version", "state_dir"), str), "schema": int, "gpus": list, "queue": list,
+    "windows": list,
 }  # fmt: skip
 GPU = {
-    **dict.fromkeys(("vendor", "uuid", "name", "pci_bus_id", "state", "reason"), str), "index": int, "idle": bool,
-    **dict.fromkeys(("numa_node", "memory_total", "memory_used", "utilization"), INTEGER), "idle_for": NUMBER,
+    **dict.fromkeys(("vendor", "uuid", "name", "pci_bus_id", "state", "state_shown", "reason"), str),
+    "index": int, "idle": bool,
+    **dict.fromkeys(("numa_node", "memory_total", "memory_used", "utilization", "temperature"), INTEGER),
+    "idle_for": NUMBER,
     "claim": (dict, type(None)), "processes": list, "shares": list, "share_free": INTEGER,
 }  # fmt: skip
 CLAIMED = {"pid": INTEGER, "uid": INTEGER, "user": TEXT, "job": TEXT, "command": TEXT, "since": NUMBER, "until": NUMBER}
+CLAIMED["removable_by"] = TEXT
 PROCESS = {"pid": int, "user": TEXT, "command": TEXT, "kind": str, "memory_used": INTEGER}
 WAITER = {
     "position": int, "pid": INTEGER, "user": TEXT, "nb_gpus": INTEGER, "share": INTEGER, "vendor": TEXT,
-    **dict.fromkeys(("since", "hold_for", "expected_start"), NUMBER), "job": TEXT, "limit": (list, type(None)),
+    **dict.fromkeys(("since", "hold_for", "expected_start", "earliest_start"), NUMBER), "job": TEXT,
+    "limit": (list, type(None)),
 }  # fmt: skip
+WINDOW = {"from": float, "until": float, "gpus": list, "for": TEXT, "by": str, "reason": str}
 
 
 def check_types(found: dict[str, Any], types: dict[str, Any]) -> None:
@@ -67,7 +76,9 @@ def check_document(document: dict[str, Any]) -> None:
         for process in one["processes"]:
             check_types(process, PROCESS)
     for one in document["queue"]:
-        check_types(one, WAITER)
+        check_types(one, {**WAITER, "turn": NUMBER, "in_turn": NUMBER} if "turn" in one else WAITER)
+    for one in document["windows"]:
+        check_types(one, WINDOW)
 
 
 def look(driver: object = None) -> HostStatus:
@@ -144,7 +155,7 @@ def test_a_claim_is_shown_with_its_holder(state_dir: Path, child) -> None:
     assert status.gpus[5].processes[0].user == claim.user
     assert " 42.7 " in row(status, 1)
     assert row(status, 5).endswith("  with GPU 1"), "a claim is described once"
-    assert re.search(rf" {process.pid}  sge:42\.7 ", render(status, width=120, color=False))
+    assert " 42.7 " in render(status, width=120, color=False)
     assert "6 of 8 GPUs free" in table(status)
 
 
@@ -331,14 +342,13 @@ def queued(count: int) -> bool:
     return len(gather().queue) == count
 
 
-def test_who_waits_in_what_order(state_dir: Path, child, eventually) -> None:
+def test_who_waits_in_what_order(state_dir: Path, child, stop, eventually) -> None:
     child(CLAIM + "claim(8, NoPlaceholder()); say('held'); listen()", says="held")
     waiters = []
     for place, number in enumerate((4, 1, 2), 1):
         waiters.append(child(WAIT.replace("N,", f"{number},")))
         eventually(lambda place=place: queued(place))
-    os.kill(waiters[1].pid, signal.SIGSTOP)
-    eventually(lambda: procfs.is_stopped(waiters[1].pid))
+    stop(waiters[1].pid)
     status = look()
     assert [(one.position, one.pid, one.nb_gpus) for one in status.queue] == [
         (place, waiter.pid, number) for place, (waiter, number) in enumerate(zip(waiters, (4, 1, 2), strict=True), 1)
@@ -390,7 +400,7 @@ def test_looking_never_costs_another_its_claim(state_dir: Path, holder, monkeypa
     for name in ("probe", "live_tickets"):
         monkeypatch.setattr(host_facts, name, watched(getattr(host_facts, name)))
     look()
-    assert len(free) > 8
+    assert len(free) > 1
     assert set(free) == {None}
 
 
@@ -418,7 +428,7 @@ def test_one_lease_file_out_of_order_concerns_its_gpu_alone(state_dir: Path, hol
 
 
 def test_a_held_host_lock_does_not_hide_the_claims(state_dir: Path, child, holder, monkeypatch: Any) -> None:
-    code = "import time\nfrom safe_gpu.coordination.locks import HostLock\n"
+    code = "import time\nfrom safe_gpu.coordination.locks.host_lock import HostLock\n"
     stuck = child(code + "with HostLock(None):\n    say('locked'); listen()", says="locked")
     monkeypatch.setattr(host_facts, "_PATIENCE", 0.05)
     status = look()
@@ -579,8 +589,8 @@ def test_a_full_table_of_eighty_columns() -> None:
     status = HostStatus("h", "nvml", "1", "/d", 12_001.0, (GpuStatus(gpu, "claimed", claim=claim), busy))
     assert render(status, width=80, color=False).split("\n")[3:] == [
         "GPU  STATE    MEMORY        UTIL  USER      JOB/PID       HELD  COMMAND",
-        "  7  claimed  ━━━━━ 79/80G  100%  averyl..  1234567.890  3h20m  python train.p..",
-        "  8  busy     ━━━━━ 79/80G  100%  bob       pid 4242            x --y",
+        "  7  claimed  █████ 79/80G  100%  averyl..  1234567.890  3h20m  python train.p..",
+        "  8  busy     █████ 79/80G  100%  bob       pid 4242            x --y",
     ]
 
 
@@ -608,6 +618,42 @@ def test_what_gpus_have_in_common_stands_once() -> None:
     ]
 
 
+def test_of_an_unknown_holder_the_process_on_the_gpu_is_shown() -> None:
+    """The GPU is claimed through another state directory, whose processes this user cannot ask."""
+    gpu = Gpu(0, "GPU-0", utilization=97)
+    claim = ClaimStatus(elsewhere="")
+    running = ProcessStatus(7, "anna", "/usr/bin/train -x", "compute", 5)
+    one = GpuStatus(gpu, "claimed", claim=claim, processes=(running,), reason="claimed elsewhere; more")
+    status = HostStatus("h", "nvml", "1", "/d", 100.0, (one,))
+    lines = render(status, width=80, color=False).split("\n")[4:]
+    assert " ".join(lines[0].split()) == "0 claimed - 97% anna pid 7 ? train -x"
+    assert lines[1:] == ["", "GPU 0: claimed elsewhere"]
+    assert replace(one, processes=(), idle=True).shown_state(100.0) == "claimed", "since when is not known"
+
+
+def test_json_has_the_state_of_the_table() -> None:
+    held = GpuStatus(Gpu(0, "GPU-0"), "claimed", claim=ClaimStatus(1, since=1.0))
+    states = {
+        "claimed": held,
+        "idle": replace(held, idle=True),
+        "shared": replace(held, shares=(held.claim,)),
+        "at risk": replace(held, claim=ClaimStatus(1, since=1.0, removable_by="eve")),
+        "drained": GpuStatus(held.gpu, "unusable", drained=True),
+        "unusable": GpuStatus(held.gpu, "unusable"),
+        "free": GpuStatus(held.gpu, "free"),
+    }
+    status = HostStatus("h", "nvml", "1", "/d", 100.0, tuple(states.values()))
+    assert [one["state_shown"] for one in status.to_dict()["gpus"]] == [*states]
+    table = render(status, width=80, color=False)
+    assert [state for state in states if not re.search(rf"(?m)^  0  {state} ", table)] == []
+
+
+def test_what_computes_is_not_idle(holder) -> None:
+    """In a container the driver may hide the processes of the claim."""
+    assert not look(OneGpu(utilization=100)).gpus[0].idle
+    assert look(OneGpu(utilization=0)).gpus[0].idle
+
+
 def test_each_sharer_has_its_row_and_its_notes() -> None:
     gib = 1 << 30
     first = ClaimStatus(7, "anna", "sge:8", "train", 1.0, share=20 * gib, memory_used=30 * gib)
@@ -617,9 +663,9 @@ def test_each_sharer_has_its_row_and_its_notes() -> None:
     status = HostStatus("h", "nvml", "1", "/d", 100.0, (one,))
     lines = render(status, width=80, color=False).split("\n")[3:]
     assert [" ".join(line.split()) for line in lines[1:]] == [
-        "0 shared ━━━━────── 31/80G 5% 2 claims, 10 GiB free",
-        "━━━━━━━━━━ 30/20G anna 8 1m train",
-        "────────── 1.0/40G ben pid 9 10s -5s infer",
+        "0 shared ████░░░░░░ 31/80G 5% 2 claims, 10 GiB unclaimed",
+        "share ██████████ 30/20G anna 8 1m train",
+        "share ░░░░░░░░░░ 1.0/40G ben pid 9 10s -5s infer",
         "",
         "GPU 0: process 7: uses more than its share: 30 GiB of 20 GiB",
         "GPU 0: process 9: overdue 5 s",
@@ -641,7 +687,7 @@ def test_a_narrow_queue_leaves_out_the_least_important() -> None:
         "1  averyl..  1234567.890  16 GiB of 12 GPUs      5s  in 59m, at limit (10 of 12)",
     ]
     assert "GPUs  in 59m, at limit (10 of 12)" in shown[72][1]
-    assert shown[120][0].split() == "# USER PID JOB WANTS WAITED PLANNED STARTS".split()
+    assert shown[120][0].split() == "# USER JOB/PID WANTS WAITED PLANNED STARTS".split()
 
 
 def test_cost_of_a_look_is_bounded_by_one_walk_through_proc(state_dir: Path, holder, monkeypatch) -> None:
@@ -676,7 +722,7 @@ ERROR = "CUDA_ERROR_ECC_UNCORRECTABLE: uncorrectable ECC error encountered"
 
 def note(state_dir: Path, index: int, age: float = 0) -> None:
     text = json.dumps({"when": time.time() - age, "error": ERROR})
-    (state_dir / "leases" / f"{UUIDS[index]}.fault").write_text(text)
+    write_for_all(state_dir / "leases" / f"{UUIDS[index]}.fault", text)
 
 
 def test_a_free_gpu_that_is_taken_last_says_why(state_dir: Path) -> None:

@@ -12,8 +12,10 @@ from support.kfd_host import KfdHost
 
 import safe_gpu
 from safe_gpu.cli.commands import main
-from safe_gpu.status.gather import free_labels, gather, of_vendor
-from safe_gpu.status.render import render, render_metrics
+from safe_gpu.status.facts import free_labels, of_vendor
+from safe_gpu.status.gather import gather
+from safe_gpu.status.metrics import render_metrics
+from safe_gpu.status.render import render
 
 
 @pytest.fixture

@@ -57,7 +57,7 @@ def build_library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
 
     def build(source: str, name: str, *flags: str) -> Path:
         if compiler is None:
-            pytest.skip("the fake driver libraries need a C compiler: neither gcc nor cc is installed")
+            pytest.skip("needs a C compiler, for the fake driver libraries: neither gcc nor cc is installed")
         path = libraries / "".join((Path(source).name, *flags)) / name
         path.parent.mkdir(exist_ok=True)
         with open(path.parent / "lock", "w") as lock:
@@ -69,7 +69,7 @@ def build_library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
                     probe = [compiler, *options, "-x", "c", "-o", os.devnull, "-"]
                     done = subprocess.run(probe, input=b"#include <pthread.h>\n", capture_output=True, timeout=120)
                     assert done.returncode, f"{source} cannot be compiled"
-                    pytest.skip(f"the fake driver libraries need a C compiler: {done.stderr.decode()}")
+                    pytest.skip(f"needs a C compiler, for the fake driver libraries: {done.stderr.decode()}")
                 unfinished.chmod(0o755)
                 unfinished.rename(path)
         return path
@@ -200,7 +200,7 @@ class FakeGpus:
         CUDA keeps state for good: use a child for it."""
         import pynvml
 
-        from safe_gpu.drivers import nvml
+        from safe_gpu.drivers.nvidia import nvml
 
         self._libraries.stand_ins[DRIVER_LIBRARIES[0]] = str(self._build("nvml.c", DRIVER_LIBRARIES[0], *self._flags))
         self._monkeypatch.setenv("FAKE_GPU_DIR", str(self.directory))
@@ -239,10 +239,10 @@ def fake_nvidia_smi(fake_gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch) -> Cal
     """An nvidia-smi on PATH that shows ``fake_gpus``; call it with its quirks (``tests/fakes/nvidia_smi.py``)."""
     program = fake_gpus.directory / "bin" / "nvidia-smi"
     program.parent.mkdir()
-    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -I -S "{FAKES / "nvidia_smi.py"}" "$@"\n')
+    start = f'exec "{sys.executable}" -I -S "{FAKES / "nvidia_smi.py"}" "$@"'
+    program.write_text(f'#!/bin/sh\nFAKE_GPU_DIR="{fake_gpus.directory}" {start}\n')  # root passes few variables on
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
-    monkeypatch.setenv("FAKE_GPU_DIR", str(fake_gpus.directory))
 
     def set_quirks(quirks: Mapping[str, object]) -> None:
         (fake_gpus.directory / "smi").write_text("".join(f"{key}={value}\n" for key, value in quirks.items()))

@@ -6,7 +6,7 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,26 @@ def state_dir(open_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return open_tmp / "state"
 
 
+@pytest.fixture
+def rules(open_tmp: Path, state_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
+    """Write the policy of this test's host."""
+
+    def write(text: str) -> Path:
+        path = open_tmp / "policy.ini"
+        path.write_text(text)
+        path.chmod(0o644)
+        monkeypatch.setenv("SAFE_GPU_POLICY", str(path))
+        return path
+
+    return write
+
+
+def write_for_all(path: Path, content: str | bytes) -> None:
+    """Write a file of a state directory, with the mode that such files must have."""
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    path.chmod(0o666)
+
+
 class Ground:
     """What lies in this test's state directory: who holds which GPU, who waits. Others can be played here."""
 
@@ -44,8 +64,9 @@ class Ground:
 
     def leased(self, *, inner: bool = False) -> list[int]:
         """Indices of the GPUs whose lease is held, by a played holder too."""
-        from safe_gpu.coordination.leases import inner_name, lease_name, probe
-        from safe_gpu.coordination.locks import HostLock
+        from safe_gpu.coordination.leases.file_names import inner_name, lease_name
+        from safe_gpu.coordination.leases.lease import probe
+        from safe_gpu.coordination.locks.host_lock import HostLock
 
         name = inner_name if inner else lease_name
         with HostLock(time.monotonic() + 30) as host:
@@ -61,14 +82,16 @@ class Ground:
 
     def hold(self, *indices: int, until: float | None = None) -> None:
         """Play somebody else's claim of these GPUs, one that left no record, or one that is to end then."""
-        from safe_gpu.coordination.leases import lease_name, try_lease
-        from safe_gpu.coordination.locks import HostLock
+        from safe_gpu.coordination.leases.file_names import lease_name
+        from safe_gpu.coordination.leases.lease import try_lease
+        from safe_gpu.coordination.locks.host_lock import HostLock
 
         with HostLock(time.monotonic() + 30) as host:
             for index in indices:
                 lease = try_lease(host, lease_name(self.uuids[index]))
                 assert lease is not None
-                record = {"pid": 1, "user": "ben", "since": 1.0, "until": until}
+                facts = {"v": 1, "pid": 1, "user": "ben", "host": "gpu1", "gpus": [self.uuids[index]], "token": ""}
+                record = {**facts, "since": 1.0, "until": until}
                 lease.write(b"" if until is None else json.dumps(record).encode())
                 self._held[self.uuids[index]] = lease
 

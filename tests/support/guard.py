@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import itertools
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.gpus import DRIVER_LIBRARIES, DriverLibraries
+from support.process_state import process_state
 
 _state_dirs = itertools.count()
 
@@ -24,10 +27,27 @@ OUTER_NAMES = ("LOCAL_RANK", "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "JOB_ID",
 
 
 @pytest.fixture(autouse=True)
+def nothing_stays() -> Iterator[None]:
+    """Fail a test that leaves a variable, a binding, a thread or a descriptor in this process."""
+    before = process_state()
+    yield
+    if process_state().changes(before):
+        gc.collect()  # what a traceback keeps open
+        for thread in threading.enumerate():
+            if thread.name not in before.threads:
+                thread.join(10)  # it may be about to end
+        if stays := process_state().changes(before):
+            pytest.fail(f"this stays of the test: {stays}", pytrace=False)
+
+
+@pytest.fixture(autouse=True)
 def driver_libraries(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+    nothing_stays: None,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[DriverLibraries]:
-    """Keep tests off real GPUs, off the shared state directory and out of the outer job's environment.
+    """Keep tests off real GPUs, off what other programs of this host share and out of the outer job's environment.
 
     In this process loading a driver library fails the test; child processes find unusable files in their place.
     """
@@ -39,6 +59,7 @@ def driver_libraries(
     states = tmp_path_factory.getbasetemp() / "state"  # far cheaper than a temporary directory of pytest's for each
     states.mkdir(exist_ok=True)
     monkeypatch.setenv("SAFE_GPU_DIR", str(states / str(next(_state_dirs))))
+    monkeypatch.setenv("SAFE_GPU_LEGACY_LOCK", "never")  # whoever claims with safe-gpu 1.x or 2.0 here
     monkeypatch.setenv("SAFE_GPU_TEST_SIMULATED", "1")  # on purpose, also where there is a real driver
     if request.node.get_closest_marker("gpu"):
         if fakes is not None:

@@ -19,8 +19,8 @@ from typing import Any
 from hypothesis import HealthCheck, Phase, example, settings
 from hypothesis import strategies as st
 
-from safe_gpu.devices import HostSnapshot
 from safe_gpu.errors import SafeGpuError
+from safe_gpu.gpus.devices import HostSnapshot
 from safe_gpu.status.gather import status_of
 from safe_gpu.status.render import render
 

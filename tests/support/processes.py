@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
+import fcntl
 import importlib
 import os
 import pkgutil
+import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +21,7 @@ import pytest
 from support.gpus import PACKAGE_ROOT
 
 import safe_gpu
+from safe_gpu.host import procfs
 
 
 class Child:
@@ -107,7 +113,7 @@ def everything_imported() -> None:
     for module in pkgutil.walk_packages(safe_gpu.__path__, "safe_gpu."):
         if not module.name.endswith("__main__"):
             importlib.import_module(module.name)
-    for name in ("filelock", "grp", "pwd", "resource", "struct", "unicodedata", "encodings.idna"):
+    for name in ("_strptime", "filelock", "grp", "pwd", "resource", "struct", "unicodedata", "encodings.idna"):
         importlib.import_module(name)
 
 
@@ -126,6 +132,7 @@ class UserProcess:
                 os.setgroups([])
                 os.setresgid(uid, uid, uid)
                 os.setresuid(uid, uid, uid)
+                ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)  # PR_SET_DUMPABLE, as after exec(2)
 
                 def say(text: object) -> None:
                     os.write(to_parent, f"{text}\n".encode())
@@ -174,6 +181,25 @@ def as_user(everything_imported: None) -> Iterator[Callable[..., UserProcess]]:
         one.end()
 
 
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+@contextmanager
+def own_network() -> Iterator[None]:
+    """Put this process, and what it starts, into a network namespace of its own."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open("/proc/self/ns/net", "rb") as before:
+        if libc.unshare(0x40000000):
+            pytest.skip("cannot make a network namespace here")
+        try:
+            yield
+        finally:
+            assert libc.setns(before.fileno(), 0x40000000) == 0
+
+
 @pytest.fixture
 def file_lease(as_user: Callable[..., UserProcess]) -> Callable[[Path, int], None]:
     """Give a file to a user who takes a file lease on it: every other open of it then blocks, for 45 seconds."""
@@ -208,6 +234,27 @@ def eventually() -> Callable[[Callable[[], bool]], None]:
             time.sleep(0.005)
 
     return wait
+
+
+@pytest.fixture
+def stop(eventually: Callable[[Callable[[], bool]], None]) -> Callable[..., None]:
+    """Stop a process, as Ctrl-Z and schedulers do, at a moment when it does not hold host.lock, or all wait for it."""
+
+    def stop(pid: int, state_dir: Path | None = None) -> None:
+        def stopped_without_the_lock() -> bool:
+            os.kill(pid, signal.SIGSTOP)
+            eventually(lambda: procfs.is_stopped(pid))
+            with ((state_dir or Path(os.environ["SAFE_GPU_DIR"])) / "host.lock").open() as lock:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    os.kill(pid, signal.SIGCONT)
+                    return False
+                return True
+
+        eventually(stopped_without_the_lock)
+
+    return stop
 
 
 class Command:
@@ -258,3 +305,17 @@ def command(
     monkeypatch.setenv("PYTHONPATH", str(PACKAGE_ROOT))
     yield command
     command.end()
+
+
+@pytest.fixture
+def ask(capsys: pytest.CaptureFixture[str]) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """What a command that becomes no other prints, without a new interpreter for it."""
+
+    from safe_gpu.cli.commands import main
+
+    def run(*words: object) -> subprocess.CompletedProcess[str]:
+        capsys.readouterr()
+        code = main(list(map(str, words)))
+        return subprocess.CompletedProcess(words, code, *capsys.readouterr())
+
+    return run

@@ -65,6 +65,8 @@ class Screen:
             elif piece == "\x1b[?1049l":
                 self.alternate, (self.lines, self._row) = False, self._first
                 self._column = 0
+            elif piece == "\x1b[A":
+                self._row -= 1
             elif piece == "\x1b[K":
                 self.lines[self._row] = line[: self._column]
             elif piece == "\x1b[J":

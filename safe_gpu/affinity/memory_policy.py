@@ -1,0 +1,116 @@
+"""The NUMA memory policy of the calling thread, by raw system call."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from ..errors import GPUAffinityError
+from ..topology.cpulist import format_cpulist
+
+# Numbers of set_mempolicy and get_mempolicy (syscall_64.tbl and asm-generic/unistd.h in the kernel).
+_CALLS = {"x86_64": (238, 239), "aarch64": (237, 236)}
+
+_DEFAULT, _PREFERRED, _BIND, _LOCAL, _PREFERRED_MANY = 0, 1, 2, 4, 5
+
+_FLAGS = 0xE000  # MPOL_F_STATIC_NODES, MPOL_F_RELATIVE_NODES and MPOL_F_NUMA_BALANCING: bits of the mode
+
+_NAMES = ("default", "preferred", "bind", "interleave", "local", "preferred")  # by number
+
+_BITS = 4096  # no kernel supports more nodes; get_mempolicy needs at least as many bits as the kernel has nodes
+
+_WORD = 64
+
+
+class MemoryPolicy(NamedTuple):
+    """A policy in the kernel's terms; ``mode`` is an ``MPOL_`` number with its flags."""
+
+    mode: int = _DEFAULT
+    nodes: frozenset[int] = frozenset()
+
+    @property
+    def name(self) -> str:
+        """ "default", "preferred", "bind", "interleave", "local" or "other"."""
+        mode = self.mode & ~_FLAGS
+        return _NAMES[mode] if mode < len(_NAMES) else "other"
+
+    def __str__(self) -> str:
+        plural = "s" if len(self.nodes) > 1 else ""
+        return f"{self.name} on node{plural} {format_cpulist(self.nodes)}" if self.nodes else self.name
+
+
+def policy_for(mode: str, nodes: Iterable[int]) -> MemoryPolicy:
+    """Return the policy for mode "preferred" or "bind" on some nodes.
+
+    "bind" does not fall back to other nodes: the kernel kills a process that fills its nodes.
+
+    Raises:
+        GPUAffinityError: ``nodes`` is empty, or has something that is not a node number.
+    """
+    wanted = frozenset(nodes)
+    if not wanted or not all(isinstance(node, int) and 0 <= node < _BITS for node in wanted):
+        raise GPUAffinityError(f"a memory policy needs NUMA nodes, not {sorted(wanted, key=str)!r}")
+    number = _BIND if mode == "bind" else _PREFERRED if len(wanted) == 1 else _PREFERRED_MANY
+    return MemoryPolicy(number, wanted)
+
+
+def get_policy() -> MemoryPolicy:
+    """Return the calling thread's policy.
+
+    Raises:
+        OSError: the kernel or a container's filter refuses.
+    """
+    import ctypes
+
+    mode = ctypes.c_int()
+    words = (ctypes.c_ulong * (_BITS // _WORD))()
+    _call(1, ctypes.byref(mode), words, ctypes.c_ulong(_BITS + 1), None, ctypes.c_ulong(0))
+    nodes = (at * _WORD + bit for at, word in enumerate(words) if word for bit in range(_WORD) if word >> bit & 1)
+    return MemoryPolicy(mode.value, frozenset(nodes))
+
+
+def set_policy(policy: MemoryPolicy) -> MemoryPolicy:
+    """Set the calling thread's policy and return the one in effect.
+
+    The two differ on kernels before 5.15, which support "preferred" for one node only: the lowest node is used then.
+
+    Raises:
+        OSError: the kernel or a container's filter refuses.
+    """
+    import errno
+
+    try:
+        _set(policy)
+        return policy
+    except OSError as err:
+        if policy.mode != _PREFERRED_MANY or err.errno != errno.EINVAL:
+            raise
+    return set_policy(MemoryPolicy(_PREFERRED, frozenset([min(policy.nodes)])))
+
+
+def _set(policy: MemoryPolicy) -> None:
+    import ctypes
+
+    if not policy.nodes:
+        _call(0, ctypes.c_int(policy.mode), None, ctypes.c_ulong(0))
+        return
+    words = (ctypes.c_ulong * (max(policy.nodes) // _WORD + 1))()
+    for node in policy.nodes:
+        words[node // _WORD] |= 1 << node % _WORD
+    # The kernel subtracts one from the number of bits that it is given.
+    _call(0, ctypes.c_int(policy.mode), words, ctypes.c_ulong(len(words) * _WORD + 1))
+
+
+def _call(which: int, *arguments: object) -> None:
+    import ctypes
+    import errno
+
+    numbers = _CALLS.get(os.uname().machine)
+    if numbers is None or ctypes.sizeof(ctypes.c_ulong) * 8 != _WORD:
+        raise OSError(errno.ENOSYS, f"the call's number is not known for {os.uname().machine}")
+    syscall = ctypes.CDLL(None, use_errno=True).syscall
+    syscall.restype = ctypes.c_long
+    if syscall(ctypes.c_long(numbers[which]), *arguments) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))

@@ -1,0 +1,70 @@
+"""The CPUs of one GPU's NUMA node, without reading the whole host."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from ..errors import as_affinity_error
+from ..gpus.devices import normalize_bus_id
+from ..topology.sysfs import fsroot_or_default
+
+if TYPE_CHECKING:
+    from ..drivers.base import Driver
+    from ..gpus.devices import Gpu
+
+
+def node_cpus_of(
+    gpu: Gpu, driver: Driver, fsroot: str | os.PathLike[str] | None = None
+) -> tuple[frozenset[int], str] | None:
+    """Return the CPUs of one GPU's node and the source of that fact. Reads only the list of that node: under 0.2 ms.
+
+    The set may have CPUs that are offline, and may lack CPUs that NVML hides from this process: intersect it with the
+    process's mask. The result is None if the node has no CPUs, if the driver brings its own host topology, or if the
+    node is unknown; :func:`~safe_gpu.topology.topology.read_topology` reads the whole host then.
+
+    Raises:
+        GPUAffinityError: the driver does not answer.
+    """
+    near = as_affinity_error(driver, lambda: driver.cpu_affinity(gpu.mig_parent or gpu.uuid, "node"))
+    if near:
+        return near, driver.name.partition(":")[0] or "driver"
+    root = fsroot_or_default(fsroot)
+    if root == "/" and as_affinity_error(driver, lambda: driver.host_topology()) is not None:
+        return None
+    from ..topology.sysfs import SysfsTree
+
+    tree = SysfsTree(root)
+    bus_id = normalize_bus_id(gpu.pci_bus_id)
+    node = tree.pci_node(bus_id)
+    if node is None:
+        node = gpu.numa_node
+    if node is not None and node >= 0 and node in tree.node_ids():
+        found = tree.node_cpus(node), "numa_node"
+    elif by_pci := tree.pci_cpus(bus_id):
+        found = by_pci
+    elif len(nodes := tree.node_ids()) == 1:
+        found = tree.node_cpus(nodes[0]), "only node"
+    else:
+        return None
+    return found if found[0] else None
+
+
+def node_memory(
+    nodes: Iterable[int], driver: Driver, fsroot: str | os.PathLike[str] | None = None
+) -> dict[int, tuple[int, int]]:
+    """Return, for each NUMA node, its memory in bytes: all of it, and what is free.
+
+    Nodes of which the kernel tells nothing are left out, as are all nodes of a host that the driver makes up.
+
+    Raises:
+        GPUAffinityError: the driver does not answer.
+    """
+    root = fsroot_or_default(fsroot)
+    if root == "/" and as_affinity_error(driver, lambda: driver.host_topology()) is not None:
+        return {}
+    from ..topology.sysfs import SysfsTree
+
+    tree = SysfsTree(root)
+    return {node: memory for node in nodes if (memory := tree.node_memory(node)) is not None}

@@ -1,0 +1,1 @@
+"""Where processes and their memory really are."""

@@ -1,0 +1,258 @@
+"""Compares the NUMA nodes on which processes run with the nodes of their GPUs.
+
+A line is one mapping: address, policy, then facts such as ``N0=pages N1=pages kernelpagesize_kB=4`` (numa(7)). A
+mapping without a policy of its own shows that of the process's main thread.
+
+The data come from ``/proc``: the CPU on which a thread ran last, the CPUs and memory nodes that it may use, and the
+nodes of its pages. The memory policy of the calling thread comes from get_mempolicy(2).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from functools import cache
+from typing import TYPE_CHECKING, NamedTuple
+
+from ... import drivers
+from ...errors import GPUAffinityError, SafeGpuError
+from ...host.foreign_files import read_start
+from ...host.procfs import command_of, descendants, lines_of, parent_of, printable
+from ...runtimes.visible_devices import visible_variables
+from ...topology.cpulist import parse_cpulist
+from ...topology.topology import read_topology
+from ..memory_policy import get_policy
+from ..resolve_gpus import BOUND, by_name, by_ordinal, remembered, visible
+from .placement_report import PlacementReport, ProcessPlacement, ThreadPlacement
+
+if TYPE_CHECKING:
+    from ...drivers.base import Driver
+    from ...gpus.devices import Gpu, HostSnapshot
+    from ...topology.topology import GpuLocality, HostTopology
+    from ..resolve_gpus import Names
+
+# "bind:0-1", "prefer:0", "prefer (many):0", "bind=static:0", "default"
+_POLICY = re.compile(rb"[0-9a-f]+ (weighted interleave|prefer \(many\)|[a-z]+)(?:=[a-z|]+)?(?::([0-9,-]+))?(?: |$)")
+
+_NAMES = {b"prefer": "preferred", b"prefer (many)": "preferred"}
+
+
+class NumaMaps(NamedTuple):
+    """What the mappings of a process show.
+
+    Attributes:
+        memory: bytes of its pages by node.
+        policy: the policy of most mappings, in the words of this package.
+        nodes: the nodes of that policy.
+    """
+
+    memory: dict[int, int]
+    policy: str
+    nodes: frozenset[int]
+
+
+def parse_numa_maps(lines: Iterable[bytes]) -> NumaMaps | None:
+    """Return the sums over all mappings; None if there are none, which means that the file may not be read."""
+    total: Counter[int] = Counter()
+    policies: Counter[tuple[bytes, bytes]] = Counter()
+    for line in lines:
+        if policy := _POLICY.match(line):
+            policies[policy[1], policy[2] or b""] += 1
+        size = re.search(rb" kernelpagesize_kB=([0-9]{1,18})\b", line)
+        for node, pages in re.findall(rb" N([0-9]{1,9})=([0-9]{1,18})\b", line):
+            total[int(node)] += int(pages) * (int(size[1]) if size else 4) * 1024
+    if not policies:
+        return None
+    ((name, nodes), _), *_ = policies.most_common(1)
+    memory = dict(sorted(total.items()))
+    return NumaMaps(memory, _NAMES.get(name) or name.decode(), parse_cpulist(nodes.decode()) or frozenset())
+
+
+# Threads that one report describes: a process can have as many as the host has pids.
+_MOST_THREADS = 1 << 14
+
+
+def placement(
+    pid: int | None = None,
+    *,
+    driver: Driver | None = None,
+    gpus: Names | None = None,
+    ordinal: int | None = None,
+    fsroot: str | os.PathLike[str] | None = None,
+) -> PlacementReport:
+    """Return where a process, its threads and its descendants run.
+
+    Args:
+        pid: None is this process.
+        driver: the source of the process lists of the GPUs; None opens the one that ``SAFE_GPU_DRIVER`` names, if
+            possible.
+        gpus: indices of the process's GPUs as nvidia-smi shows them, or UUIDs. None takes, of each process, the first
+            that is known: the driver's process lists, the GPUs next to which it was bound by number (SAFE_GPU_BOUND),
+            CUDA_VISIBLE_DEVICES, and for a descendant the GPUs of its parent.
+        ordinal: CUDA's number of the process's GPU in that process, instead of ``gpus``.
+        fsroot: root of the topology files; processes are always read from this host.
+
+    Raises:
+        GPUAffinityError: there is no such process or GPU, or it may not be read.
+
+    A variable that another process has set since it started cannot be seen: give ``gpus`` for one that bound itself.
+    """
+    root = os.getpid() if pid is None else pid
+    if isinstance(root, bool) or not isinstance(root, int) or root < 1:
+        raise GPUAffinityError(f"a pid is a positive number, not {pid!r}")
+
+    notes: list[str] = []
+    snapshot = None
+    try:
+        driver = driver or drivers.open_driver()
+        snapshot = driver.snapshot()
+    except SafeGpuError as err:
+        driver = None
+        notes.append(f"the GPUs in use are not known: {err}")
+    topology = read_topology(fsroot, driver)
+    reader = _Reader(topology, snapshot)
+    if gpus is not None or ordinal is not None:
+        reader.known[root] = (_given(gpus, ordinal, root, topology, snapshot), "given")
+    found = [process for number in (root, *sorted(descendants(root))) if (process := reader.process(number))]
+    if not found or found[0].pid != root:
+        raise GPUAffinityError(f"there is no process {root} that can be read from here")
+    if reader.left_out:
+        notes.append(f"{reader.left_out} threads are left out: only the first {_MOST_THREADS} are examined")
+    return PlacementReport(tuple(found), tuple(notes))
+
+
+def _given(
+    gpus: Names | None, ordinal: int | None, pid: int, topology: HostTopology, snapshot: HostSnapshot | None
+) -> tuple[int, ...]:
+    if gpus is not None and ordinal is not None:
+        raise GPUAffinityError("name the GPU once: gpus= as nvidia-smi shows it, or ordinal= as CUDA numbers it")
+    if snapshot is None:  # the kernel's list of GPUs has no UUIDs
+        if ordinal is not None:
+            raise GPUAffinityError(f"without a GPU driver it is not known which GPU CUDA's number {ordinal} is")
+        named = [gpus] if isinstance(gpus, (int, str)) else gpus or ()
+        return tuple(topology.gpu(int(name) if str(name).isdecimal() else -1).index for name in named)
+    if ordinal is not None:
+        chosen = by_ordinal(ordinal, snapshot, _variables(pid) or {})
+    else:
+        assert gpus is not None
+        chosen = by_name(gpus, snapshot)
+    return tuple(dict.fromkeys(topology.gpu(gpu.index).index for gpu in chosen.gpus))
+
+
+class _Reader:
+    """Reads processes one by one, parents before children, and keeps the GPUs of each."""
+
+    def __init__(self, topology: HostTopology, snapshot: HostSnapshot | None) -> None:
+        self.topology = topology
+        self.snapshot = snapshot
+        self.places = {gpu.index: gpu for gpu in topology.gpus}
+        self.node_of_cpu = {cpu: node for node, cpus in topology.nodes.items() for cpu in cpus}
+        self.known: dict[int, tuple[tuple[int, ...], str]] = {}
+        self.left_out = 0
+        self._room = _MOST_THREADS
+        self._set = cache(lambda text: parse_cpulist(text) or frozenset[int]())  # most threads have the same ones
+
+    def process(self, pid: int) -> ProcessPlacement | None:
+        """Return one process; None if it has ended."""
+        parent = parent_of(pid)
+        if parent is None:
+            return None
+        gpus, source = self.known.setdefault(pid, self._gpus_of(pid, parent))
+        places = [self.places[index] for index in gpus if index in self.places]
+        try:
+            tids = sorted(map(int, os.listdir(f"/proc/{pid}/task")))
+        except OSError:
+            return None
+        self.left_out += max(0, len(tids) - self._room)
+        threads = tuple(thread for tid in tids[: self._room] if (thread := self._thread(pid, tid, places)))
+        if not threads:
+            return None
+        self._room -= len(threads)
+        nodes = (self.topology.node_of(place) for place in places)
+        maps = parse_numa_maps(lines_of(f"/proc/{pid}/numa_maps"))
+        policy, policy_nodes = (maps.policy, maps.nodes) if maps else ("", frozenset[int]())
+        if pid == os.getpid():  # the policy of the calling thread
+            with suppress(OSError):  # no such call, or a container's filter refuses it
+                policy, policy_nodes = (own := get_policy()).name, own.nodes
+        return ProcessPlacement(
+            pid=pid,
+            parent=parent,
+            command=command_of(pid, limit=60) or "?",
+            threads=threads,
+            memory=None if maps is None else maps.memory,
+            policy=policy,
+            policy_nodes=policy_nodes,
+            gpus=gpus,
+            gpu_nodes=frozenset(node for node in nodes if node is not None),
+            gpu_source=source,
+        )
+
+    def _thread(self, pid: int, tid: int, places: list[GpuLocality]) -> ThreadPlacement | None:
+        path = f"/proc/{pid}/task/{tid}"
+        fields = _text(f"{path}/stat").rpartition(")")[2].split()
+        status = dict(line.split(":\t", 1) for line in _text(f"{path}/status").splitlines() if ":\t" in line)
+        if len(fields) < 37 or fields[0] in "ZX" or "Cpus_allowed_list" not in status:
+            return None
+        cpu = int(fields[36])
+        allowed = self._set(status["Cpus_allowed_list"])
+        near = frozenset[int]().union(*(self.topology.node_set(place) for place in places))
+        return ThreadPlacement(
+            tid=tid,
+            name=printable(status.get("Name", "")),
+            cpu=cpu,
+            node=self.node_of_cpu.get(cpu),
+            cpus_allowed=allowed,
+            mems_allowed=self._set(status.get("Mems_allowed_list", "")),
+            # /proc shows the last CPU of a sleeping thread, which may be from before the binding.
+            matches=(cpu in near or allowed <= near) if near else None,
+        )
+
+    def _gpus_of(self, pid: int, parent: int) -> tuple[tuple[int, ...], str]:
+        if self.snapshot is None:
+            return (), ""
+        on = {gpu.index for gpu in self.snapshot.gpus for process in gpu.processes or () if process.pid == pid}
+        if on:
+            return tuple(sorted(on)), "driver"
+        # /proc shows the environment at exec. A forked child therefore shows its parent's environment from before the
+        # claim; the parent's GPUs are more recent.
+        variables = _variables(pid)
+        of_parent = self.known.get(parent, ((), ""))[0]
+        inherited = of_parent, "parent" if of_parent else ""
+        forked = pid != os.getpid() and (variables is None or variables == _variables(parent, at_exec=True))
+        if parent in self.known and forked:
+            return inherited
+        environ = variables or {}
+        bound = remembered(self.snapshot, environ)
+        if bound is not None:
+            return _indices(bound.gpus), BOUND
+        name = next((name for name in visible_variables(self.snapshot) if name in environ), None)
+        if name is None:
+            return inherited
+        try:
+            return _indices(visible(self.snapshot, environ).gpus), name
+        except GPUAffinityError:
+            return (), ""
+
+
+def _indices(gpus: Iterable[Gpu]) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(gpu.index for gpu in gpus))
+
+
+def _text(path: str) -> str:
+    return (read_start(path) or b"").decode("utf-8", "replace")
+
+
+def _variables(pid: int, *, at_exec: bool = False) -> Mapping[str, str] | None:
+    """Return a process's environment: as it is now for this process, else as it was at the start, its first 64 KiB.
+
+    None if it may not be read.
+    """
+    if pid == os.getpid() and not at_exec:
+        return os.environ
+    text = read_start(f"/proc/{pid}/environ")
+    if text is None:
+        return None
+    return dict(os.fsdecode(entry).split("=", 1) for entry in text.split(b"\0") if b"=" in entry)

@@ -1,0 +1,1 @@
+"""Plans of the CPUs of each GPU."""

@@ -1,0 +1,95 @@
+"""Renders an affinity plan."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ...topology.cpulist import format_cpulist
+from ...wording.text import format_bytes
+from .planner import is_remote
+
+if TYPE_CHECKING:
+    from ...topology.topology import GpuLocality, HostTopology
+    from ..options import AffinityOptions
+
+_HEADER = ("GPU", "BUS", "NODE", "CPUS", "CORES", "MEMORY", "SOURCE")
+
+
+def affinity_json(
+    topology: HostTopology,
+    options: AffinityOptions,
+    shares: Sequence[frozenset[int]],
+    memory: Mapping[int, tuple[int, int]] | None = None,
+    shown: Collection[int] | None = None,
+) -> dict[str, Any]:
+    """Return the plan and the host's NUMA nodes.
+
+    ``{"mode", "gpus": [{"index", "uuid", "numa_node", "cpus"}],
+    "nodes": [{"node", "cpus", "memory_total", "memory_free", "distances"}]}``; memory is in bytes or null, and
+    ``distances`` maps a node (as text) to the kernel's relative distance.
+
+    Args:
+        shares: one for each GPU, in the host's GPU order.
+        memory: node -> bytes, all and free.
+        shown: indices of the GPUs to show; None for all.
+    """
+    gpus = [
+        {"index": gpu.index, "uuid": gpu.uuid, "numa_node": topology.node_of(gpu), "cpus": format_cpulist(share)}
+        for gpu, share in _rows(topology, shares, shown)
+    ]
+    nodes = []
+    for node, cpus in sorted(topology.nodes.items()):
+        total, free = (memory or {}).get(node, (None, None))
+        distances = {str(to): far for to, far in topology.distances.get(node, {}).items()}
+        facts = {"node": node, "cpus": format_cpulist(cpus), "memory_total": total, "memory_free": free}
+        nodes.append({**facts, "distances": distances})
+    return {"mode": options.mode, "gpus": gpus, "nodes": nodes}
+
+
+def affinity_table(
+    topology: HostTopology,
+    options: AffinityOptions,
+    shares: Sequence[frozenset[int]],
+    shown: Collection[int] | None = None,
+) -> str:
+    """Return the plan as a table: GPU, bus, node, CPUs as ranges, physical cores, memory node, source of the GPU's
+    place."""
+    rows = [_HEADER]
+    notes = []
+    for gpu, share in _rows(topology, shares, shown):
+        found = topology.node_of(gpu)
+        node, memory = ("?", "-") if found is None else (str(found), str(found))
+        cores = str(sum(not core.isdisjoint(share) for core in topology.cores))
+        bus, source = gpu.pci_bus_id or "-", gpu.source or "unknown"
+        rows.append((str(gpu.index), bus, node, format_cpulist(share), cores, memory, source))
+        if is_remote(topology, gpu, share):
+            notes.append(f"GPU {gpu.index}: its CPUs are on another node, because those of its own may not be used")
+    return "\n".join([f"mode {options.mode}", *_aligned(rows), *notes])
+
+
+def node_table(topology: HostTopology, memory: Mapping[int, tuple[int, int]]) -> str:
+    """Return the NUMA nodes as a table: CPUs, size of the memory, what of it is free, and the distance to each node.
+
+    Distances are the kernel's, relative to 10 for the node itself.
+    """
+    rows = [("NODE", "CPUS", "SIZE", "FREE", "DISTANCES")]
+    for node, cpus in sorted(topology.nodes.items()):
+        sizes = [format_bytes(value) for value in memory[node]] if node in memory else ["-", "-"]
+        row = topology.distances.get(node, {})
+        distances = " ".join(str(row.get(to, "-")) for to in sorted(topology.nodes)) if row else "-"
+        rows.append((str(node), format_cpulist(cpus) or "-", sizes[0], sizes[1], distances))
+    return "\n".join(_aligned(rows))
+
+
+def _rows(
+    topology: HostTopology, shares: Sequence[frozenset[int]], shown: Collection[int] | None
+) -> Iterable[tuple[GpuLocality, frozenset[int]]]:
+    for gpu, share in zip(topology.gpus, shares, strict=True):
+        if shown is None or gpu.index in shown:
+            yield gpu, share
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]

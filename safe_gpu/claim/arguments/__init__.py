@@ -1,0 +1,1 @@
+"""The arguments of a claim, checked before it changes anything."""

@@ -1,0 +1,217 @@
+"""The checked arguments of a claim."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ...affinity.options import falls_back, parse_options
+from ...coordination.locks.host_lock import MINIMUM_PATIENCE
+from ...errors import PlaceholderError, UnsatisfiableRequestError
+from ...gpus.devices import HostSnapshot
+from ...host.procfs import printable_lines
+from ...runtimes.visible_devices import render_cuda
+from ...schedulers import JobContext, current
+from ...schedulers.job import count
+from ...selection.request import parse_request
+from ...selection.values import as_index
+from ...settings import variables as settings
+from ...wording.argument_style import ArgumentStyle
+from .hold_for import UNKNOWN, parse_hold_for
+from .timeout import DEFAULT, DefaultTimeout, number_of, parse_timeout
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from ...affinity import AffinityOptions
+    from ...selection.request import Conditions, Selection
+    from ..limits.quota import Quota
+    from ..messages.wait_status import WaitStatus
+    from .hold_for import HoldTime
+
+
+class _ByDefault(str):
+    """The default of ``affinity``: equal to the mode "node", but a failure to bind only warns."""
+
+
+NODE_BY_DEFAULT = _ByDefault("node")
+
+
+class ClaimOptions(NamedTuple):
+    """The checked arguments of a claim.
+
+    Attributes:
+        request: which GPUs, and how many.
+        timeout: seconds to wait from ``began``, a ``time.monotonic()`` value; 0 does not wait, None waits without
+            limit.
+        logger: gets the steps at INFO.
+        hold: how long the GPUs will probably be held.
+        placeholder_fn: returns what holds a GPU; None is the default of the driver.
+        binding: CPU affinity; None does not change it.
+        memory: NUMA memory policy, or None.
+        binding_required: whether the claim fails if binding fails.
+        visible_as: how CUDA_VISIBLE_DEVICES names the GPUs.
+        pause: seconds between setting CUDA_VISIBLE_DEVICES and the placeholders.
+        delegate: whether child processes may claim from this claim.
+        job: the batch job of this process.
+        by_job: whether the number of GPUs is that of the job.
+        command: the command as in records, set by ``safe-gpu run``; None is that of this process.
+        quota: the limits of the policy file; None if there is no such file.
+        wait_limit: the policy file, if it made ``timeout`` shorter than was asked for.
+        on_wait: called when waiting begins, when something changes, and once a minute. None: the logger
+            gets these reports.
+    """
+
+    request: Selection
+    timeout: float | None
+    began: float
+    logger: Any
+    placeholder_fn: Callable[[int], Any] | None = None
+    binding: AffinityOptions | None = None
+    memory: str | None = None
+    binding_required: bool = False
+    visible_as: str = "index"
+    pause: float = 0.0
+    delegate: bool = False
+    job: JobContext = JobContext()
+    by_job: bool = False
+    command: str | None = None
+    on_wait: Callable[[WaitStatus], None] | None = None
+    hold: HoldTime = UNKNOWN
+    quota: Quota | None = None
+    wait_limit: str = ""
+
+    @property
+    def deadline(self) -> float:
+        """``time.monotonic()`` value at which the wait ends; ``math.inf`` if it never does."""
+        return math.inf if self.timeout is None else self.began + self.timeout
+
+    @property
+    def lock_deadline(self) -> float | None:
+        """``time.monotonic()`` value until which a look waits for host.lock; None waits without limit.
+
+        It is always some time ahead. Otherwise the last look of a claim would fail whenever many processes use the
+        lock.
+        """
+        if self.timeout is None:
+            return None
+        return max(self.began + self.timeout, time.monotonic() + MINIMUM_PATIENCE)
+
+
+def asks_for_none(nb_gpus: object) -> bool:
+    """Return whether a claim is for no GPU: 0, or "job" where ``SAFE_GPU_NB_GPUS`` is 0."""
+    return (count(os.environ, "SAFE_GPU_NB_GPUS") if nb_gpus == "job" else as_index(nb_gpus)) == 0
+
+
+def read_options(
+    nb_gpus: int | str | tuple[int, int] = 1,
+    *,
+    placeholder_fn: Callable[[int], Any] | None = None,
+    logger: Any = None,
+    debug_sleep: float = 0.0,
+    timeout: float | str | DefaultTimeout | None = DEFAULT,
+    affinity: str | AffinityOptions | None = None,
+    memory: str | None = None,
+    visible_as: str = "index",
+    delegate: bool = False,
+    hold_for: float | str | DefaultTimeout | None = DEFAULT,
+    vendor: str | None = None,
+    command: str | None = None,
+    on_wait: Callable[[WaitStatus], None] | None = None,
+    spelling: type[ArgumentStyle] = ArgumentStyle,
+    **conditions: Unpack[Conditions],
+) -> ClaimOptions:
+    """Check the arguments of ``claim_gpus``. The timeout counts from this call.
+
+    Raises:
+        UnsatisfiableRequestError: names the argument, its value and what to do.
+        PlaceholderError: ``placeholder_fn`` is not callable.
+    """
+    began = time.monotonic()
+    if logger is None:
+        import logging
+
+        logger = logging.getLogger("safe_gpu")
+    elif not callable(getattr(logger, "info", None)):
+        raise UnsatisfiableRequestError(
+            f"logger={logger!r} is not a logger: pass a logging.Logger, or leave it out", value=logger
+        )
+    environ = dict(os.environ)  # one copy costs less than the look-ups below, each of which encodes and decodes
+    job = current(environ)
+    number = nb_gpus
+    if nb_gpus == "job":
+        from ...schedulers.gpu_count import number_for_job
+
+        number = number_for_job(environ, spelling=spelling)
+    request = parse_request(number, vendor=vendor, spelling=spelling, **conditions)
+    wait = parse_timeout(timeout, environ, in_batch_job=job.scheduler is not None, spelling=spelling)
+    ends = job
+    if job.scheduler in ("slurm", "sge") and isinstance(hold_for, DefaultTimeout) and not environ.get("SAFE_GPU_FOR"):
+        from ...schedulers.gpu_count import with_end
+
+        # Thousands of array tasks of one GPU would ask it at once.
+        ends = with_end(environ, job, ask=job.task_id is None or request.nb_gpus > 1)
+    hold = parse_hold_for(hold_for, environ, ends, spelling=spelling)
+    render_cuda((), visible_as=visible_as, snapshot=HostSnapshot(()))
+    settings.check(environ)
+    binding = None
+    binding_required = affinity is not NODE_BY_DEFAULT or memory is not None
+    if affinity is not None or memory is not None:
+        binding = parse_options(affinity, memory)
+        binding_required = binding_required and not falls_back(affinity)
+    pause = _pause(debug_sleep)
+    if placeholder_fn is not None and not callable(placeholder_fn):
+        raise PlaceholderError(
+            f"placeholder_fn={placeholder_fn!r} cannot be called: pass a function of the CUDA ordinal that returns "
+            "what holds that GPU, such as PytorchPlaceholder(), or leave it out"
+        )
+    for doubt in settings.doubts(environ):
+        logger.warning("%s", doubt)
+    return ClaimOptions(
+        request,
+        wait,
+        began,
+        logger,
+        placeholder_fn,
+        binding,
+        memory,
+        binding_required=binding_required,
+        visible_as=visible_as,
+        pause=pause,
+        delegate=delegate,
+        job=job,
+        by_job=nb_gpus == "job",
+        command=command,
+        on_wait=on_wait,
+        hold=hold,
+    )
+
+
+def with_policy_limits(options: ClaimOptions) -> ClaimOptions:
+    """Return the options with the limits of the policy file of this host, if there is one. Takes no lock.
+
+    Raises:
+        PolicyError: the file cannot be read, or a line of it is wrong.
+    """
+    path = settings.existing_policy(os.environ)
+    if path is None:
+        if given := os.environ.get("SAFE_GPU_POLICY"):
+            options.logger.warning("SAFE_GPU_POLICY=%s does not exist: nothing is limited", printable_lines(given))
+        return options
+    from ..limits.quota import quota_of
+
+    return options._replace(quota=quota_of(path, options.logger.warning))
+
+
+def _pause(debug_sleep: object) -> float:
+    """Return the seconds of ``debug_sleep``. A value that ``time.sleep`` would refuse is refused here, before the claim
+    begins."""
+    seconds = number_of(debug_sleep)
+    if 0 <= seconds < math.inf:
+        return seconds
+    raise UnsatisfiableRequestError(
+        f"debug_sleep={debug_sleep!r} is not a number of seconds: pass 0 or a positive number", value=debug_sleep
+    )

@@ -1,0 +1,1 @@
+"""Checks of a claim that holds its leases."""

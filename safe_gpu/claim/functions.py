@@ -1,0 +1,128 @@
+"""``claim_gpus`` and its like: the claim of this process, by function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+from ..errors import SafeGpuError, shorten
+from .arguments.options import NODE_BY_DEFAULT, asks_for_none, read_options
+from .arguments.timeout import DEFAULT
+from .owner import NO_GPU, GPUOwner, already_claimed, current_owner, owners, request_key
+
+if TYPE_CHECKING:
+    from ..affinity import AffinityOptions
+    from .arguments.timeout import DefaultTimeout
+
+gpu_owner: GPUOwner | None
+"""The owner that :func:`claim_gpus` made, until its release."""
+
+
+def __getattr__(name: str) -> Any:
+    if name == "gpu_owner":
+        return owners.get(name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def claim_gpus(
+    nb_gpus: int | str | tuple[int, int] = 1,
+    placeholder_fn: Callable[[int], Any] | None = None,
+    logger: Any = None,
+    debug_sleep: float = 0.0,
+    *,
+    timeout: float | str | DefaultTimeout | None = DEFAULT,
+    affinity: str | AffinityOptions | None = NODE_BY_DEFAULT,
+    memory: str | None = None,
+    min_memory: int | str | None = None,
+    model: str | None = None,
+    exclude: str | int | Iterable[str | int] = (),
+    only: str | int | Iterable[str | int] = (),
+    max_utilization: int | str | None = None,
+    near: str | None = None,
+    share: int | str | None = None,
+    prefer: str | Iterable[str] | None = None,
+    visible_as: str = "index",
+    delegate: bool = False,
+    hold_for: float | str | DefaultTimeout | None = DEFAULT,
+    vendor: str | None = None,
+) -> GPUOwner:
+    """Claim GPUs for this process. Call it before anything initialises CUDA.
+
+    Args:
+        nb_gpus: how many; ``(2, 4)`` for at least two, and up to four if these are free at once; ``"job"`` for the
+            number that the batch job asked for.
+        placeholder_fn: called with each CUDA ordinal from 0; returns what holds that GPU. Default: a CUDA context.
+        logger: gets the steps at INFO; default: the logger ``safe_gpu``.
+        debug_sleep: seconds between setting CUDA_VISIBLE_DEVICES and the placeholders.
+        timeout: seconds to wait for GPUs; 0 does not wait, None waits without limit. Default: SAFE_GPU_TIMEOUT, else
+            300 inside a batch job, else 10.
+        affinity: CPUs to bind to: None, "node", "socket", "exclusive", "core-complex" or AffinityOptions.
+        memory: NUMA memory policy next to the GPUs: None, "preferred" or "bind".
+        min_memory: bytes that must be free on each GPU, or text such as "20GiB".
+        model: pattern of the GPU's name.
+        exclude, only: indices, UUIDs or prefixes of UUIDs.
+        max_utilization: percent; GPUs that are busier, and those of which the driver cannot tell, are not free.
+        near: "numa": all GPUs on one NUMA node; "nvlink": each connected to each by NVLink.
+        share: not whole GPUs but this much memory of each, beside other claims that share: bytes, or text such as
+            "20GiB" or "25%" of what claims can share.
+        prefer: which models to take first, such as "H100,A100"; it takes others too.
+        visible_as: write CUDA_VISIBLE_DEVICES as "index" (with CUDA_DEVICE_ORDER=PCI_BUS_ID) or as "uuid".
+        delegate: let child processes claim from this claim.
+        hold_for: how long the GPUs will probably be held, in seconds or "2h"; None is unknown. It gets short claims in
+            earlier and ends nothing. Default: SAFE_GPU_FOR, else until the end of the batch job, else unknown.
+        vendor: such as "amd". Default: that of the claim around this process, else the first that has GPUs here.
+
+    Returns:
+        The owner, which is also ``safe_gpu.gpu_owner`` until :func:`release_gpus`.
+
+    Raises:
+        NotEnoughGpusError: too few are free (ClaimTimeout after a wait; GpuContendedError if a process without safe_gpu
+            started on a GPU during the claim).
+        UnsatisfiableRequestError: this host can never satisfy the request, or an argument is invalid.
+        AlreadyClaimedError, CudaInitializedError, NoDriverError, LockTimeout, StateDirError, PlaceholderError,
+            WrongDeviceError, GPUAffinityError: as their names say.
+
+    After an error nothing stays claimed, and the environment is restored.
+    """
+    arguments = locals().copy()
+    __tracebackhide__ = True
+    owners["gpu_owner"] = owner = GPUOwner(**arguments)
+    return owner
+
+
+def ensure_gpus(
+    nb_gpus: int | str | tuple[int, int] = 1, placeholder_fn: Callable[[int], Any] | None = None, **options: Any
+) -> GPUOwner:
+    """Claim GPUs as :func:`claim_gpus` does, or keep those that this process holds by the same request.
+
+    This is for code that runs more than once in a process, such as the first cell of a notebook. The same request is
+    the same ``nb_gpus``, ``vendor``, ``visible_as``, ``delegate`` and conditions of the GPUs.
+
+    Returns:
+        The new owner, or the one that holds the GPUs.
+
+    Raises:
+        AlreadyClaimedError: this process holds GPUs by another request. Others as for :func:`claim_gpus`.
+    """
+    __tracebackhide__ = True
+    holder = current_owner()
+    if holder is None:
+        owners["gpu_owner"] = holder = GPUOwner(nb_gpus, placeholder_fn, **options)
+        return holder
+    try:
+        none = asks_for_none(nb_gpus)
+        if (
+            NO_GPU if none else request_key(read_options(nb_gpus, placeholder_fn=placeholder_fn, **options))
+        ) == holder._asked:
+            return holder
+        raise already_claimed(holder, "by another request: release_gpus() first")
+    except SafeGpuError as err:
+        shorten(err)
+        raise err
+
+
+def release_gpus() -> None:
+    """Release the GPUs that this process holds, through :func:`claim_gpus` or any owner; do nothing without any."""
+    owner = owners.get("gpu_owner") or current_owner()
+    if owner is not None:
+        owner.release_gpus()

@@ -1,0 +1,1 @@
+"""The host as one request sees it."""

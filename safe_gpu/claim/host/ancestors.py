@@ -1,0 +1,89 @@
+"""Refuses to wait for GPUs that an ancestor of this process holds."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Collection, Iterable
+from typing import TYPE_CHECKING
+
+from ...coordination.files.state_dir import opened
+from ...coordination.leases.file_names import inner_name, lease_name
+from ...coordination.leases.record import read_record
+from ...errors import NotEnoughGpusError
+from ...host import procfs
+from ...wording.text import gpu_ranges
+
+if TYPE_CHECKING:
+    from ...gpus.devices import Gpu, GpuVerdict
+    from ...selection.request import Selection
+
+# For a rank whose script was started again by the first rank (Lightning) or by a launcher in a process that claims.
+ONCE_FOR_ALL_RANKS = (
+    'this is a rank that its program has started, so claim once for all: `if "LOCAL_RANK" not in os.environ: '
+    "safe_gpu.claim_gpus(...)`, and let the ranks use those GPUs without claiming"
+)
+
+
+def ancestor_may_hold(gpus: Iterable[Gpu], *, inner: bool) -> bool:
+    """Return whether the record of one of these leases names this process or one of its ancestors.
+
+    A record alone does not prove that the lease is held. Reading records needs no lock.
+    """
+    family = {os.getpid(), *procfs.ancestors(os.getpid())}
+    with opened("leases") as leases:
+        files = (inner_name(gpu.uuid) if inner else lease_name(gpu.uuid) for gpu in gpus)
+        records = (read_record(leases, name) for name in files)
+        return any(record is not None and record.here and record.pid in family for record in records)
+
+
+UNDER_MAIN = (
+    'put the claim under `if __name__ == "__main__":`, since each worker of multiprocessing imports the main module'
+)
+
+
+def imports_main() -> bool:
+    """Return whether multiprocessing imports the main module of its parent into this process."""
+    process = sys.modules.get("multiprocessing.process")
+    return process is not None and getattr(process.current_process(), "_inheriting", False)
+
+
+def refuse_gpus_of_ancestors(
+    verdicts: Iterable[GpuVerdict], usable: Collection[str], request: Selection, *, inner: bool
+) -> None:
+    """Refuse to wait for GPUs that an ancestor holds: if the ancestor waits for this process, neither ever ends.
+
+    Args:
+        verdicts: with the holders that the kernel names: anybody may write a parent of all (process 1) into a record.
+        usable: UUIDs that the request could ever get.
+        inner: whether the claim is made inside another one.
+
+    Raises:
+        NotEnoughGpusError: without the GPUs of this process and its ancestors there are too few.
+    """
+    family = {pid: procfs.start_time(pid) for pid in (os.getpid(), *procfs.ancestors(os.getpid()))}
+    all_verdicts = tuple(verdicts)
+    held = [
+        verdict
+        for verdict in all_verdicts
+        if verdict.state == "claimed"
+        and verdict.pid in family
+        and verdict.holder is not None
+        and verdict.holder.start is not None
+        and verdict.holder.start == family[verdict.pid]
+    ]
+    if not held or len(set(usable) - {verdict.gpu.uuid for verdict in held}) >= request.nb_gpus:
+        return
+    labels = gpu_ranges(verdict.gpu.label for verdict in held)
+    who = "this process itself" if held[0].pid == os.getpid() else f"process {held[0].pid}, a parent of this one,"
+    way_out = (
+        "claims inside claims go one level deep, so use its GPUs without claiming"
+        if inner
+        else "claim there with delegate=True (or start this under `safe-gpu run`) so that its children may claim from "
+        "it, or use its GPUs without claiming"
+    )
+    if "LOCAL_RANK" in os.environ and held[0].pid != os.getpid():
+        way_out = ONCE_FOR_ALL_RANKS
+    if imports_main():
+        way_out = UNDER_MAIN
+    raise NotEnoughGpusError(f"{who} holds GPU {labels}: {way_out}", nb_gpus=request.nb_gpus, verdicts=all_verdicts)

@@ -1,0 +1,261 @@
+"""What one request of this process can have of the host, and the verdicts on its GPUs."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from ...coordination.files.state_dir import opened
+from ...coordination.leases.drained import all_windows, binding, drained_gpus, find_admitted
+from ...coordination.leases.slots import holder_of_slots, recorded_slots
+from ...errors import NoDriverError
+from ...gpus.devices import GpuVerdict
+from ...gpus.vendors import FIRST, VENDORS
+from ...gpus.windows import spans_of, why_reserved
+from ...host import procfs
+from ...host.procfs import describe_process
+from ...selection.possible import candidates
+from ...selection.rules import Rules
+from ...selection.sharing import strangers
+from ...selection.verdicts import judge
+from .outer_claim import OuterClaim, judged_inside, pids_of_outer
+from .polls import ByPid, Polls, driver_pids, near_nodes, own_pids_in, unlisted_contexts
+from .visible_limit import visible_limit_of
+
+if TYPE_CHECKING:
+    from ...coordination.files.state_dir import StateDir
+    from ...drivers.base import Driver
+    from ...gpus.devices import Gpu, GpuFault, GpuProcess, HostSnapshot, LeaseHolder
+    from ...gpus.visible import VisibleLimit
+    from ...gpus.windows import Spans, Window
+    from ...selection.request import Selection
+
+
+class HostView:
+    """What one request of this process can have of the host, by the latest poll, its environment and CUDA.
+
+    Args:
+        driver, snapshot: as of :class:`Polls`.
+
+    Attributes:
+        visible_limit: the UUIDs to choose from; None is all.
+        own: pids under which the driver shows this process.
+        near: NUMA nodes of the CPUs that this process may use; None if it may use all CPUs.
+        unlisted: UUIDs of the GPUs on which this process has a context that the driver does not list.
+        scope: the value of SAFE_GPU_SCOPE, "" if it is not set.
+        outer: the claim inside which this one is made.
+        faults: UUID -> note, of the GPUs on which a claim failed and none has worked since.
+        failed: UUID -> reason, of the GPUs on which this very claim has failed; it does not try them again.
+        shared: UUID -> the claims that share the GPU, as far as this claim may share it with them.
+
+    Raises:
+        NoDriverError: the driver has no GPU. CudaInitializedError, UnsatisfiableRequestError: see
+            ``visible_limit_of`` and ``Rules.of``.
+    """
+
+    def __init__(self, driver: Driver, snapshot: HostSnapshot, request: Selection) -> None:
+        if not snapshot.gpus:
+            vendor = next((one for one in VENDORS.values() if driver.name in one.drivers), VENDORS[FIRST])
+            raise NoDriverError(
+                f"the driver ({driver.name}) works, but there is no GPU here: {vendor.pass_in}; to try safe_gpu "
+                f"without a GPU, set SAFE_GPU_DRIVER=simulated:{vendor.preset}",
+                driver=driver.name,
+            )
+        self.visible_limit = limit = visible_limit_of(snapshot, request.nb_gpus, driver.runtime)
+        self.own = own_pids_in(snapshot)
+        self.near = near_nodes(driver)
+        self.unlisted = (
+            unlisted_contexts(driver, snapshot, self.own) if limit is not None and limit.frozen else frozenset()
+        )
+        self.scope = os.environ.get("SAFE_GPU_SCOPE", "")
+        self._rules = Rules.of(os.environ)
+        self.polls = Polls(driver, snapshot, request.needs | ({"linked"} if request.several else frozenset()))
+        self.request = request.resolved(snapshot)
+        self.outer = OuterClaim(prefix=snapshot.name_prefix)
+        self.faults: Mapping[str, GpuFault] = {}
+        self.failed: Mapping[str, str] = {}
+        self.shared: dict[str, LeaseHolder] = {}
+        self._drained: Mapping[str, str] = {}
+        self._windows: tuple[Window, ...] = ()
+        self._reserved: Mapping[str, str] = {}
+        self._usable: tuple[HostSnapshot, list[Gpu]] | None = None
+        self._unoccupied: tuple[HostSnapshot, Rules, dict[str, LeaseHolder], dict[str, GpuVerdict]] | None = None
+        self._processes = self.snapshot, ByPid(describe_process), ByPid(procfs.family_of)
+
+    @property
+    def snapshot(self) -> HostSnapshot:
+        """The latest poll."""
+        return self.polls.snapshot
+
+    @property
+    def rules(self) -> Rules:
+        """How GPUs are judged, with those that are drained, and those that are reserved for others than this user."""
+        return self._rules._replace(drained={**self._reserved, **self._drained})
+
+    @property
+    def _rules_for_all(self) -> Rules:
+        return self._rules._replace(drained=self._drained)
+
+    def see_closed(self, hold_for: float | None, queue: StateDir | None = None) -> None:
+        """Read which GPUs are drained, and which are reserved for others, if any.
+
+        Args:
+            hold_for: for how long this claim will hold its GPUs, in seconds; None is unknown.
+            queue: to find out for whom GPUs are reserved, this user and those who wait; None while a lock is held.
+        """
+        self._drained, self._windows = drained_gpus(), all_windows()
+        if self._windows and queue is not None:
+            from ...coordination.queue.listing import ticket_owners
+
+            find_admitted(self._windows, {os.geteuid(), *ticket_owners(queue)})
+        self._reserved = why_reserved(binding(self._windows, os.geteuid()), time.time(), hold_for)
+
+    def reserved_for_others(self, uid: int) -> dict[str, Spans]:
+        """Return stem of a GPU -> when it is reserved for others than this user. That binds no claim inside another."""
+        return {} if self.outer else spans_of(binding(self._windows, uid), self.snapshot.gpus)
+
+    @property
+    def usable(self) -> list[Gpu]:
+        """The GPUs that the request could ever get, whether they are free or not."""
+        if self._usable is None or self._usable[0] is not self.snapshot:
+            possible = candidates(self.snapshot, self.request, self.visible_limit, rules=self.rules)
+            self._usable = self.snapshot, [gpu for gpu in possible if gpu.uuid not in self.failed]
+        if self.outer:
+            return [gpu for gpu in self._usable[1] if gpu.uuid in self.outer.gpus]
+        return self._usable[1]
+
+    @property
+    def wanted(self) -> Iterator[str]:
+        """UUIDs of the GPUs that the request could ever use, those too that the driver does not reach now."""
+        possible = candidates(self.snapshot, self.request, self.visible_limit, rules=self.rules, lost=True)
+        return (
+            one.uuid
+            for one in possible
+            if one.uuid not in self.failed and (not self.outer or one.uuid in self.outer.gpus)
+        )
+
+    @property
+    def effective(self) -> Selection:
+        """The request as it is judged. Inside another claim it gets all that this one holds of a GPU."""
+        return self.request.whole if self.outer else self.request
+
+    @property
+    def share(self) -> int | None:
+        """Bytes of each GPU that the claim is to hold; None if it holds all of it, or all that the outer claim has."""
+        share = self.effective.share
+        return None if share is None or self.snapshot.shared_display else share
+
+    def see_sharers(self, leases: StateDir, gpus: Iterable[Gpu] | None = None) -> None:
+        """Read who shares these GPUs (None: the usable ones), where this claim may share them. No lock is taken."""
+        if self.share is None and not any(record.slot is not None for record in self.outer.gpus.values()):
+            return
+        files = leases.few_names()
+        slots = {gpu.uuid: recorded_slots(leases, gpu.uuid, files) for gpu in (gpus or self.usable)}
+        others = {
+            uuid: holder_of_slots(
+                record for record in found.values() if not (record.here and record.pid == os.getpid())
+            )
+            for uuid, found in slots.items()
+        }
+        self.shared = {uuid: holder for uuid, holder in others.items() if holder is not None}
+
+    def strangers(self, leases: StateDir, gpu: Gpu, processes: list[GpuProcess]) -> list[GpuProcess]:
+        """Return those of these processes on a GPU of this claim that are of no claim that shares it."""
+        holder = holder_of_slots(recorded_slots(leases, gpu.uuid).values())
+        return strangers(processes, holder.sharers if holder else (), procfs.family_of)
+
+    @property
+    def unoccupied(self) -> dict[str, GpuVerdict]:
+        """UUID -> verdict of the usable GPUs that are free apart from leases, computed once for each poll, and again
+        when others have come to share them."""
+        return self._judged()
+
+    def _judged(self) -> dict[str, GpuVerdict]:
+        known, rules = self._unoccupied, self.rules
+        if known is None or known[0] is not self.snapshot or known[1:3] != (rules, self.shared):
+            free = {verdict.gpu.uuid: verdict for verdict in self.judge({}, self.usable) if verdict.free}
+            self._unoccupied = known = self.snapshot, rules, dict(self.shared), free
+        return known[3]
+
+    def prepare(self) -> None:
+        """Judge the GPUs before host.lock is taken, since others wait meanwhile.
+
+        Not inside another claim, which is known only under the lock.
+        """
+        if not self.scope:
+            if self.share is not None:
+                with opened("leases") as leases:
+                    self.see_sharers(leases)
+            self._judged()
+
+    @property
+    def explained(self) -> dict[str, tuple[int, ...]]:
+        """UUID -> driver pids on that GPU that belong to the outer claim and do not make the GPU busy.
+
+        The GPUs of ``unlisted`` stand there too, without pids: their memory is this process's own.
+        """
+        pids: dict[str, tuple[int, ...]] = dict.fromkeys(self.unlisted, ())
+        pids.update((uuid, pids_of_outer(record)) for uuid, record in self.outer.gpus.items())
+        return pids
+
+    def give_up(self, failed: Mapping[str, str]) -> None:
+        """Do not try these GPUs (UUID -> why) again in this claim, and poll the driver for the others."""
+        self.failed = {**self.failed, **failed}
+        self.polls.poll()
+
+    def leave_scope(self) -> None:
+        """Ask for GPUs as outside of every claim, since the outer claim has ended."""
+        self.scope, self._unoccupied = "", None
+
+    def judge(
+        self, leased: Mapping[str, LeaseHolder], gpus: Iterable[Gpu] | None = None, *, within_limit: bool = True
+    ) -> tuple[GpuVerdict, ...]:
+        """Return which GPUs the request could have now, and why not the others.
+
+        Args:
+            leased: UUID -> holder, for GPUs that others hold.
+            gpus: the GPUs to judge; None: all of the host.
+            within_limit: False judges without the visible limit.
+        """
+        leased = {**self.shared, **leased}
+        verdicts = self._judge(self.effective, leased, self.visible_limit if within_limit else None, gpus)
+        if self.failed:
+            why = self.failed
+            verdicts = tuple(GpuVerdict(v.gpu, "busy", why[v.gpu.uuid]) if v.gpu.uuid in why else v for v in verdicts)
+        return judged_inside(self.outer, verdicts) if self.outer else verdicts
+
+    def judge_for(self, request: Selection, leased: Mapping[str, LeaseHolder]) -> tuple[GpuVerdict, ...]:
+        """Return the verdicts for a request of another process, whose visible limit is unknown, as if no GPU were
+        reserved."""
+        return self._judge(request, leased, None, rules=self._rules_for_all)
+
+    def _judge(
+        self,
+        request: Selection,
+        leased: Mapping[str, LeaseHolder],
+        visible_limit: VisibleLimit | None,
+        gpus: Iterable[Gpu] | None = None,
+        *,
+        rules: Rules | None = None,
+    ) -> tuple[GpuVerdict, ...]:
+        if self._processes[0] is not self.snapshot:
+            self._processes = self.snapshot, ByPid(describe_process), ByPid(procfs.family_of)
+        _, described, families = self._processes
+        return judge(
+            self.snapshot,
+            request,
+            leased=leased,
+            visible_limit=visible_limit,
+            own=self.own,
+            explained=self.explained,
+            describe=described.__getitem__,
+            family_of=families.__getitem__,
+            rules=rules or self.rules,
+            gpus=gpus,
+        )
+
+    def remember_own_pids(self) -> None:
+        """Store the driver's pids of this process for its next claim."""
+        driver_pids[os.getpid()] = frozenset(self.own)

@@ -1,0 +1,1 @@
+"""The limits of the policy file at a claim."""

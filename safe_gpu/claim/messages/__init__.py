@@ -1,0 +1,1 @@
+"""Why a claim waits or was refused."""

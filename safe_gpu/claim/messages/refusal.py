@@ -1,0 +1,97 @@
+"""The error with which a claim fails."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ...coordination.holders.of_gpus import lease_holders
+from ...errors import ClaimTimeout, LockTimeout, NotEnoughGpusError
+from ...selection.verdicts import fence_hint
+from ..host.ancestors import refuse_gpus_of_ancestors
+from .forecast import holders_on_record
+from .wait_status import ClaimAhead
+from .wording import refusal_message
+
+if TYPE_CHECKING:
+    from ...coordination.queue.ticket import Ticket
+    from ...gpus.devices import GpuVerdict, LeaseHolder
+    from ..host.host_view import HostView
+    from ..limits.quota import LimitReached
+
+
+def refuse_if_ancestor_holds(view: HostView) -> None:
+    """Call :func:`~safe_gpu.claim.host.ancestors.refuse_gpus_of_ancestors` with the present holders. Takes host.lock.
+
+    Raises:
+        NotEnoughGpusError: an ancestor of this process holds the GPUs that it waits for.
+        LockTimeout, StateDirError: the leases cannot be read.
+    """
+    _judge(view, holders_now(view))
+
+
+def refusal(
+    view: HostView,
+    *,
+    ticket: Ticket | None,
+    stopped: Ticket | None = None,
+    spent: LimitReached | None = None,
+    position: int,
+    waited: float,
+    wait_limit: str = "",
+) -> NotEnoughGpusError:
+    """Return the error with which a claim fails: ClaimTimeout if it waited (``waited`` in seconds), else
+    NotEnoughGpusError.
+
+    ``ticket``, ``spent`` and ``position`` are those of :func:`wait_status`; ``stopped`` was passed, because its waiter
+    is stopped; ``wait_limit`` is the policy file, if that set the timeout.
+
+    Raises:
+        NotEnoughGpusError, LockTimeout, StateDirError: as in :func:`refuse_if_ancestor_holds`.
+    """
+    request, visible_limit = view.request, view.visible_limit
+    holders = holders_now(view)
+    verdicts = _judge(view, holders)
+    unlimited = view.judge(holders, within_limit=False)
+    hint = fence_hint(unlimited, visible_limit)
+    frozen = visible_limit is not None and visible_limit.frozen
+    if hint and visible_limit is not None and not visible_limit.frozen:
+        hint += " (SAFE_GPU_FENCE=ignore disregards it)"
+    ahead = None if ticket is None else ClaimAhead.of(ticket)
+    passed = None if stopped is None else ClaimAhead.of(stopped)._replace(stopped=True)
+    message = refusal_message(
+        request,
+        verdicts,
+        hint=hint,
+        ahead=ahead,
+        passed=passed,
+        spent=spent,
+        position=position,
+        waited=waited,
+        wait_limit=wait_limit,
+        elsewhere=frozen and sum(verdict.free for verdict in unlimited) >= request.nb_gpus,
+    )
+    if waited:
+        return ClaimTimeout(message, nb_gpus=request.nb_gpus, verdicts=verdicts, timeout=waited)
+    return NotEnoughGpusError(message, nb_gpus=request.nb_gpus, verdicts=verdicts)
+
+
+def holders_now(view: HostView) -> dict[str, LeaseHolder]:
+    """Return UUID -> holder of the GPUs that are held now. Takes host.lock.
+
+    Raises:
+        StateDirError: the leases cannot be read.
+    """
+    try:
+        prefix, slots = (
+            view.snapshot.name_prefix,
+            {uuid: slot for uuid in view.outer.gpus if (slot := view.outer.slot(uuid)) is not None},
+        )
+        return lease_holders(view.snapshot.gpus, inner=bool(view.outer), slots=slots, prefix=prefix)
+    except LockTimeout:  # so large a crowd that it only tells who had them a moment ago
+        return holders_on_record(view)
+
+
+def _judge(view: HostView, holders: dict[str, LeaseHolder]) -> tuple[GpuVerdict, ...]:
+    verdicts = view.judge(holders)
+    refuse_gpus_of_ancestors(verdicts, {gpu.uuid for gpu in view.usable}, view.request, inner=bool(view.outer))
+    return verdicts

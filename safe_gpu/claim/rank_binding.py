@@ -1,0 +1,179 @@
+"""Binding of CPUs and memory next to GPUs after the claim: in a worker, or in one rank under a launcher."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ..affinity.binding import BindingReport, PartReport
+from ..affinity.cpu_shares import bind_near, bind_node
+from ..affinity.options import falls_back, parse_options
+from ..affinity.resolve_gpus import BOUND, ResolvedGpus, by_name, by_ordinal, remember, remembered, visible
+from ..coordination.files.state_dir import opened
+from ..coordination.holders.outer_claim import outer_claim_of_process
+from ..coordination.leases.file_names import inner_name, lease_name
+from ..coordination.leases.record import read_record
+from ..drivers import opened_driver
+from ..errors import GPUAffinityError, SafeGpuError
+from ..gpus.devices import vendor_of
+from ..runtimes.visible_devices import stale_indices
+from ..schedulers import current
+from . import owner
+
+if TYPE_CHECKING:
+    from ..affinity.options import AffinityOptions
+    from ..affinity.resolve_gpus import Names
+    from ..gpus.devices import HostSnapshot
+
+
+def bind(
+    gpus: Names | None = None,
+    *,
+    ordinal: int | None = None,
+    node: int | None = None,
+    mode: str | AffinityOptions | None = "node",
+    memory: str | None = None,
+    strict: bool = True,
+) -> BindingReport:
+    """Bind all threads of this process to CPUs next to some GPUs, for example in a DataLoader's ``worker_init_fn``.
+
+    It starts from the CPU mask before any earlier binding, so a second call does not narrow the first. GPUs that are
+    named here are remembered in ``SAFE_GPU_BOUND``, for a later :func:`bind` or :func:`~safe_gpu.placement` here and in
+    child processes. An INFO line names the GPU and the mask.
+
+    Args:
+        gpus: indices or UUIDs, as nvidia-smi shows them. None: the GPUs that this process claimed, or that the process
+            from which it was forked claimed, else those next to which it was bound before, else those that
+            CUDA_VISIBLE_DEVICES selects.
+        ordinal: CUDA's number of one GPU in this process, instead of ``gpus``.
+        node: the kernel's number of a NUMA node, instead of a GPU; needs no driver, and takes no mode but "node".
+        mode: as ``affinity`` of a claim; torch's ``NumaOptions`` is accepted. None binds the memory only.
+        memory: None, "preferred" or "bind"; a refused policy is only reported.
+        strict: False puts errors into the report instead of raising them, as does a NumaOptions with
+            ``should_fall_back_if_binding_fails``.
+
+    Raises:
+        GPUAffinityError: the CPUs cannot be planned or bound. NoDriverError, UnsatisfiableRequestError: it cannot be
+            determined which GPUs are meant. With ``strict=False`` none of these is raised.
+    """
+    return _bind(gpus, ordinal, node, mode, memory, strict)
+
+
+def bind_rank(
+    gpus: Names | None = None,
+    ordinal: int | None = None,
+    node: int | None = None,
+    *,
+    mode: str | None = "node",
+    memory: str | None = None,
+) -> BindingReport:
+    """Call :func:`bind` for one rank under a launcher. Of several visible GPUs the one at its local rank is
+    used."""
+    rank = current(os.environ).local_rank if gpus is None and ordinal is None else None
+    return _bind(gpus, ordinal, node, mode, memory, True, of_rank=True, rank=rank)
+
+
+def _bind(
+    gpus: Names | None,
+    ordinal: int | None,
+    node: int | None,
+    mode: str | AffinityOptions | None,
+    memory: str | None,
+    strict: bool,
+    *,
+    of_rank: bool = False,
+    rank: int | None = None,
+) -> BindingReport:
+    import logging
+
+    log = logging.getLogger("safe_gpu")
+    try:
+        options = parse_options(mode, memory)
+        if node is not None:
+            if gpus is not None or ordinal is not None or (options is not None and options.mode != "node"):
+                raise GPUAffinityError(f"node={node!r} names no GPU: leave out gpus=, ordinal= and modes but 'node'")
+            report = bind_node(node, cpus=options is not None, memory=memory)
+            log.info("%s", report)
+            return report
+        if gpus is not None and ordinal is not None:
+            raise GPUAffinityError("name the GPU once: gpus= as nvidia-smi shows it, or ordinal= as CUDA numbers it")
+        with opened_driver(prefer=_vendor_of(gpus)) as driver:
+            snapshot = driver.snapshot()
+            shift = _shift(snapshot) if gpus is None else ""
+            try:
+                if gpus is not None:
+                    chosen = by_name(gpus, snapshot)
+                elif ordinal is not None:
+                    chosen = by_ordinal(ordinal, snapshot, os.environ)
+                else:
+                    chosen = _of_rank(rank, snapshot) if of_rank else _own(snapshot)
+            except GPUAffinityError as err:
+                raise GPUAffinityError(f"{err}; {shift}" if shift else str(err)) from err
+            report = bind_near(chosen.gpus, driver, options=options, memory=memory)
+            if gpus is not None or ordinal is not None or of_rank:
+                remember(chosen.gpus)
+        notes = (*chosen.notes, *report.notes, *([shift] if shift else []))
+        report = report._replace(target=chosen.title, notes=notes)
+        log.info("%s", report)
+        return report
+    except SafeGpuError as err:
+        if strict and not falls_back(mode):
+            raise
+        log.warning("not bound: %s", err)
+        now = frozenset(os.sched_getaffinity(0))
+        return BindingReport(now, PartReport(refused=(str(err),)), memory_mode=memory)
+
+
+def _vendor_of(gpus: Names | None) -> str | None:
+    """Return the vendor of the GPUs that are meant, as far as their UUIDs or the claim of this process tell."""
+    if isinstance(gpus, (list, tuple)) and gpus:
+        gpus = gpus[0]
+    if isinstance(gpus, str) and len(gpus) >= len("GPU-0123456789abcdef"):
+        return vendor_of(gpus.partition(",")[0])
+    claimed = owner.latest_gpus()
+    uuid = claimed[0].uuid if claimed else os.environ.get(BOUND, "").partition(",")[0]
+    return vendor_of(uuid) if uuid else None
+
+
+def _own(snapshot: HostSnapshot) -> ResolvedGpus:
+    claimed = owner.latest_gpus()
+    if claimed:
+        return ResolvedGpus(claimed, "claimed by this process")
+    return remembered(snapshot, os.environ) or visible(snapshot, os.environ)
+
+
+def _of_rank(rank: int | None, snapshot: HostSnapshot) -> ResolvedGpus:
+    """Return the GPUs of a rank: the one at its local rank, or all that are visible if there is none."""
+    shown = visible(snapshot, os.environ)
+    if len(shown.gpus) == 1:
+        return shown
+    if rank is None:
+        doubt = f"no local rank is set and {len(shown.gpus)} GPUs are visible, so all of them count"
+        return shown._replace(doubt=f"{doubt}: name one with --ordinal, or several with --gpu")
+    if rank < len(shown.gpus):
+        return by_ordinal(rank, snapshot, os.environ, also=" (the local rank)")
+    return shown._replace(doubt=f"local rank {rank} is beyond the {len(shown.gpus)} visible GPUs, so all of them count")
+
+
+def _shift(snapshot: HostSnapshot) -> str:
+    """Return what is wrong if the indices in CUDA_VISIBLE_DEVICES no longer mean the GPUs of the claim around this
+    process."""
+    value = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    if not value[:1].isdigit():
+        return ""
+
+    claimed = [gpu.uuid for gpu in owner.latest_gpus()] or _claimed_around(snapshot)
+    return stale_indices(value, os.environ.get("CUDA_DEVICE_ORDER"), claimed, snapshot)
+
+
+def _claimed_around(snapshot: HostSnapshot) -> Sequence[str]:
+    """Return the UUIDs of the GPUs of the claim inside which this process runs. Records are read without a lock."""
+    names = (name(gpu.uuid) for name in (inner_name, lease_name) for gpu in snapshot.gpus)
+    try:
+        with opened("leases", make=False) as leases:
+            records = [record for record in (read_record(leases, name) for name in names) if record is not None]
+    except FileNotFoundError:
+        return ()
+    around = outer_claim_of_process(records, os.environ.get("SAFE_GPU_SCOPE", ""))
+    return () if around is None else around.gpus

@@ -1,0 +1,1 @@
+"""The search for GPUs: attempt, decide, wait, attempt again."""

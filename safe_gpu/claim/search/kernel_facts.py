@@ -1,0 +1,49 @@
+"""What one look needs of the kernel's tables of locks and names, which are read just before host.lock is taken.
+
+Other users can make these tables long, so they are never read while host.lock is held. What is decided under it comes
+from here, and from the locks and names themselves.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from ...coordination.holders.by_kernel import LeaseOwners
+from ...coordination.leases.lease import is_empty
+from ...coordination.name_table import NameTable, read_names
+from ..host.outer_claim import OuterClaim, find_outer
+
+if TYPE_CHECKING:
+    from ...coordination.locks.host_lock import LockedHost
+    from ..arguments.options import ClaimOptions
+    from ..host.host_view import HostView
+
+
+class KernelFacts(NamedTuple):
+    """What was read for one look, and nothing of what it cannot need.
+
+    Attributes:
+        owners: whose leases are, for limits of users.
+        scope: the claim that SAFE_GPU_SCOPE names.
+        names: the names that are held.
+    """
+
+    owners: LeaseOwners
+    scope: OuterClaim
+    names: NameTable
+
+
+def read_facts(host: LockedHost, view: HostView, options: ClaimOptions, *, taking: bool) -> KernelFacts:
+    """Read what a look needs. A claim without limits that nobody waits ahead of needs nothing.
+
+    Args:
+        taking: whether the look takes GPUs. If not, names are not bound, and only the table tells which are held.
+    """
+    snapshot, queue = view.snapshot, not host.queue.is_empty()
+    used = (gpu for gpu in snapshot.gpus if gpu.processes and queue)
+    strangers = any(is_empty(host.leases, view.outer.lease_name(gpu.uuid)) for gpu in used)
+    return KernelFacts(
+        LeaseOwners() if options.quota is None else options.quota.owners(host.leases, snapshot, others=queue),
+        find_outer(host.leases, snapshot, view.scope) if view.scope else OuterClaim(),
+        read_names() if strangers or not taking else NameTable(),
+    )

@@ -1,0 +1,208 @@
+"""``safe-gpu status``: which GPUs are free, who has the others, and who waits."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, NoReturn
+
+from ...errors import SafeGpuError
+from ..commands import EX_NO_DRIVER, EX_STATE_DIR
+from ..option_values import CommandLine, add_vendor
+from ..output import columns, in_color, is_terminal, print_json, say
+from ..replaced_file import write_whole
+
+if TYPE_CHECKING:
+    import argparse
+
+    from ...status.facts import HostStatus
+
+_INTERVAL = 2.0
+
+
+def configure_status(parser: argparse.ArgumentParser) -> None:
+    """Set its options and its handler."""
+    parser.description = "Which GPUs are free, who has the others, and who waits."
+    parser.epilog = "examples:\n  safe-gpu status --watch --interval 10s\n  safe-gpu status --json | jq '.gpus[].state'"
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="for programs; sizes in bytes, times in Unix seconds")
+    form.add_argument("--prometheus", action="store_true", help="metrics in the text format of Prometheus")
+    form.add_argument("--free", action="store_true", help="only the indices of the free GPUs, one on a line")
+    parser.add_argument(
+        "--output", metavar="FILE", help="with --prometheus: write this file, whole, for node_exporter's textfiles"
+    )
+    parser.add_argument("--mine", action="store_true", help="only GPUs that you use, and your places in the queue")
+    parser.add_argument("--user", metavar="U", help="the same of this user")
+    parser.add_argument("-v", "--verbose", action="store_true", help="a line for each waiter, also of one user")
+    add_vendor(parser, "only GPUs of this vendor (default: of all)")
+    parser.add_argument("--watch", action="store_true", help="show it again every two seconds until interrupted")
+    parser.add_argument(
+        "--interval", type=seconds, default=None, metavar="D", help="with --watch: time between looks, such as 10s, 1m"
+    )
+    parser.set_defaults(handler=_status, usage_error=parser.error)
+
+
+def seconds(text: str) -> float:
+    """Parse the value of ``--interval``."""
+    from ...settings.durations import parse_duration
+
+    found = parse_duration(text, "interval", spelling=CommandLine)
+    if not found or found < 0.1:
+        raise ValueError(f"--interval {text} is not possible: a tenth of a second is the least")
+    return found
+
+
+def _status(options: argparse.Namespace) -> int:
+    user: str | None = options.user
+    if options.mine:
+        if user is not None:
+            options.usage_error("--mine and --user do not go together")
+        from ...host.procfs import user_name
+
+        user = user_name(os.geteuid())
+    for option, other in (("interval", "watch"), ("output", "prometheus")):
+        if getattr(options, option) is not None and not getattr(options, other):
+            options.usage_error(f"--{option} goes with --{other}")
+    for form in ("prometheus", "free"):
+        if getattr(options, form) and (user is not None or options.watch):
+            options.usage_error(f"--{form} goes with none of --mine, --user and --watch")
+    if options.watch:
+        _watch(options, user)
+    try:
+        status = _gathered(options.vendor)
+    except SafeGpuError:
+        if options.prometheus:
+            _write_metrics("safe_gpu_up 0\n", options.output)
+        raise
+    warnings: Sequence[str] = ()
+    if options.prometheus or options.free:
+        warnings = (*status.broken, *status.warnings)
+    elif options.json:
+        warnings = (*status.broken, *filter(None, [status.shift]))
+    for warning in warnings:
+        say(f"warning: {warning}")
+    if options.prometheus:
+        from ...status.metrics import render_metrics
+
+        _write_metrics(render_metrics(status), options.output)
+    elif options.free:
+        from ...status.facts import free_labels
+
+        sys.stdout.writelines(f"{label}\n" for label in free_labels(status))
+    elif options.json:
+        print_json(_of(status, user).to_dict())
+    else:
+        print(_table(status, user, options.verbose))
+    return EX_STATE_DIR if status.warnings else EX_NO_DRIVER if status.broken else 0
+
+
+def _write_metrics(text: str, path: str | None) -> None:
+    if path in (None, "-"):
+        sys.stdout.write(text)
+        return
+    if not os.path.isdir(os.path.dirname(os.path.abspath(path))):
+        raise OSError(f"--output {path}: there is no such directory: make it, for the textfile collector to read")
+    write_whole(path, text)
+
+
+def _gathered(vendor: str | None) -> HostStatus:
+    from ...status.facts import of_vendor
+    from ...status.gather import gather
+
+    return gather() if vendor is None else of_vendor(gather(), vendor)
+
+
+def _of(status: HostStatus, user: str | None) -> HostStatus:
+    from ...status.facts import of_user
+
+    return status if user is None else of_user(status, user)
+
+
+def _table(status: HostStatus, user: str | None, verbose: bool) -> str:
+    from ...status.render import render
+
+    shown = None if user is None else _of(status, user)
+    bar = "█▌░" if sys.stdout.encoding.lower().startswith("utf") else "##-"
+    return render(status, width=columns(), color=in_color(sys.stdout), shown=shown, verbose=verbose, bar=bar)
+
+
+def _watch(options: argparse.Namespace, user: str | None) -> NoReturn:
+    """Show it until a signal ends it; on a terminal in place, elsewhere one after the other."""
+    import json
+
+    from ...wording.text import cut
+
+    interval = _INTERVAL if options.interval is None else options.interval
+    in_place = is_terminal(sys.stdout) and not options.json
+    with _alternate_screen() if in_place else nullcontext(_print) as show:
+        while True:
+            status = _gathered(options.vendor)
+            if options.json:
+                _print("", json.dumps(_of(status, user).to_dict()))
+            else:
+                now = time.strftime("%H:%M:%S", time.localtime(status.taken_at))
+                head = cut(f"{now}, every {interval:g} s (Ctrl-C ends)", columns())
+                show(f"{head}\n", f"{_table(status, user, options.verbose)}\n")
+            time.sleep(interval)
+
+
+def _print(head: str, text: str) -> None:
+    print(f"{head}{text}", flush=True)
+
+
+_ENTER = "\x1b[?1049h\x1b[?25l\x1b[H\x1b[2J"  # the second screen, without a cursor
+
+_LEAVE = "\x1b[?25h\x1b[?1049l"
+
+
+@contextmanager
+def _alternate_screen() -> Iterator[Callable[[str, str], None]]:
+    """Give a function that shows a head and a text on the terminal's second screen.
+
+    However that ends, and while it is suspended, the first screen is back, and the last text stays there.
+    """
+    import signal
+
+    from ...coordination.signals import unwind_on_signals
+
+    picture = last = ""
+
+    def write(text: str) -> None:  # past the buffer of stdout, in which an exception would leave a part
+        data = text.encode(sys.stdout.encoding, "replace")
+        while data:
+            data = data[os.write(1, data) :]
+
+    def show(head: str, text: str) -> None:
+        nonlocal picture, last
+        picture, last = redrawn(head + text, os.get_terminal_size(1).lines or 24), text
+        write(picture)
+
+    def suspend(number: int, frame: object) -> None:
+        write(_LEAVE + last)
+        signal.signal(number, before)
+        os.kill(os.getpid(), number)
+        signal.signal(number, suspend)
+        write(_ENTER + picture)
+
+    before = signal.getsignal(signal.SIGTSTP)
+    with unwind_on_signals():
+        try:
+            signal.signal(signal.SIGTSTP, suspend)
+            write(_ENTER)
+            yield show
+        finally:
+            write(_LEAVE + last)
+
+
+def redrawn(text: str, rows: int) -> str:
+    """Return what puts this text over the one before it on a terminal with that many rows, without clearing it first:
+    an empty screen between two pictures flickers.
+    """
+    lines = text.splitlines()
+    if len(lines) >= rows:
+        kept = max(0, rows - 2)
+        lines = [*lines[:kept], f"... {len(lines) - kept} more lines"][: rows - 1]
+    return "\x1b[H" + "".join(f"{line}\x1b[K\n" for line in lines) + "\x1b[J"

@@ -1,0 +1,1 @@
+"""The commands that claim GPUs or wait for them."""

@@ -1,0 +1,113 @@
+"""``safe-gpu run``: wait for GPUs, claim them, become the command."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections import Counter
+from typing import TYPE_CHECKING, NoReturn
+
+from ...errors import UnsatisfiableRequestError
+from ..option_values import CommandLine, add_affinity, add_request, claim_arguments
+from ..output import Log, say
+from ..parser import is_number
+from .become import become, find_command
+from .wait_line import WaitLine
+
+if TYPE_CHECKING:
+    from ...claim.owner import GPUOwner
+
+_WITH_ADVICE = ("docker", "nerdctl", "podman", "apptainer", "singularity", "dragon")
+
+
+def configure_run(parser: argparse.ArgumentParser) -> None:
+    """Set its options and its handler."""
+    parser.usage = "safe-gpu run [options] -- CMD ..."
+    parser.description = "Wait for GPUs, claim them, and become the command, which holds them to its end."
+    parser.epilog = """examples:
+  safe-gpu run -- python train.py
+  safe-gpu run -n 2 --min-memory 20GiB --timeout 2h -- ./simulate --steps 9
+  safe-gpu run -n 8 -- mpirun -np 8 python train.py     each rank may claim one
+
+The GPUs are held until the command and whatever inherited its descriptors have
+ended. In Python, claim_gpus() also shows others a context at once.
+
+Claim inside containers of docker and nerdctl, with the state directory mounted.
+A claim around podman run or apptainer exec holds: let podman pass on what the
+claim sets (-e CUDA_VISIBLE_DEVICES -e CUDA_DEVICE_ORDER), and start apptainer
+without --cleanenv.
+
+exit codes: the command's; 2 usage, 69 no driver, 70 a package is missing,
+73 state directory unusable, 75 not free in time, 78 impossible on this host,
+126 the command cannot be run, 127 it is not found, 130 interrupted"""
+    add_request(parser)
+    group = parser.add_argument_group("CPUs, memory and environment")
+    add_affinity(group)
+    add = group.add_argument
+    add("--memory", choices=("preferred", "bind"), help="NUMA memory policy next to the GPUs")
+    visible_as = "how CUDA_VISIBLE_DEVICES names the GPUs; uuid for shells and long sessions (default index)"
+    add("--visible-as", choices=("index", "uuid"), default="index", help=visible_as)
+    add = parser.add_argument_group("output and exit code").add_argument
+    add("-q", "--quiet", action="store_true", help="print nothing about waiting, nor which GPUs were claimed")
+    refused = "exit code in place of 69, 70 and 73: for Grid Engine 99 (queue the job again) or 100 (hold it)"
+    add("--refused-exit", type=_exit_code, metavar="N", help=refused)
+    parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    parser.set_defaults(handler=_run)
+
+
+def _exit_code(text: str) -> int:
+    if not is_number(text) or not 0 < int(text) < 256:
+        raise ValueError(f"--refused-exit {text} is not an exit code: a whole number from 1 to 255")
+    return int(text)
+
+
+def _run(options: argparse.Namespace) -> NoReturn:
+    path = find_command(options.command)
+    if any(os.path.basename(word).startswith(_WITH_ADVICE) for word in options.command):
+        from ...coordination.files.location import state_dir_path
+        from .command_hints import warning_about
+
+        if warning := warning_about(options.command, path, state_dir_path()):
+            say(warning)
+    if os.environ.get("SAFE_GPU_EXPECT"):
+        from ...claim.expected_gpu import check_expected_gpu
+
+        check_expected_gpu()
+    from ...claim.functions import release_gpus
+    from ...claim.owner import owner_type
+    from ...coordination.leases.commands import command_for_record
+    from ...coordination.signals import unwind_on_signals
+    from ...runtimes.placeholders import NoPlaceholder
+    from ...runtimes.visible_devices import hide_all
+
+    arguments = claim_arguments(options)
+    if arguments.get("affinity") == "none":
+        arguments["affinity"] = None
+    hint = "hold_for" not in arguments
+    try:
+        with unwind_on_signals(), WaitLine(sys.stderr, quiet=options.quiet, hint=hint) as line:
+            record = command_for_record(options.command)
+            owner_of = owner_type(on_wait=line.show, command=record, spelling=CommandLine)
+            owner = owner_of(placeholder_fn=NoPlaceholder(), logger=Log(), delegate=True, **arguments)
+        if owner.gpus and not options.quiet and (line.waited or sys.stderr.isatty()):
+            say(_got(owner, line.seconds if line.waited else None))
+        owner.keep_across_exec()
+        become(path, options.command)
+    except UnsatisfiableRequestError as err:
+        if options.nb_gpus != "job" or err.value != 0:
+            raise
+        os.environ.update(hide_all())  # the job asked for no GPU, so it shall see none
+        become(path, options.command)
+    finally:
+        release_gpus()  # also where an exception came before the claim had a name here
+
+
+def _got(owner: GPUOwner, waited: float | None) -> str:
+    """Return a sentence on the claim: ``got GPU 0-2,5 (4 x NVIDIA A100-SXM4-80GB) after 3 min``."""
+    from ...wording.text import format_age, gpu_ranges
+
+    models = Counter(gpu.name for gpu in owner.gpus)
+    names = ", ".join(f"{number} x {name}" if number > 1 else name for name, number in models.items() if name)
+    text = f"got GPU {gpu_ranges(gpu.label for gpu in owner.gpus)}{names and f' ({names})'}"
+    return text if waited is None else f"{text} after {format_age(waited)}"

@@ -1,0 +1,28 @@
+"""Where the state directory of this host is."""
+
+from __future__ import annotations
+
+import os
+
+from ...errors import StateDirError
+from ...settings.variables import host_setting
+
+DEFAULT_DIR = "/tmp/safe-gpu"
+
+
+def state_dir_path() -> str:
+    """Return where the state directory is: ``SAFE_GPU_DIR``, else what root's file says, else ``/tmp/safe-gpu``;
+    absolute.
+
+    Raises:
+        PolicyError: root's file has a mistake.
+        StateDirError: ``SAFE_GPU_DIR`` is relative, and would name another directory in every working directory.
+    """
+    path = host_setting("state_dir", "SAFE_GPU_DIR", os.environ) or DEFAULT_DIR
+    if not os.path.isabs(path):
+        raise StateDirError(
+            f"SAFE_GPU_DIR={path} is relative: started elsewhere, another process would use another directory and "
+            "claim the same GPUs; set it to an absolute path",
+            path=path,
+        )
+    return os.path.abspath(path)

@@ -1,0 +1,1 @@
+"""Who holds what, by the kernel's word and by the records."""

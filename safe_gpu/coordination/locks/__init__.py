@@ -1,0 +1,1 @@
+"""Locks of files: the one that a look holds for microseconds, and those around it."""

@@ -1,0 +1,35 @@
+"""flock(2) of a descriptor, tried once."""
+
+from __future__ import annotations
+
+from ...errors import MissingPackageError
+
+
+def lock_file(fd: int) -> bool:
+    """Try once to lock a descriptor of our own, exclusively; False where another open file holds the lock."""
+    try:
+        from filelock import lock_descriptor
+    except ImportError as err:
+        raise MissingPackageError(
+            f"the Python package filelock is missing, or older than 3.30 ({err}): pip install 'filelock>=3.30'"
+        ) from err
+    return lock_descriptor(fd, blocking=False)
+
+
+def unlock_file(fd: int) -> None:
+    """Give the lock back before closing: a child forked meanwhile holds a copy of the descriptor and would keep it."""
+    try:
+        from filelock import unlock_descriptor
+    except ImportError:
+        return  # then nothing could be locked
+    unlock_descriptor(fd)
+
+
+def lock_file_shared(fd: int) -> bool:
+    import fcntl
+
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

@@ -1,0 +1,1 @@
+"""The queue: first come, first served, without a daemon."""

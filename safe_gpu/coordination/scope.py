@@ -1,0 +1,95 @@
+"""How claims inside a claim find it: by the token in ``SAFE_GPU_SCOPE``, and by names that the kernel lists.
+
+For each of its GPUs a claim that allows claims inside it has a socket that others ask for, and a second one whose name
+has the hash of the token and of the inode of the first. So what is found is the claim with this token: either name
+alone may be another claim's by now, or what is left of one that dies.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+from ..errors import LockTimeout, StateDirError
+from ..gpus.devices import MOST_SHARERS
+from ..host import procfs
+from .files.lease_dir import LeaseDir
+from .files.location import state_dir_path
+from .files.state_dir import StateDir
+from .holders.by_kernel import leases_of_this_user, socket_of_this_user
+from .holders.outer_claim import leases_with_token
+from .leases.lease import may_be_held
+from .locks.host_lock import MINIMUM_PATIENCE, HostLock
+from .name_table import NameTable, read_names
+from .socket_names import OUTER, SHARE, digest, is_datagram, outer_of, scope_of, slot_of
+
+SLOTS = (None, *range(MOST_SHARERS))
+"""What a claim may hold of a GPU: None is the whole of it."""
+
+
+def token_with_namespace(secret: str, namespace: int | None) -> str:
+    """Return a token that says in which network namespace the names of its claim are; 0 is none.
+
+    >>> token_with_namespace("0123456789abcdef", 4026531840)
+    '0123456789abcdef@4026531840'
+    """
+    return secret if namespace is None else f"{secret}@{namespace}"
+
+
+def has_names_here(token: str) -> bool:
+    """Return whether the names of the claim with this token are those that this process can see."""
+    namespace = token.partition("@")[2]
+    return not namespace or namespace == str(procfs.network_namespace())
+
+
+def outer_name(uuid: str, prefix: str, slot: int | None) -> str:
+    """Return the name that others ask for before they ask for those of claims inside the claim that has it."""
+    return outer_of(uuid, prefix) if slot is None else slot_of(uuid, slot, prefix)
+
+
+def scope_name(outer: str, token: str, inode: int) -> str:
+    """Return the name that says which claim has the name ``outer``, whose socket has this inode.
+
+    >>> scope_name("GPU-a3f1c07e52d98b16.outer...........", "0123456789abcdef", 12345)
+    'GPU-a3f1c07e52d98b16.42632906f2613e45'
+    """
+    return scope_of("", f"{token}:{inode}", outer.rstrip(".").removesuffix(OUTER))
+
+
+def _is_of_scope(table: NameTable, outer: str, token: str) -> bool:
+    socket = table.get(outer)
+    if socket is None or table.get(scope_name(outer, token, socket.inode)) is None:
+        return False
+    return socket_of_this_user(socket)
+
+
+def slots_of_scope(table: NameTable, uuids: Iterable[str], token: str, prefix: str) -> dict[str, int | None]:
+    """Return UUID -> slot, of those of these GPUs that this user's claim with this token holds by name."""
+    places = ((uuid, slot) for uuid in uuids for slot in SLOTS)
+    return {uuid: slot for uuid, slot in places if _is_of_scope(table, outer_name(uuid, prefix, slot), token)}
+
+
+def gpus_of_scope(scope: str) -> tuple[str, ...]:
+    """Return the UUIDs of the GPUs of this user's living claim with this value of SAFE_GPU_SCOPE, whichever driver
+    knows them.
+
+    Empty if there is no such claim, and if the leases cannot be read. If the claim has no names, because its process
+    has ended or others share no network namespace with it, it is empty too if there are more than 1,000 files.
+    """
+    if not scope:
+        return ()
+    table = read_names()
+    ours = [name for name in table if is_datagram(name) and _is_of_scope(table, name, scope)]
+    if ours:
+        devices = (name.rstrip(".").removesuffix(OUTER).partition(SHARE)[0] for name in ours)
+        return tuple(sorted(name.rpartition("/")[2] for name in devices))
+    try:
+        with StateDir(state_dir_path(), make=False) as root, LeaseDir("leases", root, make=False) as leases:
+            files = [name for name in leases.few_names() or () if name.endswith(".lock") and ".inner." not in name]
+            carriers, here = leases_with_token(leases, files, digest(scope)), table.told and has_names_here(scope)
+            mine, _ = leases_of_this_user(leases, carriers, inherited=here)
+        with HostLock(time.monotonic() + MINIMUM_PATIENCE, make=False) as host:
+            held = (name for name in mine if may_be_held(host, name))
+            return tuple(sorted({name.removesuffix(".lock").partition(SHARE)[0] for name in held}))
+    except (LockTimeout, StateDirError, OSError):
+        return ()  # the claim itself meets the same error

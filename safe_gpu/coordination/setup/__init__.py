@@ -1,0 +1,1 @@
+"""The state directory as an administrator prepares it."""

@@ -1,0 +1,1 @@
+"""Checks of the state directory, and of what stands in it."""

@@ -1,0 +1,186 @@
+"""Checks of what users and administrators have set: variables and the policy file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from ..coordination.socket_names import digest
+from ..errors import PolicyError, SafeGpuError
+from ..runtimes.visible_devices import read_visible_once
+from ..schedulers.gpu_count import number_for_job
+from ..schedulers.job import count
+from ..selection.rules import MEMORY_VARIABLE, Rules
+from ..settings import durations
+from ..settings import policy as rules
+from ..settings import variables as settings_module
+from ..settings.variables import policy_file
+from ..wording.text import plural
+from .check import failed, gpus_named, passed, skipped, warning
+
+if TYPE_CHECKING:
+    from .check import CheckedHost, Finding
+
+
+def policy(host: CheckedHost) -> Finding:
+    """Check that the policy file is read, and that every line of it is right."""
+    path = policy_file(host.environ)
+    try:
+        found, ignored = rules.read(path)
+    except PolicyError as err:
+        fix = f"as root: correct line {err.line}" if err.line else "as root: make it a short text file of mode 644"
+        return failed(f"claims fail: {err}", fix)
+    if ignored:
+        return warning(
+            ignored.partition(";")[0], f"as root: write the limits into a file of root's with mode 644, {path}"
+        )
+    if found is not None:
+        order = "by turns (order = fair)" if found.by_turns else "as they came (order = fifo)"
+        return passed(f"{path}, {plural(len(found.sections), 'section')}; users who wait are served {order}")
+    if host.environ.get("SAFE_GPU_POLICY"):
+        return warning(f"SAFE_GPU_POLICY={path} does not exist: nothing is limited", "unset SAFE_GPU_POLICY")
+    return skipped(f"there is no {path}: nothing is limited")
+
+
+def variables(host: CheckedHost) -> Finding:
+    """Check that every SAFE_GPU_* variable exists and has a value that its reader accepts."""
+    for name, meant in settings_module.unknown(host.environ).items():
+        hint = f"did you mean {meant}? " if meant else ""
+        return warning(f"{name} is not a variable of safe_gpu and has no effect", f"{hint}unset {name}")
+    given = {name: value for name, value in sorted(host.environ.items()) if name in settings_module.VARIABLES}
+    for name, value in given.items():
+        try:
+            settings_module.check({name: value})
+            if name in _READERS and value.strip():
+                _READERS[name](name, value)
+        except SafeGpuError as err:
+            return failed(str(err), f"set {name} to a valid value, or unset it")
+    for doubt in settings_module.doubts(host.environ):
+        return warning(doubt, f"unset {doubt.partition('=')[0]}")
+    if given.get("SAFE_GPU_FSROOT", "/") != "/":
+        return warning(
+            f"SAFE_GPU_FSROOT={given['SAFE_GPU_FSROOT']}: CPUs are bound by the topology of another host",
+            "unset SAFE_GPU_FSROOT (it is for tests)",
+        )
+    return passed(", ".join(f"{name}={value}" for name, value in given.items()) or "none is set")
+
+
+def _check_path(name: str, value: str) -> None:
+    if name == "SAFE_GPU_DIR" and not os.path.isabs(value):
+        way = "relative, so processes with different working directories use different directories"
+    elif name == "SAFE_GPU_FSROOT" and not os.path.isdir(value):
+        way = "not a directory"
+    else:
+        return
+    raise SafeGpuError(f"{name}={value!r} is {way}")
+
+
+_READERS: dict[str, Callable[[str, str], object]] = {
+    "SAFE_GPU_TIMEOUT": lambda name, value: durations.parse_duration(value, name),
+    "SAFE_GPU_NB_GPUS": lambda name, value: count({name: value}, name) == 0 or number_for_job({name: value}),
+    MEMORY_VARIABLE: lambda name, value: Rules.of({name: value}),
+    "SAFE_GPU_DIR": _check_path,
+    "SAFE_GPU_FSROOT": _check_path,
+}
+
+
+def scope(host: CheckedHost) -> Finding:
+    """Check that SAFE_GPU_SCOPE, which a claim sets for claims inside it, belongs to a claim that is held."""
+    token = host.environ.get("SAFE_GPU_SCOPE")
+    if not token:
+        return passed("not set: this is not inside another claim")
+
+    secret = digest(token)
+    inside = {one.label: one.claim for one in host.status.gpus if one.claim is not None and one.claim.token == secret}
+    for claim in inside.values():
+        if claim.uid not in (None, os.geteuid()):
+            return warning(
+                f"SAFE_GPU_SCOPE belongs to the claim of process {claim.pid} of {claim.user}, another user: it is "
+                "ignored",
+                "unset SAFE_GPU_SCOPE, and claim as that user",
+            )
+    for claim in inside.values():
+        return passed(f"this is inside the claim of process {claim.pid}, {gpus_named(list(inside))}")
+    return warning(
+        f"SAFE_GPU_SCOPE={token} belongs to no held claim of this host (it leaks through qsub -V, ssh, sudo and tmux): "
+        "it is ignored",
+        "unset SAFE_GPU_SCOPE",
+    )
+
+
+def visible_devices(host: CheckedHost) -> Finding:
+    """Check whether an inherited variable such as CUDA_VISIBLE_DEVICES limits claims, and whether its value is
+    clear."""
+    known = host.vendor.variables
+    name = next((name for name in known if name in host.environ), "")
+    if not name:
+        return passed("not set: claims choose among all GPUs")
+    if host.snapshot is None:
+        return skipped("there is no driver to compare it with")
+    value = host.environ[name]
+    visible_limit = read_visible_once(host.environ, host.snapshot)
+    assert visible_limit is not None
+    lift = f"unset {name}, or set SAFE_GPU_FENCE=ignore"
+    if settings_module.ignores_fence(host.environ):
+        return passed(f"{value!r} is ignored (SAFE_GPU_FENCE=ignore)")
+    if visible_limit.ambiguous:
+        return warning(
+            f"{value!r} is ambiguous: {visible_limit.doubt}",
+            f"set {visible_limit.clear_by}",
+        )
+    if not visible_limit.uuids:
+        return failed(f"with {value!r} {visible_limit.library} shows no GPU, so none can be claimed", lift)
+    entries = [entry.strip() for entry in value.split(",")]
+    if len(entries) > len(visible_limit.uuids) and visible_limit.library == "CUDA":
+        return warning(
+            f"{value!r}: CUDA stops reading at {entries[len(visible_limit.uuids)]!r}, which names no GPU",
+            "correct it, or " + lift,
+        )
+    usable = [gpu for gpu in host.snapshot.gpus if not gpu.unusable]
+    limits = f"{value!r} limits claims to {len(visible_limit.uuids)} of {len(usable)} GPUs"
+    if len(visible_limit.uuids) >= len(usable):
+        return passed(f"{value!r} shows all GPUs")
+    if host.job.scheduler is not None or host.environ.get("SAFE_GPU_SCOPE"):
+        return passed(f"{limits}, as the job's share")
+    return warning(limits, lift)
+
+
+def device_order(host: CheckedHost) -> Finding:
+    """Check that CUDA_DEVICE_ORDER has a value that CUDA knows."""
+    if host.vendor.library != "CUDA":
+        return skipped(f"{host.vendor.library} does not read it")
+    value = host.environ.get("CUDA_DEVICE_ORDER")
+    if value in ("PCI_BUS_ID", "FASTEST_FIRST"):
+        return passed(value)
+    if value is None:
+        return passed("not set: a claim sets it together with CUDA_VISIBLE_DEVICES")
+    return warning(
+        f"CUDA_DEVICE_ORDER={value!r} is unknown to CUDA, which uses FASTEST_FIRST then",
+        "set CUDA_DEVICE_ORDER=PCI_BUS_ID, or unset it",
+    )
+
+
+def batch_job(host: CheckedHost) -> Finding:
+    """Report the batch job and the rank of this process."""
+    job = host.job
+    rank = "" if job.local_rank is None else f"rank {job.local_rank} of {job.local_size or '?'} on this host"
+    if job.scheduler is None:
+        return passed("not in a batch job" + (rank and f"; {rank}"))
+    text = f"in {job.scheduler} job {job.job_label or 'of unknown number'}" + (rank and f", {rank}")
+    if job.requested_gpus == 0:
+        return warning(
+            f"{text}, which asked for no GPU: the scheduler may start other jobs on the GPUs that this one claims",
+            "ask the scheduler for the GPUs that the job uses",
+        )
+    given = set((host.environ.get("SLURM_STEP_GPUS") or host.environ.get("SLURM_JOB_GPUS") or "").split(",")) - {""}
+    visible = set(host.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")) - {""}
+    shown = [] if host.snapshot is None else [gpu.label for gpu in host.snapshot.physical]
+    # In a device cgroup the driver shows the GPUs of the job alone, numbered anew.
+    if given and len(shown) > len(given) and visible <= set(shown) and not visible <= given:
+        return warning(
+            f"{text}: CUDA_VISIBLE_DEVICES={','.join(sorted(visible))} names other GPUs than Slurm gave it "
+            f"({','.join(sorted(given))}), and the driver shows {len(shown)}",
+            "compare gres.conf with the driver's numbers (AutoDetect=nvml), or set CUDA_VISIBLE_DEVICES as Slurm says",
+        )
+    return passed(text if job.requested_gpus is None else f"{text}, {plural(job.requested_gpus)} asked for")

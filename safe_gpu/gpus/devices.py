@@ -1,0 +1,334 @@
+"""GPUs, their processes and their host at one poll, as records.
+
+Memory is in bytes and utilisation in percent. ``None`` means that the driver does not report the value.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from .vendors import FIRST, VENDORS
+
+MIG_IS_ON = "MIG mode is on: claim one of its instances"
+"""Why a GPU with MIG instances cannot be claimed itself."""
+
+MOST_SHARERS = 16
+"""Claims that can share a GPU at once."""
+
+_SHORTEST_UUID = len("GPU-0123456789abcdef")
+
+
+class Record:
+    """Equality, hash and repr of the dataclasses here.
+
+    Each dataclass would generate and compile its own, which adds a millisecond to every process that claims.
+    """
+
+    def __eq__(self, other: object) -> bool:
+        return vars(self) == vars(other) if type(self) is type(other) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(tuple(vars(self).values()))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
+
+
+class ComputeMode:
+    """Compute modes of a GPU, with nvidia-smi's meaning."""
+
+    DEFAULT = "default"
+    EXCLUSIVE_PROCESS = "exclusive_process"
+    PROHIBITED = "prohibited"
+
+
+class ProcessKind:
+    """Which of the driver's process lists a process is in."""
+
+    COMPUTE = "compute"
+    GRAPHICS = "graphics"
+    MPS = "mps"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class GpuProcess(Record):
+    """One process that the driver reports on a GPU.
+
+    ``pid`` is the driver's number. In a container it may be a host pid, which may not exist in the container's /proc.
+    ``memory_used`` is in bytes. ``name`` is None unless the driver reports it. ``elsewhere`` is True if the process of
+    this number here has no device of the vendor open, so that the driver must mean a process of another PID namespace.
+    """
+
+    pid: int
+    kind: str = ProcessKind.COMPUTE
+    memory_used: int | None = None
+    name: str | None = None
+    elsewhere: bool = False
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Gpu(Record):
+    """One device: a GPU, or a MIG instance of a GPU. It may be one that cannot be claimed.
+
+    Attributes:
+        index: position by PCI bus id, as nvidia-smi shows it; a MIG instance has the index of its parent. AMD GPUs have
+            ROCR's numbers.
+        uuid: ``GPU-...`` or ``MIG-...``; of a GPU without one, its place (``AMD-...``). It names the device everywhere.
+        name: product name.
+        pci_bus_id: as in sysfs: ``0000:07:00.0``, lower case, with a 4-digit domain unless it needs more.
+        numa_node: the NUMA node of the PCI device; None is unknown.
+        memory_total, memory_used, memory_free: bytes.
+        counts_reserved: whether ``memory_used`` includes what the driver reserves for itself (600 MiB and more).
+        memory_shared: whether ``memory_used`` may belong to no process on the GPU: it is a NUMA node, where the page
+            cache counts, or WSL2, where the Windows desktop does. Asked only where memory is unexplained.
+        utilization: percent of time in which a kernel ran; queried only for display (``Driver.detailed``).
+        temperature: of the GPU's die, degrees Celsius; queried only for display, and told by NVIDIA's drivers only.
+        compute_mode: one of :class:`ComputeMode`.
+        display_active: whether a display is initialised on it (NVML ``GetDisplayActive``).
+        processes: the processes on it; None if the query failed (see ``process_error``). Graphics processes may be
+            left out if the others account for all memory in use (``Driver.detailed`` adds them).
+        process_error: why ``processes`` is None.
+        processes_supported: False if this driver can never list the processes of this device.
+        unusable: why the device cannot be claimed in its present state ("MIG mode is on", "lost"), else None.
+        lost: the driver lost contact with it (fell off the bus, needs a reset).
+        mig_enabled: MIG mode is on (for a parent GPU).
+        mig_parent: UUID of the parent GPU, for a MIG instance.
+        mig_instance: number of the instance on its parent, for a MIG instance.
+        nvlink_peers: UUIDs of the GPUs reachable by NVLink, directly or through NVSwitch, or by xGMI; queried only for
+            claims of several GPUs (``Driver.linked``).
+        vendor: a key of :data:`~safe_gpu.gpus.vendors.VENDORS`.
+        tiles: how many parts Intel's library may show as devices of their own.
+        processes_private: ``processes`` has only those that this user may see, for the reason in ``process_error``. The
+            GPU is claimed by lease, and by memory where that is known.
+    """
+
+    index: int
+    uuid: str
+    name: str = ""
+    pci_bus_id: str = ""
+    numa_node: int | None = None
+    memory_total: int | None = None
+    memory_used: int | None = None
+    memory_free: int | None = None
+    counts_reserved: bool = True
+    memory_shared: bool = False
+    utilization: int | None = None
+    temperature: int | None = None
+    compute_mode: str = ComputeMode.DEFAULT
+    display_active: bool = False
+    processes: tuple[GpuProcess, ...] | None = ()
+    process_error: str = ""
+    processes_supported: bool = True
+    unusable: str | None = None
+    lost: bool = False
+    mig_enabled: bool = False
+    mig_parent: str | None = None
+    mig_instance: int | None = None
+    nvlink_peers: frozenset[str] = frozenset()
+    vendor: str = FIRST
+    tiles: int = 1
+    processes_private: bool = False
+
+    @property
+    def is_mig_instance(self) -> bool:
+        """Whether this is a MIG instance rather than a whole GPU."""
+        return self.mig_parent is not None
+
+    @property
+    def label(self) -> str:
+        """The short name: ``3``, or ``3:1`` for MIG instance 1 of GPU 3."""
+        return f"{self.index}:{self.mig_instance}" if self.is_mig_instance else str(self.index)
+
+    @property
+    def unexplained_memory(self) -> int:
+        """Bytes in use that no listed process accounts for; 0 if one of the figures is unknown.
+
+        Where the driver can never list processes, that is all memory in use.
+        """
+        if self.memory_used is None:
+            return 0
+        if self.processes is None:
+            return 0 if self.processes_supported else self.memory_used
+        # A process with both a compute and a graphics context is in both lists, with the same memory.
+        largest: dict[int, int] = {}
+        for process in self.processes:
+            if process.memory_used is None:
+                return 0
+            largest[process.pid] = max(largest.get(process.pid, 0), process.memory_used)
+        return max(0, self.memory_used - sum(largest.values()))
+
+    def unreachable(self, reason: str, *, lost: bool = True) -> Gpu:
+        """Return the record of this device while nothing but its identity is known."""
+        return Gpu(
+            self.index,
+            self.uuid,
+            self.name,
+            self.pci_bus_id,
+            self.numa_node,
+            processes=None,
+            process_error=reason,
+            unusable=reason,
+            lost=lost,
+            mig_parent=self.mig_parent,
+            mig_instance=self.mig_instance,
+            vendor=self.vendor,
+            tiles=self.tiles,
+        )
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class HostSnapshot(Record):
+    """One poll of a driver: all devices in index order (a MIG parent before its instances).
+
+    Attributes:
+        gpus: every device of the host, claimable or not.
+        driver: name of the driver that was polled ("nvml", "nvidia-smi", "simulated:dgx-a100").
+        driver_version: version of the kernel driver, "" if unknown.
+        name_prefix: what stands before UUIDs in the names of claimed GPUs; "" on a real host.
+    """
+
+    gpus: tuple[Gpu, ...]
+    driver: str = ""
+    driver_version: str = ""
+    name_prefix: str = ""
+
+    @property
+    def physical(self) -> tuple[Gpu, ...]:
+        """The GPUs without their MIG instances."""
+        return tuple(gpu for gpu in self.gpus if gpu.mig_parent is None)
+
+    @property
+    def vendor(self) -> str:
+        """The vendor of the GPUs; a snapshot has those of one only."""
+        return self.gpus[0].vendor if self.gpus else FIRST
+
+    @property
+    def needs_uuids(self) -> bool:
+        """Whether CUDA's numbers of the GPUs may differ from ``index``, so that only UUIDs are safe.
+
+        CUDA does not count GPUs that are lost or that this process may not open, and it numbers MIG instances in its
+        own order.
+        """
+        return any(gpu.unusable or gpu.mig_enabled or gpu.lost or gpu.is_mig_instance for gpu in self.gpus)
+
+    @property
+    def shared_display(self) -> bool:
+        """Whether the host has one GPU and a display is active on it. Claims of such a GPU are shared."""
+        whole = self.physical
+        return len(whole) == 1 and whole[0].display_active
+
+    def by_uuid(self, uuid: str) -> Gpu | None:
+        """Return the device with this UUID, or None."""
+        return next((gpu for gpu in self.gpus if gpu.uuid == uuid), None)
+
+    def updated(self, gpus: Iterable[Gpu]) -> HostSnapshot:
+        """Return this poll with the records of these devices replaced."""
+        newer = {gpu.uuid: gpu for gpu in gpus}
+        return HostSnapshot(
+            tuple(newer.get(gpu.uuid, gpu) for gpu in self.gpus), self.driver, self.driver_version, self.name_prefix
+        )
+
+
+class GpuFault(NamedTuple):
+    """A note that a claim failed on a GPU: ``when`` in Unix seconds, and the ``error`` as text."""
+
+    when: float
+    error: str
+
+
+class LeaseHolder(NamedTuple):
+    """Who holds the lease of a device. A field is None if it is not known.
+
+    ``pid``, ``user`` and ``command`` are the kernel's word. Where it does not tell, ``user`` is ``says: `` and the name
+    in the record, and ``command`` is that of the record. All else is the record's word, which anybody may have written.
+    ``since`` is in Unix seconds, and so is ``until``, when the claim will probably end. ``start`` is the start time of
+    the holder in clock ticks since boot. It distinguishes the holder from another process that has its pid now.
+    ``elsewhere``: only the name of the GPU is held, and the lease file is not in this state directory. ``namespace``:
+    where ``pid`` is a number, such as "in a container"; "" if it is a process of this PID namespace. ``closed``: why
+    the lease file cannot be opened, so that nobody can claim the GPU; "" if it can be. ``uid`` is that of the record.
+    ``share`` is how many bytes of the GPU it holds; None for a whole GPU, and where that cannot be read. ``sharers``
+    are the claims that share the GPU, the oldest first, and the other fields are those of the oldest; empty if one
+    claim holds it alone. ``queued`` is when it joined the queue, in Unix seconds; None if it did not wait.
+    """
+
+    pid: int | None = None
+    user: str | None = None
+    job: str | None = None
+    command: str | None = None
+    since: float | None = None
+    start: int | None = None
+    elsewhere: bool = False
+    namespace: str = ""
+    until: float | None = None
+    closed: str = ""
+    uid: int = -1
+    share: int | None = None
+    sharers: tuple[LeaseHolder, ...] = ()
+    queued: float | None = None
+
+    @classmethod
+    def of_sharers(cls, sharers: Iterable[LeaseHolder]) -> LeaseHolder:
+        """Return the holder of a GPU that these claims share."""
+        ranked = tuple(sorted(sharers, key=lambda one: one.since or 0.0))
+        return ranked[0]._replace(sharers=ranked)
+
+    @property
+    def each(self) -> tuple[LeaseHolder, ...]:
+        """The claims on the GPU."""
+        return self.sharers or (self,)
+
+
+class GpuVerdict(NamedTuple):
+    """Whether one GPU may be taken, and if not, why.
+
+    ``state`` is one of ``free claimed busy display unusable`` (the condition of the GPU) or ``outside`` (the request or
+    the visible limit excludes it). ``reason`` is a text for people, "" if the GPU is free. ``pid`` and ``user`` name
+    the process that uses or holds the GPU, if known. ``holder`` is the claim that holds it, if there is one.
+    """
+
+    gpu: Gpu
+    state: str
+    reason: str = ""
+    pid: int | None = None
+    user: str | None = None
+    holder: LeaseHolder | None = None
+
+    @property
+    def free(self) -> bool:
+        """Whether the GPU may be taken."""
+        return self.state in ("free", "display") and not self.reason
+
+
+def vendor_of(uuid: str) -> str:
+    """Return the vendor of the GPU with this UUID, by its table's grammars; the first if none fits.
+
+    >>> vendor_of("GPU-a3f1c07e52d98b16"), vendor_of("AMD-0000:05:00.0-1")
+    ('amd', 'amd')
+    >>> vendor_of("GPU-4f667d77-15c7-524b-c32d-5340d78b712e")
+    'nvidia'
+    """
+    return next((key for key, vendor in VENDORS.items() if re.fullmatch(vendor.uuid, uuid)), FIRST)
+
+
+def vendor_of_name(name: str) -> str | None:
+    """Return the vendor of the GPU with this name, as far as it is a whole UUID."""
+    by_place = tuple(vendor.by_place for vendor in VENDORS.values() if vendor.by_place)
+    return vendor_of(name) if len(name) >= _SHORTEST_UUID or name.startswith(by_place) else None
+
+
+def normalize_bus_id(bus_id: str) -> str:
+    """Return a PCI bus id of NVML, such as ``00000000:07:00.0``, in the form of sysfs: lower case, domain of 4 digits
+    or more.
+
+    >>> normalize_bus_id("00000000:0F:00.0")
+    '0000:0f:00.0'
+    >>> normalize_bus_id("00010000:0F:00.0")
+    '10000:0f:00.0'
+    """
+    domain, colon, rest = bus_id.strip().lower().partition(":")
+    if not colon or ":" not in rest:
+        return bus_id.strip().lower()
+    return f"{domain.lstrip('0').rjust(4, '0')}:{rest}"

@@ -1,0 +1,1 @@
+"""What the host's kernel tells: processes, programs and files of others."""

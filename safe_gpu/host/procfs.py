@@ -1,0 +1,392 @@
+"""What ``/proc`` tells of processes.
+
+The functions always read the real ``/proc``. If the kernel does not give an answer (another pid namespace, hidepid, a
+process that has just exited), the result is None or empty; no error is raised.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
+from functools import cache
+from typing import TypeVar
+
+from .foreign_files import LIMIT, read_start
+
+_T = TypeVar("_T")
+
+FIRST_PID_NAMESPACE = 4026531836
+"""The inode of the initial PID namespace, a constant of the kernel (PROC_PID_INIT_INO)."""
+
+_LONGEST_COMMAND = 1 << 12  # bytes of a command line
+
+_MOST_FILES = 1 << 12  # descriptors of one process
+
+LONGEST_READ = 0.2
+"""Seconds of processor time after which a table of the kernel, which other users can make long, is not read on."""
+
+TOO_LONG = "other users have too many locks or sockets: the lists of the kernel cannot be read in time"
+
+_PF_EXITING = 0x4  # a flag of a task in the kernel (linux/sched.h), set before the task's files are closed
+
+
+def _read(path: str, limit: int = LIMIT) -> bytes:
+    return read_start(path, limit) or b""
+
+
+def _stat_fields(task: int | str) -> list[bytes]:
+    """Return the fields of /proc/PID/stat from the third (state) on, or of ``PID/task/TID``. The second, the name, may
+    contain blanks and brackets."""
+    return _read(f"/proc/{task}/stat").rpartition(b")")[2].split()
+
+
+def _status_numbers(pid: int, name: bytes) -> list[int]:
+    """Return the numbers in one line of /proc/PID/status."""
+    for line in _read(f"/proc/{pid}/status").splitlines():
+        if line.startswith(name):
+            return [int(number) for number in line.split()[1:]]
+    return []
+
+
+def exists(pid: int) -> bool:
+    """Return whether /proc shows a process with this pid (zombies included)."""
+    return os.path.exists(f"/proc/{pid}")
+
+
+def pids() -> list[int]:
+    """Return the pids that /proc shows, in ascending order."""
+    return sorted(int(name) for name in os.listdir("/proc") if name.isdecimal())
+
+
+def has_ended(pid: int) -> bool:
+    """Return whether the process has exited. A zombie has, unless only its first thread is one (pthread_exit(3)); a
+    process that is only hidden from this user has not."""
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return True
+    except OSError:
+        pass  # it exists, but belongs to another user
+    fields = _stat_fields(pid)
+    return fields[:1] in ([b"Z"], [b"X"]) and int(fields[17]) < 2  # threads
+
+
+def is_exiting(pid: int) -> bool:
+    """Return whether the process has exited or all its threads are exiting, so that the kernel may have released its
+    locks.
+
+    The threads of a process that was killed take their time to free memory of a GPU, when the first is long a zombie.
+    """
+    fields = _stat_fields(pid)
+    return has_ended(pid) or (
+        bool(fields) and _leaves(fields) and all(_leaves(_stat_fields(thread)) for thread in _other_threads(pid))
+    )
+
+
+def _leaves(fields: list[bytes]) -> bool:
+    """Return whether a thread with this line of /proc exits; one without any has gone."""
+    return len(fields) < 7 or bool(int(fields[6]) & _PF_EXITING)
+
+
+def _other_threads(pid: int) -> Iterator[str]:
+    """Yield ``PID/task/TID`` of each thread but the first."""
+    with suppress(OSError), os.scandir(f"/proc/{pid}/task") as threads:
+        yield from (f"{pid}/task/{thread.name}" for thread in threads if thread.name != str(pid))
+
+
+def start_time(pid: int) -> int | None:
+    """Return the start time of the process in clock ticks since boot. Pid and start time together identify one
+    process."""
+    fields = _stat_fields("self" if pid == os.getpid() else pid)  # /proc may be that of another PID namespace
+    return int(fields[19]) if len(fields) > 19 else None
+
+
+def seconds_running(pid: int) -> float | None:
+    """Return how long ago the process started; None for a process that cannot be seen."""
+    started, uptime = start_time(pid), _read("/proc/uptime").split()
+    return float(uptime[0]) - started / os.sysconf("SC_CLK_TCK") if uptime and started is not None else None
+
+
+def pid_namespace() -> int | None:
+    """Return the inode of this process's PID namespace, which identifies it on this host; None without /proc."""
+    return _namespace("pid")
+
+
+def network_namespace() -> int | None:
+    """Return the inode of this process's network namespace; None without /proc."""
+    return _namespace("net")
+
+
+def _namespace(kind: str) -> int | None:
+    try:
+        return os.stat(f"/proc/self/ns/{kind}").st_ino
+    except OSError:
+        return None
+
+
+def namespace_text(namespace: int | None) -> str:
+    """Return where the processes of a PID namespace are, seen from this one: "in a container" and the like; "" if
+    here."""
+    own = pid_namespace()
+    if namespace is None or namespace == own:
+        return ""
+    if own == FIRST_PID_NAMESPACE:
+        return "in a container"
+    return "outside this container" if namespace == FIRST_PID_NAMESPACE else "in another container"
+
+
+def thread_group(pid: int) -> int | None:
+    """Return the pid of the process that has this thread, which is ``pid`` for its main thread; None if it cannot be
+    seen."""
+    return next(iter(_status_numbers(pid, b"Tgid:")), None)
+
+
+def parent_of(pid: int) -> int | None:
+    """Return the parent's pid; None for a process that cannot be seen."""
+    fields = _stat_fields(pid)
+    return int(fields[1]) if len(fields) > 1 else None
+
+
+def is_stopped(pid: int, known: dict[int | bytes, bool] | None = None) -> bool:
+    """Return whether the process is stopped (SIGSTOP, a suspended job) or frozen by a cgroup v2 freezer.
+
+    Args:
+        known: the answers for processes and cgroups, filled here, so that one look asks for each once.
+    """
+    known = {} if known is None else known
+    if pid not in known:
+        known[pid] = _stat_fields(pid)[:1] == [b"T"] or _is_frozen(pid, known)
+    return known[pid]
+
+
+def is_running(pid: int) -> bool:
+    """Return whether the process runs or waits for a CPU."""
+    return _stat_fields(pid)[:1] == [b"R"]
+
+
+def _is_frozen(pid: int, known: dict[int | bytes, bool]) -> bool:
+    for line in _read(f"/proc/{pid}/cgroup").splitlines():
+        if line.startswith(b"0::"):
+            if line not in known:
+                known[line] = b"frozen 1" in _read("/sys/fs/cgroup" + os.fsdecode(line[3:]) + "/cgroup.events")
+            return known[line]
+    return False
+
+
+def open_files(pid: int | str) -> dict[int, str] | None:
+    """Return descriptor -> the file it refers to, as the kernel writes it (``/path``, ``/path (deleted)``,
+    ``pipe:[1]``).
+
+    None if the process has exited, this user may not read its descriptors, or it has more than 4,096 of them.
+    """
+    directory = f"/proc/{pid}/fd"
+    found: dict[int, str] = {}
+    try:
+        with os.scandir(directory) as entries:
+            for number, entry in enumerate(entries):
+                if number >= _MOST_FILES:
+                    return None
+                try:
+                    found[int(entry.name)] = os.readlink(f"{directory}/{entry.name}")
+                except OSError:
+                    continue  # closed meanwhile
+    except OSError:
+        return None
+    return found
+
+
+def ancestors(pid: int) -> list[int]:
+    """Return the pids of the parent, its parent and so on, as far as /proc shows them."""
+    found: list[int] = []
+    parent = parent_of(pid)
+    while parent and parent not in found:
+        found.append(parent)
+        parent = parent_of(parent)
+    return found
+
+
+def descendants(pid: int) -> list[int]:
+    """Return the pids of the children, their children and so on, in no particular order. They may change at any
+    time."""
+    children: dict[int, list[int]] = {}
+    for name in os.listdir("/proc"):
+        if name.isdecimal() and (parent := parent_of(int(name))):
+            children.setdefault(parent, []).append(int(name))
+    found: list[int] = []
+    todo = [pid]
+    while todo:
+        below = children.get(todo.pop(), [])
+        found += below
+        todo += below
+    return found
+
+
+@cache
+def user_name(uid: int) -> str:
+    """Return the login name of a uid, or the number as text if it has none.
+
+    Cached, because a directory service may take seconds to answer.
+    """
+    import pwd
+
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except (KeyError, OverflowError):
+        return str(uid)
+
+
+def uid_of(pid: int) -> int | None:
+    """Return the effective uid of the process; None if it has exited."""
+    try:
+        return os.stat(f"/proc/{pid}").st_uid
+    except OSError:
+        return None
+
+
+def real_uid_of(pid: int) -> int | None:
+    """Return the real uid of the process, which a program that changes its user (su, sudo) has from who started it at
+    first; None if it has exited or cannot be seen."""
+    return next(iter(_status_numbers(pid, b"Uid:")), None)
+
+
+def family_of(pid: int) -> tuple[int, tuple[int, ...]] | None:
+    """Return the effective uid of the process, and the pids of it and its ancestors.
+
+    None if it cannot be seen, and if it runs in a PID namespace of its own (a container), where parents tell nothing.
+    """
+    uids = _status_numbers(pid, b"Uid:")
+    return (uids[1], (pid, *ancestors(pid))) if uids and len(_status_numbers(pid, b"NSpid:")) == 1 else None
+
+
+def user_of(pid: int) -> str | None:
+    """Return the login name of the process's effective user; None if the process has exited."""
+    uid = uid_of(pid)
+    return None if uid is None else user_name(uid)
+
+
+def command_of(pid: int, limit: int = 200) -> str | None:
+    """Return the command line, arguments separated by blanks, cut to ``limit`` characters.
+
+    Kernel threads and zombies have no command line; for them it is the name of the task.
+    """
+    return printable(" ".join(arguments_of(pid)))[:limit] or None
+
+
+def arguments_of(pid: int) -> list[str]:
+    """Return the program and its arguments, of which 4 KiB are read, printable or not; [""] if it has exited."""
+    line = _read(f"/proc/{pid}/cmdline", _LONGEST_COMMAND).rstrip(b"\0") or _read(f"/proc/{pid}/comm").strip()
+    return line.decode("utf-8", "replace").split("\0")
+
+
+def lasting(name: str, new: _T) -> _T:
+    """Return what this process has under a name, at first ``new``. It outlives a reload of all modules, as by IPython's
+    autoreload: locks that nobody knew of any more would be held to the end of the process."""
+    kept: _T = vars(sys).setdefault("_safe_gpu", {}).setdefault(name, new)
+    return kept
+
+
+def describe_process(pid: int) -> tuple[str, str] | None:
+    """Return (user, command) of a process, or None if /proc does not show it."""
+    user = user_of(pid)
+    return None if user is None else (user, command_of(pid) or "")
+
+
+def printable(text: str) -> str:
+    """Make untrusted text safe for a terminal: unprintable characters, such as escape codes, become blanks."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else " " for c in text)
+
+
+def printable_lines(text: str, longest: int = 20_000) -> str:
+    r"""Return the same for a text of several lines, which is cut if it is longer than any of ours.
+
+    >>> printable_lines("one\x1b[2J\ntwo")
+    'one [2J\ntwo'
+    """
+    if len(text) > longest:
+        text = f"{text[:longest]} ..."
+    return "\n".join(map(printable, text.split("\n")))
+
+
+def well_formed(text: str) -> str:
+    """Return text that every JSON parser accepts: lone surrogates, which stand for bytes that are not UTF-8, become
+    U+FFFD.
+
+    >>> well_formed("caf\\udce9")
+    'caf\ufffd'
+    """
+    if text.isascii():
+        return text
+    return "".join("\ufffd" if "\ud800" <= c <= "\udfff" else c for c in text)
+
+
+class LockTable(dict[int, list[int]]):
+    """Inode -> pids that lock it. ``complete`` is False if there were too many locks to read all."""
+
+    complete = True
+
+
+def flock_holders(
+    inodes: Collection[int],
+    devices: Mapping[int, int] | None = None,
+    kind: bytes = b"",
+    held: Collection[int] = (),
+    tries: int = 3,
+) -> LockTable:
+    """Return inode -> pids that hold a flock or POSIX lock on it, from /proc/locks.
+
+    Only inodes are compared, because on overlay file systems the device numbers in /proc/locks differ from those of
+    stat. The kernel does not show locks held in other pid namespaces. It writes the table a page at a time, and leaves
+    locks out where others come and go meanwhile. How long it takes depends on other users, so host.lock must not be
+    held.
+
+    Args:
+        devices: inode -> device number. If there are locks of that inode on that device, those of the same inode on
+            other devices are left out.
+        kind: of locks, such as FLOCK; "" for all.
+        held: inodes that are probably locked: for one that is not there the table is read again.
+        tries: how often it is read at most; twice if it is too long.
+    """
+    holders, exact = LockTable(), LockTable()
+    wanted = {b"%d" % inode for inode in inodes}
+    until = time.thread_time() + LONGEST_READ
+    for number, line in enumerate(lines_of("/proc/locks")):
+        if not number % 64 and time.thread_time() > until:
+            holders.complete = False
+            break
+        if line.rpartition(b":")[2].partition(b" ")[0] not in wanted:
+            continue
+        fields = line.split()
+        if len(fields) < 8 or fields[1] == b"->" or kind not in (b"", fields[1]):
+            continue
+        try:
+            major, minor, inode_text = fields[5].split(b":")
+            pid, inode = int(fields[4]), int(inode_text)
+            if pid <= 0:
+                continue
+            device = os.makedev(int(major, 16), int(minor, 16))
+        except (ValueError, OverflowError):
+            continue
+        tables = (holders, exact) if devices is not None and devices.get(inode) == device else (holders,)
+        for table in tables:
+            if pid not in (known := table.setdefault(inode, [])):
+                known.append(pid)
+    holders.update(exact)
+    missing = [inode for inode in held if inode not in holders]
+    if tries > 1 and not holders.complete:
+        return flock_holders(inodes, devices, kind, tries=1)
+    if tries > 1 and missing:
+        holders.update(flock_holders(missing, devices, kind, missing, tries - 1))
+    return holders
+
+
+def lines_of(path: str) -> Iterator[bytes]:
+    """Yield the lines of a table of the kernel, one at a time: other users can make it long. None if it cannot be
+    read."""
+    try:
+        with open(path, "rb") as file:
+            yield from file
+    except OSError:
+        return

@@ -1,0 +1,237 @@
+"""Programs that safe_gpu starts, found where no neighbour could have put them.
+
+Root relies only on paths that no other user can change: its ``PATH`` and other variables may be a user's, in a
+scheduler's prolog or under sudo.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from .foreign_files import read_start
+
+if TYPE_CHECKING:
+    import subprocess
+
+_UNKILLABLE = 1.0  # seconds that a killed program is waited for: a driver that hangs may keep it
+
+_MOST_LINKS = 40  # on the way to one path, as in the kernel
+
+_FOR_PROGRAMS = frozenset(
+    "LANG LC_ALL LC_CTYPE LC_MESSAGES LC_NUMERIC LC_TIME JOB_ID SGE_TASK_ID SLURM_JOB_ID SLURM_JOBID "
+    "SGE_CELL SGE_CLUSTER_NAME SGE_EXECD_PORT SGE_QMASTER_PORT".split()
+)
+"""What programs that root runs get of an environment, as far as it is no path: other variables may load code."""
+
+
+def is_root() -> bool:
+    """Return whether this process is root of the host or of a container whose root that is, rather than a user who
+    became root of a user namespace and gains nothing from it."""
+    if os.geteuid() != 0:
+        return False
+    ids = read_start("/proc/self/uid_map", 4096)
+    return ids is None or ids.split() == [b"0", b"0", b"4294967295"]
+
+
+def others_can_change(path: str, *, within: bool = False) -> str | None:
+    """Return the first part of a path, on the way through all links, that a user other than root can change or make.
+
+    None: there is none, and root may rely on the path. Where an ACL lets somebody write, the bits of the group say so.
+    In a sticky directory others may write, but not replace what is root's. The current directory may be anybody's.
+
+    Args:
+        within: whether the path is of a directory in which files are looked for, so that others must make none there.
+    """
+    if not path.startswith("/"):
+        return path or "."
+    place, ahead, links, shared = "/", _names(path), 0, False
+    while True:
+        try:
+            status = os.lstat(place)
+            target = os.readlink(place) if stat.S_ISLNK(status.st_mode) else None
+        except FileNotFoundError:
+            return place if shared else None
+        except OSError:
+            return place
+        if status.st_uid:
+            return place
+        if target is not None:
+            links += 1
+            if links > _MOST_LINKS or place.startswith("/proc/"):  # those of /proc lead elsewhere than they say
+                return place
+            ahead += _names(target)
+            place = "/" if target.startswith("/") else os.path.dirname(place)
+            continue
+        shared = bool(status.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
+        if shared and not (stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX):
+            return place
+        if not ahead:
+            return place if within and shared else None
+        name = ahead.pop()
+        place = os.path.dirname(place) if name == ".." else os.path.join(place, name)
+
+
+def _names(path: str) -> list[str]:
+    """Return the parts of a path, the last one first."""
+    return [name for name in reversed(path.split("/")) if name not in ("", ".")]
+
+
+def find_program(name: str, environ: Mapping[str, str], *more: str) -> str | None:
+    """Return the path of a program, by ``PATH`` and then in ``more``; for root, the first that only root can change.
+
+    Raises:
+        PermissionError: there are only such that other users can change; the text is for root, with the way out.
+    """
+    root, refusal = is_root(), ""
+    for place in (*environ.get("PATH", os.defpath).split(os.pathsep), *more):
+        path = os.path.join(place or os.curdir, name)
+        if not os.path.isfile(path) or not os.access(path, os.X_OK):
+            continue
+        part = others_can_change(path) if root else None
+        if part is None:
+            return path
+        refusal = refusal or (
+            f"{path} is not run as root, because other users can change {'it' if part == path else part}: put a {name} "
+            "that only root can change on PATH"
+        )
+    if refusal:
+        raise PermissionError(refusal)
+    return None
+
+
+IN_CHILD = "_SAFE_GPU_CHILD"
+"""The variable in the environment of such children."""
+
+
+def python_child(environ: Mapping[str, str], *arguments: str) -> tuple[list[str], dict[str, str]]:
+    """Return the command line and the environment of a child that is the Python of this process.
+
+    Raises:
+        FileNotFoundError: no such program is known. A program that is frozen or embeds Python may be its own
+            ``sys.executable``, and children of it would start children without end.
+    """
+    python = sys.executable or ""
+    if not os.path.basename(python).startswith(("python", "pypy")):
+        python = os.path.join(sys.base_exec_prefix, "bin", "python{}.{}".format(*sys.version_info))
+    if getattr(sys, "frozen", False) or IN_CHILD in os.environ or not os.path.isfile(python):
+        raise FileNotFoundError(
+            f"{sys.executable or 'this program'} is a program that contains Python, and a child of it would be that "
+            "program once more: start it under `safe-gpu run`, which claims for it"
+        )
+    return [python, *arguments], {**environ, IN_CHILD: "1"}
+
+
+class TooLate(Exception):
+    """It did not end in time. It was killed, with its children."""
+
+
+class TooMuch(Exception):
+    """It printed more than is read. It was killed, with its children."""
+
+
+def output_of(
+    arguments: Sequence[str], *, env: Mapping[str, str], timeout: float, most: int, apart: bool = False
+) -> tuple[int, str, str]:
+    """Return the exit status, output and error output; the last is in the output unless ``apart``.
+
+    Bytes that are not UTF-8 become U+FFFD. A child that keeps the output open is waited for like the program. As root
+    it gets few variables, since others may have it load code or read another user's settings.
+
+    Args:
+        arguments: the first is a path from :func:`find_program`.
+        timeout: seconds.
+        most: bytes that are read.
+
+    Raises:
+        OSError: it cannot be started. TooLate, TooMuch: see there.
+    """
+    import subprocess
+
+    process = subprocess.Popen(
+        arguments,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE if apart else subprocess.STDOUT,
+        env=_for_root(env) if is_root() else dict(env),
+        start_new_session=True,
+    )
+    deadline = time.monotonic() + timeout
+    try:
+        out, err = _read(process, deadline, most)
+        code = process.wait(max(0.0, deadline - time.monotonic()))
+    except BaseException as trouble:
+        _abandon(process)
+        if isinstance(trouble, subprocess.TimeoutExpired):
+            raise TooLate from trouble
+        raise
+    finally:
+        for stream in (process.stdout, process.stderr):
+            if stream is not None:
+                stream.close()
+    return code, out.decode("utf-8", "replace"), err.decode("utf-8", "replace")
+
+
+def _for_root(env: Mapping[str, str]) -> dict[str, str]:
+    """Return what a program run by root gets of an environment that may be a user's."""
+    kept = {name: value for name, value in env.items() if name in _FOR_PROGRAMS and "/" not in value}
+    conf = env.get("SLURM_CONF", "")
+    read = {
+        "HOME": [env.get("HOME", "")],
+        "SGE_ROOT": [f"{env.get('SGE_ROOT', '')}/{env.get('SGE_CELL') or 'default'}/common"],
+        "SLURM_CONF": [conf, os.path.dirname(conf)],  # the other files of Slurm are beside it
+        "TZ": [os.path.join("/usr/share/zoneinfo", env.get("TZ", "").lstrip(":"))],
+    }
+    for name, paths in read.items():
+        if name in env and not any(others_can_change(path, within=True) for path in paths):
+            kept[name] = env[name]
+    for name in ("PATH", "LD_LIBRARY_PATH"):
+        places = env.get(name, "").replace(";", ":").split(":")
+        # The loader puts something in the place of $ORIGIN.
+        sure = [place for place in places if "$" not in place and not others_can_change(place, within=True)]
+        if sure:
+            kept[name] = ":".join(sure)
+    return kept
+
+
+def _read(process: subprocess.Popen[bytes], deadline: float, most: int) -> list[bytes]:
+    """Return what it prints on its output and its error output, until both are closed."""
+    import selectors
+
+    parts: list[list[bytes]] = [[], []]
+    with selectors.DefaultSelector() as selector:
+        for number, stream in enumerate((process.stdout, process.stderr)):
+            if stream is not None:
+                selector.register(stream, selectors.EVENT_READ, number)
+        while selector.get_map():
+            ready = selector.select(max(0.0, deadline - time.monotonic()))
+            if not ready or time.monotonic() >= deadline:
+                raise TooLate
+            for key, _ in ready:
+                part = os.read(key.fd, 1 << 16)
+                if not part:
+                    selector.unregister(key.fileobj)
+                most -= len(part)
+                if most < 0:
+                    raise TooMuch
+                parts[key.data].append(part)
+    return [b"".join(one) for one in parts]
+
+
+def _abandon(process: subprocess.Popen[bytes]) -> None:
+    """Kill it with its children, and do not wait for it for long."""
+    import signal
+    import subprocess
+
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    try:
+        process.wait(timeout=_UNKILLABLE)
+    except subprocess.TimeoutExpired:
+        pass

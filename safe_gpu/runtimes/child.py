@@ -1,0 +1,89 @@
+"""Questions to a vendor's library that a short-lived child process asks."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+
+from ..errors import NoDriverError, SafeGpuError
+from ..host.programs import python_child
+from .placeholders import likely_cause, module_of
+
+PATIENCE = 120.0
+"""Seconds to wait for the child. Without persistence mode, the start of CUDA on eight GPUs can take over 20 s."""
+
+_SLOW = {
+    "CUDA": "turn persistence mode on (nvidia-persistenced, or `nvidia-smi -pm 1` as root) if the host starts its GPUs "
+    "slowly; otherwise the driver hangs, see dmesg",
+    "HIP": "the driver hangs, see dmesg",
+    "Level Zero": "the driver hangs, see dmesg",
+}
+
+# Starts the lines of the answer. Libraries may print other lines.
+_MARK = "cuda-sees "
+
+
+def ask_child(
+    question: str, env: Mapping[str, str], timeout: float = PATIENCE, *, library: str = "CUDA"
+) -> tuple[str, ...]:
+    """Put a question to a library in a child process.
+
+    Args:
+        question: "list": which GPUs it shows; "hold": the same, after a try to hold the first.
+        env: the whole environment of the child.
+        timeout: seconds to wait for the child.
+        library: the title of a runtime.
+
+    Raises:
+        NoDriverError: the child failed or did not answer in time; the message says why.
+    """
+    import subprocess
+
+    # -I makes the child ignore PYTHON* variables and the current directory, so it needs the path of the package.
+    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]); from safe_gpu.runtimes.child import _child; "
+        "sys.exit(_child(*sys.argv[2:]))"
+    )
+    driver = library.lower()
+    try:
+        command, environ = python_child(env, "-I", "-S", "-c", code, root, question, library)
+        child = subprocess.Popen(
+            command,
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+        )
+    except OSError as err:
+        raise NoDriverError(f"a child process to ask {library} could not be started: {err}", driver=driver) from err
+    try:
+        answer, trouble = child.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired as err:
+        problem = f"{library} did not answer within {timeout:g} s in a child process: {_SLOW[library]}"
+        raise NoDriverError(problem, driver=driver) from err
+    finally:
+        # Do not wait for the child: a process that hangs inside the driver cannot be killed.
+        if child.poll() is None:
+            child.kill()
+    if child.returncode:
+        reason = (trouble.strip().splitlines() or [f"exit status {child.returncode}"])[-1]
+        raise NoDriverError(f"{library} could not be asked in a child process: {reason}", driver=driver)
+    return tuple(line.removeprefix(_MARK) for line in answer.splitlines() if line.startswith(_MARK))
+
+
+def _child(question: str, library: str) -> int:
+    """Do the child's part: print what names the GPUs to stdout, or an error to stderr; return an exit status."""
+    module = module_of(library)
+    try:
+        if question == "hold":
+            module.hold(0).release()
+        shown = module.load().listed()
+    except SafeGpuError as err:
+        print(f"{err}{likely_cause(err)}", file=sys.stderr)
+        return 1
+    print(*(_MARK + one for one in shown), sep="\n")
+    return 0

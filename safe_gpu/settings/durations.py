@@ -1,0 +1,73 @@
+"""Durations as people write them: ``90``, ``15m``, ``1h30m``, ``01:30:00``, ``inf``."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from ..errors import UnsatisfiableRequestError
+from ..wording.argument_style import ArgumentStyle
+
+_UNITS = {"s": 1.0, "sec": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+
+# Compiled on first use by re's own cache, because most claims need none of these patterns.
+_NUMBER = r"[0-9]{1,9}"
+
+_SPANS = rf"(?:({_NUMBER})d)?\s*(?:({_NUMBER})h)?\s*(?:({_NUMBER})m(?:in)?)?\s*(?:({_NUMBER})s(?:ec)?)?"
+
+_CLOCK = rf"(?:({_NUMBER})-)?({_NUMBER}):({_NUMBER}):({_NUMBER})"
+
+_DAYS = rf"({_NUMBER})-({_NUMBER})(?::({_NUMBER}))?()"
+
+_UNCLEAR = rf"({_NUMBER}):({_NUMBER})"
+
+
+def parse_duration(text: str, name: str = "timeout", *, spelling: type[ArgumentStyle] = ArgumentStyle) -> float | None:
+    """Return the seconds of a duration; None for ``inf``.
+
+    The forms are ``90``, ``90s``, ``15m``, ``1h30m``, ``2d``, ``01:30:00`` (h:m:s) and ``2-12:00:00`` (days-h:m:s, as
+    in Slurm).
+
+    Raises:
+        UnsatisfiableRequestError: names the argument ``name``, the value and the valid forms.
+    """
+    word = text.strip().lower()
+    if word in ("inf", "infinity", "infinite", "unlimited", "none", "forever"):
+        return None
+    seconds = _simple(word)
+    if seconds is None:
+        seconds = _compound(word)
+    if seconds is None:
+        written = spelling.setting(name, spelling.value(text))
+        if unclear := re.fullmatch(_UNCLEAR, word):
+            one, other = map(int, unclear.groups())
+            raise UnsatisfiableRequestError(
+                f"{written} may be hours or minutes: write {one}h{other}m or {one}m{other}s", value=text
+            )
+        raise UnsatisfiableRequestError(
+            f"{written} is not a duration: write seconds (90 or 90s), 15m, 1h30m, 01:30:00, 2-12:00:00 (days first) or "
+            "inf",
+            value=text,
+        )
+    return seconds
+
+
+def _simple(word: str) -> float | None:
+    """Return the seconds of a number with at most one unit; None if the text has another form."""
+    number = word.rstrip("abcdefghijklmnopqrstuvwxyz")
+    unit = _UNITS.get(word[len(number) :]) if number != word else 1.0
+    try:
+        seconds = float(number) * (unit or math.nan)
+    except ValueError:
+        return None
+    return seconds if 0 <= seconds < math.inf and number.isascii() and "_" not in number else None
+
+
+def _compound(word: str) -> float | None:
+    """Return the seconds of ``1h30m``, ``01:30:00`` and similar forms, with whole numbers; None if the text has another
+    form."""
+    found = re.fullmatch(_CLOCK, word) or re.fullmatch(_DAYS, word) or (word and re.fullmatch(_SPANS, word))
+    if not found:
+        return None
+    days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
+    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)

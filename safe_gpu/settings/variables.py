@@ -1,0 +1,204 @@
+"""The environment variables that safe_gpu reads."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+
+from ..errors import UnsatisfiableRequestError
+from ..gpus.vendors import VENDORS
+from ..host.procfs import printable_lines
+from ..host.programs import is_root, others_can_change
+
+PREFIX = "SAFE_GPU_"
+
+VARIABLES = {
+    "SAFE_GPU_DIR": "the state directory, an absolute path (default /tmp/safe-gpu)",
+    "SAFE_GPU_DRIVER": "auto, "
+    + "".join(f"{', '.join(one.drivers)} ({one.title}), " for one in VENDORS.values())
+    + "or simulated:PRESET (default auto)",
+    "SAFE_GPU_TIMEOUT": "the default timeout of claims: 90, 15m, 1h30m, inf",
+    "SAFE_GPU_FOR": "how long claims will probably hold their GPUs: 600, 30m, 2h",
+    "SAFE_GPU_NB_GPUS": 'the number of GPUs that "job" stands for',
+    "SAFE_GPU_FENCE": "ignore: disregard an inherited CUDA_VISIBLE_DEVICES",
+    "SAFE_GPU_FSROOT": "where /sys and /proc topology files are read (default /)",
+    "SAFE_GPU_LEGACY_LOCK": "the older package's lock: auto, always or never (default auto)",
+    "SAFE_GPU_UNEXPLAINED_MEMORY": "bytes in use by no visible process that make a GPU busy: 300MiB (at least 16MiB)",
+    "SAFE_GPU_PROCESS_LIST": "optional: claim by lease and memory where the driver can list no processes",
+    "SAFE_GPU_POLICY": "the policy file where the host has none (default /etc/safe-gpu/config.ini)",
+    "SAFE_GPU_SIMULATED_DIR": "the tree of a simulated host",
+    "SAFE_GPU_SGE_RESOURCE": "the name of the GPU resource in Grid Engine",
+    "SAFE_GPU_RECORD_COMMAND": "what others can read of a command: names (program and script; default) or full",
+    "SAFE_GPU_TRACEBACK": "1: errors of a claim come with all frames of the package",
+    "SAFE_GPU_SCOPE": "set by a claim, for claims made inside it",
+    "SAFE_GPU_EXPECT": "set for a worker of a claim across hosts: the GPU that run and bind must find",
+    "SAFE_GPU_SHARE": "set by a claim that shares GPUs: bytes of each",
+    "SAFE_GPU_SHARE_FRACTION": "set by a claim that shares GPUs: what a framework may allocate of each, from 0 to 1",
+    "SAFE_GPU_SHARE_TORCH": "1 sets PYTORCH_CUDA_ALLOC_CONF in claims that share GPUs; PyTorch 2.10 or later",
+    "SAFE_GPU_BOUND": "set by bind: the GPUs next to which this process was bound by number",
+    "SAFE_GPU_RAY_WORKER": "set for the workers of a claim on Ray",
+}
+"""Name -> meaning of every variable. Variables that begin with SAFE_GPU_TEST_ are for tests and not listed."""
+
+CHOICES = {
+    "SAFE_GPU_FENCE": ("ignore",),
+    "SAFE_GPU_LEGACY_LOCK": ("auto", "always", "never"),
+    "SAFE_GPU_RECORD_COMMAND": ("names", "full"),
+    "SAFE_GPU_PROCESS_LIST": ("optional",),
+}
+"""Name -> allowed values, for the variables that take one of a few words."""
+
+HOST_FILES = ("/etc/safe-gpu/config.ini", "/etc/safe-gpu/policy.ini")
+"""The file with root's settings and limits for this host: its name, and its older name."""
+
+_FOR_TESTS = f"{PREFIX}TEST_"
+
+# Programs that use simulated GPUs on purpose set this variable, which turns off the warning about them.
+_SIMULATED_ON_PURPOSE = f"{_FOR_TESTS}SIMULATED"
+
+_REAL_DRIVERS = {f"/{one.warns}": one.title for one in VENDORS.values() if one.warns}
+
+
+def unknown(names: Iterable[str]) -> dict[str, str]:
+    """Return the names that look like variables of this package but are not -> the variable that was probably meant, or
+    ""."""
+    found = {}
+    for name in names:
+        if name[: len(PREFIX)].upper() == PREFIX and name not in VARIABLES and not name.startswith(_FOR_TESTS):
+            from difflib import get_close_matches
+
+            found[name] = next(iter(get_close_matches(name.upper(), VARIABLES, 1, 0.8)), "")
+    return dict(sorted(found.items()))
+
+
+def check(environ: Mapping[str, str]) -> None:
+    """Refuse an unknown word in a variable of :data:`CHOICES`. Otherwise the default would be used without notice.
+
+    Raises:
+        UnsatisfiableRequestError: names the variable, its value, and the allowed values.
+    """
+    for name, words in CHOICES.items():
+        value = environ.get(name)
+        if value and value not in words:
+            *others, last = words
+            takes = f"{', '.join(others)} or {last}" if others else last
+            raise UnsatisfiableRequestError(f"{name}={value} is unknown: set it to {takes}, or unset it", value=value)
+
+
+def policy_files(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Return where the policy of this host may be; the first one that exists counts.
+
+    Where root has made its directory, a user cannot choose another by ``SAFE_GPU_POLICY``, unless the GPUs are
+    simulated.
+    """
+    given = environ.get("SAFE_GPU_POLICY")
+    if not given:
+        return HOST_FILES
+    simulated = environ.get("SAFE_GPU_DRIVER", "").startswith("simulated")
+    if not simulated and os.path.lexists(os.path.dirname(HOST_FILES[0])):
+        return (given,) if is_root() else HOST_FILES
+    return (given,)
+
+
+def policy_directory(environ: Mapping[str, str]) -> str:
+    """Return the directory of root's files, which most hosts do not have."""
+    return os.path.dirname(policy_files(environ)[0]) or "."
+
+
+def existing_policy(environ: Mapping[str, str]) -> str | None:
+    """Return where the policy of this host is; None if there is none."""
+    if not os.access(policy_directory(environ), os.F_OK):  # one system call tells, and every claim asks
+        return None
+    return next(filter(os.path.lexists, policy_files(environ)), None)
+
+
+def policy_file(environ: Mapping[str, str]) -> str:
+    """Return where the policy of this host is, or would be."""
+    return existing_policy(environ) or policy_files(environ)[0]
+
+
+def host_setting(key: str, variable: str, environ: Mapping[str, str]) -> str | None:
+    """Return what the environment says; else what root's file says for this host under ``key``; None where neither
+    does.
+
+    Raises:
+        PolicyError: the file cannot be read, or a line of its section [host] is wrong.
+    """
+    if given := environ.get(variable):
+        return given
+    path = existing_policy(environ)
+    if path is None:
+        return None
+    from .host_file import host_values
+
+    return host_values(path).get(key)
+
+
+def _differences(environ: Mapping[str, str]) -> list[str]:
+    """Return where the environment differs from root's file: jobs, cron and sudo do not inherit it."""
+    path = existing_policy(environ)
+    if path is None:
+        return []
+    from .host_file import KEYS, host_values
+
+    pairs = ((KEYS[key], f"{key} = {value}", value) for key, value in host_values(path).items())
+    return [
+        f"{name}={environ[name]} counts, and {path} says {said}" + _QUEUES * (name == "SAFE_GPU_DIR")
+        for name, said, value in pairs
+        if environ.get(name, value) not in ("", value)
+    ]
+
+
+_QUEUES = ": two state directories are two queues"
+
+
+def ignores_fence(environ: Mapping[str, str]) -> bool:
+    """Return whether an inherited CUDA_VISIBLE_DEVICES is to be disregarded."""
+    return environ.get("SAFE_GPU_FENCE") == "ignore"
+
+
+def doubts(environ: Mapping[str, str]) -> list[str]:
+    """Return the warnings about settings that are probably mistakes, one sentence each, printable. Every claim logs
+    them."""
+    found = []
+    for name, meant in unknown(environ).items():
+        hint = f": did you mean {meant}?" if meant else ""
+        found.append(f"{name} is not a variable of safe_gpu and has no effect{hint}")
+    found += [*_risks_for_root(environ), *_differences(environ)]
+    policy = environ.get("SAFE_GPU_POLICY")
+    if policy and policy != policy_file(environ):
+        found.append(f"SAFE_GPU_POLICY={policy} has no effect: {policy_file(environ)} holds on this host")
+    driver = environ.get("SAFE_GPU_DRIVER", "")
+    if driver.startswith("simulated") and not environ.get(_SIMULATED_ON_PURPOSE):
+        maker = next((maker for path, maker in _REAL_DRIVERS.items() if os.path.exists(path)), "")
+        if maker:
+            found.append(
+                f"SAFE_GPU_DRIVER={driver}: these GPUs are simulated, and this host has a real {maker} driver whose "
+                "GPUs are not claimed this way; unset SAFE_GPU_DRIVER to claim them"
+            )
+    return [printable_lines(one) for one in found]
+
+
+_PATHS = ("SAFE_GPU_DIR", "SAFE_GPU_FSROOT", "SAFE_GPU_SIMULATED_DIR")
+
+_safe: set[tuple[int, str]] = set()
+"""Effective uid and path, of what exists and no other user can change: no other user has changed it since."""
+
+
+def _risks_for_root(environ: Mapping[str, str]) -> list[str]:
+    user = os.geteuid()
+    given = [name for name in _PATHS if environ.get(name, "").startswith("/") and (user, environ[name]) not in _safe]
+    if not given:
+        return []
+
+    found = []
+    for name in given:
+        path = environ[name] if os.path.lexists(environ[name]) else os.path.dirname(environ[name].rstrip("/"))
+        if is_root() and others_can_change(path):
+            found.append(
+                f"{name}={environ[name]}: other users can change what root reads there; unset {name}, and start this "
+                "with a clean environment"
+            )
+        elif os.path.exists(environ[name]):
+            _safe.add((user, environ[name]))
+    return found

@@ -1,0 +1,108 @@
+"""The state of a host as metrics, in the text format of Prometheus. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+from ..host.procfs import printable
+
+if TYPE_CHECKING:
+    from .facts import ClaimStatus, GpuStatus, HostStatus
+
+_MOST_USERS = 100  # of waiters: somebody with many user ids can wait as each of them
+
+_OTHERS = "other"
+
+_STATES = ("free", "claimed", "busy", "display", "unusable")
+
+_CLAIM_METRICS: tuple[tuple[str, str, Callable[[GpuStatus, ClaimStatus], float | None]], ...] = (
+    ("claimed", "1 for a GPU that this user has claimed.", lambda one, claim: 1.0),
+    ("claim_start_time_seconds", "When the claim was made, in Unix seconds.", lambda one, claim: claim.since or None),
+    (
+        "claim_idle_seconds",
+        "How long the claimed GPU has shown no work, as far as looks tell.",
+        lambda one, _: one.idle_for,
+    ),
+    (
+        "claim_expected_end_time_seconds",
+        "When the claim is expected to end, in Unix seconds.",
+        lambda one, claim: claim.until,
+    ),
+)
+"""Name, help and value of each metric of a claimed GPU."""
+
+_SHARE_METRICS = (
+    ("share_bytes", "Memory of the shared GPU that this claim holds.", "share"),
+    ("share_used_bytes", "Memory that the processes of this claim use on the shared GPU.", "memory_used"),
+)
+
+
+def render_metrics(status: HostStatus) -> str:
+    """Return all metrics of a host.
+
+    Facts that are not known have no sample. Metrics of claims and of the queue are left out if these cannot be read.
+    """
+    gpus = status.gpus
+    states = [(_of(one, state=state), float(one.state == state)) for one in gpus for state in _STATES]
+    used = [(_of(one), one.gpu.memory_used) for one in gpus]
+    text = _metric("up", "1 if the state of the host could be read.", [("", float(not status.warnings))])
+    text += _metric("gpu_state", "1 for the state that the GPU is in, 0 for the others.", states)
+    text += _metric("memory_used_bytes", "Memory in use on the GPU.", used)
+    if status.warnings:
+        return text
+    for name, help_text, value in _CLAIM_METRICS:
+        held = [(_of(one, user=claim.user or ""), value(one, claim)) for one in gpus for claim in one.claims]
+        text += _metric(name, help_text, held)
+    for name, help_text, fact in _SHARE_METRICS:
+        shares = [
+            (_of(one, user=claim.user or "", pid=str(claim.pid or "")), getattr(claim, fact))
+            for one in gpus
+            for claim in one.shares
+        ]
+        text += _metric(name, help_text, shares)
+    jobs = {
+        _of(one, user=claim.user or "", batch_job=claim.job): 1.0
+        for one in gpus
+        for claim in one.shares or (one.claim,)
+        if claim and claim.job
+    }
+    text += _metric("claim_info", "The batch job of a claim.", [*jobs.items()])
+    most = [(_labels(user=user), float(number)) for user, number in sorted(status.max_gpus.items())[:_MOST_USERS]]
+    text += _metric("max_gpus", "How many GPUs a user who holds some or waits may hold.", most)
+    limited = Counter(one.user or "" for one in status.queue if one.limit)
+    samples = [(_labels(user=user), float(number)) for user, number in sorted(limited.items())[:_MOST_USERS]]
+    text += _metric("waiting_at_limit", "Waiting claims whose user holds as many GPUs as allowed.", samples)
+    oldest = max((status.taken_at - one.since for one in status.queue if one.since), default=0.0)
+    text += _metric("waiting", "Waiting claims.", _waiting(status))
+    help_text = "How long the first waiting claim has waited; 0 without any."
+    return text + _metric("oldest_wait_seconds", help_text, [("", max(0.0, oldest))])
+
+
+def _waiting(status: HostStatus) -> list[tuple[str, float]]:
+    users = Counter(one.user or "" for one in status.queue)
+    if len(users) > _MOST_USERS:
+        ranked = sorted(users, key=lambda user: (user == _OTHERS, -users[user]))
+        users[_OTHERS] = sum(users.pop(user) for user in ranked[_MOST_USERS - 1 :])
+    return [(_labels(user=user), number) for user, number in sorted(users.items())] or [(_labels(user=""), 0)]
+
+
+def _of(one: GpuStatus, **more: str) -> str:
+    return _labels(gpu=one.gpu.label, UUID=one.gpu.uuid, vendor=one.gpu.vendor, **more)
+
+
+def _labels(**labels: str) -> str:
+    return "{" + ",".join(f'{name}="{_escaped(value)}"' for name, value in labels.items()) + "}"
+
+
+def _escaped(value: str) -> str:
+    return printable(value).replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+
+
+def _metric(name: str, help_text: str, samples: Iterable[tuple[str, float | None]]) -> str:
+    """Return one sample for each set of labels: a driver may report a device twice, which readers refuse."""
+    lines = [f"# HELP safe_gpu_{name} {help_text}", f"# TYPE safe_gpu_{name} gauge"]
+    known = {labels: float(value) for labels, value in samples if value is not None}
+    lines += (f"safe_gpu_{name}{labels} {value!r}" for labels, value in known.items())
+    return "".join(f"{line}\n" for line in lines)

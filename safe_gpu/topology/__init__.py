@@ -1,0 +1,1 @@
+"""The topology of a host: CPUs, NUMA nodes, sockets, caches and GPUs."""

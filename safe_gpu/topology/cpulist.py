@@ -1,0 +1,86 @@
+"""Lists of CPUs as the kernel writes them.
+
+Text from sysfs is not trusted. Files of saved trees are padded with NUL bytes, containers may replace files, and a
+range like ``0-4294967295`` must not exhaust memory. Malformed text gives None, which callers treat as a missing file.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+LIMIT = 1 << 16
+"""CPU and node numbers must be below this (Linux supports at most 8,192 CPUs and 1,024 nodes)."""
+
+# Not compiled at import: many claims only format lists, and re caches compiled patterns.
+_ITEM = r"([0-9]{1,9})(?:-([0-9]{1,9}))?"
+
+_HEX = r"[0-9a-fA-F]{1,8}"
+
+_LONG_HEX = r"[0-9a-fA-F]+"
+
+
+def parse_cpulist(text: str | None) -> frozenset[int] | None:
+    """Return the numbers in a kernel list; None if ``text`` is None or malformed, an empty set if it is blank.
+
+    >>> sorted(parse_cpulist("0-2,8"))
+    [0, 1, 2, 8]
+    """
+    if text is None:
+        return None
+    numbers: set[int] = set()
+    size = 0
+    for raw in text.replace("\0", "").split(","):
+        item = raw.strip()
+        if not item:
+            continue
+        match = re.fullmatch(_ITEM, item)
+        if match is None:
+            return None
+        first = int(match[1])
+        last = first if match[2] is None else int(match[2])
+        size += last - first + 1
+        if last < first or last >= LIMIT or size > LIMIT:  # the kernel names no number twice
+            return None
+        numbers.update(range(first, last + 1))
+    return frozenset(numbers)
+
+
+def parse_cpumask(text: str | None) -> frozenset[int] | None:
+    """Return the numbers in a kernel bit mask: 32-bit groups, the highest first. None if ``text`` is None or malformed.
+
+    >>> sorted(parse_cpumask("1,80000003"))
+    [0, 1, 31, 32]
+    """
+    if text is None:
+        return None
+    text = text.replace("\0", "").strip()
+    if not text:
+        return frozenset()
+    groups = text.split(",")
+    value = 0
+    if len(groups) == 1:
+        if not re.fullmatch(_LONG_HEX, text) or len(text) > LIMIT // 4:
+            return None
+        value = int(text, 16)
+    else:
+        if len(groups) > LIMIT // 32 or not all(re.fullmatch(_HEX, group.strip()) for group in groups):
+            return None
+        for group in groups:
+            value = value << 32 | int(group, 16)
+    return frozenset(number for number in range(value.bit_length()) if value >> number & 1)
+
+
+def format_cpulist(numbers: Iterable[int]) -> str:
+    """Return the numbers as ranges, in the format of the kernel and numactl; "" for an empty set.
+
+    >>> format_cpulist({0, 1, 2, 8})
+    '0-2,8'
+    """
+    ranges: list[list[int]] = []
+    for number in sorted(numbers):
+        if ranges and number == ranges[-1][1] + 1:
+            ranges[-1][1] = number
+        else:
+            ranges.append([number, number])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)

@@ -1,0 +1,145 @@
+"""Users who wait are served by turns, where root's file says so, with real users and tickets."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.claims import claim
+
+from safe_gpu import ClaimTimeout
+from safe_gpu.claim.free import wait_for_gpus
+from safe_gpu.claim.messages.wording import waiting_message
+from safe_gpu.claim.search import search, wait_reports
+from safe_gpu.coordination.queue import waiter
+from safe_gpu.host.procfs import user_name
+from safe_gpu.status.gather import gather
+from safe_gpu.status.render import render
+
+ANNA, BEN, CARLA = 4711, 4712, 4713
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, whose file a policy must be")
+
+
+def served(holder: Any, crowd: list[Any]) -> Any:
+    """Let a holder go, and return who of a crowd gets its GPUs."""
+    import select
+
+    holder.tell()
+    assert holder.hear() == "released"
+    ready = select.select([one._in for one in crowd], [], [], 60)[0]
+    assert len(ready) == 1, "nobody, or more than one, was served"
+    one = next(one for one in crowd if one._in in ready)
+    one.hear()
+    crowd.remove(one)
+    return one
+
+
+@pytest.mark.parametrize("order", ["fifo", "fair"])
+def test_one_request_does_not_wait_for_a_sweep(
+    rules: Any, user: Any, waiting: Any, order: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wait_reports, "_EARLY_INTERVAL", 1e6)  # each is woken by whom it waits for, or never
+    rules(f"[host]\norder = {order}")
+    holders = [user(ANNA, 1) for _ in range(8)]
+    assert [one.hear() for one in holders] == ["1"] * 8
+    sweep = [waiting(ANNA) for _ in range(4)]
+    ben = waiting(BEN)
+    crowd = [*sweep, ben]
+    # Anna holds eight, so her first ticket has the turn 8.5; Ben comes after that one and before her next.
+    expected = [sweep[0], ben, *sweep[1:]] if order == "fair" else [*sweep, ben]
+    assert [one.pid for one in gather().queue] == [one.pid for one in expected]
+    assert [served(holder, crowd) for holder in holders[:5]] == expected
+
+
+def test_who_is_passed_is_told_who_is_in_turn(
+    rules: Any, user: Any, as_user: Any, waiting: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wait_reports, "_EARLY_INTERVAL", 0.1)
+    rules("[host]\norder = fair")
+    assert user(ANNA, 7, hold_for=3600).hear() == "7"
+    assert user(BEN, 1, share="25%", hold_for=3600).hear() == "1"
+    first = waiting(ANNA, 8, hold_for=60)
+
+    def work(say: Any, listen: Any) -> None:
+        wait_for_gpus(8, hold_for=60, on_wait=lambda status: say(waiting_message(status, holders=False)))
+
+    passed = as_user(work, uid=ANNA)  # has the turn 15.5, and Ben, who comes when it waits, 8
+
+    def told(text: str) -> None:
+        assert any(re.search(text, line) for line in iter(passed.hear, ""))
+
+    told(r", #2 in the queue, starts .* or later; behind \S+ \(pid ")
+    ben = waiting(BEN, 8, hold_for=60)
+    found = gather()
+    assert [(one.pid, one.turn, one.in_turn) for one in found.queue] == [
+        (first.pid, 7.5, None),
+        (ben.pid, pytest.approx(8.25, abs=0.001), pytest.approx(0.25, abs=0.01)),
+        (passed.pid, 15.5, None),
+    ]
+    text = render(found, width=100, color=False)
+    assert "\nWaiting, by turns; all but the first may start later than shown:\n" in text
+    who = rf"in turn: {user_name(BEN)} \(0.25 GPUs held"
+    assert re.search(rf"\n     {who}\)", text)
+    told(rf", #3 in the queue, starts .* or later; {who}, pid {ben.pid}, wants 8 GPUs, ")
+    first.end()
+    ben.end()
+    told(r"0 free\), starts about ")
+
+
+@pytest.mark.parametrize(("before", "after", "turns"), [("fifo", "fair", [None]), ("fair", "fifo", [1.0])])
+def test_a_claim_keeps_the_order_in_which_it_began(
+    rules: Any, line: Any, stranger: Any, monkeypatch: pytest.MonkeyPatch, before: str, after: str, turns: list[Any]
+) -> None:
+    """Else it could wait for one who waits for it. Root changes the order between two looks."""
+    rules(f"[host]\norder = {before}")
+    line(1, (0,))
+    written, confirm, encode = list[Any](), search.confirm, waiter.encode_ticket
+
+    def changing(*arguments: Any) -> bool:
+        rules(f"[host]\norder = {after}")
+        stranger(*range(8))
+        return confirm(*arguments)
+
+    monkeypatch.setattr(search, "confirm", changing)
+    monkeypatch.setattr(waiter, "encode_ticket", lambda *about: [written.append(about[2]), encode(*about)][1])
+    with pytest.raises(ClaimTimeout):
+        claim(1, only=range(1, 8), timeout=2)
+    assert written == turns
+
+
+def test_tickets_have_turns_only_where_the_order_is_fair(rules: Any, user: Any, waiting: Any, state_dir: Path) -> None:
+    """Who changes the order while some wait changes nobody's place."""
+    rules("[host]\norder = fifo")
+    holder = user(ANNA, 8)
+    assert holder.hear() == "8"
+    first = waiting(ANNA, 8)
+    rules("[host]\norder = fair\n[user 4712]\nweight = 2")
+    second = waiting(BEN, 8)
+    third = waiting(BEN, 8)
+    fourth = waiting(CARLA, 8)
+    tickets = sorted((state_dir / "queue").iterdir(), key=lambda path: int(path.stem))
+    turns = [json.loads(path.read_text()).get("turn") for path in tickets]
+    assert turns == [None, 0.5, 4.5, 0.5]  # the one without a turn counts with 0
+    plain = tickets[0].read_text()
+    assert list(json.loads(plain)) == ["pid", "pidns", "user", "request", "hold_for", "job", "since"]
+    assert plain == json.dumps(json.loads(plain)) + "\n"
+    crowd = [first, second, third, fourth]
+    for one in (first, second, fourth, third):
+        assert served(holder, crowd) is one
+        holder = one
+
+
+def test_a_shares_turn_is_its_part_of_a_gpu(rules: Any, user: Any, waiting: Any, state_dir: Path) -> None:
+    rules("[host]\norder = fair")
+    assert user(BEN, 1, share="25%").hear() == "1"
+    assert user(BEN, 7).hear() == "7"
+    waiting(BEN, 1, share="80%")
+    waiting(BEN, 1, share="50%")
+    tickets = sorted((state_dir / "queue").iterdir(), key=lambda path: int(path.stem))
+    turns = [json.loads(path.read_text())["turn"] for path in tickets]
+    assert turns == pytest.approx([7.75, 7.75 + 7.75], abs=0.001)

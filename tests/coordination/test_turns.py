@@ -1,0 +1,280 @@
+"""Turns in queues drawn at random, whose waiters come, are served strictly in their order, and go."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from safe_gpu.coordination.queue.ticket import LATEST_TURN, Ticket, TicketRequest
+from safe_gpu.coordination.queue.turns import by_turn, turn_of_newcomer
+from safe_gpu.selection.backfill import BackfillRequest, When, dates, open_gpus, ready
+
+GPUS = [f"GPU-{number}" for number in range(8)]
+SIMPLE, RESTRICTED, OLDER, SHARES, FORGED, WEIGHTS, GAPS, STOPPED = 0, 1, 2, 4, 8, 16, 32, 64
+"""What a world has besides whole hosts, honest tickets and users who are alike. Gaps are numbers that came and went."""
+FORGER = -2
+
+
+def size(request: TicketRequest) -> float:
+    return request.nb_gpus * dict(request.conditions).get("share", 1.0)
+
+
+class World:
+    """A queue, and who runs. ``after`` and ``before`` are the order as a newcomer finds it, and with it."""
+
+    def __init__(self, seed: int, kinds: int) -> None:
+        self.chance = random.Random(seed)
+        self.kinds = kinds
+        self.users = range(self.chance.randint(2, 5))
+        self.waiting: list[Ticket] = []
+        self.running: list[tuple[Ticket, list[str]]] = []
+        self.last = 0
+        self.stopped: set[int] = set()
+
+    def request(self) -> TicketRequest:
+        number, among, share = self.chance.choice([1, 1, 1, 2, 4, 8]), GPUS, 1.0
+        if self.kinds & RESTRICTED and self.chance.random() < 0.6:
+            among = self.chance.sample(GPUS, self.chance.randint(1, 8))
+        if self.kinds & SHARES and self.chance.random() < 0.3:
+            number, share = 1, 0.25
+        says = self.chance.choice([None, 1.0, 2.0, 5.0, 9.0])
+        return TicketRequest(min(number, len(among)), frozenset(among), (("share", share),) if share < 1 else (), says)
+
+    def counts(self, ticket: Ticket) -> bool:
+        return ticket.seq not in self.stopped
+
+    def newcomer(self) -> Ticket:
+        """Let one join, perhaps of an older client, perhaps with a turn of its own making."""
+        self.last += self.chance.choice([1, 300]) if self.kinds & GAPS else 1
+        uid, request, seq = self.chance.choice(self.users), self.request(), self.last
+        weight = 1.0 + uid if self.kinds & WEIGHTS else 1.0
+        held = sum(size(one.request) for one, _ in self.running if one.uid == uid and one.request)
+        turn: float | None = turn_of_newcomer(
+            request, by_turn(self.waiting), seq, uid=uid, held=held, size=size, weight=weight, counts=self.counts
+        )
+        if self.kinds & OLDER and self.chance.random() < 0.3:
+            turn = None
+        elif self.kinds & FORGED and self.chance.random() < 0.05:
+            turn = self.chance.choice([0.0, 1e6, LATEST_TURN])
+            uid = FORGER
+        ticket = Ticket(seq, seq, 1, "", 1.0, request, uid=uid, turn=turn)
+        self.waiting.append(ticket)
+        return ticket
+
+    def serve(self) -> None:
+        """Let some end, then start in order whom nobody ahead who competes hinders."""
+        self.running = [run for run in self.running if self.chance.random() > 0.15]
+        taken = [
+            (gpu, size(one.request) / one.request.nb_gpus) for one, gpus in self.running for gpu in gpus if one.request
+        ]
+        left: list[Ticket] = []
+        for _, one in by_turn(self.waiting):
+            assert one.request is not None
+            part = size(one.request) / one.request.nb_gpus
+            free = [g for g in sorted(one.request.gpus) if sum(used for gpu, used in taken if gpu == g) + part <= 1]
+            if len(free) < one.request.nb_gpus or any(competes(other, one) for other in left):
+                left.append(one)
+                continue
+            self.running.append((one, free[: one.request.nb_gpus]))
+            taken += [(gpu, part) for gpu in free[: one.request.nb_gpus]]
+        self.waiting = sorted(left, key=lambda one: one.seq)
+
+    def joins(self, steps: int) -> Iterator[tuple[list[Ticket], Ticket]]:
+        """Yield the order before each newcomer, and the newcomer."""
+        for _ in range(steps):
+            if self.chance.random() < 0.6:
+                before = [one for _, one in by_turn(self.waiting)]
+                yield before, self.newcomer()
+            self.serve()
+
+
+class Timed(World):
+    """The same with backfill: whoever may start does, and nobody holds for longer than said."""
+
+    def __init__(self, seed: int, kinds: int) -> None:
+        super().__init__(seed, kinds)
+        self.now = 0.0
+        self.until: dict[int, float] = {}
+
+    def want(self, ticket: Ticket) -> BackfillRequest:
+        assert ticket.request is not None
+        number, gpus, _, says, _ = ticket.request
+        part = size(ticket.request) / number
+        return BackfillRequest(number, gpus, says or math.inf, share=part if part < 1 else math.inf)
+
+    def when(self) -> dict[str, When]:
+        parts: dict[str, list[tuple[float, float]]] = {gpu: [] for gpu in GPUS}
+        for one, gpus in self.running:
+            for gpu in gpus:
+                parts[gpu].append((self.until[one.seq], min(1.0, self.want(one).share)))
+        return {gpu: (*held, (self.now, 1.0 - sum(part for _, part in held))) for gpu, held in parts.items()}
+
+    def order(self) -> list[Ticket]:
+        return [one for _, one in by_turn(self.waiting) if one.seq not in self.stopped]
+
+    def free(self, want: BackfillRequest) -> set[str]:
+        when = self.when()
+        return {gpu for gpu in want.gpus if ready(when[gpu], want.share) <= self.now}
+
+    def serve(self) -> None:
+        self.now += self.chance.choice([0.5, 1.0, 3.0])
+        self.running = [
+            run for run in self.running if self.until[run[0].seq] > self.now and self.chance.random() > 0.05
+        ]
+        while self.start_one():
+            pass
+        if self.kinds & STOPPED:
+            self.stopped = {one.seq for one in self.waiting if self.chance.random() < 0.2}
+
+    def start_one(self) -> bool:
+        order = self.order()
+        for place, one in enumerate(order):
+            want = self.want(one)
+            ahead = [other for other in order[:place] if competes(other, one)]
+            open_to = open_gpus(want, map(self.want, ahead), self.free(want), self.when(), self.now)
+            if one.turn is None and any(other.seq < one.seq and competes(other, one) for other in order):
+                continue  # an older client, the simplest: it waits for all lower numbers
+            if want.fits(open_to):
+                self.running.append((one, sorted(open_to)[: want.nb]))
+                self.until[one.seq] = self.now + want.hold_for
+                self.waiting.remove(one)
+                return True
+        return False
+
+
+def competes(one: Ticket, other: Ticket) -> bool:
+    assert other.request is not None
+    return one.competes_with(other.request)
+
+
+def overtaken(before: list[Ticket], newcomer: Ticket, world: World) -> list[Ticket]:
+    after = [one for _, one in by_turn(world.waiting)]
+    assert [one for one in after if one is not newcomer] == before, "a newcomer changed the order of the others"
+    return [one for one in after[after.index(newcomer) + 1 :] if competes(one, newcomer)]
+
+
+SEEDS = st.integers(0, 2**32)
+
+
+@settings(max_examples=200)
+@given(seed=SEEDS, kinds=st.integers(0, 63))
+def test_no_newcomer_passes_the_first_an_older_client_or_1023_numbers(kinds: int, seed: int) -> None:
+    world = World(seed, kinds)
+    for before, newcomer in world.joins(60):
+        for one in overtaken(before, newcomer, world) if newcomer.uid != FORGER else ():
+            assert newcomer.seq - one.seq < 1024
+            assert one.turn is not None
+            assert newcomer.turn is not None
+            assert any(competes(other, one) for other in before[: before.index(one)])
+
+
+@settings(max_examples=200)
+@given(seed=SEEDS, kinds=st.sampled_from([SIMPLE, SHARES, WEIGHTS, FORGED, SHARES | WEIGHTS | FORGED | GAPS]))
+def test_where_all_compete_the_first_stays_first_and_its_date_never_moves_later(kinds: int, seed: int) -> None:
+    world, first, promise = Timed(seed, kinds), None, math.inf
+
+    def look() -> None:
+        nonlocal first, promise
+        order = world.order()
+        if first not in order[:1]:
+            assert first not in order or order[0].uid == FORGER
+            first, promise = (order or [None])[0], math.inf
+        if first is not None:
+            (_, date), *_ = dates([world.want(first)], world.when())
+            assert date <= promise
+            promise = date
+
+    for _, _ in world.joins(60):
+        look()
+    look()
+
+
+@settings(max_examples=200)
+@given(seed=SEEDS, kinds=st.integers(0, 127))
+def test_nobody_waits_for_ever_and_no_gpu_idles_beside_a_first_that_fits(kinds: int, seed: int) -> None:
+    world = Timed(seed, kinds)
+    for _ in world.joins(40):
+        pass
+    world.kinds &= ~STOPPED
+    world.stopped.clear()
+    while world.waiting:
+        world.serve()
+        assert world.running
+        for place, one in enumerate(order := world.order()):
+            want = world.want(one)
+            if not any(competes(other, one) for other in order[:place]):
+                assert not want.fits(world.free(want))
+
+
+@settings(max_examples=40)
+@given(seed=SEEDS)
+def test_who_uses_least_waits_for_one_request_of_each_other_user(seed: int) -> None:
+    world = World(seed, SIMPLE)
+    for before, newcomer in world.joins(60):
+        others = [one for one in before if one not in overtaken(before, newcomer, world)]
+        if all(one.uid != newcomer.uid for one in (*before, *(one for one, _ in world.running))):
+            assert len({one.uid for one in others}) == len(others)
+
+
+@settings(max_examples=200)
+@given(seed=SEEDS, kinds=st.integers(0, 31))
+def test_competitors_keep_their_order_when_others_leave(kinds: int, seed: int) -> None:
+    """A sleeper sleeps on one ticket ahead of it: that must go on being ahead. Who forged its turn has no such
+    promise."""
+    world = World(seed, kinds)
+    for _ in world.joins(40):
+        if len(world.waiting) > 2:
+            order = [one for _, one in by_turn(world.waiting)]
+            world.waiting.remove(gone := world.chance.choice(world.waiting))
+            order.remove(gone)
+            place = {one.seq: number for number, (_, one) in enumerate(by_turn(world.waiting))}
+            for number, first in enumerate(order):
+                for second in order[number + 1 :]:
+                    forged = FORGER in (first.uid, second.uid)
+                    assert forged or not competes(first, second) or place[first.seq] < place[second.seq]
+
+
+def test_a_ticket_is_passed_by_few_later_numbers() -> None:
+    """However many fresh users come while one who holds much waits."""
+    request = TicketRequest(1, frozenset(GPUS))
+    heavy = Ticket(1, 1, 1, "", 1.0, request, uid=1, turn=3000.0)
+    head = Ticket(2, 2, 1, "", 1.0, request, uid=2, turn=0.5)
+    queue = by_turn([heavy, head])
+    for seq, before in ((1024, True), (1025, False)):
+        turn = turn_of_newcomer(request, queue, seq, uid=1000 + seq, held=0, size=size)
+        assert (turn < 3000) is before
+
+
+def test_a_forged_turn_leaves_the_order_of_arrival() -> None:
+    request = TicketRequest(1, frozenset(GPUS))
+    waiting = [Ticket(1, 1, 1, "", 1.0, request, uid=1, turn=LATEST_TURN)]
+    for seq in range(2, 6):
+        turn = turn_of_newcomer(request, by_turn(waiting), seq, uid=seq, held=5, size=size)
+        assert turn <= LATEST_TURN
+        waiting.append(Ticket(seq, seq, 1, "", 1.0, request, uid=seq, turn=turn))
+    assert [one.seq for _, one in by_turn(waiting)] == [1, 2, 3, 4, 5]
+
+
+def test_who_is_stopped_holds_nobody_up() -> None:
+    request, one = TicketRequest(1, frozenset(GPUS)), TicketRequest(1, frozenset(GPUS[:1]))
+    stopped = Ticket(1, 1, 1, "", 1.0, request, uid=1, turn=9.0)
+    first = Ticket(2, 2, 1, "", 1.0, one, uid=2, turn=9.5)
+    later = Ticket(3, 3, 1, "", 1.0, request, uid=2, turn=11.0)
+    queue = by_turn([stopped, first, later])
+    for absent, turn in ((), 9.5), ((1,), 10.0), ((1, 2), 11.5), ((1, 2, 3), 0.5):
+        assert turn == turn_of_newcomer(
+            request, queue, 4, uid=3, held=0, size=size, counts=lambda one, absent=absent: one.seq not in absent
+        )
+    assert turn_of_newcomer(request, queue, 4, uid=1, held=0, size=size, counts=lambda one: one.seq != 1) == 10.0
+
+
+def test_a_weight_divides_what_a_user_holds_and_waits_for() -> None:
+    request = TicketRequest(4, frozenset(GPUS))
+    own = Ticket(1, 1, 1, "", 1.0, request, uid=1, turn=10.0)
+    for weight, turn in ((1.0, 14.5), (2.0, 12.5)):
+        assert turn_of_newcomer(request, by_turn([own]), 2, uid=1, held=4, size=size, weight=weight) == turn
+    assert turn_of_newcomer(request, by_turn([own]), 2, uid=1, held=0, size=size) == 14.0

@@ -1,0 +1,149 @@
+"""``doctor`` on GPUs and their driver, and whether it lists processes."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from support.findings import ASK, finding, rooted, says
+
+from safe_gpu.doctor import shown_processes as listing
+from safe_gpu.doctor.check import CheckedHost
+
+
+@pytest.fixture(autouse=True)
+def no_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A child of this process would find the real libraries, not those of ``fake_gpus.use_nvml_here()``."""
+    monkeypatch.setattr(listing, "_shown_in_child", lambda environ: "not in this test")
+
+
+def test_a_good_host_of_gpus(fake_gpus) -> None:
+    fake_gpus.use_nvml_here()
+    host = CheckedHost()
+    for name in ("GPU driver", "driver speed", "access to GPUs", "process lists", "compute mode", "MIG"):
+        assert finding(name, host).status == "passed", name
+    assert finding("GPU driver", host).detail == "nvml 550.54.15: 8 GPUs, NVIDIA A100-SXM4-80GB"
+
+
+@pytest.mark.parametrize(
+    ("change", "check", "status", "words"),
+    [
+        ({"lost": 1}, "access to GPUs", "warning", "GPU 2"),
+        ({"handle_error": 4}, "access to GPUs", "warning", "GPU 2"),
+        ({"mode": 2}, "compute mode", "warning", "GPU 2: compute mode PROHIBITED"),
+        ({"mode": 3}, "compute mode", "warning", "GPU 2: compute mode EXCLUSIVE_PROCESS"),
+        ({"mig": 1}, "MIG", "warning", "GPU 2: MIG mode is on and there is no instance"),
+        ({"mig": 1, "instances": "MIG-a,MIG-b"}, "MIG", "passed", "on for GPU 2: 2 instances"),
+        ({"compute_error": 999}, "process lists", "warning", "GPU 2"),
+    ],
+)
+def test_faults_of_gpus(fake_gpus, change: dict[str, object], check: str, status: str, words: str) -> None:
+    fake_gpus.change(2, **change)
+    fake_gpus.use_nvml_here()
+    says(check, status, words)
+
+
+def test_no_gpus_and_no_driver(fake_gpus) -> None:
+    fake_gpus.write()
+    fake_gpus.use_nvml_here()
+    assert "shows no GPU" in finding("GPU driver").detail
+    fake_gpus.options(init_error=9)
+    host = CheckedHost()
+    assert finding("GPU driver", host).status == "failed"
+    for name in ("driver speed", "CUDA", "access to GPUs", "process lists", "compute mode", "MIG", "CPU mask"):
+        assert finding(name, host).status == "skipped", name
+
+
+def test_a_simulated_driver_beside_real_gpus(tmp_path: Path) -> None:
+    says("GPU driver", "passed", host=rooted(tmp_path, {}))
+    says("GPU driver", "warning", host=rooted(tmp_path, {"dev/nvidia0": ""}), fix="SAFE_GPU_DRIVER")
+
+
+def test_a_slow_driver() -> None:
+    host = CheckedHost()
+    assert host.snapshot is not None
+    host.poll_seconds = 3.2
+    says("driver speed", "warning", "3.20 s", host, "persistence")
+
+
+def test_cuda_in_a_child(fake_gpus) -> None:
+    def ask(**variables: str) -> str:
+        return fake_gpus.python(ASK, "CUDA", **variables)
+
+    assert ask(CUDA_VISIBLE_DEVICES="1") == "passed|CUDA can be initialised and sees 8 GPUs|\n"
+    fake_gpus.options(cuda_init_error=802)
+    assert re.match(r"failed\|CUDA could not be asked.*802", ask())
+
+
+def lists(fake_gpus, **variables: str) -> tuple[str, str, str]:
+    status, detail, fix = fake_gpus.python(ASK, "process lists", **variables).strip("\n").split("|")
+    return status, detail, fix
+
+
+SENTENCE = "the driver does not list this process"  # which a claim logs: tests/claim/test_hidden.py
+
+
+def test_a_driver_that_lists_processes(fake_gpus) -> None:
+    status, detail, fix = lists(fake_gpus)
+    assert (status, fix) == ("passed", "")
+    assert detail.startswith("the driver lists the processes of every GPU; if a claim warns")
+    assert f'"{SENTENCE}", its own placeholder_fn' in detail
+    assert not list(fake_gpus.directory.glob("procs/*/[0-9]*")), "the context was for a moment"
+
+
+@pytest.mark.parametrize("options", [{"hidden": 1}, {"lag_ms": 10**6}])
+def test_a_driver_that_lists_nobody(fake_gpus, options: dict[str, int]) -> None:
+    fake_gpus.options(**options)
+    status, detail, fix = lists(fake_gpus)
+    assert status == "failed"
+    assert detail.startswith(SENTENCE)
+    assert "--pid=host" in fix
+
+
+def test_a_driver_that_lists_numbers_of_the_host(fake_gpus) -> None:
+    fake_gpus.options(listed_as=os.getpid())
+    assert lists(fake_gpus)[0] == "passed"
+
+
+def test_where_no_gpu_is_free_it_is_not_tried(fake_gpus) -> None:
+    for uuid in fake_gpus.uuids:
+        fake_gpus.process(uuid, os.getpid())
+    status, detail, _ = lists(fake_gpus)
+    assert status == "passed"
+    assert "not tried with a context: 1 GPU asked for, 0 free" in detail
+
+
+def test_memory_of_nobody(fake_gpus) -> None:
+    fake_gpus.change(2, used=600 << 20)
+    status, detail, fix = lists(fake_gpus)
+    assert (status, detail.startswith("GPU 2: 600 MiB of memory in use by no process")) == ("warning", True)
+    assert "SAFE_GPU_UNEXPLAINED_MEMORY" in fix
+    assert lists(fake_gpus, SAFE_GPU_UNEXPLAINED_MEMORY="1GiB")[0] == "passed"
+
+
+def test_lists_that_nobody_asks_for(fake_gpus) -> None:
+    fake_gpus.change(2, compute_error=3)
+    status, detail, fix = lists(fake_gpus)
+    assert (status, "GPU 2" in detail, "SAFE_GPU_PROCESS_LIST=optional" in fix) == ("failed", True, True)
+    status, detail, _ = lists(fake_gpus, SAFE_GPU_PROCESS_LIST="optional")
+    assert (status, "by lease and memory alone" in detail) == ("warning", True)
+
+
+def test_mps_daemons_and_clients(fake_gpus, eventually) -> None:
+    fake_gpus.use_nvml_here()
+    assert finding("MPS").status == "passed"
+    client = fake_gpus.process(fake_gpus.uuids[3], os.getpid(), kind="mps")
+    assert "clients on GPU 3" in finding("MPS").detail
+    client.unlink()
+    daemon = subprocess.Popen(["/usr/bin/nvidia-cuda-mps-control", "60"], executable=shutil.which("sleep"))
+    # exec(2) closes the pipe that Popen waits for before the new command line can be read.
+    eventually(lambda: b"mps-control" in Path(f"/proc/{daemon.pid}/cmdline").read_bytes())
+    try:
+        says("MPS", "warning", f"process {daemon.pid}")
+    finally:
+        daemon.kill()
+        daemon.wait()

@@ -1,0 +1,159 @@
+"""``doctor`` on its own process: packages, variables, limits."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.findings import ASK, HOLD, environment, finding, says
+
+
+@pytest.mark.parametrize(
+    ("installed", "status", "words"),
+    [
+        ({"pynvml": "11.5.3"}, "warning", "pip uninstall pynvml"),
+        ({"pynvml": "12.0.0"}, "passed", ""),
+        ({"nvidia_ml_py3": "7.352.0"}, "warning", "pip uninstall nvidia-ml-py3"),
+        ({"safe_gpu": "2.0.0"}, "warning", "pip uninstall safe-gpu"),
+    ],
+)
+def test_packages_in_each_others_way(tmp_path: Path, monkeypatch: Any, installed: Any, status: str, words: str) -> None:
+    before = finding("Python packages")
+    if before.status != "passed":
+        pytest.skip(f"this environment has the trouble already: {before.detail}")
+    for name, version in installed.items():
+        directory = tmp_path / f"{name}-{version}.dist-info"
+        directory.mkdir()
+        (directory / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    says("Python packages", status, fix=words)
+
+
+def test_a_filelock_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    import filelock
+
+    monkeypatch.delattr(filelock, "lock_descriptor")
+    says("Python packages", "failed", fix="filelock>=3.30")
+
+
+VARIABLES, VISIBLE, ORDER = "SAFE_GPU variables", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
+
+
+@pytest.mark.parametrize(
+    ("check", "variables", "status", "words"),
+    [
+        (VARIABLES, {}, "passed", "none"),
+        (VARIABLES, {"SAFE_GPU_TIMEOUT": "15m", "SAFE_GPU_NB_GPUS": "2", "SAFE_GPU_FENCE": "ignore"}, "passed", "15m"),
+        (VARIABLES, {"safe_gpu_dir": "/x"}, "warning", "safe_gpu_dir"),
+        (VARIABLES, {"SAFE_GPU_TIMEOUT": "soon"}, "failed", "soon"),
+        (VARIABLES, {"SAFE_GPU_UNEXPLAINED_MEMORY": "much"}, "failed", "much"),
+        (VARIABLES, {"SAFE_GPU_NB_GPUS": "-1"}, "failed", "'-1'"),
+        (VARIABLES, {"SAFE_GPU_FENCE": "yes"}, "failed", "ignore"),
+        (VARIABLES, {"SAFE_GPU_DIR": "state"}, "failed", "relative"),
+        (VARIABLES, {"SAFE_GPU_FSROOT": "/nowhere"}, "failed", "/nowhere"),
+        (VARIABLES, {"SAFE_GPU_FSROOT": "/tmp"}, "warning", "another host"),
+        (VISIBLE, {}, "passed", "not set"),
+        (VISIBLE, {VISIBLE: "0,1,2,3,4,5,6,7"}, "passed", "all GPUs"),
+        (VISIBLE, {VISIBLE: "0"}, "warning", "limits claims to 1 of 8"),
+        (VISIBLE, {VISIBLE: "0", "SAFE_GPU_FENCE": "ignore"}, "passed", "is ignored"),
+        (VISIBLE, {VISIBLE: "0", "SLURM_JOB_ID": "7"}, "passed", "as the job's share"),
+        (VISIBLE, {VISIBLE: ""}, "failed", "CUDA shows no GPU"),
+        (VISIBLE, {VISIBLE: "1,1"}, "failed", "CUDA shows no GPU"),
+        (VISIBLE, {VISIBLE: "1,99,2"}, "warning", "stops reading at '99'"),
+        (ORDER, {}, "passed", "not set"),
+        (ORDER, {ORDER: "PCI_BUS_ID"}, "passed", "PCI_BUS_ID"),
+        (ORDER, {ORDER: "PCI"}, "warning", "unknown to CUDA"),
+        ("batch job", {}, "passed", "not in a batch job"),
+        ("batch job", {"OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, "passed", "rank 1 of 4"),
+        ("batch job", {"JOB_ID": "12", "SGE_TASK_ID": "3", "SGE_ROOT": "/x"}, "passed", "sge:12.3"),
+        ("batch job", {"SLURM_JOB_ID": "7", "SLURM_JOB_GPUS": "0,1"}, "passed", "2 GPUs asked for"),
+        ("batch job", {"SLURM_JOB_ID": "7", "SLURM_JOB_GPUS": "2,3", "CUDA_VISIBLE_DEVICES": "3"}, "passed", ""),
+        ("batch job", {"SLURM_JOB_ID": "7", "SLURM_JOB_GPUS": "2,3", "CUDA_VISIBLE_DEVICES": "0,1"}, "warning", "0,1"),
+        ("OpenMP variables", {"OMP_PROC_BIND": "false", "KMP_AFFINITY": "disabled"}, "passed", "no variable"),
+        ("OpenMP variables", {"OMP_PROC_BIND": "close"}, "warning", "close"),
+        ("OpenMP variables", {"GOMP_CPU_AFFINITY": "0-3"}, "warning", "0-3"),
+        ("OpenMP variables", {"KMP_AFFINITY": "granularity=fine,compact"}, "warning", "compact"),
+    ],
+)
+def test_variables(check: str, variables: dict[str, str], status: str, words: str) -> None:
+    says(check, status, words, environment(**variables))
+
+
+def test_a_typo_is_corrected() -> None:
+    says(VARIABLES, "warning", host=environment(SAFE_GPU_TIMEOT="1"), fix="did you mean SAFE_GPU_TIMEOUT?")
+
+
+def test_the_two_lists_of_slurm_on_an_amd_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SAFE_GPU_DRIVER", "simulated:mi250x")
+    lists = dict.fromkeys(("ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"), "4,5")
+    says(VISIBLE, "passed", "limits claims to 2 of 8", environment(**lists, SLURM_JOB_ID="7"))
+
+
+def test_numbers_that_mean_other_gpus_to_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SAFE_GPU_DRIVER", "simulated:workstation-mixed")
+    says(VISIBLE, "warning", "ambiguous", environment(CUDA_VISIBLE_DEVICES="1"), "PCI_BUS_ID")
+
+
+def test_scopes_that_live_and_scopes_that_leaked(state_dir: Path, child) -> None:
+    assert finding("SAFE_GPU_SCOPE", environment()).status == "passed"
+    outer = child(HOLD.replace("only=0", "only=0, delegate=True").replace('"held"', "os.environ['SAFE_GPU_SCOPE']"))
+    token = outer.hear()
+    says("SAFE_GPU_SCOPE", "passed", f"claim of process {outer.pid}, GPU 0", environment(SAFE_GPU_SCOPE=token))
+    outer.kill()
+    says("SAFE_GPU_SCOPE", "warning", host=environment(SAFE_GPU_SCOPE=token), fix="unset SAFE_GPU_SCOPE")
+
+
+def test_a_limited_address_space(child) -> None:
+    code = (
+        "import resource\nfrom safe_gpu import doctor\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))\n"
+        "found = dict(doctor.CHECKS)['address space limit'](doctor.CheckedHost())\n"
+        "say(found.status, found.detail)"
+    )
+    said = child(code).hear()
+    assert said.startswith("warning limited to 8.0 GiB")
+
+
+def test_a_narrow_mask(fake_gpus) -> None:
+    cpus = sorted(os.sched_getaffinity(0))
+    if len(cpus) < 2:
+        pytest.skip("needs two CPUs")
+    near = ",".join(map(str, cpus))
+    fake_gpus.write({"node_cpus": near}, {"node_cpus": str(cpus[-1])})
+    code = f"import os; os.sched_setaffinity(0, {{int(c) for c in os.environ['MASK'].split(',')}})\n{ASK}"
+
+    def ask(mask: str) -> str:
+        return fake_gpus.python(code, "CPU mask", MASK=mask)
+
+    assert ask(near).startswith("passed")
+    assert "this process may use only some" in ask(str(cpus[-1]))
+    assert ask(str(cpus[0])).startswith("warning|GPU 1: this process may use no CPU")
+
+
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, whose file a policy must be")
+
+
+@as_root
+@pytest.mark.parametrize(
+    ("prepare", "status", "words", "fix"),
+    [
+        ("printf '[default]\nmax_gpus = 4\n[user anna]\nmax_gpus = 1' > $P", "passed", "2 sections", ""),
+        ("printf '[default]\nmax_gpus = many' > $P", "failed", ":2: max_gpus = many is not a number", "line 2"),
+        ("echo '[default]' > $P; chmod 666 $P", "warning", "mode 0666): it is ignored", "as root"),
+        ("echo '[default]' > $P; chown 54321 $P", "warning", "not to root", "as root"),
+        ("ln -s /etc/passwd $P", "warning", "is a link", "as root"),
+        ("true", "warning", "does not exist", "unset SAFE_GPU_POLICY"),
+    ],
+)
+def test_a_policy(tmp_path: Path, prepare: str, status: str, words: str, fix: str) -> None:
+    path = str(tmp_path / "policy.ini")
+    subprocess.run(f"umask 022; {prepare}", shell=True, check=True, env={**os.environ, "P": path}, timeout=60)
+    says("policy file", status, words, environment(SAFE_GPU_POLICY=path), fix)
+
+
+def test_a_host_without_a_policy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("safe_gpu.settings.variables.HOST_FILES", (str(tmp_path / "config.ini"),))
+    says("policy file", "skipped", host=environment())

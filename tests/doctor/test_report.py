@@ -1,0 +1,124 @@
+"""``doctor`` as a whole: it changes nothing, and says first what is wrong."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.findings import FUNCTIONS
+
+from safe_gpu import doctor
+from safe_gpu.cli.commands import main
+from safe_gpu.doctor.check import CheckedHost, Finding
+from safe_gpu.wording.text import display_width
+
+
+def check_document(document: dict[str, Any]) -> None:
+    assert list(document) == ["host", "checks"]
+    assert document["host"] == socket.gethostname()
+    for one in document["checks"]:
+        assert list(one) == ["name", "status", "detail", "fix"]
+        assert all(isinstance(text, str) for text in one.values())
+        assert one["name"]
+        assert one["detail"]
+        assert one["status"] in ("passed", "warning", "failed", "skipped")
+
+
+def test_a_host_without_faults_passes_and_stays_as_it_was(state_dir: Path) -> None:
+    checks = doctor.run_checks()
+    assert [one.name for one in checks] == list(FUNCTIONS)
+    # A container may well be the place where the tests run.
+    places = (
+        "shared state directory",
+        "visible processes",
+        "removal of old files",
+        "Python packages",
+        "address space limit",
+        "MPS",
+        "shared installation",
+    )
+    assert {
+        one.name: one.detail for one in checks if one.status in ("failed", "warning") and one.name not in places
+    } == {}
+    assert doctor.exit_code([one for one in checks if one.name not in places]) == 0
+    assert not state_dir.exists()
+    check_document(json.loads(json.dumps(doctor.to_dict(checks))))
+
+
+def test_a_check_that_breaks_is_failed_and_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(host: CheckedHost) -> Finding:
+        raise ZeroDivisionError("a strange host")
+
+    monkeypatch.setattr(doctor, "CHECKS", (("first", broken), ("platform", FUNCTIONS["platform"])))
+    first, second = doctor.run_checks()
+    assert first.status == "failed"
+    assert "ZeroDivisionError: a strange host" in first.detail
+    assert second.status == "passed"
+    assert doctor.exit_code([first, second]) == 1
+    assert doctor.exit_code([second]) == 0
+
+
+def test_a_fact_is_asked_for_once_and_the_driver_is_closed(monkeypatch: pytest.MonkeyPatch, state_dir: Path) -> None:
+    from safe_gpu.drivers.simulated import SimulatedDriver
+
+    calls: list[str] = []
+    for name in ("snapshot", "close"):
+        real = getattr(SimulatedDriver, name)
+        monkeypatch.setattr(
+            SimulatedDriver, name, lambda self, name=name, real=real: (calls.append(name), real(self))[1]
+        )
+    doctor.run_checks()
+    assert calls == ["snapshot", "close"]
+
+
+FOUND = [
+    doctor.Check("platform", "passed", "Linux"),
+    doctor.Check("policy file", "skipped", "there is none"),
+    doctor.Check("file locks", "warning", "host.lock was held by others for 3.0 s", "look for a process " + "x" * 130),
+    doctor.Check("GPU driver", "failed", "it does not answer " * 9, "restart the driver"),
+    doctor.Check("clock", "warning", "a claim began in the future", "set the clock"),
+]
+
+
+@pytest.mark.parametrize("width", [40, 80, 120])
+@pytest.mark.parametrize("color", [False, True])
+def test_the_report_says_first_what_is_wrong(width: int, color: bool) -> None:
+    text = doctor.render_checks(FOUND, color=color, width=width)
+    assert ("\x1b[31mfailed\x1b[0m" in text, "\x1b[33mwarning\x1b[0m" in text) == (color, color)
+    lines = re.sub(r"\x1b\[[0-9]+m", "", text).splitlines()
+    assert [line.split(": ")[0] for line in lines if line[:1].strip()] == [
+        "failed   GPU driver", "warning  file locks", "warning  clock", lines[-1],
+    ]  # fmt: skip
+    assert sum(line.startswith(" " * 9 + "fix: ") for line in lines) == 3
+    assert lines[-1] == "1 passed, 1 skipped, 1 failed, 2 warnings (-v lists all)"
+    (long,) = [line for line in lines if display_width(line) > width and line != lines[-1]]
+    assert long.strip() == "x" * 130, "what is to be copied is whole"
+
+
+def test_the_report_of_all_checks() -> None:
+    lines = doctor.render_checks(FOUND, color=False, width=80, verbose=True).splitlines()
+    assert lines[-4:-2] == ["passed   platform: Linux", "skipped  policy file: there is none"]
+    assert lines[-1] == "1 passed, 1 skipped, 1 failed, 2 warnings"
+    assert doctor.render_checks(FOUND[:1], color=False, width=80) == "1 passed (-v lists all)"
+
+
+def test_from_the_command_line(state_dir: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    main(["doctor"])
+    assert "GPU driver" not in capsys.readouterr().out
+    main(["doctor", "-v"])
+    assert "passed   GPU driver: simulated:dgx-a100 " in capsys.readouterr().out
+    monkeypatch.setenv("SAFE_GPU_DRIVER", "nvidia-smi")
+    monkeypatch.setenv("PATH", str(state_dir))
+    assert main(["doctor"]) == 1
+    assert capsys.readouterr().out.startswith("failed   GPU driver: ")
+    assert main(["doctor", "--json"]) == 1
+    document = json.loads(capsys.readouterr().out)
+    check_document(document)
+    by_name = {one["name"]: one for one in document["checks"]}
+    assert by_name["GPU driver"]["status"] == "failed"
+    assert by_name["compute mode"]["status"] == "skipped"
+    assert by_name["platform"]["status"] == "passed"

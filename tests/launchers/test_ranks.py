@@ -1,0 +1,103 @@
+"""One GPU per process: multiprocessing in each of its ways, launchers, torchrun and PyTorch's DataLoader.
+
+PyTorch for CPUs is enough: the GPUs are simulated.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.gpus import PACKAGE_ROOT
+from support.processes import free_port
+from support.real import REQUIRED
+
+LOADER = Path(__file__).parent / "loader.py"
+PROGRAM = Path(__file__).parent / "rank.py"
+
+
+class Ranks:
+    """Ranks of one run: they live in one state directory and leave their facts in another."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.program = str(PROGRAM)
+
+    def start(self, *command: object, **environment: str) -> subprocess.Popen[str]:
+        """Start a command with safe_gpu on its path."""
+        return subprocess.Popen(
+            [str(word) for word in command],
+            env={**os.environ, "PYTHONPATH": str(PACKAGE_ROOT), **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            text=True,
+        )
+
+    def finish(self, *processes: subprocess.Popen[str]) -> str:
+        """Wait for all; their output. Fails with it where one failed."""
+        outputs = [process.communicate(timeout=100)[0] for process in processes]
+        assert [process.returncode for process in processes] == [0] * len(processes), "\n".join(outputs)
+        return "\n".join(outputs)
+
+    def facts(self) -> list[dict[str, Any]]:
+        """What each rank held while all held theirs, by GPU."""
+        facts = [json.loads(path.read_text()) for path in self.directory.glob("*.json")]
+        return sorted(facts, key=lambda fact: fact["gpus"])
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> Ranks:
+    return Ranks(tmp_path)
+
+
+@pytest.mark.parametrize(("method", "failing"), [("fork", 1), ("spawn", -1), ("forkserver", -1)])
+def test_multiprocessing(ranks: Any, method: str, failing: int) -> None:
+    """One of those that are forked fails once it has its GPU, which leaves nothing behind either."""
+    ranks.finish(ranks.start(sys.executable, ranks.program, ranks.directory, 4, method, failing))
+    assert [fact["gpus"] for fact in ranks.facts()] == [[0], [1], [2], [3]]
+    assert [fact["visible"] for fact in ranks.facts()] == ["0", "1", "2", "3"]
+
+
+def test_the_environment_of_a_launcher(ranks: Any) -> None:
+    """It is there before the first line of the script runs, so a claim can be that line."""
+    rank, size = "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"
+    started = [
+        ranks.start(sys.executable, ranks.program, ranks.directory, 2, **{rank: str(number), size: "2"})
+        for number in range(2)
+    ]
+    ranks.finish(*started)
+    assert [fact["gpus"] for fact in ranks.facts()] == [[0], [1]]
+    assert {fact["local_rank"] for fact in ranks.facts()} == {0, 1}
+    assert {fact["local_size"] for fact in ranks.facts()} == {2}
+
+
+# PyTorch
+
+
+needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None and not REQUIRED, reason="needs PyTorch")
+
+
+@needs_torch
+@pytest.mark.timeout(180)
+def test_torchrun(ranks: Any) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", 4]
+    rendezvous = ["--master-addr", "127.0.0.1", "--master-port", free_port()]
+    ranks.finish(ranks.start(*torchrun, *rendezvous, ranks.program, ranks.directory, 4))
+    assert [fact["gpus"] for fact in ranks.facts()] == [[0], [1], [2], [3]]
+    assert {fact["local_rank"] for fact in ranks.facts()} == {0, 1, 2, 3}
+    assert {fact["local_size"] for fact in ranks.facts()} == {4}
+
+
+@needs_torch
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_data_loader_workers_hold_nothing(ranks: Any, method: str) -> None:
+    claim_all = [sys.executable, "-m", "safe_gpu", "run", "-n", "8", "--timeout", "0", "--", "true"]
+    ranks.finish(ranks.start(sys.executable, LOADER, method, *claim_all))

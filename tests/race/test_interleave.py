@@ -1,0 +1,53 @@
+"""tools/interleave.py finds what was broken on purpose, and a schedule that it prints shows the same again."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TOOL = Path(__file__).parents[2] / "tools" / "interleave.py"
+
+pytestmark = [
+    pytest.mark.skipif(not TOOL.exists(), reason="this is not a checkout: there is no tools/ here"),
+    pytest.mark.timeout(300),
+]
+
+
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, for several users")
+
+
+def interleave(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, str(TOOL), "--jobs", "1", *words], capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(
+    ("broken", "scene", "begin", "fault"),
+    [
+        ("outer", "nested-directories", "A A^", "GPU 0 is booked twice: C has all of it, B has all of it"),
+        ("inner", "nested-directories", "A B A!", "GPU 0 is booked twice: B has all of it, C has all of it"),
+        ("poll", "queue-stranger", "A B C D C D C D C D C D A", "D has GPU [0] before C, whose ticket is 1"),
+        pytest.param("turns", "queue-turns", "", "C has GPU [0] before D, whose ticket is 3", marks=as_root),
+    ],
+)
+def test_a_broken_build_is_caught_and_the_schedule_repeated(broken: str, scene: str, begin: str, fault: str) -> None:
+    done = interleave("--scene", scene, "--break", broken, "--begin", begin)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert fault in done.stdout
+    command = re.search(r"tools/interleave.py (--scene .*)", done.stdout)
+    assert command is not None
+    again = interleave(*shlex.split(command[1]), "--break", broken)
+    assert again.returncode == 1, again.stdout + again.stderr
+    assert fault in again.stdout
+    assert interleave(*shlex.split(command[1])).returncode == 0, "the schedule is harmless where nothing is broken"
+
+
+def test_a_schedule_is_always_the_same() -> None:
+    first, second = (interleave("--scene", "queue", "--replay", "A9 B A!") for _ in range(2))
+    assert first.returncode == 0, first.stdout + first.stderr
+    assert first.stdout.replace(" ", "") == second.stdout.replace(" ", "") != ""

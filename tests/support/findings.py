@@ -1,0 +1,90 @@
+"""What one check of ``doctor`` finds, also on hosts that are made up."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.gpus import PACKAGE_ROOT
+
+from safe_gpu import doctor
+from safe_gpu.doctor.check import CheckedHost, Finding
+from safe_gpu.drivers.presets import preset
+
+UUIDS = [gpu.uuid for gpu in preset("dgx-a100").gpus()]
+FUNCTIONS = dict(doctor.CHECKS)
+
+
+HOLD = """
+from safe_gpu.runtimes.placeholders import NoPlaceholder
+import safe_gpu, os, time
+safe_gpu.claim_gpus(1, NoPlaceholder(), affinity=None, only=0)
+say("held"); listen()
+"""
+
+
+ASK = """
+import sys
+from safe_gpu import doctor
+found = dict(doctor.CHECKS)[sys.argv[1]](doctor.CheckedHost())
+print(found.status, found.detail, found.fix, sep="|")
+"""
+
+
+def finding(name: str, host: CheckedHost | None = None) -> Finding:
+    """What one check finds; what is wrong has a fix of one line, what is not has none."""
+    found = FUNCTIONS[name](host or CheckedHost())
+    assert bool(found.fix) == (found.status in ("warning", "failed"))
+    assert "\n" not in found.fix
+    return found
+
+
+def says(name: str, status: str, detail: str = "", host: CheckedHost | None = None, fix: str = "") -> None:
+    """That a check finds this, with these words in its text and in its fix."""
+    found = finding(name, host)
+    assert (found.status, detail in found.detail, fix in found.fix) == (status, True, True), found
+
+
+def environment(**variables: str) -> CheckedHost:
+    return CheckedHost(environ=variables)
+
+
+def rooted(tmp_path: Path, files: dict[str, str], path: str = "/tmp/safe-gpu") -> CheckedHost:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    host = CheckedHost(root=str(tmp_path))
+    host.path = path
+    return host
+
+
+def in_namespace(setup: str, check: str, *flags: str, user: int = 0, **variables: str) -> Finding:
+    """What a check finds in a mount (or process) namespace of its own, after some shell commands there."""
+    if os.geteuid() != 0 or shutil.which("unshare") is None:
+        pytest.skip("needs root, and unshare, to make namespaces")
+    code = (
+        "import json, os, sys\n"
+        "from safe_gpu import doctor\n"
+        "host = doctor.CheckedHost()\n"
+        "host.snapshot  # while this interpreter can still be read\n"
+        f"os.setresuid({user}, {user}, {user})\n"
+        f"found = dict(doctor.CHECKS)[{check!r}](host)\n"
+        "print(json.dumps([found.status, found.detail, found.fix]))"
+    )
+    command = ["unshare", *(flags or ["-m"]), "sh", "-c", f'{setup} && exec "$@"', "sh", sys.executable, "-c", code]
+    run = subprocess.run(
+        command,
+        env={**os.environ, "PYTHONPATH": str(PACKAGE_ROOT), **variables},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    if run.returncode and ("unshare" in run.stderr or "mount:" in run.stderr):
+        pytest.skip(f"no namespaces here: {run.stderr.strip()}")
+    assert run.returncode == 0, run.stderr
+    return Finding(*json.loads(run.stdout))

@@ -1,0 +1,109 @@
+"""Claims in forked children of this process, and what they tell."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import pickle
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import safe_gpu
+
+
+def in_child(work: Callable[[], Any]) -> Any:
+    """What ``work`` returns in a forked child of this process, where masks and memory policies may be changed."""
+    receiving, sending = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            try:
+                answer = (True, work())
+            except BaseException:
+                answer = (False, traceback.format_exc())
+            with os.fdopen(sending, "wb") as pipe:
+                pickle.dump(answer, pipe)
+        finally:
+            os._exit(0)
+    os.close(sending)
+    with os.fdopen(receiving, "rb") as pipe:
+        done, value = pickle.load(pipe)
+    os.waitpid(pid, 0)
+    if not done:
+        pytest.fail(value)
+    return value
+
+
+def in_fork(work: Callable[[], Any]) -> Any:
+    """What ``work`` returns in a forked child, as JSON has it; where it fails by an error of ours, what that tells."""
+
+    def answer() -> str:
+        try:
+            return json.dumps(work())
+        except safe_gpu.SafeGpuError as err:
+            return json.dumps(told(err))
+
+    return json.loads(in_child(answer))
+
+
+def told(err: Exception) -> tuple[str, str, dict[str, object]]:
+    """The name of an error, its message, and its short attributes."""
+    attributes = {name: value for name, value in vars(err).items() if isinstance(value, str | int | tuple)}
+    return (
+        type(err).__name__,
+        str(err),
+        {k: v for k, v in attributes.items() if k not in ("message", "verdicts", "processes")},
+    )
+
+
+VARIABLES = (*("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"), "CUDA_DEVICE_ORDER")
+IN_A_PROCESS = """
+import ctypes, json, os, subprocess, sys, threading
+import safe_gpu
+from safe_gpu import CudaPlaceholder, NoPlaceholder
+from safe_gpu.claim import history_entry as recheck
+def initialize():
+    lib = ctypes.CDLL("libcuda.so.1")
+    assert lib.cuInit(0) == 0
+def claim(*arguments, **options):
+    try:
+        return safe_gpu.claim_gpus(*arguments, **{"timeout": 0, "affinity": None, **options}).devices_taken
+    except safe_gpu.SafeGpuError as err:
+        return told(err)
+def variables():
+    return {name: os.environ[name] for name in (*VARIABLES, "SAFE_GPU_SCOPE") if name in os.environ}
+"""
+
+
+def forked(host: Any, code: str, **environment: str) -> Any:
+    """What ``code`` leaves in ``out`` in a child with these fake GPUs, to which CUDA and HIP are new."""
+    import filelock  # noqa: F401 - here, so that no child has to
+    import pynvml
+
+    from safe_gpu.drivers.nvidia import nvml
+
+    class ByPath(next(kind for kind in ctypes.CDLL.__mro__ if kind.__module__ == "ctypes")):  # type: ignore[misc]
+        """Libraries as a process finds them that is started with this LD_LIBRARY_PATH."""
+
+        def __init__(self, name: str | None, mode: int = ctypes.DEFAULT_MODE, **options: Any) -> None:
+            if name and not mode & os.RTLD_NOLOAD:
+                paths = [os.path.join(place, name) for place in os.environ["LD_LIBRARY_PATH"].split(":")]
+                name = next(filter(os.path.exists, paths), name)
+            super().__init__(name, mode, **options)
+
+    seen = {**host.env, **environment}
+
+    def work() -> Any:
+        os.environ.update(seen)
+        ctypes.CDLL = pynvml.CDLL = ByPath
+        pynvml.nvmlLib, pynvml._nvmlGetFunctionPointer_cache = None, {}
+        nvml._KNOWN = nvml.KnownGpus()  # of the hosts of other tests
+        space = {"out": {}, "told": told, "in_fork": in_fork, "VARIABLES": VARIABLES}
+        exec(IN_A_PROCESS + code, space)
+        return space["out"]
+
+    return in_fork(work)

@@ -1,0 +1,51 @@
+"""What a test may leave in its process by mistake: variables, bindings, threads, descriptors."""
+
+from __future__ import annotations
+
+import os
+import threading
+from contextlib import suppress
+from typing import NamedTuple
+
+from safe_gpu.affinity.memory_policy import MemoryPolicy, get_policy
+
+
+class ProcessState(NamedTuple):
+    """This process now; ``masks`` are those of the CPUs of each thread, and ``policy`` is the caller's."""
+
+    environment: dict[str, str]
+    masks: dict[str, set[int]]
+    policy: MemoryPolicy | None
+    threads: list[str]
+    descriptors: dict[str, str]
+
+    def changes(self, before: ProcessState) -> dict[str, object]:
+        """What is different now, by its name: the earlier value and this one, or of a mapping only what differs.
+
+        A thread that has ended since then, or was only about to end, counts for nothing.
+        """
+        found: dict[str, object] = {}
+        for name, then, now in zip(self._fields, before, self, strict=True):
+            if isinstance(then, dict) and isinstance(now, dict):
+                keys = then.keys() & now.keys() if name == "masks" else then.keys() | now.keys()
+                pairs = {key: (then.get(key), now.get(key)) for key in keys}
+                if different := {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}:
+                    found[name] = different
+            elif then != now:
+                found[name] = (then, now)
+        return found
+
+
+def process_state() -> ProcessState:
+    """Return what this process has now."""
+    masks, descriptors, policy = {}, {}, None
+    for tid in os.listdir("/proc/self/task"):
+        with suppress(ProcessLookupError):  # join() returns before the kernel has ended the thread
+            masks[tid] = os.sched_getaffinity(int(tid))
+    for number in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # the one that lists them
+            descriptors[number] = os.readlink(f"/proc/self/fd/{number}")
+    with suppress(OSError):  # a container's filter
+        policy = get_policy()
+    environment = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+    return ProcessState(environment, masks, policy, sorted(one.name for one in threading.enumerate()), descriptors)

@@ -1,0 +1,283 @@
+#!/usr/bin/env python3
+"""Tries all orders in which processes can make the system calls by which claims see each other.
+
+    tools/interleave.py                              every scene, with at most one preemption
+    tools/interleave.py --scene nested --preemptions 2 --sample 20000
+    tools/interleave.py --scene nested-directories --replay 'A A!2 C B'
+
+The processes are real, and so are their locks and names; each stands before every step until it is let go on. A
+schedule says who goes on, and for how many steps: 'A41 B C' lets A make 41, then B and C as many as they can. 'A!2'
+kills A and closes two of its descriptors, from the highest down ('A^2' up, 'A%2' names first, 'A&2' files first), and
+'A~' interrupts it; 'a' is a thread of A. The exit status is 1 if a schedule ended with a GPU given twice or lost, a
+waiter that was passed, or a process that never ends.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import mmap
+import os
+import random
+import re
+import signal
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+from common import parser_with_seed, simulate
+from interleave_host import Host, Move, Ran, Run, Schedule, VoidError, end_with_parent
+from interleave_racer import DEATHS, ENDLESS, GO, HELD, INTERRUPT
+from interleave_scenes import SCENES, WOUNDS, Scene
+
+from safe_gpu.claim.search import search
+from safe_gpu.coordination.queue import listing as queue
+
+_ENOUGH = 3  # faults of one scene
+_REPORT_INTERVAL = 60.0  # seconds
+_MOST_MISSES = 300  # draws one after the other, all of what was tried
+_LOOKS = re.compile(f"(pread|read|poll|connect) |.*{HELD}$")  # steps that change nothing
+
+
+class Node(NamedTuple):
+    """A schedule to try.
+
+    Attributes:
+        preemptions: that it has.
+        struck: whether somebody is killed or interrupted in it.
+        state: in which its last move is made.
+    """
+
+    schedule: Schedule = ()
+    preemptions: int = 0
+    struck: bool = False
+    state: int = 0
+
+    @property
+    def mark(self) -> int:
+        """Return what is the same if all that comes is."""
+        return hash((self.state, str(self.schedule[-1:]), self.preemptions, self.struck))
+
+
+def children(scene: Scene, node: Node, made: list[Ran], most: int) -> Iterator[Node]:
+    """Yield the schedules that go on otherwise than a run did, after what it was asked for. Each comes of one run."""
+    done: Schedule = ()
+    for number, ran in enumerate(made):
+        name, free = ran.move.task, number >= len(node.schedule)
+        if free:
+            here = node._replace(schedule=done, state=ran.states[0])
+            yield from _strikes(scene, here, ran.alive, 0)
+            for other, preempts in ran.before.items():
+                if other != name and node.preemptions + preempts <= most:
+                    yield _next(here, Move(other), preempts)
+        if ran.move.steps == ENDLESS and number >= len(node.schedule) - 1:
+            for steps, last in enumerate(ran.steps[:-1], 1):
+                there = (*done, ran.move._replace(steps=steps))
+                here = node._replace(schedule=there, state=ran.states[steps])
+                if steps <= ran.living and not _LOOKS.match(last):  # to be killed before a look is the same
+                    yield from _strikes(scene, here, ran.alive & {name}, 0)
+                if node.preemptions < most:
+                    yield from _strikes(scene, here, ran.alive - {name}, 1)
+                    yield from (_next(here, Move(other), 1) for other, since in ran.others.items() if since <= steps)
+        done = (*done, ran.move)
+
+
+def _next(node: Node, move: Move, cost: int) -> Node:
+    return node._replace(schedule=(*node.schedule, move), preemptions=node.preemptions + cost)
+
+
+def _strikes(scene: Scene, node: Node, whom: Iterable[str], cost: int) -> Iterator[Node]:
+    """Yield the schedules in which one of these is killed or interrupted now."""
+    for name in () if node.struck else sorted(whom):
+        for kind in (scene.deaths if name in scene.kill else "") + (INTERRUPT if name in scene.interrupt else ""):
+            yield _next(node, Move(name, kind=kind), cost)._replace(struck=True)
+
+
+class _EnoughError(Exception):
+    """The search is over."""
+
+
+class Search:
+    """Tries the schedules of one scene.
+
+    Args:
+        args: of the command line.
+        seconds: only so long, drawn at random.
+
+    Attributes:
+        schedules: how many were tried.
+        faults: schedules, and what is wrong.
+    """
+
+    def __init__(self, scene: str, args: Any, seconds: float) -> None:
+        self._name = scene
+        self._most, self._sample, self._seconds, self._wound = args.preemptions, args.sample, seconds, args.wound
+        begin = parse(args.begin)
+        self._root = Node(begin, struck=any(move.kind != GO for move in begin))
+        self._chance = random.Random(args.seed)
+        self._tried: dict[Schedule, list[Node]] = {}
+        self._marks: set[int] = set()
+        self.schedules = self._alike = self._void = 0
+        self.faults: list[tuple[str, list[str]]] = []
+
+    def run(self) -> None:
+        """Try them, and print what came of it."""
+        signal.signal(signal.SIGTERM, lambda *about: sys.exit(1))  # and not before the host is cleared away
+        self._began = time.monotonic()
+        self._due = self._began + _REPORT_INTERVAL
+        self._host = Host(SCENES[self._name], self._wound)
+        try:
+            if self._sample is None and self._seconds == math.inf:
+                self._try_all()
+            else:
+                first, misses = list(self._try(self._root)), 0
+                while misses < _MOST_MISSES:
+                    misses = 0 if self._draw(first) else misses + 1
+        except _EnoughError:
+            pass
+        finally:
+            self._host.close()
+        took = time.monotonic() - self._began
+        text = f"{self._name:28} {self.schedules:6} schedules, {self._alike:6} like others, {self._void:4} void, "
+        text += f"{took:5.0f} s, {took * 1000 / self.schedules:4.0f} ms each, {len(self.faults)} faults"
+        for schedule, faults in self.faults:
+            again = f"tools/interleave.py --scene {self._name} --replay '{schedule}'"
+            text += f"\nFAULT: {'; '.join(faults)}\n    {again}"
+        print(text, flush=True)
+
+    def _try(self, node: Node) -> Iterator[Node]:
+        try:
+            run = Run(self._host, node.schedule)
+        except VoidError:
+            self._void += 1
+            return iter(())
+        self.schedules += 1
+        if run.faults:
+            self.faults.append((" ".join(map(str, node.schedule)), run.faults))
+        now = time.monotonic()
+        if now >= self._due:
+            self._due = now + _REPORT_INTERVAL
+            print(f"{self._name}: {self.schedules} schedules", file=sys.stderr, flush=True)
+        late = now - self._began > self._seconds
+        if len(self.faults) == _ENOUGH or self.schedules == self._sample or late:
+            raise _EnoughError
+        for number, ran in enumerate(run.made[len(node.schedule) :], len(node.schedule)):
+            done = tuple(one.move for one in run.made[: number + 1])
+            self._marks.add(node._replace(schedule=done, state=ran.states[0]).mark)
+        return children(SCENES[self._name], node, run.made, self._most)
+
+    def _try_all(self) -> None:
+        """Try all schedules, but of those that come to the same state and go on alike only one."""
+        stack = [self._root]
+        while stack:
+            for node in self._try(stack.pop()):
+                if node.mark in self._marks:
+                    self._alike += 1
+                else:
+                    self._marks.add(node.mark)
+                    stack.append(node)
+
+    def _draw(self, below: list[Node]) -> bool:
+        """Go from schedule to schedule by chance, to one that has all that it may. Returns whether any was new."""
+        new, depth = False, 0
+        while below:
+            node = self._chance.choice(below)
+            if node.schedule not in self._tried:
+                found = list(self._try(node))
+                self._tried[node.schedule] = [] if depth else found  # of all it would be too much
+                below, new = found, True
+            else:
+                below = self._tried[node.schedule]
+            depth += 1
+        return new
+
+
+def parse(text: str) -> Schedule:
+    """Return the schedule that was printed so."""
+    moves = []
+    for word in text.split():
+        found = re.fullmatch(rf"([A-F]|[a-f]+)([{''.join(map(re.escape, (*DEATHS, INTERRUPT)))}]?)(\d*)", word)
+        if found is None:
+            raise SystemExit(f"{word!r} is no move: A, A17, A!, A!2, A~ are some")
+        moves.append(Move(found[1], int(found[3] or ENDLESS), found[2] or GO))
+    return tuple(moves)
+
+
+def replay(scene: str, wound: str, schedule: Schedule) -> int:
+    """Make one schedule, and print each step of it."""
+    host = Host(SCENES[scene], wound)
+    try:
+        run = Run(host, schedule)
+    except VoidError as err:
+        print(f"there is no such schedule: {err}", file=sys.stderr)
+        return 2
+    finally:
+        host.close()
+    number = 0
+    for ran in run.made:
+        print(f"-- {ran.move}")
+        for one in ran.log:
+            number += isinstance(one, str)
+            told = one if isinstance(one, str) else " ".join(map(str, one)).upper()
+            print(f"{number:5} {'  ' * (ord(ran.move.task[0].upper()) - ord('A'))}{ran.move.task} {told}")
+    for fault in run.faults:
+        print(f"FAULT: {fault}")
+    return 1 if run.faults else 0
+
+
+def main() -> int:
+    parser = parser_with_seed(__doc__, WOUNDS)
+    parser.add_argument("--scene", action="append", metavar="NAME", help="only this one, or those that begin so")
+    parser.add_argument("--preemptions", type=int, default=1, metavar="K", help="at most so many (default 1)")
+    parser.add_argument("--sample", type=int, metavar="N", help="only so many of each scene, drawn at random")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="as many as can be drawn in this time")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="scenes at once")
+    parser.add_argument("--begin", default="", metavar="SCHEDULE", help="only schedules that begin so")
+    parser.add_argument("--replay", metavar="SCHEDULE", help="make this one, of one scene, and print its steps")
+    parser.add_argument("--checkout", metavar="DIR", help="of the package that the processes import; default: this")
+    args = parser.parse_args()
+    if os.environ.get("PYTHONHASHSEED") != "0":  # the order of sets is part of a schedule
+        there = {"SAFE_GPU_CHECKOUT": args.checkout} if args.checkout else {}
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, "PYTHONHASHSEED": "0", **there})
+    logging.getLogger("safe_gpu").addHandler(logging.NullHandler())
+    simulate("gpus-1", "/nonexistent")
+    os.sched_yield = lambda: None
+    search._import_all = lambda: None  # type: ignore[assignment]
+    queue._TICK = 1 << 62  # files change faster than their times, as the clock of the racers goes
+    names = [name for name in SCENES if any(map(name.startswith, args.scene or [""]))]
+    names = [name for name in names if not (SCENES[name].users and os.geteuid())]
+    if args.replay is not None:
+        return replay(args.scene[0], args.wound, parse(args.replay))
+    seconds = args.minutes * 60 * args.jobs / len(names)
+    left, more = os.pipe()
+    os.write(more, bytes(range(len(names))))
+    os.close(more)
+    counts = memoryview(mmap.mmap(-1, mmap.PAGESIZE)).cast("q")  # schedules and faults of each job
+    workers = [_work(names, left, args, seconds, counts[2 * job : 2 * job + 2]) for job in range(args.jobs)]
+    failed = sum(os.waitpid(pid, 0)[1] for pid in workers)
+    print(f"{sum(counts[::2])} schedules, {sum(counts[1::2])} with faults")
+    return 1 if failed or any(counts[1::2]) else 0
+
+
+def _work(names: list[str], left: int, args: Any, seconds: float, counts: memoryview) -> int:
+    """Start a process that searches one scene after the other. Returns its pid."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            end_with_parent(signal.SIGTERM)
+            while number := os.read(left, 1):
+                one = Search(names[number[0]], args, seconds)
+                one.run()
+                counts[0] += one.schedules
+                counts[1] += len(one.faults)
+            code = 0
+        finally:
+            sys.stdout.flush()
+            os._exit(code)
+    return pid
+
+
+if __name__ == "__main__":
+    sys.exit(main())

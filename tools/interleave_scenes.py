@@ -1,0 +1,519 @@
+"""What racers do in each scene, and the referee: who may have which GPU, by what they said and by nothing else."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import time
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from interleave_racer import Racer
+
+import safe_gpu
+from safe_gpu.claim.host import outer_claim as outer
+from safe_gpu.claim.host import polls as view
+from safe_gpu.claim.search import names_of_look as gpu_names
+from safe_gpu.claim.search import search
+from safe_gpu.coordination import socket_names as names
+from safe_gpu.coordination.leases import file_names as leases
+from safe_gpu.coordination.locks import legacy_lock as legacy
+from safe_gpu.coordination.queue import predecessors, waiter
+from safe_gpu.coordination.queue.ticket import TicketRequest, encode_ticket
+from safe_gpu.drivers.preset_parts import Preset
+from safe_gpu.drivers.presets import PRESETS
+from safe_gpu.drivers.simulated import SimulatedDriver
+
+_HOST = PRESETS["dgx-a100"]
+for _number in (1, 2):
+    PRESETS[f"gpus-{_number}"] = Preset(f"gpus-{_number}", _HOST.cpus, _HOST.devices[:_number])
+GIB = 1 << 30
+CAPACITY = (_HOST.devices[0].mib << 20) - GIB // 2  # of one GPU, about, bytes
+
+_FIRST_USER = 12000
+_import_all, _refresh = search._import_all, predecessors.Predecessors.refresh
+
+Act = Callable[[Racer], None]
+
+
+class Plan(NamedTuple):
+    """What one racer does.
+
+    Attributes:
+        act: in the racer.
+        at: the number of its state directory.
+        inside: the racer inside whose claim it claims.
+        after: it begins when that one has its GPUs, or is over.
+        shares: whether it claims a share.
+    """
+
+    act: Act
+    at: int = 1
+    inside: str = ""
+    after: str = ""
+    shares: bool = False
+
+
+def claims(
+    nb_gpus: int = 1,
+    *,
+    at: int = 1,
+    inside: str = "",
+    after: str = "",
+    hold: float = 0.03,
+    times: int = 1,
+    context: bool = False,
+    ends: str = "by release",
+    older: bool = False,
+    **options: Any,
+) -> Plan:
+    """A racer that claims, holds and gives back; or that becomes a command, which exits."""
+    options = {"timeout": 0, **options}
+
+    def act(racer: Racer) -> None:
+        os.environ["SAFE_GPU_LEGACY_LOCK"] = "auto" if older else "never"
+        if inside:
+            os.environ["SAFE_GPU_SCOPE"] = _scope(racer.base, inside)
+        for _ in range(times):
+            placeholder = None if context else safe_gpu.NoPlaceholder()
+            try:
+                owner = safe_gpu.GPUOwner(nb_gpus, placeholder, affinity=None, **options)
+            except (safe_gpu.SafeGpuError, KeyboardInterrupt) as err:
+                racer.say("refused", type(err).__name__)
+                continue
+            if options.get("delegate"):
+                with open(f"{racer.base}/scope-{racer.name}", "w") as file:
+                    file.write(os.environ["SAFE_GPU_SCOPE"])
+            racer.say("has", [gpu.index for gpu in owner.gpus], owner.share)
+            try:
+                if ends == "by exec":
+                    owner.keep_across_exec()
+                    racer.exec()
+                time.sleep(hold)
+                racer.say("gives back")
+                if ends == "by exec":
+                    racer.die()
+                owner.release_gpus()
+            except KeyboardInterrupt:
+                racer.say("gives back")
+                owner.release_gpus()
+
+    return Plan(act, at, inside, after or inside, "share" in options)
+
+
+def _scope(base: str, racer: str) -> str:
+    """Return what the claim of a racer passes on to its children; before it has claimed, what names no claim."""
+    try:
+        with open(f"{base}/scope-{racer}") as file:
+            return file.read()
+    except FileNotFoundError:
+        return "0" * 16
+
+
+def stranger(gpu: int, hold: float = 0.03) -> Plan:
+    """A process without safe_gpu that is on a GPU for a while."""
+
+    def act(racer: Racer) -> None:
+        driver = SimulatedDriver(os.environ["SAFE_GPU_DRIVER"].partition(":")[2])
+        with driver.occupy(driver.idle.gpus[gpu].uuid):
+            racer.say("comes", [gpu])
+            time.sleep(hold)
+        racer.say("goes")
+
+    return Plan(act)
+
+
+def old_package(hold: float = 0.03) -> Plan:
+    """Safe-gpu 2.0: an exclusive lock, a look at the driver, a context, the lock given back."""
+
+    def act(racer: Racer) -> None:
+        driver = SimulatedDriver(os.environ["SAFE_GPU_DRIVER"].partition(":")[2])
+        with open(legacy.LOCK_FILE, "a") as file:
+            fcntl.lockf(file.fileno(), fcntl.LOCK_EX)
+            free = [gpu for gpu in driver.snapshot().gpus if not gpu.processes]
+            context = driver.occupy(free[0].uuid) if free else None
+            if context is not None:
+                racer.say("has", [free[0].index], None)
+            fcntl.lockf(file.fileno(), fcntl.LOCK_UN)
+        if context is None:
+            racer.say("refused", "by the driver")
+            return
+        time.sleep(hold)
+        racer.say("gives back")
+        context.close()
+
+    return Plan(act)
+
+
+def drains(gpu: int, hold: float = 0.03) -> Plan:
+    """The owner of the state directory drains a GPU for a while."""
+
+    def act(racer: Racer) -> None:
+        path = os.path.join(os.environ["SAFE_GPU_DIR"], "drained")
+        with open(f"{path}.new", "w") as file:
+            file.write(f"{_HOST.devices[gpu].uuid} a fan\n")
+        os.rename(f"{path}.new", path)
+        racer.say("drains", [gpu])
+        time.sleep(hold)
+        racer.say("undrains", [gpu])
+        os.unlink(path)
+
+    return Plan(act)
+
+
+class Scene:
+    """Racers, named A, B, C in this order.
+
+    Args:
+        gpus: of the host.
+        kill: the racers of which one is killed, at any step.
+        deaths: how: keys of DEATHS.
+        interrupt: those of which one gets SIGINT, at any step.
+        served: how many claims must get their GPUs, if nobody is killed or interrupted.
+        in_turn: who has the earlier ticket gets its GPUs first, or by ``users`` who has the lower turn.
+        users: a letter for each racer, its user; they are served by turns. Needs root.
+    """
+
+    def __init__(
+        self,
+        *plans: Plan,
+        gpus: int = 1,
+        kill: str = "",
+        deaths: str = "!^",
+        interrupt: str = "",
+        served: int = 0,
+        in_turn: bool = False,
+        users: str = "",
+    ) -> None:
+        self.plans = dict(zip("ABCDEF", plans, strict=False))
+        self.gpus = gpus
+        self.kill = kill
+        self.deaths = deaths
+        self.interrupt = interrupt
+        self.served = served
+        self.in_turn = in_turn
+        self.users = dict(zip(self.plans, users, strict=False))
+
+    @property
+    def preset(self) -> str:
+        return f"gpus-{self.gpus}"
+
+    def enter(self, name: str, base: str) -> None:
+        """In the process of a racer: have its environment."""
+        os.environ.update(_variables(self, base, self.plans[name].at))
+
+    def become(self, racer: Racer) -> None:
+        """In the process of a racer, when its stand-ins are there: be its user."""
+        if not self.users:
+            return
+
+        def encode(pid: int, request: TicketRequest, turn: float | None = None) -> bytes:
+            racer.say("turn", turn)
+            return encode_ticket(pid, request, turn)
+
+        waiter.encode_ticket = encode  # type: ignore[attr-defined]
+        os.setresuid(*[_FIRST_USER + ord(self.users[racer.name])] * 3)
+
+    @property
+    def slots(self) -> int:
+        """Return how many shares of a GPU there can be."""
+        return sum(plan.shares for plan in self.plans.values())
+
+    @property
+    def directories(self) -> list[int]:
+        """Return the numbers of the state directories."""
+        return sorted({plan.at for plan in self.plans.values()})
+
+
+def _two(**options: Any) -> tuple[Plan, Plan]:
+    return claims(**options), claims(**options)
+
+
+_A, _B, _C = {"at": 1}, {"at": 2}, {"at": 3}
+_OUTER: dict[str, Any] = {"delegate": True}
+_INNER: dict[str, Any] = {"inside": "A"}
+_ANY = "!^%&"
+_BIG, _SMALL = "60GiB", "30GiB"
+_PATIENT: dict[str, Any] = {"timeout": 60}
+
+SCENES: dict[str, Scene] = {
+    # Claim by claim
+    "claims": Scene(claims(), claims(), kill="A", served=1),
+    "claims-3": Scene(claims(), claims(), claims(), served=1),
+    "claims-2-of-2": Scene(claims(2), claims(2), gpus=2, kill="A", served=1),
+    "claims-delegating": Scene(claims(**_OUTER), claims(**_OUTER), kill="A", served=1),
+    "directories-2": Scene(claims(), claims(at=2), kill="A", served=1),
+    "directories-2-delegating": Scene(claims(**_OUTER), claims(at=2, **_OUTER), kill="A", served=1),
+    "directories-2-of-2": Scene(claims(2), claims(2, at=2), gpus=2, kill="A", served=1),
+    "directories-3": Scene(claims(), claims(at=2), claims(at=3), served=1),
+    # Shares: 60 and 30 of 80 GiB do not fit
+    "shares": Scene(claims(share=_BIG), claims(share=_SMALL), kill="A", served=1),
+    "shares-that-fit": Scene(claims(share=_SMALL), claims(share=_SMALL), kill="A", served=2),
+    "shares-3": Scene(claims(share=_BIG), claims(share=_SMALL), claims(share=_SMALL), kill="A", served=1),
+    "shares-whole": Scene(claims(share=_SMALL), claims(), kill="A", served=1),
+    "shares-whole-delegating": Scene(claims(share=_SMALL, **_OUTER), claims(**_OUTER), kill="AB", served=1),
+    "shares-directories": Scene(claims(share=_SMALL), claims(share=_SMALL, at=2), kill="A", served=1),
+    "shares-directories-3": Scene(claims(share=_SMALL), claims(share=_SMALL, at=2), claims(at=3), kill="A", served=1),
+    "shares-whole-directories": Scene(claims(share=_SMALL), claims(at=2), kill="AB", served=1),
+    # Claims inside claims
+    "nested": Scene(claims(**_OUTER), claims(**_INNER), claims(), kill="A", deaths=_ANY),
+    "nested-directories": Scene(claims(**_OUTER), claims(**_INNER), claims(at=2), kill="A", deaths=_ANY),
+    "nested-both-delegate": Scene(claims(**_OUTER), claims(**_INNER), claims(at=2, **_OUTER), kill="A", deaths=_ANY),
+    "nested-inner-elsewhere": Scene(claims(**_OUTER), claims(at=2, **_INNER), claims(), kill="A", deaths=_ANY),
+    "nested-both-elsewhere": Scene(claims(**_OUTER), claims(at=2, **_INNER), claims(at=3), kill="A", deaths=_ANY),
+    "nested-two-inner": Scene(claims(**_OUTER), claims(**_INNER), claims(**_INNER), kill="A", deaths=_ANY),
+    "nested-inner-killed": Scene(claims(**_OUTER), claims(**_INNER), claims(at=2), kill="B", deaths=_ANY),
+    "nested-exec": Scene(claims(ends="by exec", **_OUTER), claims(**_INNER), claims(at=2), kill="A", deaths=_ANY),
+    "nested-share-beside": Scene(claims(**_OUTER), claims(**_INNER), claims(at=2, share=_BIG), kill="A", deaths=_ANY),
+    "nested-waits": Scene(
+        claims(**_OUTER), claims(**_INNER, **_PATIENT), claims(at=2, **_PATIENT), kill="A", deaths=_ANY
+    ),
+    "nested-in-share": Scene(
+        claims(share=_SMALL, **_OUTER), claims(**_INNER), claims(share=_BIG), kill="A", deaths=_ANY
+    ),
+    "nested-in-share-directories": Scene(
+        claims(share=_SMALL, **_OUTER), claims(**_INNER), claims(share=_BIG, at=2), kill="A", deaths=_ANY
+    ),
+    "nested-in-share-whole": Scene(
+        claims(share=_SMALL, **_OUTER), claims(**_INNER), claims(at=2), kill="A", deaths=_ANY
+    ),
+    "nested-in-share-exec": Scene(
+        claims(share=_SMALL, ends="by exec", **_OUTER),
+        claims(**_INNER),
+        claims(share=_BIG, at=2),
+        kill="A",
+        deaths=_ANY,
+    ),
+    # Commands that have taken the place of who claimed
+    "exec": Scene(claims(ends="by exec"), claims(), claims(at=2), kill="A", served=1),
+    "exec-share": Scene(claims(ends="by exec", share=_BIG), claims(share=_SMALL, at=2), kill="A", served=1),
+    # The end of a claim, and who comes then
+    "release": Scene(claims(times=2), claims(times=2), served=1),
+    "release-directories": Scene(claims(times=2, **_OUTER), claims(at=2, times=2), served=1),
+    "release-shares": Scene(claims(times=2, share=_BIG), claims(times=2, share=_SMALL), served=1),
+    # The queue
+    "queue": Scene(claims(), claims(**_PATIENT), claims(**_PATIENT), kill="AB", served=2, in_turn=True),
+    "queue-directories": Scene(claims(), claims(**_PATIENT), claims(at=2, **_PATIENT), kill="A", served=2),
+    "queue-shares": Scene(
+        claims(share=_BIG), claims(share=_BIG, **_PATIENT), claims(share=_SMALL, **_PATIENT), kill="A", served=2
+    ),
+    "queue-large": Scene(claims(), claims(2, **_PATIENT), claims(**_PATIENT), gpus=2, kill="B", in_turn=True, served=2),
+    "queue-stranger": Scene(
+        stranger(1, 0.05),
+        claims(only=0, hold=0.06),
+        claims(2, **_PATIENT),
+        claims(only=0, **_PATIENT),
+        gpus=2,
+        in_turn=True,
+        served=2,
+    ),
+    # A's user holds and waits: the turns are 1.5 of B, 3 of C and 2 of D
+    "queue-turns": Scene(
+        claims(),
+        *(claims(**_PATIENT, after=after) for after in ("A", "A", "A")),
+        kill="B",
+        in_turn=True,
+        served=4,
+        users="aaab",
+    ),
+    "timeouts": Scene(claims(), claims(timeout=0.03), claims(timeout=0.05), in_turn=True),
+    "interrupt": Scene(claims(), claims(**_PATIENT), claims(**_PATIENT), interrupt="B", in_turn=True),
+    "interrupt-claim": Scene(claims(**_OUTER), claims(), interrupt="A"),
+    # Beside others
+    "contexts": Scene(claims(context=True), claims(context=True, at=2), stranger(0), kill="A"),
+    "older": Scene(claims(context=True, older=True, **_PATIENT), old_package(), kill="A"),
+    "older-directories": Scene(claims(context=True, older=True), claims(at=2, context=True, older=True), old_package()),
+    "drain": Scene(drains(0), claims(), claims(**_PATIENT, only=0), kill="B"),
+}
+
+
+_TICKET = re.compile(r"(link|unlink) \d+/queue/(\d+)\.ticket")
+_LEASE = re.compile(r"try (exclusive|shared) \d+/leases/[^:]*$")
+
+
+class Referee:
+    """Hears what racers say, in the order in which they say it, and knows nothing of leases.
+
+    Attributes:
+        faults: what must not be.
+    """
+
+    def __init__(self, scene: Scene) -> None:
+        self.faults: list[str] = []
+        self._scene = scene
+        self._has: dict[str, tuple[list[int], int | None]] = {}
+        self._served = 0
+        self._drained: dict[int, set[str]] = {}
+        self._began: set[str] = set()
+        self._tickets: dict[str, tuple[float, int]] = {}  # turn and number
+        self._waiting: set[str] = set()
+        self._waited: dict[str, tuple[str, ...]] = {}  # who waited when a racer took a lease: others join after that
+        self._stranger_since_wait: set[str] = set()  # racers that may have seen one
+        self._strangers: set[str] = set()
+        self._disturbed = False
+
+    def step(self, who: str, what: str) -> None:
+        """Hear of a step of a racer."""
+        self._began.add(who)
+        if _LEASE.match(what):
+            self._waited[who] = tuple(sorted(self._waiting))
+        if found := _TICKET.match(what):
+            if found[1] == "link":
+                self._tickets[who] = 0.0, int(found[2])
+                self._waiting.add(who)
+            elif self._tickets.get(who, (0.0, 0))[1] == int(found[2]):
+                self._waiting.discard(who)
+
+    def stands(self, who: str) -> None:
+        """Hear that a racer waits. What it saw before does not count any more."""
+        if not self._strangers:
+            self._stranger_since_wait.discard(who)
+
+    def hear(self, who: str, what: str, *about: Any) -> None:
+        """Hear what a racer says."""
+        if what == "has":
+            self._take(who, *about)
+        elif what in ("gives back", "dies"):
+            self._has.pop(who, None)
+        elif what == "turn":
+            self._tickets[who] = about[0] or 0.0, self._tickets[who][1]
+        elif what == "fails":
+            self.faults.append(f"{who} fails: {about[0]}")
+        elif what == "comes":
+            self._strangers.add(who)
+            self._stranger_since_wait = set(self._scene.plans)
+        elif what == "goes":
+            self._strangers.discard(who)
+        elif what == "drains":
+            for gpu in about[0]:
+                self._drained[gpu] = set(self._began)
+        elif what == "undrains":
+            self._drained.clear()
+        if what in ("dies", "refused", "interrupted"):
+            self._disturbed = self._disturbed or what == "dies" or "KeyboardInterrupt" in about
+            self._waiting.discard(who)
+
+    def _take(self, who: str, gpus: list[int], share: int | None) -> None:
+        self._served += 1
+        mine = self._tickets.pop(who, None)
+        self._waiting.discard(who)
+        if self._scene.in_turn and mine is not None and who not in self._stranger_since_wait:
+            for other in self._waiting.intersection(self._waited.get(who, ())):
+                if self._tickets[other] < mine:
+                    self.faults.append(
+                        f"{who} has GPU {gpus} before {other}, whose ticket is {self._tickets[other][1]}"
+                    )
+        self._has[who] = gpus, share
+        for gpu in gpus:
+            if gpu in self._drained and who not in self._drained[gpu]:
+                self.faults.append(f"{who} gets GPU {gpu}, which was drained before it began")
+            holders = {one: about[1] for one, about in self._has.items() if gpu in about[0]}
+            counted = [one for one in holders if self._scene.plans[one].inside not in holders]
+            inner = [one for one in holders if one not in counted]
+            if len(counted) > 1 and (None in (held := [holders[one] for one in counted]) or sum(held) > CAPACITY):
+                self.faults.append(f"GPU {gpu} is booked twice: {self._told(counted)}")
+            if len(inner) > 1:
+                self.faults.append(f"GPU {gpu} is booked twice: {self._told(inner)}, inside one claim")
+
+    def _told(self, holders: Collection[str]) -> str:
+        found = []
+        for one in holders:
+            share = self._has[one][1]
+            found.append(f"{one} has {'all' if share is None else f'{share / GIB:.0f} GiB'} of it")
+        return ", ".join(found)
+
+    def state(self) -> str:
+        """Return what matters to its judgement of what is to come."""
+        about = {name: value for name, value in vars(self).items() if name not in ("faults", "_scene")}
+        return repr([(name, sorted(one) if isinstance(one, set) else one) for name, one in about.items()])
+
+    def end(self) -> None:
+        """Judge what all got."""
+        if not self._disturbed and self._served < self._scene.served:
+            self.faults.append(f"{self._served} claims got GPUs, and {self._scene.served} could have")
+
+
+def furnish(scene: Scene, base: str) -> None:
+    """Make what the first claims on a host would make, so that all schedules find the same."""
+    legacy.LOCK_FILE = os.path.join(base, "older", "lock")
+    places = [f"{base}/{number}/{part}" for number in scene.directories for part in ("", "leases", "queue", "history")]
+    for place in (*places, os.path.dirname(legacy.LOCK_FILE)):
+        os.mkdir(place)
+        os.chmod(place, 0o1777)
+    if scene.users:
+        _import_all()  # those users may not be able to read the package
+        os.mkdir(f"{base}/etc")
+        with open(f"{base}/etc/policy.ini", "w") as file:
+            file.write("[host]\norder = fair\n")
+    files = [legacy.LOCK_FILE, *(f"{base}/{number}/host.lock" for number in scene.directories)]
+    for device in PRESETS[scene.preset].devices:
+        found = [leases.lease_name(device.uuid), leases.inner_name(device.uuid)]
+        found += (leases.slot_name(device.uuid, k, inner=inner) for k in range(scene.slots) for inner in (False, True))
+        files += (f"{base}/{number}/leases/{one}" for number in scene.directories for one in found)
+    for file in files:
+        os.close(os.open(file, os.O_CREAT | os.O_WRONLY))
+        os.chmod(file, 0o666)
+    everything(scene, base)
+    driver = SimulatedDriver(scene.preset)
+    with driver.occupy(driver.idle.gpus[0].uuid):
+        pass  # the driver's own directories
+
+
+def renew(scene: Scene, base: str) -> None:
+    """Let the files be as before the first schedule."""
+    for number in scene.directories:
+        for entry in (*os.scandir(f"{base}/{number}/leases"), *os.scandir(f"{base}/{number}/history")):
+            if entry.stat().st_size:
+                os.truncate(entry.path, 0)
+        for entry in os.scandir(f"{base}/{number}/queue"):
+            os.unlink(entry.path)
+        with suppress(FileNotFoundError):
+            os.unlink(f"{base}/{number}/drained")
+    for entry in (*os.scandir(f"{base}/simulated/{scene.preset}"), *os.scandir(base)):
+        if not entry.is_dir():
+            os.unlink(entry.path)
+
+
+def everything(scene: Scene, base: str) -> list[str]:
+    """Claim all GPUs in each state directory, one after the other. Returns what is wrong."""
+    found = []
+    for number in scene.directories:
+        with suppress(FileNotFoundError):
+            os.unlink(f"{base}/{number}/drained")
+        os.environ.update(_variables(scene, base, number))
+        try:
+            safe_gpu.GPUOwner(scene.gpus, safe_gpu.NoPlaceholder(), timeout=0, affinity=None).release_gpus()
+        except safe_gpu.SafeGpuError as err:
+            found.append(f"afterwards not all can be claimed in directory {number}: {err}")
+        if left := os.listdir(f"{base}/{number}/queue"):
+            found.append(f"left in the queue: {', '.join(left)}")
+    return found
+
+
+def _variables(scene: Scene, base: str, number: int) -> dict[str, str]:
+    return {
+        "SAFE_GPU_DRIVER": f"simulated:{scene.preset}",
+        "SAFE_GPU_DIR": f"{base}/{number}",
+        "SAFE_GPU_SIMULATED_DIR": f"{base}/simulated",
+        "SAFE_GPU_LEGACY_LOCK": "never",
+        "SAFE_GPU_POLICY": f"{base}/etc/policy.ini" if scene.users else "",
+    }
+
+
+WOUNDS: Mapping[str, tuple[Any, str, Any]] = {
+    # A whole claim does not ask whether another one allows claims inside it.
+    "outer": (names, "is_divided", lambda uuid, prefix: bool(names.named_slots(uuid, prefix))),
+    # A claim inside another does not look once more whether that one lives.
+    "inside": (outer.OuterClaim, "still_has", lambda self, gpus, token: True),
+    # A claim inside another does not ask, when it has its name, whether that one lives.
+    "outer-lives": (outer.OuterClaim, "is_named", lambda self, uuid: True),
+    # A whole claim does not ask whether a claim inside another one lives on.
+    "inner": (gpu_names.GpuNames, "_is_free", lambda self, name: True),
+    # Who passes those ahead trusts a poll of before it waited.
+    "poll": (view.Polls, "has_waited", property(lambda self: False, lambda self, value: None)),
+    # Who has a ticket does not list the queue again, though users are served by turns.
+    "turns": (predecessors.Predecessors, "refresh", lambda self, host: self._own or _refresh(self, host)),
+}
+"""Ways to break the claim code, which the explorer must find."""

@@ -134,10 +134,11 @@ class Racer:
         """Stand here, if no more steps are granted; then make one."""
         if self.quiet or (what.startswith("pread") and self.log and self.log[-1] == what):  # it is read again
             return
-        if not self.running.steps:
+        task = self.running  # another thread may be granted steps as soon as this one has reported
+        if not task.steps:
             self._report("at")
-            self._listen(self.running)
-        self.running.steps -= 1
+            self._listen(task)
+        task.steps -= 1
         self.clock[0] += _TICK
         self.log.append(what)
 

@@ -28,7 +28,8 @@ daemon and no root rights are needed.
 Without a command, safe-gpu prints help. safe-gpu help COMMAND prints the options of a command."""
 FURTHER_CODES = {
     0: "success",
-    1: "doctor: a check failed; policy --check: the file would be ignored",
+    1: "doctor: a check failed; policy --check: the file would be ignored; status of several hosts: some have answered",
+    68: "status of several hosts: none has answered",
     74: "the output cannot be written",
     141: "the reader of the output has closed it",
 }
@@ -98,6 +99,7 @@ def files() -> dict[str, str]:
     return {
         DEFAULT_DIR: "The state directory, with the claims, the queue and the history of the host, unless SAFE_GPU_DIR "
         "or the settings name another.",
+        "~/.config/safe-gpu/config.ini": "The hosts of status --all-hosts, and what starts safe-gpu there.",
         HOST_FILES[0]: "The administrator's settings and limits for this host.",
         f"{os.path.dirname(HOST_FILES[0])}/drained": "The GPUs that nobody may claim: see drain.",
         f"{os.path.dirname(HOST_FILES[0])}/windows": "When GPUs are reserved: see drain.",

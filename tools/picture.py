@@ -1,9 +1,9 @@
 """Pictures of ``safe-gpu status`` for the pages: the command in a terminal of 80 and of 120 columns, as SVG.
 
-The host is made up, so that it shows much in few lines; all else is what the command prints. Run it where ``rich`` is
-installed, which only draws:
+The hosts are made up, so that they show much in few lines; all else is what the command prints. Run it where ``rich``
+is installed, which only draws:
 
-    python tools/picture.py                 # writes .github/pictures/status-80.svg and status-120.svg
+    python tools/picture.py                 # writes status-80.svg, status-120.svg and hosts-100.svg of .github/pictures
     python tools/picture.py status --watch  # shows that host in this terminal
 """
 
@@ -17,17 +17,22 @@ import re
 import struct
 import sys
 import termios
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import safe_gpu
 from safe_gpu.cli.commands import main as command
+from safe_gpu.cli.hosts import status
+from safe_gpu.cli.hosts.answer import Answer
 from safe_gpu.drivers.presets import preset
 from safe_gpu.status import gather
 from safe_gpu.status.facts import ClaimStatus, GpuStatus, HostStatus, WaiterStatus
 
 PICTURES = Path(__file__).parents[1] / ".github" / "pictures"
 WIDTHS = (80, 120)
+ALL_HOSTS = ("status", "--all-hosts", "--sort", "free")
+PICTURE = {**{f"status-{width}": (width, ("status",)) for width in WIDTHS}, "hosts-100": (100, ALL_HOSTS)}
 NOW, MINUTE, GIB = 1_795_000_000.0, 60.0, 1 << 30
 
 
@@ -72,13 +77,31 @@ def scene() -> HostStatus:
     return HostStatus("gpu1", "nvml", "550.54.15", "/tmp/safe-gpu", NOW, tuple(gpus), waiters)
 
 
+def answers(*_: object) -> dict[str, Answer]:
+    """Five hosts, of which one is down and one has a password."""
+    a100, h100, l4 = "NVIDIA A100-SXM4-80GB", "NVIDIA H100 80GB HBM3", "NVIDIA L4"
+    held = {"anna": 4.0, "carla": 0.5, "ben": 1.0, "dora": 0.5}
+    fan = ("GPU 3: the driver cannot reach it: it is lost",)
+    return {
+        "gpu1": Answer({}, free=1, total=8, models={a100: 8}, waiting=2, longest=1500, held=held, identity="1"),
+        "gpu2": Answer({}, free=5, total=8, models={h100: 8}, held={"emil": 2.0}, broken=fan, identity="2"),
+        "gpu3": Answer(error="ssh: connect to host gpu3 port 22: Connection timed out"),
+        "gpu4": Answer({}, free=6, total=6, models={l4: 4, "NVIDIA T4": 2}, identity="4"),
+        "gpu5": Answer(
+            error="a password is asked for, or your key is refused (ben@gpu5: Permission denied (publickey).)"
+        ),
+    }
+
+
 def show(*arguments: str) -> int:
-    """Run a command of safe-gpu on that host, and return its exit code."""
+    """Run a command of safe-gpu on those hosts, and return its exit code."""
     gather.gather = scene  # type: ignore[assignment]
+    status.answers_of = answers
+    os.environ["SAFE_GPU_HOSTS"] = "gpu1"
     return command(arguments)
 
 
-def screen(columns: int, **environment: str) -> str:
+def screen(columns: int, words: Sequence[str] = ("status",), **environment: str) -> str:
     """What ``safe-gpu status`` writes to a terminal that wide."""
     pid, terminal = pty.fork()
     if pid == 0:
@@ -88,7 +111,7 @@ def screen(columns: int, **environment: str) -> str:
             package = str(Path(safe_gpu.__file__).parents[1])
             os.execve(
                 sys.executable,
-                [sys.executable, __file__, "status"],
+                [sys.executable, __file__, *words],
                 {**kept, "PYTHONPATH": package, "TERM": "xterm-256color", **environment},
             )
         finally:
@@ -104,14 +127,14 @@ def screen(columns: int, **environment: str) -> str:
     return text.decode().replace("\r\n", "\n")
 
 
-def svg(text: str, columns: int) -> str:
+def svg(text: str, columns: int, words: Sequence[str]) -> str:
     """The text of a terminal as a picture, without the fonts that rich would have a reader's browser fetch."""
     from rich._export_format import CONSOLE_SVG_FORMAT
     from rich.console import Console
     from rich.text import Text
 
     console = Console(file=io.StringIO(), record=True, width=columns, force_terminal=True, color_system="standard")
-    console.print(Text.from_ansi(f"$ safe-gpu status\n{text}"))
+    console.print(Text.from_ansi(f"$ safe-gpu {' '.join(words)}\n{text}"))
     form = re.sub(r" *@font-face \{\{.*?\}\}\n", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
     return console.export_svg(title="", code_format=form, unique_id="status")
 
@@ -120,5 +143,5 @@ if __name__ == "__main__":
     if sys.argv[1:]:
         sys.exit(show(*sys.argv[1:]))
     PICTURES.mkdir(parents=True, exist_ok=True)
-    for width in WIDTHS:
-        (PICTURES / f"status-{width}.svg").write_text(svg(screen(width), width))
+    for name, (width, words) in PICTURE.items():
+        (PICTURES / f"{name}.svg").write_text(svg(screen(width, words), width, words))

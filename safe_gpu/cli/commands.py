@@ -24,6 +24,8 @@ from .output import drop, drop_errors, open_standard_streams, say
 from .parser import Parser
 
 # sysexits.h, where it has a fitting one.
+EX_SOME_HOSTS = 1
+EX_NO_HOST = 68
 EX_NO_DRIVER = 69
 EX_SOFTWARE = 70
 EX_STATE_DIR = 73

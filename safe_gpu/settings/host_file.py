@@ -24,6 +24,8 @@ KEYS = {
     "unexplained_memory": "SAFE_GPU_UNEXPLAINED_MEMORY",
     "refused_exit": "",
     "order": "",
+    "hosts": "",
+    "remote_command": "",
 }
 """What ``[host]`` may set -> the variable of the environment that wins, "" without one."""
 
@@ -113,7 +115,25 @@ def _setting(line: str, keys: Collection[str]) -> tuple[str, str]:
     return key, value[0].strip()
 
 
+def host_names(text: str) -> tuple[str, ...]:
+    """Return the hosts in a list that blanks or commas separate, each once, in its order.
+
+    Raises:
+        ValueError: one of them is no name of a host. ssh would take ``-x`` for an option, and programs that it starts
+            may give other texts to a shell.
+    """
+    names = text.replace(",", " ").split()
+    for name in names:
+        if not re.fullmatch(r"([\w.][\w.+-]*@)?[\w.:\[][\w.:%\[\]-]*", name):
+            raise ValueError(f"{name!r} is no name of a host: write gpu1, anna@gpu1 or a name of ~/.ssh/config")
+    return tuple(dict.fromkeys(names))
+
+
 def _host_value(key: str, text: str) -> str:
+    if key == "hosts":
+        host_names(text)
+    if key == "remote_command" and not text:
+        raise ValueError(f"{key} is empty: write what starts safe-gpu on the other hosts")
     if key == "state_dir" and not os.path.isabs(text):
         raise ValueError(f"{key} = {text} is relative: write a path from / on")
     if key == "vendor" and text not in VENDORS:

@@ -28,6 +28,7 @@ VARIABLES = {
     "SAFE_GPU_POLICY": "the policy file where the host has none (default /etc/safe-gpu/config.ini)",
     "SAFE_GPU_SIMULATED_DIR": "the tree of a simulated host",
     "SAFE_GPU_SGE_RESOURCE": "the name of the GPU resource in Grid Engine",
+    "SAFE_GPU_HOSTS": "the hosts of status --all-hosts: gpu1,gpu2",
     "SAFE_GPU_RECORD_COMMAND": "what others can read of a command: names (program and script; default) or full",
     "SAFE_GPU_TRACEBACK": "1: errors of a claim come with all frames of the package",
     "SAFE_GPU_SCOPE": "set by a claim, for claims made inside it",

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from ..gpus.windows import Window
 
 # Version of the JSON document.
-_SCHEMA = 2
+SCHEMA = 2
 
 _QUEUE = (
     "position", "pid", "user", "nb_gpus", "share", "vendor", "since", "hold_for", "expected_start", "earliest_start",
@@ -267,7 +267,7 @@ class HostStatus:
         =============================  ==============================================================================
         """
         return {
-            "schema": _SCHEMA,
+            "schema": SCHEMA,
             "host": self.host,
             "driver": self.driver,
             "driver_version": self.driver_version,

@@ -127,8 +127,9 @@ def text_of(path: Path) -> str:
 
 
 @pytest.mark.skipif(not picture.PICTURES.exists(), reason="this is not a checkout: its pictures are not here")
-@pytest.mark.parametrize("width", picture.WIDTHS)
-def test_the_pictures_are_of_today(width: int) -> None:
+@pytest.mark.parametrize("name", picture.PICTURE)
+def test_the_pictures_are_of_today(name: str) -> None:
     """``python tools/picture.py`` draws them anew."""
-    expected = f"$ safe-gpu status\n{picture.screen(width, NO_COLOR='1')}"
-    assert text_of(picture.PICTURES / f"status-{width}.svg").rstrip() == expected.rstrip()
+    width, words = picture.PICTURE[name]
+    expected = f"$ safe-gpu {' '.join(words)}\n{picture.screen(width, words, NO_COLOR='1')}"
+    assert text_of(picture.PICTURES / f"{name}.svg").rstrip() == expected.rstrip()

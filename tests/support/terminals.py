@@ -9,7 +9,7 @@ import pty
 import re
 import struct
 import termios
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -116,3 +116,14 @@ class Terminal(Screen):
             if fd >= 0:
                 os.close(fd)
         self.master = self.slave = -1
+
+
+@pytest.fixture
+def terminal(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
+    """Of 80 columns, or as many as the parameter says."""
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.delenv("COLUMNS", raising=False)
+    terminal = Terminal(getattr(request, "param", 80))
+    yield terminal
+    terminal.close()

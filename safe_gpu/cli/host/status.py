@@ -5,15 +5,17 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, NoReturn
 
 from ...errors import SafeGpuError
 from ..commands import EX_NO_DRIVER, EX_STATE_DIR
+from ..hosts.chosen import add_hosts
 from ..option_values import CommandLine, add_vendor
 from ..output import columns, in_color, is_terminal, print_json, say
 from ..replaced_file import write_whole
+from ..screen import alternate_screen
 
 if TYPE_CHECKING:
     import argparse
@@ -26,7 +28,12 @@ _INTERVAL = 2.0
 def configure_status(parser: argparse.ArgumentParser) -> None:
     """Set its options and its handler."""
     parser.description = "Which GPUs are free, who has the others, and who waits."
-    parser.epilog = "examples:\n  safe-gpu status --watch --interval 10s\n  safe-gpu status --json | jq '.gpus[].state'"
+    parser.epilog = """examples:
+  safe-gpu status --watch --interval 10s
+  safe-gpu status --json | jq '.gpus[].state'
+  safe-gpu status --host gpu1,gpu2 --sort free
+
+exit codes with hosts: 0 all have answered, 1 some have, 68 none has"""
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="for programs; sizes in bytes, times in Unix seconds")
     form.add_argument("--prometheus", action="store_true", help="metrics in the text format of Prometheus")
@@ -36,12 +43,17 @@ def configure_status(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--mine", action="store_true", help="only GPUs that you use, and your places in the queue")
     parser.add_argument("--user", metavar="U", help="the same of this user")
-    parser.add_argument("-v", "--verbose", action="store_true", help="a line for each waiter, also of one user")
+    parser.add_argument(
+        "-v", "--verbose", action="store_true", help="a line for each waiter; with hosts each host's own table"
+    )
     add_vendor(parser, "only GPUs of this vendor (default: of all)")
-    parser.add_argument("--watch", action="store_true", help="show it again every two seconds until interrupted")
+    parser.add_argument(
+        "--watch", action="store_true", help="show it again every two seconds, hosts every five, until interrupted"
+    )
     parser.add_argument(
         "--interval", type=seconds, default=None, metavar="D", help="with --watch: time between looks, such as 10s, 1m"
     )
+    add_hosts(parser)
     parser.set_defaults(handler=_status, usage_error=parser.error)
 
 
@@ -69,6 +81,12 @@ def _status(options: argparse.Namespace) -> int:
     for form in ("prometheus", "free"):
         if getattr(options, form) and (user is not None or options.watch):
             options.usage_error(f"--{form} goes with none of --mine, --user and --watch")
+    if options.host or options.all_hosts:
+        from ..hosts.status import status_of_hosts
+
+        return status_of_hosts(options)
+    if options.sort:
+        options.usage_error("--sort goes with --host and --all-hosts")
     if options.watch:
         _watch(options, user)
     try:
@@ -137,7 +155,7 @@ def _watch(options: argparse.Namespace, user: str | None) -> NoReturn:
 
     interval = _INTERVAL if options.interval is None else options.interval
     in_place = is_terminal(sys.stdout) and not options.json
-    with _alternate_screen() if in_place else nullcontext(_print) as show:
+    with alternate_screen() if in_place else nullcontext(_print) as show:
         while True:
             status = _gathered(options.vendor)
             if options.json:
@@ -151,58 +169,3 @@ def _watch(options: argparse.Namespace, user: str | None) -> NoReturn:
 
 def _print(head: str, text: str) -> None:
     print(f"{head}{text}", flush=True)
-
-
-_ENTER = "\x1b[?1049h\x1b[?25l\x1b[H\x1b[2J"  # the second screen, without a cursor
-
-_LEAVE = "\x1b[?25h\x1b[?1049l"
-
-
-@contextmanager
-def _alternate_screen() -> Iterator[Callable[[str, str], None]]:
-    """Give a function that shows a head and a text on the terminal's second screen.
-
-    However that ends, and while it is suspended, the first screen is back, and the last text stays there.
-    """
-    import signal
-
-    from ...coordination.signals import unwind_on_signals
-
-    picture = last = ""
-
-    def write(text: str) -> None:  # past the buffer of stdout, in which an exception would leave a part
-        data = text.encode(sys.stdout.encoding, "replace")
-        while data:
-            data = data[os.write(1, data) :]
-
-    def show(head: str, text: str) -> None:
-        nonlocal picture, last
-        picture, last = redrawn(head + text, os.get_terminal_size(1).lines or 24), text
-        write(picture)
-
-    def suspend(number: int, frame: object) -> None:
-        write(_LEAVE + last)
-        signal.signal(number, before)
-        os.kill(os.getpid(), number)
-        signal.signal(number, suspend)
-        write(_ENTER + picture)
-
-    before = signal.getsignal(signal.SIGTSTP)
-    with unwind_on_signals():
-        try:
-            signal.signal(signal.SIGTSTP, suspend)
-            write(_ENTER)
-            yield show
-        finally:
-            write(_LEAVE + last)
-
-
-def redrawn(text: str, rows: int) -> str:
-    """Return what puts this text over the one before it on a terminal with that many rows, without clearing it first:
-    an empty screen between two pictures flickers.
-    """
-    lines = text.splitlines()
-    if len(lines) >= rows:
-        kept = max(0, rows - 2)
-        lines = [*lines[:kept], f"... {len(lines) - kept} more lines"][: rows - 1]
-    return "\x1b[H" + "".join(f"{line}\x1b[K\n" for line in lines) + "\x1b[J"

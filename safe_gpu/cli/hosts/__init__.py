@@ -1,0 +1,1 @@
+"""What commands do on other hosts, by the ssh of the system."""

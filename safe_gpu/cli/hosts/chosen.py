@@ -1,0 +1,40 @@
+"""Which other hosts a command is about."""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+
+def add_hosts(parser: argparse.ArgumentParser) -> None:
+    """Add the options that choose other hosts."""
+    which = parser.add_argument_group("other hosts, by ssh").add_mutually_exclusive_group()
+    which.add_argument("--host", type=hosts_of_option, metavar="H", help="these hosts: gpu1,gpu2")
+    every = "those of SAFE_GPU_HOSTS, else of hosts in ~/.config/safe-gpu/config.ini, else of root's file"
+    which.add_argument("--all-hosts", action="store_true", help=every)
+    parser.add_argument("--sort", choices=("free",), help="with hosts: those with the most free GPUs first")
+
+
+def hosts_of_option(text: str) -> tuple[str, ...]:
+    """Parse the value of ``--host``."""
+    from ...settings.host_file import host_names
+
+    names = host_names(text)
+    if not names:
+        raise ValueError("--host needs the name of a host, such as gpu1,gpu2")
+    return names
+
+
+def chosen_hosts(options: argparse.Namespace) -> tuple[str, ...]:
+    """Return the hosts that the command is about; where none are known, a usage error."""
+    if options.host:
+        return tuple(options.host)
+    from ...settings.other_hosts import known_hosts
+
+    try:
+        if hosts := known_hosts(os.environ):
+            return hosts
+    except ValueError as err:
+        options.usage_error(f"SAFE_GPU_HOSTS: {err}")
+    options.usage_error("which hosts? set SAFE_GPU_HOSTS=gpu1,gpu2, or hosts in ~/.config/safe-gpu/config.ini")
+    return ()

@@ -1,0 +1,164 @@
+"""Hosts of one machine: real sshds on the loopback interface, each with a state directory and simulated GPUs."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.gpus import PACKAGE_ROOT
+from support.processes import free_port
+from support.real import unavailable
+
+from safe_gpu.host import procfs
+from safe_gpu.host.foreign_files import read_start
+
+SBIN = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"
+
+
+class Hosts:
+    """Starts sshds, which end with the test. Their names are those of an ssh configuration that only this ssh has."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.config = directory / "ssh_config"
+        self._mark = f"SAFE_GPU_TEST_HOSTS={directory}".encode()
+        self._daemons: dict[str, subprocess.Popen[bytes]] = {}
+        (directory / "bin").mkdir()
+        (directory / "empty").mkdir(mode=0o700)
+        program(directory / "bin" / "ssh", f'exec {shutil.which("ssh")} -F {self.config} "$@"')
+        program(directory / "remote" / "safe-gpu", f'exec {sys.executable} -m safe_gpu "$@"')
+        for key in ("host", "user", "stranger"):
+            words = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(directory / key)]
+            subprocess.run(words, check=True, timeout=30)
+        shutil.copy(directory / "user.pub", directory / "authorized_keys")
+        self.config.write_text(
+            "Match all\n  GlobalKnownHostsFile /dev/null\n  IdentitiesOnly yes\n  IdentityAgent none\n"
+            f"  StrictHostKeyChecking yes\n  UserKnownHostsFile {directory}/known_hosts\n  HostName 127.0.0.1\n"
+            f"  HostKeyAlias gpu\n  ControlPath none\n"
+        )
+        (directory / "known_hosts").write_text(f"gpu {(directory / 'host.pub').read_text()}")
+
+    def state_dir(self, name: str) -> Path:
+        """Where the claims of a host are."""
+        return self.directory / name
+
+    def environment(self, name: str) -> dict[str, str]:
+        """What commands on a host find, whoever starts them."""
+        variables = {name: value for name, value in os.environ.items() if name.startswith("SAFE_GPU_")}
+        path = f"{self.directory / 'remote'}:/usr/bin:/bin"
+        own = {
+            "SAFE_GPU_TEST_HOSTS": str(self.directory),
+            "SAFE_GPU_DIR": str(self.state_dir(name)),
+            "PYTHONPATH": str(PACKAGE_ROOT),
+            "PATH": path,
+        }
+        return {**variables, **own}
+
+    def up(
+        self, name: str, *, as_well: str = "", forced: str = "", env: Mapping[str, str] | None = None, key: str = "user"
+    ) -> None:
+        """Start the host, with a forced command (which finds the real one in SSH_ORIGINAL_COMMAND) or other variables.
+
+        Args:
+            as_well: a second name of it.
+            key: with which ssh comes: "user" or "stranger".
+        """
+        port = free_port()
+        variables = {**self.environment(name), **(env or {})}
+        file = self.directory / f"sshd_{name}"
+        file.write_text(
+            f"Port {port}\nListenAddress 127.0.0.1\nHostKey {self.directory}/host\nPidFile none\nUsePAM no\n"
+            f"StrictModes no\nAuthorizedKeysFile {self.directory}/authorized_keys\nPermitRootLogin prohibit-password\n"
+            "PasswordAuthentication no\nKbdInteractiveAuthentication no\n"
+            + "SetEnv "
+            + " ".join(f'"{key}={value}"' for key, value in variables.items())
+            + f"\nForceCommand {forced}\n" * bool(forced)
+        )
+        words = [shutil.which("sshd", path=SBIN) or "", "-D", "-e", "-f", str(file)]
+        self._daemons[name] = daemon = subprocess.Popen(words, stderr=subprocess.PIPE)
+        assert daemon.stderr is not None
+        said = b""
+        while b"Server listening" not in said:
+            line = daemon.stderr.readline()
+            assert line, said.decode()
+            said += line
+        self.known(f"{name} {as_well}", port, key)
+
+    def known(self, names: str, port: int, key: str = "user") -> None:
+        """Let ssh know how to reach names."""
+        lines = f"Host {names}\n  Port {port}\n  IdentityFile {self.directory}/{key}\n"
+        self.config.write_text(lines + self.config.read_text())
+
+    def down(self, name: str) -> None:
+        """End the daemon; its connections stay."""
+        daemon = self._daemons.pop(name)
+        daemon.terminate()
+        daemon.wait(30)
+        assert daemon.stderr is not None
+        daemon.stderr.close()
+
+    def processes(self) -> list[int]:
+        """What runs on them: without a terminal nothing ends with its connection."""
+        return [pid for pid in procfs.pids() if self._mark in (read_start(f"/proc/{pid}/environ") or b"")]
+
+    def end(self) -> None:
+        """End them all, and what runs on them."""
+        for name in list(self._daemons):
+            self.down(name)
+        for pid in self.processes():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def program(path: Path, text: str) -> None:
+    """Write a program of the shell."""
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+
+
+@pytest.fixture
+def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hosts]:
+    """No host is up yet; see :class:`Hosts`."""
+    if os.geteuid() != 0:
+        unavailable("needs root, for sshd")
+    if missing := [name for name in ("ssh", "ssh-keygen", "sshd") if shutil.which(name, path=SBIN) is None]:
+        unavailable(f"needs {' and '.join(missing)} (OpenSSH)")
+    separation = Path("/run/sshd")
+    made = not separation.exists()
+    separation.mkdir(mode=0o755, exist_ok=True)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    hosts = Hosts(tmp_path)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    yield hosts
+    hosts.end()
+    if made:
+        separation.rmdir()
+
+
+@pytest.fixture
+def remote(hosts: Hosts, command: Any) -> Any:
+    """A command as a user of one of the hosts starts it there: ``remote("gpu1").start("run", ...)``."""
+
+    class Remote:
+        def __init__(self, name: str) -> None:
+            self.environment = hosts.environment(name)
+
+        def start(self, *words: object, **options: Any) -> subprocess.Popen[str]:
+            return command.start(*words, env=self.environment, **options)
+
+    return Remote
+
+
+@pytest.fixture
+def user() -> str:
+    """The name of who runs the tests."""
+    return procfs.user_name(os.geteuid())

@@ -1,0 +1,136 @@
+"""``safe-gpu status --host``: real sshds that answer, and each way in which a host does not."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.processes import free_port
+from support.terminals import Terminal
+
+from safe_gpu.cli.hosts import asking
+
+
+def lines_of(text: str) -> dict[str, str]:
+    """Host -> what stands behind its name."""
+    rows = (line.partition(" ") for line in text.splitlines())
+    return {name: " ".join(rest.split()) for name, _, rest in rows if name.startswith("gpu")}
+
+
+def test_a_line_for_each_host(hosts: Any, remote: Any, ask: Any, user: str) -> None:
+    hosts.up("gpu1")
+    hosts.up("gpu2", env={"SAFE_GPU_DRIVER": "simulated:laptop"})
+    held = remote("gpu1").start("run", "-n", 3, "--", "sh", "-c", "echo up; read x", stdin=subprocess.PIPE)
+    assert held.stdout.readline() == "up\n"
+    waiter = remote("gpu1").start("run", "-n", 8, "--", "true")
+    assert "waiting" in waiter.stderr.readline()
+    done = ask("status", "--host", "gpu2,gpu1")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[0] == "6 of 9 GPUs free on 2 of 2 hosts, 1 waiting"
+    rows = lines_of(done.stdout)
+    assert list(rows) == ["gpu2", "gpu1"]
+    assert rows["gpu1"].startswith("5 of 8 NVIDIA A100-SXM4-80GB 1 ")
+    assert rows["gpu1"].endswith(f" {user} 3")
+    assert rows["gpu2"].startswith("1 of 1 ")
+    assert list(lines_of(ask("status", "--host", "gpu2 gpu1", "--sort", "free").stdout)) == ["gpu1", "gpu2"]
+    verbose = ask("status", "--host", "gpu1", "-v").stdout
+    assert "\ngpu1:\n" in verbose
+    assert "Waiting, first come first served:" in verbose
+    document = json.loads(ask("status", "--host", "gpu1,gpu2", "--json").stdout)
+    assert document["schema"] == 2
+    assert {name: list(one) for name, one in document["hosts"].items()} == {"gpu1": ["status"], "gpu2": ["status"]}
+    assert document["hosts"]["gpu1"]["status"]["queue"][0]["nb_gpus"] == 8
+
+
+def test_each_unusual_host_has_its_reason(hosts: Any, ask: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asking, "SECONDS", 8.0)
+    hosts.up("gpu1")
+    hosts.known("gpu-down", free_port())
+    hosts.up("gpu-banner", forced='echo "Welcome to gpu3"; exec sh -c "$SSH_ORIGINAL_COMMAND"')
+    hosts.up("gpu-bare", env={"PATH": "/usr/bin:/bin"})
+    hosts.up("gpu-older", forced="""echo '{"schema": 1}'""")
+    hosts.up("gpu-broken", env={"SAFE_GPU_DRIVER": "nvml"})
+    hosts.up("gpu-killed", forced="echo '{'; kill -9 $PPID; sleep 20")
+    hosts.up("gpu-slow", forced="exec sleep 20")
+    hosts.up("gpu-hostile", forced=r"""printf '%s' '{"schema": "\u001b[2J"}'""")
+    hosts.up("gpu-refusing", key="stranger")
+    reasons = {
+        "gpu1": "8 of 8 NVIDIA A100-SXM4-80GB",
+        "gpu-down": "ssh: connect to host 127.0.0.1 port * Connection refused",
+        "gpu-refusing": "a password is asked for, or your key is refused (*Permission denied (publickey).)",
+        "gpu-banner": "its login files write before the JSON: 'Welcome to gpu3'; let them write on a terminal only",
+        "gpu-bare": "has no safe-gpu on its PATH: set remote_command in [host] of ~/.config/safe-gpu/config.ini (*",
+        "gpu-older": "answers in schema 1, and this safe-gpu reads 2: update the older one",
+        "gpu-broken": "*driver*",
+        "gpu-killed": "Connection to 127.0.0.1 closed by remote host.",
+        "gpu-slow": "did not answer within *",
+        "gpu-hostile": "answers in schema [2J, and this safe-gpu reads 2: update the older one",
+    }
+    monkeypatch.setenv("COLUMNS", "400")
+    done = ask("status", "--host", ",".join(reasons))
+    assert done.returncode == 1
+    found = lines_of(done.stdout)
+    for name, reason in reasons.items():
+        begin, _, end = reason.partition("*")
+        assert found[name].startswith(begin), name
+        assert all(part in found[name] for part in end.split("*")), name
+    assert "\x1b" not in done.stdout
+    monkeypatch.setenv("COLUMNS", "60")
+    assert max(map(len, ask("status", "--host", "gpu1,gpu-bare").stdout.splitlines())) <= 60
+    assert ask("status", "--host", "gpu-down,gpu-refusing").returncode == 68
+    errors = json.loads(ask("status", "--json", "--host", "gpu1,gpu-down").stdout)["hosts"]
+    assert [list(one) for one in errors.values()] == [["status"], ["error"]]
+
+
+def test_two_names_of_one_host_count_once(hosts: Any, ask: Any) -> None:
+    hosts.up("gpu1", as_well="gpu1-ib")
+    done = ask("status", "--host", "gpu1,gpu1-ib")
+    assert done.stdout.startswith("8 of 8 GPUs free on 1 of 1 host\n")
+    assert lines_of(done.stdout)["gpu1-ib"] == "the same host as gpu1"
+    assert json.loads(ask("status", "--json", "--host", "gpu1,gpu1-ib").stdout)["hosts"]["gpu1-ib"]["same_as"] == "gpu1"
+
+
+def test_the_hosts_and_the_command_of_a_users_file(hosts: Any, ask: Any, tmp_path: Path) -> None:
+    hosts.up("gpu1", env={"PATH": "/usr/bin:/bin"})
+    file = tmp_path / ".config" / "safe-gpu" / "config.ini"
+    file.parent.mkdir(parents=True)
+    there = tmp_path / "remote" / "safe-gpu"
+    file.write_text(f"[host]\nhosts = gpu1\nremote_command = env PATH=/usr/bin:/bin {there}\n")
+    file.chmod(0o644)
+    assert lines_of(ask("status", "--all-hosts").stdout)["gpu1"].startswith("8 of 8 ")
+
+
+def test_more_hosts_than_are_asked_at_once(hosts: Any, ask: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asking, "AT_ONCE", 1)
+    names = ["gpu1", "gpu2", "gpu3"]
+    for name in names:
+        hosts.up(name)
+    assert list(lines_of(ask("status", "--host", ",".join(names)).stdout)) == names
+
+
+def test_the_watch_does_not_wait_for_the_slowest(hosts: Any, remote: Any, command: Any, terminal: Terminal) -> None:
+    hosts.up("gpu1")
+    hosts.up("gpu-slow", forced="exec sleep 60")
+    words = ("status", "--host", "gpu-slow,gpu1", "--watch", "--interval", "0.1")
+    started = command.start(*words, stdout=terminal.slave)
+    terminal.read_until(lambda: any("8 of 8" in line for line in terminal.whole))
+    assert any(line.split() == ["gpu-slow", "..."] for line in terminal.whole)
+    held = remote("gpu1").start("run", "--", "sh", "-c", "echo up; read x", stdin=subprocess.PIPE)
+    assert held.stdout.readline() == "up\n"
+    terminal.read_until(lambda: any("7 of 8" in line for line in terminal.whole))
+    started.terminate()
+    started.wait(60)
+    terminal.read_to_the_end()
+    assert (terminal.alternate, terminal.cursor) == (False, True)
+
+
+def test_the_watch_as_json_has_a_line_for_each_answer(hosts: Any, command: Any) -> None:
+    hosts.up("gpu1")
+    hosts.up("gpu2")
+    started = command.start("status", "--host", "gpu1,gpu2", "--watch", "--json", "--interval", "0.1")
+    lines = [json.loads(started.stdout.readline()) for _ in range(4)]
+    assert {name for line in lines for name in line["hosts"]} == {"gpu1", "gpu2"}
+    assert {len(line["hosts"]) for line in lines} == {1}

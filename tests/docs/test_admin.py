@@ -73,8 +73,8 @@ find /var/lib/safe-gpu /etc/safe-gpu /etc/tmpfiles.d/safe-gpu.conf -printf 'rema
 def test_the_page_on_a_host_of_its_own(tmp_path: Path) -> None:
     blocks = [one.text for one in all_blocks() if one.page == "safe_gpu/ADMIN.md" and one.about == "an administrator"]
     install, setup, *settings, upgrade, rollback, removal = blocks
-    steps = [install, setup, setup, *settings, "safe-gpu resume\n", CLAIMS, ATTACK, upgrade, "kill -0 $holder\n", rollback]
-    steps += ["kill $(cat /tmp/daemon.pid) || true\nwait\n", LEFT, removal]
+    steps = [install, setup, setup, *settings, "safe-gpu resume\n", CLAIMS, ATTACK, upgrade, "kill -0 $holder\n"]
+    steps += [rollback, "kill $(cat /tmp/daemon.pid) || true\nwait\n", LEFT, removal]
     script = "cd /src\ntrap 'kill $(jobs -p) || true' EXIT\nreboot() { safe-gpu resume; }\ngroupadd course\n"
     script += "export SAFE_GPU_DRIVER=simulated:dgx-a100 SAFE_GPU_TEST_SIMULATED=1\nunset SAFE_GPU_DIR\n"
     # Names in the kernel are those of a path, and another such test may run on the machine meanwhile.

@@ -1,9 +1,10 @@
-"""Pictures of ``safe-gpu status`` for the pages: the command in a terminal of 80 and of 120 columns, as SVG.
+"""Pictures of ``safe-gpu status`` for the pages: the command in a terminal of 80 and of 120 columns, and the page that
+it makes for browsers in a wide window and on a telephone, as SVG.
 
 The hosts are made up, so that they show much in few lines; all else is what the command prints. Run it where ``rich``
 is installed, which only draws:
 
-    python tools/picture.py                 # writes status-80.svg, status-120.svg and hosts-100.svg of .github/pictures
+    python tools/picture.py                 # writes all pictures in .github/pictures
     python tools/picture.py status --watch  # shows that host in this terminal
 """
 
@@ -17,6 +18,7 @@ import re
 import struct
 import sys
 import termios
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,13 +28,18 @@ from safe_gpu.cli.commands import main as command
 from safe_gpu.cli.hosts import status
 from safe_gpu.cli.hosts.answer import Answer
 from safe_gpu.drivers.presets import preset
+from safe_gpu.gpus.windows import Window
 from safe_gpu.status import gather
 from safe_gpu.status.facts import ClaimStatus, GpuStatus, HostStatus, WaiterStatus
+from safe_gpu.status.history.claims import PastClaim
+from safe_gpu.status.page.document import render_page
+from safe_gpu.status.page.use import LastDay, last_day
 
 PICTURES = Path(__file__).parents[1] / ".github" / "pictures"
 WIDTHS = (80, 120)
 ALL_HOSTS = ("status", "--all-hosts", "--sort", "free")
 PICTURE = {**{f"status-{width}": (width, ("status",)) for width in WIDTHS}, "hosts-100": (100, ALL_HOSTS)}
+PAGES = {"wide": (1400, 540), "telephone": (360, 1450)}  # pixels
 NOW, MINUTE, GIB = 1_795_000_000.0, 60.0, 1 << 30
 
 
@@ -93,6 +100,49 @@ def answers(*_: object) -> dict[str, Answer]:
     }
 
 
+UUIDS = [gpu.uuid for gpu in preset("dgx-a100").gpus()]
+COURSE = Window(NOW + 20_000, NOW + 30_000, tuple(UUIDS[:2]), "group:course", "practical course", "root")
+
+
+def day() -> LastDay:
+    """What that host was claimed for in the day before."""
+
+    def past(user: str, gpus: list[str], ago: float, hours: float | None, waited: float) -> PastClaim:
+        since = NOW - ago * 60 * MINUTE
+        end = None if hours is None else since + hours * 60 * MINUTE
+        return PastClaim(
+            7, since, user=user, gpus=tuple(gpus), seen=end or NOW, ended=end, running=end is None, waited=waited
+        )
+
+    runs = [past("anna", UUIDS[:4], 3.3, None, 1500), past("ben", UUIDS[4:5], 25, None, 5)]
+    runs += [past("carla", UUIDS[5:6], 20, 12, 300), past("dora", UUIDS[6:], 15, 7, 40)]
+    runs += [past("emil", UUIDS[:4], 22, 13, 3600), past("anna", UUIDS[:2], 8, 4, 600)]
+    return last_day(runs, UUIDS, NOW)
+
+
+def page_as_svg(width: int, height: int) -> str:
+    """The page for browsers in a window of that size: what is within its ``body``, with the style that is meant there.
+
+    Times are in UTC, as ``main`` and the test set it.
+    """
+    status = replace(scene(), windows=(COURSE,)).to_dict()
+    text = render_page({"gpu1": status}, now=NOW, every=300.0, use={"gpu1": day()})
+    style, body = (re.search(f"<{tag}>(.*)</{tag}>", text, re.DOTALL) for tag in ("style", "body"))
+    assert style is not None
+    assert body is not None
+    css = style[1].replace("(min-width:1400px)", " all" if width >= 1400 else " not all")
+    css = css.replace("(max-width:900px)", " all" if width <= 900 else " not all")
+    css = re.sub(r"animation:[^;}]*", "", css)
+    content = re.sub(r"<script>.*?</script>", "", body[1], flags=re.DOTALL).strip()
+    content = content.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ')
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}">'
+        f"<style>{css}\nsvg:root{{background:var(--paper)}}</style>\n"
+        f'<foreignObject width="{width}" height="{height}"><body xmlns="http://www.w3.org/1999/xhtml">\n{content}\n'
+        "</body></foreignObject></svg>\n"
+    )
+
+
 def show(*arguments: str) -> int:
     """Run a command of safe-gpu on those hosts, and return its exit code."""
     gather.gather = scene  # type: ignore[assignment]
@@ -143,5 +193,9 @@ if __name__ == "__main__":
     if sys.argv[1:]:
         sys.exit(show(*sys.argv[1:]))
     PICTURES.mkdir(parents=True, exist_ok=True)
+    os.environ["TZ"] = "UTC"
+    time.tzset()
+    for name, (width, height) in PAGES.items():
+        (PICTURES / f"page-{name}.svg").write_text(page_as_svg(width, height))
     for name, (width, words) in PICTURE.items():
         (PICTURES / f"{name}.svg").write_text(svg(screen(width, words), width, words))

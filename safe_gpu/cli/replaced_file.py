@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+import sys
 import time
 from contextlib import suppress
 
@@ -32,3 +33,17 @@ def write_whole(path: str, content: str | bytes) -> None:
     except BaseException:
         os.unlink(temporary)
         raise
+
+
+def write_output(text: str, path: str | None) -> None:
+    """Write a file whole, the value of ``--output``; print the text for None and ``-``.
+
+    Raises:
+        OSError: as of :func:`write_whole`; or there is no such directory.
+    """
+    if path in (None, "-"):
+        sys.stdout.write(text)
+        return
+    if not os.path.isdir(os.path.dirname(os.path.abspath(path))):
+        raise OSError(f"--output {path}: there is no such directory: make it, for those who read the file")
+    write_whole(path, text)

@@ -219,6 +219,7 @@ class HostStatus:
         state_dir                      the state directory
         gpus[].index                   as nvidia-smi numbers them; a MIG instance has the index of its GPU; AMD GPUs
                                        are numbered apart
+        gpus[].label                   for people: 3; 3:1 is a MIG instance; amd:3 on a host with GPUs of two vendors
         gpus[].vendor                  nvidia, amd or intel
         gpus[].uuid, name              as the driver reports them
         gpus[].pci_bus_id              as sysfs writes it: 0000:07:00.0
@@ -264,6 +265,7 @@ class HostStatus:
         windows[]                      when GPUs are reserved, from a day before it begins: from and until in Unix
                                        seconds, gpus (UUIDs), for (user:NAME, group:NAME; null is root alone), by (who
                                        reserved them), reason
+        warnings[]                     sentences on what is missing or not known here
         =============================  ==============================================================================
         """
         return {
@@ -275,6 +277,7 @@ class HostStatus:
             "gpus": [_gpu_dict(one, self.taken_at) for one in self.gpus],
             "queue": [_waiter_dict(one) for one in self.queue[:_MOST_WAITERS]],
             "windows": [_window_dict(one) for one in self.windows],
+            "warnings": [*self.broken, *self.ignored, *self.warnings],
         }
 
 
@@ -292,6 +295,7 @@ def _gpu_dict(one: GpuStatus, now: float) -> dict[str, Any]:
     facts = "index vendor uuid name pci_bus_id numa_node memory_total memory_used utilization temperature".split()
     claim = one.claim
     return {
+        "label": one.label,
         **{name: getattr(one.gpu, name) for name in facts},
         "state": one.state,
         "state_shown": one.shown_state(now),

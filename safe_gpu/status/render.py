@@ -161,7 +161,7 @@ class _TableRow(NamedTuple):
     @property
     def memory(self) -> str:
         """``12/80G``, in GiB."""
-        return "-" if self.used is self.total is None else f"{_gib(self.used)}/{_gib(self.total)}G"
+        return "-" if self.used is self.total is None else f"{gib(self.used)}/{gib(self.total)}G"
 
     def bar(self, columns: int, marks: str, color: bool) -> str:
         """Return how full the memory is, that many columns wide."""
@@ -312,7 +312,8 @@ def _left(until: float | None, now: float) -> str:
     return f"-{short_age(now - until)}" if until < now else short_age(until - now)
 
 
-def _gib(size: int | None) -> str:
+def gib(size: int | None) -> str:
+    """Return a number of bytes in GiB, without the unit; ``?`` for None."""
     gib = (size or 0) / (1 << 30)
     return "?" if size is None else f"{gib:.1f}" if 0.05 <= gib < 9.95 else f"{gib:.0f}"
 
@@ -379,7 +380,7 @@ def _queue(status: HostStatus, width: int, color: bool, verbose: bool) -> list[s
         Column("#", [gpu_ranges(str(one.position) for one in group) for group in groups], right=True),
         Column("USER", [cells["USER"] for cells in who], most=_most_of_user(width)),
         Column("JOB/PID", [cells.get("JOB/PID", "") for cells in who], most=13),
-        Column("WANTS", [f"{len(group)} x " * (len(group) > 1) + _wants(group[0], both) for group in groups]),
+        Column("WANTS", [f"{len(group)} x " * (len(group) > 1) + wants(group[0], both) for group in groups]),
         Column("WAITED", [short_age(now - one.since) if one.since else "?" for one in queue], right=True),
         Column("PLANNED", ["" if one.hold_for is None else short_age(one.hold_for) for one in queue], right=True),
         Column("STARTS", [_starts(one, now) if foreseen else "" for one in queue]),
@@ -433,7 +434,7 @@ def table(columns: Iterable[Column], width: int, optional: Iterable[str] = ()) -
         yield cut(GAP.join(column.padded(cell) for column, cell in zip(shown, cells, strict=True)).rstrip(), width)
 
 
-def _wants(one: WaiterStatus, both: bool) -> str:
+def wants(one: WaiterStatus, both: bool) -> str:
     """Return ``2 GPUs``, or ``2 AMD GPUs`` on a host with GPUs of two vendors."""
     if one.nb_gpus is None:
         return "?"

@@ -46,7 +46,8 @@ def _largest_units(seconds: float) -> tuple[tuple[int, str], ...]:
 
 def clock(moment: float, now: float) -> str:
     """Return ``14:20``, ``Sun 14:20`` or ``2026-11-30``, whichever is clear."""
-    form = "%H:%M" if moment - now < 18 * 3600 else "%a %H:%M" if moment - now < 6 * 86400 else "%Y-%m-%d"
+    away = abs(moment - now)
+    form = "%H:%M" if away < 18 * 3600 else "%a %H:%M" if away < 6 * 86400 else "%Y-%m-%d"
     return time.strftime(form, time.localtime(moment))
 
 

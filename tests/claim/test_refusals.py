@@ -135,6 +135,7 @@ def test_a_stuck_host_lock_names_its_holder(host, untouched, child, monkeypatch)
         with pytest.raises(LockTimeout):
             safe_gpu.get_free_gpus()
     assert (caught.value.pid, bool(caught.value.user)) == (holder.pid, True)
+    assert "say(" not in str(caught.value)  # arguments of others are nobody's business
     assert caught.value.path == os.path.join(os.environ["SAFE_GPU_DIR"], "host.lock")
 
 

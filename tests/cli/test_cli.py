@@ -102,7 +102,8 @@ BAD = [
     # What does not go together
     *[(f"status --free {other}", "--free") for other in ("--json", "--mine", "--prometheus")],
     *[(f"status --prometheus {other}", other.split()[0]) for other in ("--user anna", "--watch")],
-    ("status --output file", "--output"),
+    *[(f"status --html {other}", other.split()[0]) for other in ("--json", "--user anna", "--watch")],
+    *[(f"status {option}", option.split()[0]) for option in ("--output file", "--interval 5m")],
     ("status --mine --user anna", "--user"),
     *[(f"history {line}", line.split()[0]) for line in ("--json --csv", "--by moon", "--since 1h --until 2h")],
     *[(f"history --report month {line}", line.split()[0]) for line in ("--by user", "--user anna", "--idle")],

@@ -38,7 +38,7 @@ $ safe-gpu -v
 $ safe-gpu run --timout 5 -- true
 [2] safe-gpu run: error: there is no option --timout: did you mean --timeout? (see safe-gpu run --help)
 $ safe-gpu status --interval 5
-[2] safe-gpu status: error: --interval goes with --watch (see safe-gpu status --help)
+[2] safe-gpu status: error: --interval goes with --watch or --html (see safe-gpu status --help)
 $ safe-gpu wait 2
 [2] safe-gpu wait: error: unexpected argument '2': did you mean -n 2? (see safe-gpu wait --help)
 $ safe-gpu wait -- true

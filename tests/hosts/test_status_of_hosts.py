@@ -45,6 +45,16 @@ def test_a_line_for_each_host(hosts: Any, remote: Any, ask: Any, user: str) -> N
     assert document["hosts"]["gpu1"]["status"]["queue"][0]["nb_gpus"] == 8
 
 
+def test_a_page_of_hosts(hosts: Any, ask: Any, tmp_path: Path) -> None:
+    hosts.up("gpu1")
+    hosts.known("gpu-down", free_port())
+    done = ask("status", "--host", "gpu1,gpu-down", "--html", "--output", tmp_path / "gpus.html")
+    assert (done.returncode, done.stdout) == (1, "")
+    page = (tmp_path / "gpus.html").read_text()
+    assert "<title>2 hosts: 8 of 8 GPUs free</title>" in page
+    assert "Connection refused" in page
+
+
 def test_each_unusual_host_has_its_reason(hosts: Any, ask: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(asking, "SECONDS", 8.0)
     hosts.up("gpu1")

@@ -39,10 +39,10 @@ INTEGER, TEXT, NUMBER = (int, type(None)), (str, type(None)), (int, float, type(
 # Keys of the document, each with the types of its values.
 DOCUMENT = {
     **dict.fromkeys(("host", "driver", "driver_version", "state_dir"), str), "schema": int, "gpus": list, "queue": list,
-    "windows": list,
+    "windows": list, "warnings": list,
 }  # fmt: skip
 GPU = {
-    **dict.fromkeys(("vendor", "uuid", "name", "pci_bus_id", "state", "state_shown", "reason"), str),
+    **dict.fromkeys(("label", "vendor", "uuid", "name", "pci_bus_id", "state", "state_shown", "reason"), str),
     "index": int, "idle": bool,
     **dict.fromkeys(("numa_node", "memory_total", "memory_used", "utilization", "temperature"), INTEGER),
     "idle_for": NUMBER,

@@ -14,7 +14,8 @@ from ..commands import EX_NO_DRIVER, EX_STATE_DIR
 from ..hosts.chosen import add_hosts
 from ..option_values import CommandLine, add_vendor
 from ..output import columns, in_color, is_terminal, print_json, say
-from ..replaced_file import write_whole
+from ..page import write_page
+from ..replaced_file import write_output
 from ..screen import alternate_screen
 
 if TYPE_CHECKING:
@@ -37,9 +38,12 @@ exit codes with hosts: 0 all have answered, 1 some have, 68 none has"""
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="for programs; sizes in bytes, times in Unix seconds")
     form.add_argument("--prometheus", action="store_true", help="metrics in the text format of Prometheus")
+    form.add_argument("--html", action="store_true", help="a page for browsers, with the use of the last day")
     form.add_argument("--free", action="store_true", help="only the indices of the free GPUs, one on a line")
     parser.add_argument(
-        "--output", metavar="FILE", help="with --prometheus: write this file, whole, for node_exporter's textfiles"
+        "--output",
+        metavar="FILE",
+        help="with --prometheus or --html: write this file, whole, for node_exporter's textfiles or a web server",
     )
     parser.add_argument("--mine", action="store_true", help="only GPUs that you use, and your places in the queue")
     parser.add_argument("--user", metavar="U", help="the same of this user")
@@ -51,7 +55,12 @@ exit codes with hosts: 0 all have answered, 1 some have, 68 none has"""
         "--watch", action="store_true", help="show it again every two seconds, hosts every five, until interrupted"
     )
     parser.add_argument(
-        "--interval", type=seconds, default=None, metavar="D", help="with --watch: time between looks, such as 10s, 1m"
+        "--interval",
+        type=seconds,
+        default=None,
+        metavar="D",
+        help="with --watch: time between looks, such as 10s, 1m (default 2s); with --html: how often cron makes the "
+        "page, which says that it is stale after thrice as long (default 5m)",
     )
     add_hosts(parser)
     parser.set_defaults(handler=_status, usage_error=parser.error)
@@ -76,9 +85,9 @@ def _status(options: argparse.Namespace) -> int:
 
         user = user_name(os.geteuid())
     for option, other in (("interval", "watch"), ("output", "prometheus")):
-        if getattr(options, option) is not None and not getattr(options, other):
-            options.usage_error(f"--{option} goes with --{other}")
-    for form in ("prometheus", "free"):
+        if getattr(options, option) is not None and not (getattr(options, other) or options.html):
+            options.usage_error(f"--{option} goes with --{other} or --html")
+    for form in ("prometheus", "html", "free"):
         if getattr(options, form) and (user is not None or options.watch):
             options.usage_error(f"--{form} goes with none of --mine, --user and --watch")
     if options.host or options.all_hosts:
@@ -91,12 +100,14 @@ def _status(options: argparse.Namespace) -> int:
         _watch(options, user)
     try:
         status = _gathered(options.vendor)
-    except SafeGpuError:
+    except SafeGpuError as err:
         if options.prometheus:
-            _write_metrics("safe_gpu_up 0\n", options.output)
+            write_output("safe_gpu_up 0\n", options.output)
+        elif options.html:
+            write_page({os.uname().nodename: str(err)}, options)
         raise
     warnings: Sequence[str] = ()
-    if options.prometheus or options.free:
+    if options.prometheus or options.html or options.free:
         warnings = (*status.broken, *status.warnings)
     elif options.json:
         warnings = (*status.broken, *filter(None, [status.shift]))
@@ -105,7 +116,9 @@ def _status(options: argparse.Namespace) -> int:
     if options.prometheus:
         from ...status.metrics import render_metrics
 
-        _write_metrics(render_metrics(status), options.output)
+        write_output(render_metrics(status), options.output)
+    elif options.html:
+        write_page({status.host: status.to_dict()}, options)
     elif options.free:
         from ...status.facts import free_labels
 
@@ -115,15 +128,6 @@ def _status(options: argparse.Namespace) -> int:
     else:
         print(_table(status, user, options.verbose))
     return EX_STATE_DIR if status.warnings else EX_NO_DRIVER if status.broken else 0
-
-
-def _write_metrics(text: str, path: str | None) -> None:
-    if path in (None, "-"):
-        sys.stdout.write(text)
-        return
-    if not os.path.isdir(os.path.dirname(os.path.abspath(path))):
-        raise OSError(f"--output {path}: there is no such directory: make it, for the textfile collector to read")
-    write_whole(path, text)
 
 
 def _gathered(vendor: str | None) -> HostStatus:

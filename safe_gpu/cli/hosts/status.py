@@ -12,12 +12,13 @@ from typing import NoReturn
 from ...wording.text import cut
 from ..commands import EX_NO_HOST, EX_SOME_HOSTS
 from ..output import columns, in_color, is_terminal, print_json
+from ..page import write_page
 from ..screen import alternate_screen
 from .answer import Answer, read_answer
 from .asking import Asking
 from .chosen import chosen_hosts
 from .remote_shell import remote_command
-from .table import Answers, document, most_free_first, render_hosts
+from .table import Answers, document, most_free_first, render_hosts, same_hosts
 
 _INTERVAL = 5.0
 
@@ -50,14 +51,18 @@ def exit_code(answers: dict[str, Answer]) -> int:
 def status_of_hosts(options: argparse.Namespace) -> int:
     """Print the status of the hosts that the options choose."""
     hosts = chosen_hosts(options)
-    for option in ("prometheus", "free", "mine", "user", "output"):
+    for option in ("prometheus", "free", "mine", "user", *(() if options.html else ("output",))):
         if getattr(options, option):
             options.usage_error(f"--{option} is about one host: it does not go with --host and --all-hosts")
     if options.watch:
         _watch(options, hosts)
-    answers = answers_of(hosts, options.vendor, options.verbose and not options.json)
+    answers = answers_of(hosts, options.vendor, options.verbose and not (options.json or options.html))
     if options.json:
         print_json(document(answers))
+    elif options.html:
+        shown, others = most_free_first(answers) if options.sort else answers, same_hosts(answers)
+        reasons = {name: f"the same host as {other}" for name, other in others.items()}
+        write_page({name: reasons.get(name) or one.status or one.error for name, one in shown.items()}, options)
     else:
         print(_picture(answers, options))
     return exit_code(answers)

@@ -13,6 +13,7 @@ from ..files.descriptors import fork_guard
 from ..files.lease_dir import LeaseDir
 from ..files.location import state_dir_path
 from ..files.state_dir import StateDir
+from ..leases.commands import program_names
 from ..signals import DeferredSignals
 from .flock import lock_file, unlock_file
 
@@ -197,8 +198,9 @@ class HostLock:
             )
         user = procfs.user_of(pid)
         stopped = ", which is stopped: continue or end it" if procfs.is_stopped(pid) else ": try again, or end it"
+        command = program_names(procfs.arguments_of(pid)) or "?"  # others read it, on a page too
         return LockTimeout(
-            f"{path} is held by process {pid} of {user or 'unknown'} ({procfs.command_of(pid) or '?'}){stopped}",
+            f"{path} is held by process {pid} of {user or 'unknown'} ({command}){stopped}",
             path=path,
             pid=pid,
             user=user,

@@ -1,0 +1,1 @@
+"""The state of hosts as a page for a browser."""

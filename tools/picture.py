@@ -130,8 +130,8 @@ def page_as_svg(width: int, height: int) -> str:
     style, body = (re.search(f"<{tag}>(.*)</{tag}>", text, re.DOTALL) for tag in ("style", "body"))
     assert style is not None
     assert body is not None
-    css = style[1].replace("(min-width:1400px)", " all" if width >= 1400 else " not all")
-    css = css.replace("(max-width:900px)", " all" if width <= 900 else " not all")
+    css = re.sub(r"\(min-width:(\d+)px\)", lambda m: " all" if width >= int(m[1]) else " not all", style[1])
+    css = re.sub(r"\(max-width:(\d+)px\)", lambda m: " all" if width <= int(m[1]) else " not all", css)
     css = re.sub(r"animation:[^;}]*", "", css)
     content = re.sub(r"<script>.*?</script>", "", body[1], flags=re.DOTALL).strip()
     content = content.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ')

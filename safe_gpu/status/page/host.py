@@ -6,7 +6,7 @@ It is made from the document of ``status --json``, also from that of another hos
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ...coordination.leases.commands import program_names
@@ -42,8 +42,8 @@ def host_part(status: Document, now: float, use: Markup) -> tuple[tuple[int, int
     gpus = [one for one in status["gpus"] if not one["reason"].startswith(MIG_IS_ON)]
     free, waiting = sum(one["state"] in FREE for one in gpus), len(status["queue"])
     since = [one["since"] for one in status["queue"] if one["since"]]
-    models = _counted(one["name"] or "(no name)" for one in gpus)
-    users = _counted(claim["user"] or "?" for one in gpus for claim in _claims(one))
+    models = Counter(one["name"] or "(no name)" for one in gpus).most_common()
+    users = Counter(claim["user"] or "?" for one in gpus for claim in _claims(one)).most_common()
     row = {
         "Free": f"{free} of {len(gpus)}",
         "GPUs": ", ".join(f"{number} x {name}" for name, number in models),
@@ -58,10 +58,6 @@ def host_part(status: Document, now: float, use: Markup) -> tuple[tuple[int, int
     left = joined(table("GPUs", _GPU, rows, "gpus"), listed([*_notes(status, now), *status.get("warnings", ())]))
     parts = element("div", element("div", left), element("div", _waiting(status, now), use), class_="parts")
     return (free, len(gpus)), row, joined(element("p", about, class_="dim"), parts)
-
-
-def _counted(names: Iterable[str]) -> list[tuple[str, int]]:
-    return Counter(names).most_common()
 
 
 def _claims(gpu: Document) -> Sequence[Document]:

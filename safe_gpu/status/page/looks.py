@@ -20,13 +20,14 @@ thead th{color:var(--dim);font-size:12px;border-bottom:1px solid var(--line)}
 tbody th{font-weight:600}tbody tr+tr>*{border-top:1px solid var(--soft)}
 .user,.job,.command,.holders,td.gpus,.host{white-space:normal;overflow-wrap:anywhere;min-width:5em}
 .wants,.starts,.until{white-space:normal}.user,.host,.command{min-width:7em}.starts{min-width:9em}
+@media(min-width:901px){.queue .job{min-width:6em}.queue .wants{min-width:5em}}
 .util,.temp,.claims,.waited,.planned,.waiting,.longest-wait,.mean-wait{text-align:right}
 b{font-weight:600;color:var(--dim)}b::before{content:"\\25CF";margin-right:5px}b.free,b.display{color:var(--free)}
 b.claimed,b.shared,b.share{color:var(--claimed)}b.idle,b.at-risk{color:var(--idle)}b.drained{color:var(--drained)}
 b.busy,.late{color:var(--busy)}svg{background:var(--track);fill:var(--full)}
 .bar{width:64px;height:8px;border-radius:2px;margin-right:8px}
 .hours{display:block;width:100%;height:64px;border-radius:3px;background:var(--soft)}
-.axis{display:flex;justify-content:space-between;gap:8px;font-size:12px;white-space:nowrap}
+.axis{display:flex;flex-wrap:wrap;justify-content:space-between;gap:8px;font-size:12px;white-space:nowrap}
 ul{margin:8px 0;padding-left:18px}li{margin:2px 0}footer{margin-top:24px;font-size:12px}
 @media(min-width:1400px){.bar{width:48px}
 .parts{display:grid;grid-template-columns:minmax(0,3fr) minmax(0,2fr);gap:0 40px}}
@@ -37,11 +38,13 @@ table:not(.use),:not(.use)>tbody,:not(.use)>caption{display:block}
 :not(.use)>tbody>tr>*{border:0;padding:0;min-width:0;text-align:left}
 :not(.use)>tbody>tr+tr{border-top:1px solid var(--line)}
 :not(.use)>tbody th:first-child{margin-left:-30px;min-width:20px}
-tr::after,tr::before{content:"";order:1;flex-basis:100%}.user,.job,.command,.waited,.planned,.starts{order:2}
-tr::before{order:3}.since,.until{order:4}
-.queue .user,.queue .job{order:0}td:empty{display:none}.since::before{content:"since "}.until::before{content:"until "}
+.user,.job,.command,.waited,.planned,.starts{order:2}.since,.until{order:4}
+.queue .user,.queue .job{order:0}
+:not(.use)>tbody>tr>td:empty{display:none}.since::before{content:"since "}.until::before{content:"until "}
 .waited::before{content:"waited "}.planned::before{content:"planned "}.starts::before{content:"starts "}
 .hosts .free::after{content:" free"}.waiting::after{content:" waiting"}.longest-wait::before{content:"longest "}}
+@media(max-width:600px){tr::after,tr::before{content:"";order:1;flex-basis:100%}tr::before{order:3}
+.use .bar{width:26px}.use td,.use th{padding-right:8px}}
 """
 
 SCRIPT = """

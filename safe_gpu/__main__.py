@@ -1,7 +1,5 @@
 """``python -m safe_gpu`` runs the command ``safe-gpu``."""
 
-from __future__ import annotations
-
 import sys
 
 from .cli import main

@@ -1,7 +1,5 @@
 """The module of the older package, with its names: ``from safe_gpu import safe_gpu`` keeps working."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from .claim import functions as owner

@@ -1,7 +1,5 @@
 """What all tests share stands in ``support``, a module for each concern; here is what concerns the run as a whole."""
 
-from __future__ import annotations
-
 import os
 import random
 import re

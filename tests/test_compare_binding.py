@@ -1,7 +1,5 @@
 """tools/compare_binding.py on a simulated host: both kinds of runs by turns, their medians, and their pages by node."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Code that was written for the older package runs unchanged."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import logging

@@ -1,7 +1,5 @@
 """Errors: one root, the bases that callers catch, data that survives pickling and copying."""
 
-from __future__ import annotations
-
 import copy
 import errno
 import inspect

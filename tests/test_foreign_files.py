@@ -1,7 +1,5 @@
 """Files that others write: read in bounded memory, without blocking, and no descriptor is left open."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import signal

@@ -3,8 +3,6 @@
 Every import counts: at the top of a module, inside a function, and those that only type checkers see.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import shutil
@@ -249,7 +247,7 @@ def test_the_top_of_the_repository_is_tidy() -> None:
 
 
 # Size: lines of code, without docstrings, comments and blank lines. What is added pays for itself in lines removed.
-MOST_CODE = {"safe_gpu": 22_250, "tests and tools": 39_785}
+MOST_CODE = {"safe_gpu": 21_850, "tests and tools": 39_350}
 
 
 def code_lines(source: str) -> int:

@@ -1,7 +1,5 @@
 """The manual page safe-gpu(1): complete, clean, and in the environment once the package is installed."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re

@@ -1,7 +1,5 @@
 """The mistakes that ``tools/mutate.py`` makes, and the tests that it chooses for them."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Python packages that are missing or too old: one sentence that says what to install, nothing left behind."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

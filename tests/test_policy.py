@@ -1,7 +1,5 @@
 """The policy file: what its lines mean, what is wrong with others, which sections apply to whom, which files count."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

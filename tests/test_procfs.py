@@ -1,7 +1,5 @@
 """What /proc says of a process that is on its way out."""
 
-from __future__ import annotations
-
 import ctypes
 import fcntl
 import os

@@ -1,7 +1,5 @@
 """What the package offers, what importing it costs, and the names that the older package had."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import os

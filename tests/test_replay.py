@@ -1,7 +1,5 @@
 """The replay of workloads in simulated time, ``tools/replay.py``."""
 
-from __future__ import annotations
-
 import math
 import random
 import sys

@@ -1,7 +1,5 @@
 """Environment variables: one list of them, and those that would quietly cost safety are refused or warned of."""
 
-from __future__ import annotations
-
 import ast
 import logging
 import re

@@ -1,7 +1,5 @@
 """Ages, numbers of things and lists of GPUs, as people read them."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

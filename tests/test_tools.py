@@ -1,7 +1,5 @@
 """The scripts in tools/ that people run by hand."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """The records of a host's topology, without a host: what they refuse, and that they are plain values."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The table of vendors, and that the rooms and the pages have what it says."""
 
-from __future__ import annotations
-
 import argparse
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Times in which GPUs are reserved: the pure decisions, by tables."""
 
-from __future__ import annotations
-
 import math
 import time
 

@@ -1,7 +1,5 @@
 """What scripts share that start processes on a simulated host: the package, the environment, the user, the options."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import random

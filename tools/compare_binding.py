@@ -13,8 +13,6 @@ Pages are those of all processes of a run, by NUMA node, at the look that showed
 on a node without a GPU of its process. A command that binds itself compares nothing: let it claim with affinity=None.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import subprocess

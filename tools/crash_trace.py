@@ -1,7 +1,5 @@
 """Stops a process before and after each of its system calls: ptrace(2) through ctypes, as newcomers have no strace."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

@@ -8,8 +8,6 @@ an assumption of safe_gpu, lines that begin with "seen" answer a question on whi
 is the number of differences.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

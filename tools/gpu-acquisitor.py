@@ -11,8 +11,6 @@ claim takes the leases of its GPUs at once, under a lock that it holds for a mom
 Without a GPU use --backend simulated.
 """
 
-from __future__ import annotations
-
 import argparse
 import logging
 import os

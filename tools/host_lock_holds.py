@@ -9,8 +9,6 @@ from the last try that found it free until it is free again: never too short, an
 On a busy machine holds take longer, since holders lose the CPU; --realtime prevents that.
 """
 
-from __future__ import annotations
-
 import argparse
 import fcntl
 import os

@@ -1,7 +1,5 @@
 """The README as the package index shows it: its links to pages of the checkout lead nowhere there, and become paths."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

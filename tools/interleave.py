@@ -12,8 +12,6 @@ kills A and closes two of its descriptors, from the highest down ('A^2' up, 'A%2
 waiter that was passed, or a process that never ends.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import mmap

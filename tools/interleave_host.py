@@ -1,7 +1,5 @@
 """The host on which racers run, and one run of them: who goes on, for how long, and what they say."""
 
-from __future__ import annotations
-
 import ctypes
 import marshal
 import math

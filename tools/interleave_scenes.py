@@ -1,7 +1,5 @@
 """What racers do in each scene, and the referee: who may have which GPU, by what they said and by nothing else."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import re

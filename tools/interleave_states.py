@@ -5,8 +5,6 @@ is the content of files, as others have left them, and what the tables of the ke
 all hold. What a dead one has done does not count, but what is left of it. Times are left out, but for whose is next.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from typing import Any
 

@@ -3,8 +3,6 @@
 ``python tools/man_page.py`` prints the page. It needs the sources only, none of the packages that they depend on.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

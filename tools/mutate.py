@@ -5,8 +5,6 @@ The first run lists which tests run which lines, in all their processes; that ta
 It needs coverage: pip install 'coverage>=7.10'.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import copy

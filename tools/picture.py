@@ -8,8 +8,6 @@ is installed, which only draws:
     python tools/picture.py status --watch  # shows that host in this terminal
 """
 
-from __future__ import annotations
-
 import fcntl
 import io
 import os
@@ -66,7 +64,7 @@ def scene() -> HostStatus:
     ]
     gpus = [
         GpuStatus(
-            replace(gpu, memory_used=int(used * GIB), utilization=load),
+            gpu._replace(memory_used=int(used * GIB), utilization=load),
             "claimed" if holder else "unusable",
             claim=holder,
         )

@@ -13,8 +13,6 @@ the answers are generated: as many jobs as the line of the table says name one t
 fifth of them too little.
 """
 
-from __future__ import annotations
-
 import argparse
 import csv
 import math

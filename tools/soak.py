@@ -11,8 +11,6 @@ line of figures is printed each minute; for each violation, the last events on t
 --cleaner and --order fair need root.
 """
 
-from __future__ import annotations
-
 import argparse
 import ctypes
 import io

@@ -12,7 +12,6 @@ import tempfile
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -351,9 +350,9 @@ def bad_weather(stage: Stage) -> None:
         changed = []
         for gpu in gpus:
             if gpu.uuid in sky.get("lost", ()):
-                gpu = replace(gpu, processes=None, process_error="GPU is lost", unusable="GPU is lost", lost=True)
+                gpu = gpu._replace(processes=None, process_error="GPU is lost", unusable="GPU is lost", lost=True)
             elif gpu.uuid in sky.get("hides", ()):
-                gpu = replace(gpu, processes=None, process_error="hidden for the soak test")
+                gpu = gpu._replace(processes=None, process_error="hidden for the soak test")
             changed.append(gpu)
         return tuple(changed)
 

@@ -3,8 +3,6 @@
 As a script, `soak_lives.py STAGE hold|nest SECONDS END`, it is the command of a ``safe-gpu run``.
 """
 
-from __future__ import annotations
-
 import ctypes
 import fcntl
 import math
@@ -311,7 +309,7 @@ def _share_of_run() -> tuple[int, str] | None:
 
 def _counts_all(self: quota.LeasesByUser, uid: int) -> frozenset[str]:
     _held_by(self, uid)
-    return frozenset(self.owners.users)
+    return frozenset(self._owners.users)
 
 
 def _without_dates(want: BackfillRequest, *rest: Any) -> frozenset[str]:

@@ -4,8 +4,6 @@ Nothing here claims a GPU or initialises CUDA. Names are imported on first use, 
 them.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:

@@ -8,8 +8,6 @@ be set for the calling thread. The earlier masks and policy are kept per process
 before the first binding, not from the narrower mask that the first one set.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable
 from operator import index

@@ -14,16 +14,15 @@ from typing import TYPE_CHECKING, NamedTuple
 from ..drivers import opened_driver
 from ..errors import GPUAffinityError
 from ..topology.cpulist import format_cpulist
-from ..topology.sysfs import fsroot_or_default
+from ..topology.fsroot import fsroot_or_default
 from .binding import BindingReport, PartReport, bind_process, enter, leave, original_mask
 from .node_cpus import node_cpus_of
-from .options import as_count, doubt_about
+from .options import AffinityOptions, as_count, doubt_about
 
 if TYPE_CHECKING:
     from ..drivers.base import Driver
     from ..gpus.devices import Gpu
     from ..topology.topology import GpuLocality, HostTopology
-    from .options import AffinityOptions
 
 
 class ClaimShares(NamedTuple):

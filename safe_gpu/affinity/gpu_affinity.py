@@ -1,7 +1,5 @@
 """A drop-in replacement for ``set_affinity`` of NVIDIA gpu_affinity."""
 
-from __future__ import annotations
-
 import logging
 import os
 

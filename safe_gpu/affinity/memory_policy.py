@@ -1,7 +1,5 @@
 """The NUMA memory policy of the calling thread, by raw system call."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable
 from typing import NamedTuple

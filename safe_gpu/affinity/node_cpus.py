@@ -7,12 +7,11 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from ..errors import as_affinity_error
-from ..gpus.devices import normalize_bus_id
-from ..topology.sysfs import fsroot_or_default
+from ..gpus.devices import Gpu, normalize_bus_id
+from ..topology.fsroot import fsroot_or_default
 
 if TYPE_CHECKING:
     from ..drivers.base import Driver
-    from ..gpus.devices import Gpu
 
 
 def node_cpus_of(

@@ -3,8 +3,6 @@
 All values are strings here. A member of an enumeration counts as its value.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 from ..errors import GPUAffinityError
@@ -96,7 +94,7 @@ class AffinityOptions(_Options):
         balanced: bool = True,
         min_physical_cores: int = 1,
         max_physical_cores: int | None = None,
-    ) -> AffinityOptions:
+    ) -> "AffinityOptions":
         mode = _choice("affinity mode", mode, MODES)
         scope = _choice("affinity scope", scope, SCOPES)
         multithreading = _choice("multithreading mode", multithreading, MULTITHREADING)

@@ -4,8 +4,6 @@
 checked too.
 """
 
-from __future__ import annotations
-
 import os
 import time
 

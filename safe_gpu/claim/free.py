@@ -10,12 +10,12 @@ from ..coordination.holders.of_gpus import lease_holders
 from ..coordination.leases.drained import closed_now
 from ..drivers import opened_driver
 from ..host.procfs import describe_process
-from ..selection.request import Selection, parse_request
+from ..selection.request import Conditions, Selection, parse_request
 from ..selection.rules import Rules
 from ..selection.verdicts import judge
 from ..wording.argument_style import ArgumentStyle
 from .arguments.options import read_options
-from .arguments.timeout import DEFAULT
+from .arguments.timeout import DEFAULT, DefaultTimeout
 from .host.host_view import HostView
 from .search.search import wait_until_free
 
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
     from ..gpus.devices import Gpu, GpuVerdict, HostSnapshot
     from ..gpus.visible import VisibleLimit
-    from ..selection.request import Conditions
-    from .arguments.timeout import DefaultTimeout
     from .messages.wait_status import WaitStatus
 
 

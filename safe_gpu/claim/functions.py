@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import SafeGpuError, shorten
 from .arguments.options import NODE_BY_DEFAULT, asks_for_none, read_options
-from .arguments.timeout import DEFAULT
+from .arguments.timeout import DEFAULT, DefaultTimeout
 from .owner import NO_GPU, GPUOwner, already_claimed, current_owner, owners, request_key
 
 if TYPE_CHECKING:
     from ..affinity import AffinityOptions
-    from .arguments.timeout import DefaultTimeout
 
 gpu_owner: GPUOwner | None
 """The owner that :func:`claim_gpus` made, until its release."""

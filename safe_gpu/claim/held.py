@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ..coordination.locks.cleaner_guard import StateDirGuard
 from ..coordination.scope import token_with_namespace
 from ..coordination.signals import DeferredSignals
-from ..gpus.devices import HostSnapshot
+from ..gpus.devices import Gpu, HostSnapshot
 from ..host import procfs
 from ..selection.sharing import share_capacity
 from .history_entry import append_history
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from ..coordination.locks.host_lock import LockedHost
     from ..coordination.locks.legacy_lock import LegacyLock
     from ..coordination.socket_names import SocketName
-    from ..gpus.devices import Gpu
 
 
 class Taken:

@@ -21,8 +21,8 @@ from ..runtimes.visible_devices import hide_all, render_visible
 from ..selection.sharing import share_fraction
 from ..topology.cpulist import format_cpulist
 from ..wording.text import gpus_by_model
-from .arguments.options import NODE_BY_DEFAULT, asks_for_none, read_options
-from .arguments.timeout import DEFAULT
+from .arguments.options import NODE_BY_DEFAULT, ClaimOptions, asks_for_none, read_options
+from .arguments.timeout import DEFAULT, DefaultTimeout
 from .checks.bad_gpu import BadGpuFallback
 from .checks.opened import other_processes, verify_alone, verify_devices
 from .held import Claim
@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from ..drivers.base import Driver
     from ..gpus.devices import Gpu
     from ..gpus.visible import VisibleLimit
-    from .arguments.options import ClaimOptions
-    from .arguments.timeout import DefaultTimeout
 
 # If the first poll is older than this, in seconds, it is repeated. Importing the placeholder's framework takes time.
 _STALE = 1.0
@@ -241,11 +239,7 @@ class GPUOwner:
             variables["SAFE_GPU_SCOPE"] = claim.token
         self._environment.set(variables)
         warn_of_older_workers(*next(iter(variables.items())), self.logger)
-        self.logger.info(
-            "Set %s=%s",
-            *next(iter(variables.items())),
-            extra={"safe_gpu_environment": variables},
-        )
+        self.logger.info("Set %s=%s", *next(iter(variables.items())), extra={"safe_gpu_environment": variables})
 
     def _hold(self, view: HostView, bad: BadGpuFallback) -> None:
         for device_no, gpu in enumerate(self.gpus):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from ..errors import PlaceholderError
@@ -10,8 +10,6 @@ from ..runtimes import placeholders
 from .host.visible_limit import prepare_only
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
     from ..coordination.signals import DeferredSignals
     from ..drivers.base import Driver
 

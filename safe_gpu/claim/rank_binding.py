@@ -1,30 +1,22 @@
 """Binding of CPUs and memory next to GPUs after the claim: in a worker, or in one rank under a launcher."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from ..affinity.binding import BindingReport, PartReport
 from ..affinity.cpu_shares import bind_near, bind_node
-from ..affinity.options import falls_back, parse_options
-from ..affinity.resolve_gpus import BOUND, ResolvedGpus, by_name, by_ordinal, remember, remembered, visible
+from ..affinity.options import AffinityOptions, falls_back, parse_options
+from ..affinity.resolve_gpus import BOUND, Names, ResolvedGpus, by_name, by_ordinal, remember, remembered, visible
 from ..coordination.files.state_dir import opened
 from ..coordination.holders.outer_claim import outer_claim_of_process
 from ..coordination.leases.file_names import inner_name, lease_name
 from ..coordination.leases.record import read_record
 from ..drivers import opened_driver
 from ..errors import GPUAffinityError, SafeGpuError
-from ..gpus.devices import vendor_of
+from ..gpus.devices import HostSnapshot, vendor_of
 from ..runtimes.visible_devices import stale_indices
 from ..schedulers import current
 from . import owner
-
-if TYPE_CHECKING:
-    from ..affinity.options import AffinityOptions
-    from ..affinity.resolve_gpus import Names
-    from ..gpus.devices import HostSnapshot
 
 
 def bind(

@@ -1,7 +1,5 @@
 """The command ``safe-gpu``: arguments in, the command's own module, an exit code out."""
 
-from __future__ import annotations
-
 import argparse
 import gc
 import os

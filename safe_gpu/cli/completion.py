@@ -1,7 +1,5 @@
 """``safe-gpu completion``: at each Tab the shell asks this program, which answers from its own parsers."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 

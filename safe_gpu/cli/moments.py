@@ -1,7 +1,5 @@
 """Moments as people write them: ``2026-11-01``, ``18:00``, ``Thu 9:00``, ``yesterday``, ``7d``, ``+2h``."""
 
-from __future__ import annotations
-
 import argparse
 import re
 import time

@@ -1,7 +1,5 @@
 """The standard streams of a command."""
 
-from __future__ import annotations
-
 import os
 import sys
 from typing import TextIO

@@ -1,7 +1,5 @@
 """argparse as this command line wants it."""
 
-from __future__ import annotations
-
 import argparse
 import re
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """A file that others read at any moment: they see the old one or the new one, never a part."""
 
-from __future__ import annotations
-
 import os
 import stat
 import sys

@@ -1,7 +1,5 @@
 """A picture on a terminal's second screen, redrawn in place."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable, Iterator

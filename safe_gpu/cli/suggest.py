@@ -1,7 +1,5 @@
 """Guesses what was meant by a command or an option that does not exist."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 
 # Commands and options, and the words of other tools for them. If a word stands for several options, the first that the

@@ -4,8 +4,6 @@ A claim never waits for it and never fails for it: where a line cannot be writte
 closed, a symbolic link), it is lost. The files grow to a bounded size and are kept for two years.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Iterable

@@ -4,8 +4,6 @@ The kernel is asked by NETLINK_SOCK_DIAG for AF_UNIX (sock_diag(7)), as ``ss -x`
 does not tell the users, and anybody can write lines there, by a line break in a name.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import time
@@ -98,7 +96,7 @@ class NameTable:
         uids = {one.uid for one in self.of_device(uuid, prefix)}
         return uids.pop() if len(uids) == 1 else None
 
-    def confirms(self, uuid: str, record: LeaseRecord, directory: os.stat_result, prefix: str = "") -> bool:
+    def confirms(self, uuid: str, record: "LeaseRecord", directory: os.stat_result, prefix: str = "") -> bool:
         """Return whether who has the name of a slot also has that of a share as large as its record says.
 
         Args:

@@ -5,8 +5,6 @@ has the hash of the token and of the inode of the first. So what is found is the
 alone may be another claim's by now, or what is left of one that dies.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable
 

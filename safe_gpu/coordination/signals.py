@@ -21,14 +21,7 @@ class DeferredSignals:
     """
 
     # Those whose handlers programs let raise.
-    _NUMBERS = (
-        _signal.SIGHUP,
-        _signal.SIGINT,
-        _signal.SIGUSR1,
-        _signal.SIGUSR2,
-        _signal.SIGALRM,
-        _signal.SIGTERM,
-    )
+    _NUMBERS = (_signal.SIGHUP, _signal.SIGINT, _signal.SIGUSR1, _signal.SIGUSR2, _signal.SIGALRM, _signal.SIGTERM)
 
     def __init__(self) -> None:
         self._handlers: dict[int, Callable[[int, object], object]] = {}

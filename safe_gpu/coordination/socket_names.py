@@ -9,8 +9,6 @@ A socket cannot be unbound while a copy of its descriptor lives. So forked child
 ``safe-gpu run`` passes names on.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 from collections.abc import Callable, Iterable

@@ -14,12 +14,11 @@ from ..claim.free import current_verdicts
 from ..claim.functions import claim_gpus, release_gpus
 from ..claim.host.visible_limit import visible_limit_of
 from ..drivers import opened_driver
-from ..gpus.devices import HostSnapshot
+from ..gpus.devices import GpuVerdict, HostSnapshot
 from ..gpus.vendors import VENDORS
 from ..selection.request import Selection
 
 if TYPE_CHECKING:
-    from ..gpus.devices import GpuVerdict
     from ..gpus.visible import VisibleLimit
 
 DEFAULT_HOST = "dgx-a100"

@@ -18,13 +18,12 @@ from ..claim.functions import claim_gpus, release_gpus
 from ..drivers import opened_driver
 from ..selection.possible import check_possible
 from ..selection.request import Selection
-from .race_host import QUIET
+from .race_host import QUIET, RaceHost
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
     from ..gpus.devices import Gpu
-    from .race_host import RaceHost
 
 _FEWEST, _MOST = 4, 32
 

@@ -9,13 +9,12 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from ..wording.text import gpu_ranges, paint, plural, wrapped
-from .referee import in_time, rule
+from .referee import RefereeReport, in_time, rule
 
 if TYPE_CHECKING:
     from ..gpus.devices import HostSnapshot
     from . import race_host
     from .racers import Outcome
-    from .referee import RefereeReport
 
 # The most lines of a refusal that are printed: it names every GPU.
 _REFUSAL_LINES = 4

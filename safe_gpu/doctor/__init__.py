@@ -4,8 +4,6 @@ A check is a function from :class:`CheckedHost` to :class:`Finding`. A check tha
 checks still run.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -86,10 +84,7 @@ def run_checks(host: CheckedHost | None = None) -> list[Check]:
 
 def to_dict(checks: Sequence[Check]) -> dict[str, Any]:
     """Return the JSON document: ``{"host", "checks": [{"name", "status", "detail", "fix"}]}``."""
-    return {
-        "host": os.uname().nodename,
-        "checks": [asdict(one) for one in checks],
-    }
+    return {"host": os.uname().nodename, "checks": [asdict(one) for one in checks]}
 
 
 def exit_code(checks: Sequence[Check]) -> int:

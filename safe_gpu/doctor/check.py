@@ -12,16 +12,13 @@ from .. import drivers
 from ..coordination.files.location import state_dir_path
 from ..drivers import may_be_several
 from ..errors import PolicyError, SafeGpuError, StateDirError
-from ..gpus.devices import HostSnapshot
-from ..gpus.vendors import FIRST, VENDORS
+from ..gpus.devices import Gpu, HostSnapshot
+from ..gpus.vendors import FIRST, VENDORS, Vendor
 from ..host.foreign_files import read_start
-from ..schedulers import current
+from ..schedulers import JobContext, current
 
 if TYPE_CHECKING:
     from ..drivers.base import Driver
-    from ..gpus.devices import Gpu
-    from ..gpus.vendors import Vendor
-    from ..schedulers import JobContext
     from ..status.facts import HostStatus
 
 _MOST = 1 << 20  # characters; mountinfo and the tables of tmpfiles.d can be long

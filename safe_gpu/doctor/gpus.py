@@ -4,23 +4,16 @@ In some containers and virtual machines, and under WSL2, the lists can be read a
 users of safe_gpu, but others see its GPUs as free.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from ..coordination.leases.drained import closed_now, ignored_drains
 from ..errors import NoDriverError
-from ..gpus.devices import ComputeMode, ProcessKind
+from ..gpus.devices import ComputeMode, HostSnapshot, ProcessKind
 from ..gpus.vendors import VENDORS
 from ..host import procfs
 from ..wording.text import plural
-from .check import failed, labels, passed, skipped, warning, with_snapshot
-
-if TYPE_CHECKING:
-    from ..gpus.devices import HostSnapshot
-    from .check import CheckedHost, Finding
+from .check import CheckedHost, Finding, failed, labels, passed, skipped, warning, with_snapshot
 
 # A poll of eight initialised GPUs takes milliseconds. Without persistence mode the kernel driver initialises each GPU
 # first, which takes seconds.
@@ -54,8 +47,7 @@ def driver(host: CheckedHost) -> Finding:
     detail = _described(snapshot)
     if host.simulated and os.path.exists(os.path.join(host.root, "dev/nvidia0")):
         return warning(
-            f"{detail}, on a host with real GPUs: claims do not protect the real ones",
-            "unset SAFE_GPU_DRIVER",
+            f"{detail}, on a host with real GPUs: claims do not protect the real ones", "unset SAFE_GPU_DRIVER"
         )
     if snapshot.driver == "nvidia-smi" and host.environ.get("SAFE_GPU_DRIVER", "auto") in ("", "auto"):
         from ..drivers.nvidia.nvml import why_missing
@@ -128,10 +120,7 @@ def lost_gpus(host: CheckedHost, snapshot: HostSnapshot) -> Finding:
     """Check that the driver can reach all GPUs."""
     lost = [gpu for gpu in snapshot.gpus if gpu.lost]
     if lost:
-        return warning(
-            f"{labels(lost)}: {lost[0].unusable or 'the driver lost it'}",
-            host.vendor.recover,
-        )
+        return warning(f"{labels(lost)}: {lost[0].unusable or 'the driver lost it'}", host.vendor.recover)
     closed = [gpu for gpu in snapshot.gpus if bool(gpu.unusable) and not gpu.mig_enabled]
     if closed:
         return warning(f"{labels(closed)}: {closed[0].unusable}", "ask the scheduler or the container for these GPUs")

@@ -1,15 +1,9 @@
 """Checks of the Python packages of this process."""
 
-from __future__ import annotations
-
 import os
 import sys
-from typing import TYPE_CHECKING
 
-from .check import failed, passed, skipped, warning
-
-if TYPE_CHECKING:
-    from .check import CheckedHost, Finding
+from .check import CheckedHost, Finding, failed, passed, skipped, warning
 
 
 def platform(host: CheckedHost) -> Finding:

@@ -6,11 +6,10 @@ import os
 from typing import TYPE_CHECKING
 
 from ..errors import GPUAffinityError
-from .check import labels, passed, skipped, warning, with_snapshot
+from .check import CheckedHost, Finding, labels, passed, skipped, warning, with_snapshot
 
 if TYPE_CHECKING:
     from ..gpus.devices import HostSnapshot
-    from .check import CheckedHost, Finding
 
 
 def address_space(host: CheckedHost) -> Finding:
@@ -61,11 +60,7 @@ def cpu_mask(host: CheckedHost, snapshot: HostSnapshot) -> Finding:
     return passed(f"all CPUs next to the GPUs may be used, {len(mask)} in all")
 
 
-_OPENMP = {
-    "OMP_PROC_BIND": ("", "false"),
-    "GOMP_CPU_AFFINITY": ("",),
-    "KMP_AFFINITY": ("", "disabled", "none"),
-}
+_OPENMP = {"OMP_PROC_BIND": ("", "false"), "GOMP_CPU_AFFINITY": ("",), "KMP_AFFINITY": ("", "disabled", "none")}
 
 
 def openmp(host: CheckedHost) -> Finding:

@@ -16,11 +16,10 @@ from ..host.programs import IN_CHILD, python_child
 from ..selection.occupancy import HIDDEN, NOT_YET, SHOWN, presence, why_memory_unexplained
 from ..selection.rules import Rules
 from ..selection.verdicts import UNWATCHABLE
-from .check import failed, labels, passed, warning, with_snapshot
+from .check import CheckedHost, Finding, failed, labels, passed, warning, with_snapshot
 
 if TYPE_CHECKING:
     from ..gpus.devices import HostSnapshot
-    from .check import CheckedHost, Finding
 
 # Seconds. CUDA may have to initialise every GPU of the host first.
 _PATIENCE = 120.0

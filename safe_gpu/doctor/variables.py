@@ -1,10 +1,7 @@
 """Checks of what users and administrators have set: variables and the policy file."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from ..coordination.socket_names import digest
 from ..errors import PolicyError, SafeGpuError
@@ -17,10 +14,7 @@ from ..settings import policy as rules
 from ..settings import variables as settings_module
 from ..settings.variables import policy_file
 from ..wording.text import plural
-from .check import failed, gpus_named, passed, skipped, warning
-
-if TYPE_CHECKING:
-    from .check import CheckedHost, Finding
+from .check import CheckedHost, Finding, failed, gpus_named, passed, skipped, warning
 
 
 def policy(host: CheckedHost) -> Finding:
@@ -125,10 +119,7 @@ def visible_devices(host: CheckedHost) -> Finding:
     if settings_module.ignores_fence(host.environ):
         return passed(f"{value!r} is ignored (SAFE_GPU_FENCE=ignore)")
     if visible_limit.ambiguous:
-        return warning(
-            f"{value!r} is ambiguous: {visible_limit.doubt}",
-            f"set {visible_limit.clear_by}",
-        )
+        return warning(f"{value!r} is ambiguous: {visible_limit.doubt}", f"set {visible_limit.clear_by}")
     if not visible_limit.uuids:
         return failed(f"with {value!r} {visible_limit.library} shows no GPU, so none can be claimed", lift)
     entries = [entry.strip() for entry in value.split(",")]

@@ -20,11 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["may_be_several", "open_driver", "open_drivers", "opened_driver"]
 
 # The drivers, with the vendor of those whose GPUs are all of one.
-_KINDS = {
-    "auto": None,
-    **{name: key for key, vendor in VENDORS.items() for name in vendor.drivers},
-    "simulated": None,
-}
+_KINDS = {"auto": None, **{name: key for key, vendor in VENDORS.items() for name in vendor.drivers}, "simulated": None}
 
 
 def open_driver(

@@ -16,8 +16,6 @@ Not known without hardware:
 * on which GPUs the kernel shows processes without the memory that they hold. They count as users of the GPU.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterable, Sequence

@@ -7,17 +7,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ..gpus.devices import ProcessKind
-from ..gpus.vendors import FIRST, VENDORS
+from ..gpus.devices import Gpu, GpuProcess, ProcessKind
+from ..gpus.vendors import FIRST, VENDORS, Vendor
 from ..host import procfs
 from ..host.foreign_files import read_start
 
 if TYPE_CHECKING:
-    from ..gpus.devices import Gpu, GpuProcess
-    from ..gpus.vendors import Vendor
     from ..topology.sysfs import Files
 
 # A process with more descriptors than this is not searched for a device among them.
@@ -51,8 +48,8 @@ def _resolved(process: GpuProcess, device: str) -> GpuProcess:
     own = os.getpid()
     pid = own if process.pid == own else procfs.thread_group(process.pid) or process.pid
     if device and process.kind != ProcessKind.GRAPHICS and pid != own and _has_device(pid, device) is False:
-        return replace(process, name=None, elsewhere=True)
-    return process if pid == process.pid else replace(process, pid=pid)
+        return process._replace(name=None, elsewhere=True)
+    return process if pid == process.pid else process._replace(pid=pid)
 
 
 def _has_device(pid: int, device: str) -> bool | None:
@@ -115,7 +112,7 @@ def as_shown_now(gpus: Iterable[Gpu], shown: Iterable[Gpu], gone: str) -> tuple[
     """Return these devices with the memory and the processes of a new poll; ``gone`` is said of those that it lacks."""
     found = {gpu.uuid: gpu for gpu in shown}
     return tuple(
-        replace(gpu, memory_used=now.memory_used, memory_free=now.memory_free, processes=now.processes,
+        gpu._replace(memory_used=now.memory_used, memory_free=now.memory_free, processes=now.processes,
                 process_error=now.process_error, processes_private=now.processes_private, unusable=now.unusable)
         if (now := found.get(gpu.uuid)) is not None
         else gpu.unreachable(gone)

@@ -14,26 +14,19 @@ Not known without hardware:
 ``kfd_nodes`` says which GPUs there are, ``kfd_processes`` who is on them. The rest is with the PCI device.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from ..errors import NoDriverError
 from ..gpus.devices import Gpu, HostSnapshot
 from ..host import procfs
 from ..runtimes.runtime import HIP
-from ..topology.sysfs import devices, tree
+from ..topology.sysfs import Device, Files, devices, tree
 from . import kernel
 from . import pci as pci_module
 from .base import Driver
 from .kernel import as_shown_now
 from .kfd_processes import processes
-
-if TYPE_CHECKING:
-    from ..topology.sysfs import Device, Files
 
 # The memory of integrated graphics is a small part of the host's that the firmware has set aside.
 _LARGEST_CARVE_OUT = 4 << 30
@@ -82,7 +75,7 @@ class KfdDriver(Driver):
             hives.setdefault(device.hive, set()).add(device.uuid)
         connected = {uuid: peers - {uuid} for hive, peers in hives.items() if hive for uuid in peers}
         return snapshot.updated(
-            replace(gpu, nvlink_peers=frozenset(connected.get(gpu.uuid, ()))) for gpu in snapshot.gpus
+            gpu._replace(nvlink_peers=frozenset(connected.get(gpu.uuid, ()))) for gpu in snapshot.gpus
         )
 
     def detailed(self, snapshot: HostSnapshot) -> HostSnapshot:
@@ -91,7 +84,7 @@ class KfdDriver(Driver):
         files = tree()
         alone = {device.uuid: device.pci for device in self._devices() if device.bus_id and not device.shared}
         return snapshot.updated(
-            replace(gpu, utilization=None if busy is None or busy > 100 else busy)
+            gpu._replace(utilization=None if busy is None or busy > 100 else busy)
             for gpu in snapshot.gpus
             if gpu.uuid in alone
             for busy in [files.number(f"{alone[gpu.uuid]}/gpu_busy_percent")]

@@ -1,7 +1,5 @@
 """PCI bus ids: their order, which is nvidia-smi's order of GPUs, and their NUMA nodes."""
 
-from __future__ import annotations
-
 from ..host.foreign_files import read_start
 from .kernel import under_root
 

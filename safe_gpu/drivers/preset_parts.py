@@ -1,7 +1,5 @@
 """What a simulated host is made of."""
 
-from __future__ import annotations
-
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -98,7 +96,7 @@ class Preset:
         found = {device.vendor for device in self.devices}
         return tuple(vendor for vendor in VENDORS if vendor in found)
 
-    def of(self, vendor: str | None) -> Preset:
+    def of(self, vendor: str | None) -> "Preset":
         """Return the host as the driver of this vendor shows it; its first vendor if that is None, or has no GPUs
         here."""
         if len(self.vendors) == 1:
@@ -145,7 +143,7 @@ class Preset:
                 found.append(instance)
         return tuple(found)
 
-    def topology(self) -> HostTopology:
+    def topology(self) -> "HostTopology":
         """Return the CPUs of the host, and where its GPUs are among them."""
         from ..topology.topology import GpuLocality, HostTopology
 

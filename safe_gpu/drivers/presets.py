@@ -4,8 +4,6 @@ Everything is made on demand from a few lines of facts: :func:`preset` by name, 
 report them (:meth:`Preset.gpus`) and the CPUs as the kernel would (:meth:`Preset.topology`).
 """
 
-from __future__ import annotations
-
 from ..errors import UnsatisfiableRequestError
 from .preset_parts import Cpus, Preset, SimulatedGpu, SimulatedInstance
 

@@ -23,7 +23,6 @@ import re
 import time
 from collections.abc import Container, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -260,7 +259,7 @@ class SimulatedDriver(Driver):
         taken = min((gpu.memory_used or 0) + sum(usage.values()), total)
         listed = (GpuProcess(pid, kind, memory) for (pid, kind), memory in sorted(usage.items()))
         processes = own_namespace_pids(listed, by_devices=False)
-        return replace(gpu, memory_used=taken, memory_free=total - taken, processes=processes)
+        return gpu._replace(memory_used=taken, memory_free=total - taken, processes=processes)
 
     def occupy(
         self, uuid: str, *, memory: int = CONTEXT_BYTES, kind: str = ProcessKind.COMPUTE, pid: int | None = None

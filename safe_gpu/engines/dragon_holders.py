@@ -8,15 +8,12 @@ from collections.abc import Sequence
 from itertools import count
 from queue import Empty, SimpleQueue
 from threading import Event, Lock, Thread, Timer
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..errors import HolderLostError
 from ..host import procfs
-from .holder import HolderProcess
+from .holder import ClaimArguments, HolderProcess
 from .remote import holder_exited, holder_is_mute
-
-if TYPE_CHECKING:
-    from .holder import ClaimArguments
 
 _PAUSE = 0.005
 

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 from ..affinity.binding import bind_process
 from ..affinity.cpu_shares import claim_shares, cores_of_share, memory_nodes
 from ..affinity.options import AffinityOptions, parse_options
-from ..claim.arguments.options import read_options
+from ..claim.arguments.options import ClaimOptions, read_options
 from ..claim.host.visible_limit import visible_limit_of
-from ..claim.owner import owner_type
+from ..claim.owner import GPUOwner, owner_type
 from ..coordination.files.location import state_dir_path
 from ..drivers import opened_driver
 from ..errors import GPUAffinityError, SafeGpuError, UnsatisfiableRequestError
@@ -33,9 +33,7 @@ from ..selection.rules import Rules
 from .cluster import ClusterGpu
 
 if TYPE_CHECKING:
-    from ..claim.arguments.options import ClaimOptions
     from ..claim.arguments.timeout import DefaultTimeout
-    from ..claim.owner import GPUOwner
     from ..drivers.base import Driver
 
 

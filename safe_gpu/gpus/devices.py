@@ -3,11 +3,8 @@
 Memory is in bytes and utilisation in percent. ``None`` means that the driver does not report the value.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from .vendors import FIRST, VENDORS
@@ -19,22 +16,6 @@ MOST_SHARERS = 16
 """Claims that can share a GPU at once."""
 
 _SHORTEST_UUID = len("GPU-0123456789abcdef")
-
-
-class Record:
-    """Equality, hash and repr of the dataclasses here.
-
-    Each dataclass would generate and compile its own, which adds a millisecond to every process that claims.
-    """
-
-    def __eq__(self, other: object) -> bool:
-        return vars(self) == vars(other) if type(self) is type(other) else NotImplemented
-
-    def __hash__(self) -> int:
-        return hash(tuple(vars(self).values()))
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
 
 
 class ComputeMode:
@@ -53,8 +34,7 @@ class ProcessKind:
     MPS = "mps"
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class GpuProcess(Record):
+class GpuProcess(NamedTuple):
     """One process that the driver reports on a GPU.
 
     ``pid`` is the driver's number. In a container it may be a host pid, which may not exist in the container's /proc.
@@ -69,8 +49,7 @@ class GpuProcess(Record):
     elsewhere: bool = False
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class Gpu(Record):
+class Gpu(NamedTuple):
     """One device: a GPU, or a MIG instance of a GPU. It may be one that cannot be claimed.
 
     Attributes:
@@ -105,7 +84,7 @@ class Gpu(Record):
             GPU is claimed by lease, and by memory where that is known.
     """
 
-    index: int
+    index: int  # type: ignore[assignment]  # tuple.index is not needed
     uuid: str
     name: str = ""
     pci_bus_id: str = ""
@@ -160,7 +139,7 @@ class Gpu(Record):
             largest[process.pid] = max(largest.get(process.pid, 0), process.memory_used)
         return max(0, self.memory_used - sum(largest.values()))
 
-    def unreachable(self, reason: str, *, lost: bool = True) -> Gpu:
+    def unreachable(self, reason: str, *, lost: bool = True) -> "Gpu":
         """Return the record of this device while nothing but its identity is known."""
         return Gpu(
             self.index,
@@ -179,8 +158,7 @@ class Gpu(Record):
         )
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class HostSnapshot(Record):
+class HostSnapshot(NamedTuple):
     """One poll of a driver: all devices in index order (a MIG parent before its instances).
 
     Attributes:
@@ -224,7 +202,7 @@ class HostSnapshot(Record):
         """Return the device with this UUID, or None."""
         return next((gpu for gpu in self.gpus if gpu.uuid == uuid), None)
 
-    def updated(self, gpus: Iterable[Gpu]) -> HostSnapshot:
+    def updated(self, gpus: Iterable[Gpu]) -> "HostSnapshot":
         """Return this poll with the records of these devices replaced."""
         newer = {gpu.uuid: gpu for gpu in gpus}
         return HostSnapshot(
@@ -266,17 +244,17 @@ class LeaseHolder(NamedTuple):
     closed: str = ""
     uid: int = -1
     share: int | None = None
-    sharers: tuple[LeaseHolder, ...] = ()
+    sharers: "tuple[LeaseHolder, ...]" = ()
     queued: float | None = None
 
     @classmethod
-    def of_sharers(cls, sharers: Iterable[LeaseHolder]) -> LeaseHolder:
+    def of_sharers(cls, sharers: "Iterable[LeaseHolder]") -> "LeaseHolder":
         """Return the holder of a GPU that these claims share."""
         ranked = tuple(sorted(sharers, key=lambda one: one.since or 0.0))
         return ranked[0]._replace(sharers=ranked)
 
     @property
-    def each(self) -> tuple[LeaseHolder, ...]:
+    def each(self) -> "tuple[LeaseHolder, ...]":
         """The claims on the GPU."""
         return self.sharers or (self,)
 

@@ -4,8 +4,6 @@ A vendor is also a driver in ``drivers``, a library in ``runtimes``, and the gra
 ``runtimes.visible_devices``, which is chosen by ``library``.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 

@@ -1,7 +1,5 @@
 """The GPUs to which a variable like CUDA_VISIBLE_DEVICES limits a process."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 MASK, HIERARCHY, PCI_ORDER = "ZE_AFFINITY_MASK", "ZE_FLAT_DEVICE_HIERARCHY", "ZE_ENABLE_PCI_ID_DEVICE_ORDER"

@@ -3,8 +3,6 @@
 Times are Unix seconds, durations are seconds.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import time
@@ -50,7 +48,7 @@ class Window(NamedTuple):
         """The line of the file."""
         return f"{self.begin:.0f} {self.end:.0f} {','.join(self.gpus)} {self.whom or '-'} {self.reason}".rstrip()
 
-    def covers(self, gpu: Gpu) -> bool:
+    def covers(self, gpu: "Gpu") -> bool:
         """Return whether a device, or the one that it is an instance of, is reserved."""
         return gpu.uuid in self.gpus or gpu.mig_parent in self.gpus
 
@@ -105,7 +103,7 @@ def why_reserved(windows: Iterable[Window], now: float, hold_for: float | None) 
     return found
 
 
-def spans_of(windows: Iterable[Window], gpus: Iterable[Gpu]) -> dict[str, Spans]:
+def spans_of(windows: Iterable[Window], gpus: "Iterable[Gpu]") -> dict[str, Spans]:
     """Return UUID -> when it is reserved, of the devices that are.
 
     Args:

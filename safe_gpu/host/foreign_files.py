@@ -3,8 +3,6 @@
 Reading takes bounded memory, a FIFO does not block it, and an exception of a signal handler leaves no descriptor open.
 """
 
-from __future__ import annotations
-
 import os
 from functools import partial
 from io import FileIO

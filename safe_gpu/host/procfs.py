@@ -4,8 +4,6 @@ The functions always read the real ``/proc``. If the kernel does not give an ans
 process that has just exited), the result is None or empty; no error is raised.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import time

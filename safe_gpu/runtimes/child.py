@@ -1,7 +1,5 @@
 """Questions to a vendor's library that a short-lived child process asks."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Mapping

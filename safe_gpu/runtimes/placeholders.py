@@ -12,8 +12,6 @@ frees everything on release. The other placeholders initialise their framework b
 HIP's names and texts are those of ``hip_error.cpp`` in ROCm's clr. Older versions have the name as the text.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Callable

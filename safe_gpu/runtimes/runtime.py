@@ -3,14 +3,12 @@
 None of this has run on AMD or Intel hardware. ``tools/first_run_amd.py`` checks there what is taken for granted here.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..errors import NoDriverError
-from ..gpus.devices import HostSnapshot
+from ..gpus.devices import Gpu, HostSnapshot
 from ..gpus.visible import HIERARCHY
 from .child import ask_child
 from .placeholders import (
@@ -23,9 +21,6 @@ from .placeholders import (
     release,
 )
 from .visible_devices import render_visible
-
-if TYPE_CHECKING:
-    from ..gpus.devices import Gpu
 
 
 class Runtime:

@@ -5,8 +5,6 @@ Only :func:`number_for_job`, :func:`declared_gpus` and :func:`with_end` ask a sc
 claims.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 

@@ -5,12 +5,10 @@ per job or per host, and a parallel job has slots on several hosts. :func:`hard_
 :func:`ask_qstat` runs qstat and reads the job's spool directory.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from ..errors import UnsatisfiableRequestError
 from ..host.foreign_files import read_start
@@ -18,11 +16,7 @@ from ..host.procfs import printable
 from ..host.programs import TooLate, TooMuch, find_program, output_of
 from ..wording.argument_style import ArgumentStyle
 from ..wording.text import plural
-from .job import SCHEDULERS, count, current, resource_names
-
-if TYPE_CHECKING:
-    from .job import JobContext
-
+from .job import SCHEDULERS, JobContext, count, current, resource_names
 
 _MOST_OUTPUT = 4 << 20
 _LONGEST = 300  # characters of a reason

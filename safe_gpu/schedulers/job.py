@@ -5,8 +5,6 @@ ENVIRONMENT", HTCondor's those of its manual, "Services for Running Jobs". Most 
 do not assign them, so the environment rarely has the number that a job asked for. The module ``gpu_count`` asks for it.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -142,8 +140,9 @@ def _sge(environ: Mapping[str, str]) -> JobContext | None:
 def _pbs(environ: Mapping[str, str]) -> JobContext | None:
     """Read the variables of PBS. ``PBS_NGPUS`` is set by many sites, not by PBS itself. PBS writes the assigned GPUs
     into a file or into CUDA_VISIBLE_DEVICES. The job's number is "1234.server", in an array "1234[5].server"."""
-    match = re.fullmatch(r"([0-9]{1,18})(?:\[([0-9]{0,18})\])?(?:\..*)?", environ.get("PBS_JOBID", "").strip())
-    if match is None:
+    job = environ.get("PBS_JOBID", "").strip()
+    match = job and re.fullmatch(r"([0-9]{1,18})(?:\[([0-9]{0,18})\])?(?:\..*)?", job)
+    if not match:
         return None
     task = count(environ, "PBS_ARRAY_INDEX", "PBS_ARRAYID")
     return JobContext(
@@ -168,8 +167,9 @@ def _flux(environ: Mapping[str, str]) -> JobContext | None:
     With ``-o gpu-affinity=per-task`` it lists those of the task instead, which nothing tells apart. So their number is
     known only if each host runs one task. The job is in F58, such as "ƒ3ETxsR9H"; Flux takes "f" for "ƒ", too.
     """
-    match = re.fullmatch(r"[ƒf]([1-9A-HJ-NP-Za-km-z]{1,12})", environ.get("FLUX_JOB_ID", "").strip())
-    if match is None:
+    job = environ.get("FLUX_JOB_ID", "").strip()
+    match = job and re.fullmatch(r"[ƒf]([1-9A-HJ-NP-Za-km-z]{1,12})", job)
+    if not match:
         return None
     tasks, hosts = count(environ, "FLUX_JOB_SIZE"), count(environ, "FLUX_JOB_NNODES")
     alone = tasks is not None and tasks == hosts

@@ -6,20 +6,17 @@ or bytes: a count for each waiter allows several requests that together delay a 
 starve the first waiter.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import insort
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..gpus.windows import first_open
+from ..gpus.windows import Spans, first_open
 from .request import Selection, uuid_of_stem
 from .sharing import share_capacity
 
 if TYPE_CHECKING:
     from ..gpus.devices import Gpu, LeaseHolder
-    from ..gpus.windows import Spans
 
 
 When = float | tuple[tuple[float, float], ...]
@@ -65,7 +62,7 @@ class BackfillRequest(NamedTuple):
     hold_for: float = math.inf
     groups: tuple[frozenset[str], ...] | None = None
     share: float = math.inf
-    reserved: Mapping[str, Spans] | None = None
+    reserved: "Mapping[str, Spans] | None" = None
 
     @classmethod
     def of(
@@ -74,9 +71,9 @@ class BackfillRequest(NamedTuple):
         gpus: frozenset[str],
         conditions: Iterable[tuple[str, Any]],
         hold_for: float | None,
-        devices: Iterable[Gpu],
-        reserved: Mapping[str, Spans],
-    ) -> BackfillRequest:
+        devices: "Iterable[Gpu]",
+        reserved: "Mapping[str, Spans]",
+    ) -> "BackfillRequest":
         """Return what a ticket asks for, by its first four facts.
 
         Args:
@@ -101,7 +98,7 @@ class BackfillRequest(NamedTuple):
         """Return whether it can have all that it wants of these."""
         return any(len(group.intersection(gpus)) >= self.nb for group in self._groups)
 
-    def without(self, gpus: Collection[str]) -> BackfillRequest:
+    def without(self, gpus: Collection[str]) -> "BackfillRequest":
         """Return the same, but it cannot use these."""
         groups = self.groups and tuple(group.difference(gpus) for group in self.groups)
         return self._replace(gpus=self.gpus.difference(gpus), groups=groups)
@@ -144,7 +141,7 @@ def free_at(now: float, *, since: float, until: float | None) -> float:
     return now if until < since else max(now, until)
 
 
-def when_free(gpu: Gpu, holder: LeaseHolder | None, now: float, *, free: bool) -> When:
+def when_free(gpu: "Gpu", holder: "LeaseHolder | None", now: float, *, free: bool) -> When:
     """Return when a GPU, or each part of it, is expected to be free by the word of who holds it.
 
     Args:

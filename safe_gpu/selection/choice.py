@@ -6,12 +6,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from itertools import combinations, islice
 from typing import TYPE_CHECKING, Any
 
-from ..gpus.devices import GpuVerdict
+from ..gpus.devices import Gpu, GpuVerdict
 from .gpu_names import matches_model
 from .possible import capacity
 
 if TYPE_CHECKING:
-    from ..gpus.devices import Gpu
     from .request import Selection
 
 _EXACT_LIMIT = 192

@@ -1,17 +1,10 @@
 """Which processes and how much memory make a GPU busy. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING
 
-from ..gpus.devices import ProcessKind
+from ..gpus.devices import Gpu, GpuProcess, HostSnapshot, ProcessKind
 from ..wording.text import format_bytes, in_brackets
-from .rules import LEAST_LIMIT
-
-if TYPE_CHECKING:
-    from ..gpus.devices import Gpu, GpuProcess, HostSnapshot
-    from .rules import Rules
+from .rules import LEAST_LIMIT, Rules
 
 Describe = Callable[[int], "tuple[str | None, str | None] | None"]
 """Returns the user and command line of a pid; None if this host's /proc does not show it."""

@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING
 from ..errors import UnsatisfiableRequestError
 from ..gpus.vendors import VENDORS
 from ..wording.text import gpu_ranges, plural
-from .rules import DEFAULT_RULES
+from .rules import DEFAULT_RULES, Rules
 from .verdicts import UNWATCHABLE, fence_hint, judge, why_outside, why_unusable
 
 if TYPE_CHECKING:
     from ..gpus.devices import Gpu, GpuVerdict, HostSnapshot, LeaseHolder
     from ..gpus.visible import VisibleLimit
     from .request import Selection
-    from .rules import Rules
 
 
 def candidates(

@@ -7,12 +7,11 @@ and their parsing, the option of the command line, the verdicts, and what a tick
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, ClassVar, TypedDict
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypedDict
 
 from ..errors import UnsatisfiableRequestError
-from ..gpus.devices import Record, vendor_of_name
+from ..gpus.devices import Gpu, HostSnapshot, vendor_of_name
 from ..gpus.vendors import VENDORS
 from ..wording.argument_style import ArgumentStyle
 from ..wording.text import format_bytes, plural
@@ -22,8 +21,6 @@ from .values import as_index, parse_names, parse_size, refused
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-    from ..gpus.devices import Gpu, HostSnapshot
 
 
 class Conditions(TypedDict, total=False):
@@ -39,8 +36,7 @@ class Conditions(TypedDict, total=False):
     prefer: str | Iterable[str] | None
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class Condition(Record):
+class Condition:
     """What a claim asks of each GPU, or of the GPUs together, besides their number.
 
     Texts about GPUs are for people; "" means that the GPU meets the condition.
@@ -54,14 +50,24 @@ class Condition(Record):
         together: what the GPUs are of which it is a condition that they are so together; "" if it is of each.
     """
 
-    value: Any
-
     argument: ClassVar[str]
     metavar: ClassVar[str]
     help: ClassVar[str]
     ticketed: ClassVar[bool] = False
     needs: ClassVar[frozenset[str]] = frozenset()
     together: ClassVar[str] = ""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and vars(self) == vars(other)
+
+    def __hash__(self) -> int:
+        return hash(self.value)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.value!r})"
 
     @classmethod
     def parse(cls, value: Any, spelling: type[ArgumentStyle]) -> Any:
@@ -360,8 +366,7 @@ def uuid_of_stem(stem: str) -> str:
 _BY_ARGUMENT = {condition.argument: condition for condition in CONDITIONS}
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class Selection(Record):
+class Selection(NamedTuple):
     """What a claim asks for, checked and parsed by :func:`parse_request`.
 
     ``vendor`` is one of ``VENDORS``, or None for no choice. ``spelling`` says how messages write its arguments.
@@ -392,7 +397,7 @@ class Selection(Record):
         """The same request for whole GPUs."""
         if self.share is None:
             return self
-        return replace(self, conditions=tuple(one for one in self.conditions if not isinstance(one, Share)))
+        return self._replace(conditions=tuple(one for one in self.conditions if not isinstance(one, Share)))
 
     def resolved(self, snapshot: HostSnapshot) -> Selection:
         """Return the same request with a share in bytes, for this host.
@@ -405,7 +410,7 @@ class Selection(Record):
         others = self.whole
         gpus = [gpu for gpu in snapshot.gpus if not gpu.mig_enabled and not others.why_outside(gpu)]
         shares = (one.resolved(gpus, self.spelling) for one in self.conditions if isinstance(one, Share))
-        return replace(others, conditions=(*others.conditions, *shares))
+        return others._replace(conditions=(*others.conditions, *shares))
 
     @property
     def named_vendor(self) -> str | None:
@@ -490,7 +495,7 @@ class Selection(Record):
     @property
     def numbers(self) -> Iterator[Selection]:
         """The same request for each number of GPUs that it takes, the largest first."""
-        yield from (replace(self, nb_gpus=number) for number in range(self.up_to or 0, self.nb_gpus, -1))
+        yield from (self._replace(nb_gpus=number) for number in range(self.up_to or 0, self.nb_gpus, -1))
         yield self
 
 

@@ -1,7 +1,5 @@
 """The rules of judging that users may change."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -31,12 +29,12 @@ class Rules(NamedTuple):
     lists_optional: bool = False
     drained: Mapping[str, str] = {}
 
-    def why_drained(self, gpu: Gpu) -> str:
+    def why_drained(self, gpu: "Gpu") -> str:
         """Return why nobody may claim a device, or the one that it is an instance of; "" if somebody may."""
         return self.drained.get(gpu.uuid) or self.drained.get(gpu.mig_parent or "", "")
 
     @classmethod
-    def of(cls, environ: Mapping[str, str]) -> Rules:
+    def of(cls, environ: Mapping[str, str]) -> "Rules":
         """Return the rules that the environment and root's file set.
 
         Raises:

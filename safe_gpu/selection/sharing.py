@@ -1,15 +1,9 @@
 """How much of the memory of a shared GPU is left, and which processes stand in the way. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING
 
-from ..gpus.devices import MOST_SHARERS, ComputeMode
+from ..gpus.devices import MOST_SHARERS, ComputeMode, Gpu, GpuProcess, LeaseHolder
 from ..wording.text import format_bytes, plural
-
-if TYPE_CHECKING:
-    from ..gpus.devices import Gpu, GpuProcess, LeaseHolder
 
 MIB = 1 << 20
 

@@ -1,7 +1,5 @@
 """The values of a claim's arguments. Pure."""
 
-from __future__ import annotations
-
 import operator
 import re
 from collections.abc import Iterable

@@ -8,23 +8,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ..gpus.devices import ComputeMode, GpuVerdict
+from ..gpus.devices import ComputeMode, Gpu, GpuFault, GpuVerdict, HostSnapshot, LeaseHolder
 from ..wording.text import in_brackets, plural
-from .occupancy import computes, has_mps_clients, name_processes, unexplained_limit, why_memory_unexplained
-from .request import MinMemory
-from .rules import DEFAULT_RULES
-from .sharing import room, strangers, why_no_room
+from .occupancy import Describe, computes, has_mps_clients, name_processes, unexplained_limit, why_memory_unexplained
+from .request import MinMemory, Selection
+from .rules import DEFAULT_RULES, Rules
+from .sharing import FamilyOf, room, strangers, why_no_room
 
 if TYPE_CHECKING:
-    from ..gpus.devices import Gpu, GpuFault, HostSnapshot, LeaseHolder
     from ..gpus.visible import VisibleLimit
-    from .occupancy import Describe
-    from .request import Selection
-    from .rules import Rules
-    from .sharing import FamilyOf
 
 UNWATCHABLE = (
     "the driver cannot list processes, so it is unknown whether the GPU is free; update the NVIDIA driver, try "
@@ -78,7 +72,7 @@ def judge(
         if drained and (holder is None or (share is not None and holder.sharers)):
             return GpuVerdict(gpu, "unusable", drained)
         if shared_display:
-            fits = request if share is None else replace(request, conditions=(MinMemory(share), *request.conditions))
+            fits = request if share is None else request._replace(conditions=(MinMemory(share), *request.conditions))
             return GpuVerdict(gpu, "display", _why_not_now(gpu, fits, disregarded))
         if holder is not None and holder.closed:
             return GpuVerdict(gpu, "unusable", holder.closed)

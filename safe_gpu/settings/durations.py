@@ -1,7 +1,5 @@
 """Durations as people write them: ``90``, ``15m``, ``1h30m``, ``01:30:00``, ``inf``."""
 
-from __future__ import annotations
-
 import math
 import re
 

@@ -3,8 +3,6 @@
 Most hosts have none, so this module is loaded only where the file exists.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import stat

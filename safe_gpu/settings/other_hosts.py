@@ -1,7 +1,5 @@
 """The other hosts of a user, and what starts safe-gpu there."""
 
-from __future__ import annotations
-
 import os
 import stat
 from collections.abc import Mapping

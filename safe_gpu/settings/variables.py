@@ -1,7 +1,5 @@
 """The environment variables that safe_gpu reads."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Mapping
 

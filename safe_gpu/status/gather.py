@@ -17,7 +17,7 @@ from ..coordination.leases.file_names import inner_name, lease_name, names_of_ho
 from ..coordination.socket_names import name_of
 from ..drivers import open_drivers
 from ..errors import NoDriverError
-from ..gpus.devices import MOST_SHARERS, vendor_of
+from ..gpus.devices import MOST_SHARERS, Gpu, GpuProcess, HostSnapshot, LeaseHolder, vendor_of
 from ..host.procfs import user_name
 from ..runtimes.visible_devices import stale_indices
 from ..selection.occupancy import computes, has_mps_clients
@@ -30,7 +30,7 @@ from ..wording.text import in_brackets
 from .facts import ClaimStatus, GpuStatus, HostStatus, ProcessStatus, WaiterStatus
 from .idle import with_idle_times
 from .idle_reports import with_reports
-from .probe import look
+from .probe import HostFacts, look
 from .starts import expected_starts, lease_holder
 from .who_holds import ProcessTable, who_holds, who_waits
 
@@ -40,9 +40,7 @@ if TYPE_CHECKING:
     from ..coordination.name_table import NameTable
     from ..coordination.queue.ticket import Ticket
     from ..drivers.base import Driver
-    from ..gpus.devices import Gpu, GpuProcess, HostSnapshot, LeaseHolder
     from .limits import AtLimit
-    from .probe import HostFacts
 
 
 _NOTICE = 86400.0  # seconds before a window begins, from which on it is shown

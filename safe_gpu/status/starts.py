@@ -9,15 +9,12 @@ from typing import TYPE_CHECKING
 
 from ..coordination.leases.drained import binding
 from ..gpus.devices import LeaseHolder
-from ..gpus.windows import spans_of
-from ..selection.backfill import BackfillRequest, dates, starts, when_free
-from .facts import FREE
+from ..gpus.windows import Window, spans_of
+from ..selection.backfill import BackfillRequest, When, dates, starts, when_free
+from .facts import FREE, ClaimStatus, GpuStatus
 
 if TYPE_CHECKING:
     from ..coordination.queue.ticket import Ticket
-    from ..gpus.windows import Window
-    from ..selection.backfill import When
-    from .facts import ClaimStatus, GpuStatus
     from .limits import AtLimit
 
 

@@ -4,8 +4,6 @@ Text from sysfs is not trusted. Files of saved trees are padded with NUL bytes, 
 range like ``0-4294967295`` must not exhaust memory. Malformed text gives None, which callers treat as a missing file.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 

@@ -14,33 +14,15 @@ Names and meanings are those of ``kfd_topology.c`` and ``amdgpu`` in the Linux k
 * ``unique_id`` is 0 on GPUs without one. Older kernels give all partitions of a GPU the same one.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..errors import GPUAffinityError
 from ..host.foreign_files import read_bytes
 from .cpulist import LIMIT, parse_cpulist, parse_cpumask
-
-
-def fsroot_or_default(fsroot: str | os.PathLike[str] | None) -> str:
-    """Return the root directory of ``sys`` and ``proc``: ``fsroot`` if given, else ``SAFE_GPU_FSROOT``, else ``/``.
-
-    Raises:
-        GPUAffinityError: ``fsroot`` is not a path.
-    """
-    given = os.environ.get("SAFE_GPU_FSROOT") or "/" if fsroot is None else fsroot
-    try:
-        return os.path.normpath(os.fsdecode(given)) if given else "/"
-    except TypeError as err:
-        raise GPUAffinityError(f"fsroot must be a directory, not {given!r}") from err
-
 
 _CPU = "sys/devices/system/cpu"
 
@@ -63,8 +45,7 @@ def pci_address(name: str) -> tuple[int, int, int, int] | None:
     return None if match is None else (int(match[1], 16), int(match[2], 16), int(match[3], 16), int(match[4], 16))
 
 
-@dataclass(frozen=True)
-class PciGpu:
+class PciGpu(NamedTuple):
     """A GPU in sysfs; ``uuid`` is "" if the kernel driver does not list the GPU. AMD's partitions share a bus id."""
 
     bus_id: str
@@ -230,10 +211,7 @@ class SysfsTree(Files):
         return distances
 
     def last_level_caches(
-        self,
-        online: frozenset[int],
-        nodes: Mapping[int, frozenset[int]],
-        packages: Mapping[int, frozenset[int]],
+        self, online: frozenset[int], nodes: Mapping[int, frozenset[int]], packages: Mapping[int, frozenset[int]]
     ) -> tuple[frozenset[int], ...]:
         """Return the CPUs that share the last-level data cache; without cache files, the CPUs of one package and
         node."""

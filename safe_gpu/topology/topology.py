@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from ..errors import GPUAffinityError, as_affinity_error
-from ..gpus.devices import normalize_bus_id
-from .sysfs import SysfsTree, devices, fsroot_or_default
-
-if TYPE_CHECKING:
-    from ..gpus.devices import HostSnapshot
+from ..gpus.devices import HostSnapshot, normalize_bus_id
+from .fsroot import fsroot_or_default
+from .sysfs import SysfsTree, devices
 
 
 def _cpu_set(what: str, cpus: Iterable[int]) -> frozenset[int]:

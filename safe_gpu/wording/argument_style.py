@@ -1,7 +1,5 @@
 """How a message names an argument: as the command line or as Python."""
 
-from __future__ import annotations
-
 
 class ArgumentStyle:
     """How the caller of a claim writes its arguments, for use in messages. This class writes them as Python does.

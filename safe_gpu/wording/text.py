@@ -1,7 +1,5 @@
 """Formatting of ages, sizes, plurals, lists of GPUs and widths on a terminal. Pure."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable
 from itertools import accumulate

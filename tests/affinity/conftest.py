@@ -1,7 +1,5 @@
 """Hosts for the tests: saved sysfs trees of any shape, and topologies worked out from a few numbers."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import lru_cache

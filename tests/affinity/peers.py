@@ -1,7 +1,5 @@
 """The questions to which ``peers.json.gz`` has the answers of gpu_affinity and of torch.numa, in a fixed order."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from itertools import combinations, product
 from typing import Any

@@ -1,7 +1,5 @@
 """CPUs next to AMD GPUs: saved trees of an MI250X and an MI300X host in CPX mode, read as the kernel shows them."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Real masks, real threads, real policies: each test changes a process of its own."""
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import os

@@ -1,7 +1,5 @@
 """Binding by number in real processes: which GPU is meant, what is said, and what child processes know of it."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """What the older worlds call: gpu_affinity's set_affinity, numactl before a command; and the table of a plan."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A claim's CPUs: divided over the whole host, cut to the mask, bound for real."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

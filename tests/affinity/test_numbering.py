@@ -1,7 +1,5 @@
 """Two numberings of GPUs: nvidia-smi's index, and CUDA's ordinal after CUDA_VISIBLE_DEVICES."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

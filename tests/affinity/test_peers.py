@@ -5,8 +5,6 @@
 "-" for a GPU that got nothing, or "error".
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import re

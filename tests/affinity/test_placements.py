@@ -1,7 +1,5 @@
 """Where processes run: real ones, on CPUs and with threads that the test chose."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Shares by hand for three machines that everyone knows, each rule of the fine print, and laws for any machine."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Saved sysfs trees in, topology out: each test is one thing that real machines do."""
 
-from __future__ import annotations
-
 import os
 import random
 import shutil
@@ -17,7 +15,7 @@ from safe_gpu.affinity.node_cpus import node_cpus_of
 from safe_gpu.errors import GPUAffinityError, NoDriverError
 from safe_gpu.gpus.devices import Gpu, HostSnapshot
 from safe_gpu.topology.cpulist import parse_cpumask
-from safe_gpu.topology.sysfs import fsroot_or_default
+from safe_gpu.topology.fsroot import fsroot_or_default
 from safe_gpu.topology.topology import GpuLocality, HostTopology, read_topology
 
 needs_sysfs = pytest.mark.skipif(not os.path.isdir("/sys/devices/system/cpu"), reason="/sys is not mounted")

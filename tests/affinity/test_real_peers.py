@@ -1,7 +1,5 @@
 """numactl and PyTorch as they are installed; SAFE_GPU_REQUIRE_REAL makes their absence a failure."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

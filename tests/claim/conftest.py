@@ -1,7 +1,5 @@
 """Hosts, neighbours and waiters for claims in this process, and a check that a claim left nothing behind."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack

@@ -1,7 +1,5 @@
 """Claims of AMD GPUs on a fake libamdhip64 over a saved sysfs tree; simulated hosts are in tests/cli/test_amd.py."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Short claims that go first where they delay nobody: by a table in this process, and with real processes."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import time

@@ -1,7 +1,5 @@
 """A GPU that fails every claim: it is noted, taken last, tried before it is taken, and forgiven when it works."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

@@ -1,7 +1,5 @@
 """Nonsense in arguments, environment and state directory: a clear error at once that names it, and nothing left."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

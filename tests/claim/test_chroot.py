@@ -1,7 +1,5 @@
 """Claims in a plain chroot (sbuild, mock, a rescue system): no mount is listed for its root directory."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

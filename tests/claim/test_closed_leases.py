@@ -1,7 +1,5 @@
 """Lease files that cannot be opened: nobody gets those GPUs, and claims take the others or wait for them."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Waiters with conditions: nobody waits for a GPU that the one ahead cannot use, nor takes one past him that he can."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 
@@ -13,7 +11,7 @@ from safe_gpu import NoPlaceholder, claim_gpus
 from safe_gpu.claim.arguments.hold_for import UNKNOWN
 from safe_gpu.claim.host.host_view import HostView
 from safe_gpu.claim.search import queue_place as queue_place_module
-from safe_gpu.claim.search import queue_snapshot, search
+from safe_gpu.claim.search import queue_snapshot
 from safe_gpu.selection.request import parse_request
 
 
@@ -94,14 +92,12 @@ def test_nobody_starves_behind_a_condition_that_is_not_known(
     line(1, (5,), **condition)
     monkeypatch.setattr(queue_snapshot, "TIME_TO_TAKE", 1e9)
     assert try_claim(1, only=5) is None
-    for module in (queue_snapshot, search):
-        monkeypatch.setattr(module, "TIME_TO_TAKE", 0.02)
+    monkeypatch.setattr(queue_snapshot, "TIME_TO_TAKE", 0.02)
     claim_gpus(1, NoPlaceholder(), only=5, timeout=30, affinity=None)
 
 
 def test_one_that_waits_for_a_second_gpu_keeps_the_first(host, ground, line, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (queue_snapshot, search):
-        monkeypatch.setattr(module, "TIME_TO_TAKE", 0.0)
+    monkeypatch.setattr(queue_snapshot, "TIME_TO_TAKE", 0.0)
     ground.hold(5)
     line(2, (5, 6), colour="red")
     assert try_claim(1, only=6) is None

@@ -1,7 +1,5 @@
 """CUDA initialised too early, in the wrong order or in a forked child, on fake GPUs behind real driver libraries."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

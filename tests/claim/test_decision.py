@@ -1,7 +1,5 @@
 """What a claim does next, as a table, and what holds for every state."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -9,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from safe_gpu.claim.limits.quota import LimitReached
-from safe_gpu.claim.search.attempt import AttemptResult as Seen
 from safe_gpu.claim.search.decision import POLL, REFUSE, SLEEP, TAKE, WATCH, WaitState, decide
+from safe_gpu.claim.search.decision import AttemptResult as Seen
 
 NOW = 1000.0
 A, AB, ABC = frozenset("A"), frozenset("AB"), frozenset("ABC")

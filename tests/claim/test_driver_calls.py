@@ -1,7 +1,5 @@
 """What a claim asks NVML, call by call: on a real driver each call is a system call or worse."""
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from typing import Any

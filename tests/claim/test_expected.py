@@ -1,7 +1,5 @@
 """SAFE_GPU_EXPECT: a worker that an engine started finds its GPU, or ``run`` and ``bind`` refuse to start it."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 

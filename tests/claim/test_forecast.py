@@ -1,7 +1,5 @@
 """What a waiter is told of its start: the words by a table, the facts from real holders and waiters."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

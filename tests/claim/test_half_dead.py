@@ -4,8 +4,6 @@ The kernel closes the descriptors of the dying in an order of its own, and progr
 every state is tried in which some are left, before and at each step of a claim inside it.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

@@ -1,7 +1,5 @@
 """Claims where the driver lists threads, numbers of another PID namespace, no processes, or no memory."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

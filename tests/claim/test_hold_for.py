@@ -1,7 +1,5 @@
 """How long a claim will probably hold its GPUs: what may be said, what is said by default, and where it is written."""
 
-from __future__ import annotations
-
 import json
 import math
 import subprocess

@@ -1,7 +1,5 @@
 """Claims of Intel GPUs on a fake libze_loader over a saved sysfs tree."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """How long a claim lives: release, with, garbage collection, exit, kill, forked children, other threads."""
 
-from __future__ import annotations
-
 import gc
 import json
 import os

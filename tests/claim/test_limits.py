@@ -1,7 +1,5 @@
 """Limits at claims, with real users: at their edges, for two claims at once, and for those who wait in front."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os

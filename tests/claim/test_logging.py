@@ -1,7 +1,5 @@
 """The logger ``safe_gpu``: silent unless asked, one line a step, and the same facts as data."""
 
-from __future__ import annotations
-
 import logging
 import os
 import re

@@ -1,7 +1,5 @@
 """Which leases a look takes: the chosen ones, and of the others only what their records leave in doubt."""
 
-from __future__ import annotations
-
 import os
 import signal
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """Random sequences of claims, releases, kills and strangers, against a model of who must hold what."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import Any

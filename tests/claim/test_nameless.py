@@ -1,8 +1,6 @@
 """Claims inside a claim that has no names here: it could not bind them, is in another network namespace, or only a
 child of it lives on. Its leases and records count then, and who claims inside takes the names."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

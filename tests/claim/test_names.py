@@ -1,7 +1,5 @@
 """A claim keeps its GPUs on the whole host, whatever becomes of the state directory."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """Claims inside claims: ranks under ``safe-gpu run``, children of a delegating claim, and who is kept out."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

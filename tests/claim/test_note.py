@@ -1,7 +1,5 @@
 """What claims write into the history, whatever way they end."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

@@ -1,7 +1,5 @@
 """Claims in users' own programs: copies of the owner, closed descriptors, frozen apps, notebooks, worker pools."""
 
-from __future__ import annotations
-
 import copy
 import logging
 import os

@@ -1,7 +1,5 @@
 """Who may go first: the rules of the queue as a table, and real processes that wait, are stopped or interrupted."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -1,7 +1,5 @@
 """Claims of a range of GPUs: at least so many, and more if these can be had at once."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Who is refused, when, and in which words; deadlines that are passed down."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Claims that share GPUs: who fits beside whom, what they hold and give back, and what their programs are told."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

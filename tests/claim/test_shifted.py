@@ -1,7 +1,5 @@
 """A GPU that is lost after a claim shifts CUDA's numbers: `status` and `bind` inside the claim notice it."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

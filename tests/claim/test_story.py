@@ -1,7 +1,5 @@
 """What a claim does, in which order, and that it leaves nothing when any step of it fails."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 import os

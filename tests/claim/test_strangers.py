@@ -1,7 +1,5 @@
 """Processes that do not know of safe_gpu and come at the worst moment; drivers that show late, little or nothing."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from collections.abc import Callable

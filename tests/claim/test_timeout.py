@@ -1,7 +1,5 @@
 """Durations as people write them, and the default that fits where a process runs."""
 
-from __future__ import annotations
-
 import inspect
 from contextlib import suppress
 

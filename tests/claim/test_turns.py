@@ -1,7 +1,5 @@
 """Users who wait are served by turns, where root's file says so, with real users and tickets."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

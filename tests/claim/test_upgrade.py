@@ -1,7 +1,5 @@
 """An upgrade under load: holders hold, and waiters wait, claim or fail as if nobody had replaced the package."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

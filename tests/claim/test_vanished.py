@@ -1,7 +1,5 @@
 """A state directory that goes away while claims wait, where its users cannot make it again."""
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Claims on a host with GPUs of both vendors: each has GPUs of one."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

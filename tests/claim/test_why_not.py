@@ -1,7 +1,5 @@
 """The words of a refusal and of a wait."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

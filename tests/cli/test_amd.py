@@ -1,7 +1,5 @@
 """The commands on AMD GPUs: simulated hosts, and a fake HIP behind the kernel's files."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The last steps before the command: nothing still to be written ends this process, and a failure is undone."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """``safe-gpu bind`` for ranks that a script starts, and the two names of its option, which ``run`` has too."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

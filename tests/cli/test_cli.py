@@ -1,7 +1,5 @@
 """The command line: what it understands, how it refuses, and which exit code says what."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

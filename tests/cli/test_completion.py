@@ -1,7 +1,5 @@
 """Completion as the shells do it: they load the script, are asked what comes next, and ask the program."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

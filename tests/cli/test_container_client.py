@@ -1,7 +1,5 @@
 """``safe-gpu run -- docker run ...``: the lease would end with the client, and the user is told before."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """``safe-gpu run -- dragon program.py``: what Dragon 0.14 gets wrong in a claim is told before."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """``safe-gpu drain`` and ``resume``: no new claims on a GPU, by root's word or that of the state directory's owner."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

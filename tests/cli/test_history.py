@@ -1,7 +1,5 @@
 """``safe-gpu history``: its forms, its times, and what it shows of real claims."""
 
-from __future__ import annotations
-
 import argparse
 import csv
 import io

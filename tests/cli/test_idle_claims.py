@@ -1,7 +1,5 @@
 """A claim without work: ``status`` marks it, ``history --idle`` lists it, and who waits on a terminal is told of it."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -4,8 +4,6 @@ The two tables are read by the tests, and each line is tried as it stands, on a 
 nobody holds any. Where a line ends in "...", more follows.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import re

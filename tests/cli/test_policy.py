@@ -1,7 +1,5 @@
 """``safe-gpu policy``: what applies to the user who asks, as a table and for programs."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``safe-gpu run``: real processes that wait, become their command, hold GPUs and let go of them."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

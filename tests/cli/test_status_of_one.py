@@ -1,7 +1,5 @@
 """``status --user``, ``--mine`` and ``--free``, and the GPUs that ``wait`` prints."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

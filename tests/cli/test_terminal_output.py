@@ -1,7 +1,5 @@
 """What commands print on a real terminal of 80 and 120 columns, with and without colour."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any

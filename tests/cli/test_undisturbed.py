@@ -1,7 +1,5 @@
 """A run that meets nobody: which modules it loads, and how deep the way is from the command to the lock."""
 
-from __future__ import annotations
-
 import json
 import os
 from typing import Any
@@ -10,29 +8,28 @@ import pytest
 
 # What only a claim that waits, fails, is limited, or runs on another vendor's GPUs needs is not here.
 OWN = """
-safe_gpu affinity affinity.binding affinity.cpu_shares affinity.memory_policy affinity.node_cpus affinity.options
-claim claim.arguments claim.arguments.hold_for claim.arguments.options claim.arguments.timeout claim.checks
+affinity affinity.binding affinity.cpu_shares affinity.memory_policy affinity.node_cpus affinity.options claim
+claim.arguments claim.arguments.hold_for claim.arguments.options claim.arguments.timeout claim.checks
 claim.checks.bad_gpu claim.checks.confirmation claim.checks.opened claim.functions claim.held claim.history_entry
 claim.host claim.host.ancestors claim.host.host_view claim.host.inside claim.host.outer_claim claim.host.polls
 claim.host.visible_limit claim.owner claim.placeholder_set claim.search claim.search.attempt claim.search.decision
 claim.search.kernel_facts claim.search.leases_of_look claim.search.names_of_look claim.search.queue_place
-claim.search.queue_snapshot claim.search.search claim.search.wait_reports claim.variables cli cli.commands cli.job
-cli.job.become cli.job.run cli.job.wait_line cli.option_values cli.output cli.parser coordination coordination.files
-coordination.files.decoding coordination.files.descriptors coordination.files.file_system coordination.files.lease_dir
-coordination.files.location coordination.files.refusals coordination.files.shared_directory
-coordination.files.state_dir coordination.files.warnings coordination.history coordination.holders
-coordination.holders.by_kernel coordination.holders.outer_claim coordination.leases coordination.leases.claim_end
-coordination.leases.commands coordination.leases.drained coordination.leases.faults coordination.leases.file_names
-coordination.leases.lease coordination.leases.previous_record coordination.leases.record coordination.leases.slots
-coordination.leases.watcher coordination.locks coordination.locks.cleaner_guard coordination.locks.flock
-coordination.locks.host_lock coordination.locks.legacy_lock coordination.locks.record_locks coordination.name_table
-coordination.scope coordination.signals coordination.socket_names drivers drivers.base drivers.kernel
-drivers.preset_parts drivers.presets drivers.simulated errors gpus gpus.devices gpus.vendors gpus.visible
-gpus.windows host host.foreign_files host.procfs host.programs runtimes runtimes.child runtimes.placeholders
-runtimes.runtime runtimes.visible_devices schedulers schedulers.job selection selection.backfill
-selection.choice selection.gpu_names selection.occupancy selection.possible selection.request selection.rules
-selection.sharing selection.values selection.verdicts settings settings.durations settings.variables topology
-topology.cpulist topology.sysfs wording wording.argument_style wording.text
+claim.search.search claim.variables cli cli.commands cli.job cli.job.become cli.job.run cli.job.wait_line
+cli.option_values cli.output cli.parser coordination coordination.files coordination.files.decoding
+coordination.files.descriptors coordination.files.file_system coordination.files.lease_dir coordination.files.location
+coordination.files.refusals coordination.files.shared_directory coordination.files.state_dir
+coordination.files.warnings coordination.history coordination.holders coordination.holders.by_kernel
+coordination.holders.outer_claim coordination.leases coordination.leases.claim_end coordination.leases.commands
+coordination.leases.drained coordination.leases.faults coordination.leases.file_names coordination.leases.lease
+coordination.leases.previous_record coordination.leases.record coordination.leases.slots coordination.locks
+coordination.locks.cleaner_guard coordination.locks.flock coordination.locks.host_lock coordination.locks.legacy_lock
+coordination.locks.record_locks coordination.name_table coordination.scope coordination.signals
+coordination.socket_names drivers drivers.base drivers.kernel drivers.preset_parts drivers.presets drivers.simulated
+errors gpus gpus.devices gpus.vendors gpus.visible gpus.windows host host.foreign_files host.procfs host.programs
+runtimes runtimes.child runtimes.placeholders runtimes.runtime runtimes.visible_devices safe_gpu schedulers
+schedulers.job selection selection.choice selection.gpu_names selection.occupancy selection.possible selection.request
+selection.rules selection.sharing selection.values selection.verdicts settings settings.durations settings.variables
+topology topology.cpulist topology.fsroot wording wording.argument_style wording.text
 """.split()
 HEAVY = set(
     "dataclasses logging subprocess ctypes socket hashlib shutil tempfile inspect threading difflib pynvml".split()

@@ -1,7 +1,5 @@
 """What a waiter shows: a line a minute in a file, one live line in a real pseudo-terminal."""
 
-from __future__ import annotations
-
 import io
 import re
 import signal

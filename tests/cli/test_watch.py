@@ -1,7 +1,5 @@
 """``safe-gpu status --watch``: redrawn in place in a real terminal, one after the other elsewhere."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Real containers of podman, made from this machine's own root directory: nothing is pulled."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import os

@@ -1,7 +1,5 @@
 """Claims in real containers and around them: what holds, what status says, what is warned of."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

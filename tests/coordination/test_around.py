@@ -1,7 +1,5 @@
 """Which claim this process runs in: its own, its nearest ancestor's, or the one with its scope."""
 
-from __future__ import annotations
-
 import os
 
 from safe_gpu.coordination.holders.outer_claim import outer_claim_of_process

@@ -1,7 +1,5 @@
 """Cleaners of /tmp stay out of a state directory in which somebody claims or waits: the real systemd-tmpfiles."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import shutil

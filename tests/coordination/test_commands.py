@@ -1,7 +1,5 @@
 """What a record says of a command."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

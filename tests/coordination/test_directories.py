@@ -1,7 +1,5 @@
 """Directories appear finished: killed at any instant, their maker leaves nothing in anybody's way."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import signal

@@ -1,7 +1,5 @@
 """Notes of GPUs on which a claim failed: files that every user may read, replace and clear."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The state directory: made once for everybody, refused where it is a trap."""
 
-from __future__ import annotations
-
 import errno
 import os
 import stat

@@ -1,7 +1,5 @@
 """The files of the history: whole lines, bounded, and never in the way of a claim."""
 
-from __future__ import annotations
-
 import os
 import stat
 import time

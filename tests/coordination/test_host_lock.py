@@ -1,7 +1,5 @@
 """The host lock: exclusive, given back by the kernel, its holder named."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import random

@@ -1,7 +1,5 @@
 """Leases: the kernel holds them for as long as the claim lives, and no longer."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json

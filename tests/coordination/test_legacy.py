@@ -1,7 +1,5 @@
 """The older package's lock: shared by ours, waited for, warned of where it cannot be reached."""
 
-from __future__ import annotations
-
 import fcntl
 import logging
 import os

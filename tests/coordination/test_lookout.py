@@ -1,7 +1,5 @@
 """What the head of the queue sees while it waits for a lease to come free."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Names of claimed GPUs: one holder on the whole host, and nothing on disk."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import os

@@ -1,7 +1,5 @@
 """Files of another client: claims respect them. A whole client that follows PROTOCOL.md is in tests/protocol."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The queue: who stands before whom, who may pass, and how the dead fall out."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json

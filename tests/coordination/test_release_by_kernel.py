@@ -1,8 +1,6 @@
 """In which order the kernel frees what a dead process held. Nothing depends on it: this only reports, and
 ``pytest -rP`` shows what."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import signal

@@ -1,7 +1,5 @@
 """Handlers that raise at the worst moment: while others are being held back, or put back."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Turns in queues drawn at random, whose waiters come, are served strictly in their order, and go."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Processes that are killed or interrupted at a system call leave nothing in anybody's way: a sample of all points."""
 
-from __future__ import annotations
-
 import os
 import random
 import subprocess

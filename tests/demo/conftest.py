@@ -1,7 +1,5 @@
 """Runs of the demo, each checked for what holds on every host: it ends, cleans up, and is readable."""
 
-from __future__ import annotations
-
 import io
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """However the demo ends, it leaves no process and no file."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

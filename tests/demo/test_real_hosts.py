@@ -1,7 +1,5 @@
 """The demo on hosts with a driver, played by the fake one: only free GPUs are touched, and the verdict is true."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

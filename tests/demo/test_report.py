@@ -1,9 +1,6 @@
 """What is asked of a host, what counts as a collision, and what a spectator reads of it: pure."""
 
-from __future__ import annotations
-
 import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -25,7 +22,7 @@ def host(name: str, *indices: int, busy: int = 0, within: int | None = None) -> 
     """The host of a preset, or so many of its GPUs; the first are busy, or behind a visible limit with so many."""
     gpus = [gpu for gpu in preset(name).gpus() if not indices or gpu.index in indices]
     stranger = (GpuProcess(1, memory_used=1 << 30),)
-    gpus[:busy] = [replace(gpu, processes=stranger) for gpu in gpus[:busy]]
+    gpus[:busy] = [gpu._replace(processes=stranger) for gpu in gpus[:busy]]
     visible_limit = None if within is None else VisibleLimit("", tuple(gpu.uuid for gpu in gpus[:within]))
     snapshot = HostSnapshot(tuple(gpus))
     return RaceHost(snapshot, judge(snapshot, Selection(), leased={}, visible_limit=visible_limit), visible_limit)

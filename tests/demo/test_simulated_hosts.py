@@ -1,7 +1,5 @@
 """The demo on simulated hosts of every kind: it ends well, with a true verdict."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re

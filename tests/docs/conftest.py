@@ -3,8 +3,6 @@
 The line before each code block is a comment that says what the tests do with it; tests/README.md lists the forms.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

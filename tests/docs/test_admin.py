@@ -3,8 +3,6 @@
 ``SAFE_GPU_TEST_THROWAWAY=1`` says that this host itself is one. pip installs from a package index there.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """What the pages show is what happens: every code block is run, or at least read, and what it prints is compared."""
 
-from __future__ import annotations
-
 import doctest
 import importlib
 import re

@@ -1,7 +1,5 @@
 """Words that pages, messages, docstrings and comments avoid, since a plainer one says the same."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path
@@ -11,14 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 # Folders and files that have been read through, as patterns below the root of the repository.
-READ = (
-    "README.md",
-    "CHANGELOG.md",
-    "safe_gpu/**/*.md",
-    "safe_gpu/**/*.py",
-    "tests/README.md",
-    ".github/*.md",
-)
+READ = ("README.md", "CHANGELOG.md", "safe_gpu/**/*.md", "safe_gpu/**/*.py", "tests/README.md", ".github/*.md")
 
 BANNED = re.compile(
     r"\bwhoever\b|\blikewise\b|\bawake\b|\bwakes?\b|\bso many\b|\bfor ever\b|\bwhich GPUs will do\b"

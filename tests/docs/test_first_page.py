@@ -1,7 +1,5 @@
 """What somebody who never saw the project finds on the first page: in which order, and one link away."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

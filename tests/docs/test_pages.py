@@ -1,7 +1,5 @@
 """The pages as pages: links resolve, README is short, the reference whole, and no older release is installed."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import re

@@ -1,7 +1,5 @@
 """The state directory in which ``doctor`` looks, and no older package beside it."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """``doctor`` on GPUs and their driver, and whether it lists processes."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

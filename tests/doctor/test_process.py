@@ -1,7 +1,5 @@
 """``doctor`` on its own process: packages, variables, limits."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``doctor`` on who holds and waits, and on the older package."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """``doctor`` as a whole: it changes nothing, and says first what is wrong."""
 
-from __future__ import annotations
-
 import json
 import re
 import socket

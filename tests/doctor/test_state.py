@@ -1,7 +1,5 @@
 """``doctor`` on the state directory: whose it is, its file system, locks and history."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """``doctor`` on what the host does to the state directory: cleaners, containers, jobs with a private /tmp."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

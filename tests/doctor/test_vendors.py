@@ -1,7 +1,5 @@
 """doctor and demo on hosts with AMD GPUs, and with GPUs of both vendors."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What every driver promises, asked of each with the same words."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Intel GPUs by saved sysfs trees, and their processes by fdinfo."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

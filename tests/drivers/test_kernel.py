@@ -1,7 +1,5 @@
 """Whose a process number is, and whose memory is in use, by real threads and processes and by files of /dev."""
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """AMD GPUs read from saved sysfs trees."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

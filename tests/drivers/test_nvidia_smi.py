@@ -1,7 +1,5 @@
 """The nvidia-smi driver against a program that answers as the real one does on good and bad days."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The NVML driver against a real shared library with made-up GPUs: faults, old and odd drivers, MIG, forks."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import pickle

@@ -1,7 +1,5 @@
 """Which driver is opened, also on hosts with GPUs of both vendors, and what is said when none can be."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from pathlib import Path

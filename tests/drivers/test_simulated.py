@@ -1,7 +1,5 @@
 """The simulated hosts: what they are made of, and that their processes live and die with real ones."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

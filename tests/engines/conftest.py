@@ -4,8 +4,6 @@ The programs that run on them are in ``programs/``; they check things themselves
 other environments than pytest does: SAFE_GPU_RAY_PYTHON and SAFE_GPU_DRAGON_PYTHON name their interpreters.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import shutil

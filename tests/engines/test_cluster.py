@@ -1,7 +1,5 @@
 """All or nothing across hosts: what one claim does, as tables; test_cluster_scale.py has crowds of them."""
 
-from __future__ import annotations
-
 import pickle
 
 import pytest

@@ -1,7 +1,5 @@
 """Claims across many hosts in simulated time: rivals from opposite ends, and growth."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

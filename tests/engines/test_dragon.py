@@ -1,7 +1,5 @@
 """Claims across a real Dragon runtime of two hosts, while other users of safe_gpu are busy on both."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

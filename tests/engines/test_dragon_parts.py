@@ -1,7 +1,5 @@
 """What needs no Dragon: which nodes it is asked for, the check in a worker, cores for workers that share a GPU."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import pickle

@@ -1,7 +1,5 @@
 """What a holder does on its host: the claim, the report, the place of the workers."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import subprocess

@@ -1,7 +1,5 @@
 """Claims across a real Ray cluster of two hosts, while other users of safe_gpu are busy on both."""
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Callable, Iterator
 from pathlib import Path

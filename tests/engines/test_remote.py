@@ -1,7 +1,5 @@
 """From holders on nodes to a claim: which nodes, which GPUs of which holder, what happens to holders that fail."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

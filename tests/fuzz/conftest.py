@@ -1,7 +1,5 @@
 """Hostile input from everywhere: few examples of each by default, and ``--hypothesis-profile=deep`` for a long run."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 

@@ -1,7 +1,5 @@
 """Variables of this package, of schedulers, launchers and vendors, with any bytes in them."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

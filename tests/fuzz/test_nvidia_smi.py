@@ -1,7 +1,5 @@
 """Whatever nvidia-smi prints, and however much: our errors, in bounded time and memory, and plain text on a screen."""
 
-from __future__ import annotations
-
 import os
 from contextlib import suppress
 from pathlib import Path

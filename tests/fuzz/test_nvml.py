@@ -1,7 +1,5 @@
 """Whatever NVML answers, of the types that its functions have: our errors, in bounded time and memory."""
 
-from __future__ import annotations
-
 import ctypes
 import sys
 from collections.abc import Callable, Mapping

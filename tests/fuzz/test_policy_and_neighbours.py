@@ -1,7 +1,5 @@
 """The policy file, names of sockets, and command lines of other processes: any text, and none of it on a screen."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

@@ -1,7 +1,5 @@
 """Lines that anybody may have written into the state directory, as they are decoded: bounded, printable, or nothing."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """A real state directory with anybody's garbage in it: claims succeed, and commands show plain text, not too much."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import json

@@ -1,7 +1,5 @@
 """Trees of sysfs and /proc below SAFE_GPU_FSROOT, with anything in their files: what is malformed counts as missing."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Mapping

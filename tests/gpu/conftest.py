@@ -1,7 +1,5 @@
 """One free GPU of this machine, and processes that claim it."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable

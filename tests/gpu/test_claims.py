@@ -1,7 +1,5 @@
 """Claims of a real GPU: the driver shows them, CUDA opens what was claimed, and they end; placeholders; commands."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import sys

@@ -1,7 +1,5 @@
 """The tests that need a real GPU, on machines without one: they are collected with little, and pass on fake GPUs."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

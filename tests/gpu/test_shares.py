@@ -1,7 +1,5 @@
 """Two shares on one real card: side by side, with and without the limit of MPS."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

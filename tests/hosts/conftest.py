@@ -1,7 +1,5 @@
 """Hosts of one machine: real sshds on the loopback interface, each with a state directory and simulated GPUs."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

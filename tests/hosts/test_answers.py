@@ -1,7 +1,5 @@
 """Other hosts without any: which are meant, what is sent to them, and what their answers say."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """``safe-gpu status --host``: real sshds that answer, and each way in which a host does not."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from pathlib import Path

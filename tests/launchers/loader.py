@@ -4,8 +4,6 @@ It claims a GPU, loads data in two worker processes that live on, and lets OTHER
 once, fail while it holds its own and succeed once it has released it: workers hold nothing.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

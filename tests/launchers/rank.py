@@ -7,8 +7,6 @@ A placeholder is ready only when all ranks are making theirs, so ranks that wait
 rank leaves a file in DIRECTORY while it holds its GPU.
 """
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

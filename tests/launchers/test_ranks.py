@@ -3,8 +3,6 @@
 PyTorch for CPUs is enough: the GPUs are simulated.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

@@ -1,7 +1,5 @@
 """A neighbour on the same host, and what a command costs while it is at work."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os

@@ -1,7 +1,5 @@
 """What doctor advises is pasted by root: no name that a neighbour chose stands in it, and none that it can replace."""
 
-from __future__ import annotations
-
 import os
 import shlex
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Who holds and who waits: what a neighbour writes into records and tickets makes nobody else look like it."""
 
-from __future__ import annotations
-
 import ctypes
 import fcntl
 import json

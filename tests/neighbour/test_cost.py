@@ -1,7 +1,5 @@
 """What a neighbour can make a command cost: little memory, however wide its processes and files are."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

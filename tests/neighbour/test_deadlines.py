@@ -1,7 +1,5 @@
 """What a neighbour can make a command wait: not beyond its deadline, and with little memory, whatever lies there."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import resource

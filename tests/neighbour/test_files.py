@@ -1,7 +1,5 @@
 """What a neighbour's files do to claims and waiters of others: links, tickets of his, and many of both."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

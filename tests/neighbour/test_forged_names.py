@@ -1,7 +1,5 @@
 """Names that a neighbour forges: what stands in the name or path of a socket of its own is not the name of a claim."""
 
-from __future__ import annotations
-
 import os
 import socket
 from collections.abc import Callable

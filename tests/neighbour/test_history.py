@@ -1,7 +1,5 @@
 """A history that several users write, and what one of them can do to the others."""
 
-from __future__ import annotations
-
 import csv
 import fcntl
 import io

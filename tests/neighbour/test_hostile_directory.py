@@ -1,7 +1,5 @@
 """Modules in the working directory, or on PYTHONPATH under ``python3 -I``, are not imported, in child processes too."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

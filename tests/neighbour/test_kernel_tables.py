@@ -1,7 +1,5 @@
 """The kernel's tables of locks and names, which a neighbour can make long: when they are read, and what they tell."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

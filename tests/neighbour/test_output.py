@@ -1,7 +1,5 @@
 """What a neighbour writes comes out as plain text of bounded length, wherever it is shown."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

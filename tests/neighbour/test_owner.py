@@ -1,8 +1,6 @@
 """The owner of the state directory is its first user: he may rename and remove what others make there, sticky bit or
 not. Nobody, root above all, is led to change, write or make anything elsewhere by that."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json

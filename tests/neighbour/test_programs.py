@@ -1,7 +1,5 @@
 """Root with a user's environment runs no program that the user chose, and is told what to do instead."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

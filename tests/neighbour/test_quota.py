@@ -1,7 +1,5 @@
 """Limits of users count by the kernel's word: no neighbour uses another one's limit up, whatever names files get."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """What records tell the neighbours of a claim, while it lives and after it."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

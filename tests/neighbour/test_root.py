@@ -1,7 +1,5 @@
 """Root with a user's environment loads nothing that the user could have put there."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A stolen scope: the claims of another user are not entered, whatever was read or written in its records."""
 
-from __future__ import annotations
-
 import ctypes
 import fcntl
 import json

@@ -1,7 +1,5 @@
 """``safe-gpu setup``: what is root's no neighbour removes or closes, and root is led to change nothing elsewhere."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

@@ -1,7 +1,5 @@
 """What a neighbour writes into the record of a share: it overbooks no GPU, and charges no limit."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

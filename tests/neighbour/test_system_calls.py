@@ -3,8 +3,6 @@
 Every system call that takes a path is looked at, during whole lives of claims and of the commands that look.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

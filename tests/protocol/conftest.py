@@ -1,7 +1,5 @@
 """Two clients of one protocol, ``client.c`` and this package, on one simulated host; both become ``job.c``."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """The second client of the protocol: what it holds is seen by this package, and the reverse."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

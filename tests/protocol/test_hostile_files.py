@@ -1,7 +1,5 @@
 """What anybody may write into the shared directories does the second client no more harm than the page says."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

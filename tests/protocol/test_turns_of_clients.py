@@ -1,7 +1,5 @@
 """One queue for both clients: served in the order of arrival, whatever the sizes and whichever client dies in it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Processes that race for simulated GPUs, and what they tell whoever runs the race."""
 
-from __future__ import annotations
-
 import ctypes
 import fcntl
 import logging

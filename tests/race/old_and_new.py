@@ -6,8 +6,6 @@ It starts processes with one of the two packages each, tells them what to do, an
 says on its standard output what it does, a word and its arguments a line.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

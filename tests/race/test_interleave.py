@@ -1,7 +1,5 @@
 """tools/interleave.py finds what was broken on purpose, and a schedule that it prints shows the same again."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -1,7 +1,5 @@
 """A claim that is killed at any step leaves nothing in anybody's way."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import signal

@@ -1,7 +1,5 @@
 """Claims of this package and of safe-gpu 2.0.0, the real one, on one host of fake GPUs."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

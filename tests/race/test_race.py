@@ -1,7 +1,5 @@
 """Many processes race for few GPUs, and some are killed in the middle of it."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 from functools import partial

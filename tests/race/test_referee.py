@@ -1,7 +1,5 @@
 """What the referee of the soak test concludes from what processes tell."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

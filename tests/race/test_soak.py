@@ -1,7 +1,5 @@
 """The soak test finds what it is there to find, and finds nothing in claims as they are."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

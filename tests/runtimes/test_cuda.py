@@ -1,7 +1,5 @@
 """The CUDA driver through ctypes, against a fake libcuda.so.1, in new processes: initialisation cannot be undone."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The context that holds a GPU: what others see of it, and what is left when it goes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Causes of errors, from messages that CUDA, HIP and the frameworks have printed."""
 
-from __future__ import annotations
-
 import pytest
 
 from safe_gpu.errors import PlaceholderError

@@ -1,7 +1,5 @@
 """HIP asked through a fake libamdhip64, in processes of its own."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """ZE_AFFINITY_MASK: which cards it shows, and what a claim writes."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -3,8 +3,6 @@
 SAFE_GPU_REQUIRE_REAL makes its absence a failure.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The grammar of the variables that choose AMD GPUs."""
 
-from __future__ import annotations
-
 import pytest
 
 from safe_gpu.errors import UnsatisfiableRequestError

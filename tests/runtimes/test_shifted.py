@@ -1,9 +1,5 @@
 """When indices in CUDA_VISIBLE_DEVICES have come to mean other GPUs than those of the claim."""
 
-from __future__ import annotations
-
-from dataclasses import replace
-
 import pytest
 
 from safe_gpu.gpus.devices import Gpu, HostSnapshot
@@ -13,7 +9,7 @@ GPUS = [Gpu(index, f"GPU-{index}", "Model") for index in range(4)]
 
 
 def host(*lost: int) -> HostSnapshot:
-    return HostSnapshot(tuple(replace(gpu, lost=gpu.index in lost) for gpu in GPUS))
+    return HostSnapshot(tuple(gpu._replace(lost=gpu.index in lost) for gpu in GPUS))
 
 
 def uuids(*indices: int) -> list[str]:
@@ -58,6 +54,6 @@ def test_a_claim_whose_gpus_are_lost_has_nothing_left() -> None:
 
 
 def test_a_gpu_that_the_driver_does_not_list_any_more() -> None:
-    gone = HostSnapshot(tuple(replace(gpu, index=gpu.index - 1) for gpu in GPUS[1:]))
+    gone = HostSnapshot(tuple(gpu._replace(index=gpu.index - 1) for gpu in GPUS[1:]))
     assert "now means GPU 1, which this claim does not hold: " in stale_indices("1", "PCI_BUS_ID", uuids(1), gone)
     assert "since a claimed GPU is gone: end this claim" in stale_indices("0", "PCI_BUS_ID", uuids(0), gone)

@@ -1,9 +1,5 @@
 """CUDA's grammar of CUDA_VISIBLE_DEVICES, case by case, and writing it back."""
 
-from __future__ import annotations
-
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,11 +21,11 @@ def alike() -> HostSnapshot:
 
 
 def mixed() -> HostSnapshot:
-    return host(*(replace(gpu, name=f"model {gpu.index}") for gpu in alike().gpus))
+    return host(*(gpu._replace(name=f"model {gpu.index}") for gpu in alike().gpus))
 
 
 def with_lost(lost: int) -> HostSnapshot:
-    return host(*(replace(gpu, lost=gpu.index == lost) for gpu in alike().gpus))
+    return host(*(gpu._replace(lost=gpu.index == lost) for gpu in alike().gpus))
 
 
 def with_mig() -> HostSnapshot:
@@ -125,7 +121,7 @@ def test_the_older_name_of_a_mig_instance() -> None:
     assert parsed(name, with_mig()).ambiguous, "there are two"
     only_one = parsed(name, host(*(gpu for gpu in with_mig().gpus if gpu.mig_instance != 1)))
     assert (only_one.uuids, only_one.ambiguous) == (("MIG-11000000",), False)
-    renamed = (replace(gpu, uuid=f"MIG-GPU-aa000000/{gpu.mig_instance}/0") for gpu in with_mig().gpus[1:3])
+    renamed = (gpu._replace(uuid=f"MIG-GPU-aa000000/{gpu.mig_instance}/0") for gpu in with_mig().gpus[1:3])
     literal = parsed(name, host(with_mig().gpus[0], *renamed))
     assert (literal.uuids, literal.ambiguous) == ((name,), False)
 
@@ -135,7 +131,7 @@ def test_numbers_under_mig_are_ambiguous() -> None:
 
 
 def test_a_mig_gpu_without_instances_is_not_counted() -> None:
-    bare = host(replace(alike().gpus[0], mig_enabled=True), alike().gpus[1])
+    bare = host(alike().gpus[0]._replace(mig_enabled=True), alike().gpus[1])
     assert parsed("GPU-aa,GPU-ab", bare).uuids == ()
 
 

@@ -3,8 +3,6 @@
 The jobs run on simulated GPUs; everything else about them is real.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import itertools

@@ -8,8 +8,6 @@ used twice, neither of which is safe_gpu's: a lock file for each GPU of each hos
 does not import safe_gpu at all.
 """
 
-from __future__ import annotations
-
 import argparse
 import fcntl
 import json

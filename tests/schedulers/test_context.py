@@ -1,7 +1,5 @@
 """One contract over every scheduler and launcher, with environments as the real ones set them."""
 
-from __future__ import annotations
-
 import pickle
 import re
 from pathlib import Path

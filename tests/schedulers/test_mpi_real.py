@@ -1,7 +1,5 @@
 """mpirun for real, without a batch scheduler: each rank claims a GPU of its own."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """What nb_gpus="job" means."""
 
-from __future__ import annotations
-
 import os
 import stat
 import sys

@@ -1,7 +1,5 @@
 """Grid Engine for real: jobs that declare GPUs, on two simulated hosts of 8 GPUs."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from typing import Any

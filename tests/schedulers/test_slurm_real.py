@@ -1,7 +1,5 @@
 """Slurm for real: jobs, arrays and steps with and without a gres, on two simulated nodes of 8 GPUs."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Iterator

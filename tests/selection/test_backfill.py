@@ -1,7 +1,5 @@
 """Backfill: its promises in random worlds, its dates against a reference, and every clause of it left out once."""
 
-from __future__ import annotations
-
 import inspect
 import math
 import random

@@ -1,7 +1,5 @@
 """The choice among the free: rules one by one, and against brute force."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import combinations
 

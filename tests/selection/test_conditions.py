@@ -1,7 +1,5 @@
 """Conditions of requests: what every one of them owes its callers and other waiters, and the sets of GPUs together."""
 
-from __future__ import annotations
-
 import argparse
 import inspect
 import json

@@ -1,10 +1,7 @@
 """Which processes and how much memory make a GPU busy, and what a driver shows of this process."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -26,11 +23,11 @@ OWN = 4711
 def gpu(used: int | None, **changes: Any) -> Gpu:
     free = None if used is None else 80 * GIB - used
     plain = Gpu(0, "GPU-00", "A100", memory_total=80 * GIB, memory_used=used, memory_free=free, counts_reserved=False)
-    return replace(plain, **changes)
+    return plain._replace(**changes)
 
 
 def process(pid: int, mib: float | None = 300, kind: str = ProcessKind.COMPUTE, **changes: Any) -> GpuProcess:
-    return replace(GpuProcess(pid, kind, None if mib is None else int(mib * MIB)), **changes)
+    return GpuProcess(pid, kind, None if mib is None else int(mib * MIB))._replace(**changes)
 
 
 def verdict(device: Gpu, beside: Gpu | None = None, request: Selection = ANY, **options: Any) -> GpuVerdict:
@@ -82,7 +79,7 @@ def test_the_limit_that_the_user_sets(environ: Mapping[str, str], mib: int, free
     device = gpu(mib * MIB, counts_reserved=counts_reserved)
     if environ.get(LIMIT) or not counts_reserved:
         assert verdict(device, rules=Rules.of(environ)).free is free
-    assert verdict(replace(device, memory_shared=True), rules=Rules.of(environ)).free
+    assert verdict(device._replace(memory_shared=True), rules=Rules.of(environ)).free
 
 
 @pytest.mark.parametrize("value", ["much", "-1", "128", "MiB"])
@@ -109,10 +106,10 @@ OPTIONAL = Rules.of({"SAFE_GPU_PROCESS_LIST": "optional"})
     [
         (MUTE, DEFAULT_RULES, "unusable"),
         (MUTE, OPTIONAL, "free"),
-        (replace(MUTE, memory_used=None, memory_total=None), OPTIONAL, "free"),  # Jetson
-        (replace(MUTE, memory_used=600 * MIB), OPTIONAL, "busy"),
-        (replace(MUTE, memory_used=60 * GIB, memory_shared=True), OPTIONAL, "free"),
-        (replace(MUTE, processes_supported=True), OPTIONAL, "busy"),  # a list that fails this time
+        (MUTE._replace(memory_used=None, memory_total=None), OPTIONAL, "free"),  # Jetson
+        (MUTE._replace(memory_used=600 * MIB), OPTIONAL, "busy"),
+        (MUTE._replace(memory_used=60 * GIB, memory_shared=True), OPTIONAL, "free"),
+        (MUTE._replace(processes_supported=True), OPTIONAL, "busy"),  # a list that fails this time
     ],
 )
 def test_without_process_lists_leases_and_memory_decide_where_that_is_allowed(

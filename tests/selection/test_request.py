@@ -1,7 +1,5 @@
 """What a caller may write, and what is refused with the value and a way out."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """How much of a GPU a share may have, who stands in its way, and when it can expect to start: pure decisions."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

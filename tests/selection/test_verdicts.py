@@ -1,10 +1,7 @@
 """Which devices count as free, what could ever be free, and who is told why not."""
 
-from __future__ import annotations
-
 import math
 import time
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -35,7 +32,7 @@ A100 = "NVIDIA A100-SXM4-80GB"
 def gpu(index: int = 0, **changes: Any) -> Gpu:
     used = changes.get("memory_used", 0)
     plain = Gpu(index, f"GPU-{index:x}0000000", A100, memory_total=80 * GIB, memory_used=0, memory_free=80 * GIB - used)
-    return replace(plain, **changes)
+    return plain._replace(**changes)
 
 
 def host(count: int = 8, **changed: Gpu) -> HostSnapshot:
@@ -141,7 +138,7 @@ def test_processes_of_ones_own_are_disregarded() -> None:
     assert verdict_on(ours, own={11}).free
     assert verdict_on(ours, parse_request(min_memory=79 * GIB), own={11}).free
     assert not verdict_on(ours, own={12}).free
-    both = replace(ours, processes=(process(11, 40), process(4242, 29)))
+    both = ours._replace(processes=(process(11, 40), process(4242, 29)))
     assert verdict_on(both, own={11}).pid == 4242
 
 
@@ -167,7 +164,7 @@ def test_a_single_gpu_with_a_display_is_shared() -> None:
     check_possible(snapshot, ANY)
     assert candidates(snapshot, ANY) == (used,)
     assert not judge(snapshot, parse_request(min_memory=79 * GIB), leased={})[0].free
-    assert not judge(HostSnapshot((replace(used, display_active=False),)), ANY, leased={})[0].free
+    assert not judge(HostSnapshot((used._replace(display_active=False),)), ANY, leased={})[0].free
 
 
 def test_the_fence() -> None:
@@ -181,12 +178,7 @@ def test_the_fence() -> None:
     [
         (host(), Selection(9), None, ["9 GPUs are asked for", "this host has only 8 NVIDIA GPUs"]),
         (host(0), Selection(1), None, ["1 GPU is asked for", "this host has none"]),
-        (
-            host(8, _3=gpu(3, lost=True)),
-            Selection(8),
-            None,
-            ["only 7 of the 8 NVIDIA GPUs", "GPU 3: the driver lost"],
-        ),
+        (host(8, _3=gpu(3, lost=True)), Selection(8), None, ["only 7 of the 8 NVIDIA GPUs", "GPU 3: the driver lost"]),
         (host(1, _0=gpu(unusable="broken")), ANY, None, ["none fits (GPU 0: broken)"]),
         (host(), parse_request(model="H100"), None, ["none fits", f"GPU 0-7: {A100} does not match model='H100'"]),
         (host(), parse_request(3, only=("0", "1")), None, ["only 2 of the 8", "only=0,1"]),

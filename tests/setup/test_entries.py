@@ -1,7 +1,5 @@
 """What becomes of each thing that may stand in the place of a directory or file of root's."""
 
-from __future__ import annotations
-
 import os
 import stat
 

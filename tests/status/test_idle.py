@@ -1,7 +1,5 @@
 """How long a claimed GPU has shown no work, from one look to the next."""
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Holders in other PID namespaces: their numbers mean nothing here, and nobody else is blamed for them."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

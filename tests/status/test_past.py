@@ -1,7 +1,5 @@
 """What is made of the lines of a history: claims and GPU-hours. Most of it is pure."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

@@ -1,7 +1,5 @@
 """Metrics: what they say, and that Prometheus reads them: its own parser, promtool, a real node_exporter."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import json

@@ -1,7 +1,5 @@
 """``history --report``: sums by user, week and host, by tables, by counting seconds, and as a picture."""
 
-from __future__ import annotations
-
 import json
 import time
 import xml.etree.ElementTree as ElementTree

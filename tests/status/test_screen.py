@@ -1,7 +1,5 @@
 """What ``safe-gpu status`` shows on terminals of 80 and 120 columns, with and without colour, and its pictures."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re

@@ -1,7 +1,5 @@
 """The expected starts of the queue, by a table."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What ``status`` says of a host: real claims, waiters, liars and orphans on simulated GPUs, and odd GPUs."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -176,7 +174,7 @@ class OneGpu:
     """A driver with one GPU, on which there is what a test puts there."""
 
     def __init__(self, *processes: GpuProcess, **facts: object) -> None:
-        self.gpu = replace(Gpu(0, UUIDS[0], "Model", processes=processes), **facts)  # type: ignore[arg-type]
+        self.gpu = Gpu(0, UUIDS[0], "Model", processes=processes)._replace(**facts)  # type: ignore[arg-type]
 
     def snapshot(self) -> HostSnapshot:
         return HostSnapshot((self.gpu, Gpu(1, UUIDS[1], "Model")), "test")
@@ -525,7 +523,10 @@ claims = st.builds(
 )
 used = st.none() | st.integers(0, 100)
 gpus = st.builds(
-    Gpu, st.integers(0, 31), st.just("GPU-1"), texts, memory_total=amounts, memory_used=amounts, utilization=used
+    lambda index, name, total, used, load: Gpu(
+        index, "GPU-1", name, memory_total=total, memory_used=used, utilization=load
+    ),
+    *(st.integers(0, 31), texts, amounts, amounts, used),
 )
 processes = st.builds(ProcessStatus, pids, names, names, st.just("compute"), amounts)
 gpu_statuses = st.builds(
@@ -584,7 +585,7 @@ def test_a_full_table_of_eighty_columns() -> None:
     claim = ClaimStatus(1234567, "averylongusername", "sge:1234567.890", "/usr/bin/python train.py --epochs 3", 1.0)
     gpu = Gpu(7, "GPU-7", "NVIDIA H100 80GB HBM3", memory_total=80 << 30, memory_used=79 << 30, utilization=100)
     busy = GpuStatus(
-        replace(gpu, index=8), "busy", processes=(ProcessStatus(4242, "bob", "./x --y", "compute", 5 << 30),)
+        gpu._replace(index=8), "busy", processes=(ProcessStatus(4242, "bob", "./x --y", "compute", 5 << 30),)
     )
     status = HostStatus("h", "nvml", "1", "/d", 12_001.0, (GpuStatus(gpu, "claimed", claim=claim), busy))
     assert render(status, width=80, color=False).split("\n")[3:] == [
@@ -672,7 +673,7 @@ def test_each_sharer_has_its_row_and_its_notes() -> None:
     ]
     assert "0  idle " in render(replace(status, taken_at=150.0), width=80, color=False)
     other = replace(first, memory_used=gib)  # the same claim on another GPU
-    status = replace(status, gpus=(one, replace(one, gpu=replace(gpu, index=1), claim=other, shares=(other,))))
+    status = replace(status, gpus=(one, replace(one, gpu=gpu._replace(index=1), claim=other, shares=(other,))))
     assert render(status, width=80, color=False).count("anna") == 1
     assert "/20G        with GPU 0\n" in render(status, width=80, color=False)
 

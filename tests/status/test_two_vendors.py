@@ -1,7 +1,5 @@
 """The state of a host with GPUs of both vendors: one view, and what of it is left if a driver does not work."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What tests of real batch schedulers share: the cluster, as an ordinary user sees it from the submit host."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Collection
 from typing import Any

@@ -1,7 +1,5 @@
 """Claims of simulated GPUs, in one word."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import safe_gpu

@@ -1,7 +1,5 @@
 """A host of fake GPUs behind a fake libcuda, and Python processes on it that use CUDA."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What one check of ``doctor`` finds, also on hosts that are made up."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Claims in forked children of this process, and what they tell."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os

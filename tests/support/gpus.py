@@ -1,7 +1,5 @@
 """A host of fake GPUs behind real shared libraries and a fake nvidia-smi, as fixtures."""
 
-from __future__ import annotations
-
 import ctypes
 import fcntl
 import hashlib

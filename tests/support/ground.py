@@ -1,7 +1,5 @@
 """The state directory of a test: where it lies, who holds and who waits there, and others who are played."""
 
-from __future__ import annotations
-
 import json
 import os
 import tempfile

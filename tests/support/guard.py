@@ -1,7 +1,5 @@
 """The guard around every test: none touches a real GPU unless it says so, and none sees the outer job."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import itertools

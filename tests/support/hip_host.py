@@ -1,7 +1,5 @@
 """A host of fake AMD GPUs: a saved sysfs tree, and a fake libamdhip64 whose allocations show there."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path

@@ -3,8 +3,6 @@
 Documents are made by changing a valid one: parts are dropped, doubled, swapped and replaced, then the text is torn.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import os

@@ -1,7 +1,5 @@
 """Saved sysfs trees of hosts with Intel GPUs, with the open files of processes, and a fake libze_loader over them."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

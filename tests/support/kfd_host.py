@@ -1,7 +1,5 @@
 """Saved sysfs trees of hosts with AMD GPUs: what the kernel shows of them, written below a directory."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Processes that do one thing and say when they have, also of other users, and the command as users start it."""
 
-from __future__ import annotations
-
 import ctypes
 import fcntl
 import importlib

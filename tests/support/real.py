@@ -1,7 +1,5 @@
 """What tests need that is real, and not everywhere."""
 
-from __future__ import annotations
-
 import os
 from typing import NoReturn
 

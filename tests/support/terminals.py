@@ -1,7 +1,5 @@
 """Pseudo-terminals, where they can be made, and what they show."""
 
-from __future__ import annotations
-
 import codecs
 import fcntl
 import os

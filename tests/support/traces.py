@@ -1,7 +1,5 @@
 """What a claim may leave behind by mistake."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import time

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -79,7 +78,7 @@ class Host(SimulatedDriver):
         self.on_poll(self.polls)
 
     def _edited(self, gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
-        return tuple(replace(gpu, **self.edits.get(gpu.uuid, {})) for gpu in gpus)
+        return tuple(gpu._replace(**self.edits.get(gpu.uuid, {})) for gpu in gpus)
 
     def close(self) -> None:
         self.event("close")

@@ -4,8 +4,6 @@ Time goes in whole units. In each unit holds end, requests come and leave, and a
 referee knows holds and promises, and nothing of the rule.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Iterable, Sequence

@@ -23,16 +23,14 @@ from ...host.foreign_files import read_start
 from ...host.procfs import command_of, descendants, lines_of, parent_of, printable
 from ...runtimes.visible_devices import visible_variables
 from ...topology.cpulist import parse_cpulist
-from ...topology.topology import read_topology
+from ...topology.topology import GpuLocality, HostTopology, read_topology
 from ..memory_policy import get_policy
-from ..resolve_gpus import BOUND, by_name, by_ordinal, remembered, visible
+from ..resolve_gpus import BOUND, Names, by_name, by_ordinal, remembered, visible
 from .placement_report import PlacementReport, ProcessPlacement, ThreadPlacement
 
 if TYPE_CHECKING:
     from ...drivers.base import Driver
     from ...gpus.devices import Gpu, HostSnapshot
-    from ...topology.topology import GpuLocality, HostTopology
-    from ..resolve_gpus import Names
 
 # "bind:0-1", "prefer:0", "prefer (many):0", "bind=static:0", "default"
 _POLICY = re.compile(rb"[0-9a-f]+ (weighted interleave|prefer \(many\)|[a-z]+)(?:=[a-z|]+)?(?::([0-9,-]+))?(?: |$)")

@@ -1,7 +1,5 @@
 """The enumerations of NVIDIA gpu_affinity, with the same members."""
 
-from __future__ import annotations
-
 from enum import Enum
 
 

@@ -8,20 +8,15 @@ single_unique, unique_interleaved, unique_contiguous). A share has only CPUs of 
 cores do not split a physical core between GPUs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise, zip_longest
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from ...errors import GPUAffinityError
 from ...topology.cpulist import format_cpulist
-from ...topology.topology import HostTopology
+from ...topology.topology import GpuLocality, HostTopology
 from ..options import DIVIDING_MODES, AffinityOptions
 from .enumerations import Mode, Multithreading, Scope
-
-if TYPE_CHECKING:
-    from ...topology.topology import GpuLocality
 
 Core = tuple[int, ...]
 """The allowed hardware threads of one physical core, lowest first."""

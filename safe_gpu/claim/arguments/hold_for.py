@@ -1,7 +1,5 @@
 """How long a claim will probably hold its GPUs."""
 
-from __future__ import annotations
-
 import math
 import os
 import time
@@ -53,7 +51,7 @@ UNKNOWN = HoldTime()
 
 
 def parse_hold_for(
-    hold_for: object, environ: Mapping[str, str], job: JobContext, *, spelling: type[ArgumentStyle] = ArgumentStyle
+    hold_for: object, environ: Mapping[str, str], job: "JobContext", *, spelling: type[ArgumentStyle] = ArgumentStyle
 ) -> HoldTime:
     """Return the meaning of ``hold_for``: seconds, a text for ``parse_duration``, None for unknown, or DEFAULT.
 
@@ -101,7 +99,7 @@ def _refused(value: object, name: str, spelling: type[ArgumentStyle]) -> Unsatis
     )
 
 
-def _end_of(job: JobContext) -> float | None:
+def _end_of(job: "JobContext") -> float | None:
     """Return when the batch job ends, Unix seconds; None if that is not known, past, or more than a day away."""
     now = time.time()
     end: float | None = job.ends

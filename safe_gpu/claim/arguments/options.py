@@ -1,7 +1,5 @@
 """The checked arguments of a claim."""
 
-from __future__ import annotations
-
 import math
 import os
 import time
@@ -16,21 +14,19 @@ from ...host.procfs import printable_lines
 from ...runtimes.visible_devices import render_cuda
 from ...schedulers import JobContext, current
 from ...schedulers.job import count
-from ...selection.request import parse_request
+from ...selection.request import Conditions, Selection, parse_request
 from ...selection.values import as_index
 from ...settings import variables as settings
 from ...wording.argument_style import ArgumentStyle
-from .hold_for import UNKNOWN, parse_hold_for
+from .hold_for import UNKNOWN, HoldTime, parse_hold_for
 from .timeout import DEFAULT, DefaultTimeout, number_of, parse_timeout
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from ...affinity import AffinityOptions
-    from ...selection.request import Conditions, Selection
     from ..limits.quota import Quota
     from ..messages.wait_status import WaitStatus
-    from .hold_for import HoldTime
 
 
 class _ByDefault(str):
@@ -65,12 +61,12 @@ class ClaimOptions(NamedTuple):
             gets these reports.
     """
 
-    request: Selection
+    request: "Selection"
     timeout: float | None
     began: float
     logger: Any
     placeholder_fn: Callable[[int], Any] | None = None
-    binding: AffinityOptions | None = None
+    binding: "AffinityOptions | None" = None
     memory: str | None = None
     binding_required: bool = False
     visible_as: str = "index"
@@ -79,9 +75,9 @@ class ClaimOptions(NamedTuple):
     job: JobContext = JobContext()
     by_job: bool = False
     command: str | None = None
-    on_wait: Callable[[WaitStatus], None] | None = None
-    hold: HoldTime = UNKNOWN
-    quota: Quota | None = None
+    on_wait: "Callable[[WaitStatus], None] | None" = None
+    hold: "HoldTime" = UNKNOWN
+    quota: "Quota | None" = None
     wait_limit: str = ""
 
     @property
@@ -113,16 +109,16 @@ def read_options(
     logger: Any = None,
     debug_sleep: float = 0.0,
     timeout: float | str | DefaultTimeout | None = DEFAULT,
-    affinity: str | AffinityOptions | None = None,
+    affinity: "str | AffinityOptions | None" = None,
     memory: str | None = None,
     visible_as: str = "index",
     delegate: bool = False,
     hold_for: float | str | DefaultTimeout | None = DEFAULT,
     vendor: str | None = None,
     command: str | None = None,
-    on_wait: Callable[[WaitStatus], None] | None = None,
+    on_wait: "Callable[[WaitStatus], None] | None" = None,
     spelling: type[ArgumentStyle] = ArgumentStyle,
-    **conditions: Unpack[Conditions],
+    **conditions: "Unpack[Conditions]",
 ) -> ClaimOptions:
     """Check the arguments of ``claim_gpus``. The timeout counts from this call.
 

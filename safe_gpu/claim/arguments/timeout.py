@@ -1,7 +1,5 @@
 """The timeout of a claim, and its default inside and outside batch jobs."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 

@@ -10,17 +10,15 @@ import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from ...coordination.files.state_dir import opened
+from ...coordination.files.state_dir import StateDir, opened
 from ...coordination.leases.faults import clear_fault, write_fault
 from ...errors import CudaInitializedError, NoDriverError, PlaceholderError, StateDirError
-from ...gpus.devices import GpuFault
+from ...gpus.devices import Gpu, GpuFault
 from ...runtimes.placeholders import blames_gpu
 from ...selection.possible import capacity
 from ...selection.verdicts import LAST_CHOICE_TEXT
 
 if TYPE_CHECKING:
-    from ...coordination.files.state_dir import StateDir
-    from ...gpus.devices import Gpu
     from ..held import Claim
     from ..host.host_view import HostView
 

@@ -7,13 +7,13 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from ...coordination.files.state_dir import opened
+from ...coordination.files.state_dir import StateDir, opened
 from ...coordination.leases.drained import all_windows, binding, drained_gpus, find_admitted
 from ...coordination.leases.slots import holder_of_slots, recorded_slots
 from ...errors import NoDriverError
-from ...gpus.devices import GpuVerdict
+from ...gpus.devices import Gpu, GpuFault, GpuProcess, GpuVerdict, HostSnapshot, LeaseHolder
 from ...gpus.vendors import FIRST, VENDORS
-from ...gpus.windows import spans_of, why_reserved
+from ...gpus.windows import Spans, Window, spans_of, why_reserved
 from ...host import procfs
 from ...host.procfs import describe_process
 from ...selection.possible import candidates
@@ -25,11 +25,8 @@ from .polls import ByPid, Polls, driver_pids, near_nodes, own_pids_in, unlisted_
 from .visible_limit import visible_limit_of
 
 if TYPE_CHECKING:
-    from ...coordination.files.state_dir import StateDir
     from ...drivers.base import Driver
-    from ...gpus.devices import Gpu, GpuFault, GpuProcess, HostSnapshot, LeaseHolder
     from ...gpus.visible import VisibleLimit
-    from ...gpus.windows import Spans, Window
     from ...selection.request import Selection
 
 

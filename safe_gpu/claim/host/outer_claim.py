@@ -6,8 +6,6 @@ where the kernel lists no names, and for a claim that has none here: its token s
 leases, which is all that forked children keep.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
@@ -21,13 +19,12 @@ from ...coordination.leases.record import LeaseRecord, read_record
 from ...coordination.name_table import read_names
 from ...coordination.scope import SLOTS, has_names_here, outer_name, slots_of_scope
 from ...coordination.socket_names import digest
-from ...gpus.devices import GpuVerdict
+from ...gpus.devices import Gpu, GpuVerdict, HostSnapshot
 from ...host import procfs
 
 if TYPE_CHECKING:
     from ...coordination.files.state_dir import StateDir
     from ...coordination.locks.host_lock import LockedHost
-    from ...gpus.devices import Gpu, HostSnapshot
 
 _READINGS = 3  # one reading of the names can miss some while others come and go
 
@@ -51,7 +48,7 @@ class OuterClaim(NamedTuple):
     def __bool__(self) -> bool:
         return bool(self.gpus)
 
-    def held(self, host: LockedHost) -> OuterClaim:
+    def held(self, host: "LockedHost") -> "OuterClaim":
         """Return it with the GPUs that it may still have. If it was found by its names, it is asked for again later."""
         if self.by_name:
             return self
@@ -63,7 +60,7 @@ class OuterClaim(NamedTuple):
         }
         return self._replace(gpus=gpus)
 
-    def still_has(self, gpus: Collection[Gpu], token: str) -> bool:
+    def still_has(self, gpus: "Collection[Gpu]", token: str) -> bool:
         """Return whether it has these GPUs, whose inner names are ours, and this token.
 
         Under host.lock its names were asked for, and could be those of another one by then.
@@ -109,7 +106,7 @@ class OuterClaim(NamedTuple):
 _UNKNOWN = LeaseRecord(0, None, -1, "", "", None, None, (), 0.0, "")
 
 
-def find_outer(leases: StateDir, snapshot: HostSnapshot, token: str) -> OuterClaim:
+def find_outer(leases: "StateDir", snapshot: "HostSnapshot", token: str) -> OuterClaim:
     """Return this user's claim with this token. Host.lock must not be held.
 
     The record of a GPU whose lease file is not in this state directory is that of another GPU of the claim, or has

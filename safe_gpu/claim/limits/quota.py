@@ -20,7 +20,7 @@ from ...coordination.leases.lease import is_empty
 from ...coordination.leases.record import read_record
 from ...coordination.leases.slots import recorded_slots
 from ...errors import PolicyError
-from ...gpus.devices import MOST_SHARERS
+from ...gpus.devices import MOST_SHARERS, HostSnapshot
 from ...host.procfs import TOO_LONG, printable_lines
 from ...selection.request import Selection
 from ...selection.sharing import LEAST_SHARE, ROUNDING, part_of
@@ -29,7 +29,6 @@ from ...settings import variables as settings
 
 if TYPE_CHECKING:
     from ...coordination.queue.ticket import Ticket, TicketRequest
-    from ...gpus.devices import HostSnapshot
     from ...settings.policy import Limits, Policy
 
 
@@ -108,12 +107,7 @@ class Quota:
         return lease_owners(leases, [gpu.uuid for gpu in snapshot.gpus], snapshot.name_prefix)
 
     def holdings(
-        self,
-        leases: StateDir,
-        snapshot: HostSnapshot,
-        owners: LeaseOwners,
-        *,
-        tried: Collection[str] = (),
+        self, leases: StateDir, snapshot: HostSnapshot, owners: LeaseOwners, *, tried: Collection[str] = ()
     ) -> LeasesByUser:
         """Return who holds what during one look.
 
@@ -147,12 +141,7 @@ class LeasesByUser:
     """
 
     def __init__(
-        self,
-        quota: Quota,
-        leases: StateDir,
-        snapshot: HostSnapshot,
-        owners: LeaseOwners,
-        tried: Collection[str],
+        self, quota: Quota, leases: StateDir, snapshot: HostSnapshot, owners: LeaseOwners, tried: Collection[str]
     ) -> None:
         self._quota = quota
         self._leases = leases

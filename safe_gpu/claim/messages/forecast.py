@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ...coordination.holders.of_gpus import recorded_holders
 from ...coordination.leases.file_names import inner_name
-from ...selection.backfill import BackfillRequest, dates, starts, when_free
+from ...selection.backfill import BackfillRequest, When, dates, starts, when_free
 from ...selection.request import Selection
 from ...wording.text import clock, format_age, gpu_ranges, not_before
 
 if TYPE_CHECKING:
     from ...gpus.devices import LeaseHolder
-    from ...selection.backfill import When
     from ..host.host_view import HostView
     from ..search.queue_place import QueuePlace
 

@@ -24,9 +24,7 @@ def with_way_out(err: UnsatisfiableRequestError, request: Selection, rules: Rule
         return err
     way_out = request.spelling.setting("vendor", request.spelling.value(vendor))
     return UnsatisfiableRequestError(
-        f"{err} (the {VENDORS[vendor].title} GPUs of this host fit: {way_out})",
-        value=err.value,
-        verdicts=err.verdicts,
+        f"{err} (the {VENDORS[vendor].title} GPUs of this host fit: {way_out})", value=err.value, verdicts=err.verdicts
     )
 
 

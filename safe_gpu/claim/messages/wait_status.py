@@ -8,17 +8,15 @@ from typing import TYPE_CHECKING, NamedTuple
 from ...coordination.holders.of_gpus import recorded_holders
 from ...coordination.leases.file_names import inner_name
 from ...coordination.signals import DeferredSignals
-from ...gpus.devices import LeaseHolder
+from ...gpus.devices import Gpu, GpuVerdict, LeaseHolder
 from ...host.procfs import user_name
 from ...selection.sharing import part_of
-from .forecast import holders_on_record
+from .forecast import Forecast, holders_on_record
 
 if TYPE_CHECKING:
     from ...coordination.queue.ticket import Ticket
-    from ...gpus.devices import Gpu, GpuVerdict
     from ..host.host_view import HostView
     from ..limits.quota import LimitReached
-    from .forecast import Forecast
 
 
 class ClaimAhead(NamedTuple):

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from ...coordination.leases.file_names import names_of_host
-from ...coordination.locks.host_lock import HostLock
+from ...coordination.locks.host_lock import HostLock, LockedHost
 from ...coordination.name_table import read_names
 from ...errors import NotEnoughGpusError
 from ...host.procfs import TOO_LONG, printable_lines
 from ..host.inside import check_possible_inside
-from .kernel_facts import read_facts
+from .decision import AttemptResult
+from .kernel_facts import KernelFacts, read_facts
 from .leases_of_look import Leases, WholeGpus
 from .names_of_look import GpuNames
-from .queue_snapshot import QueueSnapshot
 
 if TYPE_CHECKING:
-    from ...coordination.locks.host_lock import LockedHost
     from ...coordination.queue.predecessors import WaiterAhead
     from ...coordination.queue.ticket import Ticket
     from ...gpus.devices import Gpu
@@ -27,35 +26,10 @@ if TYPE_CHECKING:
     from ..host.host_view import HostView
     from ..host.outer_claim import OuterClaim
     from ..limits.quota import LimitReached
-    from .kernel_facts import KernelFacts
     from .queue_place import QueuePlace
 
 # Others in the queue may be passed only by a poll that is at most this old, in seconds.
 _RECENT = 1.0
-
-
-class AttemptResult(NamedTuple):
-    """What one look saw. At most one of the three flags is set.
-
-    Attributes:
-        enough: enough GPUs are free.
-        outdated: the poll is too old, or lacks what another waiter's conditions need.
-        behind: a ticket ahead competes for the same GPUs and may not be passed.
-        unleased: UUIDs of the usable GPUs that nobody holds; empty if ``behind``.
-        named: UUIDs of the usable GPUs whose lease is free and whose name another process holds.
-        limit: the limit of this user, if it does not allow more; ``unleased`` and ``named`` are empty then.
-        strange: whether a ticket ahead has a condition that is not known here, so that a look soon may show more.
-        watched: lease files besides those of held GPUs that may come free: the slots of shared ones.
-    """
-
-    enough: bool = False
-    outdated: bool = False
-    behind: bool = False
-    unleased: frozenset[str] = frozenset()
-    named: frozenset[str] = frozenset()
-    limit: LimitReached | None = None
-    strange: bool = False
-    watched: frozenset[str] = frozenset()
 
 
 class Attempt:
@@ -184,6 +158,8 @@ class Attempt:
         ahead = None if waiter is None else waiter.nearest(leases.host)
         if waiter is None or ahead is None:
             return None
+        from .queue_snapshot import QueueSnapshot
+
         leases.all()
         self._passed = True
         queue = QueueSnapshot(leases.host, leases.view, leases.held, leases.part.named, place.untaken, leases.holdings)

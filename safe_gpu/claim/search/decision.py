@@ -1,12 +1,10 @@
 """Decides what a claim does next. Pure."""
 
-from __future__ import annotations
-
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from .attempt import AttemptResult
+    from ..limits.quota import LimitReached
 
 TAKE = "take"
 """The GPUs are leased; the search ends."""
@@ -28,6 +26,30 @@ _FULL_LOOK = 1.0
 
 # A name may outlive its claim for a moment, in a child between fork and exec: it is tried once more, in seconds.
 _SECOND_TRY = 0.005
+
+
+class AttemptResult(NamedTuple):
+    """What one look saw. At most one of the three flags is set.
+
+    Attributes:
+        enough: enough GPUs are free.
+        outdated: the poll is too old, or lacks what another waiter's conditions need.
+        behind: a ticket ahead competes for the same GPUs and may not be passed.
+        unleased: UUIDs of the usable GPUs that nobody holds; empty if ``behind``.
+        named: UUIDs of the usable GPUs whose lease is free and whose name another process holds.
+        limit: the limit of this user, if it does not allow more; ``unleased`` and ``named`` are empty then.
+        strange: whether a ticket ahead has a condition that is not known here, so that a look soon may show more.
+        watched: lease files besides those of held GPUs that may come free: the slots of shared ones.
+    """
+
+    enough: bool = False
+    outdated: bool = False
+    behind: bool = False
+    unleased: frozenset[str] = frozenset()
+    named: frozenset[str] = frozenset()
+    limit: "LimitReached | None" = None
+    strange: bool = False
+    watched: frozenset[str] = frozenset()
 
 
 class WaitState(NamedTuple):

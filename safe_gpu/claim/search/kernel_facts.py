@@ -4,8 +4,6 @@ Other users can make these tables long, so they are never read while host.lock i
 from here, and from the locks and names themselves.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, NamedTuple
 
 from ...coordination.holders.by_kernel import LeaseOwners
@@ -33,7 +31,7 @@ class KernelFacts(NamedTuple):
     names: NameTable
 
 
-def read_facts(host: LockedHost, view: HostView, options: ClaimOptions, *, taking: bool) -> KernelFacts:
+def read_facts(host: "LockedHost", view: "HostView", options: "ClaimOptions", *, taking: bool) -> KernelFacts:
     """Read what a look needs. A claim without limits that nobody waits ahead of needs nothing.
 
     Args:

@@ -11,7 +11,7 @@ from ...coordination.leases.lease import clear_record, is_empty, probe, try_leas
 from ...errors import StateDirError
 from ...selection.choice import choose
 from ...selection.verdicts import recent_faults
-from ..held import Taken
+from ..held import Claim, Taken
 
 if TYPE_CHECKING:
     from ...coordination.files.state_dir import StateDir
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from ...gpus.devices import Gpu, GpuFault, GpuVerdict
     from ...selection.request import Selection
     from ..arguments.options import ClaimOptions
-    from ..held import Claim
     from ..host.host_view import HostView
     from ..limits.quota import LeasesByUser, LimitReached
     from .kernel_facts import KernelFacts

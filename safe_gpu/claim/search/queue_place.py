@@ -8,11 +8,10 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 from ..host.outer_claim import end_of_outer
-from .queue_snapshot import Untaken
 
 if TYPE_CHECKING:
     from ...coordination.locks.host_lock import LockedHost
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     from ..arguments.hold_for import HoldTime
     from ..host.host_view import HostView
     from ..limits.quota import LeasesByUser, Quota
+    from .queue_snapshot import Untaken
 
 
 class QueuePlace:
@@ -35,12 +35,18 @@ class QueuePlace:
     def __init__(self, view: HostView, hold: HoldTime, quota: Quota | None = None, job: str | None = None) -> None:
         self.waiter: Waiter | None = None
         self.by_turns = False
-        self.untaken = Untaken()
         self._listed: Listing | None = None
         self._view = view
         self._hold = hold
         self._quota = quota
         self._job = job
+
+    @cached_property
+    def untaken(self) -> Untaken:
+        """What the looks of this claim found that others did not take."""
+        from .queue_snapshot import Untaken
+
+        return Untaken()
 
     def ensure_waiter(self) -> Waiter:
         """Return the waiter of this claim, created on the first call. It holds a ticket only after ``join``."""
@@ -97,6 +103,7 @@ class QueuePlace:
         """List those who wait before host.lock is taken, since others wait meanwhile."""
         if not (self.waiter is not None and self.waiter.queued) and not host.queue.is_empty():
             from ...coordination.queue.waiter import Waiter  # noqa: F401 - while no lock is held
+            from .queue_snapshot import QueueSnapshot  # noqa: F401
 
             self._listing().update(host.queue)
 

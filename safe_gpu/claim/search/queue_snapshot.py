@@ -13,9 +13,9 @@ from ...coordination.leases.file_names import slot_name
 from ...coordination.leases.lease import may_be_held
 from ...coordination.leases.record import read_record
 from ...coordination.leases.slots import held_slots, holder_of_slots
-from ...gpus.devices import MOST_SHARERS, GpuVerdict, LeaseHolder
+from ...gpus.devices import MOST_SHARERS, Gpu, GpuVerdict, LeaseHolder
 from ...host import procfs
-from ...selection.backfill import BackfillRequest, open_gpus, when_free
+from ...selection.backfill import BackfillRequest, When, open_gpus, when_free
 from ...selection.possible import can_be_met_by_releases, capacity, fits
 from ...selection.request import Selection, uuid_of_stem
 
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from ...coordination.files.state_dir import StateDir
     from ...coordination.locks.host_lock import LockedHost
     from ...coordination.queue.ticket import Ticket, TicketRequest
-    from ...gpus.devices import Gpu
-    from ...selection.backfill import When
     from ..host.host_view import HostView
     from ..limits.quota import LeasesByUser
 

@@ -17,25 +17,22 @@ from typing import TYPE_CHECKING
 
 from ...coordination.files.location import state_dir_path
 from ...coordination.files.warnings import doubt_of_mount, not_told_yet, owners_of, stranger_among
-from ...coordination.leases.watcher import LeaseWatcher
 from ...coordination.signals import unwind_on_signals
 from ...errors import LockTimeout, StateDirError, UnsatisfiableRequestError
 from ...host.procfs import printable_lines
 from ...selection.possible import check_possible, fits
-from ..arguments.options import with_policy_limits
+from ..arguments.options import ClaimOptions, with_policy_limits
 from ..checks.confirmation import confirm
 from .attempt import Attempt
-from .decision import POLL, REFUSE, SLEEP, TAKE, WaitState, decide
+from .decision import POLL, REFUSE, SLEEP, TAKE, Decision, WaitState, decide
 from .queue_place import QueuePlace
-from .queue_snapshot import TIME_TO_TAKE
-from .wait_reports import WaitReporter
 
 if TYPE_CHECKING:
+    from ...coordination.leases.watcher import LeaseWatcher
     from ...gpus.devices import Gpu, LeaseHolder
-    from ..arguments.options import ClaimOptions
     from ..held import Claim
     from ..host.host_view import HostView
-    from .decision import Decision
+    from .wait_reports import WaitReporter
 
 # Pause of the head of the queue between two looks at the leases, in seconds. It is doubled after the first second.
 _LEASE_PAUSE = 0.010
@@ -229,6 +226,8 @@ class _Search:
         elif self._options.quota is None or not self._options.quota.unresolved:
             next_look = self._waiting(began=now).next_look(now)
         if attempt.result.strange:
+            from .queue_snapshot import TIME_TO_TAKE
+
             next_look = min(next_look, now + TIME_TO_TAKE)
         unleased = [gpu for gpu in self._view.usable if gpu.uuid in attempt.result.unleased]
         decision = decide(
@@ -272,6 +271,8 @@ class _Search:
 
     def _waiting(self, began: float | None = None) -> WaitReporter:
         if self._reporter is None:
+            from .wait_reports import WaitReporter
+
             self._reporter = WaitReporter(self._view, self._options, self._place, began or time.monotonic())
         return self._reporter
 
@@ -291,6 +292,8 @@ class _Search:
 
     def _watch(self, attempt: Attempt, until: float) -> None:
         """Sleep until a lease may have been released, or until ``until``."""
+        from ...coordination.leases.watcher import LeaseWatcher
+
         now = time.monotonic()
         self._watching_since = self._watching_since or now
         # A name cannot be slept on: the next full look sees to it.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ...coordination.leases.file_names import slot_name
 from ...coordination.leases.lease import try_lease
 from ...coordination.leases.slots import held_slots, holder_of_slots
-from ...gpus.devices import MOST_SHARERS
+from ...gpus.devices import MOST_SHARERS, Gpu, GpuVerdict
 from ...selection.choice import choose_shares
 from ...selection.sharing import promised_room
 
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from ...coordination.leases.record import LeaseRecord
     from ...coordination.locks.host_lock import LockedHost
     from ...coordination.name_table import NameTable
-    from ...gpus.devices import Gpu, GpuVerdict
     from ...selection.request import Selection
     from ..held import Taken
     from ..host.host_view import HostView

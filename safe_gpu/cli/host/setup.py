@@ -15,7 +15,7 @@ from ...coordination.files.warnings import ADMIN_DIR, setup_command
 from ...coordination.leases.drained import drain_file, read_drained
 from ...coordination.leases.file_names import lease_name, leases_of
 from ...coordination.name_table import read_names
-from ...coordination.setup.entries import KEEP, MAKE, SKIP, TAKE
+from ...coordination.setup.entries import KEEP, MAKE, SKIP, TAKE, Entry
 from ...coordination.setup.state_dir import carry_out, examine, in_use, remove
 from ...errors import NoDriverError, PolicyError, StateDirError
 from ...host.foreign_files import read_start
@@ -29,7 +29,6 @@ from ..replaced_file import write_whole
 if TYPE_CHECKING:
     import argparse
 
-    from ...coordination.setup.entries import Entry
     from ...gpus.devices import HostSnapshot
 
 _TRY_AGAIN = 75

@@ -1,7 +1,5 @@
 """What a host has answered to ``status --json``: its status and figures, or why there are none. Pure."""
 
-from __future__ import annotations
-
 import json
 import re
 import time

@@ -1,7 +1,5 @@
 """Which other hosts a command is about."""
 
-from __future__ import annotations
-
 import argparse
 import os
 

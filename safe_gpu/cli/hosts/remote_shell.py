@@ -1,7 +1,5 @@
 """Lines that start safe-gpu on another host, for any login shell there."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """``safe-gpu status`` of other hosts, once or again and again."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

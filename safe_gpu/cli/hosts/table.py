@@ -1,7 +1,5 @@
 """The answers of many hosts as lines of a table and as JSON. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -3,8 +3,6 @@
 exec(2) leaves no wrapper behind: pid, signals and exit code are the command's own.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Sequence

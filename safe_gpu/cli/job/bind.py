@@ -1,7 +1,5 @@
 """``safe-gpu bind``: CPUs next to the visible GPUs, then the command."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 

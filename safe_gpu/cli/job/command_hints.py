@@ -1,7 +1,5 @@
 """Advice on a command that starts a container in which the claim would not hold."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Callable, Sequence

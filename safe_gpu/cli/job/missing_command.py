@@ -1,7 +1,5 @@
 """What to do about a command that does not exist."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

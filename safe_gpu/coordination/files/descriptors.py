@@ -1,7 +1,5 @@
 """What becomes of an open descriptor when the program forks, executes another or closes what it did not open."""
 
-from __future__ import annotations
-
 import os
 
 from ...host import procfs

@@ -1,7 +1,5 @@
 """Which file system a state directory lies on, and whether locks work there."""
 
-from __future__ import annotations
-
 import os
 from functools import cache
 from typing import NamedTuple

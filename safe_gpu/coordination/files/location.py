@@ -1,7 +1,5 @@
 """Where the state directory of this host is."""
 
-from __future__ import annotations
-
 import os
 
 from ...errors import StateDirError

@@ -1,7 +1,5 @@
 """Mounts that only some processes of a host see: a private /tmp, and the image of a container."""
 
-from __future__ import annotations
-
 import os
 import re
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Why a file of the state directory is not used."""
 
-from __future__ import annotations
-
 import errno
 import os
 import stat

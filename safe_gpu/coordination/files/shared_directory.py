@@ -1,7 +1,5 @@
 """A directory of mode 1777 that everyone may use: it appears finished, or not at all."""
 
-from __future__ import annotations
-
 import errno
 import os
 import stat

@@ -1,7 +1,5 @@
 """What a claim is told, once, of its state directory."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable
 from functools import cache

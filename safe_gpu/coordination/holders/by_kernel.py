@@ -3,28 +3,21 @@
 Everybody may write into records, so a record alone does not say whose claim it is.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from ...gpus.devices import MOST_SHARERS
 from ...host import procfs
 from ...host.foreign_files import read_start
 from ..files.lease_dir import HOST_LOCK
-from ..files.state_dir import is_everybodys
+from ..files.state_dir import StateDir, is_everybodys
 from ..leases.claim_end import LONGEST
 from ..leases.commands import command_of
 from ..leases.file_names import inner_name, lease_name, names_of_host, slot_name
-from ..leases.record import read_record
-from ..name_table import NameTable, read_names
+from ..leases.record import LeaseRecord, read_record
+from ..name_table import NamedSocket, NameTable, read_names
 from ..socket_names import inner_of, name_of, slot_of
-
-if TYPE_CHECKING:
-    from ..files.state_dir import StateDir
-    from ..leases.record import LeaseRecord
-    from ..name_table import NamedSocket
 
 MOST_LOCKERS = 16
 """An exclusive lock has one locker. Of a file that somebody keeps locked shared, no more than these are looked at."""

@@ -1,31 +1,24 @@
 """Who holds which GPU, from its lease, its record and its name."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 from ...errors import StateDirError
-from ...gpus.devices import MOST_SHARERS, LeaseHolder
+from ...gpus.devices import MOST_SHARERS, Gpu, LeaseHolder
 from ...host import procfs
 from ..files.lease_dir import LeaseDir
 from ..files.location import state_dir_path
 from ..files.state_dir import StateDir
 from ..leases.file_names import inner_name, leases_of, names_of_host, slot_name
 from ..leases.lease import is_empty, probe
-from ..leases.record import read_record
+from ..leases.record import LeaseRecord, read_record
 from ..locks.host_lock import MINIMUM_PATIENCE, HostLock
 from ..name_table import NameTable, read_names
 from ..signals import DeferredSignals
 from .by_kernel import files_and_names, holder_by_kernel, owners_above, user_and_command
-
-if TYPE_CHECKING:
-    from ...gpus.devices import Gpu
-    from ..leases.record import LeaseRecord
 
 
 @dataclass(frozen=True)

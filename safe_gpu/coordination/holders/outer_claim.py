@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING
 
 from ...host import procfs
 from ..leases.lease import is_empty
-from ..leases.record import read_record
+from ..leases.record import LeaseRecord, read_record
 from ..socket_names import digest
 
 if TYPE_CHECKING:
     from ..files.state_dir import StateDir
-    from ..leases.record import LeaseRecord
 
 
 def outer_claim_of_process(records: Iterable[LeaseRecord], scope: str) -> LeaseRecord | None:

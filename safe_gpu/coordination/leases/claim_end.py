@@ -4,8 +4,6 @@ A claim that is released writes when. One that died leaves its record; the proce
 interval: when the lease was last seen held (the time of the file's last change), and when it was found free.
 """
 
-from __future__ import annotations
-
 import json
 from typing import Any, NamedTuple
 
@@ -34,7 +32,7 @@ class ClaimEnd(NamedTuple):
         return _BEGINNING + f'{self.pid}, {self.since:.3f}], "ended": {when}}}\n'.encode()
 
     @classmethod
-    def decode(cls, data: bytes) -> ClaimEnd | None:
+    def decode(cls, data: bytes) -> "ClaimEnd | None":
         """Return the line, or None if it is something else. Anybody may have written it."""
         if len(data) > LONGEST or not data.startswith(_BEGINNING):
             return None
@@ -44,7 +42,7 @@ class ClaimEnd(NamedTuple):
             return None
 
     @classmethod
-    def of(cls, raw: Any) -> ClaimEnd | None:
+    def of(cls, raw: Any) -> "ClaimEnd | None":
         """Return the end that a decoded line tells of, or None."""
         try:
             pid, since = raw["claim"]

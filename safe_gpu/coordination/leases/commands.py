@@ -1,7 +1,5 @@
 """What a record says of a command: everybody can read it, and arguments may hold a password."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterable, Sequence

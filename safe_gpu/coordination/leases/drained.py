@@ -1,7 +1,5 @@
 """GPUs closed to new claims, for good or for a time, by the word of root or of the owner of the state directory."""
 
-from __future__ import annotations
-
 import os
 import stat
 import time

@@ -5,20 +5,14 @@ emptied instead. A note proves nothing: it only makes other GPUs the better choi
 of a GPU writes and clears its note, so no lock is needed.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from ...gpus.devices import GpuFault
 from ...host import procfs
 from ..files.decoding import as_time, read_bounded
-from ..files.state_dir import write_all
+from ..files.state_dir import StateDir, write_all
 from .file_names import fault_name
-
-if TYPE_CHECKING:
-    from ..files.state_dir import StateDir
 
 _MOST_BYTES = 4096
 

@@ -1,7 +1,5 @@
 """The names of the files in ``leases/``."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 
 from ...gpus.devices import MOST_SHARERS

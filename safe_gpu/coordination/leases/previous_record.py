@@ -1,7 +1,5 @@
 """What the file of a lease said of the claim before."""
 
-from __future__ import annotations
-
 import os
 import time
 from typing import NamedTuple
@@ -19,7 +17,7 @@ class PreviousRecord(NamedTuple):
     read: float = 0.0
 
     @classmethod
-    def of(cls, fd: int) -> PreviousRecord:
+    def of(cls, fd: int) -> "PreviousRecord":
         """Return what an open file says; nothing if it cannot be read."""
         try:
             status = os.fstat(fd)

@@ -1,7 +1,5 @@
 """What a lease file says about its holder, for people: the lock is the truth, this is not."""
 
-from __future__ import annotations
-
 import os
 import time
 from functools import lru_cache
@@ -61,7 +59,7 @@ class LeaseRecord(NamedTuple):
         return procfs.has_ended(self.pid) or self.start not in (None, procfs.start_time(self.pid))
 
     @classmethod
-    def of_this_process(cls, job: str | None, command: str | None) -> LeaseRecord:
+    def of_this_process(cls, job: str | None, command: str | None) -> "LeaseRecord":
         """Return what a claim of this process says of it, whichever GPUs it gets.
 
         Args:
@@ -89,7 +87,7 @@ class LeaseRecord(NamedTuple):
 
     def claiming(
         self, gpus: tuple[str, ...], token: str, hold_for: float | None = None, queued: float | None = None
-    ) -> LeaseRecord:
+    ) -> "LeaseRecord":
         """Return the record of a claim that gets these GPUs now. Everybody can read it, so it has a hash of the token.
 
         Args:
@@ -113,7 +111,7 @@ class LeaseRecord(NamedTuple):
 
     @classmethod
     @lru_cache(128)
-    def decode(cls, data: bytes) -> LeaseRecord | None:
+    def decode(cls, data: bytes) -> "LeaseRecord | None":
         """Return the record in this line, or None where it is torn, empty or somebody's nonsense.
 
         Anybody may have written it: text comes out printable and cut, bytes that are not UTF-8 as U+FFFD, and a time
@@ -167,7 +165,7 @@ class LeaseRecord(NamedTuple):
         return not procfs.namespace_text(self.pidns)
 
 
-def read_record(directory: StateDir, name: str) -> LeaseRecord | None:
+def read_record(directory: "StateDir", name: str) -> LeaseRecord | None:
     """Return what the lease file says; None where nothing is readable. A torn record is read again."""
     try:
         fd = directory.open(name)

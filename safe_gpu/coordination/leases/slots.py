@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING
 from ...gpus.devices import MOST_SHARERS, LeaseHolder
 from .file_names import slot_name
 from .lease import is_empty, may_be_held
-from .record import read_record
+from .record import LeaseRecord, read_record
 
 if TYPE_CHECKING:
     from ..files.state_dir import StateDir
     from ..locks.host_lock import LockedHost
-    from .record import LeaseRecord
 
 
 def recorded_slots(leases: StateDir, uuid: str, files: Collection[str] | None = None) -> dict[int, LeaseRecord]:

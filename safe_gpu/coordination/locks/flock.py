@@ -1,7 +1,5 @@
 """flock(2) of a descriptor, tried once."""
 
-from __future__ import annotations
-
 from ...errors import MissingPackageError
 
 

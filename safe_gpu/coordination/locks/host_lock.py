@@ -1,7 +1,5 @@
 """The host lock: one flock(2) that is held for microseconds, and only to try and take leases and tickets."""
 
-from __future__ import annotations
-
 import errno
 import os
 import time

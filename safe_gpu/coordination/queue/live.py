@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING
 
 from ..locks.flock import unlock_file
 from .listing import Listing
-from .ticket import decode_file, is_ticket, ticket_name
+from .ticket import Ticket, decode_file, is_ticket, ticket_name
 
 if TYPE_CHECKING:
     from ..files.state_dir import StateDir
     from ..locks.host_lock import LockedHost
-    from .ticket import Ticket
 
 _OPEN = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 

@@ -7,17 +7,14 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from ..files.state_dir import opened
-from .listing import present
+from ..files.state_dir import StateDir, opened
+from .listing import Listing, present
 from .live import open_live, read_ticket
-from .ticket import Ticket
+from .ticket import Ticket, TicketRequest
 
 if TYPE_CHECKING:
-    from ..files.state_dir import StateDir
     from ..locks.host_lock import LockedHost
-    from .listing import Listing
     from .sleeper import Sleeper
-    from .ticket import TicketRequest
 
 
 class WaiterAhead:

@@ -1,7 +1,5 @@
 """A thread that sleeps on one lock: flock(2) knows no deadline, and a thread can be left behind."""
 
-from __future__ import annotations
-
 import os
 
 from ..files.descriptors import fork_guard

@@ -4,15 +4,9 @@ A turn is a number that a waiter computes when it joins and never changes, so al
 virtual time of the queue, plus what its user holds and waits for already.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING
 
-from .ticket import LATEST_TURN
-
-if TYPE_CHECKING:
-    from .ticket import Ticket, TicketRequest
+from .ticket import LATEST_TURN, Ticket, TicketRequest
 
 _WINDOW = 1024
 """A ticket is passed by fewer later numbers than this."""

@@ -4,30 +4,22 @@ A ticket is a file ``queue/SEQ.ticket`` that its waiter keeps locked; the number
 lives. A waiter sleeps on the nearest ticket before it that competes for the same GPUs.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
 
 from ...errors import SafeGpuError, StateDirError
 from ..files.descriptors import fork_guard
 from ..files.state_dir import write_all
 from ..locks.cleaner_guard import StateDirGuard
 from ..locks.flock import lock_file, unlock_file
-from ..locks.host_lock import MINIMUM_PATIENCE, HostLock
+from ..locks.host_lock import MINIMUM_PATIENCE, HostLock, LockedHost
 from ..signals import DeferredSignals
 from .listing import Listing
 from .live import open_live
-from .predecessors import Predecessors
+from .predecessors import Order, Predecessors, WaiterAhead
 from .sleeper import Sleeper, sleepers
-from .ticket import TICKET_MODE, encode_ticket, ticket_name
-
-if TYPE_CHECKING:
-    from ..locks.host_lock import LockedHost
-    from .predecessors import Order, WaiterAhead
-    from .ticket import Ticket, TicketRequest
+from .ticket import TICKET_MODE, Ticket, TicketRequest, encode_ticket, ticket_name
 
 # How often to look where no thread to sleep in can be started.
 _THREADLESS_PAUSE = 0.1

@@ -1,19 +1,13 @@
 """Which process waits with a ticket, by the kernel's word."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 from ...errors import StateDirError
 from ...host import procfs
 from ..files.state_dir import opened
 from ..holders.by_kernel import MOST_LOCKERS, lockers_of
-from .ticket import ticket_name
-
-if TYPE_CHECKING:
-    from .ticket import Ticket
+from .ticket import Ticket, ticket_name
 
 
 def waiting_process(

@@ -1,7 +1,5 @@
 """What is to become of an entry of root's state directory, by what stands there now. Pure."""
 
-from __future__ import annotations
-
 import os
 import stat
 from typing import NamedTuple

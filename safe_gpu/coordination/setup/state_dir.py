@@ -1,13 +1,10 @@
 """Makes a state directory of root's, and removes it."""
 
-from __future__ import annotations
-
 import os
 import stat
 import time
 from collections.abc import Collection, Iterable
 from contextlib import ExitStack, suppress
-from typing import TYPE_CHECKING
 
 from ...errors import StateDirError
 from ..files.shared_directory import DIR_MODE, PARTS
@@ -16,10 +13,7 @@ from ..leases.lease import probe
 from ..locks.host_lock import MINIMUM_PATIENCE, HostLock
 from ..queue.listing import Listing
 from ..queue.live import live_tickets
-from .entries import SKIP, TAKE, directory_entry, file_entry
-
-if TYPE_CHECKING:
-    from .entries import Entry
+from .entries import SKIP, TAKE, Entry, directory_entry, file_entry
 
 
 def examine(path: str, leases: Iterable[str]) -> list[Entry]:

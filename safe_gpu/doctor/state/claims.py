@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING
 from ...coordination.locks import legacy_lock as legacy
 from ...host import procfs
 from ...wording.text import format_bytes, plural
-from ..check import gpus_named, passed, skipped, warning
+from ..check import CheckedHost, Finding, gpus_named, passed, skipped, warning
 from .directory import CLOCK_SLACK, MOST_NAMED
 
 if TYPE_CHECKING:
     from ...status.facts import ClaimStatus
-    from ..check import CheckedHost, Finding
 
 
 def _claims(host: CheckedHost) -> Iterator[tuple[str, ClaimStatus]]:

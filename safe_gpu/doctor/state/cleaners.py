@@ -1,20 +1,14 @@
 """Checks of programs that remove or protect files of the state directory."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from glob import glob
 from pathlib import PurePath
-from typing import TYPE_CHECKING
 
 from ...coordination.files.warnings import setup_command
 from ...host import procfs
-from ..check import passed, skipped, warning
-
-if TYPE_CHECKING:
-    from ..check import CheckedHost, Finding
+from ..check import CheckedHost, Finding, passed, skipped, warning
 
 _RULES = ("etc/tmpfiles.d", "run/tmpfiles.d", "usr/local/lib/tmpfiles.d", "usr/lib/tmpfiles.d")
 

@@ -1,7 +1,5 @@
 """Checks of the state directory."""
 
-from __future__ import annotations
-
 import errno
 import os
 import stat
@@ -9,7 +7,6 @@ import time
 from contextlib import suppress
 from functools import partial
 from shlex import quote
-from typing import TYPE_CHECKING
 
 from ...coordination.files.file_system import NETWORK_TYPES, file_system_of
 from ...coordination.files.lease_dir import LeaseDir
@@ -25,10 +22,7 @@ from ...host import procfs
 from ...host.programs import others_can_change
 from ...settings.variables import host_setting
 from ...status.history.claims import claims_between
-from ..check import failed, gpus_named, passed, skipped, warning
-
-if TYPE_CHECKING:
-    from ..check import CheckedHost, Finding
+from ..check import CheckedHost, Finding, failed, gpus_named, passed, skipped, warning
 
 _ELSEWHERE = "set SAFE_GPU_DIR, for all users, to a directory on a local disk that all of them can write (mode 1777)"
 

@@ -1,20 +1,13 @@
 """Checks whether all users of a host see the same claims and processes."""
 
-from __future__ import annotations
-
 import os
 import re
-from typing import TYPE_CHECKING
 
-from ...coordination.files.mounts import in_container, is_of_image, mount_of, parse_mounts, private_to
+from ...coordination.files.mounts import Mount, in_container, is_of_image, mount_of, parse_mounts, private_to
 from ...gpus.devices import HostSnapshot
 from ...host import procfs
-from ..check import passed, skipped, warning
+from ..check import CheckedHost, Finding, passed, skipped, warning
 from .directory import TOGETHER
-
-if TYPE_CHECKING:
-    from ...coordination.files.mounts import Mount
-    from ..check import CheckedHost, Finding
 
 
 def _location(path: str, mounts: list[Mount]) -> tuple[str, str] | None:

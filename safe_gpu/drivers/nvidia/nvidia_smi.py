@@ -8,12 +8,9 @@ One run of ``nvidia-smi -q -x`` answers a poll. Where a GPU has MIG instances, `
 for as long as they stay the same. On a host in trouble it prints complaints besides, or hangs.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ...errors import NoDriverError
@@ -262,7 +259,7 @@ class NvidiaSmiDriver(Driver):
         if not all(gpu.uuid in shown for gpu in gpus):
             shown = {gpu.uuid: gpu for gpu in self.snapshot().gpus}
         return tuple(
-            replace(shown[gpu.uuid], index=gpu.index) if gpu.uuid in shown else _unreachable(gpu, _GONE) for gpu in gpus
+            shown[gpu.uuid]._replace(index=gpu.index) if gpu.uuid in shown else _unreachable(gpu, _GONE) for gpu in gpus
         )
 
     def _gpus(self, text: str) -> Iterator[Gpu]:
@@ -305,14 +302,12 @@ class NvidiaSmiDriver(Driver):
         if trouble or not _UUID.fullmatch(uuid):
             yield _unreachable(gpu, trouble or uuid or "it reports no UUID")
             return
-        gpu = replace(
-            gpu,
+        gpu = gpu._replace(
             compute_mode=_MODES.get(mode.lower(), ComputeMode.DEFAULT),
             counts_reserved=_value(_text(memory, "reserved")) is None,
             memory_shared=is_wsl() or memory_is_node(report.bus_id),
         )
-        yield replace(
-            _with_usage(gpu, _memory(memory), report.processes),
+        yield _with_usage(gpu, _memory(memory), report.processes)._replace(
             utilization=_number(_text(_section(said, "utilization"), "gpu_util")),
             temperature=_number(_text(_section(said, "temperature"), "gpu_temp")),
             display_active=display.lower() == "enabled",
@@ -323,7 +318,7 @@ class NvidiaSmiDriver(Driver):
             uuid, profile = self._listed.get((gpu.uuid, instance.slot), (instance.uuid, ""))
             if _UUID.fullmatch(uuid):
                 name = f"{gpu.name} MIG {profile}".rstrip()
-                device = replace(gpu, uuid=uuid, name=name, mig_parent=gpu.uuid, mig_instance=instance.slot)
+                device = gpu._replace(uuid=uuid, name=name, mig_parent=gpu.uuid, mig_instance=instance.slot)
                 yield _with_usage(device, instance.memory, _of_instance(report.processes, instance))
 
     def _list_instances(self, reports: Iterable[GpuReport]) -> None:
@@ -373,8 +368,8 @@ class NvidiaSmiDriver(Driver):
 
 def _with_usage(gpu: Gpu, memory: dict[str, Any], processes: ProcessList) -> Gpu:
     listed = None if processes.error else own_namespace_pids(row.process for row in processes.rows)
-    return replace(
-        gpu, processes=listed, process_error=processes.error, processes_supported=processes.supported, **memory
+    return gpu._replace(
+        processes=listed, process_error=processes.error, processes_supported=processes.supported, **memory
     )
 
 

@@ -9,9 +9,8 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from itertools import combinations
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from ...errors import MissingPackageError, NoDriverError
 from ...gpus.devices import MIG_IS_ON, ComputeMode, Gpu, GpuProcess, HostSnapshot, ProcessKind
@@ -21,10 +20,7 @@ from ...runtimes.runtime import CUDA
 from .. import pci
 from ..base import Driver
 from ..kernel import is_wsl, own_namespace_pids
-from .nvml_session import LIBRARY, UNKNOWN_ERROR, NvmlError, NvmlTrouble, Session, SessionOver
-
-if TYPE_CHECKING:
-    from .nvml_session import ProcessRow
+from .nvml_session import LIBRARY, UNKNOWN_ERROR, NvmlError, NvmlTrouble, ProcessRow, Session, SessionOver
 
 _COMPUTE_MODES = {1: ComputeMode.EXCLUSIVE_PROCESS, 2: ComputeMode.PROHIBITED, 3: ComputeMode.EXCLUSIVE_PROCESS}
 
@@ -39,11 +35,11 @@ def _with_usage(session: Session, lists: _Lists, gpu: Gpu, **known: Any) -> Gpu:
     # Read before the lists, or the memory of a process that starts in between would belong to no visible process.
     memory = session.memory(lists.handle)
     known.update(memory, memory_shared=False, lost=False)
-    gpu = replace(gpu, **known, **lists.read(ProcessKind.COMPUTE, ProcessKind.MPS))
+    gpu = gpu._replace(**known, **lists.read(ProcessKind.COMPUTE, ProcessKind.MPS))
     if gpu.unexplained_memory > _IDLE_MEMORY:
-        gpu = replace(gpu, **lists.read(ProcessKind.GRAPHICS))
+        gpu = gpu._replace(**lists.read(ProcessKind.GRAPHICS))
     if gpu.unexplained_memory > _IDLE_MEMORY:
-        gpu = replace(gpu, memory_shared=is_wsl() or lists.memory_is_node())
+        gpu = gpu._replace(memory_shared=is_wsl() or lists.memory_is_node())
     return gpu
 
 
@@ -250,8 +246,7 @@ class Inventory:
                 processes += _Lists(session, handle).read(ProcessKind.GRAPHICS)["processes"] or ()
         except NvmlError as fault:
             return _failed(gpu, fault)
-        return replace(
-            gpu,
+        return gpu._replace(
             utilization=None if utilization is None else int(utilization.gpu),
             temperature=temperature,
             processes=processes,
@@ -385,7 +380,7 @@ class Inventory:
 
     def _describe(self, entry: _Entry, index: int) -> list[Gpu]:
         """Return a GPU with all that decides whether it is free, followed by its MIG instances."""
-        session, gpu = self.session, replace(entry.facts, index=index)
+        session, gpu = self.session, entry.facts._replace(index=index)
         try:
             if entry.fault is not None:
                 raise entry.fault
@@ -510,7 +505,7 @@ class NvmlDriver(Driver):
         """Return the same poll with NVLink."""
         peers = self._ask(lambda inventory: inventory.peers(snapshot.gpus))
         linked = (gpu for gpu in snapshot.gpus if peers.get(gpu.uuid))
-        return snapshot.updated(replace(gpu, nvlink_peers=peers[gpu.uuid]) for gpu in linked)
+        return snapshot.updated(gpu._replace(nvlink_peers=peers[gpu.uuid]) for gpu in linked)
 
     def detailed(self, snapshot: HostSnapshot) -> HostSnapshot:
         """Return the same poll with utilisation and graphics processes."""

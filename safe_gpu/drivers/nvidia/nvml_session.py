@@ -5,8 +5,6 @@ it is: this question has no answer here, or this GPU is gone. :class:`SessionOve
 gone. Source: NVML API reference, nvmlReturn_t.
 """
 
-from __future__ import annotations
-
 import os
 from contextlib import suppress
 from typing import Any, NamedTuple

@@ -1,17 +1,11 @@
 """Plots of what a host was used for."""
 
-from __future__ import annotations
-
 import io
 import warnings
 from datetime import date
 from statistics import fmean
-from typing import TYPE_CHECKING
 
-from .report import percentile_95
-
-if TYPE_CHECKING:
-    from .report import Days
+from .report import Days, percentile_95
 
 
 def draw(days: Days, form: str) -> bytes:

@@ -1,17 +1,12 @@
 """What a host was used for, by user, week and host. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from statistics import fmean
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from ...wording.text import Column
 from ..render import table
-from .claims import calendar, gpu_hours_by, hours, key_of
-
-if TYPE_CHECKING:
-    from .claims import PastClaim
+from .claims import PastClaim, calendar, gpu_hours_by, hours, key_of
 
 BY = ("user", "week", "host")
 

@@ -3,8 +3,6 @@
 mpi_rank.py DIRECTORY
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket

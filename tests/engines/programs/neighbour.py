@@ -4,8 +4,6 @@ neighbour.py STOP_FILE NB_GPUS        over and over
 neighbour.py STOP_FILE NB_GPUS hold   once, and holds them
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import time

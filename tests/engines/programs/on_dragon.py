@@ -1,7 +1,5 @@
 """Scenarios in a Dragon runtime of two hosts: on_dragon.py SCENARIO [ARGUMENTS]."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

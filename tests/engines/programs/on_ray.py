@@ -1,7 +1,5 @@
 """Scenarios on a Ray cluster of two hosts: on_ray.py ADDRESS SCENARIO [ARGUMENTS]."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

@@ -1,7 +1,5 @@
 """Who uses which GPU: marks in a directory that all hosts share, made by O_EXCL: no double booking is missed."""
 
-from __future__ import annotations
-
 import os
 import socket
 import time

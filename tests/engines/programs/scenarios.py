@@ -1,7 +1,5 @@
 """Scenarios, and parts of them, that are the same for every engine, given its ``claim``."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

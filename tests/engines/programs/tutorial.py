@@ -3,8 +3,6 @@
 Each worker writes the GPU that it sees.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

@@ -27,7 +27,6 @@ Without a command, safe-gpu prints help. safe-gpu help COMMAND prints the option
 FURTHER_CODES = {
     0: "success",
     1: "doctor: a check failed; policy --check: the file would be ignored; status of several hosts: some have answered",
-    68: "status of several hosts: none has answered",
     74: "the output cannot be written",
     141: "the reader of the output has closed it",
 }

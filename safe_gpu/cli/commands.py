@@ -29,7 +29,9 @@ EX_SOFTWARE = 70
 EX_STATE_DIR = 73
 EX_OUTPUT = 74
 EX_TRY_AGAIN = 75
+EX_CONNECTION = 76
 EX_NEVER = 78
+EX_CANNOT_RUN = 126
 EX_INTERRUPTED = 130
 EX_BROKEN_PIPE = 141
 
@@ -209,6 +211,7 @@ def _parse_command(name: str, arguments: list[str]) -> argparse.Namespace:
     options.command = [*getattr(options, "command", ()), *arguments[end:]]
     if options.command[:1] == ["--"]:
         del options.command[0]
+    options.words = arguments[: min(end, len(arguments) - len(options.command))]
     if not options.command and name in RUNNERS:
         parser.error("a command is missing: put it after --")
     return options

@@ -103,6 +103,16 @@ class Hosts:
         assert daemon.stderr is not None
         daemon.stderr.close()
 
+    def connections(self) -> list[int]:
+        """The processes of sshd that serve the connections."""
+        daemons = [one.pid for one in self._daemons.values()]
+        below = [pid for daemon in daemons for pid in procfs.descendants(daemon)]
+        return [pid for pid in below if (procfs.command_of(pid) or "").startswith("sshd")]
+
+    def clients(self, pid: int) -> list[int]:
+        """The processes of ssh that a command has started."""
+        return procfs.descendants(pid)
+
     def processes(self) -> list[int]:
         """What runs on them: without a terminal nothing ends with its connection."""
         return [pid for pid in procfs.pids() if self._mark in (read_start(f"/proc/{pid}/environ") or b"")]

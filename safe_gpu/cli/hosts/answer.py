@@ -54,18 +54,18 @@ def read_answer(said: Said) -> Answer:
     """Return what a host has said, as far as it can be believed to be a status of this schema."""
     text = said.out.decode("utf-8", "replace")
     if said.code is None:
-        return Answer(error=_reason(f"did not answer within {SECONDS:g} s", said.err))
+        return Answer(error=last_line(said.err) or f"did not answer within {SECONDS:g} s")
     if said.code == 255:
-        why = _reason("ssh cannot reach it", said.err)
+        why = last_line(said.err) or "ssh cannot reach it"
         return Answer(error=next((f"{advice} ({why})" for sign, advice in _ADVICE.items() if sign in why), why))
     if said.code in _NOT_FOUND:
         where = "set remote_command in [host] of ~/.config/safe-gpu/config.ini"
-        return Answer(error=f"has no safe-gpu on its PATH: {where} ({_reason('', said.err)})")
+        return Answer(error=f"has no safe-gpu on its PATH: {where} ({last_line(said.err)})")
     if said.code:
-        return Answer(error=_reason(f"its safe-gpu status ends with exit code {said.code}", said.err))
+        return Answer(error=last_line(said.err) or f"its safe-gpu status ends with exit code {said.code}")
     begin = re.search(r"^\{", text, re.MULTILINE)
     if begin is None:
-        return Answer(error=_reason("answers without JSON", said.out or said.err))
+        return Answer(error=last_line(said.out or said.err) or "answers without JSON")
     if begin.start():
         banner = _shown(text[: begin.start()].split("\n", 1)[0])
         return Answer(error=f"its login files write before the JSON: {banner!r}; let them write on a terminal only")
@@ -79,10 +79,10 @@ def read_answer(said: Said) -> Answer:
         return Answer(error=f"its answer cannot be read: {_shown(f'{type(err).__name__}: {err}')}")
 
 
-def _reason(otherwise: str, err: bytes) -> str:
-    """Return the last line of what a host wrote on stderr, without what stands before every message."""
-    lines = [line for line in err.decode("utf-8", "replace").split("\n") if line.strip()]
-    return (_shown(lines[-1].removeprefix("safe-gpu: ").removeprefix("warning: ")) if lines else "") or otherwise
+def last_line(text: bytes) -> str:
+    """Return the last line of what a host has written, printable, without what stands before every message."""
+    line = (text.decode("utf-8", "replace").rstrip() or "").split("\n")[-1]
+    return _shown(line.removeprefix("safe-gpu: ").removeprefix("warning: "))
 
 
 def _shown(text: str) -> str:

@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 from collections import Counter
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from ...errors import UnsatisfiableRequestError
 from ..option_values import CommandLine, add_affinity, add_request, claim_arguments
@@ -29,6 +29,7 @@ def configure_run(parser: argparse.ArgumentParser) -> None:
   safe-gpu run -- python train.py
   safe-gpu run -n 2 --min-memory 20GiB --timeout 2h -- ./simulate --steps 9
   safe-gpu run -n 8 -- mpirun -np 8 python train.py     each rank may claim one
+  safe-gpu run --host gpu1,gpu2 -- python train.py      where GPUs are free now
 
 The GPUs are held until the command and whatever inherited its descriptors have
 ended. In Python, claim_gpus() also shows others a context at once.
@@ -38,9 +39,10 @@ A claim around podman run or apptainer exec holds: let podman pass on what the
 claim sets (-e CUDA_VISIBLE_DEVICES -e CUDA_DEVICE_ORDER), and start apptainer
 without --cleanenv.
 
-exit codes: the command's; 2 usage, 69 no driver, 70 a package is missing,
-73 state directory unusable, 75 not free in time, 78 impossible on this host,
-126 the command cannot be run, 127 it is not found, 130 interrupted"""
+exit codes: the command's; 2 usage, 68 no host of --host answers,
+69 no driver, 70 a package is missing, 73 state directory unusable,
+75 not free in time, 76 the connection to a host broke, 78 impossible on this
+host, 126 the command cannot be run, 127 it is not found, 130 interrupted"""
     add_request(parser)
     group = parser.add_argument_group("CPUs, memory and environment")
     add_affinity(group)
@@ -49,11 +51,13 @@ exit codes: the command's; 2 usage, 69 no driver, 70 a package is missing,
     visible_as = "how CUDA_VISIBLE_DEVICES names the GPUs; uuid for shells and long sessions (default index)"
     add("--visible-as", choices=("index", "uuid"), default="index", help=visible_as)
     add = parser.add_argument_group("output and exit code").add_argument
+    where = "on the first of these hosts that has them free, by ssh, in this directory; does not wait"
+    add("--host", type=_hosts, default=None, metavar="H", help=where)
     add("-q", "--quiet", action="store_true", help="print nothing about waiting, nor which GPUs were claimed")
     refused = "exit code in place of 69, 70 and 73: for Grid Engine 99 (queue the job again) or 100 (hold it)"
     add("--refused-exit", type=_exit_code, metavar="N", help=refused)
     parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    parser.set_defaults(handler=_run)
+    parser.set_defaults(handler=_run, usage_error=parser.error)
 
 
 def _exit_code(text: str) -> int:
@@ -62,7 +66,17 @@ def _exit_code(text: str) -> int:
     return int(text)
 
 
-def _run(options: argparse.Namespace) -> NoReturn:
+def _hosts(text: str) -> tuple[str, ...]:
+    from ..hosts.chosen import hosts_of_option
+
+    return hosts_of_option(text)
+
+
+def _run(options: argparse.Namespace) -> int:
+    if options.host:
+        from ..hosts.run import run_on_hosts
+
+        return run_on_hosts(options)
     path = find_command(options.command)
     if any(os.path.basename(word).startswith(_WITH_ADVICE) for word in options.command):
         from ...coordination.files.location import state_dir_path
@@ -93,6 +107,10 @@ def _run(options: argparse.Namespace) -> NoReturn:
         if owner.gpus and not options.quiet and (line.waited or sys.stderr.isatty()):
             say(_got(owner, line.seconds if line.waited else None))
         owner.keep_across_exec()
+        if session := os.environ.pop("SAFE_GPU_SESSION", ""):
+            from ..hosts.supervisor import run_under
+
+            run_under(session, path, options.command)
         become(path, options.command)
     except UnsatisfiableRequestError as err:
         if options.nb_gpus != "job" or err.value != 0:

@@ -1,0 +1,227 @@
+"""``safe-gpu run --host``: one host claims, its command ends with ours, and nothing is left behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.processes import free_port
+from support.terminals import Terminal
+
+from safe_gpu.cli.hosts.run import without_hosts
+from safe_gpu.cli.hosts.session import Session
+
+LAPTOP = {"SAFE_GPU_DRIVER": "simulated:laptop"}  # one GPU
+
+
+@pytest.fixture
+def free(hosts: Any, command: Any) -> Callable[[str], int]:
+    """How many GPUs of a host are free, by its own status."""
+
+    def count(name: str, **env: str) -> int:
+        gpus = json.loads(command.run("status", "--json", env={**hosts.environment(name), **env}).stdout)["gpus"]
+        return sum(gpu["state"] in ("free", "display") for gpu in gpus)
+
+    return count
+
+
+def test_the_one_with_the_most_free_gpus_in_this_directory(
+    hosts: Any, command: Any, free: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hosts.up("gpu1", env=LAPTOP)
+    hosts.up("gpu2")
+    odd = tmp_path / "it's a !\n\\place"
+    odd.mkdir()
+    monkeypatch.setenv("PWD", "/elsewhere")
+    script = 'printf "%s|" "$PWD" "$1" "$CUDA_VISIBLE_DEVICES" "$SAFE_GPU_SESSION" "$(cat)"; echo bad >&2; exit 7'
+    words = ("run", "--host", "gpu1,gpu2", "-n", 2, "--", "sh", "-c", script, "sh", "a  'b'\n!")
+    done = command.run(*words, cwd=odd, stdin=subprocess.DEVNULL)
+    assert (done.returncode, done.stdout, done.stderr) == (7, f"{odd}|a  'b'\n!|0,1|||", "bad\n")
+    assert (free("gpu1", **LAPTOP), free("gpu2")) == (1, 8)
+
+
+@pytest.mark.parametrize("code", [0, 75, 255])
+def test_the_commands_own_exit_code_tries_no_other_host(hosts: Any, command: Any, tmp_path: Path, code: int) -> None:
+    hosts.up("gpu1")
+    hosts.up("gpu2")
+    words = ("run", "--host", "gpu1,gpu2", "--", "sh", "-c", f"echo once >> {tmp_path}/log; exit {code}")
+    done = command.run(*words)
+    assert (done.returncode, done.stderr) == (code, "")
+    assert (tmp_path / "log").read_text() == "once\n"
+
+
+def test_nobody_has_enough(hosts: Any, remote: Any, command: Any, user: str) -> None:
+    hosts.up("gpu1", env=LAPTOP, as_well="gpu1-ib")
+    hosts.up("gpu2")
+    hosts.known("gpu3", free_port())
+    held = remote("gpu2").start("run", "-n", 7, "--", "sh", "-c", "echo up; read x", stdin=subprocess.PIPE)
+    assert held.stdout.readline() == "up\n"
+    waiter = remote("gpu2").start("run", "-n", 4, "--", "true")
+    assert "waiting" in waiter.stderr.readline()
+    done = command.run("run", "--host", "gpu1,gpu1-ib,gpu2,gpu3", "-n", 2, "--", "true")
+    assert (done.returncode, done.stdout) == (75, "")
+    first, gpu1, ib, gpu2, gpu3 = done.stderr.splitlines()
+    assert first == "safe-gpu: no host gives the GPUs now, and run --host does not wait:"
+    assert gpu1.startswith("  gpu1: ")
+    assert ib == "  gpu1-ib: the same host as gpu1"
+    assert gpu2.startswith(f"  gpu2: 1 of 8 GPUs free, {user} waits for ")
+    assert gpu2.endswith("s for 4 GPUs")
+    assert gpu3.endswith("Connection refused")
+    assert command.run("run", "--host", "gpu3", "--", "true").returncode == 68
+    assert command.run("run", "--host", "gpu2", "-n", 9, "--", "true").returncode == 78
+
+
+def test_a_directory_that_is_not_there_is_no_claim(hosts: Any, command: Any, tmp_path: Path) -> None:
+    hosts.up("gpu1")
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    code = f"import os, sys; os.rmdir('{gone}'); os.environ['PWD'] = '/'; from safe_gpu.cli.hosts import run"
+    code += f"; os.getcwd = lambda: '{gone}'; from safe_gpu.cli import main; sys.exit(main(sys.argv[1:]))"
+    words = [sys.executable, "-c", code, "run", "--host", "gpu1", "--", "touch", str(tmp_path / "ran")]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    assert done.returncode == 126
+    assert f"gpu1: there is no directory {gone}" in done.stderr
+    assert not (tmp_path / "ran").exists()
+    assert not hosts.state_dir("gpu1").exists()
+
+
+@pytest.mark.parametrize(("number", "name"), [(signal.SIGINT, "INT"), (signal.SIGTERM, "TERM"), (signal.SIGHUP, "HUP")])
+def test_signals_reach_the_command_there(hosts: Any, command: Any, free: Any, number: int, name: str) -> None:
+    hosts.up("gpu1")
+    script = f"trap 'echo got it; exit 3' {name}; echo up; while :; do sleep 0.1; done"
+    started = command.start("run", "--host", "gpu1", "--", "sh", "-c", script)
+    assert started.stdout.readline() == "up\n"
+    started.send_signal(number)
+    assert started.communicate(timeout=60)[0] == "got it\n"
+    assert started.returncode == 3
+    assert free("gpu1") == 8
+
+
+def test_a_signal_that_ends_the_command_ends_ours(hosts: Any, command: Any, free: Any) -> None:
+    hosts.up("gpu1")
+    started = command.start("run", "--host", "gpu1", "--", "sh", "-c", "echo up; exec sleep 600")
+    assert started.stdout.readline() == "up\n"
+    started.send_signal(signal.SIGINT)
+    assert started.wait(60) == 130
+    assert free("gpu1") == 8
+
+
+@pytest.mark.parametrize("victim", ["server", "client"])
+def test_nothing_is_left_where_the_connection_breaks(
+    hosts: Any, command: Any, free: Any, tmp_path: Path, victim: str
+) -> None:
+    """Not even what has left its session and ignores all but SIGKILL, and no other host is tried."""
+    hosts.up("gpu1")
+    hosts.up("gpu2")
+    script = (
+        f"trap '' TERM HUP INT; (setsid sleep 600 &); echo once >> {tmp_path}/log; echo up; while :; do sleep 1; done"
+    )
+    started = command.start("run", "--host", "gpu1,gpu2", "--", "sh", "-c", script)
+    assert started.stdout.readline() == "up\n"
+    assert free("gpu1") == 7
+    for pid in hosts.connections() if victim == "server" else hosts.clients(started.pid):
+        os.kill(pid, signal.SIGKILL)
+    _, err = started.communicate(timeout=60)
+    assert started.returncode == 76
+    assert err.endswith("safe-gpu: the connection to gpu1 broke, and the command was ended there\n")
+    assert free("gpu1") == 8
+    assert hosts.processes() == []
+    assert (tmp_path / "log").read_text() == "once\n"
+
+
+def test_nothing_is_left_where_we_are_killed(hosts: Any, command: Any, free: Any, eventually: Any) -> None:
+    hosts.up("gpu1")
+    started = command.start("run", "--host", "gpu1", "--", "sh", "-c", "echo up; exec sleep 600")
+    assert started.stdout.readline() == "up\n"
+    started.kill()
+    eventually(lambda: free("gpu1") == 8)
+    eventually(lambda: hosts.processes() == [])
+
+
+def test_what_the_command_leaves_behind_keeps_the_gpu(hosts: Any, command: Any, free: Any, eventually: Any) -> None:
+    """As without --host: whoever has its descriptors may use the GPU."""
+    hosts.up("gpu1")
+    done = command.run("run", "--host", "gpu1", "--", "sh", "-c", "sleep 600 & echo $!")
+    assert done.returncode == 0
+    assert free("gpu1") == 7
+    os.kill(int(done.stdout), signal.SIGKILL)
+    eventually(lambda: free("gpu1") == 8)
+
+
+def test_a_reader_that_leaves_ends_the_command(hosts: Any, command: Any, free: Any) -> None:
+    hosts.up("gpu1")
+    started = command.start("run", "--host", "gpu1", "--", "yes")
+    assert started.stdout.readline() == "y\n"
+    started.stdout.close()
+    assert started.wait(60) == 141
+    assert free("gpu1") == 8
+    assert hosts.processes() == []
+
+
+def on_terminal(terminal: Terminal, script: str) -> subprocess.Popen[bytes]:
+    """Run a script on gpu1 from this terminal, which is the controlling one."""
+    code = "import fcntl, os, sys, termios; os.setsid(); fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
+    code += "from safe_gpu.cli import main; sys.exit(main(sys.argv[1:]))"
+    words = [sys.executable, "-c", code, "run", "--host", "gpu1", "-q", "--", "sh", "-c", script]
+    return subprocess.Popen(words, stdin=terminal.slave, stdout=terminal.slave, stderr=terminal.slave)
+
+
+def test_on_a_terminal(hosts: Any, command: Any, free: Any, terminal: Terminal) -> None:
+    hosts.up("gpu1")
+    script = "trap 'echo got it; exit 5' INT; tty; stty size; echo up; while :; do sleep 0.1; done"
+    with on_terminal(terminal, script) as started:
+        terminal.read_until("up\r\n")
+        os.write(terminal.master, b"\x03")
+        terminal.read_until("got it\r\n")
+        assert started.wait(60) == 5
+    assert "/dev/pts/" in terminal.raw
+    assert "24 80" in terminal.raw
+    assert "safe-gpu-" not in terminal.raw
+    assert free("gpu1") == 8
+
+
+def test_sigterm_on_a_terminal(hosts: Any, free: Any, terminal: Terminal) -> None:
+    hosts.up("gpu1")
+    with on_terminal(terminal, "trap '' HUP; echo up; while :; do sleep 0.1; done") as started:
+        terminal.read_until("up\r\n")
+        started.terminate()
+        assert started.wait(60) == 143
+    assert free("gpu1") == 8
+
+
+def test_a_race_for_the_last_gpu(hosts: Any, remote: Any, command: Any, eventually: Any) -> None:
+    hosts.up("gpu1")
+    held = remote("gpu1").start("run", "-n", 7, "--", "sh", "-c", "echo up; read x", stdin=subprocess.PIPE)
+    assert held.stdout.readline() == "up\n"
+    racers = [command.start("run", "--host", "gpu1", "--", "sh", "-c", "echo got; exec sleep 600") for _ in range(3)]
+    eventually(lambda: sum(one.poll() is not None for one in racers) == 2)
+    for one in racers:
+        if one.poll() is None:
+            assert one.stdout.readline() == "got\n"
+            one.terminate()
+    assert sorted(one.wait(60) for one in racers) == [75, 75, 143]
+
+
+@pytest.mark.parametrize("words", ["--timeout 5 -- true", "-n job -- true"])
+def test_what_does_not_go_with_hosts(ask: Any, words: str) -> None:
+    assert ask("run", "--host", "gpu1", *words.split()).returncode == 2
+
+
+def test_the_words_of_the_line_but_for_the_hosts() -> None:
+    assert without_hosts(["-n", "2", "--host", "a,b", "-q", "--host=c"]) == ["-n", "2", "-q"]
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 100])
+def test_words_are_found_however_they_are_cut(size: int) -> None:
+    session = Session("gpu1", False, "0123")
+    text = b"Hi\n*safe-gpu-0123 here\n*safe-gpu-012 is none\n*safe-gpu-0123 claimed\r\nabs*safe-gpu-0123 ended 255\n"
+    text = text.replace(b"*", b"\x1e")
+    shown = b"".join(session._without_words(text[at : at + size]) for at in range(0, len(text), size))
+    assert shown == b"Hi\n\x1esafe-gpu-012 is none\nabs"
+    assert session.words == ["here", "claimed", "ended 255"]
+    assert session.ended == 255

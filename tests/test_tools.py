@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.real import long
 
 import safe_gpu
 
@@ -176,6 +177,7 @@ def test_without_a_compiler_no_driver_calls_are_counted(monkeypatch: pytest.Monk
     assert "needs a C compiler" in done.stdout
 
 
+@long
 def test_all_that_has_a_budget_stands_in_one_table() -> None:
     done = bench("--quick")
     assert done.returncode == 0, done.stderr

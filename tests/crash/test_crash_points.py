@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.real import REQUIRED
+from support.real import REQUIRED, long
 
 TOOL = Path(__file__).parents[2] / "tools" / "crash_points.py"
 
@@ -43,6 +43,7 @@ BROKEN = {
 }
 
 
+@long
 @pytest.mark.parametrize("wound", BROKEN)
 def test_a_broken_build_is_caught(wound: str) -> None:
     operation, how, call, what = BROKEN[wound]

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.real import long
 
 TOOL = Path(__file__).parents[2] / "tools" / "interleave.py"
 
@@ -24,6 +25,7 @@ def interleave(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, str(TOOL), "--jobs", "1", *words], capture_output=True, text=True)
 
 
+@long
 @pytest.mark.parametrize(
     ("broken", "scene", "begin", "fault"),
     [

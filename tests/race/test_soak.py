@@ -6,15 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.real import long
 
 SOAK = Path(__file__).parents[2] / "tools" / "soak.py"
 
-pytestmark = [
-    pytest.mark.timeout(300),
-    pytest.mark.skipif(
-        os.environ.get("SAFE_GPU_REQUIRE_REAL") != "1", reason="needs SAFE_GPU_REQUIRE_REAL=1, as it takes minutes"
-    ),
-]
+pytestmark = [pytest.mark.timeout(300), long]
 
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, for other users, other namespaces and a cleaner")

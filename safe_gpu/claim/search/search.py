@@ -83,7 +83,7 @@ def wait_until_free(view: HostView, options: ClaimOptions) -> tuple[Gpu, ...]:
     return _Search(view, options).run(None)
 
 
-_ROOMS = "affinity claim coordination drivers gpus host runtimes schedulers selection settings status topology".split()
+_ROOMS = "affinity claim coordination drivers gpus host runtimes schedulers selection settings topology".split()
 
 
 @cache

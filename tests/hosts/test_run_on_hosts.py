@@ -38,10 +38,12 @@ def test_the_one_with_the_most_free_gpus_in_this_directory(
     odd = tmp_path / "it's a !\n\\place"
     odd.mkdir()
     monkeypatch.setenv("PWD", "/elsewhere")
-    script = 'printf "%s|" "$PWD" "$1" "$CUDA_VISIBLE_DEVICES" "$SAFE_GPU_SESSION" "$(cat)"; echo bad >&2; exit 7'
-    words = ("run", "--host", "gpu1,gpu2", "-n", 2, "--", "sh", "-c", script, "sh", "a  'b'\n!")
+    script = 'printf "%s|" "$PWD" "$1" "$CUDA_VISIBLE_DEVICES" "$SAFE_GPU_SESSION$(cat)" "$SAFE_GPU_DIR"'
+    script += "; echo bad >&2; exit 7"
+    words = ("run", "--host", "gpu1,gpu2", "--", "sh", "-c", script, "sh", "a  'b'\n!")
     done = command.run(*words, cwd=odd, stdin=subprocess.DEVNULL)
-    assert (done.returncode, done.stdout, done.stderr) == (7, f"{odd}|a  'b'\n!|0,1|||", "bad\n")
+    printed = f"{odd}|a  'b'\n!|0||{hosts.state_dir('gpu2')}|"
+    assert (done.returncode, done.stdout, done.stderr) == (7, printed, "bad\n")
     assert (free("gpu1", **LAPTOP), free("gpu2")) == (1, 8)
 
 
@@ -167,7 +169,7 @@ def on_terminal(terminal: Terminal, script: str) -> subprocess.Popen[bytes]:
     """Run a script on gpu1 from this terminal, which is the controlling one."""
     code = "import fcntl, os, sys, termios; os.setsid(); fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
     code += "from safe_gpu.cli import main; sys.exit(main(sys.argv[1:]))"
-    words = [sys.executable, "-c", code, "run", "--host", "gpu1", "-q", "--", "sh", "-c", script]
+    words = [sys.executable, "-c", code, "run", "--host", "gpu1", "--", "sh", "-c", script]
     return subprocess.Popen(words, stdin=terminal.slave, stdout=terminal.slave, stderr=terminal.slave)
 
 
@@ -181,7 +183,9 @@ def test_on_a_terminal(hosts: Any, command: Any, free: Any, terminal: Terminal) 
         assert started.wait(60) == 5
     assert "/dev/pts/" in terminal.raw
     assert "24 80" in terminal.raw
-    assert "safe-gpu-" not in terminal.raw
+    assert "safe-gpu: on gpu1" in terminal.raw
+    assert "safe-gpu: got GPU 0" in terminal.raw
+    assert "\x1e" not in terminal.raw
     assert free("gpu1") == 8
 
 
@@ -205,6 +209,18 @@ def test_a_race_for_the_last_gpu(hosts: Any, remote: Any, command: Any, eventual
             assert one.stdout.readline() == "got\n"
             one.terminate()
     assert sorted(one.wait(60) for one in racers) == [75, 75, 143]
+
+
+def test_a_version_that_tells_nothing_of_a_claim_makes_none(hosts: Any, command: Any, tmp_path: Path) -> None:
+    program = tmp_path / "older" / "safe-gpu"
+    program.parent.mkdir()
+    new = tmp_path / "remote" / "safe-gpu"
+    program.write_text(f'#!/bin/sh\ncase "$*" in *--supervised*) echo unknown >&2; exit 2;; esac\nexec {new} "$@"\n')
+    program.chmod(0o755)
+    hosts.up("gpu1", env={"PATH": f"{program.parent}:/usr/bin:/bin"})
+    hosts.up("gpu2", env=LAPTOP)
+    done = command.run("run", "--host", "gpu1,gpu2", "--", "sh", "-c", 'echo "$SAFE_GPU_DIR"')
+    assert (done.returncode, done.stdout) == (0, f"{hosts.state_dir('gpu2')}\n")
 
 
 @pytest.mark.parametrize("words", ["--timeout 5 -- true", "-n job -- true"])

@@ -119,6 +119,17 @@ def test_more_hosts_than_are_asked_at_once(hosts: Any, ask: Any, monkeypatch: py
     assert list(lines_of(ask("status", "--host", ",".join(names)).stdout)) == names
 
 
+def test_a_control_master_stays_and_is_not_waited_for(hosts: Any, ask: Any) -> None:
+    hosts.up("gpu1")
+    master = f"ControlPath {hosts.directory}/%h-%p\n  ControlMaster auto\n  ControlPersist 60"
+    hosts.config.write_text(hosts.config.read_text().replace("ControlPath none", master))
+    try:
+        for _ in range(2):
+            assert lines_of(ask("status", "--host", "gpu1").stdout)["gpu1"].startswith("8 of 8 ")
+    finally:
+        assert subprocess.run(["ssh", "-O", "exit", "gpu1"], capture_output=True, timeout=30).returncode == 0
+
+
 def test_the_watch_does_not_wait_for_the_slowest(hosts: Any, remote: Any, command: Any, terminal: Terminal) -> None:
     hosts.up("gpu1")
     hosts.up("gpu-slow", forced="exec sleep 60")

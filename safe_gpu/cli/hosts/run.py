@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import sys
 import time
 from collections.abc import Iterator, Sequence
 
@@ -37,11 +38,13 @@ def run_on_hosts(options: argparse.Namespace) -> int:
             continue
         tried += 1
         session = Session(host, _on_terminal())
+        if sys.stderr.isatty() and not options.quiet:
+            say(f"on {host}")
         session.run(_script(session.secret, options))
         if session.ended is not None:
             return session.ended
         if session.broken and not session.end_there():
-            say(f"the connection to {host} broke, and ends the command there when {host} notices")
+            say(f"the connection to {host} broke, and cannot be made again: the command ends when {host} notices")
             return EX_CONNECTION
         if session.stopped:
             return 128 + session.stopped
@@ -75,7 +78,7 @@ def _script(secret: str, options: argparse.Namespace) -> str:
         f"cd {words_of_sh([directory])} 2>/dev/null || {{ {say_word}missing\\n'; exit {EX_CANNOT_RUN}; }}",
         f"SAFE_GPU_SESSION={secret}",
         "export SAFE_GPU_SESSION",
-        f"exec {remote_command()} run {words}",
+        f"exec {remote_command()} run --supervised {words}",  # a version that tells nothing of a claim refuses it
     ]
     return "; ".join(steps)
 

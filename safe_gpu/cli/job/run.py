@@ -56,6 +56,7 @@ host, 126 the command cannot be run, 127 it is not found, 130 interrupted"""
     add("-q", "--quiet", action="store_true", help="print nothing about waiting, nor which GPUs were claimed")
     refused = "exit code in place of 69, 70 and 73: for Grid Engine 99 (queue the job again) or 100 (hold it)"
     add("--refused-exit", type=_exit_code, metavar="N", help=refused)
+    parser.add_argument("--supervised", action="store_true", help=argparse.SUPPRESS)  # by run --host on another host
     parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     parser.set_defaults(handler=_run, usage_error=parser.error)
 
@@ -107,10 +108,10 @@ def _run(options: argparse.Namespace) -> int:
         if owner.gpus and not options.quiet and (line.waited or sys.stderr.isatty()):
             say(_got(owner, line.seconds if line.waited else None))
         owner.keep_across_exec()
-        if session := os.environ.pop("SAFE_GPU_SESSION", ""):
+        if options.supervised:
             from ..hosts.supervisor import run_under
 
-            run_under(session, path, options.command)
+            run_under(os.environ.pop("SAFE_GPU_SESSION", ""), path, options.command)
         become(path, options.command)
     except UnsatisfiableRequestError as err:
         if options.nb_gpus != "job" or err.value != 0:

@@ -15,6 +15,11 @@ MIG_IS_ON = "MIG mode is on: claim one of its instances"
 MOST_SHARERS = 16
 """Claims that can share a GPU at once."""
 
+FIRST_MINUTE = 60.0
+"""Seconds in which a claim that has just begun is not called idle."""
+
+_MOST_HIDDEN = 1 << 30  # bytes that a GPU may have in use while nobody computes there
+
 _SHORTEST_UUID = len("GPU-0123456789abcdef")
 
 
@@ -278,6 +283,12 @@ class GpuVerdict(NamedTuple):
     def free(self) -> bool:
         """Whether the GPU may be taken."""
         return self.state in ("free", "display") and not self.reason
+
+    def is_idle(self, now: float) -> bool:
+        """Return whether the driver shows no process on it, a minute after it was claimed or later."""
+        gpu, since = self.gpu, None if self.holder is None else self.holder.since
+        listed = gpu.processes_supported and not gpu.processes_private and gpu.unexplained_memory < _MOST_HIDDEN
+        return since is not None and now - since >= FIRST_MINUTE and listed and gpu.processes == ()
 
 
 def vendor_of(uuid: str) -> str:

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from ..gpus.devices import FIRST_MINUTE, Gpu
+
 if TYPE_CHECKING:
-    from ..gpus.devices import Gpu
     from ..gpus.windows import Window
 
 # Version of the JSON document.
@@ -19,8 +20,6 @@ _QUEUE = (
 )  # fmt: skip
 
 _CLAIM = ("pid", "uid", "user", "job", "command", "since", "until", "removable_by")
-
-_FIRST_MINUTE = 60.0  # seconds in which a job that has just begun is not called idle
 
 _MOST_WAITERS = 1000  # in the JSON document: any user can make more
 
@@ -126,7 +125,7 @@ class GpuStatus:
         if any(claim.removable_by for claim in (*self.claims, self.inner) if claim is not None):
             return "at risk"
         began = max((claim.since or now for claim in self.claims), default=now)
-        if self.idle_report or (self.idle and now - began >= _FIRST_MINUTE):
+        if self.idle_report or (self.idle and now - began >= FIRST_MINUTE):
             return "idle"
         return "shared" if self.shares else "claimed"
 

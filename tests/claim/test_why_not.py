@@ -7,9 +7,9 @@ import pytest
 from safe_gpu.claim.limits.quota import LimitReached
 from safe_gpu.claim.messages.forecast import Forecast, HolderGpus
 from safe_gpu.claim.messages.wait_status import ClaimAhead, WaitStatus
-from safe_gpu.claim.messages.wording import refusal_message, waiting_message
+from safe_gpu.claim.messages.wording import holders_line, refusal_message, waiting_message
 from safe_gpu.cli.option_values import CommandLine
-from safe_gpu.gpus.devices import Gpu, GpuVerdict, LeaseHolder
+from safe_gpu.gpus.devices import Gpu, GpuProcess, GpuVerdict, LeaseHolder
 from safe_gpu.selection.request import Selection, parse_request
 
 NOW = 1_000_000.0
@@ -178,6 +178,20 @@ def test_a_wait_is_told_in_one_line(status: WaitStatus, text: str) -> None:
     assert waiting_message(status, NOW) == f"waiting for {text}"
     assert waiting_message(status, NOW, waited=67.9) == f"waiting 1:07 for {text}"
     assert waiting_message(status, NOW, width=12 + len(text)) == f"waiting for {text}"
+
+
+def test_who_has_what_and_does_nothing_with_it() -> None:
+    process = GpuProcess(4711)
+    at_work = [
+        claimed(1)._replace(gpu=gpu(1, processes=(process,))),
+        claimed(2, since=NOW - 59),
+        claimed(3, since=None),
+        claimed(4)._replace(gpu=gpu(4, processes=None)),
+        claimed(5)._replace(gpu=gpu(5, memory_used=2 << 30)),  # by whom the driver hides
+        claimed(6)._replace(gpu=gpu(6, processes_private=True)),
+    ]
+    told = status(*at_work, claimed(0), BUSY._replace(gpu=gpu(7)), FREE._replace(gpu=gpu(8)))
+    assert holders_line(told, NOW) == "GPU 1-6 ada · 0 ada idle · 7 bob"
 
 
 @pytest.mark.parametrize(

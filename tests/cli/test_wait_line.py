@@ -112,7 +112,7 @@ def test_when_it_starts_stays_and_who_holds_what_is_cut(
     terminal.read_until(lambda: len(set(re.findall(r"waiting 0:\d\d", terminal.raw))) > 1)  # the clock runs
     first, second = terminal.shown
     assert re.fullmatch(shown, first), first
-    assert re.fullmatch(r" {10}GPU 0-7 (says: )?\S+", second), second
+    assert re.fullmatch(r" {10}GPU 0-7 (says: )?\S+ idle", second), second
     assert terminal.widest < terminal.columns
     assert not re.search(r"\x1b\[[0-9;]*m", terminal.raw)
     started.kill()

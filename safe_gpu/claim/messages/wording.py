@@ -112,14 +112,15 @@ def waiting_message(
     return cut(line if display_width(head) + _LEAST_REST <= width else head, width)
 
 
-def holders_line(status: WaitStatus) -> str:
-    """Return who has the GPUs that are not free, in few words: ``GPU 0,1 ada · 2 shared · 3 drained``; "" for none."""
+def holders_line(status: WaitStatus, now: float) -> str:
+    """Return who has the GPUs that are not free, in few words: ``GPU 0,1 ada · 2 ben idle · 3 shared``; "" for none."""
     found: dict[str, list[str]] = {}
     for one in filter(_is_candidate, status.verdicts):
         if not one.free:
             shared = one.holder is not None and one.holder.sharers
             closed = one.reason.partition(" ")[0] if one.state == "unusable" else ""
             who = "shared" if shared else one.user or closed or "unknown"
+            who += " idle" if one.is_idle(now) else ""
             found.setdefault(who, []).append(one.gpu.label)
     parts = [f"{gpu_ranges(labels)} {who}" for who, labels in found.items()]
     return f"GPU {' · '.join(parts)}" if parts else ""

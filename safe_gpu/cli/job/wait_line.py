@@ -142,7 +142,7 @@ class WaitLine:
 
         assert self._status is not None
         status, waited, room = self._status, self.seconds, width - len(_PROGRAM)
-        apart = holders_line(status) if room >= _LEAST_FOR_HOLDERS else ""
+        apart = holders_line(status, time.time()) if room >= _LEAST_FOR_HOLDERS else ""
         if not apart or len(waiting_message(status, waited=waited)) <= room:
             return (_PROGRAM + waiting_message(status, waited=waited, width=room))[: max(0, width)]
         text = waiting_message(status, waited=waited, width=room, holders=False)

@@ -28,7 +28,7 @@ def packages(host: CheckedHost) -> Finding:
     try:
         from filelock import lock_descriptor  # noqa: F401
     except ImportError as err:
-        return failed(f"filelock is missing or too old ({err})", "pip install 'filelock>=3.30'")
+        return failed(f"filelock is missing or too old ({err})", "pip install -U filelock")
     # The project pynvml installs no module of this name since version 12.
     colliding = [name for name in ("nvidia-ml-py3", "pynvml") for one in found.get(name, ()) if _major(one) < 12]
     if colliding:

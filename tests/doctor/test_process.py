@@ -34,7 +34,7 @@ def test_a_filelock_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
     import filelock
 
     monkeypatch.delattr(filelock, "lock_descriptor")
-    says("Python packages", "failed", fix="filelock>=3.30")
+    says("Python packages", "failed", fix="pip install -U filelock")
 
 
 VARIABLES, VISIBLE, ORDER = "SAFE_GPU variables", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"

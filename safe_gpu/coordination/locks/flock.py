@@ -9,7 +9,7 @@ def lock_file(fd: int) -> bool:
         from filelock import lock_descriptor
     except ImportError as err:
         raise MissingPackageError(
-            f"the Python package filelock is missing, or older than 3.30 ({err}): pip install 'filelock>=3.30'"
+            f"the Python package filelock is missing or too old ({err}): pip install -U filelock"
         ) from err
     return lock_descriptor(fd, blocking=False)
 

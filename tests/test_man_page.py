@@ -76,6 +76,12 @@ def test_every_variable_and_exit_code(terms: dict[str, list[str]]) -> None:
     assert codes | {"0", "1", "2", "126", "127"} == set(terms["EXIT STATUS"])
 
 
+def test_the_day_of_the_build_changes_nothing(script: ModuleType, page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.time", lambda: 0.0)
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "0")
+    assert script.page() == page.read_text()
+
+
 def test_no_line_is_taken_for_a_request(script: ModuleType) -> None:
     assert script.prose(".hidden files and 'quoted' ones") == "\\&.hidden files and 'quoted' ones"
     assert script.prose("x " * 38 + "y .so /etc/passwd").splitlines()[1].startswith("\\&.so")

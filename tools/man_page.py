@@ -10,13 +10,13 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = "share/man/man1/safe-gpu.1"
+DATE = "2026-11-23"  # of the release: the day of the build would make each build another file
 
 DESCRIPTION = """safe-gpu claims GPUs on a Linux host that several people share. It chooses GPUs that are free, locks
 each of them for as long as the job lives, sets CUDA_VISIBLE_DEVICES for the command that it becomes, and binds that
@@ -62,10 +62,9 @@ def page() -> str:
     from safe_gpu.cli.commands import COMMANDS, parser_of, top_parser
     from safe_gpu.settings.variables import VARIABLES
 
-    date = time.strftime("%Y-%m-%d", time.gmtime(int(os.environ.get("SOURCE_DATE_EPOCH", time.time()))))
     top, parsers = top_parser(), {name: parser_of(name) for name in COMMANDS}
     title, _, _ = (top.description or "").partition("\n")
-    lines = [f'.TH SAFE-GPU 1 "{date}" "safe_gpu {__version__}" "User Commands"', ".nh"]
+    lines = [f'.TH SAFE-GPU 1 "{DATE}" "safe_gpu {__version__}" "User Commands"', ".nh"]
     lines += [".SH NAME", f"safe\\-gpu \\- {prose(title[0].lower() + title[1:].rstrip('.'))}"]
     lines += [".SH SYNOPSIS", usage(top), ".SH DESCRIPTION"]
     lines += [*paragraphs(DESCRIPTION.split("\n\n")), *options(top)]

@@ -98,6 +98,7 @@ def test_the_two_commands_are_one_line_each(name: str) -> None:
     (block,) = [block for block in all_blocks() if (block.kind, block.about) == ("run", name)]
     assert block.page == "README.md"
     assert block.text.count("\n") == 1
+    assert f"      - run: {block.text}" in (ROOT / ".github" / "workflows" / "ci.yml").read_text()
 
 
 def test_the_variables_in_the_table_exist() -> None:

@@ -4,8 +4,6 @@ A condition is a class here, and a row of :data:`CONDITIONS`. Everything else de
 and their parsing, the option of the command line, the verdicts, and what a ticket tells others.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypedDict
@@ -79,7 +77,7 @@ class Condition:
         raise NotImplementedError
 
     @classmethod
-    def from_ticket(cls, value: object) -> Condition:
+    def from_ticket(cls, value: object) -> "Condition":
         """Return the condition of another process's ticket.
 
         Raises:
@@ -314,7 +312,7 @@ class Share(Condition):
             return ""
         return f"the driver does not tell its memory: leave {spelling.option(self.argument)} out"
 
-    def resolved(self, gpus: Iterable[Gpu], spelling: type[ArgumentStyle]) -> Share:
+    def resolved(self, gpus: Iterable[Gpu], spelling: type[ArgumentStyle]) -> "Share":
         """Return the same in bytes. Percent are of what can be shared of each of these GPUs.
 
         Raises:
@@ -393,13 +391,13 @@ class Selection(NamedTuple):
         return size
 
     @property
-    def whole(self) -> Selection:
+    def whole(self) -> "Selection":
         """The same request for whole GPUs."""
         if self.share is None:
             return self
         return self._replace(conditions=tuple(one for one in self.conditions if not isinstance(one, Share)))
 
-    def resolved(self, snapshot: HostSnapshot) -> Selection:
+    def resolved(self, snapshot: HostSnapshot) -> "Selection":
         """Return the same request with a share in bytes, for this host.
 
         Raises:
@@ -433,7 +431,7 @@ class Selection(NamedTuple):
         return tuple((one.argument, one.to_ticket()) for one in self.conditions if one.ticketed)
 
     @classmethod
-    def from_ticket(cls, nb_gpus: int, conditions: Iterable[tuple[str, Any]]) -> tuple[Selection, bool]:
+    def from_ticket(cls, nb_gpus: int, conditions: Iterable[tuple[str, Any]]) -> "tuple[Selection, bool]":
         """Return the request of another process, and whether all its conditions are known here."""
         found = []
         known = True
@@ -493,7 +491,7 @@ class Selection(NamedTuple):
         return max(self.nb_gpus, self.up_to or 0) > 1
 
     @property
-    def numbers(self) -> Iterator[Selection]:
+    def numbers(self) -> "Iterator[Selection]":
         """The same request for each number of GPUs that it takes, the largest first."""
         yield from (self._replace(nb_gpus=number) for number in range(self.up_to or 0, self.nb_gpus, -1))
         yield self
@@ -504,7 +502,7 @@ def parse_request(
     *,
     vendor: object = None,
     spelling: type[ArgumentStyle] = ArgumentStyle,
-    **conditions: Unpack[Conditions],
+    **conditions: "Unpack[Conditions]",
 ) -> Selection:
     """Check and parse what a claim asks for.
 

@@ -76,9 +76,10 @@ def test_every_variable_and_exit_code(terms: dict[str, list[str]]) -> None:
     assert codes | {"0", "1", "2", "126", "127"} == set(terms["EXIT STATUS"])
 
 
-def test_the_day_of_the_build_changes_nothing(script: ModuleType, page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_day_and_terminal_change_nothing(script: ModuleType, page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("time.time", lambda: 0.0)
     monkeypatch.setenv("SOURCE_DATE_EPOCH", "0")
+    monkeypatch.setenv("FORCE_COLOR", "1")
     assert script.page() == page.read_text()
 
 

@@ -63,6 +63,8 @@ def page() -> str:
     from safe_gpu.settings.variables import VARIABLES
 
     top, parsers = top_parser(), {name: parser_of(name) for name in COMMANDS}
+    for parser in (top, *parsers.values()):
+        parser.color = False  # of Python 3.14
     title, _, _ = (top.description or "").partition("\n")
     lines = [f'.TH SAFE-GPU 1 "{DATE}" "safe_gpu {__version__}" "User Commands"', ".nh"]
     lines += [".SH NAME", f"safe\\-gpu \\- {prose(title[0].lower() + title[1:].rstrip('.'))}"]

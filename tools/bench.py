@@ -14,6 +14,7 @@ waiters   500 processes wait for GPUs that do not become free: the time until al
 backfill  the same with an idle GPU: all say for how long they hold it, too long to pass the first, who wants all GPUs
 sweep     waits in job lengths beside 64 jobs of another user, by turns and first come first served (as root)
 memory    the memory of a waiting process, minus that of a bare interpreter
+history   40,000 lines of a history, and one day of them, over json.loads of each line
 plan      the shares of 1,024 CPUs for 16 GPUs, in each mode
 
 Figures of one process are the fastest of many runs, figures of crowds are medians. Run it on an idle machine: it
@@ -49,7 +50,10 @@ from safe_gpu.affinity.options import MODES
 from safe_gpu.affinity.planning.planner import plan
 from safe_gpu.claim.search import search
 from safe_gpu.coordination import socket_names
+from safe_gpu.coordination.history import append
+from safe_gpu.coordination.leases.claim_end import ClaimEnd
 from safe_gpu.drivers.simulated import SimulatedDriver
+from safe_gpu.status.history.claims import claims_between
 from safe_gpu.topology.topology import GpuLocality, HostTopology
 
 GPUS = 8
@@ -604,6 +608,23 @@ def bench_memory(options: argparse.Namespace) -> list[Row]:
 
 
 # CPUs
+
+
+def bench_history(options: argparse.Namespace) -> list[Row]:
+    lines, now = [], int(time.time()) + 0.5
+    for number in range(20_000):
+        pid, began = number + 1, now - 50 * (20_000 - number)
+        facts = {"user": "anna", "host": "node", "job": None, "command": "python train.py"}
+        told = {"v": 1, "claim": [pid, began], "uid": 1, **facts, "gpus": [f"GPU-{number % 8}"], "labels": ["0"]}
+        lines += [json.dumps(told).encode() + b"\n", ClaimEnd(pid, began, began + 40, began + 40).encode()]
+    with simulated_host():
+        append(lines, now)
+        spans = [partial(claims_between, since, now) for since in (0, now - 86400)]
+        whole, day, rival = (found[0] for found in in_turns(options.repeat, *spans, lambda: [*map(json.loads, lines)]))
+    return [
+        Row("history of 40,000 lines", whole, rival, "json.loads of each", budget=5.0, what="ratio"),
+        Row("one day of them", day, rival, "json.loads of each", budget=0.5, what="ratio"),
+    ]
 
 
 def bench_plan(options: argparse.Namespace) -> list[Row]:

@@ -50,7 +50,7 @@ print(json.dumps([done.returncode, done.stdout, done.stderr, seconds, peak]))
 
 @pytest.fixture(scope="session")
 def cost() -> Callable[..., Cost]:
-    """``cost("status")`` runs ``safe-gpu status`` and measures it."""
+    """``cost("status")`` runs ``safe-gpu status`` and measures it; ``before`` is what the process executes first."""
 
     def measure(*command: str) -> list[Any]:
         done = subprocess.run(
@@ -66,8 +66,10 @@ def cost() -> Callable[..., Cost]:
 
     bare = measure("-c", "pass")[-1]
 
-    def run(*arguments: object) -> Cost:
-        code, out, err, seconds, peak = measure("-m", "safe_gpu", *map(str, arguments))
+    def run(*arguments: object, before: str = "") -> Cost:
+        program = f"{before}\nimport runpy; runpy.run_module('safe_gpu', run_name='__main__')"
+        how = ("-c", program) if before else ("-m", "safe_gpu")
+        code, out, err, seconds, peak = measure(*how, *map(str, arguments))
         return Cost(code, out, err, seconds, (peak - bare) / MEBIBYTE)
 
     return run

@@ -3,12 +3,13 @@
 import json
 import os
 import time
-from dataclasses import replace
+from itertools import chain
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.ground import write_for_all
 
@@ -148,7 +149,7 @@ CLAIMS = st.builds(
     st.floats(MONDAY - 9 * DAY, MONDAY + 9 * DAY),
     gpus=st.lists(st.sampled_from("abcd"), min_size=1, max_size=4, unique=True).map(tuple),
     user=st.sampled_from(["anna", "bert"]),
-).flatmap(lambda one: st.floats(0, 3 * DAY).map(lambda more: replace(one, ended=one.since + more)))
+).flatmap(lambda one: st.floats(0, 3 * DAY).map(lambda more: one._replace(ended=one.since + more)))
 
 
 @settings(max_examples=50)
@@ -168,7 +169,7 @@ def test_tables_keep_to_the_width(claims: list[PastClaim], width: int) -> None:
     assert all(display_width(line) <= width for table in tables for line in table)
 
 
-# Hostile files
+# What is not read
 
 
 @pytest.fixture
@@ -179,6 +180,95 @@ def directory(state_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for path in (state_dir, state_dir / "leases", state_dir / NAME):
         path.chmod(0o1777)
     return state_dir / NAME
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """The lines that were decoded."""
+    lines: list[bytes] = []
+    genuine = past_module._line
+    monkeypatch.setattr(past_module, "_line", lambda line: lines.append(line) or genuine(line))  # type: ignore[func-returns-value]
+    return lines
+
+
+def entry(pid: int, since: float, gpu: str = "GPU-a") -> bytes:
+    """The line of a claim, as a claim writes it."""
+    told = {"v": 1, "claim": [pid, since], "uid": 7, "user": "anna", "gpus": [gpu], "labels": ["0"]}
+    return json.dumps(told).encode() + b"\n"
+
+
+def test_of_claims_that_had_ended_before_nothing_is_decoded(directory: Path, read: list[bytes]) -> None:
+    early, before = MONDAY - 9 * DAY, MONDAY - 3600.5
+    died, runs_on = ClaimEnd(2, early, early, before).encode(), ClaimEnd(3, early, MONDAY, MONDAY).encode()
+    needed = [entry(2, early), died, entry(3, early, "GPU-b"), runs_on, entry(4, MONDAY + 60)]
+    many = [line for pid in range(5, 99) for line in (entry(pid, early), ClaimEnd(pid, early, before, before).encode())]
+    write_for_all(directory / "2026-11.jsonl", b"".join([*many, *needed, *many[1::2]]))
+    claims, _ = claims_between(MONDAY, MONDAY + DAY)
+    assert [one.pid for one in claims] == [3, 4]
+    assert read == needed
+
+
+def test_what_was_left_out_still_tells_when_others_had_ended(directory: Path) -> None:
+    """Of the first no line tells the end, and another had its GPU since."""
+    early, before = MONDAY - 9 * DAY, MONDAY - DAY
+    lines = [entry(1, early), entry(2, early + 60), ClaimEnd(2, early + 60, before, before).encode()]
+    write_for_all(directory / "2026-11.jsonl", b"".join(lines))
+    assert claims_between(MONDAY, MONDAY + DAY) == ([], [])
+
+
+def test_a_line_behind_an_incomplete_one_is_not_left_out_with_it(directory: Path) -> None:
+    early, before = MONDAY - 9 * DAY, MONDAY - DAY
+    lines = [entry(1, early)[:70], entry(2, early), ClaimEnd(1, early, before, before).encode()]
+    lines += [entry(3, early, "GPU-b"), ClaimEnd(3, early, early, early).encode()[:53], entry(4, early, "GPU-b")]
+    lines += [ClaimEnd(pid, early, MONDAY, MONDAY).encode() for pid in (2, 4)]
+    write_for_all(directory / "2026-11.jsonl", b"".join(lines))
+    assert {2, 4} <= {one.pid for one in claims_between(MONDAY, MONDAY + DAY)[0]}
+
+
+TIMES = st.integers(-20, 20).map(lambda hours: MONDAY + hours * 3600 + 0.25 * (hours % 3))
+ENDS = st.lists(st.tuples(TIMES, TIMES).map(lambda two: [min(two), max(two) + 0.5]), max_size=2) | TIMES.map(
+    lambda end: [[end, end]] * 2
+)
+
+
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.tuples(TIMES, st.sampled_from("ab"), ENDS), max_size=9), TIMES, st.randoms(use_true_random=False))
+def test_what_is_left_out_changes_nothing(
+    directory: Path, told: list[tuple[float, str, list[list[float]]]], since: float, random: Random
+) -> None:
+    """Whatever the order of the lines, and with claims whose end no line tells."""
+    lines = [entry(pid, began, gpu) for pid, (began, gpu, _) in enumerate(told, 1)]
+    for pid, (began, _, ends) in enumerate(told, 1):
+        lines += [ClaimEnd(pid, began, seen, ended).encode() for seen, ended in ends]
+    if random.random() < 0.5:
+        random.shuffle(lines)
+    lines = [line[: random.choice([30, 70, 999, 999, 999])] for line in lines]  # for some there was no room
+    for name, some in (("2026-10.jsonl", lines[:9]), ("2026-11.jsonl", lines[9:])):
+        write_for_all(directory / name, b"".join(some))
+    read = b"".join(lines[:9]).splitlines(True) + b"".join(lines[9:]).splitlines(True)
+    expected = merged(chain.from_iterable(map(past_module._line, read)), MONDAY + DAY)
+    claims, _ = claims_between(since, MONDAY + DAY)
+    assert claims == [one for one in expected if one.overlaps(since, MONDAY + DAY)]
+
+
+def test_files_whose_claims_would_be_dropped_are_not_read(
+    directory: Path, read: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(past_module, "_MOST", 100)
+    for number, month in enumerate(("2026-06", "2026-07", "2026-08", "2026-09", "2026-10", "2026-11")):
+        began = MONDAY - (5 - number) * 31 * DAY
+        write_for_all(directory / f"{month}.jsonl", b"".join(entry(pid, began + pid) for pid in range(1, 121)))
+    claims, (warning,) = claims_between(MONDAY - 300 * DAY, MONDAY + DAY)
+    assert "the first are left out" in warning
+    assert len(read) == 2 * 120
+    assert claims[-1].since == MONDAY + 120
+    assert len(claims) > 50
+    read.clear()
+    assert claims_between(MONDAY - 31 * DAY, MONDAY + DAY)[1] == [warning]
+    assert len({*read}) == 3 * 120, "those of the month before may have held their GPUs for long"
+
+
+# Hostile files
 
 
 GOOD = {"v": 1, "claim": [7, MONDAY], "uid": 7, "user": "anna", "gpus": ["GPU-a"], "labels": ["0"]}

@@ -136,8 +136,6 @@ def _without_work(claims: list[PastClaim]) -> list[PastClaim]:
 
     Their user is the one that the kernel knows. Claims whose user it does not know are left out.
     """
-    from dataclasses import replace
-
     from ...host.procfs import user_name
     from ...status.gather import gather
 
@@ -147,7 +145,7 @@ def _without_work(claims: list[PastClaim]) -> list[PastClaim]:
     for claim in claims:
         uid = next((uids[uuid] for uuid in claim.gpus if uuid in uids), None)
         if claim.running and uid is not None:
-            found.append(replace(claim, user=user_name(uid), uid=uid))
+            found.append(claim._replace(user=user_name(uid), uid=uid))
     return found
 
 

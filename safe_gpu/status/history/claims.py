@@ -11,9 +11,9 @@ import os
 import stat
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
-from itertools import chain, count
+from contextlib import ExitStack, suppress
+from io import BytesIO
+from itertools import chain, count, islice
 from typing import Any, NamedTuple
 
 from ...coordination.files.decoding import as_int, as_list, as_seconds, as_text, as_time
@@ -38,6 +38,10 @@ _MOST_LINES = LARGEST // 64  # of a file; none of ours is shorter
 
 _LONGEST_LINE = 1 << 16
 
+_MOST_WAITING = 4096  # lines that wait for the end of their claim
+
+_TOO_MANY = "there are more claims than can be kept, and the first are left out: ask for a shorter time"
+
 _MONTH = 31 * 86400.0
 
 _PATIENCE = 5.0  # seconds that host.lock is waited for
@@ -51,8 +55,7 @@ _LONGEST_RECORD = 1 << 13
 _TICK = 1.0  # seconds, in which the two clocks are read and rounded
 
 
-@dataclass(frozen=True, slots=True)
-class PastClaim:
+class PastClaim(NamedTuple):
     """One claim. Times are Unix seconds.
 
     Attributes:
@@ -125,12 +128,17 @@ def claims_between(since: float, until: float) -> tuple[list[PastClaim], list[st
     try:
         with StateDir(state_dir_path(), make=False) as root:
             now = _now(root, warnings)
-            found = merged(chain(_lines(root, since - _MONTH, warnings), _of_leases(now)), until, warnings)
+            for ended in (since, 0.0):
+                found: list[PastClaim] = []
+                told = chain(_lines(root, since, until, ended, warnings), _of_leases(now))
+                found = [claim for claim in merged(told, until, warnings) if claim.overlaps(since, until)]
+                if not any(claim.seen == claim.since < since and not claim.running for claim in found):
+                    break  # else it may have no end, and a claim that was left out tells when it had ended
     except FileNotFoundError:
         return [], warnings
     except StateDirError as err:
         return [], [f"the history cannot be read: {err}"]
-    return [claim for claim in found if claim.overlaps(since, until)], warnings
+    return found, [*dict.fromkeys(warnings)]
 
 
 def merged(
@@ -147,13 +155,13 @@ def merged(
     for one in told:
         kept.end(one) if isinstance(one, ClaimEnd) else kept.add(one)
     if kept.dropped and warnings is not None:
-        warnings.append("there are more claims than can be kept, and the first are left out: ask for a shorter time")
+        warnings.append(_TOO_MANY)
     found = []
     for claim in sorted(kept.claims.values(), key=lambda claim: claim.since)[::-1]:
         if claim.ended is None and not claim.running:  # it ended before one of its GPUs was claimed anew
             later = kept.next_claim if claim.share is None else kept.next_whole
             anew = (later[uuid] for uuid in claim.gpus if uuid in later)
-            claim = replace(claim, ended=min(anew, default=None))
+            claim = claim._replace(ended=min(anew, default=None))
         found.append(claim)
         for later in (kept.next_claim, *([kept.next_whole] if claim.share is None else [])):
             later.update(dict.fromkeys(claim.gpus, claim.since))
@@ -187,15 +195,16 @@ class _Kept:
                 if uuid in self._shared or len(self.next_claim) < _MOST_EARLY:
                     self.next_claim[uuid] = min(claim.since, self.next_claim.get(uuid, claim.since))
             return
-        known = self.claims.get(claim.key, claim)
+        key = claim.key
+        known = self.claims.get(key, claim)
         if claim.labels and not known.labels:
-            known = replace(known, labels=claim.labels, waited=claim.waited)
+            known = known._replace(labels=claim.labels, waited=claim.waited)
         if claim.running:
-            self.claims.pop(claim.key, None)  # it is to be dropped last
-            known = replace(known, running=True, seen=claim.seen, ended=None, not_before=claim.not_before)
-        self.claims[claim.key] = self._sharing(known)
-        if claim.key in self._early:
-            self.end(self._early.pop(claim.key))
+            self.claims.pop(key, None)  # it is to be dropped last
+            known = known._replace(running=True, seen=claim.seen, ended=None, not_before=claim.not_before)
+        self.claims[key] = self._sharing(known)
+        if key in self._early:
+            self.end(self._early.pop(key))
         if len(self.claims) + self._size > _MOST:
             self._drop()
 
@@ -211,7 +220,7 @@ class _Kept:
         elif not claim.running:
             if claim.ended is not None:
                 end = _narrower(ClaimEnd(claim.pid, claim.since, claim.seen, claim.ended), end)
-            self.claims[key] = replace(claim, seen=max(end.seen, claim.since), ended=end.ended)
+            self.claims[key] = claim._replace(seen=max(end.seen, claim.since), ended=end.ended)
 
     def _drop(self) -> None:
         self.dropped = True
@@ -222,15 +231,12 @@ class _Kept:
         self.next_claim = {uuid: since for uuid, since in self.next_claim.items() if uuid in self._shared}
 
     def _sharing(self, claim: PastClaim) -> PastClaim:
-        texts = {name: self._share(getattr(claim, name)) for name in ("user", "host", "job", "command")}
-        lists = {name: self._share(tuple(map(self._share, getattr(claim, name)))) for name in ("gpus", "labels")}
-        return replace(claim, **texts, **lists)
-
-    def _share(self, value: Any) -> Any:
-        if value not in self._shared:
-            self._shared[value] = value
-            self._size += len(value) if isinstance(value, tuple) else 1
-        return self._shared[value]
+        shared, pid, since, uid, *texts, gpus, labels = self._shared, *claim[:9]
+        for value in (*gpus, *labels, *texts, gpus, labels):
+            if value not in shared:
+                shared[value] = tuple([shared[one] for one in value]) if isinstance(value, tuple) else value
+                self._size += len(value) if isinstance(value, tuple) else 1
+        return PastClaim._make((pid, since, uid, *[shared[one] for one in (*texts, gpus, labels)], *claim[9:]))
 
 
 def _narrower(one: ClaimEnd, other: ClaimEnd) -> ClaimEnd:
@@ -242,52 +248,72 @@ def _narrower(one: ClaimEnd, other: ClaimEnd) -> ClaimEnd:
     return one._replace(seen=seen, ended=ended) if seen <= ended else one
 
 
-def _lines(root: StateDir, since: float, warnings: list[str]) -> Iterator[PastClaim | ClaimEnd]:
-    first, seen = month_of(max(0.0, since)), set[int]()
+def _lines(
+    root: StateDir, since: float, until: float, ended: float, warnings: list[str]
+) -> Iterator[PastClaim | ClaimEnd]:
+    """Read what may matter to this time. The files whose claims later ones would push out are not read, and of claims
+    that had ended before ``ended`` nothing, where that is easily seen."""
+    first, months, told = month_of(max(0.0, since - _MONTH)), (month_of(max(0.0, since)), month_of(until)), 0
+    files: dict[int, int] = {}
     try:
-        with HistoryDir(root) as directory:
-            for name in (name for month in months_kept(time.time()) if month >= first for name in file_names(month)):
+        with HistoryDir(root) as directory, ExitStack() as stack:
+            for name in (name for month in months_kept(time.time())[::-1] for name in file_names(month)[::-1]):
+                if name < first:
+                    break
+                if told > _MOST:
+                    warnings.append(_TOO_MANY)
+                    break
                 try:
                     fd = directory.open(name)
                 except StateDirError as err:
                     warnings.append(f"a part of the history cannot be read: {err}")
                     continue
                 if fd is not None:
-                    yield from _file(fd, seen)
+                    stack.callback(os.close, fd)
+                    inode = os.fstat(fd).st_ino
+                    if inode not in files and months[0] < name[:7] < months[1]:  # all of them held GPUs in this time
+                        told += os.pread(fd, LARGEST, 0).count(b'"gpus"')
+                    files.setdefault(inode, fd)
+            for fd in reversed(files.values()):
+                with BytesIO(os.pread(fd, LARGEST + _LONGEST_LINE, 0)) as lines:
+                    for line in _unended(islice(lines, _MOST_LINES), ended):
+                        yield from _line(line)
     except FileNotFoundError:
         pass
     except OSError as err:
         warnings.append(f"the history cannot be read: {err}")
 
 
-def _file(fd: int, seen: set[int]) -> Iterator[PastClaim | ClaimEnd]:
-    """Read the claims and ends in a file, unless its inode was ``seen`` under another name."""
-    with os.fdopen(fd, "rb") as file:
-        inode = os.fstat(fd).st_ino
-        if inode in seen:
-            return
-        seen.add(inode)
-        left = LARGEST + _LONGEST_LINE
-        for _ in range(_MOST_LINES):
-            line = file.readline(min(left, _LONGEST_LINE))
-            if not line:
-                return
-            left -= len(line)
-            yield from _line(line)
+def _unended(lines: Iterable[bytes], ended: float) -> Iterator[bytes]:
+    """Leave out claims that were released before ``ended``, together with their ends, and second lines of claims. What
+    is not as we write it stays."""
+    found: dict[object, bytes] = {}
+    latest = b"%014.3f" % ended
+    for number, line in enumerate(lines):
+        line = line[-_LONGEST_LINE:]
+        begin, _, rest = line.partition(b"], ")
+        key = begin.rstrip(b"0")  # of the fraction of a second, of which an end has three digits
+        if rest.startswith(b'"uid": ') and b'{"v":' not in rest:
+            found.setdefault(key, line)
+        elif rest[:9] == b'"ended": ' and begin[-14:] <= rest[9:23] < latest and rest[23:] == b"}\n" and key in found:
+            found[key] = b""
+        else:
+            found[number] = line
+        if len(found) >= _MOST_WAITING:
+            yield from filter(None, found.values())
+            found.clear()
+    yield from filter(None, found.values())
 
 
-def _line(line: bytes) -> Iterator[PastClaim | ClaimEnd]:
+def _line(line: bytes) -> Iterable[PastClaim | ClaimEnd]:
     """Read a line. A line that is incomplete, since there was no room, is followed by the next one."""
     start = line.rfind(b'{"v":')
     try:
         raw: Any = json.loads(line[max(start, 0) :].decode("utf-8", "replace"))
         ending = ClaimEnd.of(raw)
-        if ending is not None:
-            yield ending
-        elif isinstance(raw, dict):
-            yield _claim(raw)
+        return () if ending is None and not isinstance(raw, dict) else (ending or _claim(raw),)
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
-        return
+        return ()
 
 
 def _claim(raw: dict[str, Any]) -> PastClaim:

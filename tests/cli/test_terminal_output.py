@@ -74,12 +74,14 @@ def test_examples_are_aligned(ask: Any) -> None:
 def test_the_options_of_run_are_in_groups(ask: Any) -> None:
     text = ask("help", "run").stdout
     titles = re.findall(r"^(\S.*):$", text, re.MULTILINE)
-    assert titles == ["which GPUs", "how long", "CPUs, memory and environment", "output and exit code", "examples"]
+    assert titles[:4] == ["which GPUs", "how long", "CPUs, memory and environment", "on which host"]
+    assert titles[4:] == ["output and exit code", "examples"]
     groups = dict(zip(titles, re.split(r"^\S.*:$", text, flags=re.MULTILINE)[1:], strict=True))
     for title, options in {
         "which GPUs": "-n --only --exclude --model --min-memory --max-utilization --near --share --prefer --vendor",
         "how long": "-t --for",
         "CPUs, memory and environment": "--affinity --memory --visible-as",
+        "on which host": "--host",
         "output and exit code": "-q --refused-exit -h",
     }.items():
         assert re.findall(r"^  (-[-a-z]+)", groups[title], re.MULTILINE) == options.split()

@@ -50,9 +50,10 @@ host, 126 the command cannot be run, 127 it is not found, 130 interrupted"""
     add("--memory", choices=("preferred", "bind"), help="NUMA memory policy next to the GPUs")
     visible_as = "how CUDA_VISIBLE_DEVICES names the GPUs; uuid for shells and long sessions (default index)"
     add("--visible-as", choices=("index", "uuid"), default="index", help=visible_as)
-    add = parser.add_argument_group("output and exit code").add_argument
     where = "on the first of these hosts that has them free, by ssh, in this directory; does not wait"
+    add = parser.add_argument_group("on which host").add_argument
     add("--host", type=_hosts, default=None, metavar="H", help=where)
+    add = parser.add_argument_group("output and exit code").add_argument
     add("-q", "--quiet", action="store_true", help="print nothing about waiting, nor which GPUs were claimed")
     refused = "exit code in place of 69, 70 and 73: for Grid Engine 99 (queue the job again) or 100 (hold it)"
     add("--refused-exit", type=_exit_code, metavar="N", help=refused)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.real import long
 
 NEEDS_MORE = "tests/runtimes/test_cuda.py"  # than the fakes have: it is collected, and not run
 
@@ -25,6 +26,7 @@ sys.meta_path.insert(0, Finder())
 """
 
 
+@long
 @pytest.mark.timeout(600)
 def test_they_need_little_and_pass_on_fake_gpus(fake_gpus: Any, tmp_path: Path) -> None:
     (tmp_path / "block.py").write_text(BLOCK)

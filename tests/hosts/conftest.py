@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from support.gpus import PACKAGE_ROOT
 from support.processes import free_port
-from support.real import unavailable
+from support.real import REQUIRED, unavailable
 
 from safe_gpu.host import procfs
 from safe_gpu.host.foreign_files import read_start
@@ -136,6 +136,8 @@ def program(path: Path, text: str) -> None:
 @pytest.fixture
 def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hosts]:
     """No host is up yet; see :class:`Hosts`."""
+    if not REQUIRED:
+        pytest.skip("needs SAFE_GPU_REQUIRE_REAL=1, as it takes long")
     if os.geteuid() != 0:
         unavailable("needs root, for sshd")
     if missing := [name for name in ("ssh", "ssh-keygen", "sshd") if shutil.which(name, path=SBIN) is None]:

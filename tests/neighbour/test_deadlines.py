@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.real import long
 
 import safe_gpu
 from safe_gpu.coordination.leases.file_names import fault_name, lease_name
@@ -131,6 +132,7 @@ def crowd(used: Path) -> Iterator[Callable[..., None]]:
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
+@long
 @pytest.mark.parametrize("live", [True, False], ids=["live", "dead"])
 def test_a_crowd_of_rubbish(crowd: Any, check: Any, live: bool) -> None:
     crowd(RUBBISH, live=live)
@@ -138,6 +140,7 @@ def test_a_crowd_of_rubbish(crowd: Any, check: Any, live: bool) -> None:
     check({CLAIM: (LATE,) if live else (0,), ("status",): (0,)})
 
 
+@long
 @pytest.mark.parametrize("competes", [True, False])
 def test_a_crowd_of_waiters(crowd: Any, check: Any, ground: Any, competes: bool) -> None:
     wanted = ground.uuids if competes else ["x"]

@@ -74,6 +74,7 @@ def test_file_leases(used: Path, ground: Any, file_lease: Any, check: Any, where
     check({CLAIM: (UNUSABLE,) if where == "host.lock" else (0,)})
 
 
+@long
 @pytest.mark.parametrize("kind", ["FIFO", "directory", "terabyte", "link"])
 @pytest.mark.parametrize("where", ["host.lock", "others"])
 def test_other_kinds_of_files(used: Path, ground: Any, check: Any, where: str, kind: str, open_tmp: Path) -> None:

@@ -132,10 +132,10 @@ class Gpu(NamedTuple):
 
         Where the driver can never list processes, that is all memory in use.
         """
-        if self.memory_used is None:
+        if self.memory_used is None or (self.processes is None and self.processes_supported):
             return 0
-        if self.processes is None:
-            return 0 if self.processes_supported else self.memory_used
+        if not self.processes:
+            return self.memory_used
         # A process with both a compute and a graphics context is in both lists, with the same memory.
         largest: dict[int, int] = {}
         for process in self.processes:
@@ -200,8 +200,7 @@ class HostSnapshot(NamedTuple):
     @property
     def shared_display(self) -> bool:
         """Whether the host has one GPU and a display is active on it. Claims of such a GPU are shared."""
-        whole = self.physical
-        return len(whole) == 1 and whole[0].display_active
+        return len(self.gpus) > 0 and self.gpus[0].display_active and len(self.physical) == 1
 
     def by_uuid(self, uuid: str) -> Gpu | None:
         """Return the device with this UUID, or None."""

@@ -34,7 +34,7 @@ def candidates(
     return tuple(
         gpu
         for gpu in snapshot.gpus
-        if not (gpu.is_mig_instance and request.nb_gpus > 1)
+        if not (request.nb_gpus > 1 and gpu.is_mig_instance)
         and not ((why_unusable(gpu) or _why_unwatchable(gpu, snapshot, rules)) and not (lost and gpu.lost))
         and not (why_outside(gpu, request, visible_limit) if gpu.lost else _why_never(gpu, request, visible_limit))
     )
@@ -173,5 +173,5 @@ def capacity(gpus: Collection[Gpu]) -> int:
 
     CUDA shows a process at most one MIG instance, and with many driver versions no whole GPU together with it.
     """
-    whole = sum(not gpu.is_mig_instance for gpu in gpus)
+    whole = sum(gpu.mig_parent is None for gpu in gpus)
     return whole or min(len(gpus), 1)

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterable, Mapping
+from functools import cache
 
 from ..errors import UnsatisfiableRequestError
 from ..gpus.vendors import VENDORS
@@ -51,6 +52,8 @@ CHOICES = {
 HOST_FILES = ("/etc/safe-gpu/config.ini", "/etc/safe-gpu/policy.ini")
 """The file with root's settings and limits for this host: its name, and its older name."""
 
+_BEGIN = len(PREFIX)
+
 _FOR_TESTS = f"{PREFIX}TEST_"
 
 # Programs that use simulated GPUs on purpose set this variable, which turns off the warning about them.
@@ -64,7 +67,7 @@ def unknown(names: Iterable[str]) -> dict[str, str]:
     ""."""
     found = {}
     for name in names:
-        if name[: len(PREFIX)].upper() == PREFIX and name not in VARIABLES and not name.startswith(_FOR_TESTS):
+        if name[:_BEGIN].upper() == PREFIX and name not in VARIABLES and not name.startswith(_FOR_TESTS):
             from difflib import get_close_matches
 
             found[name] = next(iter(get_close_matches(name.upper(), VARIABLES, 1, 0.8)), "")
@@ -102,7 +105,10 @@ def policy_files(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 def policy_directory(environ: Mapping[str, str]) -> str:
     """Return the directory of root's files, which most hosts do not have."""
-    return os.path.dirname(policy_files(environ)[0]) or "."
+    return _directory(policy_files(environ)[0])
+
+
+_directory = cache(lambda path: os.path.dirname(path) or ".")  # every claim asks several times
 
 
 def existing_policy(environ: Mapping[str, str]) -> str | None:

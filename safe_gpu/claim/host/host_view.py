@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from ...coordination.files.state_dir import StateDir, opened
-from ...coordination.leases.drained import all_windows, binding, drained_gpus, find_admitted
+from ...coordination.leases.drained import all_windows, binding, closed_files, drained_gpus, find_admitted
 from ...coordination.leases.slots import holder_of_slots, recorded_slots
 from ...errors import NoDriverError
 from ...gpus.devices import Gpu, GpuFault, GpuProcess, GpuVerdict, HostSnapshot, LeaseHolder
@@ -42,6 +42,7 @@ class HostView:
         near: NUMA nodes of the CPUs that this process may use; None if it may use all CPUs.
         unlisted: UUIDs of the GPUs on which this process has a context that the driver does not list.
         scope: the value of SAFE_GPU_SCOPE, "" if it is not set.
+        rules: how GPUs are judged, with those that are drained, and those that are reserved for others than this user.
         outer: the claim inside which this one is made.
         faults: UUID -> note, of the GPUs on which a claim failed and none has worked since.
         failed: UUID -> reason, of the GPUs on which this very claim has failed; it does not try them again.
@@ -67,16 +68,15 @@ class HostView:
             unlisted_contexts(driver, snapshot, self.own) if limit is not None and limit.frozen else frozenset()
         )
         self.scope = os.environ.get("SAFE_GPU_SCOPE", "")
-        self._rules = Rules.of(os.environ)
+        self.rules = self._rules_for_all = self._without_closed = Rules.of(os.environ)
         self.polls = Polls(driver, snapshot, request.needs | ({"linked"} if request.several else frozenset()))
         self.request = request.resolved(snapshot)
         self.outer = OuterClaim(prefix=snapshot.name_prefix)
         self.faults: Mapping[str, GpuFault] = {}
         self.failed: Mapping[str, str] = {}
         self.shared: dict[str, LeaseHolder] = {}
-        self._drained: Mapping[str, str] = {}
+        self._closed_files = closed_files()
         self._windows: tuple[Window, ...] = ()
-        self._reserved: Mapping[str, str] = {}
         self._usable: tuple[HostSnapshot, list[Gpu]] | None = None
         self._unoccupied: tuple[HostSnapshot, Rules, dict[str, LeaseHolder], dict[str, GpuVerdict]] | None = None
         self._processes = self.snapshot, ByPid(describe_process), ByPid(procfs.family_of)
@@ -86,15 +86,6 @@ class HostView:
         """The latest poll."""
         return self.polls.snapshot
 
-    @property
-    def rules(self) -> Rules:
-        """How GPUs are judged, with those that are drained, and those that are reserved for others than this user."""
-        return self._rules._replace(drained={**self._reserved, **self._drained})
-
-    @property
-    def _rules_for_all(self) -> Rules:
-        return self._rules._replace(drained=self._drained)
-
     def see_closed(self, hold_for: float | None, queue: StateDir | None = None) -> None:
         """Read which GPUs are drained, and which are reserved for others, if any.
 
@@ -102,12 +93,17 @@ class HostView:
             hold_for: for how long this claim will hold its GPUs, in seconds; None is unknown.
             queue: to find out for whom GPUs are reserved, this user and those who wait; None while a lock is held.
         """
-        self._drained, self._windows = drained_gpus(), all_windows()
+        if not any(os.access(path, os.F_OK) for path in self._closed_files):  # as almost always, and others wait
+            self.rules, self._rules_for_all, self._windows = self._without_closed, self._without_closed, ()
+            return
+        drained, self._windows = drained_gpus(), all_windows()
         if self._windows and queue is not None:
             from ...coordination.queue.listing import ticket_owners
 
             find_admitted(self._windows, {os.geteuid(), *ticket_owners(queue)})
-        self._reserved = why_reserved(binding(self._windows, os.geteuid()), time.time(), hold_for)
+        reserved = why_reserved(binding(self._windows, os.geteuid()), time.time(), hold_for)
+        self.rules = self._without_closed._replace(drained={**reserved, **drained})
+        self._rules_for_all = self._without_closed._replace(drained=drained)
 
     def reserved_for_others(self, uid: int) -> dict[str, Spans]:
         """Return stem of a GPU -> when it is reserved for others than this user. That binds no claim inside another."""

@@ -1,6 +1,7 @@
 """Where the state directory of this host is."""
 
 import os
+from functools import cache
 
 from ...errors import StateDirError
 from ...settings.variables import host_setting
@@ -16,7 +17,11 @@ def state_dir_path() -> str:
         PolicyError: root's file has a mistake.
         StateDirError: ``SAFE_GPU_DIR`` is relative, and would name another directory in every working directory.
     """
-    path = host_setting("state_dir", "SAFE_GPU_DIR", os.environ) or DEFAULT_DIR
+    return _absolute(host_setting("state_dir", "SAFE_GPU_DIR", os.environ) or DEFAULT_DIR)
+
+
+@cache  # every claim asks several times
+def _absolute(path: str) -> str:
     if not os.path.isabs(path):
         raise StateDirError(
             f"SAFE_GPU_DIR={path} is relative: started elsewhere, another process would use another directory and "

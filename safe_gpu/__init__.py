@@ -1,6 +1,6 @@
 """Claims GPUs on shared hosts without collisions.
 
-No daemon and no root rights are needed.
+Needs no daemon and no root rights. In a program::
 
     import safe_gpu
     safe_gpu.claim_gpus(2)      # before anything initialises CUDA
@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     )
 
     gpu_owner: GPUOwner | None
+    """The owner that :func:`claim_gpus` made, until its release."""
 
 __version__ = "3.0.0"
 

@@ -187,7 +187,8 @@ class LockTimeout(_OsError, TimeoutError):
 
     Attributes:
         path: the lock file.
-        pid, user: the process that keeps the lock, if one does that /proc/locks shows, else None.
+        pid: the process that keeps the lock, if /proc/locks shows one, else None.
+        user: that process's user, else None.
         overloaded: whether no process keeps it: it changed hands, or its holder got no CPU time.
     """
 

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from ..affinity import AffinityOptions
 
 gpu_owner: GPUOwner | None
-"""The owner that :func:`claim_gpus` made, until its release."""
 
 
 def __getattr__(name: str) -> Any:
@@ -78,8 +77,8 @@ def claim_gpus(
         NotEnoughGpusError: too few are free (ClaimTimeout after a wait; GpuContendedError if a process without safe_gpu
             started on a GPU during the claim).
         UnsatisfiableRequestError: this host can never satisfy the request, or an argument is invalid.
-        AlreadyClaimedError, CudaInitializedError, NoDriverError, LockTimeout, StateDirError, PlaceholderError,
-            WrongDeviceError, GPUAffinityError: as their names say.
+        AlreadyClaimedError, CudaInitializedError, NoDriverError, LockTimeout, StateDirError: as their names say.
+        PlaceholderError, WrongDeviceError, GPUAffinityError: as their names say.
 
     After an error nothing stays claimed, and the environment is restored.
     """

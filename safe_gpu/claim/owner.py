@@ -170,8 +170,8 @@ class GPUOwner:
 
     @property
     def share_fraction(self) -> float | None:
-        """What a framework may allocate of each GPU, from 0 to 1: the share without 512 MiB for CUDA's own context, of
-        all memory of the GPU (of several the largest). None for whole GPUs."""
+        """What a framework may allocate of each GPU, from 0 to 1. That is the share without 512 MiB for CUDA's own
+        context, of all memory of the GPU (of several the largest). None for whole GPUs."""
         if self.share is None:
             return None
 

@@ -64,7 +64,9 @@ class Gpu(NamedTuple):
         name: product name.
         pci_bus_id: as in sysfs: ``0000:07:00.0``, lower case, with a 4-digit domain unless it needs more.
         numa_node: the NUMA node of the PCI device; None is unknown.
-        memory_total, memory_used, memory_free: bytes.
+        memory_total: bytes.
+        memory_used: bytes.
+        memory_free: bytes.
         counts_reserved: whether ``memory_used`` includes what the driver reserves for itself (600 MiB and more).
         memory_shared: whether ``memory_used`` may belong to no process on the GPU: it is a NUMA node, where the page
             cache counts, or WSL2, where the Windows desktop does. Asked only where memory is unexplained.
@@ -123,7 +125,7 @@ class Gpu(NamedTuple):
 
     @property
     def label(self) -> str:
-        """The short name: ``3``, or ``3:1`` for MIG instance 1 of GPU 3."""
+        """The short name, such as ``3``, or ``3:1`` for MIG instance 1 of GPU 3."""
         return f"{self.index}:{self.mig_instance}" if self.is_mig_instance else str(self.index)
 
     @property

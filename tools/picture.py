@@ -31,6 +31,7 @@ from safe_gpu.status import gather
 from safe_gpu.status.facts import ClaimStatus, GpuStatus, HostStatus, WaiterStatus
 from safe_gpu.status.history.claims import PastClaim
 from safe_gpu.status.page.document import render_page
+from safe_gpu.status.page.figures import figures_of
 from safe_gpu.status.page.use import LastDay, last_day
 
 PICTURES = Path(__file__).parents[1] / ".github" / "pictures"
@@ -84,18 +85,29 @@ def scene() -> HostStatus:
 
 def answers(*_: object) -> dict[str, Answer]:
     """Five hosts, of which one is down and one has a password."""
-    a100, h100, l4 = "NVIDIA A100-SXM4-80GB", "NVIDIA H100 80GB HBM3", "NVIDIA L4"
-    held = {"anna": 4.0, "carla": 0.5, "ben": 1.0, "dora": 0.5}
-    fan = ("GPU 3: the driver cannot reach it: it is lost",)
+    gpu = {"state": "claimed", "state_shown": "", "shares": [], "claim": None, "reason": "", "uuid": ""}
+
+    def known(name: str, queue: Sequence[object], *gpus: tuple[str, int, dict[str, object]]) -> Answer:
+        found = [gpu | {"index": 3, "name": model} | facts for model, number, facts in gpus for _ in range(number)]
+        status = {"host": name, "state_dir": "", "gpus": found, "queue": queue}
+        return Answer(status, figures_of(status, NOW))
+
+    def held(user: str) -> dict[str, object]:
+        return {"claim": {"user": user}}
+
+    halves = {"shares": [{"user": user, "share": 1} for user in ("carla", "dora")], "memory_total": 2}
+    lost = {"state": "unusable", "reason": "the driver cannot reach it: it is lost"}
+    waiting = [{"since": NOW - 1500, "user": "emil"}, {"since": NOW - 180, "user": "anna"}]
+    free, a100, h100 = {"state": "free"}, "NVIDIA A100-SXM4-80GB", "NVIDIA H100 80GB HBM3"
+    password = "a password is asked for, or your key is refused (ben@gpu5: Permission denied (publickey).)"
     return {
-        "gpu1": Answer({}, free=1, total=8, models={a100: 8}, waiting=2, longest=1500, held=held, identity="1"),
-        "gpu2": Answer({}, free=5, total=8, models={h100: 8}, held={"emil": 2.0}, broken=fan, identity="2"),
+        "gpu1": known("1", waiting, (a100, 4, held("anna")), (a100, 1, held("ben")), (a100, 1, halves), (a100, 1, {}),
+                      (a100, 1, free)),
+        "gpu2": known("2", [], (h100, 2, held("emil")), (h100, 1, lost), (h100, 5, free)),
         "gpu3": Answer(error="ssh: connect to host gpu3 port 22: Connection timed out"),
-        "gpu4": Answer({}, free=6, total=6, models={l4: 4, "NVIDIA T4": 2}, identity="4"),
-        "gpu5": Answer(
-            error="a password is asked for, or your key is refused (ben@gpu5: Permission denied (publickey).)"
-        ),
-    }
+        "gpu4": known("4", [], ("NVIDIA L4", 4, free), ("NVIDIA T4", 2, free)),
+        "gpu5": Answer(error=password),
+    }  # fmt: skip
 
 
 UUIDS = [gpu.uuid for gpu in preset("dgx-a100").gpus()]
@@ -125,13 +137,13 @@ def page_as_svg(width: int, height: int) -> str:
     """
     status = replace(scene(), windows=(COURSE,)).to_dict()
     text = render_page({"gpu1": status}, now=NOW, every=300.0, use={"gpu1": day()})
-    style, body = (re.search(f"<{tag}>(.*)</{tag}>", text, re.DOTALL) for tag in ("style", "body"))
+    style, body = (re.search(f"<{tag}>\n?(.*)</{tag}>", text, re.DOTALL) for tag in ("style", "body"))
     assert style is not None
     assert body is not None
     css = re.sub(r"\(min-width:(\d+)px\)", lambda m: " all" if width >= int(m[1]) else " not all", style[1])
     css = re.sub(r"\(max-width:(\d+)px\)", lambda m: " all" if width <= int(m[1]) else " not all", css)
     css = re.sub(r"animation:[^;}]*", "", css)
-    content = re.sub(r"<script>.*?</script>", "", body[1], flags=re.DOTALL).strip()
+    content = re.sub(r"<script .*?</script>", "", body[1], flags=re.DOTALL).strip()
     content = content.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ')
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}">'

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from safe_gpu.cli.hosts.answer import Answer, read_answer
 from safe_gpu.cli.hosts.asking import Said
 from safe_gpu.cli.hosts.remote_shell import NEWLINE_FOR_SH, for_any_shell, words_of_sh
-from safe_gpu.cli.hosts.table import document, most_free_first, render_hosts
+from safe_gpu.cli.hosts.table import arranged, document, render_hosts
 from safe_gpu.errors import PolicyError
+from safe_gpu.gpus.devices import MIG_IS_ON
 from safe_gpu.settings.host_file import host_names
 from safe_gpu.settings.other_hosts import known_hosts, setting_of_hosts
 
@@ -156,29 +157,29 @@ def test_any_login_shell_reads_the_same(shell: str) -> None:
 
 
 MIG = {"vendor": "nvidia", "name": "x", "state_shown": "", "reason": "", "shares": [], "claim": None, "memory_total": 1}
+DIVIDED = {**MIG, "index": 0, "uuid": "GPU-1", "state": "unusable", "reason": MIG_IS_ON}
+SHARED = {**MIG, "index": 0, "uuid": "GPU-1", "state": "claimed", "memory_total": 4, "claim": {},
+          "shares": [{"user": "ben", "share": 1}, {"user": None, "share": 2}]}  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("given", "figures"),
+    ("given", "cells", "broken"),
     [
-        (answer("free", "display", "busy"), {"free": 2, "total": 3, "models": {"NVIDIA L4": 3}}),
-        (answer("claimed", "claimed"), {"free": 0, "held": {"anna": 2}}),
-        (answer("unusable"), {"broken": ("GPU 0: it fell off the bus",)}),
-        (answer("free", queue=[{"since": None}, {"since": 4e9}]), {"waiting": 2, "longest": 0.0}),
+        (answer("free", "display", "busy"), ["2 of 3", "NVIDIA L4", "", "", ""], ()),
+        (answer("claimed", "claimed"), ["0 of 2", "NVIDIA L4", "", "", "anna 2"], ()),
+        (answer("unusable"), ["0 of 1", "NVIDIA L4", "", "", ""], ("GPU 0: it fell off the bus",)),
+        (answer(queue=[{"since": None, "user": None}, {"since": 4e9, "user": "b"}]), ["0 of 0", "", "2", "0s", ""], ()),
         (
-            answer(gpus=[{**MIG, "index": 0, "uuid": "GPU-1", "state": "unusable"},
-                         {**MIG, "index": 0, "uuid": "MIG-1", "state": "free"}]),
-            {"free": 1, "total": 1, "broken": ()},
+            answer(gpus=[DIVIDED, {**MIG, "index": 0, "uuid": "MIG-1", "state": "free"}]),
+            ["1 of 1", "x", "", "", ""],
+            (),
         ),
-        (
-            answer(gpus=[{**MIG, "index": 0, "uuid": "GPU-1", "state": "claimed", "memory_total": 4, "claim": {},
-                          "shares": [{"user": "ben", "share": 1}, {"user": None, "share": 2}]}]),
-            {"held": {"ben": 0.25, "?": 0.5}},
-        ),
+        (answer(gpus=[SHARED, {**SHARED, "name": "y"}]), ["0 of 2", "1 x x, 1 x y", "", "", "? 1, ben 0.5"], ()),
     ],
-)  # fmt: skip
-def test_figures(given: Answer, figures: dict[str, Any]) -> None:
-    assert {key: getattr(given, key) for key in figures} == figures
+)
+def test_figures(given: Answer, cells: list[str], broken: tuple[str, ...]) -> None:
+    assert given.figures is not None
+    assert (list(given.figures.cells.values()), given.figures.broken) == (cells, broken)
 
 
 @pytest.mark.parametrize(
@@ -193,12 +194,11 @@ def test_figures(given: Answer, figures: dict[str, Any]) -> None:
         ),
         (73, "", "safe-gpu: /x cannot be used\n", "/x cannot be used"),
         (69, "{}", "", "its safe-gpu status ends with exit code 69"),
-        (0, "", "", "answers without JSON"),
-        (0, "Welcome\n", "", "Welcome"),
+        (0, "", "", "its login files write before the JSON: ''"),
         (0, '{"schema": 3}', "", "answers in schema 3"),
         (0, '{"schema": 2}', "", "its answer cannot be read: KeyError: 'gpus'"),
         (0, "{" * 9, "", "its answer cannot be read: JSONDecodeError"),
-        (0, json.dumps(status(queue=[{"since": -1e999}])), "", "its answer cannot be read: OverflowError"),
+        (0, json.dumps(status(queue=[{"since": -1e999, "user": "b"}])), "", "its answer cannot be read: OverflowError"),
         (0, json.dumps(status(gpus=[3])), "", "its answer cannot be read: TypeError"),
         (0, '{"a":' + "[" * 100_000, "", "its answer cannot be read: RecursionError"),
     ],
@@ -218,7 +218,7 @@ JSON = st.recursive(LEAVES, lambda one: st.lists(one) | st.dictionaries(st.text(
 def test_a_hostile_answer_is_an_answer(hostile: dict[str, Any], key: str) -> None:
     for told in (hostile, {**status("free", "claimed"), key: hostile[key]}, {**hostile, "schema": 2}):
         one = read_answer(Said(0, json.dumps(told).encode(), b""))
-        text = render_hosts({"gpu1": one}, width=80, color=False)
+        text = render_hosts(arranged({"gpu1": one}, False), width=80, color=False)
         assert all(line.isprintable() for line in text.split("\n"))
         json.dumps(document({"gpu1": one}))
 
@@ -228,10 +228,10 @@ def test_the_table() -> None:
         "gpu1": answer("free", "claimed", "unusable"),
         "gpu2": Answer(error="did not answer within 10 s"),
         "gpu3": Answer(error="..."),
-        "gpu4": answer("free", "free", host="gpu4", queue=[{"since": 0}]),
+        "gpu4": answer("free", "free", host="gpu4", queue=[{"since": 0, "user": "emil"}]),
         "gpu5": answer("free", "free", host="gpu4"),
     }
-    lines = render_hosts(answers, width=80, color=False).split("\n")
+    lines = render_hosts(arranged(answers, False), width=80, color=False).split("\n")
     assert lines[0] == "3 of 5 GPUs free on 2 of 4 hosts, 1 waiting"
     assert [line.split() for line in lines[2:]] == [
         "HOST FREE GPU WAITING LONGEST HELD BY".split(),
@@ -242,4 +242,4 @@ def test_the_table() -> None:
         ["gpu4", "2", "of", "2", "NVIDIA", "L4", "1", lines[7].split()[-1]],
         "gpu5 the same host as gpu4".split(),
     ]
-    assert list(most_free_first(answers)) == ["gpu4", "gpu5", "gpu1", "gpu2", "gpu3"]
+    assert list(arranged(answers, True)) == ["gpu4", "gpu1", "gpu2", "gpu3", "gpu5"]

@@ -3,22 +3,18 @@
 import argparse
 import os
 import sys
-import time
-from collections.abc import Iterator, Sequence
 
-from ...host.procfs import printable
-from ...wording.text import plural, short_age
+from ...status.page.figures import Figures
+from ...wording.text import plural
 from ..commands import EX_CANNOT_RUN, EX_CONNECTION, EX_NO_HOST, EX_TRY_AGAIN
 from ..output import say
-from .answer import Answer, last_line, read_answer
+from .answer import last_line, read_answer
 from .asking import Said
 from .remote_shell import NEWLINE_FOR_SH, remote_command, words_of_sh
 from .session import Session
-from .status import answers_of
+from .status import answers_of, script_of_status
 from .supervisor import mark
-from .table import most_free_first, same_hosts
-
-_MOST_WAITERS = 3  # of a host, that are named
+from .table import arranged
 
 
 def run_on_hosts(options: argparse.Namespace) -> int:
@@ -28,37 +24,33 @@ def run_on_hosts(options: argparse.Namespace) -> int:
         options.usage_error("--host takes GPUs that are free now: only --timeout 0 goes with it")
     if options.nb_gpus == "job":
         options.usage_error("-n job does not go with --host: the batch job is on this host")
-    answers = answers_of(options.host, options.vendor)
-    others = same_hosts(answers)
-    told = {name: f"the same host as {other}" for name, other in others.items()}
-    told |= {name: one.error for name, one in answers.items() if one.status is None}
-    codes, tried = set(), 0
-    for host in most_free_first(answers):
-        if host in told:
+    answers = arranged(answers_of(options.host, script_of_status(options.vendor)), most_free_first=True)
+    told = {name: one.error for name, one in answers.items()}
+    codes = {EX_NO_HOST for one in answers.values() if one.status is None}
+    for host, answer in answers.items():
+        if answer.figures is None:
             continue
-        tried += 1
         session = Session(host, _on_terminal())
         if sys.stderr.isatty() and not options.quiet:
             say(f"on {host}")
         session.run(_script(session.secret, options))
         if session.ended is not None:
             return session.ended
-        if session.broken and not session.end_there():
-            say(f"the connection to {host} broke, and cannot be made again: the command ends when {host} notices")
-            return EX_CONNECTION
+        if session.broken:
+            is_over = session.end_there()
+            if not (is_over and session.stopped):
+                what = (
+                    "the command was ended there" if is_over else f"is not back: the command ends when {host} notices"
+                )
+                say(f"the connection to {host} broke, and {what}")
+                return EX_CONNECTION
         if session.stopped:
             return 128 + session.stopped
-        if session.broken:
-            say(f"the connection to {host} broke, and the command was ended there")
-            return EX_CONNECTION
-        if "here" in session.words:
-            codes.add(session.code)
-        told[host] = _why_not(session, answers[host])
-    lines = [f"  {host}: {told[host]}" for host in answers]
+        codes.add(session.code if "here" in session.words else EX_NO_HOST)
+        told[host] = _why_not(session, answer.figures)
+    lines = [f"  {host}: {why}" for host, why in told.items()]
     say("\n".join(["no host gives the GPUs now, and run --host does not wait:", *lines]))
-    if not codes:
-        return EX_NO_HOST
-    return codes.pop() if len(codes) == 1 and len(told) == len(others) + tried else EX_TRY_AGAIN
+    return codes.pop() if len(codes) == 1 else EX_TRY_AGAIN
 
 
 def _on_terminal() -> bool:
@@ -70,43 +62,23 @@ def _script(secret: str, options: argparse.Namespace) -> str:
     """Return what ``sh`` is to run on the other host, in the directory of this process there."""
     here = os.environ.get("PWD", "")  # by the name that it has on all hosts, rather than where its links lead here
     directory = here if os.path.isabs(here) and os.path.isdir(here) and os.path.samefile(here, ".") else os.getcwd()
-    say_word = "printf '" + mark(secret).replace("\x1e", "\\036")
-    words = words_of_sh([*without_hosts(options.words), "--timeout", "0", "--", *options.command])
+    missing = words_of_sh([f"there is no directory {directory}"])
+    # A version that tells nothing of a claim refuses --supervised.
+    words = words_of_sh([*options.words, "--supervised", "--timeout", "0", "--", *options.command])
     steps = [
-        f"{say_word}here\\n'",
+        "printf '" + mark(secret).replace("\x1e", "\\036") + "here\\n'",
         NEWLINE_FOR_SH,
-        f"cd {words_of_sh([directory])} 2>/dev/null || {{ {say_word}missing\\n'; exit {EX_CANNOT_RUN}; }}",
-        f"SAFE_GPU_SESSION={secret}",
-        "export SAFE_GPU_SESSION",
-        f"exec {remote_command()} run --supervised {words}",  # a version that tells nothing of a claim refuses it
+        f"cd {words_of_sh([directory])} 2>/dev/null || {{ echo {missing}; exit {EX_CANNOT_RUN}; }}",
+        f"exec env SAFE_GPU_SESSION={secret} {remote_command()} run {words}",
     ]
     return "; ".join(steps)
 
 
-def without_hosts(words: Sequence[str]) -> list[str]:
-    """Return the words of a command line without ``--host H``."""
-    found = list(words)
-    while "--host" in found:
-        place = found.index("--host")
-        del found[place : place + 2]
-    return [word for word in found if not word.startswith("--host=")]
-
-
-def _why_not(session: Session, answer: Answer) -> str:
-    """Return why a host has not claimed, from what was written there."""
-    if "missing" in session.words:
-        return f"there is no directory {os.getcwd()}"
+def _why_not(session: Session, figures: Figures) -> str:
+    """Return why a host has not claimed."""
     if session.code == EX_TRY_AGAIN:
-        return ", ".join([f"{answer.free} of {plural(answer.total)} free", *_waiters(answer)])
+        waiting = figures.waiters and f", {figures.waiting} waiting: {figures.waiters}"
+        return f"{figures.free} of {plural(figures.total)} free{waiting}"
     if "here" in session.words:
-        return last_line(bytes(session.held)) or f"exit code {session.code}"
-    return read_answer(Said(session.code, b"", bytes(session.held))).error
-
-
-def _waiters(answer: Answer) -> Iterator[str]:
-    assert answer.status is not None
-    for one in answer.status["queue"][:_MOST_WAITERS]:
-        since = f" for {short_age(time.time() - one['since'])}" if one["since"] is not None else ""
-        yield printable(f"{one.get('user') or '?'} waits{since} for {one.get('nb_gpus')} GPUs")
-    if len(answer.status["queue"]) > _MOST_WAITERS:
-        yield f"{len(answer.status['queue']) - _MOST_WAITERS} more"
+        return last_line(session.said) or f"exit code {session.code}"
+    return read_answer(Said(session.code, b"", b"")).error

@@ -1,27 +1,24 @@
 """One command on another host by ssh: what it prints is passed on, signals reach it, and how it ended is known."""
 
+import asyncio
 import os
-import selectors
+import re
 import signal
 import subprocess
+import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 
-from .asking import Asking
+from .asking import ask
 from .remote_shell import ssh_to
 from .supervisor import mark
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
-_UNTIL_CLAIMED = 60.0  # seconds: a driver may take half of them to start
-
 _UNTIL_GONE = 2.0  # seconds for ssh to end after the command, whose daemons may keep its output open
 
 _TRIES = 6  # to reach a host again to which the connection has broken
-
-_MOST_HELD = 1 << 16  # bytes of what was written before the claim
 
 
 @dataclass
@@ -30,10 +27,10 @@ class Session:
 
     Attributes:
         secret: begins each word of the other side, and is in the environment of the process that claims there.
-        words: those that have come: ``here``, then ``missing`` (the directory) or ``claimed``, then ``ended CODE``.
+        words: those that have come: ``here``, then ``claimed``, then ``ended CODE``.
         code: of ssh, once it has ended.
         stopped: the signal that has come here, or 0.
-        held: what was printed before the claim.
+        said: what was printed before the claim.
     """
 
     host: str
@@ -42,7 +39,7 @@ class Session:
     words: list[str] = field(default_factory=list)
     code: int = 0
     stopped: int = 0
-    held: bytearray = field(default_factory=bytearray)
+    said: bytes = b""
     _rest: bytes = b""
 
     @property
@@ -67,108 +64,61 @@ class Session:
             ssh_to(self.host, script, *options, "-oServerAliveInterval=15"),
             stdin=None if self.terminal else subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
             start_new_session=not self.terminal,
         )
-        with ssh, _signals() as news:
+
+        def stop(number: int, frame: object) -> None:
+            self.stopped = self.stopped or number
+            if self.terminal or "claimed" not in self.words:
+                ssh.terminate()
+            elif ssh.stdin is not None:
+                with suppress(OSError):
+                    os.write(ssh.stdin.fileno(), bytes([number]))
+
+        before = {number: signal.getsignal(number) for number in _SIGNALS}
+        for number in before:
+            if before[number] is not signal.SIG_IGN:  # under nohup
+                signal.signal(number, stop)
+        with ssh:
             try:
-                self._attend(ssh, news)
+                assert ssh.stdout is not None
+                while self.ended is None and (data := os.read(ssh.stdout.fileno(), 1 << 16)):
+                    self._show(data)
+                with suppress(subprocess.TimeoutExpired):
+                    self.code = ssh.wait(_UNTIL_GONE)
             except BrokenPipeError:
                 ssh.terminate()
                 self.end_there()
                 raise
             finally:
                 ssh.terminate()  # does nothing where it has ended
-        self.code = ssh.returncode
+                for number, handler in before.items():
+                    signal.signal(number, handler)
 
-    def _attend(self, ssh: subprocess.Popen[bytes], news: int) -> None:
-        """Pass on what comes, until ssh has ended or has kept us waiting for too long."""
-        assert ssh.stdout is not None
-        assert ssh.stderr is not None
-        streams = {ssh.stdout.fileno(): 1, ssh.stderr.fileno(): 2}
-        deadline = time.monotonic() + _UNTIL_CLAIMED
-        with selectors.DefaultSelector() as selector:
-            for fd in (news, *streams):
-                os.set_blocking(fd, False)
-                selector.register(fd, selectors.EVENT_READ)
-            while time.monotonic() < deadline:
-                gone = ssh.poll() is not None  # what it has written is in the pipes by now
-                ready = [key.fd for key, _ in selector.select(0.0 if gone else min(60.0, deadline - time.monotonic()))]
-                for fd in ready:
-                    data = os.read(fd, 1 << 16)
-                    if fd == news:
-                        self._pass_on(ssh, data)
-                    elif data:
-                        self._show(data, streams[fd])
-                    else:
-                        selector.unregister(fd)
-                if gone and not [fd for fd in ready if fd != news]:
-                    return
-                if "claimed" in self.words:
-                    deadline = float("inf") if self.ended is None else min(deadline, time.monotonic() + _UNTIL_GONE)
-
-    def _pass_on(self, ssh: subprocess.Popen[bytes], numbers: bytes) -> None:
-        for number in numbers:
-            if number not in _SIGNALS:
-                continue
-            self.stopped = self.stopped or number
-            if ssh.stdin is not None:
-                with suppress(OSError):
-                    os.write(ssh.stdin.fileno(), bytes([number]))
-            elif number != signal.SIGINT:  # on a terminal that comes to the command as a character
-                ssh.terminate()
-
-    def _show(self, data: bytes, stream: int) -> None:
-        """Print what has come, or keep it until the claim."""
-        text = self._without_words(data) if stream == 1 else data
-        if "claimed" not in self.words:
-            if "here" in self.words or stream == 2:
-                self.held += text[: _MOST_HELD - len(self.held)]
-            return
-        early, self.held = bytes(self.held), bytearray()
-        for part, fd in ((early, 1 if self.terminal else 2), (text, stream)):
-            while part:
-                part = part[os.write(fd, part) :]
-
-    def _without_words(self, data: bytes) -> bytes:
-        """Take the words out of the output; what may be the beginning of one stays for the next time."""
-        begin, data, shown = mark(self.secret).encode(), self._rest + data, b""
-        while (at := data.find(begin)) >= 0 and (end := data.find(b"\n", at)) >= 0:
-            self.words.append(data[at + len(begin) : end].decode("ascii", "replace").strip())
-            shown, data = shown + data[:at], data[end + 1 :]
-        if at < 0:
-            at = next((len(data) - n for n in range(len(begin) - 1, 0, -1) if data.endswith(begin[:n])), len(data))
-        self._rest = data[at:]
-        return shown + data[:at]
+    def _show(self, data: bytes) -> None:
+        """Print what has come, or keep it until the claim; take the words out of it."""
+        begin = mark(self.secret).encode()
+        *parts, last = re.split(re.escape(begin) + rb"(.*)\n", self._rest + data)
+        at = last.rfind(begin[:1])
+        self._rest = last[at:] if at >= 0 and begin.startswith(last[at : at + len(begin)]) else b""
+        for number, part in enumerate([*parts, last[: len(last) - len(self._rest)]]):
+            if number % 2:
+                self.words.append(part.decode().strip())
+            elif "claimed" not in self.words:
+                self.said += part
+            else:
+                sys.stderr.buffer.write(self.said)
+                sys.stderr.flush()
+                sys.stdout.buffer.write(part)
+                sys.stdout.flush()
+                self.said = b""
 
     def end_there(self) -> bool:
         """End what the broken connection has left on the host; return whether nothing is left."""
         find = f"grep -ls {self.secret} /proc/[0-9]*/environ | cut -d/ -f3"
-        script = f'while p=$({find}); [ "$p" ]; do kill $p; sleep 0.2; done'
         for _ in range(_TRIES):
-            with Asking(script) as asking:
-                asking.ask([self.host])
-                if any(said.code == 0 for _, said in asking.all_answers()):
-                    return True
+            said = asyncio.run(ask(self.host, f'while p=$({find}); [ "$p" ]; do kill $p; sleep 0.2; done'))
+            if said.code == 0:
+                return True
             time.sleep(1.0)
         return False
-
-
-@contextmanager
-def _signals() -> Iterator[int]:
-    """Give a descriptor from which the numbers of signals are read that would end this process."""
-    news, wakeup = os.pipe()
-    os.set_blocking(wakeup, False)
-    handlers = {number: signal.getsignal(number) for number in (*_SIGNALS, signal.SIGCHLD)}
-    before = signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
-    try:
-        for number, handler in handlers.items():
-            if handler is not signal.SIG_IGN:  # under nohup
-                signal.signal(number, lambda *_: None)
-        yield news
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-        signal.set_wakeup_fd(before)
-        os.close(news)
-        os.close(wakeup)

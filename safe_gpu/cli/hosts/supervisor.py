@@ -6,22 +6,22 @@ stdin is for signals, a byte each, and its end is that of the connection; the co
 
 import ctypes
 import os
-import select
 import signal
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from threading import Thread
 from typing import NoReturn
 
 from ...host.procfs import descendants
 
-_GRACE = 5.0  # seconds from SIGTERM to SIGKILL, less than the other side waits
+_GRACE = 5.0  # seconds from SIGTERM to SIGKILL
 
-_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-
-_LOOK = 100  # milliseconds, while the command is being ended
+_LOOK = 0.1  # seconds, while the command is being ended
 
 _PR_SET_CHILD_SUBREAPER = 36
+
+_NEWS = (signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT)
 
 
 def mark(session: str) -> str:
@@ -36,61 +36,54 @@ def run_under(session: str, path: str, command: Sequence[str]) -> NoReturn:
     """
     terminal = os.isatty(0)
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # whatever the command leaves is found below us
-    news, wakeup = os.pipe()
-    os.set_blocking(wakeup, False)
-    signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
-    for number in (signal.SIGCHLD, *_FORWARDED):
-        signal.signal(number, lambda *_: None)  # exec(2) sets it back
+    signal.pthread_sigmask(signal.SIG_BLOCK, _NEWS)
     _say(session, "claimed")
     apart = {} if terminal else {"setpgroup": 0, "file_actions": [(os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)]}
     arguments = ["sh", "-c", 'exec "$0" "$@"', path, *command[1:]]
     ignored = (signal.SIGPIPE, signal.SIGXFSZ)  # by Python
-    child = os.posix_spawn("/bin/sh", arguments, os.environ, setsigdef=ignored, **apart)  # type: ignore[arg-type]
-    code = _wait(child, news, terminal)
+    child = os.posix_spawn("/bin/sh", arguments, os.environ, setsigmask=(), setsigdef=ignored, **apart)  # type: ignore[arg-type]
+    if not terminal:
+        Thread(target=_listen, args=(child,), daemon=True).start()
+    while (code := _exit_code(child)) is None:
+        if signal.sigwait(_NEWS) in (signal.SIGTERM, signal.SIGHUP):
+            _end_all()
+            code = 128 + signal.SIGTERM
+            break
     _say(session, f"ended {code}")
     os._exit(code)
 
 
 def _say(session: str, word: str) -> None:
     with suppress(OSError):  # nobody listens any more, which stdin tells too
-        os.write(1, f"{mark(session)}{word}\n".encode())
+        print(f"{mark(session)}{word}", flush=True)
 
 
-def _wait(child: int, news: int, terminal: bool) -> int:
-    """Return the child's exit code once it has ended, or once it was ended with all that it has started."""
-    poller = select.poll()
-    poller.register(news, select.POLLIN)
-    poller.register(0, 0 if terminal else select.POLLIN)  # on a terminal it is the command's, and a hangup still shows
-    code, deadline = None, 0.0
-    while True:
-        lost = False
-        for fd, _ in poller.poll(_LOOK if deadline else None):
-            data = os.read(fd, 64) if fd == news or not terminal else b""
-            if fd == news:
-                lost |= signal.SIGTERM in data or signal.SIGHUP in data
-            elif data:
-                for number in set(data).intersection(_FORWARDED):
-                    with suppress(ProcessLookupError):
-                        os.killpg(child, number)
-            else:
-                lost = True
-                poller.unregister(0)
-        with suppress(ChildProcessError):
-            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-                if ended[0] == child:
-                    code = os.waitstatus_to_exitcode(ended[1])
-        left = descendants(os.getpid()) if lost or deadline else []
-        if lost and not deadline:
-            deadline = time.monotonic() + _GRACE
-            _signal_all(left, signal.SIGTERM, signal.SIGCONT)
-        elif deadline and time.monotonic() > deadline:
-            _signal_all(left, signal.SIGKILL)
-        if code is not None and not left:
-            return code if code >= 0 else 128 - code
+def _listen(child: int) -> None:
+    """Pass on the signals that come, to the end of the connection."""
+    while number := os.read(0, 1):
+        with suppress(ProcessLookupError):
+            os.killpg(child, number[0])
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _signal_all(pids: Sequence[int], *numbers: int) -> None:
-    for pid in pids:
-        for number in numbers:
+def _exit_code(child: int) -> int | None:
+    """Return the child's exit code once it has ended; what it has left behind and has ended too is forgotten."""
+    while (ended := os.waitpid(-1, os.WNOHANG))[0] not in (0, child):
+        pass
+    code = os.waitstatus_to_exitcode(ended[1])
+    return None if not ended[0] else code if code >= 0 else 128 - code
+
+
+def _end_all() -> None:
+    """End the command with all that it has started."""
+    number, deadline = int(signal.SIGTERM), time.monotonic() + _GRACE
+    while left := descendants(os.getpid()):
+        for pid in left:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, number)
+                os.kill(pid, signal.SIGCONT)
+        signal.sigtimedwait((signal.SIGCHLD,), _LOOK)
+        with suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        number = signal.SIGKILL if time.monotonic() > deadline else 0

@@ -9,6 +9,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from ...errors import UnsatisfiableRequestError
+from ..hosts.chosen import hosts_of_option
 from ..option_values import CommandLine, add_affinity, add_request, claim_arguments
 from ..output import Log, say
 from ..parser import is_number
@@ -52,12 +53,12 @@ host, 126 the command cannot be run, 127 it is not found, 130 interrupted"""
     add("--visible-as", choices=("index", "uuid"), default="index", help=visible_as)
     where = "on the first of these hosts that has them free, by ssh, in this directory; does not wait"
     add = parser.add_argument_group("on which host").add_argument
-    add("--host", type=_hosts, default=None, metavar="H", help=where)
+    add("--host", type=hosts_of_option, default=None, metavar="H", help=where)
     add = parser.add_argument_group("output and exit code").add_argument
     add("-q", "--quiet", action="store_true", help="print nothing about waiting, nor which GPUs were claimed")
     refused = "exit code in place of 69, 70 and 73: for Grid Engine 99 (queue the job again) or 100 (hold it)"
     add("--refused-exit", type=_exit_code, metavar="N", help=refused)
-    parser.add_argument("--supervised", action="store_true", help=argparse.SUPPRESS)  # by run --host on another host
+    parser.add_argument("--supervised", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     parser.set_defaults(handler=_run, usage_error=parser.error)
 
@@ -68,14 +69,10 @@ def _exit_code(text: str) -> int:
     return int(text)
 
 
-def _hosts(text: str) -> tuple[str, ...]:
-    from ..hosts.chosen import hosts_of_option
-
-    return hosts_of_option(text)
-
-
 def _run(options: argparse.Namespace) -> int:
-    if options.host:
+    if options.supervised:  # by run --host on another host, whose words these are
+        sys.stderr = sys.stdout
+    elif options.host:
         from ..hosts.run import run_on_hosts
 
         return run_on_hosts(options)

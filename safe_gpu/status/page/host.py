@@ -3,21 +3,15 @@
 It is made from the document of ``status --json``, also from that of another host, which may say anything.
 """
 
-from __future__ import annotations
-
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping
 
 from ...coordination.leases.commands import program_names
-from ...gpus.devices import MIG_IS_ON
 from ...gpus.windows import Window
 from ...wording.text import format_age, format_bytes, gpu_ranges, gpus_held, not_before, plural, short_age
-from ..facts import FREE, WaiterStatus
+from ..facts import WaiterStatus
 from ..render import gib, wants
+from .figures import Document, Figures, claims_of
 from .markup import Markup, bar, element, joined, listed, table, when
-
-Document = Mapping[str, Any]
 
 _GPU = ("GPU", "State", "Memory", "Util", "Temp", "User", "Job", "Command", "Since", "Until")
 
@@ -31,64 +25,41 @@ _TOLD = ("drained by ", "reserved by ", "stopped ", "taken last ")
 """What is told of the reasons of a GPU in use: others may have a command with its arguments."""
 
 
-def host_part(status: Document, now: float, use: Markup) -> tuple[tuple[int, int], dict[str, str], Markup]:
-    """Return how many GPUs are free, and of how many; the row of the host in a table of several; and all about it.
-
-    A GPU that is divided into instances does not count, but these do.
+def host_part(status: Document, figures: Figures, now: float, use: Markup) -> Markup:
+    """Return all about a host.
 
     Raises:
-        LookupError, TypeError, ValueError, ArithmeticError, AttributeError, OSError: it is no such document.
+        NO_DOCUMENT: it is no such document.
     """
-    gpus = [one for one in status["gpus"] if not one["reason"].startswith(MIG_IS_ON)]
-    free, waiting = sum(one["state"] in FREE for one in gpus), len(status["queue"])
-    since = [one["since"] for one in status["queue"] if one["since"]]
-    models = Counter(one["name"] or "(no name)" for one in gpus).most_common()
-    users = Counter(claim["user"] or "?" for one in gpus for claim in _claims(one)).most_common()
-    row = {
-        "Free": f"{free} of {len(gpus)}",
-        "GPUs": ", ".join(f"{number} x {name}" for name, number in models),
-        "Waiting": str(waiting or ""),
-        "Longest wait": short_age(now - min(since)) if since else "",
-        "Holders": ", ".join(f"{user} {number}" for user, number in users),
-    }
-    about = f"{row['GPUs'] or 'no GPUs'} ({status['driver']} {status['driver_version']}".rstrip() + ")"
-    if waiting:
-        about += f", {waiting} waiting, the first for {row['Longest wait'] or '?'}"
-    rows = [each for one in status["gpus"] for each in _gpu_rows(one, now)]
-    left = joined(table("GPUs", _GPU, rows, "gpus"), listed([*_notes(status, now), *status.get("warnings", ())]))
+    about = f"{figures.cells['Free']} free, {figures.cells['GPU']} ({status['driver']} {status['driver_version']})"
+    if figures.waiting:
+        about += f", {figures.waiting} waiting, the first for {figures.cells['Longest'] or '?'}"
+    rows = [row for one in status["gpus"] for row in _gpu_rows(one, now)]
+    left = joined(table("GPUs", _GPU, rows, "gpus"), listed([*_notes(status), *status["warnings"]]))
     parts = element("div", element("div", left), element("div", _waiting(status, now), use), class_="parts")
-    return (free, len(gpus)), row, joined(element("p", about, class_="dim"), parts)
-
-
-def _claims(gpu: Document) -> Sequence[Document]:
-    return gpu["shares"] or [one for one in [gpu["claim"]] if one]
-
-
-def _label(gpu: Document) -> str:
-    return str(gpu.get("label", gpu["index"]))
+    return joined(element("p", about, class_="dim"), parts)
 
 
 def _gpu_rows(gpu: Document, now: float) -> Iterator[Mapping[str, str]]:
-    load, heat, computing = gpu["utilization"], gpu["temperature"], _computing(gpu)
-    row = {
-        "GPU": _label(gpu),
+    load, heat = gpu["utilization"], gpu["temperature"]
+    busiest = max(_computing(gpu), key=lambda one: one["memory_used"] or 0, default=None)
+    holder = None if gpu["shares"] else gpu["claim"] or (gpu["state"] == "busy" and busiest)
+    yield {
+        "GPU": gpu["label"],
         "State": element("b", gpu["state_shown"], class_=gpu["state_shown"].replace(" ", "-")),
         "Memory": _memory(gpu["memory_used"], gpu["memory_total"]),
         "Util": "" if load is None else f"{load}%",
         "Temp": "" if heat is None else f"{heat} °C",
+        **(_holder(holder, now) if holder else {}),
     }
-    if gpu["claim"] and not gpu["shares"]:
-        row |= _holder(gpu["claim"], now)
-    elif computing and gpu["state"] == "busy":
-        row |= _holder(max(computing, key=lambda one: one["memory_used"] or 0), now)
-    yield row
     for one in gpu["shares"]:
-        part = {
-            "GPU": _label(gpu),
+        memory = _memory(one["memory_used"], one["share"])
+        yield {
+            "GPU": gpu["label"],
             "State": element("b", "share", class_="share"),
-            "Memory": _memory(one["memory_used"], one["share"]),
+            "Memory": memory,
+            **_holder(one, now),
         }
-        yield part | _holder(one, now)
 
 
 def _computing(gpu: Document) -> list[Document]:
@@ -114,33 +85,32 @@ def _holder(one: Document, now: float) -> dict[str, str]:
     }
 
 
-def _notes(status: Document, now: float) -> Iterator[str]:
+def _notes(status: Document) -> Iterator[str]:
     notes: dict[str, list[str]] = {}
     for one in status["gpus"]:
-        for note in _notes_on(one):
-            notes.setdefault(note, []).append(_label(one))
-    for each in status.get("windows", ()):
-        window = Window(each["from"], each["until"], (), each["for"] or "", each["reason"], each["by"])
-        on = [_label(one) for one in status["gpus"] if one["uuid"] in each["gpus"]]
-        if on and not any(note.startswith(str(window)) for note in notes):
-            notes[str(window)] = on
+        for note in filter(None, _notes_on(one)):
+            notes.setdefault(note, []).append(one["label"])
+    for each in status["windows"]:
+        window = str(Window(each["from"], each["until"], (), each["for"] or "", each["reason"], each["by"]))
+        on = [one["label"] for one in status["gpus"] if one["uuid"] in each["gpus"]]
+        if on and not any(note.startswith(window) for note in notes):
+            notes[window] = on
     return (f"GPU {gpu_ranges(labels)}: {note}" for note, labels in notes.items())
 
 
 def _notes_on(gpu: Document) -> Iterator[str]:
-    told = gpu["reason"].split("; ")
-    if gpu["state"] == "claimed" or _computing(gpu):
-        told = [reason for reason in told if reason.startswith(_TOLD)]
-    if reasons := "; ".join(reason.partition(", since a claim failed")[0] for reason in told):
-        yield reasons
-    if gpu["state"] == "busy" and _computing(gpu):
+    reasons, computing = gpu["reason"].split("; "), _computing(gpu)
+    if gpu["state"] == "claimed" or computing:
+        reasons = [reason for reason in reasons if reason.startswith(_TOLD)]
+    yield "; ".join(reason.partition(", since a claim failed")[0] for reason in reasons)
+    if gpu["state"] == "busy" and computing:
         yield "used without a claim"
     if gpu["shares"]:
         unclaimed = "" if gpu["share_free"] is None else f", {format_bytes(gpu['share_free'])} unclaimed"
         yield plural(len(gpu["shares"]), "claim") + unclaimed
     if gpu["state_shown"] == "idle" and gpu["idle_for"]:
         yield f"no work for {format_age(gpu['idle_for'])}"
-    for claim in _claims(gpu):
+    for claim in claims_of(gpu):
         if claim["removable_by"]:
             yield f"nothing but its lease keeps others off it, and {claim['removable_by']} can remove that"
         if "share" in claim and (claim["memory_used"] or 0) > claim["share"]:

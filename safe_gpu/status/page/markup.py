@@ -1,7 +1,5 @@
 """HTML in which every text is escaped, unless it is markup already. Pure."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -18,13 +16,13 @@ class Markup(str):
     __slots__ = ()
 
 
-def element(tag: str, *content: str, **attributes: str | None) -> Markup:
-    """Return an element; ``class_`` and ``aria_label`` name the attributes ``class`` and ``aria-label``, None has none.
+def element(tag: str, *content: str, **attributes: str) -> Markup:
+    """Return an element; ``class_`` and ``aria_label`` name the attributes ``class`` and ``aria-label``.
 
     >>> element("td", "<b>", element("b", "!"), class_="user")
     '<td class="user">&lt;b&gt;<b>!</b></td>'
     """
-    given = [(name.rstrip("_").replace("_", "-"), value) for name, value in attributes.items() if value is not None]
+    given = ((name.rstrip("_").replace("_", "-"), value) for name, value in attributes.items())
     inside = "".join(f' {name}="{_escaped(value)}"' for name, value in given)
     return Markup(f"<{tag}{inside}>{joined(*content)}</{tag}>")
 
@@ -38,28 +36,35 @@ def _escaped(text: str) -> str:
     return text if isinstance(text, Markup) else escape(printable(text[:_LONGEST]))
 
 
-def table(caption: str, titles: Sequence[str], rows: Sequence[Mapping[str, str]], kind: str = "") -> Markup:
+def table(caption: str, titles: Sequence[str], rows: Sequence[Mapping[str, str]], kind: str) -> Markup:
     """Return a table without the columns that are empty; nothing without rows. The first cell of a row is its head.
 
     The roles say what screen readers could not tell by the elements once CSS has laid them out otherwise.
     """
-    shown = [title for title in titles if any(row.get(title) for row in rows)]
-    classes = {title: title.lower().replace("#", "place").replace(" ", "-") for title in shown}
-    head = (element("th", title, scope="col", role="columnheader", class_=classes[title]) for title in shown)
-    body = []
-    for row in rows:
-        cells = (element("td", row.get(title, ""), role="cell", class_=classes[title]) for title in shown[1:])
-        first = element("th", row.get(shown[0], ""), scope="row", role="rowheader", class_=classes[shown[0]])
-        body.append(element("tr", first, *cells, role="row"))
     if not rows:
         return Markup()
+
+    def cell(title: str, text: str, tag: str, role: str, **scope: str) -> Markup:
+        return element(tag, text, role=role, class_=title.lower().replace("#", "place").replace(" ", "-"), **scope)
+
+    first, *others = shown = [title for title in titles if any(row.get(title) for row in rows)]
+    head = (cell(title, title, "th", "columnheader", scope="col") for title in shown)
+    body = [
+        element(
+            "tr",
+            cell(first, row.get(first, ""), "th", "rowheader", scope="row"),
+            *(cell(title, row.get(title, ""), "td", "cell") for title in others),
+            role="row",
+        )
+        for row in rows
+    ]
     return element(
         "table",
         element("caption", caption),
         element("thead", element("tr", *head, role="row"), role="rowgroup"),
         element("tbody", *body, role="rowgroup"),
         role="table",
-        class_=kind or None,
+        class_=kind,
     )
 
 
@@ -67,12 +72,8 @@ def when(moment: float | None, now: float) -> str:
     """Return ``14:20``, or with a day if that is not clear, as a moment that programs can read too; "" for None."""
     if moment is None:
         return ""
-    return element("time", clock(moment, now), datetime=exact(moment), title=time.ctime(moment))
-
-
-def exact(moment: float) -> str:
-    """Return a moment as programs read it, in UTC."""
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(moment))
+    exact = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(moment))
+    return element("time", clock(moment, now), datetime=exact, title=time.ctime(moment))
 
 
 def bar(part: float) -> Markup:

@@ -1,7 +1,5 @@
 """What the GPUs of a host were claimed for in the last day, hour by hour and by user."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
@@ -28,24 +26,26 @@ class LastDay(NamedTuple):
     """
 
     gpus: int
-    claimed: tuple[float, ...]
-    users: tuple[ReportRow, ...]
-    warnings: tuple[str, ...] = ()
+    claimed: Sequence[float]
+    users: Sequence[ReportRow]
+    warnings: Sequence[str] = ()
 
 
 def last_day(claims: Sequence[PastClaim], gpus: Collection[str], now: float, warnings: Sequence[str] = ()) -> LastDay:
     """Return the use by these claims of the GPUs with these UUIDs."""
     begins = [now - HOUR * number for number in range(HOURS, 0, -1)]
     claimed = [len(gpus) - free_hours(claims, gpus, begin, begin + HOUR) for begin in begins]
-    users = [row for row in report(claims, (), "", begins[0], now) if row.by == "user"]
-    return LastDay(len(gpus), tuple(claimed), tuple(users), tuple(warnings))
+    return LastDay(
+        len(gpus), claimed, [row for row in report(claims, (), "", begins[0], now) if row.by == "user"], warnings
+    )
 
 
 def use_part(day: LastDay, now: float) -> Markup:
     """Return the bars of the hours, and the table of the users."""
-    heights = [max(0.5, 40 * value / max(1, day.gpus)) for value in day.claimed]  # no hour has no line
-    places = [(f"{10 * number}", f"{40 - height:.2f}", f"{height:.2f}") for number, height in enumerate(heights)]
-    bars = [element("rect", x=left, y=top, width="9", height=height) for left, top, height in places]
+    bars = []
+    for number, value in enumerate(day.claimed):
+        height = max(0.5, 40 * value / max(1, day.gpus))  # no hour has no line
+        bars.append(element("rect", x=f"{10 * number}", y=f"{40 - height:.2f}", width="9", height=f"{height:.2f}"))
     told = f"GPUs claimed in each hour, of {day.gpus}: {', '.join(f'{value:.1f}' for value in day.claimed)}"
     form = {"viewBox": "0 0 239 40", "preserveAspectRatio": "none", "class": "hours"}
     busiest = element("span", f"at most {max(day.claimed):.0f} GPUs in an hour")

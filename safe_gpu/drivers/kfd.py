@@ -21,7 +21,8 @@ from ..errors import NoDriverError
 from ..gpus.devices import Gpu, HostSnapshot
 from ..host import procfs
 from ..runtimes.runtime import HIP
-from ..topology.sysfs import Device, Files, devices, tree
+from ..topology.kfd_topology import Device, devices
+from ..topology.sysfs import Files, tree
 from . import kernel
 from . import pci as pci_module
 from .base import Driver

@@ -11,7 +11,8 @@ from ..errors import NoDriverError, UnsatisfiableRequestError
 from ..gpus.devices import vendor_of
 from ..gpus.vendors import FIRST, VENDORS
 from ..settings import variables as settings
-from ..topology.sysfs import SysfsTree, devices, tree
+from ..topology.kfd_topology import devices
+from ..topology.sysfs import SysfsTree, tree
 from ..wording.argument_style import ArgumentStyle
 
 if TYPE_CHECKING:

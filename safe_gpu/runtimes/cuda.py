@@ -180,7 +180,6 @@ class Library:
         Before CUDA 11.4 a MIG instance has the UUID of its parent GPU.
         """
         import ctypes
-        import uuid
 
         device = self.device(ordinal)
         octets = (ctypes.c_ubyte * 16)()
@@ -189,7 +188,8 @@ class Library:
         # CUDA names an instance after its profile: "NVIDIA H100 80GB HBM3 MIG 1g.10gb".
         named = self.ask("cuDeviceGetName", name, ctypes.c_int(len(name)), device) == SUCCESS
         kind = "MIG" if named and b" MIG " in name.value else "GPU"
-        return f"{kind}-{uuid.UUID(bytes=bytes(octets))}"
+        digits = bytes(octets).hex()
+        return f"{kind}-{digits[:8]}-{digits[8:12]}-{digits[12:16]}-{digits[16:20]}-{digits[20:]}"
 
     def all_shown(self) -> tuple[str, ...]:
         """Return the GPUs that the library sees in this process, in the order of its ordinals."""

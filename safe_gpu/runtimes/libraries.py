@@ -51,10 +51,10 @@ def load(name: str) -> ctypes.CDLL:
 
 def _search_path() -> list[str]:
     """Return the directories of LD_LIBRARY_PATH, as it is and as it was when this process was started."""
-    entries = (read_start("/proc/self/environ") or b"").split(b"\0")
-    began = [os.fsdecode(entry[16:]) for entry in entries if entry.startswith(b"LD_LIBRARY_PATH=")]
+    entries = b"\0" + (read_start("/proc/self/environ") or b"")
+    began = [os.fsdecode(one.partition(b"\0")[0]) for one in entries.split(b"\0LD_LIBRARY_PATH=")[1:]]
     values = filter(None, (os.environ.get("LD_LIBRARY_PATH"), *began))
-    return list(dict.fromkeys(place or "." for value in values for place in re.split("[:;]", value)))
+    return list(dict.fromkeys(place or "." for value in values for place in value.replace(";", ":").split(":")))
 
 
 def _candidates(name: str) -> Iterator[str]:

@@ -1,24 +1,12 @@
-"""What sysfs tells of CPUs, NUMA nodes, PCI devices and the AMD GPUs of the KFD topology.
+"""What sysfs tells of CPUs, NUMA nodes and PCI devices.
 
 The root may be a saved tree (such as those of hwloc's tests), so any file may be missing, padded with NUL bytes or
 malformed. A malformed file counts as missing. Nothing here raises because of the content of a tree.
-
-Names and meanings are those of ``kfd_topology.c`` and ``amdgpu`` in the Linux kernel:
-
-* A node is a GPU if its ``simd_count`` is not 0. ROCR numbers the GPUs in the order of the nodes.
-* ``location_id`` holds bus, device and function of the PCI device. A GPU that is split into compute partitions has
-  several nodes with one PCI device. The number of the partition is in bits 31 to 28, or, in the first kernels with
-  partitions, in place of the function, which is 0 for such a GPU.
-* A device cgroup that forbids a GPU makes ``gpu_id`` and ``properties`` of its node fail with EPERM. ROCR does not
-  count such a node, and neither does this module.
-* ``unique_id`` is 0 on GPUs without one. Older kernels give all partitions of a GPU the same one.
 """
 
 import os
 import re
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from ..host.foreign_files import read_bytes
@@ -28,11 +16,11 @@ _CPU = "sys/devices/system/cpu"
 
 _NODE = "sys/devices/system/node"
 
-_PCI = "sys/bus/pci/devices"
+PCI = "sys/bus/pci/devices"
 
 _NVIDIA = "proc/driver/nvidia/gpus"
 
-_ADDRESS = re.compile(r"([0-9a-f]{4,8}):([0-9a-f]{2}):([0-9a-f]{2})\.([0-9a-f])")
+_HEX = frozenset("0123456789abcdef")
 
 _READ_LIMIT = 1 << 20
 
@@ -41,8 +29,13 @@ GroupOf = Callable[[int], frozenset[int]]
 
 def pci_address(name: str) -> tuple[int, int, int, int] | None:
     """Return a PCI bus id as numbers, which sort in the order of nvidia-smi; None if the name is not a bus id."""
-    match = _ADDRESS.fullmatch(name)
-    return None if match is None else (int(match[1], 16), int(match[2], 16), int(match[3], 16), int(match[4], 16))
+    # By hand: most claims ask for one GPU, and to compile an expression takes longer.
+    address, _, function = name.rpartition(".")
+    domain, *others = parts = [*address.split(":"), function]
+    if not 4 <= len(domain) <= 8 or [*map(len, others)] != [2, 2, 1] or not _HEX.issuperset("".join(parts)):
+        return None
+    bus, device, number = (int(part, 16) for part in others)
+    return int(domain, 16), bus, device, number
 
 
 class PciGpu(NamedTuple):
@@ -248,11 +241,11 @@ class SysfsTree(Files):
         left out.
         """
         known = {name: self._uuid(name) for name in self.names(_NVIDIA) if pci_address(name)}
-        for name in self.names(_PCI):
-            if name in known or not pci_address(name) or not self._is_gpu(f"{_PCI}/{name}"):
+        for name in self.names(PCI):
+            if name in known or not pci_address(name) or not self._is_gpu(f"{PCI}/{name}"):
                 continue
             try:
-                foreign = os.path.basename(os.readlink(f"{self.root}/{_PCI}/{name}/driver")) != "nvidia"
+                foreign = os.path.basename(os.readlink(f"{self.root}/{PCI}/{name}/driver")) != "nvidia"
             except OSError:
                 foreign = False
             if not (known and foreign):
@@ -269,14 +262,14 @@ class SysfsTree(Files):
 
     def pci_node(self, bus_id: str) -> int | None:
         """Return the NUMA node of a PCI device, negative if the firmware does not say; None without the file."""
-        return self.number(f"{_PCI}/{bus_id}/numa_node", signed=True) if pci_address(bus_id) else None
+        return self.number(f"{PCI}/{bus_id}/numa_node", signed=True) if pci_address(bus_id) else None
 
     def pci_cpus(self, bus_id: str) -> tuple[frozenset[int], str] | None:
         """Return the CPUs near a PCI device and the name of the file that says so."""
         if not pci_address(bus_id):
             return None
         for name, parse in (("local_cpulist", parse_cpulist), ("local_cpus", parse_cpumask)):
-            cpus = parse(self.text(f"{_PCI}/{bus_id}/{name}"))
+            cpus = parse(self.text(f"{PCI}/{bus_id}/{name}"))
             if cpus:
                 return cpus, name
         return None
@@ -291,165 +284,3 @@ def _partition(cpus: frozenset[int], group_of: GroupOf) -> tuple[frozenset[int],
             seen |= group
             groups.append(group)
     return tuple(groups)
-
-
-_NODES = "sys/class/kfd/kfd/topology/nodes"
-
-_MOST_NODES = 1 << 10
-
-# PCI device ids and names from libdrm's amdgpu.ids, for GPUs whose board has no readable product name.
-_NAMES = {
-    0x738C: "AMD Instinct MI100",
-    0x7408: "AMD Instinct MI250X",
-    0x740C: "AMD Instinct MI250X / MI250",
-    0x740F: "AMD Instinct MI210",
-    0x74A0: "AMD Instinct MI300A",
-    0x74A1: "AMD Instinct MI300X",
-    0x74A2: "AMD Instinct MI308X",
-    0x74A5: "AMD Instinct MI325X",
-    0x74B5: "AMD Instinct MI300X VF",
-    0x75A0: "AMD Instinct MI350X",
-    0x75A3: "AMD Instinct MI355X",
-}
-
-
-class Node(NamedTuple):
-    """One GPU node. ``properties`` is empty if its file is missing or malformed."""
-
-    number: int
-    gpu_id: int
-    properties: dict[str, int]
-
-    @property
-    def path(self) -> str:
-        """Where its files are, below the root."""
-        return f"{_NODES}/{self.number}"
-
-
-class Device(NamedTuple):
-    """A GPU, or one compute partition of a GPU, without what changes from poll to poll.
-
-    Attributes:
-        node: the KFD node.
-        uuid: ``GPU-<16 hex digits>`` as ROCR writes ``unique_id``; else ``AMD-<bus id>-<partition>``.
-        bus_id: PCI bus id; "" if the node does not tell.
-        partition: number of the compute partition, 0 for a whole GPU.
-        shared: several devices have this PCI device, whose memory counters are those of all of them together.
-        name: product name.
-        memory_total: bytes of its own memory, or None.
-        integrated: it shares its node with CPU cores.
-        hive: equal and not 0 for GPUs that are connected by xGMI.
-        broken: why the node cannot be used, else "".
-    """
-
-    node: Node
-    uuid: str
-    bus_id: str = ""
-    partition: int = 0
-    shared: bool = False
-    name: str = "AMD GPU"
-    memory_total: int | None = None
-    integrated: bool = False
-    hive: int = 0
-    broken: str = ""
-
-    @property
-    def pci(self) -> str:
-        """Where the files of its PCI device are, below the root."""
-        return f"{_PCI}/{self.bus_id}"
-
-
-def devices(files: Files) -> tuple[Device, ...] | None:
-    """Return all GPUs that this process may open, in ROCR's order. None if there is no KFD topology."""
-    if not files.exists(_NODES):
-        return None
-    nodes = list(_gpu_nodes(files))
-    ids = Counter(node.properties.get("unique_id", 0) for node in nodes)
-    places = [_place(files, node) for node in nodes]
-    counts = Counter(bus_id for bus_id, _ in places)
-    found = []
-    for node, (bus_id, partition) in zip(nodes, places, strict=True):
-        if not node.properties or not bus_id:
-            broken = f"the kernel describes it incompletely in /{node.path}/properties"
-            found.append(Device(node, f"AMD-node-{node.number}", broken=broken))
-            continue
-        unique_id = node.properties.get("unique_id", 0)
-        addressable = 0 < unique_id < 1 << 64 and ids[unique_id] == 1
-        shared = counts[bus_id] > 1
-        total = _memory(files, node, bus_id, shared=shared)
-        found.append(
-            Device(
-                node,
-                f"GPU-{unique_id:016x}" if addressable else f"AMD-{bus_id}-{partition}",
-                bus_id,
-                partition,
-                shared,
-                _name(files, node, bus_id),
-                total,
-                node.properties.get("cpu_cores_count", 0) > 0,
-                node.properties.get("hive_id", 0),
-            )
-        )
-    return tuple(_without_doubles(found))
-
-
-def _gpu_nodes(files: Files) -> Iterator[Node]:
-    for number in files.numbered(_NODES)[:_MOST_NODES]:
-        path = f"{_NODES}/{number}"
-        properties: dict[str, int] = {}
-        try:
-            properties = files.properties(f"{path}/properties")
-            files.read(f"{path}/gpu_id")
-        except PermissionError:
-            continue
-        except OSError:
-            pass
-        gpu_id = files.number(f"{path}/gpu_id")
-        if gpu_id == 0 or properties.get("simd_count") == 0 or (gpu_id is None and not properties):
-            continue  # CPUs only
-        yield Node(number, gpu_id or 0, properties if gpu_id and "simd_count" in properties else {})
-
-
-def _place(files: Files, node: Node) -> tuple[str, int]:
-    """Return the bus id and number of the partition; ("", 0) if the node does not tell."""
-    location = node.properties.get("location_id")
-    domain = node.properties.get("domain", 0)
-    if location is None or location >= 1 << 32 or domain >= 1 << 32:
-        return "", 0
-    slot = f"{domain:04x}:{location >> 8 & 0xFF:02x}:{location >> 3 & 0x1F:02x}"
-    function, partition = location & 7, location >> 28
-    if function and not files.exists(f"{_PCI}/{slot}.{function}") and files.exists(f"{_PCI}/{slot}.0"):
-        function, partition = 0, function
-    return f"{slot}.{function}", partition
-
-
-def _memory(files: Files, node: Node, bus_id: str, *, shared: bool) -> int | None:
-    """Return the bytes of memory: of the PCI device, or of the node's memory banks where partitions share that."""
-    total = files.number(f"{_PCI}/{bus_id}/mem_info_vram_total")
-    if total is not None and not shared:
-        return total
-    banks = 0
-    for bank in files.names(f"{node.path}/mem_banks"):
-        with suppress(OSError):
-            banks += files.properties(f"{node.path}/mem_banks/{bank}/properties").get("size_in_bytes", 0)
-    return banks or total
-
-
-def _name(files: Files, node: Node, bus_id: str) -> str:
-    name = files.text(f"{_PCI}/{bus_id}/product_name")
-    if name and name.isprintable():
-        return name[:80]
-    target = node.properties.get("gfx_target_version", 0)
-    unknown = f"AMD GPU gfx{target // 10000}{target // 100 % 100:x}{target % 100:x}" if target else "AMD GPU"
-    return _NAMES.get(node.properties.get("device_id", 0), unknown)
-
-
-def _without_doubles(found: list[Device]) -> Iterator[Device]:
-    """Yield the devices, where two have one key under a key each that cannot be claimed."""
-    keys = Counter(device.uuid for device in found)
-    for device in found:
-        if keys[device.uuid] == 1:
-            yield device
-        else:
-            broken = f"the kernel gives several GPUs the place {device.bus_id}, partition {device.partition}"
-            yield device._replace(uuid=f"AMD-node-{device.node.number}", broken=broken)

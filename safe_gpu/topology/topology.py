@@ -10,7 +10,8 @@ from typing import Any, Protocol
 from ..errors import GPUAffinityError, as_affinity_error
 from ..gpus.devices import HostSnapshot, normalize_bus_id
 from .fsroot import fsroot_or_default
-from .sysfs import SysfsTree, devices
+from .kfd_topology import devices
+from .sysfs import SysfsTree
 
 
 def _cpu_set(what: str, cpus: Iterable[int]) -> frozenset[int]:

@@ -8,8 +8,10 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+import filelock
 import pytest
 from support.gpus import PACKAGE_ROOT
 from support.processes import free_port
@@ -29,14 +31,12 @@ class Hosts:
         self.config = directory / "ssh_config"
         self._mark = f"SAFE_GPU_TEST_HOSTS={directory}".encode()
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
-        (directory / "bin").mkdir()
-        (directory / "empty").mkdir(mode=0o700)
         program(directory / "bin" / "ssh", f'exec {shutil.which("ssh")} -F {self.config} "$@"')
         program(directory / "remote" / "safe-gpu", f'exec {sys.executable} -m safe_gpu "$@"')
-        for key in ("host", "user", "stranger"):
+        for key in ("host", "user-root", "stranger-root"):
             words = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(directory / key)]
             subprocess.run(words, check=True, timeout=30)
-        shutil.copy(directory / "user.pub", directory / "authorized_keys")
+        shutil.copy(directory / "user-root.pub", directory / "authorized_keys")
         self.config.write_text(
             "Match all\n  GlobalKnownHostsFile /dev/null\n  IdentitiesOnly yes\n  IdentityAgent none\n"
             f"  StrictHostKeyChecking yes\n  UserKnownHostsFile {directory}/known_hosts\n  HostName 127.0.0.1\n"
@@ -55,7 +55,7 @@ class Hosts:
         own = {
             "SAFE_GPU_TEST_HOSTS": str(self.directory),
             "SAFE_GPU_DIR": str(self.state_dir(name)),
-            "PYTHONPATH": str(PACKAGE_ROOT),
+            "PYTHONPATH": f"{PACKAGE_ROOT}:{Path(filelock.__file__).parents[1]}",  # for another interpreter
             "PATH": path,
         }
         return {**variables, **own}
@@ -92,8 +92,13 @@ class Hosts:
 
     def known(self, names: str, port: int, key: str = "user") -> None:
         """Let ssh know how to reach names."""
-        lines = f"Host {names}\n  Port {port}\n  IdentityFile {self.directory}/{key}\n"
+        lines = f"Host {names}\n  Port {port}\n  IdentityFile {self.directory}/{key}-%u\n"
         self.config.write_text(lines + self.config.read_text())
+
+    def give_key(self, user: str) -> None:
+        """Let another user reach the hosts."""
+        key = shutil.copy(self.directory / "user-root", self.directory / f"user-{user}")
+        shutil.chown(key, user)
 
     def down(self, name: str) -> None:
         """End the daemon; its connections stay."""
@@ -108,10 +113,6 @@ class Hosts:
         daemons = [one.pid for one in self._daemons.values()]
         below = [pid for daemon in daemons for pid in procfs.descendants(daemon)]
         return [pid for pid in below if (procfs.command_of(pid) or "").startswith("sshd")]
-
-    def clients(self, pid: int) -> list[int]:
-        """The processes of ssh that a command has started."""
-        return procfs.descendants(pid)
 
     def processes(self) -> list[int]:
         """What runs on them: without a terminal nothing ends with its connection."""
@@ -146,12 +147,27 @@ def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hosts]:
     made = not separation.exists()
     separation.mkdir(mode=0o755, exist_ok=True)
     monkeypatch.setenv("HOME", str(tmp_path))
-    hosts = Hosts(tmp_path)
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
-    yield hosts
-    hosts.end()
+    with TemporaryDirectory() as directory:
+        os.chmod(directory, 0o755)  # for other users
+        hosts = Hosts(Path(directory))
+        monkeypatch.setenv("PATH", f"{directory}/bin:{os.environ['PATH']}")
+        yield hosts
+        hosts.end()
     if made:
         separation.rmdir()
+
+
+@pytest.fixture
+def users() -> Iterator[list[str]]:
+    """Two users of this machine, with no home."""
+    if not REQUIRED:
+        pytest.skip("needs SAFE_GPU_REQUIRE_REAL=1, as it adds users")
+    names = ["safe-gpu-anna", "safe-gpu-ben"]
+    for name in names:
+        subprocess.run(["useradd", "-M", "-d", "/", "-s", "/bin/sh", "-p", "*", name], check=True)
+    yield names
+    for name in names:
+        subprocess.run(["userdel", name], check=True)
 
 
 @pytest.fixture

@@ -185,7 +185,7 @@ def test_figures(given: Answer, cells: list[str], broken: tuple[str, ...]) -> No
 @pytest.mark.parametrize(
     ("code", "out", "err", "told"),
     [
-        (None, "", "", "did not answer within 10 s"),
+        (124, "", "", "did not answer within 10 s"),
         (
             255,
             "",
@@ -203,7 +203,7 @@ def test_figures(given: Answer, cells: list[str], broken: tuple[str, ...]) -> No
         (0, '{"a":' + "[" * 100_000, "", "its answer cannot be read: RecursionError"),
     ],
 )
-def test_why_there_are_no_figures(code: int | None, out: str, err: str, told: str) -> None:
+def test_why_there_are_no_figures(code: int, out: str, err: str, told: str) -> None:
     one = read_answer(Said(code, out.encode(), err.encode()))
     assert one.status is None
     assert one.error.startswith(told)

@@ -6,14 +6,19 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.processes import free_port
+from support.real import unavailable
 from support.terminals import Terminal
 
 from safe_gpu.cli.hosts.session import Session
+from safe_gpu.host.procfs import descendants
+
+from .conftest import program
 
 LAPTOP = {"SAFE_GPU_DRIVER": "simulated:laptop"}  # one GPU
 
@@ -124,7 +129,7 @@ def test_nothing_is_left_where_the_connection_breaks(
     started = command.start("run", "--host", "gpu1,gpu2", "--", "sh", "-c", script)
     assert started.stdout.readline() == "up\n"
     assert free("gpu1") == 7
-    for pid in hosts.connections() if victim == "server" else hosts.clients(started.pid):
+    for pid in hosts.connections() if victim == "server" else descendants(started.pid):
         os.kill(pid, signal.SIGKILL)
     _, err = started.communicate(timeout=60)
     assert started.returncode == 76
@@ -132,6 +137,23 @@ def test_nothing_is_left_where_the_connection_breaks(
     assert free("gpu1") == 8
     assert hosts.processes() == []
     assert (tmp_path / "log").read_text() == "once\n"
+
+
+@pytest.mark.parametrize("victim", ["server", "client"])
+def test_no_other_host_is_tried_where_the_connection_breaks_before_the_claim(
+    hosts: Any, command: Any, tmp_path: Path, victim: str
+) -> None:
+    """It may have claimed when that happened."""
+    slow, real, up = tmp_path / "slow" / "safe-gpu", hosts.directory / "remote" / "safe-gpu", tmp_path / "up"
+    os.mkfifo(up)
+    program(slow, f'case "$*" in *--supervised*) echo > {up}; exec sleep 600;; esac\nexec {real} "$@"')
+    hosts.up("gpu1", env={"PATH": f"{slow.parent}:/usr/bin:/bin"})
+    hosts.up("gpu2", env=LAPTOP)
+    started = command.start("run", "--host", "gpu1,gpu2", "--", "touch", tmp_path / "ran")
+    assert up.read_text() == "\n"
+    for pid in hosts.connections() if victim == "server" else descendants(started.pid):
+        os.kill(pid, signal.SIGKILL)
+    assert (started.wait(60), (tmp_path / "ran").exists(), hosts.processes()) == (76, False, [])
 
 
 def test_nothing_is_left_where_we_are_killed(hosts: Any, command: Any, free: Any, eventually: Any) -> None:
@@ -196,26 +218,43 @@ def test_sigterm_on_a_terminal(hosts: Any, free: Any, terminal: Terminal) -> Non
     assert free("gpu1") == 8
 
 
-def test_a_race_for_the_last_gpu(hosts: Any, remote: Any, command: Any, eventually: Any) -> None:
+def may_run(user: str, python: str) -> bool:
+    """Whether a user may run this interpreter, which may lie in somebody's home directory."""
+    with suppress(PermissionError):
+        check = [python, "-c", "import sys; sys.exit(sys.version_info < (3, 10))"]
+        return subprocess.run(check, user=user, cwd="/", timeout=60).returncode == 0
+    return False
+
+
+def test_a_race_of_two_users_for_the_last_gpu(users: list[str], hosts: Any, remote: Any, eventually: Any) -> None:
     hosts.up("gpu1")
     held = remote("gpu1").start("run", "-n", 7, "--", "sh", "-c", "echo up; read x", stdin=subprocess.PIPE)
     assert held.stdout.readline() == "up\n"
-    racers = [command.start("run", "--host", "gpu1", "--", "sh", "-c", "echo got; exec sleep 600") for _ in range(3)]
-    eventually(lambda: sum(one.poll() is not None for one in racers) == 2)
-    for one in racers:
-        if one.poll() is None:
-            assert one.stdout.readline() == "got\n"
-            one.terminate()
-    assert sorted(one.wait(60) for one in racers) == [75, 75, 143]
+    pythons = [python for python in (sys.executable, "/usr/bin/python3") if may_run(users[0], python)]
+    if not pythons:
+        unavailable("no Python >= 3.10 that other users may run: try one outside root's home directory")
+    safe_gpu = hosts.directory / "remote" / "safe-gpu"
+    program(safe_gpu, f'exec {pythons[0]} -m safe_gpu "$@"')
+    words = [safe_gpu, "run", "--host", "gpu1", "--", "sh", "-c", "id -un; exec sleep 600"]
+    env = {**os.environ, **hosts.environment("gpu1"), "PATH": os.environ["PATH"], "HOME": "/", "PWD": "/"}
+    racers = []
+    for user in users * 2:
+        hosts.give_key(user)
+        as_user: Any = {"user": user, "group": user, "extra_groups": (), "cwd": "/", "env": env}
+        racers.append((user, subprocess.Popen(words, stdout=subprocess.PIPE, **as_user)))
+    eventually(lambda: sum(one.poll() is not None for _, one in racers) == 3)
+    for user, one in racers:
+        with one:
+            if one.poll() is None:
+                assert one.stdout.readline() == f"{user}\n".encode()
+                one.terminate()
+    assert sorted(one.returncode for _, one in racers) == [75, 75, 75, 143]
 
 
 def test_a_version_that_tells_nothing_of_a_claim_makes_none(hosts: Any, command: Any, tmp_path: Path) -> None:
-    program = tmp_path / "older" / "safe-gpu"
-    program.parent.mkdir()
-    new = tmp_path / "remote" / "safe-gpu"
-    program.write_text(f'#!/bin/sh\ncase "$*" in *--supervised*) echo unknown >&2; exit 2;; esac\nexec {new} "$@"\n')
-    program.chmod(0o755)
-    hosts.up("gpu1", env={"PATH": f"{program.parent}:/usr/bin:/bin"})
+    file, new = tmp_path / "older" / "safe-gpu", hosts.directory / "remote" / "safe-gpu"
+    program(file, f'case "$*" in *--supervised*) echo unknown >&2; exit 2;; esac\nexec {new} "$@"')
+    hosts.up("gpu1", env={"PATH": f"{file.parent}:/usr/bin:/bin"})
     hosts.up("gpu2", env=LAPTOP)
     done = command.run("run", "--host", "gpu1,gpu2", "--", "sh", "-c", 'echo "$SAFE_GPU_DIR"')
     assert (done.returncode, done.stdout) == (0, f"{hosts.state_dir('gpu2')}\n")
@@ -229,10 +268,10 @@ def test_what_does_not_go_with_hosts(ask: Any, words: str) -> None:
 @pytest.mark.parametrize("size", [1, 2, 7, 100])
 def test_words_are_found_however_they_are_cut(size: int, capsysbinary: pytest.CaptureFixture[bytes]) -> None:
     session = Session("gpu1", False, "0123")
-    text = b"Hi\n*safe-gpu-0123 here\n*safe-gpu-012 is none\n*safe-gpu-0123 claimed\r\na*bs*safe-gpu-0123 ended 255\n"
+    text = b"Hi\n*safe-gpu-012 is none\n*safe-gpu-0123 claimed\r\na*bs*safe-gpu-0123 ended 255\n"
     text = text.replace(b"*", b"\x1e")
     for at in range(0, len(text), size):
         session._show(text[at : at + size])
     assert capsysbinary.readouterr() == (b"a\x1ebs", b"Hi\n\x1esafe-gpu-012 is none\n")
-    assert session.words == ["here", "claimed", "ended 255"]
+    assert session.words == ["claimed", "ended 255"]
     assert session.ended == 255

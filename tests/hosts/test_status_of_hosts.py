@@ -105,7 +105,7 @@ def test_the_hosts_and_the_command_of_a_users_file(hosts: Any, ask: Any, tmp_pat
     hosts.up("gpu1", env={"PATH": "/usr/bin:/bin"})
     file = tmp_path / ".config" / "safe-gpu" / "config.ini"
     file.parent.mkdir(parents=True)
-    there = tmp_path / "remote" / "safe-gpu"
+    there = hosts.directory / "remote" / "safe-gpu"
     file.write_text(f"[host]\nhosts = gpu1\nremote_command = env PATH=/usr/bin:/bin {there}\n")
     file.chmod(0o644)
     assert lines_of(ask("status", "--all-hosts").stdout)["gpu1"].startswith("8 of 8 ")

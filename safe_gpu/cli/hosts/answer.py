@@ -8,7 +8,7 @@ from typing import Any
 from ...host.procfs import printable
 from ...status.facts import SCHEMA
 from ...status.page.figures import NO_DOCUMENT, Figures, figures_of
-from .asking import SECONDS, Said
+from .asking import SECONDS, TOO_LATE, Said
 
 _LONGEST_REASON = 300
 
@@ -41,7 +41,7 @@ class Answer:
 def read_answer(said: Said) -> Answer:
     """Return what a host has said, as far as it can be believed to be a status of this schema."""
     out, why = said.out.decode("utf-8", "replace"), last_line(said.err)
-    if said.code is None:
+    if said.code == TOO_LATE:
         return Answer(error=why or f"did not answer within {SECONDS:g} s")
     if said.code == 255:
         advice = next((advice for sign, advice in _ADVICE.items() if sign in why), "")

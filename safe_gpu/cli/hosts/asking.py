@@ -1,11 +1,13 @@
 """Questions to many hosts at once, each a process of ssh."""
 
-import asyncio
-import os
-import signal
-from asyncio.subprocess import DEVNULL, PIPE
-from collections.abc import Sequence
+import subprocess
+import time
+from collections.abc import Collection, Iterator, Sequence
+from itertools import repeat
+from queue import SimpleQueue
+from subprocess import DEVNULL, PIPE
 from tempfile import TemporaryFile
+from threading import Semaphore, Thread
 from typing import NamedTuple
 
 from .remote_shell import ssh_to
@@ -15,45 +17,47 @@ AT_ONCE = 16
 SECONDS = 10.0
 """That a host has for its answer, once it is asked."""
 
+TOO_LATE = 124  # what timeout(1) ends with
+
 
 class Said(NamedTuple):
-    """What a host has answered. ``code`` is ssh's exit code: 255 of its own, else the other side's; None: too late."""
+    """What a host has answered. ``code`` is ssh's exit code: 255 of its own, else the other side's."""
 
-    code: int | None
+    code: int
     out: bytes
     err: bytes
 
 
-async def ask(host: str, script: str) -> Said:
-    """Return what a host says to a line that ``sh`` there runs."""
-    with TemporaryFile() as err:  # a pipe would stay open for as long as a ControlMaster that ssh leaves behind
-        ssh = await asyncio.create_subprocess_exec(
-            *ssh_to(host, script), stdin=DEVNULL, stdout=PIPE, stderr=err, start_new_session=True
-        )  # in a session of its own no helper of ssh can ask on this terminal
-        out: bytes = b""
-        try:
-            out, _ = await asyncio.wait_for(ssh.communicate(), SECONDS)
-        except asyncio.TimeoutError:
-            pass
-        finally:
-            code = ssh.returncode
-            if code is None:
-                os.killpg(ssh.pid, signal.SIGKILL)
-                await ssh.wait()
-        err.seek(0)
-        return Said(code, out, err.read())
+def ask(ssh: Sequence[str]) -> Said:
+    """Return what a host says to this command of ssh.
+
+    ssh has a session of its own, so that no helper of it can ask on this terminal; timeout(1) ends it also where this
+    process has ended.
+    """
+    try:
+        with TemporaryFile() as err:  # a ControlMaster that ssh leaves behind would keep a pipe open
+            done = subprocess.run(
+                ["timeout", str(SECONDS), *ssh], stdin=DEVNULL, stdout=PIPE, stderr=err, start_new_session=True
+            )
+            err.seek(0)
+            return Said(done.returncode, done.stdout, err.read())
+    except OSError as error:
+        return Said(255, b"", str(error).encode())
 
 
-def ask_all(hosts: Sequence[str], script: str) -> dict[str, Said]:
-    """Return what each host says, in their order."""
+def answers(hosts: Collection[str], script: str, interval: float | None = None) -> Iterator[tuple[str, Said]]:
+    """Yield what each host says, as it comes; with an interval again and again, that long after its last answer."""
+    slots, news = Semaphore(AT_ONCE), SimpleQueue[tuple[str, Said]]()
 
-    async def all_of_them() -> list[Said]:
-        slots = asyncio.Semaphore(AT_ONCE)
+    def follow(host: str, ssh: Sequence[str]) -> None:
+        while True:
+            with slots:
+                news.put((host, ask(ssh)))
+            if interval is None:
+                return
+            time.sleep(interval)
 
-        async def one(host: str) -> Said:
-            async with slots:
-                return await ask(host, script)
-
-        return await asyncio.gather(*map(one, hosts))
-
-    return dict(zip(hosts, asyncio.run(all_of_them()), strict=True))
+    for host in hosts:
+        Thread(target=follow, args=(host, ssh_to(host, script)), daemon=True).start()
+    for _ in hosts if interval is None else repeat(None):
+        yield news.get()

@@ -4,16 +4,13 @@ import argparse
 import os
 import sys
 
-from ...status.page.figures import Figures
 from ...wording.text import plural
 from ..commands import EX_CANNOT_RUN, EX_CONNECTION, EX_NO_HOST, EX_TRY_AGAIN
 from ..output import say
-from .answer import last_line, read_answer
-from .asking import Said
+from .answer import last_line
 from .remote_shell import NEWLINE_FOR_SH, remote_command, words_of_sh
 from .session import Session
 from .status import answers_of, script_of_status
-from .supervisor import mark
 from .table import arranged
 
 
@@ -46,8 +43,12 @@ def run_on_hosts(options: argparse.Namespace) -> int:
                 return EX_CONNECTION
         if session.stopped:
             return 128 + session.stopped
-        codes.add(session.code if "here" in session.words else EX_NO_HOST)
-        told[host] = _why_not(session, answer.figures)
+        codes.add(session.code)
+        told[host] = last_line(session.said) or f"exit code {session.code}"
+        if session.code == EX_TRY_AGAIN:
+            told[host] = f"{answer.figures.free} of {plural(answer.figures.total)} free"
+            if answer.figures.waiting:
+                told[host] += f", {answer.figures.waiting} waiting: {answer.figures.waiters}"
     lines = [f"  {host}: {why}" for host, why in told.items()]
     say("\n".join(["no host gives the GPUs now, and run --host does not wait:", *lines]))
     return codes.pop() if len(codes) == 1 else EX_TRY_AGAIN
@@ -66,19 +67,8 @@ def _script(secret: str, options: argparse.Namespace) -> str:
     # A version that tells nothing of a claim refuses --supervised.
     words = words_of_sh([*options.words, "--supervised", "--timeout", "0", "--", *options.command])
     steps = [
-        "printf '" + mark(secret).replace("\x1e", "\\036") + "here\\n'",
         NEWLINE_FOR_SH,
         f"cd {words_of_sh([directory])} 2>/dev/null || {{ echo {missing}; exit {EX_CANNOT_RUN}; }}",
         f"exec env SAFE_GPU_SESSION={secret} {remote_command()} run {words}",
     ]
     return "; ".join(steps)
-
-
-def _why_not(session: Session, figures: Figures) -> str:
-    """Return why a host has not claimed."""
-    if session.code == EX_TRY_AGAIN:
-        waiting = figures.waiters and f", {figures.waiting} waiting: {figures.waiters}"
-        return f"{figures.free} of {plural(figures.total)} free{waiting}"
-    if "here" in session.words:
-        return last_line(session.said) or f"exit code {session.code}"
-    return read_answer(Said(session.code, b"", b"")).error

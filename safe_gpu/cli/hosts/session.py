@@ -1,6 +1,5 @@
 """One command on another host by ssh: what it prints is passed on, signals reach it, and how it ended is known."""
 
-import asyncio
 import os
 import re
 import signal
@@ -27,7 +26,7 @@ class Session:
 
     Attributes:
         secret: begins each word of the other side, and is in the environment of the process that claims there.
-        words: those that have come: ``here``, then ``claimed``, then ``ended CODE``.
+        words: those that have come: ``claimed``, then ``ended CODE``.
         code: of ssh, once it has ended.
         stopped: the signal that has come here, or 0.
         said: what was printed before the claim.
@@ -49,9 +48,8 @@ class Session:
 
     @property
     def broken(self) -> bool:
-        """Whether the connection has broken when the other side had begun, so that it may have claimed."""
-        lost = "claimed" in self.words or self.code == 255 or self.code < 0
-        return "here" in self.words and self.ended is None and lost
+        """Whether the connection has broken, and it is not known that the host has not claimed."""
+        return self.ended is None and ("claimed" in self.words or self.code == 255 or self.code < 0)
 
     def run(self, script: str) -> None:
         """Run the script there to its end.
@@ -116,9 +114,9 @@ class Session:
     def end_there(self) -> bool:
         """End what the broken connection has left on the host; return whether nothing is left."""
         find = f"grep -ls {self.secret} /proc/[0-9]*/environ | cut -d/ -f3"
+        ssh = ssh_to(self.host, f'while p=$({find}); [ "$p" ]; do kill $p; sleep 0.2; done')
         for _ in range(_TRIES):
-            said = asyncio.run(ask(self.host, f'while p=$({find}); [ "$p" ]; do kill $p; sleep 0.2; done'))
-            if said.code == 0:
+            if ask(ssh).code == 0:
                 return True
             time.sleep(1.0)
         return False

@@ -83,18 +83,19 @@ def render(
         lines += _gpu_table(shown, width, color, bar)
     else:
         lines += wrapped("none of these GPUs" if status.gpus else "no GPUs", width)
-    lines += _windows(shown, width, color)
+    for window in windows_of(shown):
+        lines += _warning(window, width, color)
     lines += _queue(shown, width, color, verbose)
     for warning in (*filter(None, [status.shift]), *status.broken, *status.ignored, *status.warnings):
         lines += ["", *_warning(f"warning: {warning}", width, color)]
     return "\n".join(lines)
 
 
-def _windows(status: HostStatus, width: int, color: bool) -> Iterator[str]:
+def windows_of(status: HostStatus) -> Iterator[str]:
     """Yield when GPUs are reserved, where the notes under the table do not say it."""
     for one in status.windows:
         if labels := [shown.label for shown in status.gpus if one.covers(shown.gpu) and str(one) not in shown.reason]:
-            yield from _warning(printable(f"GPU {gpu_ranges(labels)}: {one}"), width, color)
+            yield printable(f"GPU {gpu_ranges(labels)}: {one}")
 
 
 def _warning(text: str, width: int, color: bool, indent: str = "") -> Iterator[str]:
@@ -135,7 +136,7 @@ def _models(status: HostStatus) -> list[tuple[str, str]]:
     return [(name, f"GPU {gpu_ranges(labels)}") for name, labels in found.items()]
 
 
-class _TableRow(NamedTuple):
+class TableRow(NamedTuple):
     """One line of the table.
 
     Attributes:
@@ -212,14 +213,17 @@ def _gpu_table(status: HostStatus, width: int, color: bool, marks: str) -> list[
         cells[2] = row.bar(bar, marks, color) + blank[:1] + cells[2]
         rest = row.text or GAP.join(column.padded(column.cells[number]) for column in tail)
         lines.append(GAP.join([*cells, cut(rest.rstrip(), max(0, room))]).rstrip())
+    notes = [line for note in notes_of(status) for line in _warning(note, width, color)]
+    return [*lines, "", *notes] if notes else lines
+
+
+def notes_of(status: HostStatus) -> Iterator[str]:
+    """Return the remarks on the GPUs, each once with the GPUs that it is about."""
     notes: dict[str, list[str]] = {}
     for one in status.gpus:
-        for note in _notes(one, now):
+        for note in _notes(one, status.taken_at):
             notes.setdefault(printable(note), []).append(one.label)
-    lines += [""] if notes else []
-    for note, labels in notes.items():
-        lines += _warning(f"GPU {gpu_ranges(labels)}: {note}", width, color)
-    return lines
+    return (f"GPU {gpu_ranges(labels)}: {note}" for note, labels in notes.items())
 
 
 _RIGHT = ("HELD", "LEFT")
@@ -233,12 +237,12 @@ def _width(columns: Collection[Column]) -> int:
     return sum(column.width + len(GAP) for column in columns) - len(GAP)
 
 
-def _rows(gpus: Iterable[GpuStatus], now: float) -> Iterator[_TableRow]:
+def _rows(gpus: Iterable[GpuStatus], now: float) -> Iterator[TableRow]:
     """Return the rows of the table, in which each claim is described once."""
     first: dict[ClaimStatus, str] = {}
     last: ClaimStatus | None = None
     for one in gpus:
-        for row in _rows_of(one, now):
+        for row in rows_of(one, now):
             claim = row.claim and replace(row.claim, memory_used=None)
             if claim in first:
                 row = row._replace(cells={}, text="" if claim == last else f"with GPU {first[claim]}")
@@ -248,13 +252,13 @@ def _rows(gpus: Iterable[GpuStatus], now: float) -> Iterator[_TableRow]:
             yield row
 
 
-def _rows_of(one: GpuStatus, now: float) -> Iterator[_TableRow]:
+def rows_of(one: GpuStatus, now: float) -> Iterator[TableRow]:
     """Return the row of a GPU, and one for each claim that shares it."""
     state, gpu = one.shown_state(now), one.gpu
     load = "-" if gpu.utilization is None else f"{gpu.utilization}%"
     heat = "" if gpu.temperature is None else f"{gpu.temperature}C"
     color = _COLORS.get(state, "dim")
-    row = _TableRow(one.label, state, color, gpu.memory_used, gpu.memory_total, load, {}, heat=heat)
+    row = TableRow(one.label, state, color, gpu.memory_used, gpu.memory_total, load, {}, heat=heat)
     computing = [process for process in one.processes if process.kind != "graphics"]
     if one.shares:
         free = "" if one.share_free is None else f", {format_bytes(one.share_free)} unclaimed"
@@ -270,7 +274,7 @@ def _rows_of(one: GpuStatus, now: float) -> Iterator[_TableRow]:
         yield row
     for claim in one.shares:
         color = "red" if _is_over(claim) else "cyan"
-        yield _TableRow("", "  share", color, claim.memory_used, claim.share, "", _claim_cells(claim, now), claim=claim)
+        yield TableRow("", "  share", color, claim.memory_used, claim.share, "", _claim_cells(claim, now), claim=claim)
 
 
 def _process_cells(computing: Collection[ProcessStatus]) -> dict[str, str]:
@@ -367,9 +371,10 @@ def _is_over(claim: ClaimStatus) -> bool:
     return claim.share is not None and (claim.memory_used or 0) > claim.share
 
 
-def _queue(status: HostStatus, width: int, color: bool, verbose: bool) -> list[str]:
-    if not status.queue:
-        return []
+def queue_of(
+    status: HostStatus, verbose: bool, most_of_user: int
+) -> tuple[str, list[list[WaiterStatus]], tuple[Column, ...]]:
+    """Return the order in which they are served, the waiters in groups that are alike, and a column for each fact."""
     groups = _alike(status.queue, verbose)[:_MOST_WAITERS]
     queue = [one for one, *_ in groups]
     both, now = any(one.prefix for one in status.gpus), status.taken_at
@@ -378,9 +383,9 @@ def _queue(status: HostStatus, width: int, color: bool, verbose: bool) -> list[s
     who = [cells if len(group) < 2 else {"USER": cells["USER"]} for cells, group in zip(who, groups, strict=True)]
     columns = (
         Column("#", [gpu_ranges(str(one.position) for one in group) for group in groups], right=True),
-        Column("USER", [cells["USER"] for cells in who], most=_most_of_user(width)),
+        Column("USER", [cells["USER"] for cells in who], most=most_of_user),
         Column("JOB/PID", [cells.get("JOB/PID", "") for cells in who], most=13),
-        Column("WANTS", [f"{len(group)} x " * (len(group) > 1) + wants(group[0], both) for group in groups]),
+        Column("WANTS", [f"{len(group)} x " * (len(group) > 1) + _wants(group[0], both) for group in groups]),
         Column("WAITED", [short_age(now - one.since) if one.since else "?" for one in queue], right=True),
         Column("PLANNED", ["" if one.hold_for is None else short_age(one.hold_for) for one in queue], right=True),
         Column("STARTS", [_starts(one, now) if foreseen else "" for one in queue]),
@@ -388,6 +393,20 @@ def _queue(status: HostStatus, width: int, color: bool, verbose: bool) -> list[s
     order = "first come first served"
     if any(one.turn is not None for one in status.queue):
         order = "by turns; all but the first may start later than shown" if foreseen else "by turns"
+    return order, groups, columns
+
+
+def in_turn(queue: Iterable[WaiterStatus]) -> str:
+    """Return who is ahead of one who came earlier, and how many GPUs they hold."""
+    passers = {one.user or "?": one.in_turn for one in queue if one.in_turn is not None}
+    return ", ".join(f"{user} ({gpus_held(held)})" for user, held in passers.items())
+
+
+def _queue(status: HostStatus, width: int, color: bool, verbose: bool) -> list[str]:
+    if not status.queue:
+        return []
+    order, groups, columns = queue_of(status, verbose, _most_of_user(width))
+    queue = [one for one, *_ in groups]
     lines = ["", paint(f"Waiting, {order}:", "bold", color)]
     title, *rows = table(columns, width, optional=("PLANNED", "WAITED"))
     lines.append(paint(title, "bold", color))
@@ -397,10 +416,8 @@ def _queue(status: HostStatus, width: int, color: bool, verbose: bool) -> list[s
             text = f"process {one.pid} is stopped (a suspended job?) and keeps its place"
             lines += _warning(text, width, color, "     ")
         lines += _warning(one.note, width, color, "     ")
-    passers = {one.user or "?": one.in_turn for one in queue if one.in_turn is not None}
-    if passers:
-        who_is = ", ".join(f"{user} ({gpus_held(held)})" for user, held in passers.items())
-        lines += wrapped(f"in turn: {who_is}", width, "     ")
+    if passers := in_turn(queue):
+        lines += wrapped(f"in turn: {passers}", width, "     ")
     shown = sum(map(len, groups))
     if len(status.queue) > shown:
         lines.append(f"... and {len(status.queue) - shown} more")
@@ -434,7 +451,7 @@ def table(columns: Iterable[Column], width: int, optional: Iterable[str] = ()) -
         yield cut(GAP.join(column.padded(cell) for column, cell in zip(shown, cells, strict=True)).rstrip(), width)
 
 
-def wants(one: WaiterStatus, both: bool) -> str:
+def _wants(one: WaiterStatus, both: bool) -> str:
     """Return ``2 GPUs``, or ``2 AMD GPUs`` on a host with GPUs of two vendors."""
     if one.nb_gpus is None:
         return "?"

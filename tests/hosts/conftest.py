@@ -181,6 +181,11 @@ def remote(hosts: Hosts, command: Any) -> Any:
         def start(self, *words: object, **options: Any) -> subprocess.Popen[str]:
             return command.start(*words, env=self.environment, **options)
 
+        def hold(self, number: int) -> None:
+            held = self.start("run", "-n", number, "--", "sh", "-c", "echo up; read x", stdin=subprocess.PIPE)
+            assert held.stdout is not None
+            assert held.stdout.readline() == "up\n"
+
     return Remote
 
 

@@ -75,10 +75,7 @@ def files(tmp_path: Path, rules: Any) -> Any:
     return write
 
 
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, whose the policy must be")
-
-
-@needs_root
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, whose the policy must be")
 def test_whose_hosts_count(files: Any) -> None:
     ours, roots = "[host]\nhosts = a, b\n", "[host]\nhosts = c\nremote_command = /opt/safe-gpu -x\n"
     environ = files(ours, roots)
@@ -131,19 +128,7 @@ def test_what_is_about_one_host(ask: Any, words: str) -> None:
     assert ask("status", "--sort", "free").returncode == 2
 
 
-WORDS = [
-    "a b",
-    "it's",
-    '!x !! \\! $HOME `id` "q"',
-    "\\",
-    "\\\\n\\'",
-    "a\nb\n",
-    "",
-    "*?[x]~ #;&|<>(){}^%",
-    "é",
-    "-n",
-    "!",
-]
+WORDS = ["a b", "it's", '!x !! \\! $HOME `id` "q"', "\\", "\\\\n\\'", "a\nb\n", "", "*?[x]~ #;&|<>(){}^%", "é", "-n"]
 
 
 @pytest.mark.parametrize("shell", ["sh", "bash", "dash", "zsh", "ksh", "csh", "tcsh", "fish"])
@@ -227,19 +212,17 @@ def test_the_table() -> None:
     answers = {
         "gpu1": answer("free", "claimed", "unusable"),
         "gpu2": Answer(error="did not answer within 10 s"),
-        "gpu3": Answer(error="..."),
-        "gpu4": answer("free", "free", host="gpu4", queue=[{"since": 0, "user": "emil"}]),
+        "gpu4": answer("free", "free", host="gpu4", queue=[{"since": 4e9, "user": "emil"}]),
         "gpu5": answer("free", "free", host="gpu4"),
     }
-    lines = render_hosts(arranged(answers, False), width=80, color=False).split("\n")
-    assert lines[0] == "3 of 5 GPUs free on 2 of 4 hosts, 1 waiting"
-    assert [line.split() for line in lines[2:]] == [
+    assert [line.split() for line in render_hosts(arranged(answers, False), width=80, color=False).split("\n")] == [
+        "3 of 5 GPUs free on 2 of 3 hosts, 1 waiting".split(),
+        [],
         "HOST FREE GPU WAITING LONGEST HELD BY".split(),
         "gpu1 1 of 3 NVIDIA L4 anna 1".split(),
         "GPU 2: it fell off the bus".split(),
         "gpu2 did not answer within 10 s".split(),
-        ["gpu3", "..."],
-        ["gpu4", "2", "of", "2", "NVIDIA", "L4", "1", lines[7].split()[-1]],
+        "gpu4 2 of 2 NVIDIA L4 1 0s".split(),
         "gpu5 the same host as gpu4".split(),
     ]
-    assert list(arranged(answers, True)) == ["gpu4", "gpu1", "gpu2", "gpu3", "gpu5"]
+    assert list(arranged(answers, True)) == ["gpu4", "gpu1", "gpu2", "gpu5"]

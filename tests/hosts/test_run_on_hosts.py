@@ -34,6 +34,20 @@ def free(hosts: Any, command: Any) -> Callable[[str], int]:
     return count
 
 
+@pytest.fixture
+def started(hosts: Any, command: Any) -> Callable[..., Any]:
+    """A script that runs on the first of these hosts by ``run --host``, and has said "up"."""
+
+    def start(script: str, *names: str) -> Any:
+        for name in names or ("gpu1",):
+            hosts.up(name)
+        process = command.start("run", "--host", ",".join(names) or "gpu1", "--", "sh", "-c", script)
+        assert process.stdout.readline() == "up\n"
+        return process
+
+    return start
+
+
 def test_the_one_with_the_most_free_gpus_in_this_directory(
     hosts: Any, command: Any, free: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -65,8 +79,7 @@ def test_nobody_has_enough(hosts: Any, remote: Any, command: Any, user: str) -> 
     hosts.up("gpu1", env=LAPTOP, as_well="gpu1-ib")
     hosts.up("gpu2")
     hosts.known("gpu3", free_port())
-    held = remote("gpu2").start("run", "-n", 7, "--", "sh", "-c", "echo up; read x", stdin=subprocess.PIPE)
-    assert held.stdout.readline() == "up\n"
+    remote("gpu2").hold(7)
     waiter = remote("gpu2").start("run", "-n", 4, "--", "true")
     assert "waiting" in waiter.stderr.readline()
     done = command.run("run", "--host", "gpu1,gpu1-ib,gpu2,gpu3", "-n", 2, "--", "true")
@@ -95,47 +108,33 @@ def test_a_directory_that_is_not_there_is_no_claim(hosts: Any, command: Any, tmp
     assert not hosts.state_dir("gpu1").exists()
 
 
-@pytest.mark.parametrize(("number", "name"), [(signal.SIGINT, "INT"), (signal.SIGTERM, "TERM"), (signal.SIGHUP, "HUP")])
-def test_signals_reach_the_command_there(hosts: Any, command: Any, free: Any, number: int, name: str) -> None:
-    hosts.up("gpu1")
-    script = f"trap 'echo got it; exit 3' {name}; echo up; while :; do sleep 0.1; done"
-    started = command.start("run", "--host", "gpu1", "--", "sh", "-c", script)
-    assert started.stdout.readline() == "up\n"
-    started.send_signal(number)
-    assert started.communicate(timeout=60)[0] == "got it\n"
-    assert started.returncode == 3
-    assert free("gpu1") == 8
+@pytest.mark.parametrize("name", ["INT", "TERM", "HUP"])
+def test_signals_reach_the_command_there(started: Any, free: Any, name: str) -> None:
+    process = started(f"trap 'echo got it; exit 3' {name}; echo up; while :; do sleep 0.1; done")
+    process.send_signal(signal.Signals[f"SIG{name}"])
+    assert process.communicate(timeout=60)[0] == "got it\n"
+    assert (process.returncode, free("gpu1")) == (3, 8)
 
 
-def test_a_signal_that_ends_the_command_ends_ours(hosts: Any, command: Any, free: Any) -> None:
-    hosts.up("gpu1")
-    started = command.start("run", "--host", "gpu1", "--", "sh", "-c", "echo up; exec sleep 600")
-    assert started.stdout.readline() == "up\n"
-    started.send_signal(signal.SIGINT)
-    assert started.wait(60) == 130
-    assert free("gpu1") == 8
+def test_a_signal_that_ends_the_command_ends_ours(started: Any, free: Any) -> None:
+    process = started("echo up; exec sleep 600")
+    process.send_signal(signal.SIGINT)
+    assert (process.wait(60), free("gpu1")) == (130, 8)
 
 
 @pytest.mark.parametrize("victim", ["server", "client"])
 def test_nothing_is_left_where_the_connection_breaks(
-    hosts: Any, command: Any, free: Any, tmp_path: Path, victim: str
+    hosts: Any, started: Any, free: Any, tmp_path: Path, victim: str
 ) -> None:
     """Not even what has left its session and ignores all but SIGKILL, and no other host is tried."""
-    hosts.up("gpu1")
-    hosts.up("gpu2")
-    script = (
-        f"trap '' TERM HUP INT; (setsid sleep 600 &); echo once >> {tmp_path}/log; echo up; while :; do sleep 1; done"
-    )
-    started = command.start("run", "--host", "gpu1,gpu2", "--", "sh", "-c", script)
-    assert started.stdout.readline() == "up\n"
+    leave = f"trap '' TERM HUP INT; (setsid sleep 600 &); echo once >> {tmp_path}/log"
+    process = started(f"{leave}; echo up; while :; do sleep 1; done", "gpu1", "gpu2")
     assert free("gpu1") == 7
-    for pid in hosts.connections() if victim == "server" else descendants(started.pid):
+    for pid in hosts.connections() if victim == "server" else descendants(process.pid):
         os.kill(pid, signal.SIGKILL)
-    _, err = started.communicate(timeout=60)
-    assert started.returncode == 76
+    _, err = process.communicate(timeout=60)
     assert err.endswith("safe-gpu: the connection to gpu1 broke, and the command was ended there\n")
-    assert free("gpu1") == 8
-    assert hosts.processes() == []
+    assert (process.returncode, free("gpu1"), hosts.processes()) == (76, 8, [])
     assert (tmp_path / "log").read_text() == "once\n"
 
 
@@ -156,11 +155,8 @@ def test_no_other_host_is_tried_where_the_connection_breaks_before_the_claim(
     assert (started.wait(60), (tmp_path / "ran").exists(), hosts.processes()) == (76, False, [])
 
 
-def test_nothing_is_left_where_we_are_killed(hosts: Any, command: Any, free: Any, eventually: Any) -> None:
-    hosts.up("gpu1")
-    started = command.start("run", "--host", "gpu1", "--", "sh", "-c", "echo up; exec sleep 600")
-    assert started.stdout.readline() == "up\n"
-    started.kill()
+def test_nothing_is_left_where_we_are_killed(hosts: Any, started: Any, free: Any, eventually: Any) -> None:
+    started("echo up; exec sleep 600").kill()
     eventually(lambda: free("gpu1") == 8)
     eventually(lambda: hosts.processes() == [])
 
@@ -175,14 +171,10 @@ def test_what_the_command_leaves_behind_keeps_the_gpu(hosts: Any, command: Any, 
     eventually(lambda: free("gpu1") == 8)
 
 
-def test_a_reader_that_leaves_ends_the_command(hosts: Any, command: Any, free: Any) -> None:
-    hosts.up("gpu1")
-    started = command.start("run", "--host", "gpu1", "--", "yes")
-    assert started.stdout.readline() == "y\n"
-    started.stdout.close()
-    assert started.wait(60) == 141
-    assert free("gpu1") == 8
-    assert hosts.processes() == []
+def test_a_reader_that_leaves_ends_the_command(hosts: Any, started: Any, free: Any) -> None:
+    process = started("yes up")
+    process.stdout.close()
+    assert (process.wait(60), free("gpu1"), hosts.processes()) == (141, 8, [])
 
 
 def on_terminal(terminal: Terminal, script: str) -> subprocess.Popen[bytes]:
@@ -228,8 +220,7 @@ def may_run(user: str, python: str) -> bool:
 
 def test_a_race_of_two_users_for_the_last_gpu(users: list[str], hosts: Any, remote: Any, eventually: Any) -> None:
     hosts.up("gpu1")
-    held = remote("gpu1").start("run", "-n", 7, "--", "sh", "-c", "echo up; read x", stdin=subprocess.PIPE)
-    assert held.stdout.readline() == "up\n"
+    remote("gpu1").hold(7)
     pythons = [python for python in (sys.executable, "/usr/bin/python3") if may_run(users[0], python)]
     if not pythons:
         unavailable("no Python >= 3.10 that other users may run: try one outside root's home directory")

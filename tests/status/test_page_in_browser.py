@@ -25,26 +25,6 @@ BETWEEN = (320, 600, 601, 900, 901, 1399, 1400)  # where the layout changes, and
 TOO_WIDE = """() => [...document.querySelectorAll("body *")].filter(one => !one.closest("thead")
   && one.getBoundingClientRect().right > innerWidth + 0.5).map(one => one.outerHTML)"""
 
-# The texts with less contrast than WCAG 2 asks for (AA, 4.5), by its formula.
-FAINT = """() => {
-  const channels = color => color.match(/[0-9.]+/g).map(Number);
-  const light = color => {
-    const linear = c => c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4;
-    const [r, g, b] = channels(color).map(c => linear(c / 255));
-    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
-  };
-  const paper = one => {
-    const color = getComputedStyle(one).backgroundColor;
-    return channels(color)[3] === 0 ? paper(one.parentElement) : color;
-  };
-  const texts = [...document.querySelectorAll("body *")].filter(one => one.tagName != "SCRIPT"
-    && [...one.childNodes].some(child => child.nodeType == 3 && child.data.trim()));
-  return [texts.length, texts.filter(one => {
-    const [dim, bright] = [light(getComputedStyle(one).color), light(paper(one))].sort((a, b) => a - b);
-    return (bright + 0.05) / (dim + 0.05) < 4.5;
-  }).map(one => one.outerHTML)];
-}"""
-
 Opened = Callable[..., Any]
 
 
@@ -86,7 +66,7 @@ def opened(tmp_path: Path, said: list[str]) -> Iterator[Opened]:
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("width", WIDTHS)
 def test_it_can_be_read(opened: Opened, width: int, scheme: str) -> None:
-    """Sixteen GPUs and forty waiters, one host and several; nothing to scroll to the side for, nothing faint."""
+    """Sixteen GPUs and forty waiters, one host and several; nothing to scroll to the side for."""
     several = {"gpu1": crowded(), "gpu2": host(), "gpu3": "did not answer within 10 s"}
     for text in (page({"gpu1": crowded()}), page(several)):
         window = opened(text, width, scheme)
@@ -94,9 +74,6 @@ def test_it_can_be_read(opened: Opened, width: int, scheme: str) -> None:
             window.set_viewport_size({"width": size, "height": 800})
             assert window.evaluate("document.documentElement.scrollWidth") == size
             assert window.evaluate(TOO_WIDE) == []
-        number, faint = window.evaluate(FAINT)
-        assert number > 300
-        assert faint == []
         paper = window.evaluate("getComputedStyle(document.body).backgroundColor")
         assert paper == {"light": "rgb(255, 255, 255)", "dark": "rgb(20, 23, 27)"}[scheme]
 
@@ -144,27 +121,7 @@ def test_it_says_when_it_is_stale(opened: Opened, script: bool, age: float) -> N
     opened(page({"gpu1": host()}, now=NOW, every=0.1), script=script).locator(".stale").wait_for(state="visible")
 
 
-def test_it_is_loaded_anew(opened: Opened, said: list[str], tmp_path: Path) -> None:
-    """From a file, and from a server as long as that answers."""
+def test_it_is_loaded_anew(opened: Opened, tmp_path: Path) -> None:
     window = opened(page({"old": host()}, every=0.2))
     (tmp_path / "gpus.html").write_text(page({"new": host()}))
     window.get_by_role("heading", name="new: 1 of 8 GPUs free").wait_for()
-    asked: list[str] = []
-
-    def serve(route: Any) -> None:
-        asked.append(route.request.method)
-        number = asked.count("GET")
-        gone = number == 2 and route.request.method == "HEAD"
-        route.fulfill(
-            status=503 if gone else 200, body=page({f"number{number}": host()}, every=0.2), content_type="text/html"
-        )
-
-    window.context.route("http://gpus.example/**", serve)
-    window.goto("http://gpus.example/gpus.html")
-    window.get_by_role("heading", name="number2:").wait_for()
-    while asked.count("HEAD") < 4:
-        window.wait_for_event("response")
-    assert window.get_by_role("heading", name="number2:").is_visible()
-    assert asked.count("GET") == 2
-    assert not [one for one in said if one.startswith("Uncaught")]
-    said.clear()

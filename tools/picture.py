@@ -30,9 +30,9 @@ from safe_gpu.gpus.windows import Window
 from safe_gpu.status import gather
 from safe_gpu.status.facts import ClaimStatus, GpuStatus, HostStatus, WaiterStatus
 from safe_gpu.status.history.claims import PastClaim
+from safe_gpu.status.history.report import ReportRow, report
 from safe_gpu.status.page.document import render_page
 from safe_gpu.status.page.figures import figures_of
-from safe_gpu.status.page.use import LastDay, last_day
 
 PICTURES = Path(__file__).parents[1] / ".github" / "pictures"
 WIDTHS = (80, 120)
@@ -114,7 +114,7 @@ UUIDS = [gpu.uuid for gpu in preset("dgx-a100").gpus()]
 COURSE = Window(NOW + 20_000, NOW + 30_000, tuple(UUIDS[:2]), "group:course", "practical course", "root")
 
 
-def day() -> LastDay:
+def day() -> list[ReportRow]:
     """What that host was claimed for in the day before."""
 
     def past(user: str, gpus: list[str], ago: float, hours: float | None, waited: float) -> PastClaim:
@@ -127,7 +127,7 @@ def day() -> LastDay:
     runs = [past("anna", UUIDS[:4], 3.3, None, 1500), past("ben", UUIDS[4:5], 25, None, 5)]
     runs += [past("carla", UUIDS[5:6], 20, 12, 300), past("dora", UUIDS[6:], 15, 7, 40)]
     runs += [past("emil", UUIDS[:4], 22, 13, 3600), past("anna", UUIDS[:2], 8, 4, 600)]
-    return last_day(runs, UUIDS, NOW)
+    return [row for row in report(runs, (), "", NOW - 24 * 60 * MINUTE, NOW) if row.by == "user"]
 
 
 def page_as_svg(width: int, height: int) -> str:

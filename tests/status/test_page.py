@@ -14,14 +14,12 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from support.page_scene import DAY, HOSTILE, NOW, crowded, host, page, picture
+from support.page_scene import HOSTILE, NOW, crowded, host, page, picture
 
 from safe_gpu.cli.commands import main
 from safe_gpu.cli.hosts import status as of_hosts
 from safe_gpu.cli.hosts.answer import Answer, read_answer
 from safe_gpu.cli.hosts.asking import Said
-from safe_gpu.status.history.claims import PastClaim
-from safe_gpu.status.page.use import last_day
 
 VOID = {"meta"}
 OURS = {
@@ -119,18 +117,6 @@ def test_the_last_day() -> None:
         ["emil", "1", "52.00", "1h00m"],
         ["ben", "1", "24.00", ""],
     ]
-    (told,) = [value for tag, name, value in found.attributes if (tag, name) == ("svg", "aria-label")]
-    assert told == f"GPUs claimed in each hour, of 8: {', '.join(f'{value:.1f}' for value in DAY.claimed)}"
-    assert sum(tag == "rect" and (name, value) == ("width", "9") for tag, name, value in found.attributes) == 24
-
-
-def test_hours_are_those_of_the_day_before() -> None:
-    claims = [PastClaim(1, NOW - 90_000, user="a", gpus=("x", "y"), seen=NOW - 84_600, ended=NOW - 84_600)]
-    claims += [PastClaim(2, NOW - 1800, user="b", gpus=("x",), seen=NOW, running=True, waited=5.0)]
-    day = last_day(claims, ["x", "y", "z"], NOW, ["a part is missing"])
-    assert day.claimed == pytest.approx([1.0, *[0.0] * 22, 0.5])
-    assert [(row.key, row.gpu_hours_most, row.wait_mean) for row in day.users] == [("a", 1.0, None), ("b", 0.5, 5.0)]
-    assert "a part is missing" in page({"gpu1": host()}, use={"gpu1": day})
     assert "GPU-hours claimed" not in page({"gpu1": host()}, use={})
 
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from safe_gpu.status.history.report import ReportRow
 from safe_gpu.status.page.document import render_page
-from safe_gpu.status.page.use import LastDay
 
 TOOL = Path(__file__).parents[2] / "tools" / "picture.py"
 if not TOOL.exists():
@@ -22,7 +22,7 @@ picture: Any = importlib.util.module_from_spec(specification)  # type: ignore[ar
 specification.loader.exec_module(picture)  # type: ignore[union-attr]
 
 NOW = picture.NOW
-DAY: LastDay = picture.day()
+DAY: Sequence[ReportRow] = picture.day()
 LONG = "python a_program_with_a_very_long_name_that_has_no_blank_in_it_at_all_and_goes_on_and_on.py"
 HOSTILE = "<img src=x onerror=alert(1)>\"'&amp;</script>\x1b[2J\u202e\u2066\ud800 ]]>"
 
@@ -49,7 +49,5 @@ def crowded() -> dict[str, Any]:
     return status | {"gpus": gpus, "queue": queue}
 
 
-def page(
-    hosts: Mapping[str, Any], *, now: float = NOW, every: float = 300.0, use: Mapping[str, LastDay] | None = None
-) -> str:
+def page(hosts: Mapping[str, Any], *, now: float = NOW, every: float = 300.0, use: Any = None) -> str:
     return render_page(hosts, now=now, every=every, use={"gpu1": DAY} if use is None else use)

@@ -259,10 +259,9 @@ def test_what_does_not_go_with_hosts(ask: Any, words: str) -> None:
 @pytest.mark.parametrize("size", [1, 2, 7, 100])
 def test_words_are_found_however_they_are_cut(size: int, capsysbinary: pytest.CaptureFixture[bytes]) -> None:
     session = Session("gpu1", False, "0123")
-    text = b"Hi\n*safe-gpu-012 is none\n*safe-gpu-0123 claimed\r\na*bs*safe-gpu-0123 ended 255\n"
+    text = b"Hi\n*safe-gpu-012 is none\n*safe-gpu-0123 \r\na*bs*safe-gpu-0123 255\n"
     text = text.replace(b"*", b"\x1e")
     for at in range(0, len(text), size):
         session._show(text[at : at + size])
     assert capsysbinary.readouterr() == (b"a\x1ebs", b"Hi\n\x1esafe-gpu-012 is none\n")
-    assert session.words == ["claimed", "ended 255"]
     assert session.ended == 255

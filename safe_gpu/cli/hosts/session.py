@@ -25,8 +25,9 @@ class Session:
     """A try to claim and run on one host, and what has become of it.
 
     Attributes:
-        secret: begins each word of the other side, and is in the environment of the process that claims there.
-        words: those that have come: ``claimed``, then ``ended CODE``.
+        secret: begins each line for this process, and is in the environment of the process that claims there.
+        claimed: whether the host has said so.
+        ended: the command's own exit code; None if it is not known to have ended.
         code: of ssh, once it has ended.
         stopped: the signal that has come here, or 0.
         said: what was printed before the claim.
@@ -35,21 +36,17 @@ class Session:
     host: str
     terminal: bool
     secret: str = field(default_factory=lambda: os.urandom(8).hex())
-    words: list[str] = field(default_factory=list)
+    claimed: bool = False
+    ended: int | None = None
     code: int = 0
     stopped: int = 0
     said: bytes = b""
     _rest: bytes = b""
 
     @property
-    def ended(self) -> int | None:
-        """The command's own exit code; None if it is not known to have ended."""
-        return next((int(word.split()[1]) for word in self.words if word.startswith("ended ")), None)
-
-    @property
     def broken(self) -> bool:
         """Whether the connection has broken, and it is not known that the host has not claimed."""
-        return self.ended is None and ("claimed" in self.words or self.code == 255 or self.code < 0)
+        return self.ended is None and (self.claimed or self.code == 255 or self.code < 0)
 
     def run(self, script: str) -> None:
         """Run the script there to its end.
@@ -67,7 +64,7 @@ class Session:
 
         def stop(number: int, frame: object) -> None:
             self.stopped = self.stopped or number
-            if self.terminal or "claimed" not in self.words:
+            if self.terminal or not self.claimed:
                 ssh.terminate()
             elif ssh.stdin is not None:
                 with suppress(OSError):
@@ -94,22 +91,21 @@ class Session:
                     signal.signal(number, handler)
 
     def _show(self, data: bytes) -> None:
-        """Print what has come, or keep it until the claim; take the words out of it."""
+        """Print what has come, or keep it until the claim, without the lines that are for this process."""
         begin = mark(self.secret).encode()
-        *parts, last = re.split(re.escape(begin) + rb"(.*)\n", self._rest + data)
+        *parts, last = re.split(re.escape(begin) + rb"(\d*)\r?\n", self._rest + data)
         at = last.rfind(begin[:1])
         self._rest = last[at:] if at >= 0 and begin.startswith(last[at : at + len(begin)]) else b""
         for number, part in enumerate([*parts, last[: len(last) - len(self._rest)]]):
             if number % 2:
-                self.words.append(part.decode().strip())
-            elif "claimed" not in self.words:
-                self.said += part
-            else:
                 sys.stderr.buffer.write(self.said)
                 sys.stderr.flush()
+                self.said, self.claimed, self.ended = b"", True, int(part) if part else None
+            elif self.claimed:
                 sys.stdout.buffer.write(part)
                 sys.stdout.flush()
-                self.said = b""
+            else:
+                self.said += part
 
     def end_there(self) -> bool:
         """End what the broken connection has left on the host; return whether nothing is left."""

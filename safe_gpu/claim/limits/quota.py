@@ -96,13 +96,15 @@ class Quota:
         """Whether users who wait are served by turns."""
         return self._rules.by_turns
 
-    def owners(self, leases: StateDir, snapshot: HostSnapshot, *, others: bool) -> LeaseOwners:
+    def owners(self, leases: StateDir, snapshot: HostSnapshot, *, others: bool, joins: bool = False) -> LeaseOwners:
         """Return whose leases are now, as far as a look needs it. Host.lock must not be held.
 
         Args:
             others: whether other users wait, whose limits matter too.
+            joins: whether it may join the queue, where its turn depends on what its user holds.
         """
-        if not self.by_turns and self.limits.max_gpus is None and not (others and self._rules.limits_gpus):
+        needs_own = self.limits.max_gpus is not None or (joins and self.by_turns)
+        if not needs_own and not (others and self._rules.limits_gpus):
             return LeaseOwners()
         return lease_owners(leases, [gpu.uuid for gpu in snapshot.gpus], snapshot.name_prefix)
 
@@ -161,6 +163,8 @@ class LeasesByUser:
 
     def size(self, request: TicketRequest) -> float:
         """Return how many GPUs a ticket asks for."""
+        if not request.conditions:
+            return request.nb_gpus
         selection, _ = Selection.from_ticket(request.nb_gpus, request.conditions)
         return selection.amount(self._snapshot.gpus)
 

@@ -77,7 +77,8 @@ class Attempt:
             place.prepare(host)
             view.see_closed(place.hold_for(), host.queue)
             view.prepare()
-            facts[:] = [read_facts(host, view, options, taking=claim is not None)]
+            joins = may_wait and not place.queued
+            facts[:] = [read_facts(host, view, options, taking=claim is not None, joins=joins)]
 
         with HostLock(options.lock_deadline, prepare=prepare) as host:
             view.see_closed(place.hold_for())

@@ -31,17 +31,20 @@ class KernelFacts(NamedTuple):
     names: NameTable
 
 
-def read_facts(host: "LockedHost", view: "HostView", options: "ClaimOptions", *, taking: bool) -> KernelFacts:
+def read_facts(
+    host: "LockedHost", view: "HostView", options: "ClaimOptions", *, taking: bool, joins: bool
+) -> KernelFacts:
     """Read what a look needs. A claim without limits that nobody waits ahead of needs nothing.
 
     Args:
         taking: whether the look takes GPUs. If not, names are not bound, and only the table tells which are held.
+        joins: whether it may join the queue.
     """
     snapshot, queue = view.snapshot, not host.queue.is_empty()
     used = (gpu for gpu in snapshot.gpus if gpu.processes and queue)
     strangers = any(is_empty(host.leases, view.outer.lease_name(gpu.uuid)) for gpu in used)
     return KernelFacts(
-        LeaseOwners() if options.quota is None else options.quota.owners(host.leases, snapshot, others=queue),
+        LeaseOwners() if options.quota is None else options.quota.owners(host.leases, snapshot, others=queue, joins=joins),
         find_outer(host.leases, snapshot, view.scope) if view.scope else OuterClaim(),
         read_names() if strangers or not taking else NameTable(),
     )

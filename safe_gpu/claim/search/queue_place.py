@@ -101,11 +101,16 @@ class QueuePlace:
 
     def prepare(self, host: LockedHost) -> None:
         """List those who wait before host.lock is taken, since others wait meanwhile."""
-        if not (self.waiter is not None and self.waiter.queued) and not host.queue.is_empty():
+        if not self.queued and not host.queue.is_empty():
+            from ...coordination.queue.live import read_ticket
             from ...coordination.queue.waiter import Waiter  # noqa: F401 - while no lock is held
             from .queue_snapshot import QueueSnapshot  # noqa: F401
 
-            self._listing().update(host.queue)
+            listing = self._listing()
+            listing.update(host.queue)
+            if self._quota is not None and self._quota.by_turns:
+                for seq in listing.present():
+                    read_ticket(host.queue, seq)  # what it says is kept
 
     def _listing(self) -> Listing:
         if self._listed is None:
@@ -113,6 +118,11 @@ class QueuePlace:
 
             self._listed = Listing()
         return self._listed
+
+    @property
+    def queued(self) -> bool:
+        """Whether this claim holds a ticket."""
+        return self.waiter is not None and self.waiter.queued
 
     @property
     def position(self) -> int:

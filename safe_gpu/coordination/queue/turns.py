@@ -50,13 +50,15 @@ def turn_of_newcomer(
         weight: of the user; what it holds and waits for counts divided by this.
         counts: whether a waiter lives, and is neither stopped nor absent. It is asked only where that decides.
     """
-    now = max(_bounds(request, queue, seq, counts), default=0.0)
-    own = [
-        turn + size(ticket.request) / weight
+    start = max(_bounds(request, queue, seq, counts), default=0.0) + 0.5 + held / weight
+    after_own = sorted(
+        (turn + size(ticket.request) / weight, ticket.seq, ticket)
         for turn, ticket in queue
-        if ticket.uid == uid and ticket.request is not None and counts(ticket)
-    ]
-    return min(LATEST_TURN, max([now + 0.5 + held / weight, *own]))
+        if ticket.uid == uid and ticket.request is not None
+    )
+    # From the last one on, since it takes long to find out who counts.
+    latest = next((turn for turn, _, ticket in reversed(after_own) if turn <= start or counts(ticket)), start)
+    return min(LATEST_TURN, max(start, latest))
 
 
 def _bounds(

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from ..coordination.locks.cleaner_guard import StateDirGuard
-from ..coordination.scope import token_with_namespace
+from ..coordination.scope_names import token_with_namespace
 from ..coordination.signals import DeferredSignals
 from ..gpus.devices import Gpu, HostSnapshot
 from ..host import procfs

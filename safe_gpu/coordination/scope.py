@@ -10,7 +10,6 @@ from collections.abc import Iterable
 
 from ..errors import LockTimeout, StateDirError
 from ..gpus.devices import MOST_SHARERS
-from ..host import procfs
 from .files.lease_dir import LeaseDir
 from .files.location import state_dir_path
 from .files.state_dir import StateDir
@@ -19,39 +18,11 @@ from .holders.outer_claim import leases_with_token
 from .leases.lease import may_be_held
 from .locks.host_lock import MINIMUM_PATIENCE, HostLock
 from .name_table import NameTable, read_names
-from .socket_names import OUTER, SHARE, digest, is_datagram, outer_of, scope_of, slot_of
+from .scope_names import has_names_here, outer_name, scope_name
+from .socket_names import OUTER, SHARE, digest, is_datagram
 
 SLOTS = (None, *range(MOST_SHARERS))
 """What a claim may hold of a GPU: None is the whole of it."""
-
-
-def token_with_namespace(secret: str, namespace: int | None) -> str:
-    """Return a token that says in which network namespace the names of its claim are; 0 is none.
-
-    >>> token_with_namespace("0123456789abcdef", 4026531840)
-    '0123456789abcdef@4026531840'
-    """
-    return secret if namespace is None else f"{secret}@{namespace}"
-
-
-def has_names_here(token: str) -> bool:
-    """Return whether the names of the claim with this token are those that this process can see."""
-    namespace = token.partition("@")[2]
-    return not namespace or namespace == str(procfs.network_namespace())
-
-
-def outer_name(uuid: str, prefix: str, slot: int | None) -> str:
-    """Return the name that others ask for before they ask for those of claims inside the claim that has it."""
-    return outer_of(uuid, prefix) if slot is None else slot_of(uuid, slot, prefix)
-
-
-def scope_name(outer: str, token: str, inode: int) -> str:
-    """Return the name that says which claim has the name ``outer``, whose socket has this inode.
-
-    >>> scope_name("GPU-a3f1c07e52d98b16.outer...........", "0123456789abcdef", 12345)
-    'GPU-a3f1c07e52d98b16.42632906f2613e45'
-    """
-    return scope_of("", f"{token}:{inode}", outer.rstrip(".").removesuffix(OUTER))
 
 
 def _is_of_scope(table: NameTable, outer: str, token: str) -> bool:

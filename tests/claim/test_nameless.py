@@ -138,7 +138,8 @@ def test_where_the_kernel_lists_no_names(
     outer = child(SAYS + DELEGATES.format(share=share) + TELLS)
     token = outer.hear()
     monkeypatch.setenv("SAFE_GPU_SCOPE", token)
-    monkeypatch.setattr("safe_gpu.coordination.name_table.read_names", NameTable)
+    for module in ("claim.host.find_outer", "coordination.scope", "coordination.name_table"):
+        monkeypatch.setattr(f"safe_gpu.{module}.read_names", NameTable)
     with claim(1) as inner:
         assert inner.devices_taken == [0]
         assert elsewhere(monkeypatch, tmp_path) is None

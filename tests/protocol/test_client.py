@@ -17,7 +17,7 @@ from support.ground import write_for_all
 
 from safe_gpu.coordination import socket_names as names
 from safe_gpu.coordination.name_table import read_names
-from safe_gpu.coordination.scope import scope_name
+from safe_gpu.coordination.scope_names import scope_name
 
 SOURCES = sorted(Path(__file__).parent.glob("*.c"))
 NOW = {"c": ("-t", "0"), "python": ("--timeout", "0")}

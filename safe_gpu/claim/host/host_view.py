@@ -7,13 +7,12 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
+from ...coordination.files.location import has_closing_file
 from ...coordination.files.state_dir import StateDir, opened
-from ...coordination.leases.drained import all_windows, binding, closed_files, drained_gpus, find_admitted
 from ...coordination.leases.slots import holder_of_slots, recorded_slots
 from ...errors import NoDriverError
 from ...gpus.devices import Gpu, GpuFault, GpuProcess, GpuVerdict, HostSnapshot, LeaseHolder
 from ...gpus.vendors import FIRST, VENDORS
-from ...gpus.windows import Spans, Window, spans_of, why_reserved
 from ...host import procfs
 from ...host.procfs import describe_process
 from ...selection.possible import candidates
@@ -27,6 +26,7 @@ from .visible_limit import visible_limit_of
 if TYPE_CHECKING:
     from ...drivers.base import Driver
     from ...gpus.visible import VisibleLimit
+    from ...gpus.windows import Spans, Window
     from ...selection.request import Selection
 
 
@@ -75,7 +75,6 @@ class HostView:
         self.faults: Mapping[str, GpuFault] = {}
         self.failed: Mapping[str, str] = {}
         self.shared: dict[str, LeaseHolder] = {}
-        self._closed_files = closed_files()
         self._windows: tuple[Window, ...] = ()
         self._usable: tuple[HostSnapshot, list[Gpu]] | None = None
         self._unoccupied: tuple[HostSnapshot, Rules, dict[str, LeaseHolder], dict[str, GpuVerdict]] | None = None
@@ -86,18 +85,22 @@ class HostView:
         """The latest poll."""
         return self.polls.snapshot
 
-    def see_closed(self, hold_for: float | None, queue: StateDir | None = None) -> None:
+    def see_closed(self, hold_for: float | None, queue: StateDir, *, locked: bool = False) -> None:
         """Read which GPUs are drained, and which are reserved for others, if any.
 
         Args:
             hold_for: for how long this claim will hold its GPUs, in seconds; None is unknown.
-            queue: to find out for whom GPUs are reserved, this user and those who wait; None while a lock is held.
+            queue: of those who wait, for whom GPUs may be reserved.
+            locked: whether host.lock is held. Then nobody is asked for whom.
         """
-        if not any(os.access(path, os.F_OK) for path in self._closed_files):  # as almost always, and others wait
+        if not has_closing_file(queue.fd):  # as almost always, and others wait
             self.rules, self._rules_for_all, self._windows = self._without_closed, self._without_closed, ()
             return
+        from ...coordination.leases.drained import all_windows, binding, drained_gpus, find_admitted
+        from ...gpus.windows import why_reserved
+
         drained, self._windows = drained_gpus(), all_windows()
-        if self._windows and queue is not None:
+        if self._windows and not locked:
             from ...coordination.queue.listing import ticket_owners
 
             find_admitted(self._windows, {os.geteuid(), *ticket_owners(queue)})
@@ -107,7 +110,12 @@ class HostView:
 
     def reserved_for_others(self, uid: int) -> dict[str, Spans]:
         """Return stem of a GPU -> when it is reserved for others than this user. That binds no claim inside another."""
-        return {} if self.outer else spans_of(binding(self._windows, uid), self.snapshot.gpus)
+        if self.outer or not self._windows:
+            return {}
+        from ...coordination.leases.drained import binding
+        from ...gpus.windows import spans_of
+
+        return spans_of(binding(self._windows, uid), self.snapshot.gpus)
 
     @property
     def usable(self) -> list[Gpu]:

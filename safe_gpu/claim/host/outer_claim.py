@@ -1,32 +1,19 @@
-"""The claim inside which this process claims: found by its token, and asked whether it still has its GPUs.
-
-The variable ``SAFE_GPU_SCOPE`` also reaches processes outside that claim (``qsub -V``, ssh, tmux), so its token is
-valid only for GPUs that this user holds by the names of that claim. Records, which everybody may write, count only
-where the kernel lists no names, and for a claim that has none here: its token says so, or a child has inherited its
-leases, which is all that forked children keep.
-"""
+"""The claim inside which this process claims, what this takes of its GPUs, and whether it still has them."""
 
 import os
 from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from ...coordination import socket_names as names
-from ...coordination.holders.by_kernel import leases_of_this_user
-from ...coordination.holders.outer_claim import leases_with_token
 from ...coordination.leases.file_names import inner_name, lease_name, slot_name
 from ...coordination.leases.lease import may_be_held
 from ...coordination.leases.record import LeaseRecord, read_record
-from ...coordination.name_table import read_names
-from ...coordination.scope import SLOTS, has_names_here, outer_name, slots_of_scope
-from ...coordination.socket_names import digest
-from ...gpus.devices import Gpu, GpuVerdict, HostSnapshot
+from ...coordination.scope_names import outer_name
+from ...gpus.devices import Gpu, GpuVerdict
 from ...host import procfs
 
 if TYPE_CHECKING:
-    from ...coordination.files.state_dir import StateDir
     from ...coordination.locks.host_lock import LockedHost
-
-_READINGS = 3  # one reading of the names can miss some while others come and go
 
 
 class OuterClaim(NamedTuple):
@@ -52,7 +39,7 @@ class OuterClaim(NamedTuple):
         """Return it with the GPUs that it may still have. If it was found by its names, it is asked for again later."""
         if self.by_name:
             return self
-        now = {uuid: (_file(uuid, one.slot), one) for uuid, one in self.gpus.items()}
+        now = {uuid: (lease_file(uuid, one.slot), one) for uuid, one in self.gpus.items()}
         gpus = {
             uuid: one
             for uuid, (file, one) in now.items()
@@ -67,6 +54,9 @@ class OuterClaim(NamedTuple):
         """
         if not self or not self.by_name:
             return True
+        from ...coordination.name_table import read_names
+        from ...coordination.scope import slots_of_scope
+
         slots = slots_of_scope(read_names(), [gpu.uuid for gpu in gpus], token, self.prefix)
         return slots == {gpu.uuid: self.slot(gpu.uuid) for gpu in gpus}
 
@@ -103,39 +93,7 @@ class OuterClaim(NamedTuple):
         return names.is_held(outer_name(uuid, self.prefix, self.slot(uuid)))
 
 
-_UNKNOWN = LeaseRecord(0, None, -1, "", "", None, None, (), 0.0, "")
-
-
-def find_outer(leases: "StateDir", snapshot: "HostSnapshot", token: str) -> OuterClaim:
-    """Return this user's claim with this token. Host.lock must not be held.
-
-    The record of a GPU whose lease file is not in this state directory is that of another GPU of the claim, or has
-    pid 0.
-    """
-    uuids = [gpu.uuid for gpu in snapshot.gpus]
-    files = {_file(uuid, slot): (uuid, slot) for uuid in uuids for slot in SLOTS}
-    carriers = leases_with_token(leases, files, digest(token))
-    records = {files[name]: record for name, record in carriers.items()}
-    listed = here = has_names_here(token)
-    if here:
-        expected = {uuid for record in records.values() for uuid in record.gpus}.intersection(uuids)
-        found: dict[str, int | None] = {}
-        for _ in range(_READINGS):
-            table = read_names()
-            found.update(slots_of_scope(table, uuids, token, snapshot.name_prefix))
-            if found and expected <= found.keys():
-                break
-        if found or not table.complete:
-            other = next(iter(records.values()), _UNKNOWN)
-            gpus = {uuid: records.get((uuid, slot), other)._replace(slot=slot) for uuid, slot in found.items()}
-            return OuterClaim(gpus, by_name=True, known=table.complete, prefix=snapshot.name_prefix)
-        listed = table.told
-    ours, known = leases_of_this_user(leases, carriers, inherited=here and listed)
-    gpus = {files[name][0]: record for name, record in carriers.items() if name in ours}
-    return OuterClaim(gpus, listed=listed, known=known, prefix=snapshot.name_prefix)
-
-
-def _file(uuid: str, slot: int | None) -> str:
+def lease_file(uuid: str, slot: int | None) -> str:
     return lease_name(uuid) if slot is None else slot_name(uuid, slot)
 
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from ...coordination.leases.file_names import names_of_host
 from ...coordination.locks.host_lock import HostLock, LockedHost
-from ...coordination.name_table import read_names
 from ...errors import NotEnoughGpusError
 from ...host.procfs import TOO_LONG, printable_lines
 from ..host.inside import check_possible_inside
@@ -81,7 +80,7 @@ class Attempt:
             facts[:] = [read_facts(host, view, options, taking=claim is not None, joins=joins)]
 
         with HostLock(options.lock_deadline, prepare=prepare) as host:
-            view.see_closed(place.hold_for())
+            view.see_closed(place.hold_for(), host.queue, locked=True)
             if view.scope:
                 self._enter_scope(host, view, place, options, facts[0].scope)
             if place.waiter is None and not host.queue.is_empty():
@@ -104,6 +103,8 @@ class Attempt:
             finally:
                 leases.give_back()
         if may_wait and self.result.unleased:
+            from ...coordination.name_table import read_names
+
             named = leases.part.named(self.result.unleased, read_names())
             self.result = self.result._replace(unleased=self.result.unleased - named, named=self.result.named | named)
         if self.chosen and leases.trouble is not None:

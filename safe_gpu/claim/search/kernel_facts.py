@@ -4,20 +4,22 @@ Other users can make these tables long, so they are never read while host.lock i
 from here, and from the locks and names themselves.
 """
 
-from typing import TYPE_CHECKING, NamedTuple
+from __future__ import annotations
 
-from ...coordination.holders.by_kernel import LeaseOwners
+from typing import TYPE_CHECKING
+
 from ...coordination.leases.lease import is_empty
-from ...coordination.name_table import NameTable, read_names
-from ..host.outer_claim import OuterClaim, find_outer
+from ..host.outer_claim import OuterClaim
 
 if TYPE_CHECKING:
+    from ...coordination.holders.by_kernel import LeaseOwners
     from ...coordination.locks.host_lock import LockedHost
+    from ...coordination.name_table import NameTable
     from ..arguments.options import ClaimOptions
     from ..host.host_view import HostView
 
 
-class KernelFacts(NamedTuple):
+class KernelFacts:
     """What was read for one look, and nothing of what it cannot need.
 
     Attributes:
@@ -26,14 +28,13 @@ class KernelFacts(NamedTuple):
         names: the names that are held.
     """
 
-    owners: LeaseOwners
-    scope: OuterClaim
-    names: NameTable
+    def __init__(self, owners: LeaseOwners | None, scope: OuterClaim, names: NameTable | None) -> None:
+        self.owners = owners
+        self.scope = scope
+        self.names = names
 
 
-def read_facts(
-    host: "LockedHost", view: "HostView", options: "ClaimOptions", *, taking: bool, joins: bool
-) -> KernelFacts:
+def read_facts(host: LockedHost, view: HostView, options: ClaimOptions, *, taking: bool, joins: bool) -> KernelFacts:
     """Read what a look needs. A claim without limits that nobody waits ahead of needs nothing.
 
     Args:
@@ -43,8 +44,15 @@ def read_facts(
     snapshot, queue = view.snapshot, not host.queue.is_empty()
     used = (gpu for gpu in snapshot.gpus if gpu.processes and queue)
     strangers = any(is_empty(host.leases, view.outer.lease_name(gpu.uuid)) for gpu in used)
-    return KernelFacts(
-        LeaseOwners() if options.quota is None else options.quota.owners(host.leases, snapshot, others=queue, joins=joins),
-        find_outer(host.leases, snapshot, view.scope) if view.scope else OuterClaim(),
-        read_names() if strangers or not taking else NameTable(),
-    )
+    facts = KernelFacts(None, OuterClaim(), None)
+    if options.quota is not None:
+        facts.owners = options.quota.owners(host.leases, snapshot, others=queue, joins=joins)
+    if view.scope:
+        from ..host.find_outer import find_outer
+
+        facts.scope = find_outer(host.leases, snapshot, view.scope)
+    if strangers or not taking:
+        from ...coordination.name_table import read_names
+
+        facts.names = read_names()
+    return facts

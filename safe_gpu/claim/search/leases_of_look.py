@@ -52,7 +52,7 @@ class Leases:
         self.trouble: OSError | None = None
         self.holdings: LeasesByUser | None = None
         self._locked: set[str] = set()  # the names of these leases
-        if options.quota is not None and not view.outer:
+        if options.quota is not None and facts.owners is not None and not view.outer:
             self.holdings = options.quota.holdings(host.leases, view.snapshot, facts.owners, tried=self._locked)
         self.closed: set[str] = set()
         self._display = view.snapshot.shared_display

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ...coordination import socket_names as names
 from ...coordination.leases.slots import held_slots
-from ...coordination.scope import outer_name, scope_name
+from ...coordination.scope_names import outer_name, scope_name
 
 if TYPE_CHECKING:
     from ...coordination.leases.record import LeaseRecord
@@ -26,7 +26,7 @@ class GpuNames:
         claim: None if the look takes nothing.
     """
 
-    def __init__(self, host: LockedHost, view: HostView, claim: Claim | None, table: NameTable) -> None:
+    def __init__(self, host: LockedHost, view: HostView, claim: Claim | None, table: NameTable | None) -> None:
         self.claim = claim
         self._host = host
         self._view = view
@@ -37,7 +37,8 @@ class GpuNames:
         self, uuids: Collection[str], table: NameTable | None = None, *, inner: bool = False, shares: bool = True
     ) -> frozenset[str]:
         """Return those of these GPUs whose names are held, by this table or that of the look."""
-        return (table or self._table).held_among(uuids, self._prefix, inner=inner, shares=shares)
+        known = self._table if table is None else table
+        return frozenset() if known is None else known.held_among(uuids, self._prefix, inner=inner, shares=shares)
 
     def take_whole(self, uuid: str, mine: list[SocketName]) -> bool:
         """Take a GPU's names; False where one of them is another's.

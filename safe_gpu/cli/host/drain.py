@@ -10,7 +10,8 @@ from collections.abc import Collection, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ...coordination.leases.drained import drain_file, drained_gpus, read_drained
+from ...coordination.files.location import drain_file
+from ...coordination.leases.drained import drained_gpus, read_drained
 from ...errors import GPUAffinityError, PolicyError
 from ...gpus.windows import MOST_WINDOWS, Window
 from ...host import procfs

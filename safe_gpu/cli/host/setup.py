@@ -8,11 +8,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from ...coordination.files.location import DEFAULT_DIR, state_dir_path
+from ...coordination.files.location import DEFAULT_DIR, drain_file, state_dir_path
 from ...coordination.files.shared_directory import PARTS
 from ...coordination.files.state_dir import StateDir
 from ...coordination.files.warnings import ADMIN_DIR, setup_command
-from ...coordination.leases.drained import drain_file, read_drained
+from ...coordination.leases.drained import read_drained
 from ...coordination.leases.file_names import lease_name, leases_of
 from ...coordination.name_table import read_names
 from ...coordination.setup.entries import KEEP, MAKE, SKIP, TAKE, Entry

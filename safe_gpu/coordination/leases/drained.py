@@ -11,17 +11,8 @@ from ...errors import StateDirError
 from ...gpus.windows import Window, parse_windows, why_reserved
 from ...host import procfs, programs
 from ...host.foreign_files import LIMIT, open_to_read
-from ...settings.variables import policy_directory
-from ..files.location import state_dir_path
+from ..files.location import CLOSING, drain_file, state_dir_path
 from ..files.state_dir import StateDir
-
-_FILES = "drained", "windows"
-
-
-def drain_file(*, by_root: bool, name: str = "drained") -> str:
-    """Return the file of drained GPUs, or that with this name: root's, beside its settings of the host, or that of the
-    owner of the state directory, in it."""
-    return os.path.join(policy_directory(os.environ) if by_root else state_dir_path(), name)
 
 
 class Drains(NamedTuple):
@@ -31,11 +22,6 @@ class Drains(NamedTuple):
     reasons: Mapping[str, str] = MappingProxyType({})
     windows: tuple[Window, ...] = ()
     doubt: str = ""
-
-
-def closed_files() -> tuple[str, ...]:
-    """Return the paths of all files that can close GPUs."""
-    return tuple(f"{path}/{name}" for path in (state_dir_path(), policy_directory(os.environ)) for name in _FILES)
 
 
 def drained_gpus() -> dict[str, str]:
@@ -81,7 +67,7 @@ def closed_now() -> dict[str, str]:
 
 def ignored_drains() -> tuple[str, ...]:
     """Return why files of drained or reserved GPUs are ignored, a sentence for each that is."""
-    files = ((root, name) for root in (False, True) for name in _FILES)
+    files = ((root, name) for root in (False, True) for name in CLOSING)
     return tuple(filter(None, (read_drained(by_root=root, name=name).doubt for root, name in files)))
 
 

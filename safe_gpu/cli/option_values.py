@@ -159,3 +159,13 @@ def timeout_of(options: argparse.Namespace) -> float | None:
 
     text = os.environ.get("SAFE_GPU_TIMEOUT")
     return parse_duration(text, "SAFE_GPU_TIMEOUT") if text else None
+
+
+def hosts_of_option(text: str) -> tuple[str, ...]:
+    """Parse the value of ``--host``."""
+    from ..settings.host_file import host_names
+
+    names = host_names(text)
+    if not names:
+        raise ValueError("--host needs the name of a host, such as gpu1,gpu2")
+    return names

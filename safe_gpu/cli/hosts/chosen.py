@@ -3,6 +3,8 @@
 import argparse
 import os
 
+from ..option_values import hosts_of_option
+
 
 def add_hosts(parser: argparse.ArgumentParser) -> None:
     """Add the options that choose other hosts."""
@@ -11,16 +13,6 @@ def add_hosts(parser: argparse.ArgumentParser) -> None:
     every = "those of SAFE_GPU_HOSTS, else of hosts in ~/.config/safe-gpu/config.ini, else of root's file"
     which.add_argument("--all-hosts", action="store_true", help=every)
     parser.add_argument("--sort", choices=("free",), help="with hosts: those with the most free GPUs first")
-
-
-def hosts_of_option(text: str) -> tuple[str, ...]:
-    """Parse the value of ``--host``."""
-    from ...settings.host_file import host_names
-
-    names = host_names(text)
-    if not names:
-        raise ValueError("--host needs the name of a host, such as gpu1,gpu2")
-    return names
 
 
 def chosen_hosts(options: argparse.Namespace) -> tuple[str, ...]:

@@ -9,8 +9,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from ...errors import UnsatisfiableRequestError
-from ..hosts.chosen import hosts_of_option
-from ..option_values import CommandLine, add_affinity, add_request, claim_arguments
+from ..option_values import CommandLine, add_affinity, add_request, claim_arguments, hosts_of_option
 from ..output import Log, say
 from ..parser import is_number
 from .become import become, find_command

@@ -14,11 +14,6 @@ _KEYS = ("hosts", "remote_command")
 _MODE = 0o644
 
 
-def user_file(environ: Mapping[str, str]) -> str:
-    """Return where a user's own settings are."""
-    return os.path.join(environ.get("HOME") or os.path.expanduser("~"), ".config", "safe-gpu", "config.ini")
-
-
 def known_hosts(environ: Mapping[str, str]) -> tuple[str, ...]:
     """Return the hosts that SAFE_GPU_HOSTS, the user's file or root's names, the first that does.
 
@@ -34,7 +29,8 @@ def setting_of_hosts(key: str, environ: Mapping[str, str]) -> str | None:
     Raises:
         PolicyError: a file cannot be read, or is wrong. What a user runs on other hosts is never another user's choice.
     """
-    values = _values_of_user(user_file(environ))
+    home = environ.get("HOME") or os.path.expanduser("~")
+    values = _values_of_user(os.path.join(home, ".config", "safe-gpu", "config.ini"))
     if key not in values and (path := existing_policy(environ)) is not None:
         values = host_values(path)
     return values.get(key)

@@ -6,7 +6,7 @@
 import    `import safe_gpu` over a bare interpreter
 claim     an uncontended claim and its release, warm, over a simulated driver
 share     a claim of a share over one of a whole GPU, and both beside claims that share all other GPUs
-calls     the calls of NVML in a claim of one GPU of eight, counted with a fake NVML (needs a C compiler)
+calls     what a claim of one GPU of eight calls, of NVML and of Python and C, with a fake NVML (needs a C compiler)
 crowd     eight processes at once, one GPU each, until the last process has its GPU
 run       `safe-gpu run -- true` over an interpreter that imports filelock, pynvml and argparse and becomes `true`
 handover  64 processes for 8 GPUs: from the release of a GPU to the next claim of it
@@ -293,6 +293,42 @@ for _ in range(2):
 print(json.dumps(marks))
 """
 
+# Looks at the GPUs and, unless it is only to look, claims one; prints how many functions of Python and C the claim calls.
+FIRST = """
+import os, sys
+import safe_gpu
+safe_gpu.claim_gpus, safe_gpu.get_free_gpus()
+calls = 0
+def count(frame, event, argument):
+    global calls
+    calls += event in ("call", "c_call")
+if sys.argv[1] == "count":
+    sys.setprofile(count)
+if sys.argv[1] != "look":
+    safe_gpu.claim_gpus(timeout=0)
+sys.setprofile(None)
+print(calls, flush=True)
+os._exit(0)
+"""
+
+
+def cost_of_first_claim(env: dict[str, str], directory: Path) -> Iterator[Row]:
+    """What a process executes for its first claim once it has looked at the GPUs, however busy the machine is."""
+    few = {name: value for name, value in env.items() if name in ("PATH", "HOME", "LANG") or "PYTHON" in name}
+    env = few | {name: value for name, value in env.items() if "GPU" in name or name == "LD_LIBRARY_PATH"}
+
+    def told(what: str, *under: str) -> str:
+        command = [*under, sys.executable, directory / "first.py", what]
+        return subprocess.run(command, env=env, check=True, text=True, stderr=subprocess.STDOUT, stdout=-1).stdout
+
+    (directory / "first.py").write_text(FIRST)
+    told("claim")  # compiles the package, makes the state directory
+    yield Row("a first claim, of Python and C", int(told("count")), unit="calls", budget=5000)
+    if shutil.which("valgrind"):
+        callgrind = "valgrind", "--tool=callgrind", "--callgrind-out-file=/dev/null"
+        look, claim = (int(told(what, *callgrind).partition("Collected :")[2].split()[0]) for what in ("look", "claim"))
+        yield Row("a first claim, by callgrind", (claim - look) / 1e6, unit="M instructions")
+
 
 def bench_calls(options: argparse.Namespace) -> list[Row]:
     compiler, fakes = shutil.which("gcc") or shutil.which("cc"), ROOT / "tests/fakes"
@@ -309,9 +345,12 @@ def bench_calls(options: argparse.Namespace) -> list[Row]:
         (directory / "gpus").write_text("".join(gpus))
         fake = {"LD_LIBRARY_PATH": str(directory), "FAKE_GPU_DIR": str(directory), "SAFE_GPU_DRIVER": "nvml"}
         del os.environ["SAFE_GPU_TEST_SIMULATED"]
-        told = subprocess.check_output([sys.executable, "-c", TWICE], env={**environment(), **fake}, cwd=directory)
+        env = {**environment(), **fake}
+        told = subprocess.check_output([sys.executable, "-c", TWICE], env=env, cwd=directory)
+        rows = list(cost_of_first_claim(env, directory))
     began, leased, held, again, leased_again, held_again = json.loads(told)
     return [
+        *rows,
         Row("NVML in a first claim", held - began, unit="calls", budget=100),
         Row("NVML in a claim again", held_again - again, unit="calls", budget=62),
         Row("NVML once the leases are held", held - leased, unit="calls", budget=20),

@@ -11,6 +11,7 @@ import stat
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import TYPE_CHECKING
 
 from .foreign_files import read_start
@@ -32,8 +33,11 @@ _FOR_PROGRAMS = frozenset(
 def is_root() -> bool:
     """Return whether this process is root of the host or of a container whose root that is, rather than a user who
     became root of a user namespace and gains nothing from it."""
-    if os.geteuid() != 0:
-        return False
+    return os.geteuid() == 0 and _has_all_ids()
+
+
+@cache  # what was root of a user namespace stays that, and a claim asks several times
+def _has_all_ids() -> bool:
     ids = read_start("/proc/self/uid_map", 4096)
     return ids is None or ids.split() == [b"0", b"0", b"4294967295"]
 

@@ -214,6 +214,8 @@ def load() -> Library:
     """
     from . import libraries
 
+    if library := _mapped():
+        return library
     try:
         return Library(libraries.load(LIBRARY))
     except OSError as err:

@@ -69,6 +69,8 @@ _GPU_NOT_FOUND = 28
 
 UNKNOWN_ERROR = 999
 
+_HIDDEN = 2**64 - 1  # bytes
+
 _ABSENT = frozenset({_NOT_SUPPORTED, _FUNCTION_NOT_FOUND, _ARGUMENT_VERSION_MISMATCH, _DEPRECATED})
 
 _LOST = frozenset({_GPU_IS_LOST, _RESET_REQUIRED, _GPU_NOT_FOUND})
@@ -170,16 +172,18 @@ def read_rows(function: Any, handle: Any) -> tuple[int, list[ProcessRow]]:
 
     code = _INSUFFICIENT_SIZE
     for room in _ROOMS:
-        buffer = ctypes.create_string_buffer(_PATTERN * _WIDEST * room, _WIDEST * room)
+        buffer = bytearray(_PATTERN * _WIDEST * room)
         count = ctypes.c_uint(room)
-        code = function(handle, ctypes.byref(count), buffer)
+        code = function(handle, ctypes.byref(count), (ctypes.c_char * len(buffer)).from_buffer(buffer))
+        if code == _SUCCESS and not count.value:  # as on every GPU that is free
+            break
         if code == _SUCCESS:
             rows = min(count.value, room)
-            row = _WIDE_ROW if len(buffer.raw.rstrip(_PATTERN)) == rows * _WIDEST else _ROW
-            found = iter_unpack(row, buffer.raw[: rows * calcsize(row)])
+            row = _WIDE_ROW if len(buffer.rstrip(_PATTERN)) == rows * _WIDEST else _ROW
+            found = iter_unpack(row, buffer[: rows * calcsize(row)])
             return code, [
                 ProcessRow(
-                    pid, None if memory == 2**64 - 1 else memory, *(None if one == 2**32 - 1 else one for one in ids)
+                    pid, None if memory == _HIDDEN else memory, *(None if one == 2**32 - 1 else one for one in ids)
                 )
                 for pid, memory, *ids in found
             ]
@@ -215,9 +219,10 @@ class Session:
             raise NvmlError(_FUNCTION_NOT_FOUND)
         try:
             answer = function(*args)
-            if isinstance(answer, bytes):
-                answer = answer.decode()
-            return procfs.printable(answer[:_LONGEST]) if isinstance(answer, str) else answer
+            if not isinstance(answer, (bytes, str)):
+                return answer
+            text = answer.decode() if isinstance(answer, bytes) else answer
+            return procfs.printable(text[:_LONGEST])
         except self._pynvml.NVMLError as err:
             raise _trouble(int(err.value)) from err
         except UnicodeDecodeError as err:
@@ -255,9 +260,11 @@ class Session:
             info = self.ask_or(None, "nvmlDeviceGetMemoryInfo", handle, version)
             if info is not None:
                 break
-        figures = {f"memory_{name}": getattr(info, name, 2**64 - 1) for name in ("total", "used", "free")}
-        known = {name: None if value == 2**64 - 1 else int(value) for name, value in figures.items()}
-        return {**known, "counts_reserved": version is None}
+        figures: dict[str, Any] = {"counts_reserved": version is None}
+        for name in ("total", "used", "free"):
+            value = getattr(info, name, _HIDDEN)
+            figures[f"memory_{name}"] = None if value == _HIDDEN else int(value)
+        return figures
 
     def processes(self, kind: str, handle: Any) -> list[ProcessRow]:
         """Return the processes of one kind on a GPU or MIG instance, by the newest list that this driver answers."""

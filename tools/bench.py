@@ -293,7 +293,7 @@ for _ in range(2):
 print(json.dumps(marks))
 """
 
-# Looks at the GPUs and, unless it is only to look, claims one; prints how many functions of Python and C the claim calls.
+# Looks at the GPUs and may claim one; prints how many functions of Python and C the claim calls.
 FIRST = """
 import os, sys
 import safe_gpu

@@ -14,7 +14,6 @@ import safe_gpu
 from safe_gpu.claim.host import outer_claim as outer
 from safe_gpu.claim.host import polls as view
 from safe_gpu.claim.search import names_of_look as gpu_names
-from safe_gpu.claim.search import search
 from safe_gpu.coordination import socket_names as names
 from safe_gpu.coordination.leases import file_names as leases
 from safe_gpu.coordination.locks import legacy_lock as legacy
@@ -31,7 +30,7 @@ GIB = 1 << 30
 CAPACITY = (_HOST.devices[0].mib << 20) - GIB // 2  # of one GPU, about, bytes
 
 _FIRST_USER = 12000
-_import_all, _refresh = search._import_all, predecessors.Predecessors.refresh
+_refresh = predecessors.Predecessors.refresh
 
 Act = Callable[[Racer], None]
 
@@ -441,7 +440,6 @@ def furnish(scene: Scene, base: str) -> None:
         os.mkdir(place)
         os.chmod(place, 0o1777)
     if scene.users:
-        _import_all()  # those users may not be able to read the package
         os.mkdir(f"{base}/etc")
         with open(f"{base}/etc/policy.ini", "w") as file:
             file.write("[host]\norder = fair\n")

@@ -13,7 +13,7 @@ handover  64 processes for 8 GPUs: from the release of a GPU to the next claim o
 waiters   500 processes wait for GPUs that do not become free: the time until all wait, and their processor time
 backfill  the same with an idle GPU: all say for how long they hold it, too long to pass the first, who wants all GPUs
 sweep     waits in job lengths beside 64 jobs of another user, by turns and first come first served (as root)
-memory    the memory of a waiting process, minus that of a bare interpreter
+memory    the memory of a waiting process, minus that of a bare interpreter, and the processor time of several
 history   40,000 lines of a history, and one day of them, over json.loads of each line
 plan      the shares of 1,024 CPUs for 16 GPUs, in each mode
 
@@ -576,7 +576,7 @@ def bench_sweep(options: argparse.Namespace) -> list[Row]:
 
 
 def bench_waiters(options: argparse.Namespace) -> list[Row]:
-    number = options.waiters
+    number = options.waiters or 500
 
     def wait(line: Any) -> None:
         safe_gpu.claim_gpus(timeout=3600, affinity=None, hold_for=600)
@@ -603,7 +603,7 @@ def bench_waiters(options: argparse.Namespace) -> list[Row]:
 
 
 def bench_backfill(options: argparse.Namespace) -> list[Row]:
-    number = options.waiters
+    number = options.waiters or 500
 
     def wait(line: Any, nb_gpus: int = 1, hold_for: float = 7200) -> None:
         safe_gpu.claim_gpus(nb_gpus, timeout=3600, affinity=None, hold_for=hold_for)
@@ -627,25 +627,34 @@ def memory_of(pid: int) -> float:
 
 
 def bench_memory(options: argparse.Namespace) -> list[Row]:
-    say = "print(flush=True)"
+    say, number = "print(flush=True)", options.waiters or 5
     waits = f"import safe_gpu; {say}; safe_gpu.claim_gpus(timeout=None, affinity=None)"
     with simulated_host() as directory, ExitStack() as ending:
         ending.enter_context(held())
 
-        def start(code: str) -> int:
-            process = subprocess.Popen([sys.executable, "-c", code], env=environment(), stdout=subprocess.PIPE)
-            ending.enter_context(process)
-            ending.callback(process.kill)
-            process.stdout.readline()  # type: ignore[union-attr]
-            return process.pid
+        def start(code: str, number: int) -> list[int]:
+            processes = []
+            for _ in range(number):
+                one = subprocess.Popen(
+                    [sys.executable, "-c", code], env=environment(), stdout=-1, stderr=subprocess.DEVNULL
+                )
+                ending.enter_context(one)
+                ending.callback(one.kill)
+                processes.append(one)
+            return [one.pid for one in processes if one.stdout and one.stdout.readline()]
 
-        waiters = [start(waits) for _ in range(5)]
-        bare = [start(f"import time; {say}; time.sleep(3600)") for _ in range(5)]
-        until_waiting(directory, len(waiters))
+        waiters, bare = start(waits, number), start(f"import time; {say}; time.sleep(3600)", 5)
+        until_waiting(directory, number)
         settle(waiters)
         own, other = median(map(memory_of, waiters)), median(map(memory_of, bare))
+        before, began = processor_time(waiters), time.monotonic()
+        time.sleep(options.seconds)
+        share = 100 * (processor_time(waiters) - before) / (time.monotonic() - began)
     rival = "a bare interpreter that sleeps"
-    return [Row("memory of a waiter", own, other, rival, "MiB", budget=15.0, what="over")]
+    return [
+        Row("memory of a waiter", own, other, rival, "MiB", budget=15.0, what="over"),
+        Row(f"{number} waiters that were started apart, share of a core", share, unit="%"),
+    ]
 
 
 # CPUs
@@ -702,7 +711,7 @@ def main() -> int:
     parser.add_argument("parts", nargs="*", metavar="PART", help="(default: all)")
     parser.add_argument("--repeat", type=int, default=20, metavar="N", help="repetitions (default: %(default)s)")
     parser.add_argument("--processes", type=int, default=64, metavar="N", help="for handover (default: %(default)s)")
-    parser.add_argument("--waiters", type=int, default=500, metavar="N", help="how many (default: %(default)s)")
+    parser.add_argument("--waiters", type=int, metavar="N", help="how many (default: 500, and 5 for memory)")
     parser.add_argument("--seconds", type=float, default=20.0, metavar="S", help="of each measurement of waiters")
     parser.add_argument("--fair", action="store_true", help="users who wait are served by turns (as root)")
     parser.add_argument("--quick", action="store_true", help="few repetitions, few processes")

@@ -99,13 +99,14 @@ class WaitLine:
         path = settings.existing_policy(os.environ)
         if path is None:
             return
-        from ...status.idle_reports import sets_a_limit, whom_to_ask
-        from ...wording.text import cut
-
+        try:
+            from ...status.gather import gather
+            from ...status.idle_reports import sets_a_limit, whom_to_ask
+            from ...wording.text import cut
+        except ImportError:  # the package was upgraded during the wait
+            return
         if not sets_a_limit(path):
             return
-        from ...status.gather import gather
-
         try:
             gpus = gather().gpus  # takes host.lock
         except (SafeGpuError, OSError):

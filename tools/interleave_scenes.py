@@ -96,6 +96,7 @@ def claims(
             except KeyboardInterrupt:
                 racer.say("gives back")
                 owner.release_gpus()
+            racer.say("has given back")
 
     return Plan(act, at, inside, after or inside, "share" in options)
 
@@ -349,6 +350,7 @@ class Referee:
         self._waited: dict[str, tuple[str, ...]] = {}  # who waited when a racer took a lease: others join after that
         self._stranger_since_wait: set[str] = set()  # racers that may have seen one
         self._strangers: set[str] = set()
+        self._leaving: set[str] = set()  # who gives back, and has not done so
         self._disturbed = False
 
     def step(self, who: str, what: str) -> None:
@@ -374,6 +376,9 @@ class Referee:
             self._take(who, *about)
         elif what in ("gives back", "dies"):
             self._has.pop(who, None)
+            self._leaving.add(who)
+        elif what == "has given back":
+            self._leaving.discard(who)
         elif what == "turn":
             self._tickets[who] = about[0] or 0.0, self._tickets[who][1]
         elif what == "fails":
@@ -389,7 +394,8 @@ class Referee:
         elif what == "undrains":
             self._drained.clear()
         if what in ("dies", "refused", "interrupted"):
-            self._disturbed = self._disturbed or what == "dies" or "KeyboardInterrupt" in about
+            # A share that is half given back counts as the whole GPU.
+            self._disturbed = self._disturbed or what == "dies" or "KeyboardInterrupt" in about or bool(self._leaving)
             self._waiting.discard(who)
 
     def _take(self, who: str, gpus: list[int], share: int | None) -> None:

@@ -29,7 +29,7 @@ GroupOf = Callable[[int], frozenset[int]]
 
 def pci_address(name: str) -> tuple[int, int, int, int] | None:
     """Return a PCI bus id as numbers, which sort in the order of nvidia-smi; None if the name is not a bus id."""
-    # By hand: most claims ask for one GPU, and to compile an expression takes longer.
+    # Without a regular expression: most claims ask about one GPU, and compiling one would take longer.
     address, _, function = name.rpartition(".")
     domain, *others = parts = [*address.split(":"), function]
     if not 4 <= len(domain) <= 8 or [*map(len, others)] != [2, 2, 1] or not _HEX.issuperset("".join(parts)):

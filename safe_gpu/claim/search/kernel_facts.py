@@ -23,9 +23,9 @@ class KernelFacts:
     """What was read for one look, and nothing of what it cannot need.
 
     Attributes:
-        owners: whose leases are, for limits of users.
+        owners: whose leases are; None on a host without limits of users.
         scope: the claim that SAFE_GPU_SCOPE names.
-        names: the names that are held.
+        names: the names that are held; None if the look does not need them.
     """
 
     def __init__(self, owners: LeaseOwners | None, scope: OuterClaim, names: NameTable | None) -> None:

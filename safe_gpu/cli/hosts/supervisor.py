@@ -1,8 +1,8 @@
 """What ``run`` does on the other side of a connection: it tells of its claim, and ends the command with the connection.
 
 The side that asked reads two lines on stdout that begin with what it alone knows: one before the command, and one with
-its exit code. Without a terminal its
-stdin is for signals, a byte each, and its end is that of the connection; the command has an empty stdin then.
+its exit code. Without a terminal stdin is for signals, a byte each, and its end is that of the connection; the command
+has an empty stdin then.
 """
 
 import ctypes

@@ -131,8 +131,8 @@ class Host:
                 signal.signal(signal.SIGINT, signal.default_int_handler)
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
                 self.scene.enter(name, self.base)
-                if self._wound:
-                    setattr(*WOUNDS[self._wound])
+                for broken in WOUNDS.get(self._wound, ()):
+                    setattr(*broken)
                 racer = Racer(self._tasks[name], self._theirs, self.clock, self.base, self.scene.slots)
                 racer.live(self.scene.plans[name].act, self.scene.become)
             finally:

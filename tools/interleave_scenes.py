@@ -504,18 +504,21 @@ def _variables(scene: Scene, base: str, number: int) -> dict[str, str]:
     }
 
 
-WOUNDS: Mapping[str, tuple[Any, str, Any]] = {
+WOUNDS: Mapping[str, list[tuple[Any, str, Any]]] = {
     # A whole claim does not ask whether another one allows claims inside it.
-    "outer": (names, "is_divided", lambda uuid, prefix: bool(names.named_slots(uuid, prefix))),
-    # A claim inside another does not look once more whether that one lives.
-    "inside": (outer.OuterClaim, "still_has", lambda self, gpus, token: True),
-    # A claim inside another does not ask, when it has its name, whether that one lives.
-    "outer-lives": (outer.OuterClaim, "is_named", lambda self, uuid: True),
+    "outer": [(names, "is_divided", lambda uuid, prefix: bool(names.named_slots(uuid, prefix)))],
+    # A claim inside another does not look once more whether that one lives, and is not another with its GPUs.
+    "inside": [(outer.OuterClaim, "still_has", lambda self, gpus, token: True)],
+    # Nor does it ask for the outer claim's name when it has its own.
+    "outer-lives": [
+        (outer.OuterClaim, "still_has", lambda self, gpus, token: True),
+        (outer.OuterClaim, "is_named", lambda self, uuid: True),
+    ],
     # A whole claim does not ask whether a claim inside another one lives on.
-    "inner": (gpu_names.GpuNames, "_is_free", lambda self, name: True),
+    "inner": [(gpu_names.GpuNames, "_is_free", lambda self, name: True)],
     # Who passes those ahead trusts a poll of before it waited.
-    "poll": (view.Polls, "has_waited", property(lambda self: False, lambda self, value: None)),
+    "poll": [(view.Polls, "has_waited", property(lambda self: False, lambda self, value: None))],
     # Who has a ticket does not list the queue again, though users are served by turns.
-    "turns": (predecessors.Predecessors, "refresh", lambda self, host: self._own or _refresh(self, host)),
+    "turns": [(predecessors.Predecessors, "refresh", lambda self, host: self._own or _refresh(self, host))],
 }
 """Ways to break the claim code, which the explorer must find."""

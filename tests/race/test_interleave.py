@@ -31,6 +31,8 @@ def interleave(*words: str) -> subprocess.CompletedProcess[str]:
     [
         ("outer", "nested-directories", "A A^", "GPU 0 is booked twice: C has all of it, B has all of it"),
         ("inner", "nested-directories", "A B A!", "GPU 0 is booked twice: B has all of it, C has all of it"),
+        ("outer-lives", "nested-directories", "A B5 A", "GPU 0 is booked twice: C has all of it, B has all of it"),
+        ("inside", "nested-both-delegate", "A B5 A", "GPU 0 is booked twice: C has all of it, B has all of it"),
         ("poll", "queue-stranger", "A B C D C D C D C D C D A", "D has GPU [0] before C, whose ticket is 1"),
         pytest.param("turns", "queue-turns", "", "C has GPU [0] before D, whose ticket is 3", marks=as_root),
     ],

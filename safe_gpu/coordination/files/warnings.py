@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from functools import cache
 
 from ...host import procfs
+from ..signals import DeferredSignals
 from .file_system import DISK_TYPES, file_system_at
 from .location import DEFAULT_DIR
 
@@ -43,16 +44,17 @@ def stranger_among(owners: Iterable[int], user: int | None) -> int | None:
 @cache
 def owners_of(path: str) -> tuple[int, ...]:
     """Return the owners of a state directory and of its leases, which a process asks for once."""
-    try:
-        fd = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError:
-        return ()  # it was removed
-    try:
-        return os.fstat(fd).st_uid, os.stat("leases", dir_fd=fd, follow_symlinks=False).st_uid
-    except OSError:
-        return ()
-    finally:
-        os.close(fd)
+    with DeferredSignals():
+        try:
+            fd = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError:
+            return ()  # it was removed
+        try:
+            return os.fstat(fd).st_uid, os.stat("leases", dir_fd=fd, follow_symlinks=False).st_uid
+        except OSError:
+            return ()
+        finally:
+            os.close(fd)
 
 
 ADMIN_DIR = "/var/lib/safe-gpu"

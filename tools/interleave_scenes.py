@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 from interleave_racer import Racer
 
 import safe_gpu
-from safe_gpu.claim.host import outer_claim as outer
 from safe_gpu.claim.host import polls as view
+from safe_gpu.claim.host.outer_claim import OuterClaim
 from safe_gpu.claim.search import names_of_look as gpu_names
 from safe_gpu.coordination import socket_names as names
 from safe_gpu.coordination.leases import file_names as leases
@@ -225,11 +225,6 @@ class Scene:
         return sorted({plan.at for plan in self.plans.values()})
 
 
-def _two(**options: Any) -> tuple[Plan, Plan]:
-    return claims(**options), claims(**options)
-
-
-_A, _B, _C = {"at": 1}, {"at": 2}, {"at": 3}
 _OUTER: dict[str, Any] = {"delegate": True}
 _INNER: dict[str, Any] = {"inside": "A"}
 _ANY = "!^%&"
@@ -508,12 +503,9 @@ WOUNDS: Mapping[str, list[tuple[Any, str, Any]]] = {
     # A whole claim does not ask whether another one allows claims inside it.
     "outer": [(names, "is_divided", lambda uuid, prefix: bool(names.named_slots(uuid, prefix)))],
     # A claim inside another does not look once more whether that one lives, and is not another with its GPUs.
-    "inside": [(outer.OuterClaim, "still_has", lambda self, gpus, token: True)],
+    "inside": [(OuterClaim, "still_has", lambda *about: True)],
     # Nor does it ask for the outer claim's name when it has its own.
-    "outer-lives": [
-        (outer.OuterClaim, "still_has", lambda self, gpus, token: True),
-        (outer.OuterClaim, "is_named", lambda self, uuid: True),
-    ],
+    "outer-lives": [(OuterClaim, "still_has", lambda *about: True), (OuterClaim, "is_named", lambda *about: True)],
     # A whole claim does not ask whether a claim inside another one lives on.
     "inner": [(gpu_names.GpuNames, "_is_free", lambda self, name: True)],
     # Who passes those ahead trusts a poll of before it waited.

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from functools import cache
 
 from ...host import procfs
@@ -44,17 +45,13 @@ def stranger_among(owners: Iterable[int], user: int | None) -> int | None:
 @cache
 def owners_of(path: str) -> tuple[int, ...]:
     """Return the owners of a state directory and of its leases, which a process asks for once."""
-    with DeferredSignals():
-        try:
-            fd = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except OSError:
-            return ()  # it was removed
+    with DeferredSignals(), suppress(OSError):  # it was removed
+        fd = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             return os.fstat(fd).st_uid, os.stat("leases", dir_fd=fd, follow_symlinks=False).st_uid
-        except OSError:
-            return ()
         finally:
             os.close(fd)
+    return ()
 
 
 ADMIN_DIR = "/var/lib/safe-gpu"

@@ -264,7 +264,7 @@ def _give_up(number: int, frame: Any) -> None:
     raise Failure(f"nothing goes on for {_LONGEST} s")
 
 
-_KINDS = {"host.lock": "host.lock", ".inner.lock": "inner GPU", ".lock": "GPU", ".ticket": "ticket", "share": "share"}
+_KINDS = {"host.lock": "host.lock", ".share.": "share", ".inner.lock": "inner GPU", ".lock": "GPU", ".ticket": "ticket"}
 
 
 def _held(pid: int) -> str:
@@ -273,9 +273,7 @@ def _held(pid: int) -> str:
     for name in os.listdir(f"/proc/{pid}/fd"):
         with suppress(OSError):
             path = os.readlink(f"/proc/{pid}/fd/{name}")
-            kind = (
-                "share" if ".share." in path else next((one for end, one in _KINDS.items() if path.endswith(end)), "")
-            )
+            kind = next((one for part, one in _KINDS.items() if part in path), "")
             if kind:
                 with open(f"/proc/{pid}/fdinfo/{name}") as file:
                     if "FLOCK" in file.read():

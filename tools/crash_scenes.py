@@ -284,6 +284,19 @@ class Wait(Scene):
                 self.helpers.pop().let_go()
 
 
+class Turns(Wait):
+    """Such a wait on a host with limits, where users who wait are served by turns."""
+
+    def arrange(self, stage: Stage) -> None:
+        path = Path(stage.state).with_name("policy.ini")
+        path.write_text(f"[host]\norder = fair\n[default]\nmax_gpus = {GPUS}\n")
+        os.environ["SAFE_GPU_POLICY"] = str(path)
+        super().arrange(stage)
+
+    def close(self) -> None:
+        del os.environ["SAFE_GPU_POLICY"]
+
+
 class Queue(Wait):
     """A wait behind another waiter, which dies: ticket, sleep in a thread, head of the queue, turn."""
 
@@ -409,9 +422,8 @@ class Older(Scene):
 
     def arrange(self, stage: Stage) -> None:
         self.path = os.path.join(os.path.dirname(stage.state), "older")
-        with suppress(FileExistsError):
-            os.mkdir(self.path)
-            os.chmod(self.path, 0o1777)
+        os.makedirs(self.path, exist_ok=True)
+        os.chmod(self.path, 0o1777)
 
     def prepare(self, line: Connection) -> None:
         legacy.LOCK_FILE = os.path.join(self.path, "lock")
@@ -424,6 +436,7 @@ SCENES: dict[str, type[Scene]] = {
     "older": Older,
     "refused": Refused,
     "wait": Wait,
+    "turns": Turns,
     "queue": Queue,
     "release": Release,
     "release-forked": ReleaseForked,

@@ -230,8 +230,7 @@ class Run:
 
     def _can(self, actor: Actor) -> bool:
         if actor.state == "new":
-            after = self._host.scene.plans[actor.task.name].after
-            return not after or after in self._over
+            return self._host.scene.plans[actor.task.name].after in ("", *self._over)
         if actor.state == "waits":
             return actor.deadline <= self._host.clock[0] or actor.seen != self._freed[actor.on]
         return actor.state == "at"

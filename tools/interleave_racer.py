@@ -322,8 +322,8 @@ def _replace(racer: Racer) -> None:
     for owner, name, what in (
         (driver, "snapshot", "poll all"),
         (driver, "usage", "poll some"),
-        (driver, "occupy", "start a context"),
-        (context, "close", "end a context"),
+        (driver, "occupy", "start context"),
+        (context, "close", "end context"),
     ):
         setattr(owner, name, racer.whole(getattr(owner, name), what))
 

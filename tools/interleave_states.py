@@ -27,7 +27,6 @@ class World:
         if call == "dying":
             self._left[racer].pop(0)
             call, thing = "close", thing.removeprefix("closes ")
-        thing = "context" if thing == "a context" else thing
         seen: Any = frozenset(self._files.items())
         if call == "connect":
             seen = any(name == thing for name, _ in self._held)

@@ -336,17 +336,17 @@ def interrupted(nb_gpus, timeout, only_note=False):
         sys.settrace(None)
     return where
 
-before = leased()
 environment = dict(os.environ)
 number = 0
 for request in EARLIER:
     interrupted(*request, only_note=True)
+files = len(os.listdir("/proc/self/fd"))
 while where := interrupted(*REQUEST):
     left = {
         "owner": owners.current_owner(),
         "environment": dict(os.environ.items() - environment.items()),
-        "leases": set(leased()) - set(before),
-        "descriptors": set(fork_guard._fds),
+        "leases": set(leased()) - {0, 1},
+        "files": len(os.listdir("/proc/self/fd")) - files,
         "tickets": waiting(),
     }
     if any(left.values()):
@@ -360,12 +360,14 @@ REQUESTS = {"granted": (2, 0), "refused": (7, 0), "in the queue": (7, 0.02)}
 
 
 @pytest.mark.parametrize("number", [0, pytest.param(1, marks=long), pytest.param(2, marks=long)], ids=REQUESTS)
-def test_wherever_an_interrupt_comes_nothing_is_left_behind(number: int, ground, child) -> None:
+def test_wherever_an_interrupt_comes_nothing_is_left_behind(number: int, ground, child, rules) -> None:
     """A notebook lives on after Ctrl-C, and what it kept would be gone for everybody until it ends.
 
     Lines of the requests before this one were theirs to try.
     """
     ground.hold(0, 1)
+    if os.geteuid() == 0:  # whose file a policy must be
+        rules("[host]\norder = fair\n[default]\nmax_gpus = 8")
     requests = list(REQUESTS.values())
     *left, done = (
         child(f"EARLIER, REQUEST = {requests[:number]}, {requests[number]}\n{INTERRUPT}").finish().splitlines()

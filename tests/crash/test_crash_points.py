@@ -34,12 +34,6 @@ def test_some_points() -> None:
     assert ", 0 with violations" in done.stdout
 
 
-@long
-def test_whatever_a_claim_opens_it_closes_after_an_interrupt() -> None:
-    done = crash_points("--operation", "claim", "--how", "exception", "--call", "openat", "--when", "after")
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
 BROKEN = {
     "lease-after-fork": ("release-forked", "exception", "flock", "is held|refused"),
     "ticket": ("wait", "exception", "clock_nanosleep", "the next claimer says nothing"),

@@ -12,7 +12,6 @@ from collections.abc import Collection
 from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
-from ...coordination.files.location import state_dir_path
 from ...coordination.files.state_dir import StateDir, opened
 from ...coordination.holders.by_kernel import LeaseOwners, is_held_by, lease_owners
 from ...coordination.leases.file_names import lease_name, slot_name
@@ -81,15 +80,14 @@ class Quota:
                 self._most = {os.geteuid(): self.limits.max_gpus}
         if not self._rules.limits_gpus:
             return
-        with suppress(FileNotFoundError), StateDir(state_dir_path(), make=False) as root:
-            with StateDir("queue", root, make=False) as queue:
-                if queue.is_empty():
-                    return
+        owners: set[int] = set()
+        with suppress(FileNotFoundError), opened("queue", make=False) as queue:
+            if not queue.is_empty():
                 from ...coordination.queue.listing import ticket_owners
 
                 owners = ticket_owners(queue)
-            for uid in owners.difference(self._most):
-                self._most[uid] = policy.limits_of_user(self._rules, uid).max_gpus
+        for uid in owners.difference(self._most):
+            self._most[uid] = policy.limits_of_user(self._rules, uid).max_gpus
 
     @property
     def by_turns(self) -> bool:

@@ -20,8 +20,8 @@ import random
 import signal
 import sys
 import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
@@ -353,6 +353,10 @@ def _changes(before: Mapping[str, Any], *kinds: str) -> list[str]:
     ]
 
 
+_Row = tuple[str, str, str, bool, str]
+"""Operation, how, system call, whether after it, what became of the process."""
+
+_VIOLATION = "VIOLATION"
 _SKIPPED = 77
 _REPORT_INTERVAL = 60.0  # seconds
 _PATIENCE, _SHORT_PATIENCE = 15.0, 2.0  # how long anything may take before it counts as hung, seconds
@@ -376,24 +380,21 @@ def points_of(stage: Stage, operation: str, args: argparse.Namespace) -> list[Po
     return [Point(operation, one, stop.number, stop.before, stop.thread) for one in how for stop in stops]
 
 
-def table(outcomes: Iterable[Outcome]) -> str:
+def table(rows: Mapping[_Row, int]) -> str:
     """System calls of each operation, before and after, with what the process held there and what became of it."""
-    groups: dict[tuple[str, str], list[Outcome]] = defaultdict(list)
-    for outcome in outcomes:
-        groups[outcome.point.operation, outcome.point.how].append(outcome)
     text = []
-    for (operation, how), found in groups.items():
-        bad = sum(bool(outcome.violations) for outcome in found)
-        text.append(f"\n{operation}, {how}: {len(found)} points, {bad} violations")
-        rows = Counter((one.call or "(over before)", not one.point.before, _end_of(one)) for one in found)
-        for (call, after, what), count in sorted(rows.items()):
+    for group in dict.fromkeys(row[:2] for row in rows):
+        found = sorted((row[2:], count) for row, count in rows.items() if row[:2] == group)
+        bad = sum(count for (*_, end), count in found if end == _VIOLATION)
+        text.append(f"\n{', '.join(group)}: {sum(count for _, count in found)} points, {bad} violations")
+        for (call, after, what), count in found:
             text.append(f"  {call:16} {'after' if after else 'before':6} {count:5}  {what}")
     return "\n".join(text)
 
 
 def _end_of(outcome: Outcome) -> str:
     if outcome.violations:
-        return "VIOLATION"
+        return _VIOLATION
     if not outcome.call:
         return "over before"
     if outcome.point.how == "kill" or outcome.end == "ended by the signal":
@@ -430,23 +431,23 @@ def _crash_all(stage: Stage, args: argparse.Namespace) -> int:
     if args.sample is not None and args.sample < len(points):
         print(f"{args.sample} of {len(points)} points, seed {args.seed}", flush=True)
         points = random.Random(args.seed).sample(points, args.sample)
-    outcomes: list[Outcome] = []
+    rows: Counter[_Row] = Counter()
     bad, due = 0, began + _REPORT_INTERVAL
     with suppress(KeyboardInterrupt):  # with a table of those that were visited
         for point in points:
             if time.monotonic() >= due:
                 due += _REPORT_INTERVAL
-                print(f"{len(outcomes)} of {len(points)} points", file=sys.stderr, flush=True)
+                print(f"{rows.total()} of {len(points)} points", file=sys.stderr, flush=True)
             outcome = crash(stage, point, args.wound)
-            outcome.calls = []  # thousands of them make every fork slow
-            outcomes.append(outcome)
+            end = _end_of(outcome)  # alone: thousands of outcomes make every fork slow
+            rows[point.operation, point.how, outcome.call or "(over before)", not point.before, end] += 1
             for violation in outcome.violations:
                 print(f"VIOLATION: {outcome.call} held {outcome.held}: {violation}\n    {point.command()}", flush=True)
             bad += bool(outcome.violations)
             if args.wound and bad:
                 break
-    print(table(outcomes))
-    print(f"\n{len(outcomes)} points, {bad} with violations, {time.monotonic() - began:.0f} s")
+    print(table(rows))
+    print(f"\n{rows.total()} points, {bad} with violations, {time.monotonic() - began:.0f} s")
     return 1 if bad else 0
 
 

@@ -10,9 +10,7 @@ from collections.abc import Iterable
 
 from ..errors import LockTimeout, StateDirError
 from ..gpus.devices import MOST_SHARERS
-from .files.lease_dir import LeaseDir
-from .files.location import state_dir_path
-from .files.state_dir import StateDir
+from .files.state_dir import opened
 from .holders.by_kernel import leases_of_this_user, socket_of_this_user
 from .holders.outer_claim import leases_with_token
 from .leases.lease import may_be_held
@@ -53,7 +51,7 @@ def gpus_of_scope(scope: str) -> tuple[str, ...]:
         devices = (name.rstrip(".").removesuffix(OUTER).partition(SHARE)[0] for name in ours)
         return tuple(sorted(name.rpartition("/")[2] for name in devices))
     try:
-        with StateDir(state_dir_path(), make=False) as root, LeaseDir("leases", root, make=False) as leases:
+        with opened("leases", make=False) as leases:
             files = [name for name in leases.few_names() or () if name.endswith(".lock") and ".inner." not in name]
             carriers, here = leases_with_token(leases, files, digest(scope)), table.told and has_names_here(scope)
             mine, _ = leases_of_this_user(leases, carriers, inherited=here)

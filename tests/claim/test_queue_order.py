@@ -325,7 +325,7 @@ def interrupted(nb_gpus, timeout, only_note=False):
         return local if function and frame.f_code.co_filename.startswith(rooms) else None
     sys.settrace(trace)
     try:
-        owner = claim_gpus(nb_gpus, NoPlaceholder(), affinity=None, timeout=timeout)
+        owner = claim_gpus(nb_gpus, NoPlaceholder(), affinity=None, timeout=timeout, vendor="nvidia")
         sys.settrace(None)
         owner.release_gpus()
     except KeyboardInterrupt:
@@ -360,7 +360,7 @@ REQUESTS = {"granted": (2, 0), "refused": (7, 0), "in the queue": (7, 0.02)}
 
 
 @pytest.mark.parametrize("number", [0, pytest.param(1, marks=long), pytest.param(2, marks=long)], ids=REQUESTS)
-def test_wherever_an_interrupt_comes_nothing_is_left_behind(number: int, ground, child, rules) -> None:
+def test_wherever_an_interrupt_comes_nothing_is_left_behind(number: int, ground, child, rules, monkeypatch) -> None:
     """A notebook lives on after Ctrl-C, and what it kept would be gone for everybody until it ends.
 
     Lines of the requests before this one were theirs to try.
@@ -368,6 +368,7 @@ def test_wherever_an_interrupt_comes_nothing_is_left_behind(number: int, ground,
     ground.hold(0, 1)
     if os.geteuid() == 0:  # whose file a policy must be
         rules("[host]\norder = fair\n[default]\nmax_gpus = 8")
+    monkeypatch.setenv("SAFE_GPU_SCOPE", "of a claim that has ended")
     requests = list(REQUESTS.values())
     *left, done = (
         child(f"EARLIER, REQUEST = {requests[:number]}, {requests[number]}\n{INTERRUPT}").finish().splitlines()

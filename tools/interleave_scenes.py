@@ -384,13 +384,13 @@ class Referee:
         elif what == "goes":
             self._strangers.discard(who)
         elif what == "drains":
-            for gpu in about[0]:
-                self._drained[gpu] = set(self._began)
+            self._drained |= {gpu: set(self._began) for gpu in about[0]}
         elif what == "undrains":
             self._drained.clear()
-        if what in ("dies", "refused", "interrupted"):
-            # A share that is half given back counts as the whole GPU.
-            self._disturbed = self._disturbed or what == "dies" or "KeyboardInterrupt" in about or bool(self._leaving)
+        if what in ("dies", "refused"):
+            # A share that is half given back counts as the whole GPU, and whoever meets a stranger gives all back.
+            met = "GpuContendedError" in about and who in self._stranger_since_wait
+            self._disturbed |= what == "dies" or "KeyboardInterrupt" in about or met or bool(self._leaving)
             self._waiting.discard(who)
 
     def _take(self, who: str, gpus: list[int], share: int | None) -> None:

@@ -346,7 +346,7 @@ while where := interrupted(*REQUEST):
         "owner": owners.current_owner(),
         "environment": dict(os.environ.items() - environment.items()),
         "leases": set(leased()) - {0, 1},
-        "files": len(os.listdir("/proc/self/fd")) - files,
+        "files": len(os.listdir("/proc/self/fd")) - files, "guarded": set(fork_guard._fds),
         "tickets": waiting(),
     }
     if any(left.values()):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from safe_gpu.cli.option_values import add_vendor
+from safe_gpu.cli.arguments import add_vendor
 from safe_gpu.drivers import _KINDS
 from safe_gpu.drivers.presets import PRESETS, preset
 from safe_gpu.drivers.vendors import _OTHERS

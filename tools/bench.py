@@ -53,7 +53,7 @@ from safe_gpu.coordination import socket_names
 from safe_gpu.coordination.history import append
 from safe_gpu.coordination.leases.claim_end import ClaimEnd
 from safe_gpu.drivers.simulated import SimulatedDriver
-from safe_gpu.status.history.claims import claims_between
+from safe_gpu.status.history import claims_between
 from safe_gpu.topology.topology import GpuLocality, HostTopology
 
 GPUS = 8

@@ -88,7 +88,7 @@ def page() -> str:
 
 def files() -> dict[str, str]:
     """Return each file -> what it is for."""
-    from safe_gpu.cli.host.setup import RULE
+    from safe_gpu.cli.setup import RULE
     from safe_gpu.coordination.files.location import DEFAULT_DIR
     from safe_gpu.coordination.files.warnings import ADMIN_DIR
     from safe_gpu.coordination.locks.legacy_lock import LOCK_FILE

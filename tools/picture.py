@@ -22,17 +22,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import safe_gpu
+from safe_gpu.cli import hosts as status
 from safe_gpu.cli.commands import main as command
-from safe_gpu.cli.hosts import status
-from safe_gpu.cli.hosts.answer import Answer
+from safe_gpu.cli.hosts import Answer
 from safe_gpu.drivers.presets import preset
 from safe_gpu.gpus.windows import Window
 from safe_gpu.status import gather
 from safe_gpu.status.facts import ClaimStatus, GpuStatus, HostStatus, WaiterStatus
-from safe_gpu.status.history.claims import PastClaim
-from safe_gpu.status.history.report import ReportRow, report
-from safe_gpu.status.page.document import render_page
-from safe_gpu.status.page.figures import figures_of
+from safe_gpu.status.history import PastClaim
+from safe_gpu.status.page import figures_of, render_page
+from safe_gpu.status.report import ReportRow, report
 
 PICTURES = Path(__file__).parents[1] / ".github" / "pictures"
 WIDTHS = (80, 120)

@@ -17,9 +17,9 @@ from ..errors import (
     StateDirError,
     UnsatisfiableRequestError,
 )
-from .job.become import CommandError
+from .arguments import Parser
+from .become import CommandError
 from .output import drop, drop_errors, open_standard_streams, say
-from .parser import Parser
 
 # sysexits.h, where it has a fitting one.
 EX_SOME_HOSTS = 1
@@ -71,13 +71,11 @@ RUNNERS = ("run", "bind")
 
 _COMMAND_LIST = "\n".join(["commands:", *(f"  {name:<12} {summary}" for name, summary in COMMANDS.items())])
 
-# The module of each command that is not ``host/NAME.py``.
+# The module of each command that is not ``NAME.py``.
 _MODULES = {
-    "run": "job.run",
-    "bind": "job.bind",
-    "wait": "job.wait",
-    "resume": "host.drain",
-    "completion": "completion",
+    **dict.fromkeys(("run", "bind", "wait"), "job"),
+    **dict.fromkeys(("drain", "resume", "policy"), "admin"),
+    **dict.fromkeys(("affinity", "doctor", "demo"), "looks"),
 }
 
 
@@ -144,7 +142,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         raise SystemExit(0)
     parser = top_parser()
     if first not in ("-h", "--help", "help"):
-        from .suggest import unknown_command, unknown_option
+        from .arguments import unknown_command, unknown_option
 
         if first.startswith("-"):
             mistake = unknown_option(first, {name: parser_of(name).names() for name in COMMANDS})
@@ -196,7 +194,7 @@ def parser_of(name: str) -> Parser:
     from importlib import import_module
 
     parser = Parser(prog=f"safe-gpu {name}")
-    module = import_module("." + _MODULES.get(name, f"host.{name}"), __package__)
+    module = import_module("." + _MODULES.get(name, name), __package__)
     getattr(module, f"configure_{name}")(parser)
     parser.add_help_option()
     return parser

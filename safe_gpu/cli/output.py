@@ -1,7 +1,13 @@
-"""The standard streams of a command."""
+"""The standard streams of a command, a terminal's second screen, and files that are replaced whole."""
+
+from __future__ import annotations
 
 import os
+import stat
 import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import TextIO
 
 from ..host.procfs import printable_lines
@@ -99,3 +105,98 @@ def width_of(stream: TextIO) -> int:
         return os.get_terminal_size(stream.fileno()).columns or 80
     except (OSError, ValueError):
         return 80
+
+
+_ENTER = "\x1b[?1049h\x1b[?25l\x1b[H\x1b[2J"  # the second screen, without a cursor
+
+_LEAVE = "\x1b[?25h\x1b[?1049l"
+
+
+@contextmanager
+def alternate_screen() -> Iterator[Callable[[str, str], None]]:
+    """Give a function that shows a head and a text on the terminal's second screen.
+
+    However that ends, and while it is suspended, the first screen is back, and the last text stays there.
+    """
+    import signal
+
+    from ..coordination.signals import unwind_on_signals
+
+    picture = last = ""
+
+    def write(text: str) -> None:  # past the buffer of stdout, in which an exception would leave a part
+        data = text.encode(sys.stdout.encoding, "replace")
+        while data:
+            data = data[os.write(1, data) :]
+
+    def show(head: str, text: str) -> None:
+        nonlocal picture, last
+        picture, last = redrawn(head + text, os.get_terminal_size(1).lines or 24), text
+        write(picture)
+
+    def suspend(number: int, frame: object) -> None:
+        write(_LEAVE + last)
+        signal.signal(number, before)
+        os.kill(os.getpid(), number)
+        signal.signal(number, suspend)
+        write(_ENTER + picture)
+
+    before = signal.getsignal(signal.SIGTSTP)
+    with unwind_on_signals():
+        try:
+            signal.signal(signal.SIGTSTP, suspend)
+            write(_ENTER)
+            yield show
+        finally:
+            write(_LEAVE + last)
+
+
+def redrawn(text: str, rows: int) -> str:
+    """Return what puts this text over the one before it on a terminal with that many rows, without clearing it first:
+    an empty screen between two pictures flickers.
+    """
+    lines = text.splitlines()
+    if len(lines) >= rows:
+        kept = max(0, rows - 2)
+        lines = [*lines[:kept], f"... {len(lines) - kept} more lines"][: rows - 1]
+    return "\x1b[H" + "".join(f"{line}\x1b[K\n" for line in lines) + "\x1b[J"
+
+
+def write_whole(path: str, content: str | bytes) -> None:
+    """Write a file of mode 0644 under another name in the same directory, and rename it into place.
+
+    Raises:
+        OSError: it cannot be written there, or would replace what is no regular file; nothing is left behind.
+    """
+    path = os.path.abspath(path)
+    with suppress(FileNotFoundError):
+        if not stat.S_ISREG(os.lstat(path).st_mode):
+            raise OSError(f"{path} is there and is no regular file, so it is not replaced: name another file")
+    directory, name = os.path.split(path)
+    temporary = os.path.join(
+        directory, f".{name}.{os.getpid()}.{time.monotonic_ns():x}.tmp"
+    )  # no reader takes it for a metrics file
+    # A link that somebody put there is not followed.
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+    try:
+        with os.fdopen(fd, "wb") as file:
+            os.fchmod(file.fileno(), 0o644)
+            file.write(content.encode() if isinstance(content, str) else content)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def write_output(text: str, path: str | None) -> None:
+    """Write a file whole, the value of ``--output``; print the text for None and ``-``.
+
+    Raises:
+        OSError: as of :func:`write_whole`; or there is no such directory.
+    """
+    if path in (None, "-"):
+        sys.stdout.write(text)
+        return
+    if not os.path.isdir(os.path.dirname(os.path.abspath(path))):
+        raise OSError(f"--output {path}: there is no such directory: make it, for those who read the file")
+    write_whole(path, text)

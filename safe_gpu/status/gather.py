@@ -4,35 +4,46 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from typing import TYPE_CHECKING, NamedTuple
 
+from ..coordination.files.lease_dir import LeaseDir
 from ..coordination.files.location import state_dir_path
+from ..coordination.files.state_dir import StateDir
 from ..coordination.files.warnings import stranger_among
-from ..coordination.holders.by_kernel import user_and_command
+from ..coordination.holders.by_kernel import holder_by_kernel, locked_by, user_and_command
+from ..coordination.holders.of_gpus import HeldLeases
 from ..coordination.holders.outer_claim import outer_claim_of_process
 from ..coordination.leases.drained import all_windows, closed_now, find_admitted, ignored_drains
+from ..coordination.leases.faults import read_faults
 from ..coordination.leases.file_names import inner_name, lease_name, names_of_host, slot_name
+from ..coordination.leases.lease import probe
+from ..coordination.locks.host_lock import HostLock
+from ..coordination.name_table import read_names
+from ..coordination.queue.listing import Listing
+from ..coordination.queue.live import live_tickets
+from ..coordination.queue.turns import by_turn
+from ..coordination.queue.waiting_process import waiting_process
 from ..coordination.socket_names import name_of
 from ..drivers import open_drivers
-from ..errors import NoDriverError
-from ..gpus.devices import MOST_SHARERS, Gpu, GpuProcess, HostSnapshot, LeaseHolder, vendor_of
+from ..errors import LockTimeout, NoDriverError, SafeGpuError, StateDirError
+from ..gpus.devices import MOST_SHARERS, vendor_of
+from ..host import procfs
 from ..host.procfs import user_name
 from ..runtimes.visible_devices import stale_indices
 from ..selection.occupancy import computes, has_mps_clients
 from ..selection.request import Selection, uuid_of_stem
 from ..selection.rules import Rules
 from ..selection.sharing import LEAST_SHARE, part_of, promised, used_by_sharers
-from ..selection.verdicts import judge, room_for_shares, why_last
+from ..selection.verdicts import judge, recent_faults, room_for_shares, why_last
 from ..settings.variables import existing_policy
 from ..wording.text import in_brackets
 from .facts import ClaimStatus, GpuStatus, HostStatus, ProcessStatus, WaiterStatus
-from .idle import with_idle_times
-from .idle_reports import with_reports
-from .probe import HostFacts, look
+from .idle import with_idle_times, with_reports
 from .starts import expected_starts, lease_holder
-from .who_holds import ProcessTable, who_holds, who_waits
 
 if TYPE_CHECKING:
     from ..coordination.holders.of_gpus import LockedFile
@@ -40,7 +51,208 @@ if TYPE_CHECKING:
     from ..coordination.name_table import NameTable
     from ..coordination.queue.ticket import Ticket
     from ..drivers.base import Driver
-    from .limits import AtLimit
+    from ..gpus.devices import Gpu, GpuFault, GpuProcess, HostSnapshot, LeaseHolder
+    from .starts import AtLimit
+
+# How long to wait for host.lock, seconds. It is held for microseconds, unless its holder is stopped or hundreds of
+# processes want it at once.
+_PATIENCE = 5.0
+
+
+@dataclass
+class HostFacts(HeldLeases):
+    """The leases and tickets at one moment.
+
+    Attributes:
+        faults: UUID -> note, of the GPUs that are taken last because a claim failed on them.
+        tickets: the tickets of all waiters.
+        warnings: sentences that say which facts are not known, and why.
+    """
+
+    faults: Mapping[str, GpuFault] = field(default_factory=dict)
+    tickets: list[Ticket] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+
+def look(path: str, gpus: Collection[Gpu], prefix: str = "") -> HostFacts:
+    """Probe every lease and ticket in a state directory. It is not created if missing. Errors become warnings.
+
+    Args:
+        prefix: what stands before the UUIDs of this host in names.
+    """
+    found, uuids, before = HostFacts(), [gpu.uuid for gpu in gpus], read_names()
+    devices: dict[int, int] = {}
+    try:
+        devices = _look_under_host_lock(found, path, uuids)
+    except LockTimeout as err:
+        found.warnings.append(f"{err}. The queue cannot be read now, and claims are shown as in /proc/locks.")
+        try:
+            _look_without_host_lock(found, path, uuids)
+        except SafeGpuError as second:
+            found.warnings.append(str(second))
+    except SafeGpuError as err:
+        found.warnings.append(f"The claims are not known: {err}")
+    found.identify(uuids, prefix, before, devices)
+    return found
+
+
+def _look_under_host_lock(found: HostFacts, path: str, uuids: Collection[str]) -> dict[int, int]:
+    """Find tickets and held leases. Returns inode -> device of the tickets."""
+    listing = Listing()
+    try:
+        with StateDir(path, make=False) as root, StateDir("queue", root, make=False) as queue:
+            listing.update(queue)
+        with HostLock(time.monotonic() + _PATIENCE, path, make=False) as host:
+            host.leases.names_of_host = partial(names_of_host, uuids)
+            found.tickets = [ticket for _, ticket in by_turn(live_tickets(host, listing))]
+            device = os.fstat(host.queue.fd).st_dev
+            _find_leases(found, host.leases, uuids, partial(probe, host))
+        mark_seen(path, found.files)
+        return dict.fromkeys((ticket.inode for ticket in found.tickets), device)
+    except FileNotFoundError:  # nothing is claimed by file
+        with (
+            suppress(FileNotFoundError),
+            StateDir(path, make=False) as root,
+            LeaseDir("leases", root, make=False) as leases,
+        ):
+            _find_leases(found, leases, uuids, lambda name: False)
+        return {}
+
+
+def mark_seen(path: str, names: Collection[str]) -> None:
+    """Set the time of these lease files, which were just seen held, to now.
+
+    A claim that dies is then known to have lived until now.
+    """
+    if not names:
+        return
+    with (
+        suppress(StateDirError, OSError),
+        StateDir(path, make=False) as root,
+        StateDir("leases", root, make=False) as leases,
+    ):
+        for name in names:
+            with suppress(StateDirError, OSError):
+                if (fd := leases.open(name)) is not None:
+                    try:
+                        os.utime(fd)
+                    finally:
+                        os.close(fd)
+
+
+def _look_without_host_lock(found: HostFacts, path: str, uuids: Collection[str]) -> None:
+    """Find held leases in /proc/locks only. That takes no lock, but does not show locks of other PID namespaces."""
+    with StateDir(path, make=False) as root, LeaseDir("leases", root, make=False) as leases:
+        inodes: dict[str, int] = {}
+        for name in names_of_host(uuids):
+            with suppress(OSError):
+                inodes[name] = os.stat(name, dir_fd=leases.fd, follow_symlinks=False).st_ino
+        locks = procfs.flock_holders(set(inodes.values()))
+        _find_leases(found, leases, uuids, lambda name: inodes.get(name) in locks)
+
+
+def _find_leases(found: HostFacts, leases: LeaseDir, uuids: Collection[str], is_held: Callable[[str], bool]) -> None:
+    found.find(leases, names_of_host(uuids), is_held)
+    found.faults = recent_faults(read_faults(leases, list(uuids)), time.time())
+
+
+class LockHolder(NamedTuple):
+    """The result of :func:`who_holds`.
+
+    Attributes:
+        pid: a process that holds the lock, by the kernel; None if none can be seen from this process.
+        uid: its real uid; None if another process may have that pid by now.
+        note: a clause about anything unusual, for users; "" in the usual case.
+    """
+
+    pid: int | None
+    uid: int | None
+    note: str = ""
+
+
+class ProcessTable:
+    """What /proc says of processes. Each is read once, however many files name it.
+
+    Args:
+        names: the names (without directories) of the leases whose holders will be looked for.
+    """
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._names = frozenset(names)
+        self._holders: dict[tuple[int, int], int] | None = None
+        self.has_ended = cache(procfs.has_ended)
+        self.is_stopped = cache(procfs.is_stopped)
+        self.real_uid_of = cache(procfs.real_uid_of)
+        self.describe = cache(procfs.describe_process)
+        self.ancestors = cache(procfs.ancestors)
+        self.family_of = cache(procfs.family_of)
+
+    def holder_of(self, file: LockedFile) -> int | None:
+        """Return a process that has this file open and locked, as far as this user may see.
+
+        The first query reads all of /proc.
+        """
+        if self._holders is None:
+            self._holders = {identity: pid for pid in procfs.pids() for identity in locked_by(pid, self._names)}
+        return self._holders.get((file.device, file.inode))
+
+    def holder_of_socket(self, inode: int | None) -> tuple[int | None, Collection[str]]:
+        """Return a process that has this socket, as far as this user may see, and the paths of its open files."""
+        for pid in procfs.pids() if inode is not None else ():
+            files = (procfs.open_files(pid) or {}).values()
+            if f"socket:[{inode}]" in files:
+                return pid, files
+        return None, ()
+
+
+def who_holds(file: LockedFile, record: LeaseRecord | None, processes: ProcessTable) -> LockHolder:
+    """Return the process that holds a lease.
+
+    Args:
+        record: of the lease; None if it cannot be read.
+    """
+    pid, uid = holder_by_kernel(record, file.lockers)
+    namespace = procfs.namespace_text(record.pidns) if record is not None else ""
+    if record is not None and uid is not None:
+        return LockHolder(pid, uid, f"{namespace}, as process {record.pid} there" if namespace else "")
+    heir = processes.holder_of(file)
+    if heir is not None:
+        pid, uid = heir, processes.real_uid_of(heir)
+    elif file.named is not None:
+        pid, uid = holder_by_kernel(record, file.lockers, file.named)
+    if record is None:
+        known = f"process {pid} holds the lock" if pid else "its holder cannot be seen from here"
+        return LockHolder(pid, uid, f"its record cannot be read; {known}")
+    named = f"process {record.pid}{namespace and f' {namespace}'}"
+    if not namespace and record.of_the_dead:
+        still = f"process {pid}" if pid is not None and uid is not None else "a process that it started"
+        note = f"{named}, which claimed it, has ended; {still} still holds it"
+    elif uid is not None and pid is not None:
+        note = f"its record names {named}, which does not hold the lock; process {pid} does"
+    elif pid is not None:
+        note = f"its record, of {named}, does not fit process {pid}, which /proc/locks names"
+    elif namespace:
+        note = f"{namespace}, as process {record.pid} there, which cannot be seen from here"
+    else:
+        note = "its holder cannot be seen from here (in another container?): this is from its record"
+    return LockHolder(pid, uid, note)
+
+
+def who_waits(ticket: Ticket, lockers: Sequence[int], processes: ProcessTable) -> tuple[int | None, str | None, str]:
+    """Return the pid of a waiter, its user and a note like that of :class:`LockHolder`.
+
+    The user is the owner of the ticket's file, whatever its content, if a process of that user keeps it locked.
+
+    Args:
+        lockers: pids that /proc/locks shows for the ticket.
+    """
+    pid = waiting_process(ticket, lockers, processes.has_ended, processes.real_uid_of)
+    user = None if pid is None else procfs.user_name(ticket.uid)
+    namespace = procfs.namespace_text(ticket.pidns)
+    notes = [f"{namespace}, as process {ticket.pid} there"] if namespace else []
+    if pid is None:
+        notes.append("which cannot be seen from here" if namespace else "its process cannot be seen from here")
+    return pid, user, ", ".join(notes)
 
 
 _NOTICE = 86400.0  # seconds before a window begins, from which on it is shown
@@ -108,7 +320,7 @@ def status_of(*snapshots: HostSnapshot, broken: Iterable[str] = ()) -> HostStatu
     limited: Mapping[int, AtLimit] = {}
     max_gpus: Mapping[str, int] = {}
     if rules := existing_policy(os.environ):
-        from .limits import at_limits, most_by_user
+        from .starts import at_limits, most_by_user
 
         gpus = with_reports(gpus, rules)
         uids = {claim.uid for one in gpus for claim in one.claims if claim.uid is not None}

@@ -17,7 +17,7 @@ from safe_gpu.claim import history_entry as note
 from safe_gpu.coordination import history
 from safe_gpu.coordination.leases.claim_end import ClaimEnd
 from safe_gpu.coordination.leases.file_names import lease_name
-from safe_gpu.status.history.claims import PastClaim, claims_between
+from safe_gpu.status.history import PastClaim, claims_between
 
 
 def past() -> list[PastClaim]:

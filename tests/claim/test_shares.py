@@ -381,7 +381,7 @@ def test_what_users_see(sharing: Any, ground: Any) -> None:
 
 
 def test_the_history_counts_a_share_as_its_part(ground: Any, monkeypatch: Any) -> None:
-    from safe_gpu.status.history.claims import claims_between, gpu_hours_by
+    from safe_gpu.status.history import claims_between, gpu_hours_by
 
     with claim(2, share="20GiB"):
         pass

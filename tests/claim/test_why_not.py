@@ -8,7 +8,7 @@ from safe_gpu.claim.limits.quota import LimitReached
 from safe_gpu.claim.messages.forecast import Forecast, HolderGpus
 from safe_gpu.claim.messages.wait_status import ClaimAhead, WaitStatus
 from safe_gpu.claim.messages.wording import holders_line, refusal_message, waiting_message
-from safe_gpu.cli.option_values import CommandLine
+from safe_gpu.cli.arguments import CommandLine
 from safe_gpu.gpus.devices import Gpu, GpuProcess, GpuVerdict, LeaseHolder
 from safe_gpu.selection.request import Selection, parse_request
 

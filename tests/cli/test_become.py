@@ -7,11 +7,11 @@ import sys
 
 import pytest
 
-from safe_gpu.cli.job.become import CommandError, become
+from safe_gpu.cli.become import CommandError, become
 
 BECOME = """
 import sys
-from safe_gpu.cli.job.become import become
+from safe_gpu.cli.become import become
 sys.{0} = open({1}, 'w', closefd=False)
 sys.{0}.write('news')
 become("/bin/true", ["command"])

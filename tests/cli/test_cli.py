@@ -11,8 +11,8 @@ import pytest
 from safe_gpu import GPUAffinityError, LockTimeout, __version__
 from safe_gpu.claim import owner
 from safe_gpu.cli import commands as cli
+from safe_gpu.cli.arguments import timeout_of
 from safe_gpu.cli.commands import COMMANDS, main
-from safe_gpu.cli.option_values import timeout_of
 
 
 def parsed(*line: str) -> object:

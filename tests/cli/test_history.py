@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import safe_gpu
-from safe_gpu.cli.moments import moment
+from safe_gpu.cli.arguments import moment
 
 NOW = time.mktime((2026, 11, 21, 12, 30, 0, 0, 0, -1))
 

@@ -12,7 +12,7 @@ import pytest
 from support.terminals import Terminal
 
 from safe_gpu.claim.messages.wait_status import WaitStatus
-from safe_gpu.cli.job.wait_line import WaitLine
+from safe_gpu.cli.wait_line import WaitLine
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, whose file a policy must be")
 

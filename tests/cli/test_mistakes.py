@@ -15,7 +15,7 @@ import pytest
 
 import safe_gpu
 from safe_gpu.cli import main
-from safe_gpu.cli.option_values import CommandLine
+from safe_gpu.cli.arguments import CommandLine
 from safe_gpu.selection.request import parse_request
 
 TYPED = """

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from support.terminals import Terminal
 
-from safe_gpu.cli.job.become import CommandError, find_command
+from safe_gpu.cli.become import CommandError, find_command
 from safe_gpu.host import procfs
 
 USER = procfs.user_name(os.geteuid())

@@ -12,7 +12,7 @@ from support.terminals import Terminal
 
 from safe_gpu.claim.messages.forecast import Forecast
 from safe_gpu.claim.messages.wait_status import ClaimAhead, WaitStatus
-from safe_gpu.cli.job.wait_line import WaitLine
+from safe_gpu.cli.wait_line import WaitLine
 from safe_gpu.drivers.presets import preset
 from safe_gpu.gpus.devices import GpuVerdict, LeaseHolder
 

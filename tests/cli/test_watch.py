@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from support.terminals import Screen, Terminal
 
-from safe_gpu.cli.screen import redrawn
+from safe_gpu.cli.output import redrawn
 from safe_gpu.host import procfs
 
 CLOCK = r"\d\d:\d\d:\d\d, every {} s \(Ctrl-C ends\)"

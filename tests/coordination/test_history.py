@@ -14,7 +14,7 @@ from safe_gpu import NoPlaceholder, claim_gpus
 from safe_gpu.coordination import history
 from safe_gpu.coordination.leases.claim_end import LONGEST, ClaimEnd, end_of_dead_claim
 from safe_gpu.coordination.leases.record import LeaseRecord
-from safe_gpu.status.history.claims import claims_between
+from safe_gpu.status.history import claims_between
 
 NOW = 1_795_000_000.0  # in November 2026
 FILE = "2026-11.jsonl"

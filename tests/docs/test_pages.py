@@ -145,7 +145,8 @@ def named_in_rows(text: str) -> set[str]:
 
 
 def test_the_table_of_exit_codes_is_that_of_the_command() -> None:
-    from safe_gpu.cli import commands, parser
+    from safe_gpu.cli import arguments as parser
+    from safe_gpu.cli import commands
 
     constants = {**vars(commands), **vars(parser)}
     numbers = {value for name, value in constants.items() if name.startswith("EX_")}

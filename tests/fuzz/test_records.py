@@ -12,7 +12,7 @@ from safe_gpu.coordination.leases import faults
 from safe_gpu.coordination.leases.claim_end import LONGEST, ClaimEnd
 from safe_gpu.coordination.leases.record import LeaseRecord
 from safe_gpu.coordination.queue import ticket as tickets
-from safe_gpu.status.history import claims as past
+from safe_gpu.status import history as past
 
 LATEST = 1e11
 

@@ -11,10 +11,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from safe_gpu.cli.hosts.answer import Answer, read_answer
-from safe_gpu.cli.hosts.asking import Said
-from safe_gpu.cli.hosts.remote_shell import NEWLINE_FOR_SH, for_any_shell, words_of_sh
-from safe_gpu.cli.hosts.table import arranged, document, render_hosts
+from safe_gpu.cli.hosts import (
+    NEWLINE_FOR_SH,
+    Answer,
+    Said,
+    arranged,
+    document,
+    for_any_shell,
+    read_answer,
+    render_hosts,
+    words_of_sh,
+)
 from safe_gpu.errors import PolicyError
 from safe_gpu.gpus.devices import MIG_IS_ON
 from safe_gpu.settings.host_file import host_names

@@ -13,7 +13,7 @@ import pytest
 from support.processes import free_port
 from support.terminals import Terminal
 
-from safe_gpu.cli.hosts.session import Session
+from safe_gpu.cli.run_on_hosts import Session
 from safe_gpu.host.procfs import descendants
 
 from .conftest import program
@@ -95,7 +95,7 @@ def test_a_directory_that_is_not_there_is_no_claim(hosts: Any, command: Any, tmp
     hosts.up("gpu1")
     gone = tmp_path / "gone"
     gone.mkdir()
-    code = f"import os, sys; os.rmdir('{gone}'); os.environ['PWD'] = '/'; from safe_gpu.cli.hosts import run"
+    code = f"import os, sys; os.rmdir('{gone}'); os.environ['PWD'] = '/'; from safe_gpu.cli import run_on_hosts as run"
     code += f"; os.getcwd = lambda: '{gone}'; from safe_gpu.cli import main; sys.exit(main(sys.argv[1:]))"
     words = [sys.executable, "-c", code, "run", "--host", "gpu1", "--", "touch", str(tmp_path / "ran")]
     done = subprocess.run(words, capture_output=True, text=True, timeout=60, cwd=tmp_path)

@@ -10,7 +10,7 @@ import pytest
 from support.processes import free_port
 from support.terminals import Terminal
 
-from safe_gpu.cli.hosts import asking
+from safe_gpu.cli import hosts as asking
 
 
 def lines_of(text: str) -> dict[str, str]:

@@ -21,7 +21,7 @@ from safe_gpu.coordination.queue.ticket import TicketRequest, encode_ticket
 from safe_gpu.host import procfs
 from safe_gpu.status.facts import HostStatus, WaiterStatus
 from safe_gpu.status.gather import gather
-from safe_gpu.status.idle_reports import whom_to_ask, with_reports
+from safe_gpu.status.idle import whom_to_ask, with_reports
 from safe_gpu.status.metrics import render_metrics
 
 VICTIM, NEIGHBOUR, VIEWER = 4711, 4712, 4713

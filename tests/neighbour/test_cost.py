@@ -12,7 +12,7 @@ from safe_gpu.coordination.holders.by_kernel import holder_by_kernel
 from safe_gpu.coordination.leases.file_names import lease_name
 from safe_gpu.coordination.queue.ticket import Ticket
 from safe_gpu.host import procfs
-from safe_gpu.status import who_holds as holders
+from safe_gpu.status import gather as holders
 
 MOST = 64  # MiB beyond a bare interpreter
 

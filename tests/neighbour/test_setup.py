@@ -14,8 +14,8 @@ import pytest
 from support.processes import own_network
 
 import safe_gpu
-from safe_gpu.cli.host import setup as command_of_setup
-from safe_gpu.cli.host import setup as host_files
+from safe_gpu.cli import setup as command_of_setup
+from safe_gpu.cli import setup as host_files
 from safe_gpu.coordination.leases.drained import all_windows, drained_gpus
 from safe_gpu.coordination.leases.file_names import inner_name, lease_name, leases_of
 from safe_gpu.coordination.locks.host_lock import HostLock

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from safe_gpu import GPUOwner, UnsatisfiableRequestError, claim_gpus
-from safe_gpu.cli.option_values import CommandLine, add_request
+from safe_gpu.cli.arguments import CommandLine, add_request
 from safe_gpu.gpus.devices import Gpu, GpuVerdict, HostSnapshot
 from safe_gpu.selection.backfill import BackfillRequest, dates, open_gpus, starts
 from safe_gpu.selection.choice import choose

@@ -5,7 +5,7 @@ import stat
 
 import pytest
 
-from safe_gpu.cli.host import setup as host_files
+from safe_gpu.cli import setup as host_files
 from safe_gpu.coordination.files.shared_directory import PARTS
 from safe_gpu.coordination.setup.entries import KEEP, MAKE, SKIP, TAKE, directory_entry, file_entry
 

@@ -11,8 +11,7 @@ from support.ground import write_for_all
 
 from safe_gpu.gpus.devices import Gpu
 from safe_gpu.status.facts import ClaimStatus, GpuStatus, HostStatus
-from safe_gpu.status.idle import with_idle_times
-from safe_gpu.status.idle_reports import sets_a_limit, whom_to_ask, with_reports
+from safe_gpu.status.idle import sets_a_limit, whom_to_ask, with_idle_times, with_reports
 from safe_gpu.status.render import render
 
 SINCE = 1000.0

@@ -18,8 +18,7 @@ from safe_gpu.gpus.devices import Gpu, HostSnapshot, LeaseHolder
 from safe_gpu.host import procfs
 from safe_gpu.selection.request import Selection
 from safe_gpu.selection.verdicts import judge
-from safe_gpu.status.gather import gather
-from safe_gpu.status.who_holds import ProcessTable, who_holds, who_waits
+from safe_gpu.status.gather import ProcessTable, gather, who_holds, who_waits
 
 OTHER = 4026539999
 FIRST = procfs.FIRST_PID_NAMESPACE

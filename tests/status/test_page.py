@@ -15,10 +15,9 @@ from xml.etree import ElementTree
 import pytest
 from support.page_scene import HOSTILE, NOW, crowded, host, page, picture
 
+from safe_gpu.cli import hosts as of_hosts
 from safe_gpu.cli.commands import main
-from safe_gpu.cli.hosts import status as of_hosts
-from safe_gpu.cli.hosts.answer import Answer, read_answer
-from safe_gpu.cli.hosts.asking import Said
+from safe_gpu.cli.hosts import Answer, Said, read_answer
 
 
 class Checked:

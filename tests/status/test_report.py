@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from support.forks import in_child
 from support.real import REQUIRED
 
-from safe_gpu.status.history import claims as history
-from safe_gpu.status.history.claims import PastClaim
-from safe_gpu.status.history.report import (
+from safe_gpu.status import history
+from safe_gpu.status.history import PastClaim
+from safe_gpu.status.report import (
     ReportRow,
     free_hours,
     percentile_95,
@@ -171,7 +171,7 @@ def test_the_picture() -> None:
     def work() -> Any:  # in a child, since matplotlib keeps its fonts open
         from matplotlib.figure import Figure
 
-        from safe_gpu.status.history.plot import draw
+        from safe_gpu.status.report import draw
 
         figures, save = [], Figure.savefig
         Figure.savefig = lambda self, *args, **how: (figures.append(self), save(self, *args, **how))

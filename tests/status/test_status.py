@@ -23,11 +23,10 @@ from safe_gpu.coordination.leases.record import LeaseRecord
 from safe_gpu.drivers.presets import preset
 from safe_gpu.gpus.devices import Gpu, GpuProcess, HostSnapshot
 from safe_gpu.host import procfs
-from safe_gpu.status import probe as host_facts
+from safe_gpu.status import gather as host_facts
 from safe_gpu.status.facts import ClaimStatus, GpuStatus, HostStatus, ProcessStatus, WaiterStatus
-from safe_gpu.status.gather import gather
+from safe_gpu.status.gather import ProcessTable, gather, who_holds
 from safe_gpu.status.render import render
-from safe_gpu.status.who_holds import ProcessTable, who_holds
 from safe_gpu.wording.text import display_width
 
 UUIDS = [gpu.uuid for gpu in preset("dgx-a100").gpus()]

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from safe_gpu.status.history.report import ReportRow
-from safe_gpu.status.page.document import render_page
+from safe_gpu.status.page import render_page
+from safe_gpu.status.report import ReportRow
 
 TOOL = Path(__file__).parents[2] / "tools" / "picture.py"
 if not TOOL.exists():

@@ -21,7 +21,7 @@ from ...errors import LockTimeout, PolicyError, StateDirError
 from ...host import procfs
 from ...host.programs import others_can_change
 from ...settings.variables import host_setting
-from ...status.history.claims import claims_between
+from ...status.history import claims_between
 from ..check import CheckedHost, Finding, failed, gpus_named, passed, skipped, warning
 
 _ELSEWHERE = "set SAFE_GPU_DIR, for all users, to a directory on a local disk that all of them can write (mode 1777)"

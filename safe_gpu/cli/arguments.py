@@ -1,0 +1,377 @@
+"""argparse as this command line wants it, and what its options may say."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from difflib import get_close_matches
+from shlex import quote
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from ..errors import SafeGpuError
+from ..gpus.vendors import FIRST, VENDORS
+from ..wording.argument_style import ArgumentStyle
+from .output import columns
+
+if TYPE_CHECKING:
+    from ..selection.request import Condition
+
+EX_USAGE = 2
+
+
+def is_number(text: str) -> bool:
+    """Return whether a text is a number of at most nine ASCII digits."""
+    return text.isdecimal() and text.isascii() and len(text) < 10
+
+
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    """A formatter that knows its width: argparse makes one for every option and would import shutil for it."""
+
+    def __init__(self, prog: str, **options: Any) -> None:
+        super().__init__(prog, **{"width": min(columns(), 80) - 2, **options})
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        # The value once, not after each of the names: -n N, --gpus N.
+        if not action.option_strings or action.nargs == 0:
+            return super()._format_action_invocation(action)
+        value = self._format_args(action, self._get_default_metavar_for_optional(action))
+        return f"{', '.join(action.option_strings)} {value}"
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, with ``-5s`` taken for the value that it is, no abbreviations, and suggestions for what is unknown."""
+
+    def __init__(self, **options: Any) -> None:
+        options.update(formatter_class=_Formatter, allow_abbrev=False, add_help=False)
+        super().__init__(**options)
+        self._negative_number_matcher = re.compile(r"-([0-9.].*|inf)$")
+
+    def add_help_option(self) -> None:
+        """Add ``--help`` at the end, where it is no group of its own."""
+        self._action_groups[-1].add_argument("-h", "--help", action="help", help="show this help and exit")
+
+    def error(self, message: str) -> NoReturn:
+        name, colon, rest = message.partition(": ")
+        if colon and name.startswith("argument "):
+            name = name.removeprefix("argument ")
+            if rest == "expected one argument":
+                message = f"{name} needs a value"
+            elif rest.startswith("ignored explicit argument"):
+                message = f"{name} takes no value"
+            else:  # our own sentences name the option
+                message = rest if rest.startswith("-") else f"{name}: {rest}"
+        self.exit(EX_USAGE, f"{self.prog}: error: {' '.join(message.split())} (see {self.prog} --help)\n")
+
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        try:
+            return super()._get_value(action, arg_string)
+        except argparse.ArgumentError as err:  # argparse has put a text of its own in place of our sentence
+            raise argparse.ArgumentError(action, str(err.__context__)) from err
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            self.error(not_a_choice(action.option_strings[-1:], str(value), tuple(map(str, action.choices))))
+
+    def parse_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> argparse.Namespace:
+        options, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            self.error(unknown_argument(unknown[0], self.names()))
+        return options
+
+    def names(self) -> list[str]:
+        """Return all options, under all their names."""
+        return list(self._option_string_actions)
+
+
+class CommandLine(ArgumentStyle):
+    """How the arguments of a claim are written here."""
+
+    @staticmethod
+    def option(argument: str) -> str:
+        """Return ``--timeout``; ``-n`` for the number of GPUs."""
+        return {"nb_gpus": "-n", "hold_for": "--for"}.get(argument) or f"--{argument.replace('_', '-')}"
+
+    @staticmethod
+    def setting(argument: str, value: str) -> str:
+        """Return ``--exclude 0,3``; variables of the environment, which are upper case, are ``NAME=value`` as
+        everywhere."""
+        return f"{argument}={value}" if argument.isupper() else f"{CommandLine.option(argument)} {value}"
+
+    @staticmethod
+    def value(value: object) -> str:
+        """Return a value as a shell takes it: ``20GiB``, ``'RTX*4090'``."""
+        from shlex import quote
+
+        return quote(str(value))
+
+
+def duration(text: str) -> float | None:
+    """Parse the value of ``--timeout``, in seconds; None is ``inf``."""
+    from ..settings.durations import parse_duration
+
+    return parse_duration(text, spelling=CommandLine)
+
+
+def _hold_for(text: str) -> float | None:
+    from ..claim.arguments.hold_for import parse_hold_for
+    from ..schedulers import JobContext
+
+    return parse_hold_for(text, {}, JobContext(), spelling=CommandLine).seconds
+
+
+def _count(text: str) -> int | str | tuple[int, int]:
+    if text == "job":
+        return text
+    least, dash, most = text.partition("-")
+    if dash and is_number(least) and is_number(most) and 0 < int(least) <= int(most):
+        return int(least) if int(least) == int(most) else (int(least), int(most))
+    if not is_number(text) or int(text) < 1:
+        hint = f"; for GPUs by index, write --only {text}" if "," in text else ""
+        raise ValueError(
+            f"-n {text} is not a number of GPUs: a whole number from 1 up, a range such as 2-4, or job{hint}"
+        )
+    return int(text)
+
+
+def _of(condition: type[Condition]) -> Callable[[str], Any]:
+    """Return the parser of a condition, which a claim has too."""
+    return lambda text: condition.parse(text, CommandLine)
+
+
+def gpu_list(text: str) -> tuple[str, ...]:
+    """Parse the value of ``--gpu``: ``0,3``, ``4-7`` or UUIDs."""
+    from ..selection.values import parse_names
+
+    return parse_names(text, "gpu", spelling=CommandLine)
+
+
+def whole_number(what: str, least: int) -> Callable[[str], int]:
+    """Return a parser of numbers of ``what``, from ``least`` up."""
+
+    def parse(text: str) -> int:
+        if not is_number(text) or int(text) < least:
+            raise ValueError(f"{text!r} is not a number of {what}: a whole number from {least} up")
+        return int(text)
+
+    return parse
+
+
+_HOW_MANY = """number of GPUs; 2-4: at least two, and up to four if that many are free; job: as many as the batch job
+asked for (default 1)"""
+
+_HOW_LONG_TO_WAIT = """how long to wait: 90 (seconds), 15m, 1h30m, 01:30:00, 2-12:00:00 (days first), inf; 0 does not
+wait (default: SAFE_GPU_TIMEOUT, else inf)"""
+
+_HOW_LONG_TO_HOLD = """how long the GPUs will probably be held: 30m, 2h, unknown; short jobs get in earlier, and no job
+ends when the time is over (default: SAFE_GPU_FOR, else the end of the batch job)"""
+
+
+def add_request(parser: argparse.ArgumentParser) -> None:
+    """Add the options of commands that ask for GPUs."""
+    from ..selection.request import CONDITIONS
+
+    which = parser.add_argument_group("which GPUs")
+    which.add_argument("-n", "--gpus", "--nb-gpus", dest="nb_gpus", type=_count, default=1, metavar="N", help=_HOW_MANY)
+    for one in CONDITIONS:
+        which.add_argument(CommandLine.option(one.argument), type=_of(one), metavar=one.metavar, help=one.help)
+    add_vendor(which, f"GPUs of this vendor (default: {VENDORS[FIRST].title}'s where there are some)")
+    add = parser.add_argument_group("how long").add_argument
+    add("-t", "--timeout", type=duration, default=argparse.SUPPRESS, metavar="D", help=_HOW_LONG_TO_WAIT)
+    add("--for", dest="hold_for", type=_hold_for, default=argparse.SUPPRESS, metavar="D", help=_HOW_LONG_TO_HOLD)
+
+
+def add_vendor(parser: argparse._ActionsContainer, meaning: str) -> None:
+    """Add ``--vendor``, which matters on hosts with GPUs of several vendors."""
+    parser.add_argument("--vendor", type=str.lower, choices=tuple(VENDORS), default=None, help=meaning)
+
+
+def add_affinity(parser: argparse._ActionsContainer) -> None:
+    """Add ``--affinity M``, which ``--mode M`` means too; unset by default."""
+    from ..affinity.options import MODES
+
+    modes, none = ("none", *MODES), argparse.SUPPRESS
+    which = f"CPUs to bind to (default node): {', '.join(modes)}"
+    parser.add_argument("--affinity", choices=modes, default=none, metavar="M", help=which)
+    parser.add_argument("--mode", dest="affinity", choices=modes, default=none, metavar="M", help=none)
+
+
+def add_which_gpus(parser: argparse.ArgumentParser, gpu: str, ordinal: str, node: str = "") -> None:
+    """Add ``--gpu L``, ``--ordinal N`` and perhaps ``--node N``, of which one may be given; the texts are their
+    help."""
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--gpu", type=gpu_list, default=None, metavar="L", help=gpu)
+    which.add_argument("--ordinal", type=whole_number("CUDA's", 0), default=None, metavar="N", help=ordinal)
+    if node:
+        which.add_argument("--node", type=whole_number("a NUMA node", 0), default=None, metavar="N", help=node)
+
+
+_NOT_OF_CLAIMS = ("handler", "command", "words", "host", "supervised", "usage_error", "quiet", "refused_exit")
+
+
+def claim_arguments(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the options of a command that asks for GPUs as keyword arguments of a claim, which have the same names."""
+    given = {name: value for name, value in vars(options).items() if name not in _NOT_OF_CLAIMS}
+    return {**given, "timeout": timeout_of(options)}
+
+
+def timeout_of(options: argparse.Namespace) -> float | None:
+    """Return the seconds to wait: ``--timeout``, else SAFE_GPU_TIMEOUT; None waits without limit, as by default.
+
+    Raises:
+        UnsatisfiableRequestError: the variable makes no sense.
+    """
+    if hasattr(options, "timeout"):
+        timeout: float | None = options.timeout
+        return timeout
+    from ..settings.durations import parse_duration
+
+    text = os.environ.get("SAFE_GPU_TIMEOUT")
+    return parse_duration(text, "SAFE_GPU_TIMEOUT") if text else None
+
+
+def hosts_of_option(text: str) -> tuple[str, ...]:
+    """Parse the value of ``--host``."""
+    from ..settings.host_file import host_names
+
+    names = host_names(text)
+    if not names:
+        raise ValueError("--host needs the name of a host, such as gpu1,gpu2")
+    return names
+
+
+_FORMS = ("%Y-%m-%d", "%Y-%m-%d %H:%M", "%Y-%m-%dT%H:%M", "%Y-%m-%d %H:%M:%S", "%Y-%m-%dT%H:%M:%S", "%Y-%m")
+
+_DAYS = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
+
+_CLOCK = rf"(?:({'|'.join(_DAYS)})[a-z]* )?([01]?[0-9]|2[0-3]):([0-5][0-9])"
+
+
+def moment(text: str, after: float | None = None) -> float:
+    """Parse a date, a time, a word or an age, in local time, to Unix seconds.
+
+    Args:
+        after: ``18:00`` and ``Thu 9:00`` are the first such time after this one, and ``+2h`` is two hours after it;
+            None: the last such time until now, and two hours from now.
+
+    Raises:
+        ArgumentTypeError: it is no time.
+    """
+    from ..settings.durations import parse_duration
+
+    word, now = text.strip().lower(), time.time()
+    today = time.localtime(now)
+    if word == "now":
+        return now
+    if word in ("today", "yesterday"):
+        day = today.tm_mday - (word == "yesterday")
+        return time.mktime((today.tm_year, today.tm_mon, day, 0, 0, 0, 0, 0, -1))
+    if clock := re.fullmatch(_CLOCK, " ".join(word.split())):
+        return _nearest(clock[1], int(clock[2]), int(clock[3]), now if after is None else after, after is not None)
+    for form in _FORMS:
+        try:
+            parsed = time.strptime(word.upper(), form)
+            return max(0.0, time.mktime((*parsed[:8], -1)))
+        except (ValueError, OverflowError):
+            continue
+    try:
+        age = parse_duration(word.removeprefix("+"))
+    except SafeGpuError:
+        age = None
+    if age is None or word[-1:].isdecimal():
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no time: write 2026-11-01, '2026-11-01 12:00', 12:00, 'Thu 9:00', today, yesterday, 7d for "
+            "seven days ago, or +2h for two hours from now"
+        )
+    return (now if after is None else after) + age if word.startswith("+") else max(0.0, now - age)
+
+
+def _nearest(day: str | None, hour: int, minute: int, base: float, later: bool) -> float:
+    """Return the last such time of day, perhaps on one day of the week, up to ``base``, or the first after it."""
+    first = time.localtime(base)
+    dates = ((first.tm_year, first.tm_mon, first.tm_mday + shift) for shift in range(-8, 9))
+    days = [time.mktime((*date, hour, minute, 0, 0, 0, -1)) for date in dates]
+    found = [one for one in days if day in (None, _DAYS[time.localtime(one).tm_wday])]
+    return min(one for one in found if one > base) if later else max(one for one in found if one <= base)
+
+
+_MEANT = {
+    **dict.fromkeys("claim exec launch srun start submit".split(), "run"),
+    **dict.fromkeys("free gpustat info list ls ps queue show".split(), "status"),
+    **dict.fromkeys("monitor top watch".split(), "status --watch"),
+}
+"""Words of other tools for our commands."""
+
+
+def _similar(word: str, known: Iterable[str]) -> str:
+    """Return the one of these words that looks most like it, dashes aside; "" where none does."""
+    bare = {option.lstrip("-"): option for option in known if option[:2] == "--" or option[:1] != "-"}
+    close = get_close_matches(word.lstrip("-").lower().replace("_", "-"), bare, 1, 0.7)
+    return bare[close[0]] if close else ""
+
+
+def not_a_choice(option: Sequence[str], value: str, choices: Sequence[str]) -> str:
+    """Return the usage error for a value that is none of a few words; ``option`` is its name, or nothing."""
+    close = _similar(value, choices)
+    meant = f"did you mean {close}? " if close else ""
+    return f"{' '.join([*option, quote(value)])} is not possible: {meant}choose from {', '.join(choices)}"
+
+
+def unknown_option(word: str, options_of: Mapping[str, Sequence[str]]) -> str:
+    """Return the usage error for an option where a command was expected; ``options_of``: command -> its options."""
+    name = word.partition("=")[0]
+    for owner in (command for command, options in options_of.items() if name in options):
+        return f"{name} is an option of safe-gpu {owner}: write safe-gpu {owner} {word} ..."
+    return unknown_argument(word, ("--help", "--version"))
+
+
+def unknown_command(word: str, commands: Sequence[str]) -> str:
+    """Return the usage error for a first word that is no command."""
+    from shutil import which
+
+    text = f"there is no command {word!r}"
+    if meant := _MEANT.get(word.lower()) or _similar(word, commands):
+        return f"{text}: did you mean safe-gpu {meant}?"
+    return f"{text}: " + (
+        f"to run it on a GPU, write safe-gpu run -- {word}" if which(word) else f"choose from {', '.join(commands)}"
+    )
+
+
+def unknown_argument(word: str, known: Sequence[str]) -> str:
+    """Return the usage error for an argument that a command with these options does not take."""
+    if word == "--":
+        return "no command is run here: did you mean safe-gpu run?"
+    if not word.startswith("-"):
+        hint = f": did you mean -n {word}?" if word.isdecimal() and "-n" in known else ""
+        return f"unexpected argument {word!r}{hint}"
+    name = word.partition("=")[0]
+    meant = _similar(name, known) if len(name) > 2 else ""
+    return f"there is no option {name}{f': did you mean {meant}?' if meant else ''}"
+
+
+def add_hosts(parser: argparse.ArgumentParser) -> None:
+    """Add the options that choose other hosts."""
+    which = parser.add_argument_group("other hosts, by ssh").add_mutually_exclusive_group()
+    which.add_argument("--host", type=hosts_of_option, metavar="H", help="these hosts: gpu1,gpu2")
+    every = "those of SAFE_GPU_HOSTS, else of hosts in ~/.config/safe-gpu/config.ini, else of root's file"
+    which.add_argument("--all-hosts", action="store_true", help=every)
+    parser.add_argument("--sort", choices=("free",), help="with hosts: those with the most free GPUs first")
+
+
+def chosen_hosts(options: argparse.Namespace) -> tuple[str, ...]:
+    """Return the hosts that the command is about; where none are known, a usage error."""
+    if options.host:
+        return tuple(options.host)
+    from ..settings.other_hosts import known_hosts
+
+    try:
+        if hosts := known_hosts(os.environ):
+            return hosts
+    except ValueError as err:
+        options.usage_error(f"SAFE_GPU_HOSTS: {err}")
+    options.usage_error("which hosts? set SAFE_GPU_HOSTS=gpu1,gpu2, or hosts in ~/.config/safe-gpu/config.ini")
+    return ()

@@ -1,0 +1,212 @@
+"""``safe-gpu history``: the claims of this host, as last(1) shows logins, and GPU-hours."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from .arguments import moment
+from .output import columns, say, write_whole
+
+if TYPE_CHECKING:
+    from ..status.history import PastClaim
+
+_DAYS = 30
+
+_REPORTS = {"week": 7, "month": 30, "year": 365}
+
+_LONGEST_REPORT = 731  # days; no file is kept longer
+
+_FORMULA = ("=", "+", "-", "@", "\t", "\r")  # what spreadsheets would run
+
+
+def configure_history(parser: argparse.ArgumentParser) -> None:
+    """Set its options and its handler."""
+    parser.description = "Claims on this host, the latest first, or GPU-hours by user, GPU, job or day."
+    parser.epilog = """examples:
+  safe-gpu history --user anna --since yesterday
+  safe-gpu history --by user --since 2026-11-01 --until 2026-12-01
+  safe-gpu history --csv > claims.csv
+  safe-gpu history --report month --plot month.svg
+
+A claim that was not released but died ended at some time between two others;
+GPU-hours have a least and a most for that."""
+    parser.add_argument("--user", metavar="U", help="claims of this user only")
+    parser.add_argument(
+        "--since",
+        type=moment,
+        metavar="D",
+        help="claims that held GPUs after this: 2026-11-01, '2026-11-01 12:00', 12:00, 'Thu 9:00', today, yesterday, "
+        f"or 7d for seven days ago (default {_DAYS} days ago)",
+    )
+    parser.add_argument("--until", type=moment, metavar="D", help="and before this (default now)")
+    parser.add_argument(
+        "--by", choices=("user", "gpu", "job", "host", "day", "week"), help="GPU-hours in place of claims"
+    )
+    parser.add_argument(
+        "--report",
+        choices=tuple(_REPORTS),
+        help="claims, GPU-hours, waits and free GPU-hours by user, week and host, of the last 7, 30 or 365 days unless "
+        "--since says otherwise",
+    )
+    parser.add_argument(
+        "--plot", metavar="FILE", help="with --report: also draw it by day, as .svg or .png (needs matplotlib)"
+    )
+    parser.add_argument(
+        "--idle",
+        action="store_true",
+        help="only claims that hold a GPU now that has shown no work, for idle_report_after where the policy sets that",
+    )
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="for programs; times in Unix seconds")
+    form.add_argument("--csv", action="store_true", help="for spreadsheets; times in UTC")
+    parser.set_defaults(handler=_history, usage_error=parser.error)
+
+
+def _history(options: argparse.Namespace) -> int:
+    from ..status.history import claims_between
+
+    if options.plot is not None and not options.report:
+        options.usage_error("--plot goes with --report")
+    now = time.time()
+    until = now if options.until is None else min(now, options.until)
+    days = _REPORTS[options.report] if options.report else _DAYS
+    since = max(0.0, until - days * 86400) if options.since is None else options.since
+    if options.report:
+        _check_report(options)
+        whole = moment(time.strftime("%Y-%m-%d", time.localtime(since))) if options.since is None else since
+        since = max(whole, until - _LONGEST_REPORT * 86400)
+    if since > until:
+        options.usage_error("--since is not before --until")
+    claims, warnings = claims_between(since, until)
+    for warning in warnings:
+        say(f"warning: {warning}")
+    if options.user is not None:
+        claims = [claim for claim in claims if claim.user == options.user]
+    if options.idle:
+        claims = _without_work(claims)
+    if options.report:
+        _report(claims, options, since, until)
+    else:
+        _show(claims, options, since, until)
+    return 0
+
+
+def _check_report(options: argparse.Namespace) -> None:
+    from importlib.util import find_spec
+
+    for other in ("by", "user", "idle"):
+        if getattr(options, other):
+            options.usage_error(f"--report and --{other} do not go together")
+    if options.plot is not None and not options.plot.endswith((".svg", ".png")):
+        options.usage_error(f"--plot {options.plot}: name a file that ends with .svg or .png")
+    if options.plot is not None and find_spec("matplotlib") is None:
+        options.usage_error("--plot needs matplotlib, which is not installed: pip install matplotlib")
+
+
+def _report(claims: list[PastClaim], options: argparse.Namespace, since: float, until: float) -> None:
+    from ..status.gather import gather
+    from ..status.report import ReportRow, report, report_by_day, table_of_report
+
+    gpus = [one.gpu.uuid for one in gather().gpus]
+    rows = [*report(claims, gpus, os.uname().nodename, since, until)]
+    if options.plot is not None:
+        from ..status.report import draw
+
+        write_whole(options.plot, draw(report_by_day(claims, since, until), options.plot[-3:]))
+    if options.json:
+        head: dict[str, object] = {"schema": 1, "since": since, "until": until}
+        _print_json(head, "report", (row._asdict() for row in rows))
+    elif options.csv:
+        _print_csv(ReportRow._fields, rows)
+    elif not claims:
+        print("no claims in this time")
+    else:
+        for line in table_of_report(rows, columns()):
+            print(line)
+
+
+def _without_work(claims: list[PastClaim]) -> list[PastClaim]:
+    """Return the running claims with a GPU that has shown no work since an earlier look, or as long as the policy says.
+
+    Their user is the one that the kernel knows. Claims whose user it does not know are left out.
+    """
+    from ..host.procfs import user_name
+    from ..status.gather import gather
+
+    idle = [one for one in gather().gpus if one.claim and one.idle_for and one.idle_report is not False]
+    uids = {one.gpu.uuid: one.claim.uid for one in idle if one.claim and one.claim.uid is not None}
+    found = []
+    for claim in claims:
+        uid = next((uids[uuid] for uuid in claim.gpus if uuid in uids), None)
+        if claim.running and uid is not None:
+            found.append(claim._replace(user=user_name(uid), uid=uid))
+    return found
+
+
+_FACTS = "user uid pid job command host gpus labels since until running seen ended share of waited".split()
+
+
+def _show(claims: list[PastClaim], options: argparse.Namespace, since: float, until: float) -> None:
+    """Claims, or their sums, in the form that was asked for."""
+    from ..status.history import gpu_hours_by, hours_held, table_of_claims, table_of_use
+
+    head: dict[str, object] = {"schema": 1, "since": since, "until": until}
+    rows: Iterable[Sequence[object]]
+    if options.by:
+        uses = gpu_hours_by(claims, options.by, since, until)
+        head["by"], kind, names = options.by, "use", [options.by, "claims"]
+        rows = ((one.key, one.claims, round(one.least, 4), round(one.most, 4)) for one in uses)
+    else:
+        claims.reverse()
+        kind, names = "claims", _FACTS
+        rows = (
+            [getattr(one, name) for name in _FACTS]
+            + [round(seconds * len(one.gpus) / 3600, 4) for seconds in hours_held(one, since, until)]
+            for one in claims
+        )
+    names = [*names, "gpu_hours_least", "gpu_hours_most"]
+    if options.json:
+        _print_json(head, kind, (dict(zip(names, row, strict=True)) for row in rows))
+    elif options.csv:
+        _print_csv(names, rows)
+    elif not claims:
+        print("no claims in this time")
+    else:
+        width = columns()
+        table = table_of_use(uses, options.by, width) if options.by else table_of_claims(claims, since, until, width)
+        for line in table:
+            print(line)
+
+
+def _print_json(head: dict[str, object], name: str, entries: Iterable[dict[str, object]]) -> None:
+    import json
+
+    print(json.dumps({**head, name: []}, indent=2).removesuffix("]\n}"), end="")
+    before = "\n    "
+    for entry in entries:
+        print(before + json.dumps(entry, indent=2).replace("\n", "\n    "), end="")
+        before = ",\n    "
+    print("]\n}" if before == "\n    " else "\n  ]\n}")
+
+
+def _print_csv(names: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    import csv
+
+    writer = csv.writer(sys.stdout, lineterminator="\n")
+    writer.writerow(names)
+    writer.writerows(map(_cell, names, row) for row in rows)
+
+
+def _cell(name: str, value: object) -> object:
+    if isinstance(value, tuple):
+        value = " ".join(map(str, value))
+    if isinstance(value, str):
+        return f"'{value}" if value.startswith(_FORMULA) else value
+    if value is not None and name in ("since", "until", "seen", "ended"):
+        return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(float(str(value))))
+    return value  # None is an empty cell

@@ -1,0 +1,311 @@
+"""``safe-gpu status`` of other hosts, by the ssh of the system."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from itertools import repeat
+from queue import SimpleQueue
+from shlex import quote
+from subprocess import DEVNULL, PIPE
+from tempfile import TemporaryFile
+from threading import Semaphore, Thread
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ..errors import SafeGpuError
+from ..host.procfs import printable, printable_lines
+from ..host.programs import find_program
+from ..settings.other_hosts import setting_of_hosts
+from ..status.facts import SCHEMA
+from ..status.page import NO_DOCUMENT, TITLES, figures_of
+from ..status.render import table
+from ..wording.text import GAP, Column, cut, paint, plural, wrapped
+from .arguments import chosen_hosts
+from .commands import EX_NO_HOST, EX_SOME_HOSTS
+from .output import alternate_screen, columns, in_color, is_terminal, print_json
+from .status import write_page
+
+if TYPE_CHECKING:
+    from ..status.page import Figures
+
+_NEWLINE = "_safe_gpu_newline"
+
+
+def ssh_to(host: str, script: str, *options: str) -> list[str]:
+    """Return the command that has ``sh`` on a host run a script of one line, without any question to the user.
+
+    Raises:
+        SafeGpuError: there is no ssh here.
+    """
+    ssh = find_program("ssh", os.environ)
+    if ssh is None:
+        raise SafeGpuError("there is no ssh on PATH: install OpenSSH's client to look at other hosts")
+    return [ssh, *(options or ("-T",)), "-oBatchMode=yes", "-oConnectTimeout=5", "--", host, for_any_shell(script)]
+
+
+def remote_command() -> str:
+    """Return what starts safe-gpu on other hosts, as ``sh`` there reads it after ``exec``."""
+    return setting_of_hosts("remote_command", os.environ) or "safe-gpu"
+
+
+def for_any_shell(script: str) -> str:
+    r"""Return ``sh -c SCRIPT`` as sh, csh and fish read it alike, with the script as one argument.
+
+    Within quotes csh replaces ``!`` and fish reads ``\``; before a backslash, all of them take both as they are.
+
+    >>> print(for_any_shell("echo 'hi!'"))
+    sh -c 'echo '\''hi'\!\'
+    """
+    parts = re.findall(r"['\\!]|[^'\\!]+", script)
+    return "sh -c " + "".join(f"\\{part}" if part in ("'", "\\", "!") else f"'{part}'" for part in parts)
+
+
+def words_of_sh(words: Sequence[str]) -> str:
+    """Return words as ``sh`` reads them, on one line: csh ends a command with its line, even within quotes."""
+    text = " ".join(map(quote, words))
+    return text.replace("\n", f"'\"${_NEWLINE}\"'")
+
+
+NEWLINE_FOR_SH = f'{_NEWLINE}=$(printf "\\nx"); {_NEWLINE}=${{{_NEWLINE}%x}}'
+"""What comes before such words."""
+
+AT_ONCE = 16
+
+SECONDS = 10.0
+"""That a host has for its answer, once it is asked."""
+
+TOO_LATE = 124  # what timeout(1) ends with
+
+
+class Said(NamedTuple):
+    """What a host has answered. ``code`` is ssh's exit code: 255 of its own, else the other side's."""
+
+    code: int
+    out: bytes
+    err: bytes
+
+
+def ask(ssh: Sequence[str]) -> Said:
+    """Return what a host says to this command of ssh.
+
+    ssh has a session of its own, so that no helper of it can ask on this terminal; timeout(1) ends it also where this
+    process has ended.
+    """
+    try:
+        with TemporaryFile() as err:  # a ControlMaster that ssh leaves behind would keep a pipe open
+            done = subprocess.run(
+                ["timeout", str(SECONDS), *ssh], stdin=DEVNULL, stdout=PIPE, stderr=err, start_new_session=True
+            )
+            err.seek(0)
+            return Said(done.returncode, done.stdout, err.read())
+    except OSError as error:
+        return Said(255, b"", str(error).encode())
+
+
+def answers(hosts: Collection[str], script: str, interval: float | None = None) -> Iterator[tuple[str, Said]]:
+    """Yield what each host says, as it comes; with an interval again and again, that long after its last answer."""
+    slots, news = Semaphore(AT_ONCE), SimpleQueue[tuple[str, Said]]()
+
+    def follow(host: str, ssh: Sequence[str]) -> None:
+        while True:
+            with slots:
+                news.put((host, ask(ssh)))
+            if interval is None:
+                return
+            time.sleep(interval)
+
+    for host in hosts:
+        Thread(target=follow, args=(host, ssh_to(host, script)), daemon=True).start()
+    for _ in hosts if interval is None else repeat(None):
+        yield news.get()
+
+
+_LONGEST_REASON = 300
+
+_ADVICE = {
+    "Permission denied": "a password is asked for, or your key is refused",
+    "Host key verification failed": "its key is not known here; run ssh to it once by hand",
+}
+
+_NOT_FOUND = (126, 127)  # what sh ends with
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One host's answer.
+
+    Attributes:
+        status: the document of ``status --json``; None if there is none.
+        figures: None if its line has ``error`` in their place, printable.
+        text: what follows the document: with ``-v`` the host's own table.
+        same_as: the name before it that stands for the same host.
+    """
+
+    status: dict[str, Any] | None = None
+    figures: Figures | None = None
+    error: str = ""
+    text: str = ""
+    same_as: str = ""
+
+
+def read_answer(said: Said) -> Answer:
+    """Return what a host has said, as far as it can be believed to be a status of this schema."""
+    out, why = said.out.decode("utf-8", "replace"), last_line(said.err)
+    if said.code == TOO_LATE:
+        return Answer(error=why or f"did not answer within {SECONDS:g} s")
+    if said.code == 255:
+        advice = next((advice for sign, advice in _ADVICE.items() if sign in why), "")
+        return Answer(error=f"{advice} ({why})" if advice else why or "ssh cannot reach it")
+    if said.code in _NOT_FOUND:
+        where = "set remote_command in [host] of ~/.config/safe-gpu/config.ini"
+        return Answer(error=f"has no safe-gpu on its PATH: {where} ({why})")
+    if said.code:
+        return Answer(error=why or f"its safe-gpu status ends with exit code {said.code}")
+    if not out.startswith("{"):
+        banner = shown(out.split("\n", 1)[0])
+        return Answer(error=f"its login files write before the JSON: {banner!r}; let them write on a terminal only")
+    try:
+        status, end = json.JSONDecoder().raw_decode(out)
+        if status["schema"] != SCHEMA:
+            schema = shown(str(status["schema"]))
+            return Answer(error=f"answers in schema {schema}, and this safe-gpu reads {SCHEMA}: update the older one")
+        return Answer(status, figures_of(status, time.time()), text=out[end:])
+    except NO_DOCUMENT as err:
+        return Answer(error=f"its answer cannot be read: {shown(f'{type(err).__name__}: {err}')}")
+
+
+def last_line(text: bytes) -> str:
+    """Return the last line of what a host has written, printable, without what stands before every message."""
+    line = text.decode("utf-8", "replace").rstrip().rpartition("\n")[2]
+    return shown(line.removeprefix("safe-gpu: ").removeprefix("warning: "))
+
+
+def shown(text: str) -> str:
+    """Return the beginning of a text as printable words."""
+    return " ".join(printable(text[:_LONGEST_REASON]).split())
+
+
+_RIGHT = ("Free", "Waiting", "Longest")
+
+_MOST = {"Held by": 80}  # columns of a terminal
+
+Answers = Mapping[str, Answer]
+"""Name of a host -> its answer, in the order of the lines."""
+
+
+def arranged(answers: Answers, most_free_first: bool) -> Answers:
+    """Return them in the order of the lines, where a host under a second name has that in place of its figures."""
+    found: dict[str, Answer] = {}
+    names: dict[str, str] = {}
+    for name, one in answers.items():
+        if one.figures and (first := names.setdefault(one.figures.identity, name)) != name:
+            one = replace(one, figures=None, error=f"the same host as {first}", same_as=first)
+        found[name] = one
+    if not most_free_first:
+        return found
+    return dict(sorted(found.items(), key=lambda item: -item[1].figures.free if item[1].figures else 1))
+
+
+def render_hosts(answers: Answers, *, width: int, color: bool, verbose: bool = False) -> str:
+    """Return a line for each host, or why it has no figures; ``verbose`` adds each host's own table."""
+    known = {name: one.figures for name, one in answers.items() if one.figures}
+    free, total = sum(one.free for one in known.values()), sum(one.total for one in known.values())
+    waiting = sum(one.waiting for one in known.values())
+    hosts = plural(sum(not one.same_as for one in answers.values()), "host")
+    summary = f"{free} of {plural(total)} free on {len(known)} of {hosts}" + (f", {waiting} waiting" if waiting else "")
+
+    columns = [names := Column("HOST", answers)]
+    for title in TITLES:
+        cells = (known[name].cells[title] if name in known else "" for name in answers)
+        columns.append(Column(title.upper(), cells, right=title in _RIGHT, most=_MOST.get(title, 40)))
+    head, *rows = table(columns, width, optional=("GPU", "LONGEST"))
+    lines = [paint(summary, "bold", color), "", paint(head, "bold", color)]
+    for (name, one), begin, row in zip(answers.items(), names.cells, rows, strict=True):
+        indent = " " * (names.width + len(GAP))
+        if name in known:
+            lines.append(row)
+            told = [line for text in known[name].broken for line in wrapped(text, width, indent)]
+        else:
+            told = wrapped(one.error, width, names.padded(begin) + GAP[1:], indent)
+        lines += (paint(line, "yellow", color) for line in told)
+    for name in known if verbose else ():
+        lines += ["", paint(f"{name}:", "bold", color), printable_lines(answers[name].text.strip("\n"), 1 << 17)]
+    return "\n".join(lines)
+
+
+def document(answers: Answers) -> dict[str, Any]:
+    """Return the document of ``status --json`` with hosts: ``status`` or ``error`` of each.
+
+    Where an earlier name stands for the same host, ``same_as`` is that name.
+    """
+    hosts = {
+        name: ({"error": one.error} if one.status is None else {"status": one.status})
+        | ({"same_as": one.same_as} if one.same_as else {})
+        for name, one in answers.items()
+    }
+    return {"schema": SCHEMA, "hosts": hosts}
+
+
+_INTERVAL = 5.0
+
+
+def answers_of(hosts: Collection[str], script: str) -> Answers:
+    """Return what each host answers, in their order."""
+    found = {host: read_answer(said) for host, said in answers(hosts, script)}
+    return {host: found[host] for host in hosts}
+
+
+def script_of_status(vendor: str | None, verbose: bool = False) -> str:
+    """Return what asks a host for its status; ``verbose`` for the table after the document too."""
+    status = f"{remote_command()} status" + (f" --vendor {vendor}" if vendor else "")
+    return f"{status} --json" + f" && COLUMNS={columns()} {status} -v" * verbose
+
+
+def status_of_hosts(options: argparse.Namespace) -> int:
+    """Print the status of the hosts that the options choose."""
+    hosts = chosen_hosts(options)
+    for option in ("prometheus", "free", "mine", "user", *(() if options.html else ("output",))):
+        if getattr(options, option):
+            options.usage_error(f"--{option} is about one host: it does not go with --host and --all-hosts")
+    script = script_of_status(options.vendor, options.verbose and not (options.json or options.html))
+    if options.watch:
+        _watch(options, hosts, script)
+    found = arranged(answers_of(hosts, script), options.sort)
+    if options.json:
+        print_json(document(found))
+    elif options.html:
+        write_page({name: one.error or one.status or "" for name, one in found.items()}, options)
+    else:
+        print(_picture(found, options))
+    known = [one for one in found.values() if one.status is not None]
+    return 0 if len(known) == len(found) else EX_SOME_HOSTS if known else EX_NO_HOST
+
+
+def _picture(answers: Answers, options: argparse.Namespace) -> str:
+    return render_hosts(answers, width=columns(), color=in_color(sys.stdout), verbose=options.verbose)
+
+
+def _watch(options: argparse.Namespace, hosts: Collection[str], script: str) -> None:
+    """Show them until a signal ends it: each host is asked again an interval after its answer, whatever the others do.
+
+    As JSON, each answer is a line of its own.
+    """
+    interval = _INTERVAL if options.interval is None else options.interval
+    in_place = is_terminal(sys.stdout) and not options.json
+    known = dict.fromkeys(hosts, Answer(error="..."))
+    with alternate_screen() if in_place else nullcontext(lambda *text: print(*text, sep="", flush=True)) as show:
+        for host, said in answers(hosts, script, interval):
+            known[host] = read_answer(said)
+            if options.json:
+                print(json.dumps(document({host: known[host]})), flush=True)
+            else:
+                head = cut(f"{time.strftime('%H:%M:%S')}, every {interval:g} s (Ctrl-C ends)", columns())
+                show(f"{head}\n", f"{_picture(arranged(known, options.sort), options)}\n")

@@ -1,1 +1,0 @@
-"""What commands do on other hosts, by the ssh of the system."""

@@ -1,0 +1,207 @@
+"""The commands that claim GPUs or wait for them."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from ..errors import SafeGpuError, UnsatisfiableRequestError
+from .arguments import (
+    EX_USAGE,
+    CommandLine,
+    add_affinity,
+    add_request,
+    add_which_gpus,
+    claim_arguments,
+    hosts_of_option,
+    is_number,
+)
+from .become import CommandError, become, find_command
+from .output import Log, is_terminal, say
+from .wait_line import WaitLine
+
+if TYPE_CHECKING:
+    from ..claim.owner import GPUOwner
+
+_WITH_ADVICE = ("docker", "nerdctl", "podman", "apptainer", "singularity", "dragon")
+
+
+def configure_run(parser: argparse.ArgumentParser) -> None:
+    """Set its options and its handler."""
+    parser.usage = "safe-gpu run [options] -- CMD ..."
+    parser.description = "Wait for GPUs, claim them, and become the command, which holds them to its end."
+    parser.epilog = """examples:
+  safe-gpu run -- python train.py
+  safe-gpu run -n 2 --min-memory 20GiB --timeout 2h -- ./simulate --steps 9
+  safe-gpu run -n 8 -- mpirun -np 8 python train.py     each rank may claim one
+  safe-gpu run --host gpu1,gpu2 -- python train.py      where GPUs are free now
+
+The GPUs are held until the command and whatever inherited its descriptors have
+ended. In Python, claim_gpus() also shows others a context at once.
+
+Claim inside containers of docker and nerdctl, with the state directory mounted.
+A claim around podman run or apptainer exec holds: let podman pass on what the
+claim sets (-e CUDA_VISIBLE_DEVICES -e CUDA_DEVICE_ORDER), and start apptainer
+without --cleanenv.
+
+exit codes: the command's; 2 usage, 68 no host of --host answers,
+69 no driver, 70 a package is missing, 73 state directory unusable,
+75 not free in time, 76 the connection to a host broke, 78 impossible on this
+host, 126 the command cannot be run, 127 it is not found, 130 interrupted"""
+    add_request(parser)
+    group = parser.add_argument_group("CPUs, memory and environment")
+    add_affinity(group)
+    add = group.add_argument
+    add("--memory", choices=("preferred", "bind"), help="NUMA memory policy next to the GPUs")
+    visible_as = "how CUDA_VISIBLE_DEVICES names the GPUs; uuid for shells and long sessions (default index)"
+    add("--visible-as", choices=("index", "uuid"), default="index", help=visible_as)
+    where = "on the first of these hosts that has them free, by ssh, in this directory; does not wait"
+    add = parser.add_argument_group("on which host").add_argument
+    add("--host", type=hosts_of_option, default=None, metavar="H", help=where)
+    add = parser.add_argument_group("output and exit code").add_argument
+    add("-q", "--quiet", action="store_true", help="print nothing about waiting, nor which GPUs were claimed")
+    refused = "exit code in place of 69, 70 and 73: for Grid Engine 99 (queue the job again) or 100 (hold it)"
+    add("--refused-exit", type=_exit_code, metavar="N", help=refused)
+    parser.add_argument("--supervised", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    parser.set_defaults(handler=_run, usage_error=parser.error)
+
+
+def _exit_code(text: str) -> int:
+    if not is_number(text) or not 0 < int(text) < 256:
+        raise ValueError(f"--refused-exit {text} is not an exit code: a whole number from 1 to 255")
+    return int(text)
+
+
+def _run(options: argparse.Namespace) -> int:
+    if options.supervised:  # by run --host on another host, whose words these are
+        sys.stderr = sys.stdout
+    elif options.host:
+        from .run_on_hosts import run_on_hosts
+
+        return run_on_hosts(options)
+    path = find_command(options.command)
+    if any(os.path.basename(word).startswith(_WITH_ADVICE) for word in options.command):
+        from ..coordination.files.location import state_dir_path
+        from .become import warning_about
+
+        if warning := warning_about(options.command, path, state_dir_path()):
+            say(warning)
+    if os.environ.get("SAFE_GPU_EXPECT"):
+        from ..claim.expected_gpu import check_expected_gpu
+
+        check_expected_gpu()
+    from ..claim.functions import release_gpus
+    from ..claim.owner import owner_type
+    from ..coordination.leases.commands import command_for_record
+    from ..coordination.signals import unwind_on_signals
+    from ..runtimes.placeholders import NoPlaceholder
+    from ..runtimes.visible_devices import hide_all
+
+    arguments = claim_arguments(options)
+    if arguments.get("affinity") == "none":
+        arguments["affinity"] = None
+    hint = "hold_for" not in arguments
+    try:
+        with unwind_on_signals(), WaitLine(sys.stderr, quiet=options.quiet, hint=hint) as line:
+            record = command_for_record(options.command)
+            owner_of = owner_type(on_wait=line.show, command=record, spelling=CommandLine)
+            owner = owner_of(placeholder_fn=NoPlaceholder(), logger=Log(), delegate=True, **arguments)
+        if owner.gpus and not options.quiet and (line.waited or sys.stderr.isatty()):
+            say(_got(owner, line.seconds if line.waited else None))
+        owner.keep_across_exec()
+        if options.supervised:
+            from .run_on_hosts import run_under
+
+            run_under(os.environ.pop("SAFE_GPU_SESSION", ""), path, options.command)
+        become(path, options.command)
+    except UnsatisfiableRequestError as err:
+        if options.nb_gpus != "job" or err.value != 0:
+            raise
+        os.environ.update(hide_all())  # the job asked for no GPU, so it shall see none
+        become(path, options.command)
+    finally:
+        release_gpus()  # also where an exception came before the claim had a name here
+
+
+def _got(owner: GPUOwner, waited: float | None) -> str:
+    """Return a sentence on the claim: ``got GPU 0-2,5 (4 x NVIDIA A100-SXM4-80GB) after 3 min``."""
+    from ..wording.text import format_age, gpu_ranges
+
+    models = Counter(gpu.name for gpu in owner.gpus)
+    names = ", ".join(f"{number} x {name}" if number > 1 else name for name, number in models.items() if name)
+    text = f"got GPU {gpu_ranges(gpu.label for gpu in owner.gpus)}{names and f' ({names})'}"
+    return text if waited is None else f"{text} after {format_age(waited)}"
+
+
+def configure_wait(parser: argparse.ArgumentParser) -> None:
+    """Set its options and its handler."""
+    parser.description = """Wait until that many GPUs could be claimed, print their indices, one on a line,
+and claim nothing; exit code 0 then."""
+    parser.epilog = "example:\n  safe-gpu wait -n 2 --timeout 1h && notify-send 'two GPUs are free'"
+    add_request(parser)
+    quiet = "print nothing about waiting"
+    parser.add_argument_group("output").add_argument("-q", "--quiet", action="store_true", help=quiet)
+    parser.set_defaults(handler=_wait)
+
+
+def _wait(options: argparse.Namespace) -> int:
+    from ..claim.free import wait_for_gpus
+    from ..coordination.signals import unwind_on_signals
+
+    with unwind_on_signals(), WaitLine(sys.stderr, quiet=options.quiet) as line:
+        gpus = wait_for_gpus(logger=Log(), on_wait=line.show, spelling=CommandLine, **claim_arguments(options))
+    sys.stdout.writelines(f"{gpu.label}\n" for gpu in gpus)
+    return 0
+
+
+def configure_bind(parser: argparse.ArgumentParser) -> None:
+    """Set its options and its handler."""
+    parser.usage = "safe-gpu bind [options] -- CMD ..."
+    parser.description = (
+        "Bind CPUs (and memory) next to the visible GPUs, then become the command: for\n"
+        "one rank under a launcher. Of several visible GPUs, a rank binds next to the one\n"
+        "with its local rank, as CUDA numbers them. Nothing is claimed."
+    )
+    parser.epilog = """examples:
+  torchrun --no-python --nproc-per-node 8 safe-gpu bind -- python train.py
+  mpirun -np 8 safe-gpu bind --memory preferred -- ./simulate
+  for i in 0 1 2 3; do LOCAL_RANK=$i safe-gpu bind -- ./train & done"""
+    add_affinity(parser)
+    parser.add_argument("--memory", choices=("preferred", "bind"), help="NUMA memory policy next to the GPUs")
+    add_which_gpus(
+        parser,
+        gpu="these GPUs instead, as nvidia-smi shows them: 0,3",
+        ordinal="this GPU instead, as CUDA numbers it after CUDA_VISIBLE_DEVICES",
+        node="the NUMA node of this number instead, whatever GPU the command uses",
+    )
+    parser.add_argument(
+        "--if-possible", action="store_true", help="where binding fails, say why and run the command unbound"
+    )
+    parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    parser.set_defaults(handler=_bind)
+
+
+def _bind(options: argparse.Namespace) -> int:
+    given = getattr(options, "affinity", "node")
+    if options.node is not None and given not in ("node", "none"):
+        raise CommandError(f"--node {options.node} binds to the whole node: leave out --affinity", code=EX_USAGE)
+    path = find_command(options.command, "bind")
+    from ..claim.expected_gpu import check_expected_gpu
+    from ..claim.rank_binding import bind_rank
+
+    check_expected_gpu()
+    try:
+        mode = None if given == "none" else given
+        report = bind_rank(options.gpu, options.ordinal, options.node, mode=mode, memory=options.memory)
+    except SafeGpuError as err:
+        if not options.if_possible:
+            raise
+        say(f"not bound: {err}")
+    else:
+        if report.notes or not report.ok or is_terminal(sys.stderr):
+            say(str(report))
+    become(path, options.command)

@@ -1,1 +1,0 @@
-"""The commands that claim GPUs or wait for them."""

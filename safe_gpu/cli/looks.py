@@ -1,0 +1,126 @@
+"""The commands that look at this host: affinity, doctor, demo."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from typing import TYPE_CHECKING
+
+from .arguments import add_which_gpus, is_number, whole_number
+from .output import columns, in_color, print_json
+
+if TYPE_CHECKING:
+    from ..drivers.base import Driver
+
+
+def configure_affinity(parser: argparse.ArgumentParser) -> None:
+    """Set its options and its handler."""
+    from ..affinity.options import MODES
+
+    parser.description = "Show the CPUs that a claim of each GPU is bound to, or where a process runs."
+    parser.epilog = (
+        "examples:\n  safe-gpu affinity --mode exclusive\n  safe-gpu affinity --of $(pgrep -n python) --gpu 3"
+    )
+    add = parser.add_argument
+    add("--mode", choices=MODES, default="node", metavar="M", help=f"one of {', '.join(MODES)}")
+    add("--scope", choices=("node", "socket"), default="node", help="for the modes of gpu_affinity")
+    threads = ("all_logical", "single_logical")
+    add("--multithreading", choices=threads, default=threads[0], help="for the modes of gpu_affinity")
+    add("--no-balanced", dest="balanced", action="store_false", help="let the GPUs' shares differ in size")
+    cores, each = whole_number("cores", 1), "N physical cores for each GPU"
+    add("--min-cores", dest="min_physical_cores", type=cores, default=1, metavar="N", help=f"at least {each}")
+    add("--max-cores", dest="max_physical_cores", type=cores, metavar="N", help=f"at most {each}")
+    add("--allowed", type=_cpus, metavar="CPULIST", help="plan for these CPUs only, such as 0-15,128-143")
+    add("--of", type=process_id, metavar="PID", help="report where this process runs instead")
+    add_which_gpus(
+        parser,
+        gpu="these GPUs only, as nvidia-smi shows them: 0,3; with --of: the process's GPUs",
+        ordinal="the same for one GPU as CUDA numbers it after CUDA_VISIBLE_DEVICES (with --of: that of the process)",
+    )
+    add("--json", action="store_true", help="for programs")
+    parser.set_defaults(handler=_affinity)
+
+
+def _cpus(text: str) -> frozenset[int]:
+    from ..affinity.options import parse_cpus
+
+    return parse_cpus(text)
+
+
+def process_id(text: str) -> int:
+    """Return the number of a process that can be seen from here."""
+    if not is_number(text) or not os.path.exists(f"/proc/{int(text)}"):
+        raise ValueError(f"there is no process {text!r}")
+    return int(text)
+
+
+def _affinity(options: argparse.Namespace) -> int:
+    if options.of is not None:
+        from ..affinity.observed.placements import placement
+
+        report = placement(options.of, gpus=options.gpu, ordinal=options.ordinal)
+        print_json(report.as_dict()) if options.json else print(report)
+        return 0
+    from ..affinity import AffinityOptions, affinity_json, affinity_table, plan, read_topology
+    from ..affinity.cpu_shares import usable_cpus
+    from ..affinity.node_cpus import node_memory
+    from ..affinity.options import doubt_about
+    from ..affinity.planning.plan_text import node_table
+    from ..drivers import opened_driver
+
+    modes = AffinityOptions(**{name: getattr(options, name) for name in AffinityOptions._fields})
+    with opened_driver() as driver:
+        topology = read_topology(None, driver)
+        allowed = usable_cpus(driver) if options.allowed is None else options.allowed
+        memory = node_memory(topology.nodes, driver)
+        shown = _shown(options, driver)
+    shares = plan(topology, **modes._asdict(), allowed=allowed)  # among all GPUs of the host, whichever are shown
+    if options.json:
+        print_json(affinity_json(topology, modes, shares, memory, shown))
+        return 0
+    print(affinity_table(topology, modes, shares, shown))
+    if doubt := doubt_about(modes):
+        print(doubt)
+    print(f"\n{node_table(topology, memory)}")
+    return 0
+
+
+def _shown(options: argparse.Namespace, driver: Driver) -> list[int] | None:
+    """Return the indices of the GPUs to show; None for all."""
+    from ..affinity.resolve_gpus import by_name, by_ordinal
+
+    if options.ordinal is not None:
+        return [gpu.index for gpu in by_ordinal(options.ordinal, driver.snapshot(), os.environ).gpus]
+    return None if options.gpu is None else [gpu.index for gpu in by_name(options.gpu, driver.snapshot()).gpus]
+
+
+def configure_doctor(parser: argparse.ArgumentParser) -> None:
+    """Set its options and its handler."""
+    parser.description = "Check this host and this environment; print what is wrong, each with its fix."
+    parser.add_argument("-v", "--verbose", action="store_true", help="list the checks that passed or were skipped too")
+    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.set_defaults(handler=_doctor)
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from .. import doctor
+
+    checks = doctor.run_checks()
+    if options.json:
+        print_json(doctor.to_dict(checks))
+    else:
+        print(doctor.render_checks(checks, color=in_color(sys.stdout), width=columns(), verbose=options.verbose))
+    return doctor.exit_code(checks)
+
+
+def configure_demo(parser: argparse.ArgumentParser) -> None:
+    """Set its handler; it takes no options."""
+    parser.description = "Race processes for GPUs: real ones that are free, or simulated ones."
+    parser.set_defaults(handler=_demo)
+
+
+def _demo(options: argparse.Namespace) -> int:
+    from ..demo import run
+
+    return run(stream=sys.stdout, color=in_color(sys.stdout))

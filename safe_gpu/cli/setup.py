@@ -1,0 +1,263 @@
+"""``safe-gpu setup``: makes a state directory of root's."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from ..coordination.files.location import DEFAULT_DIR, drain_file, state_dir_path
+from ..coordination.files.shared_directory import PARTS
+from ..coordination.files.state_dir import StateDir
+from ..coordination.files.warnings import ADMIN_DIR, setup_command
+from ..coordination.leases.drained import read_drained
+from ..coordination.leases.file_names import lease_name, leases_of
+from ..coordination.name_table import read_names
+from ..coordination.setup.entries import KEEP, MAKE, SKIP, TAKE
+from ..coordination.setup.state_dir import carry_out, examine, in_use, remove
+from ..errors import NoDriverError, PolicyError, StateDirError
+from ..host.foreign_files import read_start
+from ..host.programs import is_root, others_can_change
+from ..settings import variables as settings
+from ..wording.text import plural
+from .become import CommandError
+from .output import say, write_whole
+
+if TYPE_CHECKING:
+    from ..coordination.setup.entries import Entry
+    from ..gpus.devices import HostSnapshot
+
+_TRY_AGAIN = 75
+
+_SYSTEMD = ("/run/systemd/system", "/usr/bin/systemd-tmpfiles", "/bin/systemd-tmpfiles")
+
+
+def configure_setup(parser: argparse.ArgumentParser) -> None:
+    """Set its options and its handler."""
+    parser.description = """Make a state directory of root's, with a lease file for each GPU, so that no
+user can remove or close what others rely on; lead all sessions to it by the
+host's settings. It changes nothing that is right already."""
+    parser.epilog = "examples:\n  safe-gpu setup --dry-run\n  safe-gpu setup && safe-gpu doctor"
+    add = parser.add_argument
+    add("--state-dir", metavar="DIR", default=ADMIN_DIR, help=f"an absolute path on a local disk (default {ADMIN_DIR})")
+    add("--dry-run", action="store_true", help="print what would be done, and change nothing")
+    add("--remove", action="store_true", help="remove what setup made, while nobody claims or waits")
+    parser.set_defaults(handler=_setup)
+
+
+def _setup(options: argparse.Namespace) -> int:
+    path, act = _checked(options.state_dir), not options.dry_run
+    if act and not is_root():
+        raise PolicyError("only root can set up a host: run it as root, or with --dry-run")
+    os.umask(0o022)  # all users are to read the settings
+    if options.remove:
+        _refuse_if_used(path)
+        left = [f"left, since setup did not write it: {name}" for name in _remove(path, act)]
+    else:
+        snapshots = _snapshots()
+        others = {state_dir_path(), _state_dir_of_settings() or DEFAULT_DIR} - {path}
+        for other in others:
+            with suppress(StateDirError):  # where nobody can claim
+                _refuse_if_used(other)
+        _refuse_if_named(path, snapshots)
+        uuids = [gpu.uuid for snapshot in snapshots for gpu in snapshot.gpus if gpu.uuid]
+        left = [f"to do: {text}" for text in _make(path, others, leases_of(uuids), act)]
+        if act and not left:
+            print(f"nothing is left to do: the state directory {path} is root's")
+    for line in left:
+        print(line)
+    if not act:
+        print("nothing was changed (--dry-run)")
+    return int(bool(left) and not options.remove)
+
+
+def _state_dir_of_settings() -> str | None:
+    return settings.host_setting("state_dir", "", os.environ)
+
+
+def _checked(text: str) -> str:
+    """Return the path of the state directory.
+
+    Raises:
+        StateDirError: root cannot rely on it, or no settings could name it.
+    """
+    path = os.path.abspath(text)
+    if not os.path.isabs(text) or not re.fullmatch(r"[\w./%+:@-]+", path, re.ASCII) or path == "/":
+        raise StateDirError(f"--state-dir {text} is not possible: write an absolute path without blanks", path=path)
+    above = os.path.dirname(path)
+    if not os.path.isdir(above):
+        raise StateDirError(f"there is no directory {above}: create it", path=path)
+    if part := others_can_change(above):
+        raise StateDirError(f"{path} is not safe: users other than root can change {part}; name another", path=path)
+    return path
+
+
+def _snapshots() -> list[HostSnapshot]:
+    from ..status.gather import polls
+
+    try:
+        found, broken = polls()
+    except NoDriverError:
+        found, broken = [], ["no GPU driver works here, so no lease files are made: run this again once one does"]
+    for text in broken:
+        say(f"warning: {text}")
+    return found
+
+
+def _refuse_if_used(path: str) -> None:
+    held, waiters = in_use(path)
+    if held or waiters:
+        found = held[:5] + [f"{len(held) - 5} more"] * (len(held) > 5) + [plural(waiters, "waiter")] * bool(waiters)
+        _refuse(f"in {path}: {', '.join(found)}")
+
+
+def _refuse_if_named(path: str, snapshots: Sequence[HostSnapshot]) -> None:
+    """Refuse while the kernel has names of claims whose leases are neither here nor there."""
+    held = {name.partition(".lock")[0] for name in in_use(path)[0]}
+    names = read_names()
+    for snapshot in snapshots:
+        here = {gpu.uuid for gpu in snapshot.gpus if any(name.startswith(lease_name(gpu.uuid)[:-5]) for name in held)}
+        uuids = [gpu.uuid for gpu in snapshot.gpus if gpu.uuid not in here]
+        if elsewhere := names.held_among(uuids, snapshot.name_prefix):
+            _refuse(f"in another state directory, as safe-gpu status shows: {', '.join(sorted(elsewhere))}")
+
+
+def _refuse(where: str) -> None:
+    text = f"GPUs are claimed or waited for {where}: keep new claims off with safe-gpu drain, and try again later"
+    raise CommandError(text, code=_TRY_AGAIN)
+
+
+def _make(path: str, others: set[str], leases: Sequence[str], act: bool) -> Iterator[str]:
+    """Make everything, or print what would be made. Yields what is left to do."""
+    entries = examine(path, leases)
+    closed = entries[-1].name in (".", *PARTS)  # a directory that is skipped
+    if not closed:
+        drained_here = _carry_drains(path, others, act)
+        for entry in entries:
+            if entry.action in (MAKE, TAKE):
+                print(f"{entry.action} {_place(path, entry)}" + (f" ({entry.why})" if entry.why else ""))
+        for name in drained_here:
+            print(f"remove {path}/{name}")
+        if act:
+            carry_out(path, entries)
+            entries = examine(path, leases)
+            for name in drained_here:
+                with StateDir(path, make=False) as root:
+                    root.unlink(name)
+        yield from _lead_there(path, leases, act)
+    for entry in entries[-1:] if closed else entries:
+        if entry.action == SKIP or (act and entry.action != KEEP):
+            why = entry.why if entry.action == SKIP else "was changed meanwhile"
+            yield f"{_place(path, entry)} {why}: remove it, and run {setup_command(path)} again"
+
+
+def _place(path: str, entry: Entry) -> str:
+    return os.path.normpath(os.path.join(path, entry.name))
+
+
+def _carry_drains(path: str, others: set[str], act: bool) -> list[str]:
+    """Add to root's drained and reserved GPUs those of the owners of these state directories, who will not count any
+    more.
+
+    Returns the names of such files in ``path``.
+    """
+    file, reasons = drain_file(by_root=True), dict(read_drained(by_root=True).reasons)
+    here = read_drained(by_root=False, state_dir=path)
+    for drains in (here, *(read_drained(by_root=False, state_dir=other) for other in others)):
+        for uuid, reason in drains.reasons.items():
+            if uuid not in reasons:
+                reasons[uuid] = reason if drains.user == "root" else f"{drains.user}: {reason}".rstrip(": ")
+                print(f"write {file}: {uuid} {reasons[uuid]}")
+    if act and reasons != read_drained(by_root=True).reasons:
+        _write(file, "".join(f"{uuid} {reason}\n" for uuid, reason in reasons.items()))
+    file = drain_file(by_root=True, name="windows")
+    ours, *theirs = (read_drained(by_root=not one, state_dir=one, name="windows") for one in ("", path, *others))
+    lines = sorted({one.line for drains in (ours, *theirs) for one in drains.windows})
+    if len(lines) > len(ours.windows):
+        print(f"write {file}: {plural(len(lines), 'window')}")
+        if act:
+            _write(file, "".join(f"{line}\n" for line in lines))
+    return [name for name, drains in (("drained", here), ("windows", theirs[0])) if drains.user]
+
+
+def _lead_there(path: str, leases: Sequence[str], act: bool) -> Iterator[str]:
+    """Write the rule and the settings, or print that. Yields what is left to do."""
+    config, wanted = settings.policy_file(os.environ), {}
+    if any(map(os.path.exists, _SYSTEMD)):
+        text, now = rule_text(path, leases), _text_of(RULE)
+        if now is None or (leases and now != text and is_own_rule(now, path)):
+            wanted[RULE] = text
+        elif not is_own_rule(now, path):
+            yield f"{RULE} has other lines: remove it, and run {setup_command(path)} again"
+    if not os.path.lexists(config):
+        wanted[config] = config_text(path)
+    elif _state_dir_of_settings() != path:
+        yield f"write state_dir = {path} below [host] in {config}, so that all sessions use it"
+    for file, text in wanted.items():
+        print(f"write {file}")
+        if act:
+            _write(file, text)
+
+
+def _write(path: str, text: str) -> None:
+    directory = os.path.dirname(path)
+    os.makedirs(directory, exist_ok=True)
+    if part := others_can_change(directory):
+        raise PolicyError(f"{path} is not written: users other than root can change {part}", path=path)
+    write_whole(path, text)
+
+
+def _text_of(path: str) -> str | None:
+    data = read_start(path)
+    return None if data is None else data.decode("utf-8", "replace")
+
+
+def _remove(path: str, act: bool) -> Iterator[str]:
+    """Remove what setup made, or print what would be removed. Yields what stays."""
+    config, drained = (
+        settings.policy_file(os.environ),
+        [drain_file(by_root=True, name=name) for name in ("drained", "windows")],
+    )
+    texts = {file: text for file in (config, RULE, *drained) if (text := _text_of(file)) is not None}
+    for file, text in texts.items():
+        if text in ("", config_text(path)) or (file == RULE and is_own_rule(text, path)):
+            print(f"remove {file}")
+            if act:
+                os.unlink(file)
+        else:
+            yield file
+    with suppress(FileNotFoundError):
+        stays = [""] if os.stat(path, follow_symlinks=False).st_uid else remove(path, carry_out=act)
+        yield from (f"{path}/{name}".rstrip("/") for name in stays)
+        if not stays:
+            print(f"remove {path}")
+    if act:
+        with suppress(OSError):  # something is left in it
+            os.rmdir(os.path.dirname(config))
+
+
+RULE = "/etc/tmpfiles.d/safe-gpu.conf"
+"""Makes the state directory again at boot, and keeps systemd-tmpfiles from cleaning it."""
+
+
+def rule_text(state_dir: str, leases: Iterable[str]) -> str:
+    """Return the rule of tmpfiles.d(5)."""
+    directories = (state_dir, *(f"{state_dir}/{part}" for part in PARTS))
+    files = (f"{state_dir}/host.lock", *(f"{state_dir}/leases/{name}" for name in leases))
+    lines = [f"d {one} 1777 root root -\n" for one in directories] + [f"f {one} 0666 root root -\n" for one in files]
+    return "".join(lines).replace("%", "%%")
+
+
+def is_own_rule(text: str, state_dir: str) -> bool:
+    """Return whether a rule has only lines as setup writes them for this directory, for whichever GPUs."""
+    place = re.escape(state_dir.replace("%", "%%"))
+    line = rf"d {place}(/({'|'.join(PARTS)}))? 1777 root root -|f {place}/(host|leases/[^ /]+)\.lock 0666 root root -"
+    return all(re.fullmatch(line, one) for one in text.splitlines())
+
+
+def config_text(state_dir: str) -> str:
+    """Return the settings of a host that has no others."""
+    return f"[host]\nstate_dir = {state_dir}\n"

@@ -1,0 +1,196 @@
+"""``safe-gpu status``: which GPUs are free, who has the others, and who waits."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from ..errors import SafeGpuError
+from .arguments import CommandLine, add_hosts, add_vendor
+from .commands import EX_NO_DRIVER, EX_STATE_DIR
+from .output import alternate_screen, columns, in_color, is_terminal, print_json, say, write_output
+
+if TYPE_CHECKING:
+    from ..status.facts import HostStatus
+
+_INTERVAL = 2.0
+
+
+def configure_status(parser: argparse.ArgumentParser) -> None:
+    """Set its options and its handler."""
+    parser.description = "Which GPUs are free, who has the others, and who waits."
+    parser.epilog = """examples:
+  safe-gpu status --watch --interval 10s
+  safe-gpu status --json | jq '.gpus[].state'
+  safe-gpu status --host gpu1,gpu2 --sort free
+
+exit codes with hosts: 0 all have answered, 1 some have, 68 none has"""
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="for programs; sizes in bytes, times in Unix seconds")
+    form.add_argument("--prometheus", action="store_true", help="metrics in the text format of Prometheus")
+    form.add_argument("--html", action="store_true", help="a page for browsers, with the use of the last day")
+    form.add_argument("--free", action="store_true", help="only the indices of the free GPUs, one on a line")
+    parser.add_argument(
+        "--output",
+        metavar="FILE",
+        help="with --prometheus or --html: write this file, whole, for node_exporter's textfiles or a web server",
+    )
+    parser.add_argument("--mine", action="store_true", help="only GPUs that you use, and your places in the queue")
+    parser.add_argument("--user", metavar="U", help="the same of this user")
+    parser.add_argument(
+        "-v", "--verbose", action="store_true", help="a line for each waiter; with hosts each host's own table"
+    )
+    add_vendor(parser, "only GPUs of this vendor (default: of all)")
+    parser.add_argument(
+        "--watch", action="store_true", help="show it again every two seconds, hosts every five, until interrupted"
+    )
+    parser.add_argument(
+        "--interval",
+        type=seconds,
+        default=None,
+        metavar="D",
+        help="with --watch: time between looks, such as 10s, 1m (default 2s); with --html: how often cron makes the "
+        "page, which says that it is stale after thrice as long (default 5m)",
+    )
+    add_hosts(parser)
+    parser.set_defaults(handler=_status, usage_error=parser.error)
+
+
+def seconds(text: str) -> float:
+    """Parse the value of ``--interval``."""
+    from ..settings.durations import parse_duration
+
+    found = parse_duration(text, "interval", spelling=CommandLine)
+    if not found or found < 0.1:
+        raise ValueError(f"--interval {text} is not possible: a tenth of a second is the least")
+    return found
+
+
+def _status(options: argparse.Namespace) -> int:
+    user: str | None = options.user
+    if options.mine:
+        if user is not None:
+            options.usage_error("--mine and --user do not go together")
+        from ..host.procfs import user_name
+
+        user = user_name(os.geteuid())
+    for option, other in (("interval", "watch"), ("output", "prometheus")):
+        if getattr(options, option) is not None and not (getattr(options, other) or options.html):
+            options.usage_error(f"--{option} goes with --{other} or --html")
+    for form in ("prometheus", "html", "free"):
+        if getattr(options, form) and (user is not None or options.watch):
+            options.usage_error(f"--{form} goes with none of --mine, --user and --watch")
+    if options.host or options.all_hosts:
+        from .hosts import status_of_hosts
+
+        return status_of_hosts(options)
+    if options.sort:
+        options.usage_error("--sort goes with --host and --all-hosts")
+    if options.watch:
+        _watch(options, user)
+    try:
+        status = _gathered(options.vendor)
+    except SafeGpuError as err:
+        if options.prometheus:
+            write_output("safe_gpu_up 0\n", options.output)
+        elif options.html:
+            write_page({os.uname().nodename: str(err)}, options)
+        raise
+    warnings: Sequence[str] = ()
+    if options.prometheus or options.html or options.free:
+        warnings = (*status.broken, *status.warnings)
+    elif options.json:
+        warnings = (*status.broken, *filter(None, [status.shift]))
+    for warning in warnings:
+        say(f"warning: {warning}")
+    if options.prometheus:
+        from ..status.metrics import render_metrics
+
+        write_output(render_metrics(status), options.output)
+    elif options.html:
+        write_page({status.host: status.to_dict()}, options)
+    elif options.free:
+        from ..status.facts import free_labels
+
+        sys.stdout.writelines(f"{label}\n" for label in free_labels(status))
+    elif options.json:
+        print_json(_of(status, user).to_dict())
+    else:
+        print(_table(status, user, options.verbose))
+    return EX_STATE_DIR if status.warnings else EX_NO_DRIVER if status.broken else 0
+
+
+def _gathered(vendor: str | None) -> HostStatus:
+    from ..status.facts import of_vendor
+    from ..status.gather import gather
+
+    return gather() if vendor is None else of_vendor(gather(), vendor)
+
+
+def _of(status: HostStatus, user: str | None) -> HostStatus:
+    from ..status.facts import of_user
+
+    return status if user is None else of_user(status, user)
+
+
+def _table(status: HostStatus, user: str | None, verbose: bool) -> str:
+    from ..status.render import render
+
+    shown = None if user is None else _of(status, user)
+    bar = "█▌░" if sys.stdout.encoding.lower().startswith("utf") else "##-"
+    return render(status, width=columns(), color=in_color(sys.stdout), shown=shown, verbose=verbose, bar=bar)
+
+
+def _watch(options: argparse.Namespace, user: str | None) -> NoReturn:
+    """Show it until a signal ends it; on a terminal in place, elsewhere one after the other."""
+    import json
+
+    from ..wording.text import cut
+
+    interval = _INTERVAL if options.interval is None else options.interval
+    in_place = is_terminal(sys.stdout) and not options.json
+    with alternate_screen() if in_place else nullcontext(_print) as show:
+        while True:
+            status = _gathered(options.vendor)
+            if options.json:
+                _print("", json.dumps(_of(status, user).to_dict()))
+            else:
+                now = time.strftime("%H:%M:%S", time.localtime(status.taken_at))
+                head = cut(f"{now}, every {interval:g} s (Ctrl-C ends)", columns())
+                show(f"{head}\n", f"{_table(status, user, options.verbose)}\n")
+            time.sleep(interval)
+
+
+def _print(head: str, text: str) -> None:
+    print(f"{head}{text}", flush=True)
+
+
+_DAY = 86400.0  # seconds
+
+_EVERY = 300.0  # seconds between two makings
+
+
+def write_page(hosts: Mapping[str, Mapping[str, Any] | str], options: argparse.Namespace) -> None:
+    """Write the page, with the use of this host in the last day if it is among them.
+
+    Args:
+        hosts: name -> the document of ``status --json``, or why there is none.
+    """
+    from ..coordination.files.location import state_dir_path
+    from ..status.history import claims_between
+    from ..status.page import render_page
+    from ..status.report import report
+
+    now, here = time.time(), (os.uname().nodename, state_dir_path())
+    claims, warnings = claims_between(now - _DAY, now)
+    for warning in warnings:
+        say(f"warning: {warning}")
+    users = [row for row in report(claims, (), "", now - _DAY, now) if row.by == "user"]
+    own = [name for name, one in hosts.items() if not isinstance(one, str) and (one["host"], one["state_dir"]) == here]
+    every = _EVERY if options.interval is None else options.interval
+    write_output(render_page(hosts, now=now, every=every, use=dict.fromkeys(own, users)), options.output)

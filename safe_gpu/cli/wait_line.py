@@ -1,0 +1,164 @@
+"""What ``run`` and ``wait`` say while they wait."""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING, TextIO
+
+from ..errors import SafeGpuError
+from .output import is_terminal, width_of
+
+if TYPE_CHECKING:
+    from threading import Event, Thread
+
+    from ..claim.messages.wait_status import WaitStatus
+
+_PROGRAM = "safe-gpu: "
+
+_ERASE = "\r\x1b[K"
+
+_ERASE_ABOVE = "\x1b[A\x1b[K"
+
+_LEAST_FOR_HOLDERS = 40  # columns
+
+_MOST_IDLE = 3  # claims without work of which one piece of news tells
+
+
+class WaitLine:
+    """Shows the news of a wait on a stream; on a terminal as a line with a running clock, and a second one of holders
+    where they do not fit, wiped at the end.
+
+    A stream that fails (a terminal that was closed, a pipe that nobody reads) costs the news, not the place in the
+    queue.
+
+    Args:
+        quiet: show nothing.
+        hint: mention --for once.
+
+    Attributes:
+        waited: whether there was any news.
+    """
+
+    def __init__(self, stream: TextIO, *, quiet: bool = False, hint: bool = False) -> None:
+        self.waited = False
+        self._stream = stream
+        self._quiet = quiet
+        self._hint = hint
+        self._live = is_terminal(stream)
+        self._began = time.monotonic()
+        self._status: WaitStatus | None = None
+        self._thread: Thread | None = None
+        self._ended: Event | None = None
+        self._rows = 1  # of the terminal, that show the news
+        self._told: set[tuple[int | None, float | None]] = set()  # claims without work
+
+    def __enter__(self) -> WaitLine:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._ended is not None and self._thread is not None:
+            self._ended.set()
+            self._thread.join()
+            self._write(self._erase())
+
+    @property
+    def seconds(self) -> float:
+        """Since the wait began."""
+        return time.monotonic() - self._began
+
+    def show(self, status: WaitStatus) -> None:
+        """Tell the user where the wait stands."""
+        first, self.waited = not self.waited, True
+        if self._quiet:
+            return
+        from ..claim.messages.wording import waiting_message
+
+        self._status = status
+        if not self._live:
+            self._write(f"{_PROGRAM}{waiting_message(status, waited=self.seconds)}\n")
+        elif self._thread is None:
+            import threading
+
+            self._ended = threading.Event()
+            self._thread = threading.Thread(target=self._tick, name="safe_gpu-waitline", daemon=True)
+            self._thread.start()
+        if self._live:
+            self._tell_of_idle_claims(status)
+        # Not at once, as most waits are short; but behind another waiter it may help at once.
+        if self._hint and (not first or status.ahead is not None):
+            self._hint = False
+            if _hold_is_unknown():
+                self._note("short jobs get in earlier if they say for how long: --for 30m")
+
+    def _tell_of_idle_claims(self, status: WaitStatus) -> None:
+        """Tell once whom to ask for GPUs that are held without use, if the policy of this host asks for that."""
+        from ..settings import variables as settings
+
+        path = settings.existing_policy(os.environ)
+        if path is None:
+            return
+        try:
+            from ..status.gather import gather
+            from ..status.idle import sets_a_limit, whom_to_ask
+            from ..wording.text import cut
+        except ImportError:  # the package was upgraded during the wait
+            return
+        if not sets_a_limit(path):
+            return
+        try:
+            gpus = gather().gpus  # takes host.lock
+        except (SafeGpuError, OSError):
+            return
+        if status.verdicts:
+            wanted = {verdict.gpu.uuid for verdict in status.verdicts if verdict.state == "claimed"}
+            gpus = tuple(one for one in gpus if one.gpu.uuid in wanted)
+        lines = {key: line for key, line in whom_to_ask(gpus, os.geteuid()).items() if key not in self._told}
+        for key in list(lines)[:_MOST_IDLE]:
+            self._told.add(key)
+            self._note(cut(lines[key], width_of(self._stream) - 1 - len(_PROGRAM)))
+
+    def _note(self, text: str) -> None:
+        """Write a line of its own, above the live one."""
+        self._write(f"{self._erase() if self._live else ''}{_PROGRAM}{text}\n")
+
+    def _erase(self) -> str:
+        rows, self._rows = self._rows, 1
+        return _ERASE + _ERASE_ABOVE * (rows - 1)
+
+    def _tick(self) -> None:
+        assert self._ended is not None
+        while True:
+            erase, text = self._erase(), self._line(width_of(self._stream) - 1)
+            self._rows += text.count("\n")
+            self._write(erase + text)
+            if self._ended.wait(1.0):
+                return
+
+    def _line(self, width: int) -> str:
+        """Return what a terminal of this width shows without breaking the line."""
+        from ..claim.messages.wording import holders_line, waiting_message
+        from ..wording.text import cut
+
+        assert self._status is not None
+        status, waited, room = self._status, self.seconds, width - len(_PROGRAM)
+        apart = holders_line(status, time.time()) if room >= _LEAST_FOR_HOLDERS else ""
+        if not apart or len(waiting_message(status, waited=waited)) <= room:
+            return (_PROGRAM + waiting_message(status, waited=waited, width=room))[: max(0, width)]
+        text = waiting_message(status, waited=waited, width=room, holders=False)
+        return f"{_PROGRAM}{text}\n{' ' * len(_PROGRAM)}{cut(apart, room)}"
+
+    def _write(self, text: str) -> None:
+        with suppress(OSError, ValueError):
+            self._stream.write(text)
+            self._stream.flush()
+
+
+def _hold_is_unknown() -> bool:
+    """Return whether neither a variable nor a batch job tells for how long the GPUs will be held."""
+    from ..claim.arguments.hold_for import parse_hold_for
+    from ..claim.arguments.timeout import DEFAULT
+    from ..schedulers import current
+
+    return parse_hold_for(DEFAULT, os.environ, current(os.environ)).at(time.time()) is None

@@ -1,0 +1,276 @@
+"""The command ``safe-gpu demo``: a race of processes for GPUs, and a referee that checks it for collisions."""
+
+import ctypes
+import logging
+import math
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+from typing import Any, TextIO
+
+from .claim.functions import claim_gpus, release_gpus
+from .drivers import opened_driver
+from .errors import NoDriverError, NotEnoughGpusError
+from .gpus.devices import Gpu
+from .gpus.vendors import VENDORS
+from .status.gather import gather
+from .wording.text import gpu_ranges, paint, plural, wrapped
+
+_HOST = "dgx-a100"  # that is simulated if SAFE_GPU_DRIVER names none
+_TURN = _START_UP = 0.05  # seconds
+_PATIENCE = 60.0  # a faulty GPU can block a process that uses it
+_ENOUGH = 3.0  # seconds after which no further round begins
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_QUIET = logging.Logger("safe_gpu.demo", logging.CRITICAL)
+
+
+@dataclass
+class Outcome:
+    """What one racer reports; times are seconds of the monotonic clock."""
+
+    gpus: Sequence[Gpu] = ()
+    refused: str = ""
+    error: str = ""
+    began: float = 0.0
+    ended: float = math.inf
+    pid: int = 0
+
+
+Work = Callable[[int, Any], Outcome]
+
+
+def _at_once(ask: int, line: Any) -> Outcome:
+    return Outcome(claim_gpus(ask, logger=_QUIET, timeout=0.0, affinity=None).gpus)
+
+
+def _in_turn(ask: int, line: Any) -> Outcome:
+    got = Outcome(claim_gpus(ask, logger=_QUIET, timeout=_PATIENCE / 2, affinity=None).gpus, began=time.monotonic())
+    time.sleep(_TURN)
+    got.ended = time.monotonic()
+    release_gpus()
+    return got
+
+
+def _poll_and_pick(ask: int, line: Any) -> Outcome:
+    """Do what programs do without safe_gpu: poll the driver, pick a free GPU, start up, use it."""
+    with opened_driver() as driver:
+        free = [gpu for gpu in driver.snapshot().gpus if not (gpu.processes or gpu.unusable or gpu.lost)][:ask]
+        time.sleep(_START_UP)
+        for gpu in free:
+            driver.occupy(gpu.uuid)  # type: ignore[attr-defined]
+    return Outcome(free)
+
+
+def _racer(parent: int, work: Work, ask: int, line: Any, start: int, gun: int) -> None:
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:
+        return
+    os.close(gun)
+    try:
+        line.send(Outcome())  # ready
+        os.read(start, 1)
+        told = work(ask, line)
+    except NotEnoughGpusError as err:
+        told = Outcome(refused=str(err))
+    except Exception as err:
+        told = Outcome(error=f"{type(err).__name__}: {err}")
+    told.began, told.pid = told.began or time.monotonic(), os.getpid()
+    line.send(told)
+    line.recv()  # hold the GPUs until all have reported
+    release_gpus()
+
+
+def _race(asks: Sequence[int], work: Work) -> list[Outcome]:
+    """Run a racer for each of these numbers of GPUs, all started by one signal."""
+    start, gun = os.pipe()
+    context = multiprocessing.get_context("fork")
+    with ExitStack() as ending, os.fdopen(start), os.fdopen(gun, "wb", buffering=0) as shot:
+        racers = []
+        for ask in asks:
+            line, far = context.Pipe()
+            process = context.Process(target=_racer, args=(os.getpid(), work, ask, far, start, gun), daemon=True)
+            process.start()
+            far.close()
+            for end in (line.close, process.join, process.kill):
+                ending.callback(end)
+            racers.append((process, line))
+        told = [_hear(line) for _, line in racers]
+        fired = time.monotonic()
+        shot.close()
+        told = [one if one.error else _hear(line) for one, (_, line) in zip(told, racers, strict=True)]
+        for one, (process, line) in zip(told, racers, strict=True):
+            one.began, one.ended = one.began - fired, one.ended - fired
+            with suppress(OSError):
+                line.send("let go")
+            process.join(_PATIENCE)
+            if process.exitcode != 0 and not one.error:
+                one.error = "it could not release its GPUs"
+    return told
+
+
+def _hear(line: Any) -> Outcome:
+    until = time.monotonic() + _PATIENCE
+    try:
+        while not line.poll(0.05):
+            if signal.sigpending() & {*_SIGNALS}:
+                raise KeyboardInterrupt
+            if time.monotonic() > until:
+                return Outcome(error=f"it said nothing within {_PATIENCE:.0f} s")
+        told: Outcome = line.recv()
+        return told
+    except (EOFError, OSError):
+        return Outcome(error="it exited without a report")
+
+
+@contextmanager
+def _signals_at_the_end() -> Iterator[None]:
+    """Block signals that end this process, here and in its children, until all is cleaned up."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _collisions(heat: Sequence[Outcome]) -> list[str]:
+    latest: dict[str, Outcome] = {}
+    found = []
+    for one in sorted(heat, key=lambda one: one.began):
+        for gpu in one.gpus:
+            rival = latest.get(gpu.uuid)
+            if rival is not None and rival.ended > one.began:
+                found.append(f"Collision: process {one.pid} got GPU {gpu.label}, which process {rival.pid} had.")
+            if rival is None or one.ended > rival.ended:
+                latest[gpu.uuid] = one
+    return found
+
+
+@contextmanager
+def _simulated(name: str) -> Iterator[None]:
+    """Set up a simulated host in a temporary directory, for this process and its children; claim once, so that racers
+    need not import modules."""
+    kept = dict(os.environ)
+    with tempfile.TemporaryDirectory(prefix="safe-gpu-demo-") as directory:
+        try:
+            for variable in kept:
+                if variable.startswith(("SAFE_GPU_", *(name for one in VENDORS.values() for name in one.prefixes))):
+                    del os.environ[variable]
+            os.environ.update(SAFE_GPU_DIR=directory, SAFE_GPU_DRIVER=f"simulated:{name}")
+            os.environ.update(SAFE_GPU_LEGACY_LOCK="never", SAFE_GPU_TEST_SIMULATED="1")
+            claim_gpus(logger=_QUIET, timeout=0.0, affinity=None)
+            release_gpus()
+            yield
+        finally:
+            os.environ.clear()
+            os.environ.update(kept)
+
+
+def _free_gpus() -> list[Gpu]:
+    """Return the free GPUs of this host that claims do not share; none without a driver."""
+    try:
+        gpus = gather().gpus
+        return [one.gpu for one in gpus if one.state == "free" and one.gpu.vendor == gpus[0].gpu.vendor]
+    except NoDriverError:
+        if os.environ.get("SAFE_GPU_DRIVER") not in (None, "", "auto"):
+            raise
+        return []
+
+
+def run(processes: int | None = None, rounds: int = 5, stream: TextIO | None = None, *, color: bool = False) -> int:
+    """Race without safe_gpu on a simulated host, then with it, on real GPUs that are free or on a simulated host.
+
+    Returns:
+        0; 1 if two processes had the same GPU, or a claim failed for another reason than too few free GPUs.
+    """
+    say = partial(_say, stream or sys.stdout)
+    kind, _, name = os.environ.get("SAFE_GPU_DRIVER", "").partition(":")
+    simulated = kind == "simulated"
+    with _signals_at_the_end(), ExitStack() as stack:
+        if simulated:
+            stack.enter_context(_simulated(name))
+        elif not _free_gpus():
+            say("No GPU is free on this host; `safe-gpu status` and `safe-gpu doctor` say why.", "")
+            simulated = True
+            stack.enter_context(_simulated(name := _HOST))
+        free = _free_gpus()
+        if not free:
+            stack.enter_context(_simulated(name := _HOST))
+            free = _free_gpus()
+        where = f"A race on a simulated host, {name}" if simulated else "A race for the free GPUs of this host"
+        models = Counter(gpu.name or "unknown GPU" for gpu in free)
+        say(f"{where}: {', '.join(f'{number} x {model}' for model, number in models.items())}.")
+        say("No real GPU is touched." if simulated else "Each is held for a moment, and no process waits.", "")
+        pair = 1 if os.environ.get("CUDA_VISIBLE_DEVICES") or len(free) < 2 or free[0].is_mig_instance else 2
+        asks = [pair if n % 4 == 3 else 1 for n in range(processes or max(4, min(32, 2 * len(free))))]
+
+        say(paint(f"Without safe_gpu, {len(asks)} processes poll the driver and pick free GPUs:", "bold", color))
+        with ExitStack() as other:
+            if not simulated:
+                other.enter_context(_simulated(_HOST))
+            without = _race(asks, _poll_and_pick)
+        say(*_users(without, color), "")
+
+        say(paint(f"With safe_gpu, {len(asks)} processes claim GPUs at the same moment:", "bold", color))
+        began, heats = time.monotonic(), [_race(asks, _at_once)]
+        while len(heats) < rounds and time.monotonic() - began < _ENOUGH:
+            heats.append(_race(asks, _at_once))
+        first = [one for one in heats[0] if one.gpus]
+        say(*_users(first, color), f"  {len(first)} of {len(asks)} got GPUs, the others were refused.", "")
+        if simulated:
+            say(
+                paint(
+                    f"With safe_gpu, each waits for its turn and uses its GPUs for {_TURN * 1e3:.0f} ms:", "bold", color
+                )
+            )
+            heats.append(_race(asks, _in_turn))
+            say(*_turns(heats[-1]), "")
+    told = [one for heat in heats for one in heat]
+    errors = [text for heat in heats for text in _collisions(heat)]
+    number, taken = len(errors), sum(len(one.gpus) for one in told)
+    errors += dict.fromkeys(f"Failure: {one.error}" for one in told if one.error)
+    say(*errors)
+    verdict = f"Verdict: {plural(number, 'collision')} in {plural(sum(bool(one.gpus) for one in told), 'claim')} of "
+    verdict += f"{plural(taken)}; without safe_gpu, {len(_collisions(without))} on "
+    say(paint(verdict + f"{plural(sum(len(one.gpus) for one in without))}.", "red" if errors else "green", color))
+    return int(bool(errors))
+
+
+def _users(heat: Sequence[Outcome], color: bool) -> list[str]:
+    """Return how many processes had each GPU, in one line for each number."""
+    users = Counter(gpu.label for one in heat for gpu in one.gpus)
+    lines = []
+    for number in sorted({*users.values()}, reverse=True):
+        labels = sorted((one for one in users if users[one] == number), key=lambda one: [*map(int, one.split(":"))])
+        text = "1 process" + " each" * (len(labels) > 1) if number == 1 else f"{number} processes at once"
+        lines.append(f"  GPU {gpu_ranges(labels)}: {paint(text, 'red' if number > 1 else 'green', color)}")
+    return lines
+
+
+def _turns(heat: Sequence[Outcome]) -> list[str]:
+    last: dict[str, float] = {}
+    gaps = []
+    for one in sorted(heat, key=lambda one: one.began):
+        before = max((last.get(gpu.uuid, -math.inf) for gpu in one.gpus), default=-math.inf)
+        gaps += [one.began - before] if -math.inf < before <= one.began else []
+        last.update((gpu.uuid, one.ended) for gpu in one.gpus)
+    text = f"  {sum(bool(one.gpus) for one in heat)} of {len(heat)} served"
+    return [f"{text}; a freed GPU was idle for {median(gaps) * 1e3:.0f} ms (median)." if gaps else f"{text}."]
+
+
+def _say(stream: TextIO, *lines: str) -> None:
+    """Print lines of at most 80 columns, and leave nothing in the buffer that forked racers would inherit."""
+    for line in lines:
+        indent = "  " if line.startswith("  ") else ""
+        print(
+            "\n".join(wrapped(line, 80, indent, "  ") if len(line) > 80 and "\x1b" not in line else [line]), file=stream
+        )
+    stream.flush()

@@ -1,5 +1,0 @@
-"""The command ``safe-gpu demo``: a race of processes for GPUs, and a referee that checks it for collisions."""
-
-from .race import run
-
-__all__ = ["run"]

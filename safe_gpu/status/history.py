@@ -1,0 +1,493 @@
+"""The claims of a host as its history tells them, together with those that hold GPUs now.
+
+Any user may have written any line of the history, so all of it is bounded, and nothing else depends on it.
+
+A claim that died ended between two moments, so each sum has a lower and an upper bound.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import stat
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from io import BytesIO
+from itertools import chain, count, islice
+from typing import Any, NamedTuple
+
+from ..coordination.files.decoding import as_int, as_list, as_seconds, as_text, as_time
+from ..coordination.files.location import state_dir_path
+from ..coordination.files.state_dir import StateDir
+from ..coordination.history import LARGEST, HistoryDir, file_names, month_of, months_kept
+from ..coordination.leases.claim_end import ClaimEnd
+from ..coordination.leases.lease import probe
+from ..coordination.leases.previous_record import PreviousRecord
+from ..coordination.locks.host_lock import HostLock
+from ..errors import LockTimeout, StateDirError
+from ..host import procfs
+from ..wording.text import Column, gpu_ranges
+from .gather import mark_seen
+from .render import table
+
+_MOST = 40 << 20  # bytes of claims that are kept: some 50,000
+
+_MOST_READ = 64 << 20  # bytes of files: some 250,000 lines
+
+_MOST_EARLY = 4096  # facts that are read before the claims that they belong to
+
+_MOST_LINES = LARGEST // 64  # of a file; none of ours is shorter
+
+_LONGEST_LINE = 1 << 16
+
+_TOO_MANY = "there are more claims than can be kept, and the first are left out: ask for a shorter time"
+
+_MONTH = 31 * 86400.0
+
+_PATIENCE = 5.0  # seconds that host.lock is waited for
+
+_MOST_LEASES = 512  # lease files that are probed
+
+_LONGEST_PROBE = 0.02  # seconds of CPU, under host.lock
+
+_LONGEST_RECORD = 1 << 13
+
+_TICK = 1.0  # seconds, in which the two clocks are read and rounded
+
+
+class PastClaim(NamedTuple):
+    """One claim. Times are Unix seconds.
+
+    Attributes:
+        pid: the process that claimed.
+        since: when it did.
+        uid: as in its record, like ``user``, ``host``, ``job`` and ``command``; -1 if not known, as "" or None there.
+        gpus: UUIDs.
+        labels: their indices at that time, in the same order; () if they are not known.
+        until: when its holder expected it to end, or None.
+        running: whether it holds its GPUs now.
+        seen: when it was last known to hold them.
+        ended: when it was first known not to hold them; None if it runs, or nobody looked. Equal to ``seen`` if it was
+            released, which tells the time exactly; a claim that died ended between the two.
+        share: bytes that it held of each GPU; None of whole GPUs.
+        of: bytes of each GPU that could be shared; None of whole GPUs.
+        waited: seconds that it waited for its GPUs; None if not known.
+        not_before: of a claim that runs, the start of its process by the boot clock: ``since`` is by a clock that may
+            have jumped since.
+    """
+
+    pid: int
+    since: float
+    uid: int = -1
+    user: str = ""
+    host: str = ""
+    job: str | None = None
+    command: str | None = None
+    gpus: tuple[str, ...] = ()
+    labels: tuple[str, ...] = ()
+    until: float | None = None
+    running: bool = False
+    seen: float = 0.0
+    ended: float | None = None
+    share: int | None = None
+    of: int | None = None
+    waited: float | None = None
+    not_before: float = 0.0
+
+    @property
+    def part(self) -> float:
+        """How much of each GPU it held, from 0 to 1."""
+        return min(1.0, self.share / self.of) if self.share and self.of else 1.0
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """What identifies it on its host: the process, and the millisecond."""
+        return self.pid, round(self.since * 1000)
+
+    def held(self, since: float, until: float) -> tuple[float, float, float]:
+        """Return from when it held its GPUs in this time, until when at least, and until when at most.
+
+        ``until`` is at most now: a claim that runs holds them up to then.
+        """
+        begin = max(self.since, self.not_before, since)
+        last = until if self.running or self.ended is None else min(self.ended, until)
+        sure = until if self.running else min(self.seen, until)
+        return begin, max(begin, sure), max(begin, last)
+
+    def overlaps(self, since: float, until: float) -> bool:
+        """Return whether it may have held GPUs in this time."""
+        return self.since < until and (self.ended is None or self.ended >= since)
+
+
+def claims_between(since: float, until: float) -> tuple[list[PastClaim], list[str]]:
+    """Return the claims that held GPUs in this time, in the order in which they began, and warnings.
+
+    Claims that began more than a month before ``since`` are known only if they are held now.
+    """
+    warnings: list[str] = []
+    try:
+        with StateDir(state_dir_path(), make=False) as root:
+            told = chain(_lines(root, since, warnings), _of_leases(_now(root, warnings)))
+            found = [claim for claim in merged(told, until, warnings) if claim.overlaps(since, until)]
+    except FileNotFoundError:
+        return [], warnings
+    except StateDirError as err:
+        return [], [f"the history cannot be read: {err}"]
+    return found, [*dict.fromkeys(warnings)]
+
+
+def merged(
+    told: Iterable[PastClaim | ClaimEnd], until: float = math.inf, warnings: list[str] | None = None
+) -> list[PastClaim]:
+    """Return claims with their ends, in the order in which they began, in bounded memory, whatever the files say.
+
+    Args:
+        told: ends, and claims without them. Ends of unknown claims are dropped.
+        until: claims that began then or later are left out; they only tell when others had ended.
+        warnings: gets a sentence if there were more claims than are kept; those told first are dropped.
+    """
+    claims: dict[tuple[int, int], PastClaim] = {}
+    early: dict[tuple[int, int], ClaimEnd] = {}  # read before their claims
+    anew: dict[str, float] = {}  # UUID -> when it was first claimed after ``until``
+    room = _MOST
+    for one in told:
+        key = one.pid, round(one.since * 1000)
+        known = claims.get(key)
+        if one.since >= until:
+            for uuid in () if isinstance(one, ClaimEnd) else one.gpus:
+                if uuid in anew or len(anew) < _MOST_EARLY:
+                    anew[uuid] = min(one.since, anew.get(uuid, one.since))
+        elif isinstance(one, ClaimEnd):
+            if known is not None:
+                claims[key] = _ended(known, one)
+            else:
+                early[key] = _narrower(early[key], one) if key in early else one
+                if len(early) > _MOST_EARLY:
+                    del early[next(iter(early))]
+        else:
+            if known is None:
+                room -= _size(one)
+            elif one.labels and not known.labels:
+                known = known._replace(labels=one.labels, waited=one.waited)
+            claim = known or one
+            if one.running:  # it is to be dropped last
+                claims.pop(key, None)
+                claim = claim._replace(running=True, seen=one.seen, ended=None, not_before=one.not_before)
+            claims[key] = _ended(claim, early.pop(key)) if key in early else claim
+        while room < 0:
+            room += _size(claims.pop(next(iter(claims))))
+            if warnings is not None and _TOO_MANY not in warnings:
+                warnings.append(_TOO_MANY)
+    found, whole = [], dict[str, float]()  # whole: when each GPU was next claimed without others
+    for claim in sorted(claims.values(), key=lambda claim: claim.since)[::-1]:
+        if claim.ended is None and not claim.running:  # it ended before one of its GPUs was claimed anew
+            later = anew if claim.share is None else whole
+            claim = claim._replace(ended=min((later[uuid] for uuid in claim.gpus if uuid in later), default=None))
+        found.append(claim)
+        for later in (anew, *([whole] if claim.share is None else [])):
+            later.update(dict.fromkeys(claim.gpus, claim.since))
+    return found[::-1]
+
+
+def _size(claim: PastClaim) -> int:
+    """Return how many bytes a claim takes at most."""
+    return sum(map(sys.getsizeof, (claim, *claim, *claim.gpus, *claim.labels)))
+
+
+def _ended(claim: PastClaim, end: ClaimEnd) -> PastClaim:
+    """Return a claim with its end. Of several ends the narrowest counts; a claim that runs has none."""
+    if claim.running:
+        return claim
+    if claim.ended is not None:
+        end = _narrower(ClaimEnd(claim.pid, claim.since, claim.seen, claim.ended), end)
+    return claim._replace(seen=max(end.seen, claim.since), ended=end.ended)
+
+
+def _narrower(one: ClaimEnd, other: ClaimEnd) -> ClaimEnd:
+    """Return what two ends of the same claim tell together, as seen on different GPUs."""
+    exact = next((end for end in (one, other) if end.seen == end.ended), None)
+    if exact is not None:
+        return exact
+    seen, ended = max(one.seen, other.seen), min(one.ended, other.ended)
+    return one._replace(seen=seen, ended=ended) if seen <= ended else one
+
+
+def _lines(root: StateDir, since: float, warnings: list[str]) -> Iterator[PastClaim | ClaimEnd]:
+    """Read what may matter to claims from this time on, the oldest first; of more than can be read only the end."""
+    first, room, files = month_of(max(0.0, since - _MONTH)), _MOST_READ, dict[int, int]()
+    try:
+        with HistoryDir(root) as directory, ExitStack() as stack:
+            for name in (name for month in months_kept(time.time())[::-1] for name in file_names(month)[::-1]):
+                if name < first:
+                    break
+                try:
+                    fd = directory.open(name)
+                except StateDirError as err:
+                    warnings.append(f"a part of the history cannot be read: {err}")
+                    continue
+                if fd is not None:
+                    stack.callback(os.close, fd)
+                    status = os.fstat(fd)
+                    room -= min(status.st_size, LARGEST) if status.st_ino not in files else 0
+                    if room < 0:
+                        warnings.append(_TOO_MANY)
+                        break
+                    files.setdefault(status.st_ino, fd)
+            for fd in reversed(files.values()):
+                with BytesIO(os.pread(fd, LARGEST + _LONGEST_LINE, 0)) as lines:
+                    for line in islice(lines, _MOST_LINES):
+                        yield from _line(line[-_LONGEST_LINE:])
+    except FileNotFoundError:
+        pass
+    except OSError as err:
+        warnings.append(f"the history cannot be read: {err}")
+
+
+def _line(line: bytes) -> Iterable[PastClaim | ClaimEnd]:
+    """Read a line. A line that is incomplete, since there was no room, is followed by the next one."""
+    start = line.rfind(b'{"v":')
+    try:
+        raw: Any = json.loads(line[max(start, 0) :].decode("utf-8", "replace"))
+        ending = ClaimEnd.of(raw)
+        return () if ending is None and not isinstance(raw, dict) else (ending or _claim(raw),)
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
+        return ()
+
+
+def _claim(raw: dict[str, Any]) -> PastClaim:
+    pid, since = raw["claim"]
+    since = as_time(since)
+    gpus = tuple(as_text(uuid, 100) for uuid in as_list(raw.get("gpus")))
+    labels = tuple(as_text(label, 16) for label in as_list(raw.get("labels")))
+    if not since or not gpus:
+        raise ValueError("no claim")
+    return PastClaim(
+        pid=as_int(pid, 1, (1 << 31) - 1),
+        since=since,
+        uid=as_int(raw.get("uid", -1), -1, 1 << 32),
+        user=as_text(raw.get("user", ""), 64),
+        host=as_text(raw.get("host", ""), 64),
+        job=None if raw.get("job") is None else as_text(raw["job"], 100),
+        command=None if raw.get("command") is None else as_text(raw["command"]),
+        gpus=gpus,
+        labels=labels if len(labels) == len(gpus) else (),
+        until=as_seconds(raw.get("until"), 0),
+        seen=since,
+        share=None if raw.get("share") is None else as_int(raw["share"], 1, 1 << 62),
+        of=None if raw.get("of") is None else as_int(raw["of"], 1, 1 << 62),
+        waited=as_seconds(raw.get("waited"), 0),
+    )
+
+
+def _now(root: StateDir, warnings: list[str]) -> list[tuple[bool, PreviousRecord]]:
+    """Return what lease files say, and whether they are held."""
+    found: dict[str, tuple[bool, PreviousRecord]] = {}
+    try:
+        names = _lease_files(root)
+        if not names:
+            return []
+        with HostLock(time.monotonic() + _PATIENCE, root.path, make=False) as host:
+            began = time.thread_time()
+            for number, name in enumerate(names):
+                if number >= _MOST_LEASES or time.thread_time() - began > _LONGEST_PROBE:
+                    warnings.append(f"which claims hold GPUs now is known of {number} of {len(names)} files of leases")
+                    break
+                with suppress(StateDirError):
+                    held, fd = probe(host, name), host.leases.open(name)
+                    if fd is not None:
+                        with open(fd, "rb"):
+                            found[name] = held, PreviousRecord.of(fd)
+    except FileNotFoundError:
+        return []
+    except (LockTimeout, StateDirError, OSError) as err:
+        warnings.append(f"which claims hold GPUs now is not known: {err}")
+        return []
+    mark_seen(root.path, [name for name, (held, _) in found.items() if held])
+    return [*found.values()][::-1]
+
+
+def _lease_files(root: StateDir) -> list[str]:
+    """Return the names of the lease files with content, found before host.lock is taken: any user can make thousands.
+
+    They alternate between their owners, which nobody can forge, and of each owner the oldest inodes come first. So
+    files of one user do not push out those of others.
+    """
+    found = []
+    with StateDir("leases", root, make=False) as leases, os.scandir(leases.fd) as entries:
+        for entry in entries:
+            if entry.name.endswith(".lock") and not entry.name.endswith(".inner.lock"):
+                with suppress(OSError):
+                    status = entry.stat(follow_symlinks=False)
+                    if stat.S_ISREG(status.st_mode) and 0 < status.st_size <= _LONGEST_RECORD:
+                        found.append((status.st_ino, status.st_uid, entry.name))
+    ranks: dict[int, Iterator[int]] = {}
+    in_turn = [(next(ranks.setdefault(uid, count())), inode, name) for inode, uid, name in sorted(found)]
+    return [name for _, _, name in sorted(in_turn)]
+
+
+_RECORDED = ("pid", "since", "uid", "user", "host", "job", "command", "gpus", "until", "share", "of")
+
+
+def _of_leases(found: Iterable[tuple[bool, PreviousRecord]]) -> Iterator[PastClaim | ClaimEnd]:
+    """Return claims that hold GPUs, and ends that no later claim has written into the history yet."""
+    for held, former in found:
+        record = former.record()
+        if record is not None and record.since and record.gpus:
+            facts = {name: getattr(record, name) for name in _RECORDED}
+            known = held and record.here and record.start == procfs.start_time(record.pid)
+            age = procfs.seconds_running(record.pid) if known else None
+            began = 0.0 if age is None else time.time() - age - _TICK
+            yield PastClaim(**facts, seen=former.read if held else record.since, running=held, not_before=began)
+        ending = None if held else ClaimEnd.decode(former.ending())
+        if ending is not None:
+            yield ending
+
+
+KEYS = ("user", "gpu", "job", "host", "day", "week")
+"""What can be summed up by."""
+
+
+class GpuHours(NamedTuple):
+    """What claims with the same ``key`` used: their number, and GPU-hours between ``least`` and ``most``."""
+
+    key: str
+    claims: int
+    least: float
+    most: float
+
+
+def hours_held(claim: PastClaim, since: float, until: float) -> tuple[float, float]:
+    """Return for how many seconds a claim held each of its GPUs in this time, at least and at most.
+
+    A share counts as its part of them. ``until`` is at most now.
+    """
+    begin, sure, last = claim.held(since, until)
+    return claim.part * (sure - begin), claim.part * (last - begin)
+
+
+def gpu_hours_by(claims: Iterable[PastClaim], by: str, since: float, until: float) -> list[GpuHours]:
+    """Return the sums, the largest first; by day and week in their order."""
+    claims = list(claims)
+    labels = {uuid: label for claim in claims for uuid, label in zip(claim.gpus, claim.labels, strict=False)}
+    sums: dict[str, list[float]] = {}
+    for claim in claims:
+        for key, least, most in _shares(claim, by, since, until, labels):
+            one = sums.setdefault(key, [0, 0.0, 0.0])
+            one[0] += 1
+            one[1] += least / 3600
+            one[2] += most / 3600
+    found = sorted(GpuHours(key, int(number), least, most) for key, (number, least, most) in sums.items())
+    return found if by in _CALENDAR else sorted(found, key=lambda use: -use.most)
+
+
+def _shares(
+    claim: PastClaim, by: str, since: float, until: float, labels: Mapping[str, str]
+) -> Iterator[tuple[str, float, float]]:
+    """Return the keys that a claim counts for, each with GPU-seconds."""
+    number = len(claim.gpus)
+    if by == "gpu":
+        number, spans = 1, [(f"{labels[uuid]} {uuid}" if uuid in labels else uuid, since, until) for uuid in claim.gpus]
+    elif by in _CALENDAR:
+        last = until if claim.running else min(claim.ended or until, until)
+        spans = [*calendar(by, max(claim.since, since), last)]
+    else:
+        spans = [(key_of(claim, by), since, until)]
+    for key, begin, end in spans:
+        least, most = hours_held(claim, begin, end)
+        yield key, least * number, most * number
+
+
+def key_of(claim: PastClaim, by: str) -> str:
+    """Return the user, job or host of a claim, or the day or week in which it began."""
+    if by in _CALENDAR:
+        return next(calendar(by, claim.since, claim.since), ("?",))[0]
+    return {"user": claim.user or "?", "job": claim.job or "(no job)", "host": claim.host or "?"}[by]
+
+
+_CALENDAR = {"day": 1, "week": 7}
+
+
+def calendar(by: str, begin: float, end: float) -> Iterator[tuple[str, float, float]]:
+    """Return the days, or the weeks from Monday on, of local time in a span: first day, beginning and end. A moment is
+    a span too."""
+    while begin <= end:
+        day = time.localtime(begin)
+        first = day.tm_mday - (day.tm_wday if by == "week" else 0)
+        named, after = (
+            time.mktime((day.tm_year, day.tm_mon, first + days, 0, 0, 0, 0, 0, -1)) for days in (0, _CALENDAR[by])
+        )
+        if after <= begin:
+            return
+        yield time.strftime("%Y-%m-%d", time.localtime(named)), begin, min(after, end)
+        if after >= end:
+            return
+        begin = after
+
+
+def table_of_claims(claims: Sequence[PastClaim], since: float, until: float, width: int) -> Iterator[str]:
+    """Return a title and a line for each claim; no line is wider than ``width`` columns."""
+    wide = width >= 100
+    jobs = [claim.job or "" for claim in claims]
+    facts = [
+        Column("USER", [claim.user or "?" for claim in claims], most=24 if wide else 8),
+        Column("GPU", [_gpus(claim) for claim in claims], most=24 if wide else 8),
+        Column("JOB", [job if wide else job.rpartition(":")[2] for job in jobs], most=30 if wide else 12),
+        Column("FROM", [time.strftime("%Y-%m-%d %H:%M", time.localtime(claim.since)) for claim in claims]),
+        Column("TO", [_end(claim) for claim in claims]),
+        Column("GPU-HOURS", [_use(claim, since, until) for claim in claims], right=True),
+        Column("COMMAND", [claim.command or "?" for claim in claims], most=200),
+    ]
+    return table(facts, width)
+
+
+def table_of_use(found: Sequence[GpuHours], by: str, width: int) -> Iterator[str]:
+    """Return a title, a line for each key, and the sum."""
+    rows = [*found]
+    if len(found) > 1:
+        claims = sum(one.claims for one in found) if by == "user" else 0
+        rows.append(GpuHours("total", claims, sum(one.least for one in found), sum(one.most for one in found)))
+    facts = [
+        Column(by.upper(), [one.key for one in rows], most=64),
+        Column("CLAIMS", [str(one.claims or "") for one in rows], right=True),
+        Column("GPU-HOURS", [hours(one.least, one.most) for one in rows], right=True),
+    ]
+    return table(facts, width)
+
+
+def hours(least: float, most: float) -> str:
+    """Return GPU-hours; both bounds where they differ.
+
+    >>> hours(1.256, 1.256), hours(0.0, 2.5)
+    ('1.26', '0.00-2.50')
+    """
+    low, high = f"{least:.2f}", f"{most:.2f}"
+    return low if low == high else f"{low}-{high}"
+
+
+def _gpus(claim: PastClaim) -> str:
+    if not claim.labels:
+        return f"{len(claim.gpus)} GPUs" if len(claim.gpus) > 1 else claim.gpus[0][:12]
+    try:
+        return gpu_ranges(claim.labels)
+    except ValueError:  # labels that no claim of ours writes
+        return ",".join(claim.labels)
+
+
+def _end(claim: PastClaim) -> str:
+    """Return ``12:30``, ``by 12:30`` where only that is known, ``now``, or "?"."""
+    if claim.running:
+        return "now"
+    if claim.ended is None:
+        return "?"
+    same_day = time.localtime(claim.since)[:3] == time.localtime(claim.ended)[:3]
+    end = time.strftime("%H:%M" if same_day else "%m-%d %H:%M", time.localtime(claim.ended))
+    return end if claim.ended - claim.seen < 60 else f"by {end}"
+
+
+def _use(claim: PastClaim, since: float, until: float) -> str:
+    number = len(claim.gpus)
+    least, most = (seconds * number / 3600 for seconds in hours_held(claim, since, until))
+    return hours(least, most)

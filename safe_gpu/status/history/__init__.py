@@ -1,1 +1,0 @@
-"""What the history of a host tells."""

@@ -1,0 +1,334 @@
+"""The state of hosts as a page for a browser."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+from secrets import token_urlsafe
+from string import Template
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+from .. import __version__
+from ..coordination.leases.commands import program_names
+from ..gpus.devices import MIG_IS_ON, Gpu
+from ..gpus.windows import Window
+from ..host.procfs import printable
+from ..wording.text import clock, format_age, plural, short_age
+from .facts import FREE, ClaimStatus, GpuStatus, HostStatus, ProcessStatus, WaiterStatus
+from .history import hours
+from .render import in_turn, notes_of, queue_of, rows_of, windows_of
+
+if TYPE_CHECKING:
+    from .render import TableRow
+    from .report import ReportRow
+
+Document = Mapping[str, Any]
+
+TITLES = ("Free", "GPU", "Waiting", "Longest", "Held by")
+
+NO_DOCUMENT = (ArithmeticError, AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError)
+"""What comes of an answer that is no such document."""
+
+
+class Figures(NamedTuple):
+    """A line on one host.
+
+    Attributes:
+        free, total: numbers of GPUs.
+        waiting, waiters: the number of waiters, and their users.
+        cells: its cells in a table of hosts, by title.
+        broken: sentences on the GPUs that cannot be used.
+        identity: the same for two names of one host.
+    """
+
+    free: int
+    total: int
+    waiting: int
+    waiters: str
+    cells: Mapping[str, str]
+    broken: tuple[str, ...]
+    identity: str
+
+
+def figures_of(status: Document, now: float) -> Figures:
+    """Return them.
+
+    Raises:
+        NO_DOCUMENT: it is none.
+    """
+    gpus = countable(status)
+    free, waiting = sum(one["state"] in FREE for one in gpus), len(status["queue"])
+    since = [one["since"] for one in status["queue"] if one["since"] is not None]
+    models = Counter(one["name"] or "(no name)" for one in gpus)
+    held: Counter[str] = Counter()
+    for one in gpus:
+        for claim in claims_of(one):
+            part = (claim["share"] or 0) / (one["memory_total"] or 1) if "share" in claim else 1
+            held[claim["user"] or "?"] += part  # type: ignore[assignment]
+    cells = (
+        f"{free} of {len(gpus)}",
+        ", ".join(f"{number} x {name}" if len(models) > 1 else name for name, number in models.items()),
+        str(waiting or ""),
+        short_age(now - min(since)) if since else "",
+        ", ".join(f"{user} {round(number, 2):g}" for user, number in held.most_common()),
+    )
+    broken = [one for one in gpus if one["state"] == "unusable" and one["state_shown"] != "drained"]
+    return Figures(
+        free,
+        len(gpus),
+        waiting,
+        printable(", ".join(dict.fromkeys(one["user"] or "?" for one in status["queue"]))),
+        dict(zip(TITLES, map(printable, cells), strict=True)),
+        tuple(printable(f"GPU {one['index']}: {one['reason']}") for one in broken),
+        repr((status["host"], status["state_dir"], *(one["uuid"] for one in gpus))),
+    )
+
+
+def countable(status: Document) -> list[Document]:
+    """Return its GPUs, of which the instances count in place of a GPU that is divided."""
+    return [one for one in status["gpus"] if not one["reason"].startswith(MIG_IS_ON)]
+
+
+def claims_of(gpu: Document) -> Sequence[Document]:
+    """Return the claims of a GPU: all that share it, or the one that has it."""
+    return gpu["shares"] or [one for one in [gpu["claim"]] if one]
+
+
+_LONGEST = 500  # characters of a text: anybody may have written it
+
+
+class Markup(str):
+    """Text in which names of users and all else that is not ours have been escaped."""
+
+    __slots__ = ()
+
+
+def element(tag: str, *content: str, **attributes: str) -> Markup:
+    """Return an element; ``class_`` and ``aria_label`` name the attributes ``class`` and ``aria-label``.
+
+    >>> element("td", "<b>", element("b", "!"), class_="user")
+    '<td class="user">&lt;b&gt;<b>!</b></td>'
+    """
+    given = ((name.rstrip("_").replace("_", "-"), value) for name, value in attributes.items())
+    inside = "".join(f' {name}="{_escaped(value)}"' for name, value in given)
+    return Markup(f"<{tag}{inside}>{joined(*content)}</{tag}>")
+
+
+def joined(*content: str) -> Markup:
+    """Return texts and markup one after the other."""
+    return Markup("".join(map(_escaped, content)))
+
+
+def _escaped(text: str) -> str:
+    return text if isinstance(text, Markup) else escape(printable(text[:_LONGEST]))
+
+
+def table(caption: str, titles: Sequence[str], rows: Sequence[Mapping[str, str]], kind: str) -> Markup:
+    """Return a table without the columns that are empty; nothing without rows. The first cell of a row is its head.
+
+    The roles say what screen readers could not tell by the elements once CSS has laid them out otherwise.
+    """
+    if not rows:
+        return Markup()
+
+    def cell(title: str, text: str, tag: str, role: str, **scope: str) -> Markup:
+        return element(tag, text, role=role, class_=title.lower().replace("#", "place").replace(" ", "-"), **scope)
+
+    first, *others = shown = [title for title in titles if any(row.get(title) for row in rows)]
+    head = (cell(title, title, "th", "columnheader", scope="col") for title in shown)
+    body = [
+        element(
+            "tr",
+            cell(first, row.get(first, ""), "th", "rowheader", scope="row"),
+            *(cell(title, row.get(title, ""), "td", "cell") for title in others),
+            role="row",
+        )
+        for row in rows
+    ]
+    return element(
+        "table",
+        element("caption", caption),
+        element("thead", element("tr", *head, role="row"), role="rowgroup"),
+        element("tbody", *body, role="rowgroup"),
+        role="table",
+        class_=kind,
+    )
+
+
+def when(moment: float | None, now: float) -> str:
+    """Return ``14:20``, or with a day if that is not clear, as a moment that programs can read too; "" for None."""
+    if moment is None:
+        return ""
+    exact = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(moment))
+    return element("time", clock(moment, now), datetime=exact, title=time.ctime(moment))
+
+
+def bar(part: float) -> Markup:
+    """Return a bar that is full to this part, from 0 to 1, for the eye alone."""
+    full = element("rect", width=f"{100 * min(1.0, max(0.0, part)):.0f}%", height="100%")
+    return element("svg", full, class_="bar", aria_hidden="true")
+
+
+def listed(lines: Sequence[str]) -> Markup:
+    """Return a list of notes; no element where there are none."""
+    return element("ul", *(element("li", line) for line in lines)) if lines else Markup()
+
+
+_Record = TypeVar("_Record")
+
+_TITLES = ("GPU", "State", "Memory", "Util", "Temp", "User", "Job", "Command", "Since", "Until")
+
+_TOLD = ("drained by ", "reserved by ", "stopped ", "taken last ")
+"""What is told of the reasons of a GPU in use: others may have a command with its arguments."""
+
+
+def host_part(document: Document, figures: Figures, now: float, use: Markup) -> Markup:
+    """Return all about a host.
+
+    Raises:
+        NO_DOCUMENT: it is no such document.
+    """
+    status = _status_of(document, now)
+    about = f"{figures.cells['Free']} free, {figures.cells['GPU']} ({status.driver} {status.driver_version})"
+    if figures.waiting:
+        about += f", {figures.waiting} waiting, the first for {figures.cells['Longest'] or '?'}"
+    rows = [_row(row, one.label, now) for one in status.gpus for row in rows_of(one, now)]
+    notes = listed([*notes_of(status), *windows_of(status), *status.warnings])
+    left = element("div", table("GPUs", _TITLES, rows, "gpus"), notes)
+    parts = element("div", left, element("div", _waiting(status), use), class_="parts")
+    return joined(element("p", about, class_="dim"), parts)
+
+
+def _row(row: TableRow, label: str, now: float) -> Mapping[str, str]:
+    state, cells, claim = row.state.strip(), row.cells, row.claim or ClaimStatus()
+    return {
+        "GPU": label,
+        "State": element("b", state, class_=state.replace(" ", "-")),
+        "Memory": joined(bar(row.used / row.total), element("span", row.memory))
+        if row.used is not None and row.total
+        else "",
+        "Util": row.load,
+        "Temp": row.heat,
+        "User": cells.get("USER", ""),
+        "Job": cells.get("JOB/PID", ""),
+        "Command": cells.get("COMMAND", row.text),
+        "Since": when(claim.since, now),
+        "Until": when(claim.until, now),
+    }
+
+
+def _waiting(status: HostStatus) -> Markup:
+    order, groups, columns = queue_of(status, verbose=True, most_of_user=99)
+    titles = [column.title.capitalize().partition("/")[0] for column in columns]
+    rows = [dict(zip(titles, cells, strict=True)) for cells in zip(*(column.cells for column in columns), strict=True)]
+    passers, more = in_turn(status.queue), len(status.queue) - len(groups)
+    notes = [f"in turn: {passers}" if passers else "", f"and {more} more" if more else ""]
+    return joined(table(f"Waiting, {order}", titles, rows, "queue"), listed([*filter(None, notes)]))
+
+
+def _status_of(document: Document, now: float) -> HostStatus:
+    """Return the status of which a document tells, with commands by the names of program and script."""
+
+    def record(kind: type[_Record], facts: Document, **more: Any) -> _Record:
+        if "command" in facts:
+            more["command"] = program_names((facts["command"] or "").split())
+        names = getattr(kind, "_fields", None) or kind.__dataclass_fields__  # type: ignore[attr-defined]
+        return kind(**{name: facts[name] for name in names if name in facts} | more)
+
+    def gpu(one: Document) -> GpuStatus:
+        in_use, shown = one["claim"] or one["processes"], one["state_shown"]
+        reasons = [reason.partition(", since a claim failed")[0] for reason in one["reason"].split("; ")]
+        told = "; ".join(reason for reason in reasons if reason.startswith(_TOLD) or not in_use)
+        return record(
+            GpuStatus,
+            one,
+            gpu=record(Gpu, one, index=one["label"], processes=()),
+            claim=one["claim"] and record(ClaimStatus, one["claim"]),
+            shares=tuple(record(ClaimStatus, each) for each in one["shares"]),
+            processes=tuple(record(ProcessStatus, each) for each in one["processes"]),
+            reason=told,
+            fault=told,
+            idle=shown == "idle",
+            idle_report=shown == "idle",
+            drained=shown == "drained",
+        )
+
+    return record(
+        HostStatus,
+        document,
+        taken_at=now,
+        gpus=tuple(map(gpu, document["gpus"])),
+        queue=tuple(record(WaiterStatus, one) for one in document["queue"]),
+        windows=tuple(
+            Window(one["from"], one["until"], tuple(one["gpus"]), one["for"] or "", one["reason"], one["by"])
+            for one in document["windows"]
+        ),
+    )
+
+
+_MOST_USERS = 12  # that are listed, those with the most GPU-hours
+
+_USER = ("User", "Claims", "GPU-hours", "Mean wait")
+
+_PAGE = Template(Path(__file__).with_name("page.html").read_text("utf-8"))
+
+
+def render_page(hosts: Mapping[str, Any], *, now: float, every: float, use: Mapping[str, Sequence[ReportRow]]) -> str:
+    """Return the page.
+
+    Args:
+        hosts: name -> the document of ``status --json`` of that host, or why there is none.
+        now: when it is made, in Unix seconds.
+        every: how often it is made, in seconds: once thrice that has passed, it says that it is stale.
+        use: name -> the users of that host's GPUs in the last day, the most first, where they are known.
+    """
+    several, (first, *_) = len(hosts) > 1, hosts
+    free = gpus = 0
+    rows, parts = [], []
+    for number, (name, status) in enumerate(hosts.items()):
+        row: dict[str, str] = {"Host": element("a", name, href=f"#host-{number}")}
+        try:
+            figures = figures_of(status, now)
+            part = host_part(status, figures, now, _use(use[name], figures.total) if name in use else Markup())
+            row |= figures.cells
+            free, gpus = free + figures.free, gpus + figures.total
+        except NO_DOCUMENT as err:
+            told = status if isinstance(status, str) else f"its answer cannot be read: {err!r}"
+            row["GPU"] = part = element("span", told, class_="error")
+        rows.append(row)
+        head = element("h2", name) if several else Markup()
+        parts.append(element("section", head, part, id=f"host-{number}", aria_label=name))
+    title = f"{plural(len(hosts), 'host') if several else first}: {free} of {plural(gpus)} free"
+    of_whom = f"The last day's use is that of {', '.join(use)}, where the page is made. " if several and use else ""
+    return _PAGE.substitute(
+        now=f"{now:.0f}",
+        every=f"{every:g}",
+        after=f"{3 * every:g}",
+        age=format_age(every),
+        nonce=token_urlsafe(),  # what a name that slipped in as markup could not know
+        title=joined(title),
+        made=element("time", time.strftime("%a %Y-%m-%d %H:%M %Z", time.localtime(now))),
+        main=joined(table("Hosts", ("Host", *TITLES), rows, "hosts") if several else "", *parts),
+        footer=joined(of_whom, f"safe-gpu {__version__}"),
+    )
+
+
+def _use(users: Sequence[ReportRow], gpus: int) -> Markup:
+    """Return what the users of that many GPUs have had of them in a day."""
+    largest = max((row.gpu_hours_most for row in users), default=0.0) or 1.0
+    rows = [
+        {
+            "User": row.key,
+            "Claims": str(row.claims),
+            "GPU-hours": joined(bar(row.gpu_hours_most / largest), hours(row.gpu_hours_least, row.gpu_hours_most)),
+            "Mean wait": "" if row.wait_mean is None else short_age(row.wait_mean),
+        }
+        for row in users[:_MOST_USERS]
+    ]
+    others = [f"and {plural(len(users) - len(rows), 'user')} with less"] * (len(users) > len(rows))
+    total = sum(row.gpu_hours_most for row in users)
+    title = element("h3", f"The last day: {total:.0f} of {24 * gpus} GPU-hours claimed")
+    return joined(title, table("GPU-hours by user", _USER, rows, "use"), listed(others))

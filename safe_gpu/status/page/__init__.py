@@ -1,1 +1,0 @@
-"""The state of hosts as a page for a browser."""

@@ -1,0 +1,188 @@
+"""What a host was used for, by user, week and host, as rows and as plots."""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from datetime import date
+from statistics import fmean
+from typing import TYPE_CHECKING, NamedTuple
+
+from ..wording.text import Column
+from .history import calendar, gpu_hours_by, hours, key_of
+from .render import table
+
+if TYPE_CHECKING:
+    from .history import PastClaim
+
+BY = ("user", "week", "host")
+
+_MOST_USERS = 9  # that have a colour of their own
+
+_OTHERS = "others"
+
+
+class ReportRow(NamedTuple):
+    """The claims of one user, week or host (``by``).
+
+    GPU-hours are between ``gpu_hours_least`` and ``gpu_hours_most``. ``free_gpu_hours`` are those in which no claim
+    held a GPU of the host, None where that is not known. ``waits`` of the claims began in this time and say how long
+    they waited: ``wait_mean`` seconds, and 95 of 100 at most ``wait_95``.
+    """
+
+    by: str
+    key: str
+    claims: int
+    gpu_hours_least: float
+    gpu_hours_most: float
+    free_gpu_hours: float | None
+    waits: int
+    wait_mean: float | None
+    wait_95: float | None
+
+
+def report(
+    claims: Sequence[PastClaim], gpus: Collection[str], host: str, since: float, until: float
+) -> Iterator[ReportRow]:
+    """Return the rows by user, by week and by host.
+
+    Args:
+        gpus: UUIDs of the GPUs of this host; none if they are not known.
+        host: its name.
+    """
+    free: dict[str, float] = {}
+    if gpus and claims:  # before the first of them the host may have had no history
+        weeks = calendar("week", max(since, min(claim.since for claim in claims)), until)
+        free = {name: free_hours(claims, gpus, begin, end) for name, begin, end in weeks}
+        free[host] = sum(free.values())
+    for by in BY:
+        waits = waits_by(claims, by, since)
+        for use in gpu_hours_by(claims, by, since, until):
+            known = waits.get(use.key, [])
+            yield ReportRow(
+                by,
+                use.key,
+                use.claims,
+                round(use.least, 4),
+                round(use.most, 4),
+                round(free[use.key], 4) if by != "user" and use.key in free else None,
+                len(known),
+                round(fmean(known), 3) if known else None,
+                percentile_95(known) if known else None,
+            )
+
+
+def waits_by(claims: Iterable[PastClaim], by: str, since: float) -> dict[str, list[float]]:
+    """Return for how many seconds the claims waited that began from ``since`` on and say it, by :func:`key_of`."""
+    found: dict[str, list[float]] = {}
+    for claim in claims:
+        if claim.waited is not None and claim.since >= since:
+            found.setdefault(key_of(claim, by), []).append(claim.waited)
+    return found
+
+
+def percentile_95(values: Iterable[float]) -> float:
+    """Return the least of these values that 95 of 100 do not exceed.
+
+    >>> percentile_95(range(1, 101)), percentile_95([3.0])
+    (95, 3.0)
+    """
+    ranked = sorted(values)
+    return ranked[-(-len(ranked) * 95 // 100) - 1]
+
+
+def free_hours(claims: Iterable[PastClaim], gpus: Collection[str], since: float, until: float) -> float:
+    """Return the GPU-hours in this time in which no claim held one of these GPUs, a claim as long as it may have."""
+    free, ends = 0.0, dict.fromkeys(gpus, since)
+    own: dict[int, Collection[str]] = {}  # the GPUs of many claims are one tuple, which may be a long one
+    spans = sorted((*claim.held(since, until)[::2], id(claim.gpus), claim.gpus) for claim in claims)
+    for begin, last, number, uuids in spans:
+        if number not in own:
+            own[number] = ends.keys() & set(uuids)
+        if begin < last:
+            for uuid in own[number]:
+                free += max(0.0, begin - ends[uuid])
+                ends[uuid] = max(ends[uuid], last)
+    return (free + sum(until - end for end in ends.values())) / 3600
+
+
+class Days(NamedTuple):
+    """A report by day: the days, GPU-hours of each user on each day (at most), and the waits of each day in seconds."""
+
+    names: list[str]
+    used: dict[str, list[float]]
+    waits: dict[str, list[float]]
+
+
+def report_by_day(claims: Sequence[PastClaim], since: float, until: float) -> Days:
+    """Return the same by day, the users with the most GPU-hours first, beyond nine of them together."""
+    names = [name for name, _, _ in calendar("day", since, until)]
+    users = [use.key for use in gpu_hours_by(claims, "user", since, until)]
+    groups: dict[str, list[PastClaim]] = {user: [] for user in users[:_MOST_USERS]}
+    for claim in claims:
+        user = key_of(claim, "user")
+        groups.setdefault(user if user in groups else _OTHERS, []).append(claim)
+    used = {}
+    for user, own in groups.items():
+        hours_of = {use.key: use.most for use in gpu_hours_by(own, "day", since, until)}
+        used[user] = [hours_of.get(name, 0.0) for name in names]
+    return Days(names, used, waits_by(claims, "day", since))
+
+
+def table_of_report(rows: Iterable[ReportRow], width: int) -> Iterator[str]:
+    """Return a table for users, one for weeks and one for the host; no line is wider than ``width`` columns."""
+    rows = list(rows)
+    for by in BY:
+        some = [row for row in rows if row.by == by]
+        facts = [
+            Column(by.upper(), [row.key for row in some], most=24),
+            Column("CLAIMS", [str(row.claims) for row in some], right=True),
+            Column("GPU-HOURS", [hours(row.gpu_hours_least, row.gpu_hours_most) for row in some], right=True),
+            Column("FREE GPU-HOURS", [_number(row.free_gpu_hours, 1, 2) for row in some], right=True),
+            Column("MEAN WAIT (MIN)", [_number(row.wait_mean, 60, 1) for row in some], right=True),
+            Column("95% WAIT (MIN)", [_number(row.wait_95, 60, 1) for row in some], right=True),
+        ]
+        if by != BY[0]:
+            yield ""
+        yield from table(facts, width)
+
+
+def _number(value: float | None, unit: float, digits: int) -> str:
+    return "" if value is None else f"{value / unit:.{digits}f}"
+
+
+def draw(days: Days, form: str) -> bytes:
+    """Return the picture: GPU-hours by user, stacked by day, and below them how long claims waited.
+
+    Args:
+        form: "svg" or "png".
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    names = [date.fromisoformat(name) for name in days.names]
+    file = io.BytesIO()
+    with rc_context({"text.parse_math": False}), warnings.catch_warnings():  # a user's name is no formula
+        warnings.simplefilter("ignore")  # the font may lack a letter of it
+        figure = Figure(figsize=(10, 6), layout="constrained")
+        use, wait = figure.subplots(2, sharex=True, height_ratios=(2, 1))
+        below = [0.0] * len(names)
+        for user, hours in days.used.items():
+            label = f" {user}" if user.startswith("_") else user  # legends leave such labels out
+            use.bar(names, hours, bottom=below, label=label)
+            below = [low + more for low, more in zip(below, hours, strict=True)]
+        use.set_ylabel("GPU-hours a day")
+        use.legend(loc="upper left", bbox_to_anchor=(1, 1))
+        began = [date.fromisoformat(name) for name in days.waits]
+        wait.plot(began, [fmean(some) / 60 for some in days.waits.values()], "o", label="mean")
+        wait.plot(began, [percentile_95(some) / 60 for some in days.waits.values()], "^", label="95%")
+        wait.set_ylabel("wait (min)")
+        wait.set_ylim(bottom=0)
+        wait.legend(loc="upper left", bbox_to_anchor=(1, 1))
+        wait.tick_params("x", rotation=30)
+        figure.savefig(file, format=form)
+    return file.getvalue()

@@ -1,0 +1,228 @@
+"""The demo on simulated and on real hosts: it ends well, with a true verdict, and leaves no process and no file."""
+
+import errno
+import io
+import multiprocessing
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+
+import safe_gpu
+from safe_gpu import demo
+from safe_gpu.coordination import socket_names as names
+from safe_gpu.coordination.leases import lease as leases
+from safe_gpu.coordination.leases import watcher
+from safe_gpu.coordination.locks import host_lock as host_lock_module
+from safe_gpu.coordination.queue import waiter as waiting
+from safe_gpu.host import procfs
+
+
+def checked(text: str) -> str:
+    """What no demo may print, whatever the host."""
+    assert max(map(len, text.splitlines())) <= 80
+    assert "Traceback" not in text
+    assert "\x1b" not in text
+    assert text.index("Without safe_gpu, ") < text.index("With safe_gpu, "), "the contrast comes first"
+    return text
+
+
+def got(text: str) -> set[str]:
+    """The labels of the GPUs that one process each got in the first round."""
+    found = re.search(r"With safe_gpu.*?\n  GPU ([0-9:,-]+): 1 process", text, re.DOTALL)
+    labels = set()
+    for part in found[1].split(",") if found else ():
+        gpu, colon, numbers = part.rpartition(":")
+        first, _, last = numbers.partition("-")
+        labels |= {f"{gpu}{colon}{number}" for number in range(int(first), int(last or first) + 1)}
+    return labels
+
+
+@pytest.fixture
+def watch_a_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, str]]:
+    """Run a demo in this process; it must leave no file, process or variable behind."""
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+
+    def watch(preset: str = "dgx-a100", processes: int | None = None, rounds: int = 1) -> tuple[int, str]:
+        monkeypatch.setenv("SAFE_GPU_DRIVER", f"simulated:{preset}")
+        before, output = dict(os.environ), io.StringIO()
+        code = demo.run(processes, rounds, output)
+        assert dict(os.environ) == before
+        assert os.listdir(tmp_path / "tmp") == []
+        assert multiprocessing.active_children() == []
+        assert not Path(os.environ["SAFE_GPU_DIR"]).exists(), "the users' state directory is none of its business"
+        return code, checked(output.getvalue())
+
+    return watch
+
+
+@pytest.mark.parametrize(
+    ("preset", "racers", "labels"),
+    [
+        ("workstation-mixed", 6, "0 1 2"),
+        ("mig-h100", 10, "0:0 0:1 0:2 0:3 1"),
+        ("dgx-a100", 16, "0 1 2 3 4 5 6 7"),
+        ("mi250x", 16, "0 1 2 3 4 5 6 7"),
+        ("two-vendors", 8, "0 1 2 3"),
+    ],
+)
+def test_claims_exclude_each_other(watch_a_demo: Any, preset: str, racers: int, labels: str) -> None:
+    code, text = watch_a_demo(preset)
+    assert code == 0
+    assert f"A race on a simulated host, {preset}: " in text
+    assert set() < got(text) <= set(labels.split())
+    assert f"{racers} of {racers} served" in text
+    verdict = re.search(r"Verdict: 0 collisions in \d+ claims of \d+ GPUs; without safe_gpu, (\d+) on (\d+)", text)
+    assert verdict is not None
+    assert 0 < int(verdict[1]) < int(verdict[2])
+
+
+def test_where_claims_share_the_only_gpu_the_race_moves(watch_a_demo: Any) -> None:
+    code, text = watch_a_demo("laptop", 4)
+    assert (code, "A race on a simulated host, dgx-a100: " in text) == (0, True)
+
+
+def test_a_broken_claim_is_found_out(watch_a_demo: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (host_lock_module, watcher, leases, waiting):
+        monkeypatch.setattr(module, "lock_file", lambda fd: True)
+    monkeypatch.setattr(names, "take_name", Mock(side_effect=OSError(errno.EPERM, "not permitted")))
+    # With a placeholder the claims would notice each other by themselves.
+    monkeypatch.setattr(demo, "claim_gpus", partial(safe_gpu.claim_gpus, placeholder_fn=safe_gpu.NoPlaceholder()))
+    code, text = watch_a_demo("dgx-a100", 8)
+    assert (code, "Collision: process " in text, "Verdict: 0 collisions" in text) == (1, True, False)
+
+
+@pytest.mark.parametrize(
+    ("name", "broken", "told"),
+    [
+        ("claim_gpus", Mock(side_effect=safe_gpu.StateDirError("no room anywhere")), "no room anywhere"),
+        ("claim_gpus", lambda *arguments, **options: os._exit(3), "exited without a report"),
+        ("release_gpus", lambda: os._exit(3), "could not release its GPUs"),
+    ],
+)
+def test_whatever_else_happens_to_a_racer_is_a_failure(
+    watch_a_demo: Any, monkeypatch: pytest.MonkeyPatch, name: str, broken: Callable[..., Any], told: str
+) -> None:
+    parent, whole = os.getpid(), getattr(demo, name)
+    monkeypatch.setattr(demo, name, lambda *a, **b: (whole if os.getpid() == parent else broken)(*a, **b))
+    code, text = watch_a_demo("dgx-a100", 4)
+    assert (code, told in " ".join(text.split())) == (1, True)
+
+
+@pytest.fixture
+def race_on(fake_gpus: Any, tmp_path: Path) -> Callable[..., str]:
+    """Run the demo in a process that sees the fake GPUs; it must leave nothing on them and no file."""
+
+    def run(**environment: str) -> str:
+        (tmp_path / "tmp").mkdir()
+        done = subprocess.run(
+            [sys.executable, "-c", "import sys; from safe_gpu import demo; sys.exit(demo.run(4, rounds=1))"],
+            env={**fake_gpus.env, "TMPDIR": str(tmp_path / "tmp"), **environment},
+            capture_output=True,
+            text=True,
+            timeout=110,
+        )
+        assert (done.returncode, done.stderr) == (0, ""), done
+        assert os.listdir(tmp_path / "tmp") == []
+        assert not list((fake_gpus.directory / "procs").glob("*/[0-9]*[0-9]")), "a context was left on a GPU"
+        return checked(done.stdout)
+
+    return run
+
+
+def test_only_free_gpus_are_raced_for(fake_gpus: Any, race_on: Any) -> None:
+    fake_gpus.write({"name": "NVIDIA A100"}, *[{"name": "NVIDIA L4", "speed": 9}] * 4)
+    for uuid in fake_gpus.uuids[:2]:
+        fake_gpus.process(uuid, 999_999, static=True)
+    fake_gpus.change(4, lost=1)
+    text = race_on()
+    assert "A race for the free GPUs of this host: 2 x NVIDIA L4." in text
+    assert set() < got(text) <= {"2", "3"}
+    assert "served" not in text, "nobody waits on a shared host"
+
+
+def test_a_batch_jobs_gpu_is_all_that_is_raced_for(fake_gpus: Any, race_on: Any) -> None:
+    assert got(race_on(CUDA_VISIBLE_DEVICES="1", CUDA_DEVICE_ORDER="PCI_BUS_ID")) == {"1"}
+
+
+@pytest.mark.parametrize("why", ["all busy", "no GPUs", "no driver"])
+def test_where_no_gpu_is_free_the_race_moves(fake_gpus: Any, race_on: Any, why: str) -> None:
+    fake_gpus.set(2 if why == "all busy" else 0)
+    for uuid in fake_gpus.uuids:
+        fake_gpus.process(uuid, 999_999, static=True)
+    nowhere = {"LD_LIBRARY_PATH": os.environ["LD_LIBRARY_PATH"].partition(":")[0], "PATH": "/nonexistent"}
+    text = race_on(SAFE_GPU_DRIVER="auto", **(nowhere if why == "no driver" else {}))
+    assert "No GPU is free on this host" in text
+    assert "4 of 4 served" in text
+
+
+def test_a_driver_asked_for_by_name_has_to_be_there(command: Any) -> None:
+    done = command.run("demo", env={"SAFE_GPU_DRIVER": "nvml"})
+    assert (done.returncode, done.stdout) == (69, "")
+
+
+# However it ends
+
+
+@pytest.fixture
+def started(command: Any, tmp_path: Path) -> Any:
+    """The command in a session of its own, as a terminal has it, once it has helpers; and where its files go."""
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    demo = command.start("demo", env={"TMPDIR": str(temporary)}, start_new_session=True)
+    assert demo.stdout.readline().startswith("A race on a simulated host")
+    while not (helpers := procfs.descendants(demo.pid)):
+        assert demo.poll() is None, demo.stderr.read()
+        time.sleep(0.002)
+    return demo, helpers, temporary
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM), (signal.SIGHUP, -signal.SIGHUP)]
+)
+def test_a_signal_ends_all_of_it(started: Any, number: int, code: int) -> None:
+    demo, helpers, temporary = started
+    if number == signal.SIGINT:
+        os.killpg(demo.pid, number)  # as a terminal sends it: to the helpers, too
+    else:
+        demo.send_signal(number)
+    _, error = demo.communicate(timeout=60)
+    assert demo.returncode == code
+    assert error == ""
+    assert os.listdir(temporary) == []
+    assert all(procfs.has_ended(pid) for pid in helpers)
+
+
+def test_a_second_ctrl_c_does_not_disturb_the_cleaning(started: Any) -> None:
+    demo, helpers, temporary = started
+    while demo.poll() is None:
+        os.killpg(demo.pid, signal.SIGINT)
+        time.sleep(0.002)
+    assert demo.wait() in (130, -signal.SIGINT)  # the last one may come when the program is over
+    assert os.listdir(temporary) == []
+    assert all(procfs.has_ended(pid) for pid in helpers)
+
+
+def test_its_helpers_do_not_outlive_a_kill(started: Any, eventually: Any) -> None:
+    demo, helpers, _ = started
+    demo.kill()
+    eventually(lambda: all(procfs.has_ended(pid) for pid in helpers))
+
+
+def test_a_reader_that_has_seen_enough(started: Any) -> None:
+    demo, _, temporary = started
+    demo.stdout.close()
+    assert demo.wait(60) == 141
+    assert demo.stderr.read() == ""
+    assert os.listdir(temporary) == []

@@ -7,7 +7,6 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from difflib import get_close_matches
 from shlex import quote
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -309,6 +308,8 @@ _MEANT = {
 
 def _similar(word: str, known: Iterable[str]) -> str:
     """Return the one of these words that looks most like it, dashes aside; "" where none does."""
+    from difflib import get_close_matches
+
     bare = {option.lstrip("-"): option for option in known if option[:2] == "--" or option[:1] != "-"}
     close = get_close_matches(word.lstrip("-").lower().replace("_", "-"), bare, 1, 0.7)
     return bare[close[0]] if close else ""

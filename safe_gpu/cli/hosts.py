@@ -30,8 +30,7 @@ from ..status.render import table
 from ..wording.text import GAP, Column, cut, paint, plural, wrapped
 from .arguments import chosen_hosts
 from .commands import EX_NO_HOST, EX_SOME_HOSTS
-from .output import alternate_screen, columns, in_color, is_terminal, print_json
-from .status import write_page
+from .output import alternate_screen, columns, in_color, is_terminal, print_json, say, write_output
 
 if TYPE_CHECKING:
     from ..status.page import Figures
@@ -309,3 +308,29 @@ def _watch(options: argparse.Namespace, hosts: Collection[str], script: str) -> 
             else:
                 head = cut(f"{time.strftime('%H:%M:%S')}, every {interval:g} s (Ctrl-C ends)", columns())
                 show(f"{head}\n", f"{_picture(arranged(known, options.sort), options)}\n")
+
+
+_DAY = 86400.0  # seconds
+
+_EVERY = 300.0  # seconds between two makings
+
+
+def write_page(hosts: Mapping[str, Mapping[str, Any] | str], options: argparse.Namespace) -> None:
+    """Write the page, with the use of this host in the last day if it is among them.
+
+    Args:
+        hosts: name -> the document of ``status --json``, or why there is none.
+    """
+    from ..coordination.files.location import state_dir_path
+    from ..status.history import claims_between
+    from ..status.page import render_page
+    from ..status.report import report
+
+    now, here = time.time(), (os.uname().nodename, state_dir_path())
+    claims, warnings = claims_between(now - _DAY, now)
+    for warning in warnings:
+        say(f"warning: {warning}")
+    users = [row for row in report(claims, (), "", now - _DAY, now) if row.by == "user"]
+    own = [name for name, one in hosts.items() if not isinstance(one, str) and (one["host"], one["state_dir"]) == here]
+    every = _EVERY if options.interval is None else options.interval
+    write_output(render_page(hosts, now=now, every=every, use=dict.fromkeys(own, users)), options.output)

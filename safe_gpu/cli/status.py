@@ -6,9 +6,9 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from ..errors import SafeGpuError
 from .arguments import CommandLine, add_hosts, add_vendor
@@ -99,6 +99,8 @@ def _status(options: argparse.Namespace) -> int:
         if options.prometheus:
             write_output("safe_gpu_up 0\n", options.output)
         elif options.html:
+            from .hosts import write_page
+
             write_page({os.uname().nodename: str(err)}, options)
         raise
     warnings: Sequence[str] = ()
@@ -113,6 +115,8 @@ def _status(options: argparse.Namespace) -> int:
 
         write_output(render_metrics(status), options.output)
     elif options.html:
+        from .hosts import write_page
+
         write_page({status.host: status.to_dict()}, options)
     elif options.free:
         from ..status.facts import free_labels
@@ -168,29 +172,3 @@ def _watch(options: argparse.Namespace, user: str | None) -> NoReturn:
 
 def _print(head: str, text: str) -> None:
     print(f"{head}{text}", flush=True)
-
-
-_DAY = 86400.0  # seconds
-
-_EVERY = 300.0  # seconds between two makings
-
-
-def write_page(hosts: Mapping[str, Mapping[str, Any] | str], options: argparse.Namespace) -> None:
-    """Write the page, with the use of this host in the last day if it is among them.
-
-    Args:
-        hosts: name -> the document of ``status --json``, or why there is none.
-    """
-    from ..coordination.files.location import state_dir_path
-    from ..status.history import claims_between
-    from ..status.page import render_page
-    from ..status.report import report
-
-    now, here = time.time(), (os.uname().nodename, state_dir_path())
-    claims, warnings = claims_between(now - _DAY, now)
-    for warning in warnings:
-        say(f"warning: {warning}")
-    users = [row for row in report(claims, (), "", now - _DAY, now) if row.by == "user"]
-    own = [name for name, one in hosts.items() if not isinstance(one, str) and (one["host"], one["state_dir"]) == here]
-    every = _EVERY if options.interval is None else options.interval
-    write_output(render_page(hosts, now=now, every=every, use=dict.fromkeys(own, users)), options.output)

@@ -5,13 +5,10 @@ Any user may have written any line of the history, so all of it is bounded, and 
 A claim that died ended between two moments, so each sum has a lower and an upper bound.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os
 import stat
-import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -33,15 +30,15 @@ from ..wording.text import Column, gpu_ranges
 from .gather import mark_seen
 from .render import table
 
-_MOST = 40 << 20  # bytes of claims that are kept: some 50,000
-
-_MOST_READ = 64 << 20  # bytes of files: some 250,000 lines
+_MOST = 50_000  # claims that are kept, together with the different texts in them
 
 _MOST_EARLY = 4096  # facts that are read before the claims that they belong to
 
 _MOST_LINES = LARGEST // 64  # of a file; none of ours is shorter
 
 _LONGEST_LINE = 1 << 16
+
+_MOST_WAITING = 4096  # lines that wait for the end of their claim
 
 _TOO_MANY = "there are more claims than can be kept, and the first are left out: ask for a shorter time"
 
@@ -130,8 +127,13 @@ def claims_between(since: float, until: float) -> tuple[list[PastClaim], list[st
     warnings: list[str] = []
     try:
         with StateDir(state_dir_path(), make=False) as root:
-            told = chain(_lines(root, since, warnings), _of_leases(_now(root, warnings)))
-            found = [claim for claim in merged(told, until, warnings) if claim.overlaps(since, until)]
+            now = _now(root, warnings)
+            for ended in (since, 0.0):
+                found: list[PastClaim] = []
+                told = chain(_lines(root, since, until, ended, warnings), _of_leases(now))
+                found = [claim for claim in merged(told, until, warnings) if claim.overlaps(since, until)]
+                if not any(claim.seen == claim.since < since and not claim.running for claim in found):
+                    break  # else it may have no end, and a claim that was left out tells when it had ended
     except FileNotFoundError:
         return [], warnings
     except StateDirError as err:
@@ -142,68 +144,99 @@ def claims_between(since: float, until: float) -> tuple[list[PastClaim], list[st
 def merged(
     told: Iterable[PastClaim | ClaimEnd], until: float = math.inf, warnings: list[str] | None = None
 ) -> list[PastClaim]:
-    """Return claims with their ends, in the order in which they began, in bounded memory, whatever the files say.
+    """Return claims with their ends, in the order in which they began. Ends of unknown claims are dropped.
 
     Args:
-        told: ends, and claims without them. Ends of unknown claims are dropped.
+        told: ends, and claims without them.
         until: claims that began then or later are left out; they only tell when others had ended.
-        warnings: gets a sentence if there were more claims than are kept; those told first are dropped.
+        warnings: gets a sentence if there were more claims than are kept.
     """
-    claims: dict[tuple[int, int], PastClaim] = {}
-    early: dict[tuple[int, int], ClaimEnd] = {}  # read before their claims
-    anew: dict[str, float] = {}  # UUID -> when it was first claimed after ``until``
-    room = _MOST
+    kept = _Kept(until)
     for one in told:
-        key = one.pid, round(one.since * 1000)
-        known = claims.get(key)
-        if one.since >= until:
-            for uuid in () if isinstance(one, ClaimEnd) else one.gpus:
-                if uuid in anew or len(anew) < _MOST_EARLY:
-                    anew[uuid] = min(one.since, anew.get(uuid, one.since))
-        elif isinstance(one, ClaimEnd):
-            if known is not None:
-                claims[key] = _ended(known, one)
-            else:
-                early[key] = _narrower(early[key], one) if key in early else one
-                if len(early) > _MOST_EARLY:
-                    del early[next(iter(early))]
-        else:
-            if known is None:
-                room -= _size(one)
-            elif one.labels and not known.labels:
-                known = known._replace(labels=one.labels, waited=one.waited)
-            claim = known or one
-            if one.running:  # it is to be dropped last
-                claims.pop(key, None)
-                claim = claim._replace(running=True, seen=one.seen, ended=None, not_before=one.not_before)
-            claims[key] = _ended(claim, early.pop(key)) if key in early else claim
-        while room < 0:
-            room += _size(claims.pop(next(iter(claims))))
-            if warnings is not None and _TOO_MANY not in warnings:
-                warnings.append(_TOO_MANY)
-    found, whole = [], dict[str, float]()  # whole: when each GPU was next claimed without others
-    for claim in sorted(claims.values(), key=lambda claim: claim.since)[::-1]:
+        kept.end(one) if isinstance(one, ClaimEnd) else kept.add(one)
+    if kept.dropped and warnings is not None:
+        warnings.append(_TOO_MANY)
+    found = []
+    for claim in sorted(kept.claims.values(), key=lambda claim: claim.since)[::-1]:
         if claim.ended is None and not claim.running:  # it ended before one of its GPUs was claimed anew
-            later = anew if claim.share is None else whole
-            claim = claim._replace(ended=min((later[uuid] for uuid in claim.gpus if uuid in later), default=None))
+            later = kept.next_claim if claim.share is None else kept.next_whole
+            anew = (later[uuid] for uuid in claim.gpus if uuid in later)
+            claim = claim._replace(ended=min(anew, default=None))
         found.append(claim)
-        for later in (anew, *([whole] if claim.share is None else [])):
+        for later in (kept.next_claim, *([kept.next_whole] if claim.share is None else [])):
             later.update(dict.fromkeys(claim.gpus, claim.since))
     return found[::-1]
 
 
-def _size(claim: PastClaim) -> int:
-    """Return how many bytes a claim takes at most."""
-    return sum(map(sys.getsizeof, (claim, *claim, *claim.gpus, *claim.labels)))
+class _Kept:
+    """Claims in bounded memory, whatever the files say: if there are too many, those read first are dropped.
 
+    Attributes:
+        claims: with their ends, as far as these have been read.
+        next_claim: UUID -> when it was first claimed after ``until``.
+        next_whole: UUID -> when it was next claimed without others, of the claims that are kept.
+        dropped: whether any claim was dropped.
+    """
 
-def _ended(claim: PastClaim, end: ClaimEnd) -> PastClaim:
-    """Return a claim with its end. Of several ends the narrowest counts; a claim that runs has none."""
-    if claim.running:
-        return claim
-    if claim.ended is not None:
-        end = _narrower(ClaimEnd(claim.pid, claim.since, claim.seen, claim.ended), end)
-    return claim._replace(seen=max(end.seen, claim.since), ended=end.ended)
+    def __init__(self, until: float) -> None:
+        self.claims: dict[tuple[int, int], PastClaim] = {}
+        self.next_claim: dict[str, float] = {}
+        self.next_whole: dict[str, float] = {}
+        self.dropped = False
+        self._until = until
+        self._early: dict[tuple[int, int], ClaimEnd] = {}
+        self._shared: dict[Any, Any] = {}  # texts and lists of GPUs, which many claims have in common
+        self._size = 0  # of these, in texts
+
+    def add(self, claim: PastClaim) -> None:
+        """Add a claim; what is already known of it stays."""
+        if claim.since >= self._until:
+            for uuid in claim.gpus:
+                if uuid in self._shared or len(self.next_claim) < _MOST_EARLY:
+                    self.next_claim[uuid] = min(claim.since, self.next_claim.get(uuid, claim.since))
+            return
+        key = claim.key
+        known = self.claims.get(key, claim)
+        if claim.labels and not known.labels:
+            known = known._replace(labels=claim.labels, waited=claim.waited)
+        if claim.running:
+            self.claims.pop(key, None)  # it is to be dropped last
+            known = known._replace(running=True, seen=claim.seen, ended=None, not_before=claim.not_before)
+        self.claims[key] = self._sharing(known)
+        if key in self._early:
+            self.end(self._early.pop(key))
+        if len(self.claims) + self._size > _MOST:
+            self._drop()
+
+    def end(self, end: ClaimEnd) -> None:
+        """Add the end of a claim. Of several the narrowest counts."""
+        key = end.pid, round(end.since * 1000)
+        claim = self.claims.get(key)
+        if claim is None:
+            if end.since < self._until:
+                self._early[key] = _narrower(self._early[key], end) if key in self._early else end
+            if len(self._early) > _MOST_EARLY:
+                del self._early[next(iter(self._early))]
+        elif not claim.running:
+            if claim.ended is not None:
+                end = _narrower(ClaimEnd(claim.pid, claim.since, claim.seen, claim.ended), end)
+            self.claims[key] = claim._replace(seen=max(end.seen, claim.since), ended=end.ended)
+
+    def _drop(self) -> None:
+        self.dropped = True
+        for key in [*self.claims][: len(self.claims) // 2]:
+            del self.claims[key]
+        self._shared, self._size = {}, 0
+        self.claims = {key: self._sharing(claim) for key, claim in self.claims.items()}
+        self.next_claim = {uuid: since for uuid, since in self.next_claim.items() if uuid in self._shared}
+
+    def _sharing(self, claim: PastClaim) -> PastClaim:
+        shared, pid, since, uid, *texts, gpus, labels = self._shared, *claim[:9]
+        for value in (*gpus, *labels, *texts, gpus, labels):
+            if value not in shared:
+                shared[value] = tuple([shared[one] for one in value]) if isinstance(value, tuple) else value
+                self._size += len(value) if isinstance(value, tuple) else 1
+        return PastClaim._make((pid, since, uid, *[shared[one] for one in (*texts, gpus, labels)], *claim[9:]))
 
 
 def _narrower(one: ClaimEnd, other: ClaimEnd) -> ClaimEnd:
@@ -215,13 +248,20 @@ def _narrower(one: ClaimEnd, other: ClaimEnd) -> ClaimEnd:
     return one._replace(seen=seen, ended=ended) if seen <= ended else one
 
 
-def _lines(root: StateDir, since: float, warnings: list[str]) -> Iterator[PastClaim | ClaimEnd]:
-    """Read what may matter to claims from this time on, the oldest first; of more than can be read only the end."""
-    first, room, files = month_of(max(0.0, since - _MONTH)), _MOST_READ, dict[int, int]()
+def _lines(
+    root: StateDir, since: float, until: float, ended: float, warnings: list[str]
+) -> Iterator[PastClaim | ClaimEnd]:
+    """Read what may matter to this time. The files whose claims later ones would push out are not read, and of claims
+    that had ended before ``ended`` nothing, where that is easily seen."""
+    first, months, told = month_of(max(0.0, since - _MONTH)), (month_of(max(0.0, since)), month_of(until)), 0
+    files: dict[int, int] = {}
     try:
         with HistoryDir(root) as directory, ExitStack() as stack:
             for name in (name for month in months_kept(time.time())[::-1] for name in file_names(month)[::-1]):
                 if name < first:
+                    break
+                if told > _MOST:
+                    warnings.append(_TOO_MANY)
                     break
                 try:
                     fd = directory.open(name)
@@ -230,20 +270,39 @@ def _lines(root: StateDir, since: float, warnings: list[str]) -> Iterator[PastCl
                     continue
                 if fd is not None:
                     stack.callback(os.close, fd)
-                    status = os.fstat(fd)
-                    room -= min(status.st_size, LARGEST) if status.st_ino not in files else 0
-                    if room < 0:
-                        warnings.append(_TOO_MANY)
-                        break
-                    files.setdefault(status.st_ino, fd)
+                    inode = os.fstat(fd).st_ino
+                    if inode not in files and months[0] < name[:7] < months[1]:  # all of them held GPUs in this time
+                        told += os.pread(fd, LARGEST, 0).count(b'"gpus"')
+                    files.setdefault(inode, fd)
             for fd in reversed(files.values()):
                 with BytesIO(os.pread(fd, LARGEST + _LONGEST_LINE, 0)) as lines:
-                    for line in islice(lines, _MOST_LINES):
-                        yield from _line(line[-_LONGEST_LINE:])
+                    for line in _unended(islice(lines, _MOST_LINES), ended):
+                        yield from _line(line)
     except FileNotFoundError:
         pass
     except OSError as err:
         warnings.append(f"the history cannot be read: {err}")
+
+
+def _unended(lines: Iterable[bytes], ended: float) -> Iterator[bytes]:
+    """Leave out claims that were released before ``ended``, together with their ends, and second lines of claims. What
+    is not as we write it stays."""
+    found: dict[object, bytes] = {}
+    latest = b"%014.3f" % ended
+    for number, line in enumerate(lines):
+        line = line[-_LONGEST_LINE:]
+        begin, _, rest = line.partition(b"], ")
+        key = begin.rstrip(b"0")  # of the fraction of a second, of which an end has three digits
+        if rest.startswith(b'"uid": ') and b'{"v":' not in rest:
+            found.setdefault(key, line)
+        elif rest[:9] == b'"ended": ' and begin[-14:] <= rest[9:23] < latest and rest[23:] == b"}\n" and key in found:
+            found[key] = b""
+        else:
+            found[number] = line
+        if len(found) >= _MOST_WAITING:
+            yield from filter(None, found.values())
+            found.clear()
+    yield from filter(None, found.values())
 
 
 def _line(line: bytes) -> Iterable[PastClaim | ClaimEnd]:

@@ -20,13 +20,13 @@ from safe_gpu.status import history as past
 from safe_gpu.status.history import claims_between
 
 USERS = (4711, 4712, 4713)
-MOST = 170  # MiB beyond an empty history
+MOST = 48  # MiB beyond an empty history
 PART = 8  # of which these tests take one, of the bounds too: full files take long to write
 SMALL = f"""
 from safe_gpu.coordination import history
 history.LARGEST //= {PART}
 from safe_gpu.status import history as claims
-for bound in ("_MOST", "_MOST_EARLY"):
+for bound in ("_MOST", "_MOST_EARLY", "_MOST_WAITING"):
     setattr(claims, bound, getattr(claims, bound) // {PART})
 """
 

@@ -9,6 +9,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from ..errors import SafeGpuError, UnsatisfiableRequestError
+from .advice import warning_about
 from .arguments import (
     EX_USAGE,
     CommandLine,
@@ -25,8 +26,6 @@ from .wait_line import WaitLine
 
 if TYPE_CHECKING:
     from ..claim.owner import GPUOwner
-
-_WITH_ADVICE = ("docker", "nerdctl", "podman", "apptainer", "singularity", "dragon")
 
 
 def configure_run(parser: argparse.ArgumentParser) -> None:
@@ -84,12 +83,9 @@ def _run(options: argparse.Namespace) -> int:
 
         return run_on_hosts(options)
     path = find_command(options.command)
-    if any(os.path.basename(word).startswith(_WITH_ADVICE) for word in options.command):
-        from ..coordination.files.location import state_dir_path
-        from .become import warning_about
-
-        if warning := warning_about(options.command, path, state_dir_path()):
-            say(warning)
+    own = options.words[: options.words.index("--supervised")] if options.supervised else options.words
+    if warning := warning_about(options.command, path, words=own):
+        say(warning)
     if os.environ.get("SAFE_GPU_EXPECT"):
         from ..claim.expected_gpu import check_expected_gpu
 

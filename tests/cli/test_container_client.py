@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from safe_gpu.cli.become import warning_about
+from safe_gpu.cli.advice import warning_about
 
 STATE = "/tmp/safe-gpu"
-ENDS = "not with the container"
+ATTACHED, DETACHED = "not with the container", "ends at once"
 
 
 def warned(command: str, path: str = "/nonexistent") -> str:
@@ -15,19 +15,37 @@ def warned(command: str, path: str = "/nonexistent") -> str:
 
 
 @pytest.mark.parametrize(
-    "command",
+    ("command", "says"),
     [
-        "docker run --rm -it -v /a:/b --name x IMAGE python -d", "docker run -dp 80:80 IMAGE",
-        "docker container run -d IMAGE", "docker -H tcp://h:1 --context far -D run -d IMAGE", "docker start NAME",
-        "docker compose -f x.yml up", "docker-compose --profile gpu up --build -d", "/usr/local/bin/docker run -d IMAGE",
-        "nerdctl -n k8s.io run -d IMAGE", "sudo -n -u root A=1 docker run IMAGE", "env -u X A=1 B=2 docker run -d IMAGE",
-        "timeout -k 5 1h nice -n 5 nohup docker run -d IMAGE", "podman --remote run -d IMAGE",
-        "podman --url unix:///x run IMAGE", "podman-remote exec -d NAME sh",
+        ("docker run --rm -it -v /a:/b --name x IMAGE python -d", ATTACHED),
+        ("docker run -dp 80:80 IMAGE", DETACHED),
+        ("docker run -p 80:80 --detach IMAGE", DETACHED),
+        ("docker run --detach=false IMAGE", ATTACHED),
+        ("docker run -ed IMAGE", ATTACHED),
+        ("docker run --env -d IMAGE", ATTACHED),
+        ("docker run -- IMAGE -d", ATTACHED),
+        ("docker container run -d IMAGE", DETACHED),
+        ("docker -H tcp://h:1 --context far -D run -d IMAGE", DETACHED),
+        ("docker --config=/x -l debug container run IMAGE -d", ATTACHED),
+        ("docker start NAME", DETACHED),
+        ("docker start -a NAME", ATTACHED),
+        ("docker compose -f x.yml up", ATTACHED),
+        ("docker-compose --profile gpu up --build -d", DETACHED),
+        ("/usr/local/bin/docker run -d IMAGE", DETACHED),
+        ("nerdctl -n k8s.io run -d IMAGE", DETACHED),
+        ("sudo docker run -d IMAGE", DETACHED),
+        ("sudo -n -u root A=1 docker run IMAGE", ATTACHED),
+        ("env -u X A=1 B=2 docker run -d IMAGE", DETACHED),
+        ("timeout -k 5 1h nice -n 5 nohup docker run -d IMAGE", DETACHED),
+        ("podman --remote run -d IMAGE", DETACHED),
+        ("podman --url unix:///x run IMAGE", ATTACHED),
+        ("podman-remote exec -d NAME sh", DETACHED),
     ],
-)  # fmt: skip
-def test_clients_of_daemons(command: str) -> None:
+)
+def test_clients_of_daemons(command: str, says: str) -> None:
     text = warned(command)
-    assert ENDS in text
+    assert says in text
+    assert (DETACHED in text) == (says == DETACHED)
     assert f"-v {STATE}:{STATE}" in text
     assert "--network=host" in text
     assert "IMAGE safe-gpu run" in text
@@ -38,8 +56,10 @@ def test_clients_of_daemons(command: str) -> None:
     [
         "docker",
         "docker ps -a",
+        "docker build -t run .",
         "docker compose ps",
         "sh -c docker-run",
+        "sudo -u docker run",
         "env A=1",
         "grep docker run",
         "podman --log-level debug container run IMAGE",
@@ -86,7 +106,7 @@ def test_run_says_that_of_apptainer_too(command, tmp_path: Path, ground) -> None
 
 def test_podman_by_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CONTAINER_HOST", "unix:///run/podman/podman.sock")
-    assert ENDS in warned("podman run -d IMAGE")
+    assert DETACHED in warned("podman run -d IMAGE")
 
 
 def test_a_docker_that_is_podman(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,6 +115,8 @@ def test_a_docker_that_is_podman(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     script.write_text('#!/bin/sh\nexec /usr/bin/podman "$@"\n')
     script.chmod(0o755)
     assert warned("docker run -d IMAGE", str(script)) == ""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert warned("sudo docker run -d IMAGE", "/usr/bin/sudo") == ""
 
 
 def test_run_says_so_also_where_it_is_to_be_quiet(command, tmp_path: Path, ground) -> None:
@@ -103,7 +125,7 @@ def test_run_says_so_also_where_it_is_to_be_quiet(command, tmp_path: Path, groun
     docker.chmod(0o755)
     done = command.run("run", "--quiet", "--", docker, "run", "-d", "IMAGE")
     assert (done.returncode, done.stdout) == (0, "run -d IMAGE\n")
-    assert "safe-gpu: warning: the claim ends with `docker run`, not with the container" in done.stderr
+    assert f"safe-gpu: warning: `docker run` {DETACHED}" in done.stderr
     assert f"-v {ground.directory}:{ground.directory}" in done.stderr
     assert done.stderr.count("\n") == 1
     assert command.run("run", "--", "echo", "docker run").stderr == ""

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from safe_gpu.cli.become import warning_about
+from safe_gpu.cli.advice import warning_about
 
 PROGRAM = "from dragon.native.machine import System\nPool(policy=System().gpu_policies(), processes_per_policy=4)\n"
 

@@ -19,6 +19,7 @@ from ..host.foreign_files import read_start
 from ..host.procfs import lasting
 from ..runtimes.visible_devices import hide_all, render_visible
 from ..selection.sharing import share_fraction
+from ..settings.variables import is_simulated
 from ..topology.cpulist import format_cpulist
 from ..wording.text import gpus_by_model
 from .arguments.options import NODE_BY_DEFAULT, ClaimOptions, asks_for_none, read_options
@@ -223,9 +224,10 @@ class GPUOwner:
         self.share = claim.share
         self.devices_taken = [gpu.index for gpu in gpus]
         self.logger.info(
-            "Leased GPU %s (%s)",
+            "Leased GPU %s (%s)%s",
             ",".join(gpu.label for gpu in gpus),
             ", ".join(gpu.uuid for gpu in gpus),
+            " (simulated)" if is_simulated(os.environ) else "",
             extra={"safe_gpu_uuids": [gpu.uuid for gpu in gpus], "safe_gpu_devices": self.devices_taken},
         )
 

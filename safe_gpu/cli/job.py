@@ -9,6 +9,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from ..errors import SafeGpuError, UnsatisfiableRequestError
+from ..settings.variables import is_simulated
 from .advice import warning_about
 from .arguments import (
     EX_USAGE,
@@ -128,8 +129,9 @@ def _got(owner: GPUOwner, waited: float | None) -> str:
     from ..wording.text import format_age, gpu_ranges
 
     models = Counter(gpu.name for gpu in owner.gpus)
-    names = ", ".join(f"{number} x {name}" if number > 1 else name for name, number in models.items() if name)
-    text = f"got GPU {gpu_ranges(gpu.label for gpu in owner.gpus)}{names and f' ({names})'}"
+    facts = [f"{number} x {name}" if number > 1 else name for name, number in models.items() if name]
+    what = ", ".join(facts + ["simulated"] * is_simulated(os.environ))
+    text = f"got GPU {gpu_ranges(gpu.label for gpu in owner.gpus)}{what and f' ({what})'}"
     return text if waited is None else f"{text} after {format_age(waited)}"
 
 

@@ -4,7 +4,6 @@ In some containers and virtual machines, and under WSL2, the lists can be read a
 users of safe_gpu, but others see its GPUs as free.
 """
 
-import os
 from collections.abc import Callable
 
 from ..coordination.leases.drained import closed_now, ignored_drains
@@ -12,6 +11,7 @@ from ..errors import NoDriverError
 from ..gpus.devices import ComputeMode, HostSnapshot, ProcessKind
 from ..gpus.vendors import VENDORS
 from ..host import procfs
+from ..settings.variables import real_driver
 from ..wording.text import plural
 from .check import CheckedHost, Finding, failed, labels, passed, skipped, warning, with_snapshot
 
@@ -45,9 +45,9 @@ def driver(host: CheckedHost) -> Finding:
         whose = next((one for one in VENDORS.values() if snapshot.driver in one.drivers), host.vendor)
         return failed(f"{snapshot.driver} {snapshot.driver_version} shows no GPU", whose.pass_in)
     detail = _described(snapshot)
-    if host.simulated and os.path.exists(os.path.join(host.root, "dev/nvidia0")):
+    if host.simulated and (maker := real_driver(host.root)):
         return warning(
-            f"{detail}, on a host with real GPUs: claims do not protect the real ones", "unset SAFE_GPU_DRIVER"
+            f"{detail}, on a host with real {maker} GPUs: claims do not protect the real ones", "unset SAFE_GPU_DRIVER"
         )
     if snapshot.driver == "nvidia-smi" and host.environ.get("SAFE_GPU_DRIVER", "auto") in ("", "auto"):
         from ..drivers.nvidia.nvml import why_missing

@@ -59,7 +59,21 @@ _FOR_TESTS = f"{PREFIX}TEST_"
 # Programs that use simulated GPUs on purpose set this variable, which turns off the warning about them.
 _SIMULATED_ON_PURPOSE = f"{_FOR_TESTS}SIMULATED"
 
-_REAL_DRIVERS = {f"/{one.warns}": one.title for one in VENDORS.values() if one.warns}
+
+def is_simulated(environ: Mapping[str, str]) -> bool:
+    """Return whether claims get simulated GPUs."""
+    return environ.get("SAFE_GPU_DRIVER", "").startswith("simulated")
+
+
+_REAL_DRIVERS = {
+    **{f"/{one.warns}": one.title for one in VENDORS.values() if one.warns},
+    **dict.fromkeys(("/dev/nvidia0", "/dev/dxg"), "NVIDIA"),
+}
+
+
+def real_driver(root: str = "/") -> str:
+    """Return the maker of the real GPUs of a host, as far as files of their driver show; else ""."""
+    return next((maker for path, maker in _REAL_DRIVERS.items() if os.path.exists(root.rstrip("/") + path)), "")
 
 
 def unknown(names: Iterable[str]) -> dict[str, str]:
@@ -97,8 +111,7 @@ def policy_files(environ: Mapping[str, str]) -> tuple[str, ...]:
     given = environ.get("SAFE_GPU_POLICY")
     if not given:
         return HOST_FILES
-    simulated = environ.get("SAFE_GPU_DRIVER", "").startswith("simulated")
-    if not simulated and os.path.lexists(os.path.dirname(HOST_FILES[0])):
+    if not is_simulated(environ) and os.path.lexists(os.path.dirname(HOST_FILES[0])):
         return (given,) if is_root() else HOST_FILES
     return (given,)
 
@@ -174,14 +187,11 @@ def doubts(environ: Mapping[str, str]) -> list[str]:
     policy = environ.get("SAFE_GPU_POLICY")
     if policy and policy != policy_file(environ):
         found.append(f"SAFE_GPU_POLICY={policy} has no effect: {policy_file(environ)} holds on this host")
-    driver = environ.get("SAFE_GPU_DRIVER", "")
-    if driver.startswith("simulated") and not environ.get(_SIMULATED_ON_PURPOSE):
-        maker = next((maker for path, maker in _REAL_DRIVERS.items() if os.path.exists(path)), "")
-        if maker:
-            found.append(
-                f"SAFE_GPU_DRIVER={driver}: these GPUs are simulated, and this host has a real {maker} driver whose "
-                "GPUs are not claimed this way; unset SAFE_GPU_DRIVER to claim them"
-            )
+    if is_simulated(environ) and not environ.get(_SIMULATED_ON_PURPOSE) and (maker := real_driver()):
+        found.append(
+            f"SAFE_GPU_DRIVER={environ['SAFE_GPU_DRIVER']}: these GPUs are simulated, and this host has a real {maker} "
+            "driver whose GPUs are not claimed this way; unset SAFE_GPU_DRIVER to claim them"
+        )
     return [printable_lines(one) for one in found]
 
 

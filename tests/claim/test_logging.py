@@ -159,7 +159,7 @@ def test_one_line_a_step(caplog: pytest.LogCaptureFixture) -> None:
         "acquiring lock",
         "lock acquired",
         "lock released",
-        f"Leased GPU 0,1 ({uuids})",
+        f"Leased GPU 0,1 ({uuids}) (simulated)",
         "Set CUDA_VISIBLE_DEVICES=0,1",
         "Placeholder holds GPU 0,1",
         "Releasing placeholder on CUDA device: 0",

@@ -247,8 +247,8 @@ def test_it_says_once_for_whom_it_waits(command, ground, eventually) -> None:
     )
     holder.communicate("\n", timeout=60)
     for one, gpus in (
-        (started, r"GPU \d+,\d+ \(2 x NVIDIA A100-SXM4-80GB\)"),
-        (behind, r"GPU \d+ \(NVIDIA A100-SXM4-80GB\)"),
+        (started, r"GPU \d+,\d+ \(2 x NVIDIA A100-SXM4-80GB, simulated\)"),
+        (behind, r"GPU \d+ \(NVIDIA A100-SXM4-80GB, simulated\)"),
     ):
         out, err = one.communicate(timeout=60)
         assert out == ""
@@ -395,7 +395,7 @@ def test_affinity_of_the_command(command) -> None:
 
 
 @pytest.mark.parametrize(
-    ("quiet", "said"), [((), "safe-gpu: got GPU 0,1 (2 x NVIDIA A100-SXM4-80GB)\r\n"), (("-q",), "")]
+    ("quiet", "said"), [((), "safe-gpu: got GPU 0,1 (2 x NVIDIA A100-SXM4-80GB, simulated)\r\n"), (("-q",), "")]
 )
 def test_on_a_terminal_it_says_so_at_once(command, terminal: Terminal, quiet: tuple[str, ...], said: str) -> None:
     assert command.run("run", "-n", 2, *quiet, "--", "true", stderr=terminal.slave).returncode == 0

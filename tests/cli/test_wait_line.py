@@ -132,7 +132,7 @@ def test_one_line_that_is_wiped_at_the_end(command, ground, terminal: Terminal, 
     terminal.read_to_the_end()
     text = " ".join(line.strip() for line in terminal.shown)
     rest = "" if piped else " started"
-    assert re.fullmatch(rf"safe-gpu: got GPU 0,1 \(2 x NVIDIA A100-SXM4-80GB\) after \d+ s{rest}", text)
+    assert re.fullmatch(rf"safe-gpu: got GPU 0,1 \(2 x NVIDIA A100-SXM4-80GB, simulated\) after \d+ s{rest}", text)
     assert out == ("started\n" if piped else None)
     if terminal.columns == 80:
         assert re.search(r"waiting 0:\d\d for 2 GPUs \(0 free\)\r\n {10}GPU 0-6 \w+ · 7 \w+\r", terminal.raw)

@@ -56,9 +56,22 @@ def test_no_gpus_and_no_driver(fake_gpus) -> None:
         assert finding(name, host).status == "skipped", name
 
 
-def test_a_simulated_driver_beside_real_gpus(tmp_path: Path) -> None:
+def test_a_simulated_driver_alone(tmp_path: Path) -> None:
     says("GPU driver", "passed", host=rooted(tmp_path, {}))
-    says("GPU driver", "warning", host=rooted(tmp_path, {"dev/nvidia0": ""}), fix="SAFE_GPU_DRIVER")
+
+
+@pytest.mark.parametrize(
+    ("file", "maker"),
+    [
+        ("dev/nvidia0", "NVIDIA"),
+        ("proc/driver/nvidia/version", "NVIDIA"),  # devices may have other numbers
+        ("dev/dxg", "NVIDIA"),  # under WSL2
+        ("dev/kfd", "AMD"),
+    ],
+)
+def test_a_simulated_driver_beside_real_gpus(tmp_path: Path, file: str, maker: str) -> None:
+    host = rooted(tmp_path, {file: ""})
+    says("GPU driver", "warning", f"real {maker} GPUs", host=host, fix="unset SAFE_GPU_DRIVER")
 
 
 def test_a_slow_driver() -> None:

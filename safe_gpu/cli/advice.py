@@ -54,13 +54,10 @@ def hint_for(command: Sequence[str], verb: str) -> str:
 # What runs another command: how many words stand between its options and that command.
 _WRAPPERS = {
     **dict.fromkeys("sudo doas env exec nice ionice nohup setsid stdbuf time numactl xargs".split(), 0),
-    **dict.fromkeys(("timeout", "taskset", "chrt"), 1),
+    **dict.fromkeys(("timeout", "taskset", "chrt", "conda", "uv"), 1),
 }
 
 _SHELLS = ("sh", "bash", "dash", "zsh", "ksh")
-
-_GROUPS = ("compose", "container", "mini")
-"""Words before a subcommand of docker, podman and flux."""
 
 _OF_CONTAINERS = (
     "not D debug tls tlsverify version help debug-full experimental insecure-registry remote r noout syslog trace "
@@ -73,6 +70,7 @@ _OF_CONTAINERS = (
 _OPTIONS = {
     "sudo": "u g p C r t T h R D user group prompt close-from role type chroot chdir host",
     **dict.fromkeys(("doas", "env"), "u C unset chdir"),
+    **dict.fromkeys(("conda", "uv"), "n p name prefix cwd python with directory project"),
     "nice": "n adjustment",
     "ionice": "c n p class classdata",
     "stdbuf": "i o e input output error",
@@ -86,6 +84,8 @@ _OPTIONS = {
     **dict.fromkeys(("tmux", "byobu"), "c e f F L l n p s S t T x y"),
     "screen": "c e h p s S t T Logfile",
     "systemd-run": "p u E M H property unit description slice uid gid nice working-directory setenv machine host",
+    "deepspeed": "not module no_python no_local_rank no_ssh no_ssh_check force_multi save_pid elastic_training",
+    "accelerate": "not cpu multi_gpu tpu mps use_deepspeed use_fsdp use_megatron_lm quiet q debug m module no_python",
 }
 
 _ENDS = "the claim ends with `{shown}`, not with the {work}, which is not its child and may run on"
@@ -97,6 +97,7 @@ _SERVER = (
 )
 _NO_VARIABLES = ", {program} passes no variables on, so the {work} may use GPUs that others hold"
 _CLEANS = f"with this option{_NO_VARIABLES}"
+_CHOOSES = "with {option}, {program} chooses among all GPUs of the host, and may use those that others hold"
 _COUNTS_FROM_0 = (
     "System().gpu_policies() of Dragon 0.14 counts GPUs from 0. In a claim of others, workers meet on one GPU while "
     "another is idle"
@@ -109,11 +110,9 @@ _IN_CONTAINER = (
 _INSIDE = "Claim inside the {work}: safe-gpu {run} CMD"
 _IN_THIS = "Claim inside the {work}: {inside}"
 _IN_LINE = "Claim inside the {work}: {shown} ... safe-gpu {run} CMD"
-_IN_SCRIPT = f"{_INSIDE} in its script, or sbatch --wrap 'safe-gpu {{run}} CMD'"
-_BY_FILE = "Claim inside the job: executable = /PATH/safe-gpu, arguments = {run} CMD"
-_BY_INPUT = "Claim inside the job: echo 'safe-gpu {run} CMD' | {program} ..."
 _ADD_E = "Add -e CUDA_VISIBLE_DEVICES -e CUDA_DEVICE_ORDER"
 _NO_CLEANING = "To pass them on, leave out --cleanenv (-e) and --containall (-C)"
+_NO_CHOICE = "Leave it out, and {program} takes the GPUs of the claim"
 _BY_ENGINE = "Claim in the program (safe_gpu.engines.dragon) and use held.policies(), or Dragon 0.15"
 
 _CLEAN = "e cleanenv C containall"
@@ -155,14 +154,15 @@ _ROWS = (
     _Row("screen", _CLOSES, _IN_THIS, "session", without="ls list wipe v version help"),
     _Row("tmux byobu", _SERVER, _INSIDE, "session", "send send-keys a at attach attach-session"),
     _Row("tmux byobu", _SERVER, _IN_THIS, "session", "new new-session neww new-window splitw split-window popup"),
-    _Row("at batch", _ENDS, _BY_INPUT, without="l d r c V"),
-    _Row("sbatch", _ENDS, _IN_SCRIPT),
+    _Row("at batch", _ENDS, "Claim inside the job: echo 'safe-gpu {run} CMD' | {program} ...", without="l d r c V"),
+    _Row("sbatch", _ENDS, f"{_INSIDE} in its script, or sbatch --wrap 'safe-gpu {{run}} CMD'"),
     _Row("qsub msub oarsub", _ENDS, _INSIDE),
     _Row("bsub srun qrsh condor_run ssh", _ENDS, _IN_LINE),
     _Row("flux", _ENDS, _IN_LINE, commands="submit bulksubmit run batch alloc"),
-    _Row("condor_submit", _ENDS, _BY_FILE),
+    _Row("condor_submit", _ENDS, "Claim inside the job: executable = /PATH/safe-gpu, arguments = {run} CMD"),
     _Row("systemd-run", _ENDS, "Add --scope", "service", without="scope"),
-    _Row("systemctl", _ENDS, _INSIDE, "service", "start restart"),
+    _Row("deepspeed ds", _CHOOSES, _NO_CHOICE, having="num_gpus i include e exclude num_nodes H hostfile"),
+    _Row("accelerate", _CHOOSES, _NO_CHOICE, commands="launch", having="gpu_ids gpu-ids", unseen="ids[ =]all"),
     _Row("dragon", _COUNTS_FROM_0, _BY_ENGINE),
 )
 
@@ -196,7 +196,7 @@ def warning_about(command: Sequence[str], path: str, state_dir: str | None = Non
     name = ""
     if any(row.commands for row in rows):
         name, *rest = rest or ["new"]  # tmux alone is tmux new
-        while name in _GROUPS:
+        while name in ("compose", "container", "mini"):
             shown += f" {name}"
             name, *rest = _options([program, *rest])[1] or [""]
         shown += f" {name}"
@@ -214,6 +214,7 @@ def warning_about(command: Sequence[str], path: str, state_dir: str | None = Non
         program=os.path.basename(typed[0]),
         shown=shown,
         work=row.work,
+        option=next((f"{'-' * min(len(one), 2)}{one}" for one in row.having.split() if one in options), ""),
         state=(state_dir or state_dir_path()) if "{state}" in row.way else "",
         run=run,
         inside=inside,
@@ -231,7 +232,7 @@ def _fits(row: _Row, name: str, options: set[str], text: str) -> bool:
 
 
 def _found(name: str) -> str:
-    from shutil import which  # which loads much
+    from shutil import which  # loads much
 
     return which(name) or ""
 
@@ -272,14 +273,12 @@ def _options(words: Sequence[str]) -> tuple[set[str], list[str]]:
         option, equals, value = rest.pop(0).partition("=")
         if option == "--":
             break
-        found.add(option.lstrip("-"))  # -ls of screen is one
+        found.add(option[1:])  # -ls of screen is one
         names = [option[2:]] if option.startswith("--") else list(option[1:])  # -itd is three
         for place, name in enumerate(names, 1):
             takes_argument = (name in listed) != ("not" in listed)
             if takes_argument or value.lower() not in ("false", "0", "f"):
                 found.add(name)
-            else:
-                found.discard(name)
             if takes_argument:
                 if place == len(names) and not equals:
                     del rest[:1]

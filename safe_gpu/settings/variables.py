@@ -65,10 +65,8 @@ def is_simulated(environ: Mapping[str, str]) -> bool:
     return environ.get("SAFE_GPU_DRIVER", "").startswith("simulated")
 
 
-_REAL_DRIVERS = {
-    **{f"/{one.warns}": one.title for one in VENDORS.values() if one.warns},
-    **dict.fromkeys(("/dev/nvidia0", "/dev/dxg"), "NVIDIA"),
-}
+_REAL_DRIVERS = {f"/{one.warns}": one.title for one in VENDORS.values() if one.warns}
+_REAL_DRIVERS |= dict.fromkeys(("/dev/nvidia0", "/dev/dxg"), "NVIDIA")
 
 
 def real_driver(root: str = "/") -> str:

@@ -1,4 +1,4 @@
-"""``safe-gpu run -- dragon program.py``: what Dragon 0.14 gets wrong in a claim is told before."""
+"""``safe-gpu run -- dragon program.py``: which launchers would not use the GPUs of the claim is told before."""
 
 from pathlib import Path
 
@@ -52,3 +52,27 @@ def test_run_warns(environment: Path, command: object, monkeypatch: pytest.Monke
     done = command.run("run", "-n", "2", "--only", "1-2", "--", dragon, environment / "pool.py")  # type: ignore[attr-defined]
     assert done.stdout == "1,2\n"
     assert "warning: System().gpu_policies() of Dragon 0.14" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [
+        ("deepspeed --num_gpus 2 train.py", "--num_gpus"),
+        ("deepspeed --master_port 29501 --include=localhost:1,2 train.py", "--include"),
+        ("deepspeed --no_local_rank -i localhost:1 train.py", "-i"),
+        ("ds --num_gpus=4 train.py", "--num_gpus"),
+        ("conda run -n env deepspeed --exclude localhost:0 train.py", "--exclude"),
+        ("nohup deepspeed -H hosts train.py", "-H"),
+        ("accelerate launch --num_processes 2 --gpu_ids 0,1 train.py", "--gpu_ids"),
+        ("env A=1 accelerate launch --multi_gpu --gpu_ids=0 train.py", "--gpu_ids"),
+        ("deepspeed train.py --num_gpus 2", ""),
+        ("deepspeed --master_port 29501 train.py", ""),
+        ("accelerate launch --gpu_ids all train.py", ""),
+        ("accelerate config --gpu_ids 0", ""),
+        ("python train.py --num_gpus 2", ""),
+    ],
+)
+def test_launchers_that_choose_gpus_themselves(command: str, option: str) -> None:
+    text = warning_about(command.split(), "/nonexistent", "/tmp/safe-gpu")
+    assert text.startswith(f"warning: with {option}, ") if option else text == ""
+    assert not option or "others hold. Leave it out" in text

@@ -14,8 +14,8 @@ claim.checks.bad_gpu claim.checks.confirmation claim.checks.opened claim.functio
 claim.host claim.host.ancestors claim.host.host_view claim.host.inside claim.host.outer_claim claim.host.polls
 claim.host.visible_limit claim.owner claim.placeholder_set claim.search claim.search.attempt claim.search.decision
 claim.search.kernel_facts claim.search.leases_of_look claim.search.names_of_look claim.search.queue_place
-claim.search.search claim.variables cli cli.arguments cli.become cli.commands cli.job cli.output cli.wait_line
-coordination coordination.files coordination.files.decoding coordination.files.descriptors
+claim.search.search claim.variables cli cli.advice cli.arguments cli.become cli.commands cli.job cli.output
+cli.wait_line coordination coordination.files coordination.files.decoding coordination.files.descriptors
 coordination.files.file_system coordination.files.lease_dir coordination.files.location coordination.files.refusals
 coordination.files.shared_directory coordination.files.state_dir coordination.files.warnings coordination.history
 coordination.leases coordination.leases.claim_end coordination.leases.commands coordination.leases.faults

@@ -11,7 +11,7 @@ before the first binding, not from the narrower mask that the first one set.
 import os
 from collections.abc import Iterable
 from operator import index
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..errors import GPUAffinityError
 from ..host.procfs import lasting
@@ -48,6 +48,8 @@ class BindingReport(NamedTuple):
         target: the GPUs or the NUMA node that the caller meant, and how they were found; "" for a claim, which has
             logged its GPUs.
         remote: whether the CPUs are not those next to some GPU, because the mask has none of these.
+        as_asked: whether the CPUs and the memory in effect are those that were asked for. Always True for GPUs of a
+            simulated host.
     """
 
     cpus: frozenset[int]
@@ -57,6 +59,11 @@ class BindingReport(NamedTuple):
     notes: tuple[str, ...] = ()
     target: str = ""
     remote: bool = False
+    as_asked: bool = True
+
+    def log(self, logger: Any) -> None:
+        """Log this report: a warning if the binding is not as asked."""
+        (logger.info if self.as_asked else logger.warning)("%s", self)
 
     @property
     def ok(self) -> bool:
@@ -124,6 +131,7 @@ def bind_process(
     memory_mode: str | None = None,
     *,
     notes: Iterable[str] = (),
+    lacks: Iterable[str] = (),
 ) -> BindingReport:
     """Move all threads of this process to ``cpus`` and set the calling thread's memory policy.
 
@@ -133,6 +141,7 @@ def bind_process(
         memory_mode: None, "preferred" (falls back to other nodes) or "bind" (does not fall back: the kernel may kill
             the process when the nodes are full).
         notes: remarks that are added to the report.
+        lacks: the same, if they say that these CPUs and nodes are not those that the user asked for.
 
     Returns:
         The report. It lists refused memory policies and threads that could not be moved; these do not raise.
@@ -146,7 +155,8 @@ def bind_process(
         raise GPUAffinityError(f"memory={mode!r} needs to know the NUMA node, and it is not known for these GPUs")
     wanted = None if cpus is None else _checked(cpus)
     threads, memory = PartReport(), PartReport()
-    said = list(notes)
+    lacks = list(lacks)
+    said = [*lacks, *notes]
     first = not _stack
     if first:
         enter()
@@ -162,9 +172,13 @@ def bind_process(
     if mode is not None:
         memory = _set_memory(mode, nodes)
         others = len(_tids()) - 1
+        if memory.done and memory.done != nodes:
+            said.append(f"the kernel cut nodes {format_cpulist(nodes)} to {format_cpulist(memory.done)}")
         if memory.done and others:
             said.append(f"memory policy of {others} older thread{'' if others == 1 else 's'} unchanged")
-    return BindingReport(frozenset(os.sched_getaffinity(0)), threads, memory, mode, tuple(said))
+    done = not threads.refused and (threads.done, memory.done) == (threads.asked, memory.asked)
+    now = frozenset(os.sched_getaffinity(0))
+    return BindingReport(now, threads, memory, mode, tuple(said), as_asked=done and not lacks)
 
 
 def _checked(cpus: Iterable[int]) -> frozenset[int]:

@@ -15,7 +15,7 @@ from ..drivers import opened_driver
 from ..errors import GPUAffinityError
 from ..topology.cpulist import format_cpulist
 from ..topology.fsroot import fsroot_or_default
-from .binding import BindingReport, PartReport, bind_process, enter, leave, original_mask
+from .binding import BindingReport, bind_process, enter, leave, original_mask
 from .node_cpus import node_cpus_of
 from .options import AffinityOptions, as_count, doubt_about
 
@@ -107,13 +107,24 @@ def memory_nodes(topology: HostTopology, gpus: Iterable[int]) -> frozenset[int]:
     return frozenset(node for node in nodes if node is not None)
 
 
+def with_memory(topology: HostTopology, nodes: Iterable[int]) -> tuple[frozenset[int], list[str]]:
+    """Return the nodes for a memory policy on some nodes, and a sentence for each that has no memory: the nearest nodes
+    that have some replace it."""
+    nearest = {node: topology.nearest_memory(node) for node in sorted(nodes)}
+    notes = [
+        f"NUMA node {node} has no memory, so that of node {format_cpulist(found)} is used"
+        for node, found in nearest.items()
+        if found != {node}
+    ]
+    return frozenset[int]().union(*nearest.values()), notes
+
+
 def bind_near(
     gpus: Sequence[Gpu],
     driver: Driver,
     *,
     options: AffinityOptions | None,
     memory: str | None = None,
-    strict: bool = True,
     fsroot: str | None = None,
 ) -> BindingReport:
     """Bind this process next to some GPUs, starting from the mask before any earlier binding.
@@ -122,32 +133,28 @@ def bind_near(
         gpus: devices of the driver's snapshot; a MIG instance is where its parent GPU is.
         options: how CPUs are chosen; None does not bind threads.
         memory: None, "preferred" or "bind".
-        strict: if False, an error goes into the report instead of being raised.
 
     Raises:
-        GPUAffinityError: the CPUs cannot be planned or bound (unless not ``strict``).
+        GPUAffinityError: the CPUs cannot be planned or bound.
     """
-    try:
-        if not gpus:
-            raise GPUAffinityError("there is no GPU to bind next to: claim one, or name some")
-        if options is not None and options.mode == "node" and memory is None:
-            near = _near_shares(gpus, driver, fsroot)
-            if near is not None:  # reading the whole host is not necessary
-                return bind_process(near.cpus, notes=near.notes)._replace(remote=_is_remote(near, driver))
+    if not gpus:
+        raise GPUAffinityError("there is no GPU to bind next to: claim one, or name some")
+    shares, nodes, lacks, doubt = None, frozenset[int](), list[str](), ""
+    if options is not None and options.mode == "node" and memory is None:
+        shares = _near_shares(gpus, driver, fsroot)
+    if shares is None:  # the whole host must be read
         from ..topology.topology import read_topology
 
         topology = read_topology(fsroot, driver)
         indices = list(dict.fromkeys(gpu.index for gpu in gpus))
-        nodes = memory_nodes(topology, indices) if memory is not None else frozenset[int]()
-        if options is None:
-            return bind_process(None, nodes, memory)
-        shares = claim_shares(topology, options, indices, original_mask())
-        report = bind_process(shares.cpus, nodes, memory, notes=filter(None, (*shares.notes, doubt_about(options))))
-        return report._replace(remote=_is_remote(shares, driver))
-    except GPUAffinityError as err:
-        if strict:
-            raise
-        return BindingReport(frozenset(os.sched_getaffinity(0)), PartReport(refused=(str(err),)), memory_mode=memory)
+        if memory is not None:
+            nodes, lacks = with_memory(topology, memory_nodes(topology, indices))
+        if options is not None:
+            shares, doubt = claim_shares(topology, options, indices, original_mask()), doubt_about(options)
+    cpus, said = (None, ()) if shares is None else (shares.cpus, shares.notes)
+    report = bind_process(cpus, nodes, memory, notes=[doubt] if doubt else (), lacks=(*said, *lacks))
+    # The CPUs and nodes of a made-up host are not those of this machine.
+    return report._replace(as_asked=True) if driver.is_simulated else report._replace(remote=bool(said))
 
 
 def _near_shares(gpus: Sequence[Gpu], driver: Driver, fsroot: str | None) -> ClaimShares | None:
@@ -167,12 +174,6 @@ def _near_shares(gpus: Sequence[Gpu], driver: Driver, fsroot: str | None) -> Cla
     return shares._replace(notes=(*shares.notes, *_notes(remote)))
 
 
-def _is_remote(shares: ClaimShares, driver: Driver) -> bool:
-    """Return whether the mask lacks the CPUs next to some GPU. The CPUs of a made-up host are not those of this
-    machine."""
-    return bool(shares.notes) and not driver.is_simulated
-
-
 def bind_node(node: int, *, cpus: bool = True, memory: str | None = None) -> BindingReport:
     """Bind this process to a NUMA node by the kernel's number, within the mask before any earlier binding.
 
@@ -186,7 +187,8 @@ def bind_node(node: int, *, cpus: bool = True, memory: str | None = None) -> Bin
     number = as_count("node", node, 0)
     simulated = os.environ.get("SAFE_GPU_DRIVER", "").startswith("simulated")
     with opened_driver() if simulated else nullcontext() as driver:
-        nodes = read_topology(driver=driver).nodes
+        topology = read_topology(driver=driver)
+    nodes = topology.nodes
     if number not in nodes:
         raise GPUAffinityError(f"this host has no NUMA node {number}: it has {format_cpulist(nodes)}")
     mask = original_mask()
@@ -196,7 +198,9 @@ def bind_node(node: int, *, cpus: bool = True, memory: str | None = None) -> Bin
         raise GPUAffinityError(
             f"this process may use no CPU of NUMA node {number}: the node has {has}, the mask {format_cpulist(mask)}"
         )
-    return bind_process(usable if cpus else None, [number], memory)._replace(target=f"NUMA node {number}")
+    near, lacks = with_memory(topology, [number] if memory is not None else ())
+    report = bind_process(usable if cpus else None, near, memory, lacks=lacks)
+    return report._replace(target=f"NUMA node {number}")
 
 
 def bind_claim(

@@ -14,7 +14,7 @@ from ..host.programs import TooLate, TooMuch, find_program, output_of
 from ..topology.cpulist import format_cpulist
 from ..topology.topology import read_topology
 from .binding import original_mask
-from .cpu_shares import memory_nodes
+from .cpu_shares import memory_nodes, with_memory
 from .options import AffinityOptions, check_memory_mode, doubt_about, falls_back, parse_options
 from .planning.planner import plan
 from .resolve_gpus import ResolvedGpus, by_name, by_ordinal
@@ -53,8 +53,9 @@ def wrap_command(
             torch's ``NumaOptions``. None binds no CPUs; without ``memory`` the command is returned as it is.
         memory: the policy for the GPU's NUMA node: None, "preferred" (``--preferred``) or "bind" (``--membind``).
         strict: False logs a warning and returns the command as it is where the binding cannot be worked out or the
-            check, which it implies, fails; so does a NumaOptions with ``should_fall_back_if_binding_fails``. Avoid it:
-            a command that runs unbound is slow, and only the log says why.
+            check, which it implies, fails; the CPUs stay bound if only the memory policy fails. So does a NumaOptions
+            with ``should_fall_back_if_binding_fails``. Avoid it: a command that runs unbound is slow, and only the log
+            says why.
         check: run ``numactl`` with these options and ``true``, here. Each binding is tried once per process and PATH.
         driver: None opens the one that ``SAFE_GPU_DRIVER`` names.
 
@@ -76,9 +77,8 @@ def wrap_command(
     may_fall_back = not strict or falls_back(mode)
     try:
         with opened_driver() if driver is None else nullcontext(driver) as opened:
-            chosen, prefix = _prefix(gpu, ordinal, options, memory, opened)
-        if (check or may_fall_back) and (refusal := _refusal(tuple(prefix), os.environ.get("PATH"))):
-            raise GPUAffinityError(refusal)
+            chosen, cpus, nodes, notes = _near(gpu, ordinal, options, memory, opened)
+        prefix, lack = _prefix(cpus, nodes, memory, check=check, may_fall_back=may_fall_back)
     except SafeGpuError as err:
         if may_fall_back:
             log.warning("the command runs unbound: %s", err)
@@ -87,7 +87,7 @@ def wrap_command(
             raise
         which = f"ordinal {ordinal}" if gpu is None else repr(gpu)
         raise GPUAffinityError(f"the place of GPU {which} is not known: {err}") from err
-    for note in filter(None, (*chosen.notes, doubt_about(options))):
+    for note in filter(None, (*chosen.notes, *notes, lack, doubt_about(options))):
         log.warning("%s", note)
     wrapped = [*prefix, *command]
     log.info("next to %s: %s", chosen.title, shlex.join(wrapped))
@@ -95,9 +95,28 @@ def wrap_command(
 
 
 def _prefix(
+    cpus: frozenset[int] | None, nodes: frozenset[int], memory: str | None, *, check: bool, may_fall_back: bool
+) -> tuple[list[str], str]:
+    """Return ``numactl`` with its options, and "", or why the memory policy was left out of them.
+
+    Raises:
+        GPUAffinityError: numactl refuses the CPUs, or, unless it falls back, the memory policy.
+    """
+    try:
+        prefix = ["numactl", *numactl_options(cpus, nodes, memory)]
+        if (check or may_fall_back) and (refusal := _refusal(tuple(prefix), os.environ.get("PATH"))):
+            raise GPUAffinityError(refusal)
+        return prefix, ""
+    except GPUAffinityError as err:
+        if not may_fall_back or cpus is None or memory is None:
+            raise
+        return _prefix(cpus, nodes, None, check=check, may_fall_back=True)[0], f"bound without a memory policy: {err}"
+
+
+def _near(
     gpu: int | None, ordinal: int | None, options: AffinityOptions | None, memory: str | None, driver: Driver
-) -> tuple[ResolvedGpus, list[str]]:
-    """Return the GPU that is meant, and ``numactl`` with its options for that GPU."""
+) -> tuple[ResolvedGpus, frozenset[int] | None, frozenset[int], Sequence[str]]:
+    """Return the GPU that is meant, its CPUs and memory nodes, and sentences on what is not as asked."""
     snapshot = driver.snapshot()
     if ordinal is not None:
         chosen = by_ordinal(ordinal, snapshot, os.environ)
@@ -108,11 +127,11 @@ def _prefix(
     topology = read_topology(driver=driver)
     indices = [place.index for place in topology.gpus]
     own = chosen.gpus[0].index
-    nodes = memory_nodes(topology, [own]) if memory is not None else frozenset[int]()
+    nodes, notes = with_memory(topology, memory_nodes(topology, [own]) if memory is not None else ())
     cpus = None
     if options is not None:
         cpus = plan(topology, **options._asdict(), allowed=original_mask(), gpus=indices)[indices.index(own)]
-    return chosen, ["numactl", *numactl_options(cpus, nodes, memory)]
+    return chosen, cpus, nodes, notes
 
 
 @cache
@@ -130,7 +149,8 @@ def _refusal(prefix: tuple[str, ...], path: str | None) -> str:
         return f"numactl cannot be run: {err}"
     if code == 0:
         return ""
-    return f"{' '.join(prefix)} fails here: {' '.join(error.split()) or f'exit code {code}'}"
+    said = error.strip().partition("\n")[0]  # the rest is how to use it
+    return f"{' '.join(prefix)} fails here: {said or f'exit code {code}'}"
 
 
 def numactl_options(

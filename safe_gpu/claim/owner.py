@@ -262,8 +262,7 @@ class GPUOwner:
             if self.share is not None and options.binding is not None and options.binding.mode in _DIVIDING:
                 note = "every claim that shares these GPUs gets the same CPUs"
                 self.binding = self.binding._replace(notes=(*self.binding.notes, note))
-            tell = self.logger.warning if self.binding.remote else self.logger.info
-            tell("%s", self.binding)
+            self.binding.log(self.logger)
         except GPUAffinityError as err:
             if options.binding_required:
                 raise

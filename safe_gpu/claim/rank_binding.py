@@ -60,8 +60,8 @@ def bind_rank(
     mode: str | None = "node",
     memory: str | None = None,
 ) -> BindingReport:
-    """Call :func:`bind` for one rank under a launcher. Of several visible GPUs the one at its local rank is
-    used."""
+    """Call :func:`bind` for one rank under a launcher, and log nothing. Of several visible GPUs the one at its local
+    rank is used."""
     rank = current(os.environ).local_rank if gpus is None and ordinal is None else None
     return _bind(gpus, ordinal, node, mode, memory, True, of_rank=True, rank=rank)
 
@@ -86,7 +86,8 @@ def _bind(
             if gpus is not None or ordinal is not None or (options is not None and options.mode != "node"):
                 raise GPUAffinityError(f"node={node!r} names no GPU: leave out gpus=, ordinal= and modes but 'node'")
             report = bind_node(node, cpus=options is not None, memory=memory)
-            log.info("%s", report)
+            if not of_rank:
+                report.log(log)
             return report
         if gpus is not None and ordinal is not None:
             raise GPUAffinityError("name the GPU once: gpus= as nvidia-smi shows it, or ordinal= as CUDA numbers it")
@@ -107,14 +108,15 @@ def _bind(
                 remember(chosen.gpus)
         notes = (*chosen.notes, *report.notes, *([shift] if shift else []))
         report = report._replace(target=chosen.title, notes=notes)
-        log.info("%s", report)
+        if not of_rank:
+            report.log(log)
         return report
     except SafeGpuError as err:
         if strict and not falls_back(mode):
             raise
         log.warning("not bound: %s", err)
         now = frozenset(os.sched_getaffinity(0))
-        return BindingReport(now, PartReport(refused=(str(err),)), memory_mode=memory)
+        return BindingReport(now, PartReport(refused=(str(err),)), memory_mode=memory, as_asked=False)
 
 
 def _vendor_of(gpus: Names | None) -> str | None:

@@ -8,6 +8,7 @@ CPUs; it computes the CPUs of the workers.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ..affinity.binding import bind_process
-from ..affinity.cpu_shares import claim_shares, cores_of_share, memory_nodes
+from ..affinity.cpu_shares import claim_shares, cores_of_share, memory_nodes, with_memory
 from ..affinity.options import AffinityOptions, parse_options
 from ..claim.arguments.options import ClaimOptions, read_options
 from ..claim.host.visible_limit import visible_limit_of
@@ -30,6 +31,7 @@ from ..runtimes.visible_devices import read_visible, render_visible, visible_var
 from ..selection.possible import check_possible
 from ..selection.request import Selection, parse_request
 from ..selection.rules import Rules
+from ..topology.topology import read_topology
 from .cluster import ClusterGpu
 
 if TYPE_CHECKING:
@@ -212,7 +214,13 @@ def enter_worker(cpus: Iterable[int], numa_node: int | None, memory: str | None)
     if not wanted and memory is None:
         return "not bound"
     try:
-        return str(bind_process(wanted or None, () if numa_node is None else (numa_node,), memory))
+        nodes, lacks = frozenset[int](), list[str]()
+        if memory is not None and numa_node is not None:
+            nodes, lacks = with_memory(read_topology(), [numa_node])
+        report = bind_process(wanted or None, nodes, memory, lacks=lacks)
+        if not report.as_asked:
+            report.log(logging.getLogger("safe_gpu"))
+        return str(report)
     except GPUAffinityError as err:
         return f"not bound: {err}"
 
@@ -233,8 +241,6 @@ def _near(
     options = parse_options(wishes.affinity, wishes.memory)
     if options is None and wishes.memory is None:
         return nowhere
-    from ..topology.topology import read_topology
-
     try:
         topology = read_topology(driver=driver)
         mask = os.sched_getaffinity(0)

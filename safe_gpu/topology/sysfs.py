@@ -6,7 +6,7 @@ malformed. A malformed file counts as missing. Nothing here raises because of th
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from ..host.foreign_files import read_bytes
@@ -176,6 +176,14 @@ class SysfsTree(Files):
             re.findall(r"(MemTotal|MemFree):\s+([0-9]{1,15}) kB", self.text(f"{_NODE}/node{node}/meminfo") or "")
         )
         return (int(facts["MemTotal"]) * 1024, int(facts["MemFree"]) * 1024) if len(facts) == 2 else None
+
+    def memoryless(self, nodes: Iterable[int]) -> frozenset[int]:
+        """Return the nodes without memory, on which no memory policy can be set."""
+        listed = parse_cpulist(self.text(f"{_NODE}/has_memory"))
+        if listed:
+            return frozenset(nodes) - listed
+        sizes = {node: self.text(f"{_NODE}/node{node}/meminfo") or "" for node in nodes}
+        return frozenset(node for node, text in sizes.items() if re.search(r"MemTotal:\s+0 kB", text))
 
     def nodes(self, online: frozenset[int]) -> dict[int, frozenset[int]]:
         """Return the online CPUs by NUMA node, nodes without CPUs included; a CPU in several nodes belongs to the

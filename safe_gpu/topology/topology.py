@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -64,6 +65,7 @@ class HostTopology:
         llc: sets of CPUs that share a last-level cache.
         distances: ``{a: {b: relative distance from node a to b}}``, 10 is local; {} if the kernel does not tell.
         gpus: the GPUs of the host in index order.
+        memoryless: the nodes that have no memory.
 
     Raises:
         GPUAffinityError: a field has the wrong type.
@@ -76,6 +78,7 @@ class HostTopology:
     llc: Sequence[frozenset[int]] = ()
     distances: Mapping[int, Mapping[int, int]] = field(default_factory=dict)
     gpus: Sequence[GpuLocality] = ()
+    memoryless: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         shapes: dict[str, Callable[[Any], object]] = {
@@ -86,6 +89,7 @@ class HostTopology:
             "llc": lambda groups: tuple(_cpu_set("llc", group) for group in groups),
             "distances": lambda rows: {node: dict(row) for node, row in rows.items()},
             "gpus": tuple,
+            "memoryless": lambda nodes: _cpu_set("memoryless", nodes),
         }
         for name, shaped in shapes.items():
             try:
@@ -140,6 +144,15 @@ class HostTopology:
             return gpu.numa_node
         near = gpu.node_cpus & self.cpus
         return next((node for node, cpus in self.nodes.items() if near and near <= cpus), None)
+
+    def nearest_memory(self, node: int) -> frozenset[int]:
+        """Return the node itself. If it has no memory, return the nearest nodes that have: all of them if the distances
+        are unknown."""
+        row = self.distances.get(node, {})
+        far = {other: row.get(other, math.inf) for other in self.nodes if other not in self.memoryless}
+        if node not in self.memoryless or not far:
+            return frozenset([node])
+        return frozenset(other for other in far if far[other] == min(far.values()))
 
     def socket_set(self, gpu: GpuLocality, allowed: frozenset[int] | None = None) -> frozenset[int]:
         """Return the online CPUs of a GPU's processor socket. If a node spans several sockets, ``allowed`` decides
@@ -224,6 +237,7 @@ def read_topology(fsroot: str | os.PathLike[str] | None = None, driver: GpuLocat
         packages=packages,
         llc=tree.last_level_caches(online, nodes, packages),
         distances=tree.distances(nodes),
+        memoryless=tree.memoryless(nodes),
     )
     return replace(host, gpus=tuple(_located_gpus(tree, host, driver)))
 

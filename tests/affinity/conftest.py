@@ -1,6 +1,9 @@
 """Hosts for the tests: saved sysfs trees of any shape, and topologies worked out from a few numbers."""
 
+import ctypes
+import errno
 import os
+import platform
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -10,6 +13,7 @@ import pytest
 from support import forks
 
 import safe_gpu.drivers
+from safe_gpu.affinity import memory_policy
 from safe_gpu.errors import NoDriverError
 from safe_gpu.gpus.devices import Gpu, HostSnapshot
 from safe_gpu.runtimes.runtime import Runtime
@@ -21,6 +25,34 @@ InChild = Callable[[Callable[[], Any]], Any]
 
 MASK = sorted(os.sched_getaffinity(0))
 needs_two_cpus = pytest.mark.skipif(len(MASK) < 2, reason="needs two CPUs")
+
+
+needs_known_calls = pytest.mark.skipif(
+    platform.machine() not in memory_policy._CALLS, reason="the numbers of the calls are not known here"
+)
+
+
+def refuse_memory_policies(number: int = errno.EPERM) -> None:
+    """A seccomp filter on this process like Docker's: set_mempolicy and get_mempolicy answer ``number``."""
+
+    class Filter(ctypes.Structure):
+        _fields_ = [("code", ctypes.c_ushort), ("jt", ctypes.c_ubyte), ("jf", ctypes.c_ubyte), ("k", ctypes.c_uint)]
+
+    class Program(ctypes.Structure):
+        _fields_ = [("len", ctypes.c_ushort), ("filter", ctypes.POINTER(Filter))]
+
+    setting, getting = memory_policy._CALLS[platform.machine()]
+    steps = (Filter * 5)(
+        Filter(0x20, 0, 0, 0),  # load the call's number
+        Filter(0x15, 2, 0, setting),
+        Filter(0x15, 1, 0, getting),
+        Filter(0x06, 0, 0, 0x7FFF0000),  # allow
+        Filter(0x06, 0, 0, 0x00050000 | number),
+    )
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.prctl(38, 1, 0, 0, 0) == 0  # PR_SET_NO_NEW_PRIVS
+    program = Program(5, ctypes.cast(steps, ctypes.POINTER(Filter)))
+    assert libc.prctl(22, 2, ctypes.byref(program), 0, 0) == 0  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
 
 
 def cpus(text: str) -> frozenset[int]:

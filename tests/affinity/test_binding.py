@@ -1,6 +1,5 @@
 """Real masks, real threads, real policies: each test changes a process of its own."""
 
-import ctypes
 import errno
 import os
 import platform
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from affinity.conftest import MASK, InChild, needs_two_cpus
+from affinity.conftest import MASK, InChild, needs_known_calls, needs_two_cpus, refuse_memory_policies
 
 from safe_gpu.affinity import binding as binding_module
 from safe_gpu.affinity import memory_policy
@@ -241,43 +240,22 @@ def test_a_node_that_is_not_there_is_reported(in_child: InChild, memory_node: in
     assert "Invalid argument" in str(report)
 
 
-def refuse_memory_policies() -> None:
-    """A seccomp filter on this process like Docker's: set_mempolicy and get_mempolicy answer EPERM."""
-
-    class Filter(ctypes.Structure):
-        _fields_ = [("code", ctypes.c_ushort), ("jt", ctypes.c_ubyte), ("jf", ctypes.c_ubyte), ("k", ctypes.c_uint)]
-
-    class Program(ctypes.Structure):
-        _fields_ = [("len", ctypes.c_ushort), ("filter", ctypes.POINTER(Filter))]
-
-    setting, getting = memory_policy._CALLS[platform.machine()]
-    steps = (Filter * 5)(
-        Filter(0x20, 0, 0, 0),  # load the call's number
-        Filter(0x15, 2, 0, setting),
-        Filter(0x15, 1, 0, getting),
-        Filter(0x06, 0, 0, 0x7FFF0000),  # allow
-        Filter(0x06, 0, 0, 0x00050000 | errno.EPERM),
-    )
-    libc = ctypes.CDLL(None, use_errno=True)
-    assert libc.prctl(38, 1, 0, 0, 0) == 0  # PR_SET_NO_NEW_PRIVS
-    program = Program(5, ctypes.cast(steps, ctypes.POINTER(Filter)))
-    assert libc.prctl(22, 2, ctypes.byref(program), 0, 0) == 0  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
-
-
-@pytest.mark.skipif(platform.machine() not in memory_policy._CALLS, reason="the calls' numbers are not known here")
-def test_a_container_that_refuses_memory_policies(in_child: InChild) -> None:
+@needs_known_calls
+@pytest.mark.parametrize("number", [errno.EPERM, errno.ENOSYS])
+def test_a_container_that_refuses_memory_policies(in_child: InChild, number: int) -> None:
     """Reported, not raised; the CPUs are bound all the same."""
 
     def child() -> tuple[Any, ...]:
-        refuse_memory_policies()
+        refuse_memory_policies(number)
         report = bind_process({MASK[0]}, [0], "bind")
         undo()
         return report, os.sched_getaffinity(0)
 
     report, after = in_child(child)
     assert report.cpus == {MASK[0]}
-    assert report.memory.refused == ("memory policy bind on node 0: Operation not permitted",)
+    assert report.memory.refused == (f"memory policy bind on node 0: {os.strerror(number)}",)
     assert not report.ok
+    assert not report.as_asked
     assert after == set(MASK)
 
 
@@ -296,7 +274,15 @@ def test_preferred_on_several_nodes(monkeypatch: pytest.MonkeyPatch, kernel_know
             raise OSError(errno.EINVAL, "Invalid argument")
 
     monkeypatch.setattr(memory_policy, "_set", kernel)
-    assert memory_policy.set_policy(memory_policy.policy_for("preferred", [0, 1])).nodes == nodes
+
+    def unread() -> memory_policy.MemoryPolicy:
+        raise OSError(errno.EPERM, "it cannot be read back")
+
+    monkeypatch.setattr(binding_module, "get_policy", unread)
+    report = bind_process(None, [0, 1], "preferred")
+    undo()
+    assert (report.memory.done, report.as_asked) == (nodes, kernel_knows_many)
+    assert bool(report.notes) is not kernel_knows_many
 
 
 def test_memory_without_a_node() -> None:

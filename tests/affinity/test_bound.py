@@ -2,19 +2,21 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-from affinity.conftest import MASK, InChild, needs_two_cpus, no_driver
+from affinity.conftest import MASK, InChild, needs_known_calls, needs_two_cpus, no_driver, refuse_memory_policies
 
 import safe_gpu
 import safe_gpu.drivers
 from safe_gpu.affinity.options import AffinityOptions
 from safe_gpu.affinity.planning.enumerations import Mode
 from safe_gpu.cli import main
+from safe_gpu.engines.holder import enter_worker
 
 pytestmark = needs_two_cpus
 
@@ -136,6 +138,66 @@ def test_a_claim_far_from_its_gpu_warns(four_gpus: Any, in_child: Any, said: Any
     near, far = in_child(child)
     assert near == f"INFO bound 1 thread to CPUs {MASK[0]}"
     assert far.startswith(f"WARNING bound 1 thread to CPUs {MASK[0]}; this process may use none of the CPUs {MASK[1]} ")
+
+
+# What is not as it was asked for is a warning, whoever asks: one in a container that refuses memory policies, one next
+# to a node without memory.
+
+
+def refuse(tree: Any) -> None:
+    refuse_memory_policies()
+
+
+def without_memory(tree: Any) -> None:
+    tree.write("sys/devices/system/node/has_memory", "0")
+
+
+@pytest.fixture(params=[(refuse, r"refused: .* node {}: Operation not permitted"), (without_memory, "node 1 has no")])
+def trouble(request: Any) -> tuple[Callable[[Any], None], str]:
+    """What goes wrong with memory in a process, and what a warning says of it."""
+    found: tuple[Callable[[Any], None], str] = request.param
+    return found
+
+
+@needs_known_calls
+@pytest.mark.parametrize("mode", ["preferred", "bind"])
+def test_memory_that_is_not_as_asked_warns(
+    four_gpus: Any, saved_tree: Any, in_child: Any, said: Any, trouble: Any, mode: str
+) -> None:
+    cause, warning = trouble
+    gpu = 1 if cause is without_memory else 0
+
+    def child() -> Any:
+        cause(saved_tree)
+        with safe_gpu.GPUOwner(1, safe_gpu.NoPlaceholder(), only=gpu, memory=mode) as owner:
+            reports = [owner.binding]
+        reports += [safe_gpu.bind(gpu, memory=mode), safe_gpu.bind(node=gpu, memory=mode)]
+        enter_worker([MASK[gpu]], gpu, mode)
+        return reports, [line for line in said() if "memory" in line]
+
+    reports, lines = in_child(child)
+    assert len(lines) == 4
+    for line in lines:
+        assert line.startswith("WARNING ")
+        assert re.search(warning.format(gpu), line), line
+    for report in reports:
+        assert report.cpus == {MASK[gpu]}
+        assert not report.as_asked
+        assert report.memory.done == (set() if cause is refuse else {0})
+
+
+@needs_known_calls
+@pytest.mark.parametrize("words", ["run --only {}", "bind --gpu {}", "bind --node {}"])
+def test_a_command_whose_memory_is_not_as_asked_says_so_once(
+    command: Any, four_gpus_env: dict[str, str], saved_tree: Any, trouble: Any, words: str
+) -> None:
+    cause, warning = trouble
+    gpu = 1 if cause is without_memory else 0
+    show = [sys.executable, "-c", "import os; print(*os.sched_getaffinity(0))"]
+    options = [*words.format(gpu).split(), "--memory", "bind", "--", *show]
+    done = command.run(*options, env=four_gpus_env, preexec_fn=lambda: cause(saved_tree))
+    assert (done.returncode, done.stdout) == (0, f"{MASK[gpu]}\n"), done.stderr
+    assert len(re.findall(warning.format(gpu), done.stderr)) == 1
 
 
 def test_a_maximum_below_the_minimum_trims_and_is_warned_of(

@@ -211,18 +211,56 @@ def test_falling_back_to_the_command(
         wrap_command(command, **{**arguments, "mode": mode, "check": True})
 
 
-def test_numactl_is_asked_once_for_each_binding(four_gpus: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    """It refuses memory here, as in a container."""
+@pytest.mark.parametrize(
+    ("refused", "arguments", "kept", "said"),
+    [
+        ("--preferred=0", {"memory": "bind"}, ["--physcpubind={}", "--membind=0"], ""),
+        ("--membind=0", {"memory": "bind"}, ["--physcpubind={}"], "bound without a memory policy: numactl --phys"),
+        ("--physcpubind={}", {"memory": "bind"}, [], "the command runs unbound: numactl --physcpubind={} fails"),
+        ("--membind=0", {"memory": "bind", "mode": None}, [], "the command runs unbound: numactl --membind=0 fails"),
+        ("--membind=0", {"memory": None}, ["--physcpubind={}"], ""),
+        ("--membind=0", {"memory": "bind", "gpu": 4}, ["--physcpubind={}"], "policy: memory='bind' needs to know"),
+    ],
+)
+def test_numactl_loses_only_what_is_refused(
+    four_gpus: Any,
+    saved_tree: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Any,
+    caplog: Any,
+    refused: str,
+    arguments: Any,
+    kept: list[str],
+    said: str,
+) -> None:
+    """It refuses one option, as in a container; each set of options is tried once. GPU 4 is next to no known node."""
+    four_gpus.gpus.append(Gpu(4, "GPU-4"))
+    cpus = f"{MASK[0]}-{MASK[-1]}" if "gpu" in arguments else str(MASK[0])
     numactl = tmp_path / "numactl"
-    numactl.write_text(f'#!/bin/sh\necho "$1" >> {tmp_path}/asked\ncase $1 in --membind*) exit 1; esac\n')
+    refusing = f"*{refused.format(cpus)}*) echo no policy >&2; exit 1"
+    numactl.write_text(f'#!/bin/sh\necho "$*" >> {tmp_path}/asked\ncase "$*" in {refusing};; esac\n')
     numactl.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    asked = {"gpu": 0, "mode": "node", **arguments}
+    expected = [*(["numactl"] if kept else []), *(option.format(cpus) for option in kept), "./train"]
     for _ in range(2):
-        assert wrap_command(["./train"], gpu=0, mode=None, memory="preferred", strict=False)[0] == "numactl"
-        assert wrap_command(["./train"], gpu=0, mode=None, memory="bind", strict=False) == ["./train"]
-        with pytest.raises(GPUAffinityError, match="numactl --membind=0 fails here: exit code 1"):
-            wrap_command(["./train"], gpu=0, mode=None, memory="bind", check=True)
-    assert (tmp_path / "asked").read_text().split() == ["--preferred=0", "--membind=0"]
+        assert wrap_command(["./train"], **asked, strict=False) == expected
+        if said:
+            assert caplog.records[0].levelname == "WARNING"
+            assert said.format(cpus) in caplog.text
+            with pytest.raises(GPUAffinityError):
+                wrap_command(["./train"], **asked, check=True)
+    lines = (tmp_path / "asked").read_text().splitlines()
+    assert len(lines) == len(set(lines))
+
+
+def test_a_node_without_memory_is_not_given_to_numactl(four_gpus: Any, saved_tree: Any, caplog: Any) -> None:
+    saved_tree.write("sys/devices/system/node/has_memory", "0")
+    assert wrap_command(["true"], gpu=1, mode=None, memory="bind") == ["numactl", "--membind=0", "true"]
+    assert "NUMA node 1 has no memory, so that of node 0 is used" in caplog.text
+    topology = read_topology(driver=four_gpus)
+    rows = affinity_table(topology, AffinityOptions(), plan(topology, mode="node")).splitlines()
+    assert rows[3].split()[-2] == "0"
 
 
 def test_no_mode_no_change(four_gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:

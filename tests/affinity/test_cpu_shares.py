@@ -21,12 +21,13 @@ from safe_gpu.affinity.cpu_shares import (
     nodes_of_cpus,
     split_share,
     undo_binding,
+    with_memory,
 )
 from safe_gpu.affinity.options import MODES, AffinityOptions
 from safe_gpu.affinity.planning.planner import plan
 from safe_gpu.errors import GPUAffinityError
 from safe_gpu.gpus.devices import Gpu
-from safe_gpu.topology.topology import GpuLocality, HostTopology
+from safe_gpu.topology.topology import GpuLocality, HostTopology, read_topology
 
 TWO_ON_ONE = {"cores_per_node": 8, "nodes": 1, "gpu_nodes": [0, 0]}
 ONE_EACH = {"cores_per_node": 4, "nodes": 2, "gpu_nodes": [0, 1]}
@@ -194,20 +195,6 @@ def test_memory_goes_to_the_gpus_node(small_host: Any, fake_driver: Any, in_chil
 
 
 @needs_two_cpus
-def test_not_strict_reports_instead(small_host: Any, fake_driver: Any, in_child: InChild) -> None:
-    options = AffinityOptions(mode="all", min_physical_cores=9)
-
-    def child() -> Any:
-        with pytest.raises(GPUAffinityError):
-            bind_near(GPUS[:1], fake_driver(GPUS), options=options)
-        return bind_near(GPUS[:1], fake_driver(GPUS), options=options, strict=False)
-
-    report = in_child(child)
-    assert report.cpus == set(MASK)
-    assert "at least 9" in str(report)
-
-
-@needs_two_cpus
 def test_a_claim_that_cannot_be_bound_remembers_nothing(small_host: Any, fake_driver: Any) -> None:
     with pytest.raises(GPUAffinityError):
         bind_claim([], fake_driver([]), options=AffinityOptions())
@@ -225,6 +212,33 @@ def test_taskset_is_respected(small_host: Any, tmp_path: Any) -> None:
     """
     command = ["taskset", "-c", str(MASK[1]), sys.executable, "-c", code]
     assert subprocess.check_output(command, text=True).strip() == str([[MASK[1]], [MASK[1]]])
+
+
+@pytest.mark.parametrize(
+    ("has", "sizes", "distances", "nodes"),
+    [
+        ("0-3", [1, 1, 1, 1], "16 10 16 16", {1}),
+        ("0,2-3", [1, 0, 1, 1], "16 10 28 12", {3}),
+        ("0,2-3", [1, 0, 1, 1], "16 10 16 32", {0, 2}),
+        ("0,2-3", [1, 0, 1, 1], "", {0, 2, 3}),
+        ("", [1, 0, 1, 1], "32 10 16 16", {2, 3}),  # before Linux 2.6.24
+        ("0-", [1, 0, 1, 1], "16 10 28 12", {3}),
+        ("\0", [0, 0, 0, 0], "16 10 28 12", {1}),  # they cannot all be without memory
+    ],
+)
+def test_the_nearest_memory_of_a_node(saved_tree: Any, has: str, sizes: list[int], distances: str, nodes: Any) -> None:
+    saved_tree.cpus([(0,), (1,), (2,), (3,)])
+    saved_tree.nodes({number: [number] for number in range(4)})
+    saved_tree.gpu("0000:01:00.0", node=1)
+    base = "sys/devices/system/node"
+    saved_tree.write(f"{base}/node1/distance", distances)
+    saved_tree.write(f"{base}/has_memory", has)
+    for node, size in enumerate(sizes):
+        saved_tree.write(f"{base}/node{node}/meminfo", f"Node {node} MemTotal:   {size * 4096} kB")
+    topology = read_topology(saved_tree)
+    found, lacks = with_memory(topology, memory_nodes(topology, [0]))
+    assert found == nodes
+    assert [line.partition(",")[0] for line in lacks] == ["NUMA node 1 has no memory"] * (found != {1})
 
 
 def test_nodes_of_cpus(saved_tree: Any, fake_driver: Any, host: MakeHost) -> None:

@@ -10,11 +10,12 @@ from itertools import islice
 from typing import Any
 
 import pytest
-from affinity.conftest import MASK, needs_two_cpus
+from affinity.conftest import MASK, needs_known_calls, needs_two_cpus, refuse_memory_policies
 from affinity.peers import torch_cases
 from support.real import REQUIRED
 
 import safe_gpu
+from safe_gpu.affinity import numactl
 from safe_gpu.affinity.numactl import wrap_command
 from safe_gpu.affinity.options import MODES, AffinityOptions, parse_options
 from safe_gpu.affinity.planning.planner import plan
@@ -54,8 +55,20 @@ def test_numactls_own_refusal_is_told(four_gpus: Any, saved_tree: Any, caplog: A
     with pytest.raises(GPUAffinityError, match=r"numactl --physcpubind=\d+ --membind=1 fails here: .*<?1>? ") as caught:
         wrap_command(["true"], gpu=1, mode="node", memory="bind", check=True)
     assert "usage" in str(caught.value).lower() or "out of range" in str(caught.value)
-    assert wrap_command(["true"], gpu=1, mode="node", memory="bind", check=True, strict=False) == ["true"]
-    assert "the command runs unbound: numactl" in caplog.text
+    kept = wrap_command(["true"], gpu=1, mode="node", memory="bind", check=True, strict=False)
+    assert kept == ["numactl", f"--physcpubind={MASK[1]}", "true"]
+    assert "bound without a memory policy: numactl" in caplog.text
+
+
+@needs_numactl
+@needs_known_calls
+def test_numactl_in_a_container_that_refuses_memory_policies(four_gpus: Any, in_child: Any) -> None:
+    def child() -> Any:
+        refuse_memory_policies()
+        numactl._refusal.cache_clear()
+        return wrap_command(["true"], gpu=0, mode="node", memory="bind", strict=False)
+
+    assert in_child(child) == ["numactl", f"--physcpubind={MASK[0]}", "true"]
 
 
 @needs_torch

@@ -59,7 +59,7 @@ def affinity_table(
     notes = []
     for gpu, share in _rows(topology, shares, shown):
         found = topology.node_of(gpu)
-        node, memory = ("?", "-") if found is None else (str(found), str(found))
+        node, memory = ("?", "-") if found is None else (str(found), format_cpulist(topology.nearest_memory(found)))
         cores = str(sum(not core.isdisjoint(share) for core in topology.cores))
         bus, source = gpu.pci_bus_id or "-", gpu.source or "unknown"
         rows.append((str(gpu.index), bus, node, format_cpulist(share), cores, memory, source))

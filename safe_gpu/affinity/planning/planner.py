@@ -1,14 +1,12 @@
 """Plans the CPUs of each GPU. Pure.
 
-The enumerations are for callers. The rest of the package uses plain strings, because creating enumerations takes longer
-than most bindings.
-
-The modes are those of torch.numa (node, socket, exclusive, core-complex) and of NVIDIA gpu_affinity (all, single,
-single_unique, unique_interleaved, unique_contiguous). A share has only CPUs of ``allowed``. The modes that divide
-cores do not split a physical core between GPUs.
+Every mode is the same three steps: the CPUs near a GPU, the GPUs that have the same CPUs near, and a deal of these CPUs
+among them. The modes are those of torch.numa (node, socket, exclusive, core-complex) and of NVIDIA gpu_affinity (all,
+single, single_unique, unique_interleaved, unique_contiguous). The modes that divide cores split no physical core.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 from itertools import pairwise, zip_longest
 from typing import TypeVar
 
@@ -16,15 +14,28 @@ from ...errors import GPUAffinityError
 from ...topology.cpulist import format_cpulist
 from ...topology.topology import GpuLocality, HostTopology
 from ..options import DIVIDING_MODES, AffinityOptions
-from .enumerations import Mode, Multithreading, Scope
 
 Core = tuple[int, ...]
 """The allowed hardware threads of one physical core, lowest first."""
 
-Deal = Callable[[Sequence[Core], int], list[Sequence[Core]]]
-"""Divides the cores of a node among a number of GPUs."""
-
 _T = TypeVar("_T")
+
+
+def divide(cores: Sequence[_T], parts: int) -> list[Sequence[_T]]:
+    """Return contiguous parts; the first ones have one core more if they do not divide evenly."""
+    each, more = divmod(len(cores), parts)
+    ends = [nth * each + min(nth, more) for nth in range(parts + 1)]
+    return [cores[start:end] for start, end in pairwise(ends)]
+
+
+# How the cores of a node are dealt to a number of GPUs.
+_DEALS: dict[str, Callable[[Sequence[Core], int], list[Sequence[Core]]]] = {
+    "exclusive": divide,
+    "single": lambda cores, parts: [cores[:1]] * parts,
+    "single_unique": lambda cores, parts: [cores[nth : nth + 1] for nth in range(parts)],
+    "unique_interleaved": lambda cores, parts: [cores[nth::parts] for nth in range(parts)],
+    "unique_contiguous": lambda cores, parts: divide(cores[: len(cores) // parts * parts], parts),
+}
 
 
 def plan(
@@ -39,230 +50,164 @@ def plan(
     allowed: Iterable[int] | None = None,
     gpus: Iterable[int] | None = None,
 ) -> list[frozenset[int]]:
-    """Return the CPUs of each GPU.
+    """Return the CPUs of each GPU: one non-empty set for each, in the order of ``gpus``.
 
     Args:
         topology: the host.
-        mode: node, socket, exclusive, core-complex (torch.numa's, with no further options), or all, single,
-            single_unique, unique_interleaved, unique_contiguous (gpu_affinity's).
-        scope, multithreading, balanced, min_physical_cores, max_physical_cores: options of gpu_affinity's modes, see
+        mode, scope, multithreading, balanced, min_physical_cores, max_physical_cores: see
             :class:`~safe_gpu.affinity.options.AffinityOptions`.
         allowed: CPUs that may be used (taskset, cpuset, a scheduler's binding); None: all online CPUs.
         gpus: indices of the GPUs that divide the cores, in order of precedence; None: all GPUs of the host.
 
-    Returns:
-        One non-empty set for each GPU, in the order of ``gpus``.
-
     Raises:
         GPUAffinityError: an argument is wrong, or some GPU would have no share.
     """
-    options = AffinityOptions(mode, scope, multithreading, balanced, min_physical_cores, max_physical_cores)
-    if not isinstance(topology, HostTopology):
-        raise GPUAffinityError(f"a plan needs a HostTopology, not {topology!r}")
-    chosen = _chosen(topology, gpus)
-    if not chosen:
-        return []
-    shares = _Planner(topology, chosen, _allowed(topology, allowed), options).shares()
+    wishes = AffinityOptions(mode, scope, multithreading, balanced, min_physical_cores, max_physical_cores)
+    try:
+        usable = frozenset(map(int, topology.cpus if allowed is None else allowed)) & topology.cpus
+        indices = [gpu.index for gpu in topology.gpus] if gpus is None else list(gpus)
+        chosen = [topology.gpu(one) for one in (sorted(indices) if isinstance(gpus, (set, frozenset)) else indices)]
+    except (TypeError, AttributeError) as err:
+        given = f"{topology!r:.60}, allowed={allowed!r}, gpus={gpus!r}"
+        raise GPUAffinityError(f"a plan needs a host, CPU numbers and GPU indices, not {given}: {err}") from err
+    if not usable:
+        raise GPUAffinityError(f"this process may use none of the {len(topology.cpus)} online CPUs")
+    if len(set(indices)) < len(indices):
+        raise GPUAffinityError(f"a GPU is named twice in gpus={indices}: each GPU takes one share")
+    shares = _Planner(topology, chosen, usable, wishes).shares() if chosen else []
     for gpu, share in zip(chosen, shares, strict=True):
         if not share:
-            raise GPUAffinityError(f"no physical core is left for GPU {gpu.index} with mode {options.mode}")
+            raise GPUAffinityError(f"no physical core is left for GPU {gpu.index} with mode {wishes.mode}")
     return shares
 
 
 def is_remote(topology: HostTopology, gpu: GpuLocality, share: frozenset[int]) -> bool:
     """Return whether a share has no CPU on the GPU's own node; False if that node is unknown."""
-    if gpu.numa_node is None and not gpu.node_cpus:
-        return False
-    return not share & topology.node_set(gpu)
-
-
-def _allowed(topology: HostTopology, allowed: Iterable[int] | None) -> frozenset[int]:
-    try:
-        usable = topology.cpus if allowed is None else frozenset(allowed)
-    except TypeError as err:
-        raise GPUAffinityError(f"allowed must be a set of CPU numbers, not {allowed!r}") from err
-    cpus = frozenset(cpu for cpu in topology.cpus if cpu in usable)
-    if not cpus:
-        raise GPUAffinityError(
-            f"none of the {len(topology.cpus)} online CPUs ({format_cpulist(topology.cpus)}) may be used: "
-            f"the mask of allowed CPUs has none of them"
-        )
-    return cpus
-
-
-def _chosen(topology: HostTopology, gpus: Iterable[int] | None) -> list[GpuLocality]:
-    if gpus is None:
-        return sorted(topology.gpus, key=lambda gpu: gpu.index)
-    try:
-        indices = sorted(gpus) if isinstance(gpus, (set, frozenset)) else list(gpus)
-    except TypeError as err:
-        raise GPUAffinityError(f"gpus must be GPU indices, not {gpus!r}") from err
-    chosen = [topology.gpu(index) for index in indices]
-    doubled = next((gpu.index for at, gpu in enumerate(chosen) if gpu in chosen[:at]), None)
-    if doubled is not None:
-        raise GPUAffinityError(f"GPU {doubled} is named twice in gpus={indices}: each GPU takes one share")
-    return chosen
-
-
-def divide(cores: Sequence[_T], parts: int) -> list[Sequence[_T]]:
-    """Return contiguous parts; the first ones have one core more if they do not divide evenly."""
-    each, more = divmod(len(cores), parts)
-    ends = [nth * each + min(nth, more) for nth in range(parts + 1)]
-    return [cores[start:end] for start, end in pairwise(ends)]
-
-
-def _groups(sets: Sequence[frozenset[int]]) -> dict[frozenset[int], list[int]]:
-    """Return the positions of the GPUs by their set of CPUs."""
-    groups: dict[frozenset[int], list[int]] = {}
-    for position, cpus in enumerate(sets):
-        groups.setdefault(cpus, []).append(position)
-    return groups
+    known = gpu.numa_node is not None or gpu.node_cpus
+    return bool(known) and share.isdisjoint(topology.node_set(gpu))
 
 
 class _Planner:
     """Computes one plan for the GPUs that take part, from the CPUs that may be used."""
 
     def __init__(
-        self, topology: HostTopology, gpus: Sequence[GpuLocality], allowed: frozenset[int], options: AffinityOptions
+        self, host: HostTopology, gpus: Sequence[GpuLocality], allowed: frozenset[int], options: AffinityOptions
     ) -> None:
-        self.topology = topology
-        self.gpus = gpus
-        self.allowed = allowed
-        self.options = options
-        # The key of a core is its lowest thread, allowed or not. torch.numa and gpu_affinity order cores in this way.
-        self.core_of = {cpu: cpu for cpu in topology.cpus} | {cpu: min(core) for core in topology.cores for cpu in core}
-        self.near = [topology.node_set(gpu) & allowed for gpu in gpus]
+        self.host, self.gpus, self.allowed, self.options = host, gpus, allowed, options
+        self.near = [host.node_set(gpu) & allowed for gpu in gpus]
 
     def shares(self) -> list[frozenset[int]]:
         """Return one set for each GPU; empty if there is no CPU for it."""
         mode = self.options.mode
-        if mode in DIVIDING_MODES:
-            self._check_disjoint(self.near, "NUMA node")
         if mode == "socket":
             return [self._socket(gpu) or self._nearest(gpu) for gpu in self.gpus]
         if mode in ("node", "core-complex"):
             nodes = [near or self._nearest(gpu) for gpu, near in zip(self.gpus, self.near, strict=True)]
-            return nodes if mode == "node" else self._core_complex(nodes)
-        if mode == "exclusive":
-            return [_union(cores) for cores in self._divided(divide, balanced=False)]
-        dealers: dict[str, Callable[[], list[Sequence[Core]]]] = {
-            Mode.ALL: self._all,
-            Mode.SINGLE: lambda: [self._cores(near)[:1] for near in self.near],
-            Mode.SINGLE_UNIQUE: self._single_unique,
-            Mode.UNIQUE_INTERLEAVED: lambda: self._unique(lambda cores, n: [cores[nth::n] for nth in range(n)]),
-            Mode.UNIQUE_CONTIGUOUS: lambda: self._unique(lambda cores, n: divide(cores[: len(cores) // n * n], n)),
-        }
-        threads = 1 if self.options.multithreading == Multithreading.SINGLE_LOGICAL else None
-        return [_union(core[:threads] for core in cores) for cores in dealers[mode]()]
+            return nodes if mode == "node" else self._dealt(nodes, self._caches)
+        if mode == "all":
+            dealt = [self._all(gpu, near) for gpu, near in zip(self.gpus, self.near, strict=True)]
+        else:
+            dealt = self._divided()
+        if mode in ("all", "unique_interleaved", "unique_contiguous"):
+            dealt = [self._bounded(cores, gpu) for gpu, cores in zip(self.gpus, dealt, strict=True)]
+        threads = 1 if mode != "exclusive" and self.options.multithreading == "single_logical" else None
+        return [_union(core[:threads] for core in cores) for cores in dealt]
+
+    def _dealt(self, sets: Sequence[frozenset[int]], deal: Callable[[frozenset[int], int], Sequence[_T]]) -> list[_T]:
+        """Return what each GPU gets if each set is dealt among the GPUs that have it."""
+        parts = {cpus: iter(deal(cpus, sets.count(cpus))) for cpus in sets}
+        return [next(parts[cpus]) for cpus in sets]
+
+    @cached_property
+    def _core_of(self) -> dict[int, int]:
+        """The key of a CPU's core is its lowest thread, allowed or not: so torch.numa and gpu_affinity order cores."""
+        return {cpu: cpu for cpu in self.host.cpus} | {cpu: min(core) for core in self.host.cores for cpu in core}
 
     def _cores(self, cpus: frozenset[int]) -> list[Core]:
         """Return the physical cores of a set of CPUs, as their threads in the set, by the lowest thread of the core."""
         cores: dict[int, list[int]] = {}
-        for cpu in sorted(cpus):
-            cores.setdefault(self.core_of[cpu], []).append(cpu)
-        return [tuple(cores[key]) for key in sorted(cores)]
+        for cpu in sorted(cpus, key=lambda cpu: (self._core_of[cpu], cpu)):
+            cores.setdefault(self._core_of[cpu], []).append(cpu)
+        return [tuple(core) for core in cores.values()]
 
-    def _keys(self, cpus: frozenset[int]) -> frozenset[int]:
-        return frozenset(self.core_of[cpu] for cpu in cpus)
+    def _keys(self, cpus: Iterable[int]) -> frozenset[int]:
+        return frozenset(self._core_of[cpu] for cpu in cpus)
 
     def _socket(self, gpu: GpuLocality) -> frozenset[int]:
-        return self.topology.socket_set(gpu, self.allowed) & self.allowed
+        return self.host.socket_set(gpu, self.allowed) & self.allowed
 
     def _nearest(self, gpu: GpuLocality) -> frozenset[int]:
         """Return the allowed CPUs of the node nearest to a GPU whose own node has none."""
-        node = self.topology.node_of(gpu)
-        row = {} if node is None else self.topology.distances.get(node, {})
-        left = {other: cpus & self.allowed for other, cpus in self.topology.nodes.items()}
-        nearest = min((other for other in row if left.get(other)), key=lambda other: (row[other], other), default=None)
-        if nearest is None:
-            near = f"CPUs {format_cpulist(self.topology.node_set(gpu)) or 'no CPUs'}"
-            place = near if gpu.numa_node is None else f"NUMA node {gpu.numa_node}, {near}"
-            raise GPUAffinityError(
-                f"none of the CPUs near GPU {gpu.index} ({place}) may be used, and the nearest other node is not "
-                f"known; allowed are {format_cpulist(self.allowed)}"
-            )
-        return left[nearest]
+        node = self.host.node_of(gpu)
+        row = {} if node is None else self.host.distances.get(node, {})
+        usable = {other: cpus & self.allowed for other, cpus in self.host.nodes.items() if other in row}
+        left = [(row[other], other) for other, cpus in usable.items() if cpus]
+        if left:
+            return usable[min(left)[1]]
+        near = format_cpulist(self.host.node_set(gpu)) or "no CPUs"
+        raise GPUAffinityError(
+            f"none of the CPUs near GPU {gpu.index} ({'' if node is None else f'NUMA node {node}, '}CPUs {near}) may "
+            f"be used, and the nearest other node is not known; allowed are {format_cpulist(self.allowed)}"
+        )
 
-    def _check_disjoint(self, sets: Sequence[frozenset[int]], what: str) -> None:
+    def _check_disjoint(self, sets: Iterable[frozenset[int]], what: str) -> None:
         """Raise unless any two of the sets are equal or have no physical core in common."""
         owner: dict[int, frozenset[int]] = {}
         for cpus in dict.fromkeys(sets):
             for key in self._keys(cpus):
-                other = owner.setdefault(key, cpus)
-                if other is not cpus:
+                if (other := owner.setdefault(key, cpus)) is not cpus:
                     raise GPUAffinityError(
                         f"GPUs cannot divide cores here: the {what} sets {format_cpulist(other)} and "
                         f"{format_cpulist(cpus)} overlap without being the same (physical core of CPU {key})"
                     )
 
-    def _too_few(self, cores: int, positions: Sequence[int], least: int) -> GPUAffinityError:
-        names = ", ".join(str(self.gpus[position].index) for position in positions)
-        gpus = f"GPU {names}" if len(positions) == 1 else f"{len(positions)} GPUs ({names})"
+    def _too_few(self, cores: int, gpus: Sequence[GpuLocality], least: int) -> GPUAffinityError:
+        names = ", ".join(str(gpu.index) for gpu in gpus)
         return GPUAffinityError(
-            f"{cores} physical core{'' if cores == 1 else 's'} near {gpus} may be used, and mode {self.options.mode} "
-            f"needs at least {least * len(positions)} there: allow more CPUs, ask for fewer GPUs, or use mode node"
+            f"{cores} physical core{'' if cores == 1 else 's'} near "
+            f"{f'GPU {names}' if len(gpus) == 1 else f'{len(gpus)} GPUs ({names})'} may be used, and mode "
+            f"{self.options.mode} needs at least {least * len(gpus)} there: allow more CPUs, ask for fewer GPUs, or "
+            "use mode node"
         )
 
-    def _core_complex(self, nodes: Sequence[frozenset[int]]) -> list[frozenset[int]]:
-        shares = list(nodes)
-        for cpus, positions in _groups(nodes).items():
-            caches = self._caches(cpus)
-            for nth, position in enumerate(positions):
-                shares[position] = caches[nth % len(caches)]
-        return shares
+    def _caches(self, cpus: frozenset[int], parts: int) -> list[frozenset[int]]:
+        """Return groups that share a last-level cache: the largest first, then by the lowest CPU of the whole group.
+        CPUs without a cache are grouped by package."""
+        rest = cpus.difference(*self.host.llc)
+        groups = [*self.host.llc, *(rest & cpus for cpus in self.host.packages.values())]
+        groups.append(rest.difference(*groups))
+        found = sorted((group for group in groups if group & cpus), key=lambda group: (-len(group & cpus), min(group)))
+        return [found[nth % len(found)] & cpus for nth in range(parts)]
 
-    def _caches(self, cpus: frozenset[int]) -> list[frozenset[int]]:
-        """Return the last-level cache groups, intersected with a set: the largest first, then by lowest CPU of the
-        whole group."""
-        found = [(min(group), group & cpus) for group in self.topology.llc if group & cpus]
-        rest = cpus.difference(*self.topology.llc)
-        for group in (*self.topology.packages.values(), rest):  # CPUs without a cache: by package
-            found.append((min(rest & group, default=0), rest & group))
-            rest -= group
-        return [group for _, group in sorted(found, key=lambda item: (-len(item[1]), item[0])) if group]
+    def _all(self, gpu: GpuLocality, near: frozenset[int]) -> Sequence[Core]:
+        """Return the GPU's own node first; with scope socket then the nodes of other GPUs, then the rest of it."""
+        cores = self._cores(near)
+        if self.options.scope == "socket":
+            own, of_any = self._keys(near), self._keys(_union(self.near))
+            others = [core for core in self._cores(self._socket(gpu)) if self._core_of[core[0]] not in own]
+            cores += sorted(others, key=lambda core: self._core_of[core[0]] not in of_any)
+        return cores
 
-    def _all(self) -> list[Sequence[Core]]:
-        dealt: list[Sequence[Core]] = []
-        local_to_any = self._keys(_union(self.near))
-        for position, (gpu, near) in enumerate(zip(self.gpus, self.near, strict=True)):
-            cores = self._cores(near)
-            if self.options.scope == Scope.SOCKET:
-                own = self._keys(near)
-                others = [core for core in self._cores(self._socket(gpu)) if self.core_of[core[0]] not in own]
-                # The GPU's own node first, then the nodes of other GPUs, then the rest. gpu_affinity uses the same
-                # order, except that it does not put the GPU's own node first.
-                cores += sorted(others, key=lambda core: self.core_of[core[0]] not in local_to_any)
-            dealt.append(self._bounded(cores, position))
-        return dealt
-
-    def _single_unique(self) -> list[Sequence[Core]]:
-        taken: list[Core] = []
-        for near in self.near:
-            cores = self._cores(near)
-            core = next((core for core in cores if core not in taken), None)
-            if core is None:
-                raise self._too_few(len(cores), _groups(self.near)[near], 1)
-            taken.append(core)
-        return [[core] for core in taken]
-
-    def _divided(self, deal: Deal, *, balanced: bool) -> list[Sequence[Core]]:
+    def _divided(self) -> list[Sequence[Core]]:
         """Return the cores of each node, dealt to its GPUs; ``balanced``: as many to each as where they are fewest."""
-        groups = [(self._cores(cpus), positions) for cpus, positions in _groups(self.near).items()]
-        fewest, sharers = min(groups, key=lambda group: len(group[0]) / len(group[1]))
-        common = len(fewest) // len(sharers)
+        mode, deal = self.options.mode, _DEALS[self.options.mode]
+        if mode not in DIVIDING_MODES:
+            return self._dealt(self.near, lambda cpus, parts: deal(self._cores(cpus), parts))
+        self._check_disjoint(self.near, "NUMA node")
+        counts = {cpus: len(self._cores(cpus)) for cpus in self.near}
+        scarce = min(self.near, key=lambda cpus: counts[cpus] / self.near.count(cpus))
+        common = counts[scarce] // self.near.count(scarce)
         if not common:
-            raise self._too_few(len(fewest), sharers, 1)
-        dealt: dict[int, Sequence[Core]] = {}
-        for cores, positions in groups:
-            divided = cores[: common * len(positions)] if balanced else cores
-            dealt.update(zip(positions, deal(divided, len(positions)), strict=True))
-        return [dealt[position] for position in range(len(self.gpus))]
+            sharers = [gpu for gpu, near in zip(self.gpus, self.near, strict=True) if near == scarce]
+            raise self._too_few(counts[scarce], sharers, 1)
+        balanced = mode.startswith("unique_") and self.options.balanced
 
-    def _unique(self, deal: Deal) -> list[Sequence[Core]]:
-        dealt = self._divided(deal, balanced=self.options.balanced)
-        if self.options.scope == Scope.SOCKET:
-            dealt = self._with_socket_cores(dealt)
-        return [self._bounded(cores, position) for position, cores in enumerate(dealt)]
+        def dealt(cpus: frozenset[int], parts: int) -> list[Sequence[Core]]:
+            return deal(self._cores(cpus)[: common * parts if balanced else None], parts)
+
+        shares = self._dealt(self.near, dealt)
+        wide = mode.startswith("unique_") and self.options.scope == "socket"
+        return self._with_socket_cores(shares) if wide else shares
 
     def _with_socket_cores(self, dealt: list[Sequence[Core]]) -> list[Sequence[Core]]:
         """Extend each share by the socket's other cores, distributed round-robin over the cores of the nodes."""
@@ -270,13 +215,12 @@ class _Planner:
         self._check_disjoint(sockets, "socket")
         assigned = self._keys(_union(self.near))
         extra: dict[Core, list[Core]] = {}
-        for cpus, positions in _groups(sockets).items():
-            # Cores compare by their lowest allowed thread here. This differs from the order of _cores on purpose: it
-            # is the order of gpu_affinity.
-            receivers = sorted({core for position in positions for core in self._cores(self.near[position])})
-            others = sorted(core for core in self._cores(cpus) if self.core_of[core[0]] not in assigned)
-            for nth, receiver in enumerate(receivers):
-                extra[receiver] = others[nth :: len(receivers)]
+        for socket in dict.fromkeys(sockets):
+            # By their lowest allowed thread, not by that of the core as elsewhere: it is the order of gpu_affinity.
+            inside = [near for near, around in zip(self.near, sockets, strict=True) if around == socket]
+            receivers = sorted({core for near in inside for core in self._cores(near)})
+            others = sorted(core for core in self._cores(socket) if self._core_of[core[0]] not in assigned)
+            extra.update({core: others[nth :: len(receivers)] for nth, core in enumerate(receivers)})
         extended = [
             [*share, *(core for turn in zip_longest(*(extra[core] for core in share)) for core in turn if core)]
             for share in dealt
@@ -284,10 +228,10 @@ class _Planner:
         common = min(map(len, extended)) if self.options.balanced else None
         return [share[:common] for share in extended]
 
-    def _bounded(self, cores: Sequence[Core], position: int) -> Sequence[Core]:
+    def _bounded(self, cores: Sequence[Core], gpu: GpuLocality) -> Sequence[Core]:
         least = max(self.options.min_physical_cores, 1)
         if len(cores) < least:
-            raise self._too_few(len(cores), [position], least)
+            raise self._too_few(len(cores), [gpu], least)
         return cores[: self.options.max_physical_cores]
 
 

@@ -1,7 +1,7 @@
 """The CPUs of a process that claimed GPUs: plan over the whole host, intersect with its mask, bind.
 
-All cores of the host are divided among all its GPUs first. Only then is the share intersected with the mask of the
-process. In this way two independent jobs get disjoint cores, whatever their masks are.
+All cores of the host but the isolated ones are divided among all its GPUs first. Only then is the share intersected
+with the mask of the process. In this way two independent jobs get disjoint cores, whatever their masks are.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..errors import GPUAffinityError
 from ..topology.cpulist import format_cpulist
 from ..topology.fsroot import fsroot_or_default
 from .binding import BindingReport, bind_process, enter, leave, original_mask
-from .node_cpus import node_cpus_of
+from .node_cpus import isolated_cpus, node_cpus_of
 from .options import AffinityOptions, as_count, doubt_about
 
 if TYPE_CHECKING:
@@ -32,11 +32,13 @@ class ClaimShares(NamedTuple):
         cpus: the CPUs that the process is bound to: the union of the shares.
         shares: GPU index to its CPUs; a GPU without a CPU in the mask has all of ``cpus``.
         notes: sentences for the report, about remote shares and about a mask that is used as the share.
+        remote: whether the mask has no CPU next to some GPU.
     """
 
     cpus: frozenset[int]
     shares: dict[int, frozenset[int]]
     notes: tuple[str, ...] = ()
+    remote: bool = False
 
 
 def claim_shares(
@@ -44,25 +46,31 @@ def claim_shares(
 ) -> ClaimShares:
     """Return the CPUs of a claim of ``gpus`` (indices) by a process that may use the CPUs in ``mask``.
 
-    The result is a subset of the mask and never empty: if the mask has none of the shares' CPUs, the whole mask is the
-    share.
+    The result is a subset of the mask and never empty: if the mask has none of a GPU's share, the CPUs of the GPU's
+    node count, and without those the whole mask. Isolated CPUs are left out, unless the mask has no others.
 
     Raises:
         GPUAffinityError: the mode cannot divide this host (fewer cores than GPUs), a GPU is unknown, or the mask is
             empty.
     """
+    from dataclasses import replace
+
     from .planning.planner import is_remote, plan
 
     places = {gpu.index: gpu for gpu in sorted(topology.gpus, key=lambda gpu: gpu.index)}
     chosen = {topology.gpu(index).index for index in gpus}
-    planned = zip(places, plan(topology, **options._asdict()), strict=True)
-    found = _cut({index: share for index, share in planned if index in chosen}, mask)
-    remote = (
+    near = {index: topology.node_set(place) for index, place in places.items() if place.is_known}
+    usable = topology.unisolated(frozenset(mask))
+    # Isolated CPUs are dealt if the mask has no others, and to GPUs that have no others: the cut takes those away.
+    dealt = usable.union(*(cpus for cpus in near.values() if cpus <= topology.isolated))
+    planned = zip(places, plan(replace(topology, isolated=topology.isolated - dealt), **options._asdict()), strict=True)
+    found = _cut({index: share for index, share in planned if index in chosen}, near, usable)
+    remote = _notes(
         (index, f"CPUs {format_cpulist(share)} are remote to {{}} (on {_node_name(topology, places[index])})")
         for index, share in found.shares.items()
         if is_remote(topology, places[index], share)
     )
-    return ClaimShares(found.cpus, found.shares, (*found.notes, *_notes(remote)))
+    return found._replace(notes=(*found.notes, *remote), remote=bool(remote))
 
 
 def _notes(said: Iterable[tuple[int, str]]) -> list[str]:
@@ -81,21 +89,22 @@ def _node_name(topology: HostTopology, gpu: GpuLocality) -> str:
     return f"CPUs {format_cpulist(topology.node_set(gpu))}" if node is None else f"NUMA node {node}"
 
 
-def _cut(planned: dict[int, frozenset[int]], mask: Iterable[int]) -> ClaimShares:
-    whole = frozenset(mask)
+def _cut(planned: dict[int, frozenset[int]], near: dict[int, frozenset[int]], whole: frozenset[int]) -> ClaimShares:
+    """Cut the shares of GPUs to the mask ``whole``; ``near`` has the CPUs of their nodes."""
     if not whole:
         raise GPUAffinityError("the mask of allowed CPUs is empty")
-    cut = {index: share & whole for index, share in planned.items()}
+    cut = {index: share & whole or near.get(index, share) & whole for index, share in planned.items()}
     cpus = frozenset[int]().union(*cut.values())
     rest = (
         f"other CPUs of the claim, {format_cpulist(cpus)},"
         if cpus
         else f"CPUs of the whole mask, {format_cpulist(whole)},"
     )
+    said = {index: f"other CPUs of that node, {format_cpulist(own)}," if own else rest for index, own in cut.items()}
     notes = _notes(
-        (index, f"this process may use none of the CPUs {format_cpulist(share)} of {{}}, so the {rest} are used")
+        (index, f"this process may use none of the CPUs {format_cpulist(share)} of {{}}, so the {said[index]} are used")
         for index, share in planned.items()
-        if not cut[index]
+        if share.isdisjoint(whole)
     )
     cpus = cpus or whole
     return ClaimShares(cpus, {index: share or cpus for index, share in cut.items()}, tuple(notes))
@@ -151,27 +160,30 @@ def bind_near(
             nodes, lacks = with_memory(topology, memory_nodes(topology, indices))
         if options is not None:
             shares, doubt = claim_shares(topology, options, indices, original_mask()), doubt_about(options)
-    cpus, said = (None, ()) if shares is None else (shares.cpus, shares.notes)
+    cpus, said, remote = (None, (), False) if shares is None else (shares.cpus, shares.notes, shares.remote)
     report = bind_process(cpus, nodes, memory, notes=[doubt] if doubt else (), lacks=(*said, *lacks))
     # The CPUs and nodes of a made-up host are not those of this machine.
-    return report._replace(as_asked=True) if driver.is_simulated else report._replace(remote=bool(said))
+    return report._replace(as_asked=True) if driver.is_simulated else report._replace(remote=remote)
 
 
 def _near_shares(gpus: Sequence[Gpu], driver: Driver, fsroot: str | None) -> ClaimShares | None:
     """Return the shares in mode ``node``; None if the whole host must be read to know them."""
+    mask, isolated = original_mask(), isolated_cpus(driver, fsroot)
+    if mask <= isolated:
+        isolated = frozenset()
     known = {}
     for gpu in gpus:
         found = node_cpus_of(gpu, driver, fsroot)
         if found is None:
             return None
-        known[gpu.index] = found[0]
-    shares = _cut(known, original_mask())
-    remote = (
+        known[gpu.index] = found[0] - isolated or found[0]
+    shares = _cut(known, known, mask - isolated)
+    remote = _notes(
         (index, f"CPUs {format_cpulist(share)} are remote to {{}}")
         for index, share in shares.shares.items()
         if not share & known[index]
     )
-    return shares._replace(notes=(*shares.notes, *_notes(remote)))
+    return shares._replace(notes=(*shares.notes, *remote), remote=bool(remote))
 
 
 def bind_node(node: int, *, cpus: bool = True, memory: str | None = None) -> BindingReport:
@@ -192,7 +204,7 @@ def bind_node(node: int, *, cpus: bool = True, memory: str | None = None) -> Bin
     if number not in nodes:
         raise GPUAffinityError(f"this host has no NUMA node {number}: it has {format_cpulist(nodes)}")
     mask = original_mask()
-    usable = nodes[number] & mask
+    usable = topology.unisolated(nodes[number] & mask)
     if cpus and not usable:
         has = format_cpulist(nodes[number]) or "none"
         raise GPUAffinityError(
@@ -219,10 +231,10 @@ def bind_claim(
         raise
 
 
-def usable_cpus(driver: Driver) -> frozenset[int] | None:
-    """Return this process's mask, where the topology is this host's; None for every CPU."""
+def usable_cpus(topology: HostTopology, driver: Driver) -> frozenset[int]:
+    """Return this process's mask, where the topology is this host's; else all CPUs."""
     foreign = fsroot_or_default(None) != "/" or driver.host_topology() is not None
-    return None if foreign else original_mask()
+    return topology.cpus if foreign else original_mask()
 
 
 undo_binding = leave

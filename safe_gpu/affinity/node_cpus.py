@@ -12,6 +12,7 @@ from ..topology.fsroot import fsroot_or_default
 
 if TYPE_CHECKING:
     from ..drivers.base import Driver
+    from ..topology.sysfs import SysfsTree
 
 
 def node_cpus_of(
@@ -29,12 +30,8 @@ def node_cpus_of(
     near = as_affinity_error(driver, lambda: driver.cpu_affinity(gpu.mig_parent or gpu.uuid, "node"))
     if near:
         return near, driver.name.partition(":")[0] or "driver"
-    root = fsroot_or_default(fsroot)
-    if root == "/" and as_affinity_error(driver, lambda: driver.host_topology()) is not None:
+    if (tree := _tree(driver, fsroot)) is None:
         return None
-    from ..topology.sysfs import SysfsTree
-
-    tree = SysfsTree(root)
     bus_id = normalize_bus_id(gpu.pci_bus_id)
     node = tree.pci_node(bus_id)
     if node is None:
@@ -60,10 +57,20 @@ def node_memory(
     Raises:
         GPUAffinityError: the driver does not answer.
     """
+    tree = _tree(driver, fsroot)
+    return {node: memory for node in nodes if tree and (memory := tree.node_memory(node)) is not None}
+
+
+def isolated_cpus(driver: Driver, fsroot: str | os.PathLike[str] | None = None) -> frozenset[int]:
+    """Return the isolated CPUs of this host; none for a host that the driver makes up."""
+    tree = _tree(driver, fsroot)
+    return tree.isolated_cpus() if tree else frozenset()
+
+
+def _tree(driver: Driver, fsroot: str | os.PathLike[str] | None) -> SysfsTree | None:
     root = fsroot_or_default(fsroot)
     if root == "/" and as_affinity_error(driver, lambda: driver.host_topology()) is not None:
-        return {}
+        return None
     from ..topology.sysfs import SysfsTree
 
-    tree = SysfsTree(root)
-    return {node: memory for node in nodes if (memory := tree.node_memory(node)) is not None}
+    return SysfsTree(root)

@@ -14,9 +14,8 @@ from ..host.programs import TooLate, TooMuch, find_program, output_of
 from ..topology.cpulist import format_cpulist
 from ..topology.topology import read_topology
 from .binding import original_mask
-from .cpu_shares import memory_nodes, with_memory
+from .cpu_shares import claim_shares, memory_nodes, with_memory
 from .options import AffinityOptions, check_memory_mode, doubt_about, falls_back, parse_options
-from .planning.planner import plan
 from .resolve_gpus import ResolvedGpus, by_name, by_ordinal
 
 if TYPE_CHECKING:
@@ -49,8 +48,8 @@ def wrap_command(
         command: the arguments, the program first.
         gpu: index as nvidia-smi shows it.
         ordinal: CUDA's number in this process, after CUDA_VISIBLE_DEVICES, instead of ``gpu``.
-        mode: as for :func:`~safe_gpu.affinity.planning.planner.plan`, over the CPUs that this process may use, or
-            torch's ``NumaOptions``. None binds no CPUs; without ``memory`` the command is returned as it is.
+        mode: as ``affinity`` of a claim, with the same CPUs, or torch's ``NumaOptions``. None binds no CPUs; without
+            ``memory`` the command is returned as it is.
         memory: the policy for the GPU's NUMA node: None, "preferred" (``--preferred``) or "bind" (``--membind``).
         strict: False logs a warning and returns the command as it is where the binding cannot be worked out or the
             check, which it implies, fails; the CPUs stay bound if only the memory policy fails. So does a NumaOptions
@@ -125,13 +124,12 @@ def _near(
     else:
         chosen = by_name(gpu, snapshot)
     topology = read_topology(driver=driver)
-    indices = [place.index for place in topology.gpus]
     own = chosen.gpus[0].index
     nodes, notes = with_memory(topology, memory_nodes(topology, [own]) if memory is not None else ())
-    cpus = None
-    if options is not None:
-        cpus = plan(topology, **options._asdict(), allowed=original_mask(), gpus=indices)[indices.index(own)]
-    return chosen, cpus, nodes, notes
+    if options is None:
+        return chosen, None, nodes, notes
+    shares = claim_shares(topology, options, [own], original_mask())
+    return chosen, shares.cpus, nodes, [*shares.notes, *notes]
 
 
 @cache

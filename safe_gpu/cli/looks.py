@@ -31,7 +31,12 @@ def configure_affinity(parser: argparse.ArgumentParser) -> None:
     cores, each = whole_number("cores", 1), "N physical cores for each GPU"
     add("--min-cores", dest="min_physical_cores", type=cores, default=1, metavar="N", help=f"at least {each}")
     add("--max-cores", dest="max_physical_cores", type=cores, metavar="N", help=f"at most {each}")
-    add("--allowed", type=_cpus, metavar="CPULIST", help="plan for these CPUs only, such as 0-15,128-143")
+    add(
+        "--allowed",
+        type=_cpus,
+        metavar="CPULIST",
+        help="as if this process might use these CPUs only, such as 0-15,128-143",
+    )
     add("--of", type=process_id, metavar="PID", help="report where this process runs instead")
     add_which_gpus(
         parser,
@@ -62,7 +67,7 @@ def _affinity(options: argparse.Namespace) -> int:
         report = placement(options.of, gpus=options.gpu, ordinal=options.ordinal)
         print_json(report.as_dict()) if options.json else print(report)
         return 0
-    from ..affinity import AffinityOptions, affinity_json, affinity_table, plan, read_topology
+    from ..affinity import AffinityOptions, affinity_json, affinity_table, claim_shares, read_topology
     from ..affinity.cpu_shares import usable_cpus
     from ..affinity.node_cpus import node_memory
     from ..affinity.options import doubt_about
@@ -72,10 +77,11 @@ def _affinity(options: argparse.Namespace) -> int:
     modes = AffinityOptions(**{name: getattr(options, name) for name in AffinityOptions._fields})
     with opened_driver() as driver:
         topology = read_topology(None, driver)
-        allowed = usable_cpus(driver) if options.allowed is None else options.allowed
+        mask = usable_cpus(topology, driver) if options.allowed is None else options.allowed & topology.cpus
         memory = node_memory(topology.nodes, driver)
         shown = _shown(options, driver)
-    shares = plan(topology, **modes._asdict(), allowed=allowed)  # among all GPUs of the host, whichever are shown
+    # What a claim of each GPU alone is bound to.
+    shares = [claim_shares(topology, modes, [gpu.index], mask).cpus for gpu in topology.gpus]
     if options.json:
         print_json(affinity_json(topology, modes, shares, memory, shown))
         return 0

@@ -45,7 +45,7 @@ def cpu_mask(host: CheckedHost, snapshot: HostSnapshot) -> Finding:
         gpu = by_uuid.get(place.uuid)
         if gpu is None or not place.source:
             continue  # it is not known which CPUs are next to it
-        near = topology.node_set(place)
+        near = topology.unisolated(topology.node_set(place))
         if not near & mask:
             remote.append(gpu)
         elif near - mask:

@@ -131,6 +131,11 @@ class SysfsTree(Files):
         listed = parse_cpulist(self.text(f"{_CPU}/online")) or present
         return present & listed
 
+    def isolated_cpus(self) -> frozenset[int]:
+        """Return the CPUs that the scheduler leaves alone (isolcpus=, isolated partitions of cpusets): it does not
+        spread the threads of a process over them."""
+        return parse_cpulist(self.text(f"{_CPU}/isolated")) or frozenset()
+
     def cores(self, online: frozenset[int]) -> tuple[frozenset[int], ...]:
         """Return the hardware threads of each physical core, by lowest CPU; each group is read once."""
         return _partition(online, lambda cpu: self.siblings(cpu, "core_cpus", "thread_siblings"))

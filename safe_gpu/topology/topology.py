@@ -48,6 +48,11 @@ class GpuLocality:
     pci_bus_id: str = ""
     source: str = ""
 
+    @property
+    def is_known(self) -> bool:
+        """Whether it is known which CPUs are next to it."""
+        return self.numa_node is not None or bool(self.node_cpus)
+
     def __post_init__(self) -> None:
         for name in ("node_cpus", "socket_cpus"):
             object.__setattr__(self, name, _cpu_set(name, getattr(self, name) or ()))
@@ -66,6 +71,7 @@ class HostTopology:
         distances: ``{a: {b: relative distance from node a to b}}``, 10 is local; {} if the kernel does not tell.
         gpus: the GPUs of the host in index order.
         memoryless: the nodes that have no memory.
+        isolated: CPUs over which the kernel does not spread threads (isolcpus=).
 
     Raises:
         GPUAffinityError: a field has the wrong type.
@@ -79,6 +85,7 @@ class HostTopology:
     distances: Mapping[int, Mapping[int, int]] = field(default_factory=dict)
     gpus: Sequence[GpuLocality] = ()
     memoryless: frozenset[int] = frozenset()
+    isolated: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         shapes: dict[str, Callable[[Any], object]] = {
@@ -90,6 +97,7 @@ class HostTopology:
             "distances": lambda rows: {node: dict(row) for node, row in rows.items()},
             "gpus": tuple,
             "memoryless": lambda nodes: _cpu_set("memoryless", nodes),
+            "isolated": lambda cpus: _cpu_set("isolated", cpus),
         }
         for name, shaped in shapes.items():
             try:
@@ -136,6 +144,10 @@ class HostTopology:
         if gpu.numa_node is None:
             return self.cpus
         return self.nodes.get(gpu.numa_node, frozenset()) & self.cpus
+
+    def unisolated(self, cpus: frozenset[int]) -> frozenset[int]:
+        """Return the CPUs that are not isolated; all of them if all are, as a mask of isolated CPUs is on purpose."""
+        return cpus - self.isolated or cpus
 
     def node_of(self, gpu: GpuLocality) -> int | None:
         """Return the NUMA node of a GPU: ``numa_node`` if it is given, else derived from ``node_cpus``; None is
@@ -238,6 +250,7 @@ def read_topology(fsroot: str | os.PathLike[str] | None = None, driver: GpuLocat
         llc=tree.last_level_caches(online, nodes, packages),
         distances=tree.distances(nodes),
         memoryless=tree.memoryless(nodes),
+        isolated=tree.isolated_cpus() & online,
     )
     return replace(host, gpus=tuple(_located_gpus(tree, host, driver)))
 

@@ -1,11 +1,13 @@
 """Binding by number in real processes: which GPU is meant, what is said, and what child processes know of it."""
 
+import io
 import json
 import os
 import re
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from safe_gpu.affinity.options import AffinityOptions
 from safe_gpu.affinity.planning.enumerations import Mode
 from safe_gpu.cli import main
 from safe_gpu.engines.holder import enter_worker
+from safe_gpu.topology.cpulist import parse_cpulist
 
 pytestmark = needs_two_cpus
 
@@ -138,6 +141,62 @@ def test_a_claim_far_from_its_gpu_warns(four_gpus: Any, in_child: Any, said: Any
     near, far = in_child(child)
     assert near == f"INFO bound 1 thread to CPUs {MASK[0]}"
     assert far.startswith(f"WARNING bound 1 thread to CPUs {MASK[0]}; this process may use none of the CPUs {MASK[1]} ")
+
+
+BOTH = (MASK * 2)[:2]
+FIRST, SECOND = BOTH[:1], BOTH[1:]
+
+
+@pytest.mark.parametrize(
+    ("isolated", "allowed", "mode", "expected"),
+    [
+        ("5000-5001", BOTH, "exclusive", [FIRST, SECOND]),
+        ("5000-5001\0\0", BOTH, "exclusive", [FIRST, SECOND]),
+        ("5000-5001", BOTH, "node", [BOTH, BOTH]),
+        ("5000-5001", FIRST, "exclusive", [FIRST, FIRST]),
+        (f"{BOTH[1]},5001", BOTH, "exclusive", [FIRST, FIRST]),
+        (f"{BOTH[1]},5001", BOTH, "node", [FIRST, FIRST]),
+        (f"{BOTH[0]},{BOTH[1]}", BOTH, "node", [BOTH, BOTH]),
+        (f"{BOTH[0]},5000-5001", FIRST, "node", [FIRST, FIRST]),
+        *[(text, BOTH, "exclusive", [BOTH, BOTH]) for text in ("", "\0", "5000-", "(null)", "0-4294967295")],
+    ],
+)
+def test_all_divide_the_same_cpus(
+    four_gpus: Any, saved_tree: Any, in_child: InChild, isolated: str, allowed: list[int], mode: str, expected: Any
+) -> None:
+    """GPUs 0 and 1 are on a node of four cores, of which this process has the first two."""
+    del four_gpus.gpus[2:]
+    saved_tree.cpus([FIRST, SECOND, (5000,), (5001,)])
+    saved_tree.nodes({0: [*BOTH, 5000, 5001], 1: []})
+    for bus_id in ("0000:01:00.0", "0000:02:00.0"):
+        saved_tree.gpu(bus_id, node=0)
+    saved_tree.write("sys/devices/system/cpu/isolated", isolated)
+    saved_tree.write("sys/devices/system/cpu/nohz_full", f"{BOTH[0]},{BOTH[1]},5000-5001")
+
+    def child() -> Any:
+        os.sched_setaffinity(0, allowed)
+        for gpu in (0, 1):
+            with safe_gpu.GPUOwner(1, safe_gpu.NoPlaceholder(), only=gpu, affinity=mode) as owner:
+                yield sorted(owner.cpus)
+            yield sorted(safe_gpu.bind(gpu, mode=mode).cpus)
+            option = safe_gpu.wrap_command(["true"], gpu=gpu, mode=mode)[1]
+            yield sorted(parse_cpulist(option.partition("=")[2]) or ())
+            out = io.StringIO()
+            words = ["affinity", "--json", "--mode", mode, "--allowed", ",".join(map(str, allowed))]
+            with redirect_stdout(out):
+                assert main(words) == 0
+            yield sorted(parse_cpulist(json.loads(out.getvalue())["gpus"][gpu]["cpus"]) or ())
+
+    found = in_child(lambda: list(child()))
+    assert found == [expected[0]] * 4 + [expected[1]] * 4
+
+
+def test_a_node_without_its_isolated_cpus(four_gpus: Any, saved_tree: Any, in_child: InChild) -> None:
+    saved_tree.nodes({0: BOTH, 1: []})
+    for isolated, cpus in ((str(BOTH[1]), FIRST), (f"{BOTH[0]},{BOTH[1]}", BOTH)):
+        saved_tree.write("sys/devices/system/cpu/isolated", isolated)
+        assert in_child(lambda: sorted(safe_gpu.bind(node=0).cpus)) == cpus
+        assert in_child(lambda: sorted(safe_gpu.set_affinity(0, 1))) == cpus
 
 
 # What is not as it was asked for is a warning, whoever asks: one in a container that refuses memory policies, one next

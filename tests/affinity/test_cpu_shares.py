@@ -67,6 +67,40 @@ def test_shares_are_of_the_host_and_cut_to_the_mask(
     assert found.notes == notes
 
 
+@pytest.mark.parametrize(
+    ("shape", "isolated", "mode", "gpu", "mask", "share", "remote"),
+    [
+        (TWO_ON_ONE, "4-7", "exclusive", 0, "0-3", "0-1", False),
+        (TWO_ON_ONE, "4-7", "exclusive", 1, "0-3", "2-3", False),
+        (TWO_ON_ONE, "0-1", "unique_interleaved", 1, "0-7", "3,5,7", False),
+        (TWO_ON_ONE, "4-7", "node", 1, "0-7", "0-3", False),
+        (TWO_ON_ONE, "4-7", "socket", 1, "0-7", "0-3", False),
+        (ONE_EACH, "6-7", "node", 1, "0-7", "4-5", False),
+        # A part of which the mask has nothing: the other CPUs of the node come before the whole mask.
+        (TWO_ON_ONE, "", "exclusive", 1, "0-3", "0-3", False),
+        (ONE_EACH, "", "exclusive", 0, "4-5", "4-5", True),
+        (THREE, "", "exclusive", 1, "1,4-7", "1", False),
+        (THREE, "3", "exclusive", 1, "0,3-7", "0", False),
+        # The whole node of a GPU is isolated, which does not keep claims of the other GPU from their part.
+        (ONE_EACH, "4-7", "exclusive", 0, "0-3", "0-3", False),
+        (ONE_EACH, "4-7", "exclusive", 1, "0-7", "0-3", True),
+        (ONE_EACH, "4-7", "node", 1, "0-7", "0-3", True),
+        # Whose mask has isolated CPUs only was put there on purpose.
+        (ONE_EACH, "4-7", "node", 1, "4-6", "4-6", False),
+        (ONE_EACH, "4-7", "exclusive", 0, "5-7", "5-7", True),
+        (TWO_ON_ONE, "4-7", "node", 0, "6", "6", False),
+        (TWO_ON_ONE, "0-7", "exclusive", 1, "0-7", "4-7", False),
+    ],
+)
+def test_isolated_cpus_are_left_out_before_cores_are_divided(
+    host: MakeHost, shape: Any, isolated: str, mode: str, gpu: int, mask: str, share: str, remote: bool
+) -> None:
+    topology = replace(host(**shape, smt=1), isolated=cpus(isolated))
+    found = claim_shares(topology, AffinityOptions(mode=mode), [gpu], cpus(mask))
+    assert (found.cpus, found.remote) == (cpus(share), remote)
+    assert found.shares == {gpu: cpus(share)}
+
+
 def test_cpus_of_another_node_are_remote(host: MakeHost) -> None:
     topology = host(cores_per_node=2, nodes=2, smt=1, gpu_nodes=[2], distances=True)
     far = {0: {0: 10, 1: 20, 2: 80}, 1: {0: 20, 1: 10, 2: 40}, 2: {0: 80, 1: 40, 2: 10}}
@@ -140,7 +174,7 @@ def test_a_claim_is_bound_and_given_back(small_host: Any, fake_driver: Any, in_c
         seen = []
         for chosen in ([GPUS[0]], [GPUS[1]], GPUS[:2], [GPUS[2]]):
             report = bind_claim(chosen, driver, options=AffinityOptions(mode=mode))
-            assert report.remote == bool(report.notes)
+            assert report.remote == bool(report.notes) != report.as_asked
             seen.append((os.sched_getaffinity(0), report.notes))
             undo_binding()
         return (*seen, os.sched_getaffinity(0))

@@ -115,7 +115,7 @@ def test_a_limited_address_space(child) -> None:
     assert said.startswith("warning limited to 8.0 GiB")
 
 
-def test_a_narrow_mask(fake_gpus) -> None:
+def test_a_narrow_mask(fake_gpus, tmp_path: Path) -> None:
     cpus = sorted(os.sched_getaffinity(0))
     if len(cpus) < 2:
         pytest.skip("needs two CPUs")
@@ -123,12 +123,16 @@ def test_a_narrow_mask(fake_gpus) -> None:
     fake_gpus.write({"node_cpus": near}, {"node_cpus": str(cpus[-1])})
     code = f"import os; os.sched_setaffinity(0, {{int(c) for c in os.environ['MASK'].split(',')}})\n{ASK}"
 
-    def ask(mask: str) -> str:
-        return fake_gpus.python(code, "CPU mask", MASK=mask)
+    def ask(mask: str, root: object = "/") -> str:
+        return fake_gpus.python(code, "CPU mask", MASK=mask, SAFE_GPU_FSROOT=str(root))
 
     assert ask(near).startswith("passed")
     assert "this process may use only some" in ask(str(cpus[-1]))
     assert ask(str(cpus[0])).startswith("warning|GPU 1: this process may use no CPU")
+    for cpu in cpus:
+        (tmp_path / f"sys/devices/system/cpu/cpu{cpu}/topology").mkdir(parents=True)
+    (tmp_path / "sys/devices/system/cpu/isolated").write_text(f"{cpus[0]}\n")
+    assert ask(",".join(map(str, cpus[1:])), tmp_path).startswith("passed")
 
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, whose file a policy must be")

@@ -56,7 +56,7 @@ def affinity_table(
     """Return the plan as a table: GPU, bus, node, CPUs as ranges, physical cores, memory node, source of the GPU's
     place."""
     rows = [_HEADER]
-    notes = []
+    notes = [f"isolated CPUs are left out: {format_cpulist(topology.isolated)}"] if topology.isolated else []
     for gpu, share in _rows(topology, shares, shown):
         found = topology.node_of(gpu)
         node, memory = ("?", "-") if found is None else (str(found), format_cpulist(topology.nearest_memory(found)))

@@ -56,7 +56,8 @@ def plan(
         topology: the host.
         mode, scope, multithreading, balanced, min_physical_cores, max_physical_cores: see
             :class:`~safe_gpu.affinity.options.AffinityOptions`.
-        allowed: CPUs that may be used (taskset, cpuset, a scheduler's binding); None: all online CPUs.
+        allowed: CPUs that may be used (taskset, cpuset, a scheduler's binding); None: all online CPUs. Isolated CPUs
+            are left out, unless there are no others.
         gpus: indices of the GPUs that divide the cores, in order of precedence; None: all GPUs of the host.
 
     Raises:
@@ -74,7 +75,7 @@ def plan(
         raise GPUAffinityError(f"this process may use none of the {len(topology.cpus)} online CPUs")
     if len(set(indices)) < len(indices):
         raise GPUAffinityError(f"a GPU is named twice in gpus={indices}: each GPU takes one share")
-    shares = _Planner(topology, chosen, usable, wishes).shares() if chosen else []
+    shares = _Planner(topology, chosen, topology.unisolated(usable), wishes).shares() if chosen else []
     for gpu, share in zip(chosen, shares, strict=True):
         if not share:
             raise GPUAffinityError(f"no physical core is left for GPU {gpu.index} with mode {wishes.mode}")
@@ -83,8 +84,7 @@ def plan(
 
 def is_remote(topology: HostTopology, gpu: GpuLocality, share: frozenset[int]) -> bool:
     """Return whether a share has no CPU on the GPU's own node; False if that node is unknown."""
-    known = gpu.numa_node is not None or gpu.node_cpus
-    return bool(known) and share.isdisjoint(topology.node_set(gpu))
+    return gpu.is_known and share.isdisjoint(topology.node_set(gpu))
 
 
 class _Planner:

@@ -8,17 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ..topology.topology import GpuLocality, HostTopology, read_topology
-    from .binding import BindingReport, PartReport, bind_process, original_mask, undo
-    from .cpu_shares import (
-        ClaimShares,
-        bind_claim,
-        bind_near,
-        claim_shares,
-        memory_nodes,
-        nodes_of_cpus,
-        split_share,
-        undo_binding,
-    )
+    from .binding import BindingReport, PartReport, bind_process, undo
+    from .cpu_shares import ClaimShares, claim_shares, split_share
     from .gpu_affinity import set_affinity
     from .numactl import wrap_command
     from .observed.placement_report import PlacementReport
@@ -27,28 +18,25 @@ if TYPE_CHECKING:
     from .planning.enumerations import Mode, Multithreading, Scope
     from .planning.plan_text import affinity_json, affinity_table
     from .planning.planner import plan
-    from .resolve_gpus import visible_indices
 
 __all__ = [
     "AffinityOptions", "BindingReport", "ClaimShares", "GpuLocality", "HostTopology", "Mode", "Multithreading",
-    "PartReport", "PlacementReport", "Scope", "affinity_json", "affinity_table", "bind_claim", "bind_near",
-    "bind_process", "claim_shares", "memory_nodes", "nodes_of_cpus", "original_mask", "parse_options", "placement",
-    "plan", "read_topology", "set_affinity", "split_share", "undo", "undo_binding", "visible_indices", "wrap_command",
+    "PartReport", "PlacementReport", "Scope", "affinity_json", "affinity_table", "bind_process", "claim_shares",
+    "parse_options", "placement", "plan", "read_topology", "set_affinity", "split_share", "undo", "wrap_command",
 ]  # fmt: skip
 
 # The module of each public name, as a relative module name without its first dot.
 _HOMES = {
-    "binding": "BindingReport PartReport bind_process original_mask undo",
+    "binding": "BindingReport PartReport bind_process undo",
     "planning.enumerations": "Mode Multithreading Scope",
     "planning.planner": "plan",
     "planning.plan_text": "affinity_json affinity_table",
     "gpu_affinity": "set_affinity",
     "numactl": "wrap_command",
-    "resolve_gpus": "visible_indices",
     "options": "AffinityOptions parse_options",
     "observed.placement_report": "PlacementReport",
     "observed.placements": "placement",
-    "cpu_shares": ("ClaimShares bind_claim bind_near claim_shares memory_nodes nodes_of_cpus split_share undo_binding"),
+    "cpu_shares": "ClaimShares claim_shares split_share",
     ".topology.topology": "GpuLocality HostTopology read_topology",
 }
 

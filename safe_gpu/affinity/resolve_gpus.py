@@ -9,18 +9,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from ..errors import GPUAffinityError
+from ..gpus.devices import Gpu, HostSnapshot, are_mixed
 from ..gpus.vendors import VENDORS
 from ..runtimes.visible_devices import read_visible, visible_variables
 from ..selection.gpu_names import names_device
 from ..selection.values import parse_names
 from ..wording.text import gpu_ranges
-
-if TYPE_CHECKING:
-    from ..gpus.devices import Gpu, HostSnapshot
-
 
 BOUND = "SAFE_GPU_BOUND"
 """The variable that holds the UUIDs of the GPUs next to which a process was bound by number. Children inherit it."""
@@ -104,10 +101,10 @@ def visible(snapshot: HostSnapshot, environ: Mapping[str, str]) -> ResolvedGpus:
     has_order = VENDORS[snapshot.vendor].library == "CUDA"
     order = environ.get("CUDA_DEVICE_ORDER") if has_order else "PCI_BUS_ID"
     visible_limit = read_visible(environ, snapshot)
-    models = {gpu.name for gpu in snapshot.physical if not gpu.lost}
     doubt = visible_limit.doubt if visible_limit is not None else ""
     counted = visible_limit is None or visible_limit.uses_indices
-    if counted and not doubt and len(models) > 1 and order != "PCI_BUS_ID":
+    mixed = are_mixed(gpu for gpu in snapshot.physical if not gpu.lost)
+    if counted and not doubt and mixed and order != "PCI_BUS_ID":
         doubt = "the GPUs of this host are of different models; set CUDA_DEVICE_ORDER=PCI_BUS_ID"
     if visible_limit is None:
         return ResolvedGpus(tuple(gpu for gpu in snapshot.physical if not gpu.lost), "", doubt)
@@ -117,16 +114,6 @@ def visible(snapshot: HostSnapshot, environ: Mapping[str, str]) -> ResolvedGpus:
             f"{visible_limit.name}={visible_limit.value} shows no GPU of this host, which has {len(snapshot.physical)}"
         )
     return ResolvedGpus(found, f"all that {visible_limit.name}={visible_limit.value} shows", doubt)
-
-
-def visible_indices(snapshot: HostSnapshot, visible_devices: str | None) -> list[int]:
-    """Return the indices of the GPUs in CUDA_VISIBLE_DEVICES, in its order; a MIG instance counts as its GPU.
-
-    Raises:
-        GPUAffinityError: it names no GPU of this host.
-    """
-    environ = {} if visible_devices is None else {"CUDA_VISIBLE_DEVICES": visible_devices}
-    return [gpu.index for gpu in visible(snapshot, environ).gpus]
 
 
 def remember(gpus: Iterable[Gpu]) -> None:

@@ -292,6 +292,11 @@ class GpuVerdict(NamedTuple):
         return since is not None and now - since >= FIRST_MINUTE and listed and gpu.processes == ()
 
 
+def are_mixed(gpus: Iterable[Gpu]) -> bool:
+    """Return whether GPUs are known to be of different models; one without a name counts as none."""
+    return len({gpu.name for gpu in gpus if gpu.name}) > 1
+
+
 def vendor_of(uuid: str) -> str:
     """Return the vendor of the GPU with this UUID, by its table's grammars; the first if none fits.
 

@@ -4,6 +4,7 @@ A vendor is also a driver in ``drivers``, a library in ``runtimes``, and the gra
 ``runtimes.visible_devices``, which is chosen by ``library``.
 """
 
+import re
 from typing import NamedTuple
 
 
@@ -71,8 +72,9 @@ VENDORS = {
         install="install the NVIDIA driver and nvidia-ml-py",
         pass_in="pass GPUs into the container (docker run --gpus all), or see nvidia-smi",
         is_slow="turn persistence mode on: start nvidia-persistenced, or `nvidia-smi -pm 1` as root",
-        no_library="install the driver's CUDA library of the same version as the kernel module; on NVSwitch hosts "
-        "start nvidia-fabricmanager; see dmesg",
+        no_library="install the driver's CUDA library of the same version as the kernel module, and load nvidia_uvm; "
+        "on NVSwitch hosts start nvidia-fabricmanager; with confidential computing set the ready state (nvidia-smi "
+        "conf-compute -srs 1); see dmesg",
         log="Xid",
         recover="look for Xid in dmesg, then `nvidia-smi -r` as root, or reboot the host",
     ),
@@ -127,3 +129,19 @@ VENDORS = {
 """Key -> row. A claim that chooses no vendor takes the first one here of which the host has GPUs."""
 
 FIRST = next(iter(VENDORS))
+
+# What drivers say where they cannot tell a product name. No product is called so.
+_NO_NAME = re.compile(
+    r"\W|(n/?a|none|unknown)$|.*(\berr(or)?\b|\bfail|\bunable\b|\blost\b|\breset\b|\bblocked\b|\binvalid\b|"
+    r"permission|deprecated|not (available|found|supported))",
+    re.IGNORECASE,
+)
+
+
+def product_name(said: str | None) -> str:
+    """Return what a driver says as the name of a product; "" if it is an error.
+
+    >>> product_name("NVIDIA H200"), product_name("[Unknown Error]")
+    ('NVIDIA H200', '')
+    """
+    return "" if said is None or _NO_NAME.match(said) else said

@@ -128,12 +128,13 @@ class Library:
         """Call cuInit and record the pid of this process.
 
         Raises:
+            CudaCallError: CUDA cannot be initialised.
             CudaInitializedError: this process was forked from one in which CUDA was initialised.
         """
         import ctypes
 
         code = self.ask("cuInit", ctypes.c_uint(0))
-        if code == NOT_INITIALIZED:
+        if code == NOT_INITIALIZED and _forked_from_cuda(self):
             raise CudaInitializedError(self.forked) from self.error("cuInit", code)
         if code != SUCCESS:
             raise self.error("cuInit", code)
@@ -328,12 +329,28 @@ def _forked_from_cuda(library: Library) -> bool:
 
     If safe_gpu did not initialise CUDA in the parent, an inherited descriptor of /dev/nvidia-uvm, which CUDA opens and
     NVML does not, tells it. There is none on WSL2 and Jetson, and a child may have closed it. So a forked process
-    with libcuda mapped forks once more and calls cuInit there: after such a fork it answers NOT_INITIALIZED.
+    with libcuda mapped forks once more and calls cuInit there: after such a fork it answers NOT_INITIALIZED. A driver
+    that does not work answers so too, but also in a process that no fork made.
     """
-    if library.is_forked() or "/dev/nvidia-uvm" in (open_files("self") or {}).values():
+    if library.is_forked():
         return True
     status = (read_start("/proc/self/stat") or b"").rpartition(b")")[2].split()
-    return len(status) > 6 and bool(int(status[6]) & _PF_FORKNOEXEC) and _refuses_in_fork(library)
+    if len(status) < 7 or not int(status[6]) & _PF_FORKNOEXEC:
+        return False
+    if "/dev/nvidia-uvm" in (open_files("self") or {}).values():
+        return True
+    return _refuses_in_fork(library) and not _refuses_anew()
+
+
+def _refuses_anew() -> bool:
+    """Return whether cuInit fails in the same way in a new process."""
+    from .child import ask_child
+
+    try:
+        ask_child("list", os.environ)
+    except NoDriverError as err:
+        return _NAMES[NOT_INITIALIZED] in str(err)
+    return False
 
 
 def _refuses_in_fork(library: Library) -> bool:

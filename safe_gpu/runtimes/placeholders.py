@@ -380,11 +380,16 @@ tensorflow_placeholder = TensorflowPlaceholder()
 # What the errors mean that CUDA, HIP and the frameworks raise when a placeholder fails: a pattern in the text of the
 # error, over one line or more, and indented the likely cause. The first match counts.
 _CAUSES = r"""
-CUDA_ERROR_NOT_INITIALIZED|forked subprocess|initialization error|InitializationError
-    this process was probably forked from one in which CUDA was initialised: start it with the 'spawn' method
+forked subprocess
+    this process was forked from one in which CUDA was initialised: start it with the 'spawn' method
+CUDA_ERROR_NOT_INITIALIZED|initialization error|InitializationError|driver initialization failed
+    the NVIDIA driver cannot start CUDA: see dmesg, and load its module nvidia_uvm (nvidia-modprobe -u as root)
 DEVICE_UNAVAILABLE|DevicesUnavailable|busy or unavailable
-    another process holds the GPU in compute mode EXCLUSIVE_PROCESS, or its mode is PROHIBITED: see nvidia-smi and
-    safe-gpu status
+    another process holds the GPU in compute mode EXCLUSIVE_PROCESS, its mode is PROHIBITED, or it must be reset: see
+    nvidia-smi, safe-gpu status and dmesg
+cuInit failed.*([Oo]ut of memory|OUT_OF_MEMORY)
+    CUDA gets too little memory of the host to start: raise the limit of this process's address space (ulimit -v) or
+    the memory of the job or container
 [Oo]ut of memory|OUT_OF_MEMORY|MemoryAllocation|RESOURCE_EXHAUSTED
     another process uses most of the GPU's memory, or a limit on this process's address space is too low: see
     safe-gpu status and ulimit -v
@@ -395,24 +400,27 @@ sees 0 GPUs|on the CPU
     this build of the framework may be for CPUs only, or CUDA (HIP on AMD GPUs) was initialised before the claim:
     install the build for it and claim first
 NO_DEVICE|no CUDA-capable device|NoDevice|INVALID_DEVICE|InvalidDevice|[Ii]nvalid device|No CUDA GPUs|sees \d+ GPU
-    CUDA was probably initialised in this process before the claim, which fixes what it sees: claim first
+    CUDA was initialised in this process before the claim, which fixes what it sees (claim first), or
+    CUDA_VISIBLE_DEVICES hides the GPU, or this process may not open /dev/nvidia* (a container needs --gpus)
 STUB_LIBRARY|StubLibrary|is a stub library
     the libcuda.so.1 that was loaded is the CUDA toolkit's stub, which is only for linking: take the directory
     lib64/stubs out of LD_LIBRARY_PATH, and install the NVIDIA driver if this host has none
 SYSTEM_NOT_READY|SystemNotReady|system not yet initialized
-    the GPUs of this host wait for the NVIDIA Fabric Manager: start nvidia-fabricmanager, of the same version as the
-    driver
+    the GPUs of this host wait for the NVIDIA Fabric Manager (start nvidia-fabricmanager, of the same version as the
+    driver) or, with confidential computing, for their ready state (nvidia-smi conf-compute -srs 1 as root)
 SYSTEM_DRIVER_MISMATCH|SystemDriverMismatch|unsupported display driver / cuda driver combination
     libcuda.so.1 and the kernel module are of different versions: after an update of the driver reboot the host or
     reload its modules; in a container remove the CUDA compat package (/usr/local/cuda/compat) from LD_LIBRARY_PATH
 COMPAT_NOT_SUPPORTED|CompatNotSupported|forward compatibility was attempted
-    CUDA's forward compatibility works on data center GPUs only: remove the CUDA compat package
-    (/usr/local/cuda/compat) from LD_LIBRARY_PATH, or update the driver
+    libcuda.so.1 is newer than the kernel module, which works on data center GPUs only: remove the CUDA compat package
+    (/usr/local/cuda/compat) from LD_LIBRARY_PATH, update the driver, or reboot the host if that was done
 INSUFFICIENT_DRIVER|InsufficientDriver|driver version is insufficient|NVIDIA driver on your system is too old|
 Found no NVIDIA driver
-    the versions of the NVIDIA driver and the CUDA libraries do not match: see safe-gpu doctor
+    the versions of the NVIDIA driver and the CUDA libraries do not match, or this process sees no driver (a container
+    needs --gpus): see safe-gpu doctor
 ERROR_UNKNOWN|OPERATING_SYSTEM|unknown error
-    the driver is in a bad state, or its nvidia-uvm module is not loaded (nvidia-modprobe -u): see dmesg
+    the driver is in a bad state, its nvidia-uvm module is not loaded (nvidia-modprobe -u), or a container has lost
+    /dev/nvidia* (start it again): see dmesg
 ERROR_MPS_|ErrorMps
     the MPS server of this GPU refused or failed: see the log of its control daemon
 ECC_UNCORRECTABLE|ECCUncorrectable|[Uu]ncorrectable|NVLINK_UNCORRECTABLE|HARDWARE_STACK|ERROR_CONTAINED
@@ -427,7 +435,8 @@ hipErrorOutOfMemory|[Oo]ut of memory|hipErrorRuntimeMemory
     another process uses most of the GPU's memory, or a limit on this process's address space is too low: see
     safe-gpu status and ulimit -v
 hipErrorNotInitialized|initialization error
-    this process was probably forked from one in which HIP was initialised: start it with the 'spawn' method
+    the amdgpu driver cannot start HIP (see dmesg), or this process was forked from one in which HIP was initialised
+    (start it with the 'spawn' method)
 /dev/kfd|/dev/dri|HSA_STATUS_ERROR_OUT_OF_RESOURCES
     ROCm could not open the GPUs: the user needs read and write access to /dev/kfd and /dev/dri/renderD* (join the
     groups that own them, render and video, and log in again), and a container needs --device=/dev/kfd

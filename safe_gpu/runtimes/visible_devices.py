@@ -47,14 +47,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from ..errors import UnsatisfiableRequestError
+from ..gpus.devices import Gpu, HostSnapshot, are_mixed
 from ..gpus.vendors import VENDORS
 from ..gpus.visible import HIERARCHY, MASK, PCI_ORDER, VisibleLimit
-
-if TYPE_CHECKING:
-    from ..gpus.devices import Gpu, HostSnapshot
 
 ROCR, HIP, CUDA = "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"
 
@@ -157,7 +154,7 @@ def _doubt_about_numbers(highest: int, chosen: Sequence[Gpu], snapshot: HostSnap
     lost = next((gpu.index for gpu in snapshot.physical if gpu.lost), None)
     if lost is not None and highest >= lost:
         return f"GPU {lost} is lost, and from that index on CUDA's numbers differ from those of nvidia-smi"
-    if chosen and device_order != "PCI_BUS_ID" and len({gpu.name for gpu in usable}) > 1:
+    if chosen and device_order != "PCI_BUS_ID" and are_mixed(usable):
         return (
             "the GPUs of this host are of different models, and without CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA numbers "
             "the fastest first"
@@ -329,7 +326,7 @@ def read_level_zero(environ: Mapping[str, str], snapshot: HostSnapshot) -> Visib
     doubt = ""
     if not hierarchy and max(tiles.values(), default=1) > 1:
         doubt = f"without {HIERARCHY} it depends on the driver whether its numbers are those of cards or of tiles"
-    elif len({gpu.name for gpu in listed}) > 1 and environ.get(PCI_ORDER) != "1" and len(uuids) < len(listed):
+    elif are_mixed(listed) and environ.get(PCI_ORDER) != "1" and len(uuids) < len(listed):
         doubt = f"the GPUs of this host are of different models, and without {PCI_ORDER}=1 their order is the driver's"
     return VisibleLimit(value, tuple(uuids), bool(doubt), True, doubt, name=MASK, library="Level Zero")
 

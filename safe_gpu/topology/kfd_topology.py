@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import NamedTuple
 
+from ..gpus.vendors import product_name
 from .sysfs import PCI, Files
 
 _NODES = "sys/class/kfd/kfd/topology/nodes"
@@ -162,7 +163,7 @@ def _memory(files: Files, node: Node, bus_id: str, *, shared: bool) -> int | Non
 
 
 def _name(files: Files, node: Node, bus_id: str) -> str:
-    name = files.text(f"{PCI}/{bus_id}/product_name")
+    name = product_name(files.text(f"{PCI}/{bus_id}/product_name"))
     if name and name.isprintable():
         return name[:80]
     target = node.properties.get("gfx_target_version", 0)

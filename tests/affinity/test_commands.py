@@ -20,9 +20,8 @@ from safe_gpu.affinity.numactl import numactl_options, wrap_command
 from safe_gpu.affinity.options import AffinityOptions, parse_options
 from safe_gpu.affinity.planning.plan_text import affinity_json, affinity_table, node_table
 from safe_gpu.affinity.planning.planner import plan
-from safe_gpu.affinity.resolve_gpus import visible_indices
 from safe_gpu.errors import GPUAffinityError
-from safe_gpu.gpus.devices import Gpu, HostSnapshot
+from safe_gpu.gpus.devices import Gpu
 from safe_gpu.topology.topology import HostTopology, read_topology
 
 # set_affinity
@@ -104,12 +103,6 @@ def test_errors_have_the_numbers_in_them(
     with pytest.raises(GPUAffinityError, match=names):
         set_affinity(*arguments, **options)
     assert sorted(os.sched_getaffinity(0)) == MASK
-
-
-def test_a_mig_instance_counts_as_its_gpu() -> None:
-    snapshot = HostSnapshot((Gpu(0, "GPU-a", mig_enabled=True), Gpu(0, "MIG-1", mig_parent="GPU-a"), Gpu(1, "GPU-b")))
-    assert visible_indices(snapshot, "MIG-1") == [0]
-    assert visible_indices(snapshot, None) == [0, 1]
 
 
 # numactl

@@ -1,5 +1,6 @@
 """What every driver promises, asked of each with the same words."""
 
+import html
 import os
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -10,7 +11,8 @@ from support.forks import in_child
 
 from safe_gpu.drivers import open_driver, pci
 from safe_gpu.drivers.base import Driver
-from safe_gpu.gpus.devices import Gpu, ProcessKind
+from safe_gpu.gpus.devices import Gpu, ProcessKind, are_mixed
+from safe_gpu.gpus.vendors import product_name
 
 HIDDEN = 4_000_000  # above every pid that Linux gives
 MEMORY = 512 << 20
@@ -102,6 +104,34 @@ def test_an_idle_host(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     assert bench.driver.snapshot() == snapshot, "nothing changes by itself"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert bench.driver.snapshot() == snapshot, "visibility is of no concern"
+
+
+NO_NAMES = (
+    *("[Unknown Error]", "Unknown Error", "ERR!", "[N/A]", "N/A", "[GPU is lost]", "GPU is lost", "None", "Unknown"),
+    *("[Insufficient Permissions]", "Not Supported", "GPU requires reset", "<error>", "Failed to get name"),
+    "GPU access blocked by the operating system",
+)
+
+
+@pytest.mark.parametrize("said", NO_NAMES)
+@pytest.mark.parametrize("name", ["nvml", "nvidia-smi"])
+def test_an_error_in_place_of_a_product_name_is_no_model(request: Any, fake_gpus: Any, name: str, said: str) -> None:
+    if name == "nvidia-smi":
+        request.getfixturevalue("fake_nvidia_smi")
+    for models, seen in ([said], [""]), (["NVIDIA H200", said], ["NVIDIA H200"] * 2):  # what was told before stays
+        driver = over_fake_gpus(fake_gpus, False, name).driver
+        for model, expected in zip(models, seen, strict=True):
+            told = html.escape(model) if name == "nvidia-smi" else model
+            fake_gpus.write({"name": "NVIDIA H200"}, {"name": told})
+            gpus = driver.snapshot().gpus
+            assert gpus[1].name == expected
+            assert not are_mixed(gpus)
+        driver.close()
+
+
+@pytest.mark.parametrize("name", [f"NVIDIA {one}" for one in ("H200 NVL", "A100-SXM4-80GB MIG 1g.10gb", "T4G", "N1X")])
+def test_names_of_products(name: str) -> None:
+    assert product_name(name) == name
 
 
 @pytest.mark.parametrize("pid", [os.getpid(), HIDDEN], ids=["own", "hidden"])

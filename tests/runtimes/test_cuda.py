@@ -9,6 +9,7 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
+from support import forks
 from support.cuda_host import INITIALIZE, M0, M1, MAP, SLICED, A, B, C, Host, broken_library, in_child, run
 
 from safe_gpu.errors import CudaInitializedError, NoDriverError
@@ -166,8 +167,36 @@ def test_a_driver_that_hangs_in_the_child_is_not_waited_for(host: Host) -> None:
 def test_inherited_device_that_only_cuda_opens_gives_the_fork_away(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "_mapped", lambda: Answers(3))
     monkeypatch.setattr(os, "readlink", lambda path: "/dev/nvidia-uvm")
-    with pytest.raises(CudaInitializedError, match="spawn"):
-        cuda.visible_if_initialized()
+    assert cuda.visible_if_initialized() is None, "no process inherits by a fork what it has opened itself"
+    assert forks.in_fork(cuda.visible_if_initialized)[0] == "CudaInitializedError"
+
+
+@pytest.mark.parametrize(
+    ("asked", "answer"),
+    [
+        ("result = cuda_context.PrimaryContext(0).uuid", 3),
+        ("result = cuda.visible_if_initialized()", None),
+        (in_child("cuda_context.PrimaryContext(0).uuid"), 3),
+        (in_child("cuda.visible_if_initialized()"), None),
+        ("lib.cuInit(0)" + in_child("cuda_context.PrimaryContext(0).uuid"), 3),
+        ("lib.cuInit(0)" + in_child("cuda.visible_if_initialized()"), None),
+    ],
+)
+def test_a_driver_that_starts_in_no_process_is_not_taken_for_a_fork(host: Host, asked: str, answer: int | None) -> None:
+    host.set_options("cuda_init_error=3")
+    found = host.run(f"{MAP}; {asked}")
+    assert (found and found[0]) == (answer and "CudaCallError")
+    if answer:
+        assert "cuInit failed with CUDA_ERROR_NOT_INITIALIZED (3)" in found[1]
+
+
+def test_a_claim_names_the_driver_that_does_not_start(fake_gpus: Any) -> None:
+    fake_gpus.set(1)
+    fake_gpus.options(cuda_init_error=3)
+    name, message, _ = forks.forked(fake_gpus, "out = claim(1)")
+    assert name == "PlaceholderError"
+    assert "nvidia_uvm" in message
+    assert "spawn" not in message
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -214,7 +243,13 @@ finally:
 
 @pytest.mark.parametrize(
     ("code", "name", "advice"),
-    [(34, "CUDA_ERROR_STUB_LIBRARY", "lib64/stubs"), (803, "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH", "reboot")],
+    [
+        (2, "CUDA_ERROR_OUT_OF_MEMORY", "memory of the host"),
+        (3, "CUDA_ERROR_NOT_INITIALIZED", "nvidia_uvm"),
+        (34, "CUDA_ERROR_STUB_LIBRARY", "lib64/stubs"),
+        (802, "CUDA_ERROR_SYSTEM_NOT_READY", "conf-compute -srs 1"),
+        (803, "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH", "reboot"),
+    ],
 )
 def test_a_start_that_fails_comes_with_advice(host: Host, code: int, name: str, advice: str) -> None:
     host.set_options(f"cuda_init_error={code}")

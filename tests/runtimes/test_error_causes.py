@@ -49,8 +49,17 @@ bad state | hipErrorOperatingSystem (304): OS call failed or operation not suppo
 """)
 
 OF_CUDA = table("""
-spawn | cuInit failed with CUDA_ERROR_NOT_INITIALIZED (3)
+nvidia_uvm | cuInit failed with CUDA_ERROR_NOT_INITIALIZED (3): initialization error
+dmesg | cuInit failed with CUDA_ERROR_NOT_INITIALIZED (3)
+nvidia_uvm | CUDA error: initialization error
+nvidia_uvm | CUDA driver initialization failed, you might not have a CUDA gpu.
+dmesg | cudaErrorInitializationError: initialization error
+spawn | Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, you must use the
 EXCLUSIVE_PROCESS | CUDA_ERROR_DEVICE_UNAVAILABLE
+must be reset | cuDevicePrimaryCtxRetain failed with CUDA_ERROR_DEVICE_UNAVAILABLE (46)
+memory of the host | cuInit failed with CUDA_ERROR_OUT_OF_MEMORY (2): out of memory
+memory of the host | cuInit failed: out of memory
+uses most of the GPU | cuMemAlloc failed with CUDA_ERROR_OUT_OF_MEMORY (2): out of memory
 EXCLUSIVE_PROCESS | cudaErrorDevicesUnavailable: CUDA-capable device(s) is/are busy or unavailable
 uses most of the GPU | cudaErrorMemoryAllocation: out of memory
 uses most of the GPU | CUDA out of memory. Tried to allocate 2.00 MiB
@@ -58,14 +67,20 @@ uses most of the GPU | RESOURCE_EXHAUSTED: Out of memory while trying to allocat
 claim first | cuInit failed: no CUDA-capable device is detected
 claim first | cudaErrorInvalidDevice: invalid device ordinal
 claim first | No CUDA GPUs are available
+CUDA_VISIBLE_DEVICES hides | cuInit failed with CUDA_ERROR_NO_DEVICE (100): no CUDA-capable device is detected
+a container needs --gpus | No CUDA GPUs are available
 CPUs only | Torch not compiled with CUDA enabled
 CPUs only | Unknown backend: 'gpu' requested, but no platforms that are instances of gpu are present
 reboot | CUDA_ERROR_SYSTEM_DRIVER_MISMATCH
 stubs | CUDA_ERROR_STUB_LIBRARY
 data center | CUDA_ERROR_COMPAT_NOT_SUPPORTED_ON_DEVICE
+reboot | cuInit failed with CUDA_ERROR_COMPAT_NOT_SUPPORTED_ON_DEVICE (804): forward compatibility was attempted
 do not match | cudaErrorInsufficientDriver
+a container needs --gpus | Found no NVIDIA driver on your system. Please check that you have an NVIDIA GPU
 Fabric Manager | CUDA_ERROR_SYSTEM_NOT_READY: system not yet initialized
+nvidia-smi conf-compute -srs 1 | cuInit failed with CUDA_ERROR_SYSTEM_NOT_READY (802): system not yet initialized
 nvidia-modprobe | CUDA_ERROR_UNKNOWN
+lost /dev/nvidia* | cuInit failed with CUDA_ERROR_UNKNOWN (999): unknown error
 MPS | CUDA_ERROR_MPS_CONNECTION_FAILED
 hardware | CUDA_ERROR_ECC_UNCORRECTABLE
 - | list index out of range
@@ -92,6 +107,7 @@ def test_the_likely_cause(text: str, hint: str) -> None:
     explained = causes.likely_cause(RuntimeError(text))
     assert hint in explained
     assert bool(explained) is bool(hint)
+    assert "spawn" not in explained or "fork" in text or (text, hint) in OF_HIP
     if (text, hint) in OF_HIP:
         assert "nvidia" not in explained.lower()
         assert "CUDA" not in explained

@@ -89,6 +89,11 @@ def test_numbers_on_mixed_gpus(value: str, order: str | None, ambiguous: bool) -
     assert bool(visible_limit.doubt) is ambiguous
 
 
+def test_a_gpu_without_a_name_is_no_other_model() -> None:
+    unnamed = host(*(gpu._replace(name=gpu.name if gpu.index else "") for gpu in alike().gpus))
+    assert not parsed("1", unnamed).ambiguous
+
+
 def test_a_lost_gpu_is_not_counted() -> None:
     below = parsed("0,1", with_lost(2))
     assert (below.uuids, below.ambiguous) == (UUIDS[:2], False)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from ...errors import NoDriverError
 from ...gpus.devices import MIG_IS_ON, ComputeMode, Gpu, GpuProcess, HostSnapshot, ProcessKind, normalize_bus_id
+from ...gpus.vendors import product_name
 from ...host import procfs
 from ...host.programs import TooLate, TooMuch, find_program, output_of
 from ...runtimes.runtime import CUDA
@@ -297,7 +298,8 @@ class NvidiaSmiDriver(Driver):
         figures = (_text(memory, field) for field in ("total", "used", "free"))
         trouble = next((text for text in (uuid, name, mode, display, *figures) if _LOST.search(text)), "")
         if _UUID.fullmatch(uuid):
-            self._known[report.bus_id] = uuid, (_value(name) or "")[:_LONGEST_NAME]
+            known = self._known.get(report.bus_id, ("", ""))[1]
+            self._known[report.bus_id] = uuid, product_name(name)[:_LONGEST_NAME] or known
         gpu = self._identified(index, report.bus_id)
         if trouble or not _UUID.fullmatch(uuid):
             yield _unreachable(gpu, trouble or uuid or "it reports no UUID")
@@ -317,7 +319,7 @@ class NvidiaSmiDriver(Driver):
         for instance in report.instances if report.mig else ():
             uuid, profile = self._listed.get((gpu.uuid, instance.slot), (instance.uuid, ""))
             if _UUID.fullmatch(uuid):
-                name = f"{gpu.name} MIG {profile}".rstrip()
+                name = f"{gpu.name} MIG {profile}".strip()
                 device = gpu._replace(uuid=uuid, name=name, mig_parent=gpu.uuid, mig_instance=instance.slot)
                 yield _with_usage(device, instance.memory, _of_instance(report.processes, instance))
 

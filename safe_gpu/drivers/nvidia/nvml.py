@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from ...errors import MissingPackageError, NoDriverError
 from ...gpus.devices import MIG_IS_ON, ComputeMode, Gpu, GpuProcess, HostSnapshot, ProcessKind
+from ...gpus.vendors import product_name
 from ...host import procfs
 from ...runtimes import libraries
 from ...runtimes.runtime import CUDA
@@ -53,7 +54,7 @@ def _instances(session: Session, parent_lists: _Lists, parent: Gpu) -> Iterator[
         instance = Gpu(
             parent.index,
             uuid,
-            session.ask_or("", "nvmlDeviceGetName", handle) or parent.name,
+            product_name(session.ask_or("", "nvmlDeviceGetName", handle)) or parent.name,
             parent.pci_bus_id,
             parent.numa_node,
             compute_mode=parent.compute_mode,
@@ -347,7 +348,7 @@ class Inventory:
 
     def _read_facts(self, handle: Any, uuid: str) -> Gpu:
         bus_id = self.session.bus_id(handle)
-        name = self.session.ask_or("", "nvmlDeviceGetName", handle)
+        name = product_name(self.session.ask_or("", "nvmlDeviceGetName", handle))
         facts = Gpu(0, uuid, name, bus_id, pci.numa_node(bus_id))
         if name and bus_id:
             self._known.facts[uuid] = facts

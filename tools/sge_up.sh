@@ -10,7 +10,8 @@
 # Settings, from the environment of `up`:
 #   HOSTS=1      execution hosts, 1 or 2
 #   SLOTS=8      slots of the queue all.q on each host
-#   GPUS=4       amount of the consumable "gpu" on each host; it is counted per slot
+#   GPUS=4       amount of the consumable "gpu" on each host, counted per slot, and of "gpus_per_job", counted per job;
+#                each host has the flag "has_gpu", too
 #   JOB_USER     the user for `run`, created if missing (gpujobs); Grid Engine refuses jobs of root
 #   SGE_SCRATCH  directory for pid, configuration and logs (/tmp/safe-gpu-sge)
 #
@@ -84,7 +85,9 @@ record() { printf '%s NONE\n' "${@:2}" >>"$1"; } # "attribute NONE" lines, which
 configure() {
   local conf=$scratch/conf host pe
   rm -rf "$conf" && mkdir -p "$conf"
-  { qconf -sc | grep -v '^#'; echo 'gpu gpu INT <= YES YES 0 0'; } >"$conf/complexes" # YES: consumable, counted per slot
+  # Consumable per slot (YES) and per job; has_gpu is a flag.
+  printf '%s\n' 'gpu gpu INT <= YES YES 0 0' 'gpus_per_job gpj INT <= YES JOB 0 0' 'has_gpu has_gpu BOOL == YES NO FALSE 0' \
+    "$(qconf -sc | grep -v '^#')" >"$conf/complexes"
   qconf -Mc "$conf/complexes"
   # Schedule every second (default: 15 s), and as soon as a job is submitted or ends.
   qconf -ssconf | sed 's/^schedule_interval .*/schedule_interval 0:0:1/; s/^flush_\(submit\|finish\)_sec .*/flush_\1_sec 1/' \
@@ -96,7 +99,7 @@ configure() {
   for host in "${host_names[@]}"; do
     qconf -as "$host"
     if [ "$host" != sgehost ]; then qconf -ah "$host"; fi
-    printf '%s\n' "hostname $host" "complex_values gpu=$gpus" >"$conf/$host"
+    printf '%s\n' "hostname $host" "complex_values gpu=$gpus,gpus_per_job=$gpus,has_gpu=TRUE" >"$conf/$host"
     record "$conf/$host" load_scaling user_lists xuser_lists projects xprojects usage_scaling report_variables
     qconf -Ae "$conf/$host"
   done

@@ -107,7 +107,9 @@ def _run(options: argparse.Namespace) -> int:
             record = command_for_record(options.command)
             owner_of = owner_type(on_wait=line.show, command=record, spelling=CommandLine)
             owner = owner_of(placeholder_fn=NoPlaceholder(), logger=Log(), delegate=True, **arguments)
-        if owner.gpus and not options.quiet and (line.waited or sys.stderr.isatty()):
+        if not owner.gpus and not options.quiet:
+            say("the command starts without a GPU: SAFE_GPU_NB_GPUS=0")
+        elif not options.quiet and (line.waited or sys.stderr.isatty()):
             say(_got(owner, line.seconds if line.waited else None))
         owner.keep_across_exec()
         if options.supervised:
@@ -118,7 +120,9 @@ def _run(options: argparse.Namespace) -> int:
     except UnsatisfiableRequestError as err:
         if options.nb_gpus != "job" or err.value != 0:
             raise
-        os.environ.update(hide_all())  # the job asked for no GPU, so it shall see none
+        if not options.quiet:
+            say(f"the command starts without a GPU: {err}")
+        os.environ.update(hide_all())
         become(path, options.command)
     finally:
         release_gpus()  # also where an exception came before the claim had a name here

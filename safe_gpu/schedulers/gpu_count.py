@@ -7,8 +7,8 @@ per job or per host, and a parallel job has slots on several hosts. :func:`hard_
 
 import os
 import re
-from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..errors import UnsatisfiableRequestError
 from ..host.foreign_files import read_start
@@ -18,12 +18,25 @@ from ..wording.argument_style import ArgumentStyle
 from ..wording.text import plural
 from .job import SCHEDULERS, JobContext, count, current, resource_names
 
+if TYPE_CHECKING:
+    from xml.etree.ElementTree import Element
+
 _MOST_OUTPUT = 4 << 20
 _LONGEST = 300  # characters of a reason
-_BEGIN, _END = "<JB_hard_resource_list>", "</JB_hard_resource_list>"
+_REQUEST_SETS = "JB_request_set_list"  # of Open Cluster Scheduler 9.1, which has none of the other lists
+_LISTS = (
+    *("JB_hard_resource_list", "JB_soft_resource_list", _REQUEST_SETS),
+    *("JB_hard_queue_list", "JB_soft_queue_list", "JB_master_hard_queue_list"),
+)
+_GPU_LIKE = re.compile(
+    r"gpu|cuda|nvidia|geforce|tesla|quadro|radeon|rtx|gtx"
+    r"|(?<![a-z0-9])(?:[apvh]100|[hb]200|mi[1-3][0-9]{2}x?)(?![a-z0-9])",
+    re.IGNORECASE,
+)
 _SLOTS = "[0-9]{1,9}"
-_NUMBERS = {"1", "8", "10"}  # CE_valtype: INT, DOUBLE, RSMAP; a boolean "gpu" picks hosts and counts nothing
-_PER = {"1": "slot", "2": "job"}  # CE_consumable: YES, JOB; Univa's HOST is 3
+_NUMBERS, _FLAG = {"1", "8", "10"}, "5"  # CE_valtype: INT, DOUBLE, RSMAP; BOOL picks hosts and counts nothing
+_PER = {"1": "slot", "2": "job"}  # CE_consumable: YES, JOB; HOST is 3
+_MASTER, _SLAVE = "1", "2"  # JRS_scope
 
 
 class QstatError(Exception):
@@ -31,7 +44,10 @@ class QstatError(Exception):
 
 
 class ResourceRequest(NamedTuple):
-    """A request for ``amount`` GPUs per slot, per job or per host; ``per`` is "slot", "job" or "host"."""
+    """A request for ``amount`` GPUs per slot, per job or per host; ``per`` is "slot", "job" or "host".
+
+    It is "slave slot" or "slave host" where only the slave tasks of a parallel job get them.
+    """
 
     amount: float
     per: str
@@ -75,9 +91,12 @@ def ask_qstat(environ: Mapping[str, str], job_id: str, *, patience: float = 10.0
     if limit := re.search(r"<CE_name>h_rt</CE_name>(?:(?!<CE_name>).)*?<CE_doubleval>([0-9]+)", text, re.DOTALL):
         _run_times[job_id] = int(limit[1])
     request = hard_request(text, resource_names(environ))
-    number = 0 if request is None else here(request, slots(environ))
+    if request is None:
+        return 0
+    number = here(request, slots(environ))
     if number is None:
-        raise QstatError("it is not known how many slots of the job are on this host")
+        unknown = "slots of the job" if request.per == "slot" else "slave tasks of the job"
+        raise QstatError(f"it is not known how many {unknown} are on this host")
     return number
 
 
@@ -113,44 +132,82 @@ def with_end(environ: Mapping[str, str], job: JobContext, *, ask: bool) -> JobCo
 
 
 def hard_request(xml: str, names: Iterable[str]) -> ResourceRequest | None:
-    """Return the request for GPUs in the hard requests of an answer of ``qstat -j JOB -xml``; None if there is none.
+    """Return the request for GPUs in an answer of ``qstat -j JOB -xml``; None if the job asked for none.
 
-    Only the list of hard requests is parsed, because some versions write broken XML in other parts (job names,
-    environments). The first of ``names`` that was requested counts.
+    The first of ``names`` that was requested as a number counts. The master task's request set is for one task, on the
+    host of the job's script. That of the slave tasks precedes it.
 
     Raises:
-        QstatError: the list is not valid XML.
+        QstatError: a list is not valid XML; or the job speaks of GPUs in a resource, a queue or a parallel environment
+            and gives no number, as with a flag, a soft request, or a name that is not in ``names``.
+    """
+    names = [name.lower() for name in names]
+    found = {}
+    spoken = [f"-pe {pe}" for pe in re.findall("<JB_pe>([^<]{1,99})</JB_pe>", xml) if _GPU_LIKE.search(pe)]
+    for tag, scope, entries in _request_lists(xml):
+        for entry in entries:
+            name, text = entry.findtext("CE_name") or entry.findtext("QR_name") or "", entry.findtext("CE_stringval")
+            kind, amount = entry.findtext("CE_valtype", "1"), _number(entry.findtext("CE_doubleval"), text)
+            if kind == _FLAG and amount == 0:  # wants a host without
+                continue
+            wanted, _, _ = f"{name}={text}".partition("!")  # -l hostname=!gpu*, -q !gpu.q
+            if name.lower() in names or _GPU_LIKE.search(wanted):
+                spoken.append(f"-q {name}" if text is None else f"-l {name}={text}")
+            if amount is not None and kind in _NUMBERS and tag.endswith("_hard_resource_list"):
+                per = _PER.get(entry.findtext("CE_consumable", "1"), "host")
+                found[name.lower()] = ResourceRequest(amount, {_MASTER: "job", _SLAVE: f"slave {per}"}.get(scope, per))
+    for name in names:
+        if name in found:
+            return found[name]
+    if spoken:
+        raise QstatError(
+            f"{printable(spoken[0][:_LONGEST])} gives no number of GPUs; SAFE_GPU_SGE_RESOURCE=NAME would say which "
+            "resource counts them"
+        )
+    return None
+
+
+def _request_lists(xml: str) -> "Iterator[tuple[str, str, Iterable[Element]]]":
+    """Yield each list of resources or queues: its name, its scope, its entries.
+
+    Nothing else is parsed, because some versions write broken XML in other parts (job names, environments).
+
+    Raises:
+        QstatError: a list is not valid XML.
     """
     from xml.etree import ElementTree
 
-    found = {}
-    for part in xml.split(_END)[:-1]:
-        _, begun, entries = part.partition(_BEGIN)
-        try:
-            root = ElementTree.fromstring(f"{_BEGIN}{entries}{_END}") if begun else ()
-        except ElementTree.ParseError as err:
-            raise QstatError(f"qstat's list of requests cannot be read ({err})") from err
-        for entry in root:
-            amount = _number(entry.findtext("CE_doubleval"), entry.findtext("CE_stringval"))
-            if amount is not None and entry.findtext("CE_valtype", "1") in _NUMBERS:
-                per = _PER.get(entry.findtext("CE_consumable", "1"), "host")
-                found[entry.findtext("CE_name", "").lower()] = ResourceRequest(amount, per)
-    return next((found[name.lower()] for name in names if name.lower() in found), None)
+    for name in _LISTS:
+        for part in xml.split(f"</{name}>")[:-1]:
+            _, begun, entries = part.partition(f"<{name}>")
+            try:
+                root = ElementTree.fromstring(f"<{name}>{entries}</{name}>") if begun else ()
+            except ElementTree.ParseError as err:
+                raise QstatError(f"qstat's list of requests cannot be read ({err})") from err
+            if name != _REQUEST_SETS:
+                yield name, "", root
+                continue
+            for request_set in root:
+                scope = request_set.findtext("JRS_scope", "")
+                yield from ((entries.tag, scope, entries) for entries in request_set)
 
 
 def here(request: ResourceRequest, slots: Slots) -> int | None:
     """Return a request as a number of GPUs on this host; None if it depends on the number of slots and that is not
     known.
 
-    A request per job counts on the host where the job's script runs, and nowhere else.
+    A request per job counts on the host where the job's script runs, and nowhere else. There the number of slave tasks
+    depends on ``job_is_first_task`` of the parallel environment, which qstat does not show.
 
     >>> here(ResourceRequest(1.0, "slot"), Slots(4, True))
     4
     """
-    if request.per == "slot":
+    if request.per.startswith("slave") and slots.master is not False:
+        return None
+    if request.per.endswith("slot"):
         return None if slots.number is None else int(request.amount * slots.number + 0.5)
     if request.per == "job" and not slots.master:
-        return 0
+        return None if slots.master is None else 0
     return int(request.amount + 0.5)
 
 
@@ -206,7 +263,6 @@ def _read(path: str) -> str:
     return (read_start(path, 1 << 20) or b"").decode(errors="replace")
 
 
-_WAY_OUT = "set SAFE_GPU_NB_GPUS=N, or write the number of GPUs instead of job"
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 
 
@@ -234,17 +290,18 @@ def number_for_job(
             f"SAFE_GPU_NB_GPUS={own!r} is not a number of GPUs: set it to a whole number from 1 up, or unset it",
             value=own,
         )
+    way_out = f"set SAFE_GPU_NB_GPUS=N, or write {spelling.setting('nb_gpus', 'N')}"
     context = current(environ)
     if context.scheduler is None:
         raise UnsatisfiableRequestError(
             f"{spelling.setting('nb_gpus', spelling.value('job'))} takes the number that the batch job asked for, and "
-            f"this process is in no batch job: {_WAY_OUT}",
+            f"this process is in no batch job: {way_out}",
             value="job",
         )
     job = f"job {context.job_label or '(of unknown number)'}"
     number, trouble = _declared(environ, context, ask, 10.0)
     if number is None:
-        raise UnsatisfiableRequestError(f"how many GPUs {job} asked for is not known{trouble}: {_WAY_OUT}", value="job")
+        raise UnsatisfiableRequestError(f"how many GPUs {job} asked for is not known{trouble}: {way_out}", value="job")
     ranks = context.local_size or 1
     if number < ranks:
         too_few = (
@@ -252,7 +309,7 @@ def number_for_job(
             "more GPUs"
         )
         too_few = too_few if number else "no GPU on this host: ask its scheduler for some"
-        raise UnsatisfiableRequestError(f"{job} asked for {too_few}, or {_WAY_OUT}", value=number)
+        raise UnsatisfiableRequestError(f"{job} asked for {too_few}, or {way_out}", value=number)
     return number // ranks
 
 

@@ -366,8 +366,23 @@ x=$(safe-gpu run -n 3 -- printenv CUDA_VISIBLE_DEVICES); echo "$x"
 def test_the_number_that_a_job_asked_for(command, ground) -> None:
     line = ("run", "-n", "job", "--visible-as", "uuid", "--", "printenv", "CUDA_VISIBLE_DEVICES")
     assert command.run(*line, env={"SAFE_GPU_NB_GPUS": "3"}).stdout.strip().split(",") == ground.uuids[:3]
-    none = command.run(*line, env={"SAFE_GPU_NB_GPUS": "0"})
-    assert (none.returncode, none.stdout) == (0, "\n")
+
+
+@pytest.mark.parametrize(
+    ("job", "why"),
+    [
+        ({"SAFE_GPU_NB_GPUS": "0"}, "SAFE_GPU_NB_GPUS=0"),
+        ({"SLURM_JOB_ID": "7", "SLURM_GPUS_ON_NODE": "0"}, "job slurm:7 asked for no GPU on this host: ask"),
+        ({"PBS_JOBID": "7", "CUDA_VISIBLE_DEVICES": ""}, "job pbs:7 asked for no GPU on this host: ask"),
+    ],
+)
+def test_a_job_of_no_gpu_starts_its_command_and_says_so(command, job: dict[str, str], why: str) -> None:
+    line = ("-n", "job", "--", "printenv", "CUDA_VISIBLE_DEVICES")
+    done = command.run("run", *line, env=job)
+    assert (done.returncode, done.stdout) == (0, "\n")
+    assert done.stderr.startswith(f"safe-gpu: the command starts without a GPU: {why}")
+    quiet = command.run("run", "-q", *line, env=job)
+    assert (quiet.returncode, quiet.stdout, quiet.stderr) == (0, "\n", "")
 
 
 def test_a_command_line_of_any_length_leaves_a_readable_record(command, ground) -> None:

@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 
 from safe_gpu.claim.arguments.options import read_options
+from safe_gpu.cli.arguments import CommandLine
 from safe_gpu.errors import UnsatisfiableRequestError
 from safe_gpu.schedulers import current, declared_gpus, number_for_job, with_end
 from safe_gpu.schedulers.gpu_count import QstatError, ResourceRequest, Slots, ask_qstat, hard_request, here, slots
 
+Qstat = Callable[..., dict[str, str]]
 SLURM = {"SLURM_JOB_ID": "77"}
 FLUX = {"FLUX_JOB_ID": "ƒABC"}
 
@@ -39,8 +41,8 @@ def qstat_xml(requests: str, job: str = "1234", environment: str = "") -> str:
     <element>
       <JB_job_number>{job}</JB_job_number>
       <JB_owner>gpujobs</JB_owner>
+      <JB_job_name>gpu.sh</JB_job_name>
       {requests}
-      <JB_soft_resource_list>{request("gpus", 7)}</JB_soft_resource_list>
       <JB_env_list><job_sublist><VA_variable>X</VA_variable><VA_value>{environment}</VA_value></job_sublist></JB_env_list>
     </element>
   </djob_info>
@@ -48,19 +50,48 @@ def qstat_xml(requests: str, job: str = "1234", environment: str = "") -> str:
 """
 
 
-def request(name: str, number: float, consumable: int = 1, valtype: int = 1) -> str:
+def request(name: str, value: float | str, consumable: int = 1, valtype: int = 1) -> str:
     return f"""<qstat_l_requests>
           <CE_name>{name}</CE_name>
           <CE_valtype>{valtype}</CE_valtype>
-          <CE_stringval>{number:g}</CE_stringval>
-          <CE_doubleval>{number:f}</CE_doubleval>
+          <CE_stringval>{value if isinstance(value, str) else f"{value:g}"}</CE_stringval>
+          <CE_doubleval>{float(value == "TRUE") if isinstance(value, str) else value:f}</CE_doubleval>
           <CE_relop>0</CE_relop>
           <CE_consumable>{consumable}</CE_consumable>
         </qstat_l_requests>"""
 
 
 def hard(*requests: str) -> str:
-    return f"<JB_hard_resource_list>{''.join(requests)}</JB_hard_resource_list>"
+    return listed("JB_hard_resource_list", *requests)
+
+
+def soft(*requests: str) -> str:
+    return listed("JB_soft_resource_list", *requests)
+
+
+def queue(name: str) -> str:
+    return f"<destin_ident_list><QR_name>{name}</QR_name></destin_ident_list>"
+
+
+def flag(name: str, value: str = "TRUE") -> str:
+    return request(name, value, consumable=0, valtype=5)
+
+
+def listed(name: str, *entries: str) -> str:
+    return f"<{name}>{''.join(entries)}</{name}>"
+
+
+def sets(*lists: str) -> str:
+    """Request sets of Open Cluster Scheduler 9.1, each a list in one scope: global (0), master (1), slave (2)."""
+    parts = (f"<ulong_sublist><JRS_scope>{text[0]}</JRS_scope>{text[1:]}</ulong_sublist>" for text in lists)
+    return listed("JB_request_set_list", *parts)
+
+
+def hard_set(scope: int, *requests: str) -> str:
+    return f"{scope}{listed('JRS_hard_resource_list', *requests)}"
+
+
+GPU_TYPE = request("gpu_type", "a100", consumable=0, valtype=9)
 
 
 @pytest.mark.parametrize(
@@ -123,14 +154,56 @@ def test_no_number_names_the_way_out(environ: dict[str, str], names: list[str]) 
         (hard(request("ngpus", 2, consumable=2), request("h_rt", 100, valtype=3)), ResourceRequest(2, "job")),
         (hard(request("gpus", 1, consumable=3, valtype=10)), ResourceRequest(1, "host")),
         (hard(request("GPU", 4)), ResourceRequest(4, "slot")),
-        (hard(request("gpu_ram", 20)), None),
-        (hard(request("gpu", 1, valtype=5)), None),
+        (hard(GPU_TYPE, request("gpu", 2)) + soft(flag("has_gpu")), ResourceRequest(2, "slot")),
+        (hard(request("gpu", 0)) + listed("JB_hard_queue_list", queue("gpu.q")), ResourceRequest(0, "slot")),
+        (hard(request("h_vmem", 4, valtype=4)) + listed("JB_hard_queue_list", queue("all.q")), None),
+        (hard(flag("gpu", "FALSE")), None),
+        (hard(request("hostname", "!gpu*", 0, 7)) + listed("JB_hard_queue_list", queue("!gpu.q")), None),
         (hard(), None),
         ("", None),
+        (sets(hard_set(0, request("gpu", 2))), ResourceRequest(2, "slot")),
+        (sets(hard_set(0, request("gpu", 2, consumable=2))), ResourceRequest(2, "job")),
+        (sets(hard_set(0, request("gpu", 1, consumable=3, valtype=10))), ResourceRequest(1, "host")),
+        (sets(hard_set(1, request("gpu", 2))), ResourceRequest(2, "job")),
+        (sets(hard_set(1, request("gpu", 2)), hard_set(2, request("gpu", 1))), ResourceRequest(1, "slave slot")),
+        (sets(hard_set(2, request("gpu", 1, consumable=3))), ResourceRequest(1, "slave host")),
+        (sets(hard_set(0, request("h_rt", 60, valtype=3)), "1" + listed("JRS_hard_queue_list", queue("all.q"))), None),
     ],
 )
 def test_hard_request(requests: str, found: ResourceRequest | None) -> None:
     assert hard_request(qstat_xml(requests, environment="a & b <\x01"), ("gpu", "gpus", "ngpus")) == found
+
+
+@pytest.mark.parametrize(
+    ("requests", "word"),
+    [
+        (hard(flag("gpu")), "-l gpu=TRUE"),
+        (hard(flag("has_gpu")), "-l has_gpu=TRUE"),
+        (hard(GPU_TYPE), "-l gpu_type=a100"),
+        (hard(request("gpu_ram", 20)), "-l gpu_ram=20"),
+        (hard(request("v100", 1)), "-l v100=1"),
+        (hard(request("hostname", "gpu*", consumable=0, valtype=7)), "-l hostname=gpu*"),
+        (soft(request("gpus", 7)), "-l gpus=7"),
+        (soft(flag("gpu")), "-l gpu=TRUE"),
+        (listed("JB_hard_queue_list", queue("gpu.q")), "-q gpu.q"),
+        (listed("JB_hard_queue_list", queue("all.q"), queue("GPU@node1")), "-q GPU@node1"),
+        (listed("JB_hard_queue_list", queue("all.q@@gpuhosts")), "-q all.q@@gpuhosts"),
+        (listed("JB_soft_queue_list", queue("long-cuda.q")), "-q long-cuda.q"),
+        (listed("JB_master_hard_queue_list", queue("gpu.q")), "-q gpu.q"),
+        ("<JB_pe>gpu</JB_pe>", "-pe gpu"),
+        (sets(hard_set(0, flag("gpu"))), "-l gpu=TRUE"),
+        (sets(hard_set(2, GPU_TYPE)), "-l gpu_type=a100"),
+        (sets("0" + listed("JRS_soft_resource_list", request("gpu", 1))), "-l gpu=1"),
+        (sets("1" + listed("JRS_hard_queue_list", queue("gpu.q"))), "-q gpu.q"),
+    ],
+)
+def test_gpus_without_a_number(fake_qstat: Qstat, requests: str, word: str) -> None:
+    """They are not known to be none: the claim is refused, and says what the number is missing in."""
+    with pytest.raises(UnsatisfiableRequestError) as caught:
+        number_for_job(fake_qstat(qstat_xml(requests)), spelling=CommandLine)
+    assert caught.value.value == "job"
+    for part in (word, "not known", "set SAFE_GPU_NB_GPUS=N", "-n N", "SAFE_GPU_SGE_RESOURCE=NAME"):
+        assert part in str(caught.value)
 
 
 def test_hard_request_in_a_broken_list() -> None:
@@ -148,6 +221,9 @@ def test_hard_request_in_a_broken_list() -> None:
         (ResourceRequest(2, "job"), Slots(4, True), 2),
         (ResourceRequest(2, "job"), Slots(4, False), 0),
         (ResourceRequest(2, "host"), Slots(None, False), 2),
+        (ResourceRequest(1, "slave slot"), Slots(3, False), 3),
+        (ResourceRequest(1, "slave slot"), Slots(3, True), None),
+        (ResourceRequest(1, "slave host"), Slots(3, False), 1),
     ],
 )
 def test_request_on_this_host(request_: ResourceRequest, granted: Slots, number: int | None) -> None:
@@ -177,9 +253,6 @@ def test_slots_of_a_task_that_qrsh_started(tmp_path: Path) -> None:
     (elsewhere / "config").write_text("pe=mpi\npe_slots=4\nhost_slots=2\n")
     found = [slots({"SGE_JOB_SPOOL_DIR": str(place), "NSLOTS": "4", "NHOSTS": "2"}) for place in (master, elsewhere)]
     assert found == [Slots(2, True), Slots(2, False)]
-
-
-Qstat = Callable[..., dict[str, str]]
 
 
 @pytest.fixture
@@ -232,6 +305,7 @@ def test_slots_ranks_and_a_resource_of_another_name(fake_qstat: Qstat) -> None:
         ({"answer": qstat_xml("", job="12345")}, "job 1234"),
         ({"status": 3}, "exit status 3"),
         ({"answer": qstat_xml("")}, "asked for no GPU on this host"),
+        ({"answer": qstat_xml(sets(hard_set(2, request("gpu", 1))))}, "slave tasks"),
     ],
 )
 def test_qstat_that_does_not_tell(fake_qstat: Qstat, answer: dict[str, object], says: str) -> None:

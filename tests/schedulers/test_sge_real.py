@@ -159,6 +159,34 @@ def test_a_host_that_may_not_ask(sge: GridEngine, room: Any) -> None:
     assert "set SAFE_GPU_NB_GPUS=N" in said
 
 
+@pytest.fixture
+def gpu_queue(sge: GridEngine, room: Any) -> Iterator[str]:
+    """A queue whose name says that its jobs use GPUs."""
+    path = room.path / "gpu.q"
+    path.write_text(sge.cluster.tool("root", "qconf", "-sq", "all.q").stdout.replace("all.q", "gpu.q", 1))
+    sge.cluster.tool("root", "qconf", "-Aq", str(path))
+    yield "gpu.q"
+    sge.end_all()
+    sge.cluster.tool("root", "qconf", "-dq", "gpu.q")
+
+
+def test_gpus_without_a_number_are_not_none(sge: GridEngine, room: Any, gpu_queue: str) -> None:
+    script = room.script("$SAFE_GPU run -n job -- true; echo exit code $?")
+    asked = {
+        "-l has_gpu=TRUE": ("-l", "has_gpu"),
+        "-l has_gpu=TRUE ": ("-soft", "-l", "has_gpu"),
+        f"-q {gpu_queue}": ("-q", gpu_queue),
+        f"-q {gpu_queue}@{HOST1}": ("-q", f"{gpu_queue}@{HOST1}"),
+        f"-q {gpu_queue} ": ("-soft", "-q", gpu_queue),
+    }
+    jobs = {word: sge.submit(*options, script) for word, options in asked.items()}
+    sge.finish(*jobs.values())
+    for word, job in jobs.items():
+        said = sge.output(job)
+        assert "exit code 78" in said
+        assert f"({word.strip()} gives no number of GPUs; SAFE_GPU_SGE_RESOURCE=NAME" in said
+
+
 STARTER = r"""
 case $1 in
   */job_scripts/*) set -- "$SGE_STARTER_SHELL_PATH" "$@" ;;
@@ -199,4 +227,5 @@ def test_starter_method_gives_none_to_jobs_that_declare_none(sge: GridEngine, ro
     sge.finish(job)
     assert [claim["gpus"] for claim in room.verdict()] == [[]]
     assert "visible: <>" in sge.output(job)
+    assert f"starts without a GPU: job sge:{job} asked for no GPU" in sge.output(job)
     assert room.leases(HOST1) == {}

@@ -10,7 +10,7 @@
 # Settings, from the environment of `up`:
 #   HOSTS=1      execution hosts, 1 or 2
 #   SLOTS=8      slots of the queue all.q on each host
-#   GPUS=4       amount of the consumable "gpu" on each host, counted per slot, and of "gpus_per_job", counted per job;
+#   GPUS=4       amount of the consumable "gpu" on each host, counted per slot, and of "ngpus", counted per job;
 #                each host has the flag "has_gpu", too
 #   JOB_USER     the user for `run`, created if missing (gpujobs); Grid Engine refuses jobs of root
 #   SGE_SCRATCH  directory for pid, configuration and logs (/tmp/safe-gpu-sge)
@@ -86,7 +86,7 @@ configure() {
   local conf=$scratch/conf host pe
   rm -rf "$conf" && mkdir -p "$conf"
   # Consumable per slot (YES) and per job; has_gpu is a flag.
-  printf '%s\n' 'gpu gpu INT <= YES YES 0 0' 'gpus_per_job gpj INT <= YES JOB 0 0' 'has_gpu has_gpu BOOL == YES NO FALSE 0' \
+  printf '%s\n' 'gpu gpu INT <= YES YES 0 0' 'ngpus ngpus INT <= YES JOB 0 0' 'has_gpu has_gpu BOOL == YES NO FALSE 0' \
     "$(qconf -sc | grep -v '^#')" >"$conf/complexes"
   qconf -Mc "$conf/complexes"
   # Schedule every second (default: 15 s), and as soon as a job is submitted or ends.
@@ -99,7 +99,7 @@ configure() {
   for host in "${host_names[@]}"; do
     qconf -as "$host"
     if [ "$host" != sgehost ]; then qconf -ah "$host"; fi
-    printf '%s\n' "hostname $host" "complex_values gpu=$gpus,gpus_per_job=$gpus,has_gpu=TRUE" >"$conf/$host"
+    printf '%s\n' "hostname $host" "complex_values gpu=$gpus,ngpus=$gpus,has_gpu=TRUE" >"$conf/$host"
     record "$conf/$host" load_scaling user_lists xuser_lists projects xprojects usage_scaling report_variables
     qconf -Ae "$conf/$host"
   done

@@ -16,7 +16,7 @@ from ..host.procfs import printable
 from ..host.programs import TooLate, TooMuch, find_program, output_of
 from ..wording.argument_style import ArgumentStyle
 from ..wording.text import plural
-from .job import SCHEDULERS, JobContext, count, current, resource_names
+from .job import SCHEDULERS, JobContext, count, current, lines_of_this_host, resource_names
 
 if TYPE_CHECKING:
     from xml.etree.ElementTree import Element
@@ -54,7 +54,7 @@ class ResourceRequest(NamedTuple):
 
 
 class Slots(NamedTuple):
-    """The number of slots of the job on this host (None: unknown), and whether its script runs here."""
+    """The number of slots of the job on this host (None: unknown), and whether its script is known to run here."""
 
     number: int | None
     master: bool
@@ -93,10 +93,14 @@ def ask_qstat(environ: Mapping[str, str], job_id: str, *, patience: float = 10.0
     request = hard_request(text, resource_names(environ))
     if request is None:
         return 0
-    number = here(request, slots(environ))
+    granted = slots(environ)
+    number = here(request, granted)
     if number is None:
-        unknown = "slots of the job" if request.per == "slot" else "slave tasks of the job"
-        raise QstatError(f"it is not known how many {unknown} are on this host")
+        tasks = "slots" if granted.number is None else "slave tasks"
+        doubt = f"it is not known how many {tasks} of the job are on this host"
+        if granted.number is None and (hosts := ", ".join(dict(_hosts(environ)))):
+            doubt = f"this host is {os.uname().nodename}, and the job's host file names {hosts}"
+        raise QstatError(printable(doubt[:_LONGEST]))
     return number
 
 
@@ -202,35 +206,40 @@ def here(request: ResourceRequest, slots: Slots) -> int | None:
     >>> here(ResourceRequest(1.0, "slot"), Slots(4, True))
     4
     """
-    if request.per.startswith("slave") and slots.master is not False:
+    if request.per.startswith("slave") and (slots.master or slots.number is None):
         return None
     if request.per.endswith("slot"):
         return None if slots.number is None else int(request.amount * slots.number + 0.5)
     if request.per == "job" and not slots.master:
-        return None if slots.master is None else 0
+        return None if slots.number is None else 0
     return int(request.amount + 0.5)
 
 
 def slots(environ: Mapping[str, str]) -> Slots:
     """Return the slots of this job on this host. A job without a parallel environment has one slot.
 
-    The host file lists all hosts, the host of the job's script first. A task that ``qrsh -inherit`` started on another
-    host has no host file; the file ``config`` of the execution daemon in the spool directory has the number there.
+    A task that ``qrsh -inherit`` started has a directory of its own in the spool directory of the job, where the host
+    file lies only on the host of the job's script. Elsewhere its NHOSTS is 1, too. The file ``config`` of the execution
+    daemon in the spool directory has the number of slots here.
     """
+    spool = environ.get("SGE_JOB_SPOOL_DIR", "").rstrip("/")
+    hosts = _hosts(environ)
+    if mine := lines_of_this_host([host for host, _ in hosts], environ):
+        return Slots(sum(hosts[line][1] for line in mine), mine[0] == 0)
+    in_task = spool and not re.fullmatch(r"[0-9]+\.[0-9]+", os.path.basename(spool))
+    alone = environ.get("NHOSTS", "1") == "1" and not hosts
+    note = re.search(rf"^host_slots=({_SLOTS})$", _read(f"{spool}/config") if spool else "", re.MULTILINE)
+    master = os.path.exists(f"{spool}/../pe_hostfile") if in_task else alone or note is not None
+    total = note[1] if note else environ.get("NSLOTS", "1") if alone else ""
+    return Slots(int(total) if re.fullmatch(_SLOTS, total) else None, master)
+
+
+def _hosts(environ: Mapping[str, str]) -> list[tuple[str, int]]:
+    """Return the hosts of this job and the slots there, the host of the job's script first; [] if there is no list."""
     spool = environ.get("SGE_JOB_SPOOL_DIR", "")
     hostfile = _read(environ.get("PE_HOSTFILE", "")) or (_read(f"{spool}/../pe_hostfile") if spool else "")
-    lines = [line.split() for line in hostfile.splitlines()]
-    hosts = [(line[0], int(line[1])) for line in lines if len(line) > 1 and re.fullmatch(_SLOTS, line[1])]
-    if hosts:
-        own = {_short(os.uname().nodename), _short(environ.get("HOSTNAME", ""))}
-        numbers = [number for host, number in hosts if _short(host) in own]
-        return Slots(sum(numbers) if numbers else None, bool(numbers) and _short(hosts[0][0]) in own)
-    alone = environ.get("NHOSTS", "1") == "1"
-    note = re.search(rf"^host_slots=({_SLOTS})$", _read(f"{spool}/config") if spool else "", re.MULTILINE)
-    if note:
-        return Slots(int(note[1]), alone)
-    total = environ.get("NSLOTS", "1")
-    return Slots(int(total) if alone and re.fullmatch(_SLOTS, total) else None, alone)
+    lines = [line.split() for line in hostfile.split("\n")]
+    return [(line[0], int(line[1])) for line in lines if len(line) > 1 and re.fullmatch(_SLOTS, line[1])]
 
 
 def _reason(answer: str, error: str) -> str:
@@ -253,10 +262,6 @@ def _number(*texts: str | None) -> float | None:
         if 0 <= amount < 1e6:
             return amount
     return None
-
-
-def _short(host: str) -> str:
-    return host.partition(".")[0].lower()
 
 
 def _read(path: str) -> str:

@@ -7,7 +7,7 @@ do not assign them, so the environment rarely has the number that a job asked fo
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from ..host.foreign_files import read_start
@@ -73,6 +73,24 @@ def words(text: str | None) -> tuple[str, ...] | None:
     ('0', '1')
     """
     return tuple((text or "").replace(",", " ").split()) or None
+
+
+def lines_of_this_host(hosts: Sequence[str], environ: Mapping[str, str]) -> list[int]:
+    """Return the positions of this host in a scheduler's list of hosts; none if they are not known.
+
+    A list of one host is of this one, whatever name the scheduler has for it. In a longer one its own name counts,
+    short or full; ``HOSTNAME`` only where that fits none.
+    """
+    hosts = [host.lower() for host in hosts]
+    if len({*hosts}) == 1:
+        return [*range(len(hosts))]
+    for name in (os.uname().nodename.lower(), environ.get("HOSTNAME", "").lower()):
+        short = name.partition(".")[0]
+        alike = [line for line, host in enumerate(hosts) if host.partition(".")[0] == short]
+        mine = [line for line in alike if hosts[line] == name or "." not in hosts[line] or "." not in name] or alike
+        if mine and len({hosts[line] for line in mine if "." in hosts[line]}) < 2:
+            return mine
+    return []
 
 
 def _slurm(environ: Mapping[str, str]) -> JobContext | None:

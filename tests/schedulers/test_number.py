@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,6 +16,7 @@ from safe_gpu.cli.arguments import CommandLine
 from safe_gpu.errors import UnsatisfiableRequestError
 from safe_gpu.schedulers import current, declared_gpus, number_for_job, with_end
 from safe_gpu.schedulers.gpu_count import QstatError, ResourceRequest, Slots, ask_qstat, hard_request, here, slots
+from safe_gpu.schedulers.job import lines_of_this_host
 
 Qstat = Callable[..., dict[str, str]]
 SLURM = {"SLURM_JOB_ID": "77"}
@@ -230,29 +232,91 @@ def test_request_on_this_host(request_: ResourceRequest, granted: Slots, number:
     assert here(request_, granted) == number
 
 
-def test_slots_of_a_parallel_job_on_this_host(tmp_path: Path) -> None:
-    own = os.uname().nodename.split(".")[0]
-    assert slots({"NSLOTS": "1", "NHOSTS": "1"}) == slots({}) == Slots(1, True)
-    path = tmp_path / "pe_hostfile"
-    environ = {"PE_HOSTFILE": str(path), "NSLOTS": "4", "NHOSTS": "2"}
-    assert slots(environ) == Slots(None, False), "there is no host file"
-    for hosts, found in (
-        ("other 3 all.q@x UNDEFINED\n{own}.site.org 2 all.q@x UNDEFINED\n{own} 1 b.q@x UNDEFINED\n", Slots(3, False)),
-        ("{own} 2 all.q@{own} UNDEFINED\nother 2 all.q@other UNDEFINED\n", Slots(2, True)),
-        ("other 2 all.q@other UNDEFINED\n", Slots(None, False)),
-    ):
-        path.write_text(hosts.format(own=own))
-        assert slots(environ) == found
+def called(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(os, "uname", lambda: SimpleNamespace(nodename=name))
 
 
-def test_slots_of_a_task_that_qrsh_started(tmp_path: Path) -> None:
-    master, elsewhere = tmp_path / "1.host", tmp_path / "host2" / "1.host2"
-    master.mkdir()
-    elsewhere.mkdir(parents=True)
-    (tmp_path / "pe_hostfile").write_text(f"{os.uname().nodename} 2 all.q@x UNDEFINED\nother 2 all.q@y UNDEFINED\n")
-    (elsewhere / "config").write_text("pe=mpi\npe_slots=4\nhost_slots=2\n")
-    found = [slots({"SGE_JOB_SPOOL_DIR": str(place), "NSLOTS": "4", "NHOSTS": "2"}) for place in (master, elsewhere)]
-    assert found == [Slots(2, True), Slots(2, False)]
+@pytest.mark.parametrize(
+    ("name", "hostname", "hosts", "lines"),
+    [
+        ("n1", "", "n1 n2", [0]),
+        ("n2", "", "n1 n2 n2", [1, 2]),
+        ("n1", "", "n1.site.org n2.site.org", [0]),
+        ("n1.site.org", "", "n2 n1", [1]),
+        ("n1", "", "n2 n1.site.org n1", [1, 2]),
+        ("N1.Site.org", "", "n2.site.org n1.SITE.ORG", [1]),
+        ("n1.local", "", "n1.site.org n2.site.org", [0]),
+        ("n1.a.org", "", "n1.a.org n1.b.org", [0]),
+        ("n1", "", "n1.a.org n1.b.org", []),
+        ("n1", "n1.b.org", "n1.a.org n1.b.org", [1]),
+        ("node7", "", "gpu-ib7", [0]),
+        ("node7", "", "gpu-ib7 GPU-IB7", [0, 1]),
+        ("node7", "", "gpu-ib7 gpu-ib8", []),
+        ("node7", "gpu-ib8", "gpu-ib7 gpu-ib8", [1]),
+        ("n2", "n1", "n1 n2", [1]),
+        ("n2", "n1", "", []),
+    ],
+)
+def test_which_host_of_a_list_is_this_one(
+    name: str, hostname: str, hosts: str, lines: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called(monkeypatch, name)
+    assert lines_of_this_host(hosts.split(), {"HOSTNAME": hostname}) == lines
+
+
+TWO_HOSTS = "n1 2 all.q@n1 UNDEFINED\nn2 3 all.q@n2 UNDEFINED\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "environ", "files", "found"),
+    [
+        ("n1", {}, {}, Slots(1, True)),
+        ("n1", {"NSLOTS": "4"}, {}, Slots(4, True)),
+        ("n1", {"NSLOTS": "4", "NHOSTS": "2"}, {}, Slots(None, False)),
+        ("n1", {"NSLOTS": "5", "NHOSTS": "2"}, {"7.1/pe_hostfile": TWO_HOSTS}, Slots(2, True)),
+        ("n2", {"NSLOTS": "5", "NHOSTS": "2"}, {"7.1/pe_hostfile": TWO_HOSTS}, Slots(3, False)),
+        ("m1", {"NSLOTS": "5", "NHOSTS": "2"}, {"7.1/pe_hostfile": TWO_HOSTS}, Slots(None, False)),
+        ("m1", {"NSLOTS": "2", "NHOSTS": "1"}, {"7.1/pe_hostfile": TWO_HOSTS[:25]}, Slots(2, True)),
+        # The execution daemon knows the number whatever the host is called. The script runs in the job's own directory.
+        ("m1", {"NHOSTS": "2"}, {"7.1/pe_hostfile": TWO_HOSTS, "7.1/config": "host_slots=2\n"}, Slots(2, True)),
+        # Tasks of qrsh -inherit: on the script's host, elsewhere, elsewhere with -V.
+        ("n1", {"NSLOTS": "5", "NHOSTS": "2"}, {"7.1/pe_hostfile": TWO_HOSTS, "7.1/1.n1/config": ""}, Slots(2, True)),
+        ("n2", {"NSLOTS": "3", "NHOSTS": "1"}, {"7.1/1.n2/config": "pe_slots=3\nhost_slots=3\n"}, Slots(3, False)),
+        ("n2", {"NSLOTS": "3", "NHOSTS": "1"}, {"7.1/1.n2/config": ""}, Slots(3, False)),
+        ("n2", {"NSLOTS": "3", "NHOSTS": "1", "PE_HOSTFILE": "/nonexistent"}, {"7.1/2.n2/config": ""}, Slots(3, False)),
+        ("m2", {"NHOSTS": "1"}, {"V": TWO_HOSTS, "7.1/2.n2/config": "host_slots=3\n"}, Slots(3, False)),
+    ],
+)
+def test_slots_of_a_job_on_this_host(
+    name: str,
+    environ: dict[str, str],
+    files: dict[str, str],
+    found: Slots,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As Son of Grid Engine 8.1.9 lays out its spool directory and sets its variables."""
+    for path, text in files.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+        if path.endswith("pe_hostfile") or path == "V":
+            environ = {"PE_HOSTFILE": str(tmp_path / path), **environ}
+        environ = {**environ, "SGE_JOB_SPOOL_DIR": str((tmp_path / path).parent)}
+    called(monkeypatch, name)
+    assert slots(environ) == found
+
+
+@pytest.mark.parametrize("consumable", [1, 2])
+def test_a_host_that_its_job_knows_by_no_name(
+    fake_qstat: Qstat, consumable: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not known whether the request is for this host: not none, and the message names both."""
+    (tmp_path / "hosts").write_text(TWO_HOSTS)
+    called(monkeypatch, "node7")
+    environ = fake_qstat(qstat_xml(hard(request("gpu", 1, consumable))))
+    with pytest.raises(UnsatisfiableRequestError, match=r"this host is node7, and .* names n1, n2\)") as caught:
+        number_for_job({**environ, "PE_HOSTFILE": str(tmp_path / "hosts"), "NHOSTS": "2"})
+    assert caught.value.value == "job"
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from ..host.procfs import printable
 from ..host.programs import TooLate, TooMuch, find_program, output_of
 from ..wording.argument_style import ArgumentStyle
 from ..wording.text import plural
-from .job import SCHEDULERS, JobContext, count, current, lines_of_this_host, resource_names
+from .job import SCHEDULERS, JobContext, count, current, lines_of_this_host, resource_names, visible_gpus
 
 if TYPE_CHECKING:
     from xml.etree.ElementTree import Element
@@ -268,9 +268,6 @@ def _read(path: str) -> str:
     return (read_start(path, 1 << 20) or b"").decode(errors="replace")
 
 
-_VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
-
-
 def number_for_job(
     environ: Mapping[str, str], *, ask: bool = True, spelling: type[ArgumentStyle] = ArgumentStyle
 ) -> int:
@@ -278,7 +275,7 @@ def number_for_job(
 
     ``SAFE_GPU_NB_GPUS`` takes precedence and is not divided. Otherwise the GPUs of the job on this host
     (:func:`declared_gpus`) are divided by the number of ranks that a launcher started here, rounding down: ranks work
-    in step, so each gets the same number.
+    in step, so each gets the same number. A rank that its launcher gave GPUs of its own gets these.
 
     Args:
         ask: whether qstat may be run.
@@ -307,7 +304,7 @@ def number_for_job(
     number, trouble = _declared(environ, context, ask, 10.0)
     if number is None:
         raise UnsatisfiableRequestError(f"how many GPUs {job} asked for is not known{trouble}: {way_out}", value="job")
-    ranks = context.local_size or 1
+    ranks = 1 if context.own_list else context.local_size or 1
     if number < ranks:
         too_few = (
             f"{plural(number)} on this host and {ranks} processes were started here: start at most {number}, ask for "
@@ -337,7 +334,8 @@ def _declared(environ: Mapping[str, str], context: JobContext, ask: bool, patien
         except QstatError as err:
             return None, f" ({err})"
     scheduler = next((one for one in SCHEDULERS if one.name == context.scheduler), None)
-    visible = next((environ[name] for name in _VISIBLE if name in environ), None)
-    if scheduler is not None and scheduler.lists_gpus and visible is not None:
-        return len([entry for entry in visible.split(",") if entry.strip() not in ("", "-1", "NoDevFiles")]), ""
-    return None, f" ({scheduler.number} is not set)" if scheduler is not None and scheduler.number else ""
+    if scheduler is None:
+        return None, ""
+    if scheduler.lists_gpus and (visible := visible_gpus(environ)):
+        return None, f" ({plural(visible)} visible to each of {context.local_size} processes may be its own or shared)"
+    return None, f" ({scheduler.number} is not set)" if scheduler.number else ""

@@ -23,8 +23,9 @@ class JobContext(NamedTuple):
         task_id: this task's number in an array.
         local_rank: the rank of this process, from 0, among those that its launcher started on this host.
         local_size: the number of these processes.
-        requested_gpus: the number of GPUs of the job on this host, for all its ranks together, if the environment has
-            it; :func:`~safe_gpu.schedulers.declared_gpus` also asks the scheduler.
+        requested_gpus: the number of GPUs of the job on this host, for all of these processes together, if the
+            environment has it; :func:`~safe_gpu.schedulers.declared_gpus` also asks the scheduler.
+        own_list: whether ``requested_gpus`` are this rank's alone, because its launcher gave each rank a list.
         ends: when the scheduler ends the job, in Unix seconds.
         walltime: for how long the scheduler lets the job run, in seconds.
     """
@@ -35,6 +36,7 @@ class JobContext(NamedTuple):
     local_rank: int | None = None
     local_size: int | None = None
     requested_gpus: int | None = None
+    own_list: bool = False
     ends: int | None = None
     walltime: int | None = None
 
@@ -75,6 +77,27 @@ def words(text: str | None) -> tuple[str, ...] | None:
     return tuple((text or "").replace(",", " ").split()) or None
 
 
+_VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
+# How schedulers write an empty list: Slurm -1 and NoDevFiles, HTCondor 10000 and none.
+_NO_GPU = ("", "-1", "nodevfiles", "10000", "none", "undefined")
+
+
+def gpus_in(text: str) -> int:
+    """Return how many GPUs a list names.
+
+    >>> gpus_in("GPU-1,GPU-2"), gpus_in("NoDevFiles")
+    (2, 0)
+    """
+    return sum(entry.strip().lower() not in _NO_GPU for entry in text.split(","))
+
+
+def visible_gpus(environ: Mapping[str, str]) -> int | None:
+    """Return how many GPUs the variables like CUDA_VISIBLE_DEVICES name; None if none of these is set. If several lists
+    name GPUs, the shortest counts."""
+    lists = [gpus_in(environ[name]) for name in _VISIBLE if name in environ]
+    return min(filter(None, lists), default=0) if lists else None
+
+
 def lines_of_this_host(hosts: Sequence[str], environ: Mapping[str, str]) -> list[int]:
     """Return the positions of this host in a scheduler's list of hosts; none if they are not known.
 
@@ -96,36 +119,51 @@ def lines_of_this_host(hosts: Sequence[str], environ: Mapping[str, str]) -> list
 def _slurm(environ: Mapping[str, str]) -> JobContext | None:
     """Read the variables of Slurm. Those of GPUs exist only if the site has a gres for GPUs and the job asked for some.
     ``SLURM_LOCALID`` is 0 for the batch script and for every process that it starts without srun. The number of ranks
-    is known only in a step."""
+    is known only in a step.
+
+    A job that sbatch submits within a step inherits that step's variables, without its list of visible GPUs.
+    """
     job = count(environ, "SLURM_JOB_ID", "SLURM_JOBID")
     if job is None:
         return None
     array, task = count(environ, "SLURM_ARRAY_JOB_ID"), count(environ, "SLURM_ARRAY_TASK_ID")
     in_array = array is not None and task is not None
-    listed = words(environ.get("SLURM_STEP_GPUS")) or words(environ.get("SLURM_JOB_GPUS"))
+    tasks = _tasks_here(environ)
     requested = count(environ, "SLURM_GPUS_ON_NODE")
+    if requested is None:  # before 20.11
+        name = "SLURM_JOB_GPUS" if tasks is None else "SLURM_STEP_GPUS" if visible_gpus(environ) else ""
+        requested = gpus_in(environ.get(name, "")) or None
     return JobContext(
         "slurm",
         str(array if in_array else job),
         task if in_array else None,
         count(environ, "SLURM_LOCALID"),
-        _tasks_here(environ),
-        len(listed) if requested is None and listed else requested,  # Slurm before 20.11 has no SLURM_GPUS_ON_NODE
+        tasks,
+        requested,
         ends=count(environ, "SLURM_JOB_END_TIME"),  # only of later versions than 22.05
     )
 
 
 def _tasks_here(environ: Mapping[str, str]) -> int | None:
     """Return the entry of this node in ``SLURM_STEP_TASKS_PER_NODE``, a list such as ``2(x3),1`` in the order of the
-    nodes."""
+    nodes.
+
+    None if it is of another job's step. Slurm sets ``SLURM_GTIDS``, the ids of the tasks of this node, for batch
+    scripts too. In a step, ``SLURM_TASKS_PER_NODE`` is the same list.
+    """
+    tasks = words(environ.get("SLURM_GTIDS"))
+    listed = environ.get("SLURM_STEP_TASKS_PER_NODE", "")
+    if tasks is None and environ.get("SLURM_TASKS_PER_NODE", listed) != listed:
+        return None
     node = count(environ, "SLURM_NODEID")
-    for entry in environ.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
+    for entry in listed.split(","):
         match = re.fullmatch(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?", entry.strip())
         if node is None or match is None:
             return None
         node -= int(match[2] or 1)
         if node < 0:
-            return int(match[1]) or None
+            number = int(match[1])
+            return number if number and (tasks is None or len(tasks) == number) else None
     return None
 
 
@@ -156,18 +194,24 @@ def _sge(environ: Mapping[str, str]) -> JobContext | None:
 
 
 def _pbs(environ: Mapping[str, str]) -> JobContext | None:
-    """Read the variables of PBS. ``PBS_NGPUS`` is set by many sites, not by PBS itself. PBS writes the assigned GPUs
-    into a file or into CUDA_VISIBLE_DEVICES. The job's number is "1234.server", in an array "1234[5].server"."""
+    """Read the variables of PBS. ``PBS_NGPUS`` is set by many sites, not by PBS itself. Torque lists the assigned GPUs
+    in a file, one "host-gpu0" on each line; PBS in CUDA_VISIBLE_DEVICES. The job's number is "1234.server", in an array
+    "1234[5].server"."""
     job = environ.get("PBS_JOBID", "").strip()
     match = job and re.fullmatch(r"([0-9]{1,18})(?:\[([0-9]{0,18})\])?(?:\..*)?", job)
     if not match:
         return None
     task = count(environ, "PBS_ARRAY_INDEX", "PBS_ARRAYID")
+    requested = count(environ, "PBS_NGPUS")
+    if requested is None:
+        text = (read_start(environ.get("PBS_GPUFILE", ""), 1 << 20) or b"").decode("utf-8", "replace")
+        gpus = [*dict.fromkeys(re.findall(r"(?m)^(.+)-gpu/?([0-9]+)[ \r]*$", text))]
+        requested = len(lines_of_this_host([host for host, _ in gpus], environ)) or None
     return JobContext(
         "pbs",
         match[1],
         int(match[2]) if task is None and match[2] else task,
-        requested_gpus=count(environ, "PBS_NGPUS"),
+        requested_gpus=requested,
         walltime=count(environ, "PBS_WALLTIME"),  # Torque and PBS Professional
     )
 
@@ -191,13 +235,12 @@ def _flux(environ: Mapping[str, str]) -> JobContext | None:
         return None
     tasks, hosts = count(environ, "FLUX_JOB_SIZE"), count(environ, "FLUX_JOB_NNODES")
     alone = tasks is not None and tasks == hosts
-    listed = environ.get("CUDA_VISIBLE_DEVICES") if alone else None
     return JobContext(
         "flux",
         f"f{match[1]}",
         local_rank=count(environ, "FLUX_TASK_LOCAL_ID"),
         local_size=(tasks or None) if hosts == 1 else 1 if alone else None,
-        requested_gpus=None if listed is None else len([one for one in listed.split(",") if one not in ("", "-1")]),
+        requested_gpus=visible_gpus(environ) if alone else None,
     )
 
 
@@ -254,15 +297,20 @@ SCHEDULERS = (
 # Local rank and local size of each launcher, innermost first: mpirun and srun start torchrun, not the other way round.
 # torchrun is recognised only by both of its variables, because other launchers set LOCAL_RANK too.
 _TORCHRUN = ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
+_HOROVOD = ("HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE")
+_JSRUN = ("JSM_NAMESPACE_LOCAL_RANK", "JSM_NAMESPACE_LOCAL_SIZE")
+_OTHERS = ("LOCAL_RANK", "LOCAL_SIZE")  # DeepSpeed, Accelerate and others
 _LAUNCHERS = (
-    ("HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"),
+    _TORCHRUN,
+    _HOROVOD,
     ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),  # Open MPI
     ("MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),  # MVAPICH2
     ("MPI_LOCALRANKID", "MPI_LOCALNRANKS"),  # MPICH and Intel MPI (Hydra), Platform MPI
     ("PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),  # Cray
-    ("JSM_NAMESPACE_LOCAL_RANK", "JSM_NAMESPACE_LOCAL_SIZE"),  # jsrun
-    ("LOCAL_RANK", "LOCAL_SIZE"),  # DeepSpeed, Accelerate and others
+    _JSRUN,
+    _OTHERS,
 )
+_SHARING = (_TORCHRUN, _HOROVOD, _OTHERS)  # their ranks have one list of visible GPUs
 
 
 def current(environ: Mapping[str, str] | None = None) -> JobContext:
@@ -273,9 +321,44 @@ def current(environ: Mapping[str, str] | None = None) -> JobContext:
     """
     if environ is None:
         environ = os.environ
-    job = next(filter(None, (scheduler.parse(environ) for scheduler in SCHEDULERS)), JobContext())
-    rank = _rank(environ)
-    return job if rank is None else job._replace(local_rank=rank[0], local_size=rank[1])
+    launcher = _launcher(environ)
+    for scheduler in SCHEDULERS:
+        if job := scheduler.parse(environ):
+            return _by_visible_list(job, environ, launcher, lists_gpus=scheduler.lists_gpus)
+    return JobContext(local_rank=launcher.rank, local_size=launcher.size) if launcher else JobContext()
+
+
+def _by_visible_list(
+    job: JobContext, environ: Mapping[str, str], launcher: "_Launcher | None", *, lists_gpus: bool
+) -> JobContext:
+    """Return the job with the rank of its innermost launcher, and the GPUs that the list of visible ones leaves it.
+
+    If the list is shorter than the job's, each task of srun has one, or each rank, as long as so many fit into the
+    job's GPUs. Those that do not fit overlap (``--gpu-bind=closest``, MPS), and the job's GPUs are divided. jsrun gives
+    each rank a list. The ranks of torchrun, and the ranks inside a claim, have one together.
+    """
+    tasks = job.local_size or 1
+    if launcher is not None:
+        job = job._replace(local_rank=launcher.rank, local_size=launcher.size)
+    listed, total, ranks = visible_gpus(environ), job.requested_gpus, job.local_size or 1
+    if listed is None:
+        return job
+    together = "SAFE_GPU_SCOPE" in environ or (launcher is not None and launcher.shares_list)
+    if count(environ, _JSRUN[0]) is not None:
+        own = not together and job.local_size == count(environ, _JSRUN[1])
+    elif total is None:
+        if not lists_gpus or not (together or ranks == 1 or listed == 0):
+            return job
+        own = False
+    elif not 0 < listed < total:
+        return job
+    elif together or (launcher is not None and 1 < tasks <= total // listed):
+        own = False
+    elif ranks * listed <= total:
+        own = True
+    else:
+        return job
+    return job._replace(requested_gpus=listed, own_list=own)
 
 
 def in_batch_job(environ: Mapping[str, str] | None = None) -> bool:
@@ -283,21 +366,28 @@ def in_batch_job(environ: Mapping[str, str] | None = None) -> bool:
     return current(environ).scheduler is not None
 
 
-def _rank(environ: Mapping[str, str]) -> tuple[int | None, int | None] | None:
-    """Return the rank that a launcher other than srun gave to this process, and the number of ranks here; or None.
+class _Launcher(NamedTuple):
+    """The rank that a launcher other than srun gave to this process, the number of ranks here, if known, and whether it
+    leaves them one list of visible GPUs."""
+
+    rank: int
+    size: int | None
+    shares_list: bool = False
+
+
+def _launcher(environ: Mapping[str, str]) -> _Launcher | None:
+    """Return the innermost launcher other than srun.
 
     It takes precedence over Slurm's rank: ranks that mpirun starts in a Slurm job inherit ``SLURM_LOCALID=0`` from the
     daemon of mpirun.
     """
-    for rank_name, size_name in (_TORCHRUN, *_LAUNCHERS):
-        rank = count(environ, rank_name)
-        if rank is not None:
-            size = count(environ, size_name)
-            if size is not None or size_name != _TORCHRUN[1]:
-                return rank, size or None
+    for names in _LAUNCHERS:
+        rank, size = count(environ, names[0]), count(environ, names[1])
+        if rank is not None and (size is not None or names is not _TORCHRUN):
+            return _Launcher(rank, size or None, names in _SHARING)
     # Old versions of MPICH set only the global rank, which equals the local rank if the job runs on one host. PMI of
     # srun and of Flux sets the variable too; their own local rank is right then.
     world = count(environ, "PMI_RANK")
     if world is not None and world not in (count(environ, "SLURM_PROCID"), count(environ, "FLUX_TASK_RANK")):
-        return world, None
+        return _Launcher(world, None)
     return None

@@ -36,6 +36,7 @@ ProcId = 0
 RequestGPUs = 2
 Requirements = (TARGET.Arch == "X86_64") && (TARGET.GPUs >= RequestGPUs)
 """
+FILES = {"JOB_AD": JOB_AD, "GPUFILE": "".join(f"n1-gpu{gpu}\n" for gpu in range(4))}
 OMPI = env("OMPI_COMM_WORLD_LOCAL_RANK=3 OMPI_COMM_WORLD_LOCAL_SIZE=4 OMPI_COMM_WORLD_RANK=7")
 
 # name: (environment, context)
@@ -110,6 +111,39 @@ CASES: dict[str, tuple[dict[str, str], JobContext]] = {
         SLURM | env("SLURM_NODEID=2 SLURM_STEP_TASKS_PER_NODE=2(x2),3"),
         JobContext("slurm", "77", None, 0, 3),
     ),
+    # As Slurm 22.05.8 sets them.
+    "slurm, two GPUs of its own for each of two tasks": (
+        SLURM
+        | env(
+            "SLURM_LOCALID=1 SLURM_PROCID=1 SLURM_GTIDS=0,1 SLURM_STEP_TASKS_PER_NODE=2 SLURM_TASKS_PER_NODE=2"
+            " SLURM_STEP_GPUS=2,3 SLURM_GPUS_ON_NODE=4 CUDA_VISIBLE_DEVICES=2,3 ROCR_VISIBLE_DEVICES=2,3"
+        ),
+        JobContext("slurm", "77", None, 1, 2, 2, own_list=True),
+    ),
+    "slurm, sbatch in a step of two tasks": (
+        SLURM
+        | env(
+            "SLURM_GTIDS=0 SLURM_STEP_TASKS_PER_NODE=2 SLURM_TASKS_PER_NODE=1 SLURM_NTASKS_PER_NODE=2 SLURM_STEP_ID=4"
+            " SLURM_STEP_GPUS=0,1,2,3 SLURM_JOB_GPUS=4,5,6 SLURM_GPUS_ON_NODE=3 CUDA_VISIBLE_DEVICES=4,5,6"
+        ),
+        JobContext("slurm", "77", None, 0, None, 3),
+    ),
+    "slurm, the same where the job has as many tasks": (
+        SLURM | env("SLURM_GTIDS=0 SLURM_STEP_TASKS_PER_NODE=2 SLURM_TASKS_PER_NODE=2 SLURM_GPUS_ON_NODE=3"),
+        JobContext("slurm", "77", None, 0, None, 3),
+    ),
+    "slurm, the same where only the job's own list of tasks tells": (
+        SLURM | env("SLURM_STEP_TASKS_PER_NODE=2 SLURM_TASKS_PER_NODE=1 SLURM_GPUS_ON_NODE=3"),
+        JobContext("slurm", "77", None, 0, None, 3),
+    ),
+    "slurm, sbatch without GPUs in a step with some": (
+        SLURM | env("SLURM_GTIDS=0 SLURM_STEP_TASKS_PER_NODE=1 SLURM_TASKS_PER_NODE=1 SLURM_STEP_GPUS=0,1,2,3"),
+        JobContext("slurm", "77", None, 0, 1),
+    ),
+    "slurm, a step without GPUs in a job with some": (
+        SLURM | env("SLURM_GTIDS=0,1 SLURM_STEP_TASKS_PER_NODE=2 SLURM_TASKS_PER_NODE=2 SLURM_JOB_GPUS=0,1,2,3"),
+        JobContext("slurm", "77", None, 0, 2),
+    ),
     "slurm before 20.11": (SLURM | env("SLURM_JOB_GPUS=0,2"), JobContext("slurm", "77", None, 0, None, 2)),
     "srun with PMI-2": (SLURM | env("SLURM_LOCALID=1 SLURM_PROCID=5 PMI_RANK=5"), JobContext("slurm", "77", None, 1)),
     "mpirun in slurm: its daemon's SLURM_LOCALID says nothing": (
@@ -161,6 +195,11 @@ CASES: dict[str, tuple[dict[str, str], JobContext]] = {
         env("LSB_JOBID=9 JSM_NAMESPACE_LOCAL_RANK=1 JSM_NAMESPACE_LOCAL_SIZE=6"),
         JobContext("lsf", "9", None, 1, 6),
     ),
+    "jsrun, a resource set for each rank": (
+        env("LSB_JOBID=9 JSM_NAMESPACE_LOCAL_RANK=1 JSM_NAMESPACE_LOCAL_SIZE=6 CUDA_VISIBLE_DEVICES=1"),
+        JobContext("lsf", "9", None, 1, 6, 1, own_list=True),
+    ),
+    "torque": (env("PBS_JOBID=12.head PBS_GPUFILE=GPUFILE"), JobContext("pbs", "12", requested_gpus=4)),
 }
 
 
@@ -199,8 +238,9 @@ def test_label() -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_environment_to_context(name: str, tmp_path: Path) -> None:
     environ, expected = CASES[name]
-    (tmp_path / "ad").write_text(JOB_AD)
-    environ = {name: str(tmp_path / "ad") if value == "JOB_AD" else value for name, value in environ.items()}
+    for file, text in FILES.items():
+        (tmp_path / file).write_text(text)
+    environ = {name: str(tmp_path / value) if value in FILES else value for name, value in environ.items()}
     before = dict(environ)
     context = current(environ)
     assert context == expected

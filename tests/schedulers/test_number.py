@@ -401,6 +401,94 @@ def test_qstat_that_hangs(fake_qstat: Qstat, tmp_path: Path) -> None:
     assert answer == [-1, None]
 
 
+# The GPUs of one rank
+
+
+def env(variables: str) -> dict[str, str]:
+    return dict(variable.split("=", 1) for variable in variables.split())
+
+
+def srun(tasks: int, gpus: int, visible: str) -> dict[str, str]:
+    """A task of a step with so many tasks and GPUs on this node, as in Slurm 22.05."""
+    ids = ",".join(map(str, range(tasks)))
+    text = f"SLURM_GTIDS={ids} SLURM_NODEID=0 SLURM_STEP_TASKS_PER_NODE={tasks} SLURM_TASKS_PER_NODE={tasks}"
+    return SLURM | env(f"{text} SLURM_GPUS_ON_NODE={gpus} CUDA_VISIBLE_DEVICES={visible}")
+
+
+def batch(gpus: int, visible: str) -> dict[str, str]:
+    return SLURM | env(f"SLURM_GTIDS=0 SLURM_TASKS_PER_NODE=4 SLURM_GPUS_ON_NODE={gpus} CUDA_VISIBLE_DEVICES={visible}")
+
+
+def ompi(ranks: int) -> dict[str, str]:
+    return env(f"OMPI_COMM_WORLD_LOCAL_RANK=0 OMPI_COMM_WORLD_LOCAL_SIZE={ranks}")
+
+
+def torchrun(ranks: int) -> dict[str, str]:
+    return env(f"LOCAL_RANK=0 LOCAL_WORLD_SIZE={ranks}")
+
+
+def jsrun(ranks: int, visible: str) -> dict[str, str]:
+    return env(
+        f"LSB_JOBID=9 JSM_NAMESPACE_LOCAL_RANK=0 JSM_NAMESPACE_LOCAL_SIZE={ranks} CUDA_VISIBLE_DEVICES={visible}"
+    )
+
+
+PBS, LSF, TORQUE = env("PBS_JOBID=1.h"), env("LSB_JOBID=1"), env("PBS_JOBID=1.h PBS_GPUFILE=4")
+ONE, TWO, FOUR = (env(f"CUDA_VISIBLE_DEVICES={gpus}") for gpus in ("2", "2,3", "0,1,2,3"))
+
+
+@pytest.mark.parametrize(
+    ("environ", "number"),
+    [
+        pytest.param(srun(4, 4, "3"), 1, id="srun --gpus-per-task=1"),
+        pytest.param(srun(2, 4, "2,3"), 2, id="srun --gpus-per-task=2"),
+        pytest.param(srun(2, 4, "1"), 1, id="srun --gpu-bind=single:1, more GPUs than tasks"),
+        pytest.param(srun(1, 4, "0"), 1, id="srun --gpu-bind=map_gpu:0, one task"),
+        pytest.param(srun(2, 4, "0,1,2,3"), 2, id="srun, one list for all"),
+        pytest.param(srun(4, 8, "0,1,2,3"), 2, id="srun --gpu-bind=closest, two tasks on each socket"),
+        pytest.param(srun(4, 2, "1"), "asked for 2 GPUs on this host and 4 proc", id="srun --gpu-bind=single:2"),
+        pytest.param(srun(2, 4, "2,3") | torchrun(2), 1, id="torchrun in each task of srun"),
+        pytest.param(srun(2, 4, "2,3") | ompi(2), 1, id="mpirun in each task of srun"),
+        pytest.param(srun(2, 4, "2,3") | torchrun(4), "asked for 2 GPUs", id="too large a torchrun in a task"),
+        pytest.param(batch(4, "0,1,2,3") | ompi(4), 1, id="mpirun in a batch script"),
+        pytest.param(batch(4, "2") | ompi(4), 1, id="mpirun of a script that gives each rank a GPU"),
+        pytest.param(batch(8, "2,3") | ompi(4), 2, id="mpirun of a script that gives each rank two"),
+        pytest.param(batch(4, "2,3") | torchrun(2), 1, id="torchrun on two of four"),
+        pytest.param(batch(4, "2,3") | ompi(2) | {"SAFE_GPU_SCOPE": "x"}, 1, id="mpirun in a claim of two of four"),
+        pytest.param(jsrun(6, "1"), 1, id="jsrun -g 1"),
+        pytest.param(jsrun(3, "2,3"), 2, id="jsrun -g 2"),
+        pytest.param(jsrun(3, "2,3") | ompi(3), 2, id="jsrun -g 2 with Spectrum MPI"),
+        pytest.param(jsrun(3, "2,3") | torchrun(2), 1, id="torchrun in each task of jsrun"),
+        pytest.param(jsrun(1, "0,1,2,3") | ompi(4), 1, id="mpirun in a task of jsrun"),
+        pytest.param(jsrun(6, ""), "asked for no GPU", id="jsrun -g 0"),
+        pytest.param(TORQUE | FOUR | ompi(4), 1, id="torque, the job's list"),
+        pytest.param(TORQUE | ompi(2), 2, id="torque, no list"),
+        pytest.param(TORQUE | ONE | ompi(4), 1, id="torque, a list of one for each"),
+        pytest.param(TORQUE | TWO | ompi(2), 2, id="torque, a list of two for each"),
+        pytest.param(TORQUE | TWO | torchrun(2), 1, id="torque, torchrun on two"),
+        pytest.param(PBS | {"PBS_NGPUS": "4"} | ONE | ompi(4), 1, id="pbs with a number, a list of one for each"),
+        pytest.param(PBS | {"PBS_NGPUS": "4"} | FOUR | ompi(4), 1, id="pbs with a number, the job's list"),
+        pytest.param(PBS | {"PBS_NGPUS": "2"} | TWO | ompi(4), "2 GPUs on this host and 4", id="pbs, MPS ranks"),
+        pytest.param(PBS | TWO | ompi(4), "2 GPUs visible to each of 4 processes", id="pbs, MPS ranks or not"),
+        pytest.param(PBS | FOUR | ompi(2), "may be its own or shared", id="pbs, its own list or the job's"),
+        pytest.param(LSF | ONE | ompi(4), "1 GPU visible to each of 4 processes", id="lsf, its own list or the job's"),
+        pytest.param(LSF | FOUR | ompi(1), 4, id="lsf, one rank"),
+        pytest.param(LSF | FOUR | torchrun(4), 1, id="lsf, torchrun shares"),
+        pytest.param(PBS | FOUR | env("HOROVOD_LOCAL_RANK=0 HOROVOD_LOCAL_SIZE=2"), 2, id="pbs, horovod shares"),
+    ],
+)
+def test_the_number_of_a_rank(environ: dict[str, str], number: int | str, tmp_path: Path) -> None:
+    if "PBS_GPUFILE" in environ:
+        gpus = [f"{host}-gpu{gpu}\n" for host in ("a-b", os.uname().nodename) for gpu in range(4)]
+        (tmp_path / "gpus").write_text("".join(gpus))
+        environ = {**environ, "PBS_GPUFILE": str(tmp_path / "gpus")}
+    if isinstance(number, int):
+        assert number_for_job(environ) == number
+        return
+    with pytest.raises(UnsatisfiableRequestError, match=number):
+        number_for_job(environ)
+
+
 # When the job ends, where its variables do not tell
 
 

@@ -121,6 +121,39 @@ def test_tasks_that_srun_binds_to_a_gpu_each(slurm: Slurm, room: Any, preset: st
     assert sorted(claim["indices"] for claim in room.verdict()) == [[0], [1], [2], [3]]
 
 
+@pytest.mark.parametrize(
+    ("options", "numbers"),
+    [
+        ("-n2 --gres=gpu:4 --gpu-bind=single:1", [1, 1]),
+        ("-n2 --gres=gpu:8 --gpu-bind=map_gpu:1,5", [1, 1]),
+        ("-n2 --gpus-per-task=3", [3, 3]),
+        ("-n2 --gres=gpu:4 --gpu-bind=mask_gpu:0x3,0xc", [2, 2]),
+    ],
+)
+def test_tasks_take_the_list_of_their_own(slurm: Slurm, room: Any, options: str, numbers: list[int]) -> None:
+    slurm.srun("-N1", *options.split(), room.script("$CLAIM claim job --timeout 0"))
+    assert [len(claim["gpus"]) for claim in room.verdict()] == numbers
+
+
+def test_tasks_that_share_a_gpu_are_refused(slurm: Slurm, room: Any) -> None:
+    script = room.script("$SAFE_GPU run -n job -- true; echo exit code $?")
+    said = slurm.srun("-N1", "-n4", "--gres=gpu:2", "--gpu-bind=single:2", script)
+    assert said.count("exit code 78") == 4
+
+
+@pytest.mark.parametrize(("options", "number"), [(["--gres=gpu:3"], 3), (["-n2", "--gres=gpu:3"], 3), ([], None)])
+def test_a_job_that_a_task_submits(slurm: Slurm, room: Any, options: list[str], number: int | None) -> None:
+    """sbatch passes on the variables of the step in which it is called."""
+    out = room.output("inner")
+    inner = room.script("env | grep -c ^SLURM_STEP_", "$SAFE_GPU run -n job -- sh -c 'echo has $CUDA_VISIBLE_DEVICES.'")
+    sbatch = " ".join(["sbatch", "-W", "-Q", "-w", "n2", "-o", str(out), *options, inner])
+    task = room.script(f"if [ $SLURM_PROCID = 1 ]; then {sbatch} || true; fi")
+    slurm.srun("-N1", "-w", "n1", "-n2", "--ntasks-per-node=2", "--gres=gpu:4", task)
+    inherited, said = out.read_text().split("\n", 1)
+    assert int(inherited) > 3
+    assert ("has 0,1,2." if number else "SLURM_GPUS_ON_NODE is not set") in said
+
+
 SHOW_AMD = 'echo "given ${ROCR_VISIBLE_DEVICES-unset} ${CUDA_VISIBLE_DEVICES-unset} ${GPU_DEVICE_ORDINAL-unset}"'
 
 

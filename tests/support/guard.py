@@ -19,9 +19,12 @@ _state_dirs = itertools.count()
 OUTER_PREFIXES = (
     *("SAFE_GPU_", "CUDA_", "ROCR_", "HIP_"),
     *("SLURM_", "SGE_", "PBS_", "LSB_", "FLUX_", "_CONDOR_"),
-    *("OMPI_", "PMI_", "PMIX_", "MPI_", "HOROVOD_", "TORCHELASTIC_"),
+    *("OMPI_", "PMI_", "PMIX_", "MPI_", "MV2_", "JSM_", "HOROVOD_", "TORCHELASTIC_"),
 )
-OUTER_NAMES = ("LOCAL_RANK", "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "JOB_ID", "NSLOTS", "FAKE_GPU_DIR")
+OUTER_NAMES = (
+    *("LOCAL_RANK", "LOCAL_SIZE", "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "FAKE_GPU_DIR"),
+    *("JOB_ID", "NSLOTS", "NHOSTS", "PE_HOSTFILE", "QUEUE"),
+)
 
 
 @pytest.fixture(autouse=True)

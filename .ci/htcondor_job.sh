@@ -48,7 +48,7 @@ done
 cd /home/someone
 cat >job.sh <<'J'
 export PYTHONPATH=/safe_gpu SAFE_GPU_DRIVER=simulated:dgx-a100
-echo "HTCondor gave $CUDA_VISIBLE_DEVICES"
+echo "HTCondor gave $CUDA_VISIBLE_DEVICES, assigned <${_CONDOR_AssignedGPUs-}>"
 exec python3 -m safe_gpu run -n job -- sh -c 'echo "claimed $CUDA_VISIBLE_DEVICES"; python3 -m safe_gpu status'
 J
 cat >submit <<'S'
@@ -62,8 +62,12 @@ request_memory = 10
 request_disk = 1
 queue
 S
+sed '/^request_gpus/d; s/^\(output\|error\|log\) = .*/&.none/' submit >submit.none # a job that asks for no GPU
 chown -R someone: .
 su someone -c 'condor_submit submit && condor_wait -wait 60 log' || cat log
-cat out err
+su someone -c 'condor_submit submit.none && condor_wait -wait 60 log.none' || cat log.none
+cat out err out.none err.none
+grep -q '^claimed $' out.none
+grep -q 'starts without a GPU: job htcondor:2 asked for no GPU' err.none
 grep -Eq '^claimed [0-7],[0-7]$' out
 grep -q 'htcondor:\|1\.0' out

@@ -116,6 +116,8 @@ def visible_devices(host: CheckedHost) -> Finding:
     visible_limit = read_visible_once(host.environ, host.snapshot)
     assert visible_limit is not None
     lift = f"unset {name}, or set SAFE_GPU_FENCE=ignore"
+    if host.job.scheduler is not None:
+        lift = f"ask the scheduler of the job, which may have set {name}, for GPUs"
     if settings_module.ignores_fence(host.environ):
         return passed(f"{value!r} is ignored (SAFE_GPU_FENCE=ignore)")
     if visible_limit.ambiguous:

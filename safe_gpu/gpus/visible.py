@@ -17,6 +17,7 @@ class VisibleLimit(NamedTuple):
         frozen: CUDA is already initialised in this process, and its choice of GPUs is the limit, not the variable.
         name: the variable.
         library: which library reads it.
+        by_scheduler: whether this process is in a batch job, whose scheduler may have set the variable.
     """
 
     value: str
@@ -27,6 +28,12 @@ class VisibleLimit(NamedTuple):
     frozen: bool = False
     name: str = "CUDA_VISIBLE_DEVICES"
     library: str = "CUDA"
+    by_scheduler: bool = False
+
+    @property
+    def may_be_lifted(self) -> bool:
+        """Whether to advise SAFE_GPU_FENCE=ignore. In a batch job the GPUs outside are those of other jobs."""
+        return not (self.frozen or self.by_scheduler)
 
     @property
     def clear_by(self) -> str:

@@ -249,21 +249,20 @@ def _htcondor(environ: Mapping[str, str]) -> JobContext | None:
     submission.
 
     ``_CONDOR_AssignedGPUs`` lists the GPUs by UUIDs of eight digits, as CUDA_VISIBLE_DEVICES does. Without it the ad
-    counts, where a request may be an expression.
+    counts, where a request may be an expression. A job that asked for none has an empty list, or 10000 or ``none`` in
+    CUDA_VISIBLE_DEVICES.
     """
     path = environ.get("_CONDOR_JOB_AD")
     if not path:
         return None
     text = (read_start(path, 1 << 20) or b"").decode("utf-8", "replace")
     ad = {name: int(value) for name, value in re.findall(r"(?m)^(ClusterId|ProcId|RequestGPUs) = ([0-9]{1,18})$", text)}
-    listed = words(environ.get("_CONDOR_AssignedGPUs"))
+    assigned = environ.get("_CONDOR_AssignedGPUs")
+    requested = gpus_in(assigned or "") or ad.get("RequestGPUs")
+    if requested is None and (assigned is not None or visible_gpus(environ) == 0):
+        requested = None if re.search(r"(?mi)^RequestGPUs = (?!undefined)", text) else 0
     job = ad.get("ClusterId")
-    return JobContext(
-        "htcondor",
-        None if job is None else str(job),
-        ad.get("ProcId"),
-        requested_gpus=len(listed) if listed else ad.get("RequestGPUs"),
-    )
+    return JobContext("htcondor", None if job is None else str(job), ad.get("ProcId"), requested_gpus=requested)
 
 
 class Scheduler(NamedTuple):

@@ -230,6 +230,9 @@ def test_an_ambiguous_fence_that_cuda_cannot_resolve_is_refused_with_the_way_out
     assert name == "UnsatisfiableRequestError"
     for part in ("CUDA_VISIBLE_DEVICES=0 is ambiguous", "999", "CUDA_DEVICE_ORDER=PCI_BUS_ID", "SAFE_GPU_FENCE=ignore"):
         assert part in message
+    in_job = forked(fake_gpus, "out = claim(1)", CUDA_VISIBLE_DEVICES="0", SLURM_JOB_ID="7")[1]
+    assert "CUDA_DEVICE_ORDER=PCI_BUS_ID" in in_job
+    assert "SAFE_GPU_FENCE" not in in_job
     assert forked(fake_gpus, "out = claim(1, NoPlaceholder())", CUDA_VISIBLE_DEVICES="0", SAFE_GPU_FENCE="ignore") == [
         0
     ]

@@ -15,7 +15,7 @@ from safe_gpu.claim.owner import owner_type
 from safe_gpu.claim.search import attempt as look
 from safe_gpu.coordination.holders import of_gpus as survey
 from safe_gpu.coordination.locks.host_lock import MINIMUM_PATIENCE
-from safe_gpu.errors import ClaimTimeout, LockTimeout, NotEnoughGpusError, UnsatisfiableRequestError
+from safe_gpu.errors import ClaimTimeout, LockTimeout, NotEnoughGpusError, SafeGpuError, UnsatisfiableRequestError
 
 SHORT = 0.05
 
@@ -103,6 +103,22 @@ def test_the_fence_is_named_where_it_stands_in_the_way(host, monkeypatch, untouc
         safe_gpu.claim_gpus(1, timeout=0)
     monkeypatch.setenv("SAFE_GPU_FENCE", "ignore")
     assert safe_gpu.claim_gpus(6, timeout=0).devices_taken == [1, 2, 4, 5, 6, 7]
+
+
+@pytest.mark.parametrize(
+    "job",
+    ["SLURM_JOB_ID=1", "PBS_JOBID=1.h", "LSB_JOBID=1", "SGE_TASK_ID=1", "FLUX_JOB_ID=f1", "_CONDOR_JOB_AD=/dev/null"],
+)
+def test_nobody_is_sent_to_the_gpus_of_other_jobs(host, monkeypatch, cleanup, job: str) -> None:
+    """In a batch job the list may be the scheduler's, so no refusal advises to ignore it."""
+    monkeypatch.setenv(*job.split("="))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    cleanup.enter_context(host.stranger(0))
+    for number, words in ((2, "ask for its GPUs only, or the scheduler for others"), (1, "7 others are free.")):
+        with pytest.raises(SafeGpuError, match="CUDA_VISIBLE_DEVICES=0 limits this process to 1 of 8") as refused:
+            safe_gpu.claim_gpus(number, timeout=0)
+        assert words in str(refused.value)
+        assert "SAFE_GPU_FENCE" not in str(refused.value)
 
 
 @pytest.mark.parametrize("value", ["", "-1", "NoDevFiles", "0,0", "GPU-"])

@@ -374,6 +374,10 @@ def test_the_number_that_a_job_asked_for(command, ground) -> None:
         ({"SAFE_GPU_NB_GPUS": "0"}, "SAFE_GPU_NB_GPUS=0"),
         ({"SLURM_JOB_ID": "7", "SLURM_GPUS_ON_NODE": "0"}, "job slurm:7 asked for no GPU on this host: ask"),
         ({"PBS_JOBID": "7", "CUDA_VISIBLE_DEVICES": ""}, "job pbs:7 asked for no GPU on this host: ask"),
+        *(
+            ({"_CONDOR_JOB_AD": "/dev/null", "CUDA_VISIBLE_DEVICES": none}, "job (of unknown number) asked for no GPU")
+            for none in ("10000", "none")
+        ),
     ],
 )
 def test_a_job_of_no_gpu_starts_its_command_and_says_so(command, job: dict[str, str], why: str) -> None:

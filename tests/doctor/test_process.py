@@ -80,6 +80,11 @@ def test_variables(check: str, variables: dict[str, str], status: str, words: st
     says(check, status, words, environment(**variables))
 
 
+@pytest.mark.parametrize(("value", "status"), [("10000", "failed"), ("1,99", "warning")])
+def test_the_list_of_a_scheduler_is_not_ignored(value: str, status: str) -> None:
+    says(VISIBLE, status, fix="ask the scheduler", host=environment(**{VISIBLE: value, "SLURM_JOB_ID": "7"}))
+
+
 def test_a_typo_is_corrected() -> None:
     says(VARIABLES, "warning", host=environment(SAFE_GPU_TIMEOT="1"), fix="did you mean SAFE_GPU_TIMEOUT?")
 

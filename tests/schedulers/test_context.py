@@ -36,7 +36,13 @@ ProcId = 0
 RequestGPUs = 2
 Requirements = (TARGET.Arch == "X86_64") && (TARGET.GPUs >= RequestGPUs)
 """
-FILES = {"JOB_AD": JOB_AD, "GPUFILE": "".join(f"n1-gpu{gpu}\n" for gpu in range(4))}
+FILES = {
+    "JOB_AD": JOB_AD,
+    "AD_WITHOUT": JOB_AD.replace("RequestGPUs = 2\n", ""),
+    "AD_UNDEFINED": JOB_AD.replace("RequestGPUs = 2", "RequestGPUs = undefined"),
+    "AD_EXPRESSION": JOB_AD.replace("RequestGPUs = 2", "RequestGPUs = ifThenElse(Big, 2, 0)"),
+    "GPUFILE": "".join(f"n1-gpu{gpu}\n" for gpu in range(4)),
+}
 OMPI = env("OMPI_COMM_WORLD_LOCAL_RANK=3 OMPI_COMM_WORLD_LOCAL_SIZE=4 OMPI_COMM_WORLD_RANK=7")
 
 # name: (environment, context)
@@ -190,6 +196,27 @@ CASES: dict[str, tuple[dict[str, str], JobContext]] = {
         env("_CONDOR_JOB_AD=JOB_AD CUDA_VISIBLE_DEVICES=10000"),
         JobContext("htcondor", "4", 0, requested_gpus=2),
     ),
+    **{
+        f"htcondor, a job without GPUs: {variables}": (
+            env(f"_CONDOR_JOB_AD=AD_WITHOUT {variables}"),
+            JobContext("htcondor", "4", 0, requested_gpus=0),
+        )
+        for variables in (
+            "CUDA_VISIBLE_DEVICES=10000 GPU_DEVICE_ORDINAL=10000",
+            "CUDA_VISIBLE_DEVICES=none",
+            "CUDA_VISIBLE_DEVICES= _CONDOR_AssignedGPUs=",
+            "_CONDOR_AssignedGPUs=undefined CUDA_VISIBLE_DEVICES=10000",
+        )
+    },
+    "htcondor, an undefined request": (
+        env("_CONDOR_JOB_AD=AD_UNDEFINED CUDA_VISIBLE_DEVICES=10000"),
+        JobContext("htcondor", "4", 0, requested_gpus=0),
+    ),
+    "htcondor, an expression": (
+        env("_CONDOR_JOB_AD=AD_EXPRESSION CUDA_VISIBLE_DEVICES=10000"),
+        JobContext("htcondor", "4", 0),
+    ),
+    "htcondor, a pool that does not count GPUs": (env("_CONDOR_JOB_AD=AD_WITHOUT"), JobContext("htcondor", "4", 0)),
     "htcondor, no ad": (env("_CONDOR_JOB_AD=/nonexistent _CONDOR_SLOT=slot1_1"), JobContext("htcondor")),
     "jsrun in lsf": (
         env("LSB_JOBID=9 JSM_NAMESPACE_LOCAL_RANK=1 JSM_NAMESPACE_LOCAL_SIZE=6"),

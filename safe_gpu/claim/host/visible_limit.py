@@ -10,6 +10,7 @@ from ...errors import CudaInitializedError, NoDriverError, UnsatisfiableRequestE
 from ...gpus.visible import VisibleLimit
 from ...runtimes import placeholders
 from ...runtimes.visible_devices import read_visible_once, visible_variables
+from ...schedulers import in_batch_job
 from ...settings import variables as settings
 
 if TYPE_CHECKING:
@@ -41,8 +42,10 @@ def visible_limit_of(snapshot: HostSnapshot, nb_gpus: int, runtime: Runtime) -> 
     if settings.ignores_fence(os.environ):
         return None
     limit = read_visible_once(os.environ, snapshot)
-    if limit is not None and limit.ambiguous:
-        limit = limit._replace(uuids=_resolved(snapshot, limit, runtime), ambiguous=False, doubt="")
+    if limit is not None:
+        limit = limit._replace(by_scheduler=in_batch_job(os.environ))
+        if limit.ambiguous:
+            limit = limit._replace(uuids=_resolved(snapshot, limit, runtime), ambiguous=False, doubt="")
     return limit
 
 
@@ -106,9 +109,10 @@ def _resolved(snapshot: HostSnapshot, visible_limit: VisibleLimit, runtime: Runt
             problem = f"; {runtime.title} itself shows GPUs that the driver does not"
         except NoDriverError as err:
             problem = f"; {runtime.title} itself could not be asked: {err}"
+    lift = ", or set SAFE_GPU_FENCE=ignore" if visible_limit.may_be_lifted else ""
     raise UnsatisfiableRequestError(
         f"{visible_limit.name}={visible_limit.value} is ambiguous: {visible_limit.doubt}{problem}; set "
-        f"{visible_limit.clear_by}, or set SAFE_GPU_FENCE=ignore",
+        f"{visible_limit.clear_by}{lift}",
         value=visible_limit.value,
     )
 

@@ -68,6 +68,6 @@ su someone -c 'condor_submit submit && condor_wait -wait 60 log' || cat log
 su someone -c 'condor_submit submit.none && condor_wait -wait 60 log.none' || cat log.none
 cat out err out.none err.none
 grep -q '^claimed $' out.none
-grep -q 'starts without a GPU: job htcondor:2 asked for no GPU' err.none
+grep -q 'starts without a GPU: job htcondor:2.0 asked for no GPU' err.none
 grep -Eq '^claimed [0-7],[0-7]$' out
 grep -q 'htcondor:\|1\.0' out

@@ -17,7 +17,8 @@ class VisibleLimit(NamedTuple):
         frozen: CUDA is already initialised in this process, and its choice of GPUs is the limit, not the variable.
         name: the variable.
         library: which library reads it.
-        by_scheduler: whether this process is in a batch job, whose scheduler may have set the variable.
+        lift: how to disregard the variable; "" where no message shall advise it, as in a batch job, in which the GPUs
+            outside may be those of other jobs.
     """
 
     value: str
@@ -28,12 +29,7 @@ class VisibleLimit(NamedTuple):
     frozen: bool = False
     name: str = "CUDA_VISIBLE_DEVICES"
     library: str = "CUDA"
-    by_scheduler: bool = False
-
-    @property
-    def may_be_lifted(self) -> bool:
-        """Whether to advise SAFE_GPU_FENCE=ignore. In a batch job the GPUs outside are those of other jobs."""
-        return not (self.frozen or self.by_scheduler)
+    lift: str = "SAFE_GPU_FENCE=ignore"
 
     @property
     def clear_by(self) -> str:

@@ -8,35 +8,25 @@ per job or per host, and a parallel job has slots on several hosts. :func:`hard_
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 from ..errors import UnsatisfiableRequestError
-from ..host.foreign_files import read_start
 from ..host.procfs import printable
 from ..host.programs import TooLate, TooMuch, find_program, output_of
 from ..wording.argument_style import ArgumentStyle
 from ..wording.text import plural
-from .job import SCHEDULERS, JobContext, count, current, lines_of_this_host, resource_names, visible_gpus
-
-if TYPE_CHECKING:
-    from xml.etree.ElementTree import Element
+from .job import SCHEDULERS, JobContext, count, current, lines_of_this_host, resource_names, text_of, visible_gpus
 
 _MOST_OUTPUT = 4 << 20
 _LONGEST = 300  # characters of a reason
-_REQUEST_SETS = "JB_request_set_list"  # of Open Cluster Scheduler 9.1, which has none of the other lists
-_LISTS = (
-    *("JB_hard_resource_list", "JB_soft_resource_list", _REQUEST_SETS),
-    *("JB_hard_queue_list", "JB_soft_queue_list", "JB_master_hard_queue_list"),
-)
-_GPU_LIKE = re.compile(
-    r"gpu|cuda|nvidia|geforce|tesla|quadro|radeon|rtx|gtx"
-    r"|(?<![a-z0-9])(?:[apvh]100|[hb]200|mi[1-3][0-9]{2}x?)(?![a-z0-9])",
-    re.IGNORECASE,
-)
+# JRS is a request set of Open Cluster Scheduler 9.1.
+_LISTS = [f"{of}_{one}_list" for of in ("JB_hard", "JB_soft", "JRS_hard", "JRS_soft") for one in ("resource", "queue")]
+_LISTS += ["JB_master_hard_queue_list"]
+_MODEL = "(?<![a-z0-9])(?:[apvh]100|[hb]200|mi[1-3][0-9]{2}x?)(?![a-z0-9])"
+_GPU_LIKE = re.compile(f"gpu|cuda|nvidia|geforce|tesla|quadro|radeon|rtx|gtx|{_MODEL}", re.IGNORECASE)
 _SLOTS = "[0-9]{1,9}"
 _NUMBERS, _FLAG = {"1", "8", "10"}, "5"  # CE_valtype: INT, DOUBLE, RSMAP; BOOL picks hosts and counts nothing
 _PER = {"1": "slot", "2": "job"}  # CE_consumable: YES, JOB; HOST is 3
-_MASTER, _SLAVE = "1", "2"  # JRS_scope
 
 
 class QstatError(Exception):
@@ -93,13 +83,12 @@ def ask_qstat(environ: Mapping[str, str], job_id: str, *, patience: float = 10.0
     request = hard_request(text, resource_names(environ))
     if request is None:
         return 0
-    granted = slots(environ)
-    number = here(request, granted)
+    number = here(request, slots(environ))
     if number is None:
-        tasks = "slots" if granted.number is None else "slave tasks"
-        doubt = f"it is not known how many {tasks} of the job are on this host"
-        if granted.number is None and (hosts := ", ".join(dict(_hosts(environ)))):
-            doubt = f"this host is {os.uname().nodename}, and the job's host file names {hosts}"
+        hosts = ", ".join(dict(_hosts(environ))) or "no host"
+        doubt = (
+            f"how many of its tasks are on this host, {os.uname().nodename}, is unclear: its host file names {hosts}"
+        )
         raise QstatError(printable(doubt[:_LONGEST]))
     return number
 
@@ -151,7 +140,7 @@ def hard_request(xml: str, names: Iterable[str]) -> ResourceRequest | None:
     for tag, scope, entries in _request_lists(xml):
         for entry in entries:
             name, text = entry.findtext("CE_name") or entry.findtext("QR_name") or "", entry.findtext("CE_stringval")
-            kind, amount = entry.findtext("CE_valtype", "1"), _number(entry.findtext("CE_doubleval"), text)
+            kind, amount = entry.findtext("CE_valtype", "1"), _number(entry.findtext("CE_doubleval"))
             if kind == _FLAG and amount == 0:  # wants a host without
                 continue
             wanted, _, _ = f"{name}={text}".partition("!")  # -l hostname=!gpu*, -q !gpu.q
@@ -159,20 +148,19 @@ def hard_request(xml: str, names: Iterable[str]) -> ResourceRequest | None:
                 spoken.append(f"-q {name}" if text is None else f"-l {name}={text}")
             if amount is not None and kind in _NUMBERS and tag.endswith("_hard_resource_list"):
                 per = _PER.get(entry.findtext("CE_consumable", "1"), "host")
-                found[name.lower()] = ResourceRequest(amount, {_MASTER: "job", _SLAVE: f"slave {per}"}.get(scope, per))
-    for name in names:
-        if name in found:
-            return found[name]
-    if spoken:
+                per = {"1": "job", "2": f"slave {per}"}.get(scope, per)  # JRS_scope: master, slave
+                found[name.lower()] = ResourceRequest(amount, per)
+    request = next((found[name] for name in names if name in found), None)
+    if request is None and spoken:
         raise QstatError(
             f"{printable(spoken[0][:_LONGEST])} gives no number of GPUs; SAFE_GPU_SGE_RESOURCE=NAME would say which "
             "resource counts them"
         )
-    return None
+    return request
 
 
-def _request_lists(xml: str) -> "Iterator[tuple[str, str, Iterable[Element]]]":
-    """Yield each list of resources or queues: its name, its scope, its entries.
+def _request_lists(xml: str) -> Iterator[tuple[str, str, Any]]:
+    """Yield each list of resources or queues: its name, its scope, its element.
 
     Nothing else is parsed, because some versions write broken XML in other parts (job names, environments).
 
@@ -183,17 +171,12 @@ def _request_lists(xml: str) -> "Iterator[tuple[str, str, Iterable[Element]]]":
 
     for name in _LISTS:
         for part in xml.split(f"</{name}>")[:-1]:
-            _, begun, entries = part.partition(f"<{name}>")
+            before, begun, entries = part.partition(f"<{name}>")
             try:
                 root = ElementTree.fromstring(f"<{name}>{entries}</{name}>") if begun else ()
             except ElementTree.ParseError as err:
                 raise QstatError(f"qstat's list of requests cannot be read ({err})") from err
-            if name != _REQUEST_SETS:
-                yield name, "", root
-                continue
-            for request_set in root:
-                scope = request_set.findtext("JRS_scope", "")
-                yield from ((entries.tag, scope, entries) for entries in request_set)
+            yield name, before.rpartition("<JRS_scope>")[2][:1], root
 
 
 def here(request: ResourceRequest, slots: Slots) -> int | None:
@@ -228,7 +211,7 @@ def slots(environ: Mapping[str, str]) -> Slots:
         return Slots(sum(hosts[line][1] for line in mine), mine[0] == 0)
     in_task = spool and not re.fullmatch(r"[0-9]+\.[0-9]+", os.path.basename(spool))
     alone = environ.get("NHOSTS", "1") == "1" and not hosts
-    note = re.search(rf"^host_slots=({_SLOTS})$", _read(f"{spool}/config") if spool else "", re.MULTILINE)
+    note = re.search(rf"^host_slots=({_SLOTS})$", text_of(f"{spool}/config") if spool else "", re.MULTILINE)
     master = os.path.exists(f"{spool}/../pe_hostfile") if in_task else alone or note is not None
     total = note[1] if note else environ.get("NSLOTS", "1") if alone else ""
     return Slots(int(total) if re.fullmatch(_SLOTS, total) else None, master)
@@ -237,7 +220,7 @@ def slots(environ: Mapping[str, str]) -> Slots:
 def _hosts(environ: Mapping[str, str]) -> list[tuple[str, int]]:
     """Return the hosts of this job and the slots there, the host of the job's script first; [] if there is no list."""
     spool = environ.get("SGE_JOB_SPOOL_DIR", "")
-    hostfile = _read(environ.get("PE_HOSTFILE", "")) or (_read(f"{spool}/../pe_hostfile") if spool else "")
+    hostfile = text_of(environ.get("PE_HOSTFILE", "")) or (text_of(f"{spool}/../pe_hostfile") if spool else "")
     lines = [line.split() for line in hostfile.split("\n")]
     return [(line[0], int(line[1])) for line in lines if len(line) > 1 and re.fullmatch(_SLOTS, line[1])]
 
@@ -253,19 +236,12 @@ def _reason(answer: str, error: str) -> str:
     return printable(unescape(said[:_LONGEST]).strip().partition("\n")[0])
 
 
-def _number(*texts: str | None) -> float | None:
-    for text in texts:
-        try:
-            amount = float(text or "")
-        except ValueError:
-            continue
-        if 0 <= amount < 1e6:
-            return amount
-    return None
-
-
-def _read(path: str) -> str:
-    return (read_start(path, 1 << 20) or b"").decode(errors="replace")
+def _number(text: str | None) -> float | None:
+    try:
+        amount = float(text or "")
+    except ValueError:
+        return None
+    return amount if 0 <= amount < 1e6 else None
 
 
 def number_for_job(
@@ -307,8 +283,7 @@ def number_for_job(
     ranks = 1 if context.own_list else context.local_size or 1
     if number < ranks:
         too_few = (
-            f"{plural(number)} on this host and {ranks} processes were started here: start at most {number}, ask for "
-            "more GPUs"
+            f"{plural(number)} on this host, for {ranks} processes here: start at most {number}, ask for more GPUs"
         )
         too_few = too_few if number else "no GPU on this host: ask its scheduler for some"
         raise UnsatisfiableRequestError(f"{job} asked for {too_few}, or {way_out}", value=number)
@@ -334,8 +309,6 @@ def _declared(environ: Mapping[str, str], context: JobContext, ask: bool, patien
         except QstatError as err:
             return None, f" ({err})"
     scheduler = next((one for one in SCHEDULERS if one.name == context.scheduler), None)
-    if scheduler is None:
-        return None, ""
-    if scheduler.lists_gpus and (visible := visible_gpus(environ)):
+    if scheduler is not None and scheduler.lists_gpus and (visible := visible_gpus(environ)):
         return None, f" ({plural(visible)} visible to each of {context.local_size} processes may be its own or shared)"
-    return None, f" ({scheduler.number} is not set)" if scheduler.number else ""
+    return None, f" ({scheduler.number} is not set)" if scheduler is not None and scheduler.number else ""

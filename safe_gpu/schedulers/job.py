@@ -25,7 +25,7 @@ class JobContext(NamedTuple):
         local_size: the number of these processes.
         requested_gpus: the number of GPUs of the job on this host, for all of these processes together, if the
             environment has it; :func:`~safe_gpu.schedulers.declared_gpus` also asks the scheduler.
-        own_list: whether ``requested_gpus`` are this rank's alone, because its launcher gave each rank a list.
+        own_list: whether ``requested_gpus`` are those of this rank alone, to which its launcher gave a list.
         ends: when the scheduler ends the job, in Unix seconds.
         walltime: for how long the scheduler lets the job run, in seconds.
     """
@@ -66,6 +66,11 @@ def count(environ: Mapping[str, str], *names: str) -> int | None:
         if text and (text := text.strip()).isascii() and text.isdecimal() and len(text) < 19:
             return int(text)
     return None
+
+
+def text_of(path: str) -> str:
+    """Return the first MiB of a file as text; "" if it cannot be read."""
+    return (read_start(path, 1 << 20) or b"").decode("utf-8", "replace")
 
 
 def words(text: str | None) -> tuple[str, ...] | None:
@@ -119,10 +124,7 @@ def lines_of_this_host(hosts: Sequence[str], environ: Mapping[str, str]) -> list
 def _slurm(environ: Mapping[str, str]) -> JobContext | None:
     """Read the variables of Slurm. Those of GPUs exist only if the site has a gres for GPUs and the job asked for some.
     ``SLURM_LOCALID`` is 0 for the batch script and for every process that it starts without srun. The number of ranks
-    is known only in a step.
-
-    A job that sbatch submits within a step inherits that step's variables, without its list of visible GPUs.
-    """
+    is known only in a step."""
     job = count(environ, "SLURM_JOB_ID", "SLURM_JOBID")
     if job is None:
         return None
@@ -130,9 +132,8 @@ def _slurm(environ: Mapping[str, str]) -> JobContext | None:
     in_array = array is not None and task is not None
     tasks = _tasks_here(environ)
     requested = count(environ, "SLURM_GPUS_ON_NODE")
-    if requested is None:  # before 20.11
-        name = "SLURM_JOB_GPUS" if tasks is None else "SLURM_STEP_GPUS" if visible_gpus(environ) else ""
-        requested = gpus_in(environ.get(name, "")) or None
+    if requested is None and tasks is None:  # before 20.11
+        requested = gpus_in(environ.get("SLURM_JOB_GPUS", "")) or None
     return JobContext(
         "slurm",
         str(array if in_array else job),
@@ -189,8 +190,7 @@ def _sge(environ: Mapping[str, str]) -> JobContext | None:
     in_path = re.search(r"/active_jobs/([0-9]{1,18})(?:[./]|$)", spool)
     number = str(job) if job is not None else in_path[1] if in_path else None
     listed = next(filter(None, (words(environ.get(f"SGE_HGR_{name}")) for name in resource_names(environ))), None)
-    requested = len(listed) if listed else None
-    return JobContext("sge", number, count(environ, "SGE_TASK_ID"), requested_gpus=requested)
+    return JobContext("sge", number, count(environ, "SGE_TASK_ID"), requested_gpus=len(listed or ()) or None)
 
 
 def _pbs(environ: Mapping[str, str]) -> JobContext | None:
@@ -204,8 +204,7 @@ def _pbs(environ: Mapping[str, str]) -> JobContext | None:
     task = count(environ, "PBS_ARRAY_INDEX", "PBS_ARRAYID")
     requested = count(environ, "PBS_NGPUS")
     if requested is None:
-        text = (read_start(environ.get("PBS_GPUFILE", ""), 1 << 20) or b"").decode("utf-8", "replace")
-        gpus = [*dict.fromkeys(re.findall(r"(?m)^(.+)-gpu/?([0-9]+)[ \r]*$", text))]
+        gpus = {*re.findall(r"(?m)^(.+)-gpu/?([0-9]+)[ \r]*$", text_of(environ.get("PBS_GPUFILE", "")))}
         requested = len(lines_of_this_host([host for host, _ in gpus], environ)) or None
     return JobContext(
         "pbs",
@@ -255,7 +254,7 @@ def _htcondor(environ: Mapping[str, str]) -> JobContext | None:
     path = environ.get("_CONDOR_JOB_AD")
     if not path:
         return None
-    text = (read_start(path, 1 << 20) or b"").decode("utf-8", "replace")
+    text = text_of(path)
     ad = {name: int(value) for name, value in re.findall(r"(?m)^(ClusterId|ProcId|RequestGPUs) = ([0-9]{1,18})$", text)}
     assigned = environ.get("_CONDOR_AssignedGPUs")
     requested = gpus_in(assigned or "") or ad.get("RequestGPUs")
@@ -293,23 +292,18 @@ SCHEDULERS = (
 )
 """All that are known. ``test_a_scheduler_has_all_that_it_needs`` says what one more needs beside its row."""
 
-# Local rank and local size of each launcher, innermost first: mpirun and srun start torchrun, not the other way round.
-# torchrun is recognised only by both of its variables, because other launchers set LOCAL_RANK too.
-_TORCHRUN = ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
-_HOROVOD = ("HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE")
-_JSRUN = ("JSM_NAMESPACE_LOCAL_RANK", "JSM_NAMESPACE_LOCAL_SIZE")
-_OTHERS = ("LOCAL_RANK", "LOCAL_SIZE")  # DeepSpeed, Accelerate and others
+# Of each launcher, innermost first: local rank, local size, whether its ranks have one list of visible GPUs together.
+# mpirun and srun start torchrun, not the other way round. It is recognised only by both, because others set LOCAL_RANK.
 _LAUNCHERS = (
-    _TORCHRUN,
-    _HOROVOD,
-    ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),  # Open MPI
-    ("MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),  # MVAPICH2
-    ("MPI_LOCALRANKID", "MPI_LOCALNRANKS"),  # MPICH and Intel MPI (Hydra), Platform MPI
-    ("PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),  # Cray
-    _JSRUN,
-    _OTHERS,
+    ("LOCAL_RANK", "LOCAL_WORLD_SIZE", True),  # torchrun
+    ("HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE", True),
+    ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE", False),  # Open MPI
+    ("MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE", False),  # MVAPICH2
+    ("MPI_LOCALRANKID", "MPI_LOCALNRANKS", False),  # MPICH and Intel MPI (Hydra), Platform MPI
+    ("PMI_LOCAL_RANK", "PMI_LOCAL_SIZE", False),  # Cray
+    ("JSM_NAMESPACE_LOCAL_RANK", "JSM_NAMESPACE_LOCAL_SIZE", False),  # jsrun
+    ("LOCAL_RANK", "LOCAL_SIZE", True),  # DeepSpeed, Accelerate and others
 )
-_SHARING = (_TORCHRUN, _HOROVOD, _OTHERS)  # their ranks have one list of visible GPUs
 
 
 def current(environ: Mapping[str, str] | None = None) -> JobContext:
@@ -320,44 +314,25 @@ def current(environ: Mapping[str, str] | None = None) -> JobContext:
     """
     if environ is None:
         environ = os.environ
-    launcher = _launcher(environ)
-    for scheduler in SCHEDULERS:
-        if job := scheduler.parse(environ):
-            return _by_visible_list(job, environ, launcher, lists_gpus=scheduler.lists_gpus)
-    return JobContext(local_rank=launcher.rank, local_size=launcher.size) if launcher else JobContext()
-
-
-def _by_visible_list(
-    job: JobContext, environ: Mapping[str, str], launcher: "_Launcher | None", *, lists_gpus: bool
-) -> JobContext:
-    """Return the job with the rank of its innermost launcher, and the GPUs that the list of visible ones leaves it.
-
-    If the list is shorter than the job's, each task of srun has one, or each rank, as long as so many fit into the
-    job's GPUs. Those that do not fit overlap (``--gpu-bind=closest``, MPS), and the job's GPUs are divided. jsrun gives
-    each rank a list. The ranks of torchrun, and the ranks inside a claim, have one together.
-    """
-    tasks = job.local_size or 1
-    if launcher is not None:
-        job = job._replace(local_rank=launcher.rank, local_size=launcher.size)
-    listed, total, ranks = visible_gpus(environ), job.requested_gpus, job.local_size or 1
-    if listed is None:
+    job = next(filter(None, (scheduler.parse(environ) for scheduler in SCHEDULERS)), JobContext())
+    tasks, total, listed = job.local_size or 1, job.requested_gpus, visible_gpus(environ)
+    rank = _rank(environ)
+    if rank is not None:
+        job = job._replace(local_rank=rank[0], local_size=rank[1])
+    if job.scheduler is None or listed is None:
         return job
-    together = "SAFE_GPU_SCOPE" in environ or (launcher is not None and launcher.shares_list)
-    if count(environ, _JSRUN[0]) is not None:
-        own = not together and job.local_size == count(environ, _JSRUN[1])
-    elif total is None:
-        if not lists_gpus or not (together or ranks == 1 or listed == 0):
-            return job
-        own = False
-    elif not 0 < listed < total:
-        return job
-    elif together or (launcher is not None and 1 < tasks <= total // listed):
-        own = False
-    elif ranks * listed <= total:
-        own = True
-    else:
-        return job
-    return job._replace(requested_gpus=listed, own_list=own)
+
+    # Whose is the list of visible GPUs? The ranks of torchrun, of one task of srun, and in a claim have one together.
+    ranks = job.local_size or 1
+    together = "SAFE_GPU_SCOPE" in environ or (rank is not None and rank[2])
+    jsrun = count(environ, "JSM_NAMESPACE_LOCAL_RANK") is not None  # gives each rank a list
+    if jsrun or total is None:
+        lists_gpus = any(one.lists_gpus for one in SCHEDULERS if one.name == job.scheduler)
+        counts = jsrun or (lists_gpus and (together or ranks == 1 or listed == 0))
+    else:  # A shorter list is one of several. Those that do not fit into the job's overlap (--gpu-bind=closest, MPS).
+        together = together or (rank is not None and tasks > 1 and tasks * listed <= total)
+        counts = 0 < listed < total and (together or ranks * listed <= total)
+    return job._replace(requested_gpus=listed, own_list=not together) if counts else job
 
 
 def in_batch_job(environ: Mapping[str, str] | None = None) -> bool:
@@ -365,28 +340,20 @@ def in_batch_job(environ: Mapping[str, str] | None = None) -> bool:
     return current(environ).scheduler is not None
 
 
-class _Launcher(NamedTuple):
-    """The rank that a launcher other than srun gave to this process, the number of ranks here, if known, and whether it
-    leaves them one list of visible GPUs."""
-
-    rank: int
-    size: int | None
-    shares_list: bool = False
-
-
-def _launcher(environ: Mapping[str, str]) -> _Launcher | None:
-    """Return the innermost launcher other than srun.
+def _rank(environ: Mapping[str, str]) -> tuple[int, int | None, bool] | None:
+    """Return the rank that a launcher other than srun gave to this process, the number of ranks here, and whether these
+    have one list of visible GPUs together; or None.
 
     It takes precedence over Slurm's rank: ranks that mpirun starts in a Slurm job inherit ``SLURM_LOCALID=0`` from the
     daemon of mpirun.
     """
-    for names in _LAUNCHERS:
-        rank, size = count(environ, names[0]), count(environ, names[1])
-        if rank is not None and (size is not None or names is not _TORCHRUN):
-            return _Launcher(rank, size or None, names in _SHARING)
+    for rank_name, size_name, together in _LAUNCHERS:
+        rank, size = count(environ, rank_name), count(environ, size_name)
+        if rank is not None and (size is not None or size_name != "LOCAL_WORLD_SIZE"):
+            return rank, size or None, together
     # Old versions of MPICH set only the global rank, which equals the local rank if the job runs on one host. PMI of
     # srun and of Flux sets the variable too; their own local rank is right then.
     world = count(environ, "PMI_RANK")
     if world is not None and world not in (count(environ, "SLURM_PROCID"), count(environ, "FLUX_TASK_RANK")):
-        return _Launcher(world, None)
+        return world, None, False
     return None

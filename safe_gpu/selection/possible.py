@@ -78,9 +78,7 @@ def check_possible(
     ):
         holders = leased()
         hint = fence_hint(judge(snapshot, request, leased=holders, rules=rules), visible_limit)
-        way_out = ", or the scheduler for others" if visible_limit.by_scheduler else ""
-        if visible_limit.may_be_lifted:
-            way_out = ", or set SAFE_GPU_FENCE=ignore to disregard the variable"
+        way_out = f", or set {visible_limit.lift} to disregard the variable" if visible_limit.lift else ""
         problem = f"{hint}: ask for its GPUs only{way_out}"
     if problem:
         asked = "1 GPU is" if request.nb_gpus == 1 else f"{request.nb_gpus} GPUs are"

@@ -202,7 +202,8 @@ CASES: dict[str, tuple[dict[str, str], JobContext]] = {
             JobContext("htcondor", "4", 0, requested_gpus=0),
         )
         for variables in (
-            "CUDA_VISIBLE_DEVICES=10000 GPU_DEVICE_ORDINAL=10000",
+            "_CONDOR_AssignedGPUs=10000 CUDA_VISIBLE_DEVICES=10000",  # 23.9
+            "CUDA_VISIBLE_DEVICES=10000",
             "CUDA_VISIBLE_DEVICES=none",
             "CUDA_VISIBLE_DEVICES= _CONDOR_AssignedGPUs=",
             "_CONDOR_AssignedGPUs=undefined CUDA_VISIBLE_DEVICES=10000",

@@ -42,10 +42,10 @@ def visible_limit_of(snapshot: HostSnapshot, nb_gpus: int, runtime: Runtime) -> 
     if settings.ignores_fence(os.environ):
         return None
     limit = read_visible_once(os.environ, snapshot)
-    if limit is not None:
-        limit = limit._replace(by_scheduler=in_batch_job(os.environ))
-        if limit.ambiguous:
-            limit = limit._replace(uuids=_resolved(snapshot, limit, runtime), ambiguous=False, doubt="")
+    if limit is not None and in_batch_job():
+        limit = limit._replace(lift="")
+    if limit is not None and limit.ambiguous:
+        limit = limit._replace(uuids=_resolved(snapshot, limit, runtime), ambiguous=False, doubt="")
     return limit
 
 
@@ -95,7 +95,7 @@ def _frozen(snapshot: HostSnapshot, nb_gpus: int, visible: tuple[str, ...], runt
             )
         raise CudaInitializedError(f"{problem}, or start a new process", visible=visible)
     name = visible_variables(snapshot)[0]
-    return VisibleLimit(os.environ.get(name, ""), found, frozen=True, name=name, library=runtime.title)
+    return VisibleLimit(os.environ.get(name, ""), found, frozen=True, name=name, library=runtime.title, lift="")
 
 
 def _resolved(snapshot: HostSnapshot, visible_limit: VisibleLimit, runtime: Runtime) -> tuple[str, ...]:
@@ -109,10 +109,9 @@ def _resolved(snapshot: HostSnapshot, visible_limit: VisibleLimit, runtime: Runt
             problem = f"; {runtime.title} itself shows GPUs that the driver does not"
         except NoDriverError as err:
             problem = f"; {runtime.title} itself could not be asked: {err}"
-    lift = ", or set SAFE_GPU_FENCE=ignore" if visible_limit.may_be_lifted else ""
     raise UnsatisfiableRequestError(
         f"{visible_limit.name}={visible_limit.value} is ambiguous: {visible_limit.doubt}{problem}; set "
-        f"{visible_limit.clear_by}{lift}",
+        f"{visible_limit.clear_by}{visible_limit.lift and f', or set {visible_limit.lift}'}",
         value=visible_limit.value,
     )
 

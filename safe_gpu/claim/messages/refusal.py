@@ -54,8 +54,8 @@ def refusal(
     unlimited = view.judge(holders, within_limit=False)
     hint = fence_hint(unlimited, visible_limit)
     frozen = visible_limit is not None and visible_limit.frozen
-    if hint and visible_limit is not None and visible_limit.may_be_lifted:
-        hint += " (SAFE_GPU_FENCE=ignore disregards it)"
+    if hint and visible_limit is not None and visible_limit.lift:
+        hint += f" ({visible_limit.lift} disregards it)"
     ahead = None if ticket is None else ClaimAhead.of(ticket)
     passed = None if stopped is None else ClaimAhead.of(stopped)._replace(stopped=True)
     message = refusal_message(

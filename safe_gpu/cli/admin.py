@@ -7,7 +7,6 @@ import math
 import os
 import time
 from collections.abc import Collection, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..coordination.files.location import drain_file
@@ -17,7 +16,7 @@ from ..gpus.windows import MOST_WINDOWS, Window
 from ..host import procfs
 from ..host.programs import is_root
 from ..selection.gpu_names import names_device
-from ..selection.occupancy import computes
+from ..selection.occupancy import users_of
 from ..settings.policy import gid_of, uid_of
 from ..status.gather import gather
 from ..wording.text import clock, gpu_ranges
@@ -155,11 +154,14 @@ def _say_overlaps(gpus: Sequence[GpuStatus], window: Window) -> None:
 def _wait(uuids: Collection[str], timeout: float | None) -> int:
     """Return once nobody holds or uses the GPUs; 75 if that takes longer."""
     deadline = math.inf if timeout is None else time.monotonic() + timeout
-    is_used = partial(computes, describe=procfs.describe_process)
     while True:
         status = gather()
         meant = (one for one in status.gpus if one.gpu.uuid in uuids)
-        used = [one.label for one in meant if one.claim or any(map(is_used, one.gpu.processes or ()))]
+        used = [
+            one.label
+            for one in meant
+            if one.claim or users_of(one.gpu, one.gpu.processes or (), procfs.describe_process)
+        ]
         if not used and not status.warnings:
             return 0
         if time.monotonic() >= deadline:

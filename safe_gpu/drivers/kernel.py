@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from ..gpus.devices import Gpu, GpuProcess, ProcessKind
+from ..gpus.devices import Gpu, GpuProcess
 from ..gpus.vendors import FIRST, VENDORS, Vendor
 from ..host import procfs
 from ..host.foreign_files import read_start
@@ -47,7 +47,7 @@ def own_namespace_pids(
 def _resolved(process: GpuProcess, device: str) -> GpuProcess:
     own = os.getpid()
     pid = own if process.pid == own else procfs.thread_group(process.pid) or process.pid
-    if device and process.kind != ProcessKind.GRAPHICS and pid != own and _has_device(pid, device) is False:
+    if device and pid != own and _has_device(pid, device) is False:
         return process._replace(name=None, elsewhere=True)
     return process if pid == process.pid else process._replace(pid=pid)
 

@@ -75,7 +75,7 @@ class Gpu(NamedTuple):
         compute_mode: one of :class:`ComputeMode`.
         display_active: whether a display is initialised on it (NVML ``GetDisplayActive``).
         processes: the processes on it; None if the query failed (see ``process_error``). Graphics processes may be
-            left out if the others account for all memory in use (``Driver.detailed`` adds them).
+            left out if the others account for nearly all memory in use (``Driver.detailed`` adds them).
         process_error: why ``processes`` is None.
         processes_supported: False if this driver can never list the processes of this device.
         unusable: why the device cannot be claimed in its present state ("MIG mode is on", "lost"), else None.
@@ -134,17 +134,28 @@ class Gpu(NamedTuple):
 
         Where the driver can never list processes, that is all memory in use.
         """
-        if self.memory_used is None or (self.processes is None and self.processes_supported):
-            return 0
-        if not self.processes:
-            return self.memory_used
-        # A process with both a compute and a graphics context is in both lists, with the same memory.
+        listed = self.listed_memory
+        return 0 if self.memory_used is None or listed is None else max(0, self.memory_used - listed)
+
+    @property
+    def listed_memory(self) -> int | None:
+        """Bytes that its listed processes use; None if that of one is unknown, or the query failed.
+
+        A process with both a compute and a graphics context is in both lists, with the same memory.
+        """
+        if self.processes is None:
+            return None if self.processes_supported else 0
         largest: dict[int, int] = {}
         for process in self.processes:
             if process.memory_used is None:
-                return 0
+                return None
             largest[process.pid] = max(largest.get(process.pid, 0), process.memory_used)
-        return max(0, self.memory_used - sum(largest.values()))
+        return sum(largest.values())
+
+    @property
+    def draws(self) -> bool:
+        """Whether a display is active on it, or a graphics process is on it: such a GPU is taken last."""
+        return self.display_active or any(one.kind == ProcessKind.GRAPHICS for one in self.processes or ())
 
     def unreachable(self, reason: str, *, lost: bool = True) -> "Gpu":
         """Return the record of this device while nothing but its identity is known."""

@@ -35,10 +35,10 @@ def choose(
 ) -> tuple[Gpu, ...] | None:
     """Pick ``nb_gpus`` of the free devices: of the first model in ``prefer`` of which enough are free, else of all.
 
-    The criteria, most important first: few GPUs that are to be taken ``last``; few GPUs with an active display; whole
-    GPUs rather than a MIG instance; few NUMA nodes; many NVLink connections among the chosen GPUs; many GPUs on the
-    ``near`` nodes; nodes with few free GPUs, so that larger requests still find room on the other nodes; low indices.
-    GPUs whose NUMA node is unknown count as one more node.
+    The criteria, most important first: few GPUs that are to be taken ``last``; few GPUs with an active display or a
+    graphics process; whole GPUs rather than a MIG instance; few NUMA nodes; many NVLink connections among the chosen
+    GPUs; many GPUs on the ``near`` nodes; nodes with few free GPUs, so that larger requests still find room on the
+    other nodes; low indices. GPUs whose NUMA node is unknown count as one more node.
 
     Args:
         verdicts: of :func:`~safe_gpu.selection.verdicts.judge`; only the free ones count.
@@ -110,7 +110,7 @@ def _best_one(pool: Sequence[Gpu], near: frozenset[int]) -> Gpu:
     nodes = [gpu.numa_node for gpu in pool]
 
     def rank(gpu: Gpu) -> tuple[object, ...]:
-        return gpu.display_active, gpu.numa_node not in near, nodes.count(gpu.numa_node), _position(gpu)
+        return gpu.draws, gpu.numa_node not in near, nodes.count(gpu.numa_node), _position(gpu)
 
     return min(pool, key=rank)
 
@@ -121,7 +121,7 @@ def _rank(gpus: Sequence[Gpu], nodes: Sequence[int | None], near: Collection[int
     uuids = {gpu.uuid for gpu in gpus}
     return (
         sum(gpu.uuid in last for gpu in gpus),
-        sum(gpu.display_active for gpu in gpus),
+        sum(gpu.draws for gpu in gpus),
         len(used),
         -sum(len(uuids.intersection(gpu.nvlink_peers)) for gpu in gpus),
         -sum(gpu.numa_node in near for gpu in gpus),
@@ -157,10 +157,10 @@ class _Chooser:
         self.linked = any(self.links)
 
     def best(self) -> tuple[Gpu, ...]:
-        # Each rank is taken whole before the next one is started: first GPUs that are neither bad nor drive a display.
+        # Each rank is taken whole before the next one is started: first GPUs that are neither bad nor draw.
         ranks = [0, 0, 0, 0]
         for position, gpu in enumerate(self.pool):
-            ranks[2 * (gpu.uuid in self.last) + gpu.display_active] |= 1 << position
+            ranks[2 * (gpu.uuid in self.last) + gpu.draws] |= 1 << position
         taken, spare = 0, ranks[0]
         for rank in ranks[1:]:
             if (taken | spare).bit_count() >= self.count:

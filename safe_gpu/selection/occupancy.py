@@ -15,6 +15,10 @@ _LIMIT = 128 << 20
 
 _LIMIT_WITH_RESERVED = 1 << 30
 
+# Bytes that graphics processes may use together on a GPU without an active display: X servers, desktops that nobody
+# sees and small renderers have less.
+_MOST_DRAWN = 1 << 30
+
 _MPS_SERVER = "nvidia-cuda-mps-server"
 
 _MPS_SERVER_MEMORY = 64 << 20  # an MPS server whose clients are on other GPUs has less; a CUDA program has more
@@ -28,7 +32,7 @@ def has_mps_clients(snapshot: HostSnapshot) -> bool:
 
 
 def computes(process: GpuProcess, describe: Describe, *, mps_clients: bool = False) -> bool:
-    """Return whether a process makes a device busy. Graphics processes do not, nor does the MPS server itself.
+    """Return whether a process makes a device busy by itself. Graphics processes do not, nor does the MPS server.
 
     Args:
         describe: gives the command by which the MPS server is known.
@@ -42,6 +46,26 @@ def computes(process: GpuProcess, describe: Describe, *, mps_clients: bool = Fal
         return words[0].rpartition("/")[2] != _MPS_SERVER
     small = process.memory_used is not None and process.memory_used <= _MPS_SERVER_MEMORY
     return not (mps_clients and small and process.kind == ProcessKind.COMPUTE)
+
+
+def drawing(gpu: Gpu, processes: Collection[GpuProcess]) -> list[GpuProcess]:
+    """Return those of these processes of a device that only draw, if together they make it busy; else none.
+
+    Where a display is active they never do. Memory that the driver does not tell is not counted.
+    """
+    computing = {process.pid for process in processes if process.kind != ProcessKind.GRAPHICS}
+    only = [process for process in processes if process.pid not in computing]
+    busy = not gpu.display_active and sum(process.memory_used or 0 for process in only) > _MOST_DRAWN
+    return only if busy else []
+
+
+def users_of(
+    gpu: Gpu, processes: Collection[GpuProcess], describe: Describe, *, mps_clients: bool = False
+) -> list[GpuProcess]:
+    """Return those of these processes of a device that make it busy, one entry for each pid; the rest as for
+    :func:`computes`."""
+    computing = [process for process in processes if computes(process, describe, mps_clients=mps_clients)]
+    return list({process.pid: process for process in (*drawing(gpu, processes), *computing)}.values())
 
 
 def _command(process: GpuProcess, describe: Describe) -> str | None:

@@ -99,7 +99,7 @@ def room(gpu: Gpu, sharers: Sequence[LeaseHolder], family_of: FamilyOf, *, unexp
 
 
 def strangers(
-    computing: Collection[GpuProcess], sharers: Sequence[LeaseHolder], family_of: FamilyOf
+    processes: Collection[GpuProcess], sharers: Sequence[LeaseHolder], family_of: FamilyOf
 ) -> list[GpuProcess]:
     """Return those of the processes on a shared GPU that are certainly of none of its sharers.
 
@@ -107,7 +107,7 @@ def strangers(
     """
     holders, users = {sharer.pid for sharer in sharers}, {sharer.uid for sharer in sharers}
     found = []
-    for process in computing:
+    for process in processes:
         family = None if process.elsewhere else family_of(process.pid)
         if family is not None and family[0] not in users and holders.isdisjoint(family[1]):
             found.append(process)

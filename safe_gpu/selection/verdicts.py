@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from ..gpus.devices import ComputeMode, Gpu, GpuFault, GpuVerdict, HostSnapshot, LeaseHolder
 from ..wording.text import in_brackets, plural
-from .occupancy import Describe, computes, has_mps_clients, name_processes, unexplained_limit, why_memory_unexplained
+from .occupancy import Describe, has_mps_clients, name_processes, unexplained_limit, users_of, why_memory_unexplained
 from .request import MinMemory, Selection
 from .rules import DEFAULT_RULES, Rules
 from .sharing import FamilyOf, room, strangers, why_no_room
@@ -85,18 +85,15 @@ def judge(
             return GpuVerdict(gpu, "unusable", UNWATCHABLE)
         if gpu.processes is None and gpu.processes_supported:
             return GpuVerdict(gpu, "busy", f"process list failed: {gpu.process_error or 'the driver does not say why'}")
-        computing = [
-            process
-            for process in gpu.processes or ()
-            if process.pid not in disregarded and computes(process, describe, mps_clients=mps_clients)
-        ]
+        others = [process for process in gpu.processes or () if process.pid not in disregarded]
         if sharers:
-            computing = strangers(computing, sharers, family_of)
-        if computing:
-            computing.sort(key=lambda process: (-(process.memory_used or 0), process.pid))
-            user, text = name_processes(computing, describe)
+            others = strangers(others, sharers, family_of)
+        users = users_of(gpu, others, describe, mps_clients=mps_clients)
+        if users:
+            users.sort(key=lambda process: (-(process.memory_used or 0), process.pid))
+            user, text = name_processes(users, describe)
             text += " without a share" if sharers else ""
-            return GpuVerdict(gpu, "busy", text, computing[0].pid, user)
+            return GpuVerdict(gpu, "busy", text, users[0].pid, user)
         reason = _why_not_now(gpu, request, disregarded)
         if not reason and of_outer is None and not sharers:
             reason = why_memory_unexplained(gpu, rules)

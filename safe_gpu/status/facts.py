@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from ..gpus.devices import FIRST_MINUTE, Gpu
+from ..gpus.devices import FIRST_MINUTE, Gpu, ProcessKind
+from ..selection.occupancy import drawing
 
 if TYPE_CHECKING:
     from ..gpus.windows import Window
@@ -82,7 +83,7 @@ class GpuStatus:
     """One device. ``state`` and ``reason`` are as in :class:`~safe_gpu.gpus.devices.GpuVerdict`.
 
     Attributes:
-        idle: claimed, and the driver shows no compute process of the claim on it.
+        idle: claimed, and the driver shows no process of the claim on it that computes or draws.
         claim: None if no process holds the lease; of a shared GPU the oldest claim.
         shares: the claims that share it, the oldest first.
         share_free: bytes available to one more share; None if the GPU is not shared.
@@ -128,6 +129,12 @@ class GpuStatus:
         if self.idle_report or (self.idle and now - began >= FIRST_MINUTE):
             return "idle"
         return "shared" if self.shares else "claimed"
+
+    @property
+    def users(self) -> list[ProcessStatus]:
+        """The processes that compute there, and those that only draw if together they make it busy."""
+        drawn = {process.pid for process in drawing(self.gpu, self.gpu.processes or ())}
+        return [one for one in self.processes if one.kind != ProcessKind.GRAPHICS or one.pid in drawn]
 
     @property
     def claims(self) -> tuple[ClaimStatus, ...]:
@@ -230,7 +237,7 @@ class HostStatus:
                                        host's only display), unusable
         gpus[].state_shown             as in the table: state; for unusable also drained; for claimed also shared,
                                        idle, at risk
-        gpus[].idle                    claimed, and no process of the claim computes on it
+        gpus[].idle                    claimed, and no process of the claim computes or draws on it
         gpus[].idle_for                for how many seconds a claimed GPU has shown no work, as far as looks tell
         gpus[].reason                  why it is not free, or why it is taken last, a sentence; else ""
         gpus[].claim                   null if no process holds the lease, else:
@@ -331,7 +338,7 @@ def of_vendor(status: HostStatus, vendor: str) -> HostStatus:
 
 def _concerns(one: GpuStatus, user: str) -> bool:
     claims = [claim.user for claim in (*one.claims, one.inner) if claim is not None]
-    return user in claims or any(process.user == user for process in one.processes if process.kind != "graphics")
+    return user in claims or any(process.user == user for process in one.users)
 
 
 def free_labels(status: HostStatus) -> list[str]:

@@ -30,11 +30,11 @@ from ..coordination.queue.waiting_process import waiting_process
 from ..coordination.socket_names import name_of
 from ..drivers import open_drivers
 from ..errors import LockTimeout, NoDriverError, SafeGpuError, StateDirError
-from ..gpus.devices import MOST_SHARERS, vendor_of
+from ..gpus.devices import MOST_SHARERS, ProcessKind, vendor_of
 from ..host import procfs
 from ..host.procfs import user_name
 from ..runtimes.visible_devices import stale_indices
-from ..selection.occupancy import computes, has_mps_clients
+from ..selection.occupancy import has_mps_clients, users_of
 from ..selection.request import Selection, uuid_of_stem
 from ..selection.rules import Rules
 from ..selection.sharing import LEAST_SHARE, part_of, promised, used_by_sharers
@@ -493,23 +493,32 @@ def _inside(inner: ClaimStatus | None) -> list[str]:
 
 
 def _is_idle(gpu: Gpu, claims: Collection[ClaimStatus], processes: ProcessTable, mps_clients: bool) -> bool:
-    """Return whether none of the claim's processes computes there; False if the process list is unknown."""
+    """Return whether none of the claim's processes computes or draws there; False if the process list is unknown.
+
+    A process that draws little, and is no descendant of the claim's, may be the desktop of its user.
+    """
     if gpu.processes is None or not gpu.processes_supported or gpu.processes_private:
         return False
-    computing = [one for one in gpu.processes if computes(one, processes.describe, mps_clients=mps_clients)]
-    if not computing:
-        return not gpu.utilization  # else the driver hides who computes
-    return not any(_may_belong(one, claims, processes) for one in computing)
+    users = users_of(gpu, gpu.processes, processes.describe, mps_clients=mps_clients)
+    drawing = (one for one in gpu.processes if one.kind == ProcessKind.GRAPHICS)
+    computes = any(_may_belong(one, claims, processes) for one in users)
+    if computes or any(_is_of(one, claims, processes) for one in drawing):
+        return False
+    return bool(users) or not gpu.utilization  # else the driver hides who computes
 
 
 def _may_belong(process: GpuProcess, claims: Collection[ClaimStatus], processes: ProcessTable) -> bool:
     """Return whether a process may belong to one of the claims: a descendant, one of its user, or an unknown one."""
-    pid = process.pid
-    described = None if process.elsewhere else processes.describe(pid)
-    if described is None:
+    described = None if process.elsewhere else processes.describe(process.pid)
+    if described is None or any(claim.uid is None or claim.user == described[0] for claim in claims):
         return True
-    user, family = described[0], {pid, *processes.ancestors(pid)}
-    return any(claim.uid is None or claim.pid in family or claim.user == user for claim in claims)
+    return _is_of(process, claims, processes)
+
+
+def _is_of(process: GpuProcess, claims: Collection[ClaimStatus], processes: ProcessTable) -> bool:
+    """Return whether a process is that of one of the claims, or a descendant of it."""
+    family = () if process.elsewhere else (process.pid, *processes.ancestors(process.pid))
+    return any(claim.pid in family for claim in claims)
 
 
 def _process(process: GpuProcess, processes: ProcessTable) -> ProcessStatus:

@@ -32,7 +32,7 @@ _LONGEST = 4096
 
 
 def shows_no_work(one: GpuStatus) -> bool:
-    """Return whether a claimed GPU does nothing now: no process of the claim computes there, or utilization is 0."""
+    """Return whether a claimed GPU does nothing now: no process of the claim works there, or utilization is 0."""
     return one.idle or one.gpu.utilization == 0
 
 

@@ -259,17 +259,16 @@ def rows_of(one: GpuStatus, now: float) -> Iterator[TableRow]:
     heat = "" if gpu.temperature is None else f"{gpu.temperature}C"
     color = _COLORS.get(state, "dim")
     row = TableRow(one.label, state, color, gpu.memory_used, gpu.memory_total, load, {}, heat=heat)
-    computing = [process for process in one.processes if process.kind != "graphics"]
     if one.shares:
         free = "" if one.share_free is None else f", {format_bytes(one.share_free)} unclaimed"
         yield row._replace(text=plural(len(one.shares), "claim") + free)
     elif one.claim is not None:
         cells = _claim_cells(one.claim, now)
-        if computing and one.claim.pid is None and not one.claim.since:
-            cells |= _process_cells(computing)
+        if one.users and one.claim.pid is None and not one.claim.since:
+            cells |= _process_cells(one.users)
         yield row._replace(cells=cells, claim=one.claim)
-    elif one.state == "busy" and computing:
-        yield row._replace(cells=_process_cells(computing))
+    elif one.state == "busy" and one.users:
+        yield row._replace(cells=_process_cells(one.users))
     else:
         yield row
     for claim in one.shares:
@@ -277,10 +276,10 @@ def rows_of(one: GpuStatus, now: float) -> Iterator[TableRow]:
         yield TableRow("", "  share", color, claim.memory_used, claim.share, "", _claim_cells(claim, now), claim=claim)
 
 
-def _process_cells(computing: Collection[ProcessStatus]) -> dict[str, str]:
+def _process_cells(users: Collection[ProcessStatus]) -> dict[str, str]:
     """Describe the process with the most memory."""
-    first = max(computing, key=lambda process: process.memory_used or 0)
-    number = len({process.pid for process in computing})
+    first = max(users, key=lambda process: process.memory_used or 0)
+    number = len({process.pid for process in users})
     command = (f"(1 of {number}) " if number > 1 else "") + _command_of(first)
     return _holder_cells(first.user, first.pid, None) | {"COMMAND": command}
 
@@ -335,16 +334,15 @@ def _notes(one: GpuStatus, now: float) -> Iterator[str]:
         who = " ".join(filter(None, (one.inner.user, _short(one.inner.command or ""))))
         yield f"inside it: process {one.inner.pid or '?'} {who}".rstrip()
         yield from _claim_notes(one.inner, None)
-    computing = [process for process in one.processes if process.kind != "graphics"]
     if one.claim is None:
-        if not (one.state == "busy" and computing):
+        if not (one.state == "busy" and one.users):
             yield from filter(None, [one.reason or "free, shared with the display" * (one.state == "display")])
         return
     if one.state not in ("claimed", "display") or one.claim.elsewhere is not None:
         yield one.reason.partition(";")[0]
     if one.fault:
         yield one.fault
-    for process in computing if one.idle else []:
+    for process in one.users if one.idle else []:
         who = f"{process.pid} {process.user or ''} {_command_of(process)}"
         yield f"on it, but not part of the claim: process {who}"
 

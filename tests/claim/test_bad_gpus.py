@@ -160,7 +160,7 @@ def test_a_bad_gpu_swallows_one_claim_and_no_more(fake_gpus: Any, code: int) -> 
 
 def test_a_hidden_process_on_an_exclusive_gpu_makes_it_the_last_choice(fake_gpus: Any, stranger_pid: int) -> None:
     fake_gpus.set(8, mode=3)
-    fake_gpus.process(fake_gpus.uuids[0], stranger_pid, kind="graphics")  # not among those that compute
+    fake_gpus.process(fake_gpus.uuids[0], stranger_pid, 8 << 20, kind="graphics")  # not among those that are asked for
     assert run(fake_gpus, "claim(1)")[0] == "PlaceholderError"
     assert run(fake_gpus, "claim(1)") == [1]
 

@@ -34,7 +34,7 @@ def host(host_of: Any) -> Host:
     [
         ({"max_utilization": 10}, 0),
         ({"max_utilization": 50}, None),
-        ({"min_memory": 70 << 30}, 0),
+        ({"min_memory": 79 << 30}, 0),
         ({"min_memory": 7 << 30}, None),
         ({"max_utilization": 10, "min_memory": 1}, 0),
     ],
@@ -42,7 +42,7 @@ def host(host_of: Any) -> Host:
 def test_one_that_cannot_use_the_free_gpu_is_passed(
     ahead: dict[str, Any], gets: int | None, host, ground, line
 ) -> None:
-    host.stranger(0, kind="graphics", memory=30 << 30)
+    host.stranger(0, kind="graphics", memory=1 << 30)
     line(1, (0,), **ahead)
     line(1, (0,), max_utilization=0)
     assert try_claim(1, only=0) == (None if gets is None else (gets,))

@@ -86,10 +86,10 @@ def test_the_refusal_names_who_is_ahead(ground, line) -> None:
 
 
 def test_a_waiter_whose_wish_no_release_can_meet_because_of_memory(ground, line, stranger) -> None:
-    """Somebody draws there, which makes nothing busy but takes the memory that is asked for."""
-    line(1, (0,), min_memory=70 << 30)
+    """Somebody draws there, too little to make it busy, and has some of the memory that is asked for."""
+    line(1, (0,), min_memory=79 << 30)
     assert try_claim(1, only=0) is None
-    stranger(0, kind="graphics", memory=30 << 30)
+    stranger(0, kind="graphics", memory=1 << 30)
     assert try_claim(1, only=0) == (0,)
 
 

@@ -120,6 +120,25 @@ def test_a_stranger_is_seen_beside_no_placeholder_too(host: Any, cleanup: ExitSt
         safe_gpu.claim_gpus(1, safe_gpu.NoPlaceholder(), timeout=0)
 
 
+@pytest.mark.parametrize(
+    ("before", "late"), [((), (3 << 30,)), ((600 << 20,), (600 << 20,))], ids=["one", "the second small one"]
+)
+@pytest.mark.parametrize(("poll", "error"), [(1, NotEnoughGpusError), (2, NotEnoughGpusError), (3, GpuContendedError)])
+def test_a_renderer_at_every_poll(host, cleanup, untouched, poll, error, before, late) -> None:
+    def come(pid: int, sizes: tuple[int, ...]) -> None:
+        for size in sizes:
+            cleanup.enter_context(host.stranger(0, pid=pid, memory=size, kind=ProcessKind.GRAPHICS))
+
+    with untouched():
+        come(HIDDEN, before)
+        host.on_poll = lambda number: number == poll and come(HIDDEN - 1, late)
+        with pytest.raises(error, match=str(HIDDEN - 1)) as caught:
+            safe_gpu.claim_gpus(1, timeout=0, only=0)
+        assert caught.value.verdicts[0].state == "busy"
+        assert "0" not in safe_gpu.get_free_gpus()
+        cleanup.close()
+
+
 def test_a_process_that_only_draws_is_no_stranger_until_it_computes(host: Any, cleanup: ExitStack, child: Any) -> None:
     other = child("listen()")
     cleanup.enter_context(host.stranger(0, kind=ProcessKind.GRAPHICS))

@@ -49,6 +49,8 @@ def test_all_fields(host: Any, driver: NvidiaSmiDriver) -> None:
         (HIDDEN + 1, ProcessKind.GRAPHICS, 1 << 20),
         (HIDDEN + 2, ProcessKind.MPS, 1 << 20),
     ]
+    assert second.draws
+    assert not first.draws
     assert driver.usage(snapshot.gpus) == snapshot.gpus
     assert driver.detailed(snapshot) == driver.linked(snapshot) == snapshot
 

@@ -151,7 +151,7 @@ def test_lists_by_kind(host: Any, driver: nvml.NvmlDriver) -> None:
     assert by_kind[ProcessKind.COMPUTE, HIDDEN] == GpuProcess(HIDDEN, ProcessKind.COMPUTE, None, None)
     assert by_kind[ProcessKind.MPS, HIDDEN + 1].memory_used == 7
     detailed = driver.detailed(driver.snapshot()).gpus[2].processes
-    assert detailed == (*gpus[2].processes, GpuProcess(os.getpid(), ProcessKind.GRAPHICS, 3 << 20))
+    assert detailed == (*gpus[2].processes, own._replace(kind=ProcessKind.GRAPHICS))
     assert all(gpu.processes == () for gpu in gpus if gpu.index != 2)
 
 
@@ -554,14 +554,33 @@ def test_what_draws_explains_memory(host: Any, driver: nvml.NvmlDriver) -> None:
     host.process(host.uuids[0], HIDDEN, 4 << 30, static=True, kind="graphics")
     for gpu, *_ in (driver.usage(gpus[:1]), driver.snapshot().gpus):
         assert [process.kind for process in gpu.processes or ()] == [ProcessKind.GRAPHICS]
+        assert state(gpu) == ("busy", f"process {HIDDEN} uses 4 GiB")
+    host.change(0, display=1)
+    for gpu, *_ in (driver.usage(driver.snapshot().gpus[:1]), driver.snapshot().gpus):
         assert state(gpu) == ("free", "")
     host.change(0, used=4 << 30)
     for gpu, *_ in (driver.usage(gpus[:1]), driver.snapshot().gpus):
-        assert "4 GiB of memory in use by no process" in state(gpu)[1]
+        assert gpu.unexplained_memory == 4 << 30
+    host.change(0, display=0, used=0)
+    assert state(driver.snapshot().gpus[0]) == ("busy", f"process {HIDDEN} uses 4 GiB"), "the desktop has gone"
     host.change(0, used=0, graphics_error=TIMEOUT)
     for gpu, *_ in (driver.usage(gpus[:1]), driver.snapshot().gpus):
         assert gpu.processes is None, "it cannot be told"
         assert state(gpu)[0] == "busy"
+
+
+@pytest.mark.parametrize("values", [{}, {"memory_error": NOT_SUPPORTED}])
+def test_what_draws_is_seen_where_the_memory_of_another_is_not_told(
+    host: Any, driver: nvml.NvmlDriver, values: dict[str, int]
+) -> None:
+    """Such as an MPS server's, or one's own; and where the driver does not tell how much is in use at all."""
+    host.change(0, **values)
+    if not values:
+        host.process(host.uuids[0], os.getpid(), None)
+    host.process(host.uuids[0], HIDDEN, 2 << 30, static=True, kind="graphics")
+    for gpu, *_ in (driver.snapshot().gpus, driver.usage(driver.snapshot().gpus[:1])):
+        (verdict, _) = judge(HostSnapshot((gpu, Gpu(1, "GPU-other"))), Selection(), leased={}, own={os.getpid()})
+        assert (verdict.state, verdict.pid) == ("busy", HIDDEN)
 
 
 @pytest.mark.parametrize(

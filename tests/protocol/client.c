@@ -763,7 +763,7 @@ static bool is_in_scope(const struct gpu *gpu) /* our outer claim holds it by na
 /* ---- the driver ---- */
 
 static double polled = -1e9;
-static struct { char uuid[UUID_SIZE]; long pid; } on_gpu[1024];
+static struct { char uuid[UUID_SIZE]; long pid; long long drawn; } on_gpu[1024]; /* drawn: bytes, if it only draws */
 static int on_gpu_count;
 
 static void judge_gpus(void) /* which are busy by the last poll */
@@ -776,6 +776,20 @@ static void judge_gpus(void) /* which are busy by the last poll */
   }
 }
 
+static void forget_small_drawers(void) /* those that only draw, and use at most 1 GiB together on a GPU */
+{
+  int kept = 0;
+  long long drawn[1024];
+  for (int i = 0; i < on_gpu_count; i++) {
+    drawn[i] = 0;
+    for (int j = 0; j < on_gpu_count; j++)
+      if (!strcmp(on_gpu[j].uuid, on_gpu[i].uuid)) drawn[i] += on_gpu[j].drawn;
+  }
+  for (int i = 0; i < on_gpu_count; i++)
+    if (!on_gpu[i].drawn || drawn[i] > 1LL << 30) on_gpu[kept++] = on_gpu[i];
+  on_gpu_count = kept;
+}
+
 static void poll_driver(void) /* fills on_gpu: who has a context on which GPU */
 {
   char path[4200];
@@ -786,18 +800,21 @@ static void poll_driver(void) /* fills on_gpu: who has a context on which GPU */
   DIR *d = opendir(path);
   for (struct dirent *entry; d && (entry = readdir(d));) {
     long pid;
+    long long memory;
     char *dot = strchr(entry->d_name, '.');
-    if (!dot || dot == entry->d_name || dot - entry->d_name >= UUID_SIZE || sscanf(dot, ".%ld-", &pid) != 1) continue;
-    if (strstr(dot, "-graphics-")) continue;
+    if (!dot || dot == entry->d_name || dot - entry->d_name >= UUID_SIZE) continue;
+    if (sscanf(dot, ".%ld-%lld-", &pid, &memory) != 2) continue;
     int fd = openat(dirfd(d), entry->d_name, O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC);
     if (fd < 0) continue;
     if (flock(fd, LOCK_SH | LOCK_NB) && on_gpu_count < 1024) {
       put(on_gpu[on_gpu_count].uuid, UUID_SIZE, "%.*s", (int)(dot - entry->d_name), entry->d_name);
+      on_gpu[on_gpu_count].drawn = strstr(dot, "-graphics-") ? memory : 0;
       on_gpu[on_gpu_count++].pid = pid;
     }
     give_back(&fd);
   }
   if (d) closedir(d);
+  forget_small_drawers();
   judge_gpus();
 }
 

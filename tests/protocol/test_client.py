@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from support.ground import write_for_all
 from safe_gpu.coordination import socket_names as names
 from safe_gpu.coordination.name_table import read_names
 from safe_gpu.coordination.scope_names import scope_name
+from safe_gpu.drivers.simulated import SimulatedDriver
 
 SOURCES = sorted(Path(__file__).parent.glob("*.c"))
 NOW = {"c": ("-t", "0"), "python": ("--timeout", "0")}
@@ -232,6 +234,17 @@ def test_of_a_claim_half_dead_nobody_gets_a_gpu_that_another_gets(
     inner = scene.start(first, 8, *NOW[first], env={"SAFE_GPU_SCOPE": token})
     scene.until(lambda: inner.pid in scene.served() or inner.process.poll() is not None)
     assert len(scene.served()) < 2
+
+
+@pytest.mark.parametrize("sizes", [[512 << 20, 512 << 20], [512 << 20, 513 << 20]])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_draws_counts_together(scene: Any, kind: str, sizes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SAFE_GPU_SIMULATED_DIR", str(scene.tree.parent))
+    driver = SimulatedDriver("dgx-a100")
+    with ExitStack() as drawing:
+        for pid, size in zip((os.getpid(), os.getppid()), sizes, strict=True):
+            drawing.enter_context(driver.occupy(scene.uuids[0], memory=size, kind="graphics", pid=pid))
+        assert scene.start(kind, 8, *NOW[kind], command=["true"]).finish()[0] == (75 if sum(sizes) > 1 << 30 else 0)
 
 
 def test_a_gpu_with_a_note_is_taken_last(scene: Any) -> None:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from safe_gpu.gpus.devices import Gpu, GpuVerdict
+from safe_gpu.gpus.devices import Gpu, GpuProcess, GpuVerdict, ProcessKind
 from safe_gpu.selection import choice
 from safe_gpu.selection.choice import choose
 
@@ -19,6 +19,10 @@ def uuid(index: int) -> str:
 def gpu(index: int, node: int | None = None, links: Sequence[int] = (), display: bool = False) -> Gpu:
     peers = frozenset(uuid(peer) for peer in links)
     return Gpu(index, uuid(index), numa_node=node, nvlink_peers=peers, display_active=display)
+
+
+def drawn(index: int) -> Gpu:
+    return gpu(index)._replace(processes=(GpuProcess(9, ProcessKind.GRAPHICS, 300 << 20),))
 
 
 def instance(index: int, number: int) -> Gpu:
@@ -49,6 +53,9 @@ def test_only_the_free_ones_count() -> None:
         pytest.param([gpu(0, display=True), gpu(1)], 1, None, ["1"], id="displays last"),
         pytest.param([gpu(0, 0, display=True), gpu(1, 0), gpu(2, 1)], 2, None, ["1", "2"], id="displays before nodes"),
         pytest.param([gpu(0, display=True), gpu(1)], 2, None, ["0", "1"], id="displays if need be"),
+        pytest.param([drawn(0), gpu(1)], 1, None, ["1"], id="what is drawn on, last"),
+        pytest.param([drawn(0), gpu(1), gpu(2)], 2, None, ["1", "2"], id="what is drawn on, last of two"),
+        pytest.param([drawn(0), gpu(1, display=True), gpu(2)], 2, None, ["0", "2"], id="it counts as a display"),
         pytest.param([gpu(0, 0), gpu(1, 1), gpu(2, 1)], 2, None, ["1", "2"], id="one node"),
         pytest.param([gpu(0, 0), gpu(1, 1), gpu(2, 1), gpu(3, 2)], 3, None, ["0", "1", "2"], id="few nodes"),
         pytest.param([gpu(0, 0), gpu(1, 1), gpu(2, 1)], 1, None, ["0"], id="the node with least room"),

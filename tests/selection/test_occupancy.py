@@ -166,6 +166,48 @@ def test_an_mps_server_whose_name_is_hidden(one: GpuProcess, alone: bool, beside
     assert verdict(device, clients, describe=described).free is not beside_clients
 
 
+def draws(pid: int, mib: float | None, **changes: Any) -> GpuProcess:
+    return process(pid, mib, ProcessKind.GRAPHICS, **changes)
+
+
+@pytest.mark.parametrize(
+    ("processes", "display", "busy"),
+    [
+        pytest.param([draws(5, 40 * 1024)], False, {5}, id="a renderer"),
+        pytest.param([draws(5, 1024)], False, set(), id="the most that counts as free"),
+        pytest.param([draws(5, 1025)], False, {5}, id="a MiB more"),
+        pytest.param([draws(5, 40 * 1024)], True, set(), id="a desktop"),
+        pytest.param([draws(pid, 300) for pid in (5, 98, 99)], False, set(), id="three small ones"),
+        pytest.param([draws(pid, 300) for pid in (5, 97, 98, 99)], False, {5, 97, 98, 99}, id="one more"),
+        pytest.param([draws(99, None)], False, set(), id="memory that is not told"),
+        pytest.param([draws(98, None), draws(99, 1025)], False, {98, 99}, id="beside one that is told"),
+        pytest.param([process(5, 600), draws(5, 600)], True, {5}, id="it computes too"),
+        pytest.param([process(5, 600), draws(5, 600), draws(99, 600)], False, {5}, id="and is counted once"),
+        pytest.param([process(6, 30), draws(99, 1000)], False, set(), id="an MPS server, and one below the bound"),
+        pytest.param([draws(OWN, 40 * 1024)], False, set(), id="one's own"),
+        pytest.param([draws(OWN, 800), draws(99, 800)], False, set(), id="one's own is not added"),
+        pytest.param([process(OWN, 800), draws(OWN, 800), draws(99, 1025)], False, {99}, id="beside one's own"),
+        pytest.param([draws(99, 2048, elsewhere=True)], False, {99}, id="of another namespace"),
+    ],
+)
+def test_what_draws_makes_a_gpu_busy_by_its_memory(processes: list[GpuProcess], display: bool, busy: set[int]) -> None:
+    used = int(sum({one.pid: one.memory_used or 0 for one in processes}.values()))
+    device = gpu(used, processes=tuple(processes), display_active=display)
+    found = verdict(device, describe=described, own={OWN})
+    assert found.state == ("busy" if busy else "free"), found.reason
+    assert found.pid in busy or not busy
+    assert ("more process" in found.reason) == (len(busy) > 1)
+    assert device.draws == (display or any(one.kind == ProcessKind.GRAPHICS for one in processes))
+
+
+def test_a_renderer_is_named_like_others() -> None:
+    found = verdict(gpu(5 * GIB, processes=(draws(5, 2048), draws(99, 3072))), describe=described)
+    assert (found.pid, found.user) == (99, None)
+    assert found.reason == "process 99 uses 3 GiB, and 1 more process"
+    found = verdict(gpu(5 * GIB, processes=(draws(5, 5120),)), describe=described)
+    assert (found.user, found.reason) == ("alice", "process 5 (alice, python train.py) uses 5 GiB")
+
+
 def test_a_process_of_another_namespace_is_not_called_by_the_name_of_one_here() -> None:
     text = verdict(gpu(GIB, processes=(process(5, 1024, elsewhere=True),)), describe=described).reason
     assert text == "process 5 (a number of another PID namespace) uses 1 GiB"

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from safe_gpu import UnsatisfiableRequestError
-from safe_gpu.gpus.devices import ComputeMode, Gpu, GpuProcess, GpuVerdict, HostSnapshot, LeaseHolder
+from safe_gpu.gpus.devices import ComputeMode, Gpu, GpuProcess, GpuVerdict, HostSnapshot, LeaseHolder, ProcessKind
 from safe_gpu.selection.backfill import BackfillRequest, open_gpus, ready, starts, when_free
 from safe_gpu.selection.choice import choose_shares
 from safe_gpu.selection.possible import check_possible
@@ -166,6 +166,15 @@ def test_a_certain_stranger_makes_a_shared_gpu_busy(pid: int, busy: bool) -> Non
         assert found.pid == OTHER
         assert "process 20" in found.reason
         assert "without a share" in found.reason
+
+
+@pytest.mark.parametrize(("pid", "gib", "busy"), [(OTHER, 2, True), (OTHER, 1, False), (CHILD, 2, False)])
+def test_what_draws_beside_shares(pid: int, gib: int, busy: bool) -> None:
+    """A sharer's own program may draw as well, and is not added to a stranger's."""
+    own = GpuProcess(OWN, ProcessKind.GRAPHICS, 10 * GIB)
+    one = gpu(used=(10 + gib) * GIB, processes=(own, GpuProcess(pid, ProcessKind.GRAPHICS, gib * GIB)))
+    found = verdict(one, "20GiB", sharer(OWN), families=FAMILIES)
+    assert (found.state, found.pid) == (("busy", OTHER) if busy else ("free", None))
 
 
 def test_a_process_of_a_sharers_user_is_no_stranger() -> None:

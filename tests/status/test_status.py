@@ -24,7 +24,7 @@ from safe_gpu.drivers.presets import preset
 from safe_gpu.gpus.devices import Gpu, GpuProcess, HostSnapshot
 from safe_gpu.host import procfs
 from safe_gpu.status import gather as host_facts
-from safe_gpu.status.facts import ClaimStatus, GpuStatus, HostStatus, ProcessStatus, WaiterStatus
+from safe_gpu.status.facts import ClaimStatus, GpuStatus, HostStatus, ProcessStatus, WaiterStatus, of_user
 from safe_gpu.status.gather import ProcessTable, gather, who_holds
 from safe_gpu.status.render import render
 from safe_gpu.wording.text import display_width
@@ -196,16 +196,44 @@ def test_whose_processes_count_for_a_claim(holder, as_user) -> None:
     stranger = as_user(lambda say, listen: (say("there"), listen()), uid=12345)
     stranger.hear()
     own, unseen, foreign = GpuProcess(holder.pid), GpuProcess(1 << 30), GpuProcess(stranger.pid, memory_used=1)
-    graphics = GpuProcess(holder.pid, kind="graphics")
+    graphics = GpuProcess(holder.pid, kind="graphics", memory_used=5 << 20)
+    desktop = GpuProcess(os.getpid(), kind="graphics", memory_used=5 << 20)  # of the same user
     server = GpuProcess(1 << 30, name="/usr/bin/nvidia-cuda-mps-server")
     assert not look(OneGpu(own)).gpus[0].idle
     assert not look(OneGpu(foreign, own)).gpus[0].idle
     assert not look(OneGpu(unseen)).gpus[0].idle, "a pid that does not resolve here may be the claim's"
     assert not look(OneGpu(processes=None)).gpus[0].idle, "unknown is not idle"
     assert not look(OneGpu(processes_supported=False)).gpus[0].idle
-    for idle in ([graphics], [server], [foreign], []):
+    for used in (graphics._replace(memory_used=None), graphics, graphics._replace(memory_used=5 << 30)):
+        for display in (False, True):
+            assert not look(OneGpu(used, desktop, display_active=display)).gpus[0].idle, "it draws"
+    assert not look(OneGpu(desktop._replace(memory_used=5 << 30))).gpus[0].idle, "a renderer may belong to it"
+    for idle in ([desktop], [desktop, foreign], [server], [foreign], []):
         assert look(OneGpu(*idle)).gpus[0].idle
     assert f"not part of the claim: process {stranger.pid} 12345" in table(look(OneGpu(foreign)))
+
+
+ME, PARENT = os.getpid(), os.getppid()  # of the same user
+
+
+@pytest.mark.parametrize(
+    ("listed", "display", "shown"),
+    [
+        ([(ME, "graphics", 5 << 30)], False, "busy"),
+        ([(ME, "graphics", 600 << 20), (PARENT, "graphics", 600 << 20)], False, "busy"),
+        ([(ME, "graphics", 5 << 30), (ME, "compute", 5 << 30)], True, "busy"),
+        ([(ME, "graphics", 1 << 30)], False, "free"),
+        ([(ME, "graphics", 5 << 30)], True, "free"),
+    ],
+)
+def test_who_draws_without_a_claim(state_dir: Path, listed, display, shown) -> None:
+    used = sum({pid: size for pid, _, size in listed}.values())
+    status = look(OneGpu(*(GpuProcess(*one) for one in listed), memory_used=used, display_active=display))
+    assert status.gpus[0].state == shown
+    user = procfs.user_of(ME)
+    assert (f" {user} " in row(status, 0)) is (shown == "busy")
+    assert ("(1 of 2)" in row(status, 0)) is (PARENT in [pid for pid, *_ in listed])
+    assert bool(of_user(status, user).gpus) is (shown == "busy")
 
 
 def test_a_stopped_holder_is_marked(holder, eventually) -> None:

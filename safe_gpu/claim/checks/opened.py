@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from ...coordination.files.state_dir import opened
 from ...errors import GpuContendedError, NotEnoughGpusError, SafeGpuError, WrongDeviceError
 from ...host import procfs
 from ...host.procfs import describe_process
-from ...selection.occupancy import HIDDEN, NOT_YET, SHOWN, computes, has_mps_clients, presence
+from ...selection.occupancy import HIDDEN, NOT_YET, SHOWN, has_mps_clients, presence, users_of
 from ...selection.request import Selection
 from ...selection.verdicts import judge
 from ...wording.text import in_brackets
@@ -108,11 +108,13 @@ def _refuse_other_processes(view: HostView, claim: Claim, snapshot: HostSnapshot
         others = [process for process in now.processes if process.pid not in own]
         known = set(claim.explained.get(gpu.uuid, ()))
         if others:
-            known |= {process.pid for process in _computing(before.processes)}
-        new = [process for process in _computing(others, mps_clients=mps_clients) if process.pid not in known]
-        if claim.beneath and new:
+            known |= {process.pid for process in users_of(before, before.processes, describe_process)}
+        others = [process for process in others if process.pid not in known]
+        if claim.beneath and others:
             with opened("leases") as leases:
-                new = view.strangers(leases, gpu, new)
+                others = view.strangers(leases, gpu, others)
+        # The MPS server does not count: the placeholder may have started it.
+        new = users_of(now, others, describe_process, mps_clients=mps_clients)
         hidden = [process for process in new if process.elsewhere or not procfs.exists(process.pid)]
         # The driver may show host pids: one new pid that is not in /proc, in place of this process's, is this process.
         if holding and len(own) == 1 and len(hidden) == 1 and not any(p.pid in own for p in now.processes):
@@ -151,19 +153,8 @@ def other_processes(view: HostView, gpu: Gpu) -> str:
         (now,) = view.polls.driver.usage((gpu,))
     except SafeGpuError as err:
         return str(err)
-    others = [process for process in _computing(now.processes or ()) if process.pid not in view.own]
-    return ", ".join(_process_text(process) for process in others)
-
-
-def _computing(processes: Iterable[GpuProcess], *, mps_clients: bool = False) -> list[GpuProcess]:
-    """Return the processes that make a GPU busy, one entry for each pid; ``mps_clients`` as in ``computes``.
-
-    The MPS server is left out, because the placeholder may have started it.
-    """
-    found = {
-        process.pid: process for process in processes if computes(process, describe_process, mps_clients=mps_clients)
-    }
-    return list(found.values())
+    others = [process for process in now.processes or () if process.pid not in view.own]
+    return ", ".join(map(_process_text, users_of(now, others, describe_process)))
 
 
 def _process_text(process: GpuProcess) -> str:

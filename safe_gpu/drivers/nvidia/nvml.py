@@ -27,8 +27,8 @@ _COMPUTE_MODES = {1: ComputeMode.EXCLUSIVE_PROCESS, 2: ComputeMode.PROHIBITED, 3
 
 _MOST_INSTANCES = 64  # of a GPU; there are 7 today
 
-# An idle card shows a few MiB in use. Above this the processes that only draw are listed too, before anybody calls
-# memory unexplained.
+# An idle card shows a few MiB in use. If the other processes do not account for all but this, those that only draw are
+# listed too.
 _IDLE_MEMORY = 16 << 20
 
 
@@ -37,7 +37,7 @@ def _with_usage(session: Session, lists: _Lists, gpu: Gpu, **known: Any) -> Gpu:
     memory = session.memory(lists.handle)
     known.update(memory, memory_shared=False, lost=False)
     gpu = gpu._replace(**known, **lists.read(ProcessKind.COMPUTE, ProcessKind.MPS))
-    if gpu.unexplained_memory > _IDLE_MEMORY:
+    if gpu.memory_used is None or gpu.memory_used - (gpu.listed_memory or 0) > _IDLE_MEMORY:
         gpu = gpu._replace(**lists.read(ProcessKind.GRAPHICS))
     if gpu.unexplained_memory > _IDLE_MEMORY:
         gpu = gpu._replace(memory_shared=is_wsl() or lists.memory_is_node())
@@ -97,10 +97,7 @@ class _Lists:
                 "process_error": f"the driver does not list its processes: {fault}",
                 "processes_supported": not fault.absent,
             }
-        processes = own_namespace_pids(
-            GpuProcess(row.pid, kind, row.memory, None if kind == ProcessKind.GRAPHICS else self._name(row.pid))
-            for kind, row in rows
-        )
+        processes = own_namespace_pids(GpuProcess(row.pid, kind, row.memory, self._name(row.pid)) for kind, row in rows)
         return {"processes": processes, "process_error": "", "processes_supported": True}
 
     def memory_is_node(self) -> bool:
@@ -165,8 +162,8 @@ class KnownGpus:
         uuids: UUID by NVML's number at the latest count; a GPU that never reported its UUID has ``unknown-NUMBER``.
         without_mig: UUIDs of GPUs that cannot have MIG instances.
         without_cpus: UUIDs of GPUs of which the driver cannot say which CPUs are next to them, each with the scope.
-        displays: UUID -> whether a display is active on it, of a host with several GPUs. There it decides only which
-            GPU is taken last.
+        displays: UUID -> whether a display is active on it, of a host with several GPUs. Where nothing draws, that
+            decides only which GPU is taken last.
         links: UUIDs of a set of GPUs, and who of them reaches whom by NVLink.
         version: of the kernel driver; "" is to be asked.
     """
@@ -389,6 +386,8 @@ class Inventory:
             mode = _COMPUTE_MODES.get(session.ask_or(0, "nvmlDeviceGetComputeMode", entry.handle), ComputeMode.DEFAULT)
             lists = _Lists(session, entry.handle)
             gpu = self._used(lists, gpu, display_active=display, compute_mode=mode)
+            if gpu.draws:  # what draws may be a desktop that has started since, or a renderer after one
+                gpu = gpu._replace(display_active=self._display(entry, anew=True))
             return [gpu, *(_instances(session, lists, gpu) if gpu.mig_enabled else ())]
         except NvmlError as fault:
             return [_failed(gpu, fault)]
@@ -407,11 +406,11 @@ class Inventory:
         known.update(mig_enabled=mig, unusable=MIG_IS_ON if mig else None)
         return _with_usage(self.session, lists, gpu, **known)
 
-    def _display(self, entry: _Entry) -> bool:
+    def _display(self, entry: _Entry, *, anew: bool = False) -> bool:
         """Return whether a display is active on a GPU. It decides most where the host has no other."""
         alone, known = len(self._entries) == 1, self._known.displays
         display = entry.display if alone else known.get(entry.facts.uuid)
-        if display is None:
+        if display is None or anew:
             display = self.session.ask_or(0, "nvmlDeviceGetDisplayActive", entry.handle) == 1
             entry.display = known[entry.facts.uuid] = display
         return display

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from ..coordination.leases.drained import closed_now, ignored_drains
 from ..errors import NoDriverError
-from ..gpus.devices import ComputeMode, HostSnapshot, ProcessKind
+from ..gpus.devices import MIG_IS_ON, ComputeMode, HostSnapshot, ProcessKind
 from ..gpus.vendors import VENDORS
 from ..host import procfs
 from ..settings.variables import real_driver
@@ -151,6 +151,10 @@ def mig(host: CheckedHost, snapshot: HostSnapshot) -> Finding:
     split = [gpu for gpu in snapshot.gpus if gpu.mig_enabled]
     if not split:
         return passed("off")
+    reason = split[0].unusable or ""
+    if reason != MIG_IS_ON:
+        detail, _, fix = reason.partition(": ")
+        return warning(f"{labels(split)}: {detail}", fix)
     parents = {gpu.mig_parent for gpu in snapshot.gpus if gpu.is_mig_instance}
     empty = [gpu for gpu in split if gpu.uuid not in parents]
     if empty:

@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ..errors import UnsatisfiableRequestError
+from ..gpus.devices import MIG_IS_ON
 from ..gpus.vendors import VENDORS
 from ..wording.text import gpu_ranges, plural
 from .rules import DEFAULT_RULES, Rules
@@ -60,7 +61,8 @@ def check_possible(
         for name in condition.unknown(snapshot):
             raise UnsatisfiableRequestError(
                 f"{request.spelling.setting(condition.argument, name)} names no single {_title(snapshot)} GPU of this "
-                f"host, which has {_inventory(snapshot.gpus, by_uuid=not name[0].isdigit())}",
+                f"host, which has {_inventory(snapshot.gpus, by_uuid=not name[0].isdigit())}"
+                + _unread_instances(snapshot),
                 value=name,
             )
     left: Sequence[Gpu] = snapshot.gpus
@@ -79,7 +81,7 @@ def check_possible(
         holders = leased()
         hint = fence_hint(judge(snapshot, request, leased=holders, rules=rules), visible_limit)
         way_out = f", or set {visible_limit.lift} to disregard the variable" if visible_limit.lift else ""
-        problem = f"{hint}: ask for its GPUs only{way_out}"
+        problem = f"{hint}: ask for its GPUs only{way_out}{_unread_instances(snapshot)}"
     if problem:
         asked = "1 GPU is" if request.nb_gpus == 1 else f"{request.nb_gpus} GPUs are"
         raise UnsatisfiableRequestError(
@@ -139,6 +141,12 @@ def _inventory(gpus: Sequence[Gpu], *, by_uuid: bool) -> str:
     if by_uuid:
         return ", ".join(f"{gpu.label} ({gpu.uuid})" for gpu in gpus)
     return f"GPU {gpu_ranges(gpu.label for gpu in gpus)}"
+
+
+def _unread_instances(snapshot: HostSnapshot) -> str:
+    """Return on which GPU this driver does not read the MIG instances, one of which may have been meant, and why."""
+    found = (gpu for gpu in snapshot.gpus if gpu.mig_enabled and gpu.unusable != MIG_IS_ON)
+    return next((f"; GPU {gpu.label}: {gpu.unusable}" for gpu in found), "")
 
 
 def can_be_met_by_releases(

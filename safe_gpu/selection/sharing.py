@@ -1,6 +1,6 @@
 """How much of the memory of a shared GPU is left, and which processes stand in the way. Pure."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from ..gpus.devices import MOST_SHARERS, ComputeMode, Gpu, GpuProcess, LeaseHolder
 from ..wording.text import format_bytes, plural
@@ -83,6 +83,42 @@ def promised_room(gpu: Gpu, sharers: Sequence[LeaseHolder]) -> int:
     return (share_capacity(gpu) or 0) - sum(promised(gpu, sharers))
 
 
+def _overuse(gpu: Gpu, sharers: Sequence[LeaseHolder], family_of: FamilyOf) -> int:
+    """Return the bytes that sharers use beyond their shares."""
+    used = used_by_sharers(gpu, sharers, family_of)
+    return sum(max(0, size - one.share) for one, size in zip(sharers, used, strict=True) if one.share)
+
+
+def without_siblings(gpu: Gpu, gpus: Iterable[Gpu], leased: Mapping[str, LeaseHolder], family_of: FamilyOf) -> Gpu:
+    """Return the record of a device with the memory that is left to it of its GPU instance.
+
+    Other compute instances keep what their processes use, and what is promised to the claims that share them.
+
+    Args:
+        gpus: all devices.
+        leased: UUID -> holder, of those that are shared.
+    """
+    siblings = gpu.siblings(gpus)
+    if not siblings:
+        return gpu
+    owed = 0
+    for one in siblings:
+        sharers = leased[one.uuid].sharers if one.uuid in leased else ()
+        pledged = sum(promised(one, sharers)) + _overuse(one, sharers, family_of)
+        owed += max(0, pledged - (one.listed_memory or 0))
+    beside = gpu.memory_beside or 0
+
+    def less(size: int | None, taken: int) -> int | None:
+        return None if size is None else max(0, size - taken)
+
+    return gpu._replace(
+        memory_total=less(gpu.memory_total, beside + owed),
+        memory_used=less(gpu.memory_used, beside),
+        memory_free=less(gpu.memory_free, owed),
+        memory_beside=0,
+    )
+
+
 def room(gpu: Gpu, sharers: Sequence[LeaseHolder], family_of: FamilyOf, *, unexplained: int, own: int = 0) -> int:
     """Return the bytes that are neither promised nor in use; less than 0 where a holder uses more than its share.
 
@@ -93,8 +129,7 @@ def room(gpu: Gpu, sharers: Sequence[LeaseHolder], family_of: FamilyOf, *, unexp
     left = promised_room(gpu, sharers)
     if gpu.memory_shared:  # what is in use there may belong to nobody
         return left
-    used = used_by_sharers(gpu, sharers, family_of)
-    left -= sum(max(0, size - sharer.share) for sharer, size in zip(sharers, used, strict=True) if sharer.share)
+    left -= _overuse(gpu, sharers, family_of)
     return min(left, (share_capacity(gpu) or 0) - max(0, (gpu.memory_used or 0) - own - unexplained))
 
 

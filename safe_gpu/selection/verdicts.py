@@ -15,7 +15,7 @@ from ..wording.text import in_brackets, plural
 from .occupancy import Describe, has_mps_clients, name_processes, unexplained_limit, users_of, why_memory_unexplained
 from .request import MinMemory, Selection
 from .rules import DEFAULT_RULES, Rules
-from .sharing import FamilyOf, room, strangers, why_no_room
+from .sharing import FamilyOf, room, strangers, why_no_room, without_siblings
 
 if TYPE_CHECKING:
     from ..gpus.visible import VisibleLimit
@@ -32,6 +32,7 @@ def judge(
     request: Selection,
     *,
     leased: Mapping[str, LeaseHolder],
+    beside: Mapping[str, LeaseHolder] | None = None,
     visible_limit: VisibleLimit | None = None,
     own: Collection[int] = (),
     explained: Mapping[str, Collection[int]] | None = None,
@@ -46,6 +47,7 @@ def judge(
         snapshot: one poll of the driver.
         request: what is asked for; the number of GPUs is not used.
         leased: UUID -> holder of its lease, without the leases that the caller itself holds.
+        beside: UUID -> holder, of devices that are shared and only take memory from others; None: those of ``leased``.
         visible_limit: the inherited CUDA_VISIBLE_DEVICES; None: there is none.
         own: pids whose processes and memory are disregarded on every device.
         explained: UUID -> pids that are disregarded on that device (the processes of an outer claim). On these devices
@@ -56,7 +58,7 @@ def judge(
         rules: what the user has set.
         gpus: the devices of the snapshot to judge; None: all of them.
     """
-    explained = explained or {}
+    explained, beside = explained or {}, leased if beside is None else beside
     describe, family_of = describe or (lambda pid: None), family_of or (lambda pid: None)
     share = request.share
     mps_clients, shared_display = has_mps_clients(snapshot), snapshot.shared_display
@@ -94,12 +96,13 @@ def judge(
             user, text = name_processes(users, describe)
             text += " without a share" if sharers else ""
             return GpuVerdict(gpu, "busy", text, users[0].pid, user)
-        reason = _why_not_now(gpu, request, disregarded)
+        part = without_siblings(gpu, snapshot.gpus, beside, family_of) if request.conditions else gpu
+        reason = _why_not_now(part, request, disregarded)
         if not reason and of_outer is None and not sharers:
             reason = why_memory_unexplained(gpu, rules)
         if not reason and share is not None:
-            left = room_for_shares(gpu, sharers, rules, family_of, disregarded)
-            if full := why_no_room(gpu, sharers, left, share):
+            left = room_for_shares(part, sharers, rules, family_of, disregarded)
+            if full := why_no_room(part, sharers, left, share):
                 return GpuVerdict(gpu, "claimed" if sharers else "busy", full, holder=holder)
         return GpuVerdict(gpu, "busy" if reason else "free", reason)
 

@@ -37,7 +37,7 @@ from ..runtimes.visible_devices import stale_indices
 from ..selection.occupancy import has_mps_clients, users_of
 from ..selection.request import Selection, uuid_of_stem
 from ..selection.rules import Rules
-from ..selection.sharing import LEAST_SHARE, part_of, promised, used_by_sharers
+from ..selection.sharing import LEAST_SHARE, part_of, promised, used_by_sharers, without_siblings
 from ..selection.verdicts import judge, recent_faults, room_for_shares, why_last
 from ..settings.variables import existing_policy
 from ..wording.text import in_brackets
@@ -451,7 +451,14 @@ def _gpus(
                 processes=tuple(_process(process, processes) for process in gpu.processes or ()),
                 fault=fault,
                 shares=sharers,
-                share_free=_share_free(gpu, leased[gpu.uuid], rules, processes) if sharers else None,
+                share_free=_share_free(
+                    without_siblings(gpu, snapshot.gpus, leased, processes.family_of),
+                    leased[gpu.uuid],
+                    rules,
+                    processes,
+                )
+                if sharers
+                else None,
                 drained=bool(rules.why_drained(gpu)),
             )
         )

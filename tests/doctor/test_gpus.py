@@ -45,6 +45,17 @@ def test_faults_of_gpus(fake_gpus, change: dict[str, object], check: str, status
     says(check, status, words)
 
 
+def test_mig_without_nvml(fake_gpus, fake_nvidia_smi, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SAFE_GPU_DRIVER", "nvidia-smi")
+    fake_gpus.change(2, mig=1, instances="MIG-a")
+    found = finding("MIG")
+    assert (found.status, found.detail) == (
+        "warning",
+        "GPU 2: MIG mode is on, and its instances can be claimed through NVML only",
+    )
+    assert "pip install nvidia-ml-py" in found.fix
+
+
 def test_no_gpus_and_no_driver(fake_gpus) -> None:
     fake_gpus.write()
     fake_gpus.use_nvml_here()

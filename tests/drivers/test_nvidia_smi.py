@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 
 from safe_gpu.drivers.nvidia.nvidia_smi import NvidiaSmiDriver
-from safe_gpu.errors import NoDriverError
-from safe_gpu.gpus.devices import ComputeMode, ProcessKind
+from safe_gpu.errors import NoDriverError, UnsatisfiableRequestError
+from safe_gpu.gpus.devices import ComputeMode, HostSnapshot, ProcessKind
+from safe_gpu.runtimes.visible_devices import parse_cuda
+from safe_gpu.selection.possible import check_possible
+from safe_gpu.selection.request import parse_request
 
 HIDDEN = 4_000_000
 
@@ -231,44 +234,14 @@ def test_it_needs_the_program(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) ->
         NvidiaSmiDriver()
 
 
-def test_mig_instances(host: Any, driver: NvidiaSmiDriver) -> None:
+def test_mig_needs_nvml(host: Any, driver: NvidiaSmiDriver) -> None:
     host.write({"mig": 1, "instances": "MIG-a,MIG-b", "imem": 20 << 30}, {"mig": 0})
     host.process("MIG-b", HIDDEN, 5 << 20, static=True)
-    parent, first, second, other = gpus = driver.snapshot().gpus
-    assert parent.unusable
-    assert [gpu.label for gpu in (first, second)] == ["0:0", "0:1"]
-    assert [gpu.name.endswith(" MIG 1g.10gb") for gpu in (first, second)] == [True, True]
-    assert [process.pid for process in parent.processes or ()] == [HIDDEN]
-    assert (first.processes, first.memory_used, first.memory_total) == ((), 0, 20 << 30)
-    assert [(process.pid, process.memory_used) for process in second.processes or ()] == [(HIDDEN, 5 << 20)]
-    assert second.memory_used == 5 << 20
-    assert other.processes == ()
-    assert driver.usage(gpus) == gpus
-
-
-def test_which_instance_a_process_is_on_may_be_hidden(host: Any, driver: NvidiaSmiDriver) -> None:
-    host.write({"mig": 1, "instances": "MIG-a,MIG-b"})
-    host.process("MIG-b", HIDDEN, 5 << 20, static=True)
-    host.quirks(mig_ids="hidden")
-    parent, first, second = driver.snapshot().gpus
-    assert [process.pid for process in parent.processes or ()] == [HIDDEN]
-    for gpu in (first, second):
-        assert (gpu.processes, gpu.processes_supported) == (None, True)
-        assert f"which MIG instance process {HIDDEN} is on" in gpu.process_error
-
-
-def test_uuids_of_mig_instances_are_asked_for_when_there_are_others(host: Any, driver: NvidiaSmiDriver) -> None:
-    host.write({"mig": 1, "instances": "MIG-a,MIG-b"}, {"mig": 1, "instances": "MIG-c"})
-    gpus = driver.snapshot().gpus
-    assert runs(host) == ["-q -x", "-L"]
-    assert driver.snapshot().gpus == gpus
-    assert driver.usage(gpus[1:2]) == gpus[1:2]
-    assert driver.usage(gpus[4:]) == gpus[4:]
-    assert runs(host) == ["-q -x", *(f"-q -x -i {uuid}" for uuid in host.uuids)]
-    host.change(0, instances="MIG-a,MIG-b,MIG-d")
-    assert [gpu.uuid for gpu in driver.snapshot().gpus if gpu.is_mig_instance] == ["MIG-a", "MIG-b", "MIG-d", "MIG-c"]
-    host.change(0, instances="MIG-a")
-    first, second = driver.usage(gpus[1:3])
-    assert (first, second.lost, second.label) == (gpus[1], True, "0:1")
-    host.change(0, mig=0, instances="")
-    assert [gpu.lost for gpu in driver.usage(gpus[1:3])] == [True, True]
+    parent, other = snapshot = driver.snapshot().gpus
+    assert (parent.mig_enabled, parent.memory_total, parent.memory_used) == (True, 80 << 30, 5 << 20)
+    assert other.unusable is None
+    assert driver.usage(snapshot) == snapshot
+    host_now = HostSnapshot(snapshot)
+    for request, limit in (({"nb_gpus": 2}, None), ({"only": "MIG-a"}, None), ({"nb_gpus": 1}, "MIG-a")):
+        with pytest.raises(UnsatisfiableRequestError, match=r"GPU 0: .* NVML only: pip install nvidia-ml"):
+            check_possible(host_now, parse_request(**request), parse_cuda(limit, host_now))

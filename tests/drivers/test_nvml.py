@@ -497,6 +497,28 @@ def test_processes_of_mig_instances(sliced: Any, driver: nvml.NvmlDriver, code: 
     assert pids(first) == set()
 
 
+@pytest.mark.parametrize("code", [0, NOT_SUPPORTED])
+@pytest.mark.parametrize("kind", ["", "graphics"])
+def test_compute_instances_have_the_memory_of_their_gpu_instance(
+    host: Any, driver: nvml.NvmlDriver, code: int, kind: str
+) -> None:
+    host.write({"mig": 1, "instances": "MIG-a,MIG-b,MIG-c", "gi": "3,3,5", "ci": "0,1,0", "imem": 20 << 30})
+    host.change(0, icompute_error=code)
+    idle = driver.snapshot().gpus
+    host.process("MIG-b", HIDDEN, 5 << 30, static=True, kind=kind)
+    gpus = driver.snapshot().gpus
+    assert driver.usage(idle) == gpus
+    _, first, second, other = gpus
+    assert [gpu.memory_used for gpu in (first, second, other)] == [5 << 30, 5 << 30, 0]
+    assert [gpu.memory_beside for gpu in (first, second, other)] == [5 << 30, 0, 0]
+    assert [state(gpu)[0] for gpu in (first, second, other)] == ["free", "busy", "free"]
+    assert [gpu.uuid for gpu in first.siblings(gpus)] == ["MIG-b"]
+    host.change(0, iused=2 << 30)
+    assert [gpu.unexplained_memory for gpu in driver.usage((first, second, other))] == [2 << 30] * 3
+    host.process("MIG-b", HIDDEN, None, static=True, kind=kind)
+    assert [gpu.unexplained_memory for gpu in driver.snapshot().gpus[1:]] == [0, 0, 2 << 30], "it cannot be told"
+
+
 def test_a_mig_process_without_ids_counts_everywhere(sliced: Any, driver: nvml.NvmlDriver) -> None:
     sliced.change(1, icompute_error=NOT_SUPPORTED)
     sliced.process(sliced.uuids[1], HIDDEN, static=True)

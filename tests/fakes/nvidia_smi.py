@@ -1,13 +1,12 @@
 """A stand-in for the nvidia-smi program, over the GPUs and processes of the fake NVML (nvml.c describes the files).
 
-It answers -q -x (with -i ID,ID too) and -L, and appends its arguments to ``$FAKE_GPU_DIR/runs``. ``$FAKE_GPU_DIR/smi``
+It answers -q -x (with -i ID,ID too), and appends its arguments to ``$FAKE_GPU_DIR/runs``. ``$FAKE_GPU_DIR/smi``
 makes it misbehave, key=value, one a line:
     before=TEXT  after=TEXT     extra lines around the answer ("\\n" separates)
     version_lacks=a,b           elements that this version does not know
     hang=1                      the query never ends; its pid is written to $FAKE_GPU_DIR/hung
     fail=1                      the query ends with this status:  status=N (default 1), and says:  says=TEXT
     ELEMENT=TEXT                that element reads TEXT everywhere (e.g. pid=N/A, used=N/A, processes=N/A)
-    mig_ids=hidden              processes do not show which MIG instance they are on
     broken=1                    the section of clocks closes its elements in the wrong order
     one_id=1                    -i takes one id only
 """
@@ -84,13 +83,12 @@ KINDS = {"": "C", "graphics": "G", "mps": "M+C"}
 def process_infos(gpu):
     for slot, uuid in enumerate([gpu["uuid"], *gpu.get("instances", "").split(",")]):
         for pid, used, kind in processes(uuid) if uuid else ():
-            shown = slot and QUIRKS.get("mig_ids") != "hidden"
             yield (
                 "<process_info>\n"
                 + "".join(
                     (
-                        element("gpu_instance_id", str(slot) if shown else "N/A"),
-                        element("compute_instance_id", "0" if shown else "N/A"),
+                        element("gpu_instance_id", str(slot) if slot else "N/A"),
+                        element("compute_instance_id", "0" if slot else "N/A"),
                         element("pid", pid),
                         element("type", KINDS[kind]),
                         element("process_name", command_name(pid)),
@@ -181,13 +179,6 @@ def main():
         return 1
     if sys.argv[1:3] == ["-q", "-x"]:
         return query(sys.argv[4].split(",") if sys.argv[3:4] == ["-i"] else None)
-    if sys.argv[1:] == ["-L"]:
-        for index, gpu in enumerate(GPUS):
-            print(f"GPU {index}: {gpu.get('name', 'Fake_GPU').replace('_', ' ')} (UUID: {gpu['uuid']})")
-            for slot, uuid in enumerate(gpu.get("instances", "").split(",")):
-                if uuid:
-                    print(f"  MIG 1g.10gb     Device {slot:2}: (UUID: {uuid})")
-        return 0
     return 1
 
 

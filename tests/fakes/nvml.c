@@ -14,7 +14,10 @@
  *     mode=0..3               compute mode as NVML numbers it (0 default, 2 prohibited, 3 exclusive process)
  *     display=0|1             display active
  *     mig=0|1                 MIG mode;       mig=NA       answers NOT_SUPPORTED (also when the key is absent)
- *     instances=U1,,U2        UUIDs of MIG instances by slot; an empty slot answers NOT_FOUND;   imem=BYTES  their size
+ *     instances=U1,,U2        UUIDs of MIG instances by slot; an empty slot answers NOT_FOUND
+ *     gi=1,,1  ci=0,,1        ids of their GPU instances and compute instances (default: slot + 1, and 0)
+ *     imem=BYTES              memory of a GPU instance, which its compute instances share;   iused=BYTES  in use there
+ *                             besides the processes (default 0)
  *     lost=0|1                every call about this GPU answers GPU_IS_LOST once a handle is out; =2: no handle either
  *     nvlink=UUID,UUID        GPUs that NVLink connects it to
  *     node_cpus=0-3,8         CPUs next to it; socket_cpus=...  those of its socket (default: as node_cpus)
@@ -29,7 +32,7 @@
  *         PID.static              counts always (a host pid that does not resolve in a container)
  *         .graphics  .mps         it stands in that list instead of the compute list
  *     e.g. 4711, 99999.static, 4711.graphics, 99999.static.mps. Names that do not start with a digit are ignored.
- *     A MIG parent lists the processes of its instances too, with their GPU instance id (slot + 1).
+ *     A MIG parent lists the processes of its instances too, with the ids of these.
  *
  * $FAKE_GPU_DIR/options   key=value, one a line:
  *     driver_version=550.54.15
@@ -188,6 +191,18 @@ static int instance_uuid(const char *line, int slot, char *out, size_t size) {
     return out[0] != 0;
 }
 
+/* Number at a slot of a list of ids; `otherwise` where there is none. */
+static unsigned instance_id(const char *line, const char *key, int slot, unsigned otherwise) {
+    char list[LINE], *rest = list, *item;
+    value_of(line, key, list, sizeof list);
+    for (int i = 0; (item = strsep(&rest, ",")); i++)
+        if (i == slot && *item) return (unsigned)strtoul(item, NULL, 10);
+    return otherwise;
+}
+
+static unsigned gpu_instance(const char *line, int slot) { return instance_id(line, "gi", slot, (unsigned)slot + 1); }
+static unsigned compute_instance(const char *line, int slot) { return instance_id(line, "ci", slot, 0); }
+
 /* ---- processes ---- */
 
 typedef struct {
@@ -222,7 +237,7 @@ static int alive(unsigned pid) {
 }
 
 /* Append the processes of one UUID; `kind` is "", "graphics", "mps" or NULL for all. Returns the new count. */
-static unsigned list_uuid(const char *uuid, const char *kind, unsigned instance, Row *rows, unsigned count, unsigned room) {
+static unsigned list_uuid(const char *uuid, const char *kind, unsigned gi, unsigned ci, Row *rows, unsigned count, unsigned room) {
     char path[LINE], file_path[LINE + 512];
     unsigned long long lag = option("lag_ms", 0);
     path_to(path, sizeof path, "procs/");
@@ -251,8 +266,8 @@ static unsigned list_uuid(const char *uuid, const char *kind, unsigned instance,
             memset(&rows[count], 0, sizeof rows[count]);
             rows[count].pid = pid;
             rows[count].memory = isdigit((unsigned char)text[0]) ? strtoull(text, NULL, 10) : ~0ULL;
-            rows[count].gpu_instance = instance;
-            rows[count].compute_instance = instance == ~0u ? ~0u : 0;
+            rows[count].gpu_instance = gi;
+            rows[count].compute_instance = ci;
         }
         count++;
     }
@@ -266,12 +281,11 @@ static unsigned list_uuid(const char *uuid, const char *kind, unsigned instance,
 static unsigned list_device(const char *line, int slot, const char *kind, Row *rows) {
     char uuid[96];
     unsigned count = 0;
-    if (slot >= 0)
-        return instance_uuid(line, slot, uuid, sizeof uuid) ? list_uuid(uuid, kind, (unsigned)slot + 1, rows, 0, MAX_ROWS) : 0;
     value_of(line, "uuid", uuid, sizeof uuid);
-    count = list_uuid(uuid, kind, ~0u, rows, count, MAX_ROWS);
+    if (slot < 0) count = list_uuid(uuid, kind, ~0u, ~0u, rows, count, MAX_ROWS);
     for (int i = 0; i < MAX_SLOTS; i++)
-        if (instance_uuid(line, i, uuid, sizeof uuid)) count = list_uuid(uuid, kind, (unsigned)i + 1, rows, count, MAX_ROWS);
+        if ((slot < 0 || i == slot) && instance_uuid(line, i, uuid, sizeof uuid))
+            count = list_uuid(uuid, kind, gpu_instance(line, i), compute_instance(line, i), rows, count, MAX_ROWS);
     return count;
 }
 
@@ -477,11 +491,11 @@ API nvmlDeviceGetUUID(void *handle, char *out, unsigned size) {
 
 static void memory_of(const char *line, int slot, unsigned long long *total, unsigned long long *used) {
     static __thread Row rows[MAX_ROWS];
-    unsigned count = list_device(line, slot, NULL, rows);
+    unsigned count = list_device(line, -1, NULL, rows);
     *total = slot >= 0 ? number_of(line, "imem", 10ULL << 30) : number_of(line, "mem", 80ULL << 30);
-    *used = slot >= 0 ? 0 : number_of(line, "used", 0);
+    *used = slot >= 0 ? number_of(line, "iused", 0) : number_of(line, "used", 0);
     for (unsigned i = 0; i < count; i++)
-        if (rows[i].memory != ~0ULL) *used += rows[i].memory;
+        if (rows[i].memory != ~0ULL && (slot < 0 || rows[i].gpu_instance == gpu_instance(line, slot))) *used += rows[i].memory;
 }
 
 API nvmlDeviceGetMemoryInfo(void *handle, unsigned long long *out) { /* total, free, used */
@@ -625,14 +639,14 @@ API nvmlDeviceGetDeviceHandleFromMigDeviceHandle(void *handle, void **parent) {
 API nvmlDeviceGetGpuInstanceId(void *handle, unsigned *id) {
     RESOLVE("mig");
     if (slot < 0) return INVALID_ARGUMENT;
-    *id = (unsigned)slot + 1;
+    *id = gpu_instance(gpu.line, slot);
     return OK;
 }
 
 API nvmlDeviceGetComputeInstanceId(void *handle, unsigned *id) {
     RESOLVE("mig");
     if (slot < 0) return INVALID_ARGUMENT;
-    *id = 0;
+    *id = compute_instance(gpu.line, slot);
     return OK;
 }
 #endif

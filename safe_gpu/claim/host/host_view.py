@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ...coordination.files.location import has_closing_file
 from ...coordination.files.state_dir import StateDir, opened
-from ...coordination.leases.slots import holder_of_slots, recorded_slots
+from ...coordination.leases.slots import held_slots, holder_of_slots, recorded_slots
 from ...errors import NoDriverError
 from ...gpus.devices import Gpu, GpuFault, GpuProcess, GpuVerdict, HostSnapshot, LeaseHolder
 from ...gpus.vendors import FIRST, VENDORS
@@ -17,13 +17,14 @@ from ...host import procfs
 from ...host.procfs import describe_process
 from ...selection.possible import candidates
 from ...selection.rules import Rules
-from ...selection.sharing import strangers
+from ...selection.sharing import promised_room, strangers, without_siblings
 from ...selection.verdicts import judge
 from .outer_claim import OuterClaim, judged_inside, pids_of_outer
 from .polls import ByPid, Polls, driver_pids, near_nodes, own_pids_in, unlisted_contexts
 from .visible_limit import visible_limit_of
 
 if TYPE_CHECKING:
+    from ...coordination.locks.host_lock import LockedHost
     from ...drivers.base import Driver
     from ...gpus.visible import VisibleLimit
     from ...gpus.windows import Spans, Window
@@ -47,6 +48,7 @@ class HostView:
         faults: UUID -> note, of the GPUs on which a claim failed and none has worked since.
         failed: UUID -> reason, of the GPUs on which this very claim has failed; it does not try them again.
         shared: UUID -> the claims that share the GPU, as far as this claim may share it with them.
+        beside: UUID -> the claims that share it, of compute instances whose memory a usable one has too.
 
     Raises:
         NoDriverError: the driver has no GPU. CudaInitializedError, UnsatisfiableRequestError: see
@@ -75,9 +77,10 @@ class HostView:
         self.faults: Mapping[str, GpuFault] = {}
         self.failed: Mapping[str, str] = {}
         self.shared: dict[str, LeaseHolder] = {}
+        self.beside: dict[str, LeaseHolder] = {}
         self._windows: tuple[Window, ...] = ()
         self._usable: tuple[HostSnapshot, list[Gpu]] | None = None
-        self._unoccupied: tuple[HostSnapshot, Rules, dict[str, LeaseHolder], dict[str, GpuVerdict]] | None = None
+        self._unoccupied: tuple[HostSnapshot, tuple[object, ...], dict[str, GpuVerdict]] | None = None
         self._processes = self.snapshot, ByPid(describe_process), ByPid(procfs.family_of)
 
     @property
@@ -162,6 +165,19 @@ class HostView:
         }
         self.shared = {uuid: holder for uuid, holder in others.items() if holder is not None}
 
+    def see_beside(self, host: LockedHost) -> None:
+        """Ask who shares compute instances whose memory a usable one has too, if the claim asks for memory."""
+        if self.share is None and self.request.value_of("min_memory") is None:
+            return
+        uuids = {one.uuid for gpu in self.usable for one in gpu.siblings(self.snapshot.gpus)}
+        holders = {uuid: holder_of_slots(held_slots(host, uuid).values()) for uuid in uuids}
+        self.beside = {uuid: holder for uuid, holder in holders.items() if holder is not None}
+
+    def promised_room(self, gpu: Gpu) -> int:
+        """Return the bytes of a GPU that are not promised to claims that share it or its memory."""
+        part = without_siblings(gpu, self.snapshot.gpus, self.beside, procfs.family_of)
+        return promised_room(part, self.shared[gpu.uuid].sharers if gpu.uuid in self.shared else ())
+
     def strangers(self, leases: StateDir, gpu: Gpu, processes: list[GpuProcess]) -> list[GpuProcess]:
         """Return those of these processes on a GPU of this claim that are of no claim that shares it."""
         holder = holder_of_slots(recorded_slots(leases, gpu.uuid).values())
@@ -174,11 +190,11 @@ class HostView:
         return self._judged()
 
     def _judged(self) -> dict[str, GpuVerdict]:
-        known, rules = self._unoccupied, self.rules
-        if known is None or known[0] is not self.snapshot or known[1:3] != (rules, self.shared):
+        known, facts = self._unoccupied, (self.rules, self.shared, self.beside)
+        if known is None or known[0] is not self.snapshot or known[1] != facts:
             free = {verdict.gpu.uuid: verdict for verdict in self.judge({}, self.usable) if verdict.free}
-            self._unoccupied = known = self.snapshot, rules, dict(self.shared), free
-        return known[3]
+            self._unoccupied = known = self.snapshot, (self.rules, dict(self.shared), self.beside), free
+        return known[2]
 
     def prepare(self) -> None:
         """Judge the GPUs before host.lock is taken, since others wait meanwhile.
@@ -248,6 +264,7 @@ class HostView:
             self.snapshot,
             request,
             leased=leased,
+            beside=self.beside,
             visible_limit=visible_limit,
             own=self.own,
             explained=self.explained,

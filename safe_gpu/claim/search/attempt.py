@@ -83,6 +83,7 @@ class Attempt:
             view.see_closed(place.hold_for(), host.queue, locked=True)
             if view.scope:
                 self._enter_scope(host, view, place, options, facts[0].scope)
+            view.see_beside(host)
             if place.waiter is None and not host.queue.is_empty():
                 place.ensure_waiter()
             if claim is not None:

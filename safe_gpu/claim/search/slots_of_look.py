@@ -10,7 +10,6 @@ from ...coordination.leases.lease import try_lease
 from ...coordination.leases.slots import held_slots, holder_of_slots
 from ...gpus.devices import MOST_SHARERS, Gpu, GpuVerdict
 from ...selection.choice import choose_shares
-from ...selection.sharing import promised_room
 
 if TYPE_CHECKING:
     from ...coordination.leases.record import LeaseRecord
@@ -44,7 +43,7 @@ class Slots:
         return self._left(uuid) >= self._share
 
     def watched(self) -> Iterable[str]:
-        for uuid in self._view.shared:
+        for uuid in {**self._view.shared, **self._view.beside}:
             yield from (slot_name(uuid, slot) for slot in held_slots(self._host, uuid))
 
     def named(self, uuids: Collection[str], table: NameTable | None = None) -> frozenset[str]:
@@ -70,8 +69,8 @@ class Slots:
         taken.give_back_slot()
 
     def _left(self, uuid: str) -> int:
-        gpu, holder = self._view.snapshot.by_uuid(uuid), self._view.shared.get(uuid)
-        return 0 if gpu is None else promised_room(gpu, () if holder is None else holder.sharers)
+        gpu = self._view.snapshot.by_uuid(uuid)
+        return 0 if gpu is None else self._view.promised_room(gpu)
 
     def _ask_locks(self, uuid: str) -> Mapping[int, LeaseRecord | None]:
         """Return the slots that are held, after which ``view.shared`` has no dead claim of this GPU any more."""

@@ -44,7 +44,8 @@ def _with_usage(session: Session, lists: _Lists, gpu: Gpu, **known: Any) -> Gpu:
     return gpu
 
 
-def _instances(session: Session, parent_lists: _Lists, parent: Gpu) -> Iterator[Gpu]:
+def _instances(session: Session, parent_lists: _Lists, parent: Gpu) -> list[Gpu]:
+    found = []
     slots = session.ask_or(0, "nvmlDeviceGetMaxMigDeviceCount", parent_lists.handle)
     for slot in range(min(slots, _MOST_INSTANCES)):
         handle = _instance_handle(session, parent_lists.handle, slot)
@@ -60,8 +61,16 @@ def _instances(session: Session, parent_lists: _Lists, parent: Gpu) -> Iterator[
             compute_mode=parent.compute_mode,
             mig_parent=parent.uuid,
             mig_instance=slot,
+            gpu_instance=session.ask_or(None, "nvmlDeviceGetGpuInstanceId", handle),
         )
-        yield _with_usage(session, _Lists(session, handle, parent_lists), instance)
+        found.append(_with_usage(session, _Lists(session, handle, parent_lists), instance))
+    return [one._replace(memory_beside=_listed_on(one.siblings(found))) for one in found]
+
+
+def _listed_on(gpus: Sequence[Gpu]) -> int | None:
+    """Return the bytes that the listed processes of these devices use; None if that of one is unknown."""
+    known = [size for gpu in gpus if (size := gpu.listed_memory) is not None]
+    return sum(known) if len(known) == len(gpus) else None
 
 
 def _instance_handle(session: Session, parent_handle: Any, slot: int | None) -> Any:
@@ -88,9 +97,11 @@ class _Lists:
         for kind in kinds:
             self._read_one(kind)
         rows, fault = self._rows, self._fault
-        if self._parent is not None and self._parent._fault is None and (fault is None or fault.absent):
-            rows = [*rows, *self._from_parent(self._parent, mute=fault is not None)]
-            fault = None
+        if self._parent is not None:
+            rows = [*self._here(rows, unplaced=True)]
+            if self._parent._fault is None and (fault is None or fault.absent):
+                rows += self._here(self._parent._rows, unplaced=fault is not None)
+                fault = None
         if fault is not None:
             return {
                 "processes": None,
@@ -121,16 +132,20 @@ class _Lists:
             if not fault.absent or kind == ProcessKind.COMPUTE:
                 self._fault = fault
 
-    def _from_parent(self, parent: _Lists, *, mute: bool) -> Iterator[tuple[str, ProcessRow]]:
-        """Yield the rows of the GPU that are this instance's."""
-        if not parent._rows:
+    def _here(self, rows: list[tuple[str, ProcessRow]], *, unplaced: bool) -> Iterator[tuple[str, ProcessRow]]:
+        """Yield those of these rows that are this instance's.
+
+        Args:
+            unplaced: whether a row without ids is. Those of the GPU may run on any instance, so they count where the
+                instance itself is mute.
+        """
+        if not rows:
             return
         gpu_instance = self._session.ask_or(None, "nvmlDeviceGetGpuInstanceId", self.handle)
         compute_instance = self._session.ask_or(None, "nvmlDeviceGetComputeInstanceId", self.handle)
-        for kind, row in parent._rows:
+        for kind, row in rows:
             if None in (row.gpu_instance, gpu_instance):
-                # It may run on any instance of the GPU, so it counts where the instance itself is mute.
-                here = mute
+                here = unplaced
             else:
                 same_compute = None in (row.compute_instance, compute_instance)
                 here = row.gpu_instance == gpu_instance and (same_compute or row.compute_instance == compute_instance)
@@ -220,10 +235,12 @@ class Inventory:
             lists = _Lists(session, entry.handle)
             if not gpu.is_mig_instance:
                 return self._used(lists, gpu)
-            handle = _instance_handle(session, entry.handle, gpu.mig_instance)
-            if handle is None or session.ask_or("", "nvmlDeviceGetUUID", handle) != gpu.uuid:
+            # With its siblings, whose processes use the same memory.
+            instances = _instances(session, lists, gpu._replace(uuid=entry.facts.uuid))
+            now = next((one for one in instances if (one.uuid, one.label) == (gpu.uuid, gpu.label)), None)
+            if now is None:
                 return gpu.unreachable(_GONE)
-            return _with_usage(session, _Lists(session, handle, lists), gpu, unusable=None)
+            return now._replace(utilization=gpu.utilization, temperature=gpu.temperature)
         except NvmlError as fault:
             return _failed(gpu, fault)
 

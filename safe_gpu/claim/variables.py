@@ -44,7 +44,7 @@ def share_variables(share: int, gpus: Collection[Gpu], environ: Mapping[str, str
     if environ.get("SAFE_GPU_SHARE_TORCH") == "1":  # PyTorch before 2.10 refuses the option
         found["PYTORCH_CUDA_ALLOC_CONF"] = f"per_process_memory_fraction:{fraction}"
     pipe = environ.get("CUDA_MPS_PIPE_DIRECTORY") or "/tmp/nvidia-mps"
-    if os.path.exists(os.path.join(pipe, "control")):
+    if os.path.exists(os.path.join(pipe, "control")) and all(gpu.named_by_uuid for gpu in gpus):
         found["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] = ",".join(f"{gpu.uuid}={share // MIB}M" for gpu in gpus)
     found = {name: value for name, value in found.items() if name not in environ}
     return {"SAFE_GPU_SHARE": str(share), "SAFE_GPU_SHARE_FRACTION": fraction, **found}

@@ -60,7 +60,8 @@ class Gpu(NamedTuple):
     Attributes:
         index: position by PCI bus id, as nvidia-smi shows it; a MIG instance has the index of its parent. AMD GPUs have
             ROCR's numbers.
-        uuid: ``GPU-...`` or ``MIG-...``; of a GPU without one, its place (``AMD-...``). It names the device everywhere.
+        uuid: ``GPU-...`` or ``MIG-...``, on Jetson without ``GPU-``; of a GPU without one, its place (``AMD-...``). It
+            names the device everywhere.
         name: product name.
         pci_bus_id: as in sysfs: ``0000:07:00.0``, lower case, with a 4-digit domain unless it needs more.
         numa_node: the NUMA node of the PCI device; None is unknown.
@@ -127,6 +128,11 @@ class Gpu(NamedTuple):
     def is_mig_instance(self) -> bool:
         """Whether this is a MIG instance rather than a whole GPU."""
         return self.mig_parent is not None
+
+    @property
+    def named_by_uuid(self) -> bool:
+        """Whether CUDA's variables take its UUID. One without ``GPU-`` is no name there, or is read as a number."""
+        return self.uuid.startswith(("GPU-", "MIG-"))
 
     @property
     def label(self) -> str:

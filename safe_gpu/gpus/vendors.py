@@ -7,6 +7,9 @@ A vendor is also a driver in ``drivers``, a library in ``runtimes``, and the gra
 import re
 from typing import NamedTuple
 
+BARE_UUID = "[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}"
+"""Regular expression of a UUID without ``GPU-``, as the GPUs of Jetson have."""
+
 
 class Vendor(NamedTuple):
     """One vendor.

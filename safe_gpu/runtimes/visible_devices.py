@@ -93,7 +93,7 @@ def parse_cuda(value: str | None, snapshot: HostSnapshot, *, device_order: str |
     if value is None:
         return None
     entries = [entry.lstrip(_BLANKS) for entry in value.split(",")]
-    by_number = re.match(_NUMBER, entries[0]) is not None
+    by_number = re.match(_NUMBER, entries[0]) is not None and snapshot.by_uuid(entries[0]) is None
     shown = (_as_shown(gpu, snapshot) for gpu in snapshot.physical)
     countable = [gpu for gpu in shown if gpu is not None]  # in PCI bus order
     chosen: list[Gpu] = []
@@ -127,9 +127,9 @@ def _as_shown(gpu: Gpu, snapshot: HostSnapshot) -> Gpu | None:
 def _by_uuid(entry: str, snapshot: HostSnapshot) -> tuple[Gpu | None, str]:
     """Return the one device whose UUID starts with ``entry`` (None if there is none), and why it is ambiguous, or
     ""."""
-    if not entry.startswith(("GPU-", "MIG-")):
-        return None, ""
     same = [gpu for gpu in snapshot.gpus if gpu.uuid == entry]
+    if not same and not entry.startswith(("GPU-", "MIG-")):
+        return None, ""
     matches = same or [gpu for gpu in snapshot.gpus if gpu.uuid.startswith(entry)]
     if len(matches) == 1:
         return _as_shown(matches[0], snapshot), ""
@@ -176,15 +176,17 @@ def render_cuda(gpus: Sequence[Gpu], *, visible_as: str, snapshot: HostSnapshot)
         gpus: the devices, in the order in which CUDA is to number them from 0.
         visible_as: ``"index"`` or ``"uuid"``. Indices also set CUDA_DEVICE_ORDER, because they depend on it.
         snapshot: the host's devices. If CUDA's numbers differ from nvidia-smi's (MIG on, a GPU lost), UUIDs are written
-            even for ``"index"``.
+            even for ``"index"``. Where CUDA does not take the UUID of one of the devices, its numbers are written.
 
     Raises:
         UnsatisfiableRequestError: ``visible_as`` is neither.
     """
     _check_visible_as(visible_as)
-    if visible_as == "uuid" or snapshot.needs_uuids:
+    if (visible_as == "uuid" or snapshot.needs_uuids) and all(gpu.named_by_uuid for gpu in gpus):
         return {CUDA: ",".join(gpu.uuid for gpu in gpus)}
-    return {CUDA: ",".join(str(gpu.index) for gpu in gpus), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    lost = [gpu.index for gpu in snapshot.physical if gpu.lost]
+    numbers = (gpu.index - sum(index < gpu.index for index in lost) for gpu in gpus)
+    return {CUDA: ",".join(map(str, numbers)), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
 
 _STRTOL = r"[ \t\n\v\f\r]*([+-]?)(0[xX][0-9a-fA-F]+|0[0-7]*|[1-9][0-9]*)"
@@ -422,8 +424,9 @@ def stale_indices(value: str | None, device_order: str | None, claimed: Collecti
     if any(snapshot.by_uuid(uuid) is None for uuid in claimed):
         causes.append("a claimed GPU is gone")
     why = f", since {' and '.join(causes)}" if causes else ""
-    mine = [gpu.uuid for gpu in snapshot.gpus if gpu.uuid in claimed and not gpu.lost]
-    way_out = f"set CUDA_VISIBLE_DEVICES={','.join(mine)} before CUDA starts" if mine else "end this claim"
+    mine = [gpu for gpu in snapshot.gpus if gpu.uuid in claimed and not gpu.lost]
+    right = render_cuda(mine, visible_as="uuid", snapshot=snapshot)[CUDA]
+    way_out = f"set CUDA_VISIBLE_DEVICES={right} before CUDA starts" if mine else "end this claim"
     return (
         f"CUDA_VISIBLE_DEVICES={visible_limit.value} now means {meant}{why}: {way_out} "
         "(--visible-as uuid keeps a claim from this)"

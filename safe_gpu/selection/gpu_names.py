@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from .values import is_index
+
 if TYPE_CHECKING:
     from ..gpus.devices import Gpu, HostSnapshot
 
@@ -12,7 +14,7 @@ if TYPE_CHECKING:
 def names_device(name: str, gpu: Gpu) -> bool:
     """Return whether an entry of ``only`` or ``exclude`` matches this device. The name of a GPU matches its MIG
     instances."""
-    if name[0].isdigit():
+    if is_index(name):
         return name in (gpu.label, str(gpu.index))
     return gpu.uuid.startswith(name) or (gpu.mig_parent is not None and gpu.mig_parent.startswith(name))
 
@@ -23,7 +25,7 @@ def unknown_names(names: Iterable[str], snapshot: HostSnapshot) -> tuple[str, ..
 
 
 def _matches_one(name: str, snapshot: HostSnapshot) -> bool:
-    if name[0].isdigit():
+    if is_index(name):
         return any(names_device(name, gpu) for gpu in snapshot.gpus)
     uuids = {gpu.uuid for gpu in snapshot.gpus}
     return name in uuids or sum(uuid.startswith(name) for uuid in uuids) == 1

@@ -11,6 +11,7 @@ from ..gpus.devices import MIG_IS_ON
 from ..gpus.vendors import VENDORS
 from ..wording.text import gpu_ranges, plural
 from .rules import DEFAULT_RULES, Rules
+from .values import is_index
 from .verdicts import UNWATCHABLE, fence_hint, judge, why_outside, why_unusable
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ def check_possible(
         for name in condition.unknown(snapshot):
             raise UnsatisfiableRequestError(
                 f"{request.spelling.setting(condition.argument, name)} names no single {_title(snapshot)} GPU of this "
-                f"host, which has {_inventory(snapshot.gpus, by_uuid=not name[0].isdigit())}"
+                f"host, which has {_inventory(snapshot.gpus, by_uuid=not is_index(name))}"
                 + _unread_instances(snapshot),
                 value=name,
             )

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable
 
 from ..errors import UnsatisfiableRequestError
-from ..gpus.vendors import VENDORS
+from ..gpus.vendors import BARE_UUID, VENDORS
 from ..wording.argument_style import ArgumentStyle
 
 _UNITS = {
@@ -25,7 +25,7 @@ _RANGE = r"([0-9]{1,4})-([0-9]{1,4})"
 
 _BY_PLACE = "|".join(one.by_place for one in VENDORS.values() if one.by_place)
 
-_NAME = rf"[0-9]{{1,4}}(:[0-9]{{1,4}})?|(GPU|MIG)-[0-9A-Za-z/-]*|({_BY_PLACE})[0-9a-z:.-]*"
+_NAME = rf"[0-9]{{1,4}}(:[0-9]{{1,4}})?|(GPU|MIG)-[0-9A-Za-z/-]*|({_BY_PLACE})[0-9a-z:.-]*|{BARE_UUID}"
 
 
 def refused(name: str, value: object, way_out: str, spelling: type[ArgumentStyle]) -> UnsatisfiableRequestError:
@@ -98,6 +98,11 @@ def parse_names(value: object, argument: str, *, spelling: type[ArgumentStyle] =
         raise refused(argument, value, way_out, spelling) from None
 
 
+def is_index(name: str) -> bool:
+    """Return whether a name is an index, or that of a MIG instance (``3:1``); UUIDs may begin with a digit too."""
+    return name.replace(":", "").isdigit()
+
+
 def _names(value: object) -> tuple[str, ...]:
     names: dict[str, None] = {}
     for item in _flat(value):
@@ -106,7 +111,7 @@ def _names(value: object) -> tuple[str, ...]:
         if span is not None and int(span[1]) <= int(span[2]):
             names.update((str(index), None) for index in range(int(span[1]), int(span[2]) + 1))
         elif re.fullmatch(_NAME, text):
-            names[":".join(str(int(part)) for part in text.split(":")) if text[0].isdigit() else text] = None
+            names[":".join(str(int(part)) for part in text.split(":")) if is_index(text) else text] = None
         else:
             raise ValueError(text)
     return tuple(names)

@@ -178,6 +178,21 @@ def test_uuids_where_numbers_mislead(snapshot: HostSnapshot) -> None:
     assert written == {"CUDA_VISIBLE_DEVICES": snapshot.gpus[-1].uuid}
 
 
+BARE = "54d0709b-558d-5a59-9c65-0c5fc14a21a4"
+
+
+@pytest.mark.parametrize("visible_as", ["index", "uuid"])
+@pytest.mark.parametrize(("lost", "numbers"), [((), "2,0"), ((1,), "1,0"), ((3,), "2,0")])
+def test_numbers_where_cuda_does_not_take_a_uuid(visible_as: str, lost: tuple[int, ...], numbers: str) -> None:
+    gpus = [Gpu(i, BARE if i == 2 else f"GPU-{i}", lost=i in lost) for i in range(4)]
+    written = visible_devices.render_cuda([gpus[2], gpus[0]], visible_as=visible_as, snapshot=host(*gpus))
+    assert written == {"CUDA_VISIBLE_DEVICES": numbers, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    if not lost:
+        assert parsed(f"{BARE},GPU-0", host(*gpus)).uuids == (BARE, "GPU-0")
+        assert parsed(f"GPU-0,{BARE}", host(*gpus)).uuids == ("GPU-0", BARE)
+    assert parsed("54d0709b", host(*gpus)).uuids == ()
+
+
 def test_an_unset_variable_is_no_fence() -> None:
     assert visible_devices.parse_cuda(None, alike()) is None
 

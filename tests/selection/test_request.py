@@ -105,6 +105,8 @@ def test_bytes_are_exact(count: int) -> None:
         ("1:02", ("1:2",)),
         ("MIG-GPU-ab/1/0", ("MIG-GPU-ab/1/0",)),
         (iter(["5"]), ("5",)),
+        ("54d0709b-558d-5a59-9c65-0c5fc14a21a4,7", ("54d0709b-558d-5a59-9c65-0c5fc14a21a4", "7")),
+        ("A9485f58-0a6e-5a97-b73d-87cdf435c65e", ("A9485f58-0a6e-5a97-b73d-87cdf435c65e",)),
     ],
 )
 def test_devices_by_name(value: Any, names: tuple[str, ...]) -> None:
@@ -114,7 +116,8 @@ def test_devices_by_name(value: Any, names: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    "value", ["", ",", "0,", "x", "-1", -1, True, 2.5, [2.5], "3-0", "1:", [[1]], [None], b"0", "cuda:0", 99999]
+    "value",
+    ["", ",", "0,", "x", "-1", -1, True, 2.5, [2.5], "3-0", "1:", [[1]], [None], b"0", "cuda:0", 99999, "54d0709b"],
 )
 def test_devices_that_make_no_sense(value: Any) -> None:
     for argument in ("only", "exclude"):

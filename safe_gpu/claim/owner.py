@@ -130,6 +130,8 @@ class GPUOwner:
                 )
                 if private := [one.process_error for one in claim.gpus if one.processes_private]:
                     self.logger.warning(f"Whether other programs use the GPUs of this claim is not known: {private[0]}")
+                if claim.before.doubt:
+                    self.logger.warning(claim.before.doubt)
                 view.remember_own_pids()
                 bad.clear_notes(claim, holding=self._holding.on_gpu)
                 self._bind(driver, options)

@@ -17,6 +17,7 @@ from ..host import procfs
 from ..host.programs import is_root
 from ..selection.gpu_names import names_device
 from ..selection.occupancy import users_of
+from ..selection.values import is_index
 from ..settings.policy import gid_of, uid_of
 from ..status.gather import gather
 from ..wording.text import clock, gpu_ranges
@@ -79,7 +80,10 @@ def _drain(options: argparse.Namespace) -> int:
     if (options.wait if options.until else for_time) or (options.timeout is not None and not options.wait):
         options.usage_error("--from, --for-group and --for-user go with --until, --timeout with --wait, and only those")
     names = [name for names in options.gpus for name in names]
-    gpus = gather().gpus
+    status = gather()
+    gpus = status.gpus
+    if status.doubt and any(map(is_index, names)):
+        raise GPUAffinityError(status.doubt)
     unknown = [name for name in names if not any(names_device(name, one.gpu) for one in gpus)]
     if unknown:
         raise GPUAffinityError(f"this host has no GPU {', '.join(unknown)}: see safe-gpu status")

@@ -26,7 +26,7 @@ from ..gpus.devices import Gpu, GpuProcess, HostSnapshot
 from ..gpus.vendors import VENDORS
 from ..host import procfs
 from ..runtimes.runtime import LEVEL_ZERO
-from ..topology.sysfs import Files, pci_address, tree
+from ..topology.sysfs import Files, tree
 from . import kernel, pci
 from .base import Driver
 
@@ -75,16 +75,16 @@ def cards(files: Files) -> tuple[Card, ...]:
         place = os.path.realpath(f"{files.root}/{_DRM}/{node}/device")
         bus_id = os.path.basename(place)
         driver = os.path.basename(os.path.realpath(f"{place}/driver"))
-        usable = re.fullmatch(r"renderD[0-9]{1,6}", node) and pci_address(bus_id) and driver in ("i915", "xe")
+        usable = re.fullmatch(r"renderD[0-9]{1,6}", node) and pci.bus_order(bus_id) and driver in ("i915", "xe")
         if usable and os.access(f"{files.root}/dev/dri/{node}", os.R_OK | os.W_OK):
             found.add(bus_id)
-    counted = sorted(found, key=lambda bus_id: pci_address(bus_id) or ())
+    counted = sorted(found, key=lambda bus_id: pci.bus_order(bus_id) or ())
     return tuple(_card(files, number, bus_id) for number, bus_id in enumerate(counted) if not _is_integrated(bus_id))
 
 
 def _is_integrated(bus_id: str) -> bool:
     """Return whether the GPU is part of the processor: it is on the root bus then, and a card is behind a bridge."""
-    domain, bus, _, _ = pci_address(bus_id) or (0, 0, 0, 0)
+    domain, bus, _, _ = pci.bus_order(bus_id) or (0, 0, 0, 0)
     return domain == bus == 0
 
 
@@ -168,7 +168,7 @@ def parse_client(text: str) -> tuple[str, str, int | None] | None:
     i915 or xe. Memory that is resident counts, or all of it in kernels that do not tell; None if they tell neither."""
     fields = dict(re.findall(r"(?m)^(drm-[\w-]+):[ \t]*(\S.*?)[ \t]*$", text))
     bus_id = fields.get("drm-pdev", "")
-    if fields.get("drm-driver") not in ("i915", "xe") or not pci_address(bus_id):
+    if fields.get("drm-driver") not in ("i915", "xe") or not pci.bus_order(bus_id):
         return None
     for kind in ("resident", "total"):
         sizes = [value for name, value in fields.items() if re.fullmatch(rf"drm-{kind}-(vram|local)[0-9]*", name)]

@@ -1,28 +1,28 @@
 """PCI bus ids: their order, which is nvidia-smi's order of GPUs, and their NUMA nodes."""
 
+from collections.abc import Iterable
+from typing import TypeVar
+
+from ..gpus.devices import bus_order as bus_order
 from ..host.foreign_files import read_start
 from .kernel import under_root
 
-# A domain has at most 8 digits. int() also reads signs, blanks, "_" and digits of other scripts.
-_LONGEST = len("00000000:00:00.0")
-
-_CHARACTERS = frozenset("0123456789abcdefABCDEF:.")
+_Thing = TypeVar("_Thing")
 
 
-def bus_order(bus_id: str) -> tuple[int, ...] | None:
-    """Return the sort key of a bus id: domain, bus, device and function as numbers; None where it is none.
+def in_bus_order(found: Iterable[tuple[str, int, _Thing]]) -> list[_Thing]:
+    """Return GPUs by PCI bus id, as nvidia-smi numbers them. Those without one are put at the places that their numbers
+    give, in the given order.
 
-    >>> bus_order("0000:0f:00.0") < bus_order("0000:c1:00.0") < bus_order("10000:01:00.0")
-    True
+    Args:
+        found: bus id, number and GPU.
     """
-    if len(bus_id) > _LONGEST or not _CHARACTERS.issuperset(bus_id):
-        return None
-    try:
-        domain, bus, rest = bus_id.split(":")
-        device, _, function = rest.partition(".")
-        return int(domain, 16), int(bus, 16), int(device, 16), int(function or "0", 16)
-    except ValueError:
-        return None
+    keyed = [(bus_order(bus_id), number, gpu) for bus_id, number, gpu in found]
+    ordered = [gpu for _, gpu in sorted(((key, gpu) for key, _, gpu in keyed if key), key=lambda pair: pair[0])]
+    for key, number, gpu in keyed:
+        if key is None:
+            ordered.insert(number, gpu)
+    return ordered
 
 
 def numa_node(bus_id: str) -> int | None:

@@ -20,6 +20,8 @@ FIRST_MINUTE = 60.0
 
 _MOST_HIDDEN = 1 << 30  # bytes that a GPU may have in use while nobody computes there
 
+_HEX = frozenset("0123456789abcdef")
+
 _SHORTEST_UUID = len("GPU-0123456789abcdef")
 
 
@@ -63,7 +65,8 @@ class Gpu(NamedTuple):
         uuid: ``GPU-...`` or ``MIG-...``, on Jetson without ``GPU-``; of a GPU without one, its place (``AMD-...``). It
             names the device everywhere.
         name: product name.
-        pci_bus_id: as in sysfs: ``0000:07:00.0``, lower case, with a 4-digit domain unless it needs more.
+        pci_bus_id: as in sysfs: ``0000:07:00.0``, lower case, with a 4-digit domain unless it needs more; "" if the
+            driver tells none.
         numa_node: the NUMA node of the PCI device; None is unknown.
         memory_total: bytes.
         memory_used: bytes.
@@ -204,12 +207,14 @@ class HostSnapshot(NamedTuple):
         driver: name of the driver that was polled ("nvml", "nvidia-smi", "simulated:dgx-a100").
         driver_version: version of the kernel driver, "" if unknown.
         name_prefix: what stands before UUIDs in the names of claimed GPUs; "" on a real host.
+        doubt: a sentence, if an index may be that of another GPU; else "".
     """
 
     gpus: tuple[Gpu, ...]
     driver: str = ""
     driver_version: str = ""
     name_prefix: str = ""
+    doubt: str = ""
 
     @property
     def physical(self) -> tuple[Gpu, ...]:
@@ -228,7 +233,7 @@ class HostSnapshot(NamedTuple):
         CUDA does not count GPUs that are lost or that this process may not open, and it numbers MIG instances in its
         own order.
         """
-        return any(gpu.unusable or gpu.mig_enabled or gpu.lost or gpu.is_mig_instance for gpu in self.gpus)
+        return bool(self.doubt) or any(gpu.unusable or gpu.lost or gpu.mig_parent for gpu in self.gpus)
 
     @property
     def shared_display(self) -> bool:
@@ -242,9 +247,7 @@ class HostSnapshot(NamedTuple):
     def updated(self, gpus: Iterable[Gpu]) -> "HostSnapshot":
         """Return this poll with the records of these devices replaced."""
         newer = {gpu.uuid: gpu for gpu in gpus}
-        return HostSnapshot(
-            tuple(newer.get(gpu.uuid, gpu) for gpu in self.gpus), self.driver, self.driver_version, self.name_prefix
-        )
+        return self._replace(gpus=tuple(newer.get(gpu.uuid, gpu) for gpu in self.gpus))
 
 
 class GpuFault(NamedTuple):
@@ -347,14 +350,29 @@ def vendor_of_name(name: str) -> str | None:
 
 def normalize_bus_id(bus_id: str) -> str:
     """Return a PCI bus id of NVML, such as ``00000000:07:00.0``, in the form of sysfs: lower case, domain of 4 digits
-    or more.
+    or more. "" for what is none, such as ``[N/A]``.
 
     >>> normalize_bus_id("00000000:0F:00.0")
     '0000:0f:00.0'
     >>> normalize_bus_id("00010000:0F:00.0")
     '10000:0f:00.0'
     """
-    domain, colon, rest = bus_id.strip().lower().partition(":")
-    if not colon or ":" not in rest:
-        return bus_id.strip().lower()
-    return f"{domain.lstrip('0').rjust(4, '0')}:{rest}"
+    domain, _, rest = bus_id.strip().lower().partition(":")
+    found = f"{domain.lstrip('0').rjust(4, '0')}:{rest}"
+    return found if bus_order(found) else ""
+
+
+def bus_order(bus_id: str) -> tuple[int, int, int, int] | None:
+    """Return a PCI bus id in sysfs's form as numbers: domain, bus, device and function. They sort as nvidia-smi does;
+    None if it is none.
+
+    >>> bus_order("0000:0f:00.0") < bus_order("0000:c1:00.0") < bus_order("10000:01:00.0")
+    True
+    """
+    # Without a regular expression: most claims ask about one GPU, and compiling one would take longer.
+    address, _, function = bus_id.rpartition(".")
+    domain, *others = parts = [*address.split(":"), function]
+    if not 4 <= len(domain) <= 8 or [*map(len, others)] != [2, 2, 1] or not _HEX.issuperset("".join(parts)):
+        return None
+    bus, device, number = (int(part, 16) for part in others)
+    return int(domain, 16), bus, device, number

@@ -194,6 +194,7 @@ class HostStatus:
         warnings: sentences that say which facts are not known, and why.
         shift: a sentence, if the indices in CUDA_VISIBLE_DEVICES of this process no longer mean the GPUs of its outer
             claim; else "".
+        doubt: as in :class:`~safe_gpu.gpus.devices.HostSnapshot`.
         max_gpus: how many GPUs each user who holds some or waits may hold, where the policy limits that.
         broken: sentences on the drivers that do not work, whose GPUs are missing here.
         ignored: sentences on the files of drained and reserved GPUs that do not count.
@@ -209,6 +210,7 @@ class HostStatus:
     queue: tuple[WaiterStatus, ...] = ()
     warnings: tuple[str, ...] = ()
     shift: str = ""
+    doubt: str = ""
     broken: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
     max_gpus: Mapping[str, int] = field(default_factory=dict)
@@ -283,7 +285,7 @@ class HostStatus:
             "gpus": [_gpu_dict(one, self.taken_at) for one in self.gpus],
             "queue": [_waiter_dict(one) for one in self.queue[:_MOST_WAITERS]],
             "windows": [_window_dict(one) for one in self.windows],
-            "warnings": [*self.broken, *self.ignored, *self.warnings],
+            "warnings": [*filter(None, [self.doubt]), *self.broken, *self.ignored, *self.warnings],
         }
 
 

@@ -347,6 +347,7 @@ def status_of(*snapshots: HostSnapshot, broken: Iterable[str] = ()) -> HostStatu
         ),
         warnings=tuple(found.warnings),
         shift=_shift(snapshots, found),
+        doubt=next((snapshot.doubt for snapshot in snapshots if snapshot.doubt), ""),
         broken=tuple(broken),
         ignored=ignored_drains(),
         max_gpus=max_gpus,

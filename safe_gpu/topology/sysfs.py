@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from ..gpus.devices import bus_order
 from ..host.foreign_files import read_bytes
 from .cpulist import LIMIT, parse_cpulist, parse_cpumask
 
@@ -20,22 +21,9 @@ PCI = "sys/bus/pci/devices"
 
 _NVIDIA = "proc/driver/nvidia/gpus"
 
-_HEX = frozenset("0123456789abcdef")
-
 _READ_LIMIT = 1 << 20
 
 GroupOf = Callable[[int], frozenset[int]]
-
-
-def pci_address(name: str) -> tuple[int, int, int, int] | None:
-    """Return a PCI bus id as numbers, which sort in the order of nvidia-smi; None if the name is not a bus id."""
-    # Without a regular expression: most claims ask about one GPU, and compiling one would take longer.
-    address, _, function = name.rpartition(".")
-    domain, *others = parts = [*address.split(":"), function]
-    if not 4 <= len(domain) <= 8 or [*map(len, others)] != [2, 2, 1] or not _HEX.issuperset("".join(parts)):
-        return None
-    bus, device, number = (int(part, 16) for part in others)
-    return int(domain, 16), bus, device, number
 
 
 class PciGpu(NamedTuple):
@@ -253,9 +241,9 @@ class SysfsTree(Files):
         If the NVIDIA driver is loaded, a card that is bound to another driver (passed through to a virtual machine) is
         left out.
         """
-        known = {name: self._uuid(name) for name in self.names(_NVIDIA) if pci_address(name)}
+        known = {name: self._uuid(name) for name in self.names(_NVIDIA) if bus_order(name)}
         for name in self.names(PCI):
-            if name in known or not pci_address(name) or not self._is_gpu(f"{PCI}/{name}"):
+            if name in known or not bus_order(name) or not self._is_gpu(f"{PCI}/{name}"):
                 continue
             try:
                 foreign = os.path.basename(os.readlink(f"{self.root}/{PCI}/{name}/driver")) != "nvidia"
@@ -263,7 +251,7 @@ class SysfsTree(Files):
                 foreign = False
             if not (known and foreign):
                 known[name] = ""
-        return [PciGpu(name, known[name]) for name in sorted(known, key=lambda name: pci_address(name) or ())]
+        return [PciGpu(name, known[name]) for name in sorted(known, key=lambda name: bus_order(name) or ())]
 
     def _is_gpu(self, path: str) -> bool:
         vendor, kind = (self.text(f"{path}/{name}") or "" for name in ("vendor", "class"))
@@ -275,11 +263,11 @@ class SysfsTree(Files):
 
     def pci_node(self, bus_id: str) -> int | None:
         """Return the NUMA node of a PCI device, negative if the firmware does not say; None without the file."""
-        return self.number(f"{PCI}/{bus_id}/numa_node", signed=True) if pci_address(bus_id) else None
+        return self.number(f"{PCI}/{bus_id}/numa_node", signed=True) if bus_order(bus_id) else None
 
     def pci_cpus(self, bus_id: str) -> tuple[frozenset[int], str] | None:
         """Return the CPUs near a PCI device and the name of the file that says so."""
-        if not pci_address(bus_id):
+        if not bus_order(bus_id):
             return None
         for name, parse in (("local_cpulist", parse_cpulist), ("local_cpus", parse_cpumask)):
             cpus = parse(self.text(f"{PCI}/{bus_id}/{name}"))

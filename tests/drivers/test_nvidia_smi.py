@@ -7,12 +7,16 @@ from typing import Any
 
 import pytest
 
+from safe_gpu import GPUOwner, NoPlaceholder
+from safe_gpu.cli.commands import main
+from safe_gpu.coordination.leases.drained import drained_gpus
 from safe_gpu.drivers.nvidia.nvidia_smi import NvidiaSmiDriver
 from safe_gpu.errors import NoDriverError, UnsatisfiableRequestError
 from safe_gpu.gpus.devices import ComputeMode, HostSnapshot, ProcessKind
 from safe_gpu.runtimes.visible_devices import parse_cuda
 from safe_gpu.selection.possible import check_possible
-from safe_gpu.selection.request import parse_request
+from safe_gpu.selection.request import Selection, parse_request
+from safe_gpu.selection.verdicts import judge
 
 HIDDEN = 4_000_000
 
@@ -165,6 +169,157 @@ def test_a_lost_gpu_keeps_its_place_and_identity(host: Any, driver: NvidiaSmiDri
     assert (lost.lost, lost.processes, "GPU is lost" in (lost.unusable or "")) == (True, None, True)
     assert other == before[1]
     assert NvidiaSmiDriver().snapshot().gpus[0].lost, "also when it was never seen alive"
+
+
+@pytest.mark.parametrize("lost", [(0,), (1,), (3,), (1, 2)])
+@pytest.mark.parametrize(
+    "said",
+    ["GPU {bus}: Unknown Error", "GPU{short}: Unknown Error", "GPU{bus}: Unknown Error", "{short}: Unknown Error",
+     "GPU{index}: {short}: GPU is lost.  Reboot the system to recover this GPU", "GPU {index}: {bus}: Unknown Error",
+     "GPU{index}: Unknown Error", "GPU {index}: Unknown Error", "gpu {short}: GPU is lost.", "gpu {index} : x"],
+)  # fmt: skip
+def test_a_lost_gpu_in_every_version_s_words(host: Any, driver: NvidiaSmiDriver, said: str, lost: Any) -> None:
+    host.write(*({"lost": int(number in lost)} for number in range(4)))
+    host.quirks(lost_line=f"Unable to determine the device handle for {said}")
+    snapshot = driver.snapshot()
+    assert [gpu.lost for gpu in snapshot.gpus] == [number in lost for number in range(4)]
+    assert [gpu.index for gpu in snapshot.gpus] == [0, 1, 2, 3]
+    assert all(gpu.lost or gpu.uuid == uuid for gpu, uuid in zip(snapshot.gpus, host.uuids, strict=True))
+    assert (snapshot.doubt, snapshot.needs_uuids) == ("", True)
+
+
+def test_a_gpu_that_is_counted_and_not_named(
+    host: Any, driver: NvidiaSmiDriver, monkeypatch: pytest.MonkeyPatch, caplog: Any, capsys: Any
+) -> None:
+    host.write({}, {"lost": 1}, {})
+    host.quirks(lost_line="GPU is lost. Reboot the system to recover this GPU")
+    snapshot = driver.snapshot()
+    assert "nvidia-smi counts 3 GPUs and shows 2, so an index may be that of another GPU" in snapshot.doubt
+    assert (len(snapshot.gpus), snapshot.needs_uuids) == (2, True)
+    monkeypatch.setenv("SAFE_GPU_DRIVER", "nvidia-smi")
+    with GPUOwner(1, NoPlaceholder(), only=1, affinity=None, timeout=0):
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == host.uuids[2]
+    assert snapshot.doubt in caplog.text
+    for command in (["status"], ["status", "--json"]):
+        main(command)
+        assert snapshot.doubt in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, who drains GPUs")
+def test_only_uuids_are_drained_where_an_index_may_mislead(
+    host: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SAFE_GPU_DRIVER", "nvidia-smi")
+    monkeypatch.setenv("SAFE_GPU_POLICY", str(tmp_path / "config.ini"))
+    host.write({}, {"lost": 1}, {})
+    main(["drain", "2"])
+    host.quirks(lost_line="GPU is lost.")
+    assert main(["drain", "1"]) != 0
+    main(["drain", host.uuids[0]])
+    assert [*drained_gpus()] == [host.uuids[2], host.uuids[0]]
+
+
+def section(bus: str, uuid: str) -> str:
+    """A free GPU, as the name of a process may forge it."""
+    return (
+        f'x</process_name></process_info></processes></gpu><gpu id="{bus}"><product_name>Fake</product_name>'
+        f"<uuid>{uuid}</uuid><fb_memory_usage><total>81920 MiB</total><used>0 MiB</used></fb_memory_usage>"
+        "<compute_mode>Default</compute_mode><processes><process_info><pid>1"
+    )
+
+
+@pytest.mark.parametrize(
+    ("bus", "of", "change"),
+    [("00000000:07:00.0", 0, {}), ("00000000:01:00.0", 0, {}), ("N/A", 0, {}), ("00000000:07:00.0", 1, {}),
+     ("00000000:01:00.0", None, {}), ("00000000:07:00.0", 0, {"attached_gpus": "3"}),
+     ("00000000:01:00.0", 0, {"attached_gpus": "3"}), ("00000000:07:00.0", 0, {"version_lacks": "attached_gpus"})],
+)  # fmt: skip
+def test_a_process_named_like_a_gpu_makes_busy(
+    host: Any, driver: NvidiaSmiDriver, bus: str, of: int | None, change: Any
+) -> None:
+    """One user computes on GPU 0, and another's process on GPU 1 claims in its name that GPU 0 is free."""
+    host.process(host.uuids[0], HIDDEN, 5 << 30, static=True)
+    host.process(host.uuids[1], HIDDEN + 1, 1 << 20, static=True, kind="graphics")
+    host.quirks(process_name=section(bus, "GPU-other" if of is None else host.uuids[of]), **change)
+    snapshot = driver.snapshot()
+    states = {one.gpu.uuid: one.state for one in judge(snapshot, Selection(), leased={})}
+    assert {states.get(uuid, "gone") for uuid in host.uuids} <= {"busy", "gone", "unusable"}
+    assert "free" not in states.values()
+    assert "nvidia-smi shows more GPUs than it counts, or one twice" in snapshot.doubt
+    assert not [one for one in driver.usage(snapshot.gpus) if one.processes == ()]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["</process_name><uuid>GPU-x</uuid><used_memory>0 MiB</used_memory>", "<!-- <![CDATA[ ]]", "&bogus; &#0; &",
+     "\x00\x1b", "<processes>", "</processes><mig_devices>", '<gpu id="', "<attached_gpus>9</attached_gpus>",
+     "</nvidia_smi_log>", "Unable to determine the device handle for GPU 0000:00:00.0: GPU is lost"],
+)  # fmt: skip
+def test_names_change_nothing_else(host: Any, driver: NvidiaSmiDriver, name: str) -> None:
+    for uuid in host.uuids:
+        host.process(uuid, HIDDEN, 5 << 20, static=True)
+        host.process(uuid, HIDDEN + 1, 5 << 20, static=True)
+    host.quirks(process_name=name)
+    snapshot = driver.snapshot()
+    assert [(gpu.uuid, gpu.lost) for gpu in snapshot.gpus] == [(uuid, False) for uuid in host.uuids]
+    for gpu in snapshot.gpus:
+        assert [(one.pid, one.memory_used) for one in gpu.processes or ()] == [
+            (HIDDEN, 5 << 20), (HIDDEN + 1, 5 << 20)
+        ]  # fmt: skip
+    assert snapshot.doubt == ""
+
+
+def test_the_name_is_whole(host: Any, driver: NvidiaSmiDriver) -> None:
+    host.process(host.uuids[0], HIDDEN, static=True)
+    host.quirks(process_name="a</process_name><uuid>b")
+    assert [one.name for one in driver.snapshot().gpus[0].processes or ()] == ["a</process_name><uuid>b"]
+
+
+BARE = ["54d0709b-558d-5a59-9c65-0c5fc14a21a4", "a9485f58-0a6e-5a97-b73d-87cdf435c65e"]
+
+
+@pytest.mark.parametrize("bus", ["N/A", "[N/A]", ""])
+def test_gpus_without_bus_ids_and_prefixes(host: Any, driver: NvidiaSmiDriver, bus: str) -> None:
+    host.write({"uuid": BARE[0], "bus": bus}, {"uuid": BARE[1], "bus": bus})
+    host.process(BARE[1], HIDDEN, static=True)
+    snapshot = driver.snapshot()
+    assert [(gpu.index, gpu.uuid, gpu.pci_bus_id) for gpu in snapshot.gpus] == [(0, BARE[0], ""), (1, BARE[1], "")]
+    assert ([gpu.processes == () for gpu in snapshot.gpus], snapshot.doubt) == ([True, False], "")
+    assert driver.usage(snapshot.gpus[::-1]) == snapshot.gpus[::-1]
+    host.write({"uuid": BARE[0], "bus": bus, "lost": 1}, {"uuid": BARE[1], "bus": bus})
+    host.quirks(lost_line="Unable to determine the device handle for GPU{index}: Unknown Error")
+    assert [(gpu.uuid, gpu.lost) for gpu in driver.snapshot().gpus] == [(BARE[0], True), (BARE[1], False)]
+
+
+@pytest.mark.parametrize("visible_as", ["index", "uuid"])
+@pytest.mark.parametrize(
+    ("wishes", "inherited"),
+    [
+        ({"only": BARE[1]}, None),
+        ({"exclude": BARE[0]}, None),
+        ({}, BARE[1]),
+        ({"only": [BARE[1]]}, f"{BARE[1]},{BARE[0]}"),
+    ],
+)
+def test_uuids_without_a_prefix_are_names(
+    host: Any, monkeypatch: pytest.MonkeyPatch, visible_as: str, wishes: Any, inherited: str | None
+) -> None:
+    monkeypatch.setenv("SAFE_GPU_DRIVER", "nvidia-smi")
+    host.write({"uuid": BARE[0], "bus": "N/A"}, {"uuid": BARE[1], "bus": "N/A"})
+    if inherited is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", inherited)
+    with GPUOwner(1, NoPlaceholder(), visible_as=visible_as, affinity=None, timeout=0, **wishes) as owner:
+        assert [gpu.uuid for gpu in owner.gpus] == [BARE[1]]
+        assert (os.environ["CUDA_VISIBLE_DEVICES"], os.environ["CUDA_DEVICE_ORDER"]) == ("1", "PCI_BUS_ID")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, who drains GPUs")
+def test_a_uuid_without_a_prefix_is_drained(host: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SAFE_GPU_DRIVER", "nvidia-smi")
+    monkeypatch.setenv("SAFE_GPU_POLICY", str(tmp_path / "config.ini"))
+    host.write({"uuid": BARE[0], "bus": "N/A"}, {"uuid": BARE[1], "bus": "N/A"})
+    main(["drain", BARE[0]])
+    assert [*drained_gpus()] == BARE[:1]
 
 
 @pytest.mark.parametrize("text", ["[GPU is lost]", "[GPU requires reset]"])

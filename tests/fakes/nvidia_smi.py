@@ -6,6 +6,7 @@ makes it misbehave, key=value, one a line:
     version_lacks=a,b           elements that this version does not know
     hang=1                      the query never ends; its pid is written to $FAKE_GPU_DIR/hung
     fail=1                      the query ends with this status:  status=N (default 1), and says:  says=TEXT
+    lost_line=TEXT              what is said of a lost GPU, with {index}, {bus} and {short} (a bus id of 4 digits)
     ELEMENT=TEXT                that element reads TEXT everywhere (e.g. pid=N/A, used=N/A, processes=N/A)
     broken=1                    the section of clocks closes its elements in the wrong order
     one_id=1                    -i takes one id only
@@ -157,15 +158,17 @@ def query(ids):
     if "before" in QUIRKS:
         print(QUIRKS["before"].replace("\\n", "\n"))
     print('<?xml version="1.0" ?>\n<!DOCTYPE nvidia_smi_log SYSTEM "nvsmi_device_v12.dtd">\n<nvidia_smi_log>')
-    print(element("driver_version", "550.54.15") + f"<attached_gpus>{len(GPUS)}</attached_gpus>")
+    print(element("driver_version", "550.54.15") + element("attached_gpus", len(GPUS)))
     for gpu in wanted:
         if gpu.get("lost", "0") == "0":
             print(report(gpu))
     print("</nvidia_smi_log>")
     for gpu in wanted:
         if gpu.get("lost", "0") != "0":
-            print(f"Unable to determine the device handle for GPU {gpu['bus']}: GPU is lost.  Reboot the system")
-            return 15
+            line = QUIRKS.get("lost_line", "Unable to determine the device handle for GPU {bus}: GPU is lost.")
+            print(line.format(index=GPUS.index(gpu), bus=gpu["bus"], short=gpu["bus"][4:]))
+    if any(gpu.get("lost", "0") != "0" for gpu in wanted):
+        return 15
     if "after" in QUIRKS:
         print(QUIRKS["after"].replace("\\n", "\n"))
     return 0

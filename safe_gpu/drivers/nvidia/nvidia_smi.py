@@ -1,8 +1,13 @@
 """The NVIDIA driver through the nvidia-smi program.
 
 The report is read element by element, not as XML: some versions close elements of the clocks' section in the wrong
-order, and warnings stand before, after and sometimes inside it. A value may be ``N/A``, ``Not Supported``,
-``Unknown Error`` or ``ERR!``, with or without brackets, and old versions do not have every element.
+order, warnings stand before, after and sometimes inside it, and names of processes are not escaped. A value may be
+``N/A``, ``Not Supported``, ``Unknown Error`` or ``ERR!``, with or without brackets, and old versions do not have every
+element.
+
+Any user chooses the name of a process, so a name may look like the section of a GPU. It can add sections but hide none,
+as it could with a comment or CDATA if this were read as XML. So the sections are counted: where they are more than
+``attached_gpus``, or two have a bus id or a UUID in common, the processes on all GPUs are unknown, so these are busy.
 
 One run of ``nvidia-smi -q -x`` answers a poll. On a host in trouble it prints complaints besides, or hangs. MIG
 instances are not read: it does not tell their UUIDs there.
@@ -10,12 +15,13 @@ instances are not read: it does not tell their UUIDs there.
 
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from ...errors import NoDriverError
 from ...gpus.devices import ComputeMode, Gpu, GpuProcess, HostSnapshot, ProcessKind, normalize_bus_id
-from ...gpus.vendors import product_name
+from ...gpus.vendors import BARE_UUID, product_name
 from ...host import procfs
 from ...host.programs import TooLate, TooMuch, find_program, output_of
 from ...runtimes.runtime import CUDA
@@ -40,12 +46,6 @@ _LOST = re.compile(r"\bis lost\b|requires reset", re.I)
 _NEVER = re.compile(r"not supported|n/a", re.I)  # what is unsupported stays so; other trouble may pass
 
 
-_MIG_NEEDS_NVML = (
-    "MIG mode is on, and its instances can be claimed through NVML only: pip install nvidia-ml-py, and leave "
-    "SAFE_GPU_DRIVER=nvidia-smi out"
-)
-
-
 class ProcessList(NamedTuple):
     """The list of a GPU's processes, or why there is none; ``supported`` is False where there never will be."""
 
@@ -55,31 +55,62 @@ class ProcessList(NamedTuple):
 
 
 class GpuReport(NamedTuple):
-    """One GPU; ``text`` is what nvidia-smi wrote of it besides its processes and MIG instances."""
+    """One GPU.
+
+    Attributes:
+        bus_id: "" where it has none, as on Jetson.
+        text: what nvidia-smi wrote of it besides its processes and MIG instances.
+        trouble: why the driver cannot reach it; "" if it can.
+    """
 
     bus_id: str
-    text: str
-    mig: bool
-    processes: ProcessList
+    uuid: str = ""
+    text: str = ""
+    mig: bool = False
+    processes: ProcessList = ProcessList()
+    trouble: str = ""
 
 
 def read(report: str) -> Iterator[GpuReport]:
     """Yield the GPUs that it reports, in its order."""
     _, *pieces = _GPU.split(report)
     for bus_id, text in zip(pieces[::2], pieces[1::2], strict=True):
-        # A process may have any name, so its list ends where the last such element does.
-        before, began, listed = text.partition("<processes>")
-        listed, ended, after = listed.rpartition("</processes>")
-        rest = before + after if ended else text
-        before, _, behind = rest.partition("<mig_devices>")
-        _, closed, after = behind.partition("</mig_devices>")
-        rest = before + after if closed else rest
+        processes, rest = _without(text, "processes")
+        _, rest = _without(rest, "mig_devices")
         yield GpuReport(
             normalize_bus_id(bus_id),
+            _text(rest, "uuid"),
             rest,
             _text(_section(rest, "mig_mode"), "current_mig").lower() == "enabled",
-            _read_processes(listed if began and ended else None),
+            _read_processes(processes),
         )
+
+
+def read_all(report: str) -> tuple[list[GpuReport], str]:
+    """Return the GPUs in nvidia-smi's order, those that it cannot reach too, and why the order may be wrong."""
+    head, found, doubt = _GPU.split(report, 1)[0], list(read(report)), ""
+    attached = _number(_text(head, "attached_gpus"))
+    names = Counter(name for gpu in found for name in (gpu.bus_id, _value(gpu.uuid)) if name)
+    if (attached is not None and len(found) > attached) or max(names.values(), default=0) > 1:
+        doubt = _FORGED
+        found = [gpu._replace(processes=ProcessList(error=doubt)) for gpu in found]
+    placed = {(gpu.bus_id, False, 0 if gpu.bus_id else at): gpu for at, gpu in enumerate(found)}
+    for index, bus_id, said in _NO_HANDLE.findall("\n".join([head, *(gpu.text for gpu in found)])):
+        bus_id = normalize_bus_id(bus_id)
+        if bus_id or index:  # those that have only an index are put among the others last
+            placed.setdefault((bus_id, not bus_id, 0 if bus_id else int(index)), GpuReport(bus_id, trouble=said))
+    if placed and len(placed) < (attached or 0):
+        doubt = doubt or f"nvidia-smi counts {attached} GPUs and shows {len(placed)}"
+    order = [(bus_id, number, gpu) for (bus_id, _, number), gpu in sorted(placed.items())]
+    return pci.in_bus_order(order)[:_MOST_GPUS], doubt
+
+
+def _without(text: str, name: str) -> tuple[str | None, str]:
+    """Return what an element holds, up to the last end of such a one, since the name of a process may have more of
+    them; and the text without it."""
+    before, began, rest = text.partition(f"<{name}>")
+    inside, ended, after = rest.rpartition(f"</{name}>")
+    return (inside, before + after) if began and ended else (None, text)
 
 
 def _value(text: str) -> str | None:
@@ -105,11 +136,12 @@ def _read_processes(text: str | None) -> ProcessList:
     rows: dict[tuple[int, str], GpuProcess] = {}
     entries = list(_sections(text, "process_info"))
     for entry in entries:
+        command, entry = _without(entry, "process_name")
         pid = _text(entry, "pid")
         if not re.fullmatch("[0-9]{1,10}", pid):
             return _unlisted(pid)
         kind = _KINDS.get(_text(entry, "type"), ProcessKind.COMPUTE)
-        memory, name = _in_bytes(_text(entry, "used_memory")), _value(_text(entry, "process_name"))
+        memory, name = _in_bytes(_text(entry, "used_memory")), _value(_plain(command or ""))
         rows.setdefault((int(pid), kind), GpuProcess(int(pid), kind, memory, name))
     said = text.strip()
     if not entries and said not in ("", "None"):
@@ -142,9 +174,13 @@ def _sections(text: str, name: str) -> Iterator[str]:
 
 
 def _text(text: str, name: str) -> str:
-    """Return the beginning of what an element holds, printable and with XML's names of characters replaced; "" for
-    none."""
-    found = _section(text, name).strip()[:_LONGEST_TEXT]
+    """Return what an element holds as plain text; "" for none."""
+    return _plain(_section(text, name))
+
+
+def _plain(text: str) -> str:
+    """Return the beginning of a text, printable and with XML's names of characters replaced."""
+    found = text.strip()[:_LONGEST_TEXT]
     if "&" in found:
         from html import unescape
 
@@ -158,11 +194,12 @@ _MOST_OUTPUT = 16 << 20
 
 _LONGEST_COMPLAINT = 200
 
-_UUID = re.compile(r"GPU-[0-9A-Za-z/-]{1,90}")
+_UUID = re.compile(rf"GPU-[0-9A-Za-z/-]{{1,90}}|{BARE_UUID}")
 
 _MOST_GPUS = 256
 
-_NO_HANDLE = re.compile(r"device handle for GPU\s*([0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-9a-f])\s*:?\s*(.*)", re.I)
+# "GPU0: 0000:17:00.0: Unknown Error"; other versions write the index or the bus id alone, or no "GPU".
+_NO_HANDLE = re.compile(r"(?i)handle for +(?:GPU)? *(?:(\d{1,3})(?!\w*:\w\w:)[ :]*)?(\w{4,8}:\w\w:\w\w\.\w)?[ :]*(.*)")
 
 _MODES = {
     "exclusive_process": ComputeMode.EXCLUSIVE_PROCESS,
@@ -170,7 +207,16 @@ _MODES = {
     "prohibited": ComputeMode.PROHIBITED,
 }
 
+_SHIFTED = ", so an index may be that of another GPU: name GPUs by UUID"
+
+_MIG_NEEDS_NVML = (
+    "MIG mode is on, and its instances can be claimed through NVML only: pip install nvidia-ml-py, and leave "
+    "SAFE_GPU_DRIVER=nvidia-smi out"
+)
+
 _GONE = "nvidia-smi no longer shows it"
+
+_FORGED = "nvidia-smi shows more GPUs than it counts, or one twice: the name of a process may look like a GPU"
 
 
 def find_nvidia_smi() -> str | None:
@@ -211,61 +257,48 @@ class NvidiaSmiDriver(Driver):
     def snapshot(self) -> HostSnapshot:
         """Poll every GPU of the host; see :class:`~safe_gpu.drivers.base.Driver`."""
         code, text = self._run(*_REPORT)
-        gpus = tuple(self._gpus(text))
+        found, doubt = read_all(text)
+        gpus = tuple(self._gpus(found))
         if not gpus and "no devices" not in text.lower():
             said = _complaint(text) or f"exit status {code} and no output"
             raise NoDriverError(f"nvidia-smi does not work on this host: {said}", driver=self.name)
         version = _value(_text(text, "driver_version")) or ""
-        return HostSnapshot(gpus, self.name, version[:_LONGEST_NAME])
+        return HostSnapshot(gpus, self.name, version[:_LONGEST_NAME], doubt=doubt and doubt + _SHIFTED)
 
     def usage(self, gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
         """Ask again about these devices only, and about all where one of them does not answer like this."""
         if not gpus:
             return ()
         asked = ",".join(gpu.uuid for gpu in gpus)
-        shown = {gpu.uuid: gpu for gpu in self._gpus(self._run(*_REPORT, "-i", asked)[1])}
+        found, _ = read_all(self._run(*_REPORT, "-i", asked)[1])
+        shown = {gpu.uuid: gpu for gpu in self._gpus(found)}
         if not all(gpu.uuid in shown for gpu in gpus):
             shown = {gpu.uuid: gpu for gpu in self.snapshot().gpus}
         return tuple(
             shown[gpu.uuid]._replace(index=gpu.index) if gpu.uuid in shown else _unreachable(gpu, _GONE) for gpu in gpus
         )
 
-    def _gpus(self, text: str) -> Iterator[Gpu]:
+    def _gpus(self, reports: Sequence[GpuReport]) -> Iterator[Gpu]:
         """Yield the GPUs of a report."""
-        reports = {report.bus_id: report for report in read(text)}
-        complaints = {normalize_bus_id(bus_id): said for bus_id, said in _NO_HANDLE.findall(text)}
-        order = {bus_id: place for bus_id in {**complaints, **reports} if (place := pci.bus_order(bus_id))}
-        bus_ids = sorted(order, key=order.__getitem__)[:_MOST_GPUS]
         seen: set[str] = set()
-        for index, bus_id in enumerate(bus_ids):
-            report = reports.get(bus_id)
-            if report is None:
-                yield _unreachable(self._identified(index, bus_id), complaints[bus_id])
-            else:
-                gpu = self._gpu(index, report)
-                if gpu.uuid in seen:
-                    nobody = Gpu(index, f"unknown-{bus_id}", gpu.name, bus_id, gpu.numa_node)
-                    gpu = _unreachable(nobody, "another GPU has its UUID")
-                yield gpu
-                seen.add(gpu.uuid)
-
-    def _identified(self, index: int, bus_id: str) -> Gpu:
-        """Return a GPU that does not tell its UUID, as far as it is remembered."""
-        uuid, name = self._known.get(bus_id, (f"unknown-{bus_id}", ""))
-        return Gpu(index, uuid, name, bus_id, pci.numa_node(bus_id))
+        for index, report in enumerate(reports):
+            gpu = self._gpu(index, report)
+            if gpu.uuid in seen:
+                nobody = gpu._replace(uuid=f"unknown-{report.bus_id or index}")
+                gpu = _unreachable(nobody, "another GPU has its UUID")
+            yield gpu
+            seen.add(gpu.uuid)
 
     def _gpu(self, index: int, report: GpuReport) -> Gpu:
-        said = report.text
-        uuid, name, mode, display = (
-            _text(said, field) for field in ("uuid", "product_name", "compute_mode", "display_active")
-        )
+        said, uuid, place = report.text, report.uuid, report.bus_id or str(index)
+        name, mode, display = (_text(said, field) for field in ("product_name", "compute_mode", "display_active"))
         memory = _section(said, "fb_memory_usage")
         figures = (_text(memory, field) for field in ("total", "used", "free"))
-        trouble = next((text for text in (uuid, name, mode, display, *figures) if _LOST.search(text)), "")
+        trouble = next((text for text in (uuid, name, mode, display, *figures) if _LOST.search(text)), report.trouble)
+        known = self._known.get(place, (f"unknown-{place}", ""))
         if _UUID.fullmatch(uuid):
-            known = self._known.get(report.bus_id, ("", ""))[1]
-            self._known[report.bus_id] = uuid, product_name(name)[:_LONGEST_NAME] or known
-        gpu = self._identified(index, report.bus_id)
+            known = self._known[place] = uuid, product_name(name)[:_LONGEST_NAME] or known[1]
+        gpu = Gpu(index, *known, report.bus_id, pci.numa_node(report.bus_id))
         if trouble or not _UUID.fullmatch(uuid):
             return _unreachable(gpu, trouble or uuid or "it reports no UUID")
         listed = report.processes

@@ -219,7 +219,8 @@ class Inventory:
     def poll(self) -> tuple[Gpu, ...]:
         """Return all devices in nvidia-smi's order, a GPU before its MIG instances."""
         gpus: list[Gpu] = []
-        for index, entry in enumerate(_in_bus_order(self._identified())):
+        found = ((entry.facts.pci_bus_id, entry.number, entry) for entry in self._identified())
+        for index, entry in enumerate(pci.in_bus_order(found)):
             gpus += self._describe(entry, index)
         gpus = list({gpu.uuid: gpu for gpu in reversed(gpus)}.values())[::-1]  # no MIG instance twice
         self._parents = {gpu.uuid: gpu.mig_parent for gpu in gpus if gpu.mig_parent is not None}
@@ -448,17 +449,6 @@ def _without_doubles(found: list[_Entry]) -> list[_Entry]:
             found[place] = _Entry(entry.number, nobody, fault=NvmlError(UNKNOWN_ERROR))
         seen.add(entry.facts.uuid)
     return found
-
-
-def _in_bus_order(found: list[_Entry]) -> list[_Entry]:
-    """Return them by PCI bus id, as nvidia-smi numbers them; where it is unknown, at the place that NVML's number
-    gives."""
-    keyed = [(pci.bus_order(entry.facts.pci_bus_id), entry) for entry in found]
-    ordered = [entry for _, entry in sorted(((key, e) for key, e in keyed if key), key=lambda pair: pair[0])]
-    for key, entry in keyed:
-        if key is None:
-            ordered.insert(entry.number, entry)
-    return ordered
 
 
 _Answer = TypeVar("_Answer")

@@ -13,7 +13,6 @@ from ...errors import NoDriverError
 from ...gpus.devices import ProcessKind, normalize_bus_id
 from ...host import procfs
 from ...runtimes import libraries
-from .. import pci
 
 LIBRARY = "libnvidia-ml.so.1"
 
@@ -247,8 +246,7 @@ class Session:
         if info is None:
             return ""
         text = info.busId
-        bus_id = normalize_bus_id(text.decode("ascii", "replace") if isinstance(text, bytes) else text)
-        return bus_id if pci.bus_order(bus_id) else ""
+        return normalize_bus_id(text.decode("ascii", "replace") if isinstance(text, bytes) else text)
 
     def memory(self, handle: Any) -> dict[str, Any]:
         """Return the memory of a device, as fields of :class:`~..devices.Gpu`.

@@ -1,6 +1,6 @@
 """PCI bus ids: their order, which is nvidia-smi's order of GPUs, and their NUMA nodes."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from ..gpus.devices import bus_order as bus_order
@@ -25,14 +25,25 @@ def in_bus_order(found: Iterable[tuple[str, int, _Thing]]) -> list[_Thing]:
     return ordered
 
 
-def numa_node(bus_id: str) -> int | None:
-    """Return the NUMA node of a PCI device by sysfs, read under ``SAFE_GPU_FSROOT``; None is unknown (sysfs says -1).
+def numa_node(bus_id: str, near: Callable[[], frozenset[int] | None] = lambda: None) -> int | None:
+    """Return the NUMA node of a PCI device, read under ``SAFE_GPU_FSROOT``; None is unknown.
+
+    It is sysfs's. Where sysfs does not tell (-1), it is the only node that has CPUs, else the one that has all CPUs
+    near the device.
 
     This is where the card is plugged in. The driver's own notion of a GPU's NUMA node (``nvmlDeviceGetNumaNodeId``) is
     the node that the GPU's *memory* forms on coherent platforms, which is no place for CPUs.
+
+    Args:
+        near: returns the driver's word for the CPUs near it, and is asked where sysfs does not tell.
     """
-    if bus_order(bus_id) is None:
-        return None
-    text = read_start(under_root(f"sys/bus/pci/devices/{bus_id}/numa_node"), 64) or b""
-    node = text.strip(b"\0 \n")
-    return int(node) if node.isdigit() else None
+    if bus_order(bus_id) is not None:
+        text = read_start(under_root(f"sys/bus/pci/devices/{bus_id}/numa_node"), 64) or b""
+        node = text.strip(b"\0 \n")
+        if node.isdigit():
+            return int(node)
+    from ..topology.sysfs import SysfsTree, node_of_cpus  # most hosts need none of it
+
+    tree = SysfsTree(under_root(""))
+    node_by_sysfs, _, _ = tree.pci_place(bus_id)
+    return node_of_cpus(near() or frozenset(), tree.cpu_nodes()) if node_by_sysfs is None else node_by_sysfs

@@ -101,6 +101,8 @@ def _too_far_apart(request: Selection, left: Sequence[Gpu]) -> str:
     most = max(map(capacity, request.groups(left)), default=0)
     if most >= request.nb_gpus:
         return ""
+    if request.value_of("near") == "numa" and (unknown := [gpu.label for gpu in left if gpu.numa_node is None]):
+        return f"the NUMA node of GPU {gpu_ranges(unknown)} is not known: leave {request.spelling.option('near')} out"
     return f"{f'only {most}' if most > 1 else 'no two'} of this host are {request.together}: ask for fewer"
 
 

@@ -163,6 +163,12 @@ class SysfsTree(Files):
             found = parse_cpumask(self.text(f"{path}/cpumap"))
         return frozenset(self.numbered(path, "cpu")) if found is None else found
 
+    def cpu_nodes(self) -> dict[int, frozenset[int]]:
+        """Return the nodes that have CPUs, in the kernel's lists. A kernel without NUMA support has node 0."""
+        if not (ids := self.node_ids()):
+            return {0: frozenset(self.numbered(_CPU, "cpu"))} if self.exists(_CPU) else {}
+        return {node: cpus for node in ids if (cpus := self.node_cpus(node))}
+
     def node_memory(self, node: int) -> tuple[int, int] | None:
         """Return the memory of one node in bytes: all of it, and what is free; None if the kernel does not tell."""
         facts = dict(
@@ -265,6 +271,29 @@ class SysfsTree(Files):
         """Return the NUMA node of a PCI device, negative if the firmware does not say; None without the file."""
         return self.number(f"{PCI}/{bus_id}/numa_node", signed=True) if bus_order(bus_id) else None
 
+    def pci_place(
+        self, bus_id: str, told: int | None = None, nodes: Mapping[int, frozenset[int]] | None = None
+    ) -> tuple[int | None, frozenset[int], str]:
+        """Return the NUMA node of a PCI device (None is unknown), the CPUs near it, and where they were read.
+
+        The source is "numa_node", "local_cpulist", "local_cpus", "only node", or "".
+
+        Args:
+            told: its node, if this tree lacks the device.
+            nodes: the nodes with those of their CPUs that count; None: with all.
+        """
+        nodes = self.cpu_nodes() if nodes is None else nodes
+        node = self.pci_node(bus_id)
+        node = told if node is None else node
+        cpus, source = self.pci_cpus(bus_id) or (frozenset[int](), "")
+        cpus &= frozenset[int]().union(*nodes.values())
+        if node is not None and node in nodes:
+            return node, nodes[node] or cpus, "numa_node"
+        with_cpus = [number for number in nodes if nodes[number]]
+        if not cpus and len(with_cpus) == 1:
+            return with_cpus[0], nodes[with_cpus[0]], "only node"
+        return node_of_cpus(cpus, nodes), cpus, source if cpus else ""
+
     def pci_cpus(self, bus_id: str) -> tuple[frozenset[int], str] | None:
         """Return the CPUs near a PCI device and the name of the file that says so."""
         if not bus_order(bus_id):
@@ -274,6 +303,11 @@ class SysfsTree(Files):
             if cpus:
                 return cpus, name
         return None
+
+
+def node_of_cpus(cpus: frozenset[int], nodes: Mapping[int, frozenset[int]]) -> int | None:
+    """Return the node that has all of these CPUs; None if none has, or there are none."""
+    return next((node for node, others in nodes.items() if cpus and cpus <= others), None)
 
 
 def _partition(cpus: frozenset[int], group_of: GroupOf) -> tuple[frozenset[int], ...]:

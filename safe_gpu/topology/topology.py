@@ -12,7 +12,7 @@ from ..errors import GPUAffinityError, as_affinity_error
 from ..gpus.devices import HostSnapshot, normalize_bus_id
 from .fsroot import fsroot_or_default
 from .kfd_topology import devices
-from .sysfs import SysfsTree
+from .sysfs import SysfsTree, node_of_cpus
 
 
 def _cpu_set(what: str, cpus: Iterable[int]) -> frozenset[int]:
@@ -154,8 +154,7 @@ class HostTopology:
         unknown."""
         if gpu.numa_node is not None:
             return gpu.numa_node
-        near = gpu.node_cpus & self.cpus
-        return next((node for node, cpus in self.nodes.items() if near and near <= cpus), None)
+        return node_of_cpus(gpu.node_cpus & self.cpus, self.nodes)
 
     def nearest_memory(self, node: int) -> frozenset[int]:
         """Return the node itself. If it has no memory, return the nearest nodes that have: all of them if the distances
@@ -279,7 +278,7 @@ def _by_driver(tree: SysfsTree, host: HostTopology, driver: GpuLocator, by_pci: 
     socket = told("socket")
     if tree.root == "/":
         near, socket = _unfiltered(near, host.nodes), _unfiltered(socket, host.packages)
-    node = next((node for node, cpus in host.nodes.items() if near <= cpus), None)
+    node = node_of_cpus(near, host.nodes)
     if node is None and near & host.nodes.get(-1 if by_pci.numa_node is None else by_pci.numa_node, frozenset()):
         node = by_pci.numa_node
     socket = socket | near if socket else socket_around(near, host.nodes, host.packages)
@@ -307,18 +306,5 @@ def _by_pci(
 ) -> GpuLocality:
     """Return the place of a GPU from its PCI device; ``told_node`` is the driver's node, for a device that sysfs
     lacks."""
-    node = tree.pci_node(bus_id)
-    if node is None:
-        node = told_node
-    local = tree.pci_cpus(bus_id)
-    near = local[0] & host.cpus if local else frozenset()
-    source = local[1] if local and near else ""
-    if node is not None and node in host.nodes:
-        near, source = host.nodes[node] or near, "numa_node"
-    elif near:
-        node = next((node for node, cpus in host.nodes.items() if near <= cpus), None)
-    elif len(host.nodes) == 1:
-        (node, near), source = next(iter(host.nodes.items())), "only node"
-    else:
-        node = None
+    node, near, source = tree.pci_place(bus_id, told_node, host.nodes)
     return GpuLocality(index, uuid, node, near, socket_around(near, host.nodes, host.packages), bus_id, source)

@@ -154,6 +154,17 @@ def test_what_can_never_be_together() -> None:
         check_possible(host, parse_request(3, near="nvlink"))
 
 
+@pytest.mark.parametrize(
+    ("nodes", "unknown"), [([None] * 4, "0-3"), ([0, None, 1, None], "1,3"), ([0, 0, 0, None], "3")]
+)
+def test_an_unknown_node_is_said_to_be_unknown(nodes: list[int | None], unknown: str) -> None:
+    host = HostSnapshot(tuple(gpu(number)._replace(numa_node=node) for number, node in enumerate(nodes)))
+    with pytest.raises(
+        UnsatisfiableRequestError, match=f"but the NUMA node of GPU {unknown} is not known: leave near= out"
+    ):
+        check_possible(host, parse_request(4, near="numa"))
+
+
 def test_a_lost_gpu_may_come_back() -> None:
     host = HostSnapshot((gpu(0), gpu(1, lost=True), gpu(2, lost=True)))
     asked = parse_request(exclude="2", spelling=ArgumentStyle)

@@ -275,14 +275,17 @@ class Inventory:
         if entry is None:
             self.poll()
             entry = self._find(uuid)
-        if entry is None or entry.fault is not None or (entry.facts.uuid, scope) in self._known.without_cpus:
+        return None if entry is None or entry.fault is not None else self._cpus(entry.handle, entry.facts.uuid, scope)
+
+    def _cpus(self, handle: Any, uuid: str, scope: str) -> frozenset[int] | None:
+        if (uuid, scope) in self._known.without_cpus:
             return None
         questions: dict[str, tuple[int, ...]] = {"nvmlDeviceGetCpuAffinityWithinScope": (_SCOPES[scope],)}
         if scope == "node":
             questions["nvmlDeviceGetCpuAffinity"] = ()
         for name, args in questions.items():
             try:
-                words = self.session.ask(name, entry.handle, _MASK_WORDS, *args)
+                words = self.session.ask(name, handle, _MASK_WORDS, *args)
             except NvmlError as fault:
                 if fault.absent:
                     continue
@@ -291,7 +294,7 @@ class Inventory:
             return (
                 frozenset(64 * i + bit for i, word in enumerate(words) for bit in range(64) if word >> bit & 1) or None
             )
-        self._known.without_cpus.add((entry.facts.uuid, scope))
+        self._known.without_cpus.add((uuid, scope))
         return None
 
     def peers(self, gpus: Iterable[Gpu]) -> dict[str, frozenset[str]]:
@@ -364,7 +367,7 @@ class Inventory:
     def _read_facts(self, handle: Any, uuid: str) -> Gpu:
         bus_id = self.session.bus_id(handle)
         name = product_name(self.session.ask_or("", "nvmlDeviceGetName", handle))
-        facts = Gpu(0, uuid, name, bus_id, pci.numa_node(bus_id))
+        facts = Gpu(0, uuid, name, bus_id, pci.numa_node(bus_id, lambda: self._cpus(handle, uuid, "node")))
         if name and bus_id:
             self._known.facts[uuid] = facts
         return facts

@@ -93,7 +93,7 @@ def _race(asks: Sequence[int], work: Work) -> list[Outcome]:
     """Run a racer for each of these numbers of GPUs, all started by one signal."""
     start, gun = os.pipe()
     context = multiprocessing.get_context("fork")
-    with ExitStack() as ending, os.fdopen(start), os.fdopen(gun, "wb", buffering=0) as shot:
+    with ExitStack() as ending, os.fdopen(start, "rb"), os.fdopen(gun, "wb", buffering=0) as shot:
         racers = []
         for ask in asks:
             line, far = context.Pipe()

@@ -155,7 +155,7 @@ def redrawn(text: str, rows: int) -> str:
     """Return what puts this text over the one before it on a terminal with that many rows, without clearing it first:
     an empty screen between two pictures flickers.
     """
-    lines = text.splitlines()
+    lines = text.removesuffix("\n").split("\n")
     if len(lines) >= rows:
         kept = max(0, rows - 2)
         lines = [*lines[:kept], f"... {len(lines) - kept} more lines"][: rows - 1]

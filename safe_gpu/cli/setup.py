@@ -255,7 +255,7 @@ def is_own_rule(text: str, state_dir: str) -> bool:
     """Return whether a rule has only lines as setup writes them for this directory, for whichever GPUs."""
     place = re.escape(state_dir.replace("%", "%%"))
     line = rf"d {place}(/({'|'.join(PARTS)}))? 1777 root root -|f {place}/(host|leases/[^ /]+)\.lock 0666 root root -"
-    return all(re.fullmatch(line, one) for one in text.splitlines())
+    return all(re.fullmatch(line, one) for one in text.split("\n") if one)
 
 
 def config_text(state_dir: str) -> str:

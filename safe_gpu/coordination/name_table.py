@@ -141,7 +141,8 @@ def _attributes(message: bytes) -> Iterator[tuple[int, bytes]]:
 @cache
 def _nobody() -> int:
     """Return the uid that stands for all users whom this user namespace does not know."""
-    return int(read_start("/proc/sys/kernel/overflowuid") or 65534)
+    text = (read_start("/proc/sys/kernel/overflowuid", 16) or b"").strip()
+    return int(text) if text.isdigit() else 65534
 
 
 def read_names(tries: int = 2) -> NameTable:

@@ -102,7 +102,7 @@ class CheckedHost:
         """Return the text of a file under the root, its first MiB, without trailing blanks; None if it cannot be
         read."""
         data = read_start(os.path.join(self.root, name), _MOST)
-        return None if data is None else data.decode("utf-8", "replace").rstrip()
+        return None if data is None else os.fsdecode(data).rstrip()
 
     def link(self, name: str) -> str | None:
         """Return the target of a symbolic link under the root; None if it cannot be read."""

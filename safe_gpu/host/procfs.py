@@ -1,13 +1,16 @@
 """What ``/proc`` tells of processes.
 
 The functions always read the real ``/proc``. If the kernel does not give an answer (another pid namespace, hidepid, a
-process that has just exited), the result is None or empty; no error is raised.
+process that has just exited), or none that can be parsed, the result is None or empty; no error is raised.
+
+Users choose names that the kernel writes there, of processes, files, mounts and cgroups. It escapes line feeds in them,
+and no other line breaks: so its text is split at line feeds only.
 """
 
 import os
 import sys
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from typing import TypeVar
@@ -28,11 +31,21 @@ LONGEST_READ = 0.2
 
 TOO_LONG = "other users have too many locks or sockets: the lists of the kernel cannot be read in time"
 
-_PF_EXITING = 0x4  # a flag of a task in the kernel (linux/sched.h), set before the task's files are closed
+# Flags of a task in the kernel (linux/sched.h).
+_PF_EXITING = 0x4  # set before the task's files are closed
+_PF_FORKNOEXEC = 0x40
 
 
 def _read(path: str, limit: int = LIMIT) -> bytes:
     return read_start(path, limit) or b""
+
+
+def _is_number(field: bytes) -> bool:
+    return field.isdigit() and len(field) < 20
+
+
+def _number(fields: Sequence[bytes], index: int) -> int | None:
+    return int(fields[index]) if len(fields) > index and _is_number(fields[index]) else None
 
 
 def _stat_fields(task: int | str) -> list[bytes]:
@@ -42,10 +55,11 @@ def _stat_fields(task: int | str) -> list[bytes]:
 
 
 def _status_numbers(pid: int, name: bytes) -> list[int]:
-    """Return the numbers in one line of /proc/PID/status."""
-    for line in _read(f"/proc/{pid}/status").splitlines():
+    """Return the numbers in one line of /proc/PID/status; none if there are other words in it."""
+    for line in _read(f"/proc/{pid}/status").split(b"\n"):
         if line.startswith(name):
-            return [int(number) for number in line.split()[1:]]
+            _, *fields = line.split()
+            return [int(field) for field in fields] if all(map(_is_number, fields)) else []
     return []
 
 
@@ -69,7 +83,13 @@ def has_ended(pid: int) -> bool:
     except OSError:
         pass  # it exists, but belongs to another user
     fields = _stat_fields(pid)
-    return fields[:1] in ([b"Z"], [b"X"]) and int(fields[17]) < 2  # threads
+    threads = _number(fields, 17)
+    return fields[:1] in ([b"Z"], [b"X"]) and threads is not None and threads < 2
+
+
+def is_forked() -> bool:
+    """Return whether this process was forked, and has executed no program since."""
+    return bool((_number(_stat_fields("self"), 6) or 0) & _PF_FORKNOEXEC)
 
 
 def is_exiting(pid: int) -> bool:
@@ -86,7 +106,7 @@ def is_exiting(pid: int) -> bool:
 
 def _leaves(fields: list[bytes]) -> bool:
     """Return whether a thread with this line of /proc exits; one without any has gone."""
-    return len(fields) < 7 or bool(int(fields[6]) & _PF_EXITING)
+    return not fields or bool((_number(fields, 6) or 0) & _PF_EXITING)
 
 
 def _other_threads(pid: int) -> Iterator[str]:
@@ -98,14 +118,13 @@ def _other_threads(pid: int) -> Iterator[str]:
 def start_time(pid: int) -> int | None:
     """Return the start time of the process in clock ticks since boot. Pid and start time together identify one
     process."""
-    fields = _stat_fields("self" if pid == os.getpid() else pid)  # /proc may be that of another PID namespace
-    return int(fields[19]) if len(fields) > 19 else None
+    return _number(_stat_fields("self" if pid == os.getpid() else pid), 19)  # /proc may be of another PID namespace
 
 
 def seconds_running(pid: int) -> float | None:
     """Return how long ago the process started; None for a process that cannot be seen."""
-    started, uptime = start_time(pid), _read("/proc/uptime").split()
-    return float(uptime[0]) - started / os.sysconf("SC_CLK_TCK") if uptime and started is not None else None
+    started = start_time(pid)
+    return None if started is None else time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")
 
 
 def pid_namespace() -> int | None:
@@ -144,8 +163,7 @@ def thread_group(pid: int) -> int | None:
 
 def parent_of(pid: int) -> int | None:
     """Return the parent's pid; None for a process that cannot be seen."""
-    fields = _stat_fields(pid)
-    return int(fields[1]) if len(fields) > 1 else None
+    return _number(_stat_fields(pid), 1)
 
 
 def is_stopped(pid: int, known: dict[int | bytes, bool] | None = None) -> bool:
@@ -166,8 +184,8 @@ def is_running(pid: int) -> bool:
 
 
 def _is_frozen(pid: int, known: dict[int | bytes, bool]) -> bool:
-    for line in _read(f"/proc/{pid}/cgroup").splitlines():
-        if line.startswith(b"0::"):
+    for line in _read(f"/proc/{pid}/cgroup").split(b"\n"):
+        if line.startswith(b"0::/") and b"/../" not in line + b"/":  # it is none of those that are seen here
             if line not in known:
                 known[line] = b"frozen 1" in _read("/sys/fs/cgroup" + os.fsdecode(line[3:]) + "/cgroup.events")
             return known[line]
@@ -256,7 +274,8 @@ def family_of(pid: int) -> tuple[int, tuple[int, ...]] | None:
     None if it cannot be seen, and if it runs in a PID namespace of its own (a container), where parents tell nothing.
     """
     uids = _status_numbers(pid, b"Uid:")
-    return (uids[1], (pid, *ancestors(pid))) if uids and len(_status_numbers(pid, b"NSpid:")) == 1 else None
+    known = len(uids) > 1 and len(_status_numbers(pid, b"NSpid:")) == 1
+    return (uids[1], (pid, *ancestors(pid))) if known else None
 
 
 def user_of(pid: int) -> str | None:

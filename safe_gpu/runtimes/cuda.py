@@ -18,8 +18,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CudaInitializedError, NoDriverError, SafeGpuError
-from ..host.foreign_files import read_start
-from ..host.procfs import lines_of, open_files
+from ..host.procfs import is_forked, lines_of, open_files
 
 if TYPE_CHECKING:
     import ctypes
@@ -318,8 +317,6 @@ def refuse_if_torch_uses_cuda() -> None:
         )
 
 
-_PF_FORKNOEXEC = 0x40  # a flag of a task in the kernel (linux/sched.h): forked, and no program executed since
-
 # How long a child of this process may take to call cuInit, in seconds. It sees no GPU, so CUDA starts fast in it.
 _PATIENCE = 10.0
 
@@ -334,8 +331,7 @@ def _forked_from_cuda(library: Library) -> bool:
     """
     if library.is_forked():
         return True
-    status = (read_start("/proc/self/stat") or b"").rpartition(b")")[2].split()
-    if len(status) < 7 or not int(status[6]) & _PF_FORKNOEXEC:
+    if not is_forked():
         return False
     if "/dev/nvidia-uvm" in (open_files("self") or {}).values():
         return True

@@ -192,7 +192,7 @@ def _kfd_is_open() -> bool:
 
 def _mapped_file() -> str:
     for line in lines_of("/proc/self/maps"):
-        path = line.split(None, 5)[-1].strip()
+        path = line.rstrip(b"\n").split(None, 5)[-1]
         if path.rpartition(b"/")[2].startswith(LIBRARY.encode()):
             return os.fsdecode(path)
     return ""

@@ -171,7 +171,7 @@ def _in_use() -> ZeLibrary | None:
     if files is not None and not any(path.startswith((nodes, "/dev/dri/render")) for path in files.values()):
         return None
     for line in lines_of("/proc/self/maps"):
-        path = line.split(None, 5)[-1].strip()
+        path = line.rstrip(b"\n").split(None, 5)[-1]
         if path.rpartition(b"/")[2].startswith(LIBRARY.encode()):
             with suppress(OSError):
                 return ZeLibrary(ctypes.CDLL(os.fsdecode(path), mode=os.RTLD_NOLOAD))

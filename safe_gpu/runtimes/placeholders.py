@@ -102,7 +102,7 @@ def _first_line(err: BaseException) -> str:
 
     The type of the error comes first, unless the error is of this package.
     """
-    line = (str(err).strip().splitlines() or [""])[0]
+    line = str(err).strip().partition("\n")[0]
     if isinstance(err, SafeGpuError):
         return line
     return f"{type(err).__name__}: {line}" if line else type(err).__name__

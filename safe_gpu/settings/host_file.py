@@ -68,7 +68,7 @@ def parse(
         PolicyError: names the line, and what is wrong with it.
     """
     sections: list[Section] = []
-    for number, raw in enumerate(text.splitlines(), 1):
+    for number, raw in enumerate(text.split("\n"), 1):
         line = re.split(r"(?:^|[ \t])[#;]", raw.strip(), maxsplit=1)[0].strip()
         try:
             if line.startswith("["):

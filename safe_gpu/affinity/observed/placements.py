@@ -191,8 +191,10 @@ class _Reader:
     def _thread(self, pid: int, tid: int, places: list[GpuLocality]) -> ThreadPlacement | None:
         path = f"/proc/{pid}/task/{tid}"
         fields = _text(f"{path}/stat").rpartition(")")[2].split()
-        status = dict(line.split(":\t", 1) for line in _text(f"{path}/status").splitlines() if ":\t" in line)
-        if len(fields) < 37 or fields[0] in "ZX" or "Cpus_allowed_list" not in status:
+        status = dict(line.split(":\t", 1) for line in _text(f"{path}/status").split("\n") if ":\t" in line)
+        if not re.fullmatch("[0-9]{1,9}", "".join(fields[36:37])) or fields[0] in "ZX":
+            return None
+        if "Cpus_allowed_list" not in status:
             return None
         cpu = int(fields[36])
         allowed = self._set(status["Cpus_allowed_list"])

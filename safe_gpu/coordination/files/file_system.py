@@ -4,6 +4,9 @@ import os
 from functools import cache
 from typing import NamedTuple
 
+from ...host.foreign_files import read_start
+from ...host.procfs import lines_of
+
 NETWORK_TYPES = frozenset(
     "9p acfs afs beegfs ceph cephfs cifs coda davfs fuse.ceph fuse.glusterfs fuse.juicefs fuse.mfs fuse.s3fs "
     "fuse.sshfs gfs gfs2 glusterfs gpfs lustre ncpfs nfs nfs4 ocfs2 orangefs panfs pvfs2 "
@@ -25,18 +28,13 @@ def file_system_of(fd: int) -> FileSystem:
 
     The mount is found by its id, not by device number: those differ on overlay and btrfs file systems.
     """
-    try:
-        with open(f"/proc/self/fdinfo/{fd}", "rb", buffering=0) as file:
-            info = dict(line.split(b":", 1) for line in file.read(4096).splitlines() if b":" in line)
-        mount = info[b"mnt_id"].strip()
-        with open("/proc/self/mountinfo", "rb") as file:
-            for line in file:
-                if line.split(b" ", 1)[0] == mount:
-                    kind = line.rpartition(b" - ")[2].split()[0].decode("ascii", "replace")
-                    root, point = line.split()[3:5]
-                    return FileSystem(kind, os.fsdecode(root), os.fsdecode(point))
-    except (OSError, KeyError, IndexError, ValueError):
-        pass
+    info = b"\n" + (read_start(f"/proc/self/fdinfo/{fd}", 4096) or b"")
+    mount = info.partition(b"\nmnt_id:\t")[2].partition(b"\n")[0]
+    for line in lines_of("/proc/self/mountinfo"):
+        fields, _, tail = line.partition(b" - ")
+        number, _, _, root, point, *_ = [*fields.split(b" "), *[b""] * 5]
+        if number == mount:
+            return FileSystem(tail.split(b" ")[0].decode("ascii", "replace"), os.fsdecode(root), os.fsdecode(point))
     return FileSystem()
 
 

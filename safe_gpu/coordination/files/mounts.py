@@ -4,7 +4,7 @@ import os
 import re
 from typing import NamedTuple
 
-from ...host import procfs
+from ...host.procfs import FIRST_PID_NAMESPACE, lines_of
 
 
 class Mount(NamedTuple):
@@ -21,11 +21,11 @@ class Mount(NamedTuple):
 def parse_mounts(text: str) -> list[Mount]:
     """Return the mounts of a text as in /proc/PID/mountinfo."""
     found = []
-    for line in text.splitlines():
+    for line in text.split("\n"):
         fields, _, tail = line.partition(" - ")
-        parts, end = fields.split(), tail.split()
-        if len(parts) >= 6 and end:
-            source = end[1] if len(end) > 2 else ""
+        parts, end = fields.split(" "), tail.split(" ")
+        if len(parts) >= 6 and tail:
+            source = _plain(end[1]) if len(end) > 2 else ""
             found.append(Mount(parts[2], _plain(parts[3]), _plain(parts[4]), end[0], source, end[-1]))
     return found
 
@@ -69,7 +69,7 @@ _MARKERS = ("run/.containerenv", ".dockerenv", "run/host/container-manager", "ru
 # What engines mount for a container, and what runtimes hide from it. systemd hides other files of /proc.
 _ENGINES_MOUNT = frozenset({"/etc/hosts", "/etc/hostname", "/etc/resolv.conf", "/proc/keys", "/proc/timer_list"})
 
-_INITIAL = {"pid": procfs.FIRST_PID_NAMESPACE, "uts": 4026531838, "ipc": 4026531839}  # constants of the kernel
+_INITIAL = {"pid": FIRST_PID_NAMESPACE, "uts": 4026531838, "ipc": 4026531839}  # constants of the kernel
 
 _IMAGE_TYPES = ("overlay", "fuse-overlayfs", "fuse.fuse-overlayfs", "aufs")
 
@@ -109,11 +109,7 @@ def is_of_image(mount: Mount) -> bool:
 def privacy_of(path: str) -> str:
     """Return what is to be said of a state directory that is private to some processes, after its path; "" if nothing
     is."""
-    try:
-        with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file:
-            mounts = parse_mounts(file.read())
-    except OSError:
-        return ""
+    mounts = parse_mounts(os.fsdecode(b"".join(lines_of("/proc/self/mountinfo"))))
     mount = mount_of(os.path.realpath(path), mounts)
     if mount is None:
         return ""

@@ -93,7 +93,7 @@ def read_drained(*, by_root: bool, state_dir: str = "", name: str = "drained") -
             doubt = _doubt_of_drains(status, user, owner)
             text = "" if doubt else (file.read(LIMIT) or b"").decode("utf-8", "replace")
         if not doubt:
-            lines = [line for line in map(procfs.printable, text.splitlines()) if line]
+            lines = [line for line in map(procfs.printable, text.split("\n")) if line]
             if name == "windows":
                 return Drains(user, windows=parse_windows(lines, user))
             return Drains(user, {uuid: reason for uuid, _, reason in (line.partition(" ") for line in lines)})

@@ -47,7 +47,7 @@ def _rules(host: CheckedHost) -> Iterator[tuple[str, str, str, str]]:
         for name in glob("*.conf", root_dir=os.path.join(host.root, directory)):
             files.setdefault(name, f"{directory}/{name}")
     for _, file in sorted(files.items()):
-        for line in (host.read(file) or "").splitlines():
+        for line in (host.read(file) or "").split("\n"):
             fields = line.split()
             if len(fields) >= 2 and not fields[0].startswith("#"):
                 yield fields[0], fields[1], fields[5] if len(fields) > 5 else "-", f"/{file}"

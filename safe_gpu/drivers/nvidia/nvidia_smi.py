@@ -350,6 +350,6 @@ def _unreachable(gpu: Gpu, complaint: str) -> Gpu:
 
 def _complaint(text: str) -> str:
     """Return the line of its output that says what is wrong: the last one, unless another speaks of a failure."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    lines = [line.strip() for line in text.split("\n") if line.strip()]
     line = next((line for line in lines if "fail" in line.lower()), lines[-1] if lines else "")
     return procfs.printable(line[:_LONGEST_COMPLAINT])

@@ -1,0 +1,259 @@
+"""Text of the kernel in which a neighbour has chosen names: it forges no line and no column, and ends no claim."""
+
+import ast
+import json
+import os
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.claims import claim
+
+import safe_gpu
+from safe_gpu.affinity.observed.placements import placement
+from safe_gpu.host import procfs
+from safe_gpu.status.gather import gather
+
+VICTIM, NEIGHBOUR, VIEWER = 4711, 4712, 4713
+
+# Of a process: 15 bytes at most. The kernel escapes only line feeds and backslashes in them.
+NAMES = {
+    "a carriage return": b"\rUid:\t4711\t4711",
+    "a thread group": b"\rTgid:\t1",
+    "no number": b"\rUid:\tx",
+    "no number of a thread group": b"\rTgid:\t-9e9",
+    "a vertical tab": b"\x0bUid:\t0\t0\t0\t0",
+    "a form feed": b"\x0cNSpid:\t7\t8",
+    "a separator": b"\x1dUid:\t0\t0\t0\t0",
+    "a next line": b"\xc2\x85Uid:\t0\t0",
+    "a line separator": b"\xe2\x80\xa8Uid:\t0\t0",
+    "not UTF-8": b"\xff\rUid:\t0\xfe\t0",
+    "a line feed": b"\nUid:\t4711\nTgid:",
+    "the end of a name": b") Z 1 1 (",
+    "another one": b"x) R 4711) T 1",
+    "CPUs": b"\rCpus_allowed_l",
+}
+
+
+def name_this_process(name: bytes) -> None:
+    Path("/proc/self/comm").write_bytes(name)
+
+
+@pytest.mark.parametrize("name", NAMES.values(), ids=NAMES)
+def test_a_name_of_a_process_says_nothing_else_of_it(as_user: Callable[..., Any], name: bytes) -> None:
+    def work(say: Callable[[object], None], listen: Callable[[], str]) -> None:
+        say("here")
+        listen()
+        name_this_process(name)
+        say("named")
+        listen()
+
+    def said() -> tuple[object, ...]:
+        (thread,) = placement(pid).processes[0].threads
+        facts = (procfs.real_uid_of, procfs.family_of, procfs.thread_group, procfs.parent_of, procfs.start_time)
+        states = (procfs.is_stopped, procfs.is_running, procfs.has_ended, procfs.is_exiting)
+        return *(ask(pid) for ask in facts), *(ask(pid) for ask in states), thread.cpus_allowed, thread.mems_allowed
+
+    process = as_user(work, uid=NEIGHBOUR)
+    pid = process.pid
+    assert process.hear() == "here"
+    before = said()
+    assert before[:4] == (NEIGHBOUR, (NEIGHBOUR, (pid, *procfs.ancestors(pid))), pid, os.getpid())
+    process.tell()
+    assert process.hear() == "named"
+    assert (procfs._read(f"/proc/{pid}/comm").rstrip(b"\n"), said()) == (name[:15], before)
+    assert pid in procfs.descendants(os.getpid())
+    assert placement(pid).processes[0].threads[0].name.isprintable()
+
+
+@pytest.mark.parametrize("viewer", [0, VIEWER])
+@pytest.mark.parametrize("name", [b"\rUid:\t4711", b"\rUid:\tx", b"\x0bTgid:\t1", b") S 1 1 ("])
+def test_a_claim_and_a_ticket_under_such_a_name(
+    state_dir: Path, as_user: Any, next_tick: Any, eventually: Any, name: bytes, viewer: int
+) -> None:
+    """Each is shown as its user's, and others, root too, go on claiming."""
+
+    def take(say: Callable[[object], None], listen: Callable[[], str]) -> None:
+        name_this_process(name)
+        held = claim(8)
+        say("held")
+        listen()
+        held.release()
+
+    def wait(say: Callable[[object], None], listen: Callable[[], str]) -> None:
+        name_this_process(name)
+        claim(8, timeout=600)
+
+    def look(say: Callable[[object], None], listen: Callable[[], str]) -> None:
+        try:
+            claim()
+        except safe_gpu.NotEnoughGpusError as err:
+            host = gather()
+            one = host.gpus[0].claim
+            assert one is not None
+            say(json.dumps([one.user, one.uid, [waiter.user for waiter in host.queue], str(err)]))
+
+    next_tick()
+    assert as_user(take, uid=NEIGHBOUR).hear() == "held"
+    as_user(wait, uid=NEIGHBOUR)
+    eventually(lambda: bool(gather().queue))
+    user, uid, waiters, refusal = json.loads(as_user(look, uid=viewer).hear())
+    assert (user, uid, waiters) == (str(NEIGHBOUR), NEIGHBOUR, [str(NEIGHBOUR)])
+    assert str(VICTIM) not in refusal
+
+
+# Makes mounts of a neighbour's, as fusermount(1) does: for each, what the package says of a directory below it.
+MOUNTS = r"""
+import ctypes, json, mmap, os, sys
+from safe_gpu.affinity.observed.placements import placement
+from safe_gpu.coordination.files.file_system import file_system_of
+from safe_gpu.coordination.files.mounts import mount_of, parse_mounts, privacy_of
+from safe_gpu.host.procfs import lines_of
+libc = ctypes.CDLL(None, use_errno=True)
+if libc.unshare(0x20000) or libc.mount(b"none", b"/", None, 0x44000, None):  # CLONE_NEWNS, MS_REC | MS_PRIVATE
+    print("cannot", flush=True), os._exit(0)
+place, told = os.fsencode(sys.argv[1]), os.path.join(sys.argv[1], "told")
+os.mkdir(told)
+before = privacy_of(told), file_system_of(os.open(told, os.O_PATH))
+for name in sys.argv[2:]:
+    point = os.path.join(place, os.fsencode(name))
+    os.makedirs(point)
+    if libc.mount(os.fsencode(name), point, b"tmpfs", 0, None):
+        raise OSError(ctypes.get_errno(), name)
+    os.mkdir(os.path.join(point, b"below"))
+    mounts = parse_mounts(os.fsdecode(b"".join(lines_of("/proc/self/mountinfo"))))
+    found = mount_of(os.fsdecode(point) + "/below", mounts)
+    seen = file_system_of(os.open(os.path.join(point, b"below"), os.O_PATH))
+    file = os.path.join(point, b" bind:7 N7=7 kernelpagesize_kB=4\r7f00 bind:7 anon=7 N7=7777777 kernelpagesize_kB=4")
+    with open(file, "wb+") as opened:
+        opened.truncate(4096)
+        pages = mmap.mmap(opened.fileno(), 4096)
+        pages[0] = 1
+    process = placement().processes[0]
+    print(json.dumps([os.fsencode(found.point) == point, found.source == name, found.kind, seen.kind, seen.root,
+                      seen.point.endswith("below") or len(seen.point) > len(place), 7 in (process.memory or {}),
+                      (privacy_of(told), file_system_of(os.open(told, os.O_PATH))) == before]))
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to mount")
+def test_a_name_of_a_mount_is_one_column(open_tmp: Path, child: Callable[..., Any]) -> None:
+    forged = f"99\u20031\u20030:9\u2003/systemd-private-0a-evil.service-x\u2003{open_tmp}\u2003rw"
+    names = [
+        f"a\r{forged}",
+        f"b\x0b{forged}",
+        f"c\x1c{forged}",
+        f"d\x85{forged}",
+        f"e\n{forged}",
+        "f\r99\r1\r0:9\r/\r/\rrw",
+        "g - ext4 /dev/sda rw",
+        "h\t\\040 - ",
+        "i\u2003\u2028\xa0 j",
+        os.fsdecode(b"\xff\r\xfe"),
+    ]
+    prelude = f"import sys; sys.argv[1:] = {[str(open_tmp), *names]!r}\n"
+    said = child(prelude + MOUNTS).finish()
+    if said == "cannot\n":
+        pytest.skip("nothing can be mounted here")
+    found = {name: json.loads(line) for name, line in zip(names, said.split("\n"), strict=False)}
+    assert found == {name: [True, True, "tmpfs", "tmpfs", "/", True, False, True] for name in names}
+
+
+@pytest.mark.parametrize(
+    ("line", "asked"),
+    [
+        (b"0::/his\r0::/other", "/his\r0::/other"),
+        (b"0::/his\x0b0::/other", "/his\x0b0::/other"),
+        (b"0::/\xff\xc2\x85", os.fsdecode(b"/\xff\xc2\x85")),
+        (b"1:name=x\r0::/forged:/\n0::/his", "/his"),
+        (b"0::/../../his", None),
+        (b"0::/..", None),
+    ],
+)
+def test_a_name_of_a_cgroup(monkeypatch: pytest.MonkeyPatch, line: bytes, asked: str | None) -> None:
+    files = {"/proc/7/cgroup": line + b"\n", f"/sys/fs/cgroup{asked}/cgroup.events": b"populated 1\nfrozen 1\n"}
+    read: list[str] = []
+    monkeypatch.setattr(procfs, "read_start", lambda path, limit: read.append(path) or files.get(path))
+    assert procfs.is_stopped(7) == (asked is not None)
+    assert [path for path in read if path.startswith("/sys")] == (
+        [f"/sys/fs/cgroup{asked}/cgroup.events"] * bool(asked)
+    )
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"",
+        b"7",
+        b"7 (x",
+        b"7 (x) ",
+        b"7 (x) Z" + b" x" * 60,
+        b"7 (x) Z" + b" -1" * 60,
+        b"7 (x) S" + b" 9_9" * 60,
+        b"7 (x) S " + b"9" * 5000,
+        b"\xff) \xb2 \xb2 \xb2",
+    ],
+)
+def test_what_does_not_parse_is_not_known(monkeypatch: pytest.MonkeyPatch, text: bytes) -> None:
+    fields = text.partition(b")")[2]
+    status = b"".join(b"%s:\t%s\n" % (name, fields) for name in (b"Tgid", b"Uid", b"NSpid"))
+    monkeypatch.setattr(procfs, "read_start", lambda path, limit: status if path.endswith("status") else text)
+    pid = os.getpid()
+    asked = (procfs.parent_of, procfs.start_time, procfs.seconds_running, procfs.thread_group, procfs.real_uid_of)
+    assert [ask(pid) for ask in (*asked, procfs.family_of)] == [None] * 6
+    assert not any((procfs.has_ended(pid), procfs.is_stopped(pid), procfs.is_forked()))
+    procfs.is_exiting(pid)
+
+
+def reads_of_lines(source: str) -> Iterator[str]:
+    """What splits text at more than line feeds: ``splitlines``, and files and pipes read as text."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and node.attr in ("splitlines", "read_text", "TextIOWrapper"):
+            yield node.attr
+        elif isinstance(node, ast.Call):
+            called, given = ast.unparse(node.func), {one.arg: ast.unparse(one.value) for one in node.keywords}
+            if called in ("open", "io.open", "os.fdopen"):
+                mode = given.get("mode") or "".join(map(ast.unparse, node.args[1:2])) or "r"
+                if not re.search("[bwax]", mode) and given.get("newline") != r"'\n'":
+                    yield called
+            elif called.split(".")[-1] in ("Popen", "run", "check_output") and {
+                "text",
+                "universal_newlines",
+                "encoding",
+            } & {*given}:
+                yield called
+
+
+NO_KERNEL_TEXT = {
+    "status/page.py": ["read_text"],  # a file of this package
+    "settings/policy.py": ["read_text"],  # a function of this package
+    "doctor/shown_processes.py": ["subprocess.Popen", "splitlines"],  # children of this package
+    "runtimes/child.py": ["subprocess.Popen", "splitlines", "splitlines"],
+}
+
+
+def test_nothing_else_splits_text_into_lines() -> None:
+    root = Path(safe_gpu.__file__).parent
+    found = {str(path.relative_to(root)): [*reads_of_lines(path.read_text())] for path in root.rglob("*.py")}
+    assert {path: names for path, names in found.items() if names} == NO_KERNEL_TEXT
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "text.splitlines()",
+        "f(*map(str.splitlines, x))",
+        "open(path)",
+        "open(path, 'r', encoding='utf-8')",
+        "open(path, newline='')",
+        "os.fdopen(fd)",
+        "Path(x).read_text()",
+        "Popen(x, text=True)",
+        "run(x, encoding='utf-8')",
+    ],
+)
+def test_such_a_reading_is_noticed(source: str) -> None:
+    assert len([*reads_of_lines(source)]) == 1
+    assert [*reads_of_lines("open(p, 'rb'); open(p, newline='\\n'); os.open(p, 0); here.open(p); t.split('\\n')")] == []

@@ -52,6 +52,34 @@ def test_links_resolve(page: str) -> None:
             assert fragment in anchors(file.read_text()), f"{page}: {target}"
 
 
+WORLD_WRITABLE = re.compile(
+    r"(?<![\w.])(?:/var)?/tmp/[^\s`'\";:,)\]]*|/dev/shm/[^\s`'\";:,)\]]*|/run/lock/\S*|/var/crash/\S*"
+)
+OF_NO_COMMAND = {
+    "/tmp/safe-gpu",  # the state directory, which is checked
+    "/tmp/nvidia-mps",  # where MPS is by default
+    "/tmp/safe_gpu/gpu-lock-magic-RaNdOM-This_Name-NEED_BE-THE_SAME-Across_Users",  # the lock of 2.0
+}
+
+
+def test_nobody_else_chooses_what_root_installs_or_reads() -> None:
+    """A neighbour makes a name below a directory that all may write before root does, or one more that a glob finds."""
+    texts = {name: path.read_text() for name, path in PAGES.items() if name != "tests/README.md"}
+    texts["README.Debian"] = (ROOT / "tools" / "debian" / "README.Debian").read_text()
+    named = {(name, one.rstrip("/.")) for name, text in texts.items() for one in WORLD_WRITABLE.findall(text)}
+    assert {(name, one) for name, one in named if one not in OF_NO_COMMAND} == set()
+    installs = [
+        line for text in texts.values() for line in text.splitlines() if re.search(r"\b(install|dpkg -i)\b", line)
+    ]
+    assert [line for line in installs if re.search(r"/\S*[*?]", line)] == []
+    assert f"/root/safe-gpu/safe-gpu_{safe_gpu.__version__}-1_all.deb\n" in texts["safe_gpu/ADMIN.md"]
+
+
+def test_such_a_name_is_seen() -> None:
+    text = "`tools/build /tmp/x`, apt install /tmp/safe-gpu_*.deb /var/tmp/y.\n(/dev/shm/z) /home/tmp/no /tmp and /tmp:"
+    assert WORLD_WRITABLE.findall(text) == ["/tmp/x", "/tmp/safe-gpu_*.deb", "/var/tmp/y.", "/dev/shm/z"]
+
+
 def test_every_page_is_linked_from_the_first() -> None:
     text = PAGES["README.md"].read_text()
     for page in PAGES:

@@ -3,7 +3,9 @@
 import ast
 import logging
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -122,3 +124,37 @@ def test_what_is_fine(real_driver: Path, variables: dict[str, str], there: bool)
     if not there:
         real_driver.unlink()
     assert settings.doubts(variables) == []
+
+
+# The files of root on the machine that runs the tests
+
+
+@pytest.mark.parametrize(
+    ("variables", "is_root", "own"),
+    [
+        ({"SAFE_GPU_TEST_ETC": "/x", "SAFE_GPU_DRIVER": "simulated:dgx-a100"}, False, True),
+        ({"SAFE_GPU_TEST_ETC": "/x", "SAFE_GPU_DRIVER": "nvml"}, True, True),
+        ({"SAFE_GPU_TEST_ETC": "/x", "SAFE_GPU_DRIVER": "nvml"}, False, False),
+        ({"SAFE_GPU_TEST_ETC": "/x", "SAFE_GPU_DRIVER": "simulated"}, False, False),
+        ({"SAFE_GPU_TEST_ETC": "/x"}, False, False),
+        ({"SAFE_GPU_DRIVER": "simulated:dgx-a100"}, True, False),
+    ],
+)
+def test_whose_limits_tests_go_by(variables: dict[str, str], is_root: bool, own: bool, monkeypatch: Any) -> None:
+    """Root's files, for all users' claims of real GPUs."""
+    for name in ("SAFE_GPU_TEST_ETC", "SAFE_GPU_DRIVER"):
+        monkeypatch.delenv(name)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(settings, "is_root", lambda: is_root)
+    assert settings._directory_of_root() == ("/x" if own else "/etc/safe-gpu")
+
+
+def test_no_test_goes_by_the_limits_of_this_machine(child: Callable[..., Any]) -> None:
+    """Neither in this process, nor in its children, nor as another user, who is a fork of it."""
+    code = "from safe_gpu.settings import variables\nsay(*variables.HOST_FILES)"
+    etc = str(Path(settings.HOST_FILES[0]).parent)
+    assert not Path(etc).exists()
+    assert child(code).hear().split(" ") == [f"{etc}/config.ini", f"{etc}/policy.ini"] == list(settings.HOST_FILES)
+    plain = child(code, env={"SAFE_GPU_TEST_ETC": ""}).hear()
+    assert plain.split(" ") == ["/etc/safe-gpu/config.ini", "/etc/safe-gpu/policy.ini"]

@@ -49,12 +49,21 @@ CHOICES = {
 }
 """Name -> allowed values, for the variables that take one of a few words."""
 
-HOST_FILES = ("/etc/safe-gpu/config.ini", "/etc/safe-gpu/policy.ini")
+_FOR_TESTS = f"{PREFIX}TEST_"
+
+
+def _directory_of_root() -> str:
+    """Return root's directory. Tests have one of their own, which no other user's claim of real GPUs goes by."""
+    own = os.environ.get(f"{_FOR_TESTS}ETC")
+    if own and (os.environ.get("SAFE_GPU_DRIVER", "").startswith("simulated:") or is_root()):
+        return own
+    return "/etc/safe-gpu"
+
+
+HOST_FILES = tuple(f"{_directory_of_root()}/{name}" for name in ("config.ini", "policy.ini"))
 """The file with root's settings and limits for this host: its name, and its older name."""
 
 _BEGIN = len(PREFIX)
-
-_FOR_TESTS = f"{PREFIX}TEST_"
 
 # Programs that use simulated GPUs on purpose set this variable, which turns off the warning about them.
 _SIMULATED_ON_PURPOSE = f"{_FOR_TESTS}SIMULATED"
@@ -193,7 +202,7 @@ def doubts(environ: Mapping[str, str]) -> list[str]:
     return [printable_lines(one) for one in found]
 
 
-_PATHS = ("SAFE_GPU_DIR", "SAFE_GPU_FSROOT", "SAFE_GPU_SIMULATED_DIR")
+_PATHS = ("SAFE_GPU_DIR", "SAFE_GPU_FSROOT", "SAFE_GPU_SIMULATED_DIR", f"{_FOR_TESTS}ETC")
 
 _safe: set[tuple[int, str]] = set()
 """Effective uid and path, of what exists and no other user can change: no other user has changed it since."""

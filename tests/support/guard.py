@@ -13,6 +13,8 @@ import pytest
 from support.gpus import DRIVER_LIBRARIES, DriverLibraries
 from support.process_state import process_state
 
+from safe_gpu.settings import variables
+
 _state_dirs = itertools.count()
 
 # What a scheduler, a launcher or the person who runs the tests has set must not decide their outcome.
@@ -67,6 +69,10 @@ def driver_libraries(
             monkeypatch.setenv("FAKE_GPU_DIR", fakes)  # the tests of real GPUs are themselves tested on fakes
         yield libraries
         return
+
+    etc = str(tmp_path_factory.getbasetemp() / "etc")  # is not there, so that the limits of this host do not count
+    monkeypatch.setenv("SAFE_GPU_TEST_ETC", etc)
+    monkeypatch.setattr(variables, "HOST_FILES", (f"{etc}/config.ini", f"{etc}/policy.ini"))
 
     class GuardedCDLL(ctypes.CDLL):
         def __init__(self, name: str | None, mode: int = ctypes.DEFAULT_MODE, *args: Any, **kwargs: Any) -> None:

@@ -140,7 +140,8 @@ def _refusal(prefix: tuple[str, ...], path: str | None) -> str:
         if missing := [name for name, place in found.items() if place is None]:
             return f"{missing[0]} is not installed here, or not on PATH"
         command = [str(found["numactl"]), *prefix[1:], str(found["true"])]
-        code, _, error = output_of(command, env=os.environ, timeout=_PATIENCE, most=_MOST_OUTPUT, apart=True)
+        env = {**os.environ, "LC_ALL": "C"}
+        code, _, error = output_of(command, env=env, timeout=_PATIENCE, most=_MOST_OUTPUT, apart=True)
     except (TooLate, TooMuch):
         return f"numactl did not end within {_PATIENCE:g} s, or prints without end"
     except OSError as err:

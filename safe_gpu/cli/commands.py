@@ -183,7 +183,7 @@ def _commit() -> str:
     try:
         git = find_program("git", os.environ)
         command = (git or "", "-C", checkout, "rev-parse", "--short", "HEAD")
-        code, text, _ = output_of(command, env=os.environ, timeout=5.0, most=99)
+        code, text, _ = output_of(command, env={**os.environ, "LC_ALL": "C"}, timeout=5.0, most=99)
     except (OSError, TooLate, TooMuch):
         return ""
     return "" if code else f" ({text.strip()})"

@@ -6,7 +6,6 @@ import argparse
 import json
 import os
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -15,14 +14,12 @@ from dataclasses import dataclass, replace
 from itertools import repeat
 from queue import SimpleQueue
 from shlex import quote
-from subprocess import DEVNULL, PIPE
-from tempfile import TemporaryFile
 from threading import Semaphore, Thread
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import SafeGpuError
 from ..host.procfs import printable, printable_lines
-from ..host.programs import find_program
+from ..host.programs import TooLate, TooMuch, find_program, output_of
 from ..settings.other_hosts import setting_of_hosts
 from ..status.facts import SCHEMA
 from ..status.page import NO_DOCUMENT, TITLES, figures_of
@@ -83,6 +80,8 @@ SECONDS = 10.0
 
 TOO_LATE = 124  # what timeout(1) ends with
 
+_LONGEST_ANSWER = 1 << 22  # bytes
+
 
 class Said(NamedTuple):
     """What a host has answered. ``code`` is ssh's exit code: 255 of its own, else the other side's."""
@@ -99,14 +98,14 @@ def ask(ssh: Sequence[str]) -> Said:
     process has ended.
     """
     try:
-        with TemporaryFile() as err:  # a ControlMaster that ssh leaves behind would keep a pipe open
-            done = subprocess.run(
-                ["timeout", str(SECONDS), *ssh], stdin=DEVNULL, stdout=PIPE, stderr=err, start_new_session=True
-            )
-            err.seek(0)
-            return Said(done.returncode, done.stdout, err.read())
-    except OSError as error:
+        limit = find_program("timeout", os.environ)
+        command = [limit, str(SECONDS), *ssh] if limit else ssh
+        code, out, err = output_of(command, env=os.environ, timeout=SECONDS + 1, most=_LONGEST_ANSWER, apart=True)
+    except TooLate:
+        return Said(TOO_LATE, b"", b"")
+    except (OSError, TooMuch) as error:
         return Said(255, b"", str(error).encode())
+    return Said(code, out.encode(), err.encode())
 
 
 def answers(hosts: Collection[str], script: str, interval: float | None = None) -> Iterator[tuple[str, Said]]:

@@ -17,6 +17,7 @@ from threading import Event, Thread
 from typing import NoReturn
 
 from ..host.procfs import descendants
+from ..host.programs import environment
 from ..wording.text import plural
 from .commands import EX_CANNOT_RUN, EX_CONNECTION, EX_NO_HOST, EX_TRY_AGAIN
 from .hosts import (
@@ -103,6 +104,8 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 _UNTIL_GONE = 2.0  # seconds for ssh to end after the command, whose daemons may keep its output open
 
+_MOST_SAID = 1 << 16  # bytes
+
 _TRIES = 6  # to reach a host again to which the connection has broken
 
 
@@ -145,6 +148,7 @@ class Session:
             ssh_to(self.host, script, *options, "-oServerAliveInterval=15"),
             stdin=None if self.terminal else subprocess.PIPE,
             stdout=subprocess.PIPE,
+            env=environment(os.environ),
             start_new_session=not self.terminal,
         )
 
@@ -179,9 +183,9 @@ class Session:
     def _show(self, data: bytes) -> None:
         """Print what has come, or keep it until the claim, without the lines that are for this process."""
         begin = mark(self.secret).encode()
-        *parts, last = re.split(re.escape(begin) + rb"(\d*)\r?\n", self._rest + data)
-        at = last.rfind(begin[:1])
-        self._rest = last[at:] if at >= 0 and begin.startswith(last[at : at + len(begin)]) else b""
+        *parts, last = re.split(re.escape(begin) + rb"(\d{0,3})\r?\n", self._rest + data)
+        tail = last[max(0, last.rfind(begin[:1])) :]
+        self._rest = tail if begin.startswith(tail[: len(begin)]) and len(tail) < 2 * len(begin) else b""
         for number, part in enumerate([*parts, last[: len(last) - len(self._rest)]]):
             if number % 2:
                 sys.stderr.buffer.write(self.said)
@@ -191,7 +195,7 @@ class Session:
                 sys.stdout.buffer.write(part)
                 sys.stdout.flush()
             else:
-                self.said += part
+                self.said = (self.said + part)[-_MOST_SAID:]
 
     def end_there(self) -> bool:
         """End what the broken connection has left on the host; return whether nothing is left."""

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -12,7 +10,7 @@ from typing import TYPE_CHECKING
 from ..claim.owner import GPUOwner
 from ..drivers import opened_driver
 from ..errors import SafeGpuError
-from ..host.programs import IN_CHILD, python_child
+from ..host.programs import IN_CHILD, Failed, call_in_child
 from ..selection.occupancy import HIDDEN, NOT_YET, SHOWN, presence, why_memory_unexplained
 from ..selection.rules import Rules
 from ..selection.verdicts import UNWATCHABLE
@@ -84,27 +82,14 @@ def process_lists(host: CheckedHost, snapshot: HostSnapshot) -> Finding:
 def _shown_in_child(environ: Mapping[str, str]) -> str:
     """Claim a free GPU in a child process; return ``SHOWN``, ``HIDDEN`` or ``NOT_YET``, or why that was not
     possible."""
-    # -I makes the child ignore PYTHON* variables and the current directory, so it needs the path of the packages.
-    code = "import sys; sys.path[:] = sys.argv[1:]; from safe_gpu.doctor.shown_processes import _child; _child()"
-    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    function = "safe_gpu.doctor.shown_processes _child"
     try:
-        command, environ = python_child(environ, "-I", "-c", code, root, *filter(None, sys.path))
-        child = subprocess.Popen(
-            command,
-            env=environ,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            errors="replace",
-        )
-        answer, _ = child.communicate(timeout=_PATIENCE)
+        answer = call_in_child(function, env=environ, timeout=_PATIENCE, with_packages=True)
     except OSError as err:
         return f"a child process could not be started: {err}"
-    except subprocess.TimeoutExpired:
-        child.kill()  # not waited for: a process that hangs inside the driver cannot be killed
-        return f"no answer within {_PATIENCE:g} s"
-    return (answer.strip().splitlines() or [f"exit status {child.returncode}"])[-1]
+    except Failed as err:
+        return str(err)
+    return answer.strip().rpartition("\n")[2]
 
 
 def _child() -> None:

@@ -1,7 +1,7 @@
-"""Programs that safe_gpu starts, found where no neighbour could have put them.
+"""Programs that safe_gpu starts, found where no neighbour could have put them, with bounds of time and of bytes.
 
 Root relies only on paths that no other user can change: its ``PATH`` and other variables may be a user's, in a
-scheduler's prolog or under sudo.
+scheduler's prolog or under sudo. Only the commands of users, and ssh for ``run --host``, are started elsewhere.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ if TYPE_CHECKING:
 
 _UNKILLABLE = 1.0  # seconds that a killed program is waited for: a driver that hangs may keep it
 
+_LEFT_OPEN = 0.1  # seconds without output after which it is looked whether a program has ended and left its output open
+
 _MOST_LINKS = 40  # on the way to one path, as in the kernel
 
 _FOR_PROGRAMS = frozenset(
-    "LANG LC_ALL LC_CTYPE LC_MESSAGES LC_NUMERIC LC_TIME JOB_ID SGE_TASK_ID SLURM_JOB_ID SLURM_JOBID "
+    "LANG LC_ALL LC_CTYPE LC_MESSAGES LC_NUMERIC LC_TIME TERM JOB_ID SGE_TASK_ID SLURM_JOB_ID SLURM_JOBID "
     "SGE_CELL SGE_CLUSTER_NAME SGE_EXECD_PORT SGE_QMASTER_PORT".split()
 )
 """What programs that root runs get of an environment, as far as it is no path: other variables may load code."""
@@ -130,24 +132,66 @@ def python_child(environ: Mapping[str, str], *arguments: str) -> tuple[list[str]
     return [python, *arguments], {**environ, IN_CHILD: "1"}
 
 
-class TooLate(Exception):
+class Failed(Exception):
+    """A program did not do what it was started for; the text says why."""
+
+
+class TooLate(Failed):
     """It did not end in time. It was killed, with its children."""
 
 
-class TooMuch(Exception):
+class TooMuch(Failed):
     """It printed more than is read. It was killed, with its children."""
 
 
+def call_in_child(
+    function: str, *arguments: str, env: Mapping[str, str], timeout: float, with_packages: bool = False
+) -> str:
+    """Call a function of this package in a child, without the PYTHON* variables, the current directory, the packages of
+    the user and what sites load into each interpreter; return what it prints.
+
+    Args:
+        function: "MODULE NAME"; it takes strings, and returns an exit status or None.
+        env: the whole environment of the child.
+        with_packages: whether it needs other packages; for root, those that only root can change.
+
+    Raises:
+        OSError: it cannot be started, as of :func:`python_child`. Failed: it ends with an error.
+    """
+    module, name = function.split()
+    places = [os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))]
+    if with_packages:
+        root = is_root()
+        others = (one for one in sys.path if os.path.isdir(one) and not os.path.samefile(one, os.curdir))
+        places += [one for one in others if not (root and others_can_change(one, within=True))]
+    code = (
+        "import sys; end = sys.argv.index('--'); sys.path += sys.argv[1:end]; "
+        f"from {module} import {name}; sys.exit({name}(*sys.argv[end + 1 :]))"
+    )
+    command, env = python_child(env, "-I", "-S", "-c", code, *places, "--", *arguments)
+    status, answer, trouble = output_of(command, env=env, timeout=timeout, most=1 << 20, apart=True, full=True)
+    if status:
+        raise Failed(trouble.strip().rpartition("\n")[2] or f"exit status {status}")
+    return answer
+
+
 def output_of(
-    arguments: Sequence[str], *, env: Mapping[str, str], timeout: float, most: int, apart: bool = False
+    arguments: Sequence[str],
+    *,
+    env: Mapping[str, str],
+    timeout: float,
+    most: int,
+    apart: bool = False,
+    full: bool = False,
 ) -> tuple[int, str, str]:
     """Return the exit status, output and error output; the last is in the output unless ``apart``.
 
-    Bytes that are not UTF-8 become U+FFFD. A child that keeps the output open is waited for like the program. As root
-    it gets few variables, since others may have it load code or read another user's settings.
+    Bytes that are not UTF-8 become U+FFFD. A child that it leaves behind with its output open is not waited for, but
+    killed, unless it has a session of its own.
 
     Args:
         arguments: the first is a path from :func:`find_program`.
+        env: of which it gets what :func:`environment` returns, unless ``full``.
         timeout: seconds.
         most: bytes that are read.
 
@@ -161,7 +205,7 @@ def output_of(
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE if apart else subprocess.STDOUT,
-        env=_for_root(env) if is_root() else dict(env),
+        env=env if full else environment(env),
         start_new_session=True,
     )
     deadline = time.monotonic() + timeout
@@ -171,7 +215,7 @@ def output_of(
     except BaseException as trouble:
         _abandon(process)
         if isinstance(trouble, subprocess.TimeoutExpired):
-            raise TooLate from trouble
+            raise TooLate("it does not end") from trouble
         raise
     finally:
         for stream in (process.stdout, process.stderr):
@@ -180,14 +224,18 @@ def output_of(
     return code, out.decode("utf-8", "replace"), err.decode("utf-8", "replace")
 
 
-def _for_root(env: Mapping[str, str]) -> dict[str, str]:
-    """Return what a program run by root gets of an environment that may be a user's."""
+def environment(env: Mapping[str, str]) -> dict[str, str]:
+    """Return what a program gets of an environment: as root few variables, since those of another user may have it load
+    code or read that user's settings."""
+    if not is_root():
+        return dict(env)
     kept = {name: value for name, value in env.items() if name in _FOR_PROGRAMS and "/" not in value}
     conf = env.get("SLURM_CONF", "")
     read = {
         "HOME": [env.get("HOME", "")],
         "SGE_ROOT": [f"{env.get('SGE_ROOT', '')}/{env.get('SGE_CELL') or 'default'}/common"],
         "SLURM_CONF": [conf, os.path.dirname(conf)],  # the other files of Slurm are beside it
+        "SSH_AUTH_SOCK": [env.get("SSH_AUTH_SOCK", "")],
         "TZ": [os.path.join("/usr/share/zoneinfo", env.get("TZ", "").lstrip(":"))],
     }
     for name, paths in read.items():
@@ -203,7 +251,7 @@ def _for_root(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def _read(process: subprocess.Popen[bytes], deadline: float, most: int) -> list[bytes]:
-    """Return what it prints on its output and its error output, until both are closed."""
+    """Return what it prints on its output and its error output, until both are closed or it has ended."""
     import selectors
 
     parts: list[list[bytes]] = [[], []]
@@ -212,16 +260,19 @@ def _read(process: subprocess.Popen[bytes], deadline: float, most: int) -> list[
             if stream is not None:
                 selector.register(stream, selectors.EVENT_READ, number)
         while selector.get_map():
-            ready = selector.select(max(0.0, deadline - time.monotonic()))
-            if not ready or time.monotonic() >= deadline:
-                raise TooLate
+            ready = selector.select(min(_LEFT_OPEN, max(0.0, deadline - time.monotonic())))
+            if time.monotonic() >= deadline:
+                raise TooLate("it does not end")
+            if not ready and process.poll() is not None:
+                _abandon(process)
+                break
             for key, _ in ready:
                 part = os.read(key.fd, 1 << 16)
                 if not part:
                     selector.unregister(key.fileobj)
                 most -= len(part)
                 if most < 0:
-                    raise TooMuch
+                    raise TooMuch("it prints without end")
                 parts[key.data].append(part)
     return [b"".join(one) for one in parts]
 

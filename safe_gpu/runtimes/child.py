@@ -1,11 +1,10 @@
 """Questions to a vendor's library that a short-lived child process asks."""
 
-import os
 import sys
 from collections.abc import Mapping
 
 from ..errors import NoDriverError, SafeGpuError
-from ..host.programs import python_child
+from ..host.programs import Failed, TooLate, call_in_child
 from .placeholders import likely_cause, module_of
 
 PATIENCE = 120.0
@@ -36,41 +35,17 @@ def ask_child(
     Raises:
         NoDriverError: the child failed or did not answer in time; the message says why.
     """
-    import subprocess
-
-    # -I makes the child ignore PYTHON* variables and the current directory, so it needs the path of the package.
-    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-    code = (
-        "import sys; sys.path.insert(0, sys.argv[1]); from safe_gpu.runtimes.child import _child; "
-        "sys.exit(_child(*sys.argv[2:]))"
-    )
     driver = library.lower()
     try:
-        command, environ = python_child(env, "-I", "-S", "-c", code, root, question, library)
-        child = subprocess.Popen(
-            command,
-            env=environ,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-        )
+        answer = call_in_child("safe_gpu.runtimes.child _child", question, library, env=env, timeout=timeout)
     except OSError as err:
         raise NoDriverError(f"a child process to ask {library} could not be started: {err}", driver=driver) from err
-    try:
-        answer, trouble = child.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired as err:
+    except TooLate as err:
         problem = f"{library} did not answer within {timeout:g} s in a child process: {_SLOW[library]}"
         raise NoDriverError(problem, driver=driver) from err
-    finally:
-        # Do not wait for the child: a process that hangs inside the driver cannot be killed.
-        if child.poll() is None:
-            child.kill()
-    if child.returncode:
-        reason = (trouble.strip().splitlines() or [f"exit status {child.returncode}"])[-1]
-        raise NoDriverError(f"{library} could not be asked in a child process: {reason}", driver=driver)
-    return tuple(line.removeprefix(_MARK) for line in answer.splitlines() if line.startswith(_MARK))
+    except Failed as err:
+        raise NoDriverError(f"{library} could not be asked in a child process: {err}", driver=driver) from err
+    return tuple(line.removeprefix(_MARK) for line in answer.split("\n") if line.startswith(_MARK))
 
 
 def _child(question: str, library: str) -> int:

@@ -68,7 +68,9 @@ def ask_qstat(environ: Mapping[str, str], job_id: str, *, patience: float = 10.0
         if program is None:
             raise QstatError("qstat is not on PATH here")
         command = [program, "-j", job_id, "-xml"]
-        code, text, error = output_of(command, env=environ, timeout=patience, most=_MOST_OUTPUT, apart=True)
+        code, text, error = output_of(
+            command, env={**environ, "LC_ALL": "C"}, timeout=patience, most=_MOST_OUTPUT, apart=True
+        )
     except TooLate:
         raise QstatError(f"qstat did not answer in {patience:g} s") from None
     except TooMuch:
@@ -117,7 +119,7 @@ def with_end(environ: Mapping[str, str], job: JobContext, *, ask: bool) -> JobCo
     try:
         program = find_program("squeue", environ)
         command = [program or "", "-h", "-j", number, "-o", "%e"]
-        code, text, _ = output_of(command, env=environ, timeout=_PATIENCE, most=99, apart=True)
+        code, text, _ = output_of(command, env={**environ, "LC_ALL": "C"}, timeout=_PATIENCE, most=99, apart=True)
         ends = int(time.mktime(time.strptime(text.strip(), "%Y-%m-%dT%H:%M:%S")))
     except (OSError, TooLate, TooMuch, ValueError, OverflowError):  # a job without a limit ends at N/A
         return job

@@ -14,6 +14,7 @@ from ..errors import PolicyError, UnsatisfiableRequestError
 from ..gpus.vendors import VENDORS
 from ..host import procfs
 from ..host.foreign_files import open_to_read
+from ..host.programs import is_root, others_can_change
 
 KEYS = {
     "state_dir": "SAFE_GPU_DIR",
@@ -88,8 +89,18 @@ def parse(
                 read = _host_value if in_host or value_of is None else value_of
                 sections[-1].values[key] = read(key, value)  # type: ignore[index]
         except (ValueError, UnsatisfiableRequestError) as err:
-            raise PolicyError(f"{path}:{number}: {err}", path=path, line=number) from err
+            shown = (
+                err if _may_be_shown(path) else ValueError("it is wrong, and not shown: who chose the file is unknown")
+            )
+            raise PolicyError(f"{path}:{number}: {shown}", path=path, line=number) from shown
     return tuple(sections)
+
+
+def _may_be_shown(path: str) -> bool:
+    """Return whether errors may quote a file. A variable or a link of another user's may lead root to one that this
+    user must not read."""
+    readable = not os.path.exists(path) or os.stat(path).st_mode & stat.S_IROTH
+    return not is_root() or (bool(readable) and others_can_change(path) is None)
 
 
 def _header(line: str) -> tuple[str, str]:

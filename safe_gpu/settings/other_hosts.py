@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from ..errors import PolicyError
 from ..host.foreign_files import LIMIT, open_to_read
+from ..host.programs import is_root
 from .host_file import host_names, host_values, parse
 from .variables import existing_policy
 
@@ -38,7 +39,8 @@ def setting_of_hosts(key: str, environ: Mapping[str, str]) -> str | None:
 
 def _values_of_user(path: str) -> Mapping[str, str]:
     try:
-        with open_to_read(path) as file:
+        # Users keep such files by links, but root's HOME may be another user's, who would choose what root reads.
+        with open_to_read(path, os.O_NOFOLLOW if is_root() else 0) as file:
             status, data = os.fstat(file.fileno()), file.read(LIMIT) or b""
     except FileNotFoundError:
         return {}

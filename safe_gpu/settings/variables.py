@@ -54,10 +54,8 @@ _FOR_TESTS = f"{PREFIX}TEST_"
 
 def _directory_of_root() -> str:
     """Return root's directory. Tests have one of their own, which no other user's claim of real GPUs goes by."""
-    own = os.environ.get(f"{_FOR_TESTS}ETC")
-    if own and (os.environ.get("SAFE_GPU_DRIVER", "").startswith("simulated:") or is_root()):
-        return own
-    return "/etc/safe-gpu"
+    own, driver = os.environ.get(f"{_FOR_TESTS}ETC"), os.environ.get("SAFE_GPU_DRIVER", "")
+    return own if own and (driver.startswith("simulated:") or is_root()) else "/etc/safe-gpu"
 
 
 HOST_FILES = tuple(f"{_directory_of_root()}/{name}" for name in ("config.ini", "policy.ini"))

@@ -229,8 +229,6 @@ def reads_of_lines(source: str) -> Iterator[str]:
 NO_KERNEL_TEXT = {
     "status/page.py": ["read_text"],  # a file of this package
     "settings/policy.py": ["read_text"],  # a function of this package
-    "doctor/shown_processes.py": ["subprocess.Popen", "splitlines"],  # children of this package
-    "runtimes/child.py": ["subprocess.Popen", "splitlines", "splitlines"],
 }
 
 

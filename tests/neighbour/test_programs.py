@@ -1,6 +1,8 @@
 """Root with a user's environment runs no program that the user chose, and is told what to do instead."""
 
+import ast
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -9,7 +11,12 @@ from typing import Any
 
 import pytest
 
+import safe_gpu
+from safe_gpu.cli import hosts, run_on_hosts
+from safe_gpu.errors import PolicyError
 from safe_gpu.host import programs
+from safe_gpu.settings.host_file import host_values
+from safe_gpu.settings.other_hosts import known_hosts
 
 NEIGHBOUR = 4711
 
@@ -28,6 +35,13 @@ except SafeGpuError as err:
 STATUS = CODE.format("open_driver().snapshot()")
 NUMBER = CODE.format("number_for_job(os.environ)")
 WRAP = CODE.format("wrap_command(['train'], gpu=0, mode=None, memory='preferred', check=True)")
+ASK = """
+from safe_gpu.cli.hosts import ask, ssh_to
+try:
+    print(ask({}).err.decode())
+except OSError as err:
+    print(err)
+"""
 JOB = {"SGE_TASK_ID": "undefined", "JOB_ID": "1234", "SGE_ROOT": "", "SGE_ARCH": "", "SGE_BINARY_PATH": ""}
 
 
@@ -46,6 +60,8 @@ def write(program: Path, script: str) -> None:
         ("bin/qstat", NUMBER, "SGE_ROOT", JOB),
         ("numactl", WRAP, "PATH", {}),
         ("true", WRAP, "PATH", {}),
+        ("timeout", ASK.format("['/bin/true']"), "PATH", {}),
+        ("ssh", ASK.format("ssh_to('gpu1', 'true')"), "PATH", {}),
     ],
 )
 def test_root_runs_no_program_of_a_neighbour(
@@ -174,3 +190,127 @@ def test_what_a_program_gets_of_the_environment(open_tmp: Path) -> None:
     ):
         code, text, _ = programs.output_of(["/usr/bin/env"], env=asked, timeout=60, most=1 << 16)
         assert (code, set(text.splitlines())) == (0, got)
+
+
+def is_group(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    ("script", "code", "told"),
+    [
+        ("exec yes", 255, "it prints without end"),
+        ("exec yes >&2", 255, "it prints without end"),
+        ("yes | tr y '\\000'", 255, "it prints without end"),
+        ("sleep 600 & exec sleep 600", 124, "did not answer within 0.5 s"),
+        ("sleep 600 >/dev/null & echo {}; exit 3", 3, "ends with exit code 3"),
+        ("cat >&2; exit 4", 4, "ends with exit code 4"),
+    ],
+)
+def test_an_answer_of_another_host_is_bounded(
+    open_tmp: Path, script: str, code: int, told: str, monkeypatch: pytest.MonkeyPatch, eventually: Any
+) -> None:
+    """Of bytes and of time, whatever runs there; what is left behind is not waited for, and nothing can be asked."""
+    write(open_tmp / "ssh", f"echo $$ > {open_tmp}/pid; {script}")
+    monkeypatch.setattr(hosts, "SECONDS", 0.5 if code == 124 else 60.0)
+    said = hosts.ask([str(open_tmp / "ssh")])
+    assert (said.code, told in hosts.read_answer(said).error) == (code, True)
+    assert len(said.out) + len(said.err) < 1 << 10
+    group = int((open_tmp / "pid").read_text())
+    eventually(lambda: not is_group(group))
+
+
+def test_what_a_host_says_before_a_claim_is_bounded() -> None:
+    session = run_on_hosts.Session("gpu1", terminal=False)
+    mark = run_on_hosts.mark(session.secret).encode()
+    for data in (b"\x1e" * 99_999, b"x" * 99_999, mark + b"9" * 99_999, mark[:-1], b"no\n", b"the end\n"):
+        session._show(data)
+        assert len(session.said) + len(session._rest) < 1 << 17
+    assert session.said.endswith(b"no\nthe end\n")
+    assert (session.claimed, session.ended) == (False, None)
+    for data in (mark[:5], mark[5:] + b"1", b"7\r", b"\n"):
+        session._show(data)
+    assert (session.claimed, session.ended) == (True, 17)
+
+
+SECRET = "hunter2"
+
+
+def his_link(file: Path, secret: Path) -> None:
+    file.symlink_to(secret)
+
+
+def his_link_to_a_directory(file: Path, secret: Path) -> None:
+    file.parent.rmdir()
+    file.parent.symlink_to(secret.parent)
+
+
+def one_more_name(file: Path, secret: Path) -> None:
+    os.link(secret, file)
+
+
+@pytest.mark.parametrize(
+    "text", [SECRET, f"[{SECRET}]", f"[host]\n{SECRET} = 1", f"[host]\nhosts = -{SECRET}", f"[host]\n{SECRET}"]
+)
+@pytest.mark.parametrize("mode", [0o600, 0o644])
+@pytest.mark.parametrize("how", [his_link, his_link_to_a_directory, one_more_name])
+def test_root_shows_no_line_of_a_file_that_a_neighbour_chose(
+    open_tmp: Path, how: Callable[[Path, Path], None], mode: int, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """sudo may keep HOME."""
+    secret, file = open_tmp / "roots" / "config.ini", open_tmp / "his" / ".config" / "safe-gpu" / "config.ini"
+    secret.parent.mkdir(mode=0o700)
+    secret.write_text(text)
+    secret.chmod(mode)
+    file.parent.mkdir(parents=True)
+    how(file, secret)
+    for path in (file.parent, *file.parents[1:3]):
+        os.chown(path, NEIGHBOUR, NEIGHBOUR, follow_symlinks=False)
+    with pytest.raises(PolicyError) as refused:
+        known_hosts({"HOME": str(open_tmp / "his"), "SAFE_GPU_DRIVER": "simulated:laptop"})
+    assert SECRET not in f"{refused.value} {refused.value.__cause__}"
+    assert str(file) in str(refused.value)
+
+
+def test_nor_of_one_that_a_variable_names(open_tmp: Path) -> None:
+    secret = open_tmp / "shadow"
+    secret.write_text(SECRET)
+    for mode, shown in ((0o640, False), (0o644, True)):
+        secret.chmod(mode)
+        with pytest.raises(PolicyError) as refused:
+            host_values(str(secret))
+        assert (SECRET in str(refused.value)) is shown
+
+
+def starts(source: str) -> set[str]:
+    """What a module starts programs by."""
+    names = {
+        "subprocess",
+        "Popen",
+        "system",
+        "popen",
+        "posix_spawn",
+        "posix_spawnp",
+        "execvp",
+        "execvpe",
+        "execlp",
+        "pty",
+    }
+    tree = ast.walk(ast.parse(source))
+    found = {
+        ast.unparse(node) for node in tree if isinstance(node, (ast.Import, ast.ImportFrom, ast.Attribute, ast.Name))
+    }
+    return {word for text in found for word in re.findall(r"\w+", text) if word in names}
+
+
+def test_one_runner_starts_all_programs() -> None:
+    """But for the commands of users, and ssh with the terminal of one."""
+    root = Path(safe_gpu.__file__).parent
+    found = {str(path.relative_to(root)) for path in root.rglob("*.py") if starts(path.read_text())}
+    assert found == {"host/programs.py", "cli/run_on_hosts.py"}
+    assert starts("import subprocess as s") == starts("from subprocess import run") == {"subprocess"}
+    assert starts("os.system('x')") == {"system"}

@@ -192,9 +192,8 @@ class _Reader:
         path = f"/proc/{pid}/task/{tid}"
         fields = _text(f"{path}/stat").rpartition(")")[2].split()
         status = dict(line.split(":\t", 1) for line in _text(f"{path}/status").split("\n") if ":\t" in line)
-        if not re.fullmatch("[0-9]{1,9}", "".join(fields[36:37])) or fields[0] in "ZX":
-            return None
-        if "Cpus_allowed_list" not in status:
+        known = len(fields) > 36 and fields[36].isdecimal() and "Cpus_allowed_list" in status
+        if not known or fields[0] in "ZX":
             return None
         cpu = int(fields[36])
         allowed = self._set(status["Cpus_allowed_list"])

@@ -115,9 +115,9 @@ def _report(claims: list[PastClaim], options: argparse.Namespace, since: float, 
     gpus = [one.gpu.uuid for one in gather().gpus]
     rows = [*report(claims, gpus, os.uname().nodename, since, until)]
     if options.plot is not None:
-        from ..status.report import draw
+        from ..status.report import drawn
 
-        write_whole(options.plot, draw(report_by_day(claims, since, until), options.plot[-3:]))
+        write_whole(options.plot, drawn(report_by_day(claims, since, until), options.plot[-3:]))
     if options.json:
         head: dict[str, object] = {"schema": 1, "since": since, "until": until}
         _print_json(head, "report", (row._asdict() for row in rows))

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import io
+import json
+import os
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from datetime import date
+from pathlib import Path
 from statistics import fmean
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, NamedTuple
 
+from ..errors import SafeGpuError
+from ..host.programs import Failed, call_in_child, environment, is_root
 from ..wording.text import Column
 from .history import calendar, gpu_hours_by, hours, key_of
 from .render import table
@@ -150,6 +156,32 @@ def table_of_report(rows: Iterable[ReportRow], width: int) -> Iterator[str]:
 
 def _number(value: float | None, unit: float, digits: int) -> str:
     return "" if value is None else f"{value / unit:.{digits}f}"
+
+
+def drawn(days: Days, form: str) -> bytes:
+    """Return what :func:`draw` does, in a child: matplotlib goes by files in the current directory, and by variables,
+    which another user may have made, and starts programs for them.
+
+    Raises:
+        SafeGpuError: the child cannot draw it; the message says why.
+    """
+    # Root's TMPDIR may be a directory of another user's. /tmp is sticky.
+    with TemporaryDirectory(dir="/tmp" if is_root() else None) as place:
+        Path(place, "days").write_text(json.dumps(days), encoding="utf-8")
+        env = environment(os.environ) | {"MPLCONFIGDIR": place, "MATPLOTLIBRC": os.devnull, "MPLBACKEND": "agg"}
+        try:
+            function = "safe_gpu.status.report draw_there"
+            # matplotlib looks for the fonts of the host first.
+            call_in_child(function, place, form, env=env, timeout=300.0, with_packages=True)
+        except Failed as err:
+            raise SafeGpuError(f"the picture cannot be drawn: {err}") from err
+        return Path(place, form).read_bytes()
+
+
+def draw_there(place: str, form: str) -> None:
+    """Do the child's part: draw what is described in a directory into a file there."""
+    os.chdir("/")
+    Path(place, form).write_bytes(draw(Days(*json.loads(Path(place, "days").read_bytes())), form))
 
 
 def draw(days: Days, form: str) -> bytes:

@@ -270,7 +270,6 @@ def _say(stream: TextIO, *lines: str) -> None:
     """Print lines of at most 80 columns, and leave nothing in the buffer that forked racers would inherit."""
     for line in lines:
         indent = "  " if line.startswith("  ") else ""
-        print(
-            "\n".join(wrapped(line, 80, indent, "  ") if len(line) > 80 and "\x1b" not in line else [line]), file=stream
-        )
+        parts = wrapped(line, 80, indent, "  ") if len(line) > 80 and "\x1b" not in line else [line]
+        stream.write("".join(f"{one}\n" for one in parts))
     stream.flush()

@@ -22,7 +22,7 @@ from ..settings.policy import gid_of, uid_of
 from ..status.gather import gather
 from ..wording.text import clock, gpu_ranges
 from .arguments import duration, gpu_list, moment
-from .output import print_json, say, write_whole
+from .output import print_json, print_lines, say, write_whole
 
 if TYPE_CHECKING:
     from ..settings.policy import Limits
@@ -245,7 +245,7 @@ def _policy(options: argparse.Namespace) -> int:
         keys = ((key, _shown_limit(key, getattr(limits, key)), limits.sections.get(key, "")) for key in KEYS)
         lines = [f"{key:<18}{value:<13}{section}".rstrip() for key, value, section in keys]
         text = "\n".join([f"{path}, for {user}", "", *lines, *_shown_held(limits, held, options.user and user)])
-    print(printable_lines(text))
+    print_lines(printable_lines(text))
     return 0
 
 

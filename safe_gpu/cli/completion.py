@@ -3,6 +3,8 @@
 import argparse
 from collections.abc import Sequence
 
+from .output import print_lines
+
 # Each shell hands over all words up to the cursor, and gets a line for each candidate, or the number of the word from
 # which on the line is another program's: what ``run`` and ``bind`` are to become. That line it completes itself.
 SHELLS = {
@@ -71,7 +73,7 @@ def _completion(options: argparse.Namespace) -> int:
     if options.shell is None:
         options.usage_error(f"for which shell? {', '.join(SHELLS)}")
     if not options.command:
-        print(SHELLS[options.shell])
+        print_lines(SHELLS[options.shell])
         return 0
     found = candidates(options.command)
     if isinstance(found, int):

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from .arguments import moment
-from .output import columns, say, write_whole
+from .output import columns, print_lines, say, write_whole
 
 if TYPE_CHECKING:
     from ..status.history import PastClaim
@@ -186,12 +186,11 @@ def _show(claims: list[PastClaim], options: argparse.Namespace, since: float, un
 def _print_json(head: dict[str, object], name: str, entries: Iterable[dict[str, object]]) -> None:
     import json
 
-    print(json.dumps({**head, name: []}, indent=2).removesuffix("]\n}"), end="")
-    before = "\n    "
+    text, comma = json.dumps({**head, name: []}, indent=2).removesuffix("]\n}"), ""
     for entry in entries:
-        print(before + json.dumps(entry, indent=2).replace("\n", "\n    "), end="")
-        before = ",\n    "
-    print("]\n}" if before == "\n    " else "\n  ]\n}")
+        print_lines(text + comma)
+        text, comma = f"    {json.dumps(entry, indent=2)}".replace("\n", "\n    "), ","
+    print_lines(f"{text}\n  ]\n}}" if comma else f"{text}]\n}}")
 
 
 def _print_csv(names: Sequence[str], rows: Iterable[Sequence[object]]) -> None:

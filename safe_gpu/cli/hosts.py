@@ -27,7 +27,7 @@ from ..status.render import table
 from ..wording.text import GAP, Column, cut, paint, plural, wrapped
 from .arguments import chosen_hosts
 from .commands import EX_NO_HOST, EX_SOME_HOSTS
-from .output import alternate_screen, columns, in_color, is_terminal, print_json, say, write_output
+from .output import alternate_screen, columns, in_color, is_terminal, print_json, print_lines, say, write_output
 
 if TYPE_CHECKING:
     from ..status.page import Figures
@@ -282,7 +282,7 @@ def status_of_hosts(options: argparse.Namespace) -> int:
     elif options.html:
         write_page({name: one.error or one.status or "" for name, one in found.items()}, options)
     else:
-        print(_picture(found, options))
+        print_lines(_picture(found, options))
     known = [one for one in found.values() if one.status is not None]
     return 0 if len(known) == len(found) else EX_SOME_HOSTS if known else EX_NO_HOST
 
@@ -299,11 +299,11 @@ def _watch(options: argparse.Namespace, hosts: Collection[str], script: str) -> 
     interval = _INTERVAL if options.interval is None else options.interval
     in_place = is_terminal(sys.stdout) and not options.json
     known = dict.fromkeys(hosts, Answer(error="..."))
-    with alternate_screen() if in_place else nullcontext(lambda *text: print(*text, sep="", flush=True)) as show:
+    with alternate_screen() if in_place else nullcontext(lambda *text: print_lines("".join(text))) as show:
         for host, said in answers(hosts, script, interval):
             known[host] = read_answer(said)
             if options.json:
-                print(json.dumps(document({host: known[host]})), flush=True)
+                print_lines(json.dumps(document({host: known[host]})))
             else:
                 head = cut(f"{time.strftime('%H:%M:%S')}, every {interval:g} s (Ctrl-C ends)", columns())
                 show(f"{head}\n", f"{_picture(arranged(known, options.sort), options)}\n")

@@ -8,7 +8,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from .arguments import add_which_gpus, is_number, whole_number
-from .output import columns, in_color, print_json
+from .output import columns, in_color, print_json, print_lines
 
 if TYPE_CHECKING:
     from ..drivers.base import Driver
@@ -65,7 +65,7 @@ def _affinity(options: argparse.Namespace) -> int:
         from ..affinity.observed.placements import placement
 
         report = placement(options.of, gpus=options.gpu, ordinal=options.ordinal)
-        print_json(report.as_dict()) if options.json else print(report)
+        print_json(report.as_dict()) if options.json else print_lines(str(report))
         return 0
     from ..affinity import AffinityOptions, affinity_json, affinity_table, claim_shares, read_topology
     from ..affinity.cpu_shares import usable_cpus
@@ -85,10 +85,10 @@ def _affinity(options: argparse.Namespace) -> int:
     if options.json:
         print_json(affinity_json(topology, modes, shares, memory, shown))
         return 0
-    print(affinity_table(topology, modes, shares, shown))
+    print_lines(affinity_table(topology, modes, shares, shown))
     if doubt := doubt_about(modes):
         print(doubt)
-    print(f"\n{node_table(topology, memory)}")
+    print_lines(f"\n{node_table(topology, memory)}")
     return 0
 
 
@@ -116,7 +116,7 @@ def _doctor(options: argparse.Namespace) -> int:
     if options.json:
         print_json(doctor.to_dict(checks))
     else:
-        print(doctor.render_checks(checks, color=in_color(sys.stdout), width=columns(), verbose=options.verbose))
+        print_lines(doctor.render_checks(checks, color=in_color(sys.stdout), width=columns(), verbose=options.verbose))
     return doctor.exit_code(checks)
 
 

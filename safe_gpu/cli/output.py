@@ -8,13 +8,17 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from io import TextIOWrapper
 from typing import TextIO
 
 from ..host.procfs import printable_lines
 
 
 def open_standard_streams() -> None:
-    """Open the numbers 0 to 2 where they are closed: a lease would take one of them, and be printed to."""
+    """Open the numbers 0 to 2 where they are closed: a lease would take one of them, and be printed to.
+
+    A line is one write(2), with PYTHONUNBUFFERED too, so that the lines of parallel jobs do not run together.
+    """
     for number in range(3):
         try:
             os.fstat(number)
@@ -23,6 +27,9 @@ def open_standard_streams() -> None:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+    for stream in (sys.__stdout__, sys.__stderr__):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(line_buffering=True, write_through=False)
 
 
 def drop(stream: TextIO) -> None:
@@ -46,6 +53,14 @@ def is_terminal(stream: TextIO) -> bool:
         return stream.isatty() and os.environ.get("TERM") != "dumb"
     except ValueError:  # closed
         return False
+
+
+def is_in_front(stream: TextIO) -> bool:
+    """Return whether this process may use a terminal's lines: it is no job in the background of a shell there."""
+    try:
+        return os.tcgetpgrp(stream.fileno()) == os.getpgrp()
+    except (OSError, ValueError):  # not the terminal of this session, or closed
+        return True
 
 
 def in_color(stream: TextIO) -> bool:
@@ -79,16 +94,23 @@ def say(text: str) -> None:
 
             wrapper = TextWrapper(width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
             lines = [part for line in lines for part in wrapper.wrap(line)]
-        print("\n".join(lines), file=sys.stderr, flush=True)
+        print_lines("\n".join(lines), sys.stderr)
     except (OSError, ValueError):
         pass  # nobody reads it
+
+
+def print_lines(text: str, stream: TextIO | None = None) -> None:
+    """Print lines on stdout or this stream with one write(2), where print() makes two: text and newline."""
+    stream = stream or sys.stdout
+    stream.write(f"{text}\n")
+    stream.flush()
 
 
 def print_json(value: object) -> None:
     """Print a document for programs; sets become sorted lists."""
     import json
 
-    print(json.dumps(value, indent=2, default=sorted))
+    print_lines(json.dumps(value, indent=2, default=sorted))
 
 
 def columns() -> int:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NoReturn
 from ..errors import SafeGpuError
 from .arguments import CommandLine, add_hosts, add_vendor
 from .commands import EX_NO_DRIVER, EX_STATE_DIR
-from .output import alternate_screen, columns, in_color, is_terminal, print_json, say, write_output
+from .output import alternate_screen, columns, in_color, is_terminal, print_json, print_lines, say, write_output
 
 if TYPE_CHECKING:
     from ..status.facts import HostStatus
@@ -125,7 +125,7 @@ def _status(options: argparse.Namespace) -> int:
     elif options.json:
         print_json(_of(status, user).to_dict())
     else:
-        print(_table(status, user, options.verbose))
+        print_lines(_table(status, user, options.verbose))
     return EX_STATE_DIR if status.warnings else EX_NO_DRIVER if status.broken else 0
 
 
@@ -158,17 +158,13 @@ def _watch(options: argparse.Namespace, user: str | None) -> NoReturn:
 
     interval = _INTERVAL if options.interval is None else options.interval
     in_place = is_terminal(sys.stdout) and not options.json
-    with alternate_screen() if in_place else nullcontext(_print) as show:
+    with alternate_screen() if in_place else nullcontext(lambda *text: print_lines("".join(text))) as show:
         while True:
             status = _gathered(options.vendor)
             if options.json:
-                _print("", json.dumps(_of(status, user).to_dict()))
+                print_lines(json.dumps(_of(status, user).to_dict()))
             else:
                 now = time.strftime("%H:%M:%S", time.localtime(status.taken_at))
                 head = cut(f"{now}, every {interval:g} s (Ctrl-C ends)", columns())
                 show(f"{head}\n", f"{_table(status, user, options.verbose)}\n")
             time.sleep(interval)
-
-
-def _print(head: str, text: str) -> None:
-    print(f"{head}{text}", flush=True)

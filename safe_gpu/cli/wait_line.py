@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import time
+from _thread import allocate_lock
 from contextlib import suppress
 from typing import TYPE_CHECKING, TextIO
 
 from ..errors import SafeGpuError
-from .output import is_terminal, width_of
+from .output import is_in_front, is_terminal, width_of
 
 if TYPE_CHECKING:
     from threading import Event, Thread
@@ -23,12 +24,14 @@ _ERASE_ABOVE = "\x1b[A\x1b[K"
 
 _LEAST_FOR_HOLDERS = 40  # columns
 
+_STOPPED = 3.0  # seconds without a tick, which a process has that was stopped
+
 _MOST_IDLE = 3  # claims without work of which one piece of news tells
 
 
 class WaitLine:
     """Shows the news of a wait on a stream; on a terminal as a line with a running clock, and a second one of holders
-    where they do not fit, wiped at the end.
+    where they do not fit, wiped at the end. A job in the background writes lines there as into a file.
 
     A stream that fails (a terminal that was closed, a pipe that nobody reads) costs the news, not the place in the
     queue.
@@ -46,12 +49,14 @@ class WaitLine:
         self._stream = stream
         self._quiet = quiet
         self._hint = hint
-        self._live = is_terminal(stream)
+        self._live = is_terminal(stream) and is_in_front(stream)
         self._began = time.monotonic()
         self._status: WaitStatus | None = None
         self._thread: Thread | None = None
         self._ended: Event | None = None
-        self._rows = 1  # of the terminal, that show the news
+        self._lock = allocate_lock()  # held from erasing to writing
+        self._rows = 0  # of the terminal, that show the news
+        self._drawn = self._began
         self._told: set[tuple[int | None, float | None]] = set()  # claims without work
 
     def __enter__(self) -> WaitLine:
@@ -61,7 +66,7 @@ class WaitLine:
         if self._ended is not None and self._thread is not None:
             self._ended.set()
             self._thread.join()
-            self._write(self._erase())
+            self._draw(live=False)
 
     @property
     def seconds(self) -> float:
@@ -121,18 +126,25 @@ class WaitLine:
 
     def _note(self, text: str) -> None:
         """Write a line of its own, above the live one."""
-        self._write(f"{self._erase() if self._live else ''}{_PROGRAM}{text}\n")
+        self._draw(f"{_PROGRAM}{text}\n", live=self._live)
 
-    def _erase(self) -> str:
-        rows, self._rows = self._rows, 1
-        return _ERASE + _ERASE_ABOVE * (rows - 1)
+    def _draw(self, note: str = "", *, live: bool = True) -> None:
+        """Erase the live line where it was written, and write a note and the live line.
+
+        A shell shares the terminal's lines with a job in the background, and has used them while a job was stopped:
+        what is there then is not ours to erase.
+        """
+        with self._lock:
+            front, now = self._live and is_in_front(self._stream), time.monotonic()
+            rows = self._rows if front and now - self._drawn < _STOPPED else 0
+            text = self._line(width_of(self._stream) - 1) if live and front else ""
+            self._rows, self._drawn = text.count("\n") + 1 if text else 0, now
+            self._write((_ERASE + _ERASE_ABOVE * (rows - 1) if rows else "") + note + text)
 
     def _tick(self) -> None:
         assert self._ended is not None
         while True:
-            erase, text = self._erase(), self._line(width_of(self._stream) - 1)
-            self._rows += text.count("\n")
-            self._write(erase + text)
+            self._draw()
             if self._ended.wait(1.0):
                 return
 

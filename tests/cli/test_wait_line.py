@@ -1,14 +1,20 @@
 """What a waiter shows: a line a minute in a file, one live line in a real pseudo-terminal."""
 
+import fcntl
 import io
 import re
 import signal
+import subprocess
+import termios
+import threading
 import time
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.terminals import Terminal
+from support.terminals import Screen, Terminal
 
 from safe_gpu.claim.messages.forecast import Forecast
 from safe_gpu.claim.messages.wait_status import ClaimAhead, WaitStatus
@@ -87,6 +93,85 @@ sys.exit(main(["wait", "-n", "8", "--for", "1h"]))
 
 
 # In a terminal
+
+
+COMMAND = "$ safe-gpu run -n"
+
+LIVE = ["safe-gpu: waiting", "          GPU 0-7"]
+
+
+class Shown(io.StringIO):
+    """A stream that is a terminal of 80 columns, on which the user has typed a command."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.screen = Screen()
+        self.screen.write(f"{COMMAND}\n")
+        self.before: Callable[[], None] = lambda: None  # is called once, before the next text is written
+
+    def isatty(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        before, self.before = self.before, lambda: None
+        before()
+        self.screen.write(text)
+        return len(text)
+
+
+@pytest.fixture
+def shown(monkeypatch: pytest.MonkeyPatch) -> Shown:
+    monkeypatch.setenv("TERM", "xterm")
+    return Shown()
+
+
+def test_a_tip_at_the_same_moment_erases_nothing_of_the_users(shown: Shown) -> None:
+    line, started = WaitLine(shown), threading.Event()
+    tip = threading.Thread(target=line._note, args=("a tip",))
+
+    def give_it() -> None:
+        tip.start()
+        started.set()
+        tip.join(0.2)  # it has to wait for its turn
+
+    shown.before = give_it
+    with line:
+        line.show(status())
+        assert started.wait(60)
+        tip.join()
+        assert [row[:17] for row in shown.screen.shown] == [COMMAND, "safe-gpu: a tip", *LIVE]
+    assert shown.screen.shown == [COMMAND, "safe-gpu: a tip"]
+
+
+@pytest.mark.parametrize("tips", [0, 1, 3])
+def test_nothing_is_erased_that_was_not_written(shown: Shown, tips: int) -> None:
+    """Neither before the first tick, nor after a stop, during which the shell had the terminal."""
+    line = WaitLine(shown)
+    line._status = status()
+    for _ in range(tips):
+        line._note("a tip")
+    line._draw()
+    line._draw()
+    before = [COMMAND, *["safe-gpu: a tip"] * tips, *LIVE]
+    assert [row[:17] for row in shown.screen.shown] == before
+    shown.screen.write("\n$ fg\n")
+    line._drawn -= 60
+    line._draw()
+    assert [row[:17] for row in shown.screen.shown] == [*before, "$ fg", *LIVE]
+
+
+def test_a_job_in_the_background_leaves_the_line_to_its_shell(command: Any, ground: Any, terminal: Terminal) -> None:
+    ground.hold(*range(8))
+    shell = subprocess.Popen(
+        ["bash", "-mc", f"{command.path} run --timeout 1 -- true & wait"],
+        **dict.fromkeys(("stdin", "stdout", "stderr"), terminal.slave),
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )
+    terminal.read_to_the_end()
+    shell.wait(60)
+    assert "safe-gpu: waiting 0:00 for 1 GPU" in terminal.raw
+    assert "\x1b[K" not in terminal.raw
 
 
 AT_80 = r"safe-gpu: waiting 0:\d\d for 3 GPUs \(0 free\), #2 in the queue, starts about \d\d:\d\d"

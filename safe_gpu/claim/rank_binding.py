@@ -77,9 +77,9 @@ def _bind(
     of_rank: bool = False,
     rank: int | None = None,
 ) -> BindingReport:
-    import logging
+    from ..wording.logger import package_logger
 
-    log = logging.getLogger("safe_gpu")
+    log = package_logger()
     try:
         options = parse_options(mode, memory)
         if node is not None:

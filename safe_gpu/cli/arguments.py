@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from ..errors import SafeGpuError
 from ..gpus.vendors import FIRST, VENDORS
 from ..wording.argument_style import ArgumentStyle
-from .output import columns
+from .output import columns, print_lines
 
 if TYPE_CHECKING:
     from ..selection.request import Condition
@@ -52,6 +52,10 @@ class Parser(argparse.ArgumentParser):
         """Add ``--help`` at the end, where it is no group of its own."""
         self._action_groups[-1].add_argument("-h", "--help", action="help", help="show this help and exit")
 
+    def print_help(self, file: Any = None) -> None:
+        """Print the help; argparse's own method hides that it cannot be written."""
+        print_lines(self.format_help().rstrip("\n"), file)
+
     def error(self, message: str) -> NoReturn:
         name, colon, rest = message.partition(": ")
         if colon and name.startswith("argument "):
@@ -79,7 +83,8 @@ class Parser(argparse.ArgumentParser):
     ) -> argparse.Namespace:
         options, unknown = self.parse_known_args(args, namespace)
         if unknown:
-            self.error(unknown_argument(unknown[0], self.names()))
+            _, _, after = " ".join(args or ()).partition(f"{unknown[0]} ")
+            self.error(unknown_argument(unknown[0], self.names(), after))
         return options
 
     def names(self) -> list[str]:
@@ -300,10 +305,17 @@ def _nearest(day: str | None, hour: int, minute: int, base: float, later: bool) 
 
 _MEANT = {
     **dict.fromkeys("claim exec launch srun start submit".split(), "run"),
-    **dict.fromkeys("free gpustat info list ls ps queue show".split(), "status"),
+    **dict.fromkeys("gpustat info list ls ps queue show".split(), "status"),
     **dict.fromkeys("monitor top watch".split(), "status --watch"),
 }
 """Words of other tools for our commands."""
+
+_GIVE_BACK = "abort cancel end free kill quit release return stop terminate unclaim unlock".split()
+
+_BY_INDEX = (
+    "-d -g -i --cuda --cuda-device --cuda-visible-device --device --device-id --gpu --gpu-id --gpu-index".split()
+)
+_BY_INDEX += "--cuda-visible-devices --id --index --indices --only --ordinal --use-gpu --visible-device".split()
 
 
 def _similar(word: str, known: Iterable[str]) -> str:
@@ -322,9 +334,23 @@ def not_a_choice(option: Sequence[str], value: str, choices: Sequence[str]) -> s
     return f"{' '.join([*option, quote(value)])} is not possible: {meant}choose from {', '.join(choices)}"
 
 
-def unknown_option(word: str, options_of: Mapping[str, Sequence[str]]) -> str:
+def _by_index(word: str, after: str, known: Sequence[str]) -> str:
+    """Return the option of a command with these options that is meant by another tool's: ``--only 3`` for ``--gpu 3``;
+    "" for all other words. ``after`` is what follows it."""
+    name, _, value = word.partition("=")
+    name = name.lower().replace("_", "-")
+    option = next((one for one in ("--only", "--gpu") if one in known), "")
+    if not option or not {name, name.removesuffix("s")} & {*_BY_INDEX}:
+        return ""
+    named = re.match(r"(cuda:)?((\d|GPU-|MIG-)[\w,:-]*)(?!\S)", value or after)
+    return f"{option} {named[2] if named else 0}"
+
+
+def unknown_option(word: str, options_of: Mapping[str, Sequence[str]], after: str = "") -> str:
     """Return the usage error for an option where a command was expected; ``options_of``: command -> its options."""
     name = word.partition("=")[0]
+    if name not in options_of["run"] and (meant := _by_index(word, after, options_of["run"])):
+        return f"a command is missing: did you mean safe-gpu run {meant}?"
     for owner in (command for command, options in options_of.items() if name in options):
         return f"{name} is an option of safe-gpu {owner}: write safe-gpu {owner} {word} ..."
     return unknown_argument(word, ("--help", "--version"))
@@ -335,6 +361,8 @@ def unknown_command(word: str, commands: Sequence[str]) -> str:
     from shutil import which
 
     text = f"there is no command {word!r}"
+    if word.lower() in _GIVE_BACK:
+        return f"{text}: a GPU is given back when its process ends: kill PID, which safe-gpu status -v shows"
     if meant := _MEANT.get(word.lower()) or _similar(word, commands):
         return f"{text}: did you mean safe-gpu {meant}?"
     return f"{text}: " + (
@@ -342,14 +370,17 @@ def unknown_command(word: str, commands: Sequence[str]) -> str:
     )
 
 
-def unknown_argument(word: str, known: Sequence[str]) -> str:
-    """Return the usage error for an argument that a command with these options does not take."""
+def unknown_argument(word: str, known: Sequence[str], after: str = "") -> str:
+    """Return the usage error for an argument that a command with these options does not take, and what follows it."""
     if word == "--":
         return "no command is run here: did you mean safe-gpu run?"
     if not word.startswith("-"):
         hint = f": did you mean -n {word}?" if word.isdecimal() and "-n" in known else ""
         return f"unexpected argument {word!r}{hint}"
     name = word.partition("=")[0]
+    if meant := _by_index(word, after, known):
+        number = "; -n is how many" if "-n" in known else ""
+        return f"there is no option {name}: write {meant} to choose by index or UUID{number}"
     meant = _similar(name, known) if len(name) > 2 else ""
     return f"there is no option {name}{f': did you mean {meant}?' if meant else ''}"
 

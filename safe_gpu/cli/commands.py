@@ -19,7 +19,7 @@ from ..errors import (
 )
 from .arguments import Parser
 from .become import CommandError
-from .output import drop, drop_errors, open_standard_streams, say
+from .output import drop, drop_errors, open_standard_streams, say, why_unwritten
 
 # sysexits.h, where it has a fitting one.
 EX_SOME_HOSTS = 1
@@ -104,8 +104,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         drop(sys.stdout)
         return EX_BROKEN_PIPE
     except OSError as err:
+        text = why_unwritten(err)
         drop(sys.stdout)
-        say(str(err))
+        say(text)
         return EX_OUTPUT
     finally:
         drop_errors()
@@ -145,7 +146,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         from .arguments import unknown_command, unknown_option
 
         if first.startswith("-"):
-            mistake = unknown_option(first, {name: parser_of(name).names() for name in COMMANDS})
+            mistake = unknown_option(first, {name: parser_of(name).names() for name in COMMANDS}, " ".join(rest))
         else:
             mistake = unknown_command(first, [*COMMANDS, "help"])
         parser.error(mistake)

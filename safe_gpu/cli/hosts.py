@@ -9,7 +9,7 @@ import re
 import sys
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from itertools import repeat
 from queue import SimpleQueue
@@ -24,10 +24,20 @@ from ..settings.other_hosts import setting_of_hosts
 from ..status.facts import SCHEMA
 from ..status.page import NO_DOCUMENT, TITLES, figures_of
 from ..status.render import table
-from ..wording.text import GAP, Column, cut, paint, plural, wrapped
+from ..wording.text import GAP, Column, paint, plural, wrapped
 from .arguments import chosen_hosts
 from .commands import EX_NO_HOST, EX_SOME_HOSTS
-from .output import alternate_screen, columns, in_color, is_terminal, print_json, print_lines, say, write_output
+from .output import (
+    alternate_screen,
+    columns,
+    head_line,
+    in_color,
+    is_terminal,
+    print_json,
+    print_lines,
+    say,
+    write_output,
+)
 
 if TYPE_CHECKING:
     from ..status.page import Figures
@@ -275,7 +285,9 @@ def status_of_hosts(options: argparse.Namespace) -> int:
             options.usage_error(f"--{option} is about one host: it does not go with --host and --all-hosts")
     script = script_of_status(options.vendor, options.verbose and not (options.json or options.html))
     if options.watch:
-        _watch(options, hosts, script)
+        with suppress(KeyboardInterrupt):
+            _watch(options, hosts, script)
+        return 0
     found = arranged(answers_of(hosts, script), options.sort)
     if options.json:
         print_json(document(found))
@@ -292,7 +304,7 @@ def _picture(answers: Answers, options: argparse.Namespace) -> str:
 
 
 def _watch(options: argparse.Namespace, hosts: Collection[str], script: str) -> None:
-    """Show them until a signal ends it: each host is asked again an interval after its answer, whatever the others do.
+    """Show them until Ctrl-C or a signal: each host is asked again an interval after its answer, whatever others do.
 
     As JSON, each answer is a line of its own.
     """
@@ -305,8 +317,8 @@ def _watch(options: argparse.Namespace, hosts: Collection[str], script: str) -> 
             if options.json:
                 print_lines(json.dumps(document({host: known[host]})))
             else:
-                head = cut(f"{time.strftime('%H:%M:%S')}, every {interval:g} s (Ctrl-C ends)", columns())
-                show(f"{head}\n", f"{_picture(arranged(known, options.sort), options)}\n")
+                picture = _picture(arranged(known, options.sort), options)
+                show(head_line(interval, in_place), f"{picture}\n")
 
 
 _DAY = 86400.0  # seconds

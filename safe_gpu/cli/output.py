@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import sys
@@ -12,6 +13,7 @@ from io import TextIOWrapper
 from typing import TextIO
 
 from ..host.procfs import printable_lines
+from ..wording.text import cut
 
 
 def open_standard_streams() -> None:
@@ -39,6 +41,19 @@ def drop(stream: TextIO) -> None:
     os.close(fd)
 
 
+_UNWRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
+
+
+def why_unwritten(err: OSError) -> str:
+    """Return the text of an error; of a failed write without the name of a file, with that of standard output."""
+    if err.filename is not None or err.errno not in _UNWRITTEN:
+        return str(err)
+    path = ""
+    with suppress(OSError):
+        path = os.readlink("/proc/self/fd/1")
+    return f"standard output{f' ({path})' if path.startswith('/') else ''} cannot be written: {err.strerror}"
+
+
 def drop_errors() -> None:
     """Flush stderr, or discard what it buffers: with a broken stderr the interpreter would end with exit code 120."""
     try:
@@ -61,6 +76,11 @@ def is_in_front(stream: TextIO) -> bool:
         return os.tcgetpgrp(stream.fileno()) == os.getpgrp()
     except (OSError, ValueError):  # not the terminal of this session, or closed
         return True
+
+
+def reads_keys() -> bool:
+    """Return whether stdin is a terminal whose keys are for this process."""
+    return os.isatty(0) and is_in_front(sys.stdin)
 
 
 def in_color(stream: TextIO) -> bool:
@@ -136,15 +156,20 @@ _LEAVE = "\x1b[?25h\x1b[?1049l"
 
 @contextmanager
 def alternate_screen() -> Iterator[Callable[[str, str], None]]:
-    """Give a function that shows a head and a text on the terminal's second screen.
+    """Give a function that shows a head and a text on the terminal's second screen, where ``q`` is as Ctrl-C.
 
     However that ends, and while it is suspended, the first screen is back, and the last text stays there.
     """
     import signal
+    import termios
+    import tty
+    from threading import Thread, get_ident
 
     from ..coordination.signals import unwind_on_signals
 
     picture = last = ""
+    keys = termios.tcgetattr(0) if reads_keys() else None
+    caller = get_ident()
 
     def write(text: str) -> None:  # past the buffer of stdout, in which an exception would leave a part
         data = text.encode(sys.stdout.encoding, "replace")
@@ -156,21 +181,40 @@ def alternate_screen() -> Iterator[Callable[[str, str], None]]:
         picture, last = redrawn(head + text, os.get_terminal_size(1).lines or 24), text
         write(picture)
 
-    def suspend(number: int, frame: object) -> None:
+    def enter() -> None:
+        if keys:
+            tty.setcbreak(0)
+        write(_ENTER + picture)
+
+    def leave() -> None:
+        if keys:
+            with suppress(termios.error):  # it was closed
+                termios.tcsetattr(0, termios.TCSAFLUSH, keys)
         write(_LEAVE + last)
+
+    def wait_for_q() -> None:
+        with suppress(OSError):
+            while os.read(0, 1) not in (b"q", b"Q", b""):
+                pass
+            signal.pthread_kill(caller, signal.SIGINT)
+
+    def suspend(number: int, frame: object) -> None:
+        leave()
         signal.signal(number, before)
         os.kill(os.getpid(), number)
         signal.signal(number, suspend)
-        write(_ENTER + picture)
+        enter()
 
     before = signal.getsignal(signal.SIGTSTP)
     with unwind_on_signals():
         try:
             signal.signal(signal.SIGTSTP, suspend)
-            write(_ENTER)
+            enter()
+            if keys:
+                Thread(target=wait_for_q, daemon=True).start()
             yield show
         finally:
-            write(_LEAVE + last)
+            leave()
 
 
 def redrawn(text: str, rows: int) -> str:
@@ -198,16 +242,19 @@ def write_whole(path: str, content: str | bytes) -> None:
     temporary = os.path.join(
         directory, f".{name}.{os.getpid()}.{time.monotonic_ns():x}.tmp"
     )  # no reader takes it for a metrics file
-    # A link that somebody put there is not followed.
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
     try:
-        with os.fdopen(fd, "wb") as file:
-            os.fchmod(file.fileno(), 0o644)
-            file.write(content.encode() if isinstance(content, str) else content)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+        # A link that somebody put there is not followed.
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+        try:
+            with os.fdopen(fd, "wb") as file:
+                os.fchmod(file.fileno(), 0o644)
+                file.write(content.encode() if isinstance(content, str) else content)
+            os.replace(temporary, path)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+    except OSError as err:
+        raise OSError(f"{path} cannot be written: {err.strerror}") from err
 
 
 def write_output(text: str, path: str | None) -> None:
@@ -222,3 +269,9 @@ def write_output(text: str, path: str | None) -> None:
     if not os.path.isdir(os.path.dirname(os.path.abspath(path))):
         raise OSError(f"--output {path}: there is no such directory: make it, for those who read the file")
     write_whole(path, text)
+
+
+def head_line(interval: float, in_place: bool) -> str:
+    """Return what stands above a picture of ``--watch``: when it was made, and how to end it."""
+    keys = "q or Ctrl-C" if in_place and reads_keys() else "Ctrl-C"
+    return cut(f"{time.strftime('%H:%M:%S')}, every {interval:g} s ({keys} ends)", columns()) + "\n"

@@ -7,13 +7,23 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, NoReturn
 
 from ..errors import SafeGpuError
 from .arguments import CommandLine, add_hosts, add_vendor
 from .commands import EX_NO_DRIVER, EX_STATE_DIR
-from .output import alternate_screen, columns, in_color, is_terminal, print_json, print_lines, say, write_output
+from .output import (
+    alternate_screen,
+    columns,
+    head_line,
+    in_color,
+    is_terminal,
+    print_json,
+    print_lines,
+    say,
+    write_output,
+)
 
 if TYPE_CHECKING:
     from ..status.facts import HostStatus
@@ -47,7 +57,7 @@ exit codes with hosts: 0 all have answered, 1 some have, 68 none has"""
     )
     add_vendor(parser, "only GPUs of this vendor (default: of all)")
     parser.add_argument(
-        "--watch", action="store_true", help="show it again every two seconds, hosts every five, until interrupted"
+        "--watch", action="store_true", help="show it again every two seconds, hosts every five, until q or Ctrl-C"
     )
     parser.add_argument(
         "--interval",
@@ -92,7 +102,9 @@ def _status(options: argparse.Namespace) -> int:
     if options.sort:
         options.usage_error("--sort goes with --host and --all-hosts")
     if options.watch:
-        _watch(options, user)
+        with suppress(KeyboardInterrupt):
+            _watch(options, user)
+        return 0
     try:
         status = _gathered(options.vendor)
     except SafeGpuError as err:
@@ -151,10 +163,8 @@ def _table(status: HostStatus, user: str | None, verbose: bool) -> str:
 
 
 def _watch(options: argparse.Namespace, user: str | None) -> NoReturn:
-    """Show it until a signal ends it; on a terminal in place, elsewhere one after the other."""
+    """Show it until Ctrl-C or a signal; on a terminal in place, elsewhere one after the other."""
     import json
-
-    from ..wording.text import cut
 
     interval = _INTERVAL if options.interval is None else options.interval
     in_place = is_terminal(sys.stdout) and not options.json
@@ -164,7 +174,5 @@ def _watch(options: argparse.Namespace, user: str | None) -> NoReturn:
             if options.json:
                 print_lines(json.dumps(_of(status, user).to_dict()))
             else:
-                now = time.strftime("%H:%M:%S", time.localtime(status.taken_at))
-                head = cut(f"{now}, every {interval:g} s (Ctrl-C ends)", columns())
-                show(f"{head}\n", f"{_table(status, user, options.verbose)}\n")
+                show(head_line(interval, in_place), f"{_table(status, user, options.verbose)}\n")
             time.sleep(interval)

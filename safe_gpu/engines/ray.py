@@ -198,11 +198,11 @@ class _RayHolder:
 
 def _set_up_worker() -> None:
     """Set up each worker of a claim before its first task."""
-    import logging
+    from ..wording.logger import package_logger
 
     setup = json.loads(os.environ[_WORKER])
     outcome = enter_worker(setup["cpus"], setup["numa_node"], setup["memory"])
-    logging.getLogger("safe_gpu").info("%s=%s, %s", setup["shows"], os.environ[setup["shows"]], outcome)
+    package_logger().info("%s=%s, %s", setup["shows"], os.environ[setup["shows"]], outcome)
     if setup["then"]:
         from ray._private.runtime_env.setup_hook import load_and_execute_setup_hook
 

@@ -156,9 +156,9 @@ def claim_through(
         chosen = _best(reports, nodes, gpus_per_node)
         claimers = _one_per_host(chosen, gpus_per_node)
         if logger is None:
-            import logging
+            from ..wording.logger import package_logger
 
-            logger = logging.getLogger("safe_gpu")
+            logger = package_logger()
 
         on_wait = partial(logger.info, "Waiting for GPUs on %s: %s")
         held: dict[ClusterGpu, _HolderT] = {}

@@ -114,9 +114,9 @@ def name_of(placeholder: object) -> str:
 
 
 def _default_logger() -> Any:
-    import logging
+    from ..wording.logger import package_logger
 
-    return logging.getLogger("safe_gpu")
+    return package_logger()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

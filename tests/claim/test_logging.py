@@ -57,14 +57,34 @@ def test_a_bare_script_that_waits_a_moment_hears_nothing(child, ground, eventual
 def test_a_bare_script_that_waits_longer_hears_it_once(child, ground, eventually) -> None:
     ground.hold(*range(8))
     head = child(WAITS.format(seconds=0.01))
-    assert head.process.stderr.readline() == "waiting for 1 GPU (0 free); GPU 0-7: unknown holder\n"
-    user = procfs.user_name(os.geteuid())
+    assert head.process.stderr.readline() == "safe_gpu: waiting for 1 GPU (0 free); GPU 0-7: unknown holder\n"
+    who = rf"{re.escape(procfs.user_name(os.geteuid()))} \(pid {head.process.pid}, wants 1 GPU, queued for \d+ s\)"
     behind = child(WAITS.format(seconds=0.01))
-    said = rf"waiting for 1 GPU; behind {re.escape(user)} \(pid {head.process.pid}, wants 1 GPU, queued for \d+ s\)\n"
+    said = rf"safe_gpu: waiting for 1 GPU; behind {who}\n"
     assert re.fullmatch(said, behind.process.stderr.readline())
     ground.let_go()
     for one in (head, behind):
         assert one.process.communicate(timeout=60) == ("has\n", "")
+
+
+@pytest.mark.parametrize(
+    ("call", "environment", "text"),
+    [
+        ("claim_gpus(2)", {"SLURM_JOB_ID": "7", "SLURM_GPUS_ON_NODE": "1"}, "This claim takes 2 GPUs, but"),
+        ("bind(9, strict=False)", {}, "not bound: this host has no GPU 9"),
+        ("wrap_command(['true'], gpu=9, mode='node', strict=False)", {}, "the command runs unbound: this host has"),
+        ("claim_gpus()", {"SAFE_GPU_TIMOUT": "5"}, "SAFE_GPU_TIMOUT is not a variable of"),
+    ],
+)
+@pytest.mark.parametrize(("configured", "sender"), [("", "safe_gpu: "), ("logging.basicConfig()", "WARNING:safe_gpu:")])
+def test_every_warning_names_its_sender_once(
+    child, call: str, environment: dict[str, str], text: str, configured: str, sender: str
+) -> None:
+    one = child(f"import logging; {configured}\nfrom safe_gpu import *\n{call}", env=environment)
+    lines = one.process.communicate(timeout=60)[1].splitlines()
+    assert lines
+    assert all(line.startswith(sender) and line.count("safe_gpu: ") == (not configured) for line in lines)
+    assert any(line.startswith(sender + text) for line in lines)
 
 
 class Clock:

@@ -198,18 +198,42 @@ def test_output_that_nobody_reads(command, line: str) -> None:
     os.close(reader)
     done = command.run(*line.split(), stdout=writer)
     os.close(writer)
-    assert done.returncode in ((0, 141) if line.startswith("--") else (141,))  # argparse may not notice
+    assert done.returncode == 141
     assert done.stderr == ""
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
-@pytest.mark.parametrize("line", ["status", "affinity"])
-def test_output_that_finds_no_room(command, line: str) -> None:
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("line", ["status", "affinity", "--help", "help run", "--version", "history --json", "wait"])
+def test_output_that_finds_no_room(command, line: str, unbuffered: str) -> None:
     with open("/dev/full", "w") as full:
-        done = command.run(*line.split(), stdout=full)
+        done = command.run(*line.split(), stdout=full, env={"PYTHONUNBUFFERED": unbuffered})
     assert done.returncode == 74
-    assert done.stderr.count("\n") == 1
-    assert "No space left" in done.stderr
+    assert done.stderr == "safe-gpu: standard output (/dev/full) cannot be written: No space left on device\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "what"),
+    [
+        ("status > out", "standard output ({here}/out)"),
+        ("status --watch --json > out", "standard output ({here}/out)"),
+        ("status --prometheus --output out", "{here}/out"),
+        ("status --html --output out", "{here}/out"),
+    ],
+)
+def test_a_file_that_becomes_too_large_is_named(command, ground, line: str, what: str, tmp_path) -> None:
+    shell = ["bash", "-c", f"ulimit -f 0; exec {command.path} {line}"]
+    done = subprocess.run(shell, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.stderr == f"safe-gpu: {what.format(here=tmp_path)} cannot be written: File too large\n"
+    assert done.returncode == 74
+    assert os.listdir(tmp_path) == (["out"] if ">" in line else [])
+
+
+def test_an_output_that_is_not_open_for_writing_is_named(command) -> None:
+    with open("/dev/null") as closed:
+        done = command.run("status", stdout=closed)
+    text = "safe-gpu: standard output (/dev/null) cannot be written: Bad file descriptor\n"
+    assert (done.returncode, done.stderr) == (74, text)
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,16 @@ $ safe-gpu stats
 [2] safe-gpu: error: there is no command 'stats': did you mean safe-gpu status? (see safe-gpu --help)
 $ safe-gpu top
 [2] safe-gpu: error: there is no command 'top': did you mean safe-gpu status --watch? (see safe-gpu --help)
+$ safe-gpu kill 4242
+[2] safe-gpu: error: there is no command 'kill': a GPU is given back when its process ends: kill PID, which saf...
+$ safe-gpu stop
+[2] safe-gpu: error: there is no command 'stop': a GPU is given back when its process ends: kill PID, which saf...
+$ safe-gpu release 0
+[2] safe-gpu: error: there is no command 'release': a GPU is given back when its process ends: kill PID, which saf...
+$ safe-gpu free
+[2] safe-gpu: error: there is no command 'free': a GPU is given back when its process ends: kill PID, which saf...
+$ safe-gpu cancel
+[2] safe-gpu: error: there is no command 'cancel': a GPU is given back when its process ends: kill PID, which saf...
 $ safe-gpu sh -c true
 [2] safe-gpu: error: there is no command 'sh': to run it on a GPU, write safe-gpu run -- sh (see safe-gpu --help)
 $ safe-gpu xyzzy
@@ -35,6 +45,22 @@ $ safe-gpu -v
 # Options
 $ safe-gpu run --timout 5 -- true
 [2] safe-gpu run: error: there is no option --timout: did you mean --timeout? (see safe-gpu run --help)
+$ safe-gpu run --gpu 3 -- true
+[2] safe-gpu run: error: there is no option --gpu: write --only 3 to choose by index or UUID; -n is how many (see sa...
+$ safe-gpu run --device=cuda:1 true
+[2] safe-gpu run: error: there is no option --device: write --only 1 to choose by index or UUID; -n is how many (see...
+$ safe-gpu run --gpu-ids 0,2-3 -- true
+[2] safe-gpu run: error: there is no option --gpu-ids: write --only 0,2-3 to choose by index or UUID; -n is how many...
+$ safe-gpu run --GPU_ID GPU-8a2b -- true
+[2] safe-gpu run: error: there is no option --GPU_ID: write --only GPU-8a2b to choose by index or UUID; -n is how...
+$ safe-gpu wait -i 3
+[2] safe-gpu wait: error: there is no option -i: write --only 3 to choose by index or UUID; -n is how many (see safe-...
+$ safe-gpu run --id python train.py
+[2] safe-gpu run: error: there is no option --id: write --only 0 to choose by index or UUID; -n is how many (see saf...
+$ safe-gpu bind --only 3 -- true
+[2] safe-gpu bind: error: there is no option --only: write --gpu 3 to choose by index or UUID (see safe-gpu bind --h...
+$ safe-gpu --gpu 3 python train.py
+[2] safe-gpu: error: a command is missing: did you mean safe-gpu run --only 3? (see safe-gpu --help)
 $ safe-gpu status --interval 5
 [2] safe-gpu status: error: --interval goes with --watch or --html (see safe-gpu status --help)
 $ safe-gpu wait 2

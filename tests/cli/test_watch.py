@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import termios
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from support.terminals import Screen, Terminal
 from safe_gpu.cli.output import redrawn
 from safe_gpu.host import procfs
 
-CLOCK = r"\d\d:\d\d:\d\d, every {} s \(Ctrl-C ends\)"
+CLOCK = r"\d\d:\d\d:\d\d, every {} s \({}Ctrl-C ends\)"
 
 
 def test_a_shorter_picture_leaves_nothing_of_the_one_before() -> None:
@@ -31,12 +32,13 @@ def test_a_picture_that_is_too_tall_does_not_scroll(rows: int) -> None:
         assert screen.shown == [*(f"line {number}" for number in range(rows - 2)), f"... {20 - rows + 2} more lines"]
 
 
-def watch(command: Any, terminal: Terminal, free: int = 8) -> Any:
-    """The command, once it shows that many free GPUs."""
+def watch(command: Any, terminal: Terminal, *, keys: bool = False) -> Any:
+    """The command, once it shows eight free GPUs; with ``keys`` its stdin is the terminal too."""
     # In a group of its own, with a parent outside it: an orphaned group cannot be suspended.
     words = ("status", "--watch", "--interval", "0.1")
-    started = command.start(*words, stdout=terminal.slave, preexec_fn=os.setpgrp)
-    until_free(terminal, free)
+    options = {"stdin": terminal.slave} if keys else {}
+    started = command.start(*words, stdout=terminal.slave, preexec_fn=os.setpgrp, **options)
+    until_free(terminal, 8)
     return started
 
 
@@ -46,7 +48,7 @@ def until_free(terminal: Terminal, number: int) -> None:
 
 def test_it_is_redrawn_in_place(command, ground, terminal: Terminal) -> None:
     started = watch(command, terminal)
-    assert re.fullmatch(CLOCK.format(0.1), terminal.whole[0])
+    assert re.fullmatch(CLOCK.format(0.1, ""), terminal.whole[0])
     with_all_free = len(terminal.whole)
     ground.hold(0, 1)
     until_free(terminal, 6)
@@ -59,7 +61,7 @@ def test_it_is_redrawn_in_place(command, ground, terminal: Terminal) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM), (signal.SIGHUP, -signal.SIGHUP)]
+    ("number", "code"), [(signal.SIGINT, 0), (signal.SIGTERM, -signal.SIGTERM), (signal.SIGHUP, -signal.SIGHUP)]
 )
 def test_the_last_picture_stays_on_the_first_screen(command, terminal: Terminal, number: int, code: int) -> None:
     terminal.write("$ what stood there\n")
@@ -87,15 +89,48 @@ def test_the_terminal_is_given_back_while_it_is_suspended(command, terminal: Ter
     started.kill()
 
 
+@pytest.mark.parametrize("keys", [b"q", b"Q", b"~ \r\x1b[Aq", b"\x03"])
+def test_q_ends_it_and_the_terminal_is_as_before(command, terminal: Terminal, keys: bytes) -> None:
+    before = termios.tcgetattr(terminal.slave)
+    started = watch(command, terminal, keys=True)
+    assert re.fullmatch(CLOCK.format(0.1, "q or "), terminal.whole[0])
+    assert termios.tcgetattr(terminal.slave) != before
+    if keys == b"\x03":
+        started.send_signal(signal.SIGINT)  # as the terminal does that controls it
+    else:
+        os.write(terminal.master, keys)
+    assert started.wait(60) == 0
+    assert termios.tcgetattr(terminal.slave) == before
+    terminal.read_to_the_end()
+    assert (terminal.alternate, terminal.cursor) == (False, True)
+    assert "8 of 8 GPUs free" in terminal.shown[0]
+    assert not re.search("[~^]", terminal.raw), "what was typed was shown"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGTSTP])
+def test_keys_are_given_back_however_it_ends(command, terminal: Terminal, number: int, eventually: Any) -> None:
+    before = termios.tcgetattr(terminal.slave)
+    started = watch(command, terminal, keys=True)
+    started.send_signal(number)
+    eventually(lambda: procfs.is_stopped(started.pid) or started.poll() is not None)
+    assert termios.tcgetattr(terminal.slave) == before
+    terminal.read_until(lambda: not terminal.alternate)
+    if number == signal.SIGTSTP:
+        started.send_signal(signal.SIGCONT)
+        terminal.read_until(lambda: terminal.alternate)
+        os.write(terminal.master, b"q")
+        assert started.wait(60) == 0
+
+
 def test_without_a_terminal_pictures_follow_each_other(command) -> None:
     started = command.start("status", "--watch", "--interval", "0.1s")
     text = ""
     while text.count("8 of 8 GPUs free") < 2:
         text += started.stdout.readline()
-    assert len(re.findall(f"^{CLOCK.format(0.1)}$", text, re.MULTILINE)) == 2
+    assert len(re.findall(f"^{CLOCK.format(0.1, '')}$", text, re.MULTILINE)) == 2
     assert "\x1b" not in text
     started.send_signal(signal.SIGINT)
-    assert started.wait(60) == 130
+    assert started.wait(60) == 0
 
 
 def test_json_again_and_again_is_a_line_each(command) -> None:

@@ -1,6 +1,7 @@
 """``safe-gpu status --host``: real sshds that answer, and each way in which a host does not."""
 
 import json
+import os
 import subprocess
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -116,13 +117,13 @@ def test_the_watch_does_not_wait_for_the_slowest(hosts: Any, remote: Any, comman
     hosts.up("gpu1")
     hosts.up("gpu-slow", forced="exec sleep 60")
     words = ("status", "--host", "gpu-slow,gpu1", "--watch", "--interval", "0.1")
-    started = command.start(*words, stdout=terminal.slave)
+    started = command.start(*words, stdin=terminal.slave, stdout=terminal.slave)
     terminal.read_until(lambda: any("8 of 8" in line for line in terminal.whole))
     assert any(line.split() == ["gpu-slow", "..."] for line in terminal.whole)
     remote("gpu1").hold(1)
     terminal.read_until(lambda: any("7 of 8" in line for line in terminal.whole))
-    started.terminate()
-    started.wait(60)
+    os.write(terminal.master, b"q")
+    assert started.wait(60) == 0
     terminal.read_to_the_end()
     assert (terminal.alternate, terminal.cursor) == (False, True)
 

@@ -87,9 +87,9 @@ def test_a_column_is_whole_or_left_out(width: int, last: str) -> None:
 
 
 @pytest.mark.skipif(shutil.which("tmux") is None, reason="needs tmux")
-@pytest.mark.parametrize("width", picture.WIDTHS)
-def test_the_same_in_tmux(tmp_path: Path, width: int, eventually: Any) -> None:
-    """What another author's terminal shows of --watch, and what is left of it after Ctrl-C."""
+@pytest.mark.parametrize(("width", "key"), [*zip(picture.WIDTHS, ("C-c", "q"), strict=True)])
+def test_the_same_in_tmux(tmp_path: Path, width: int, key: str, eventually: Any) -> None:
+    """What another author's terminal shows of --watch, and what is left of it after Ctrl-C or q."""
 
     def tmux(*words: str) -> str:
         done = subprocess.run(["tmux", "-S", str(tmp_path / "socket"), *words], capture_output=True, text=True)
@@ -102,14 +102,23 @@ def test_the_same_in_tmux(tmp_path: Path, width: int, eventually: Any) -> None:
     expected = picture.screen(width, NO_COLOR="1").rstrip()
     watch = shlex.join([sys.executable, str(TOOL), "status", "--watch", "--interval", "0.1"])
     tmux(
-        "-u", "-f", "/dev/null", "new-session", "-d", "-x", str(width), "-y", "40", f"unset COLUMNS; {watch}; read wait"
+        "-u",
+        "-f",
+        "/dev/null",
+        "new-session",
+        "-d",
+        "-x",
+        str(width),
+        "-y",
+        "40",
+        f"unset COLUMNS; trap : INT; {watch}; echo code $?; read wait",
     )
     try:
         eventually(lambda: shown().partition("\n")[2] == expected)
         assert tmux("display-message", "-p", "#{alternate_on} #{cursor_flag}") == "1 0\n"
-        tmux("send-keys", "C-c")
+        tmux("send-keys", key)
         eventually(lambda: tmux("display-message", "-p", "#{alternate_on} #{cursor_flag}") == "0 1\n")
-        assert expected in shown()
+        eventually(lambda: shown().endswith(f"{expected}\ncode 0"))
     finally:
         tmux("kill-server")
 

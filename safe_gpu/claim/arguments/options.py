@@ -128,9 +128,9 @@ def read_options(
     """
     began = time.monotonic()
     if logger is None:
-        import logging
+        from ...wording.logger import package_logger
 
-        logger = logging.getLogger("safe_gpu")
+        logger = package_logger()
     elif not callable(getattr(logger, "info", None)):
         raise UnsatisfiableRequestError(
             f"logger={logger!r} is not a logger: pass a logging.Logger, or leave it out", value=logger

@@ -246,11 +246,10 @@ def remaining_quota(snapshot: HostSnapshot, nb_gpus: int) -> float:
     path = settings.existing_policy(os.environ)
     if path is None:
         return math.inf
-    import logging
-
+    from ...wording.logger import package_logger
     from .never_allowed import check_count
 
-    quota = quota_of(path, logging.getLogger("safe_gpu").warning)
+    quota = quota_of(path, package_logger().warning)
     if quota is None or quota.limits.max_gpus is None:
         return math.inf
     check_count(nb_gpus, quota.limits)

@@ -72,6 +72,5 @@ def set_affinity(
     chosen = by_ordinal(gpu_id, snapshot, os.environ)
     report = bind_process(shares[gpu_id], notes=filter(None, [*chosen.notes, doubt_about(options)]))
     remember(chosen.gpus)
-    log = package_logger()
-    log.log(logging.WARNING if report.notes else logging.INFO, "%s", report._replace(target=chosen.title))
+    package_logger.log(logging.WARNING if report.notes else logging.INFO, "%s", report._replace(target=chosen.title))
     return set(report.cpus)

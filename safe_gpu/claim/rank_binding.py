@@ -77,9 +77,8 @@ def _bind(
     of_rank: bool = False,
     rank: int | None = None,
 ) -> BindingReport:
-    from ..wording.logger import package_logger
+    from ..wording.logger import package_logger as log
 
-    log = package_logger()
     try:
         options = parse_options(mode, memory)
         if node is not None:

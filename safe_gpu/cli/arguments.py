@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from ..errors import SafeGpuError
 from ..gpus.vendors import FIRST, VENDORS
 from ..wording.argument_style import ArgumentStyle
-from .output import columns, print_lines
+from .output import columns
 
 if TYPE_CHECKING:
     from ..selection.request import Condition
@@ -51,10 +51,6 @@ class Parser(argparse.ArgumentParser):
     def add_help_option(self) -> None:
         """Add ``--help`` at the end, where it is no group of its own."""
         self._action_groups[-1].add_argument("-h", "--help", action="help", help="show this help and exit")
-
-    def print_help(self, file: Any = None) -> None:
-        """Print the help; argparse's own method hides that it cannot be written."""
-        print_lines(self.format_help().rstrip("\n"), file)
 
     def error(self, message: str) -> NoReturn:
         name, colon, rest = message.partition(": ")
@@ -312,10 +308,8 @@ _MEANT = {
 
 _GIVE_BACK = "abort cancel end free kill quit release return stop terminate unclaim unlock".split()
 
-_BY_INDEX = (
-    "-d -g -i --cuda --cuda-device --cuda-visible-device --device --device-id --gpu --gpu-id --gpu-index".split()
-)
-_BY_INDEX += "--cuda-visible-devices --id --index --indices --only --ordinal --use-gpu --visible-device".split()
+_BY_INDEX = r"-[dgi]|--cuda|--(cuda-|use-|visible-)*(gpu|device|id|index|indice|only|ordinal)(-(id|index|indice))?s?"
+"""Options of other tools, and of our other commands, for GPUs by their indices."""
 
 
 def _similar(word: str, known: Iterable[str]) -> str:
@@ -334,23 +328,11 @@ def not_a_choice(option: Sequence[str], value: str, choices: Sequence[str]) -> s
     return f"{' '.join([*option, quote(value)])} is not possible: {meant}choose from {', '.join(choices)}"
 
 
-def _by_index(word: str, after: str, known: Sequence[str]) -> str:
-    """Return the option of a command with these options that is meant by another tool's: ``--only 3`` for ``--gpu 3``;
-    "" for all other words. ``after`` is what follows it."""
-    name, _, value = word.partition("=")
-    name = name.lower().replace("_", "-")
-    option = next((one for one in ("--only", "--gpu") if one in known), "")
-    if not option or not {name, name.removesuffix("s")} & {*_BY_INDEX}:
-        return ""
-    named = re.match(r"(cuda:)?((\d|GPU-|MIG-)[\w,:-]*)(?!\S)", value or after)
-    return f"{option} {named[2] if named else 0}"
-
-
 def unknown_option(word: str, options_of: Mapping[str, Sequence[str]], after: str = "") -> str:
     """Return the usage error for an option where a command was expected; ``options_of``: command -> its options."""
     name = word.partition("=")[0]
-    if name not in options_of["run"] and (meant := _by_index(word, after, options_of["run"])):
-        return f"a command is missing: did you mean safe-gpu run {meant}?"
+    if name not in options_of["run"] and re.fullmatch(_BY_INDEX, name):
+        return unknown_argument(word, options_of["run"], after)
     for owner in (command for command, options in options_of.items() if name in options):
         return f"{name} is an option of safe-gpu {owner}: write safe-gpu {owner} {word} ..."
     return unknown_argument(word, ("--help", "--version"))
@@ -377,11 +359,12 @@ def unknown_argument(word: str, known: Sequence[str], after: str = "") -> str:
     if not word.startswith("-"):
         hint = f": did you mean -n {word}?" if word.isdecimal() and "-n" in known else ""
         return f"unexpected argument {word!r}{hint}"
-    name = word.partition("=")[0]
-    if meant := _by_index(word, after, known):
-        number = "; -n is how many" if "-n" in known else ""
-        return f"there is no option {name}: write {meant} to choose by index or UUID{number}"
+    name, _, value = word.partition("=")
     meant = _similar(name, known) if len(name) > 2 else ""
+    option = next((one for one in ("--only", "--gpu") if one in known), "")
+    if option and re.fullmatch(_BY_INDEX, name.lower().replace("_", "-")):
+        gpus = re.match(r"(cuda:)?((\d|GPU-|MIG-)[\w,:-]*)(?!\S)", value or after)
+        meant = f"{option} {gpus[2] if gpus else 0}"
     return f"there is no option {name}{f': did you mean {meant}?' if meant else ''}"
 
 

@@ -99,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         say(str(err))
         return _for_scheduler(next(code for kind, code in _EXIT_CODES if isinstance(err, kind)), options)
     except KeyboardInterrupt:
-        return EX_INTERRUPTED
+        return 0 if getattr(options, "watch", False) else EX_INTERRUPTED
     except BrokenPipeError:  # the reader of the output has closed it
         drop(sys.stdout)
         return EX_BROKEN_PIPE

@@ -6,11 +6,11 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from .arguments import moment
-from .output import columns, print_lines, say, write_whole
+from .output import columns, print_json, say, write_whole
 
 if TYPE_CHECKING:
     from ..status.history import PastClaim
@@ -20,6 +20,8 @@ _DAYS = 30
 _REPORTS = {"week": 7, "month": 30, "year": 365}
 
 _LONGEST_REPORT = 731  # days; no file is kept longer
+
+_NONE = ("no claims in this time",)
 
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")  # what spreadsheets would run
 
@@ -118,16 +120,8 @@ def _report(claims: list[PastClaim], options: argparse.Namespace, since: float, 
         from ..status.report import drawn
 
         write_whole(options.plot, drawn(report_by_day(claims, since, until), options.plot[-3:]))
-    if options.json:
-        head: dict[str, object] = {"schema": 1, "since": since, "until": until}
-        _print_json(head, "report", (row._asdict() for row in rows))
-    elif options.csv:
-        _print_csv(ReportRow._fields, rows)
-    elif not claims:
-        print("no claims in this time")
-    else:
-        for line in table_of_report(rows, columns()):
-            print(line)
+    head = {"schema": 1, "since": since, "until": until}
+    _print(options, head, "report", ReportRow._fields, rows, table_of_report(rows, columns()) if claims else _NONE)
 
 
 def _without_work(claims: list[PastClaim]) -> list[PastClaim]:
@@ -159,10 +153,12 @@ def _show(claims: list[PastClaim], options: argparse.Namespace, since: float, un
     rows: Iterable[Sequence[object]]
     if options.by:
         uses = gpu_hours_by(claims, options.by, since, until)
+        table = table_of_use(uses, options.by, columns())
         head["by"], kind, names = options.by, "use", [options.by, "claims"]
         rows = ((one.key, one.claims, round(one.least, 4), round(one.most, 4)) for one in uses)
     else:
         claims.reverse()
+        table = table_of_claims(claims, since, until, columns())
         kind, names = "claims", _FACTS
         rows = (
             [getattr(one, name) for name in _FACTS]
@@ -170,35 +166,28 @@ def _show(claims: list[PastClaim], options: argparse.Namespace, since: float, un
             for one in claims
         )
     names = [*names, "gpu_hours_least", "gpu_hours_most"]
+    _print(options, head, kind, names, rows, table if claims else _NONE)
+
+
+def _print(
+    options: argparse.Namespace,
+    head: Mapping[str, object],
+    kind: str,
+    names: Sequence[str],
+    rows: Iterable[Sequence[object]],
+    table: Iterable[str],
+) -> None:
+    """Print rows in the form that was asked for; ``table`` has the lines for people."""
     if options.json:
-        _print_json(head, kind, (dict(zip(names, row, strict=True)) for row in rows))
+        print_json({**head, kind: [dict(zip(names, row, strict=True)) for row in rows]})
     elif options.csv:
-        _print_csv(names, rows)
-    elif not claims:
-        print("no claims in this time")
+        import csv
+
+        writer = csv.writer(sys.stdout, lineterminator="\n")
+        writer.writerow(names)
+        writer.writerows(map(_cell, names, row) for row in rows)
     else:
-        width = columns()
-        table = table_of_use(uses, options.by, width) if options.by else table_of_claims(claims, since, until, width)
-        for line in table:
-            print(line)
-
-
-def _print_json(head: dict[str, object], name: str, entries: Iterable[dict[str, object]]) -> None:
-    import json
-
-    text, comma = json.dumps({**head, name: []}, indent=2).removesuffix("]\n}"), ""
-    for entry in entries:
-        print_lines(text + comma)
-        text, comma = f"    {json.dumps(entry, indent=2)}".replace("\n", "\n    "), ","
-    print_lines(f"{text}\n  ]\n}}" if comma else f"{text}]\n}}")
-
-
-def _print_csv(names: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    import csv
-
-    writer = csv.writer(sys.stdout, lineterminator="\n")
-    writer.writerow(names)
-    writer.writerows(map(_cell, names, row) for row in rows)
+        sys.stdout.writelines(f"{line}\n" for line in table)
 
 
 def _cell(name: str, value: object) -> object:

@@ -9,7 +9,6 @@ import re
 import sys
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from itertools import repeat
 from queue import SimpleQueue
@@ -27,17 +26,7 @@ from ..status.render import table
 from ..wording.text import GAP, Column, paint, plural, wrapped
 from .arguments import chosen_hosts
 from .commands import EX_NO_HOST, EX_SOME_HOSTS
-from .output import (
-    alternate_screen,
-    columns,
-    head_line,
-    in_color,
-    is_terminal,
-    print_json,
-    print_lines,
-    say,
-    write_output,
-)
+from .output import columns, in_color, print_json, print_lines, say, watching, write_output
 
 if TYPE_CHECKING:
     from ..status.page import Figures
@@ -285,9 +274,7 @@ def status_of_hosts(options: argparse.Namespace) -> int:
             options.usage_error(f"--{option} is about one host: it does not go with --host and --all-hosts")
     script = script_of_status(options.vendor, options.verbose and not (options.json or options.html))
     if options.watch:
-        with suppress(KeyboardInterrupt):
-            _watch(options, hosts, script)
-        return 0
+        _watch(options, hosts, script)
     found = arranged(answers_of(hosts, script), options.sort)
     if options.json:
         print_json(document(found))
@@ -309,16 +296,12 @@ def _watch(options: argparse.Namespace, hosts: Collection[str], script: str) -> 
     As JSON, each answer is a line of its own.
     """
     interval = _INTERVAL if options.interval is None else options.interval
-    in_place = is_terminal(sys.stdout) and not options.json
     known = dict.fromkeys(hosts, Answer(error="..."))
-    with alternate_screen() if in_place else nullcontext(lambda *text: print_lines("".join(text))) as show:
+    with watching(interval, as_lines=options.json) as show:
         for host, said in answers(hosts, script, interval):
             known[host] = read_answer(said)
-            if options.json:
-                print_lines(json.dumps(document({host: known[host]})))
-            else:
-                picture = _picture(arranged(known, options.sort), options)
-                show(head_line(interval, in_place), f"{picture}\n")
+            found = document({host: known[host]})
+            show(json.dumps(found) if options.json else _picture(arranged(known, options.sort), options))
 
 
 _DAY = 86400.0  # seconds

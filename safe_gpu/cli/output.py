@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import stat
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from errno import EBADF, EDQUOT, EFBIG, EIO, ENOSPC
 from io import TextIOWrapper
-from typing import TextIO
+from typing import Any, TextIO
 
-from ..host.procfs import printable_lines
-from ..wording.text import cut
+from ..host.procfs import open_files, printable_lines
+from ..wording.text import cut, in_brackets
 
 
 def open_standard_streams() -> None:
@@ -41,17 +41,12 @@ def drop(stream: TextIO) -> None:
     os.close(fd)
 
 
-_UNWRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
-
-
 def why_unwritten(err: OSError) -> str:
     """Return the text of an error; of a failed write without the name of a file, with that of standard output."""
-    if err.filename is not None or err.errno not in _UNWRITTEN:
+    if err.filename is not None or err.errno not in (ENOSPC, EDQUOT, EFBIG, EIO, EBADF):
         return str(err)
-    path = ""
-    with suppress(OSError):
-        path = os.readlink("/proc/self/fd/1")
-    return f"standard output{f' ({path})' if path.startswith('/') else ''} cannot be written: {err.strerror}"
+    file = (open_files(os.getpid()) or {}).get(1)
+    return f"standard output{in_brackets(file)} cannot be written: {err.strerror}"
 
 
 def drop_errors() -> None:
@@ -68,19 +63,6 @@ def is_terminal(stream: TextIO) -> bool:
         return stream.isatty() and os.environ.get("TERM") != "dumb"
     except ValueError:  # closed
         return False
-
-
-def is_in_front(stream: TextIO) -> bool:
-    """Return whether this process may use a terminal's lines: it is no job in the background of a shell there."""
-    try:
-        return os.tcgetpgrp(stream.fileno()) == os.getpgrp()
-    except (OSError, ValueError):  # not the terminal of this session, or closed
-        return True
-
-
-def reads_keys() -> bool:
-    """Return whether stdin is a terminal whose keys are for this process."""
-    return os.isatty(0) and is_in_front(sys.stdin)
 
 
 def in_color(stream: TextIO) -> bool:
@@ -121,9 +103,7 @@ def say(text: str) -> None:
 
 def print_lines(text: str, stream: TextIO | None = None) -> None:
     """Print lines on stdout or this stream with one write(2), where print() makes two: text and newline."""
-    stream = stream or sys.stdout
-    stream.write(f"{text}\n")
-    stream.flush()
+    (stream or sys.stdout).write(f"{text}\n")
 
 
 def print_json(value: object) -> None:
@@ -154,67 +134,77 @@ _ENTER = "\x1b[?1049h\x1b[?25l\x1b[H\x1b[2J"  # the second screen, without a cur
 _LEAVE = "\x1b[?25h\x1b[?1049l"
 
 
-@contextmanager
-def alternate_screen() -> Iterator[Callable[[str, str], None]]:
-    """Give a function that shows a head and a text on the terminal's second screen, where ``q`` is as Ctrl-C.
+def watching(interval: float, *, as_lines: bool) -> AbstractContextManager[Callable[[str], None]]:
+    """Give a function that shows one picture after the other: on a terminal in place, elsewhere with a line above.
 
-    However that ends, and while it is suspended, the first screen is back, and the last text stays there.
+    Args:
+        interval: seconds between two of them.
+        as_lines: print nothing but what is given, such as documents for programs.
+    """
+
+    def head() -> str:
+        return cut(f"{time.strftime('%H:%M:%S')}, every {interval:g} s (Ctrl-C ends)", columns())
+
+    if as_lines:
+        return nullcontext(print_lines)
+    if not is_terminal(sys.stdout):
+        return nullcontext(lambda text: print_lines(f"{head()}\n{text}\n"))
+    return _second_screen(head)
+
+
+@contextmanager
+def _second_screen(head: Callable[[], str]) -> Iterator[Callable[[str], None]]:
+    """Show pictures on the terminal's second screen, where ``q`` is as Ctrl-C.
+
+    However that ends, and while it is suspended, the first screen is back, and the last picture stays there.
     """
     import signal
     import termios
-    import tty
-    from threading import Thread, get_ident
+    from threading import Thread
 
     from ..coordination.signals import unwind_on_signals
 
     picture = last = ""
-    keys = termios.tcgetattr(0) if reads_keys() else None
-    caller = get_ident()
+    before = termios.tcgetattr(1)
+    keys = [*before[:3], before[3] & ~(termios.ICANON | termios.ECHO), *before[4:]]
 
     def write(text: str) -> None:  # past the buffer of stdout, in which an exception would leave a part
         data = text.encode(sys.stdout.encoding, "replace")
         while data:
             data = data[os.write(1, data) :]
 
-    def show(head: str, text: str) -> None:
+    def show(text: str) -> None:
         nonlocal picture, last
-        picture, last = redrawn(head + text, os.get_terminal_size(1).lines or 24), text
+        picture, last = redrawn(f"{head()}\n{text}", os.get_terminal_size(1).lines or 24), f"{text}\n"
         write(picture)
 
-    def enter() -> None:
-        if keys:
-            tty.setcbreak(0)
-        write(_ENTER + picture)
-
-    def leave() -> None:
-        if keys:
-            with suppress(termios.error):  # it was closed
-                termios.tcsetattr(0, termios.TCSAFLUSH, keys)
-        write(_LEAVE + last)
+    def switch(mode: list[Any], text: str) -> None:
+        with suppress(termios.error):  # in the background of a shell that has gone
+            termios.tcsetattr(1, termios.TCSAFLUSH, mode)
+        write(text)
 
     def wait_for_q() -> None:
         with suppress(OSError):
-            while os.read(0, 1) not in (b"q", b"Q", b""):
+            while os.read(1, 1) not in (b"q", b"Q", b""):
                 pass
-            signal.pthread_kill(caller, signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
 
     def suspend(number: int, frame: object) -> None:
-        leave()
-        signal.signal(number, before)
+        switch(before, _LEAVE + last)
+        signal.signal(number, handler)
         os.kill(os.getpid(), number)
         signal.signal(number, suspend)
-        enter()
+        switch(keys, _ENTER + picture)
 
-    before = signal.getsignal(signal.SIGTSTP)
+    handler = signal.getsignal(signal.SIGTSTP)
     with unwind_on_signals():
         try:
             signal.signal(signal.SIGTSTP, suspend)
-            enter()
-            if keys:
-                Thread(target=wait_for_q, daemon=True).start()
+            switch(keys, _ENTER)
+            Thread(target=wait_for_q, daemon=True).start()
             yield show
         finally:
-            leave()
+            switch(before, _LEAVE + last)
 
 
 def redrawn(text: str, rows: int) -> str:
@@ -269,9 +259,3 @@ def write_output(text: str, path: str | None) -> None:
     if not os.path.isdir(os.path.dirname(os.path.abspath(path))):
         raise OSError(f"--output {path}: there is no such directory: make it, for those who read the file")
     write_whole(path, text)
-
-
-def head_line(interval: float, in_place: bool) -> str:
-    """Return what stands above a picture of ``--watch``: when it was made, and how to end it."""
-    keys = "q or Ctrl-C" if in_place and reads_keys() else "Ctrl-C"
-    return cut(f"{time.strftime('%H:%M:%S')}, every {interval:g} s ({keys} ends)", columns()) + "\n"

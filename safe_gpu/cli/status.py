@@ -7,26 +7,13 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext, suppress
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from ..errors import SafeGpuError
+from ..status.facts import HostStatus, free_labels, of_user, of_vendor
 from .arguments import CommandLine, add_hosts, add_vendor
 from .commands import EX_NO_DRIVER, EX_STATE_DIR
-from .output import (
-    alternate_screen,
-    columns,
-    head_line,
-    in_color,
-    is_terminal,
-    print_json,
-    print_lines,
-    say,
-    write_output,
-)
-
-if TYPE_CHECKING:
-    from ..status.facts import HostStatus
+from .output import columns, in_color, print_json, print_lines, say, watching, write_output
 
 _INTERVAL = 2.0
 
@@ -53,7 +40,7 @@ exit codes with hosts: 0 all have answered, 1 some have, 68 none has"""
     parser.add_argument("--mine", action="store_true", help="only GPUs that you use, and your places in the queue")
     parser.add_argument("--user", metavar="U", help="the same of this user")
     parser.add_argument(
-        "-v", "--verbose", action="store_true", help="a line for each waiter; with hosts each host's own table"
+        "-v", "--verbose", action="store_true", help="each waiter and process; with hosts each host's own table"
     )
     add_vendor(parser, "only GPUs of this vendor (default: of all)")
     parser.add_argument(
@@ -102,9 +89,7 @@ def _status(options: argparse.Namespace) -> int:
     if options.sort:
         options.usage_error("--sort goes with --host and --all-hosts")
     if options.watch:
-        with suppress(KeyboardInterrupt):
-            _watch(options, user)
-        return 0
+        _watch(options, user)
     try:
         status = _gathered(options.vendor)
     except SafeGpuError as err:
@@ -131,8 +116,6 @@ def _status(options: argparse.Namespace) -> int:
 
         write_page({status.host: status.to_dict()}, options)
     elif options.free:
-        from ..status.facts import free_labels
-
         sys.stdout.writelines(f"{label}\n" for label in free_labels(status))
     elif options.json:
         print_json(_of(status, user).to_dict())
@@ -142,15 +125,12 @@ def _status(options: argparse.Namespace) -> int:
 
 
 def _gathered(vendor: str | None) -> HostStatus:
-    from ..status.facts import of_vendor
     from ..status.gather import gather
 
     return gather() if vendor is None else of_vendor(gather(), vendor)
 
 
 def _of(status: HostStatus, user: str | None) -> HostStatus:
-    from ..status.facts import of_user
-
     return status if user is None else of_user(status, user)
 
 
@@ -159,20 +139,17 @@ def _table(status: HostStatus, user: str | None, verbose: bool) -> str:
 
     shown = None if user is None else _of(status, user)
     bar = "█▌░" if sys.stdout.encoding.lower().startswith("utf") else "##-"
-    return render(status, width=columns(), color=in_color(sys.stdout), shown=shown, verbose=verbose, bar=bar)
+    color, piped = in_color(sys.stdout), not sys.stdout.isatty()
+    return render(status, width=columns(), color=color, shown=shown, verbose=verbose, bar=bar, piped=piped)
 
 
 def _watch(options: argparse.Namespace, user: str | None) -> NoReturn:
-    """Show it until Ctrl-C or a signal; on a terminal in place, elsewhere one after the other."""
+    """Show it until Ctrl-C or a signal."""
     import json
 
     interval = _INTERVAL if options.interval is None else options.interval
-    in_place = is_terminal(sys.stdout) and not options.json
-    with alternate_screen() if in_place else nullcontext(lambda *text: print_lines("".join(text))) as show:
+    with watching(interval, as_lines=options.json) as show:
         while True:
             status = _gathered(options.vendor)
-            if options.json:
-                print_lines(json.dumps(_of(status, user).to_dict()))
-            else:
-                show(head_line(interval, in_place), f"{_table(status, user, options.verbose)}\n")
+            show(json.dumps(_of(status, user).to_dict()) if options.json else _table(status, user, options.verbose))
             time.sleep(interval)

@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, TextIO
 
 from ..errors import SafeGpuError
-from .output import is_in_front, is_terminal, width_of
+from .output import is_terminal, width_of
 
 if TYPE_CHECKING:
     from threading import Event, Thread
@@ -49,7 +49,7 @@ class WaitLine:
         self._stream = stream
         self._quiet = quiet
         self._hint = hint
-        self._live = is_terminal(stream) and is_in_front(stream)
+        self._live = is_terminal(stream) and _is_in_front(stream)
         self._began = time.monotonic()
         self._status: WaitStatus | None = None
         self._thread: Thread | None = None
@@ -82,7 +82,7 @@ class WaitLine:
 
         self._status = status
         if not self._live:
-            self._write(f"{_PROGRAM}{waiting_message(status, waited=self.seconds)}\n")
+            self._note(waiting_message(status, waited=self.seconds))
         elif self._thread is None:
             import threading
 
@@ -135,18 +135,19 @@ class WaitLine:
         what is there then is not ours to erase.
         """
         with self._lock:
-            front, now = self._live and is_in_front(self._stream), time.monotonic()
+            front, now = self._live and _is_in_front(self._stream), time.monotonic()
             rows = self._rows if front and now - self._drawn < _STOPPED else 0
             text = self._line(width_of(self._stream) - 1) if live and front else ""
             self._rows, self._drawn = text.count("\n") + 1 if text else 0, now
-            self._write((_ERASE + _ERASE_ABOVE * (rows - 1) if rows else "") + note + text)
+            with suppress(OSError, ValueError):
+                self._stream.write((_ERASE + _ERASE_ABOVE * (rows - 1) if rows else "") + note + text)
+                self._stream.flush()
 
     def _tick(self) -> None:
         assert self._ended is not None
-        while True:
+        self._draw()
+        while not self._ended.wait(1.0):
             self._draw()
-            if self._ended.wait(1.0):
-                return
 
     def _line(self, width: int) -> str:
         """Return what a terminal of this width shows without breaking the line."""
@@ -161,10 +162,13 @@ class WaitLine:
         text = waiting_message(status, waited=waited, width=room, holders=False)
         return f"{_PROGRAM}{text}\n{' ' * len(_PROGRAM)}{cut(apart, room)}"
 
-    def _write(self, text: str) -> None:
-        with suppress(OSError, ValueError):
-            self._stream.write(text)
-            self._stream.flush()
+
+def _is_in_front(stream: TextIO) -> bool:
+    """Return whether this process may use a terminal's lines: it is no job in the background of a shell there."""
+    try:
+        return os.tcgetpgrp(stream.fileno()) == os.getpgrp()
+    except (OSError, ValueError):  # not the terminal of this session, or closed
+        return True
 
 
 def _hold_is_unknown() -> bool:

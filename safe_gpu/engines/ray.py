@@ -202,7 +202,7 @@ def _set_up_worker() -> None:
 
     setup = json.loads(os.environ[_WORKER])
     outcome = enter_worker(setup["cpus"], setup["numa_node"], setup["memory"])
-    package_logger().info("%s=%s, %s", setup["shows"], os.environ[setup["shows"]], outcome)
+    package_logger.info("%s=%s, %s", setup["shows"], os.environ[setup["shows"]], outcome)
     if setup["then"]:
         from ray._private.runtime_env.setup_hook import load_and_execute_setup_hook
 

@@ -158,7 +158,7 @@ def claim_through(
         if logger is None:
             from ..wording.logger import package_logger
 
-            logger = package_logger()
+            logger = package_logger
 
         on_wait = partial(logger.info, "Waiting for GPUs on %s: %s")
         held: dict[ClusterGpu, _HolderT] = {}

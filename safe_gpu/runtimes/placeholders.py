@@ -116,7 +116,7 @@ def name_of(placeholder: object) -> str:
 def _default_logger() -> Any:
     from ..wording.logger import package_logger
 
-    return package_logger()
+    return package_logger
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -45,11 +45,10 @@ _COLORS = {
 _LONGEST_BAR, _SHORTEST_BAR = 10, 4
 
 _WITH_BARS = 80  # columns of a terminal from which on there are bars in any case
-_WITH_HEAT = 100  # and temperatures
 
 _COMMAND = 16  # columns of the command that a longer bar leaves
 
-_LEAST_COMMAND = 8
+_LEAST_COMMAND = 10  # columns of it that TEMP leaves
 
 _HIGH = 90  # percent of utilization
 
@@ -67,25 +66,28 @@ def render(
     shown: HostStatus | None = None,
     verbose: bool = False,
     bar: str = "█▌░",
+    piped: bool = False,
 ) -> str:
     """Return the status as text of which no line is wider than ``width`` columns.
 
     Args:
         color: whether to add ANSI colours.
         shown: the part of it whose GPUs and waiters are listed; None lists all.
-        verbose: whether waiters of one user have a line each.
+        verbose: whether waiters of one user have a line each, and the processes on each GPU.
         bar: the characters of memory that is used, half used, and free.
+        piped: whether another program reads it, so that names of users are whole.
     """
+    most_of_user = 24 if piped or width >= 100 else 8
     lines = [*_headline(status, width, color), ""]
     if shown is None:
         shown = status
     if shown.gpus:
-        lines += _gpu_table(shown, width, color, bar)
+        lines += _gpu_table(shown, width, color, bar, verbose, most_of_user)
     else:
         lines += wrapped("none of these GPUs" if status.gpus else "no GPUs", width)
     for window in windows_of(shown):
         lines += _warning(window, width, color)
-    lines += _queue(shown, width, color, verbose)
+    lines += _queue(shown, width, color, verbose, most_of_user)
     for warning in (*filter(None, [status.shift, status.doubt]), *status.broken, *status.ignored, *status.warnings):
         lines += ["", *_warning(f"warning: {warning}", width, color)]
     return "\n".join(lines)
@@ -146,6 +148,7 @@ class TableRow(NamedTuple):
         text: what replaces them.
         claim: the one that they describe.
         heat: the temperature.
+        again: whether a row above describes the claim, so that this one repeats its user alone.
     """
 
     label: str
@@ -158,6 +161,7 @@ class TableRow(NamedTuple):
     text: str = ""
     claim: ClaimStatus | None = None
     heat: str = ""
+    again: bool = False
 
     @property
     def memory(self) -> str:
@@ -174,36 +178,26 @@ class TableRow(NamedTuple):
         return paint(marks[0] * full + marks[1] * half, self.color, color) + paint(rest, "dim", color)
 
 
-def _gpu_table(status: HostStatus, width: int, color: bool, marks: str) -> list[str]:
-    now = status.taken_at
-    rows = [*_rows(status.gpus, now)]
-    most = {"USER": _most_of_user(width), "JOB/PID": 13, "COMMAND": width}
-    gpu, state, memory, load, *_ = head = [
-        Column("GPU", [row.label for row in rows], right=True),
-        Column("STATE", [row.state for row in rows]),
-        Column("MEMORY", [row.memory for row in rows], right=True),
-        Column("UTIL", [row.load for row in rows], right=True),
+def _gpu_table(status: HostStatus, width: int, color: bool, marks: str, verbose: bool, most_of_user: int) -> list[str]:
+    rows = [*_rows(status.gpus, status.taken_at, verbose)]
+    most = {"USER": most_of_user, "JOB/PID": 13}
+    all_cells = {title: [getattr(row, name) for row in rows] for title, name in _HEAD.items()}
+    all_cells |= {title: [row.cells.get(title, "") for row in rows] for title in _TAIL}
+    columns = [
+        Column(title, cells, right=title in _RIGHT, most=most.get(title, width)) for title, cells in all_cells.items()
     ]
-    warm = Column("TEMP", [row.heat for row in rows] if width >= _WITH_HEAT else [""] * len(rows), right=True)
-    head += [warm] if warm.width else []
-    tail = [
-        Column(title, [row.cells.get(title, "") for row in rows], right=title in _RIGHT, most=most.get(title, width))
-        for title in ("USER", "JOB/PID", "HELD", "LEFT", "COMMAND")
-    ]
-    tail = [column for column in tail if column.width]
-    for title in ("COMMAND", "LEFT", "HELD", "JOB/PID"):  # a column is left out, not cut, but for the end of commands
-        spare = max(0, tail[-1].width - _LEAST_COMMAND) if tail and tail[-1].title == "COMMAND" else 0
-        if _width(head + tail) - spare > width:
-            tail = [column for column in tail if column.title != title]
-    commands = tail[-1].width if tail and tail[-1].title == "COMMAND" else 0
-    room = width - _width(head + tail) + max(0, commands - _COMMAND) - 1
+    room = width - (_SHORTEST_BAR + 1 if width >= _WITH_BARS else 0)
+    columns = _fitting(columns, room, ("TEMP", "COMMAND", "LEFT", "HELD", "JOB/PID"))
+    commands = columns[-1].width if columns[-1].title == "COMMAND" else 0
+    room = width - _width(columns) + max(0, commands - _COMMAND) - 1
     if width >= _WITH_BARS:
         room = max(room, _SHORTEST_BAR)
     bar = min(room, _LONGEST_BAR) if room >= _SHORTEST_BAR else 0
     blank = " " * (bar + 1 if bar else 0)
-    titles = [gpu.padded("GPU"), state.padded("STATE"), "MEMORY".ljust(memory.width + len(blank)), load.padded("UTIL")]
-    titles += [column.padded(column.title) for column in head[4:] + tail]
+    titles = [column.padded(column.title) for column in columns]
+    titles[2] = "MEMORY".ljust(columns[2].width + len(blank))
     lines = [paint(cut(GAP.join(titles).rstrip(), width), "bold", color)]
+    head, tail = ([column for column in columns if (column.title in _HEAD) == known] for known in (True, False))
     room = width - _width(head) - len(blank) - len(GAP)
     for number, row in enumerate(rows):
         cells = [column.padded(column.cells[number]) for column in head]
@@ -211,8 +205,12 @@ def _gpu_table(status: HostStatus, width: int, color: bool, marks: str) -> list[
         if row.load.removesuffix("%").isdecimal() and int(row.load[:-1]) >= _HIGH:
             cells[3] = paint(cells[3], "bold", color)
         cells[2] = row.bar(bar, marks, color) + blank[:1] + cells[2]
-        rest = row.text or GAP.join(column.padded(column.cells[number]) for column in tail)
-        lines.append(GAP.join([*cells, cut(rest.rstrip(), max(0, room))]).rstrip())
+        facts = [column.padded(column.cells[number]) for column in tail]
+        if row.text:
+            facts = [*(facts[:1] if row.again else ()), row.text]
+        rest = cut(GAP.join(facts).rstrip(), max(0, room))
+        user = len(tail[0].cells[number]) if row.again else 0
+        lines.append(GAP.join([*cells, paint(rest[:user], "dim", color) + rest[user:]]).rstrip())
     notes = [line for note in notes_of(status) for line in _warning(note, width, color)]
     return [*lines, "", *notes] if notes else lines
 
@@ -226,30 +224,45 @@ def notes_of(status: HostStatus) -> Iterator[str]:
     return (f"GPU {gpu_ranges(labels)}: {note}" for note, labels in notes.items())
 
 
-_RIGHT = ("HELD", "LEFT")
+_HEAD = {"GPU": "label", "STATE": "state", "MEMORY": "memory", "UTIL": "load", "TEMP": "heat"}
+
+_TAIL = ("USER", "JOB/PID", "HELD", "LEFT", "COMMAND")
+
+_RIGHT = ("GPU", "MEMORY", "UTIL", "TEMP", "HELD", "LEFT")
 
 
-def _most_of_user(width: int) -> int:
-    return 24 if width >= 100 else 8
+def _fitting(columns: Iterable[Column], width: int, optional: Iterable[str]) -> list[Column]:
+    """Return the columns that are not empty, without some that are optional if they do not fit: none is cut but
+    COMMAND, and that only to its least width."""
+    shown = [column for column in columns if column.width]
+    for title in optional:
+        spare = max(0, shown[-1].width - _LEAST_COMMAND) if shown and shown[-1].title == "COMMAND" else 0
+        if _width(shown) - spare > width:
+            shown = [column for column in shown if column.title != title]
+    return shown
 
 
 def _width(columns: Collection[Column]) -> int:
     return sum(column.width + len(GAP) for column in columns) - len(GAP)
 
 
-def _rows(gpus: Iterable[GpuStatus], now: float) -> Iterator[TableRow]:
-    """Return the rows of the table, in which each claim is described once."""
+def _rows(gpus: Iterable[GpuStatus], now: float, verbose: bool) -> Iterator[TableRow]:
+    """Return the rows of the table, in which each claim is described once and named by its user in each row."""
     first: dict[ClaimStatus, str] = {}
     last: ClaimStatus | None = None
     for one in gpus:
         for row in rows_of(one, now):
             claim = row.claim and replace(row.claim, memory_used=None)
             if claim in first:
-                row = row._replace(cells={}, text="" if claim == last else f"with GPU {first[claim]}")
+                text = "" if claim == last else f"with GPU {first[claim]}"
+                row = row._replace(cells={"USER": row.cells["USER"]}, text=text, again=True)
             elif claim and (claim.pid or claim.since):
                 first[claim] = one.label
             last = claim
             yield row
+        for process in sorted(one.processes, key=lambda process: -(process.memory_used or 0)) if verbose else ():
+            cells = _process_cells([process])
+            yield TableRow("", f"  {process.kind}", "dim", process.memory_used, one.gpu.memory_total, "", cells)
 
 
 def rows_of(one: GpuStatus, now: float) -> Iterator[TableRow]:
@@ -400,10 +413,10 @@ def in_turn(queue: Iterable[WaiterStatus]) -> str:
     return ", ".join(f"{user} ({gpus_held(held)})" for user, held in passers.items())
 
 
-def _queue(status: HostStatus, width: int, color: bool, verbose: bool) -> list[str]:
+def _queue(status: HostStatus, width: int, color: bool, verbose: bool, most_of_user: int) -> list[str]:
     if not status.queue:
         return []
-    order, groups, columns = queue_of(status, verbose, _most_of_user(width))
+    order, groups, columns = queue_of(status, verbose, most_of_user)
     queue = [one for one, *_ in groups]
     lines = ["", paint(f"Waiting, {order}:", "bold", color)]
     title, *rows = table(columns, width, optional=("PLANNED", "WAITED"))
@@ -440,10 +453,7 @@ def table(columns: Iterable[Column], width: int, optional: Iterable[str] = ()) -
     Args:
         optional: titles of columns that are left out, one after the other, until the others fit.
     """
-    shown = [column for column in columns if column.width]
-    for title in optional:
-        if _width(shown) > width:
-            shown = [column for column in shown if column.title != title]
+    shown = _fitting(columns, width, optional)
     rows = zip(*(column.cells for column in shown), strict=True)
     for cells in chain([[column.title for column in shown]], rows):
         yield cut(GAP.join(column.padded(cell) for column, cell in zip(shown, cells, strict=True)).rstrip(), width)

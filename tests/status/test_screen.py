@@ -58,9 +58,9 @@ gpu1: 1 of 8 GPUs free, 1 idle, 1 drained, 2 waiting (nvml 550.54.15)
 
 GPU  STATE    MEMORY        UTIL  USER   JOB/PID     HELD  LEFT  COMMAND
   0  claimed  ███▌  71/80G   98%  anna   4711.3     3h20m   40m  python train.py
-  1  claimed  ███▌  71/80G   97%
-  2  claimed  ███▌  70/80G   99%
-  3  claimed  ███▌  71/80G   96%
+  1  claimed  ███▌  71/80G   97%  anna
+  2  claimed  ███▌  70/80G   99%  anna
+  3  claimed  ███▌  71/80G   96%  anna
   4  idle     ░░░░ 0.4/80G    0%  ben    pid 48213   1d1h        jupyter-lab
   5  shared   ██░░  42/80G   88%  2 claims, 16 GiB unclaimed
        share  ███▌  20/24G        carla  4718         12m        python eval.py

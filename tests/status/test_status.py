@@ -634,16 +634,77 @@ def test_what_gpus_have_in_common_stands_once() -> None:
     assert lines[0] == "h: 0 of 8 GPUs free, 3 drained (nvml 1)"
     assert [" ".join(line.split()) for line in lines[4:]] == [
         "0 claimed - - anna pid 7 1m -1m train",
-        "1 claimed - -",
+        "1 claimed - - anna",
         "2 claimed - - ? pid ? ? ?",
         "3 claimed - - ? pid ? ? ?",
-        "4 claimed - - with GPU 0",
+        "4 claimed - - anna with GPU 0",
         *("5 drained - -", "6 drained - -", "7 drained - -", ""),
         "GPU 0,1,4: process 7 is stopped (a suspended job?) and keeps the GPU",
         "GPU 0,1,4: overdue 1 min",
         "GPU 2,3: odd",
         "GPU 5-7: drained by root: dust",
     ]
+
+
+WARM = Gpu(0, "GPU-0", memory_total=80 << 30, memory_used=42 << 30, utilization=7, temperature=61)
+
+
+@pytest.mark.parametrize(
+    ("width", "user", "command", "until", "columns"),
+    [
+        (80, "anna", "train", None, "TEMP USER JOB/PID HELD COMMAND"),
+        (80, "anna", "python train.py --epochs 3 --batch 64", None, "TEMP USER JOB/PID HELD COMMAND"),
+        (80, "anna", "train", 9e3, "TEMP USER JOB/PID HELD LEFT COMMAND"),
+        (80, "annabell", "python train.py --epochs 3", 9e3, "USER JOB/PID HELD LEFT COMMAND"),
+        (72, "anna", "train", None, "TEMP USER JOB/PID HELD COMMAND"),
+        (60, "anna", "train", None, "USER JOB/PID HELD COMMAND"),
+        (100, "annabell", "python train.py --epochs 3", 9e3, "TEMP USER JOB/PID HELD LEFT COMMAND"),
+    ],
+)
+def test_the_temperature_is_shown_where_it_fits(
+    width: int, user: str, command: str, until: float | None, columns: str
+) -> None:
+    claim = ClaimStatus(1234567, user, None, command, 1.0, until=until)
+    status = HostStatus("h", "nvml", "1", "/d", 3001.0, (GpuStatus(WARM, "claimed", claim=claim),))
+    title, row = render(status, width=width, color=False).split("\n")[3:5]
+    assert title.split() == f"GPU STATE MEMORY UTIL {columns}".split()
+    assert (" 61C " in row) == ("TEMP" in columns)
+    assert ("█" in row) == (width >= 72)
+    assert len(row) <= width
+
+
+def test_every_row_of_a_claim_has_its_user_dim_where_it_is_repeated() -> None:
+    """A name of any length is whole where another program reads it."""
+    long = "annabell.with-a-long-name"[:24]
+    held = [ClaimStatus(7, long, None, "train", 1.0)] * 2 + [ClaimStatus(8, "ben", None, "eval", 1.0)] * 2
+    gpus = tuple(GpuStatus(Gpu(number, f"GPU-{number}"), "claimed", claim=one) for number, one in enumerate(held))
+    status = HostStatus("h", "nvml", "1", "/d", 62.0, gpus)
+    assert render(status, width=80, color=False, piped=True).count(long) == 2
+    colored = render(status, width=120, color=True)
+    assert [colored.count(f"{dim}{user}") for user in (long, "ben") for dim in ("", "\x1b[2m")] == [2, 1, 2, 1]
+
+
+def test_verbose_lists_the_processes_on_each_gpu() -> None:
+    claim = ClaimStatus(7, "anna", "sge:8", "train", 1.0)
+    processes = (
+        ProcessStatus(7, "anna", "/usr/bin/python train.py", "compute", 20 << 30),
+        ProcessStatus(4242, "b\x1b[2Jn\r", "./x\ny \x1b]0;z\x07", "graphics", 22 << 30),
+        ProcessStatus(9, None, None, "mps", None),
+    )
+    gpus = (GpuStatus(WARM, "claimed", claim=claim, processes=processes),)
+    gpus += (GpuStatus(Gpu(1, "GPU-1"), "claimed", claim=claim), GpuStatus(Gpu(2, "GPU-2"), "free"))
+    status = HostStatus("h", "nvml", "1", "/d", 62.0, gpus)
+    plain, verbose = (render(status, width=100, color=False, verbose=one).split("\n")[4:] for one in (False, True))
+    assert [" ".join(line.split()) for line in verbose] == [
+        "0 claimed █████░░░░░ 42/80G 7% 61C anna 8 1m train",
+        "graphics ██▌░░░░░░░ 22/80G b [2Jn pid 4242 x y ]0;z",
+        "compute ██▌░░░░░░░ 20/80G anna pid 7 python train.py",
+        "mps ?/80G ? pid 9 (cannot be seen here)",
+        "1 claimed - - anna",
+        "2 free - -",
+    ]
+    rows = [" ".join(line.split()) for line in plain]
+    assert rows == ["0 claimed █████░░░░░ 42/80G 7% 61C anna 8 1m train", "1 claimed - - anna", "2 free - -"]
 
 
 def test_of_an_unknown_holder_the_process_on_the_gpu_is_shown() -> None:
@@ -701,8 +762,8 @@ def test_each_sharer_has_its_row_and_its_notes() -> None:
     assert "0  idle " in render(replace(status, taken_at=150.0), width=80, color=False)
     other = replace(first, memory_used=gib)  # the same claim on another GPU
     status = replace(status, gpus=(one, replace(one, gpu=gpu._replace(index=1), claim=other, shares=(other,))))
-    assert render(status, width=80, color=False).count("anna") == 1
-    assert "/20G        with GPU 0\n" in render(status, width=80, color=False)
+    assert render(status, width=80, color=False).count("anna") == 2
+    assert "/20G        anna  with GPU 0\n" in render(status, width=80, color=False)
 
 
 def test_a_narrow_queue_leaves_out_the_least_important() -> None:

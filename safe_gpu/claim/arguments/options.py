@@ -130,7 +130,7 @@ def read_options(
     if logger is None:
         from ...wording.logger import package_logger
 
-        logger = package_logger()
+        logger = package_logger
     elif not callable(getattr(logger, "info", None)):
         raise UnsatisfiableRequestError(
             f"logger={logger!r} is not a logger: pass a logging.Logger, or leave it out", value=logger

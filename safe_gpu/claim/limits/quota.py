@@ -249,7 +249,7 @@ def remaining_quota(snapshot: HostSnapshot, nb_gpus: int) -> float:
     from ...wording.logger import package_logger
     from .never_allowed import check_count
 
-    quota = quota_of(path, package_logger().warning)
+    quota = quota_of(path, package_logger.warning)
     if quota is None or quota.limits.max_gpus is None:
         return math.inf
     check_count(nb_gpus, quota.limits)

@@ -1,4 +1,4 @@
-"""All errors that safe_gpu raises, with a common base class.
+"""All errors that safe_gpu raises, with a common base class, and the logger of its warnings.
 
 A message is one sentence, or a sentence and a list, and says what the user can do. The attributes give the same facts
 to programs. Errors keep their attributes when pickled, because multiprocessing, Ray and Dragon send them between
@@ -16,6 +16,7 @@ from .host.procfs import printable_lines
 
 if TYPE_CHECKING:
     from inspect import Signature
+    from logging import Logger, LogRecord
     from types import TracebackType
 
 __all__ = [
@@ -257,6 +258,22 @@ class HolderLostError(SafeGpuError, RuntimeError):
     """
 
     host: str = ""
+
+
+def package_logger() -> Logger:
+    """Return the logger ``safe_gpu``, to which claims log where the caller passes no logger."""
+    import logging
+
+    logger = logging.getLogger("safe_gpu")
+    logger.addFilter(_name_sender)  # which it keeps once
+    return logger
+
+
+def _name_sender(record: LogRecord) -> bool:
+    """Begin the message with ``safe_gpu: `` where no handler is set: Python then prints the text of warnings alone."""
+    if not package_logger().hasHandlers() and not str(record.msg).startswith("safe_gpu: "):
+        record.msg = f"safe_gpu: {record.msg}"
+    return True
 
 
 _T = TypeVar("_T")

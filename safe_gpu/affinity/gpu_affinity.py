@@ -4,9 +4,8 @@ import logging
 import os
 
 from .. import drivers
-from ..errors import GPUAffinityError, SafeGpuError
+from ..errors import GPUAffinityError, SafeGpuError, package_logger
 from ..topology.topology import read_topology
-from ..wording.logger import package_logger
 from .binding import bind_process, original_mask
 from .options import AffinityOptions, as_count, doubt_about
 from .planning.enumerations import Mode, Multithreading, Scope
@@ -72,5 +71,6 @@ def set_affinity(
     chosen = by_ordinal(gpu_id, snapshot, os.environ)
     report = bind_process(shares[gpu_id], notes=filter(None, [*chosen.notes, doubt_about(options)]))
     remember(chosen.gpus)
-    package_logger.log(logging.WARNING if report.notes else logging.INFO, "%s", report._replace(target=chosen.title))
+    log = package_logger()
+    log.log(logging.WARNING if report.notes else logging.INFO, "%s", report._replace(target=chosen.title))
     return set(report.cpus)

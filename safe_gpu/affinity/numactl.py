@@ -9,7 +9,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from ..drivers import opened_driver
-from ..errors import GPUAffinityError, SafeGpuError
+from ..errors import GPUAffinityError, SafeGpuError, package_logger
 from ..host.programs import TooLate, TooMuch, find_program, output_of
 from ..topology.cpulist import format_cpulist
 from ..topology.topology import read_topology
@@ -64,8 +64,6 @@ def wrap_command(
     """
     import shlex
 
-    from ..wording.logger import package_logger as log
-
     if isinstance(command, (str, bytes)) or not command or not all(isinstance(word, str) for word in command):
         raise GPUAffinityError(f"a command is a list of strings, the program first, not {command!r}")
     options = parse_options(mode, memory)
@@ -73,6 +71,7 @@ def wrap_command(
         return list(command)
     if (gpu is None) == (ordinal is None):
         raise GPUAffinityError("name one GPU: gpu= as nvidia-smi shows it, or ordinal= as CUDA numbers it")
+    log = package_logger()
     may_fall_back = not strict or falls_back(mode)
     try:
         with opened_driver() if driver is None else nullcontext(driver) as opened:

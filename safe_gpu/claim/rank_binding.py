@@ -12,7 +12,7 @@ from ..coordination.holders.outer_claim import outer_claim_of_process
 from ..coordination.leases.file_names import inner_name, lease_name
 from ..coordination.leases.record import read_record
 from ..drivers import opened_driver
-from ..errors import GPUAffinityError, SafeGpuError
+from ..errors import GPUAffinityError, SafeGpuError, package_logger
 from ..gpus.devices import HostSnapshot, vendor_of
 from ..runtimes.visible_devices import stale_indices
 from ..schedulers import current
@@ -77,8 +77,7 @@ def _bind(
     of_rank: bool = False,
     rank: int | None = None,
 ) -> BindingReport:
-    from ..wording.logger import package_logger as log
-
+    log = package_logger()
     try:
         options = parse_options(mode, memory)
         if node is not None:

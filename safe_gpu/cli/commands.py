@@ -104,9 +104,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         drop(sys.stdout)
         return EX_BROKEN_PIPE
     except OSError as err:
-        text = why_unwritten(err)
+        say(why_unwritten(err))
         drop(sys.stdout)
-        say(text)
         return EX_OUTPUT
     finally:
         drop_errors()

@@ -112,13 +112,11 @@ def _check_report(options: argparse.Namespace) -> None:
 
 def _report(claims: list[PastClaim], options: argparse.Namespace, since: float, until: float) -> None:
     from ..status.gather import gather
-    from ..status.report import ReportRow, report, report_by_day, table_of_report
+    from ..status.report import ReportRow, drawn, report, report_by_day, table_of_report
 
     gpus = [one.gpu.uuid for one in gather().gpus]
     rows = [*report(claims, gpus, os.uname().nodename, since, until)]
     if options.plot is not None:
-        from ..status.report import drawn
-
         write_whole(options.plot, drawn(report_by_day(claims, since, until), options.plot[-3:]))
     head = {"schema": 1, "since": since, "until": until}
     _print(options, head, "report", ReportRow._fields, rows, table_of_report(rows, columns()) if claims else _NONE)

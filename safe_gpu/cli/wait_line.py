@@ -50,13 +50,12 @@ class WaitLine:
         self._quiet = quiet
         self._hint = hint
         self._live = is_terminal(stream) and _is_in_front(stream)
-        self._began = time.monotonic()
+        self._began = self._drawn = time.monotonic()
         self._status: WaitStatus | None = None
         self._thread: Thread | None = None
         self._ended: Event | None = None
         self._lock = allocate_lock()  # held from erasing to writing
         self._rows = 0  # of the terminal, that show the news
-        self._drawn = self._began
         self._told: set[tuple[int | None, float | None]] = set()  # claims without work
 
     def __enter__(self) -> WaitLine:

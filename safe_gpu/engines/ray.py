@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..claim.arguments.timeout import DEFAULT, DefaultTimeout
-from ..errors import UnsatisfiableRequestError
+from ..errors import UnsatisfiableRequestError, package_logger
 from ..gpus.vendors import VENDORS
 from .cluster import ClusterGpu
 from .holder import ClaimArguments, HolderProcess, enter_worker
@@ -198,11 +198,9 @@ class _RayHolder:
 
 def _set_up_worker() -> None:
     """Set up each worker of a claim before its first task."""
-    from ..wording.logger import package_logger
-
     setup = json.loads(os.environ[_WORKER])
     outcome = enter_worker(setup["cpus"], setup["numa_node"], setup["memory"])
-    package_logger.info("%s=%s, %s", setup["shows"], os.environ[setup["shows"]], outcome)
+    package_logger().info("%s=%s, %s", setup["shows"], os.environ[setup["shows"]], outcome)
     if setup["then"]:
         from ray._private.runtime_env.setup_hook import load_and_execute_setup_hook
 

@@ -9,7 +9,7 @@ from functools import partial
 from threading import Lock
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
-from ..errors import HolderLostError, SafeGpuError, UnsatisfiableRequestError
+from ..errors import HolderLostError, SafeGpuError, UnsatisfiableRequestError, package_logger
 from .cluster import ClusterClaim, ClusterGpu, claim_on_all
 from .holder import HostReport
 
@@ -156,9 +156,7 @@ def claim_through(
         chosen = _best(reports, nodes, gpus_per_node)
         claimers = _one_per_host(chosen, gpus_per_node)
         if logger is None:
-            from ..wording.logger import package_logger
-
-            logger = package_logger
+            logger = package_logger()
 
         on_wait = partial(logger.info, "Waiting for GPUs on %s: %s")
         held: dict[ClusterGpu, _HolderT] = {}

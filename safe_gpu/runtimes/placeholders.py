@@ -19,7 +19,7 @@ from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
-from ..errors import PlaceholderError, SafeGpuError
+from ..errors import PlaceholderError, SafeGpuError, package_logger
 
 Placeholder = Callable[[int], Any]
 """What a claim requires of a placeholder. The methods ``prepare()`` and ``release(thing)`` are optional."""
@@ -83,7 +83,7 @@ def release(placeholder: Placeholder, thing: Any) -> None:
     try:
         method(thing)
     except Exception as err:
-        logger = getattr(placeholder, "logger", None) or _default_logger()
+        logger = getattr(placeholder, "logger", None) or package_logger()
         logger.warning("%s could not release its GPU: %s", name_of(placeholder), _first_line(err))
 
 
@@ -113,12 +113,6 @@ def name_of(placeholder: object) -> str:
     return getattr(placeholder, "__qualname__", None) or type(placeholder).__name__
 
 
-def _default_logger() -> Any:
-    from ..wording.logger import package_logger
-
-    return package_logger
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # The placeholders
 
@@ -136,7 +130,7 @@ class Base:
     @property
     def logger(self) -> Any:
         """The logger given to the constructor, else the logger ``safe_gpu``."""
-        return self._logger or _default_logger()
+        return self._logger or package_logger()
 
     def prepare(self) -> None:
         """Import the framework. This does not initialise CUDA.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...affinity.options import falls_back, parse_options
 from ...coordination.locks.host_lock import MINIMUM_PATIENCE
-from ...errors import PlaceholderError, UnsatisfiableRequestError
+from ...errors import PlaceholderError, UnsatisfiableRequestError, package_logger
 from ...gpus.devices import HostSnapshot
 from ...host.procfs import printable_lines
 from ...runtimes.visible_devices import render_cuda
@@ -128,9 +128,7 @@ def read_options(
     """
     began = time.monotonic()
     if logger is None:
-        from ...wording.logger import package_logger
-
-        logger = package_logger
+        logger = package_logger()
     elif not callable(getattr(logger, "info", None)):
         raise UnsatisfiableRequestError(
             f"logger={logger!r} is not a logger: pass a logging.Logger, or leave it out", value=logger

@@ -18,7 +18,7 @@ from ...coordination.leases.file_names import lease_name, slot_name
 from ...coordination.leases.lease import is_empty
 from ...coordination.leases.record import read_record
 from ...coordination.leases.slots import recorded_slots
-from ...errors import PolicyError
+from ...errors import PolicyError, package_logger
 from ...gpus.devices import MOST_SHARERS, HostSnapshot
 from ...host.procfs import TOO_LONG, printable_lines
 from ...selection.request import Selection
@@ -246,10 +246,9 @@ def remaining_quota(snapshot: HostSnapshot, nb_gpus: int) -> float:
     path = settings.existing_policy(os.environ)
     if path is None:
         return math.inf
-    from ...wording.logger import package_logger
     from .never_allowed import check_count
 
-    quota = quota_of(path, package_logger.warning)
+    quota = quota_of(path, package_logger().warning)
     if quota is None or quota.limits.max_gpus is None:
         return math.inf
     check_count(nb_gpus, quota.limits)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import CudaInitializedError, NoDriverError, SafeGpuError
 from ..host.procfs import is_forked, lines_of, open_files
+from ..host.programs import Failed, TooLate, call_in_child
 
 if TYPE_CHECKING:
     import ctypes
@@ -340,13 +341,18 @@ def _forked_from_cuda(library: Library) -> bool:
 
 def _refuses_anew() -> bool:
     """Return whether cuInit fails in the same way in a new process."""
-    from .child import ask_child
-
     try:
-        ask_child("list", os.environ)
-    except NoDriverError as err:
+        call_in_child("safe_gpu.runtimes.cuda _start", env=os.environ, timeout=_PATIENCE)
+    except Failed as err:
         return _NAMES[NOT_INITIALIZED] in str(err)
+    except (OSError, TooLate):
+        pass
     return False
+
+
+def _start() -> None:
+    """Do the child's part: call cuInit."""
+    load().listed()
 
 
 def _refuses_in_fork(library: Library) -> bool:

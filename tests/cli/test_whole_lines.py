@@ -13,7 +13,7 @@ from safe_gpu.cli.commands import COMMANDS
 
 PAGE = 4096  # what a pipe in packet mode keeps together of one write
 
-PRINTING = f"""
+PRINTING = """
 --version
 --help
 run --help
@@ -30,7 +30,7 @@ doctor
 doctor --json
 affinity
 affinity --json
-affinity --of {os.getpid()}
+affinity --of 1
 policy
 completion bash
 completion bash -- safe-gpu ''

@@ -159,8 +159,8 @@ class Gpu(NamedTuple):
 
         A process with both a compute and a graphics context is in both lists, with the same memory.
         """
-        if self.processes is None:
-            return None if self.processes_supported else 0
+        if not self.processes:
+            return None if self.processes is None and self.processes_supported else 0
         largest: dict[int, int] = {}
         for process in self.processes:
             if process.memory_used is None:
@@ -171,7 +171,8 @@ class Gpu(NamedTuple):
     @property
     def draws(self) -> bool:
         """Whether a display is active on it, or a graphics process is on it: such a GPU is taken last."""
-        return self.display_active or any(one.kind == ProcessKind.GRAPHICS for one in self.processes or ())
+        processes = self.processes or ()
+        return self.display_active or ProcessKind.GRAPHICS in [process.kind for process in processes]
 
     def siblings(self, gpus: Iterable["Gpu"]) -> list["Gpu"]:
         """Return those of these devices that are other compute instances of the same GPU instance."""

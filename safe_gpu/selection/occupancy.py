@@ -64,6 +64,8 @@ def users_of(
 ) -> list[GpuProcess]:
     """Return those of these processes of a device that make it busy, one entry for each pid; the rest as for
     :func:`computes`."""
+    if not processes:
+        return []
     computing = [process for process in processes if computes(process, describe, mps_clients=mps_clients)]
     return list({process.pid: process for process in (*drawing(gpu, processes), *computing)}.values())
 

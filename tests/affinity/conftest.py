@@ -240,6 +240,7 @@ def host() -> MakeHost:
 
 class FakeDriver:
     runtime = Runtime()
+    is_simulated = False
 
     def __init__(self, gpus: list[Gpu], affinity: dict[tuple[str, str], frozenset[int]] | None = None) -> None:
         self.name = "nvml"
@@ -255,10 +256,6 @@ class FakeDriver:
 
     def cpu_affinity(self, uuid: str, scope: str) -> frozenset[int] | None:
         return self.affinity.get((uuid, scope))
-
-    @property
-    def is_simulated(self) -> bool:
-        return self.own is not None
 
     def host_topology(self) -> HostTopology | None:
         return self.own

@@ -323,7 +323,7 @@ def test_the_table_of_nodes(host: Callable[..., HostTopology], saved_tree: Any, 
     ]
     bare = host(cores_per_node=2, nodes=1, smt=1)
     assert node_table(bare, {}).splitlines()[1].split() == ["0", "0-1", "-", "-", "-"]
-    driver.own = topology  # a made-up host has no memory of its own
+    driver.own, driver.is_simulated = topology, True  # a made-up host has no memory of its own
     assert node_memory(topology.nodes, driver) == {}
 
 

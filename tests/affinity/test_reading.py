@@ -337,7 +337,7 @@ def test_the_short_way_on_other_hosts(saved_tree: Any, fake_driver: Any) -> None
     saved_tree.nodes({0: [0, 1, 2, 3]})
     assert node_cpus_of(Gpu(0, "GPU-x"), fake_driver([]), saved_tree) == ({0, 1, 2, 3}, "only node")
     driver = fake_driver([])
-    driver.own = HostTopology(cpus=frozenset([1]))  # its node 0 is not this machine's
+    driver.own, driver.is_simulated = HostTopology(cpus=frozenset([1])), True  # its node 0 is not this machine's
     assert node_cpus_of(Gpu(0, "GPU-0", numa_node=0), driver, "/") is None
 
 

@@ -5,6 +5,7 @@ import inspect
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,8 @@ AlreadyClaimedError LockTimeout StateDirError CudaInitializedError PlaceholderEr
 """.split()
 
 
+FILELOCK = tuple(map(int, version("filelock").split(".")[:2]))
+
 HEAVY = "torch tensorflow numpy pynvml filelock ctypes subprocess logging asyncio"
 
 
@@ -37,7 +40,7 @@ HEAVY = "torch tensorflow numpy pynvml filelock ctypes subprocess logging asynci
         ),
         (
             "import safe_gpu; safe_gpu.claim_gpus(1, timeout=0); safe_gpu.release_gpus()",
-            "torch pynvml numpy" + " subprocess" * (sys.version_info >= (3, 11)),  # filelock loads it on 3.10
+            "torch pynvml numpy" + " subprocess" * (FILELOCK >= (4, 2)),  # which older ones load
         ),
     ],
 )

@@ -9,6 +9,7 @@ from ..runtimes.visible_devices import read_visible_once
 from ..schedulers.gpu_count import number_for_job
 from ..schedulers.job import count
 from ..selection.rules import MEMORY_VARIABLE, Rules
+from ..selection.verdicts import how_misread
 from ..settings import durations
 from ..settings import policy as rules
 from ..settings import variables as settings_module
@@ -122,14 +123,11 @@ def visible_devices(host: CheckedHost) -> Finding:
         return passed(f"{value!r} is ignored (SAFE_GPU_FENCE=ignore)")
     if visible_limit.ambiguous:
         return warning(f"{value!r} is ambiguous: {visible_limit.doubt}", f"set {visible_limit.clear_by}")
+    how = how_misread(visible_limit, host.snapshot.gpus)
     if not visible_limit.uuids:
-        return failed(f"with {value!r} {visible_limit.library} shows no GPU, so none can be claimed", lift)
-    entries = [entry.strip() for entry in value.split(",")]
-    if len(entries) > len(visible_limit.uuids) and visible_limit.library == "CUDA":
-        return warning(
-            f"{value!r}: CUDA stops reading at {entries[len(visible_limit.uuids)]!r}, which names no GPU",
-            "correct it, or " + lift,
-        )
+        return failed(how or f"with {value!r} {visible_limit.library} shows no GPU, so none can be claimed", lift)
+    if how:
+        return warning(how, "correct it, or " + lift)
     usable = [gpu for gpu in host.snapshot.gpus if not gpu.unusable]
     limits = f"{value!r} limits claims to {len(visible_limit.uuids)} of {len(usable)} GPUs"
     if len(visible_limit.uuids) >= len(usable):

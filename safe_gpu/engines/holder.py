@@ -195,6 +195,7 @@ class HolderProcess:
             request = self._wishes.request(nb_gpus)
             with opened_driver(**request.driver) as driver:
                 snapshot = driver.snapshot()
+                request = request.resolved(snapshot)
                 visible_limit = visible_limit_of(snapshot, nb_gpus, driver.runtime)
             check_possible(snapshot, request, visible_limit, rules=Rules.of(os.environ))
             inner = bool(os.environ.get("SAFE_GPU_SCOPE"))

@@ -1,12 +1,13 @@
 """CUDA_VISIBLE_DEVICES, ROCR_ and HIP_VISIBLE_DEVICES, ZE_AFFINITY_MASK: their meanings and spellings. Pure.
 
 The grammar is the CUDA driver's (CUDA Programming Guide, "CUDA Environment Variables"; MIG User Guide, "CUDA Device
-Enumeration"). Details follow PyTorch's parser, which was compared with driver 525.60.13:
+Enumeration"). Details follow PyTorch's parser (``_parse_visible_devices`` in ``torch/cuda/__init__.py``, pull requests
+84879 and 92315), which was compared with driver 525.60.13:
 
 * The value is a comma-separated list of indices or of UUIDs. The first entry decides which; an entry of the other kind
   is invalid.
 * Numbers are read as by C's strtol: leading blanks and a sign are accepted, and characters after the digits are
-  ignored.
+  ignored. So ``0 1``, ``0;1`` and ``0-1`` are GPU 0, and ``cuda:0`` and ``GPU 0`` are none.
 * A UUID may be shortened to a prefix that matches one device (``GPU-ab``, ``MIG-12``). The older form
   ``MIG-GPU-<uuid>/<gpu instance>/<compute instance>`` is accepted too.
 * The list ends at the first invalid entry. An empty list, or one that names a device twice, selects no GPU.

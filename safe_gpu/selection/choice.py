@@ -7,10 +7,11 @@ from itertools import combinations, islice
 from typing import TYPE_CHECKING, Any
 
 from ..gpus.devices import Gpu, GpuVerdict
-from .gpu_names import matches_model
 from .possible import capacity
 
 if TYPE_CHECKING:
+    import re
+
     from .request import Selection
 
 _EXACT_LIMIT = 192
@@ -31,7 +32,7 @@ def choose(
     near: frozenset[int] | None = None,
     last: Collection[str] = (),
     groups: Callable[[Sequence[Gpu]], list[list[Gpu]]] | None = None,
-    prefer: Iterable[str] = (),
+    prefer: Iterable[re.Pattern[str]] = (),
 ) -> tuple[Gpu, ...] | None:
     """Pick ``nb_gpus`` of the free devices: of the first model in ``prefer`` of which enough are free, else of all.
 
@@ -46,7 +47,7 @@ def choose(
         near: NUMA nodes of the CPUs that this process may use; None: no preference.
         last: UUIDs of the devices that are taken only if the others are too few.
         groups: divides the devices into sets, of one of which all must be.
-        prefer: patterns of names, as for :func:`~safe_gpu.selection.gpu_names.matches_model`.
+        prefer: what the names of models match, as from :func:`~safe_gpu.selection.gpu_names.model_pattern`.
 
     Returns:
         The devices in index order, or None if fewer are free.
@@ -55,7 +56,7 @@ def choose(
     if nb_gpus > capacity(free):
         return None
     for pattern in prefer:
-        model = [gpu for gpu in free if gpu.uuid not in last and matches_model(pattern, gpu.name)]
+        model = [gpu for gpu in free if gpu.uuid not in last and pattern.match(gpu.name)]
         found = choose([GpuVerdict(gpu, "free") for gpu in model], nb_gpus, near=near, groups=groups)
         if found is not None:
             return found
@@ -98,7 +99,7 @@ def choose_shares(
         rest: tuple[Gpu, ...] | None = ()
         if missing:
             others = [GpuVerdict(gpu, "free") for gpu in group if gpu not in first]
-            rest = choose(others, missing, near=near, last=last, prefer=request.value_of("prefer") or ())
+            rest = choose(others, missing, near=near, last=last, prefer=request.preferred)
         if rest is not None:
             chosen = tuple(sorted((*first, *rest), key=_position))
             best = max(best, (len(first), -sum(rooms[gpu.uuid] for gpu in first), chosen), key=lambda one: one[:2])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -31,16 +32,18 @@ def _matches_one(name: str, snapshot: HostSnapshot) -> bool:
     return name in uuids or sum(uuid.startswith(name) for uuid in uuids) == 1
 
 
-def matches_model(pattern: str, name: str) -> bool:
-    """Return whether a product name matches ``pattern``. Letter case does not matter.
+def model_pattern(text: str, names: Iterable[str]) -> re.Pattern[str]:
+    """Return the pattern whose ``match`` tells whether a product name is meant on a host that has GPUs of these names.
 
-    A pattern without ``*``, ``?`` or ``[`` matches anywhere in the name. Otherwise the pattern is a glob for the whole
-    name, or for the part of the name from some word to the end. Both ``"NVIDIA A100*"`` and ``"A100*80GB"`` match
+    Letter case does not matter. A text without ``*``, ``?`` or ``[`` means the names in which it stands as whole words:
+    ``A10`` is no A100. If no GPU of the host has such a name, it may be any part of a name. Other texts are globs for
+    the whole name, or for the part of the name from some word to the end. Both ``NVIDIA A100*`` and ``A100*80GB`` mean
     ``NVIDIA A100-SXM4-80GB``.
     """
-    from fnmatch import fnmatchcase
+    if any(sign in text for sign in "*?["):
+        from fnmatch import translate
 
-    pattern, name = pattern.lower(), name.lower()
-    if not any(sign in pattern for sign in "*?["):
-        return pattern in name
-    return fnmatchcase(name, pattern) or fnmatchcase(name, f"* {pattern}")
+        return re.compile(f"(?:.* )?{translate(text)}", re.IGNORECASE)
+    part = re.escape(text)
+    words = re.compile(rf".*(?<!\w){part}(?!\w)", re.IGNORECASE)
+    return words if any(map(words.match, names)) else re.compile(f".*{part}", re.IGNORECASE)

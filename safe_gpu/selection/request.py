@@ -13,7 +13,7 @@ from ..gpus.devices import Gpu, HostSnapshot, vendor_of_name
 from ..gpus.vendors import VENDORS
 from ..wording.argument_style import ArgumentStyle
 from ..wording.text import format_bytes, plural
-from .gpu_names import matches_model, names_device, unknown_names
+from .gpu_names import model_pattern, names_device, unknown_names
 from .sharing import LEAST_SHARE, MIB, part_of, share_capacity, why_unshareable
 from .values import as_index, parse_names, parse_size, refused
 
@@ -88,6 +88,14 @@ class Condition:
         except UnsatisfiableRequestError as err:
             raise ValueError(str(err)) from err
 
+    def resolved(self, gpus: Sequence[Gpu], spelling: type[ArgumentStyle]) -> "Condition":
+        """Return what it means on a host with these GPUs.
+
+        Raises:
+            UnsatisfiableRequestError: it makes no sense there.
+        """
+        return self
+
     def unknown(self, snapshot: HostSnapshot) -> tuple[str, ...]:
         """Return the names in it that fit no single device of this host."""
         return ()
@@ -150,7 +158,18 @@ class MinMemory(Condition):
         )
 
 
-class Model(Condition):
+class _Models(Condition):
+    """Names of models, or parts of them. ``meant`` has what each means among the product names of a host."""
+
+    def __init__(self, value: Any, names: Sequence[str] = ()) -> None:
+        super().__init__(value)
+        self.meant = [model_pattern(one, names) for one in ((value,) if isinstance(value, str) else value)]
+
+    def resolved(self, gpus: Sequence[Gpu], spelling: type[ArgumentStyle]) -> Condition:
+        return type(self)(self.value, [gpu.name for gpu in gpus])
+
+
+class Model(_Models):
     argument, metavar = "model", "P"
     help = "part of the GPU's name, such as A100, or a pattern: 'RTX*4090'"
 
@@ -164,7 +183,7 @@ class Model(Condition):
         return value.strip()
 
     def why_outside(self, gpu: Gpu, spelling: type[ArgumentStyle]) -> str:
-        if matches_model(self.value, gpu.name):
+        if self.meant[0].match(gpu.name):
             return ""
         pattern = spelling.setting(self.argument, spelling.value(self.value))
         return f"{gpu.name or 'GPU without a name'} does not match {pattern}"
@@ -312,12 +331,8 @@ class Share(Condition):
             return ""
         return f"the driver does not tell its memory: leave {spelling.option(self.argument)} out"
 
-    def resolved(self, gpus: Iterable[Gpu], spelling: type[ArgumentStyle]) -> "Share":
-        """Return the same in bytes. Percent are of what can be shared of each of these GPUs.
-
-        Raises:
-            UnsatisfiableRequestError: percent of GPUs with different memory.
-        """
+    def resolved(self, gpus: Sequence[Gpu], spelling: type[ArgumentStyle]) -> Condition:
+        """Return the same in bytes. Percent are of what can be shared of each of these GPUs, which must be alike."""
         if not isinstance(self.value, str):
             return self
         sizes = sorted({size for gpu in gpus if (size := share_capacity(gpu)) is not None})
@@ -331,7 +346,7 @@ class Share(Condition):
         return Share(share)
 
 
-class Prefer(Condition):
+class Prefer(_Models):
     """An order among the GPUs that meet the request. It excludes none."""
 
     argument, metavar = "prefer", "P"
@@ -398,17 +413,23 @@ class Selection(NamedTuple):
         return self._replace(conditions=tuple(one for one in self.conditions if not isinstance(one, Share)))
 
     def resolved(self, snapshot: HostSnapshot) -> "Selection":
-        """Return the same request with a share in bytes, for this host.
+        """Return what the request means on this host: which models, and a share in bytes.
 
         Raises:
-            UnsatisfiableRequestError: percent, and the GPUs have different memory.
+            UnsatisfiableRequestError: a share in percent, and the GPUs have different memory.
         """
+        gpus = snapshot.gpus
+        whole = self._replace(conditions=tuple(one.resolved(gpus, self.spelling) for one in self.whole.conditions))
         if self.share is None:
-            return self
-        others = self.whole
-        gpus = [gpu for gpu in snapshot.gpus if not gpu.mig_enabled and not others.why_outside(gpu)]
+            return whole
+        gpus = tuple(gpu for gpu in gpus if not gpu.mig_enabled and not whole.why_outside(gpu))
         shares = (one.resolved(gpus, self.spelling) for one in self.conditions if isinstance(one, Share))
-        return others._replace(conditions=(*others.conditions, *shares))
+        return whole._replace(conditions=(*whole.conditions, *shares))
+
+    @property
+    def preferred(self) -> Sequence[Any]:
+        """The patterns (``re.Pattern``) of the models to take first, the best first."""
+        return next((one.meant for one in self.conditions if isinstance(one, Prefer)), ())
 
     @property
     def named_vendor(self) -> str | None:

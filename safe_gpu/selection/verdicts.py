@@ -6,12 +6,13 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ..gpus.devices import ComputeMode, Gpu, GpuFault, GpuVerdict, HostSnapshot, LeaseHolder
-from ..wording.text import in_brackets, plural
+from ..wording.text import gpu_ranges, in_brackets, plural
 from .occupancy import Describe, has_mps_clients, name_processes, unexplained_limit, users_of, why_memory_unexplained
 from .request import MinMemory, Selection
 from .rules import DEFAULT_RULES, Rules
@@ -175,7 +176,26 @@ def fence_hint(unlimited: Sequence[GpuVerdict], visible_limit: VisibleLimit | No
     inside = len(claimable) - len(beyond)
     free = sum(verdict.free for verdict in beyond)
     others = "1 other is" if free == 1 else f"{free or 'none of the'} others are"
-    return f"{visible_limit.title} limits this process to {inside} of {len(claimable)} GPUs; {others} free"
+    how = in_brackets(how_misread(visible_limit, [verdict.gpu for verdict in claimable]))
+    return f"{visible_limit.title} limits this process to {inside} of {len(claimable)} GPUs{how}; {others} free"
+
+
+def how_misread(visible_limit: VisibleLimit, gpus: Iterable[Gpu]) -> str:
+    """Return what the library makes of a variable such as ``0 1`` that is no list of GPUs that are here, and how one is
+    written; "" for a list, and for a word that hides all GPUs.
+
+    Args:
+        gpus: of the host.
+    """
+    value, uuids = visible_limit.value, visible_limit.uuids
+    listed = [entry.strip() for entry in value.strip().removesuffix(",").split(",")]
+    plain = all(entry in uuids or re.fullmatch("[+-]?[0-9]+|[A-Z].*", entry) for entry in listed)
+    understood = plain and len(listed) == len(uuids) if visible_limit.library == "CUDA" else bool(uuids)
+    if understood or visible_limit.frozen or value.strip().lower() in ("", "-1", "none", "void", "nodevfiles"):
+        return ""
+    seen = gpu_ranges(gpu.label for gpu in gpus if gpu.uuid in uuids)
+    read_as = f"{visible_limit.library} reads {value!r} as {f'GPU {seen}' if seen else 'no GPU'}"
+    return f"{read_as}: name GPUs of this host by index or UUID, each once, with commas between"
 
 
 LAST_CHOICE = 600.0

@@ -7,6 +7,7 @@ import pytest
 from support.claims import try_claim
 from support.watched_host import Host
 
+import safe_gpu
 from safe_gpu import NoPlaceholder, claim_gpus
 from safe_gpu.claim.arguments.hold_for import UNKNOWN
 from safe_gpu.claim.host.host_view import HostView
@@ -108,6 +109,29 @@ def test_a_gpu_that_was_lost_when_a_waiter_came(host) -> None:
     host.edits[host.uuids[5]] = {"lost": True}
     view = HostView(host, host.snapshot(), parse_request(1, only="3,5"))
     assert queue_place_module.QueuePlace(view, UNKNOWN).ensure_waiter().request.gpus == {host.uuids[3], host.uuids[5]}
+
+
+@pytest.mark.parametrize(
+    ("asked", "busy", "gets"),
+    [
+        ({"model": "A10"}, (), (5,)),
+        ({"model": "A10"}, (5,), None),
+        ({"model": "A10", "exclude": 5}, (), "impossible"),
+        ({"prefer": "A10"}, (), (5,)),
+        ({"prefer": "A10,H100"}, (5,), (4,)),
+        ({"model": "A10", "share": "50%"}, (), (5,)),
+    ],
+)
+def test_an_a10_is_no_a100(asked: dict[str, Any], busy: tuple[int, ...], gets: Any, host) -> None:
+    """Whether it is free or not. GPU 4 is the best of the others, since it shares a node with one that is busy."""
+    host.edits = {host.uuids[5]: {"name": "NVIDIA A10"}}
+    for number in busy:
+        host.stranger(number)
+    if gets == "impossible":
+        with pytest.raises(safe_gpu.UnsatisfiableRequestError, match="A100-SXM4-80GB does not match model='A10'"):
+            try_claim(1, **asked)
+    else:
+        assert try_claim(1, **asked) == gets
 
 
 @pytest.mark.parametrize(

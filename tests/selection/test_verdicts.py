@@ -19,10 +19,10 @@ from safe_gpu.gpus.devices import (
 )
 from safe_gpu.gpus.visible import VisibleLimit
 from safe_gpu.runtimes import visible_devices as visibility
-from safe_gpu.selection.gpu_names import matches_model, names_device, unknown_names
+from safe_gpu.selection.gpu_names import model_pattern, names_device, unknown_names
 from safe_gpu.selection.possible import can_be_met_by_releases, candidates, capacity, check_possible
 from safe_gpu.selection.request import Selection, parse_request
-from safe_gpu.selection.verdicts import fence_hint, judge, recent_faults, why_last
+from safe_gpu.selection.verdicts import fence_hint, how_misread, judge, recent_faults, why_last
 
 GIB = 1 << 30
 ANY = Selection()
@@ -238,6 +238,63 @@ def test_no_hint_where_the_fence_leaves_nothing_out() -> None:
     assert fence_hint(verdicts, None) == fence_hint(verdicts, visibility.parse_cuda("1,0", host(2))) == ""
 
 
+@pytest.mark.parametrize(
+    ("value", "seen"),
+    [
+        *((value, "GPU 0") for value in ("0 1", "0;1", "0:1", "0-1", "0|1", "0\u3001 1", "0,,1", "0,cuda:1")),
+        *(
+            (value, "no GPU")
+            for value in (
+                "cuda:0",
+                "GPU 0",
+                "GPU0",
+                "gpu-000000",
+                "[0]",
+                "'0'",
+                "all",
+                ",0",
+                "0,0",
+                "99",
+                "-1,0",
+                "GPU-zz",
+            )
+        ),
+        *((value, "GPU 0,1") for value in ("0,1 2", "0,1;2", "0,1,GPU 2", "0,1,GPU-000002")),
+        ("GPU-000001;GPU-000002", "no GPU"),
+        ("GPU-000001,2", "GPU 1"),
+        *((value, "") for value in ("0", "0,1", "0,1,", " 0, 1 ", "+0", "-1", "", "none", "NoDevFiles")),
+        *((value, "") for value in ("GPU-000001", "GPU-000001, GPU-000002")),
+    ],
+)
+def test_a_variable_that_is_no_list(value: str, seen: str) -> None:
+    """What CUDA makes of it is PyTorch's reading, and that of the manual."""
+    snapshot = HostSnapshot(tuple(gpu(index, uuid=f"GPU-00000{index}") for index in range(8)))
+    with pytest.raises(UnsatisfiableRequestError) as caught:
+        check_possible(snapshot, Selection(3), visibility.parse_cuda(value, snapshot))
+    said = f"(CUDA reads {value!r} as {seen}: name GPUs of this host by index or UUID, each once, with commas between)"
+    assert (said in str(caught.value)) == bool(seen)
+    assert ("CUDA reads" in str(caught.value)) == bool(seen)
+
+
+@pytest.mark.parametrize(
+    ("limit", "said"),
+    [
+        (VisibleLimit("0 1", name="ROCR_VISIBLE_DEVICES", library="HIP"), "HIP reads '0 1' as no GPU"),
+        (
+            VisibleLimit("0,1 HIP_VISIBLE_DEVICES=0 1", name="ROCR_VISIBLE_DEVICES", library="HIP"),
+            "HIP reads '0,1 HIP_",
+        ),
+        (VisibleLimit("0,1 HIP_VISIBLE_DEVICES=0", (A100,), name="ROCR_VISIBLE_DEVICES", library="HIP"), ""),
+        (VisibleLimit("0;1", name="ZE_AFFINITY_MASK", library="Level Zero"), "Level Zero reads '0;1' as no GPU"),
+        (VisibleLimit("0.0,1.1", (A100,), name="ZE_AFFINITY_MASK", library="Level Zero"), ""),
+        (VisibleLimit("0 1", frozen=True), ""),
+    ],
+)
+def test_other_libraries_read_lists_too(limit: VisibleLimit, said: str) -> None:
+    assert how_misread(limit, host().gpus).startswith(said)
+    assert bool(said) == bool(how_misread(limit, host().gpus))
+
+
 def test_candidates() -> None:
     snapshot = host(4, _1=gpu(1, lost=True), _2=gpu(2, processes=(process(),)))
     assert [device.index for device in candidates(snapshot, ANY)] == [0, 2, 3]
@@ -274,7 +331,50 @@ def test_capacity() -> None:
     ],
 )
 def test_models(pattern: str, fits: bool) -> None:
-    assert matches_model(pattern, A100) is fits
+    assert bool(model_pattern(pattern, [A100]).match(A100)) is fits
+
+
+MODELS = (
+    ("NVIDIA A10", "NVIDIA A100-SXM4-80GB", "NVIDIA A100 80GB PCIe", "NVIDIA A10G"),
+    ("NVIDIA L4", "NVIDIA L40", "NVIDIA L40S", "Tesla T4", "NVIDIA T400 4GB"),
+    ("Quadro RTX 6000", "NVIDIA RTX 6000 Ada Generation", "NVIDIA RTX A6000", "NVIDIA GeForce RTX 4090 D"),
+    ("NVIDIA H100 NVL", "NVIDIA H200", "NVIDIA GH200 480GB", "AMD Instinct MI250", "AMD Instinct MI250X"),
+)
+
+
+@pytest.mark.parametrize(
+    ("host", "text", "meant"),
+    [
+        (0, "A10", [0]),
+        (0, "a10 ", [0]),
+        (0, "A100", [1, 2]),
+        (0, "A100-SXM4", [1]),
+        (0, "100", [1, 2]),  # no whole word: any part
+        (0, "A10*", [0, 1, 2, 3]),
+        (1, "L4", [0]),
+        (1, "L40", [1]),
+        (1, "nvidia l40s", [2]),
+        (1, "T4", [3]),
+        (1, "L", [0, 1, 2, 3]),
+        (2, "RTX 6000", [0, 1]),
+        (2, "6000", [0, 1]),
+        (2, "A6000", [2]),
+        (2, "RTX 4090", [3]),
+        (2, "RTX 40", [3]),
+        (3, "H100", [0]),
+        (3, "H200", [1]),
+        (3, "200", [1, 2]),
+        (3, "MI250", [3]),
+        (3, "MI2", [3, 4]),
+        (3, "A10", []),
+    ],
+)
+def test_a_model_is_no_part_of_another_that_the_host_has(host: int, text: str, meant: list[int]) -> None:
+    snapshot = HostSnapshot(tuple(gpu(index, name=name) for index, name in enumerate(MODELS[host])))
+    asked = parse_request(1, model=text, prefer=f"nothing,{text}").resolved(snapshot)
+    assert [one.gpu.index for one in judge(snapshot, asked, leased={}) if one.free] == meant
+    _, preferred = asked.preferred
+    assert [index for index, name in enumerate(MODELS[host]) if preferred.match(name)] == meant
 
 
 PARENT = Gpu(0, "GPU-aa", mig_enabled=True)

@@ -39,7 +39,7 @@ def _that_fits(request: Selection, rules: Rules) -> str:
             for driver in drivers:
                 with suppress(SafeGpuError):
                     snapshot = driver.snapshot()
-                    check_possible(snapshot, request, rules=rules)
+                    check_possible(snapshot, request.resolved(snapshot), rules=rules)
                     return snapshot.vendor
         finally:
             for driver in drivers:

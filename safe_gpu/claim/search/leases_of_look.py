@@ -217,8 +217,7 @@ class WholeGpus:
     def best(self, free: Collection[GpuVerdict], last: Collection[str], request: Selection) -> tuple[Gpu, ...] | None:
         """Return the best of these GPUs for a request."""
         groups = request.groups if request.together else None
-        prefer = request.value_of("prefer") or ()
-        return choose(free, request.nb_gpus, near=self._view.near, last=last, groups=groups, prefer=prefer)
+        return choose(free, request.nb_gpus, near=self._view.near, last=last, groups=groups, prefer=request.preferred)
 
     def take(self, uuid: str, taken: Taken) -> bool:
         """Take it of a GPU whose lease is ours, with its names; False where one of them is another's.

@@ -188,7 +188,7 @@ def test_a_file_without_a_reader_is_an_error(write: Any, as_user: Any, tmp_path:
     def look(say: Callable[[str], None], listen: Callable[[], str]) -> None:
         read(str(path))
 
-    assert "ask root for `chmod 644" in as_user(look, uid=4711).hear()
+    assert "ask root for a file of mode 644" in as_user(look, uid=4711).hear()
 
 
 @needs_root

@@ -94,19 +94,10 @@ def _cut(planned: dict[int, frozenset[int]], near: dict[int, frozenset[int]], wh
     if not whole:
         raise GPUAffinityError("the mask of allowed CPUs is empty")
     cut = {index: share & whole or near.get(index, share) & whole for index, share in planned.items()}
-    cpus = frozenset[int]().union(*cut.values())
-    rest = (
-        f"other CPUs of the claim, {format_cpulist(cpus)},"
-        if cpus
-        else f"CPUs of the whole mask, {format_cpulist(whole)},"
-    )
-    said = {index: f"other CPUs of that node, {format_cpulist(own)}," if own else rest for index, own in cut.items()}
-    notes = _notes(
-        (index, f"this process may use none of the CPUs {format_cpulist(share)} of {{}}, so the {said[index]} are used")
-        for index, share in planned.items()
-        if share.isdisjoint(whole)
-    )
-    cpus = cpus or whole
+    cpus = frozenset[int]().union(*cut.values()) or whole
+    lost = [index for index, share in planned.items() if share.isdisjoint(whole)]
+    theirs = format_cpulist(frozenset[int]().union(*map(planned.__getitem__, lost)))
+    notes = _notes((index, f"this process may use none of the CPUs {theirs} of {{}}") for index in lost)
     return ClaimShares(cpus, {index: share or cpus for index, share in cut.items()}, tuple(notes))
 
 
@@ -178,12 +169,7 @@ def _near_shares(gpus: Sequence[Gpu], driver: Driver, fsroot: str | None) -> Cla
             return None
         known[gpu.index] = found[0] - isolated or found[0]
     shares = _cut(known, known, mask - isolated)
-    remote = _notes(
-        (index, f"CPUs {format_cpulist(share)} are remote to {{}}")
-        for index, share in shares.shares.items()
-        if not share & known[index]
-    )
-    return shares._replace(notes=(*shares.notes, *remote), remote=bool(remote))
+    return shares._replace(remote=bool(shares.notes))
 
 
 def bind_node(node: int, *, cpus: bool = True, memory: str | None = None) -> BindingReport:

@@ -151,7 +151,8 @@ def _make(path: str, others: set[str], leases: Sequence[str], act: bool) -> Iter
     for entry in entries[-1:] if closed else entries:
         if entry.action == SKIP or (act and entry.action != KEEP):
             why = entry.why if entry.action == SKIP else "was changed meanwhile"
-            yield f"{_place(path, entry)} {why}: remove it, and run {setup_command(path)} again"
+            way_out = f"remove it, and run {setup_command(path)} again"
+            yield f"{_place(path, entry)} {why}: {'choose another --state-dir' if entry.name == '.' else way_out}"
 
 
 def _place(path: str, entry: Entry) -> str:

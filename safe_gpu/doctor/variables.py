@@ -24,7 +24,7 @@ def policy(host: CheckedHost) -> Finding:
     try:
         found, ignored = rules.read(path)
     except PolicyError as err:
-        fix = f"as root: correct line {err.line}" if err.line else "as root: make it a short text file of mode 644"
+        fix = f"as root: correct line {err.line}" if err.line else "as root: write it into a short file of mode 644"
         return failed(f"claims fail: {err}", fix)
     if ignored:
         return warning(

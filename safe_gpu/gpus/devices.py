@@ -270,7 +270,8 @@ class LeaseHolder(NamedTuple):
     the lease file cannot be opened, so that nobody can claim the GPU; "" if it can be. ``uid`` is that of the record.
     ``share`` is how many bytes of the GPU it holds; None for a whole GPU, and where that cannot be read. ``sharers``
     are the claims that share the GPU, the oldest first, and the other fields are those of the oldest; empty if one
-    claim holds it alone. ``queued`` is when it joined the queue, in Unix seconds; None if it did not wait.
+    claim holds it alone. ``queued`` is when it joined the queue, in Unix seconds; None if it did not wait. ``left_by``
+    is the process that claimed, if it has ended: then ``pid`` is one that has inherited the lock.
     """
 
     pid: int | None = None
@@ -287,6 +288,7 @@ class LeaseHolder(NamedTuple):
     share: int | None = None
     sharers: "tuple[LeaseHolder, ...]" = ()
     queued: float | None = None
+    left_by: int | None = None
 
     @classmethod
     def of_sharers(cls, sharers: "Iterable[LeaseHolder]") -> "LeaseHolder":

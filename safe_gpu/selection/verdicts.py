@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ..gpus.devices import ComputeMode, Gpu, GpuFault, GpuVerdict, HostSnapshot, LeaseHolder
-from ..wording.text import gpu_ranges, in_brackets, plural
+from ..wording.text import gpu_ranges, in_brackets, left_behind, plural
 from .occupancy import Describe, has_mps_clients, name_processes, unexplained_limit, users_of, why_memory_unexplained
 from .request import MinMemory, Selection
 from .rules import DEFAULT_RULES, Rules
@@ -155,6 +155,8 @@ def _claimed_by(holder: LeaseHolder) -> str:
         return "claimed: its lease file is not in this state directory (a private /tmp, or it was removed)"
     text = "claimed" if holder.pid is None else f"claimed by process {holder.pid}"
     text += holder.namespace and f" {holder.namespace}"
+    if holder.left_by is not None:
+        text = left_behind(holder.pid, holder.left_by)
     text += in_brackets(holder.user, holder.job and f"job {holder.job}", holder.command)
     if holder.since is not None:
         text += time.strftime(" since %Y-%m-%d %H:%M:%S", time.localtime(holder.since))

@@ -174,10 +174,10 @@ def read_text(path: str) -> tuple[str, str]:
         if os.path.islink(path):
             return "", f"{path} is a link: it is ignored, and nothing is limited; write the policy there itself"
         raise PolicyError(
-            f"{path} cannot be read ({err.strerror}): ask root for `chmod 644 {path}`", path=path
+            f"{path} cannot be read ({err.strerror}): ask root for a file of mode 644", path=path
         ) from err
     if doubt:
-        return "", f"{path} {doubt}: it is ignored, and nothing is limited; root should make it a file of mode 644"
+        return "", f"{path} {doubt}: it is ignored, and nothing is limited; ask root for a file of mode 644"
     if len(data) > _LONGEST_FILE:
         raise PolicyError(f"{path} is longer than 64 KiB: name groups, not users", path=path)
     return data.removeprefix(b"\xef\xbb\xbf").decode("utf-8", "replace"), ""

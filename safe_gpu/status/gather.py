@@ -14,7 +14,7 @@ from ..coordination.files.lease_dir import LeaseDir
 from ..coordination.files.location import state_dir_path
 from ..coordination.files.state_dir import StateDir
 from ..coordination.files.warnings import stranger_among
-from ..coordination.holders.by_kernel import holder_by_kernel, locked_by, user_and_command
+from ..coordination.holders.by_kernel import holder_by_kernel, lockers_seen, user_and_command
 from ..coordination.holders.of_gpus import HeldLeases
 from ..coordination.holders.outer_claim import outer_claim_of_process
 from ..coordination.leases.drained import all_windows, closed_now, find_admitted, ignored_drains
@@ -40,7 +40,7 @@ from ..selection.rules import Rules
 from ..selection.sharing import LEAST_SHARE, part_of, promised, used_by_sharers, without_siblings
 from ..selection.verdicts import judge, recent_faults, room_for_shares, why_last
 from ..settings.variables import existing_policy
-from ..wording.text import in_brackets
+from ..wording.text import in_brackets, left_behind
 from .facts import ClaimStatus, GpuStatus, HostStatus, ProcessStatus, WaiterStatus
 from .idle import with_idle_times, with_reports
 from .starts import expected_starts, lease_holder
@@ -193,7 +193,7 @@ class ProcessTable:
         The first query reads all of /proc.
         """
         if self._holders is None:
-            self._holders = {identity: pid for pid in procfs.pids() for identity in locked_by(pid, self._names)}
+            self._holders = lockers_seen(self._names)
         return self._holders.get((file.device, file.inode))
 
     def holder_of_socket(self, inode: int | None) -> tuple[int | None, Collection[str]]:
@@ -225,8 +225,7 @@ def who_holds(file: LockedFile, record: LeaseRecord | None, processes: ProcessTa
         return LockHolder(pid, uid, f"its record cannot be read; {known}")
     named = f"process {record.pid}{namespace and f' {namespace}'}"
     if not namespace and record.of_the_dead:
-        still = f"process {pid}" if pid is not None and uid is not None else "a process that it started"
-        note = f"{named}, which claimed it, has ended; {still} still holds it"
+        note = left_behind(None if uid is None else pid, record.pid, reused=not procfs.has_ended(record.pid))
     elif uid is not None and pid is not None:
         note = f"its record names {named}, which does not hold the lock; process {pid} does"
     elif pid is not None:

@@ -72,6 +72,21 @@ def gpus_held(number: float) -> str:
     return f"{round(number, 2):g} {'GPU' if number == 1 else 'GPUs'} held"
 
 
+def left_behind(pid: int | None, ended: int, *, reused: bool = False) -> str:
+    """Return who still holds what a process claimed that has ended, so that nobody takes that number for the holder's.
+
+    Args:
+        pid: of who holds it; None if that cannot be seen.
+        ended: of who claimed it.
+        reused: whether another process has that number now.
+
+    >>> left_behind(12, 7), left_behind(None, 7)
+    ('still held by process 12, which process 7 left behind', 'still held by a process that process 7 left behind')
+    """
+    holder = "a process that" if pid is None else f"process {pid}, which"
+    return f"still held by {holder} {'an earlier ' if reused else ''}process {ended} left behind"
+
+
 def in_brackets(*facts: str | None) -> str:
     """Return the known facts in brackets, to append to a name: `` (alice, python train.py)``; "" if none is known.
 

@@ -44,16 +44,21 @@ THREE = {"cores_per_node": 4, "nodes": 2, "gpu_nodes": [0, 0, 1]}
         # The cut leaves nothing, for a GPU or for all of them.
         (
             *(ONE_EACH, "node", [0], "5-6", {0: "5-6"}),
-            (
-                "this process may use none of the CPUs 0-3 of GPU 0, so the CPUs of the whole mask, 5-6, are used",
-                "CPUs 5-6 are remote to GPU 0 (on NUMA node 0)",
-            ),
+            ("this process may use none of the CPUs 0-3 of GPU 0", "CPUs 5-6 are remote to GPU 0 (on NUMA node 0)"),
         ),
         (
             *(THREE, "node", [0, 1, 2], "5", {0: "5", 1: "5", 2: "5"}),
             (
-                "this process may use none of the CPUs 0-3 of GPUs 0, 1, so the other CPUs of the claim, 5, are used",
+                "this process may use none of the CPUs 0-3 of GPUs 0, 1",
                 "CPUs 5 are remote to GPUs 0, 1 (on NUMA node 0)",
+            ),
+        ),
+        (
+            *({**ONE_EACH, "nodes": 3}, "node", [0, 1], "8-9", {0: "8-9", 1: "8-9"}),
+            (
+                "this process may use none of the CPUs 0-7 of GPUs 0, 1",
+                "CPUs 8-9 are remote to GPU 0 (on NUMA node 0)",
+                "CPUs 8-9 are remote to GPU 1 (on NUMA node 1)",
             ),
         ),
     ],
@@ -184,8 +189,7 @@ def test_a_claim_is_bound_and_given_back(small_host: Any, fake_driver: Any, in_c
     assert two == ({MASK[1]}, ())
     assert both == (set(MASK[:2]), ())
     assert remote[0] == set(MASK)
-    assert "none of the CPUs 5000 of GPU 2" in remote[1][0]
-    assert "remote to GPU 2" in remote[1][1]
+    assert remote[1][0] == "this process may use none of the CPUs 5000 of GPU 2"
     assert after == {MASK[0]}
 
 

@@ -241,7 +241,7 @@ def test_whom_one_waits_behind_is_told_with_its_data(line, ground, caplog: pytes
     (waiting,) = [
         record
         for record in caplog.records
-        if record.getMessage().startswith("waiting for 1 GPU (8 free), #2 in the queue; behind ")
+        if record.getMessage().startswith("waiting for 1 GPU (8 are free for 1 claim ahead), #2 in the queue; behind ")
     ]
     assert (waiting.safe_gpu_ahead.pid, waiting.safe_gpu_ahead.nb_gpus) == (os.getpid(), 8)
     assert not waiting.safe_gpu_ahead.stopped

@@ -78,9 +78,8 @@ def test_who_may_go_first(case: Case, ground, line, stranger, monkeypatch: pytes
 
 def test_the_refusal_names_who_is_ahead(ground, line) -> None:
     line(8), line(1, (5,)), line(1, (0,))
-    said = (
-        rf"1 GPU asked for, 1 free, behind \S+ \(pid {os.getpid()}, wants 1 GPU, queued for \d+ s\) and 1 more claim:"
-    )
+    ahead = rf"behind \S+ \(pid {os.getpid()}, wants 1 GPU, queued for \d+ s\) and 1 more claim:"
+    said = f"1 GPU asked for, 1 is free for 2 claims ahead, {ahead}"
     with pytest.raises(NotEnoughGpusError, match=said):
         claim_gpus(1, NoPlaceholder(), only=5, timeout=0)
 

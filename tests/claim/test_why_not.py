@@ -62,23 +62,33 @@ def test_a_refusal_is_a_sentence_and_a_line_for_each_gpu(verdicts: list[GpuVerdi
     assert rest == lines.split("\n")[1:]
 
 
+LONGER = "timeout="
+TWO_FREE = (FREE, FREE._replace(gpu=gpu(1)))
+
+
 @pytest.mark.parametrize(
     ("nb_gpus", "arguments", "first"),
     [
-        (1, {}, "1 GPU asked for, 0 free: wait for it (timeout=)."),
-        (2, {}, "2 GPUs asked for, 0 free: wait for them (timeout=)."),
-        (1, {"waited": 90.0}, "1 GPU asked for, 0 free after 1 min: wait longer (timeout=)."),
-        (1, {"ahead": ADA, "position": 2}, f"1 GPU asked for, 0 free, {BEHIND}: wait for it (timeout=)."),
+        (1, {}, f"1 GPU asked for, 0 free: wait for it ({LONGER})."),
+        (2, {}, f"2 GPUs asked for, 0 free: wait for them ({LONGER})."),
+        (1, {"waited": 90.0}, f"1 GPU asked for, 0 free after 1 min: wait longer ({LONGER})."),
+        (1, {"ahead": ADA, "position": 2}, f"1 GPU asked for, 0 free, {BEHIND}: wait for it ({LONGER})."),
         (
             2,
             {"ahead": ADA, "position": 4, "waited": 5.0},
-            f"2 GPUs asked for, 0 free after 5 s, {BEHIND} and 2 more claims: wait longer (timeout=).",
+            f"2 GPUs asked for, 0 free after 5 s, {BEHIND} and 2 more claims: wait longer ({LONGER}).",
         ),
-        (1, {"hint": "X=0 limits this"}, "1 GPU asked for, 0 free: wait for it (timeout=). X=0 limits this."),
+        (
+            2,
+            {"ahead": ADA, "position": 2, "verdicts": TWO_FREE},
+            f"2 GPUs asked for, 2 are free for 1 claim ahead, {BEHIND}: wait for them ({LONGER}).",
+        ),
+        (1, {"hint": "X=0 limits this"}, f"1 GPU asked for, 0 free: wait for it ({LONGER}). X=0 limits this."),
+        (1, {"wait_limit": "/etc/p"}, "1 GPU asked for, 0 free: try again (/etc/p limits the wait)."),
     ],
 )
 def test_the_first_sentence_says_what_to_do(nb_gpus: int, arguments: dict[str, object], first: str) -> None:
-    text = refusal_message(Selection(nb_gpus), (BUSY,), now=NOW, **arguments)  # type: ignore[arg-type]
+    text = refusal_message(Selection(nb_gpus), **{"verdicts": (BUSY,), "now": NOW, **arguments})  # type: ignore[arg-type]
     assert text.splitlines()[0] == first
 
 
@@ -114,6 +124,23 @@ TOLD = {
         status(claimed(1, pid=None, user=None, since=None)),
         "1 GPU (0 free); GPU 1: unknown holder",
     ),
+    "its holder has ended": (
+        status(claimed(1, pid=12, left_by=7), claimed(2, pid=None, left_by=7)),
+        "1 GPU (0 free); GPU 1: ada (still held by process 12, which process 7 left behind) for 1 h; "
+        "GPU 2: ada (still held by a process that process 7 left behind) for 1 h",
+    ),
+    "enough are free for those ahead": (
+        status(*TWO_FREE, free=2, needed=2, ahead=ADA)._replace(position=4),
+        f"2 GPUs (2 are free for 3 claims ahead), #4 in the queue; {BEHIND}",
+    ),
+    "one is free for the one ahead": (
+        status(FREE, claimed(1), free=1, ahead=ADA)._replace(position=2),
+        f"1 GPU (1 is free for 1 claim ahead), #2 in the queue; {BEHIND}; GPU 1: {BY_ADA}",
+    ),
+    "too few are free": (
+        status(FREE, claimed(1), free=1, needed=2, ahead=ADA)._replace(position=2),
+        f"2 GPUs (1 free), #2 in the queue; {BEHIND}; GPU 1: {BY_ADA}",
+    ),
     "enough have just become free": (status(FREE, claimed(1), free=2), f"1 GPU (2 free); GPU 1: {BY_ADA}"),
     "the holder of most comes first": (
         status(claimed(0, pid=9, user="bob"), *claims(*range(1, 8)), needed=8),
@@ -148,7 +175,7 @@ TOLD = {
     "a limit, and shares": (WaitStatus(1, None, 1, spent=HELD._replace(held=0.5)), "1 GPU, at your limit (0.5 of 1)"),
     "one ahead": (
         WaitStatus(2, 7, 1, (FREE, *claims(1)), ADA, SOON),
-        f"1 GPU (7 free), #2 in the queue, {SOON_TEXT}; {BEHIND}; GPU 1: {BY_ADA}",
+        f"1 GPU (7 are free for 1 claim ahead), #2 in the queue, {SOON_TEXT}; {BEHIND}; GPU 1: {BY_ADA}",
     ),
     "one ahead, at your limit": (
         WaitStatus(2, None, 1, ahead=ADA, spent=HELD),

@@ -228,7 +228,7 @@ def test_who_comes_to_be_the_head_says_whom_it_waits_for_now(command, ground, te
     head = command.start("run", "--", "true")
     head.stderr.readline()
     behind = command.start("run", "--", "true", stderr=terminal.slave)
-    terminal.read_until("#2 in the queue; behind ")
+    terminal.read_until(", #2")
     head.terminate()
     terminal.read_until("GPU 0-7: unknown holder")
     ground.let_go()

@@ -160,7 +160,7 @@ def test_a_lease_that_was_removed_under_its_claim(claimed, state_dir: Path) -> N
         ("mkdir -m 1777 history", "passed", "mode 1777", ""),
         ("mkdir -m 1755 history", "warning", "not recorded", "chmod 1777"),
         ("mkdir -m 777 history", "warning", "remove", "chmod 1777"),
-        ("ln -s /tmp history", "warning", "may not be recorded", "rm "),
+        ("ln -s /tmp history", "warning", "may not be recorded", "set SAFE_GPU_DIR"),
     ],
 )
 def test_the_history(state_dir: Path, prepare: str, status: str, words: str, fix: str) -> None:

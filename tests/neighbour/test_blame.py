@@ -133,7 +133,7 @@ def test_a_pid_that_the_victim_has_now(state_dir: Path, as_user: Any, holder: An
     one = gather().gpus[0].claim
     assert one is not None
     assert (one.pid, one.user, one.uid) == (None, "4712", NEIGHBOUR)
-    assert "has ended; a process that it started still holds it" in one.note
+    assert f"still held by a process that an earlier process {victim.pid} left behind" in one.note
     with pytest.raises(safe_gpu.NotEnoughGpusError, match="claimed \\(4712"):
         claim()
 
@@ -151,9 +151,14 @@ def test_a_child_that_outlives_its_parent(state_dir: Path, as_user: Any, seen: A
     os.waitid(os.P_PID, gone.pid, os.WEXITED | os.WNOWAIT)
     rewrite(state_dir, uid=VICTIM, user="4711")
     try:
-        assert seen(VIEWER)[:3] == (None, "says: 4711", None)
-        assert seen(NEIGHBOUR)[:3] == (heir, "4712", NEIGHBOUR)
-        assert seen(0)[:3] == (heir, "4712", NEIGHBOUR)
+        for uid, pid, user, owner in (
+            (VIEWER, None, "says: 4711", None),
+            *((u, heir, "4712", NEIGHBOUR) for u in (NEIGHBOUR, 0)),
+        ):
+            *told, _, refusal = seen(uid)
+            assert told == [pid, user, owner]
+            holder = f"process {heir}, which" if pid else "a process that"
+            assert f"still held by {holder} process {gone.pid} left behind ({user}" in refusal
     finally:
         gone.tell()
 

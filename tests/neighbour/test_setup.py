@@ -298,7 +298,8 @@ def test_a_directory_that_is_closed_and_not_empty_is_not_opened(host: Host, as_u
     (host.path / part).chmod(0o700)
     done = host.run()
     assert done.returncode == 1
-    assert f"{host.path / part} has mode 0700 and is not empty" in done.stdout
+    way_out = "remove it" if part else "choose another --state-dir"
+    assert f"{host.path / part} has mode 0700 and is not empty: {way_out}" in done.stdout
     assert (host.path / part).stat().st_mode & 0o7777 == 0o700
     assert (host.path / part).stat().st_uid == ANNA
 

@@ -316,7 +316,7 @@ def test_children_that_outlive_the_holder_are_named(heir) -> None:
     assert claim.pid == heir
     assert claim.user == procfs.user_of(heir)
     assert claim.command == Path(sys.executable).name, "the record is of this very claim"
-    assert re.search(rf"process \d+, which claimed it, has ended; process {heir} still holds it", claim.note)
+    assert re.fullmatch(rf"still held by process {heir}, which process \d+ left behind", claim.note)
 
 
 def test_a_pid_that_was_used_again_is_not_the_holder(state_dir: Path, child) -> None:
@@ -327,7 +327,7 @@ def test_a_pid_that_was_used_again_is_not_the_holder(state_dir: Path, child) -> 
     assert who_holds(file, record, ProcessTable([])) == (other.pid, os.geteuid(), "")
     ended = who_holds(file, record._replace(start=record.start - 1), ProcessTable([]))
     assert ended[:2] == (None, None)
-    assert "has ended; a process that it started still holds it" in ended.note
+    assert ended.note == f"still held by a process that an earlier process {other.pid} left behind"
     doubtful = who_holds(file, record._replace(start=None), ProcessTable([]))
     assert doubtful[:2] == (other.pid, None)
     assert f"does not fit process {other.pid}, which /proc/locks names" in doubtful.note
@@ -486,8 +486,8 @@ def test_an_heir_that_may_not_be_looked_at_leaves_the_pid_open(state_dir: Path, 
         say(f"{claim.pid} {claim.user} {claim.note}")
 
     said = as_user(work, uid=12345).hear()
-    assert said.startswith("None says: root process")
-    assert "it started still holds it" in said
+    assert said.startswith("None says: root still held by")
+    assert re.search(r"still held by a process that process \d+ left behind$", said)
 
 
 # Odd GPUs

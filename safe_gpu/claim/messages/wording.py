@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from ...wording.text import cut, display_width, format_age, gpu_ranges, gpus_held, in_brackets, plural
+from ...wording.text import cut, display_width, format_age, gpu_ranges, gpus_held, in_brackets, left_behind, plural
 from .forecast import SOMEBODY, Forecast, describe_forecast
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def refusal_message(
         now: in Unix seconds; None reads the clock.
     """
     free = sum(verdict.free for verdict in verdicts)
-    text = f"{request.text} asked for, {free} free"
+    text = f"{request.text} asked for, {_free(free, request.nb_gpus, ahead, position)}"
     if waited:
         text += f" after {format_age(waited)}"
     if ahead is not None:
@@ -63,6 +63,13 @@ def refusal_message(
     if ahead is None and spent is None and 0 < free < request.nb_gpus:
         text += ", or ask for fewer"
     return "\n".join([f"{text}. {hint}." if hint else f"{text}.", *_lines(verdicts)])
+
+
+def _free(free: int, needed: int, ahead: ClaimAhead | None, position: int, of: str = "") -> str:
+    """Return how many GPUs are free; if enough are, but for others, for whom."""
+    if ahead is None or free < needed:
+        return f"{free} {of}free"
+    return f"{free} {'is' if free == 1 else 'are'} free for {plural(max(1, position - 1), 'claim')} ahead"
 
 
 def _lines(verdicts: Sequence[GpuVerdict]) -> Iterator[str]:
@@ -98,7 +105,8 @@ def waiting_message(
     text += f" for {status.asked or plural(status.needed)}"
     candidates = [verdict for verdict in status.verdicts if _is_candidate(verdict)]
     if status.free is not None:
-        text += f" ({status.free} {f'of {len(candidates)} ' if len(candidates) < len(status.verdicts) else ''}free)"
+        of = f"of {len(candidates)} " * (len(candidates) < len(status.verdicts))
+        text += f" ({_free(status.free, status.needed, status.ahead, status.position, of)})"
     if status.spent is not None:
         held = f"{round(status.spent.held, 2):g}" if status.spent.known else "?"
         text += f", at your limit ({held} of {status.spent.most})"
@@ -180,5 +188,7 @@ def _who(verdict: GpuVerdict, now: float) -> str:
     if not holder.user and not holder.pid:
         return "unknown holder"
     pid = f"pid {holder.pid or '?'}{holder.namespace and f' {holder.namespace}'}"
+    if holder.left_by is not None:
+        pid = left_behind(holder.pid, holder.left_by)
     age = f" for {format_age(now - holder.since)}" if holder.since else ""
     return f"{holder.user or 'unknown user'}{in_brackets(pid, holder.job and f'job {holder.job}')}{age}"

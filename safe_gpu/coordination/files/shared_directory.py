@@ -38,13 +38,8 @@ def open_shared(name: str, path: str, parent: int | None, *, make: bool) -> int:
         status = os.fstat(fd)
         os.close(fd)
         if time.monotonic() >= deadline:
-            raise StateDirError(
-                f"{path} has mode {stat.S_IMODE(status.st_mode):04o} and belongs to uid {status.st_uid}, so user "
-                f"{os.geteuid()} cannot work in it: ask its owner for mode 1777 or root to remove it, or "
-                "set SAFE_GPU_DIR elsewhere",
-                path=path,
-                errno=errno.EACCES,
-            )
+            what = f"{path} has mode {stat.S_IMODE(status.st_mode):04o} and belongs to uid {status.st_uid}, so user "
+            raise refusal(f"{what}{os.geteuid()} cannot work in it", path, errno.EACCES)
         time.sleep(0.005)
 
 
@@ -97,12 +92,8 @@ def make_directory(name: str, path: str, parent: int | None) -> None:
         pass
     except OSError as err:
         if err.errno == errno.ENOENT and not os.path.isdir(os.path.dirname(path)):
-            what = f"{os.path.dirname(path)} does not exist: create it"
-        elif err.errno in (errno.ENOSPC, errno.EDQUOT):
-            what = f"no room for {path} ({err.strerror}): free some space there"
-        else:
-            what = f"{path} cannot be created ({err.strerror}): make it with mode 1777"
-        raise refusal(what, path, err.errno) from err
+            raise refusal(f"{os.path.dirname(path)} does not exist", path, err.errno, "create it") from err
+        raise refusal_of_error(path, err, verb="created") from err
 
 
 def open_to_all(fd: int) -> bool:
@@ -169,16 +160,7 @@ def rename_new(source: str, target: str, parent: int | None) -> int:
 
 def why_unusable(name: str, path: str, parent: int | None, err: OSError) -> StateDirError:
     """Return why a directory cannot be opened, and what to do; the arguments are those of :func:`make_directory`."""
-    try:
-        status = os.stat(name, dir_fd=parent, follow_symlinks=False)
-    except OSError:
-        status = None
-    if status is not None and stat.S_ISLNK(status.st_mode):
-        what = f"{path} is a symbolic link, which is never followed: remove it"
-    elif err.errno == errno.ENOTDIR:
-        what = f"{path} is not a directory: remove it"
-    elif err.errno == errno.EACCES:
-        what = f"{path} is closed to user {os.geteuid()}: ask its owner for mode 1777 or root to remove it"
-    else:
-        return refusal_of_error(path, err)
-    return refusal(what, path, err.errno)
+    with suppress(OSError):
+        if stat.S_ISLNK(os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode):
+            err = OSError(errno.ELOOP, os.strerror(errno.ELOOP))  # O_DIRECTORY answers ENOTDIR
+    return refusal_of_error(path, err)

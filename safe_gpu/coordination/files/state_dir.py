@@ -20,7 +20,7 @@ from ...errors import StateDirError
 from ..signals import DeferredSignals
 from .file_system import NETWORK_TYPES, file_system_at
 from .location import state_dir_path
-from .refusals import refusal, refusal_of_error, refusal_of_status, to_root, under_file_lease
+from .refusals import refusal_of_error, refusal_of_status, to_root, under_file_lease
 from .shared_directory import NO_RENAME, open_shared, rename_new
 
 _FILE_MODE = 0o666
@@ -216,8 +216,7 @@ class StateDir:
 
     def error(self, name: str, err: OSError) -> StateDirError:
         """Return why a file cannot be opened or made."""
-
-        return refusal_of_error(os.path.join(self.path, name), err)
+        return refusal_of_error(os.path.join(self.path, name), err, closed="ask its owner or root to remove this name")
 
 
 def is_everybodys(status: os.stat_result) -> bool:
@@ -234,10 +233,10 @@ def write_all(fd: int, data: bytes, path: str) -> None:
     try:
         written = os.pwrite(fd, data, 0)
         os.ftruncate(fd, written)
+        if written != len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     except OSError as err:
-        raise refusal(f"cannot write {path} ({err.strerror}): free some space there", path, err.errno) from err
-    if written != len(data):
-        raise refusal(f"no room to write {path}: free some space there", path, errno.ENOSPC)
+        raise refusal_of_error(path, err, verb="written") from err
 
 
 @contextmanager

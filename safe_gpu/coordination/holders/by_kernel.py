@@ -205,6 +205,12 @@ def locked_by(pid: int, names: Collection[str]) -> set[tuple[int, int]]:
     return found
 
 
+def lockers_seen(names: Collection[str]) -> dict[tuple[int, int], int]:
+    """Return device and inode -> a process that has that file open and locked, of the files with one of these names, as
+    far as this user may see. It reads all of /proc."""
+    return {identity: pid for pid in procfs.pids() for identity in locked_by(pid, names)}
+
+
 def is_held_by(directory: StateDir, name: str, record: LeaseRecord, uid: int) -> bool:
     """Return whether the process that the record of a lease names is of this real user and has locked it. Only root and
     that user are told, and no table that others can make long is read."""

@@ -18,7 +18,7 @@ from ..leases.record import LeaseRecord, read_record
 from ..locks.host_lock import MINIMUM_PATIENCE, HostLock
 from ..name_table import NameTable, read_names
 from ..signals import DeferredSignals
-from .by_kernel import files_and_names, holder_by_kernel, owners_above, user_and_command
+from .by_kernel import files_and_names, holder_by_kernel, lockers_seen, owners_above, user_and_command
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,7 @@ class HeldLeases:
         closed: why a lease cannot be opened, by name.
         locks: inode -> pids that lock it, of these files and others.
         elsewhere: UUIDs of the GPUs that are held by name only.
+        heirs: device and inode -> a process that has inherited the lock, if that was looked for.
         names: the names that are held.
         directory: the directory of the leases.
     """
@@ -62,6 +63,7 @@ class HeldLeases:
     closed: dict[str, str] = field(default_factory=dict)
     locks: Mapping[int, list[int]] = field(default_factory=dict)
     elsewhere: frozenset[str] = frozenset()
+    heirs: Mapping[tuple[int, int], int] = field(default_factory=dict)
     names: NameTable = field(default_factory=NameTable)
     directory: os.stat_result | None = None
 
@@ -134,7 +136,7 @@ class HeldLeases:
         file, record = self.files[name], self.records.get(name)
         if file.note or record is None:
             return LeaseHolder()
-        return _holder(record, file)
+        return _holder(record, file, self.heirs.get((file.device, file.inode)))
 
     def holder_of(self, uuid: str, names: Iterable[str]) -> LeaseHolder | None:
         """Return who shares a GPU, else who holds the first of these leases that is held; None if nobody does."""
@@ -170,6 +172,8 @@ def lease_holders(
         wanted = (name for names in files.values() for name in names) if inner else names_of_host(files)
         found.find(host.leases, wanted, partial(probe, host))
     found.identify(files, prefix, before, inner=inner)
+    if any(record.here and record.of_the_dead for record in found.records.values()):
+        found.heirs = lockers_seen(found.files)
     whole = found.names.held_among(found.elsewhere, prefix, inner=inner, shares=False)
     holders = {}
     for uuid, names in files.items():
@@ -202,10 +206,12 @@ def recorded_holders(leases: Mapping[str, Iterable[str]], prefix: str) -> dict[s
     return holders
 
 
-def _holder(record: LeaseRecord, file: LockedFile) -> LeaseHolder:
+def _holder(record: LeaseRecord, file: LockedFile, heir: int | None) -> LeaseHolder:
     pid, uid = holder_by_kernel(record, file.lockers, file.named)
+    if pid is None and heir is not None:
+        pid, uid = heir, procfs.real_uid_of(heir)
     user, command = user_and_command(record, pid, uid)
     said = record.as_holder()
-    # Its own number there, or of one that ended a moment ago: by neither is another process blamed.
-    recorded = said.namespace or (pid is None and procfs.has_ended(record.pid))
-    return said._replace(pid=record.pid if recorded else pid, user=user, command=command)
+    left_by = record.pid if not said.namespace and pid != record.pid and procfs.has_ended(record.pid) else None
+    pid = record.pid if said.namespace else pid  # its own number there
+    return said._replace(pid=pid, user=user, command=command, left_by=left_by)

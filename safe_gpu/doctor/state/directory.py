@@ -1,6 +1,5 @@
 """Checks of the state directory."""
 
-import errno
 import os
 import stat
 import time
@@ -10,6 +9,7 @@ from shlex import quote
 
 from ...coordination.files.file_system import NETWORK_TYPES, file_system_of
 from ...coordination.files.lease_dir import LeaseDir
+from ...coordination.files.location import CLOSING, DEFAULT_DIR
 from ...coordination.files.shared_directory import DIR_MODE, PARTS
 from ...coordination.files.state_dir import StateDir
 from ...coordination.files.warnings import setup_command
@@ -38,8 +38,13 @@ _LEAST_FILES = 64
 
 _MOST_FILES = 1000  # whose owners are looked at: anybody can make more
 
-# Errors of what can be removed: another kind of file, a link, one that may be somebody's from elsewhere.
-_REMOVABLE = (errno.ENOTDIR, errno.ELOOP, errno.EINVAL, errno.EMLINK, errno.EPERM)
+
+def _is_state_dir(path: str) -> bool:
+    """Return whether a directory is the default one, or has nothing in it but what a state directory has. Any other may
+    have been named by mistake: nobody is told to remove it, or to open it to all."""
+    with suppress(OSError):
+        return path == DEFAULT_DIR or set() < set(os.listdir(path)) <= {*PARTS, *CLOSING, "host.lock", "simulated"}
+    return False
 
 
 def _existing(path: str) -> str:
@@ -63,7 +68,7 @@ def state_directory(host: CheckedHost) -> Finding:
     except FileNotFoundError:
         return _not_there(path)
     except StateDirError as err:
-        return failed(str(err), (f"rm {quote(err.path)}, or " if err.errno in _REMOVABLE else "") + _ELSEWHERE)
+        return failed(str(err), _ELSEWHERE)
     return _trouble_above(path) or risk or passed(f"{path}, mode 1777, belongs to {owner}")
 
 
@@ -152,7 +157,7 @@ def _trouble_with_mode(
     if mode == DIR_MODE or not stat.S_ISDIR(status.st_mode):
         return None
     what = f"{path} has mode {mode:04o} and belongs to {procfs.user_name(status.st_uid)}"
-    fix = _opened_to_all(path, status)
+    fix = _opened_to_all(path, status) if _is_state_dir(above) else _ELSEWHERE
     if not usable:
         return failed(f"{what}: you may not use it", fix)
     if mode & 0o777 != 0o777:
@@ -161,16 +166,11 @@ def _trouble_with_mode(
 
 
 def _opened_to_all(path: str, status: os.stat_result) -> str:
-    """Return how to set the mode of a directory. Root is never told to change a name that another user can replace by a
-    link. That is who can change a directory above, and the owner of the name where that one is sticky."""
-    command = f"chmod 1777 {quote(path)}"
-    for_root = others_can_change(os.path.dirname(path)) is None
-    if status.st_uid == 0:
-        return f"as root: {command}" if for_root else _ELSEWHERE
-    if status.st_uid == os.geteuid():
-        return command
-    way_out = f"as root, which ends no claim: rm -r {quote(path)}" if for_root else _ELSEWHERE
-    return f"as {procfs.user_name(status.st_uid)}: {command}; or {way_out}"
+    """Return how its owner sets the mode of a directory. Root is not told to change a name that another user can
+    replace by a link: who can change a directory above."""
+    if status.st_uid == 0 and others_can_change(os.path.dirname(path)) is not None:
+        return _ELSEWHERE
+    return f"as {procfs.user_name(status.st_uid)}: chmod 1777 {quote(path)}"
 
 
 def _open_files(root: StateDir, host: CheckedHost) -> None:
@@ -236,7 +236,7 @@ def room(host: CheckedHost) -> Finding:
     if free < _LEAST_BYTES:
         return failed(f"{free // _KIB} KiB are free at {where}", f"free some space there, or {_ELSEWHERE}")
     if numbers.f_files and numbers.f_favail < _LEAST_FILES:
-        return failed(f"{numbers.f_favail} inodes are free at {where}", f"remove some files there, or {_ELSEWHERE}")
+        return failed(f"{numbers.f_favail} inodes are free at {where}", f"free some inodes there, or {_ELSEWHERE}")
     return passed(f"{free >> 20} MiB are free at {where}")
 
 
@@ -281,8 +281,7 @@ def history(host: CheckedHost) -> Finding:
     except FileNotFoundError:
         return passed("nothing has been recorded yet")
     except (OSError, StateDirError) as err:
-        fix = _ELSEWHERE if isinstance(err, StateDirError) else f"rm {quote(path)}, as its owner or root"
-        return warning(f"{path} cannot be opened, and claims may not be recorded: {err}", fix)
+        return warning(f"{path} cannot be opened, and claims may not be recorded: {err}", _ELSEWHERE)
     trouble = _trouble_with_mode(
         host.path, NAME, "claims of other users are not recorded", "every user may remove all of it"
     )

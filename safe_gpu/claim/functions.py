@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from ..errors import SafeGpuError, shorten
+from ..wording.argument_style import EnsureStyle
 from .arguments.options import NODE_BY_DEFAULT, asks_for_none, read_options
 from .arguments.timeout import DEFAULT, DefaultTimeout
-from .owner import NO_GPU, GPUOwner, already_claimed, current_owner, owners, request_key
+from .owner import NO_GPU, GPUOwner, already_claimed, current_owner, owner_type, owners, request_key
 
 if TYPE_CHECKING:
     from ..affinity import AffinityOptions
@@ -105,7 +106,7 @@ def ensure_gpus(
     __tracebackhide__ = True
     holder = current_owner()
     if holder is None:
-        owners["gpu_owner"] = holder = GPUOwner(nb_gpus, placeholder_fn, **options)
+        owners["gpu_owner"] = holder = owner_type(spelling=EnsureStyle)(nb_gpus, placeholder_fn, **options)
         return holder
     try:
         none = asks_for_none(nb_gpus)

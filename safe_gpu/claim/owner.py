@@ -324,7 +324,8 @@ NO_GPU = "no GPU"
 
 
 def request_key(options: ClaimOptions) -> str:
-    return repr((options.request, options.visible_as, options.delegate))  # text, which compares after a reload too
+    # Text, which compares after a reload too; the spelling of the arguments does not count.
+    return repr((*options.request[:3], options.request.up_to, options.visible_as, options.delegate))
 
 
 def current_owner() -> GPUOwner | None:

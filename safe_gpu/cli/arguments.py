@@ -91,6 +91,8 @@ class Parser(argparse.ArgumentParser):
 class CommandLine(ArgumentStyle):
     """How the arguments of a claim are written here."""
 
+    call = ""
+
     @staticmethod
     def option(argument: str) -> str:
         """Return ``--timeout``; ``-n`` for the number of GPUs."""
@@ -104,10 +106,10 @@ class CommandLine(ArgumentStyle):
 
     @staticmethod
     def value(value: object) -> str:
-        """Return a value as a shell takes it: ``20GiB``, ``'RTX*4090'``."""
+        """Return a value as a shell takes it: ``20GiB``, ``'RTX*4090'``; ``inf`` for no limit."""
         from shlex import quote
 
-        return quote(str(value))
+        return "inf" if value is None else quote(str(value))
 
 
 def duration(text: str) -> float | None:

@@ -6,7 +6,12 @@ class ArgumentStyle:
 
     The command line has a subclass. The class is used without an instance, so that requests that hold it can be
     compared and pickled. ``argument`` is always the name in Python.
+
+    Attributes:
+        call: the function that was called; "" on the command line.
     """
+
+    call = "claim_gpus"
 
     @staticmethod
     def option(argument: str) -> str:
@@ -22,3 +27,9 @@ class ArgumentStyle:
     def value(value: object) -> str:
         """Return a value as the caller writes it: ``'20GiB'``."""
         return repr(value)
+
+
+class EnsureStyle(ArgumentStyle):
+    """The style of ``ensure_gpus``."""
+
+    call = "ensure_gpus"

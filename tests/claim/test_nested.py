@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import subprocess
 import sys
 
@@ -110,7 +109,7 @@ def test_no_more_than_the_outer_claim_has(outer, ground, monkeypatch: pytest.Mon
     _, token = outer(2)
     inside(token, monkeypatch)
     monkeypatch.setenv("SAFE_GPU_FENCE", "ignore")
-    with pytest.raises(UnsatisfiableRequestError, match="3 GPUs asked for inside the claim of process"):
+    with pytest.raises(UnsatisfiableRequestError, match=r"claim_gpus\(3\) runs inside safe-gpu run .* holds 2 GPUs"):
         claim_gpus(3, NoPlaceholder(), affinity=None)
     with pytest.raises(UnsatisfiableRequestError, match="0 of its 2"):
         claim_gpus(1, NoPlaceholder(), affinity=None, only=7)
@@ -119,15 +118,58 @@ def test_no_more_than_the_outer_claim_has(outer, ground, monkeypatch: pytest.Mon
         assert ground.leased() == [0, 1]
 
 
-def test_a_refusal_inside_speaks_of_the_outer_claim(command, ground) -> None:
-    """Not of its variables: to lift that limit leads nowhere."""
-    for variables, why in (
-        ([], "which can give 1 of its 1: ask for fewer, or make the outer claim larger"),
-        (["SAFE_GPU_FENCE=ignore"], "which can give 1 of its 1: ask for fewer, or make the outer claim larger"),
-    ):
-        done = command.run("run", "--", "env", *variables, command.path, "run", "-n", 3, "--", "true")
-        assert done.returncode == 78
-        assert re.search(rf"3 GPUs asked for inside the claim of process \d+, {why}$", done.stderr.strip())
+TRY = """
+import safe_gpu, sys
+try: {}
+except safe_gpu.SafeGpuError as err: sys.exit(str(err))
+"""
+DELEGATE = """
+import os, safe_gpu, subprocess, sys
+safe_gpu.GPUOwner(1, safe_gpu.NoPlaceholder(), delegate=True)
+print(os.getpid(), flush=True)
+subprocess.run(sys.argv[1:])
+"""
+
+
+CLAIMED = ("safe_gpu.claim_gpus(2)", "claim_gpus(2) runs", "-n 2", "claim_gpus")
+RUN = ("run -n 3 -- true", "-n 3 is", "-n 3", "this one")
+
+
+@pytest.mark.parametrize(
+    ("around", "claim", "asked", "larger", "leave"),
+    [
+        ("run", *CLAIMED),
+        ("run", "safe_gpu.claim_gpus((3, 4), share='1GiB')", "claim_gpus((3, 4)) runs", "-n 3", "claim_gpus"),
+        ("run", "safe_gpu.ensure_gpus(2)", "ensure_gpus(2) runs", "-n 2", "ensure_gpus"),
+        ("run", *RUN),
+        ("run", "wait -n 2-3", "-n 2 is", "-n 2", "this one"),
+        ("run, and a shell", *CLAIMED),
+        ("run, without its limit", *RUN),
+        ("a delegating claim", *CLAIMED),
+        ("a delegating claim", *RUN),
+    ],
+)
+def test_more_than_the_claim_around_has(
+    command, ground, around: str, claim: str, asked: str, larger: str, leave: str
+) -> None:
+    """It names the one that is to be larger, and not its variables: to lift that limit leads nowhere."""
+    inner = [command.path, *claim.split()]
+    if "safe_gpu" in claim:
+        inner = [sys.executable, "-c", TRY.format(claim)]
+    if around == "a delegating claim":
+        done = subprocess.run([sys.executable, "-c", DELEGATE, *inner], capture_output=True, text=True, timeout=60)
+        owner = f"the claim of process {done.stdout.strip()}"
+        larger = f"claim_gpus({larger[3:]}, delegate=True) there"
+    else:
+        script = 'echo $$; "$@"; exit' if around == "run, and a shell" else 'echo $$; exec "$@"'
+        limit = ["SAFE_GPU_FENCE=ignore"] if around == "run, without its limit" else []
+        done = command.run("run", "--", "sh", "-c", script, "sh", "env", *limit, *inner)
+        owner, larger = f"safe-gpu run (process {done.stdout.strip()})", f"safe-gpu run {larger}"
+    said = f"{asked} inside {owner}, which holds 1 GPU: write {larger}, or leave {leave} out"
+    assert done.stderr.strip().removeprefix("safe-gpu: ") == said
+
+
+def test_a_refusal_inside_names_the_limit_of_the_process_itself(command, ground) -> None:
     inner = ["env", "CUDA_VISIBLE_DEVICES=0", command.path, "run", "-n", 2, "--", "true"]
     done = command.run("run", "-n", 2, "--only", "0,1", "--", *inner)
     why = "which can give 1 of its 2 (GPU 1: not listed in CUDA_VISIBLE_DEVICES=0): ask for fewer, or ask for others"

@@ -32,7 +32,8 @@ def test_too_few_free_now(host: Any, cleanup: ExitStack, untouched: Callable[[],
     assert isinstance(caught.value, RuntimeError)
     assert caught.value.nb_gpus == 6
     lines = str(caught.value).splitlines()
-    assert lines[0] == "6 GPUs asked for, 5 free: wait for them (timeout=), or ask for fewer."
+    longer = 'timeout="1h", or timeout=None to wait without limit'
+    assert lines[0] == f"6 GPUs asked for, 5 free: wait for them ({longer}), or ask for fewer."
     assert lines[1].startswith(f"  GPU 0-2 (NVIDIA A100-SXM4-80GB): process {host.stranger_pid} ")
     assert lines[2:] == ["  GPU 3-7 (NVIDIA A100-SXM4-80GB): free"]
 

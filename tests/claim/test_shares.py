@@ -274,7 +274,8 @@ def test_claims_inside_a_share_get_all_of_it(command: Any, ground: Any) -> None:
 def test_inside_a_share_no_more_can_be_asked_for(command: Any, ground: Any) -> None:
     ran = command.run("run", "--share", "20GiB", "--", command.path, "run", "--share", "30GiB", "--", "true")
     assert ran.returncode == 78
-    assert "30 GiB of each GPU asked for inside the claim of process" in ran.stderr
+    assert "30 GiB of each GPU asked for inside safe-gpu run (process " in ran.stderr
+    assert ran.stderr.endswith(": ask for less, or write safe-gpu run --share 30GiB\n")
     assert "which has a share of 20 GiB: ask for less" in ran.stderr
 
 

@@ -62,7 +62,7 @@ def test_a_refusal_is_a_sentence_and_a_line_for_each_gpu(verdicts: list[GpuVerdi
     assert rest == lines.split("\n")[1:]
 
 
-LONGER = "timeout="
+LONGER = 'timeout="1h", or timeout=None to wait without limit'
 TWO_FREE = (FREE, FREE._replace(gpu=gpu(1)))
 
 
@@ -72,6 +72,11 @@ TWO_FREE = (FREE, FREE._replace(gpu=gpu(1)))
         (1, {}, f"1 GPU asked for, 0 free: wait for it ({LONGER})."),
         (2, {}, f"2 GPUs asked for, 0 free: wait for them ({LONGER})."),
         (1, {"waited": 90.0}, f"1 GPU asked for, 0 free after 1 min: wait longer ({LONGER})."),
+        (
+            1,
+            {"waited": 5400.0},
+            f"1 GPU asked for, 0 free after 1 h 30 min: wait longer ({LONGER.replace('1h', '3h')}).",
+        ),
         (1, {"ahead": ADA, "position": 2}, f"1 GPU asked for, 0 free, {BEHIND}: wait for it ({LONGER})."),
         (
             2,
@@ -94,7 +99,8 @@ def test_the_first_sentence_says_what_to_do(nb_gpus: int, arguments: dict[str, o
 
 def test_a_request_from_the_command_line_is_answered_with_its_options() -> None:
     text = refusal_message(Selection(2, spelling=CommandLine), (FREE, BUSY))
-    assert text.startswith("2 GPUs asked for, 1 free: wait for them (--timeout), or ask for fewer.")
+    longer = "--timeout 1h, or --timeout inf to wait without limit"
+    assert text.startswith(f"2 GPUs asked for, 1 free: wait for them ({longer}), or ask for fewer.")
 
 
 def status(*verdicts: GpuVerdict, free: int = 0, needed: int = 1, **facts: object) -> WaitStatus:

@@ -198,13 +198,15 @@ def test_on_the_command_line(
     assert ground.leased() == []
 
 
-@pytest.mark.parametrize(("timeout", "advice"), [("0", "wait for it (--timeout)"), ("0.01", "wait longer (--timeout)")])
+@pytest.mark.parametrize(
+    ("timeout", "advice"), [("0", "wait for it (--timeout 1h,"), ("0.01", "wait longer (--timeout 1h,")]
+)
 def test_advice_on_a_wait_that_was_too_short(timeout: str, advice: str, capsys, ground) -> None:
     ground.hold(*range(8))
     for verb in ("run", "wait"):
         assert main([verb, "--timeout", timeout, *(["--", "true"] if verb == "run" else [])]) == 75
         assert advice in capsys.readouterr().err
-    with pytest.raises(safe_gpu.NotEnoughGpusError, match=re.escape(advice.replace("--timeout", "timeout="))):
+    with pytest.raises(safe_gpu.NotEnoughGpusError, match=re.escape(advice.replace("--timeout 1h", 'timeout="1h"'))):
         safe_gpu.GPUOwner(timeout=float(timeout))
 
 

@@ -137,8 +137,8 @@ def test_a_forged_record_adds_no_gpu_to_a_claim(state_dir: Path, as_user: Any, g
             say(err)
 
     answer = _in_a_pid_namespace(as_user, inside) if own_pids else as_user(inside, uid=VICTIM).hear()
-    assert "2 GPUs asked for inside" in answer
-    assert "which can give 1 of its 1" in answer
+    assert "claim_gpus(2) runs inside" in answer
+    assert "which holds 1 GPU:" in answer
 
 
 def _in_a_pid_namespace(as_user: Any, work: Callable[[Callable[[str], None], Callable[[], str]], None]) -> str:

@@ -6,6 +6,8 @@ import os
 from typing import TYPE_CHECKING
 
 from ...errors import UnsatisfiableRequestError
+from ...host import procfs
+from ...host.foreign_files import read_start
 from ...wording.text import format_bytes, in_brackets, plural
 from .ancestors import ONCE_FOR_ALL_RANKS
 from .outer_claim import owner_of_outer
@@ -29,21 +31,40 @@ def check_possible_inside(view: HostView, *, delegate: bool) -> None:
             + (ONCE_FOR_ALL_RANKS if "LOCAL_RANK" in os.environ else "claim without it"),
             value=True,
         )
-    outer, request = view.outer, view.request
-    shares = [record.share for record in outer.gpus.values() if record.share is not None]
+    request, held = view.request, len(view.outer.gpus)
+    number, call = request.nb_gpus, request.spelling.call
+    shares = [record.share for record in view.outer.gpus.values() if record.share is not None]
     if request.share is not None and shares and request.share > min(shares):
-        raise UnsatisfiableRequestError(
-            f"{format_bytes(request.share)} of each GPU asked for inside {owner_of_outer(outer)}, which has a share of "
-            f"{format_bytes(min(shares))}: ask for less, or make the outer share larger",
-            value=request.share,
-        )
+        size = format_bytes(request.share)
+        owner, larger = _owner_and_larger(view, f"--share {size.replace(' ', '')}", f"share={size!r}")
+        problem = f"{size} of each GPU asked for inside {owner}, which has a share of {format_bytes(min(shares))}"
+        raise UnsatisfiableRequestError(f"{problem}: ask for less, or {larger}", value=request.share)
     usable = {gpu.uuid for gpu in view.usable}
-    if len(usable) < request.nb_gpus:
-        reasons = (v for v in view.judge({}) if v.gpu.uuid in outer.gpus and v.gpu.uuid not in usable)
+    if number > held:
+        owner, larger = _owner_and_larger(view, f"-n {number}", f"claim_gpus({number}, delegate=True)")
+        asked = f"{call}({(number, request.up_to) if request.up_to else number}) runs" if call else f"-n {number} is"
+        problem = f"{asked} inside {owner}, which holds {plural(held)}: {larger}, or leave {call or 'this one'} out"
+    elif number > len(usable):
+        reasons = (v for v in view.judge({}) if v.gpu.uuid in view.outer.gpus and v.gpu.uuid not in usable and v.reason)
         listed = in_brackets("; ".join(f"GPU {verdict.gpu.label}: {verdict.reason}" for verdict in reasons))
-        way_out = "ask for others" if listed else "make the outer claim larger"
-        raise UnsatisfiableRequestError(
-            f"{plural(request.nb_gpus)} asked for inside {owner_of_outer(outer)}, which can give "
-            f"{len(usable)} of its {len(outer.gpus)}{listed}: ask for fewer, or {way_out}",
-            value=request.nb_gpus,
+        problem = (
+            f"{plural(number)} asked for inside {owner_of_outer(view.outer)}, which can give {len(usable)} of its "
         )
+        problem += f"{held}{listed}: ask for fewer{listed and ', or ask for others'}"
+    else:
+        return
+    raise UnsatisfiableRequestError(problem, value=number)
+
+
+def _owner_and_larger(view: HostView, option: str, argument: str) -> tuple[str, str]:
+    """Return whose the claim around this one is, and how to make it larger: by the option, or in Python.
+
+    What ``safe-gpu run`` executes has had the token from its start; a process that claimed in Python has not.
+    """
+    record = next(iter(view.outer.gpus.values()))
+    pid = record.pid if record.here else 0
+    if pid and procfs.uid_of(pid) == os.geteuid():  # others may write a pid of theirs into the record
+        began = (read_start(f"/proc/{pid}/environ", 1 << 22) or b"").split(b"\0")
+        if os.fsencode(f"SAFE_GPU_SCOPE={view.scope}") in began or "--supervised" in procfs.arguments_of(pid):
+            return f"safe-gpu run (process {pid})", f"write safe-gpu run {option}"
+    return owner_of_outer(view.outer), f"write {argument} there"

@@ -116,4 +116,4 @@ def judged_inside(outer: OuterClaim, verdicts: Iterable[GpuVerdict]) -> tuple[Gp
 def owner_of_outer(outer: OuterClaim) -> str:
     record = next(iter(outer.gpus.values()))
     namespace = procfs.namespace_text(record.pidns)
-    return f"the claim of process {record.pid}{namespace and f' {namespace}'}" if record.pid else "the outer claim"
+    return f"the claim of process {record.pid or '?'}{namespace and f' {namespace}'}"

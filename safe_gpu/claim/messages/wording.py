@@ -12,6 +12,7 @@ from .forecast import SOMEBODY, Forecast, describe_forecast
 if TYPE_CHECKING:
     from ...gpus.devices import GpuVerdict
     from ...selection.request import Selection
+    from ...wording.argument_style import ArgumentStyle
     from ..limits.quota import LimitReached
     from .wait_status import ClaimAhead, WaitStatus
 
@@ -59,10 +60,17 @@ def refusal_message(
     elif wait_limit:
         text += f": try again ({wait_limit} limits the wait)"
     else:
-        text += f": {way_out} ({request.spelling.option('timeout')})"
+        text += f": {way_out} ({_longer_wait(request.spelling, waited)})"
     if ahead is None and spent is None and 0 < free < request.nb_gpus:
         text += ", or ask for fewer"
     return "\n".join([f"{text}. {hint}." if hint else f"{text}.", *_lines(verdicts)])
+
+
+def _longer_wait(spelling: type[ArgumentStyle], waited: float) -> str:
+    """Return how the caller writes a timeout of twice what was waited, or an hour, and none."""
+    hours = spelling.value(f"{max(1, -int(-waited // 1800))}h").replace("'", '"')
+    longer = spelling.setting("timeout", hours)
+    return f"{longer}, or {spelling.setting('timeout', spelling.value(None))} to wait without limit"
 
 
 def _free(free: int, needed: int, ahead: ClaimAhead | None, position: int, of: str = "") -> str:

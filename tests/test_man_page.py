@@ -22,6 +22,13 @@ SECTIONS = "NAME SYNOPSIS DESCRIPTION COMMANDS ENVIRONMENT FILES EXIT_STATUS EXA
 pytestmark = pytest.mark.skipif(not SCRIPT.exists(), reason="this is not a checkout: there is no tools/ here")
 
 
+@pytest.fixture(autouse=True)
+def etc(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page names the files of a real host, and reads none of them."""
+    monkeypatch.delenv("SAFE_GPU_TEST_ETC")
+    monkeypatch.setattr(settings, "HOST_FILES", ("/etc/safe-gpu/config.ini", "/etc/safe-gpu/policy.ini"))
+
+
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The page, made as in a build: without any package beside this one."""

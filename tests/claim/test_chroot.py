@@ -27,5 +27,6 @@ def test_a_claim_in_a_plain_chroot(open_tmp: Path) -> None:
         pytest.skip("needs root, to make a chroot")
     run = [sys.executable, "-m", "safe_gpu", "run", "-q", "--affinity", "node", "-n", "2", "--", "sh", "-c", TELL]
     environment = {**os.environ, "SAFE_GPU_DIR": "/tmp/state", "PYTHONPATH": str(PACKAGE_ROOT)}
+    del environment["SAFE_GPU_TEST_ETC"]  # it is not below this root
     done = subprocess.run([*enter, *run], env=environment, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout.split(), done.stderr) == (0, ["0,1", "2"], "")

@@ -1,0 +1,179 @@
+"""Doors: one bit for each GPU and for each part of one, for whoever cannot see the entry that tells of it.
+
+A door is a datagram socket that is bound to an abstract name (see unix(7)). The name belongs to the network namespace:
+it is one for all users and for all mount and PID namespaces of a host. No ``rm -rf`` removes it, and the kernel frees
+it with the last descriptor. connect(2) tells whether it is held.
+
+There is a door ``UUID`` of a GPU, and ``UUID.K`` of its part K. A claim that allows claims inside it holds two more
+doors, of its token: one that it took before ``UUID``, and one after it.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from collections.abc import Callable, Collection, Iterable
+
+from .held import Held
+from .socket_names import PROTOCOL, digest
+
+MOST_PARTS = 32
+"""Parts that a GPU has at most: shares, or claims inside one claim."""
+
+_SHORTEST = 48  # bytes of a name; the columns of /proc/net/unix cannot be imitated by names of this length
+_SPARE = 8  # descriptors that are left to the program: where the limit is that low, entries have to do
+
+
+class Doors:
+    """The doors that one claim holds. Those of a GPU are taken all or none.
+
+    Args:
+        tree: what stands before each UUID; "" but on simulated hosts.
+
+    Attributes:
+        parts: UUID -> K, of the GPUs of which a part is held.
+
+    Raises:
+        OSError: the kernel has no sockets, or no more descriptors. What a call has taken is given back.
+
+    >>> doors = Doors()
+    >>> doors.take_whole("GPU-5c89852c", known=())
+    True
+    >>> Doors().take_share("GPU-5c89852c", known=())
+    False
+    >>> doors.release()
+    """
+
+    def __init__(self, tree: str = "") -> None:
+        self._tree = tree
+        self._held: list[Held] = []
+        self.parts: dict[str, int] = {}
+
+    def take_whole(self, uuid: str, known: Collection[int], token: str = "") -> bool:
+        """Take a GPU; False where another process holds it or a part of it.
+
+        Args:
+            known: its parts that living entries of this directory have. They are judged by their entries.
+            token: of a claim that allows claims inside it.
+        """
+        first, last = self._of_token(uuid, token)
+        return self._all_or_none(
+            lambda: (
+                (not token or self._take(first))
+                and self._take(self._name(uuid))
+                and self._held_parts(uuid) <= {*known}
+                and (not token or (self._take_part(uuid, known) and self._take(last)))
+            )
+        )
+
+    def take_share(self, uuid: str, known: Collection[int]) -> bool:
+        """Take a part of a GPU beside those that are known; False where another process holds any of it."""
+
+        def take() -> bool:
+            begin = len(self._held)
+            if not self._take(self._name(uuid)) or not self._held_parts(uuid) <= {*known}:
+                return False
+            if not self._take_part(uuid, known):
+                return False
+            self._held.pop(begin).release()
+            return True
+
+        return self._all_or_none(take)
+
+    def take_inside(self, uuid: str, known: Collection[int], token: str) -> bool:
+        """Take a part of a GPU inside the claim with this token; False where that claim has ended.
+
+        The part comes first: from then on nobody else takes the GPU, even if that claim ends.
+        """
+        return self._all_or_none(lambda: self._take_part(uuid, known) and self.is_inside(uuid, token))
+
+    def is_inside(self, uuid: str, token: str) -> bool:
+        """Return whether the claim with this token holds a GPU. Of its two doors one is closed before the GPU's own, in
+        whichever order the kernel closes the descriptors of a process that has ended."""
+        return all(_are_held(self._of_token(uuid, token)))
+
+    def release(self) -> None:
+        """Give all doors back; safe to call twice."""
+        self.parts = {}
+        while self._held:
+            self._held.pop().release()
+
+    def keep_across_exec(self) -> None:
+        """Let all doors survive exec(2)."""
+        for held in self._held:
+            held.keep_across_exec()
+
+    def _all_or_none(self, take: Callable[[], bool]) -> bool:
+        begin, parts, done = len(self._held), dict(self.parts), False
+        try:
+            done = take()
+        finally:
+            if not done:
+                self.parts = parts
+                while len(self._held) > begin:
+                    self._held.pop().release()
+        return done
+
+    def _take_part(self, uuid: str, known: Collection[int]) -> bool:
+        for part in range(MOST_PARTS):
+            if part not in known and self._take(self._name(uuid, str(part))):
+                self.parts[uuid] = part
+                return True
+        return False
+
+    def _take(self, name: bytes) -> bool:
+        held = _bound(name, above=self._held[-1].fd if self._held else -1)
+        if held is not None:
+            self._held.append(held)
+        return held is not None
+
+    def _held_parts(self, uuid: str) -> set[int]:
+        held = _are_held(self._name(uuid, str(part)) for part in range(MOST_PARTS))
+        return {part for part, is_held in enumerate(held) if is_held}
+
+    def _name(self, uuid: str, *tail: str) -> bytes:
+        """Return a name as bind(2) takes it.
+
+        >>> Doors()._name("MIG-GPU-5c89852c/1/0", "7")
+        b'\\x00safe-gpu/1/MIG-GPU-5c89852c_1_0.7................'
+        """
+        text = PROTOCOL + self._tree + ".".join([uuid.replace("/", "_"), *tail])
+        return b"\0" + os.fsencode(text.ljust(_SHORTEST, "."))
+
+    def _of_token(self, uuid: str, token: str) -> list[bytes]:
+        """Return the names of the two doors of a token, in the order in which they are taken. All users can read names,
+        and from these nobody learns what stands in the entry."""
+        return [self._name(uuid, digest(f"{token}.door"), side) for side in "01"]
+
+
+def _bound(name: bytes, above: int) -> Held | None:
+    """Return a socket that is bound to a name, on a descriptor above another one; None where the name is held."""
+    from _socket import AF_UNIX, SHUT_RDWR, SOCK_DGRAM, socket  # the module socket takes 15 ms to import
+
+    one = socket(AF_UNIX, SOCK_DGRAM)
+    try:
+        if 0 < os.sysconf("SC_OPEN_MAX") <= one.fileno() + _SPARE:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        one.bind(name)
+        one.shutdown(SHUT_RDWR)  # or datagrams of anybody, with descriptors in them, would queue up in it
+        if one.fileno() > above:
+            return Held(one.detach())
+        return Held(fcntl.fcntl(one.fileno(), fcntl.F_DUPFD_CLOEXEC, above + 1))
+    except OSError as err:
+        if err.errno == errno.EADDRINUSE:
+            return None
+        raise
+    finally:
+        one.close()
+
+
+def _are_held(names: Iterable[bytes]) -> list[bool]:
+    """Return whether each name is held. ECONNREFUSED is free; any other answer is held."""
+    from _socket import AF_UNIX, SOCK_DGRAM, socket
+
+    one = socket(AF_UNIX, SOCK_DGRAM)
+    try:
+        return [one.connect_ex(name) != errno.ECONNREFUSED for name in names]
+    finally:
+        one.close()

@@ -1,0 +1,430 @@
+"""Entries: files that say what one process holds, or what it wants, for as long as it keeps them locked.
+
+An entry belongs to its user, who alone can write it (mode 0644). So the owner of the file is the kernel's word for
+whose it is. It is locked before it has a name and never again, so one that is not locked is dead for ever. The lock is
+one of an open file description (F_OFD_SETLK in fcntl(2)): to take it needs a descriptor that may write, which only its
+user has. To ask for it (F_OFD_GETLK) takes nothing and disturbs nobody.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import re
+import stat
+import struct
+import time
+from collections import Counter
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ..errors import StateDirError
+from ..host import procfs
+from .directory import Directory
+from .files.decoding import LONGEST_FILE, as_int, as_list, as_seconds, as_text
+from .files.refusals import refusal
+from .files.shared_directory import NO_RENAME, rename_new
+from .held import Held
+
+if TYPE_CHECKING:
+    import threading
+
+MOST_NAMES = 65_536
+"""Names in a directory; with more, every claim is refused."""
+
+_NAME = re.compile(r"(0|[1-9][0-9]{0,17})\.([0-9a-f]{16})")
+_UNFINISHED = re.compile(r"\.[0-9a-f]{16}")
+_LARGEST_GAP = 10**12  # between two numbers that count: who makes a larger one ends no numbers for others
+_UNFINISHED_FOR = 60.0  # seconds that an entry takes to be made at most
+_MOST_TRIES = 100  # to make one, while somebody removes what is being made
+_GPUS = 1024  # of an entry
+
+# What open(2) answers to a file that its owner has made unreadable: such a file counts for nothing.
+_NOT_AN_ENTRY = (errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENXIO, errno.EWOULDBLOCK)
+
+
+class Entry(NamedTuple):
+    """What a living process holds, or what it wants.
+
+    Attributes:
+        number: orders the entries of a directory by age.
+        name: of the file, which is never used again.
+        uid: the owner of the file.
+        file: its device and inode.
+        gpus: UUID -> bytes of a share of it, None of all of it. Of a ticket: the GPUs that could ever do.
+        parts: UUID -> K, of the GPUs of which it holds a part (see :mod:`~safe_gpu.coordination.doors`).
+        nb_gpus: how many it wants; 0 of a claim.
+        display: it shares a GPU with an active display with all claims that say so.
+        token: hash of the token of a claim that allows claims inside it; "" of others.
+        inside: hash of the token of the claim around it; "" of one that is inside none.
+        pid, start, pidns, host: its process, as it sees itself: ``start`` in clock ticks since boot.
+        since, until, queued: Unix seconds; None is unknown.
+        more: what else it says, such as the conditions of a ticket.
+
+    >>> Entry.read("7.00000000000000aa", 1000, (1, 2), b'{"v": 1, "gpus": {"GPU-5c89852c": null}}').gpus
+    {'GPU-5c89852c': None}
+    """
+
+    number: int
+    name: str
+    uid: int
+    file: tuple[int, int]
+    gpus: Mapping[str, int | None]
+    parts: Mapping[str, int]
+    nb_gpus: int
+    display: bool
+    token: str
+    inside: str
+    pid: int
+    start: int
+    pidns: int
+    host: str
+    job: str
+    command: str
+    since: float | None
+    until: float | None
+    queued: float | None
+    version: int
+    more: Mapping[str, Any]
+
+    @classmethod
+    def read(cls, name: str, uid: int, file: tuple[int, int], data: bytes) -> Entry:
+        """Return what a file says.
+
+        Raises:
+            ValueError, TypeError, OverflowError, RecursionError: nonsense.
+        """
+        said = json.loads(data)
+        if not isinstance(said, dict):
+            raise TypeError("no object")
+        more = {key: value for key, value in said.items() if key not in cls._fields and key != "v"}
+        nb_gpus = as_int(said.get("nb_gpus", 0), 0, _GPUS)
+        wanted = said.get("gpus")
+        if nb_gpus:
+            wanted = dict.fromkeys(map(str, as_list(wanted)))
+        if not isinstance(wanted, dict) or not isinstance(said.get("parts", {}), dict) or len(wanted) > _GPUS:
+            raise TypeError("no GPUs")
+        return cls(
+            number=int(name.partition(".")[0]),
+            name=name,
+            uid=uid,
+            file=file,
+            gpus={uuid: None if share is None else as_int(share, 0, 1 << 60) for uuid, share in wanted.items()},
+            parts={uuid: as_int(part, 0, 1 << 10) for uuid, part in said.get("parts", {}).items()},
+            nb_gpus=nb_gpus,
+            display=said.get("display") is True,
+            token=as_text(said.get("token", "")),
+            inside=as_text(said.get("inside", "")),
+            pid=as_int(said.get("pid", 0), 0, 1 << 62),
+            start=as_int(said.get("start", 0), 0, 1 << 62),
+            pidns=as_int(said.get("pidns", 0), 0, 1 << 62),
+            host=as_text(said.get("host", "")),
+            job=as_text(said.get("job", "")),
+            command=as_text(said.get("command", "")),
+            since=as_seconds(said.get("since"), 0),
+            until=as_seconds(said.get("until"), 0),
+            queued=as_seconds(said.get("queued"), 0),
+            version=as_int(said.get("v"), 1, 1 << 30),
+            more=more,
+        )
+
+
+class Entries:
+    """The entries of a directory, as one process gets to know them. A file is read once, and asked whether it lives.
+
+    Nothing is locked, so any process may look at any time.
+
+    Attributes:
+        next_number: of a new entry: one above the highest that counts, as of the latest look.
+        strange: names that count for nothing, and why. Their owners made them so, and it is told where GPUs are shown.
+
+    >>> claims = Entries(directory)
+    >>> [entry.gpus for entry in claims.look()]
+    [{'GPU-5c89852c': None}]
+    """
+
+    def __init__(self, directory: Directory) -> None:
+        self._directory = directory
+        self._known: dict[str, Entry | None] = {}  # None is dead, or strange
+        self._dead: set[str] = set()  # those that this user may remove
+        self._unfinished: list[str] = []
+        self.next_number = 1
+        self.strange: dict[str, str] = {}
+
+    def look(self, ask: Collection[str] | None = None) -> list[Entry]:
+        """Return the living entries by number.
+
+        Args:
+            ask: names of known entries that are asked again whether they live; None asks all.
+
+        Raises:
+            StateDirError: more names than count, or a file that cannot be opened though its owner allows it: with an
+                entry left out, two could hold one GPU.
+        """
+        names = self._directory.names()
+        if len(names) > MOST_NAMES:
+            raise self._too_many(names)
+        due = ask if ask is not None else [name for name, one in self._known.items() if one or name in self.strange]
+        settled = (self._known.keys() & names).difference(due)
+        found = {name: self._known[name] for name in settled}
+        self._unfinished = []
+        numbers = []
+        for name in names - settled:
+            if name in self._known:
+                found[name] = self._asked(name)
+            elif _NAME.fullmatch(name):
+                found[name] = self._asked(name)
+                numbers.append(int(name.partition(".")[0]))
+            elif _UNFINISHED.fullmatch(name):
+                self._unfinished.append(name)
+        for number in sorted(numbers):
+            if self.next_number <= number < self.next_number + _LARGEST_GAP:
+                self.next_number = number + 1
+        self._known = found
+        self._dead &= found.keys()
+        self.strange = {name: why for name, why in self.strange.items() if name in found}
+        living, files = [], set()
+        for entry in sorted(filter(None, found.values()), key=lambda entry: (entry.number, entry.name)):
+            if entry.file not in files:  # its owner may have linked it under several names
+                files.add(entry.file)
+                living.append(entry)
+        return living
+
+    def remove_dead(self) -> None:
+        """Remove the dead entries of this user, of all users if it is root. Not under host.lock: others wait."""
+        for name in self._dead:
+            with suppress(OSError):
+                os.unlink(name, dir_fd=self._directory.fd)
+        self._dead.clear()
+        for name in self._unfinished:
+            with suppress(OSError):
+                status = os.stat(name, dir_fd=self._directory.fd, follow_symlinks=False)
+                if _may_remove(status) and time.time() - status.st_mtime > _UNFINISHED_FOR:
+                    os.unlink(name, dir_fd=self._directory.fd)
+
+    def _asked(self, name: str) -> Entry | None:
+        """Open an entry and ask whether it lives."""
+        self.strange.pop(name, None)
+        known = self._known.get(name)
+        try:
+            fd = open_entry(self._directory, name)
+        except FileNotFoundError:
+            return None  # its process has removed it
+        except OSError as err:
+            if err.errno not in _NOT_AN_ENTRY:
+                raise self._directory.error(name, err) from err
+            self.strange[name] = str(err.strerror)
+            return None
+        try:
+            status = os.fstat(fd)
+            file = status.st_dev, status.st_ino
+            if not stat.S_ISREG(status.st_mode) or status.st_mode & 0o022 or status.st_size > LONGEST_FILE:
+                self.strange[name] = f"mode {status.st_mode:o}, {status.st_size} bytes"
+            elif not is_locked(fd):
+                if _may_remove(status):
+                    self._dead.add(name)
+            elif known is not None and known.file == file:
+                return known
+            else:
+                return Entry.read(name, status.st_uid, file, os.pread(fd, LONGEST_FILE, 0))
+        except (ValueError, TypeError, OverflowError, RecursionError) as err:
+            self.strange[name] = f"nonsense: {err}"
+        finally:
+            os.close(fd)
+        return None
+
+    def _too_many(self, names: Collection[str]) -> StateDirError:
+        owners: Counter[int] = Counter()
+        for name in names:
+            with suppress(OSError):
+                owners[os.stat(name, dir_fd=self._directory.fd, follow_symlinks=False).st_uid] += 1
+        (uid, number), *_ = owners.most_common(1) or [(0, 0)]
+        what = f"{self._directory.path} has {len(names)} names, of which {number} are of {procfs.user_name(uid)}, who "
+        return refusal(f"{what}or root must remove them", self._directory.path, errno.EMLINK)
+
+
+def make_entry(directory: Directory, number: int, said: Mapping[str, Any], *, by_children: bool) -> tuple[str, Held]:
+    """Make an entry and return its name and its lock. What has a name is whole and locked.
+
+    Args:
+        number: :attr:`Entries.next_number`.
+        said: what it says, see :class:`Entry`.
+        by_children: whether forked children keep it: that of a claim they do, since they may be using the GPUs.
+
+    Raises:
+        StateDirError: no room, a read-only file system, or somebody keeps removing what is made.
+    """
+    data = json.dumps({"v": 1, **said}).encode() + b"\n"
+    temporary = ""
+    for _ in range(_MOST_TRIES):
+        temporary = f".{os.urandom(8).hex()}"
+        try:
+            fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | _OPEN, 0o600, dir_fd=directory.fd)
+        except OSError as err:
+            raise directory.error(temporary, err) from err
+        held = Held(fd, by_children=by_children, unlock=unlock)
+        try:
+            if os.write(fd, data) < len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            lock(fd)
+            os.fchmod(fd, 0o644)  # now that nobody else can lock it first
+            name = f"{number}.{os.urandom(8).hex()}"
+            _rename(directory, temporary, name)
+            if os.path.samestat(os.fstat(fd), os.stat(name, dir_fd=directory.fd, follow_symlinks=False)):
+                return name, held
+            held.release()  # the owner of the directory has put another file there
+        except BaseException as err:
+            with suppress(OSError):
+                os.unlink(temporary, dir_fd=directory.fd)
+            held.release()
+            if isinstance(err, OSError) and not isinstance(err, FileNotFoundError | FileExistsError):
+                raise directory.error(temporary, err) from err
+            if not isinstance(err, OSError):
+                raise
+    what = f"what is made in {directory.path} is removed at once, by its owner or a cleaner"
+    raise refusal(what, directory.path, errno.ENOENT)
+
+
+def remove_entry(directory: Directory, name: str, held: Held) -> None:
+    """Remove an entry of this process and give it back; a forked child only closes its copy."""
+    if held.is_mine:
+        with suppress(OSError):
+            os.unlink(name, dir_fd=directory.fd)
+    held.release()
+
+
+def is_alive(directory: Directory, name: str) -> bool:
+    """Return whether an entry still lives, as one who waits asks again and again."""
+    try:
+        fd = open_entry(directory, name)
+    except OSError:
+        return False
+    try:
+        return is_locked(fd)
+    finally:
+        os.close(fd)
+
+
+def sleep_until_dead(directory: Directory, name: str, seconds: float | None) -> None:
+    """Sleep until an entry is given back, or for that many seconds.
+
+    With a limit it sleeps in a thread, which stays behind until then: fcntl(2) knows none.
+    """
+    try:
+        fd = open_entry(directory, name)
+    except OSError:
+        return
+    held = Held(fd, unlock=unlock)
+    if seconds is None:
+        _sleep(held)
+        return
+    import threading
+
+    key = os.getpid(), directory.path, name
+    thread = _sleepers.get(key)  # one that was left behind
+    if thread is None:
+        thread = threading.Thread(target=_sleep, args=(held,), name="safe_gpu-waiter", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:
+            held.release()
+            raise
+        _sleepers[key] = thread
+    else:
+        held.release()
+    thread.join(seconds)
+    if not thread.is_alive():
+        _sleepers.pop(key, None)
+
+
+_sleepers: dict[tuple[int, str, str], threading.Thread] = {}
+
+
+def _may_remove(status: os.stat_result) -> bool:
+    return os.geteuid() in (0, status.st_uid)
+
+
+def _rename(directory: Directory, temporary: str, name: str) -> None:
+    failure = rename_new(temporary, name, directory.fd)
+    if failure in NO_RENAME:
+        os.link(temporary, name, src_dir_fd=directory.fd, dst_dir_fd=directory.fd, follow_symlinks=False)
+        os.unlink(temporary, dir_fd=directory.fd)
+    elif failure:
+        raise OSError(failure, os.strerror(failure))
+
+
+def _sleep(held: Held) -> None:
+    """Take a read lock, which says nothing about the entry, and give it back."""
+    try:
+        if _ofd_locks():
+            fcntl.fcntl(held.fd, fcntl.F_OFD_SETLKW, _flock(fcntl.F_RDLCK))
+        else:
+            fcntl.flock(held.fd, fcntl.LOCK_SH)
+    except OSError:
+        pass  # no room for a lock: who waits looks again
+    finally:
+        held.release()
+
+
+# O_NONBLOCK: the owner of a file may hold a file lease on it (F_SETLEASE), and then open(2) blocks for 45 seconds.
+_OPEN = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+
+def open_entry(directory: Directory, name: str) -> int:
+    """Open an entry for reading; OSError as of open(2)."""
+    return os.open(name, os.O_RDONLY | _OPEN, dir_fd=directory.fd)
+
+
+@cache
+def _ofd_locks() -> bool:
+    """Return whether the kernel knows these locks. Where it does not, as under gVisor, flock(2) does, for all."""
+    fd = os.open("/", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _flock(fcntl.F_RDLCK))
+    except OSError as err:
+        if err.errno != errno.EINVAL:
+            raise
+        return False
+    finally:
+        os.close(fd)
+    return True
+
+
+_STRUCT = struct.Struct("@hhqqi0q")  # struct flock, with 64-bit offsets
+
+
+def _flock(kind: int) -> bytes:
+    return _STRUCT.pack(kind, os.SEEK_SET, 0, 0, 0)
+
+
+def lock(fd: int) -> None:
+    """Lock an entry that is being made; OSError where somebody else has locked it."""
+    if _ofd_locks():
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _flock(fcntl.F_WRLCK))
+    else:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def unlock(fd: int) -> None:
+    """Give a lock back."""
+    if _ofd_locks():
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _flock(fcntl.F_UNLCK))
+    else:
+        fcntl.flock(fd, fcntl.LOCK_UN)
+
+
+def is_locked(fd: int) -> bool:
+    """Return whether the process that made an entry, or a child that it was left to, still lives."""
+    if _ofd_locks():
+        answer = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _flock(fcntl.F_RDLCK))
+        return bool(_STRUCT.unpack(answer)[0] == fcntl.F_WRLCK)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    fcntl.flock(fd, fcntl.LOCK_UN)
+    return False

@@ -1,0 +1,66 @@
+"""A descriptor that this process holds something by: the lock of an entry, a door, a directory.
+
+The kernel gives back what is held with the last copy of the descriptor. So a copy in a forked child counts: the entry
+of a claim is kept there, since the child may be using the GPUs, and everything else is closed.
+"""
+
+import os
+from collections.abc import Callable
+
+from ..host import procfs
+from .files.descriptors import file_of, survive_exec
+
+_closed_in_children: "set[Held]" = procfs.lasting("closed_in_children", set())
+
+
+class Held:
+    """An open descriptor, until :meth:`release`, or until the program closes it as daemons do.
+
+    Args:
+        fd: belongs to this object from now on.
+        by_children: whether forked children keep their copy.
+        unlock: called with the descriptor before it is closed. A child that was forked meanwhile may still have a copy
+            of it.
+    """
+
+    def __init__(self, fd: int, *, by_children: bool = False, unlock: Callable[[int], None] | None = None) -> None:
+        self._fd, self._file, self._owner, self._unlock = fd, file_of(fd), os.getpid(), unlock
+        if not by_children:
+            _closed_in_children.add(self)
+
+    @property
+    def fd(self) -> int:
+        """The descriptor; -1 once it was closed, by :meth:`release` or by the program, whose number it may be now."""
+        return self._fd if self._fd >= 0 and file_of(self._fd) == self._file else -1
+
+    @property
+    def is_mine(self) -> bool:
+        """Whether this process holds it: it is still open, and not the copy of a forked child."""
+        return self.fd >= 0 and os.getpid() == self._owner
+
+    def release(self) -> None:
+        """Give it back; safe to call twice. A forked child only closes its copy."""
+        fd, mine = self.fd, self.is_mine
+        self._fd = -1
+        _closed_in_children.discard(self)
+        if fd >= 0:
+            try:
+                if mine and self._unlock is not None:
+                    self._unlock(fd)
+            finally:
+                os.close(fd)
+
+    def keep_across_exec(self) -> None:
+        """Let it survive exec(2), out of the way of shell redirections. Of several, each gets a higher number than the
+        one before."""
+        if self.fd >= 0:
+            self._fd = survive_exec(self._fd)
+
+
+def close_in_child() -> None:
+    """Close what forked children do not keep; called in the child."""
+    for held in list(_closed_in_children):
+        held.release()
+
+
+os.register_at_fork(after_in_child=close_in_child)

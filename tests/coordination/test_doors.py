@@ -1,0 +1,226 @@
+"""Doors: real sockets of real processes, which are asked from other processes and die in any order."""
+
+import _socket
+import os
+import signal
+import socket
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.actor import Actor
+from support.processes import own_network
+from support.traced import CAN_TRACE, each_point
+
+from safe_gpu.coordination import doors as doors_module
+from safe_gpu.coordination.doors import MOST_PARTS, Doors
+
+TOKEN = "0123456789abcdef"
+
+
+@pytest.fixture
+def gpu(request: pytest.FixtureRequest) -> str:
+    """A GPU that no other test has."""
+    return f"GPU-{os.getpid()}-{abs(hash(request.node.nodeid)) % 10**9}"
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., Doors]]:
+    """Make doors that do not outlive the test."""
+    made: list[Doors] = []
+
+    def one(tree: str = "") -> Doors:
+        made.append(Doors(tree))
+        return made[-1]
+
+    yield one
+    for doors in made:
+        doors.release()
+
+
+@pytest.fixture
+def doors(make: Callable[..., Doors]) -> Doors:
+    return make()
+
+
+def is_free(gpu: str, known: Collection[int] = (), *, share: bool = False) -> bool:
+    """Whether another claim could have a GPU, or a part of it."""
+    other = Doors()
+    try:
+        return other.take_share(gpu, known) if share else other.take_whole(gpu, known)
+    finally:
+        other.release()
+
+
+def test_a_whole_gpu_is_held_once(gpu: str, doors: Doors, make: Callable[..., Doors]) -> None:
+    assert doors.take_whole(gpu, ())
+    assert not is_free(gpu)
+    assert not is_free(gpu, share=True)
+    assert make("sim-1/").take_whole(gpu, ())
+    doors.release()
+    doors.release()
+    assert is_free(gpu)
+
+
+def test_shares_have_a_part_each(gpu: str, make: Callable[..., Doors]) -> None:
+    sharers = [make() for _ in range(MOST_PARTS)]
+    for number, sharer in enumerate(sharers):
+        assert is_free(gpu, range(number - 1), share=True) == (number == 0), "one is of another directory"
+        assert sharer.take_share(gpu, range(number))
+        assert sharer.parts == {gpu: number}
+    assert not is_free(gpu, range(MOST_PARTS), share=True)
+    assert not is_free(gpu)
+    sharers[3].release()
+    assert is_free(gpu, [part for part in range(MOST_PARTS) if part != 3], share=True)
+
+
+def test_a_part_that_a_living_entry_has_is_left_to_it(gpu: str, doors: Doors) -> None:
+    """Its door may be closed, as that of an orphan is."""
+    assert doors.take_share(gpu, {0, 1})
+    assert doors.parts == {gpu: 2}
+
+
+def test_inside_another_claim(gpu: str, doors: Doors, make: Callable[..., Doors]) -> None:
+    assert doors.take_whole(gpu, (), TOKEN)
+    inner, second, late = make(), make(), make()
+    assert inner.take_inside(gpu, {0}, TOKEN)
+    assert second.take_inside(gpu, {0, 1}, TOKEN)
+    assert not late.take_inside(gpu, {0}, "another token")
+    doors.release()
+    assert not late.take_inside(gpu, {0}, TOKEN)
+    assert not is_free(gpu), "who is inside keeps other directories off"
+    inner.release()
+    second.release()
+    assert is_free(gpu)
+
+
+def test_what_is_refused_is_given_back(gpu: str, doors: Doors, make: Callable[..., Doors]) -> None:
+    other, holder = f"{gpu}-b", make()
+    assert doors.take_whole(other, (), TOKEN)
+    assert holder.take_share(gpu, ())
+    assert not doors.take_whole(gpu, (), TOKEN)
+    assert doors.parts == {other: 0}
+    holder.release()
+    assert is_free(gpu)
+
+
+@pytest.mark.skipif(not CAN_TRACE, reason="cannot trace processes here")
+def test_whichever_way_they_are_closed_one_of_the_token_goes_before_the_gpu(gpu: str) -> None:
+    """As a process is killed, released or ends at any system call, nobody is inside once the GPU could be had."""
+
+    def work() -> None:
+        mine = Doors()
+        assert mine.take_whole(gpu, (), TOKEN)
+        mine.keep_across_exec()
+        mine.release()
+
+    for stop in each_point(work):
+        assert not Doors().is_inside(gpu, TOKEN), stop
+        assert is_free(gpu), stop
+
+
+@pytest.mark.parametrize("lowest_first", [True, False])
+def test_descriptors_of_a_delegating_claim_stand_in_order(gpu: str, doors: Doors, lowest_first: bool) -> None:
+    """Also where a lower number becomes free meanwhile."""
+    taken = [os.open(os.devnull, os.O_RDONLY) for _ in range(6)]
+    bound = doors_module._bound
+
+    def bound_and_closed(name: bytes, above: int) -> Any:
+        held = bound(name, above)
+        if taken:
+            os.close(taken.pop(0 if lowest_first else -1))
+        return held
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(doors_module, "_bound", bound_and_closed)
+        assert doors.take_whole(gpu, (), TOKEN)
+    for fd in taken:
+        os.close(fd)
+    numbers = [held.fd for held in doors._held]
+    assert numbers == sorted(numbers)
+    doors.keep_across_exec()
+    numbers = [held.fd for held in doors._held]
+    assert numbers == sorted(numbers)
+    assert min(numbers) >= 500
+    assert Doors().is_inside(gpu, TOKEN)
+
+
+def test_forked_children_close_them(gpu: str, doors: Doors, eventually: Any) -> None:
+    assert doors.take_whole(gpu, ())
+    child = Actor(lambda say, listen: (say("up"), listen()))
+    assert child.hear() == "up"
+    doors.release()
+    assert doors.take_whole(gpu, ())
+    child.end()
+
+
+def test_they_survive_exec(gpu: str, eventually: Any) -> None:
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        mine = Doors()
+        mine.take_whole(gpu, ())
+        mine.keep_across_exec()
+        os.write(writer, b"x")
+        os.execvp("sleep", ["sleep", "infinity"])
+    os.read(reader, 1)
+    os.close(reader)
+    os.close(writer)
+    eventually(lambda: Path(f"/proc/{pid}/comm").read_text() == "sleep\n")
+    assert not is_free(gpu)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    assert is_free(gpu)
+
+
+def test_they_belong_to_the_network_namespace(gpu: str, doors: Doors) -> None:
+    assert doors.take_whole(gpu, ())
+    with own_network():
+        assert is_free(gpu)
+
+
+def test_a_stream_socket_of_the_name_is_another_one(gpu: str, doors: Doors) -> None:
+    with socket.socket(socket.AF_UNIX) as stream:
+        stream.bind(doors._name(gpu))
+        stream.listen()
+        assert doors.take_whole(gpu, ())
+
+
+def test_nobody_leaves_anything_in_one(gpu: str, doors: Doors) -> None:
+    assert doors.take_whole(gpu, ())
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as one, pytest.raises(OSError, match="pipe"):
+        one.sendto(b"x", doors._name(gpu))
+
+
+@pytest.mark.parametrize("uuid", ["GPU-" + "a" * 200, "MIG-GPU-5c89852c-d268-c3f3-1b07-005d5ae1dc3f/1/0"])
+def test_names_that_are_long(uuid: str, doors: Doors) -> None:
+    if len(uuid) > 100:
+        with pytest.raises(OSError, match="too long"):
+            doors.take_whole(uuid, ())
+    else:
+        assert doors.take_whole(uuid, (), TOKEN)
+
+
+def test_without_sockets_the_error_comes_up_and_nothing_stays(gpu: str, doors: Doors) -> None:
+    calls = []
+
+    def refuse(*arguments: int) -> Any:
+        calls.append(arguments)
+        if len(calls) > 3:
+            raise PermissionError(1, "Operation not permitted")
+        return made(*arguments)
+
+    made = _socket.socket
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_socket, "socket", refuse)
+        with pytest.raises(PermissionError):
+            doors.take_whole(gpu, (), TOKEN)
+    assert is_free(gpu)
+
+
+def test_few_descriptors_are_left_to_the_program(gpu: str, doors: Doors, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sysconf", lambda name: 16)
+    with pytest.raises(OSError, match="Too many open files"):
+        doors.take_whole(gpu, ())

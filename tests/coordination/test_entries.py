@@ -1,0 +1,576 @@
+"""Entries: real locks of real processes and users, deaths at every system call, and files that a neighbour made."""
+
+import errno
+import fcntl
+import json
+import os
+import resource
+import signal
+import socket
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.actor import Actor
+from support.traced import CAN_TRACE, each_point
+
+from safe_gpu.coordination import entry as entry_module
+from safe_gpu.coordination.directory import Directory
+from safe_gpu.coordination.entry import (
+    MOST_NAMES,
+    Entries,
+    Entry,
+    is_alive,
+    make_entry,
+    open_entry,
+    remove_entry,
+    sleep_until_dead,
+)
+from safe_gpu.coordination.files.shared_directory import rename_new
+from safe_gpu.errors import StateDirError
+
+USER = 4711
+CLAIM = {"gpus": {"GPU-a": None}, "pid": 1}
+
+
+@pytest.fixture
+def claims(open_tmp: Path) -> Iterator[Directory]:
+    with Directory(str(open_tmp), "claims") as directory:
+        yield directory
+
+
+@pytest.fixture(params=["OFD", "flock"])
+def locks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Both kinds of lock: of a kernel that has those of open file descriptions, and of one that has not."""
+    if request.param == "flock":
+        monkeypatch.setattr(entry_module, "_ofd_locks", lambda: False)
+    return str(request.param)
+
+
+def look(directory: Directory) -> list[Entry]:
+    return Entries(directory).look()
+
+
+def place(directory: Directory, name: str, content: bytes = b"", mode: int = 0o644) -> Path:
+    path = Path(directory.path) / name
+    path.write_bytes(content)
+    path.chmod(mode)
+    return path
+
+
+# What an entry says
+
+
+def test_an_entry_says_what_was_said(claims: Directory) -> None:
+    said = {
+        "gpus": {"GPU-a": 20 << 30, "GPU-b": None}, "parts": {"GPU-a": 3}, "display": True, "token": "t", "inside": "i",
+        "pid": 7, "start": 8, "pidns": 9, "host": "gpu1", "job": "4711.3", "command": "train", "since": 1.5,
+        "until": 2.5, "queued": 0.5,
+    }  # fmt: skip
+    name, held = make_entry(claims, 12, {**said, "cpus": [1]}, by_children=True)
+    (found,) = look(claims)
+    assert {key: getattr(found, key) for key in said} == said
+    assert (found.number, found.name, found.uid, found.version) == (12, name, os.geteuid(), 1)
+    assert found.more == {"cpus": [1]}
+    assert (Path(claims.path) / name).stat().st_mode & 0o7777 == 0o644
+    remove_entry(claims, name, held)
+    assert os.listdir(claims.fd) == []
+
+
+def test_a_ticket_says_how_many_it_wants(claims: Directory) -> None:
+    _, held = make_entry(claims, 1, {"gpus": ["GPU-a", "GPU-b"], "nb_gpus": 2, "hold_for": 60}, by_children=False)
+    (found,) = look(claims)
+    assert (found.nb_gpus, list(found.gpus), found.more) == (2, ["GPU-a", "GPU-b"], {"hold_for": 60})
+    held.release()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"", b"{", b"[]", b"null", b'{"v": 1}', b'{"gpus": {}}', b'{"v": 0, "gpus": {}}', b'{"v": 1, "gpus": []}',
+        b'{"v": 1, "gpus": {"a": -1}}', b'{"v": 1, "gpus": {"a": "x"}}', b'{"v": 1, "gpus": {}, "parts": []}',
+        b'{"v": 1, "gpus": {}, "pid": NaN}', b'{"v": 1, "gpus": {}, "pid": 1e999}', b"[" * 9999, b"\xff",
+        b'{"v": 1, "gpus": {}, "nb_gpus": 99999}', b'{"v": 1, "gpus": {"a": 1e400}}', b" " * 70_000,
+    ],
+)  # fmt: skip
+def test_nonsense_counts_for_nothing_and_is_told(claims: Directory, content: bytes) -> None:
+    path = place(claims, "1.00000000000000aa", content)
+    entries = Entries(claims)
+    with path.open("r+b") as file:
+        entry_module.lock(file.fileno())
+        assert entries.look() == []
+        assert list(entries.strange) == [path.name]
+    assert entries.look() == []
+
+
+def test_a_later_version_counts_by_the_keys_that_are_known(claims: Directory) -> None:
+    _, held = make_entry(claims, 1, {**CLAIM, "v": 7, "since": "soon", "new": {}}, by_children=True)
+    (found,) = look(claims)
+    assert (found.version, dict(found.gpus), found.since) == (7, {"GPU-a": None}, None)
+    held.release()
+
+
+# Who lives
+
+
+def test_what_has_ended_is_dead_for_ever(claims: Directory, locks: str) -> None:
+    """Whatever lock a neighbour, or its own user, takes on it now."""
+    name, held = make_entry(claims, 1, CLAIM, by_children=True)
+    entries = Entries(claims)
+    assert [one.name for one in entries.look()] == [name]
+    assert is_alive(claims, name)
+    held.release()
+    assert entries.look() == []
+    assert not is_alive(claims, name)
+    with (Path(claims.path) / name).open() as file:
+        if locks == "OFD":
+            fcntl.flock(file, fcntl.LOCK_EX)
+            fcntl.fcntl(file, fcntl.F_OFD_SETLK, entry_module._flock(fcntl.F_RDLCK))
+        assert look(claims) == []
+    assert entries.look() == []
+    entries.remove_dead()
+    assert os.listdir(claims.fd) == []
+
+
+def test_a_child_that_outlives_its_parent_keeps_a_claim(claims: Directory, locks: str, eventually: Any) -> None:
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        make_entry(claims, 1, CLAIM, by_children=True)
+        make_entry(claims, 2, CLAIM, by_children=False)
+        child = os.fork()
+        if child == 0:
+            signal.pause()
+        os.write(writer, b"%d" % child)
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(pid, 0)
+    child = int(os.read(reader, 20))
+    try:
+        eventually(lambda: [one.number for one in look(claims)] == [1])
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.close(reader)
+        os.close(writer)
+    eventually(lambda: look(claims) == [])
+
+
+def test_a_forked_child_gives_nothing_back(claims: Directory, locks: str) -> None:
+    name, held = make_entry(claims, 1, CLAIM, by_children=True)
+    pid = os.fork()
+    if pid == 0:
+        remove_entry(claims, name, held)
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert is_alive(claims, name)
+    remove_entry(claims, name, held)
+    remove_entry(claims, name, held)
+
+
+def test_release_counts_though_a_child_has_a_copy(claims: Directory, locks: str) -> None:
+    name, held = make_entry(claims, 1, CLAIM, by_children=True)
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.read(reader, 1)
+        os._exit(0)
+    held.release()
+    assert not is_alive(claims, name)
+    os.write(writer, b"x")
+    os.waitpid(pid, 0)
+    os.close(reader)
+    os.close(writer)
+
+
+def test_another_descriptor_of_the_file_may_be_closed(claims: Directory) -> None:
+    """POSIX locks would be lost by that."""
+    name, held = make_entry(claims, 1, CLAIM, by_children=True)
+    (Path(claims.path) / name).read_bytes()
+    assert is_alive(claims, name)
+    held.release()
+
+
+def test_it_survives_exec(claims: Directory, locks: str, eventually: Any) -> None:
+    pid = os.fork()
+    if pid == 0:
+        _, held = make_entry(claims, 1, CLAIM, by_children=True)
+        held.keep_across_exec()
+        assert held.fd >= 500
+        os.execvp("sleep", ["sleep", "infinity"])
+    eventually(lambda: Path(f"/proc/{pid}/comm").read_text() == "sleep\n")
+    assert len(look(claims)) == 1
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    assert look(claims) == []
+
+
+def test_a_program_that_closes_everything_drops_it_and_loses_nothing_of_its_own(claims: Directory) -> None:
+    name, held = make_entry(claims, 1, CLAIM, by_children=True)
+    fd = held.fd
+    os.close(fd)
+    mine = os.open(os.devnull, os.O_RDONLY)
+    assert mine == fd
+    assert (held.fd, held.is_mine, is_alive(claims, name)) == (-1, False, False)
+    held.release()
+    os.close(mine)
+
+
+# Sleeping
+
+
+@pytest.mark.parametrize("seconds", [None, 600.0])
+def test_a_sleeper_wakes_when_the_process_is_killed(
+    claims: Directory, locks: str, seconds: float | None, eventually: Any
+) -> None:
+    holder = Actor(lambda say, listen: (say(make_entry(claims, 1, CLAIM, by_children=True)[0]), listen()))
+    name = holder.hear()
+    woken: list[bool] = []
+
+    def sleep() -> None:
+        sleep_until_dead(claims, name, seconds)
+        woken.append(is_alive(claims, name))
+
+    sleeper = threading.Thread(target=sleep)
+    sleeper.start()
+    eventually(lambda: woken or all(sleeps(thread) for thread in threading.enumerate() if thread is not here))
+    holder.end()
+    sleeper.join()
+    assert woken == [False]
+
+
+here = threading.main_thread()
+
+
+def sleeps(thread: threading.Thread) -> bool:
+    return Path(f"/proc/self/task/{thread.native_id}/stat").read_bytes().rpartition(b")")[2].split()[0] == b"S"
+
+
+def test_a_sleeper_with_a_limit_comes_back_and_is_found_again(claims: Directory) -> None:
+    name, held = make_entry(claims, 1, CLAIM, by_children=True)
+    for _ in range(20):
+        sleep_until_dead(claims, name, 0.001)
+    assert is_alive(claims, name)
+    sleepers = [thread for thread in threading.enumerate() if thread.name == "safe_gpu-waiter"]
+    assert len(sleepers) == 1
+    held.release()
+    sleepers[0].join()
+
+
+# Deaths
+
+
+@pytest.mark.skipif(not CAN_TRACE, reason="cannot trace processes here")
+@pytest.mark.parametrize("way", ["rename", "link"])
+def test_death_at_any_system_call_leaves_nothing_that_counts(
+    claims: Directory, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed while it makes, keeps across exec, or removes an entry; the next look of its user removes what is left."""
+    monkeypatch.setattr(entry_module, "_UNFINISHED_FOR", -1.0)
+    if way == "link":
+        monkeypatch.setattr(entry_module, "rename_new", lambda *arguments: errno.ENOSYS)
+
+    def work() -> None:
+        name, held = make_entry(claims, Entries(claims).next_number, CLAIM, by_children=True)
+        held.keep_across_exec()
+        remove_entry(claims, name, held)
+
+    points = 0
+    for _ in each_point(work):
+        points += 1
+        entries = Entries(claims)
+        assert entries.look() == []
+        assert entries.strange == {}
+        entries.remove_dead()
+        assert os.listdir(claims.fd) == []
+    assert points > 20
+
+
+# Numbers
+
+
+@pytest.mark.parametrize(
+    ("names", "number"),
+    [
+        ((), 1),
+        (("1", "7"), 8),
+        (("5", "999999999999999999"), 6),
+        (("999999999999",), 10**12),
+        (("1000000000002",), 1),
+        (("01", "+3", "-1", "1e3", "\u0663"), 1),
+    ],
+)
+def test_the_next_number(claims: Directory, names: tuple[str, ...], number: int) -> None:
+    for name in names:
+        place(claims, f"{name}.00000000000000aa")
+    entries = Entries(claims)
+    entries.look()
+    assert entries.next_number == number
+
+
+# A neighbour
+
+
+HOSTILE = {
+    "symbolic link": lambda path: (path.unlink(), path.symlink_to("/etc/passwd")),
+    "fifo": lambda path: (path.unlink(), os.mkfifo(path)),
+    "directory": lambda path: (path.unlink(), path.mkdir()),
+    "socket": lambda path: (path.unlink(), socket.socket(socket.AF_UNIX).bind(str(path))),
+    "writable by all": lambda path: path.chmod(0o666),
+    "writable by its group": lambda path: path.chmod(0o664),
+    "setuid": lambda path: path.chmod(0o4646),
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_what_is_no_entry_counts_for_nothing(claims: Directory, kind: str) -> None:
+    path = place(claims, "1.00000000000000aa", json.dumps({"v": 1, **CLAIM}).encode())
+    with path.open("r+b") as file:
+        entry_module.lock(file.fileno())
+        HOSTILE[kind](path)
+        entries = Entries(claims)
+        assert entries.look() == []
+    entries.remove_dead()
+    assert os.path.lexists(path)
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o600, 0o444, 0o400, 0o755, 0o640])
+def test_whatever_mode_keeps_others_from_writing_counts(claims: Directory, mode: int) -> None:
+    """Nobody hides a claim by ``chmod -R``."""
+    name, held = make_entry(claims, 1, CLAIM, by_children=True)
+    entries = Entries(claims)
+    entries.look()
+    (Path(claims.path) / name).chmod(mode)
+    assert len(entries.look()) == 1
+    held.release()
+
+
+def test_an_entry_with_many_names_counts_once(claims: Directory) -> None:
+    name, held = make_entry(claims, 5, CLAIM, by_children=True)
+    for number in (1, 9):
+        os.link(Path(claims.path) / name, Path(claims.path) / f"{number}.{'0' * 16}")
+    (found,) = look(claims)
+    status = os.fstat(held.fd)
+    assert found.file == (status.st_dev, status.st_ino)
+    held.release()
+
+
+def test_nobody_speaks_for_another_user(claims: Directory, as_user: Any) -> None:
+    """A neighbour can neither write nor lock nor remove an entry, nor let a dead one live."""
+    name, held = make_entry(claims, 1, CLAIM, by_children=True)
+    _, dead = make_entry(claims, 2, CLAIM, by_children=True)
+    dead.release()
+    path = claims.path
+
+    def attack(say: Callable[[object], None], listen: Callable[[], str]) -> None:
+        told = []
+        for one in sorted(os.listdir(path)):
+            fd = os.open(f"{path}/{one}", os.O_RDONLY)
+            fcntl.flock(fd, fcntl.LOCK_SH)
+            for act in (
+                lambda fd=fd: entry_module.lock(fd),
+                lambda one=one: os.open(f"{path}/{one}", os.O_RDWR),
+                lambda one=one: os.unlink(f"{path}/{one}"),
+                lambda one=one: os.rename(f"{path}/{one}", f"{path}/3.{'0' * 16}"),
+                lambda one=one: os.chmod(f"{path}/{one}", 0o666),
+            ):
+                try:
+                    act()
+                    told.append("done")
+                except OSError as err:
+                    told.append(errno.errorcode[err.errno])
+        say(" ".join(sorted(set(told))))
+        listen()
+
+    assert as_user(attack, uid=USER).hear() == "EACCES EBADF EPERM"
+    assert [one.name for one in look(claims)] == [name]
+    remove_entry(claims, name, held)
+
+
+def test_a_file_lease_keeps_nobody_up(claims: Directory, file_lease: Any) -> None:
+    path = place(claims, "1.00000000000000aa", json.dumps({"v": 1, **CLAIM}).encode())
+    file_lease(path, USER)
+    entries = Entries(claims)
+    assert entries.look() == []
+    assert list(entries.strange) == [path.name]
+
+
+def test_who_removes_dead_entries(claims: Directory, as_user: Any) -> None:
+    """Their owner, or root."""
+    name, held = make_entry(claims, 1, CLAIM, by_children=True)
+    held.release()
+    state = os.path.dirname(claims.path)
+
+    def work(say: Callable[[object], None], listen: Callable[[], str]) -> None:
+        with Directory(state, "claims") as directory:
+            make_entry(directory, 2, CLAIM, by_children=True)[1].release()
+            entries = Entries(directory)
+            entries.look()
+            entries.remove_dead()
+            say(" ".join(os.listdir(directory.fd)))
+
+    neighbour = as_user(work, uid=USER)
+    assert neighbour.hear() == name
+    place(claims, f".{'0' * 16}")
+    entries = Entries(claims)
+    entries.look()
+    entries.remove_dead()
+    assert os.listdir(claims.fd) == [f".{'0' * 16}"]  # it may be about to get its name
+
+
+def test_too_many_names_are_refused_and_their_owner_is_named(
+    claims: Directory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(entry_module, "MOST_NAMES", 3)
+    for number in range(4):
+        os.chown(place(claims, f"{number}.{'0' * 16}"), USER, USER)
+    with pytest.raises(StateDirError, match=f"4 names, of which 4 are of (uid )?{USER}"):
+        look(claims)
+    assert MOST_NAMES == 65_536
+
+
+def test_what_is_known_is_not_asked_again(claims: Directory, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = [make_entry(claims, number, CLAIM, by_children=True) for number in (1, 2, 3)]
+    for number in range(50):
+        place(claims, f"{number + 10}.{'0' * 16}")
+    entries = Entries(claims)
+    entries.look()
+    opened: list[str] = []
+    monkeypatch.setattr(
+        entry_module, "open_entry", lambda directory, name: (opened.append(name), open_entry(directory, name))[1]
+    )
+    assert len(entries.look(())) == 3
+    assert opened == []
+    entries.look([made[1][0]])
+    assert opened == [made[1][0]]
+    entries.look()
+    assert len(opened) == 4
+    for _, held in made:
+        held.release()
+
+
+# A host in trouble
+
+
+@pytest.mark.parametrize("call", ["open", "write", "fchmod"])
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EMFILE, errno.EIO])
+def test_what_cannot_be_made_leaves_nothing(
+    claims: Directory, monkeypatch: pytest.MonkeyPatch, call: str, code: int
+) -> None:
+    def fail(*arguments: object, **options: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(entry_module.os, call, fail)
+        with pytest.raises(StateDirError, match=r"SAFE_GPU_DIR|ulimit") as raised:
+            make_entry(claims, 1, CLAIM, by_children=True)
+    assert raised.value.errno == code
+    assert os.listdir(claims.fd) == []
+
+
+@pytest.mark.parametrize("options", ["size=32k", "nr_inodes=2"])
+def test_a_full_file_system(tmp_path: Path, options: str) -> None:
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", tmp_path], capture_output=True).returncode:
+        pytest.skip("cannot mount a tmpfs here")
+    try:
+        with Directory(str(tmp_path), "claims") as claims:
+            with pytest.raises(StateDirError, match="no room"):
+                make_entry(claims, 1, {**CLAIM, "more": "x" * 40_000}, by_children=True)
+            assert os.listdir(claims.fd) == []
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)
+
+
+def test_no_claim_is_left_out_for_want_of_descriptors(claims: Directory, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, held = make_entry(claims, 1, CLAIM, by_children=True)
+    entries = Entries(claims)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(claims.fd, held.fd) + 1, hard))
+    try:
+        with suppress(OSError):
+            while True:
+                taken.append(os.dup(0))
+        with pytest.raises(StateDirError, match="ulimit"):
+            entries.look()
+    finally:
+        for fd in taken:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    for code in (errno.EMFILE, errno.ENFILE, errno.EIO, errno.ENOMEM):
+        with monkeypatch.context() as patch, pytest.raises(StateDirError) as raised:
+            patch.setattr(entry_module, "open_entry", lambda *one, code=code: fail_by(code))
+            entries.look()
+        assert raised.value.errno == code
+    assert len(entries.look()) == 1
+    held.release()
+
+
+def fail_by(code: int) -> None:
+    raise OSError(code, os.strerror(code))
+
+
+def test_who_makes_one_begins_again_where_it_was_removed(claims: Directory, monkeypatch: pytest.MonkeyPatch) -> None:
+    removed = []
+
+    def rename(source: str, target: str, parent: int | None) -> int:
+        if len(removed) < 3:
+            removed.append(os.unlink(source, dir_fd=parent))
+        return rename_new(source, target, parent)
+
+    monkeypatch.setattr(entry_module, "rename_new", rename)
+    name, held = make_entry(claims, 1, CLAIM, by_children=True)
+    assert os.listdir(claims.fd) == [name]
+    remove_entry(claims, name, held)
+    monkeypatch.setattr(entry_module, "rename_new", lambda source, *more: os.unlink(source, dir_fd=claims.fd) or 2)
+    with pytest.raises(StateDirError, match="removed at once"):
+        make_entry(claims, 1, CLAIM, by_children=True)
+    assert os.listdir(claims.fd) == []
+
+
+# The directory
+
+
+def test_a_directory_that_was_replaced_is_noticed(claims: Directory, tmp_path: Path) -> None:
+    assert claims.is_current()
+    os.rename(claims.path, f"{claims.path}.old")
+    assert not claims.is_current()
+    with Directory(os.path.dirname(claims.path), "claims") as anew:
+        assert anew.is_current()
+        assert not claims.is_current()
+
+
+@pytest.mark.parametrize("which", ["state", "claims"])
+@pytest.mark.parametrize("kind", ["link", "file"])
+def test_a_directory_that_is_none(tmp_path: Path, which: str, kind: str) -> None:
+    state = tmp_path / "state"
+    target = state if which == "state" else state / "claims"
+    target.parent.mkdir(exist_ok=True)
+    if kind == "link":
+        target.symlink_to(tmp_path)
+    else:
+        target.touch()
+    with pytest.raises(StateDirError):
+        Directory(str(state), "claims")
+
+
+def test_who_only_looks_makes_nothing(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        Directory(str(tmp_path / "state"), "claims", make=False)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_cleaners_leave_a_directory_alone(claims: Directory) -> None:
+    first, second = (claims.keep_from_cleaners(by_children=True) for _ in range(2))
+    assert first is not None
+    assert second is not None
+    cleaner = os.open(os.path.dirname(claims.path), os.O_RDONLY)
+    with pytest.raises(BlockingIOError):
+        fcntl.flock(cleaner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    first.release()
+    second.release()
+    fcntl.flock(cleaner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    assert claims.keep_from_cleaners(by_children=True) is None
+    os.close(cleaner)

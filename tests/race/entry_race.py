@@ -1,0 +1,320 @@
+"""A race of claims on entries and doors alone, with kill -9, children left behind, and directories that are removed.
+
+Two detectors that know nothing of entries look for doubles: eight flocks for each GPU, of which a claim takes as many
+as it has of the GPU, and a counter that is read at the begin of a whole claim and written at its end. A third one looks
+for entries of dead processes that still count.
+"""
+
+import argparse
+import ctypes
+import fcntl
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from contextlib import suppress
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
+
+from race.entry_claims import BROKEN, CAPACITY, Claim, Claimer, break_build
+
+from safe_gpu.coordination.directory import Directory
+from safe_gpu.coordination.entry import is_alive
+from safe_gpu.errors import SafeGpuError
+from safe_gpu.host import procfs
+
+UNITS = 8  # flocks of a GPU
+DYING = 1.0  # seconds that a process takes to close its descriptors at most
+NEIGHBOUR = 4711
+FOUND = ("DOUBLE", "LOST", "GHOST", "DIED")
+"""What a race must not find: two on one GPU, a lost update, a dead entry that counts, an error that nobody expects."""
+
+
+class Referee:
+    """Notes who has which GPU, in files of its own."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def note(self, *words: object) -> None:
+        fd = os.open(self.directory / "log", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        os.write(fd, (" ".join(map(str, words)) + "\n").encode())
+        os.close(fd)
+
+    def begin(self, uuid: str, share: int | None) -> list[int]:
+        """Take what a claim has of a GPU. Whoever else holds it has to be dying just now."""
+        number = UNITS if share is None else share * UNITS // CAPACITY
+        until = time.monotonic() + DYING
+        while True:
+            locks = [fd for unit in range(UNITS) if (fd := self.lock(uuid, unit))]
+            inside = self.lock(uuid, "inside")
+            if inside and len(locks) >= number:
+                self.end([inside, *locks[number:]])
+                return locks[:number]
+            self.end([*locks, inside])
+            if time.monotonic() > until or self.lives(
+                uuid, *([] if inside else ["inside"]), *range(UNITS * (not share))
+            ):
+                self.note("DOUBLE", uuid, share, os.getpid())
+                return []
+            time.sleep(0.001)
+
+    def lock(self, uuid: str, what: object) -> int:
+        """Take one lock, and note in it whose it is; 0 where another process has it."""
+        fd = os.open(self.directory / f"{uuid}.{what}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            return 0
+        os.pwrite(fd, b"%20d" % os.getpid(), 0)
+        return fd
+
+    def lives(self, uuid: str, *whats: object) -> bool:
+        """Return whether a process that has one of these locks lives."""
+        for what in whats:
+            pid = int((self.directory / f"{uuid}.{what}").read_bytes() or 0)
+            if pid not in (0, os.getpid()) and not procfs.is_exiting(pid) and not procfs.has_ended(pid):
+                return True
+        return False
+
+    def end(self, locks: list[int]) -> None:
+        for fd in filter(None, locks):
+            os.pwrite(fd, b"%20d" % 0, 0)
+            fcntl.flock(fd, fcntl.LOCK_UN)
+            os.close(fd)
+
+    def count(self, uuid: str, new: int | None = None) -> int:
+        """Return the counter of a GPU, or write it, so that a process may be killed at any time."""
+        fd = os.open(self.directory / f"{uuid}.count", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            if new is not None:
+                os.pwrite(fd, b"%20d" % new, 0)
+            return int(os.pread(fd, 20, 0) or 0)
+        finally:
+            os.close(fd)
+
+
+def compete(referee: Referee, options: argparse.Namespace, number: int, gpus: list[str]) -> None:
+    """Claim again and again: whole GPUs, shares, and for claims inside."""
+    elsewhere = options.directories and number % 4 == 3
+    state = referee.directory / (f"private{number}" if elsewhere else "state")
+    claimer = Claimer(str(state), gpus, options.host_lock != "off", options.broken)
+    while True:
+        share = random.choice([None, 20, 30, 40]) if options.shares and number % 3 == 0 else None
+        delegate = options.inside and share is None and random.random() < 0.3
+        wanted = 1 if share else random.choice([1, 1, 2])
+        patience = random.choice([0, 0.3, 2])
+        try:
+            claim = claimer.claim(wanted, time.monotonic() + patience, share=share, delegate=delegate)
+        except SafeGpuError as err:
+            referee.note("ERROR", type(err).__name__, err)
+            continue
+        if claim is None:
+            referee.note("REFUSED", claimer.withdrawals)
+            continue
+        locks = [fd for uuid in claim.gpus for fd in referee.begin(uuid, share)]
+        counts = {uuid: referee.count(uuid) for uuid in claim.gpus}
+        if delegate:
+            work_inside(referee, claimer, claim, locks)
+        if options.orphans and random.random() < 0.1 and not os.fork():
+            time.sleep(random.uniform(0, 0.05))
+            os._exit(0)
+        time.sleep(random.uniform(0, 0.02))
+        if random.random() < 0.15:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if share is None:
+            for uuid, count in counts.items():
+                referee.count(uuid, count + 1)
+                referee.note("COUNTED", uuid)
+        referee.end(locks)
+        referee.note("CLAIMED", share, delegate, claimer.withdrawals)
+        claimer.withdrawals = 0
+        claim.release()
+
+
+def work_inside(referee: Referee, claimer: Claimer, outer: Claim, locks: list[int]) -> None:
+    """Let two children claim inside a claim. They may outlive it, and keep its entry."""
+    children = []
+    for _ in range(2):
+        pid = os.fork()
+        if pid:
+            children.append(pid)
+            continue
+        try:
+            mine = Claimer(claimer.state_dir, claimer.gpus, claimer.host_lock, claimer.broken)
+            for fd in locks:
+                os.close(fd)  # of what the claim around it uses
+            if outer.held is not None and random.random() < 0.5:
+                os.close(outer.held.fd)
+            if random.random() < 0.5:
+                time.sleep(random.uniform(0, 0.02))
+            claim = mine.claim(1, time.monotonic() + 0.3, scope=outer.token)
+            referee.note("INSIDE" if claim else "OUTSIDE")
+            if claim:
+                (uuid,) = claim.gpus
+                until = time.monotonic() + DYING
+                while not (lock := referee.lock(uuid, "inside")):
+                    if time.monotonic() > until or referee.lives(uuid, "inside"):
+                        referee.note("DOUBLE", uuid, "inside", os.getpid())
+                        os._exit(1)
+                    time.sleep(0.001)
+                time.sleep(random.uniform(0, 0.03))
+                if random.random() < 0.2:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                referee.end([lock])
+                claim.release()
+        finally:
+            os._exit(0)
+    if random.random() < 0.3:
+        time.sleep(random.uniform(0, 0.02))
+        os.kill(os.getpid(), signal.SIGKILL)
+    for pid in children:
+        os.waitpid(pid, 0)
+
+
+def disturb(referee: Referee) -> None:
+    """Lock and read what others made, as another user."""
+    os.setresgid(NEIGHBOUR, NEIGHBOUR, NEIGHBOUR)
+    os.setresuid(NEIGHBOUR, NEIGHBOUR, NEIGHBOUR)
+    kept: list[int] = []
+    while True:
+        with suppress(OSError):
+            for name in os.listdir(referee.directory / "state" / "claims"):
+                with suppress(OSError):
+                    fd = os.open(referee.directory / "state" / "claims" / name, os.O_RDONLY | os.O_NONBLOCK)
+                    kept.append(fd)
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        time.sleep(0.02)
+        for fd in kept[:-50]:
+            os.close(fd)
+        del kept[:-50]
+
+
+def watch(referee: Referee) -> None:
+    """Look for entries that count although their process has ended and left nothing behind."""
+    suspects: dict[str, float] = {}
+    while True:
+        with (
+            suppress(OSError, SafeGpuError),
+            Directory(str(referee.directory / "state"), "claims", make=False) as claims,
+        ):
+            for name in os.listdir(claims.fd):
+                with suppress(OSError, ValueError):
+                    pid = json.loads((Path(claims.path) / name).read_bytes())["pid"]
+                    if is_alive(claims, name) and procfs.has_ended(pid):
+                        began = suspects.setdefault(name, time.monotonic())
+                        if time.monotonic() - began > 3 * DYING:
+                            referee.note("GHOST", name)
+        time.sleep(0.1)
+
+
+def race(directory: Path, options: argparse.Namespace) -> Counter[str]:
+    """Race for a while and return how often each word was noted."""
+    referee = Referee(directory)
+    directory.chmod(0o777)
+    gpus = [f"{directory.name}-GPU-{number}" for number in range(options.gpus)]
+    workers = {f"worker{n}": lambda n=n: compete(referee, options, n, gpus) for n in range(options.processes)}
+    if os.geteuid() == 0:
+        workers["neighbour"] = lambda: disturb(referee)
+    if not options.orphans:
+        workers["watcher"] = lambda: watch(referee)
+    running: dict[int, str] = {}
+
+    def start(name: str) -> None:
+        pid = os.fork()
+        if pid:
+            running[pid] = name
+            return
+        try:
+            if options.networks and name.startswith("worker") and ctypes.CDLL(None).unshare(0x40000000):
+                raise OSError("cannot make a network namespace")
+            random.seed(os.urandom(8))
+            break_build(options.broken)
+            workers[name]()
+        except BaseException as err:
+            referee.note("DIED", name, type(err).__name__, err)
+        finally:
+            os._exit(1)
+
+    for name in workers:
+        start(name)
+    end = time.monotonic() + options.seconds
+    try:
+        while time.monotonic() < end:
+            time.sleep(0.05)
+            if random.random() < 0.3:
+                victim = random.choice([pid for pid, name in running.items() if name.startswith("worker")])
+                with suppress(ProcessLookupError):
+                    os.kill(victim, signal.SIGKILL)
+            if options.host_lock == "unlinked":
+                with suppress(OSError):
+                    os.unlink(directory / "state" / "host.lock")
+            if options.directories and random.random() < 0.05:
+                shutil.rmtree(directory / "state", ignore_errors=True)
+            with suppress(ChildProcessError):
+                while (pid := os.waitpid(-1, os.WNOHANG)[0]) > 0:
+                    if pid in running:
+                        start(running.pop(pid))
+            if options.until_found and any(word in FOUND for word in words(directory)):
+                break
+    finally:
+        for pid in running:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for pid in running:
+            with suppress(ChildProcessError):
+                os.waitpid(pid, 0)
+    noted = Counter(words(directory))
+    for uuid in gpus:
+        lines = (directory / "log").read_text().split("\n")
+        counted = sum(line == f"COUNTED {uuid}" for line in lines)
+        # A process may be killed between its write and its note: then the counter is ahead.
+        if referee.count(uuid) < counted:
+            noted["LOST"] += counted - referee.count(uuid)
+    return noted
+
+
+def words(directory: Path) -> list[str]:
+    log = directory / "log"
+    return [line.partition(" ")[0] for line in log.read_text().split("\n")[:-1]] if log.exists() else []
+
+
+def options_of(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=10)
+    parser.add_argument("--processes", type=int, default=8)
+    parser.add_argument("--gpus", type=int, default=3)
+    parser.add_argument("--host-lock", choices=("on", "off", "unlinked"), default="on")
+    parser.add_argument("--broken", choices=("", *BROKEN), default="")
+    parser.add_argument("--shares", action="store_true")
+    parser.add_argument("--inside", action="store_true", help="claims inside claims")
+    parser.add_argument("--orphans", action="store_true", help="children outlive their parents")
+    parser.add_argument("--directories", action="store_true", help="several state directories, and rm -rf")
+    parser.add_argument("--networks", action="store_true", help="a network for each process: doors are not seen")
+    parser.add_argument("--until-found", action="store_true", help="end with the first fault")
+    return parser.parse_args(arguments)
+
+
+def main() -> int:
+    options = options_of(sys.argv[1:])
+    with tempfile.TemporaryDirectory(prefix="race-") as directory:
+        noted = race(Path(directory), options)
+        print(dict(sorted(noted.items())))
+        lines = (Path(directory) / "log").read_text().split("\n")
+        withdrawals = sum(int(line.split()[-1]) for line in lines if line.startswith(("CLAIMED", "REFUSED")))
+        print("withdrawals", withdrawals)
+        for line in [line for line in lines if line.startswith((*FOUND, "ERROR"))][:10]:
+            print(line)
+    return int(any(noted[word] for word in FOUND))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

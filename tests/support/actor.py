@@ -1,0 +1,85 @@
+"""A process that does one thing at a time: it says what it has done, listens, and is killed."""
+
+import ctypes
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+Say = Callable[[object], None]
+Listen = Callable[[], str]
+
+
+class Actor:
+    """A forked process that runs ``work(say, listen)``, as another user if told so.
+
+    It is forked and not started anew, since another user may not even be able to read this interpreter. An exception
+    in it is said, as ``Name: message``.
+
+    >>> actor = Actor(lambda say, listen: say(2 * int(listen())))
+    >>> actor.tell("21")
+    >>> actor.hear()
+    '42'
+    >>> actor.end()
+    0
+    """
+
+    def __init__(self, work: Callable[[Say, Listen], Any], *, uid: int | None = None, umask: int | None = None) -> None:
+        from_child, to_parent = os.pipe()
+        from_parent, to_child = os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            code = 1
+            try:
+                os.close(from_child)
+                os.close(to_child)
+                if umask is not None:
+                    os.umask(umask)
+                if uid is not None:
+                    become(uid)
+                work(
+                    lambda text: _write(to_parent, f"{text}\n".encode()),
+                    lambda: os.read(from_parent, 99).decode().strip(),
+                )
+                code = 0
+            except BaseException as err:
+                _write(to_parent, f"{type(err).__name__}: {err}\n".encode())
+            finally:
+                os._exit(code)
+        os.close(to_parent)
+        os.close(from_parent)
+        self._in, self._out = os.fdopen(from_child), to_child
+
+    def hear(self) -> str:
+        """The next line that it says; "" where it has ended."""
+        return self._in.readline().strip()
+
+    def tell(self, text: object = "go") -> None:
+        _write(self._out, f"{text}\n".encode())
+
+    def kill(self) -> None:
+        """SIGKILL; it may take a moment until all is closed that it had open."""
+        os.kill(self.pid, signal.SIGKILL)
+
+    def end(self) -> int:
+        """Its wait status; it is killed where it has not ended yet (9 then)."""
+        if not self.pid:
+            return 0
+        os.close(self._out)
+        self.kill()
+        status = os.waitpid(self.pid, 0)[1]
+        self.pid = 0
+        self._in.close()
+        return status
+
+
+def become(uid: int) -> None:
+    """Turn this process into one of another user, for good, who may be looked at as after exec(2)."""
+    os.setgroups([])
+    os.setresgid(uid, uid, uid)
+    os.setresuid(uid, uid, uid)
+    ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)  # PR_SET_DUMPABLE
+
+
+def _write(fd: int, data: bytes) -> None:
+    os.write(fd, data)

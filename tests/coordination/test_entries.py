@@ -500,9 +500,10 @@ def test_no_claim_is_left_out_for_want_of_descriptors(claims: Directory, monkeyp
             os.close(fd)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     for code in (errno.EMFILE, errno.ENFILE, errno.EIO, errno.ENOMEM):
-        with monkeypatch.context() as patch, pytest.raises(StateDirError) as raised:
+        with monkeypatch.context() as patch:
             patch.setattr(entry_module, "open_entry", lambda *one, code=code: fail_by(code))
-            entries.look()
+            with pytest.raises(StateDirError) as raised:
+                entries.look()
         assert raised.value.errno == code
     assert len(entries.look()) == 1
     held.release()

@@ -218,6 +218,7 @@ def watch(referee: Referee) -> None:
 
 def race(directory: Path, options: argparse.Namespace) -> Counter[str]:
     """Race for a while and return how often each word was noted."""
+    ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
     referee = Referee(directory)
     directory.chmod(0o777)
     gpus = [f"{directory.name}-GPU-{number}" for number in range(options.gpus)]
@@ -266,12 +267,12 @@ def race(directory: Path, options: argparse.Namespace) -> Counter[str]:
             if options.until_found and any(word in FOUND for word in words(directory)):
                 break
     finally:
-        for pid in running:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        for pid in running:
-            with suppress(ChildProcessError):
-                os.waitpid(pid, 0)
+        with suppress(ChildProcessError):
+            while True:  # what the workers have left behind too
+                for pid in procfs.descendants(os.getpid()):
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+                os.waitpid(-1, 0)
     noted = Counter(words(directory))
     for uuid in gpus:
         lines = (directory / "log").read_text().split("\n")

@@ -1,0 +1,47 @@
+"""Claims on entries and doors alone race without a double, and each build that is broken on purpose is caught."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.real import REQUIRED
+
+RACE = Path(__file__).parent / "entry_race.py"
+SECONDS = "20" if REQUIRED else "3"
+NETWORKS = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to make network namespaces")
+WAYS = [
+    pytest.param("--host-lock on --shares --inside"),
+    pytest.param("--host-lock off --shares --orphans"),
+    pytest.param("--host-lock off --shares --inside --directories"),
+    pytest.param("--host-lock unlinked --shares --inside --networks", marks=NETWORKS),
+]
+CAUGHT = {  # build -> the way that catches it
+    "one listing": "--shares --networks",
+    "names come again": "--shares --networks",
+    "unlink by number": "--shares --networks",
+    "lower stays": "--shares --networks",
+    "flock": "--networks",
+    "door too early": "--inside --directories",
+    "no door of the token": "--inside --directories",
+}
+
+
+def race(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, str(RACE), *words], capture_output=True, text=True, timeout=110)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_nobody_collides(way: str) -> None:
+    done = race("--seconds", SECONDS, *way.split())
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert int(re.search(r"'CLAIMED': (\d+)", done.stdout)[1]) > 10, done.stdout
+
+
+@NETWORKS
+@pytest.mark.parametrize("build", CAUGHT)
+def test_a_broken_build_is_caught(build: str) -> None:
+    done = race("--seconds", "90", "--until-found", "--host-lock", "off", *CAUGHT[build].split(), "--broken", build)
+    assert done.returncode == 1, done.stdout + done.stderr

@@ -28,9 +28,6 @@ class Directory:
     Raises:
         StateDirError: a symbolic link, not a directory, not writable, on a network file system, no room.
         FileNotFoundError: it is missing, and is not to be made.
-
-    >>> with Directory("/tmp/safe-gpu", "claims") as directory:
-    ...     Entries(directory).look()
     """
 
     def __init__(self, state_dir: str, name: str, *, make: bool = True) -> None:

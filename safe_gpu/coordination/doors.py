@@ -1,4 +1,4 @@
-"""Doors: one bit for each GPU and for each part of one, for whoever cannot see the entry that tells of it.
+"""Doors: one bit for each GPU and for each part of one, seen by those who cannot see the entry.
 
 A door is a datagram socket that is bound to an abstract name (see unix(7)). The name belongs to the network namespace:
 it is one for all users and for all mount and PID namespaces of a host. No ``rm -rf`` removes it, and the kernel frees
@@ -37,12 +37,12 @@ class Doors:
     Raises:
         OSError: the kernel has no sockets, or no more descriptors. What a call has taken is given back.
 
-    >>> doors = Doors()
-    >>> doors.take_whole("GPU-5c89852c", known=())
-    True
-    >>> Doors().take_share("GPU-5c89852c", known=())
-    False
-    >>> doors.release()
+    Example::
+
+        doors = Doors()
+        if not doors.take_whole("GPU-5c89852c", known=()):
+            ...  # another state directory has it
+        doors.release()
     """
 
     def __init__(self, tree: str = "") -> None:
@@ -136,7 +136,7 @@ class Doors:
         """Return a name as bind(2) takes it.
 
         >>> Doors()._name("MIG-GPU-5c89852c/1/0", "7")
-        b'\\x00safe-gpu/1/MIG-GPU-5c89852c_1_0.7................'
+        b'\\x00safe-gpu/1/MIG-GPU-5c89852c_1_0.7...............'
         """
         text = PROTOCOL + self._tree + ".".join([uuid.replace("/", "_"), *tail])
         return b"\0" + os.fsencode(text.ljust(_SHORTEST, "."))

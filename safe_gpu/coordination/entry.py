@@ -1,7 +1,7 @@
 """Entries: files that say what one process holds, or what it wants, for as long as it keeps them locked.
 
 An entry belongs to its user, who alone can write it (mode 0644). So the owner of the file is the kernel's word for
-whose it is. It is locked before it has a name and never again, so one that is not locked is dead for ever. The lock is
+whose it is. It is locked before it has a name and never again, so one that is not locked stays dead. The lock is
 one of an open file description (F_OFD_SETLK in fcntl(2)): to take it needs a descriptor that may write, which only its
 user has. To ask for it (F_OFD_GETLK) takes nothing and disturbs nobody.
 """
@@ -142,9 +142,10 @@ class Entries:
         next_number: of a new entry: one above the highest that counts, as of the latest look.
         strange: names that count for nothing, and why. Their owners made them so, and it is told where GPUs are shown.
 
-    >>> claims = Entries(directory)
-    >>> [entry.gpus for entry in claims.look()]
-    [{'GPU-5c89852c': None}]
+    Example::
+
+        with Directory(state_dir_path(), "claims") as directory:
+            held = [entry.gpus for entry in Entries(directory).look()]
     """
 
     def __init__(self, directory: Directory) -> None:
@@ -358,7 +359,7 @@ def _rename(directory: Directory, temporary: str, name: str) -> None:
 
 
 def _sleep(held: Held) -> None:
-    """Take a read lock, which says nothing about the entry, and give it back."""
+    """Take a read lock, which does not count, and give it back."""
     try:
         if _ofd_locks():
             fcntl.fcntl(held.fd, fcntl.F_OFD_SETLKW, _flock(fcntl.F_RDLCK))

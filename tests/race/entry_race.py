@@ -13,10 +13,12 @@ import os
 import random
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -54,13 +56,13 @@ class Referee:
         until = time.monotonic() + DYING
         while True:
             locks = [fd for unit in range(UNITS) if (fd := self.lock(uuid, unit))]
-            inside = self.lock(uuid, "inside")
-            if inside and len(locks) >= number:
-                self.end([inside, *locks[number:]])
+            inside = self.is_held(uuid, "inside")
+            if not inside and len(locks) >= number:
+                self.end(locks[number:])
                 return locks[:number]
-            self.end([*locks, inside])
+            self.end(locks)
             if time.monotonic() > until or self.lives(
-                uuid, *([] if inside else ["inside"]), *range(UNITS * (not share))
+                uuid, *(["inside"] if inside else []), *range(UNITS * (not share))
             ):
                 self.note("DOUBLE", uuid, share, os.getpid())
                 return []
@@ -77,6 +79,17 @@ class Referee:
         os.pwrite(fd, b"%20d" % os.getpid(), 0)
         return fd
 
+    def is_held(self, uuid: str, what: object) -> bool:
+        """Return whether a lock is held; several may ask at once."""
+        fd = os.open(self.directory / f"{uuid}.{what}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(fd)
+        return False
+
     def lives(self, uuid: str, *whats: object) -> bool:
         """Return whether a process that has one of these locks lives."""
         for what in whats:
@@ -86,7 +99,7 @@ class Referee:
         return False
 
     def end(self, locks: list[int]) -> None:
-        for fd in filter(None, locks):
+        for fd in locks:
             os.pwrite(fd, b"%20d" % 0, 0)
             fcntl.flock(fd, fcntl.LOCK_UN)
             os.close(fd)
@@ -112,8 +125,12 @@ def compete(referee: Referee, options: argparse.Namespace, number: int, gpus: li
         delegate = options.inside and share is None and random.random() < 0.3
         wanted = 1 if share else random.choice([1, 1, 2])
         patience = random.choice([0, 0.3, 2])
+        by_client = options.client and number % 2 == 1
         try:
-            claim = claimer.claim(wanted, time.monotonic() + patience, share=share, delegate=delegate)
+            if by_client:
+                claim = claim_by_client(options.client, str(state), gpus, wanted, patience, share)
+            else:
+                claim = claimer.claim(wanted, time.monotonic() + patience, share=share, delegate=delegate)
         except SafeGpuError as err:
             referee.note("ERROR", type(err).__name__, err)
             continue
@@ -122,7 +139,7 @@ def compete(referee: Referee, options: argparse.Namespace, number: int, gpus: li
             continue
         locks = [fd for uuid in claim.gpus for fd in referee.begin(uuid, share)]
         counts = {uuid: referee.count(uuid) for uuid in claim.gpus}
-        if delegate:
+        if delegate and not by_client:
             work_inside(referee, claimer, claim, locks)
         if options.orphans and random.random() < 0.1 and not os.fork():
             time.sleep(random.uniform(0, 0.05))
@@ -138,6 +155,36 @@ def compete(referee: Referee, options: argparse.Namespace, number: int, gpus: li
         referee.note("CLAIMED", share, delegate, claimer.withdrawals)
         claimer.withdrawals = 0
         claim.release()
+
+
+class ClientClaim:
+    """A claim of the client in C, which is told to end, or killed."""
+
+    def __init__(self, process: subprocess.Popen[str], uuids: Sequence[str]) -> None:
+        self.process, self.gpus = process, tuple(uuids)
+
+    def release(self) -> None:
+        if random.random() < 0.2:
+            self.process.kill()
+        self.process.communicate("\n")
+
+
+def claim_by_client(
+    path: str, state: str, gpus: Sequence[str], number: int, patience: float, share: int | None
+) -> ClientClaim | None:
+    words = [path, state, number, share or 0, CAPACITY, patience, *gpus]
+    process = subprocess.Popen(map(str, words), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    uuids = []
+    while (line := process.stdout.readline()).strip():
+        uuids.append(line.strip())
+    if uuids:
+        return ClientClaim(process, uuids)
+    process.communicate()
+    code = process.returncode
+    if code != 75:
+        raise AssertionError(f"the client in C ended with {code}")
+    return None
 
 
 def work_inside(referee: Referee, claimer: Claimer, outer: Claim, locks: list[int]) -> None:
@@ -300,6 +347,7 @@ def options_of(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--orphans", action="store_true", help="children outlive their parents")
     parser.add_argument("--directories", action="store_true", help="several state directories, and rm -rf")
     parser.add_argument("--networks", action="store_true", help="a network for each process: doors are not seen")
+    parser.add_argument("--client", default="", help="path of the client in C, which every second process uses")
     parser.add_argument("--until-found", action="store_true", help="end with the first fault")
     return parser.parse_args(arguments)
 

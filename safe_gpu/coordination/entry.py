@@ -150,9 +150,10 @@ class Entries:
 
     def __init__(self, directory: Directory) -> None:
         self._directory = directory
-        self._known: dict[str, Entry | None] = {}  # None is dead, or strange
-        self._dead: set[str] = set()  # those that this user may remove
-        self._unfinished: list[str] = []
+        self._living: dict[str, Entry] = {}
+        self._settled: set[str] = set()  # names of the dead, and of what is no entry
+        self._dead: set[str] = set()  # of which this user may be the owner
+        self._unfinished: set[str] = set()
         self.next_number = 1
         self.strange: dict[str, str] = {}
 
@@ -169,27 +170,25 @@ class Entries:
         names = self._directory.names()
         if len(names) > MOST_NAMES:
             raise self._too_many(names)
-        due = ask if ask is not None else [name for name, one in self._known.items() if one or name in self.strange]
-        settled = (self._known.keys() & names).difference(due)
-        found = {name: self._known[name] for name in settled}
-        self._unfinished = []
+        new = names - self._settled - self._living.keys()
+        self._settled &= names
+        self._dead &= names
+        self._unfinished = {name for name in new if _UNFINISHED.fullmatch(name)}
         numbers = []
-        for name in names - settled:
-            if name in self._known:
-                found[name] = self._asked(name)
-            elif _NAME.fullmatch(name):
-                found[name] = self._asked(name)
-                numbers.append(int(name.partition(".")[0]))
-            elif _UNFINISHED.fullmatch(name):
-                self._unfinished.append(name)
+        for name in new - self._unfinished:
+            if match := _NAME.fullmatch(name):
+                self._ask(name)
+                numbers.append(int(match[1]))
+            else:
+                self._settled.add(name)
         for number in sorted(numbers):
             if self.next_number <= number < self.next_number + _LARGEST_GAP:
                 self.next_number = number + 1
-        self._known = found
-        self._dead &= found.keys()
-        self.strange = {name: why for name, why in self.strange.items() if name in found}
+        known = self._living.keys() | self.strange.keys()
+        for name in (known if ask is None else known & set(ask)) | (known - names):
+            self._ask(name)
         living, files = [], set()
-        for entry in sorted(filter(None, found.values()), key=lambda entry: (entry.number, entry.name)):
+        for entry in sorted(self._living.values(), key=lambda entry: (entry.number, entry.name)):
             if entry.file not in files:  # its owner may have linked it under several names
                 files.add(entry.file)
                 living.append(entry)
@@ -197,46 +196,55 @@ class Entries:
 
     def remove_dead(self) -> None:
         """Remove the dead entries of this user, of all users if it is root. Not under host.lock: others wait."""
-        for name in self._dead:
-            with suppress(OSError):
-                os.unlink(name, dir_fd=self._directory.fd)
-        self._dead.clear()
-        for name in self._unfinished:
+        for name in self._dead | self._unfinished:
             with suppress(OSError):
                 status = os.stat(name, dir_fd=self._directory.fd, follow_symlinks=False)
-                if _may_remove(status) and time.time() - status.st_mtime > _UNFINISHED_FOR:
+                finished = name in self._dead or time.time() - status.st_mtime > _UNFINISHED_FOR
+                if os.geteuid() in (0, status.st_uid) and finished:
                     os.unlink(name, dir_fd=self._directory.fd)
+        self._dead.clear()
 
-    def _asked(self, name: str) -> Entry | None:
-        """Open an entry and ask whether it lives."""
-        self.strange.pop(name, None)
-        known = self._known.get(name)
+    def _ask(self, name: str) -> None:
+        """Note what a name is by now."""
+        found = self._found(name)
+        if isinstance(found, Entry):
+            self._living[name] = found
+            self._settled.discard(name)
+        else:
+            self._settled.add(name)
+            self._living.pop(name, None)
+        if isinstance(found, str):
+            self.strange[name] = found
+        else:
+            self.strange.pop(name, None)
+        if found is None:
+            self._dead.add(name)
+
+    def _found(self, name: str) -> Entry | str | None:
+        """Return the living entry of this name; None if it is dead or gone, or why it counts for nothing."""
         try:
             fd = open_entry(self._directory, name)
         except FileNotFoundError:
-            return None  # its process has removed it
+            return None
         except OSError as err:
             if err.errno not in _NOT_AN_ENTRY:
                 raise self._directory.error(name, err) from err
-            self.strange[name] = str(err.strerror)
-            return None
+            return str(err.strerror)
         try:
+            if not is_locked(fd):
+                return None
             status = os.fstat(fd)
             file = status.st_dev, status.st_ino
             if not stat.S_ISREG(status.st_mode) or status.st_mode & 0o022 or status.st_size > LONGEST_FILE:
-                self.strange[name] = f"mode {status.st_mode:o}, {status.st_size} bytes"
-            elif not is_locked(fd):
-                if _may_remove(status):
-                    self._dead.add(name)
-            elif known is not None and known.file == file:
+                return f"mode {status.st_mode:o}, {status.st_size} bytes"
+            known = self._living.get(name)
+            if known is not None and known.file == file:
                 return known
-            else:
-                return Entry.read(name, status.st_uid, file, os.pread(fd, LONGEST_FILE, 0))
+            return Entry.read(name, status.st_uid, file, os.pread(fd, LONGEST_FILE, 0))
         except (ValueError, TypeError, OverflowError, RecursionError) as err:
-            self.strange[name] = f"nonsense: {err}"
+            return f"nonsense: {err}"
         finally:
             os.close(fd)
-        return None
 
     def _too_many(self, names: Collection[str]) -> StateDirError:
         owners: Counter[int] = Counter()
@@ -345,10 +353,6 @@ def sleep_until_dead(directory: Directory, name: str, seconds: float | None) -> 
 _sleepers: dict[tuple[int, str, str], threading.Thread] = {}
 
 
-def _may_remove(status: os.stat_result) -> bool:
-    return os.geteuid() in (0, status.st_uid)
-
-
 def _rename(directory: Directory, temporary: str, name: str) -> None:
     failure = rename_new(temporary, name, directory.fd)
     if failure in NO_RENAME:
@@ -418,11 +422,13 @@ def unlock(fd: int) -> None:
         fcntl.flock(fd, fcntl.LOCK_UN)
 
 
+_QUESTION = _flock(fcntl.F_RDLCK)
+
+
 def is_locked(fd: int) -> bool:
     """Return whether the process that made an entry, or a child that it was left to, still lives."""
     if _ofd_locks():
-        answer = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _flock(fcntl.F_RDLCK))
-        return bool(_STRUCT.unpack(answer)[0] == fcntl.F_WRLCK)
+        return bool(_STRUCT.unpack(fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _QUESTION))[0] == fcntl.F_WRLCK)
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -346,7 +346,7 @@ class Share(Scene):
         self.helpers[0].hear("holds")
 
     def operate(self) -> None:
-        self.owner = safe_gpu.claim_gpus(2, timeout=0, affinity=None, delegate=True, share="50%", only=(0, 1))
+        self.owner = safe_gpu.claim_gpus(2, timeout=0, affinity=None, share="50%", only=(0, 1))
 
 
 class ReleaseShare(Share):

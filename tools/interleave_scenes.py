@@ -246,7 +246,7 @@ SCENES: dict[str, Scene] = {
     "shares-that-fit": Scene(claims(share=_SMALL), claims(share=_SMALL), kill="A", served=2),
     "shares-3": Scene(claims(share=_BIG), claims(share=_SMALL), claims(share=_SMALL), kill="A", served=1),
     "shares-whole": Scene(claims(share=_SMALL), claims(), kill="A", served=1),
-    "shares-whole-delegating": Scene(claims(share=_SMALL, **_OUTER), claims(**_OUTER), kill="AB", served=1),
+    "shares-whole-delegating": Scene(claims(share=_SMALL), claims(**_OUTER), kill="AB", served=1),
     "shares-directories": Scene(claims(share=_SMALL), claims(share=_SMALL, at=2), kill="A", served=1),
     "shares-directories-3": Scene(claims(share=_SMALL), claims(share=_SMALL, at=2), claims(at=3), kill="A", served=1),
     "shares-whole-directories": Scene(claims(share=_SMALL), claims(at=2), kill="AB", served=1),
@@ -262,22 +262,6 @@ SCENES: dict[str, Scene] = {
     "nested-share-beside": Scene(claims(**_OUTER), claims(**_INNER), claims(at=2, share=_BIG), kill="A", deaths=_ANY),
     "nested-waits": Scene(
         claims(**_OUTER), claims(**_INNER, **_PATIENT), claims(at=2, **_PATIENT), kill="A", deaths=_ANY
-    ),
-    "nested-in-share": Scene(
-        claims(share=_SMALL, **_OUTER), claims(**_INNER), claims(share=_BIG), kill="A", deaths=_ANY
-    ),
-    "nested-in-share-directories": Scene(
-        claims(share=_SMALL, **_OUTER), claims(**_INNER), claims(share=_BIG, at=2), kill="A", deaths=_ANY
-    ),
-    "nested-in-share-whole": Scene(
-        claims(share=_SMALL, **_OUTER), claims(**_INNER), claims(at=2), kill="A", deaths=_ANY
-    ),
-    "nested-in-share-exec": Scene(
-        claims(share=_SMALL, ends="by exec", **_OUTER),
-        claims(**_INNER),
-        claims(share=_BIG, at=2),
-        kill="A",
-        deaths=_ANY,
     ),
     # Commands that have taken the place of who claimed
     "exec": Scene(claims(ends="by exec"), claims(), claims(at=2), kill="A", served=1),
@@ -447,7 +431,7 @@ def furnish(scene: Scene, base: str) -> None:
     files = [legacy.LOCK_FILE, *(f"{base}/{number}/host.lock" for number in scene.directories)]
     for device in PRESETS[scene.preset].devices:
         found = [leases.lease_name(device.uuid), leases.inner_name(device.uuid)]
-        found += (leases.slot_name(device.uuid, k, inner=inner) for k in range(scene.slots) for inner in (False, True))
+        found += (leases.slot_name(device.uuid, k) for k in range(scene.slots))
         files += (f"{base}/{number}/leases/{one}" for number in scene.directories for one in found)
     for file in files:
         os.close(os.open(file, os.O_CREAT | os.O_WRONLY))

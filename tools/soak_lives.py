@@ -41,7 +41,7 @@ from safe_gpu.selection.sharing import promised_room, room
 ISLANDS = ("home", "other directory", "private directory", "pid namespace")
 _ENDS = ("release", "release", "release", "exit", "die", "fork", "exec", "nothing")
 _WAYS = ("claim",) * 24 + ("ambush",) * 4 + ("stranger",) * 3 + ("run", "run", "nest", "status", "wait")
-_SHARING_WAYS = ("claim",) * 8 + ("run", "nest", "wait")
+_SHARING_WAYS = ("claim",) * 8 + ("run", "run", "wait")
 _SHARES = (None, None, "1GiB", "3GiB", "10%", "25%", "25%", "50%", "60%")
 _NEWNS, _NEWPID = 0x00020000, 0x20000000
 _BIND, _PRIVATE = 4096, (1 << 18) | 16384  # MS_PRIVATE | MS_REC
@@ -288,23 +288,7 @@ def _inside(stage: Stage, seconds: float) -> None:
         owner = safe_gpu.GPUOwner(1, safe_gpu.NoPlaceholder(), timeout=3.0, affinity=None)
     except safe_gpu.NotEnoughGpusError:
         return
-    share = _share_of_run()
-    # The process may be all that is left of the outer claim.
-    marks = [stage.mark_share(gpu.uuid, *share) for gpu in owner.gpus] if share else []
-    inner = [f"{gpu.uuid}.{share[1] if share else ''}inner" for gpu in owner.gpus]
-
-    def release() -> None:
-        for mark in marks:
-            stage.unmark(mark)
-        owner.release_gpus()
-
-    _hold(stage, -1, inner, seconds, "release", release)
-
-
-def _share_of_run() -> tuple[int, str] | None:
-    """The share of the ``safe-gpu run`` inside which this process is, as ``Stage.mark_share`` wants it."""
-    share = os.environ.get("SAFE_GPU_SHARE")
-    return (int(share), os.environ["SAFE_GPU_SCOPE"]) if share else None
+    _hold(stage, -1, [f"{gpu.uuid}.inner" for gpu in owner.gpus], seconds, "release", owner.release_gpus)
 
 
 def _counts_all(self: quota.LeasesByUser, uid: int) -> frozenset[str]:
@@ -414,14 +398,15 @@ def _main(root: str, what: str, seconds: str, end: str) -> int:
         _inside(stage, float(seconds))
         return 0
     uuids = list(SimulatedDriver(os.environ["SAFE_GPU_DRIVER"].partition(":")[2]).visible())
-    share = _share_of_run()
     if what == "nest":
         for uuid in uuids:
-            stage.mark_share(uuid, *share) if share else stage.mark(uuid)
+            stage.mark(uuid)
         stage.count_own(-1)
         inner = [sys.executable, __file__, root, "inside", seconds, end]
         inside = [subprocess.Popen(inner, cwd=ROOT) for _ in uuids]
         return max(process.wait() for process in inside)
+    size = os.environ.get("SAFE_GPU_SHARE")
+    share = (int(size), str(stage.pid())) if size else None
     _hold(stage, -1, uuids, float(seconds), "exit" if end == "release" else end, None, share)
     return 0
 

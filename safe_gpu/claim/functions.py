@@ -66,7 +66,7 @@ def claim_gpus(
             "20GiB" or "25%" of what claims can share.
         prefer: which models to take first, such as "H100,A100"; it takes others too.
         visible_as: write CUDA_VISIBLE_DEVICES as "index" (with CUDA_DEVICE_ORDER=PCI_BUS_ID) or as "uuid".
-        delegate: let child processes claim from this claim.
+        delegate: let child processes claim from this claim; not with ``share``.
         hold_for: how long the GPUs will probably be held, in seconds or "2h"; None is unknown. It gets short claims in
             earlier and ends nothing. Default: SAFE_GPU_FOR, else until the end of the batch job, else unknown.
         vendor: such as "amd". Default: that of the claim around this process, else the first that has GPUs here.

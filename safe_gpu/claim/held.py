@@ -27,13 +27,13 @@ class Taken:
 
     Attributes:
         lease: that of the GPU, locked shared if there is a slot.
-        slot: that of a slot, of a claim that shares the GPU or is inside one that does; None for the whole GPU.
+        slot: that of a slot, of a claim that shares the GPU; None for the whole GPU.
         names: of the GPU or of the slot.
     """
 
-    def __init__(self, lease: Lease, slot: Lease | None = None) -> None:
+    def __init__(self, lease: Lease) -> None:
         self.lease = lease
-        self.slot = slot
+        self.slot: Lease | None = None
         self.names: list[SocketName] = []
 
     def give_back_names(self) -> None:
@@ -62,7 +62,7 @@ class Claim:
     Attributes:
         gpus: the claimed GPUs, as in ``before``.
         leases: the leases of these GPUs, or of the slots in which the claim shares them.
-        beneath: the GPUs' leases, locked shared, of a claim that shares them or is inside one that does.
+        beneath: the GPUs' leases, locked shared, of a claim that shares them.
         names: the names of these GPUs, which exclude processes with another state directory.
         before: the last poll before the placeholders are allocated.
         kept: the lock that keeps cleaners of temporary files out of the state directory.
@@ -126,7 +126,7 @@ class Claim:
             self.names.extend(one.names)
             del taken[gpu.uuid]
         self._taken = self._record.claiming(tuple(gpu.uuid for gpu in gpus), self.token, hold_for, self.queued)
-        self.share = None if self.inner else share
+        self.share = share
         if share is not None:
             self._taken = self._taken._replace(
                 share=share, of=min(filter(None, map(share_capacity, gpus)), default=None)

@@ -106,7 +106,8 @@ def _run(options: argparse.Namespace) -> int:
         with unwind_on_signals(), WaitLine(sys.stderr, quiet=options.quiet, hint=hint) as line:
             record = command_for_record(options.command)
             owner_of = owner_type(on_wait=line.show, command=record, spelling=CommandLine)
-            owner = owner_of(placeholder_fn=NoPlaceholder(), logger=Log(), delegate=True, **arguments)
+            delegate = arguments.get("share") is None
+            owner = owner_of(placeholder_fn=NoPlaceholder(), logger=Log(), delegate=delegate, **arguments)
         if not owner.gpus and not options.quiet:
             say("the command starts without a GPU: SAFE_GPU_NB_GPUS=0")
         elif not options.quiet and (line.waited or sys.stderr.isatty()):

@@ -82,7 +82,7 @@ class NameTable:
         """
         names = [kind(uuid, prefix) for kind in ((inner_of,) if inner else (name_of, inner_of, outer_of))]
         if shares and not inner and self._messages[_DATAGRAM]:
-            names += [slot_of(uuid, slot, prefix, inner=one) for slot in range(MOST_SHARERS) for one in (False, True)]
+            names += [slot_of(uuid, slot, prefix) for slot in range(MOST_SHARERS)]
         return [one for one in map(self.get, names) if one is not None]
 
     def held_among(
@@ -96,16 +96,16 @@ class NameTable:
         uids = {one.uid for one in self.of_device(uuid, prefix)}
         return uids.pop() if len(uids) == 1 else None
 
-    def confirms(self, uuid: str, record: "LeaseRecord", directory: os.stat_result, prefix: str = "") -> bool:
+    def confirms(self, slot: str, record: "LeaseRecord", directory: os.stat_result) -> bool:
         """Return whether who has the name of a slot also has that of a share as large as its record says.
 
         Args:
+            slot: its name.
             directory: of the leases.
         """
-        if record.slot is None or record.share is None:
+        if record.share is None:
             return False
-        held = self.get(slot_of(uuid, record.slot, prefix))
-        amount = self.get(amount_of(uuid, record.slot, record.share, directory, prefix))
+        held, amount = self.get(slot), self.get(amount_of(slot, record.share, directory))
         return held is not None and amount is not None and held.uid == amount.uid
 
     def add(self, data: bytes) -> bool:

@@ -9,18 +9,14 @@ import time
 from collections.abc import Iterable
 
 from ..errors import LockTimeout, StateDirError
-from ..gpus.devices import MOST_SHARERS
 from .files.state_dir import opened
 from .holders.by_kernel import leases_of_this_user, socket_of_this_user
 from .holders.outer_claim import leases_with_token
 from .leases.lease import may_be_held
 from .locks.host_lock import MINIMUM_PATIENCE, HostLock
 from .name_table import NameTable, read_names
-from .scope_names import has_names_here, outer_name, scope_name
-from .socket_names import OUTER, SHARE, digest, is_datagram
-
-SLOTS = (None, *range(MOST_SHARERS))
-"""What a claim may hold of a GPU: None is the whole of it."""
+from .scope_names import has_names_here, scope_name
+from .socket_names import OUTER, SHARE, digest, outer_of
 
 
 def _is_of_scope(table: NameTable, outer: str, token: str) -> bool:
@@ -30,10 +26,9 @@ def _is_of_scope(table: NameTable, outer: str, token: str) -> bool:
     return socket_of_this_user(socket)
 
 
-def slots_of_scope(table: NameTable, uuids: Iterable[str], token: str, prefix: str) -> dict[str, int | None]:
-    """Return UUID -> slot, of those of these GPUs that this user's claim with this token holds by name."""
-    places = ((uuid, slot) for uuid in uuids for slot in SLOTS)
-    return {uuid: slot for uuid, slot in places if _is_of_scope(table, outer_name(uuid, prefix, slot), token)}
+def named_in_scope(table: NameTable, uuids: Iterable[str], token: str, prefix: str) -> frozenset[str]:
+    """Return those of these GPUs that this user's claim with this token holds by name."""
+    return frozenset(uuid for uuid in uuids if _is_of_scope(table, outer_of(uuid, prefix), token))
 
 
 def gpus_of_scope(scope: str) -> tuple[str, ...]:
@@ -46,17 +41,16 @@ def gpus_of_scope(scope: str) -> tuple[str, ...]:
     if not scope:
         return ()
     table = read_names()
-    ours = [name for name in table if is_datagram(name) and _is_of_scope(table, name, scope)]
+    ours = [name for name in table if OUTER in name and _is_of_scope(table, name, scope)]
     if ours:
-        devices = (name.rstrip(".").removesuffix(OUTER).partition(SHARE)[0] for name in ours)
-        return tuple(sorted(name.rpartition("/")[2] for name in devices))
+        return tuple(sorted(name.rstrip(".").removesuffix(OUTER).rpartition("/")[2] for name in ours))
     try:
         with opened("leases", make=False) as leases:
-            files = [name for name in leases.few_names() or () if name.endswith(".lock") and ".inner." not in name]
+            names = (name for name in leases.few_names() or () if name.endswith(".lock"))
+            files = [name for name in names if ".inner." not in name and SHARE not in name]
             carriers, here = leases_with_token(leases, files, digest(scope)), table.told and has_names_here(scope)
             mine, _ = leases_of_this_user(leases, carriers, inherited=here)
         with HostLock(time.monotonic() + MINIMUM_PATIENCE, make=False) as host:
-            held = (name for name in mine if may_be_held(host, name))
-            return tuple(sorted({name.removesuffix(".lock").partition(SHARE)[0] for name in held}))
+            return tuple(sorted(name.removesuffix(".lock") for name in mine if may_be_held(host, name)))
     except (LockTimeout, StateDirError, OSError):
         return ()  # the claim itself meets the same error

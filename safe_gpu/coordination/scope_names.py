@@ -1,7 +1,7 @@
 """The token in ``SAFE_GPU_SCOPE``, and the names by which claims inside a claim find it."""
 
 from ..host import procfs
-from .socket_names import OUTER, outer_of, scope_of, slot_of
+from .socket_names import OUTER, scope_of
 
 
 def token_with_namespace(secret: str, namespace: int | None) -> str:
@@ -17,11 +17,6 @@ def has_names_here(token: str) -> bool:
     """Return whether the names of the claim with this token are those that this process can see."""
     namespace = token.partition("@")[2]
     return not namespace or namespace == str(procfs.network_namespace())
-
-
-def outer_name(uuid: str, prefix: str, slot: int | None) -> str:
-    """Return the name that others ask for before they ask for those of claims inside the claim that has it."""
-    return outer_of(uuid, prefix) if slot is None else slot_of(uuid, slot, prefix)
 
 
 def scope_name(outer: str, token: str, inode: int) -> str:

@@ -56,24 +56,20 @@ def outer_of(uuid: str, prefix: str = "") -> str:
     return _padded(uuid, OUTER, prefix)
 
 
-def scope_of(uuid: str, token: str, prefix: str = "", slot: int | None = None) -> str:
+def scope_of(uuid: str, token: str, prefix: str = "") -> str:
     """Return a name with the hash of a text, since all users can read it."""
-    return _padded(uuid, f"{_slot_suffix(slot)}.{digest(token)}", prefix)
+    return _padded(uuid, f".{digest(token)}", prefix)
 
 
-def amount_of(uuid: str, slot: int, share: int, directory: os.stat_result, prefix: str = "") -> str:
+def amount_of(slot: str, share: int, directory: os.stat_result) -> str:
     """Return the second name of a share, which says how many bytes it has, and in which directory of leases its slot is
     locked. Anybody may change a record, but not the names of another user."""
-    return scope_of(uuid, f"{directory.st_dev}:{directory.st_ino}:{share}", prefix, slot)
+    return scope_of("", f"{directory.st_dev}:{directory.st_ino}:{share}", slot.rstrip("."))
 
 
-def slot_of(uuid: str, slot: int, prefix: str = "", *, inner: bool = False) -> str:
-    """Return the name of a share: that of a claim, or of one made inside it."""
-    return _padded(uuid, _slot_suffix(slot) + (".inner" if inner else ""), prefix)
-
-
-def _slot_suffix(slot: int | None) -> str:
-    return "" if slot is None else f"{SHARE}{slot}"
+def slot_of(uuid: str, slot: int, prefix: str = "") -> str:
+    """Return the name of a share."""
+    return _padded(uuid, f"{SHARE}{slot}", prefix)
 
 
 def _padded(uuid: str, suffix: str, prefix: str) -> str:
@@ -166,12 +162,12 @@ def _address(name: str) -> bytes:
 
 
 def named_slots(uuid: str, prefix: str) -> list[int]:
-    """Return the slots of a GPU whose names are held: by a claim, or by one inside it.
+    """Return the slots of a GPU whose names are held.
 
     Raises:
         OSError: there are no sockets here.
     """
-    return sorted({number // 2 for number, held in enumerate(_are_held(_slots(uuid, prefix))) if held})
+    return [slot for slot, held in enumerate(_are_held(_slots(uuid, prefix))) if held]
 
 
 def is_divided(uuid: str, prefix: str) -> bool:
@@ -184,13 +180,10 @@ def is_held(name: str) -> bool:
     return _are_held([_address(name)])[0]
 
 
-_TAILS = tuple(b"%d%b" % (slot, tail) for slot in range(MOST_SHARERS) for tail in (b"", b".inner"))
-
-
 @cache
 def _slots(uuid: str, prefix: str) -> tuple[bytes, ...]:
     begin = _address(f"{prefix}{uuid.replace('/', '_')}{SHARE}")
-    return tuple((begin + tail).ljust(_SHORTEST + 1, b".") for tail in _TAILS)
+    return tuple((begin + b"%d" % slot).ljust(_SHORTEST + 1, b".") for slot in range(MOST_SHARERS))
 
 
 def _are_held(addresses: Iterable[bytes]) -> list[bool]:

@@ -370,10 +370,10 @@ _MOST_MEMORY = 1 << 60
 def uuid_of_stem(stem: str) -> str:
     """Return the GPU of a lease, by its file without ``.lock``.
 
-    >>> uuid_of_stem("GPU-12.inner"), uuid_of_stem("GPU-12.share.3.inner")
+    >>> uuid_of_stem("GPU-12.inner"), uuid_of_stem("GPU-12")
     ('GPU-12', 'GPU-12')
     """
-    return stem.removesuffix(".inner").partition(".share.")[0]
+    return stem.removesuffix(".inner")
 
 
 _BY_ARGUMENT = {condition.argument: condition for condition in CONDITIONS}

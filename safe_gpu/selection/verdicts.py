@@ -79,8 +79,7 @@ def judge(
             return GpuVerdict(gpu, "display", _why_not_now(gpu, fits, disregarded))
         if holder is not None and holder.closed:
             return GpuVerdict(gpu, "unusable", holder.closed)
-        sharing = (share is not None or of_outer is not None) and holder is not None and not holder.elsewhere
-        sharers = holder.sharers if holder is not None and sharing else ()
+        sharers = holder.sharers if share is not None and holder is not None and not holder.elsewhere else ()
         if holder is not None and not sharers:
             pid = None if holder.namespace else holder.pid
             return GpuVerdict(gpu, "claimed", _claimed_by(holder), pid, holder.user, holder)

@@ -472,13 +472,9 @@ def _share_free(gpu: Gpu, holder: LeaseHolder, rules: Rules, processes: ProcessT
 
 
 def _sharers(gpu: Gpu, claims: Mapping[str, ClaimStatus], processes: ProcessTable) -> tuple[ClaimStatus, ...]:
-    """Return the claims that share a GPU, the oldest first, with what they use of it.
-
-    A claim inside a share that has ended takes its place.
-    """
-    files = ((slot_name(gpu.uuid, slot), slot_name(gpu.uuid, slot, inner=True)) for slot in range(MOST_SHARERS))
-    found = [claims.get(outer) or claims.get(inner) for outer, inner in files]
-    sharers = sorted((one for one in found if one is not None), key=lambda one: one.since or 0.0)
+    """Return the claims that share a GPU, the oldest first, with what they use of it."""
+    found = filter(None, (claims.get(slot_name(gpu.uuid, slot)) for slot in range(MOST_SHARERS)))
+    sharers = sorted(found, key=lambda one: one.since or 0.0)
     holder = lease_holder(sharers[0], sharers) if sharers else None
     if holder is None:
         return ()

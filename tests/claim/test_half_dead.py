@@ -154,12 +154,12 @@ def subsets(labels: list[str]) -> list[list[str]]:
     return [list(some) for size in sizes for some in combinations(labels, size)]
 
 
-def each_loss(start: Callable[..., Actor], **options: Any) -> Iterator[tuple[Actor, str, list[str]]]:
+def each_loss(start: Callable[..., Actor]) -> Iterator[tuple[Actor, str, list[str]]]:
     """Yield an outer claim, its token and the descriptors that it is to lose."""
     losses = None
     while losses is None or losses:
         outer = start()
-        token = outer.ask("claim", delegate=True, **options)
+        token = outer.ask("claim", delegate=True)
         assert "Error" not in token, token
         if losses is None:
             losses = subsets(outer.ask("descriptors"))
@@ -168,9 +168,7 @@ def each_loss(start: Callable[..., Actor], **options: Any) -> Iterator[tuple[Act
 
 
 KINDS = pytest.mark.parametrize(
-    ("outer_has", "rival_wants"),
-    [({}, {}), ({}, {"delegate": True}), ({"share": 40 * GIB}, {"share": 45 * GIB}), ({"share": 40 * GIB}, {})],
-    ids=["whole", "both delegate", "shares", "whole beside a share"],
+    "rival_wants", [{}, {"delegate": True}, {"share": 45 * GIB}], ids=["whole", "both delegate", "share"]
 )
 
 
@@ -180,9 +178,9 @@ KINDS = pytest.mark.parametrize(
     [("rival", "other"), ("inner", "other"), *([("rival", "state"), ("inner", "state")] if WHOLE else [])],
 )
 def test_of_two_that_find_what_is_left_one_gets_it(
-    start: Any, first: str, directory: str, outer_has: dict[str, Any], rival_wants: dict[str, Any]
+    start: Any, first: str, directory: str, rival_wants: dict[str, Any]
 ) -> None:
-    for outer, token, lost in each_loss(start, **outer_has):
+    for outer, token, lost in each_loss(start):
         outer.ask("lose", which=lost)
         rival, inner = start(directory), start("state", token)
         both = [(rival, rival_wants), (inner, {})]
@@ -195,10 +193,10 @@ def test_of_two_that_find_what_is_left_one_gets_it(
 @KINDS
 @pytest.mark.parametrize("step", STEPS)
 def test_wherever_the_outer_claim_begins_to_die_while_one_inside_claims(
-    start: Any, step: str, outer_has: dict[str, Any], rival_wants: dict[str, Any]
+    start: Any, step: str, rival_wants: dict[str, Any]
 ) -> None:
     """The rival has another state directory, and so another host.lock."""
-    for outer, token, lost in each_loss(start, **outer_has):
+    for outer, token, lost in each_loss(start):
         rival, inner = start("other"), start("state", token)
         inner.ask("stop_at", step=step)
         assert inner.ask("claim") == "stopped"
@@ -209,11 +207,10 @@ def test_wherever_the_outer_claim_begins_to_die_while_one_inside_claims(
         inner.end()
 
 
-@pytest.mark.parametrize("outer_has", [{}, {"share": 40 * GIB}], ids=["whole", "share"])
-def test_a_whole_outer_claim_lets_others_in(start: Any, outer_has: dict[str, Any]) -> None:
+def test_a_whole_outer_claim_lets_others_in(start: Any) -> None:
     """And what is left of it does not, once both of its names are gone: the claim inside is on its own then."""
     outer = start()
-    token = outer.ask("claim", delegate=True, **outer_has)
+    token = outer.ask("claim", delegate=True)
     inner = start("third", token)
     assert inner.ask("claim") == ""
     outer.end()

@@ -17,10 +17,9 @@ from safe_gpu.coordination.name_table import NameTable, read_names
 from safe_gpu.host import procfs
 
 SAYS = "from safe_gpu.coordination import socket_names as names\nimport os, safe_gpu\n"
-DELEGATES = "safe_gpu.claim_gpus(1, safe_gpu.NoPlaceholder(), affinity=None, only=0, delegate=True{share})\n"
+DELEGATES = "safe_gpu.claim_gpus(1, safe_gpu.NoPlaceholder(), affinity=None, only=0, delegate=True)\n"
 TELLS = "say(os.environ['SAFE_GPU_SCOPE']); listen()\n"
 REFUSES = "def refuse(name): raise PermissionError(1, 'Operation not permitted')\nnames.take_name = refuse\n"
-SHARES = pytest.mark.parametrize("share", ["", ", share='40GiB'"], ids=["whole", "share"])
 
 
 @pytest.fixture(autouse=True)
@@ -38,11 +37,8 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, token: str = "") 
         return in_fork(lambda: try_claim(1, only=0))
 
 
-@SHARES
-def test_a_claim_whose_names_cannot_be_bound(
-    child: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, share: str
-) -> None:
-    outer = child(SAYS + REFUSES + DELEGATES.format(share=share) + TELLS)
+def test_a_claim_whose_names_cannot_be_bound(child: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    outer = child(SAYS + REFUSES + DELEGATES + TELLS)
     token = outer.hear()
     assert token.endswith("@0")
     monkeypatch.setenv("SAFE_GPU_SCOPE", token)
@@ -59,15 +55,14 @@ def test_some_names_are_none(child: Any, monkeypatch: pytest.MonkeyPatch, tmp_pa
     refuses = REFUSES.replace("raise", "\n    if name.rstrip('.').endswith('.outer'): raise").replace(
         "names.take_name = refuse", "    return take(name)\ntake, names.take_name = names.take_name, refuse"
     )
-    outer = child(SAYS + refuses + DELEGATES.format(share="") + TELLS)
+    outer = child(SAYS + refuses + DELEGATES + TELLS)
     assert outer.hear().endswith("@0")
     prefix = names.simulated_prefix(str(tmp_path / "host"))
     assert not [name for name in read_names() if name.startswith(prefix)]
 
 
-@SHARES
 def test_a_child_that_lives_on_may_claim_in_what_it_has_inherited(
-    child: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, share: str
+    child: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """It has the lease and no name. A claim inside takes the name of the GPU, so that others see that it is taken."""
     code = (
@@ -79,7 +74,7 @@ def test_a_child_that_lives_on_may_claim_in_what_it_has_inherited(
     orphan = child(
         SAYS
         + "parent = os.getpid()\n"
-        + DELEGATES.format(share=share)
+        + DELEGATES
         + code.replace("owner =", "safe_gpu.claim.owner.owners.clear(); owner =")
     )
     token = orphan.hear()
@@ -95,7 +90,7 @@ def test_who_claims_inside_an_inherited_lease_yields_to_a_claim_from_elsewhere(
     child: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     code = "import signal\nif os.fork(): os._exit(0)\nsay(os.environ['SAFE_GPU_SCOPE']); listen()"
-    orphan = child(SAYS + DELEGATES.format(share="") + code)
+    orphan = child(SAYS + DELEGATES + code)
     token = orphan.hear()
     orphan.process.wait(30)
     rival = child(
@@ -119,7 +114,7 @@ def test_an_outer_claim_in_another_network_namespace(
     if not shutil.which("unshare") or subprocess.run(["unshare", "--net", "true"], capture_output=True).returncode:
         pytest.skip("needs root, to make namespaces")
     code = "import ctypes\nassert not ctypes.CDLL(None).unshare(0x40000000)\n"  # CLONE_NEWNET
-    outer = child(SAYS + code + DELEGATES.format(share="") + TELLS)
+    outer = child(SAYS + code + DELEGATES + TELLS)
     token = outer.hear()
     assert token.partition("@")[2] not in ("0", str(procfs.network_namespace()))
     monkeypatch.setenv("SAFE_GPU_SCOPE", token)
@@ -130,12 +125,9 @@ def test_an_outer_claim_in_another_network_namespace(
     assert try_claim(8) is None, "without that number only names count"
 
 
-@SHARES
-def test_where_the_kernel_lists_no_names(
-    child: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, share: str
-) -> None:
+def test_where_the_kernel_lists_no_names(child: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A sandbox, or a kernel without unix_diag: connect(2) tells whether the outer claim lives."""
-    outer = child(SAYS + DELEGATES.format(share=share) + TELLS)
+    outer = child(SAYS + DELEGATES + TELLS)
     token = outer.hear()
     monkeypatch.setenv("SAFE_GPU_SCOPE", token)
     for module in ("claim.host.find_outer", "coordination.scope", "coordination.name_table"):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import sys
 from collections.abc import Iterator
@@ -249,65 +250,53 @@ def test_nobodys_datagrams_queue_up_in_a_name(ground: Any) -> None:
 # Inside other claims
 
 
-def test_claims_inside_a_share_get_all_of_it(command: Any, ground: Any) -> None:
-    """Two ranks under one run each get one of its two shares, and a third none; others see the shares held."""
-    code = SHARE + "print(*claim(1, timeout=20, share='10GiB').devices_taken, flush=True); input()"
-    launcher = (
-        "import subprocess, sys\n"
-        f"line = [sys.executable, '-c', {code!r}]\n"
-        "ranks = [subprocess.Popen(line, stdin=-1, stdout=-1, text=True) for _ in range(2)]\n"
-        "print(*sorted(rank.stdout.readline().strip() for rank in ranks), flush=True)\n"
-        "line[2] = line[2].replace('timeout=20', 'timeout=0')\n"
-        "third = subprocess.run(line, stderr=-1, text=True)\n"
-        "print(third.stderr.strip().splitlines()[-3], flush=True)\n"
-        "input()\n"
-    )
-    started = command.start("run", "-n", 2, "--share", "20GiB", "--", sys.executable, "-c", launcher, stdin=-1)
-    assert started.stdout.readline().strip() == "0 1"
-    assert "claimed by process" in started.stdout.readline()
-    assert {f"{ground.uuids[number]}.share.0.inner.lock" for number in (0, 1)} <= set(records(ground.directory))
-    assert try_claim(8, share="60GiB") == tuple(range(8))
-    assert try_claim(8, share="61GiB") is None
-    started.kill()
+PYTHON = [sys.executable, "-c"]
+FORKED = f"{SHARE}\nif os.fork():\n    os._exit(os.waitstatus_to_exitcode(os.wait()[1]))\nclaim()"
+RUN = ["safe-gpu", "run"]
 
 
-def test_inside_a_share_no_more_can_be_asked_for(command: Any, ground: Any) -> None:
-    ran = command.run("run", "--share", "20GiB", "--", command.path, "run", "--share", "30GiB", "--", "true")
-    assert ran.returncode == 78
-    assert "30 GiB of each GPU asked for inside safe-gpu run (process " in ran.stderr
-    assert ran.stderr.endswith(": ask for less, or write safe-gpu run --share 30GiB\n")
-    assert "which has a share of 20 GiB: ask for less" in ran.stderr
+@pytest.mark.parametrize(
+    ("line", "code"),
+    [
+        ([*RUN, "--", "true"], 78),
+        ([*RUN, "--share", "10GiB", "--", "true"], 78),
+        ([*RUN, "-n", "8", "--timeout", "inf", "--", "true"], 78),
+        (["safe-gpu", "wait"], 78),
+        (["sh", "-c", "safe-gpu run -- true; exit $?"], 78),
+        (["env", "SAFE_GPU_FENCE=ignore", *RUN, "--only", "7", "--", "true"], 78),
+        (["env", "SAFE_GPU_SCOPE=0123456789abcdef", *RUN, "--", "true"], 78),
+        ([*PYTHON, f"{SHARE}\nclaim()"], 1),
+        ([*PYTHON, f"{SHARE}\nclaim(share='10GiB', timeout=None)"], 1),
+        ([*PYTHON, FORKED], 1),
+    ],
+)
+def test_no_claim_is_made_inside_a_share(command: Any, ground: Any, line: list[str], code: int) -> None:
+    line = [word.replace("safe-gpu", str(command.path)) for word in line]
+    ran = command.run("run", "--share", "20GiB", "--only", "3", "--", *line)
+    why = r"process \d+ holds a share of GPU 3, and no claim can be made inside a share: leave this claim out and use"
+    assert (ran.returncode, len(re.findall(why, ran.stderr))) == (code, 1)
+
+
+def test_a_command_with_a_share_gets_no_scope(command: Any, ground: Any) -> None:
+    assert "SAFE_GPU_SCOPE" in command.run("run", "--", "env").stdout
+    assert "SAFE_GPU_SCOPE" not in command.run("run", "--share", "20GiB", "--", "env").stdout
+
+
+def test_a_share_cannot_delegate(ground: Any) -> None:
+    with pytest.raises(UnsatisfiableRequestError, match=r"delegate=True with share='20GiB': .* leave one of them out"):
+        claim(1, share="20GiB", delegate=True)
+    assert records(ground.directory) == {}
+
+
+def test_who_was_started_inside_a_share_that_has_ended_may_claim(command: Any, ground: Any, sharing: Any) -> None:
+    """The variable leaks, and the share is of another process."""
+    sharing(share="20GiB")
+    assert command.run("run", "--", "true", env={"SAFE_GPU_SHARE": str(20 * GIB)}).returncode == 0
 
 
 def test_inside_a_whole_claim_a_share_gets_the_gpu(command: Any, ground: Any) -> None:
     tell = [command.path, "run", "--share", "20GiB", "-t", "0", "--", "sh", "-c", "echo got $SAFE_GPU_SHARE"]
     assert command.run("run", "--", *tell).stdout == "got\n"
-
-
-def test_a_claim_inside_a_share_that_has_ended_keeps_it(ground: Any, child: Any, eventually: Any) -> None:
-    inner = SHARE + "claim(1); print('in', flush=True); input()"
-    outer = child(
-        f"""{SHARE}
-import subprocess, sys
-owner = claim(1, share="60GiB", only="0", delegate=True)
-inner = subprocess.Popen([sys.executable, "-c", {inner!r}], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-os.set_inheritable(inner.stdin.fileno(), True)
-keeper = subprocess.Popen(["sleep", "600"], close_fds=False)  # so that the pipe stays open
-say(inner.stdout.readline().decode().strip(), inner.pid, keeper.pid)
-os.kill(os.getpid(), 9)
-"""
-    )
-    word, *pids = outer.hear().split()
-    assert word == "in"
-    outer.process.wait(30)
-    try:
-        assert try_claim(1, only="0") is None
-        assert try_claim(1, share="30GiB", only="0") is None
-        assert try_claim(1, share="20GiB", only="0") == (0,)
-    finally:
-        for pid in pids:
-            os.kill(int(pid), signal.SIGKILL)
-    eventually(lambda: try_claim(1, only="0") == (0,))
 
 
 # Strangers, and who uses too much

@@ -131,12 +131,12 @@ def test_the_table_tells_socket_and_user(take: Any, prefix: str) -> None:
 
 
 def test_shares_are_told_by_their_own_names(prefix: str) -> None:
-    one = take_name(slot_of("GPU-1", 15, prefix, inner=True))
+    one = take_name(slot_of("GPU-1", 15, prefix))
     assert one is not None
     assert held_among(["GPU-1", "GPU-2"], prefix) == {"GPU-1"}
     assert held_among(["GPU-1"], prefix, shares=False) == held_among(["GPU-1"], prefix, inner=True) == frozenset()
     assert read_names().owner("GPU-1", prefix) == os.geteuid()
-    assert names.is_held(slot_of("GPU-1", 15, prefix, inner=True))
+    assert names.is_held(slot_of("GPU-1", 15, prefix))
     assert held_among(["GPU-1", "GPU-2"], prefix) == {"GPU-1"}, "to ask by connect(2) changes its state"
     one.release()
 

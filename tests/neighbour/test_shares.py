@@ -77,7 +77,7 @@ def test_a_larger_share_in_a_record_charges_no_limit(
 
     def bind(say: Callable[[object], None], listen: Callable[[], str]) -> None:
         place, prefix = (state_dir / "leases").stat(), names.simulated_prefix(str(state_dir / "simulated"))
-        kept = names.take_name(names.amount_of(ground.uuids[0], 0, forged, place, prefix))
+        kept = names.take_name(names.amount_of(names.slot_of(ground.uuids[0], 0, prefix), forged, place))
         say(kept is not None)
         listen()
 

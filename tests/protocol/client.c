@@ -662,7 +662,7 @@ static bool is_named(const struct gpu *gpu, const char *suffix) /* of a datagram
   return held;
 }
 
-static bool is_shared(const struct gpu *gpu) /* whether a claim has the name of a share, or one inside it */
+static bool is_shared(const struct gpu *gpu) /* whether a claim has the name of a share */
 {
 #ifdef NO_SLOTS
   return false && gpu;
@@ -670,9 +670,9 @@ static bool is_shared(const struct gpu *gpu) /* whether a claim has the name of 
   struct sockaddr_un address;
   bool held = false;
   int fd = socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0);
-  for (int i = 0; i < 2 * SLOTS && fd >= 0 && !held; i++) {
+  for (int i = 0; i < SLOTS && fd >= 0 && !held; i++) {
     char suffix[20];
-    put(suffix, sizeof suffix, ".share.%d%s", i / 2, i % 2 ? ".inner" : "");
+    put(suffix, sizeof suffix, ".share.%d", i);
     socklen_t length = address_of(&address, gpu, suffix);
     held = !connect(fd, (void *)&address, length) || errno != ECONNREFUSED;
   }

@@ -12,7 +12,7 @@ from safe_gpu.gpus.devices import ComputeMode, Gpu, GpuProcess, GpuVerdict, Host
 from safe_gpu.selection.backfill import BackfillRequest, open_gpus, ready, starts, when_free
 from safe_gpu.selection.choice import choose_shares
 from safe_gpu.selection.possible import check_possible
-from safe_gpu.selection.request import Selection, parse_request, uuid_of_stem
+from safe_gpu.selection.request import Selection, parse_request
 from safe_gpu.selection.sharing import room, share_capacity, share_fraction, without_siblings
 from safe_gpu.selection.verdicts import judge
 
@@ -319,10 +319,6 @@ def test_who_passes_whom(one: BackfillRequest, ahead: list[BackfillRequest], ope
 def test_expected_starts_fill_a_gpu_up_and_no_further() -> None:
     free_now = {"0": ((0.0, 80.0),)}
     assert starts([want(1, 40, 10), want(1, 40, 20), want(1, 40, 5), want(1, hold_for=5)], free_now) == [0, 0, 10, 20]
-
-
-def test_the_gpu_of_a_lease() -> None:
-    assert {uuid_of_stem(f"GPU-1{end}") for end in ("", ".inner", ".share.3", ".share.15.inner")} == {"GPU-1"}
 
 
 sizes = st.integers(1, 80)

@@ -127,6 +127,12 @@ def read_options(
         PlaceholderError: ``placeholder_fn`` is not callable.
     """
     began = time.monotonic()
+    if delegate and conditions.get("share") is not None:
+        raise UnsatisfiableRequestError(
+            f"delegate=True with share={conditions['share']!r}: no claim can be made inside a share, so leave one of "
+            "them out",
+            value=delegate,
+        )
     if logger is None:
         logger = package_logger()
     elif not callable(getattr(logger, "info", None)):

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from ...coordination.files.state_dir import opened
 from ...coordination.leases.file_names import inner_name, lease_name
 from ...coordination.leases.record import read_record
-from ...errors import NotEnoughGpusError
+from ...errors import NotEnoughGpusError, UnsatisfiableRequestError
 from ...host import procfs
 from ...wording.text import gpu_ranges
 
 if TYPE_CHECKING:
-    from ...gpus.devices import Gpu, GpuVerdict
+    from ...gpus.devices import Gpu, GpuVerdict, LeaseHolder
     from ...selection.request import Selection
 
 # For a rank whose script was started again by the first rank (Lightning) or by a launcher in a process that claims.
@@ -48,6 +48,35 @@ def imports_main() -> bool:
     return process is not None and getattr(process.current_process(), "_inheriting", False)
 
 
+def _family() -> dict[int, int | None]:
+    """Return the start of this process and of each of its ancestors, by pid."""
+    return {pid: procfs.start_time(pid) for pid in (os.getpid(), *procfs.ancestors(os.getpid()))}
+
+
+def _is_of(family: Mapping[int, int | None], holder: LeaseHolder) -> bool:
+    return holder.pid is not None and holder.start is not None and family.get(holder.pid) == holder.start
+
+
+def refuse_inside_share(gpus: Iterable[Gpu], holders: Mapping[str, LeaseHolder]) -> None:
+    """Refuse a claim of a process that holds a share, or whose ancestor does: the program was given that share.
+
+    Args:
+        holders: UUID -> holder by the kernel's word, as for :func:`refuse_gpus_of_ancestors`.
+
+    Raises:
+        UnsatisfiableRequestError: there is such a share.
+    """
+    family = _family()
+    sharers = [(gpu, one) for gpu in gpus if gpu.uuid in holders for one in holders[gpu.uuid].sharers]
+    ours = [(gpu.label, one.pid) for gpu, one in sharers if _is_of(family, one)]
+    if ours:
+        raise UnsatisfiableRequestError(
+            f"process {ours[0][1]} holds a share of GPU {gpu_ranges(label for label, _ in ours)}, and no claim can be "
+            "made inside a share: leave this claim out and use that share",
+            value=ours[0][0],
+        )
+
+
 def refuse_gpus_of_ancestors(
     verdicts: Iterable[GpuVerdict], usable: Collection[str], request: Selection, *, inner: bool
 ) -> None:
@@ -61,17 +90,8 @@ def refuse_gpus_of_ancestors(
     Raises:
         NotEnoughGpusError: without the GPUs of this process and its ancestors there are too few.
     """
-    family = {pid: procfs.start_time(pid) for pid in (os.getpid(), *procfs.ancestors(os.getpid()))}
-    all_verdicts = tuple(verdicts)
-    held = [
-        verdict
-        for verdict in all_verdicts
-        if verdict.state == "claimed"
-        and verdict.pid in family
-        and verdict.holder is not None
-        and verdict.holder.start is not None
-        and verdict.holder.start == family[verdict.pid]
-    ]
+    family, all_verdicts = _family(), tuple(verdicts)
+    held = [one for one in all_verdicts if one.state == "claimed" and one.holder and _is_of(family, one.holder)]
     if not held or len(set(usable) - {verdict.gpu.uuid for verdict in held}) >= request.nb_gpus:
         return
     labels = gpu_ranges(verdict.gpu.label for verdict in held)

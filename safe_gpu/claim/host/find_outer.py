@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING
 
 from ...coordination.holders.by_kernel import leases_of_this_user
 from ...coordination.holders.outer_claim import leases_with_token
+from ...coordination.leases.file_names import lease_name
 from ...coordination.leases.record import LeaseRecord
 from ...coordination.name_table import read_names
-from ...coordination.scope import SLOTS, slots_of_scope
+from ...coordination.scope import named_in_scope
 from ...coordination.scope_names import has_names_here
 from ...coordination.socket_names import digest
-from .outer_claim import OuterClaim, lease_file
+from .outer_claim import OuterClaim
 
 if TYPE_CHECKING:
     from ...coordination.files.state_dir import StateDir
@@ -33,23 +34,23 @@ def find_outer(leases: "StateDir", snapshot: "HostSnapshot", token: str) -> Oute
     pid 0.
     """
     uuids = [gpu.uuid for gpu in snapshot.gpus]
-    files = {lease_file(uuid, slot): (uuid, slot) for uuid in uuids for slot in SLOTS}
+    files = {lease_name(uuid): uuid for uuid in uuids}
     carriers = leases_with_token(leases, files, digest(token))
     records = {files[name]: record for name, record in carriers.items()}
     listed = here = has_names_here(token)
     if here:
         expected = {uuid for record in records.values() for uuid in record.gpus}.intersection(uuids)
-        found: dict[str, int | None] = {}
+        found: frozenset[str] = frozenset()
         for _ in range(_READINGS):
             table = read_names()
-            found.update(slots_of_scope(table, uuids, token, snapshot.name_prefix))
-            if found and expected <= found.keys():
+            found |= named_in_scope(table, uuids, token, snapshot.name_prefix)
+            if found and expected <= found:
                 break
         if found or not table.complete:
             other = next(iter(records.values()), _UNKNOWN)
-            gpus = {uuid: records.get((uuid, slot), other)._replace(slot=slot) for uuid, slot in found.items()}
+            gpus = {uuid: records.get(uuid, other) for uuid in uuids if uuid in found}
             return OuterClaim(gpus, by_name=True, known=table.complete, prefix=snapshot.name_prefix)
         listed = table.told
     ours, known = leases_of_this_user(leases, carriers, inherited=here and listed)
-    gpus = {files[name][0]: record for name, record in carriers.items() if name in ours}
+    gpus = {files[name]: record for name, record in carriers.items() if name in ours}
     return OuterClaim(gpus, listed=listed, known=known, prefix=snapshot.name_prefix)

@@ -142,18 +142,18 @@ class HostView:
 
     @property
     def effective(self) -> Selection:
-        """The request as it is judged. Inside another claim it gets all that this one holds of a GPU."""
+        """The request as it is judged. Inside another claim it gets whole GPUs."""
         return self.request.whole if self.outer else self.request
 
     @property
     def share(self) -> int | None:
-        """Bytes of each GPU that the claim is to hold; None if it holds all of it, or all that the outer claim has."""
+        """Bytes of each GPU that the claim is to hold; None if it holds all of it."""
         share = self.effective.share
         return None if share is None or self.snapshot.shared_display else share
 
     def see_sharers(self, leases: StateDir, gpus: Iterable[Gpu] | None = None) -> None:
         """Read who shares these GPUs (None: the usable ones), where this claim may share them. No lock is taken."""
-        if self.share is None and not any(record.slot is not None for record in self.outer.gpus.values()):
+        if self.share is None:
             return
         files = leases.few_names()
         slots = {gpu.uuid: recorded_slots(leases, gpu.uuid, files) for gpu in (gpus or self.usable)}

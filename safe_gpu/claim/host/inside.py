@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ...errors import UnsatisfiableRequestError
 from ...host import procfs
 from ...host.foreign_files import read_start
-from ...wording.text import format_bytes, in_brackets, plural
+from ...wording.text import in_brackets, plural
 from .ancestors import ONCE_FOR_ALL_RANKS
 from .outer_claim import owner_of_outer
 
@@ -33,12 +33,6 @@ def check_possible_inside(view: HostView, *, delegate: bool) -> None:
         )
     request, held = view.request, len(view.outer.gpus)
     number, call = request.nb_gpus, request.spelling.call
-    shares = [record.share for record in view.outer.gpus.values() if record.share is not None]
-    if request.share is not None and shares and request.share > min(shares):
-        size = format_bytes(request.share)
-        owner, larger = _owner_and_larger(view, f"--share {size.replace(' ', '')}", f"share={size!r}")
-        problem = f"{size} of each GPU asked for inside {owner}, which has a share of {format_bytes(min(shares))}"
-        raise UnsatisfiableRequestError(f"{problem}: ask for less, or {larger}", value=request.share)
     usable = {gpu.uuid for gpu in view.usable}
     if number > held:
         owner, larger = _owner_and_larger(view, f"-n {number}", f"claim_gpus({number}, delegate=True)")

@@ -5,10 +5,9 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from ...coordination import socket_names as names
-from ...coordination.leases.file_names import inner_name, lease_name, slot_name
+from ...coordination.leases.file_names import inner_name, lease_name
 from ...coordination.leases.lease import may_be_held
 from ...coordination.leases.record import LeaseRecord, read_record
-from ...coordination.scope_names import outer_name
 from ...gpus.devices import Gpu, GpuVerdict
 from ...host import procfs
 
@@ -39,13 +38,12 @@ class OuterClaim(NamedTuple):
         """Return it with the GPUs that it may still have. If it was found by its names, it is asked for again later."""
         if self.by_name:
             return self
-        now = {uuid: (lease_file(uuid, one.slot), one) for uuid, one in self.gpus.items()}
-        gpus = {
+        held = {
             uuid: one
-            for uuid, (file, one) in now.items()
-            if read_record(host.leases, file) == one and may_be_held(host, file)
+            for uuid, one in self.gpus.items()
+            if read_record(host.leases, lease_name(uuid)) == one and may_be_held(host, lease_name(uuid))
         }
-        return self._replace(gpus=gpus)
+        return self._replace(gpus=held)
 
     def still_has(self, gpus: "Collection[Gpu]", token: str) -> bool:
         """Return whether it has these GPUs, whose inner names are ours, and this token.
@@ -55,46 +53,27 @@ class OuterClaim(NamedTuple):
         if not self or not self.by_name:
             return True
         from ...coordination.name_table import read_names
-        from ...coordination.scope import slots_of_scope
+        from ...coordination.scope import named_in_scope
 
-        slots = slots_of_scope(read_names(), [gpu.uuid for gpu in gpus], token, self.prefix)
-        return slots == {gpu.uuid: self.slot(gpu.uuid) for gpu in gpus}
-
-    def slot(self, uuid: str) -> int | None:
-        """Return its slot on a GPU; None if it has the whole GPU, or there is no such claim."""
-        return self.gpus[uuid].slot if uuid in self.gpus else None
+        uuids = frozenset(gpu.uuid for gpu in gpus)
+        return named_in_scope(read_names(), uuids, token, self.prefix) == uuids
 
     def stem(self, uuid: str) -> str:
         """Return the name of a GPU in tickets of requests that compete with this one."""
-        slot = self.slot(uuid)
-        return uuid + ("" if slot is None else f".share.{slot}") + (".inner" if self else "")
+        return f"{uuid}.inner" if self else uuid
 
     def lease_name(self, uuid: str) -> str:
         """Return the name of the lease that a request takes for a GPU; a claim that shares it locks that lease
         shared."""
-        slot = self.slot(uuid)
-        if slot is not None:
-            return slot_name(uuid, slot, inner=True)
         return inner_name(uuid) if self else lease_name(uuid)
 
-    def name(self, uuid: str) -> str:
-        """Return the name that a request is to take for a GPU."""
-        slot = self.slot(uuid)
-        if slot is not None:
-            return names.slot_of(uuid, slot, self.prefix, inner=True)
-        return names.inner_of(uuid, self.prefix) if self else names.name_of(uuid, self.prefix)
-
     def is_named(self, uuid: str) -> bool:
-        """Return whether it may have the name of a GPU, or of the slot in which it shares it.
+        """Return whether it may have the name of a GPU.
 
         Raises:
             OSError: there are no sockets here.
         """
-        return names.is_held(outer_name(uuid, self.prefix, self.slot(uuid)))
-
-
-def lease_file(uuid: str, slot: int | None) -> str:
-    return lease_name(uuid) if slot is None else slot_name(uuid, slot)
+        return names.is_held(names.outer_of(uuid, self.prefix))
 
 
 def end_of_outer(outer: OuterClaim) -> float | None:

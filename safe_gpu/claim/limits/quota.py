@@ -18,6 +18,7 @@ from ...coordination.leases.file_names import lease_name, slot_name
 from ...coordination.leases.lease import is_empty
 from ...coordination.leases.record import read_record
 from ...coordination.leases.slots import recorded_slots
+from ...coordination.socket_names import slot_of
 from ...errors import PolicyError, package_logger
 from ...gpus.devices import MOST_SHARERS, HostSnapshot
 from ...host.procfs import TOO_LONG, printable_lines
@@ -213,7 +214,8 @@ def parts_by_lease(leases: StateDir, snapshot: HostSnapshot, owners: LeaseOwners
     for gpu in snapshot.gpus:
         found[lease_name(gpu.uuid)] = 1.0
         for slot, record in recorded_slots(leases, gpu.uuid).items():
-            certain = owners.names.confirms(gpu.uuid, record, directory, snapshot.name_prefix)
+            name = slot_of(gpu.uuid, slot, snapshot.name_prefix)
+            certain = owners.names.confirms(name, record, directory)
             found[slot_name(gpu.uuid, slot)] = part_of(gpu, record.share if certain else LEAST_SHARE)
     return found
 

@@ -82,11 +82,7 @@ def holders_now(view: HostView) -> dict[str, LeaseHolder]:
         StateDirError: the leases cannot be read.
     """
     try:
-        prefix, slots = (
-            view.snapshot.name_prefix,
-            {uuid: slot for uuid in view.outer.gpus if (slot := view.outer.slot(uuid)) is not None},
-        )
-        return lease_holders(view.snapshot.gpus, inner=bool(view.outer), slots=slots, prefix=prefix)
+        return lease_holders(view.snapshot.gpus, inner=bool(view.outer), prefix=view.snapshot.name_prefix)
     except LockTimeout:  # so large a crowd that it only tells who had them a moment ago
         return holders_on_record(view)
 

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from ...coordination.leases.faults import read_faults
-from ...coordination.leases.file_names import fault_name, inner_name, lease_name
+from ...coordination.leases.file_names import fault_name, inner_name
 from ...coordination.leases.lease import clear_record, is_empty, probe, try_lease
 from ...errors import StateDirError
 from ...selection.choice import choose
@@ -70,14 +70,11 @@ class Leases:
 
     def hand_over(self, claim: Claim, gpus: tuple[Gpu, ...], hold_for: float | None) -> None:
         """Move what is held of these GPUs into a claim, which writes its records. Errors as of ``Claim.take``."""
-        share = self.view.share
-        if self.view.outer:
-            share = self.view.outer.gpus[gpus[0].uuid].share
         if self.trouble is not None and claim.delegates:  # claims inside it would find only GPUs that have names
             for taken in self.held.values():
                 taken.give_back_names()
             claim.named = False
-        claim.take(self.host, gpus, self.held, hold_for, share=share)
+        claim.take(self.host, gpus, self.held, hold_for, share=self.view.share)
 
     def choose(self, among: Collection[str] | None = None) -> tuple[Gpu, ...] | None:
         """Return the best GPUs that nobody holds or uses, leased; None if there are too few.
@@ -172,17 +169,12 @@ class Leases:
             lease = try_lease(self.host, view.outer.lease_name(uuid), shared=shared)
             if lease is None:
                 return False
-            if view.outer.slot(uuid) is not None:
-                beneath = try_lease(self.host, lease_name(uuid), shared=True)
-                if beneath is not None:
-                    self.held[uuid] = Taken(beneath, slot=lease)
-            else:
-                if view.share is not None:
-                    clear_record(lease)
-                # The outer claim may have exited while a claim inside it still exists.
-                if view.outer or self._display or not probe(self.host, inner_name(uuid)):
-                    self.held[uuid] = Taken(lease)
-                    self._locked.add(lease.name)
+            if view.share is not None:
+                clear_record(lease)
+            # The outer claim may have exited while a claim inside it still exists.
+            if view.outer or self._display or not probe(self.host, inner_name(uuid)):
+                self.held[uuid] = Taken(lease)
+                self._locked.add(lease.name)
         except StateDirError:
             self.closed.add(uuid)
             if len(view.usable) - len(self.closed) < view.request.nb_gpus:

@@ -7,8 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from ...coordination import socket_names as names
-from ...coordination.leases.slots import held_slots
-from ...coordination.scope_names import outer_name, scope_name
+from ...coordination.scope_names import scope_name
 
 if TYPE_CHECKING:
     from ...coordination.leases.record import LeaseRecord
@@ -47,29 +46,22 @@ class GpuNames:
             OSError: they cannot be bound.
         """
         view, prefix = self._view, self._prefix
-        if view.outer and not self._bind_all(mine, [view.outer.name(uuid)]):
+        if view.outer and not self._bind_all(mine, [names.inner_of(uuid, prefix)]):
             return False
         if view.outer and (view.outer.by_name or (not view.outer.listed and view.outer.is_named(uuid))):
             return view.outer.is_named(uuid)
-        slot = view.outer.slot(uuid)
-        if slot is not None:
-            return self.take_slot(uuid, mine, slot, held_slots(self._host, uuid), view.outer.gpus[uuid].share or 0)
         # The outer claim first: one inside it takes its own name, and then asks for that of the outer one.
         if not self._bind_all(mine, [names.name_of(uuid, prefix)]) or names.is_divided(uuid, prefix):
             return False
         if not view.outer and not self._is_free(names.inner_of(uuid, prefix)):
             return False
-        return self.claim is None or not self.claim.delegates or self._bind_outer(uuid, mine)
+        return self.claim is None or not self.claim.delegates or self._bind_outer(self.claim, uuid, mine)
 
-    def _bind_outer(self, uuid: str, mine: list[SocketName], slot: int | None = None) -> bool:
-        """Take the name that others ask for before they ask for those of claims inside this one, and if it allows such
-        claims, the one by which they find it."""
-        outer = outer_name(uuid, self._prefix, slot)
-        if not self._bind_all(mine, [outer]):
-            return False
-        if self.claim is None or not self.claim.delegates:
-            return True
-        return self._bind_all(mine, [scope_name(outer, self.claim.token, mine[-1].inode)])
+    def _bind_outer(self, claim: Claim, uuid: str, mine: list[SocketName]) -> bool:
+        """Take the name that others ask for before they ask for those of claims inside this one, and the one by which
+        these find it."""
+        outer = names.outer_of(uuid, self._prefix)
+        return self._bind_all(mine, [outer]) and self._bind_all(mine, [scope_name(outer, claim.token, mine[-1].inode)])
 
     def take_slot(
         self, uuid: str, mine: list[SocketName], slot: int, held: Mapping[int, LeaseRecord | None], share: int
@@ -87,9 +79,8 @@ class GpuNames:
         try:
             if names.is_held(names.outer_of(uuid, prefix)) or not self._is_free(names.inner_of(uuid, prefix)):
                 return False
-            if not self._all_here(uuid, held) or not self._bind_all(mine, [self._amount(uuid, slot, share)]):
-                return False
-            return self._bind_outer(uuid, mine, slot)
+            name = names.slot_of(uuid, slot, prefix)
+            return self._all_here(uuid, held) and self._bind_all(mine, [self._amount(name, share), name])
         finally:
             door.release()
 
@@ -99,19 +90,15 @@ class GpuNames:
 
         A forked child may hold the lock of a slot without its name, and a claim elsewhere may then have that name.
         """
-        prefix = self._prefix
-        return all(
-            slot in held
-            and (not names.is_held(names.slot_of(uuid, slot, prefix)) or self._has_share(uuid, slot, held[slot]))
-            for slot in names.named_slots(uuid, prefix)
-        )
+        slots = names.named_slots(uuid, self._prefix)
+        return all(self._has_share(names.slot_of(uuid, slot, self._prefix), held.get(slot)) for slot in slots)
 
-    def _has_share(self, uuid: str, slot: int, record: LeaseRecord | None) -> bool:
+    def _has_share(self, name: str, record: LeaseRecord | None) -> bool:
         share = None if record is None else record.share
-        return share is not None and names.is_held(self._amount(uuid, slot, share))
+        return share is not None and names.is_held(self._amount(name, share))
 
-    def _amount(self, uuid: str, slot: int, share: int) -> str:
-        return names.amount_of(uuid, slot, share, os.fstat(self._host.leases.fd), self._prefix)
+    def _amount(self, name: str, share: int) -> str:
+        return names.amount_of(name, share, os.fstat(self._host.leases.fd))
 
     def _bind_all(self, mine: list[SocketName], wanted: Iterable[str]) -> bool:
         for name in wanted:

@@ -23,6 +23,7 @@ from ...host.procfs import printable_lines
 from ...selection.possible import check_possible, fits
 from ..arguments.options import ClaimOptions, with_policy_limits
 from ..checks.confirmation import confirm
+from ..host.ancestors import refuse_inside_share
 from .attempt import Attempt
 from .decision import POLL, REFUSE, SLEEP, TAKE, Decision, WaitState, decide
 from .queue_place import QueuePlace
@@ -119,6 +120,10 @@ class _Search:
 
     def run(self, claim: Claim | None) -> tuple[Gpu, ...]:
         """Look, decide and wait until there are enough GPUs, and a second poll confirms that they are free."""
+        if "SAFE_GPU_SHARE" in os.environ:  # of a claim around this process, or leaked
+            from ..messages.refusal import holders_now
+
+            refuse_inside_share(self._view.snapshot.gpus, holders_now(self._view))
         self._check_possible()
         self._limit()
         self._options.logger.info("acquiring lock")

@@ -66,9 +66,7 @@ def lockers_of(files: Collection[os.stat_result]) -> procfs.LockTable:
 def files_and_names(uuid: str, prefix: str) -> dict[str, str]:
     """Return lease file -> name, of all that a claim of this device, or one inside it, may hold."""
     found = {lease_name(uuid): name_of(uuid, prefix), inner_name(uuid): inner_of(uuid, prefix)}
-    for slot in range(MOST_SHARERS):
-        for inner in (False, True):
-            found[slot_name(uuid, slot, inner=inner)] = slot_of(uuid, slot, prefix, inner=inner)
+    found.update((slot_name(uuid, slot), slot_of(uuid, slot, prefix)) for slot in range(MOST_SHARERS))
     return found
 
 

@@ -123,7 +123,7 @@ class HeldLeases:
                     certain = (
                         record is not None
                         and directory is not None
-                        and any(one.confirms(uuid, record, directory, prefix) for one in (before, self.names))
+                        and any(one.confirms(socket, record, directory) for one in (before, self.names))
                     )
                     self.files[name] = replace(one, lockers=lockers, named=held and held.uid, confirmed=certain)
         here = self.files.keys() | self.closed.keys()
@@ -148,9 +148,7 @@ class HeldLeases:
         return None if held is None else self.holder(held)
 
 
-def lease_holders(
-    gpus: Collection[Gpu], *, inner: bool = False, slots: Mapping[str, int] | None = None, prefix: str
-) -> dict[str, LeaseHolder]:
+def lease_holders(gpus: Collection[Gpu], *, inner: bool = False, prefix: str) -> dict[str, LeaseHolder]:
     """Return who holds which of these GPUs' leases or names: UUID -> holder, for those that are held or cannot be
     opened.
 
@@ -158,14 +156,12 @@ def lease_holders(
 
     Args:
         inner: look at the leases of claims inside another claim only.
-        slots: UUID -> slot of that other claim, of GPUs that it shares.
         prefix: what stands before UUIDs in names.
 
     Raises:
         LockTimeout, StateDirError: the leases cannot be read.
     """
     files = {gpu.uuid: (inner_name(gpu.uuid),) if inner else leases_of([gpu.uuid]) for gpu in gpus}
-    files.update((uuid, (slot_name(uuid, slot, inner=True),)) for uuid, slot in (slots or {}).items())
     found, before = HeldLeases(), read_names()
     with HostLock(time.monotonic() + MINIMUM_PATIENCE) as host:
         host.leases.names_of_host = partial(names_of_host, files)

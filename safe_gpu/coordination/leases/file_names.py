@@ -27,21 +27,16 @@ def names_of_host(uuids: Iterable[str]) -> Iterator[str]:
     for uuid in uuids:
         yield from leases_of([uuid])
         for slot in range(MOST_SHARERS):
-            yield from (slot_name(uuid, slot), slot_name(uuid, slot, inner=True))
+            yield slot_name(uuid, slot)
 
 
-def slot_name(uuid: str, slot: int, *, inner: bool = False) -> str:
-    """Return the file of a share, for a claim or for one made inside it.
+def slot_name(uuid: str, slot: int) -> str:
+    """Return the file of a share.
 
     >>> slot_name("GPU-12", 3)
     'GPU-12.share.3.lock'
     """
-    return f"{uuid.replace('/', '_')}.share.{slot}{INNER_SUFFIX if inner else '.lock'}"
-
-
-def slot_in(name: str) -> int | None:
-    number = name.partition(".share.")[2].partition(".")[0]
-    return int(number) if number.isdecimal() and len(number) < 3 else None
+    return f"{uuid.replace('/', '_')}.share.{slot}.lock"
 
 
 def fault_name(uuid: str) -> str:

@@ -13,7 +13,6 @@ from .. import socket_names as names
 from ..files.decoding import as_int, as_list, as_seconds, as_text, as_time
 from ..signals import DeferredSignals
 from .commands import own_command
-from .file_names import slot_in
 
 if TYPE_CHECKING:
     from ..files.state_dir import StateDir
@@ -31,7 +30,7 @@ class LeaseRecord(NamedTuple):
     that the claim holds, ``token`` the hash of what claims inside it carry ("" if there can be none). ``pidns`` is the
     inode of the PID namespace in which ``pid`` and ``start`` are numbers, None where it is not known. ``until`` is when
     the claim will probably end, in Unix seconds, None where it did not say. ``share`` is how much of each GPU it holds,
-    in bytes, ``of`` how much there is to share; None of whole GPUs. ``slot`` is that of the file, None of no share.
+    in bytes, ``of`` how much there is to share; None of whole GPUs.
     ``queued`` is when it joined the queue, in Unix seconds; None of a claim that did not wait.
     """
 
@@ -51,7 +50,6 @@ class LeaseRecord(NamedTuple):
     share: int | None = None
     of: int | None = None
     queued: float | None = None
-    slot: int | None = None
 
     @property
     def of_the_dead(self) -> bool:
@@ -177,7 +175,7 @@ def read_record(directory: "StateDir", name: str) -> LeaseRecord | None:
         for _ in range(5):
             record = LeaseRecord.decode(os.pread(fd, LIMIT, 0))
             if record is not None:
-                return record._replace(slot=slot_in(name))
+                return record
         return None
     except OSError:
         return None

@@ -31,22 +31,18 @@ def recorded_slots(leases: StateDir, uuid: str, files: Collection[str] | None = 
 
 
 def held_slots(host: LockedHost, uuid: str) -> dict[int, LeaseRecord | None]:
-    """Return slot -> record, of the slots that claims hold, or claims inside them whose outer claim has ended.
+    """Return slot -> record, of the slots that claims hold.
 
     The record is None where it cannot be read: then the claim counts as holding the whole GPU.
     """
     found = {}
-    for slot, record in ((slot, _record(host.leases, uuid, slot)) for slot in range(MOST_SHARERS)):
+    for slot in range(MOST_SHARERS):
+        name = slot_name(uuid, slot)
         # Read first: to probe a slot replaces the record of a dead claim.
-        if any(may_be_held(host, slot_name(uuid, slot, inner=inner)) for inner in (False, True)):
+        record = None if is_empty(host.leases, name) else read_record(host.leases, name)
+        if may_be_held(host, name):
             found[slot] = record
     return found
-
-
-def _record(leases: StateDir, uuid: str, slot: int) -> LeaseRecord | None:
-    names = (slot_name(uuid, slot, inner=inner) for inner in (False, True))
-    records = (read_record(leases, name) for name in names if not is_empty(leases, name))
-    return next((record for record in records if record is not None), None)
 
 
 def holder_of_slots(slots: Iterable[LeaseRecord | None]) -> LeaseHolder | None:

@@ -8,11 +8,10 @@ from support.claims import try_claim
 from support.watched_host import Host
 
 import safe_gpu
-from safe_gpu import NoPlaceholder, claim_gpus
 from safe_gpu.claim.arguments.hold_for import UNKNOWN
 from safe_gpu.claim.host.host_view import HostView
 from safe_gpu.claim.search import queue_place as queue_place_module
-from safe_gpu.claim.search import queue_snapshot
+from safe_gpu.coordination.queue.ticket import Ticket
 from safe_gpu.selection.request import parse_request
 
 
@@ -86,22 +85,24 @@ def test_a_claim_of_idle_gpus(host, ground) -> None:
 
 
 @pytest.mark.parametrize("condition", [{"colour": "red"}, {"near": ["a", "b"]}, {"max_utilization": "x" * 100}])
-def test_nobody_starves_behind_a_condition_that_is_not_known(
-    condition: dict[str, Any], host, ground, line, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """At first the GPU may be about to be taken. A second later it would have been."""
-    line(1, (5,), **condition)
-    monkeypatch.setattr(queue_snapshot, "TIME_TO_TAKE", 1e9)
-    assert try_claim(1, only=5) is None
-    monkeypatch.setattr(queue_snapshot, "TIME_TO_TAKE", 0.02)
-    claim_gpus(1, NoPlaceholder(), only=5, timeout=30, affinity=None)
+@pytest.mark.parametrize("there", ["free", "held", "stranger"])
+def test_a_condition_that_is_not_known_is_waited_for(condition: dict[str, Any], there: str, host, ground, line) -> None:
+    """Whether the waiter can use GPU 5 is not known, nor when it will have it; it competes for no other."""
+    ground.hold(*range(6, 8), *([4] if there == "held" else []), until=time.time() + 1000)
+    if there == "stranger":
+        host.stranger(4)
+    line(2, (4, 5), hold_for=60, **condition)
+    assert try_claim(1, only=5, hold_for=1) is None
+    assert try_claim(1, only="3,5", hold_for=1) == (3,)
 
 
-def test_one_that_waits_for_a_second_gpu_keeps_the_first(host, ground, line, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(queue_snapshot, "TIME_TO_TAKE", 0.0)
-    ground.hold(5)
-    line(2, (5, 6), colour="red")
-    assert try_claim(1, only=6) is None
+def test_a_stopped_waiter_with_such_a_condition_is_passed(host, ground, line, monkeypatch) -> None:
+    ground.hold(0, until=time.time() + 1000)
+    line(1, (4, 5), colour="red")
+    line(8, hold_for=60)
+    assert try_claim(1, only=5, hold_for=1) is None
+    monkeypatch.setattr(Ticket, "is_stopped", lambda self, known: self.seq == 1)
+    assert try_claim(1, only=5, hold_for=1) == (5,)
 
 
 def test_a_gpu_that_was_lost_when_a_waiter_came(host) -> None:

@@ -79,7 +79,6 @@ static char my_ticket_name[32];
 static long my_number;
 static struct { long number, pid, pidns; double since; } ahead[TICKETS]; /* who was there when my ticket was taken */
 static int ahead_count;
-static bool strange_ahead; /* a waiter ahead has a condition that is not known here */
 
 static _Noreturn void die(int code, const char *format, ...)
 {
@@ -1176,37 +1175,12 @@ static bool competes(const struct ticket *ticket)
   return false;
 }
 
-static bool is_free(const char *uuid) { return !someone_on(uuid, 0) && !is_held(uuid, false); }
-
-/* Whether a free GPU was free a second ago too, and this waiter did not take it: it does not meet its condition. */
-static bool is_untaken(const struct ticket *ticket, const char *uuid, bool is_free)
+static bool is_absent(const struct ticket *ticket) /* stopped, or kept waiting by a stranger */
 {
-  static struct { long number; double since, free_since; char uuid[UUID_SIZE]; } seen[4 * GPUS];
-  static int count;
-  int i = 0;
-  while (i < count && (seen[i].number != ticket->number || seen[i].since != ticket->since || strcmp(seen[i].uuid, uuid))) i++;
-  if (i == count || !is_free) {
-    if (i == count && !is_free) return false;
-    if (i == count && count < 4 * GPUS) count++;
-    else if (i == count) i = (int)(ticket->number % (4 * GPUS)); /* forget one */
-    seen[i].number = ticket->number, seen[i].since = ticket->since, seen[i].free_since = is_free ? now() : 1e300;
-    put(seen[i].uuid, sizeof seen[i].uuid, "%s", uuid);
-    return false;
-  }
-  if (seen[i].free_since > now()) seen[i].free_since = now();
-  return now() - seen[i].free_since >= 1;
-}
-
-static bool is_absent(const struct ticket *ticket) /* stopped, kept waiting by a stranger, or with no use for what is free */
-{
-  int possible = 0, instances = 0, free_now = 0;
+  int possible = 0, instances = 0;
   if (!ticket->readable) return false;
   if (ticket->pid > 0 && is_here(ticket->text) && is_stopped(ticket->pid)) return true;
-  for (const char *e = ticket->strange ? first(ticket->gpus) : NULL; e; e = next(e)) {
-    char uuid[UUID_SIZE];
-    free_now += string(e, uuid, sizeof uuid) && is_free(uuid);
-  }
-  bool enough = free_now >= ticket->nb_gpus; /* of fewer it takes none, whether it can use them or not */
+  if (ticket->strange) return false;
   for (const char *e = first(ticket->gpus); e; e = next(e)) {
     char uuid[UUID_SIZE], name[160];
     if (!string(e, uuid, sizeof uuid)) continue;
@@ -1221,7 +1195,6 @@ static bool is_absent(const struct ticket *ticket) /* stopped, kept waiting by a
       counts = pid > 0 && is_here(record) && someone_on(uuid, pid) && is_leaving(pid);
       close(fd);
     }
-    if (ticket->strange && is_untaken(ticket, uuid, enough && is_free(uuid))) counts = false;
     if (counts && !strncmp(uuid, "MIG-", 4)) instances++; else possible += counts;
   }
   if (instances && !possible) possible = 1;
@@ -1244,7 +1217,6 @@ static int look_ahead(int *others, bool remember)
   struct place *numbers;
   int count = list_tickets(&numbers), nearest = -1;
   *others = 0;
-  strange_ahead = false;
   if (remember) ahead_count = 0;
   for (int i = count - 1; i >= 0; i--) {
     if (!numbers[i].counts || (my_ticket_fd >= 0 && numbers[i].number >= my_number)) continue;
@@ -1255,7 +1227,6 @@ static int look_ahead(int *others, bool remember)
       ahead[ahead_count].number = ticket.number, ahead[ahead_count].since = ticket.since;
       ahead[ahead_count].pid = ticket.pid, ahead[ahead_count++].pidns = ticket.pidns;
     }
-    strange_ahead |= ticket.strange;
     if (nearest < 0 && was_ahead(&ticket) && competes(&ticket) && !is_absent(&ticket)) nearest = fd;
     else close(fd);
     if (nearest >= 0 && !remember) break;
@@ -1443,7 +1414,7 @@ static void claim(void)
       leave_queue();
       die(75, "%d of these GPUs were not free in time", wanted);
     }
-    if (nearest >= 0) sleep_on(&nearest, strange_ahead ? 1 : others < 32 ? 10 : 60), polled = -1e9;
+    if (nearest >= 0) sleep_on(&nearest, others < 32 ? 10 : 60), polled = -1e9;
     else nap(no_longer_than(0.015));
     if (stale && now() - shortage > 0.1) {
       shortage = now();

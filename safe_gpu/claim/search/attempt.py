@@ -48,7 +48,6 @@ class Attempt:
         self.stopped: Ticket | None = None
         self._is_absent: Callable[[Ticket], bool] = lambda ticket: False
         self._passed = False  # those ahead, by what the poll says of them
-        self._strange = False
         self._lacking: frozenset[str] = frozenset()
 
     def close(self) -> None:
@@ -123,7 +122,7 @@ class Attempt:
             outdated = self._passed and (leases.view.polls.has_waited or leases.view.polls.age > _RECENT)
             return AttemptResult(enough=not outdated, outdated=outdated)
         if self.ahead is not None or limit is not None:
-            return AttemptResult(behind=self.ahead is not None, limit=limit, strange=self._strange)
+            return AttemptResult(behind=self.ahead is not None, limit=limit)
         unleased = leases.unleased()
         named = leases.dropped & unleased
         return AttemptResult(unleased=unleased - named, named=named, watched=frozenset(leases.part.watched()))
@@ -165,7 +164,7 @@ class Attempt:
 
         leases.all()
         self._passed = True
-        queue = QueueSnapshot(leases.host, leases.view, leases.held, leases.part.named, place.untaken, leases.holdings)
+        queue = QueueSnapshot(leases.host, leases.view, leases.held, leases.part.named, leases.holdings)
         self._is_absent = queue.is_absent
         try:
             while ahead is not None and queue.is_absent(ahead.ticket):
@@ -184,7 +183,7 @@ class Attempt:
             raise
         finally:
             self.ahead, self.stopped = ahead, queue.stopped
-            self._strange, self._lacking = queue.strange, queue.lacking
+            self._lacking = queue.lacking
 
 
 def _leases(host: LockedHost, view: HostView, claim: Claim | None, options: ClaimOptions, facts: KernelFacts) -> Leases:

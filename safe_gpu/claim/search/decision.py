@@ -38,7 +38,6 @@ class AttemptResult(NamedTuple):
         unleased: UUIDs of the usable GPUs that nobody holds; empty if ``behind``.
         named: UUIDs of the usable GPUs whose lease is free and whose name another process holds.
         limit: the limit of this user, if it does not allow more; ``unleased`` and ``named`` are empty then.
-        strange: whether a ticket ahead has a condition that is not known here, so that a look soon may show more.
         watched: lease files besides those of held GPUs that may come free: the slots of shared ones.
     """
 
@@ -48,7 +47,6 @@ class AttemptResult(NamedTuple):
     unleased: frozenset[str] = frozenset()
     named: frozenset[str] = frozenset()
     limit: "LimitReached | None" = None
-    strange: bool = False
     watched: frozenset[str] = frozenset()
 
 

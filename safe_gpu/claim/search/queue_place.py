@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from functools import cached_property, partial
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ..host.outer_claim import end_of_outer
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from ..arguments.hold_for import HoldTime
     from ..host.host_view import HostView
     from ..limits.quota import LeasesByUser, Quota
-    from .queue_snapshot import Untaken
 
 
 class QueuePlace:
@@ -40,13 +39,6 @@ class QueuePlace:
         self._hold = hold
         self._quota = quota
         self._job = job
-
-    @cached_property
-    def untaken(self) -> Untaken:
-        """What the looks of this claim found that others did not take."""
-        from .queue_snapshot import Untaken
-
-        return Untaken()
 
     def ensure_waiter(self) -> Waiter:
         """Return the waiter of this claim, created on the first call. It holds a ticket only after ``join``."""

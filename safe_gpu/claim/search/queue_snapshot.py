@@ -16,7 +16,7 @@ from ...coordination.leases.slots import held_slots, holder_of_slots
 from ...gpus.devices import MOST_SHARERS, Gpu, GpuVerdict, LeaseHolder
 from ...host import procfs
 from ...selection.backfill import BackfillRequest, When, open_gpus, when_free
-from ...selection.possible import can_be_met_by_releases, capacity, fits
+from ...selection.possible import can_be_met_by_releases, capacity
 from ...selection.request import Selection, uuid_of_stem
 
 if TYPE_CHECKING:
@@ -25,25 +25,6 @@ if TYPE_CHECKING:
     from ...coordination.queue.ticket import Ticket, TicketRequest
     from ..host.host_view import HostView
     from ..limits.quota import LeasesByUser
-
-TIME_TO_TAKE = 1.0
-"""Seconds in which a waiter takes a free GPU that it can use. One with a condition that is not known here cannot use
-those that it did not take."""
-
-
-class Untaken:
-    """The GPUs that waiters could have taken, as far as a look tells, and did not: they do not meet a condition of the
-    ticket that is not known here."""
-
-    def __init__(self) -> None:
-        self._free_since: dict[tuple[int, float], dict[str, float]] = {}
-
-    def note(self, ticket: Ticket, free: Iterable[str]) -> frozenset[str]:
-        """Return those of these free GPUs (UUIDs) that an earlier look found free too, a second ago or more."""
-        now = time.monotonic()
-        before = self._free_since.get((ticket.seq, ticket.since), {})
-        since = self._free_since[ticket.seq, ticket.since] = {uuid: before.get(uuid, now) for uuid in free}
-        return frozenset(uuid for uuid, moment in since.items() if now - moment >= TIME_TO_TAKE)
 
 
 def _last_holders(leases: StateDir, files: Iterable[str]) -> set[int]:
@@ -62,18 +43,26 @@ def _is_leaving(last_holders: Collection[int], gpu: Gpu) -> bool:
     return any(pid in pids and procfs.is_exiting(pid) for pid in last_holders)
 
 
+def _asked(request: TicketRequest) -> tuple[Selection, bool]:
+    """Return what a ticket asks for, and whether all its conditions are known here."""
+    return Selection.from_ticket(request.nb_gpus, request.conditions)
+
+
+def _never_met(gpus: frozenset[str]) -> BackfillRequest:
+    """Return a request that nobody passes on these GPUs."""
+    return BackfillRequest(len(gpus) + 1, gpus)
+
+
 class QueueSnapshot:
     """The GPUs of the host under one hold of host.lock.
 
     Args:
         mine: UUIDs of the usable GPUs whose leases this look holds.
         named: returns those of some UUIDs that another process holds by name.
-        untaken: what earlier looks of this claim found free.
         holdings: which users hold what; None if there are no limits.
 
     Attributes:
         stopped: the nearest ticket that was found to be stopped.
-        strange: whether a ticket has a condition that is not known here.
         lacking: what the poll lacks to judge the GPUs for a ticket.
     """
 
@@ -83,13 +72,10 @@ class QueueSnapshot:
         view: HostView,
         mine: Collection[str],
         named: Callable[[Collection[str]], Collection[str]],
-        untaken: Untaken,
         holdings: LeasesByUser | None = None,
     ) -> None:
         self.stopped: Ticket | None = None
-        self.strange = False
         self.lacking: frozenset[str] = frozenset()
-        self._untaken = untaken
         self._host = host
         self._view = view
         self._holdings = holdings
@@ -128,7 +114,7 @@ class QueueSnapshot:
         """Return whether a waiter counts as absent: it is stopped, its user is at a limit, or no release of leases can
         satisfy it.
 
-        A ticket that cannot be read never does.
+        A ticket that cannot be read never does. One with a condition that is not known here may be met by any release.
         """
         if ticket.request is None:
             return False
@@ -140,8 +126,8 @@ class QueueSnapshot:
         wanted = set(map(uuid_of_stem, ticket.request.gpus))
         if not ticket.request.conditions and self._are_leased(wanted, ticket.request.nb_gpus):
             return False
-        selection, verdicts = self._verdicts(ticket)
-        return not can_be_met_by_releases(wanted, selection, verdicts, self._leaving)
+        selection, known = _asked(ticket.request)
+        return known and not can_be_met_by_releases(wanted, selection, self._verdicts(selection), self._leaving)
 
     def _are_leased(self, wanted: Collection[str], number: int) -> bool:
         """Return whether others hold the leases of that many of these GPUs already. Then the GPUs need not be
@@ -173,9 +159,9 @@ class QueueSnapshot:
     def _wants(self, request: TicketRequest, ahead: Iterable[Ticket]) -> Iterator[BackfillRequest]:
         for ticket in ahead:
             if ticket.request is None:
-                yield BackfillRequest(len(request.gpus) + 1, request.gpus)  # nobody passes it
+                yield _never_met(request.gpus)
             elif not self.is_absent(ticket):
-                yield self._fitting(ticket)
+                yield self._fitting(ticket) if _asked(ticket.request)[1] else _never_met(ticket.request.gpus)
 
     def _want(self, request: TicketRequest, uid: int) -> BackfillRequest:
         return BackfillRequest.of(*request[:4], self._view.snapshot.gpus, self._view.reserved_for_others(uid))
@@ -186,23 +172,14 @@ class QueueSnapshot:
         want = self._want(ticket.request, ticket.uid)
         if not ticket.request.conditions:
             return want
-        busy = (one.gpu.uuid for one in self._verdicts(ticket)[1] if not one.free)
+        busy = (one.gpu.uuid for one in self._verdicts(_asked(ticket.request)[0]) if not one.free)
         coming = self._leaving.union(self._leased)
         return want.without({self._view.outer.stem(uuid) for uuid in busy if uuid not in coming})
 
-    def _verdicts(self, ticket: Ticket) -> tuple[Selection, tuple[GpuVerdict, ...]]:
-        """Return what a ticket asks for, as far as that is known here, and which GPUs it could have."""
-        assert ticket.request is not None
-        selection, known = Selection.from_ticket(ticket.request.nb_gpus, ticket.request.conditions)
+    def _verdicts(self, selection: Selection) -> tuple[GpuVerdict, ...]:
+        """Return which GPUs a request of another process could have."""
         self.lacking |= selection.needs - self._view.polls.needs
-        verdicts = self._judge(selection)
-        if known:
-            return selection, verdicts
-        self.strange = True
-        free = [v.gpu for v in verdicts if v.free and self._view.outer.stem(v.gpu.uuid) in ticket.request.gpus]
-        # Of fewer than it needs it takes none, whether it can use them or not.
-        untaken = self._untaken.note(ticket, [gpu.uuid for gpu in free] if fits(selection, free) else ())
-        return selection, tuple(GpuVerdict(v.gpu, "busy") if v.gpu.uuid in untaken else v for v in verdicts)
+        return self._judge(selection)
 
     def _judge(self, selection: Selection) -> tuple[GpuVerdict, ...]:
         if selection.conditions not in self._judged:

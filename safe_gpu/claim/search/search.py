@@ -230,10 +230,6 @@ class _Search:
             next_look = math.inf
         elif self._options.quota is None or not self._options.quota.unresolved:
             next_look = self._waiting(began=now).next_look(now)
-        if attempt.result.strange:
-            from .queue_snapshot import TIME_TO_TAKE
-
-            next_look = min(next_look, now + TIME_TO_TAKE)
         unleased = [gpu for gpu in self._view.usable if gpu.uuid in attempt.result.unleased]
         decision = decide(
             attempt.result,

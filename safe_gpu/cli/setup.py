@@ -9,15 +9,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from ..coordination.files.location import DEFAULT_DIR, drain_file, state_dir_path
+from ..coordination.files.location import CLOSING, DEFAULT_DIR, drain_file, state_dir_path
 from ..coordination.files.shared_directory import PARTS
-from ..coordination.files.state_dir import StateDir
 from ..coordination.files.warnings import ADMIN_DIR, setup_command
 from ..coordination.leases.drained import read_drained
 from ..coordination.leases.file_names import lease_name, leases_of
 from ..coordination.name_table import read_names
-from ..coordination.setup.entries import KEEP, MAKE, SKIP, TAKE
-from ..coordination.setup.state_dir import carry_out, examine, in_use, remove
+from ..coordination.setup.state_dir import examine, in_use, make, remove
 from ..errors import NoDriverError, PolicyError, StateDirError
 from ..host.foreign_files import read_start
 from ..host.programs import is_root, others_can_change
@@ -27,7 +25,6 @@ from .become import CommandError
 from .output import say, write_whole
 
 if TYPE_CHECKING:
-    from ..coordination.setup.entries import Entry
     from ..gpus.devices import HostSnapshot
 
 _TRY_AGAIN = 75
@@ -39,7 +36,7 @@ def configure_setup(parser: argparse.ArgumentParser) -> None:
     """Set its options and its handler."""
     parser.description = """Make a state directory of root's, with a lease file for each GPU, so that no
 user can remove or close what others rely on; lead all sessions to it by the
-host's settings. It changes nothing that is right already."""
+host's settings. It changes nothing that is right already, and nothing of others."""
     parser.epilog = "examples:\n  safe-gpu setup --dry-run\n  safe-gpu setup && safe-gpu doctor"
     add = parser.add_argument
     add("--state-dir", metavar="DIR", default=ADMIN_DIR, help=f"an absolute path on a local disk (default {ADMIN_DIR})")
@@ -132,56 +129,27 @@ def _refuse(where: str) -> None:
 
 def _make(path: str, others: set[str], leases: Sequence[str], act: bool) -> Iterator[str]:
     """Make everything, or print what would be made. Yields what is left to do."""
-    entries = examine(path, leases)
-    closed = entries[-1].name in (".", *PARTS)  # a directory that is skipped
-    if not closed:
-        drained_here = _carry_drains(path, others, act)
-        for entry in entries:
-            if entry.action in (MAKE, TAKE):
-                print(f"{entry.action} {_place(path, entry)}" + (f" ({entry.why})" if entry.why else ""))
-        for name in drained_here:
-            print(f"remove {path}/{name}")
-        if act:
-            carry_out(path, entries)
-            entries = examine(path, leases)
-            for name in drained_here:
-                with StateDir(path, make=False) as root:
-                    root.unlink(name)
-        yield from _lead_there(path, leases, act)
-    for entry in entries[-1:] if closed else entries:
-        if entry.action == SKIP or (act and entry.action != KEEP):
-            why = entry.why if entry.action == SKIP else "was changed meanwhile"
-            way_out = f"remove it, and run {setup_command(path)} again"
-            yield f"{_place(path, entry)} {why}: {'choose another --state-dir' if entry.name == '.' else way_out}"
+    missing = examine(path, leases)
+    for name in (one for one, wrong in missing.items() if not wrong):
+        print(f"make {_place(path, name)}")
+    if act:
+        make(path, missing)
+        missing = examine(path, leases)
+    yield from _lead_there(path, leases, act)
+    for other, name in ((other, name) for other in sorted(others) for name in CLOSING):
+        here = read_drained(by_root=False, state_dir=other, name=name)
+        if here.reasons or here.windows:
+            yield f"{other}/{name} closes GPUs, and does not count in {path}: close them again with safe-gpu drain"
+    for name, wrong in missing.items():
+        if wrong:
+            yield (
+                f"{_place(path, name)} {wrong}: while nobody claims that GPU, remove it, and run "
+                f"{setup_command(path)} again"
+            )
 
 
-def _place(path: str, entry: Entry) -> str:
-    return os.path.normpath(os.path.join(path, entry.name))
-
-
-def _carry_drains(path: str, others: set[str], act: bool) -> list[str]:
-    """Add to root's drained and reserved GPUs those of the owners of these state directories, who will not count any
-    more.
-
-    Returns the names of such files in ``path``.
-    """
-    file, reasons = drain_file(by_root=True), dict(read_drained(by_root=True).reasons)
-    here = read_drained(by_root=False, state_dir=path)
-    for drains in (here, *(read_drained(by_root=False, state_dir=other) for other in others)):
-        for uuid, reason in drains.reasons.items():
-            if uuid not in reasons:
-                reasons[uuid] = reason if drains.user == "root" else f"{drains.user}: {reason}".rstrip(": ")
-                print(f"write {file}: {uuid} {reasons[uuid]}")
-    if act and reasons != read_drained(by_root=True).reasons:
-        _write(file, "".join(f"{uuid} {reason}\n" for uuid, reason in reasons.items()))
-    file = drain_file(by_root=True, name="windows")
-    ours, *theirs = (read_drained(by_root=not one, state_dir=one, name="windows") for one in ("", path, *others))
-    lines = sorted({one.line for drains in (ours, *theirs) for one in drains.windows})
-    if len(lines) > len(ours.windows):
-        print(f"write {file}: {plural(len(lines), 'window')}")
-        if act:
-            _write(file, "".join(f"{line}\n" for line in lines))
-    return [name for name, drains in (("drained", here), ("windows", theirs[0])) if drains.user]
+def _place(path: str, name: str) -> str:
+    return os.path.normpath(os.path.join(path, name))
 
 
 def _lead_there(path: str, leases: Sequence[str], act: bool) -> Iterator[str]:

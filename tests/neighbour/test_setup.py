@@ -16,14 +16,11 @@ from support.processes import own_network
 import safe_gpu
 from safe_gpu.cli import setup as command_of_setup
 from safe_gpu.cli import setup as host_files
-from safe_gpu.coordination.leases.drained import all_windows, drained_gpus
+from safe_gpu.coordination.leases.drained import drained_gpus
 from safe_gpu.coordination.leases.file_names import inner_name, lease_name, leases_of
 from safe_gpu.coordination.locks.host_lock import HostLock
-from safe_gpu.coordination.setup import state_dir
 from safe_gpu.drivers import open_drivers
 from safe_gpu.drivers.presets import preset
-
-from .conftest import exchange
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, whose directory it is")
 
@@ -246,138 +243,92 @@ def test_a_neighbour_can_neither_remove_nor_close_it(host: Host, as_user: Any) -
         assert as_user(claims, uid=BEN).hear() == "[0]"
 
 
-def test_what_a_neighbour_made_first_is_taken_over_under_a_claim(host: Host, as_user: Any, ground: Any) -> None:
-    assert as_user(first, uid=ATTACKER).hear() == "made"
-    with own_network():
-        assert as_user(claims, uid=ANNA).hear() == "[0]"
-    done = host.done()
-    assert f"take over {host.path} (of nobody, mode 1777)" in done
-    assert f"take over {host.path}/leases/{lease_name(ground.uuids[0])} (of nobody)" in done
-    assert as_user(attack, uid=ATTACKER).hear() == "[]"
-    with own_network():
-        assert as_user(claims, uid=BEN).hear() == "refused"
+# What others made
 
 
-# What root is not led to change
+def make_all(say: Callable[[object], None], listen: Callable[[], str]) -> None:
+    """Claim, and drain a GPU where this user owns the directory."""
+    from safe_gpu.cli.commands import main
+
+    say([claim(), main(["drain", "3", "--reason", "a fan is broken"]), main(["drain", "4", "--until", "+1h"])])
 
 
-def test_what_may_be_somebody_s_from_elsewhere_is_skipped_and_named(host: Host, as_user: Any, ground: Any) -> None:
-    assert as_user(lambda say, listen: say(claim()), uid=ANNA).hear() == "[0]"
-    leases = host.path / "leases"
-    secret, shared = host.place / "secret", host.place / "shared"
-    for path, mode in ((secret, 0o600), (shared, 0o666)):
-        path.write_text("precious")
-        path.chmod(mode)
-        os.chown(path, BEN, BEN)
-    names = [leases / lease_name(uuid) for uuid in ground.uuids]
-    names[1].symlink_to(secret)
-    names[2].hardlink_to(secret)
-    names[3].hardlink_to(shared)
-    os.mkfifo(names[4])
-    shutil.copy(secret, names[5])
-    names[5].chmod(0o600)
-    os.chown(names[5], BEN, BEN)
-    before = {path: path.lstat() for path in (secret, shared, *names[1:6])}
+@pytest.mark.parametrize(
+    ("part", "uid", "mode", "why"),
+    [
+        (".", ANNA, 0o1777, "belongs to 4711"),
+        (".", ANNA, 0o700, "belongs to 4711"),
+        (".", 0, 0o755, "has mode 0755 and is not empty"),
+        ("leases", BEN, 0o1777, "belongs to 4712"),
+        ("queue", ANNA, 0o1777, "belongs to 4711"),
+        ("history", 0, 0o700, "has mode 0700 and is not empty"),
+        ("host.lock", ANNA, 0o666, "belongs to 4711"),
+    ],
+)
+def test_a_directory_that_root_did_not_make_is_refused(host: Host, part: str, uid: int, mode: int, why: str) -> None:
+    """Nothing of it is changed. Once it is moved away, as the error says, all is made."""
+    claim()
+    for path in (host.path, *host.path.rglob("*")):
+        os.chown(path, 0, 0)
+    (host.path / part).chmod(mode)
+    os.chown(host.path / part, uid, uid)
+    before = host.tree()
+    for options in ([], ["--dry-run"]):
+        done = host.run(*options)
+        assert (done.returncode, done.stdout) == (73, ""), done
+        assert f"{os.path.normpath(host.path / part)} {why}: name another directory, or " in done.stderr
+    assert host.tree() == before
+    move = done.stderr.partition("(")[2].partition(")")[0]
+    assert move == f"mv {host.path} {host.path}.old"
+    subprocess.run(move, shell=True, check=True)
+    host.done()
+
+
+@pytest.mark.parametrize("what", ["of another user", "link", "names", "mode", "pipe"])
+def test_a_lease_that_is_not_root_s_is_named_and_left(host: Host, ground: Any, what: str) -> None:
+    """As of a device that is newer than the last setup."""
+    host.done()
+    lease, secret = host.path / "leases" / lease_name(ground.uuids[1]), host.place / "secret"
+    secret.write_text("precious")
+    lease.unlink()
+    if what == "link":
+        lease.symlink_to(secret)
+    elif what == "names":
+        secret.chmod(0o666)
+        lease.hardlink_to(secret)
+    elif what == "pipe":
+        os.mkfifo(lease)
+    else:
+        lease.touch()
+        lease.chmod(0o600 if what == "mode" else 0o666)
+        os.chown(lease, *((0, 0) if what == "mode" else (BEN, BEN)))
+    before = host.tree()
     done = host.run()
+    why = "belongs to 4712" if what == "of another user" else "is no file with mode 0666 and one name"
+    again = f"run safe-gpu setup --state-dir {host.path} again"
     assert done.returncode == 1
-    for path, words in zip(
-        names[1:6], ("is a link", "2 names", "2 names", "no regular file", "mode 0600"), strict=True
-    ):
-        (line,) = [line for line in done.stdout.splitlines() if str(path) in line]
-        assert line.startswith("to do: ")
-        assert words in line
-        assert line.endswith(f"remove it, and run safe-gpu setup --state-dir {host.path} again")
-    for path, status in before.items():
-        assert (path.lstat().st_mode, path.lstat().st_uid) == (status.st_mode, status.st_uid)
-    assert names[0].stat().st_uid == names[6].stat().st_uid == 0
+    assert done.stdout == f"to do: {lease} {why}: while nobody claims that GPU, remove it, and {again}\n"
+    assert host.tree() == before
+    lease.unlink()
+    host.done()
 
 
-@pytest.mark.parametrize("part", ["", "leases", "history"])
-def test_a_directory_that_is_closed_and_not_empty_is_not_opened(host: Host, as_user: Any, part: str) -> None:
-    assert as_user(lambda say, listen: say(claim()), uid=ANNA).hear() == "[0]"
-    (host.path / part).chmod(0o700)
-    done = host.run()
-    assert done.returncode == 1
-    way_out = "remove it" if part else "choose another --state-dir"
-    assert f"{host.path / part} has mode 0700 and is not empty: {way_out}" in done.stdout
-    assert (host.path / part).stat().st_mode & 0o7777 == 0o700
-    assert (host.path / part).stat().st_uid == ANNA
-
-
-@pytest.mark.parametrize("part", [".", "leases", "host.lock"])
-@pytest.mark.parametrize("place", range(1, 13))
-def test_what_its_owner_replaces_meanwhile_leads_nowhere(
-    host: Host, as_user: Any, monkeypatch: pytest.MonkeyPatch, part: str, place: int
+def test_gpus_that_another_directory_closes_are_named(
+    host: Host, as_user: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By a link to another directory, in which there is all that setup looks for, after the n-th system call."""
-    victim = host.place / "victim"
-    for name in (".", "leases", "queue", "history"):
-        (victim / name).mkdir()
-        (victim / name).chmod(0o1777)
-    (victim / "host.lock").touch()
-    (victim / "host.lock").chmod(0o666)
-    for path in (victim, *victim.iterdir()):
-        os.chown(path, BEN, BEN)
-    assert as_user(lambda say, listen: say(claim()), uid=ANNA).hear() == "[0]"
-    trap = host.place / "trap"
-    trap.symlink_to(victim / part)
-    calls: list[str] = []
-
-    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **options: Any) -> Any:
-            calls.append(function.__name__)
-            if len(calls) == place:
-                assert exchange(host.path / part, trap) == 0
-            return function(*args, **options)
-
-        return call
-
-    def carry_out(*arguments: Any) -> None:
-        with monkeypatch.context() as patch:
-            for name in ("open", "fstat", "stat", "fchown", "fchmod"):
-                patch.setattr(os, name, counted(getattr(os, name)))
-            state_dir.carry_out(*arguments)
-
-    monkeypatch.setattr(command_of_setup, "carry_out", carry_out)
-    assert host.run().returncode in (0, 1, 73)
-    assert len(calls) >= place
-    assert {path.stat().st_uid for path in (victim, *victim.iterdir())} == {BEN}
+    """By the word of its owner, which does not count for root's directory."""
+    with monkeypatch.context() as patch:
+        patch.setenv("SAFE_GPU_DIR", str(host.place / "anna"))
+        assert as_user(make_all, uid=ANNA).hear() == "[[0], 0, 0]"
+        done = host.run()
+    assert done.returncode == 1
+    for name in ("drained", "windows"):
+        assert f"to do: {host.place}/anna/{name} closes GPUs, and does not count in {host.path}: close" in done.stdout
+    assert drained_gpus() == {}
+    host.done()
 
 
 # Drains
-
-
-def test_a_drain_outlives_the_change_of_the_owner(host: Host, as_user: Any, ask: Any, ground: Any) -> None:
-    def drain(say: Callable[[object], None], listen: Callable[[], str]) -> None:
-        from safe_gpu.cli.commands import main
-
-        claim()
-        say(main(["drain", "3", "--reason", "a fan is broken"]))
-
-    assert as_user(drain, uid=ANNA).hear() == "0"
-    assert f"write {host.config.parent}/drained: {ground.uuids[3]} 4711: a fan is broken" in host.done()
-    assert drained_gpus() == {ground.uuids[3]: "drained by root: 4711: a fan is broken"}
-    with pytest.raises(safe_gpu.NotEnoughGpusError, match="a fan is broken"):
-        claim(only=3)
-    assert not (host.path / "drained").exists()
-    assert len(host.done()) == 1
-    assert ask("resume", "3").returncode == 0
-    assert claim(only=3) == [3]
-
-
-def test_a_window_outlives_the_change_of_the_owner(host: Host, as_user: Any, ground: Any) -> None:
-    def reserve(say: Callable[[object], None], listen: Callable[[], str]) -> None:
-        from safe_gpu.cli.commands import main
-
-        claim()
-        say(main(["drain", "3", "--until", "+1h", "--reason", "dust"]))
-
-    assert as_user(reserve, uid=ANNA).hear() == "0"
-    [before] = all_windows()
-    assert f"write {host.config.parent}/windows: 1 window" in host.done()
-    assert all_windows() == (before._replace(by="root"),)
-    assert not (host.path / "windows").exists()
-    assert len(host.done()) == 1
 
 
 @pytest.mark.parametrize(("uid", "mode"), [(BEN, 0o644), (0, 0o666), (0, 0o1777)])

@@ -3,71 +3,81 @@
 import os
 import stat
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import ExitStack, suppress
 
 from ...errors import StateDirError
+from ...host.procfs import user_name
 from ..files.shared_directory import DIR_MODE, PARTS
-from ..files.state_dir import StateDir
+from ..files.state_dir import StateDir, is_everybodys
+from ..files.warnings import setup_command
 from ..leases.lease import probe
 from ..locks.host_lock import MINIMUM_PATIENCE, HostLock
 from ..queue.listing import Listing
 from ..queue.live import live_tickets
-from .entries import SKIP, TAKE, Entry, directory_entry, file_entry
 
 
-def examine(path: str, leases: Iterable[str]) -> list[Entry]:
-    """Return what is to be done for a state directory of root's with these lease files, in that order.
+def examine(path: str, leases: Iterable[str]) -> dict[str, str]:
+    """Return what a state directory of root's with these lease files lacks, in the order in which it is to be made.
 
-    A directory that is to be skipped is the last entry: nothing can be done then.
+    Returns:
+        Name, relative to the directory ("." for itself) -> "" if it is to be made, else what is wrong with the lease
+        file of that name, which somebody has made.
 
     Raises:
-        StateDirError: it is a link, or no directory.
+        StateDirError: the directory, one in it or host.lock is not root's, or there is something else in its place.
     """
-    found: list[Entry] = []
+    found: dict[str, str] = {}
     opened: dict[str, StateDir | None] = {}
     with ExitStack() as stack:
         for name in (".", *PARTS):
-            directory = None
+            directory = opened[name] = None
             with suppress(FileNotFoundError):
                 if name == "." or opened["."] is not None:
-                    directory = stack.enter_context(_open(path, name, opened.get("."), make=False))
-            status, empty = (os.fstat(directory.fd), directory.is_empty()) if directory else (None, True)
-            opened[name] = directory
-            found.append(directory_entry(name, status, empty=empty))
-            if found[-1].action == SKIP:
-                return found
+                    directory = opened[name] = stack.enter_context(_open(path, name, opened.get("."), make=False))
+            status = None if directory is None else os.fstat(directory.fd)
+            mode = None if status is None else stat.S_IMODE(status.st_mode)
+            if status is not None and status.st_uid != 0:
+                raise _refusal(path, name, f"belongs to {user_name(status.st_uid)}")
+            if mode != DIR_MODE:  # somebody may have named a home, or moved a directory here that is to stay closed
+                if mode is not None and directory is not None and not directory.is_empty():
+                    raise _refusal(path, name, f"has mode {mode:04o} and is not empty")
+                found[name] = ""
         for name in ("host.lock", *(f"leases/{lease}" for lease in leases)):
             directory = opened[os.path.dirname(name) or "."]
-            found.append(file_entry(name, directory.status(os.path.basename(name)) if directory else None))
+            status = directory.status(os.path.basename(name)) if directory else None
+            if status is None:
+                found[name] = ""
+            elif status.st_uid:
+                found[name] = f"belongs to {user_name(status.st_uid)}"
+            elif status.st_nlink != 1 or not is_everybodys(status):
+                found[name] = "is no file with mode 0666 and one name"
+        if found.get("host.lock"):
+            raise _refusal(path, "host.lock", found["host.lock"])
     return found
 
 
-def carry_out(path: str, entries: Iterable[Entry]) -> None:
-    """Do what :func:`examine` has found. Look again afterwards: others may change what is theirs meanwhile.
+def _refusal(path: str, name: str, why: str) -> StateDirError:
+    """Return the error about something that stands in the way. Nothing of another user is changed or taken over."""
+    place = os.path.normpath(os.path.join(path, name))
+    return StateDirError(
+        f"{place} {why}: name another directory, or move this one away (mv {path} {path}.old) and run "
+        f"{setup_command(path)} again",
+        path=place,
+    )
 
-    Everything is opened from the directory above it, without following links, looked at once more, and changed by its
-    descriptor.
+
+def make(path: str, missing: Mapping[str, str]) -> None:
+    """Make what :func:`examine` has found to be missing. Look again afterwards: others may have made it meanwhile.
 
     Raises:
-        StateDirError: a directory cannot be made, or was replaced.
+        StateDirError: a directory or a file cannot be made.
     """
-    opened: dict[str, StateDir] = {}
-    with ExitStack() as stack:
-        for entry in entries:
-            part, name = os.path.split(entry.name)
-            if name in (".", *PARTS):
-                directory = opened[name] = stack.enter_context(_open(path, name, opened.get("."), make=True))
-                status = os.fstat(directory.fd)
-                if directory_entry(name, status, empty=directory.is_empty()).action == TAKE:
-                    os.fchown(directory.fd, 0, 0)
-                    os.fchmod(directory.fd, DIR_MODE)
-                continue
-            with suppress(StateDirError):  # the next look tells
-                fd = opened[part or "."].open_or_create(name)
-                if file_entry(name, os.fstat(fd)).action == TAKE:
-                    os.fchown(fd, 0, 0)
-                os.close(fd)
+    with StateDir(path) as root, ExitStack() as stack:
+        parts = {part: stack.enter_context(StateDir(part, root)) for part in PARTS}
+        for name in (one for one, wrong in missing.items() if not wrong and one not in (".", *PARTS)):
+            part, file = os.path.split(name)
+            os.close((parts[part] if part else root).open_or_create(file))
 
 
 def _open(path: str, name: str, root: StateDir | None, *, make: bool) -> StateDir:

@@ -14,6 +14,8 @@ from support.claims import claim
 import safe_gpu
 from safe_gpu import NotEnoughGpusError
 from safe_gpu.coordination import socket_names as names
+from safe_gpu.coordination.files import warnings
+from safe_gpu.coordination.files.file_system import FileSystem
 from safe_gpu.coordination.leases import lease as leases
 from safe_gpu.coordination.name_table import read_names
 
@@ -255,31 +257,30 @@ def test_a_shared_display_has_no_name(host: Path, monkeypatch: pytest.MonkeyPatc
         assert held(host) == set()
 
 
-# A private /tmp that shows in its mount
+# A container's own state directory
 
 
 @pytest.mark.parametrize(
-    ("source", "says"),
+    ("kind", "point", "network", "told"),
     [
-        ("systemd-private-0a1b-foo.service-XyZ/tmp", "private to foo.service (PrivateTmp of systemd)"),
-        ("4711/.4711", "private to job 4711 (job_container/tmpfs of Slurm)"),
-        ("anything", ""),
+        ("overlay", "/", False, True),
+        ("fuse-overlayfs", "/", False, True),
+        ("overlay", "/", True, False),
+        ("overlay", "/tmp", False, False),
+        ("ext4", "/", False, False),
+        ("", "", False, False),
     ],
 )
-def test_each_private_directory_is_warned_of_once(tmp_path: Path, source: str, says: str) -> None:
-    """With a real mount, as systemd and Slurm make them: a directory of another file system, in place of /tmp."""
-    (tmp_path / source).mkdir(parents=True)
-    (tmp_path / "tmp").mkdir()
-    done = in_namespace(
-        "--mount",
-        f"mount --bind {tmp_path / source} {tmp_path / 'tmp'}",
-        "import logging; logging.basicConfig()\n"
-        "claim(1).release_gpus(); claim(1).release_gpus(); os.environ['SAFE_GPU_DIR'] += '2'; claim(1).release_gpus()",
-        SAFE_GPU_DIR=str(tmp_path / "tmp" / "state"),
-    )
-    assert done.returncode == 0, done.stderr
-    warnings = [line for line in done.stderr.splitlines() if line.startswith("WARNING")]
-    assert len(warnings) == 2 * bool(says), done.stderr
-    for line, name in zip(warnings, ("state", "state2"), strict=False):
-        assert f"/tmp/{name} is {says}: GPUs that are claimed elsewhere on this host are not taken" in line
-        assert "queues do not meet" in line
+def test_a_container_without_the_network_of_the_host_is_told_once(
+    host: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any, kind: str, point: str, network: bool, told: bool
+) -> None:
+    monkeypatch.setattr(warnings, "file_system_at", lambda path, device: FileSystem(kind, point))
+    monkeypatch.setattr(warnings, "sees_network_devices", lambda: network)
+    monkeypatch.setattr(warnings, "_told", set())
+    warnings.doubt_of_image.cache_clear()
+    claim(1).release_gpus()
+    claim(1).release_gpus()
+    warnings.doubt_of_image.cache_clear()
+    lines = [one.getMessage() for one in caplog.records if "belongs to this container" in one.getMessage()]
+    assert len(lines) == told
+    assert all(f"start it with -v {host}/state:{host}/state" in line for line in lines)

@@ -113,7 +113,7 @@ def test_doctor(podman, mount: bool) -> None:
     checks = json.loads(podman.safe_gpu("doctor", "--json", mount=mount).stdout)["checks"]
     (found,) = [check for check in checks if check["name"] == "shared state directory"]
     assert found["status"] == ("passed" if mount else "warning"), found
-    assert ("mounted into this container" if mount else "belongs to this container") in found["detail"]
+    assert ("the same directory" if mount else "belongs to this container") in found["detail"]
 
 
 def test_gpus_by_their_cdi_names(command, podman, ground) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from support.findings import finding
 
-from safe_gpu.coordination.files import shared_directory, warnings
+from safe_gpu.coordination.files import shared_directory
 from safe_gpu.coordination.files import state_dir as state_dir_module
 from safe_gpu.coordination.files.file_system import FileSystem, file_system_of
 from safe_gpu.coordination.files.location import state_dir_path
@@ -336,7 +336,6 @@ def test_a_read_only_file_system(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["nfs4", "lustre", "fuse.sshfs", "9p"])
 def test_a_network_file_system_is_refused(state_dir: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     monkeypatch.setattr(state_dir_module, "file_system_at", lambda path, device: FileSystem(kind))
-    monkeypatch.setattr(warnings, "file_system_at", lambda path, device: FileSystem(kind))
     with pytest.raises(StateDirError, match=rf"network file system \({kind}\).*SAFE_GPU_DIR"):
         StateDir(str(state_dir))
 

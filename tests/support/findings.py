@@ -70,7 +70,7 @@ def in_namespace(setup: str, check: str, *flags: str, user: int = 0, **variables
         "from safe_gpu import doctor\n"
         "host = doctor.CheckedHost()\n"
         "host.snapshot  # while this interpreter can still be read\n"
-        f"os.setresuid({user}, {user}, {user})\n"
+        f"os.setgroups([]); os.setresgid({user}, {user}, {user}); os.setresuid({user}, {user}, {user})\n"
         f"found = dict(doctor.CHECKS)[{check!r}](host)\n"
         "print(json.dumps([found.status, found.detail, found.fix]))"
     )

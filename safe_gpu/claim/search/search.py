@@ -16,7 +16,7 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from ...coordination.files.location import state_dir_path
-from ...coordination.files.warnings import doubt_of_mount, not_told_yet, owners_of, stranger_among
+from ...coordination.files.warnings import doubt_of_image, not_told_yet, owners_of, stranger_among
 from ...coordination.signals import unwind_on_signals
 from ...errors import LockTimeout, StateDirError, UnsatisfiableRequestError
 from ...host.procfs import printable_lines
@@ -64,7 +64,7 @@ def acquire(view: HostView, options: ClaimOptions, claim: Claim) -> None:
     _Search(view, options).run(claim)
     claim.note(time.monotonic() - options.began)
     path = state_dir_path()
-    doubts = [doubt_of_mount(path)]
+    doubts = [doubt_of_image(path)]
     owners = chain((os.fstat(lease.fd).st_uid for lease in claim.leases), owners_of(path))
     stranger = stranger_among(owners, os.geteuid())
     if stranger is not None and not view.snapshot.shared_display:  # there names keep nobody off

@@ -16,10 +16,9 @@ NETWORK_TYPES = frozenset(
 
 
 class FileSystem(NamedTuple):
-    """A file system as it is mounted: its type, which directory of it, and where. Each is "" where that is hidden."""
+    """A file system as it is mounted: its type, and where. Each is "" where that is hidden."""
 
     kind: str = ""
-    root: str = ""
     point: str = ""
 
 
@@ -32,9 +31,9 @@ def file_system_of(fd: int) -> FileSystem:
     mount = info.partition(b"\nmnt_id:\t")[2].partition(b"\n")[0]
     for line in lines_of("/proc/self/mountinfo"):
         fields, _, tail = line.partition(b" - ")
-        number, _, _, root, point, *_ = [*fields.split(b" "), *[b""] * 5]
+        number, _, _, _, point, *_ = [*fields.split(b" "), *[b""] * 5]
         if number == mount:
-            return FileSystem(tail.split(b" ")[0].decode("ascii", "replace"), os.fsdecode(root), os.fsdecode(point))
+            return FileSystem(tail.split(b" ")[0].decode("ascii", "replace"), os.fsdecode(point))
     return FileSystem()
 
 
@@ -50,7 +49,3 @@ def file_system_at(path: str, device: int) -> FileSystem:
         return file_system_of(fd)
     finally:
         os.close(fd)
-
-
-DISK_TYPES = ("", "ext4", "xfs", "btrfs")
-"""File systems on disks, which have a container's image only as a directory below their root."""

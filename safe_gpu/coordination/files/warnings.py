@@ -7,7 +7,7 @@ from functools import cache
 
 from ...host import procfs
 from ..signals import DeferredSignals
-from .file_system import DISK_TYPES, file_system_at
+from .file_system import file_system_at
 from .location import DEFAULT_DIR
 
 _told: set[str] = set()
@@ -21,19 +21,23 @@ def not_told_yet(doubts: Iterable[str]) -> list[str]:
     return new
 
 
-@cache
-def doubt_of_mount(path: str) -> str:
-    """Return what a claim is to be told of a state directory that only some processes see; "" for nothing."""
-    try:
-        kind, root, point = file_system_at(path, os.lstat(path).st_dev)
-    except OSError:
-        return ""  # it was removed
-    if root in ("", "/") and (point != "/" or kind in DISK_TYPES):
-        return ""
-    from .mounts import privacy_of  # for a private /tmp, or an image
+_OF_IMAGES = frozenset({"overlay", "fuse-overlayfs", "fuse.fuse-overlayfs"})
 
-    said = privacy_of(path)
-    return said and f"the state directory {procfs.printable_lines(path)} {said}"
+
+@cache
+def doubt_of_image(path: str) -> str:
+    """Return what a claim is to be told of a state directory in the image of a container that has not the network of
+    the host; "" for nothing."""
+    above = path
+    while not os.path.isdir(above):
+        above = os.path.dirname(above)
+    kind, point = file_system_at(above, os.stat(above).st_dev)
+    if point != "/" or kind not in _OF_IMAGES or sees_network_devices():
+        return ""
+    return (
+        f"the state directory {procfs.printable_lines(path)} belongs to this container, and claims outside it are not "
+        f"seen, nor do they see this one, unless it has the network of the host: start it with -v {path}:{path}"
+    )
 
 
 def stranger_among(owners: Iterable[int], user: int | None) -> int | None:

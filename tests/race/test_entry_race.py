@@ -10,7 +10,7 @@ import pytest
 from support.real import REQUIRED
 
 RACE = Path(__file__).parent / "entry_race.py"
-SECONDS = "20" if REQUIRED else "3"
+SECONDS = "10" if REQUIRED else "3"
 NETWORKS = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to make network namespaces")
 WAYS = [
     pytest.param("--host-lock on --shares --inside"),

@@ -1,8 +1,7 @@
 """A race of claims on entries and doors alone, with kill -9, children left behind, and directories that are removed.
 
-Two detectors that know nothing of entries look for doubles: eight flocks for each GPU, of which a claim takes as many
-as it has of the GPU, and a counter that is read at the begin of a whole claim and written at its end. A third one looks
-for entries of dead processes that still count.
+Two detectors look for doubles (see :mod:`support.stage`). A third one looks for entries of dead processes that still
+count.
 """
 
 import argparse
@@ -26,93 +25,16 @@ if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
 
 from race.entry_claims import BROKEN, CAPACITY, Claim, Claimer, break_build
+from support.stage import DYING, Referee, words
 
 from safe_gpu.coordination.directory import Directory
 from safe_gpu.coordination.entry import is_alive
 from safe_gpu.errors import SafeGpuError
 from safe_gpu.host import procfs
 
-UNITS = 8  # flocks of a GPU
-DYING = 1.0  # seconds that a process takes to close its descriptors at most
 NEIGHBOUR = 4711
 FOUND = ("DOUBLE", "LOST", "GHOST", "DIED")
 """What a race must not find: two on one GPU, a lost update, a dead entry that counts, an error that nobody expects."""
-
-
-class Referee:
-    """Notes who has which GPU, in files of its own."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-
-    def note(self, *words: object) -> None:
-        fd = os.open(self.directory / "log", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-        os.write(fd, (" ".join(map(str, words)) + "\n").encode())
-        os.close(fd)
-
-    def begin(self, uuid: str, share: int | None) -> list[int]:
-        """Take what a claim has of a GPU. Whoever else holds it has to be dying just now."""
-        number = UNITS if share is None else share * UNITS // CAPACITY
-        until = time.monotonic() + DYING
-        while True:
-            locks = [fd for unit in range(UNITS) if (fd := self.lock(uuid, unit))]
-            inside = self.is_held(uuid, "inside")
-            if not inside and len(locks) >= number:
-                self.end(locks[number:])
-                return locks[:number]
-            self.end(locks)
-            if time.monotonic() > until or self.lives(
-                uuid, *(["inside"] if inside else []), *range(UNITS * (not share))
-            ):
-                self.note("DOUBLE", uuid, share, os.getpid())
-                return []
-            time.sleep(0.001)
-
-    def lock(self, uuid: str, what: object) -> int:
-        """Take one lock, and note in it whose it is; 0 where another process has it."""
-        fd = os.open(self.directory / f"{uuid}.{what}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(fd)
-            return 0
-        os.pwrite(fd, b"%20d" % os.getpid(), 0)
-        return fd
-
-    def is_held(self, uuid: str, what: object) -> bool:
-        """Return whether a lock is held; several may ask at once."""
-        fd = os.open(self.directory / f"{uuid}.{what}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        finally:
-            os.close(fd)
-        return False
-
-    def lives(self, uuid: str, *whats: object) -> bool:
-        """Return whether a process that has one of these locks lives."""
-        for what in whats:
-            pid = int((self.directory / f"{uuid}.{what}").read_bytes() or 0)
-            if pid not in (0, os.getpid()) and not procfs.is_exiting(pid) and not procfs.has_ended(pid):
-                return True
-        return False
-
-    def end(self, locks: list[int]) -> None:
-        for fd in locks:
-            os.pwrite(fd, b"%20d" % 0, 0)
-            fcntl.flock(fd, fcntl.LOCK_UN)
-            os.close(fd)
-
-    def count(self, uuid: str, new: int | None = None) -> int:
-        """Return the counter of a GPU, or write it, so that a process may be killed at any time."""
-        fd = os.open(self.directory / f"{uuid}.count", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        try:
-            if new is not None:
-                os.pwrite(fd, b"%20d" % new, 0)
-            return int(os.pread(fd, 20, 0) or 0)
-        finally:
-            os.close(fd)
 
 
 def compete(referee: Referee, options: argparse.Namespace, number: int, gpus: list[str]) -> None:
@@ -266,7 +188,7 @@ def watch(referee: Referee) -> None:
 def race(directory: Path, options: argparse.Namespace) -> Counter[str]:
     """Race for a while and return how often each word was noted."""
     ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
-    referee = Referee(directory)
+    referee = Referee(directory, CAPACITY)
     directory.chmod(0o777)
     gpus = [f"{directory.name}-GPU-{number}" for number in range(options.gpus)]
     workers = {f"worker{n}": lambda n=n: compete(referee, options, n, gpus) for n in range(options.processes)}
@@ -328,11 +250,6 @@ def race(directory: Path, options: argparse.Namespace) -> Counter[str]:
         if referee.count(uuid) < counted:
             noted["LOST"] += counted - referee.count(uuid)
     return noted
-
-
-def words(directory: Path) -> list[str]:
-    log = directory / "log"
-    return [line.partition(" ")[0] for line in log.read_text().split("\n")[:-1]] if log.exists() else []
 
 
 def options_of(arguments: list[str]) -> argparse.Namespace:

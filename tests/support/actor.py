@@ -65,8 +65,8 @@ class Actor:
         """Its wait status; it is killed where it has not ended yet (9 then)."""
         if not self.pid:
             return 0
-        os.close(self._out)
         self.kill()
+        os.close(self._out)
         status = os.waitpid(self.pid, 0)[1]
         self.pid = 0
         self._in.close()

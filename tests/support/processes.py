@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.actor import Actor
 from support.gpus import PACKAGE_ROOT
 
 import safe_gpu
@@ -115,63 +116,15 @@ def everything_imported() -> None:
         importlib.import_module(name)
 
 
-class UserProcess:
-    """A forked process of another user. It is forked, not started anew, since that user may not even be able to read
-    this interpreter; :func:`as_user` imports everything before."""
-
-    def __init__(self, uid: int, umask: int, work: Callable[[Callable[[str], None], Callable[[], str]], None]) -> None:
-        from_child, to_parent = os.pipe()
-        from_parent, to_child = os.pipe()
-        self.pid = os.fork()
-        if self.pid == 0:
-            code = 1
-            try:
-                os.umask(umask)
-                os.setgroups([])
-                os.setresgid(uid, uid, uid)
-                os.setresuid(uid, uid, uid)
-                ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)  # PR_SET_DUMPABLE, as after exec(2)
-
-                def say(text: object) -> None:
-                    os.write(to_parent, f"{text}\n".encode())
-
-                work(say, lambda: os.read(from_parent, 99).decode())
-                code = 0
-            except BaseException as err:
-                os.write(to_parent, f"{type(err).__name__}: {err}\n".encode())
-            finally:
-                os._exit(code)
-        os.close(to_parent)
-        os.close(from_parent)
-        self._in, self._out = os.fdopen(from_child), to_child
-
-    def hear(self) -> str:
-        return self._in.readline().strip()
-
-    def tell(self, text: str = "go") -> None:
-        os.write(self._out, text.encode())
-
-    def end(self) -> int:
-        """Its exit status; it is killed where it has not ended yet (9 then)."""
-        if self.pid:
-            os.close(self._out)
-            os.kill(self.pid, 9)
-            status = os.waitpid(self.pid, 0)[1]
-            self.pid = 0
-            self._in.close()
-            return status
-        return 0
-
-
 @pytest.fixture
-def as_user(everything_imported: None) -> Iterator[Callable[..., UserProcess]]:
+def as_user(everything_imported: None) -> Iterator[Callable[..., Actor]]:
     """Run ``work(say, listen)`` as another user."""
     if os.geteuid() != 0:
         pytest.skip("needs root, to act as other users")
-    children: list[UserProcess] = []
+    children: list[Actor] = []
 
-    def start(work: Callable[..., None], *, uid: int, umask: int = 0o022) -> UserProcess:
-        children.append(UserProcess(uid, umask, work))
+    def start(work: Callable[..., None], *, uid: int, umask: int = 0o022) -> Actor:
+        children.append(Actor(work, uid=uid, umask=umask))
         return children[-1]
 
     yield start
@@ -199,7 +152,7 @@ def own_network() -> Iterator[None]:
 
 
 @pytest.fixture
-def file_lease(as_user: Callable[..., UserProcess]) -> Callable[[Path, int], None]:
+def file_lease(as_user: Callable[..., Actor]) -> Callable[[Path, int], None]:
     """Give a file to a user who takes a file lease on it: every other open of it then blocks, for 45 seconds."""
 
     def take(path: Path, uid: int) -> None:
